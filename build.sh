@@ -76,7 +76,7 @@ setup() {
   device=$(device)
   check_prerequisites
   made_for="$root $device $("$python" -V)"
-  # Moved, another Python, or the other ONNX Runtime, which shares its files: .venv starts anew.
+  # Moved, another Python, or the other ONNX Runtime, which shares its files: .venv is made again.
   if [[ ! -f $stamps/made_for || $(<"$stamps/made_for") != "$made_for" ]]; then
     rm -rf "$venv"
   elif [[ -z ${TWINOP_TORCH_INDEX:-} && -f $stamps/index ]]; then

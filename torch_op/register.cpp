@@ -52,7 +52,7 @@ bool IsLoaded(const Record& record, std::string_view space) {
       continue;
     if (other.schema.text == record.schema.text) return true;
     throw std::runtime_error("op " + std::string(record.domain) + "::" + record.schema.name.text +
-                             " is there already, as " + std::string(other.schema.text));
+                             " already exists, as " + std::string(other.schema.text));
   }
   return false;
 }

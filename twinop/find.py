@@ -54,7 +54,7 @@ class Package:
             if isinstance(error, ModuleNotFoundError) and (beside := self._library_beside()) is not None:
                 return beside
             raise LibraryError(
-                f"{what}: importing its module {self.module} failed: {type(error).__name__}: {error}. Mend "
+                f"{what}: importing its module {self.module} failed: {type(error).__name__}: {error}. Fix "
                 f"or reinstall it ({again}), or name the library to use"
             ) from error
         function = getattr(module, "library_path", None)

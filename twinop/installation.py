@@ -19,7 +19,7 @@ def version_numbers(version: str) -> tuple[int, ...]:
 
 
 def how_to_build(domain: str = DOMAIN, archs: str = "", needs_cuda: bool = False) -> str:
-    """Returns a sentence without its full stop that says how to get a library anew.
+    """Returns a sentence without its full stop that says how to get a library again.
 
     Args:
         domain: the domain of its ops.

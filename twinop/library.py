@@ -99,7 +99,7 @@ def read_library(path: str | os.PathLike[str], copy: str | os.PathLike[str] | No
             _require_no_blank_page(path, file, sections)
             exports = _content(path, file, sections[".dynstr"]) if ".dynstr" in sections else b""
     except OSError as error:
-        raise LibraryError(f"{path}: cannot be read: {error.strerror}. Mend its permissions") from error
+        raise LibraryError(f"{path}: cannot be read: {error.strerror}. Fix its permissions") from error
     try:
         texts = [json.loads(text) for text in filter(None, section.split(b"\0"))]
         build: dict[str, Any] = next((fields for fields in texts if "twinop" in fields), {})

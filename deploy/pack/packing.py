@@ -131,7 +131,7 @@ def _check_output(options: Options) -> None:
     if not (output / MANIFEST).is_file():
         raise PackError(f"{output} is there, and not from twinop pack. Choose another folder, or remove it")
     if not options.force:
-        raise PackError(f"{output} is there already. --force writes it anew")
+        raise PackError(f"{output} already exists. --force replaces it")
     inside = output.resolve()
     for path in (options.model, *(options.library or ())):
         if path.resolve().is_relative_to(inside):

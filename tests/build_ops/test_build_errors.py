@@ -44,7 +44,7 @@ def header(tmp_path: Path) -> Path:
             ["times.h", "plain.h"],
             None,
             None,
-            "which name shall their library have? --name mish makes it libmish",
+            "--name is required for several files: --name mish makes the library libmish",
         ),
         (["times.h", "."], None, None, "expected one folder, or source files"),
         (["plain.h"], None, None, "plain.h: registers no op. Expected a header with TWINOP_UNARY"),

@@ -157,9 +157,7 @@ def test_a_folder_that_exists(tmp_path: Path) -> None:
     (tmp_path / "mish").mkdir()
     done = twinop("new", "mish", cwd=tmp_path)
     assert done.returncode == 1
-    assert (
-        done.stderr == "error: mish is there already. Choose another name, or another folder to start from\n"
-    )
+    assert done.stderr == "error: mish already exists. Choose another name, or another folder to start from\n"
     assert list((tmp_path / "mish").iterdir()) == []
 
 

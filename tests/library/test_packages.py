@@ -65,7 +65,7 @@ def test_a_package_is_imported_only_for_its_domain(site: Path) -> None:
         find_library_of("broken")
     assert str(caught.value).startswith(
         "package broken-ops 2.0, which has the ops of the domain broken: importing its module broken_ops "
-        "failed: RuntimeError: this import fails. Mend or reinstall it"
+        "failed: RuntimeError: this import fails. Fix or reinstall it"
     )
 
 

@@ -295,7 +295,7 @@ def test_library_newer_than_the_images(tmp_path: Path, libraries: dict[str, Path
 def test_only_force_replaces_and_only_what_was_packed(tmp_path: Path) -> None:
     repo, _ = packed(tmp_path)
     (repo / "mine.txt").write_text("added later")
-    with pytest.raises(PackError, match="--force writes it anew"):
+    with pytest.raises(PackError, match="--force replaces it"):
         packed(tmp_path)
     assert (repo / "mine.txt").is_file()
     packed(tmp_path, version=2, force=True)
@@ -346,7 +346,7 @@ def test_command(tmp_path: Path) -> None:
     for part in ("CustomRelu", "in the container /mnt/models/custom_relu/1/lib", "the CPU", "docker build"):
         assert part in result.output
     again = run(str(path), "-o", str(tmp_path / "repo"))
-    assert again.exit_code == 1 and "--force writes it anew" in again.output
+    assert again.exit_code == 1 and "--force replaces it" in again.output
 
 
 def test_help_teaches() -> None:

@@ -90,7 +90,7 @@ def test_requirements_are_locked(repo: Path) -> None:
 
 
 def test_the_lock_is_not_older_than_requirements(repo: Path) -> None:
-    """`python requirements/lock.py` writes it anew."""
+    """`python requirements/lock.py` writes it again."""
     pins: dict[str, str] = {}
     for file in ("constraints", "base", "serve", "cpu", "cuda"):
         text = (REQUIREMENTS / f"{file}.txt").read_text()

@@ -13,7 +13,7 @@ from twinop.deploy.service.settings import SettingsError
 
 
 @pytest.fixture(autouse=True)
-def _notes_anew() -> None:
+def _no_notes_yet() -> None:
     folders.log_once.cache_clear()
 
 

@@ -104,18 +104,18 @@ def test_an_unloaded_version_leaves_nothing() -> None:
     assert b'model="gone"' not in generate_latest()
 
 
-def test_a_version_that_is_loaded_anew_keeps_its_series() -> None:
-    old = ModelMetrics("anew", 1)
+def test_a_version_that_is_loaded_again_keeps_its_series() -> None:
+    old = ModelMetrics("again", 1)
     old.started()
     old.answered(ANSWER, 0.1)
-    new = ModelMetrics("anew", 1)
+    new = ModelMetrics("again", 1)
     new.provider("cpu", fallback=False)
     old.started()
     old.answered(ANSWER, 0.1)  # while it drains
     old.drop()
     new.started()
     new.answered(ANSWER, 0.1)
-    assert value("requests_total", model="anew", version="1") == 3
-    assert value("provider", model="anew", version="1", provider="cpu") == 1
+    assert value("requests_total", model="again", version="1") == 3
+    assert value("provider", model="again", version="1", provider="cpu") == 1
     new.drop()
-    assert value("requests_total", model="anew", version="1") is None
+    assert value("requests_total", model="again", version="1") is None

@@ -66,7 +66,7 @@ def cannot_write(what: Path, error: OSError) -> BuildError:
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         return BuildError(f"{what}: the disk is full. Free some space, or {_elsewhere(what)}")
     return BuildError(
-        f"{what}: cannot be written: {error.strerror}. Mend its permissions, or {_elsewhere(what)}"
+        f"{what}: cannot be written: {error.strerror}. Fix its permissions, or {_elsewhere(what)}"
     )
 
 

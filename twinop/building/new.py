@@ -23,13 +23,13 @@ def create_project(name: str, kind: Kind = "elementwise", parent: Path | None = 
     An op in Triton has no header.
 
     Raises:
-        BuildError: the folder is there already, or cannot be written.
+        BuildError: the folder already exists, or cannot be written.
         TwinopError: the name cannot be that of an op and its domain.
     """
     check_project_name(name)
     folder = (parent or Path()) / name
     if folder.exists():
-        raise BuildError(f"{folder} is there already. Choose another name, or another folder to start from")
+        raise BuildError(f"{folder} already exists. Choose another name, or another folder to start from")
     words = {"my_op": name, "MyOp": "".join(word[:1].upper() + word[1:] for word in name.split("_"))}
     maths = Path(__file__).parents[1] / "include" / "twinop" / "math"
     if kind != "triton" and any(

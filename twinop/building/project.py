@@ -80,8 +80,8 @@ def find_project(paths: Sequence[Path] = (), name: str | None = None, domain: st
         named = paths if len(paths) == 1 else [path for path in paths if path.suffix == ".py"]
         if len(named) != 1:
             raise BuildError(
-                f"{', '.join(map(str, paths))}: which name shall their library have? --name mish makes it "
-                "libmish.so"
+                f"{', '.join(map(str, paths))}: --name is required for several files: --name mish makes the "
+                "library libmish.so"
             )
         found = named[0].resolve()
         name = settings.get("name") or _identifier(found.name if found.is_dir() else found.stem)

@@ -67,7 +67,7 @@ class Tuning:
             return cls([Entry(**entry) for entry in json.loads(file.read_text())["entries"]])
         except (ValueError, TypeError, KeyError) as error:
             raise BuildError(
-                f"{file}: it is not what `twinop tune` writes: {error}. Tune anew or remove it"
+                f"{file}: it is not what `twinop tune` writes: {error}. Tune again or remove it"
             ) from None
 
     def write(self, file: Path) -> None:

@@ -1,6 +1,6 @@
 """Chooses the variants of a launch: for which arguments Triton's compiler makes a kernel of its own.
 
-Triton compiles a kernel anew for pointers and ints that are multiples of 16, for ints that are 1, and for
+Triton compiles a kernel again for pointers and ints that are multiples of 16, for ints that are 1, and for
 ints of 32 and of 64 bits: it loads 16 bytes at once only where it knows that it can. The layout of a
 reduction follows from that, and so do its last bits. The variants of a launch, in the order in which the
 library tries them, are:
