@@ -5,13 +5,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from twinop.declare import library_beside
 from twinop.errors import LibraryError, TwinopWarning
 from twinop.find import find_library_of
 from twinop.kernel_op import DECLARED, KernelOp, describe_source
 from twinop.library import read_library
-from twinop.own_op import library_beside
 
-from . import unbuilt
+from . import eager_kernels
 from .registry import functions_of, load
 
 
@@ -35,7 +35,7 @@ def load_declared(key: str) -> Callable[..., Any] | None:
         else:
             for each in DECLARED.values():  # with the ops that its derivative may call
                 if each.domain == declared.domain and each.file == declared.file:
-                    unbuilt.register(each, functions)
+                    eager_kernels.register(each, functions)
     return functions[declared.name]
 
 

@@ -20,8 +20,8 @@ from typing import Any
 
 import torch
 
+from twinop.declare import DERIVATIVES
 from twinop.errors import RecordError, RecordSyntaxError
-from twinop.own_op import DERIVATIVES
 from twinop.record import Record
 
 from . import second_derivatives

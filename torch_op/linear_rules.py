@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from twinop.own_op import CPU_FUNCTIONS, DERIVATIVES
+from twinop.declare import CPU_FUNCTIONS, DERIVATIVES
 
 from .registry import functions
 

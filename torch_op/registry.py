@@ -13,10 +13,10 @@ import torch
 
 from twinop.built import warn_if_old
 from twinop.child import require_loads
+from twinop.declare import CPU_FUNCTIONS
 from twinop.errors import LibraryError, RecordError
 from twinop.installation import how_to_build
 from twinop.library import Library, find_library, read_library
-from twinop.own_op import CPU_FUNCTIONS
 from twinop.record import DOMAIN, Record
 
 from .autograd import make_function

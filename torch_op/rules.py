@@ -8,8 +8,8 @@ from typing import Any
 import torch
 
 from twinop.call_checks import check_attributes, check_shapes, describe, infer_shapes
+from twinop.declare import CPU_FUNCTIONS
 from twinop.errors import RecordError
-from twinop.own_op import CPU_FUNCTIONS
 from twinop.record import Record, entries
 from twinop.shapes import known
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from twinop.own_op import SECOND_DERIVATIVES
+from twinop.declare import SECOND_DERIVATIVES
 from twinop.record import Record
 
 aten = torch.ops.aten

@@ -13,6 +13,10 @@ if TYPE_CHECKING:
     from .aot_kernels.nvrtc import cuda_kernel as cuda_kernel
     from .bodies import DefaultInput as DefaultInput
     from .building.compile_source import compile as compile
+    from .declare import Op as Op
+    from .declare import library_beside as library_beside
+    from .declare import op as op
+    from .declare import second_derivative as second_derivative
     from .deploy.check_nodes import libraries_for as libraries_for
     from .kernel_op import cuda_op as cuda_op
     from .kernel_op import numba_op as numba_op
@@ -20,10 +24,6 @@ if TYPE_CHECKING:
     from .library import get_cmake_dir as get_cmake_dir
     from .library import get_include as get_include
     from .library import get_library_path as get_library_path
-    from .own_op import Op as Op
-    from .own_op import library_beside as library_beside
-    from .own_op import op as op
-    from .own_op import second_derivative as second_derivative
 
 __version__ = "0.2.0"
 
@@ -31,7 +31,7 @@ os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")  # ONNX Runtime reads it at 
 
 _MODULES = {
     "DefaultInput": "bodies",
-    "Op": "own_op",
+    "Op": "declare",
     "compile": "building.compile_source",
     "cuda_kernel": "aot_kernels.nvrtc",
     "cuda_op": "kernel_op",
@@ -39,10 +39,10 @@ _MODULES = {
     "get_include": "library",
     "get_library_path": "library",
     "libraries_for": "deploy.check_nodes",
-    "library_beside": "own_op",
+    "library_beside": "declare",
     "numba_op": "kernel_op",
-    "op": "own_op",
-    "second_derivative": "own_op",
+    "op": "declare",
+    "second_derivative": "declare",
     "triton_op": "kernel_op",
 }
 _PACKAGES = ("bench", "deploy", "export", "torch_op")

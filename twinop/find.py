@@ -15,9 +15,9 @@ from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
 
 from .built import mark
+from .declare import library_beside
 from .errors import LibraryError
 from .library import library_folders, read_library
-from .own_op import library_beside
 from .record import DOMAIN
 
 GROUP = "twinop.libraries"

@@ -8,7 +8,7 @@
 
 The decorated function is the op's launcher. It allocates the outputs and launches kernels; in a call its
 tensors are contiguous. `twinop build mish.py` traces it and compiles the kernels into a library. The op also
-runs in torch before that (`twinop/torch_op/unbuilt.py`).
+runs in torch before that (`twinop/torch_op/eager_kernels.py`).
 
 This module imports neither torch nor triton.
 """
@@ -23,9 +23,9 @@ from pathlib import Path
 from typing import Any
 
 from .bodies import body as register_body
+from .declare import CPU_FUNCTIONS, DERIVATIVES, SECOND_DERIVATIVES, Op, declared_domain
 from .errors import RecordError, TwinopError
 from .names import check_domain, check_op_name
-from .own_op import CPU_FUNCTIONS, DERIVATIVES, SECOND_DERIVATIVES, Op, declared_domain
 from .record import Record
 from .schema_text import record_of
 

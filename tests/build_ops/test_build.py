@@ -21,10 +21,10 @@ from twinop.building.builder import Built, build
 from twinop.building.options import Options
 from twinop.building.project import find_project
 from twinop.built import changed_since
+from twinop.declare import library_beside
 from twinop.deploy.registration import sealed
 from twinop.errors import BuildError, TwinopWarning
 from twinop.library import read_library
-from twinop.own_op import library_beside
 
 CPU = Options(cpu=True)
 MODULE = """

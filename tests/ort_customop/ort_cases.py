@@ -12,9 +12,9 @@ from onnx import TensorProto, helper
 from samples import RECORDS, Sample, samples, torch_dtype, values
 
 from twinop import torch_op
+from twinop.declare import CPU_FUNCTIONS
 from twinop.dtypes import ELEMENT_TYPES
 from twinop.library import find_library
-from twinop.own_op import CPU_FUNCTIONS
 from twinop.record import DOMAIN, DOMAIN_VERSION, Record
 
 Dims = Sequence[int | str | None] | None

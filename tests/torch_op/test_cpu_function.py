@@ -12,8 +12,8 @@ from samples import RECORDS
 
 import twinop
 from twinop import torch_op
+from twinop.declare import CPU_FUNCTIONS
 from twinop.errors import RecordError
-from twinop.own_op import CPU_FUNCTIONS
 
 DOMAIN = "test_cpu_function"
 

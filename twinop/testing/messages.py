@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from twinop.own_op import CPU_FUNCTIONS
+from twinop.declare import CPU_FUNCTIONS
 from twinop.record import Record
 from twinop.tolerance import TOLERANCE
 

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 
 from twinop.call_checks import check_attributes
+from twinop.declare import DERIVATIVES
 from twinop.errors import RecordError, TwinopError
-from twinop.own_op import DERIVATIVES
 from twinop.record import Record
 from twinop.shapes import input_shapes as shapes_of_inputs
 from twinop.torch_op.second_derivatives import in_torch

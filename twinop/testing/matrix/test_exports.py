@@ -10,6 +10,7 @@ import onnxruntime as ort
 import pytest
 import torch
 
+from twinop.declare import CPU_FUNCTIONS
 from twinop.errors import ExportError
 from twinop.export import attach_bodies, export
 from twinop.export.attach import OPSETS
@@ -18,7 +19,6 @@ from twinop.export.calls import make_call
 from twinop.export.verify import unsupported_cell
 from twinop.kernel_op import DECLARED
 from twinop.op_schema import default_of
-from twinop.own_op import CPU_FUNCTIONS
 from twinop.record import Record
 from twinop.tolerance import same_bits
 

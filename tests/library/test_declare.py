@@ -9,7 +9,7 @@ import pytest
 from own_ops import cube_package, cube_project, output_of, run_python
 
 import twinop
-from twinop import names, own_op
+from twinop import declare, names
 from twinop.bodies import BODIES
 from twinop.errors import ExportError, LibraryError, TwinopError
 from twinop.library import find_library
@@ -177,7 +177,7 @@ def test_a_library_that_does_not_fit_its_module(monkeypatch: pytest.MonkeyPatch)
             return op.Mul(x, x)
 
         square.__module__ = "own_one"
-        op = own_op.Op(square, domain)
+        op = declare.Op(square, domain)
         with pytest.raises(LibraryError, match=said):
             op(1)
 
