@@ -14,7 +14,7 @@ import ml_dtypes
 import numpy as np
 import onnx_ir as ir
 
-from .graph import Work, add_op, attribute, producer, replace, scalar
+from . import graph as g
 from .regions import REDUCTIONS, erf, regions
 
 _NEAR_0 = np.array([0, 1e-30, -1e-12, 1e-7, -1e-5, 1e-3])
@@ -31,22 +31,22 @@ with np.errstate(over="ignore"):
 _TOLERANCE, _TOLERANCE_16_BITS = 1e-5, 1e-4
 
 
-def rewrite(work: Work) -> None:
+def rewrite(work: g.Work) -> None:
     order = {node: index for index, node in enumerate(work.graph)}
     for node in reversed(work.nodes("Mul", "Div", domain="")):
         found = _match(node, order) if node.graph is not None else None
         if found is not None:
             _replace(work, node, *found)
     for node in work.nodes("Gelu", "Swish", domain=""):
-        name = "gelu_tanh" if attribute(node, "approximate", "none") == "tanh" else "gelu"
+        name = "gelu_tanh" if g.attribute(node, "approximate", "none") == "tanh" else "gelu"
         if node.op_type == "Swish":
-            name = "silu" if attribute(node, "alpha", 1.0) == 1.0 else "swish with an alpha"
+            name = "silu" if g.attribute(node, "alpha", 1.0) == 1.0 else "swish with an alpha"
         _replace(work, node, name, node.inputs[0])
     for node in work.nodes("Mul", "Pow", domain="") if work.device == "cuda" else ():
         x, other = node.inputs
-        is_square = other is x if node.op_type == "Mul" else scalar(other) == 2
-        if x is not None and is_square and producer(x, "Relu") and x.dtype is ir.DataType.FLOAT:
-            replace(node.outputs[0], add_op(node, work.records["square"], [x]))
+        is_square = other is x if node.op_type == "Mul" else g.scalar(other) == 2
+        if x is not None and is_square and g.producer(x, "Relu") and x.dtype is ir.DataType.FLOAT:
+            g.replace(node.outputs[0], g.add_op(node, work.records["square"], [x]))
             work.made["square"] += 1
 
 
@@ -54,7 +54,7 @@ def _match(node: ir.Node, order: Mapping[ir.Node, int]) -> tuple[str, ir.Value] 
     for region in regions(node.outputs[0], order):
         if not region.has("Erf", "Tanh", "Sigmoid", "Exp"):
             continue
-        numbers = [scalar(value) for value in region.constants()]
+        numbers = [g.scalar(value) for value in region.constants()]
         if None in numbers or region.has(*REDUCTIONS):
             return None
         tolerance = _TOLERANCE_16_BITS if _are_16_bits(np.array(numbers, np.float32)) else _TOLERANCE
@@ -71,7 +71,7 @@ def _are_16_bits(numbers: np.ndarray) -> bool:
     return any((numbers.astype(kind) == numbers).all() for kind in (np.float16, ml_dtypes.bfloat16))
 
 
-def _replace(work: Work, node: ir.Node, name: str, x: ir.Value | None) -> None:
+def _replace(work: g.Work, node: ir.Node, name: str, x: ir.Value | None) -> None:
     assert x is not None
     op = {"gelu": "gelu", "gelu_tanh": "gelu", "silu": "silu"}.get(name)
     if name == "quick_gelu":
@@ -80,9 +80,9 @@ def _replace(work: Work, node: ir.Node, name: str, x: ir.Value | None) -> None:
         work.left[f"{name}: no op computes it"] += 1
     elif op == "gelu" and work.device == "cpu":
         work.left[f"{name}: ONNX Runtime fuses it with the bias before it"] += 1
-    elif name == "silu" and producer(x, "Conv", "BatchNormalization", "ConvTranspose"):
+    elif name == "silu" and g.producer(x, "Conv", "BatchNormalization", "ConvTranspose"):
         work.left["silu after a convolution: ONNX Runtime fuses it"] += 1
     else:
         attributes = {"approximate": "tanh"} if name == "gelu_tanh" else {}
-        replace(node.outputs[0], add_op(node, work.records[op], [x], **attributes))
+        g.replace(node.outputs[0], g.add_op(node, work.records[op], [x], **attributes))
         work.made[name] += 1

@@ -10,37 +10,24 @@ import onnx_ir as ir
 
 from twinop.record import DOMAIN
 
-from .graph import (
-    Dim,
-    Work,
-    add,
-    add_op,
-    attribute,
-    constant,
-    dims,
-    int_constant,
-    only_user,
-    producer,
-    replace,
-    scalar,
-)
+from . import graph as g
 
 
-def rewrite(work: Work) -> None:
+def rewrite(work: g.Work) -> None:
     record = work.records["ada_layer_norm"]
     norm_type = work.records["layer_norm"].onnx_name
     for norm in work.nodes(norm_type, domain=DOMAIN):
         normal, x = norm.outputs[0], norm.inputs[0]
         scaled = _other_operand(normal, "Mul")
         shifted = _other_operand(scaled[0].outputs[0], "Add") if scaled is not None else None
-        if scaled is None or shifted is None or attribute(norm, "axis", -1) != -1 or _has_weights(norm):
+        if scaled is None or shifted is None or g.attribute(norm, "axis", -1) != -1 or _has_weights(norm):
             continue
         scale, shift = _scale_of(scaled[1]), shifted[1]
-        if scale is None or not all(_is_per_sequence(each, dims(x)) for each in (scale, shift)):
+        if scale is None or not all(_is_per_sequence(each, g.dims(x)) for each in (scale, shift)):
             continue
         rows = [_as_rows(norm, each) for each in (scale, shift)]
-        eps = attribute(norm, "eps", 1e-5)
-        replace(shifted[0].outputs[0], add_op(norm, record, [x, *rows], eps=eps))
+        eps = g.attribute(norm, "eps", 1e-5)
+        g.replace(shifted[0].outputs[0], g.add_op(norm, record, [x, *rows], eps=eps))
         work.made["layer_norm"] -= 1
         work.made["ada_layer_norm"] += 1
 
@@ -49,7 +36,7 @@ def _has_weights(norm: ir.Node) -> bool:
     """Whether a norm has weights, and not only the ones and zeros that exporters write for none."""
     for parameter, neutral in zip(norm.inputs[1:], (1, 0), strict=False):
         if parameter is not None and not (
-            (found := constant(parameter)) is not None and (found == neutral).all()
+            (found := g.constant(parameter)) is not None and (found == neutral).all()
         ):
             return True
     return False
@@ -57,8 +44,8 @@ def _has_weights(norm: ir.Node) -> bool:
 
 def _other_operand(value: ir.Value, op_type: str) -> tuple[ir.Node, ir.Value] | None:
     """Returns the only reader of the value, if it has the type, and its other operand."""
-    node = only_user(value)
-    if node is None or node is not producer(node.outputs[0], op_type):
+    node = g.only_user(value)
+    if node is None or node is not g.producer(node.outputs[0], op_type):
         return None
     others = [each for each in node.inputs if each is not value]
     return (node, others[0]) if len(others) == 1 and others[0] is not None else None
@@ -66,16 +53,16 @@ def _other_operand(value: ir.Value, op_type: str) -> tuple[ir.Node, ir.Value] | 
 
 def _scale_of(value: ir.Value) -> ir.Value | None:
     """Returns `scale` of 1 + scale."""
-    node = producer(value, "Add")
+    node = g.producer(value, "Add")
     if node is None:
         return None
-    scales = [each for each in node.inputs if scalar(each) != 1]
+    scales = [each for each in node.inputs if g.scalar(each) != 1]
     return scales[0] if len(scales) == 1 else None
 
 
-def _is_per_sequence(value: ir.Value, x: list[Dim] | None) -> bool:
+def _is_per_sequence(value: ir.Value, x: list[g.Dim] | None) -> bool:
     """Whether a value is [B, 1, ..., C] where x is [B, ..., C]."""
-    shape = dims(value)
+    shape = g.dims(value)
     if shape is None or x is None or len(x) < 2 or len(shape) != len(x) or None in (x[0], x[-1]):
         return False
     return shape == [x[0], *[1] * (len(x) - 2), x[-1]]
@@ -83,13 +70,13 @@ def _is_per_sequence(value: ir.Value, x: list[Dim] | None) -> bool:
 
 def _as_rows(before: ir.Node, value: ir.Value) -> ir.Value:
     """Returns [B, 1, ..., C] as [B, C]."""
-    shape = dims(value)
+    shape = g.dims(value)
     assert shape is not None
-    source = producer(value, "Unsqueeze")
-    if source is not None and len(dims(source.inputs[0]) or ()) == 2:
+    source = g.producer(value, "Unsqueeze")
+    if source is not None and len(g.dims(source.inputs[0]) or ()) == 2:
         assert source.inputs[0] is not None
         return source.inputs[0]
     if len(shape) == 2:
         return value
-    middle = int_constant(before, range(1, len(shape) - 1))
-    return add(before, "Squeeze", [value, middle], shape=[shape[0], shape[-1]])
+    middle = g.int_constant(before, range(1, len(shape) - 1))
+    return g.add(before, "Squeeze", [value, middle], shape=[shape[0], shape[-1]])

@@ -7,20 +7,22 @@ Writes: CustomAddcmul. A norm after the sum stays a node of its own: two passes 
 
 import onnx_ir as ir
 
-from .graph import DOMAIN, Work, add, dims, only_user, producer, replace
+from twinop.record import DOMAIN
+
+from . import graph as g
 
 
-def rewrite(work: Work) -> None:
+def rewrite(work: g.Work) -> None:
     op_type = work.records["addcmul"].onnx_name
     for node in work.nodes("Add", domain=""):
         result = node.outputs[0]
-        if node.graph is None or result.dtype is not ir.DataType.FLOAT or not dims(result):
+        if node.graph is None or result.dtype is not ir.DataType.FLOAT or not g.dims(result):
             continue
         for product, x in (node.inputs, node.inputs[::-1]):
-            multiply = producer(product, "Mul")
-            if multiply is None or product is None or only_user(product) is not node:
+            multiply = g.producer(product, "Mul")
+            if multiply is None or product is None or g.only_user(product) is not node:
                 continue
-            new = add(node, op_type, [x, *multiply.inputs], domain=DOMAIN, shape=dims(result))
-            replace(result, new)
+            new = g.add(node, op_type, [x, *multiply.inputs], domain=DOMAIN, shape=g.dims(result))
+            g.replace(result, new)
             work.made["addcmul"] += 1
             break

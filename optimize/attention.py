@@ -19,21 +19,7 @@ from math import inf
 
 import onnx_ir as ir
 
-from .graph import (
-    MICROSOFT,
-    UnsupportedPattern,
-    Work,
-    add,
-    attribute,
-    broadcast_dims,
-    dims,
-    int_constant,
-    only_user,
-    producer,
-    replace,
-    scalar,
-    scores_shape,
-)  # fmt: skip
+from . import graph as g
 from .heads import SWAP_S_H, Heads, merged_heads, repeat_heads, split_heads, without_repeats
 from .scores import LOWEST, Scores, constant_like, scores_of, unscaled, untransposed
 
@@ -48,22 +34,22 @@ _MAX_BATCH = 65_535
 """Sequences of one launch of attention kernels on CUDA. A size that is not known counts as 64."""
 
 
-def rewrite(work: Work) -> None:
+def rewrite(work: g.Work) -> None:
     found = list(attentions(work))
     if others := len(work.nodes("Softmax", domain="")) - len(found):
         work.left["softmax: no MatMul reads it"] += others
     for softmax in found:
         try:
             _fuse(work, softmax)
-        except UnsupportedPattern as reason:
+        except g.UnsupportedPattern as reason:
             work.left[f"attention: {reason}"] += 1
 
 
-def attentions(work: Work) -> Iterator[ir.Node]:
+def attentions(work: g.Work) -> Iterator[ir.Node]:
     """Yields each softmax over the last dimension whose result a MatMul reads."""
     for node in work.nodes("Softmax", domain=""):
-        rank = len(dims(node.outputs[0]) or ())
-        if node.graph is not None and attribute(node, "axis", -1) in (-1, rank - 1):
+        rank = len(g.dims(node.outputs[0]) or ())
+        if node.graph is not None and g.attribute(node, "axis", -1) in (-1, rank - 1):
             value = _after_nan_guard(node)
             if any(use.node.op_type == "MatMul" for use in value.uses()):
                 yield node
@@ -73,7 +59,7 @@ def masks_of(softmax: ir.Node) -> list[ir.Value]:
     """Returns the masks of an attention, or none if its form is not supported."""
     try:
         return scores_of(softmax, softmax).masks
-    except UnsupportedPattern:
+    except g.UnsupportedPattern:
         return []
 
 
@@ -84,18 +70,18 @@ def _after_nan_guard(softmax: ir.Node) -> ir.Value:
     choice = next((node for node in users if node.op_type == "Where"), None)
     if choice is None or {node.op_type for node in users} != {"Where", "IsNaN"}:
         return value
-    guards = producer(choice.inputs[0], "IsNaN") and scalar(choice.inputs[1]) == 0
+    guards = g.producer(choice.inputs[0], "IsNaN") and g.scalar(choice.inputs[1]) == 0
     return choice.outputs[0] if guards else value
 
 
-def _fuse(work: Work, softmax: ir.Node) -> None:
+def _fuse(work: g.Work, softmax: ir.Node) -> None:
     """Replaces the attention around a softmax with one node."""
     probabilities = _after_nan_guard(softmax)
-    matmul = only_user(probabilities)
+    matmul = g.only_user(probabilities)
     if matmul is None or matmul.inputs[0] is not probabilities:
-        raise UnsupportedPattern("the softmax has other readers")
+        raise g.UnsupportedPattern("the softmax has other readers")
     scores = scores_of(softmax, matmul)
-    if len(dims(softmax.outputs[0]) or ()) != 4:
+    if len(g.dims(softmax.outputs[0]) or ()) != 4:
         _fuse_windows(work, scores, matmul)
         return
     q, on_q = unscaled(scores.product.inputs[0])
@@ -104,11 +90,11 @@ def _fuse(work: Work, softmax: ir.Node) -> None:
     v = matmul.inputs[1]
     assert v is not None
     if not _is_cached(q) and (_is_cached(k) or _is_cached(v)):
-        raise UnsupportedPattern("keys or values of a cache")
+        raise g.UnsupportedPattern("keys or values of a cache")
     (k, times), (v, times_of_v) = without_repeats(k), without_repeats(v)
     parts = [merged_heads(each, matmul) for each in (q, k, v)]
     if parts[0] is None or parts[1] is None or parts[2] is None:
-        raise UnsupportedPattern("the number or size of the heads is not known")
+        raise g.UnsupportedPattern("the number or size of the heads is not known")
     if parts[1].count == 1:  # multi-query attention: MatMul broadcasts the head
         times = parts[0].count
     if parts[2].count == 1:
@@ -116,11 +102,11 @@ def _fuse(work: Work, softmax: ir.Node) -> None:
     q3, k3 = parts[0], repeat_heads(work, parts[1], times, matmul)
     v3 = repeat_heads(work, parts[2], times_of_v, matmul)
     if not q3.count == k3.count == v3.count or q3.size != k3.size:
-        raise UnsupportedPattern("q, k and v differ in the number or size of heads")
+        raise g.UnsupportedPattern("q, k and v differ in the number or size of heads")
     (q_plain, on_q), (k_plain, on_k) = unscaled(q3.value), unscaled(k3.value)  # before the split into heads
-    batches, rows = zip(*((dims(each.value) or [None, None])[:2] for each in (q3, k3)), strict=True)
+    batches, rows = zip(*((g.dims(each.value) or [None, None])[:2] for each in (q3, k3)), strict=True)
     if work.may_differ(*batches):
-        raise UnsupportedPattern("q and k of batches that may differ")
+        raise g.UnsupportedPattern("q and k of batches that may differ")
     bias, lengths, causal = _masks(work, scores.masks, matmul, square=not work.may_differ(*rows))
     is_finite = bias is None or work.finite_masks.issuperset(scores.masks)
     has_guard = probabilities is not softmax.outputs[0] and not is_finite
@@ -131,57 +117,57 @@ def _fuse(work: Work, softmax: ir.Node) -> None:
     inputs += [spread(finite, q3.value, k3.value, matmul)] if finite is not None else []
     while inputs[-1] is None:
         inputs.pop()
-    shape = [*(dims(q3.value) or [None, None])[:2], v3.count * v3.size]
-    result = add(matmul, "MultiHeadAttention", inputs, attributes, domain=MICROSOFT, shape=shape)
+    shape = [*(g.dims(q3.value) or [None, None])[:2], v3.count * v3.size]
+    result = g.add(matmul, "MultiHeadAttention", inputs, attributes, domain=g.MICROSOFT, shape=shape)
     if has_guard and bias is not None:
         result = _zero_hidden_rows(bias, result, matmul)
     _replace_output(matmul.outputs[0], result, v3)
     work.made["attention"] += 1
 
 
-def _fuse_windows(work: Work, scores: Scores, matmul: ir.Node) -> None:
+def _fuse_windows(work: g.Work, scores: Scores, matmul: ir.Node) -> None:
     """Replaces attention on [..., S, D], such as windows [B, H, W, S, D] or [B*H, S, D], without a mask.
 
     Each element of the dimensions before S becomes a sequence with one head, so nothing is transposed.
     """
     q, on_q = unscaled(scores.product.inputs[0])
     turned, on_k = unscaled(scores.product.inputs[1])
-    transpose, v = producer(turned, "Transpose"), matmul.inputs[1]
+    transpose, v = g.producer(turned, "Transpose"), matmul.inputs[1]
     k = transpose.inputs[0] if transpose is not None else None
-    shapes = [dims(each) or [] for each in (q, k, v)]
+    shapes = [g.dims(each) or [] for each in (q, k, v)]
     rank = len(shapes[0])
     if scores.masks or rank < 3 or any(len(shape) != rank for shape in shapes):
-        raise UnsupportedPattern("scores that are not [B, H, S, T]")
+        raise g.UnsupportedPattern("scores that are not [B, H, S, T]")
     assert transpose is not None and k is not None and v is not None
     if not _is_cached(q) and (_is_cached(k) or _is_cached(v)):
-        raise UnsupportedPattern("keys or values of a cache")
+        raise g.UnsupportedPattern("keys or values of a cache")
     *outer, rows, size = shapes[0]
-    if list(attribute(transpose, "perm", ())) != [*range(rank - 2), rank - 1, rank - 2]:
-        raise UnsupportedPattern("k is not transposed")
+    if list(g.attribute(transpose, "perm", ())) != [*range(rank - 2), rank - 1, rank - 2]:
+        raise g.UnsupportedPattern("k is not transposed")
     if any(shape[:-2] != outer for shape in shapes) or None in outer or shapes[1][-1] != size:
-        raise UnsupportedPattern("q, k and v of windows that may differ")
+        raise g.UnsupportedPattern("q, k and v of windows that may differ")
     named = [each for each in outer if not isinstance(each, int)]
     known = math.prod(each for each in outer if isinstance(each, int))
     if not isinstance(rows, int) or len(named) > 1 or known > (_MAX_BATCH >> 6 if named else _MAX_BATCH):
-        raise UnsupportedPattern("windows of an unknown number or size")
+        raise g.UnsupportedPattern("windows of an unknown number or size")
     inputs = list[ir.Value | None]()
     for each, shape in zip((q, k, v), shapes, strict=True):
         tokens, width = shape[-2:]
         if not isinstance(tokens, int) or not isinstance(width, int):
-            raise UnsupportedPattern("windows of an unknown number or size")
-        target = int_constant(matmul, [-1, tokens, width])
+            raise g.UnsupportedPattern("windows of an unknown number or size")
+        target = g.int_constant(matmul, [-1, tokens, width])
         inputs.append(
-            each if rank == 3 else add(matmul, "Reshape", [each, target], shape=[None, *shape[-2:]])
+            each if rank == 3 else g.add(matmul, "Reshape", [each, target], shape=[None, *shape[-2:]])
         )
     attributes = {"num_heads": 1, "scale": scores.scale * on_q * on_k}
     shape = [*outer, rows, shapes[2][-1]]
-    result = add(
-        matmul, "MultiHeadAttention", inputs, attributes, domain=MICROSOFT, shape=[None, *shape[-2:]]
+    result = g.add(
+        matmul, "MultiHeadAttention", inputs, attributes, domain=g.MICROSOFT, shape=[None, *shape[-2:]]
     )
     if rank != 3:
-        target = int_constant(matmul, [each if isinstance(each, int) else -1 for each in shape])
-        result = add(matmul, "Reshape", [result, target], shape=shape)
-    replace(matmul.outputs[0], result)
+        target = g.int_constant(matmul, [each if isinstance(each, int) else -1 for each in shape])
+        result = g.add(matmul, "Reshape", [result, target], shape=shape)
+    g.replace(matmul.outputs[0], result)
     work.made["attention"] += 1
 
 
@@ -198,7 +184,7 @@ def _is_cached(heads: ir.Value) -> bool:
             continue
         seen.add(value)
         if value.is_graph_input() and not value.is_initializer():
-            rank = len(dims(value) or ())
+            rank = len(g.dims(value) or ())
             if rank > 3 or (grows and rank == 3):
                 return True
         elif node is not None and node.op_type in _MOVES:
@@ -213,7 +199,7 @@ def _is_cached(heads: ir.Value) -> bool:
 
 
 def _masks(
-    work: Work, masks: list[ir.Value], before: ir.Node, square: bool
+    work: g.Work, masks: list[ir.Value], before: ir.Node, square: bool
 ) -> tuple[ir.Value | None, ir.Value | None, bool]:
     """Returns the mask to add, the lengths of the sequences, and whether the attention is causal.
 
@@ -229,75 +215,77 @@ def _masks(
     for mask in added:
         if mask in work.padding_masks:
             mask = padding_bias(*work.padding_masks[mask], mask, before)
-        shape = broadcast_dims(dims(bias), dims(mask)) if bias is not None else None
-        bias = mask if bias is None else add(before, "Add", [bias, mask], shape=shape)
+        shape = g.broadcast_dims(g.dims(bias), g.dims(mask)) if bias is not None else None
+        bias = mask if bias is None else g.add(before, "Add", [bias, mask], shape=shape)
     lengths: ir.Value | None = None
     for mask in masks:
         if mask in work.right_padding_masks and mask not in added:
             shown = work.right_padding_masks[mask]
-            wide = add(before, "Cast", [shown], {"to": ir.DataType.INT32}, dtype=ir.DataType.INT32)
-            axes = int_constant(before, [1])
-            lengths = add(before, "ReduceSum", [wide, axes], {"keepdims": 0}, shape=[None])
+            wide = g.add(before, "Cast", [shown], {"to": ir.DataType.INT32}, dtype=ir.DataType.INT32)
+            axes = g.int_constant(before, [1])
+            lengths = g.add(before, "ReduceSum", [wide, axes], {"keepdims": 0}, shape=[None])
             work.lengths[lengths] = shown
     return bias, lengths, any(mask in work.causal_masks and mask not in added for mask in masks)
 
 
 def spread(bias: ir.Value, q: ir.Value, k: ir.Value, before: ir.Node) -> ir.Value:
     """Returns a mask as [1 or B, 1 or H, S, T], for q [B, S, ...] and k [B, T, ...]."""
-    shape, rows, columns = dims(bias), (dims(q) or [0, None])[1], (dims(k) or [0, None])[1]
+    shape, rows, columns = g.dims(bias), (g.dims(q) or [0, None])[1], (g.dims(k) or [0, None])[1]
     if shape is None or len(shape) > 4:
-        raise UnsupportedPattern("a mask of unknown rank")
+        raise g.UnsupportedPattern("a mask of unknown rank")
     if len(shape) == 4 and None not in (rows, columns) and shape[2:] == [rows, columns]:
         return bias
     if isinstance(rows, int) and isinstance(columns, int):
-        target = int_constant(before, [1, 1, rows, columns])
+        target = g.int_constant(before, [1, 1, rows, columns])
     else:
-        target = scores_shape(before, q, k)
+        target = g.scores_shape(before, q, k)
     outer = [*([1] * (4 - len(shape))), *shape][:2]
-    return add(before, "Expand", [bias, target], shape=[*outer, rows, columns])
+    return g.add(before, "Expand", [bias, target], shape=[*outer, rows, columns])
 
 
 def padding_bias(shown: ir.Value, lowest: float, like: ir.Value, before: ir.Node) -> ir.Value:
     """Returns an additive mask [B, 1, 1, T] of `like`'s dtype from a mask [B, T] of ones and zeros."""
-    batch, tokens = dims(shown) or [None, None]
-    kept = add(before, "Cast", [shown], {"to": ir.DataType.BOOL}, dtype=ir.DataType.BOOL, shape=dims(shown))
+    batch, tokens = g.dims(shown) or [None, None]
+    kept = g.add(
+        before, "Cast", [shown], {"to": ir.DataType.BOOL}, dtype=ir.DataType.BOOL, shape=g.dims(shown)
+    )
     values = [constant_like(before, number, like) for number in (0.0, lowest)]
-    bias = add(before, "Where", [kept, *values], dtype=like.dtype, shape=dims(shown))
-    return add(before, "Unsqueeze", [bias, int_constant(before, [1, 2])], shape=[batch, 1, 1, tokens])
+    bias = g.add(before, "Where", [kept, *values], dtype=like.dtype, shape=g.dims(shown))
+    return g.add(before, "Unsqueeze", [bias, g.int_constant(before, [1, 2])], shape=[batch, 1, 1, tokens])
 
 
 def _without_infinity(mask: ir.Value, before: ir.Node) -> ir.Value:
     """Replaces -inf with the lowest number, because the softmax of a row of -inf is NaN."""
-    return add(before, "Max", [mask, constant_like(before, LOWEST, mask)], shape=dims(mask))
+    return g.add(before, "Max", [mask, constant_like(before, LOWEST, mask)], shape=g.dims(mask))
 
 
 def _zero_hidden_rows(mask: ir.Value, result: ir.Value, before: ir.Node) -> ir.Value:
     """Sets the rows of the result to 0 that a mask hides with -inf altogether, as the NaN guard did."""
-    shape = dims(mask) or []
+    shape = g.dims(mask) or []
     if len(shape) != 4 or shape[1] != 1:
-        raise UnsupportedPattern("a mask that may hide whole rows of some heads")
+        raise g.UnsupportedPattern("a mask that may hide whole rows of some heads")
     lowest, zero = (constant_like(before, number, mask) for number in (-inf, 0.0))
     kept = [shape[0], shape[2], 1]
-    largest = add(before, "ReduceMax", [mask, int_constant(before, [3])], shape=[*shape[:3], 1])
-    largest = add(before, "Squeeze", [largest, int_constant(before, [1])], shape=kept)
-    row = add(before, "LessOrEqual", [largest, lowest], dtype=ir.DataType.BOOL, shape=kept)
-    return add(before, "Where", [row, zero, result], dtype=result.dtype, shape=dims(result))
+    largest = g.add(before, "ReduceMax", [mask, g.int_constant(before, [3])], shape=[*shape[:3], 1])
+    largest = g.add(before, "Squeeze", [largest, g.int_constant(before, [1])], shape=kept)
+    row = g.add(before, "LessOrEqual", [largest, lowest], dtype=ir.DataType.BOOL, shape=kept)
+    return g.add(before, "Where", [row, zero, result], dtype=result.dtype, shape=g.dims(result))
 
 
 def _replace_output(old: ir.Value, result: ir.Value, heads: Heads) -> None:
     """Replaces [B, H, S, D] with the result [B, S, H*D]; most readers transpose it back at once."""
-    transpose = only_user(old)
+    transpose = g.only_user(old)
     width = heads.count * heads.size
-    if transpose is not None and list(attribute(transpose, "perm", ())) == SWAP_S_H:
-        reshape = only_user(transpose.outputs[0])
-        shape = dims(reshape.outputs[0]) if reshape is not None and reshape.op_type == "Reshape" else None
-        rows = zip(shape or (), dims(result) or (), strict=False)
+    if transpose is not None and list(g.attribute(transpose, "perm", ())) == SWAP_S_H:
+        reshape = g.only_user(transpose.outputs[0])
+        shape = g.dims(reshape.outputs[0]) if reshape is not None and reshape.op_type == "Reshape" else None
+        rows = zip(shape or (), g.dims(result) or (), strict=False)
         regroups = any(isinstance(a, int) and isinstance(b, int) and a != b for a, b in rows)
         if shape is not None and len(shape) == 3 and shape[2] == width and not regroups:
             assert reshape is not None
-            replace(reshape.outputs[0], result)
+            g.replace(reshape.outputs[0], result)
             return
     assert result.producer() is not None
     node = old.producer()
     assert node is not None
-    replace(old, split_heads(result, heads.count, heads.size, node))
+    g.replace(old, split_heads(result, heads.count, heads.size, node))

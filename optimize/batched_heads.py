@@ -7,47 +7,35 @@ Writes: the same operators on four dimensions, without the reshapes.
 
 import onnx_ir as ir
 
-from .graph import (
-    Work,
-    add,
-    attribute,
-    dims,
-    int_constant,
-    is_constant,
-    only_user,
-    producer,
-    replace,
-    same_dims,
-    scalar,
-)
+from . import graph as g
 
 _TURNED = [0, 2, 1]
 
 
-def rewrite(work: Work) -> None:
+def rewrite(work: g.Work) -> None:
     for matmul in work.nodes("MatMul", domain=""):
-        if len(dims(matmul.outputs[0]) or ()) != 3 or not all(map(_is_joined, matmul.inputs)):
+        if len(g.dims(matmul.outputs[0]) or ()) != 3 or not all(map(_is_joined, matmul.inputs)):
             continue
         _read_sizes_elsewhere(matmul)
         chain = _to_four_dimensions(matmul)
-        heads = (dims(chain[-1].outputs[0]) or [])[1] if chain else None
+        heads = (g.dims(chain[-1].outputs[0]) or [])[1] if chain else None
         if not isinstance(heads, int) or {_heads(value) for value in matmul.inputs} != {heads}:
             continue
         *elementwise, last = chain
         value = matmul.outputs[0]
         a, b = (_apart(each, matmul) for each in matmul.inputs)
-        shape = [*(dims(a) or [])[:2], *(dims(value) or [])[1:]]
-        moved = add(matmul, "MatMul", [a, b], shape=shape)
+        shape = [*(g.dims(a) or [])[:2], *(g.dims(value) or [])[1:]]
+        moved = g.add(matmul, "MatMul", [a, b], shape=shape)
         for node in elementwise:
             inputs = [moved if each is value else _with_heads(each, heads, node) for each in node.inputs]
-            value, moved = node.outputs[0], add(node, node.op_type, inputs, dtype=moved.dtype, shape=shape)
-        replace(last.outputs[0], moved)
+            value, moved = node.outputs[0], g.add(node, node.op_type, inputs, dtype=moved.dtype, shape=shape)
+        g.replace(last.outputs[0], moved)
 
 
 def _read_sizes_elsewhere(matmul: ir.Node) -> None:
     """Lets each Shape of a product, which TorchScript's exporter writes, read v, if v has the same one."""
     v, product = matmul.inputs[1], matmul.outputs[0]
-    if same_dims(dims(v), dims(product)):
+    if g.same_dims(g.dims(v), g.dims(product)):
         for node in [use.node for use in product.uses() if use.node.op_type == "Shape"]:
             node.replace_input_with(0, v)
 
@@ -59,10 +47,10 @@ def _is_joined(value: ir.Value | None) -> bool:
 
 def _heads(value: ir.Value | None) -> int | None:
     """Returns H of a value [B*H, S, D] that was reshaped from [B, H, S, D], and perhaps transposed."""
-    if (transpose := producer(value, "Transpose")) is not None:
-        return _heads(transpose.inputs[0]) if list(attribute(transpose, "perm", ())) == _TURNED else None
-    reshape = producer(value, "Reshape")
-    before, after = (dims(reshape.inputs[0]), dims(value)) if reshape is not None else (None, None)
+    if (transpose := g.producer(value, "Transpose")) is not None:
+        return _heads(transpose.inputs[0]) if list(g.attribute(transpose, "perm", ())) == _TURNED else None
+    reshape = g.producer(value, "Reshape")
+    before, after = (g.dims(reshape.inputs[0]), g.dims(value)) if reshape is not None else (None, None)
     if before is None or after is None or len(before) != 4 or before[2:] != after[1:] or None in before:
         return None
     return before[1] if isinstance(before[1], int) else None
@@ -70,41 +58,43 @@ def _heads(value: ir.Value | None) -> int | None:
 
 def _apart(value: ir.Value | None, before: ir.Node) -> ir.Value:
     """Returns [B, H, S, D] of a value for which `_heads` has found H."""
-    node = producer(value, "Transpose", "Reshape")
+    node = g.producer(value, "Transpose", "Reshape")
     assert node is not None and node.inputs[0] is not None
     if node.op_type == "Reshape":
         return node.inputs[0]
     source = _apart(node.inputs[0], before)
-    b, h, s, d = dims(source) or [None] * 4
-    return add(before, "Transpose", [source], {"perm": [0, 1, 3, 2]}, shape=[b, h, d, s])
+    b, h, s, d = g.dims(source) or [None] * 4
+    return g.add(before, "Transpose", [source], {"perm": [0, 1, 3, 2]}, shape=[b, h, d, s])
 
 
 def _to_four_dimensions(matmul: ir.Node) -> list[ir.Node]:
     """Returns what follows a product up to the Reshape to [B, H, S, T], or nothing if there is none."""
-    chain, shape = list[ir.Node](), dims(matmul.outputs[0]) or []
-    node = only_user(matmul.outputs[0])
+    chain, shape = list[ir.Node](), g.dims(matmul.outputs[0]) or []
+    node = g.only_user(matmul.outputs[0])
     while node is not None and node.op_type in ("Add", "Div", "Mul", "Sub") and not node.domain:
-        if dims(node.outputs[0]) != shape:
+        if g.dims(node.outputs[0]) != shape:
             return []
         for value in node.inputs:
-            rank = len(dims(value) or ())
-            if not (rank == 3 or (value is not None and is_constant(value) and scalar(value) is not None)):
+            rank = len(g.dims(value) or ())
+            if not (
+                rank == 3 or (value is not None and g.is_constant(value) and g.scalar(value) is not None)
+            ):
                 return []
         chain.append(node)
-        node = only_user(node.outputs[0])
+        node = g.only_user(node.outputs[0])
     if node is None or node.op_type != "Reshape":
         return []
-    after = dims(node.outputs[0]) or []
+    after = g.dims(node.outputs[0]) or []
     return [*chain, node] if len(after) == 4 and after[2:] == shape[1:] else []
 
 
 def _with_heads(value: ir.Value | None, heads: int, before: ir.Node) -> ir.Value | None:
     """Returns a number as it is, and a tensor [B*H or 1, S, T] as [B or 1, H or 1, S, T]."""
-    shape = dims(value) or []
+    shape = g.dims(value) or []
     if value is None or len(shape) != 3:
         return value
-    apart = add(before, "Unsqueeze", [value, int_constant(before, [1])], shape=[shape[0], 1, *shape[1:]])
+    apart = g.add(before, "Unsqueeze", [value, g.int_constant(before, [1])], shape=[shape[0], 1, *shape[1:]])
     if shape[0] == 1:
         return apart
-    target = int_constant(before, [-1, heads, 0, 0])
-    return add(before, "Reshape", [apart, target], shape=[None, heads, *shape[1:]])
+    target = g.int_constant(before, [-1, heads, 0, 0])
+    return g.add(before, "Reshape", [apart, target], shape=[None, heads, *shape[1:]])

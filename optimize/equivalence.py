@@ -14,8 +14,8 @@ from twinop import deploy
 from twinop.deploy.ort_runs import LOST, NOISE, NotRunnable, check_shown, run
 from twinop.errors import ExportError, TwinopError, option
 
+from . import graph as g
 from . import inputs
-from .graph import dims
 from .inputs import Case, Sizes
 from .precision import MOST_ELEMENTS, clip
 from .weight_sizes import fit
@@ -320,7 +320,7 @@ def confirm_shapes(model: ir.Model, reference: Reference) -> None:
     ):
         if not all(isinstance(each, np.ndarray) for each in found):
             continue
-        shape = dims(value)
+        shape = g.dims(value)
         if shape is None or any(each.ndim != len(shape) for each in found):
             shape = [None] * found[0].ndim
         for axis, dim in enumerate(shape):

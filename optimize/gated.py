@@ -13,24 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 import onnx_ir as ir
 
-from .graph import (
-    UnsupportedPattern,
-    Work,
-    add_op,
-    attribute,
-    constant,
-    dims,
-    initializer,
-    ints,
-    last_dim,
-    only_user,
-    other_input,
-    part_of,
-    producer,
-    replace,
-    same_dims,
-    scalar,
-)  # fmt: skip
+from . import graph as g
 from .linear import LAYOUT, Linear, activation_of, bias_vector, match_linear, weight_nk
 
 
@@ -40,7 +23,7 @@ class _Half:
     index: int  # 0 or 1
 
 
-def rewrite(work: Work) -> None:
+def rewrite(work: g.Work) -> None:
     for node in work.nodes("Mul", domain=""):
         found = _match(work, node) if node.graph is not None else None
         if found is None:
@@ -53,11 +36,11 @@ def rewrite(work: Work) -> None:
             work.made[activation] += 1
             work.left[f"{activation} gate: no products with constant weights"] += 1
         elif (halves := _halves(gate, up)) is not None and halves[0].index == 0:
-            new = add_op(node, work.records["swiglu_packed"], [halves[0].source])
-            replace(node.outputs[0], _with_shape(new, node))
+            new = g.add_op(node, work.records["swiglu_packed"], [halves[0].source])
+            g.replace(node.outputs[0], _with_shape(new, node))
             work.made["swiglu (packed)"] += 1
         else:
-            replace(node.outputs[0], _with_shape(add_op(node, work.records["swiglu"], [up, gate]), node))
+            g.replace(node.outputs[0], _with_shape(g.add_op(node, work.records["swiglu"], [up, gate]), node))
             work.made["swiglu"] += 1
 
 
@@ -66,22 +49,27 @@ def _with_shape(value: ir.Value, node: ir.Node) -> ir.Value:
     return value
 
 
-def _match(work: Work, node: ir.Node) -> tuple[ir.Value, ir.Value, str] | None:
+def _match(work: g.Work, node: ir.Node) -> tuple[ir.Value, ir.Value, str] | None:
     """Returns gate, up and the activation of activation(gate) * up."""
     for activated in node.inputs:
         maker = activated.producer() if activated is not None else None
-        if maker is None or activated is None or only_user(activated) is not node:
+        if maker is None or activated is None or g.only_user(activated) is not node:
             continue
         name = activation_of(work, maker)
         if name in ("", "relu"):
             continue
-        up, gate = other_input(node, activated), maker.inputs[0]
-        if up is not None and gate is not None and up is not activated and same_dims(dims(up), dims(gate)):
+        up, gate = g.other_input(node, activated), maker.inputs[0]
+        if (
+            up is not None
+            and gate is not None
+            and up is not activated
+            and g.same_dims(g.dims(up), g.dims(gate))
+        ):
             return gate, up, name
     return None
 
 
-def _linear_swiglu(work: Work, node: ir.Node, gate: ir.Value, up: ir.Value, activation: str) -> bool:
+def _linear_swiglu(work: g.Work, node: ir.Node, gate: ir.Value, up: ir.Value, activation: str) -> bool:
     """Writes one product of gate and up, if both are products with constant weights; returns whether."""
     attributes = {"activation": activation, "layout": LAYOUT}
     halves = _halves(gate, up)
@@ -99,11 +87,11 @@ def _linear_swiglu(work: Work, node: ir.Node, gate: ir.Value, up: ir.Value, acti
                 return False
             whole = first
             weight, bias = _concatenated(work, [(first, None), (second, None)])
-    except UnsupportedPattern:
+    except g.UnsupportedPattern:
         return False
     record = work.records["linear_swiglu"]
-    new = add_op(node, record, [whole.x, weight, bias], **attributes)
-    replace(node.outputs[0], _with_shape(new, node))
+    new = g.add_op(node, record, [whole.x, weight, bias], **attributes)
+    g.replace(node.outputs[0], _with_shape(new, node))
     return True
 
 
@@ -111,12 +99,12 @@ def _linear_of(value: ir.Value) -> Linear | None:
     """Returns the product with a constant weight whose output, with its bias, is the value."""
     node = value.producer()
     if node is not None and node.op_type == "Add":
-        node = next((matmul for each in node.inputs if (matmul := producer(each, "MatMul"))), None)
+        node = next((matmul for each in node.inputs if (matmul := g.producer(each, "MatMul"))), None)
     found = match_linear(node) if node is not None else None
     return found if found is not None and found.output is value else None
 
 
-def _concatenated(work: Work, parts: list[tuple[Linear, int | None]]) -> tuple[ir.Value, ir.Value | None]:
+def _concatenated(work: g.Work, parts: list[tuple[Linear, int | None]]) -> tuple[ir.Value, ir.Value | None]:
     """Returns gate and up in one weight [2N, K] and one bias.
 
     Args:
@@ -124,7 +112,7 @@ def _concatenated(work: Work, parts: list[tuple[Linear, int | None]]) -> tuple[i
     """
     weights, biases = [], []
     for found, half in parts:
-        weight, bias = constant(found.weight), constant(found.bias)
+        weight, bias = g.constant(found.weight), g.constant(found.bias)
         assert weight is not None
         weight = weight.T if found.layout == "kn" else weight
         weights.append(weight if half is None else np.split(weight, 2)[half])
@@ -133,8 +121,8 @@ def _concatenated(work: Work, parts: list[tuple[Linear, int | None]]) -> tuple[i
     name = f"{parts[0][0].weight.name}_gate_up"
     bias_value = None
     if any(found.bias is not None for found, _ in parts):
-        bias_value = initializer(work.graph, np.concatenate(biases), f"{name}_bias")
-    return initializer(work.graph, np.concatenate(weights), name), bias_value
+        bias_value = g.initializer(work.graph, np.concatenate(biases), f"{name}_bias")
+    return g.initializer(work.graph, np.concatenate(weights), name), bias_value
 
 
 def _halves(gate: ir.Value, up: ir.Value) -> tuple[_Half, _Half] | None:
@@ -148,29 +136,29 @@ def _halves(gate: ir.Value, up: ir.Value) -> tuple[_Half, _Half] | None:
 def _half(value: ir.Value) -> _Half | None:
     if (apart := _half_of_pairs(value)) is not None:
         return apart
-    part = part_of(value, -1)
+    part = g.part_of(value, -1)
     if part is None:
         return None
     source, start, stop = part
-    width, whole = stop - start, last_dim(source)
+    width, whole = stop - start, g.last_dim(source)
     return _Half(source, start // width) if width and whole == 2 * width and start in (0, width) else None
 
 
 def _half_of_pairs(value: ir.Value) -> _Half | None:
     """Returns the half that a value is, as x.unflatten(-1, (2, N))[..., index, :]."""
-    gather, squeeze = producer(value, "Gather"), producer(value, "Squeeze")
+    gather, squeeze = g.producer(value, "Gather"), g.producer(value, "Squeeze")
     index: float | None
     if gather is not None:
-        pairs, index = gather.inputs[0], scalar(gather.inputs[1])
-        axes = [attribute(gather, "axis", 0)] if dims(gather.inputs[1]) == [] else []
-    elif squeeze is not None and (part := part_of(squeeze.inputs[0], -2)) is not None:
-        (pairs, index, _), axes = part, ints(squeeze, "axes", 1) or []
+        pairs, index = gather.inputs[0], g.scalar(gather.inputs[1])
+        axes = [g.attribute(gather, "axis", 0)] if g.dims(gather.inputs[1]) == [] else []
+    elif squeeze is not None and (part := g.part_of(squeeze.inputs[0], -2)) is not None:
+        (pairs, index, _), axes = part, g.ints(squeeze, "axes", 1) or []
     else:
         return None
-    reshape, shape = producer(pairs, "Reshape"), dims(pairs) or []
-    source, width = reshape.inputs[0] if reshape is not None else None, last_dim(pairs)
+    reshape, shape = g.producer(pairs, "Reshape"), g.dims(pairs) or []
+    source, width = reshape.inputs[0] if reshape is not None else None, g.last_dim(pairs)
     if source is None or width is None or index is None or axes not in ([-2], [len(shape) - 2]):
         return None
-    if shape[-2] != 2 or not same_dims(dims(source), [*shape[:-2], 2 * width]):
+    if shape[-2] != 2 or not g.same_dims(g.dims(source), [*shape[:-2], 2 * width]):
         return None
     return _Half(source, int(index) % 2)

@@ -9,8 +9,8 @@ import onnx_ir as ir
 
 from twinop.errors import ExportError, option
 
+from . import graph as g
 from .dimensions import expressions
-from .graph import Dim, attribute, constant, dims
 
 Case = dict[str, np.ndarray]
 _PASS_THROUGH = (
@@ -145,12 +145,12 @@ def shapes(model: ir.Model, sizes: Sizes) -> dict[str, list[int]]:
     """Returns the shapes of the inputs."""
     by_name = sizes_by_name(model, sizes)
 
-    def size(dim: Dim, axis: int) -> int:
+    def size(dim: g.Dim, axis: int) -> int:
         default = sizes.length if axis else sizes.batch
         return by_name[dim] if isinstance(dim, str) else default if dim is None else dim
 
     return {
-        str(value.name): [size(dim, axis) for axis, dim in enumerate(dims(value) or [])]
+        str(value.name): [size(dim, axis) for axis, dim in enumerate(g.dims(value) or [])]
         for value in model.graph.inputs
     }
 
@@ -162,7 +162,7 @@ def sizes_by_name(model: ir.Model, sizes: Sizes) -> dict[str, int]:
     """
     axes: dict[str, int] = {}
     for value in model.graph.inputs:
-        for axis, dim in enumerate(dims(value) or []):
+        for axis, dim in enumerate(g.dims(value) or []):
             axes.setdefault(dim, axis) if isinstance(dim, str) else None
     found, fixed = expressions(axes), dict(sizes.fixed)
     inner = {name: axes[dim] for dim, each in found.items() for name in each.names.values()}
@@ -188,7 +188,7 @@ def _is_inverted(name: str, dtype: np.dtype) -> bool:
 
 def is_mask(value: ir.Value) -> bool:
     """Whether an input is a padding mask of 0 and 1. Only its name tells."""
-    return is_mask_name(str(value.name)) and len(dims(value) or ()) == 2
+    return is_mask_name(str(value.name)) and len(g.dims(value) or ()) == 2
 
 
 def has_mask(model: ir.Model) -> bool:
@@ -239,7 +239,7 @@ def hides_all(case: Case) -> bool:
 
 def draws_random(node: ir.Node) -> bool:
     """Whether two runs of a node may differ."""
-    training = constant(node.inputs[2]) if node.op_type == "Dropout" and len(node.inputs) > 2 else None
+    training = g.constant(node.inputs[2]) if node.op_type == "Dropout" and len(node.inputs) > 2 else None
     return node.op_type in _RANDOM or (training is not None and bool(training.all()))
 
 
@@ -249,9 +249,9 @@ def table_rows(value: ir.Value, seen: frozenset[ir.Value] = frozenset()) -> int:
     for use in value.uses():
         node = use.node
         if node.op_type in ("Gather", "GatherElements", "EmbedLayerNormalization") and use.idx:
-            table = constant(node.inputs[0])
+            table = g.constant(node.inputs[0])
             if table is not None:
-                found.append(table.shape[attribute(node, "axis", 0)])
+                found.append(table.shape[g.attribute(node, "axis", 0)])
         elif node.op_type in _PASS_THROUGH and use.idx == 0 and node.outputs[0] not in seen:
             below = table_rows(node.outputs[0], seen | {value})
             found += [below] if below != _UNKNOWN_ROWS else []
@@ -294,7 +294,7 @@ def read_npz(path: str, model: ir.Model, padding: str | None) -> tuple[list[Case
     found = {
         dim: case[str(value.name)].shape[axis]
         for value in model.graph.inputs
-        for axis, dim in enumerate(dims(value) or ())
+        for axis, dim in enumerate(g.dims(value) or ())
         if axis and isinstance(dim, str) and axis < np.ndim(case.get(str(value.name), 0))
     }
     return [case], replace(sizes[0] if sizes else SIZES[0], fixed=tuple(found.items()))

@@ -11,21 +11,9 @@ from dataclasses import dataclass
 import numpy as np
 import onnx_ir as ir
 
-from .graph import (
-    DOMAIN,
-    UnsupportedPattern,
-    Work,
-    add,
-    attribute,
-    constant,
-    dims,
-    initializer,
-    is_constant,
-    only_user,
-    other_input,
-    producer,
-    replace,
-)  # fmt: skip
+from twinop.record import DOMAIN
+
+from . import graph as g
 
 _ACTIVATIONS = ("relu", "gelu", "silu")
 
@@ -52,7 +40,7 @@ class Linear:
     @property
     def width(self) -> int:
         """N."""
-        width = (dims(self.weight) or [0, 0])[1 if self.layout == "kn" else 0]
+        width = (g.dims(self.weight) or [0, 0])[1 if self.layout == "kn" else 0]
         assert isinstance(width, int)
         return width
 
@@ -66,34 +54,37 @@ def match_linear(node: ir.Node) -> Linear | None:
     if node.domain or node.op_type not in ("MatMul", "Gemm"):
         return None
     x, weight, *rest = node.inputs
-    is_nk = attribute(node, "transB", 0)
-    if (transpose := producer(weight, "Transpose")) is not None and is_constant(transpose.inputs[0]):
-        if list(attribute(transpose, "perm", [1, 0])) != [1, 0]:
+    is_nk = g.attribute(node, "transB", 0)
+    if (transpose := g.producer(weight, "Transpose")) is not None and g.is_constant(transpose.inputs[0]):
+        if list(g.attribute(transpose, "perm", [1, 0])) != [1, 0]:
             return None
         weight, is_nk = transpose.inputs[0], not is_nk
-    if x is None or weight is None or not is_constant(weight) or is_constant(x):
+    if x is None or weight is None or not g.is_constant(weight) or g.is_constant(x):
         return None
     if weight.dtype is None or not weight.dtype.is_floating_point():
         return None
-    shape = dims(weight) or []
+    shape = g.dims(weight) or []
     if len(shape) != 2:
-        raise UnsupportedPattern(f"a weight of {len(shape)} dimensions")
+        raise g.UnsupportedPattern(f"a weight of {len(shape)} dimensions")
     if 0 in shape:
-        raise UnsupportedPattern("a dimension of size 0")
-    rank = len(dims(x) or ())
+        raise g.UnsupportedPattern("a dimension of size 0")
+    rank = len(g.dims(x) or ())
     if rank < 2:
-        raise UnsupportedPattern("an input of unknown rank or with fewer than two dimensions")
-    if attribute(node, "transA", 0) or {attribute(node, "alpha", 1.0), attribute(node, "beta", 1.0)} != {1.0}:
-        raise UnsupportedPattern("transA is set, or alpha or beta is not 1")
+        raise g.UnsupportedPattern("an input of unknown rank or with fewer than two dimensions")
+    if g.attribute(node, "transA", 0) or {
+        g.attribute(node, "alpha", 1.0),
+        g.attribute(node, "beta", 1.0),
+    } != {1.0}:
+        raise g.UnsupportedPattern("transA is set, or alpha or beta is not 1")
     layout = "nk" if is_nk else "kn"
     width = shape[0 if is_nk else 1]
     assert isinstance(width, int)
     bias, output = rest[0] if rest else None, node.outputs[0]
     if bias is not None:
         if not _is_bias(bias, width, rank):
-            raise UnsupportedPattern("it adds a matrix")
-    elif (addition := only_user(output)) is not None and addition.op_type == "Add":
-        other = other_input(addition, output)
+            raise g.UnsupportedPattern("it adds a matrix")
+    elif (addition := g.only_user(output)) is not None and addition.op_type == "Add":
+        other = g.other_input(addition, output)
         if not addition.domain and _is_bias(other, width, rank):
             bias, output = other, addition.outputs[0]
     return Linear(node, x, weight, bias, layout, output)
@@ -101,41 +92,41 @@ def match_linear(node: ir.Node) -> Linear | None:
 
 def _is_bias(value: ir.Value | None, width: int, rank: int) -> bool:
     """Whether a constant is one row that is added to each row of a product of this rank."""
-    shape = dims(value)
+    shape = g.dims(value)
     return (
         shape is not None
         and len(shape) <= rank
         and shape[-1:] == [width]
         and all(dim == 1 for dim in shape[:-1])
-        and is_constant(value)
+        and g.is_constant(value)
     )
 
 
-def bias_vector(work: Work, value: ir.Value | None) -> ir.Value | None:
+def bias_vector(work: g.Work, value: ir.Value | None) -> ir.Value | None:
     """Returns a constant bias as [N]."""
     if value is None or len(value.shape or ()) == 1:
         return value
-    array = constant(value)
+    array = g.constant(value)
     assert array is not None
-    return initializer(work.graph, array.reshape(-1), f"{value.name}_flat")
+    return g.initializer(work.graph, array.reshape(-1), f"{value.name}_flat")
 
 
-def activation_of(work: Work, node: ir.Node | None) -> str:
+def activation_of(work: g.Work, node: ir.Node | None) -> str:
     """Returns the activation that a node computes: relu, gelu, gelu_tanh, silu, or "" for other nodes."""
     if node is None:
         return ""
     own = {record.node_type: name for name, record in work.records.items() if name in _ACTIVATIONS}
     plain = {"Relu": "relu", "Gelu": "gelu"}
     name = own.get((node.domain, node.op_type)) or ("" if node.domain else plain.get(node.op_type, ""))
-    return f"{name}_tanh" if name and attribute(node, "approximate", "none") == "tanh" else name
+    return f"{name}_tanh" if name and g.attribute(node, "approximate", "none") == "tanh" else name
 
 
-def rewrite(work: Work) -> None:
+def rewrite(work: g.Work) -> None:
     nodes, with_bias = list[ir.Node](), False
     for node in work.nodes("MatMul", "Gemm", domain=""):
         try:
             linear = match_linear(node)
-        except UnsupportedPattern as reason:
+        except g.UnsupportedPattern as reason:
             work.left[f"{node.op_type}: {reason}"] += 1
         else:
             nodes += [node] if linear is not None else []
@@ -146,14 +137,14 @@ def rewrite(work: Work) -> None:
         _replace(work, linear, with_bias)
 
 
-def _replace(work: Work, linear: Linear, with_bias: bool) -> None:
+def _replace(work: g.Work, linear: Linear, with_bias: bool) -> None:
     """Replaces the product, its bias and its activation with one node.
 
     Args:
         with_bias: add a bias of zeros if there is none. A model holds one function body for all nodes of an
             op, so either all of them have a bias or none.
     """
-    output, activation, user = linear.output, "none", only_user(linear.output)
+    output, activation, user = linear.output, "none", g.only_user(linear.output)
     if user is not None and (name := activation_of(work, user)):
         activation, output = name, user.outputs[0]
         work.made[activation] -= 1
@@ -161,14 +152,14 @@ def _replace(work: Work, linear: Linear, with_bias: bool) -> None:
     if bias is None and with_bias:
         assert linear.weight.dtype is not None
         zeros = np.zeros(linear.width, linear.weight.dtype.numpy())
-        bias = initializer(work.graph, zeros, f"zeros_{linear.width}")
+        bias = g.initializer(work.graph, zeros, f"zeros_{linear.width}")
     inputs = [linear.x, weight_nk(work, linear), *([bias] if bias is not None else [])]
     last = output.producer()
     assert last is not None
-    shape = dims(output) or [*(dims(linear.x) or [])[:-1], linear.width]
+    shape = g.dims(output) or [*(g.dims(linear.x) or [])[:-1], linear.width]
     attributes = {"activation": activation, "layout": LAYOUT}
     op_type = work.records["linear"].onnx_name
-    replace(output, add(last, op_type, inputs, attributes, domain=DOMAIN, shape=shape))
+    g.replace(output, g.add(last, op_type, inputs, attributes, domain=DOMAIN, shape=shape))
     parts = [
         "linear",
         *(["bias"] if linear.bias is not None else []),
@@ -177,27 +168,27 @@ def _replace(work: Work, linear: Linear, with_bias: bool) -> None:
     work.made["+".join(parts)] += 1
 
 
-def weight_nk(work: Work, linear: Linear) -> ir.Value:
+def weight_nk(work: g.Work, linear: Linear) -> ir.Value:
     """Returns the weight as [N, K]. Products with the same weight share the constant."""
     if linear.layout == LAYOUT:
         return linear.weight
     known = work.weights_nk.get(linear.weight)
     if known is None or known.graph is not work.graph:  # unread ones are removed after each rewrite
-        weight = constant(linear.weight)
+        weight = g.constant(linear.weight)
         assert weight is not None
-        known = initializer(work.graph, weight.T, f"{linear.weight.name}_nk")
+        known = g.initializer(work.graph, weight.T, f"{linear.weight.name}_nk")
         work.weights_nk[linear.weight] = known
         for user in linear.weight.consumers():  # the table of an embedding that shares the weight
             if user.op_type == "Transpose" and not user.domain and user.graph is work.graph:
-                replace(user.outputs[0], known)
+                g.replace(user.outputs[0], known)
     return known
 
 
-def slice_columns(work: Work, linear: Linear, start: int, stop: int) -> tuple[ir.Value, ir.Value | None]:
+def slice_columns(work: g.Work, linear: Linear, start: int, stop: int) -> tuple[ir.Value, ir.Value | None]:
     """Returns the output columns from start to stop of the weight and the bias, as new constants."""
-    weight, bias = constant(linear.weight), constant(linear.bias)
+    weight, bias = g.constant(linear.weight), g.constant(linear.bias)
     assert weight is not None
     part = weight[:, start:stop] if linear.layout == "kn" else weight[start:stop]
     name = f"{linear.weight.name}_{start}"
-    new = None if bias is None else initializer(work.graph, bias.reshape(-1)[start:stop], f"{name}_bias")
-    return initializer(work.graph, np.ascontiguousarray(part), name), new
+    new = None if bias is None else g.initializer(work.graph, bias.reshape(-1)[start:stop], f"{name}_bias")
+    return g.initializer(work.graph, np.ascontiguousarray(part), name), new

@@ -14,7 +14,7 @@ from twinop.errors import ExportError
 from twinop.export.calls import name_standard_domain
 from twinop.quiet import quiet
 
-from .graph import dims
+from . import graph as g
 
 _FP32_COPIES = 4  # of the weights: the original, the new model, a session and its packed weights
 _BODIES_IR_VERSION = 8  # the first with function bodies
@@ -118,9 +118,9 @@ def _name_sizes(model: ir.Model) -> None:
     values += [output for node in model.graph.all_nodes() for output in node.outputs]
     for value in values:
         if any(isinstance(dim, int) and dim < 0 for dim in value.shape or ()):
-            value.shape = ir.Shape([None if str(dim).startswith("-") else dim for dim in dims(value) or ()])
+            value.shape = ir.Shape([None if str(dim).startswith("-") else dim for dim in g.dims(value) or ()])
     for value in model.graph.inputs:
-        if None in (shape := dims(value) or []):
+        if None in (shape := g.dims(value) or []):
             names = [f"{value.name}_{axis}" if dim is None else dim for axis, dim in enumerate(shape)]
             value.shape = ir.Shape(names)
 

@@ -17,10 +17,10 @@ import onnx_ir as ir
 from twinop.deploy.ort_runs import NotRunnable, run
 from twinop.errors import TwinopError
 
+from . import graph as g
 from . import inputs
 from .attention import attentions, masks_of
 from .dimensions import expressions
-from .graph import MICROSOFT, Work, constant, dims, subgraphs
 from .prepare import clean
 
 _HIDDEN = -1e4  # exp() of this or less is 0, in fp16 too
@@ -43,7 +43,7 @@ class _Mask:
     lowest: set[float] = field(default_factory=set)
 
 
-def classify(work: Work, sizes: inputs.Sizes, padding: str | None) -> None:
+def classify(work: g.Work, sizes: inputs.Sizes, padding: str | None) -> None:
     """Computes the masks of all attentions, and fills the fields of `work` that end in `_masks`.
 
     Args:
@@ -52,7 +52,7 @@ def classify(work: Work, sizes: inputs.Sizes, padding: str | None) -> None:
     values = dict.fromkeys(mask for softmax in attentions(work) for mask in masks_of(softmax))
     masks = [
         _Mask(value) for value in values
-        if value.dtype is ir.DataType.FLOAT and len(dims(value) or ()) in (2, 4) and _is_known(value)
+        if value.dtype is ir.DataType.FLOAT and len(g.dims(value) or ()) in (2, 4) and _is_known(value)
     ]  # fmt: skip
     given = [
         value for value in work.graph.inputs
@@ -85,7 +85,7 @@ def classify(work: Work, sizes: inputs.Sizes, padding: str | None) -> None:
             work.causal_masks.add(mask.value)
 
 
-def transfer(known: Work, work: Work) -> None:
+def transfer(known: g.Work, work: g.Work) -> None:
     """Fills the fields of `work` that end in `_masks` with those of another work on the same model."""
     graph = work.graph
     values = [*graph.inputs, *graph.initializers.values(), *(each for node in graph for each in node.outputs)]
@@ -161,8 +161,8 @@ def _fixed_for(model: ir.Model, mask: ir.Value, sizes: inputs.Sizes) -> tuple[tu
 
     Channels, height and width of images stay, too.
     """
-    small = [value for value in given_of(mask) if len(dims(value) or ()) < 4]
-    grows = {dim for value in small for dim in (dims(value) or ())[1:]}
+    small = [value for value in given_of(mask) if len(g.dims(value) or ()) < 4]
+    grows = {dim for value in small for dim in (g.dims(value) or ())[1:]}
     found = expressions([dim for dim in grows if isinstance(dim, str)])
     grows |= {name for each in found.values() for name in each.names.values()}
     return tuple((name, size) for name, size in sizes.fixed if name not in grows)
@@ -170,7 +170,7 @@ def _fixed_for(model: ir.Model, mask: ir.Value, sizes: inputs.Sizes) -> tuple[tu
 
 def _elements(model: ir.Model, mask: ir.Value, sizes: inputs.Sizes) -> int:
     """Returns the number of elements of a mask, or of a larger input that it is computed from."""
-    found, shapes = dims(mask) or [], inputs.shapes(model, sizes)
+    found, shapes = g.dims(mask) or [], inputs.shapes(model, sizes)
     heads = math.prod(dim for dim in found[:-2] if isinstance(dim, int))
     last = [dim if isinstance(dim, int) else sizes.length for dim in found[-2:]]
     return max(heads * math.prod(last), *(math.prod(shapes[str(value.name)]) for value in given_of(mask)), 0)
@@ -190,9 +190,9 @@ def _ancestors(mask: ir.Value, of_shapes: bool = False) -> set[ir.Value]:
         seen.add(value)
         node = value.producer()
         if node is not None and (of_shapes or node.op_type not in ("Shape", "Size")):
-            nodes = [node, *(inner for graph in subgraphs(node) for inner in graph.all_nodes())]
+            nodes = [node, *(inner for graph in g.subgraphs(node) for inner in graph.all_nodes())]
             waiting += [each for one in nodes for each in one.inputs if each is not None]
-            waiting += [each for graph in subgraphs(node) for each in graph.outputs]
+            waiting += [each for graph in g.subgraphs(node) for each in graph.outputs]
     return seen
 
 
@@ -207,7 +207,7 @@ def _is_known(mask: ir.Value) -> bool:
     ancestors = _ancestors(mask)
     given = [value for value in ancestors if value.is_graph_input()]
     nodes = [node for value in ancestors if (node := value.producer()) is not None]
-    if any(node.domain not in ("", MICROSOFT) for node in nodes):  # it runs without a library
+    if any(node.domain not in ("", g.MICROSOFT) for node in nodes):  # it runs without a library
         return False
     return all(map(inputs.is_mask, given)) and max(_numbers(ancestors), default=0.0) <= _LARGEST
 
@@ -218,7 +218,7 @@ def _numbers(values: set[ir.Value]) -> set[float]:
     for value in values:
         if value.const_value is not None and value.const_value.size > _SMALL:
             continue
-        array = constant(value)
+        array = g.constant(value)
         if array is None or array.dtype.kind not in "iuf":
             continue
         for number in np.abs(array.astype(np.float64)).reshape(-1):
@@ -230,7 +230,7 @@ def _numbers(values: set[ir.Value]) -> set[float]:
 def _buffer_sizes(value: ir.Value) -> list[int]:
     """Returns the sizes of a large constant that may limit the length."""
     is_buffer = value.const_value is not None and value.const_value.size > _SMALL
-    return [size for size in dims(value) or () if isinstance(size, int)] if is_buffer else []
+    return [size for size in g.dims(value) or () if isinstance(size, int)] if is_buffer else []
 
 
 def _is_right_padded(shown: np.ndarray) -> bool:

@@ -12,33 +12,23 @@ from collections import defaultdict
 import numpy as np
 import onnx_ir as ir
 
-from .graph import (
-    DOMAIN,
-    Work,
-    add,
-    attribute,
-    constant,
-    dims,
-    initializer,
-    int_constant,
-    is_constant,
-    last_dim,
-    replace,
-)  # fmt: skip
+from twinop.record import DOMAIN
+
+from . import graph as g
 from .linear import LAYOUT
 
 _MAX_ELEMENTS = 3 << 20
 """Elements of the merged output. With more, the Split costs more than it saves (measured on an H200)."""
 
 
-def rewrite(work: Work) -> None:
+def rewrite(work: g.Work) -> None:
     groups = defaultdict[tuple[ir.Value, int], list[ir.Node]](list)
     for node in work.nodes(work.records["linear"].onnx_name, domain=DOMAIN):
         x = node.inputs[0]
         if x is not None and _rows(x) > 0 and is_plain(node):
             groups[x, len(node.inputs)].append(node)
     for (x, _), nodes in groups.items():
-        width = sum(last_dim(node.outputs[0]) or 0 for node in nodes)
+        width = sum(g.last_dim(node.outputs[0]) or 0 for node in nodes)
         if len(nodes) > 1 and _rows(x) * width <= _MAX_ELEMENTS:
             _replace(work, nodes)
 
@@ -47,42 +37,42 @@ def is_plain(node: ir.Node) -> bool:
     """Whether a CustomLinear has constant weights, and neither an activation nor a residual."""
     constants = node.inputs[1:]
     return (
-        attribute(node, "activation", "none") == "none"
-        and attribute(node, "layout", LAYOUT) == LAYOUT
+        g.attribute(node, "activation", "none") == "none"
+        and g.attribute(node, "layout", LAYOUT) == LAYOUT
         and len(constants) <= 2
-        and all(is_constant(each) for each in constants)
+        and all(g.is_constant(each) for each in constants)
     )
 
 
-def merge(work: Work, nodes: list[ir.Node]) -> ir.Value:
+def merge(work: g.Work, nodes: list[ir.Node]) -> ir.Value:
     """Inserts one product in place of several of the same x, before the first one, and returns its output."""
     first, x = nodes[0], nodes[0].inputs[0]
     parts = zip(*([value for value in node.inputs[1:] if value is not None] for node in nodes), strict=True)
     packed = [_join(work, each) for each in parts]
-    shape = [*(dims(x) or [])[:-1], sum(last_dim(node.outputs[0]) or 0 for node in nodes)]
+    shape = [*(g.dims(x) or [])[:-1], sum(g.last_dim(node.outputs[0]) or 0 for node in nodes)]
     work.made["products of one input merged"] += 1
-    return add(first, first.op_type, [x, *packed], first.attributes, domain=DOMAIN, shape=shape)
+    return g.add(first, first.op_type, [x, *packed], first.attributes, domain=DOMAIN, shape=shape)
 
 
-def _join(work: Work, parts: tuple[ir.Value, ...]) -> ir.Value:
+def _join(work: g.Work, parts: tuple[ir.Value, ...]) -> ir.Value:
     if parts not in work.joined:
-        arrays = [array for each in parts if (array := constant(each)) is not None]
-        work.joined[parts] = initializer(work.graph, np.concatenate(arrays), "packed")
+        arrays = [array for each in parts if (array := g.constant(each)) is not None]
+        work.joined[parts] = g.initializer(work.graph, np.concatenate(arrays), "packed")
     return work.joined[parts]
 
 
 def _rows(x: ir.Value) -> int:
     """Returns the number of rows, or 0 if it is not known."""
-    rows = (dims(x) or [None])[:-1]
+    rows = (g.dims(x) or [None])[:-1]
     known = [size for size in rows if isinstance(size, int)]
     return math.prod(known) if 0 < len(known) == len(rows) else 0
 
 
-def _replace(work: Work, nodes: list[ir.Node]) -> None:
+def _replace(work: g.Work, nodes: list[ir.Node]) -> None:
     first, y = nodes[0], merge(work, nodes)
-    widths = [last_dim(node.outputs[0]) or 0 for node in nodes]
-    split = ir.node("Split", [y, int_constant(first, widths)], {"axis": -1}, num_outputs=len(nodes))
+    widths = [g.last_dim(node.outputs[0]) or 0 for node in nodes]
+    split = ir.node("Split", [y, g.int_constant(first, widths)], {"axis": -1}, num_outputs=len(nodes))
     work.graph.insert_before(first, split)
     for node, width, part in zip(nodes, widths, split.outputs, strict=True):
-        part.type, part.shape = y.type, ir.Shape([*(dims(y) or [])[:-1], width])
-        replace(node.outputs[0], part)
+        part.type, part.shape = y.type, ir.Shape([*(g.dims(y) or [])[:-1], width])
+        g.replace(node.outputs[0], part)

@@ -15,60 +15,45 @@ import onnx_ir as ir
 
 from twinop.export.attach import OPSETS
 
+from . import graph as g
 from .attention import padding_bias, spread
-from .graph import (
-    MICROSOFT,
-    Dim,
-    UnsupportedPattern,
-    Work,
-    add,
-    attribute,
-    broadcast_dims,
-    constant,
-    dims,
-    initializer,
-    int_constant,
-    is_constant,
-    last_dim,
-    replace,
-)  # fmt: skip
 
 _HIDDEN = -10000.0  # what ONNX Runtime adds to a hidden score, also where a row has no other
 _TANH = {"approximate": "tanh"}  # the form of FastGelu
 
 
-def rewrite(work: Work) -> None:
-    for node in work.nodes(*_RULES, domain=MICROSOFT):
+def rewrite(work: g.Work) -> None:
+    for node in work.nodes(*_RULES, domain=g.MICROSOFT):
         try:
             if _RULES[node.op_type](work, node):
                 work.made[f"{node.op_type} decomposed"] += 1
-        except UnsupportedPattern as reason:
+        except g.UnsupportedPattern as reason:
             work.left[f"{node.op_type}: {reason}"] += 1
 
 
-def _skip_norm(work: Work, node: ir.Node) -> bool:
+def _skip_norm(work: g.Work, node: ir.Node) -> bool:
     """y = norm(input + skip + bias)."""
     simple = node.op_type == "SkipSimplifiedLayerNormalization"
     x, skip, *rows = node.inputs
     bias = rows.pop() if len(rows) == (2 if simple else 3) else None
     if bias is not None:
-        x = add(node, "Add", [x, bias], shape=dims(node.inputs[0]))
-    total = add(node, "Add", [x, skip], shape=dims(node.outputs[0]))
+        x = g.add(node, "Add", [x, bias], shape=g.dims(node.inputs[0]))
+    total = g.add(node, "Add", [x, skip], shape=g.dims(node.outputs[0]))
     if len(node.outputs) > 3 and (node.outputs[3].uses() or node.outputs[3].is_graph_output()):
-        replace(node.outputs[3], total)
+        g.replace(node.outputs[3], total)
     given = [row for row in rows if row is not None]
     if simple:
-        normal, _ = _rms_norm(node, total, [-1], attribute(node, "epsilon", 1e-12))
-        replace(node.outputs[0], add(node, "Mul", [normal, *given], shape=dims(node.outputs[0])))
+        normal, _ = _rms_norm(node, total, [-1], g.attribute(node, "epsilon", 1e-12))
+        g.replace(node.outputs[0], g.add(node, "Mul", [normal, *given], shape=g.dims(node.outputs[0])))
     else:
         _norm(node, total, given)
     return True
 
 
 def _norm(node: ir.Node, x: ir.Value, rows: list[ir.Value]) -> None:
-    attributes = {"axis": -1, "epsilon": attribute(node, "epsilon", 1e-12)}
-    normal = add(node, "LayerNormalization", [x, *rows], attributes, shape=dims(node.outputs[0]))
-    replace(node.outputs[0], normal)
+    attributes = {"axis": -1, "epsilon": g.attribute(node, "epsilon", 1e-12)}
+    normal = g.add(node, "LayerNormalization", [x, *rows], attributes, shape=g.dims(node.outputs[0]))
+    g.replace(node.outputs[0], normal)
 
 
 def split_simplified_norms(model: ir.Model) -> None:
@@ -79,22 +64,26 @@ def split_simplified_norms(model: ir.Model) -> None:
             continue
         x, weight = node.inputs
         assert x is not None and weight is not None and node.graph is not None
-        axis, kind = attribute(node, "axis", -1), weight.dtype or x.dtype or ir.DataType.FLOAT
-        rank = -axis if axis < 0 else len(dims(weight) or [0])  # the weight has the axes that are normalised
+        axis, kind = g.attribute(node, "axis", -1), weight.dtype or x.dtype or ir.DataType.FLOAT
+        rank = (
+            -axis if axis < 0 else len(g.dims(weight) or [0])
+        )  # the weight has the axes that are normalised
         wide = kind if kind is ir.DataType.DOUBLE else ir.DataType.FLOAT
-        shape = dims(x) or dims(node.outputs[0])
+        shape = g.dims(x) or g.dims(node.outputs[0])
         if kind is not wide:
-            x = add(node, "Cast", [x], {"to": wide}, dtype=wide, shape=shape)
-        axes, epsilon = list(range(-rank, 0)), attribute(node, "epsilon", 1e-5)
+            x = g.add(node, "Cast", [x], {"to": wide}, dtype=wide, shape=shape)
+        axes, epsilon = list(range(-rank, 0)), g.attribute(node, "epsilon", 1e-5)
         normal, root = _rms_norm(node, x, axes, epsilon, dtype=wide, opset=opset)
         if len(node.outputs) > 1 and (node.outputs[1].uses() or node.outputs[1].is_graph_output()):
-            inverse = add(node, "Reciprocal", [root], shape=dims(root))
+            inverse = g.add(node, "Reciprocal", [root], shape=g.dims(root))
             if wide is not ir.DataType.FLOAT:
-                inverse = add(node, "Cast", [inverse], {"to": 1}, dtype=ir.DataType.FLOAT, shape=dims(root))
-            replace(node.outputs[1], inverse)
+                inverse = g.add(
+                    node, "Cast", [inverse], {"to": 1}, dtype=ir.DataType.FLOAT, shape=g.dims(root)
+                )
+            g.replace(node.outputs[1], inverse)
         if kind is not wide:
-            normal = add(node, "Cast", [normal], {"to": kind}, dtype=kind, shape=shape)
-        replace(node.outputs[0], add(node, "Mul", [normal, weight], dtype=kind, shape=shape))
+            normal = g.add(node, "Cast", [normal], {"to": kind}, dtype=kind, shape=shape)
+        g.replace(node.outputs[0], g.add(node, "Mul", [normal, weight], dtype=kind, shape=shape))
 
 
 def _rms_norm(
@@ -107,125 +96,125 @@ def _rms_norm(
     opset: int = OPSETS[0],
 ) -> tuple[ir.Value, ir.Value]:
     """Computes x / root with root = sqrt(mean(x * x) + epsilon); returns both."""
-    shape = dims(x)
+    shape = g.dims(x)
     reduced = None if shape is None else [*shape[: len(shape) - len(axes)], *[1] * len(axes)]
-    square = add(node, "Mul", [x, x], dtype=dtype, shape=shape)
-    given = [int_constant(node, axes)] if opset >= 18 else []
-    mean = add(node, "ReduceMean", [square, *given], {} if given else {"axes": axes}, shape=reduced)
+    square = g.add(node, "Mul", [x, x], dtype=dtype, shape=shape)
+    given = [g.int_constant(node, axes)] if opset >= 18 else []
+    mean = g.add(node, "ReduceMean", [square, *given], {} if given else {"axes": axes}, shape=reduced)
     number = ir.tensor(np.array(epsilon, dtype.numpy()))
-    small = add(node, "Constant", [], {"value": number}, dtype=dtype, shape=[])
+    small = g.add(node, "Constant", [], {"value": number}, dtype=dtype, shape=[])
     small.const_value = number
-    root = add(node, "Sqrt", [add(node, "Add", [mean, small], shape=reduced)], shape=reduced)
-    return add(node, "Div", [x, root], shape=shape), root
+    root = g.add(node, "Sqrt", [g.add(node, "Add", [mean, small], shape=reduced)], shape=reduced)
+    return g.add(node, "Div", [x, root], shape=shape), root
 
 
-def _embed_norm(work: Work, node: ir.Node) -> bool:
+def _embed_norm(work: g.Work, node: ir.Node) -> bool:
     """y = norm(word[ids] + segment[types] + position)."""
     ids, types, word, position, segment, *rest = node.inputs
     rows, rest = rest[:2], rest[2:]
-    shape = dims(node.outputs[0])
-    total = add(node, "Gather", [word, ids], shape=shape)
+    shape = g.dims(node.outputs[0])
+    total = g.add(node, "Gather", [word, ids], shape=shape)
     if segment is not None:
-        total = add(node, "Add", [total, add(node, "Gather", [segment, types], shape=shape)], shape=shape)
+        total = g.add(node, "Add", [total, g.add(node, "Gather", [segment, types], shape=shape)], shape=shape)
     if len(rest) > 1 and rest[1] is not None:
-        places = add(node, "Gather", [position, rest[1]], shape=shape)
+        places = g.add(node, "Gather", [position, rest[1]], shape=shape)
     else:
-        length = add(node, "Shape", [ids], {"start": 1, "end": 2}, dtype=ir.DataType.INT64, shape=[1])
-        inputs = [position, int_constant(node, [0]), length, int_constant(node, [0])]
-        places = add(node, "Slice", inputs, shape=(shape or [None] * 3)[1:])
-    total = add(node, "Add", [total, places], shape=shape)
+        length = g.add(node, "Shape", [ids], {"start": 1, "end": 2}, dtype=ir.DataType.INT64, shape=[1])
+        inputs = [position, g.int_constant(node, [0]), length, g.int_constant(node, [0])]
+        places = g.add(node, "Slice", inputs, shape=(shape or [None] * 3)[1:])
+    total = g.add(node, "Add", [total, places], shape=shape)
     if len(node.outputs) > 1 and (node.outputs[1].uses() or node.outputs[1].is_graph_output()):
         if not rest or rest[0] is None:
-            raise UnsupportedPattern("its mask index is read and it has no mask")
-        lengths = add(
+            raise g.UnsupportedPattern("its mask index is read and it has no mask")
+        lengths = g.add(
             node,
             "ReduceSum",
-            [rest[0], int_constant(node, [1])],
+            [rest[0], g.int_constant(node, [1])],
             {"keepdims": 0},
             shape=(shape or [None])[:1],
         )
-        replace(
+        g.replace(
             node.outputs[1],
-            add(node, "Cast", [lengths], {"to": 6}, dtype=ir.DataType.INT32, shape=dims(lengths)),
+            g.add(node, "Cast", [lengths], {"to": 6}, dtype=ir.DataType.INT32, shape=g.dims(lengths)),
         )
     _norm(node, total, [row for row in rows if row is not None])
     return True
 
 
-def _gelu(work: Work, node: ir.Node) -> bool:
-    x, shape = node.inputs[0], dims(node.outputs[0])
+def _gelu(work: g.Work, node: ir.Node) -> bool:
+    x, shape = node.inputs[0], g.dims(node.outputs[0])
     if len(node.inputs) > 1 and node.inputs[1] is not None:
-        x = add(node, "Add", node.inputs, shape=shape)
+        x = g.add(node, "Add", node.inputs, shape=shape)
     form = _TANH if node.op_type == "FastGelu" else {}
-    replace(node.outputs[0], add(node, "Gelu", [x], form, shape=shape))
+    g.replace(node.outputs[0], g.add(node, "Gelu", [x], form, shape=shape))
     return True
 
 
-def _matmul(work: Work, node: ir.Node) -> bool:
-    if attribute(node, "transBatchA", 0) or attribute(node, "transBatchB", 0):
-        raise UnsupportedPattern("its batch is transposed")
+def _matmul(work: g.Work, node: ir.Node) -> bool:
+    if g.attribute(node, "transBatchA", 0) or g.attribute(node, "transBatchB", 0):
+        raise g.UnsupportedPattern("its batch is transposed")
     sides = []
     for value, flag in zip(node.inputs, ("transA", "transB"), strict=True):
-        if attribute(node, flag, 0):
-            found = dims(value)
+        if g.attribute(node, flag, 0):
+            found = g.dims(value)
             if found is None:
-                raise UnsupportedPattern("an input of unknown rank")
+                raise g.UnsupportedPattern("an input of unknown rank")
             order = [*range(len(found) - 2), len(found) - 1, len(found) - 2]
-            value = add(node, "Transpose", [value], {"perm": order}, shape=[found[i] for i in order])
+            value = g.add(node, "Transpose", [value], {"perm": order}, shape=[found[i] for i in order])
         sides.append(value)
-    shape = dims(node.outputs[0])
-    result = add(node, "MatMul", sides, shape=shape)
-    if (alpha := attribute(node, "alpha", 1.0)) != 1.0:
-        number = initializer(work.graph, np.array(alpha, np.float32), "alpha")
-        result = add(node, "Mul", [result, number], shape=shape)
-    replace(node.outputs[0], result)
+    shape = g.dims(node.outputs[0])
+    result = g.add(node, "MatMul", sides, shape=shape)
+    if (alpha := g.attribute(node, "alpha", 1.0)) != 1.0:
+        number = g.initializer(work.graph, np.array(alpha, np.float32), "alpha")
+        result = g.add(node, "Mul", [result, number], shape=shape)
+    g.replace(node.outputs[0], result)
     return True
 
 
-def _attention(work: Work, node: ir.Node) -> bool:
+def _attention(work: g.Work, node: ir.Node) -> bool:
     """Attention that computes q, k and v from x itself."""
     x, weight, bias, mask, past, added = [*node.inputs, *[None] * 6][:6]
     known = {"num_heads", "unidirectional", "scale", "mask_filter_value", "qkv_hidden_sizes"}
     if past is not None or not set(node.attributes) <= known:
-        raise UnsupportedPattern("it has a KV cache or unknown attributes")
-    if x is None or weight is None or not is_constant(weight):
-        raise UnsupportedPattern("its weight is not constant")
-    array, row = constant(weight), constant(bias)
+        raise g.UnsupportedPattern("it has a KV cache or unknown attributes")
+    if x is None or weight is None or not g.is_constant(weight):
+        raise g.UnsupportedPattern("its weight is not constant")
+    array, row = g.constant(weight), g.constant(bias)
     assert array is not None
-    widths = [int(each) for each in attribute(node, "qkv_hidden_sizes", [array.shape[1] // 3] * 3)]
+    widths = [int(each) for each in g.attribute(node, "qkv_hidden_sizes", [array.shape[1] // 3] * 3)]
     parts, start = [], 0
     for width in widths:
-        shape: list[Dim] = [*(dims(x) or [])[:-1], width]
-        columns = initializer(work.graph, array[:, start : start + width], f"{weight.name}_{start}")
-        part = add(node, "MatMul", [x, columns], shape=shape)
+        shape: list[g.Dim] = [*(g.dims(x) or [])[:-1], width]
+        columns = g.initializer(work.graph, array[:, start : start + width], f"{weight.name}_{start}")
+        part = g.add(node, "MatMul", [x, columns], shape=shape)
         if row is not None:
-            piece = initializer(work.graph, row[start : start + width], f"{weight.name}_{start}_bias")
-            part = add(node, "Add", [part, piece], shape=shape)
+            piece = g.initializer(work.graph, row[start : start + width], f"{weight.name}_{start}_bias")
+            part = g.add(node, "Add", [part, piece], shape=shape)
         parts.append(part)
         start += width
     _multi_head(node, parts, mask, added)
     return True
 
 
-def _multi_head_attention(work: Work, node: ir.Node) -> bool:
+def _multi_head_attention(work: g.Work, node: ir.Node) -> bool:
     q, k, v, bias, mask, added, *past = [*node.inputs, *[None] * 6][: max(6, len(node.inputs))]
     if q is None or k is None or v is None or any(each is not None for each in past):
-        raise UnsupportedPattern("it has a KV cache or packed inputs")
-    if bias is None and (mask is None or len(dims(mask) or ()) != 2):
+        raise g.UnsupportedPattern("it has a KV cache or packed inputs")
+    if bias is None and (mask is None or len(g.dims(mask) or ()) != 2):
         return False
-    if any(len(dims(each) or ()) != 3 for each in (q, k, v)):
-        raise UnsupportedPattern("q, k or v is not [B, T, H*D]")
+    if any(len(g.dims(each) or ()) != 3 for each in (q, k, v)):
+        raise g.UnsupportedPattern("q, k or v is not [B, T, H*D]")
     parts = [q, k, v]
     if bias is not None:
-        row, start = constant(bias), 0
+        row, start = g.constant(bias), 0
         if row is None:
-            raise UnsupportedPattern("its bias is not constant")
+            raise g.UnsupportedPattern("its bias is not constant")
         for index, part in enumerate(parts):
-            width = (dims(part) or [None])[-1]
+            width = (g.dims(part) or [None])[-1]
             if not isinstance(width, int):
-                raise UnsupportedPattern("an unknown number of columns")
-            piece = initializer(work.graph, row[start : start + width], f"{bias.name}_{start}")
-            parts[index] = add(node, "Add", [part, piece], shape=dims(part))
+                raise g.UnsupportedPattern("an unknown number of columns")
+            piece = g.initializer(work.graph, row[start : start + width], f"{bias.name}_{start}")
+            parts[index] = g.add(node, "Add", [part, piece], shape=g.dims(part))
             start += width
     _multi_head(node, parts, mask, added)
     return True
@@ -235,25 +224,26 @@ def _multi_head(node: ir.Node, parts: list[ir.Value], mask: ir.Value | None, add
     """Writes the attention of q, k and v; a mask [B, T] of 0 and 1 becomes an additive mask."""
     names = ("num_heads", "unidirectional", "scale")
     attributes = {name: node.attributes[name].value for name in names if name in node.attributes}
-    rank = len(dims(mask) or ()) if mask is not None else 1
+    rank = len(g.dims(mask) or ()) if mask is not None else 1
     if rank == 2:
         assert mask is not None
-        bias = padding_bias(mask, attribute(node, "mask_filter_value", _HIDDEN), parts[0], node)
+        bias = padding_bias(mask, g.attribute(node, "mask_filter_value", _HIDDEN), parts[0], node)
         if added is not None:
-            bias = add(node, "Add", [bias, added], shape=broadcast_dims(dims(bias), dims(added)))
+            bias = g.add(node, "Add", [bias, added], shape=g.broadcast_dims(g.dims(bias), g.dims(added)))
         added, mask = spread(bias, parts[0], parts[1], node), None
     elif rank != 1:
-        raise UnsupportedPattern(f"a mask of {rank} dimensions")
+        raise g.UnsupportedPattern(f"a mask of {rank} dimensions")
     inputs = [*parts, None, mask, added]
     while inputs[-1] is None:
         inputs.pop()
-    shape = [*(dims(parts[0]) or [None, None])[:2], last_dim(parts[2])]
-    replace(
-        node.outputs[0], add(node, "MultiHeadAttention", inputs, attributes, domain=MICROSOFT, shape=shape)
+    shape = [*(g.dims(parts[0]) or [None, None])[:2], g.last_dim(parts[2])]
+    g.replace(
+        node.outputs[0],
+        g.add(node, "MultiHeadAttention", inputs, attributes, domain=g.MICROSOFT, shape=shape),
     )
 
 
-_RULES: Mapping[str, Callable[[Work, ir.Node], bool]] = {
+_RULES: Mapping[str, Callable[[g.Work, ir.Node], bool]] = {
     "Attention": _attention,
     "BiasGelu": _gelu,
     "EmbedLayerNormalization": _embed_norm,

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 import onnx_ir as ir
 
-from .graph import Work, add_op, attribute, constant, dims, initializer, last_dim, replace, scalar
+from . import graph as g
 from .regions import REDUCTIONS, Region, regions
 
 _SEED = 0
@@ -31,7 +31,7 @@ class _Norm:
     constants: list[ir.Value]
 
 
-def rewrite(work: Work) -> None:
+def rewrite(work: g.Work) -> None:
     order = {node: index for index, node in enumerate(work.graph)}
     for node in reversed(work.nodes("Mul", "Add", "Div", domain="")):
         found = _match(node.outputs[0], order) if node.graph is not None else None
@@ -42,9 +42,9 @@ def rewrite(work: Work) -> None:
     for node in work.nodes(*_STANDARD):
         source, *parameters = node.inputs
         op = "layer_norm" if node.op_type == "LayerNormalization" else "rms_norm"
-        eps = attribute(node, "epsilon", 1e-5)
+        eps = g.attribute(node, "epsilon", 1e-5)
         if source is not None:
-            _replace(work, node, op, source, parameters, eps, attribute(node, "axis", -1))
+            _replace(work, node, op, source, parameters, eps, g.attribute(node, "axis", -1))
 
 
 def _match(output: ir.Value, order: Mapping[ir.Node, int]) -> _Norm | None:
@@ -55,7 +55,7 @@ def _match(output: ir.Value, order: Mapping[ir.Node, int]) -> _Norm | None:
         if region.has("Erf", "Tanh", "Sigmoid", "Exp"):
             break
         vectors = [value for value in region.constants() if (value.shape or [1])[-1] != 1]
-        width = last_dim(region.source) or (last_dim(vectors[0]) if vectors else None)
+        width = g.last_dim(region.source) or (g.last_dim(vectors[0]) if vectors else None)
         if width is not None and width > 1 and (found := _fit(region, width)) is not None:
             if found.op == "layer_norm":
                 return found
@@ -66,7 +66,7 @@ def _match(output: ir.Value, order: Mapping[ir.Node, int]) -> _Norm | None:
 def _fit(region: Region, width: int) -> _Norm | None:
     """Returns the norm that a region computes, with the weight and bias that follow from its results."""
     rows = np.random.default_rng(_SEED).standard_normal((8, width)) + 0.5
-    numbers = {number for value in region.constants() if (number := scalar(value)) is not None}
+    numbers = {number for value in region.constants() if (number := g.scalar(value)) is not None}
     for eps in sorted(number for number in numbers if 0 < number < _LARGEST_EPS):
         for op in ("rms_norm", "layer_norm"):
             centred = rows - rows.mean(-1, keepdims=True) * (op == "layer_norm")
@@ -91,21 +91,21 @@ def _close(found: np.ndarray, expected: np.ndarray) -> bool:
     return np.allclose(found, expected, rtol=1e-5, atol=1e-8 * np.abs(expected).max())
 
 
-def _parameter(work: Work, array: np.ndarray, norm: _Norm, name: str) -> ir.Value:
+def _parameter(work: g.Work, array: np.ndarray, norm: _Norm, name: str) -> ir.Value:
     """Returns the constant of the model with these values, or a new one."""
     for value in norm.constants:
-        found = constant(value)
+        found = g.constant(value)
         assert found is not None
         same_dtype = value.dtype is norm.source.dtype
         if same_dtype and found.shape == array.shape and np.allclose(found, array, rtol=1e-6, atol=1e-13):
             return value
     dtype = norm.source.dtype
     assert dtype is not None
-    return initializer(work.graph, array.astype(dtype.numpy()), f"{norm.source.name}_{name}")
+    return g.initializer(work.graph, array.astype(dtype.numpy()), f"{norm.source.name}_{name}")
 
 
 def _replace(
-    work: Work,
+    work: g.Work,
     node: ir.Node,
     op: str,
     source: ir.Value,
@@ -115,16 +115,16 @@ def _replace(
 ) -> None:
     if op not in work.records:
         return
-    rank = len(dims(source) or ())
+    rank = len(g.dims(source) or ())
     reason = ""
-    if axis not in (-1, rank - 1) or any(len(dims(row) or [0]) != 1 for row in rows if row is not None):
+    if axis not in (-1, rank - 1) or any(len(g.dims(row) or [0]) != 1 for row in rows if row is not None):
         reason = "over several dimensions"
-    elif node.op_type in _STANDARD and rows and dims(rows[0]) == [1] and last_dim(source) != 1:
+    elif node.op_type in _STANDARD and rows and g.dims(rows[0]) == [1] and g.last_dim(source) != 1:
         reason = "one number as weight"
     elif any(value.uses() or value.is_graph_output() for value in node.outputs[1:]):
         reason = "its statistics are read"
     if reason:
         work.left[f"{node.op_type}: {reason}"] += 1
         return
-    replace(node.outputs[0], add_op(node, work.records[op], [source, *rows], eps=float(eps)))
+    g.replace(node.outputs[0], g.add_op(node, work.records[op], [source, *rows], eps=float(eps)))
     work.made[op] += 1

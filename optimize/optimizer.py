@@ -32,7 +32,7 @@ from . import (
     split_linear,
     unflatten,
 )
-from .graph import Work
+from . import graph as g
 from .load import data_files, load, load_weights, make_constant, separate_names
 from .own_ops import find_own_ops
 from .prepare import convert_to_fp32, inline_functions, main_dtype
@@ -40,7 +40,7 @@ from .report import OptimizeReport
 from .trial import Trial
 
 
-def _add_norms(work: Work) -> None:
+def _add_norms(work: g.Work) -> None:
     """Fuses a sum and the norm that reads it (`export/fuse_add_norm.py`)."""
     for name, count in fuse_sums(work.model, work.records).items():
         plain = "layer_norm" if name.endswith("LayerNorm") else "rms_norm"
@@ -48,7 +48,7 @@ def _add_norms(work: Work) -> None:
         work.made[plain] -= count
 
 
-REWRITES: Mapping[str, Callable[[Work], None]] = {
+REWRITES: Mapping[str, Callable[[g.Work], None]] = {
     "microsoft": microsoft.rewrite,
     "embedding": embedding.rewrite,
     "unflatten": unflatten.rewrite,

@@ -25,7 +25,7 @@ from twinop.library import read_library
 from twinop.names import BUILT_IN
 from twinop.record import DOMAIN, Record
 
-from .graph import add
+from . import graph as g
 
 FLOATS_16 = (ir.DataType.FLOAT16, ir.DataType.BFLOAT16)
 _FLOAT = ir.DataType.FLOAT
@@ -241,7 +241,7 @@ def _cast_around(node: ir.Node, types: Types) -> None:
         if value is None or dtype not in FLOATS_16:
             continue
         if index < len(node.inputs):
-            cast = add(node, "Cast", [value], {"to": dtype}, dtype=dtype)
+            cast = g.add(node, "Cast", [value], {"to": dtype}, dtype=dtype)
             cast.shape = value.shape
             node.replace_input_with(index, cast)
         else:
@@ -310,7 +310,7 @@ def _convert_body(function: ir.Function, calls: Sequence[tuple[Types, ir.Node]])
         if old in FLOATS_16:
             _replace_dtype(function, old, new)
         elif value in function.inputs:
-            wide = add(next(iter(function)), "Cast", [value], {"to": old}, dtype=old)
+            wide = g.add(next(iter(function)), "Cast", [value], {"to": old}, dtype=old)
             cast, wide.name = wide.producer(), f"{value.name}_float"
             ir.convenience.replace_all_uses_with(value, wide)
             cast.replace_input_with(0, value)  # type: ignore[union-attr]

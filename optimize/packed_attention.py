@@ -9,21 +9,10 @@ sets in each run. More tokens are left to cuDNN.
 
 import onnx_ir as ir
 
+from twinop.record import DOMAIN
+
+from . import graph as g
 from .attention import padding_bias
-from .graph import (
-    DOMAIN,
-    MICROSOFT,
-    Dim,
-    Work,
-    add,
-    attribute,
-    dims,
-    last_dim,
-    only_user,
-    part_of,
-    producer,
-    replace,
-)  # fmt: skip
 from .merge_linear import is_plain, merge
 from .scores import LOWEST
 
@@ -36,9 +25,9 @@ _MAX_PRODUCTS = 24_576 * 16 * 128
 faster."""
 
 
-def rewrite(work: Work) -> None:
+def rewrite(work: g.Work) -> None:
     biases: dict[ir.Value, ir.Value] = {}  # by the lengths that they stand for
-    for node in work.nodes("MultiHeadAttention", domain=MICROSOFT):
+    for node in work.nodes("MultiHeadAttention", domain=g.MICROSOFT):
         sizes, qkv = _sizes(node), _thirds_of(node)
         products = _products(work, node) if qkv is None else []
         if sizes is None or (qkv is None and not products):
@@ -49,7 +38,7 @@ def rewrite(work: Work) -> None:
         lengths = given.pop(4, None)
         if given.keys() != {0, 1, 2} or (bias is not None and lengths is not None):
             continue
-        heads = attribute(node, "num_heads", 0)
+        heads = g.attribute(node, "num_heads", 0)
         if lengths is not None:
             shown = work.lengths.get(lengths)
             if shown is None:
@@ -63,20 +52,20 @@ def rewrite(work: Work) -> None:
                 continue
         attributes = {
             "heads": heads,
-            "scale": attribute(node, "scale", 0.0),
-            "causal": attribute(node, "unidirectional", 0),
+            "scale": g.attribute(node, "scale", 0.0),
+            "causal": g.attribute(node, "unidirectional", 0),
         }
         name = work.records["attention_packed"].onnx_name
         inputs = [qkv if qkv is not None else merge(work, products)]
         inputs += [bias] if bias is not None else []
-        result = add(node, name, inputs, attributes, domain=DOMAIN, shape=[batch, tokens, width])
-        replace(node.outputs[0], result)
+        result = g.add(node, name, inputs, attributes, domain=DOMAIN, shape=[batch, tokens, width])
+        g.replace(node.outputs[0], result)
         work.made["attention of packed q, k and v"] += 1
 
 
-def _sizes(node: ir.Node) -> tuple[Dim, int, int] | None:
+def _sizes(node: ir.Node) -> tuple[g.Dim, int, int] | None:
     """Returns the sizes of q [B, S, H * D], if the attention is small enough."""
-    shape, heads = dims(node.inputs[0]) or [], attribute(node, "num_heads", 0)
+    shape, heads = g.dims(node.inputs[0]) or [], g.attribute(node, "num_heads", 0)
     if len(shape) != 3 or len(node.outputs) > 1:
         return None
     batch, tokens, width = shape
@@ -92,28 +81,28 @@ def _sizes(node: ir.Node) -> tuple[Dim, int, int] | None:
 
 def _thirds_of(node: ir.Node) -> ir.Value | None:
     """Returns the tensor [B, S, 3 * H * D] that q, k and v are the thirds of."""
-    parts, width = [part_of(each, -1) for each in node.inputs[:3]], last_dim(node.inputs[0]) or 0
-    if parts[0] is None or last_dim(parts[0][0]) != 3 * width:
+    parts, width = [g.part_of(each, -1) for each in node.inputs[:3]], g.last_dim(node.inputs[0]) or 0
+    if parts[0] is None or g.last_dim(parts[0][0]) != 3 * width:
         return None
     qkv = parts[0][0]
     return qkv if parts == [(qkv, start, start + width) for start in (0, width, 2 * width)] else None
 
 
-def _products(work: Work, node: ir.Node) -> list[ir.Node]:
+def _products(work: g.Work, node: ir.Node) -> list[ir.Node]:
     """Returns the products that compute q, k and v from one tensor, if nothing else reads these."""
     name = work.records["linear"].onnx_name
-    found = [producer(each, name, domain=DOMAIN) for each in node.inputs[:3]]
-    products = [each for each in found if each is not None and only_user(each.outputs[0]) is node]
-    alike = {(each.inputs[0], len(each.inputs), last_dim(each.outputs[0])) for each in products}
+    found = [g.producer(each, name, domain=DOMAIN) for each in node.inputs[:3]]
+    products = [each for each in found if each is not None and g.only_user(each.outputs[0]) is node]
+    alike = {(each.inputs[0], len(each.inputs), g.last_dim(each.outputs[0])) for each in products}
     is_one = len(alike) == 1 and len({*products}) == 3 and all(is_plain(each) for each in products)
     return products if is_one else []
 
 
-def _smallest(bias: ir.Value, whole: list[Dim]) -> ir.Value | None:
+def _smallest(bias: ir.Value, whole: list[g.Dim]) -> ir.Value | None:
     """Returns an additive mask as it was before it was expanded, if it has the form that the op takes."""
-    expand = producer(bias, "Expand")
+    expand = g.producer(bias, "Expand")
     for each in ([expand.inputs[0]] if expand is not None else []) + [bias]:
-        shape = dims(each) or []
+        shape = g.dims(each) or []
         fits = len(shape) == 4 and shape[3] == whole[2]
         if fits and all(size in (1, full) for size, full in zip(shape[:3], whole, strict=True)):
             return each

@@ -20,7 +20,7 @@ from onnx_ir.passes.common import LiftConstantsToInitializersPass, RemoveUnusedN
 
 from twinop.record import DOMAIN
 
-from .graph import MICROSOFT, add, attribute, initializer, subgraphs
+from . import graph as g
 from .inputs import is_mask_name
 from .own_ops import OwnOps, remove_casts
 
@@ -95,7 +95,7 @@ def convert(model: ir.Model, dtype: ir.DataType, kept: Mapping[str, ir.DataType]
                 node.replace_input_with(index, _cast(node, value, to, casts))
             elif value not in dtypes and _is_wide_constant(value) and to is not ir.DataType.FLOAT:
                 node.replace_input_with(index, _narrowed(graph, value, to, casts))
-        for subgraph in subgraphs(node):
+        for subgraph in g.subgraphs(node):
             _widen_captured(node, subgraph, dtypes, casts)
         for index, result in enumerate(node.outputs):
             if result in floats:
@@ -109,7 +109,7 @@ def convert(model: ir.Model, dtype: ir.DataType, kept: Mapping[str, ir.DataType]
 
 def _cast(before: ir.Node, value: ir.Value, dtype: ir.DataType, casts: Casts) -> ir.Value:
     if (value, dtype) not in casts:
-        casts[value, dtype] = add(before, "Cast", [value], {"to": dtype}, dtype=dtype)
+        casts[value, dtype] = g.add(before, "Cast", [value], {"to": dtype}, dtype=dtype)
         casts[value, dtype].shape = value.shape
     return casts[value, dtype]
 
@@ -126,7 +126,7 @@ def _widen_captured(
     for inner in subgraph:
         for index, value in enumerate(inner.inputs):
             inner.replace_input_with(index, in_fp32(value))
-        for deeper in subgraphs(inner):
+        for deeper in g.subgraphs(inner):
             _widen_captured(node, deeper, dtypes, casts)
     for index, value in enumerate(tuple(subgraph.outputs)):
         if (wide := in_fp32(value)) is not None and wide is not value:
@@ -150,7 +150,7 @@ def _fp32_nodes(graph: ir.Graph, dtype: ir.DataType, own: OwnOps) -> set[ir.Node
             wide = wide - {node} if dtype in types else wide | {node}
             continue
         domain, users = node.domain, [use.node for value in node.outputs for use in value.uses()]
-        if node in wide or domain == DOMAIN or (domain == MICROSOFT and node.op_type in _MICROSOFT):
+        if node in wide or domain == DOMAIN or (domain == g.MICROSOFT and node.op_type in _MICROSOFT):
             continue
         if not domain and node.op_type == "Cast":
             source = node.inputs[0]
@@ -198,7 +198,7 @@ def _of_large_integers(graph: ir.Graph, dtype: ir.DataType) -> set[ir.Node]:
         if node.op_type == "Cast" and not node.domain and source is not None and source.dtype is not None:
             large.update(node.outputs if source.dtype.is_integer() and not _is_small(source) else ())
             continue
-        if large.isdisjoint(node.inputs) or node.domain == MICROSOFT:
+        if large.isdisjoint(node.inputs) or node.domain == g.MICROSOFT:
             continue
         number = max(map(_largest, node.inputs))
         if node.op_type in _ELEMENTS and number > float(dtype.max):
@@ -251,7 +251,7 @@ def _narrowed(graph: ir.Graph, value: ir.Value, dtype: ir.DataType, casts: Casts
     if (value, dtype) not in casts:
         assert value.const_value is not None
         array = narrow(value.const_value.numpy(), dtype)
-        casts[value, dtype] = initializer(graph, array, f"{value.name}_{dtype.name.lower()}")
+        casts[value, dtype] = g.initializer(graph, array, f"{value.name}_{dtype.name.lower()}")
     return casts[value, dtype]
 
 
@@ -271,11 +271,11 @@ def narrow(array: np.ndarray, dtype: ir.DataType) -> np.ndarray:
 
 def _convert_attributes(node: ir.Node, wanted: ir.DataType) -> None:
     if node.op_type == "ConstantOfShape" and wanted is not ir.DataType.FLOAT:
-        value = attribute(node, "value", ir.tensor(np.zeros(1, np.float32)))
+        value = g.attribute(node, "value", ir.tensor(np.zeros(1, np.float32)))
         if value.dtype is ir.DataType.FLOAT:
             tensor = ir.tensor(narrow(value.numpy(), wanted), dtype=wanted)
             node.attributes["value"] = ir.AttrTensor("value", tensor)
-    if node.op_type == "Cast" and ir.DataType(attribute(node, "to", 0)) is ir.DataType.FLOAT:
+    if node.op_type == "Cast" and ir.DataType(g.attribute(node, "to", 0)) is ir.DataType.FLOAT:
         node.attributes["to"] = ir.AttrInt64("to", int(wanted))
 
 

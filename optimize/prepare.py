@@ -18,17 +18,7 @@ from twinop.export.folding import fold_constants
 from twinop.quiet import quiet
 from twinop.record import Record
 
-from .graph import (
-    attribute,
-    constant,
-    dims,
-    initializer,
-    is_constant,
-    only_user,
-    producer,
-    replace,
-    same_dims,
-)  # fmt: skip
+from . import graph as g
 from .own_ops import OwnOps
 from .precision import WAS_16_BITS
 from .symbolic_shapes import infer_shapes
@@ -109,21 +99,21 @@ def _unflatten_softmax(model: ir.Model) -> None:
     onnx's conversion of opset 12 writes them where it does not know the number of dimensions.
     """
     for node in model.graph:
-        flatten = producer(node.inputs[0], "Flatten") if node.op_type == "Softmax" else None
-        reshape = only_user(node.outputs[0])
+        flatten = g.producer(node.inputs[0], "Flatten") if node.op_type == "Softmax" else None
+        reshape = g.only_user(node.outputs[0])
         if flatten is None or reshape is None or reshape.op_type != "Reshape" or node.domain:
             continue
         source = flatten.inputs[0]
-        shape, axis = dims(source), attribute(flatten, "axis", 1)
+        shape, axis = g.dims(source), g.attribute(flatten, "axis", 1)
         is_last = (
-            shape is not None and axis in (-1, len(shape) - 1) and attribute(node, "axis", -1) in (-1, 1)
+            shape is not None and axis in (-1, len(shape) - 1) and g.attribute(node, "axis", -1) in (-1, 1)
         )
-        if is_last and same_dims(shape, dims(reshape.outputs[0])):
+        if is_last and g.same_dims(shape, g.dims(reshape.outputs[0])):
             assert shape is not None
             node.replace_input_with(0, source)
             node.attributes["axis"] = ir.AttrInt64("axis", -1)
             node.outputs[0].shape = ir.Shape(shape)
-            replace(reshape.outputs[0], node.outputs[0])
+            g.replace(reshape.outputs[0], node.outputs[0])
 
 
 def clean(model: ir.Model) -> None:
@@ -135,20 +125,20 @@ def clean(model: ir.Model) -> None:
 def _fold_sizes(model: ir.Model) -> None:
     """Replaces sizes that nodes take from a Shape with constants, where inference has found them."""
     for node in list(model.graph):
-        shape = producer(node.inputs[0], "Shape") if node.inputs and not node.domain else None
-        found = dims(shape.inputs[0]) if shape is not None else None
+        shape = g.producer(node.inputs[0], "Shape") if node.inputs and not node.domain else None
+        found = g.dims(shape.inputs[0]) if shape is not None else None
         if (
             shape is None
             or found is None
             or shape.attributes.keys() - {"start"}
-            or attribute(shape, "start", 0)
+            or g.attribute(shape, "start", 0)
         ):
             continue
         if node.op_type == "Gather":
-            index = constant(node.inputs[1])
+            index = g.constant(node.inputs[1])
             picked = None if index is None else np.array(found, object)[index]
         elif node.op_type == "Slice" and len(node.inputs) < 5:
-            bounds = [constant(value) for value in node.inputs[1:3]]
+            bounds = [g.constant(value) for value in node.inputs[1:3]]
             if bounds[0] is None or bounds[1] is None:
                 continue
             picked = np.array(found, object)[slice(int(bounds[0].item()), int(bounds[1].item()))]
@@ -156,7 +146,7 @@ def _fold_sizes(model: ir.Model) -> None:
             continue
         if picked is not None and all(isinstance(each, int) for each in np.atleast_1d(picked)):
             array = np.array(picked, np.int64)
-            replace(node.outputs[0], initializer(model.graph, array, f"{node.outputs[0].name}_size"))
+            g.replace(node.outputs[0], g.initializer(model.graph, array, f"{node.outputs[0].name}_size"))
 
 
 def _remove_no_ops(model: ir.Model) -> None:
@@ -168,21 +158,21 @@ def _remove_no_ops(model: ir.Model) -> None:
         if node.domain or node.op_type not in _POSSIBLE_NO_OPS or not node.inputs:
             continue
         source, result = node.inputs[0], node.outputs[0]
-        given = source is not None and (source.is_graph_input() or is_constant(source))
+        given = source is not None and (source.is_graph_input() or g.is_constant(source))
         if source is None or (given and result.is_graph_output()):
             continue
         if node.op_type == "Identity":
             is_no_op = True
-        elif is_constant(source):
+        elif g.is_constant(source):
             is_no_op = False
         elif node.op_type == "Cast":
-            is_no_op = source.dtype is not None and attribute(node, "to", None) == source.dtype
+            is_no_op = source.dtype is not None and g.attribute(node, "to", None) == source.dtype
         elif node.op_type == "Dropout":
             is_no_op = not any(value.uses() for value in node.outputs[1:]) and len(node.inputs) < 3
         else:
-            is_no_op = same_dims(dims(source), dims(result))
+            is_no_op = g.same_dims(g.dims(source), g.dims(result))
         if is_no_op:
-            replace(result, source)
+            g.replace(result, source)
 
 
 def main_dtype(model: ir.Model) -> ir.DataType:

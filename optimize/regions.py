@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 import onnx_ir as ir
 
-from .graph import attribute, constant, dims, ints, is_constant, producer, same_dims, scalar
+from . import graph as g
 
 _MAX_NODES = 20  # nodes of a region: the tanh form of GELU has 12, a layer norm with all its casts 14
 erf = np.vectorize(math.erf, otypes=[float])
@@ -61,7 +61,7 @@ class Region:
     def constants(self) -> list[ir.Value]:
         """Returns the constants that the nodes read."""
         values = (value for node in self.nodes for value in _read(node))
-        return [value for value in values if value is not None and is_constant(value)]
+        return [value for value in values if value is not None and g.is_constant(value)]
 
     def __call__(self, x: np.ndarray) -> np.ndarray:
         """Returns the output in fp64 for x, rows of the source."""
@@ -70,7 +70,7 @@ class Region:
         def read(value: ir.Value | None) -> np.ndarray:
             if value in found:
                 return found[value]
-            array = constant(value)
+            array = g.constant(value)
             assert array is not None
             return array.astype(np.float64).reshape(-1 if array.size > 1 else ())
 
@@ -107,7 +107,7 @@ def regions(output: ir.Value, order: Mapping[ir.Node, int]) -> Iterator[Region]:
             return
         nodes.append(node)
         frontier = (frontier - {value}) | {
-            each for each in _read(node) if each is not None and not is_constant(each)
+            each for each in _read(node) if each is not None and not g.is_constant(each)
         }
         if len(frontier) == 1:
             yield Region(output, next(iter(frontier)), tuple(nodes))
@@ -124,8 +124,8 @@ def _computable(node: ir.Node) -> bool:
     if node.domain:
         return False
     if node.op_type in REDUCTIONS:
-        axes, rank = ints(node, "axes", 1), len(dims(node.inputs[0]) or ())
-        is_kept = attribute(node, "keepdims", 1) == 1 or all(map(_restores, _readers(node.outputs[0])))
+        axes, rank = g.ints(node, "axes", 1), len(g.dims(node.inputs[0]) or ())
+        is_kept = g.attribute(node, "keepdims", 1) == 1 or all(map(_restores, _readers(node.outputs[0])))
         return axes is not None and axes in ([-1], [rank - 1]) and is_kept
     if node.op_type in _RESTORES:
         return _restores(node)
@@ -133,22 +133,22 @@ def _computable(node: ir.Node) -> bool:
         return False
     if not node.outputs[0].dtype.is_floating_point():
         return False
-    return all(value is None or not is_constant(value) or _is_row(value) for value in node.inputs)
+    return all(value is None or not g.is_constant(value) or _is_row(value) for value in node.inputs)
 
 
 def _restores(node: ir.Node) -> bool:
     """Whether a node appends the last dimension that a reduction removed, or repeats its one element."""
-    before, after = dims(node.inputs[0]), dims(node.outputs[0])
+    before, after = g.dims(node.inputs[0]), g.dims(node.outputs[0])
     if node.op_type not in _RESTORES or before is None or after is None:
         return False
     if node.op_type == "Expand":
-        return before[-1:] == [1] and same_dims(before[:-1], after[:-1])
-    reduction = producer(node.inputs[0], *REDUCTIONS)
-    was_removed = reduction is not None and attribute(reduction, "keepdims", 1) == 0
-    return was_removed and same_dims([*before, 1], after)
+        return before[-1:] == [1] and g.same_dims(before[:-1], after[:-1])
+    reduction = g.producer(node.inputs[0], *REDUCTIONS)
+    was_removed = reduction is not None and g.attribute(reduction, "keepdims", 1) == 0
+    return was_removed and g.same_dims([*before, 1], after)
 
 
 def _is_row(value: ir.Value) -> bool:
     """Whether a constant is one number or one row of numbers."""
-    shape = dims(value)
-    return scalar(value) is not None or (shape is not None and all(dim == 1 for dim in shape[:-1]))
+    shape = g.dims(value)
+    return g.scalar(value) is not None or (shape is not None and all(dim == 1 for dim in shape[:-1]))

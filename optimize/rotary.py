@@ -17,20 +17,9 @@ from dataclasses import dataclass
 
 import onnx_ir as ir
 
-from .graph import (
-    DOMAIN,
-    MICROSOFT,
-    Dim,
-    Work,
-    add,
-    attribute,
-    dims,
-    int_constant,
-    last_dim,
-    only_user,
-    part_of,
-    replace,
-)  # fmt: skip
+from twinop.record import DOMAIN
+
+from . import graph as g
 from .heads import Heads, merged_heads, merged_tokens, split_heads, split_tokens
 from .rotary_forms import form_of, has_equal_pairs
 from .scores import constant_like
@@ -50,7 +39,7 @@ class _Rotation:
     tokens_first: bool  # the result is [B, S, H, D], not [B, H, S, D]
 
 
-def rewrite(work: Work) -> None:
+def rewrite(work: g.Work) -> None:
     found = list(_rotations(work))
     while found:
         first = found.pop(0)
@@ -67,24 +56,26 @@ def rewrite(work: Work) -> None:
             work.made["rotary embedding of q and k"] += 1
 
 
-def _rotations(work: Work) -> Iterator[_Rotation]:
+def _rotations(work: g.Work) -> Iterator[_Rotation]:
     extended: _Extended = {}
     for last in work.nodes("Add", "Concat", domain=""):
         form = form_of(last) if last.graph is not None else None
         if form is None:
             continue
         node, x, cos, sin = form.node, form.x, form.cos, form.sin
-        rotary_dim, whole = last_dim(x), _rejoined(node, x, -1, 0)
-        shapes = dims(x), dims(cos), dims(sin)
+        rotary_dim, whole = g.last_dim(x), _rejoined(node, x, -1, 0)
+        shapes = g.dims(x), g.dims(cos), g.dims(sin)
         tokens_first = not _fits(*shapes, 2) and _fits(*shapes, 1)
         if rotary_dim is None or not (tokens_first or _fits(*shapes, 2)):
             work.left["rotary embedding: of another layout than [B, H, S, D] or [B, S, H, D]"] += 1
             continue
-        if last_dim(cos) == rotary_dim and not all(has_equal_pairs(each, form.layout) for each in (cos, sin)):
+        if g.last_dim(cos) == rotary_dim and not all(
+            has_equal_pairs(each, form.layout) for each in (cos, sin)
+        ):
             work.left["rotary embedding: the angles of a pair may differ"] += 1
             continue
         node, x = whole or (node, x)
-        axis, sizes = 1 if tokens_first else 2, dims(cos) or []
+        axis, sizes = 1 if tokens_first else 2, g.dims(cos) or []
         tokens = _rejoined(node, x, axis, 1)
         if tokens is not None and len(sizes) >= 4 - axis and all(isinstance(size, int) for size in sizes):
             count = _size(tokens[1], axis) - _size(x, axis)
@@ -97,12 +88,12 @@ def _rotations(work: Work) -> Iterator[_Rotation]:
             yield _Rotation(node, heads, cos, sin, form.layout, rotary_dim, tokens_first)
 
 
-def _can_fuse(work: Work, a: _Rotation, b: _Rotation) -> bool:
+def _can_fuse(work: g.Work, a: _Rotation, b: _Rotation) -> bool:
     """Whether one node can compute both: they have the same angles, and neither depends on the other."""
     kinds = [(each.heads.size, each.layout, each.rotary_dim, each.tokens_first) for each in (a, b)]
     if a.cos is not b.cos or a.sin is not b.sin or kinds[0] != kinds[1]:
         return False
-    if work.may_differ(*((dims(each.heads.value) or [None])[0] for each in (a, b))):
+    if work.may_differ(*((g.dims(each.heads.value) or [None])[0] for each in (a, b))):
         return False
     return not (_depends_on(a.heads.value, b.node) or _depends_on(b.heads.value, a.node))
 
@@ -122,7 +113,7 @@ def _depends_on(value: ir.Value, node: ir.Node) -> bool:
     return False
 
 
-def _fused(work: Work, a: _Rotation, b: _Rotation) -> list[ir.Value]:
+def _fused(work: g.Work, a: _Rotation, b: _Rotation) -> list[ir.Value]:
     """Inserts CustomRope for two rotations, and returns its outputs."""
     angles = [_angles(a, each) for each in (a.cos, a.sin)]
     inputs = [a.heads.value, b.heads.value, *angles]
@@ -146,13 +137,13 @@ def _single(rotation: _Rotation) -> ir.Value:
         "interleaved": int(rotation.layout == "interleaved"),
         "rotary_embedding_dim": rotation.rotary_dim if _head_size(rotation) else 0,
     }
-    return add(node, "RotaryEmbedding", inputs, attributes, domain=MICROSOFT, shape=dims(heads.value))
+    return g.add(node, "RotaryEmbedding", inputs, attributes, domain=g.MICROSOFT, shape=g.dims(heads.value))
 
 
 def _replace(rotation: _Rotation, result: ir.Value) -> None:
     node, heads = rotation.node, rotation.heads
     split = split_tokens if rotation.tokens_first else split_heads
-    replace(node.outputs[0], split(result, heads.count, heads.size, node))
+    g.replace(node.outputs[0], split(result, heads.count, heads.size, node))
 
 
 def _head_size(rotation: _Rotation) -> int:
@@ -167,24 +158,26 @@ def _rejoined(node: ir.Node, x: ir.Value, axis: int, position: int) -> tuple[ir.
         node: computes rotated x.
         position: that of rotated x, 0 or 1.
     """
-    concat = only_user(node.outputs[0])
+    concat = g.only_user(node.outputs[0])
     if concat is None or concat.op_type != "Concat" or len(concat.inputs) != 2:
         return None
     if concat.inputs[position] is not node.outputs[0]:
         return None
     rest = concat.inputs[1 - position]
-    parts = [part_of(each, axis) for each in ((x, rest) if position == 0 else (rest, x))]
+    parts = [g.part_of(each, axis) for each in ((x, rest) if position == 0 else (rest, x))]
     if parts[0] is None or parts[1] is None:
         return None
     (whole, *first), (other, *second) = parts[0], parts[1]
-    shape = dims(whole) or []
+    shape = g.dims(whole) or []
     in_order = whole is other and [*first, *second] == [0, first[1], first[1], shape[axis]]
-    return (concat, whole) if in_order and attribute(concat, "axis", 0) in (axis % 4, axis % 4 - 4) else None
+    return (
+        (concat, whole) if in_order and g.attribute(concat, "axis", 0) in (axis % 4, axis % 4 - 4) else None
+    )
 
 
 def _size(value: ir.Value, axis: int) -> int:
     """Returns a size that is known."""
-    size = (dims(value) or [])[axis]
+    size = (g.dims(value) or [])[axis]
     assert isinstance(size, int)
     return size
 
@@ -196,17 +189,17 @@ def _extend(
     value, number = angles
     key = value, count, number, tokens
     if key not in extended:
-        sizes = [_size(value, axis) for axis in range(len(dims(value) or ()))]
+        sizes = [_size(value, axis) for axis in range(len(g.dims(value) or ()))]
         axis = tokens - 4 + len(sizes)
         first = [*sizes[:axis], count, *sizes[axis + 1 :]]
         row = constant_like(before, number, value)
-        start = add(before, "Expand", [row, int_constant(before, first)], shape=first)
+        start = g.add(before, "Expand", [row, g.int_constant(before, first)], shape=first)
         whole = [*sizes[:axis], count + sizes[axis], *sizes[axis + 1 :]]
-        extended[key] = add(before, "Concat", [start, value], {"axis": axis}, shape=whole)
+        extended[key] = g.add(before, "Concat", [start, value], {"axis": axis}, shape=whole)
     return extended[key]
 
 
-def _fits(x: list[Dim] | None, cos: list[Dim] | None, sin: list[Dim] | None, tokens: int) -> bool:
+def _fits(x: list[g.Dim] | None, cos: list[g.Dim] | None, sin: list[g.Dim] | None, tokens: int) -> bool:
     """Whether cos and sin belong to x [B, H, S, D] or [B, S, H, D], where `tokens` is the axis of S."""
     if x is None or cos is None or cos != sin or len(x) != 4 or len(cos) not in (2, 3, 4):
         return False
@@ -220,44 +213,44 @@ def _fits(x: list[Dim] | None, cos: list[Dim] | None, sin: list[Dim] | None, tok
 def _one_per_pair(rotation: _Rotation, value: ir.Value) -> ir.Value:
     """Returns cos or sin as [..., D / 2], one element for each pair."""
     node, size = rotation.node, rotation.rotary_dim
-    if last_dim(value) == size // 2:
+    if g.last_dim(value) == size // 2:
         return value
     start_stop_step = (0, size // 2, 1) if rotation.layout == "half" else (0, size, 2)
-    start, stop, step = (int_constant(node, [each]) for each in start_stop_step)
-    inputs = [value, start, stop, int_constant(node, [-1]), step]
-    return add(node, "Slice", inputs, shape=[*(dims(value) or [])[:-1], size // 2])
+    start, stop, step = (g.int_constant(node, [each]) for each in start_stop_step)
+    inputs = [value, start, stop, g.int_constant(node, [-1]), step]
+    return g.add(node, "Slice", inputs, shape=[*(g.dims(value) or [])[:-1], size // 2])
 
 
 def _angles(rotation: _Rotation, value: ir.Value) -> ir.Value:
     """Returns cos or sin as [1 or B, S, D / 2], for CustomRope."""
     node, single = rotation.node, _one_per_pair(rotation, value)
-    shape = dims(single) or []
+    shape = g.dims(single) or []
     if len(shape) == 4 or (len(shape) == 3 and rotation.tokens_first):
         heads = len(shape) - (2 if rotation.tokens_first else 3)
         shape = [*shape[:heads], *shape[heads + 1 :]]
-        single = add(node, "Squeeze", [single, int_constant(node, [heads])], shape=shape)
+        single = g.add(node, "Squeeze", [single, g.int_constant(node, [heads])], shape=shape)
     if len(shape) == 2:
-        return add(node, "Unsqueeze", [single, int_constant(node, [0])], shape=[1, *shape])
+        return g.add(node, "Unsqueeze", [single, g.int_constant(node, [0])], shape=[1, *shape])
     return single
 
 
 def _cache(rotation: _Rotation, value: ir.Value) -> ir.Value:
     """Returns cos or sin as [rows, D / 2], for RotaryEmbedding."""
     node, half = rotation.node, rotation.rotary_dim // 2
-    rows = [_one_per_pair(rotation, value), int_constant(node, [-1, half])]
-    return add(node, "Reshape", rows, shape=[None, half])
+    rows = [_one_per_pair(rotation, value), g.int_constant(node, [-1, half])]
+    return g.add(node, "Reshape", rows, shape=[None, half])
 
 
 def _positions(before: ir.Node, rotation: _Rotation) -> ir.Value:
     """Returns position_ids for `_cache`: [1] with the first row, or [B, S] if each sequence has its rows."""
     cos, tokens = rotation.cos, 1 if rotation.tokens_first else 2
-    shape = dims(cos) or []
+    shape = g.dims(cos) or []
     if len(shape) < 4 or shape[0] == 1:
-        return int_constant(before, [0])
-    whole = add(before, "Shape", [cos], dtype=ir.DataType.INT64, shape=[len(shape)])
-    at = int_constant(before, [0, tokens])
-    sizes = add(before, "Gather", [whole, at], dtype=ir.DataType.INT64, shape=[2])
-    number = add(before, "ReduceProd", [sizes], {"keepdims": 0}, dtype=ir.DataType.INT64, shape=[])
-    zero, one = (int_constant(before, each) for each in (0, 1))
-    rows = add(before, "Range", [zero, number, one], dtype=ir.DataType.INT64, shape=[None])
-    return add(before, "Reshape", [rows, sizes], shape=[shape[0], shape[tokens]])
+        return g.int_constant(before, [0])
+    whole = g.add(before, "Shape", [cos], dtype=ir.DataType.INT64, shape=[len(shape)])
+    at = g.int_constant(before, [0, tokens])
+    sizes = g.add(before, "Gather", [whole, at], dtype=ir.DataType.INT64, shape=[2])
+    number = g.add(before, "ReduceProd", [sizes], {"keepdims": 0}, dtype=ir.DataType.INT64, shape=[])
+    zero, one = (g.int_constant(before, each) for each in (0, 1))
+    rows = g.add(before, "Range", [zero, number, one], dtype=ir.DataType.INT64, shape=[None])
+    return g.add(before, "Reshape", [rows, sizes], shape=[shape[0], shape[tokens]])

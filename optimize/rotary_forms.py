@@ -5,19 +5,7 @@ from dataclasses import dataclass
 import numpy as np
 import onnx_ir as ir
 
-from .graph import (
-    add,
-    attribute,
-    constant,
-    dims,
-    int_constant,
-    ints,
-    last_dim,
-    other_input,
-    part_of,
-    producer,
-    replace,
-)
+from . import graph as g
 
 _ELEMENTWISE = ("Add", "Cast", "Cos", "Div", "Identity", "Mul", "Neg", "Sin", "Sub")
 _KEEPS_ROWS = ("Expand", "Gather", "Reshape", "Slice", "Squeeze", "Transpose", "Unsqueeze")
@@ -46,7 +34,7 @@ def form_of(node: ir.Node) -> Form | None:
 
 def _whole(node: ir.Node) -> Form | None:
     """Matches x * cos + rotated(x) * sin."""
-    products = [producer(value, "Mul") for value in node.inputs]
+    products = [g.producer(value, "Mul") for value in node.inputs]
     if products[0] is None or products[1] is None:
         return None
     for with_sin, with_cos in (products, products[::-1]):
@@ -57,7 +45,7 @@ def _whole(node: ir.Node) -> Form | None:
                 x, layout = _source_of_interleaved(rotated), "interleaved"
             if x is None or rotated is None or not any(value is x for value in with_cos.inputs):
                 continue
-            cos, sin = other_input(with_cos, x), other_input(with_sin, rotated)
+            cos, sin = g.other_input(with_cos, x), g.other_input(with_sin, rotated)
             if cos is not None and sin is not None:
                 return Form(node, x, cos, sin, layout)
     return None
@@ -68,13 +56,13 @@ def _in_parts(node: ir.Node) -> Form | None:
     if len(node.inputs) != 2:
         return None
     first, second = node.inputs
-    columns = [producer(value, "Unsqueeze") for value in node.inputs]
+    columns = [g.producer(value, "Unsqueeze") for value in node.inputs]
     if columns[0] is not None and columns[1] is not None:
         first, second = columns[0].inputs[0], columns[1].inputs[0]
-    difference, total = producer(first, "Sub"), producer(second, "Add")
+    difference, total = g.producer(first, "Sub"), g.producer(second, "Add")
     if difference is None or total is None:
         return None
-    minuend, subtrahend, *terms = (producer(each, "Mul") for each in (*difference.inputs, *total.inputs))
+    minuend, subtrahend, *terms = (g.producer(each, "Mul") for each in (*difference.inputs, *total.inputs))
     if minuend is None or subtrahend is None or None in terms:
         return None
     found = {frozenset(term.inputs) for term in terms if term is not None}
@@ -83,7 +71,7 @@ def _in_parts(node: ir.Node) -> Form | None:
             if found != {frozenset((b, cos)), frozenset((a, sin))} or cos is None or sin is None:
                 continue
             x, layout = _source_of_pairs(a, b)
-            axis, rank = attribute(node, "axis", 0), len(dims(x) or ())
+            axis, rank = g.attribute(node, "axis", 0), len(g.dims(x) or ())
             if x is None or (layout == "half") == (columns[0] is not None):
                 continue
             if layout == "half" and axis in (-1, rank - 1):
@@ -96,9 +84,9 @@ def _in_parts(node: ir.Node) -> Form | None:
 
 def _source_of_pairs(a: ir.Value | None, b: ir.Value | None) -> tuple[ir.Value | None, str]:
     """Returns x and the layout, if a and b are the first and second elements of all its pairs."""
-    parts = [part_of(each, -1) for each in (a, b)]
+    parts = [g.part_of(each, -1) for each in (a, b)]
     if parts[0] is not None and parts[1] is not None:
-        x, width = parts[0][0], last_dim(parts[0][0]) or 0
+        x, width = parts[0][0], g.last_dim(parts[0][0]) or 0
         bounds = [each[1:] for each in parts if each is not None]
         in_halves = x is parts[1][0] and bounds == [(0, width // 2), (width // 2, width)] and width % 2 == 0
         return (x if in_halves else None), "half"
@@ -108,28 +96,28 @@ def _source_of_pairs(a: ir.Value | None, b: ir.Value | None) -> tuple[ir.Value |
 
 def _every_second(value: ir.Value | None, start: int) -> ir.Value | None:
     """Returns x of x[..., start::2]."""
-    node = producer(value, "Slice")
+    node = g.producer(value, "Slice")
     x = node.inputs[0] if node is not None else None
-    shape, width = dims(x) or [], last_dim(x)
-    if node is None or width is None or width % 2 or last_dim(value) != width // 2:
+    shape, width = g.dims(x) or [], g.last_dim(x)
+    if node is None or width is None or width % 2 or g.last_dim(value) != width // 2:
         return None
-    found = [ints(node, name, index) for name, index in (("starts", 1), ("steps", 4))]
-    return x if found == [[start], [2]] and ints(node, "axes", 3) in ([-1], [len(shape) - 1]) else None
+    found = [g.ints(node, name, index) for name, index in (("starts", 1), ("steps", 4))]
+    return x if found == [[start], [2]] and g.ints(node, "axes", 3) in ([-1], [len(shape) - 1]) else None
 
 
 def _flattened(stack: ir.Node, x: ir.Value) -> ir.Node | None:
     """Returns the Reshape of [..., D / 2, 2] to the shape of x. All readers then read this."""
-    pairs, shape = stack.outputs[0], dims(x)
-    width, readers = last_dim(x), list(dict.fromkeys(use.node for use in pairs.uses()))
-    if shape is None or width is None or dims(pairs) != [*shape[:-1], width // 2, 2]:
+    pairs, shape = stack.outputs[0], g.dims(x)
+    width, readers = g.last_dim(x), list(dict.fromkeys(use.node for use in pairs.uses()))
+    if shape is None or width is None or g.dims(pairs) != [*shape[:-1], width // 2, 2]:
         return None
     if pairs.is_graph_output() or any(each.op_type != "Reshape" for each in readers) or not readers:
         return None
     kept = [size if isinstance(size, int) else 0 for size in shape[:-1]]
-    flat = add(readers[0], "Reshape", [pairs, int_constant(readers[0], [*kept, width])], shape=shape)
+    flat = g.add(readers[0], "Reshape", [pairs, g.int_constant(readers[0], [*kept, width])], shape=shape)
     for reader in readers:
-        if dims(reader.outputs[0]) == shape:
-            replace(reader.outputs[0], flat)
+        if g.dims(reader.outputs[0]) == shape:
+            g.replace(reader.outputs[0], flat)
         else:  # the exporter has joined two Reshapes
             reader.replace_input_with(0, flat)
     return flat.producer()
@@ -137,27 +125,27 @@ def _flattened(stack: ir.Node, x: ir.Value) -> ir.Node | None:
 
 def _source_of_halves(value: ir.Value | None) -> ir.Value | None:
     """Returns x of concat(-x[..., half:], x[..., :half])."""
-    concat = producer(value, "Concat")
-    negative = producer(concat.inputs[0], "Neg") if concat is not None else None
+    concat = g.producer(value, "Concat")
+    negative = g.producer(concat.inputs[0], "Neg") if concat is not None else None
     if concat is None or negative is None or len(concat.inputs) != 2:
         return None
     x, layout = _source_of_pairs(concat.inputs[1], negative.inputs[0])
-    on_last = attribute(concat, "axis", 0) in (-1, len(dims(x) or ()) - 1)
+    on_last = g.attribute(concat, "axis", 0) in (-1, len(g.dims(x) or ()) - 1)
     return x if layout == "half" and on_last else None
 
 
 def _source_of_interleaved(value: ir.Value | None) -> ir.Value | None:
     """Returns x of stack([-x[..., 1::2], x[..., ::2]], -1).flatten(-2)."""
-    reshape = producer(value, "Reshape")
-    concat = producer(reshape.inputs[0], "Concat") if reshape is not None else None
+    reshape = g.producer(value, "Reshape")
+    concat = g.producer(reshape.inputs[0], "Concat") if reshape is not None else None
     if concat is None or len(concat.inputs) != 2:
         return None
-    columns = [producer(each, "Unsqueeze") for each in concat.inputs]
-    negative = producer(columns[0].inputs[0], "Neg") if columns[0] is not None else None
+    columns = [g.producer(each, "Unsqueeze") for each in concat.inputs]
+    negative = g.producer(columns[0].inputs[0], "Neg") if columns[0] is not None else None
     if negative is None or columns[1] is None:
         return None
     x, layout = _source_of_pairs(columns[1].inputs[0], negative.inputs[0])
-    shape, stacked, flat = dims(x) or [None], dims(concat.outputs[0]) or [None], dims(value) or [None]
+    shape, stacked, flat = g.dims(x) or [None], g.dims(concat.outputs[0]) or [None], g.dims(value) or [None]
     width = shape[-1]
     if not isinstance(width, int) or stacked[-2:] != [width // 2, 2] or flat[-1] != width:
         return None
@@ -166,16 +154,16 @@ def _source_of_interleaved(value: ir.Value | None) -> ir.Value | None:
 
 def _constant_part(value: ir.Value | None) -> np.ndarray | None:
     """Returns a constant, or columns of one."""
-    if (part := part_of(value, -1)) is None:
-        return constant(value)
+    if (part := g.part_of(value, -1)) is None:
+        return g.constant(value)
     source, start, stop = part
-    whole = constant(source)
+    whole = g.constant(source)
     return None if whole is None else whole[..., start:stop]
 
 
 def has_equal_pairs(value: ir.Value | None, layout: str) -> bool:
     """Whether both elements of each pair of the last dimension are known to be equal."""
-    array, width = _constant_part(value), last_dim(value)
+    array, width = _constant_part(value), g.last_dim(value)
     if array is not None and array.ndim and array.shape[-1] > 1:
         if array.shape[-1] % 2:
             return False
@@ -183,7 +171,7 @@ def has_equal_pairs(value: ir.Value | None, layout: str) -> bool:
         if layout == "half":
             first, second = np.split(array, 2, -1)
         return np.array_equal(first, second)
-    if width == 1 or dims(value) == []:
+    if width == 1 or g.dims(value) == []:
         return True
     node = value.producer() if value is not None else None
     if node is None or node.domain or width is None:
@@ -191,46 +179,50 @@ def has_equal_pairs(value: ir.Value | None, layout: str) -> bool:
     if node.op_type in _ELEMENTWISE:
         return all(has_equal_pairs(each, layout) for each in node.inputs)
     if node.op_type == "Concat":
-        if attribute(node, "axis", 0) not in (-1, len(dims(value) or ()) - 1):
+        if g.attribute(node, "axis", 0) not in (-1, len(g.dims(value) or ()) - 1):
             return all(has_equal_pairs(each, layout) for each in node.inputs)
         return layout == "half" and len(node.inputs) == 2 and node.inputs[0] is node.inputs[1]
     source = node.inputs[0]
-    if node.op_type == "Reshape" and layout == "interleaved" and (dims(source) or [])[-2:] == [width // 2, 2]:
+    if (
+        node.op_type == "Reshape"
+        and layout == "interleaved"
+        and (g.dims(source) or [])[-2:] == [width // 2, 2]
+    ):
         return _is_repeated(source)
-    if node.op_type not in _KEEPS_ROWS or last_dim(source) != width:
+    if node.op_type not in _KEEPS_ROWS or g.last_dim(source) != width:
         return False
-    return _keeps_last(node, len(dims(source) or ())) and has_equal_pairs(source, layout)
+    return _keeps_last(node, len(g.dims(source) or ())) and has_equal_pairs(source, layout)
 
 
 def _is_repeated(value: ir.Value | None) -> bool:
     """Whether the elements of each row of the last dimension are equal."""
-    node = producer(value, "Expand", "Tile", "Concat")
+    node = g.producer(value, "Expand", "Tile", "Concat")
     if node is None:
         return False
     if node.op_type == "Concat":
-        rank = len(dims(value) or ())
+        rank = len(g.dims(value) or ())
         return (
-            attribute(node, "axis", 0) in (-1, rank - 1)
+            g.attribute(node, "axis", 0) in (-1, rank - 1)
             and len({*node.inputs}) == 1
-            and last_dim(node.inputs[0]) == 1
+            and g.last_dim(node.inputs[0]) == 1
         )
-    return last_dim(node.inputs[0]) == 1
+    return g.last_dim(node.inputs[0]) == 1
 
 
 def _keeps_last(node: ir.Node, rank: int) -> bool:
     """Whether a node whose input and output have equally long rows keeps the order in these."""
     last = (-1, rank - 1)
     if node.op_type == "Transpose":
-        return list(attribute(node, "perm", ()))[-1:] == [rank - 1]
+        return list(g.attribute(node, "perm", ()))[-1:] == [rank - 1]
     if node.op_type == "Gather":
-        return attribute(node, "axis", 0) not in last
+        return g.attribute(node, "axis", 0) not in last
     if node.op_type == "Slice":
-        axes, steps = ints(node, "axes", 3), ints(node, "steps", 4) if len(node.inputs) > 4 else [1]
+        axes, steps = g.ints(node, "axes", 3), g.ints(node, "steps", 4) if len(node.inputs) > 4 else [1]
         return axes is not None and (steps == [1] * len(axes) or not set(axes) & set(last))
     if node.op_type == "Unsqueeze":
-        axes = ints(node, "axes", 1)
+        axes = g.ints(node, "axes", 1)
         return axes is not None and not {-1, rank + len(axes) - 1} & set(axes)
     if node.op_type == "Squeeze":
-        axes = ints(node, "axes", 1)
+        axes = g.ints(node, "axes", 1)
         return axes is not None and not set(last) & set(axes)
     return True

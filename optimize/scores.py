@@ -5,18 +5,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import onnx_ir as ir
 
-from .graph import (
-    UnsupportedPattern,
-    add,
-    attribute,
-    constant,
-    dims,
-    int_constant,
-    other_input,
-    producer,
-    same_dims,
-    scalar,
-)
+from . import graph as g
 from .heads import SWAP_ROWS
 
 LOWEST = float(np.finfo(np.float32).min)
@@ -45,10 +34,10 @@ def scores_of(softmax: ir.Node, after: ir.Node) -> Scores:
     while True:
         node = value.producer() if value is not None else None
         if node is None or node.domain:
-            raise UnsupportedPattern("no product of q and k")
+            raise g.UnsupportedPattern("no product of q and k")
         if node.op_type == "MatMul":
-            if any(constant(each) is not None for each in node.inputs):
-                raise UnsupportedPattern("no product of q and k")
+            if any(g.constant(each) is not None for each in node.inputs):
+                raise g.UnsupportedPattern("no product of q and k")
             return Scores(node, found_scale, masks)
         if node.op_type in ("Mul", "Div") and (factor := _factor(node)) is not None:
             found_scale *= factor[1]
@@ -56,17 +45,17 @@ def scores_of(softmax: ir.Node, after: ir.Node) -> Scores:
         elif node.op_type == "Add" and found_scale == 1.0:
             sides = [each for each in node.inputs if _leads_to_product(each)]
             if len(sides) != 1 or sides[0] is None:
-                raise UnsupportedPattern("no product of q and k")
-            mask = other_input(node, sides[0])
+                raise g.UnsupportedPattern("no product of q and k")
+            mask = g.other_input(node, sides[0])
             assert mask is not None
             value, masks = sides[0], [*masks, mask]
         elif node.op_type == "Where" and found_scale == 1.0:
             value, mask = _mask_of_where(node, after)
             masks = [*masks, mask]
-        elif node.op_type == "Tanh" or producer(value, "Mul", "Div", "Tanh"):
-            raise UnsupportedPattern("the scores are capped or scaled by a tensor")
+        elif node.op_type == "Tanh" or g.producer(value, "Mul", "Div", "Tanh"):
+            raise g.UnsupportedPattern("the scores are capped or scaled by a tensor")
         else:
-            raise UnsupportedPattern(f"{node.op_type} between the product and the softmax")
+            raise g.UnsupportedPattern(f"{node.op_type} between the product and the softmax")
 
 
 def _leads_to_product(value: ir.Value | None) -> bool:
@@ -76,8 +65,8 @@ def _leads_to_product(value: ir.Value | None) -> bool:
         if node is None:
             return False
         if node.op_type == "MatMul":
-            return len(dims(node.outputs[0]) or ()) >= 3 and not any(
-                constant(each) is not None for each in node.inputs
+            return len(g.dims(node.outputs[0]) or ()) >= 3 and not any(
+                g.constant(each) is not None for each in node.inputs
             )
         if (factor := _factor(node)) is not None:
             value = factor[0]
@@ -86,7 +75,7 @@ def _leads_to_product(value: ir.Value | None) -> bool:
         elif node.op_type == "Add":
             return any(_leads_to_product(each) for each in node.inputs)
         elif node.op_type == "Where":
-            value = node.inputs[2] if scalar(node.inputs[1]) is not None else node.inputs[1]
+            value = node.inputs[2] if g.scalar(node.inputs[1]) is not None else node.inputs[1]
         else:
             return False
     return False
@@ -95,24 +84,24 @@ def _leads_to_product(value: ir.Value | None) -> bool:
 def _mask_of_where(node: ir.Node, before: ir.Node) -> tuple[ir.Value, ir.Value]:
     """Returns the scores and the mask to add of Where(hidden, -inf, scores) or Where(shown, scores, -inf)."""
     hidden, a, b = node.inputs
-    number = scalar(a) if scalar(a) is not None else scalar(b)
-    scores = b if scalar(a) is not None else a
+    number = g.scalar(a) if g.scalar(a) is not None else g.scalar(b)
+    scores = b if g.scalar(a) is not None else a
     if hidden is None or scores is None or number is None or number > _HIDDEN:
-        raise UnsupportedPattern("Where replaces scores with a number that does not hide them")
+        raise g.UnsupportedPattern("Where replaces scores with a number that does not hide them")
     if before.op_type == "Softmax":  # `masks_of` inserts no nodes
         return scores, hidden
     # The sum of a score and the lowest number is that number, as Where returns one number for all scores.
     lowest = number if np.isneginf(number) else LOWEST
     constants = [constant_like(before, 0.0, scores), constant_like(before, lowest, scores)]
-    first, second = constants[::-1] if scalar(a) is not None else constants
-    return scores, add(before, "Where", [hidden, first, second], dtype=scores.dtype, shape=dims(hidden))
+    first, second = constants[::-1] if g.scalar(a) is not None else constants
+    return scores, g.add(before, "Where", [hidden, first, second], dtype=scores.dtype, shape=g.dims(hidden))
 
 
 def constant_like(before: ir.Node, number: float, value: ir.Value) -> ir.Value:
     """Inserts a constant scalar with the dtype of a value."""
     assert value.dtype is not None
     tensor = ir.tensor(number, dtype=value.dtype)
-    new = add(before, "Constant", [], {"value": tensor}, dtype=value.dtype, shape=[])
+    new = g.add(before, "Constant", [], {"value": tensor}, dtype=value.dtype, shape=[])
     new.const_value = tensor
     return new
 
@@ -122,9 +111,9 @@ def _factor(node: ir.Node) -> tuple[ir.Value, float] | None:
     if node.op_type not in ("Mul", "Div"):
         return None
     a, b = node.inputs
-    if b is not None and a is not None and (number := scalar(b)) is not None:
+    if b is not None and a is not None and (number := g.scalar(b)) is not None:
         return a, number if node.op_type == "Mul" else 1 / number
-    if node.op_type == "Mul" and b is not None and (number := scalar(a)) is not None:
+    if node.op_type == "Mul" and b is not None and (number := g.scalar(a)) is not None:
         return b, number
     return None
 
@@ -133,7 +122,7 @@ def unscaled(value: ir.Value | None) -> tuple[ir.Value, float]:
     """Returns a tensor before it was multiplied by numbers, and the product of these."""
     assert value is not None
     scale = 1.0
-    while (node := producer(value, "Mul", "Div")) is not None and (found := _factor(node)) is not None:
+    while (node := g.producer(value, "Mul", "Div")) is not None and (found := _factor(node)) is not None:
         value, scale = found[0], scale * found[1]
     return value, scale
 
@@ -141,34 +130,34 @@ def unscaled(value: ir.Value | None) -> tuple[ir.Value, float]:
 def untransposed(value: ir.Value | None) -> tuple[ir.Value, float]:
     """Returns k [B, H, T, D] of scale * k^T [B, H, D, T], and the scale."""
     value, scale = unscaled(value)
-    if (transpose := producer(value, "Transpose")) is not None:
-        perm, source = list(attribute(transpose, "perm", ())), transpose.inputs[0]
+    if (transpose := g.producer(value, "Transpose")) is not None:
+        perm, source = list(g.attribute(transpose, "perm", ())), transpose.inputs[0]
         assert source is not None
         if perm == [0, 1, 3, 2]:
             k, on_k = unscaled(source)
             return k, scale * on_k
-        shape = dims(source)
+        shape = g.dims(source)
         if len(perm) == 4 and shape is not None:
             order = [*perm[:2], perm[3], perm[2]]
             swapped = [shape[i] for i in order]
-            return add(transpose, "Transpose", [source], {"perm": order}, shape=swapped), scale
+            return g.add(transpose, "Transpose", [source], {"perm": order}, shape=swapped), scale
     # torch's dynamo exporter transposes [B*H, T, D], between two reshapes.
-    outer = producer(value, "Reshape")
-    middle = producer(outer.inputs[0], "Transpose") if outer is not None else None
-    perm = list(attribute(middle, "perm", ())) if middle is not None else []
-    shape = dims(value)
+    outer = g.producer(value, "Reshape")
+    middle = g.producer(outer.inputs[0], "Transpose") if outer is not None else None
+    perm = list(g.attribute(middle, "perm", ())) if middle is not None else []
+    shape = g.dims(value)
     if middle is None or perm not in ([0, 2, 1], [1, 2, 0]) or shape is None or len(shape) != 4:
-        raise UnsupportedPattern("k is not transposed")
+        raise g.UnsupportedPattern("k is not transposed")
     rows = middle.inputs[0]
-    wanted, inner = [shape[0], shape[1], shape[3], shape[2]], producer(rows, "Reshape")
+    wanted, inner = [shape[0], shape[1], shape[3], shape[2]], g.producer(rows, "Reshape")
     if perm == [1, 2, 0]:  # the optimizer has joined it with a transpose before it
-        found = dims(rows) or [None] * 3
+        found = g.dims(rows) or [None] * 3
         order = [found[i] for i in SWAP_ROWS]
-        rows = add(middle, "Transpose", [rows], {"perm": SWAP_ROWS}, shape=order)
-    elif inner is not None and same_dims(dims(inner.inputs[0]), wanted):
+        rows = g.add(middle, "Transpose", [rows], {"perm": SWAP_ROWS}, shape=order)
+    elif inner is not None and g.same_dims(g.dims(inner.inputs[0]), wanted):
         k, on_k = unscaled(inner.inputs[0])
         return k, scale * on_k
     sizes = [each if isinstance(each, int) else -1 for each in wanted]
     if sizes.count(-1) < 2:
-        return add(middle, "Reshape", [rows, int_constant(middle, sizes)], shape=wanted), scale
-    raise UnsupportedPattern("k is not transposed")
+        return g.add(middle, "Reshape", [rows, g.int_constant(middle, sizes)], shape=wanted), scale
+    raise g.UnsupportedPattern("k is not transposed")

@@ -7,17 +7,17 @@ Writes: a product for each part, with its columns of the weight; a constant for 
 
 import onnx_ir as ir
 
-from .graph import UnsupportedPattern, Work, add, attribute, constant, dims, initializer, part_of, replace
+from . import graph as g
 from .linear import Linear, match_linear, slice_columns
 
 
-def rewrite(work: Work) -> None:
+def rewrite(work: g.Work) -> None:
     for node in work.nodes("Split", domain=""):
         _split_constant(work, node)
     for node in work.nodes("MatMul", "Gemm", domain=""):
         try:
             linear = match_linear(node) if node.graph is not None else None
-        except UnsupportedPattern:
+        except g.UnsupportedPattern:
             continue
         parts = _parts(linear) if linear is not None else None
         if linear is None or parts is None:
@@ -26,28 +26,28 @@ def rewrite(work: Work) -> None:
             weight, bias = slice_columns(work, linear, start, stop)
             last = value.producer()
             assert last is not None
-            shape = [*(dims(linear.output) or [])[:-1], stop - start]
+            shape = [*(g.dims(linear.output) or [])[:-1], stop - start]
             inputs = [linear.x, weight] + ([bias] if bias is not None and node.op_type == "Gemm" else [])
             attributes = {"transB": int(linear.layout == "nk")} if node.op_type == "Gemm" else {}
             if node.op_type == "MatMul" and linear.layout == "nk":
-                weight = add(last, "Transpose", [weight], {"perm": [1, 0]}, shape=[None, stop - start])
+                weight = g.add(last, "Transpose", [weight], {"perm": [1, 0]}, shape=[None, stop - start])
                 inputs[1] = weight
-            new = add(last, node.op_type, inputs, attributes, shape=shape)
+            new = g.add(last, node.op_type, inputs, attributes, shape=shape)
             if bias is not None and node.op_type == "MatMul":
-                new = add(last, "Add", [new, bias], shape=shape)
-            replace(value, new)
+                new = g.add(last, "Add", [new, bias], shape=shape)
+            g.replace(value, new)
         work.made["packed product split"] += 1
 
 
-def _split_constant(work: Work, node: ir.Node) -> None:
-    whole, axis = constant(node.inputs[0]), attribute(node, "axis", 0)
+def _split_constant(work: g.Work, node: ir.Node) -> None:
+    whole, axis = g.constant(node.inputs[0]), g.attribute(node, "axis", 0)
     if whole is None or any(value.is_graph_output() for value in node.outputs):
         return
-    parts = [(value, part_of(value, axis)) for value in node.outputs if value.uses()]
+    parts = [(value, g.part_of(value, axis)) for value in node.outputs if value.uses()]
     for value, part in parts:
         if part is not None:
             array = whole.take(range(*part[1:]), axis)
-            replace(value, initializer(work.graph, array, str(value.name)))
+            g.replace(value, g.initializer(work.graph, array, str(value.name)))
 
 
 def _parts(linear: Linear) -> list[tuple[ir.Value, int, int]] | None:
@@ -57,7 +57,7 @@ def _parts(linear: Linear) -> list[tuple[ir.Value, int, int]] | None:
         return None
     for node in {use.node: None for use in linear.output.uses()}:
         for value in node.outputs:
-            found = part_of(value, -1)
+            found = g.part_of(value, -1)
             if found is None or found[0] is not linear.output or found[1] == found[2]:
                 return None
             if value.uses() or value.is_graph_output():

@@ -7,7 +7,7 @@ from typing import Any
 import onnx
 import onnx_ir as ir
 
-from .graph import OR, dims
+from . import graph as g
 
 _LARGE = 1024  # elements; larger constants are not shapes
 _BROADCASTS = (
@@ -26,10 +26,12 @@ def infer_shapes(model: ir.Model) -> None:
             small.graph.inputs.append(value)
     for node in small.graph.all_nodes():
         for value in node.outputs:
-            if None in (dims(value) or ()) or any(str(dim).startswith("unk_") for dim in dims(value) or ()):
+            if None in (g.dims(value) or ()) or any(
+                str(dim).startswith("unk_") for dim in g.dims(value) or ()
+            ):
                 value.shape = None
     proto = ir.to_proto(small)
-    given = {dim for value in model.graph.inputs for dim in dims(value) or () if isinstance(dim, str)}
+    given = {dim for value in model.graph.inputs for dim in g.dims(value) or () if isinstance(dim, str)}
     found, merged = _symbolic_shapes(proto, auto_merge=True)
     if any(name in given and (isinstance(into, int) or into in given) for name, into in merged.items()):
         found, _ = _symbolic_shapes(proto, auto_merge=False)  # in a sum, one of the two may be 1
@@ -104,7 +106,7 @@ def _inference() -> Any:
             one, two = list(shape1), list(shape2)
             for axis in range(-min(len(one), len(two)), 0):
                 if one[axis] != two[axis] and (names := self._sizes_of_inputs(one[axis], two[axis])):
-                    one[axis] = two[axis] = both = OR.join(names)
+                    one[axis] = two[axis] = both = g.OR.join(names)
                     self.symbolic_dims_[both] = sympy.Symbol(both, integer=True, nonnegative=True)
             return super()._broadcast_shapes(one, two)
 
@@ -114,7 +116,7 @@ def _inference() -> Any:
 
         def _sizes_of_inputs(self, *dims: Any) -> list[str]:
             """Returns the names of sizes of inputs that these dimensions are, or none."""
-            names = {name for dim in dims for name in str(dim).split(OR)}
+            names = {name for dim in g.dims for name in str(dim).split(g.OR)}
             return sorted(names) if names <= self.input_symbols_ else []
 
     return Inference

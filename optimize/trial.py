@@ -30,7 +30,7 @@ from twinop.quiet import quiet
 from twinop.record import Record
 
 from . import equivalence, inputs, masks, precision
-from .graph import MICROSOFT, Work, share_constants
+from . import graph as g
 from .inputs import Sizes, draws_random, hides_left, read_npz
 from .load import load
 from .microsoft import split_simplified_norms
@@ -39,7 +39,7 @@ from .prepare import clean, prepare
 from .report import OptimizeReport
 from .timing import milliseconds
 
-Rewrite = Callable[[Work], None]
+Rewrite = Callable[[g.Work], None]
 Rewrites = Mapping[str, Rewrite]
 _SLOWER = 1.05  # less is noise
 _ATTEMPTS = 3  # to find the result no slower than the source
@@ -105,7 +105,7 @@ class Trial:
         equivalence.confirm_shapes(self.base, self.reference)
         self.progress("folding constants, inferring shapes")
         prepare(self.base, {**self.records, **self.own.records})
-        self.classified = Work(self.base, self.report.device, self.records)
+        self.classified = g.Work(self.base, self.report.device, self.records)
         masks.classify(self.classified, self.sizes, self.padding)
 
     def _noise(self, original: ir.Model) -> equivalence.Errors:
@@ -113,13 +113,13 @@ class Trial:
         nudged = self._save(equivalence.nudge_weights(original), "nudged.onnx")[-1]
         return equivalence.noise(nudged, self.library, self.reference)
 
-    def apply(self, rewrites: Rewrites) -> Work:
+    def apply(self, rewrites: Rewrites) -> g.Work:
         """Applies rewrites to a copy of the model.
 
         Raises:
             NotEquivalent: a rewrite raises an exception.
         """
-        work = Work(self.base.clone(), self.report.device, self.records)
+        work = g.Work(self.base.clone(), self.report.device, self.records)
         masks.transfer(self.classified, work)
         for name, rewrite in rewrites.items():
             self.progress(f"rewriting: {name}")
@@ -134,12 +134,12 @@ class Trial:
         CommonSubexpressionEliminationPass()(work.model)
         LiftConstantsToInitializersPass(lift_all_constants=True, size_limit=0)(work.model)
         clean(work.model)
-        share_constants(work.graph)
+        g.share_constants(work.graph)
         if masks_shown := {str(shown.name) for lengths, shown in work.lengths.items() if lengths.uses()}:
             [work.model.metadata_props[RIGHT_PADDED]] = masks_shown
         return work
 
-    def verify(self, rewrites: Rewrites) -> tuple[Rewrites, Work]:
+    def verify(self, rewrites: Rewrites) -> tuple[Rewrites, g.Work]:
         """Returns the rewrites that keep the results, and the model with them; reports the others."""
         kept = dict(rewrites)
         while True:
@@ -213,7 +213,7 @@ class Trial:
     def _save(self, model: ir.Model, name: str) -> list[Path]:
         return save(self.own.attach(model), self.folder / name, EXTERNAL_DATA_BYTES)
 
-    def drop_slow(self, best: tuple[Rewrites, Work], path: Path) -> tuple[Rewrites, Work]:
+    def drop_slow(self, best: tuple[Rewrites, g.Work], path: Path) -> tuple[Rewrites, g.Work]:
         """Measures the source and the result in `path`, and reverts rewrites that make it slower here.
 
         It stops after `_SECONDS`. A rewrite goes if two measurements in a row show that it is slower. If the
@@ -278,7 +278,7 @@ class Trial:
                 return 0.0, 0.0
         return times[0], times[1]
 
-    def _write_converted(self, work: Work, name: str) -> Path:
+    def _write_converted(self, work: g.Work, name: str) -> Path:
         model = work.model.clone()
         self._convert(model)
         return self._write(model, f"{name}.onnx")[-1]
@@ -298,7 +298,7 @@ class Trial:
         times, self.report.timed_on = found
         return times
 
-    def finish(self, best: tuple[Rewrites, Work], name: str) -> Sequence[Path]:
+    def finish(self, best: tuple[Rewrites, g.Work], name: str) -> Sequence[Path]:
         """Converts the model, compares it again, writes it and completes the report.
 
         Raises:
@@ -330,8 +330,8 @@ class Trial:
         else:
             files = self._write(model, name)
         report.nodes_after = len(model.graph)
-        kinds = Counter(node.op_type for node in model.graph if node.domain == MICROSOFT)
-        report.needs = [f"{MICROSOFT} {kind} x {count}" for kind, count in sorted(kinds.items())]
+        kinds = Counter(node.op_type for node in model.graph if node.domain == g.MICROSOFT)
+        report.needs = [f"{g.MICROSOFT} {kind} x {count}" for kind, count in sorted(kinds.items())]
         dtype = precision.DTYPES.get(report.dtype)
         if dtype is not None:
             self._compare_16_bits(files[-1], dtype)

@@ -9,37 +9,29 @@ the product. If the model has the opposite one there, both disappear.
 
 import onnx_ir as ir
 
-from .graph import (
-    Dim,
-    UnsupportedPattern,
-    Work,
-    add,
-    attribute,
-    dims,
-    int_constant,
-    last_dim,
-    only_user,
-    producer,
-    replace,
-    same_dims,
-)
+from . import graph as g
 from .heads import SWAP_ROWS, SWAP_S_H
 from .linear import bias_vector, match_linear
 
 
-def rewrite(work: Work) -> None:
+def rewrite(work: g.Work) -> None:
     for node in work.nodes("MatMul", "Gemm", domain=""):
         try:
             linear = match_linear(node) if node.graph is not None else None
-        except UnsupportedPattern:
+        except g.UnsupportedPattern:
             continue
-        before = producer(linear.x, "Reshape") if linear is not None else None
-        after = only_user(linear.output) if linear is not None else None
+        before = g.producer(linear.x, "Reshape") if linear is not None else None
+        after = g.only_user(linear.output) if linear is not None else None
         if linear is None or before is None or after is None or after.op_type != "Reshape":
             continue
-        source, shape = before.inputs[0], dims(after.outputs[0])
-        outer, width = (shape or [])[:-1], last_dim(linear.x)
-        if source is None or len(outer) < 2 or not same_dims([*outer, linear.width], shape) or width is None:
+        source, shape = before.inputs[0], g.dims(after.outputs[0])
+        outer, width = (shape or [])[:-1], g.last_dim(linear.x)
+        if (
+            source is None
+            or len(outer) < 2
+            or not g.same_dims([*outer, linear.width], shape)
+            or width is None
+        ):
             continue
         last, heads = after, _heads(source, outer, width)
         if heads is not None:
@@ -47,39 +39,39 @@ def rewrite(work: Work) -> None:
             if is_swapped:
                 shape = [outer[1], outer[0], linear.width]
                 last = _opposite(after)
-            inner = int_constant(after, [0, 0, width])
-            source = add(after, "Reshape", [source, inner], shape=[*(dims(source) or [])[:2], width])
-        elif not same_dims(dims(source), [*outer, width]):
+            inner = g.int_constant(after, [0, 0, width])
+            source = g.add(after, "Reshape", [source, inner], shape=[*(g.dims(source) or [])[:2], width])
+        elif not g.same_dims(g.dims(source), [*outer, width]):
             continue
         weight: ir.Value = linear.weight
         if linear.layout == "nk":
-            weight = add(after, "Transpose", [weight], {"perm": [1, 0]})
-        result = add(after, "MatMul", [source, weight], shape=shape)
+            weight = g.add(after, "Transpose", [weight], {"perm": [1, 0]})
+        result = g.add(after, "MatMul", [source, weight], shape=shape)
         if linear.bias is not None:
-            result = add(after, "Add", [result, bias_vector(work, linear.bias)], shape=shape)
+            result = g.add(after, "Add", [result, bias_vector(work, linear.bias)], shape=shape)
         if heads is not None and is_swapped and last is after:
-            result = add(after, "Transpose", [result], {"perm": SWAP_ROWS}, shape=[*outer, linear.width])
-        replace(last.outputs[0], result)
+            result = g.add(after, "Transpose", [result], {"perm": SWAP_ROWS}, shape=[*outer, linear.width])
+        g.replace(last.outputs[0], result)
 
 
-def _heads(source: ir.Value, outer: list[Dim], width: int) -> tuple[bool, ir.Value] | None:
+def _heads(source: ir.Value, outer: list[g.Dim], width: int) -> tuple[bool, ir.Value] | None:
     """Returns heads with the dimensions outer[0], outer[1], H, D as [B, S, H, D], and whether S was first."""
-    shape = dims(source)
-    if shape is None or len(shape) != 4 or not same_dims(shape[:2], outer):
+    shape = g.dims(source)
+    if shape is None or len(shape) != 4 or not g.same_dims(shape[:2], outer):
         return None
     count, size = shape[2:]
     if not isinstance(count, int) or not isinstance(size, int) or count * size != width:
         return None
-    transpose = producer(source, "Transpose")
-    if transpose is None or list(attribute(transpose, "perm", ())) != [2, 0, 1, 3]:
+    transpose = g.producer(source, "Transpose")
+    if transpose is None or list(g.attribute(transpose, "perm", ())) != [2, 0, 1, 3]:
         return False, source
     order = [shape[1], shape[0], count, size]
-    return True, add(transpose, "Transpose", [transpose.inputs[0]], {"perm": SWAP_S_H}, shape=order)
+    return True, g.add(transpose, "Transpose", [transpose.inputs[0]], {"perm": SWAP_S_H}, shape=order)
 
 
 def _opposite(node: ir.Node) -> ir.Node:
     """Returns the transpose that alone reads a node and swaps the first two dimensions, else the node."""
-    user = only_user(node.outputs[0])
-    if user is None or user is not producer(user.outputs[0], "Transpose"):
+    user = g.only_user(node.outputs[0])
+    if user is None or user is not g.producer(user.outputs[0], "Transpose"):
         return node
-    return user if list(attribute(user, "perm", ())) == SWAP_ROWS else node
+    return user if list(g.attribute(user, "perm", ())) == SWAP_ROWS else node

@@ -17,9 +17,9 @@ from twinop import deploy
 from twinop.deploy.ort_runs import NotRunnable, run
 from twinop.errors import TwinopError
 
+from . import graph as g
 from . import inputs
 from .dimensions import expressions
-from .graph import dims
 from .inputs import Sizes
 from .masks import given_of, model_of
 
@@ -55,7 +55,7 @@ def fit(model: ir.Model, sizes: Sizes, library: deploy.Libraries) -> Sizes | Non
 
 def _names(model: ir.Model) -> list[str]:
     """Returns the names of the dimensions of inputs, those of batches last."""
-    axes = [(axis == 0, dim) for value in model.graph.inputs for axis, dim in enumerate(dims(value) or ())]
+    axes = [(axis == 0, dim) for value in model.graph.inputs for axis, dim in enumerate(g.dims(value) or ())]
     names = dict.fromkeys(dim for _, dim in sorted(axes, key=lambda each: each[0]) if isinstance(dim, str))
     return [name for name in names if name not in expressions(names)]
 
@@ -102,7 +102,7 @@ def _candidates(model: ir.Model, node: ir.Node, sizes: Sizes, library: deploy.Li
     wanted |= dict.fromkeys(size * factor for size in wanted for factor in factors)
     wanted |= dict.fromkeys(divided)
     now, fixed = inputs.sizes_by_name(model, sizes), dict(sizes.fixed)
-    names = {dim for value in given_of(*read) for dim in dims(value) or () if isinstance(dim, str)}
+    names = {dim for value in given_of(*read) for dim in g.dims(value) or () if isinstance(dim, str)}
     names |= {name for each in expressions(names).values() for name in each.names.values()}
     free = [name for name in _names(model) if name in names and name not in fixed]
     tried = [(name, size) for size in wanted for name in free]
