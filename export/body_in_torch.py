@@ -25,7 +25,7 @@ from twinop.record import Record
 
 from .attach import OPSETS
 from .bodies import find_body
-from .record_body import Setting
+from .record_body import BodySetting
 
 
 @dataclass(frozen=True)
@@ -76,7 +76,7 @@ def evaluate_body(
             value = torch.tensor(value, dtype=torch.float32).item()
         named[entry.name] = AttributeValue(tuple(value) if entry.kind == "int[]" else value)
     op = (ops or TorchOps)(record, compute, stored or first.dtype)
-    op.setting = Setting(
+    op.setting = BodySetting(
         tuple(_name((first if tensor is None else tensor).dtype) for tensor in inputs),
         _name(compute),
         OPSETS[0],
@@ -100,7 +100,7 @@ def _name(dtype: torch.dtype) -> str:
 class TorchOps:
     """`op` of a body: `op.Mul(x, y)` computes the product."""
 
-    setting: Setting
+    setting: BodySetting
 
     def __init__(self, record: Record, compute: torch.dtype, stored: torch.dtype) -> None:
         self._record = record

@@ -80,7 +80,7 @@ _CONSTANT_DTYPES = {
 """The element type of a Constant node that holds an attribute of each type."""
 
 
-class Setting(NamedTuple):
+class BodySetting(NamedTuple):
     """What a torch function that is a body is exported for (torch_bodies.py).
 
     Attributes:
@@ -129,13 +129,13 @@ class BodyOps:
         self._stored: dict[ir.Value, ir.Value] = {}  # an input in the compute type -> as the model holds it
 
     @property
-    def setting(self) -> Setting:
+    def setting(self) -> BodySetting:
         """What a torch function is exported for."""
         compute = dtype_name(self._compute) if self._compute is not None else "float32"
         names = [entry.name for entry in self._record.inputs]
         ranks = {tuple(_rank(call.inputs.get(name)) for name in names) for call in self._calls}
         dtypes = tuple(self._calls[0].dtypes[name] for name in names)
-        return Setting(dtypes, compute, self._opset, ranks, self._by_rank)
+        return BodySetting(dtypes, compute, self._opset, ranks, self._by_rank)
 
     def choose(self, branches: Sequence[Branch], outputs: int) -> tuple[Any, ...]:
         """Adds an `If` for all branches but the last: the first whose conditions hold is run."""

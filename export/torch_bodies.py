@@ -26,7 +26,7 @@ from twinop.dtypes import FLOATING
 from twinop.errors import ExportError, option
 from twinop.kernel_op import DECLARED, KernelOp
 
-from .record_body import UNKNOWN, Setting
+from .record_body import UNKNOWN, BodySetting
 from .routes import quiet_torch, root_cause
 
 Ranks = tuple[int | None, ...]
@@ -79,7 +79,7 @@ def replay(
 
 
 def _by_ranks(
-    declared: KernelOp, setting: Setting, attributes: Mapping[str, Any], fixed: Mapping[str, Any]
+    declared: KernelOp, setting: BodySetting, attributes: Mapping[str, Any], fixed: Mapping[str, Any]
 ) -> list[tuple[dict[int, int], _Exported]]:
     """Returns the graphs for the ranks of the calls: those of the inputs whose rank varies, by index.
 
@@ -119,7 +119,7 @@ def _with_known_rank(op: Any, value: Any, rank: int) -> Any:
 
 def _exported(
     declared: KernelOp,
-    setting: Setting,
+    setting: BodySetting,
     attributes: Mapping[str, Any],
     fixed: Mapping[str, Any],
     ranks: Ranks,

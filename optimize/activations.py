@@ -31,23 +31,23 @@ with np.errstate(over="ignore"):
 _TOLERANCE, _TOLERANCE_16_BITS = 1e-5, 1e-4
 
 
-def rewrite(work: g.Work) -> None:
-    order = {node: index for index, node in enumerate(work.graph)}
-    for node in reversed(work.nodes("Mul", "Div", domain="")):
+def rewrite(context: g.RewriteContext) -> None:
+    order = {node: index for index, node in enumerate(context.graph)}
+    for node in reversed(context.nodes("Mul", "Div", domain="")):
         found = _match(node, order) if node.graph is not None else None
         if found is not None:
-            _replace(work, node, *found)
-    for node in work.nodes("Gelu", "Swish", domain=""):
+            _replace(context, node, *found)
+    for node in context.nodes("Gelu", "Swish", domain=""):
         name = "gelu_tanh" if g.attribute(node, "approximate", "none") == "tanh" else "gelu"
         if node.op_type == "Swish":
             name = "silu" if g.attribute(node, "alpha", 1.0) == 1.0 else "swish with an alpha"
-        _replace(work, node, name, node.inputs[0])
-    for node in work.nodes("Mul", "Pow", domain="") if work.device == "cuda" else ():
+        _replace(context, node, name, node.inputs[0])
+    for node in context.nodes("Mul", "Pow", domain="") if context.device == "cuda" else ():
         x, other = node.inputs
         is_square = other is x if node.op_type == "Mul" else g.scalar(other) == 2
         if x is not None and is_square and g.producer(x, "Relu") and x.dtype is ir.DataType.FLOAT:
-            g.replace(node.outputs[0], g.add_op(node, work.records["square"], [x]))
-            work.made["square"] += 1
+            g.replace(node.outputs[0], g.add_op(node, context.records["square"], [x]))
+            context.made["square"] += 1
 
 
 def _match(node: ir.Node, order: Mapping[ir.Node, int]) -> tuple[str, ir.Value] | None:
@@ -71,18 +71,18 @@ def _are_16_bits(numbers: np.ndarray) -> bool:
     return any((numbers.astype(kind) == numbers).all() for kind in (np.float16, ml_dtypes.bfloat16))
 
 
-def _replace(work: g.Work, node: ir.Node, name: str, x: ir.Value | None) -> None:
+def _replace(context: g.RewriteContext, node: ir.Node, name: str, x: ir.Value | None) -> None:
     assert x is not None
     op = {"gelu": "gelu", "gelu_tanh": "gelu", "silu": "silu"}.get(name)
     if name == "quick_gelu":
-        work.left["quick GELU: ONNX Runtime fuses it"] += 1
-    elif op is None or op not in work.records:
-        work.left[f"{name}: no op computes it"] += 1
-    elif op == "gelu" and work.device == "cpu":
-        work.left[f"{name}: ONNX Runtime fuses it with the bias before it"] += 1
+        context.left["quick GELU: ONNX Runtime fuses it"] += 1
+    elif op is None or op not in context.records:
+        context.left[f"{name}: no op computes it"] += 1
+    elif op == "gelu" and context.device == "cpu":
+        context.left[f"{name}: ONNX Runtime fuses it with the bias before it"] += 1
     elif name == "silu" and g.producer(x, "Conv", "BatchNormalization", "ConvTranspose"):
-        work.left["silu after a convolution: ONNX Runtime fuses it"] += 1
+        context.left["silu after a convolution: ONNX Runtime fuses it"] += 1
     else:
         attributes = {"approximate": "tanh"} if name == "gelu_tanh" else {}
-        g.replace(node.outputs[0], g.add_op(node, work.records[op], [x], **attributes))
-        work.made[name] += 1
+        g.replace(node.outputs[0], g.add_op(node, context.records[op], [x], **attributes))
+        context.made[name] += 1

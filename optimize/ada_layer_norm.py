@@ -13,10 +13,10 @@ from twinop.record import DOMAIN
 from . import graph as g
 
 
-def rewrite(work: g.Work) -> None:
-    record = work.records["ada_layer_norm"]
-    norm_type = work.records["layer_norm"].onnx_name
-    for norm in work.nodes(norm_type, domain=DOMAIN):
+def rewrite(context: g.RewriteContext) -> None:
+    record = context.records["ada_layer_norm"]
+    norm_type = context.records["layer_norm"].onnx_name
+    for norm in context.nodes(norm_type, domain=DOMAIN):
         normal, x = norm.outputs[0], norm.inputs[0]
         scaled = _other_operand(normal, "Mul")
         shifted = _other_operand(scaled[0].outputs[0], "Add") if scaled is not None else None
@@ -28,8 +28,8 @@ def rewrite(work: g.Work) -> None:
         rows = [_as_rows(norm, each) for each in (scale, shift)]
         eps = g.attribute(norm, "eps", 1e-5)
         g.replace(shifted[0].outputs[0], g.add_op(norm, record, [x, *rows], eps=eps))
-        work.made["layer_norm"] -= 1
-        work.made["ada_layer_norm"] += 1
+        context.made["layer_norm"] -= 1
+        context.made["ada_layer_norm"] += 1
 
 
 def _has_weights(norm: ir.Node) -> bool:

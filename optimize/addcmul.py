@@ -12,9 +12,9 @@ from twinop.record import DOMAIN
 from . import graph as g
 
 
-def rewrite(work: g.Work) -> None:
-    op_type = work.records["addcmul"].onnx_name
-    for node in work.nodes("Add", domain=""):
+def rewrite(context: g.RewriteContext) -> None:
+    op_type = context.records["addcmul"].onnx_name
+    for node in context.nodes("Add", domain=""):
         result = node.outputs[0]
         if node.graph is None or result.dtype is not ir.DataType.FLOAT or not g.dims(result):
             continue
@@ -24,5 +24,5 @@ def rewrite(work: g.Work) -> None:
                 continue
             new = g.add(node, op_type, [x, *multiply.inputs], domain=DOMAIN, shape=g.dims(result))
             g.replace(result, new)
-            work.made["addcmul"] += 1
+            context.made["addcmul"] += 1
             break

@@ -34,20 +34,20 @@ _MAX_BATCH = 65_535
 """Sequences of one launch of attention kernels on CUDA. A size that is not known counts as 64."""
 
 
-def rewrite(work: g.Work) -> None:
-    found = list(attentions(work))
-    if others := len(work.nodes("Softmax", domain="")) - len(found):
-        work.left["softmax: no MatMul reads it"] += others
+def rewrite(context: g.RewriteContext) -> None:
+    found = list(attentions(context))
+    if others := len(context.nodes("Softmax", domain="")) - len(found):
+        context.left["softmax: no MatMul reads it"] += others
     for softmax in found:
         try:
-            _fuse(work, softmax)
+            _fuse(context, softmax)
         except g.UnsupportedPattern as reason:
-            work.left[f"attention: {reason}"] += 1
+            context.left[f"attention: {reason}"] += 1
 
 
-def attentions(work: g.Work) -> Iterator[ir.Node]:
+def attentions(context: g.RewriteContext) -> Iterator[ir.Node]:
     """Yields each softmax over the last dimension whose result a MatMul reads."""
-    for node in work.nodes("Softmax", domain=""):
+    for node in context.nodes("Softmax", domain=""):
         rank = len(g.dims(node.outputs[0]) or ())
         if node.graph is not None and g.attribute(node, "axis", -1) in (-1, rank - 1):
             value = _after_nan_guard(node)
@@ -74,7 +74,7 @@ def _after_nan_guard(softmax: ir.Node) -> ir.Value:
     return choice.outputs[0] if guards else value
 
 
-def _fuse(work: g.Work, softmax: ir.Node) -> None:
+def _fuse(context: g.RewriteContext, softmax: ir.Node) -> None:
     """Replaces the attention around a softmax with one node."""
     probabilities = _after_nan_guard(softmax)
     matmul = g.only_user(probabilities)
@@ -82,7 +82,7 @@ def _fuse(work: g.Work, softmax: ir.Node) -> None:
         raise g.UnsupportedPattern("the softmax has other readers")
     scores = scores_of(softmax, matmul)
     if len(g.dims(softmax.outputs[0]) or ()) != 4:
-        _fuse_windows(work, scores, matmul)
+        _fuse_windows(context, scores, matmul)
         return
     q, on_q = unscaled(scores.product.inputs[0])
     k, on_k = untransposed(scores.product.inputs[1])
@@ -99,16 +99,16 @@ def _fuse(work: g.Work, softmax: ir.Node) -> None:
         times = parts[0].count
     if parts[2].count == 1:
         times_of_v = parts[0].count
-    q3, k3 = parts[0], repeat_heads(work, parts[1], times, matmul)
-    v3 = repeat_heads(work, parts[2], times_of_v, matmul)
+    q3, k3 = parts[0], repeat_heads(context, parts[1], times, matmul)
+    v3 = repeat_heads(context, parts[2], times_of_v, matmul)
     if not q3.count == k3.count == v3.count or q3.size != k3.size:
         raise g.UnsupportedPattern("q, k and v differ in the number or size of heads")
     (q_plain, on_q), (k_plain, on_k) = unscaled(q3.value), unscaled(k3.value)  # before the split into heads
     batches, rows = zip(*((g.dims(each.value) or [None, None])[:2] for each in (q3, k3)), strict=True)
-    if work.may_differ(*batches):
+    if context.may_differ(*batches):
         raise g.UnsupportedPattern("q and k of batches that may differ")
-    bias, lengths, causal = _masks(work, scores.masks, matmul, square=not work.may_differ(*rows))
-    is_finite = bias is None or work.finite_masks.issuperset(scores.masks)
+    bias, lengths, causal = _masks(context, scores.masks, matmul, square=not context.may_differ(*rows))
+    is_finite = bias is None or context.finite_masks.issuperset(scores.masks)
     has_guard = probabilities is not softmax.outputs[0] and not is_finite
     attributes: dict[str, int | float] = {"num_heads": q3.count, "scale": scale * on_q * on_k}
     attributes |= {"unidirectional": 1} if causal else {}
@@ -122,10 +122,10 @@ def _fuse(work: g.Work, softmax: ir.Node) -> None:
     if has_guard and bias is not None:
         result = _zero_hidden_rows(bias, result, matmul)
     _replace_output(matmul.outputs[0], result, v3)
-    work.made["attention"] += 1
+    context.made["attention"] += 1
 
 
-def _fuse_windows(work: g.Work, scores: Scores, matmul: ir.Node) -> None:
+def _fuse_windows(context: g.RewriteContext, scores: Scores, matmul: ir.Node) -> None:
     """Replaces attention on [..., S, D], such as windows [B, H, W, S, D] or [B*H, S, D], without a mask.
 
     Each element of the dimensions before S becomes a sequence with one head, so nothing is transposed.
@@ -168,7 +168,7 @@ def _fuse_windows(work: g.Work, scores: Scores, matmul: ir.Node) -> None:
         target = g.int_constant(matmul, [each if isinstance(each, int) else -1 for each in shape])
         result = g.add(matmul, "Reshape", [result, target], shape=shape)
     g.replace(matmul.outputs[0], result)
-    work.made["attention"] += 1
+    context.made["attention"] += 1
 
 
 def _is_cached(heads: ir.Value) -> bool:
@@ -199,33 +199,33 @@ def _is_cached(heads: ir.Value) -> bool:
 
 
 def _masks(
-    work: g.Work, masks: list[ir.Value], before: ir.Node, square: bool
+    context: g.RewriteContext, masks: list[ir.Value], before: ir.Node, square: bool
 ) -> tuple[ir.Value | None, ir.Value | None, bool]:
     """Returns the mask to add, the lengths of the sequences, and whether the attention is causal.
 
     Args:
         square: there are as many queries as keys.
     """
-    masks = [mask for mask in masks if mask not in work.empty_masks]
-    known = work.causal_masks | work.right_padding_masks.keys()
-    added = [mask for mask in masks if mask not in known or (mask in work.causal_masks and not square)]
+    masks = [mask for mask in masks if mask not in context.empty_masks]
+    known = context.causal_masks | context.right_padding_masks.keys()
+    added = [mask for mask in masks if mask not in known or (mask in context.causal_masks and not square)]
     if added:  # together with a causal mask, they may hide whole rows: that takes the sum of their numbers
-        added += [mask for mask in masks if mask in work.causal_masks and mask not in added]
+        added += [mask for mask in masks if mask in context.causal_masks and mask not in added]
     bias: ir.Value | None = None
     for mask in added:
-        if mask in work.padding_masks:
-            mask = padding_bias(*work.padding_masks[mask], mask, before)
+        if mask in context.padding_masks:
+            mask = padding_bias(*context.padding_masks[mask], mask, before)
         shape = g.broadcast_dims(g.dims(bias), g.dims(mask)) if bias is not None else None
         bias = mask if bias is None else g.add(before, "Add", [bias, mask], shape=shape)
     lengths: ir.Value | None = None
     for mask in masks:
-        if mask in work.right_padding_masks and mask not in added:
-            shown = work.right_padding_masks[mask]
+        if mask in context.right_padding_masks and mask not in added:
+            shown = context.right_padding_masks[mask]
             wide = g.add(before, "Cast", [shown], {"to": ir.DataType.INT32}, dtype=ir.DataType.INT32)
             axes = g.int_constant(before, [1])
             lengths = g.add(before, "ReduceSum", [wide, axes], {"keepdims": 0}, shape=[None])
-            work.lengths[lengths] = shown
-    return bias, lengths, any(mask in work.causal_masks and mask not in added for mask in masks)
+            context.lengths[lengths] = shown
+    return bias, lengths, any(mask in context.causal_masks and mask not in added for mask in masks)
 
 
 def spread(bias: ir.Value, q: ir.Value, k: ir.Value, before: ir.Node) -> ir.Value:

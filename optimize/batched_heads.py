@@ -12,8 +12,8 @@ from . import graph as g
 _TURNED = [0, 2, 1]
 
 
-def rewrite(work: g.Work) -> None:
-    for matmul in work.nodes("MatMul", domain=""):
+def rewrite(context: g.RewriteContext) -> None:
+    for matmul in context.nodes("MatMul", domain=""):
         if len(g.dims(matmul.outputs[0]) or ()) != 3 or not all(map(_is_joined, matmul.inputs)):
             continue
         _read_sizes_elsewhere(matmul)

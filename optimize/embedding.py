@@ -17,8 +17,8 @@ from . import graph as g
 _PASS_THROUGH = ("Expand", "GatherElements", "Gather", "Identity", "Reshape", "Slice", "Squeeze", "Unsqueeze")
 
 
-def rewrite(work: g.Work) -> None:
-    for node in work.nodes("Add", domain=""):
+def rewrite(context: g.RewriteContext) -> None:
+    for node in context.nodes("Add", domain=""):
         if node.graph is None:
             continue
         for value, other in (node.inputs, node.inputs[::-1]):
@@ -31,16 +31,16 @@ def rewrite(work: g.Work) -> None:
                 rows, other = None if known is None else before[1] + known, before[0]
             if rows is None:
                 continue
-            total = g.initializer(work.graph, rows, f"{node.outputs[0].name}_rows")
+            total = g.initializer(context.graph, rows, f"{node.outputs[0].name}_rows")
             g.replace(node.outputs[0], g.add(node, "Add", [other, total], shape=g.dims(node.outputs[0])))
-            work.made["embedding of known ids"] += looked_up is not None
+            context.made["embedding of known ids"] += looked_up is not None
             break
 
 
-def fuse_norms(work: g.Work) -> None:
+def fuse_norms(context: g.RewriteContext) -> None:
     """Fuses a lookup, the sums after it and a layer norm into one node."""
-    record = work.records["embed_layer_norm"]
-    for norm in work.nodes(work.records["layer_norm"].onnx_name, domain=DOMAIN):
+    record = context.records["embed_layer_norm"]
+    for norm in context.nodes(context.records["layer_norm"].onnx_name, domain=DOMAIN):
         total, shape = norm.inputs[0], g.dims(norm.inputs[0])
         if (
             shape is None
@@ -64,12 +64,14 @@ def fuse_norms(work: g.Work) -> None:
         last = total.producer()
         assert last is not None
         old = [*norm.outputs, total]
-        ir.convenience.replace_nodes_and_values(work.graph, norm, [last, norm], [fused], old, fused.outputs)
+        ir.convenience.replace_nodes_and_values(
+            context.graph, norm, [last, norm], [fused], old, fused.outputs
+        )
         for term in terms:
             g.prune(term.producer())
-        work.graph.sort()
-        work.made["layer_norm"] -= 1
-        work.made["embed_layer_norm"] += 1
+        context.graph.sort()
+        context.made["layer_norm"] -= 1
+        context.made["embed_layer_norm"] += 1
 
 
 def _terms(value: ir.Value | None, reader: ir.Node) -> list[ir.Value]:

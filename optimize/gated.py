@@ -23,25 +23,27 @@ class _Half:
     index: int  # 0 or 1
 
 
-def rewrite(work: g.Work) -> None:
-    for node in work.nodes("Mul", domain=""):
-        found = _match(work, node) if node.graph is not None else None
+def rewrite(context: g.RewriteContext) -> None:
+    for node in context.nodes("Mul", domain=""):
+        found = _match(context, node) if node.graph is not None else None
         if found is None:
             continue
         gate, up, activation = found
-        work.made[activation] -= 1
-        if work.device == "cuda" and _linear_swiglu(work, node, gate, up, activation):
-            work.made[f"linear+gate ({activation})"] += 1
-        elif activation != "silu" or "swiglu" not in work.records:
-            work.made[activation] += 1
-            work.left[f"{activation} gate: no products with constant weights"] += 1
+        context.made[activation] -= 1
+        if context.device == "cuda" and _linear_swiglu(context, node, gate, up, activation):
+            context.made[f"linear+gate ({activation})"] += 1
+        elif activation != "silu" or "swiglu" not in context.records:
+            context.made[activation] += 1
+            context.left[f"{activation} gate: no products with constant weights"] += 1
         elif (halves := _halves(gate, up)) is not None and halves[0].index == 0:
-            new = g.add_op(node, work.records["swiglu_packed"], [halves[0].source])
+            new = g.add_op(node, context.records["swiglu_packed"], [halves[0].source])
             g.replace(node.outputs[0], _with_shape(new, node))
-            work.made["swiglu (packed)"] += 1
+            context.made["swiglu (packed)"] += 1
         else:
-            g.replace(node.outputs[0], _with_shape(g.add_op(node, work.records["swiglu"], [up, gate]), node))
-            work.made["swiglu"] += 1
+            g.replace(
+                node.outputs[0], _with_shape(g.add_op(node, context.records["swiglu"], [up, gate]), node)
+            )
+            context.made["swiglu"] += 1
 
 
 def _with_shape(value: ir.Value, node: ir.Node) -> ir.Value:
@@ -49,13 +51,13 @@ def _with_shape(value: ir.Value, node: ir.Node) -> ir.Value:
     return value
 
 
-def _match(work: g.Work, node: ir.Node) -> tuple[ir.Value, ir.Value, str] | None:
+def _match(context: g.RewriteContext, node: ir.Node) -> tuple[ir.Value, ir.Value, str] | None:
     """Returns gate, up and the activation of activation(gate) * up."""
     for activated in node.inputs:
         maker = activated.producer() if activated is not None else None
         if maker is None or activated is None or g.only_user(activated) is not node:
             continue
-        name = activation_of(work, maker)
+        name = activation_of(context, maker)
         if name in ("", "relu"):
             continue
         up, gate = g.other_input(node, activated), maker.inputs[0]
@@ -69,7 +71,9 @@ def _match(work: g.Work, node: ir.Node) -> tuple[ir.Value, ir.Value, str] | None
     return None
 
 
-def _linear_swiglu(work: g.Work, node: ir.Node, gate: ir.Value, up: ir.Value, activation: str) -> bool:
+def _linear_swiglu(
+    context: g.RewriteContext, node: ir.Node, gate: ir.Value, up: ir.Value, activation: str
+) -> bool:
     """Writes one product of gate and up, if both are products with constant weights; returns whether."""
     attributes = {"activation": activation, "layout": LAYOUT}
     halves = _halves(gate, up)
@@ -78,18 +82,18 @@ def _linear_swiglu(work: g.Work, node: ir.Node, gate: ir.Value, up: ir.Value, ac
             whole = _linear_of(halves[0].source)
             if whole is None or whole.width % 2:
                 return False
-            weight, bias = weight_nk(work, whole), bias_vector(work, whole.bias)
+            weight, bias = weight_nk(context, whole), bias_vector(context, whole.bias)
             if halves[0].index == 1:
-                weight, bias = _concatenated(work, [(whole, 1), (whole, 0)])
+                weight, bias = _concatenated(context, [(whole, 1), (whole, 0)])
         else:
             first, second = _linear_of(gate), _linear_of(up)
             if first is None or second is None or first.x is not second.x or first.width != second.width:
                 return False
             whole = first
-            weight, bias = _concatenated(work, [(first, None), (second, None)])
+            weight, bias = _concatenated(context, [(first, None), (second, None)])
     except g.UnsupportedPattern:
         return False
-    record = work.records["linear_swiglu"]
+    record = context.records["linear_swiglu"]
     new = g.add_op(node, record, [whole.x, weight, bias], **attributes)
     g.replace(node.outputs[0], _with_shape(new, node))
     return True
@@ -104,7 +108,9 @@ def _linear_of(value: ir.Value) -> Linear | None:
     return found if found is not None and found.output is value else None
 
 
-def _concatenated(work: g.Work, parts: list[tuple[Linear, int | None]]) -> tuple[ir.Value, ir.Value | None]:
+def _concatenated(
+    context: g.RewriteContext, parts: list[tuple[Linear, int | None]]
+) -> tuple[ir.Value, ir.Value | None]:
     """Returns gate and up in one weight [2N, K] and one bias.
 
     Args:
@@ -121,8 +127,8 @@ def _concatenated(work: g.Work, parts: list[tuple[Linear, int | None]]) -> tuple
     name = f"{parts[0][0].weight.name}_gate_up"
     bias_value = None
     if any(found.bias is not None for found, _ in parts):
-        bias_value = g.initializer(work.graph, np.concatenate(biases), f"{name}_bias")
-    return g.initializer(work.graph, np.concatenate(weights), name), bias_value
+        bias_value = g.initializer(context.graph, np.concatenate(biases), f"{name}_bias")
+    return g.initializer(context.graph, np.concatenate(weights), name), bias_value
 
 
 def _halves(gate: ir.Value, up: ir.Value) -> tuple[_Half, _Half] | None:

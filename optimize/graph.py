@@ -24,7 +24,7 @@ class UnsupportedPattern(Exception):
 
 
 @dataclass
-class Work:
+class RewriteContext:
     """The model that the rewrites change, what is known of its masks, and what the report counts.
 
     Attributes:

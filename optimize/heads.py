@@ -199,7 +199,7 @@ def without_repeats(value: ir.Value) -> tuple[ir.Value, int]:
     return (source, found[2]) if whole[2:] == found[3:] else (value, 1)
 
 
-def repeat_heads(work: g.Work, heads: Heads, times: int, before: ir.Node) -> Heads:
+def repeat_heads(context: g.RewriteContext, heads: Heads, times: int, before: ir.Node) -> Heads:
     """Repeats each head: [B, S, H*D] -> [B, S, H*times*D].
 
     On CUDA it multiplies by ones: twinop's mul runs at memory bandwidth, and ONNX Runtime's Expand does not.
@@ -210,9 +210,9 @@ def repeat_heads(work: g.Work, heads: Heads, times: int, before: ir.Node) -> Hea
     count, size = heads.count, heads.size
     single = _reshape(before, heads.value, [0, 0, count, 1, size], [*outer, count, 1, size])
     shape = [*outer, count, times, size]
-    if work.device == "cuda" and single.dtype is not None:
-        ones = g.initializer(work.graph, np.ones((times, 1), single.dtype.numpy()), "ones")
-        wide = g.add(before, work.records["mul"].onnx_name, [single, ones], domain=DOMAIN, shape=shape)
+    if context.device == "cuda" and single.dtype is not None:
+        ones = g.initializer(context.graph, np.ones((times, 1), single.dtype.numpy()), "ones")
+        wide = g.add(before, context.records["mul"].onnx_name, [single, ones], domain=DOMAIN, shape=shape)
     else:
         wide = g.add(before, "Expand", [single, g.int_constant(before, [1, 1, 1, times, 1])], shape=shape)
     width = count * times * size

@@ -102,42 +102,42 @@ def _is_bias(value: ir.Value | None, width: int, rank: int) -> bool:
     )
 
 
-def bias_vector(work: g.Work, value: ir.Value | None) -> ir.Value | None:
+def bias_vector(context: g.RewriteContext, value: ir.Value | None) -> ir.Value | None:
     """Returns a constant bias as [N]."""
     if value is None or len(value.shape or ()) == 1:
         return value
     array = g.constant(value)
     assert array is not None
-    return g.initializer(work.graph, array.reshape(-1), f"{value.name}_flat")
+    return g.initializer(context.graph, array.reshape(-1), f"{value.name}_flat")
 
 
-def activation_of(work: g.Work, node: ir.Node | None) -> str:
+def activation_of(context: g.RewriteContext, node: ir.Node | None) -> str:
     """Returns the activation that a node computes: relu, gelu, gelu_tanh, silu, or "" for other nodes."""
     if node is None:
         return ""
-    own = {record.node_type: name for name, record in work.records.items() if name in _ACTIVATIONS}
+    own = {record.node_type: name for name, record in context.records.items() if name in _ACTIVATIONS}
     plain = {"Relu": "relu", "Gelu": "gelu"}
     name = own.get((node.domain, node.op_type)) or ("" if node.domain else plain.get(node.op_type, ""))
     return f"{name}_tanh" if name and g.attribute(node, "approximate", "none") == "tanh" else name
 
 
-def rewrite(work: g.Work) -> None:
+def rewrite(context: g.RewriteContext) -> None:
     nodes, with_bias = list[ir.Node](), False
-    for node in work.nodes("MatMul", "Gemm", domain=""):
+    for node in context.nodes("MatMul", "Gemm", domain=""):
         try:
             linear = match_linear(node)
         except g.UnsupportedPattern as reason:
-            work.left[f"{node.op_type}: {reason}"] += 1
+            context.left[f"{node.op_type}: {reason}"] += 1
         else:
             nodes += [node] if linear is not None else []
             with_bias = with_bias or (linear is not None and linear.bias is not None)
     for node in nodes:
         linear = match_linear(node)  # again: x may have been replaced
         assert linear is not None
-        _replace(work, linear, with_bias)
+        _replace(context, linear, with_bias)
 
 
-def _replace(work: g.Work, linear: Linear, with_bias: bool) -> None:
+def _replace(context: g.RewriteContext, linear: Linear, with_bias: bool) -> None:
     """Replaces the product, its bias and its activation with one node.
 
     Args:
@@ -145,50 +145,52 @@ def _replace(work: g.Work, linear: Linear, with_bias: bool) -> None:
             op, so either all of them have a bias or none.
     """
     output, activation, user = linear.output, "none", g.only_user(linear.output)
-    if user is not None and (name := activation_of(work, user)):
+    if user is not None and (name := activation_of(context, user)):
         activation, output = name, user.outputs[0]
-        work.made[activation] -= 1
-    bias = bias_vector(work, linear.bias)
+        context.made[activation] -= 1
+    bias = bias_vector(context, linear.bias)
     if bias is None and with_bias:
         assert linear.weight.dtype is not None
         zeros = np.zeros(linear.width, linear.weight.dtype.numpy())
-        bias = g.initializer(work.graph, zeros, f"zeros_{linear.width}")
-    inputs = [linear.x, weight_nk(work, linear), *([bias] if bias is not None else [])]
+        bias = g.initializer(context.graph, zeros, f"zeros_{linear.width}")
+    inputs = [linear.x, weight_nk(context, linear), *([bias] if bias is not None else [])]
     last = output.producer()
     assert last is not None
     shape = g.dims(output) or [*(g.dims(linear.x) or [])[:-1], linear.width]
     attributes = {"activation": activation, "layout": LAYOUT}
-    op_type = work.records["linear"].onnx_name
+    op_type = context.records["linear"].onnx_name
     g.replace(output, g.add(last, op_type, inputs, attributes, domain=DOMAIN, shape=shape))
     parts = [
         "linear",
         *(["bias"] if linear.bias is not None else []),
         *([activation] * (activation != "none")),
     ]
-    work.made["+".join(parts)] += 1
+    context.made["+".join(parts)] += 1
 
 
-def weight_nk(work: g.Work, linear: Linear) -> ir.Value:
+def weight_nk(context: g.RewriteContext, linear: Linear) -> ir.Value:
     """Returns the weight as [N, K]. Products with the same weight share the constant."""
     if linear.layout == LAYOUT:
         return linear.weight
-    known = work.weights_nk.get(linear.weight)
-    if known is None or known.graph is not work.graph:  # unread ones are removed after each rewrite
+    known = context.weights_nk.get(linear.weight)
+    if known is None or known.graph is not context.graph:  # unread ones are removed after each rewrite
         weight = g.constant(linear.weight)
         assert weight is not None
-        known = g.initializer(work.graph, weight.T, f"{linear.weight.name}_nk")
-        work.weights_nk[linear.weight] = known
+        known = g.initializer(context.graph, weight.T, f"{linear.weight.name}_nk")
+        context.weights_nk[linear.weight] = known
         for user in linear.weight.consumers():  # the table of an embedding that shares the weight
-            if user.op_type == "Transpose" and not user.domain and user.graph is work.graph:
+            if user.op_type == "Transpose" and not user.domain and user.graph is context.graph:
                 g.replace(user.outputs[0], known)
     return known
 
 
-def slice_columns(work: g.Work, linear: Linear, start: int, stop: int) -> tuple[ir.Value, ir.Value | None]:
+def slice_columns(
+    context: g.RewriteContext, linear: Linear, start: int, stop: int
+) -> tuple[ir.Value, ir.Value | None]:
     """Returns the output columns from start to stop of the weight and the bias, as new constants."""
     weight, bias = g.constant(linear.weight), g.constant(linear.bias)
     assert weight is not None
     part = weight[:, start:stop] if linear.layout == "kn" else weight[start:stop]
     name = f"{linear.weight.name}_{start}"
-    new = None if bias is None else g.initializer(work.graph, bias.reshape(-1)[start:stop], f"{name}_bias")
-    return g.initializer(work.graph, np.ascontiguousarray(part), name), new
+    new = None if bias is None else g.initializer(context.graph, bias.reshape(-1)[start:stop], f"{name}_bias")
+    return g.initializer(context.graph, np.ascontiguousarray(part), name), new

@@ -28,66 +28,68 @@ _LONG = 2048  # a length at which windows show, however they are written
 _LARGEST = 4096  # numbers up to this are exceeded; longer masks take too much memory
 _SMALL = 8  # elements; larger constants are buffers
 
-Form = tuple[bool, str]
+MaskKind = tuple[bool, str]
 """What a mask hides: the future or not, and "nothing" else, or padding: "right" or "any"."""
-FORMS = [(causal, padding) for causal in (True, False) for padding in ("nothing", "right", "any")]
-FINITE = (False, "")  # whatever it hides, not with -inf
+_KINDS = [(causal, padding) for causal in (True, False) for padding in ("nothing", "right", "any")]
+_FINITE = (False, "")  # whatever it hides, not with -inf
 
 
 @dataclass
 class _Mask:
-    """A mask, the forms that it may have, and the numbers that it hides with."""
+    """A mask, the kinds that it may have, and the numbers that it hides with."""
 
     value: ir.Value
-    forms: set[Form] = field(default_factory=lambda: {*FORMS, FINITE})
+    kinds: set[MaskKind] = field(default_factory=lambda: {*_KINDS, _FINITE})
     lowest: set[float] = field(default_factory=set)
 
 
-def classify(work: g.Work, sizes: inputs.Sizes, padding: str | None) -> None:
-    """Computes the masks of all attentions, and fills the fields of `work` that end in `_masks`.
+def classify(context: g.RewriteContext, sizes: inputs.Sizes, padding: str | None) -> None:
+    """Computes the masks of all attentions, and fills the fields of `context` that end in `_masks`.
 
     Args:
         sizes: a batch of several sequences and lengths that the model accepts.
     """
-    values = dict.fromkeys(mask for softmax in attentions(work) for mask in masks_of(softmax))
+    values = dict.fromkeys(mask for softmax in attentions(context) for mask in masks_of(softmax))
     masks = [
         _Mask(value) for value in values
         if value.dtype is ir.DataType.FLOAT and len(g.dims(value) or ()) in (2, 4) and _is_known(value)
     ]  # fmt: skip
     given = [
-        value for value in work.graph.inputs
+        value for value in context.graph.inputs
         if inputs.is_mask(value) and value.dtype is not None and value.dtype.is_integer()
     ]  # fmt: skip
     name = str(given[0].name) if len(given) == 1 else ""
     # Lengths that differ by name come first, as with given inputs nobody knows whether they may differ.
     tried = dict.fromkeys((sizes, replace(sizes, step=0)))
-    found = next((each for each in tried if masks and _try(work.model, masks, each, name, sizes.batch)), None)
+    found = next(
+        (each for each in tried if masks and _try(context.model, masks, each, name, sizes.batch)), None
+    )
     if found is None:
         return
     for mask in masks:
-        if not mask.forms - {FINITE} or not _try_long(work.model, mask, found, name):
+        if not mask.kinds - {_FINITE} or not _try_long(context.model, mask, found, name):
             continue
         if len(mask.lowest) > 1:
-            mask.forms.discard((False, "any"))
-        work.finite_masks |= {mask.value} if FINITE in mask.forms else set()
+            mask.kinds.discard((False, "any"))
+        context.finite_masks |= {mask.value} if _FINITE in mask.kinds else set()
         allowed = {"nothing": True, "right": padding == "right", "any": True}
-        form = next((each for each in FORMS if each in mask.forms and allowed[each[1]]), None)
-        if form is None:
+        kind = next((each for each in _KINDS if each in mask.kinds and allowed[each[1]]), None)
+        if kind is None:
             continue
-        causal, hides = form
+        causal, hides = kind
         if hides == "any":
-            work.padding_masks[mask.value] = given[0], min(mask.lowest, default=_HIDDEN)
+            context.padding_masks[mask.value] = given[0], min(mask.lowest, default=_HIDDEN)
         if hides == "right":
-            work.right_padding_masks[mask.value] = given[0]
+            context.right_padding_masks[mask.value] = given[0]
         if hides == "nothing" and not causal:
-            work.empty_masks.add(mask.value)
+            context.empty_masks.add(mask.value)
         if causal:
-            work.causal_masks.add(mask.value)
+            context.causal_masks.add(mask.value)
 
 
-def transfer(known: g.Work, work: g.Work) -> None:
-    """Fills the fields of `work` that end in `_masks` with those of another work on the same model."""
-    graph = work.graph
+def transfer(known: g.RewriteContext, context: g.RewriteContext) -> None:
+    """Fills the fields of `context` that end in `_masks` with those of another context on the same model."""
+    graph = context.graph
     values = [*graph.inputs, *graph.initializers.values(), *(each for node in graph for each in node.outputs)]
     by_name = {value.name: value for value in values}
 
@@ -95,16 +97,16 @@ def transfer(known: g.Work, work: g.Work) -> None:
         return by_name[value.name]
 
     for mask, (shown, number) in known.padding_masks.items():
-        work.padding_masks[same(mask)] = same(shown), number
+        context.padding_masks[same(mask)] = same(shown), number
     for mask, shown in known.right_padding_masks.items():
-        work.right_padding_masks[same(mask)] = same(shown)
-    work.causal_masks |= {*map(same, known.causal_masks)}
-    work.empty_masks |= {*map(same, known.empty_masks)}
-    work.finite_masks |= {*map(same, known.finite_masks)}
+        context.right_padding_masks[same(mask)] = same(shown)
+    context.causal_masks |= {*map(same, known.causal_masks)}
+    context.empty_masks |= {*map(same, known.empty_masks)}
+    context.finite_masks |= {*map(same, known.finite_masks)}
 
 
 def _try(model: ir.Model, masks: Sequence[_Mask], sizes: inputs.Sizes, name: str, batch: int = 0) -> bool:
-    """Removes the forms that masks do not have at some lengths. Returns False if they cannot be computed.
+    """Removes the kinds that masks do not have at some lengths. Returns False if they cannot be computed.
 
     Args:
         name: of the padding mask among the inputs, or "".
@@ -125,7 +127,7 @@ def _try(model: ir.Model, masks: Sequence[_Mask], sizes: inputs.Sizes, name: str
         return False
     for case, arrays in zip(cases, found, strict=True):
         for mask, array in zip(masks, map(np.asarray, arrays), strict=True):
-            mask.forms &= {form for form in mask.forms if _has_form(array, form, case.get(name))}
+            mask.kinds &= {kind for kind in mask.kinds if _is_of_kind(array, kind, case.get(name))}
             hidden = array[array <= _HIDDEN]
             mask.lowest |= {float(hidden.min()), float(hidden.max())} if hidden.size else set()
     return True
@@ -237,15 +239,15 @@ def _is_right_padded(shown: np.ndarray) -> bool:
     return bool((np.diff(shown.astype(int), axis=1) <= 0).all())
 
 
-def _has_form(array: np.ndarray, form: Form, shown: np.ndarray | None) -> bool:
-    """Whether a mask [B, H, S, T] or [S, T] hides just what its form says.
+def _is_of_kind(array: np.ndarray, kind: MaskKind, shown: np.ndarray | None) -> bool:
+    """Whether a mask [B, H, S, T] or [S, T] hides just what its kind says.
 
     Args:
         shown: the padding mask [B, T] of the case.
     """
-    if form == FINITE:
+    if kind == _FINITE:
         return not np.isneginf(array).any()
-    causal, padding = form
+    causal, padding = kind
     if array.ndim not in (2, 4) or (padding != "nothing" and shown is None):
         return False
     if padding == "any" and (causal or np.isneginf(array).any()):

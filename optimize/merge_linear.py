@@ -21,16 +21,16 @@ _MAX_ELEMENTS = 3 << 20
 """Elements of the merged output. With more, the Split costs more than it saves (measured on an H200)."""
 
 
-def rewrite(work: g.Work) -> None:
+def rewrite(context: g.RewriteContext) -> None:
     groups = defaultdict[tuple[ir.Value, int], list[ir.Node]](list)
-    for node in work.nodes(work.records["linear"].onnx_name, domain=DOMAIN):
+    for node in context.nodes(context.records["linear"].onnx_name, domain=DOMAIN):
         x = node.inputs[0]
         if x is not None and _rows(x) > 0 and is_plain(node):
             groups[x, len(node.inputs)].append(node)
     for (x, _), nodes in groups.items():
         width = sum(g.last_dim(node.outputs[0]) or 0 for node in nodes)
         if len(nodes) > 1 and _rows(x) * width <= _MAX_ELEMENTS:
-            _replace(work, nodes)
+            _replace(context, nodes)
 
 
 def is_plain(node: ir.Node) -> bool:
@@ -44,21 +44,21 @@ def is_plain(node: ir.Node) -> bool:
     )
 
 
-def merge(work: g.Work, nodes: list[ir.Node]) -> ir.Value:
+def merge(context: g.RewriteContext, nodes: list[ir.Node]) -> ir.Value:
     """Inserts one product in place of several of the same x, before the first one, and returns its output."""
     first, x = nodes[0], nodes[0].inputs[0]
     parts = zip(*([value for value in node.inputs[1:] if value is not None] for node in nodes), strict=True)
-    packed = [_join(work, each) for each in parts]
+    packed = [_join(context, each) for each in parts]
     shape = [*(g.dims(x) or [])[:-1], sum(g.last_dim(node.outputs[0]) or 0 for node in nodes)]
-    work.made["products of one input merged"] += 1
+    context.made["products of one input merged"] += 1
     return g.add(first, first.op_type, [x, *packed], first.attributes, domain=DOMAIN, shape=shape)
 
 
-def _join(work: g.Work, parts: tuple[ir.Value, ...]) -> ir.Value:
-    if parts not in work.joined:
+def _join(context: g.RewriteContext, parts: tuple[ir.Value, ...]) -> ir.Value:
+    if parts not in context.joined:
         arrays = [array for each in parts if (array := g.constant(each)) is not None]
-        work.joined[parts] = g.initializer(work.graph, np.concatenate(arrays), "packed")
-    return work.joined[parts]
+        context.joined[parts] = g.initializer(context.graph, np.concatenate(arrays), "packed")
+    return context.joined[parts]
 
 
 def _rows(x: ir.Value) -> int:
@@ -68,11 +68,11 @@ def _rows(x: ir.Value) -> int:
     return math.prod(known) if 0 < len(known) == len(rows) else 0
 
 
-def _replace(work: g.Work, nodes: list[ir.Node]) -> None:
-    first, y = nodes[0], merge(work, nodes)
+def _replace(context: g.RewriteContext, nodes: list[ir.Node]) -> None:
+    first, y = nodes[0], merge(context, nodes)
     widths = [g.last_dim(node.outputs[0]) or 0 for node in nodes]
     split = ir.node("Split", [y, g.int_constant(first, widths)], {"axis": -1}, num_outputs=len(nodes))
-    work.graph.insert_before(first, split)
+    context.graph.insert_before(first, split)
     for node, width, part in zip(nodes, widths, split.outputs, strict=True):
         part.type, part.shape = y.type, ir.Shape([*(g.dims(y) or [])[:-1], width])
         g.replace(node.outputs[0], part)

@@ -31,20 +31,20 @@ class _Norm:
     constants: list[ir.Value]
 
 
-def rewrite(work: g.Work) -> None:
-    order = {node: index for index, node in enumerate(work.graph)}
-    for node in reversed(work.nodes("Mul", "Add", "Div", domain="")):
+def rewrite(context: g.RewriteContext) -> None:
+    order = {node: index for index, node in enumerate(context.graph)}
+    for node in reversed(context.nodes("Mul", "Add", "Div", domain="")):
         found = _match(node.outputs[0], order) if node.graph is not None else None
         if found is not None:
-            weight = _parameter(work, found.weight, found, "weight")
-            rows = [weight] + ([_parameter(work, found.bias, found, "bias")] if found.bias.any() else [])
-            _replace(work, node, found.op, found.source, rows, found.eps)
-    for node in work.nodes(*_STANDARD):
+            weight = _parameter(context, found.weight, found, "weight")
+            rows = [weight] + ([_parameter(context, found.bias, found, "bias")] if found.bias.any() else [])
+            _replace(context, node, found.op, found.source, rows, found.eps)
+    for node in context.nodes(*_STANDARD):
         source, *parameters = node.inputs
         op = "layer_norm" if node.op_type == "LayerNormalization" else "rms_norm"
         eps = g.attribute(node, "epsilon", 1e-5)
         if source is not None:
-            _replace(work, node, op, source, parameters, eps, g.attribute(node, "axis", -1))
+            _replace(context, node, op, source, parameters, eps, g.attribute(node, "axis", -1))
 
 
 def _match(output: ir.Value, order: Mapping[ir.Node, int]) -> _Norm | None:
@@ -91,7 +91,7 @@ def _close(found: np.ndarray, expected: np.ndarray) -> bool:
     return np.allclose(found, expected, rtol=1e-5, atol=1e-8 * np.abs(expected).max())
 
 
-def _parameter(work: g.Work, array: np.ndarray, norm: _Norm, name: str) -> ir.Value:
+def _parameter(context: g.RewriteContext, array: np.ndarray, norm: _Norm, name: str) -> ir.Value:
     """Returns the constant of the model with these values, or a new one."""
     for value in norm.constants:
         found = g.constant(value)
@@ -101,11 +101,11 @@ def _parameter(work: g.Work, array: np.ndarray, norm: _Norm, name: str) -> ir.Va
             return value
     dtype = norm.source.dtype
     assert dtype is not None
-    return g.initializer(work.graph, array.astype(dtype.numpy()), f"{norm.source.name}_{name}")
+    return g.initializer(context.graph, array.astype(dtype.numpy()), f"{norm.source.name}_{name}")
 
 
 def _replace(
-    work: g.Work,
+    context: g.RewriteContext,
     node: ir.Node,
     op: str,
     source: ir.Value,
@@ -113,7 +113,7 @@ def _replace(
     eps: float,
     axis: int = -1,
 ) -> None:
-    if op not in work.records:
+    if op not in context.records:
         return
     rank = len(g.dims(source) or ())
     reason = ""
@@ -124,7 +124,7 @@ def _replace(
     elif any(value.uses() or value.is_graph_output() for value in node.outputs[1:]):
         reason = "its statistics are read"
     if reason:
-        work.left[f"{node.op_type}: {reason}"] += 1
+        context.left[f"{node.op_type}: {reason}"] += 1
         return
-    g.replace(node.outputs[0], g.add_op(node, work.records[op], [source, *rows], eps=float(eps)))
-    work.made[op] += 1
+    g.replace(node.outputs[0], g.add_op(node, context.records[op], [source, *rows], eps=float(eps)))
+    context.made[op] += 1

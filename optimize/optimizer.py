@@ -24,32 +24,32 @@ from . import (
     gated,
     linear,
     merge_linear,
-    microsoft,
     norms,
     packed_attention,
     precision,
     rotary,
     split_linear,
     unflatten,
+    unfuse_ort,
 )
 from . import graph as g
 from .load import data_files, load, load_weights, make_constant, separate_names
 from .own_ops import find_own_ops
 from .prepare import convert_to_fp32, inline_functions, main_dtype
 from .report import OptimizeReport
-from .trial import Trial
+from .rewrite_check import RewriteCheck
 
 
-def _add_norms(work: g.Work) -> None:
+def _add_norms(context: g.RewriteContext) -> None:
     """Fuses a sum and the norm that reads it (`export/fuse_add_norm.py`)."""
-    for name, count in fuse_sums(work.model, work.records).items():
+    for name, count in fuse_sums(context.model, context.records).items():
         plain = "layer_norm" if name.endswith("LayerNorm") else "rms_norm"
-        work.made[f"add_{plain}"] += count
-        work.made[plain] -= count
+        context.made[f"add_{plain}"] += count
+        context.made[plain] -= count
 
 
-REWRITES: Mapping[str, Callable[[g.Work], None]] = {
-    "microsoft": microsoft.rewrite,
+REWRITES: Mapping[str, Callable[[g.RewriteContext], None]] = {
+    "unfuse_ort": unfuse_ort.rewrite,
     "embedding": embedding.rewrite,
     "unflatten": unflatten.rewrite,
     "activation": activations.rewrite,
@@ -136,7 +136,7 @@ def optimize(
         report.notes.append(f"IR version 3: its {constants} initializers are constants, as in ONNX Runtime")
     inline_functions(model, records, own)
     separate_names(model)
-    microsoft.split_simplified_norms(model)
+    unfuse_ort.split_simplified_norms(model)
     interface = _interface(model)
     own_dtype = _NAMES.get(main_dtype(model), "float32")
     report.dtype = dtype or own_dtype
@@ -153,20 +153,22 @@ def optimize(
         found = {own_dtype, *(_NAMES[kind] for kind in (*narrow_types, *interface.values()))}
         unchanged = source if dtype is None or found == {dtype} else None
         exposed = interface if dtype is None else {}
-        trial = Trial(model, original, unchanged, exposed, folder, records, report, padding, own, progress)
-        trial.make_cases(inputs_file, allow_uncompared)
+        check = RewriteCheck(
+            model, original, unchanged, exposed, folder, records, report, padding, own, progress
+        )
+        check.make_cases(inputs_file, allow_uncompared)
         left_out = {*without, *(_CUDA_ONLY if device == "cpu" else ())}
         if report.dtype not in precision.DTYPES:
             left_out.add("packed_attention")  # it needs tensor cores
         chosen = [name for name in REWRITES if name not in left_out]
-        best = trial.verify({name: REWRITES[name] for name in chosen})
+        best = check.verify({name: REWRITES[name] for name in chosen})
         notes = [*report.notes]
-        files = trial.finish(best, target.name)
+        files = check.finish(best, target.name)
         if report.made:
-            faster = trial.drop_slow(best, files[-1])
+            faster = check.drop_slow(best, files[-1])
             if faster is not best:
                 report.notes = notes
-                files = trial.finish(faster, target.name)
+                files = check.finish(faster, target.name)
         report.bytes_after = sum(map(os.path.getsize, files))
         publish(files, target.parent)
     return report

@@ -25,11 +25,11 @@ _MAX_PRODUCTS = 24_576 * 16 * 128
 faster."""
 
 
-def rewrite(work: g.Work) -> None:
+def rewrite(context: g.RewriteContext) -> None:
     biases: dict[ir.Value, ir.Value] = {}  # by the lengths that they stand for
-    for node in work.nodes("MultiHeadAttention", domain=g.MICROSOFT):
+    for node in context.nodes("MultiHeadAttention", domain=g.MICROSOFT):
         sizes, qkv = _sizes(node), _thirds_of(node)
-        products = _products(work, node) if qkv is None else []
+        products = _products(context, node) if qkv is None else []
         if sizes is None or (qkv is None and not products):
             continue
         batch, tokens, width = sizes
@@ -40,7 +40,7 @@ def rewrite(work: g.Work) -> None:
             continue
         heads = g.attribute(node, "num_heads", 0)
         if lengths is not None:
-            shown = work.lengths.get(lengths)
+            shown = context.lengths.get(lengths)
             if shown is None:
                 continue
             if lengths not in biases:
@@ -55,12 +55,12 @@ def rewrite(work: g.Work) -> None:
             "scale": g.attribute(node, "scale", 0.0),
             "causal": g.attribute(node, "unidirectional", 0),
         }
-        name = work.records["attention_packed"].onnx_name
-        inputs = [qkv if qkv is not None else merge(work, products)]
+        name = context.records["attention_packed"].onnx_name
+        inputs = [qkv if qkv is not None else merge(context, products)]
         inputs += [bias] if bias is not None else []
         result = g.add(node, name, inputs, attributes, domain=DOMAIN, shape=[batch, tokens, width])
         g.replace(node.outputs[0], result)
-        work.made["attention of packed q, k and v"] += 1
+        context.made["attention of packed q, k and v"] += 1
 
 
 def _sizes(node: ir.Node) -> tuple[g.Dim, int, int] | None:
@@ -88,9 +88,9 @@ def _thirds_of(node: ir.Node) -> ir.Value | None:
     return qkv if parts == [(qkv, start, start + width) for start in (0, width, 2 * width)] else None
 
 
-def _products(work: g.Work, node: ir.Node) -> list[ir.Node]:
+def _products(context: g.RewriteContext, node: ir.Node) -> list[ir.Node]:
     """Returns the products that compute q, k and v from one tensor, if nothing else reads these."""
-    name = work.records["linear"].onnx_name
+    name = context.records["linear"].onnx_name
     found = [g.producer(each, name, domain=DOMAIN) for each in node.inputs[:3]]
     products = [each for each in found if each is not None and g.only_user(each.outputs[0]) is node]
     alike = {(each.inputs[0], len(each.inputs), g.last_dim(each.outputs[0])) for each in products}

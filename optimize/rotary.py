@@ -21,7 +21,7 @@ from twinop.record import DOMAIN
 
 from . import graph as g
 from .heads import Heads, merged_heads, merged_tokens, split_heads, split_tokens
-from .rotary_forms import form_of, has_equal_pairs
+from .rotary_match import has_equal_pairs, match_rotation
 from .scores import constant_like
 
 _Extended = dict[tuple[ir.Value, int, float, int], ir.Value]
@@ -39,40 +39,40 @@ class _Rotation:
     tokens_first: bool  # the result is [B, S, H, D], not [B, H, S, D]
 
 
-def rewrite(work: g.Work) -> None:
-    found = list(_rotations(work))
+def rewrite(context: g.RewriteContext) -> None:
+    found = list(_rotations(context))
     while found:
         first = found.pop(0)
         second = next(
-            (each for each in found if work.device == "cuda" and _can_fuse(work, first, each)), None
+            (each for each in found if context.device == "cuda" and _can_fuse(context, first, each)), None
         )
         if second is None:
             _replace(first, _single(first))
-            work.made["rotary embedding"] += 1
+            context.made["rotary embedding"] += 1
         else:
             found.remove(second)
-            for rotation, result in zip((first, second), _fused(work, first, second), strict=True):
+            for rotation, result in zip((first, second), _fused(context, first, second), strict=True):
                 _replace(rotation, result)
-            work.made["rotary embedding of q and k"] += 1
+            context.made["rotary embedding of q and k"] += 1
 
 
-def _rotations(work: g.Work) -> Iterator[_Rotation]:
+def _rotations(context: g.RewriteContext) -> Iterator[_Rotation]:
     extended: _Extended = {}
-    for last in work.nodes("Add", "Concat", domain=""):
-        form = form_of(last) if last.graph is not None else None
-        if form is None:
+    for last in context.nodes("Add", "Concat", domain=""):
+        match = match_rotation(last) if last.graph is not None else None
+        if match is None:
             continue
-        node, x, cos, sin = form.node, form.x, form.cos, form.sin
+        node, x, cos, sin = match.node, match.x, match.cos, match.sin
         rotary_dim, whole = g.last_dim(x), _rejoined(node, x, -1, 0)
         shapes = g.dims(x), g.dims(cos), g.dims(sin)
         tokens_first = not _fits(*shapes, 2) and _fits(*shapes, 1)
         if rotary_dim is None or not (tokens_first or _fits(*shapes, 2)):
-            work.left["rotary embedding: of another layout than [B, H, S, D] or [B, S, H, D]"] += 1
+            context.left["rotary embedding: of another layout than [B, H, S, D] or [B, S, H, D]"] += 1
             continue
         if g.last_dim(cos) == rotary_dim and not all(
-            has_equal_pairs(each, form.layout) for each in (cos, sin)
+            has_equal_pairs(each, match.layout) for each in (cos, sin)
         ):
-            work.left["rotary embedding: the angles of a pair may differ"] += 1
+            context.left["rotary embedding: the angles of a pair may differ"] += 1
             continue
         node, x = whole or (node, x)
         axis, sizes = 1 if tokens_first else 2, g.dims(cos) or []
@@ -83,17 +83,17 @@ def _rotations(work: g.Work) -> Iterator[_Rotation]:
             node, x = tokens
         heads = merged_tokens(x, node) if tokens_first else merged_heads(x, node)
         if heads is None:
-            work.left["rotary embedding: the number of heads is not known"] += 1
+            context.left["rotary embedding: the number of heads is not known"] += 1
         else:
-            yield _Rotation(node, heads, cos, sin, form.layout, rotary_dim, tokens_first)
+            yield _Rotation(node, heads, cos, sin, match.layout, rotary_dim, tokens_first)
 
 
-def _can_fuse(work: g.Work, a: _Rotation, b: _Rotation) -> bool:
+def _can_fuse(context: g.RewriteContext, a: _Rotation, b: _Rotation) -> bool:
     """Whether one node can compute both: they have the same angles, and neither depends on the other."""
     kinds = [(each.heads.size, each.layout, each.rotary_dim, each.tokens_first) for each in (a, b)]
     if a.cos is not b.cos or a.sin is not b.sin or kinds[0] != kinds[1]:
         return False
-    if work.may_differ(*((g.dims(each.heads.value) or [None])[0] for each in (a, b))):
+    if context.may_differ(*((g.dims(each.heads.value) or [None])[0] for each in (a, b))):
         return False
     return not (_depends_on(a.heads.value, b.node) or _depends_on(b.heads.value, a.node))
 
@@ -113,17 +113,17 @@ def _depends_on(value: ir.Value, node: ir.Node) -> bool:
     return False
 
 
-def _fused(work: g.Work, a: _Rotation, b: _Rotation) -> list[ir.Value]:
+def _fused(context: g.RewriteContext, a: _Rotation, b: _Rotation) -> list[ir.Value]:
     """Inserts CustomRope for two rotations, and returns its outputs."""
     angles = [_angles(a, each) for each in (a.cos, a.sin)]
     inputs = [a.heads.value, b.heads.value, *angles]
     attributes: dict[str, str | int] = {"layout": a.layout, "head_size": _head_size(a)}
-    node = ir.node(work.records["rope"].onnx_name, inputs, attributes, domain=DOMAIN, num_outputs=2)
+    node = ir.node(context.records["rope"].onnx_name, inputs, attributes, domain=DOMAIN, num_outputs=2)
     for result, rotation in zip(node.outputs, (a, b), strict=True):
         source = rotation.heads.value
         result.type, result.shape = source.type, source.shape
-    work.graph.insert_before(b.node, node)
-    work.graph.opset_imports.setdefault(DOMAIN, 1)
+    context.graph.insert_before(b.node, node)
+    context.graph.opset_imports.setdefault(DOMAIN, 1)
     return list(node.outputs)
 
 

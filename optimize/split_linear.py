@@ -11,10 +11,10 @@ from . import graph as g
 from .linear import Linear, match_linear, slice_columns
 
 
-def rewrite(work: g.Work) -> None:
-    for node in work.nodes("Split", domain=""):
-        _split_constant(work, node)
-    for node in work.nodes("MatMul", "Gemm", domain=""):
+def rewrite(context: g.RewriteContext) -> None:
+    for node in context.nodes("Split", domain=""):
+        _split_constant(context, node)
+    for node in context.nodes("MatMul", "Gemm", domain=""):
         try:
             linear = match_linear(node) if node.graph is not None else None
         except g.UnsupportedPattern:
@@ -23,7 +23,7 @@ def rewrite(work: g.Work) -> None:
         if linear is None or parts is None:
             continue
         for value, start, stop in parts:
-            weight, bias = slice_columns(work, linear, start, stop)
+            weight, bias = slice_columns(context, linear, start, stop)
             last = value.producer()
             assert last is not None
             shape = [*(g.dims(linear.output) or [])[:-1], stop - start]
@@ -36,10 +36,10 @@ def rewrite(work: g.Work) -> None:
             if bias is not None and node.op_type == "MatMul":
                 new = g.add(last, "Add", [new, bias], shape=shape)
             g.replace(value, new)
-        work.made["packed product split"] += 1
+        context.made["packed product split"] += 1
 
 
-def _split_constant(work: g.Work, node: ir.Node) -> None:
+def _split_constant(context: g.RewriteContext, node: ir.Node) -> None:
     whole, axis = g.constant(node.inputs[0]), g.attribute(node, "axis", 0)
     if whole is None or any(value.is_graph_output() for value in node.outputs):
         return
@@ -47,7 +47,7 @@ def _split_constant(work: g.Work, node: ir.Node) -> None:
     for value, part in parts:
         if part is not None:
             array = whole.take(range(*part[1:]), axis)
-            g.replace(value, g.initializer(work.graph, array, str(value.name)))
+            g.replace(value, g.initializer(context.graph, array, str(value.name)))
 
 
 def _parts(linear: Linear) -> list[tuple[ir.Value, int, int]] | None:

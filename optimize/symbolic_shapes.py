@@ -116,7 +116,7 @@ def _inference() -> Any:
 
         def _sizes_of_inputs(self, *dims: Any) -> list[str]:
             """Returns the names of sizes of inputs that these dimensions are, or none."""
-            names = {name for dim in g.dims for name in str(dim).split(g.OR)}
+            names = {name for dim in dims for name in str(dim).split(g.OR)}
             return sorted(names) if names <= self.input_symbols_ else []
 
     return Inference

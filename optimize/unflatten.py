@@ -14,8 +14,8 @@ from .heads import SWAP_ROWS, SWAP_S_H
 from .linear import bias_vector, match_linear
 
 
-def rewrite(work: g.Work) -> None:
-    for node in work.nodes("MatMul", "Gemm", domain=""):
+def rewrite(context: g.RewriteContext) -> None:
+    for node in context.nodes("MatMul", "Gemm", domain=""):
         try:
             linear = match_linear(node) if node.graph is not None else None
         except g.UnsupportedPattern:
@@ -48,7 +48,7 @@ def rewrite(work: g.Work) -> None:
             weight = g.add(after, "Transpose", [weight], {"perm": [1, 0]})
         result = g.add(after, "MatMul", [source, weight], shape=shape)
         if linear.bias is not None:
-            result = g.add(after, "Add", [result, bias_vector(work, linear.bias)], shape=shape)
+            result = g.add(after, "Add", [result, bias_vector(context, linear.bias)], shape=shape)
         if heads is not None and is_swapped and last is after:
             result = g.add(after, "Transpose", [result], {"perm": SWAP_ROWS}, shape=[*outer, linear.width])
         g.replace(last.outputs[0], result)

@@ -16,7 +16,7 @@ import torch
 from lab.model_zoo import TINY, Size, batch, encoder
 from twinop.export import export
 from twinop.optimize import OptimizeReport, optimize
-from twinop.optimize.trial import Trial
+from twinop.optimize.rewrite_check import RewriteCheck
 
 LENGTHS = {name: {0: "batch", 1: "length"} for name in ("ids", "mask")}
 
@@ -35,7 +35,7 @@ def optimized(model: onnx.ModelProto | Path, folder: Path, **options: Any) -> tu
     source = model if isinstance(model, Path) else folder / "old.onnx"
     if not isinstance(model, Path):
         onnx.save(model, source)
-    with patch.object(Trial, "_milliseconds", lambda self, *paths, stop: [1.0] * len(paths)):
+    with patch.object(RewriteCheck, "_milliseconds", lambda self, *paths, stop: [1.0] * len(paths)):
         report = optimize(source, folder / "fast.onnx", **options)  # noise must not revert a rewrite here
     assert not report.reverted, report.reverted
     assert not Path("sym_shape_infer_temp.onnx").exists()  # ONNX Runtime's inference leaves it in this folder

@@ -43,7 +43,7 @@ def message(source: Path, target: Path) -> str:
 @pytest.mark.parametrize("limit", [0, 10**9])
 def test_external_data(limit: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It is written again from the limit on; below, the weights are in the file."""
-    monkeypatch.setattr("twinop.optimize.trial.EXTERNAL_DATA_BYTES", limit)
+    monkeypatch.setattr("twinop.optimize.rewrite_check.EXTERNAL_DATA_BYTES", limit)
     text = "(float[N, 4] x) => (float[N, 3] y) { a = MatMul (x, w) y = Add (a, b) }"
     source = external(tmp_path, parsed(text, w=weights(4, 3), b=weights(3)))
     (tmp_path / "new").mkdir()
@@ -345,7 +345,7 @@ def test_weights_are_written_once(limit: int, tmp_path: Path, monkeypatch: pytes
         read.append(model.graph.initializers["w"].const_value.numpy())  # type: ignore[union-attr]
         return set()
 
-    monkeypatch.setattr("twinop.optimize.trial.save", save)
+    monkeypatch.setattr("twinop.optimize.rewrite_check.save", save)
     monkeypatch.setattr("twinop.optimize.optimizer.convert_to_fp32", convert_to_fp32)
     source = external(tmp_path, parsed(TEXT, w=weights(4, 3)))
     report = optimize(source, tmp_path / "fast.onnx")

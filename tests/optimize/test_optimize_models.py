@@ -17,7 +17,7 @@ from twinop import deploy
 from twinop.deploy.cuda import has_gpu
 from twinop.export import export
 from twinop.optimize import optimize
-from twinop.optimize.trial import Trial
+from twinop.optimize.rewrite_check import RewriteCheck
 from twinop.tolerance import difference
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -264,14 +264,14 @@ def test_rewrites_that_are_slower_here_are_reverted(
 ) -> None:
     """If only all rewrites together are slow, the result is the original."""
 
-    def milliseconds(self: Trial, *paths: Path, stop: float) -> list[float]:
+    def milliseconds(self: RewriteCheck, *paths: Path, stop: float) -> list[float]:
         found = [{node.op_type for node in onnx.load(path).graph.node} for path in paths]
         return [10.0 + len(each & {*slow}) + 2 * ("any" in slow and "Softmax" not in each) for each in found]
 
-    monkeypatch.setattr(Trial, "_milliseconds", milliseconds)
+    monkeypatch.setattr(RewriteCheck, "_milliseconds", milliseconds)
     if slow == ["any"]:  # without attention, the others are slow
         monkeypatch.setattr(
-            Trial,
+            RewriteCheck,
             "_slower",
             lambda self, path, other, stop: (0.0, 0.0) if "without" in other.name else (12.0, 10.0),
         )
@@ -290,12 +290,12 @@ def test_a_result_that_was_slower_once_is_measured_again(
     """No report says 33 -> 53 ms of a file that is kept: a later time counts, or the original is kept."""
     measured = Counter[str]()
 
-    def milliseconds(self: Trial, *paths: Path, stop: float) -> list[float]:
+    def milliseconds(self: RewriteCheck, *paths: Path, stop: float) -> list[float]:
         measured[paths[0].name] += 1
         return [33.0, 53.0 if paths[0] == path and measured[path.name] <= noisy else 32.0]
 
-    monkeypatch.setattr(Trial, "_milliseconds", milliseconds)
-    monkeypatch.setattr(Trial, "_slower", lambda self, path, other, stop: (0.0, 0.0))
+    monkeypatch.setattr(RewriteCheck, "_milliseconds", milliseconds)
+    monkeypatch.setattr(RewriteCheck, "_slower", lambda self, path, other, stop: (0.0, 0.0))
     path = exported("bert", "eager", "torchscript", tmp_path)
     report = optimize(path, tmp_path / "fast.onnx", device="cpu")
     assert report.times == ((33.0, 32.0) if noisy == 1 else None)
@@ -303,7 +303,7 @@ def test_a_result_that_was_slower_once_is_measured_again(
 
 
 def test_measuring_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("twinop.optimize.trial._SECONDS", 0.0)
+    monkeypatch.setattr("twinop.optimize.rewrite_check._SECONDS", 0.0)
     path = exported("bert", "eager", "torchscript", tmp_path)
     report = optimize(path, tmp_path / "fast.onnx", device="cpu")
     assert report.made and report.times is not None and not report.reverted

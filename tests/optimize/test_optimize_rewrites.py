@@ -8,7 +8,7 @@ import pytest
 from optimizing import nodes, optimized, parsed, types, weights
 from other_sizes import assert_same
 
-from twinop.optimize.graph import Work
+from twinop.optimize.graph import RewriteContext
 from twinop.optimize.linear import activation_of
 
 UNARY = "(float[N, 6, 8] x) => (float[N, 6, 8] y)"
@@ -79,7 +79,10 @@ def test_powers_that_stay(body: str, tmp_path: Path) -> None:
 def test_a_gelu_of_others_is_no_activation() -> None:
     node = ir.node("CustomTheirGelu", [ir.Value(name="x")], {"approximate": "tanh"}, domain="theirs")
     assert (
-        activation_of(Work(ir.Model(ir.Graph([], [], nodes=[node]), ir_version=10), "cuda", {}), node) == ""
+        activation_of(
+            RewriteContext(ir.Model(ir.Graph([], [], nodes=[node]), ir_version=10), "cuda", {}), node
+        )
+        == ""
     )
 
 

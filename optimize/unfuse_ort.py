@@ -22,16 +22,16 @@ _HIDDEN = -10000.0  # what ONNX Runtime adds to a hidden score, also where a row
 _TANH = {"approximate": "tanh"}  # the form of FastGelu
 
 
-def rewrite(work: g.Work) -> None:
-    for node in work.nodes(*_RULES, domain=g.MICROSOFT):
+def rewrite(context: g.RewriteContext) -> None:
+    for node in context.nodes(*_RULES, domain=g.MICROSOFT):
         try:
-            if _RULES[node.op_type](work, node):
-                work.made[f"{node.op_type} decomposed"] += 1
+            if _RULES[node.op_type](context, node):
+                context.made[f"{node.op_type} decomposed"] += 1
         except g.UnsupportedPattern as reason:
-            work.left[f"{node.op_type}: {reason}"] += 1
+            context.left[f"{node.op_type}: {reason}"] += 1
 
 
-def _skip_norm(work: g.Work, node: ir.Node) -> bool:
+def _skip_norm(context: g.RewriteContext, node: ir.Node) -> bool:
     """y = norm(input + skip + bias)."""
     simple = node.op_type == "SkipSimplifiedLayerNormalization"
     x, skip, *rows = node.inputs
@@ -108,7 +108,7 @@ def _rms_norm(
     return g.add(node, "Div", [x, root], shape=shape), root
 
 
-def _embed_norm(work: g.Work, node: ir.Node) -> bool:
+def _embed_norm(context: g.RewriteContext, node: ir.Node) -> bool:
     """y = norm(word[ids] + segment[types] + position)."""
     ids, types, word, position, segment, *rest = node.inputs
     rows, rest = rest[:2], rest[2:]
@@ -141,7 +141,7 @@ def _embed_norm(work: g.Work, node: ir.Node) -> bool:
     return True
 
 
-def _gelu(work: g.Work, node: ir.Node) -> bool:
+def _gelu(context: g.RewriteContext, node: ir.Node) -> bool:
     x, shape = node.inputs[0], g.dims(node.outputs[0])
     if len(node.inputs) > 1 and node.inputs[1] is not None:
         x = g.add(node, "Add", node.inputs, shape=shape)
@@ -150,7 +150,7 @@ def _gelu(work: g.Work, node: ir.Node) -> bool:
     return True
 
 
-def _matmul(work: g.Work, node: ir.Node) -> bool:
+def _matmul(context: g.RewriteContext, node: ir.Node) -> bool:
     if g.attribute(node, "transBatchA", 0) or g.attribute(node, "transBatchB", 0):
         raise g.UnsupportedPattern("its batch is transposed")
     sides = []
@@ -165,13 +165,13 @@ def _matmul(work: g.Work, node: ir.Node) -> bool:
     shape = g.dims(node.outputs[0])
     result = g.add(node, "MatMul", sides, shape=shape)
     if (alpha := g.attribute(node, "alpha", 1.0)) != 1.0:
-        number = g.initializer(work.graph, np.array(alpha, np.float32), "alpha")
+        number = g.initializer(context.graph, np.array(alpha, np.float32), "alpha")
         result = g.add(node, "Mul", [result, number], shape=shape)
     g.replace(node.outputs[0], result)
     return True
 
 
-def _attention(work: g.Work, node: ir.Node) -> bool:
+def _attention(context: g.RewriteContext, node: ir.Node) -> bool:
     """Attention that computes q, k and v from x itself."""
     x, weight, bias, mask, past, added = [*node.inputs, *[None] * 6][:6]
     known = {"num_heads", "unidirectional", "scale", "mask_filter_value", "qkv_hidden_sizes"}
@@ -185,10 +185,10 @@ def _attention(work: g.Work, node: ir.Node) -> bool:
     parts, start = [], 0
     for width in widths:
         shape: list[g.Dim] = [*(g.dims(x) or [])[:-1], width]
-        columns = g.initializer(work.graph, array[:, start : start + width], f"{weight.name}_{start}")
+        columns = g.initializer(context.graph, array[:, start : start + width], f"{weight.name}_{start}")
         part = g.add(node, "MatMul", [x, columns], shape=shape)
         if row is not None:
-            piece = g.initializer(work.graph, row[start : start + width], f"{weight.name}_{start}_bias")
+            piece = g.initializer(context.graph, row[start : start + width], f"{weight.name}_{start}_bias")
             part = g.add(node, "Add", [part, piece], shape=shape)
         parts.append(part)
         start += width
@@ -196,7 +196,7 @@ def _attention(work: g.Work, node: ir.Node) -> bool:
     return True
 
 
-def _multi_head_attention(work: g.Work, node: ir.Node) -> bool:
+def _multi_head_attention(context: g.RewriteContext, node: ir.Node) -> bool:
     q, k, v, bias, mask, added, *past = [*node.inputs, *[None] * 6][: max(6, len(node.inputs))]
     if q is None or k is None or v is None or any(each is not None for each in past):
         raise g.UnsupportedPattern("it has a KV cache or packed inputs")
@@ -213,7 +213,7 @@ def _multi_head_attention(work: g.Work, node: ir.Node) -> bool:
             width = (g.dims(part) or [None])[-1]
             if not isinstance(width, int):
                 raise g.UnsupportedPattern("an unknown number of columns")
-            piece = g.initializer(work.graph, row[start : start + width], f"{bias.name}_{start}")
+            piece = g.initializer(context.graph, row[start : start + width], f"{bias.name}_{start}")
             parts[index] = g.add(node, "Add", [part, piece], shape=g.dims(part))
             start += width
     _multi_head(node, parts, mask, added)
@@ -243,7 +243,7 @@ def _multi_head(node: ir.Node, parts: list[ir.Value], mask: ir.Value | None, add
     )
 
 
-_RULES: Mapping[str, Callable[[g.Work, ir.Node], bool]] = {
+_RULES: Mapping[str, Callable[[g.RewriteContext, ir.Node], bool]] = {
     "Attention": _attention,
     "BiasGelu": _gelu,
     "EmbedLayerNormalization": _embed_norm,

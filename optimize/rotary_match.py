@@ -12,7 +12,7 @@ _KEEPS_ROWS = ("Expand", "Gather", "Reshape", "Slice", "Squeeze", "Transpose", "
 
 
 @dataclass(frozen=True)
-class Form:
+class RotaryMatch:
     """A rotation of x by the angles in cos and sin: one for each pair, or the same one twice.
 
     Attributes:
@@ -27,12 +27,12 @@ class Form:
     layout: str
 
 
-def form_of(node: ir.Node) -> Form | None:
+def match_rotation(node: ir.Node) -> RotaryMatch | None:
     """Returns the rotation that ends in an Add or Concat, or None."""
     return _whole(node) if node.op_type == "Add" else _in_parts(node)
 
 
-def _whole(node: ir.Node) -> Form | None:
+def _whole(node: ir.Node) -> RotaryMatch | None:
     """Matches x * cos + rotated(x) * sin."""
     products = [g.producer(value, "Mul") for value in node.inputs]
     if products[0] is None or products[1] is None:
@@ -47,11 +47,11 @@ def _whole(node: ir.Node) -> Form | None:
                 continue
             cos, sin = g.other_input(with_cos, x), g.other_input(with_sin, rotated)
             if cos is not None and sin is not None:
-                return Form(node, x, cos, sin, layout)
+                return RotaryMatch(node, x, cos, sin, layout)
     return None
 
 
-def _in_parts(node: ir.Node) -> Form | None:
+def _in_parts(node: ir.Node) -> RotaryMatch | None:
     """Matches concat(a * cos - b * sin, b * cos + a * sin), and stacked pairs of this."""
     if len(node.inputs) != 2:
         return None
@@ -75,10 +75,10 @@ def _in_parts(node: ir.Node) -> Form | None:
             if x is None or (layout == "half") == (columns[0] is not None):
                 continue
             if layout == "half" and axis in (-1, rank - 1):
-                return Form(node, x, cos, sin, layout)
+                return RotaryMatch(node, x, cos, sin, layout)
             flat = _flattened(node, x) if layout == "interleaved" else None
             if flat is not None:
-                return Form(flat, x, cos, sin, layout)
+                return RotaryMatch(flat, x, cos, sin, layout)
     return None
 
 

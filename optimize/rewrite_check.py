@@ -33,20 +33,20 @@ from . import equivalence, inputs, masks, precision
 from . import graph as g
 from .inputs import Sizes, draws_random, hides_left, read_npz
 from .load import load
-from .microsoft import split_simplified_norms
 from .own_ops import OwnOps
 from .prepare import clean, prepare
 from .report import OptimizeReport
 from .timing import milliseconds
+from .unfuse_ort import split_simplified_norms
 
-Rewrite = Callable[[g.Work], None]
+Rewrite = Callable[[g.RewriteContext], None]
 Rewrites = Mapping[str, Rewrite]
 _SLOWER = 1.05  # less is noise
 _ATTEMPTS = 3  # to find the result no slower than the source
 _SECONDS = 20.0  # after so long, nothing more is measured
 
 
-class Trial:
+class RewriteCheck:
     """A model in fp32, the inputs for the comparison, and the original's outputs for them."""
 
     def __init__(
@@ -76,7 +76,10 @@ class Trial:
         self.folder, self.records, self.report, self.padding = folder, records, report, padding
         self.own, self.library, self.progress = own, own.libraries or None, progress
         self.original = original or self._save(model.clone(), "original.onnx")[-1]
-        self.acting, self.longest_trial = set[str](), 0.0  # the rewrites that changed something; seconds
+        self.acting, self.longest_measurement = (
+            set[str](),
+            0.0,
+        )  # the rewrites that changed something; seconds
         self.reference = equivalence.Reference([], [], [])
         self.sizes = Sizes(1, 1)
         self.registered: Sequence[Library] = []  # the libraries of the last run
@@ -105,7 +108,7 @@ class Trial:
         equivalence.confirm_shapes(self.base, self.reference)
         self.progress("folding constants, inferring shapes")
         prepare(self.base, {**self.records, **self.own.records})
-        self.classified = g.Work(self.base, self.report.device, self.records)
+        self.classified = g.RewriteContext(self.base, self.report.device, self.records)
         masks.classify(self.classified, self.sizes, self.padding)
 
     def _noise(self, original: ir.Model) -> equivalence.Errors:
@@ -113,40 +116,40 @@ class Trial:
         nudged = self._save(equivalence.nudge_weights(original), "nudged.onnx")[-1]
         return equivalence.noise(nudged, self.library, self.reference)
 
-    def apply(self, rewrites: Rewrites) -> g.Work:
+    def apply(self, rewrites: Rewrites) -> g.RewriteContext:
         """Applies rewrites to a copy of the model.
 
         Raises:
             NotEquivalent: a rewrite raises an exception.
         """
-        work = g.Work(self.base.clone(), self.report.device, self.records)
-        masks.transfer(self.classified, work)
+        context = g.RewriteContext(self.base.clone(), self.report.device, self.records)
+        masks.transfer(self.classified, context)
         for name, rewrite in rewrites.items():
             self.progress(f"rewriting: {name}")
-            before = Counter(work.made)
+            before = Counter(context.made)
             try:
-                rewrite(work)
+                rewrite(context)
             except Exception as failure:  # on a graph that it was not written for
                 text = f"fails: {type(failure).__name__}: {failure}"
                 raise equivalence.NotEquivalent(text, name) from failure
-            self.acting |= {name} if work.made != before else set()
-            clean(work.model)
-        CommonSubexpressionEliminationPass()(work.model)
-        LiftConstantsToInitializersPass(lift_all_constants=True, size_limit=0)(work.model)
-        clean(work.model)
-        g.share_constants(work.graph)
-        if masks_shown := {str(shown.name) for lengths, shown in work.lengths.items() if lengths.uses()}:
-            [work.model.metadata_props[RIGHT_PADDED]] = masks_shown
-        return work
+            self.acting |= {name} if context.made != before else set()
+            clean(context.model)
+        CommonSubexpressionEliminationPass()(context.model)
+        LiftConstantsToInitializersPass(lift_all_constants=True, size_limit=0)(context.model)
+        clean(context.model)
+        g.share_constants(context.graph)
+        if masks_shown := {str(shown.name) for lengths, shown in context.lengths.items() if lengths.uses()}:
+            [context.model.metadata_props[RIGHT_PADDED]] = masks_shown
+        return context
 
-    def verify(self, rewrites: Rewrites) -> tuple[Rewrites, g.Work]:
+    def verify(self, rewrites: Rewrites) -> tuple[Rewrites, g.RewriteContext]:
         """Returns the rewrites that keep the results, and the model with them; reports the others."""
         kept = dict(rewrites)
         while True:
             try:
-                work = self.apply(kept)
-                self.report.error = self._verify_fp32(work.model)
-                return kept, work
+                context = self.apply(kept)
+                self.report.error = self._verify_fp32(context.model)
+                return kept, context
             except equivalence.NotEquivalent as reason:
                 if len(kept) == len(rewrites):
                     self._verify_unchanged()
@@ -190,7 +193,7 @@ class Trial:
         """
         self.progress("comparing with the original")
         try:
-            self.written = model, self._write(model.clone(), "trial.onnx")
+            self.written = model, self._write(model.clone(), "rewritten.onnx")
             answer = run(self.written[1][-1], self.library, self.reference.cases)
             found, self.registered = answer.outputs, answer.libraries
         except NotRunnable as reason:
@@ -213,7 +216,9 @@ class Trial:
     def _save(self, model: ir.Model, name: str) -> list[Path]:
         return save(self.own.attach(model), self.folder / name, EXTERNAL_DATA_BYTES)
 
-    def drop_slow(self, best: tuple[Rewrites, g.Work], path: Path) -> tuple[Rewrites, g.Work]:
+    def drop_slow(
+        self, best: tuple[Rewrites, g.RewriteContext], path: Path
+    ) -> tuple[Rewrites, g.RewriteContext]:
         """Measures the source and the result in `path`, and reverts rewrites that make it slower here.
 
         It stops after `_SECONDS`. A rewrite goes if two measurements in a row show that it is slower. If the
@@ -224,7 +229,7 @@ class Trial:
         if reason:
             report.untimed = f"{reason}. {option('device', 'cpu')} optimises for the CPU"
             return best
-        rewrites, work = dict(best[0]), best[1]
+        rewrites, context = dict(best[0]), best[1]
         self.progress("measuring")
         try:
             before, now = self._milliseconds(report.source, path, stop=stop)
@@ -232,19 +237,19 @@ class Trial:
             report.timed_shape = next((array.shape for array in self.reference.cases[0].values()), ())
             for name in [name for name in rewrites if name in self.acting]:
                 started = time.monotonic()
-                if started + self.longest_trial > stop:
+                if started + self.longest_measurement > stop:
                     break
                 self.progress(f"measuring without {name}")
                 less = {other: rewrite for other, rewrite in rewrites.items() if other != name}
                 other = self.apply(less)
                 other_path = self._write_converted(other, f"without_{name}")
                 with_it, without = self._slower(path, other_path, stop)
-                self.longest_trial = max(self.longest_trial, time.monotonic() - started)
+                self.longest_measurement = max(self.longest_measurement, time.monotonic() - started)
                 if with_it:
                     report.error = self._verify_fp32(other.model)
                     report.reverted[name] = f"slower here ({with_it:.3g} ms with it, {without:.3g} without)"
-                    rewrites, work, path = less, other, other_path
-            if work is not best[1]:
+                    rewrites, context, path = less, other, other_path
+            if context is not best[1]:
                 before, now = self._milliseconds(report.source, path, stop=stop)
                 report.times = (before, now)
             plain = self.unchanged
@@ -258,8 +263,8 @@ class Trial:
                         report.reverted[name] = (
                             f"slower here ({now:.3g} ms with all, {before:.3g} the original)"
                         )
-                    rewrites, work, report.times = {}, self.apply({}), None
-                    report.error = self._verify_fp32(work.model)
+                    rewrites, context, report.times = {}, self.apply({}), None
+                    report.error = self._verify_fp32(context.model)
                     break
                 before, now = self._milliseconds(report.source, path, stop=stop)
                 report.times = (before, now)
@@ -267,7 +272,7 @@ class Trial:
             if report.times is None or report.times[1] > report.times[0] * _SLOWER:
                 report.times = None
                 report.untimed = str(error).splitlines()[0]
-        return (rewrites, work) if work is not best[1] else best
+        return (rewrites, context) if context is not best[1] else best
 
     def _slower(self, path: Path, other: Path, stop: float) -> tuple[float, float]:
         """Returns both times if two measurements in a row show that `path` is slower, else zeros."""
@@ -278,8 +283,8 @@ class Trial:
                 return 0.0, 0.0
         return times[0], times[1]
 
-    def _write_converted(self, work: g.Work, name: str) -> Path:
-        model = work.model.clone()
+    def _write_converted(self, context: g.RewriteContext, name: str) -> Path:
+        model = context.model.clone()
         self._convert(model)
         return self._write(model, f"{name}.onnx")[-1]
 
@@ -298,14 +303,14 @@ class Trial:
         times, self.report.timed_on = found
         return times
 
-    def finish(self, best: tuple[Rewrites, g.Work], name: str) -> Sequence[Path]:
+    def finish(self, best: tuple[Rewrites, g.RewriteContext], name: str) -> Sequence[Path]:
         """Converts the model, compares it again, writes it and completes the report.
 
         Raises:
             ExportError: the error of the model in 16 bits is too large.
         """
-        work, report = best[1], self.report
-        report.made, report.left = dict((+work.made).most_common()), dict(work.left.most_common())
+        context, report = best[1], self.report
+        report.made, report.left = dict((+context.made).most_common()), dict(context.left.most_common())
         if not report.made and self.unchanged is not None:
             report.nodes_after, report.same = report.nodes_before, True
             model = load(self.unchanged)
@@ -314,11 +319,11 @@ class Trial:
             equivalence.confirm_shapes(model, self.reference)
             report.libraries = paths_in_use(model, self.registered)
             return save(model, self.folder / name, EXTERNAL_DATA_BYTES)
-        model = work.model
+        model = context.model
         report.inlined, report.libraries = self.own.inlined, paths_in_use(model, self.registered)
         if wide := self._convert(model):
             report.notes.append(f"{wide} nodes compute in fp32")
-        if any(lengths.uses() for lengths in work.lengths):
+        if any(lengths.uses() for lengths in context.lengths):
             mask = model.metadata_props[RIGHT_PADDED]
             report.notes.append(
                 f"{option('padding', 'right')} promised that {mask} hides nothing but the end of each "
