@@ -4,6 +4,8 @@ import json
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import grpc
@@ -11,6 +13,7 @@ import numpy as np
 import pytest
 import service_models as models
 from service_fixtures import Served, receive, serve, split, tensor, wait_until
+from service_held import held
 from service_rows import in_flight, message
 
 from twinop.deploy.service.protocol import pb
@@ -18,15 +21,21 @@ from twinop.deploy.service.rest import HALF_CLOSE_SECONDS
 
 
 @pytest.fixture(scope="module")
-def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+def held_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """While it exists, runs wait."""
+    return tmp_path_factory.mktemp("held") / "file"
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory: pytest.TempPathFactory, held_file: Path) -> Iterator[Served]:
     folder = tmp_path_factory.mktemp("models")
     models.place(folder, "relu", models.relu())
     models.place(folder, "two_versions", models.relu())
     models.place(folder, "two_versions", models.identity("FP32"), 2, settings='versions = "all"')
     models.place(folder, "two_outputs", models.two_outputs())
     models.place(folder, "log", models.log())
-    models.place(folder, "slow", models.slow(3000))
-    with serve(folder, "--control", "explicit") as server:
+    models.place(folder, "held", models.relu())
+    with serve(folder, "--control", "explicit", program=held("runs", held_file)) as server:
         yield server
 
 
@@ -137,79 +146,66 @@ def test_chunked_bodies(served: Served) -> None:
 # -------------------------------------------------------------------------------- clients that do not wait
 
 
-def slow_request(**rest: Any) -> bytes:
-    body = json.dumps({"inputs": [tensor("x", "FP32", [1, 4], [1, 2, 3, 4])], **rest})
-    head = f"POST /v2/models/slow/infer HTTP/1.1\r\nHost: h\r\nContent-Length: {len(body)}\r\n\r\n"
+@dataclass
+class Busy:
+    """The model `held`, which runs one request until `release`. Later ones wait behind it."""
+
+    served: Served
+    file: Path
+    first: Any
+
+    def runs(self) -> float:
+        return self.served.metric("twinop_compute_seconds_count", model="held")
+
+    def cancelled(self) -> float:
+        return self.served.metric("twinop_failures_total", model="held", reason="cancelled")
+
+    def release(self) -> None:
+        self.file.unlink(missing_ok=True)
+        assert self.first.result(60).model_name == "held"
+
+
+@pytest.fixture
+def busy(served: Served, stub: Any, held_file: Path) -> Iterator[Busy]:
+    held_file.touch()
+    found = Busy(served, held_file, stub.ModelInfer.future(message("held")))
+    wait_until(lambda: in_flight(served, 1, "held"))
+    yield found
+    found.release()
+
+
+def http_request(rows: int = 1, **rest: Any) -> bytes:
+    body = json.dumps({"inputs": [tensor("x", "FP32", [rows, 4], [0] * 4 * rows)], **rest})
+    head = f"POST /v2/models/held/infer HTTP/1.1\r\nHost: h\r\nContent-Length: {len(body)}\r\n\r\n"
     return (head + body).encode()
 
 
-def cancelled(served: Served) -> float:
-    return served.metric("twinop_failures_total", model="slow", reason="cancelled")
+@pytest.mark.parametrize("kind", ["HTTP", "large, HTTP", "gRPC"])
+def test_work_of_a_client_that_has_gone_is_dropped(served: Served, stub: Any, busy: Busy, kind: str) -> None:
+    before, runs = busy.cancelled(), busy.runs()
+    with ExitStack() as stack:
+        for _ in range(5):
+            if kind == "gRPC":
+                stack.callback(stub.ModelInfer.future(message("held")).cancel)
+            else:
+                rows = 50_000 if kind.startswith("large") else 1
+                stack.enter_context(served.connect()).sendall(http_request(rows))
+        wait_until(lambda: in_flight(served, 6, "held"))
+        time.sleep(2 * HALF_CLOSE_SECONDS)  # one that closes at once may wait for its answer
+    wait_until(lambda: busy.cancelled() == before + 5)
+    busy.release()
+    assert stub.ModelInfer(message("held")).outputs  # runs after all requests that were not dropped
+    assert busy.runs() == runs + 2
 
 
-def test_work_of_a_client_that_has_gone_is_dropped(served: Served) -> None:
-    before, runs = cancelled(served), served.metric("twinop_compute_seconds_count", model="slow")
-    with served.connect() as first:
-        first.sendall(slow_request())
-        wait_until(lambda: in_flight(served, 1))
-        with ExitStack() as stack:
-            for _ in range(5):  # these wait behind the first
-                stack.enter_context(served.connect()).sendall(slow_request())
-            wait_until(lambda: in_flight(served, 6))
-            time.sleep(2 * HALF_CLOSE_SECONDS)  # one that closes at once may wait for its answer
-        wait_until(lambda: cancelled(served) == before + 5)
-        assert receive(first).status == 200
-        first.sendall(slow_request())  # runs after all requests that were not dropped
-        assert receive(first).status == 200
-    assert served.metric("twinop_compute_seconds_count", model="slow") == runs + 2
-
-
-def test_a_client_with_a_large_request_that_has_gone_is_noticed(served: Served) -> None:
-    before = cancelled(served)
-    shape = [50_000, 4]
-    body = json.dumps({"inputs": [tensor("x", "FP32", shape, [0] * 200_000)]}).encode()
-    head = b"POST /v2/models/slow/infer HTTP/1.1\r\nHost: h\r\nContent-Length: %d\r\n\r\n" % len(body)
-    with served.connect() as first:
-        first.sendall(slow_request())
-        wait_until(lambda: in_flight(served, 1))
-        with served.connect() as other:
-            other.sendall(head + body)
-            wait_until(lambda: in_flight(served, 2))
-            time.sleep(2 * HALF_CLOSE_SECONDS)
-        wait_until(lambda: cancelled(served) == before + 1)
-        assert receive(first).status == 200
-
-
-def test_a_cancelled_grpc_call_is_dropped(served: Served, stub: Any) -> None:
-    before, runs = cancelled(served), served.metric("twinop_compute_seconds_count", model="slow")
-    request = message("slow")
-    first = stub.ModelInfer.future(request)
-    wait_until(lambda: in_flight(served, 1))
-    others = [stub.ModelInfer.future(request) for _ in range(5)]
-    wait_until(lambda: in_flight(served, 6))
-    for other in others:
-        other.cancel()
-    wait_until(lambda: cancelled(served) == before + 5)
-    assert first.result(60).model_name == "slow"
-    assert stub.ModelInfer(request).model_name == "slow"  # runs after all requests that were not dropped
-    assert served.metric("twinop_compute_seconds_count", model="slow") == runs + 2
-
-
-def test_deadlines(served: Served, stub: Any) -> None:
-    request = message("slow")
-    first = stub.ModelInfer.future(request)
-    wait_until(lambda: in_flight(served, 1))
-    answer = split(
-        served.exchange(
-            slow_request(parameters={"timeout": 20_000}).replace(b"Host: h", b"Connection: close")
-        )
-    )
+def test_deadlines(served: Served, stub: Any, busy: Busy) -> None:
+    with served.connect() as connection:
+        connection.sendall(http_request(parameters={"timeout": 20_000}))
+        answer = receive(connection)
     assert answer.status == 504 and "time was over" in answer.error
-    with pytest.raises(grpc.RpcError) as error:
-        stub.ModelInfer(request, timeout=0.02)
-    assert error.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
-    request.parameters["timeout"].int64_param = 20_000
-    with pytest.raises(grpc.RpcError) as error:
-        stub.ModelInfer(request)
-    assert error.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
-    assert first.result(60).model_name == "slow"
+    limited = message("held")
+    limited.parameters["timeout"].int64_param = 20_000
+    for request, seconds in ((message("held"), 0.02), (limited, 60)):
+        with pytest.raises(grpc.RpcError) as error:
+            stub.ModelInfer(request, timeout=seconds)
+        assert error.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
