@@ -191,7 +191,11 @@ def _driver_obstacles(device: int) -> list[str]:
         return [f"the NVIDIA driver does not start: {error}. Check with nvidia-smi"]
     if count == 0:
         hidden = os.environ.get("CUDA_VISIBLE_DEVICES")
-        return ["no NVIDIA GPU" + (f" (CUDA_VISIBLE_DEVICES is '{hidden}')" if hidden is not None else "")]
+        if hidden is None:
+            return ["no NVIDIA GPU"]
+        return [
+            f"no NVIDIA GPU (CUDA_VISIBLE_DEVICES is '{hidden}'). Unset that variable, or name GPUs in it"
+        ]
     if device >= count:
         return [f"no CUDA device {device}: this process sees {count}, numbered from 0"]
     return []

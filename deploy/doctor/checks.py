@@ -10,7 +10,6 @@ _CHECKS = (
     machine.check_compilers,
     machine.check_gcc_and_nvcc,
     machine.check_torch,
-    machine.check_wheels,
     machine.check_runtime,
     machine.check_providers,
     library.check_packages,

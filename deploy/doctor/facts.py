@@ -1,12 +1,11 @@
 """Looks at this machine: GPUs, compilers, torch, ONNX Runtime, libraries and a model, and changes nothing."""
 
-import importlib.metadata
 import importlib.util
 import json
-import os
 import re
 import subprocess
-from collections.abc import Callable, Iterable
+import warnings
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
@@ -15,12 +14,12 @@ from onnx import TensorProto, helper
 
 from twinop import child
 from twinop.building.toolchain import Compiler, Nvcc, find_compiler, find_nvcc
-from twinop.errors import ForeignLibraryError, TwinopError
-from twinop.find import Package, installed_packages, package_of, project_libraries
+from twinop.errors import ForeignLibraryError, TwinopError, TwinopWarning
+from twinop.find import Package, installed_packages, project_libraries
 from twinop.library import Library, library_folders, read_library
 
 from .. import cuda
-from ..choose_library import require_none
+from ..choose_library import choose_libraries
 from ..custom_nodes import Model, load_model
 
 T = TypeVar("T")
@@ -44,7 +43,7 @@ class Runtime:
         problem: why it cannot be imported.
         cuda: the CUDA version that it was built with, or "".
         providers: by name, why the provider does not run a node, or "".
-        missing: the shared libraries that its CUDA provider needs and the loader does not find.
+        obstacles: what keeps it from using the GPU, with the libraries of the facts.
         model_problem: why it does not run a model with the format and the opsets of the given one.
     """
 
@@ -52,7 +51,7 @@ class Runtime:
     problem: str = ""
     cuda: str = ""
     providers: dict[str, str] = field(default_factory=dict)
-    missing: tuple[str, ...] = ()
+    obstacles: tuple[str, ...] = ()
     model_problem: str = ""
 
 
@@ -71,10 +70,8 @@ class Environment:
     Attributes:
         driver_cuda: the newest CUDA that the driver serves (13000 is 13.0), or None without a driver.
         smi_problem: why nvidia-smi does not list the GPUs.
-        visible_devices: the variable CUDA_VISIBLE_DEVICES.
         newest_gcc: the newest major version of GCC that nvcc accepts.
-        wheels: the installed packages that hold an ONNX Runtime, with their versions.
-        libraries: the custom-op libraries in the order in which they are chosen.
+        libraries: those that a session of the model would register; without a model, all that are found.
         named: the library that the user named.
         broken: the messages about libraries that cannot be read or found.
     """
@@ -82,14 +79,12 @@ class Environment:
     driver_cuda: int | None = None
     gpus: tuple[Gpu, ...] = ()
     smi_problem: str = ""
-    visible_devices: str | None = None
     compiler: Compiler | None = None
     compiler_problem: str = ""
     nvcc: Nvcc | None = None
     nvcc_problem: str = ""
     newest_gcc: int | None = None
     torch: Torch | None = None
-    wheels: dict[str, str] = field(default_factory=dict)
     runtime: Runtime | None = None
     packages: tuple[Package, ...] = ()
     libraries: tuple[Library, ...] = ()
@@ -108,20 +103,22 @@ def collect(
     nvcc, nvcc_problem = _tried(find_nvcc)
     newest_gcc, toolkit_problem = _tried(_newest_gcc, nvcc) if nvcc is not None else (None, "")
     gpus, smi_problem = _gpus()
-    libraries, broken = _libraries(loaded, library, allow_model_libraries)
+    if loaded is not None:
+        chosen, problem = _tried(_choose, loaded, library, allow_model_libraries)
+        libraries, broken = chosen or (), (problem,) * bool(problem)
+    else:
+        libraries, broken = _libraries(library)
     return Environment(
         driver_cuda=cuda.driver_version(),
         gpus=gpus,
         smi_problem=smi_problem,
-        visible_devices=os.environ.get("CUDA_VISIBLE_DEVICES"),
         compiler=compiler,
         compiler_problem=compiler_problem,
         nvcc=nvcc,
         nvcc_problem=nvcc_problem or toolkit_problem,
         newest_gcc=newest_gcc,
         torch=_torch(),
-        wheels={name: importlib.metadata.version(name) for name in cuda.installed_wheels()},
-        runtime=_runtime(loaded),
+        runtime=_runtime(loaded, libraries),
         packages=tuple(installed_packages()),
         libraries=libraries,
         named=library,
@@ -170,10 +167,10 @@ def _torch() -> Torch | None:
     return Torch(said.get("__version__", "unknown"), said.get("cuda", ""))
 
 
-def _runtime(model: Model | None) -> Runtime | None:
+def _runtime(model: Model | None, libraries: Sequence[Library]) -> Runtime | None:
     if importlib.util.find_spec("onnxruntime") is None:
         return None
-    answer, problem = _ask()
+    answer, problem = _ask("describe", *(str(library.path) for library in libraries))
     if problem:
         return Runtime(problem=problem)
     facts = json.loads(answer.splitlines()[-1])
@@ -181,9 +178,9 @@ def _runtime(model: Model | None) -> Runtime | None:
     return Runtime(
         version=facts["version"],
         cuda=facts["cuda"],
-        providers={name: _ask(name, model=_tiny({"": 14}, 8))[1] for name in providers},
-        missing=tuple(facts["missing"]),
-        model_problem="" if model is None else _ask("CPUExecutionProvider", model=_like(model))[1],
+        providers={name: _ask("run", name, model=_tiny({"": 14}, 8))[1] for name in providers},
+        obstacles=tuple(facts["obstacles"]),
+        model_problem="" if model is None else _ask("run", "CPUExecutionProvider", model=_like(model))[1],
     )
 
 
@@ -218,23 +215,19 @@ def _ask(*arguments: str, model: bytes = b"") -> tuple[str, str]:
     return done.stdout.decode(), (logged or lines[-1]) if done.returncode else ""
 
 
-def _libraries(
-    model: Model | None, named: Path | None, allow_model_libraries: bool
-) -> tuple[tuple[Library, ...], tuple[str, ...]]:
+def _choose(model: Model, named: Path | None, allow_model_libraries: bool) -> tuple[Library, ...]:
+    """Returns what a session registers. The checks say themselves if a library is old."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", TwinopWarning)
+        explicit = [named] if named is not None else []
+        return tuple(choose_libraries(model, explicit, allow_model_libraries=allow_model_libraries))
+
+
+def _libraries(named: Path | None) -> tuple[tuple[Library, ...], tuple[str, ...]]:
     libraries, broken = [], []
-    own = model.path.parent if model is not None and model.path is not None else None
-    folders = [own] if own is not None and allow_model_libraries else []
-    folders += library_folders()
-    paths = [named, *project_libraries()] if named is not None else project_libraries()
-    for domain in dict.fromkeys(node.domain for node in model.nodes) if model is not None else ():
-        try:
-            if own is not None and named is None and not allow_model_libraries:
-                require_none(own, domain, {each.resolve() for each in (*paths, *folders)})
-            if package := package_of(domain):
-                paths.append(package.library_path())
-        except TwinopError as error:
-            broken.append(str(error))
-    for path in _once([*paths, *(file for folder in folders for file in sorted(folder.glob("lib*.so")))]):
+    paths = [*([named] if named is not None else []), *project_libraries()]
+    paths += [file for folder in library_folders() for file in sorted(folder.glob("lib*.so"))]
+    for path in dict.fromkeys(paths):
         try:
             libraries.append(read_library(path))
         except ForeignLibraryError as error:
@@ -242,10 +235,3 @@ def _libraries(
         except TwinopError as error:
             broken.append(str(error))
     return tuple(libraries), tuple(broken)
-
-
-def _once(paths: Iterable[Path]) -> list[Path]:
-    found: dict[Path, Path] = {}
-    for path in paths:
-        found.setdefault(path.resolve(), path)
-    return list(found.values())

@@ -21,23 +21,11 @@ def check_driver(facts: Environment) -> Iterator[Finding]:
             f"nvidia-smi fails: {one_line(facts.smi_problem)}",
             "load or install the NVIDIA driver again and reboot; in a container, start it with --gpus all",
         )
-    elif facts.gpus and facts.driver_cuda is None:
-        yield error(
-            "driver",
-            "nvidia-smi lists GPUs, but libcuda.so.1 cannot be loaded",
-            "put the driver's folder on LD_LIBRARY_PATH; in a container, start it with --gpus all",
-        )
     elif not facts.gpus:
         yield ok("driver", "no NVIDIA GPU: models and ops run on the CPU")
-    elif facts.driver_cuda is not None:
+    else:
         names = ", ".join(f"{gpu.name} (compute_{gpu.capability})" for gpu in facts.gpus)
-        yield ok("driver", f"{names}; the driver serves CUDA {served(facts.driver_cuda)}")
-    if facts.gpus and facts.visible_devices in ("", "-1"):
-        yield warning(
-            "driver",
-            f"CUDA_VISIBLE_DEVICES is '{facts.visible_devices}', which hides all GPUs",
-            "unset CUDA_VISIBLE_DEVICES, or set it to the numbers of GPUs",
-        )
+        yield ok("driver", f"{names}; the driver serves CUDA {served(facts.driver_cuda or 0)}")
 
 
 def check_compilers(facts: Environment) -> Iterator[Finding]:
@@ -114,16 +102,6 @@ def check_torch(facts: Environment) -> Iterator[Finding]:
     yield from old_driver(facts, "torch", torch.cuda, "install a torch built for CUDA {}")
 
 
-def check_wheels(facts: Environment) -> Iterator[Finding]:
-    if len(facts.wheels) > 1:
-        names = " and ".join(f"{name} {version}" for name, version in facts.wheels.items())
-        yield error(
-            "onnxruntime",
-            f"{names} are both installed, and each overwrites files of the other",
-            f"{_BOTH} onnxruntime{'-gpu' if facts.gpus else ''}",
-        )
-
-
 def check_runtime(facts: Environment) -> Iterator[Finding]:
     runtime = facts.runtime
     gpu = "-gpu" if facts.gpus else ""
@@ -154,26 +132,14 @@ def check_providers(facts: Environment) -> Iterator[Finding]:
     runtime = facts.runtime
     if runtime is None or runtime.problem:
         return
-    if facts.gpus and CUDA not in runtime.providers and len(facts.wheels) < 2:
-        yield warning(
-            CUDA,
-            "this onnxruntime has no CUDA provider: models run on the CPU, and this machine has a GPU",
-            f"{_BOTH} onnxruntime-gpu",
-        )
-    if CUDA in runtime.providers and facts.gpus:
-        yield from old_driver(facts, CUDA, runtime.cuda, "install an onnxruntime-gpu built for CUDA {}")
-        if runtime.missing:
-            yield error(
-                CUDA,
-                f"ONNX Runtime's CUDA provider lacks {', '.join(runtime.missing)}",
-                f"pip install 'onnxruntime-gpu[cuda,cudnn]=={runtime.version}'",
-            )
+    for obstacle in runtime.obstacles if facts.gpus else ():
+        yield from_message("warning", CUDA, obstacle, "compare with nvidia-smi")
     for name, problem in runtime.providers.items():
         if not problem:
             yield ok(name, "runs a node")
         elif name == CUDA and not facts.gpus:
             yield ok(name, "not used: this machine has no GPU")
-        elif name == CUDA and runtime.missing:
+        elif name == CUDA and runtime.obstacles:
             continue  # that is why
         else:
             level: Level = "error" if name in (CUDA, "CPUExecutionProvider") else "warning"

@@ -1,7 +1,7 @@
 """Asks ONNX Runtime in a process of its own, so that a crash there ends nothing else.
 
-python -m twinop.deploy.doctor.probe: prints what the installed ONNX Runtime is, as JSON.
-python -m twinop.deploy.doctor.probe PROVIDER: runs the model of standard input, y = f(x), on the provider.
+python -m twinop.deploy.doctor.probe describe LIBRARY...: prints what ONNX Runtime is installed, as JSON.
+python -m twinop.deploy.doctor.probe run PROVIDER: runs the model of standard input, y = f(x), on a provider.
 """
 
 import json
@@ -11,45 +11,36 @@ import numpy as np
 import onnxruntime
 
 from twinop.deploy import cuda
+from twinop.library import read_library
 
-_CPU = "CPUExecutionProvider"
 
-
-def describe() -> None:
-    """Prints ONNX Runtime's version, its providers, its CUDA, and the CUDA libraries that it lacks."""
-    missing = []
-    if cuda.runtime_has_cuda():
-        _load_cuda_libraries()
-        missing = cuda.missing_libraries()
+def describe(*libraries: str) -> None:
+    """Prints ONNX Runtime's version, its CUDA, its providers, and what keeps libraries from the GPU."""
     facts = {
         "version": onnxruntime.__version__,
         "cuda": cuda.runtime_cuda_version(),
         "providers": onnxruntime.get_available_providers(),
-        "missing": missing,
+        "obstacles": cuda.obstacles(0, [read_library(library) for library in libraries]),
     }
     print(json.dumps(facts))
 
 
-def run(provider: str, model: bytes) -> None:
+def run(provider: str) -> None:
     """Runs a model on a provider, which must take all of its nodes."""
     if provider == cuda.CUDA:
-        _load_cuda_libraries()
+        cuda.preload()
     options = onnxruntime.SessionOptions()
-    if provider != _CPU:
+    if provider != "CPUExecutionProvider":
         options.add_session_config_entry("session.disable_cpu_ep_fallback", "1")
+    model = sys.stdin.buffer.read()
     session = onnxruntime.InferenceSession(model, options, providers=[provider], enable_fallback=0)
     session.run(None, {"x": np.ones(4, np.float32)})
 
 
-def _load_cuda_libraries() -> None:
-    """Loads CUDA's libraries as `twinop.deploy.session` does."""
-    if cuda.driver_version() is not None:
-        cuda.import_torch()
-    cuda.preload()
-
-
 if __name__ == "__main__":
-    if len(sys.argv) > 1:
-        run(sys.argv[1], sys.stdin.buffer.read())
+    if cuda.driver_version() is not None:
+        cuda.import_torch()  # as `twinop.deploy.session` does
+    if sys.argv[1] == "run":
+        run(sys.argv[2])
     else:
-        describe()
+        describe(*sys.argv[2:])

@@ -46,7 +46,7 @@ def test_children_take_no_module_of_the_current_folder(
 
     monkeypatch.syspath_prepend("")  # as in a notebook
     monkeypatch.syspath_prepend(str(hostile))  # as after python -m
-    answer, problem = _ask()
+    answer, problem = _ask("describe")
     assert "version" in answer and not problem
     server = ort_process.Server()
     model = make_model("CustomRelu").SerializeToString()
