@@ -14,11 +14,11 @@ from .options import Options
 def main(**given: Any) -> None:
     """Pack a model and its custom-op library for deployment.
 
-    Writes a Triton model repository (also for twinop serve), a Dockerfile of
-    the service, one manifest for Kubernetes and one for KServe, and a
-    README.md that says how to run each. The
-    model is opened once with its library, so that a model that does not load
-    here is refused. The folder is written whole or not at all.
+    Writes a folder of models for twinop serve, a Dockerfile of the service, one
+    manifest for Kubernetes and one for KServe, and a README.md that says how to
+    run each. With --triton it writes a model repository for Triton. The model is
+    opened once with its library, so that a model that does not load here is
+    refused. The folder is written whole or not at all.
 
     Examples:
 
@@ -44,7 +44,7 @@ def main(**given: Any) -> None:
     table.add_row("model", f"{packed.name}, version {options.version}")
     table.add_row("custom nodes", ", ".join(contents.custom_nodes) or "none, so no library is needed")
     for each, place, digest in zip(
-        contents.libraries, packed.libraries, contents.library_sha256, strict=True
+        contents.libraries, packed.library_paths, contents.library_sha256, strict=True
     ):
         table.add_row("library", f"{each.path}\nin the container {place}")
         table.add_row("SHA-256", digest)

@@ -22,6 +22,7 @@ from ..errors import RunError
 from ..service.datatypes import datatype_of
 from ..service.interface import require_servable
 from ..tensor_specs import Spec
+from .options import Options
 
 # The older version of each in the two base images: Debian 13 (the service) and Ubuntu 24.04 (Triton).
 BASE_IMAGES_HAVE = {"GLIBC": (2, 39), "GLIBCXX": (3, 4, 33)}
@@ -59,17 +60,8 @@ class Contents:
         return ", ".join(dict.fromkeys(library.cuda_archs for library in self.libraries))
 
 
-def read_contents(
-    path: Path,
-    library: Sequence[Path],
-    gpu: bool | None,
-    batched: bool,
-    allow_model_libraries: bool = False,
-) -> Contents:
+def read_contents(options: Options) -> Contents:
     """Reads and checks a model and its libraries.
-
-    Args:
-        gpu: whether the model runs on a GPU. None: if all libraries have code for one.
 
     Raises:
         ModelError: the model or its data is missing, damaged or elsewhere, no library fits it, the protocol
@@ -78,18 +70,20 @@ def read_contents(
             has the file name of another one.
         RunError: ONNX Runtime refuses the model.
     """
+    path, batched = options.model, options.max_batch_size > 0
     model = load_model(path, confined=True)
     data = data_files(model)
-    found = choose_libraries(model, library, bodies=False, allow_model_libraries=allow_model_libraries)
+    allowed = options.allow_model_libraries
+    found = choose_libraries(model, options.library or (), bodies=False, allow_model_libraries=allowed)
     require_fit(model, found)
-    gpu = _wants_gpu(gpu, found)
+    gpu = _wants_gpu(options.gpu, found)
     notes: list[str] = []
     for each in found:
         require_old_enough(each.path)
     _require_names_differ(found)
     inputs, outputs = _specs(path, model, found, gpu, notes)
     require_servable(str(path), inputs, outputs, batched)
-    for spec in (*inputs, *outputs):
+    for spec in (*inputs, *outputs) if options.triton else ():
         _note(spec, batched, notes)
     sizes = [path.stat().st_size, *((path.parent / each).stat().st_size for each in data)]
     custom = sorted({node.op_type for node in model.nodes})
@@ -189,6 +183,6 @@ def _note(spec: Spec, batched: bool, notes: list[str]) -> None:
     if spec.shape is not None and len(spec.shape) == batched:
         ours, theirs = ("[N]", "[N, 1]") if batched else ("[]", "[1]")
         notes.append(
-            f"{spec.name} has shape {ours} in twinop serve and {theirs} in Triton, whose config.pbtxt has no "
+            f"{spec.name} has shape {ours} in the model and {theirs} in Triton, whose config.pbtxt has no "
             "empty shapes"
         )

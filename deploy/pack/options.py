@@ -34,14 +34,6 @@ class Options:
     triton: Annotated[
         bool, _option("Write a model repository for Triton, and nothing else.", "Triton", "--triton")
     ] = False
-    bodies: Annotated[
-        bool,
-        _option(
-            "Keep the function bodies, which Triton runs without a word where the library fails.",
-            "Triton",
-            "--bodies",
-        ),
-    ] = False
     gpu: Annotated[
         bool | None,
         _option("Where it runs. Default: on a GPU if the library has code for one.", "Image", "--gpu/--cpu"),

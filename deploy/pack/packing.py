@@ -19,19 +19,17 @@ from ..errors import PackError
 from ..service.model_settings import ModelSettings, Provider
 from ..service.settings import checked
 from ..service.triton_config import make_config, write_config
-from .contents import Contents, needed_version, read_contents, without_bodies
+from .contents import Contents, read_contents, without_bodies
 from .options import Options
 
 MODELS_IN_CONTAINER = "/mnt/models"  # where KServe mounts what it downloads
 MANIFEST = "twinop-pack.json"
 TRITON_IMAGE = "nvcr.io/nvidia/tritonserver:26.09-py3"
 PYTHON_IMAGE = "python:3.13.11-slim-trixie"  # the Python that requirements/lock.py locks packages for
-_PLATFORMS = {"x86_64": "linux/amd64", "aarch64": "linux/arm64"}
-_SOURCES = {".py", ".html"}
-_NOT_SERVING = {
-    *("__pycache__", "bench", "building", "aot_kernels", "doctor"),
+_NOT_SERVING = (
+    *("__pycache__", "bench", "building", "aot_kernels", "doctor", "include"),
     *("export", "lib", "optimize", "pack", "testing", "torch_op", "triton"),
-}
+)
 _FILES = {
     "twinop.toml.j2": "models/{name}/twinop.toml",
     "Dockerfile.j2": "Dockerfile",
@@ -45,13 +43,13 @@ _TRITON_FILES = {"triton.md.j2": "README.md"}
 
 @dataclass(frozen=True)
 class Packed:
-    """What was written. `libraries` are the paths of the libraries in the container."""
+    """What was written. `library_paths` are the paths in the container."""
 
     contents: Contents
     name: str
     kube_name: str
     image: str
-    libraries: list[str]
+    library_paths: list[str]
 
 
 def pack(options: Options) -> Packed:
@@ -63,21 +61,13 @@ def pack(options: Options) -> Packed:
     name = _model_name(options)
     kube_name = kubernetes_name(name)
     image = _image(options, kube_name)
-    _check_options(options)
     _check_output(options)
-    contents = read_contents(
-        options.model,
-        options.library or (),
-        options.gpu,
-        options.max_batch_size > 0,
-        options.allow_model_libraries,
-    )
+    contents = read_contents(options)
     folder = f"{MODELS_IN_CONTAINER}/{name}/{options.version}"
     libraries = [f"{folder}/{library.path.name}" for library in contents.libraries]
     packed = Packed(contents, name, kube_name, image, libraries)
-    config = _config(options, packed)
     try:
-        _write_whole(options, packed, config)
+        _write_whole(options, packed)
     except OSError as error:
         raise PackError(
             f"{options.output}: cannot be written: {error.strerror} ({error.filename})"
@@ -115,21 +105,13 @@ def _image(options: Options, kube_name: str) -> str:
     return image if found["tag"] else f"{image}:{options.version}"
 
 
-def _check_options(options: Options) -> None:
-    if options.bodies and not options.triton:
-        raise PackError(
-            "--bodies without --triton: what is packed for twinop serve always has the function bodies, with "
-            "which it compares the kernels. Leave the option out, or add --triton"
-        )
-
-
 def _check_output(options: Options) -> None:
     """Refuses to overwrite a folder that `twinop pack` did not write."""
     output = options.output
     if not output.exists() or (output.is_dir() and not any(output.iterdir())):
         return
     if not (output / MANIFEST).is_file():
-        raise PackError(f"{output} is there, and not from twinop pack. Choose another folder, or remove it")
+        raise PackError(f"{output} already exists, and is not from twinop pack. Choose another, or remove it")
     if not options.force:
         raise PackError(f"{output} already exists. --force replaces it")
     inside = output.resolve()
@@ -138,48 +120,79 @@ def _check_output(options: Options) -> None:
             raise PackError(f"{path} lies in {output}, which --force would replace. Choose another folder")
 
 
-# -------------------------------------------------------------------------------- contents
+# -------------------------------------------------------------------------------- writing
 
 
-def _values(options: Options, packed: Packed) -> dict[str, Any]:
-    """Returns the values for the templates: the options, the contents, and what follows from them."""
-    contents = packed.contents
-    memory = _memory(contents)
-    return vars(options) | vars(contents) | _settings(options, contents) | {
-        "name": packed.name, "kube_name": packed.kube_name, "image": packed.image,
-        "image_title": packed.image.rpartition(":")[0].rpartition("/")[2],
-        "memory": memory, "memory_limit": 2 * memory,
-        "library_paths": packed.libraries, "library_sha256": contents.library_sha256,
-        "cuda_archs": contents.cuda_archs,
-        "needs_glibc": _needed(contents, "GLIBC"), "needs_glibcxx": _needed(contents, "GLIBCXX"),
-        "models_in_container": MODELS_IN_CONTAINER, "platform": _PLATFORMS[os.uname().machine],
-        "python_image": PYTHON_IMAGE, "triton_image": TRITON_IMAGE,
-        "runtime_version": _runtime_version(contents.gpu), "twinop_version": twinop.__version__,
-    }  # fmt: skip
+def _write_whole(options: Options, packed: Packed) -> None:
+    """Writes beside the folder and renames, so that a failure leaves the old folder."""
+    output = options.output.resolve()
+    output.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=f".{output.name}-", dir=output.parent) as scratch:
+        new = Path(scratch) / "new"
+        _write(new, options, packed)
+        for each in (new, *new.rglob("*")):  # another user reads it in the container
+            each.chmod(0o755 if each.is_dir() else 0o644)
+        if output.exists():
+            output.rename(Path(scratch) / "old")
+        new.rename(output)
 
 
-def _settings(options: Options, contents: Contents) -> dict[str, Any]:
-    """Returns the model's settings, which both twinop.toml and config.pbtxt have."""
-    return {
+def _write(root: Path, options: Options, packed: Packed) -> None:
+    contents, model = packed.contents, root / "models" / packed.name
+    version = model / str(options.version)
+    _copy(contents.model, version / "model.onnx")
+    for each in contents.data:
+        _copy(contents.model.parent / each, version / each)
+    for library in contents.libraries:
+        _copy(library.path, version / library.path.name)
+    settings = {
         "provider": Provider.CUDA if contents.gpu else Provider.CPU,
         "max_batch_size": options.max_batch_size,
         # The container's CPUs: ONNX Runtime would count those of the machine.
         "intra_op_threads": options.cpus,
     }
+    if options.triton:
+        onnx.save(without_bodies(contents), version / "model.onnx")
+        (model / "config.pbtxt").write_text(_triton_config(packed, settings))
+    else:
+        requirements = f"requirements-{'gpu' if contents.gpu else 'cpu'}.txt"
+        _copy(Path(__file__).with_name(requirements), root / "service/requirements.txt")
+        _copy_sources(root / "service/twinop")
+    _render(root, options, packed, settings)
+    files = {
+        str(path.relative_to(root)): checksum(path) for path in sorted(model.rglob("*")) if path.is_file()
+    }
+    manifest = {"twinop": twinop.__version__, "image": packed.image, "sha256": files}
+    (root / MANIFEST).write_text(json.dumps(manifest, indent=2) + "\n")
 
 
-def _config(options: Options, packed: Packed) -> str:
-    contents = packed.contents
-    text = write_config(
+def _triton_config(packed: Packed, settings: dict[str, Any]) -> str:
+    return write_config(
         make_config(
             packed.name,
-            checked(ModelSettings, _settings(options, contents), "the options"),
-            {spec.name: spec for spec in contents.inputs},
-            {spec.name: spec for spec in contents.outputs},
-            libraries=packed.libraries,
+            checked(ModelSettings, settings, "the options"),
+            {spec.name: spec for spec in packed.contents.inputs},
+            {spec.name: spec for spec in packed.contents.outputs},
+            libraries=packed.library_paths,
         )
     )
-    return f"# Triton's model configuration. twinop serve reads twinop.toml.\n{text}"
+
+
+def _render(root: Path, options: Options, packed: Packed, settings: dict[str, Any]) -> None:
+    contents = packed.contents
+    environment = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(Path(__file__).with_name("templates")),
+        undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True,
+    )  # fmt: skip
+    values = vars(options) | vars(contents) | vars(packed) | settings | {
+        "memory": _memory(contents), "library_sha256": contents.library_sha256,
+        "models_in_container": MODELS_IN_CONTAINER, "python_image": PYTHON_IMAGE,
+        "triton_image": TRITON_IMAGE, "twinop_version": twinop.__version__,
+    }  # fmt: skip
+    for template, path in (_TRITON_FILES if options.triton else _FILES).items():
+        target = root / path.format(name=packed.name)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        target.write_text(environment.get_template(template).render(values), encoding="utf-8")
 
 
 def _memory(contents: Contents) -> int:
@@ -188,102 +201,20 @@ def _memory(contents: Contents) -> int:
     return base + -(-3 * contents.size // (256 << 20)) * 256
 
 
-def _needed(contents: Contents, name: str) -> str:
-    versions = [needed_version(library.path, name) for library in contents.libraries]
-    return ".".join(map(str, max(versions, default=())))
-
-
-def _requirements(gpu: bool) -> Path:
-    return Path(__file__).with_name(f"requirements-{'gpu' if gpu else 'cpu'}.txt")
-
-
-def _runtime_version(gpu: bool) -> str:
-    found = re.search(r"^onnxruntime(?:-gpu)?==(\S+)", _requirements(gpu).read_text(), re.MULTILINE)
-    assert found is not None, "requirements/lock.py writes it"
-    return found[1]
-
-
-# -------------------------------------------------------------------------------- writing
-
-
-def _write_whole(options: Options, packed: Packed, config: str) -> None:
-    """Writes beside the folder and renames, so that a failure leaves the old folder."""
-    output = options.output.resolve()
-    output.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix=f".{output.name}-", dir=output.parent) as scratch:
-        new = Path(scratch) / "new"
-        _write(new, options, packed, config)
-        if output.exists():
-            output.rename(Path(scratch) / "old")
-        for folder, _, _ in os.walk(new):  # another user reads it in the container
-            os.chmod(folder, 0o755)
-        new.rename(output)
-
-
-def _write(root: Path, options: Options, packed: Packed, config: str) -> None:
-    contents, values = packed.contents, _values(options, packed)
-    version = root / "models" / packed.name / str(options.version)
-    _copy(contents.model, version / "model.onnx")
-    if options.triton and not options.bodies:
-        onnx.save(without_bodies(contents), version / "model.onnx")
-    for each in contents.data:
-        _copy(contents.model.parent / each, version / each)
-    for library in contents.libraries:
-        _copy(library.path, version / library.path.name)
-    environment = jinja2.Environment(
-        loader=jinja2.FileSystemLoader(Path(__file__).with_name("templates")),
-        undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True,
-    )  # fmt: skip
-    environment.filters["quoted"] = _quoted
-    for template, path in (_TRITON_FILES if options.triton else _FILES).items():
-        _text(root / path.format(name=packed.name), environment.get_template(template).render(values))
-    _text(root / "models" / packed.name / "config.pbtxt", config)
-    manifest = _manifest(options, packed) | {"model_sha256": checksum(version / "model.onnx")}
-    _text(root / MANIFEST, json.dumps(manifest, indent=2) + "\n")
-    if options.triton:
-        return
-    _copy(_requirements(contents.gpu), root / "service/requirements.txt")
-    _copy_sources(root / "service/twinop")
+def _copy(source: Path, target: Path) -> None:
+    target.parent.mkdir(parents=True, exist_ok=True)
+    shutil.copyfile(source, target)
 
 
 def _copy_sources(target: Path) -> None:
     """Copies the part of the Python package that serves; the library is beside the model."""
+
+    def left_out(folder: str, names: list[str]) -> list[str]:
+        return [
+            name
+            for name in names
+            if name in _NOT_SERVING or (not name.endswith(".py") and not os.path.isdir(f"{folder}/{name}"))
+        ]
+
     source = Path(twinop.__file__).parent
-    for folder, folders, files in os.walk(source, followlinks=True):
-        folders[:] = sorted(each for each in folders if each not in _NOT_SERVING)
-        for file in sorted(files):
-            path = Path(folder, file)
-            if path.suffix in _SOURCES:
-                _copy(path, target / path.relative_to(source))
-
-
-def _manifest(options: Options, packed: Packed) -> dict[str, Any]:
-    contents = packed.contents
-    return {
-        "twinop": twinop.__version__,
-        "model": packed.name,
-        "version": options.version,
-        "data_sha256": {str(each): checksum(contents.model.parent / each) for each in contents.data},
-        "libraries": packed.libraries,
-        "library_sha256": contents.library_sha256,
-        "custom_nodes": list(contents.custom_nodes),
-        "gpu": contents.gpu,
-        "image": packed.image,
-    }
-
-
-def _copy(source: Path, target: Path) -> None:
-    target.parent.mkdir(parents=True, exist_ok=True)
-    shutil.copyfile(source, target)
-    target.chmod(0o644)
-
-
-def _text(path: Path, text: str) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(text, encoding="utf-8")
-    path.chmod(0o644)
-
-
-def _quoted(text: str) -> str:
-    """Quotes a string for protobuf's text format, TOML, YAML and Dockerfiles, which escape alike."""
-    return json.dumps(text, ensure_ascii=False)
+    shutil.copytree(source, target, ignore=left_out, copy_function=shutil.copyfile)

@@ -7,7 +7,6 @@ import os
 import re
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -19,6 +18,8 @@ from typing import Any
 
 import pytest
 from pack_fixtures import CASES, packed_case
+
+from lab.servers import free_ports
 
 BIN = Path(sys.executable).parent
 REQUIREMENTS = Path(__file__).resolve().parents[2] / "requirements"
@@ -55,18 +56,6 @@ def command_of_the_image(repo: Path) -> list[str]:
     found = re.search(r"^CMD (\[.*\])$", (repo / "Dockerfile").read_text(), re.MULTILINE)
     assert found is not None
     return json.loads(found[1])
-
-
-def test_serve_takes_these_options(repo: Path) -> None:
-    import typer
-
-    from twinop.deploy import serve
-
-    part = typer.Typer()
-    part.command()(serve.main)
-    known = {name for each in typer.main.get_command(part).params for name in each.opts}
-    options = [argument for argument in command_of_the_image(repo) if argument.startswith("--")]
-    assert options and set(options) <= known
 
 
 # -------------------------------------------------------------------------------- the image's Python
@@ -140,21 +129,6 @@ def run_packed(repo: Path, *arguments: object) -> subprocess.CompletedProcess:
     return subprocess.run(command(repo, *arguments), capture_output=True, text=True, timeout=120)
 
 
-def test_the_packed_copy_runs(repo: Path) -> None:
-    for help in ((), ("serve",)):
-        ran = run_packed(repo, *help, "--help")
-        assert ran.returncode == 0, ran.stdout + ran.stderr
-    for library in (repo / "models").rglob("*.so"):
-        ran = run_packed(repo, "ops", library)
-        assert ran.returncode == 0 and "CustomRelu" in ran.stdout, ran.stdout + ran.stderr
-
-
-def free_port() -> int:
-    with socket.socket() as one:
-        one.bind(("127.0.0.1", 0))
-        return one.getsockname()[1]
-
-
 def get(url: str, token: str = "", body: bytes | None = None) -> tuple[int, bytes]:
     headers = {"Content-Type": "application/json"}
     if token:
@@ -171,7 +145,7 @@ def test_the_packed_folder_is_served(repo: Path, tmp_path: Path) -> None:
     """The container's own command on the packed files: the image without Docker."""
     arguments = " ".join(command_of_the_image(repo)).replace("/mnt/models", str(repo / "models"))
     arguments = arguments.replace("0.0.0.0", "127.0.0.1")
-    http, grpc = free_port(), free_port()
+    http, grpc = free_ports(2)
     arguments = arguments.replace("8080", str(http)).replace("8081", str(grpc))
     environment = {"PATH": os.environ["PATH"], "HOME": "/tmp", "TWINOP_TOKEN": "secret"}
     healthcheck = re.search(r'CMD \["python", "-c", "(.*)"\]', (repo / "Dockerfile").read_text())

@@ -1,26 +1,22 @@
-"""The packed config.pbtxt: complete for every model, as Triton needs it, and read by twinop serve."""
+"""`twinop pack --triton`: a complete config.pbtxt for every model, and no function bodies."""
 
-import json
 import re
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import onnx
+import onnxruntime
 import pytest
 import service_models as models
+from google.protobuf import text_format
 from models import node
 from pack_fixtures import packed, saved
 
 from twinop.deploy.errors import ModelError, RunError
 from twinop.deploy.pack import contents
-from twinop.deploy.service.folders import scan
-from twinop.deploy.service.loaded_model import LoadedModel
-from twinop.deploy.service.loading import load
+from twinop.deploy.pack.options import Options
 from twinop.deploy.service.protocol import model_config_pb2
-from twinop.deploy.service.settings import Policy, ServerSettings, read_settings
 from twinop.errors import TwinopError
-from twinop.library import checksum
 
 Tensor = tuple[str, str, list[int]]
 
@@ -40,17 +36,7 @@ def without_output_shape(model: onnx.ModelProto) -> onnx.ModelProto:
     return model
 
 
-def with_default(model: onnx.ModelProto) -> onnx.ModelProto:
-    """With one more input, which has a default."""
-    weight = onnx.numpy_helper.from_array(np.ones(2, np.float32), "w")
-    model.graph.initializer.append(weight)
-    model.graph.input.append(models.info("w", "FP32", (2,)))
-    return model
-
-
 def config_of(repo: Path) -> Any:
-    from google.protobuf import text_format
-
     text = (repo / "models/custom_relu/config.pbtxt").read_text()
     return text_format.Parse(text, model_config_pb2.ModelConfig())
 
@@ -60,19 +46,6 @@ def told(tensors: Any) -> list[Tensor]:
     return [
         (each.name, kinds.Name(each.data_type).removeprefix("TYPE_"), list(each.dims)) for each in tensors
     ]
-
-
-def autofills(config: Any) -> bool:
-    """Whether Triton's ONNX Runtime backend completes this file from the model (AutoCompleteConfig)."""
-    return not (config.input and config.output)
-
-
-def served(repo: Path) -> LoadedModel:
-    """As `twinop serve repo/models --provider cpu --allow-model-libraries` loads it."""
-    folder = scan(repo / "models")["custom_relu"]
-    settings = read_settings(None, {}).for_model("custom_relu", folder.own)
-    settings = settings.model_copy(update={"provider": "cpu"})
-    return load(folder.versions[1], settings, ServerSettings(), Policy(allow_model_libraries=True))
 
 
 OPENED: dict[str, tuple[onnx.ModelProto, int, list[Tensor], list[Tensor]]] = {
@@ -85,7 +58,6 @@ OPENED: dict[str, tuple[onnx.ModelProto, int, list[Tensor], list[Tensor]]] = {
     "strings": (
         models.strings(), 0, [("a", "STRING", [-1]), ("b", "STRING", [-1])], [("y", "STRING", [-1])],
     ),
-    "bfloat16": (models.identity("BF16"), 0, [("x", "BF16", [-1, -1])], [("y", "BF16", [-1, -1])]),
     "output of unknown rank": (
         models.expand(), 0, [("x", "FP32", [1]), ("shape", "INT64", [-1])], [("y", "FP32", [1])],
     ),
@@ -94,15 +66,12 @@ OPENED: dict[str, tuple[onnx.ModelProto, int, list[Tensor], list[Tensor]]] = {
 
 # Models that no session on a CPU opens: the inputs and outputs come from the graph.
 GPU_ONLY: dict[str, tuple[onnx.ModelProto, int, list[Tensor], list[Tensor]]] = {
-    "rows": (plain("BF16", ("N", 4)), 0, [("x", "BF16", [-1, 4])], [("y", "BF16", [-1, 4])]),
     "rows, joined": (plain("BF16", ("N", 4)), 8, [("x", "BF16", [4])], [("y", "BF16", [4])]),
-    "vector, joined": (plain("BF16", ("N",)), 8, [("x", "BF16", [1])], [("y", "BF16", [1])]),
     "scalar": (plain("BF16", ()), 0, [("x", "BF16", [1])], [("y", "BF16", [1])]),
     "unnamed sizes": (plain("BF16", (None, 4)), 0, [("x", "BF16", [-1, 4])], [("y", "BF16", [-1, 4])]),
     "inferred output": (
         without_output_shape(plain("BF16", ("N", 4))), 0, [("x", "BF16", [-1, 4])], [("y", "BF16", [-1, 4])],
     ),
-    "default": (with_default(plain("BF16", ("N", 4))), 0, [("x", "BF16", [-1, 4])], [("y", "BF16", [-1, 4])]),
 }  # fmt: skip
 CASES = [
     pytest.param(case, gpu, id=f"{name}, {'GPU only' if gpu else 'opened'}")
@@ -115,9 +84,10 @@ CASES = [
 def test_every_packed_file_has_inputs_and_outputs(case: Any, gpu: bool, tmp_path: Path) -> None:
     """Without them Triton switched batching on, and mixed the rows of several requests."""
     model, batch, inputs, outputs = case
-    repo, said = packed(tmp_path, model, max_batch_size=batch, gpu=gpu)
+    repo, said = packed(tmp_path, model, max_batch_size=batch, gpu=gpu, triton=True)
     config = config_of(repo)
-    assert not autofills(config)
+    assert (config.name, config.backend) == ("custom_relu", "onnxruntime")
+    assert list(config.model_operations.op_library_filename) == said.library_paths
     assert told(config.input) == inputs and told(config.output) == outputs
     assert config.max_batch_size == batch and config.HasField("dynamic_batching") == bool(batch)
     if not batch:
@@ -129,57 +99,29 @@ def test_every_packed_file_has_inputs_and_outputs(case: Any, gpu: bool, tmp_path
     assert any("not opened here" in note for note in said.contents.notes) == gpu
 
 
-@pytest.mark.parametrize("case", OPENED.values(), ids=OPENED)
-def test_twinop_serves_what_was_packed(case: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """Also where Triton's shapes are not the model's: those of the model are served."""
-    model, batch, _, _ = case
-    loaded = served(packed(tmp_path, model, max_batch_size=batch, gpu=False)[0])
-    assert "is not read" not in caplog.text  # config.pbtxt says no more than twinop.toml
-    assert loaded.settings.max_batch_size == batch
-    for each, spec in zip(model.graph.input, loaded.inputs.values(), strict=True):
-        assert spec.shape is not None and len(spec.shape) == len(each.type.tensor_type.shape.dim)
-
-
 @pytest.mark.parametrize(
-    ("model", "batch", "ours", "theirs"),
-    [(models.identity("FP32", ()), 0, "[]", "[1]"), (models.relu(shape=("N",)), 4, "[N]", "[N, 1]")],
-)
-def test_other_shapes_in_triton_are_said(
-    model: onnx.ModelProto, batch: int, ours: str, theirs: str, tmp_path: Path
-) -> None:
-    repo, said = packed(tmp_path, model, max_batch_size=batch)
-    expected = f"x has shape {ours} in twinop serve and {theirs} in Triton"
-    assert any(note.startswith(expected) for note in said.contents.notes)
-    assert expected in (repo / "README.md").read_text()
-
-
-def test_bfloat16_needs_a_triton_that_takes_it(tmp_path: Path) -> None:
-    repo, said = packed(tmp_path, models.identity("BF16"))
-    expected = "x is bfloat16, which Triton's ONNX Runtime backend takes from 26.03 on"
-    assert expected in said.contents.notes and expected in (repo / "README.md").read_text()
-
-
-@pytest.mark.parametrize("gpu", [False, True])
-@pytest.mark.parametrize(
-    ("model", "message"),
+    ("model", "batch", "note"),
     [
-        (plain("BF16", None, "Identity"), "x is bfloat16 of any shape, and config.pbtxt needs a known rank"),
-        (models.make(
-            [node("Identity", ["w"], domain="")],
-            [models.info("w", "FP32", ("N",))],
-            [models.info("y", "FP32", ("N",))],
-            weights={"w": np.ones(2, np.float32)},
-        ), "the model has no inputs, without which Triton completes config.pbtxt itself"),
+        (models.identity("FP32", ()), 0, "x has shape [] in the model and [1] in Triton"),
+        (models.relu(shape=("N",)), 4, "x has shape [N] in the model and [N, 1] in Triton"),
+        (
+            models.identity("BF16"),
+            0,
+            "x is bfloat16, which Triton's ONNX Runtime backend takes from 26.03",
+        ),
     ],
-    ids=["unknown rank", "no input"],
-)  # fmt: skip
-def test_models_that_config_pbtxt_cannot_describe(
-    model: onnx.ModelProto, message: str, gpu: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+)
+def test_what_is_different_in_triton_is_said(
+    model: onnx.ModelProto, batch: int, note: str, tmp_path: Path
 ) -> None:
-    if gpu:
-        no_session(monkeypatch)
-    with pytest.raises(TwinopError, match=message):
-        packed(tmp_path, model, gpu=gpu)
+    assert not packed(tmp_path, model, max_batch_size=batch)[1].contents.notes
+    repo, _ = packed(tmp_path, model, max_batch_size=batch, triton=True, force=True)
+    assert note in (repo / "README.md").read_text()
+
+
+def test_models_that_config_pbtxt_cannot_describe(tmp_path: Path) -> None:
+    with pytest.raises(TwinopError, match="x is bfloat16 of any shape, and config.pbtxt needs a known rank"):
+        packed(tmp_path, plain("BF16", None, "Identity"), triton=True)
     assert not (tmp_path / "repo").exists()
 
 
@@ -196,70 +138,44 @@ def test_what_no_graph_can_say(tmp_path: Path) -> None:
         packed(tmp_path, model, gpu=True)
 
 
-def no_session(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_graph_and_the_session_say_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def session(*_: Any) -> Any:
         raise RunError("no kernel here")
 
-    monkeypatch.setattr(contents, "session", session)
-
-
-def test_the_graph_and_the_session_say_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     made = [models.mlp(8, 16, 4), models.optional_scale(), models.two_outputs(), models.slow()]
     made += [models.gather(), models.total(), models.fixed()]
     made += [models.identity(datatype) for datatype in models.ELEMENTS]
     for model in made:
-        path = saved(tmp_path, model)
-        opened = contents.read_contents(path, [], True, False)
+        options = Options(saved(tmp_path, model), tmp_path / "repo", gpu=True)
+        opened = contents.read_contents(options)
         with monkeypatch.context() as patched:
-            no_session(patched)
-            read = contents.read_contents(path, [], True, False)
+            patched.setattr(contents, "session", session)
+            read = contents.read_contents(options)
         assert (opened.inputs, opened.outputs) == (read.inputs, read.outputs)
-        assert len(read.notes) == len(opened.notes) + 1
+        assert len(read.notes) == 1 and not opened.notes
 
 
-# -------------------------------------------------------------------------------- --triton
+# -------------------------------------------------------------------------------- the repository
 
 
-def triton_model(repo: Path) -> onnx.ModelProto:
-    return onnx.load(repo / "models/custom_relu/1/model.onnx")
-
-
-def test_triton_gets_a_repository_without_bodies(tmp_path: Path) -> None:
-    model = models.relu()
-    assert [each.name for each in model.functions] == ["CustomRelu"]
-    repo, said = packed(tmp_path, model, triton=True)
-    assert sorted(path.name for path in repo.iterdir()) == ["README.md", "models", "twinop-pack.json"]
-    assert not triton_model(repo).functions and triton_model(repo).graph == model.graph
-    assert not (repo / "models/custom_relu/twinop.toml").exists()
-    manifest = json.loads((repo / "twinop-pack.json").read_text())
-    assert manifest["model_sha256"] == checksum(repo / "models/custom_relu/1/model.onnx")
-    assert said.libraries[0] in (repo / "models/custom_relu/config.pbtxt").read_text()
-
-
-def test_triton_gets_the_bodies_if_asked(tmp_path: Path) -> None:
-    repo, _ = packed(tmp_path, models.relu(), triton=True, bodies=True)
-    assert triton_model(repo) == models.relu()
-    assert "without a word" in (repo / "README.md").read_text()
-
-
-def test_without_the_library_the_model_does_not_load(tmp_path: Path) -> None:
-    """Triton's backend gives ONNX Runtime the library, or what lies there instead."""
-    import onnxruntime
-
-    repo, _ = packed(tmp_path, models.relu(), triton=True)
-    path = repo / "models/custom_relu/1/model.onnx"
-    with pytest.raises(Exception, match="CustomRelu"):
-        onnxruntime.InferenceSession(path)
-    kept, _ = packed(tmp_path, models.relu(), triton=True, bodies=True, force=True)
-    onnxruntime.InferenceSession(kept / "models/custom_relu/1/model.onnx")
-
-
-def test_other_functions_stay(tmp_path: Path) -> None:
+def test_a_repository_without_bodies(tmp_path: Path) -> None:
+    """Nothing in models/ but folders of models, so that one pack does not overwrite another's files."""
     model = models.relu()
     model.functions.add().CopyFrom(model.functions[0])
     model.functions[1].domain, model.functions[1].name = "theirs", "Other"
     repo, _ = packed(tmp_path, model, triton=True)
-    assert [each.name for each in triton_model(repo).functions] == ["Other"]
+    assert sorted(path.name for path in repo.iterdir()) == ["README.md", "models", "twinop-pack.json"]
+    assert [path.name for path in (repo / "models").iterdir()] == ["custom_relu"]
+    assert {path.name for path in (repo / "models/custom_relu").iterdir()} == {"config.pbtxt", "1"}
+    written = onnx.load(repo / "models/custom_relu/1/model.onnx")
+    assert [each.name for each in written.functions] == ["Other"] and written.graph == model.graph
+
+
+def test_without_the_library_the_model_does_not_load(tmp_path: Path) -> None:
+    """Triton's backend gives ONNX Runtime the library, or what lies there instead."""
+    repo, _ = packed(tmp_path, models.relu(), triton=True)
+    with pytest.raises(Exception, match="CustomRelu"):
+        onnxruntime.InferenceSession(repo / "models/custom_relu/1/model.onnx")
 
 
 @pytest.mark.parametrize("gpu", [False, True])
@@ -270,11 +186,3 @@ def test_triton_readme(gpu: bool, tmp_path: Path) -> None:
     assert '-v "$PWD/models:/mnt/models:ro"' in said and "--model-repository=/mnt/models" in said
     assert "/mnt/models/custom_relu/1/lib" in said and "KIND_GPU but no GPUs" in said
     assert ("docker run --rm --gpus all -e ORT_DISABLE_TELEMETRY=1 -p" in said) == gpu
-    assert "-e ORT_DISABLE_TELEMETRY=1" in said
-
-
-def test_packs_share_a_repository(tmp_path: Path) -> None:
-    """Nothing in models/ but the folders of models, so that one pack does not overwrite another's files."""
-    for options in ({}, {"triton": True}):
-        repo, _ = packed(tmp_path, models.relu(), force=True, **options)
-        assert [path.name for path in (repo / "models").iterdir()] == ["custom_relu"]

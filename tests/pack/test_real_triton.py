@@ -15,9 +15,9 @@ import pytest
 import service_models as models
 import tritonclient.http as http_client
 from pack_fixtures import packed, saved
-from test_pack_image import free_port
 from triton_server import running
 
+from lab.servers import free_ports
 from twinop.deploy.create_session import session
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
@@ -43,14 +43,14 @@ def repository(tmp_path_factory: pytest.TempPathFactory, libraries: dict[str, Pa
             config = folder / name / "config.pbtxt"
             config.write_text(config.read_text().replace("/mnt/models/", f"{folder}/"))
         if name == "foreign":
-            shutil.copy(libraries["test_ops"], folder / name / "1" / Path(said.libraries[0]).name)
+            shutil.copy(libraries["test_ops"], folder / name / "1" / Path(said.library_paths[0]).name)
     return folder
 
 
 @pytest.fixture(scope="module")
 def triton(repository: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, str]]:
     """The addresses for HTTP and gRPC."""
-    http, grpc = free_port(), free_port()
+    http, grpc = free_ports(2)
     with running(repository, tmp_path_factory.mktemp("triton"), http, grpc) as address:
         yield address, f"127.0.0.1:{grpc}"
 
