@@ -53,13 +53,22 @@ def generate(contents: Contents, file: Path) -> None:
             written.
     """
     source = _Source(contents)
-    folder = file.with_name(f"{file.name}.files")
-    for old in folder.glob("*"):
+    _, *others = files_of(file)
+    for old in others:
         if old.name not in source.files:
             old.unlink()
     for name, data in source.files.items():
-        write(folder / name, data)
+        write(_folder(file) / name, data)
     write(file, source.text().encode())
+
+
+def files_of(file: Path) -> list[Path]:
+    """Returns the source, and what it embeds."""
+    return [file, *_folder(file).glob("*")]
+
+
+def _folder(file: Path) -> Path:
+    return file.with_name(f"{file.name}.files")
 
 
 class _Source:

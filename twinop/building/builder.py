@@ -3,7 +3,7 @@
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-from ..built import file_hash, mark, note_of
+from ..built import mark, note_of
 from ..library import Library, checksum, read_library
 from ..names import check_op_name
 from .cache import cache_folder, digest, write
@@ -54,15 +54,16 @@ def build(
         tree = output.absolute().with_name(f".{output.stem}")
     else:
         tree = cache_folder() / "trees" / digest(asdict(project), asdict(options))
-    read = {str(path): file_hash(path) for path in project.modules}
     cuda = not options.cpu and any(source.has_cuda for source in project.sources)
     files = [source.path for source in project.sources]
-    done, notes = list[str](), list[str]()
+    done, notes, read = list[str](), list[str](), dict[str, str | None]()
     with locked(tree):
         generated = (output.absolute() if output else tree / "lib").with_name(f"{project.name}.generated.cpp")
         if project.modules:
-            notes += write_source(project, options, generated, progress)
-            done.append(f"tracing {', '.join(path.name for path in project.modules)}")
+            source = write_source(project, options, generated, tree / "traced.json", progress)
+            notes, read = source.notes, source.read
+            if source.is_new:
+                done.append(f"tracing {', '.join(path.name for path in project.modules)}")
             files.append(generated)
         made = compile_library(
             *(tree, project.name, project.domain, files, options, progress),

@@ -1,13 +1,21 @@
 """Makes a C++ source of kernels that are written in Python: traces their launchers, compiles the kernels."""
 
+import json
+import os
 import re
 import shutil
 import subprocess
-from collections.abc import Callable
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
+from ..built import file_hash
 from ..errors import BuildError
 from ..library import get_cmake_dir
+from .cache import digest, write
 from .options import Options
 from .project import Project
 
@@ -26,31 +34,100 @@ def check_options(options: Options) -> None:
         )
 
 
+@dataclass(frozen=True)
+class Generated:
+    """A generated source.
+
+    Attributes:
+        read: the hash of each Python file that it was made of, but for those of installed packages.
+        notes: for the user.
+        is_new: whether it was made now, and not by an earlier build.
+    """
+
+    read: dict[str, str | None]
+    notes: list[str]
+    is_new: bool
+
+
 def write_source(
-    project: Project, options: Options, file: Path, progress: Callable[[str], None]
-) -> list[str]:
+    project: Project, options: Options, file: Path, stamp: Path, progress: Callable[[str], None]
+) -> Generated:
     """Writes the C++ source of the ops of the project's Python files, with the library's table.
 
-    Returns:
-        Notes for the user.
+    A source that an earlier build made of the same files, for the same GPUs and with the same packages, stays
+    as it is.
+
+    Args:
+        file: the source.
+        stamp: the file that says what it was made of.
 
     Raises:
         BuildError: an unknown architecture, another domain, two ops of one name, or kernels that cannot be
             compiled ahead.
         TwinopError: a file cannot be imported.
     """
-    from ..aot_kernels.generate import generate  # builds without kernels in Python need neither
-    from ..triton.build import make_contents  # nor torch
-
     archs, ptx = _architectures(options.archs)
-    names = ", ".join(path.name for path in project.modules)
-    progress(f"tracing and compiling {names}")
+    settings = {name: value for name, value in os.environ.items() if name.startswith("TRITON_")}
+    key = digest(asdict(project), archs, ptx, sys.version, sorted(_packages()), settings)
+    if kept := _kept(stamp, key):
+        return kept
+    from ..aot_kernels.generate import files_of, generate  # builds without kernels in Python need neither
+    from ..triton.build import make_contents  # nor torch
+    from ..triton.tuning import tuning_file
+
+    begin = time.time_ns()
+    progress(f"tracing and compiling {', '.join(path.name for path in project.modules)}")
     in_cpp = {name: source.path.name for source in project.sources for _, name in source.ops}
     contents, notes = make_contents(
         project.modules, project.domain, project.domain_version, archs, ptx, in_cpp
     )
     generate(contents, file)
-    return notes
+    imported = {str(path): _hash_before(path, begin) for path in (*project.modules, *_imported())}
+    imported |= {str(path): file_hash(path) for path in map(tuning_file, project.modules)}
+    written = {str(path): file_hash(path) for path in files_of(file)}
+    write(stamp, json.dumps([key, imported, written, notes]).encode())
+    return Generated(_of_user(imported), notes, is_new=True)
+
+
+def _kept(stamp: Path, key: str) -> Generated | None:
+    """Returns what an earlier build wrote; None if that or what it was made of has changed."""
+    try:
+        known, imported, written, notes = json.loads(stamp.read_bytes())
+    except (OSError, ValueError):
+        return None
+    if known != key or any(file_hash(path) != found for path, found in [*imported.items(), *written.items()]):
+        return None
+    return Generated(_of_user(imported), notes, is_new=False)
+
+
+def _site_folders() -> list[Path]:
+    """Returns the folders of installed packages."""
+    return [folder for folder in map(Path, sys.path) if any(folder.glob("*.dist-info"))]
+
+
+def _packages() -> Iterator[str]:
+    """Yields the names and versions of the installed packages, torch and Triton among them."""
+    for folder in _site_folders():
+        yield from (path.name for path in folder.glob("*.dist-info"))
+
+
+def _imported() -> Iterator[Path]:
+    """Yields the files of the imported modules, but for those of Python and of installed packages."""
+    others = (Path(os.__file__).parent, *_site_folders())
+    files = [getattr(module, "__file__", None) for module in list(sys.modules.values())]
+    for path in (Path(file) for file in files if file):
+        if path.suffix == ".py" and path.is_absolute() and not any(each in path.parents for each in others):
+            yield path
+
+
+def _of_user(files: dict[str, Any]) -> dict[str, str | None]:
+    own = Path(__file__).parents[1]
+    return {path: found for path, found in files.items() if own not in Path(path).parents}
+
+
+def _hash_before(path: Path, begin: int) -> str | None:
+    """Returns a file's hash; of one that was written since, what no file has: it is read again next time."""
+    return file_hash(path) if path.exists() and path.stat().st_mtime_ns < begin else "changed"
 
 
 def _architectures(wanted: str) -> tuple[list[int], bool]:
