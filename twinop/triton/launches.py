@@ -9,8 +9,8 @@ from ..aot_kernels.expression import Expression
 from ..aot_kernels.plan import Kernel, Launch, Limit, Plan, Pointer, Variant
 from ..errors import BuildError
 from .compile import Compiled, Source, compile_kernels
-from .inspect import kernel_uses
 from .traced import TracedLaunch, TracedPlan
+from .ttir import kernel_uses
 from .variants import SourceVariant, narrow_variant, variants
 
 _MOST_NARROW = 2**31 - 1  # elements that offsets of 32 bits reach
