@@ -9,7 +9,7 @@ import numpy as np
 
 from .errors import RecordError
 from .record import Record, entries
-from .shapes import ShapeExpression, broadcast, output_shapes, too_few_dimensions
+from .shapes import broadcast, evaluate, output_shapes, too_few_dimensions
 
 _BOUNDS = {">=": operator.ge, ">": operator.gt, "<=": operator.le, "<": operator.lt}
 
@@ -91,7 +91,7 @@ def check_shapes(record: Record, shapes: Shapes, attributes: Mapping[str, Any]) 
         if (shape := shapes.get(name)) is None:
             continue
         try:
-            expected = ShapeExpression(record, shapes, attributes).evaluate(text)
+            expected = evaluate(record, text, shapes, attributes)
         except RecordError:
             if set(shapes) != {entry.name for entry in record.inputs}:
                 continue  # it depends on a shape that is not known

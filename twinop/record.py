@@ -22,6 +22,7 @@ DOMAIN_VERSION = 1
 _LIMIT = re.compile(
     r"\s*(?P<name>[A-Za-z_]\w*)\s*(?P<word>\bof\b|\bin\b|[<>]=?)\s*(?P<value>[^<>=\s](?:[^<>=]*[^<>=\s])?)\s*"
 )
+_NUMBERS = {"int": r"-?\d+", "float": r"-?(?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d+)?"}
 
 
 @dataclass(frozen=True)
@@ -216,11 +217,22 @@ class Record:
         found = []
         for part in re.finditer(r"[^;]*[^;\s][^;]*", self.limits):
             limit = _LIMIT.fullmatch(part[0])
-            if limit is None:
-                problem = "expected `axis of x`, `n in 0 | 1`, or a bound: `eps > 0`, `p <= 0.5`"
+            if limit is None or not self._is_limit(**limit.groupdict()):
+                problem = (
+                    "expected `axis of x` or `n in 0 | 1` for an int, or a bound of an int or a float: "
+                    "`eps > 0`, `p <= 0.5`"
+                )
                 raise RecordSyntaxError("limits", self.limits, part.start(), problem)
             found.append((limit["name"], limit["word"], limit["value"]))
         return tuple(found)
+
+    def _is_limit(self, name: str, word: str, value: str) -> bool:
+        kind = getattr(self.attribute(name), "kind", "")
+        if word == "of":
+            return kind == "int" and any(value == entry.name for entry in self.inputs)
+        if word == "in":
+            return kind == "int" and re.fullmatch(r"-?\d+( *\| *-?\d+)*", value) is not None
+        return kind in _NUMBERS and re.fullmatch(_NUMBERS[kind], value) is not None
 
     @cached_property
     def host_inputs(self) -> frozenset[str]:

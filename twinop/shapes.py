@@ -1,15 +1,15 @@
-"""Evaluates shape expressions, the closed language of `kernels/record/shape.h`.
+"""Evaluates shape expressions. Their language (`kernels/record/shape.h`) is a part of Python, over lists.
 
 Sizes are numbers, torch SymInts or `Unknown`.
 """
 
-import ast
 import functools
 import math
 import operator
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from types import CodeType
 from typing import Any
 
 from .errors import RecordError, RecordSyntaxError
@@ -32,160 +32,79 @@ class Unknown:
     __floordiv__ = __rfloordiv__ = __neg__ = _computed
 
 
-_TOO_LARGE = 2**63  # the C++ code counts in 64 bits, and takes -2**63 for an unknown size
-_OPERATORS: dict[type, Callable[[Any, Any], Any]] = {
-    ast.Add: operator.add,
-    ast.Sub: operator.sub,
-    ast.Mult: operator.mul,
-    ast.FloorDiv: operator.floordiv,
-}
-_SHAPE_TEXT = re.compile(r"(?:[\[\](),:+*/ -]|==|\"\w+\"|[A-Za-z_]\w*|(?:0|[1-9]\d{0,17})(?!\w))*", re.ASCII)
+_TOO_LARGE = 2**63  # the C++ code counts in 64 bits
+_TOKENS = re.compile(r"(?:[\[\](),:+ -]|\*(?!\*)|//?|==|\"\w+\"|[A-Za-z_]\w*|\d+(?!\w))*", re.ASCII)
+"""What shapes consist of. Without a dot, no expression reaches more than the names that it is given."""
 
 
 @functools.cache
-def _parsed(text: str) -> ast.expr:
-    if (read := _SHAPE_TEXT.match(text).end()) < len(text):  # type: ignore[union-attr]
-        raise _mistake(read, "this is not in the language of shapes")
-    return ast.parse(text, mode="eval").body
+def _code(text: str) -> CodeType:
+    if (read := _TOKENS.match(text).end()) < len(text):  # type: ignore[union-attr]
+        raise SyntaxError("this is not in the language of shapes", ("", 1, read + 1, None))
+    return compile(text, "<shape>", "eval")
 
 
-class ShapeExpression:
-    """Evaluates expressions for one call.
+def _numel(shape: Sequence[Any]) -> Any:
+    return functools.reduce(operator.mul, shape, 1)
+
+
+def evaluate(
+    record: Record,
+    text: str,
+    shapes: Mapping[str, Sequence[Any] | None],
+    attributes: Mapping[str, Any],
+) -> tuple[Any, ...]:
+    """Returns the shape that an expression describes.
 
     Args:
         shapes: the shape of every input by name, None where it is absent. An input left out is not known.
         attributes: the value of every attribute by name.
+
+    Raises:
+        RecordSyntaxError: the expression does not parse, or is not a shape.
+        RecordError: it does not fit the call.
     """
-
-    def __init__(
-        self, record: Record, shapes: Mapping[str, Sequence[Any] | None], attributes: Mapping[str, Any]
-    ):
-        self.record, self.shapes, self.attributes = record, shapes, attributes
-
-    def evaluate(self, text: str) -> tuple[Any, ...]:
-        """Returns the shape that an expression describes.
-
-        Raises:
-            RecordSyntaxError: the expression does not parse.
-            RecordError: it does not fit the call.
-        """
-        try:
-            shape = self._shape(_parsed(text))
-            if math.prod(size for size in shape if isinstance(size, int) and size > 0) * 16 >= _TOO_LARGE:
-                raise ValueError("a tensor would have too many elements")
-            return shape
-        except SyntaxError as error:
-            place = (error.offset or 1) - 1
-            raise RecordSyntaxError(f"op {self.record.name}, shape", text, place, error.msg) from error
-        except (IndexError, TypeError, ValueError, ZeroDivisionError) as error:
-            values = {name: value and tuple(value) for name, value in self.shapes.items()} | dict(
-                self.attributes
-            )
-            given = ", ".join(f"{name}={value}" for name, value in values.items())
-            raise RecordError(f"op {self.record.name}: {text!r} does not fit {given}: {error}") from error
-
-    def _shape(self, node: ast.expr) -> tuple[Any, ...]:
-        match node:
-            case ast.Name() as base:
-                return self._input(base)
-            case ast.Subscript(
-                value=ast.Name() as base, slice=ast.Slice(lower=lower, upper=upper, step=None)
-            ):
-                begin, end = (None if bound is None else self._size(bound) for bound in (lower, upper))
-                return self._input(base)[begin:end]
-            case ast.List(elts=elements):
-                sizes = tuple(map(self._size, elements))
-                if any(isinstance(size, int) and size < 0 for size in sizes):
-                    raise ValueError("a size would be negative")
-                return sizes
-            case ast.BinOp(left=left, op=ast.Add(), right=right):
-                return self._shape(left) + self._shape(right)
-            case ast.Call(func=ast.Name(id="broadcast"), args=[left, right], keywords=[]):
-                return broadcast(self._shape(left), self._shape(right))
-        raise _mistake(node.col_offset, f"{ast.unparse(node)} is not a shape")
-
-    def _size(self, node: ast.expr) -> Any:
-        return _fitting(self._any_size(node))
-
-    def _any_size(self, node: ast.expr) -> Any:
-        match node:
-            case ast.Constant(value=int(number)) if not isinstance(number, bool):
-                return number
-            case ast.UnaryOp(op=ast.USub(), operand=operand):
-                return -self._size(operand)
-            case ast.BinOp(left=left, op=op, right=right) if type(op) in _OPERATORS:
-                return _OPERATORS[type(op)](self._size(left), self._size(right))
-            case ast.IfExp(
-                test=ast.Compare(
-                    left=ast.Name(id=name), ops=[ast.Eq()], comparators=[ast.Constant(value=str(text))]
-                ),
-                body=then,
-                orelse=otherwise,
-            ) if self._kind(name) == "str":
-                return self._size(then if self.attributes[name] == text else otherwise)
-            case ast.Name(id=name) if self._kind(name) in ("int", "bool"):
-                value = self.attributes[name]
-                return int(value) if isinstance(value, bool) else value  # a SymInt stays one
-            case ast.Subscript(value=ast.Name() as base, slice=index) if not isinstance(index, ast.Slice):
-                is_list = self._kind(base.id) == "int[]"
-                return (self.attributes[base.id] if is_list else self._input(base))[self._size(index)]
-            case ast.Call(func=ast.Name(id="len"), args=[shape], keywords=[]):
-                return len(self._shape(shape))
-            case ast.Call(func=ast.Name(id="numel"), args=[shape], keywords=[]):
-                return functools.reduce(lambda a, b: _fitting(a * b), self._shape(shape), 1)
-        raise _mistake(node.col_offset, f"{ast.unparse(node)} is not a size")
-
-    def _kind(self, name: str) -> str | None:
-        attribute = self.record.attribute(name)
-        return attribute.kind if attribute else None
-
-    def _input(self, node: ast.Name) -> tuple[Any, ...]:
-        if node.id in self.shapes:
-            shape = self.shapes[node.id]
-            return ABSENT if shape is None else tuple(shape)
-        if any(entry.name == node.id for entry in self.record.inputs):
-            raise ValueError(f"the shape of {node.id} is not known")
-        raise _mistake(node.col_offset, f"{node.id} is not an input")
-
-
-def _fitting(size: Any) -> Any:
-    if isinstance(size, int) and abs(size) >= _TOO_LARGE:
-        raise ValueError("a size does not fit in 64 bits")
-    return size
-
-
-def _mistake(position: int, problem: str) -> SyntaxError:
-    return SyntaxError(problem, ("", 1, position + 1, None))
+    given = {name: [*(ABSENT if shape is None else shape)] for name, shape in shapes.items()}
+    functions = {"__builtins__": {}, "len": len, "numel": _numel, "broadcast": broadcast}
+    where = f"op {record.name}, shape"
+    try:
+        shape = eval(_code(text), functions, {**attributes, **given})
+        if not isinstance(shape, list) or any(isinstance(size, list | str | float) for size in shape):
+            raise TypeError(f"{text} is not a list of ints")
+        sizes = [int(size) for size in shape if isinstance(size, int)]
+        if any(size < 0 for size in sizes):
+            raise ValueError("a size would be negative")
+        if math.prod(filter(None, sizes)) * 16 >= _TOO_LARGE:
+            raise ValueError("a tensor would have too many elements")
+        return tuple(int(size) if isinstance(size, bool) else size for size in shape)
+    except SyntaxError as error:
+        raise RecordSyntaxError(where, text, (error.offset or 1) - 1, error.msg) from error
+    except TypeError as error:
+        raise RecordSyntaxError(where, text, 0, f"this is not a shape: {error}") from error
+    except NameError as error:
+        if any(entry.name == error.name for entry in record.inputs):
+            raise RecordError(f"op {record.name}: the shape of {error.name} is not known") from error
+        problem = f"{error.name} is not an input or an attribute"
+        raise RecordSyntaxError(where, text, text.index(str(error.name)), problem) from error
+    except (IndexError, ValueError, ZeroDivisionError) as error:
+        values = {name: shape and tuple(shape) for name, shape in shapes.items()} | dict(attributes)
+        named = ", ".join(f"{name}={value}" for name, value in values.items())
+        raise RecordError(f"op {record.name}: {text!r} does not fit {named}: {error}") from error
 
 
 def check_texts(record: Record) -> None:
-    """Checks that the record's entries and shape expressions parse.
+    """Checks that the record's entries, limits and shape expressions parse.
 
     Raises:
         RecordSyntaxError: one does not.
     """
-    for text in (record.choices, record.memory):
-        entries(text)
-    for name, word, value in record.attribute_limits:
-        kind = getattr(record.attribute(name), "kind", "")
-        pattern = r"-?\d+" if kind == "int" else r"-?(?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d+)?"
-        if not kind:
-            problem = f"{name} is not an attribute of the op"
-        elif word == "of" and (kind != "int" or all(value != entry.name for entry in record.inputs)):
-            problem = f"`{name} of {value}` is for an int and an input"
-        elif word == "in" and (kind != "int" or not re.fullmatch(r"-?\d+( *\| *-?\d+)*", value)):
-            problem = f"`{name} in ...` is for an int and lists ints: {name} in 0 | 1"
-        elif word not in ("of", "in") and (kind not in ("int", "float") or not re.fullmatch(pattern, value)):
-            problem = f"`{name} {word} {value}` is for an int or a float and a number of this kind"
-        else:
-            continue
-        raise RecordSyntaxError("limits", record.limits, record.limits.index(name), problem)
+    _ = record.attribute_choices, record.attribute_limits, record.host_inputs
     shapes = {entry.name: (1,) * 32 for entry in record.inputs}
-    values = {entry.name: [1] * 8 if entry.kind == "int[]" else 1 for entry in record.attributes}
-    expression = ShapeExpression(record, shapes, values)
+    values = {"int": 1, "bool": True, "float": 1.0, "str": "", "int[]": [1] * 8}
+    attributes = {entry.name: values[entry.kind] for entry in record.attributes}
     for text in (*entries(record.shapes).values(), *entries(record.input_shapes).values()):
         try:
-            expression.evaluate(text)
+            evaluate(record, text, shapes, attributes)
         except RecordSyntaxError:
             raise
         except RecordError:
@@ -206,9 +125,10 @@ def output_shapes(
         RecordError: the shapes do not fit the record's expressions.
     """
     texts = entries(record.shapes)
-    expression = ShapeExpression(record, shapes, attributes)
     first = record.inputs[0].name
-    return {output: expression.evaluate(texts.get(output, first)) for output in record.outputs}
+    return {
+        output: evaluate(record, texts.get(output, first), shapes, attributes) for output in record.outputs
+    }
 
 
 def input_shapes(
@@ -224,7 +144,7 @@ def input_shapes(
     shapes = {entry.name: tuple(first) for entry in record.inputs}
     for name in [*shapes, *shapes]:  # twice: an input may depend on a later one
         text = texts.get(name, record.inputs[0].name)
-        shapes[name] = ShapeExpression(record, shapes, attributes).evaluate(text)
+        shapes[name] = evaluate(record, text, shapes, attributes)
     return shapes
 
 
@@ -269,7 +189,7 @@ def _equal(a: Any, b: Any) -> bool:
     return possible
 
 
-def broadcast(a: Sequence[Any], b: Sequence[Any]) -> tuple[Any, ...]:
+def broadcast(a: Sequence[Any], b: Sequence[Any]) -> list[Any]:
     """Broadcasts two shapes by numpy's rule. Two different unknown sizes give an unknown one.
 
     Sizes that depend on data are taken for equal unless one is known to be 1, as in torch's own operators.
@@ -293,4 +213,4 @@ def broadcast(a: Sequence[Any], b: Sequence[Any]) -> tuple[Any, ...]:
             if not _equal(size, other):
                 raise ValueError(f"the shapes {tuple(a)} and {tuple(b)} do not broadcast")
             result[i] = size if isinstance(size, int) else other
-    return tuple(result)
+    return result

@@ -248,15 +248,15 @@ def test_schemas_that_do_not_parse(schema: str, place: str, said: str) -> None:
     ("texts", "line", "place", "said"),
     [
         ({"shapes": "y = x[0"}, "x[0", "[0", "shape: '[' was never closed"),
-        ({"shapes": "y = x + [k]"}, "x + [k]", "k]", "k is not a size"),
+        ({"shapes": "y = x + [k]"}, "x + [k]", "k]", "k is not an input or an attribute"),
         ({"shapes": "y = x[:-1] + [é]"}, "x[:-1] + [é]", "é", "not in the language of shapes"),
         ({"input_shapes": "x = x; w"}, "x = x; w", "w", "expected entries `name = value`"),
         ({"choices": "mode = a | b; mode = c"}, "mode = a | b; mode = c", "mode = c", "each name once"),
         ({"limits": "n > 0; n = 3"}, "n > 0; n = 3", " n = 3", "expected `axis of x`"),
-        ({"limits": "n > 0.5"}, "n > 0.5", "n > 0.5", "for an int or a float and a number of this kind"),
-        ({"limits": "mode in 0 | 1"}, "mode in 0 | 1", "mode in", "is for an int and lists ints"),
-        ({"limits": "n > 0; eps > 0"}, "n > 0; eps > 0", "eps > 0", "eps is not an attribute of the op"),
-        ({"limits": "n of w"}, "n of w", "n of w", "is for an int and an input"),
+        ({"limits": "n > 0.5"}, "n > 0.5", "n > 0.5", "or a bound of an int or a float"),
+        ({"limits": "mode in 0 | 1"}, "mode in 0 | 1", "mode in", "`n in 0 | 1` for an int"),
+        ({"limits": "n > 0; eps > 0"}, "n > 0; eps > 0", " eps > 0", "or a bound of an int or a float"),
+        ({"limits": "n of w"}, "n of w", "n of w", "expected `axis of x`"),
     ],
 )
 def test_texts_that_do_not_parse(texts: dict[str, str], line: str, place: str, said: str) -> None:

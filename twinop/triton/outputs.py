@@ -8,7 +8,7 @@ from ..aot_kernels.expression import Expression
 from ..dtypes import ELEMENT_TYPES
 from ..errors import BuildError, RecordError
 from ..record import Record, entries
-from ..shapes import ShapeExpression
+from ..shapes import evaluate
 from .recorder import Output
 from .symbols import Call
 
@@ -144,7 +144,7 @@ def _fits(record: Record, text: str, traced: Traced, output: int) -> bool:
             shapes = dict(zip((entry.name for entry in record.inputs), call.sizes, strict=True))
             named = dict(zip((entry.name for entry in record.attributes), attributes, strict=True))
             try:
-                shape = ShapeExpression(record, shapes, named).evaluate(text)
+                shape = evaluate(record, text, shapes, named)
                 if any(shape != tuple(map(call.value, path[output].shape)) for path in paths):
                     return False
             except (RecordError, ArithmeticError):
@@ -159,5 +159,5 @@ def _required(record: Record, call: Call) -> Call:
     attributes = dict(zip((entry.name for entry in record.attributes), call.attributes, strict=True))
     for name, text in entries(record.input_shapes).items():
         if shapes[name] is not None:
-            shapes[name] = ShapeExpression(record, shapes, attributes).evaluate(text)
+            shapes[name] = evaluate(record, text, shapes, attributes)
     return replace(call, sizes=tuple(shapes[name] for name in names))

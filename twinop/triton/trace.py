@@ -14,7 +14,7 @@ from ..aot_kernels.expression import Expression, attribute, text_is
 from ..aot_kernels.plan import Refuse
 from ..errors import BuildError
 from ..record import Attribute, Record, entries
-from ..shapes import ShapeExpression
+from ..shapes import evaluate
 from .explore import TooManyBranches, explore
 from .expressions import NotAnExpression
 from .intercept import Choose, Indexing, first_configuration, functions_of_symbols, triton_launches
@@ -178,7 +178,7 @@ class _Tracer:
         }
         for name, text in required.items():
             if shapes[name] is not None:
-                shapes[name] = ShapeExpression(self.record, shapes, attributes).evaluate(text)
+                shapes[name] = evaluate(self.record, text, shapes, attributes)
         inputs: list[Any] = []
         for index, (name, shape) in enumerate(shapes.items()):
             if shape is None:
