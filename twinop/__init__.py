@@ -19,7 +19,6 @@ if TYPE_CHECKING:
     from .declare import second_derivative as second_derivative
     from .deploy.check_nodes import libraries_for as libraries_for
     from .kernel_op import cuda_op as cuda_op
-    from .kernel_op import numba_op as numba_op
     from .kernel_op import triton_op as triton_op
     from .library import get_cmake_dir as get_cmake_dir
     from .library import get_include as get_include
@@ -40,7 +39,6 @@ _MODULES = {
     "get_library_path": "library",
     "libraries_for": "deploy.check_nodes",
     "library_beside": "declare",
-    "numba_op": "kernel_op",
     "op": "declare",
     "second_derivative": "declare",
     "triton_op": "kernel_op",

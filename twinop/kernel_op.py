@@ -1,4 +1,4 @@
-"""Declares ops whose kernels are written in Python: `triton_op`, and for other kernels `numba_op`, `cuda_op`.
+"""Declares ops whose kernels are written in Python: `triton_op`, and `cuda_op` for CUDA C++.
 
     @twinop.triton_op("mish(Tensor x) -> Tensor", body=torch.nn.functional.mish)
     def mish(x):
@@ -44,7 +44,7 @@ class KernelOp(Op):
     """An op whose kernels are written in Python. Called with tensors, it runs in torch.
 
     Attributes:
-        kind: what its kernels are written in: "triton", "numba" or "cuda".
+        kind: what its kernels are written in: "triton" or "cuda".
         launcher: the decorated function.
         record: what the declaration says of the op. The traces of the launcher add the shapes and dtypes of
             the outputs (`twinop/triton/build.py`).
@@ -212,9 +212,6 @@ def triton_op(
 
     return declare
 
-
-numba_op = functools.partial(triton_op, kind="numba")
-"""As `triton_op`, for kernels of `numba.cuda.jit`."""
 
 cuda_op = functools.partial(triton_op, kind="cuda")
 """As `triton_op`, for kernels in CUDA C++ (`cuda_kernel`), which NVRTC compiles."""

@@ -7,13 +7,15 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 from record_driver import ROOT
 
+from twinop import torch_op
 from twinop.built import mark
 from twinop.library import read_library
 
 EXAMPLES = sorted(
-    path.parent for path in (ROOT / "examples").glob("*/CMakeLists.txt") if path.parent.name != "cpp"
+    path.parent for path in (ROOT / "examples").glob("*/CMakeLists.txt") if path.parent.name != "numba"
 )
 each_example = pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.name)
 quick_or_slow = pytest.mark.parametrize(
@@ -68,3 +70,17 @@ def test_an_example_with_cuda(example: Path, tmp_path: Path) -> None:
     assert all(record.devices == ("cpu", "cuda") for record in library.records.values())
     assert library.cuda_archs == "90"
     run_tests(folder)
+
+
+def test_the_example_of_numba(tmp_path: Path) -> None:
+    path = build(
+        ROOT / "examples/numba",
+        tmp_path / "numba",
+        "-DTWINOP_WITH_CUDA=OFF",
+        f"-DPython3_EXECUTABLE={sys.executable}",
+    )
+    library = read_library(path)
+    assert library.records["numba_square"].devices == ("cuda",) and library.cuda_archs == "80-virtual"
+    if torch.cuda.is_available():
+        x = torch.randn(3, 1000, device="cuda")
+        assert torch.equal(torch_op.load(path).functions["numba_square"](x), x * x)

@@ -39,15 +39,10 @@ def cuda_launches(recorder: "Recorder") -> Iterator[None]:
 
     def run(kernel: CudaKernel, *arguments: Any, grid: Any, block: Any) -> None:
         named = {f"argument {index + 1}": value for index, value in enumerate(arguments)}
-        recorder.launch(kernel, kernel.label, as_sequence(grid), named, block=as_sequence(block))
+        recorder.launch(kernel, kernel.label, grid, named, block=block)
 
     with mock.patch.object(CudaKernel, "run", run):
         yield
-
-
-def as_sequence(place: Any) -> Sequence[Any]:
-    """Returns a grid or a block, which may be one number, as a sequence."""
-    return place if isinstance(place, (tuple, list)) else (place,)
 
 
 class CudaKernel:

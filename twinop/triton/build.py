@@ -1,6 +1,5 @@
 """Makes the contents of a library from Python files: traces the launchers, compiles the kernels."""
 
-import importlib
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -20,12 +19,6 @@ from .tuning import Tuning, tuning_file
 Ranks = tuple[int | None, ...]
 
 _SIZE = 48  # of the samples that are traced
-_OTHERS = {
-    "triton": [],
-    "numba": [("aot_kernels.numba", "numba_launches")],
-    "cuda": [("aot_kernels.nvrtc", "cuda_launches")],
-}
-"""What records the launches of kernels that are not Triton's, while a launcher is traced."""
 
 
 def make_contents(
@@ -108,13 +101,9 @@ def _of_domain(ops: list[KernelOp], domain: str) -> list[KernelOp]:
 
 def _traced(op: KernelOp, domain_version: int) -> TracedOp:
     dtype = op.record.combinations[0][op.record.inputs[0].name]
-    others = [
-        getattr(importlib.import_module(f"..{module}", __package__), name)
-        for module, name in _OTHERS[op.kind]
-    ]
     record = replace(op.record, domain_version=domain_version)
     tuning = Tuning.read(tuning_file(op.file))
-    return trace(record, op.launcher, op.calls(dtype, _SIZE) or [], tuning.choose, others)
+    return trace(record, op.launcher, op.calls(dtype, _SIZE) or [], tuning.choose)
 
 
 # ---------------------------------------------------------------------------------------------- bodies

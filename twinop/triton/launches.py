@@ -31,7 +31,7 @@ def compile_plans(
     """Compiles the kernels of plans.
 
     A kernel in another language has a method `compile_launch(launch, archs, ptx)`, which returns the
-    arguments of the launch, the parameters and the `Kernel` (`nvrtc.py` and `numba.py` in `aot_kernels/`).
+    arguments of the launch, the parameters and the `Kernel` (`aot_kernels/nvrtc.py`).
 
     Args:
         plans: all plans of all ops of a library.

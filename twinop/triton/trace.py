@@ -2,7 +2,7 @@
 
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,6 +11,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from ..aot_kernels.expression import Expression, attribute, text_is
+from ..aot_kernels.nvrtc import cuda_launches
 from ..aot_kernels.plan import Refuse
 from ..errors import BuildError
 from ..record import Attribute, Record, entries
@@ -31,7 +32,6 @@ HIGHEST_RANK = 6
 Ranks = tuple[int | None, ...]
 Sizes = tuple[tuple[int, ...] | None, ...]
 _Outputs = tuple[Output, ...]
-Intercept = Callable[[Recorder], AbstractContextManager[None]]
 
 
 def trace(
@@ -39,7 +39,6 @@ def trace(
     launcher: Callable[..., Any],
     samples: Sequence[Mapping[str, Any]] = (),
     choose: Choose = first_configuration,
-    intercept: Sequence[Intercept] = (),
 ) -> TracedOp:
     """Traces the launcher of an op for every combination of dtypes.
 
@@ -52,14 +51,13 @@ def trace(
         launcher: takes the inputs and, by name, the attributes.
         samples: calls, inputs (tensors) and attributes by name.
         choose: chooses configurations of `triton.autotune`.
-        intercept: context managers that record launches of other kernels than Triton's (`Recorder.launch`).
 
     Raises:
         BuildError: the launcher does something that a library cannot do, or has too many branches.
     """
     if torch.cuda.is_available():
         torch.cuda.init()  # the first fake tensor does it otherwise, and finds a symbolic compute capability
-    tracer = _Tracer(record, launcher, choose, intercept)
+    tracer = _Tracer(record, launcher, choose)
     plans: list[TracedPlan] = []
     outputs: dict[Ranks, list[_Outputs]] = {}
     for combination in range(len(record.combinations)):
@@ -92,7 +90,6 @@ class _Tracer:
     record: Record
     launcher: Callable[..., Any]
     choose: Choose
-    intercept: Sequence[Intercept]
 
     @property
     def place(self) -> str:
@@ -150,8 +147,7 @@ class _Tracer:
             stack.enter_context(fake)
             stack.enter_context(functions_of_symbols(recorder))
             stack.enter_context(triton_launches(recorder, self.choose))
-            for intercept in self.intercept:
-                stack.enter_context(intercept(recorder))
+            stack.enter_context(cuda_launches(recorder))
             inputs = self._inputs(recorder, combination, call, attributes)
             stack.enter_context(recorder)
             stack.enter_context(Indexing())
