@@ -117,7 +117,8 @@ def open_session(
         raise ProviderError(f"enable_cuda_graph needs CUDA, which is not used here: {reason}")
     ort = _onnxruntime()
 
-    options = options if options is not None else ort.SessionOptions()
+    given = options is not None
+    options = options if given else ort.SessionOptions()
     if model.path is None and model.folder is not None:
         options.add_session_config_entry(_DATA_FOLDER, str(model.folder))
     record = Profile(options, {node.op_type for node in model.nodes}) if profile else None
@@ -127,7 +128,7 @@ def open_session(
     requested = [_with_cuda_options(each, stream, enable_cuda_graph) for each in choice.providers]
 
     with _current_device_kept(stream):
-        inner = _create(ort, model, options, requested)
+        inner = _create(ort, model, options, requested, given)
     if choice.automatic and device is not None and cuda.CUDA not in inner.get_providers():
         reason = "ONNX Runtime could not start CUDA (its log above says why)"
         device = stream = None
@@ -264,24 +265,24 @@ def _with_cuda_options(provider: Provider, stream: Any, cuda_graph: bool) -> Pro
     return cuda.CUDA, options
 
 
-def _create(ort: Any, model: Model, options: Any, providers: list[Provider]) -> Any:
+def _create(ort: Any, model: Model, options: Any, providers: list[Provider], given: bool) -> Any:
     source = _source(ort, model)
     try:
         # The fallback would retry on the CPU and only print a message.
         return ort.InferenceSession(source, options, providers=providers, enable_fallback=0)
     except Exception as error:
-        if "Domain already set" in str(error):
-            raise LibraryError(
-                "these session options have a custom-op library already, and ONNX Runtime takes one per "
-                "domain and session. Pass fresh options each time, or library=False to use what they have"
-            ) from error
         said = str(error).partition(", inferred types:")[0]  # a list of all types
         if where := [node.label for node in model.nodes if " in function " in node.label]:
             said += (
                 f". It infers few types in functions, and {where[0]} is in one: twinop.export.attach_bodies "
                 "puts such functions into the graph"
             )
-        raise RunError(f"{model.name}: ONNX Runtime refuses it: {said}") from error
+        if given and model.nodes:
+            said += (
+                ". If these session options have a custom-op library already: ONNX Runtime takes one a "
+                "domain. Pass fresh options each time, or library=False to use what they have"
+            )
+        raise RunError(f"{model.name}: ONNX Runtime refuses it: {said}", type(error).__name__) from error
 
 
 def _source(ort: Any, model: Model) -> str | bytes:

@@ -20,4 +20,12 @@ class FeedError(TwinopError):
 
 
 class RunError(TwinopError):
-    """ONNX Runtime or a kernel refused a model or a run; the message is theirs."""
+    """ONNX Runtime or a kernel refused a model or a run; the message is theirs.
+
+    Attributes:
+        code: ONNX Runtime's name of its status, such as "NotImplemented", or "".
+    """
+
+    def __init__(self, message: str, code: str = "") -> None:
+        super().__init__(message)
+        self.code = code

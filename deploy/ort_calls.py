@@ -24,7 +24,7 @@ def guarded(call: Callable[..., Any], *arguments: Any) -> Any:
     except Exception as error:
         text = str(error)
         _, found, status = text.partition("Status Message: ")
-        raise RunError(status if found else text) from error
+        raise RunError(status if found else text, type(error).__name__) from error
 
 
 def takes_numbers(module: Any) -> bool:

@@ -65,8 +65,9 @@ def run(
     except OrtCrash as crash:
         raise NotRunnable(f"{name} crashes ({crash}) on this model on the CPU") from crash
     except RunError as error:
-        if missing := re.search(r"implementation for (?:\S+:)?(\w+)\(\d+\)", str(error)):
-            raise NotRunnable(f"{name} has no CPU kernel for {missing[1]}") from error
+        if error.code == "NotImplemented":
+            op = re.search(r"implementation for (?:\S+:)?(\w+)\(\d+\)", str(error))
+            raise NotRunnable(f"{name} has no CPU kernel for {op[1] if op else error}") from error
         raise ExportError(str(error)) from error
 
 

@@ -177,13 +177,17 @@ class TensorRunner:
                 self._take(binding, results, bound)
             else:
                 self._queue(binding, results, bound, kept)
-        except RunError as error:
-            if not any(text in str(error) for text in _MISMATCHES) or not any(self._shapes.values()):
+        except RunError:
+            if not any(self._shapes.values()):
                 raise
-            # An output has another shape than the model declares. For numpy ONNX Runtime only warns of that,
-            # so it allocates the outputs from now on.
-            self._shapes = dict.fromkeys(self._shapes)
-            return self._run_bound(kept, names, device)
+            # Perhaps an output has another shape than the model declares. Where ONNX Runtime allocates the
+            # outputs, it only warns of that. If that helps, it does so from now on.
+            declared, self._shapes = self._shapes, dict.fromkeys(self._shapes)
+            try:
+                return self._run_bound(kept, names, device)
+            except RunError:
+                self._shapes = declared
+                raise
         return results
 
     def _queue(
@@ -330,12 +334,3 @@ class _Graph:
     options: Any
     inputs: dict[str, torch.Tensor]
     outputs: dict[str, torch.Tensor]
-
-
-# ONNX Runtime's messages for an output buffer of the wrong shape, in versions 1.18 to 1.31.
-_MISMATCHES = (
-    "shape verification failed",
-    "invalid dimensions for output",
-    "Invalid rank for output",
-    "the computed output shape",
-)

@@ -82,8 +82,8 @@ def functions_of_symbols(recorder: Recorder) -> Iterator[None]:
     with ExitStack() as stack:
         for name, operation in _OF_SYMBOLS.items():
             stack.enter_context(mock.patch.object(math, name, on_symbols(getattr(math, name), operation)))
-        for name in ("_exchange_device", "_maybe_exchange_device"):
-            stack.enter_context(mock.patch.object(torch.cuda, name, lambda device: 0))
+        for name in ("__enter__", "__exit__"):
+            stack.enter_context(mock.patch.object(torch.cuda.device, name, lambda *_: None))
         device = _Device(recorder)
         for name in ("get_device_capability", "get_device_properties"):
             stack.enter_context(mock.patch.object(torch.cuda, name, getattr(device, name)))
@@ -159,9 +159,12 @@ def triton_launches(recorder: Recorder, choose: Choose) -> Iterator[None]:
         mock.patch.object(JITFunction, "run", run),
         mock.patch.object(InterpretedFunction, "run", refuse),
         mock.patch.object(Autotuner, "run", run_tuned),
-        mock.patch.object(driver, "_active", _Device(recorder)),
     ):
-        yield
+        driver.set_active(_Device(recorder))
+        try:
+            yield
+        finally:
+            driver.set_active(None)  # the real one, made when it is used
 
 
 def label_of(kernel: Any) -> str:
