@@ -4,28 +4,19 @@ import asyncio
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
 from . import logs
 from .errors import BROKEN, DEADLINE, RUN_FAILED, RUN_TOO_LONG, ServiceError
+from .instance import Instance
 from .request import Request, Result
 from .run_limit import RunLimit
 
 _log = logging.getLogger(__name__)
 
 Outcome = dict[str, np.ndarray] | ServiceError
-
-
-class Runner(Protocol):
-    """Runs one batch at a time: an `instance.Instance`."""
-
-    def run(self, parts: Sequence[Mapping[str, np.ndarray]], outputs: Sequence[str]) -> dict[str, np.ndarray]:
-        """Run the requests in `parts` together, and return their joined outputs."""
-
-    def terminate(self, now: bool = True) -> None:
-        """Let the current run and all further ones fail, until `now` is False."""
 
 
 @dataclass(slots=True, eq=False)
@@ -84,12 +75,12 @@ class BatchRuns:
             joined.
     """
 
-    def __init__(self, name: str, version: int) -> None:
-        self.rows_independent = True
+    def __init__(self, name: str, version: int, rows_independent: bool) -> None:
+        self.rows_independent = rows_independent
         self._name = name
         self._version = version
 
-    def run(self, instance: Runner, batch: Batch, limit: RunLimit | None = None) -> list[Outcome]:
+    def run(self, instance: Instance, batch: Batch, limit: RunLimit | None = None) -> list[Outcome]:
         """Return the outputs of each request, or its error."""
         with logs.about(**_ids(batch), model=self._name, version=self._version):
             if limit is not None:

@@ -16,8 +16,9 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from .batch import Batch, BatchRuns, Outcome, QueuedRequest, Runner, size_of
+from .batch import Batch, BatchRuns, Outcome, QueuedRequest, size_of
 from .errors import BROKEN, NOT_READY, OVERLOADED, ServiceError
+from .instance import Instance
 from .model_settings import ModelSettings
 from .request import Request, Result
 from .run_limit import RunLimit
@@ -33,7 +34,7 @@ class Batcher:
         self,
         name: str,
         version: int,
-        instances: Sequence[Runner],
+        instances: Sequence[Instance],
         settings: ModelSettings,
         *,
         may_run_on_loop: bool = False,
@@ -51,8 +52,7 @@ class Batcher:
         self._idle = list(instances)
         self._instances = len(instances)
         self._waiting: deque[QueuedRequest] = deque()
-        self._runs = BatchRuns(name, version)
-        self._runs.rows_independent = rows_independent
+        self._runs = BatchRuns(name, version, rows_independent)
         self._pool = ThreadPoolExecutor(len(instances), thread_name_prefix=f"{name}-{version}")
         self._timer: asyncio.TimerHandle | None = None
         self._drained = asyncio.Event()
@@ -133,7 +133,7 @@ class Batcher:
         if not self._waiting and len(self._idle) == self._instances:
             self._drained.set()
 
-    def _limit(self, instance: Runner, batch: Batch) -> RunLimit | None:
+    def _limit(self, instance: Instance, batch: Batch) -> RunLimit | None:
         seconds = self._settings.run_timeout_seconds
         if seconds is None:
             return None
@@ -215,7 +215,7 @@ class Batcher:
             {"Retry-After": str(max(1, math.ceil(seconds)))},
         )
 
-    def _work_here(self, instance: Runner, batch: Batch) -> None:
+    def _work_here(self, instance: Instance, batch: Batch) -> None:
         started, cpu = time.monotonic(), time.thread_time()
         outcomes = self._runs.run(instance, batch)
         self._short.check(time.thread_time() - cpu)
@@ -223,7 +223,7 @@ class Batcher:
 
     # ---------------------------------------------------------------------- a run, in a worker thread
 
-    def _work(self, instance: Runner, batch: Batch, limit: RunLimit | None) -> None:
+    def _work(self, instance: Instance, batch: Batch, limit: RunLimit | None) -> None:
         started = time.monotonic()
         outcomes = self._runs.run(instance, batch, limit)
         seconds = time.monotonic() - started
@@ -233,7 +233,7 @@ class Batcher:
 
     def _finish(
         self,
-        instance: Runner,
+        instance: Instance,
         batch: Batch,
         limit: RunLimit | None,
         outcomes: list[Outcome],

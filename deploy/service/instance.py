@@ -1,15 +1,14 @@
 """Run one batch of joined requests, and turn the errors of a run into messages for clients."""
 
-import contextlib
 import logging
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from .. import cuda
-from ..errors import FeedError, RunError
+from ..errors import RunError
 from ..inference_session import Session
 from .errors import BROKEN, INVALID, OUT_OF_MEMORY, RUN_FAILED, ServiceError
 
@@ -20,7 +19,6 @@ _Parts = Sequence[Mapping[str, np.ndarray]]
 _NO_MEMORY = re.compile(
     r"out of memory|failed to allocate memory|bad_alloc|alloc_failed|unable to allocate|cuda failure 2:", re.I
 )
-_STATUS = re.compile(r"\[ONNXRuntimeError\] : \d+ : (\w+) :")  # precedes the text that RunError keeps
 # A location in ONNX Runtime's source, such as "element_wise_ops.h:583 void f(int, int) ".
 _INTERNALS = re.compile(r"\S+\.(?:h|cc|cu|cuh):\d+ [^\n]*?\) ")
 _PATH = re.compile(r"(?<![\w.])/(?:[^\s/:'\"()]+/)+")
@@ -32,19 +30,8 @@ class Instance:
     def __init__(self, session: Session) -> None:
         import onnxruntime
 
-        self._session: Any = session
+        self.session: Any = session
         self._options = onnxruntime.RunOptions()
-
-    def check(self, feeds: Mapping[str, np.ndarray], outputs: Sequence[str] | None) -> list[str]:
-        """Check one request, and return the names of its outputs.
-
-        Raises:
-            ServiceError: it does not fit the model.
-        """
-        try:
-            return self._session.check(feeds, outputs)
-        except FeedError as error:
-            raise ServiceError(INVALID, str(error)) from error
 
     def run(self, parts: _Parts, outputs: Sequence[str]) -> dict[str, np.ndarray]:
         """Run the requests in `parts`, joined along axis 0. All are checked, and have the same inputs.
@@ -55,8 +42,10 @@ class Instance:
         Raises:
             ServiceError: the run failed. The message is for clients.
         """
-        with _translated(self._session.device):
-            return self._session.run_checked(_joined(parts), list(outputs), self._options)
+        try:
+            return self.session.run_checked(_joined(parts), list(outputs), self._options)
+        except Exception as error:
+            raise _failure(error, self.session.device) from error
 
     def terminate(self, now: bool = True) -> None:
         """Let the current run and all further ones fail, until `now` is False. Any thread may call it."""
@@ -64,24 +53,13 @@ class Instance:
 
     def close(self) -> None:
         """Release the session. The last instance of a session frees its memory."""
-        self._session = None
+        self.session = None
 
 
 def _joined(parts: _Parts) -> Mapping[str, np.ndarray]:
     if len(parts) == 1:
         return parts[0]
     return {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
-
-
-@contextlib.contextmanager
-def _translated(device: str) -> Iterator[None]:
-    """Convert the exceptions of a run on the device to ServiceError."""
-    try:
-        yield
-    except ServiceError:
-        raise
-    except Exception as error:
-        raise _failure(error, device) from error
 
 
 def _failure(error: Exception, device: str) -> ServiceError:
@@ -96,8 +74,7 @@ def _failure(error: Exception, device: str) -> ServiceError:
         return ServiceError(
             OUT_OF_MEMORY, "not enough memory for this request: send fewer rows or smaller tensors"
         )
-    status = _STATUS.search(str(error.__cause__))
-    if status is not None and status[1] == "INVALID_ARGUMENT":
+    if type(error.__cause__).__name__ == "InvalidArgument":  # ONNX Runtime's exception for this code
         return ServiceError(INVALID, f"the model refuses the request: {without_paths(text)}")
     _log.error("a run failed: %s", text, exc_info=error)
     if isinstance(error, RunError):

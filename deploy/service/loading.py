@@ -1,12 +1,10 @@
 """Load one version of a model. All problems are found here, before the version is served."""
 
 import logging
-import os
 import time
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 from twinop.errors import LibraryError, TwinopError
@@ -20,6 +18,7 @@ from ..registration import SealedLibrary
 from ..tensor_specs import Spec
 from .cores import quota
 from .datatypes import NAMES, datatype_of
+from .errors import ServiceError
 from .folders import VersionFolder
 from .instance import Instance, without_paths
 from .interface import has_rows, require_servable
@@ -27,9 +26,9 @@ from .loaded_model import LoadedModel
 from .model_library import libraries_for
 from .model_settings import ModelSettings, Provider
 from .runtime_options import set_options, with_options
-from .settings import FILE, Policy, ServerSettings, SettingsError
+from .settings import FILE, Policy, ServerSettings
 from .triton_config import TRITON_FILE, unread_settings
-from .warm_up import compared, joined_differently, make_warmup_inputs, missing_kernel, warm_up
+from .warm_up import compared, joined_differently, make_warmup_inputs, warm_up
 
 _log = logging.getLogger(__name__)
 
@@ -66,11 +65,11 @@ def _load(
     fallback = None
     try:
         libraries = libraries_for(model, where, settings, server, policy)
-        choice, sessions = _open(model, libraries, where, settings, server)
+        choice, sessions = _open(model, libraries, settings)
     except (LibraryError, ModelError) as error:
         fallback = _fallback(model, settings, error)
         libraries = []
-        choice, sessions = _open(model, libraries, where, settings, server)
+        choice, sessions = _open(model, libraries, settings)
     first = sessions[0]
     inputs = _inputs(first, settings)
     outputs = {name: _labelled(spec) for name, spec in first.outputs.items()}
@@ -133,25 +132,19 @@ def _fallback(model: Model, settings: ModelSettings, error: TwinopError) -> str:
 def _open(
     model: Model,
     libraries: Sequence[SealedLibrary],
-    where: VersionFolder,
     settings: ModelSettings,
-    server: ServerSettings,
 ) -> tuple[Choice, list[Session]]:
     """Open a session for each instance on CUDA, so that each has a stream; on the CPU all share one."""
     choice = choose_providers(PROVIDERS[settings.provider], libraries, uses_torch=False)
     if settings.provider_options and choice.device is not None:
         choice = replace(choice, providers=with_options(choice.providers, settings.provider_options))
 
-    def opened(number: int) -> Session:
-        options = _options(settings)
-        if server.profile is not None:
-            _profile(options, server.profile, f"{where.model}-{where.version}-{number}-{os.getpid()}")
-        return open_session(model, libraries, choice, options=options)
+    def opened() -> Session:
+        return open_session(model, libraries, choice, options=_options(settings))
 
-    sessions = [opened(0)]
-    if sessions[0].device != "cpu":
-        sessions += [opened(number) for number in range(1, settings.instances)]
-    return choice, sessions
+    first = opened()
+    more = settings.instances - 1 if first.device != "cpu" else 0
+    return choice, [first, *(opened() for _ in range(more))]
 
 
 def _options(settings: ModelSettings) -> Any:
@@ -162,20 +155,10 @@ def _options(settings: ModelSettings) -> Any:
     # A pool for each model: the one that models can share (use_per_session_threads = False) always spins,
     # because Python's set_global_thread_pool_sizes has no switch for that.
     options.intra_op_num_threads = settings.intra_op_threads or quota() or 0
-    if not settings.intra_op_spinning:
-        # Spinning threads take cores from the event loop and from other models, and gain nothing here.
-        options.add_session_config_entry("session.intra_op.allow_spinning", "0")
+    # Spinning threads take cores from the event loop and from other models, and gain nothing here.
+    options.add_session_config_entry("session.intra_op.allow_spinning", "0")
     set_options(options, settings.session)
     return options
-
-
-def _profile(options: Any, folder: Path, name: str) -> None:
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise SettingsError(f"profile: {folder} cannot be made: {error.strerror}") from error
-    options.enable_profiling = True
-    options.profile_file_prefix = str(folder / name)
 
 
 def _try(model: Model, loaded: LoadedModel, choice: Choice, sessions: int) -> None:
@@ -204,14 +187,10 @@ def _try(model: Model, loaded: LoadedModel, choice: Choice, sessions: int) -> No
         return
     try:
         bodies = Instance(open_session(model, [], choice, options=_options(loaded.settings)))
-    except RunError as error:
-        operator = missing_kernel(error)
-        why = f"ONNX Runtime has no kernel for {operator}" if operator else str(error)
-        loaded.difference = f"not compared: {without_paths(why)}"
-        if not operator:
-            _log.warning("%s: its function bodies do not run: %s", model.name, error)
-        return
-    loaded.difference = compared(model.name, warmup, found, bodies, loaded.device)
+        loaded.difference = compared(model.name, warmup, found, bodies, loaded.device)
+    except (RunError, ServiceError) as error:  # such as an operator that has a kernel on GPUs only
+        loaded.difference = f"not compared: the function bodies do not run: {without_paths(str(error))}"
+        _log.info("%s: its function bodies do not run: %s", model.name, error)
 
 
 def _log_provider(loaded: LoadedModel) -> None:

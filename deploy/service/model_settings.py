@@ -77,9 +77,6 @@ class ModelSettings(Section):
         description="ONNX Runtime's threads for a run on the CPU; 0: one per core of the quota, the "
         "most that a model's own folder gets",
     )
-    intra_op_spinning: bool = Field(
-        False, description="let these threads spin while they wait for work, which keeps the cores busy"
-    )
     run_on_event_loop: bool = Field(
         False,
         description="run custom ops, too, on the event loop's thread if that takes less than 50 us; one that "

@@ -107,7 +107,7 @@ class Operations:
         described = self._repository.find(model, version_number(model, version)).loaded.describe()
         return {
             "name": model,
-            "versions": [str(each) for each in sorted(self._repository.models[model].versions)],
+            "versions": [str(each) for each in sorted(self._repository.models[model])],
             "platform": "onnxruntime_onnx",
             **described,
         }
@@ -150,8 +150,8 @@ class Operations:
         versions: list[dict[str, Any]] = []
         for each in await repository.index():
             versions.append({**each, "state": each["state"].lower()})
-            model = repository.models.get(each["name"])
-            if model is not None and (served := model.versions.get(int(each["version"]))) is not None:
+            served = repository.models.get(each["name"], {}).get(int(each["version"]))
+            if served is not None:
                 versions[-1] |= served.loaded.describe()["parameters"]
                 for count in ("queued", "in_flight"):
                     versions[-1][count] = counts[f"twinop_{count}", each["name"], each["version"]]

@@ -5,7 +5,7 @@ import contextvars
 import logging
 import time
 from collections import defaultdict
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -21,13 +21,23 @@ from .instance import without_paths
 from .loading import load
 from .metrics import ModelMetrics
 from .model_settings import ModelSettings
-from .served import ServedModel, ServedVersion, State
+from .newer_python import StrEnum
+from .request import MOST_TENSORS
+from .served import ServedVersion
 from .settings import Control, Settings
 
 _log = logging.getLogger(__name__)
 
 PATIENCE_SECONDS = 5.0  # with one model, before the next one is looked at
 _LOADS = 64  # at once, of models that take longer than that
+
+
+class State(StrEnum):
+    """The state of a version, as the repository extension names it."""
+
+    LOADING = "LOADING"
+    READY = "READY"
+    UNAVAILABLE = "UNAVAILABLE"
 
 
 @dataclass
@@ -53,7 +63,7 @@ class Repository:
         self.started = time.time()
         self.broken = ""  # why nothing more can be run in this process
         self.on_broken: Callable[[], None] = lambda: None
-        self.models: dict[str, ServedModel] = {}
+        self.models: dict[str, dict[int, ServedVersion]] = {}
         self._known: dict[str, dict[int, _Known]] = {}
         self._locks: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)  # by model
         self._closing: set[asyncio.Task[None]] = set()
@@ -74,13 +84,17 @@ class Repository:
         Raises:
             ServiceError: there is no such model or version, or it is not ready.
         """
-        model = self.models.get(name)
-        if model is None:
+        versions = self.models.get(name)
+        if not versions:
             if name in self._known:
                 raise ServiceError(NOT_READY, f"model {name} is not ready")
             known = ", ".join(sorted(self.models)) or "none"
             raise ServiceError(NOT_FOUND, f"there is no model {name!r}; models: {known}")
-        return model.find(version)
+        found = versions.get(max(versions) if version is None else version)
+        if found is None:
+            known = ", ".join(map(str, sorted(versions)))
+            raise ServiceError(NOT_FOUND, f"model {name} has no version {version}; it has: {known}")
+        return found
 
     def mark_fatal(self, why: str) -> None:
         """Note why nothing more can be run in this process: the server is no longer live, and ends."""
@@ -102,9 +116,9 @@ class Repository:
         Raises:
             ServiceError: there is no such model, or it is not ready.
         """
-        if name not in self.models:
-            self.find(name)  # raises
-        return self.models[name].most_tensors
+        self.find(name)  # or raise
+        each_loaded = (version.loaded for version in self.models[name].values())
+        return max([MOST_TENSORS, *(max(len(each.inputs), len(each.outputs)) for each in each_loaded)])
 
     async def index(self, ready: bool = False) -> list[dict[str, str]]:
         """Return every version of every model with its state, as the repository extension lists them.
@@ -140,39 +154,29 @@ class Repository:
                 problems.append(said)
             else:
                 _log.warning("%s", said)
-        tasks = await self._in_turn(folders.values(), self._load_first)
+        tasks = await self._in_turn(folders.values())
         self._began.set()
-        problems += [problem for found in await asyncio.gather(*tasks) for problem in found]
+        for name, found in zip(folders, await asyncio.gather(*tasks), strict=True):
+            problems += found if not self.models.get(name) else []
         if problems:
             raise TwinopError("\n".join(problems))
         self._loaded = True
 
-    async def _load_first(self, folder: ModelFolder) -> list[str]:
-        """Load the wanted versions, or else an older one; return the problems if there is none."""
-        found = await self._follow(folder)
-        if found and folder.name not in self.models:
-            await self._follow_older(folder)
-        return found if folder.name not in self.models else []
-
-    async def _in_turn(
-        self, folders: Iterable[ModelFolder], follow: Callable[[ModelFolder], Awaitable[list[str]]]
-    ) -> list[asyncio.Task[list[str]]]:
+    async def _in_turn(self, folders: Iterable[ModelFolder]) -> list[asyncio.Task[list[str]]]:
         """Follow models one after the other. One that takes long goes on while others are followed."""
         tasks = []
         for folder in folders:
             if folder.name not in self._following:
-                task = asyncio.ensure_future(self._guarded(folder, follow))
+                task = asyncio.ensure_future(self._guarded(folder))
                 self._following[folder.name] = task
                 tasks.append(task)
                 await asyncio.wait({task}, timeout=PATIENCE_SECONDS)
         return tasks
 
-    async def _guarded(
-        self, folder: ModelFolder, follow: Callable[[ModelFolder], Awaitable[list[str]]]
-    ) -> list[str]:
+    async def _guarded(self, folder: ModelFolder) -> list[str]:
         """Follow a model. A bug in that does not concern the others."""
         try:
-            return await follow(folder)
+            return await self._follow(folder)
         except Exception as error:
             log_once(said := f"model {folder.name} cannot be followed: {error!r}")
             return [said]
@@ -180,7 +184,10 @@ class Repository:
             del self._following[folder.name]
 
     async def poll(self) -> None:
-        """Follow the folder until cancelled. A version is loaded once its files have stopped changing."""
+        """Follow the folder until cancelled.
+
+        A model is followed once its files have stopped changing, and removed if it is missing in two scans.
+        """
         await self._began.wait()
         before: dict[str, ModelFolder] = {}
         missing: set[str] = set()
@@ -188,24 +195,18 @@ class Repository:
         while True:
             await asyncio.sleep(self.settings.server.poll_seconds)
             try:
-                before, missing = await self._poll_once(before, missing)
-                said = ""
+                folders = await self._scan()
             except Exception as error:  # such as a missing folder: go on serving, and following
                 if said != (said := repr(error)):
                     _log.warning("%s", error, exc_info=not isinstance(error, TwinopError))
-
-    async def _poll_once(
-        self, before: dict[str, ModelFolder], missing: set[str]
-    ) -> tuple[dict[str, ModelFolder], set[str]]:
-        """Follow models that are unchanged since the last scan, and remove those missing in both scans."""
-        folders = await self._scan()
-        known = [folder for name, folder in folders.items() if name in before]
-        same = [folder for folder in known if folder.stamps == before[folder.name].stamps]
-        await self._in_turn(same, self._follow)
-        gone = self._known.keys() - folders.keys()
-        for name in (gone & missing) - self._following.keys():
-            await self._remove(name)
-        return folders, gone
+                continue
+            said = ""
+            known = [folder for name, folder in folders.items() if name in before]
+            await self._in_turn([each for each in known if each.stamps == before[each.name].stamps])
+            gone = self._known.keys() - folders.keys()
+            for name in (gone & missing) - self._following.keys():
+                await self._remove(name)
+            before, missing = folders, gone
 
     async def load_by_request(self, name: str) -> None:
         """Load a model for a client.
@@ -257,7 +258,8 @@ class Repository:
     async def _follow(self, folder: ModelFolder, retry: bool = False) -> list[str]:
         """Bring one model in line with its folder, and return the problems as messages.
 
-        A new version takes over once it is loaded and warm. If it cannot be loaded, the old one stays.
+        A new version takes over once it is loaded and warm. If it cannot be loaded, the old one stays; if
+        there is none, the newest of the other versions that loads is served.
         """
         async with self._locks[folder.name]:
             known = self._known.setdefault(folder.name, {})
@@ -268,35 +270,35 @@ class Repository:
                 self._refuse(folder, error)
                 return [str(error)]
             problems: list[str] = []
-            for version, where in sorted(wanted.items(), reverse=True):
-                last = known.get(version)
-                is_tried = last is not None and self._is_current(where, last, folder.stamps[version])
-                if is_tried and not (retry and last is not None and last.state != State.READY):
-                    continue
-                problems += await self._load(where, folder.stamps[version], settings)
+            for version in sorted(wanted, reverse=True):
+                problems += await self._load_if_new(folder, version, settings, retry)
             if all(known[version].state == State.READY for version in wanted):  # otherwise the old ones stay
                 for version in known.keys() - wanted.keys():
                     self._retire(folder.name, version)
+            for version in sorted(folder.versions.keys() - wanted.keys(), reverse=True):
+                if not self.models.get(folder.name):
+                    await self._load_if_new(folder, version, settings, retry)
+                    if self.models.get(folder.name):
+                        _log.warning("model %s: version %d is served instead", folder.name, version)
             return problems
+
+    async def _load_if_new(
+        self, folder: ModelFolder, version: int, settings: ModelSettings, retry: bool
+    ) -> list[str]:
+        """Load a version unless it was tried with the same files; return the problems as messages."""
+        where, stamps = folder.versions[version], folder.stamps[version]
+        last = self._known[folder.name].get(version)
+        is_tried = last is not None and self._is_current(where, last, stamps)
+        if is_tried and not (retry and last is not None and last.state != State.READY):
+            return []
+        return await self._load(where, stamps, settings)
 
     def _is_current(self, where: VersionFolder, last: _Known, stamps: Stamps) -> bool:
         """Return whether no file has changed since the last attempt that the version may depend on."""
         if last.stamp == stamps or last.stamp.files != stamps.files or last.state != State.READY:
             return last.stamp == stamps
-        version = self.models[where.model].versions[where.version]
+        version = self.models[where.model][where.version]
         return not version.may_use(last.stamp.changed_libraries(stamps))
-
-    async def _follow_older(self, folder: ModelFolder) -> None:
-        """Load the newest version that loads, out of those that are not wanted."""
-        async with self._locks[folder.name]:
-            try:
-                settings = await asyncio.to_thread(folder.settings, self.settings)
-            except TwinopError:
-                return
-            for version in sorted(folder.versions.keys() - self._known[folder.name].keys(), reverse=True):
-                if not await self._load(folder.versions[version], folder.stamps[version], settings):
-                    _log.warning("model %s: version %d is served instead", folder.name, version)
-                    return
 
     async def _load(self, where: VersionFolder, stamp: Any, settings: ModelSettings) -> list[str]:
         """Load a version and let it take over; return the problems as messages."""
@@ -330,17 +332,16 @@ class Repository:
         return without_paths(str(error).replace(f"{self.root}/", ""))
 
     def _swap(self, name: str, number: int, version: ServedVersion) -> None:
-        model = self.models.setdefault(name, ServedModel(name))
-        old = model.versions.get(number)
-        model.versions[number] = version
+        versions = self.models.setdefault(name, {})
+        old = versions.get(number)
+        versions[number] = version
         _log.info("model %s version %d is ready after %.2f s", name, number, version.loaded.load_seconds)
         if old is not None:
             self._close(old)
 
     def _retire(self, name: str, number: int) -> None:
         self._known[name].pop(number, None)
-        model = self.models.get(name)
-        version = model.versions.pop(number, None) if model is not None else None
+        version = self.models.get(name, {}).pop(number, None)
         if version is not None:
             _log.info("model %s version %d is no longer served", name, number)
             self._close(version)
@@ -361,5 +362,5 @@ class Repository:
         """Answer all accepted requests, then release all models."""
         for task in self._following.values():
             task.cancel()
-        versions = [version for model in self.models.values() for version in model.versions.values()]
+        versions = [version for model in self.models.values() for version in model.values()]
         await asyncio.gather(*(version.close() for version in versions), *self._closing)

@@ -1,23 +1,15 @@
-"""One served model: its versions, and the checks of requests against them."""
+"""A version that is served: its sessions with a queue and metrics, and the checks of requests."""
 
 import asyncio
 from collections.abc import Callable, Collection
 from pathlib import Path
 
+from ..errors import FeedError
 from .batching import Batcher
-from .errors import NOT_FOUND, NOT_READY, ServiceError, invalid
+from .errors import invalid
 from .loaded_model import LoadedModel
 from .metrics import ModelMetrics
-from .newer_python import StrEnum
-from .request import MOST_TENSORS, Request
-
-
-class State(StrEnum):
-    """The state of a version, as the repository extension names it."""
-
-    LOADING = "LOADING"
-    READY = "READY"
-    UNAVAILABLE = "UNAVAILABLE"
+from .request import Request
 
 
 class ServedVersion:
@@ -49,7 +41,10 @@ class ServedVersion:
             ServiceError: it does not fit the model.
         """
         settings, inputs = self.loaded.settings, request.inputs
-        outputs = self.loaded.instances[0].check(inputs, request.outputs)
+        try:
+            outputs = self.loaded.instances[0].session.check(inputs, request.outputs)
+        except FeedError as error:
+            raise invalid(str(error)) from error
         if not settings.allow_empty:
             for name, array in inputs.items():
                 if array.size == 0:
@@ -87,33 +82,3 @@ class ServedVersion:
         if (rows := next(iter(sizes.values()))) > limit:
             name = self.loaded.name
             raise invalid(f"{rows} rows in one request; model {name} takes up to {limit}: split it")
-
-
-class ServedModel:
-    """All versions of one model. A request without a version goes to the latest that is ready."""
-
-    def __init__(self, name: str) -> None:
-        self.name = name
-        self.versions: dict[int, ServedVersion] = {}
-
-    @property
-    def most_tensors(self) -> int:
-        """The largest number of inputs, and of outputs, that a request is parsed with."""
-        each_loaded = (version.loaded for version in self.versions.values())
-        return max([MOST_TENSORS, *(max(len(each.inputs), len(each.outputs)) for each in each_loaded)])
-
-    def find(self, version: int | None) -> ServedVersion:
-        """Return a version; the latest for None.
-
-        Raises:
-            ServiceError: there is no such version, or none is ready.
-        """
-        if version is None:
-            if not self.versions:
-                raise ServiceError(NOT_READY, f"model {self.name} is not ready")
-            return self.versions[max(self.versions)]
-        found = self.versions.get(version)
-        if found is None:
-            known = ", ".join(map(str, sorted(self.versions))) or "none"
-            raise ServiceError(NOT_FOUND, f"model {self.name} has no version {version}; it has: {known}")
-        return found

@@ -52,7 +52,7 @@ class Control(StrEnum):
 
 S = TypeVar("S", bound=Section)
 _PATHS = (
-    "library", "library_folders", "tls_certificate", "tls_key", "token_file", "control_token_file", "profile",
+    "library", "library_folders", "tls_certificate", "tls_key", "token_file", "control_token_file",
 )  # fmt: skip
 
 
@@ -110,7 +110,6 @@ class ServerSettings(Section):
     grace_seconds: float = Field(30.0, ge=0, description="time after SIGTERM to answer accepted requests")
     access_log: bool = Field(False, description="log a line for each HTTP request")
     log_level: Literal["debug", "info", "warning", "error"] = "info"
-    profile: Path | None = Field(None, description="the folder for ONNX Runtime's profiles")
 
     @model_validator(mode="after")
     def _fits(self) -> "ServerSettings":

@@ -16,11 +16,11 @@ from google.protobuf.message import Message
 from twinop.regular_file import read_regular
 
 from ..tensor_specs import Spec
+from .datatypes import datatype_of
 from .loaded_model import LoadedModel
 from .model_settings import ModelSettings, Provider
 from .protocol import model_config_pb2
 from .settings import MOST_BYTES, SettingsError
-from .triton_tensors import describe
 
 TRITON_FILE = "config.pbtxt"
 _KINDS = {Provider.AUTO: "KIND_AUTO", Provider.CPU: "KIND_CPU", Provider.CUDA: "KIND_GPU"}
@@ -115,7 +115,7 @@ def make_config(
                     f"{spec.name} is {spec}, and config.pbtxt needs a known rank: export the model with "
                     "a shape for it, whose sizes may be dynamic"
                 )
-            describe(added(), spec, batched)
+            _describe(added(), spec, batched)
     for each in config.input:
         if each.name in optional:
             each.optional = True
@@ -125,6 +125,30 @@ def make_config(
     if settings.intra_op_threads:
         config.parameters[_THREADS].string_value = str(settings.intra_op_threads)
     return config
+
+
+def _describe(tensor: Any, spec: Spec, batched: bool) -> None:
+    """Fills in a ModelInput or ModelOutput.
+
+    `dims` must not be empty: scalars and batched vectors have [1]. The backend takes an output of unknown
+    rank for a scalar, and answers with the shape that it gets.
+
+    Raises:
+        SettingsError: Triton has no such type, or the model is batched and has no rows.
+    """
+    datatype = datatype_of(spec.numpy_dtype)
+    if datatype is None or (batched and not spec.shape):
+        raise SettingsError(
+            f"{spec.name} is {spec}: config.pbtxt needs a data type of the protocol, and rows if batched"
+        )
+    tensor.name = spec.name
+    tensor.data_type = model_config_pb2.DataType.Value(
+        f"TYPE_{'STRING' if datatype == 'BYTES' else datatype}"
+    )
+    sizes = [size if isinstance(size, int) else -1 for size in spec.shape or ()]
+    tensor.dims.extend(sizes[batched:] or [1])
+    if batched and len(sizes) == 1:
+        tensor.reshape.SetInParent()
 
 
 def _write_scheduling(config: Any, settings: ModelSettings) -> None:

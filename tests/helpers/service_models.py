@@ -229,18 +229,6 @@ def slow(rounds: int = 200, size: int = 256) -> onnx.ModelProto:
     )
 
 
-def several_libraries() -> onnx.ModelProto:
-    """y = CustomPadAffine(CustomSilu(x)): ops of libcustom_ops and of libtest_ops, no function bodies."""
-    return make(
-        [
-            node("CustomSilu", ["x"], ["t"], "silu"),
-            node("CustomPadAffine", ["t"], ["y"], "affine"),
-        ],
-        [info("x", "FP32", ROWS)],
-        [info("y", "FP32", None)],
-    )
-
-
 def relu_body(datatype: str = "FP32") -> onnx.FunctionProto:
     """The function body of CustomRelu, computing in fp32 but for fp64 (twinop.export.bodies.relu)."""
     kind = TensorProto.DOUBLE if datatype == "FP64" else TensorProto.FLOAT

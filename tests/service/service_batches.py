@@ -13,23 +13,40 @@ from twinop.deploy.service.errors import INVALID, Failure, ServiceError
 from twinop.deploy.service.model_settings import ModelSettings
 from twinop.deploy.service.request import Request, Result
 
+Y = ("y",)
+
 
 class Doubler:
-    """Doubles x. Holds each run until the gate opens. A negative number makes the whole run fail."""
+    """Doubles x. Holds each run until the gate opens. A negative number makes the whole run fail.
+
+    Attributes:
+        batches: the rows of each member of each run.
+        here: whether each run was on the event loop's thread.
+        seconds: the processor time that a run takes.
+    """
 
     def __init__(self, held: bool = False) -> None:
-        self.batches: list[list[int]] = []  # the rows of each member of each run
+        self.batches: list[list[int]] = []
+        self.here: list[bool] = []
+        self.seconds = 0.0
         self.gate = threading.Event()
+        self.loop_thread = threading.get_ident()
         if not held:
             self.gate.set()
 
     def run(self, parts: Sequence[Mapping[str, np.ndarray]], outputs: Sequence[str]) -> dict[str, np.ndarray]:
         self.batches.append([part["x"].shape[0] for part in parts])
+        self.here.append(threading.get_ident() == self.loop_thread)
         assert self.gate.wait(60)
+        end = time.thread_time() + self.seconds
+        while time.thread_time() < end:
+            pass
         x = np.concatenate([part["x"] for part in parts])
         if (x < 0).any():
             raise ServiceError(INVALID, "negative")
         return dict.fromkeys(outputs, x * 2)
+
+    def terminate(self, now: bool = True) -> None: ...
 
 
 def request(*rows: float, columns: int = 1, **more: Any) -> Request:
@@ -37,8 +54,18 @@ def request(*rows: float, columns: int = 1, **more: Any) -> Request:
     return Request("m", {"x": x}, arrived=time.monotonic(), **more)
 
 
-def batcher(runner: Any, instances: int = 1, **settings: Any) -> Batcher:
-    return Batcher("m", 1, [runner] * instances, ModelSettings(**settings))
+def batcher(runner: Any, instances: int = 1, may_run_on_loop: bool = False, **settings: Any) -> Batcher:
+    runners = [runner] * instances
+    return Batcher("m", 1, runners, ModelSettings(**settings), may_run_on_loop=may_run_on_loop)
+
+
+async def behind_a_run(runner: Doubler, queue: Batcher, *requests: Request) -> list[Any]:
+    """Hold the first request's run until the others wait, and return all results and errors."""
+    runner.gate.clear()
+    tasks = [asyncio.create_task(queue.submit(each, Y)) for each in requests]
+    await until(lambda: queue.queued == len(requests) - 1)
+    runner.gate.set()
+    return await asyncio.gather(*tasks, return_exceptions=True)
 
 
 def run(test: Callable[[], Coroutine[Any, Any, None]]) -> None:

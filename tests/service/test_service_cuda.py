@@ -8,24 +8,19 @@ import numpy as np
 import onnx
 import pytest
 import service_models
+from service_loads import X, only_these
+from service_loads import loaded as loaded_with
 
 from twinop.deploy import session
 from twinop.deploy.service.errors import OUT_OF_MEMORY, RUN_FAILED, ServiceError
-from twinop.deploy.service.folders import scan
 from twinop.deploy.service.instance import Instance
 from twinop.deploy.service.loaded_model import LoadedModel
-from twinop.deploy.service.loading import load
-from twinop.deploy.service.model_settings import ModelSettings
-from twinop.deploy.service.settings import ServerSettings
 
 cuda = pytest.mark.cuda
-X = np.array([[-1, 2, -3, 4]], np.float32)
 
 
 def loaded(folder: Path, model: onnx.ModelProto, **given: Any) -> LoadedModel:
-    service_models.place(folder, "m", model)
-    settings = ModelSettings(**({"provider": "cuda"} | given))
-    return load(scan(folder)["m"].versions[1], settings, ServerSettings())
+    return loaded_with(folder, model, **{"provider": "cuda"} | given)
 
 
 def values(datatype: str, shape: tuple[int, ...], seed: int = 0) -> np.ndarray:
@@ -81,28 +76,6 @@ def test_auto_takes_the_gpu(tmp_path: Path) -> None:
 
 
 @cuda
-@pytest.mark.parametrize("datatype", ["FP16", "BF16", "FP32", "FP64"])
-def test_kernels_are_compared_there(tmp_path: Path, datatype: str) -> None:
-    assert loaded(tmp_path, service_models.relu(datatype)).difference == "none"
-
-
-@cuda
-def test_outputs_asked_for(tmp_path: Path) -> None:
-    instance = loaded(tmp_path, service_models.two_outputs()).instances[0]
-    found = instance.run([{"x": X}], ["sign"])
-    assert list(found) == ["sign"] and found["sign"].tolist() == [[-1, 1, -1, 1]]
-    both = instance.run([{"x": X}], ["sign", "positive"])
-    assert list(both) == ["sign", "positive"] and both["positive"].tolist() == [[0, 2, 0, 4]]
-
-
-@cuda
-def test_scalars(tmp_path: Path) -> None:
-    instance = loaded(tmp_path, service_models.identity("FP32", ())).instances[0]
-    found = instance.run([{"x": np.array(3, np.float32)}], ["y"])["y"]
-    assert found.shape == () and found == 3
-
-
-@cuda
 def test_instances_run_side_by_side(tmp_path: Path) -> None:
     model = loaded(tmp_path, service_models.mlp(64, 256, 64), instances=3, max_batch_size=16)
     rows = values("FP32", (16, 64))
@@ -150,8 +123,7 @@ def test_out_of_gpu_memory(tmp_path: Path) -> None:
 
 @cuda
 def test_function_bodies_on_the_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in ("twinop.deploy.service.model_library", "twinop.deploy.choose_library"):
-        monkeypatch.setattr(f"{module}.library_folders", list)
+    only_these(monkeypatch)
     model = loaded(tmp_path, service_models.relu(), allow_fallback=True)
     assert model.device == "cuda:0" and model.fallback is not None and model.body_nodes == ("CustomRelu x1",)
     assert model.instances[0].run([{"x": X}], ["y"])["y"].tolist() == [[0, 2, 0, 4]]

@@ -15,7 +15,7 @@ import pytest
 import service_models as models
 from service_fixtures import receive, receive_all, serve, split, wait_until
 from service_raw import REQUEST, SLOW
-from service_rows import QUICK, ROW, call, in_flight, message
+from service_rows import QUICK, ROW, call, in_flight
 
 from lab import soak
 
@@ -41,68 +41,6 @@ def test_a_stopping_server_answers_what_has_come(tmp_path: Path) -> None:
         with pytest.raises(OSError):
             served.connect()
         assert served.stop() == 0
-
-
-def test_every_accepted_request_is_answered_at_the_end(tmp_path: Path) -> None:
-    models.place(tmp_path, "relu", models.relu())
-    with serve(tmp_path) as served:
-        lost: list[str] = []
-        answered = [0]
-
-        def client() -> None:
-            while True:
-                try:
-                    connection = served.connect()
-                except OSError:
-                    return
-                with connection:
-                    answer = None
-                    while answer is None or answer.headers.get("connection") != "close":
-                        try:
-                            connection.sendall(REQUEST)
-                            answer = receive(connection)
-                        except OSError as error:
-                            lost.append(str(error))
-                            break
-                        answered[0] += answer.status == 200
-
-        threads = [threading.Thread(target=client) for _ in range(8)]
-        for thread in threads:
-            thread.start()
-        wait_until(lambda: answered[0] > 100)
-        status = served.stop()
-        for thread in threads:
-            thread.join(60)
-    assert status == 0 and lost == []
-
-
-def test_grpc_calls_are_answered_or_told_to_go_elsewhere_at_the_end(tmp_path: Path) -> None:
-    models.place(tmp_path, "relu", models.relu())
-    models.place(tmp_path, "slow", models.slow(3000))
-    with serve(tmp_path) as served, served.stub() as stub:
-        refusals: list[grpc.StatusCode] = []
-        answered = [0]
-
-        def client() -> None:
-            while True:
-                try:
-                    stub.ModelInfer(message("relu"), timeout=60)
-                    answered[0] += 1
-                except grpc.RpcError as error:
-                    refusals.append(error.code())
-                    return
-
-        threads = [threading.Thread(target=client) for _ in range(8)]
-        for thread in threads:
-            thread.start()
-        wait_until(lambda: answered[0] > 100)
-        waiting = stub.ModelInfer.future(message("slow"))
-        wait_until(partial(in_flight, served, 1))
-        assert served.stop() == 0
-        assert waiting.result(60).model_name == "slow"
-        for thread in threads:
-            thread.join(60)
-    assert refusals == [grpc.StatusCode.UNAVAILABLE] * 8
 
 
 def test_what_takes_longer_than_the_grace_time_is_cut_off(tmp_path: Path) -> None:

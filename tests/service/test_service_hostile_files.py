@@ -32,7 +32,6 @@ from twinop.deploy.service.protocol import pb
 from twinop.deploy.service.repository import Repository
 from twinop.deploy.service.settings import ServerSettings, Settings, SettingsError, read_settings
 from twinop.deploy.service.tokens import Tokens
-from twinop.deploy.service.triton_config import unread_settings
 
 
 def sparse(path: Path) -> None:
@@ -91,12 +90,11 @@ def test_what_is_no_regular_file(tmp_path: Path, make: Callable[[Path], Any]) ->
     each_is_that_models_own(tmp_path, "twinop.toml")
 
 
-@pytest.mark.parametrize("make", STRANGE.values(), ids=STRANGE)
-def test_a_config_that_is_no_regular_file(tmp_path: Path, make: Callable[[Path], Any]) -> None:
-    model = loaded(tmp_path, scaled(1))
-    make(tmp_path / "m" / "config.pbtxt")
-    [said] = unread_settings(tmp_path / "m", model)
-    assert said.startswith("it cannot be read")
+def test_a_config_that_is_no_regular_file(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    service_models.place(tmp_path, "m", scaled(1))
+    os.mkfifo(tmp_path / "m" / "config.pbtxt")
+    loaded(tmp_path, scaled(1))
+    assert "it cannot be read" in caplog.text
 
 
 @pytest.mark.parametrize("text", TEXTS.values(), ids=TEXTS)
@@ -221,18 +219,6 @@ graph_optimization_level = "all"
 [provider_options]
 gpu_mem_limit = 1000
 """ % (b"a" * 64)
-CONFIG_TEXT = b"""name: "bad" platform: "onnxruntime_onnx" max_batch_size: 4
-input [ { name: "x" data_type: TYPE_FP32 dims: [ 1 ] reshape { shape: [ ] } } ]
-output [ { name: "y" data_type: TYPE_FP32 dims: [ -1, 4 ] } ]
-instance_group [ { count: 2 kind: KIND_CPU gpus: [ 0 ] } ]
-dynamic_batching { preferred_batch_size: [ 2, 4 ] max_queue_delay_microseconds: 100 }
-version_policy { specific { versions: [ 1, 2 ] } }
-optimization { graph { level: 1 } execution_accelerators { gpu_execution_accelerator: [ { name: "cuda" } ] } }
-parameters { key: "intra_op_thread_count" value { string_value: "2" } }
-model_warmup [ { name: "w" batch_size: 1
-  inputs { key: "x" value { data_type: TYPE_FP32 dims: [ 4 ] zero_data: true } } } ]
-model_operations { op_library_filename: [ "a.so" ] }
-"""
 REQUEST = {
     "id": "1",
     "parameters": {"timeout": 100, "binary_data_output": True},
@@ -249,21 +235,15 @@ TAIL = b"\2\0\0\0ab\1\0\0\0c" + bytes(8)
 
 @counts
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize(
-    ("file", "text"),
-    [("twinop.toml", MODEL_TEXT), ("config.pbtxt", CONFIG_TEXT), ("server.toml", SERVER_TEXT)],
-)
+@pytest.mark.parametrize(("file", "text"), [("twinop.toml", MODEL_TEXT), ("server.toml", SERVER_TEXT)])
 def test_mutated_settings(tmp_path: Path, file: str, text: bytes, count: int) -> None:
     path = tmp_path / "server.toml" if file == "server.toml" else placed(tmp_path) / file
-    model = loaded(tmp_path, scaled(1)) if file == "config.pbtxt" else None
 
     def read(chance: random.Random) -> None:
         path.write_bytes(mutated(text, chance, WORDS))
         os.utime(path, ns=(0, chance.getrandbits(60)))  # what has not changed is not read again
         if file == "server.toml":
             read_settings(path, {}).for_model("m")
-        elif model is not None:
-            unread_settings(path.parent, model)
         else:
             Settings().for_model("bad", scan(tmp_path)["bad"].own)
 

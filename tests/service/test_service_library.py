@@ -1,8 +1,6 @@
 """The library beside a served model: damaged, or replaced while the service runs."""
 
 import hashlib
-import subprocess
-import sys
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,7 +12,6 @@ from service_fixtures import Served, serve, start, wait_until
 from service_loads import loaded
 from service_rows import QUICK, ROW
 
-from twinop.deploy.service.settings import ServerSettings
 from twinop.errors import LibraryError
 
 MINUS, PLUS = [1, -2, 3, -4], [-1, 2, -3, 4]
@@ -44,31 +41,13 @@ def test_a_damaged_library_beside_a_model_is_an_error(
     assert loaded(tmp_path, service_models.relu(), allow_fallback=True).body_nodes == ("CustomRelu x1",)
 
 
-def test_a_damaged_library_elsewhere_is_passed_over(libraries: dict[str, Path], tmp_path: Path) -> None:
-    folder = tmp_path / "libraries"
-    folder.mkdir()
-    (folder / "libcustom_relu.so").write_bytes(cut(libraries["custom_relu"].read_bytes()))
-    server = ServerSettings(library_folders=(folder,))
-    model = loaded(tmp_path / "models", service_models.relu(), server)
-    assert model.library is not None and model.library.path == libraries["custom_relu"]
-
-
-@pytest.mark.parametrize("command", ["serve", "run"])
-def test_the_commands_name_file_and_cause(libraries: dict[str, Path], tmp_path: Path, command: str) -> None:
+def test_serve_names_file_and_cause(libraries: dict[str, Path], tmp_path: Path) -> None:
     """Pages of zeros in the code must not end the process with SIGSEGV."""
     path = service_models.place(tmp_path / "models", "m", service_models.relu())
     beside = path.with_name("libcustom_relu.so")
     beside.write_bytes(zeroed(libraries["custom_relu"].read_bytes()))
     log = tmp_path / "log"
-    if command == "serve":
-        process = start(tmp_path / "models", log, *QUICK, "--allow-model-libraries")
-    else:
-        with log.open("wb") as output:
-            process = subprocess.Popen(
-                [sys.executable, "-m", "twinop", "run", path, "--allow-model-libraries"],
-                stdout=output,
-                stderr=output,
-            )
+    process = start(tmp_path / "models", log, *QUICK, "--allow-model-libraries")
     try:
         assert process.wait(120) == 1
     finally:
@@ -86,27 +65,21 @@ def checksum_of(served: Served) -> str:
 
 def put(path: Path, data: bytes) -> None:
     """Put a file into a folder that is followed, as a whole."""
-    new = path.parents[2] / "new"
+    new = path.parents[1] / "new"
     new.write_bytes(data)
     new.rename(path)
 
 
-@pytest.mark.parametrize("place", ["beside the model", "library folder"])
-def test_a_library_that_is_replaced_under_load(tmp_path: Path, place: str) -> None:
+def test_a_library_that_is_replaced_under_load(tmp_path: Path) -> None:
     """The answers show which code runs: the first library gives -x, the second one x."""
-    model, other = service_models.place(tmp_path / "models", "m", negate_model()), tmp_path / "libs/1"
+    service_models.place(tmp_path / "models", "m", negate_model())
     service_models.place(tmp_path / "models", "n", service_models.relu())
-    other.mkdir(parents=True)
-    library = (model.parent if place == "beside the model" else other) / "libplain_c.so"
+    library = tmp_path / "libs" / "libplain_c.so"
+    library.parent.mkdir()
     minus, plus = c_library("plain_c").read_bytes(), c_library("plain_c", "-DSIGN=1").read_bytes()
     library.write_bytes(minus)
     (tmp_path / "models" / "twinop.toml").write_text(
-        "[server]\npoll_seconds = 0.05\ncontrol = 'poll'\n"
-        + (
-            "[policy]\nallow_model_libraries = true"
-            if library.parent != other
-            else "library_folders = ['../libs/1']"
-        )
+        "[server]\npoll_seconds = 0.05\ncontrol = 'poll'\nlibrary_folders = ['../libs']"
     )
     answers: list[tuple[int, Any]] = []
     with serve(tmp_path / "models", *QUICK) as served:

@@ -13,10 +13,9 @@ from models import node
 from onnx import TensorProto, helper
 from service_loads import loaded
 
-from twinop.deploy.create_session import open_session
 from twinop.deploy.errors import ModelError
 from twinop.deploy.service.instance import Instance
-from twinop.deploy.service.settings import ServerSettings, SettingsError
+from twinop.deploy.service.settings import SettingsError
 from twinop.tolerance import difference
 
 # -------------------------------------------------------------------------------------- what is loaded
@@ -52,27 +51,6 @@ def test_auto_says_which_provider_it_took(
     assert "runs on cpu (no NVIDIA driver" in caplog.text and "custom nodes: CustomRelu x1" in caplog.text
 
 
-@pytest.mark.parametrize("spinning", [False, True])
-def test_threads_spin_only_where_the_settings_say_so(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, spinning: bool
-) -> None:
-    given = []
-
-    def opened(*arguments: Any, options: Any, **more: Any) -> Any:
-        given.append(options)
-        return open_session(*arguments, options=options, **more)
-
-    monkeypatch.setattr("twinop.deploy.service.loading.open_session", opened)
-    loaded(tmp_path, service_models.identity("FP32"), intra_op_spinning=spinning, intra_op_threads=2)
-    name = "session.intra_op.allow_spinning"
-    assert given[0].intra_op_num_threads == 2
-    if spinning:
-        with pytest.raises(RuntimeError, match=name):  # ONNX Runtime's default
-            given[0].get_session_config_entry(name)
-    else:
-        assert given[0].get_session_config_entry(name) == "0"
-
-
 @pytest.mark.parametrize("datatype", service_models.ELEMENTS)
 def test_every_datatype_runs(tmp_path: Path, datatype: str) -> None:
     model = loaded(tmp_path, service_models.identity(datatype))
@@ -98,9 +76,6 @@ def test_warm_up_at_the_shapes_given(
     loaded(tmp_path, service_models.add(), warm_up={"a": (3, 4)}, max_batch_size=5, compare_rows=False)
     # b has the same dimension N; the second run is at the largest batch.
     assert seen == [[{"a": (3, 4), "b": (3, 4)}], [{"a": (5, 4), "b": (5, 4)}]]
-
-
-def test_warm_up_that_does_not_fit(tmp_path: Path, libraries: dict[str, Path]) -> None:
     with pytest.raises(SettingsError, match="warm_up names 'z'; the model's inputs: x"):
         loaded(tmp_path, service_models.relu(), warm_up={"z": (1,)})
     with pytest.raises(SettingsError, match=r"warm_up: input x is FP32\[1, 5\].* must be 4, not 5"):
@@ -140,14 +115,6 @@ def test_a_default_may_be_left_out(tmp_path: Path) -> None:
     assert list(batched.inputs) == ["x"]
 
 
-def test_a_profile_is_written(tmp_path: Path, libraries: dict[str, Path]) -> None:
-    folder = tmp_path / "profiles" / "here"
-    model = loaded(tmp_path, service_models.relu(), ServerSettings(profile=folder))
-    model.close()
-    (profile,) = folder.iterdir()
-    assert profile.name.startswith("m-1-0-") and "CustomRelu" in profile.read_text()
-
-
 # ------------------------------------------------------------------------------------- function bodies
 
 
@@ -166,7 +133,8 @@ def test_bodies_that_no_kernel_runs(libraries: dict[str, Path], tmp_path: Path) 
     body.node[1].attribute[0].t.CopyFrom(helper.make_tensor("zero", TensorProto.BFLOAT16, [], [0.0]))
     model.functions.append(body)
     found = loaded(tmp_path, model).difference
-    assert found == "not compared: ONNX Runtime has no kernel for Less"
+    assert found is not None and found.startswith("not compared: the function bodies do not run: ")
+    assert "Less" in found
 
 
 @pytest.mark.parametrize("datatype", ["FP16", "BF16", "FP32", "FP64"])

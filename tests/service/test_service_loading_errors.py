@@ -82,6 +82,7 @@ def test_external_data(tmp_path: Path, libraries: dict[str, Path]) -> None:
         ("a\0b", "outside of its folder"),
         ("", "is missing"),
         ("*/_ORT_MEM_ADDR_/*", "could read memory of the process"),
+        ("FOLDER/m/1/weights.bin", "by an absolute path"),
     ],
 )
 def test_external_data_elsewhere(
@@ -89,15 +90,8 @@ def test_external_data_elsewhere(
 ) -> None:
     place, data = external(tmp_path)
     shutil.copy(data, tmp_path / "outside.bin")
-    service_models.point_external(place.path, location)
+    service_models.point_external(place.path, location.replace("FOLDER", str(tmp_path)))
     with pytest.raises(ModelError, match=message):
-        load(place, ModelSettings(provider="cpu"), ServerSettings())
-
-
-def test_external_data_in_the_folder_by_an_absolute_path(tmp_path: Path, libraries: dict[str, Path]) -> None:
-    place, data = external(tmp_path)
-    service_models.point_external(place.path, str(data))
-    with pytest.raises(ModelError, match="by an absolute path"):
         load(place, ModelSettings(provider="cpu"), ServerSettings())
 
 
@@ -106,7 +100,6 @@ def test_external_data_in_the_folder_by_an_absolute_path(tmp_path: Path, librari
     [
         (onnxruntime.__version__, "ONNX Runtime refuses it: .*escapes model directory"),
         ("1.26.0", "has external data, and ONNX Runtime 1.26.0 follows links .* Install onnxruntime 1.27"),
-        ("1.20.1", "has external data, and ONNX Runtime 1.20.1 follows links"),
     ],
 )
 def test_a_link_that_comes_after_the_check(
@@ -166,15 +159,6 @@ def test_external_data_in_hidden_places(tmp_path: Path, kind: str) -> None:
     (tmp_path / "secret.bin").write_bytes(bytes(16))
     with pytest.raises(ModelError, match=r"outside of its folder, in '\.\./\.\./secret\.bin'"):
         loaded(tmp_path, model)
-
-
-def test_a_damaged_place_of_external_data(tmp_path: Path, libraries: dict[str, Path]) -> None:
-    place, _ = external(tmp_path)
-    model = onnx.load(place.path, load_external_data=False)
-    model.graph.initializer[0].external_data.add(key="offset", value="many")
-    place.path.write_bytes(model.SerializeToString())
-    with pytest.raises(ModelError, match="the place of its external data is damaged"):
-        load(place, ModelSettings(provider="cpu"), ServerSettings())
 
 
 def test_what_the_protocol_cannot_carry(tmp_path: Path) -> None:
@@ -245,18 +229,10 @@ def test_a_failed_run(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     assert "a run failed" in caplog.text
 
 
-def test_a_feed_that_does_not_fit(tmp_path: Path) -> None:
-    instance = loaded(tmp_path, service_models.add()).instances[0]
-    with pytest.raises(ServiceError, match="input missing: b") as error:
-        instance.check({"a": np.ones((2, 4), np.float32)}, ["total"])
-    assert error.value.failure is INVALID
-
-
 @pytest.mark.parametrize(
     "text",
     [
         "Failed to allocate memory for requested buffer of size 4000",
-        "CUDA out of memory. Tried to allocate 2 GiB",
         "CUDA error: out of memory",
         "CUBLAS failure 3: CUBLAS_STATUS_ALLOC_FAILED",
         "std::bad_alloc",
@@ -268,7 +244,7 @@ def test_out_of_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: st
     def fails(*_: Any, **options: Any) -> Any:
         raise RuntimeError(text)
 
-    monkeypatch.setattr(instance._session, "run_checked", fails)
+    monkeypatch.setattr(instance.session, "run_checked", fails)
     with pytest.raises(ServiceError, match="not enough memory for this request") as error:
         instance.run([{"x": X}], ["y"])
     assert error.value.failure is OUT_OF_MEMORY

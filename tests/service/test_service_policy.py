@@ -49,21 +49,6 @@ def test_a_library_in_a_models_folder_needs_permission(
     asyncio.run(repository_of(monkeypatch, tmp_path, *QUICK).load_all())
 
 
-def test_a_damaged_library_needs_permission_too(libraries: dict[str, Path], tmp_path: Path) -> None:
-    library = beside(libraries, tmp_path)
-    library.write_bytes(b"")
-    with pytest.raises(LibraryError, match="lies in the model's own folder"):
-        loaded(tmp_path, service_models.relu(), policy=STRICT)
-
-
-def test_a_library_without_ops_beside_a_model_is_passed_over(
-    libraries: dict[str, Path], tmp_path: Path
-) -> None:
-    beside(libraries, tmp_path).write_bytes(libraries["twinop_torch"].read_bytes())
-    found = loaded(tmp_path, service_models.relu(), policy=STRICT).library
-    assert found is not None and found.path == libraries["custom_relu"]
-
-
 def test_settings_of_a_model_name_only_permitted_libraries(
     libraries: dict[str, Path], tmp_path: Path
 ) -> None:
@@ -176,5 +161,3 @@ def test_the_folder_is_followed_only_if_asked(tmp_path: Path) -> None:
         for _ in range(30):
             assert served.infer("m", ROW).json["model_version"] == "1"
         assert served.infer("new", ROW).status == 404
-    with serve(tmp_path, *QUICK, "--control", "poll") as served:
-        assert not any(line["message"] == said for line in served.log)

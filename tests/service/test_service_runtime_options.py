@@ -1,4 +1,4 @@
-"""Options of ONNX Runtime's sessions and providers: handed to it, and carried into config.pbtxt."""
+"""Options of ONNX Runtime's sessions and providers, which are handed to it."""
 
 import re
 from pathlib import Path
@@ -23,6 +23,7 @@ SESSION = {
     "enable_mem_pattern": False,
     "session.use_device_allocator_for_initializers": "1",
 }
+SPINNING = "session.intra_op.allow_spinning"
 CUDA: dict[str, Value] = {
     "gpu_mem_limit": 1 << 33,
     "arena_extend_strategy": "kSameAsRequested",
@@ -102,14 +103,17 @@ def test_the_session_gets_its_options(tmp_path: Path, monkeypatch: pytest.Monkey
         return open_session(*arguments, options=options, **more)
 
     monkeypatch.setattr("twinop.deploy.service.loading.open_session", opened)
-    loaded(tmp_path, service_models.relu(), session=SESSION)
+    loaded(tmp_path, service_models.relu(), session=SESSION, intra_op_threads=2)
     for options in given:  # the session, and that of the function bodies
         assert options.graph_optimization_level == onnxruntime.GraphOptimizationLevel.ORT_ENABLE_EXTENDED
         assert options.execution_mode == onnxruntime.ExecutionMode.ORT_PARALLEL
-        assert options.inter_op_num_threads == 2
+        assert options.inter_op_num_threads == options.intra_op_num_threads == 2
         assert not options.enable_cpu_mem_arena and not options.enable_mem_pattern
         assert options.get_session_config_entry("session.use_device_allocator_for_initializers") == "1"
+        assert options.get_session_config_entry(SPINNING) == "0"
     assert len(given) == 2
+    loaded(tmp_path, service_models.identity("FP32"), session={SPINNING: "1"})
+    assert given[2].get_session_config_entry(SPINNING) == "1"
 
 
 def test_providers_get_theirs(monkeypatch: pytest.MonkeyPatch) -> None:

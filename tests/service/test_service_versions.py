@@ -6,10 +6,11 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import grpc
 import pytest
 from service_fixtures import Served, serve, wait_until
-from service_models import place
-from service_rows import QUICK, ROW, scaled, y_of
+from service_models import place, relu
+from service_rows import QUICK, ROW, call, scaled, y_of
 
 from lab import soak
 
@@ -23,7 +24,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     for version in (1, 2):
         place(root, "all", scaled(version), version, settings='versions = "all"')
     (root / "twinop.toml").write_text("[server]\ncontrol = 'poll'\npoll_seconds = 0.05")
-    with serve(root, *QUICK) as found:
+    with serve(root, *QUICK, "--allow-model-libraries") as found:
         yield found
 
 
@@ -53,15 +54,10 @@ def test_a_new_version_takes_over_and_a_broken_one_does_not(served: Served) -> N
     assert served.versions()["new", 2] == ("ready", "")
     broken.write_bytes(scaled(3).SerializeToString())  # repaired
     wait_until(lambda: y_of(served, "new") == [-3, 6, -9, 12])
+    broken.write_bytes(scaled(5).SerializeToString())  # changed
+    wait_until(lambda: y_of(served, "new") == [-5, 10, -15, 20])
     shutil.rmtree(broken.parent)  # withdrawn
     wait_until(lambda: y_of(served, "new") == [-2, 4, -6, 8])
-
-
-def test_changed_files_are_loaded_again(served: Served) -> None:
-    path = place(served.root, "changed", scaled(1))
-    wait_until(lambda: served.infer("changed", ROW).status == 200)
-    path.write_bytes(scaled(5).SerializeToString())
-    wait_until(lambda: y_of(served, "changed") == [-5, 10, -15, 20])
 
 
 def test_models_come_and_go(served: Served) -> None:
@@ -70,6 +66,38 @@ def test_models_come_and_go(served: Served) -> None:
     assert y_of(served, "come") == [-2, 4, -6, 8]
     shutil.rmtree(served.root / "come")
     wait_until(lambda: served.ask("GET", "/v2/models/come").status == 404)
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ('library = "libnone.so"', "libnone.so: no such library"),
+        (f'library_sha256 = "{"0" * 64}"', "its SHA-256 is"),
+        ('library = "text.so"', "text.so: not a shared library"),
+    ],
+)
+def test_unservable_model_is_reported_and_isolated(served: Served, settings: str, words: str) -> None:
+    logged, bad = len(served.log), served.root / "bad"
+    staged = served.root.with_name("staged")  # a library that is still being copied would be cut short
+    place(staged, "bad", relu(), settings=settings)
+    (staged / "bad" / "text.so").write_text("#!/bin/sh")
+    (staged / "bad").rename(bad)
+    try:
+        wait_until(lambda: served.versions().get(("bad", 1), ("",))[0] == "unavailable")
+        reason = served.versions()["bad", 1][1]
+        errors = [line["message"] for line in served.log[logged:] if line["level"] == "error"]
+        assert words in reason and any(words in message for message in errors)
+        assert "allow_fallback permits it" in reason and "/tmp" not in reason
+        refused = served.infer("bad", ROW)
+        assert refused.status == 503 and refused.error == "model bad is not ready"
+        with pytest.raises(grpc.RpcError) as error:
+            call(served, "bad")
+        assert error.value.code() is grpc.StatusCode.UNAVAILABLE
+        assert y_of(served, "older") == [-1, 2, -3, 4]
+        assert "Traceback" not in served.log_path.read_text()
+    finally:
+        shutil.rmtree(bad)
+        wait_until(lambda: ("bad", 1) not in served.versions())
 
 
 def test_all_versions_are_served_where_the_settings_say_so(served: Served) -> None:
@@ -91,13 +119,13 @@ def test_settings_that_do_not_fit_are_said_and_the_folder_is_followed_on(served:
     place(served.root, "m", scaled(1))
     wait_until(lambda: served.infer("m", ROW).status == 200)
     (served.root / "m" / "twinop.toml").write_text("max_batchsize = 8")
-    place(served.root, "bad", scaled(1), settings="warm_up = { z = [4] }")
-    wait_until(lambda: served.versions().get(("bad", 1), ("",))[0] == "unavailable")
+    place(served.root, "unfit", scaled(1), settings="warm_up = { z = [4] }")
+    wait_until(lambda: served.versions().get(("unfit", 1), ("",))[0] == "unavailable")
     wait_until(lambda: any("max_batchsize" in line["message"] for line in served.log))
     assert y_of(served, "m") == [-1, 2, -3, 4]
     wait_for_scans(served, "good")
-    (served.root / "bad" / "twinop.toml").unlink()
-    wait_until(lambda: served.infer("bad", ROW).status == 200)
+    (served.root / "unfit" / "twinop.toml").unlink()
+    wait_until(lambda: served.infer("unfit", ROW).status == 200)
 
 
 def test_a_folder_that_is_away_for_a_moment_changes_nothing(served: Served) -> None:
