@@ -133,7 +133,7 @@ REST_BAD = (
     _bad_json("NaN", "", data=[float("nan")] * 8),
     _bad("no model", REST, 404, "there is no model", "/v2/models/none/infer", b'{"inputs": []}'),
     _bad("no JSON", REST, 400, "JSON", _INFER, b'{"inputs": ['),
-    _bad("content type", REST, 415, "content type", _INFER, b"{}", **{"Content-Type": "text/html"}),
+    _bad("content encoding", REST, 415, "content encoding", _INFER, b"{}", **{"Content-Encoding": "br"}),
 )
 
 

@@ -2,12 +2,14 @@
 
 import math
 import reprlib
+import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import ml_dtypes
 import numpy as np
+from tritonclient.utils import deserialize_bytes_tensor, serialize_byte_tensor
 
 from .errors import NOT_FOUND, ServiceError, invalid
 
@@ -118,11 +120,7 @@ def to_bytes(array: np.ndarray) -> Any:
     if array.dtype != BYTES.dtype:
         array = np.ascontiguousarray(array)
         return array.view(np.uint16) if array.dtype == BF16.dtype else array  # BF16 has no buffer interface
-    parts: list[bytes] = []
-    for text in array.ravel():
-        data = text.encode() if isinstance(text, str) else bytes(text)
-        parts += (len(data).to_bytes(4, "little"), data)
-    return b"".join(parts)
+    return serialize_byte_tensor(array).item() if array.size else b""
 
 
 def text_array(tensor: str, values: Sequence[bytes]) -> np.ndarray:
@@ -142,21 +140,12 @@ def text_array(tensor: str, values: Sequence[bytes]) -> np.ndarray:
 
 def _strings(tensor: str, elements: int, data: bytes | memoryview) -> np.ndarray:
     """Decode BYTES: each element is a 4-byte little-endian length and its bytes."""
-    if elements > len(data) // 4:
-        raise invalid(
-            f"input {tensor}: {len(data)} bytes cannot hold {elements} BYTES elements with 4-byte lengths"
-        )
-    values, at = [], 0
-    for index in range(elements):
-        start = at + 4
-        at = start + int.from_bytes(data[at:start], "little")
-        if start > len(data) or at > len(data):
-            raise invalid(
-                f"input {tensor}: element {index} of BYTES goes beyond the {len(data)} bytes of data"
-            )
-        values.append(bytes(data[start:at]))
-    if at != len(data):
-        raise invalid(f"input {tensor}: {len(data) - at} bytes follow the {elements} elements of its shape")
+    try:
+        values = deserialize_bytes_tensor(data)
+    except struct.error:
+        raise invalid(f"input {tensor}: an element of BYTES goes beyond the {len(data)} bytes") from None
+    if len(values) != elements:
+        raise invalid(f"input {tensor}: {len(values)} elements of BYTES, but its shape has {elements}")
     return text_array(tensor, values)
 
 

@@ -1,7 +1,6 @@
 """The gRPC server: the protocol's calls with ids, a token, TLS, limits, and failures as gRPC codes."""
 
 import asyncio
-import functools
 import inspect
 import logging
 import re
@@ -18,6 +17,7 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from . import codec_grpc, ids, logs, metrics
 from .addresses import address_error, grpc_credentials
 from .budget import Budget, RequestMemory
+from .datatypes import version_number
 from .errors import (
     BROKEN,
     INTERNAL,
@@ -28,11 +28,12 @@ from .errors import (
     ServiceError,
     invalid,
 )
+from .newer_python import timeout
 from .operations import CONTROL, OPEN, Operation, Operations, no_control_here
 from .protocol import SERVICE, pb
 from .repository import Repository
 from .request import in_thread_if_large
-from .tokens import Token, Tokens
+from .tokens import Tokens
 
 _log = logging.getLogger(__name__)
 
@@ -94,7 +95,6 @@ class _CallHandler:
         self._settings = repository.settings.server
         self._budget = budget
         self._tokens = tokens
-        self._reading: set[asyncio.Future[Any]] = set()
         self.draining = False
         self.was_called = False
 
@@ -114,11 +114,11 @@ class _CallHandler:
 
     async def _infer(self, request: pb.ModelInferRequest, call: Call) -> bytes:
         """Run a model; the answer is serialized."""
-        repository = self._repository
-        meant = functools.partial(repository.metrics_of, request.model_name, request.model_version)
-        with metrics.counting(meant) as counting:
-            most = repository.most_tensors(request.model_name)
-            logs.bind(model=request.model_name)
+        repository, model = self._repository, request.model_name
+        with metrics.counting() as counting:
+            counting.model = repository.find(model, version_number(model, request.model_version)).metrics
+            most = repository.most_tensors(model)
+            logs.bind(model=model)
             asked, form = await in_thread_if_large(
                 request.ByteSize(), codec_grpc.decode, request, call.seconds, most
             )
@@ -131,11 +131,9 @@ class _CallHandler:
             return await in_thread_if_large(size, codec_grpc.encode, counting.result, form)
 
     def _around(self, method: Method, parse: Callable[[bytes], Any], path: str) -> Any:
-        is_control = path.startswith(CONTROL)
-        token = self._tokens.control if is_control else self._tokens.inference
-        open_or_token = None if path in OPEN else token
         settings = self._settings
-        no_control = no_control_here(settings.admin_port) if is_control and settings.reuse_port else None
+        is_shared = settings.reuse_port and path.startswith(CONTROL)
+        no_control = no_control_here(settings.admin_port) if is_shared else None
 
         async def guarded(_: Any, context: aio.ServicerContext) -> bytes:
             self.was_called = True
@@ -146,7 +144,7 @@ class _CallHandler:
             refusal: tuple[Any, str, Any] | None = None
             with self._budget.request() as memory:
                 try:
-                    request = await self._request(context, headers, parse, memory, open_or_token)
+                    request = await self._request(context, headers, parse, memory, path)
                     if no_control is not None:
                         raise no_control
                     given.append(getattr(request, "id", ""))
@@ -174,15 +172,15 @@ class _CallHandler:
         headers: dict[str, str],
         parse: Callable[[bytes], Any],
         memory: RequestMemory,
-        token: Token | None,
+        path: str,
     ) -> Any:
         """Check whether the call is allowed, read its message, and parse it."""
         try:
-            if token is not None and not token.allows(headers.get("authorization", "").encode()):
+            if not self._tokens.allow(path, headers.get("authorization", "").encode()):
                 said = "this server wants a token: send the metadata authorization: Bearer <token>"
                 raise ServiceError(UNAUTHENTICATED, said)
             _log.debug("accepted")  # lab/soak.py compares these lines with the answers
-            if self.draining and token is not None:
+            if self.draining and path not in OPEN:
                 raise ServiceError(NOT_READY, "the server is stopping: send the request to another")
             data = await self._message(context)
             memory.reserve(2 * len(data))  # protobuf copies it
@@ -195,26 +193,22 @@ class _CallHandler:
             raise
 
     async def _message(self, context: Any) -> bytes:
-        """Read the message of a call, in a task that ends with the call.
+        """Read the message of a call.
 
-        gRPC never frees a message that arrives for a coroutine which was cancelled.
+        The reading goes on if this is cancelled: gRPC never frees a message that arrives for a coroutine
+        which was cancelled.
         """
-        reading = asyncio.ensure_future(context.read())
-        self._reading.add(reading)
-        reading.add_done_callback(self._was_read)
-        seconds = self._settings.body_seconds
-        done, _ = await asyncio.wait({reading}, timeout=seconds)
-        if not done:
-            raise ServiceError(TOO_SLOW, f"the message did not arrive within {seconds:g} s (body_seconds)")
-        data = reading.result()
+        reading, seconds = asyncio.ensure_future(context.read()), self._settings.body_seconds
+        reading.add_done_callback(lambda done: done.cancelled() or done.exception())  # or asyncio logs it
+        try:
+            async with timeout(seconds):
+                data = await asyncio.shield(reading)
+        except TimeoutError:
+            said = f"the message did not arrive within {seconds:g} s (body_seconds)"
+            raise ServiceError(TOO_SLOW, said) from None
         if not isinstance(data, bytes):
             raise invalid("the call has no message")
         return data
-
-    def _was_read(self, reading: asyncio.Future[Any]) -> None:
-        self._reading.discard(reading)
-        if not reading.cancelled():
-            reading.exception()  # asyncio would log it
 
 
 class GrpcServer:

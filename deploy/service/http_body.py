@@ -1,4 +1,4 @@
-"""Read the body of an HTTP request: check its content type, limit its size and time, decompress it."""
+"""Read the body of an HTTP request: limit its size and time, decompress it."""
 
 import asyncio
 import zlib
@@ -12,8 +12,6 @@ from .datatypes import shown
 from .errors import TOO_LARGE, TOO_SLOW, WRONG_MEDIA, ServiceError, invalid
 from .newer_python import timeout
 
-_MEDIA = {"", "application/json", "application/octet-stream", "application/x-www-form-urlencoded"}
-"""curl -d sends the last one by default."""
 _ENCODINGS = {"gzip": 31, "x-gzip": 31, "deflate": 15}  # zlib's wbits
 _MOST_RATIO = 1032  # deflate's largest compression
 
@@ -37,13 +35,12 @@ async def read(request: Request, limit: Limit, seconds: float, memory: RequestMe
     """Read and decompress the whole body, and count it twice in `memory` as it arrives, because it is copied.
 
     Raises:
-        ServiceError: the body is too large, damaged, of an unsupported content type or encoding, does not
-            arrive within `seconds`, or exceeds the budget of all requests.
+        ServiceError: the body is too large, damaged, of an unsupported encoding, does not arrive within
+            `seconds`, or exceeds the budget of all requests.
         ClientDisconnect: the client closed the connection before the end of the body.
     """
     if "upgrade" in request.headers:
         raise invalid("a request with a body cannot ask for an upgrade: send it without the header Upgrade")
-    _check_media(request.headers)
     wbits = _compression(request.headers)
     if int(request.headers.get("content-length", 0)) > limit.bytes:
         raise limit.exceeded()
@@ -75,20 +72,6 @@ async def _received(request: Request, limit: Limit, memory: RequestMemory) -> by
         memory.reserve(2 * len(chunks[-1]))
         more = message["more_body"]
     return chunks[0] if len(chunks) == 1 else b"".join(chunks)
-
-
-def _check_media(headers: Mapping[str, str]) -> None:
-    """
-    Raises:
-        ServiceError: the content type is neither JSON nor JSON followed by binary tensors.
-    """
-    given = headers.get("content-type", "")
-    if given.partition(";")[0].strip().lower() not in _MEDIA:
-        raise ServiceError(
-            WRONG_MEDIA,
-            f"content type {shown(given)}: send application/json, or application/octet-stream with the "
-            "header Inference-Header-Content-Length",
-        )
 
 
 def _compression(headers: Mapping[str, str]) -> int | None:

@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-import functools
 import inspect
 import logging
 from collections.abc import Awaitable, Callable, Iterator, Mapping
@@ -17,7 +16,7 @@ from starlette.routing import Route
 
 from . import codec_rest, http_body, ids, logs, metrics
 from .budget import Budget, RequestMemory
-from .datatypes import shown
+from .datatypes import shown, version_number
 from .errors import CANCELLED, INTERNAL, NO_METHOD, NOT_FOUND, ServiceError, invalid
 from .operations import MODEL, Operation, Operations
 from .repository import Repository
@@ -103,8 +102,8 @@ class Endpoints:
         """Run a model: POST /v2/models/<model>[/versions/<version>]/infer."""
         repository, headers = self._repository, request.headers
         model, version = request.path_params["model"], request.path_params.get("version", "")
-        meant = functools.partial(repository.metrics_of, model, version)
-        with self._memory(request) as memory, metrics.counting(meant) as counting:
+        with self._memory(request) as memory, metrics.counting() as counting:
+            counting.model = repository.find(model, version_number(model, version)).metrics
             most = repository.most_tensors(model)
             logs.bind(model=model)
             has_binary = codec_rest.HEADER_LENGTH in headers

@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Sequence
-from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -10,6 +9,14 @@ import orjson
 
 from .datatypes import BYTES, Datatype, count, shown
 from .errors import invalid
+
+_TAKEN: dict[str, tuple[set[type], str]] = {
+    "b": ({bool}, "true and false"),
+    "i": ({int}, "whole numbers"),
+    "u": ({int}, "whole numbers"),
+    "O": ({str}, "strings"),
+}
+"""What JSON has for a kind of dtype; floats take the rest."""
 
 
 def from_json(name: str, kind: Datatype, shape: list[Any], data: Any) -> np.ndarray:
@@ -19,58 +26,30 @@ def from_json(name: str, kind: Datatype, shape: list[Any], data: Any) -> np.ndar
         ServiceError: an element has the wrong type or is out of range, or the number of elements is wrong.
     """
     elements = count(name, shape)
-    values = _flat(name, data, shape, elements)
-    types = set(map(type, values))
-    if kind is BYTES:
-        _require(name, kind, values, types, {str}, "strings")
-        array = np.empty(elements, object)
-        array[:] = values
-    elif kind.name == "BOOL":
-        _require(name, kind, values, types, {bool}, "true and false")
-        array = np.array(values, np.bool_)
-    elif kind.dtype.kind in "iu":
-        _require(name, kind, values, types, {int}, "whole numbers")
-        array = integers(name, kind, values)
-    else:
-        _require(name, kind, values, types, {int, float}, "numbers")
-        with np.errstate(over="ignore"):
-            array = np.array(values, np.float64).astype(kind.dtype, copy=False)
-        if not (finite := np.isfinite(array)).all():
-            at = int(np.argmin(finite))
-            raise invalid(
-                f"input {name}: element {at} is {shown(values[at])}, beyond the range of {kind.name}"
-            )
-    return array.reshape(shape)
-
-
-def _flat(name: str, data: Any, shape: list[int], elements: int) -> list[Any]:
-    """Return the elements of `data`, which is flat or nested according to `shape`."""
     if not isinstance(data, list):
         raise invalid(f"input {name}: data must be a list, not {shown(data)}")
-    if not data or type(data[0]) is not list:
-        if len(data) != elements:
-            raise invalid(f"input {name}: {len(data)} elements of data, but shape {shape} has {elements}")
-        return data
-    level = [data]
-    for axis, size in enumerate(shape):
-        for each in level:
-            if type(each) is not list or len(each) != size:
-                found = f"a list of {len(each)}" if type(each) is list else shown(each)
-                raise invalid(
-                    f"input {name}: data is not nested as shape {shape} says: "
-                    f"on axis {axis} there is {found}, not a list of {size}"
-                )
-        level = list(chain.from_iterable(level))
-    return level
-
-
-def _require(
-    name: str, kind: Datatype, values: list[Any], types: set[type], known: set[type], what: str
-) -> None:
-    if not types <= known:
-        at = next(index for index, value in enumerate(values) if type(value) not in known)
-        given = orjson.dumps(values[at]).decode()
+    if data and isinstance(data[0], list):
+        nested = np.array(data, object)  # of lists, if they differ in length
+        if nested.shape != tuple(shape):
+            raise invalid(f"input {name}: data is nested as {list(nested.shape)}, but its shape is {shape}")
+        data = nested.ravel().tolist()
+    if len(data) != elements:
+        raise invalid(f"input {name}: {len(data)} elements of data, but shape {shape} has {elements}")
+    known, what = _TAKEN.get(kind.dtype.kind, ({int, float}, "numbers"))
+    if not known.issuperset(map(type, data)):
+        at = next(index for index, value in enumerate(data) if type(value) not in known)
+        given = orjson.dumps(data[at]).decode()
         raise invalid(f"input {name}: element {at} of data is {given[:100]}; {kind.name} takes {what}")
+    if kind.dtype.kind in "iu":
+        return integers(name, kind, data).reshape(shape)
+    if kind.dtype.kind in "bO":
+        return np.array(data, kind.dtype).reshape(shape)
+    with np.errstate(over="ignore"):
+        array = np.array(data, np.float64).astype(kind.dtype, copy=False)
+    if not (finite := np.isfinite(array)).all():
+        at = int(np.argmin(finite))
+        raise invalid(f"input {name}: element {at} is {shown(data[at])}, beyond the range of {kind.name}")
+    return array.reshape(shape)
 
 
 def integers(name: str, kind: Datatype, values: Sequence[int]) -> np.ndarray:

@@ -5,8 +5,7 @@ Labels are looked up once per version to keep the cost of a request low.
 
 import time
 from collections import Counter as Tally
-from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 from prometheus_client import Counter, Gauge, Histogram
 from prometheus_client.metrics import MetricWrapperBase
@@ -64,44 +63,35 @@ class counting:
 
     A request counts for the version that ran it. If it fails earlier, for example because its body is not
     JSON, it counts for the version that it was sent to, if that is served.
+
+    Attributes:
+        model: the metrics of that version.
+        result: what is answered; encoding it may still fail.
     """
 
-    def __init__(self, meant: Callable[[], "ModelMetrics | None"]) -> None:
-        """`meant` returns the addressed version's metrics. It is called only if the request fails."""
-        self._meant = meant
-        self._model: ModelMetrics | None = None
-        self._arrived = 0.0
-        self.result: Result | None = None  # set after a successful run; encoding the answer may still fail
+    def __init__(self) -> None:
+        self.model: ModelMetrics | None = None
+        self.result: Result | None = None
+        self._arrived: float | None = None
 
     def accept(self, model: "ModelMetrics", arrived: float) -> None:
         """Count the request for the version that runs it, which checks it next."""
-        self._model, self._arrived = model, arrived
+        self.model, self._arrived = model, arrived
         model.started()
 
     def __enter__(self) -> "counting":
         return self
 
-    def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
-        model, result = self._model, self.result
-        if error is not None:
-            if model is None and (model := self._meant()) is not None:
+    def __exit__(self, kind: Any, error: Any, traceback: Any) -> None:
+        model, result, arrived = self.model, self.result, self._arrived
+        if model is None:
+            failed_without_model(failure_of(error))
+        elif error is not None:
+            if arrived is None:
                 model.started()
-            if model is not None:
-                model.failed(failure_of(error))
-            else:
-                failed_without_model(failure_of(error))
-        elif model is not None and result is not None:
-            model.answered(result, time.monotonic() - self._arrived)
-
-
-class Queue(Protocol):
-    """A queue to observe: a `batching.Batcher`. It calls `on_run` with the rows and seconds of each run."""
-
-    on_run: Callable[[int, float], None]
-
-    @property
-    def queued(self) -> int:
-        """The number of waiting requests."""
+            model.failed(failure_of(error))
+        elif result is not None and arrived is not None:
+            model.answered(result, time.monotonic() - arrived)
 
 
 class ModelMetrics:
@@ -116,15 +106,14 @@ class ModelMetrics:
         self.in_flight = 0
         _owners[self._labels] += 1
         self._requests = REQUESTS.labels(*self._labels)
-        self._failures: dict[str, Counter] = {}
         self._request_seconds = REQUEST_SECONDS.labels(*self._labels)
         self._queue_seconds = QUEUE_SECONDS.labels(*self._labels)
         self._compute_seconds = COMPUTE_SECONDS.labels(*self._labels)
         self._batch_size = BATCH_SIZE.labels(*self._labels)
         IN_FLIGHT.labels(*self._labels).set_function(lambda: self.in_flight)
 
-    def watch(self, queue: Queue) -> None:
-        """Observe the version's queue and its runs."""
+    def watch(self, queue: Any) -> None:
+        """Observe the queue and the runs of the version's `batching.Batcher`."""
         queue.on_run = self.ran
         QUEUED.labels(*self._labels).set_function(lambda: queue.queued)
 
@@ -147,9 +136,7 @@ class ModelMetrics:
     def failed(self, failure: Failure) -> None:
         self.in_flight -= 1
         self._requests.inc()
-        if failure.reason not in self._failures:
-            self._failures[failure.reason] = FAILURES.labels(*self._labels, failure.reason)
-        self._failures[failure.reason].inc()
+        FAILURES.labels(*self._labels, failure.reason).inc()
 
     def ran(self, rows: int, seconds: float) -> None:
         """Count one run of the model, successful or not."""

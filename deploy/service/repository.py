@@ -14,12 +14,10 @@ from typing import Any
 from twinop.errors import TwinopError
 
 from . import metrics
-from .datatypes import version_number
 from .errors import NOT_FOUND, NOT_READY, OFF, ServiceError
 from .folders import ModelFolder, Stamps, VersionFolder, log_once, scan
 from .instance import without_paths
 from .loading import load
-from .metrics import ModelMetrics
 from .model_settings import ModelSettings
 from .newer_python import StrEnum
 from .request import MOST_TENSORS
@@ -102,13 +100,6 @@ class Repository:
             self.broken = why
             _log.critical("the server stops and must be restarted: %s", why)
             self.on_broken()
-
-    def metrics_of(self, name: str, version: str) -> ModelMetrics | None:
-        """Return the metrics of the version that a request names; None if it is not served."""
-        try:
-            return self.find(name, version_number(name, version)).metrics
-        except ServiceError:
-            return None
 
     def most_tensors(self, name: str) -> int:
         """Return how many inputs, and outputs, a request to the model may have.

@@ -8,7 +8,6 @@ import ssl
 from collections.abc import Iterator
 from typing import Any
 
-import orjson
 import uvicorn
 from starlette.applications import Starlette
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -19,13 +18,12 @@ from .addresses import bound, read_pem, tls_error
 from .budget import Budget
 from .errors import NOT_READY, UNAUTHENTICATED, ServiceError
 from .http_endpoints import FAILURES, Endpoints, as_json
-from .operations import CONTROL, OPEN, no_control_here
+from .operations import CONTROL, no_control_here
 from .repository import Repository
 from .tokens import Tokens
 
 KEEP_ALIVE_SECONDS = 65  # longer than proxies, which might otherwise reuse a connection that is just closed
 DRAIN_IDLE_SECONDS = 1.0  # a request may still arrive on an open connection of a stopping server
-HALF_CLOSE_SECONDS = 0.1  # a client that closes its half sooner after a request waits for its answer
 CUT_OFF_SECONDS = 0.5  # to answer those whose grace time is over
 
 
@@ -76,41 +74,20 @@ class RequestMiddleware:
 
     def _refusal(self, scope: Scope, authorization: bytes) -> ServiceError | None:
         """Return why a request may not be answered here; None if it may."""
-        path = scope["path"]
-        is_control = path.startswith(CONTROL)
-        token = self._tokens.control if is_control else self._tokens.inference
-        if path not in OPEN and not token.allows(authorization):
+        if not self._tokens.allow(scope["path"], authorization):
             said = "this server wants a token: send the header Authorization: Bearer <token>"
             return ServiceError(UNAUTHENTICATED, said, {"www-authenticate": "Bearer"})
-        return self.no_control.get(scope["server"][1]) if is_control else None
+        return self.no_control.get(scope["server"][1]) if scope["path"].startswith(CONTROL) else None
 
 
 class _Connection(HttpToolsProtocol):
-    """uvicorn's connection, which is also closed if nothing ever arrives, and answers noise in JSON."""
+    """uvicorn's connection, which is also closed if nothing ever arrives."""
 
     def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)
         self.timeout_keep_alive_task = self.loop.call_later(
             KEEP_ALIVE_SECONDS, self.timeout_keep_alive_handler
         )
-
-    def on_message_complete(self) -> None:
-        super().on_message_complete()
-        self._complete = self.loop.time()
-
-    def eof_received(self) -> bool:  # type: ignore[override]
-        """Answer a client that closes its half with its request. One that does so later has gone."""
-        last = self.pipeline[0][0] if self.pipeline else self.cycle
-        if last is None or last.more_body or last.response_complete or self.scheme == "https":
-            return False
-        last.keep_alive = False
-        return self.loop.time() - self._complete < HALF_CLOSE_SECONDS
-
-    def send_400_response(self, msg: str) -> None:
-        content = orjson.dumps({"error": "this is not an HTTP/1.1 request, or its head is malformed"})
-        head = f"HTTP/1.1 400 Bad Request\r\ncontent-length: {len(content)}\r\n".encode()
-        self.transport.write(head + b"content-type: application/json\r\nconnection: close\r\n\r\n" + content)
-        self.transport.close()
 
 
 class _Uvicorn(uvicorn.Server):

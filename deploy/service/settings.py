@@ -104,8 +104,8 @@ class ServerSettings(Section):
     limit_concurrency: int | None = Field(
         None, gt=0, description="most HTTP connections, and requests; further ones get 503"
     )
-    maximum_concurrent_rpcs: int | None = Field(
-        None, gt=0, description="most gRPC calls; further ones get RESOURCE_EXHAUSTED"
+    maximum_concurrent_rpcs: int = Field(
+        256, gt=0, description="most gRPC calls; further ones get RESOURCE_EXHAUSTED"
     )
     grace_seconds: float = Field(30.0, ge=0, description="time after SIGTERM to answer accepted requests")
     access_log: bool = Field(False, description="log a line for each HTTP request")

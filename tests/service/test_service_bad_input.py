@@ -1,12 +1,10 @@
 """Bad input gets a precise answer and disturbs nothing else."""
 
 import gzip
-import json
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import grpc
-import numpy as np
 import pytest
 import service_models as models
 from service_fixtures import Answer, Served, receive, serve, tensor
@@ -69,6 +67,7 @@ class Misfit(NamedTuple):
     model: str = "relu"
     status: int = 400
     code: grpc.StatusCode = INVALID
+    outputs: tuple[str, ...] = ()
 
 
 def of_shape(*shape: int, data: list[Any] | None = None, datatype: str = "FP32") -> list[dict[str, Any]]:
@@ -79,18 +78,13 @@ Z = GOOD | {"name": "z"}
 NOT_FITTING = {
     "unknown model": Misfit("no model 'nope'; models: add, batched", [GOOD], "nope", 404, CODES.NOT_FOUND),
     "path for a model": Misfit("no model '..'", [GOOD], "..", 404, CODES.NOT_FOUND),
-    "unknown input": Misfit("the model has no input 'z'; its inputs: x", [Z]),
+    "unknown input": Misfit("the model has no input 'z'; its inputs: x", [GOOD, Z]),
+    "unknown output": Misfit("the model has no output 'z'; its outputs: y", [GOOD], outputs=("z",)),
     "padding": Misfit(
         "input x, row 0: expected ones, then zeros", of_shape(1, 4, data=[0, 1, 1, 0]), "padded"
     ),
-    "input beside": Misfit("the model has no input 'z'", [GOOD, Z]),
     "input missing": Misfit("input missing: b (FP32[N, 4]); given: a", [GOOD | {"name": "a"}], "add"),
     "no input": Misfit("input missing: a (FP32[N, 4]), b (FP32[N, 4]); given: none", [], "add"),
-    "input twice": Misfit("input x is given twice", [GOOD, GOOD]),
-    "dtype": Misfit(
-        "input x is FP64[1, 4], the model takes FP32[N, 4]: convert it to FP32",
-        of_shape(1, 4, datatype="FP64"),
-    ),
     "text for numbers": Misfit(
         "input x is BYTES[1, 4], the model takes FP32[N, 4]: convert it to FP32",
         of_shape(1, 4, data=["1", "2", "3", "4"], datatype="BYTES"),
@@ -103,11 +97,7 @@ NOT_FITTING = {
         of_shape(1, 3, data=[1, 2, 3]),
     ),
     "empty batch": Misfit("input x is empty: its shape is [0, 4]", of_shape(0, 4, data=[])),
-    "dimension of 0": Misfit("dimension 1 must be 4, not 0", of_shape(4, 0, data=[])),
     "data too short": Misfit("shape [1, 4] has 4", of_shape(1, 4, data=[1, 2, 3])),
-    "negative shape": Misfit("whole numbers >= 0", of_shape(-1, 4)),
-    "enormous shape": Misfit("is larger than any tensor can be", of_shape(2**40, 2**40, data=[1])),
-    "large shape": Misfit("34359738368", of_shape(2**33, 4, data=[1])),
     "unknown datatype": Misfit("datatype 'FLOAT' is not one of", of_shape(1, 4, datatype="FLOAT")),
     "batch too large": Misfit(
         "5 rows in one request; model batched takes up to 4", of_shape(5, 4, data=[0] * 20), "batched"
@@ -116,27 +106,23 @@ NOT_FITTING = {
 
 
 @pytest.mark.parametrize("case", NOT_FITTING.values(), ids=NOT_FITTING)
-def test_not_fitting_over_http(served: Served, case: Misfit) -> None:
-    answer = served.infer(case.model, *case.inputs)
+def test_not_fitting(served: Served, stub: Any, case: Misfit) -> None:
+    outputs = [{"name": name} for name in case.outputs]
+    answer = served.infer(case.model, *case.inputs, outputs=outputs)
     assert answer.status == case.status and case.message in answer.error
     assert answer.headers["x-request-id"]
-
-
-@pytest.mark.parametrize("case", NOT_FITTING.values(), ids=NOT_FITTING)
-def test_not_fitting_over_grpc(served: Served, stub: Any, case: Misfit) -> None:
-    request = pb.ModelInferRequest(model_name=case.model)
+    request = pb.ModelInferRequest(model_name=case.model, outputs=outputs)
     for each in case.inputs:
         given = request.inputs.add(name=each["name"], datatype=each["datatype"], shape=each["shape"])
         if each["datatype"] == "BYTES":
             given.contents.bytes_contents.extend(text.encode() for text in each["data"])
         else:
-            field = "fp64_contents" if each["datatype"] == "FP64" else "fp32_contents"
-            getattr(given.contents, field).extend(each["data"])
+            given.contents.fp32_contents.extend(each["data"])
     found, details = refused(stub, request)
     assert found is case.code and case.message in details
 
 
-@pytest.mark.parametrize("version", ["2", "0", "-1", "x", "1.0", "9" * 30])
+@pytest.mark.parametrize("version", ["2", "x"])
 def test_unknown_version(served: Served, stub: Any, version: str) -> None:
     answer = served.ask("POST", f"/v2/models/relu/versions/{version}/infer", {"inputs": [GOOD]})
     assert answer.status == 404 and "model relu has no version" in answer.error
@@ -147,12 +133,6 @@ def test_unknown_version(served: Served, stub: Any, version: str) -> None:
     with pytest.raises(grpc.RpcError) as error:
         stub.ModelReady(pb.ModelReadyRequest(name="relu", version=version))
     assert error.value.code() is CODES.NOT_FOUND
-
-
-def test_unknown_output(served: Served, stub: Any) -> None:
-    answer = served.infer("relu", GOOD, outputs=[{"name": "z"}])
-    assert answer.status == 400 and "the model has no output 'z'; its outputs: y" in answer.error
-    assert refused(stub, message("relu", outputs=[{"name": "z"}])) == (CODES.INVALID_ARGUMENT, answer.error)
 
 
 def test_a_run_that_fails(served: Served) -> None:
@@ -170,37 +150,18 @@ def post(served: Served, body: bytes, model: str = "relu", **headers: str) -> An
     return served.ask("POST", f"/v2/models/{model}/infer", body, names)
 
 
-LENGTH = "Inference_Header_Content_Length"
+GZIP = {"Content_Encoding": "gzip"}
 BODIES: dict[str, tuple[bytes, dict[str, str], int, str]] = {
     "empty": (b"", {}, 400, "invalid JSON"),
-    "no JSON": (b"hello", {}, 400, "invalid JSON"),
-    "NaN": (b'{"inputs": [{"name": "x", "shape": [1], "data": [NaN]}]}', {}, 400, "JSON has no NaN"),
-    "no base64": (
-        json.dumps({"inputs": [tensor("a", "BYTES", [1], [{"b64": "%%"}])]}).encode(),
-        {},
+    "binary length too large": (
+        b"{}",
+        {"Inference_Header_Content_Length": "3"},
         400,
-        'element 0 of data is {"b64":"%%"}; BYTES takes strings',
+        "but the body has 2 bytes",
     ),
-    "binary length is text": (b"{}", {LENGTH: "x"}, 400, "takes the JSON's length"),
-    "binary length too large": (b"{}", {LENGTH: "3"}, 400, "but the body has 2 bytes"),
-    "binary data too short": (
-        b'{"inputs": [{"name": "x", "datatype": "BOOL", "shape": [9], "parameters": %b}]}1234'
-        % b'{"binary_data_size": 9}',
-        {LENGTH: "100"},
-        400,
-        "only 4 bytes are left",
-    ),
-    "plain text": (b"a=b", {"Content_Type": "text/plain"}, 415, "send application/json"),
-    "XML": (b"<a/>", {"Content_Type": "text/xml; charset=utf-8"}, 415, "send application/json"),
     "brotli": (b"{}", {"Content_Encoding": "br"}, 415, "send gzip, deflate"),
-    "no gzip": (b"{}", {"Content_Encoding": "gzip"}, 400, "the compressed body is damaged"),
-    "gzip cut off": (gzip.compress(b"{}" * 99)[:-4], {"Content_Encoding": "gzip"}, 400, "cut off"),
-    "gzip bomb": (
-        gzip.compress(bytes(LIMIT * 50)),
-        {"Content_Encoding": "gzip"},
-        413,
-        "the decompressed request",
-    ),
+    "no gzip": (b"{}", GZIP, 400, "the compressed body is damaged"),
+    "gzip bomb": (gzip.compress(bytes(LIMIT * 50)), GZIP, 413, "the decompressed request"),
     "too large": (bytes(LIMIT + 1), {}, 413, f"the request is larger than {LIMIT} bytes (max_request_bytes)"),
 }
 
@@ -250,17 +211,6 @@ def test_no_message_over_grpc(served: Served, stub: Any, method: str) -> None:
     assert error.value.code() is INVALID and "not a protobuf message" in error.value.details()
     assert dict(error.value.trailing_metadata())["x-request-id"]
     assert served.metric("twinop_failures_total", reason="invalid") == before + 1
-
-
-def test_the_largest_request_passes(served: Served) -> None:
-    rows = LIMIT // 16 - 100
-    tensors = [
-        {"name": "x", "datatype": "FP32", "shape": [rows, 4], "parameters": {"binary_data_size": rows * 16}}
-    ]
-    header = json.dumps({"inputs": tensors, "parameters": {"binary_data_output": True}}).encode()
-    data = np.arange(rows * 4, dtype=np.float32).tobytes()
-    answer = post(served, header + data, Inference_Header_Content_Length=str(len(header)))
-    assert answer.status == 200 and answer.content.endswith(data)
 
 
 LONG_NAMES = {"ASCII": "a" * 20_000, "other": "\N{PILE OF POO}" * 20_000}

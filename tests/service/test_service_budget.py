@@ -4,7 +4,6 @@ import json
 import socket
 import threading
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 
@@ -15,12 +14,11 @@ import service_models as models
 from grpc_health.v1.health_pb2 import HealthCheckRequest
 from grpc_health.v1.health_pb2_grpc import HealthStub
 from service_fixtures import Answer, Served, serve, tensor, wait_until
-from service_many import outcomes
-from service_raw import answers_well
 
 from twinop.deploy.service.budget import Budget
 from twinop.deploy.service.errors import OVER_BUDGET, ServiceError
 from twinop.deploy.service.protocol import SERVICE, pb
+from twinop.deploy.service.settings import ServerSettings
 
 MIB = 1 << 20
 X = tensor("x", "FP32", [1, 4], [-1, 0, 1, 2])
@@ -63,7 +61,7 @@ def test_an_eighth_is_kept_for_small_requests() -> None:
             small.reserve(1 * MIB)  # no longer small
 
 
-# -------------------------------------------------------------------------------- many clients
+# -------------------------------------------------------------------------------- many and slow ones
 
 
 def over_http(served: Served, size: int) -> str:
@@ -79,37 +77,6 @@ def over_http(served: Served, size: int) -> str:
     return answer.error
 
 
-@pytest.mark.timeout(600)
-@pytest.mark.parametrize(
-    ("clients", "size", "budget"),
-    [(100, 16 * MIB, 256 * MIB), pytest.param(1000, 64 * MIB, 1024 * MIB, marks=pytest.mark.slow)],
-)
-def test_memory_is_bounded_and_others_are_answered(
-    tmp_path: Path, clients: int, size: int, budget: int
-) -> None:
-    models.place(tmp_path, "largest", largest())
-    models.place(tmp_path, "relu", models.relu())
-    (tmp_path / "twinop.toml").write_text(
-        f"[server]\nmax_bytes_in_flight = {budget}\nmax_request_bytes = {size + MIB}\n"
-    )
-    with serve(tmp_path, "--provider", "cpu") as served, ThreadPoolExecutor() as pool:
-        answers_well(served)
-        before = served.memory
-        sending = pool.submit(outcomes, served, "largest", size, clients)
-        while not sending.done():
-            answers_well(served, 1)
-        said = sending.result()
-        assert said.count("ok") > 0 and len(said) == clients
-        assert all(each == "ok" or "(max_bytes_in_flight)" in each for each in said)
-        print(f"{said.count('ok')} of {clients} answered; {(served.peak - before) / MIB:.0f} MiB more memory")
-        assert served.peak < before + 1.3 * budget
-        assert outcomes(served, "largest", size, 1) == ["ok"]  # all bytes were given back
-        assert [line for line in served.log if "traceback" in line] == []
-
-
-# -------------------------------------------------------------------------------- slow ones
-
-
 @pytest.fixture
 def small(tmp_path: Path) -> Iterator[Served]:
     """A server with room for four messages of the largest size, which waits 8 s for each."""
@@ -117,7 +84,7 @@ def small(tmp_path: Path) -> Iterator[Served]:
     models.place(tmp_path, "relu", models.relu())
     (tmp_path / "twinop.toml").write_text(
         f"[server]\nmax_bytes_in_flight = {8 * MIB}\nmax_request_bytes = {2 * MIB}\nbody_seconds = 8\n"
-        "limit_concurrency = 50\nmaximum_concurrent_rpcs = 20\n"
+        "limit_concurrency = 50\n"
     )
     with serve(tmp_path, "--provider", "cpu") as served:
         yield served
@@ -173,7 +140,8 @@ def test_more_calls_than_allowed(small: Served) -> None:
     """Calls of Watch stay open until the client ends them."""
     with grpc.insecure_channel(f"127.0.0.1:{small.grpc_port}") as channel:
         health = HealthStub(channel)
-        calls = [health.Watch(HealthCheckRequest(), timeout=60) for _ in range(20)]
+        most = ServerSettings().maximum_concurrent_rpcs
+        calls = [health.Watch(HealthCheckRequest(), timeout=60) for _ in range(most)]
         for call in calls:
             next(call)  # each was accepted
         with pytest.raises(grpc.RpcError) as error:

@@ -4,7 +4,6 @@ import json
 import shutil
 import subprocess
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -12,9 +11,7 @@ import pytest
 import service_models as models
 import service_triton
 import tritonclient.http as triton_http
-from service_fixtures import Served, serve, split, tensor
-
-from twinop.deploy.service.protocol import pb
+from service_fixtures import Served, serve
 
 DATATYPES = list(models.ELEMENTS)
 
@@ -94,85 +91,6 @@ def test_tritonclient_grpc(served: Served, datatype: str) -> None:
     assert kind == datatype and raw(output) == raw(array)
 
 
-@pytest.mark.parametrize("datatype", DATATYPES)
-def test_a_request_by_hand(served: Served, datatype: str) -> None:
-    array = values(datatype)
-    data = raw(array)
-    header = json.dumps(
-        {
-            "inputs": [
-                {
-                    "name": "x",
-                    "datatype": datatype,
-                    "shape": [7, 11],
-                    "parameters": {"binary_data_size": len(data)},
-                }
-            ],
-            "outputs": [{"name": "y", "parameters": {"binary_data": True}}],
-        }
-    ).encode()
-    head = (
-        f"POST /v2/models/id_{datatype.lower()}/versions/1/infer HTTP/1.1\r\n"
-        f"Host: here\r\nContent-Type: application/octet-stream\r\nConnection: close\r\n"
-        f"Inference-Header-Content-Length: {len(header)}\r\nContent-Length: {len(header) + len(data)}\r\n\r\n"
-    )
-    answer = split(served.exchange(head.encode() + header + data))
-    assert (answer.status, answer.headers["connection"]) == (200, "close")
-    assert answer.headers["content-type"] == "application/octet-stream"
-    length = int(answer.headers["inference-header-content-length"])
-    assert answer.content[length:] == data
-    assert json.loads(answer.content[:length]) == {
-        "model_name": f"id_{datatype.lower()}",
-        "model_version": "1",
-        "outputs": [
-            {
-                "name": "y",
-                "datatype": datatype,
-                "shape": [7, 11],
-                "parameters": {"binary_data_size": len(data)},
-            }
-        ],
-    }
-
-
-@pytest.mark.parametrize("datatype", DATATYPES)
-def test_json(served: Served, datatype: str) -> None:
-    array = finite(datatype)
-    plain = array.astype(np.float32) if datatype in ("FP16", "BF16") else array
-    answer = served.infer(f"id_{datatype.lower()}", tensor("x", datatype, [7, 11], plain.tolist()))
-    output = answer.json["outputs"][0]
-    assert (output["name"], output["datatype"], output["shape"]) == ("y", datatype, [7, 11])
-    wide = np.float64 if datatype in ("FP16", "BF16") else array.dtype
-    again = np.array(output["data"], wide)
-    assert raw(again.astype(array.dtype)) == raw(array)
-
-
-@pytest.mark.parametrize("datatype", DATATYPES)
-def test_grpc_typed(stub: Any, datatype: str) -> None:
-    array = finite(datatype)
-    given: dict[str, Any] = {"name": "x", "datatype": datatype, "shape": [7, 11]}
-    request = pb.ModelInferRequest(model_name=f"id_{datatype.lower()}", inputs=[given])
-    field = {
-        "FP32": "fp32",
-        "FP64": "fp64",
-        "BOOL": "bool",
-        "BYTES": "bytes",
-        "INT64": "int64",
-        "UINT64": "uint64",
-    }
-    if datatype in ("FP16", "BF16"):
-        request.raw_input_contents.append(raw(array))
-    else:
-        name = field.get(datatype, "uint" if datatype.startswith("U") else "int")
-        items = [text.encode() for text in array.ravel()] if datatype == "BYTES" else array.ravel().tolist()
-        getattr(request.inputs[0].contents, f"{name}_contents").extend(items)
-    answer = stub.ModelInfer(request)
-    if datatype in ("FP16", "BF16"):
-        assert answer.raw_output_contents[0] == raw(array)
-    else:
-        assert answer.outputs[0].contents == request.inputs[0].contents
-
-
 def test_curl(served: Served) -> None:
     if shutil.which("curl") is None:
         pytest.skip("needs curl")
@@ -184,33 +102,6 @@ def test_curl(served: Served) -> None:
         assert output["outputs"] == [
             {"name": "y", "datatype": "FP32", "shape": [1, 4], "data": [0, 0, 1, 2.5]}
         ]
-
-
-@pytest.mark.parametrize("datatype", DATATYPES)
-def test_curl_binary(served: Served, datatype: str, tmp_path: Path) -> None:
-    if shutil.which("curl") is None:
-        pytest.skip("needs curl")
-    data = raw(values(datatype))
-    given = {
-        "name": "x",
-        "datatype": datatype,
-        "shape": [7, 11],
-        "parameters": {"binary_data_size": len(data)},
-    }
-    header = json.dumps({"inputs": [given], "parameters": {"binary_data_output": True}}).encode()
-    (tmp_path / "body").write_bytes(header + data)
-    command = [
-        *("curl", "-s", "--fail", "-D", str(tmp_path / "head"), "--data-binary", f"@{tmp_path / 'body'}"),
-        *("-H", "Content-Type: application/octet-stream"),
-        *("-H", f"Inference-Header-Content-Length: {len(header)}"),
-        f"http://127.0.0.1:{served.http_port}/v2/models/id_{datatype.lower()}/infer",
-    ]
-    answer = subprocess.run(command, check=True, capture_output=True, timeout=60).stdout
-    lines = [line.partition(": ") for line in (tmp_path / "head").read_text().lower().splitlines()]
-    length = int({name: value for name, _, value in lines}["inference-header-content-length"])
-    output = json.loads(answer[:length])["outputs"][0]
-    assert output == given | {"name": "y"}
-    assert answer[length:] == data
 
 
 @pytest.mark.parametrize("algorithm", ["gzip", "deflate"])

@@ -2,8 +2,6 @@
 
 import asyncio
 import signal
-import subprocess
-import sys
 import threading
 from contextlib import ExitStack
 from functools import partial
@@ -13,26 +11,29 @@ import grpc
 import onnx
 import pytest
 import service_models as models
-from service_fixtures import receive, receive_all, serve, split, wait_until
-from service_raw import REQUEST, SLOW
+from service_fixtures import receive, receive_all, serve, split, start, wait_until
+from service_held import held
+from service_raw import REQUEST
 from service_rows import QUICK, ROW, call, in_flight
 
 from lab import soak
 
 
 def test_a_stopping_server_answers_what_has_come(tmp_path: Path) -> None:
-    models.place(tmp_path, "relu", models.relu())
-    models.place(tmp_path, "slow", models.slow(3000))
-    with serve(tmp_path) as served, ExitStack() as stack:
+    models.place(tmp_path / "models", "relu", models.relu())
+    file = tmp_path / "held"
+    with serve(tmp_path / "models", program=held("runs", file)) as served, ExitStack() as stack:
         waiting, kept, late, idle = (stack.enter_context(served.connect(60)) for _ in range(4))
         for connection in (kept, late):
             connection.sendall(REQUEST)
             assert receive(connection).headers.get("connection") != "close"
-        waiting.sendall(SLOW)
-        wait_until(partial(in_flight, served, 1))
+        file.touch()
+        waiting.sendall(REQUEST)
+        wait_until(partial(in_flight, served, 1, "relu"))
         served.process.send_signal(signal.SIGTERM)
         wait_until(lambda: any(line["message"].startswith("stopping") for line in served.log))
         late.sendall(REQUEST)  # on a connection that was open
+        file.unlink()
         answer = split(receive_all(late))
         assert answer.status in (200, 503) and answer.headers["connection"] == "close"
         answer = split(receive_all(waiting))
@@ -44,59 +45,30 @@ def test_a_stopping_server_answers_what_has_come(tmp_path: Path) -> None:
 
 
 def test_what_takes_longer_than_the_grace_time_is_cut_off(tmp_path: Path) -> None:
-    """While the file "held" exists, runs wait for the file "pass", which lets one run through."""
-    held, passing = tmp_path / "held", tmp_path / "pass"
-    patched = (
-        "import sys, time\n"
-        "from pathlib import Path\n"
-        "from twinop.deploy.service.instance import Instance\n"
-        "from twinop.cli import app\n"
-        "run = Instance.run\n"
-        "def wait(*arguments):\n"
-        f"    while Path({str(held)!r}).exists():\n"
-        "        try:\n"
-        f"            Path({str(passing)!r}).unlink()\n"
-        "            break\n"
-        "        except FileNotFoundError:\n"
-        "            time.sleep(0.02)\n"
-        "    return run(*arguments)\n"
-        "Instance.run = wait\n"
-        "app(sys.argv[1:])\n"
-    )
-    models.place(tmp_path / "models", "slow", models.slow())
-    program = ("-c", patched)
+    file = tmp_path / "held"
+    models.place(tmp_path / "models", "relu", models.relu())
     (tmp_path / "models" / "twinop.toml").write_text("[server]\ngrace_seconds = 1\n")
-    with serve(tmp_path / "models", program=program) as served, ExitStack() as stack:
-        held.touch()
+    with serve(tmp_path / "models", program=held("runs", file)) as served, ExitStack() as stack:
+        file.touch()
         connections = [stack.enter_context(served.connect(60)) for _ in range(8)]
         for connection in connections:
-            connection.sendall(SLOW)
-        wait_until(lambda: served.metric("twinop_in_flight", model="slow") == 8)
+            connection.sendall(REQUEST)
+        wait_until(partial(in_flight, served, 8, "relu"))
         served.process.send_signal(signal.SIGTERM)
-        passing.touch()
         answers = [receive(connection) for connection in connections]
         assert served.stop() == 1
         assert any("grace_seconds (1) were not enough" in line["message"] for line in served.log)
-    assert sorted(answer.status for answer in answers) == [200, *[503] * 7]
-    assert {answer.error for answer in answers if answer.status == 503} == {
-        "the server stopped before it could answer",
+    assert {(answer.status, answer.error) for answer in answers} == {
+        (503, "the server stopped before it could answer")
     }
 
 
 def test_sigterm_while_a_model_is_loading_does_not_wait_for_it(tmp_path: Path) -> None:
+    file, log = tmp_path / "held", tmp_path / "log"
+    file.touch()
     onnx.save(models.relu(), tmp_path / "m.onnx")
-    script = (
-        "import time, sys\n"
-        "import twinop.deploy.service.repository as r\n"
-        "from twinop.cli import app\n"
-        "def load(*arguments):\n"
-        "    print('loading', flush=True)\n"
-        "    time.sleep(60)\n"
-        "r.load = load\n"
-        f"app(['serve', {str(tmp_path / 'm.onnx')!r}, '--http-port', '0', '--no-grpc'])\n"
-    )
-    process = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE)
-    assert process.stdout is not None and process.stdout.readline() == b"loading\n"
+    process = start(tmp_path / "m.onnx", log, program=held("loads", file))
+    wait_until(lambda: b"held" in log.read_bytes())
     process.send_signal(signal.SIGTERM)
     assert process.wait(60) == 0
 

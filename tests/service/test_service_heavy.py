@@ -50,24 +50,22 @@ def refused(stub: Any, request: pb.ModelInferRequest) -> tuple[grpc.StatusCode, 
 # -------------------------------------------------------------------------------- many tensors
 
 
-def test_many_outputs(served: Served, stub: Any) -> None:
-    outputs = [{"name": str(index)} for index in range(TENSORS)]
-    request = message("relu", outputs=outputs)
-    assert request.ByteSize() < 256 << 10  # read on the event loop
-    said = refused(stub, request)
-    expected = f"{TENSORS} outputs: a request to this model has up to 64"
-    assert said == (grpc.StatusCode.INVALID_ARGUMENT, expected)
-    answer = served.infer("relu", X, outputs=outputs)
-    assert answer.status == 400 and answer.error == expected
-
-
-def test_many_inputs(served: Served, stub: Any) -> None:
-    inputs = [tensor(str(index), "FP32", [1], [0]) for index in range(TENSORS)]
-    answer = served.infer("relu", *inputs)
-    expected = f"{TENSORS} inputs: a request to this model has up to 64"
-    assert answer.status == 400 and answer.error == expected
-    request = pb.ModelInferRequest(model_name="relu", inputs=[{"name": "x"}] * TENSORS)
-    assert refused(stub, request) == (grpc.StatusCode.INVALID_ARGUMENT, expected)
+def test_many_tensors(served: Served, stub: Any) -> None:
+    names = [str(index) for index in range(TENSORS)]
+    inputs = [tensor(name, "FP32", [1], [0]) for name in names]
+    outputs = [{"name": name} for name in names]
+    assert message("relu", outputs=outputs).ByteSize() < 256 << 10  # read on the event loop
+    for what, answer, request in (
+        ("outputs", served.infer("relu", X, outputs=outputs), message("relu", outputs=outputs)),
+        (
+            "inputs",
+            served.infer("relu", *inputs),
+            pb.ModelInferRequest(model_name="relu", inputs=[{"name": "x"}] * TENSORS),
+        ),
+    ):
+        expected = f"{TENSORS} {what}: a request to this model has up to 64"
+        assert (answer.status, answer.error) == (400, expected)
+        assert refused(stub, request) == (grpc.StatusCode.INVALID_ARGUMENT, expected)
 
 
 # -------------------------------------------------------------------------------- large tensors

@@ -12,6 +12,7 @@ import grpc
 import onnx
 import pytest
 from service_fixtures import Served, receive, serve, start, wait_until
+from service_held import held
 from service_models import place, relu, slow
 from service_rows import QUICK, ROW, call, in_flight, y_of
 from tritonclient.grpc.service_pb2_grpc import GRPCInferenceServiceStub
@@ -50,22 +51,11 @@ def test_nothing_slow_is_imported(tmp_path: Path) -> None:
 
 def test_ready_means_that_the_models_are_loaded_and_the_server_is_not_stopping(tmp_path: Path) -> None:
     place(tmp_path / "models", "slow", slow(rounds=4000))
-    gate = tmp_path / "gate"
-    patched = (
-        "import os, sys, time\n"
-        "import twinop.deploy.service.repository as r\n"
-        "from twinop.cli import app\n"
-        "load = r.load\n"
-        "def held(*arguments):\n"
-        f"    while not os.path.exists({str(gate)!r}):\n"
-        "        time.sleep(0.02)\n"
-        "    return load(*arguments)\n"
-        "r.load = held\n"
-        "app(sys.argv[1:])\n"
-    )
+    loads = tmp_path / "loads"
+    loads.touch()
     http_port, grpc_port = free_ports(2)
     ports = ("--http-port", str(http_port), "--grpc-port", str(grpc_port))
-    process = start(tmp_path / "models", tmp_path / "log", *QUICK, *ports, program=("-c", patched))
+    process = start(tmp_path / "models", tmp_path / "log", *QUICK, *ports, program=held("loads", loads))
     served = Served(process, http_port, grpc_port, tmp_path / "log", tmp_path / "models")
 
     def status(path: str) -> int:
@@ -94,7 +84,7 @@ def test_ready_means_that_the_models_are_loaded_and_the_server_is_not_stopping(t
                 call(served, "slow")
             assert error.value.code() is grpc.StatusCode.UNAVAILABLE
 
-            gate.touch()
+            loads.unlink()
             wait_until(lambda: status("/v2/health/ready") == 200, 60)
             assert grpc_ready() and served.infer("slow", ROW).status == 200
 

@@ -2,7 +2,7 @@
 
 import asyncio
 import shutil
-import threading
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 
@@ -10,9 +10,10 @@ import click
 import pytest
 import typer
 from service_fixtures import serve, wait_until
-from service_loads import refusal_of, repository_of
-from service_models import place, relu, slow
-from service_rows import QUICK, ROW
+from service_held import held
+from service_loads import repository_of
+from service_models import place, relu
+from service_rows import QUICK, ROW, in_flight
 
 from twinop.cli import app
 from twinop.errors import TwinopError
@@ -65,49 +66,27 @@ def test_a_settings_file_from_elsewhere(
     assert settings.for_model("m").max_batch_size == 5
 
 
-def test_an_empty_token_is_refused(one_model: Path) -> None:
-    (one_model / "twinop.toml").write_text('[server]\ntoken = ""\n')
-    assert "server.token" in refusal_of(one_model)
-
-
-def test_a_library_of_another_folder_a_token_and_two_runs_at_a_time(tmp_path: Path) -> None:
+def test_a_library_of_another_folder_and_two_runs_at_a_time(tmp_path: Path) -> None:
     place(tmp_path / "models", "m", relu())
-    place(tmp_path / "models", "slow", slow(rounds=1500))
     (tmp_path / "elsewhere").mkdir()
     library = shutil.copy(find_library("custom_relu"), tmp_path / "elsewhere" / "libmine.so")
-    (tmp_path / "token").write_text("secret\n")
-    options = ("--library", str(library), "--token-file", str(tmp_path / "token"))
     (tmp_path / "models" / "twinop.toml").write_text("[model]\ninstances = 2\nmax_queue = 1\n")
-    with serve(tmp_path / "models", "--provider", "cpu", *options) as served:
-        known = {"authorization": "Bearer secret"}
-
-        def infer(model: str, **headers: str) -> int:
-            body = {"inputs": [ROW]}
-            return served.ask("POST", f"/v2/models/{model}/infer", body, headers).status
-
-        def gauge(name: str) -> float:
-            lines = served.ask("GET", "/metrics", headers=known).content.decode().splitlines()
-            return next(float(line.split()[-1]) for line in lines if line.startswith(f'{name}{{model="slow"'))
-
-        def is_so(in_flight: int) -> bool:
-            return gauge("twinop_in_flight") == in_flight
-
-        assert infer("m") == infer("m", authorization="Bearer wrong") == 401
-        assert infer("m", **known) == 200
-        told = served.ask("GET", "/v2/models/m", headers=known).json["parameters"]
+    program = held("runs", tmp_path / "held")
+    with serve(tmp_path / "models", *QUICK, "--library", str(library), program=program) as served:
+        told = served.ask("GET", "/v2/models/m").json["parameters"]
         assert told["library"] == "libmine.so" and told["custom_nodes"] == "CustomRelu x1"
         assert told["instances"] == 2
 
-        found: list[int] = []
-        threads = [threading.Thread(target=lambda: found.append(infer("slow", **known))) for _ in range(3)]
-        for number, thread in enumerate(threads, 1):
-            thread.start()
-            wait_until(partial(is_so, number))
-            assert gauge("twinop_queued") == max(number - 2, 0)
-        assert infer("slow", **known) == 429  # two requests run and one waits
-        for thread in threads:
-            thread.join()
-        assert found == [200] * 3
+        (tmp_path / "held").touch()
+        with ThreadPoolExecutor() as pool:
+            waiting = []
+            for number in (1, 2, 3):
+                waiting.append(pool.submit(served.infer, "m", ROW))
+                wait_until(partial(in_flight, served, number, "m"))
+                assert served.metric("twinop_queued", model="m") == max(number - 2, 0)
+            assert served.infer("m", ROW).status == 429  # two requests run and one waits
+            (tmp_path / "held").unlink()
+        assert [each.result().status for each in waiting] == [200] * 3
 
 
 def test_settings_may_name_libraries_in_a_library_folder(
@@ -123,23 +102,6 @@ def test_settings_may_name_libraries_in_a_library_folder(
     asyncio.run(repository.load_all())
     loaded = repository.find("m").loaded
     assert loaded.library is not None and loaded.library.path.name == "libmine.so" and loaded.fallback is None
-
-
-@pytest.mark.parametrize(
-    "options, words",
-    [
-        (("--token-file", "/nowhere"), "the token's file /nowhere cannot be read: No such file"),
-        (("--token-file", "/dev/null"), "the token's file /dev/null cannot be read: not a regular file"),
-    ],
-)
-def test_options_that_do_not_fit_are_refused(options: tuple[str, ...], words: str, one_model: Path) -> None:
-    assert words in refusal_of(one_model, *options)
-
-
-def test_an_empty_file_of_a_token_is_refused(one_model: Path, tmp_path: Path) -> None:
-    file = tmp_path / "token"
-    file.write_text(" \n")
-    assert f"the token's file {file} is empty" in refusal_of(one_model, "--token-file", str(file))
 
 
 def test_a_library_that_does_not_exist(one_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,7 +15,8 @@ import pytest
 import service_models as models
 import yaml
 from service_fixtures import Answer, Served, serve, start, wait_until
-from service_loads import refusal_of, repository_of
+from service_held import held
+from service_loads import repository_of
 from service_rows import QUICK, ROW, message, y_of
 
 from lab.servers import free_ports
@@ -81,30 +82,17 @@ def test_no_request_is_lost_when_one_of_two_servers_stops(tmp_path: Path) -> Non
 
 
 def test_a_server_takes_connections_once_its_models_are_loaded(tmp_path: Path) -> None:
-    held = tmp_path / "held"
-    held.touch()
-    program = (
-        "import pathlib, sys, time\n"
-        "import twinop.deploy.service.repository as r\n"
-        "from twinop.cli import app\n"
-        "load = r.load\n"
-        "def wait(*arguments):\n"
-        f"    while pathlib.Path({str(held)!r}).exists():\n"
-        '        print(\'{"message": "loading"}\', flush=True)\n'
-        "        time.sleep(0.05)\n"
-        "    return load(*arguments)\n"
-        "r.load = wait\n"
-        "app(sys.argv[1:])\n"
-    )
+    file = tmp_path / "held"
+    file.touch()
     models.place(tmp_path / "models", "m", models.relu())
     with servers(tmp_path / "models", 1) as ((first, _),):
         ports = ("--http-port", str(first.http_port), "--grpc-port", str(first.grpc_port))
         log = tmp_path / "log"
-        second = start(tmp_path / "models", log, *QUICK, "--reuse-port", *ports, program=("-c", program))
+        second = start(tmp_path / "models", log, *QUICK, "--reuse-port", *ports, program=held("loads", file))
         try:
-            wait_until(lambda: b"loading" in log.read_bytes())
+            wait_until(lambda: b"held" in log.read_bytes())
             assert {first.infer("m", ROW).status for _ in range(50)} == {200}
-            held.unlink()
+            file.unlink()
             wait_until(lambda: b'"ready"' in log.read_bytes())
             assert {first.infer("m", ROW).status for _ in range(50)} == {200}
         finally:
@@ -140,12 +128,6 @@ def test_a_port_is_not_shared_unless_asked(tmp_path: Path) -> None:
                 capture_output=True, text=True, timeout=120,
             )  # fmt: skip
             assert ran.returncode == 1 and "cannot listen on port" in ran.stderr
-
-
-def test_control_on_a_shared_port_needs_a_port_of_its_own(tmp_path: Path) -> None:
-    models.place(tmp_path, "m", models.relu())
-    said = refusal_of(tmp_path, "--reuse-port", "--control", "explicit")
-    assert "control explicit with reuse_port needs admin_port" in said
 
 
 # -------------------------------------------------------------------------------- the examples

@@ -1,4 +1,4 @@
-"""A bearer token, TLS, and health, over HTTP and gRPC."""
+"""Bearer tokens for inference and control, TLS, and gRPC's health service."""
 
 import json
 import signal
@@ -6,7 +6,6 @@ import ssl
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
-from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,33 +17,36 @@ from grpc_health.v1.health_pb2 import HealthCheckRequest, HealthCheckResponse
 from grpc_health.v1.health_pb2_grpc import HealthStub
 from service_certificates import certified
 from service_fixtures import Served, serve, wait_until
+from service_loads import refusal_of
 from tritonclient.grpc.service_pb2_grpc import GRPCInferenceServiceStub
 
 from twinop.deploy.service.protocol import pb
+from twinop.deploy.service.settings import ServerSettings
+from twinop.deploy.service.tokens import Tokens
+
+INFERENCE, CONTROL = "/v2/models", "/v2/repository/index"
 
 
-@contextmanager
-def guarded_in(folder: Path) -> Iterator[tuple[Served, Path]]:
-    """Start a server with a token and TLS; return it with its certificate."""
-    models.place(folder / "models", "relu", models.relu())
-    certificate, key = certified(folder)
+@pytest.fixture
+def guarded(tmp_path: Path) -> Iterator[tuple[Served, Path]]:
+    """A server with TLS and a token in a file for each purpose; and its certificate."""
+    models.place(tmp_path / "models", "relu", models.relu())
+    certificate, key = certified(tmp_path)
+    (tmp_path / "token").write_text("secret\n")
+    lines = ("[server]", "control = 'explicit'", "token_file = '../token'", "control_token = 'control'")
+    (tmp_path / "models" / "twinop.toml").write_text("\n".join(lines))
     options = ("--tls-certificate", str(certificate), "--tls-key", str(key))
-    with serve(folder / "models", *options, env={"TWINOP_TOKEN": "secret"}) as server:
+    with serve(tmp_path / "models", *options) as server:
         yield server, certificate
 
 
-@pytest.fixture(scope="module")
-def guarded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Served, Path]]:
-    with guarded_in(tmp_path_factory.mktemp("guarded")) as found:
-        yield found
-
-
-def test_token_and_tls_over_http(guarded: tuple[Served, Path]) -> None:
+def test_tokens_and_tls(guarded: tuple[Served, Path]) -> None:
     server, certificate = guarded
     context = ssl.create_default_context(cafile=str(certificate))
 
     def status(path: str, token: str | None = None) -> int:
-        request = urllib.request.Request(f"https://localhost:{server.http_port}{path}")
+        method = "POST" if path == CONTROL else "GET"
+        request = urllib.request.Request(f"https://localhost:{server.http_port}{path}", method=method)
         if token is not None:
             request.add_header("Authorization", token)
         try:
@@ -57,51 +59,98 @@ def test_token_and_tls_over_http(guarded: tuple[Served, Path]) -> None:
             return error.code
 
     assert status("/v2/health/live") == status("/v2/health/ready") == 200
-    for path in ("/v2/models/relu", "/v2", "/metrics", "/status", "/", "/nowhere", "/v2/health/live/"):
+    for path in (INFERENCE, "/v2", "/metrics", "/status", "/", "/nowhere", "/v2/health/live/", CONTROL):
         assert status(path) == status(path, "Bearer wrong") == status(path, "Basic secret") == 401, path
-    assert status("/v2/models/relu", "Bearer secret") == status("/status", "bearer secret") == 200
+    assert status(INFERENCE, "Bearer secret") == status("/status", "bearer secret") == 200
     assert status("/nowhere", "Bearer secret") == 404
+    assert status(CONTROL, "Bearer secret") == status(INFERENCE, "Bearer control") == 401
+    assert status(CONTROL, "Bearer control") == 200
     with pytest.raises(OSError):  # no TLS
         server.ask("GET", "/v2/health/live")
 
 
-def test_token_and_tls_over_grpc(guarded: tuple[Served, Path]) -> None:
+def test_tokens_and_health_over_grpc(guarded: tuple[Served, Path]) -> None:
+    """The health service needs no token, as other probes."""
     server, certificate = guarded
     credentials = grpc.ssl_channel_credentials(certificate.read_bytes())
     with grpc.secure_channel(f"localhost:{server.grpc_port}", credentials) as channel:
-        guarded_stub: Any = GRPCInferenceServiceStub(channel)
-        assert guarded_stub.ServerLive(pb.ServerLiveRequest()).live
-        assert guarded_stub.ServerReady(pb.ServerReadyRequest()).ready
-        request = pb.ModelReadyRequest(name="relu")
-        for metadata in ((), (("authorization", "Bearer wrong"),)):
-            with pytest.raises(grpc.RpcError) as error:
-                guarded_stub.ModelReady(request, metadata=metadata)
-            assert error.value.code() is grpc.StatusCode.UNAUTHENTICATED
-        assert guarded_stub.ModelReady(request, metadata=(("authorization", "Bearer secret"),)).ready
+        stub: Any = GRPCInferenceServiceStub(channel)
+        assert stub.ServerLive(pb.ServerLiveRequest()).live
+        assert stub.ServerReady(pb.ServerReadyRequest()).ready
+
+        def is_allowed(call: Any, request: Any, token: str) -> bool:
+            try:
+                return bool(call(request, metadata=(("authorization", f"Bearer {token}"),)))
+            except grpc.RpcError as error:
+                assert error.code() is grpc.StatusCode.UNAUTHENTICATED
+                return False
+
+        ready = stub.ModelReady, pb.ModelReadyRequest(name="relu")
+        index = stub.RepositoryIndex, pb.RepositoryIndexRequest()
+        for token, expected in (("", (0, 0)), ("secret", (1, 0)), ("control", (0, 1))):
+            assert (is_allowed(*ready, token), is_allowed(*index, token)) == expected
+
+        health = HealthStub(channel)
+
+        def is_serving(service: str) -> bool:
+            found: int = health.Check(HealthCheckRequest(service=service), timeout=60).status
+            return found == HealthCheckResponse.SERVING
+
+        for service in ("", "inference.GRPCInferenceService"):
+            wait_until(partial(is_serving, service))
+        with pytest.raises(grpc.RpcError) as error:
+            is_serving("nothing")
+        assert error.value.code() is grpc.StatusCode.NOT_FOUND
+        watched = health.Watch(HealthCheckRequest(), timeout=60)
+        assert next(watched).status == HealthCheckResponse.SERVING
+        server.process.send_signal(signal.SIGTERM)
+        assert next(watched).status == HealthCheckResponse.NOT_SERVING
+        watched.cancel()
+    assert server.stop() == 0
 
 
-# -------------------------------------------------------------------------------- health
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ({}, {"": "ic", "a": "ic"}),
+        ({"token": "a"}, {"": "", "a": "ic", "b": ""}),
+        ({"control_token": "b"}, {"": "i", "a": "i", "b": "ic"}),
+        ({"token": "a", "control_token": "b"}, {"": "", "a": "i", "b": "c"}),
+    ],
+)
+def test_what_a_token_permits(given: dict[str, str], expected: dict[str, str]) -> None:
+    """The letters are for inference and control."""
+    tokens = Tokens(ServerSettings(**given))
+
+    def permitted(token: str) -> str:
+        letters = {"i": INFERENCE, "c": CONTROL}
+        return "".join(key for key, path in letters.items() if tokens.allow(path, f"Bearer {token}".encode()))
+
+    assert {token: permitted(token) for token in expected} == expected
 
 
-def test_grpc_health(tmp_path: Path) -> None:
-    """It needs no token, as other probes."""
-    with guarded_in(tmp_path) as (server, certificate):
-        credentials = grpc.ssl_channel_credentials(certificate.read_bytes())
-        with grpc.secure_channel(f"localhost:{server.grpc_port}", credentials) as channel:
-            stub = HealthStub(channel)
+def test_the_token_of_the_environment(tmp_path: Path) -> None:
+    models.place(tmp_path, "relu", models.relu())
+    with serve(tmp_path, env={"TWINOP_TOKEN": "secret"}) as served:
+        assert served.ask("GET", INFERENCE).status == 401
+        assert served.ask("GET", INFERENCE, None, {"authorization": "Bearer secret"}).status == 200
 
-            def is_serving(service: str) -> bool:
-                found: int = stub.Check(HealthCheckRequest(service=service), timeout=60).status
-                return found == HealthCheckResponse.SERVING
 
-            for service in ("", "inference.GRPCInferenceService"):
-                wait_until(partial(is_serving, service))
-            with pytest.raises(grpc.RpcError) as error:
-                is_serving("nothing")
-            assert error.value.code() is grpc.StatusCode.NOT_FOUND
-            watched = stub.Watch(HealthCheckRequest(), timeout=60)
-            assert next(watched).status == HealthCheckResponse.SERVING
-            server.process.send_signal(signal.SIGTERM)
-            assert next(watched).status == HealthCheckResponse.NOT_SERVING
-            watched.cancel()
-        assert server.stop() == 0
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ("token = 'a'\ntoken_file = 'b'", "token (or TWINOP_TOKEN) and token_file: give one of them"),
+        ("token = ''", "server.token: "),
+        ("control_token_file = 'none'", "none cannot be read: No such file"),
+        ("token_file = '/dev/null'", "/dev/null cannot be read: not a regular file"),
+        ("token_file = 'empty'", "empty is empty"),
+        ("tls_key = 'key.pem'", "TLS needs both tls_certificate and tls_key"),
+        ("max_bytes_in_flight = 1000", "max_bytes_in_flight must be at least 268435456: four times"),
+        ("control = 'explicit'\nreuse_port = true", "control explicit with reuse_port needs admin_port"),
+    ],
+)
+def test_contradictions(tmp_path: Path, settings: str, said: str) -> None:
+    models.place(tmp_path, "relu", models.relu())
+    (tmp_path / "empty").write_text(" \n")
+    (tmp_path / "twinop.toml").write_text(f"[server]\n{settings}\n")
+    assert said in refusal_of(tmp_path)

@@ -115,9 +115,9 @@ def test_every_metric_after_good_and_bad_requests(served: Served) -> None:
     assert of("slow", "queue_seconds_count") == of("slow", "request_seconds_count") == 3
     assert of("slow", "requests_total") == 3 and of("slow", "failures_total") == 0
 
-    path, text = "/v2/models/slow/infer", {"content-type": "text/plain"}
+    path, brotli = "/v2/models/slow/infer", {"content-encoding": "br"}
     assert ask(served, path, b"{no JSON").status == 400
-    assert served.ask("POST", path, {"inputs": []}, text).status == 415
+    assert served.ask("POST", path, {"inputs": []}, brotli).status == 415
     assert served.infer("slow", tensor("x", "FP32", [1, 5], [1] * 5)).status == 400
     assert served.infer("slow", tensor("x", "FP32", [1, 4], [1] * 5)).status == 400
     request = pb.ModelInferRequest(model_name="slow")
