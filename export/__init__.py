@@ -5,8 +5,8 @@
     report = export(model, (x,), "model.onnx", dynamic={"x": [0]})    # checked and compared before it is kept
 
 For a `torch.onnx.export` of your own: `translation_table()` (dynamo=True) or `register_symbolics()`
-(dynamo=False), then `replace_nodes(model, ops)` for standard operators, `fuse_sums(model)` and
-`attach_bodies(model)`. `@body` gives an op of your own its function body, see `bodies.py`.
+(dynamo=False), then `attach_bodies(model)`. `@body` gives an op of your own its function body, see
+`bodies.py`.
 
 Each name is imported when it is first used: `op_schema` and `attach_bodies` need no torch.
 """
@@ -28,9 +28,7 @@ if TYPE_CHECKING:
     from .bodies import body as body
     from .dynamo import translation_table as translation_table
     from .exporter import export as export
-    from .fuse_add_norm import fuse_sums as fuse_sums
     from .report import ExportReport as ExportReport
-    from .standard_nodes import replace_nodes as replace_nodes
     from .torchscript import register_symbolics as register_symbolics
 
 _MODULES = {
@@ -39,10 +37,8 @@ _MODULES = {
     "attach_bodies": "attach",
     "body": "bodies",
     "export": "exporter",
-    "fuse_sums": "fuse_add_norm",
     "op_schema": "schema",
     "register_symbolics": "torchscript",
-    "replace_nodes": "standard_nodes",
     "translation_table": "dynamo",
 }
 

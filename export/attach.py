@@ -12,7 +12,7 @@ from twinop.errors import ExportError, option
 from twinop.record import Record
 
 from .bodies import Body, DefaultInput, find_body
-from .calls import Call, find_calls, graphs_of, name_standard_domain, records_or_loaded
+from .calls import Call, find_calls, graphs_of, name_standard_domain
 from .record_body import trace
 from .schema import ATTRIBUTE_TYPES, ONNX_TYPES
 
@@ -45,7 +45,10 @@ def attach_bodies(
     """
     if isinstance(model, onnx.ModelProto):
         return ir.to_proto(attach_bodies(ir.from_proto(model), records, allow_missing=allow_missing))
-    records = records_or_loaded(records)
+    if records is None:
+        from twinop import torch_op
+
+        records = torch_op.records()
     ours = {record.domain for record in records.values()}
     if any(node.domain in ours for function in model.functions.values() for node in function.all_nodes()):
         InlinePass(lambda function: function.domain not in ours)(model)

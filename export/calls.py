@@ -117,25 +117,6 @@ def make_call(
     return Call(record, node, dtypes, attributes)
 
 
-def records_or_loaded(records: Mapping[str, Record] | None) -> Mapping[str, Record]:
-    """Returns the given ops by name, or else those that `twinop.torch_op` has loaded."""
-    if records is not None:
-        return records
-    from twinop import torch_op
-
-    return torch_op.records()
-
-
-def op_nodes(model: ir.Model, records: Mapping[str, Record]) -> dict[tuple[str, str], list[ir.Node]]:
-    """Returns the nodes of the records' domains by `Record.node_type`, in subgraphs and functions too."""
-    domains = {DOMAIN, *(record.domain for record in records.values())}
-    found: dict[tuple[str, str], list[ir.Node]] = defaultdict(list)
-    for node in (node for graph in graphs_of(model) for node in graph.all_nodes()):
-        if node.domain in domains:
-            found[node.domain, node.op_type].append(node)
-    return dict(found)
-
-
 def paths_in_use(model: ir.Model, libraries: Iterable[Library]) -> list[Path]:
     """Returns the files of the libraries that have an op of a model's nodes."""
     nodes = {(node.domain, node.op_type) for graph in graphs_of(model) for node in graph.all_nodes()}
@@ -164,7 +145,11 @@ def find_calls(model: ir.Model, records: Mapping[str, Record]) -> dict[Record, l
         ExportError: a node's op is not among the records, or a node does not fit its record.
     """
     by_type = {record.node_type: record for record in records.values() if not record.is_backward}
-    nodes = op_nodes(model, records)
+    domains = {DOMAIN, *(record.domain for record in records.values())}
+    nodes: dict[tuple[str, str], list[ir.Node]] = defaultdict(list)
+    for node in (node for graph in graphs_of(model) for node in graph.all_nodes()):
+        if node.domain in domains:
+            nodes[node.domain, node.op_type].append(node)
     for domain, op_type in nodes:
         if (domain, op_type) not in by_type:
             loaded = sorted(name for other, name in by_type if other == domain)

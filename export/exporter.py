@@ -33,11 +33,9 @@ from twinop.tolerance import difference
 from .attach import attach_to_calls
 from .calls import Call, find_calls
 from .files import EXTERNAL_DATA_BYTES, publish, save, work_folder
-from .fuse_add_norm import fuse_sums
 from .inputs import Dynamic, Inputs, as_module, bind_inputs, check_dynamic, check_opset, leaves, resized
 from .report import ExportReport
 from .routes import ROUTES, Source, quiet_torch, run_route
-from .standard_nodes import replace_nodes
 from .state import evaluation
 from .verify import Case
 from .verify import verify as compare_with_torch
@@ -53,8 +51,6 @@ def export(
     dynamic: Dynamic | None = None,
     opset: int = 20,
     bodies: bool = True,
-    replace: Sequence[str] = (),
-    fuse: bool = True,
     verify: bool = True,
     allow_uncompared: bool = False,
     optimize: bool = False,
@@ -84,9 +80,6 @@ def export(
             `{"x": {0: "batch"}}`. The rank is fixed.
         opset: the version of the standard operators, 20 to 25.
         bodies: attach the function bodies.
-        replace: ops that replace standard operators, such as "add" and "softmax" (see
-            `twinop.export.standard_nodes`), also where `torch_op.replace_modules` finds no module.
-        fuse: make one node of a sum and a norm of twinop's that follows it; the results keep every bit.
         verify: compare with torch in ONNX Runtime.
         allow_uncompared: keep the file although an output is empty or NaN for the example inputs.
         optimize: optimise the file for ONNX Runtime as `twinop optimize` does, and compare it with the file
@@ -123,7 +116,7 @@ def export(
         exported, report.notes = run_route(exporter, source)
         progress("attaching function bodies, checking")
         with quiet_torch():
-            calls = _run_passes(exported, records, report, replace, fuse)
+            calls = _run_passes(exported, records, report)
         files = save(exported, folder / target.name, external_data_bytes)
         report.size = sum(file.stat().st_size for file in files)
         libraries = _libraries(library, calls) if verify or optimize else []
@@ -147,7 +140,7 @@ def export(
         if optimize:
             progress("optimizing")
             files = _optimized(
-                files, inputs.tensors, libraries, calls, report, fuse, device, cases, allow_uncompared
+                files, inputs.tensors, libraries, calls, report, device, cases, allow_uncompared
             )
         publish(files, target.parent)
     report.data_path = target.parent / files[0].name if len(files) > 1 else None
@@ -155,13 +148,10 @@ def export(
 
 
 def _run_passes(
-    model: ir.Model, records: Mapping[str, Record], report: ExportReport, replace: Sequence[str], fuse: bool
+    model: ir.Model, records: Mapping[str, Record], report: ExportReport
 ) -> dict[Record, list[Call]]:
     """Changes the model into what is saved, and describes it in the report; returns the ops' calls."""
     ClearMetadataAndDocStringPass()(model)  # source paths and stack traces of the machine that exported
-    report.replaced = replace_nodes(model, replace, records)
-    if fuse:
-        report.fused = fuse_sums(model, records)
     calls = find_calls(model, records)
     if report.bodies:
         attach_to_calls(model, calls, allow_missing=True)
@@ -180,7 +170,6 @@ def _optimized(
     libraries: list[Path],
     kept: Iterable[Record],
     report: ExportReport,
-    fuse: bool,
     device: str,
     cases: Sequence[Case],
     allow_uncompared: bool,
@@ -193,14 +182,12 @@ def _optimized(
     given, path = folder / "inputs.npz", folder / files[-1].name
     arrays: dict[str, Any] = {name: _array(tensor) for name, tensor in tensors.items()}
     np.savez(given, **arrays)
-    without = () if fuse else ("add_norm",)
     try:
         optimized = optimize_file(
             files[-1],
             path,
             device=device,
             inputs_file=given,
-            without=without,
             allow_uncompared=allow_uncompared,
             library=libraries or None,
             kept=kept,

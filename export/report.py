@@ -39,8 +39,6 @@ class ExportReport:
     libraries: list[Path] = field(default_factory=list)  # those whose ops were compared with torch
     parity: Parity | None = None  # with the library; None: not compared, `parity_reason` says why
     parity_reason: str = ""
-    replaced: dict[str, int] = field(default_factory=dict)  # nodes that replaced standard operators, by type
-    fused: dict[str, int] = field(default_factory=dict)  # nodes made of a sum and a norm, by type
     resized: bool = False  # compared at other sizes as well
     without_library: Parity | None = None  # of the function bodies; None: `without_reason` says why
     without_reason: str = ""

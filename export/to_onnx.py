@@ -89,13 +89,6 @@ def main(
     bodies: Annotated[
         bool, typer.Option(help="Attach function bodies, for runtimes without the library.")
     ] = True,
-    replace: Annotated[
-        list[str] | None,
-        _option("An op that replaces a standard operator, such as add or softmax; repeat it for others."),
-    ] = None,
-    fuse: Annotated[
-        bool, typer.Option(help="Make one node of a sum and the norm that follows it; no bit changes.")
-    ] = True,
     verify: Annotated[bool, typer.Option(help="Run the file and compare it with torch.")] = True,
     allow_uncompared: Annotated[
         bool,
@@ -164,8 +157,6 @@ def main(
             dynamic=axes,
             opset=opset,
             bodies=bodies,
-            replace=replace or (),
-            fuse=fuse,
             verify=verify,
             allow_uncompared=allow_uncompared,
             optimize=model is not None and bodies if optimize is None else optimize,
@@ -207,10 +198,6 @@ def _table(report: "ExportReport") -> Table:
     for name, values in (("inputs", report.inputs), ("outputs", report.outputs)):
         row(name, "\n".join(f"{key}: {value}" for key, value in values.items()))
     row("nodes", counts(report.nodes))
-    if report.replaced:
-        row("in place of standard nodes", counts(report.replaced))
-    if report.fused:
-        row("sum and norm in one", counts(report.fused))
     if report.optimized is not None:
         headline, *lines = str(report.optimized).splitlines()
         row("optimised", "\n".join([headline.partition(": ")[2], *(line.strip() for line in lines)]))

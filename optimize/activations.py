@@ -46,7 +46,7 @@ def rewrite(context: g.RewriteContext) -> None:
         x, other = node.inputs
         is_square = other is x if node.op_type == "Mul" else g.scalar(other) == 2
         if x is not None and is_square and g.producer(x, "Relu") and x.dtype is ir.DataType.FLOAT:
-            g.replace(node.outputs[0], g.add_op(node, context.records["square"], [x]))
+            g.replace(node.outputs[0], context.add_op(node, "square", [x]))
             context.made["square"] += 1
 
 
@@ -84,5 +84,5 @@ def _replace(context: g.RewriteContext, node: ir.Node, name: str, x: ir.Value | 
         context.left["silu after a convolution: ONNX Runtime fuses it"] += 1
     else:
         attributes = {"approximate": "tanh"} if name == "gelu_tanh" else {}
-        g.replace(node.outputs[0], g.add_op(node, context.records[op], [x], **attributes))
+        g.replace(node.outputs[0], context.add_op(node, op, [x], **attributes))
         context.made[name] += 1

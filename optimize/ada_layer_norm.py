@@ -8,15 +8,11 @@ Leaves alone: one scale and shift for a batch of several sequences, or for each 
 
 import onnx_ir as ir
 
-from twinop.record import DOMAIN
-
 from . import graph as g
 
 
 def rewrite(context: g.RewriteContext) -> None:
-    record = context.records["ada_layer_norm"]
-    norm_type = context.records["layer_norm"].onnx_name
-    for norm in context.nodes(norm_type, domain=DOMAIN):
+    for norm in context.op_nodes("layer_norm"):
         normal, x = norm.outputs[0], norm.inputs[0]
         scaled = _other_operand(normal, "Mul")
         shifted = _other_operand(scaled[0].outputs[0], "Add") if scaled is not None else None
@@ -27,7 +23,7 @@ def rewrite(context: g.RewriteContext) -> None:
             continue
         rows = [_as_rows(norm, each) for each in (scale, shift)]
         eps = g.attribute(norm, "eps", 1e-5)
-        g.replace(shifted[0].outputs[0], g.add_op(norm, record, [x, *rows], eps=eps))
+        g.replace(shifted[0].outputs[0], context.add_op(norm, "ada_layer_norm", [x, *rows], eps=eps))
         context.made["layer_norm"] -= 1
         context.made["ada_layer_norm"] += 1
 
@@ -73,7 +69,7 @@ def _as_rows(before: ir.Node, value: ir.Value) -> ir.Value:
     shape = g.dims(value)
     assert shape is not None
     source = g.producer(value, "Unsqueeze")
-    if source is not None and len(g.dims(source.inputs[0]) or ()) == 2:
+    if source is not None and g.rank(source.inputs[0]) == 2:
         assert source.inputs[0] is not None
         return source.inputs[0]
     if len(shape) == 2:

@@ -7,13 +7,10 @@ Writes: CustomAddcmul. A norm after the sum stays a node of its own: two passes 
 
 import onnx_ir as ir
 
-from twinop.record import DOMAIN
-
 from . import graph as g
 
 
 def rewrite(context: g.RewriteContext) -> None:
-    op_type = context.records["addcmul"].onnx_name
     for node in context.nodes("Add", domain=""):
         result = node.outputs[0]
         if node.graph is None or result.dtype is not ir.DataType.FLOAT or not g.dims(result):
@@ -22,7 +19,7 @@ def rewrite(context: g.RewriteContext) -> None:
             multiply = g.producer(product, "Mul")
             if multiply is None or product is None or g.only_user(product) is not node:
                 continue
-            new = g.add(node, op_type, [x, *multiply.inputs], domain=DOMAIN, shape=g.dims(result))
+            new = context.add_op(node, "addcmul", [x, *multiply.inputs], g.dims(result))
             g.replace(result, new)
             context.made["addcmul"] += 1
             break

@@ -21,7 +21,7 @@ import onnx_ir as ir
 
 from . import graph as g
 from .heads import SWAP_S_H, Heads, merged_heads, repeat_heads, split_heads, without_repeats
-from .scores import LOWEST, Scores, constant_like, scores_of, unscaled, untransposed
+from .scores import LOWEST, Scores, scores_of, unscaled, untransposed
 
 _GROWS = {"Concat", "ScatterElements", "ScatterND", "TensorScatter", "Where"}
 _MOVES = _GROWS | {
@@ -48,7 +48,7 @@ def rewrite(context: g.RewriteContext) -> None:
 def attentions(context: g.RewriteContext) -> Iterator[ir.Node]:
     """Yields each softmax over the last dimension whose result a MatMul reads."""
     for node in context.nodes("Softmax", domain=""):
-        rank = len(g.dims(node.outputs[0]) or ())
+        rank = g.rank(node.outputs[0])
         if node.graph is not None and g.attribute(node, "axis", -1) in (-1, rank - 1):
             value = _after_nan_guard(node)
             if any(use.node.op_type == "MatMul" for use in value.uses()):
@@ -81,7 +81,7 @@ def _fuse(context: g.RewriteContext, softmax: ir.Node) -> None:
     if matmul is None or matmul.inputs[0] is not probabilities:
         raise g.UnsupportedPattern("the softmax has other readers")
     scores = scores_of(softmax, matmul)
-    if len(g.dims(softmax.outputs[0]) or ()) != 4:
+    if g.rank(softmax.outputs[0]) != 4:
         _fuse_windows(context, scores, matmul)
         return
     q, on_q = unscaled(scores.product.inputs[0])
@@ -115,8 +115,6 @@ def _fuse(context: g.RewriteContext, softmax: ir.Node) -> None:
     finite = _without_infinity(bias, matmul) if has_guard and bias is not None else bias
     inputs: list[ir.Value | None] = [q_plain, k_plain, v3.value, None, lengths]
     inputs += [spread(finite, q3.value, k3.value, matmul)] if finite is not None else []
-    while inputs[-1] is None:
-        inputs.pop()
     shape = [*(g.dims(q3.value) or [None, None])[:2], v3.count * v3.size]
     result = g.add(matmul, "MultiHeadAttention", inputs, attributes, domain=g.MICROSOFT, shape=shape)
     if has_guard and bias is not None:
@@ -142,7 +140,7 @@ def _fuse_windows(context: g.RewriteContext, scores: Scores, matmul: ir.Node) ->
     if not _is_cached(q) and (_is_cached(k) or _is_cached(v)):
         raise g.UnsupportedPattern("keys or values of a cache")
     *outer, rows, size = shapes[0]
-    if list(g.attribute(transpose, "perm", ())) != [*range(rank - 2), rank - 1, rank - 2]:
+    if not g.has_permutation(transpose, [*range(rank - 2), rank - 1, rank - 2]):
         raise g.UnsupportedPattern("k is not transposed")
     if any(shape[:-2] != outer for shape in shapes) or None in outer or shapes[1][-1] != size:
         raise g.UnsupportedPattern("q, k and v of windows that may differ")
@@ -155,18 +153,15 @@ def _fuse_windows(context: g.RewriteContext, scores: Scores, matmul: ir.Node) ->
         tokens, width = shape[-2:]
         if not isinstance(tokens, int) or not isinstance(width, int):
             raise g.UnsupportedPattern("windows of an unknown number or size")
-        target = g.int_constant(matmul, [-1, tokens, width])
-        inputs.append(
-            each if rank == 3 else g.add(matmul, "Reshape", [each, target], shape=[None, *shape[-2:]])
-        )
+        inputs.append(each if rank == 3 else g.reshape(matmul, each, [-1, tokens, width]))
     attributes = {"num_heads": 1, "scale": scores.scale * on_q * on_k}
     shape = [*outer, rows, shapes[2][-1]]
     result = g.add(
         matmul, "MultiHeadAttention", inputs, attributes, domain=g.MICROSOFT, shape=[None, *shape[-2:]]
     )
     if rank != 3:
-        target = g.int_constant(matmul, [each if isinstance(each, int) else -1 for each in shape])
-        result = g.add(matmul, "Reshape", [result, target], shape=shape)
+        sizes = [each if isinstance(each, int) else -1 for each in shape]
+        result = g.reshape(matmul, result, sizes, shape)
     g.replace(matmul.outputs[0], result)
     context.made["attention"] += 1
 
@@ -184,7 +179,7 @@ def _is_cached(heads: ir.Value) -> bool:
             continue
         seen.add(value)
         if value.is_graph_input() and not value.is_initializer():
-            rank = len(g.dims(value) or ())
+            rank = g.rank(value)
             if rank > 3 or (grows and rank == 3):
                 return True
         elif node is not None and node.op_type in _MOVES:
@@ -215,13 +210,12 @@ def _masks(
     for mask in added:
         if mask in context.padding_masks:
             mask = padding_bias(*context.padding_masks[mask], mask, before)
-        shape = g.broadcast_dims(g.dims(bias), g.dims(mask)) if bias is not None else None
-        bias = mask if bias is None else g.add(before, "Add", [bias, mask], shape=shape)
+        bias = mask if bias is None else g.add(before, "Add", [bias, mask])
     lengths: ir.Value | None = None
     for mask in masks:
         if mask in context.right_padding_masks and mask not in added:
             shown = context.right_padding_masks[mask]
-            wide = g.add(before, "Cast", [shown], {"to": ir.DataType.INT32}, dtype=ir.DataType.INT32)
+            wide = g.add(before, "Cast", [shown], {"to": ir.DataType.INT32})
             axes = g.int_constant(before, [1])
             lengths = g.add(before, "ReduceSum", [wide, axes], {"keepdims": 0}, shape=[None])
             context.lengths[lengths] = shown
@@ -246,17 +240,15 @@ def spread(bias: ir.Value, q: ir.Value, k: ir.Value, before: ir.Node) -> ir.Valu
 def padding_bias(shown: ir.Value, lowest: float, like: ir.Value, before: ir.Node) -> ir.Value:
     """Returns an additive mask [B, 1, 1, T] of `like`'s dtype from a mask [B, T] of ones and zeros."""
     batch, tokens = g.dims(shown) or [None, None]
-    kept = g.add(
-        before, "Cast", [shown], {"to": ir.DataType.BOOL}, dtype=ir.DataType.BOOL, shape=g.dims(shown)
-    )
-    values = [constant_like(before, number, like) for number in (0.0, lowest)]
-    bias = g.add(before, "Where", [kept, *values], dtype=like.dtype, shape=g.dims(shown))
+    kept = g.add(before, "Cast", [shown], {"to": ir.DataType.BOOL})
+    values = [g.scalar_constant(before, number, like) for number in (0.0, lowest)]
+    bias = g.add(before, "Where", [kept, *values])
     return g.add(before, "Unsqueeze", [bias, g.int_constant(before, [1, 2])], shape=[batch, 1, 1, tokens])
 
 
 def _without_infinity(mask: ir.Value, before: ir.Node) -> ir.Value:
     """Replaces -inf with the lowest number, because the softmax of a row of -inf is NaN."""
-    return g.add(before, "Max", [mask, constant_like(before, LOWEST, mask)], shape=g.dims(mask))
+    return g.add(before, "Max", [mask, g.scalar_constant(before, LOWEST, mask)])
 
 
 def _zero_hidden_rows(mask: ir.Value, result: ir.Value, before: ir.Node) -> ir.Value:
@@ -264,28 +256,24 @@ def _zero_hidden_rows(mask: ir.Value, result: ir.Value, before: ir.Node) -> ir.V
     shape = g.dims(mask) or []
     if len(shape) != 4 or shape[1] != 1:
         raise g.UnsupportedPattern("a mask that may hide whole rows of some heads")
-    lowest, zero = (constant_like(before, number, mask) for number in (-inf, 0.0))
-    kept = [shape[0], shape[2], 1]
+    lowest, zero = (g.scalar_constant(before, number, mask) for number in (-inf, 0.0))
     largest = g.add(before, "ReduceMax", [mask, g.int_constant(before, [3])], shape=[*shape[:3], 1])
-    largest = g.add(before, "Squeeze", [largest, g.int_constant(before, [1])], shape=kept)
-    row = g.add(before, "LessOrEqual", [largest, lowest], dtype=ir.DataType.BOOL, shape=kept)
-    return g.add(before, "Where", [row, zero, result], dtype=result.dtype, shape=g.dims(result))
+    inputs = [largest, g.int_constant(before, [1])]
+    largest = g.add(before, "Squeeze", inputs, shape=[shape[0], shape[2], 1])
+    row = g.add(before, "LessOrEqual", [largest, lowest])
+    return g.add(before, "Where", [row, zero, result], shape=g.dims(result))
 
 
 def _replace_output(old: ir.Value, result: ir.Value, heads: Heads) -> None:
     """Replaces [B, H, S, D] with the result [B, S, H*D]; most readers transpose it back at once."""
-    transpose = g.only_user(old)
-    width = heads.count * heads.size
-    if transpose is not None and list(g.attribute(transpose, "perm", ())) == SWAP_S_H:
+    transpose, node = g.only_user(old), old.producer()
+    if transpose is not None and g.has_permutation(transpose, SWAP_S_H):
         reshape = g.only_user(transpose.outputs[0])
         shape = g.dims(reshape.outputs[0]) if reshape is not None and reshape.op_type == "Reshape" else None
         rows = zip(shape or (), g.dims(result) or (), strict=False)
         regroups = any(isinstance(a, int) and isinstance(b, int) and a != b for a, b in rows)
-        if shape is not None and len(shape) == 3 and shape[2] == width and not regroups:
-            assert reshape is not None
+        if reshape is not None and (shape or [])[2:] == [heads.count * heads.size] and not regroups:
             g.replace(reshape.outputs[0], result)
             return
-    assert result.producer() is not None
-    node = old.producer()
     assert node is not None
     g.replace(old, split_heads(result, heads.count, heads.size, node))

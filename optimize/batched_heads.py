@@ -14,7 +14,7 @@ _TURNED = [0, 2, 1]
 
 def rewrite(context: g.RewriteContext) -> None:
     for matmul in context.nodes("MatMul", domain=""):
-        if len(g.dims(matmul.outputs[0]) or ()) != 3 or not all(map(_is_joined, matmul.inputs)):
+        if g.rank(matmul.outputs[0]) != 3 or not all(map(_is_joined, matmul.inputs)):
             continue
         _read_sizes_elsewhere(matmul)
         chain = _to_four_dimensions(matmul)
@@ -48,7 +48,7 @@ def _is_joined(value: ir.Value | None) -> bool:
 def _heads(value: ir.Value | None) -> int | None:
     """Returns H of a value [B*H, S, D] that was reshaped from [B, H, S, D], and perhaps transposed."""
     if (transpose := g.producer(value, "Transpose")) is not None:
-        return _heads(transpose.inputs[0]) if list(g.attribute(transpose, "perm", ())) == _TURNED else None
+        return _heads(transpose.inputs[0]) if g.has_permutation(transpose, _TURNED) else None
     reshape = g.producer(value, "Reshape")
     before, after = (g.dims(reshape.inputs[0]), g.dims(value)) if reshape is not None else (None, None)
     if before is None or after is None or len(before) != 4 or before[2:] != after[1:] or None in before:
@@ -75,7 +75,7 @@ def _to_four_dimensions(matmul: ir.Node) -> list[ir.Node]:
         if g.dims(node.outputs[0]) != shape:
             return []
         for value in node.inputs:
-            rank = len(g.dims(value) or ())
+            rank = g.rank(value)
             if not (
                 rank == 3 or (value is not None and g.is_constant(value) and g.scalar(value) is not None)
             ):

@@ -42,6 +42,13 @@ def main(
             help="A rewrite to leave out, such as attention; repeat it for others.", show_default=False
         ),
     ] = None,
+    replace: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="An op that replaces a standard operator, such as add or softmax; repeat it for others.",
+            show_default=False,
+        ),
+    ] = None,
     allow_uncompared: Annotated[
         bool,
         typer.Option(
@@ -76,6 +83,7 @@ def main(
             padding=padding,
             inputs_file=inputs,
             without=without or (),
+            replace=replace or (),
             allow_uncompared=allow_uncompared,
             library=library,
             progress=status.update,

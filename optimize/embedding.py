@@ -1,16 +1,13 @@
-"""Folds embeddings of constant ids, and fuses a lookup with the norm after it.
+"""Folds embeddings of constant ids.
 
 Matches: a sum with rows of a constant table, looked up by constant ids (positions) or by ids that are all the
 same (default token types: slices and expansions of a buffer of zeros).
 Writes: the sum with these rows as a constant. Consecutive sums with constants become one.
-Leaves alone: ids that are inputs of the model. `fuse_norms` fuses the lookup of such ids [B, S], the sums
-with rows [1 or B, S, C] and the layer norm after them into one CustomEmbedLayerNorm.
+Leaves alone: ids that are inputs of the model; `norm_inputs.py` fuses their lookup with a norm.
 """
 
 import numpy as np
 import onnx_ir as ir
-
-from twinop.record import DOMAIN
 
 from . import graph as g
 
@@ -35,82 +32,6 @@ def rewrite(context: g.RewriteContext) -> None:
             g.replace(node.outputs[0], g.add(node, "Add", [other, total], shape=g.dims(node.outputs[0])))
             context.made["embedding of known ids"] += looked_up is not None
             break
-
-
-def fuse_norms(context: g.RewriteContext) -> None:
-    """Fuses a lookup, the sums after it and a layer norm into one node."""
-    record = context.records["embed_layer_norm"]
-    for norm in context.nodes(context.records["layer_norm"].onnx_name, domain=DOMAIN):
-        total, shape = norm.inputs[0], g.dims(norm.inputs[0])
-        if (
-            shape is None
-            or len(shape) != 3
-            or len(norm.inputs) < 2
-            or g.attribute(norm, "axis", -1) not in (-1, 2)
-        ):
-            continue
-        terms = _terms(total, norm)
-        lookup = next((term for term in terms if _is_lookup(term, shape)), None)
-        if lookup is None or len(terms) < 2:
-            continue
-        node = lookup.producer()
-        assert node is not None and total is not None
-        rows = _sum_of_terms(norm, [term for term in terms if term is not lookup], shape)
-        if rows is None:
-            continue
-        inputs = [*node.inputs, rows, *norm.inputs[1:]]
-        attributes = {"eps": g.attribute(norm, "eps", 1e-5)}
-        fused = ir.node(record.onnx_name, inputs, attributes, domain=DOMAIN, num_outputs=2)
-        last = total.producer()
-        assert last is not None
-        old = [*norm.outputs, total]
-        ir.convenience.replace_nodes_and_values(
-            context.graph, norm, [last, norm], [fused], old, fused.outputs
-        )
-        for term in terms:
-            g.prune(term.producer())
-        context.graph.sort()
-        context.made["layer_norm"] -= 1
-        context.made["embed_layer_norm"] += 1
-
-
-def _terms(value: ir.Value | None, reader: ir.Node) -> list[ir.Value]:
-    """Returns the terms of a sum. Only the whole sum may have readers other than `reader`."""
-    node = g.producer(value, "Add")
-    if node is None or value is None:
-        return [] if value is None else [value]
-    return [
-        term
-        for each in node.inputs
-        if each is not None
-        for term in (_terms(each, node) if g.only_user(each) is node else [each])
-    ]
-
-
-def _is_lookup(value: ir.Value, shape: list[g.Dim]) -> bool:
-    """Whether a value is a lookup of ids [B, S] in a table, for one reader."""
-    gather = g.producer(value, "Gather")
-    if gather is None or g.attribute(gather, "axis", 0) != 0 or len(g.dims(gather.inputs[0]) or ()) != 2:
-        return False
-    if g.only_user(value) is None:  # the lookup would be computed twice
-        return False
-    return _are_ids(gather.inputs[1]) and g.same_dims(g.dims(gather.inputs[1]), shape[:2])
-
-
-def _sum_of_terms(before: ir.Node, terms: list[ir.Value], shape: list[g.Dim]) -> ir.Value | None:
-    """Returns the sum of the terms as [1 or B, S, C], or None if it is not known to have this shape."""
-    terms = sorted(terms, key=lambda term: len(g.dims(term) or ()))
-    total = terms[0]
-    for term in terms[1:]:
-        total = g.add(before, "Add", [total, term], shape=g.broadcast_dims(g.dims(total), g.dims(term)))
-    found = g.dims(total)
-    if found == shape[1:]:
-        return g.add(before, "Unsqueeze", [total, g.int_constant(before, [0])], shape=[1, *shape[1:]])
-    return total if found in (shape, [1, *shape[1:]]) and None not in shape else None
-
-
-def _are_ids(value: ir.Value | None) -> bool:
-    return value is not None and value.dtype in (ir.DataType.INT64, ir.DataType.INT32)
 
 
 def _constant_term(value: ir.Value, reader: ir.Node) -> tuple[ir.Value, np.ndarray] | None:

@@ -14,7 +14,7 @@ import numpy as np
 import onnx_ir as ir
 
 from . import graph as g
-from .linear import LAYOUT, Linear, activation_of, bias_vector, match_linear, weight_nk
+from .linear import LAYOUT, Linear, activation_of, bias_vector, supported_linear, weight_nk
 
 
 @dataclass(frozen=True)
@@ -36,19 +36,12 @@ def rewrite(context: g.RewriteContext) -> None:
             context.made[activation] += 1
             context.left[f"{activation} gate: no products with constant weights"] += 1
         elif (halves := _halves(gate, up)) is not None and halves[0].index == 0:
-            new = g.add_op(node, context.records["swiglu_packed"], [halves[0].source])
-            g.replace(node.outputs[0], _with_shape(new, node))
+            new = context.add_op(node, "swiglu_packed", [halves[0].source], g.dims(node.outputs[0]))
+            g.replace(node.outputs[0], new)
             context.made["swiglu (packed)"] += 1
         else:
-            g.replace(
-                node.outputs[0], _with_shape(g.add_op(node, context.records["swiglu"], [up, gate]), node)
-            )
+            g.replace(node.outputs[0], context.add_op(node, "swiglu", [up, gate]))
             context.made["swiglu"] += 1
-
-
-def _with_shape(value: ir.Value, node: ir.Node) -> ir.Value:
-    value.shape = node.outputs[0].shape
-    return value
 
 
 def _match(context: g.RewriteContext, node: ir.Node) -> tuple[ir.Value, ir.Value, str] | None:
@@ -75,27 +68,23 @@ def _linear_swiglu(
     context: g.RewriteContext, node: ir.Node, gate: ir.Value, up: ir.Value, activation: str
 ) -> bool:
     """Writes one product of gate and up, if both are products with constant weights; returns whether."""
-    attributes = {"activation": activation, "layout": LAYOUT}
     halves = _halves(gate, up)
-    try:
-        if halves is not None:
-            whole = _linear_of(halves[0].source)
-            if whole is None or whole.width % 2:
-                return False
-            weight, bias = weight_nk(context, whole), bias_vector(context, whole.bias)
-            if halves[0].index == 1:
-                weight, bias = _concatenated(context, [(whole, 1), (whole, 0)])
-        else:
-            first, second = _linear_of(gate), _linear_of(up)
-            if first is None or second is None or first.x is not second.x or first.width != second.width:
-                return False
-            whole = first
-            weight, bias = _concatenated(context, [(first, None), (second, None)])
-    except g.UnsupportedPattern:
-        return False
-    record = context.records["linear_swiglu"]
-    new = g.add_op(node, record, [whole.x, weight, bias], **attributes)
-    g.replace(node.outputs[0], _with_shape(new, node))
+    if halves is not None:
+        whole = _linear_of(halves[0].source)
+        if whole is None or whole.width % 2:
+            return False
+        weight, bias = weight_nk(context, whole), bias_vector(context, whole.bias)
+        if halves[0].index == 1:
+            weight, bias = _concatenated(context, [(whole, 1), (whole, 0)])
+    else:
+        whole, second = _linear_of(gate), _linear_of(up)
+        if whole is None or second is None or whole.x is not second.x or whole.width != second.width:
+            return False
+        weight, bias = _concatenated(context, [(whole, None), (second, None)])
+    shape = g.dims(node.outputs[0])
+    inputs = [whole.x, weight, bias]
+    new = context.add_op(node, "linear_swiglu", inputs, shape, activation=activation, layout=LAYOUT)
+    g.replace(node.outputs[0], new)
     return True
 
 
@@ -104,7 +93,7 @@ def _linear_of(value: ir.Value) -> Linear | None:
     node = value.producer()
     if node is not None and node.op_type == "Add":
         node = next((matmul for each in node.inputs if (matmul := g.producer(each, "MatMul"))), None)
-    found = match_linear(node) if node is not None else None
+    found = supported_linear(node) if node is not None else None
     return found if found is not None and found.output is value else None
 
 
@@ -152,19 +141,12 @@ def _half(value: ir.Value) -> _Half | None:
 
 def _half_of_pairs(value: ir.Value) -> _Half | None:
     """Returns the half that a value is, as x.unflatten(-1, (2, N))[..., index, :]."""
-    gather, squeeze = g.producer(value, "Gather"), g.producer(value, "Squeeze")
-    index: float | None
-    if gather is not None:
-        pairs, index = gather.inputs[0], g.scalar(gather.inputs[1])
-        axes = [g.attribute(gather, "axis", 0)] if g.dims(gather.inputs[1]) == [] else []
-    elif squeeze is not None and (part := g.part_of(squeeze.inputs[0], -2)) is not None:
-        (pairs, index, _), axes = part, g.ints(squeeze, "axes", 1) or []
-    else:
+    element = g.element_of(value, -2)
+    reshape = g.producer(element[0], "Reshape") if element is not None else None
+    if element is None or reshape is None:
         return None
-    reshape, shape = g.producer(pairs, "Reshape"), g.dims(pairs) or []
-    source, width = reshape.inputs[0] if reshape is not None else None, g.last_dim(pairs)
-    if source is None or width is None or index is None or axes not in ([-2], [len(shape) - 2]):
+    source, (*outer, count, width) = reshape.inputs[0], g.dims(element[0]) or [None, None]
+    if source is None or count != 2 or not isinstance(width, int):
         return None
-    if shape[-2] != 2 or not g.same_dims(g.dims(source), [*shape[:-2], 2 * width]):
-        return None
-    return _Half(source, int(index) % 2)
+    is_whole = g.same_dims(g.dims(source), [*outer, 2 * width])
+    return _Half(source, element[1] % 2) if is_whole else None

@@ -3,6 +3,7 @@
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import reduce
 from typing import Any
 
 import numpy as np
@@ -13,6 +14,8 @@ from twinop.record import DOMAIN, Record
 MICROSOFT = "com.microsoft"
 Dim = int | str | None
 _STRIP = 16  # columns
+_RESULTS = {"LessOrEqual": ir.DataType.BOOL, "Shape": ir.DataType.INT64}
+_ELEMENTWISE = {"Add", "Cast", "Div", "Identity", "LessOrEqual", "Max", "Mul", "Reciprocal", "Sqrt", "Where"}
 
 
 OR = "_or_"
@@ -76,6 +79,26 @@ class RewriteContext:
             if node.op_type in op_types and (domain is None or node.domain == domain)
         ]
 
+    def op_nodes(self, op: str) -> list[ir.Node]:
+        """Returns the graph's nodes of one of twinop's ops, in order."""
+        return self.nodes(self.records[op].onnx_name, domain=DOMAIN)
+
+    def add_op(
+        self,
+        before: ir.Node,
+        op: str,
+        inputs: Sequence[ir.Value | None],
+        shape: Sequence[Dim] | None = None,
+        **attributes: Any,
+    ) -> ir.Value:
+        """Inserts a node of one of twinop's ops before another node.
+
+        Args:
+            shape: of the output; by default that of the first input.
+        """
+        shape = dims(inputs[0]) if shape is None else shape
+        return add(before, self.records[op].onnx_name, inputs, attributes, domain=DOMAIN, shape=shape)
+
 
 def producer(value: ir.Value | None, *op_types: str, domain: str = "") -> ir.Node | None:
     """Returns the node that computes the value, if it has one of these types."""
@@ -83,6 +106,32 @@ def producer(value: ir.Value | None, *op_types: str, domain: str = "") -> ir.Nod
     if node is not None and node.op_type in op_types and node.domain == domain:
         return node
     return None
+
+
+def chain(value: ir.Value | None, *op_types: str) -> list[ir.Node]:
+    """Returns the nodes that compute a value, the last first, each from the first input of the one before.
+
+    There are none if the types are others.
+    """
+    nodes = list[ir.Node]()
+    for op_type in op_types:
+        node = producer(value, op_type)
+        if node is None:
+            return []
+        nodes.append(node)
+        value = node.inputs[0]
+    return nodes
+
+
+def untransposed(value: ir.Value | None, permutation: Sequence[int]) -> ir.Value | None:
+    """Returns the tensor of which a value is the transpose with this permutation, else None."""
+    node = producer(value, "Transpose")
+    return node.inputs[0] if node is not None and has_permutation(node, permutation) else None
+
+
+def has_permutation(node: ir.Node | None, permutation: Sequence[int]) -> bool:
+    """Whether a node is a Transpose with this permutation."""
+    return node is not None and [*attribute(node, "perm", ())] == [*permutation] != []
 
 
 def constant(value: ir.Value | None) -> np.ndarray | None:
@@ -118,6 +167,11 @@ def dims(value: ir.Value | None) -> list[Dim] | None:
     return [each if isinstance(each, int) else each.value for each in value.shape.dims]
 
 
+def rank(value: ir.Value | None) -> int:
+    """Returns the number of dimensions, or 0 if it is not known."""
+    return len(dims(value) or ())
+
+
 def same_dims(a: Sequence[Dim] | None, b: Sequence[Dim] | None) -> bool:
     """Whether two shapes are known to be equal."""
     return a is not None and b is not None and list(a) == list(b) and None not in a
@@ -145,6 +199,11 @@ def only_user(value: ir.Value) -> ir.Node | None:
         return None
     user = users.pop()
     return user if source is None or user.graph is source.graph else None
+
+
+def is_read(value: ir.Value) -> bool:
+    """Whether a node reads the value, or it is an output of the graph."""
+    return bool(value.uses()) or value.is_graph_output()
 
 
 def other_input(node: ir.Node, value: ir.Value) -> ir.Value | None:
@@ -199,6 +258,23 @@ def part_of(value: ir.Value | None, axis: int) -> tuple[ir.Value, int, int] | No
     return source, start, max(start, stop)
 
 
+def element_of(value: ir.Value | None, axis: int) -> tuple[ir.Value, int] | None:
+    """Returns x and the index of x[..., index, ...] along an axis: a Gather, or a Squeeze of a part of x.
+
+    Args:
+        axis: as in `part_of`.
+    """
+    gather, squeeze = producer(value, "Gather"), producer(value, "Squeeze")
+    source, index, axes = None, None, None
+    if gather is not None and dims(gather.inputs[1]) == []:
+        source, index, axes = gather.inputs[0], scalar(gather.inputs[1]), [attribute(gather, "axis", 0)]
+    elif squeeze is not None and (part := part_of(squeeze.inputs[0], axis)) is not None:
+        source, index, axes = part[0], part[1], ints(squeeze, "axes", 1)
+    if source is None or index is None or not (size := rank(source)):
+        return None
+    return (source, int(index)) if axes in ([axis % size], [axis % size - size]) else None
+
+
 def attribute(node: ir.Node, name: str, default: Any) -> Any:
     """Returns the attribute's value, or the default."""
     return node.attributes[name].value if name in node.attributes else default
@@ -225,13 +301,26 @@ def add(
     """Inserts a node with one output before another node, and returns the output.
 
     Args:
-        dtype: of the output; by default that of the first input.
+        inputs: those that are absent at the end are left out.
+        dtype: of the output; by default what the operator makes of its inputs' dtypes.
+        shape: of the output; by default what elementwise operators make of their inputs' shapes.
     """
     graph = before.graph
     assert graph is not None
-    first = inputs[0] if inputs else None
+    given = list(inputs)
+    while given and given[-1] is None:
+        given.pop()
+    first = given[0] if given else None
     kind = dtype or (first.dtype if first is not None else None)
-    node = ir.node(op_type, inputs, dict(attributes or {}), domain=domain)
+    if op_type == "Cast" and attributes is not None:
+        kind = ir.DataType(attributes["to"])
+    elif op_type == "Where" and inputs[1] is not None:
+        kind = inputs[1].dtype
+    else:
+        kind = _RESULTS.get(op_type, kind)
+    if shape is None and op_type in _ELEMENTWISE:
+        shape = reduce(broadcast_dims, map(dims, inputs))
+    node = ir.node(op_type, given, dict(attributes or {}), domain=domain)
     node.outputs[0].type = ir.TensorType(kind) if kind is not None else None
     node.outputs[0].shape = None if shape is None else ir.Shape(shape)
     graph.insert_before(before, node)
@@ -240,18 +329,46 @@ def add(
     return node.outputs[0]
 
 
-def add_op(before: ir.Node, record: Record, inputs: Sequence[ir.Value | None], **attributes: Any) -> ir.Value:
-    """Inserts a node of a twinop op before another node; its output has the shape of its first input."""
-    given = list(inputs)
-    while given and given[-1] is None:
-        given.pop()
-    return add(before, record.onnx_name, given, attributes, domain=DOMAIN, shape=dims(inputs[0]))
+def transpose(before: ir.Node, value: ir.Value, permutation: Sequence[int]) -> ir.Value:
+    """Inserts a Transpose before a node."""
+    shape = dims(value)
+    swapped = None if shape is None else [shape[axis] for axis in permutation]
+    return add(before, "Transpose", [value], {"perm": [*permutation]}, shape=swapped)
+
+
+def reshape(
+    before: ir.Node, value: ir.Value, target: Sequence[int], shape: Sequence[Dim] | None = None
+) -> ir.Value:
+    """Inserts a Reshape before a node.
+
+    Args:
+        shape: of the output; by default it has the sizes of `target` that are numbers, not 0 or -1.
+    """
+    known = [size if size > 0 else None for size in target] if shape is None else shape
+    return add(before, "Reshape", [value, int_constant(before, target)], shape=known)
+
+
+def columns(before: ir.Node, value: ir.Value, start: int, stop: int) -> ir.Value:
+    """Inserts a Slice of the last dimension before a node."""
+    bounds = [int_constant(before, [each]) for each in (start, stop, -1)]
+    return add(before, "Slice", [value, *bounds], shape=[*(dims(value) or [])[:-1], stop - start])
+
+
+def scalar_constant(before: ir.Node, number: float, like: ir.Value) -> ir.Value:
+    """Inserts a constant with the dtype of a value before a node."""
+    assert like.dtype is not None
+    return _constant(before, ir.tensor(number, dtype=like.dtype))
 
 
 def int_constant(before: ir.Node, numbers: int | Sequence[int]) -> ir.Value:
     """Inserts an int64 constant before a node."""
-    tensor = ir.tensor(np.array(numbers, np.int64))
-    value = add(before, "Constant", [], {"value": tensor}, dtype=ir.DataType.INT64, shape=np.shape(numbers))
+    return _constant(before, ir.tensor(np.array(numbers, np.int64)))
+
+
+def _constant(before: ir.Node, tensor: ir.TensorProtocol) -> ir.Value:
+    value = add(
+        before, "Constant", [], {"value": tensor}, dtype=tensor.dtype, shape=tuple(tensor.shape.numpy())
+    )
     value.const_value = tensor
     return value
 
@@ -325,7 +442,7 @@ def prune(node: ir.Node | None) -> None:
     """Removes a node that nothing reads, and then the nodes that only it has read."""
     if node is None or node.graph is None:
         return
-    if any(value.uses() or value.is_graph_output() for value in node.outputs):
+    if any(map(is_read, node.outputs)):
         return
     inputs = [value for value in node.inputs if value is not None]
     node.graph.remove(node, safe=True)

@@ -188,7 +188,7 @@ def _is_inverted(name: str, dtype: np.dtype) -> bool:
 
 def is_mask(value: ir.Value) -> bool:
     """Whether an input is a padding mask of 0 and 1. Only its name tells."""
-    return is_mask_name(str(value.name)) and len(g.dims(value) or ()) == 2
+    return is_mask_name(str(value.name)) and g.rank(value) == 2
 
 
 def has_mask(model: ir.Model) -> bool:

@@ -6,12 +6,11 @@ Writes: CustomLinear with each weight as [N, K]: a model holds one function body
 Leaves alone: weights of other ranks, dimensions of size 0, Gemm with alpha or beta other than 1.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import onnx_ir as ir
-
-from twinop.record import DOMAIN
 
 from . import graph as g
 
@@ -68,7 +67,7 @@ def match_linear(node: ir.Node) -> Linear | None:
         raise g.UnsupportedPattern(f"a weight of {len(shape)} dimensions")
     if 0 in shape:
         raise g.UnsupportedPattern("a dimension of size 0")
-    rank = len(g.dims(x) or ())
+    rank = g.rank(x)
     if rank < 2:
         raise g.UnsupportedPattern("an input of unknown rank or with fewer than two dimensions")
     if g.attribute(node, "transA", 0) or {
@@ -88,6 +87,33 @@ def match_linear(node: ir.Node) -> Linear | None:
         if not addition.domain and _is_bias(other, width, rank):
             bias, output = other, addition.outputs[0]
     return Linear(node, x, weight, bias, layout, output)
+
+
+def supported_linear(node: ir.Node) -> Linear | None:
+    """Returns the matrix product that a node computes, or None if CustomLinear does not compute it."""
+    try:
+        return match_linear(node)
+    except g.UnsupportedPattern:
+        return None
+
+
+def plain_product(
+    before: ir.Node,
+    linear: Linear,
+    weight: ir.Value,
+    bias: ir.Value | None,
+    x: ir.Value,
+    shape: Sequence[g.Dim],
+) -> ir.Value:
+    """Inserts MatMul and Add, for the product of x and a weight in the layout of another product.
+
+    Args:
+        bias: [N], or None for no sum.
+    """
+    if linear.layout == "nk":
+        weight = g.transpose(before, weight, [1, 0])
+    result = g.add(before, "MatMul", [x, weight], shape=shape)
+    return result if bias is None else g.add(before, "Add", [result, bias], shape=shape)
 
 
 def _is_bias(value: ir.Value | None, width: int, rank: int) -> bool:
@@ -153,13 +179,11 @@ def _replace(context: g.RewriteContext, linear: Linear, with_bias: bool) -> None
         assert linear.weight.dtype is not None
         zeros = np.zeros(linear.width, linear.weight.dtype.numpy())
         bias = g.initializer(context.graph, zeros, f"zeros_{linear.width}")
-    inputs = [linear.x, weight_nk(context, linear), *([bias] if bias is not None else [])]
+    inputs = [linear.x, weight_nk(context, linear), bias]
     last = output.producer()
     assert last is not None
     shape = g.dims(output) or [*(g.dims(linear.x) or [])[:-1], linear.width]
-    attributes = {"activation": activation, "layout": LAYOUT}
-    op_type = context.records["linear"].onnx_name
-    g.replace(output, g.add(last, op_type, inputs, attributes, domain=DOMAIN, shape=shape))
+    g.replace(output, context.add_op(last, "linear", inputs, shape, activation=activation, layout=LAYOUT))
     parts = [
         "linear",
         *(["bias"] if linear.bias is not None else []),

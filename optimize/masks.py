@@ -52,7 +52,7 @@ def classify(context: g.RewriteContext, sizes: inputs.Sizes, padding: str | None
     values = dict.fromkeys(mask for softmax in attentions(context) for mask in masks_of(softmax))
     masks = [
         _Mask(value) for value in values
-        if value.dtype is ir.DataType.FLOAT and len(g.dims(value) or ()) in (2, 4) and _is_known(value)
+        if value.dtype is ir.DataType.FLOAT and g.rank(value) in (2, 4) and _is_known(value)
     ]  # fmt: skip
     given = [
         value for value in context.graph.inputs
@@ -163,7 +163,7 @@ def _fixed_for(model: ir.Model, mask: ir.Value, sizes: inputs.Sizes) -> tuple[tu
 
     Channels, height and width of images stay, too.
     """
-    small = [value for value in given_of(mask) if len(g.dims(value) or ()) < 4]
+    small = [value for value in given_of(mask) if g.rank(value) < 4]
     grows = {dim for value in small for dim in (g.dims(value) or ())[1:]}
     found = expressions([dim for dim in grows if isinstance(dim, str)])
     grows |= {name for each in found.values() for name in each.names.values()}

@@ -12,8 +12,6 @@ from collections import defaultdict
 import numpy as np
 import onnx_ir as ir
 
-from twinop.record import DOMAIN
-
 from . import graph as g
 from .linear import LAYOUT
 
@@ -23,7 +21,7 @@ _MAX_ELEMENTS = 3 << 20
 
 def rewrite(context: g.RewriteContext) -> None:
     groups = defaultdict[tuple[ir.Value, int], list[ir.Node]](list)
-    for node in context.nodes(context.records["linear"].onnx_name, domain=DOMAIN):
+    for node in context.op_nodes("linear"):
         x = node.inputs[0]
         if x is not None and _rows(x) > 0 and is_plain(node):
             groups[x, len(node.inputs)].append(node)
@@ -51,7 +49,7 @@ def merge(context: g.RewriteContext, nodes: list[ir.Node]) -> ir.Value:
     packed = [_join(context, each) for each in parts]
     shape = [*(g.dims(x) or [])[:-1], sum(g.last_dim(node.outputs[0]) or 0 for node in nodes)]
     context.made["products of one input merged"] += 1
-    return g.add(first, first.op_type, [x, *packed], first.attributes, domain=DOMAIN, shape=shape)
+    return context.add_op(first, "linear", [x, *packed], shape, activation="none", layout=LAYOUT)
 
 
 def _join(context: g.RewriteContext, parts: tuple[ir.Value, ...]) -> ir.Value:

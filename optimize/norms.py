@@ -115,16 +115,16 @@ def _replace(
 ) -> None:
     if op not in context.records:
         return
-    rank = len(g.dims(source) or ())
+    rank = g.rank(source)
     reason = ""
     if axis not in (-1, rank - 1) or any(len(g.dims(row) or [0]) != 1 for row in rows if row is not None):
         reason = "over several dimensions"
     elif node.op_type in _STANDARD and rows and g.dims(rows[0]) == [1] and g.last_dim(source) != 1:
         reason = "one number as weight"
-    elif any(value.uses() or value.is_graph_output() for value in node.outputs[1:]):
+    elif any(map(g.is_read, node.outputs[1:])):
         reason = "its statistics are read"
     if reason:
         context.left[f"{node.op_type}: {reason}"] += 1
         return
-    g.replace(node.outputs[0], g.add_op(node, context.records[op], [source, *rows], eps=float(eps)))
+    g.replace(node.outputs[0], context.add_op(node, op, [source, *rows], eps=float(eps)))
     context.made[op] += 1

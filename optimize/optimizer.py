@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 
 import onnx_ir as ir
@@ -9,7 +10,6 @@ import onnx_ir as ir
 from twinop import deploy
 from twinop.errors import ExportError, option
 from twinop.export.files import check_target, publish, work_folder
-from twinop.export.fuse_add_norm import fuse_sums
 from twinop.library import find_library, read_library
 from twinop.record import Record
 
@@ -24,11 +24,13 @@ from . import (
     gated,
     linear,
     merge_linear,
+    norm_inputs,
     norms,
     packed_attention,
     precision,
     rotary,
     split_linear,
+    standard_ops,
     unflatten,
     unfuse_ort,
 )
@@ -38,15 +40,6 @@ from .own_ops import find_own_ops
 from .prepare import convert_to_fp32, inline_functions, main_dtype
 from .report import OptimizeReport
 from .rewrite_check import RewriteCheck
-
-
-def _add_norms(context: g.RewriteContext) -> None:
-    """Fuses a sum and the norm that reads it (`export/fuse_add_norm.py`)."""
-    for name, count in fuse_sums(context.model, context.records).items():
-        plain = "layer_norm" if name.endswith("LayerNorm") else "rms_norm"
-        context.made[f"add_{plain}"] += count
-        context.made[plain] -= count
-
 
 REWRITES: Mapping[str, Callable[[g.RewriteContext], None]] = {
     "unfuse_ort": unfuse_ort.rewrite,
@@ -64,8 +57,9 @@ REWRITES: Mapping[str, Callable[[g.RewriteContext], None]] = {
     "linear": linear.rewrite,
     "merge_linear": merge_linear.rewrite,
     "packed_attention": packed_attention.rewrite,
-    "embed_norm": embedding.fuse_norms,
-    "add_norm": _add_norms,
+    "embed_norm": norm_inputs.fuse_lookups,
+    "add_norm": norm_inputs.fuse_sums,
+    "replace": standard_ops.rewrite,
 }
 """The rewrites by name, in the order in which they run."""
 _CUDA_ONLY = (
@@ -90,6 +84,7 @@ def optimize(
     padding: str | None = None,
     inputs_file: str | os.PathLike[str] | None = None,
     without: Sequence[str] = (),
+    replace: Sequence[str] = (),
     allow_uncompared: bool = False,
     library: deploy.Libraries = None,
     kept: Iterable[Record] = (),
@@ -111,6 +106,7 @@ def optimize(
         padding: "right" promises that masks hide nothing but the end of each sequence.
         inputs_file: an .npz file of inputs for the comparison; by default they are generated.
         without: names of rewrites to leave out.
+        replace: ops that replace standard operators, such as "add" and "softmax" (`standard_ops.py`).
         allow_uncompared: keep the file although an output is empty or NaN for all inputs; the report says so.
         library: libraries of custom ops that the original needs. Those of other domains are found as
             `deploy.session` finds them. The nodes of all of them stay as they are.
@@ -129,6 +125,7 @@ def optimize(
     load_weights(model)
     own = find_own_ops(model, source, library, kept)
     records = dict(read_library(find_library("custom_ops")).records)
+    standard_ops.check_ops(replace, records)
     report = OptimizeReport(source, target, device=device)
     report.nodes_before = len(model.graph)
     report.bytes_before = sum(map(os.path.getsize, (source, *data)))
@@ -160,8 +157,10 @@ def optimize(
         left_out = {*without, *(_CUDA_ONLY if device == "cpu" else ())}
         if report.dtype not in precision.DTYPES:
             left_out.add("packed_attention")  # it needs tensor cores
-        chosen = [name for name in REWRITES if name not in left_out]
-        best = check.verify({name: REWRITES[name] for name in chosen})
+        rewrites = {name: REWRITES[name] for name in REWRITES if name not in left_out}
+        if "replace" in rewrites:
+            rewrites["replace"] = partial(standard_ops.rewrite, ops=replace)
+        best = check.verify(rewrites)
         notes = [*report.notes]
         files = check.finish(best, target.name)
         if report.made:

@@ -55,10 +55,8 @@ def rewrite(context: g.RewriteContext) -> None:
             "scale": g.attribute(node, "scale", 0.0),
             "causal": g.attribute(node, "unidirectional", 0),
         }
-        name = context.records["attention_packed"].onnx_name
-        inputs = [qkv if qkv is not None else merge(context, products)]
-        inputs += [bias] if bias is not None else []
-        result = g.add(node, name, inputs, attributes, domain=DOMAIN, shape=[batch, tokens, width])
+        inputs = [qkv if qkv is not None else merge(context, products), bias]
+        result = context.add_op(node, "attention_packed", inputs, [batch, tokens, width], **attributes)
         g.replace(node.outputs[0], result)
         context.made["attention of packed q, k and v"] += 1
 

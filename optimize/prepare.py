@@ -15,6 +15,7 @@ from onnx_ir.passes.common import (
 from twinop.errors import ExportError, option
 from twinop.export.attach import OPSETS
 from twinop.export.folding import fold_constants
+from twinop.export.schema import registered_schemas
 from twinop.quiet import quiet
 from twinop.record import Record
 
@@ -34,7 +35,7 @@ def prepare(model: ir.Model, records: Mapping[str, Record]) -> None:
         ExportError: its opset cannot be converted.
     """
     _convert_opset(model)
-    with quiet():
+    with quiet(), registered_schemas([each for each in records.values() if not each.is_backward]):
         fold(model, {record.domain for record in records.values()})
 
 

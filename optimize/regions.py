@@ -124,7 +124,7 @@ def _computable(node: ir.Node) -> bool:
     if node.domain:
         return False
     if node.op_type in REDUCTIONS:
-        axes, rank = g.ints(node, "axes", 1), len(g.dims(node.inputs[0]) or ())
+        axes, rank = g.ints(node, "axes", 1), g.rank(node.inputs[0])
         is_kept = g.attribute(node, "keepdims", 1) == 1 or all(map(_restores, _readers(node.outputs[0])))
         return axes is not None and axes in ([-1], [rank - 1]) and is_kept
     if node.op_type in _RESTORES:

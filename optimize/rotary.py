@@ -22,7 +22,6 @@ from twinop.record import DOMAIN
 from . import graph as g
 from .heads import Heads, merged_heads, merged_tokens, split_heads, split_tokens
 from .rotary_match import has_equal_pairs, match_rotation
-from .scores import constant_like
 
 _Extended = dict[tuple[ir.Value, int, float, int], ir.Value]
 """cos or sin for more tokens, by the original, the number of these tokens, what they get and their axis."""
@@ -189,10 +188,10 @@ def _extend(
     value, number = angles
     key = value, count, number, tokens
     if key not in extended:
-        sizes = [_size(value, axis) for axis in range(len(g.dims(value) or ()))]
+        sizes = [_size(value, axis) for axis in range(g.rank(value))]
         axis = tokens - 4 + len(sizes)
         first = [*sizes[:axis], count, *sizes[axis + 1 :]]
-        row = constant_like(before, number, value)
+        row = g.scalar_constant(before, number, value)
         start = g.add(before, "Expand", [row, g.int_constant(before, first)], shape=first)
         whole = [*sizes[:axis], count + sizes[axis], *sizes[axis + 1 :]]
         extended[key] = g.add(before, "Concat", [start, value], {"axis": axis}, shape=whole)
@@ -237,8 +236,7 @@ def _angles(rotation: _Rotation, value: ir.Value) -> ir.Value:
 def _cache(rotation: _Rotation, value: ir.Value) -> ir.Value:
     """Returns cos or sin as [rows, D / 2], for RotaryEmbedding."""
     node, half = rotation.node, rotation.rotary_dim // 2
-    rows = [_one_per_pair(rotation, value), g.int_constant(node, [-1, half])]
-    return g.add(node, "Reshape", rows, shape=[None, half])
+    return g.reshape(node, _one_per_pair(rotation, value), [-1, half])
 
 
 def _positions(before: ir.Node, rotation: _Rotation) -> ir.Value:
@@ -247,10 +245,10 @@ def _positions(before: ir.Node, rotation: _Rotation) -> ir.Value:
     shape = g.dims(cos) or []
     if len(shape) < 4 or shape[0] == 1:
         return g.int_constant(before, [0])
-    whole = g.add(before, "Shape", [cos], dtype=ir.DataType.INT64, shape=[len(shape)])
+    whole = g.add(before, "Shape", [cos], shape=[len(shape)])
     at = g.int_constant(before, [0, tokens])
-    sizes = g.add(before, "Gather", [whole, at], dtype=ir.DataType.INT64, shape=[2])
-    number = g.add(before, "ReduceProd", [sizes], {"keepdims": 0}, dtype=ir.DataType.INT64, shape=[])
+    sizes = g.add(before, "Gather", [whole, at], shape=[2])
+    number = g.add(before, "ReduceProd", [sizes], {"keepdims": 0}, shape=[])
     zero, one = (g.int_constant(before, each) for each in (0, 1))
-    rows = g.add(before, "Range", [zero, number, one], dtype=ir.DataType.INT64, shape=[None])
+    rows = g.add(before, "Range", [zero, number, one], shape=[None])
     return g.add(before, "Reshape", [rows, sizes], shape=[shape[0], shape[tokens]])

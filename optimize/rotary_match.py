@@ -34,11 +34,8 @@ def match_rotation(node: ir.Node) -> RotaryMatch | None:
 
 def _whole(node: ir.Node) -> RotaryMatch | None:
     """Matches x * cos + rotated(x) * sin."""
-    products = [g.producer(value, "Mul") for value in node.inputs]
-    if products[0] is None or products[1] is None:
-        return None
-    for with_sin, with_cos in (products, products[::-1]):
-        assert with_sin is not None and with_cos is not None
+    products = [each for value in node.inputs if (each := g.producer(value, "Mul")) is not None]
+    for with_sin, with_cos in (products, products[::-1]) if len(products) == 2 else ():
         for rotated in with_sin.inputs:
             x, layout = _source_of_halves(rotated), "half"
             if x is None:
@@ -71,7 +68,7 @@ def _in_parts(node: ir.Node) -> RotaryMatch | None:
             if found != {frozenset((b, cos)), frozenset((a, sin))} or cos is None or sin is None:
                 continue
             x, layout = _source_of_pairs(a, b)
-            axis, rank = g.attribute(node, "axis", 0), len(g.dims(x) or ())
+            axis, rank = g.attribute(node, "axis", 0), g.rank(x)
             if x is None or (layout == "half") == (columns[0] is not None):
                 continue
             if layout == "half" and axis in (-1, rank - 1):
@@ -114,7 +111,7 @@ def _flattened(stack: ir.Node, x: ir.Value) -> ir.Node | None:
     if pairs.is_graph_output() or any(each.op_type != "Reshape" for each in readers) or not readers:
         return None
     kept = [size if isinstance(size, int) else 0 for size in shape[:-1]]
-    flat = g.add(readers[0], "Reshape", [pairs, g.int_constant(readers[0], [*kept, width])], shape=shape)
+    flat = g.reshape(readers[0], pairs, [*kept, width], shape)
     for reader in readers:
         if g.dims(reader.outputs[0]) == shape:
             g.replace(reader.outputs[0], flat)
@@ -125,31 +122,27 @@ def _flattened(stack: ir.Node, x: ir.Value) -> ir.Node | None:
 
 def _source_of_halves(value: ir.Value | None) -> ir.Value | None:
     """Returns x of concat(-x[..., half:], x[..., :half])."""
-    concat = g.producer(value, "Concat")
-    negative = g.producer(concat.inputs[0], "Neg") if concat is not None else None
-    if concat is None or negative is None or len(concat.inputs) != 2:
+    nodes = g.chain(value, "Concat", "Neg")
+    if not nodes or len(nodes[0].inputs) != 2:
         return None
+    concat, negative = nodes
     x, layout = _source_of_pairs(concat.inputs[1], negative.inputs[0])
-    on_last = g.attribute(concat, "axis", 0) in (-1, len(g.dims(x) or ()) - 1)
-    return x if layout == "half" and on_last else None
+    return x if layout == "half" and g.attribute(concat, "axis", 0) in (-1, g.rank(x) - 1) else None
 
 
 def _source_of_interleaved(value: ir.Value | None) -> ir.Value | None:
     """Returns x of stack([-x[..., 1::2], x[..., ::2]], -1).flatten(-2)."""
-    reshape = g.producer(value, "Reshape")
-    concat = g.producer(reshape.inputs[0], "Concat") if reshape is not None else None
-    if concat is None or len(concat.inputs) != 2:
+    nodes = g.chain(value, "Reshape", "Concat", "Unsqueeze", "Neg")
+    second = g.producer(nodes[1].inputs[-1], "Unsqueeze") if nodes else None
+    if second is None or len(nodes[1].inputs) != 2:
         return None
-    columns = [g.producer(each, "Unsqueeze") for each in concat.inputs]
-    negative = g.producer(columns[0].inputs[0], "Neg") if columns[0] is not None else None
-    if negative is None or columns[1] is None:
+    x, layout = _source_of_pairs(second.inputs[0], nodes[3].inputs[0])
+    shape, flat = g.dims(x), g.dims(value)
+    if shape is None or flat is None or layout != "interleaved" or not isinstance(width := shape[-1], int):
         return None
-    x, layout = _source_of_pairs(columns[1].inputs[0], negative.inputs[0])
-    shape, stacked, flat = g.dims(x) or [None], g.dims(concat.outputs[0]) or [None], g.dims(value) or [None]
-    width = shape[-1]
-    if not isinstance(width, int) or stacked[-2:] != [width // 2, 2] or flat[-1] != width:
-        return None
-    return x if layout == "interleaved" and len(stacked) == len(shape) + 1 == len(flat) + 1 else None
+    stacked = g.dims(nodes[1].outputs[0]) or []
+    is_pairs = stacked[-2:] == [width // 2, 2] and len(stacked) == len(shape) + 1
+    return x if is_pairs and flat[-1] == width and len(flat) == len(shape) else None
 
 
 def _constant_part(value: ir.Value | None) -> np.ndarray | None:
@@ -179,7 +172,7 @@ def has_equal_pairs(value: ir.Value | None, layout: str) -> bool:
     if node.op_type in _ELEMENTWISE:
         return all(has_equal_pairs(each, layout) for each in node.inputs)
     if node.op_type == "Concat":
-        if g.attribute(node, "axis", 0) not in (-1, len(g.dims(value) or ()) - 1):
+        if g.attribute(node, "axis", 0) not in (-1, g.rank(value) - 1):
             return all(has_equal_pairs(each, layout) for each in node.inputs)
         return layout == "half" and len(node.inputs) == 2 and node.inputs[0] is node.inputs[1]
     source = node.inputs[0]
@@ -191,7 +184,7 @@ def has_equal_pairs(value: ir.Value | None, layout: str) -> bool:
         return _is_repeated(source)
     if node.op_type not in _KEEPS_ROWS or g.last_dim(source) != width:
         return False
-    return _keeps_last(node, len(g.dims(source) or ())) and has_equal_pairs(source, layout)
+    return _keeps_last(node, g.rank(source)) and has_equal_pairs(source, layout)
 
 
 def _is_repeated(value: ir.Value | None) -> bool:
@@ -200,7 +193,7 @@ def _is_repeated(value: ir.Value | None) -> bool:
     if node is None:
         return False
     if node.op_type == "Concat":
-        rank = len(g.dims(value) or ())
+        rank = g.rank(value)
         return (
             g.attribute(node, "axis", 0) in (-1, rank - 1)
             and len({*node.inputs}) == 1

@@ -36,7 +36,7 @@ def scores_of(softmax: ir.Node, after: ir.Node) -> Scores:
         if node is None or node.domain:
             raise g.UnsupportedPattern("no product of q and k")
         if node.op_type == "MatMul":
-            if any(g.constant(each) is not None for each in node.inputs):
+            if any(map(g.is_constant, node.inputs)):
                 raise g.UnsupportedPattern("no product of q and k")
             return Scores(node, found_scale, masks)
         if node.op_type in ("Mul", "Div") and (factor := _factor(node)) is not None:
@@ -65,9 +65,7 @@ def _leads_to_product(value: ir.Value | None) -> bool:
         if node is None:
             return False
         if node.op_type == "MatMul":
-            return len(g.dims(node.outputs[0]) or ()) >= 3 and not any(
-                g.constant(each) is not None for each in node.inputs
-            )
+            return g.rank(node.outputs[0]) >= 3 and not any(map(g.is_constant, node.inputs))
         if (factor := _factor(node)) is not None:
             value = factor[0]
         elif node.op_type == "Tanh":
@@ -92,18 +90,9 @@ def _mask_of_where(node: ir.Node, before: ir.Node) -> tuple[ir.Value, ir.Value]:
         return scores, hidden
     # The sum of a score and the lowest number is that number, as Where returns one number for all scores.
     lowest = number if np.isneginf(number) else LOWEST
-    constants = [constant_like(before, 0.0, scores), constant_like(before, lowest, scores)]
+    constants = [g.scalar_constant(before, each, scores) for each in (0.0, lowest)]
     first, second = constants[::-1] if g.scalar(a) is not None else constants
-    return scores, g.add(before, "Where", [hidden, first, second], dtype=scores.dtype, shape=g.dims(hidden))
-
-
-def constant_like(before: ir.Node, number: float, value: ir.Value) -> ir.Value:
-    """Inserts a constant scalar with the dtype of a value."""
-    assert value.dtype is not None
-    tensor = ir.tensor(number, dtype=value.dtype)
-    new = g.add(before, "Constant", [], {"value": tensor}, dtype=value.dtype, shape=[])
-    new.const_value = tensor
-    return new
+    return scores, g.add(before, "Where", [hidden, first, second])
 
 
 def _factor(node: ir.Node) -> tuple[ir.Value, float] | None:
@@ -130,34 +119,27 @@ def unscaled(value: ir.Value | None) -> tuple[ir.Value, float]:
 def untransposed(value: ir.Value | None) -> tuple[ir.Value, float]:
     """Returns k [B, H, T, D] of scale * k^T [B, H, D, T], and the scale."""
     value, scale = unscaled(value)
-    if (transpose := g.producer(value, "Transpose")) is not None:
-        perm, source = list(g.attribute(transpose, "perm", ())), transpose.inputs[0]
-        assert source is not None
-        if perm == [0, 1, 3, 2]:
-            k, on_k = unscaled(source)
+    transpose, shape = g.producer(value, "Transpose"), g.dims(value) or []
+    if transpose is not None and transpose.inputs[0] is not None and len(shape) == 4:
+        *outer, columns, rows = g.attribute(transpose, "perm", ())
+        if (order := [*outer, rows, columns]) == [0, 1, 2, 3]:
+            k, on_k = unscaled(transpose.inputs[0])
             return k, scale * on_k
-        shape = g.dims(source)
-        if len(perm) == 4 and shape is not None:
-            order = [*perm[:2], perm[3], perm[2]]
-            swapped = [shape[i] for i in order]
-            return g.add(transpose, "Transpose", [source], {"perm": order}, shape=swapped), scale
+        return g.transpose(transpose, transpose.inputs[0], order), scale
     # torch's dynamo exporter transposes [B*H, T, D], between two reshapes.
-    outer = g.producer(value, "Reshape")
-    middle = g.producer(outer.inputs[0], "Transpose") if outer is not None else None
-    perm = list(g.attribute(middle, "perm", ())) if middle is not None else []
-    shape = g.dims(value)
-    if middle is None or perm not in ([0, 2, 1], [1, 2, 0]) or shape is None or len(shape) != 4:
+    nodes = g.chain(value, "Reshape", "Transpose")
+    perm = list(g.attribute(nodes[1], "perm", ())) if nodes and len(shape) == 4 else []
+    if perm not in ([0, 2, 1], [1, 2, 0]):
         raise g.UnsupportedPattern("k is not transposed")
-    rows = middle.inputs[0]
+    middle, rows = nodes[1], nodes[1].inputs[0]
+    assert rows is not None
     wanted, inner = [shape[0], shape[1], shape[3], shape[2]], g.producer(rows, "Reshape")
     if perm == [1, 2, 0]:  # the optimizer has joined it with a transpose before it
-        found = g.dims(rows) or [None] * 3
-        order = [found[i] for i in SWAP_ROWS]
-        rows = g.add(middle, "Transpose", [rows], {"perm": SWAP_ROWS}, shape=order)
+        rows = g.transpose(middle, rows, SWAP_ROWS)
     elif inner is not None and g.same_dims(g.dims(inner.inputs[0]), wanted):
         k, on_k = unscaled(inner.inputs[0])
         return k, scale * on_k
     sizes = [each if isinstance(each, int) else -1 for each in wanted]
     if sizes.count(-1) < 2:
-        return g.add(middle, "Reshape", [rows, g.int_constant(middle, sizes)], shape=wanted), scale
+        return g.reshape(middle, rows, sizes, wanted), scale
     raise g.UnsupportedPattern("k is not transposed")

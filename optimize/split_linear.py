@@ -8,17 +8,14 @@ Writes: a product for each part, with its columns of the weight; a constant for 
 import onnx_ir as ir
 
 from . import graph as g
-from .linear import Linear, match_linear, slice_columns
+from .linear import Linear, plain_product, slice_columns, supported_linear
 
 
 def rewrite(context: g.RewriteContext) -> None:
     for node in context.nodes("Split", domain=""):
         _split_constant(context, node)
     for node in context.nodes("MatMul", "Gemm", domain=""):
-        try:
-            linear = match_linear(node) if node.graph is not None else None
-        except g.UnsupportedPattern:
-            continue
+        linear = supported_linear(node) if node.graph is not None else None
         parts = _parts(linear) if linear is not None else None
         if linear is None or parts is None:
             continue
@@ -27,15 +24,7 @@ def rewrite(context: g.RewriteContext) -> None:
             last = value.producer()
             assert last is not None
             shape = [*(g.dims(linear.output) or [])[:-1], stop - start]
-            inputs = [linear.x, weight] + ([bias] if bias is not None and node.op_type == "Gemm" else [])
-            attributes = {"transB": int(linear.layout == "nk")} if node.op_type == "Gemm" else {}
-            if node.op_type == "MatMul" and linear.layout == "nk":
-                weight = g.add(last, "Transpose", [weight], {"perm": [1, 0]}, shape=[None, stop - start])
-                inputs[1] = weight
-            new = g.add(last, node.op_type, inputs, attributes, shape=shape)
-            if bias is not None and node.op_type == "MatMul":
-                new = g.add(last, "Add", [new, bias], shape=shape)
-            g.replace(value, new)
+            g.replace(value, plain_product(last, linear, weight, bias, linear.x, shape))
         context.made["packed product split"] += 1
 
 
@@ -60,6 +49,6 @@ def _parts(linear: Linear) -> list[tuple[ir.Value, int, int]] | None:
             found = g.part_of(value, -1)
             if found is None or found[0] is not linear.output or found[1] == found[2]:
                 return None
-            if value.uses() or value.is_graph_output():
+            if g.is_read(value):
                 parts.append((value, *found[1:]))
     return parts or None

@@ -11,21 +11,18 @@ import onnx_ir as ir
 
 from . import graph as g
 from .heads import SWAP_ROWS, SWAP_S_H
-from .linear import bias_vector, match_linear
+from .linear import bias_vector, plain_product, supported_linear
 
 
 def rewrite(context: g.RewriteContext) -> None:
     for node in context.nodes("MatMul", "Gemm", domain=""):
-        try:
-            linear = match_linear(node) if node.graph is not None else None
-        except g.UnsupportedPattern:
-            continue
+        linear = supported_linear(node) if node.graph is not None else None
         before = g.producer(linear.x, "Reshape") if linear is not None else None
         after = g.only_user(linear.output) if linear is not None else None
         if linear is None or before is None or after is None or after.op_type != "Reshape":
             continue
-        source, shape = before.inputs[0], g.dims(after.outputs[0])
-        outer, width = (shape or [])[:-1], g.last_dim(linear.x)
+        source, shape = before.inputs[0], g.dims(after.outputs[0]) or []
+        outer, width = shape[:-1], g.last_dim(linear.x)
         if (
             source is None
             or len(outer) < 2
@@ -39,18 +36,13 @@ def rewrite(context: g.RewriteContext) -> None:
             if is_swapped:
                 shape = [outer[1], outer[0], linear.width]
                 last = _opposite(after)
-            inner = g.int_constant(after, [0, 0, width])
-            source = g.add(after, "Reshape", [source, inner], shape=[*(g.dims(source) or [])[:2], width])
+            source = g.reshape(after, source, [0, 0, width], [*(g.dims(source) or [])[:2], width])
         elif not g.same_dims(g.dims(source), [*outer, width]):
             continue
-        weight: ir.Value = linear.weight
-        if linear.layout == "nk":
-            weight = g.add(after, "Transpose", [weight], {"perm": [1, 0]})
-        result = g.add(after, "MatMul", [source, weight], shape=shape)
-        if linear.bias is not None:
-            result = g.add(after, "Add", [result, bias_vector(context, linear.bias)], shape=shape)
+        bias = bias_vector(context, linear.bias)
+        result = plain_product(after, linear, linear.weight, bias, source, shape)
         if heads is not None and is_swapped and last is after:
-            result = g.add(after, "Transpose", [result], {"perm": SWAP_ROWS}, shape=[*outer, linear.width])
+            result = g.transpose(after, result, SWAP_ROWS)
         g.replace(last.outputs[0], result)
 
 
@@ -62,16 +54,13 @@ def _heads(source: ir.Value, outer: list[g.Dim], width: int) -> tuple[bool, ir.V
     count, size = shape[2:]
     if not isinstance(count, int) or not isinstance(size, int) or count * size != width:
         return None
-    transpose = g.producer(source, "Transpose")
-    if transpose is None or list(g.attribute(transpose, "perm", ())) != [2, 0, 1, 3]:
+    transpose, heads = g.producer(source, "Transpose"), g.untransposed(source, [2, 0, 1, 3])
+    if transpose is None or heads is None:
         return False, source
-    order = [shape[1], shape[0], count, size]
-    return True, g.add(transpose, "Transpose", [transpose.inputs[0]], {"perm": SWAP_S_H}, shape=order)
+    return True, g.transpose(transpose, heads, SWAP_S_H)
 
 
 def _opposite(node: ir.Node) -> ir.Node:
     """Returns the transpose that alone reads a node and swaps the first two dimensions, else the node."""
     user = g.only_user(node.outputs[0])
-    if user is None or user is not g.producer(user.outputs[0], "Transpose"):
-        return node
-    return user if list(g.attribute(user, "perm", ())) == SWAP_ROWS else node
+    return user if user is not None and g.has_permutation(user, SWAP_ROWS) else node

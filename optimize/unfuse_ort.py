@@ -37,20 +37,19 @@ def _skip_norm(context: g.RewriteContext, node: ir.Node) -> bool:
     x, skip, *rows = node.inputs
     bias = rows.pop() if len(rows) == (2 if simple else 3) else None
     if bias is not None:
-        x = g.add(node, "Add", [x, bias], shape=g.dims(node.inputs[0]))
+        x = g.add(node, "Add", [x, bias], shape=g.dims(x))
     total = g.add(node, "Add", [x, skip], shape=g.dims(node.outputs[0]))
-    if len(node.outputs) > 3 and (node.outputs[3].uses() or node.outputs[3].is_graph_output()):
+    if len(node.outputs) > 3 and g.is_read(node.outputs[3]):
         g.replace(node.outputs[3], total)
-    given = [row for row in rows if row is not None]
     if simple:
         normal, _ = _rms_norm(node, total, [-1], g.attribute(node, "epsilon", 1e-12))
-        g.replace(node.outputs[0], g.add(node, "Mul", [normal, *given], shape=g.dims(node.outputs[0])))
+        g.replace(node.outputs[0], g.add(node, "Mul", [normal, *rows]))
     else:
-        _norm(node, total, given)
+        _norm(node, total, rows)
     return True
 
 
-def _norm(node: ir.Node, x: ir.Value, rows: list[ir.Value]) -> None:
+def _norm(node: ir.Node, x: ir.Value, rows: list[ir.Value | None]) -> None:
     attributes = {"axis": -1, "epsilon": g.attribute(node, "epsilon", 1e-12)}
     normal = g.add(node, "LayerNormalization", [x, *rows], attributes, shape=g.dims(node.outputs[0]))
     g.replace(node.outputs[0], normal)
@@ -65,24 +64,21 @@ def split_simplified_norms(model: ir.Model) -> None:
         x, weight = node.inputs
         assert x is not None and weight is not None and node.graph is not None
         axis, kind = g.attribute(node, "axis", -1), weight.dtype or x.dtype or ir.DataType.FLOAT
-        rank = (
-            -axis if axis < 0 else len(g.dims(weight) or [0])
-        )  # the weight has the axes that are normalised
+        # The weight has the axes that are normalised.
+        rank = -axis if axis < 0 else len(g.dims(weight) or [0])
         wide = kind if kind is ir.DataType.DOUBLE else ir.DataType.FLOAT
         shape = g.dims(x) or g.dims(node.outputs[0])
         if kind is not wide:
-            x = g.add(node, "Cast", [x], {"to": wide}, dtype=wide, shape=shape)
+            x = g.add(node, "Cast", [x], {"to": wide}, shape=shape)
         axes, epsilon = list(range(-rank, 0)), g.attribute(node, "epsilon", 1e-5)
         normal, root = _rms_norm(node, x, axes, epsilon, dtype=wide, opset=opset)
-        if len(node.outputs) > 1 and (node.outputs[1].uses() or node.outputs[1].is_graph_output()):
-            inverse = g.add(node, "Reciprocal", [root], shape=g.dims(root))
+        if len(node.outputs) > 1 and g.is_read(node.outputs[1]):
+            inverse = g.add(node, "Reciprocal", [root])
             if wide is not ir.DataType.FLOAT:
-                inverse = g.add(
-                    node, "Cast", [inverse], {"to": 1}, dtype=ir.DataType.FLOAT, shape=g.dims(root)
-                )
+                inverse = g.add(node, "Cast", [inverse], {"to": ir.DataType.FLOAT})
             g.replace(node.outputs[1], inverse)
         if kind is not wide:
-            normal = g.add(node, "Cast", [normal], {"to": kind}, dtype=kind, shape=shape)
+            normal = g.add(node, "Cast", [normal], {"to": kind})
         g.replace(node.outputs[0], g.add(node, "Mul", [normal, weight], dtype=kind, shape=shape))
 
 
@@ -98,14 +94,12 @@ def _rms_norm(
     """Computes x / root with root = sqrt(mean(x * x) + epsilon); returns both."""
     shape = g.dims(x)
     reduced = None if shape is None else [*shape[: len(shape) - len(axes)], *[1] * len(axes)]
-    square = g.add(node, "Mul", [x, x], dtype=dtype, shape=shape)
+    square = g.add(node, "Mul", [x, x], dtype=dtype)
     given = [g.int_constant(node, axes)] if opset >= 18 else []
     mean = g.add(node, "ReduceMean", [square, *given], {} if given else {"axes": axes}, shape=reduced)
-    number = ir.tensor(np.array(epsilon, dtype.numpy()))
-    small = g.add(node, "Constant", [], {"value": number}, dtype=dtype, shape=[])
-    small.const_value = number
-    root = g.add(node, "Sqrt", [g.add(node, "Add", [mean, small], shape=reduced)], shape=reduced)
-    return g.add(node, "Div", [x, root], shape=shape), root
+    small = g.scalar_constant(node, epsilon, square)
+    root = g.add(node, "Sqrt", [g.add(node, "Add", [mean, small])])
+    return g.add(node, "Div", [x, root]), root
 
 
 def _embed_norm(context: g.RewriteContext, node: ir.Node) -> bool:
@@ -119,25 +113,17 @@ def _embed_norm(context: g.RewriteContext, node: ir.Node) -> bool:
     if len(rest) > 1 and rest[1] is not None:
         places = g.add(node, "Gather", [position, rest[1]], shape=shape)
     else:
-        length = g.add(node, "Shape", [ids], {"start": 1, "end": 2}, dtype=ir.DataType.INT64, shape=[1])
+        length = g.add(node, "Shape", [ids], {"start": 1, "end": 2}, shape=[1])
         inputs = [position, g.int_constant(node, [0]), length, g.int_constant(node, [0])]
         places = g.add(node, "Slice", inputs, shape=(shape or [None] * 3)[1:])
     total = g.add(node, "Add", [total, places], shape=shape)
-    if len(node.outputs) > 1 and (node.outputs[1].uses() or node.outputs[1].is_graph_output()):
+    if len(node.outputs) > 1 and g.is_read(node.outputs[1]):
         if not rest or rest[0] is None:
             raise g.UnsupportedPattern("its mask index is read and it has no mask")
-        lengths = g.add(
-            node,
-            "ReduceSum",
-            [rest[0], g.int_constant(node, [1])],
-            {"keepdims": 0},
-            shape=(shape or [None])[:1],
-        )
-        g.replace(
-            node.outputs[1],
-            g.add(node, "Cast", [lengths], {"to": 6}, dtype=ir.DataType.INT32, shape=g.dims(lengths)),
-        )
-    _norm(node, total, [row for row in rows if row is not None])
+        inputs = [rest[0], g.int_constant(node, [1])]
+        lengths = g.add(node, "ReduceSum", inputs, {"keepdims": 0}, shape=(shape or [None])[:1])
+        g.replace(node.outputs[1], g.add(node, "Cast", [lengths], {"to": ir.DataType.INT32}))
+    _norm(node, total, rows)
     return True
 
 
@@ -157,16 +143,16 @@ def _matmul(context: g.RewriteContext, node: ir.Node) -> bool:
     for value, flag in zip(node.inputs, ("transA", "transB"), strict=True):
         if g.attribute(node, flag, 0):
             found = g.dims(value)
-            if found is None:
+            if value is None or found is None:
                 raise g.UnsupportedPattern("an input of unknown rank")
-            order = [*range(len(found) - 2), len(found) - 1, len(found) - 2]
-            value = g.add(node, "Transpose", [value], {"perm": order}, shape=[found[i] for i in order])
+            *outer, rows, columns = range(len(found))
+            value = g.transpose(node, value, [*outer, columns, rows])
         sides.append(value)
     shape = g.dims(node.outputs[0])
     result = g.add(node, "MatMul", sides, shape=shape)
     if (alpha := g.attribute(node, "alpha", 1.0)) != 1.0:
         number = g.initializer(context.graph, np.array(alpha, np.float32), "alpha")
-        result = g.add(node, "Mul", [result, number], shape=shape)
+        result = g.add(node, "Mul", [result, number])
     g.replace(node.outputs[0], result)
     return True
 
@@ -200,9 +186,9 @@ def _multi_head_attention(context: g.RewriteContext, node: ir.Node) -> bool:
     q, k, v, bias, mask, added, *past = [*node.inputs, *[None] * 6][: max(6, len(node.inputs))]
     if q is None or k is None or v is None or any(each is not None for each in past):
         raise g.UnsupportedPattern("it has a KV cache or packed inputs")
-    if bias is None and (mask is None or len(g.dims(mask) or ()) != 2):
+    if bias is None and (mask is None or g.rank(mask) != 2):
         return False
-    if any(len(g.dims(each) or ()) != 3 for each in (q, k, v)):
+    if any(g.rank(each) != 3 for each in (q, k, v)):
         raise g.UnsupportedPattern("q, k or v is not [B, T, H*D]")
     parts = [q, k, v]
     if bias is not None:
@@ -224,23 +210,19 @@ def _multi_head(node: ir.Node, parts: list[ir.Value], mask: ir.Value | None, add
     """Writes the attention of q, k and v; a mask [B, T] of 0 and 1 becomes an additive mask."""
     names = ("num_heads", "unidirectional", "scale")
     attributes = {name: node.attributes[name].value for name in names if name in node.attributes}
-    rank = len(g.dims(mask) or ()) if mask is not None else 1
+    rank = g.rank(mask) if mask is not None else 1
     if rank == 2:
         assert mask is not None
         bias = padding_bias(mask, g.attribute(node, "mask_filter_value", _HIDDEN), parts[0], node)
         if added is not None:
-            bias = g.add(node, "Add", [bias, added], shape=g.broadcast_dims(g.dims(bias), g.dims(added)))
+            bias = g.add(node, "Add", [bias, added])
         added, mask = spread(bias, parts[0], parts[1], node), None
     elif rank != 1:
         raise g.UnsupportedPattern(f"a mask of {rank} dimensions")
     inputs = [*parts, None, mask, added]
-    while inputs[-1] is None:
-        inputs.pop()
     shape = [*(g.dims(parts[0]) or [None, None])[:2], g.last_dim(parts[2])]
-    g.replace(
-        node.outputs[0],
-        g.add(node, "MultiHeadAttention", inputs, attributes, domain=g.MICROSOFT, shape=shape),
-    )
+    new = g.add(node, "MultiHeadAttention", inputs, attributes, domain=g.MICROSOFT, shape=shape)
+    g.replace(node.outputs[0], new)
 
 
 _RULES: Mapping[str, Callable[[g.RewriteContext, ir.Node], bool]] = {

@@ -171,7 +171,7 @@ def test_a_sum_and_a_norm(folder: Path) -> None:
     arguments = ("--model", "my_factories.models:residual", "-o", "residual.onnx", *QUICK)
     assert "CustomAddRmsNorm x 1" in succeed(*arguments)
     assert node_types("residual.onnx") == ["Sigmoid", "CustomAddRmsNorm"]
-    assert "CustomAddRmsNorm" not in succeed(*arguments, "--no-fuse")
+    assert "CustomAddRmsNorm" not in succeed(*arguments, "--no-optimize")
     assert node_types("residual.onnx") == ["Sigmoid", "Add", "CustomRmsNorm"]
 
 

@@ -19,8 +19,8 @@ from twinop.tolerance import TOLERANCE, difference
 pytestmark = pytest.mark.usefixtures("one_thread")
 CPU, CUDA = "CPUExecutionProvider", "CUDAExecutionProvider"
 OPS = {
-    "bert": {"CustomLayerNorm": 1, "CustomAddLayerNorm": 4, "CustomGelu": 2},
-    "llama": {"CustomRmsNorm": 1, "CustomAddRmsNorm": 4, "CustomSwiglu": 2},
+    "bert": {"CustomLayerNorm": 5, "CustomGelu": 2},
+    "llama": {"CustomRmsNorm": 5, "CustomSwiglu": 2},
 }
 each_style = pytest.mark.parametrize("style", list(STYLES))
 
@@ -188,7 +188,6 @@ def test_both_exporters(style: str, exporter: str, tmp_path: Path) -> None:
     report = exported(style, exporter, path, dynamic={"ids": axes, "mask": axes})
     nodes = {name.removeprefix("custom_domain."): n for name, n in report.nodes.items() if "Custom" in name}
     assert nodes == OPS[style]
-    assert report.fused == {name: n for name, n in OPS[style].items() if "Add" in name}
     assert report.parity is not None and report.resized and report.without_library is not None
 
     session = deploy.session(path, [CPU], profile=True)
@@ -217,16 +216,6 @@ def test_bfloat16_needs_cuda(style: str, tmp_path: Path) -> None:
     assert report.parity is None
     assert report.parity_reason.startswith("ONNX Runtime") and "no CPU kernel for" in report.parity_reason
     assert set(report.custom_ops) == set(OPS[style])
-
-
-@each_style
-def test_fusing_changes_no_bit(style: str, tmp_path: Path) -> None:
-    ids, mask = batch(TINY, padding=5)
-    results: list[torch.Tensor] = []
-    for fuse in (True, False):
-        exported(style, "torchscript", tmp_path / f"{fuse}.onnx", fuse=fuse, verify=False)
-        results += deploy.session(tmp_path / f"{fuse}.onnx", [CPU]).run({"ids": ids, "mask": mask}).values()
-    assert torch.equal(*results)
 
 
 @pytest.mark.cuda

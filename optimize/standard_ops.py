@@ -1,0 +1,88 @@
+"""Replaces standard operators with twinop's ops that compute the same, where the user names these ops.
+
+`torch_op.replace_modules` does this to modules. What a model writes as functions and operators (`x + mask`,
+`torch.softmax`) is only seen here. ONNX Runtime's own kernels can be much slower, such as those of sums in
+bfloat16.
+A function body tells which operator an op replaces: a body that is a single standard node on the op's inputs
+says that the two are the same.
+Leaves alone: inputs of dtypes that are not known or that the op has no kernel for, such as integer sums that
+compute shapes.
+"""
+
+from collections.abc import Mapping, Sequence
+
+import onnx_ir as ir
+from onnx.defs import get_schema
+
+from twinop.dtypes import dtype_name
+from twinop.errors import ExportError, option
+from twinop.export.attach import OPSETS
+from twinop.export.bodies import find_body
+from twinop.export.calls import make_call
+from twinop.export.record_body import trace
+from twinop.op_schema import default_of
+from twinop.record import Record
+
+from . import graph as g
+
+
+def standard_node(record: Record) -> ir.Node | None:
+    """Returns the one node of the op's function body, or None if the op is not a standard operator.
+
+    The node's attributes are references to the op's.
+    """
+    body = find_body(record.key)
+    dtypes = next((dict(each) for each in record.combinations if "float32" in each.values()), None)
+    if body is None or dtypes is None or record.is_backward:
+        return None
+    inputs = [entry.name for entry in record.inputs]
+    defaults = {entry.name: default_of(entry) for entry in record.attributes}
+    first, *others = trace(body, [make_call(record, dtypes, inputs, defaults)], OPSETS[0])
+    if others or [value and value.name for value in first.inputs] != inputs:
+        return None
+    return first if all(attribute.is_ref() for attribute in first.attributes.values()) else None
+
+
+def check_ops(ops: Sequence[str], records: Mapping[str, Record]) -> None:
+    """Raises ExportError if an op is not among the records, or is not a standard operator."""
+    for op in ops:
+        if op not in records or standard_node(records[op]) is None:
+            known = ", ".join(name for name, record in records.items() if standard_node(record))
+            raise ExportError(
+                f"{option('replace', op)}: no standard operator is replaced by an op '{op}'; there are: "
+                f"{known}"
+            )
+
+
+def rewrite(context: g.RewriteContext, ops: Sequence[str] = ()) -> None:
+    for op in ops:
+        record, standard = context.records[op], standard_node(context.records[op])
+        for node in context.nodes(standard.op_type, domain="") if standard is not None else ():
+            if standard is not None and _fits(node, record, standard):
+                new = context.add_op(node, op, node.inputs, g.dims(node.outputs[0]))
+                made = new.producer()
+                assert made is not None
+                made.attributes.update({each.name: each for each in _attributes(node, standard)})
+                g.replace(node.outputs[0], new)
+                context.made[op] += 1
+
+
+def _fits(node: ir.Node, record: Record, standard: ir.Node) -> bool:
+    if len(node.inputs) != len(record.inputs) or not node.attributes.keys() <= standard.attributes.keys():
+        return False
+    dtypes = {
+        entry.name: dtype_name(value.dtype)
+        for entry, value in zip(record.inputs, node.inputs, strict=True)
+        if value is not None and value.dtype is not None
+    }
+    return len(dtypes) == len(node.inputs) and record.combination_of(dtypes) is not None
+
+
+def _attributes(node: ir.Node, standard: ir.Node) -> list[ir.Attr]:
+    """Returns the node's attributes under the op's names, with the operator's defaults for missing ones."""
+    declared = get_schema(standard.op_type, OPSETS[0]).attributes
+    found = []
+    for name, reference in standard.attributes.items():
+        given = node.attributes.get(name) or ir.serde.deserialize_attribute(declared[name].default_value)
+        found.append(ir.Attr(str(reference.ref_attr_name), given.type, given.value))
+    return found
