@@ -133,11 +133,13 @@ typedef struct twinop_op {
    * with the attributes, so one model serves all their values. The bytes stay valid while the
    * library is loaded. Calls that one model serves get the same address. */
   int32_t (*body)(const twinop_call* call, const void** model, size_t* size, twinop_error* error);
-  /* Not 0: every row of the outputs comes from a row x[i, :] of the first input, and from the row
-   * of each input whose required shape begins with x[:-1]. The `body` is then another model: for
-   * this call's attributes and for tensors of two dimensions, with the nodes and the outputs of its
-   * graph. Nodes may be ops of the library. The adapter adds the inputs. Those that are constant
-   * become initializers, which ONNX Runtime packs for its own kernels. */
+  /* Not 0: the `body` is another model: for this call's attributes, with the nodes and the outputs
+   * of its graph. Nodes may be ops of the library. The adapter adds the inputs, and runs it on
+   * pieces of the outputs. 1: every row of the outputs comes from a row x[i, :] of the first input,
+   * and from the row of each input whose required shape begins with x[:-1]. The model's tensors
+   * have two dimensions. Inputs that are constant become initializers, which ONNX Runtime packs for
+   * its own kernels. 2: every part y[i] of the outputs comes from x[i], and from the part of each
+   * input that has as many; the work on a part is its elements times x's second dimension. */
   int32_t row_body;
 } twinop_op;
 

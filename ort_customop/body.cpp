@@ -84,8 +84,8 @@ Status Body::Create(const Op& op, const Attribute* attributes, const OrtKernelIn
         std::to_string(kFirstMinor) + " on; this is 1." + std::to_string(op.runtime_minor) +
         ". Upgrade with: pip install 'onnxruntime>=1." + std::to_string(kFirstMinor) +
         "', or run the model on CUDA");
-  return op.record->is_row_body ? RowBody::Create(op, attributes, info, body)
-                                : FunctionBody::Create(op, attributes, info, body);
+  return op.record->body_pieces != 0 ? RowBody::Create(op, attributes, info, body)
+                                     : FunctionBody::Create(op, attributes, info, body);
 }
 
 Status FunctionBody::Create(const Op& op, const Attribute* attributes, const OrtKernelInfo* info,

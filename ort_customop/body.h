@@ -66,8 +66,8 @@ class FunctionBody : public Body {
   std::atomic<const Case*> first_ = nullptr;  // read without the mutex
 };
 
-// A body of two-dimensional tensors (twinop_op.row_body). It runs on pieces of the rows, on the
-// threads of the model's session.
+// A body that runs on pieces of the rows, or of a batch, on the threads of the model's session
+// (twinop_op.row_body).
 class RowBody : public Body {
  public:
   static Status Create(const Op& op, const Attribute* attributes, const OrtKernelInfo* info,
@@ -76,8 +76,9 @@ class RowBody : public Body {
 
  private:
   explicit RowBody(const Op& op);
-  Status RunRows(const Call& call, std::int64_t begin, std::int64_t end) const;
+  Status RunRows(const Call& call, std::int64_t rows, std::int64_t begin, std::int64_t end) const;
 
+  const bool is_batch_;
   bool has_rows_[kMaxArguments] = {};     // the input has a row for each row of the first
   bool is_constant_[kMaxArguments] = {};  // an initializer of the session
   std::shared_ptr<OrtMemoryInfo> memory_;

@@ -1,4 +1,4 @@
-// The body of an op whose rows do not depend on each other: a session of two-dimensional tensors.
+// The body of an op whose rows, or the parts of a batch, do not depend on each other.
 #include <algorithm>
 #include <mutex>
 #include <string>
@@ -17,26 +17,11 @@ namespace {
 constexpr std::int64_t kPieceRows = 16;
 constexpr std::int64_t kPieceMultiplyAdds = 1 << 23;
 
-std::int64_t Pieces(std::int64_t rows, std::int64_t multiply_adds_of_row) {
-  static const std::int64_t cores = std::max(1U, std::thread::hardware_concurrency());
-  return std::max<std::int64_t>(
-      std::min({cores, rows / kPieceRows, Times(rows, multiply_adds_of_row) / kPieceMultiplyAdds}),
-      1);
-}
-
 // ONNX Runtime does not tell how many threads a session has. After so many runs in which one thread
 // computed all pieces, there is one piece, and the thread reads the weight once. Every so often
 // there are several again: the other threads may just have been late.
 constexpr int kRunsAlone = 4;
 constexpr int kRunsBetween = 32;
-
-std::int64_t Rows(const Tensor& tensor) {
-  std::int64_t rows = 1;
-  for (std::size_t i = 0; i + 1 < tensor.rank; ++i) rows = Times(rows, tensor.sizes[i]);
-  return rows;
-}
-
-std::int64_t Width(const Tensor& tensor) { return tensor.sizes[tensor.rank - 1]; }
 
 std::shared_ptr<OrtValue> Share(const OrtApi* api, OrtValue* value) {
   return {value, api->ReleaseValue};
@@ -90,11 +75,12 @@ Status IsPresent(const OrtApi* api, const OrtKernelInfo* info, std::size_t i, bo
 
 }  // namespace
 
-RowBody::RowBody(const Op& op) : Body(op) {
+RowBody::RowBody(const Op& op) : Body(op), is_batch_(op.record->body_pieces == 2) {
   const Schema& schema = op.record->schema;
   const std::string rows = std::string(schema.input(0).name.view()) + "[:-1]";
   for (std::size_t i = 0; i < schema.input_count; ++i)
-    has_rows_[i] = i == 0 || op.record->input_shape_texts[i].substr(0, rows.size()) == rows;
+    has_rows_[i] =
+        i == 0 || is_batch_ || op.record->input_shape_texts[i].substr(0, rows.size()) == rows;
 }
 
 Status RowBody::Create(const Op& op, const Attribute* attributes, const OrtKernelInfo* info,
@@ -162,13 +148,19 @@ Status RowBody::Create(const Op& op, const Attribute* attributes, const OrtKerne
 }
 
 Status RowBody::Run(OrtKernelContext*, const Call& call) {
-  const std::int64_t rows = Rows(call.inputs[0]);
-  const std::int64_t pieces = Pieces(rows, Times(Width(call.inputs[0]), Width(call.outputs[0])));
+  static const std::int64_t cores = std::max(1U, std::thread::hardware_concurrency());
+  const Tensor &x = call.inputs[0], &y = call.outputs[0];  // y has elements
+  const std::int64_t width = y.sizes[y.rank - 1];
+  const std::int64_t rows = is_batch_ ? y.sizes[0] : y.numel / width;
+  const std::int64_t multiply_adds = Times(x.numel, is_batch_ ? x.sizes[1] : width);
+  const std::int64_t pieces = std::max<std::int64_t>(
+      std::min({cores, rows / (is_batch_ ? 1 : kPieceRows), multiply_adds / kPieceMultiplyAdds}),
+      1);
   const int alone = runs_alone_.load(std::memory_order_relaxed);
   if (pieces == 1 || alone >= kRunsAlone) {
     if (pieces > 1)
       runs_alone_.store(alone + 1 < kRunsBetween ? alone + 1 : 0, std::memory_order_relaxed);
-    return RunRows(call, 0, rows);
+    return RunRows(call, rows, 0, rows);
   }
   const std::thread::id caller = std::this_thread::get_id();
   std::mutex mutex;
@@ -176,7 +168,7 @@ Status RowBody::Run(OrtKernelContext*, const Call& call) {
   bool is_alone = true;
   call.context->ParallelFor(pieces, 1, [&](std::int64_t begin, std::int64_t end) {
     for (std::int64_t i = begin; i < end; ++i) {
-      Status status = RunRows(call, rows * i / pieces, rows * (i + 1) / pieces);
+      Status status = RunRows(call, rows, rows * i / pieces, rows * (i + 1) / pieces);
       const std::lock_guard<std::mutex> lock(mutex);
       is_alone = is_alone && std::this_thread::get_id() == caller;
       if (result.ok()) result = std::move(status);
@@ -186,7 +178,8 @@ Status RowBody::Run(OrtKernelContext*, const Call& call) {
   return result;
 }
 
-Status RowBody::RunRows(const Call& call, std::int64_t begin, std::int64_t end) const {
+Status RowBody::RunRows(const Call& call, std::int64_t rows, std::int64_t begin,
+                        std::int64_t end) const {
   const OrtApi* api = op_.api;
   const Schema& schema = op_.record->schema;
   std::shared_ptr<OrtValue> owned[kMaxArguments + kMaxOutputs];
@@ -195,15 +188,16 @@ Status RowBody::RunRows(const Call& call, std::int64_t begin, std::int64_t end) 
     const bool is_input = i < schema.input_count;
     const Tensor& tensor = is_input ? call.inputs[i] : call.outputs[i - schema.input_count];
     if (!tensor.present || (is_input && is_constant_[i])) continue;
-    const bool has_rows = !is_input || has_rows_[i];
-    const std::int64_t sizes[] = {end - begin, Width(tensor)};
-    const std::int64_t row_bytes = sizes[1] * static_cast<std::int64_t>(Info(tensor.dtype).size);
+    const bool has_rows = is_batch_ ? tensor.sizes[0] == rows : !is_input || has_rows_[i];
+    const std::size_t kept = !has_rows ? tensor.rank : is_batch_ ? tensor.rank - 1 : 1;
+    std::int64_t sizes[kMaxRank] = {end - begin};
+    std::copy_n(tensor.sizes + tensor.rank - kept, kept, sizes + (has_rows ? 1 : 0));
+    const std::int64_t row_bytes = has_rows ? tensor.bytes() / rows : 0;
     TWINOP_RETURN_IF_ORT_ERROR(
         api, api->CreateTensorWithDataAsOrtValue(
-                 memory_.get(), tensor.as<char>() + (has_rows ? begin * row_bytes : 0),
+                 memory_.get(), tensor.as<char>() + begin * row_bytes,
                  static_cast<std::size_t>(has_rows ? (end - begin) * row_bytes : tensor.bytes()),
-                 has_rows ? sizes : tensor.sizes, has_rows ? 2 : tensor.rank,
-                 OnnxType(tensor.dtype), &values[i]));
+                 sizes, kept + (has_rows ? 1 : 0), OnnxType(tensor.dtype), &values[i]));
     owned[i] = Share(api, values[i]);
   }
   return RunSession(session_.get(), values, values + schema.input_count);

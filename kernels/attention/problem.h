@@ -22,17 +22,12 @@ Status ProblemOf(const CallOf<Op>& call, Problem* problem) {
   const Tensor& qkv = InputOf(call, "qkv"_name);
   const Tensor& bias = InputOf(call, "bias"_name);
   const auto heads = AttributeOf<std::int64_t>(call, "heads"_name);
-  const std::int64_t width = qkv.sizes[2] / 3;
-  if (width % heads != 0)
-    return Status::Error("qkv has q, k and v of " + std::to_string(width) +
-                         " numbers each; expected a multiple of heads, which is " +
-                         std::to_string(heads));
   Problem& p = *problem;
   p = {};
   p.batches = qkv.sizes[0];
   p.tokens = qkv.sizes[1];
   p.heads = heads;
-  p.size = width / heads;
+  p.size = qkv.sizes[2] / 3 / heads;
   p.is_causal = AttributeOf<bool>(call, "causal"_name);
   p.scale = AttributeOf<float>(call, "scale"_name);
   if (p.scale == 0) p.scale = 1 / std::sqrt(static_cast<double>(p.size));

@@ -1,12 +1,11 @@
 // attention_packed -> torch.ops.custom_domain.attention_packed, CustomAttentionPacked.
 #pragma once
 
+#include "twinop/attention/body.h"
+#include "twinop/record/registry.h"
 #if defined(__CUDACC__)
 #include "twinop/attention/cuda.cuh"
-#else
-#include "twinop/attention/cpu.h"
 #endif
-#include "twinop/record/registry.h"
 
 namespace twinop {
 
@@ -20,25 +19,25 @@ namespace twinop {
 // others.
 //
 // On CUDA, a block or a warp takes 16 queries and reads all keys of its head. That suits short
-// sequences; for others cuDNN's attention is faster (docs/tuning.md).
+// sequences; for others cuDNN's attention is faster (docs/tuning.md). On the CPU, torch and ONNX
+// Runtime compute it with operators of their own.
+#if defined(__CUDACC__)
 template <class Op>
 Status LaunchAttentionPacked(const CallOf<Op>& call) {
-#if defined(__CUDACC__)
   return attention::Cuda(call);
-#else
-  return attention::Cpu(call);
-#endif
 }
+#endif
 
 // clang-format off
-TWINOP_OP(attention_packed,
+TWINOP_BODY_OP(attention_packed,
           Record("attention_packed(Tensor qkv, Tensor? bias=None, int heads=1, float scale=0.0, "
                  "bool causal=False) -> Tensor")
               .shapes("y = [qkv[0], qkv[1], qkv[2] // 3]")
-              .input_shapes("qkv = [qkv[0], qkv[1], qkv[2] // 3 * 3]; "
+              .input_shapes("qkv = [qkv[0], qkv[1], qkv[2] // (3 * heads) * (3 * heads)]; "
                             "bias = [bias[0], bias[1], bias[2], qkv[1]]")
               .limits("heads >= 1")
-              .autocast("lower"),
+              .autocast("lower")
+              .batch_body<attention::Body<Op>>(),
           LaunchAttentionPacked)
 // clang-format on
 

@@ -69,7 +69,7 @@ struct Record {
   decltype(twinop_op::create) create_state = nullptr;
   decltype(twinop_op::destroy) destroy_state = nullptr;
   decltype(twinop_op::body) body_model = nullptr;
-  bool is_row_body = false;
+  int body_pieces = 0;  // twinop_op.row_body
 
   // The parsed texts, for the use of every call. Inputs are indices, or Schema::kNotFound.
   std::int8_t same_shape_inputs[kMaxOutputs] = {};         // whose shape the output has
@@ -155,10 +155,19 @@ struct Record {
   }
   // On the CPU of ONNX Runtime the op runs the model that
   //   static Status kBody(const CallOf<Op>& call, const std::string** model)
-  // returns (twinop_op.row_body in kernels/abi.h). The text lives as long as the library.
+  // returns, on pieces of the rows or of the batch (twinop_op.row_body in kernels/abi.h, 1 or 2).
+  // The text lives as long as the library.
   template <auto kBody>
   constexpr Record row_body() const {
-    Record copy = With(&Record::is_row_body, true);
+    return PiecewiseBody<kBody>(1);
+  }
+  template <auto kBody>
+  constexpr Record batch_body() const {
+    return PiecewiseBody<kBody>(2);
+  }
+  template <auto kBody>
+  constexpr Record PiecewiseBody(int pieces) const {
+    Record copy = With(&Record::body_pieces, pieces);
     copy.body_model = [](const twinop_call* call, const void** model, std::size_t* size,
                          twinop_error* error) {
       return AtBoundary(error, [=] {

@@ -25,7 +25,8 @@
 //             `#if defined(__CUDACC__)`.
 //
 // TWINOP_CPU_OP registers an op without a CUDA kernel, TWINOP_CUDA_OP one without a CPU kernel,
-// whose launcher only nvcc compiles, and TWINOP_BODY_OP one whose record has a row_body as well.
+// whose launcher only nvcc compiles, and TWINOP_BODY_OP one whose record has a row_body or
+// batch_body as well.
 // The macros of kernels/elementwise.h and kernels/rowwise.h derive the launcher from a functor;
 // kernels/kernel.h has what other launchers need.
 #define TWINOP_RECORD(id, record, is_on_cuda)                                                    \
@@ -96,7 +97,7 @@
   namespace id##_op {                                                                              \
     constexpr Record kEntry = kRecord.cpu(CLaunch<cpu_launcher>()).cuda(CLaunch<cuda_launcher>()); \
     static_assert(                                                                                 \
-        kEntry.cpu_launch != nullptr || kEntry.cuda_launch != nullptr || kEntry.is_row_body,       \
+        kEntry.cpu_launch != nullptr || kEntry.cuda_launch != nullptr || kEntry.body_pieces != 0,  \
         "a TWINOP_CUDA_OP has no kernel in a build without CUDA: nvcc is missing");                \
     static_assert(Validate(kEntry));                                                               \
     constexpr JsonWriter kJson = WriteJson(kEntry);                                                \
@@ -166,7 +167,7 @@ constexpr twinop_op OpOf(const Record& record) {
           record.create_state,
           record.destroy_state,
           record.body_model,
-          record.is_row_body ? 1 : 0};
+          record.body_pieces};
 }
 
 }  // namespace twinop

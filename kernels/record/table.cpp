@@ -34,7 +34,7 @@ Record ReadRecord(const twinop_table& table, const twinop_op& op) {
   // A function body has a fixed number of inputs.
   if (op.struct_size > offsetof(twinop_op, body) && !record.schema.HasRepeatedInput())
     record.body_model = op.body;
-  if (op.struct_size > offsetof(twinop_op, row_body)) record.is_row_body = op.row_body != 0;
+  if (op.struct_size > offsetof(twinop_op, row_body)) record.body_pieces = op.row_body;
   return record;
 }
 

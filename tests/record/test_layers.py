@@ -110,7 +110,8 @@ def may_name() -> set[Path]:
         ROOT / "torch_op/attention_rules.py",
         ROOT / "torch_op/linear_rules.py",
         ROOT / "torch_op/norm_rules.py",
-        ROOT / "kernels/linear/body.h",  # a model with other ops of the library
+        ROOT / "kernels/attention/body.h",  # a model of other operators
+        ROOT / "kernels/linear/body.h",
         ROOT / "twinop/testing/own_ops.py",
         ROOT / "twinop/testing/matrix/test_results.py",  # dim and x of any row-wise op
     }

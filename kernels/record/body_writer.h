@@ -1,0 +1,123 @@
+// Writes the ONNX model of an op's body in C++ (twinop_op.row_body in kernels/abi.h).
+#pragma once
+
+#include <cstdint>
+#include <initializer_list>
+#include <list>
+#include <mutex>
+#include <set>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "twinop/record/node_proto.h"
+
+namespace twinop {
+
+inline Message IntAttribute(std::string_view name, std::int64_t value) {
+  Attribute attribute;
+  attribute.i = value;
+  return AttributeProto(name, Kind::kInt, attribute);
+}
+
+inline Message FloatAttribute(std::string_view name, double value) {
+  Attribute attribute;
+  attribute.f = value;
+  return AttributeProto(name, Kind::kFloat, attribute);
+}
+
+inline Message IntsAttribute(std::string_view name, std::initializer_list<std::int64_t> values) {
+  Attribute attribute;
+  attribute.ints = values.begin();
+  attribute.count = values.size();
+  return AttributeProto(name, Kind::kIntList, attribute);
+}
+
+inline Message TextAttribute(std::string_view name, std::string_view value) {
+  Attribute attribute;
+  attribute.s = value;
+  return AttributeProto(name, Kind::kString, attribute);
+}
+
+// A graph under construction, of standard operators and of ops of twinop's own library. 16-bit
+// inputs are computed in fp32.
+class BodyWriter {
+ public:
+  explicit BodyWriter(DType dtype) : dtype_(dtype), is_narrow_(Info(dtype).size == 2) {}
+
+  // Adds a node and returns the name of its output. `attributes` are Messages.
+  template <class... Attributes>
+  std::string_view Add(std::string_view op, const std::vector<std::string_view>& inputs,
+                       const Attributes&... attributes) {
+    const std::string_view name = NewName();
+    AddNode(op, inputs, {name}, std::vector<Message>{attributes...});
+    return name;
+  }
+  // Splits the columns of a value into equal parts.
+  std::vector<std::string_view> Split(std::string_view value, int count) {
+    std::vector<std::string_view> parts;
+    for (int i = 0; i < count; ++i) parts.push_back(NewName());
+    AddNode("Split", {value}, parts,
+            {IntAttribute("axis", -1), IntAttribute("num_outputs", count)});
+    return parts;
+  }
+  std::string_view Ints(std::initializer_list<std::int64_t> values) {
+    return Add("Constant", {}, IntsAttribute("value_ints", values));
+  }
+  // A number of the type in which the body computes.
+  std::string_view Number(double value) {
+    return Cast(Add("Constant", {}, FloatAttribute("value_float", value)), Computed());
+  }
+  std::string_view Cast(std::string_view value, DType to) {
+    return Add("Cast", {value}, IntAttribute("to", OnnxCode(to)));
+  }
+  // An input in the type in which the body computes.
+  std::string_view Input(std::string_view name) {
+    return is_narrow_ ? Cast(name, DType::kFloat32) : name;
+  }
+  DType Computed() const { return is_narrow_ ? DType::kFloat32 : dtype_; }
+
+  // Returns the model, with `value` as its output y. Models are kept while the library is loaded;
+  // equal ones have one address (kernels/abi.h).
+  const std::string* Finish(std::string_view value) {
+    if (is_narrow_) value = Cast(value, dtype_);
+    AddNode("Identity", {value}, {"y"}, {});
+    graph_.Add(kGraphName, "body");
+    graph_.Add(kGraphOutput, ValueProto("y", dtype_));
+    enum : unsigned { kDomainOfOpset = 1, kVersionOfOpset = 2 };
+    Message model, standard, own;
+    standard.Add(kDomainOfOpset, "");
+    standard.AddInt(kVersionOfOpset, 20);
+    own.Add(kDomainOfOpset, kOwnDomain);
+    own.AddInt(kVersionOfOpset, 1);
+    model.AddInt(kModelIrVersion, 10);
+    model.Add(kModelOpset, standard);
+    model.Add(kModelOpset, own);
+    model.Add(kModelGraph, graph_);
+    static std::mutex mutex;
+    static auto& models = *new std::set<std::string>;
+    const std::lock_guard<std::mutex> lock(mutex);
+    return &*models.insert(model.bytes).first;
+  }
+
+ private:
+  std::string_view NewName() {
+    names_.push_back("v" + std::to_string(names_.size()));
+    return names_.back();
+  }
+  void AddNode(std::string_view op, const std::vector<std::string_view>& inputs,
+               const std::vector<std::string_view>& outputs,
+               const std::vector<Message>& attributes) {
+    const std::string_view domain = op.substr(0, 6) == "Custom" ? kOwnDomain : "";
+    graph_.Add(kGraphNode, NodeProto(op, domain, inputs, outputs, attributes));
+  }
+
+  static constexpr const char* kOwnDomain = "custom_domain";
+
+  DType dtype_;
+  bool is_narrow_;
+  Message graph_;
+  std::list<std::string> names_;
+};
+
+}  // namespace twinop
