@@ -2,7 +2,7 @@
 
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -106,8 +106,7 @@ def decode(
         if tensor.parameters:
             refuse_extensions(f"input {name}", _parameters(tensor.parameters))
         if not raw:
-            key, values = _contents(tensor.contents, kind)
-            inputs[name] = _typed(name, kind, shape, key, values)
+            inputs[name] = _typed(name, kind, shape, tensor.contents)
         elif tensor.HasField("contents"):
             raise invalid(f"input {name} has contents besides raw_input_contents: send one of them")
         else:
@@ -181,20 +180,15 @@ def _outputs(message: pb.ModelInferRequest) -> tuple[str, ...] | None:
     return tuple(names) or None
 
 
-def _contents(given: pb.InferTensorContents, kind: Datatype) -> tuple[str, Sequence[Any]]:
-    """Return the name and values of a field that is set, preferably of a field that `kind` does not use."""
-    fields = sorted(given.ListFields(), key=lambda each: each[0].name == kind.contents)
-    return (fields[0][0].name, fields[0][1]) if fields else (kind.contents or "", ())
-
-
-def _typed(name: str, kind: Datatype, shape: list[int], field: str, values: Any) -> np.ndarray:
+def _typed(name: str, kind: Datatype, shape: list[int], contents: pb.InferTensorContents) -> np.ndarray:
     elements = count(name, shape)
     if kind.contents is None:
         raise invalid(f"input {name}: {kind.name} has no typed contents: send raw_input_contents")
-    if field != kind.contents:
-        raise invalid(f"input {name}: {kind.name} is sent in {kind.contents}, not in {field}")
+    values = getattr(contents, kind.contents)
     if len(values) != elements:
-        raise invalid(f"input {name}: {len(values)} elements in contents, but shape {shape} has {elements}")
+        raise invalid(
+            f"input {name}: {len(values)} elements in {kind.contents}, but shape {shape} has {elements}"
+        )
     if kind is BYTES:
         return text_array(name, values).reshape(shape)
     if kind.dtype.itemsize < 4 and kind.dtype.kind in "iu":  # sent in 32-bit fields

@@ -116,11 +116,11 @@ class _CallHandler:
         """Run a model; the answer is serialized."""
         repository, model = self._repository, request.model_name
         with metrics.counting() as counting:
-            counting.model = repository.find(model, version_number(model, request.model_version)).metrics
-            most = repository.most_tensors(model)
+            meant = repository.find(model, version_number(model, request.model_version))
+            counting.model = meant.metrics
             logs.bind(model=model)
             asked, form = await in_thread_if_large(
-                request.ByteSize(), codec_grpc.decode, request, call.seconds, most
+                request.ByteSize(), codec_grpc.decode, request, call.seconds, meant.most_tensors
             )
             asked.id = call.id
             served = repository.find(asked.model, asked.version)

@@ -103,8 +103,8 @@ class Endpoints:
         repository, headers = self._repository, request.headers
         model, version = request.path_params["model"], request.path_params.get("version", "")
         with self._memory(request) as memory, metrics.counting() as counting:
-            counting.model = repository.find(model, version_number(model, version)).metrics
-            most = repository.most_tensors(model)
+            meant = repository.find(model, version_number(model, version))
+            counting.model = meant.metrics
             logs.bind(model=model)
             has_binary = codec_rest.HEADER_LENGTH in headers
             limit = self._limit if has_binary else self._json_limit
@@ -113,7 +113,7 @@ class Endpoints:
             if not has_binary:
                 memory.reserve(_JSON_GROWTH * size)
             asked, form = await in_thread_if_large(
-                size, codec_rest.decode, body, headers, model, version, most, self._json_limit
+                size, codec_rest.decode, body, headers, model, version, meant.most_tensors, self._json_limit
             )
             memory.reserve(-size)  # the inputs are copies, or lie in it
             del body

@@ -1,6 +1,5 @@
 """The operations of the protocol: where REST and gRPC have each, and what answers it."""
 
-from collections import Counter
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -143,18 +142,13 @@ class Operations:
     async def status(self) -> dict[str, Any]:
         """Return the server's state, and every version with its state and how it runs."""
         repository = self._repository
-        counts: Counter[tuple[str, str, str]] = Counter()
-        for family in REGISTRY.collect():
-            for name, labels, value, *_ in family.samples if family.type == "gauge" else ():
-                counts[name, labels.get("model", ""), labels.get("version", "")] += int(value)
         versions: list[dict[str, Any]] = []
         for each in await repository.index():
             versions.append({**each, "state": each["state"].lower()})
             served = repository.models.get(each["name"], {}).get(int(each["version"]))
             if served is not None:
-                versions[-1] |= served.loaded.describe()["parameters"]
-                for count in ("queued", "in_flight"):
-                    versions[-1][count] = counts[f"twinop_{count}", each["name"], each["version"]]
+                counts = {"queued": served.batcher.queued, "in_flight": served.metrics.in_flight}
+                versions[-1] |= served.loaded.describe()["parameters"] | counts
         ready = "loading" if repository.why_not_ready() else "ready"
         return {
             "version": __version__,

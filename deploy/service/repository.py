@@ -20,7 +20,6 @@ from .instance import without_paths
 from .loading import load
 from .model_settings import ModelSettings
 from .newer_python import StrEnum
-from .request import MOST_TENSORS
 from .served import ServedVersion
 from .settings import Control, Settings
 
@@ -100,16 +99,6 @@ class Repository:
             self.broken = why
             _log.critical("the server stops and must be restarted: %s", why)
             self.on_broken()
-
-    def most_tensors(self, name: str) -> int:
-        """Return how many inputs, and outputs, a request to the model may have.
-
-        Raises:
-            ServiceError: there is no such model, or it is not ready.
-        """
-        self.find(name)  # or raise
-        each_loaded = (version.loaded for version in self.models[name].values())
-        return max([MOST_TENSORS, *(max(len(each.inputs), len(each.outputs)) for each in each_loaded)])
 
     async def index(self, ready: bool = False) -> list[dict[str, str]]:
         """Return every version of every model with its state, as the repository extension lists them.

@@ -9,7 +9,7 @@ from .batching import Batcher
 from .errors import invalid
 from .loaded_model import LoadedModel
 from .metrics import ModelMetrics
-from .request import Request
+from .request import MOST_TENSORS, Request
 
 
 class ServedVersion:
@@ -30,6 +30,7 @@ class ServedVersion:
             rows_independent=loaded.rows_independent,
         )
         self.batcher.on_broken = on_broken
+        self.most_tensors = max(MOST_TENSORS, len(loaded.inputs), len(loaded.outputs))
         self.metrics = ModelMetrics(loaded.name, loaded.version)
         self.metrics.watch(self.batcher)
         self.metrics.provider(loaded.device, loaded.fallback is not None)

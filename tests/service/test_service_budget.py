@@ -79,11 +79,11 @@ def over_http(served: Served, size: int) -> str:
 
 @pytest.fixture
 def small(tmp_path: Path) -> Iterator[Served]:
-    """A server with room for four messages of the largest size, which waits 8 s for each."""
+    """A server with room for four messages of the largest size, which waits 4 s for each."""
     models.place(tmp_path, "largest", largest())
     models.place(tmp_path, "relu", models.relu())
     (tmp_path / "twinop.toml").write_text(
-        f"[server]\nmax_bytes_in_flight = {8 * MIB}\nmax_request_bytes = {2 * MIB}\nbody_seconds = 8\n"
+        f"[server]\nmax_bytes_in_flight = {8 * MIB}\nmax_request_bytes = {2 * MIB}\nbody_seconds = 4\n"
         "limit_concurrency = 50\n"
     )
     with serve(tmp_path, "--provider", "cpu") as served:
@@ -96,7 +96,7 @@ def test_slow_bodies_give_their_bytes_back(small: Served) -> None:
     connections: list[socket.socket] = []
 
     def is_refused() -> bool:
-        """Each holds its bytes for 8 s, in which a busy machine may send few of them."""
+        """Each holds its bytes for 4 s, in which a busy machine may send few of them."""
         connections.append(small.connect(60))
         connections[-1].sendall(head % (2 * MIB) + bytes(MIB))
         return "(max_bytes_in_flight)" in over_http(small, MIB)
@@ -133,7 +133,7 @@ def test_a_grpc_message_that_does_not_arrive(small: Served) -> None:
         error = silent.exception(60)
         end.set()
     assert error.code() is grpc.StatusCode.DEADLINE_EXCEEDED
-    assert "did not arrive within 8 s (body_seconds)" in error.details()
+    assert "did not arrive within 4 s (body_seconds)" in error.details()
 
 
 def test_more_calls_than_allowed(small: Served) -> None:

@@ -1,4 +1,4 @@
-"""Every datatype through the real server, with Triton's client, curl, and requests made by hand."""
+"""Every datatype through the real server, with Triton's clients and curl."""
 
 import json
 import shutil
@@ -9,9 +9,11 @@ from typing import Any
 import numpy as np
 import pytest
 import service_models as models
-import service_triton
+import tritonclient.grpc as triton_grpc
 import tritonclient.http as triton_http
 from service_fixtures import Served, serve
+from tritonclient.grpc import service_pb2 as pb
+from tritonclient.utils import InferenceServerException
 
 DATATYPES = list(models.ELEMENTS)
 
@@ -24,12 +26,6 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     models.place(folder, "relu", models.relu())
     with serve(folder, "--control", "explicit") as server:
         yield server
-
-
-@pytest.fixture(scope="module")
-def stub(served: Served) -> Iterator[Any]:
-    with served.stub() as found:
-        yield found
 
 
 def values(datatype: str, seed: int = 0) -> np.ndarray:
@@ -66,29 +62,39 @@ def raw(array: np.ndarray) -> bytes:
 # -------------------------------------------------------------------------------- inference
 
 
-@pytest.mark.parametrize("is_binary", [True, False], ids=["binary", "json"])
-@pytest.mark.parametrize("datatype", DATATYPES)
-def test_tritonclient_http(served: Served, datatype: str, is_binary: bool) -> None:
-    if not is_binary and datatype in ("FP16", "BF16"):
-        pytest.skip("tritonclient sends these only as binary data")
-    array = values(datatype) if is_binary else finite(datatype)
-    with triton_http.InferenceServerClient(f"127.0.0.1:{served.http_port}") as client:
-        given = triton_http.InferInput("x", list(array.shape), datatype)
-        given.set_data_from_numpy(array, binary_data=is_binary)
-        wanted = [triton_http.InferRequestedOutput("y", binary_data=is_binary)]
-        result = client.infer(f"id_{datatype.lower()}", [given], outputs=wanted, request_id="7")
-    answer = result.get_response()
-    assert (answer["id"], answer["model_version"]) == ("7", "1")
-    assert answer["outputs"][0]["datatype"] == datatype
-    assert raw(result.as_numpy("y")) == raw(array)
+@pytest.fixture(scope="module", params=["http", "grpc"])
+def client(served: Served, request: pytest.FixtureRequest) -> Iterator[Any]:
+    kind, port = {"http": (triton_http, served.http_port), "grpc": (triton_grpc, served.grpc_port)}[
+        request.param
+    ]
+    with kind.InferenceServerClient(f"127.0.0.1:{port}") as found:
+        yield found
+
+
+def echoed(client: Any, datatype: str, array: np.ndarray, **options: Any) -> np.ndarray:
+    """Return y of the identity model of the datatype."""
+    kind = triton_http if isinstance(client, triton_http.InferenceServerClient) else triton_grpc
+    given = kind.InferInput("x", list(array.shape), datatype)
+    given.set_data_from_numpy(array, **options)
+    wanted = [kind.InferRequestedOutput("y", **options)]
+    result = client.infer(f"id_{datatype.lower()}", [given], outputs=wanted, request_id="7")
+    answer = result.get_response(as_json=True) if kind is triton_grpc else result.get_response()
+    assert answer["id"] == "7" and answer["outputs"][0]["datatype"] == datatype
+    found: np.ndarray = result.as_numpy("y")
+    return found
 
 
 @pytest.mark.parametrize("datatype", DATATYPES)
-def test_tritonclient_grpc(served: Served, datatype: str) -> None:
+def test_tritonclient(client: Any, datatype: str) -> None:
     array = values(datatype)
-    model = f"id_{datatype.lower()}"
-    kind, output = service_triton.echoed(served.grpc_port, model, datatype, array)
-    assert kind == datatype and raw(output) == raw(array)
+    assert raw(echoed(client, datatype, array)) == raw(array)
+
+
+@pytest.mark.parametrize("datatype", [each for each in DATATYPES if each not in ("FP16", "BF16")])
+def test_tritonclient_with_json(served: Served, datatype: str) -> None:
+    array = finite(datatype)
+    with triton_http.InferenceServerClient(f"127.0.0.1:{served.http_port}") as client:
+        assert raw(echoed(client, datatype, array, binary_data=False)) == raw(array)
 
 
 def test_curl(served: Served) -> None:
@@ -117,32 +123,29 @@ def test_compressed_requests(served: Served, algorithm: str) -> None:
 # -------------------------------------------------------------------------------- loading and unloading
 
 
-def test_a_model_s_life_over_http(served: Served) -> None:
-    with triton_http.InferenceServerClient(f"127.0.0.1:{served.http_port}") as client:
-        assert client.is_server_live() and client.is_server_ready() and client.is_model_ready("relu", "1")
-        index = {each["name"]: each for each in client.get_model_repository_index()}
-        assert index["relu"] == {"name": "relu", "version": "1", "state": "READY", "reason": ""}
-        client.unload_model("id_int8")
-        assert not client.is_model_ready("id_int8")
-        client.load_model("id_int8")
-        assert client.is_model_ready("id_int8")
+def test_a_model_s_life(client: Any, served: Served) -> None:
+    assert client.is_server_live() and client.is_server_ready() and client.is_model_ready("relu", "1")
 
+    def index() -> tuple[str, str]:
+        [found] = [each for each in listed(client, ready=False) if each["name"] == "id_int8"]
+        assert ("id_int8" in {each["name"] for each in listed(client, ready=True)}) == (
+            found["state"] == "READY"
+        )
+        return found["state"], found.get("reason", "")
 
-def test_a_model_s_life_over_grpc(served: Served) -> None:
-    seen = service_triton.repository(served.grpc_port, "id_uint8")
-    assert seen == {
-        "extensions": ["binary_tensor_data", "model_configuration", "statistics", "model_repository"],
-        "live": True,
-        "ready": True,
-        "model ready": (True, True),
-        "metadata": ("onnxruntime_onnx", ["1"], [("x", "UINT8", [-1, -1])]),
-        "unloaded": "StatusCode.NOT_FOUND",
-        "index": ("1", "UNAVAILABLE", "not loaded"),
-        "index of the ready": False,
-        "loaded with parameters": (
-            "StatusCode.INVALID_ARGUMENT",
-            "a model is loaded from its folder as it is: parameters are not taken",
-        ),
-        "loaded": True,
-        "index of the ready, loaded": True,
-    }
+    def listed(client: Any, ready: bool) -> list[dict[str, Any]]:
+        """tritonclient's methods have no `ready`."""
+        if isinstance(client, triton_grpc.InferenceServerClient):
+            request = pb.RepositoryIndexRequest(ready=ready)
+            found = client._client_stub.RepositoryIndex(request)
+            return [{name.name: value for name, value in each.ListFields()} for each in found.models]
+        models: list[dict[str, Any]] = served.ask("POST", "/v2/repository/index", {"ready": ready}).json
+        return models
+
+    assert index() == ("READY", "")
+    client.unload_model("id_int8")
+    assert index() == ("UNAVAILABLE", "not loaded")
+    with pytest.raises(InferenceServerException, match="parameters are not taken"):
+        client.load_model("id_int8", config="{}")
+    client.load_model("id_int8")
+    assert index() == ("READY", "") and client.is_model_ready("id_int8")

@@ -233,10 +233,10 @@ BAD_MESSAGES = {
     "raw too short": (message_with([b"\0" * 7]), r"7 bytes of data, but FP32 of shape \[2\] has 8"),
     "negative shape": (message_with([b""], shape=[-1]), r"shape \[-1\] must be"),
     "enormous shape": (message_with([b""], shape=[2**62, 2**62]), "larger than any tensor"),
-    "no contents": (message_with(), r"0 elements in contents, but shape \[2\] has 2"),
+    "no contents": (message_with(), r"0 elements in fp32_contents, but shape \[2\] has 2"),
     "wrong contents": (
         message_with(contents={"int_contents": [1, 2]}),
-        "FP32 is sent in fp32_contents, not in int_contents",
+        r"0 elements in fp32_contents, but shape \[2\] has 2",
     ),
     "FP16 typed": (message_with(datatype="FP16"), "FP16 has no typed contents: send raw_input_contents"),
     "INT8 out of range": (

@@ -88,11 +88,6 @@ def test_levels() -> None:
         assert counts == [own, own, own, others]
 
 
-def test_warnings_are_logged() -> None:
-    (line,) = logged('warnings.warn("old\\nthing", DeprecationWarning)')
-    assert line["logger"] == "py.warnings" and "DeprecationWarning: old\nthing" in line["message"]
-
-
 ACCESS = """
     access = logging.getLogger("uvicorn.access")
     if access.hasHandlers():  # as uvicorn asks

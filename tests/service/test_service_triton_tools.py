@@ -93,11 +93,6 @@ def test_statistics_count_answers_failures_and_rows(served: Served, http: Any, g
     assert everything == [("any_rank", "1"), ("log", "1"), ("relu", "1")]
 
 
-def test_statistics_of_all_models_over_http(http: Any) -> None:
-    found = http.get_inference_statistics()["model_stats"]
-    assert [each["name"] for each in found] == ["any_rank", "log", "relu"]
-
-
 @pytest.mark.parametrize("what", ["config", "stats"])
 def test_a_model_that_is_not_there(served: Served, what: str) -> None:
     assert served.ask("GET", f"/v2/models/nothing/{what}").status == 404
