@@ -10,7 +10,8 @@ usage: ./build.sh [command] [arguments]
   demo      build, export custom_relu.onnx, run it and compare with torch
             --cpu behind build or demo leaves the CUDA kernels out; ./build.sh clean takes that back
   serve     build, add the packages of the service; arguments go to twinop serve
-  test      build, run the tests; arguments go to pytest, --all adds the slow tests
+  test      build, run the tests in two processes; arguments go to pytest in their place (-n 0: in one process,
+            -k relu: some tests), --all adds the slow tests
   bench     build, measure ops beside their peers: ./build.sh bench --ops gelu --quick
   check     check the sources without changing them (ruff, clang-format, mypy), and the links of docs/
   format    format and fix the sources (ruff, clang-format)
@@ -184,7 +185,8 @@ image_models() {
 }
 
 run_tests() {
-  local arguments=()
+  local arguments=() argument
+  if [[ -z ${1:-} || $* == --all ]]; then arguments=(-n 2 --dist worksteal); fi # a worker keeps to its files
   for argument in "$@"; do # `-m ''` takes back pyproject.toml's -m 'not slow'
     if [[ $argument == --all ]]; then arguments+=(-m ""); image_models; else arguments+=("$argument"); fi
   done

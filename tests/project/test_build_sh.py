@@ -216,7 +216,9 @@ def test_the_end_says_what_to_type(build):
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [
-        ((), []),
+        ((), ["-n", "2", "--dist", "worksteal"]),
+        (("--all",), ["-n", "2", "--dist", "worksteal", "-m", ""]),
+        (("-n", "0"), ["-n", "0"]),
         (("--all", "-k", "a or b"), ["-m", "", "-k", "a or b"]),
         (("tests/x y.py",), ["tests/x y.py"]),
     ],
