@@ -26,8 +26,7 @@ Each command installs the packages that it needs (requirements/) where they are 
 Environment:
   TWINOP_DEVICE       cpu or cuda: which ONNX Runtime goes into .venv (default: cuda where nvidia-smi lists a GPU)
   TWINOP_PYTHON       the Python that .venv is made from (default: python3)
-  TWINOP_TORCH_INDEX  an extra package index for torch; for torch's CPU build (much smaller):
-                      https://download.pytorch.org/whl/cpu
+  PIP_EXTRA_INDEX_URL pip's; https://download.pytorch.org/whl/cpu has torch's CPU build, which is much smaller
   TWINOP_CUDA_ARCHS   native (default: for this machine's GPUs; for compute capability 9.0 where there is none),
                       all, or a list such as 80,90: then the newest has PTX, which later GPUs can run, too
   ORT_ROOT            an ONNX Runtime release, unpacked or .tgz, to take the headers from; also TWINOP_CACHE and
@@ -78,17 +77,12 @@ setup() {
   check_prerequisites
   made_for="$root $device $("$python" -V)"
   # Moved, another Python, or the other ONNX Runtime, which shares its files: .venv is made again.
-  if [[ ! -f $stamps/made_for || $(<"$stamps/made_for") != "$made_for" ]]; then
-    rm -rf "$venv"
-  elif [[ -z ${TWINOP_TORCH_INDEX:-} && -f $stamps/index ]]; then
-    TWINOP_TORCH_INDEX=$(<"$stamps/index") # which .venv was made with
-  fi
+  if [[ ! -f $stamps/made_for || $(<"$stamps/made_for") != "$made_for" ]]; then rm -rf "$venv"; fi
   for purpose in "$@"; do
     files=("requirements/$purpose.txt")
     [[ -f ${files[0]} ]] || fail "no ${files[0]}: expected some of ${everything[*]}"
     if [[ $purpose == base ]]; then files+=("requirements/$device.txt"); fi
     wanted[$purpose]=$(cat requirements/constraints.txt "${files[@]}" | sha256sum)
-    if [[ $purpose == base ]]; then wanted[base]+=" ${TWINOP_TORCH_INDEX:-}"; fi
     if [[ -f $stamps/$purpose && $(<"$stamps/$purpose") == "${wanted[$purpose]}" ]]; then
       unset "wanted[$purpose]"
     else
@@ -97,9 +91,6 @@ setup() {
   done
   if [[ ${#wanted[@]} == 0 ]]; then return; fi
   say "setting up .venv for $device (the first time takes minutes)"
-  if [[ $device == cpu && -z ${TWINOP_TORCH_INDEX:-} && -n ${wanted[base]:-} ]]; then
-    say "without a GPU, TWINOP_TORCH_INDEX=https://download.pytorch.org/whl/cpu takes torch's CPU build: much smaller"
-  fi
   if [[ ! -d $venv ]]; then
     "$python" -m venv "$venv" ||
       fail "$python cannot make a virtual environment (Debian, Ubuntu: install python3-venv)."
@@ -107,10 +98,8 @@ setup() {
     echo "$made_for" >"$stamps/made_for"
   fi
   for purpose in "${!wanted[@]}"; do rm -f "$stamps/$purpose"; done
-  "$venv/bin/python" -m pip install --quiet ${TWINOP_TORCH_INDEX:+--extra-index-url "$TWINOP_TORCH_INDEX"} \
-    "${arguments[@]}" ||
+  "$venv/bin/python" -m pip install --quiet "${arguments[@]}" ||
     fail "the packages in requirements/ could not be installed; see pip's message above."
-  echo "${TWINOP_TORCH_INDEX:-}" >"$stamps/index"
   for purpose in "${!wanted[@]}"; do echo "${wanted[$purpose]}" >"$stamps/$purpose"; done
 }
 
@@ -176,8 +165,7 @@ image_models() {
   say "installing timm and torchvision into .venv/architectures"
   rm -rf "$folder"
   mkdir "$folder"
-  if "$venv/bin/python" -m pip install --quiet ${TWINOP_TORCH_INDEX:+--extra-index-url "$TWINOP_TORCH_INDEX"} \
-    --no-deps --target "$folder" -r requirements/architectures.txt; then
+  if "$venv/bin/python" -m pip install --quiet --no-deps --target "$folder" -r requirements/architectures.txt; then
     echo "$want" >"$folder/stamp"
   else
     say "timm and torchvision could not be installed: the tests of their models will be skipped"

@@ -3,7 +3,6 @@
 import os
 import subprocess
 import sys
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -12,7 +11,7 @@ import torch
 from twinop.bench import measurements
 from twinop.bench.__main__ import TAKES
 from twinop.bench.measurements import BenchError
-from twinop.bench.timing import DeviceTimer, Time, host_times
+from twinop.bench.timing import DeviceTimer
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -36,14 +35,6 @@ def test_results_are_written_to_the_current_folder(tmp_path: Path, monkeypatch: 
     assert measurements.output_folder(None).resolve() == tmp_path / "bench-results"
     ignored = subprocess.run(["git", "check-ignore", "-q", "bench-results/ops.jsonl"], cwd=ROOT, check=False)
     assert ignored.returncode in (0, 128)  # 128: not a clone
-
-
-def test_ops_are_measured_without_what_the_service_needs() -> None:
-    """On a GPU machine for kernels, neither KServe nor gRPC may be installed."""
-    missing = ("kserve", "grpc", "tritonclient", "fastapi", "pandas")
-    code = f"import sys; sys.modules.update(dict.fromkeys({missing}))"
-    done = run("-c", f"{code}; import twinop.bench.__main__, twinop.bench.ops_report, twinop.bench.recorded")
-    assert done.returncode == 0, done.stderr
 
 
 def test_importing_the_folder_itself_is_refused() -> None:
@@ -77,19 +68,6 @@ runtime.open_session(model, torch.device("cpu"), cpu_threads=2)
 """
     done = run("-c", program)
     assert done.returncode == 1 and message in done.stderr
-
-
-def test_host_times_runs_all_in_turn() -> None:
-    order: list[str] = []
-    runs = {name: partial(order.append, name) for name in "ab"}
-    times = host_times(runs, rounds=4, seconds=9.0, warmup=0)
-    assert order == list("abbaabba")
-    assert {name: time.runs for name, time in times.items()} == {"a": 4, "b": 4}
-
-
-def test_time_is_the_median() -> None:
-    time = Time.of([5.0, 1.0, 2.0, 100.0, 3.0])
-    assert (time.median, time.low, time.runs) == (3.0, 1.0, 5)
 
 
 @pytest.mark.cuda

@@ -6,13 +6,12 @@ from typing import Any
 
 import pytest
 import torch
-from bench_rows import COPY, FAST, line_of
+from bench_rows import FAST, line_of
 from typer.testing import CliRunner
 
 from twinop.bench.__main__ import app
 from twinop.bench.cases import BACKWARD, FORWARD
-from twinop.bench.cells import IN_ORT, IN_TORCH, Cell
-from twinop.bench.figures import draw_ops
+from twinop.bench.cells import IN_ORT, IN_TORCH
 from twinop.bench.measurements import BenchError, Measurements, read
 from twinop.bench.providers import EAGER
 from twinop.bench.timing import Time
@@ -54,24 +53,12 @@ def test_a_file_grows_and_the_last_line_about_a_cell_counts(tmp_path: Path) -> N
         assert line["missing"] == {"Triton": "no GPU"} and line.keys() >= FACTS
 
 
-def test_a_quick_look_has_a_file_of_its_own(tmp_path: Path) -> None:
-    careful, quick = (Measurements("ops", torch.device("cpu"), tmp_path, each).path for each in (False, True))
-    assert quick.name == careful.name.replace("ops-", "ops-quick-")
-
-
 @pytest.mark.parametrize(("factor", "code"), [(1.02, 0), (1.05, 1), (0.5, 0)])
 def test_regressions_are_flagged(factor: float, code: int, tmp_path: Path) -> None:
     old = saved(tmp_path / "old.jsonl", line_of(FAST))
     new = saved(tmp_path / "new.jsonl", line_of(FAST | {IN_TORCH: 100 * factor, EAGER: 500.0}))
     text = command("compare", str(old), str(new), code=code)
     assert f"1 cells compared, {code} slower" in text
-
-
-def test_a_run_that_differs_from_itself_is_the_tolerance() -> None:
-    assert Cell(line_of(COPY | {IN_TORCH: 105.0, IN_TORCH + " again": 110.0})).tolerance == pytest.approx(
-        5 / 105
-    )
-    assert Cell(line_of({IN_TORCH: 100.0})).tolerance == 0.01
 
 
 def test_reports_without_a_common_cell_are_refused(tmp_path: Path) -> None:
@@ -130,36 +117,6 @@ def test_plots_are_drawn_from_the_file(options: list[str], names: list[str], tmp
 def test_an_op_that_is_not_in_the_file(tmp_path: Path) -> None:
     text = command("draw", str(recorded(tmp_path)), "--op=gelu", f"--output={tmp_path}", code=1)
     assert "--op gelu: expected some of softmax, relu, all" in text
-
-
-@pytest.fixture
-def figures(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    found: list[Any] = []
-    monkeypatch.setattr("matplotlib.pyplot.close", found.append)
-    return found
-
-
-def test_what_the_overview_shows(figures: list[Any], tmp_path: Path) -> None:
-    """The overview shows the fastest of ONNX Runtime's own ops under one name, and no variants."""
-    times = FAST | {"ORT Gelu": 200.0, "ORT FastGelu": 150.0, f"{IN_TORCH}, scalar": 500.0}
-    draw_ops([line_of(times, "gelu")], "a machine", tmp_path / "ops")
-    [figure] = figures
-    [legend] = figure.legends
-    assert {text.get_text() for text in legend.texts} == {"torch copy_", IN_TORCH, EAGER, "ORT built-in"}
-    [line] = [each for each in figure.axes[0].get_lines() if each.get_label() == "ORT built-in"]
-    assert line.get_ydata()[0] == pytest.approx((1 << 30) * 1e-3 / 150)
-
-
-def test_no_line_leaves_a_panel(figures: list[Any], tmp_path: Path) -> None:
-    """The panels of a row share one scale, which fits the highest line of all panels."""
-    lines = [line_of({"twinop in torch": 400.0}, "relu"), line_of({"twinop in torch": 100.0}, "add")]
-    for pages in ((), ("relu", "add")):
-        draw_ops(lines, "a machine", tmp_path / "ops", pages)
-    panels = [axis for figure in figures for axis in figure.axes if axis.get_lines()]
-    assert len(panels) == 4  # a page for each op, and the overview
-    for axis in panels:
-        heights = [y for line in axis.get_lines() for y in line.get_ydata()]
-        assert axis.get_ylim()[0] == 0 and axis.get_ylim()[1] > max(heights)
 
 
 # ------------------------------------------------------------------------------- commands

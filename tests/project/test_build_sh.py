@@ -146,17 +146,6 @@ def test_a_command_installs_what_it_needs(tmp_path, build):
     assert installed(tmp_path) == [["base", "cpu", "serve", "bench", "lab", "test", "lint", "wheel", "docs"]]
 
 
-def test_only_the_tests_get_the_ops_of_the_tests(tmp_path, build):
-    for command, preset in (
-        ("demo", "default"),
-        ("bench", "default"),
-        ("serve", "default"),
-        ("test", "test"),
-    ):
-        build(command)
-        assert [line.split()[3] for line in log(tmp_path) if "cmake --build" in line] == [preset]
-
-
 def test_serve_passes_its_arguments_on(tmp_path, build):
     assert "twinop serve MODEL serves an .onnx file" in build("serve").stderr
     program = tmp_path / "a tree/.venv/bin/twinop"
@@ -183,34 +172,6 @@ def test_an_interrupted_setup_starts_again(tmp_path, build):
 def test_paths_are_relative_to_the_caller(tmp_path, build):
     build(ORT_ROOT="an ort")
     assert f"cmake --preset default ORT_ROOT={tmp_path}/an ort" in log(tmp_path)
-
-
-def test_torch_index(tmp_path, build):
-    said = build(TWINOP_TORCH_INDEX="https://index.example/cpu").stderr
-    assert "--extra-index-url https://index.example/cpu " in log(tmp_path)[0]
-    assert "whl/cpu" not in said
-    build()  # the index is remembered
-    assert installed(tmp_path) == []
-    change(tmp_path / "a tree/requirements/base.txt")
-    build()
-    assert "--extra-index-url https://index.example/cpu " in log(tmp_path)[0]
-    build(TWINOP_DEVICE="cuda")
-    assert "--extra-index-url" not in log(tmp_path)[0]
-
-
-def test_without_a_gpu_the_cpu_build_of_torch_is_named(build):
-    hint = "TWINOP_TORCH_INDEX=https://download.pytorch.org/whl/cpu takes torch's CPU build"
-    assert hint in build().stderr
-    assert hint not in build().stderr  # the hint comes only with an installation
-    assert hint not in build(TWINOP_DEVICE="cuda").stderr
-
-
-def test_the_end_says_what_to_type(build):
-    assert (
-        build()
-        .stderr.splitlines()[-1]
-        .startswith("twinop: done; .venv/bin/twinop export writes a first model")
-    )
 
 
 @pytest.mark.parametrize(
@@ -244,16 +205,6 @@ def test_all_tests_get_the_image_models(tmp_path, build):
     for times in (1, 0):
         assert build("test", "--all").returncode == 0
         assert [line.endswith(wanted) for line in log(tmp_path)].count(True) == times
-
-
-def test_help(build):
-    for word in ("--help", "-h", "help"):
-        done = build(word)
-        assert (
-            done.returncode == 0
-            and done.stdout.startswith("usage: ./build.sh")
-            and "TWINOP_DEVICE" in done.stdout
-        )
 
 
 @pytest.mark.parametrize(

@@ -45,11 +45,6 @@ DOCUMENTS = (
         if path.name not in SITE and not re.match(GUIDES, path.name)
     ),
 )
-NOT_RUN = {  # by the first line
-    "README.md": ["./build.sh demo", "pip install 'dist/twinop-", "@twinop.triton_op", "./build.sh serve"],
-    "docs/existing-service.md": ["ORT_ROOT=/path/to/onnxruntime-linux-x64-gpu-1.23.2 ./build.sh"],
-    "CONTRIBUTING.md": ["./build.sh", ".venv/bin/python tests/gpu_report.py --output"],
-}
 _FENCE = re.compile(
     r"^(?:<!-- not run: (?P<reason>[^\n]+) -->\n)?```(?P<language>[^\n]*)\n(?P<text>.*?)^```$",
     re.MULTILINE | re.DOTALL,
@@ -294,27 +289,6 @@ def test_blocks(document: str, tmp_path: Path) -> None:
         [said] = [text for first, text in reader.said.items() if first.startswith(".venv/bin/twinop export ")]
         assert (drawn := [line for line in shown.splitlines() if line[0] in "╭│╰┏┃┡└"])
         assert [line for line in drawn if line not in said] == []
-
-
-@pytest.mark.parametrize("document", DOCUMENTS)
-def test_what_is_not_run(document: str) -> None:
-    blocks = blocks_of(document)
-    assert {block.language for block in blocks} <= {"sh", "python", "toml", "cpp", "text"}
-    left_out = [block for block in blocks if block.reason is not None]
-    expected = NOT_RUN.get(document, [])
-    assert len(left_out) == len(expected)
-    assert all(block.text.startswith(first) for block, first in zip(left_out, expected, strict=True))
-
-
-@pytest.mark.parametrize("document", DOCUMENTS)
-def test_one_style_of_command(document: str) -> None:
-    """Commands work without an active environment, but for those that install one from the wheel."""
-    for block in blocks_of(document):
-        if block.language == "sh" and not block.first_line.startswith("pip install 'dist/twinop-"):
-            assert re.findall(r"(?m)^(?:twinop|python3?|pytest|pip) .*", block.text) == [], block.place
-    usage = subprocess.run([ROOT / "build.sh", "--help"], capture_output=True, text=True).stdout
-    known = {"", *re.findall(r"^  (\w+)", usage, re.MULTILINE)}
-    assert set(re.findall(r"\./build\.sh ?([a-z]*)", (ROOT / document).read_text())) <= known
 
 
 @pytest.mark.parametrize("command", ["run", "serve"])

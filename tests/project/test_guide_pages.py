@@ -20,12 +20,6 @@ PAGES = sorted(
     if path.name not in ("first-op.md", "record.md")
     and re.search("^```(sh|python)", path.read_text(), re.MULTILINE)
 )
-NOT_RUN = {  # by the first line
-    "docs/index.md": ["pip install twinop-", "twinop serve net.onnx"],
-    "docs/guide/cmake.md": ["cmake -B build"],
-    "docs/guide/triton.md": ["pip install 'twinop[triton]'", "twinop tune"],
-    "docs/guide/performance.md": ["twinop bench"],
-}
 COMMANDS_ONLY = ("docs/guide/cmake.md", "docs/guide/performance.md")  # nothing in them is run here
 NET = """
 import torch
@@ -98,13 +92,3 @@ def test_blocks(page: str, tmp_path: Path) -> None:
         command, cwd=folder, env=env, stdin=subprocess.DEVNULL, capture_output=True, text=True
     )
     assert done.returncode == 0, f"{done.stdout[-3000:]}{done.stderr[-3000:]}"
-
-
-@pytest.mark.parametrize("page", PAGES)
-def test_what_is_not_run(page: str) -> None:
-    blocks = blocks_of(page)
-    assert {block.language for block in blocks} <= {"sh", "python", "text"}
-    left_out = [block.first_line for block in blocks if block.reason is not None]
-    expected = NOT_RUN.get(page, [])
-    assert len(left_out) == len(expected)
-    assert all(line.startswith(first) for line, first in zip(left_out, expected, strict=True))

@@ -94,16 +94,3 @@ def test_links_of_the_documents_lead_somewhere() -> None:
             if "://" not in link and not ((ROOT / file).parent / link).exists():
                 wrong.append(f"{file}: {link}")
     assert not wrong, "these links lead nowhere:\n" + "\n".join(wrong)
-
-
-@pytest.mark.parametrize(
-    ("text", "named"),
-    [
-        ("As json.h says", ["json.h"]),
-        ("see `bodies.py` and ../deploy/run_onnx.py.", ["bodies.py", "../deploy/run_onnx.py"]),
-        ("math/cuda.cuh: the device", ["math/cuda.cuh"]),
-        ("<name>.py, lib*.h, $X/a.py, {op}.h, call.h(), e.g. 1.py*", []),
-    ],
-)
-def test_what_counts_as_the_name_of_a_file(text: str, named: list[str]) -> None:
-    assert NAME.findall(text) == named

@@ -101,28 +101,6 @@ def test_no_layer_imports_from_a_higher_one(imports: set[tuple[str, str]]) -> No
     assert not upward(imports)
 
 
-def test_what_is_found() -> None:
-    imports = imports_of(
-        {
-            "twinop/record.py": "def f():\n    from .bench import cells\n",
-            "export/first.py": "import torch\nfrom twinop.record import f\nfrom . import second\n",
-            "export/second.py": "from .first import x\n",
-            "torch_op/call.py": "from twinop.export.second import y\nimport twinop.record\n",
-            "bench/cells.py": "from ..export import first\n",
-        }
-    )
-    assert imports == {
-        ("twinop.export.first", "twinop.record"),
-        ("twinop.export.first", "twinop.export.second"),
-        ("twinop.export.second", "twinop.export.first"),
-        ("twinop.torch_op.call", "twinop.export.second"),
-        ("twinop.torch_op.call", "twinop.record"),
-        ("twinop.bench.cells", "twinop.export.first"),
-    }
-    assert upward(imports) == ["twinop.torch_op.call imports twinop.export.second"]
-    assert set(cycle(imports)) == {"twinop.export.first", "twinop.export.second"}
-
-
 def test_messages_name_options_as_their_reader_gives_them(files: list[str]) -> None:
     """`bodies=False` in Python is `--no-bodies` to a command: messages ask `twinop.errors.option`."""
     functions = (export, optimize, session)

@@ -33,11 +33,6 @@ def texts() -> list[str]:
     return found
 
 
-def test_the_page_has_messages() -> None:
-    rows = [line for line in PAGE.read_text().partition("## No library")[2].splitlines() if line[:2] == "| "]
-    assert len(quoted()) == len([row for row in rows if not row.startswith("| message")]) > 35
-
-
 @pytest.mark.parametrize("message", quoted())
 def test_the_message_is_in_the_sources(message: str, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("mkdocs", reason="./build.sh setup docs installs it")
