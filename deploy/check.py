@@ -50,22 +50,10 @@ def main(
                 asked = folder.settings(settings)
                 for where in folder.wanted(asked.versions).values():
                     loaded = load(where, asked, settings.server, settings.policy)
-                    out.print(_line(loaded), markup=False, highlight=False, soft_wrap=True)
+                    line = f"{name} version {where.version} can be served: {loaded.summary()}"
+                    out.print(line, markup=False, highlight=False, soft_wrap=True)
                     loaded.close()
             except TwinopError as error:
                 problems.append(f"model {name}: {error}")
         if problems:
             raise TwinopError("\n".join(problems))
-
-
-def _line(loaded: Any) -> str:
-    """Return what was checked of a version and how it runs."""
-    parts = [f"runs on {loaded.device} ({loaded.reason})"]
-    if loaded.libraries:
-        paths = ", ".join(str(library.path) for library in loaded.libraries)
-        parts.append(f"{', '.join(loaded.custom_nodes)} from {paths}")
-        parts.append(f"SHA-256 {', '.join(library.copy.sha256 for library in loaded.libraries)}")
-        parts.append(f"difference from the function bodies: {loaded.difference or 'not compared'}")
-    if loaded.body_nodes:
-        parts.append(f"on function bodies: {', '.join(loaded.body_nodes)}")
-    return f"{loaded.name} version {loaded.version} can be served: {'; '.join(parts)}"

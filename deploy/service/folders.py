@@ -81,14 +81,7 @@ class ModelFolder:
         path = self.folder / FILE if self.folder is not None else None
         if path is None or not os.path.lexists(path):
             return {}
-        try:
-            status = path.stat()
-        except OSError as error:  # a link to nowhere: what it should say is missing
-            raise SettingsError(f"{path}: cannot be read: {error.strerror}") from error
-        found = _unchanged(path, status.st_mtime_ns, status.st_size)
-        if isinstance(found, SettingsError):
-            raise SettingsError(str(found))
-        return anchored(found, path.parent)
+        return anchored(read_toml(path), path.parent)
 
     def settings(self, given: Settings) -> ModelSettings:
         """Return the model's settings: those of the server, and of its folder.
@@ -101,7 +94,8 @@ class ModelFolder:
         except SettingsError:
             raise
         except Exception as error:  # the settings of one model must not end the service of others
-            raise SettingsError(f"the settings of model {self.name}: {_said(error)}") from error
+            said = f"{type(error).__name__}: {error}"
+            raise SettingsError(f"the settings of model {self.name}: {said}") from error
 
     def wanted(self, choice: str | tuple[int, ...]) -> dict[int, VersionFolder]:
         """Return the versions that `ModelSettings.versions` selects.
@@ -120,21 +114,6 @@ class ModelFolder:
                 f"it has: {', '.join(map(str, sorted(self.versions)))}"
             )
         return {number: self.versions[number] for number in choice}
-
-
-@lru_cache(maxsize=512)
-def _unchanged(path: Path, time: int, size: int) -> dict[str, Any] | SettingsError:
-    """Return the settings in a file, or the error. Both are kept until the file changes."""
-    try:
-        return read_toml(path)
-    except SettingsError as error:
-        return SettingsError(str(error))
-    except Exception as error:  # this file's problem only
-        return SettingsError(f"{path}: cannot be read: {_said(error)}")
-
-
-def _said(error: Exception) -> str:
-    return f"{type(error).__name__}: {error}"
 
 
 def scan(
@@ -282,7 +261,9 @@ def _stamps(paths: Iterable[Path], folder: Path = Path("/")) -> Stamp:
     for path in paths:
         try:
             status = path.stat()
-        except OSError:  # missing, or deleted during the scan
-            continue
+        except OSError:  # missing, deleted during the scan, or a link to nowhere
+            if not path.is_symlink():
+                continue
+            status = path.lstat()
         found.append((str(path.relative_to(folder)), status.st_mtime_ns, status.st_size))
     return tuple(sorted(found))

@@ -74,7 +74,7 @@ def _failure(error: Exception, device: str) -> ServiceError:
         return ServiceError(
             OUT_OF_MEMORY, "not enough memory for this request: send fewer rows or smaller tensors"
         )
-    if type(error.__cause__).__name__ == "InvalidArgument":  # ONNX Runtime's exception for this code
+    if isinstance(error, RunError) and error.code == "InvalidArgument":
         return ServiceError(INVALID, f"the model refuses the request: {without_paths(text)}")
     _log.error("a run failed: %s", text, exc_info=error)
     if isinstance(error, RunError):

@@ -53,6 +53,18 @@ class LoadedModel:
         """The first library, or None."""
         return self.libraries[0] if self.libraries else None
 
+    def summary(self) -> str:
+        """Return what runs the model, and what was checked of it, in a line."""
+        parts = [f"runs on {self.device} ({self.reason})"]
+        if self.libraries:
+            paths = ", ".join(str(library.path) for library in self.libraries)
+            parts.append(f"{', '.join(self.custom_nodes)} from {paths}")
+            parts.append(f"SHA-256 {', '.join(library.copy.sha256 for library in self.libraries)}")
+            parts.append(f"difference from the function bodies: {self.difference or 'not compared'}")
+        if self.body_nodes:
+            parts.append(f"on function bodies: {', '.join(self.body_nodes)}")
+        return "; ".join(parts)
+
     def describe(self) -> dict[str, Any]:
         """Return the inputs and outputs as the protocol lists them, and `parameters`: how the model runs."""
         parameters: dict[str, str | int | float] = {

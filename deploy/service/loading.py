@@ -96,13 +96,16 @@ def _load(
         _counted(node.op_type for node in model.nodes if node.node_type not in records),
     )
     loaded.steady = _is_steady(model, inputs)
-    _log_provider(loaded)
     if where.model_folder is not None and (unread := unread_settings(where.model_folder, loaded)):
         _log.warning(
             "model %s: %s is not read, and says what the settings do not: %s. Write in %s what of it matters",
             where.model, TRITON_FILE, ", ".join(unread), FILE,
         )  # fmt: skip
     _try(model, loaded, choice, len(sessions))
+    # Warn: the user may expect the GPU to be used.
+    unused = loaded.device == "cpu" and settings.provider == Provider.AUTO and has_gpu()
+    level = logging.WARNING if unused else logging.INFO
+    _log.log(level, "model %s version %d %s", where.model, where.version, loaded.summary())
     return loaded
 
 
@@ -191,22 +194,6 @@ def _try(model: Model, loaded: LoadedModel, choice: Choice, sessions: int) -> No
     except (RunError, ServiceError) as error:  # such as an operator that has a kernel on GPUs only
         loaded.difference = f"not compared: the function bodies do not run: {without_paths(str(error))}"
         _log.info("%s: its function bodies do not run: %s", model.name, error)
-
-
-def _log_provider(loaded: LoadedModel) -> None:
-    # Warn: the user may expect the GPU to be used.
-    unused = loaded.device == "cpu" and loaded.settings.provider == Provider.AUTO and has_gpu()
-    _log.log(
-        logging.WARNING if unused else logging.INFO,
-        "model %s version %d runs on %s (%s); custom nodes: %s; on function bodies: %s; library: %s",
-        loaded.name,
-        loaded.version,
-        loaded.device,
-        loaded.reason,
-        ", ".join(loaded.custom_nodes) or "none",
-        ", ".join(loaded.body_nodes) or "none",
-        ", ".join(str(library.path) for library in loaded.libraries) or "none",
-    )
 
 
 # ------------------------------------------------------------------------------------------------ interface

@@ -15,7 +15,7 @@ from twinop.errors import TwinopError
 
 from . import metrics
 from .errors import NOT_FOUND, NOT_READY, OFF, ServiceError
-from .folders import ModelFolder, Stamps, VersionFolder, log_once, scan
+from .folders import ModelFolder, Stamps, VersionFolder, scan
 from .instance import without_paths
 from .loading import load
 from .model_settings import ModelSettings
@@ -65,6 +65,7 @@ class Repository:
         self._locks: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)  # by model
         self._closing: set[asyncio.Task[None]] = set()
         self._following: dict[str, asyncio.Task[list[str]]] = {}  # by model
+        self._followed: dict[str, dict[int, Stamps]] = {}  # by model, its files when it was last followed
         self._pool = ThreadPoolExecutor(_LOADS, "load")  # a load that hangs takes no thread from requests
         self._began = asyncio.Event()  # the first load of each model has begun
         self._loaded = False
@@ -158,8 +159,8 @@ class Repository:
         try:
             return await self._follow(folder)
         except Exception as error:
-            log_once(said := f"model {folder.name} cannot be followed: {error!r}")
-            return [said]
+            _log.exception("model %s cannot be followed", folder.name)
+            return [f"model {folder.name} cannot be followed: {error!r}"]
         finally:
             del self._following[folder.name]
 
@@ -182,7 +183,8 @@ class Repository:
                 continue
             said = ""
             known = [folder for name, folder in folders.items() if name in before]
-            await self._in_turn([each for each in known if each.stamps == before[each.name].stamps])
+            whole = [each for each in known if each.stamps == before[each.name].stamps]
+            await self._in_turn([each for each in whole if each.stamps != self._followed.get(each.name)])
             gone = self._known.keys() - folders.keys()
             for name in (gone & missing) - self._following.keys():
                 await self._remove(name)
@@ -243,6 +245,7 @@ class Repository:
         """
         async with self._locks[folder.name]:
             known = self._known.setdefault(folder.name, {})
+            self._followed[folder.name] = folder.stamps
             try:
                 settings = await asyncio.to_thread(folder.settings, self.settings)
                 wanted = folder.wanted(settings.versions)
@@ -268,17 +271,12 @@ class Repository:
         """Load a version unless it was tried with the same files; return the problems as messages."""
         where, stamps = folder.versions[version], folder.stamps[version]
         last = self._known[folder.name].get(version)
-        is_tried = last is not None and self._is_current(where, last, stamps)
-        if is_tried and not (retry and last is not None and last.state != State.READY):
-            return []
-        return await self._load(where, stamps, settings)
-
-    def _is_current(self, where: VersionFolder, last: _Known, stamps: Stamps) -> bool:
-        """Return whether no file has changed since the last attempt that the version may depend on."""
-        if last.stamp == stamps or last.stamp.files != stamps.files or last.state != State.READY:
-            return last.stamp == stamps
-        version = self.models[where.model][where.version]
-        return not version.may_use(last.stamp.changed_libraries(stamps))
+        is_new = last is None or last.stamp != stamps
+        if last is not None and last.state != State.READY:
+            is_new = is_new or retry
+        elif last is not None and is_new and last.stamp.files == stamps.files:  # perhaps libraries of others
+            is_new = self.models[where.model][version].may_use(last.stamp.changed_libraries(stamps))
+        return await self._load(where, stamps, settings) if is_new else []
 
     async def _load(self, where: VersionFolder, stamp: Any, settings: ModelSettings) -> list[str]:
         """Load a version and let it take over; return the problems as messages."""
@@ -300,11 +298,9 @@ class Repository:
         return []
 
     def _refuse(self, folder: ModelFolder, error: TwinopError) -> None:
-        """Report settings that do not fit, once for each state of the files."""
-        known = self._known[folder.name]
-        reason = self._for_clients(error)
-        if any(version not in known or known[version].reason != reason for version in folder.versions):
-            _log.error("model %s: %s", folder.name, error)
+        """Report settings that do not fit."""
+        known, reason = self._known[folder.name], self._for_clients(error)
+        _log.error("model %s: %s", folder.name, error)
         for version, stamp in folder.stamps.items():
             known[version] = replace(known.get(version, _Known(stamp, State.UNAVAILABLE)), reason=reason)
 
@@ -331,6 +327,7 @@ class Repository:
             for number in list(self._known.get(name, {})):
                 self._retire(name, number)
             self._known.pop(name, None)
+            self._followed.pop(name, None)
             self.models.pop(name, None)
 
     def _close(self, version: ServedVersion) -> None:

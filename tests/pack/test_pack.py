@@ -7,12 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import onnx
 import pytest
 import typer
 from onnx import TensorProto, helper, numpy_helper
 from pack_fixtures import packed, saved
-from service_models import fixed, identity, relu, total
+from service_models import identity, relu
 from typer.testing import CliRunner
 
 from twinop import __version__
@@ -181,13 +180,6 @@ def test_numbers_that_are_too_small(option: str, tmp_path: Path) -> None:
     result = run(str(saved(tmp_path)), "-o", str(tmp_path / "repo"), option, "-1")
     assert f"'{option}': Input should be greater than or equal to" in result.output
     assert result.exit_code == 2 and nothing_written(tmp_path)
-
-
-@pytest.mark.parametrize(("model", "name"), [(fixed(2, 3), "x"), (total(), "y")])
-def test_models_without_a_batch_axis(model: onnx.ModelProto, name: str, tmp_path: Path) -> None:
-    with pytest.raises(ModelError, match=rf"{name} is float32.*needs a dynamic first dimension"):
-        packed(tmp_path, model, max_batch_size=8)
-    assert nothing_written(tmp_path)
 
 
 def test_damaged_model(tmp_path: Path) -> None:

@@ -2,8 +2,6 @@
 
 import json
 import shutil
-import subprocess
-import sys
 import urllib.request
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -48,11 +46,11 @@ def repository(tmp_path_factory: pytest.TempPathFactory, libraries: dict[str, Pa
 
 
 @pytest.fixture(scope="module")
-def triton(repository: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, str]]:
-    """The addresses for HTTP and gRPC."""
+def triton(repository: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """The address for HTTP."""
     http, grpc = free_ports(2)
     with running(repository, tmp_path_factory.mktemp("triton"), http, grpc) as address:
-        yield address, f"127.0.0.1:{grpc}"
+        yield address
 
 
 def expected(folder: Path, rows: np.ndarray) -> np.ndarray:
@@ -69,38 +67,17 @@ def over_http(address: str, name: str, rows: np.ndarray) -> np.ndarray:
         client.close()
 
 
-GRPC = """
-import sys
-import numpy as np
-import tritonclient.grpc as grpc_client
-
-rows = np.load(sys.argv[3])
-tensor = grpc_client.InferInput("x", list(rows.shape), "FP32")
-tensor.set_data_from_numpy(rows)
-answer = grpc_client.InferenceServerClient(sys.argv[1]).infer(sys.argv[2], [tensor])
-np.save(sys.argv[3], answer.as_numpy("y"))
-"""
-
-
-def over_grpc(address: str, name: str, rows: np.ndarray, file: Path) -> np.ndarray:
-    """In another process: KServe's messages, which this one may have, have the same names."""
-    np.save(file, rows)
-    subprocess.run([sys.executable, "-c", GRPC, address, name, str(file)], check=True, timeout=120)
-    return np.load(file)
-
-
 @pytest.mark.parametrize("name", ["plain", "joined"])
-def test_the_same_bits(triton: tuple[str, str], name: str, tmp_path: Path) -> None:
+def test_the_same_bits(triton: str, name: str, tmp_path: Path) -> None:
     rows = ROWS[:16]
     wanted = expected(tmp_path, rows)
-    assert over_http(triton[0], name, rows).tobytes() == wanted.tobytes()
-    assert over_grpc(triton[1], name, rows, tmp_path / "rows.npy").tobytes() == wanted.tobytes()
+    assert over_http(triton, name, rows).tobytes() == wanted.tobytes()
 
 
-def test_joined_requests_have_the_same_bits(triton: tuple[str, str], tmp_path: Path) -> None:
+def test_joined_requests_have_the_same_bits(triton: str, tmp_path: Path) -> None:
     wanted = expected(tmp_path, ROWS)
     with ThreadPoolExecutor(16) as pool:
-        answers = list(pool.map(lambda row: over_http(triton[0], "joined", row[None]), ROWS))
+        answers = list(pool.map(lambda row: over_http(triton, "joined", row[None]), ROWS))
     assert np.concatenate(answers).tobytes() == wanted.tobytes()
 
 
@@ -112,10 +89,10 @@ def test_joined_requests_have_the_same_bits(triton: tuple[str, str], tmp_path: P
         ("on_gpu", "has kind KIND_GPU but no GPUs are available"),
     ],
 )
-def test_failures_are_said(triton: tuple[str, str], name: str, message: str) -> None:
+def test_failures_are_said(triton: str, name: str, message: str) -> None:
     if name == "on_gpu" and shutil.which("nvidia-smi"):
         pytest.skip("there may be a GPU here")
-    request = urllib.request.Request(f"http://{triton[0]}/v2/repository/index", b"{}", method="POST")
+    request = urllib.request.Request(f"http://{triton}/v2/repository/index", b"{}", method="POST")
     with urllib.request.urlopen(request, timeout=30) as answer:
         states = {each["name"]: each for each in json.load(answer)}
     assert states["plain"]["state"] == states["joined"]["state"] == "READY"

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import onnx
 import pytest
 import service_models as models
 from models import node
@@ -20,13 +19,10 @@ from service_rows import ROW
 from twinop.deploy.errors import RunError
 from twinop.deploy.service import run_limit
 from twinop.deploy.service.batching import Batcher
-from twinop.deploy.service.errors import BROKEN, INVALID, RUN_FAILED, RUN_TOO_LONG, ServiceError
+from twinop.deploy.service.errors import BROKEN, RUN_FAILED, RUN_TOO_LONG, ServiceError
 from twinop.deploy.service.instance import Instance
 from twinop.deploy.service.model_settings import ModelSettings
-from twinop.deploy.service.repository import Repository
 from twinop.deploy.service.request import Request
-from twinop.deploy.service.settings import Settings
-from twinop.errors import TwinopError
 from twinop.library import find_library
 
 TRUSTING = ("--allow-model-libraries",)  # the library lies beside the model
@@ -157,34 +153,6 @@ def test_an_error_that_leaves_the_gpu_usable_concerns_one_request(
 def test_on_the_cpu_the_driver_is_not_asked(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("twinop.deploy.cuda.driver", lambda: Driver(700))
     assert failure_of("cpu", RunError(PROSE)).failure is RUN_FAILED
-
-
-def named_like_an_error(fits: bool) -> onnx.ModelProto:
-    """Return a gather whose node is named like a fatal error. If it does not `fit`, its types are wrong."""
-    model = models.gather()
-    model.graph.node[0].name = PROSE
-    if not fits:
-        model.graph.input[0].type.tensor_type.elem_type = onnx.TensorProto.FLOAT
-    return model
-
-
-def test_names_in_a_model_do_not_end_the_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Neither where its load fails nor where a run fails; with a driver that would say it is lost."""
-    models.place(tmp_path, "runs", named_like_an_error(fits=True))
-    models.place(tmp_path, "refused", named_like_an_error(fits=False))
-    monkeypatch.setattr("twinop.deploy.cuda.driver", lambda: Driver(700))
-
-    async def test() -> None:
-        repository = Repository(tmp_path, Settings(model={"provider": "cpu"}))
-        with pytest.raises(TwinopError, match=PROSE):
-            await repository.load_all()
-        with pytest.raises(ServiceError, match="out of data bounds") as caught:
-            asked = Request("runs", {"index": np.array([99])}, arrived=time.monotonic())
-            version = repository.find("runs")
-            await version.batcher.submit(asked, version.check(asked))
-        assert caught.value.failure in (INVALID, RUN_FAILED) and repository.broken == ""
-
-    asyncio.run(test())
 
 
 @pytest.mark.cuda

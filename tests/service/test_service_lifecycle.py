@@ -11,21 +11,14 @@ from typing import Any
 import grpc
 import onnx
 import pytest
-from service_fixtures import Served, receive, serve, start, wait_until
+from service_fixtures import Served, receive, start, wait_until
 from service_held import held
 from service_models import place, relu, slow
-from service_rows import QUICK, ROW, call, in_flight, y_of
+from service_rows import QUICK, ROW, call, in_flight
 from tritonclient.grpc.service_pb2_grpc import GRPCInferenceServiceStub
 
 from lab.servers import free_ports
 from twinop.deploy.service.protocol import pb
-
-
-def test_a_file_is_served_under_its_stem(tmp_path: Path) -> None:
-    onnx.save(relu(), tmp_path / "my_relu.onnx")
-    with serve(tmp_path / "my_relu.onnx", *QUICK) as served:
-        assert y_of(served, "my_relu") == [0, 2, 0, 4]
-        assert served.ask("GET", "/v2/health/ready").status == 200
 
 
 def test_nothing_slow_is_imported(tmp_path: Path) -> None:

@@ -48,7 +48,7 @@ def test_auto_says_which_provider_it_took(
     with caplog.at_level(logging.INFO):
         model = loaded(tmp_path, service_models.relu(), provider="auto")
     assert model.device == "cpu" and "no NVIDIA driver" in model.reason
-    assert "runs on cpu (no NVIDIA driver" in caplog.text and "custom nodes: CustomRelu x1" in caplog.text
+    assert "runs on cpu (no NVIDIA driver" in caplog.text and "CustomRelu x1 from " in caplog.text
 
 
 @pytest.mark.parametrize("datatype", service_models.ELEMENTS)
