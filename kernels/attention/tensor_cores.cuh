@@ -144,13 +144,13 @@ struct Tile {
                                q[i][c]);
   }
 
-  // Takes the kTileKeys keys from `key` on, of which those before `end` exist.
-  __device__ __forceinline__ void Take(std::int64_t key, std::int64_t end) {
+  // Processes the kTileKeys keys from `key` on, of which those before `end` exist.
+  __device__ __forceinline__ void ProcessKeys(std::int64_t key, std::int64_t end) {
     float scores[kGroups][4] = {};
     Scores(key, end, scores);
     std::uint32_t v[kTileKeys / 16][4][kColumns / 2];
     LoadValues(key, end, v);
-    Weigh(key, end, scores);
+    OnlineSoftmax(key, end, scores);
 #pragma unroll
     for (int j = 0; j < kTileKeys / 16; ++j) {
       const float (&low)[4] = scores[2 * j];
@@ -204,8 +204,8 @@ struct Tile {
   }
 
   // Replaces scores by exp(score - highest), and scales what was added up before.
-  __device__ __forceinline__ void Weigh(std::int64_t key, std::int64_t end,
-                                        float (&scores)[kGroups][4]) {
+  __device__ __forceinline__ void OnlineSoftmax(std::int64_t key, std::int64_t end,
+                                                float (&scores)[kGroups][4]) {
     const auto scale = static_cast<float>(p.scale);
 #pragma unroll
     for (int i = 0; i < 2; ++i) {

@@ -113,7 +113,7 @@ __global__ void __launch_bounds__(kTileThreads)
   const std::int64_t next = at.first + kQueries;
   const std::int64_t end = p.is_causal && next < p.tokens ? next : p.tokens;
   for (std::int64_t key = warp * kTileKeys; key < end; key += kTileWarps * kTileKeys)
-    tile.Take(key, end);
+    tile.ProcessKeys(key, end);
   Write(&tile, warp, &partials);
   __syncthreads();
   AddUp<T, kSize, kAligned>(partials, y + at.y + at.first * tile.width, tile.width,
@@ -136,7 +136,7 @@ __global__ void __launch_bounds__(kTileThreads, kSize == 32 ? 5 : 1)
   Sums<kSize> parts[kWarpTokens / kTileKeys];
 #pragma unroll
   for (int i = 0; i < kWarpTokens / kTileKeys; ++i) {
-    if (i * kTileKeys < end) tile.Take(i * kTileKeys, end);
+    if (i * kTileKeys < end) tile.ProcessKeys(i * kTileKeys, end);
     parts[i] = tile.Finish();
   }
   AddUpAlone(tile, parts, y + at.y);

@@ -8,8 +8,7 @@ import pytest
 import torch
 
 from twinop.record import Record
-from twinop.testing import own_ops
-from twinop.testing.numbers import plain_values, values
+from twinop.testing import builtin_references
 from twinop.testing.samples import (
     Sample,
     attribute_variants,
@@ -23,6 +22,7 @@ from twinop.testing.samples import (
     torch_dtype,
 )
 from twinop.testing.under_test import add_library, library_of, records_under_test
+from twinop.testing.values import plain_values, values
 
 __all__ = [
     "Sample",
@@ -40,7 +40,7 @@ __all__ = [
     "values",
 ]
 
-for module in (own_ops, op_bodies):
+for module in (builtin_references, op_bodies):
     add_library(module.library_path(), module)
 
 ALL = records_under_test()

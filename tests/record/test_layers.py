@@ -112,7 +112,7 @@ def may_name() -> set[Path]:
         ROOT / "torch_op/norm_rules.py",
         ROOT / "kernels/attention/body.h",  # a model of other operators
         ROOT / "kernels/linear/body.h",
-        ROOT / "twinop/testing/own_ops.py",
+        ROOT / "twinop/testing/builtin_references.py",
         ROOT / "twinop/testing/matrix/test_results.py",  # dim and x of any row-wise op
     }
 

@@ -18,8 +18,8 @@ from twinop.shapes import input_shapes as shapes_of_inputs
 from twinop.torch_op.second_derivatives import in_torch
 
 from . import child
-from .numbers import ROW_KINDS, integers, plain_values, row_values, values
 from .under_test import given_calls, op_of
+from .values import ROW_KINDS, integers, plain_values, row_values, values
 
 Tensors = torch.Tensor | list[torch.Tensor] | None
 

@@ -103,14 +103,14 @@ def load(given: str) -> list[Any]:
 
     from twinop.torch_op.registry import runs_on_cpu
 
-    from . import own_ops
+    from . import builtin_references
     from .under_test import add_library
 
     records = []
     for library, path in find_target(Path(given)).libraries.items():
         about = read_library(library)
-        own = about.domain == DOMAIN and path is None
-        for record in add_library(library, own_ops if own else load_module(path) if path else None):
+        own = builtin_references if about.domain == DOMAIN else None
+        for record in add_library(library, load_module(path) if path else own):
             without_cpu = tuple(device for device in record.devices if device != "cpu")
             records.append(record if runs_on_cpu(record) else replace(record, devices=without_cpu))
         if not torch.cuda.is_available() and not any("cpu" in record.devices for record in records):
