@@ -26,7 +26,6 @@ if __name__ == "__main__":
 
 import typer
 from rich.console import Console
-from rich.table import Table
 
 ROOT = Path(__file__).resolve().parent.parent
 TOOLS = ("memcheck", "racecheck", "initcheck", "synccheck")
@@ -138,17 +137,10 @@ def main(
             runs |= dict(zip(TOOLS, found, strict=True))
         _write(output, facts, runs)
 
-    table = Table("run", "tests", "passed", "failed", "skipped", "reports", "seconds")
     good = True
     for name, run in runs.items():
-        reports = run.get("reports", 0)
-        good = good and run["exit_code"] == 0 and not run["failed"] and reports == 0 and run["tests"] > 0
-        cells = (run["tests"], run.get("passed", 0), len(run["failed"]), len(run["skipped"]))
-        table.add_row(name, *map(str, cells), str(reports) if name in TOOLS else "", str(run["seconds"]))
-    console.print(table)
-    for name, run in runs.items():
-        for failure in run["failed"]:
-            console.print(f"{name}: FAILED {failure}", markup=False)
+        good = good and run["exit_code"] == 0 and not run.get("reports", 0) and run["tests"] > 0
+        console.print(f"{name}: {json.dumps({**run, 'skipped': len(run['skipped'])})}", markup=False)
     raise typer.Exit(0 if good else 1)
 
 

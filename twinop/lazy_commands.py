@@ -14,17 +14,10 @@ from .console import clear_errors, help_of
 from .errors import TwinopError
 from .installation import is_source_tree
 
-# The extra of twinop that a command needs, and that has a package.
+# The extra of twinop that has a package, and that a command needs.
+_EXTRA_OF = {"matplotlib": "bench", "triton": "triton", "pytest": "test"}
 _EXTRAS = {"serve": "serve", "check": "serve", "pack": "serve"}
-_EXTRA_OF = {
-    "matplotlib": "bench",
-    "triton": "triton",
-    "pytest": "test",
-}
-_OTHERS = {
-    "torch",
-    "onnxruntime",
-}  # packages that are in no extra: which build of them fits depends on the machine
+_IN_NO_EXTRA = ("torch", "onnxruntime")  # which build of them fits depends on the machine
 
 
 class LazyGroup(TyperGroup):
@@ -69,8 +62,7 @@ def _packages(ctx: Any) -> Iterator[None]:
         if package in ("", "twinop"):
             raise
         extra = _EXTRA_OF.get(package) or _EXTRAS.get(ctx.meta.get(__name__, ""))
-        if package in _OTHERS:
-            extra = None
+        extra = None if package in _IN_NO_EXTRA else extra
         install = f"'twinop[{extra}]'" if extra else package
         command = {"serve": "./build.sh serve", "bench": "./build.sh bench"}.get(extra or "", "./build.sh")
         raise TwinopError(

@@ -37,11 +37,6 @@ def test_results_are_written_to_the_current_folder(tmp_path: Path, monkeypatch: 
     assert ignored.returncode in (0, 128)  # 128: not a clone
 
 
-def test_importing_the_folder_itself_is_refused() -> None:
-    done = run("-c", "import bench")
-    assert done.returncode != 0 and "ImportError: import twinop.bench, not bench" in done.stderr
-
-
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
 def test_cuda_without_a_gpu_is_refused() -> None:
     with pytest.raises(BenchError, match=r"--device cuda: torch .* sees no GPU"):

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import onnx
 import pytest
-from models import ORT_VERSION, ROWS, chain, exported_by, function, make_model, model, node, relu_body, value
+from models import ORT_VERSION, chain, exported_by, function, make_model, model, node, relu_body, value
 from onnx import helper
 
 from twinop.deploy import ModelError, RunError, check_model, session
@@ -118,18 +118,6 @@ def test_dtypes_are_inferred_through_other_nodes_and_custom_ones() -> None:
         session(model(nodes, [value("x")], [value("y", "int64")]))
     assert "'bad' (CustomRelu): no kernel for these dtypes: x is int64" in str(error.value)
     assert "good" not in str(error.value)
-
-
-def test_types_are_inferred_behind_custom_nodes() -> None:
-    """x -> CustomPadAffine -> Neg -> CustomPadAffine with a weight of another type."""
-    nodes = [
-        node("CustomPadAffine", ["x"], ["a"], "first"),
-        node("Neg", ["a"], ["b"], "neg", ""),
-        node("CustomPadAffine", ["b", "w"], ["y"], "pad"),
-    ]
-    inputs = [value("x", "bfloat16"), value("w", "float16", (4,))]
-    with pytest.raises(ModelError, match="'pad' .*: x is bfloat16, weight is float16"):
-        session(model(nodes, inputs, [value("y", "bfloat16", None)]))
 
 
 def test_weights_count_as_typed_values() -> None:
@@ -314,7 +302,3 @@ def test_a_body_covers_what_the_library_lacks() -> None:
     opened = session(model(nodes, [value("x")], [value("y")], functions=[other]))
     assert opened.library is not None
     np.testing.assert_array_equal(opened.run({"x": np.ones((1, 4), np.float32)})["y"], -np.ones((1, 4)))
-
-
-def test_rows_are_what_models_default_to() -> None:
-    assert session(make_model("CustomRelu")).inputs["x"].shape == ROWS

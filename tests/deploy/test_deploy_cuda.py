@@ -80,12 +80,6 @@ def test_layouts_and_alignment() -> None:
         assert torch.equal(opened.run({"x": x})["y"], torch.relu(x)) and torch.equal(x, before)
 
 
-def test_custom_nodes_ran_on_cuda() -> None:
-    opened = session(chain("CustomRelu", 3), CUDA, profile=True)
-    opened.run({"x": torch.ones(2, 4, device="cuda")})
-    assert [run.provider for run in opened.executed_on()] == 3 * CUDA
-
-
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_feeds_from_the_host(dtype: str) -> None:
     kind = np.dtype(getattr(ml_dtypes, dtype, dtype))
@@ -202,11 +196,6 @@ def checked(opened: Session, number: int, rounds: int = 30) -> bool:
         if not bool((y == max(number - 8, 0) + i).all()):
             return False
     return True
-
-
-def test_two_sessions_on_two_threads() -> None:
-    sessions = [session(chain("CustomRelu", 3), CUDA), session(chain("CustomRelu", 5), CUDA)]
-    in_threads(2, lambda number: checked(sessions[number], 10 + number))
 
 
 def test_sixteen_threads_on_one_session() -> None:

@@ -87,11 +87,6 @@ def test_a_damaged_library_beside_the_model_is_an_error(
     np.testing.assert_array_equal(given.run({"x": X})["y"], np.maximum(X, 0))
 
 
-def test_a_given_library_is_taken(libraries: dict[str, Path]) -> None:
-    opened = session(make_model("CustomRelu"), library=str(libraries["custom_ops"]))
-    assert opened.library is not None and opened.library.path == libraries["custom_ops"]
-
-
 def test_two_sessions_with_two_libraries(libraries: dict[str, Path]) -> None:
     relu = session(make_model("CustomRelu"))
     pad = session(make_model("CustomPadAffine", pads=[0, 0], scale=2.0))

@@ -14,8 +14,7 @@ import pytest
 from models import make_model
 
 from twinop.deploy import ProviderError, cuda, session
-from twinop.errors import LibraryError
-from twinop.library import Library, needed_libraries, read_library
+from twinop.library import Library, read_library
 
 MODEL = make_model("CustomRelu")
 X = np.array([[-1, 2, -3, 4]], np.float32)
@@ -238,14 +237,6 @@ def test_missing_libraries_are_found_by_name(
     assert cuda.missing_libraries() == ["libcublas.so.9"]
     provider.unlink()
     assert cuda.missing_libraries() == []
-
-
-def test_needed_libraries(libraries: dict[str, Path], tmp_path: Path) -> None:
-    assert "libc.so.6" in needed_libraries(libraries["custom_relu"])
-    other = tmp_path / "x"
-    other.write_bytes(b"text, not ELF")
-    with pytest.raises(LibraryError, match="not a shared library"):
-        needed_libraries(other)
 
 
 # ------------------------------------------------------------------------------------------- without torch

@@ -183,11 +183,6 @@ def test_inputs_of_all_kinds(tmp_path: Path) -> None:
     assert "a_: int64[2, 5]" in result.output and "b_: bool[2, 4]" in result.output, "N has one size"
 
 
-def test_a_provider_that_is_none(tmp_path: Path) -> None:
-    result = run_command(make_model("CustomRelu"), tmp_path, "--provider", "gpu")
-    assert result.exit_code == 2 and "'gpu' is not one of 'auto', 'cpu', 'cuda'" in result.output
-
-
 @pytest.mark.parametrize(
     "arguments, message",
     [
@@ -244,21 +239,6 @@ def test_as_a_script_from_anywhere(tmp_path: Path) -> None:
     assert result.returncode == 0, result.stderr
     assert "same bits as torch" in result.stdout and "yes" in result.stdout
     assert [each.name for each in folder.iterdir()] == ["my model.onnx"]
-
-
-def test_the_script_fails_without_a_traceback(tmp_path: Path) -> None:
-    path = tmp_path / "model.onnx"
-    path.write_bytes(b"damaged")
-    result = script(path)
-    assert result.returncode == 1 and "Traceback" not in result.stderr and "Traceback" not in result.stdout
-    assert result.stderr.startswith("error: ") and "not a complete ONNX model" in result.stderr
-
-
-def test_help_teaches() -> None:
-    result = script("--help")
-    assert result.returncode == 0
-    for word in ("--provider", "--library", "--shape", "custom_relu.onnx", "bit for bit"):
-        assert word in " ".join(result.stdout.split()), word
 
 
 def in_functions(levels: int) -> onnx.ModelProto:

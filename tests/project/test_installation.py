@@ -9,7 +9,7 @@ from twinop import installation
 from twinop.building.toolchain import find_installation
 from twinop.deploy import session
 from twinop.errors import TwinopError
-from twinop.installation import how_to_build, version_numbers
+from twinop.installation import how_to_build
 from twinop.library import find_library
 
 WHEEL = "Install twinop's wheel again: pip install --force-reinstall <path of the wheel>"
@@ -43,9 +43,3 @@ def test_messages_to_the_user_of_a_wheel(tmp_path: Path, monkeypatch: pytest.Mon
         with pytest.raises(TwinopError, match="pip install --force-reinstall") as error:
             call()
         assert WHEEL in str(error.value) and "build.sh" not in str(error.value)
-
-
-def test_numbers_of_versions() -> None:
-    versions = ("1.9.2", "1.23.0", "2.0rc1", "2.0.0+cu130", "2.11.0.dev2026", "3")
-    found = [version_numbers(version) for version in versions]
-    assert found == [(1, 9), (1, 23), (2, 0), (2, 0), (2, 11), (3,)] and found == sorted(found)

@@ -98,11 +98,6 @@ def test_tarballs(top: str, tmp_path: Path, find: Find) -> None:
     assert (find(ORT_ROOT=file) / "onnxruntime_c_api.h").read_bytes() == header(24)
 
 
-def test_relative_paths_and_home(tmp_path: Path, find: Find) -> None:
-    folder(tmp_path / "ort", {HEADER: header(18)})
-    assert find(ORT_ROOT="ort") == find(ORT_ROOT="~/ort", HOME=tmp_path) == tmp_path / "ort/include"
-
-
 @pytest.mark.parametrize(
     ("files", "message"),
     [
@@ -123,7 +118,7 @@ def test_folders_that_cannot_be_used(
         find(ORT_ROOT="/no/such")
 
 
-@pytest.mark.parametrize("content", [b"PK\3\4 a zip", b"", {"lib/libonnxruntime.so.1": b""}])
+@pytest.mark.parametrize("content", [b"PK\3\4 a zip", {"lib/libonnxruntime.so.1": b""}])
 def test_tarballs_that_cannot_be_used(content: bytes | dict[str, bytes], tmp_path: Path, find: Find) -> None:
     file = tmp_path / "ort.tgz"
     if isinstance(content, bytes):
@@ -135,13 +130,6 @@ def test_tarballs_that_cannot_be_used(content: bytes | dict[str, bytes], tmp_pat
     ):
         find(ORT_ROOT=file)
     assert not list(tmp_path.rglob("*.h"))
-
-
-def test_a_tarball_cut_short(tmp_path: Path, find: Find) -> None:
-    file = tarball(tmp_path / "ort.tgz", {HEADER: header() + os.urandom(100_000)})
-    file.write_bytes(file.read_bytes()[:50_000])
-    with pytest.raises(Refused, match="is not a complete tarball"):
-        find(ORT_ROOT=file)
 
 
 # ----------------------------------------------------------------------------- the cache and the release

@@ -77,16 +77,6 @@ def test_cpu_tests_under(preset: str, build: Callable[[str], Path], tmp_path: Pa
     assert done.returncode == 0, done.stdout[-5000:]
 
 
-def test_address_sanitizer_watches_such_a_process(tmp_path: Path) -> None:
-    script = (
-        "import ctypes; malloc = ctypes.pythonapi.PyMem_RawMalloc; malloc.restype = ctypes.c_void_p; "
-        "ctypes.memset(malloc(8), 0, 64)"
-    )
-    env = environment("asan", ROOT / "build-asan", tmp_path)
-    assert subprocess.run([sys.executable, "-c", script], env=env).returncode == FOUND
-    assert "heap-buffer-overflow" in reports(tmp_path)
-
-
 def test_nothing_leaks(build: Callable[[str], Path], tmp_path: Path) -> None:
     """Loads, runs, fails and unloads three times, with the C library of the newest ONNX Runtime."""
     (runtime,) = (Path(onnxruntime.__file__).parent / "capi").glob("libonnxruntime.so.*")

@@ -32,10 +32,6 @@ class Source:
     def has_cuda(self) -> bool:
         return any(macro != "CPU_OP" for macro, _ in self.ops) or (not self.ops and self.path.suffix == ".cu")
 
-    @property
-    def has_backward_ops(self) -> bool:
-        return any(macro == "UNARY" or name.endswith("_backward") for macro, name in self.ops)
-
 
 @dataclass(frozen=True)
 class Project:
