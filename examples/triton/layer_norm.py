@@ -123,9 +123,10 @@ def samples(dtype, size):
 
 
 def backward_samples(dtype, size):
-    x = torch.randn(3, size)
-    mean, rstd = x.mean(-1), (x.var(-1, correction=0) + 1e-5).rsqrt()
-    yield torch.randn(3, size).to(dtype), x.to(dtype), torch.randn(size).to(dtype), mean, rstd
+    for rows in (3, 300):  # more than GROUP_SIZE_M, too
+        x = torch.randn(rows, size)
+        mean, rstd = x.mean(-1), (x.var(-1, correction=0) + 1e-5).rsqrt()
+        yield torch.randn(rows, size).to(dtype), x.to(dtype), torch.randn(size).to(dtype), mean, rstd
 
 
 @twinop.triton_op(

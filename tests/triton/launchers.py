@@ -11,6 +11,7 @@ from triton.runtime.jit import JITFunction
 
 from twinop.aot_kernels.plan import Fill, Pointer, Refuse, Scalar
 from twinop.record import Attribute, Input, Record
+from twinop.triton.trace import SAMPLE_SIZES
 from twinop.triton.traced import TracedLaunch, TracedOp, TracedPlan
 
 
@@ -31,6 +32,17 @@ def record(
         tuple(outputs),
         **{"dtypes": "float32", **texts},
     )
+
+
+def sized(**shapes: tuple[int | None, ...]) -> list[dict[str, torch.Tensor]]:
+    """Returns samples as a build makes them: for each of the sizes, which None stands for."""
+    return [
+        {
+            name: torch.empty([size if n is None else n for n in shape], device="meta")
+            for name, shape in shapes.items()
+        }
+        for size in SAMPLE_SIZES
+    ]
 
 
 @triton.jit

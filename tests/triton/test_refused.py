@@ -96,14 +96,6 @@ def processors_of_triton(x):
     return launch(x, torch.empty_like(x), (properties["multiprocessor_count"],))
 
 
-def branches(x):
-    y = torch.empty_like(x)
-    for size in (*x.shape, x.numel()):
-        if size > 16:
-            launch(x, y)
-    return y
-
-
 def always(x):
     raise ValueError("never")
 
@@ -147,12 +139,6 @@ def test_a_launcher_is_refused_with_its_line(launcher: Callable[..., Any], messa
     with pytest.raises(BuildError, match=message) as caught:
         trace(record("f", "x"), launcher, [{"x": torch.empty(5)}])
     assert re.match(r"test_refused\.py:\d+: ", str(caught.value))
-
-
-def test_a_launcher_with_too_many_branches_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("twinop.triton.trace.MOST_PLANS", 8)
-    with pytest.raises(BuildError, match=r"test_refused\.py:\d+: f has more than 8 branches"):
-        trace(record("f", "x"), branches, [{"x": torch.empty(2, 2, 2, 2, 2, 2)}])
 
 
 def test_a_kernel_with_launch_hooks_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,13 +3,14 @@
 import functools
 import importlib
 import math
+import re
 from typing import Any
 
 import launchers
 import pytest
 import torch
 import triton
-from launchers import chosen, direct, evaluated, pointers, record
+from launchers import chosen, direct, evaluated, pointers, record, sized
 
 from twinop.aot_kernels.plan import Fill, Refuse
 from twinop.triton.trace import trace
@@ -21,26 +22,25 @@ HUGE = [8191, 8193, 32769, 65535, 65536]
 
 @functools.cache
 def traced(name: str) -> TracedOp:
-    tensors = {shape: torch.empty(shape) for shape in ((3, 67), (67,), (67, 24), (1, 2, 9, 64), (2, 3, 67))}
     eps, scale = {"eps": ("float", "1e-5")}, {"scale": ("float", "0.125"), "causal": ("bool", "False")}
     activation = {"activation": ("str", '"none"')}
     records = {
         "gelu": (record("gelu", "x"), []),
-        "softmax": (record("softmax", "x"), [{"x": tensors[3, 67]}]),
+        "softmax": (record("softmax", "x"), sized(x=(3, None))),
         "layer_norm": (
             record(
                 "layer_norm", "x", "weight", attributes=eps, outputs=("y", "mean"), dtypes="float32; float16"
             ),
-            [{"x": tensors[2, 3, 67], "weight": tensors[67,]}],
+            sized(x=(2, 3, None), weight=(None,)),
         ),
-        "column_sum": (record("column_sum", "x"), [{"x": tensors[3, 67]}]),
+        "column_sum": (record("column_sum", "x"), [*sized(x=(3, None)), *sized(x=(300, None))]),
         "matmul": (
             record("matmul", "a", "b", attributes=activation, choices="activation = none | relu"),
-            [{"a": tensors[3, 67], "b": tensors[67, 24]}],
+            sized(a=(3, None), b=(None, 24)),
         ),
         "attention": (
             record("attention", "q", "k", "v", attributes=scale),
-            [dict.fromkeys("qkv", tensors[1, 2, 9, 64])],
+            [dict.fromkeys("qkv", torch.empty(1, 2, 9, head)) for head in (32, 64)],
         ),
     }
     entry, samples = records[name]
@@ -122,8 +122,9 @@ def test_a_choice_of_configurations_by_sizes_and_architecture() -> None:
     op = trace(
         record("matmul", "a", "b", attributes={"activation": ("str", None)}, choices="activation = none"),
         launchers.matmul,
-        [{"a": torch.empty(3, 67), "b": torch.empty(67, 24)}],
+        [{"a": torch.empty(rows, 67), "b": torch.empty(67, 24)} for rows in (3, 67)],
         choose,
+        (80, 90, 999),
     )
     for rows, arch, block in [(48, 90, 32), (48, 120, 32), (48, 89, 128), (49, 90, 128), (1, 80, 128)]:
         (step,) = chosen(op, [(rows, 5), (5, 7)], "none", arch=arch).steps
@@ -137,7 +138,7 @@ def test_a_launcher_may_ask_for_the_compute_capability() -> None:
         launchers.pointwise_kernel[(1,)](x, y, x.numel(), BLOCK=64 if is_new else 16)
         return y
 
-    op = trace(record("f", "x"), launcher)
+    op = trace(record("f", "x"), launcher, archs=(80, 90, 999))
     for arch, block in [(80, 16), (89, 16), (90, 64), (103, 64), (120, 64)]:
         (step,) = chosen(op, [(5,)], arch=arch).steps
         assert step.constants["BLOCK"] == block
@@ -147,8 +148,22 @@ def test_float_attributes_bools_and_sizes_as_constants() -> None:
     for head in (32, 64):
         for causal in (False, True):
             same("attention", [(2, 3, 65, head)] * 3, scale=0.5, causal=causal)
+    assert not traced("attention").notes
     plan = chosen(traced("attention"), [(2, 3, 65, 33)] * 3, 0.5, True)
     assert "the head size is q.shape[3]; expected 32 or 64" in plan.steps[0].message
+
+
+def test_a_branch_that_no_sample_takes_is_noted() -> None:
+    heads = [dict.fromkeys("qkv", torch.empty(1, 2, 9, 64))]
+    op = trace(traced("attention").record, launchers.attention, heads)
+    (note,) = op.notes
+    assert re.fullmatch(
+        r"launchers.py:\d+: Eq\(q.shape\[3\], 32\): refused where this holds, as no sample does", note
+    )
+    shapes = [(2, 3, 65, 33)] * 3
+    assert "expected 32 or 64" in chosen(op, shapes, 0.5, True).steps[0].message
+    with pytest.raises(AssertionError):
+        chosen(op, [(2, 3, 65, 32)] * 3, 0.5, True)
 
 
 def test_functions_of_math_take_symbolic_numbers() -> None:
@@ -237,9 +252,7 @@ def test_kernels_of_liger_are_traced_as_they_are(kernel: str) -> None:
         return y
 
     launcher = {"rms_norm": rms_norm, "layer_norm": layer_norm, "swiglu": swiglu}[kernel]
-    op = trace(
-        record(kernel, "x", "weight"), launcher, [{"x": torch.empty(3, 67), "weight": torch.empty(67)}]
-    )
+    op = trace(record(kernel, "x", "weight"), launcher, sized(x=(3, None), weight=(None,)))
     for size in (*SIZES, 65536):
         shapes = [(5, size), (size,)]
         assert evaluated(chosen(op, shapes), shapes) == direct(launcher, shapes)

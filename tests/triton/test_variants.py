@@ -89,8 +89,8 @@ def test_gelu_has_three_variants() -> None:
 
 
 def test_variants_that_the_guards_exclude_are_left_out() -> None:
-    n = size(0, 0) * size(0, 1)
-    small, large = (Expression.of("<=", n, limit) for limit in (15, 16))
+    block = Expression.of("NextPowerOf2", size(0, 0) * size(0, 1))
+    small, large = (Expression.of("==", block, power) for power in (8, 16))
     every = variants(gelu_launch())
     assert variants(gelu_launch(), [large]) == every
     assert variants(gelu_launch(), [small]) == every[1:]

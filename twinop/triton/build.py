@@ -6,19 +6,21 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from torch._subclasses.fake_tensor import FakeTensorMode
+
 from ..aot_kernels.plan import Body, Contents, DeviceOp
 from ..errors import BuildError, ExportError
 from ..kernel_op import DECLARED, KernelOp, describe_source
 from ..load_module import load_module
 from ..record import Record
 from .launches import compile_plans
-from .trace import trace
+from .trace import SAMPLE_SIZES, trace
 from .traced import TracedOp
 from .tuning import Tuning, tuning_file
 
 Ranks = tuple[int | None, ...]
 
-_SIZE = 48  # of the samples that are traced
+_FUTURE = 999  # the compute capability of a GPU newer than all
 
 
 def make_contents(
@@ -50,10 +52,10 @@ def make_contents(
                 "different names"
             )
         places[op.name] = op.place
-    traced = [_traced(op, domain_version) for op in ops]
+    traced = [_traced(op, domain_version, (*archs, *[_FUTURE] * ptx)) for op in ops]
     plans, kernels = compile_plans([plan for each in traced for plan in each.plans], archs, ptx=ptx)
     rest = iter(plans)
-    notes: list[str] = []
+    notes = [f"{op.name}: {note}" for op, each in zip(ops, traced, strict=True) for note in each.notes]
     found = []
     for op, each in zip(ops, traced, strict=True):
         own = tuple(itertools.islice(rest, len(each.plans)))
@@ -99,11 +101,13 @@ def _of_domain(ops: list[KernelOp], domain: str) -> list[KernelOp]:
     return ops
 
 
-def _traced(op: KernelOp, domain_version: int) -> TracedOp:
+def _traced(op: KernelOp, domain_version: int, archs: Sequence[int]) -> TracedOp:
     dtype = op.record.combinations[0][op.record.inputs[0].name]
+    samples = op.calls(dtype, SAMPLE_SIZES[0]) or []
+    with FakeTensorMode():  # of the others, the shapes alone are needed
+        samples += [call for size in SAMPLE_SIZES[1:] for call in op.calls(dtype, size) or []]
     record = replace(op.record, domain_version=domain_version)
-    tuning = Tuning.read(tuning_file(op.file))
-    return trace(record, op.launcher, op.calls(dtype, _SIZE) or [], tuning.choose)
+    return trace(record, op.launcher, samples, Tuning.read(tuning_file(op.file)).choose, archs)
 
 
 # ---------------------------------------------------------------------------------------------- bodies

@@ -49,7 +49,7 @@ class Recorder(TorchDispatchMode):
     def __init__(self, symbols: Symbols, launcher: Any) -> None:
         super().__init__()
         self.symbols, self.steps = symbols, list[TracedLaunch | Fill]()
-        symbols.plain = self._plain
+        symbols.plain, symbols.line = self._plain, self.line
         self._code = launcher.__code__
         self._storages: dict[int, Pointer] = {}
         self._sizes: list[Expression] = []

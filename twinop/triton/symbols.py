@@ -1,8 +1,8 @@
 """The sizes and attributes of a traced call: symbolic to the launcher, with one call's values behind them."""
 
 import re
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import sympy  # type: ignore[import-untyped]
@@ -10,19 +10,13 @@ import torch
 from torch._dynamo.source import ConstantSource
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 
-from ..aot_kernels.expression import ARCH, Expression, attribute, size
+from ..aot_kernels.expression import ARCH, FUNCTIONS, Expression, attribute, size
 from ..record import Record
 from .expressions import translate
 
 MOST_ELEMENTS = 2**16
 """The largest power of two that a constant may be. Triton takes 2**20, but a kernel with a block of 2**20
 elements, compiled for each dtype and alignment, takes minutes, and its values do not fit into registers."""
-
-_BOUNDS = {
-    "LessThan": (0, True), "StrictLessThan": (-1, True),
-    "StrictGreaterThan": (0, False), "GreaterThan": (-1, False),
-}  # fmt: skip
-"""Comparisons of an int with a constant: what to add to the constant; the answer if it is not exceeded."""
 
 SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool)
 
@@ -55,15 +49,32 @@ class Call:
 
 @dataclass(frozen=True)
 class Decision:
-    """A branch that the launcher took: a condition, and whether it held."""
+    """A branch that the launcher took.
+
+    Attributes:
+        condition, held: what decided it.
+        is_value: whether the launcher needs one value of a number. Then there is no other branch to take.
+        text: the condition in the launcher's words, with its line: "mish.py:14: x.shape[0] <= 64".
+    """
 
     condition: Expression
     held: bool
+    is_value: bool = False
+    text: str = field(default="", compare=False)
 
     @property
     def guard(self) -> Expression:
         """The expression that is not 0 for calls that take the branch."""
         return self.condition if self.held else Expression.of("!", self.condition)
+
+    @property
+    def opposite(self) -> "Decision":
+        """The branch that was not taken."""
+        return replace(self, held=not self.held)
+
+
+class OtherBranch(BaseException):
+    """A launcher that was sent down a branch which its sizes would not take came to the next one."""
 
 
 class Varying(Exception):
@@ -75,17 +86,20 @@ class Symbols(ShapeEnv):
 
     Attributes:
         decisions: in the order of the launcher.
+        flipped: the index of the decision that is answered the other way; at the next one, the run ends.
         in_torch: whether torch's own code runs. It asks about sizes of 0 and 1 only to find out which tensors
             are contiguous, so the answer is that there are none; a plan of its own for them has no use. What
             follows holds for sizes of 1 as well. For 0, the strides of a tensor without elements differ.
         plain: is called with the expression where `int(n)` or an index asks for one value.
+        line: returns the line of the launcher that runs.
     """
 
     plain: Callable[[sympy.Expr], Any]
+    line: Callable[[], str]
 
-    def __init__(self, record: Record, call: Call) -> None:
+    def __init__(self, record: Record, call: Call, flipped: int | None = None) -> None:
         super().__init__(specialize_zero_one=False, duck_shape=False)
-        self.record, self.call = record, call
+        self.record, self.call, self.flipped = record, call, flipped
         self.decisions: list[Decision] = []
         self.in_torch = False
         self._meanings: dict[sympy.Symbol, Expression] = {}
@@ -143,10 +157,11 @@ class Symbols(ShapeEnv):
             return f"{self.record.inputs[meaning.operands[0]].name}.shape[{meaning.operands[1]}]"
         if meaning.operation == "attribute":
             return self.record.attributes[meaning.operands[0]].name
-        return f"a value computed by {meaning.operation}"
+        operands = (each for each in meaning.operands if isinstance(each, Expression))
+        return f"{meaning.operation}({', '.join(map(self._word, operands))})"
 
     def fix(self, value: sympy.Expr) -> Any:
-        """Returns the one value that an expression has in this call's range of powers of two.
+        """Returns the value that an expression of powers of two has in this call, and decides that it has it.
 
         Raises:
             Varying: it depends on more than powers of two and numbers that were found equal to a value.
@@ -154,22 +169,16 @@ class Symbols(ShapeEnv):
         """
         for symbol in sorted(value.free_symbols, key=str):
             meaning = self._meanings[symbol]
-            if Decision(Expression.of("==", meaning, self.call.value(meaning)), True) in self.decisions:
+            if meaning in _known(self.decisions[: self.flipped]):
                 continue
             if meaning.operation != "NextPowerOf2":
                 raise Varying
-            least, most = 0, MOST_ELEMENTS.bit_length()
-            while least < most:  # the questions depend on earlier answers only
-                middle = (least + most) // 2
-                if self._at_most(meaning, 2**middle):
-                    most = middle
-                else:
-                    least = middle + 1
-            if 2**least > MOST_ELEMENTS:
+            if not self._decide(Expression.of("<=", meaning, MOST_ELEMENTS), is_value=True):
                 raise ValueError(
                     f"a block would have more than {MOST_ELEMENTS} elements, the most that are compiled "
                     "ahead: go over longer rows in a loop"
                 )
+            self._decide(Expression.of("==", meaning, self.call.value(meaning)), is_value=True)
         return self.call.value(translate(value, self._meanings))
 
     def evaluate_expr(
@@ -198,33 +207,19 @@ class Symbols(ShapeEnv):
                 return bool(question.func(difference, 0))
             if self.in_torch and (answer := _for_sizes_above_1(question)) is not None:
                 return answer
-            if question.lhs.is_integer and question.rhs.is_Integer and type(question).__name__ in _BOUNDS:
-                step, answer = _BOUNDS[type(question).__name__]
-                return (
-                    self._at_most(translate(question.lhs, self._meanings), int(question.rhs) + step) is answer
-                )
-        return self._decide(translate(question, self._meanings))
+        return self._decide(translate(question, self._meanings), str(question))
 
-    def _at_most(self, value: Expression, bound: int) -> bool:
-        match value:
-            case Expression("FloorDivide", (dividend, Expression("constant", (int(by),)))) if by > 0:
-                return self._at_most(dividend, (bound + 1) * by - 1)
-        if value.operation == "NextPowerOf2" and bound > 0:  # a bound of its operand is the same
-            value, bound = value.operands[0], 1 << (bound.bit_length() - 1)
-        question = Expression.of("<=", value, bound)
-        for decision in self.decisions:  # an earlier answer may imply this one
-            if (known := _bound(decision)) is None or known[0] != (value, decision.held):
-                continue
-            if (bound >= known[1]) if decision.held else (bound <= known[1]):
-                return decision.held
-        return self._decide(question)
-
-    def _decide(self, condition: Expression) -> bool:
+    def _decide(self, condition: Expression, text: str = "", is_value: bool = False) -> bool:
         for decision in self.decisions:
             if decision.condition == condition:
                 return decision.held
-        held = bool(self.call.value(condition))
-        self.decisions.append(Decision(condition, held))
+        if _follows(condition, _known(self.decisions[: self.flipped])):
+            return bool(self.call.value(condition))
+        if self.flipped is not None and self.flipped < len(self.decisions):
+            raise OtherBranch
+        held = bool(self.call.value(condition)) is not (self.flipped == len(self.decisions))
+        text = f"{self.line()}: {self.described(text)}"
+        self.decisions.append(Decision(condition, held, is_value, text))
         return held
 
 
@@ -248,23 +243,29 @@ def _for_sizes_above_1(question: Any) -> bool | None:
     return bool(question.func(constant, 0)) if product == 0 else None
 
 
-def tightest(decisions: Sequence[Decision]) -> tuple[Expression, ...]:
-    """Returns the guards of a path, without bounds that a tighter one implies."""
-    bounds: dict[Any, int] = {}
-    for decision in decisions:
-        if (bound := _bound(decision)) is not None:
-            key, limit = bound
-            bounds[key] = (min if decision.held else max)(bounds.get(key, limit), limit)
+def guards(decisions: Sequence[Decision]) -> tuple[Expression, ...]:
+    """Returns what holds for the calls of a path, without what follows from numbers that have one value."""
+    known = _known(decisions)
     return tuple(
-        decision.guard
-        for decision in decisions
-        if (bound := _bound(decision)) is None or bounds[bound[0]] == bound[1]
+        each.guard
+        for each in decisions
+        if (each.held and each.condition.operands[0] in known and each.condition.operation == "==")
+        or not _follows(each.condition, known)
     )
 
 
-def _bound(decision: Decision) -> tuple[Any, int] | None:
-    """Returns what a decision bounds, from above or below, and the limit; None: it is not a bound."""
-    match decision.condition:
-        case Expression("<=", (value, Expression("constant", (int(limit),)))):
-            return (value, decision.held), limit
-    return None
+def _known(decisions: Sequence[Decision]) -> set[Expression]:
+    """Returns the numbers that have one value."""
+    return {
+        each.condition.operands[0]
+        for each in decisions
+        if each.held
+        and each.condition.operation == "=="
+        and each.condition.operands[1].operation == "constant"
+    }
+
+
+def _follows(value: Expression, known: Collection[Expression]) -> bool:
+    if value in known or value.operation == "constant":
+        return True
+    return value.operation in FUNCTIONS and all(_follows(each, known) for each in value.operands)

@@ -1,8 +1,8 @@
 """Traces launchers: runs them with symbolic sizes, and makes plans of what they do."""
 
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,18 +16,19 @@ from ..aot_kernels.plan import Refuse
 from ..errors import BuildError
 from ..record import Attribute, Record, entries
 from ..shapes import evaluate
-from .explore import TooManyBranches, explore
 from .expressions import NotAnExpression
 from .intercept import Choose, Indexing, first_configuration, functions_of_symbols, triton_launches
 from .outputs import with_dtypes, with_shapes
 from .recorder import Output, Recorder
-from .symbols import Call, Decision, Symbols, tightest
+from .symbols import Call, Decision, OtherBranch, Symbols, guards
 from .traced import TracedOp, TracedPlan
 
-MOST_PLANS = 64
-"""The most plans for one combination of dtypes, ranks and attributes."""
-
 HIGHEST_RANK = 6
+
+SAMPLE_SIZES = (48, *(2**k - odd for k in range(18) for odd in (0, 1) if 2**k > odd))
+"""The sizes for which samples are made: each power of two that a block may have, and odd sizes."""
+
+_ELEMENTS = (2**20, 2**24, 2**31)  # of inputs that all have one shape, moreover
 
 Ranks = tuple[int | None, ...]
 Sizes = tuple[tuple[int, ...] | None, ...]
@@ -39,8 +40,12 @@ def trace(
     launcher: Callable[..., Any],
     samples: Sequence[Mapping[str, Any]] = (),
     choose: Choose = first_configuration,
+    archs: Sequence[int] = (90,),
 ) -> TracedOp:
     """Traces the launcher of an op for every combination of dtypes.
+
+    There is a plan for each branch that a sample takes, for the calls that take the same one. Where the
+    launcher raises an error at another branch, there is a plan for this, too.
 
     The ranks are those of the samples, and those that follow when the first input, and with it all of the
     same rank, have 1 to 6 dimensions. Without samples, all inputs have 1 to 6. Ranks that the launcher
@@ -51,38 +56,52 @@ def trace(
         launcher: takes the inputs and, by name, the attributes.
         samples: calls, inputs (tensors) and attributes by name.
         choose: chooses configurations of `triton.autotune`.
+        archs: compute capabilities of GPUs that call the launcher.
 
     Raises:
-        BuildError: the launcher does something that a library cannot do, or has too many branches.
+        BuildError: the launcher does something that a library cannot do.
     """
     if torch.cuda.is_available():
         torch.cuda.init()  # the first fake tensor does it otherwise, and finds a symbolic compute capability
-    tracer = _Tracer(record, launcher, choose)
     plans: list[TracedPlan] = []
+    notes: dict[str, None] = {}  # without repetitions
     outputs: dict[Ranks, list[_Outputs]] = {}
     for combination in range(len(record.combinations)):
+        tracer = _Tracer(record, launcher, choose, combination)
         dtypes: list[_Outputs] = []
         refusal: Any = None
-        for call, is_given in _calls(record, samples):
-            try:
-                found = tracer.plans(combination, call)
-            except BuildError:
-                if is_given:
-                    raise
-                continue
-            accepted = [of_path for _, of_path in found if of_path is not None]
+        for ranks, paths in tracer.paths(_calls(record, samples, archs)):
+            accepted = [path.outputs for path in paths if path.outputs is not None]
             if not accepted:
-                refusal = refusal or found[0][0].steps[-1]
+                refusal = refusal or paths[0].steps[-1]
                 continue
-            plans += (plan for plan, _ in found)
+            paths += tracer.refusals(paths, notes)
+            plans += (tracer.plan(path) for path in paths)
             dtypes += accepted
-            outputs.setdefault(_ranks(call), []).extend(accepted)
+            outputs.setdefault(ranks, []).extend(accepted)
         if not dtypes:
             raise BuildError(
                 f"{tracer.place}: {record.name} refuses all calls; the first says: {refusal.message}"
             )
         record = with_dtypes(record, combination, dtypes, tracer.place)
-    return TracedOp(with_shapes(record, outputs, tracer.place), tuple(plans))
+    return TracedOp(with_shapes(record, outputs, tracer.place), tuple(plans), tuple(notes))
+
+
+@dataclass
+class _Path:
+    """A run of the launcher. `outputs`: None where it raised an error."""
+
+    call: Call
+    decisions: Sequence[Decision]
+    outputs: _Outputs | None
+    temporaries: tuple[Expression, ...]
+    steps: tuple[Any, ...]
+
+    def takes(self, call: Call) -> bool:
+        """Whether the launcher does the same for another call of these ranks."""
+        with suppress(ArithmeticError):
+            return all(call.value(decision.guard) for decision in self.decisions)
+        return False
 
 
 @dataclass(frozen=True)
@@ -90,18 +109,61 @@ class _Tracer:
     record: Record
     launcher: Callable[..., Any]
     choose: Choose
+    combination: int
 
     @property
     def place(self) -> str:
         code = self.launcher.__code__
         return f"{Path(code.co_filename).name}:{code.co_firstlineno}"
 
-    def plans(self, combination: int, call: Call) -> list[tuple[TracedPlan, _Outputs | None]]:
-        """Returns the plans for dtypes, ranks, and texts and bools of a call, and the outputs of each.
+    def paths(self, calls: Iterable[tuple[Call, bool]]) -> Iterator[tuple[Ranks, list[_Path]]]:
+        """Yields the paths that calls take, for each choice of ranks, bools and texts."""
+        found: dict[Any, list[_Path]] = {}
+        failed = set()
+        for call, is_given in calls:
+            kind = _ranks(call), self._enumerated(call)
+            paths = found.setdefault(kind, [])
+            if kind in failed or any(path.takes(call) for path in paths):
+                continue
+            try:
+                paths.append(self.run(call))
+            except BuildError:
+                if is_given:
+                    raise
+                failed.add(kind)
+        for (ranks, _), paths in found.items():
+            if (ranks, _) not in failed:
+                yield ranks, paths
 
-        There are no outputs where the launcher raised an error.
-        """
-        given = tuple(
+    def refusals(self, paths: Sequence[_Path], notes: dict[str, None]) -> list[_Path]:
+        """Returns the paths beside these that end in an error at once, and notes the others."""
+        known = {(*path.decisions[: i + 1],) for path in paths for i in range(len(path.decisions))}
+        taken = {decision for path in paths for decision in path.decisions}
+        found = []
+        for path in paths:
+            for i, decision in enumerate(path.decisions):
+                other = (*path.decisions[:i], decision.opposite)
+                if other in known or decision.is_value:
+                    continue
+                known.add(other)
+                try:
+                    run = self.run(path.call, flipped=i)
+                except (BuildError, OtherBranch):
+                    run = None
+                if run is not None and run.outputs is None:
+                    found.append(run)
+                elif decision.opposite not in taken:
+                    answer = "does not hold" if decision.held else "holds"
+                    notes[f"{decision.text}: refused where this {answer}, as no sample does"] = None
+        return found
+
+    def plan(self, path: _Path) -> TracedPlan:
+        """Returns the plan of a path."""
+        conditions = (*self._enumerated(path.call), *guards(path.decisions))
+        return TracedPlan(self.combination, _ranks(path.call), conditions, path.temporaries, path.steps)
+
+    def _enumerated(self, call: Call) -> tuple[Expression, ...]:
+        return tuple(
             text_is(index, value)
             if isinstance(value, str)
             else Expression.of("==", attribute(index), int(value))
@@ -109,32 +171,17 @@ class _Tracer:
             if self._is_enumerated(index)
         )
 
-        def run(other: Call) -> tuple[list[Decision], tuple[_Outputs | None, Any, Any]]:
-            symbols = Symbols(self.record, other)
-            return symbols.decisions, self._run(Recorder(symbols, self.launcher), combination)
-
-        try:
-            paths = explore(run, call, MOST_PLANS)
-        except TooManyBranches:
-            raise BuildError(
-                f"{self.place}: {self.record.name} has more than {MOST_PLANS} branches that depend on sizes "
-                "or attributes. Use fewer comparisons, or bound the sizes with an assert"
-            ) from None
-        return [
-            (
-                TracedPlan(combination, _ranks(call), (*given, *tightest(decisions)), temporaries, steps),
-                outputs,
-            )
-            for decisions, (outputs, temporaries, steps) in paths
-        ]
-
     def _is_enumerated(self, index: int) -> bool:
         return self.record.attributes[index].kind in ("bool", "str")
 
-    def _run(
-        self, recorder: Recorder, combination: int
-    ) -> tuple[_Outputs | None, tuple[Expression, ...], tuple[Any, ...]]:
-        """Runs the launcher, and returns the outputs, the bytes of the temporary tensors, and the steps."""
+    def run(self, call: Call, flipped: int | None = None) -> _Path:
+        """Runs the launcher for a call; `flipped`: as in `Symbols`."""
+        symbols = Symbols(self.record, call, flipped)
+        outputs, temporaries, steps = self._record(Recorder(symbols, self.launcher))
+        return _Path(call, symbols.decisions, outputs, temporaries, steps)
+
+    def _record(self, recorder: Recorder) -> tuple[_Outputs | None, tuple[Expression, ...], tuple[Any, ...]]:
+        """Returns the outputs, the bytes of the temporary tensors, and the steps."""
         symbols = recorder.symbols
         call = symbols.call
         attributes = {
@@ -148,7 +195,7 @@ class _Tracer:
             stack.enter_context(functions_of_symbols(recorder))
             stack.enter_context(triton_launches(recorder, self.choose))
             stack.enter_context(cuda_launches(recorder))
-            inputs = self._inputs(recorder, combination, call, attributes)
+            inputs = self._inputs(recorder, call, attributes)
             stack.enter_context(recorder)
             stack.enter_context(Indexing())
             try:
@@ -164,10 +211,8 @@ class _Tracer:
                 return None, (), (Refuse(symbols.described(message)),)
             return recorder.finish(returned, len(self.record.outputs))
 
-    def _inputs(
-        self, recorder: Recorder, combination: int, call: Call, attributes: Mapping[str, Any]
-    ) -> list[Any]:
-        dtypes, required = self.record.combinations[combination], entries(self.record.input_shapes)
+    def _inputs(self, recorder: Recorder, call: Call, attributes: Mapping[str, Any]) -> list[Any]:
+        dtypes, required = self.record.combinations[self.combination], entries(self.record.input_shapes)
         shapes: dict[str, Any] = {
             entry.name: sizes and tuple(recorder.symbols.size(index, d) for d in range(len(sizes)))
             for index, (entry, sizes) in enumerate(zip(self.record.inputs, call.sizes, strict=True))
@@ -202,44 +247,41 @@ def _ranks(call: Call) -> Ranks:
     return tuple(None if sizes is None else len(sizes) for sizes in call.sizes)
 
 
-def _calls(record: Record, samples: Sequence[Mapping[str, Any]]) -> Iterator[tuple[Call, bool]]:
-    """Yields a call to begin with for each choice of ranks, bools and texts; whether it must be traced."""
+def _calls(
+    record: Record, samples: Sequence[Mapping[str, Any]], archs: Sequence[int]
+) -> Iterator[tuple[Call, bool]]:
+    """Yields the calls to trace, with all bools and texts; whether a launcher must take them."""
     if wrong := [entry.name for entry in record.inputs if entry.repeated]:
         raise BuildError(f"{record.name}: {wrong[0]} is a Tensor[]; launchers in Python take single tensors")
     if wrong := [entry.name for entry in record.attributes if entry.kind == "int[]"]:
         raise BuildError(f"{record.name}: {wrong[0]} is an int[]; launchers take single numbers")
-    for sizes, is_given in _sizes(record, samples):
-        for attributes in itertools.product(*(_values(record, entry) for entry in record.attributes)):
-            yield Call(sizes, attributes), is_given
-
-
-def _sizes(
-    record: Record, samples: Sequence[Mapping[str, Any]]
-) -> Iterator[tuple[tuple[tuple[int, ...] | None, ...], bool]]:
-    seen: set[Ranks] = set()
-    given = [
-        tuple(
-            None if sample.get(entry.name) is None else tuple(sample[entry.name].shape)
-            for entry in record.inputs
-        )
-        for sample in samples
-    ]
-    other = tuple(None if entry.optional else (67,) for entry in record.inputs)
-    every = tuple((67,) for _ in record.inputs)
-    for sizes in [*given, *([] if given else [every, other])]:
+    for sizes, given in _samples(record, samples):
+        values = [_values(record, entry, given) for entry in record.attributes]
         first = next(len(shape) for shape in sizes if shape is not None)
-        for rank in (first, *range(1, HIGHEST_RANK + 1)):
-            new = tuple(
+        for rank in dict.fromkeys((first, *range(1, HIGHEST_RANK + 1))):
+            ranked = tuple(
                 shape if shape is None or len(shape) != first else ((3,) * (rank - first) + shape)[-rank:]
                 for shape in sizes
             )
-            if _ranks(Call(new)) not in seen:
-                seen.add(_ranks(Call(new)))
-                yield new, rank == first or not given
+            for attributes in itertools.product(*values):
+                for arch in archs:
+                    yield Call(ranked, attributes, arch), rank == first or not samples
 
 
-def _values(record: Record, entry: Attribute) -> Sequence[Any]:
-    """Returns the values of an attribute to trace: all of them for bools and texts, or one to begin with."""
+def _samples(
+    record: Record, samples: Sequence[Mapping[str, Any]]
+) -> Iterator[tuple[Sizes, Mapping[str, Any]]]:
+    """Yields the shapes of the samples, or of inputs that all have one, and the attributes."""
+    for sample in samples:
+        given = [sample.get(entry.name) for entry in record.inputs]
+        yield tuple(None if tensor is None else tuple(tensor.shape) for tensor in given), sample
+    for size in () if samples else (*SAMPLE_SIZES, *_ELEMENTS):
+        yield tuple((size,) for _ in record.inputs), {}
+        yield tuple(None if entry.optional else (size,) for entry in record.inputs), {}
+
+
+def _values(record: Record, entry: Attribute, given: Mapping[str, Any]) -> Sequence[Any]:
+    """Returns the values of an attribute to trace: all of them for bools and texts, else the sample's."""
     if entry.kind == "bool":
         return (False, True)
     if entry.kind == "str":
@@ -248,5 +290,5 @@ def _values(record: Record, entry: Attribute) -> Sequence[Any]:
                 f'{record.name}: {entry.name} is a str; name its values: choices="{entry.name} = a | b"'
             )
         return record.attribute_choices[entry.name]
-    start = 1 if entry.default is None else entry.default
+    start = given.get(entry.name, 1 if entry.default is None else entry.default)
     return (float(start) if entry.kind == "float" else start,)

@@ -65,7 +65,13 @@ class TracedPlan:
 
 @dataclass(frozen=True)
 class TracedOp:
-    """An op whose launcher was traced. `record`: with the shapes and dtypes of the outputs."""
+    """An op whose launcher was traced.
+
+    Attributes:
+        record: with the shapes and dtypes of the outputs.
+        notes: what calls are refused for want of a sample.
+    """
 
     record: Record
     plans: tuple[TracedPlan, ...]
+    notes: tuple[str, ...] = ()

@@ -68,10 +68,10 @@ def variants(launch: TracedLaunch, guards: Sequence[Expression] = ()) -> list[So
 
 
 def _below_16(guard: Expression) -> Expression | None:
-    """Returns what a guard bounds below 16, if it does: it is not a multiple of 16."""
+    """Returns what has a block below 16, if a guard says so: it is not a multiple of 16."""
     match guard:
-        case Expression("<=", (Expression() as value, Expression("constant", (int(limit),)))) if limit < 16:
-            return value
+        case Expression("==", (Expression("NextPowerOf2", (value,)), Expression("constant", (int(power),)))):
+            return value if power < 16 else None
     return None
 
 
