@@ -8,7 +8,7 @@ import numpy as np
 
 from twinop.tolerance import TOLERANCE, difference
 
-from ..errors import FeedError, ModelError, RunError
+from ..errors import ModelError
 from ..tensor_specs import Spec
 from .errors import ServiceError
 from .instance import Instance
@@ -83,30 +83,19 @@ def warm_up(
         ModelError: a run failed.
     """
     found: dict[str, np.ndarray] = {}
-    for feeds in (warmup.feeds, *_largest_batch(warmup.feeds, settings.max_batch_size)):
-        for instance in instances:
+    row = {name: array[:1] for name, array in warmup.feeds.items()}
+    for parts in [warmup.feeds], [row] * settings.max_batch_size if row else []:
+        for instance in instances if parts else ():
             try:
-                result = instance.run([feeds], outputs)
-            except (ServiceError, RunError, FeedError) as error:
-                shapes = WarmupInputs(feeds, warmup.guessed).shapes
+                result = instance.run(parts, outputs)
+            except ServiceError as error:
+                shapes = warmup.shapes if not found else f"{len(parts)} rows"
                 if warmup.guessed and not found:
                     _log.warning("%s was not warmed up, set warm_up: at %s it says: %s", model, shapes, error)
                     return None
                 raise ModelError(f"{model}: its first run, at {shapes}, failed: {error}") from error
             found = found or result
     return found
-
-
-def _largest_batch(feeds: Mapping[str, np.ndarray], size: int) -> list[dict[str, np.ndarray]]:
-    """Return the inputs at the largest batch size, if it is another one."""
-    if not size or not feeds or size == len(next(iter(feeds.values()))):
-        return []
-    return [
-        {
-            name: np.repeat(array, -(-size // max(len(array), 1)), axis=0)[:size]
-            for name, array in feeds.items()
-        }
-    ]
 
 
 def joined_differently(instance: Instance, warmup: WarmupInputs, outputs: Sequence[str], device: str) -> str:

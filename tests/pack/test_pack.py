@@ -6,12 +6,10 @@ import os
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import typer
-from onnx import TensorProto, helper, numpy_helper
 from pack_fixtures import packed, saved
-from service_models import identity, relu
+from service_models import identity, mlp, point_external, relu, save_external
 from typer.testing import CliRunner
 
 from twinop import __version__
@@ -111,45 +109,15 @@ def test_kubernetes_name(name: str) -> None:
 # -------------------------------------------------------------------------------- external data
 
 
-def with_data(folder: Path, location: str = "data/weights.bin") -> Path:
-    """y = x + w, where w and a constant in an If's branch lie in files."""
-    folder.mkdir(parents=True, exist_ok=True)
-    inner = helper.make_node("Constant", [], ["c"], value=external("c", "inner.bin"))
-    branch = helper.make_graph([inner], "b", [], [helper.make_tensor_value_info("c", TensorProto.FLOAT, [4])])
-    nodes = [
-        helper.make_node("If", ["go"], ["z"], then_branch=branch, else_branch=branch),
-        helper.make_node("Add", ["x", "w"], ["t"]),
-        helper.make_node("Add", ["t", "z"], ["y"]),
-    ]
-    values = [helper.make_tensor_value_info(name, TensorProto.FLOAT, ["N", 4]) for name in "xy"]
-    go = numpy_helper.from_array(np.array(True), "go")
-    graph = helper.make_graph(nodes, "g", values[:1], values[1:], [external("w", location), go])
-    for each in (location, "inner.bin"):
-        target = folder / each
-        target.parent.mkdir(parents=True, exist_ok=True)
-        target.write_bytes(np.arange(4, dtype=np.float32).tobytes())
-    path = folder / "model.onnx"
-    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 20)], ir_version=10)
-    path.write_bytes(model.SerializeToString())
-    return path
-
-
-def external(name: str, location: str) -> TensorProto:
-    tensor = TensorProto(name=name, data_type=TensorProto.FLOAT, dims=[4])
-    tensor.data_location = TensorProto.EXTERNAL
-    tensor.external_data.add(key="location", value=location)
-    return tensor
-
-
 def test_data_files_are_copied(tmp_path: Path) -> None:
-    pack(Options(with_data(tmp_path / "in"), tmp_path / "repo", name="adds"))
-    assert files(tmp_path / "repo/models/adds/1") == {"model.onnx", "data/weights.bin", "inner.bin"}
-
-
-def test_data_outside_the_folder_is_refused(tmp_path: Path) -> None:
-    path = with_data(tmp_path / "in", "../secret.bin")
+    path = tmp_path / "model.onnx"
+    data = save_external(mlp(4, 4, custom=False), path)
+    pack(Options(path, tmp_path / "repo", name="mlp"))
+    assert files(tmp_path / "repo/models/mlp/1") == {"model.onnx", "weights.bin"}
+    data.rename(tmp_path.with_name("outside.bin"))
+    point_external(path, "../outside.bin")
     with pytest.raises(ModelError, match="outside of its folder"):
-        pack(Options(path, tmp_path / "repo"))
+        pack(Options(path, tmp_path / "repo", force=True))
 
 
 # -------------------------------------------------------------------------------- what is refused

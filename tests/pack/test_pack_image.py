@@ -6,18 +6,15 @@ import json
 import os
 import re
 import shutil
-import signal
 import subprocess
 import sys
-import time
-import urllib.error
-import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from pack_fixtures import CASES, packed_case
+from service_fixtures import serve, start, tensor
 
 from lab.servers import free_ports
 
@@ -117,64 +114,33 @@ def imported(path: Path) -> Iterator[str]:
             yield node.module.split(".")[0]
 
 
+# The packed copy, where nothing of the checkout can be found.
 TWINOP = "import sys; sys.path.insert(0, sys.argv.pop(1)); from twinop.cli import app; app()"
-
-
-def command(repo: Path, *arguments: object) -> list[str]:
-    """The packed copy, where nothing of the checkout can be found."""
-    return [sys.executable, "-I", "-c", TWINOP, str(repo / "service"), *map(str, arguments)]
-
-
-def run_packed(repo: Path, *arguments: object) -> subprocess.CompletedProcess:
-    return subprocess.run(command(repo, *arguments), capture_output=True, text=True, timeout=120)
-
-
-def get(url: str, token: str = "", body: bytes | None = None) -> tuple[int, bytes]:
-    headers = {"Content-Type": "application/json"}
-    if token:
-        headers["Authorization"] = f"Bearer {token}"
-    try:
-        with urllib.request.urlopen(urllib.request.Request(url, body, headers), timeout=10) as answer:
-            return answer.status, answer.read()
-    except urllib.error.HTTPError as error:
-        return error.code, error.read()
 
 
 @pytest.mark.parametrize("repo", ["cpu"], indirect=True)
 def test_the_packed_folder_is_served(repo: Path, tmp_path: Path) -> None:
     """The container's own command on the packed files: the image without Docker."""
-    arguments = " ".join(command_of_the_image(repo)).replace("/mnt/models", str(repo / "models"))
-    arguments = arguments.replace("0.0.0.0", "127.0.0.1")
-    http, grpc = free_ports(2)
-    arguments = arguments.replace("8080", str(http)).replace("8081", str(grpc))
-    environment = {"PATH": os.environ["PATH"], "HOME": "/tmp", "TWINOP_TOKEN": "secret"}
+    serve_, place, *options = command_of_the_image(repo)
+    assert (serve_, place) == ("serve", "/mnt/models")
+    http, grpc = map(str, free_ports(2))
+    ports = {"0.0.0.0": "127.0.0.1", "8080": http, "8081": grpc}
+    options = [ports.get(each, each) for each in options]
     healthcheck = re.search(r'CMD \["python", "-c", "(.*)"\]', (repo / "Dockerfile").read_text())
     assert healthcheck is not None
-    healthy = [sys.executable, "-c", healthcheck[1].replace("8080", str(http))]
-    with open(tmp_path / "log", "w+") as log:
-        server = subprocess.Popen(
-            command(repo, *arguments.split()), env=environment, stdout=log, stderr=log, cwd=tmp_path
-        )
-        try:
-            for _ in range(60):
-                if subprocess.run(healthy, capture_output=True).returncode == 0:
-                    break
-                assert server.poll() is None, (tmp_path / "log").read_text()
-                time.sleep(0.5)
-            base = f"http://127.0.0.1:{http}"
-            assert get(f"{base}/v2/models/custom_relu")[0] == 401
-            status, answer = get(f"{base}/v2/models/custom_relu", "secret")
-            assert status == 200 and b"CustomRelu" in answer and b"libcustom_relu.so" in answer
-            tensor = {"name": "x", "datatype": "FP32", "shape": [1, 4], "data": [-1, 2, -3, 4]}
-            body = json.dumps({"inputs": [tensor]}).encode()
-            status, answer = get(f"{base}/v2/models/custom_relu/infer", "secret", body)
-            assert status == 200 and json.loads(answer)["outputs"][0]["data"] == [0, 2, 0, 4]
-            status, answer = get(f"{base}/metrics", "secret")
-            assert status == 200 and b"twinop_queued" in answer  # README.md names it
-        finally:
-            server.send_signal(signal.SIGTERM)
-            code = server.wait(40)
-    assert code == 0, (tmp_path / "log").read_text()
+    token, env = {"authorization": "Bearer secret"}, {"TWINOP_TOKEN": "secret"}
+    program = ("-I", "-c", TWINOP, str(repo / "service"))
+    with serve(repo / "models", *options, env=env, program=program, cwd=tmp_path) as served:
+        healthy = [sys.executable, "-c", healthcheck[1].replace("8080", http)]
+        subprocess.run(healthy, check=True)
+        assert served.ask("GET", "/v2/models/custom_relu").status == 401
+        said = served.ask("GET", "/v2/models/custom_relu", headers=token).content
+        assert b"CustomRelu" in said and b"libcustom_relu.so" in said
+        body = {"inputs": [tensor("x", "FP32", [1, 4], [-1, 2, -3, 4])]}
+        answer = served.ask("POST", "/v2/models/custom_relu/infer", body, token)
+        assert answer.json["outputs"][0]["data"] == [0, 2, 0, 4]
+        assert b"twinop_queued" in served.ask("GET", "/metrics", headers=token).content  # README.md names it
+        assert served.stop() == 0
 
 
 @pytest.mark.parametrize("repo", ["cpu"], indirect=True)
@@ -182,6 +148,6 @@ def test_another_library_is_not_loaded(repo: Path, tmp_path: Path) -> None:
     shutil.copytree(repo / "models", tmp_path / "models")
     with (tmp_path / "models/custom_relu/1/libcustom_relu.so").open("ab") as library:
         library.write(b"changed")
-    ports = ("--http-port", "0", "--grpc-port", "0", "--allow-model-libraries")
-    ran = run_packed(repo, "serve", tmp_path / "models", *ports)
-    assert ran.returncode == 1 and "SHA-256" in ran.stdout + ran.stderr, ran.stdout + ran.stderr
+    program, log = ("-I", "-c", TWINOP, str(repo / "service")), tmp_path / "log"
+    process = start(tmp_path / "models", log, "--allow-model-libraries", program=program)
+    assert process.wait(120) == 1 and "SHA-256" in log.read_text()

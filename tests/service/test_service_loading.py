@@ -75,7 +75,7 @@ def test_warm_up_at_the_shapes_given(
     monkeypatch.setattr(Instance, "run", recorded)
     loaded(tmp_path, service_models.add(), warm_up={"a": (3, 4)}, max_batch_size=5, compare_rows=False)
     # b has the same dimension N; the second run is at the largest batch.
-    assert seen == [[{"a": (3, 4), "b": (3, 4)}], [{"a": (5, 4), "b": (5, 4)}]]
+    assert seen == [[{"a": (3, 4), "b": (3, 4)}], [{"a": (1, 4), "b": (1, 4)}] * 5]
     with pytest.raises(SettingsError, match="warm_up names 'z'; the model's inputs: x"):
         loaded(tmp_path, service_models.relu(), warm_up={"z": (1,)})
     with pytest.raises(SettingsError, match=r"warm_up: input x is FP32\[1, 5\].* must be 4, not 5"):
