@@ -83,9 +83,11 @@ def warm_up(
         ModelError: a run failed.
     """
     found: dict[str, np.ndarray] = {}
-    row = {name: array[:1] for name, array in warmup.feeds.items()}
-    for parts in [warmup.feeds], [row] * settings.max_batch_size if row else []:
-        for instance in instances if parts else ():
+    runs = [[warmup.feeds]]
+    if settings.max_batch_size and warmup.feeds:
+        runs.append([{name: array[:1] for name, array in warmup.feeds.items()}] * settings.max_batch_size)
+    for parts in runs:
+        for instance in instances:
             try:
                 result = instance.run(parts, outputs)
             except ServiceError as error:

@@ -118,7 +118,7 @@ class Failing:
     def __init__(self, device: str, error: Exception) -> None:
         self.device, self.error = device, error
 
-    def run(self, *arguments: Any, **options: Any) -> Any:
+    def run_checked(self, *arguments: Any) -> Any:
         raise self.error
 
 

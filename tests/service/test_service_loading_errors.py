@@ -1,6 +1,7 @@
 """Models that cannot be served, and runs that fail, each with its message."""
 
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -95,6 +96,18 @@ def test_external_data_elsewhere(
         load(place, ModelSettings(provider="cpu"), ServerSettings())
 
 
+def load_after(monkeypatch: pytest.MonkeyPatch, place: VersionFolder, change: Callable[[], Any]) -> None:
+    """Load a model whose files change once they have been checked."""
+    libraries_for = loading.libraries_for
+
+    def changed(*arguments: Any) -> Any:
+        change()
+        return libraries_for(*arguments)
+
+    monkeypatch.setattr(loading, "libraries_for", changed)
+    load(place, ModelSettings(provider="cpu"), ServerSettings())
+
+
 @pytest.mark.parametrize(
     ("version", "said"),
     [
@@ -106,35 +119,27 @@ def test_a_link_that_comes_after_the_check(
     tmp_path: Path, libraries: dict[str, Path], monkeypatch: pytest.MonkeyPatch, version: str, said: str
 ) -> None:
     place, data = external(tmp_path)
+    outside = tmp_path / "outside.bin"
     monkeypatch.setattr(onnxruntime, "__version__", version)
 
-    def swapped(*arguments: Any) -> Any:
-        data.rename(tmp_path / "outside.bin")
-        data.symlink_to(tmp_path / "outside.bin")
-        return libraries_for(*arguments)
+    def link() -> None:
+        data.rename(outside)
+        data.symlink_to(outside)
 
-    libraries_for = loading.libraries_for
-    monkeypatch.setattr(loading, "libraries_for", swapped)
     with pytest.raises(TwinopError, match=said):
-        load(place, ModelSettings(provider="cpu"), ServerSettings())
+        load_after(monkeypatch, place, link)
 
 
 def test_a_model_that_is_replaced_after_the_check(
     tmp_path: Path, libraries: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """An ONNX Runtime that would read any file, or memory, gets the bytes that were checked."""
-    place = where(tmp_path, service_models.mlp(4, 8, 2))
+    model = service_models.mlp(4, 8, 2)
+    place = where(tmp_path, model)
     monkeypatch.setattr(onnxruntime, "__version__", "1.20.1")
     assert load(place, ModelSettings(provider="cpu"), ServerSettings()).instances[0].run([{"x": X}], ["y"])
-
-    def swapped(*arguments: Any) -> Any:
-        service_models.save_external(service_models.mlp(4, 8, 2), place.path)
-        return libraries_for(*arguments)
-
-    libraries_for = loading.libraries_for
-    monkeypatch.setattr(loading, "libraries_for", swapped)
     with pytest.raises(ModelError, match="keeps w0 in the file weights.bin"):
-        load(place, ModelSettings(provider="cpu"), ServerSettings())
+        load_after(monkeypatch, place, lambda: service_models.save_external(model, place.path))
 
 
 @pytest.mark.parametrize("kind", ["constant", "subgraph", "function", "sparse"])
