@@ -4,13 +4,13 @@ import hashlib
 import json
 import os
 import platform
-import struct
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from importlib import resources
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import twinop
 
@@ -18,21 +18,23 @@ from .errors import ForeignLibraryError, LibraryError, RecordError
 from .installation import how_to_build
 from .record import DOMAIN, DOMAIN_VERSION, Record, check_kind
 
+if TYPE_CHECKING:
+    from elftools.elf.elffile import ELFFile
+
 ABI_VERSION = 1
 """The version of the interface between libraries and adapters (`kernels/abi.h`) that this code reads."""
 
 _SECTION = ".twinop"
 _EXPORT = b"RegisterCustomOps"
-_MACHINES = {62: "x86_64", 183: "aarch64", 3: "i386", 40: "arm", 243: "riscv64"}  # e_machine of the ELF spec
-_STRINGS = 3  # sh_type of the ELF spec
-_LOADER_TABLES = {_STRINGS, 4, 6, 11}  # with relocations, the dynamic section and dynamic symbols
-_UNWIND_TABLES = {".eh_frame", ".eh_frame_hdr", ".gcc_except_table"}
-_NO_CONTENT = 8  # sh_type
-_ALLOCATED, _EXECUTABLE = 2, 4  # sh_flags
-_NEEDED, _RPATH, _RUNPATH = 1, 15, 29  # d_tag
-_HEADER_BYTES, _LONGEST_NAME, _LONGEST_PATH, _MOST_DYNAMIC = 64, 256, 4096, 1 << 14  # bytes
-_PAGE = 4096
-_LEAST = 256  # bytes of a page: fewer zeros may be padding
+_MACHINES = {
+    "EM_X86_64": "x86_64",
+    "EM_AARCH64": "aarch64",
+    "EM_386": "i386",
+    "EM_ARM": "arm",
+    "EM_RISCV": "riscv64",
+}
+_MOST_SECTIONS = 1000
+_PATHS = {"DT_NEEDED": "needed", "DT_RPATH": "rpath", "DT_RUNPATH": "runpath"}
 
 
 @dataclass(frozen=True)
@@ -87,19 +89,13 @@ def read_library(path: str | os.PathLike[str], copy: str | os.PathLike[str] | No
             "build/lib<name>.so; "
             "twinop.get_library_path() is the one of twinop's own ops"
         )
-    try:
-        with Path(copy or path).open("rb") as file:
-            sections = _sections(path, file)
-            section = _content(path, file, sections[_SECTION]) if _SECTION in sections else b""
-            if not section:
-                raise ForeignLibraryError(
-                    f"{path}: a shared library, but without twinop records (section {_SECTION}). "
-                    "Expected one built by twinop, such as build/libcustom_relu.so"
-                )
-            _require_no_blank_page(path, file, sections)
-            exports = _content(path, file, sections[".dynstr"]) if ".dynstr" in sections else b""
-    except OSError as error:
-        raise LibraryError(f"{path}: cannot be read: {error.strerror}. Fix its permissions") from error
+    with _opened(path, copy or path) as elf:
+        section, exports = _content(elf, _SECTION), _content(elf, ".dynstr")
+    if not section:
+        raise ForeignLibraryError(
+            f"{path}: a shared library, but without twinop records (section {_SECTION}). "
+            "Expected one built by twinop, such as build/libcustom_relu.so"
+        )
     try:
         texts = [json.loads(text) for text in filter(None, section.split(b"\0"))]
         build: dict[str, Any] = next((fields for fields in texts if "twinop" in fields), {})
@@ -138,108 +134,52 @@ def _require_abi(path: Path, build: Mapping[str, Any]) -> None:
     )
 
 
-class _Section(NamedTuple):
-    """A section header."""
-
-    name: str
-    kind: int
-    flags: int
-    offset: int
-    size: int
-
-
-def _sections(path: Path, file: BinaryIO) -> dict[str, _Section]:
-    """Returns the sections of a 64-bit little-endian ELF file (System V ABI, chapter 4) by name.
+@contextmanager
+def _opened(path: Path, file: str | os.PathLike[str]) -> Iterator["ELFFile"]:
+    """Opens an ELF file. Messages name `path`.
 
     Raises:
-        LibraryError: not an ELF file, for another machine, or damaged.
+        LibraryError: it cannot be read, is not an ELF file, is for another machine, or damaged.
     """
-    file.seek(0)
-    head = file.read(64)
-    if head[:4] != b"\x7fELF":
-        raise LibraryError(
-            f"{path}: not a shared library (ELF file). Expected a file such as libcustom_relu.so"
-        )
-    machine = platform.machine()
+    from elftools.elf.elffile import ELFFile  # not at the top: it takes longer than reading a library
+
     try:
-        (number,) = struct.unpack_from("<H", head, 18)
-        built_for = _MACHINES.get(number, f"machine {number}")
-        if head[4:6] != b"\x02\x01" or built_for != machine:
-            raise LibraryError(
-                f"{path}: built for {built_for}, this machine is {machine}. Build it on this machine, or "
-                "install the wheel for this machine"
-            )
-        (table,) = struct.unpack_from("<Q", head, 40)
-        entry_size, count, names_index = struct.unpack_from("<HHH", head, 58)
-        if count == 0:  # stripped
-            return {}
-        if entry_size != _HEADER_BYTES:
-            raise ValueError(f"section headers of {entry_size} bytes")
-        entries = _read(path, file, table, count * entry_size)
-        headers = [struct.unpack_from("<IIQQQQ", entries, i * entry_size) for i in range(count)]
-        names = _read(path, file, *headers[names_index][4:])
-        if headers[names_index][1] != _STRINGS or not names.strip(b"\0"):
-            raise ValueError("the sections' names are zeros")
-        sections = [
-            _Section(
-                names[name : names.index(b"\0", name, name + _LONGEST_NAME)].decode(),
-                kind,
-                flags,
-                offset,
-                size,
-            )
-            for name, kind, flags, _, offset, size in headers
-        ]
-    except (struct.error, ValueError, IndexError) as error:
-        raise _damaged(path) from error
-    if sum(each.size for each in sections if each.kind != _NO_CONTENT) > file.seek(0, os.SEEK_END):
-        raise _damaged(path)  # sections that overlap could be read for ever
-    return {section.name: section for section in sections}
-
-
-def _read(path: Path, file: BinaryIO, offset: int, size: int) -> bytes:
-    """Reads without mmap, which kills the process if another one truncates the file meanwhile.
-
-    Raises:
-        LibraryError: the file is too short.
-    """
-    if offset + size > file.seek(0, os.SEEK_END):
-        raise _damaged(path)
-    file.seek(offset)
-    return file.read(size)
-
-
-def _content(path: Path, file: BinaryIO, section: _Section) -> bytes:
-    return _read(path, file, section.offset, section.size)
-
-
-def _damaged(path: Path) -> LibraryError:
-    return LibraryError(f"{path}: the file is damaged or cut short. Copy or build it again")
-
-
-def _require_no_blank_page(path: Path, file: BinaryIO, sections: dict[str, _Section]) -> None:
-    """Looks for pages of zeros, which an interrupted copy or a crashed file system leaves.
-
-    Constants may have such a page. GPU code is not read.
-
-    Raises:
-        LibraryError: code, a table of the loader or the unwinder, or the records have such a page. Running
-            them would end the process.
-    """
-    for section in sections.values():
-        tables = section.kind in _LOADER_TABLES or section.name in {*_UNWIND_TABLES, _SECTION}
-        if not section.flags & _ALLOCATED or not (tables or section.flags & _EXECUTABLE):
-            continue
-        data = _content(path, file, section)
-        begin = 0
-        while begin < len(data):
-            end = min(len(data), begin + _PAGE - (section.offset + begin) % _PAGE)
-            if end - begin >= _LEAST and not any(data[begin : begin + 8]) and not any(data[begin:end]):
+        with open(file, "rb") as stream:
+            if stream.read(4) != b"\x7fELF":
                 raise LibraryError(
-                    f"{path}: the file is damaged: from byte {section.offset + begin} on, a page of its "
-                    f"section {section.name} is all zeros. Copy or build it again"
+                    f"{path}: not a shared library (ELF file). Expected a file such as libcustom_relu.so"
                 )
-            begin = end
+            elf = ELFFile(stream)
+            machine, found = platform.machine(), elf["e_machine"]
+            built_for = _MACHINES.get(found, f"machine {found}")
+            if elf.elfclass != 64 or not elf.little_endian or built_for != machine:
+                raise LibraryError(
+                    f"{path}: built for {built_for}, this machine is {machine}. Build it on this machine, or "
+                    "install the wheel for this machine"
+                )
+            if (count := elf.num_sections()) > _MOST_SECTIONS:
+                raise ValueError(f"{count} sections")
+            if count and elf.get_section_by_name(".shstrtab") is None:
+                raise ValueError("the sections' names are lost")
+            yield elf
+    except OSError as error:
+        raise LibraryError(f"{path}: cannot be read: {error.strerror}. Fix its permissions") from error
+    except LibraryError:
+        raise
+    except Exception as error:  # whatever is thrown by the parser of a damaged file
+        raise LibraryError(f"{path}: the file is damaged or cut short. Copy or build it again") from error
+
+
+def _content(elf: "ELFFile", name: str) -> bytes:
+    """Returns the bytes of a section; none if there is no such section."""
+    section = elf.get_section_by_name(name)
+    if section is None:
+        return b""
+    offset, size = section["sh_offset"], section["sh_size"]
+    if offset + size > elf.stream_len:
+        raise ValueError("a section lies behind the end of the file")
+    elf.stream.seek(offset)
+    return bytes(elf.stream.read(size))
 
 
 def checksum(path: Path) -> str:
@@ -251,19 +191,13 @@ def checksum(path: Path) -> str:
     return digest.hexdigest()
 
 
-def section_sizes(path: str | os.PathLike[str]) -> dict[str, int]:
-    """Returns the bytes of each section of an ELF file, by name."""
-    with Path(path).open("rb") as file:
-        return {name: section.size for name, section in _sections(Path(path), file).items()}
-
-
 def needed_libraries(path: str | os.PathLike[str]) -> list[str]:
     """Returns the names of the shared libraries that a library links (DT_NEEDED).
 
     Raises:
         LibraryError: not an ELF file, damaged, or for another machine.
     """
-    return [text for tag, text in _dynamic_texts(Path(path)) if tag == _NEEDED]
+    return [text for tag, text in _dynamic_texts(Path(path)) if tag == "DT_NEEDED"]
 
 
 def relative_to_itself(path: str | os.PathLike[str]) -> list[str]:
@@ -275,21 +209,11 @@ def relative_to_itself(path: str | os.PathLike[str]) -> list[str]:
     return [text for _, text in _dynamic_texts(Path(path)) if "$ORIGIN" in text or "${ORIGIN}" in text]
 
 
-def _dynamic_texts(path: Path) -> list[tuple[int, str]]:
-    with path.open("rb") as file:
-        sections = _sections(path, file)
-        if not {".dynstr", ".dynamic"} <= sections.keys():
-            return []
-        names = _content(path, file, sections[".dynstr"])
-        dynamic = _content(path, file, sections[".dynamic"])
-    try:
-        return [
-            (tag, names[value : names.index(b"\0", value, value + _LONGEST_PATH)].decode())
-            for tag, value in struct.iter_unpack("<qQ", dynamic[:_MOST_DYNAMIC])
-            if tag in (_NEEDED, _RPATH, _RUNPATH)
-        ]
-    except (struct.error, ValueError, OverflowError) as error:
-        raise _damaged(path) from error
+def _dynamic_texts(path: Path) -> list[tuple[str, str]]:
+    with _opened(path, path) as elf:
+        dynamic: Any = elf.get_section_by_name(".dynamic")
+        found = [(tag.entry.d_tag, tag) for tag in dynamic.iter_tags()] if dynamic is not None else []
+        return [(kind, getattr(tag, _PATHS[kind])) for kind, tag in found if kind in _PATHS]
 
 
 def library_folders() -> list[Path]:

@@ -16,7 +16,7 @@ from twinop import torch_op
 from twinop.deploy import ModelError, check_model, session
 from twinop.deploy.custom_nodes import load_model
 from twinop.errors import LibraryError
-from twinop.library import _sections, needed_libraries, read_library, relative_to_itself, section_sizes
+from twinop.library import needed_libraries, read_library, relative_to_itself
 from twinop.library_table import show_library
 
 CPU = ["CPUExecutionProvider"]
@@ -25,7 +25,7 @@ CPU = ["CPUExecutionProvider"]
 def read_everything(path: Path) -> None:
     library = read_library(path)
     show_library(library)
-    for read in (needed_libraries, relative_to_itself, section_sizes):
+    for read in (needed_libraries, relative_to_itself):
         read(path)
     for record in library.records.values():
         _ = record.combinations, record.by_name if hasattr(record, "by_name") else record.schema_hash
@@ -161,13 +161,13 @@ def test_a_library_that_ends_the_process_that_loads_it(
     """The first load is in another process, for ONNX Runtime and for torch."""
     path = tmp_path / "libcustom_relu.so"
     data = bytearray(libraries["custom_relu"].read_bytes())
-    with libraries["custom_relu"].open("rb") as file:
-        place = _sections(path, file)[section]
+    content = Elf(libraries["custom_relu"]).section(section)
+    begin = data.index(content)
     ends = []
     for seed in range(6):
         chance = random.Random(seed)
         found = bytearray(data)
-        found[place.offset : place.offset + place.size] = chance.randbytes(place.size)
+        found[begin : begin + len(content)] = chance.randbytes(len(content))
         path.write_bytes(found)
         for opens in (lambda: session(make_model("CustomRelu"), CPU, path), lambda: torch_op.load(path)):
             with pytest.raises((LibraryError, ModelError)) as error:
@@ -183,8 +183,8 @@ def test_a_library_that_ends_the_process_that_registers_it(
     """Its code is damaged where ONNX Runtime calls it first."""
     data, found = bytearray(libraries["custom_relu"].read_bytes()), Elf(libraries["custom_relu"])
     (symbol,) = (each for each in found.dynamic_symbols if each.name == "RegisterCustomOps")
-    code = found.sections[symbol.section]
-    place = data.index(code.data) + symbol.value - code.address
+    code = found.sections[".text"]
+    place = code["sh_offset"] + symbol["st_value"] - code["sh_addr"]
     data[place : place + 4] = bytes(4) if platform.machine() == "aarch64" else b"\x0f\x0b" * 2  # illegal
     (path := tmp_path / "libcustom_relu.so").write_bytes(data)
     with pytest.raises(

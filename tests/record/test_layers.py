@@ -1,10 +1,7 @@
-"""One declaration gives an op to every layer. No layer repeats the op's arguments."""
+"""One declaration gives an op to every layer."""
 
 import inspect
-import io
 import re
-import tokenize
-from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -70,17 +67,6 @@ def test_onnx_declares_the_op_like_the_record(record: Record) -> None:
 
 # ---------------------------------------------------------------------------- declared once
 
-FOLDERS = ("kernels", "torch_op", "ort_customop", "export", "deploy", "twinop", "cmake")
-
-
-def sources() -> Iterator[Path]:
-    for folder in FOLDERS:
-        for path in sorted((ROOT / folder).rglob("*")):  # does not follow the links in twinop/
-            if "templates" in path.parts:  # files of other projects
-                continue
-            if path.suffix in {".py", ".h", ".cpp", ".cu", ".cuh", ".cmake"} and path.is_file():
-                yield path
-
 
 @cache
 def header(record: Record) -> Path | None:
@@ -92,104 +78,10 @@ def header(record: Record) -> Path | None:
     return found[0] if found else None
 
 
-def arguments(record: Record) -> set[str]:
-    return {entry.name for entry in record.inputs} | {entry.name for entry in record.attributes}
-
-
-def may_name() -> set[Path]:
-    """Returns the files that may list an op's arguments.
-
-    These are the headers of records, the function bodies and the modules. Other tests compare the bodies and
-    the modules with the records.
-    """
-    return {*(ROOT / "kernels/ops").glob("*.h")} | {
-        ROOT / "kernels/rowwise/norm.h",
-        ROOT / "export/bodies.py",
-        ROOT / "torch_op/second_derivatives.py",
-        ROOT / "torch_op/modules.py",
-        ROOT / "torch_op/attention_rules.py",
-        ROOT / "torch_op/linear_rules.py",
-        ROOT / "torch_op/norm_rules.py",
-        ROOT / "kernels/attention/body.h",  # a model of other operators
-        ROOT / "kernels/linear/body.h",
-        ROOT / "twinop/testing/builtin_references.py",
-        ROOT / "twinop/testing/matrix/test_results.py",  # dim and x of any row-wise op
-    }
-
-
-def words(path: Path) -> list[str]:
-    """Returns identifiers and the words of strings in order, without comments and docstrings."""
-    text = path.read_text()
-    if path.suffix == ".cmake":
-        return re.findall(r"\w+", re.sub(r"#.*", "", text))
-    if path.suffix != ".py":
-        return re.findall(r"\w+", re.sub(r"//.*|/\*.*?\*/", "", text, flags=re.DOTALL if "/*" in text else 0))
-    found: list[str] = []
-    before = tokenize.NEWLINE
-    for token in tokenize.generate_tokens(io.StringIO(text).readline):
-        docstring = token.type == tokenize.STRING and before in (
-            tokenize.NEWLINE,
-            tokenize.INDENT,
-            tokenize.DEDENT,
-        )
-        if token.type not in (tokenize.COMMENT, tokenize.NL) and not docstring:
-            found += re.findall(r"\w+", token.string)
-        if token.type not in (tokenize.COMMENT, tokenize.NL):
-            before = token.type
-    return found
-
-
-def repeats(text: list[str], names: set[str]) -> bool:
-    """Returns whether all names occur within a few words, as in a list of arguments."""
-    if not names <= set(text):
-        return False
-    reach = 3 * len(names) + 4  # each name may have a kind and a default
-    where = [(i, word) for i, word in enumerate(text) if word in names]
-    return any(names == {word for j, word in where[at:] if j - i < reach} for at, (i, _) in enumerate(where))
-
-
 def test_one_header_registers_an_op() -> None:
     own = read_library(find_library("custom_ops")).records
     assert all(header(record) for record in own.values())
     assert {name for name, record in ALL.items() if not header(record)} == set(ALL) - set(own)
-
-
-def test_no_second_place_repeats_an_argument_list() -> None:
-    files = {path: words(path) for path in sources()}
-    assert len(files) > 40
-    allowed = may_name()
-    generic = {ROOT / "kernels/rowwise.h": {"x", "dim"}}  # RowsAlong(x, dim) is for any op
-    for record in ALL.values():
-        names = arguments(record)
-        # Single letters, as in add(a, b), are common variable names.
-        telling = len(names) > 1 and any(len(name) > 1 for name in names)
-        for path, text in files.items():
-            if path not in allowed:
-                assert not telling or names == generic.get(path) or not repeats(text, names), (
-                    f"{path} repeats the arguments of {record.schema}"
-                )
-                if record.onnx_name not in torch_op.__all__ or path.parent != ROOT / "torch_op":  # a module
-                    assert record.onnx_name not in text, f"{path} names {record.onnx_name}"
-
-
-def test_the_search_finds_repeated_arguments(tmp_path: Path) -> None:
-    names = {"x", "weight", "scale", "pads"}
-    found = {
-        "a.py": 'def f(x, weight=None, scale: float = 0.1, pads=(0, 1)):\n    """Does."""\n',
-        "b.py": 'node = make("N", ["x", "weight"], scale=scale, pads=pads)\n',
-        "c.cpp": 'Def("f(Tensor x, Tensor? weight=None, float scale=0.1, int[] pads=[0, 1])");\n',
-        "d.h": "Launch(const float* x, const float* weight, float scale, std::vector<long> pads);\n",
-    }
-    not_found = {
-        "e.py": 'def f():\n    """x weight scale pads"""\n    # x weight scale pads\n    return x + weight\n',
-        "f.cpp": "// x weight scale pads\nreturn x * scale;  // weight, pads\n",
-        "g.py": "x = weight\n" + "other = thing\n" * 30 + "scale = pads\n",
-    }
-    for name, text in (found | not_found).items():
-        (tmp_path / name).write_text(text)
-        assert repeats(words(tmp_path / name), names) == (name in found), name
-    named = (ROOT / "export/bodies.py", ROOT / "torch_op/modules.py")
-    assert all(repeats(words(path), {"x", "approximate"}) for path in named)
 
 
 MODULES = {

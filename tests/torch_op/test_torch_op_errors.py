@@ -26,13 +26,11 @@ ROOT = Path(__file__).resolve().parents[2]
             lambda d: torch.ones(3, dtype=torch.int64, device=d),
             r"x: int64\[3\].*no kernel takes these dtypes",
         ),
-        (lambda d: torch.ones(3, dtype=torch.bool, device=d), r"x: bool\[3\].*no kernel takes these dtypes"),
-        (lambda d: torch.ones(2, 3, dtype=torch.complex64, device=d), r"x: complex64\[2, 3\].*no kernel"),
         (lambda d: torch.eye(3, device=d).to_sparse(), r"a sparse tensor.*\.to_dense\(\)"),
         (lambda d: torch.eye(3, device=d).to_sparse_csr(), r"a sparse compressed tensor.*\.to_dense\(\)"),
         (lambda d: torch.ones((1,) * 33, device=d), r"33 dimensions, at most 32 are supported"),
     ],
-    ids=["int", "bool", "complex", "sparse", "csr", "rank"],
+    ids=["int", "sparse", "csr", "rank"],
 )
 @pytest.mark.filterwarnings("ignore::UserWarning")
 def test_wrong_tensors(make: Callable[[str], torch.Tensor], message: str, device: str) -> None:
@@ -54,17 +52,9 @@ CALLS: dict[str, tuple[Callable[[str], object], str]] = {
         lambda d: torch_op.gelu(torch.ones(3, device=d), "fast"),
         r"gelu.*: attribute approximate is 'fast', expected one of none \| tanh",
     ),
-    "eps negative": (
-        lambda d: torch_op.layer_norm(torch.ones(2, 3, device=d), eps=-1e-5),
-        r"layer_norm.*: attribute eps is -1e-05, expected a finite number >= 0",
-    ),
     "eps nan": (
         lambda d: torch_op.rms_norm(torch.ones(2, 3, device=d), eps=float("nan")),
         r"rms_norm.*: attribute eps is nan, expected a finite number >= 0",
-    ),
-    "eps inf": (
-        lambda d: torch_op.add_rms_norm(*(torch.ones(3, device=d),) * 3, eps=float("inf")),
-        r"add_rms_norm.*: attribute eps is inf, expected a finite number >= 0",
     ),
     "offset": (
         lambda d: torch_op.rms_norm(torch.ones(2, 3, device=d), offset=2),
@@ -74,69 +64,27 @@ CALLS: dict[str, tuple[Callable[[str], object], str]] = {
         lambda d: torch_op.softmax(torch.ones(2, 3, device=d), 2),
         r"softmax\(x: float32\[2, 3\]\): " + DIMENSION.format("dim", 2, -2, 1),
     ),
-    "negative dim": (
-        lambda d: torch_op.softmax(torch.ones(2, 3, device=d), -3),
-        r"softmax\(x: float32\[2, 3\]\): " + DIMENSION.format("dim", -3, -2, 1),
-    ),
     "dim of a scalar": (
         lambda d: torch_op.softmax(torch.ones((), device=d), 1),
         r"softmax\(x: float32\[\]\): " + DIMENSION.format("dim", 1, -1, 0),
     ),
-    "axis": (
-        lambda d: torch_op.layer_norm(torch.ones(2, 3, device=d), axis=2),
-        DIMENSION.format("axis", 2, -2, 1),
-    ),
     "weight's width": (
         lambda d: torch_op.layer_norm(torch.ones(2, 3, device=d), torch.ones(4, device=d)),
         WEIGHTED.format("layer_norm", 4) + r".*: weight has shape \[4\], expected x\[axis:\] = \[3\]",
-    ),
-    "weight's rank": (
-        lambda d: torch_op.rms_norm(torch.ones(2, 3, device=d), torch.ones(1, 3, device=d)),
-        WEIGHTED.format("rms_norm", "1, 3") + r".*: weight has shape \[1, 3\], expected x\[axis:\] = \[3\]",
-    ),
-    "weight of other axes": (
-        lambda d: torch_op.layer_norm(torch.ones(2, 3, device=d), torch.ones(3, device=d), axis=0),
-        r"weight has shape \[3\], expected x\[axis:\] = \[2, 3\]",
-    ),
-    "bias": (
-        lambda d: torch_op.layer_norm(torch.ones(2, 3, device=d), None, torch.ones(2, device=d)),
-        r"weight: absent, bias: float32\[2\]\): bias has shape \[2\], expected x\[axis:\] = \[3\]",
-    ),
-    "residual": (
-        lambda d: torch_op.add_rms_norm(
-            torch.ones(2, 3, device=d), torch.ones(3, device=d), torch.ones(3, device=d)
-        ),
-        r"residual has shape \[3\], expected x = \[2, 3\]",
     ),
     "one shape": (
         lambda d: ops.relu_backward(torch.ones(3, device=d), torch.ones(4, device=d)),
         r"relu_backward\(grad_y: float32\[3\], y: float32\[4\]\): the inputs must have one shape: "
         r"grad_y has \[3\], y has \[4\]",
     ),
-    "swiglu does not broadcast": (
-        lambda d: torch_op.swiglu(torch.ones(2, 3, device=d), torch.ones(3, device=d)),
-        r"swiglu\(.*\): the inputs must have one shape: x has \[2, 3\], gate has \[3\]",
-    ),
     "broadcast": (
         lambda d: torch_op.add(torch.ones(2, 3, device=d), torch.ones(4, device=d)),
         r"add\(a: float32\[2, 3\], b: float32\[4\]\): the inputs' shapes do not broadcast: a has \[2, 3\], b "
         r"has \[4\]; from the last dimension on, sizes must be equal or 1",
     ),
-    "packed": (
-        lambda d: torch_op.swiglu_packed(torch.ones(2, 7, device=d)),
-        r"swiglu_packed\(.*\): x has shape \[2, 7\], expected x\[:-1\] \+ \[x\[-1\] // 2 \* 2\] = \[2, 6\]",
-    ),
     "packed scalar": (
         lambda d: torch_op.swiglu_packed(torch.ones((), device=d)),
         r"swiglu_packed\(x: float32\[\]\): x has 0 dimensions, expected at least 1 \(unsqueeze adds one\)",
-    ),
-    "integers": (
-        lambda d: torch_op.add(torch.ones(3, dtype=torch.int64, device=d), torch.ones(3, device=d).long()),
-        r"add\(a: int64\[3\], b: int64\[3\]\): no kernel takes these dtypes; .* one of: float32; float16;",
-    ),
-    "complex": (
-        lambda d: torch_op.softmax(torch.ones(3, dtype=torch.complex64, device=d)),
-        r"softmax\(x: complex64\[3\]\): no kernel takes these dtypes",
     ),
     "mixed": (
         lambda d: torch_op.layer_norm(torch.ones(3, device=d), torch.ones(3, device=d).half()),
@@ -186,9 +134,6 @@ def test_what_only_the_launcher_sees() -> None:
 
 MIXED: dict[str, tuple[Callable[[torch.Tensor], object], str]] = {
     "pad_affine": (lambda w: ops.pad_affine(torch.randn(2, 3), w), "weight"),
-    "layer_norm": (lambda w: torch_op.layer_norm(torch.randn(2, 3), w), "weight"),
-    "layer_norm bias": (lambda b: torch_op.layer_norm(torch.randn(2, 3), None, b), "bias"),
-    "add_rms_norm": (lambda w: torch_op.add_rms_norm(*torch.randn(2, 2, 3), w), "weight"),
     "add": (lambda b: torch_op.add(torch.randn(2, 3), b), "b"),
 }
 
