@@ -1,5 +1,6 @@
-// Numbers that a launch computes from the sizes and attributes of a call. What does not fit in 64
-// bits, or does not exist, throws std::runtime_error. Names and results are those of Python.
+// Numbers that a launch computes from the sizes and attributes of a call. Names and results are
+// those of Python. What does not exist, or does not fit in 64 bits where it is used, throws
+// std::runtime_error.
 #pragma once
 
 #include <cmath>
@@ -10,132 +11,67 @@
 
 namespace twinop::aot_kernels {
 
+// Wide enough for products of sizes. Use Narrow where a result leaves the formula.
+__extension__ typedef __int128 Int;
+
 [[noreturn, gnu::cold, gnu::noinline]] inline void FailNumber(const char* reason) {
   throw std::runtime_error(std::string("the launch needs a number that cannot be computed: ") +
                            reason);
 }
 
-// An int64 whose arithmetic is checked.
-struct Int {
-  std::int64_t value = 0;
-
-  constexpr Int() = default;
-  template <class T, class = std::enable_if_t<std::is_integral_v<T>>>
-  constexpr Int(T number) : value(static_cast<std::int64_t>(number)) {}
-  explicit constexpr operator double() const { return static_cast<double>(value); }
-  explicit constexpr operator bool() const { return value != 0; }
-};
-
-template <class A, class B>
-inline constexpr bool kAnyFloat = std::is_floating_point_v<A> || std::is_floating_point_v<B>;
-// Of an operator with an Int and an Int or another number.
-template <class A, class B>
-using IfNumbers = std::enable_if_t<(std::is_same_v<A, Int> &&
-                                    (std::is_same_v<B, Int> || std::is_arithmetic_v<B>)) ||
-                                   (std::is_arithmetic_v<A> && std::is_same_v<B, Int>)>;
-
-// With a double, an operation is in double.
-#define TWINOP_CHECKED(sign, builtin)                                              \
-  template <class A, class B, class = IfNumbers<A, B>>                             \
-  std::conditional_t<kAnyFloat<A, B>, double, Int> operator sign(A a, B b) {       \
-    if constexpr (kAnyFloat<A, B>) {                                               \
-      return static_cast<double>(a) sign static_cast<double>(b);                   \
-    } else {                                                                       \
-      Int result;                                                                  \
-      if (__builtin_expect(builtin(Int(a).value, Int(b).value, &result.value), 0)) \
-        FailNumber("an int does not fit in 64 bits");                              \
-      return result;                                                               \
-    }                                                                              \
-  }
-TWINOP_CHECKED(+, __builtin_add_overflow)
-TWINOP_CHECKED(-, __builtin_sub_overflow)
-TWINOP_CHECKED(*, __builtin_mul_overflow)
-#undef TWINOP_CHECKED
-
-#define TWINOP_COMPARISON(sign)                                  \
-  template <class A, class B, class = IfNumbers<A, B>>           \
-  bool operator sign(A a, B b) {                                 \
-    if constexpr (kAnyFloat<A, B>) {                             \
-      return static_cast<double>(a) sign static_cast<double>(b); \
-    } else {                                                     \
-      return Int(a).value sign Int(b).value;                     \
-    }                                                            \
-  }
-TWINOP_COMPARISON(==)
-TWINOP_COMPARISON(!=)
-TWINOP_COMPARISON(<)
-TWINOP_COMPARISON(<=)
-TWINOP_COMPARISON(>)
-TWINOP_COMPARISON(>=)
-#undef TWINOP_COMPARISON
+inline std::int64_t Narrow(Int number) {
+  const auto narrow = static_cast<std::int64_t>(number);
+  if (number != narrow) FailNumber("an int does not fit in 64 bits");
+  return narrow;
+}
 
 template <class A, class B>
 auto Minimum(A a, B b) {
-  using Result = std::conditional_t<kAnyFloat<A, B>, double, Int>;
-  return b < a ? static_cast<Result>(b) : static_cast<Result>(a);
+  return b < a ? b : a;
 }
 template <class A, class B>
 auto Maximum(A a, B b) {
-  using Result = std::conditional_t<kAnyFloat<A, B>, double, Int>;
-  return b > a ? static_cast<Result>(b) : static_cast<Result>(a);
+  return b > a ? b : a;
 }
 
 // a // b
 inline Int FloorDivide(Int a, Int b) {
   if (b == 0) FailNumber("a division by zero");
-  if (b == -1) return 0 - a;  // the least int has no negative
-  return a.value / b.value - (a.value % b.value != 0 && (a < 0) != (b < 0));
+  return a / b - (a % b != 0 && (a < 0) != (b < 0));
 }
 
 // a % b, which has the sign of b.
-inline Int Modulo(Int a, Int b) {
-  if (b == 0) FailNumber("a division by zero");
-  const std::int64_t rest = b == -1 ? 0 : a.value % b.value;
-  return rest != 0 && (rest < 0) != (b < 0) ? rest + b.value : rest;
-}
+inline Int Modulo(Int a, Int b) { return a - FloorDivide(a, b) * b; }
 
 // a / b
-template <class A, class B>
-double Divide(A a, B b) {
-  if (static_cast<double>(b) == 0) FailNumber("a division by zero");
-  return static_cast<double>(a) / static_cast<double>(b);
+inline double Divide(double a, double b) {
+  if (b == 0) FailNumber("a division by zero");
+  return a / b;
 }
 
 // The result of a function of doubles, which exists, and is finite for finite arguments.
-inline double Finite(double result, bool from_nan, bool from_finite) {
-  if (std::isnan(result) && !from_nan) FailNumber("a root, logarithm or power that does not exist");
-  if (std::isinf(result) && from_finite) FailNumber("a float is too large, or a logarithm of zero");
+inline double Finite(double result, double x, double y = 0) {
+  if (std::isnan(result) && !std::isnan(x) && !std::isnan(y))
+    FailNumber("a root, logarithm or power that does not exist");
+  if (std::isinf(result) && std::isfinite(x) && std::isfinite(y))
+    FailNumber("a float is too large, or a logarithm of zero");
   return result;
 }
-template <class T>
-double Sqrt(T number) {
-  const auto x = static_cast<double>(number);
-  return Finite(std::sqrt(x), std::isnan(x), std::isfinite(x));
-}
-template <class T>
-double Exp(T number) {
-  const auto x = static_cast<double>(number);
-  return Finite(std::exp(x), std::isnan(x), std::isfinite(x));
-}
-template <class T>
-double Log(T number) {
-  const auto x = static_cast<double>(number);
-  return Finite(std::log(x), std::isnan(x), std::isfinite(x));
-}
+inline double Sqrt(double x) { return Finite(std::sqrt(x), x); }
+inline double Exp(double x) { return Finite(std::exp(x), x); }
+inline double Log(double x) { return Finite(std::log(x), x); }
 
 template <class A, class B>
-std::conditional_t<kAnyFloat<A, B>, double, Int> Power(A a, B b) {
-  if constexpr (kAnyFloat<A, B>) {
-    const auto x = static_cast<double>(a), y = static_cast<double>(b);
-    return Finite(std::pow(x, y), std::isnan(x) || std::isnan(y),
-                  std::isfinite(x) && std::isfinite(y));
+auto Power(A base, B exponent) {
+  if constexpr (std::is_floating_point_v<A> || std::is_floating_point_v<B>) {
+    const auto x = static_cast<double>(base), y = static_cast<double>(exponent);
+    return Finite(std::pow(x, y), x, y);
   } else {
-    const Int base = a, exponent = b;
     if (exponent < 0) FailNumber("an int to a negative power");
-    if (base == 0 || base == 1) return exponent == 0 ? Int(1) : base;
-    if (base == -1) return Modulo(exponent, 2) == 0 ? 1 : -1;
     Int result = 1;
-    for (Int i = 0; i < exponent; i = i + 1) result = result * base;  // fails after 64 rounds
+    // The powers of -1, 0 and 1 repeat; those of others do not fit after 64 rounds.
+    const Int rounds = exponent <= 64 ? Int{exponent} : 64 + exponent % 2;
+    for (Int i = 0; i < rounds; ++i) result = Narrow(result * base);
     return result;
   }
 }
@@ -161,30 +97,22 @@ Int Ceil(T number) {
 }
 template <class T>
 double ToFloat(T number) {
-  return static_cast<double>(number);
+  if constexpr (std::is_floating_point_v<T>) return number;
+  return static_cast<double>(Narrow(static_cast<Int>(number)));
 }
 
 inline Int NextPowerOf2(Int number) {
-  Int power = number > 0 ? 1 : 0;
-  while (power < number) power = power * 2;
-  return power;
+  if (number <= 1) return number > 0;
+  return Int{1} << (64 - __builtin_clzll(static_cast<unsigned long long>(Narrow(number) - 1)));
 }
 
-inline Int BitAnd(Int a, Int b) { return a.value & b.value; }
-inline Int BitOr(Int a, Int b) { return a.value | b.value; }
-// The power of 2 by which a shift multiplies or divides.
-inline __int128 PowerOf2(Int count) {
+inline Int BitAnd(Int a, Int b) { return a & b; }
+inline Int BitOr(Int a, Int b) { return a | b; }
+inline Int CheckedShift(Int count) {
   if (count < 0 || count > 63) FailNumber("a shift by less than 0 or more than 63");
-  return static_cast<__int128>(1) << count.value;
+  return count;
 }
-inline Int ShiftLeft(Int a, Int count) {
-  const __int128 result = a.value * PowerOf2(count);
-  if (result != static_cast<std::int64_t>(result)) FailNumber("an int does not fit in 64 bits");
-  return static_cast<std::int64_t>(result);
-}
-inline Int ShiftRight(Int a, Int count) {
-  PowerOf2(count);
-  return a.value >> count.value;
-}
+inline Int ShiftLeft(Int a, Int count) { return a * (Int{1} << CheckedShift(count)); }
+inline Int ShiftRight(Int a, Int count) { return a >> CheckedShift(count); }
 
 }  // namespace twinop::aot_kernels

@@ -19,8 +19,8 @@ constexpr std::size_t kMaxParameters = 128 + 2;  // Python refuses more (generat
 [[noreturn, gnu::cold]] void Fail(const std::string& message) { throw std::runtime_error(message); }
 
 std::string Text(const Dimensions& grid) {
-  return "(" + std::to_string(grid.x.value) + ", " + std::to_string(grid.y.value) + ", " +
-         std::to_string(grid.z.value) + ")";
+  return "(" + std::to_string(Narrow(grid.x)) + ", " + std::to_string(Narrow(grid.y)) + ", " +
+         std::to_string(Narrow(grid.z)) + ")";
 }
 
 // Of a parameter that is an int, by its type.
@@ -128,20 +128,19 @@ void Run::CheckLimit(const twinop_tensor& tensor, const char* what, int index,
 }
 
 // Adds an aligned block to the scratch memory and returns its offset.
-std::int64_t Run::Reserve(std::int64_t bytes) {
+std::int64_t Run::Reserve(Int bytes) {
+  if (bytes < 0)
+    Fail("a temporary tensor of the launch has " + std::to_string(Narrow(bytes)) + " bytes");
   const std::int64_t begin = scratch_;
-  std::int64_t end = 0;
-  if (bytes < 0 || __builtin_add_overflow(begin, bytes, &end) || end > INT64_MAX - kAlignment)
-    Fail("a temporary tensor of the launch has " + std::to_string(bytes) + " bytes");
-  scratch_ = (end + kAlignment - 1) / kAlignment * kAlignment;
+  scratch_ = Narrow((begin + bytes + kAlignment - 1) / kAlignment * kAlignment);
   return begin;
 }
 
-Pointer Run::Temporary(Int bytes) { return At(call_.scratch) + Reserve(bytes.value); }
+Pointer Run::Temporary(Int bytes) { return At(call_.scratch) + Reserve(bytes); }
 
 void Run::Fill(Pointer pointer, Int bytes, unsigned char value) const {
   if (!launches_ || bytes <= 0) return;
-  Check(driver_.MemsetD8Async(pointer.address, value, static_cast<std::size_t>(bytes.value),
+  Check(driver_.MemsetD8Async(pointer.address, value, static_cast<std::size_t>(bytes),
                               call_.context->stream),
         "filling a tensor");
 }
@@ -154,7 +153,7 @@ bool Run::Begins(const Dimensions& grid, Int scratch_per_program) {
   if (grid.x == 0 || grid.y == 0 || grid.z == 0) return false;
   kernel_scratch_.reset();
   if (scratch_per_program != 0)
-    kernel_scratch_ = Reserve((scratch_per_program * grid.x * grid.y * grid.z).value);
+    kernel_scratch_ = Reserve(scratch_per_program * grid.x * grid.y * grid.z);
   grid_ = grid;
   block_.reset();
   return launches_;
@@ -203,7 +202,7 @@ void Run::Configure(const LoadedKernel& loaded, LaunchConfig* config,
       Fail(std::string(kernel.label) + ": its grid would be " + Text(grid_) +
            "; a GPU launches at most (2147483647, 65535, 65535) blocks. Give each program more "
            "to do, or put the large dimension first");
-    config->grid[i] = static_cast<unsigned>(grid[i].value);
+    config->grid[i] = static_cast<unsigned>(grid[i]);
     config->block[i] = 1;
   }
   config->grid[0] *= kernel.cluster;
@@ -213,8 +212,8 @@ void Run::Configure(const LoadedKernel& loaded, LaunchConfig* config,
     for (int i = 0; i < 3; ++i) {
       if (block[i] < 1 || block[i] > 1024)
         Fail(std::string(kernel.label) + ": its blocks would have " +
-             std::to_string(block[i].value) + " threads along a dimension; expected 1 to 1024");
-      config->block[i] = static_cast<unsigned>(block[i].value);
+             std::to_string(Narrow(block[i])) + " threads along a dimension; expected 1 to 1024");
+      config->block[i] = static_cast<unsigned>(block[i]);
     }
   }
   config->shared_bytes = loaded.image->shared_bytes;

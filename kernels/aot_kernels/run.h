@@ -19,14 +19,14 @@ struct Pointer {
   std::uint64_t address = 0;
 
   Pointer operator+(Int bytes) const {
-    return {address == 0 ? 0 : address + static_cast<std::uint64_t>(bytes.value)};
+    return {address == 0 ? 0 : address + static_cast<std::uint64_t>(Narrow(bytes))};
   }
 };
 
 // What Triton specialises kernels for.
 inline bool DivisibleBy16(Pointer pointer) { return pointer.address % 16 == 0; }
-inline bool DivisibleBy16(Int number) { return number.value % 16 == 0; }
-inline bool FitsI32(Int number) { return number.value == static_cast<std::int32_t>(number.value); }
+inline bool DivisibleBy16(Int number) { return number % 16 == 0; }
+inline bool FitsI32(Int number) { return number == static_cast<std::int32_t>(number); }
 
 // An argument of a kernel in the type of its parameter.
 struct Parameter {
@@ -55,7 +55,7 @@ struct Parameter {
   Parameter(Pointer pointer)
       : type(Type::kPointer), name(""), integer(static_cast<std::int64_t>(pointer.address)) {}
   Parameter(Type type, const char* name, Int value)
-      : type(type), name(name), integer(value.value), number(static_cast<double>(value)) {}
+      : type(type), name(name), integer(Narrow(value)), number(static_cast<double>(value)) {}
   Parameter(Type type, const char* name, double value) : type(type), name(name), number(value) {}
 };
 using Type = Parameter::Type;
@@ -122,7 +122,7 @@ class Run : public CallOfPlan {
   static Pointer At(const void* data) { return {reinterpret_cast<std::uintptr_t>(data)}; }
   void CheckLimit(const twinop_tensor& tensor, const char* what, int index, std::int64_t elements,
                   const char* kernel) const;
-  std::int64_t Reserve(std::int64_t bytes);
+  std::int64_t Reserve(Int bytes);
   void Configure(const LoadedKernel& loaded, LaunchConfig* config,
                  LaunchAttribute* attributes) const;
 

@@ -13,7 +13,8 @@ Operand = Union["Expression", int, float]
 class Expression:
     """A constant, a variable, or an operation on others.
 
-    An operation on an int and a float is in double; `FloorDivide`, `Modulo` and those on bits take ints only.
+    An operation on an int and a float is in double. Ints may have more than 64 bits within a formula, but not
+    as its result. `FloorDivide`, `Modulo` and those on bits take ints only.
     Equality of two objects is equality of what they are made of; `Expression.of("==", a, b)` compares values.
 
     Attributes:
@@ -51,6 +52,14 @@ class Expression:
             ArithmeticError: an int does not fit in 64 bits, a division by zero, or the root or logarithm of
                 a number that has none.
         """
+        value = self._value(sizes, attributes, arch)
+        if isinstance(value, int) and not -(2**63) <= value < 2**63:
+            raise OverflowError(f"{value} does not fit in 64 bits")
+        return value
+
+    def _value(
+        self, sizes: Sequence[Sequence[int] | None], attributes: Sequence[Any], arch: int
+    ) -> int | float:
         match self.operation, self.operands:
             case "constant", (value,):
                 pass
@@ -65,15 +74,12 @@ class Expression:
             case "arch", _:
                 value = arch
             case _:
-                values = [operand.evaluate(sizes, attributes, arch) for operand in self.operands]
+                values = [operand._value(sizes, attributes, arch) for operand in self.operands]
                 try:
                     value = FUNCTIONS[self.operation](*values)
                 except ValueError as error:  # a negative number's root or logarithm, int(nan)
                     raise ArithmeticError(str(error)) from error
-        value = int(value) if isinstance(value, bool) else value
-        if isinstance(value, int) and not -(2**63) <= value < 2**63:
-            raise OverflowError(f"{value} does not fit in 64 bits")
-        return value
+        return int(value) if isinstance(value, bool) else value
 
     def __add__(self, other: Operand) -> "Expression":
         return Expression.of("+", self, other)
