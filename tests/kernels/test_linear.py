@@ -1,6 +1,5 @@
 """linear and linear_swiglu: forms, errors, sessions, gradients. The tests of all ops cover the rest."""
 
-import itertools
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,6 @@ from samples import ALL, DEVICES
 from torch.nn import functional as F
 
 from twinop import torch_op
-from twinop.errors import RecordError
 from twinop.export.attach import attach_bodies
 from twinop.library import find_library
 from twinop.testing.one_node import body_session, make_session, one_node_model, run_bound
@@ -27,19 +25,6 @@ def relative(found: torch.Tensor, expected: torch.Tensor) -> float:
 
 
 # ---------------------------------------------------------------------------- values
-
-
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("layout", ["nk", "kn"])
-@pytest.mark.parametrize("activation", ACTIVATIONS)
-def test_any_leading_dimensions(activation: str, layout: str, device: str) -> None:
-    weight, bias = random(24, 40, device=device), random(24, device=device)
-    given = weight if layout == "nk" else weight.mT
-    for leading in ((), (1,), (5,), (2, 3), (2, 1, 3, 2)):
-        x = random(*leading, 40, device=device)
-        expected = ACTIVATIONS[activation](F.linear(x.double(), weight.double(), bias.double()))
-        found = torch_op.linear(x, given, bias, activation=activation, layout=layout)
-        assert found.shape == (*leading, 24) and relative(found, expected) < 1e-5
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -73,44 +58,6 @@ def test_empty_products(dtype: torch.dtype, device: str) -> None:
 
 
 # ---------------------------------------------------------------------------- errors
-
-
-@pytest.mark.parametrize("device", [*DEVICES, "meta"])
-@pytest.mark.parametrize(
-    ("shapes", "layout", "message"),
-    [
-        (((2, 4), (4, 6)), "nk", r"weight has shape \[4, 6\], expected .* = \[4, 4\]"),
-        (((2, 4), (6, 4)), "kn", r"weight has shape \[6, 4\], expected .* = \[4, 4\]"),
-        (((2, 4), (6, 4), (4,)), "nk", r"bias has shape \[4\], expected .* = \[6\]"),
-        (((2, 4), (6, 4), (6, 1)), "nk", r"bias has shape \[6, 1\], expected .* = \[6\]"),
-        (((2, 4), (6, 4), (6,), (6,)), "nk", r"residual has shape \[6\], expected .* = \[2, 6\]"),
-        (((), (6, 4)), "nk", "x has 0 dimensions, expected at least 1"),
-        (((2, 4), (4,)), "nk", "weight has 1 dimension, expected at least 2"),
-    ],
-)
-def test_shapes_that_do_not_fit(shapes: Any, layout: str, message: str, device: str) -> None:
-    tensors = [torch.ones(shape, device=device) for shape in shapes]
-    with pytest.raises((RuntimeError, RecordError), match=message):
-        torch_op.linear(*tensors, layout=layout)
-
-
-@pytest.mark.parametrize("device", [*DEVICES, "meta"])
-def test_other_bad_input(device: str) -> None:
-    x, weight = torch.ones(2, 4, device=device), torch.ones(6, 4, device=device)
-    errors = (RuntimeError, RecordError)
-    for narrow in (torch.float16, torch.float8_e4m3fn):
-        with pytest.raises(
-            errors, match="no kernel takes these dtypes; .*: float32; float16; bfloat16; float64"
-        ):
-            torch_op.linear(x.to(narrow), weight)
-    with pytest.raises(errors, match="no kernel takes these dtypes"):
-        torch_op.linear(x, weight, torch.ones(6, device=device, dtype=torch.float64))
-    with pytest.raises(errors, match=r"activation is 'mish', expected one of none \| relu"):
-        torch_op.linear(x, weight, activation="mish")
-    with pytest.raises(errors, match=r"layout is 'nn', expected one of nk \| kn"):
-        torch_op.linear(x, weight, layout="nn")
-    with pytest.raises(errors, match=r"weight has shape \[5, 4\], expected .* = \[4, 4\]"):
-        torch_op.linear_swiglu(x, torch.ones(5, 4, device=device))
 
 
 DRIVER = """
@@ -228,37 +175,6 @@ def test_a_session_refuses_shapes_that_do_not_fit(x: int, weight: Any, bias: Any
 
 
 # ---------------------------------------------------------------------------- gradients
-
-
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize(("layout", "activation"), list(itertools.product(("nk", "kn"), ACTIVATIONS)))
-def test_gradients_are_those_of_torch(layout: str, activation: str, device: str) -> None:
-    tensors = [random(*shape, dtype=torch.float64, device=device) for shape in ((2, 3, 7), (5, 7), (5,))]
-    leaves = [tensor.requires_grad_() for tensor in tensors]
-    x, weight, bias = leaves
-    expected = ACTIVATIONS[activation](F.linear(x, weight, bias))
-    given = weight if layout == "nk" else weight.mT
-    found = torch_op.linear(x, given, bias, activation=activation, layout=layout)
-    towards = random(2, 3, 5, dtype=torch.float64, device=device)
-    for mine, theirs in zip(
-        torch.autograd.grad(found, leaves, towards),
-        torch.autograd.grad(expected, leaves, towards),
-        strict=True,
-    ):
-        torch.testing.assert_close(mine, theirs)
-
-
-@pytest.mark.parametrize("activation", ["silu", "gelu", "gelu_tanh"])
-def test_gradients_of_swiglu(activation: str) -> None:
-    x, weight, bias = (
-        random(*shape, dtype=torch.float64).requires_grad_() for shape in ((4, 3), (10, 3), (10,))
-    )
-
-    def call(*tensors: torch.Tensor) -> torch.Tensor:
-        return torch_op.linear_swiglu(*tensors, activation=activation)
-
-    assert torch.autograd.gradcheck(call, (x, weight, bias))
-    assert torch.autograd.gradgradcheck(call, (x, weight, bias))
 
 
 @pytest.mark.parametrize("device", DEVICES)

@@ -109,6 +109,17 @@ def test_operands_that_are_not_aligned(gated: bool, activation: str) -> None:
 
 
 @pytest.mark.parametrize(("gated", "activation"), CASES)
+def test_a_row_has_the_same_bits_in_every_batch_that_the_kernel_takes(gated: bool, activation: str) -> None:
+    given = tensors(gated, dtype=torch.bfloat16, device="cuda")
+    whole = call(gated, activation, given)
+    for first in (1, 57, 128):  # each row has another place in its tile, or another tile
+        part = [given[0][first:].contiguous(), *given[1:]]
+        (kernel,) = kernels(gated, activation, part)
+        assert "linear::fused" in kernel
+        assert torch.equal(call(gated, activation, part), whole[first:])
+
+
+@pytest.mark.parametrize(("gated", "activation"), CASES)
 def test_special_values_stay_in_their_rows(gated: bool, activation: str) -> None:
     given = tensors(gated, dtype=torch.float16, device="cuda")
     clean = call(gated, activation, given)

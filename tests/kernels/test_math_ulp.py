@@ -2,12 +2,11 @@
 
 float16 and bfloat16 are tested on all 65536 numbers, float32 and float64 on dense samples. The reference of
 float64 is mpmath. The reference of all other types is float64.
-`python tests/kernels/test_math_ulp.py [cpu|cuda]` prints the table.
 """
 
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import mpmath  # type: ignore[import-untyped]
 import pytest
@@ -21,7 +20,7 @@ from twinop import torch_op
 from twinop.testing.ulps import as_tuple, measure
 from twinop.testing.under_test import advice, reference_of
 
-CUBIC, LINEAR = 0.044715, (8 / torch.pi) ** 0.5
+Maths = Any  # torch, for tensors in fp64, or mpmath
 
 
 @dataclass(frozen=True)
@@ -29,112 +28,83 @@ class Function:
     """
     Attributes:
         torch: torch's function of x.
-        exact: the function of x in mpmath.
-        slope: the factor of grad_y in the backward op's result, in mpmath. Its argument is x or y.
-        wide, wide_slope: the same functions in fp64, for the narrower types.
+        exact: the function of x.
+        slope: the factor of grad_y in the backward op's result. Its argument is x or y.
         float32, float64: the error bounds of the op and its backward op.
         zero: where the slope crosses 0. Near it, the unit of the error is the last place of 1/8.
     """
 
     torch: Callable[[Tensor], Tensor]
-    wide: Callable[[Tensor], Tensor]
-    wide_slope: Callable[[Tensor], Tensor]
-    exact: Callable[[mpmath.mpf], mpmath.mpf]
-    slope: Callable[[mpmath.mpf], mpmath.mpf]
+    exact: Callable[[Maths, Any], Any]
+    slope: Callable[[Maths, Any], Any]
     float32: tuple[float, float]
     float64: tuple[float, float]
     zero: float = float("nan")
     attributes: tuple[str, ...] = ()
 
-
-def wide_sigmoid(x: Tensor) -> Tensor:
-    z = torch.exp(-x.abs())
-    return torch.where(x < 0, z, 1.0) / (1 + z)
-
-
-def wide_phi(x: Tensor) -> Tensor:
-    return torch.special.erfc(-x * 0.5**0.5) / 2
+    def wide(self, x: Tensor) -> Tensor:
+        """The function in fp64, for the narrower types."""
+        return self.exact(torch, x)
 
 
-def wide_tanh_slope(x: Tensor) -> Tensor:
-    u = LINEAR * (x + CUBIC * x**3)
-    return wide_sigmoid(u) * (1 + x * wide_sigmoid(-u) * LINEAR * (1 + 3 * CUBIC * x * x))
+def number(m: Maths, text: str) -> Any:
+    return mpmath.mpf(text) if m is mpmath else float(text)
 
 
-def sigmoid(x: mpmath.mpf) -> mpmath.mpf:
-    return 1 / (1 + mpmath.exp(-x))
+def sigmoid(m: Maths, x: Any) -> Any:
+    return 1 / (1 + m.exp(-x))
 
 
-def tanh_argument(x: mpmath.mpf) -> mpmath.mpf:
-    return mpmath.sqrt(8 / mpmath.pi) * (x + mpmath.mpf("0.044715") * x**3)
+def softplus(m: Maths, x: Any) -> Any:
+    positive = x.clamp(min=0) if m is torch else max(x, mpmath.mpf(0))
+    return positive + m.log1p(m.exp(-abs(x)))
 
 
-def tanh_slope(x: mpmath.mpf) -> mpmath.mpf:
-    s = sigmoid(tanh_argument(x))
-    step = mpmath.sqrt(8 / mpmath.pi) * (1 + 3 * mpmath.mpf("0.044715") * x**2)
-    return s * (1 + x * sigmoid(-tanh_argument(x)) * step)
+def normal(m: Maths, x: Any) -> Any:
+    return m.erfc(-x / number(m, "2") ** 0.5) / 2
+
+
+def density(m: Maths, x: Any) -> Any:
+    return m.exp(-x * x / 2) / (2 * m.pi) ** 0.5
+
+
+def tanh_argument(m: Maths, x: Any) -> Any:
+    return (8 / m.pi) ** 0.5 * (x + number(m, "0.044715") * x**3)
+
+
+def tanh_slope(m: Maths, x: Any) -> Any:
+    u, step = tanh_argument(m, x), (8 / m.pi) ** 0.5 * (1 + 3 * number(m, "0.044715") * x * x)
+    return sigmoid(m, u) * (1 + x * sigmoid(m, -u) * step)
 
 
 FUNCTIONS = {
-    "exp": Function(torch.exp, torch.exp, lambda y: y, mpmath.exp, lambda y: y, (0.8, 0), (0.9, 0)),
-    "log": Function(
-        torch.log, torch.log, lambda x: 1 / x, mpmath.log, lambda x: 1 / x, (0.9, 0.51), (1, 0.51)
-    ),
-    "square": Function(
-        torch.square, lambda x: x * x, lambda x: 2 * x, lambda x: x * x, lambda x: 2 * x, (0.51, 0), (0.51, 0)
-    ),
-    "sigmoid": Function(
-        torch.sigmoid,
-        wide_sigmoid,
-        lambda y: (1 - y) * y,
-        sigmoid,
-        lambda y: (1 - y) * y,
-        (2.8, 1.6),
-        (2.8, 1.6),
-    ),
+    "exp": Function(torch.exp, lambda m, x: m.exp(x), lambda m, y: y, (0.8, 0), (0.9, 0)),
+    "log": Function(torch.log, lambda m, x: m.log(x), lambda m, x: 1 / x, (0.9, 0.51), (1, 0.51)),
+    "square": Function(torch.square, lambda m, x: x * x, lambda m, x: 2 * x, (0.51, 0), (0.51, 0)),
+    "sigmoid": Function(torch.sigmoid, sigmoid, lambda m, y: (1 - y) * y, (2.8, 1.6), (2.8, 1.6)),
     "silu": Function(
         F.silu,
-        lambda x: x * wide_sigmoid(x),
-        lambda x: wide_sigmoid(x) * (1 + x * wide_sigmoid(-x)),
-        lambda x: x * sigmoid(x),
-        lambda x: sigmoid(x) * (1 + x * sigmoid(-x)),
+        lambda m, x: x * sigmoid(m, x),
+        lambda m, x: sigmoid(m, x) * (1 + x * sigmoid(m, -x)),
         (3.3, 9.5),
         (3.3, 8),
         zero=-1.2784645,
     ),
     "tanh": Function(
-        torch.tanh,
-        torch.tanh,
-        lambda y: (1 - y) * (1 + y),
-        mpmath.tanh,
-        lambda y: (1 - y) * (1 + y),
-        (2.6, 1.6),
-        (2.8, 1.6),
+        torch.tanh, lambda m, x: m.tanh(x), lambda m, y: (1 - y) * (1 + y), (2.6, 1.6), (2.8, 1.6)
     ),
-    "softplus": Function(
-        F.softplus,
-        lambda x: x.clamp(min=0) + torch.log1p(torch.exp(-x.abs())),
-        wide_sigmoid,
-        lambda x: max(x, mpmath.mpf(0)) + mpmath.log1p(mpmath.exp(-abs(x))),
-        sigmoid,
-        (2, 2.8),
-        (2.2, 2.8),
-    ),
+    "softplus": Function(F.softplus, softplus, sigmoid, (2, 2.8), (2.2, 2.8)),
     "gelu": Function(
         F.gelu,
-        lambda x: x * wide_phi(x),
-        lambda x: wide_phi(x) + x * torch.exp(-0.5 * x * x) / (2 * torch.pi) ** 0.5,
-        lambda x: x * mpmath.ncdf(x),
-        lambda x: mpmath.ncdf(x) + x * mpmath.npdf(x),
+        lambda m, x: x * normal(m, x),
+        lambda m, x: normal(m, x) + x * density(m, x),
         (6.5, 7),
         (6, 7),
         zero=-0.7517916,
     ),
     "gelu tanh": Function(
         lambda x: F.gelu(x, approximate="tanh"),
-        lambda x: x * wide_sigmoid(LINEAR * (x + CUBIC * x**3)),
-        wide_tanh_slope,
-        lambda x: x * sigmoid(tanh_argument(x)),
+        lambda m, x: x * sigmoid(m, tanh_argument(m, x)),
         tanh_slope,
         (3.4, 9),
         (3.5, 8),
@@ -205,7 +175,7 @@ def largest_slope_error(name: str, dtype: torch.dtype, device: str) -> float:
     x = inputs(dtype)
     # At infinities, one factor of a product may be 0 and the other infinite.
     x = x[x.isfinite() & (x.abs().double() < 1e18)]
-    exact = function.wide_slope(x.double())
+    exact = function.slope(torch, x.double())
     unit = units(exact, dtype)
     near = (x.double() - function.zero).abs() < 0.25
     if dtype not in HALVES:
@@ -213,9 +183,9 @@ def largest_slope_error(name: str, dtype: torch.dtype, device: str) -> float:
     return float(errors(run_backward(name, x.to(device)), exact, dtype, unit).max())
 
 
-def exactly(function: Callable[[mpmath.mpf], mpmath.mpf], x: Tensor) -> list[mpmath.mpf]:
+def exactly(function: Callable[[Maths, Any], Any], x: Tensor) -> list[mpmath.mpf]:
     with mpmath.workdps(50):
-        return [function(mpmath.mpf(value)) for value in x.tolist()]
+        return [function(mpmath, mpmath.mpf(value)) for value in x.tolist()]
 
 
 def error_in_float64(result: Tensor, exact: list[mpmath.mpf], least: list[float]) -> float:
@@ -308,22 +278,3 @@ def test_special_values_are_torchs(name: str, dtype: torch.dtype, device: str) -
     expected = FUNCTIONS[name].torch(x.double()).to(dtype)  # torch's fp32 gelu(inf) is NaN on some CPUs
     torch.testing.assert_close(found, expected, equal_nan=True)
     assert torch.equal(found.signbit()[3:], expected.signbit()[3:])
-
-
-def print_table(device: str) -> None:
-    print(f"largest error in units of the last place, {device}: op | backward op | torch's op")
-    for name, function in FUNCTIONS.items():
-        for dtype in (torch.float16, torch.bfloat16, torch.float32):
-            x = inputs(dtype)
-            theirs = float(errors(function.torch(x.to(device)), function.wide(x.double()), dtype).max())
-            ours = largest_error(name, dtype, device), largest_slope_error(name, dtype, device)
-            print(f"{name:10} {str(dtype)[6:]:9} {ours[0]:9.3f} {ours[1]:9.3f} {theirs:12.5g}")
-        x = inputs64(name)
-        exact = exactly(function.exact, x)
-        theirs = error_in_float64(function.torch(x.to(device)).cpu(), exact, [0] * len(exact))
-        ours = float64_error(name, device), float64_slope_error(name, device)
-        print(f"{name:10} {'float64':9} {ours[0]:9.3f} {ours[1]:9.3f} {theirs:12.5g}", flush=True)
-
-
-if __name__ == "__main__":
-    print_table(sys.argv[1] if len(sys.argv) > 1 else "cpu")
