@@ -9,7 +9,7 @@ from twinop import __version__
 
 from . import triton_tools
 from .datatypes import shown, version_number
-from .errors import BROKEN, NO_SHARED_MEMORY, NOT_READY, OFF, ServiceError, invalid
+from .errors import BROKEN, NOT_READY, OFF, ServiceError, invalid
 from .instance import without_paths
 from .repository import Repository
 
@@ -54,7 +54,7 @@ class Operations:
     def table(self) -> list[Operation]:
         """Return all operations."""
         control, memory = f"{CONTROL}models/{{model}}", "/v2/systemsharedmemory"
-        as_json, register = triton_tools.config_as_json, f"{memory}/region/{{region}}/register"
+        as_json = triton_tools.config_as_json
         return [
             Operation("GET", "/v2/models/stats", "", self.statistics),  # before it is taken for a model
             Operation("POST", f"{MODEL}/infer", "ModelInfer", None),
@@ -75,7 +75,6 @@ class Operations:
             # perf_analyzer begins with these, whether it uses shared memory or not.
             Operation("POST", f"{memory}/unregister", "SystemSharedMemoryUnregister", dict),
             Operation("POST", "/v2/cudasharedmemory/unregister", "CudaSharedMemoryUnregister", dict),
-            Operation("POST", register, "SystemSharedMemoryRegister", _no_memory),
         ]
 
     def live(self) -> dict[str, Any]:
@@ -167,10 +166,6 @@ def _named(model: str) -> str:
     if not model:
         raise invalid("model_name is missing")
     return model
-
-
-def _no_memory(region: Any) -> dict[str, Any]:
-    raise ServiceError(OFF, NO_SHARED_MEMORY)
 
 
 def no_control_here(port: int | None) -> ServiceError:

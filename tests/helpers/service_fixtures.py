@@ -43,18 +43,6 @@ class Served:
         """The number of its open file descriptors."""
         return len(os.listdir(f"/proc/{self.process.pid}/fd"))
 
-    @property
-    def memory(self) -> int:
-        """Its resident memory in bytes."""
-        fields = Path(f"/proc/{self.process.pid}/statm").read_text().split()
-        return int(fields[1]) * os.sysconf("SC_PAGE_SIZE")
-
-    @property
-    def peak(self) -> int:
-        """The most resident memory that it had so far, in bytes."""
-        status = Path(f"/proc/{self.process.pid}/status").read_text()
-        return int(status.partition("VmHWM:")[2].split()[0]) << 10
-
     def stop(self, sign: int = signal.SIGTERM, seconds: float = 60) -> int:
         """Send a signal and return the exit status."""
         self.is_stopped = True

@@ -1,27 +1,30 @@
 """A server whose runs or loads wait while a file exists."""
 
+import json
 from pathlib import Path
 
 _PROGRAM = """
-import os, sys, time
+import json, os, sys, time
 from twinop.cli import app
 from twinop.deploy.service import instance, repository
 
-owner, name = {"runs": (instance.Instance, "run"), "loads": (repository, "load")}[sys.argv[1]]
-original, file = getattr(owner, name), sys.argv[2]
+def held(original, file):
+    def call(*arguments):
+        if os.path.exists(file):
+            print("held", flush=True)
+        while os.path.exists(file):
+            time.sleep(0.01)
+        return original(*arguments)
+    return call
 
-def held(*arguments):
-    if os.path.exists(file):
-        print('{"message": "held"}', flush=True)
-    while os.path.exists(file):
-        time.sleep(0.01)
-    return original(*arguments)
-
-setattr(owner, name, held)
-app(sys.argv[3:])
+places = {"runs": (instance.Instance, "run"), "loads": (repository, "load")}
+for what, file in json.loads(sys.argv[1]).items():
+    owner, name = places[what]
+    setattr(owner, name, held(getattr(owner, name), file))
+app(sys.argv[2:])
 """
 
 
-def held(what: str, file: Path) -> tuple[str, ...]:
-    """Return the program of a server whose "runs" or "loads" wait while the file exists."""
-    return "-c", _PROGRAM, what, str(file)
+def held(**files: Path) -> tuple[str, ...]:
+    """Return the program of a server whose `runs` or `loads` wait while their file exists."""
+    return "-c", _PROGRAM, json.dumps({what: str(file) for what, file in files.items()})

@@ -22,7 +22,7 @@ from lab import soak
 def test_a_stopping_server_answers_what_has_come(tmp_path: Path) -> None:
     models.place(tmp_path / "models", "relu", models.relu())
     file = tmp_path / "held"
-    with serve(tmp_path / "models", program=held("runs", file)) as served, ExitStack() as stack:
+    with serve(tmp_path / "models", program=held(runs=file)) as served, ExitStack() as stack:
         waiting, kept, late, idle = (stack.enter_context(served.connect(60)) for _ in range(4))
         for connection in (kept, late):
             connection.sendall(REQUEST)
@@ -48,7 +48,7 @@ def test_what_takes_longer_than_the_grace_time_is_cut_off(tmp_path: Path) -> Non
     file = tmp_path / "held"
     models.place(tmp_path / "models", "relu", models.relu())
     (tmp_path / "models" / "twinop.toml").write_text("[server]\ngrace_seconds = 1\n")
-    with serve(tmp_path / "models", program=held("runs", file)) as served, ExitStack() as stack:
+    with serve(tmp_path / "models", program=held(runs=file)) as served, ExitStack() as stack:
         file.touch()
         connections = [stack.enter_context(served.connect(60)) for _ in range(8)]
         for connection in connections:
@@ -67,7 +67,7 @@ def test_sigterm_while_a_model_is_loading_does_not_wait_for_it(tmp_path: Path) -
     file, log = tmp_path / "held", tmp_path / "log"
     file.touch()
     onnx.save(models.relu(), tmp_path / "m.onnx")
-    process = start(tmp_path / "m.onnx", log, program=held("loads", file))
+    process = start(tmp_path / "m.onnx", log, program=held(loads=file))
     wait_until(lambda: b"held" in log.read_bytes())
     process.send_signal(signal.SIGTERM)
     assert process.wait(60) == 0

@@ -13,7 +13,7 @@ import onnx
 import pytest
 from service_fixtures import Served, receive, start, wait_until
 from service_held import held
-from service_models import place, relu, slow
+from service_models import place, relu
 from service_rows import QUICK, ROW, call, in_flight
 from tritonclient.grpc.service_pb2_grpc import GRPCInferenceServiceStub
 
@@ -43,12 +43,13 @@ def test_nothing_slow_is_imported(tmp_path: Path) -> None:
 
 
 def test_ready_means_that_the_models_are_loaded_and_the_server_is_not_stopping(tmp_path: Path) -> None:
-    place(tmp_path / "models", "slow", slow(rounds=4000))
-    loads = tmp_path / "loads"
+    place(tmp_path / "models", "slow", relu())
+    loads, runs = tmp_path / "loads", tmp_path / "runs"
     loads.touch()
     http_port, grpc_port = free_ports(2)
     ports = ("--http-port", str(http_port), "--grpc-port", str(grpc_port))
-    process = start(tmp_path / "models", tmp_path / "log", *QUICK, *ports, program=held("loads", loads))
+    program = held(loads=loads, runs=runs)
+    process = start(tmp_path / "models", tmp_path / "log", *QUICK, *ports, program=program)
     served = Served(process, http_port, grpc_port, tmp_path / "log", tmp_path / "models")
 
     def status(path: str) -> int:
@@ -81,6 +82,7 @@ def test_ready_means_that_the_models_are_loaded_and_the_server_is_not_stopping(t
             wait_until(lambda: status("/v2/health/ready") == 200, 60)
             assert grpc_ready() and served.infer("slow", ROW).status == 200
 
+            runs.touch()
             waiting = [threading.Thread(target=call, args=(served, "slow")) for _ in range(4)]
             for thread in waiting:
                 thread.start()
@@ -93,6 +95,7 @@ def test_ready_means_that_the_models_are_loaded_and_the_server_is_not_stopping(t
                 wait_until(lambda: not grpc_ready())
                 connection.sendall(ask)
                 assert receive(connection).status == 503
+            runs.unlink()
             for thread in waiting:
                 thread.join(60)
             assert process.wait(60) == 0

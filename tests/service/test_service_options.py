@@ -71,7 +71,7 @@ def test_a_library_of_another_folder_and_two_runs_at_a_time(tmp_path: Path) -> N
     (tmp_path / "elsewhere").mkdir()
     library = shutil.copy(find_library("custom_relu"), tmp_path / "elsewhere" / "libmine.so")
     (tmp_path / "models" / "twinop.toml").write_text("[model]\ninstances = 2\nmax_queue = 1\n")
-    program = held("runs", tmp_path / "held")
+    program = held(runs=tmp_path / "held")
     with serve(tmp_path / "models", *QUICK, "--library", str(library), program=program) as served:
         told = served.ask("GET", "/v2/models/m").json["parameters"]
         assert told["library"] == "libmine.so" and told["custom_nodes"] == "CustomRelu x1"

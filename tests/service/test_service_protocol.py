@@ -33,7 +33,7 @@ def served(tmp_path_factory: pytest.TempPathFactory, held_file: Path) -> Iterato
     models.place(folder, "two_outputs", models.two_outputs())
     models.place(folder, "log", models.log())
     models.place(folder, "held", models.relu())
-    with serve(folder, "--control", "explicit", program=held("runs", held_file)) as server:
+    with serve(folder, "--control", "explicit", program=held(runs=held_file)) as server:
         yield server
 
 

@@ -88,7 +88,7 @@ def test_a_server_takes_connections_once_its_models_are_loaded(tmp_path: Path) -
     with servers(tmp_path / "models", 1) as ((first, _),):
         ports = ("--http-port", str(first.http_port), "--grpc-port", str(first.grpc_port))
         log = tmp_path / "log"
-        second = start(tmp_path / "models", log, *QUICK, "--reuse-port", *ports, program=held("loads", file))
+        second = start(tmp_path / "models", log, *QUICK, "--reuse-port", *ports, program=held(loads=file))
         try:
             wait_until(lambda: b"held" in log.read_bytes())
             assert {first.infer("m", ROW).status for _ in range(50)} == {200}

@@ -1,13 +1,17 @@
 """What a server reports about its requests, good and bad: log lines with their ids, and every metric."""
 
-import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import grpc
 import pytest
 from service_fixtures import Answer, Served, serve, tensor, wait_until
-from service_models import log, place, slow, uneven
+from service_held import held
+from service_models import log, place, relu, uneven
+from service_rows import in_flight
 
 from twinop.deploy.service.protocol import pb
 
@@ -15,14 +19,19 @@ MISFIT = (tensor("a", "FP32", [1, 2], [1, 2]), tensor("b", "FP32", [1, 3], [1, 2
 
 
 @pytest.fixture(scope="module")
-def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+def held_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """While it exists, runs wait."""
+    return tmp_path_factory.mktemp("held") / "file"
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory: pytest.TempPathFactory, held_file: Path) -> Iterator[Served]:
     folder = tmp_path_factory.mktemp("models")
-    # A lone request waits up to half a second for another.
-    place(folder, "uneven", uneven(), settings="max_batch_size = 2\nmax_queue_delay_us = 500_000")
-    place(folder, "slow", slow(5000), settings="max_batch_size = 8")
+    place(folder, "uneven", uneven(), settings="max_batch_size = 2\nrun_timeout_seconds = 60")
+    place(folder, "slow", relu(), settings="max_batch_size = 8")
     place(folder, "log", log())
     (folder / "twinop.toml").write_text("[server]\naccess_log = true\n")
-    with serve(folder, "--provider", "cpu") as server:
+    with serve(folder, "--provider", "cpu", program=held(runs=held_file)) as server:
         yield server
 
 
@@ -33,20 +42,23 @@ def ask(served: Served, path: str, body: Any, number: str = "") -> Answer:
 # -------------------------------------------------------------------------------- the log
 
 
-def test_the_line_of_a_failed_run_says_whose_it_was(served: Served) -> None:
-    def over_rest() -> None:
-        assert ask(served, "/v2/models/uneven/infer", {"inputs": MISFIT}, "over-rest").status == 500
-
-    other = threading.Thread(target=over_rest)
-    other.start()
+def test_the_line_of_a_failed_run_says_whose_it_was(served: Served, held_file: Path) -> None:
+    fits = [tensor(name, "FP32", [1, 2], [1, 2]) for name in "ab"]
     request = pb.ModelInferRequest(model_name="uneven")
     for each in MISFIT:
         request.inputs.add(name=each["name"], datatype="FP32", shape=each["shape"])
         request.inputs[-1].contents.fp32_contents.extend(each["data"])
-    with served.stub() as stub, pytest.raises(grpc.RpcError) as error:
-        stub.ModelInfer(request, metadata=(("x-request-id", "over-grpc"),))
-    assert error.value.code() is grpc.StatusCode.INTERNAL
-    other.join()
+    held_file.touch()
+    path = "/v2/models/uneven/infer"
+    with ThreadPoolExecutor() as pool, served.stub() as stub:
+        first = pool.submit(ask, served, path, {"inputs": fits}, "first")
+        wait_until(partial(in_flight, served, 1, "uneven"))
+        other = pool.submit(ask, served, path, {"inputs": MISFIT}, "over-rest")
+        call = stub.ModelInfer.future(request, metadata=(("x-request-id", "over-grpc"),))
+        wait_until(partial(in_flight, served, 3, "uneven"))
+        held_file.unlink()
+        assert (first.result().status, other.result().status) == (200, 500)
+        assert call.exception().code() is grpc.StatusCode.INTERNAL
     lines = [line for line in served.log if line["message"].startswith("a run failed")]
     assert {(line["model"], line["version"], line["level"]) for line in lines} == {("uneven", 1, "error")}
     together, *alone = lines  # the joined run, then each request alone
@@ -87,25 +99,23 @@ def test_a_request_behind_another_on_its_connection_has_nothing_of_it(served: Se
 # -------------------------------------------------------------------------------- the metrics
 
 
-def test_every_metric_after_good_and_bad_requests(served: Served) -> None:
-
+def test_every_metric_after_good_and_bad_requests(served: Served, held_file: Path) -> None:
     def of(model: str, name: str, **labels: str) -> float:
         return served.metric(f"twinop_{name}", model=model, **labels)
-
-    def is_so(**expected: int) -> None:
-        wait_until(lambda: all(of("slow", name) == number for name, number in expected.items()))
 
     def infer(rows: int) -> None:
         assert served.infer("slow", tensor("x", "FP32", [rows, 4], [1.0] * 4 * rows)).status == 200
 
-    threads = [threading.Thread(target=infer, args=(rows,)) for rows in (1, 2, 3)]
-    threads[0].start()
-    is_so(in_flight=1, queued=0)
-    for thread in threads[1:]:
-        thread.start()
-    is_so(in_flight=3, queued=2)  # the two waiting requests share the next run
-    for thread in threads:
-        thread.join()
+    held_file.touch()
+    with ThreadPoolExecutor() as pool:
+        waiting = []
+        for number in (1, 2, 3):
+            waiting.append(pool.submit(infer, number))
+            wait_until(partial(in_flight, served, number, "slow"))
+            assert of("slow", "queued") == number - 1
+        held_file.unlink()  # the two waiting requests share the next run
+    for each in waiting:
+        each.result()
 
     assert of("slow", "batch_size_count") == of("slow", "compute_seconds_count") == 2
     assert of("slow", "batch_size_sum") == 1 + 5
@@ -143,6 +153,7 @@ def test_every_metric_after_good_and_bad_requests(served: Served) -> None:
     assert served.infer("nobody", x).status == 404
     assert served.ask("POST", "/v2/models/log/versions/7/infer", {"inputs": [x]}).status == 404
     assert of("", "failures_total", reason="not_found") >= 2 and of("", "failures_total") == before + 2
+    assert b"nobody" not in served.ask("GET", "/metrics").content  # no label comes from a client
 
     for model in ("slow", "log"):
         assert of(model, "provider", provider="cpu") == of(model, "provider") == 1
