@@ -23,7 +23,7 @@ from .datatypes import (
 from .errors import TOO_LARGE, ServiceError, invalid
 from .json_tensors import integers
 from .protocol import pb
-from .request import MOST_TENSORS, Request, Result, check_count
+from .request import MOST_TENSORS, Request, Result, check_names
 
 MOST_TYPED_BYTES = 1 << 20  # of a message without its raw tensors: protobuf reads the rest number by number
 MOST_BYTES = (2 << 30) - (1 << 20)  # a message has less than 2 GiB; the margin is for names and shapes
@@ -88,8 +88,12 @@ def decode(
         ServiceError: the message contradicts itself.
     """
     arrived = time.monotonic()
-    check_count("inputs", len(message.inputs), most)
-    check_count("outputs", len(message.outputs), most)
+    outputs = tuple(output.name for output in message.outputs)
+    check_names("input", [tensor.name for tensor in message.inputs], most)
+    check_names("output", outputs, most)
+    for output in message.outputs:
+        if output.parameters:
+            refuse_extensions(f"output {output.name}", _parameters(output.parameters))
     raw = message.raw_input_contents
     if raw and len(raw) != len(message.inputs):
         raise invalid(
@@ -100,8 +104,6 @@ def decode(
     inputs: dict[str, np.ndarray] = {}
     for tensor in message.inputs:
         name = tensor.name
-        if name in inputs:
-            raise invalid(f"input {name} is given twice")
         kind, shape = named(name, tensor.datatype), list(tensor.shape)
         if tensor.parameters:
             refuse_extensions(f"input {name}", _parameters(tensor.parameters))
@@ -118,7 +120,7 @@ def decode(
     return Request(
         model=message.model_name,
         inputs=inputs,
-        outputs=_outputs(message),
+        outputs=outputs or None,
         version=version_number(message.model_name, message.model_version),
         id=message.id,
         deadline=until,
@@ -167,17 +169,6 @@ def _parameters(given: Mapping[str, pb.InferParameter]) -> dict[str, Any]:
     """Return plain values; None for a parameter without a value."""
     found = {key: (value.WhichOneof("parameter_choice"), value) for key, value in given.items()}
     return {key: getattr(value, kind) if kind else None for key, (kind, value) in found.items()}
-
-
-def _outputs(message: pb.ModelInferRequest) -> tuple[str, ...] | None:
-    names: dict[str, None] = {}
-    for output in message.outputs:
-        if output.name in names:
-            raise invalid(f"output {output.name} is asked for twice")
-        if output.parameters:
-            refuse_extensions(f"output {output.name}", _parameters(output.parameters))
-        names[output.name] = None
-    return tuple(names) or None
 
 
 def _typed(name: str, kind: Datatype, shape: list[int], contents: pb.InferTensorContents) -> np.ndarray:

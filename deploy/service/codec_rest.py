@@ -12,7 +12,7 @@ from .datatypes import OF_DTYPE, from_bytes, named, shown, to_bytes, version_num
 from .errors import NO_SHARED_MEMORY, TOO_LARGE, ServiceError, invalid
 from .http_body import Limit
 from .json_tensors import from_json, to_json
-from .request import MOST_TENSORS, Request, Result, check_count
+from .request import MOST_TENSORS, Request, Result, check_names
 
 HEADER_LENGTH = "inference-header-content-length"
 
@@ -133,10 +133,10 @@ def _list(holder: dict[str, Any], key: str, most: int) -> list[dict[str, Any]]:
     if not isinstance(value, list):
         said = f"not {shown(value)}" if key in holder else "it is missing"
         raise invalid(f'"{key}" must be a list of tensors: {said}')
-    check_count(key, len(value), most)
     for each in value:
         if not isinstance(each, dict) or not isinstance(each.get("name"), str):
             raise invalid(f'"{key}" must hold objects with a "name", not {shown(each)}')
+    check_names(key.removesuffix("s"), [each["name"] for each in value], most)
     return value
 
 
@@ -159,8 +159,6 @@ def _outputs(content: dict[str, Any], most: int, form: AnswerFormat) -> tuple[st
         return None
     for each in _list(content, "outputs", most):
         name = each["name"]
-        if name in form.outputs:
-            raise invalid(f"output {name} is asked for twice")
         parameters = _object(each, "parameters", f"output {name}")
         refuse_extensions(f"output {name}", parameters)
         form.outputs[name] = _flag(parameters, "binary_data", f"output {name}", form.binary)
@@ -174,8 +172,6 @@ def _inputs(
     inputs: dict[str, np.ndarray] = {}
     for each in _list(content, "inputs", most):
         name = each["name"]
-        if name in inputs:
-            raise invalid(f"input {name} is given twice")
         kind, shape = named(name, each.get("datatype")), each.get("shape")
         if not isinstance(shape, list):
             raise invalid(f"input {name}: shape must be a list of whole numbers, not {shown(shape)}")

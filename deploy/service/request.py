@@ -60,11 +60,14 @@ async def in_thread_if_large(size: int, work: Callable[..., Made], *arguments: A
     return work(*arguments) if size <= LARGE else await asyncio.to_thread(work, *arguments)
 
 
-def check_count(what: str, count: int, most: int) -> None:
-    """Check the number of tensors before work is spent on each.
+def check_names(what: str, names: Sequence[str], most: int) -> None:
+    """Check the names of the inputs or outputs before work is spent on each.
 
     Raises:
-        ServiceError: there are too many inputs or outputs.
+        ServiceError: there are too many, or two have the same name.
     """
-    if count > most:
-        raise invalid(f"{count} {what}: a request to this model has up to {most}")
+    if len(names) > most:
+        raise invalid(f"{len(names)} {what}s: a request to this model has up to {most}")
+    if len(set(names)) < len(names):
+        twice = next(name for index, name in enumerate(names) if name in names[:index])
+        raise invalid(f"{what} {twice} is named twice")

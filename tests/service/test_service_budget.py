@@ -5,7 +5,6 @@ import socket
 import threading
 from collections.abc import Iterator
 from contextlib import suppress
-from pathlib import Path
 
 import grpc
 import onnx
@@ -77,16 +76,17 @@ def over_http(served: Served, size: int) -> str:
     return answer.error
 
 
-@pytest.fixture
-def small(tmp_path: Path) -> Iterator[Served]:
+@pytest.fixture(scope="module")
+def small(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     """A server with room for four messages of the largest size, which waits 4 s for each."""
-    models.place(tmp_path, "largest", largest())
-    models.place(tmp_path, "relu", models.relu())
-    (tmp_path / "twinop.toml").write_text(
+    folder = tmp_path_factory.mktemp("models")
+    models.place(folder, "largest", largest())
+    models.place(folder, "relu", models.relu())
+    (folder / "twinop.toml").write_text(
         f"[server]\nmax_bytes_in_flight = {8 * MIB}\nmax_request_bytes = {2 * MIB}\nbody_seconds = 4\n"
         "limit_concurrency = 50\n"
     )
-    with serve(tmp_path, "--provider", "cpu") as served:
+    with serve(folder, "--provider", "cpu") as served:
         yield served
 
 

@@ -35,7 +35,9 @@ def refused(models_folder: Path, **server: Any) -> str:
     async def start() -> None:
         tokens = Tokens(settings.server)
         RestServer(repository, Budget(1), tokens)
-        await GrpcServer(repository, Budget(1), tokens).start()
+        server = GrpcServer(repository, Budget(1), tokens)
+        await server.start()
+        await server.drain(0)  # a server that listens would keep the test
 
     with pytest.raises(AddressError) as error:
         asyncio.run(start())
@@ -54,11 +56,13 @@ def test_a_port_in_use_ends_the_process_with_one_message(one_model: Path, tmp_pa
     assert f"cannot listen on port {port} of 127.0.0.1" in said and "Traceback" not in said
 
 
+@pytest.mark.parametrize(("other", "own"), [(False, False), (False, True), (True, False)])
 @pytest.mark.parametrize("protocol", ["http", "grpc"])
-def test_port_in_use(one_model: Path, protocol: str) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as taken:
+def test_port_in_use(one_model: Path, protocol: str, other: bool, own: bool) -> None:
+    """A port is shared only if both servers ask for it."""
+    with socket.create_server(("127.0.0.1", 0), reuse_port=other) as taken:
         port = taken.getsockname()[1]
-        said = refused(one_model, **{f"{protocol}_port": port})
+        said = refused(one_model, reuse_port=own, **{f"{protocol}_port": port})
     assert f"cannot listen on port {port} of 127.0.0.1" in said
     assert f"choose another with --{protocol}-port" in said
 

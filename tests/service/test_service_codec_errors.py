@@ -92,10 +92,10 @@ BAD_BODIES = {
     "no inputs": (b"{}", '"inputs" must be a list of tensors: it is missing'),
     "inputs is an object": (b'{"inputs": {}}', '"inputs" must be a list of tensors: not {}'),
     "input without a name": (b'{"inputs": [{}]}', '"inputs" must hold objects with a "name", not {}'),
-    "same input twice": (json.dumps({"inputs": [{"name": "x", **X}] * 2}).encode(), "input x is given twice"),
+    "same input twice": (json.dumps({"inputs": [{"name": "x", **X}] * 2}).encode(), "input x is named twice"),
     "same output twice": (
         b'{"inputs": [], "outputs": [{"name": "y"}, {"name": "y"}]}',
-        "output y is asked for twice",
+        "output y is named twice",
     ),
     "id is a number": (b'{"inputs": [], "id": 1}', '"id" must be a string, not 1'),
     "negative timeout": (b'{"inputs": [], "parameters": {"timeout": -1}}', "whole number of microseconds"),
@@ -247,8 +247,8 @@ BAD_MESSAGES = {
         message_with(datatype="BYTES", contents={"bytes_contents": [b"a", b"\xff"]}),
         "element 1 is not UTF-8",
     ),
-    "same input twice": (pb.ModelInferRequest(inputs=[ZERO, ZERO]), "input x is given twice"),
-    "same output twice": (pb.ModelInferRequest(outputs=[{"name": "y"}] * 2), "output y is asked for twice"),
+    "same input twice": (pb.ModelInferRequest(inputs=[ZERO, ZERO]), "input x is named twice"),
+    "same output twice": (pb.ModelInferRequest(outputs=[{"name": "y"}] * 2), "output y is named twice"),
     "shared memory": (
         message_with(parameters={"shared_memory_region": pb.InferParameter(string_param="r")}),
         "input x: shared memory is not served: send tensors, and ask for them, in the messages",

@@ -5,7 +5,6 @@ import re
 import shutil
 import signal
 import subprocess
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -60,25 +59,13 @@ def test_the_kernel_spreads_connections_and_each_server_has_its_metrics(tmp_path
             assert own.infer("m", ROW).status == 200
 
         second.process.send_signal(signal.SIGTERM)  # it answers what it accepted, and listens no more
-        assert second.stop() == 0
-        for _ in range(20):
+        second.is_stopped = True
+        after = 0
+        while after < 20:
             assert first.infer("m", ROW).status == 200
+            after += second.process.poll() is not None
+        assert second.process.poll() == 0
         assert [line for line in second.log if "traceback" in line] == []
-
-
-def test_no_request_is_lost_when_one_of_two_servers_stops(tmp_path: Path) -> None:
-    models.place(tmp_path, "m", models.slow(50))
-    with servers(tmp_path, 2) as ((first, _), (second, _)):
-        statuses = []
-        end = time.monotonic() + 3
-        stopping = False
-        while time.monotonic() < end:
-            statuses.append(first.infer("m", ROW).status)
-            if not stopping and len(statuses) > 20:
-                second.is_stopped = stopping = True
-                second.process.send_signal(signal.SIGTERM)
-        assert stopping and set(statuses) == {200}
-        assert second.process.wait(60) == 0
 
 
 def test_a_server_takes_connections_once_its_models_are_loaded(tmp_path: Path) -> None:
@@ -116,18 +103,6 @@ def test_models_are_loaded_on_the_port_of_one_server(tmp_path: Path) -> None:
         assert shared.infer("m", ROW).status == 404
         assert own.ask("POST", "/v2/repository/models/m/load").status == 200
         assert y_of(shared, "m") == [0, 2, 0, 4]
-
-
-def test_a_port_is_not_shared_unless_asked(tmp_path: Path) -> None:
-    models.place(tmp_path, "m", models.relu())
-    with serve(tmp_path, *QUICK) as served:
-        for options in (("--http-port", str(served.http_port)), ("--grpc-port", str(served.grpc_port))):
-            more = ("--http-port", "0") if options[0] == "--grpc-port" else ("--no-grpc",)
-            ran = subprocess.run(
-                ["python", "-m", "twinop", "serve", str(tmp_path), "--reuse-port", *options, *more],
-                capture_output=True, text=True, timeout=120,
-            )  # fmt: skip
-            assert ran.returncode == 1 and "cannot listen on port" in ran.stderr
 
 
 # -------------------------------------------------------------------------------- the examples

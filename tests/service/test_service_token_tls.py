@@ -17,7 +17,7 @@ from grpc_health.v1.health_pb2 import HealthCheckRequest, HealthCheckResponse
 from grpc_health.v1.health_pb2_grpc import HealthStub
 from service_certificates import certified
 from service_fixtures import Served, serve, wait_until
-from service_loads import refusal_of
+from service_loads import refusal_of, repository_of
 from tritonclient.grpc.service_pb2_grpc import GRPCInferenceServiceStub
 
 from twinop.deploy.service.protocol import pb
@@ -129,11 +129,11 @@ def test_what_a_token_permits(given: dict[str, str], expected: dict[str, str]) -
     assert {token: permitted(token) for token in expected} == expected
 
 
-def test_the_token_of_the_environment(tmp_path: Path) -> None:
+def test_the_token_of_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     models.place(tmp_path, "relu", models.relu())
-    with serve(tmp_path, env={"TWINOP_TOKEN": "secret"}) as served:
-        assert served.ask("GET", INFERENCE).status == 401
-        assert served.ask("GET", INFERENCE, None, {"authorization": "Bearer secret"}).status == 200
+    monkeypatch.setenv("TWINOP_TOKEN", "secret")
+    tokens = Tokens(repository_of(monkeypatch, tmp_path).settings.server)
+    assert tokens.allow(INFERENCE, b"Bearer secret") and not tokens.allow(INFERENCE, b"")
 
 
 @pytest.mark.parametrize(
