@@ -9,7 +9,6 @@ thread runs on the event loop's thread (short_runs.py).
 import asyncio
 import functools
 import logging
-import math
 import time
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Sequence
@@ -58,7 +57,6 @@ class Batcher:
         self._drained = asyncio.Event()
         self._drained.set()
         self._closed = False
-        self._seconds_per_run = 0.0  # a moving average for Retry-After
         self._is_dispatching = False
         is_watched = settings.run_timeout_seconds is not None  # a run on the loop's thread cannot be
         self._short = ShortRuns(may_run_on_loop and not settings.max_queue_delay_us and not is_watched)
@@ -85,7 +83,11 @@ class Batcher:
         if self._closed:
             raise ServiceError(NOT_READY, f"version {self._version} of model {self._name} is being unloaded")
         if len(self._waiting) >= self._settings.max_queue:
-            raise self._overloaded()
+            raise ServiceError(
+                OVERLOADED,
+                f"model {self._name} has {len(self._waiting)} requests waiting, its limit: try again later",
+                {"Retry-After": "1"},
+            )
         member = QueuedRequest.of(request, outputs, self._loop.create_future())
         self._waiting.append(member)
         self._drained.clear()
@@ -185,9 +187,8 @@ class Batcher:
     def _should_wait(self, first: QueuedRequest, rows: int, now: float) -> bool:
         """Return whether max_queue_delay_us lets the batch wait for more rows."""
         delay = self._settings.max_queue_delay_us * 1e-6
-        enough = max(self._settings.preferred_batch_sizes, default=self._settings.max_batch_size)
         left = first.request.arrived + delay - now
-        if not delay or rows >= enough or left <= 0 or self._closed:
+        if not delay or rows >= self._settings.max_batch_size or left <= 0 or self._closed:
             return False
         if self._timer is None:
             self._timer = self._loop.call_later(left, self._timed_out)
@@ -205,15 +206,6 @@ class Batcher:
         if member in self._waiting:
             self._waiting.remove(member)
             self._dispatch()  # sets `_drained` if this was the last request
-
-    def _overloaded(self) -> ServiceError:
-        seconds = len(self._waiting) * self._seconds_per_run / self._instances
-        seconds /= max(self._settings.max_batch_size, 1)
-        return ServiceError(
-            OVERLOADED,
-            f"model {self._name} has {len(self._waiting)} requests waiting, its limit: try again later",
-            {"Retry-After": str(max(1, math.ceil(seconds)))},
-        )
 
     def _work_here(self, instance: Instance, batch: Batch) -> None:
         started, cpu = time.monotonic(), time.thread_time()
@@ -251,7 +243,6 @@ class Batcher:
         for error in errors:
             if error.failure is BROKEN:
                 self.on_broken(str(error))
-        self._seconds_per_run += (seconds - self._seconds_per_run) * 0.1
         self._dispatch()  # start the next run before these answers are written
         self._settle(batch, outcomes, started, seconds)
 

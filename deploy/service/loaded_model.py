@@ -1,10 +1,8 @@
 """A version of a model that is ready to run, and how clients see it."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ..registration import SealedLibrary
 from ..tensor_specs import Spec
 from .datatypes import datatype_of
 from .instance import Instance, without_paths
@@ -16,11 +14,8 @@ class LoadedModel:
     """A version that is ready to run.
 
     Attributes:
-        inputs, outputs: a Spec by name.
-        required: the inputs without a default in the model.
+        session: the first one; its inputs are those that clients may send.
         instances: each runs one batch at a time.
-        device: "cpu" or "cuda:0"; `reason` says why.
-        libraries: the custom-op libraries, one for each domain.
         fallback: why function bodies run instead of the libraries, or None.
         custom_nodes: the ops that the libraries' kernels run, such as "CustomRelu x3".
         body_nodes: the ops that function bodies run.
@@ -33,13 +28,8 @@ class LoadedModel:
     name: str
     version: int
     settings: ModelSettings
-    inputs: dict[str, Spec]
-    outputs: dict[str, Spec]
-    required: list[Spec]
+    session: Any  # a Session, until `close`
     instances: list[Instance]
-    device: str
-    reason: str
-    libraries: Sequence[SealedLibrary]
     fallback: str | None
     custom_nodes: tuple[str, ...]
     body_nodes: tuple[str, ...]
@@ -48,18 +38,13 @@ class LoadedModel:
     steady: bool = False
     rows_independent: bool = True
 
-    @property
-    def library(self) -> SealedLibrary | None:
-        """The first library, or None."""
-        return self.libraries[0] if self.libraries else None
-
     def summary(self) -> str:
         """Return what runs the model, and what was checked of it, in a line."""
-        parts = [f"runs on {self.device} ({self.reason})"]
-        if self.libraries:
-            paths = ", ".join(str(library.path) for library in self.libraries)
+        parts = [f"runs on {self.session.device} ({self.session.reason})"]
+        if self.session.libraries:
+            paths = ", ".join(str(library.path) for library in self.session.libraries)
             parts.append(f"{', '.join(self.custom_nodes)} from {paths}")
-            parts.append(f"SHA-256 {', '.join(library.copy.sha256 for library in self.libraries)}")
+            parts.append(f"SHA-256 {', '.join(self.session.checksums)}")
             parts.append(f"difference from the function bodies: {self.difference or 'not compared'}")
         if self.body_nodes:
             parts.append(f"on function bodies: {', '.join(self.body_nodes)}")
@@ -68,8 +53,8 @@ class LoadedModel:
     def describe(self) -> dict[str, Any]:
         """Return the inputs and outputs as the protocol lists them, and `parameters`: how the model runs."""
         parameters: dict[str, str | int | float] = {
-            "device": self.device,
-            "device_reason": without_paths(self.reason),
+            "device": self.session.device,
+            "device_reason": without_paths(self.session.reason),
             "custom_nodes": ", ".join(self.custom_nodes),
             "function_body_nodes": ", ".join(self.body_nodes),
             "fallback": without_paths(self.fallback or ""),
@@ -78,18 +63,19 @@ class LoadedModel:
             "instances": self.settings.instances,
             "load_seconds": round(self.load_seconds, 3),
         }
-        if self.libraries:
-            parameters["library"] = ", ".join(library.path.name for library in self.libraries)
-            parameters["library_version"] = ", ".join(library.version for library in self.libraries)
-            parameters["library_sha256"] = ", ".join(library.copy.sha256 for library in self.libraries)
+        if libraries := self.session.libraries:
+            parameters["library"] = ", ".join(library.path.name for library in libraries)
+            parameters["library_version"] = ", ".join(library.version for library in libraries)
+            parameters["library_sha256"] = ", ".join(self.session.checksums)
         return {
-            "inputs": [_described(spec) for spec in self.inputs.values()],
-            "outputs": [_described(spec) for spec in self.outputs.values()],
+            "inputs": [_described(spec) for spec in self.session.inputs.values()],
+            "outputs": [_described(spec) for spec in self.session.outputs.values()],
             "parameters": parameters,
         }
 
     def close(self) -> None:
         """Free the sessions. ONNX Runtime writes its profiles."""
+        self.session = None
         for instance in self.instances:
             instance.close()
 

@@ -84,13 +84,8 @@ def _load(
         where.model,
         where.version,
         settings,
-        inputs,
-        outputs,
-        first.required,
+        first,
         [Instance(session) for session in shared],
-        first.device,
-        first.reason,
-        libraries,
         fallback,
         _counted(node.op_type for node in model.nodes if node.node_type in records),
         _counted(node.op_type for node in model.nodes if node.node_type not in records),
@@ -103,7 +98,7 @@ def _load(
         )  # fmt: skip
     _try(model, loaded, choice, len(sessions))
     # Warn: the user may expect the GPU to be used.
-    unused = loaded.device == "cpu" and settings.provider == Provider.AUTO and has_gpu()
+    unused = first.device == "cpu" and settings.provider == Provider.AUTO and has_gpu()
     level = logging.WARNING if unused else logging.INFO
     _log.log(level, "model %s version %d %s", where.model, where.version, loaded.summary())
     return loaded
@@ -170,14 +165,15 @@ def _try(model: Model, loaded: LoadedModel, choice: Choice, sessions: int) -> No
     Raises:
         ModelError: the run fails, or kernels and function bodies disagree.
     """
-    warmup = make_warmup_inputs(loaded.inputs, loaded.required, loaded.settings)
+    session, settings = loaded.session, loaded.settings
+    warmup = make_warmup_inputs(session.inputs, session.required, settings)
     if warmup is None:
         _log.warning("%s: not warmed up: the rank of an input is unknown, set warm_up", model.name)
         return
-    outputs = list(loaded.outputs)
-    found = warm_up(model.name, loaded.instances[:sessions], warmup, outputs, loaded.settings)
-    if found is not None and loaded.settings.max_batch_size > 1 and loaded.settings.compare_rows:
-        why = joined_differently(loaded.instances[0], warmup, outputs, loaded.device)
+    outputs = list(session.outputs)
+    found = warm_up(model.name, loaded.instances[:sessions], warmup, outputs, settings)
+    if found is not None and settings.max_batch_size > 1 and settings.compare_rows:
+        why = joined_differently(loaded.instances[0], warmup, outputs, session.device)
         loaded.rows_independent = not why
         if why:
             _log.warning(
@@ -186,11 +182,11 @@ def _try(model: Model, loaded: LoadedModel, choice: Choice, sessions: int) -> No
                 model.name, why,
             )  # fmt: skip
     comparable = bool(model.nodes) and {node.node_type for node in model.nodes} <= model.bodies
-    if found is None or not loaded.libraries or not comparable or not loaded.settings.compare_bodies:
+    if found is None or not session.libraries or not comparable or not settings.compare_bodies:
         return
     try:
-        bodies = Instance(open_session(model, [], choice, options=_options(loaded.settings)))
-        loaded.difference = compared(model.name, warmup, found, bodies, loaded.device)
+        bodies = Instance(open_session(model, [], choice, options=_options(settings)))
+        loaded.difference = compared(model.name, warmup, found, bodies, session.device)
     except (RunError, ServiceError) as error:  # such as an operator that has a kernel on GPUs only
         loaded.difference = f"not compared: the function bodies do not run: {without_paths(str(error))}"
         _log.info("%s: its function bodies do not run: %s", model.name, error)

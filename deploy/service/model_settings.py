@@ -53,9 +53,6 @@ class ModelSettings(Section):
     )
     allow_fallback: bool = Field(False, description="run function bodies if the library cannot be used")
     max_batch_size: int = Field(0, ge=0, le=_MOST, description="most rows in one run; 0 never joins requests")
-    preferred_batch_sizes: tuple[Annotated[int, Field(gt=0, le=_MOST)], ...] = Field(
-        (), description="batch sizes that end the wait for more rows (with max_queue_delay_us)"
-    )
     max_queue_delay_us: int = Field(
         0, ge=0, le=_MOST, description="how long an idle instance waits for more rows"
     )
@@ -104,8 +101,6 @@ class ModelSettings(Section):
     def _fits(self) -> "ModelSettings":
         if self.max_queue_delay_us and not self.max_batch_size:
             raise ValueError("max_queue_delay_us needs max_batch_size: without it requests are never joined")
-        if self.preferred_batch_sizes and max(self.preferred_batch_sizes) > self.max_batch_size:
-            raise ValueError("preferred_batch_sizes go up to max_batch_size")
         if self.provider_options and self.provider == Provider.CPU:
             raise ValueError("provider_options need provider cuda or auto, not cpu")
         if self.run_on_event_loop and self.run_timeout_seconds is not None:

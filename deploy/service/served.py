@@ -26,14 +26,14 @@ class ServedVersion:
             loaded.version,
             loaded.instances,
             loaded.settings,
-            may_run_on_loop=loaded.device == "cpu" and loaded.steady and is_known,
+            may_run_on_loop=loaded.session.device == "cpu" and loaded.steady and is_known,
             rows_independent=loaded.rows_independent,
         )
         self.batcher.on_broken = on_broken
-        self.most_tensors = max(MOST_TENSORS, len(loaded.inputs), len(loaded.outputs))
+        self.most_tensors = max(MOST_TENSORS, len(loaded.session.inputs), len(loaded.session.outputs))
         self.metrics = ModelMetrics(loaded.name, loaded.version)
         self.metrics.watch(self.batcher)
-        self.metrics.provider(loaded.device, loaded.fallback is not None)
+        self.metrics.provider(loaded.session.device, loaded.fallback is not None)
 
     def check(self, request: Request) -> tuple[str, ...]:
         """Check a request, and return the names of its outputs.
@@ -43,7 +43,7 @@ class ServedVersion:
         """
         settings, inputs = self.loaded.settings, request.inputs
         try:
-            outputs = self.loaded.instances[0].session.check(inputs, request.outputs)
+            outputs = self.loaded.session.check(inputs, request.outputs)
         except FeedError as error:
             raise invalid(str(error)) from error
         if not settings.allow_empty:
@@ -59,7 +59,7 @@ class ServedVersion:
 
     def may_use(self, libraries: Collection[Path]) -> bool:
         """Return whether it has one of these libraries; any may help where function bodies run instead."""
-        paths = [library.path for library in self.loaded.libraries]
+        paths = [library.path for library in self.loaded.session.libraries]
         return self.loaded.fallback is not None or any(
             path.parent.resolve() / path.name in libraries for path in paths
         )

@@ -34,14 +34,15 @@ def config_of(loaded: LoadedModel) -> Any:
     Raises:
         SettingsError: Triton has no counterpart of the model or of a setting.
     """
-    required = {spec.name for spec in loaded.required}
+    session = loaded.session
+    required = {spec.name for spec in session.required}
     return make_config(
         loaded.name,
         loaded.settings,
-        loaded.inputs,
-        loaded.outputs,
-        libraries=[library.path.name for library in loaded.libraries],
-        optional=[name for name in loaded.inputs if name not in required],
+        session.inputs,
+        session.outputs,
+        libraries=[library.path.name for library in session.libraries],
+        optional=[name for name in session.inputs if name not in required],
     )
 
 
@@ -155,7 +156,6 @@ def _write_scheduling(config: Any, settings: ModelSettings) -> None:
     if settings.max_batch_size:
         batching = config.dynamic_batching
         batching.SetInParent()  # an empty message too makes Triton join requests
-        batching.preferred_batch_size.extend(settings.preferred_batch_sizes)
         batching.max_queue_delay_microseconds = settings.max_queue_delay_us
         batching.default_queue_policy.max_queue_size = settings.max_queue
     config.instance_group.add(count=settings.instances, kind=_KINDS[settings.provider])

@@ -65,7 +65,7 @@ def test_every_datatype_comes_back(tmp_path: Path, datatype: str) -> None:
 @cuda
 def test_auto_takes_the_gpu(tmp_path: Path) -> None:
     model = loaded(tmp_path, service_models.mlp(64, 128, 16), provider="auto", max_batch_size=8)
-    assert (model.device, model.reason) == ("cuda:0", "CUDA works here")
+    assert (model.session.device, model.session.reason) == ("cuda:0", "CUDA works here")
     assert model.custom_nodes == ("CustomRelu x1",)
     assert model.difference is not None and "not compared" not in model.difference
     rows = values("FP32", (5, 64))
@@ -125,7 +125,8 @@ def test_out_of_gpu_memory(tmp_path: Path) -> None:
 def test_function_bodies_on_the_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     only_these(monkeypatch)
     model = loaded(tmp_path, service_models.relu(), allow_fallback=True)
-    assert model.device == "cuda:0" and model.fallback is not None and model.body_nodes == ("CustomRelu x1",)
+    assert model.session.device == "cuda:0"
+    assert model.fallback is not None and model.body_nodes == ("CustomRelu x1",)
     assert model.instances[0].run([{"x": X}], ["y"])["y"].tolist() == [[0, 2, 0, 4]]
 
 

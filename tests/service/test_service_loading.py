@@ -23,8 +23,9 @@ from twinop.tolerance import difference
 
 def test_all_that_is_known_of_a_loaded_model(libraries: dict[str, Path], tmp_path: Path) -> None:
     model = loaded(tmp_path, service_models.mlp(8, 16, 16, 4), max_batch_size=4, instances=2)
-    assert (model.name, model.version, model.device, model.reason) == ("m", 1, "cpu", "asked for")
-    assert model.library is not None and model.library.path.name == "libcustom_relu.so"
+    assert (model.name, model.version) == ("m", 1)
+    assert (model.session.device, model.session.reason) == ("cpu", "asked for")
+    assert model.session.library.path.name == "libcustom_relu.so"
     assert model.custom_nodes == ("CustomRelu x2",) and model.body_nodes == () and model.fallback is None
     assert model.difference is not None and "not compared" not in model.difference
     assert len(model.instances) == 2 and model.load_seconds > 0
@@ -47,7 +48,7 @@ def test_auto_says_which_provider_it_took(
     monkeypatch.setattr("twinop.deploy.cuda.driver", lambda: None)
     with caplog.at_level(logging.INFO):
         model = loaded(tmp_path, service_models.relu(), provider="auto")
-    assert model.device == "cpu" and "no NVIDIA driver" in model.reason
+    assert model.session.device == "cpu" and "no NVIDIA driver" in model.session.reason
     assert "runs on cpu (no NVIDIA driver" in caplog.text and "CustomRelu x1 from " in caplog.text
 
 
@@ -109,10 +110,10 @@ def test_an_input_of_unknown_rank(
 
 
 def test_a_default_may_be_left_out(tmp_path: Path) -> None:
-    model = loaded(tmp_path, service_models.optional_scale())
-    assert [spec.name for spec in model.required] == ["x"] and list(model.inputs) == ["x", "scale"]
+    session = loaded(tmp_path, service_models.optional_scale()).session
+    assert [spec.name for spec in session.required] == ["x"] and list(session.inputs) == ["x", "scale"]
     batched = loaded(tmp_path, service_models.optional_scale(), max_batch_size=4)  # scale has no rows
-    assert list(batched.inputs) == ["x"]
+    assert list(batched.session.inputs) == ["x"]
 
 
 # ------------------------------------------------------------------------------------- function bodies

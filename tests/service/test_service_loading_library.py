@@ -24,18 +24,18 @@ def test_a_library_beside_the_versions(libraries: dict[str, Path], tmp_path: Pat
     mine = tmp_path / "m" / "libmine.so"
     shutil.copy(libraries["custom_relu"], mine)
     model = load(place, ModelSettings(provider="cpu"), ServerSettings(), MODELS)
-    assert model.library is not None and model.library.path == mine
+    assert model.session.library.path == mine
     beside = place.folder / "libmine.so"
     shutil.copy(mine, beside)
     model = load(place, ModelSettings(provider="cpu"), ServerSettings(), MODELS)
-    assert model.library is not None and model.library.path == beside
+    assert model.session.library.path == beside
 
 
 def test_a_named_library(libraries: dict[str, Path], tmp_path: Path) -> None:
     ops = libraries["custom_ops"]
     for name in (ops, Path(ops.name)):
         model = loaded(tmp_path, service_models.relu(), library=name)
-        assert model.library is not None and model.library.path == ops
+        assert model.session.library.path == ops
     elsewhere = tmp_path / "elsewhere"
     elsewhere.mkdir()
     shutil.copy(ops, elsewhere / "libx.so")
@@ -43,7 +43,7 @@ def test_a_named_library(libraries: dict[str, Path], tmp_path: Path) -> None:
         loaded(tmp_path, service_models.relu(), library=elsewhere / "libx.so")
     allowed = ServerSettings(library_folders=(elsewhere,))
     model = loaded(tmp_path, service_models.relu(), allowed, library=Path("libx.so"))
-    assert model.library is not None and model.library.path == elsewhere / "libx.so"
+    assert model.session.library.path == elsewhere / "libx.so"
     (tmp_path / "m" / "liblink.so").symlink_to(elsewhere / "libx.so")
     with pytest.raises(LibraryError, match=f"liblink.so: .* and this one is in {elsewhere}"):
         loaded(tmp_path, service_models.relu(), library=Path("liblink.so"))
@@ -55,7 +55,7 @@ def test_a_named_library(libraries: dict[str, Path], tmp_path: Path) -> None:
 
 def test_checksum(libraries: dict[str, Path], tmp_path: Path) -> None:
     right = hashlib.sha256(libraries["custom_relu"].read_bytes()).hexdigest()
-    assert loaded(tmp_path, service_models.relu(), library_sha256=right.upper()).library is not None
+    assert loaded(tmp_path, service_models.relu(), library_sha256=right.upper()).session.library
     with pytest.raises(LibraryError, match=f"its SHA-256 is {right}, library_sha256 says {'0' * 64}"):
         loaded(tmp_path, service_models.relu(), library_sha256="0" * 64)
 
@@ -91,7 +91,8 @@ def test_fallback_only_if_allowed(
         model = loaded(tmp_path, service_models.relu(), allow_fallback=True)
     assert model.fallback is not None and "no library has custom_domain::CustomRelu" in model.fallback
     assert "runs on its function bodies, the library cannot be used" in caplog.text
-    assert model.library is None and model.custom_nodes == () and model.body_nodes == ("CustomRelu x1",)
+    assert model.session.library is None
+    assert model.custom_nodes == () and model.body_nodes == ("CustomRelu x1",)
     np.testing.assert_array_equal(model.instances[0].run([{"x": X}], ["y"])["y"], np.maximum(X, 0))
     assert str(tmp_path) not in str(model.describe()["parameters"]["fallback"])
     with pytest.raises(ModelError, match="has no function body for it") as error:

@@ -101,7 +101,7 @@ def test_settings_may_name_libraries_in_a_library_folder(
     repository = repository_of(monkeypatch, one_model, *options)
     asyncio.run(repository.load_all())
     loaded = repository.find("m").loaded
-    assert loaded.library is not None and loaded.library.path.name == "libmine.so" and loaded.fallback is None
+    assert loaded.session.library.path.name == "libmine.so" and loaded.fallback is None
 
 
 def test_a_library_that_does_not_exist(one_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:

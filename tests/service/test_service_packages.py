@@ -97,9 +97,9 @@ def test_named_libraries(tmp_path: Path, libraries: dict[str, Path]) -> None:
     server = ServerSettings(library_folders=(folder,))
     named = ["libother_ops.so", "libtest_cube.so"]
     model = loaded(tmp_path, three_nodes(), server, library=named)
-    assert [library.path for library in model.libraries[:2]] == [Path(other), Path(cube)]
-    right = [sha256(library.path) for library in model.libraries]
-    assert loaded(tmp_path, three_nodes(), server, library=named, library_sha256=right).libraries
+    assert [library.path for library in model.session.libraries[:2]] == [Path(other), Path(cube)]
+    right = [sha256(library.path) for library in model.session.libraries]
+    assert loaded(tmp_path, three_nodes(), server, library=named, library_sha256=right).session.libraries
     with pytest.raises(
         LibraryError, match=f"libtest_cube.so: its SHA-256 is .*, library_sha256 says {right[0]}"
     ):
@@ -117,10 +117,10 @@ def test_build_among_the_models_is_not_trusted(tmp_path: Path, monkeypatch: pyte
     place(models, "m", three_nodes())
     monkeypatch.chdir(tmp_path)
     model = loaded(models, three_nodes(), policy=Policy())
-    assert {library.path.parent for library in model.libraries[:2]} == {tmp_path / "build"}
+    assert {library.path.parent for library in model.session.libraries[:2]} == {tmp_path / "build"}
     onnx.save(three_nodes(), "alone.onnx")
     scanned = scan(Path("alone.onnx"))["alone"].versions[1]  # one file is served, not the folder
-    assert load(scanned, ModelSettings(provider="cpu"), ServerSettings()).libraries
+    assert load(scanned, ModelSettings(provider="cpu"), ServerSettings()).session.libraries
 
     def refused(root: Path) -> None:
         for folder in scan(root).values():
@@ -150,7 +150,7 @@ def test_named_libraries_settle_which_of_two_packages(site: Path, tmp_path: Path
         loaded(tmp_path, three_nodes())
     server = ServerSettings(library_folders=(site,))
     model = loaded(tmp_path, three_nodes(), server, library="libother_ops.so")
-    assert model.libraries[0].path == site / "libother_ops.so"
+    assert model.session.libraries[0].path == site / "libother_ops.so"
 
 
 @pytest.fixture

@@ -43,7 +43,7 @@ def test_a_library_in_a_models_folder_needs_permission(
         assert part in str(error.value)
     allowed = repository_of(monkeypatch, tmp_path, *QUICK, "--allow-model-libraries")
     asyncio.run(allowed.load_all())
-    used = allowed.find("m").loaded.library
+    used = allowed.find("m").loaded.session.library
     assert used is not None and used.path == library
     (tmp_path / "twinop.toml").write_text("[policy]\nallow_model_libraries = true")
     asyncio.run(repository_of(monkeypatch, tmp_path, *QUICK).load_all())
@@ -59,7 +59,7 @@ def test_settings_of_a_model_name_only_permitted_libraries(
     server = ServerSettings(library_folders=(trusted,))
     with pytest.raises(LibraryError, match=r"mine\.so: .* and this one is in"):
         loaded(models, service_models.relu(), server, STRICT, library=Path("mine.so"))
-    found = loaded(models, service_models.relu(), server, STRICT, library=Path("ours.so")).library
+    found = loaded(models, service_models.relu(), server, STRICT, library=Path("ours.so")).session.library
     assert found is not None and found.path == trusted / "ours.so"
 
 

@@ -125,4 +125,4 @@ def test_providers_get_theirs(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.cuda
 def test_cuda_takes_its_options(tmp_path: Path) -> None:
     model = loaded(tmp_path, service_models.relu(), provider="cuda", provider_options={"cuda": CUDA})
-    assert model.device == "cuda:0" and model.difference == "none"
+    assert model.session.device == "cuda:0" and model.difference == "none"

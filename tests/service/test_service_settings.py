@@ -67,7 +67,6 @@ def test_a_library_of_the_command_line_may_be_loaded(tmp_path: Path, monkeypatch
             "[model]\nrun_on_event_loop = true\nrun_timeout_seconds = 5",
             "run_on_event_loop and run_timeout_seconds exclude each other: a run on the event loop's",
         ),
-        ("[model]\nmax_batch_size = 4\npreferred_batch_sizes = [8]", "preferred_batch_sizes go up to"),
         ('[model]\nversions = "newest"', "model.versions"),
         ('[policy]\nlibraries = "all"', "policy.libraries: no such setting. There are: allow_model_"),
         ("server = 3", "server: "),

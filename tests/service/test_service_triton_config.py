@@ -19,7 +19,7 @@ from twinop.deploy.service.triton_config import make_config, write_config
 
 SETTINGS: list[dict[str, Any]] = [
     {},
-    {"max_batch_size": 16, "preferred_batch_sizes": (4, 8), "max_queue_delay_us": 100, "max_queue": 7},
+    {"max_batch_size": 16, "max_queue_delay_us": 100, "max_queue": 7},
     {"instances": 3, "versions": "all", "intra_op_threads": 2},
     {"versions": (1, 2)},
     {"max_batch_size": 16, "versions": "latest:2"},

@@ -17,9 +17,7 @@ ROW = tensor("x", "FP32", [1, 4], [-1, 0, 1, 2])
 @pytest.fixture(scope="module")
 def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     folder = tmp_path_factory.mktemp("models")
-    settings = (
-        "max_batch_size = 8\nmax_queue_delay_us = 300\npreferred_batch_sizes = [4]\nintra_op_threads = 1"
-    )
+    settings = "max_batch_size = 8\nmax_queue_delay_us = 300\nintra_op_threads = 1"
     models.place(folder, "relu", models.relu(shape=("N", 4)), settings=settings)
     models.place(folder, "log", models.log())
     models.place(folder, "any_rank", models.identity("FP32", None), settings="warm_up = { x = [1] }")
@@ -46,7 +44,6 @@ def test_the_configuration_over_http_has_numbers_and_all_fields(http: Any) -> No
     assert (given["name"], given["data_type"], given["dims"]) == ("x", "TYPE_FP32", [4])
     assert given["optional"] is False
     assert config["dynamic_batching"]["max_queue_delay_microseconds"] == 300
-    assert config["dynamic_batching"]["preferred_batch_size"] == [4]
     assert config["parameters"] == {"intra_op_thread_count": {"string_value": "1"}}
     assert [config["output"][0][name] for name in ("name", "dims")] == ["y", [4]]
 
