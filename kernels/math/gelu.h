@@ -13,7 +13,7 @@ struct Gelu {
     const T unscale = Format<T>::kUnscale;
     const T t = NormalDistance(x);
     const T tail = ScaledBell(t) * Mills(t);  // Phi(-t)
-    const bool negative = IsNegative(x);
+    const bool negative = x < T(0);
     return x * (negative ? tail : Fma(-tail, unscale, T(1))) * (negative ? unscale : T(1));
   }
 };

@@ -7,65 +7,30 @@
 
 namespace twinop {
 
-// Approximations of 2^x, log2(x) and 1 / x, relative error about 2^-22 (log2: absolute in
-// (0.5, 2)). On the host, where only tests run them, exact.
-TWINOP_INLINE float HardwareExp2(float x) {
+// On the host, where only tests run them, they are exact.
 #if defined(__CUDA_ARCH__)
-  float y;
-  asm("ex2.approx.f32 %0, %1;" : "=f"(y) : "f"(x));
-  return y;
+#define TWINOP_HARDWARE(Name, T, instruction, register, exact)   \
+  TWINOP_INLINE T Name(T x) {                                    \
+    T y;                                                         \
+    asm(instruction " %0, %1;" : "=" register(y) : register(x)); \
+    return y;                                                    \
+  }
 #else
-  return std::exp2(x);
+#define TWINOP_HARDWARE(Name, T, instruction, register, exact) \
+  TWINOP_INLINE T Name(T x) { return exact; }
 #endif
-}
-TWINOP_INLINE float HardwareLog2(float x) {
-#if defined(__CUDA_ARCH__)
-  float y;
-  asm("lg2.approx.f32 %0, %1;" : "=f"(y) : "f"(x));
-  return y;
-#else
-  return std::log2(x);
-#endif
-}
-// Subnormal results are 0: one instruction instead of four.
-TWINOP_INLINE float FlushingExp2(float x) {
-#if defined(__CUDA_ARCH__)
-  float y;
-  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-  return y;
-#else
-  return x < -126 ? 0 : std::exp2(x);
-#endif
-}
-// Subnormal numbers count as 0.
-TWINOP_INLINE float HardwareReciprocal(float x) {
-#if defined(__CUDA_ARCH__)
-  float y;
-  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-  return y;
-#else
-  return 1 / x;
-#endif
-}
-// To 20 bits.
-TWINOP_INLINE double HardwareReciprocal(double x) {
-#if defined(__CUDA_ARCH__)
-  double y;
-  asm("rcp.approx.ftz.f64 %0, %1;" : "=d"(y) : "d"(x));
-  return y;
-#else
-  return 1 / x;
-#endif
-}
 
-TWINOP_INLINE float HardwareRsqrt(float x) {
-#if defined(__CUDA_ARCH__)
-  float y;
-  asm("rsqrt.approx.f32 %0, %1;" : "=f"(y) : "f"(x));
-  return y;
-#else
-  return 1 / std::sqrt(x);
-#endif
-}
+// 2^x, log2(x), 1 / x and 1 / sqrt(x), relative error about 2^-22 (log2: absolute in (0.5, 2); the
+// reciprocal of a double: 2^-20).
+TWINOP_HARDWARE(HardwareExp2, float, "ex2.approx.f32", "f", std::exp2(x))
+TWINOP_HARDWARE(HardwareLog2, float, "lg2.approx.f32", "f", std::log2(x))
+TWINOP_HARDWARE(HardwareRsqrt, float, "rsqrt.approx.f32", "f", 1 / std::sqrt(x))
+// Subnormal results are 0: one instruction instead of four.
+TWINOP_HARDWARE(FlushingExp2, float, "ex2.approx.ftz.f32", "f", x < -126 ? 0 : std::exp2(x))
+// Subnormal numbers count as 0.
+TWINOP_HARDWARE(FlushingLog2, float, "lg2.approx.ftz.f32", "f", std::log2(x))
+TWINOP_HARDWARE(HardwareReciprocal, float, "rcp.approx.ftz.f32", "f", 1 / x)
+TWINOP_HARDWARE(HardwareReciprocal, double, "rcp.approx.ftz.f64", "d", 1 / x)
+#undef TWINOP_HARDWARE
 
 }  // namespace twinop

@@ -27,12 +27,6 @@
 
 namespace twinop {
 
-// Returns x < 0; either value for -0 and NaN.
-template <class T>
-TWINOP_INLINE bool IsNegative(T x) {
-  return x < T(0);
-}
-
 // ---------------------------------------------------------------------------------- exponential
 
 // Argument reduction: x = n ln 2 + r, |r| <= ln 2 / 2. Adding `shift` puts the integer n into the
@@ -93,7 +87,7 @@ TWINOP_INLINE T ScaledExp(T x) {
 // Returns y = log(x) where x is positive and finite, else the special value. (`scaled` is x, or a
 // multiple of a subnormal x.)
 template <class T>
-TWINOP_INLINE T LogOrSpecial(T x, T, T y) {
+TWINOP_INLINE T SelectLogResult(T x, T, T y) {
   const T special = x < T(0) ? kNaN<T> : x;
   const T finite = x == T(0) ? -kInfinity<T> : y;
   return x >= T(0) && x < kInfinity<T> ? finite : special;
@@ -115,7 +109,7 @@ TWINOP_INLINE T Log(T x) {
   const T half_square = T(0.5) * f * f;
   const T rest = Fma(s, Fma(z, F::LogTail(z), half_square), k * F::kLn2Low);
   const T y = Fma(k, F::kLn2High, f - (half_square - rest));
-  return LogOrSpecial(x, scaled, y);
+  return SelectLogResult(x, scaled, y);
 }
 
 // log(1 + f) for f in [0, 1].

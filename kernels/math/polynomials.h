@@ -3,10 +3,8 @@
 #pragma once
 
 #include <cmath>
-#include <cstddef>
 #include <cstdint>
 #include <limits>
-#include <utility>
 
 #include "twinop/math/numeric.h"
 
@@ -55,15 +53,6 @@ TWINOP_INLINE T Polynomial(T x, T c0, T c1, T c2, T c3, T c4, Rest... rest) {
   return Fma(square * square, Polynomial(x, c4, rest...), Polynomial(x, c0, c1, c2, c3));
 }
 #endif
-
-template <class T, std::size_t kCount, std::size_t... I>
-TWINOP_INLINE T Polynomial(T x, const T (&factors)[kCount], std::index_sequence<I...>) {
-  return Polynomial(x, factors[I]...);
-}
-template <class T, std::size_t kCount>
-TWINOP_INLINE T Polynomial(T x, const T (&factors)[kCount]) {
-  return Polynomial(x, factors, std::make_index_sequence<kCount>{});
-}
 
 // An unevaluated sum: `low` is the rounding error of `high`.
 template <class T>
@@ -146,47 +135,6 @@ struct Format<float> {
   }
 };
 
-// The coefficients of Format<double>. In CUDA's constant memory a coefficient is an operand of an
-// instruction; as a literal it would take two more instructions.
-struct DoubleFactors {
-  double exp_tail[10];
-  double exp2_tail[11];
-  double log_tail[8];
-  double log1p_tail[11];
-  double mills_numerator[11];
-  double mills_denominator[12];
-};
-inline constexpr DoubleFactors kDoubleFactors = {
-    {0x1.000000000000cp-1, 0x1.5555555555561p-3, 0x1.555555554ffecp-5, 0x1.111111110d5eap-7,
-     0x1.6c16c185b6dd5p-10, 0x1.a01a01bafd7f4p-13, 0x1.a0199668253c1p-16, 0x1.71dddf8fe61d2p-19,
-     0x1.28b0729e575a2p-22, 0x1.af85e4c03775fp-26},
-    {0x1.62e42fefa39efp-1, 0x1.ebfbdff82c5a4p-3, 0x1.c6b08d7049fe7p-5, 0x1.3b2ab6fba00dcp-7,
-     0x1.5d87fe78cd8a2p-10, 0x1.4309130ee652ep-13, 0x1.ffcbfba91fe11p-17, 0x1.62bfc778bfd21p-20,
-     0x1.b5267d5215da3p-24, 0x1.e61b92b66ae81p-28, 0x1.e79b8bb177d04p-32},
-    {0x1.5555555555555p-1, 0x1.9999999999e06p-2, 0x1.249249242ab83p-2, 0x1.c71c7259a206ap-3,
-     0x1.745cde0181de4p-3, 0x1.3b20b491178ffp-3, 0x1.0f5bfbe62fdf8p-3, 0x1.0f6a6bb69c0fep-3},
-    {0x1.5555555555556p-1, 0x1.999999999955dp-2, 0x1.24924924c1d6ep-2, 0x1.c71c71a5df46ap-3,
-     0x1.745d1e02e1a9dp-3, 0x1.3b12d5dd545b7p-3, 0x1.1123458429dbp-3, 0x1.dfe2aa52c66dep-4,
-     0x1.c16f96f676837p-4, 0x1.1e7c62d3a241dp-4, 0x1.514189b438721p-3},
-    {0x1p-1, 0x1.a841532230816p-1, 0x1.5c84b76fe4a7cp-1, 0x1.6ec8a80f93312p-2, 0x1.0f46ee2a835c6p-3,
-     0x1.2557c5d43fcfdp-5, 0x1.d50d57b8197a9p-8, 0x1.1220278e6db65p-10, 0x1.c20b19d153f47p-14,
-     0x1.d7e5ba7f0ca54p-18, 0x1.e5f738484a04ep-23},
-    {1.0, 0x1.3a41be60691ap+1, 0x1.68fff7771d7dfp+1, 0x1.00a597a4dec58p+1, 0x1.f70ed22e07612p-1,
-     0x1.65d240237f28p-2, 0x1.7a3e27370d74dp-4, 0x1.2a52a60aa1f18p-6, 0x1.59e033c49f156p-9,
-     0x1.1a9e1e1eb812bp-12, 0x1.27b7c381d2b58p-16, 0x1.3088a9e917947p-21},
-};
-#if defined(__CUDACC__)
-// Not const: the compiler would turn constants into literals.
-static __constant__ DoubleFactors kDeviceDoubleFactors = kDoubleFactors;
-#endif
-TWINOP_INLINE const DoubleFactors& Factors() {
-#if defined(__CUDA_ARCH__)
-  return kDeviceDoubleFactors;
-#else
-  return kDoubleFactors;
-#endif
-}
-
 template <>
 struct Format<double> {
   static constexpr int kFraction = 52;
@@ -211,15 +159,40 @@ struct Format<double> {
   static constexpr double kLn2High = 0x1.62e42feep-1;
   static constexpr double kLn2Low = 0x1.a39ef35793c76p-33;
 
-  TWINOP_INLINE static double ExpTail(double r) { return Polynomial(r, Factors().exp_tail); }
-  TWINOP_INLINE static double Exp2Tail(double r) { return Polynomial(r, Factors().exp2_tail); }
-  TWINOP_INLINE static double LogTail(double z) { return Polynomial(z, Factors().log_tail); }
-  TWINOP_INLINE static double Log1pTail(double z) { return Polynomial(z, Factors().log1p_tail); }
+  TWINOP_INLINE static double ExpTail(double r) {
+    return Polynomial(r, 0x1.000000000000cp-1, 0x1.5555555555561p-3, 0x1.555555554ffecp-5,
+                      0x1.111111110d5eap-7, 0x1.6c16c185b6dd5p-10, 0x1.a01a01bafd7f4p-13,
+                      0x1.a0199668253c1p-16, 0x1.71dddf8fe61d2p-19, 0x1.28b0729e575a2p-22,
+                      0x1.af85e4c03775fp-26);
+  }
+  TWINOP_INLINE static double Exp2Tail(double r) {
+    return Polynomial(r, 0x1.62e42fefa39efp-1, 0x1.ebfbdff82c5a4p-3, 0x1.c6b08d7049fe7p-5,
+                      0x1.3b2ab6fba00dcp-7, 0x1.5d87fe78cd8a2p-10, 0x1.4309130ee652ep-13,
+                      0x1.ffcbfba91fe11p-17, 0x1.62bfc778bfd21p-20, 0x1.b5267d5215da3p-24,
+                      0x1.e61b92b66ae81p-28, 0x1.e79b8bb177d04p-32);
+  }
+  TWINOP_INLINE static double LogTail(double z) {
+    return Polynomial(z, 0x1.5555555555555p-1, 0x1.9999999999e06p-2, 0x1.249249242ab83p-2,
+                      0x1.c71c7259a206ap-3, 0x1.745cde0181de4p-3, 0x1.3b20b491178ffp-3,
+                      0x1.0f5bfbe62fdf8p-3, 0x1.0f6a6bb69c0fep-3);
+  }
+  TWINOP_INLINE static double Log1pTail(double z) {
+    return Polynomial(z, 0x1.5555555555556p-1, 0x1.999999999955dp-2, 0x1.24924924c1d6ep-2,
+                      0x1.c71c71a5df46ap-3, 0x1.745d1e02e1a9dp-3, 0x1.3b12d5dd545b7p-3,
+                      0x1.1123458429dbp-3, 0x1.dfe2aa52c66dep-4, 0x1.c16f96f676837p-4,
+                      0x1.1e7c62d3a241dp-4, 0x1.514189b438721p-3);
+  }
   TWINOP_INLINE static double MillsNumerator(double t) {
-    return Polynomial(t, Factors().mills_numerator);
+    return Polynomial(t, 0x1p-1, 0x1.a841532230816p-1, 0x1.5c84b76fe4a7cp-1, 0x1.6ec8a80f93312p-2,
+                      0x1.0f46ee2a835c6p-3, 0x1.2557c5d43fcfdp-5, 0x1.d50d57b8197a9p-8,
+                      0x1.1220278e6db65p-10, 0x1.c20b19d153f47p-14, 0x1.d7e5ba7f0ca54p-18,
+                      0x1.e5f738484a04ep-23);
   }
   TWINOP_INLINE static double MillsDenominator(double t) {
-    return Polynomial(t, Factors().mills_denominator);
+    return Polynomial(t, 1.0, 0x1.3a41be60691ap+1, 0x1.68fff7771d7dfp+1, 0x1.00a597a4dec58p+1,
+                      0x1.f70ed22e07612p-1, 0x1.65d240237f28p-2, 0x1.7a3e27370d74dp-4,
+                      0x1.2a52a60aa1f18p-6, 0x1.59e033c49f156p-9, 0x1.1a9e1e1eb812bp-12,
+                      0x1.27b7c381d2b58p-16, 0x1.3088a9e917947p-21);
   }
 };
 
