@@ -1,6 +1,5 @@
 """Reads a model's file, and refuses what twinop cannot optimise."""
 
-import os
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,7 +9,8 @@ import onnx
 import onnx_ir as ir
 from onnx_ir.passes.common import LiftConstantsToInitializersPass
 
-from twinop.errors import ExportError
+from twinop.deploy.custom_nodes import load_model
+from twinop.errors import ExportError, TwinopError
 from twinop.export.calls import name_standard_domain
 from twinop.quiet import quiet
 
@@ -26,10 +26,10 @@ def load(path: Path) -> ir.Model:
     Raises:
         ExportError: the file is not a model, or its weights are missing.
     """
-    if not os.path.isfile(path):
-        what = "there is no such file" if not os.path.exists(path) else "is not a regular file"
-        what = "is a folder" if os.path.isdir(path) else what
-        raise ExportError(f"{path}: {what}; expected an ONNX model")
+    try:
+        load_model(path)  # the checks that a session makes
+    except (TwinopError, OSError) as error:
+        raise ExportError(str(error)) from error
     try:
         with quiet():  # onnx_ir warns of what `_check_values` refuses
             model = ir.load(path)
@@ -40,7 +40,8 @@ def load(path: Path) -> ir.Model:
             raise ExportError(f"{path}: {unread}, which twinop does not read") from error
         reason = (str(error).splitlines() or [type(error).__name__])[0][:200]
         raise ExportError(f"{path}: is not an ONNX model: {reason}") from error
-    _check_text(path, model)
+    for node in model.graph.all_nodes():
+        node.device_configurations = ()  # ONNX Runtime does not read them
     name_standard_domain(model)
     _name_sizes(model)
     _forget_shapes(model)
@@ -48,27 +49,9 @@ def load(path: Path) -> ir.Model:
         raise ExportError(f"{path}: is not an ONNX model: it has no nodes and no outputs")
     if any(isinstance(each.value, ir.ExternalTensor) for each in _attributes(model)):
         LiftConstantsToInitializersPass(lift_all_constants=True, size_limit=0)(model)
-    _check_external(path, model)
+    _resolve_links(path, model)
     _check_values(path, model)
     return model
-
-
-def _check_text(path: Path, model: ir.Model) -> None:
-    """Refuses a model with names that are not text, and removes what ONNX Runtime does not read."""
-    for node in model.graph.all_nodes():
-        node.device_configurations = ()
-        texts = [
-            node.name,
-            node.domain,
-            node.op_type,
-            *node.attributes,
-            *(each.name for each in node.outputs),
-        ]
-        if any(isinstance(each, bytes) for each in texts):
-            raise ExportError(f"{path}: is damaged: a name of a {node.op_type!r} node is not UTF-8")
-    for _, tensor in _external(model):
-        if isinstance(tensor.location, bytes):
-            raise ExportError(f"{path}: is damaged: the name of a file of weights is not UTF-8")
 
 
 def _unread_type(path: Path) -> str:
@@ -86,18 +69,14 @@ def _unread_type(path: Path) -> str:
     return ""
 
 
-def _check_external(path: Path, model: ir.Model) -> None:
-    """Checks the files of external data, and follows links, as Hugging Face's cache has them."""
+def _resolve_links(path: Path, model: ir.Model) -> None:
+    """Follows links to external data, as Hugging Face's cache has them, and refuses other places."""
     for holder, tensor in _external(model):
-        file, where = Path(tensor.path), f"{path}: its weights are in {str(tensor.location)[:200]}"
-        if not os.path.isfile(file):
-            raise ExportError(f"{where}, which is not there ({tensor.name}). Put the file beside the model")
+        file = Path(tensor.path)
         if not file.is_symlink() and not file.resolve().is_relative_to(path.parent.resolve()):
-            raise ExportError(f"{where}, outside of the model's folder. Put the file beside the model")
-        end, size = (tensor.offset or 0) + tensor.nbytes, os.path.getsize(file)
-        if end > size:
             raise ExportError(
-                f"{where}, which is cut short: {tensor.name} ends at byte {end} of {size}. Copy it again"
+                f"{path}: its weights are in {str(tensor.location)[:200]}, outside of the model's folder. "
+                "Put the file beside the model"
             )
         if file.is_symlink():  # onnx_ir refuses links that lead out of the folder
             real = file.resolve()

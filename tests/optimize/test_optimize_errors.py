@@ -60,43 +60,29 @@ def test_wrong_places(model: Path, tmp_path: Path) -> None:
     assert "is the input; name another file" in refused(model, model)
     assert "is a folder; expected a file name" in refused(model, tmp_path)
     assert ".: is a folder; expected a file name such as model.onnx" in refused(model, Path())
-    assert "there is no such file" in refused(tmp_path / "none.onnx", tmp_path / "new.onnx")
-    assert "is a folder; expected an ONNX model" in refused(tmp_path, tmp_path / "new.onnx")
+    assert "none.onnx: no such file" in refused(tmp_path / "none.onnx", tmp_path / "new.onnx")
+    assert "a folder, not an .onnx file" in refused(tmp_path, tmp_path / "new.onnx")
     assert "cannot be written" in refused(model, tmp_path / "none" / "new.onnx")
 
 
-def test_no_model(tmp_path: Path) -> None:
-    path = tmp_path / "damaged.onnx"
-    path.write_bytes(b"no model")
-    assert "damaged.onnx: is not an ONNX model" in refused(path, tmp_path / "new.onnx")
-
-
-def test_missing_weights(tmp_path: Path) -> None:
-    path = tmp_path / "large.onnx"
-    onnx.save(
-        parsed(TEXT, w=weights(4, 3)),
-        path,
-        save_as_external_data=True,
-        location="large.data",
-        size_threshold=0,
-    )
-    (tmp_path / "large.data").unlink()
-    assert "its weights are in large.data, which is not there (w)" in refused(path, tmp_path / "new.onnx")
-
-
-def test_damaged_weights(tmp_path: Path) -> None:
+def test_files_that_a_session_refuses(tmp_path: Path) -> None:
+    """They are checked as there; weights may lie nowhere but beside the model."""
     (tmp_path / "in").mkdir()
     path, data = tmp_path / "in" / "old.onnx", tmp_path / "in" / "old.data"
     proto = parsed(TEXT, w=weights(4, 3))
     onnx.save(proto, path, save_as_external_data=True, location=data.name, size_threshold=0)
     data.write_bytes(b"x" * 10)
-    said = refused(path, tmp_path / "new.onnx")
-    assert "in old.data, which is cut short: w ends at byte 48 of 10. Copy it again" in said
+    assert "old.data is cut short (tensor w). Copy it again" in refused(path, tmp_path / "new.onnx")
     proto = onnx.load(path, load_external_data=False)
     proto.graph.initializer[0].external_data[0].value = "../old.data"
+    proto.graph.initializer[0].external_data[2].value = "10"
     path.write_bytes(proto.SerializeToString())
     data.rename(tmp_path / "old.data")
     assert "in ../old.data, outside of the model's folder. Put" in refused(path, tmp_path / "new.onnx")
+    (tmp_path / "old.data").unlink()
+    assert "old.data is missing (tensor w). Copy it again" in refused(path, tmp_path / "new.onnx")
+    path.write_bytes(b"no model")
+    assert "old.onnx: not a complete ONNX model" in refused(path, tmp_path / "new.onnx")
 
 
 def test_a_table_without_rows(tmp_path: Path) -> None:

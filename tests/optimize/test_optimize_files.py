@@ -84,7 +84,7 @@ def test_a_target_that_must_not_be_replaced(tmp_path: Path) -> None:
         one.bind(str(tmp_path / "s"))
         assert "is a pipe, a socket or a device" in message(source, tmp_path / "s")
     assert "File name too long. Name another file" in message(source, tmp_path / ("a" * 300))
-    assert "there is no such file" in message(tmp_path / ("a" * 300), tmp_path / "new.onnx")
+    assert "File name too long" in message(tmp_path / ("a" * 300), tmp_path / "new.onnx")
 
 
 def test_a_model_that_onnx_does_not_allow(tmp_path: Path) -> None:
@@ -313,23 +313,10 @@ def test_a_packed_weight_that_layers_share_is_stored_once(tmp_path: Path) -> Non
         assert "  size: 0.0" in str(report)
 
 
-@pytest.mark.parametrize("field", ["domain", "op_type", "name", "output"])
-def test_names_that_are_not_text(field: str, tmp_path: Path) -> None:
-    raw = parsed("(float[N, 4] x) => (float[N, 4] qqqq) { qqqq = Relu (x) }")
-    node = raw.graph.node[0]
-    node.name, node.domain = "nnnn", "dddd"
-    old = {"domain": b"dddd", "op_type": b"Relu", "name": b"nnnn", "output": b"qqqq"}[field]
-    (tmp_path / "old.onnx").write_bytes(raw.SerializeToString().replace(old, b"\xff\xfe\xff\xfe"))
-    said = message(tmp_path / "old.onnx", tmp_path / "new.onnx")
-    assert "old.onnx: is" in said
-
-
-def test_a_long_name_of_a_file_of_weights(tmp_path: Path) -> None:
-    source = external(tmp_path, parsed(TEXT, w=weights(4, 3)))
-    proto = onnx.load(source, load_external_data=False)
-    proto.graph.initializer[0].external_data[0].value = "a" * 5000
-    source.write_bytes(proto.SerializeToString())
-    assert "which is not there (w)" in message(source, tmp_path / "new.onnx")
+def test_names_that_are_not_text(tmp_path: Path) -> None:
+    raw = parsed("(float[N, 4] x) => (float[N, 4] qqqq) { qqqq = Relu (x) }").SerializeToString()
+    (tmp_path / "old.onnx").write_bytes(raw.replace(b"qqqq", b"\xff\xfe\xff\xfe"))
+    assert "is not UTF-8. Copy or export it again" in message(tmp_path / "old.onnx", tmp_path / "new.onnx")
 
 
 @pytest.mark.parametrize("limit", [0, 10**9])
