@@ -4,11 +4,11 @@ An exporter of torch's makes one model in memory (`routes.py`). A list of passes
 (`_run_passes`). Then it is written once, and the file is checked and compared with torch before it is kept.
 """
 
+import dataclasses
 import os
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import replace as changed
 from functools import cache, partial
 from math import inf
 from pathlib import Path
@@ -192,7 +192,7 @@ def _optimized(
             library=libraries or None,
             kept=kept,
         )
-        checked = changed(report, notes=[], unsupported=[], parity=None, without_library=None)
+        checked = dataclasses.replace(report, notes=[], unsupported=[], parity=None, without_library=None)
         if optimized.made and cases:
             model = ir.load(path)
             calls = find_calls(model, torch_op.records())

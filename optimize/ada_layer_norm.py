@@ -30,12 +30,11 @@ def rewrite(context: g.RewriteContext) -> None:
 
 def _has_weights(norm: ir.Node) -> bool:
     """Whether a norm has weights, and not only the ones and zeros that exporters write for none."""
-    for parameter, neutral in zip(norm.inputs[1:], (1, 0), strict=False):
-        if parameter is not None and not (
-            (found := g.constant(parameter)) is not None and (found == neutral).all()
-        ):
-            return True
-    return False
+    arrays = [(g.constant(each), each) for each in norm.inputs[1:]]
+    return any(
+        value is not None and (array is None or (array != neutral).any())
+        for (array, value), neutral in zip(arrays, (1, 0), strict=False)
+    )
 
 
 def _other_operand(value: ir.Value, op_type: str) -> tuple[ir.Node, ir.Value] | None:

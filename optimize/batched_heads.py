@@ -14,7 +14,7 @@ _TURNED = [0, 2, 1]
 
 def rewrite(context: g.RewriteContext) -> None:
     for matmul in context.nodes("MatMul", domain=""):
-        if g.rank(matmul.outputs[0]) != 3 or not all(map(_is_joined, matmul.inputs)):
+        if g.rank(matmul.outputs[0]) != 3 or None in map(_heads, matmul.inputs):
             continue
         _read_sizes_elsewhere(matmul)
         chain = _to_four_dimensions(matmul)
@@ -38,11 +38,6 @@ def _read_sizes_elsewhere(matmul: ir.Node) -> None:
     if g.same_dims(g.dims(v), g.dims(product)):
         for node in [use.node for use in product.uses() if use.node.op_type == "Shape"]:
             node.replace_input_with(0, v)
-
-
-def _is_joined(value: ir.Value | None) -> bool:
-    """Whether a value [B*H, S, D] was reshaped from [B, H, S, D], and perhaps transposed."""
-    return _heads(value) is not None
 
 
 def _heads(value: ir.Value | None) -> int | None:

@@ -120,7 +120,16 @@ class Reference:
         Args:
             dtype: to whose range the finite numbers are limited.
         """
-        return _errors(self.outputs, self.usual, found, chosen or range(len(self.cases)), dtype)
+        sizes = [
+            max((_typical(each[np.isfinite(each)]) for each in values if _is_float(each)), default=0.0)
+            for values in zip(*self.outputs[: self.usual], strict=True)
+        ]
+        errors = []
+        for index, outputs in zip(chosen or range(len(self.cases)), found, strict=True):
+            expected = [a if dtype is None else clip(a, dtype) for a in self.outputs[index]]
+            typical = sizes if index >= self.usual else [0.0] * len(sizes)
+            errors.append([*map(relative_error, expected, outputs, typical)])
+        return errors
 
     def check(
         self, errors: Errors, noise: Callable[[], Errors], dtype: str, chosen: Sequence[int] = ()
@@ -153,22 +162,6 @@ class Reference:
         return max((error for index, each in pairs if index < self.usual for error in each), default=0.0)
 
 
-def _errors(
-    expected: Outputs, usual: int, found: Outputs, chosen: Sequence[int], dtype: ir.DataType | None = None
-) -> Errors:
-    sizes = [
-        max((_typical(each[np.isfinite(each)]) for each in values if _is_float(each)), default=0.0)
-        for values in zip(*expected[:usual], strict=True)
-    ]
-    return [
-        [
-            relative_error(a if dtype is None else clip(a, dtype), b, size if index >= usual else 0.0)
-            for a, b, size in zip(expected[index], outputs, sizes, strict=True)
-        ]
-        for index, outputs in zip(chosen, found, strict=True)
-    ]
-
-
 def _is_float(value: Any) -> bool:
     return isinstance(value, np.ndarray) and value.dtype.kind == "f"
 
@@ -190,7 +183,7 @@ def generated(
     """
     reasons: list[str] = []
     best: tuple[Reference, Sizes] | None = None
-    hidden = inputs.hidden(padding) if inputs.has_mask(model) else ["right", "left"]
+    hidden = inputs.hidden(padding) if any(map(inputs.is_mask, model.graph.inputs)) else ["right", "left"]
 
     def tried(sizes: Sizes, hidden: Sequence[str] = hidden) -> tuple[Reference, Sizes] | None:
         nonlocal best

@@ -191,11 +191,6 @@ def is_mask(value: ir.Value) -> bool:
     return is_mask_name(str(value.name)) and g.rank(value) == 2
 
 
-def has_mask(model: ir.Model) -> bool:
-    """Whether a model has a padding mask."""
-    return any(map(is_mask, model.graph.inputs))
-
-
 def is_mask_name(name: str) -> bool:
     """Whether an input of this name is a mask."""
     return "mask" in name.lower() or "padding" in name.lower()

@@ -101,15 +101,6 @@ def test_a_model_that_onnx_does_not_allow(tmp_path: Path) -> None:
         assert text in message(tmp_path / "old.onnx", tmp_path / "new.onnx")
 
 
-def test_a_function_of_another_opset(tmp_path: Path) -> None:
-    text = """<ir_version: 10, opset_import: ["": 20, "their.domain": 1]>
-        g (float[N, 4] x) => (float[N, 4] y) { y = their.domain.F (x) }
-        <domain: "their.domain", opset_import: ["": 18]> F (a) => (b) { b = Relu (a) }"""
-    onnx.save(onnx.parser.parse_model(text), tmp_path / "old.onnx")
-    said = message(tmp_path / "old.onnx", tmp_path / "new.onnx")
-    assert "version 20 in the model but version 18 in the function. Inline them first" in said
-
-
 def test_a_function_of_the_user(tmp_path: Path) -> None:
     """In twinop's domain, too. In 16 bits, it is converted like the graph."""
     body = "(a) => (b) { c = Cast <to=1> (a) d = Relu (c) e = Cast <to=TO> (d) b = Add (e, a) }"
