@@ -1,7 +1,7 @@
 """Infers symbolic shapes with ONNX Runtime's inference, which can compute with symbolic sizes.
 
-onnx's own inference does not, also with `data_prop`. With it alone, the rewrites no longer recognise models of
-the TorchScript exporter with open lengths, which compute shapes from sums and products of sizes.
+onnx's own inference does not, also with `data_prop`. With it alone, the rewrites no longer recognise models
+of the TorchScript exporter with open lengths, which compute shapes from sums and products of sizes.
 """
 
 from collections.abc import Callable
