@@ -7,7 +7,6 @@ import numpy as np
 import onnx_ir as ir
 from onnx_ir.passes.common import (
     CommonSubexpressionEliminationPass,
-    IdentityEliminationPass,
     InlinePass,
     RemoveUnusedNodesPass,
     ShapeInferencePass,
@@ -25,7 +24,7 @@ from .own_ops import OwnOps
 from .precision import WAS_16_BITS
 from .symbolic_shapes import infer_shapes
 
-_POSSIBLE_NO_OPS = ("Cast", "Reshape", "Expand")
+_POSSIBLE_NO_OPS = ("Cast", "Expand", "Identity", "Reshape")
 _FLOATS_16 = (ir.DataType.FLOAT16, ir.DataType.BFLOAT16)
 
 
@@ -90,7 +89,6 @@ def fold(model: ir.Model, own: set[str]) -> None:
             infer_shapes(model)
             _fold_sizes(model)
     _unflatten_softmax(model)
-    IdentityEliminationPass()(model)
     _remove_no_ops(model)
     CommonSubexpressionEliminationPass()(model)
     clean(model)
@@ -161,10 +159,13 @@ def _remove_no_ops(model: ir.Model) -> None:
         if node.domain or node.op_type not in _POSSIBLE_NO_OPS or not node.inputs:
             continue
         source, result = node.inputs[0], node.outputs[0]
-        if source is None or g.is_constant(source) or (source.is_graph_input() and result.is_graph_output()):
+        given = source is not None and (source.is_graph_input() or g.is_constant(source))
+        if source is None or (given and result.is_graph_output()):
             continue
-        is_no_op = g.same_dims(g.dims(source), g.dims(result))
-        if node.op_type == "Cast":
+        is_no_op = not g.is_constant(source) and g.same_dims(g.dims(source), g.dims(result))
+        if node.op_type == "Identity":
+            is_no_op = True
+        elif node.op_type == "Cast":
             is_no_op = source.dtype is not None and g.attribute(node, "to", None) == source.dtype
         if is_no_op:
             g.replace(result, source)
