@@ -13,8 +13,19 @@
 #include <stddef.h>
 #include <stdint.h>
 
+/* C++ code sees the structures of kernels/record/call.h, which derive from those below and add
+ * functions, but no data. */
 #ifdef __cplusplus
+namespace twinop {
+enum class DType : int32_t;
+struct Tensor;
+struct Attribute;
+struct Context;
+}  // namespace twinop
+#define TWINOP_TYPE(cpp, c) cpp
 extern "C" {
+#else
+#define TWINOP_TYPE(cpp, c) c
 #endif
 
 /* Changes when a caller of the previous version would misread a structure. A field that is added at
@@ -51,7 +62,7 @@ typedef struct twinop_tensor {
   const int64_t* strides; /* in elements; null: contiguous */
   int64_t numel;
   size_t rank;
-  int32_t dtype;
+  TWINOP_TYPE(twinop::DType, int32_t) dtype;
   int32_t present; /* 0 where an optional input is absent */
 } twinop_tensor;
 
@@ -80,12 +91,12 @@ typedef struct twinop_context {
 } twinop_context;
 
 typedef struct twinop_call {
-  const twinop_tensor* inputs; /* in the schema's order */
-  twinop_tensor* outputs;      /* allocated by the caller */
-  const twinop_attribute* attributes;
+  const TWINOP_TYPE(twinop::Tensor, twinop_tensor) * inputs; /* in the schema's order */
+  TWINOP_TYPE(twinop::Tensor, twinop_tensor) * outputs;      /* allocated by the caller */
+  const TWINOP_TYPE(twinop::Attribute, twinop_attribute) * attributes;
   void* scratch; /* twinop_op.scratch_size bytes; aligned to 64 bytes, on CUDA to 256 */
   void* state;   /* what twinop_op.create made; null where the op has no state */
-  const twinop_context* context;
+  const TWINOP_TYPE(twinop::Context, twinop_context) * context;
   size_t input_count; /* more than the schema lists where the last input repeats (Tensor[]) */
 } twinop_call;
 

@@ -32,7 +32,7 @@ bool GetString(const OrtApi* api, const OrtKernelInfo* info, const char* name, A
   text.resize(size);
   if (!Ok(api, api->KernelInfoGetAttribute_string(info, name, text.data(), &size))) return false;
   text.resize(size - 1);  // without the NUL
-  value->s = std::string_view(text);
+  value->set_text(text);
   return true;
 }
 

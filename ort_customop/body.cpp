@@ -221,7 +221,7 @@ Status FunctionBody::AddCase(const Tensor* inputs, Case* added) const {
   const void* model = nullptr;
   std::size_t size = 0;
   ErrorText error;
-  if (record.body_model(ToC(call), &model, &size, &error) != 0)
+  if (record.body_model(&call, &model, &size, &error) != 0)
     return Status::Error("the op has no CPU kernel, and its function body: " + error.text);
   added->next = first_;
   const Status status = FindOrOpen(op_.api, {static_cast<const char*>(model), size},

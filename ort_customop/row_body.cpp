@@ -129,8 +129,7 @@ Status RowBody::Create(const Op& op, const Attribute* attributes, const OrtKerne
   const void* nodes = nullptr;
   std::size_t size = 0;
   ErrorText error;
-  if (op.record->body_model(ToC(call), &nodes, &size, &error) != 0)
-    return Status::Error(error.text);
+  if (op.record->body_model(&call, &nodes, &size, &error) != 0) return Status::Error(error.text);
   Message model{std::string(static_cast<const char*>(nodes), size)};
   model.Add(kModelGraph, graph);
 

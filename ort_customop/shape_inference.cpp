@@ -61,7 +61,7 @@ Status ReadAttribute(const OrtApi* api, OrtShapeInferContext* context, const Rec
     const OwnedStatus read(api, api->ReadOpAttr(attribute, ORT_OP_ATTR_STRING, storage->text.data(),
                                                 kMaxName, &bytes));
     storage->text.resize(read.ok() ? bytes : 0);
-    value->s = std::string_view(storage->text.c_str());
+    value->set_text(storage->text.c_str());
   }
   return {};
 }
@@ -128,9 +128,9 @@ Status Infer(const Op& op, OrtShapeInferContext* context) {
   AttributeStorage storage[kMaxArguments];
   for (std::size_t i = 0; i < schema.attribute_count; ++i)
     TWINOP_RETURN_IF_ERROR(ReadAttribute(api, context, record, i, &attributes[i], &storage[i]));
-  ShapeScope scope{&schema, inputs, attributes};
+  const ShapeScope scope{record.shape_trees, inputs, attributes};
   for (std::size_t i = 0; i < schema.output_count; ++i) {
-    Shape shape = ShapeExpression(record.ShapeText(i), scope).EvaluateShape();
+    Shape shape = scope.Evaluate(record.output_trees[i]);
     Status status = SetOutput(api, context, i, OutputType(record, types, i), shape);
     if (!status.ok() && !record.optional_outputs[i]) return status;  // ORT fails for an absent one
   }

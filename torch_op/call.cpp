@@ -50,7 +50,7 @@ void ReadAttribute(Kind kind, StableIValue value, std::size_t index, Arguments* 
       break;
     case Kind::kString:
       arguments->strings[index] = to<std::string>(value);
-      attribute->s = std::string_view(arguments->strings[index]);
+      attribute->set_text(arguments->strings[index]);
       break;
     case Kind::kIntList:
       arguments->lists[index] = to<std::vector<std::int64_t>>(value);
@@ -290,8 +290,8 @@ struct States::Entry {
         count(record.schema.attribute_count) {
     for (std::size_t i = 0; i < count; ++i) {
       Attribute& value = attributes[i] = call.attributes[i];
-      storage[i].text = std::string_view(value.s);
-      value.s = std::string_view(storage[i].text);
+      storage[i].text = value.text();
+      value.set_text(storage[i].text);
       std::copy_n(value.ints, value.count, storage[i].ints);
       value.ints = storage[i].ints;
     }
@@ -302,7 +302,7 @@ struct States::Entry {
     for (std::size_t i = 0; i < count; ++i) {
       const Attribute &a = attributes[i], &b = call.attributes[i];
       if (a.i != b.i || std::memcmp(&a.f, &b.f, sizeof(a.f)) != 0 || a.count != b.count ||
-          !(a.s == std::string_view(b.s)) || !std::equal(a.ints, a.ints + a.count, b.ints))
+          a.text() != b.text() || !std::equal(a.ints, a.ints + a.count, b.ints))
         return false;
     }
     return true;

@@ -124,7 +124,8 @@ class Loader {
 const Device& KernelTable::Load(const twinop_call& call, std::initializer_list<OfDType> wanted) {
   const int ordinal = call.context->device_index;
   // The first input's dtype says which combination a call has: other inputs may be absent.
-  const std::int32_t dtype = call.input_count == 0 ? TWINOP_NONE : call.inputs[0].dtype;
+  const std::int32_t dtype =
+      call.input_count == 0 ? TWINOP_NONE : static_cast<std::int32_t>(call.inputs[0].dtype);
   const std::lock_guard<std::mutex> lock(mutex_);
   const Loader loader(archs_, ordinal);
   if (devices_ == nullptr) devices_ = new Devices;

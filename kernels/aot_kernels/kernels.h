@@ -9,8 +9,8 @@
 #include <string_view>
 #include <utility>
 
-#include "twinop/abi.h"
 #include "twinop/aot_kernels/driver.h"
+#include "twinop/record/call.h"
 
 namespace twinop::aot_kernels {
 

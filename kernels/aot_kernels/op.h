@@ -31,7 +31,7 @@ namespace twinop::aot_kernels {
 template <const Device& (*kLoad)(const twinop_call&)>
 struct StateOf : State {
   static Status Create(const Call& call, std::unique_ptr<StateOf>* state) {
-    state->reset(new StateOf{{&kLoad(*ToC(call))}});
+    state->reset(new StateOf{{&kLoad(call)}});
     return {};
   }
 };
@@ -46,7 +46,7 @@ Status Launch(const twinop_call* call) {
 // For Record::scratch.
 template <void (*kPlan)(Run&)>
 std::int64_t ScratchBytes(const Call& call) {
-  Run run(*ToC(call), Run::Mode::kScratch);
+  Run run(call, Run::Mode::kScratch);
   kPlan(run);
   return run.scratch();
 }

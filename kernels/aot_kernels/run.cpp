@@ -64,7 +64,7 @@ void Store(const Parameter& parameter, const char* label, void* place) {
 bool CallOfPlan::HasDTypes(std::initializer_list<std::int32_t> dtypes) const {
   const twinop_tensor* input = call_.inputs;
   for (const std::int32_t dtype : dtypes) {
-    if (input->present != 0 && input->dtype != dtype) return false;
+    if (input->present != 0 && input->dtype != static_cast<DType>(dtype)) return false;
     ++input;
   }
   return true;

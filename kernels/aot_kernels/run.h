@@ -7,7 +7,6 @@
 #include <initializer_list>
 #include <optional>
 
-#include "twinop/abi.h"
 #include "twinop/aot_kernels/driver.h"
 #include "twinop/aot_kernels/kernels.h"
 #include "twinop/aot_kernels/number.h"

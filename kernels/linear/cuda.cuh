@@ -67,13 +67,13 @@ inline Status Fill(const Call& call, const Operands& at, const Sizes& sizes, DTy
 inline Status RunOp(Status (*launch)(const twinop_call*), const Call& call, const Tensor& x,
                     Tensor y, std::string_view attribute) {
   Attribute value;
-  value.s = attribute;
+  value.set_text(attribute);
   Call other = call;
   other.inputs = &x;
   other.input_count = 1;
   other.outputs = &y;
   other.attributes = &value;
-  return launch(ToC(other));
+  return launch(&other);
 }
 
 inline Status Activate(const Call& call, const Tensor& y, std::string_view activation) {

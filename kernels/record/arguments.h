@@ -68,7 +68,7 @@ T AttributeOf(const CallOf<Op>& call, Name) {
     if constexpr (std::is_same_v<T, std::int64_t>) return value.i;
     if constexpr (std::is_same_v<T, float>) return static_cast<float>(value.f);
     if constexpr (std::is_same_v<T, bool>) return value.i != 0;
-    if constexpr (std::is_same_v<T, std::string_view>) return value.s;
+    if constexpr (std::is_same_v<T, std::string_view>) return value.text();
     if constexpr (std::is_same_v<T, IntList>) return {value.ints, value.count};
   }
 }

@@ -35,7 +35,7 @@ inline Message IntsAttribute(std::string_view name, std::initializer_list<std::i
 
 inline Message TextAttribute(std::string_view name, std::string_view value) {
   Attribute attribute;
-  attribute.s = value;
+  attribute.set_text(value);
   return AttributeProto(name, Kind::kString, attribute);
 }
 

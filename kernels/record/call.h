@@ -8,7 +8,6 @@
 #include <exception>
 #include <string>
 #include <string_view>
-#include <type_traits>
 
 #include "twinop/abi.h"
 #include "twinop/record/shape.h"
@@ -75,14 +74,8 @@ constexpr DType DTypeNamed(std::string_view name) {
 // (0 along expanded dimensions). Inputs of an op with `rows` may have the strides that
 // Record::rows_text allows. All other tensors are contiguous. If all tensors of an elementwise call
 // have one shape and one dense order, their strides are null, whatever that order is.
-struct Tensor {
-  void* data = nullptr;  // null where an optional input is absent
-  const std::int64_t* sizes = nullptr;
-  const std::int64_t* strides = nullptr;  // in elements, zero or more; null: dense
-  std::int64_t numel = 0;
-  std::size_t rank = 0;
-  DType dtype = DType::kNone;
-  std::int32_t present = 0;
+struct Tensor : twinop_tensor {
+  constexpr Tensor() : twinop_tensor{} {}
 
   template <class T>
   T* as() const {
@@ -147,14 +140,8 @@ inline namespace cuda_code {
 inline namespace cpu_code {
 #endif
 
-struct Call {
-  const Tensor* inputs = nullptr;         // in schema order, absent ones not `present`
-  Tensor* outputs = nullptr;              // allocated by the binding
-  const Attribute* attributes = nullptr;  // in schema order
-  void* scratch = nullptr;  // Record::scratch bytes; aligned to 64 bytes, on CUDA to 256
-  void* state = nullptr;    // what the op's Create made (registry.h)
-  const Context* context = nullptr;
-  std::size_t input_count = 0;  // more than the schema lists where the last input repeats
+struct Call : twinop_call {
+  constexpr Call() : twinop_call{} {}
 };
 
 // A call of the op whose record is Op::kRecord: its arguments have names (arguments.h).
@@ -166,47 +153,11 @@ struct CallOf : Call {};
 // Queues the work and returns. It neither allocates, nor synchronizes, nor throws.
 using Launcher = Status (*)(const twinop_call* call);
 
-// ---------------------------------------------------------------------------------- C structures
-
-// The structures above have the layout of those in kernels/abi.h.
-template <class Cpp, class C>
-inline constexpr bool kSameLayout =
-    sizeof(Cpp) == sizeof(C) && alignof(Cpp) == alignof(C) && std::is_standard_layout_v<Cpp>;
-#define TWINOP_SAME_FIELD(cpp, c, field) static_assert(offsetof(cpp, field) == offsetof(c, field))
-
-static_assert(kSameLayout<Tensor, twinop_tensor> && kSameLayout<Attribute, twinop_attribute> &&
-              kSameLayout<Context, twinop_context> && kSameLayout<Call, twinop_call>);
-TWINOP_SAME_FIELD(Tensor, twinop_tensor, data);
-TWINOP_SAME_FIELD(Tensor, twinop_tensor, sizes);
-TWINOP_SAME_FIELD(Tensor, twinop_tensor, strides);
-TWINOP_SAME_FIELD(Tensor, twinop_tensor, numel);
-TWINOP_SAME_FIELD(Tensor, twinop_tensor, rank);
-TWINOP_SAME_FIELD(Tensor, twinop_tensor, dtype);
-TWINOP_SAME_FIELD(Tensor, twinop_tensor, present);
-TWINOP_SAME_FIELD(Attribute, twinop_attribute, i);
-TWINOP_SAME_FIELD(Attribute, twinop_attribute, f);
-TWINOP_SAME_FIELD(Attribute, twinop_attribute, s);
-TWINOP_SAME_FIELD(Attribute, twinop_attribute, ints);
-TWINOP_SAME_FIELD(Attribute, twinop_attribute, count);
-static_assert(offsetof(Text, size) ==
-              offsetof(twinop_attribute, s_size) - offsetof(twinop_attribute, s));
-TWINOP_SAME_FIELD(Call, twinop_call, inputs);
-TWINOP_SAME_FIELD(Call, twinop_call, outputs);
-TWINOP_SAME_FIELD(Call, twinop_call, attributes);
-TWINOP_SAME_FIELD(Call, twinop_call, scratch);
-TWINOP_SAME_FIELD(Call, twinop_call, state);
-TWINOP_SAME_FIELD(Call, twinop_call, context);
-TWINOP_SAME_FIELD(Call, twinop_call, input_count);
-#undef TWINOP_SAME_FIELD
-
-inline const Call& FromC(const twinop_call* call) { return *reinterpret_cast<const Call*>(call); }
+inline const Call& FromC(const twinop_call* call) { return static_cast<const Call&>(*call); }
 template <class Op>
 const CallOf<Op>& NamedCall(const Call& call) {
   static_assert(sizeof(CallOf<Op>) == sizeof(Call));
-  return reinterpret_cast<const CallOf<Op>&>(call);
-}
-inline const twinop_call* ToC(const Call& call) {
-  return reinterpret_cast<const twinop_call*>(&call);
+  return static_cast<const CallOf<Op>&>(call);
 }
 
 // Receives the text of a failure.

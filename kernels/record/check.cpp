@@ -62,7 +62,7 @@ std::string CallText(const Record& record, const Tensor* inputs, const Attribute
     const Attribute& value = attributes[i];
     text += ", " + std::string(argument.name.view()) + "=" +
             (argument.kind == Kind::kFloat     ? Number(value.f)
-             : argument.kind == Kind::kString  ? std::string(std::string_view(value.s))
+             : argument.kind == Kind::kString  ? std::string(value.text())
              : argument.kind == Kind::kIntList ? SizesText(value.ints, value.count)
                                                : std::to_string(value.i));
   }
@@ -118,7 +118,7 @@ Status ParseDefault(const Record& record, std::size_t index, Attribute* value,
     }
     case Kind::kString:
       storage->text = text.substr(1, text.size() - 2);
-      value->s = std::string_view(storage->text);
+      value->set_text(storage->text);
       break;
     default: {  // int[]: "[1, 2]"
       Scanner scan(text);
@@ -151,24 +151,15 @@ Status CheckAttribute(const Record& record, std::size_t index, const Attribute& 
                                 ", expected a " + (whole ? "" : "finite ") + "number " +
                                 BoundsText(limit));
   }
-  if (limit.kind == Limit::Kind::kOneOf) {
-    Scanner scan(limit.choices);
-    do {
-      if (scan.Integer() == value.i) return {};
-    } while (scan.Accept("|"));
-    return WrongAttribute(
-        record, argument,
-        "is " + std::to_string(value.i) + ", expected one of " + std::string(limit.choices));
-  }
-  if (argument.kind != Kind::kString) return {};
-  std::string_view choices = Entry(record.choices_text, argument.name.view());
-  if (choices.empty()) return {};
-  Scanner scan(choices);
+  if (limit.kind != Limit::Kind::kOneOf) return {};
+  const bool is_text = argument.kind == Kind::kString;
+  Scanner scan(limit.choices);
   do {
-    if (scan.Word() == value.s) return {};
+    if (is_text ? scan.Word() == value.text() : scan.Integer() == value.i) return {};
   } while (scan.Accept("|"));
   return WrongAttribute(record, argument,
-                        "is " + Quote(value.s) + ", expected one of " + std::string(choices));
+                        "is " + (is_text ? Quote(value.text()) : std::to_string(value.i)) +
+                            ", expected one of " + std::string(limit.choices));
 }
 
 Status FindCombination(const Record& record, const Tensor* inputs, std::size_t* combination) {
@@ -192,7 +183,7 @@ Status ScratchBytes(const Record& record, const Call& call, std::int64_t* bytes)
   *bytes = 0;
   if (record.scratch_size == nullptr) return {};
   ErrorText error;
-  if (record.scratch_size(ToC(call), bytes, &error) != 0)
+  if (record.scratch_size(&call, bytes, &error) != 0)
     return Failure(record, call.inputs, error.text);
   if (*bytes >= 0 && *bytes <= INT64_MAX / 2) return {};
   return Failure(record, call.inputs,
@@ -203,7 +194,7 @@ Status CreateState(const Record& record, const Call& call, void** state) {
   *state = nullptr;
   if (record.create_state == nullptr) return {};
   ErrorText error;
-  if (record.create_state(ToC(call), state, &error) == 0) return {};
+  if (record.create_state(&call, state, &error) == 0) return {};
   *state = nullptr;
   return Status::Error("creating its state failed: " + error.text);
 }

@@ -61,7 +61,7 @@ void TraceCall(const Record& record, const Call& call);
 inline Status Launch(const Record& record, twinop_launch launch, const Call& call) {
   if (__builtin_expect(kIsTraced, false)) TraceCall(record, call);
   ErrorText error;
-  if (__builtin_expect(launch(ToC(call), &error) == 0, true)) return {};
+  if (__builtin_expect(launch(&call, &error) == 0, true)) return {};
   return Failure(record, call.inputs, error.text);
 }
 

@@ -1,6 +1,5 @@
 // The checks of shapes, and the shapes of outputs (check.h).
 #include <algorithm>
-#include <charconv>
 #include <optional>
 
 #include "twinop/record/check.h"
@@ -25,44 +24,29 @@ bool SameSizes(const Tensor& tensor, const std::int64_t* sizes, std::size_t rank
   return true;
 }
 
-// The number of dimensions that `text` needs of an input: x[-2] needs two, and so does
-// `x[:-2] + ...` if it is the shape of the input itself.
-std::size_t NeededRank(std::string_view text, const std::string& input, bool is_own_shape) {
-  const std::string indexed = input + "[";
-  std::size_t needed = 0;
-  for (std::size_t at = text.find(indexed); at != text.npos; at = text.find(indexed, at + 1)) {
-    if (at > 0 && Scanner::IsWord(text[at - 1])) continue;  // the end of a longer name
-    std::string_view rest = text.substr(at + indexed.size());
-    const bool is_slice = rest.substr(0, 1) == ":";
-    if (is_slice) rest.remove_prefix(1);
-    std::int64_t index = 0;
-    auto [end, error] = std::from_chars(rest.data(), rest.data() + rest.size(), index);
-    if (error != std::errc() || end == rest.data() + rest.size() || *end != ']') continue;
-    if (is_slice && (index >= 0 || !is_own_shape)) continue;
-    needed = std::max(needed, static_cast<std::size_t>(index < 0 ? -index : index + 1));
-  }
-  return needed;
-}
-
-// A message about the first input that has fewer dimensions than the record's shapes need, or "".
+// A message about the first input that has fewer dimensions than the record's shapes need, or "":
+// x[-2] needs two of x, and so does `x[:-2] + ...` if it is the shape of x itself.
 std::string TooFewDimensions(const Record& record, const Tensor* inputs) {
+  std::int64_t needed[kMaxArguments] = {};
+  for (std::int8_t i = 0; i < record.shape_trees.count; ++i) {
+    const ShapeNode& node = record.shape_trees[i];
+    if (node.operation == ShapeNode::kDimension || node.operation == ShapeNode::kSlice)
+      needed[node.index] = std::max(needed[node.index], node.value);
+  }
   for (std::size_t i = 0; i < record.schema.input_count; ++i) {
-    if (!inputs[i].present) continue;
-    const std::string name(record.schema.input(i).name.view());
     const std::size_t rank = inputs[i].rank;
-    std::size_t needed = NeededRank(record.shapes_text, name, false);
-    needed = std::max(needed, NeededRank(record.input_shapes_text, name, false));
-    needed = std::max(needed, NeededRank(record.input_shape_texts[i], name, true));
-    if (rank < needed)
-      return name + " has " + std::to_string(rank) + " dimension" + (rank == 1 ? "" : "s") +
-             ", expected at least " + std::to_string(needed) + " (unsqueeze adds one)";
+    if (!inputs[i].present || static_cast<std::int64_t>(rank) >= needed[i]) continue;
+    return std::string(record.schema.input(i).name.view()) + " has " + std::to_string(rank) +
+           " dimension" + (rank == 1 ? "" : "s") + ", expected at least " +
+           std::to_string(needed[i]) + " (unsqueeze adds one)";
   }
   return "";
 }
 
-// Evaluates a shape expression on the sizes of `inputs`.
-Status EvaluateShape(const Record& record, std::string_view text, const Tensor* inputs,
-                     const Attribute* attributes, std::int64_t* sizes, std::size_t* rank) {
+// Evaluates a shape expression, the tree `root` of this text, on the sizes of `inputs`.
+Status EvaluateShape(const Record& record, std::int8_t root, std::string_view text,
+                     const Tensor* inputs, const Attribute* attributes, std::int64_t* sizes,
+                     std::size_t* rank) {
   std::optional<Shape> shapes[kMaxArguments];  // few are written: a shape is large
   const Shape* present[kMaxArguments] = {};
   try {
@@ -72,8 +56,7 @@ Status EvaluateShape(const Record& record, std::string_view text, const Tensor* 
       for (std::size_t k = 0; k < inputs[i].rank; ++k) shape.Push(Dim{inputs[i].sizes[k], nullptr});
       present[i] = &shape;
     }
-    const ShapeScope scope{&record.schema, present, attributes};
-    const Shape shape = ShapeExpression(text, scope).EvaluateShape();
+    const Shape shape = ShapeScope{record.shape_trees, present, attributes}.Evaluate(root);
     *rank = shape.rank;
     for (std::size_t i = 0; i < shape.rank; ++i) sizes[i] = shape.dims[i].value;
   } catch (const char* reason) {
@@ -109,15 +92,17 @@ Status CheckInputShape(const Record& record, std::size_t input, const Tensor* in
   std::string_view text = record.input_shape_texts[input];
   std::int64_t expected[kMaxRank];
   std::size_t rank = 0;
-  const ShapeSlice& slice = record.input_slices[input];
-  if (slice.input >= 0 && inputs[slice.input].present) {
-    const Tensor& whole = inputs[slice.input];
-    const std::size_t begin = slice.Begin(attributes, whole.rank);
+  const std::int8_t root = record.input_trees[input];
+  const ShapeNode& node = record.shape_trees[root];
+  // Nearly all have the form "x", "x[axis:]" or "x[-1:]", which needs no evaluation.
+  if (record.shape_trees.IsSuffix(root) && inputs[node.index].present) {
+    const Tensor& whole = inputs[node.index];
+    const std::size_t begin = record.shape_trees.Begin(root, attributes, whole.rank);
     rank = whole.rank - begin;
     if (SameSizes(tensor, whole.sizes + begin, rank)) return {};
     for (std::size_t i = 0; i < rank; ++i) expected[i] = whole.sizes[begin + i];
   } else {
-    TWINOP_RETURN_IF_ERROR(EvaluateShape(record, text, inputs, attributes, expected, &rank));
+    TWINOP_RETURN_IF_ERROR(EvaluateShape(record, root, text, inputs, attributes, expected, &rank));
     if (SameSizes(tensor, expected, rank)) return {};
   }
   if (const std::string too_few = TooFewDimensions(record, inputs); !too_few.empty())
@@ -164,10 +149,11 @@ Status CheckShapes(const Record& record, const Tensor* inputs, const Attribute* 
         return Failure(record, inputs,
                        "the inputs must have one shape: " + AllSizes(record, inputs));
   }
-  if (record.has_limits) TWINOP_RETURN_IF_ERROR(CheckDimensions(record, inputs, attributes));
-  if (record.has_input_shapes) {
+  if (!record.limits_text.empty())
+    TWINOP_RETURN_IF_ERROR(CheckDimensions(record, inputs, attributes));
+  if (!record.input_shapes_text.empty()) {
     for (std::size_t i = 0; i < record.schema.input_count; ++i)
-      if (inputs[i].present && !record.input_shape_texts[i].empty())
+      if (inputs[i].present && record.input_trees[i] >= 0)
         TWINOP_RETURN_IF_ERROR(CheckInputShape(record, i, inputs, attributes));
   }
   return {};
@@ -183,7 +169,8 @@ Status OutputShape(const Record& record, std::size_t output, const Tensor* input
     return {};
   }
   if (record.broadcasts) return Broadcast(record, inputs, sizes, rank);
-  return EvaluateShape(record, record.ShapeText(output), inputs, attributes, sizes, rank);
+  return EvaluateShape(record, record.output_trees[output], record.ShapeText(output), inputs,
+                       attributes, sizes, rank);
 }
 
 }  // namespace twinop

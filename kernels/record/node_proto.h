@@ -46,7 +46,7 @@ inline Message AttributeProto(std::string_view name, Kind kind, const Attribute&
     message.AddFloat(kF, static_cast<float>(value.f));
   } else if (kind == Kind::kString) {
     message.AddInt(kType, kStringType);
-    message.Add(kS, std::string_view(value.s.data, value.s.size));
+    message.Add(kS, value.text());
   } else if (kind == Kind::kIntList) {
     message.AddInt(kType, kIntsType);
     for (std::size_t i = 0; i < value.count; ++i) message.AddInt(kInts, value.ints[i]);

@@ -72,14 +72,14 @@ struct Record {
   int body_pieces = 0;  // twinop_op.row_body
 
   // The parsed texts, for the use of every call. Inputs are indices, or Schema::kNotFound.
-  std::int8_t same_shape_inputs[kMaxOutputs] = {};         // whose shape the output has
-  std::int8_t in_place_inputs[kMaxOutputs] = {};           // that the output may overwrite
-  std::string_view input_shape_texts[kMaxArguments] = {};  // empty: any
-  ShapeSlice input_slices[kMaxArguments] = {};
+  std::int8_t same_shape_inputs[kMaxOutputs] = {};  // whose shape the output has
+  std::int8_t in_place_inputs[kMaxOutputs] = {};    // that the output may overwrite
+  std::string_view input_shape_texts[kMaxArguments] = {};
+  ShapeTrees shape_trees;
+  std::int8_t output_trees[kMaxOutputs] = {};
+  std::int8_t input_trees[kMaxArguments] = {};  // -1: any shape
   RowDimension row_dimension;
   Limit limit_table[kMaxArguments] = {};  // by attribute
-  bool has_input_shapes = false;
-  bool has_limits = false;
   bool broadcasts = false;
   bool host_inputs[kMaxArguments] = {};
   bool optional_outputs[kMaxOutputs] = {};
@@ -88,15 +88,10 @@ struct Record {
   DType output_types[kMaxCombinations][kMaxOutputs] = {};
 
   constexpr explicit Record(std::string_view schema_text) : schema(ParseSchema(schema_text)) {
-    ReadDTypes();
     ReadTexts();
   }
 
-  constexpr Record dtypes(std::string_view text) const {
-    Record copy = With(&Record::dtypes_text, text);
-    copy.ReadDTypes();
-    return copy;
-  }
+  constexpr Record dtypes(std::string_view text) const { return With(&Record::dtypes_text, text); }
   constexpr Record shapes(std::string_view text) const { return With(&Record::shapes_text, text); }
   constexpr Record input_shapes(std::string_view text) const {
     return With(&Record::input_shapes_text, text);
@@ -210,13 +205,29 @@ struct Record {
   // Index of the input that the output may overwrite, or Schema::kNotFound.
   constexpr int InPlaceInput(std::size_t output) const { return in_place_inputs[output]; }
 
+  // Parses the texts. Throws const char* if one does not parse.
+  constexpr void ReadTexts() {
+    ReadDTypes();
+    ReadShapes();
+    for (std::size_t i = 0; i < schema.output_count; ++i) {
+      std::string_view text = Entry(in_place_text, schema.outputs[i].view());
+      in_place_inputs[i] =
+          static_cast<std::int8_t>(text.empty() ? Schema::kNotFound : schema.FindInput(text));
+      optional_outputs[i] = Entry(memory_text, schema.outputs[i].view()) == "optional";
+    }
+    for (std::size_t i = 0; i < schema.input_count; ++i)
+      host_inputs[i] = Entry(memory_text, schema.input(i).name.view()) == "host";
+    ReadLimits();
+    ReadRows();
+  }
+
  private:
   // Calls a function of the call, which it takes as a Call or a CallOf<Op>.
   template <class Result, class AnyCall, class... More>
   static Result Invoke(Result (*function)(const AnyCall&, More...), const Call& call,
                        More... more) {
     static_assert(std::is_base_of_v<Call, AnyCall> && sizeof(AnyCall) == sizeof(Call));
-    return function(reinterpret_cast<const AnyCall&>(call), more...);
+    return function(static_cast<const AnyCall&>(call), more...);
   }
 
   template <class T>
@@ -251,42 +262,21 @@ struct Record {
     if (!scan.AtEnd()) throw "a record's dtypes do not parse";
   }
 
-  constexpr void ReadTexts() {
+  constexpr void ReadShapes() {
+    shape_trees = ShapeTrees();
     for (std::size_t i = 0; i < schema.output_count; ++i) {
-      same_shape_inputs[i] = static_cast<std::int8_t>(schema.FindInput(ShapeText(i)));
-      std::string_view text = Entry(in_place_text, schema.outputs[i].view());
-      in_place_inputs[i] =
-          static_cast<std::int8_t>(text.empty() ? Schema::kNotFound : schema.FindInput(text));
-      optional_outputs[i] = Entry(memory_text, schema.outputs[i].view()) == "optional";
+      output_trees[i] = ShapeParser(ShapeText(i), schema, -1, &shape_trees).Parse();
+      const ShapeNode& root = shape_trees[output_trees[i]];
+      same_shape_inputs[i] = root.operation == ShapeNode::kInput ? root.index : std::int8_t{-1};
     }
     for (std::size_t i = 0; i < schema.input_count; ++i) {
-      input_shape_texts[i] = Entry(input_shapes_text, schema.input(i).name.view());
-      if (!input_shape_texts[i].empty()) input_slices[i] = ReadSlice(input_shape_texts[i]);
-      host_inputs[i] = Entry(memory_text, schema.input(i).name.view()) == "host";
+      const std::string_view text = Entry(input_shapes_text, schema.input(i).name.view());
+      const int own = static_cast<int>(i);
+      input_shape_texts[i] = text;
+      input_trees[i] =
+          text.empty() ? std::int8_t{-1} : ShapeParser(text, schema, own, &shape_trees).Parse();
     }
-    has_input_shapes = !input_shapes_text.empty();
-    has_limits = !limits_text.empty();
-    broadcasts = is_elementwise && Scanner(ShapeText(0)).Accept("broadcast");
-    ReadLimits();
-    ReadRows();
-  }
-
-  constexpr ShapeSlice ReadSlice(std::string_view text) const {
-    Scanner scan(text);
-    const ShapeSlice other;
-    ShapeSlice slice;
-    if (!Scanner::IsWord(scan.Peek())) return other;
-    slice.input = static_cast<std::int8_t>(schema.FindInput(scan.Word()));
-    if (slice.input < 0 || scan.AtEnd()) return slice;
-    if (!scan.Accept("[")) return other;
-    if (scan.Peek() == '-' || Scanner::IsDigit(scan.Peek())) {
-      slice.value = scan.Integer();
-    } else {
-      if (!Scanner::IsWord(scan.Peek())) return other;
-      slice.attribute = static_cast<std::int8_t>(schema.FindAttribute(scan.Word()));
-      if (slice.attribute < 0 || schema.attribute(slice.attribute).kind != Kind::kInt) return other;
-    }
-    return scan.Accept(":") && scan.Accept("]") && scan.AtEnd() ? slice : other;
+    broadcasts = is_elementwise && shape_trees[output_trees[0]].operation == ShapeNode::kBroadcast;
   }
 
   constexpr void ReadRows() {
@@ -307,7 +297,11 @@ struct Record {
   }
 
   constexpr void ReadLimits() {
-    for (Limit& limit : limit_table) limit = Limit();
+    for (std::size_t i = 0; i < schema.attribute_count; ++i) {
+      limit_table[i] = Limit();
+      limit_table[i].choices = Entry(choices_text, schema.attribute(i).name.view());
+      if (!limit_table[i].choices.empty()) limit_table[i].kind = Limit::Kind::kOneOf;
+    }
     Scanner scan(limits_text);
     while (!scan.AtEnd()) {
       const int attribute = schema.FindAttribute(scan.Word());

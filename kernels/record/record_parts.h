@@ -29,7 +29,7 @@ struct Limit {
   std::int8_t input = 0;              // kDimension: the input with these dimensions
   std::string_view lower, upper;      // kBounds: "0.5" as written; empty where there is none
   bool above = false, below = false;  // the bound itself is not allowed: > lower, < upper
-  std::string_view choices;           // kOneOf: "0 | 1"
+  std::string_view choices;           // kOneOf: "0 | 1", "none | tanh"
 };
 
 // Where the rows of an op lie (Record::rows_text).
@@ -41,21 +41,6 @@ struct RowDimension {
 
   constexpr std::int64_t Of(const Attribute* attributes) const {
     return attribute >= 0 ? attributes[attribute].i : value;
-  }
-};
-
-// A required shape of the form "x", "x[axis:]" or "x[-1:]". Nearly all have it, and none of these
-// needs the evaluator.
-struct ShapeSlice {
-  std::int8_t input = -1;  // -1: the text has another form
-  std::int8_t attribute = -1;
-  std::int64_t value = 0;
-
-  constexpr std::size_t Begin(const Attribute* attributes, std::size_t rank) const {
-    std::int64_t begin = attribute >= 0 ? attributes[attribute].i : value;
-    const auto end = static_cast<std::int64_t>(rank);
-    if (begin < 0) begin += end;
-    return static_cast<std::size_t>(begin < 0 ? 0 : (begin > end ? end : begin));
   }
 };
 

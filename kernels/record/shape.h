@@ -1,6 +1,6 @@
 // Shape expressions: the small closed language in which a record gives the shapes of its outputs
-// and inputs. It is a subset of Python's expressions: twinop/shapes.py evaluates the same text on
-// symbolic sizes.
+// and inputs. It is a subset of Python's expressions over lists, as which twinop/shapes.py
+// evaluates the same text on symbolic sizes.
 //
 //   shape   := term ('+' term)*
 //   term    := input | input '[' int? ':' int? ']' | '[' int, ... ']' | broadcast(shape, shape)
@@ -11,10 +11,12 @@
 //            | len(shape) | numel(shape) | '(' int ')'
 //
 // `attribute` has kind int or bool, kind int[] if it is indexed, or kind str before '=='. A text is
-// a word in double quotes. The evaluation allocates no memory. Sizes that depend on unknown
-// dimensions (during ORT's shape inference) are unknown.
+// a word in double quotes. Texts are parsed once, when a record is made; calls evaluate trees,
+// which allocates no memory. Sizes that depend on unknown dimensions (during ORT's shape inference)
+// are unknown.
 #pragma once
 
+#include "twinop/abi.h"
 #include "twinop/record/schema.h"
 
 namespace twinop {
@@ -61,26 +63,21 @@ struct Shape {
   }
 };
 
-// The text of a str attribute, NUL-terminated.
-struct Text {
-  const char* data = "";
-  std::size_t size = 0;
-
-  constexpr Text() = default;
-  constexpr Text(std::string_view text)  // NOLINT(google-explicit-constructor)
-      : data(text.data()), size(text.size()) {}
-  constexpr operator std::string_view() const { return {data, size}; }
-  friend constexpr bool operator==(Text a, std::string_view b) { return std::string_view(a) == b; }
+// The value of an attribute.
+struct Attribute : twinop_attribute {
+  constexpr Attribute() : twinop_attribute{} {}
+  constexpr std::string_view text() const { return {s, s_size}; }
+  constexpr void set_text(std::string_view text) {  // NUL-terminated
+    s = text.data();
+    s_size = text.size();
+  }
 };
 
-// twinop_attribute (kernels/abi.h) for C++.
-struct Attribute {
-  std::int64_t i = 0;                  // int, bool
-  double f = 0;                        // float, rounded to fp32: ONNX has no other
-  Text s;                              // str
-  const std::int64_t* ints = nullptr;  // int[]
-  std::size_t count = 0;               // entries of ints
-};
+// Python's rule for slice bounds.
+constexpr std::int64_t Position(std::int64_t index, std::int64_t rank) {
+  if (index < 0) index += rank;
+  return index < 0 ? 0 : (index > rank ? rank : index);
+}
 
 // The shape of an absent optional input. It has no elements, and neither has its gradient.
 inline constexpr Shape kAbsentShape = [] {
@@ -89,82 +86,279 @@ inline constexpr Shape kAbsentShape = [] {
   return shape;
 }();
 
-// The names that an expression may use. A null input is absent.
-struct ShapeScope {
-  const Schema* schema = nullptr;
-  const Shape* const* inputs = nullptr;
-  const Attribute* attributes = nullptr;
-  bool has_values = true;  // of the attributes; false: sizes that depend on them are unknown
+// An expression is a tree of these. Fields that an operation does not need are -1.
+struct ShapeNode {
+  enum Operation : std::uint8_t {
+    // shapes
+    kInput,      // of the input `index`
+    kSlice,      // its dimensions from a to b
+    kList,       // the size a, then the list b
+    kConcat,     // a + b
+    kBroadcast,  // of a and b
+    // sizes
+    kNumber,     // value
+    kAttribute,  // of the int or bool `index`
+    kEntry,      // the entry a of the int[] `index`
+    kDimension,  // the size of the dimension a of the input `index`
+    kLen,        // of the shape a
+    kNumel,
+    kAdd,
+    kSubtract,
+    kMultiply,
+    kDivide,
+    kIf,  // a if the str `index` is `text`, else b
+  };
+  Operation operation = kList;
+  std::int8_t index = -1;
+  std::int8_t a = -1, b = -1;
+  std::int64_t value = 0;  // of kSlice and kDimension: how many dimensions the input must have
+  std::string_view text;
 };
 
-class ShapeExpression {
- public:
-  constexpr ShapeExpression(std::string_view text, const ShapeScope& scope)
-      : scan_(text), scope_(scope) {}
+// The expressions of a record. A tree is the index of its root.
+struct ShapeTrees {
+  static constexpr std::size_t kCapacity = 96;
+  ShapeNode nodes[kCapacity] = {};
+  std::int8_t count = 0;
 
-  // Throws const char* if the text does not parse or the sizes do not fit.
-  constexpr Shape EvaluateShape() {
-    Shape result = ParseShape();
+  constexpr const ShapeNode& operator[](std::int8_t at) const {
+    return nodes[static_cast<std::size_t>(at)];
+  }
+
+  // Whether an expression is the last dimensions of an input: "x", "x[2:]" or "x[axis:]".
+  constexpr bool IsSuffix(std::int8_t root) const {
+    const ShapeNode& node = (*this)[root];
+    if (node.operation != ShapeNode::kSlice) return node.operation == ShapeNode::kInput;
+    if (node.a < 0 || node.b >= 0) return false;
+    const auto begin = (*this)[node.a].operation;
+    return begin == ShapeNode::kNumber || begin == ShapeNode::kAttribute;
+  }
+  // The first of these dimensions.
+  constexpr std::size_t Begin(std::int8_t root, const Attribute* attributes,
+                              std::size_t rank) const {
+    const ShapeNode& node = (*this)[root];
+    if (node.operation == ShapeNode::kInput) return 0;
+    const ShapeNode& begin = (*this)[node.a];
+    const bool is_number = begin.operation == ShapeNode::kNumber;
+    return static_cast<std::size_t>(Position(is_number ? begin.value : attributes[begin.index].i,
+                                             static_cast<std::int64_t>(rank)));
+  }
+};
+
+// Parses one expression. Throws const char* if it does not parse.
+class ShapeParser {
+ public:
+  // `own` is the input whose required shape this is, or -1.
+  constexpr ShapeParser(std::string_view text, const Schema& schema, int own, ShapeTrees* trees)
+      : scan_(text), schema_(schema), own_(own), trees_(*trees) {}
+
+  constexpr std::int8_t Parse() {
+    const std::int8_t root = ParseShape();
     if (!scan_.AtEnd()) throw "a shape expression goes on after its end";
+    return root;
+  }
+
+ private:
+  using Node = ShapeNode;
+
+  constexpr std::int8_t ParseShape() {
+    std::int8_t result = ParseTerm();
+    while (scan_.Accept("+")) {
+      const std::int8_t more = ParseTerm();
+      result = Add(Node::kConcat, -1, result, more);
+    }
+    return result;
+  }
+
+  constexpr std::int8_t ParseTerm() {
+    if (scan_.Accept("(")) {
+      const std::int8_t result = ParseShape();
+      scan_.Expect(")");
+      return result;
+    }
+    if (scan_.Accept("[")) return ParseList();
+    const std::string_view name = scan_.Word();
+    if (name == "broadcast") {
+      scan_.Expect("(");
+      const std::int8_t a = ParseShape();
+      scan_.Expect(",");
+      const std::int8_t b = ParseShape();
+      scan_.Expect(")");
+      return Add(Node::kBroadcast, -1, a, b);
+    }
+    const std::int8_t input = Input(name);
+    if (!scan_.Accept("[")) return Add(Node::kInput, input);
+    const std::int8_t begin = scan_.Peek() == ':' ? kNone : ParseInt();
+    scan_.Expect(":");
+    const std::int8_t end = scan_.Peek() == ']' ? kNone : ParseInt();
+    scan_.Expect("]");
+    // `x[:-2] + ...` as the shape of x itself needs two dimensions.
+    const bool needs = input == own_ && end != kNone && trees_[end].operation == Node::kNumber;
+    const std::int64_t needed = needs && trees_[end].value < 0 ? -trees_[end].value : 0;
+    return Add(Node::kSlice, input, begin, end, needed);
+  }
+
+  constexpr std::int8_t ParseList() {
+    if (scan_.Accept("]")) return Add(Node::kList);
+    const std::int8_t size = ParseInt();
+    if (scan_.Peek() != ']') scan_.Expect(",");
+    const std::int8_t rest = ParseList();
+    return Add(Node::kList, -1, size, rest);
+  }
+
+  constexpr std::int8_t ParseInt() {
+    const std::int8_t result = ParseSum();
+    if (!scan_.Accept("if")) return result;
+    const int index = schema_.FindAttribute(scan_.Word());
+    if (index == Schema::kNotFound || schema_.attribute(index).kind != Kind::kString)
+      throw "a shape expression compares what is no str attribute";
+    scan_.Expect("==");
+    scan_.Expect("\"");
+    const std::string_view text = scan_.Word();
+    scan_.Expect("\"");
+    scan_.Expect("else");
+    const std::int8_t other = ParseInt();
+    return Add(Node::kIf, static_cast<std::int8_t>(index), result, other, 0, text);
+  }
+
+  constexpr std::int8_t ParseSum() {
+    std::int8_t result = ParseProduct();
+    while (scan_.Peek() == '+' || scan_.Peek() == '-') {
+      const Node::Operation operation = scan_.Accept("+") ? Node::kAdd : Node::kSubtract;
+      if (operation == Node::kSubtract) scan_.Expect("-");
+      const std::int8_t more = ParseProduct();
+      result = Add(operation, -1, result, more);
+    }
+    return result;
+  }
+
+  constexpr std::int8_t ParseProduct() {
+    std::int8_t result = ParseAtom();
+    while (scan_.Peek() == '*' || scan_.Peek() == '/') {
+      const Node::Operation operation = scan_.Accept("*") ? Node::kMultiply : Node::kDivide;
+      if (operation == Node::kDivide) scan_.Expect("//");
+      const std::int8_t more = ParseAtom();
+      result = Add(operation, -1, result, more);
+    }
+    return result;
+  }
+
+  constexpr std::int8_t ParseAtom() {
+    if (scan_.Accept("(")) {
+      const std::int8_t result = ParseInt();
+      scan_.Expect(")");
+      return result;
+    }
+    if (scan_.Accept("-")) {
+      if (Scanner::IsDigit(scan_.Peek())) return Number(-scan_.Integer());
+      const std::int8_t zero = Number(0), atom = ParseAtom();
+      return Add(Node::kSubtract, -1, zero, atom);
+    }
+    if (Scanner::IsDigit(scan_.Peek())) return Number(scan_.Integer());
+    const std::string_view name = scan_.Word();
+    if (name == "len" || name == "numel") {
+      scan_.Expect("(");
+      const std::int8_t shape = ParseShape();
+      scan_.Expect(")");
+      return Add(name == "len" ? Node::kLen : Node::kNumel, -1, shape);
+    }
+    if (const int index = schema_.FindAttribute(name); index != Schema::kNotFound) {
+      const Kind kind = schema_.attribute(index).kind;
+      const auto attribute = static_cast<std::int8_t>(index);
+      if (kind == Kind::kInt || kind == Kind::kBool) return Add(Node::kAttribute, attribute);
+      if (kind != Kind::kIntList)
+        throw "a shape expression names an attribute that is no int, bool or int[]";
+      const std::int8_t entry = ParseIndex();
+      return Add(Node::kEntry, attribute, entry);
+    }
+    const std::int8_t input = Input(name), axis = ParseIndex();
+    const std::int64_t i = trees_[axis].operation == Node::kNumber ? trees_[axis].value : -1;
+    const bool is_number = trees_[axis].operation == Node::kNumber;
+    return Add(Node::kDimension, input, axis, kNone, !is_number ? 0 : i < 0 ? -i : i + 1);
+  }
+
+  constexpr std::int8_t ParseIndex() {
+    scan_.Expect("[");
+    const std::int8_t index = ParseInt();
+    scan_.Expect("]");
+    return index;
+  }
+
+  constexpr std::int8_t Number(std::int64_t value) {
+    return Add(Node::kNumber, -1, kNone, kNone, value);
+  }
+
+  constexpr std::int8_t Add(Node::Operation operation, std::int8_t index = -1,
+                            std::int8_t a = kNone, std::int8_t b = kNone, std::int64_t value = 0,
+                            std::string_view text = {}) {
+    if (trees_.count == ShapeTrees::kCapacity) throw "the shapes of a record are too long";
+    trees_.nodes[static_cast<std::size_t>(trees_.count)] = {operation, index, a, b, value, text};
+    return trees_.count++;
+  }
+
+  constexpr std::int8_t Input(std::string_view name) const {
+    const int index = schema_.FindInput(name);
+    if (index == Schema::kNotFound)
+      throw "a shape expression names no input or attribute of its op";
+    return static_cast<std::int8_t>(index);
+  }
+
+  static constexpr std::int8_t kNone = -1;
+  Scanner scan_;
+  const Schema& schema_;
+  int own_;
+  ShapeTrees& trees_;
+};
+
+// Evaluates expressions for one call. Throws const char* if the sizes do not fit.
+struct ShapeScope {
+  const ShapeTrees& trees;
+  const Shape* const* inputs;  // null: absent
+  const Attribute* attributes;
+  bool has_values = true;  // of the attributes; false: sizes that depend on them are unknown
+
+  constexpr Shape Evaluate(std::int8_t root) const {
+    const Shape result = ShapeOf(root);
     if (result.IsTooLarge()) throw "a tensor would have too many elements";
     return result;
   }
 
  private:
-  constexpr Shape ParseShape() {
-    Shape result = ParseTerm();
-    while (scan_.Accept("+")) {
-      Shape more = ParseTerm();
+  using Node = ShapeNode;
+
+  constexpr Shape ShapeOf(std::int8_t at) const {
+    const Node& node = trees[at];
+    if (node.operation == Node::kInput) return Input(node);
+    if (node.operation == Node::kSlice) return Slice(node);
+    if (node.operation == Node::kBroadcast) return Broadcast(ShapeOf(node.a), ShapeOf(node.b));
+    if (node.operation == Node::kConcat) {
+      Shape result = ShapeOf(node.a);
+      const Shape more = ShapeOf(node.b);
       result.known_rank = result.known_rank && more.known_rank;
       for (std::size_t i = 0; i < more.rank; ++i) result.Push(more.dims[i]);
+      return result;
+    }
+    Shape result;
+    for (std::int8_t i = at; trees[i].a >= 0; i = trees[i].b) {
+      const Dim size = SizeOf(trees[i].a);
+      if (size.value < 0 && size.value != kUnknownSize) throw "a size would be negative";
+      result.Push(size);
     }
     return result;
   }
 
-  constexpr Shape ParseTerm() {
+  constexpr Shape Slice(const Node& node) const {
+    const Shape& input = Input(node);
+    const auto rank = static_cast<std::int64_t>(input.rank);
+    const Dim begin = node.a < 0 ? Dim{0, nullptr} : SizeOf(node.a);
+    const Dim end = node.b < 0 ? Dim{rank, nullptr} : SizeOf(node.b);
     Shape result;
-    if (scan_.Accept("(")) {
-      result = ParseShape();
-      scan_.Expect(")");
-      return result;
-    }
-    if (scan_.Accept("[")) {
-      while (!scan_.Accept("]")) {
-        Dim size = ParseInt();
-        if (size.value < 0 && size.value != kUnknownSize) throw "a size would be negative";
-        result.Push(size);
-        if (scan_.Peek() != ']') scan_.Expect(",");
-      }
-      return result;
-    }
-    std::string_view name = scan_.Word();
-    if (name == "broadcast") {
-      scan_.Expect("(");
-      Shape a = ParseShape();
-      scan_.Expect(",");
-      Shape b = ParseShape();
-      scan_.Expect(")");
-      return Broadcast(a, b);
-    }
-    const Shape& input = Input(name);
-    if (!scan_.Accept("[")) return input;
-    auto rank = static_cast<std::int64_t>(input.rank);
-    Dim begin = scan_.Peek() == ':' ? Dim{0, nullptr} : ParseInt();
-    scan_.Expect(":");
-    Dim end = scan_.Peek() == ']' ? Dim{rank, nullptr} : ParseInt();
-    scan_.Expect("]");
     result.known_rank =
         input.known_rank && begin.value != kUnknownSize && end.value != kUnknownSize;
     if (!result.known_rank) return result;
-    for (std::int64_t i = Position(begin, rank); i < Position(end, rank); ++i)
+    for (std::int64_t i = Position(begin.value, rank); i < Position(end.value, rank); ++i)
       result.Push(input.dims[i]);
     return result;
-  }
-
-  // Python's rule for slice bounds.
-  static constexpr std::int64_t Position(Dim dim, std::int64_t rank) {
-    std::int64_t p = dim.value < 0 ? dim.value + rank : dim.value;
-    return p < 0 ? 0 : (p > rank ? rank : p);
   }
 
   static constexpr Shape Broadcast(const Shape& a, const Shape& b) {
@@ -190,113 +384,68 @@ class ShapeExpression {
     return result;
   }
 
-  constexpr Dim ParseInt() {
-    const Dim result = ParseSum();
-    if (!scan_.Accept("if")) return result;
-    const int index = scope_.schema->FindAttribute(scan_.Word());
-    if (index == Schema::kNotFound || scope_.schema->attribute(index).kind != Kind::kString)
-      throw "a shape expression compares what is no str attribute";
-    scan_.Expect("==");
-    scan_.Expect("\"");
-    const std::string_view text = scan_.Word();
-    scan_.Expect("\"");
-    scan_.Expect("else");
-    const Dim other = ParseInt();
-    return scope_.attributes[index].s == text ? result : other;
-  }
-
-  constexpr Dim ParseSum() {
-    Dim result = ParseProduct();
-    while (true) {
-      if (scan_.Accept("+")) {
-        result = Combine(result, ParseProduct(), '+');
-      } else if (scan_.Accept("-")) {
-        result = Combine(result, ParseProduct(), '-');
-      } else {
-        return result;
+  constexpr Dim SizeOf(std::int8_t at) const {
+    const Node& node = trees[at];
+    switch (node.operation) {
+      case Node::kNumber:
+        return Dim{node.value, nullptr};
+      case Node::kAttribute:
+        return OfAttribute(attributes[node.index].i);
+      case Node::kEntry: {
+        const Attribute& list = attributes[node.index];
+        const Dim entry = Index(node.a, list.count);
+        if (entry.value == kUnknownSize) return entry;
+        if (entry.value < 0) throw "an int[] attribute is too short";
+        return OfAttribute(list.ints[entry.value]);
       }
-    }
-  }
-
-  constexpr Dim ParseProduct() {
-    Dim result = ParseAtom();
-    while (true) {
-      if (scan_.Accept("*")) {
-        result = Combine(result, ParseAtom(), '*');
-      } else if (scan_.Accept("//")) {
-        result = Combine(result, ParseAtom(), '/');
-      } else {
-        return result;
+      case Node::kDimension: {
+        const Shape& input = Input(node);
+        const Dim axis = Index(node.a, input.rank);
+        if (!input.known_rank || axis.value == kUnknownSize) return Unknown();
+        if (axis.value < 0) throw "an input has too few dimensions";
+        const Dim& dim = input.dims[axis.value];
+        return dim.known() ? dim : Unknown(dim.symbol);
       }
+      case Node::kLen: {
+        const Shape shape = ShapeOf(node.a);
+        return shape.known_rank ? Dim{static_cast<std::int64_t>(shape.rank), nullptr} : Unknown();
+      }
+      case Node::kNumel: {
+        const Shape shape = ShapeOf(node.a);
+        Dim product = shape.known_rank ? Dim{1, nullptr} : Unknown();
+        for (std::size_t i = 0; i < shape.rank; ++i)
+          product = shape.dims[i].known() ? Combine(product, shape.dims[i], '*') : Unknown();
+        return product;
+      }
+      case Node::kIf:
+        return SizeOf(attributes[node.index].text() == node.text ? node.a : node.b);
+      default:
+        return Combine(SizeOf(node.a), SizeOf(node.b), "+-*/"[node.operation - Node::kAdd]);
     }
   }
 
-  constexpr Dim ParseAtom() {
-    if (scan_.Accept("(")) {
-      Dim result = ParseInt();
-      scan_.Expect(")");
-      return result;
-    }
-    if (scan_.Accept("-")) return Combine(Dim{0, nullptr}, ParseAtom(), '-');
-    if (Scanner::IsDigit(scan_.Peek())) return Dim{scan_.Integer(), nullptr};
-    std::string_view name = scan_.Word();
-    if (name == "len" || name == "numel") {
-      scan_.Expect("(");
-      Shape shape = ParseShape();
-      scan_.Expect(")");
-      if (!shape.known_rank) return Unknown();
-      if (name == "len") return Dim{static_cast<std::int64_t>(shape.rank), nullptr};
-      Dim product{1, nullptr};
-      for (std::size_t i = 0; i < shape.rank; ++i)
-        product = Combine(product, shape.dims[i], '*', true);
-      return product;
-    }
-    if (int index = scope_.schema->FindAttribute(name); index != Schema::kNotFound) {
-      Kind kind = scope_.schema->attribute(index).kind;
-      if (kind == Kind::kInt || kind == Kind::kBool) return OfAttribute(scope_.attributes[index].i);
-      if (kind != Kind::kIntList)
-        throw "a shape expression names an attribute that is no int, bool or int[]";
-      const Attribute& list = scope_.attributes[index];
-      Dim entry = ParseIndex(static_cast<std::int64_t>(list.count));
-      if (entry.value == kUnknownSize) return entry;
-      if (entry.value < 0) throw "an int[] attribute is too short";
-      return OfAttribute(list.ints[entry.value]);
-    }
-    const Shape& input = Input(name);
-    Dim axis = ParseIndex(static_cast<std::int64_t>(input.rank));
-    if (!input.known_rank || axis.value == kUnknownSize) return Unknown();
-    if (axis.value < 0) throw "an input has too few dimensions";
-    const Dim& dim = input.dims[axis.value];
-    return dim.known() ? dim : Unknown(dim.symbol);
-  }
-
-  // Parses "[i]", counted from the end if i < 0. Returns 0 to count - 1, unknown, or -1 if i lies
-  // outside.
-  constexpr Dim ParseIndex(std::int64_t count) {
-    scan_.Expect("[");
-    Dim index = ParseInt();
-    scan_.Expect("]");
+  // An index is counted from the end if it is negative. Returns 0 to count - 1, unknown, or -1 if
+  // it lies outside.
+  constexpr Dim Index(std::int8_t at, std::size_t count) const {
+    const auto end = static_cast<std::int64_t>(count);
+    Dim index = SizeOf(at);
     if (index.value == kUnknownSize) return index;
-    if (index.value < 0) index.value += count;
-    if (index.value < 0 || index.value >= count) index.value = -1;
+    if (index.value < 0) index.value += end;
+    if (index.value < 0 || index.value >= end) index.value = -1;
     return index;
   }
 
-  constexpr const Shape& Input(std::string_view name) {
-    int index = scope_.schema->FindInput(name);
-    if (index == Schema::kNotFound)
-      throw "a shape expression names no input or attribute of its op";
-    return scope_.inputs[index] == nullptr ? kAbsentShape : *scope_.inputs[index];
+  constexpr const Shape& Input(const Node& node) const {
+    return inputs[node.index] == nullptr ? kAbsentShape : *inputs[node.index];
   }
 
   // Sizes that depend on an unknown one are unknown.
   static constexpr Dim Unknown(const char* symbol = nullptr) { return Dim{kUnknownSize, symbol}; }
-  static constexpr Dim Combine(Dim a, Dim b, char op, bool dims = false) {
-    if (a.value == kUnknownSize || b.value == kUnknownSize || (dims && !b.known()))
-      return Unknown();
-    if (op != '/') {
+  static constexpr Dim Combine(Dim a, Dim b, char operation) {
+    if (a.value == kUnknownSize || b.value == kUnknownSize) return Unknown();
+    if (operation != '/') {
       std::int64_t result = 0;
-      if (!Calculate(a.value, op, b.value, &result) || result == kUnknownSize)
+      if (!Calculate(a.value, operation, b.value, &result) || result == kUnknownSize)
         throw "a size does not fit in 64 bits";
       return Dim{result, nullptr};
     }
@@ -308,13 +457,10 @@ class ShapeExpression {
         nullptr};
   }
   constexpr Dim OfAttribute(std::int64_t value) const {
-    if (!scope_.has_values) return Unknown();
+    if (!has_values) return Unknown();
     if (value == kUnknownSize) throw "a size does not fit in 64 bits";
     return Dim{value, nullptr};
   }
-
-  Scanner scan_;
-  ShapeScope scope_;
 };
 
 }  // namespace twinop

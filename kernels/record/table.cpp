@@ -15,18 +15,19 @@ Status CheckTable(const twinop_table* table, const char* reader) {
 }
 
 Record ReadRecord(const twinop_table& table, const twinop_op& op) {
-  Record record = Record(op.schema)
-                      .dtypes(op.dtypes)
-                      .shapes(op.shapes)
-                      .input_shapes(op.input_shapes)
-                      .limits(op.limits)
-                      .in_place(op.in_place)
-                      .choices(op.choices)
-                      .rows(op.rows)
-                      .memory(op.memory)
-                      .cpu(op.cpu)
-                      .cuda(op.cuda);
-  if (std::string_view(op.layout) == "elementwise") record = record.elementwise();
+  Record record(op.schema);
+  record.dtypes_text = op.dtypes;
+  record.shapes_text = op.shapes;
+  record.input_shapes_text = op.input_shapes;
+  record.limits_text = op.limits;
+  record.in_place_text = op.in_place;
+  record.choices_text = op.choices;
+  record.rows_text = op.rows;
+  record.memory_text = op.memory;
+  record.is_elementwise = std::string_view(op.layout) == "elementwise";
+  record.ReadTexts();
+  record.cpu_launch = op.cpu;
+  record.cuda_launch = op.cuda;
   record.domain = table.domain;
   record.scratch_size = op.scratch_size;
   record.create_state = op.create;

@@ -20,25 +20,36 @@ constexpr void ValidateEntries(std::string_view entries, Known&& known) {
   }
 }
 
-// The shape expressions parse and use names of the op only.
+// The shape expressions have values where no size is known.
 constexpr void ValidateShapes(const Record& record) {
-  const Schema& schema = record.schema;
   Shape unknown;
   unknown.known_rank = false;
   const Shape* inputs[kMaxArguments] = {};
-  for (std::size_t i = 0; i < schema.input_count; ++i) inputs[i] = &unknown;
+  for (std::size_t i = 0; i < record.schema.input_count; ++i) inputs[i] = &unknown;
   Attribute attributes[kMaxArguments] = {};
   std::int64_t list[kMaxList] = {};
   for (Attribute& attribute : attributes) {
     attribute.count = kMaxList;
     attribute.ints = list;
   }
-  ShapeScope scope{&schema, inputs, attributes, false};
-  for (std::size_t i = 0; i < schema.output_count; ++i)
-    ShapeExpression(record.ShapeText(i), scope).EvaluateShape();
-  for (std::size_t i = 0; i < schema.input_count; ++i)
-    if (!record.input_shape_texts[i].empty())
-      ShapeExpression(record.input_shape_texts[i], scope).EvaluateShape();
+  const ShapeScope scope{record.shape_trees, inputs, attributes, false};
+  for (std::size_t i = 0; i < record.schema.output_count; ++i)
+    scope.Evaluate(record.output_trees[i]);
+  for (std::size_t i = 0; i < record.schema.input_count; ++i)
+    if (record.input_trees[i] >= 0) scope.Evaluate(record.input_trees[i]);
+}
+
+// Marks the inputs of "broadcast(broadcast(x, y), z)".
+constexpr void MarkInputs(const ShapeTrees& trees, std::int8_t at, bool* named) {
+  const ShapeNode& node = trees[at];
+  if (node.operation == ShapeNode::kInput) {
+    named[node.index] = true;
+  } else if (node.operation == ShapeNode::kBroadcast) {
+    MarkInputs(trees, node.a, named);
+    MarkInputs(trees, node.b, named);
+  } else {
+    throw "broadcast(...) of an elementwise op lists its inputs";
+  }
 }
 
 // The outputs of an elementwise op have one shape: that of an input, or of all inputs broadcast.
@@ -52,15 +63,8 @@ constexpr void ValidateElementwise(const Record& record) {
       throw "an elementwise op that broadcasts has outputs of one shape";
   }
   if (!record.broadcasts) return;
-  Scanner scan(record.ShapeText(0));
   bool named[kMaxArguments] = {};
-  while (!scan.AtEnd()) {
-    if (scan.Accept("(") || scan.Accept(",") || scan.Accept(")")) continue;
-    std::string_view word = scan.Word();
-    if (word == "broadcast") continue;
-    if (schema.FindInput(word) < 0) throw "broadcast(...) of an elementwise op lists its inputs";
-    named[schema.FindInput(word)] = true;
-  }
+  MarkInputs(record.shape_trees, record.output_trees[0], named);
   for (std::size_t i = 0; i < schema.input_count; ++i)
     if (!named[i]) throw "broadcast(...) of an elementwise op lists all its inputs";
 }

@@ -132,8 +132,9 @@ std::string EvaluateShape(const std::vector<std::string>& request) {
   Attribute attributes[kMaxArguments] = {};
   AttributeStorage storage[kMaxArguments];
   ReadValues(schema, request.at(4), attributes, storage);
-  Shape result =
-      ShapeExpression(request.at(2), ShapeScope{&schema, inputs, attributes}).EvaluateShape();
+  ShapeTrees trees;
+  const std::int8_t root = ShapeParser(request.at(2), schema, -1, &trees).Parse();
+  const Shape result = ShapeScope{trees, inputs, attributes}.Evaluate(root);
   if (!result.known_rank) return "*";
   std::string text;
   for (std::size_t i = 0; i < result.rank; ++i) {
@@ -154,7 +155,7 @@ std::string Defaults(const Record& record) {
     if (!status.ok()) return "error " + status.message();
     switch (record.schema.attribute(i).kind) {
       case Kind::kString:
-        text += std::string_view(value.s);
+        text += value.text();
         break;
       case Kind::kFloat: {
         char digits[64];

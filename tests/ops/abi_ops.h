@@ -86,7 +86,7 @@ struct PackedWeight {
     if (!weight.present || weight.numel == 0) return {};
     const auto* data = weight.as<const float>();
     if (call.context->device_type == TWINOP_CUDA)
-      return PackOnCuda(ToC(call), data, weight.numel, static_cast<float>(n), &(*state)->on_cuda);
+      return PackOnCuda(&call, data, weight.numel, static_cast<float>(n), &(*state)->on_cuda);
     (*state)->on_cpu.resize(static_cast<std::size_t>(weight.numel));
     const PackWeight pack{data, (*state)->on_cpu.data(), static_cast<float>(n)};
     for (std::int64_t i = 0; i < weight.numel; ++i) pack(i);

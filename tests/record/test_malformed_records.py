@@ -79,7 +79,7 @@ MALFORMED_RECORDS = [
     (("rows", "axis:"), "rows name no int attribute"),
     (("rows", "-1 n"), "rows are"),
     (("elementwise", "", "shapes", "y = x[1:]"), "has the shape of an input, or of all"),
-    (("elementwise", "", "shapes", "y = broadcast(x, [3])"), "a name is missing"),
+    (("elementwise", "", "shapes", "y = broadcast(x, [3])"), "lists its inputs"),
     (("elementwise", "", "rows", "-1"), "an elementwise op has no rows"),
     (("gradient", "y = grad"), "gradient names no input"),
     (("gradient", "x, y = f(grad)"), "gradient names no input"),

@@ -177,7 +177,7 @@ class _Source:
         if op.bodies:
             yield from [
                 "std::string_view Body(const Call& of_kernel) {",
-                "  const CallOfPlan call(*ToC(of_kernel));",
+                "  const CallOfPlan call(of_kernel);",
             ]
             for combination, bodies in _grouped(op.bodies, lambda body: body.combination):
                 yield f"  if (call.HasDTypes({_dtypes(record, combination)})) {{"
