@@ -71,6 +71,14 @@ def run(
         raise ExportError(str(error)) from error
 
 
+def has_wrong_types(error: Exception) -> bool:
+    """Returns whether `run` failed since the types of a model's values contradict each other.
+
+    An operator without a kernel, or without a dtype, has another code.
+    """
+    return isinstance(error.__cause__, RunError) and error.__cause__.code == "Fail"
+
+
 def check_shown(graph: Any, outputs: Iterable[Sequence[Any]], allowed: bool, cure: str) -> list[str]:
     """Finds outputs of which no case shows a finite number; returns a note for each if they are allowed.
 

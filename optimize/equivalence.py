@@ -11,7 +11,7 @@ import onnx
 import onnx_ir as ir
 
 from twinop import deploy
-from twinop.deploy.ort_runs import LOST, NOISE, NotRunnable, check_shown, run
+from twinop.deploy.ort_runs import LOST, NOISE, NotRunnable, check_shown, has_wrong_types, run
 from twinop.errors import ExportError, TwinopError, option
 
 from . import graph as g
@@ -343,8 +343,8 @@ def require_types(source: Path, library: deploy.Libraries) -> None:
     try:
         run(proto.SerializeToString(), library, optimize=False)
     except (TwinopError, NotRunnable) as error:
-        if "does not match expected type" in str(error):
-            reason = str(error).partition("Type Error: ")[2]
+        if has_wrong_types(error):
+            reason = str(error).rpartition("Type Error: ")[2]
             raise ExportError(
                 f"{source}: ONNX Runtime refuses it: {reason} Remove that declaration (value_info), or "
                 "export the model again"

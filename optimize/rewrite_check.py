@@ -19,7 +19,7 @@ from onnx_ir.passes.common import (
 
 import twinop
 from twinop.deploy.cuda import obstacles
-from twinop.deploy.ort_runs import LOST, NotRunnable, run
+from twinop.deploy.ort_runs import LOST, NotRunnable, has_wrong_types, run
 from twinop.deploy.tensor_specs import RIGHT_PADDED
 from twinop.errors import ExportError, TwinopError, option
 from twinop.export.attach import attach_to_calls
@@ -408,7 +408,7 @@ class RewriteCheck:
         try:
             found = run(path, self.library, cases, optimize=optimize).outputs
         except TwinopError as error:
-            if "bound to different types" in str(error):
+            if has_wrong_types(error):
                 raise
             raise NotRunnable(str(error).splitlines()[0]) from error
         return self.reference.errors(found, chosen, dtype)
