@@ -101,49 +101,28 @@ def fixed(*shape: int) -> onnx.ModelProto:
 def gather() -> onnx.ModelProto:
     """y[N, 4] = rows `index` of a table of GATHER_ROWS: any other index makes the run fail."""
     table = np.arange(GATHER_ROWS * 4, dtype=np.float32).reshape(GATHER_ROWS, 4)
-    return make(
-        [node("Gather", ["table", "index"], domain="")],
-        [info("index", "INT64", ("N",))],
-        [info("y", "FP32", ROWS)],
-        weights={"table": table},
-    )
+    return parsed("(int64[N] index) => (float[N, 4] y) { y = Gather(table, index) }", table=table)
 
 
 def strings() -> onnx.ModelProto:
     """y[N] = a[N] + b[N], strings."""
-    return make(
-        [node("StringConcat", ["a", "b"], domain="")],
-        [info("a", "BYTES", ("N",)), info("b", "BYTES", ("N",))],
-        [info("y", "BYTES", ("N",))],
-    )
+    return parsed("(string[N] a, string[N] b) => (string[N] y) { y = StringConcat(a, b) }")
 
 
 def add() -> onnx.ModelProto:
     """total[N, 4] = a[N, 4] + b[N, 4]: two inputs that are needed."""
-    return make(
-        [node("Add", ["a", "b"], ["total"], domain="")],
-        [info("a", "FP32", ROWS), info("b", "FP32", ROWS)],
-        [info("total", "FP32", ROWS)],
-    )
+    return parsed("(float[N, 4] a, float[N, 4] b) => (float[N, 4] total) { total = Add(a, b) }")
 
 
 def uneven() -> onnx.ModelProto:
     """total[N, K] = a[N, K] + b[N, L]: the run fails where K and L differ, and neither is 1."""
-    return make(
-        [node("Add", ["a", "b"], ["total"], domain="")],
-        [info("a", "FP32", ("N", "K")), info("b", "FP32", ("N", "L"))],
-        [info("total", "FP32", ("N", "K"))],
-    )
+    return parsed("(float[N, K] a, float[N, L] b) => (float[N, K] total) { total = Add(a, b) }")
 
 
 def optional_scale() -> onnx.ModelProto:
     """y = x * scale, where scale[1] is 2 unless it is given (an initializer that is an input too)."""
-    return make(
-        [node("Mul", ["x", "scale"], domain="")],
-        [info("x", "FP32", ROWS), info("scale", "FP32", (1,))],
-        [info("y", "FP32", ROWS)],
-        weights={"scale": np.array([2], np.float32)},
-    )
+    two = np.array([2], np.float32)
+    return parsed("(float[N, 4] x, float[1] scale) => (float[N, 4] y) { y = Mul(x, scale) }", scale=two)
 
 
 def two_outputs() -> onnx.ModelProto:
@@ -162,71 +141,43 @@ def two_outputs() -> onnx.ModelProto:
 
 def log() -> onnx.ModelProto:
     """y = Log(x): NaN below 0, -Infinity at 0."""
-    return make([node("Log", domain="")], [info("x", "FP32", ROWS)], [info("y", "FP32", ROWS)])
+    return parsed("(float[N, 4] x) => (float[N, 4] y) { y = Log(x) }")
 
 
 def total() -> onnx.ModelProto:
     """y[4] = the sum over the rows of x[N, 4]: rows depend on each other, and the output has none."""
-    return make(
-        [node("ReduceSum", ["x", "axes"], domain="", keepdims=0)],
-        [info("x", "FP32", ROWS)],
-        [info("y", "FP32", (4,))],
-        weights={"axes": np.array([0], np.int64)},
-    )
+    nodes = "y = ReduceSum <keepdims = 0> (x, axes)"
+    return parsed(f"(float[N, 4] x) => (float[4] y) {{ {nodes} }}", axes=np.array([0]))
 
 
 def centred() -> onnx.ModelProto:
     """y = x minus the mean of each column: rows depend on each other, though the shapes do not tell."""
-    return make(
-        [
-            node("ReduceMean", ["x", "axes"], ["mean"], "mean", domain="", keepdims=1),
-            node("Sub", ["x", "mean"], domain=""),
-        ],
-        [info("x", "FP32", ROWS)],
-        [info("y", "FP32", ROWS)],
-        weights={"axes": np.array([0], np.int64)},
-    )
+    nodes = "mean = ReduceMean <keepdims = 1> (x, axes) y = Sub(x, mean)"
+    return parsed(f"(float[N, 4] x) => (float[N, 4] y) {{ {nodes} }}", axes=np.array([0]))
 
 
 def expand() -> onnx.ModelProto:
     """y = x[1] expanded to `shape`: a few bytes of request for as much memory as one likes."""
-    return make(
-        [node("Expand", ["x", "shape"], domain="")],
-        [info("x", "FP32", (1,)), info("shape", "INT64", ("K",))],
-        [info("y", "FP32", None)],
-    )
+    return parsed("(float[1] x, int64[K] shape) => (float[] y) { y = Expand(x, shape) }")
 
 
 def slow(rounds: int = 200, size: int = 256) -> onnx.ModelProto:
     """y[N, 4] = x after `rounds` products of matrices, whatever N: some 0.1 ms each on one core."""
-    matrix = np.eye(size, dtype=np.float32)
-    body = helper.make_graph(
-        [
-            node("MatMul", ["m_in", "eye"], ["m_out"], "product", domain=""),
-            node("Identity", ["go_in"], ["go_out"], "go", domain=""),
-        ],
-        "body",
-        [
-            info("i", "INT64", ()),
-            info("go_in", "BOOL", ()),
-            info("m_in", "FP32", (size, size)),
-        ],
-        [info("go_out", "BOOL", ()), info("m_out", "FP32", (size, size))],
-    )
-    return make(
-        [
-            # The matrix depends on x, or ONNX Runtime would compute it once, when it loads the model.
-            node("ReduceSum", ["x"], ["sum"], "sum", domain="", keepdims=0),
-            node("Mul", ["sum", "zero"], ["nothing"], "nothing", domain=""),
-            node("Add", ["eye", "nothing"], ["start"], "start", domain=""),
-            helper.make_node("Loop", ["rounds", "", "start"], ["m"], name="loop", body=body),
-            node("ReduceMax", ["m"], ["one"], "one", domain="", keepdims=0),
-            node("Mul", ["x", "one"], domain=""),
-        ],
-        [info("x", "FP32", ROWS)],
-        [info("y", "FP32", ROWS)],
-        weights={"eye": matrix, "rounds": np.array(rounds, np.int64), "zero": np.array(0, np.float32)},
-    )
+    square = f"float[{size}, {size}]"
+    # The matrix depends on x, or ONNX Runtime would compute it once, when it loads the model.
+    nodes = f"""
+        sum = ReduceSum <keepdims = 0> (x)
+        nothing = Mul(sum, zero)
+        start = Add(eye, nothing)
+        m = Loop <body = rounds (int64 i, bool go_in, {square} m_in) => (bool go_out, {square} m_out) {{
+            m_out = MatMul(m_in, eye)
+            go_out = Identity(go_in)
+        }}> (rounds, , start)
+        one = ReduceMax <keepdims = 0> (m)
+        y = Mul(x, one)"""
+    weights = {"rounds": np.array(rounds), "zero": np.array(0, np.float32)}
+    graph = f"(float[N, 4] x) => (float[N, 4] y) {{ {nodes} }}"
+    return parsed(graph, eye=np.eye(size, dtype=np.float32), **weights)
 
 
 def relu_body(datatype: str = "FP32") -> onnx.FunctionProto:
@@ -297,6 +248,13 @@ def point_external(path: Path, location: str) -> None:
 
 def info(name: str, datatype: str, shape: Sequence[int | str | None] | None) -> onnx.ValueInfoProto:
     return helper.make_tensor_value_info(name, ELEMENTS[datatype], shape)
+
+
+def parsed(graph: str, **weights: np.ndarray) -> onnx.ModelProto:
+    """Makes a model of ONNX's text form, without custom nodes."""
+    model = onnx.parser.parse_model(f'<ir_version: 10, opset_import: ["": 20]> graph {graph}')
+    model.graph.initializer.extend(numpy_helper.from_array(array, name) for name, array in weights.items())
+    return model
 
 
 def make(
