@@ -263,18 +263,6 @@ BROKEN: dict[str, tuple[dict[str, Any], str, str, str]] = {
         "the library has no such op; did you mean CustomMish?",
         "export the model again",
     ),
-    "a dtype that the op lacks": (
-        {"model": one_node(dtype="int64")},
-        "error",
-        "no kernel for these dtypes: x is int64",
-        "Export in one of these, or put a Cast before the node",
-    ),
-    "an unknown attribute": (
-        {"model": one_node(betta=1.0)},
-        "error",
-        "unknown attribute betta",
-        "export the model",
-    ),
     "an opset that ONNX Runtime does not run": (
         {"runtime": replace(RUNTIME, model_problem="Opset 99 is under development")},
         "error",
