@@ -89,8 +89,7 @@ def _fuse(context: g.RewriteContext, softmax: ir.Node) -> None:
     scale = scores.scale * on_q * on_k
     v = matmul.inputs[1]
     assert v is not None
-    if not _is_cached(q) and (_is_cached(k) or _is_cached(v)):
-        raise g.UnsupportedPattern("keys or values of a cache")
+    _refuse_cache(q, k, v)
     (k, times), (v, times_of_v) = without_repeats(k), without_repeats(v)
     parts = [merged_heads(each, matmul) for each in (q, k, v)]
     if parts[0] is None or parts[1] is None or parts[2] is None:
@@ -137,8 +136,7 @@ def _fuse_windows(context: g.RewriteContext, scores: Scores, matmul: ir.Node) ->
     if scores.masks or rank < 3 or any(len(shape) != rank for shape in shapes):
         raise g.UnsupportedPattern("scores that are not [B, H, S, T]")
     assert transpose is not None and k is not None and v is not None
-    if not _is_cached(q) and (_is_cached(k) or _is_cached(v)):
-        raise g.UnsupportedPattern("keys or values of a cache")
+    _refuse_cache(q, k, v)
     *outer, rows, size = shapes[0]
     if not g.has_permutation(transpose, [*range(rank - 2), rank - 1, rank - 2]):
         raise g.UnsupportedPattern("k is not transposed")
@@ -164,6 +162,11 @@ def _fuse_windows(context: g.RewriteContext, scores: Scores, matmul: ir.Node) ->
         result = g.reshape(matmul, result, sizes, shape)
     g.replace(matmul.outputs[0], result)
     context.made["attention"] += 1
+
+
+def _refuse_cache(q: ir.Value, k: ir.Value, v: ir.Value) -> None:
+    if not _is_cached(q) and (_is_cached(k) or _is_cached(v)):
+        raise g.UnsupportedPattern("keys or values of a cache")
 
 
 def _is_cached(heads: ir.Value) -> bool:

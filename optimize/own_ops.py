@@ -241,9 +241,7 @@ def _cast_around(node: ir.Node, types: Types) -> None:
         if value is None or dtype not in FLOATS_16:
             continue
         if index < len(node.inputs):
-            cast = g.add(node, "Cast", [value], {"to": dtype}, dtype=dtype)
-            cast.shape = value.shape
-            node.replace_input_with(index, cast)
+            node.replace_input_with(index, g.add(node, "Cast", [value], {"to": dtype}))
         else:
             _cast_for_readers(value, _FLOAT)
             value.type = ir.TensorType(dtype)
@@ -310,7 +308,7 @@ def _convert_body(function: ir.Function, calls: Sequence[tuple[Types, ir.Node]])
         if old in FLOATS_16:
             _replace_dtype(function, old, new)
         elif value in function.inputs:
-            wide = g.add(next(iter(function)), "Cast", [value], {"to": old}, dtype=old)
+            wide = g.add(next(iter(function)), "Cast", [value], {"to": old})
             cast, wide.name = wide.producer(), f"{value.name}_float"
             ir.convenience.replace_all_uses_with(value, wide)
             cast.replace_input_with(0, value)  # type: ignore[union-attr]

@@ -109,8 +109,7 @@ def convert(model: ir.Model, dtype: ir.DataType, kept: Mapping[str, ir.DataType]
 
 def _cast(before: ir.Node, value: ir.Value, dtype: ir.DataType, casts: Casts) -> ir.Value:
     if (value, dtype) not in casts:
-        casts[value, dtype] = g.add(before, "Cast", [value], {"to": dtype}, dtype=dtype)
-        casts[value, dtype].shape = value.shape
+        casts[value, dtype] = g.add(before, "Cast", [value], {"to": dtype})
     return casts[value, dtype]
 
 
