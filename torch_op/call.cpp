@@ -257,7 +257,7 @@ void LaunchOn(LoadedOp* op, bool on_cuda, const Arguments& arguments, const Devi
   call.context = &context;
   std::shared_ptr<void> state;
   if (record.create_state != nullptr) {
-    const Status status = op->states.Find(record, call, &state);
+    const Status status = op->states.GetOrCreate(record, call, &state);
     if (!status.ok()) Check(Failure(record, call.inputs, status.message()));
     call.state = state.get();
   }
@@ -309,7 +309,7 @@ struct States::Entry {
   }
 };
 
-Status States::Find(const Record& record, const Call& call, std::shared_ptr<void>* state) {
+Status States::GetOrCreate(const Record& record, const Call& call, std::shared_ptr<void>* state) {
   std::shared_ptr<void> oldest;  // is destroyed without the mutex
   const bool is_captured = IsCaptured(*call.context);
   const std::lock_guard<std::mutex> lock(mutex_);

@@ -19,7 +19,7 @@ class States {
   static constexpr std::size_t kMost = 64;
 
   // Finds or makes the state for a call. The caller holds it until the work is queued.
-  Status Find(const Record& record, const Call& call, std::shared_ptr<void>* state);
+  Status GetOrCreate(const Record& record, const Call& call, std::shared_ptr<void>* state);
 
  private:
   struct Entry;

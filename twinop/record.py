@@ -197,7 +197,7 @@ class Record:
     def gradients(self) -> tuple[Gradient, ...]:
         """The derivative formulas, in the order of their evaluation."""
         result = []
-        for part in filter(str.strip, _split(self.gradient, ";")):
+        for part in filter(str.strip, _parts(self.gradient)):
             names, _, text = part.partition("=")
             result.append(Gradient(tuple(map(str.strip, names.split(","))), text.strip()))
         return tuple(result)
@@ -272,13 +272,13 @@ def key_of(domain: str, name: str) -> str:
 
 
 def entries(text: str) -> dict[str, str]:
-    """Parses `"y = x; s = x[:-1]"`. A value may contain "=" and, in quotes or brackets, ";".
+    """Parses `"y = x; s = x[:-1]"`. A value may contain "=" and, in quotes, ";".
 
     Raises:
         RecordSyntaxError: an entry is not `name = value`, or a name occurs twice.
     """
     result: dict[str, str] = {}
-    *parts, last = _split(text, ";")
+    *parts, last = _parts(text)
     begin = 0
     for part in [*parts, last] if last.strip() else parts:
         name, _, value = map(str.strip, part.partition("="))
@@ -290,18 +290,6 @@ def entries(text: str) -> dict[str, str]:
     return result
 
 
-def _split(text: str, separator: str) -> list[str]:
-    """Splits at separators outside quotes and brackets, as the C++ scanner does."""
-    parts, depth, quote = [""], 0, ""
-    for character in text:
-        if quote:
-            quote = "" if character == quote else quote
-        elif character in "\"'":
-            quote = character
-        elif character == separator and depth == 0:
-            parts.append("")
-            continue
-        else:
-            depth += (character in "[(") - (character in "])")
-        parts[-1] += character
-    return parts
+def _parts(text: str) -> list[str]:
+    """Splits at the semicolons outside quotes."""
+    return re.split(r""";(?=(?:[^"']|"[^"]*"|'[^']*')*$)""", text)
