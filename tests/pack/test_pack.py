@@ -143,13 +143,6 @@ def test_options_that_do_not_fit(options: dict[str, Any], message: str, tmp_path
     assert nothing_written(tmp_path)
 
 
-@pytest.mark.parametrize("option", ["--version", "--cpus", "--max-batch-size"])
-def test_numbers_that_are_too_small(option: str, tmp_path: Path) -> None:
-    result = run(str(saved(tmp_path)), "-o", str(tmp_path / "repo"), option, "-1")
-    assert f"'{option}': Input should be greater than or equal to" in result.output
-    assert result.exit_code == 2 and nothing_written(tmp_path)
-
-
 def test_damaged_model(tmp_path: Path) -> None:
     (tmp_path / "broken.onnx").write_bytes(b"not a model")
     with pytest.raises(ModelError, match="not a complete ONNX model"):

@@ -122,6 +122,10 @@ def test_stamps_follow_the_files(tmp_path: Path) -> None:
     (tmp_path / "a" / "twinop.toml").write_text("max_queue = 1")  # applies to all versions
     last = scan(tmp_path)["a"].stamps
     assert last[1] != before[1] and last[2] != before[2]
+    (tmp_path / "a" / "twinop.toml").unlink()
+    without = scan(tmp_path)["a"].stamps
+    (tmp_path / "a" / "twinop.toml").symlink_to("nowhere")  # its settings cannot be read
+    assert scan(tmp_path)["a"].stamps != without
 
 
 def test_stamps_of_files_beside_each_other(tmp_path: Path) -> None:
