@@ -109,7 +109,6 @@ Status Cuda(const AnyCall& call);
 
 #if defined(__CUDACC__)
 #include "twinop/elementwise/cuda.cuh"
-#include "twinop/elementwise/strided_cuda.cuh"
 #else
 #include "twinop/elementwise/cpu.h"
 #endif

@@ -135,10 +135,10 @@ struct Defaults {
   static constexpr bool kGathers = false;
   static constexpr int kRowOutputs = 1;  // the op's first outputs
   // Sums over all rows, one a column: the op's last outputs (grad_weight, grad_bias).
-  static constexpr int kColumnSums = 0;
-  // How many of the last of kRows only Result uses. They are read there and not held through the
-  // reductions.
-  static constexpr int kLateInputs = 0;
+  static constexpr int kColumnReductions = 0;
+  // How many of the last of kRows only Result uses, the epilogue. They are read there and not held
+  // through the reductions.
+  static constexpr int kEpilogueInputs = 0;
   // Whether Term replaces the row's values by values that are expensive to compute again. (The CPU
   // reads other rows again instead of holding them.)
   static constexpr bool kReplacesValues = false;
@@ -147,9 +147,9 @@ struct Defaults {
   static constexpr bool kMoments = false;
 
   // If all later steps use one value computed from an element's row inputs, and that value is an
-  // output too (a residual sum): the output's index. Prepared(row) computes the value. Rounded as
+  // output too (a residual sum): the output's index. FusedSum(row) computes the value. Rounded as
   // in the output, it then replaces the first of the row's values.
-  static constexpr int kPreparedOutput = -1;
+  static constexpr int kFusedSumOutput = -1;
 
   // The value of an absent column input. (An absent row input is zero.)
   TWINOP_INLINE static float ColumnDefault(int) { return 0; }
@@ -158,7 +158,7 @@ struct Defaults {
 template <class F>
 inline constexpr int kRowInputs = static_cast<int>(F::kRows.size());
 template <class F>
-inline constexpr int kEarlyInputs = kRowInputs<F> - F::kLateInputs;
+inline constexpr int kEarlyInputs = kRowInputs<F> - F::kEpilogueInputs;
 template <class F>
 inline constexpr int kColumnInputs = static_cast<int>(F::kColumns.size());
 template <class F>
@@ -174,7 +174,7 @@ using Terms = decltype(SumsOf(std::declval<F>().Term(Phase<kPhase>{},
                                                      std::declval<Values<T, kRowInputs<F>>&>(),
                                                      std::declval<Values<T, kColumnInputs<F>>>())));
 
-// Turns prepared values into those that kPhase gets.
+// Turns an element's values, of which a sum may be left, into those that kPhase gets.
 template <int kPhase, class F, class T, int kRow, int kColumn>
 TWINOP_INLINE void ReplayPhases(const F& functor, Values<T, kRow>& row,
                                 const Values<T, kColumn>& column) {
@@ -188,7 +188,7 @@ TWINOP_INLINE void ReplayPhases(const F& functor, Values<T, kRow>& row,
 template <int kPhase, class S, class F, class T, int kRow, int kColumn>
 TWINOP_INLINE void Replay(const F& functor, Values<T, kRow>& row,
                           const Values<T, kColumn>& column) {
-  if constexpr (F::kPreparedOutput >= 0) row[0] = Rounded<S>(functor.Prepared(row));
+  if constexpr (F::kFusedSumOutput >= 0) row[0] = Rounded<S>(functor.FusedSum(row));
   ReplayPhases<kPhase>(functor, row, column);
 }
 
@@ -300,7 +300,7 @@ std::int64_t ScratchBytes(const CallOf<Op>& call) {
 
 template <class F, class Op>
 constexpr Record RecordOf(const Record& record) {
-  if constexpr (F::kColumnSums > 0) {
+  if constexpr (F::kColumnReductions > 0) {
     return record.template scratch<ScratchBytes<F, Op>>();
   } else {
     return record;

@@ -10,7 +10,7 @@
 #include <utility>
 
 #include "twinop/elementwise.h"
-#include "twinop/elementwise/tuning.h"
+#include "twinop/elementwise/choices.h"
 #include "twinop/primitives/cpu_features.h"
 
 namespace twinop::elementwise {

@@ -1,186 +1,165 @@
-// Elementwise ops on CUDA. Tensors that are one flat sequence of aligned vectors take the kernel in
-// this file, all others the one in strided_cuda.cuh. Every element is computed alone, so the result
-// does not depend on the kernel.
+// Elementwise ops on CUDA: launches the kernel that Choose names for the tensors of a call.
 #pragma once
 
 #include <cstdint>
-#include <utility>
 
-#include "twinop/elementwise.h"
-#include "twinop/elementwise/launch_settings.h"
-#include "twinop/primitives/l2_hints.cuh"
+#include "twinop/elementwise/choose.h"
+#include "twinop/elementwise/flat_kernel.cuh"
+#include "twinop/elementwise/strided_kernel.cuh"
 #include "twinop/primitives/launch.cuh"
-#include "twinop/primitives/vector.cuh"
 
 namespace twinop::elementwise {
 
-// The results of a functor over vectors, one for each output.
-template <class F, class T, int kWidth, int kOutputs, int kInputs, std::size_t... I>
-__device__ __forceinline__ void ApplyEach(const F& functor, Vector<T, kWidth> (&out)[kOutputs],
-                                          const Vector<T, kWidth> (&in)[kInputs],
-                                          std::index_sequence<I...>) {
-#pragma unroll
-  for (int i = 0; i < kWidth; ++i) {
-    auto results = functor(ComputeAt(in[I], i)...);
-    if constexpr (kResultCount<decltype(results)> == 1) {
-      Round(results, &out[0].values[i]);
-    } else {
-#pragma unroll
-      for (int k = 0; k < kOutputs; ++k) Round(results.values[k], &out[k].values[i]);
-    }
+template <class F, class T, int kOutputs, int kInputs>
+struct Launch {
+  static constexpr int kOperands = kOutputs + kInputs;
+  static constexpr int kWidth = kVectorBytes / sizeof(T);
+  using Out = Outputs<T, kOutputs>;
+  using In = Inputs<T, kInputs>;
+
+  const Call& call;
+  const F& functor;
+
+  Status Run() const {
+    const Out out = OutputPointers<T, kOutputs>(call);
+    const In in = InputPointers<T, kInputs>(call);
+    const bool aligned = AreAligned(out) && AreAligned(in);
+    if (aligned && IsFlat(call, kOutputs, kInputs)) return RunFlat(out, in);
+    const auto layout = MakeLayout<kOutputs, kInputs>(call);
+    // Tensors that have strides may still be flat: a range of whole rows, for example.
+    if (aligned && layout.IsFlat()) return RunFlat(out, in);
+    return RunStrided(layout, out, in);
   }
-}
 
-// The lanes that take part in Apply, given to all lanes of a warp, of which some may have no
-// vector.
-template <class F>
-__device__ __forceinline__ unsigned LanesOf(bool takes_part) {
-  if constexpr (PlainCase<F>::kExists) return __ballot_sync(0xFFFFFFFFu, takes_part);
-  return 0;
-}
+ private:
+  template <class U, int kCount>
+  static bool AreAligned(const Pointers<U, kCount>& tensors) {
+    bool aligned = true;
+    for (U* pointer : tensors.pointers) aligned = aligned && IsAligned(pointer, kVectorBytes);
+    return aligned;
+  }
 
-// A warp whose vectors hold plain values only takes the functor's plain case (tuning.h). There is
-// one branch for all elements, because a branch for each would keep their arithmetic from being
-// interleaved.
-template <class F, class T, int kWidth, int kOutputs, int kInputs, std::size_t... I>
-__device__ __forceinline__ void Apply(const F& functor, unsigned lanes,
-                                      Vector<T, kWidth> (&out)[kOutputs],
-                                      const Vector<T, kWidth> (&in)[kInputs],
-                                      std::index_sequence<I...> indices) {
-  if constexpr (PlainCase<F>::kExists) {
-    static_assert(kOutputs == 1);
-    bool plain = true;
-#pragma unroll
-    for (int i = 0; i < kWidth; ++i) plain = plain & PlainCase<F>::Holds(ComputeAt(in[I], i)...);
-    if (__all_sync(lanes, plain)) {
-#pragma unroll
-      for (int i = 0; i < kWidth; ++i) {
-        const auto result = PlainCase<F>::Try(ComputeAt(in[I], i)...);
-        plain = plain & result.plain;
-        Round(result.value, &out[0].values[i]);
+  Status ChooseKernel(const CallShape& shape, Kernel* kernel) const {
+    int architecture = 0;
+    TWINOP_RETURN_IF_ERROR(CompiledArchitecture(call, &architecture));
+    *kernel = Choose(shape, sizeof(T), architecture);
+    if (__builtin_expect(kIsTraced, false)) Trace("  %s", NameOf(*kernel));
+    return {};
+  }
+
+  // Blocks for a thread of which takes `each` elements.
+  static Grid GridOf(std::int64_t count, std::int64_t each) {
+    return Dependent(GridOver((count + each - 1) / each, kThreads));
+  }
+
+  // The L2 hint for operands none of which is broadcast.
+  static Reads ReadsOf(std::int64_t count) {
+    return Reads(count * kOperands * static_cast<std::int64_t>(sizeof(T)));
+  }
+
+  Status RunFlat(const Out& out, const In& in) const {
+    constexpr int kMost = kTuning<F>.loads;
+    CallShape shape{};
+    shape.is_flat = true;
+    shape.bytes = call.outputs[0].bytes();
+    Kernel kernel;
+    TWINOP_RETURN_IF_ERROR(ChooseKernel(shape, &kernel));
+    if constexpr (sizeof(T) < 8) {
+      if (kernel == Kernel::kFlatSmall) return LaunchFlat<kLoads>(out, in);
+      if (kernel == Kernel::kFlatCached)
+        return LaunchFlat<(kMost > kLoads ? kMost : kCachedLoads)>(out, in);
+    }
+    return LaunchFlat<kMost>(out, in);
+  }
+
+  template <int kEach>
+  Status LaunchFlat(const Out& out, const In& in) const {
+    const std::int64_t count = call.outputs[0].numel;
+    return LaunchKernel(FlatKernel<F, T, kEach, kOutputs, kInputs>, GridOf(count, kEach * kWidth),
+                        call, functor, count, out, in, ReadsOf(count));
+  }
+
+  // Whether a vector of the output is one of the operand, too, and aligned.
+  static bool IsVector(const Layout<kOperands>& layout, int operand, const T* data) {
+    const std::int64_t* strides = layout.strides[operand];
+    if (!IsAligned(data, kVectorBytes)) return false;
+    if (layout.IsFlat(operand)) return true;
+    bool vector = strides[0] == 1 && layout.sizes[0] % kWidth == 0;
+    for (int d = 1; d < layout.rank; ++d) vector = vector && strides[d] % kWidth == 0;
+    return vector;
+  }
+
+  static Access AccessOf(const Layout<kOperands>& layout, int operand, const T* data) {
+    const std::int64_t stride = layout.strides[operand][0];
+    if (IsVector(layout, operand, data)) return Access::kVector;
+    if (layout.IsScalar(operand) || (layout.sizes[0] % kWidth == 0 && stride == 0))
+      return Access::kScalar;
+    return stride == 1 ? Access::kShifted : Access::kGather;
+  }
+
+  Status RunStrided(const Layout<kOperands>& layout, const Out& out, const In& in) const {
+    if (layout.numel > kMaxStridedElements) return RunHalves(layout, out, in);
+    CallShape shape{};
+    shape.has_vectors = true;
+    shape.row = layout.sizes[0];
+    shape.inputs = kInputs;
+    for (int k = 0; k < kOutputs; ++k)
+      shape.has_vectors = shape.has_vectors && IsVector(layout, k, out[k]);
+    Accesses<kInputs> accesses;
+    for (int k = 0; k < kInputs; ++k) {
+      accesses.values[k] = AccessOf(layout, kOutputs + k, in[k]);
+      shape.shifted += accesses.values[k] == Access::kShifted;
+      shape.gathered += accesses.values[k] == Access::kGather;
+    }
+    Kernel kernel;
+    TWINOP_RETURN_IF_ERROR(ChooseKernel(shape, &kernel));
+    const auto launch = [&](auto strided_kernel, int each) {
+      return LaunchKernel(strided_kernel, GridOf(layout.numel, each), call, functor,
+                          static_cast<std::uint32_t>(layout.numel), out, in, accesses,
+                          Strides<kOperands>(layout), ReadsOf(layout.numel));
+    };
+    if constexpr (sizeof(T) < 8) {
+      if (kernel == Kernel::kGathered)
+        return launch(StridedKernel<F, T, kWidth, true, kLoads, kOutputs, kInputs>,
+                      kLoads * kWidth);
+      if constexpr (kInputs > 1) {
+        if (kernel == Kernel::kVectors)
+          return launch(StridedKernel<F, T, kWidth, false, kLoads, kOutputs, kInputs>,
+                        kLoads * kWidth);
       }
-      if (__all_sync(lanes, plain)) return;
     }
-  }
-  ApplyEach(functor, out, in, indices);
-}
-
-// A block takes kThreads * kLoads consecutive vectors. The loads of a thread are kThreads vectors
-// apart, so that each is coalesced across the warp, and all are issued before the first use. The
-// first threads of the grid take the elements behind the last whole vector.
-template <class F, class T, int kWidth, int kThreads, int kLoads, int kOutputs, int kInputs>
-__global__ void __launch_bounds__(kThreads, kLoads <= 2 || sizeof(T) == 8
-                                                ? BlocksOf(kThreads, kTuning<F>.registers)
-                                                : 0)
-    ElementwiseKernel(F functor, std::int64_t count, Outputs<T, kOutputs> out,
-                      Inputs<T, kInputs> in, Reads reads) {
-  using V = Vector<T, kWidth>;
-  constexpr auto kIndices = std::make_index_sequence<kInputs>{};
-  WaitForPreviousKernel();
-  const std::int64_t vectors = count / kWidth;
-  const std::int64_t first =
-      static_cast<std::int64_t>(blockIdx.x) * (kThreads * kLoads) + static_cast<int>(threadIdx.x);
-
-  V loaded[kLoads][kInputs];
-#pragma unroll
-  for (int j = 0; j < kLoads; ++j) {
-    const std::int64_t v = first + j * kThreads;
-    if (v < vectors) {
-#pragma unroll
-      for (int k = 0; k < kInputs; ++k)
-        loaded[j][k] = reinterpret_cast<const V*>(reads.Of(in[k]))[v];
-    }
-  }
-#pragma unroll
-  for (int j = 0; j < kLoads; ++j) {
-    const std::int64_t v = first + j * kThreads;
-    const unsigned lanes = LanesOf<F>(v < vectors);
-    if (v < vectors) {
-      V results[kOutputs];
-      Apply(functor, lanes, results, loaded[j], kIndices);
-#pragma unroll
-      for (int k = 0; k < kOutputs; ++k) reinterpret_cast<V*>(out[k])[v] = results[k];
-    }
+    constexpr int kElements = LoneElements(sizeof(T));
+    return launch(StridedKernel<F, T, 1, false, kElements, kOutputs, kInputs>, kElements);
   }
 
-  if constexpr (kWidth > 1) {
-    const std::int64_t tail = vectors * kWidth + first;
-    const bool has_tail = blockIdx.x == 0 && tail < count;
-    const unsigned lanes = LanesOf<F>(has_tail);
-    if (has_tail) {
-      Vector<T, 1> last[kInputs];
-      Vector<T, 1> results[kOutputs];
-#pragma unroll
-      for (int k = 0; k < kInputs; ++k) last[k].values[0] = in[k][tail];
-      Apply(functor, lanes, results, last, kIndices);
-#pragma unroll
-      for (int k = 0; k < kOutputs; ++k) out[k][tail] = results[k].values[0];
-    }
+  // Halves the outermost dimension.
+  Status RunHalves(Layout<kOperands> layout, const Out& out, const In& in) const {
+    while (layout.sizes[layout.rank - 1] == 1) --layout.rank;
+    const int d = layout.rank - 1;
+    const std::int64_t size = layout.sizes[d];
+    std::int64_t half = size / 2;
+    if (d == 0) half -= half % kWidth;  // both halves stay aligned
+    Out back_out = out;
+    In back_in = in;
+    for (int k = 0; k < kOutputs; ++k) back_out.pointers[k] += half * layout.strides[k][d];
+    for (int k = 0; k < kInputs; ++k) back_in.pointers[k] += half * layout.strides[kOutputs + k][d];
+    Layout<kOperands> back = layout;
+    layout.sizes[d] = half;
+    layout.numel = layout.numel / size * half;
+    back.sizes[d] -= half;
+    back.numel -= layout.numel;
+    TWINOP_RETURN_IF_ERROR(RunStrided(layout, out, in));
+    return RunStrided(back, back_out, back_in);
   }
-}
-
-// The L2 hint for operands none of which is broadcast.
-template <class T>
-Reads ReadsOf(std::int64_t count, int operands) {
-  return Reads(count * operands * static_cast<std::int64_t>(sizeof(T)));
-}
-
-template <class F, class T, int kWidth, int kThreads, int kLoads, int kOutputs, int kInputs>
-Status LaunchElementwise(const Call& call, const F& functor, const Outputs<T, kOutputs>& out,
-                         const Inputs<T, kInputs>& in) {
-  const std::int64_t count = call.outputs[0].numel;
-  const std::int64_t per_block = std::int64_t{kThreads} * kLoads * kWidth;
-  const std::int64_t blocks = (count + per_block - 1) / per_block;
-  return LaunchKernel(ElementwiseKernel<F, T, kWidth, kThreads, kLoads, kOutputs, kInputs>,
-                      Dependent({blocks, dim3(kThreads)}), call, functor, count, out, in,
-                      ReadsOf<T>(count, kOutputs + kInputs));
-}
-
-// Launches the kernel for tensors that are not one flat sequence of aligned vectors
-// (strided_cuda.cuh).
-template <class F, class T, int kOutputs, int kInputs>
-Status LaunchStrided(const Call& call, const F& functor, const Outputs<T, kOutputs>& out,
-                     const Inputs<T, kInputs>& in);
-
-template <class T, int kCount>
-bool AreAligned(const Pointers<T, kCount>& tensors) {
-  bool aligned = true;
-  for (T* pointer : tensors.pointers) aligned = aligned && IsAligned(pointer, kVectorBytes);
-  return aligned;
-}
-
-template <class F, class T, int kOutputs, int kInputs>
-Status LaunchFlat(const Call& call, const F& functor, const Outputs<T, kOutputs>& out,
-                  const Inputs<T, kInputs>& in) {
-  constexpr int kWidth = kVectorBytes / sizeof(T);
-  constexpr int kMost = kTuning<F>.loads;
-  if constexpr (sizeof(T) < 8) {
-    constexpr int kCached = kMost > kLoads ? kMost : kCachedLoads;
-    const std::int64_t bytes = call.outputs[0].bytes();
-    if (bytes < kElementwisePolicy.cached_min_bytes)
-      return LaunchElementwise<F, T, kWidth, kThreads, kLoads>(call, functor, out, in);
-    if (bytes <= kElementwisePolicy.cached_max_bytes)
-      return LaunchElementwise<F, T, kWidth, kThreads, kCached>(call, functor, out, in);
-  }
-  return LaunchElementwise<F, T, kWidth, kThreads, kMost>(call, functor, out, in);
-}
+};
 
 template <template <class> class F, class AnyCall>
 Status Cuda(const AnyCall& call) {
   return DispatchFloat(call.outputs[0].dtype, [&](auto tag) {
     using T = typename decltype(tag)::Type;
-    constexpr int kInputs = kArity<F>;
-    constexpr int kOutputs = kResults<F>;
-    const auto functor = MakeFunctor<F<ElementCompute<T>>>(call);
-    const auto out = OutputPointers<T, kOutputs>(call);
-    const auto in = InputPointers<T, kInputs>(call);
-    const bool flat = IsFlat(call, kOutputs, kInputs);
-    const bool aligned = flat && AreAligned(out) && AreAligned(in);
-    if (__builtin_expect(kIsTraced, false))
-      Trace("  %s", !flat     ? "strides: each element finds its operands"
-                    : aligned ? "one flat sequence of aligned vectors"
-                              : "one flat sequence that begins between two vectors");
-    return aligned ? LaunchFlat(call, functor, out, in) : LaunchStrided(call, functor, out, in);
+    using Functor = F<ElementCompute<T>>;
+    const auto functor = MakeFunctor<Functor>(call);
+    return Launch<Functor, T, kResults<F>, kArity<F>>{call, functor}.Run();
   });
 }
 

@@ -28,8 +28,8 @@ TWINOP_INLINE float Tanh(float x) {
 // ---------------------------------------------------------------------------------- powers
 //
 // a^b = 2^(b log2 a). b multiplies the error of the logarithm, so that has two parts. Most
-// arguments are plain: they need no special cases. The elementwise kernels choose the formula
-// without them for whole vectors (Apply in elementwise/cuda.cuh).
+// arguments need no special cases. The elementwise kernels choose the formula without them for
+// whole vectors (Apply in elementwise/flat_kernel.cuh).
 
 // a = 2^exponent (1 + fraction), exactly, with 1 + fraction in [sqrt(1/2), sqrt(2)).
 struct Parts {
@@ -45,11 +45,11 @@ TWINOP_INLINE Parts PartsOf(float a) {
   return {static_cast<float>(exponent), ValueOf(shifted) - 1.0f};
 }
 
-// A power, if it is plain: neither an argument is special nor the result.
+// A power, which holds if neither an argument is special nor the result.
 template <class T>
-struct PowerIfPlain {
+struct FastPower {
   T value;
-  bool plain;
+  bool holds;
 };
 
 // Exponents beyond this count as this: of the numbers next to 1, too, the power is 0 or infinite.
@@ -57,10 +57,10 @@ inline constexpr float kMaxPower = 0x1p+33f;
 
 // Positive, normal and finite. (Of the number, not of its parts: these would all be held until a
 // vector's last number is looked at.)
-TWINOP_INLINE bool IsPlainBase(float a) {
+TWINOP_INLINE bool IsRegularBase(float a) {
   return (a >= Format<float>::kMinNormal) & (a < kInfinity<float>);
 }
-TWINOP_INLINE bool IsPlainBase(ReducedFloat a) { return IsPlainBase(a.value); }
+TWINOP_INLINE bool IsRegularBase(ReducedFloat a) { return IsRegularBase(a.value); }
 
 // 2^r of |r| <= 1/2: 1 + r ln 2 in two parts, so that only the last addition rounds.
 TWINOP_INLINE float PreciseExp2(float r) {
@@ -74,7 +74,7 @@ TWINOP_INLINE float PreciseExp2(float r) {
 
 // 2^(b (exponent + log2(1 + fraction))). An error of b log2(a), which is up to 128, is one of the
 // result: the logarithm is a sum of two floats.
-TWINOP_INLINE float PlainPow(Parts a, float b) {
+TWINOP_INLINE float RegularPow(Parts a, float b) {
   const float f = a.fraction;
   // log2(1 + f) = q (2 / ln 2 + q^2 R(q^2)) with q = f / (2 + f)
   const float inverse = HardwareReciprocal(2 + f);
@@ -124,7 +124,7 @@ TWINOP_INLINE ReducedPower PowerOf(Parts a, float b) {
 }
 
 // 2^integer in two factors, as the result may be subnormal.
-TWINOP_INLINE float PlainPow(Parts a, ReducedFloat b) {
+TWINOP_INLINE float RegularPow(Parts a, ReducedFloat b) {
   using F = Format<float>;
   const ReducedPower power = PowerOf<true>(a, b.value);
   const std::uint32_t n = BitsOf(power.integer) - BitsOf(F::kToInteger) + 2 * F::kBias;
@@ -132,11 +132,11 @@ TWINOP_INLINE float PlainPow(Parts a, ReducedFloat b) {
   return FlushingExp2(power.fraction) * ValueOf(half << 23) * ValueOf((n - half) << 23);
 }
 
-TWINOP_INLINE PowerIfPlain<float> TryPlainPow(float a, float b) {
-  return {PlainPow(PartsOf(a), b), std::fabs(b) <= kMaxPower};
+TWINOP_INLINE FastPower<float> TryFastPow(float a, float b) {
+  return {RegularPow(PartsOf(a), b), std::fabs(b) <= kMaxPower};
 }
-// PlainPow, where that is normal: four instructions of 33 less.
-TWINOP_INLINE PowerIfPlain<ReducedFloat> TryPlainPow(ReducedFloat a, ReducedFloat b) {
+// RegularPow, where that is normal: four instructions of 33 less.
+TWINOP_INLINE FastPower<ReducedFloat> TryFastPow(ReducedFloat a, ReducedFloat b) {
   const ReducedPower power = PowerOf<false>(PartsOf(a.value), b.value);
   const std::uint32_t shift = BitsOf(power.integer) << Format<float>::kFraction;
   return {ValueOf(BitsOf(FlushingExp2(power.fraction)) + shift), std::fabs(power.n) <= 120.0f};
@@ -154,7 +154,7 @@ TWINOP_INLINE float PowOf(float a, float b) {
   Parts parts = PartsOf(subnormal ? base * F::kScaleUp : base);
   parts.exponent -= subnormal ? F::kScaleUpLog2 : 0;
   const float bounded = std::fmin(std::fmax(b, -kMaxPower), kMaxPower);
-  const float regular = PlainPow(parts, Exponent(bounded));
+  const float regular = RegularPow(parts, Exponent(bounded));
   const bool zero = base == 0, infinite = base == kInfinity<float>;
   const float size = zero | infinite ? (zero == (b < 0) ? kInfinity<float> : 0) : regular;
 

@@ -35,8 +35,8 @@ struct LayerNormBackward : rowwise::Defaults {
   static constexpr auto kRows = rowwise::Names("grad_y", "x", "grad_sum");
   static constexpr auto kColumns = rowwise::Names("weight");
   using Phases = rowwise::Reductions<rowwise::kSum, rowwise::kSum>;
-  static constexpr int kLateInputs = 1;
-  static constexpr int kColumnSums = 2;  // grad_weight, grad_bias
+  static constexpr int kEpilogueInputs = 1;
+  static constexpr int kColumnReductions = 2;  // grad_weight, grad_bias
   using One = rowwise::Values<T, 1>;
   using Two = rowwise::Values<T, 2>;
   using Products = rowwise::Products<T, 2>;

@@ -44,7 +44,7 @@ struct AddRmsNorm : rowwise::Defaults {
   static constexpr auto kColumns = rowwise::Names("weight", "bias");
   using Phases = typename RmsNorm<T>::Phases;
   static constexpr int kRowOutputs = 2;
-  static constexpr int kPreparedOutput = 1;
+  static constexpr int kFusedSumOutput = 1;
   using One = rowwise::Values<T, 1>;
   using Row = rowwise::Values<T, 2>;
   using Columns = rowwise::Values<T, 2>;
@@ -57,7 +57,7 @@ struct AddRmsNorm : rowwise::Defaults {
     return column == 0 ? norm.ColumnDefault(0) : T(0);
   }
 
-  TWINOP_INLINE static T Prepared(const Row& row) { return row[0] + row[1]; }
+  TWINOP_INLINE static T FusedSum(const Row& row) { return row[0] + row[1]; }
   template <class P>
   TWINOP_INLINE One Term(P phase, Row& row, const Columns& column) const {
     One sum{row[0]};
@@ -80,8 +80,8 @@ struct RmsNormBackward : rowwise::Defaults {
   static constexpr auto kRows = rowwise::Names("grad_y", "x", "grad_sum");
   static constexpr auto kColumns = rowwise::Names("weight");
   using Phases = rowwise::Reductions<rowwise::kSum>;
-  static constexpr int kLateInputs = 1;
-  static constexpr int kColumnSums = 2;  // grad_weight, grad_bias
+  static constexpr int kEpilogueInputs = 1;
+  static constexpr int kColumnReductions = 2;  // grad_weight, grad_bias
   using One = rowwise::Values<T, 1>;
   using Two = rowwise::Values<T, 2>;
   using Products = rowwise::Products<T, 2>;

@@ -12,7 +12,7 @@
 #include <string>
 #include <utility>
 
-#include "twinop/primitives/policy.h"
+#include "twinop/primitives/architectures.h"
 #include "twinop/record/record.h"
 #include "twinop/record/trace.h"
 
@@ -48,12 +48,10 @@ Status OnDevice(const Call& call, const Launch& launch) {
   return status;
 }
 
-// Gets a fact of the current device: query(device, &value) asks once for each device.
+// Gets a fact of a device: query(device, &value) asks once for each device.
 template <class Query>
-Status DeviceFact(const Query& query, int* value) {
+Status DeviceFact(int device, const Query& query, int* value) {
   static std::atomic<int> known[64];
-  int device = 0;
-  TWINOP_RETURN_IF_ERROR(CudaStatus(cudaGetDevice(&device), "asking for the device"));
   std::atomic<int>& fact = known[device % 64];
   *value = fact.load(std::memory_order_relaxed);
   if (*value != 0) return {};
@@ -62,24 +60,18 @@ Status DeviceFact(const Query& query, int* value) {
   return CudaStatus(error, "asking for a property of the device");
 }
 
+// The same for the current device.
+template <class Query>
+Status DeviceFact(const Query& query, int* value) {
+  int device = 0;
+  TWINOP_RETURN_IF_ERROR(CudaStatus(cudaGetDevice(&device), "asking for the device"));
+  return DeviceFact(device, query, value);
+}
+
 template <cudaDeviceAttr kAttribute>
 Status DeviceAttribute(int* value) {
   return DeviceFact(
       [](int device, int* v) { return cudaDeviceGetAttribute(v, kAttribute, device); }, value);
-}
-
-// The architecture that the kernel in use here was compiled for, 90 for sm_90: code for an older
-// one, compiled by the driver on a newer device, has none of the newer one's instructions.
-template <auto kKernel>
-Status KernelArchitecture(int* architecture) {
-  return DeviceFact(
-      [](int, int* value) {
-        cudaFuncAttributes attributes{};
-        cudaError_t error = cudaFuncGetAttributes(&attributes, kKernel);
-        *value = attributes.ptxVersion;
-        return error;
-      },
-      architecture);
 }
 
 // Programmatic dependent launch (PDL; CUDA C++ Programming Guide, section of that name; sm_90): a
@@ -98,8 +90,22 @@ __device__ __forceinline__ void WaitForPreviousKernel() {
 #endif
 }
 
-// Tells which code the device took: a kernel that was compiled for an older device does not wait.
+// Tells which code the device took.
 static __global__ void ArchitectureKernel() {}
+
+// The architecture that the kernels in use on the call's device were compiled for, 90 for sm_90:
+// code for an older one, compiled by the driver on a newer device, has none of the newer one's
+// instructions.
+template <auto kKernel = ArchitectureKernel>
+Status CompiledArchitecture(const Call& call, int* architecture) {
+  const auto ask = [](int, int* value) {
+    cudaFuncAttributes attributes{};
+    const cudaError_t error = cudaFuncGetAttributes(&attributes, kKernel);
+    *value = attributes.ptxVersion;
+    return error;
+  };
+  return DeviceFact(call.context->device_index, ask, architecture);
+}
 
 struct Grid {
   std::int64_t blocks;
@@ -176,7 +182,7 @@ class LaunchConfig {
 };
 
 // Prints the kernel and its grid.
-inline void TraceKernel(const void* kernel, const Grid& grid) {
+inline void TraceKernel(const void* kernel, const Grid& grid, int architecture) {
   const char* name = nullptr;
 #if CUDART_VERSION >= 12030
   cudaFuncGetName(&name, kernel);
@@ -190,9 +196,7 @@ inline void TraceKernel(const void* kernel, const Grid& grid) {
         : name != nullptr   ? name
                             : "(CUDA names no kernel)");
   std::free(readable);
-  int architecture = 0;
-  const Status known = KernelArchitecture<ArchitectureKernel>(&architecture);
-  if (known.ok() && !IsTuned(architecture))
+  if (!ArchitectureOf(architecture).is_measured)
     Trace("  its settings are those measured on 9.0: %d.%d has none of its own", architecture / 10,
           architecture % 10);
 }
@@ -205,13 +209,13 @@ Status LaunchKernel(void (*kernel)(Parameters...), const Grid& grid, const Call&
   if (grid.blocks > INT32_MAX)
     return Status::Error("the tensor is too large for one kernel launch");
   LaunchConfig launch(grid, static_cast<cudaStream_t>(call.context->stream));
-  if (grid.is_dependent && grid.blocks <= kMaxDependentBlocks) {
-    int architecture = 0;
-    TWINOP_RETURN_IF_ERROR(KernelArchitecture<ArchitectureKernel>(&architecture));
-    if (architecture >= 90) launch.LaunchDependent();
-  }
+  int architecture = 0;
+  TWINOP_RETURN_IF_ERROR(CompiledArchitecture(call, &architecture));
+  if (grid.is_dependent && grid.blocks <= kMaxDependentBlocks && architecture >= 90)
+    launch.LaunchDependent();
   TWINOP_RETURN_IF_ERROR(launch.Allow(kernel));
-  if (__builtin_expect(kIsTraced, false)) TraceKernel(reinterpret_cast<const void*>(kernel), grid);
+  if (__builtin_expect(kIsTraced, false))
+    TraceKernel(reinterpret_cast<const void*>(kernel), grid, architecture);
   cudaError_t error =
       cudaLaunchKernelEx(&launch.config, kernel, static_cast<Parameters>(arguments)...);
   cudaError_t last = cudaGetLastError();  // leaves no error for the next call

@@ -7,7 +7,7 @@
 #include <type_traits>
 
 #include "twinop/math/numeric.h"
-#include "twinop/primitives/policy.h"
+#include "twinop/primitives/architectures.h"
 
 namespace twinop {
 

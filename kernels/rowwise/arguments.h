@@ -47,11 +47,11 @@ struct Arguments : MoreArguments<F> {
   static constexpr int kInputs = kRowInputs<F>;
   static constexpr int kColumns = kColumnInputs<F>;
 
-  const S* inputs[kInputs];        // null: absent
-  std::int64_t strides[kInputs];   // elements from row to row
-  const W* columns[kColumns + 1];  // null: absent
-  S* outputs[F::kRowOutputs];      // dense; null: not wanted
-  W* sums[F::kColumnSums + 1];     // null: not wanted
+  const S* inputs[kInputs];           // null: absent
+  std::int64_t strides[kInputs];      // elements from row to row
+  const W* columns[kColumns + 1];     // null: absent
+  S* outputs[F::kRowOutputs];         // dense; null: not wanted
+  W* sums[F::kColumnReductions + 1];  // null: not wanted
   Rows rows;
 
   // The row of the j-th input that goes into a row of the results. Threads without a row ask, too:
@@ -104,7 +104,7 @@ Arguments<F, S, W> MakeArguments(const CallOf<Op>& call, const Rows& rows) {
     }
   }
   for (int i = 0; i < F::kRowOutputs; ++i) arguments.outputs[i] = call.outputs[i].template as<S>();
-  for (int i = 0; i < F::kColumnSums; ++i) {
+  for (int i = 0; i < F::kColumnReductions; ++i) {
     const Tensor& sum = call.outputs[F::kRowOutputs + i];
     arguments.sums[i] = sum.numel == 0 ? nullptr : sum.template as<W>();
   }
@@ -127,7 +127,7 @@ template <template <class> class F, class Op, class Body>
           return body(functor, MakeArguments<Functor, S, float>(call, rows));
       }
       // If the weight of a backward op is absent, the gradient of its bias has the type.
-      for (int i = 0; i < Functor::kColumnSums; ++i)
+      for (int i = 0; i < Functor::kColumnReductions; ++i)
         if (call.outputs[Functor::kRowOutputs + i].dtype == DType::kFloat32)
           return body(functor, MakeArguments<Functor, S, float>(call, rows));
     }

@@ -41,13 +41,14 @@ constexpr bool AllFound(const std::array<int, kCount>& indices) {
 template <class F, class T, class Op>
 constexpr bool CheckFunctor() {
   constexpr const Record& kRecord = Op::kRecord;
-  constexpr bool kSums = F::kColumnSums > 0;
+  constexpr bool kSums = F::kColumnReductions > 0;
   static_assert(kRowInputs<F> > 0, "kRows names at least one input");
   static_assert(AllFound(kRowIndices<F, Op>), "kRows names an input that the schema does not have");
   static_assert(AllFound(kColumnIndices<F, Op>),
                 "kColumns names an input that the schema does not have");
-  static_assert(F::kRowOutputs + F::kColumnSums == static_cast<int>(kRecord.schema.output_count),
-                "kRowOutputs and kColumnSums together are the number of the schema's outputs");
+  static_assert(
+      F::kRowOutputs + F::kColumnReductions == static_cast<int>(kRecord.schema.output_count),
+      "kRowOutputs and kColumnReductions together are the number of the schema's outputs");
   static_assert(kRecord.row_dimension.given, "the record of a row-wise op has .rows(...)");
   static_assert(kPhases<F> == 1 || kPhases<F> == 2, "Phases are one or two reductions");
   static_assert(kHasPhase<F, T, 0> && kHasPhase<F, T, kPhases<F> - 1>,
@@ -56,12 +57,12 @@ constexpr bool CheckFunctor() {
   static_assert(kHasResult<F, T>,
                 "`Values<T, kRowOutputs> Result(const Values<T, rows>&, const Values<T, columns>&) "
                 "const` is missing");
-  static_assert(!kSums || F::kColumnSums == 2, "there are two column sums, or none");
+  static_assert(!kSums || F::kColumnReductions == 2, "there are two column sums, or none");
   static_assert(!(F::kColumnsOfBatch && kSums), "column inputs of a batch have no column sums");
   static_assert(sizeof(F) <= kMaxFunctorBytes, "a row-wise functor has at most 64 bytes");
-  static_assert(F::kLateInputs == 0 || F::kLateInputs == 1, "kLateInputs is 0 or 1");
-  static_assert(F::kPreparedOutput < 0 || kRowInputs<F> == 2,
-                "a functor with a prepared output has two row inputs");
+  static_assert(F::kEpilogueInputs == 0 || F::kEpilogueInputs == 1, "kEpilogueInputs is 0 or 1");
+  static_assert(F::kFusedSumOutput < 0 || kRowInputs<F> == 2,
+                "a functor with a fused sum has two row inputs");
   if constexpr (kHasPhase<F, T, 0> && kHasPhase<F, T, kPhases<F> - 1>) {
     constexpr std::size_t kTerms =
         std::max(sizeof(Terms<F, T, 0>), sizeof(Terms<F, T, kPhases<F> - 1>)) / sizeof(T);
@@ -83,14 +84,14 @@ void CompileReduced(const CallOf<Op>& call, const Rows& rows) {
   F functor = MakeFunctor<F>(call, rows);
   Values<T, kRowInputs<F>> row{};
   const Values<T, kColumnInputs<F>> column{};
-  if constexpr (F::kPreparedOutput >= 0) row[0] = functor.Prepared(row);
+  if constexpr (F::kFusedSumOutput >= 0) row[0] = functor.FusedSum(row);
   const auto reduce = [&](auto phase) {
     static_cast<void>(functor.Term(phase, row, column));
     functor.Finish(phase, Terms<F, T, decltype(phase)::value>{});
   };
   reduce(Phase<0>{});
   reduce(Phase<kPhases<F> - 1>{});
-  if constexpr (F::kColumnSums > 0) static_cast<void>(functor.ColumnTerm(row));
+  if constexpr (F::kColumnReductions > 0) static_cast<void>(functor.ColumnTerm(row));
   static_cast<void>(functor.Result(row, column));
 }
 

@@ -7,20 +7,20 @@
 #include <type_traits>
 
 #include "twinop/primitives/launch.cuh"
-#include "twinop/rowwise/cluster_reread.cuh"
 #include "twinop/rowwise/cluster_resident.cuh"
+#include "twinop/rowwise/cluster_streamed.cuh"
 
 namespace twinop::rowwise {
 
-template <class F, class S, class W, Source kSource, bool kSums>
+template <class F, class S, class W, Source kSource>
 using SlicesFrom = std::conditional_t<
     kSource == Source::kRegisters || kSource == Source::kRegistersLong ||
         kSource == Source::kRegistersUnaligned,
     ResidentSlices<F, S, W, kSource != Source::kRegistersUnaligned,
                    VectorsPerThread(kEarlyInputs<F>, kSource == Source::kRegistersLong)>,
-    RereadSlices<F, S, W, kSource, kSums>>;
+    StreamedRows<F, S, W, kSource>>;
 
-template <class F, class S, class W, Source kSource, bool kSums>
+template <class F, class S, class W, Source kSource>
 __global__ void __launch_bounds__(kClusterThreads, 1)
     ClusterKernel(F functor, Arguments<F, S, W> arguments, ClusterSettings settings, Reads reads,
                   F* states, Compute<S>* partials) {
@@ -30,7 +30,7 @@ __global__ void __launch_bounds__(kClusterThreads, 1)
   extern __shared__ __align__(128) unsigned char memory[];
   __shared__ SliceStorage<F, S> storage;
   WaitForPreviousKernel();
-  SlicesFrom<F, S, W, kSource, kSums>(functor, arguments, settings, reads, &storage, memory)
+  SlicesFrom<F, S, W, kSource>(functor, arguments, settings, reads, &storage, memory)
       .Run(states, partials);
 }
 

@@ -12,11 +12,6 @@
 
 namespace twinop::rowwise {
 
-// Where the elements of a phase come from. kRegisters, kRegistersLong (twice the vectors) and
-// kRegistersUnaligned: registers, filled from a pipeline. kPipeline: the stages of the pipeline.
-// kGlobal: global memory, on every architecture and at every alignment.
-enum class Source { kRegisters, kRegistersLong, kRegistersUnaligned, kPipeline, kGlobal };
-
 inline constexpr int kMaxBarriers = kMaxGroups * kMaxStages;
 
 template <class F, class S>
@@ -74,14 +69,6 @@ class RowSlices {
     length_ = min(slice_, columns - begin_);
     memory_ = memory;
     stages_ = memory + (kPipeline == Pipeline::kNone ? 0 : slice_ * kColumns * sizeof(W));
-  }
-
-  // Bytes of shared memory.
-  static constexpr __host__ __device__ std::int64_t PipelineBytes(const ClusterSettings& settings,
-                                                                  std::int64_t slice) {
-    if (kPipeline == Pipeline::kNone) return 0;
-    return slice * kColumns * sizeof(W) +
-           settings.groups * settings.stages * kResident * StageElements(slice) * sizeof(S);
   }
 
  protected:
@@ -207,13 +194,14 @@ class RowSlices {
   __device__ __forceinline__ hopper::Barrier* Full(int stage) const {
     return &storage_->full[group_ * settings_.stages + stage];
   }
-  static constexpr __host__ __device__ std::int64_t StageElements(std::int64_t slice) {
-    return slice + (kPipeline == Pipeline::kUnaligned ? kWidth : 0);
+  __device__ __forceinline__ std::int64_t StageElements() const {
+    return slice_ + (kPipeline == Pipeline::kUnaligned ? kWidth : 0);
   }
-  __device__ __forceinline__ S* Stage(int stage, int j) const {
+  __device__ __forceinline__ S* StageOf(int group, int stage, int j) const {
     return reinterpret_cast<S*>(stages_) +
-           ((group_ * settings_.stages + stage) * kResident + j) * StageElements(slice_);
+           ((group * settings_.stages + stage) * kResident + j) * StageElements();
   }
+  __device__ __forceinline__ S* Stage(int stage, int j) const { return StageOf(group_, stage, j); }
 
   // ---------------------------------------------------------------------------------- a row
 

@@ -19,7 +19,7 @@ class ResidentSlices : RowSlices<F, S, W, kAligned ? Pipeline::kAligned : Pipeli
   static constexpr int kWidth = Base::kWidth;
   static constexpr int kResident = Base::kResident;
   static constexpr int kColumns = Base::kColumns;
-  static_assert(F::kLateInputs == 0 && F::kColumnSums == 0);
+  static_assert(F::kEpilogueInputs == 0 && F::kColumnReductions == 0);
 
   __device__ ResidentSlices(const F& functor, const Arguments<F, S, W>& arguments,
                             const ClusterSettings& settings, const Reads& reads, Storage* storage,
@@ -28,17 +28,8 @@ class ResidentSlices : RowSlices<F, S, W, kAligned ? Pipeline::kAligned : Pipeli
         functor_(functor),
         vectors_(static_cast<int>((length_ + kWidth - 1) / kWidth)),
         whole_((Index(kVectors - 1) / 32 * 32 + (kAligned ? 32 : 33)) * kWidth <= length_),
-        shared_(memory + Base::PipelineBytes(settings, Base::slice_) +
-                Base::group_ * SharedBytesOf(threads_)) {}
-
-  static std::int64_t SharedBytes(const ClusterSettings& settings, std::int64_t columns) {
-    const std::int64_t slice = SliceVectors(columns, kWidth, settings.cluster) * kWidth;
-    return Base::PipelineBytes(settings, slice) + settings.groups * SharedBytesOf(settings.threads);
-  }
-  // Bytes of shared memory that each group needs for its part of a misaligned output.
-  static constexpr __host__ __device__ int SharedBytesOf(int threads) {
-    return kAligned ? 0 : Realigner<S>::SharedVectors(kVectors * threads) * kVectorBytes;
-  }
+        shared_(reinterpret_cast<unsigned char*>(Base::StageOf(settings.groups, 0, 0)) +
+                Base::group_ * Realigner<S>::SharedVectors(kVectors * threads_) * kVectorBytes) {}
 
   __device__ __forceinline__ void Run(F*, Compute<S>*) {
     Base::Begin();
@@ -57,7 +48,7 @@ class ResidentSlices : RowSlices<F, S, W, kAligned ? Pipeline::kAligned : Pipeli
   // The index of this thread's k-th vector in the slice, and the elements of the slice from there
   // on.
   __device__ __forceinline__ int Index(int k) const { return k * threads_ + thread_; }
-  __device__ __forceinline__ int Left(int k) const {
+  __device__ __forceinline__ int Remaining(int k) const {
     return static_cast<int>(length_) - Index(k) * kWidth;
   }
 
@@ -153,7 +144,7 @@ class ResidentSlices : RowSlices<F, S, W, kAligned ? Pipeline::kAligned : Pipeli
 #pragma unroll
       for (int i = 0; i < kWidth; ++i) {
         const auto term = functor->Term(Phase<kPhase>{}, values[k][i], Values<T, kColumns>{});
-        if (whole || (kAligned ? Index(k) < vectors_ : i < Left(k))) totals.Add(i, term);
+        if (whole || (kAligned ? Index(k) < vectors_ : i < Remaining(k))) totals.Add(i, term);
       }
     });
     functor->Finish(Phase<kPhase>{}, Base::template Reduce<kPhase>(totals.Sum(), state, between));

@@ -29,13 +29,13 @@ __global__ void __launch_bounds__(kSumThreads)
   const std::int64_t column =
       (static_cast<std::int64_t>(blockIdx.x) * kSumThreads + threadIdx.x) * kWidth;
   if (column >= columns) return;
-  Compute<S> sums[F::kColumnSums][kWidth] = {};
+  Compute<S> sums[F::kColumnReductions][kWidth] = {};
   const unsigned first = blockIdx.y / groups + blockIdx.y % groups * (gridDim.y / groups);
 #pragma unroll 4
   for (std::int64_t row = first; row < arguments.rows.count; row += gridDim.y) {
     Values<T, kInputs> values[kWidth] = {};
 #pragma unroll
-    for (int j = 0; j < kInputs - F::kLateInputs; ++j) {
+    for (int j = 0; j < kInputs - F::kEpilogueInputs; ++j) {
       const S* const place = arguments.inputs[j] + row * arguments.strides[j] + column;
       if constexpr (kVectorised) {
         T unpacked[kWidth];
@@ -51,11 +51,12 @@ __global__ void __launch_bounds__(kSumThreads)
     for (int i = 0; i < kWidth; ++i) {
       const auto term = functor.ColumnTerm(values[i]);
 #pragma unroll
-      for (int s = 0; s < F::kColumnSums; ++s) sums[s][i] = Plain(WithTerm(T(sums[s][i]), term, s));
+      for (int s = 0; s < F::kColumnReductions; ++s)
+        sums[s][i] = Unwrap(WithTerm(T(sums[s][i]), term, s));
     }
   }
 #pragma unroll
-  for (int s = 0; s < F::kColumnSums; ++s)
+  for (int s = 0; s < F::kColumnReductions; ++s)
 #pragma unroll
     for (int i = 0; i < kWidth; ++i)
       partials[(s * gridDim.y + blockIdx.y) * columns + column + i] = sums[s][i];
@@ -119,13 +120,14 @@ __global__ void __launch_bounds__(kStridedRowThreads)
   auto reduce = [&](auto phase) {
     constexpr int kPhase = decltype(phase)::value;
     constexpr Reduction kOp = F::Phases::At(kPhase);
-    Values<T, 1> total{{Start<kOp, T>()}};
+    ThreadTotals<kOp, Values<T, 1>, 1> totals;
     if (exists) {
       for (std::int64_t c = threadIdx.y; c < rows.columns; c += blockDim.y) {
         Values<T, kInputs> values = read(phase, c);
-        total[0] = Combine<kOp>(total[0], functor.Term(phase, values, Values<T, 0>{})[0]);
+        totals.Add(0, functor.Term(phase, values, Values<T, 0>{}));
       }
     }
+    Values<T, 1> total = totals.Sum();
     T* const slices = storage + kPhase % 2 * kStridedRowThreads;
     slices[threadIdx.y * blockDim.x + threadIdx.x] = total[0];
     __syncthreads();

@@ -129,10 +129,10 @@ void SumColumns(const Call& call, const F& functor, const Arguments<F, S, W>& ar
   // A group's sums are written and read once more, so a group has at least this many rows.
   constexpr std::int64_t kMinRowsPerGroup = 16;
   constexpr std::int64_t kGroups = 128;
-  static_assert(kGroups <= kPartials && sizeof(T) * F::kColumnSums <= 16);
+  static_assert(kGroups <= kPartials && sizeof(T) * F::kColumnReductions <= 16);
   const Rows& rows = arguments.rows;
   const std::int64_t groups = std::clamp(rows.count / kMinRowsPerGroup, std::int64_t{1}, kGroups);
-  const std::int64_t size = F::kColumnSums * rows.columns;
+  const std::int64_t size = F::kColumnReductions * rows.columns;
   T* const partials = static_cast<T*>(call.scratch);
   if (rows.count > 0) {
     call.context->ParallelFor(groups, Grain(rows.columns * (rows.count / groups)),
@@ -152,7 +152,7 @@ void SumColumns(const Call& call, const F& functor, const Arguments<F, S, W>& ar
                               for (std::int64_t c = begin * kLanes;
                                    c < std::min(end * kLanes, rows.columns); c += kLanes) {
                                 const std::int64_t count = std::min(kLanes, rows.columns - c);
-                                for (int s = 0; s < F::kColumnSums; ++s) {
+                                for (int s = 0; s < F::kColumnReductions; ++s) {
                                   if (arguments.sums[s] == nullptr) continue;
                                   T totals[kLanes] = {};
                                   for (std::int64_t g = 0; g < terms; ++g)
@@ -168,9 +168,9 @@ void SumColumns(const Call& call, const F& functor, const Arguments<F, S, W>& ar
 template <class F, class S, class W>
 Status RunOnPool(const Call& call, const F& functor, const Arguments<F, S, W>& arguments) {
   const Rows& rows = arguments.rows;
-  if constexpr (F::kColumnSums > 0) {
+  if constexpr (F::kColumnReductions > 0) {
     bool wanted = false;
-    for (int s = 0; s < F::kColumnSums; ++s) wanted = wanted || arguments.sums[s] != nullptr;
+    for (int s = 0; s < F::kColumnReductions; ++s) wanted = wanted || arguments.sums[s] != nullptr;
     if (wanted) {
       SumColumns(call, functor, arguments);
       return {};

@@ -75,7 +75,7 @@ struct Window {
   const S* in[kRowInputs<F>];
   const W* columns[kColumnInputs<F> + 1];
   S* out[F::kRowOutputs];
-  Compute<S>* sums[F::kColumnSums + 1];
+  Compute<S>* sums[F::kColumnReductions + 1];
   Compute<S>* buffer[kRowInputs<F>];
 };
 
@@ -157,9 +157,9 @@ TWINOP_INLINE void WriteResults(const Functors functors, const Window<F, S, W>& 
   for (std::int64_t i = 0; i < count; ++i) {
     const auto row = RowValues<kPhases<F>, kBuffered>(functors[i], window, i);
     const auto result = functors[i].Result(row, ColumnValues(window, i));
-    if constexpr (F::kColumnSums > 0) {
+    if constexpr (F::kColumnReductions > 0) {
       const auto terms = functors[i].ColumnTerm(row);
-      for (int s = 0; s < F::kColumnSums; ++s)
+      for (int s = 0; s < F::kColumnReductions; ++s)
         window.sums[s][i] = WithTerm(window.sums[s][i], terms, s);
     }
     for (int k = 0; k < F::kRowOutputs; ++k) Round(result[k], &window.out[k][i]);

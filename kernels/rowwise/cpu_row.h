@@ -35,8 +35,8 @@ struct StagingBuffers {
   alignas(64) W columns[kColumnInputs<F> + 1][kLanes];
   alignas(64) W tail_columns[kColumnInputs<F> + 1][kLanes];
   alignas(64) S out[F::kRowOutputs][kLanes];
-  alignas(64) Compute<S> sums[F::kColumnSums + 1][kLanes];
-  alignas(64) Compute<S> tail_sums[F::kColumnSums + 1][kLanes];
+  alignas(64) Compute<S> sums[F::kColumnReductions + 1][kLanes];
+  alignas(64) Compute<S> tail_sums[F::kColumnReductions + 1][kLanes];
   alignas(64) Compute<S> tail_mask[kLanes];
   alignas(64) Compute<S> tail_buffer[kRowInputs<F>][kLanes];
 };
@@ -47,11 +47,11 @@ struct RowWorker {
   using Tensors = Arguments<F, S, W>;
   static constexpr int kInputs = kRowInputs<F>;
   // If this is false, the stride is the constant 1.
-  static constexpr bool kSupportsInterleaved = kColumnInputs<F> == 0 && F::kColumnSums == 0;
+  static constexpr bool kSupportsInterleaved = kColumnInputs<F> == 0 && F::kColumnReductions == 0;
 
   const F& initial;
   const Tensors& arguments;
-  T* sums;          // kColumnSums rows of column sums, or null
+  T* sums;          // kColumnReductions rows of column sums, or null
   T* stack_buffer;  // kBufferBytes for the row's values; null: the output's row is the buffer
   StagingBuffers<F, S, W>& staging;
   // The distance between the elements of a row, and the numbers of its elements after and in the
@@ -88,7 +88,7 @@ struct RowWorker {
       std::fill_n(staging.tail_columns[j], kLanes, neutral);
     }
     SetColumns(0);
-    for (int s = 0; s < F::kColumnSums; ++s) {
+    for (int s = 0; s < F::kColumnReductions; ++s) {
       std::fill_n(staging.sums[s], kLanes, T(0));
       std::fill_n(staging.tail_sums[s], kLanes, T(0));
     }
@@ -109,7 +109,7 @@ struct RowWorker {
 
   TWINOP_INLINE void Finish() const {
     if (sums == nullptr) return;
-    for (int s = 0; s < F::kColumnSums; ++s)
+    for (int s = 0; s < F::kColumnReductions; ++s)
       std::copy_n(staging.tail_sums[s], tail, sums + s * arguments.rows.columns + body);
   }
 
@@ -166,7 +166,7 @@ struct RowWorker {
       window.columns[j] = columns[j] == nullptr ? staging.columns[j] : columns[j] + c;
     for (int k = 0; k < F::kRowOutputs; ++k)
       window.out[k] = arguments.outputs[k] == nullptr || stride != 1 ? staging.out[k] : out[k] + c;
-    for (int s = 0; s < F::kColumnSums; ++s)
+    for (int s = 0; s < F::kColumnReductions; ++s)
       window.sums[s] = sums == nullptr ? staging.sums[s] : sums + s * arguments.rows.columns + c;
     return window;
   }
@@ -188,7 +188,7 @@ struct RowWorker {
     }
     for (int j = 0; j < kColumnInputs<F>; ++j) window.columns[j] = staging.tail_columns[j];
     for (int k = 0; k < F::kRowOutputs; ++k) window.out[k] = staging.out[k];
-    for (int s = 0; s < F::kColumnSums; ++s) window.sums[s] = staging.tail_sums[s];
+    for (int s = 0; s < F::kColumnReductions; ++s) window.sums[s] = staging.tail_sums[s];
     return window;
   }
 
@@ -225,7 +225,7 @@ struct RowWorker {
   template <bool kBuffered, int... P>
   TWINOP_INLINE void RunRow(std::int64_t row, std::integer_sequence<int, P...>) {
     Begin(row);
-    constexpr bool kRead = !kBuffered || F::kLateInputs > 0;
+    constexpr bool kRead = !kBuffered || F::kEpilogueInputs > 0;
     F functor = initial;
     (Reduce<P, kBuffered>(&functor), ...);
     const SharedFunctor<F> functors{functor};

@@ -53,7 +53,7 @@ struct AddLayerNorm : rowwise::Defaults {
   using Phases = typename LayerNorm<T>::Phases;
   static constexpr bool kMoments = true;
   static constexpr int kRowOutputs = 2;
-  static constexpr int kPreparedOutput = 1;
+  static constexpr int kFusedSumOutput = 1;
   using One = rowwise::Values<T, 1>;
   using Row = rowwise::Values<T, 2>;
   using Columns = rowwise::Values<T, 2>;
@@ -64,7 +64,7 @@ struct AddLayerNorm : rowwise::Defaults {
   AddLayerNorm(const CallOf<Op>& call, const rowwise::Rows& rows) : norm(call, rows) {}
   TWINOP_INLINE T ColumnDefault(int column) const { return norm.ColumnDefault(column); }
 
-  TWINOP_INLINE static T Prepared(const Row& row) { return row[0] + row[1]; }
+  TWINOP_INLINE static T FusedSum(const Row& row) { return row[0] + row[1]; }
   template <class P>
   TWINOP_INLINE One Term(P phase, Row& row, const Columns& column) const {
     One sum{row[0]};

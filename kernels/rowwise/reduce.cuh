@@ -3,20 +3,21 @@
 
 #include "twinop/math/math.h"
 #include "twinop/primitives/hopper.cuh"
-#include "twinop/rowwise/launch_settings.h"
+#include "twinop/rowwise.h"
+#include "twinop/rowwise/choose.h"
 
 namespace twinop::rowwise {
 
 // The float or double in a compute type.
-__device__ __forceinline__ float Plain(ReducedFloat value) { return value.value; }
-__device__ __forceinline__ float Plain(float value) { return value; }
-__device__ __forceinline__ double Plain(double value) { return value; }
+__device__ __forceinline__ float Unwrap(ReducedFloat value) { return value.value; }
+__device__ __forceinline__ float Unwrap(float value) { return value; }
+__device__ __forceinline__ double Unwrap(double value) { return value; }
 
 // A maximum may lose a NaN; the sum that follows has it.
 template <Reduction kOp, class T>
 __device__ __forceinline__ T Combine(T a, T b) {
-  if constexpr (kOp == kMax) return fmax(Plain(a), Plain(b));
-  return Plain(a) + Plain(b);
+  if constexpr (kOp == kMax) return fmax(Unwrap(a), Unwrap(b));
+  return Unwrap(a) + Unwrap(b);
 }
 
 // The identity of the reduction. Adding -0 changes nothing, so the compiler leaves it out; adding 0
@@ -83,7 +84,8 @@ __device__ __forceinline__ Values<T, N> ReduceLanes(Values<T, N> value) {
   for (int i = 0; i < N; ++i)
 #pragma unroll
     for (int distance = 1; distance < kLanes; distance *= 2)
-      value[i] = Combine<kOp>(value[i], T(__shfl_xor_sync(0xFFFFFFFFu, Plain(value[i]), distance)));
+      value[i] =
+          Combine<kOp>(value[i], T(__shfl_xor_sync(0xFFFFFFFFu, Unwrap(value[i]), distance)));
   return value;
 }
 
@@ -102,7 +104,7 @@ __device__ __forceinline__ T ReduceWarp(T (&values)[kCount], unsigned lane) {
       T& first = values[paired ? 2 * i : i];
       T& second = values[paired ? 2 * i + 1 : i];
       const T given = odd ? first : second, kept = odd ? second : first;
-      values[i] = Combine<kOp>(kept, T(__shfl_xor_sync(0xFFFFFFFFu, Plain(given), distance)));
+      values[i] = Combine<kOp>(kept, T(__shfl_xor_sync(0xFFFFFFFFu, Unwrap(given), distance)));
     }
   }
   return values[0];
@@ -153,11 +155,11 @@ __device__ __forceinline__ Values<T, N> ReduceBlock(const Values<T, N> (&totals)
       // Even lanes add the first of two totals, odd lanes the second.
       const T given = kTotals == 2 && lane % 2 == 0 ? totals[kTotals - 1][i] : value[i];
       if (kTotals == 2 && lane % 2 == 1) value[i] = totals[kTotals - 1][i];
-      value[i] = Combine<kOp>(value[i], T(__shfl_xor_sync(0xFFFFFFFFu, Plain(given), 1)));
+      value[i] = Combine<kOp>(value[i], T(__shfl_xor_sync(0xFFFFFFFFu, Unwrap(given), 1)));
 #pragma unroll
       for (int distance = 2; distance < 32; distance *= 2)
         value[i] =
-            Combine<kOp>(value[i], T(__shfl_xor_sync(0xFFFFFFFFu, Plain(value[i]), distance)));
+            Combine<kOp>(value[i], T(__shfl_xor_sync(0xFFFFFFFFu, Unwrap(value[i]), distance)));
       if (lane < kTotals) storage->values[i][warp + lane * warps] = value[i];
       if (warp == 0 && lane >= count && lane < count + kPer - 1)
         storage->values[i][lane] = Start<kOp, T>();

@@ -2,48 +2,100 @@
 // the first use, reduces it and writes the results.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
+#include <type_traits>
+#include <utility>
 
+#include "twinop/primitives/l2_hints.cuh"
 #include "twinop/primitives/launch.cuh"
-#include "twinop/rowwise/resident_sums.cuh"
-#include "twinop/rowwise/resident_values.cuh"
+#include "twinop/primitives/realigner.cuh"
+#include "twinop/rowwise/reduce.cuh"
 
 namespace twinop::rowwise {
 
+template <class F, class S, class W>
+inline constexpr OpTraits kTraitsOf{kEarlyInputs<F>,
+                                    F::kFusedSumOutput >= 0,
+                                    kColumnInputs<F>,
+                                    F::kColumnReductions > 0,
+                                    F::kGathers || F::kColumnsOfBatch,
+                                    sizeof(S),
+                                    sizeof(W)};
+
+// The template arguments of a register-resident kernel: types, and a line of kResidentChoices.
+template <class Functor, class Storage, class ColumnStorage, int kRowLanes, int kThreadVectors,
+          int kThreadTotals, Tuning kTunedFor, RowAccess kRowAccess>
+struct ResidentTraits {
+  using F = Functor;
+  using S = Storage;                               // of rows
+  using W = ColumnStorage;                         // of column inputs
+  static constexpr int kLanes = kRowLanes;         // that share a row; 0: all threads of a block
+  static constexpr int kVectors = kThreadVectors;  // of each row input, in a thread
+  static constexpr int kTotals = kThreadTotals;
+  static constexpr Tuning kTuning = kTunedFor;
+  static constexpr RowAccess kAccess = kRowAccess;
+  static constexpr int kGroups = kLanes > 0 ? kGroupThreads / kLanes : 1;
+  static constexpr int kRegisters = RegisterLimit(
+      kTraitsOf<F, S, W>, ResidentChoice{0, 0, 0, 0, kLanes, kVectors, kTotals, kTuning}, kAccess);
+};
+
 template <class Traits>
-class ResidentRows : ResidentValues<Traits> {
+class ResidentRows {
  public:
-  using Base = ResidentValues<Traits>;
   using F = typename Traits::F;
   using S = typename Traits::S;
   using W = typename Traits::W;
-  static constexpr int kLanes = Traits::kLanes;
-  static constexpr int kVectors = Traits::kVectors;
-  static constexpr Tuning kTuning = Traits::kTuning;
-  using Access = typename Base::Access;
   using T = ElementCompute<S>;
   using Sum = Compute<S>;
-  using Base::kColumns;
-  using Base::kInputs;
-  using Base::kPacked;
-  using Base::kPrepares;
-  using Base::kResident;
-  using Base::kSums;
-  using Base::kWidth;
+  static constexpr int kLanes = Traits::kLanes;
+  static constexpr int kVectors = Traits::kVectors;
+  static constexpr int kTotals = Traits::kTotals;
+  static constexpr int kGroups = Traits::kGroups;
+  static constexpr Tuning kTuning = Traits::kTuning;
+  static constexpr RowAccess kAccess = Traits::kAccess;
+  static constexpr bool kPacked = kTuning == Tuning::kPacked;
+  static constexpr int kWidth = kVectorBytes / sizeof(S);
+  static constexpr int kInputs = kRowInputs<F>;
   static constexpr int kLoaded = kEarlyInputs<F>;
+  static constexpr bool kFuses = F::kFusedSumOutput >= 0;
+  static constexpr int kResident = kFuses ? 1 : kLoaded;
+  static constexpr int kColumns = kColumnInputs<F>;
+  static constexpr int kSums = F::kColumnReductions;
   static_assert(kInputs <= kLoaded + 1);
+  // Columns between a lane's elements. With kInterleaved a warp takes a part of the row, its lanes
+  // take neighbouring elements, and one address serves all elements of a lane.
+  static constexpr int kLaneStride = kAccess == RowAccess::kInterleaved ? 32 : 1;
+  static_assert(kSums == 0 || kLaneStride == 1);  // a vector is of neighbouring columns
+  static constexpr bool kDirect =                 // not through shared memory
+      kAccess != RowAccess::kMisaligned || sizeof(S) > 2;
+  static constexpr bool kOneByOne = kAccess != RowAccess::kVectors && kDirect;
   static constexpr bool kKeepsColumns = kSums > 0 || kTuning == Tuning::kLatency;
 
-  using typename Base::ColumnVectors;
-  using typename Base::RawRow;
-  using typename Base::RowValues;
-  using Results = typename Access::RowVectors[F::kRowOutputs];  // of a misaligned row
-
-  using Access::SharedBytesOf;
+  using MovedRow = MovedVectors<S, kVectors>;
+  using ColumnVectors = Vector<W, kWidth>[kColumns + 1];
+  using RowVectors = Vector<S, kWidth>[kVectors];
+  using RawRow = MovedRow[kResident];
+  using RowValues = Values<T, kInputs>[kVectors][kWidth];
+  using Results = RowVectors[F::kRowOutputs];  // of a misaligned row
 
   __device__ ResidentRows(const F& functor, const Arguments<F, S, W>& arguments, const Reads& reads,
                           unsigned char* shared)
-      : Base(arguments, reads, shared), functor_(functor) {}
+      : arguments_(arguments),
+        reads_(reads),
+        columns_(static_cast<int>(arguments.rows.columns)),
+        lanes_(kLanes > 0 ? kLanes : BlockLanes()),
+        lane_(static_cast<int>(kLanes > 0 ? threadIdx.x % kLanes : threadIdx.x)),
+        group_(kLanes > 0 ? threadIdx.x / kLanes : 0),
+        whole_(kAccess != RowAccess::kVectors &&
+               __all_sync(0xFFFFFFFFu, Remaining(kVectors - 1) > kWholeRemaining)),
+        shared_(Remembered(shared) + group_ * SharedBytesOf(lanes_)),
+        functor_(functor) {}
+
+  // Bytes of shared memory that each group of threads needs to realign a row.
+  static constexpr __host__ __device__ int SharedBytesOf(int lanes) {
+    return kDirect ? 0 : Realigner<S>::SharedVectors(lanes * kVectors) * kVectorBytes;
+  }
 
   // Takes one row with each group of threads.
   __device__ __forceinline__ void RunOnce() {
@@ -56,8 +108,8 @@ class ResidentRows : ResidentValues<Traits> {
     const bool exists = kKnown || row < arguments_.rows.count;
     RawRow raw = {};
     if constexpr (kKeepsColumns) KeepColumns(row);
-    if constexpr (kPrepares) {
-      Access::LoadPrepared(row, exists, &raw[0]);
+    if constexpr (kFuses) {
+      LoadFused(row, exists, &raw[0]);
     } else {
       if (exists) LoadRow(row, raw);
     }
@@ -70,7 +122,7 @@ class ResidentRows : ResidentValues<Traits> {
   // while this one is reduced.
   __device__ __forceinline__ void RunAndSum(Sum* partials) {
     KeepColumns(0);
-    Base::BeginRows();
+    BeginRows();
     const std::int64_t count = arguments_.rows.count;
     const std::int64_t stride = static_cast<std::int64_t>(gridDim.x) * kGroups;
     std::int64_t first = static_cast<std::int64_t>(blockIdx.x) * kGroups;
@@ -84,31 +136,434 @@ class ResidentRows : ResidentValues<Traits> {
       Row(row, kLanes == 0 || row < count, raw, [&] {
         if (row + stride < count) LoadRow(row + stride, next);
       });
-      Base::NextRow();
+      NextRow();
     }
-    sums_.Write(*this, arguments_.rows.columns, partials);
+    WriteSums(partials);
   }
 
  private:
-  using Access::arguments_;
-  using Access::Asks;
-  using Access::group_;
-  using Access::Input;
-  using Access::kDirect;
-  using Access::kGroups;
-  using Access::LoadInput;
-  using Access::Output;
-  using Access::PlainColumns;
-  using Access::Realign;
-  using Access::StoreMisaligned;
-  using Base::ColumnValues;
-  using Base::Forget;
-  using Base::resident_columns_;
+  // ---------------------------------------------------------------------------------- places
+
+  // The column of the first element of this lane's k-th vector, and the elements of the row from
+  // there on: none, or a whole vector where tensors are aligned.
+  __device__ __forceinline__ int Column(int k) const {
+    if constexpr (kAccess == RowAccess::kInterleaved)
+      return (lane_ / kLaneStride * kVectors + k) * kLaneStride * kWidth + lane_ % kLaneStride;
+    return (k * lanes_ + lane_) * kWidth;
+  }
+  __device__ __forceinline__ int Remaining(int k) const { return columns_ - Column(k); }
+  __device__ __forceinline__ bool Has(int k, int i) const { return Remaining(k) > i * kLaneStride; }
+  // Hides the origin of the address: the compiler would compute it again for each access.
+  template <class U>
+  static __device__ __forceinline__ U* Remembered(U* shared) {
+    std::uint32_t address = hopper::SharedAddress(shared);
+    asm("" : "+r"(address));
+    return static_cast<U*>(__cvta_shared_to_generic(address));
+  }
+
+  // Unsigned, because an address from it is then one instruction.
+  template <class U>
+  __device__ __forceinline__ U* At(U* row, int k) const {
+    if constexpr (kAccess == RowAccess::kInterleaved)
+      return row + static_cast<std::uint32_t>(Column(0)) + k * kLaneStride * kWidth;
+    return row + static_cast<std::uint32_t>(Column(k));
+  }
+
+  // Calls body(k, whole) for each vector that this thread has. `whole` says that all its elements
+  // are the row's. Most warps of misaligned rows have whole vectors only, which spares them all
+  // comparisons.
+  template <class Body>
+  __device__ __forceinline__ void ForEachVector(bool exists, const Body& body) const {
+    if (kAccess != RowAccess::kVectors && whole_) {
+#pragma unroll
+      for (int k = 0; k < kVectors; ++k) body(k, std::true_type{});
+    } else {
+#pragma unroll
+      for (int k = 0; k < kVectors; ++k)
+        if (exists && HasVector(k)) body(k, std::bool_constant<kAccess == RowAccess::kVectors>{});
+    }
+  }
+
+  __device__ __forceinline__ const S* Input(int j, std::int64_t row) const {
+    const S* const input =
+        Offset(arguments_.inputs[j], arguments_.InputRow(j, row) * arguments_.strides[j]);
+    // The L2 hint slows down the reads of one realigned row, and speeds up those of two.
+    return kDirect || F::kFusedSumOutput >= 0 ? reads_.Of(input) : input;
+  }
+  __device__ __forceinline__ S* Output(int o, std::int64_t row) const {
+    return Offset(arguments_.outputs[o], row * arguments_.rows.columns);
+  }
+
+  // Loads the k-th vector of a row that has `count` elements.
+  template <bool kUnchecked, class U>
+  __device__ __forceinline__ void Load(const U* row, int k, int count,
+                                       Vector<U, kWidth>* vector) const {
+    if constexpr (kOneByOne) {
+#pragma unroll
+      for (int i = 0; i < kWidth; ++i)
+        if (kUnchecked || Column(k) + i * kLaneStride < count)
+          vector->Set(i, At(row, k)[i * kLaneStride]);
+    } else if constexpr (kAccess == RowAccess::kVectors) {
+      if ((kHasFirst && k == 0 && count > 0) || Column(k) < count) LoadAligned(At(row, k), vector);
+    } else if constexpr (kUnchecked) {
+      LoadAligned(At(row, k), vector);
+    } else {
+      LoadAnywhere(At(row, k), count - Column(k), vector);
+    }
+  }
+
+  // Where rows follow rows. A warp's misaligned vectors would spill.
+  static constexpr bool kHidesAddresses = F::kColumnReductions > 0 && (kLanes == 0 || kDirect);
+  // Where rows follow rows in a block, its threads are no more than a row's vectors, except in
+  // float64, whose blocks take rows of all widths.
+  static constexpr bool kHasFirst = F::kColumnReductions > 0 && kLanes == 0 && kDirect &&
+                                    sizeof(S) < 8;
+  __device__ __forceinline__ bool HasVector(int k) const {
+    return (kHasFirst && k == 0) || Remaining(k) > 0;
+  }
+  // Whether to move a vector at all. Single elements are checked one by one.
+  __device__ __forceinline__ bool NeedsAccess(int k) const { return kOneByOne || HasVector(k); }
+
+  template <bool kUnchecked>
+  __device__ __forceinline__ void Store(const Vector<S, kWidth>& vector, S* row, int k) const {
+    if constexpr (kOneByOne) {
+#pragma unroll
+      for (int i = 0; i < kWidth; ++i)
+        if (kUnchecked || Has(k, i)) At(row, k)[i * kLaneStride] = vector.Get(i);
+    } else {
+      StoreAligned(vector, At(row, k));
+    }
+  }
+
+  // Loads a row; a misaligned one as it lies in memory, for Realign.
+  __device__ __forceinline__ void LoadInput(int j, std::int64_t row, MovedRow* pieces) const {
+    if constexpr (kDirect) {
+      // Hidden addresses are computed once. The compiler computes the others better where they are
+      // used.
+      const S* const start = Input(j, row);
+#pragma unroll  // without a branch around all: each branch would wait for its own loads
+      for (int k = 0; k < kVectors; ++k)
+        if (NeedsAccess(k))
+          Load<false>(kHidesAddresses ? start : Input(j, row), k, columns_, &pieces->vectors[k]);
+    } else {
+      RealignerOf(Input(j, row), true).Load(pieces);
+    }
+  }
+
+  // Gives each thread its vectors of a misaligned row. `again`: the shared memory was in use
+  // before.
+  __device__ __forceinline__ void Realign(int j, std::int64_t row, bool exists, bool again,
+                                          MovedRow* pieces) const {
+    const Realigner<S> realigner = RealignerOf(Input(j, row), exists);
+    if (again) SyncLanes();
+    realigner.Put(*pieces);
+    SyncLanes();
+    realigner.Get(pieces);
+  }
+
+  // Loads two rows of which only F::FusedSum of each pair is needed, and keeps that. An aligned
+  // result is written at once.
+  __device__ __forceinline__ void LoadFused(std::int64_t row, bool exists, MovedRow* raw) const {
+    static_assert(kEarlyInputs<F> == 2);
+    if constexpr (kDirect) {
+      if (exists) {
+        LoadInput(0, row, raw);
+        // With 8 vectors of a thread, registers are left for two vectors of the other row.
+        constexpr int kChunk = kVectors > 4 ? 2 : kVectors;
+#pragma unroll
+        for (int first = 0; first < kVectors; first += kChunk) {
+          Vector<S, kWidth> others[kChunk];
+#pragma unroll
+          for (int i = 0; i < kChunk; ++i)
+            if (NeedsAccess(first + i)) Load<false>(Input(1, row), first + i, columns_, &others[i]);
+#pragma unroll
+          for (int i = 0; i < kChunk; ++i) {
+            if (Remaining(first + i) <= 0) continue;
+            auto& vector = raw->vectors[first + i];
+            vector = FusedSum(vector, others[i]);
+            if (S* const output = arguments_.outputs[F::kFusedSumOutput])
+              Store<false>(vector, Output(F::kFusedSumOutput, row), first + i);
+          }
+        }
+      }
+    } else {
+      MovedRow pieces[2] = {};
+#pragma unroll
+      for (int j = 0; j < 2; ++j)
+        if (exists) LoadInput(j, row, &pieces[j]);
+#pragma unroll
+      for (int j = 0; j < 2; ++j) Realign(j, row, exists, j > 0, &pieces[j]);
+#pragma unroll
+      for (int k = 0; k < kVectors; ++k)
+        raw->vectors[k] = FusedSum(pieces[0].vectors[k], pieces[1].vectors[k]);
+    }
+  }
+
+  __device__ __forceinline__ static Vector<S, kWidth> FusedSum(const Vector<S, kWidth>& first,
+                                                               const Vector<S, kWidth>& second) {
+    ElementCompute<S> values[2][kWidth];
+    Unpack(first, values[0]);
+    Unpack(second, values[1]);
+#pragma unroll
+    for (int i = 0; i < kWidth; ++i) values[0][i] = F::FusedSum({{values[0][i], values[1][i]}});
+    return Pack<S>(values[0]);
+  }
+
+  __device__ __forceinline__ void StoreMisaligned(int o, std::int64_t row, bool exists, bool again,
+                                                  RowVectors& vectors) const {
+    const Realigner<S> realigner = RealignerOf(Output(o, row), exists);
+    if (again) SyncLanes();
+    realigner.PutOwned(vectors);
+    SyncLanes();
+    realigner.Store(vectors, Output(o, row));
+  }
+
+  // Whether this thread's part of the column inputs is loaded without checks.
+  __device__ __forceinline__ bool UncheckedColumns(std::int64_t row) const {
+    bool unchecked = kAccess == RowAccess::kVectors || whole_;
+#pragma unroll
+    for (int c = 0; c < kColumns; ++c) {
+      const auto place = reinterpret_cast<std::uintptr_t>(arguments_.Column(c, row));
+      unchecked = unchecked && place != 0 && (kDirect || place % kVectorBytes == 0);
+    }
+    return unchecked;
+  }
+
+  template <bool kUnchecked>
+  __device__ __forceinline__ void LoadColumns(const F& functor, std::int64_t row, int k,
+                                              ColumnVectors& columns) const {
+#pragma unroll
+    for (int c = 0; c < kColumns; ++c) {
+      int count = columns_;
+      if constexpr (!kUnchecked) {
+        columns[c] = DefaultColumn(functor, c);
+        const bool present = arguments_.columns[c] != nullptr;
+        if constexpr (kDirect) {
+          // Hidden, so that the load is predicated. Behind a branch it would wait for the loads
+          // before it.
+          if (!present) count = 0;
+          asm("" : "+r"(count));
+        } else if (!present) {
+          continue;
+        }
+      }
+      Load<kUnchecked>(arguments_.Column(c, row), k, count, &columns[c]);
+    }
+  }
+
+  // What replaces an absent column input.
+  static __device__ __forceinline__ Vector<W, kWidth> DefaultColumn(const F& functor, int c) {
+    ElementCompute<W> values[kWidth];
+#pragma unroll
+    for (auto& value : values) value = Unwrap(ElementCompute<S>(functor.ColumnDefault(c)));
+    return Pack<W>(values);
+  }
+
+  // Hides the product: the compiler would compute it again for each access.
+  template <class U>
+  static __device__ __forceinline__ U* Offset(U* tensor, std::int64_t elements) {
+    if constexpr (!kHidesAddresses) return tensor + elements;
+    std::int64_t bytes = elements * static_cast<std::int64_t>(sizeof(S));
+    asm("" : "+l"(bytes));
+    using Byte = std::conditional_t<std::is_const_v<U>, const unsigned char, unsigned char>;
+    return reinterpret_cast<U*>(reinterpret_cast<Byte*>(tensor) + bytes);
+  }
+
+  // Hidden as well: the compiler would load it again for each use.
+  static __device__ __forceinline__ int BlockLanes() {
+    int lanes = static_cast<int>(blockDim.x);
+    asm("" : "+r"(lanes));
+    return lanes;
+  }
+
+  __device__ __forceinline__ Realigner<S> RealignerOf(const S* row, bool exists) const {
+    return {row, exists ? columns_ : 0, lane_, lanes_, whole_ && exists, shared_};
+  }
+  __device__ __forceinline__ void SyncLanes() const {
+    if constexpr (kLanes > 0) {
+      __syncwarp();
+    } else {
+      __syncthreads();
+    }
+  }
+
+  // ---------------------------------------------------------------------------------- values
+
+  __device__ __forceinline__ static void ColumnValues(const ColumnVectors& columns,
+                                                      Values<T, kColumns> (&values)[kWidth]) {
+#pragma unroll
+    for (int c = 0; c < kColumns; ++c) {
+      T unpacked[kWidth];
+      Unpack(columns[c], unpacked);
+#pragma unroll
+      for (int i = 0; i < kWidth; ++i) values[i][c] = unpacked[i];
+    }
+  }
+
+  // The values of the row's k-th vector as the phases before kPhase leave them.
+  template <int kPhase>
+  __device__ __forceinline__ void VectorValues(const F& functor, const RawRow& raw, int k,
+                                               Values<T, kInputs> (&values)[kWidth]) const {
+#pragma unroll
+    for (int j = 0; j < kInputs; ++j) {
+      T unpacked[kWidth];
+      if (j < kResident) Unpack(raw[j < kResident ? j : 0].vectors[k], unpacked);
+#pragma unroll
+      for (int i = 0; i < kWidth; ++i) values[i][j] = j < kResident ? unpacked[i] : T(0);
+    }
+    Values<T, kColumns> columns[kWidth] = {};
+    if constexpr (kSums > 0) ColumnValues(resident_columns_[k], columns);
+#pragma unroll
+    for (int i = 0; i < kWidth; ++i) {
+      if constexpr (kFuses) {
+        ReplayPhases<kPhase>(functor, values[i], columns[i]);
+      } else {
+        Replay<kPhase, S>(functor, values[i], columns[i]);
+      }
+    }
+  }
+
+  // Hides that the words are the same as before, so that values are unpacked from them again.
+  __device__ __forceinline__ static void Forget(RawRow& raw) {
+    if constexpr (kPacked) {
+#pragma unroll
+      for (auto& input : raw)
+#pragma unroll
+        for (auto& vector : input.vectors)
+#pragma unroll
+          for (auto& word : vector.words) asm volatile("" : "+r"(word));
+    }
+  }
+
+  // Hides the origin of the values: the compiler would unpack them again for each phase.
+  __device__ __forceinline__ static void Pin(RowValues& values) {
+    if constexpr (sizeof(S) == 2) {
+#pragma unroll
+      for (auto& vector : values)
+#pragma unroll
+        for (auto& value : vector)
+#pragma unroll
+          for (int j = 0; j < kResident; ++j) asm("" : "+f"(value[j].value));
+    }
+  }
+
+  // Runs all phases, one after another.
+  __device__ __forceinline__ void Reduce(F* functor, RowValues& values, bool exists, RawRow& raw) {
+    if constexpr (F::kMoments && kLanes == 0 && sizeof(S) == 2) {
+      ReduceMoments(functor, values, exists, raw);
+    } else {
+      ReduceEach(functor, values, exists, raw, std::make_index_sequence<kPhases<F>>{});
+    }
+  }
+
+  // BeginRows runs before the first of several rows is reduced, NextRow before each of the others.
+  __device__ __forceinline__ void BeginRows() {
+    if constexpr (kLanes == 0) {
+      __shared__ BlockStorage<T> storage[2];
+      storage_ = Remembered(storage);
+      static_assert(F::Phases::At(0) == F::Phases::At(kPhases<F> - 1));
+#pragma unroll
+      for (int i = 0; i < 2; ++i)
+        storage_[i].template Pad<F::Phases::At(0)>(threadIdx.x, blockDim.x / 32);
+    }
+  }
+  __device__ __forceinline__ void NextRow() {
+    if constexpr (kPhases<F> == 1) storage_index_ ^= 1;
+  }
+
+  template <std::size_t... kPhase>
+  __device__ __forceinline__ void ReduceEach(F* functor, RowValues& values, bool exists,
+                                             RawRow& raw, std::index_sequence<kPhase...>) {
+    (ReducePhase<static_cast<int>(kPhase)>(functor, values, exists, raw), ...);
+  }
+
+  template <int kPhase>
+  __device__ __forceinline__ void ReducePhase(F* functor, RowValues& values, bool exists,
+                                              RawRow& raw) {
+    constexpr Reduction kOp = F::Phases::At(kPhase);
+    using Total = Terms<F, T, kPhase>;
+    ThreadTotals<kOp, Total, kChains> sums[kTotals];
+    Forget(raw);
+    ForEachVector(exists, [&](int k, auto whole) {
+      if constexpr (kPacked) VectorValues<kPhase>(*functor, raw, k, values[k]);
+      // In the phases, only ops that sum columns look at the column inputs.
+      Values<T, kColumns> columns[kWidth];
+      if constexpr (kSums > 0) ColumnValues(resident_columns_[k], columns);
+#pragma unroll
+      for (int i = 0; i < kWidth; ++i) {
+        const auto term = functor->Term(Phase<kPhase>{}, values[k][i], columns[i]);
+        if (whole || Has(k, i)) sums[k % kTotals].Add(i, term);
+      }
+    });
+    Total totals[kTotals];
+#pragma unroll
+    for (int t = 0; t < kTotals; ++t) totals[t] = sums[t].Sum();
+    if constexpr (kLanes > 0) {
+      totals[0] = ReduceLanes<kLanes, kOp>(totals[0]);
+    } else {
+      // Rows that follow each other need another barrier before a phase's storage is used again:
+      // that of the next phase, or of the next row if there is only one phase.
+      if constexpr (kSums > 0) {
+        static_assert(kPhases<F> <= 2);
+        totals[0] = ReduceBlock<kOp, true>(totals, threadIdx.x, blockDim.x, 0,
+                                           &storage_[kPhases<F> == 1 ? storage_index_ : kPhase]);
+      } else {
+        __shared__ BlockStorage<T> storage;
+        totals[0] = ReduceBlock<kOp>(totals, threadIdx.x, blockDim.x, 0, &storage);
+      }
+    }
+    functor->Finish(Phase<kPhase>{}, totals[0]);
+  }
+
+  // Runs both phases of F::kMoments at once: the squares of the values as they are take one pass
+  // and one barrier. They cancel only where most of them belong to the mean; then the second phase
+  // runs after all.
+  __device__ __forceinline__ void ReduceMoments(F* functor, RowValues& values, bool exists,
+                                                RawRow& raw) {
+    using One = Values<T, 1>;
+    ThreadTotals<kSum, One, kChains> sums[kTotals];
+    ThreadTotals<kSquares, One, kChains> squares[kTotals];
+    Forget(raw);
+    ForEachVector(exists, [&](int k, auto whole) {
+      if constexpr (kPacked) VectorValues<0>(*functor, raw, k, values[k]);
+#pragma unroll
+      for (int i = 0; i < kWidth; ++i) {
+        const One term = functor->Term(Phase<0>{}, values[k][i], {});
+        if (!whole && !Has(k, i)) continue;
+        sums[k % kTotals].Add(i, term);
+        squares[k % kTotals].Add(i, term);
+      }
+    });
+    Values<T, 2> totals[kTotals];
+#pragma unroll
+    for (int t = 0; t < kTotals; ++t) totals[t] = {{sums[t].Sum()[0], squares[t].Sum()[0]}};
+    __shared__ BlockStorage<T> storage;
+    totals[0] = ReduceBlock<kSum>(totals, threadIdx.x, blockDim.x, 0, &storage);
+    const T sum = totals[0][0], all = totals[0][1];
+    functor->Finish(Phase<0>{}, One{{sum}});
+    Values<T, kInputs> zero = {};
+    const T minus_mean = functor->Term(Phase<1>{}, zero, {})[0];
+    const T left = Fma(sum, minus_mean, all);
+    constexpr float kMostCancelled = 64;  // 6 of 24 bits
+    // False for NaN. The squares of large bfloat16 numbers may be infinite.
+    if (Unwrap(all) <= kMostCancelled * Unwrap(left) && Unwrap(all) < INFINITY) {
+      functor->Finish(Phase<1>{}, One{{left}});
+      if constexpr (!kPacked) {  // the values as the phase would leave them
+#pragma unroll
+        for (auto& vector : values)
+#pragma unroll
+          for (auto& value : vector) static_cast<void>(functor->Term(Phase<1>{}, value, {}));
+      }
+    } else {
+      ReducePhase<1>(functor, values, exists, raw);
+    }
+  }
+
+  // ---------------------------------------------------------------------------------- a row
 
   __device__ __forceinline__ void KeepColumns(std::int64_t row) {
 #pragma unroll
-    for (int k = 0; k < kVectors; ++k)
-      Access::template LoadColumns<false>(functor_, row, k, resident_columns_[k]);
+    for (int k = 0; k < kVectors; ++k) LoadColumns<false>(functor_, row, k, resident_columns_[k]);
   }
 
   __device__ __forceinline__ void LoadRow(std::int64_t row, RawRow& raw) const {
@@ -117,7 +572,7 @@ class ResidentRows : ResidentValues<Traits> {
   }
 
   __device__ __forceinline__ bool IsWrittenLast(int o) const {
-    return (!kDirect || o != F::kPreparedOutput) && arguments_.outputs[o] != nullptr;
+    return (!kDirect || o != F::kFusedSumOutput) && arguments_.outputs[o] != nullptr;
   }
 
   // load_next() runs once the row is in registers.
@@ -126,17 +581,17 @@ class ResidentRows : ResidentValues<Traits> {
                                       const LoadNext& load_next) {
     F functor = functor_;
     RowValues values;
-    if constexpr (!kDirect && !kPrepares) {
+    if constexpr (!kDirect && !kFuses) {
 #pragma unroll
       for (int j = 0; j < kResident; ++j) Realign(j, row, exists, j > 0 || kSums > 0, &raw[j]);
     }
     if constexpr (!kPacked) {
 #pragma unroll
-      for (int k = 0; k < kVectors; ++k) Base::template VectorValues<0>(functor, raw, k, values[k]);
-      if constexpr (Access::kHidesAddresses) Base::Pin(values);
+      for (int k = 0; k < kVectors; ++k) VectorValues<0>(functor, raw, k, values[k]);
+      if constexpr (kHidesAddresses) Pin(values);
     }
     load_next();
-    Base::Reduce(&functor, values, exists, raw);
+    Reduce(&functor, values, exists, raw);
     Results results;
     if constexpr (kLoaded < kInputs) {
       if (arguments_.inputs[kLoaded] != nullptr) {
@@ -144,7 +599,7 @@ class ResidentRows : ResidentValues<Traits> {
       } else {
         Write<false, false>(functor, values, row, exists, raw, results);
       }
-    } else if (!kKeepsColumns && PlainColumns(row)) {
+    } else if (!kKeepsColumns && UncheckedColumns(row)) {
       Write<true, false>(functor, values, row, exists, raw, results);
     } else {
       Write<false, false>(functor, values, row, exists, raw, results);
@@ -157,7 +612,7 @@ class ResidentRows : ResidentValues<Traits> {
     }
   }
 
-  template <bool kPlain, bool kLate>
+  template <bool kUnchecked, bool kEpilogue>
   __device__ __forceinline__ void Write(const F& functor, RowValues& values, std::int64_t row,
                                         bool exists, RawRow& raw, Results& results) {
     Forget(raw);
@@ -165,8 +620,7 @@ class ResidentRows : ResidentValues<Traits> {
     // rows in flight.
     ColumnVectors ahead[2];
     const auto load_ahead = [&](int k) {
-      if (!kKeepsColumns && k < kVectors)
-        Access::template LoadColumns<kPlain>(functor_, row, k, ahead[k % 2]);
+      if (!kKeepsColumns && k < kVectors) LoadColumns<kUnchecked>(functor_, row, k, ahead[k % 2]);
     };
     load_ahead(0);
     // The next vector is loaded before this one is unpacked: over the branches of a misaligned
@@ -175,14 +629,14 @@ class ResidentRows : ResidentValues<Traits> {
 #pragma unroll
     for (int k = 0; k < kVectors; ++k) {
       if constexpr (kBeforeUnpacking) load_ahead(k + 1);
-      if constexpr (kPacked) Base::template VectorValues<kPhases<F>>(functor, raw, k, values[k]);
+      if constexpr (kPacked) VectorValues<kPhases<F>>(functor, raw, k, values[k]);
 #pragma unroll
-      for (int j = kLoaded; kLate && j < kInputs; ++j) {
+      for (int j = kLoaded; kEpilogue && j < kInputs; ++j) {
         if (!exists) continue;
-        Vector<S, kWidth> late{};
-        Access::template Load<false>(Input(j, row), k, Access::columns_, &late);
+        Vector<S, kWidth> input{};
+        Load<false>(Input(j, row), k, columns_, &input);
         T unpacked[kWidth];
-        Unpack(late, unpacked);
+        Unpack(input, unpacked);
 #pragma unroll
         for (int i = 0; i < kWidth; ++i) values[k][i][j] = unpacked[i];
       }
@@ -200,14 +654,14 @@ class ResidentRows : ResidentValues<Traits> {
 #pragma unroll
         for (int o = 0; o < F::kRowOutputs; ++o) out[o][i] = result[o];
         if constexpr (kSums > 0) {
-          if (exists) sums_.Add(k, i, functor.ColumnTerm(values[k][i]));
+          if (exists) AddToSums(k, i, functor.ColumnTerm(values[k][i]));
         }
       }
 #pragma unroll
       for (int o = 0; o < F::kRowOutputs; ++o) {
         if (!IsWrittenLast(o)) continue;
         if constexpr (kDirect) {
-          if (exists && Asks(k)) Access::template Store<kPlain>(Pack<S>(out[o]), Output(o, row), k);
+          if (exists && NeedsAccess(k)) Store<kUnchecked>(Pack<S>(out[o]), Output(o, row), k);
         } else {
           results[o][k] = Pack<S>(out[o]);
         }
@@ -215,31 +669,74 @@ class ResidentRows : ResidentValues<Traits> {
     }
   }
 
+  // ---------------------------------------------------------------------------------- column sums
+
+  // Adds the terms of the i-th element of the k-th vector to its columns' sums.
+  template <class Term>
+  __device__ __forceinline__ void AddToSums(int k, int i, const Term& term) {
+#pragma unroll
+    for (int s = 0; s < kSums; ++s) sums_[s][k][i] = Unwrap(WithTerm(T(sums_[s][k][i]), term, s));
+  }
+
+  // Writes partials[sum][block][column]. The groups of a block first add theirs up, one after the
+  // other.
+  __device__ __forceinline__ void WriteSums(Sum* partials) const {
+    const std::int64_t columns = arguments_.rows.columns;
+    if constexpr (kLanes > 0) {
+      __shared__ Sum shared[kSums][kLanes * kVectors * kWidth];
+      for (int g = 0; g < kGroups; ++g) {
+        if (g == group_) PutSums(g > 0, [&](int s, int column) { return &shared[s][column]; });
+        __syncthreads();
+      }
+      for (int s = 0; s < kSums; ++s)
+        for (int c = threadIdx.x; c < columns; c += kGroupThreads)
+          partials[(s * gridDim.x + blockIdx.x) * columns + c] = shared[s][c];
+    } else {
+      PutSums(false, [&](int s, int column) {
+        return &partials[(s * gridDim.x + blockIdx.x) * columns + column];
+      });
+    }
+  }
+
+  template <class Place>
+  __device__ __forceinline__ void PutSums(bool to_others, const Place& place) const {
+#pragma unroll
+    for (int s = 0; s < kSums; ++s)
+#pragma unroll
+      for (int k = 0; k < kVectors; ++k)
+#pragma unroll
+        for (int i = 0; i < kWidth; ++i) {
+          if (Remaining(k) <= i) continue;
+          Sum* const sum = place(s, Column(k) + i);
+          *sum = to_others ? *sum + sums_[s][k][i] : sums_[s][k][i];
+        }
+  }
+
+  static constexpr int kChains = std::min(kWidth, 4);
+  static constexpr int kWholeRemaining = kDirect ? (kWidth - 1) * kLaneStride : 2 * kWidth - 1;
+
+  const Arguments<F, S, W>& arguments_;
+  const Reads& reads_;
+  const int columns_, lanes_, lane_, group_;
+  // All threads of the warp have whole vectors; behind those of a realigned row lies another one.
+  const bool whole_;
+  unsigned char* const shared_;
+  ColumnVectors resident_columns_[kVectors] = {};
+  BlockStorage<T>* storage_;
+  int storage_index_ = 0;
   const F& functor_;
-  ResidentColumnSums<Traits> sums_;
+  Sum sums_[kSums + 1][kVectors][kWidth] = {};
 };
 
-// Addresses that depend on a table's ids or on a batch's entry take more registers. With kLatency
-// a block of kLatencyThreads leaves no more.
 template <class Traits>
-constexpr int kRegisterLimit =
-    ResidentRegisters(sizeof(typename Traits::S), Traits::F::kColumnSums > 0,
-                      kEarlyInputs<typename Traits::F>,
-                      kColumnInputs<typename Traits::F> > 0 ? sizeof(typename Traits::W) : 0,
-                      Traits::kLanes, Traits::kVectors, Traits::kTuning, Traits::kAccess) +
-    ((Traits::F::kGathers || Traits::F::kColumnsOfBatch) && Traits::kTuning != Tuning::kLatency
-         ? 16
-         : 0);
-
-template <class Traits>
-__global__ void __maxnreg__(kRegisterLimit<Traits>)
+__global__ void __maxnreg__(Traits::kRegisters)
     ResidentKernel(typename Traits::F functor,
                    Arguments<typename Traits::F, typename Traits::S, typename Traits::W> arguments,
                    Reads reads, Compute<typename Traits::S>* partials) {
   extern __shared__ __align__(128) unsigned char memory[];
   WaitForPreviousKernel();
   ResidentRows<Traits> rows(functor, arguments, reads, memory);
-  if constexpr (Traits::F::kColumnSums > 0) {
+  if constexpr (Traits::F::kColumnReductions > 0) {
     rows.RunAndSum(partials);
   } else {
     rows.RunOnce();

@@ -52,6 +52,6 @@ def test_nothing_is_printed_unasked() -> None:
 def test_kernels_and_their_reasons() -> None:
     text = "\n".join(traced(TORCH.replace("DEVICE", "'cuda'")))
     assert "gelu(x: float32[2, 767], approximate=tanh) on CUDA device 0" in text
-    assert "strides: each element finds its operands" in text and "StridedKernel<" in text
+    assert "not one aligned sequence: element by element" in text and "StridedKernel<" in text
     assert "2 rows of 768 columns: a block takes a row, aligned vectors" in text and "ResidentKernel<" in text
     assert "blocks of" in text and "threads" in text

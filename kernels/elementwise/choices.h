@@ -1,10 +1,9 @@
-// How the elementwise loops and kernels treat single functors. Functors that are not named here
-// have the defaults. docs/tuning.md has the measurements (sm_90).
+// The numbers by which the elementwise skeleton chooses a CUDA kernel (choose.h), those of sm_90,
+// and how its loops and kernels treat single functors. docs/tuning.md has the measurements.
 #pragma once
 
+#include <cstdint>
 #include <type_traits>
-
-#include "twinop/math/math.h"
 
 namespace twinop {
 
@@ -31,6 +30,22 @@ struct Power;
 
 namespace twinop::elementwise {
 
+inline constexpr int kThreads = 128;  // of a block
+
+// Vectors of a thread. One of each thread fills the machine; more of them pay only where the output
+// stays in L2.
+inline constexpr int kLoads = 1;
+inline constexpr int kCachedLoads = 4;
+
+// Elements of a thread where there are no vectors. Where each input would take two loads a vector,
+// single elements of 4 bytes are as good; those of 2 bytes never are.
+constexpr int LoneElements(int bytes) { return bytes == 4 ? 4 : 2; }
+
+// Registers of a thread whose operands have strides, where they are few: 32 are enough, unless the
+// functor asks for more.
+inline constexpr int kStridedRegisters = 32;
+
+// Functors that are not named below have the defaults.
 struct FunctorTuning {
   // Vectors of a thread where tensors are large. With one, the memory waits for long arithmetic.
   int loads = 1;
@@ -76,21 +91,5 @@ inline constexpr FunctorTuning kTuning<Power<T>>{2,
                                                  : std::is_floating_point_v<T> ? 32
                                                                                : 40,
                                                  false, sizeof(T) == 8};
-
-// On CUDA: a functor of one result that needs special cases for few values. `Holds` is false for
-// values that need them. `Try` returns the `value` without special cases and whether it is `plain`
-// after all.
-template <class F>
-struct PlainCase {
-  static constexpr bool kExists = false;
-};
-#if defined(__CUDACC__)
-template <class T>
-struct PlainCase<Power<T>> {
-  static constexpr bool kExists = sizeof(T) < sizeof(double);
-  __device__ __forceinline__ static bool Holds(T a, T) { return IsPlainBase(a); }
-  __device__ __forceinline__ static auto Try(T a, T b) { return TryPlainPow(a, b); }
-};
-#endif
 
 }  // namespace twinop::elementwise

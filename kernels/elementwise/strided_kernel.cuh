@@ -1,4 +1,4 @@
-// Elementwise ops on CUDA whose tensors are not one flat sequence. A thread takes a 16-byte vector
+// The elementwise kernel of tensors that are not one flat sequence. A thread takes a 16-byte vector
 // of the output and loads its operands as their strides allow. Elements are counted in 32 bits, and
 // a larger call becomes several launches; offsets have 64 bits.
 #pragma once
@@ -7,13 +7,14 @@
 #include <cstdint>
 #include <utility>
 
-#include "twinop/elementwise/cuda.cuh"
-#include "twinop/elementwise/launch_settings.h"
+#include "twinop/elementwise/flat_kernel.cuh"
 #include "twinop/elementwise/strided.h"
-#include "twinop/primitives/launch.cuh"
-#include "twinop/primitives/vector.cuh"
 
 namespace twinop::elementwise {
+
+// Elements of one launch: half of what a Divider takes, because the last block may reach behind the
+// end.
+inline constexpr std::int64_t kMaxStridedElements = 1 << 30;
 
 // Division by a number that the host knows: a multiplication and a shift, for dividends below 2^31
 // (T. Granlund and P. Montgomery, Division by invariant integers using multiplication, 1994).
@@ -114,13 +115,13 @@ __device__ __forceinline__ Vector<T, kWidth> Load(const T* data, Access access, 
   return vector;
 }
 
-// The same threads take the same vectors of the output as in ElementwiseKernel
-// (kernels/elementwise/cuda.cuh). Without gathers the kernel needs fewer registers.
-template <class F, class T, int kWidth, bool kGathers, int kThreads, int kLoads, int kOutputs,
-          int kInputs>
-__global__ void __launch_bounds__(kThreads, kOutputs + kInputs <= 3 && sizeof(T) < 8
-                                                ? BlocksOf(kThreads, kStridedRegisters<F>)
-                                                : 0)
+// The same threads take the same vectors of the output as in FlatKernel
+// (flat_kernel.cuh). Without gathers the kernel needs fewer registers.
+template <class F, class T, int kWidth, bool kGathers, int kLoads, int kOutputs, int kInputs>
+__global__ void __launch_bounds__(kThreads,
+                                  kOutputs + kInputs <= 3 && sizeof(T) < 8
+                                      ? BlocksOf(std::max(kStridedRegisters, kTuning<F>.registers))
+                                      : 0)
     StridedKernel(F functor, std::uint32_t count, Outputs<T, kOutputs> out, Inputs<T, kInputs> in,
                   Accesses<kInputs> accesses, Strides<kOutputs + kInputs> strides, Reads reads) {
   using V = Vector<T, kWidth>;
@@ -187,101 +188,6 @@ __global__ void __launch_bounds__(kThreads, kOutputs + kInputs <= 3 && sizeof(T)
       for (int k = 0; k < kOutputs; ++k) out[k][offsets[0][k]] = results[k].values[0];
     }
   }
-}
-
-template <int kWidth, bool kGathers, int kThreads, int kLoads, class F, class T, int kOutputs,
-          int kInputs>
-Status LaunchStridedKernel(const Call& call, const F& functor,
-                           const Layout<kOutputs + kInputs>& layout,
-                           const Outputs<T, kOutputs>& out, const Inputs<T, kInputs>& in,
-                           const Accesses<kInputs>& accesses) {
-  const std::int64_t per_block = std::int64_t{kThreads} * kLoads * kWidth;
-  const std::int64_t blocks = (layout.numel + per_block - 1) / per_block;
-  return LaunchKernel(StridedKernel<F, T, kWidth, kGathers, kThreads, kLoads, kOutputs, kInputs>,
-                      Dependent({blocks, dim3(kThreads)}), call, functor,
-                      static_cast<std::uint32_t>(layout.numel), out, in, accesses,
-                      Strides<kOutputs + kInputs>(layout),
-                      ReadsOf<T>(layout.numel, kOutputs + kInputs));
-}
-
-// Whether a vector of the output is one of the operand, too, and aligned.
-template <int kWidth, class T, int kOperands>
-bool IsVector(const Layout<kOperands>& layout, int operand, const T* data) {
-  const std::int64_t* strides = layout.strides[operand];
-  if (!IsAligned(data, sizeof(T) * kWidth)) return false;
-  if (layout.IsFlat(operand)) return true;
-  bool vector = strides[0] == 1 && layout.sizes[0] % kWidth == 0;
-  for (int d = 1; d < layout.rank; ++d) vector = vector && strides[d] % kWidth == 0;
-  return vector;
-}
-
-template <class F, class T, int kOutputs, int kInputs>
-Status LaunchLayout(const Call& call, const F& functor, Layout<kOutputs + kInputs> layout,
-                    const Outputs<T, kOutputs>& out, const Inputs<T, kInputs>& in) {
-  constexpr int kWidth = kVectorBytes / sizeof(T);
-  if (layout.numel > kMaxStridedElements) {  // halve the outermost dimension
-    while (layout.sizes[layout.rank - 1] == 1) --layout.rank;
-    const int d = layout.rank - 1;
-    const std::int64_t size = layout.sizes[d];
-    std::int64_t half = size / 2;
-    if (d == 0) half -= half % kWidth;  // both halves stay aligned
-    Outputs<T, kOutputs> back_out = out;
-    Inputs<T, kInputs> back_in = in;
-    for (int k = 0; k < kOutputs; ++k) back_out.pointers[k] += half * layout.strides[k][d];
-    for (int k = 0; k < kInputs; ++k) back_in.pointers[k] += half * layout.strides[kOutputs + k][d];
-    Layout<kOutputs + kInputs> back = layout;
-    layout.sizes[d] = half;
-    layout.numel = layout.numel / size * half;
-    back.sizes[d] -= half;
-    back.numel -= layout.numel;
-    TWINOP_RETURN_IF_ERROR(LaunchLayout(call, functor, layout, out, in));
-    return LaunchLayout(call, functor, back, back_out, back_in);
-  }
-  bool vectors = true;
-  for (int k = 0; k < kOutputs; ++k) vectors = vectors && IsVector<kWidth>(layout, k, out[k]);
-  const bool whole_rows = layout.sizes[0] % kWidth == 0;
-  bool gathers = false;
-  int shifted = 0;
-  Accesses<kInputs> accesses;
-  for (int k = 0; k < kInputs; ++k) {
-    const int operand = kOutputs + k;
-    Access& access = accesses.values[k];
-    if (IsVector<kWidth>(layout, operand, in[k])) {
-      access = Access::kVector;
-    } else if (layout.IsScalar(operand) || (whole_rows && layout.strides[operand][0] == 0)) {
-      access = Access::kScalar;
-    } else {
-      access = layout.strides[operand][0] == 1 ? Access::kShifted : Access::kGather;
-      shifted += access == Access::kShifted;
-      gathers = true;
-    }
-  }
-  // A vector that is gathered may lie in two rows, but not in three.
-  const bool elements =
-      !vectors || (gathers && layout.sizes[0] < kWidth) || (sizeof(T) == 4 && shifted == kInputs);
-  if constexpr (sizeof(T) < 8) {
-    if (!elements) {
-      // One input alone has few enough registers for both.
-      if (gathers || kInputs == 1)
-        return LaunchStridedKernel<kWidth, true, kStridedThreads, kStridedLoads>(
-            call, functor, layout, out, in, accesses);
-      if constexpr (kInputs > 1)
-        return LaunchStridedKernel<kWidth, false, kStridedThreads, kStridedLoads>(
-            call, functor, layout, out, in, accesses);
-    }
-  }
-  return LaunchStridedKernel<1, false, kStridedThreads, kStridedElements<T>>(call, functor, layout,
-                                                                             out, in, accesses);
-}
-
-template <class F, class T, int kOutputs, int kInputs>
-Status LaunchStrided(const Call& call, const F& functor, const Outputs<T, kOutputs>& out,
-                     const Inputs<T, kInputs>& in) {
-  const auto layout = MakeLayout<kOutputs, kInputs>(call);
-  // Tensors that have strides may still be flat: a range of whole rows, for example.
-  if (layout.IsFlat() && AreAligned(in) && AreAligned(out))
-    return LaunchFlat(call, functor, out, in);
-  return LaunchLayout(call, functor, layout, out, in);
 }
 
 }  // namespace twinop::elementwise
