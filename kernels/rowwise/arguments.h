@@ -111,6 +111,18 @@ Arguments<F, S, W> MakeArguments(const CallOf<Op>& call, const Rows& rows) {
   return arguments;
 }
 
+// Whether the record has 16-bit rows with column inputs of float32.
+template <class F, class Op>
+constexpr bool HasFloatColumns() {
+  for (std::size_t i = 0; i < Op::kRecord.CombinationCount(); ++i) {
+    const auto& types = Op::kRecord.input_types[i];
+    if (kColumnInputs<F> > 0 && Info(types[kRowIndices<F, Op>[0]]).size == 2 &&
+        types[kColumnIndices<F, Op>[0]] == DType::kFloat32)
+      return true;
+  }
+  return false;
+}
+
 // Calls body(functor, Arguments) for the call's types. Column inputs have the type of the rows or,
 // if the rows have 16-bit types, float32.
 template <template <class> class F, class Op, class Body>
@@ -120,7 +132,7 @@ template <template <class> class F, class Op, class Body>
     using Functor = F<ElementCompute<S>>;
     const Rows rows = RowsOf<Functor>(call);
     const auto functor = MakeFunctor<Functor>(call, rows);
-    if constexpr (sizeof(S) == 2 && kColumnInputs<Functor> > 0) {
+    if constexpr (sizeof(S) == 2 && HasFloatColumns<Functor, Op>()) {
       for (int i = 0; i < kColumnInputs<Functor>; ++i) {
         const Tensor& column = call.inputs[kColumnIndices<Functor, Op>[i]];
         if (column.present && column.dtype == DType::kFloat32)

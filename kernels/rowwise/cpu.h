@@ -24,9 +24,12 @@ inline constexpr std::int64_t kMinInterleavedRows = 16;
 // Below this number of elements, a second thread costs more than it saves (elementwise/cpu.h).
 inline constexpr std::int64_t kGrainElements = 1 << 15;
 
-// Whether the values of a row are buffered. This pays only if they cost more than a read.
+// Whether the values of a row are buffered. This pays only if they cost more than a read. (A
+// bfloat16 number is widened by a shift. Two wide rows and the sums of their columns would not stay
+// in the first-level cache.)
 template <class F, class S>
-inline constexpr bool kBuffersRows = F::kReplacesValues || sizeof(S) == 2;
+inline constexpr bool kBuffersRows =
+    F::kReplacesValues || std::is_same_v<S, Half> || (sizeof(S) == 2 && F::kColumnReductions > 0);
 
 // ---------------------------------------------------------------------------------- many rows
 
@@ -34,23 +37,20 @@ inline constexpr bool kBuffersRows = F::kReplacesValues || sizeof(S) == 2;
 // one at a time.
 inline bool UsesInterleavedRows(const Rows& rows) { return rows.inner >= kMinInterleavedRows; }
 
-// Where the values of a row are buffered.
-enum class RowBuffer { kNone, kStack, kOutput };
-
-// If the output has the compute type, its own memory is the buffer. A separate buffer would occupy
-// more of the cache.
+// Whether the output has the compute type, so that its own memory is the buffer. A separate buffer
+// would occupy more of the cache.
 template <class F, class S, class W>
-TWINOP_INLINE RowBuffer ChooseBuffer(const Arguments<F, S, W>& arguments) {
-  using T = Compute<S>;
+TWINOP_INLINE bool BuffersInOutput(const Arguments<F, S, W>& arguments) {
+  return std::is_same_v<S, Compute<S>> && kEarlyInputs<F> == 1 && arguments.rows.inner == 1 &&
+         arguments.outputs[0] != nullptr;
+}
+
+template <class F, class S, class W>
+TWINOP_INLINE bool FitsBuffer(const Arguments<F, S, W>& arguments) {
   const Rows& rows = arguments.rows;
-  if (!kBuffersRows<F, S>) return RowBuffer::kNone;
-  if (std::is_same_v<S, T> && kEarlyInputs<F> == 1 && rows.inner == 1 &&
-      arguments.outputs[0] != nullptr)
-    return RowBuffer::kOutput;
   const std::int64_t elements = rows.columns * kEarlyInputs<F> *
                                 (UsesInterleavedRows(rows) ? std::min(kLanes, rows.inner) : 1);
-  const auto bytes = elements * static_cast<std::int64_t>(sizeof(T));
-  return bytes <= kBufferBytes ? RowBuffer::kStack : RowBuffer::kNone;
+  return elements * static_cast<std::int64_t>(sizeof(Compute<S>)) <= kBufferBytes;
 }
 
 // The number of units of work. A unit is one row, or up to kLanes interleaved rows.
@@ -59,19 +59,17 @@ inline std::int64_t UnitCount(const Rows& rows) {
   return rows.count / rows.inner * ((rows.inner + kLanes - 1) / kLanes);
 }
 
-template <RowBuffer kBuffer, class F, class S, class W>
+template <bool kBuffered, class F, class S, class W>
 TWINOP_INLINE void RunUnits(const F& initial, const Arguments<F, S, W>& arguments,
                             std::int64_t begin, std::int64_t end, Compute<S>* sums) {
   using AllPhases = std::make_integer_sequence<int, kPhases<F>>;
   using Worker = RowWorker<F, S, W>;
-  constexpr bool kBuffered = kBuffer != RowBuffer::kNone;
-  alignas(64) Compute<S>
-      buffer[kBuffer == RowBuffer::kStack ? kBufferBytes / sizeof(Compute<S>) : 1];
+  alignas(64) Compute<S> buffer[kBuffered ? kBufferBytes / sizeof(Compute<S>) : 1];
   StagingBuffers<F, S, W> staging;
-  Worker worker(initial, arguments, sums, kBuffer == RowBuffer::kStack ? buffer : nullptr, staging,
-                end);
+  Worker worker(initial, arguments, sums,
+                kBuffered && !BuffersInOutput(arguments) ? buffer : nullptr, staging, end);
   const Rows& rows = arguments.rows;
-  if constexpr (Worker::kSupportsInterleaved && kBuffer != RowBuffer::kOutput) {
+  if constexpr (Worker::kSupportsInterleaved) {
     if (UsesInterleavedRows(rows)) {
       const std::int64_t chunks = (rows.inner + kLanes - 1) / kLanes;
       for (std::int64_t unit = begin; unit < end; ++unit) {
@@ -91,14 +89,10 @@ template <class F, class S, class W>
 TWINOP_INLINE void RunRows(const F& initial, const Arguments<F, S, W>& arguments,
                            std::int64_t begin, std::int64_t end, Compute<S>* sums) {
   if constexpr (kBuffersRows<F, S>) {
-    const RowBuffer buffer = ChooseBuffer(arguments);
-    if (buffer == RowBuffer::kStack)
-      return RunUnits<RowBuffer::kStack>(initial, arguments, begin, end, sums);
-    if constexpr (std::is_same_v<S, Compute<S>>)
-      if (buffer == RowBuffer::kOutput)
-        return RunUnits<RowBuffer::kOutput>(initial, arguments, begin, end, sums);
+    if (BuffersInOutput(arguments) || FitsBuffer(arguments))
+      return RunUnits<true>(initial, arguments, begin, end, sums);
   }
-  RunUnits<RowBuffer::kNone>(initial, arguments, begin, end, sums);
+  RunUnits<false>(initial, arguments, begin, end, sums);
 }
 
 // The loops over rows, compiled once for each instruction set.
