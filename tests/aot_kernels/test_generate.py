@@ -90,7 +90,7 @@ def test_names_and_texts_of_all_kinds(library_of: LibraryOf, in_process: InProce
     )
     variant = Variant((), ((0, POINTER), (1, "i64"), (2, "i64"), (3, "i64")), 0)
     text = 'k.py:9: \\ "quoted"\n\té\x01?'
-    plans = (
+    plans: tuple[Plan[Launch], ...] = (
         Plan(0, (1,), (Launch((ONE, ONE, ONE), arguments, (variant,)),), (text_is(2, text),)),
         Plan(0, (1,), (Refuse(text),)),
     )

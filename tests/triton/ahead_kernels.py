@@ -6,9 +6,9 @@ import triton
 import triton.language as tl
 
 from twinop.aot_kernels.expression import Expression, constant, size
-from twinop.aot_kernels.plan import Pointer, Scalar
+from twinop.aot_kernels.plan import Plan, Pointer, Scalar
 from twinop.triton.intercept import label_of
-from twinop.triton.traced import Argument, TracedLaunch, TracedPlan
+from twinop.triton.traced import Argument, TracedLaunch
 
 ONE = constant(1)
 
@@ -182,5 +182,5 @@ def gelu_launch(dtype: str = "float32") -> TracedLaunch:
     )
 
 
-def plan_of(*launches: TracedLaunch) -> TracedPlan:
-    return TracedPlan(0, (2,), (), (), launches)
+def plan_of(*launches: TracedLaunch) -> Plan[TracedLaunch]:
+    return Plan(0, (2,), launches)

@@ -9,10 +9,10 @@ import triton
 import triton.language as tl
 from triton.runtime.jit import JITFunction
 
-from twinop.aot_kernels.plan import Fill, Pointer, Refuse, Scalar
+from twinop.aot_kernels.plan import Fill, Plan, Pointer, Refuse, Scalar
 from twinop.record import Attribute, Input, Record
 from twinop.triton.trace import SAMPLE_SIZES
-from twinop.triton.traced import TracedLaunch, TracedOp, TracedPlan
+from twinop.triton.traced import TracedLaunch, TracedOp
 
 
 def record(
@@ -183,7 +183,7 @@ def direct(launcher: Callable[..., Any], shapes: Sequence[Sequence[int]], **attr
 
 
 def chosen(op: TracedOp, shapes: Sequence[Sequence[int]], *attributes: Any, arch: int = 90) -> Any:
-    """Returns the only plan (a TracedPlan) of the first dtypes that fits a call."""
+    """Returns the only plan of the first dtypes that fits a call."""
     ranks = tuple(map(len, shapes))
     fitting = [
         plan
@@ -196,7 +196,7 @@ def chosen(op: TracedOp, shapes: Sequence[Sequence[int]], *attributes: Any, arch
     return fitting[0]
 
 
-def evaluated(plan: TracedPlan, shapes: Sequence[Sequence[int]], *attributes: Any) -> list[Any]:
+def evaluated(plan: Plan[TracedLaunch], shapes: Sequence[Sequence[int]], *attributes: Any) -> list[Any]:
     """Returns the launches of a plan for a call as `direct` does."""
     launches = []
     for step in plan.steps:

@@ -28,12 +28,12 @@ from ahead_kernels import (
 )
 
 from twinop.aot_kernels.expression import constant, size
-from twinop.aot_kernels.plan import Fill, Launch, Limit, Pointer
+from twinop.aot_kernels.plan import Fill, Launch, Limit, Plan, Pointer
 from twinop.errors import BuildError
 from twinop.triton.compile import Compiled, compile_kernels
 from twinop.triton.intercept import label_of
 from twinop.triton.launches import compile_plans
-from twinop.triton.traced import TracedLaunch, TracedPlan
+from twinop.triton.traced import TracedLaunch
 from twinop.triton.variants import variants
 
 
@@ -84,12 +84,6 @@ def test_what_was_compiled_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     assert isinstance(other, Compiled) and [image.is_ptx for image in other.kernel.images] == [False, True]
 
 
-def test_the_environment_is_left_as_it_was() -> None:
-    before = (triton.knobs.cache.dir, triton.knobs.compilation.disable_line_info)
-    compile_kernels([variants(gelu_launch())[0].source], (80,), ptx=False)
-    assert (triton.knobs.cache.dir, triton.knobs.compilation.disable_line_info) == before
-
-
 def test_architectures_without_portable_ptx_get_that_of_89() -> None:
     _, (kernel, *_) = compile_plans([plan_of(gelu_launch())], (90,))
     assert [(image.arch, image.is_ptx) for image in kernel.images] == [("90a", False), ("89", True)]
@@ -109,7 +103,7 @@ def test_what_older_gpus_cannot_run_has_no_ptx(kernel: Any, options: dict[str, A
 
 def test_plans_keep_their_other_steps_and_share_kernels() -> None:
     fill = Fill(Pointer("temporary", 0), constant(4))
-    traced = TracedPlan(1, (2, None), (size(0, 0),), (constant(4),), (fill, gelu_launch(), gelu_launch()))
+    traced = Plan(1, (2, None), (fill, gelu_launch(), gelu_launch()), (size(0, 0),), (constant(4),))
     (first, second), kernels = compile_plans([traced, plan_of(gelu_launch())], (80,), ptx=False)
     assert (first.combination, first.ranks, first.guards, first.temporaries) == (
         1,

@@ -33,26 +33,6 @@ INTS = (
 )
 
 
-@pytest.mark.parametrize("alignment", [1, 2, 4, 8, 12, 16, 32])
-@pytest.mark.parametrize("odd_pointer", [0, 1, 2])
-def test_every_choice_assumes_what_is_true(alignment: int, odd_pointer: int) -> None:
-    launch = launch_of(
-        add_kernel,
-        *(pointer(name, "input", index) for index, name in enumerate(("x_ptr", "y_ptr", "out_ptr"))),
-        number("n", size(0, 0)),
-        BLOCK=1024,
-    )
-    found = variants(launch)
-    for n in (1, *INTS):
-        values: list[Any] = [Address(256, "float32")] * 3
-        values[odd_pointer] = Address(256 + alignment, "float32")
-        variant = chosen_variant(found, [*values, n])
-        true = of_triton(launch, [*values, n])
-        assert is_sound(assumed_by(launch, variant), true)
-        if alignment % 16 == 0 and 1 < n < 2**31:  # the main case: the very kernel of Triton's launcher
-            assert assumed_by(launch, variant) == true
-
-
 def test_two_ints_in_all_their_kinds() -> None:
     launch = launch_of(
         copy_rows_kernel,

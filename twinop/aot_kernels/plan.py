@@ -1,6 +1,7 @@
 """Which kernels an op launches for which call, and the kernels. `generate.py` writes it as C++."""
 
 from dataclasses import dataclass, field
+from typing import Generic, TypeVar
 
 from ..record import Record
 from .expression import Expression, constant
@@ -87,6 +88,9 @@ class Launch:
     block: tuple[Expression, Expression, Expression] | None = None
 
 
+AnyLaunch = TypeVar("AnyLaunch")
+
+
 @dataclass(frozen=True)
 class Fill:
     """Sets bytes to a value."""
@@ -116,20 +120,20 @@ class Limit:
 
 
 @dataclass(frozen=True)
-class Plan:
+class Plan(Generic[AnyLaunch]):
     """What a call does. The first plan of the op that fits the call is taken.
 
     Attributes:
         combination: the index in the record's dtype combinations.
         ranks: of the inputs in the schema's order; None for an absent one.
-        steps: run in order.
+        steps: run in order; a trace has launches whose kernels are not compiled yet.
         guards: expressions that all have another value than 0.
         temporaries: the bytes of each temporary tensor; all live during the whole call.
     """
 
     combination: int
     ranks: tuple[int | None, ...]
-    steps: tuple[Launch | Fill | Refuse, ...]
+    steps: tuple[AnyLaunch | Fill | Refuse, ...]
     guards: tuple[Expression, ...] = ()
     temporaries: tuple[Expression, ...] = ()
     limits: tuple[Limit, ...] = ()
@@ -193,7 +197,7 @@ class DeviceOp:
     """An op, its plans and its bodies."""
 
     record: Record
-    plans: tuple[Plan, ...]
+    plans: tuple[Plan[Launch], ...]
     bodies: tuple[Body, ...] = ()
 
 

@@ -9,7 +9,7 @@ from ..aot_kernels.expression import Expression
 from ..aot_kernels.plan import Kernel, Launch, Limit, Plan, Pointer, Variant
 from ..errors import BuildError
 from .compile import Compiled, Source, compile_kernels
-from .traced import TracedLaunch, TracedPlan
+from .traced import TracedLaunch
 from .ttir import kernel_uses
 from .variants import SourceVariant, narrow_variant, variants
 
@@ -26,8 +26,8 @@ _REFUSED = {
 
 
 def compile_plans(
-    plans: Sequence[TracedPlan], archs: Sequence[int], *, ptx: bool = True
-) -> tuple[list[Plan], list[Kernel]]:
+    plans: Sequence[Plan[TracedLaunch]], archs: Sequence[int], *, ptx: bool = True
+) -> tuple[list[Plan[Launch]], list[Kernel]]:
     """Compiles the kernels of plans.
 
     A kernel in another language has a method `compile_launch(launch, archs, ptx)`, which returns the

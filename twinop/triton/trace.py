@@ -12,7 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from ..aot_kernels.expression import Expression, attribute, text_is
 from ..aot_kernels.nvrtc import cuda_launches
-from ..aot_kernels.plan import Refuse
+from ..aot_kernels.plan import Plan, Refuse
 from ..errors import BuildError
 from ..record import Attribute, Record, entries
 from ..shapes import evaluate
@@ -21,7 +21,7 @@ from .intercept import Choose, Indexing, first_configuration, functions_of_symbo
 from .outputs import with_dtypes, with_shapes
 from .recorder import Output, Recorder
 from .symbols import Call, Decision, OtherBranch, Symbols, guards
-from .traced import TracedOp, TracedPlan
+from .traced import TracedLaunch, TracedOp
 
 HIGHEST_RANK = 6
 
@@ -63,7 +63,7 @@ def trace(
     """
     if torch.cuda.is_available():
         torch.cuda.init()  # the first fake tensor does it otherwise, and finds a symbolic compute capability
-    plans: list[TracedPlan] = []
+    plans: list[Plan[TracedLaunch]] = []
     notes: dict[str, None] = {}  # without repetitions
     outputs: dict[Ranks, list[_Outputs]] = {}
     for combination in range(len(record.combinations)):
@@ -157,10 +157,10 @@ class _Tracer:
                     notes[f"{decision.text}: refused where this {answer}, as no sample does"] = None
         return found
 
-    def plan(self, path: _Path) -> TracedPlan:
+    def plan(self, path: _Path) -> Plan[TracedLaunch]:
         """Returns the plan of a path."""
         conditions = (*self._enumerated(path.call), *guards(path.decisions))
-        return TracedPlan(self.combination, _ranks(path.call), conditions, path.temporaries, path.steps)
+        return Plan(self.combination, _ranks(path.call), path.steps, conditions, path.temporaries)
 
     def _enumerated(self, call: Call) -> tuple[Expression, ...]:
         return tuple(

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ..aot_kernels.expression import Expression
-from ..aot_kernels.plan import Fill, Pointer, Refuse, Scalar
+from ..aot_kernels.plan import Plan, Pointer, Scalar
 from ..record import Record
 
 
@@ -53,17 +53,6 @@ class TracedLaunch:
 
 
 @dataclass(frozen=True)
-class TracedPlan:
-    """What a call does, as `plan.Plan`, with launches whose kernels are not compiled yet."""
-
-    combination: int
-    ranks: tuple[int | None, ...]
-    guards: tuple[Expression, ...]
-    temporaries: tuple[Expression, ...]
-    steps: tuple[TracedLaunch | Fill | Refuse, ...]
-
-
-@dataclass(frozen=True)
 class TracedOp:
     """An op whose launcher was traced.
 
@@ -73,5 +62,5 @@ class TracedOp:
     """
 
     record: Record
-    plans: tuple[TracedPlan, ...]
+    plans: tuple[Plan[TracedLaunch], ...]
     notes: tuple[str, ...] = ()
