@@ -1,4 +1,4 @@
-"""x * x with a kernel that numba compiles: writes the C++ source of the op, with the kernel as PTX.
+"""x * x with a kernel that numba compiles: writes the C++ source of the op, with the kernel's machine code.
 
     python generate.py build/numba_square.generated.cpp
 
@@ -10,6 +10,7 @@ import re
 import sys
 from pathlib import Path
 
+from cuda.bindings import nvjitlink
 from numba import cuda, types
 
 from twinop.aot_kernels.expression import constant, size
@@ -28,7 +29,7 @@ from twinop.aot_kernels.plan import (
 )
 from twinop.schema_text import record_of
 
-THREADS, ARCH = 256, 80
+THREADS, ARCHS = 256, (80, 90)
 
 
 def square(x, y, n):
@@ -37,15 +38,20 @@ def square(x, y, n):
         y[i] = x[i] * x[i]
 
 
-def compiled() -> Kernel:
+def compiled(arch: int) -> Image:
     pointer = types.CPointer(types.float32)
     signature = types.void(pointer, pointer, types.int64)
-    cc = divmod(ARCH, 10)
+    cc = divmod(arch, 10)
     ptx, _ = cuda.compile(square, signature, device=False, abi="numba", cc=cc, output="ptx")
+    # numba's own name for the kernel counts its compilations.
     (name,) = re.findall(r"\.visible \.entry (\w+)\(", ptx)
-    return Kernel(
-        name, "square, generate.py", (Image(str(ARCH), ptx.encode(), is_ptx=True, threads=THREADS),)
-    )
+    text = ptx.replace(name, "square").encode()
+    linker = nvjitlink.create(1, [f"-arch=sm_{arch}"])
+    nvjitlink.add_data(linker, nvjitlink.InputType.PTX, text, len(text), "square")
+    nvjitlink.complete(linker)
+    code = bytearray(nvjitlink.get_linked_cubin_size(linker))
+    nvjitlink.get_linked_cubin(linker, code)
+    return Image(str(arch), bytes(code), threads=THREADS)
 
 
 def plan(rank: int) -> Plan:
@@ -61,4 +67,6 @@ def plan(rank: int) -> Plan:
 
 record = record_of("numba_square(Tensor x) -> Tensor", "numba_square", dtypes="float32")
 op = DeviceOp(record, tuple(plan(rank) for rank in range(1, 5)))
-generate(Contents("numba_square", (op,), (compiled(),), f"{ARCH}-virtual"), Path(sys.argv[1]))
+kernel = Kernel("square", "square, generate.py", tuple(map(compiled, ARCHS)))
+archs = ",".join(f"{arch}-real" for arch in ARCHS)
+generate(Contents("numba_square", (op,), (kernel,), archs), Path(sys.argv[1]))

@@ -80,7 +80,7 @@ def test_the_example_of_numba(tmp_path: Path) -> None:
         f"-DPython3_EXECUTABLE={sys.executable}",
     )
     library = read_library(path)
-    assert library.records["numba_square"].devices == ("cuda",) and library.cuda_archs == "80-virtual"
+    assert library.records["numba_square"].devices == ("cuda",) and library.cuda_archs == "80-real,90-real"
     if torch.cuda.is_available():
         x = torch.randn(3, 1000, device="cuda")
         assert torch.equal(torch_op.load(path).functions["numba_square"](x), x * x)
