@@ -1,5 +1,5 @@
 # What registers an op.
-set(TWINOP_MACROS "TWINOP_(OP|CPU_OP|CUDA_OP|BODY_OP|ELEMENTWISE|ROWWISE|UNARY)[ \t]*\\(")
+set(TWINOP_MACROS "TWINOP_(OP|CPU_OP|CUDA_OP|ELEMENTWISE|ROWWISE|UNARY)[ \t]*\\(")
 
 # twinop_add_op(relu kernels/ops/relu.h)
 #

@@ -29,7 +29,7 @@ Status LaunchAttentionPacked(const CallOf<Op>& call) {
 #endif
 
 // clang-format off
-TWINOP_BODY_OP(attention_packed,
+TWINOP_CUDA_OP(attention_packed,
           Record("attention_packed(Tensor qkv, Tensor? bias=None, int heads=1, float scale=0.0, "
                  "bool causal=False) -> Tensor")
               .shapes("y = [qkv[0], qkv[1], qkv[2] // 3]")

@@ -28,7 +28,7 @@ Status LaunchLinearSwiglu(const CallOf<Op>& call) {
 #endif
 
 // clang-format off
-TWINOP_BODY_OP(linear,
+TWINOP_CUDA_OP(linear,
                Record("linear(Tensor x, Tensor weight, Tensor? bias=None, Tensor? residual=None, "
                       "str activation=\"none\", str layout=\"nk\") -> Tensor")
                    .shapes("y = x[:-1] + [weight[1] if layout == \"kn\" else weight[0]]")
@@ -42,7 +42,7 @@ TWINOP_BODY_OP(linear,
                    .row_body<linear::Body<Op>>(),
                LaunchLinear)
 
-TWINOP_BODY_OP(linear_swiglu,
+TWINOP_CUDA_OP(linear_swiglu,
                Record("linear_swiglu(Tensor x, Tensor weight, Tensor? bias=None, "
                       "str activation=\"silu\", str layout=\"nk\") -> Tensor")
                    .shapes("y = x[:-1] + [(weight[1] if layout == \"kn\" else weight[0]) // 2]")

@@ -25,10 +25,8 @@
 //             `#if defined(__CUDACC__)`.
 //
 // TWINOP_CPU_OP registers an op without a CUDA kernel, TWINOP_CUDA_OP one without a CPU kernel,
-// whose launcher only nvcc compiles, and TWINOP_BODY_OP one whose record has a row_body or
-// batch_body as well.
-// The macros of kernels/elementwise.h and kernels/rowwise.h derive the launcher from a functor;
-// kernels/kernel.h has what other launchers need.
+// whose launcher only nvcc compiles. The macros of kernels/elementwise.h and kernels/rowwise.h
+// derive the launcher from a functor; kernels/kernel.h has what other launchers need.
 #define TWINOP_RECORD(id, record, is_on_cuda)                                                    \
   namespace id##_op {                                                                            \
     struct Op;                                                                                   \
@@ -57,7 +55,6 @@
     template Status LaunchOnCuda<InThisPart(#id)>(const twinop_call* call);         \
   }
 #define TWINOP_CUDA_OP TWINOP_OP
-#define TWINOP_BODY_OP TWINOP_OP
 #define TWINOP_CPU_OP(id, record, ...)
 #else
 #if defined(TWINOP_WITH_CUDA)
@@ -78,7 +75,6 @@
   TWINOP_RECORD(id, record, true)       \
   TWINOP_LAUNCH_ON_CUDA(id)             \
   TWINOP_ENTRY(id, nullptr, TWINOP_CUDA_LAUNCHER)
-#define TWINOP_BODY_OP TWINOP_CUDA_OP
 #define TWINOP_LAUNCH_ON_CUDA(id)                 \
   namespace id##_op {                             \
     template <bool kHere>                         \
