@@ -13,7 +13,7 @@ from twinop import torch_op
 from twinop.console import err
 from twinop.errors import TwinopError
 from twinop.export.bodies import find_body
-from twinop.record import DOMAIN, Record
+from twinop.op_spec import DOMAIN, OpSpec
 from twinop.shapes import input_shapes as shapes_of_inputs
 from twinop.shapes import output_shapes
 from twinop.testing.samples import make_sample, why_not_derived
@@ -80,7 +80,7 @@ class Case:
         return {name: getattr(self, name) for name in same} | names
 
 
-def family_of(record: Record, entry: Entry) -> str:
+def family_of(record: OpSpec, entry: Entry) -> str:
     """Returns the family of an op: elementwise of one or two inputs, or row-wise.
 
     swiglu counts as row-wise: it is measured on the rows of a feed-forward layer, as its peers expect.
@@ -207,7 +207,7 @@ def _given(case: Case, entry: Entry) -> dict[str, Tensor]:
     return make_sample(record, dtypes, case.shape).tensors()
 
 
-def _attributes(record: Record, entry: Entry) -> dict[str, Any]:
+def _attributes(record: OpSpec, entry: Entry) -> dict[str, Any]:
     return {each.name: each.default for each in record.attributes} | dict(entry.attributes)
 
 

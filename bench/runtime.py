@@ -14,7 +14,7 @@ from onnx import NodeProto, helper
 
 from twinop.dtypes import ELEMENT_TYPES
 from twinop.library import find_library
-from twinop.record import Record
+from twinop.op_spec import OpSpec
 
 from .measurements import BenchError
 from .timing import Run
@@ -54,7 +54,7 @@ def parse_nodes(text: str) -> list[NodeProto]:
     return nodes
 
 
-def custom_node(record: Record, given: Container[str], attributes: Mapping[str, Any]) -> NodeProto:
+def custom_node(record: OpSpec, given: Container[str], attributes: Mapping[str, Any]) -> NodeProto:
     """Returns the node of an op; its inputs and outputs have the names of the record.
 
     Args:

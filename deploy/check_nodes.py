@@ -11,7 +11,7 @@ from twinop.dtypes import dtype_name
 from twinop.errors import RecordError
 from twinop.library import Library
 from twinop.op_schema import ATTRIBUTE_TYPES
-from twinop.record import Attribute, Record
+from twinop.op_spec import Attribute, OpSpec
 
 from .choose_library import Libraries, choose_libraries, library_paths
 from .custom_nodes import Model, ModelSource, load_model
@@ -105,7 +105,7 @@ _FORMER_RELU = "61fa5f81d25b2d12"
 """The schema's hash in models exported up to 0.2, whose CustomRelu nodes have the attribute `variant`."""
 
 
-def _schema_problem(model: Model, library: Library, record: Record) -> Iterator[str]:
+def _schema_problem(model: Model, library: Library, record: OpSpec) -> Iterator[str]:
     expected = model.metadata.get(record.metadata_key, record.schema_hash)
     is_former = _is_relu(record) and expected == _FORMER_RELU
     if expected != record.schema_hash and not is_former:
@@ -117,7 +117,7 @@ def _schema_problem(model: Model, library: Library, record: Record) -> Iterator[
         )
 
 
-def node_problems(node: onnx.NodeProto, types: Mapping[str, int], record: Record) -> Iterator[str]:
+def node_problems(node: onnx.NodeProto, types: Mapping[str, int], record: OpSpec) -> Iterator[str]:
     """Yields a text for each way in which a node's inputs and attributes do not fit the record of its op.
 
     Args:
@@ -142,11 +142,11 @@ def node_problems(node: onnx.NodeProto, types: Mapping[str, int], record: Record
             yield f"attribute {declared.name} ({declared.kind}) is missing and has no default"
 
 
-def _is_relu(record: Record) -> bool:
+def _is_relu(record: OpSpec) -> bool:
     return record.key == "relu"
 
 
-def _input_problems(node: onnx.NodeProto, types: Mapping[str, int], record: Record) -> Iterator[str]:
+def _input_problems(node: onnx.NodeProto, types: Mapping[str, int], record: OpSpec) -> Iterator[str]:
     marks = {(True, False): "?", (False, True): " ..."}
     takes = ", ".join(entry.name + marks.get((entry.optional, entry.repeated), "") for entry in record.inputs)
     names = list(node.input)
@@ -170,7 +170,7 @@ def _input_problems(node: onnx.NodeProto, types: Mapping[str, int], record: Reco
         )
 
 
-def _output_problems(node: onnx.NodeProto, record: Record) -> Iterator[str]:
+def _output_problems(node: onnx.NodeProto, record: OpSpec) -> Iterator[str]:
     required = [name for name in record.outputs if name not in record.optional_outputs]
     given = dict(zip(record.outputs, node.output, strict=False))
     if len(node.output) > len(record.outputs) or not all(given.get(name) for name in required):
@@ -178,7 +178,7 @@ def _output_problems(node: onnx.NodeProto, record: Record) -> Iterator[str]:
         yield f"outputs {', '.join(named) or 'none'}; the node must name all of: {', '.join(required)}"
 
 
-def _attribute_problems(given: Any, declared: Attribute, record: Record) -> Iterator[str]:
+def _attribute_problems(given: Any, declared: Attribute, record: OpSpec) -> Iterator[str]:
     wanted = ATTRIBUTE_TYPES[declared.kind]
     if given.type != wanted:
         name = onnx.AttributeProto.AttributeType.Name

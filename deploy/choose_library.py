@@ -9,7 +9,7 @@ from twinop.errors import ForeignLibraryError, LibraryError, option
 from twinop.find import package_key, places_of, searched
 from twinop.installation import how_to_build
 from twinop.library import Library, library_folders, read_library
-from twinop.record import DOMAIN
+from twinop.op_spec import DOMAIN
 
 from .custom_nodes import Model
 from .errors import ModelError

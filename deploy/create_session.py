@@ -12,7 +12,7 @@ from twinop.errors import LibraryError, TwinopWarning, in_command, option
 from twinop.find import package_key
 from twinop.installation import version_numbers
 from twinop.library import Library
-from twinop.record import DOMAIN
+from twinop.op_spec import DOMAIN
 
 from . import cuda
 from .check_nodes import Libraries, library_paths, require_fit

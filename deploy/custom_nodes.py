@@ -10,7 +10,7 @@ from google.protobuf.message import DecodeError
 from onnx import external_data_helper
 
 from twinop.names import BUILT_IN
-from twinop.record import DOMAIN
+from twinop.op_spec import DOMAIN
 from twinop.regular_file import read_regular
 
 from .errors import ModelError
@@ -43,7 +43,7 @@ class CustomNode:
 
     @property
     def node_type(self) -> tuple[str, str]:
-        """The domain and the type (`Record.node_type`)."""
+        """The domain and the type (`OpSpec.node_type`)."""
         return self.proto.domain, self.proto.op_type
 
 

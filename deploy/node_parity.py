@@ -9,7 +9,7 @@ import numpy as np
 import onnx
 
 from twinop.dtypes import to_array
-from twinop.record import Record
+from twinop.op_spec import OpSpec
 
 from .custom_nodes import ModelSource, is_custom
 
@@ -56,14 +56,14 @@ def observed_model(source: ModelSource) -> onnx.ModelProto:
 
 
 def compare(
-    proto: onnx.ModelProto, values: Mapping[str, Any], records: Mapping[tuple[str, str], Record]
+    proto: onnx.ModelProto, values: Mapping[str, Any], records: Mapping[tuple[str, str], OpSpec]
 ) -> list[Comparison]:
     """Runs each custom node of the main graph in torch, on the inputs that it had in ONNX Runtime.
 
     Args:
         proto: an `observed_model`.
         values: its outputs as torch tensors.
-        records: the libraries' records by `Record.node_type`.
+        records: the libraries' records by `OpSpec.node_type`.
     """
     return [
         comparison
@@ -73,7 +73,7 @@ def compare(
     ]
 
 
-def _compare_node(node: onnx.NodeProto, values: Mapping[str, Any], record: Record | None) -> list[Comparison]:
+def _compare_node(node: onnx.NodeProto, values: Mapping[str, Any], record: OpSpec | None) -> list[Comparison]:
     verdicts = _verdicts(node, values, record)
     return [
         Comparison(node.name, node.op_type, name, _text(values[name]), *verdict)
@@ -83,7 +83,7 @@ def _compare_node(node: onnx.NodeProto, values: Mapping[str, Any], record: Recor
 
 
 def _verdicts(
-    node: onnx.NodeProto, values: Mapping[str, Any], record: Record | None
+    node: onnx.NodeProto, values: Mapping[str, Any], record: OpSpec | None
 ) -> list[tuple[bool | None, str]]:
     """Returns `equal` and `detail` of each output."""
     import torch
@@ -132,7 +132,7 @@ def _compare_bodies(value: Any, expected: Any) -> tuple[bool | None, str]:
     return (None if close else False), f"no CPU kernel, each runtime's own operators: {detail}"
 
 
-def _value(attribute: onnx.AttributeProto, record: Record) -> Any:
+def _value(attribute: onnx.AttributeProto, record: OpSpec) -> Any:
     value = onnx.helper.get_attribute_value(attribute)
     if isinstance(value, bytes):
         return value.decode()

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import onnx
 
 from twinop.op_schema import make_schema
-from twinop.record import Record
+from twinop.op_spec import OpSpec
 
 from .custom_nodes import CustomNode, custom_nodes, is_custom
 
@@ -17,12 +17,12 @@ _known: set[str] = set()
 _lock = threading.Lock()
 
 
-def typed_nodes(proto: onnx.ModelProto, records: Mapping[tuple[str, str], Record]) -> list[CustomNode]:
+def typed_nodes(proto: onnx.ModelProto, records: Mapping[tuple[str, str], OpSpec]) -> list[CustomNode]:
     """Returns the model's custom nodes, in the order of `custom_nodes`, with inferred types added.
 
     Args:
         proto: a model without large weights.
-        records: the libraries' records by `Record.node_type`.
+        records: the libraries' records by `OpSpec.node_type`.
     """
     plain = list(custom_nodes(proto))
     copy = onnx.ModelProto()
@@ -41,7 +41,7 @@ def typed_nodes(proto: onnx.ModelProto, records: Mapping[tuple[str, str], Record
     return [CustomNode(node.proto, node.label, found.types) for node, found in zip(plain, typed, strict=True)]
 
 
-def _registered(record: Record) -> str:
+def _registered(record: OpSpec) -> str:
     """Registers the record's schema once per process and returns its name in `_DOMAIN`."""
     name = f"{record.namespace}_{record.onnx_name}_{record.schema_hash}"
     with _lock:

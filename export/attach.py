@@ -9,7 +9,7 @@ import onnx_ir as ir
 from onnx_ir.passes.common import InlinePass
 
 from twinop.errors import ExportError, option
-from twinop.record import Record
+from twinop.op_spec import OpSpec
 
 from .bodies import Body, DefaultInput, find_body
 from .calls import Call, find_calls, graphs_of, name_standard_domain
@@ -23,7 +23,7 @@ AnyModel = TypeVar("AnyModel", ir.Model, onnx.ModelProto)
 
 
 def attach_bodies(
-    model: AnyModel, records: Mapping[str, Record] | None = None, *, allow_missing: bool = False
+    model: AnyModel, records: Mapping[str, OpSpec] | None = None, *, allow_missing: bool = False
 ) -> AnyModel:
     """Gives each of twinop's ops in a model its function body, for runtimes without the library.
 
@@ -57,7 +57,7 @@ def attach_bodies(
 
 
 def attach_to_calls(
-    model: ir.Model, calls: Mapping[Record, Sequence[Call]], *, allow_missing: bool = False
+    model: ir.Model, calls: Mapping[OpSpec, Sequence[Call]], *, allow_missing: bool = False
 ) -> None:
     """Does what `attach_bodies` does, for calls that have been found (`find_calls`)."""
     name_standard_domain(model)
@@ -106,7 +106,7 @@ def _normalize(call: Call) -> None:
             value.name = f"{node.name or node.outputs[0].name}_{name}"
 
 
-def _omit_outputs(record: Record, calls: Sequence[Call], function: ir.Function) -> None:
+def _omit_outputs(record: OpSpec, calls: Sequence[Call], function: ir.Function) -> None:
     """Removes optional outputs at the end that no node's reader reads: then the kernel does not write them.
 
     Where one node has readers, all keep the output: the callers of a function name all of its outputs.
@@ -122,7 +122,7 @@ def _omit_outputs(record: Record, calls: Sequence[Call], function: ir.Function) 
         function.outputs.pop()
 
 
-def _insert_default_inputs(record: Record, calls: Sequence[Call], body: Body) -> None:
+def _insert_default_inputs(record: OpSpec, calls: Sequence[Call], body: Body) -> None:
     """Makes all nodes of an op have the same optional inputs."""
     for index, entry in enumerate(record.inputs):
         having = [call for call in calls if entry.name in call.inputs]

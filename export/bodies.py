@@ -30,7 +30,7 @@ from twinop.bodies import BODIES, Body, DefaultInput, body
 
 
 def find_body(name: str) -> Body | None:
-    """Returns the body of an op by its `Record.key`, or None."""
+    """Returns the body of an op by its `OpSpec.key`, or None."""
     return BODIES.get(name)
 
 

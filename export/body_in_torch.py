@@ -21,7 +21,7 @@ from torch.nn import functional as F
 from twinop.dtypes import dtype_name
 from twinop.errors import ExportError
 from twinop.op_schema import default_of
-from twinop.record import Record
+from twinop.op_spec import OpSpec
 
 from .attach import OPSETS
 from .bodies import find_body
@@ -40,7 +40,7 @@ class AttributeValue:
 
 
 def evaluate_body(
-    record: Record,
+    record: OpSpec,
     inputs: Sequence[Tensor | None],
     attributes: Mapping[str, Any] | None = None,
     stored: torch.dtype | None = None,
@@ -102,7 +102,7 @@ class TorchOps:
 
     setting: BodySetting
 
-    def __init__(self, record: Record, compute: torch.dtype, stored: torch.dtype) -> None:
+    def __init__(self, record: OpSpec, compute: torch.dtype, stored: torch.dtype) -> None:
         self._record = record
         self._compute = compute
         self._stored = stored

@@ -4,13 +4,13 @@ from collections.abc import Collection, Mapping
 
 import onnx_ir as ir
 
-from twinop.record import Record
+from twinop.op_spec import OpSpec
 
 from .schema import ONNX_TYPES
 
 
 def model_of(
-    function: ir.Function, record: Record, dtypes: Mapping[str, str], present: Collection[str]
+    function: ir.Function, record: OpSpec, dtypes: Mapping[str, str], present: Collection[str]
 ) -> bytes:
     """Makes the model of a function body, for all values of the attributes.
 

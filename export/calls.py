@@ -14,7 +14,7 @@ from twinop.dtypes import dtype_name
 from twinop.errors import ExportError
 from twinop.library import Library, in_use
 from twinop.op_schema import default_of
-from twinop.record import DOMAIN, Attribute, Record
+from twinop.op_spec import DOMAIN, Attribute, OpSpec
 
 from .schema import ATTRIBUTE_TYPES, ONNX_TYPES, onnx_value, registered_schemas
 
@@ -28,7 +28,7 @@ class Call:
         attributes: the value of every attribute by name, as ONNX holds it.
     """
 
-    record: Record
+    record: OpSpec
     node: ir.Node
     dtypes: Mapping[str, str]
     attributes: Mapping[str, Any]
@@ -50,7 +50,7 @@ def label_of(node: ir.Node) -> str:
     return f"node {node.name or node.outputs[0].name}"
 
 
-def read_call(record: Record, node: ir.Node) -> Call:
+def read_call(record: OpSpec, node: ir.Node) -> Call:
     """Reads a node of the record's op.
 
     Raises:
@@ -74,7 +74,7 @@ def read_call(record: Record, node: ir.Node) -> Call:
     return replace(call, dtypes=combination)
 
 
-def _attributes(record: Record, node: ir.Node) -> dict[str, Any]:
+def _attributes(record: OpSpec, node: ir.Node) -> dict[str, Any]:
     values = {entry.name: default_of(entry) for entry in record.attributes}
     for entry in record.attributes:
         if entry.name not in node.attributes:
@@ -90,7 +90,7 @@ def _attributes(record: Record, node: ir.Node) -> dict[str, Any]:
 
 
 def make_call(
-    record: Record, dtypes: Mapping[str, str], present: Collection[str], attributes: Mapping[str, Any]
+    record: OpSpec, dtypes: Mapping[str, str], present: Collection[str], attributes: Mapping[str, Any]
 ) -> Call:
     """Makes a call that belongs to no model, to trace a function body or to run it.
 
@@ -135,7 +135,7 @@ def name_standard_domain(model: ir.Model) -> None:
             graph.opset_imports.setdefault("", opset)
 
 
-def find_calls(model: ir.Model, records: Mapping[str, Record]) -> dict[Record, list[Call]]:
+def find_calls(model: ir.Model, records: Mapping[str, OpSpec]) -> dict[OpSpec, list[Call]]:
     """Finds all calls of twinop's ops in a model, which gets the types that it lacks.
 
     Args:
@@ -166,7 +166,7 @@ def find_calls(model: ir.Model, records: Mapping[str, Record]) -> dict[Record, l
     }
 
 
-def infer_types(model: ir.Model, records: Collection[Record]) -> None:
+def infer_types(model: ir.Model, records: Collection[OpSpec]) -> None:
     """Runs ONNX's type and shape inference, which then knows these ops."""
     with registered_schemas(records):
         ShapeInferencePass(check_type=False, strict_mode=False)(model)

@@ -8,14 +8,14 @@ from onnxscript.values import Op, Opset
 
 from twinop import torch_op
 from twinop.op_schema import op_schema
-from twinop.record import Record
+from twinop.op_spec import OpSpec
 from twinop.torch_op.arguments import bind, signature_of
 
 from .schema import onnx_value
 
 
 def translation_table(
-    records: Mapping[str, Record] | None = None,
+    records: Mapping[str, OpSpec] | None = None,
 ) -> dict[Callable[..., Any], Callable[..., Any]]:
     """Makes the `custom_translation_table` of `torch.onnx.export(..., dynamo=True)`.
 
@@ -30,7 +30,7 @@ def translation_table(
     }
 
 
-def _translation(record: Record) -> Callable[..., Any]:
+def _translation(record: OpSpec) -> Callable[..., Any]:
     # A bare `Op` in the table would mix up positional attributes (mode=0.001, eps="m"): bind them first.
     op = Op(Opset(record.domain, record.domain_version), record.onnx_name, op_schema(record))
     signature = signature_of(record)

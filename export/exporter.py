@@ -27,7 +27,7 @@ from twinop.dtypes import FLOATING, to_array, to_tensor
 from twinop.errors import ExportError, LibraryError, TwinopError
 from twinop.find import package_key, package_of
 from twinop.library import read_library
-from twinop.record import DOMAIN, Record
+from twinop.op_spec import DOMAIN, OpSpec
 from twinop.tolerance import difference
 
 from .attach import attach_to_calls
@@ -148,8 +148,8 @@ def export(
 
 
 def _run_passes(
-    model: ir.Model, records: Mapping[str, Record], report: ExportReport
-) -> dict[Record, list[Call]]:
+    model: ir.Model, records: Mapping[str, OpSpec], report: ExportReport
+) -> dict[OpSpec, list[Call]]:
     """Changes the model into what is saved, and describes it in the report; returns the ops' calls."""
     ClearMetadataAndDocStringPass()(model)  # source paths and stack traces of the machine that exported
     calls = find_calls(model, records)
@@ -168,7 +168,7 @@ def _optimized(
     files: list[Path],
     tensors: Mapping[str, torch.Tensor],
     libraries: list[Path],
-    kept: Iterable[Record],
+    kept: Iterable[OpSpec],
     report: ExportReport,
     device: str,
     cases: Sequence[Case],
@@ -222,7 +222,7 @@ def _array(tensor: torch.Tensor) -> np.ndarray:
     return (tensor.float() if tensor.dtype is torch.bfloat16 else tensor).detach().cpu().numpy()
 
 
-def _packages(records: Iterable[Record]) -> dict[str, str]:
+def _packages(records: Iterable[OpSpec]) -> dict[str, str]:
     """Returns the metadata that names the installed packages whose libraries torch has loaded."""
     found = {}
     for record in records:
@@ -233,7 +233,7 @@ def _packages(records: Iterable[Record]) -> dict[str, str]:
     return found
 
 
-def _libraries(given: deploy.Libraries, records: Iterable[Record]) -> list[Path]:
+def _libraries(given: deploy.Libraries, records: Iterable[OpSpec]) -> list[Path]:
     """Returns the given libraries, and for other domains than twinop's those that torch has loaded."""
     libraries = library_paths(given)
     domains = {DOMAIN, *(read_library(path).domain for path in libraries)}
@@ -245,7 +245,7 @@ def _libraries(given: deploy.Libraries, records: Iterable[Record]) -> list[Path]
     return libraries
 
 
-def _mixed_dtypes(record: Record, calls: Sequence[Call]) -> Iterator[str]:
+def _mixed_dtypes(record: OpSpec, calls: Sequence[Call]) -> Iterator[str]:
     dtypes = {dtype for call in calls for dtype in call.dtypes.values()}.intersection(FLOATING)
     if "float64" in dtypes and len(dtypes) > 1:
         yield (

@@ -12,7 +12,7 @@ from onnxscript import build_function, build_graph
 from twinop.dtypes import FLOATING, dtype_name
 from twinop.errors import ExportError, option
 from twinop.op_schema import default_of
-from twinop.record import Attribute, Record
+from twinop.op_spec import Attribute, OpSpec
 
 from .bodies import Body
 from .calls import Call
@@ -334,14 +334,14 @@ def _as_output(
     raise _mixed_error(calls[0].record, name, dtypes)
 
 
-def _mixed_error(record: Record, name: str, dtypes: set[str]) -> ExportError:
+def _mixed_error(record: OpSpec, name: str, dtypes: set[str]) -> ExportError:
     return ExportError(
         f"the calls of {record.onnx_name} want {name} as {', '.join(sorted(dtypes))}: one body cannot serve "
         f"them. Use one dtype in the model, or export without bodies ({option('bodies', False)})"
     )
 
 
-def _rename(function: ir.Function, record: Record) -> None:
+def _rename(function: ir.Function, record: OpSpec) -> None:
     """Gives short names, and removes the types and notes that only hold for the traced calls."""
     taken = {*(entry.name for entry in record.inputs), *record.outputs}
     names = (name for i in itertools.count() if (name := f"v{i}") not in taken)

@@ -15,8 +15,8 @@ from onnx_ir.passes.common import InlinePass
 from onnxscript import version_converter
 
 from twinop.errors import ExportError, TwinopError, option
+from twinop.op_spec import OpSpec
 from twinop.quiet import quiet
-from twinop.record import Record
 
 from .calls import infer_types
 from .dynamo import translation_table
@@ -43,7 +43,7 @@ class Source:
     output_names: Sequence[str]
     dynamic: Mapping[str, Mapping[int, str]]
     opset: int
-    records: Mapping[str, Record]
+    records: Mapping[str, OpSpec]
     folder: Path
 
 
@@ -141,7 +141,7 @@ def _rename_sizes(model: ir.Model, names: Mapping[str, str]) -> None:
             )
 
 
-def _infer_shapes(model: ir.Model, records: Mapping[str, Record]) -> None:
+def _infer_shapes(model: ir.Model, records: Mapping[str, OpSpec]) -> None:
     infer_types(model, [record for record in records.values() if not record.is_backward])
 
 

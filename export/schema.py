@@ -12,7 +12,7 @@ from twinop.errors import ExportError
 from twinop.op_schema import ATTRIBUTE_TYPES as ATTRIBUTE_NUMBERS
 from twinop.op_schema import onnx_value as constant_value
 from twinop.op_schema import op_schema
-from twinop.record import Attribute, Record
+from twinop.op_spec import Attribute, OpSpec
 
 ONNX_TYPES = {name: ir.DataType(element) for name, element in ELEMENT_TYPES.items()}
 """The element types by the names that records use."""
@@ -37,7 +37,7 @@ def onnx_value(attribute: Attribute, value: Any) -> int | float | str | tuple[in
 
 
 @contextmanager
-def registered_schemas(records: Iterable[Record]) -> Iterator[None]:
+def registered_schemas(records: Iterable[OpSpec]) -> Iterator[None]:
     """Makes the ops known to onnx's checker and shape inference within its block."""
     registered = []
     try:

@@ -8,7 +8,7 @@ import torch
 
 from twinop import torch_op
 from twinop.op_schema import Dims, infer_outputs
-from twinop.record import Record
+from twinop.op_spec import OpSpec
 from twinop.shapes import Unknown
 from twinop.torch_op.arguments import signature_of
 
@@ -21,7 +21,7 @@ _WRITE = {"int": "i", "float": "f", "bool": "i", "str": "s", "int[]": "i"}
 _FIRST_OPSET = 9  # the exporter takes the newest symbolic that is not newer than the model's opset
 
 
-def register_symbolics(records: Mapping[str, Record] | None = None) -> None:
+def register_symbolics(records: Mapping[str, OpSpec] | None = None) -> None:
     """Registers the ops for `torch.onnx.export(..., dynamo=False)`. A second call does no harm.
 
     Args:
@@ -32,7 +32,7 @@ def register_symbolics(records: Mapping[str, Record] | None = None) -> None:
             torch.onnx.register_custom_op_symbolic(record.torch_name, _symbolic(record), _FIRST_OPSET)
 
 
-def _symbolic(record: Record) -> Callable[..., Any]:
+def _symbolic(record: OpSpec) -> Callable[..., Any]:
     inputs = [entry.name for entry in record.inputs]
     kinds = {entry.name: entry.kind for entry in record.attributes}
     signature = signature_of(record)
@@ -67,7 +67,7 @@ def _symbolic(record: Record) -> Callable[..., Any]:
 
 
 def _set_types(
-    record: Record, tensors: Mapping[str, Any], attributes: Mapping[str, Any], outputs: Any
+    record: OpSpec, tensors: Mapping[str, Any], attributes: Mapping[str, Any], outputs: Any
 ) -> None:
     """Sets the types and sizes of the outputs, which the exporter cannot infer for these ops."""
     inputs: dict[str, tuple[str, Dims]] = {}

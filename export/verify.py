@@ -14,7 +14,7 @@ from twinop.deploy.ort_runs import LOST, NOISE, NotRunnable, run
 from twinop.dtypes import to_array
 from twinop.errors import ExportError
 from twinop.library import Library
-from twinop.record import Record
+from twinop.op_spec import OpSpec
 from twinop.tolerance import TOLERANCE, difference, same_bits
 
 from .bodies import find_body
@@ -104,7 +104,7 @@ def verify(
     draft: Path,
     model: ir.Model,
     library: deploy.Libraries,
-    calls: Mapping[Record, Sequence[Call]],
+    calls: Mapping[OpSpec, Sequence[Call]],
     cases: Sequence[Case],
 ) -> None:
     """Runs a file with the library and without it, and writes into the report how it compares with torch.

@@ -36,7 +36,7 @@ from twinop import child
 from twinop.bench.measurements import Measurements, Output
 from twinop.console import clear_errors
 from twinop.deploy.service.protocol import pb
-from twinop.record import DOMAIN, DOMAIN_VERSION
+from twinop.op_spec import DOMAIN, DOMAIN_VERSION
 
 NAME = "soak"  # the model
 CLIENTS = 32

@@ -27,7 +27,7 @@ from twinop.bench.providers import Subject, checked, require
 from twinop.bench.timing import DeviceTimer, host_times
 from twinop.console import clear_errors
 from twinop.library import find_library
-from twinop.record import DOMAIN
+from twinop.op_spec import DOMAIN
 from twinop.testing.target import load_module
 from twinop.torch_op import load
 

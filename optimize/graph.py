@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 
-from twinop.record import DOMAIN, Record
+from twinop.op_spec import DOMAIN, OpSpec
 
 MICROSOFT = "com.microsoft"
 Dim = int | str | None
@@ -47,7 +47,7 @@ class RewriteContext:
 
     model: ir.Model
     device: str
-    records: Mapping[str, Record]
+    records: Mapping[str, OpSpec]
     made: Counter[str] = field(default_factory=Counter)
     left: Counter[str] = field(default_factory=Counter)
     right_padding_masks: dict[ir.Value, ir.Value] = field(default_factory=dict)

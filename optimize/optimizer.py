@@ -11,7 +11,7 @@ from twinop import deploy
 from twinop.errors import ExportError, option
 from twinop.export.files import check_target, publish, work_folder
 from twinop.library import find_library, read_library
-from twinop.record import Record
+from twinop.op_spec import OpSpec
 
 from . import (
     activations,
@@ -87,7 +87,7 @@ def optimize(
     replace: Sequence[str] = (),
     allow_uncompared: bool = False,
     library: deploy.Libraries = None,
-    kept: Iterable[Record] = (),
+    kept: Iterable[OpSpec] = (),
     progress: Callable[[str], None] = lambda step: None,
 ) -> OptimizeReport:
     """Optimises an ONNX file, and keeps the result only if it computes what the original computes.

@@ -23,7 +23,7 @@ from twinop.export.schema import ONNX_TYPES
 from twinop.find import find_library_of
 from twinop.library import read_library
 from twinop.names import BUILT_IN
-from twinop.record import DOMAIN, Record
+from twinop.op_spec import DOMAIN, OpSpec
 
 from . import graph as g
 
@@ -50,13 +50,13 @@ class OwnOps:
 
     Attributes:
         libraries: the libraries that the runs of the model register: those given, and those found.
-        records: the ops of these libraries and of torch, by `Record.key`. twinop's own are not among them.
+        records: the ops of these libraries and of torch, by `OpSpec.key`. twinop's own are not among them.
         inlined: the number of nodes of each op that became standard operators, because no library has its
             domain.
     """
 
     libraries: list[Path]
-    records: dict[str, Record]
+    records: dict[str, OpSpec]
     inlined: dict[str, int] = field(default_factory=dict)
     _functions: dict[ir.OperatorIdentifier, ir.Function] = field(default_factory=dict)
     _nodes: dict[str, _Node] = field(default_factory=dict)  # by the overload during the rewrites
@@ -75,7 +75,7 @@ class OwnOps:
     def detach(
         self,
         model: ir.Model,
-        others: Mapping[str, Record],
+        others: Mapping[str, OpSpec],
         functions: Mapping[ir.OperatorIdentifier, ir.Function],
     ) -> None:
         """Takes the function bodies out of a model, and reads the types of the nodes.
@@ -163,7 +163,7 @@ class OwnOps:
             waiting += [node.op_identifier() for node in function.all_nodes()]
         return model
 
-    def _refuse(self, node: ir.Node, record: Record, dtype: str) -> Types:
+    def _refuse(self, node: ir.Node, record: OpSpec, dtype: str) -> Types:
         paths = [str(path) for path in self.libraries if read_library(path).domain == record.domain]
         raise ExportError(
             f"{option('dtype', dtype)}: {label_of(node)} needs {record.domain}::{record.onnx_name} in {dtype}"
@@ -173,7 +173,7 @@ class OwnOps:
 
 
 def find_own_ops(
-    model: ir.Model, source: Path, library: deploy.Libraries, kept: Iterable[Record] = ()
+    model: ir.Model, source: Path, library: deploy.Libraries, kept: Iterable[OpSpec] = ()
 ) -> OwnOps:
     """Finds the libraries of the user's own ops in a model, as a session does.
 
@@ -214,7 +214,7 @@ def _types(node: ir.Node) -> Types:
     return tuple(None if value is None else value.dtype for value in (*node.inputs, *node.outputs))
 
 
-def _with_floats(record: Record | None, node: ir.Node, before: Types, dtype: ir.DataType) -> Types | None:
+def _with_floats(record: OpSpec | None, node: ir.Node, before: Types, dtype: ir.DataType) -> Types | None:
     """Returns a node's types with as many floats in this dtype as its library allows, the others in fp32."""
     if record is None:
         return None

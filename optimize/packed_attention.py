@@ -9,7 +9,7 @@ sets in each run. More tokens are left to cuDNN.
 
 import onnx_ir as ir
 
-from twinop.record import DOMAIN
+from twinop.op_spec import DOMAIN
 
 from . import graph as g
 from .attention import padding_bias

@@ -18,7 +18,7 @@ import numpy as np
 import onnx_ir as ir
 from onnx_ir.passes.common import LiftConstantsToInitializersPass, RemoveUnusedNodesPass
 
-from twinop.record import DOMAIN
+from twinop.op_spec import DOMAIN
 
 from . import graph as g
 from .inputs import is_mask_name

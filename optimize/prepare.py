@@ -16,8 +16,8 @@ from twinop.errors import ExportError, option
 from twinop.export.attach import OPSETS
 from twinop.export.folding import fold_constants
 from twinop.export.schema import registered_schemas
+from twinop.op_spec import OpSpec
 from twinop.quiet import quiet
-from twinop.record import Record
 
 from . import graph as g
 from .own_ops import OwnOps
@@ -28,7 +28,7 @@ _POSSIBLE_NO_OPS = ("Cast", "Expand", "Identity", "Reshape")
 _FLOATS_16 = (ir.DataType.FLOAT16, ir.DataType.BFLOAT16)
 
 
-def prepare(model: ir.Model, records: Mapping[str, Record]) -> None:
+def prepare(model: ir.Model, records: Mapping[str, OpSpec]) -> None:
     """Brings a model into the form that the rewrites match, in place.
 
     Raises:
@@ -39,7 +39,7 @@ def prepare(model: ir.Model, records: Mapping[str, Record]) -> None:
         fold(model, {record.domain for record in records.values()})
 
 
-def inline_functions(model: ir.Model, records: Mapping[str, Record], own: OwnOps) -> None:
+def inline_functions(model: ir.Model, records: Mapping[str, OpSpec], own: OwnOps) -> None:
     """Removes the bodies of twinop's and of the user's own ops, and inlines all other functions.
 
     The bodies are attached again. `own` gets the numbers of the nodes that were inlined.

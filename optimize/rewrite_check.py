@@ -26,8 +26,8 @@ from twinop.export.attach import attach_to_calls
 from twinop.export.calls import find_calls, paths_in_use
 from twinop.export.files import EXTERNAL_DATA_BYTES, rename, save
 from twinop.library import Library
+from twinop.op_spec import OpSpec
 from twinop.quiet import quiet
-from twinop.record import Record
 
 from . import equivalence, inputs, masks, precision
 from . import graph as g
@@ -56,7 +56,7 @@ class RewriteCheck:
         unchanged: Path | None,
         interface: Mapping[str, ir.DataType],
         folder: Path,
-        records: Mapping[str, Record],
+        records: Mapping[str, OpSpec],
         report: OptimizeReport,
         padding: str | None,
         own: OwnOps,

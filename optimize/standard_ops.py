@@ -21,12 +21,12 @@ from twinop.export.bodies import find_body
 from twinop.export.calls import make_call
 from twinop.export.record_body import trace
 from twinop.op_schema import default_of
-from twinop.record import Record
+from twinop.op_spec import OpSpec
 
 from . import graph as g
 
 
-def standard_node(record: Record) -> ir.Node | None:
+def standard_node(record: OpSpec) -> ir.Node | None:
     """Returns the one node of the op's function body, or None if the op is not a standard operator.
 
     The node's attributes are references to the op's.
@@ -43,7 +43,7 @@ def standard_node(record: Record) -> ir.Node | None:
     return first if all(attribute.is_ref() for attribute in first.attributes.values()) else None
 
 
-def check_ops(ops: Sequence[str], records: Mapping[str, Record]) -> None:
+def check_ops(ops: Sequence[str], records: Mapping[str, OpSpec]) -> None:
     """Raises ExportError if an op is not among the records, or is not a standard operator."""
     for op in ops:
         if op not in records or standard_node(records[op]) is None:
@@ -67,7 +67,7 @@ def rewrite(context: g.RewriteContext, ops: Sequence[str] = ()) -> None:
                 context.made[op] += 1
 
 
-def _fits(node: ir.Node, record: Record, standard: ir.Node) -> bool:
+def _fits(node: ir.Node, record: OpSpec, standard: ir.Node) -> bool:
     if len(node.inputs) != len(record.inputs) or not node.attributes.keys() <= standard.attributes.keys():
         return False
     dtypes = {

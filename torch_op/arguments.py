@@ -7,12 +7,12 @@ from typing import Any
 import torch
 
 from twinop.errors import RecordError
-from twinop.record import Record
+from twinop.op_spec import OpSpec
 
 _NUMBERS = (int, float, torch.SymInt, torch.SymFloat)
 
 
-def signature_of(record: Record) -> inspect.Signature:
+def signature_of(record: OpSpec) -> inspect.Signature:
     """Returns the signature: all arguments in the schema's order, with their defaults."""
     kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
     empty = inspect.Parameter.empty
@@ -45,14 +45,14 @@ def tensors_of(arguments: Iterable[Any]) -> list[torch.Tensor]:
     return tensors
 
 
-def empty_list_error(record: Record) -> RecordError:
+def empty_list_error(record: OpSpec) -> RecordError:
     """Makes the error for an empty `Tensor[]`, by which torch's dispatcher cannot choose a kernel."""
     last = record.inputs[-1].name
     return RecordError(f"{record.qualified_name}: {last} is an empty list; it must have at least one tensor")
 
 
 def numbers_as_tensors(
-    record: Record, signature: inspect.Signature, args: Sequence[Any], kwargs: Mapping[str, Any]
+    record: OpSpec, signature: inspect.Signature, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Sequence[Any]:
     """Returns all arguments, with each Python number replaced by a 0-d tensor.
 

@@ -9,7 +9,7 @@ import torch
 from torch.autograd import forward_ad
 
 from twinop.errors import RecordError
-from twinop.record import DOMAIN, Record
+from twinop.op_spec import DOMAIN, OpSpec
 
 from .arguments import bind, empty_list_error, numbers_as_tensors, signature_of, tensors_of
 from .formulas import Formulas
@@ -21,7 +21,7 @@ def _narrow(value: Any) -> Any:
 
 
 def make_function(
-    record: Record, op: Callable[..., Any], functions: Mapping[str, Callable[..., Any]]
+    record: OpSpec, op: Callable[..., Any], functions: Mapping[str, Callable[..., Any]]
 ) -> tuple[Callable[..., Any], Callable[..., Any], type[torch.autograd.Function]]:
     """Returns the op's Python function, its kernel for torch's Autograd dispatch key, and its derivative.
 
@@ -117,12 +117,12 @@ def make_function(
     return function, kernel, OpFunction
 
 
-def _function_path(record: Record) -> str:
+def _function_path(record: OpSpec) -> str:
     own = record.domain == DOMAIN
     return f"twinop.torch_op.{record.name}" if own else f"twinop.torch_op.load(path).{record.name}"
 
 
-def _views(record: Record) -> str:
+def _views(record: OpSpec) -> str:
     """Says what happens to non-contiguous inputs (call.cpp)."""
     if record.is_elementwise:
         return " Views with any strides are read where they are."
@@ -131,13 +131,13 @@ def _views(record: Record) -> str:
     return " Views that are not contiguous are copied."
 
 
-def _refuse_forward_mode(record: Record, tensors: list[torch.Tensor]) -> None:
+def _refuse_forward_mode(record: OpSpec, tensors: list[torch.Tensor]) -> None:
     # Without this check, forward-mode AD would return zeros.
     if forward_ad._current_level >= 0 and any(forward_ad.unpack_dual(t).tangent is not None for t in tensors):
         raise _forward_mode_error(record)
 
 
-def _forward_mode_error(record: Record) -> RecordError:
+def _forward_mode_error(record: OpSpec) -> RecordError:
     return RecordError(
         f"{record.qualified_name} has no forward-mode derivative (jvp, torch.func.jvp, jacfwd). "
         "Use reverse mode: torch.autograd.grad, torch.func.vjp or jacrev"

@@ -16,7 +16,7 @@ from .registry import functions_of, load
 
 
 def load_declared(key: str) -> Callable[..., Any] | None:
-    """Returns the Python function of a declared op, by its `Record.key`; None: no such op is declared.
+    """Returns the Python function of a declared op, by its `OpSpec.key`; None: no such op is declared.
 
     The library is taken if it was built from the op's file as it is. Otherwise the op runs without.
 

@@ -17,7 +17,7 @@ import torch
 
 from twinop.errors import ExportError
 from twinop.kernel_op import KernelOp
-from twinop.record import Record
+from twinop.op_spec import OpSpec
 from twinop.triton.installed import check_triton
 
 from .arguments import signature_of, tensors_of
@@ -87,7 +87,7 @@ def _launch(declared: KernelOp, inputs: Sequence[Any], attributes: dict[str, Any
     return tuple(results) if isinstance(results, list) else results
 
 
-def _typed_signature(record: Record) -> inspect.Signature:
+def _typed_signature(record: OpSpec) -> inspect.Signature:
     signature = signature_of(record)
     types: dict[str, Any] = {entry.name: _TYPES[entry.kind] for entry in record.attributes}
     for entry in record.inputs:

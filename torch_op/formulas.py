@@ -22,7 +22,7 @@ import torch
 
 from twinop.declare import DERIVATIVES
 from twinop.errors import RecordError, RecordSyntaxError
-from twinop.record import Record
+from twinop.op_spec import OpSpec
 
 from . import second_derivatives
 
@@ -49,7 +49,7 @@ class Formulas:
         shapes: the inputs of which only the shape is needed.
     """
 
-    def __init__(self, record: Record, functions: Functions) -> None:
+    def __init__(self, record: OpSpec, functions: Functions) -> None:
         self.record, self._functions = record, functions
 
     @cached_property
@@ -113,7 +113,7 @@ class Formulas:
         return result
 
 
-def _formulas_of(record: Record, functions: Functions) -> list[_Formula]:
+def _formulas_of(record: OpSpec, functions: Functions) -> list[_Formula]:
     result = []
     for gradient in record.gradients:
         tree = ast.parse(gradient.text, mode="eval")
@@ -132,7 +132,7 @@ def _formulas_of(record: Record, functions: Functions) -> list[_Formula]:
     return result
 
 
-def _given(record: Record, function: Callable[..., Any]) -> _Formula:
+def _given(record: OpSpec, function: Callable[..., Any]) -> _Formula:
     """Makes a formula of a torch function that returns a gradient for each input."""
     names = tuple(entry.name for entry in record.inputs)
     used = set(inspect.signature(function).parameters)
@@ -150,7 +150,7 @@ def _given(record: Record, function: Callable[..., Any]) -> _Formula:
     return _Formula(names, used, used, compute)
 
 
-def _differentiated(record: Record, function: Callable[..., Any]) -> _Formula:
+def _differentiated(record: OpSpec, function: Callable[..., Any]) -> _Formula:
     """Differentiates a backward op that is written in torch's operators, in fp32 where it is narrower.
 
     Raises:
@@ -190,7 +190,7 @@ def _wide(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.float() if tensor.dtype.itemsize == 2 else tensor
 
 
-def check_formulas(record: Record, ops: Iterable[str]) -> None:
+def check_formulas(record: OpSpec, ops: Iterable[str]) -> None:
     """Checks that the record's formulas are Python, give gradients of its inputs, and use only what there is.
 
     Args:

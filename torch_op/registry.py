@@ -17,7 +17,7 @@ from twinop.declare import CPU_FUNCTIONS
 from twinop.errors import LibraryError, RecordError
 from twinop.installation import how_to_build
 from twinop.library import Library, find_library, read_library
-from twinop.record import DOMAIN, Record
+from twinop.op_spec import DOMAIN, OpSpec
 
 from .autograd import make_function
 from .formulas import check_formulas
@@ -39,7 +39,7 @@ class Ops:
     functions: Mapping[str, Function]
 
     @property
-    def records(self) -> dict[str, Record]:
+    def records(self) -> dict[str, OpSpec]:
         return self.library.records
 
     def __getattr__(self, name: str) -> Function:
@@ -51,8 +51,8 @@ class Ops:
 
 
 _loaded: dict[tuple[Path, str], Ops] = {}  # by file and namespace
-_owners: dict[str, tuple[Record, Path]] = {}  # by the op's name in torch's dispatcher
-_without_cpu_kernel: set[str] = set()  # Record.key
+_owners: dict[str, tuple[OpSpec, Path]] = {}  # by the op's name in torch's dispatcher
+_without_cpu_kernel: set[str] = set()  # OpSpec.key
 
 # Tensors that no kernel reads. Without these entries, torch's error is a dump of its dispatch table.
 _FOREIGN_KEYS = {
@@ -66,8 +66,8 @@ _FOREIGN_KEYS = {
 }
 
 
-def records() -> dict[str, Record]:
-    """Returns the records of all loaded ops by `Record.key`: `relu`, `mish::mish`.
+def records() -> dict[str, OpSpec]:
+    """Returns the records of all loaded ops by `OpSpec.key`: `relu`, `mish::mish`.
 
     Of an op in several namespaces, it is the record that was loaded last.
     """
@@ -79,18 +79,18 @@ def functions_of(namespace: str) -> dict[str, Function]:
     return _functions[namespace]
 
 
-def library_of(record: Record) -> Path | None:
+def library_of(record: OpSpec) -> Path | None:
     """Returns the library from which torch has an op."""
     _, path = _owners.get(record.torch_name, (None, None))
     return path
 
 
-def runs_on_cpu(record: Record) -> bool:
+def runs_on_cpu(record: OpSpec) -> bool:
     """Whether a loaded op takes CPU tensors: with its kernel, or with the body in its Python module."""
     return has_cpu_kernel(record) or record.key in CPU_FUNCTIONS
 
 
-def has_cpu_kernel(record: Record) -> bool:
+def has_cpu_kernel(record: OpSpec) -> bool:
     """Whether a loaded op has a kernel for the CPU. Without one, each runtime computes its body."""
     return "cpu" in record.devices and record.key not in _without_cpu_kernel
 
@@ -177,7 +177,7 @@ def _adapter() -> ctypes.CDLL:
     return adapter
 
 
-def _is_registered(record: Record, path: Path) -> bool:
+def _is_registered(record: OpSpec, path: Path) -> bool:
     """Returns whether torch has the op. Raises LibraryError if torch has another op of this name."""
     if record.torch_name in _owners:
         other, owner = _owners[record.torch_name]
@@ -204,7 +204,7 @@ def _torch_library(namespace: str) -> torch.library.Library:
     return torch.library.Library(namespace, "FRAGMENT")
 
 
-def _derive(record: Record) -> None:
+def _derive(record: OpSpec) -> None:
     name, library = record.torch_name, _torch_library(record.namespace)
     op = getattr(getattr(torch.ops, record.namespace), record.name).default
     formulas_see = ChainMap(_functions[record.namespace], functions)

@@ -10,7 +10,7 @@ import torch
 from twinop.call_checks import check_attributes, check_shapes, describe, infer_shapes
 from twinop.declare import CPU_FUNCTIONS
 from twinop.errors import RecordError
-from twinop.record import Record, entries
+from twinop.op_spec import OpSpec, entries
 from twinop.shapes import known
 
 from .arguments import bind, empty_list_error, signature_of
@@ -25,7 +25,7 @@ def dtype_name(tensor: torch.Tensor) -> str:
     return str(tensor.dtype).removeprefix("torch.")
 
 
-def fake_rule(record: Record) -> Rule:
+def fake_rule(record: OpSpec) -> Rule:
     """Returns the rule that gives shapes, dtypes and strides without data (meta tensors, compile, export)."""
     signature = signature_of(record)
 
@@ -71,7 +71,7 @@ def fake_rule(record: Record) -> Rule:
     return fake
 
 
-def _take_repeated(record: Record, tensors: dict[str, Any]) -> list[torch.Tensor]:
+def _take_repeated(record: OpSpec, tensors: dict[str, Any]) -> list[torch.Tensor]:
     """Replaces the list of a `Tensor[]` by its first entry, as the kernel's checks do. Returns the rest."""
     if not record.has_repeated_input:
         return []
@@ -83,7 +83,7 @@ def _take_repeated(record: Record, tensors: dict[str, Any]) -> list[torch.Tensor
 
 
 def _elementwise_output(
-    record: Record, shape: Any, inputs: list[torch.Tensor], dtype: torch.dtype
+    record: OpSpec, shape: Any, inputs: list[torch.Tensor], dtype: torch.dtype
 ) -> torch.Tensor:
     """Allocates an output as `ElementwiseStrides` in call.cpp does.
 
@@ -108,7 +108,7 @@ def _same_order(a: torch.Tensor, b: torch.Tensor) -> bool:
     return all(known(size == 1) or known(first == second) for size, first, second in sizes)
 
 
-def _combination(record: Record, given: dict[str, torch.Tensor]) -> dict[str, str]:
+def _combination(record: OpSpec, given: dict[str, torch.Tensor]) -> dict[str, str]:
     if combination := record.combination_of({name: dtype_name(tensor) for name, tensor in given.items()}):
         return combination
     raise RecordError(
@@ -117,7 +117,7 @@ def _combination(record: Record, given: dict[str, torch.Tensor]) -> dict[str, st
     )
 
 
-def vmap_rule(record: Record, op: Rule) -> Rule:
+def vmap_rule(record: OpSpec, op: Rule) -> Rule:
     """Returns the rule for vmap: one call for a batch if that gives the same, else one an example."""
     signature = signature_of(record)
 
@@ -172,7 +172,7 @@ def _depends_on_data(size: Any) -> bool:
 
 
 def _rows_of_batch(
-    record: Record, arguments: dict[str, Any], batched: dict[str, torch.Tensor], size: Any
+    record: OpSpec, arguments: dict[str, Any], batched: dict[str, torch.Tensor], size: Any
 ) -> dict[str, Any] | None:
     """Returns the arguments of one call for a batch if the op computes each row alone, else None."""
     first, axis, whole = record.inputs[0].name, record.rows.rstrip(":"), arguments | batched
@@ -198,7 +198,7 @@ def _rows_of_batch(
     return whole if rank > 0 and all(alike) else None
 
 
-def _tensor_names(record: Record, arguments: dict[str, Any]) -> list[str]:
+def _tensor_names(record: OpSpec, arguments: dict[str, Any]) -> list[str]:
     return [entry.name for entry in record.inputs if arguments[entry.name] is not None]
 
 
@@ -208,7 +208,7 @@ def _with_rank(batch: torch.Tensor, rank: int) -> torch.Tensor:
     return batch[index]
 
 
-def autocast_rule(record: Record, op: Rule, device: str) -> Rule:
+def autocast_rule(record: OpSpec, op: Rule, device: str) -> Rule:
     """Returns the rule for torch.autocast. (`keep` needs no code: the op runs in the dtype that it is given.)
 
     `widest`: inputs that no kernel takes together are promoted to their widest dtype. `lower`: inputs are
@@ -234,7 +234,7 @@ def autocast_rule(record: Record, op: Rule, device: str) -> Rule:
 
 
 def _dtype_under_autocast(
-    record: Record, given: dict[str, torch.Tensor], floating: dict[str, torch.Tensor], device: str
+    record: OpSpec, given: dict[str, torch.Tensor], floating: dict[str, torch.Tensor], device: str
 ) -> torch.dtype | None:
     """Returns the dtype that floating-point inputs are converted to; None where they stay as they are."""
     dtypes = {tensor.dtype for tensor in floating.values()}
@@ -247,7 +247,7 @@ def _dtype_under_autocast(
     return None
 
 
-def cpu_rule(record: Record) -> Rule:
+def cpu_rule(record: OpSpec) -> Rule:
     """Returns the rule for CPU tensors of an op without a CPU kernel: its function in `CPU_FUNCTIONS`."""
     signature = signature_of(record)
     make_outputs = fake_rule(record)
@@ -270,7 +270,7 @@ def cpu_rule(record: Record) -> Rule:
 
 
 def run_body(
-    record: Record,
+    record: OpSpec,
     outputs: Sequence[torch.Tensor],
     inputs: Sequence[torch.Tensor | None],
     attributes: Mapping[str, Any],
@@ -318,7 +318,7 @@ def as_tuple(value: Any) -> tuple[torch.Tensor, ...]:
     return tuple(value) if isinstance(value, (tuple, list)) else (value,)
 
 
-def refuse(record: Record, kind: str) -> Rule:
+def refuse(record: OpSpec, kind: str) -> Rule:
     """Returns the rule for tensors that no kernel reads: an error that says what they are."""
 
     def rule(*args: Any, **kwargs: Any) -> Any:

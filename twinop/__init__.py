@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from .library import get_include as get_include
     from .library import get_library_path as get_library_path
 
-__version__ = "0.2.0"
+__version__ = "0.3.0"
 
 os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")  # ONNX Runtime reads it at its import
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from .errors import ExportError
-from .record import DOMAIN, Record, key_of
+from .op_spec import DOMAIN, OpSpec, key_of
 
 Builder = Callable[..., Any]
 
@@ -41,7 +41,7 @@ class Body:
     build: Builder
     defaults: Mapping[str, DefaultInput] = field(default_factory=dict)
 
-    def check(self, record: Record) -> None:
+    def check(self, record: OpSpec) -> None:
         """Checks that the body's arguments are the record's.
 
         Raises:
@@ -72,7 +72,7 @@ class Body:
 
 
 BODIES: dict[str, Body] = {}
-"""The registered bodies by `Record.key`."""
+"""The registered bodies by `OpSpec.key`."""
 
 
 def body(

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from .errors import RecordError
-from .record import Record, entries
+from .op_spec import OpSpec, entries
 from .shapes import broadcast, evaluate, output_shapes, too_few_dimensions
 
 _BOUNDS = {">=": operator.ge, ">": operator.gt, "<=": operator.le, "<": operator.lt}
@@ -16,7 +16,7 @@ _BOUNDS = {">=": operator.ge, ">": operator.gt, "<=": operator.le, "<": operator
 Shapes = Mapping[str, Sequence[Any] | None]
 
 
-def describe(record: Record, dtypes: Mapping[str, str], shapes: Shapes) -> str:
+def describe(record: OpSpec, dtypes: Mapping[str, str], shapes: Shapes) -> str:
     """Returns the call as error messages show it: `custom_domain::relu(x: float32[2, 3])`."""
 
     def tensor(name: str) -> str:
@@ -27,7 +27,7 @@ def describe(record: Record, dtypes: Mapping[str, str], shapes: Shapes) -> str:
     return f"{record.qualified_name}({arguments})"
 
 
-def check_attributes(record: Record, attributes: Mapping[str, Any]) -> None:
+def check_attributes(record: OpSpec, attributes: Mapping[str, Any]) -> None:
     """Checks attributes against their choices and the limits that need no shape.
 
     Raises:
@@ -64,7 +64,7 @@ def _is_within(word: str, value: int | float, bound: str, whole: bool) -> bool:
     return bool(np.isfinite(narrow) and _BOUNDS[word](narrow, np.float32(bound)))
 
 
-def check_shapes(record: Record, shapes: Shapes, attributes: Mapping[str, Any]) -> None:
+def check_shapes(record: OpSpec, shapes: Shapes, attributes: Mapping[str, Any]) -> None:
     """Checks the shapes that the record requires, and attributes that are dimensions of an input.
 
     Sizes that are not numbers are not compared. The kernel compares them when it is called.
@@ -105,7 +105,7 @@ def check_shapes(record: Record, shapes: Shapes, attributes: Mapping[str, Any]) 
             )
 
 
-def infer_shapes(record: Record, shapes: Shapes, attributes: Mapping[str, Any]) -> dict[str, tuple[Any, ...]]:
+def infer_shapes(record: OpSpec, shapes: Shapes, attributes: Mapping[str, Any]) -> dict[str, tuple[Any, ...]]:
     """Returns the shapes of the outputs by name, from the same arguments as `output_shapes`.
 
     Raises:
@@ -117,7 +117,7 @@ def infer_shapes(record: Record, shapes: Shapes, attributes: Mapping[str, Any]) 
         raise RecordError(too_few_dimensions(record, shapes) or str(error)) from error
 
 
-def _check_elementwise(record: Record, shapes: Shapes) -> None:
+def _check_elementwise(record: OpSpec, shapes: Shapes) -> None:
     given = {name: shape for name, shape in shapes.items() if shape is not None}
     if not record.is_elementwise or not given:
         return

@@ -22,16 +22,16 @@ from .bodies import DefaultInput, body
 from .built import warn_if_old
 from .errors import LibraryError, TwinopError
 from .names import check_domain, check_op_name
-from .record import key_of
+from .op_spec import key_of
 
 SECOND_DERIVATIVES: dict[str, Callable[..., Any]] = {}
-"""Backward ops in torch's operators by `Record.key`; `torch_op/second_derivatives.py` explains them."""
+"""Backward ops in torch's operators by `OpSpec.key`; `torch_op/second_derivatives.py` explains them."""
 
 DERIVATIVES: dict[str, Callable[..., Any]] = {}
-"""The derivatives by `Record.key` that are torch functions, of ops declared in Python (`kernel_op.py`)."""
+"""The derivatives by `OpSpec.key` that are torch functions, of ops declared in Python (`kernel_op.py`)."""
 
 CPU_FUNCTIONS: dict[str, Callable[..., Any]] = {}
-"""What runs in torch on CPU tensors, by `Record.key`, for ops whose library has no CPU kernel.
+"""What runs in torch on CPU tensors, by `OpSpec.key`, for ops whose library has no CPU kernel.
 
 A function of the op's inputs, by position, and of its attributes, by name. Inputs of 16 bits arrive in fp32,
 and the results are rounded to the op's types.

@@ -18,7 +18,7 @@ from .built import mark
 from .declare import library_beside
 from .errors import LibraryError
 from .library import library_folders, read_library
-from .record import DOMAIN
+from .op_spec import DOMAIN
 
 GROUP = "twinop.libraries"
 

@@ -3,7 +3,7 @@
 import re
 from pathlib import Path
 
-from .record import DOMAIN
+from .op_spec import DOMAIN
 
 ROOT = Path(__file__).resolve().parent.parent
 

@@ -26,13 +26,13 @@ from .bodies import body as register_body
 from .declare import CPU_FUNCTIONS, DERIVATIVES, SECOND_DERIVATIVES, Op, declared_domain
 from .errors import RecordError, TwinopError
 from .names import check_domain, check_op_name
-from .record import Record
+from .op_spec import OpSpec
 from .schema_text import record_of
 
 Launcher = Callable[..., Any]
 
 DECLARED: dict[str, "KernelOp"] = {}
-"""The declared ops by `Record.key`."""
+"""The declared ops by `OpSpec.key`."""
 
 _DTYPES = (
     "float32", "float16", "bfloat16", "float64", "int8", "int16", "int32", "int64",
@@ -57,7 +57,7 @@ class KernelOp(Op):
         self,
         kind: str,
         launcher: Launcher,
-        record: Record,
+        record: OpSpec,
         body: Callable[..., Any],
         backward: "Callable[..., Any] | KernelOp | None",
         samples: Callable[..., Iterable[Any]] | None,
@@ -231,7 +231,7 @@ def _place(launcher: Launcher) -> str:
     return f"{Path(code.co_filename).name}:{code.co_firstlineno}"
 
 
-def _check_dtypes(launcher: Launcher, record: Record, dtypes: Sequence[str]) -> None:
+def _check_dtypes(launcher: Launcher, record: OpSpec, dtypes: Sequence[str]) -> None:
     tensors = {*(entry.name for entry in record.inputs), *record.outputs}
     for text in dtypes:
         first, *others = text.split() or [""]
@@ -248,7 +248,7 @@ def _check_dtypes(launcher: Launcher, record: Record, dtypes: Sequence[str]) -> 
             )
 
 
-def _check_launcher(launcher: Launcher, record: Record) -> None:
+def _check_launcher(launcher: Launcher, record: OpSpec) -> None:
     parameters = inspect.signature(launcher).parameters.values()
     keyword_only = [p.name for p in parameters if p.kind is inspect.Parameter.KEYWORD_ONLY]
     positional = [p.name for p in parameters if p.name not in keyword_only]
@@ -262,7 +262,7 @@ def _check_launcher(launcher: Launcher, record: Record) -> None:
         )
 
 
-def _gradient_text(record: Record, backward: "Callable[..., Any] | KernelOp | None") -> str:
+def _gradient_text(record: OpSpec, backward: "Callable[..., Any] | KernelOp | None") -> str:
     """Returns the record's derivative formula, which names the backward op; "" for a torch function."""
     known = [*record.parameters, *record.outputs]
     known += [f"grad_{name}" for name in record.outputs] + (["grad"] if len(record.outputs) == 1 else [])
@@ -308,7 +308,7 @@ def _is_builder(body: Callable[..., Any]) -> bool:
         return False
 
 
-def with_signature(function: Callable[..., Any], record: Record, *first: str) -> Callable[..., Any]:
+def with_signature(function: Callable[..., Any], record: OpSpec, *first: str) -> Callable[..., Any]:
     """Returns a function of the op's inputs and attributes by name, whichever way the given one takes them.
 
     Args:

@@ -16,7 +16,7 @@ import twinop
 
 from .errors import ForeignLibraryError, LibraryError, RecordError
 from .installation import how_to_build
-from .record import DOMAIN, DOMAIN_VERSION, Record, check_kind
+from .op_spec import DOMAIN, DOMAIN_VERSION, OpSpec, check_kind
 
 if TYPE_CHECKING:
     from elftools.elf.elffile import ELFFile
@@ -53,20 +53,20 @@ class Library:
     version: str
     cuda_archs: str
     cuda_version: str
-    records: dict[str, Record]
+    records: dict[str, OpSpec]
     exports_ort: bool
     domain: str = DOMAIN
     domain_version: int = DOMAIN_VERSION
     source: str = ""
 
     @cached_property
-    def by_onnx_name(self) -> dict[str, Record]:
+    def by_onnx_name(self) -> dict[str, OpSpec]:
         """The records of the ops that ONNX models can have (no backward ops), by node type."""
         return {record.onnx_name: record for record in self.records.values() if not record.is_backward}
 
 
 def in_use(libraries: Iterable[Library], nodes: Collection[tuple[str, str]]) -> list[Library]:
-    """Returns the libraries that have one of these ops, by `Record.node_type`."""
+    """Returns the libraries that have one of these ops, by `OpSpec.node_type`."""
     return [each for each in libraries if any((each.domain, name) in nodes for name in each.by_onnx_name)]
 
 
@@ -102,7 +102,7 @@ def read_library(path: str | os.PathLike[str], copy: str | os.PathLike[str] | No
         _require_abi(path, build)
         place = {name: build[name] for name in ("domain", "domain_version")}
         records = {
-            fields["name"]: Record.from_json(fields | place) for fields in texts if fields is not build
+            fields["name"]: OpSpec.from_json(fields | place) for fields in texts if fields is not build
         }
         version, cuda_archs, cuda_version, _, source = (
             check_kind(name, build.get(name, ""), str)

@@ -5,7 +5,7 @@ import re
 import sys
 
 from .errors import TwinopError
-from .record import DOMAIN
+from .op_spec import DOMAIN
 
 BUILT_IN = re.compile(r"(ai\.onnx|com\.microsoft|com\.ms|org\.pytorch)(\..*)?")
 """The domains of ONNX and ONNX Runtime, and their subdomains."""

@@ -13,7 +13,7 @@ from onnx.shape_inference import InferenceContext, InferenceError
 from .call_checks import check_attributes, check_shapes
 from .dtypes import ELEMENT_TYPES, dtype_name, onnx_name
 from .errors import RecordError
-from .record import Attribute, Record
+from .op_spec import Attribute, OpSpec
 from .shapes import Unknown, output_shapes
 
 Dims = Sequence[int | Unknown] | None
@@ -52,12 +52,12 @@ def default_of(attribute: Attribute) -> Any:
 
 
 @functools.cache
-def op_schema(record: Record) -> OpSchema:
+def op_schema(record: OpSpec) -> OpSchema:
     """Returns the op as ONNX declares ops: inputs, attributes with defaults, type and shape inference."""
     return make_schema(record, record.onnx_name, record.domain, record.domain_version)
 
 
-def make_schema(record: Record, name: str, domain: str, version: int, *, strict: bool = True) -> OpSchema:
+def make_schema(record: OpSpec, name: str, domain: str, version: int, *, strict: bool = True) -> OpSchema:
     """Makes an `OpSchema` of a record under any name and domain.
 
     Args:
@@ -104,7 +104,7 @@ def _schema_attribute(attribute: Attribute) -> OpSchema.Attribute:
 
 
 def infer_outputs(
-    record: Record, inputs: Mapping[str, tuple[str, Dims]], attributes: Mapping[str, Any]
+    record: OpSpec, inputs: Mapping[str, tuple[str, Dims]], attributes: Mapping[str, Any]
 ) -> dict[str, tuple[str, Dims]]:
     """Infers the dtype and the dimensions of each output.
 
@@ -137,7 +137,7 @@ def infer_outputs(
     return {name: (combination[name], shapes[name]) for name in record.outputs}
 
 
-def _infer_node(record: Record, strict: bool, context: InferenceContext) -> None:
+def _infer_node(record: OpSpec, strict: bool, context: InferenceContext) -> None:
     """Infers a node's outputs for onnx's own shape inference."""
     inputs: dict[str, tuple[str, Dims]] = {}
     for i, entry in enumerate(record.inputs):

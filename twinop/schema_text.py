@@ -5,7 +5,7 @@ import re
 from collections.abc import Iterator
 
 from .errors import RecordSyntaxError
-from .record import Attribute, Input, Record
+from .op_spec import Attribute, Input, OpSpec
 from .shapes import check_texts
 
 _ARGUMENT = re.compile(r"(Tensor\??|Tensor\[\]|int|float|bool|str|int\[\])\s+([A-Za-z_]\w*)\s*(?:=\s*(.+))?")
@@ -17,7 +17,7 @@ _LONGEST = 47  # characters of a name
 _MOST = {"arguments": 16, "outputs": 8}
 
 
-def record_of(schema: str, domain: str, **texts: str) -> Record:
+def record_of(schema: str, domain: str, **texts: str) -> OpSpec:
     """Makes a record from a schema in torch's language, `rms_norm(Tensor x, float eps=1e-6) -> Tensor`.
 
     Args:
@@ -63,7 +63,7 @@ def record_of(schema: str, domain: str, **texts: str) -> Record:
     if longest := next((each for each in (name, *names) if len(each) > _LONGEST), None):
         place = _words(schema, longest)[0]
         raise _error(schema, place, f"the name {longest} has more than {_LONGEST} characters")
-    record = Record(
+    record = OpSpec(
         name,
         f"Custom{re.sub('(?:^|_)(.?)', lambda part: part[1].upper(), name)}",
         " ".join(schema.split()),

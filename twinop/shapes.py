@@ -13,7 +13,7 @@ from types import CodeType
 from typing import Any
 
 from .errors import RecordError, RecordSyntaxError
-from .record import Record, entries
+from .op_spec import OpSpec, entries
 
 ABSENT = (0,)
 """The shape of an absent optional input, and of its gradient: no elements."""
@@ -49,7 +49,7 @@ def _numel(shape: Sequence[Any]) -> Any:
 
 
 def evaluate(
-    record: Record,
+    record: OpSpec,
     text: str,
     shapes: Mapping[str, Sequence[Any] | None],
     attributes: Mapping[str, Any],
@@ -92,7 +92,7 @@ def evaluate(
         raise RecordError(f"op {record.name}: {text!r} does not fit {named}: {error}") from error
 
 
-def check_texts(record: Record) -> None:
+def check_texts(record: OpSpec) -> None:
     """Checks that the record's entries, limits and shape expressions parse.
 
     Raises:
@@ -112,7 +112,7 @@ def check_texts(record: Record) -> None:
 
 
 def output_shapes(
-    record: Record, shapes: Mapping[str, Sequence[Any] | None], attributes: Mapping[str, Any]
+    record: OpSpec, shapes: Mapping[str, Sequence[Any] | None], attributes: Mapping[str, Any]
 ) -> dict[str, tuple[Any, ...]]:
     """Returns the shapes of the outputs by name.
 
@@ -132,7 +132,7 @@ def output_shapes(
 
 
 def input_shapes(
-    record: Record, first: Sequence[int], attributes: Mapping[str, Any]
+    record: OpSpec, first: Sequence[int], attributes: Mapping[str, Any]
 ) -> dict[str, tuple[Any, ...]]:
     """Returns shapes of all inputs by name that fit each other.
 
@@ -148,7 +148,7 @@ def input_shapes(
     return shapes
 
 
-def too_few_dimensions(record: Record, shapes: Mapping[str, Sequence[Any] | None]) -> str | None:
+def too_few_dimensions(record: OpSpec, shapes: Mapping[str, Sequence[Any] | None]) -> str | None:
     """Describes the first input that has fewer dimensions than the record's shapes need, if there is one."""
     for name, shape in shapes.items():
         own = re.search(rf"(?:^|;) *{name} *=([^;]*)", record.input_shapes)

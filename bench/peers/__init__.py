@@ -18,7 +18,7 @@ from torch import Tensor
 
 from twinop.export.body_in_torch import evaluate_body
 from twinop.kernel_op import DECLARED
-from twinop.record import Record
+from twinop.op_spec import OpSpec
 
 Peer = str | Callable[..., Any]
 
@@ -227,7 +227,7 @@ ENTRIES: dict[str, Entry] = {
 
 
 def entry_of(
-    record: Record, library: Path | None = None, attributes: Mapping[str, Any] | None = None, names: str = ""
+    record: OpSpec, library: Path | None = None, attributes: Mapping[str, Any] | None = None, names: str = ""
 ) -> Entry:
     """Returns the entry of an op that the table does not name: torch's own function is its function body.
 

@@ -6,7 +6,7 @@ from pathlib import Path
 from twinop.errors import LibraryError
 from twinop.find import places_of, project_libraries
 from twinop.library import library_folders
-from twinop.record import DOMAIN
+from twinop.op_spec import DOMAIN
 
 from ..check_nodes import require_fit
 from ..choose_library import allow, choose_libraries

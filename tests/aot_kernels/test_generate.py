@@ -24,7 +24,7 @@ from twinop.aot_kernels.plan import (
 )
 from twinop.errors import BuildError
 from twinop.library import needed_libraries, read_library
-from twinop.record import Attribute, Input
+from twinop.op_spec import Attribute, Input
 
 LAUNCH = Launch((ONE, ONE, ONE), (), (GENERAL,))
 X = Request([At((5,))])

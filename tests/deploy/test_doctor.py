@@ -14,10 +14,10 @@ from twinop.deploy.doctor.checks import check
 from twinop.deploy.doctor.facts import Environment, Gpu, Runtime, Torch
 from twinop.find import Package
 from twinop.library import Library
-from twinop.record import Attribute, Input, Record
+from twinop.op_spec import Attribute, Input, OpSpec
 
 CPU, CUDA = "CPUExecutionProvider", "CUDAExecutionProvider"
-MISH = Record(
+MISH = OpSpec(
     name="mish",
     onnx_name="CustomMish",
     schema="mish(Tensor x, *, float beta=1.0) -> Tensor",
@@ -28,7 +28,7 @@ MISH = Record(
     domain="mish",
 )
 LIBRARY = Library(
-    Path("build/libmish.so"), "0.2.0", "90", "13.0", {"mish": MISH}, exports_ort=True, domain="mish"
+    Path("build/libmish.so"), "0.3.0", "90", "13.0", {"mish": MISH}, exports_ort=True, domain="mish"
 )
 RUNTIME = Runtime("1.31.1", cuda="13.0", providers={CUDA: "", CPU: ""})
 KNOWN = ("75", "80", "86", "89", "90", "100", "120")

@@ -13,7 +13,7 @@ from samples import RECORDS, torch_dtype, values
 import twinop
 from twinop import deploy, torch_op
 from twinop.export import export
-from twinop.record import DOMAIN
+from twinop.op_spec import DOMAIN
 from twinop.tolerance import same_bits
 
 # The dynamo exporter is slower, and its graph is the same for every dtype.

@@ -10,7 +10,7 @@ from samples import RECORDS, values
 
 from twinop.export import attach_bodies
 from twinop.export.schema import registered_schemas
-from twinop.record import DOMAIN
+from twinop.op_spec import DOMAIN
 from twinop.testing.one_node import body_session, one_node_model, run_body
 from twinop.tolerance import same_bits
 

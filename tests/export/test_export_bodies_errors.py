@@ -12,11 +12,11 @@ from samples import RECORDS
 from twinop.errors import ExportError
 from twinop.export import DefaultInput, attach_bodies, body
 from twinop.export.bodies import Body
-from twinop.record import DOMAIN, Record
+from twinop.op_spec import DOMAIN, OpSpec
 from twinop.testing.one_node import body_session, run_body
 
 
-def make_record(schema: str, **fields: Any) -> Record:
+def make_record(schema: str, **fields: Any) -> OpSpec:
     """Makes the record of an op by hand, as a Python author would."""
     name = schema.partition("(")[0]
     base = {
@@ -26,7 +26,7 @@ def make_record(schema: str, **fields: Any) -> Record:
         "outputs": ["y"],
         "devices": ["cpu"],
     }
-    return Record.from_json(base | {"inputs": [{"name": "x"}], "attributes": []} | fields)
+    return OpSpec.from_json(base | {"inputs": [{"name": "x"}], "attributes": []} | fields)
 
 
 def with_body(monkeypatch: pytest.MonkeyPatch, name: str, build: Any, **defaults: DefaultInput) -> None:

@@ -19,7 +19,7 @@ from twinop.errors import ExportError, RecordError
 from twinop.export import attach_bodies, op_schema, register_symbolics, translation_table
 from twinop.export.schema import onnx_value, registered_schemas
 from twinop.op_schema import default_of, infer_outputs
-from twinop.record import DOMAIN, Attribute, Record
+from twinop.op_spec import DOMAIN, Attribute, OpSpec
 from twinop.shapes import Unknown
 
 FOLDER = Path(twinop.export.__file__).resolve().parent
@@ -132,7 +132,7 @@ def test_sizes_that_are_not_known() -> None:
 
 
 @pytest.mark.parametrize("record", RECORDS.values(), ids=list(RECORDS))
-def test_op_schema_says_what_the_record_says(record: Record) -> None:
+def test_op_schema_says_what_the_record_says(record: OpSpec) -> None:
     schema = op_schema(record)
     assert (schema.name, schema.domain, schema.since_version) == (record.onnx_name, DOMAIN, 1)
     optional = type(schema.inputs[0].option).Optional

@@ -13,7 +13,7 @@ from twinop.aot_kernels.generate import generate
 from twinop.aot_kernels.plan import Contents, DeviceOp, Image, Kernel, Launch, Plan, Variant
 from twinop.building.toolchain import find_installation
 from twinop.library import get_include
-from twinop.record import Attribute, Input, Record
+from twinop.op_spec import Attribute, Input, OpSpec
 
 InProcess = Callable[..., Any]
 """Runs a function of device_calls.py where the CUDA driver is the stand-in."""
@@ -64,11 +64,11 @@ def contents_of(op: DeviceOp, *kernels: Kernel) -> Contents:
 
 def record(
     inputs: int = 1, attributes: tuple[Attribute, ...] = (), dtypes: str = "float32; float16"
-) -> Record:
+) -> OpSpec:
     names = [f"x{i}" for i in range(inputs)]
     texts = [f"Tensor {name}" for name in names]
     texts += [f"{entry.kind} {entry.name}" for entry in attributes]
-    return Record(
+    return OpSpec(
         name="k",
         onnx_name="CustomK",
         schema=f"k({', '.join(texts)}) -> Tensor",

@@ -15,7 +15,7 @@ from twinop.export.calls import make_call
 from twinop.export.record_body import trace
 from twinop.export.schema import onnx_value
 from twinop.op_schema import default_of
-from twinop.record import Record
+from twinop.op_spec import OpSpec
 
 # What a body's function compares; kernels/abi.h has these numbers.
 DTYPES = {"float32": 1, "float16": 2, "bfloat16": 3, "float64": 4, "int64": 8}
@@ -58,11 +58,11 @@ static int32_t Find(const Model* models, const twinop_call* call, const void** m
 class BodyOp:
     """An op: a model for each combination of dtypes and present inputs."""
 
-    record: Record
+    record: OpSpec
     models: Mapping[str, bytes]
 
 
-def body_op(record: Record, presences: Sequence[Sequence[str]] | None = None, **attributes: str) -> BodyOp:
+def body_op(record: OpSpec, presences: Sequence[Sequence[str]] | None = None, **attributes: str) -> BodyOp:
     """Makes the models of a registered body for all dtypes and for some patterns of optional inputs."""
     body, models = find_body(record.key), {}
     assert body is not None
@@ -123,7 +123,7 @@ def body_library(folder: Path, ops: Sequence[BodyOp]) -> Path:
     return build_c(source, folder / f"lib{first.domain}.so", "-Wno-overlength-strings")
 
 
-def _library_fields(record: Record) -> dict[str, object]:
+def _library_fields(record: OpSpec) -> dict[str, object]:
     return {
         "twinop": "0.1.0",
         "abi": 1,

@@ -8,7 +8,7 @@ import op_bodies  # noqa: F401 (the test ops)
 import pytest
 from onnx import helper
 
-from twinop.record import DOMAIN
+from twinop.op_spec import DOMAIN
 
 EXPORTERS = ("dynamo", "torchscript")
 each_exporter = pytest.mark.parametrize("exporter", EXPORTERS)

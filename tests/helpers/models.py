@@ -9,7 +9,7 @@ import onnxruntime
 from onnx import helper, numpy_helper
 
 from twinop.dtypes import ELEMENT_TYPES
-from twinop.record import DOMAIN, DOMAIN_VERSION, Record
+from twinop.op_spec import DOMAIN, DOMAIN_VERSION, OpSpec
 
 ORT_VERSION = tuple(int(part) for part in onnxruntime.__version__.split(".")[:2])
 BINDS_BFLOAT16 = ORT_VERSION >= (1, 20)
@@ -99,6 +99,6 @@ def relu_body() -> onnx.FunctionProto:
     return function("CustomRelu", [node("Relu", domain="")])
 
 
-def exported_by(record: Record, version: str = "0.1.0") -> dict[str, str]:
+def exported_by(record: OpSpec, version: str = "0.1.0") -> dict[str, str]:
     """The metadata that an export writes."""
     return {"twinop.version": version, f"twinop.schema.{record.onnx_name}": record.schema_hash}

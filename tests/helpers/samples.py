@@ -7,7 +7,7 @@ import op_bodies
 import pytest
 import torch
 
-from twinop.record import Record
+from twinop.op_spec import OpSpec
 from twinop.testing import builtin_references
 from twinop.testing.samples import (
     Sample,
@@ -49,7 +49,7 @@ HALVES = (torch.float16, torch.bfloat16)
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.cuda)]
 
 
-def combinations(records: Mapping[str, Record]) -> list[Any]:
+def combinations(records: Mapping[str, OpSpec]) -> list[Any]:
     """Returns (record, dtypes) for every dtype combination of every op: a list for `parametrize`."""
     return [
         pytest.param(record, dtypes, id=f"{record.name}-{'-'.join(dict.fromkeys(dtypes.values()))}")

@@ -13,7 +13,7 @@ from samples import DEVICES, library_of, values
 from torch.autograd import gradcheck, gradgradcheck
 
 from twinop import torch_op
-from twinop.record import DOMAIN, Record
+from twinop.op_spec import DOMAIN, OpSpec
 from twinop.testing.one_node import assert_same_bits, make_session, one_node_model, run_bound
 from twinop.torch_op import records
 
@@ -30,7 +30,7 @@ def test_the_ops_here() -> None:
     assert any(len(record.inputs) == 3 for record in ELEMENTWISE)
 
 
-def call(record: Record, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+def call(record: OpSpec, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
     results = getattr(getattr(torch.ops, DOMAIN), record.name)(*tensors)
     return results if isinstance(results, tuple) else (results,)
 
@@ -91,7 +91,7 @@ def broadcast_shapes(draw: st.DrawFn, count: int) -> tuple[tuple[int, ...], ...]
     return tuple(drawn)
 
 
-def check_strides(record: Record, tensors: list[torch.Tensor], results: Sequence[torch.Tensor]) -> None:
+def check_strides(record: OpSpec, tensors: list[torch.Tensor], results: Sequence[torch.Tensor]) -> None:
     """The fake, which torch.compile relies on, returns the same shapes, dtypes and strides."""
     fakes = call(
         record, *(torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device="meta") for t in tensors)
@@ -105,7 +105,7 @@ def check_strides(record: Record, tensors: list[torch.Tensor], results: Sequence
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("record", ELEMENTWISE, ids=lambda record: record.name)
-def test_any_layout_gives_the_same_bits(record: Record, device: str) -> None:
+def test_any_layout_gives_the_same_bits(record: OpSpec, device: str) -> None:
     @settings(max_examples=40, deadline=None)
     @given(st.data())
     def check(data: st.DataObject) -> None:
@@ -126,7 +126,7 @@ def test_any_layout_gives_the_same_bits(record: Record, device: str) -> None:
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("record", BROADCASTING, ids=lambda record: record.name)
-def test_broadcasting(record: Record, device: str) -> None:
+def test_broadcasting(record: OpSpec, device: str) -> None:
     @settings(max_examples=80, deadline=None)
     @given(st.data())
     def check(data: st.DataObject) -> None:
@@ -169,7 +169,7 @@ PAIRS = [
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("record", BROADCASTING, ids=lambda record: record.name)
-def test_both_runtimes_broadcast_alike(record: Record, dtype: torch.dtype, device: str) -> None:
+def test_both_runtimes_broadcast_alike(record: OpSpec, dtype: torch.dtype, device: str) -> None:
     names = {entry.name: str(dtype).removeprefix("torch.") for entry in record.inputs}
     dtypes = names | dict.fromkeys(record.outputs, next(iter(names.values())))
     model = one_node_model(record, dtypes, [True] * len(names), {})

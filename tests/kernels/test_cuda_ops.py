@@ -5,7 +5,7 @@ import torch
 from samples import ALL, RECORDS, Sample, library_of, make_sample
 
 from twinop import torch_op
-from twinop.record import Record
+from twinop.op_spec import OpSpec
 from twinop.testing.one_node import assert_same_bits, make_session, one_node_model, run_bound
 from twinop.testing.samples import why_not_derived
 from twinop.testing.ulps import as_tuple
@@ -15,7 +15,7 @@ each_op = pytest.mark.parametrize("record", ALL.values(), ids=list(ALL))
 MANY = (1 << 31) + 9
 
 
-def call(record: Record, sample: Sample) -> tuple[torch.Tensor, ...]:
+def call(record: OpSpec, sample: Sample) -> tuple[torch.Tensor, ...]:
     return as_tuple(getattr(torch_op, record.name)(*sample.inputs.values(), **sample.attributes))
 
 
@@ -23,7 +23,7 @@ ROWWISE = [record for record in ALL.values() if record.rows and not why_not_deri
 
 
 @pytest.mark.parametrize("record", ROWWISE, ids=lambda record: record.name)
-def test_rows_beyond_2_to_the_31_elements(record: Record) -> None:
+def test_rows_beyond_2_to_the_31_elements(record: OpSpec) -> None:
     """Offsets have 64 bits. Rows at both ends and near 2^31 elements have the right results."""
     dtypes = next(c for c in record.combinations if set(c.values()) == {"bfloat16"})
     columns = 4098

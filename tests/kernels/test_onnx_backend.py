@@ -14,7 +14,7 @@ from onnx import TensorProto, helper, numpy_helper
 from onnx.backend.test.case import node as node_cases
 from samples import RECORDS, library_of
 
-from twinop.record import DOMAIN, DOMAIN_VERSION
+from twinop.op_spec import DOMAIN, DOMAIN_VERSION
 from twinop.testing.one_node import make_session
 
 # Maps an ONNX operator to our op, and its attribute names to ours.

@@ -10,7 +10,7 @@ import pytest
 import torch
 from samples import ALL, RECORDS, library_of, make_sample, run_in_torch, samples, values
 
-from twinop.record import Record
+from twinop.op_spec import OpSpec
 from twinop.testing.one_node import assert_same_bits, make_session, one_node_model, run_bound
 from twinop.testing.ulps import as_tuple
 
@@ -20,7 +20,7 @@ pytestmark = [pytest.mark.cuda, pytest.mark.sanitizer]
 DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 
 
-def watched(records: Mapping[str, Record]) -> list[Any]:
+def watched(records: Mapping[str, OpSpec]) -> list[Any]:
     """The ops; initcheck watches twinop's kernels only, and cuBLASLt writes what those of `linear` read."""
     unwatched = [pytest.mark.torch_writes]
     return [
@@ -50,7 +50,7 @@ def test_the_kernel_of_middle_sizes() -> None:
 
 
 @pytest.mark.parametrize("record", watched(RECORDS), ids=list(RECORDS))
-def test_through_ort(record: Record) -> None:
+def test_through_ort(record: OpSpec) -> None:
     dtypes = record.combinations[0]
     session, served = None, None
     for sample in list(samples(record, dtypes))[4:6]:
@@ -75,7 +75,7 @@ def misaligned(tensor: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("record", watched(ALL), ids=list(ALL))
-def test_through_torch(record: Record) -> None:
+def test_through_torch(record: OpSpec) -> None:
     """Alignment does not change the bits of forward and backward ops.
 
     A row takes a part of a warp, a warp, a block, or several pieces.

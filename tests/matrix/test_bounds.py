@@ -15,7 +15,7 @@ from torch import Tensor
 from twinop.errors import ExportError
 from twinop.export import body
 from twinop.export.body_in_torch import TorchOps
-from twinop.record import Record
+from twinop.op_spec import OpSpec
 from twinop.schema_text import record_of
 from twinop.testing import under_test
 from twinop.testing.references import ONE_ROUNDING
@@ -40,7 +40,7 @@ def smallest(op: Any, x: Any) -> Any:
     return op.ArgMin(x, axis=-1, keepdims=0)
 
 
-def record(schema: str, **texts: str) -> Record:
+def record(schema: str, **texts: str) -> OpSpec:
     return record_of(schema, DOMAIN, **texts)
 
 
@@ -56,7 +56,7 @@ def tested(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setitem(under_test._ops, each.key, found)
 
 
-def worst(op: Record, inputs: dict[str, Tensor], result: Tensor, **options: Any) -> float:
+def worst(op: OpSpec, inputs: dict[str, Tensor], result: Tensor, **options: Any) -> float:
     return measure(op, inputs, {}, [result], **options)[0].worst
 
 

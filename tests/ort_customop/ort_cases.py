@@ -15,7 +15,7 @@ from twinop import torch_op
 from twinop.declare import CPU_FUNCTIONS
 from twinop.dtypes import ELEMENT_TYPES
 from twinop.library import find_library
-from twinop.record import DOMAIN, DOMAIN_VERSION, Record
+from twinop.op_spec import DOMAIN, DOMAIN_VERSION, OpSpec
 
 Dims = Sequence[int | str | None] | None
 DIMS: dict[str, Dims] = {
@@ -93,7 +93,7 @@ def graph(
 
 
 def custom(
-    record: Record, inputs: Sequence[str], outputs: Sequence[str], **attributes: Any
+    record: OpSpec, inputs: Sequence[str], outputs: Sequence[str], **attributes: Any
 ) -> onnx.NodeProto:
     while inputs and not inputs[-1]:
         inputs = inputs[:-1]
@@ -102,7 +102,7 @@ def custom(
 
 
 def one_node(
-    record: Record, dtypes: Mapping[str, str], sample: Sample, fixed: bool = False, **attributes: Any
+    record: OpSpec, dtypes: Mapping[str, str], sample: Sample, fixed: bool = False, **attributes: Any
 ) -> onnx.ModelProto:
     """The op alone, as the sample gives it; sizes fixed to the sample's, or no dimensions at all."""
     given = {name: tensor for name, tensor in sample.inputs.items() if tensor is not None}
@@ -112,7 +112,7 @@ def one_node(
     return graph([node], inputs, {name: (dtypes[name], None) for name in record.outputs})
 
 
-def result(record: Record, sample: Sample, **attributes: Any) -> tuple[Any, Any]:
+def result(record: OpSpec, sample: Sample, **attributes: Any) -> tuple[Any, Any]:
     """Feeds and what torch makes of them."""
     outputs = getattr(torch_op, record.name)(*sample.inputs.values(), **sample.attributes, **attributes)
     outputs = outputs if isinstance(outputs, tuple) else (outputs,)
@@ -120,7 +120,7 @@ def result(record: Record, sample: Sample, **attributes: Any) -> tuple[Any, Any]
     return feeds, dict(zip(record.outputs, outputs, strict=True))
 
 
-def op_cases(cases: Cases, record: Record) -> None:
+def op_cases(cases: Cases, record: OpSpec) -> None:
     """Every dtype combination, presence pattern and attribute, at all of the op's sample sizes."""
     for dtypes in record.combinations:
         groups: dict[str, list[Sample]] = {}
@@ -136,7 +136,7 @@ def op_cases(cases: Cases, record: Record) -> None:
             cases.add(f"{name} fixed sizes", fixed, [result(record, members[-1])], cast=cast)
 
 
-def chain_cases(cases: Cases, relu: Record) -> None:
+def chain_cases(cases: Cases, relu: OpSpec) -> None:
     """Dimensions of every sort, through a chain in which ORT plans to reuse buffers."""
     for dtype in ("float32", "float16", "bfloat16", "float64"):
         for sort, dims in DIMS.items():
@@ -159,13 +159,13 @@ def chain_cases(cases: Cases, relu: Record) -> None:
         cases.add(f"chain {fields}", models_chain(relu), [({"x": x}, {"y": torch_op.relu(x)})], **fields)
 
 
-def models_chain(relu: Record) -> onnx.ModelProto:
+def models_chain(relu: OpSpec) -> onnx.ModelProto:
     nodes = [custom(relu, [a], [b]) for a, b in zip("xabc", "abcy", strict=True)]
     dims = ("rows", "columns")
     return graph(nodes, {"x": ("float32", dims)}, {"y": ("float32", dims)})
 
 
-def broadcast_cases(cases: Cases, records: Mapping[str, Record]) -> None:
+def broadcast_cases(cases: Cases, records: Mapping[str, OpSpec]) -> None:
     """Operands of two shapes, whose dimensions the graph knows to different degrees."""
     a, b = values((3, 1, 5), torch.float32, 1), values((4, 1), torch.float32, 2)
     wholes = {"a": a, "b": b}
@@ -200,7 +200,7 @@ def broadcast_cases(cases: Cases, records: Mapping[str, Record]) -> None:
         cases.add(f"add of shapes that do not broadcast, {sort}", model, [(feeds, {})], error=error)
 
 
-def in_place_cases(cases: Cases, records: Mapping[str, Record]) -> None:
+def in_place_cases(cases: Cases, records: Mapping[str, OpSpec]) -> None:
     """Probes before and after an op say whether it wrote over its input."""
     probe = records["probe"]
     last = custom(probe, ["b"], ["y", "after"])
@@ -232,7 +232,7 @@ def in_place_cases(cases: Cases, records: Mapping[str, Record]) -> None:
     add("input with a second reader", [relu, helper.make_node("Neg", ["a"], ["out"])], False)
 
 
-def attribute_cases(cases: Cases, records: Mapping[str, Record]) -> None:
+def attribute_cases(cases: Cases, records: Mapping[str, OpSpec]) -> None:
     """Attributes that are not what the schema says, and values of each kind that are."""
     x = values((3, 5), torch.float32, 1)
     wrong: list[tuple[str, str, Any, str]] = [
@@ -279,7 +279,7 @@ def attribute_cases(cases: Cases, records: Mapping[str, Record]) -> None:
         cases.add(f"int and bool attributes {attributes}", model, [({"x": x}, {"y": x, "kinds": kinds})])
 
 
-def error_cases(cases: Cases, records: Mapping[str, Record]) -> None:
+def error_cases(cases: Cases, records: Mapping[str, OpSpec]) -> None:
     """Failures while a model runs: the op, its inputs with dtype and shape, and the reason."""
     number = torch.tensor(1.0)
     record = records["double_and_sum"]
@@ -343,7 +343,7 @@ def all_cases() -> Cases:
     return cases
 
 
-def _probe() -> Iterator[tuple[str, Record]]:
+def _probe() -> Iterator[tuple[str, OpSpec]]:
     from twinop.library import read_library
 
     yield "probe", read_library(find_library("test_probe")).records["probe"]

@@ -17,7 +17,7 @@ from ort_versions import SUPPORTED, environment
 from samples import RECORDS, Sample, combinations, presence_patterns, samples
 
 from twinop.export import attach_bodies
-from twinop.record import Record
+from twinop.op_spec import OpSpec
 
 NAMES = (
     "relu",
@@ -34,7 +34,7 @@ OPS = {name: RECORDS[name] for name in NAMES}
 FIXED = {"gelu": {"approximate": "none"}}  # its body reads the attribute
 
 
-def presences(record: Record) -> list[list[str]]:
+def presences(record: OpSpec) -> list[list[str]]:
     patterns = [p for dtypes in record.combinations for p in presence_patterns(record, dtypes)]
     return [
         list(names) for names in dict.fromkeys(tuple(n for n, given in p.items() if given) for p in patterns)
@@ -65,7 +65,7 @@ def feeds_of(sample: Sample) -> dict[str, np.ndarray]:
     }
 
 
-def some_samples(record: Record, dtypes: dict[str, str]) -> list[Sample]:
+def some_samples(record: OpSpec, dtypes: dict[str, str]) -> list[Sample]:
     """One sample for each combination of present inputs, attributes and rank, and empty ones."""
     found: dict[str, Sample] = {}
     for sample in samples(record, dtypes):
@@ -79,7 +79,7 @@ def some_samples(record: Record, dtypes: dict[str, str]) -> list[Sample]:
 @pytest.mark.parametrize("fixed", [False, True], ids=["unknown ranks", "fixed sizes"])
 @pytest.mark.parametrize(("record", "dtypes"), combinations(OPS))
 def test_results_are_those_of_the_body_in_a_model(
-    record: Record, dtypes: dict[str, str], fixed: bool, library: Path
+    record: OpSpec, dtypes: dict[str, str], fixed: bool, library: Path
 ) -> None:
     """The results are equal to the bit, with NaN among the inputs."""
     if (record.name, dtypes.get("x")) == ("gelu", "float64"):
@@ -113,7 +113,7 @@ def test_a_body_that_this_onnxruntime_cannot_run(fixed: bool, library: Path) -> 
             opened.run(None, feeds_of(sample))
 
 
-def chain(record: Record, count: int, rank: int | None = None) -> onnx.ModelProto:
+def chain(record: OpSpec, count: int, rank: int | None = None) -> onnx.ModelProto:
     dims = None if rank is None else [f"d{i}" for i in range(rank)]
     names = [f"v{i}" for i in range(count + 1)]
     nodes = [custom(record, [a], [b]) for a, b in itertools.pairwise(names)]

@@ -13,11 +13,11 @@ from record_driver import driver
 from twinop.call_checks import check_attributes, check_shapes, describe
 from twinop.errors import RecordError
 from twinop.op_schema import infer_outputs
-from twinop.record import DOMAIN, Record
+from twinop.op_spec import DOMAIN, OpSpec
 from twinop.shapes import Unknown, output_shapes
 
 SCHEMA = "f(Tensor x, Tensor? w=None, Tensor? b=None, int axis=-1, float eps=1e-5, int offset=0) -> Tensor"
-BASE = Record.from_json(json.loads(driver().ask("schema", SCHEMA)))
+BASE = OpSpec.from_json(json.loads(driver().ask("schema", SCHEMA)))
 
 NORM = {
     "input_shapes": "w = x[axis:]; b = w",

@@ -16,7 +16,7 @@ from twinop import torch_op
 from twinop.export import op_schema, translation_table
 from twinop.export.bodies import find_body
 from twinop.library import find_library, read_library
-from twinop.record import DOMAIN, DOMAIN_VERSION, Record
+from twinop.op_spec import DOMAIN, DOMAIN_VERSION, OpSpec
 from twinop.testing.one_node import make_session, one_node_model
 
 ALL = torch_op.records()  # with the backward ops
@@ -25,7 +25,7 @@ each_op = pytest.mark.parametrize("record", RECORDS.values(), ids=list(RECORDS))
 
 
 @pytest.mark.parametrize("record", ALL.values(), ids=list(ALL))
-def test_torch_has_the_op(record: Record) -> None:
+def test_torch_has_the_op(record: OpSpec) -> None:
     name = f"{DOMAIN}::{record.name}"
     has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
     keys = ["CPU", "CUDA", "Autograd", "Meta", "FuncTorchBatched", "SparseCPU", "QuantizedCPU", "MkldnnCPU"]
@@ -49,7 +49,7 @@ def test_backward_ops_are_torchs_only() -> None:
 
 
 @each_op
-def test_onnx_declares_the_op_like_the_record(record: Record) -> None:
+def test_onnx_declares_the_op_like_the_record(record: OpSpec) -> None:
     schema: Any = op_schema(record)  # onnx's enumerations have no types
     assert (schema.name, schema.domain, schema.since_version) == (record.onnx_name, DOMAIN, DOMAIN_VERSION)
     assert [(entry.name, entry.option.name == "Optional") for entry in schema.inputs] == [
@@ -69,7 +69,7 @@ def test_onnx_declares_the_op_like_the_record(record: Record) -> None:
 
 
 @cache
-def header(record: Record) -> Path | None:
+def header(record: OpSpec) -> Path | None:
     """Returns the header that registers the op, or None for an op of the tests."""
     name = record.name.removesuffix("_backward")
     registers = re.compile(rf"^TWINOP_(?!FUNCTION)\w+\({name}\b", re.MULTILINE)

@@ -13,7 +13,7 @@ from record_driver import driver
 from twinop import torch_op
 from twinop.errors import RecordError
 from twinop.library import find_library, read_library
-from twinop.record import Record, entries
+from twinop.op_spec import OpSpec, entries
 
 LIBRARIES = ("custom_ops", "test_ops")
 TORCH_TYPES = {"List[int]": "int[]", "Optional[Tensor]": "Tensor?", "List[Tensor]": "Tensor[]"}
@@ -27,7 +27,7 @@ def records() -> list[Any]:
     ]
 
 
-def assert_same_schema(record: Record, schema: Any) -> None:
+def assert_same_schema(record: OpSpec, schema: Any) -> None:
     """Checks that our parser and torch's read the schema alike."""
     assert record.name == schema.name.removeprefix(f"{record.namespace}::")
     kinds = {(True, False): "Tensor?", (False, True): "Tensor[]"}
@@ -46,7 +46,7 @@ def assert_same_schema(record: Record, schema: Any) -> None:
 
 
 @pytest.mark.parametrize("record", records())
-def test_the_library_and_torch_read_one_schema(record: Record) -> None:
+def test_the_library_and_torch_read_one_schema(record: OpSpec) -> None:
     schema = getattr(getattr(torch.ops, record.namespace), record.name).default._schema
     assert_same_schema(record, schema)
     assert_same_schema(record, torch._C.parse_schema(record.schema))
@@ -102,9 +102,9 @@ def schemas(draw: st.DrawFn) -> str:
     return f"{names[0]}0({separator.join(arguments)}) -> {outputs}"
 
 
-def parse(text: str) -> Record | None:
+def parse(text: str) -> OpSpec | None:
     answer = driver().ask("schema", text)
-    return None if answer.startswith("error ") else Record.from_json(json.loads(answer))
+    return None if answer.startswith("error ") else OpSpec.from_json(json.loads(answer))
 
 
 @settings(max_examples=100, deadline=None, derandomize=True)
@@ -119,7 +119,7 @@ def test_schemas_parse_as_in_torch(text: str) -> None:
         assert value == _as_cpp(attribute.kind, attribute.default), attribute
 
 
-def _joined(values: list[str], record: Record) -> list[str]:
+def _joined(values: list[str], record: OpSpec) -> list[str]:
     """Undoes a split at "|" inside str defaults."""
     for i, attribute in enumerate(record.attributes):
         extra = str(attribute.default).count("|") if attribute.kind == "str" else 0
@@ -183,7 +183,7 @@ def test_combinations() -> None:
     record = parse("f(Tensor x, Tensor? w=None) -> Tensor")
     assert record
     text = "float32; float16 w=float32;bfloat16 w = float32 y=float64"
-    wide = Record(**{**vars(record), "dtypes": text})
+    wide = OpSpec(**{**vars(record), "dtypes": text})
     assert driver().ask("validate", record.schema, "dtypes", text) == "valid"
     assert wide.combinations == (
         {"x": "float32", "w": "float32", "y": "float32"},
@@ -196,7 +196,7 @@ def test_gradients_and_limits() -> None:
     record = parse("f(Tensor x, Tensor? w=None, int n=1, float e=1) -> Tensor")
     assert record
     text = "x, w, _ = f(grad, n == 1, 'a; b = c') ; w = grad_x;"
-    record = Record(**{**vars(record), "gradient": text, "limits": "n of x; e >= 0 ; e<.5;"})
+    record = OpSpec(**{**vars(record), "gradient": text, "limits": "n of x; e >= 0 ; e<.5;"})
     assert [(gradient.names, gradient.text) for gradient in record.gradients] == [
         (("x", "w", "_"), "f(grad, n == 1, 'a; b = c')"),
         (("w",), "grad_x"),

@@ -12,12 +12,12 @@ from samples import RECORDS, samples
 
 from twinop import torch_op
 from twinop.errors import RecordError
-from twinop.record import DOMAIN, Record
+from twinop.op_spec import DOMAIN, OpSpec
 from twinop.shapes import evaluate, output_shapes
 
 TENSORS = "Tensor a, Tensor b, Tensor? c=None"
 SCHEMA = f'f({TENSORS}, int n=1, bool t=True, int[] p=[1, 2], float e=1, str s="x") -> Tensor'
-BASE = Record.from_json(json.loads(driver().ask("schema", SCHEMA)))
+BASE = OpSpec.from_json(json.loads(driver().ask("schema", SCHEMA)))
 UNKNOWN = "?"
 
 
@@ -231,7 +231,7 @@ CELLS = [
 
 
 @pytest.mark.parametrize(("record", "dtypes"), CELLS)
-def test_outputs_have_the_inferred_shapes(record: Record, dtypes: dict[str, str]) -> None:
+def test_outputs_have_the_inferred_shapes(record: OpSpec, dtypes: dict[str, str]) -> None:
     """Kernels and fakes return the inferred shapes. test_parity.py covers ONNX Runtime."""
     assert torch_op.records()[record.name] == record
     op = getattr(getattr(torch.ops, DOMAIN), record.name)

@@ -15,7 +15,7 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from twinop import deploy, export, torch_op
 from twinop.errors import RecordError
-from twinop.record import Record
+from twinop.op_spec import OpSpec
 from twinop.testing.samples import is_given
 
 FLOAT = {
@@ -24,7 +24,7 @@ FLOAT = {
 }
 
 
-def sample_of(record: Record) -> Sample:
+def sample_of(record: OpSpec) -> Sample:
     """A call whose first dimension has a size that no other one has, where the op leaves the choice."""
     dtypes = FLOAT[record.name]
     assert dtypes is not None

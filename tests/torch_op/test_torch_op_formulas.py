@@ -17,7 +17,7 @@ from torch.profiler import ProfilerActivity, profile
 from twinop import torch_op
 from twinop.errors import LibraryError, RecordError
 from twinop.library import find_library
-from twinop.record import Record
+from twinop.op_spec import OpSpec
 from twinop.torch_op import second_derivatives
 from twinop.torch_op.formulas import Formulas, check_formulas
 
@@ -121,7 +121,7 @@ IN_TORCH = {record: function for record in ALL.values() if (function := second_d
 
 
 @pytest.mark.parametrize(("record", "function"), IN_TORCH.items(), ids=[record.name for record in IN_TORCH])
-def test_a_backward_op_in_torch_computes_what_its_kernel_does(record: Record, function: Any) -> None:
+def test_a_backward_op_in_torch_computes_what_its_kernel_does(record: OpSpec, function: Any) -> None:
     assert record.is_backward and not record.gradient
     sample = make_sample(record, record.combinations[0], (3, 4), 5, tame=True)
     given = {entry.name: entry.default for entry in record.attributes} | sample.inputs

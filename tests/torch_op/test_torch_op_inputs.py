@@ -12,7 +12,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from twinop import torch_op
 from twinop.errors import RecordError
-from twinop.record import Record
+from twinop.op_spec import OpSpec
 
 ops = torch.ops.custom_domain
 
@@ -42,7 +42,7 @@ def same(a: Any, b: Any) -> bool:
 
 @pytest.mark.parametrize("view", VIEWS)
 @pytest.mark.parametrize("record", ELEMENTWISE, ids=lambda record: record.name)
-def test_elementwise_ops_copy_nothing(record: Record, view: str) -> None:
+def test_elementwise_ops_copy_nothing(record: OpSpec, view: str) -> None:
     sample = make_sample(record, record.combinations[0], (6, 8), tame=True).map(torch.Tensor.abs)
     op = getattr(ops, record.name)
     expected = op(*sample.inputs.values())
@@ -61,7 +61,7 @@ ROWS = [record for record in ALL.values() if record.rows and "int64" not in reco
 
 
 def row_views(
-    record: Record,
+    record: OpSpec,
 ) -> list[tuple[str, Callable[[torch.Tensor], torch.Tensor], bool, dict[str, int]]]:
     """A view of a [4, 6, 8] tensor, whether it is copied, and the attributes that make it so."""
     views: list[tuple[str, Callable[[torch.Tensor], torch.Tensor], bool, dict[str, int]]] = [
@@ -90,7 +90,7 @@ CASES = [
 
 @pytest.mark.parametrize(("record", "name", "view", "copied", "attributes"), CASES)
 def test_rows_at_one_distance_are_not_copied(
-    record: Record,
+    record: OpSpec,
     name: str,
     view: Callable[[torch.Tensor], torch.Tensor],
     copied: bool,

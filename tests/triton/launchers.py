@@ -10,7 +10,7 @@ import triton.language as tl
 from triton.runtime.jit import JITFunction
 
 from twinop.aot_kernels.plan import Fill, Plan, Pointer, Refuse, Scalar
-from twinop.record import Attribute, Input, Record
+from twinop.op_spec import Attribute, Input, OpSpec
 from twinop.triton.trace import SAMPLE_SIZES
 from twinop.triton.traced import TracedLaunch, TracedOp
 
@@ -21,9 +21,9 @@ def record(
     attributes: Mapping[str, tuple[str, str | None]] | None = None,
     outputs: Sequence[str] = ("y",),
     **texts: Any,
-) -> Record:
+) -> OpSpec:
     """Makes a record. `attributes`: kind and default by name; an input "x?" is optional."""
-    return Record(
+    return OpSpec(
         name,
         name.title(),
         f"{name}(...)",

@@ -17,7 +17,7 @@ from typing import Any
 
 from ..building.cache import write
 from ..errors import BuildError
-from ..record import Record
+from ..op_spec import OpSpec
 from .expression import FUNCTIONS, Expression
 from .plan import (
     ZERO,
@@ -233,7 +233,7 @@ class _Source:
         kernels = [self._contents.kernels[variant.kernel] for variant in launch.variants]
         return max(image.global_scratch * kernel.cluster for kernel in kernels for image in kernel.images)
 
-    def _launcher(self, record: Record, launch: Launch) -> tuple[str, list[int]]:
+    def _launcher(self, record: OpSpec, launch: Launch) -> tuple[str, list[int]]:
         """Returns the function that chooses a variant and launches it, and the arguments that it takes."""
         if len(launch.arguments) > _MOST_ARGUMENTS:
             raise BuildError(
@@ -279,7 +279,7 @@ class _Source:
 class _Code:
     """Expressions of an op as C++."""
 
-    def __init__(self, record: Record) -> None:
+    def __init__(self, record: OpSpec) -> None:
         self.record = record
         self._variables: dict[str, str] = {}
 
@@ -362,7 +362,7 @@ def _kind(argument: Pointer | Scalar) -> str:
     return "double" if argument.type.startswith(("fp", "bf")) else "Int"
 
 
-def _dtypes(record: Record, combination: int, count: int | None = None) -> str:
+def _dtypes(record: OpSpec, combination: int, count: int | None = None) -> str:
     dtypes = record.combinations[combination]
     return f"{{{', '.join(f'TWINOP_{dtypes[entry.name].upper()}' for entry in record.inputs[:count])}}}"
 

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
-from ..record import Record
+from ..op_spec import OpSpec
 from .expression import Expression, constant
 
 POINTER = "pointer"
@@ -196,7 +196,7 @@ class Body:
 class DeviceOp:
     """An op, its plans and its bodies."""
 
-    record: Record
+    record: OpSpec
     plans: tuple[Plan[Launch], ...]
     bodies: tuple[Body, ...] = ()
 

@@ -11,7 +11,7 @@ from ..bodies import BODIES, Body, DefaultInput
 from ..built import changed_since, mark
 from ..errors import BuildError
 from ..library import get_include
-from ..record import key_of
+from ..op_spec import key_of
 from .builder import build
 from .cache import cache_folder, digest, write
 from .options import Options
@@ -122,7 +122,7 @@ def _load(library: Path, domain: str) -> "Ops":
 
 
 _FROM_HERE: set[str] = set()
-"""The ops whose bodies came from here, by `Record.key`."""
+"""The ops whose bodies came from here, by `OpSpec.key`."""
 
 
 def _set_body(

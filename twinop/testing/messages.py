@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from twinop.declare import CPU_FUNCTIONS
-from twinop.record import Record
+from twinop.op_spec import OpSpec
 from twinop.tolerance import TOLERANCE
 
 from .one_node import bits
@@ -23,7 +23,7 @@ def fail(text: str) -> NoReturn:
 
 
 def require_same_bits(
-    record: Record,
+    record: OpSpec,
     sample: Sample,
     found: Sequence[Tensor],
     expected: Sequence[Tensor],
@@ -52,7 +52,7 @@ def require_same_bits(
             fail(f"{called(record, sample)}: {said}\n" + first_difference(name, wrong, a, b, sample, names))
 
 
-def runs_body(record: Record, result: Tensor) -> bool:
+def runs_body(record: OpSpec, result: Tensor) -> bool:
     """Whether a result was computed by the function body, because the op has no kernel for the CPU."""
     return result.device.type == "cpu" and record.key in CPU_FUNCTIONS
 
@@ -100,7 +100,7 @@ def number(tensor: Tensor) -> str:
     return f"{value:.{digits}g}" if digits else str(value)
 
 
-def called(record: Record, sample: Sample) -> str:
+def called(record: OpSpec, sample: Sample) -> str:
     """The op and its inputs, as the messages of its checks show them."""
     given = {name: describe(tensor) for name, tensor in sample.tensors().items()}
     device = next(iter(sample.tensors().values())).device.type

@@ -11,7 +11,7 @@ import torch
 from onnx import helper
 
 from twinop.dtypes import ELEMENT_TYPES, dtype_name, element_type
-from twinop.record import Record
+from twinop.op_spec import OpSpec
 
 PROVIDERS = {"cpu": "CPUExecutionProvider", "cuda": "CUDAExecutionProvider"}
 
@@ -32,7 +32,7 @@ def onnxruntime() -> Any:
 
 
 def one_node_model(
-    record: Record, dtypes: Mapping[str, str], present: Sequence[int], attributes: Mapping[str, Any]
+    record: OpSpec, dtypes: Mapping[str, str], present: Sequence[int], attributes: Mapping[str, Any]
 ) -> onnx.ModelProto:
     """The op alone, with inputs of unknown rank; absent optional inputs are "" (left out at the end).
 

@@ -4,7 +4,7 @@ from typing import Any
 
 import torch
 
-from twinop.record import Record
+from twinop.op_spec import OpSpec
 
 from .one_node import make_session, one_node_model, run_bound
 from .samples import Sample
@@ -14,7 +14,7 @@ from .under_test import library_of
 class OrtRunner:
     """Runs samples. It keeps one session for each presence pattern and attribute set."""
 
-    def __init__(self, record: Record, dtypes: dict[str, str], device: str, threads: int = 0) -> None:
+    def __init__(self, record: OpSpec, dtypes: dict[str, str], device: str, threads: int = 0) -> None:
         self.record, self.dtypes, self.device, self.threads = record, dtypes, device, threads
         self.sessions: dict[str, Any] = {}
 

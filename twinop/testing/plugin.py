@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from twinop.errors import TwinopError
-from twinop.record import Record
+from twinop.op_spec import OpSpec
 
 from . import child
 from .target import TARGET, load
@@ -46,7 +46,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 def _op_of(item: pytest.Item) -> str:
     record = item.callspec.params.get("record") if hasattr(item, "callspec") else None
-    return record.qualified_name if isinstance(record, Record) else ""
+    return record.qualified_name if isinstance(record, OpSpec) else ""
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -13,7 +13,7 @@ import torch
 from twinop.call_checks import check_attributes
 from twinop.declare import DERIVATIVES
 from twinop.errors import RecordError, TwinopError
-from twinop.record import Record
+from twinop.op_spec import OpSpec
 from twinop.shapes import input_shapes as shapes_of_inputs
 from twinop.torch_op.second_derivatives import in_torch
 
@@ -72,12 +72,12 @@ def torch_dtype(name: str) -> torch.dtype:
     return getattr(torch, name)
 
 
-def has_derivative(record: Record) -> bool:
+def has_derivative(record: OpSpec) -> bool:
     """Whether the op can be differentiated; a backward op need not."""
     return bool(record.gradient or in_torch(record) or record.key in DERIVATIVES)
 
 
-def run_in_torch(record: Record, sample: Sample, **attributes: Any) -> tuple[torch.Tensor, ...]:
+def run_in_torch(record: OpSpec, sample: Sample, **attributes: Any) -> tuple[torch.Tensor, ...]:
     """Calls the op through `torch.ops`; returns its outputs, also a single one, as a tuple."""
     op = getattr(getattr(torch.ops, record.namespace), record.name)
     _note(record, sample)
@@ -85,14 +85,14 @@ def run_in_torch(record: Record, sample: Sample, **attributes: Any) -> tuple[tor
     return results if isinstance(results, tuple) else (results,)
 
 
-def call(record: Record, sample: Sample) -> tuple[torch.Tensor, ...]:
+def call(record: OpSpec, sample: Sample) -> tuple[torch.Tensor, ...]:
     """Calls the op's Python function; returns its outputs as a tuple."""
     _note(record, sample)
     results = op_of(record).function(*sample.inputs.values(), **sample.attributes)
     return results if isinstance(results, tuple) else (results,)
 
 
-def _note(record: Record, sample: Sample) -> None:
+def _note(record: OpSpec, sample: Sample) -> None:
     """Keeps the call, for the message if it ends the process."""
     if child.is_watched():
         given = {n: f"{str(t.dtype)[6:]}{list(t.shape)}" for n, t in sample.tensors().items()}
@@ -104,7 +104,7 @@ def _note(record: Record, sample: Sample) -> None:
 # ---------------------------------------------------------------------------- what the record says
 
 
-def why_not_derived(record: Record) -> str:
+def why_not_derived(record: OpSpec) -> str:
     """Returns what the record does not say of the inputs, or "" if inputs follow from it."""
     if record.host_inputs:
         return f"{', '.join(sorted(record.host_inputs))}: values in host memory have a meaning of their own"
@@ -119,14 +119,14 @@ def why_not_derived(record: Record) -> str:
 
 
 def input_shapes(
-    record: Record, shape: Sequence[int], attributes: Mapping[str, Any] | None = None
+    record: OpSpec, shape: Sequence[int], attributes: Mapping[str, Any] | None = None
 ) -> dict[str, tuple[int, ...]]:
     """Returns a shape for every input, given about that of the first (an odd width may become even)."""
     given = {entry.name: entry.default for entry in record.attributes} | dict(attributes or {})
     return shapes_of_inputs(record, shape, given)
 
 
-def attribute_variants(record: Record, rank: int) -> list[dict[str, Any]]:
+def attribute_variants(record: OpSpec, rank: int) -> list[dict[str, Any]]:
     """Returns sets of attributes: each one away from its default, and axes at every dimension."""
     found: list[dict[str, Any]] = [{}]
     for name, choices in record.attribute_choices.items():
@@ -145,7 +145,7 @@ def attribute_variants(record: Record, rank: int) -> list[dict[str, Any]]:
     return found
 
 
-def _near(record: Record, name: str, bound: str) -> list[Any]:
+def _near(record: OpSpec, name: str, bound: str) -> list[Any]:
     """Returns a number near a bound of an attribute that all its limits allow, if there is one."""
     whole = getattr(record.attribute(name), "kind", "float") == "int"
     steps = (1, -1, 0) if whole else (0.25, -0.25, 2**-10, -(2**-10), 0.0)
@@ -158,7 +158,7 @@ def _near(record: Record, name: str, bound: str) -> list[Any]:
     return []
 
 
-def presence_patterns(record: Record, dtypes: Mapping[str, str]) -> list[dict[str, bool]]:
+def presence_patterns(record: OpSpec, dtypes: Mapping[str, str]) -> list[dict[str, bool]]:
     """Returns which inputs may be present for a dtype combination, all of them first.
 
     It leaves out patterns whose dtypes would select another combination.
@@ -172,12 +172,12 @@ def presence_patterns(record: Record, dtypes: Mapping[str, str]) -> list[dict[st
     return found
 
 
-def _selects(record: Record, dtypes: Mapping[str, str], given: Sequence[str]) -> bool:
+def _selects(record: OpSpec, dtypes: Mapping[str, str], given: Sequence[str]) -> bool:
     return record.combination_of({name: dtypes[name] for name in given}) == dtypes
 
 
 def make_sample(
-    record: Record,
+    record: OpSpec,
     dtypes: Mapping[str, str],
     shape: Sequence[int],
     seed: int = 0,
@@ -231,7 +231,7 @@ def make_sample(
     return Sample(found, dict(attributes or {}))
 
 
-def fits(record: Record, shape: Sequence[int], attributes: Mapping[str, Any] | None = None) -> bool:
+def fits(record: OpSpec, shape: Sequence[int], attributes: Mapping[str, Any] | None = None) -> bool:
     """Whether the first input may have about this shape; an op may want another number of dimensions."""
     try:
         input_shapes(record, shape, attributes)
@@ -240,7 +240,7 @@ def fits(record: Record, shape: Sequence[int], attributes: Mapping[str, Any] | N
     return True
 
 
-def given_samples(record: Record, dtypes: Mapping[str, str], size: int) -> Iterator[Sample]:
+def given_samples(record: OpSpec, dtypes: Mapping[str, str], size: int) -> Iterator[Sample]:
     """Yields the calls that the op's module gives, in the dtypes of a combination.
 
     Raises:
@@ -275,7 +275,7 @@ ROW_SHAPES = ((7,), (1, 5), (0, 4), (3, 0), (2, 0, 3), (2, 3, 65), (130, 17))
 GIVEN_SIZES = (0, 1, 2, 7, 33, 65, 128, 257)
 
 
-def samples(record: Record, dtypes: dict[str, str]) -> Iterator[Sample]:
+def samples(record: OpSpec, dtypes: dict[str, str]) -> Iterator[Sample]:
     """Yields about forty small cases of an op for one dtype combination, on the CPU and contiguous.
 
     Raises:
@@ -290,26 +290,26 @@ def samples(record: Record, dtypes: dict[str, str]) -> Iterator[Sample]:
         yield from _rowwise(record, dtypes)
 
 
-def is_given(record: Record) -> bool:
+def is_given(record: OpSpec) -> bool:
     """Whether the op's module gives the calls."""
     return given_calls(record, record.combinations[0][record.inputs[0].name], 4) is not None or bool(
         why_not_derived(record)
     )
 
 
-def wide_samples(record: Record, dtypes: dict[str, str]) -> Iterator[Sample]:
+def wide_samples(record: OpSpec, dtypes: dict[str, str]) -> Iterator[Sample]:
     """Yields cases with rows of up to 131,080 columns, for row-wise ops."""
     if record.rows:
         for seed, width in enumerate(WIDE):
             yield make_sample(record, dtypes, (4 if width < 5000 else 2, width), seed)
 
 
-def large_sample(record: Record, dtypes: dict[str, str]) -> Sample:
+def large_sample(record: OpSpec, dtypes: dict[str, str]) -> Sample:
     """Returns a case for several threads, with a size that no number of threads divides."""
     return make_sample(record, dtypes, (300_017,) if record.is_elementwise else (1009, 114), 5)
 
 
-def _elementwise(record: Record, dtypes: dict[str, str]) -> Iterator[Sample]:
+def _elementwise(record: OpSpec, dtypes: dict[str, str]) -> Iterator[Sample]:
     for seed, shape in enumerate([(size,) for size in SIZES] + list(SHAPES)):
         yield make_sample(record, dtypes, shape, seed)
     for seed, attributes in enumerate(attribute_variants(record, 1)[1:]):
@@ -324,7 +324,7 @@ def _elementwise(record: Record, dtypes: dict[str, str]) -> Iterator[Sample]:
             yield Sample(inputs)
 
 
-def _rowwise(record: Record, dtypes: dict[str, str]) -> Iterator[Sample]:
+def _rowwise(record: OpSpec, dtypes: dict[str, str]) -> Iterator[Sample]:
     patterns = presence_patterns(record, dtypes)
     for seed, width in enumerate(WIDTHS):
         yield make_sample(record, dtypes, (len(ROW_KINDS), width), seed, present=patterns[0])

@@ -8,7 +8,7 @@ from twinop.errors import TwinopError
 from twinop.find import project_libraries
 from twinop.library import read_library
 from twinop.load_module import load_module
-from twinop.record import DOMAIN
+from twinop.op_spec import DOMAIN
 
 TARGET = "--twinop-target"
 """pytest's option for what to test."""

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from twinop.export.body_in_torch import evaluate_body
-from twinop.record import Record
+from twinop.op_spec import OpSpec
 
 from .references import ONE_ROUNDING, Results
 from .rounding import RoundingOps
@@ -25,7 +25,7 @@ def as_tuple(results: Results) -> tuple[Tensor, ...]:
 
 
 def compute(
-    record: Record, inputs: Sequence[Tensor | None], attributes: Mapping[str, Any], stored: torch.dtype
+    record: OpSpec, inputs: Sequence[Tensor | None], attributes: Mapping[str, Any], stored: torch.dtype
 ) -> tuple[Tensor, ...]:
     """Computes what the op means in the dtype of the inputs; differentiable.
 
@@ -45,7 +45,7 @@ def _widened(inputs: Inputs, dtype: torch.dtype) -> tuple[list[Tensor | None], t
     return [None if t is None else t.cpu() for t in wide], first.dtype
 
 
-def is_defined(record: Record, inputs: Inputs, attributes: Mapping[str, Any]) -> bool:
+def is_defined(record: OpSpec, inputs: Inputs, attributes: Mapping[str, Any]) -> bool:
     """Whether the op has a meaning for these inputs: an index of the largest of no numbers has none."""
     if all(t is None or t.numel() for t in inputs.values()):
         return True
@@ -57,7 +57,7 @@ def is_defined(record: Record, inputs: Inputs, attributes: Mapping[str, Any]) ->
 
 
 def exact(
-    record: Record, inputs: Inputs, attributes: Mapping[str, Any], dtype: torch.dtype = torch.float64
+    record: OpSpec, inputs: Inputs, attributes: Mapping[str, Any], dtype: torch.dtype = torch.float64
 ) -> tuple[Tensor, ...]:
     """Computes the op's results in fp64 (or another type)."""
     wide, stored = _widened(inputs, dtype)
@@ -65,7 +65,7 @@ def exact(
 
 
 def magnitudes(
-    record: Record, inputs: Inputs, attributes: Mapping[str, Any], ops: type[RoundingOps] = RoundingOps
+    record: OpSpec, inputs: Inputs, attributes: Mapping[str, Any], ops: type[RoundingOps] = RoundingOps
 ) -> tuple[Tensor, ...]:
     """Computes what the errors of the results are measured by.
 
@@ -105,7 +105,7 @@ class Measured:
 
 
 def measure(
-    record: Record,
+    record: OpSpec,
     inputs: Inputs,
     attributes: Mapping[str, Any],
     results: Sequence[Tensor],

@@ -11,7 +11,7 @@ import torch
 from twinop import torch_op
 from twinop.errors import TwinopError
 from twinop.kernel_op import DECLARED
-from twinop.record import Record
+from twinop.op_spec import OpSpec
 
 from .references import Reference
 
@@ -25,7 +25,7 @@ class OpUnderTest:
         module: has the op's function body, and perhaps the functions `samples` and `reference`.
     """
 
-    record: Record
+    record: OpSpec
     library: Path
     function: Callable[..., Any]
     module: ModuleType | None = None
@@ -37,10 +37,10 @@ class OpUnderTest:
         return Path(found).name if found else f"{self.library.stem.removeprefix('lib')}.py"
 
 
-_ops: dict[str, OpUnderTest] = {}  # by Record.key
+_ops: dict[str, OpUnderTest] = {}  # by OpSpec.key
 
 
-def add_library(path: Path, module: ModuleType | None = None) -> list[Record]:
+def add_library(path: Path, module: ModuleType | None = None) -> list[OpSpec]:
     """Loads a library into torch, and returns the records of its ops.
 
     Args:
@@ -56,33 +56,33 @@ def add_library(path: Path, module: ModuleType | None = None) -> list[Record]:
     return records
 
 
-def op_of(record: Record) -> OpUnderTest:
+def op_of(record: OpSpec) -> OpUnderTest:
     """Returns what is known of an op under test."""
     return _ops[record.key]
 
 
-def library_of(record: Record) -> Path:
+def library_of(record: OpSpec) -> Path:
     """Returns the library of an op under test."""
     return op_of(record).library
 
 
 def function_of(key: str) -> Callable[..., Any]:
-    """Returns the Python function of an op under test, by its `Record.key`."""
+    """Returns the Python function of an op under test, by its `OpSpec.key`."""
     return _ops[key].function
 
 
-def records_under_test() -> dict[str, Record]:
-    """Returns the records of all ops under test by `Record.key`."""
+def records_under_test() -> dict[str, OpSpec]:
+    """Returns the records of all ops under test by `OpSpec.key`."""
     return {key: each.record for key, each in _ops.items()}
 
 
-def reference_of(record: Record) -> Reference:
+def reference_of(record: OpSpec) -> Reference:
     """Returns the reference of the op's module, or the default one."""
     describe = getattr(op_of(record).module, "reference", None)
     return (describe and describe(record.name)) or Reference()
 
 
-def given_calls(record: Record, dtype: str, size: int) -> list[dict[str, Any]] | None:
+def given_calls(record: OpSpec, dtype: str, size: int) -> list[dict[str, Any]] | None:
     """Returns the calls, inputs and attributes by name, of the module's `samples`; None if it has none.
 
     Raises:
@@ -100,7 +100,7 @@ def given_calls(record: Record, dtype: str, size: int) -> list[dict[str, Any]] |
     return calls
 
 
-def _check(record: Record, call: dict[str, Any]) -> None:
+def _check(record: OpSpec, call: dict[str, Any]) -> None:
     tensors = {name: value for name, value in call.items() if isinstance(value, torch.Tensor | list | tuple)}
     names = {entry.name for entry in record.inputs} | {entry.name for entry in record.attributes}
     needed = {entry.name for entry in record.inputs if not entry.optional}
@@ -111,7 +111,7 @@ def _check(record: Record, call: dict[str, Any]) -> None:
         )
 
 
-def advice(record: Record, argument: str) -> str:
+def advice(record: OpSpec, argument: str) -> str:
     """Says where a bound that does not hold can be given: the end of a failing test's message."""
     return (
         f"If the op is right and the bound is not: reference({record.name!r}) in {op_of(record).place} may "

@@ -12,7 +12,7 @@ from ..aot_kernels.plan import Body, Contents, DeviceOp
 from ..errors import BuildError, ExportError
 from ..kernel_op import DECLARED, KernelOp, describe_source
 from ..load_module import load_module
-from ..record import Record
+from ..op_spec import OpSpec
 from .launches import compile_plans
 from .trace import SAMPLE_SIZES, trace
 from .traced import TracedOp
@@ -140,7 +140,7 @@ def _two(ranks: Sequence[Ranks]) -> list[Ranks]:
     return sorted(ranks, key=lambda each: abs(max(rank or 0 for rank in each) - 2.4))[:2]
 
 
-def _model(record: Record, combination: int, ranks: Sequence[Ranks]) -> bytes:
+def _model(record: OpSpec, combination: int, ranks: Sequence[Ranks]) -> bytes:
     """Makes the model of an op's body for calls of these ranks and all values of the attributes."""
     import onnx_ir as ir
 
@@ -165,7 +165,7 @@ def _model(record: Record, combination: int, ranks: Sequence[Ranks]) -> bytes:
     return model_of(trace_body(body, calls, OPSETS[0]), record, dtypes, present)
 
 
-def _attributes(record: Record) -> list[dict[str, Any]]:
+def _attributes(record: OpSpec) -> list[dict[str, Any]]:
     """Returns attributes in which each has all its values, or two where there are too many."""
     from ..op_schema import onnx_value
 

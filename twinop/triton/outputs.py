@@ -7,7 +7,7 @@ from random import Random
 from ..aot_kernels.expression import Expression
 from ..dtypes import ELEMENT_TYPES
 from ..errors import BuildError, RecordError
-from ..record import Record, entries
+from ..op_spec import OpSpec, entries
 from ..shapes import evaluate
 from .recorder import Output
 from .symbols import Call
@@ -19,7 +19,7 @@ Traced = Mapping[tuple[int | None, ...], Sequence[tuple[Output, ...]]]
 """The outputs of every path by the ranks of the inputs."""
 
 
-def with_dtypes(record: Record, combination: int, traced: Sequence[tuple[Output, ...]], place: str) -> Record:
+def with_dtypes(record: OpSpec, combination: int, traced: Sequence[tuple[Output, ...]], place: str) -> OpSpec:
     """Adds the dtypes of the outputs to a combination of dtypes.
 
     Raises:
@@ -48,7 +48,7 @@ def with_dtypes(record: Record, combination: int, traced: Sequence[tuple[Output,
     return replace(record, dtypes="; ".join(texts))
 
 
-def with_shapes(record: Record, traced: Traced, place: str) -> Record:
+def with_shapes(record: OpSpec, traced: Traced, place: str) -> OpSpec:
     """Adds the shapes of the outputs.
 
     Raises:
@@ -79,7 +79,7 @@ def with_shapes(record: Record, traced: Traced, place: str) -> Record:
     )
 
 
-def _candidates(record: Record, traced: Traced, output: int) -> Iterator[str]:
+def _candidates(record: OpSpec, traced: Traced, output: int) -> Iterator[str]:
     names = [entry.name for entry in record.inputs if not entry.optional]
     yield from names
     for name in names:
@@ -107,7 +107,7 @@ def _candidates(record: Record, traced: Traced, output: int) -> Iterator[str]:
                         yield f"{head} + {name}[{kept}:]"
 
 
-def _text(record: Record, size: Expression, ranks: tuple[int | None, ...], from_end: bool) -> str | None:
+def _text(record: OpSpec, size: Expression, ranks: tuple[int | None, ...], from_end: bool) -> str | None:
     """Writes a size in the language of records; None where it has no word for it."""
 
     def text(part: Expression) -> str:
@@ -128,7 +128,7 @@ def _text(record: Record, size: Expression, ranks: tuple[int | None, ...], from_
     return found[1:-1] if found.startswith("(") else found
 
 
-def _fits(record: Record, text: str, traced: Traced, output: int) -> bool:
+def _fits(record: OpSpec, text: str, traced: Traced, output: int) -> bool:
     """Whether a text gives the shapes of all traces, for several sizes."""
     random = Random(0)
     for ranks, paths in traced.items():
@@ -152,7 +152,7 @@ def _fits(record: Record, text: str, traced: Traced, output: int) -> bool:
     return True
 
 
-def _required(record: Record, call: Call) -> Call:
+def _required(record: OpSpec, call: Call) -> Call:
     """Gives the inputs the shapes that the record requires."""
     names = [entry.name for entry in record.inputs]
     shapes = dict(zip(names, call.sizes, strict=True))

@@ -11,7 +11,7 @@ from torch._dynamo.source import ConstantSource
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 
 from ..aot_kernels.expression import ARCH, FUNCTIONS, Expression, attribute, size
-from ..record import Record
+from ..op_spec import OpSpec
 from .expressions import translate
 
 MOST_ELEMENTS = 2**16
@@ -97,7 +97,7 @@ class Symbols(ShapeEnv):
     plain: Callable[[sympy.Expr], Any]
     line: Callable[[], str]
 
-    def __init__(self, record: Record, call: Call, flipped: int | None = None) -> None:
+    def __init__(self, record: OpSpec, call: Call, flipped: int | None = None) -> None:
         super().__init__(specialize_zero_one=False, duck_shape=False)
         self.record, self.call, self.flipped = record, call, flipped
         self.decisions: list[Decision] = []

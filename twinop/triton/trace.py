@@ -14,7 +14,7 @@ from ..aot_kernels.expression import Expression, attribute, text_is
 from ..aot_kernels.nvrtc import cuda_launches
 from ..aot_kernels.plan import Plan, Refuse
 from ..errors import BuildError
-from ..record import Attribute, Record, entries
+from ..op_spec import Attribute, OpSpec, entries
 from ..shapes import evaluate
 from .expressions import NotAnExpression
 from .intercept import Choose, Indexing, first_configuration, functions_of_symbols, triton_launches
@@ -36,7 +36,7 @@ _Outputs = tuple[Output, ...]
 
 
 def trace(
-    record: Record,
+    record: OpSpec,
     launcher: Callable[..., Any],
     samples: Sequence[Mapping[str, Any]] = (),
     choose: Choose = first_configuration,
@@ -106,7 +106,7 @@ class _Path:
 
 @dataclass(frozen=True)
 class _Tracer:
-    record: Record
+    record: OpSpec
     launcher: Callable[..., Any]
     choose: Choose
     combination: int
@@ -248,7 +248,7 @@ def _ranks(call: Call) -> Ranks:
 
 
 def _calls(
-    record: Record, samples: Sequence[Mapping[str, Any]], archs: Sequence[int]
+    record: OpSpec, samples: Sequence[Mapping[str, Any]], archs: Sequence[int]
 ) -> Iterator[tuple[Call, bool]]:
     """Yields the calls to trace, with all bools and texts; whether a launcher must take them."""
     if wrong := [entry.name for entry in record.inputs if entry.repeated]:
@@ -269,7 +269,7 @@ def _calls(
 
 
 def _samples(
-    record: Record, samples: Sequence[Mapping[str, Any]]
+    record: OpSpec, samples: Sequence[Mapping[str, Any]]
 ) -> Iterator[tuple[Sizes, Mapping[str, Any]]]:
     """Yields the shapes of the samples, or of inputs that all have one, and the attributes."""
     for sample in samples:
@@ -280,7 +280,7 @@ def _samples(
         yield tuple(None if entry.optional else (size,) for entry in record.inputs), {}
 
 
-def _values(record: Record, entry: Attribute, given: Mapping[str, Any]) -> Sequence[Any]:
+def _values(record: OpSpec, entry: Attribute, given: Mapping[str, Any]) -> Sequence[Any]:
     """Returns the values of an attribute to trace: all of them for bools and texts, else the sample's."""
     if entry.kind == "bool":
         return (False, True)

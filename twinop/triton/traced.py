@@ -6,7 +6,7 @@ from typing import Any
 
 from ..aot_kernels.expression import Expression
 from ..aot_kernels.plan import Plan, Pointer, Scalar
-from ..record import Record
+from ..op_spec import OpSpec
 
 
 @dataclass(frozen=True)
@@ -61,6 +61,6 @@ class TracedOp:
         notes: what calls are refused for want of a sample.
     """
 
-    record: Record
+    record: OpSpec
     plans: tuple[Plan[TracedLaunch], ...]
     notes: tuple[str, ...] = ()

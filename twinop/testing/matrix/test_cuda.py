@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from twinop.record import Record
+from twinop.op_spec import OpSpec
 
 from ..messages import called, fail, require_same_bits
 from ..samples import Sample, call, make_sample
@@ -14,13 +14,13 @@ LAUNCHERS = (
 )
 
 
-def shapes_for(record: Record, *shapes: tuple[int, int]) -> list[tuple[int, int]]:
+def shapes_for(record: OpSpec, *shapes: tuple[int, int]) -> list[tuple[int, int]]:
     """Omits wide shapes where another input has as many rows as the first one has columns."""
     square = not record.rows and not record.is_elementwise
     return [shape for shape in shapes if not (square and shape[1] >= 65536)]
 
 
-def on_gpu(record: Record, shape: tuple[int, int], seed: int, last: bool = False) -> Sample:
+def on_gpu(record: OpSpec, shape: tuple[int, int], seed: int, last: bool = False) -> Sample:
     dtypes = record.combinations[-1 if last else 0]
     return make_sample(record, dtypes, shape, seed, tame=True).to("cuda", record.host_inputs)
 
@@ -32,7 +32,7 @@ def fill(sample: Sample, other: Sample) -> None:
 
 @pytest.mark.cuda
 @pytest.mark.backward_too
-def test_side_stream(record: Record) -> None:
+def test_side_stream(record: OpSpec) -> None:
     """The kernels follow the work queued before them on torch's current stream."""
     for shape in shapes_for(record, (64, 34), (4, 65536)):
         first, second = (on_gpu(record, shape, seed, last=True) for seed in (1, 2))
@@ -50,7 +50,7 @@ def test_side_stream(record: Record) -> None:
 
 @pytest.mark.cuda
 @pytest.mark.backward_too
-def test_cuda_graph(record: Record) -> None:
+def test_cuda_graph(record: OpSpec) -> None:
     """A captured graph can be replayed with other inputs. Wide rows may need clusters or scratch memory."""
     for shape in shapes_for(record, (64, 34), (4, 4098), (2, 65536)):
         sample = on_gpu(record, shape, 1)

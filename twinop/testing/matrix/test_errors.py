@@ -8,7 +8,7 @@ import torch
 
 from twinop.call_checks import check_shapes
 from twinop.errors import RecordError
-from twinop.record import Record
+from twinop.op_spec import OpSpec
 
 from ..messages import called, fail
 from ..samples import Sample, call, make_sample, torch_dtype
@@ -16,7 +16,7 @@ from ..samples import Sample, call, make_sample, torch_dtype
 WIDTH = 4
 
 
-def refused(record: Record, sample: Sample, expected: str) -> None:
+def refused(record: OpSpec, sample: Sample, expected: str) -> None:
     """The op refuses the call with a message that has these words."""
     try:
         call(record, sample)
@@ -29,19 +29,19 @@ def refused(record: Record, sample: Sample, expected: str) -> None:
         fail(f"{called(record, sample)} {sample.attributes}: not refused; expected {expected!r}")
 
 
-def good(record: Record, device: str, shape: tuple[int, ...] = (3, WIDTH)) -> Sample:
+def good(record: OpSpec, device: str, shape: tuple[int, ...] = (3, WIDTH)) -> Sample:
     sample = make_sample(record, record.combinations[0], shape, tame=True)
     return sample.to(device, record.host_inputs)
 
 
-def test_wrong_dtypes(record: Record, device: str) -> None:
+def test_wrong_dtypes(record: OpSpec, device: str) -> None:
     taken = {combination[record.inputs[0].name] for combination in record.combinations}
     for dtype in {"int64", "bool", "complex64"} - taken:
         sample = good(record, device).map(lambda t: t.to(torch_dtype(dtype)))  # noqa: B023
         refused(record, sample, "no kernel takes these dtypes")
 
 
-def test_tensors_on_two_devices(record: Record, device: str) -> None:
+def test_tensors_on_two_devices(record: OpSpec, device: str) -> None:
     sample = good(record, device)
     inputs = [name for name in sample.inputs if name not in record.host_inputs]
     if len(inputs) < 2:
@@ -53,7 +53,7 @@ def test_tensors_on_two_devices(record: Record, device: str) -> None:
     refused(record, sample, "all tensors must be on one device")
 
 
-def test_wrong_shapes(record: Record, device: str) -> None:
+def test_wrong_shapes(record: OpSpec, device: str) -> None:
     """Every size that the record refuses, the op refuses too."""
     attributes = {entry.name: entry.default for entry in record.attributes}
     tried = 0
@@ -74,7 +74,7 @@ def test_wrong_shapes(record: Record, device: str) -> None:
         pytest.skip("the record limits no shape (input_shapes)")
 
 
-def test_wrong_attributes(record: Record, device: str) -> None:
+def test_wrong_attributes(record: OpSpec, device: str) -> None:
     """Values outside the choices and limits of the record."""
     wrong: list[tuple[str, Any]] = [(name, "no such choice") for name in record.attribute_choices]
     beyond = {">=": -1, ">": 0, "<": 0, "<=": 1}

@@ -19,7 +19,7 @@ from twinop.export.calls import make_call
 from twinop.export.verify import unsupported_cell
 from twinop.kernel_op import DECLARED
 from twinop.op_schema import default_of
-from twinop.record import Record
+from twinop.op_spec import OpSpec
 from twinop.tolerance import same_bits
 
 from ..messages import called, fail, first_difference
@@ -31,13 +31,13 @@ from ..ulps import is_defined, measure
 from ..under_test import advice, library_of, op_of, records_under_test, reference_of
 
 
-def with_body(record: Record) -> None:
+def with_body(record: OpSpec) -> None:
     """Skips an op without a function body."""
     if find_body(record.key) is None:
         pytest.skip(f"{record.qualified_name} has no function body")
 
 
-def why_not_runnable(record: Record, dtypes: dict[str, str], present: set[str], opset: int) -> str:
+def why_not_runnable(record: OpSpec, dtypes: dict[str, str], present: set[str], opset: int) -> str:
     """Returns why ONNX Runtime's CPU provider cannot run the body, or "". It lacks kernels for float64."""
     attributes = {entry.name: default_of(entry) for entry in record.attributes}
     reason = unsupported_cell(make_call(record, dtypes, frozenset(present), attributes), opset)
@@ -75,7 +75,7 @@ def runs_opset(opset: int) -> bool:
     return True
 
 
-def test_the_body_fits_the_record(record: Record) -> None:
+def test_the_body_fits_the_record(record: OpSpec) -> None:
     with_body(record)
     body = find_body(record.key)
     assert body is not None
@@ -85,7 +85,7 @@ def test_the_body_fits_the_record(record: Record) -> None:
         fail(str(error))
 
 
-def test_the_body_gives_what_the_kernel_gives(record: Record, dtypes: dict[str, str]) -> None:
+def test_the_body_gives_what_the_kernel_gives(record: OpSpec, dtypes: dict[str, str]) -> None:
     """Bit for bit where nothing is rounded; otherwise within the error that the reference allows."""
     with_body(record)
     if reason := why_not_runnable(record, dtypes, {entry.name for entry in record.inputs}, OPSETS[0]):
@@ -131,7 +131,7 @@ def test_the_body_gives_what_the_kernel_gives(record: Record, dtypes: dict[str, 
                 )
 
 
-def test_the_body_runs_with_and_without_optional_inputs(record: Record, dtypes: dict[str, str]) -> None:
+def test_the_body_runs_with_and_without_optional_inputs(record: OpSpec, dtypes: dict[str, str]) -> None:
     with_body(record)
     everything = {entry.name for entry in record.inputs}
     required = {entry.name for entry in record.inputs if not entry.optional}
@@ -144,7 +144,7 @@ def test_the_body_runs_with_and_without_optional_inputs(record: Record, dtypes: 
 
 
 @pytest.mark.parametrize("opset", OPSETS)
-def test_the_body_in_every_opset(record: Record, opset: int) -> None:
+def test_the_body_in_every_opset(record: OpSpec, opset: int) -> None:
     """With all inputs and with only the required ones, the checker passes and ONNX Runtime runs the model."""
     with_body(record)
     if not runs_opset(opset):
@@ -170,7 +170,7 @@ def test_the_body_in_every_opset(record: Record, opset: int) -> None:
 
 
 class OneOp(torch.nn.Module):
-    def __init__(self, record: Record, sample: Sample) -> None:
+    def __init__(self, record: OpSpec, sample: Sample) -> None:
         super().__init__()
         self.function, self.attributes = op_of(record).function, sample.attributes
 
@@ -179,7 +179,7 @@ class OneOp(torch.nn.Module):
 
 
 @pytest.mark.parametrize("exporter", ["dynamo", "torchscript"])
-def test_both_exporters_carry_the_op(record: Record, exporter: str, tmp_path: Path) -> None:
+def test_both_exporters_carry_the_op(record: OpSpec, exporter: str, tmp_path: Path) -> None:
     """The exported file, of fixed sizes, gives torch's bits with the library, and runs without it."""
     if record.has_repeated_input:
         pytest.skip("takes a list of tensors")

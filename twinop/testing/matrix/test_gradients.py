@@ -12,7 +12,7 @@ from torch.library import opcheck
 
 from twinop.errors import RecordError
 from twinop.export.bodies import find_body
-from twinop.record import Record
+from twinop.op_spec import OpSpec
 
 from ..messages import called, fail, first_difference, require_same_bits, runs_body
 from ..samples import (
@@ -33,7 +33,7 @@ from ..under_test import advice, op_of, records_under_test, reference_of
 _WHOLE = 256  # elements: gradgradcheck of attention with 4,616 takes 20 s
 
 
-def differentiable(record: Record) -> None:
+def differentiable(record: OpSpec) -> None:
     """Skips an op without a derivative, and one whose tensors are integers."""
     if not has_derivative(record):
         pytest.skip(f"{record.qualified_name} has no derivative (`gradient` of its record)")
@@ -41,13 +41,13 @@ def differentiable(record: Record) -> None:
         pytest.skip("takes a list of tensors")
 
 
-def smooth(record: Record, sample: Sample) -> Sample:
+def smooth(record: OpSpec, sample: Sample) -> Sample:
     """Moves the sample to where the op is differentiable."""
     move = reference_of(record).smooth
     return sample.map(lambda t: move(t) if t.is_floating_point() else t)
 
 
-def leaves(record: Record, sample: Sample) -> Sample:
+def leaves(record: OpSpec, sample: Sample) -> Sample:
     """Copies the tensors; those that the record differentiates by want gradients."""
     sample = sample.map(lambda t: t.detach().clone())
     named = {name for gradient in record.gradients for name in gradient.names}
@@ -61,7 +61,7 @@ def wanted(sample: Sample) -> dict[str, torch.Tensor]:
     return {name: t for name, t in sample.tensors().items() if t.requires_grad}
 
 
-def small(record: Record, dtypes: dict[str, str], device: str = "cpu") -> Iterator[Sample]:
+def small(record: OpSpec, dtypes: dict[str, str], device: str = "cpu") -> Iterator[Sample]:
     """Yields every presence pattern and every attribute, in two and three dimensions."""
     if why_not_derived(record) or not fits(record, (3, 4)):
         yield from (each.to(device, record.host_inputs) for each in given_samples(record, dtypes, 4))
@@ -82,7 +82,7 @@ def gradients(sample: Sample, results: tuple[torch.Tensor, ...], seed: int = 123
     return list(torch.autograd.grad(results, list(wanted(sample).values()), weights))
 
 
-def test_gradients_against_fp64(record: Record, dtypes: dict[str, str], device: str) -> None:
+def test_gradients_against_fp64(record: OpSpec, dtypes: dict[str, str], device: str) -> None:
     """Gradients are within the tolerance, in units of the largest gradient of each input."""
     differentiable(record)
     reference = reference_of(record)
@@ -127,7 +127,7 @@ def test_gradients_against_fp64(record: Record, dtypes: dict[str, str], device: 
 
 
 @pytest.mark.filterwarnings("ignore:.*double precision")  # of ops that have no fp64
-def test_gradcheck(record: Record, device: str) -> None:
+def test_gradcheck(record: OpSpec, device: str) -> None:
     """First and second derivatives are those of finite differences."""
     differentiable(record)
     found = [(c, {c[entry.name] for entry in record.inputs}) for c in record.combinations]
@@ -160,7 +160,7 @@ def test_gradcheck(record: Record, device: str) -> None:
                 gradgradcheck(function, tensors)
 
 
-def checked(record: Record, sample: Sample, said: str, check: Callable[[], bool]) -> None:
+def checked(record: OpSpec, sample: Sample, said: str, check: Callable[[], bool]) -> None:
     try:
         check()
     except GradcheckError as error:
@@ -171,20 +171,20 @@ def checked(record: Record, sample: Sample, said: str, check: Callable[[], bool]
         )
 
 
-def has_second_derivative(record: Record) -> bool:
+def has_second_derivative(record: OpSpec) -> bool:
     """Returns whether the backward ops in the op's formulas have formulas."""
     by_name = {each.name: each for each in records_under_test().values() if each.domain == record.domain}
     named = re.findall(r"\w+_backward", record.gradient)
     return all(has_derivative(by_name[name]) for name in named if name in by_name)
 
 
-def body_tolerance(record: Record, result: torch.Tensor) -> float:
+def body_tolerance(record: OpSpec, result: torch.Tensor) -> float:
     """0 for kernels; where torch's operators run instead, their results depend on threads and addresses."""
     in_torch = any(not re.match(r"\w+_backward\(", gradient.text) for gradient in record.gradients)
     return 16 * torch.finfo(result.dtype).eps if in_torch or runs_body(record, result) else 0.0
 
 
-def test_gradients_are_the_same_on_every_run(record: Record, device: str) -> None:
+def test_gradients_are_the_same_on_every_run(record: OpSpec, device: str) -> None:
     """Gradients have the same bits for every number of threads and every address."""
     differentiable(record)
     for dtypes in (record.combinations[0], record.combinations[-1]):
@@ -203,7 +203,7 @@ def test_gradients_are_the_same_on_every_run(record: Record, device: str) -> Non
                     torch.testing.assert_close(a, b, rtol=bound, atol=bound * float(b.abs().max()), msg=said)
 
 
-def test_vmap(record: Record, device: str) -> None:
+def test_vmap(record: OpSpec, device: str) -> None:
     """A batched call gives the results of separate calls, for any batch dimension."""
     if record.has_repeated_input:
         pytest.skip("takes a list of tensors")
@@ -235,7 +235,7 @@ def test_vmap(record: Record, device: str) -> None:
 # ---------------------------------------------------------------------------- torch's own checks
 
 
-def test_compile_without_graph_break(record: Record, device: str) -> None:
+def test_compile_without_graph_break(record: OpSpec, device: str) -> None:
     """Forward and backward compile with fixed and dynamic sizes."""
     dtypes = record.combinations[0]
     torch._dynamo.reset()
@@ -260,7 +260,7 @@ def test_compile_without_graph_break(record: Record, device: str) -> None:
 
 @pytest.mark.backward_too
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script")
-def test_opcheck(record: Record, device: str) -> None:
+def test_opcheck(record: OpSpec, device: str) -> None:
     """Every op, including backward ops, passes torch's opcheck."""
     op = getattr(getattr(torch.ops, record.namespace), record.name).default
 

@@ -12,7 +12,7 @@ import torch
 
 from twinop.export.bodies import find_body
 from twinop.kernel_op import DECLARED
-from twinop.record import Record
+from twinop.op_spec import OpSpec
 
 from ..messages import called, fail, first_difference, require_same_bits
 from ..ort_runner import OrtRunner, poisoned
@@ -34,15 +34,15 @@ IN_BOTH = ("ONNX Runtime", "torch")
 BOTH = "ONNX Runtime and torch differ, with one kernel of one file"
 
 
-def moved(record: Record, sample: Sample, device: str) -> Sample:
+def moved(record: OpSpec, sample: Sample, device: str) -> Sample:
     return sample.to(device, record.host_inputs)
 
 
-def cases(record: Record, dtypes: dict[str, str]) -> Iterator[Sample]:
+def cases(record: OpSpec, dtypes: dict[str, str]) -> Iterator[Sample]:
     return itertools.chain(samples(record, dtypes), wide_samples(record, dtypes))
 
 
-def test_there_are_samples(record: Record) -> None:
+def test_there_are_samples(record: OpSpec) -> None:
     """Inputs follow from the record, or the op's module gives them."""
     assert len(list(samples(record, record.combinations[0]))) >= 5, (
         f"{record.qualified_name}: samples({record.name!r}, dtype, size) in {op_of(record).place} gives "
@@ -51,7 +51,7 @@ def test_there_are_samples(record: Record) -> None:
 
 
 def test_torch_and_onnxruntime_give_the_same_bits(
-    record: Record, dtypes: dict[str, str], device: str
+    record: OpSpec, dtypes: dict[str, str], device: str
 ) -> None:
     """One session takes all sizes: the shapes in the model are open."""
     run_ort = OrtRunner(record, dtypes, device)
@@ -63,7 +63,7 @@ def test_torch_and_onnxruntime_give_the_same_bits(
         require_same_bits(record, sample, actual, expected, BOTH, IN_BOTH)
 
 
-def test_the_kernel_gives_what_the_body_means(record: Record, dtypes: dict[str, str], device: str) -> None:
+def test_the_kernel_gives_what_the_body_means(record: OpSpec, dtypes: dict[str, str], device: str) -> None:
     """Errors are within the tolerance. NaN and infinities occur exactly where fp64 has them."""
     reference = reference_of(record)
     if find_body(record.key) is None and reference.compute is None:
@@ -106,7 +106,7 @@ def mover(first: int, step: int) -> Callable[[torch.Tensor], torch.Tensor]:
 
 
 @pytest.mark.backward_too
-def test_addresses_do_not_change_bits(record: Record, dtypes: dict[str, str], device: str) -> None:
+def test_addresses_do_not_change_bits(record: OpSpec, dtypes: dict[str, str], device: str) -> None:
     """Addresses do not change bits, whether all tensors have the same offset or each has its own.
 
     Triton compiles a kernel for aligned addresses by itself, which may sum in another order.
@@ -144,7 +144,7 @@ ANY_LAYOUTS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 
 
 @pytest.mark.backward_too
-def test_layouts(record: Record, device: str) -> None:
+def test_layouts(record: OpSpec, device: str) -> None:
     """Layouts do not change bits. torch gets views, ONNX Runtime gets contiguous copies."""
     for dtypes in record.combinations[:4]:
         for layout, view, sample in laid_out(record, dtypes):
@@ -160,7 +160,7 @@ def test_layouts(record: Record, device: str) -> None:
                 require_same_bits(record, viewed, actual, expected, BOTH, IN_BOTH)
 
 
-def laid_out(record: Record, dtypes: dict[str, str]) -> Iterator[tuple[str, Any, Sample]]:
+def laid_out(record: OpSpec, dtypes: dict[str, str]) -> Iterator[tuple[str, Any, Sample]]:
     """Yields layouts, functions that give tensors that layout, and calls."""
     if is_given(record):
         for sample in list(samples(record, dtypes))[::4]:
@@ -191,7 +191,7 @@ def viewer(layout: str, shape: torch.Size) -> Callable[[torch.Tensor], torch.Ten
 
 
 @pytest.mark.backward_too
-def test_rows_of_a_wider_tensor(record: Record, device: str) -> None:
+def test_rows_of_a_wider_tensor(record: OpSpec, device: str) -> None:
     """Rows of a wider tensor give the same bits as contiguous rows."""
     if not record.rows:
         pytest.skip("not a row-wise op")
@@ -211,7 +211,7 @@ def test_rows_of_a_wider_tensor(record: Record, device: str) -> None:
                 require_same_bits(record, sample, found, expected, said, ("wider", "contiguous"))
 
 
-def test_any_number_of_threads_gives_the_same_bits(record: Record, dtypes: dict[str, str]) -> None:
+def test_any_number_of_threads_gives_the_same_bits(record: OpSpec, dtypes: dict[str, str]) -> None:
     """Where a thread pool splits the work does not change a result."""
     sample = large_sample(record, dtypes)
     before = torch.get_num_threads()

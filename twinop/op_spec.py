@@ -15,7 +15,7 @@ from typing import Any
 from .errors import RecordSyntaxError
 
 DOMAIN = "custom_domain"
-"""The domain of twinop's own ops. Other libraries have other domains (`Record.domain`)."""
+"""The domain of twinop's own ops. Other libraries have other domains (`OpSpec.domain`)."""
 DOMAIN_VERSION = 1
 
 
@@ -70,7 +70,7 @@ class Gradient:
 
 
 @dataclass(frozen=True)
-class Record:
+class OpSpec:
     """One op. `kernels/record/record.h` explains each of the texts."""
 
     name: str
@@ -96,7 +96,7 @@ class Record:
     torch_namespace: str = ""  # where it is not the domain's
 
     @classmethod
-    def from_json(cls, fields: Mapping[str, Any]) -> "Record":
+    def from_json(cls, fields: Mapping[str, Any]) -> "OpSpec":
         """Reads a record from a library's JSON (`kernels/record/json.h`), to which its domain was added.
 
         Raises:
@@ -267,7 +267,7 @@ def check_kind(name: str, value: Any, kind: type) -> Any:
 
 
 def key_of(domain: str, name: str) -> str:
-    """Returns an op's `Record.key`."""
+    """Returns an op's `OpSpec.key`."""
     return name if domain == DOMAIN else f"{domain}::{name}"
 
 
