@@ -4,13 +4,13 @@ import hashlib
 import json
 import os
 import platform
-from collections.abc import Collection, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+import struct
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from importlib import resources
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, BinaryIO
 
 import twinop
 
@@ -18,23 +18,15 @@ from .errors import ForeignLibraryError, LibraryError, RecordError
 from .installation import how_to_build
 from .op_spec import DOMAIN, DOMAIN_VERSION, OpSpec, check_kind
 
-if TYPE_CHECKING:
-    from elftools.elf.elffile import ELFFile
-
 ABI_VERSION = 1
 """The version of the interface between libraries and adapters (`kernels/abi.h`) that this code reads."""
 
 _SECTION = ".twinop"
 _EXPORT = b"RegisterCustomOps"
-_MACHINES = {
-    "EM_X86_64": "x86_64",
-    "EM_AARCH64": "aarch64",
-    "EM_386": "i386",
-    "EM_ARM": "arm",
-    "EM_RISCV": "riscv64",
-}
-_MOST_SECTIONS = 1000
-_PATHS = {"DT_NEEDED": "needed", "DT_RPATH": "rpath", "DT_RUNPATH": "runpath"}
+_MACHINES = {62: "x86_64", 183: "aarch64", 3: "i386", 40: "arm", 243: "riscv64"}  # e_machine of the ELF spec
+_STRINGS, _NO_CONTENT = 3, 8  # sh_type
+_NEEDED, _RPATH, _RUNPATH = 1, 15, 29  # d_tag
+_HEADER_BYTES, _LONGEST_NAME, _LONGEST_PATH, _MOST_DYNAMIC = 64, 256, 4096, 1 << 14  # bytes
 
 
 @dataclass(frozen=True)
@@ -89,8 +81,7 @@ def read_library(path: str | os.PathLike[str], copy: str | os.PathLike[str] | No
             "build/lib<name>.so; "
             "twinop.get_library_path() is the one of twinop's own ops"
         )
-    with _opened(path, copy or path) as elf:
-        section, exports = _content(elf, _SECTION), _content(elf, ".dynstr")
+    section, exports = _contents(path, copy or path, _SECTION, ".dynstr")
     if not section:
         raise ForeignLibraryError(
             f"{path}: a shared library, but without twinop records (section {_SECTION}). "
@@ -134,52 +125,67 @@ def _require_abi(path: Path, build: Mapping[str, Any]) -> None:
     )
 
 
-@contextmanager
-def _opened(path: Path, file: str | os.PathLike[str]) -> Iterator["ELFFile"]:
-    """Opens an ELF file. Messages name `path`.
+def _contents(path: Path, file: str | os.PathLike[str], *names: str) -> list[bytes]:
+    """Returns the bytes of sections of an ELF file; none for those that it lacks. Messages name `path`.
+
+    It reads without mmap, which kills the process if another one truncates the file meanwhile. A parser from
+    a package takes longer to import (pyelftools: 80 ms) than a session takes to open.
 
     Raises:
         LibraryError: it cannot be read, is not an ELF file, is for another machine, or damaged.
     """
-    from elftools.elf.elffile import ELFFile  # not at the top: it takes longer than reading a library
-
     try:
         with open(file, "rb") as stream:
-            if stream.read(4) != b"\x7fELF":
-                raise LibraryError(
-                    f"{path}: not a shared library (ELF file). Expected a file such as libcustom_relu.so"
-                )
-            elf = ELFFile(stream)
-            machine, found = platform.machine(), elf["e_machine"]
-            built_for = _MACHINES.get(found, f"machine {found}")
-            if elf.elfclass != 64 or not elf.little_endian or built_for != machine:
-                raise LibraryError(
-                    f"{path}: built for {built_for}, this machine is {machine}. Build it on this machine, or "
-                    "install the wheel for this machine"
-                )
-            if (count := elf.num_sections()) > _MOST_SECTIONS:
-                raise ValueError(f"{count} sections")
-            if count and elf.get_section_by_name(".shstrtab") is None:
-                raise ValueError("the sections' names are lost")
-            yield elf
+            sections = _sections(path, stream)
+            return [_read(stream, *sections[name]) if name in sections else b"" for name in names]
     except OSError as error:
         raise LibraryError(f"{path}: cannot be read: {error.strerror}. Fix its permissions") from error
-    except LibraryError:
-        raise
-    except Exception as error:  # whatever is thrown by the parser of a damaged file
-        raise LibraryError(f"{path}: the file is damaged or cut short. Copy or build it again") from error
+    except (struct.error, ValueError, IndexError) as error:
+        raise _damaged(path) from error
 
 
-def _content(elf: "ELFFile", name: str) -> bytes:
-    """Returns the bytes of a section; none if there is no such section."""
-    section = elf.get_section_by_name(name)
-    if section is None:
-        return b""
-    offset, size = section["sh_offset"], section["sh_size"]
-    if offset + size > elf.stream_len:
-        raise ValueError("a section lies behind the end of the file")
-    elf.stream.seek(offset)
-    return bytes(elf.stream.read(size))
+def _sections(path: Path, file: BinaryIO) -> dict[str, tuple[int, int]]:
+    """Returns the offset and size of each section of a 64-bit ELF file (System V ABI, chapter 4) by name."""
+    head = file.read(64)
+    if head[:4] != b"\x7fELF":
+        raise LibraryError(
+            f"{path}: not a shared library (ELF file). Expected a file such as libcustom_relu.so"
+        )
+    (number,) = struct.unpack_from("<H", head, 18)
+    built_for, machine = _MACHINES.get(number, f"machine {number}"), platform.machine()
+    if head[4:6] != b"\x02\x01" or built_for != machine:  # 64 bits, little-endian
+        raise LibraryError(
+            f"{path}: built for {built_for}, this machine is {machine}. Build it on this machine, or install "
+            "the wheel for this machine"
+        )
+    (table,) = struct.unpack_from("<Q", head, 40)
+    entry_size, count, names_index = struct.unpack_from("<HHH", head, 58)
+    if count == 0:  # stripped
+        return {}
+    if entry_size != _HEADER_BYTES:
+        raise ValueError(f"section headers of {entry_size} bytes")
+    entries = _read(file, table, count * entry_size)
+    headers = [struct.unpack_from("<IIQQQQ", entries, i * entry_size) for i in range(count)]
+    names = _read(file, *headers[names_index][4:])
+    if headers[names_index][1] != _STRINGS or not names.strip(b"\0"):
+        raise ValueError("the sections' names are lost")
+    if sum(size for _, kind, *_, size in headers if kind != _NO_CONTENT) > file.seek(0, os.SEEK_END):
+        raise ValueError("sections that overlap could be read for ever")
+    return {
+        names[name : names.index(b"\0", name, name + _LONGEST_NAME)].decode(): (offset, size)
+        for name, _, _, _, offset, size in headers
+    }
+
+
+def _read(file: BinaryIO, offset: int, size: int) -> bytes:
+    if offset + size > file.seek(0, os.SEEK_END):
+        raise ValueError("the file is too short")
+    file.seek(offset)
+    return file.read(size)
+
+
+def _damaged(path: Path) -> LibraryError:
+    return LibraryError(f"{path}: the file is damaged or cut short. Copy or build it again")
 
 
 def checksum(path: Path) -> str:
@@ -197,7 +203,7 @@ def needed_libraries(path: str | os.PathLike[str]) -> list[str]:
     Raises:
         LibraryError: not an ELF file, damaged, or for another machine.
     """
-    return [text for tag, text in _dynamic_texts(Path(path)) if tag == "DT_NEEDED"]
+    return [text for tag, text in _dynamic_texts(Path(path)) if tag == _NEEDED]
 
 
 def relative_to_itself(path: str | os.PathLike[str]) -> list[str]:
@@ -209,11 +215,16 @@ def relative_to_itself(path: str | os.PathLike[str]) -> list[str]:
     return [text for _, text in _dynamic_texts(Path(path)) if "$ORIGIN" in text or "${ORIGIN}" in text]
 
 
-def _dynamic_texts(path: Path) -> list[tuple[str, str]]:
-    with _opened(path, path) as elf:
-        dynamic: Any = elf.get_section_by_name(".dynamic")
-        found = [(tag.entry.d_tag, tag) for tag in dynamic.iter_tags()] if dynamic is not None else []
-        return [(kind, getattr(tag, _PATHS[kind])) for kind, tag in found if kind in _PATHS]
+def _dynamic_texts(path: Path) -> list[tuple[int, str]]:
+    names, dynamic = _contents(path, path, ".dynstr", ".dynamic")
+    try:
+        return [
+            (tag, names[value : names.index(b"\0", value, value + _LONGEST_PATH)].decode())
+            for tag, value in struct.iter_unpack("<qQ", dynamic[:_MOST_DYNAMIC])
+            if tag in (_NEEDED, _RPATH, _RUNPATH)
+        ]
+    except (struct.error, ValueError, OverflowError) as error:
+        raise _damaged(path) from error
 
 
 def library_folders() -> list[Path]:

@@ -117,7 +117,7 @@ def test_it_needs_neither_torch_nor_a_runtime(wheel: Path) -> None:
         if line.startswith("Requires-Dist:") and "extra ==" not in line and "python_version" not in line
     }
     assert {name.partition(">")[0] for name in needed} == {
-        "numpy", "ml_dtypes", "onnx", "onnx-ir", "onnxscript", "pyelftools", "rich", "typer",
+        "numpy", "ml_dtypes", "onnx", "onnx-ir", "onnxscript", "rich", "typer",
     }  # fmt: skip
     extras = [line for line in metadata if line.startswith("Requires-Dist:") and "extra ==" in line]
     assert not any("onnxruntime" in line or (" torch" in line and "triton" not in line) for line in extras)
