@@ -13,6 +13,7 @@ from twinop.op_spec import DOMAIN, OpSpec
 
 from .arguments import bind, empty_list_error, numbers_as_tensors, signature_of, tensors_of
 from .formulas import Formulas
+from .forward_mode import has_forward_mode, tangents_of
 
 
 def _narrow(value: Any) -> Any:
@@ -51,18 +52,29 @@ def make_function(
                 name: None if arguments[name] is None else SimpleNamespace(shape=arguments[name].shape)
                 for name in formulas.shapes
             }
+            ctx.outputs = {
+                name: SimpleNamespace(size=value.shape, dtype=value.dtype, device=value.device)
+                for name, value in results.items()
+            }
+            ctx.set_materialize_grads(False)  # a tangent of zero would make a NaN beside an infinite operand
             if formulas.undifferentiated:
                 ctx.mark_non_differentiable(*(results[name] for name in formulas.undifferentiated))
-            ctx.save_for_backward(
-                *(arguments[name] for name in formulas.inputs), *(results[name] for name in formulas.outputs)
-            )
+            kept = [arguments[name] for name in formulas.inputs] + [
+                results[name] for name in formulas.outputs
+            ]
+            ctx.save_for_backward(*kept)
+            if forward_ad._current_level >= 0:
+                ctx.save_for_forward(*kept)
 
         @staticmethod
-        def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
             saved = dict(zip(formulas.inputs + formulas.outputs, ctx.saved_tensors, strict=True))
-            incoming = {f"grad_{name}": grad for name, grad in zip(record.outputs, grads, strict=True)}
+            incoming = {
+                f"grad_{name}": torch.zeros(**vars(like)) if grad is None else grad
+                for (name, like), grad in zip(ctx.outputs.items(), grads, strict=True)
+            }
             if len(grads) == 1:
-                incoming["grad"] = grads[0]
+                incoming["grad"] = incoming[f"grad_{record.outputs[0]}"]
             needs = dict(zip(names, ctx.needs_input_grad, strict=True))
             wanted = {name for name, needed in needs.items() if needed}
             gradients = formulas.evaluate(incoming | ctx.attributes | ctx.shapes | saved, wanted)
@@ -70,7 +82,14 @@ def make_function(
 
         @staticmethod
         def jvp(ctx: Any, *tangents: Any) -> Any:
-            raise _forward_mode_error(record)
+            if not has_forward_mode(record, formulas):
+                raise _forward_mode_error(record)
+            saved = dict(zip(formulas.inputs + formulas.outputs, ctx.saved_tensors, strict=True))
+            given = {
+                name: tangent for name, tangent in zip(names, tangents, strict=True) if tangent is not None
+            }
+            found = tangents_of(record, formulas, ctx.attributes | ctx.shapes | saved, ctx.outputs, given)
+            return found if len(found) > 1 else found[0]
 
     OpFunction.__name__ = OpFunction.__qualname__ = record.onnx_name
 
@@ -78,8 +97,9 @@ def make_function(
         # The dispatcher leaves out trailing defaults. Signature.bind takes longer than a small kernel.
         arguments = bind(signature, args, kwargs).values() if kwargs else args + defaults[len(args) :]
         tensors = tensors_of(arguments)
-        _refuse_forward_mode(record, tensors)
-        if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
+        if (torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)) or _have_tangents(
+            tensors
+        ):
             if record.has_repeated_input:
                 raise RecordError(
                     f"{record.qualified_name} takes a list of tensors and has no derivative; detach them"
@@ -131,10 +151,10 @@ def _views(record: OpSpec) -> str:
     return " Views that are not contiguous are copied."
 
 
-def _refuse_forward_mode(record: OpSpec, tensors: list[torch.Tensor]) -> None:
-    # Without this check, forward-mode AD would return zeros.
-    if forward_ad._current_level >= 0 and any(forward_ad.unpack_dual(t).tangent is not None for t in tensors):
-        raise _forward_mode_error(record)
+def _have_tangents(tensors: list[torch.Tensor]) -> bool:
+    return forward_ad._current_level >= 0 and any(
+        forward_ad.unpack_dual(tensor).tangent is not None for tensor in tensors
+    )
 
 
 def _forward_mode_error(record: OpSpec) -> RecordError:

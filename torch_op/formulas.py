@@ -84,6 +84,10 @@ class Formulas:
             return []
         return [name for name in self.record.outputs if f"grad_{name}" not in self._used]
 
+    @property
+    def exist(self) -> bool:
+        return bool(self._formulas)
+
     def evaluate(self, scope: dict[str, Any], wanted: set[str]) -> dict[str, Any]:
         """Returns the gradients of the inputs wanted, by name.
 
@@ -166,17 +170,7 @@ def _differentiated(record: OpSpec, function: Callable[..., Any]) -> _Formula:
         )
 
     def compute(scope: dict[str, Any]) -> tuple[Any, ...]:
-        fixed = {name: scope[name] for name in used if scope[name] is None or name not in inputs}
-
-        def outputs_of(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-            wide = {name: _wide(tensor) for name, tensor in tensors.items()}
-            outputs = function(**fixed, **wide)
-            if isinstance(outputs, dict):
-                return outputs
-            results = tuple(outputs) if isinstance(outputs, list | tuple) else (outputs,)
-            return dict(zip(record.outputs, results, strict=True))
-
-        given = {name: scope[name] for name in inputs if name not in fixed}
+        outputs_of, given = in_torch_of_call(record, function, scope)
         outputs, pull = torch.func.vjp(outputs_of, given)  # type: ignore[misc]
         several = len(record.outputs) > 1
         incoming = {name: scope[f"grad_{name}" if several else "grad"] for name in outputs}
@@ -184,6 +178,29 @@ def _differentiated(record: OpSpec, function: Callable[..., Any]) -> _Formula:
         return tuple(gradients.get(name) for name in inputs)
 
     return _Formula(tuple(inputs), {*used, *(f"grad_{name}" for name in record.outputs)}, {*used}, compute)
+
+
+def in_torch_of_call(
+    record: OpSpec, function: Callable[..., Any], scope: Mapping[str, Any]
+) -> tuple[Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor]], dict[str, torch.Tensor]]:
+    """Returns a backward op in torch's operators as a function of tensors by name, and the call's tensors.
+
+    The function computes in fp32 where tensors are narrower. It returns the outputs by name.
+    """
+    used = inspect.signature(function).parameters
+    inputs = {entry.name for entry in record.inputs}
+    given = {name: scope[name] for name in used if name in inputs and scope[name] is not None}
+    fixed = {name: scope[name] for name in used if name not in given}
+
+    def outputs_of(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        wide = {name: _wide(tensor) for name, tensor in tensors.items()}
+        outputs = function(**fixed, **wide)
+        if isinstance(outputs, dict):
+            return outputs
+        results = tuple(outputs) if isinstance(outputs, list | tuple) else (outputs,)
+        return dict(zip(record.outputs, results, strict=True))
+
+    return outputs_of, given
 
 
 def _wide(tensor: torch.Tensor) -> torch.Tensor:

@@ -24,7 +24,11 @@ _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 def _product(x: Tensor, weight: Tensor, bias: Tensor | None, layout: str) -> Tensor:
-    return F.linear(x, weight if layout == "nk" else weight.mT, bias)
+    nk = weight if layout == "nk" else weight.mT
+    if weight.dim() == 2:
+        return F.linear(x, nk, bias)
+    y = x.flatten(1, -2) @ nk.mT  # vmap over weights too: a product for each example
+    return (y if bias is None else y + bias.unsqueeze(1)).unflatten(1, x.shape[1:-1])
 
 
 def _on_cpu(

@@ -22,6 +22,7 @@ from twinop.op_spec import DOMAIN, OpSpec
 from .autograd import make_function
 from .formulas import check_formulas
 from .rules import autocast_rule, cpu_rule, fake_rule, refuse, vmap_rule
+from .sharding import register_sharding_rule
 
 Function = Callable[..., Any]
 
@@ -210,7 +211,13 @@ def _derive(record: OpSpec) -> None:
     formulas_see = ChainMap(_functions[record.namespace], functions)
     function, autograd_kernel, _ = make_function(record, op, formulas_see)
     _functions[record.namespace][record.name] = function
-    torch.library.register_fake(name, fake_rule(record), lib=library)
+    fake = fake_rule(record)
+
+    def fake_and_sharding(*args: Any, **kwargs: Any) -> Any:
+        register_sharding_rule(record)  # DTensor runs the fake before it looks for the rule
+        return fake(*args, **kwargs)
+
+    torch.library.register_fake(name, fake_and_sharding, lib=library)
     torch.library.register_vmap(name, vmap_rule(record, op), lib=library)
     library.impl(record.name, autograd_kernel, "Autograd")
     if not torch._C._dispatch_has_kernel_for_dispatch_key(name, "CPU"):

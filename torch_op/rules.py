@@ -1,8 +1,8 @@
 """An op's rules for torch, derived from its record: fake, vmap, autocast, refusals."""
 
+import functools
 import re
 from collections.abc import Callable, Mapping, Sequence
-from functools import reduce
 from typing import Any
 
 import torch
@@ -17,7 +17,7 @@ from .arguments import bind, empty_list_error, signature_of
 
 Rule = Callable[..., Any]
 _OF_ROWS = re.compile(r"\w+(\[:-1\].*)?")  # the shape of an input with rows, as `x` or `x[:-1] + [1]`
-_PRODUCTS = ("linear", "linear_swiglu")  # compute each row alone, though their records name no rows
+PRODUCTS = ("linear", "linear_swiglu")  # compute each row alone, though their records name no rows
 
 
 def dtype_name(tensor: torch.Tensor) -> str:
@@ -144,6 +144,8 @@ def vmap_rule(record: OpSpec, op: Rule) -> Rule:
             outputs = op(*(arguments | whole).values())
         elif (rows := _rows_of_batch(record, arguments, batched, info.batch_size)) is not None:
             outputs = op(*rows.values())
+        elif record.key in PRODUCTS:
+            outputs = _product_of_batch(record, arguments, batched, info.batch_size)
         elif _depends_on_data(info.batch_size):
             raise RecordError(
                 f"{record.qualified_name} runs once for each example under torch.vmap, and here their number "
@@ -179,7 +181,7 @@ def _rows_of_batch(
     names = _tensor_names(record, arguments)
     texts = {first: first} | entries(record.input_shapes)
     columns = {name for name in names if not _OF_ROWS.fullmatch(texts.get(name, ""))}
-    if not (record.rows or record.key in _PRODUCTS) or columns & batched.keys():
+    if not (record.rows or record.key in PRODUCTS) or columns & batched.keys():
         return None
     for name in {*names} - columns - batched.keys():
         whole[name] = arguments[name].expand(size, *arguments[name].shape)
@@ -196,6 +198,24 @@ def _rows_of_batch(
         return None
     alike = [len(found[name]) == len(each[name]) + 1 and known(found[name][0] == size) for name in found]
     return whole if rank > 0 and all(alike) else None
+
+
+def _product_of_batch(
+    record: OpSpec, arguments: dict[str, Any], batched: dict[str, torch.Tensor], size: Any
+) -> torch.Tensor:
+    """Computes products whose weights differ by example: torch's batched product, and its activation."""
+    whole = {
+        entry.name: value if value is None or entry.name in batched else value.expand(size, *value.shape)
+        for entry in record.inputs
+        for value in [(arguments | batched)[entry.name]]
+    }
+    is_vector = whole["x"].dim() == 2
+    for name in ("x", "residual"):
+        if is_vector and whole.get(name) is not None:
+            whole[name] = whole[name].unsqueeze(1)
+    attributes = {entry.name: arguments[entry.name] for entry in record.attributes}
+    y: torch.Tensor = CPU_FUNCTIONS[record.key](*whole.values(), **attributes)
+    return y.squeeze(1) if is_vector else y
 
 
 def _tensor_names(record: OpSpec, arguments: dict[str, Any]) -> list[str]:
@@ -243,7 +263,7 @@ def _dtype_under_autocast(
     try:
         _combination(record, given)
     except RecordError:
-        return reduce(torch.promote_types, dtypes) if dtypes else None
+        return functools.reduce(torch.promote_types, dtypes) if dtypes else None
     return None
 
 

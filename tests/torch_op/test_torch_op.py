@@ -10,7 +10,7 @@ import pytest
 import torch
 from samples import DEVICES, RECORDS
 from torch import func, nn
-from torch.autograd import forward_ad, gradcheck, gradgradcheck
+from torch.autograd import gradcheck, gradgradcheck
 
 from twinop import torch_op
 from twinop.errors import RecordError
@@ -100,28 +100,30 @@ def test_vmap(device: str) -> None:
     assert [tuple(t.shape) for t in empty] == [(0, 3, 5), (0, 3)]
 
 
+@pytest.mark.parametrize("layout", ["nk", "kn"])
+@pytest.mark.parametrize("rows", [(), (3,), (2, 3)])
+def test_vmap_over_weights_is_one_product(rows: tuple[int, ...], layout: str) -> None:
+    x, weight, bias = torch.randn(5, *rows, 8), torch.randn(5, 6, 8), torch.randn(5, 6)
+    residual = torch.randn(*rows, 6)
+    given = weight if layout == "nk" else weight.mT
+
+    def mine(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+        return torch_op.linear(x, weight, bias, residual, activation="silu", layout=layout)
+
+    def theirs(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+        return nn.functional.silu(nn.functional.linear(x, weight, bias) + residual)
+
+    torch.testing.assert_close(func.vmap(mine)(x, given, bias), func.vmap(theirs)(x, weight, bias))
+    gated = func.vmap(lambda w: torch_op.linear_swiglu(x[0], w, layout=layout))(given)
+    packed = func.vmap(lambda w: nn.functional.linear(x[0], w))(weight)
+    torch.testing.assert_close(gated, nn.functional.silu(packed[..., :3]) * packed[..., 3:])
+
+
 def test_vmap_where_only_the_gradient_is_batched() -> None:
     x = away_from_zero(5).detach()
     y, pullback = func.vjp(torch_op.relu, x)[:2]
     grads = torch.randn(7, 5, dtype=torch.float64)
     assert torch.equal(func.vmap(pullback)(grads)[0], grads * (y > 0))
-
-
-@pytest.mark.parametrize("relu", RELU)
-def test_forward_mode_is_refused(relu: Callable[..., Any]) -> None:
-    x = torch.randn(3)
-    calls: list[Callable[[], Any]] = [
-        lambda: func.jvp(relu, (x,), (x,)),
-        lambda: func.jacfwd(relu)(x),
-        lambda: func.hessian(lambda x: torch_op.relu(x).sum())(x),
-    ]
-    for call in calls:
-        with pytest.raises((RecordError, RuntimeError), match=r"no forward-mode derivative.*reverse mode"):
-            call()
-    with forward_ad.dual_level(), pytest.raises(RecordError, match="no forward-mode derivative"):
-        relu(forward_ad.make_dual(x, x))
-    with forward_ad.dual_level():
-        assert relu(x).shape == x.shape  # no tangent: nothing to refuse
 
 
 def test_func_grad_of_the_dispatcher_op_names_the_function() -> None:
