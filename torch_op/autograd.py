@@ -1,7 +1,7 @@
 """Autograd of an op from its derivative formulas (formulas.py)."""
 
 import ctypes
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -32,7 +32,29 @@ def make_function(
     signature = signature_of(record)
     formulas = Formulas(record, functions)
     names = list(signature.parameters)
+    repeated = record.inputs[-1].name if record.has_repeated_input else None
+    single = [name for name in names if name != repeated]
     defaults = tuple(parameter.default for parameter in signature.parameters.values())
+
+    def flatten(arguments: Iterable[Any]) -> Iterable[Any]:
+        """Moves the entries of a `Tensor[]` to the end: autograd.Function sees no tensors in lists."""
+        if repeated is None:
+            return arguments
+        given = dict(zip(names, arguments, strict=True))
+        return (*(given[name] for name in single), *given[repeated])
+
+    def unflatten(flat: Sequence[Any]) -> dict[str, Any]:
+        given = dict(zip(single, flat, strict=False))
+        if repeated is not None:
+            given[repeated] = list(flat[len(single) :])
+        return {name: given[name] for name in names}
+
+    def kept_of(ctx: Any) -> dict[str, Any]:
+        kept = [*formulas.inputs, *formulas.outputs]
+        if repeated in kept:
+            kept.remove(repeated)
+        saved = dict(zip(kept, ctx.saved_tensors, strict=False))
+        return saved if repeated is None else saved | {repeated: list(ctx.saved_tensors[len(kept) :])}
 
     class OpFunction(torch.autograd.Function):
         generate_vmap_rule = True
@@ -40,11 +62,11 @@ def make_function(
         @staticmethod
         def forward(*args: Any) -> Any:
             with torch._C._AutoDispatchBelowAutograd():
-                return op(*args)
+                return op(*(args if repeated is None else unflatten(args).values()))
 
         @staticmethod
         def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-            arguments = dict(zip(names, inputs, strict=True))
+            arguments = unflatten(inputs)
             outputs = output if isinstance(output, tuple) else (output,)
             results = dict(zip(record.outputs, outputs, strict=True))
             ctx.attributes = {entry.name: _narrow(arguments[entry.name]) for entry in record.attributes}
@@ -59,35 +81,43 @@ def make_function(
             ctx.set_materialize_grads(False)  # a tangent of zero would make a NaN beside an infinite operand
             if formulas.undifferentiated:
                 ctx.mark_non_differentiable(*(results[name] for name in formulas.undifferentiated))
-            kept = [arguments[name] for name in formulas.inputs] + [
-                results[name] for name in formulas.outputs
-            ]
+            kept = [arguments[name] for name in formulas.inputs if name != repeated]
+            kept += [results[name] for name in formulas.outputs]
+            if repeated in formulas.inputs:
+                kept += arguments[repeated]
             ctx.save_for_backward(*kept)
             if forward_ad._current_level >= 0:
                 ctx.save_for_forward(*kept)
 
         @staticmethod
         def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-            saved = dict(zip(formulas.inputs + formulas.outputs, ctx.saved_tensors, strict=True))
+            saved = kept_of(ctx)
             incoming = {
                 f"grad_{name}": torch.zeros(**vars(like)) if grad is None else grad
                 for (name, like), grad in zip(ctx.outputs.items(), grads, strict=True)
             }
             if len(grads) == 1:
                 incoming["grad"] = incoming[f"grad_{record.outputs[0]}"]
-            needs = dict(zip(names, ctx.needs_input_grad, strict=True))
-            wanted = {name for name, needed in needs.items() if needed}
+            needs: dict[str, Any] = unflatten(ctx.needs_input_grad)
+            wanted = {name for name, needed in needs.items() if needed is True or (needed and any(needed))}
             gradients = formulas.evaluate(incoming | ctx.attributes | ctx.shapes | saved, wanted)
-            return tuple(gradients.get(name) if needed else None for name, needed in needs.items())
+            found: dict[str, Any] = {name: gradients.get(name) if name in wanted else None for name in names}
+            if repeated is not None:
+                count = len(needs[repeated])
+                found[repeated] = [None] * count if found[repeated] is None else list(found[repeated])
+                if len(found[repeated]) != count:
+                    raise RecordError(
+                        f"{record.qualified_name}: the derivative of {repeated} has {len(found[repeated])} "
+                        f"gradients; expected one for each of its {count} tensors"
+                    )
+            return tuple(flatten(found.values()))
 
         @staticmethod
         def jvp(ctx: Any, *tangents: Any) -> Any:
-            if not has_forward_mode(record, formulas):
+            if repeated is not None or not has_forward_mode(record, formulas):
                 raise _forward_mode_error(record)
-            saved = dict(zip(formulas.inputs + formulas.outputs, ctx.saved_tensors, strict=True))
-            given = {
-                name: tangent for name, tangent in zip(names, tangents, strict=True) if tangent is not None
-            }
+            saved = kept_of(ctx)
+            given = {name: tangent for name, tangent in unflatten(tangents).items() if tangent is not None}
             found = tangents_of(record, formulas, ctx.attributes | ctx.shapes | saved, ctx.outputs, given)
             return found if len(found) > 1 else found[0]
 
@@ -100,16 +130,12 @@ def make_function(
         if (torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)) or _have_tangents(
             tensors
         ):
-            if record.has_repeated_input:
-                raise RecordError(
-                    f"{record.qualified_name} takes a list of tensors and has no derivative; detach them"
-                )
             if torch._C._are_functorch_transforms_active():
                 raise RecordError(
                     f"torch.func transforms do not see through torch.ops.{record.namespace}.{record.name}: "
                     f"call {_function_path(record)} instead"
                 )
-            return OpFunction.apply(*arguments)
+            return OpFunction.apply(*flatten(arguments))
         with torch._C._AutoDispatchBelowAutograd():
             return op(*arguments)
 
@@ -122,7 +148,7 @@ def make_function(
 
     def call(*args: Any, **kwargs: Any) -> Any:
         if not torch.compiler.is_compiling() and torch._C._are_functorch_transforms_active():
-            return OpFunction.apply(*bind(signature, args, kwargs).values())
+            return OpFunction.apply(*flatten(bind(signature, args, kwargs).values()))
         return op(*args, **kwargs)
 
     function.__name__ = function.__qualname__ = record.name

@@ -118,8 +118,6 @@ constexpr bool Validate(const Record& record) {
   const Schema& schema = record.schema;
   if (schema.HasRepeatedInput() && (record.is_elementwise || !record.rows_text.empty()))
     throw "an op with a Tensor[] is neither elementwise nor row-wise";
-  if (schema.HasRepeatedInput() && !record.gradient_text.empty())
-    throw "an op with a Tensor[] has no gradient";
   ValidateMemory(record);
   for (std::string_view text : {schema.text, record.dtypes_text, record.shapes_text,
                                 record.input_shapes_text, record.limits_text, record.in_place_text,

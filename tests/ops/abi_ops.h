@@ -144,24 +144,30 @@ Status LaunchScaleBy(const CallOf<Op>& call) {
 
 // ------------------------------------------------------------------------------ lists
 
+template <class T>
 struct AddTo {
-  const std::int32_t* x;
-  std::int32_t* y;
+  const T* x;
+  T* y;
   bool first;
   TWINOP_INLINE void operator()(std::int64_t i) const { y[i] = first ? x[i] : x[i] + y[i]; }
 };
 
 // The sum of any number of tensors of one shape.
-inline Status LaunchTotal(const Call& call) {
+template <class T>
+Status Total(const Call& call) {
   const Tensor& y = call.outputs[0];
   for (std::size_t k = 0; k < call.input_count; ++k) {
     if (call.inputs[k].numel != y.numel)
       return Status::Error("entry " + std::to_string(k) + " of xs has another size");
     TWINOP_RETURN_IF_ERROR(
-        ForEach(call, y.numel,
-                AddTo{call.inputs[k].as<const std::int32_t>(), y.as<std::int32_t>(), k == 0}));
+        ForEach(call, y.numel, AddTo<T>{call.inputs[k].as<const T>(), y.as<T>(), k == 0}));
   }
   return {};
+}
+
+inline Status LaunchTotal(const Call& call) {
+  const bool is_int = call.inputs[0].dtype == DType::kInt32;
+  return is_int ? Total<std::int32_t>(call) : Total<float>(call);
 }
 
 // ------------------------------------------------------------------------------ outputs
@@ -234,8 +240,9 @@ TWINOP_OP(scale_by,
 
 TWINOP_OP(total,
           Record("total(Tensor[] xs) -> Tensor")
-              .dtypes("int32")
-              .shapes("y = xs"),
+              .dtypes("int32; float32")
+              .shapes("y = xs")
+              .gradient("xs = [grad] * len(xs)"),
           LaunchTotal)
 
 TWINOP_OP(spread,
