@@ -1,6 +1,7 @@
 """`twinop build mish.py mish.h`: one library with ops of both kinds."""
 
 import shutil
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -75,10 +76,17 @@ def test_both_run_in_torch_and_in_onnx_runtime(built: Built) -> None:
     torch.testing.assert_close(torch.from_numpy(found), expected)
 
 
-def test_what_did_not_change_is_not_compiled_again(built: Built) -> None:
+def test_what_did_not_change_is_not_compiled_again(
+    built: Built, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also in a process that imported a module whose file is gone."""
+    (gone := tmp_path / "gone_module.py").touch()
+    monkeypatch.setitem(sys.modules, "gone_module", load_module(gone))
+    gone.unlink()
     path = built.library.path
     project = find_project([path.parents[1] / "mixed_mish.py", path.parents[1] / "times.h"])
-    assert build(project, path, Options("80")).compiled == []
+    assert build(project, tmp_path / "libmixed_mish.so", Options("80")).compiled
+    assert build(project, tmp_path / "libmixed_mish.so", Options("80")).compiled == []
 
 
 def test_ops_of_one_name(tmp_path: Path) -> None:

@@ -112,11 +112,16 @@ def _packages() -> Iterator[str]:
 
 
 def _imported() -> Iterator[Path]:
-    """Yields the files of the imported modules, but for those of Python and of installed packages."""
+    """Yields the files of the imported modules, but for those of Python and of installed packages.
+
+    A file that is gone cannot be read again: what was imported from it is of this process alone.
+    """
     others = (Path(os.__file__).parent, *_site_folders())
     files = [getattr(module, "__file__", None) for module in list(sys.modules.values())]
     for path in (Path(file) for file in files if file):
-        if path.suffix == ".py" and path.is_absolute() and not any(each in path.parents for each in others):
+        if path.suffix != ".py" or not path.is_absolute() or any(each in path.parents for each in others):
+            continue
+        if path.is_file():
             yield path
 
 
@@ -127,7 +132,7 @@ def _of_user(files: dict[str, Any]) -> dict[str, str | None]:
 
 def _hash_before(path: Path, begin: int) -> str | None:
     """Returns a file's hash; of one that was written since, what no file has: it is read again next time."""
-    return file_hash(path) if path.exists() and path.stat().st_mtime_ns < begin else "changed"
+    return file_hash(path) if path.stat().st_mtime_ns < begin else "changed"
 
 
 def _architectures(wanted: str) -> tuple[list[int], bool]:
