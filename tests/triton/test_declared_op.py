@@ -122,7 +122,7 @@ def test_derivatives(mish: KernelOp) -> None:
 
 
 def test_an_output_without_a_gradient_is_not_differentiable() -> None:
-    """Its gradient would be left out without a word. The second derivative has outputs of its own."""
+    """Its gradient would be left out silently. The second derivative has outputs of its own."""
     x = torch.randn(3, 4, dtype=torch.float64, requires_grad=True)
     centered_backward(x.detach(), x.detach().mean())  # registers it
     y, mean = centered(x)
