@@ -113,6 +113,8 @@ def open_session(
         TwinopError: for the reasons that `session` names.
     """
     device, reason = choice.device, choice.reason
+    if enable_cuda_graph:
+        _require_known_sizes(model, libraries)
     if enable_cuda_graph and device is None:
         raise ProviderError(f"enable_cuda_graph needs CUDA, which is not used here: {reason}")
     ort = _onnxruntime()
@@ -148,6 +150,17 @@ def open_session(
         cuda_graph=enable_cuda_graph and device is not None,
         profile=record,
     )
+
+
+def _require_known_sizes(model: Model, libraries: Sequence[SealedLibrary]) -> None:
+    """Refuses nodes that wait for the GPU to know the sizes of their outputs."""
+    records = {record.node_type: record for library in libraries for record in library.by_onnx_name.values()}
+    for node in model.nodes:
+        if (record := records.get(node.node_type)) and record.sizes:
+            raise ModelError(
+                f"{node.label}: the sizes of its outputs come from the data, so a run waits for the GPU, "
+                "which a CUDA graph cannot. Open the session without enable_cuda_graph"
+            )
 
 
 def _libraries(model: Model, library: Libraries | bool, allow: bool) -> list[SealedLibrary]:

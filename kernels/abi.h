@@ -98,6 +98,8 @@ typedef struct twinop_call {
   void* state;   /* what twinop_op.create made; null where the op has no state */
   const TWINOP_TYPE(twinop::Context, twinop_context) * context;
   size_t input_count; /* more than the schema lists where the last input repeats (Tensor[]) */
+  int64_t* counts; /* the launcher writes here the sizes that come from data (twinop_op.sizes), in
+                      the device's memory; null: it writes none */
 } twinop_call;
 
 /* Receives the text of a failure. The text is valid during the call only. The caller of the
@@ -152,6 +154,12 @@ typedef struct twinop_op {
    * its own kernels. 2: every part y[i] of the outputs comes from x[i], and from the part of each
    * input that has as many; the work on a part is its elements times x's second dimension. */
   int32_t row_body;
+  /* Sizes of outputs that come from the data, with their bounds: "n <= x[0]"; null or "": none. The
+   * launcher writes them to call->counts. The caller reads them on the stream, and waits for it. */
+  const char* sizes;
+  /* Not 0: the launcher runs twice with one scratch memory: first with `counts`, then without, and
+   * with outputs of these sizes. 0: it runs once, with outputs of the largest sizes. */
+  int32_t counts_first;
 } twinop_op;
 
 /* What a library holds. */

@@ -128,6 +128,7 @@ Status FunctionBody::Run(OrtKernelContext* context, const Call& call) {
     if (!call.inputs[i].present) continue;
     TWINOP_RETURN_IF_ORT_ERROR(api, api->KernelContext_GetInput(context, i, &inputs[i]));
   }
+  if (record.sizes_counted.count > 0) return RunCounted(session, context, inputs);
   for (std::size_t i = 0; i < record.schema.output_count; ++i)
     TWINOP_RETURN_IF_ORT_ERROR(
         api, api->KernelContext_GetOutput(context, i, call.outputs[i].sizes, call.outputs[i].rank,
@@ -136,6 +137,40 @@ Status FunctionBody::Run(OrtKernelContext* context, const Call& call) {
   for (std::size_t i = 0; i < record.schema.output_count; ++i)
     if (!call.outputs[i].present) api->ReleaseValue(outputs[i]);  // the node omits it
   return status;
+}
+
+// Runs the body, which makes outputs of the sizes that come from the data, and copies them.
+Status FunctionBody::RunCounted(OrtSession* session, OrtKernelContext* context,
+                                const OrtValue* const* inputs) const {
+  const OrtApi* api = op_.api;
+  OrtValue* made[kMaxOutputs] = {};
+  TWINOP_RETURN_IF_ERROR(RunSession(session, inputs, made));
+  Status result;
+  for (std::size_t i = 0; i < op_.record->schema.output_count; ++i) {
+    const std::shared_ptr<OrtValue> owned(made[i], api->ReleaseValue);
+    if (result.ok()) result = CopyOutput(context, i, made[i]);
+  }
+  return result;
+}
+
+Status FunctionBody::CopyOutput(OrtKernelContext* context, std::size_t i, OrtValue* from) const {
+  const OrtApi* api = op_.api;
+  OrtTensorTypeAndShapeInfo* info = nullptr;
+  TWINOP_RETURN_IF_ORT_ERROR(api, api->GetTensorTypeAndShape(from, &info));
+  const Owned<OrtTensorTypeAndShapeInfo> owned(info, api->ReleaseTensorTypeAndShapeInfo);
+  std::int64_t sizes[kMaxRank];
+  std::size_t rank = 0, count = 0;
+  TWINOP_RETURN_IF_ORT_ERROR(api, api->GetDimensionsCount(info, &rank));
+  TWINOP_RETURN_IF_ORT_ERROR(api, api->GetDimensions(info, sizes, std::min(rank, kMaxRank)));
+  TWINOP_RETURN_IF_ORT_ERROR(api, api->GetTensorShapeElementCount(info, &count));
+  OrtValue* to = nullptr;
+  void *source = nullptr, *place = nullptr;
+  TWINOP_RETURN_IF_ORT_ERROR(api, api->KernelContext_GetOutput(context, i, sizes, rank, &to));
+  if (to == nullptr || count == 0) return {};  // the node omits it
+  TWINOP_RETURN_IF_ORT_ERROR(api, api->GetTensorMutableData(from, &source));
+  TWINOP_RETURN_IF_ORT_ERROR(api, api->GetTensorMutableData(to, &place));
+  std::memcpy(place, source, count * Info(op_.output_types[i]).size);
+  return {};
 }
 
 // Runs the body on some elements of an elementwise call, as tensors of the same ranks.

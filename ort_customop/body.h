@@ -56,6 +56,9 @@ class FunctionBody : public Body {
 
   FunctionBody(const Op& op, const Attribute* attributes) : Body(op), attributes_(attributes) {}
   Status Find(const Tensor* inputs, OrtSession** session);
+  Status RunCounted(OrtSession* session, OrtKernelContext* context,
+                    const OrtValue* const* inputs) const;
+  Status CopyOutput(OrtKernelContext* context, std::size_t i, OrtValue* from) const;
   Status RunPiece(OrtSession* session, const Call& call, const OrtMemoryInfo* memory,
                   std::int64_t begin, std::int64_t end) const;
   const Case* FindCase(const std::int8_t* ranks) const;

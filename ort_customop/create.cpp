@@ -14,7 +14,8 @@ using Sizes = std::int64_t[kMaxRank];
 Status FindDevice(const OrtKernelInfo* info, Kernel* kernel) {
   const OrtApi* api = kernel->api;
   const bool has_scratch =
-      kernel->op->launch != nullptr && kernel->op->record->scratch_size != nullptr;
+      kernel->op->launch != nullptr &&
+      (kernel->op->record->scratch_size != nullptr || kernel->op->record->sizes_counted.count > 0);
   if (!kernel->op->on_cuda && !has_scratch) return {};
   TWINOP_RETURN_IF_ORT_ERROR(
       api, api->KernelInfoGetAllocator(info, OrtMemTypeDefault, &kernel->allocator));

@@ -9,6 +9,7 @@
 
 #include "ort_customop/scratch.h"
 #include "twinop/math/numeric.h"
+#include "twinop/record/counted.h"
 
 namespace twinop::ort {
 namespace {
@@ -49,12 +50,13 @@ struct Inputs {
 };
 
 Status AllocateOutputs(const Kernel& kernel, OrtKernelContext* context, const Tensor* inputs,
-                       Tensor* outputs, std::int64_t (*sizes)[kMaxRank]) {
+                       Tensor* outputs, std::int64_t (*sizes)[kMaxRank],
+                       const std::int64_t* counts = nullptr) {
   const Record& record = *kernel.op->record;
   for (std::size_t i = 0; i < record.schema.output_count; ++i) {
     Tensor& tensor = outputs[i];
     TWINOP_RETURN_IF_ERROR(
-        OutputShape(record, i, inputs, kernel.attributes.get(), sizes[i], &tensor.rank));
+        OutputShape(record, i, inputs, kernel.attributes.get(), sizes[i], &tensor.rank, counts));
     OrtValue* value = nullptr;
     TWINOP_RETURN_IF_ORT_ERROR(
         kernel.api, kernel.api->KernelContext_GetOutput(context, i, sizes[i], tensor.rank, &value));
@@ -103,8 +105,9 @@ void ParallelFor(void* pool, std::int64_t count, std::int64_t grain, Context::Ra
   if (!status.ok()) range(0, count, argument);  // without a pool, this thread does all the work
 }
 
-// Queues the kernel.
-TWINOP_INLINE Status LaunchOn(const Kernel& kernel, OrtKernelContext* ort_context, Call* call) {
+// Queues the kernel. `memory`: of a call whose outputs have sizes that come from the data.
+TWINOP_INLINE Status LaunchOn(const Kernel& kernel, OrtKernelContext* ort_context, Call* call,
+                              CountedMemory* memory = nullptr) {
   const OrtApi* api = kernel.api;
   Pool pool{api, ort_context};
   Context context = ContextOf(kernel);
@@ -115,7 +118,9 @@ TWINOP_INLINE Status LaunchOn(const Kernel& kernel, OrtKernelContext* ort_contex
         api, api->KernelContext_GetGPUComputeStream(ort_context, &context.stream));
   call->context = &context;
   if (kernel.body != nullptr) return kernel.body->Run(ort_context, *call);
-  return Launch(*kernel.op->record, kernel.op->launch, *call);
+  const Op& op = *kernel.op;
+  if (memory != nullptr) return RunCounted(*op.record, op.launch, op.output_types, *call, memory);
+  return Launch(*op.record, op.launch, *call);
 }
 
 Status Compute(const Kernel& kernel, OrtKernelContext* context) {
@@ -140,13 +145,46 @@ Status Compute(const Kernel& kernel, OrtKernelContext* context) {
   return LaunchOn(kernel, context, &call);
 }
 
-OrtStatusPtr ComputeKernel(void* data, OrtKernelContext* context) {
+struct CallMemory final : CountedMemory {
+  const Kernel& kernel;
+  OrtKernelContext* context;
+  const Tensor* inputs;
+  Scratch scratch;
+  std::int64_t output_sizes[kMaxOutputs][kMaxRank];
+
+  CallMemory(const Kernel& kernel, OrtKernelContext* context, const Tensor* inputs)
+      : kernel(kernel), context(context), inputs(inputs), scratch(kernel.allocator) {}
+  Status Temporary(std::int64_t bytes, void** data) override {
+    TWINOP_RETURN_IF_ERROR(
+        scratch.Allocate(kernel.api, context, kernel.op->on_cuda, static_cast<std::size_t>(bytes)));
+    *data = scratch.data();
+    return {};
+  }
+  Status Outputs(const std::int64_t* counts, Tensor* outputs) override {
+    return AllocateOutputs(kernel, context, inputs, outputs, output_sizes, counts);
+  }
+};
+
+// The same where the sizes of outputs come from the data.
+Status ComputeCounted(const Kernel& kernel, OrtKernelContext* context) {
+  Inputs inputs;
+  Tensor outputs[kMaxOutputs];
+  TWINOP_RETURN_IF_ERROR(inputs.Read(kernel, context));
+  TWINOP_RETURN_IF_ERROR(CheckShapes(*kernel.op->record, inputs.tensors, kernel.attributes.get()));
+  Call call = CallOf(kernel, inputs.tensors, inputs.count, outputs);
+  CallMemory memory(kernel, context, inputs.tensors);
+  return LaunchOn(kernel, context, &call, &memory);
+}
+
+template <Status (*kCompute)(const Kernel&, OrtKernelContext*)>
+OrtStatusPtr RunKernel(void* data, OrtKernelContext* context) {
   const Kernel& kernel = *static_cast<const Kernel*>(data);
   return Guard(kernel.api, [&] {
-    Status status = Compute(kernel, context);
+    Status status = kCompute(kernel, context);
     return status.ok() ? nullptr : ToOrt(kernel.api, AtNode(kernel, status));
   });
 }
+constexpr ComputeFunction ComputeKernel = RunKernel<Compute>;
 
 // The same sequence for an op with one input, one output of its shape and no scratch, such as most
 // elementwise ops: without loops, arrays and messages, which would cost a fifth of a small node.
@@ -202,6 +240,7 @@ OrtStatusPtr ComputeUnary(void* data, OrtKernelContext* context) {
 ComputeFunction FindCompute(const Op& op) {
   const Record& record = *op.record;
   const Schema& schema = record.schema;
+  if (record.sizes_counted.count > 0) return RunKernel<ComputeCounted>;
   const bool unary = schema.input_count == 1 && !schema.HasOptionalInput() &&
                      !schema.HasRepeatedInput() && schema.output_count == 1 &&
                      record.same_shape_inputs[0] == 0 && record.scratch_size == nullptr;

@@ -11,14 +11,12 @@
 
 #include "torch_op/layout.h"
 #include "torch_op/tensor.h"
-#include "twinop/record/check.h"
+#include "twinop/record/counted.h"
 
 // Only CUDA builds of torch have these. In a CPU build they are null, and no CUDA tensor exists.
 #pragma weak aoti_torch_get_current_cuda_stream
 #pragma weak torch_c10_cuda_check_msg
 #pragma weak torch_c10_cuda_free_error_msg
-extern "C" int cudaStreamIsCapturing(void* stream, int* status);
-#pragma weak cudaStreamIsCapturing
 
 namespace twinop::torch_op {
 namespace {
@@ -183,14 +181,15 @@ void ElementwiseStrides(const Record& record, const Arguments& arguments, const 
 
 std::vector<TorchTensor> AllocateOutputs(const Record& record, const Arguments& arguments,
                                          std::size_t combination, const Device& device,
-                                         Tensor* views) {
+                                         Tensor* views, const std::int64_t* counts = nullptr) {
   std::vector<TorchTensor> outputs;
   outputs.reserve(record.schema.output_count);
   for (std::size_t i = 0; i < record.schema.output_count; ++i) {
     std::int64_t sizes[kMaxRank];
     std::int64_t strides[kMaxRank];
     std::size_t rank = 0;
-    Check(OutputShape(record, i, arguments.views.data(), arguments.attributes, sizes, &rank));
+    Check(
+        OutputShape(record, i, arguments.views.data(), arguments.attributes, sizes, &rank, counts));
     if (record.is_elementwise) {
       ElementwiseStrides(record, arguments, sizes, rank, strides);
     } else {
@@ -228,17 +227,40 @@ void ParallelFor(void*, std::int64_t count, std::int64_t grain, Context::Range r
     range(0, count, argument);
 }
 
-// Whether a CUDA graph is captured on the call's stream, or may be.
-bool IsCaptured(const Context& context) {
-  if (context.device_type != TWINOP_CUDA) return false;
-  int status = 0;
-  return cudaStreamIsCapturing == nullptr || cudaStreamIsCapturing(context.stream, &status) != 0 ||
-         status != 0;
+TorchTensor ScratchMemory(std::int64_t bytes, const Device& device) {
+  // In fp64 elements. The caching allocator aligns each block to 512 bytes for any type.
+  std::int64_t size = (bytes + 7) / 8;
+  std::int64_t stride = 1;
+  return EmptyStrided(&size, &stride, 1, DType::kFloat64, device);
 }
 
+// The memory of a call whose outputs have sizes that come from the data.
+struct CallMemory final : CountedMemory {
+  const Record& record;
+  const Arguments& arguments;
+  std::size_t combination;
+  const Device& device;
+  std::vector<TorchTensor> outputs;
+  std::optional<TorchTensor> temporary;
+
+  CallMemory(const Record& record, const Arguments& arguments, std::size_t combination,
+             const Device& device)
+      : record(record), arguments(arguments), combination(combination), device(device) {}
+  Status Temporary(std::int64_t bytes, void** data) override {
+    temporary = ScratchMemory(bytes, device);
+    *data = temporary->mutable_data_ptr();
+    return {};
+  }
+  Status Outputs(const std::int64_t* counts, Tensor* views) override {
+    outputs = AllocateOutputs(record, arguments, combination, device, views, counts);
+    return {};
+  }
+};
+
 void LaunchOn(LoadedOp* op, bool on_cuda, const Arguments& arguments, const Device& device,
-              Tensor* outputs) {
+              Tensor* outputs, CallMemory* memory = nullptr) {
   const Record& record = op->record;
+  const twinop_launch launch = on_cuda ? record.cuda_launch : record.cpu_launch;
   Context context;
   context.device_type = on_cuda ? TWINOP_CUDA : TWINOP_CPU;
   context.device_index = on_cuda ? device.index : 0;
@@ -261,17 +283,17 @@ void LaunchOn(LoadedOp* op, bool on_cuda, const Arguments& arguments, const Devi
     if (!status.ok()) Check(Failure(record, call.inputs, status.message()));
     call.state = state.get();
   }
+  if (memory != nullptr)
+    return Check(
+        RunCounted(record, launch, record.output_types[memory->combination], call, memory));
   std::int64_t bytes = 0;
   Check(ScratchBytes(record, call, &bytes));
   std::optional<TorchTensor> scratch;
   if (bytes > 0) {
-    // In fp64 elements. The caching allocator aligns each block to 512 bytes for any type.
-    std::int64_t size = (bytes + 7) / 8;
-    std::int64_t stride = 1;
-    scratch = EmptyStrided(&size, &stride, 1, DType::kFloat64, device);
+    scratch = ScratchMemory(bytes, device);
     call.scratch = scratch->mutable_data_ptr();
   }
-  Check(Launch(record, on_cuda ? record.cuda_launch : record.cpu_launch, call));
+  Check(Launch(record, launch, call));
 }
 
 }  // namespace
@@ -363,10 +385,17 @@ void CallBoxed(LoadedOp* op, bool on_cuda, StableIValue* stack) {
   Check(CheckShapes(record, inputs, arguments.attributes));
 
   LayOut(record, &arguments);
-  Tensor views[kMaxOutputs];
-  std::vector<TorchTensor> outputs = AllocateOutputs(record, arguments, combination, device, views);
-  if (record.is_elementwise) Flatten(schema, arguments.views.data(), views);
-  if (!AllEmpty(record, views)) LaunchOn(op, on_cuda, arguments, device, views);
+  std::vector<TorchTensor> outputs;
+  if (record.sizes_counted.count > 0) {
+    CallMemory memory(record, arguments, combination, device);
+    LaunchOn(op, on_cuda, arguments, device, nullptr, &memory);
+    outputs = std::move(memory.outputs);
+  } else {
+    Tensor views[kMaxOutputs];
+    outputs = AllocateOutputs(record, arguments, combination, device, views);
+    if (record.is_elementwise) Flatten(schema, arguments.views.data(), views);
+    if (!AllEmpty(record, views)) LaunchOn(op, on_cuda, arguments, device, views);
+  }
   for (std::size_t i = 0; i < schema.output_count; ++i) stack[i] = from(outputs[i]);
 }
 

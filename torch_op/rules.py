@@ -11,7 +11,7 @@ from twinop.call_checks import check_attributes, check_shapes, describe, infer_s
 from twinop.declare import CPU_FUNCTIONS
 from twinop.errors import RecordError
 from twinop.op_spec import OpSpec, entries
-from twinop.shapes import known
+from twinop.shapes import evaluate, known
 
 from .arguments import bind, empty_list_error, signature_of
 
@@ -25,8 +25,13 @@ def dtype_name(tensor: torch.Tensor) -> str:
     return str(tensor.dtype).removeprefix("torch.")
 
 
-def fake_rule(record: OpSpec) -> Rule:
-    """Returns the rule that gives shapes, dtypes and strides without data (meta tensors, compile, export)."""
+def fake_rule(record: OpSpec, sizes_from_data: Rule | None = None) -> Rule:
+    """Returns the rule that gives shapes, dtypes and strides without data (meta tensors, compile, export).
+
+    Args:
+        sizes_from_data: gives the sizes that come from the data, by name, from the shapes of the inputs and
+            the attributes. Default: unbacked ones.
+    """
     signature = signature_of(record)
 
     def fake(*args: Any, **kwargs: Any) -> Any:
@@ -56,7 +61,8 @@ def fake_rule(record: OpSpec) -> Rule:
             attributes = {entry.name: arguments[entry.name] for entry in record.attributes}
             check_attributes(record, attributes)
             check_shapes(record, shapes, attributes)
-            inferred = infer_shapes(record, shapes, attributes)
+            counted = (sizes_from_data or _unbacked)(record, shapes, attributes) if record.sizes else {}
+            inferred = infer_shapes(record, shapes, attributes | counted)
         except RecordError as error:
             call = describe(record, {name: dtype_name(tensor) for name, tensor in given.items()}, shapes)
             raise RecordError(f"{call}: {error}") from error
@@ -69,6 +75,18 @@ def fake_rule(record: OpSpec) -> Rule:
         return outputs if len(outputs) > 1 else outputs[0]
 
     return fake
+
+
+def _unbacked(
+    record: OpSpec, shapes: Mapping[str, Any], attributes: Mapping[str, Any]
+) -> dict[str, torch.SymInt]:
+    """Makes a symbol for each size that comes from the data."""
+    context, found = torch.library.get_ctx(), {}
+    for name, bound in record.size_bounds.items():
+        found[name] = size = context.new_dynamic_size()
+        if bound:
+            torch._check(size <= evaluate(record, f"[{bound}]", shapes, attributes)[0])
+    return found
 
 
 def _take_repeated(record: OpSpec, tensors: dict[str, Any]) -> list[torch.Tensor]:
@@ -124,6 +142,11 @@ def vmap_rule(record: OpSpec, op: Rule) -> Rule:
     def rule(info: Any, in_dims: tuple[int | None, ...], *args: Any, **kwargs: Any) -> Any:
         if record.has_repeated_input:
             raise RecordError(f"{record.qualified_name} takes a list of tensors and does not work under vmap")
+        if record.sizes:
+            raise RecordError(
+                f"{record.qualified_name} has outputs whose sizes come from the data, which differ between "
+                "the examples of torch.vmap. Call the op for each example, without vmap"
+            )
         arguments = bind(signature, args, kwargs)
         dims = dict(zip(arguments, in_dims, strict=False))
         batched = {
@@ -270,7 +293,7 @@ def _dtype_under_autocast(
 def cpu_rule(record: OpSpec) -> Rule:
     """Returns the rule for CPU tensors of an op without a CPU kernel: its function in `CPU_FUNCTIONS`."""
     signature = signature_of(record)
-    make_outputs = fake_rule(record)
+    make_outputs = fake_rule(record, lambda *_: dict.fromkeys(record.size_bounds, 0))
 
     def rule(*args: Any, **kwargs: Any) -> Any:
         outputs = make_outputs(*args, **kwargs)
@@ -283,8 +306,8 @@ def cpu_rule(record: OpSpec) -> Rule:
         arguments = bind(signature, args, kwargs)
         tensors = [arguments[entry.name] for entry in record.inputs]
         attributes = {entry.name: arguments[entry.name] for entry in record.attributes}
-        run_body(record, as_tuple(outputs), tensors, attributes, record.qualified_name)
-        return outputs
+        results = run_body(record, as_tuple(outputs), tensors, attributes, record.qualified_name)
+        return results if len(results) > 1 else results[0]
 
     return rule
 
@@ -295,11 +318,15 @@ def run_body(
     inputs: Sequence[torch.Tensor | None],
     attributes: Mapping[str, Any],
     where: str,
-) -> None:
+) -> tuple[torch.Tensor, ...]:
     """Computes an op on CPU tensors with its function in `CPU_FUNCTIONS`, in at least fp32, into `outputs`.
 
     Args:
+        outputs: of an op whose sizes come from the data, they say the dtypes and ranks only.
         where: what errors begin with.
+
+    Returns:
+        The outputs.
 
     Raises:
         RecordError: the function gives other shapes than those of the outputs.
@@ -316,12 +343,16 @@ def run_body(
             f"body {len(results)}"
         )
     for name, output, result in zip(record.outputs, outputs, results, strict=True):
-        if output.shape != result.shape:
+        if output.dim() != result.dim() if record.sizes else output.shape != result.shape:
             raise RecordError(
                 f"{where}: the body of {record.name} gives {name} the shape {list(result.shape)}, the op "
                 f"{list(output.shape)}. Make them agree"
             )
+    if record.sizes:
+        return tuple(result.to(output.dtype) for output, result in zip(outputs, results, strict=True))
+    for output, result in zip(outputs, results, strict=True):
         output.copy_(result)
+    return tuple(outputs)
 
 
 def sum_to(grad: torch.Tensor, shape: Sequence[Any]) -> torch.Tensor:

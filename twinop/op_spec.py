@@ -90,6 +90,7 @@ class OpSpec:
     layout: str = "contiguous"
     rows: str = ""
     memory: str = ""
+    sizes: str = ""
     devices: tuple[str, ...] = ()
     domain: str = DOMAIN
     domain_version: int = DOMAIN_VERSION
@@ -121,6 +122,7 @@ class OpSpec:
             copy = cls(**vars(record))
             _ = [attribute.default for attribute in copy.attributes], copy.combinations, copy.gradients
             _ = copy.attribute_choices, copy.attribute_limits, copy.host_inputs, copy.optional_outputs
+            _ = copy.size_bounds
         except (SyntaxError, MemoryError, RecursionError) as error:
             raise ValueError(str(error)) from error
         return record
@@ -243,6 +245,26 @@ class OpSpec:
     def optional_outputs(self) -> frozenset[str]:
         """The outputs that a node may omit."""
         return frozenset(name for name, what in entries(self.memory).items() if what == "optional")
+
+    @cached_property
+    def size_bounds(self) -> dict[str, str]:
+        """The sizes of outputs that come from the data, by name: the bound in the language of shapes, or "".
+
+        Raises:
+            RecordSyntaxError: the text does not parse, or a name is taken.
+        """
+        found: dict[str, str] = {}
+        for part in re.finditer(r"[^;]*[^;\s][^;]*", self.sizes):
+            name, sign, bound = (text.strip() for text in part[0].partition("<="))
+            if not name.isidentifier() or bool(sign) != bool(bound):
+                problem = "expected names with bounds, `n <= x[0]; m`"
+            elif name in found or name in self.parameters or name in self.outputs:
+                problem = f"{name} is an argument, an output or another size already"
+            else:
+                found[name] = bound
+                continue
+            raise RecordSyntaxError("sizes", self.sizes, part.start(), problem)
+        return found
 
     @property
     def has_repeated_input(self) -> bool:

@@ -58,7 +58,8 @@ def evaluate(
 
     Args:
         shapes: the shape of every input by name, None where it is absent. An input left out is not known.
-        attributes: the value of every attribute by name.
+        attributes: the value of every attribute by name, and of the sizes that come from the data, where they
+            are known.
 
     Raises:
         RecordSyntaxError: the expression does not parse, or is not a shape.
@@ -66,9 +67,10 @@ def evaluate(
     """
     given = {name: [*(ABSENT if shape is None else shape)] for name, shape in shapes.items()}
     functions = {"__builtins__": {}, "len": len, "numel": _numel, "broadcast": broadcast}
+    counted = {} if not record.sizes else dict.fromkeys(record.size_bounds, Unknown())
     where = f"op {record.name}, shape"
     try:
-        shape = eval(_code(text), functions, {**attributes, **given})
+        shape = eval(_code(text), functions, {**counted, **attributes, **given})
         if not isinstance(shape, list) or any(isinstance(size, list | str | float) for size in shape):
             raise TypeError(f"{text} is not a list of ints")
         sizes = [int(size) for size in shape if isinstance(size, int)]
@@ -102,7 +104,8 @@ def check_texts(record: OpSpec) -> None:
     shapes = {entry.name: (1,) * 32 for entry in record.inputs}
     values = {"int": 1, "bool": True, "float": 1.0, "str": "", "int[]": [1] * 8}
     attributes = {entry.name: values[entry.kind] for entry in record.attributes}
-    for text in (*entries(record.shapes).values(), *entries(record.input_shapes).values()):
+    bounds = [f"[{bound}]" for bound in record.size_bounds.values() if bound]
+    for text in (*entries(record.shapes).values(), *entries(record.input_shapes).values(), *bounds):
         try:
             evaluate(record, text, shapes, attributes)
         except RecordSyntaxError:

@@ -34,6 +34,11 @@ Driver Load() {
   find("cuFuncSetAttribute", &driver.FuncSetAttribute);
   find("cuLaunchKernelEx", &driver.LaunchKernelEx);
   find("cuMemsetD8Async", &driver.MemsetD8Async);
+  find("cuMemcpyDtoHAsync_v2", &driver.MemcpyDtoHAsync);
+  find("cuMemcpyDtoDAsync_v2", &driver.MemcpyDtoDAsync);
+  find("cuMemHostAlloc", &driver.MemHostAlloc);
+  find("cuStreamSynchronize", &driver.StreamSynchronize);
+  find("cuStreamIsCapturing", &driver.StreamIsCapturing);
   find("cuGetErrorName", &driver.GetErrorName);
   find("cuGetErrorString", &driver.GetErrorString);
   return driver;

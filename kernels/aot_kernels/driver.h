@@ -53,6 +53,13 @@ struct Driver {
                            void** extra);
   Result (*MemsetD8Async)(DevicePointer destination, unsigned char value, std::size_t bytes,
                           Stream stream);
+  Result (*MemcpyDtoHAsync)(void* destination, DevicePointer source, std::size_t bytes,
+                            Stream stream);
+  Result (*MemcpyDtoDAsync)(DevicePointer destination, DevicePointer source, std::size_t bytes,
+                            Stream stream);
+  Result (*MemHostAlloc)(void** memory, std::size_t bytes, unsigned flags);
+  Result (*StreamSynchronize)(Stream stream);
+  Result (*StreamIsCapturing)(Stream stream, int* status);
   Result (*GetErrorName)(Result result, const char** name);
   Result (*GetErrorString)(Result result, const char** text);
 };

@@ -38,9 +38,14 @@ Status FindCombination(const Record& record, const Tensor* inputs, std::size_t* 
 // dimensions exist. (OutputShape checks whether inputs broadcast.)
 Status CheckShapes(const Record& record, const Tensor* inputs, const Attribute* attributes);
 
-// Computes the shape of an output.
+// Computes the shape of an output. `counts` are the sizes that come from the data, if there are.
 Status OutputShape(const Record& record, std::size_t output, const Tensor* inputs,
-                   const Attribute* attributes, std::int64_t* sizes, std::size_t* rank);
+                   const Attribute* attributes, std::int64_t* sizes, std::size_t* rank,
+                   const std::int64_t* counts = nullptr);
+
+// Computes the upper bound of a size that comes from the data; INT64_MAX where it has none.
+Status SizeBound(const Record& record, std::size_t size, const Tensor* inputs,
+                 const Attribute* attributes, std::int64_t* bound);
 
 // Asks the op for the bytes of scratch memory that a call needs.
 Status ScratchBytes(const Record& record, const Call& call, std::int64_t* bytes);

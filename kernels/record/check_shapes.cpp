@@ -46,7 +46,7 @@ std::string TooFewDimensions(const Record& record, const Tensor* inputs) {
 // Evaluates a shape expression, the tree `root` of this text, on the sizes of `inputs`.
 Status EvaluateShape(const Record& record, std::int8_t root, std::string_view text,
                      const Tensor* inputs, const Attribute* attributes, std::int64_t* sizes,
-                     std::size_t* rank) {
+                     std::size_t* rank, const std::int64_t* counts = nullptr) {
   std::optional<Shape> shapes[kMaxArguments];  // few are written: a shape is large
   const Shape* present[kMaxArguments] = {};
   try {
@@ -56,7 +56,8 @@ Status EvaluateShape(const Record& record, std::int8_t root, std::string_view te
       for (std::size_t k = 0; k < inputs[i].rank; ++k) shape.Push(Dim{inputs[i].sizes[k], nullptr});
       present[i] = &shape;
     }
-    const Shape shape = ShapeScope{record.shape_trees, present, attributes}.Evaluate(root);
+    const Shape shape =
+        ShapeScope{record.shape_trees, present, attributes, true, counts}.Evaluate(root);
     *rank = shape.rank;
     for (std::size_t i = 0; i < shape.rank; ++i) sizes[i] = shape.dims[i].value;
   } catch (const char* reason) {
@@ -160,7 +161,8 @@ Status CheckShapes(const Record& record, const Tensor* inputs, const Attribute* 
 }
 
 Status OutputShape(const Record& record, std::size_t output, const Tensor* inputs,
-                   const Attribute* attributes, std::int64_t* sizes, std::size_t* rank) {
+                   const Attribute* attributes, std::int64_t* sizes, std::size_t* rank,
+                   const std::int64_t* counts) {
   // Nearly all outputs have the shape of an input, which needs no evaluation.
   if (int same = record.same_shape_inputs[output];
       same != Schema::kNotFound && inputs[same].present) {
@@ -170,7 +172,16 @@ Status OutputShape(const Record& record, std::size_t output, const Tensor* input
   }
   if (record.broadcasts) return Broadcast(record, inputs, sizes, rank);
   return EvaluateShape(record, record.output_trees[output], record.ShapeText(output), inputs,
-                       attributes, sizes, rank);
+                       attributes, sizes, rank, counts);
+}
+
+Status SizeBound(const Record& record, std::size_t size, const Tensor* inputs,
+                 const Attribute* attributes, std::int64_t* bound) {
+  std::size_t rank = 0;
+  *bound = INT64_MAX;
+  if (record.bound_trees[size] < 0) return {};
+  return EvaluateShape(record, record.bound_trees[size], record.bound_texts[size], inputs,
+                       attributes, bound, &rank);
 }
 
 }  // namespace twinop

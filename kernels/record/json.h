@@ -82,6 +82,7 @@ constexpr JsonWriter WriteJson(const Record& record) {
   json.Field("in_place", record.in_place_text).Field("choices", record.choices_text);
   json.Field("gradient", record.gradient_text).Field("autocast", record.autocast_text);
   json.Field("rows", record.rows_text).Field("memory", record.memory_text);
+  if (!record.sizes_text.empty()) json.Field("sizes", record.sizes_text);
   json.Field("layout", record.is_elementwise ? "elementwise" : "contiguous")
       .Key("devices")
       .Raw("[");

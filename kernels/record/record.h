@@ -27,6 +27,12 @@ struct Record {
   // Shapes of the outputs, "y = x; s = x[:-1]" (shape.h). An output that is not listed has the
   // shape of the first input.
   std::string_view shapes_text = "";
+  // Sizes that the kernel counts, with upper bounds (int expressions of shape.h): "n <= x[0]; m".
+  // Shapes of outputs may name them. With a `count`, the launcher runs after it, with outputs of
+  // these sizes. Without one, every size has a bound. The launcher then runs once. It writes the
+  // sizes to call.counts, and outputs of the largest sizes, whose beginning becomes the result:
+  // only the first dimension of an output may be such a size.
+  std::string_view sizes_text = "";
   // Shapes that inputs must have, "weight = x[axis:]" (shape.h). Absent inputs are not checked.
   std::string_view input_shapes_text = "";
   // Outputs that may overwrite an input of the same shape and type, "y = x".
@@ -65,6 +71,8 @@ struct Record {
   // The op's functions, as kernels/abi.h describes them.
   twinop_launch cpu_launch = nullptr;
   twinop_launch cuda_launch = nullptr;
+  Launcher count_launch = nullptr;  // of this compiler; the others call it (registry.h)
+  bool counts_first = false;        // twinop_op.counts_first
   decltype(twinop_op::scratch_size) scratch_size = nullptr;
   decltype(twinop_op::create) create_state = nullptr;
   decltype(twinop_op::destroy) destroy_state = nullptr;
@@ -75,6 +83,9 @@ struct Record {
   std::int8_t same_shape_inputs[kMaxOutputs] = {};  // whose shape the output has
   std::int8_t in_place_inputs[kMaxOutputs] = {};    // that the output may overwrite
   std::string_view input_shape_texts[kMaxArguments] = {};
+  SizeNames sizes_counted;
+  std::string_view bound_texts[kMaxSizes] = {};
+  std::int8_t bound_trees[kMaxSizes] = {};  // -1: without a bound
   ShapeTrees shape_trees;
   std::int8_t output_trees[kMaxOutputs] = {};
   std::int8_t input_trees[kMaxArguments] = {};  // -1: any shape
@@ -93,6 +104,7 @@ struct Record {
 
   constexpr Record dtypes(std::string_view text) const { return With(&Record::dtypes_text, text); }
   constexpr Record shapes(std::string_view text) const { return With(&Record::shapes_text, text); }
+  constexpr Record sizes(std::string_view text) const { return With(&Record::sizes_text, text); }
   constexpr Record input_shapes(std::string_view text) const {
     return With(&Record::input_shapes_text, text);
   }
@@ -129,6 +141,14 @@ struct Record {
         return Status();
       });
     };
+    return copy;
+  }
+  // The launcher runs after kCount(call), a function of the call as a launcher, which writes the
+  // sizes of `sizes` to call.counts. Both get the same scratch memory.
+  template <auto kCount>
+  constexpr Record count() const {
+    Record copy = With(&Record::counts_first, true);
+    copy.count_launch = [](const twinop_call* call) { return Invoke(kCount, FromC(call)); };
     return copy;
   }
   // On the CPU of ONNX Runtime the op runs its function body, which the model that
@@ -264,8 +284,9 @@ struct Record {
 
   constexpr void ReadShapes() {
     shape_trees = ShapeTrees();
+    ReadSizes();
     for (std::size_t i = 0; i < schema.output_count; ++i) {
-      output_trees[i] = ShapeParser(ShapeText(i), schema, -1, &shape_trees).Parse();
+      output_trees[i] = ShapeParser(ShapeText(i), schema, -1, &shape_trees, sizes_counted).Parse();
       const ShapeNode& root = shape_trees[output_trees[i]];
       same_shape_inputs[i] = root.operation == ShapeNode::kInput ? root.index : std::int8_t{-1};
     }
@@ -277,6 +298,26 @@ struct Record {
           text.empty() ? std::int8_t{-1} : ShapeParser(text, schema, own, &shape_trees).Parse();
     }
     broadcasts = is_elementwise && shape_trees[output_trees[0]].operation == ShapeNode::kBroadcast;
+  }
+
+  // "n <= x[0]; m"
+  constexpr void ReadSizes() {
+    sizes_counted = SizeNames();
+    Scanner scan(sizes_text);
+    while (!scan.AtEnd()) {
+      const std::size_t i = sizes_counted.count;
+      if (i == kMaxSizes) throw "a record has too many sizes";
+      const std::string_view name = scan.Word();
+      if (schema.FindInput(name) >= 0 || schema.FindAttribute(name) >= 0 ||
+          schema.FindOutput(name) >= 0 || sizes_counted.Find(name) >= 0)
+        throw "a record's size has the name of an argument, an output or another size";
+      const bool bounded = scan.Accept("<=");
+      bound_texts[i] = bounded ? scan.Until(";") : std::string_view();
+      bound_trees[i] = bounded ? ShapeParser(bound_texts[i], schema, -1, &shape_trees).ParseSize()
+                               : std::int8_t{-1};
+      sizes_counted.names[sizes_counted.count++] = name;
+      if (!scan.AtEnd()) scan.Expect(";");
+    }
   }
 
   constexpr void ReadRows() {

@@ -46,6 +46,8 @@
     Status LaunchOnCuda(const twinop_call* call) {                                  \
       if constexpr (kHere) {                                                        \
         return OnDevice(FromC(call), [](const Call& call) {                         \
+          if constexpr (kHere && kRecord.counts_first)                              \
+            if (call.counts != nullptr) return kRecord.count_launch(&call);         \
           return __VA_ARGS__(NamedCall<std::conditional_t<kHere, Op, void>>(call)); \
         });                                                                         \
       } else {                                                                      \
@@ -86,6 +88,8 @@
       return __VA_ARGS__(call);                                                      \
     };                                                                               \
     inline Status LaunchOnCpu(const twinop_call* call) {                             \
+      if constexpr (kRecord.counts_first)                                            \
+        if (call->counts != nullptr) return kRecord.count_launch(call);              \
       return CallLauncher(kLauncher, NamedCall<Op>(FromC(call)));                    \
     }                                                                                \
   }
@@ -163,7 +167,9 @@ constexpr twinop_op OpOf(const Record& record) {
           record.create_state,
           record.destroy_state,
           record.body_model,
-          record.body_pieces};
+          record.body_pieces,
+          record.sizes_text.data(),
+          record.counts_first};
 }
 
 }  // namespace twinop

@@ -7,13 +7,13 @@
 //            | '(' shape ')'
 //   int     := sum ('if' attribute '==' text 'else' int)?
 //   sum     := product (('+' | '-') product)*       product := atom (('*' | '//') atom)*
-//   atom    := '-' atom | number | attribute | attribute '[' int ']' | input '[' int ']'
+//   atom    := '-' atom | number | attribute | attribute '[' int ']' | input '[' int ']' | size
 //            | len(shape) | numel(shape) | '(' int ')'
 //
-// `attribute` has kind int or bool, kind int[] if it is indexed, or kind str before '=='. A text is
-// a word in double quotes. Texts are parsed once, when a record is made; calls evaluate trees,
-// which allocates no memory. Sizes that depend on unknown dimensions (during ORT's shape inference)
-// are unknown.
+// `size` is one of Record::sizes_text, which a kernel counts. `attribute` has kind int or bool,
+// kind int[] if it is indexed, or kind str before '=='. A text is a word in double quotes. Texts
+// are parsed once, when a record is made; calls evaluate trees, which allocates no memory. Sizes
+// that depend on unknown dimensions (during ORT's shape inference) are unknown.
 #pragma once
 
 #include "twinop/abi.h"
@@ -22,6 +22,7 @@
 namespace twinop {
 
 inline constexpr std::size_t kMaxRank = 32;
+inline constexpr std::size_t kMaxSizes = 4;  // that come from the data, of one op
 
 // The value of an expression over unknown sizes. (Intermediate values may be negative: x[:-1].)
 inline constexpr std::int64_t kUnknownSize = INT64_MIN;
@@ -79,6 +80,18 @@ constexpr std::int64_t Position(std::int64_t index, std::int64_t rank) {
   return index < 0 ? 0 : (index > rank ? rank : index);
 }
 
+// The names of the sizes that come from the data.
+struct SizeNames {
+  std::string_view names[kMaxSizes] = {};
+  std::size_t count = 0;
+
+  constexpr int Find(std::string_view wanted) const {
+    for (std::size_t i = 0; i < count; ++i)
+      if (names[i] == wanted) return static_cast<int>(i);
+    return Schema::kNotFound;
+  }
+};
+
 // The shape of an absent optional input. It has no elements, and neither has its gradient.
 inline constexpr Shape kAbsentShape = [] {
   Shape shape;
@@ -99,6 +112,7 @@ struct ShapeNode {
     kNumber,     // value
     kAttribute,  // of the int or bool `index`
     kEntry,      // the entry a of the int[] `index`
+    kSize,       // the size `index` of those that come from the data
     kDimension,  // the size of the dimension a of the input `index`
     kLen,        // of the shape a
     kNumel,
@@ -148,14 +162,24 @@ struct ShapeTrees {
 // Parses one expression. Throws const char* if it does not parse.
 class ShapeParser {
  public:
-  // `own` is the input whose required shape this is, or -1.
-  constexpr ShapeParser(std::string_view text, const Schema& schema, int own, ShapeTrees* trees)
-      : scan_(text), schema_(schema), own_(own), trees_(*trees) {}
+  // `own` is the input whose required shape this is, or -1. `sizes` are the names of sizes that
+  // come from the data, which only outputs have.
+  constexpr ShapeParser(std::string_view text, const Schema& schema, int own, ShapeTrees* trees,
+                        const SizeNames& sizes = {})
+      : scan_(text), schema_(schema), own_(own), trees_(*trees), sizes_(sizes) {}
 
   constexpr std::int8_t Parse() {
     const std::int8_t root = ParseShape();
     if (!scan_.AtEnd()) throw "a shape expression goes on after its end";
     return root;
+  }
+
+  // A size, as the shape that has only this one.
+  constexpr std::int8_t ParseSize() {
+    const std::int8_t size = ParseInt();
+    if (!scan_.AtEnd()) throw "a size expression goes on after its end";
+    const std::int8_t end = Add(Node::kList);
+    return Add(Node::kList, -1, size, end);
   }
 
  private:
@@ -262,6 +286,8 @@ class ShapeParser {
       scan_.Expect(")");
       return Add(name == "len" ? Node::kLen : Node::kNumel, -1, shape);
     }
+    if (const int index = sizes_.Find(name); index != Schema::kNotFound)
+      return Add(Node::kSize, static_cast<std::int8_t>(index));
     if (const int index = schema_.FindAttribute(name); index != Schema::kNotFound) {
       const Kind kind = schema_.attribute(index).kind;
       const auto attribute = static_cast<std::int8_t>(index);
@@ -299,7 +325,7 @@ class ShapeParser {
   constexpr std::int8_t Input(std::string_view name) const {
     const int index = schema_.FindInput(name);
     if (index == Schema::kNotFound)
-      throw "a shape expression names no input or attribute of its op";
+      throw "a shape expression names no input or attribute of its op, and no size of .sizes before it";
     return static_cast<std::int8_t>(index);
   }
 
@@ -308,6 +334,7 @@ class ShapeParser {
   const Schema& schema_;
   int own_;
   ShapeTrees& trees_;
+  const SizeNames sizes_;
 };
 
 // Evaluates expressions for one call. Throws const char* if the sizes do not fit.
@@ -316,6 +343,7 @@ struct ShapeScope {
   const Shape* const* inputs;  // null: absent
   const Attribute* attributes;
   bool has_values = true;  // of the attributes; false: sizes that depend on them are unknown
+  const std::int64_t* sizes = nullptr;  // that come from the data; null: unknown
 
   constexpr Shape Evaluate(std::int8_t root) const {
     const Shape result = ShapeOf(root);
@@ -398,6 +426,8 @@ struct ShapeScope {
         if (entry.value < 0) throw "an int[] attribute is too short";
         return OfAttribute(list.ints[entry.value]);
       }
+      case Node::kSize:
+        return sizes == nullptr ? Unknown() : Dim{sizes[node.index], nullptr};
       case Node::kDimension: {
         const Shape& input = Input(node);
         const Dim axis = Index(node.a, input.rank);

@@ -39,6 +39,42 @@ constexpr void ValidateShapes(const Record& record) {
     if (record.input_trees[i] >= 0) scope.Evaluate(record.input_trees[i]);
 }
 
+// How many nodes of an expression are sizes that come from the data.
+constexpr int CountedSizes(const ShapeTrees& trees, std::int8_t at) {
+  if (at < 0) return 0;
+  const ShapeNode& node = trees[at];
+  return (node.operation == ShapeNode::kSize ? 1 : 0) + CountedSizes(trees, node.a) +
+         CountedSizes(trees, node.b);
+}
+
+// "n <= x[0]; m"
+constexpr void ValidateSizes(const Record& record) {
+  if (record.sizes_counted.count == 0) {
+    if (record.counts_first) throw "a record with count names what is counted: sizes(\"n\")";
+    return;
+  }
+  if (record.is_elementwise || !record.rows_text.empty() || !record.in_place_text.empty() ||
+      record.body_pieces != 0)
+    throw "an op with sizes from data is not elementwise, row-wise, in place or in pieces";
+  int counted = 0;
+  for (std::size_t i = 0; i < record.schema.output_count; ++i) {
+    const int here = CountedSizes(record.shape_trees, record.output_trees[i]);
+    counted += here;
+    if (record.counts_first || here == 0) continue;
+    std::int8_t first = record.output_trees[i];
+    while (record.shape_trees[first].operation == ShapeNode::kConcat)
+      first = record.shape_trees[first].a;
+    const ShapeNode& list = record.shape_trees[first];
+    if (here > 1 || list.operation != ShapeNode::kList || list.a < 0 ||
+        record.shape_trees[list.a].operation != ShapeNode::kSize)
+      throw "without count, a size from data is an output's first dimension: y = [n] + x[1:]";
+  }
+  if (counted == 0) throw "a record's sizes are those of its outputs: shapes(\"y = [n]\")";
+  for (std::size_t i = 0; i < record.sizes_counted.count && !record.counts_first; ++i)
+    if (record.bound_trees[i] < 0)
+      throw "a size has a bound, \"n <= x[0]\", or the op has a count<Count>()";
+}
+
 // Marks the inputs of "broadcast(broadcast(x, y), z)".
 constexpr void MarkInputs(const ShapeTrees& trees, std::int8_t at, bool* named) {
   const ShapeNode& node = trees[at];
@@ -119,11 +155,13 @@ constexpr bool Validate(const Record& record) {
   if (schema.HasRepeatedInput() && (record.is_elementwise || !record.rows_text.empty()))
     throw "an op with a Tensor[] is neither elementwise nor row-wise";
   ValidateMemory(record);
-  for (std::string_view text : {schema.text, record.dtypes_text, record.shapes_text,
-                                record.input_shapes_text, record.limits_text, record.in_place_text,
-                                record.choices_text, record.rows_text, record.memory_text})
+  for (std::string_view text :
+       {schema.text, record.dtypes_text, record.shapes_text, record.input_shapes_text,
+        record.limits_text, record.in_place_text, record.choices_text, record.rows_text,
+        record.memory_text, record.sizes_text})
     ValidateTermination(text);
   ValidateShapes(record);
+  ValidateSizes(record);
   if (record.is_elementwise) ValidateElementwise(record);
   auto input = [&](std::string_view name) { return schema.FindInput(name) >= 0; };
   auto output = [&](std::string_view name) { return schema.FindOutput(name) >= 0; };

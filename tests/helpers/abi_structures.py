@@ -61,6 +61,7 @@ class Call(Structure):
         ("state", c_void_p),
         ("context", POINTER(Context)),
         ("input_count", c_size_t),
+        ("counts", POINTER(c_int64)),
     ]
 
 
@@ -91,6 +92,8 @@ class Op(Structure):
         ("cuda", LAUNCH),
         *((name, c_void_p) for name in ("scratch_size", "create", "destroy", "body")),
         ("row_body", c_int32),
+        ("sizes", c_char_p),
+        ("counts_first", c_int32),
     ]
 
 

@@ -98,7 +98,7 @@ def body_library(folder: Path, ops: Sequence[BodyOp]) -> Path:
             f" twinop_error* error) {{ return Find({name}_models, call, model, size, error); }}"
         )
         texts = ", ".join(json.dumps(getattr(record, text)) for text in TEXTS)
-        functions = f"NULL, OnCuda, NULL, NULL, NULL, {name}_body, 0"
+        functions = f'NULL, OnCuda, NULL, NULL, NULL, {name}_body, 0, "", 0'
         lines.append(f"static const twinop_op {name}_op = {{sizeof(twinop_op), {texts}, {functions}}};")
         fields = {
             key: value for key, value in asdict(record).items() if not key.startswith(("domain", "torch"))

@@ -57,6 +57,7 @@ Record WithFields(const std::string& schema, const std::vector<std::string>& req
   for (std::size_t i = begin; i + 1 < request.size(); i += 2) {
     const std::string& field = request[i];
     if (field == "dtypes") record = record.dtypes(request[i + 1]);
+    if (field == "sizes") record = record.sizes(request[i + 1]);
     if (field == "shapes") record = record.shapes(request[i + 1]);
     if (field == "input_shapes") record = record.input_shapes(request[i + 1]);
     if (field == "limits") record = record.limits(request[i + 1]);

@@ -47,7 +47,7 @@ static int32_t Negate(const twinop_call* call, twinop_error* error) {
 
 static const twinop_op kNegate = {
     sizeof(twinop_op), kSchema, "float32", "",   "",   "times >= 0", "y = x", "",   "",
-    "contiguous",      "",      Negate,    NULL, NULL, NULL,         NULL,    NULL, 0};
+    "contiguous",      "",      Negate,    NULL, NULL, NULL,         NULL,    NULL, 0, "", 0};
 static const twinop_op* const kOps[] = {&kNegate};
 static const twinop_table kTable = {
     TABLE_VERSION, sizeof(twinop_table), "0.1.0", DOMAIN, 1, "none", 1, kOps};

@@ -93,6 +93,19 @@ MALFORMED_RECORDS = [
     (("memory", "y = host"), "memory is optional for outputs"),
     (("memory", "y = optional"), "first output is not optional"),
     (("memory", "x = host"), "first input is in the device's memory"),
+    (("sizes", "m <= x[0]"), "sizes are those of its outputs"),
+    (("sizes", "m", "shapes", "y = [m]"), "a size has a bound"),
+    (("sizes", "m <=", "shapes", "y = [m]"), "a name is missing"),
+    (("sizes", "m <= x[0] 1", "shapes", "y = [m]"), "goes on after its end"),
+    (("sizes", "m <= k", "shapes", "y = [m]"), "names no input or attribute"),
+    (("sizes", "n <= x[0]", "shapes", "y = [n]"), "the name of an argument"),
+    (("sizes", "m <= 1; m <= 2", "shapes", "y = [m]"), "another size"),
+    (("sizes", "a; b; c; d; e"), "too many sizes"),
+    (("sizes", "m <= x[0]", "shapes", "y = [3, m]"), "an output's first dimension"),
+    (("sizes", "m <= x[0]", "shapes", "y = [m, m]"), "an output's first dimension"),
+    (("sizes", "m <= x[0]", "shapes", "y = [2 * m]"), "an output's first dimension"),
+    (("sizes", "m <= x[0]", "shapes", "y = [m]", "input_shapes", "x = [m]"), "names no input or attribute"),
+    (("sizes", "m <= x[0]", "shapes", "y = [m]", "rows", "-1"), "not elementwise, row-wise"),
 ]
 
 
@@ -126,6 +139,7 @@ WELL_FORMED_RECORDS = [
     ("gradient", "x, w, _ = f(grad, (1, 2), 'a = b; c'); "),
     ("gradient", "x, _, _ = f(grad); w = grad_x"),
     ("gradient", "x = f(grad == 0)"),
+    ("sizes", "m <= x[-1] * n;k<=len(x)", "shapes", "y = ([m] + x[1:]) + [n]"),
 ]
 
 

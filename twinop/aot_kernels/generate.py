@@ -34,8 +34,8 @@ from .plan import (
 
 _MOST_ARGUMENTS = 128  # of a launch (kernels/aot_kernels/run.cpp)
 _TEXTS = (
-    "dtypes", "shapes", "input_shapes", "limits", "in_place", "choices", "gradient", "autocast", "rows",
-    "memory",
+    "dtypes", "sizes", "shapes", "input_shapes", "limits", "in_place", "choices", "gradient", "autocast",
+    "rows", "memory",
 )  # fmt: skip
 """The texts of a record, which C++ sets by functions of these names."""
 
