@@ -93,7 +93,7 @@ def _verdicts(
     count = len(node.output)
     if record is None:
         return [(None, "ran as its function body: no library was registered")] * count
-    op = getattr(getattr(torch.ops, record.namespace), record.name, None)
+    op = getattr(getattr(torch.ops, record.namespace), record.functional_name, None)
     if op is None:
         why = f"torch has no {record.torch_name}: load its library with twinop.torch_op.load(path)"
         return [(None, why)] * count

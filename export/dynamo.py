@@ -24,7 +24,7 @@ def translation_table(
     """
     records = torch_op.records() if records is None else records
     return {
-        getattr(getattr(torch.ops, record.namespace), record.name).default: _translation(record)
+        getattr(getattr(torch.ops, record.namespace), record.functional_name).default: _translation(record)
         for record in records.values()
         if not record.is_backward
     }

@@ -30,6 +30,15 @@ def register_symbolics(records: Mapping[str, OpSpec] | None = None) -> None:
     for record in (torch_op.records() if records is None else records).values():
         if not record.is_backward:
             torch.onnx.register_custom_op_symbolic(record.torch_name, _symbolic(record), _FIRST_OPSET)
+    torch.onnx.register_custom_op_symbolic("aten::copy", _copy, _FIRST_OPSET)
+
+
+def _copy(g: Any, target: Any, source: Any, non_blocking: Any) -> Any:
+    """The content of an input that an op has written (`torch_op/mutation.py`), which torch cannot export."""
+    types = [(value.type().dtype(), value.type().sizes()) for value in (target, source)]
+    if types[0] != types[1]:
+        return torch.onnx.symbolic_helper._unimplemented("aten::copy", "of another dtype or shape")
+    return source
 
 
 def _symbolic(record: OpSpec) -> Callable[..., Any]:

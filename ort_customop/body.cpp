@@ -124,9 +124,26 @@ Status FunctionBody::Run(OrtKernelContext* context, const Call& call) {
   }
   const OrtValue* inputs[kMaxArguments] = {};
   OrtValue* outputs[kMaxOutputs];
+  std::shared_ptr<OrtValue> copies[kMaxArguments];
   for (std::size_t i = 0; i < record.schema.input_count; ++i) {
-    if (!call.inputs[i].present) continue;
+    const Tensor& input = call.inputs[i];
+    if (!input.present) continue;
     TWINOP_RETURN_IF_ORT_ERROR(api, api->KernelContext_GetInput(context, i, &inputs[i]));
+    const auto is_here = [&](const Tensor& output) { return output.data == input.data; };
+    if (input.numel == 0 ||
+        std::none_of(call.outputs, call.outputs + record.schema.output_count, is_here))
+      continue;
+    // A body may read an input after it has written an output.
+    OrtAllocator* allocator = nullptr;
+    OrtValue* copy = nullptr;
+    void* data = nullptr;
+    TWINOP_RETURN_IF_ORT_ERROR(api, api->GetAllocatorWithDefaultOptions(&allocator));
+    TWINOP_RETURN_IF_ORT_ERROR(api, api->CreateTensorAsOrtValue(allocator, input.sizes, input.rank,
+                                                                OnnxType(input.dtype), &copy));
+    copies[i].reset(copy, api->ReleaseValue);
+    TWINOP_RETURN_IF_ORT_ERROR(api, api->GetTensorMutableData(copy, &data));
+    std::memcpy(data, input.data, static_cast<std::size_t>(input.bytes()));
+    inputs[i] = copy;
   }
   if (record.sizes_counted.count > 0) return RunCounted(session, context, inputs);
   for (std::size_t i = 0; i < record.schema.output_count; ++i)

@@ -4,10 +4,13 @@
 #include "ort_customop/kernel.h"
 
 #include <algorithm>
+#include <cstring>
 #include <memory>
+#include <utility>
 #include <vector>
 
 #include "ort_customop/scratch.h"
+#include "twinop/aot_kernels/driver.h"
 #include "twinop/math/numeric.h"
 #include "twinop/record/counted.h"
 
@@ -66,6 +69,30 @@ Status AllocateOutputs(const Kernel& kernel, OrtKernelContext* context, const Te
     tensor.numel = Numel(tensor.sizes, tensor.rank);
     tensor.dtype = kernel.op->output_types[i];
     tensor.present = 1;
+  }
+  return {};
+}
+
+// Copies the inputs that the launcher writes to their outputs, unless they are one memory.
+Status CopyWritten(const Kernel& kernel, OrtKernelContext* context, Tensor* inputs,
+                   const Tensor* outputs) {
+  const Schema& schema = kernel.op->record->schema;
+  for (std::size_t i = schema.returned_count; i < schema.output_count; ++i) {
+    Tensor& input = inputs[schema.WrittenInput(i)];
+    if (!outputs[i].present)
+      return Status::Error(std::string("the node has no output ") + schema.outputs[i].text +
+                           "; give it a name");
+    const auto bytes = static_cast<std::size_t>(input.bytes());
+    void* from = std::exchange(input.data, outputs[i].data);
+    if (input.data == from || bytes == 0) continue;
+    if (!kernel.op->on_cuda) {
+      std::memcpy(input.data, from, bytes);
+      continue;
+    }
+    void* stream = nullptr;
+    TWINOP_RETURN_IF_ORT_ERROR(kernel.api,
+                               kernel.api->KernelContext_GetGPUComputeStream(context, &stream));
+    aot_kernels::CopyOnDevice(input.data, from, bytes, stream);
   }
   return {};
 }
@@ -135,6 +162,8 @@ Status Compute(const Kernel& kernel, OrtKernelContext* context) {
   TWINOP_RETURN_IF_ERROR(CheckAliases(record, call));
 
   if (AllEmpty(record, outputs)) return {};
+  if (record.schema.WritesInputs() && kernel.body == nullptr)
+    TWINOP_RETURN_IF_ERROR(CopyWritten(kernel, context, inputs.tensors, outputs));
   if (kernel.body != nullptr) return LaunchOn(kernel, context, &call);
   Scratch scratch(kernel.allocator);
   std::int64_t bytes = 0;
@@ -243,7 +272,8 @@ ComputeFunction FindCompute(const Op& op) {
   if (record.sizes_counted.count > 0) return RunKernel<ComputeCounted>;
   const bool unary = schema.input_count == 1 && !schema.HasOptionalInput() &&
                      !schema.HasRepeatedInput() && schema.output_count == 1 &&
-                     record.same_shape_inputs[0] == 0 && record.scratch_size == nullptr;
+                     record.same_shape_inputs[0] == 0 && record.scratch_size == nullptr &&
+                     !schema.WritesInputs();
   return unary && op.launch != nullptr && op.api24 != nullptr ? ComputeUnary : ComputeKernel;
 }
 

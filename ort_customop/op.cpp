@@ -1,22 +1,35 @@
 #include "ort_customop/op.h"
 
 #include <cstdlib>
+#include <cstring>
 #include <iterator>
+#include <mutex>
+#include <utility>
 
 namespace twinop::ort {
 namespace {
 
 const Op& Self(const OrtCustomOp* op) { return *static_cast<const Op*>(op); }
 
-// GetMayInplace gets no op pointer, so there is one function for each pair of input and output.
-template <int kInput, int kOutput>
-std::size_t MayInplace(int** input, int** output) {
-  *input = static_cast<int*>(std::malloc(sizeof(int)));
-  *output = static_cast<int*>(std::malloc(sizeof(int)));
-  if (*input == nullptr || *output == nullptr) return 0;
-  **input = kInput;
-  **output = kOutput;
-  return 1;
+// The pairs of inputs and outputs that may be one memory. GetMayInplace gets no op pointer, so each
+// place in a table has a function, which several ops share.
+struct Pairs {
+  int count;
+  int inputs[kMaxOutputs];
+  int outputs[kMaxOutputs];
+};
+constexpr std::size_t kMostPairs = 32;
+Pairs known_pairs[kMostPairs];
+
+template <std::size_t kIndex>
+std::size_t MayInplace(int** inputs, int** outputs) {
+  const Pairs& pairs = known_pairs[kIndex];
+  *inputs = static_cast<int*>(std::malloc(sizeof(pairs.inputs)));
+  *outputs = static_cast<int*>(std::malloc(sizeof(pairs.outputs)));
+  if (*inputs == nullptr || *outputs == nullptr) return 0;
+  std::memcpy(*inputs, pairs.inputs, sizeof(pairs.inputs));
+  std::memcpy(*outputs, pairs.outputs, sizeof(pairs.outputs));
+  return static_cast<std::size_t>(pairs.count);
 }
 
 void ReleaseMayInplace(int* input, int* output) {
@@ -25,18 +38,29 @@ void ReleaseMayInplace(int* input, int* output) {
 }
 
 using MayInplaceFunction = std::size_t (*)(int**, int**);
-constexpr MayInplaceFunction kMayInplace[4][2] = {{MayInplace<0, 0>, MayInplace<0, 1>},
-                                                  {MayInplace<1, 0>, MayInplace<1, 1>},
-                                                  {MayInplace<2, 0>, MayInplace<2, 1>},
-                                                  {MayInplace<3, 0>, MayInplace<3, 1>}};
 
-// Returns the function for the first pair that the record allows.
+template <std::size_t... kIndices>
+MayInplaceFunction MayInplaceAt(std::size_t index, std::index_sequence<kIndices...>) {
+  static constexpr MayInplaceFunction kTable[] = {MayInplace<kIndices>...};
+  return kTable[index];
+}
+
+// Returns the function for the pairs that the record allows, or null.
 MayInplaceFunction FindMayInplace(const Record& record) {
-  for (std::size_t output = 0; output < record.schema.output_count && output < 2; ++output) {
-    int input = record.InPlaceInput(output);
-    if (input >= 0 && input < 4) return kMayInplace[input][output];
+  Pairs pairs{};
+  for (std::size_t output = 0; output < record.schema.output_count; ++output) {
+    if (record.InPlaceInput(output) < 0) continue;
+    pairs.inputs[pairs.count] = record.InPlaceInput(output);
+    pairs.outputs[pairs.count++] = static_cast<int>(output);
   }
-  return nullptr;
+  static std::mutex mutex;
+  const std::lock_guard<std::mutex> lock(mutex);
+  for (std::size_t i = 0; i < kMostPairs && pairs.count > 0; ++i) {
+    if (known_pairs[i].count == 0) known_pairs[i] = pairs;
+    if (std::memcmp(&known_pairs[i], &pairs, sizeof(pairs)) == 0)
+      return MayInplaceAt(i, std::make_index_sequence<kMostPairs>{});
+  }
+  return nullptr;  // then the output has memory of its own
 }
 
 }  // namespace

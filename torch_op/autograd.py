@@ -132,8 +132,8 @@ def make_function(
         ):
             if torch._C._are_functorch_transforms_active():
                 raise RecordError(
-                    f"torch.func transforms do not see through torch.ops.{record.namespace}.{record.name}: "
-                    f"call {_function_path(record)} instead"
+                    "torch.func transforms do not see through torch.ops."
+                    f"{record.namespace}.{record.functional_name}: call {_function_path(record)} instead"
                 )
             return OpFunction.apply(*flatten(arguments))
         with torch._C._AutoDispatchBelowAutograd():
@@ -151,10 +151,11 @@ def make_function(
             return OpFunction.apply(*flatten(bind(signature, args, kwargs).values()))
         return op(*args, **kwargs)
 
-    function.__name__ = function.__qualname__ = record.name
+    function.__name__ = function.__qualname__ = record.functional_name
     function.__module__ = "twinop.torch_op"
     function.__doc__ = (
         f"{record.domain}::{record.schema}\n\nDtypes: {record.dtypes}."
+        + "".join(f" Returns {output}, the new {name}." for output, name in record.written.items())
         + (f" Limits: {record.limits}." if record.limits else "")
         + _views(record)
         + (" The inputs broadcast; one may be a Python number." if record.broadcasts else "")
@@ -165,7 +166,7 @@ def make_function(
 
 def _function_path(record: OpSpec) -> str:
     own = record.domain == DOMAIN
-    return f"twinop.torch_op.{record.name}" if own else f"twinop.torch_op.load(path).{record.name}"
+    return f"twinop.torch_op.{'' if own else 'load(path).'}{record.functional_name}"
 
 
 def _views(record: OpSpec) -> str:

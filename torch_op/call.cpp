@@ -134,6 +134,45 @@ void CheckRepeated(const Record& record, const Arguments& arguments) {
                         std::string(Info(views[i].dtype).name)));
 }
 
+// Checks that each element of the inputs that the op writes has memory of its own. Two tensors with
+// gaps, such as the halves of kv[:, 2, :], may lie in one range.
+void CheckWritten(const Record& record, const Arguments& arguments) {
+  const Schema& schema = record.schema;
+  const auto name = [&](std::size_t i) {
+    return std::string(schema.input(std::min(i, schema.input_count - 1)).name.view());
+  };
+  struct Range {
+    const char *begin, *end;
+    bool has_gaps;
+  };
+  const auto range_of = [&](std::size_t i) {
+    const TorchTensor& tensor = *arguments.tensors[i];
+    const Tensor& view = arguments.views[i];
+    std::int64_t last = 0;
+    for (std::size_t k = 0; k < view.rank; ++k) last += (view.sizes[k] - 1) * tensor.strides()[k];
+    const auto* begin = static_cast<const char*>(tensor.const_data_ptr());
+    const auto size = static_cast<std::int64_t>(Info(view.dtype).size);
+    return Range{begin, view.numel == 0 ? begin : begin + (last + 1) * size, last >= view.numel};
+  };
+  for (std::size_t i = 0; i < schema.input_count; ++i) {
+    if (schema.input(i).alias == '\0') continue;
+    if (MayOverlap(arguments.views[i], arguments.tensors[i]->strides().data()))
+      Check(Failure(record, arguments.views.data(),
+                    name(i) + " is written, and elements of it share their memory, as after "
+                              "expand(); pass a tensor of its own: .clone()"));
+    const Range written = range_of(i);
+    for (std::size_t k = 0; k < arguments.tensors.size(); ++k) {
+      if (k == i || !arguments.tensors[k]) continue;
+      const Range other = range_of(k);
+      if (written.begin < other.end && other.begin < written.end &&
+          (written.begin == other.begin || !written.has_gaps || !other.has_gaps))
+        Check(Failure(record, arguments.views.data(),
+                      name(i) + " is written, and shares its memory with " + name(k) +
+                          "; pass a copy of one of them: .clone()"));
+    }
+  }
+}
+
 // Lays out the inputs as the launcher takes them: with any strides for an elementwise op, with
 // those of its rows for an op with rows, and contiguous for others. Copies tensors that have other
 // strides. The strides of contiguous tensors stay null.
@@ -146,6 +185,8 @@ void LayOut(const Record& record, Arguments* arguments) {
     const std::int64_t* strides = tensor.strides().data();
     if (record.is_elementwise) {
       view.strides = strides;
+    } else if (record.schema.input(std::min(i, record.schema.input_count - 1)).alias != '\0') {
+      continue;  // AllocateOutputs finds its memory
     } else if (!IsContiguous(view, strides) && view.numel > 0) {
       if (record.row_dimension.given && view.rank == rank &&
           AreRows(record.row_dimension, arguments->attributes, view, strides)) {
@@ -179,9 +220,12 @@ void ElementwiseStrides(const Record& record, const Arguments& arguments, const 
   std::copy_n(empty.strides().data(), rank, strides);
 }
 
-std::vector<TorchTensor> AllocateOutputs(const Record& record, const Arguments& arguments,
+// Allocates the outputs. That of a written input is the input itself if the op mutates it and the
+// launcher takes its strides, else a copy. The input then has the memory of the output.
+std::vector<TorchTensor> AllocateOutputs(const Record& record, bool mutates, Arguments* inputs,
                                          std::size_t combination, const Device& device,
                                          Tensor* views, const std::int64_t* counts = nullptr) {
+  const Arguments& arguments = *inputs;
   std::vector<TorchTensor> outputs;
   outputs.reserve(record.schema.output_count);
   for (std::size_t i = 0; i < record.schema.output_count; ++i) {
@@ -190,16 +234,26 @@ std::vector<TorchTensor> AllocateOutputs(const Record& record, const Arguments& 
     std::size_t rank = 0;
     Check(
         OutputShape(record, i, arguments.views.data(), arguments.attributes, sizes, &rank, counts));
-    if (record.is_elementwise) {
-      ElementwiseStrides(record, arguments, sizes, rank, strides);
+    const int written = record.schema.WrittenInput(i);
+    const TorchTensor* input = written < 0 ? nullptr : &*arguments.tensors[written];
+    if (mutates && input != nullptr &&
+        (record.is_elementwise ||
+         IsContiguous(arguments.views[written], input->strides().data()))) {
+      outputs.push_back(*input);
     } else {
-      ContiguousStrides(sizes, rank, strides);
+      if (record.is_elementwise) {
+        ElementwiseStrides(record, arguments, sizes, rank, strides);
+      } else {
+        ContiguousStrides(sizes, rank, strides);
+      }
+      outputs.push_back(
+          EmptyStrided(sizes, strides, rank, record.output_types[combination][i], device));
+      if (input != nullptr) torch::stable::copy_(outputs.back(), *input);
     }
-    outputs.push_back(
-        EmptyStrided(sizes, strides, rank, record.output_types[combination][i], device));
     views[i] = ViewOf(outputs.back(), record.schema.outputs[i].text);
     if (record.is_elementwise) views[i].strides = outputs.back().strides().data();
     views[i].data = outputs.back().mutable_data_ptr();
+    if (input != nullptr) inputs->views[written] = views[i];
   }
   return outputs;
 }
@@ -237,13 +291,13 @@ TorchTensor ScratchMemory(std::int64_t bytes, const Device& device) {
 // The memory of a call whose outputs have sizes that come from the data.
 struct CallMemory final : CountedMemory {
   const Record& record;
-  const Arguments& arguments;
+  Arguments* arguments;
   std::size_t combination;
   const Device& device;
   std::vector<TorchTensor> outputs;
   std::optional<TorchTensor> temporary;
 
-  CallMemory(const Record& record, const Arguments& arguments, std::size_t combination,
+  CallMemory(const Record& record, Arguments* arguments, std::size_t combination,
              const Device& device)
       : record(record), arguments(arguments), combination(combination), device(device) {}
   Status Temporary(std::int64_t bytes, void** data) override {
@@ -252,7 +306,7 @@ struct CallMemory final : CountedMemory {
     return {};
   }
   Status Outputs(const std::int64_t* counts, Tensor* views) override {
-    outputs = AllocateOutputs(record, arguments, combination, device, views, counts);
+    outputs = AllocateOutputs(record, false, arguments, combination, device, views, counts);
     return {};
   }
 };
@@ -367,8 +421,8 @@ Status States::GetOrCreate(const Record& record, const Call& call, std::shared_p
   return {};
 }
 
-LoadedOp::LoadedOp(const Record& record, std::string_view space)
-    : record(record), space(space), states(*new States()) {}
+LoadedOp::LoadedOp(const Record& record, bool mutates, std::string_view space)
+    : record(record), mutates(mutates), space(space), states(*new States()) {}
 
 void CallBoxed(LoadedOp* op, bool on_cuda, StableIValue* stack) {
   const Record& record = op->record;
@@ -383,20 +437,26 @@ void CallBoxed(LoadedOp* op, bool on_cuda, StableIValue* stack) {
   for (std::size_t i = 0; i < schema.attribute_count; ++i)
     Check(CheckAttribute(record, i, arguments.attributes[i]));
   Check(CheckShapes(record, inputs, arguments.attributes));
+  if (op->mutates) CheckWritten(record, arguments);
 
   LayOut(record, &arguments);
   std::vector<TorchTensor> outputs;
   if (record.sizes_counted.count > 0) {
-    CallMemory memory(record, arguments, combination, device);
+    CallMemory memory(record, &arguments, combination, device);
     LaunchOn(op, on_cuda, arguments, device, nullptr, &memory);
     outputs = std::move(memory.outputs);
   } else {
     Tensor views[kMaxOutputs];
-    outputs = AllocateOutputs(record, arguments, combination, device, views);
+    outputs = AllocateOutputs(record, op->mutates, &arguments, combination, device, views);
     if (record.is_elementwise) Flatten(schema, arguments.views.data(), views);
     if (!AllEmpty(record, views)) LaunchOn(op, on_cuda, arguments, device, views);
   }
-  for (std::size_t i = 0; i < schema.output_count; ++i) stack[i] = from(outputs[i]);
+  const std::size_t count = op->mutates ? schema.returned_count : schema.output_count;
+  for (std::size_t i = count; i < schema.output_count; ++i) {
+    TorchTensor& input = *arguments.tensors[schema.WrittenInput(i)];
+    if (input.get() != outputs[i].get()) torch::stable::copy_(input, outputs[i]);
+  }
+  for (std::size_t i = 0; i < count; ++i) stack[i] = from(outputs[i]);
 }
 
 }  // namespace twinop::torch_op

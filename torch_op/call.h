@@ -29,9 +29,10 @@ class States {
 
 // An op of a library that is loaded.
 struct LoadedOp {
-  LoadedOp(const Record& record, std::string_view space);
+  LoadedOp(const Record& record, bool mutates, std::string_view space);
 
   const Record record;
+  const bool mutates;            // it writes into inputs; its functional twin is another op
   const std::string_view space;  // the namespace in torch
   States& states;                // never deleted: at the end of the process CUDA is gone
 };

@@ -38,6 +38,25 @@ inline bool IsDense(const Tensor& view, const std::int64_t* strides) {
   return true;
 }
 
+// Whether two elements may be one place in memory. Dimensions that follow each other from the
+// smallest stride on, each beyond those before it, have none.
+inline bool MayOverlap(const Tensor& view, const std::int64_t* strides) {
+  if (view.numel < 2) return false;
+  bool used[kMaxRank] = {};
+  std::int64_t last = 0;  // element of the dimensions so far
+  for (std::size_t step = 0; step < view.rank; ++step) {
+    std::size_t next = view.rank;
+    for (std::size_t i = 0; i < view.rank; ++i)
+      if (!used[i] && view.sizes[i] > 1 && (next == view.rank || strides[i] < strides[next]))
+        next = i;
+    if (next == view.rank) break;
+    if (strides[next] <= last) return true;
+    used[next] = true;
+    last += (view.sizes[next] - 1) * strides[next];
+  }
+  return false;
+}
+
 // Whether two tensors of one shape have the same order of elements.
 inline bool SameOrder(const Tensor& view, const std::int64_t* a, const std::int64_t* b) {
   for (std::size_t i = 0; i < view.rank; ++i)

@@ -22,6 +22,8 @@ constexpr std::size_t kMaxOps = 512;
 std::unique_ptr<LoadedOp> loaded_ops[kMaxOps];
 std::size_t loaded_count = 0;
 
+constexpr std::string_view kFunctional = "_functional";  // OpSpec.functional_name
+
 template <std::size_t kIndex, bool kCuda>
 void Boxed(StableIValue* stack, std::uint64_t, std::uint64_t) {
   try {
@@ -57,6 +59,19 @@ bool IsLoaded(const Record& record, std::string_view space) {
   return false;
 }
 
+// The schema of the twin of an op that writes inputs, which returns their new content instead.
+std::string FunctionalSchema(const Schema& schema) {
+  std::string text(schema.text.substr(0, schema.text.rfind("->")));
+  for (std::size_t i; (i = text.find("Tensor(")) != text.npos;) {
+    const std::size_t begin = i + std::string_view("Tensor").size();
+    text.erase(begin, text.find(')', begin) + 1 - begin);
+  }
+  text.insert(text.find(schema.name.view()) + schema.name.size, kFunctional);
+  for (std::size_t i = 0; i < schema.output_count; ++i)
+    text += (i == 0 ? "-> (Tensor " : ", Tensor ") + std::string(schema.outputs[i].view());
+  return text + ")";
+}
+
 void RegisterAll(const twinop_table& table, const char* space) {
   std::vector<Record> records;
   for (std::size_t i = 0; i < table.op_count; ++i) {
@@ -64,7 +79,7 @@ void RegisterAll(const twinop_table& table, const char* space) {
     if (!IsLoaded(record, space)) records.push_back(record);
   }
   if (records.empty()) return;
-  if (loaded_count + records.size() > kMaxOps)
+  if (loaded_count + 2 * records.size() > kMaxOps)
     throw std::runtime_error("a process holds at most " + std::to_string(kMaxOps) +
                              " ops of twinop's libraries");
   // Never deleted, because their destructors would take the registrations back. torch keeps no copy
@@ -77,15 +92,22 @@ void RegisterAll(const twinop_table& table, const char* space) {
   StableLibrary* definitions = make(StableLibrary::Kind::FRAGMENT, "");
   StableLibrary* cpu = make(StableLibrary::Kind::IMPL, "CPU");
   StableLibrary* cuda = make(StableLibrary::Kind::IMPL, "CUDA");
+  const auto define = [&](const Record& record, const std::string& op, const std::string& schema,
+                          bool mutates) {
+    const std::size_t index = loaded_count;
+    loaded_ops[index] = std::make_unique<LoadedOp>(record, mutates, *name);
+    definitions->def(schema.c_str());
+    // Without a CPU kernel, Python registers what runs or refuses (rules.py).
+    if (record.cpu_launch != nullptr) cpu->impl(op.c_str(), BoxedAt<false>(index, kIndices));
+    cuda->impl(op.c_str(), BoxedAt<true>(index, kIndices));
+    ++loaded_count;
+  };
   for (const Record& record : records) {
     const Schema& schema = record.schema;
-    const std::size_t index = loaded_count;
-    loaded_ops[index] = std::make_unique<LoadedOp>(record, *name);
-    definitions->def(std::string(schema.text).c_str());
-    // Without a CPU kernel, Python registers what runs or refuses (rules.py).
-    if (record.cpu_launch != nullptr) cpu->impl(schema.name.text, BoxedAt<false>(index, kIndices));
-    cuda->impl(schema.name.text, BoxedAt<true>(index, kIndices));
-    ++loaded_count;
+    const std::string op(schema.name.view());
+    define(record, op, std::string(schema.text), schema.WritesInputs());
+    if (schema.WritesInputs())
+      define(record, op + std::string(kFunctional), FunctionalSchema(schema), false);
   }
 }
 

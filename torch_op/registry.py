@@ -21,6 +21,7 @@ from twinop.op_spec import DOMAIN, OpSpec
 
 from .autograd import make_function
 from .formulas import check_formulas
+from .mutation import register_mutating
 from .rules import autocast_rule, cpu_rule, fake_rule, refuse, vmap_rule
 from .sharding import register_sharding_rule
 
@@ -150,7 +151,8 @@ def load(path: str | os.PathLike[str], namespace: str | None = None) -> Ops:
         _derive(record)
         _owners[record.torch_name] = record, path
     here = _functions[space]
-    _loaded[key] = Ops(library, {name: here[name] for name in library.records})
+    names = [name for each in library.records.values() for name in (each.name, each.functional_name)]
+    _loaded[key] = Ops(library, {name: here[name] for name in names})
     return _loaded[key]
 
 
@@ -207,10 +209,10 @@ def _torch_library(namespace: str) -> torch.library.Library:
 
 def _derive(record: OpSpec) -> None:
     name, library = record.torch_name, _torch_library(record.namespace)
-    op = getattr(getattr(torch.ops, record.namespace), record.name).default
+    op = getattr(getattr(torch.ops, record.namespace), record.functional_name).default
     formulas_see = ChainMap(_functions[record.namespace], functions)
     function, autograd_kernel, _ = make_function(record, op, formulas_see)
-    _functions[record.namespace][record.name] = function
+    _functions[record.namespace][record.functional_name] = function
     fake = fake_rule(record)
 
     def fake_and_sharding(*args: Any, **kwargs: Any) -> Any:
@@ -219,12 +221,17 @@ def _derive(record: OpSpec) -> None:
 
     torch.library.register_fake(name, fake_and_sharding, lib=library)
     torch.library.register_vmap(name, vmap_rule(record, op), lib=library)
-    library.impl(record.name, autograd_kernel, "Autograd")
+    library.impl(record.functional_name, autograd_kernel, "Autograd")
     if not torch._C._dispatch_has_kernel_for_dispatch_key(name, "CPU"):
-        library.impl(record.name, cpu_rule(record), "CPU")
+        library.impl(record.functional_name, cpu_rule(record), "CPU")
         _without_cpu_kernel.add(record.key)
     if record.autocast != "keep":
         for device in ("CPU", "CUDA"):
-            library.impl(record.name, autocast_rule(record, op, device.lower()), f"Autocast{device}")
-    for key, kind in _FOREIGN_KEYS.items():
-        library.impl(record.name, refuse(record, kind), key)
+            rule = autocast_rule(record, op, device.lower())
+            library.impl(record.functional_name, rule, f"Autocast{device}")
+    for each in {record.name, record.functional_name}:
+        for key, kind in _FOREIGN_KEYS.items():
+            library.impl(each, refuse(record, kind), key)
+    if record.written:
+        on_cpu = None if has_cpu_kernel(record) else cpu_rule(record)
+        _functions[record.namespace][record.name] = register_mutating(record, library, fake, on_cpu)

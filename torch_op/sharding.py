@@ -35,7 +35,7 @@ def register_sharding_rule(record: OpSpec) -> None:
     from torch.distributed.tensor.experimental import register_sharding
 
     _registered.add(record.torch_name)
-    op = getattr(getattr(torch.ops, record.namespace), record.name).default
+    op = getattr(getattr(torch.ops, record.namespace), record.functional_name).default
     signature = signature_of(record)
 
     def rule(*args: Any, **kwargs: Any) -> list[Any]:

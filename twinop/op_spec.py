@@ -27,11 +27,16 @@ _NUMBERS = {"int": r"-?\d+", "float": r"-?(?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d+)?"}
 
 @dataclass(frozen=True)
 class Input:
-    """A tensor of the schema. `repeated`: one or more tensors (`Tensor[]`), only as the last input."""
+    """A tensor of the schema.
+
+    `repeated`: one or more tensors (`Tensor[]`), only as the last input. `written`: the call writes into it
+    (`Tensor(a!)`), and the op has an output `<name>_out` for it.
+    """
 
     name: str
     optional: bool = False
     repeated: bool = False
+    written: bool = False
 
 
 @dataclass(frozen=True)
@@ -142,10 +147,20 @@ class OpSpec:
         """The op's namespace in `torch.ops`: mostly the domain, without dots."""
         return self.torch_namespace or self.domain.replace(".", "_")
 
+    @cached_property
+    def written(self) -> dict[str, str]:
+        """The inputs that a call writes, by the names of their outputs, which come after all others."""
+        return {f"{entry.name}_out": entry.name for entry in self.inputs if entry.written}
+
+    @property
+    def functional_name(self) -> str:
+        """The name of the op in `torch.ops` that writes no input: its own, or that of its functional twin."""
+        return f"{self.name}_functional" if self.written else self.name
+
     @property
     def torch_name(self) -> str:
-        """The op's name in torch's dispatcher."""
-        return f"{self.namespace}::{self.name}"
+        """The name of the op that writes no input in torch's dispatcher."""
+        return f"{self.namespace}::{self.functional_name}"
 
     @property
     def node_type(self) -> tuple[str, str]:
@@ -185,7 +200,8 @@ class OpSpec:
         result = []
         for text in self.dtypes.split(";"):
             first, _, rest = text.strip().partition(" ")
-            result.append(dict.fromkeys(names, first) | dict(re.findall(r"(\w+) *= *(\w+)", rest)))
+            found = dict.fromkeys(names, first) | dict(re.findall(r"(\w+) *= *(\w+)", rest))
+            result.append(found | {output: found[name] for output, name in self.written.items()})
         return tuple(result)
 
     def combination_of(self, given: Mapping[str, str]) -> dict[str, str] | None:

@@ -8,7 +8,10 @@ from .errors import RecordSyntaxError
 from .op_spec import Attribute, Input, OpSpec
 from .shapes import check_texts
 
-_ARGUMENT = re.compile(r"(Tensor\??|Tensor\[\]|int|float|bool|str|int\[\])\s+([A-Za-z_]\w*)\s*(?:=\s*(.+))?")
+_ARGUMENT = re.compile(
+    r"(Tensor\??|Tensor\[\]|Tensor\([A-Za-z]!\)|int|float|bool|str|int\[\])"
+    r"\s+([A-Za-z_]\w*)\s*(?:=\s*(.+))?"
+)
 _SCHEMA = re.compile(r"\s*([A-Za-z_]\w*)\s*\((.*)\)\s*->\s*(.+?)\s*", re.DOTALL)
 _BEGIN = re.compile(r"\s*(?:[A-Za-z_]\w*\s*(?:\((?:.*\)\s*(?:->\s*)?)?)?)?", re.DOTALL)
 """As much of a schema as there is."""
@@ -36,7 +39,7 @@ def record_of(schema: str, domain: str, **texts: str) -> OpSpec:
     name, arguments, results = found.groups()
     inputs: list[Input] = []
     attributes: list[Attribute] = []
-    places: dict[str, list[int]] = {"arguments": [], "outputs": []}
+    places: dict[str, list[int]] = {"arguments": [], "outputs": [], "written": []}
     for place, text in _arguments(arguments, found.start(2)):
         places["arguments"].append(place)
         kind, argument, default = _parse_argument(schema, place, text)
@@ -45,23 +48,31 @@ def record_of(schema: str, domain: str, **texts: str) -> OpSpec:
                 raise _error(
                     schema, place, "tensors come before attributes, and a Tensor[] is the last tensor"
                 )
-            inputs.append(Input(argument, kind == "Tensor?", kind == "Tensor[]"))
+            written = kind.endswith("!)")
+            if written and kind in schema[:place]:
+                raise _error(schema, place, "each Tensor(a!) has a letter of its own")
+            inputs.append(Input(argument, kind == "Tensor?", kind == "Tensor[]", written))
+            places["written"] += [place] * written
         else:
             attributes.append(Attribute(argument, kind, default))
     outputs, places["outputs"] = _outputs(schema, results, found.start(3))
+    outputs += tuple(f"{entry.name}_out" for entry in inputs if entry.written)
+    places["outputs"] += places["written"]
+    if not outputs:
+        raise _error(schema, found.start(3), "an op that returns nothing writes an input: Tensor(a!) cache")
     if not inputs:
         raise _error(schema, found.start(2), "an op needs at least one Tensor")
     for what, most in _MOST.items():
         if (count := len(places[what])) > most:
             raise _error(schema, places[what][most], f"it has {count} {what}; an op has at most {most}")
     names = [entry.name for entry in inputs] + [entry.name for entry in attributes]
-    if outputs == ("y",) and "y" in names and results == "Tensor":  # the output has no name of the user's
-        schema, outputs = f"{schema.rstrip()} out", ("out",)
+    if outputs[0] == "y" and "y" in names and results == "Tensor":  # the output has no name of the user's
+        schema, outputs = f"{schema.rstrip()} out", ("out", *outputs[1:])
     names += outputs
     if repeated := next((each for each in names if names.count(each) > 1), None):
         raise _error(schema, _words(schema, repeated)[-1], f"{repeated} names two things")
     if longest := next((each for each in (name, *names) if len(each) > _LONGEST), None):
-        place = _words(schema, longest)[0]
+        place = (_words(schema, longest) or _words(schema, longest.removesuffix("_out")))[0]
         raise _error(schema, place, f"the name {longest} has more than {_LONGEST} characters")
     record = OpSpec(
         name,
@@ -94,8 +105,8 @@ def _parse_argument(schema: str, place: int, text: str) -> tuple[str, str, str |
         raise _error(
             schema,
             place,
-            f"{text!r} is not an argument; expected one of Tensor, Tensor?, Tensor[], int, float, bool, str, "
-            "int[], then a name, and a default: float eps=1e-6",
+            f"{text!r} is not an argument; expected one of Tensor, Tensor?, Tensor[], Tensor(a!), int, "
+            "float, bool, str, int[], then a name, and a default: float eps=1e-6",
         )
     kind, name, default = found.groups()
     if kind.startswith("Tensor"):
@@ -114,6 +125,11 @@ def _parse_argument(schema: str, place: int, text: str) -> tuple[str, str, str |
 
 def _outputs(schema: str, results: str, begin: int) -> tuple[tuple[str, ...], list[int]]:
     """Returns the names of the outputs, and where they stand."""
+    if re.fullmatch(r"\(\s*\)", results):
+        return (), []
+    if alias := re.search(r"Tensor\(", results):
+        problem = "it does not return its Tensor(a!), which is the output <input>_out by itself"
+        raise _error(schema, begin + alias.start(), problem)
     several = results.startswith("(") and results.endswith(")")
     inside = results.strip("()")
     begin += results.index(inside)

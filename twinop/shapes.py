@@ -127,7 +127,7 @@ def output_shapes(
     Raises:
         RecordError: the shapes do not fit the record's expressions.
     """
-    texts = entries(record.shapes)
+    texts = entries(record.shapes) | record.written
     first = record.inputs[0].name
     return {
         output: evaluate(record, texts.get(output, first), shapes, attributes) for output in record.outputs

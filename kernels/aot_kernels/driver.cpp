@@ -29,6 +29,7 @@ Driver Load() {
   find("cuCtxGetCurrent", &driver.CtxGetCurrent);
   find("cuCtxPushCurrent_v2", &driver.CtxPushCurrent);
   find("cuCtxPopCurrent_v2", &driver.CtxPopCurrent);
+  find("cuStreamGetCtx", &driver.StreamGetCtx);
   find("cuModuleLoadDataEx", &driver.ModuleLoadDataEx);
   find("cuModuleGetFunction", &driver.ModuleGetFunction);
   find("cuFuncSetAttribute", &driver.FuncSetAttribute);
@@ -49,6 +50,16 @@ Driver Load() {
 const Driver& GetDriver() {
   static const Driver driver = Load();  // after an exception, the next call tries again
   return driver;
+}
+
+void CopyOnDevice(void* to, const void* from, std::size_t bytes, Stream stream) {
+  const Driver& driver = GetDriver();
+  Context context = nullptr;
+  Check(driver.StreamGetCtx(stream, &context), "asking for the CUDA context of a stream");
+  const CurrentContext current(driver, context);
+  Check(driver.MemcpyDtoDAsync(reinterpret_cast<DevicePointer>(to),
+                               reinterpret_cast<DevicePointer>(from), bytes, stream),
+        "copying an input that the op writes");
 }
 
 void ThrowDriverError(Result result, const char* what, const char* of, const char* note) {

@@ -45,6 +45,7 @@ struct Driver {
   Result (*CtxGetCurrent)(Context* context);
   Result (*CtxPushCurrent)(Context context);
   Result (*CtxPopCurrent)(Context* context);
+  Result (*StreamGetCtx)(Stream stream, Context* context);
   Result (*ModuleLoadDataEx)(Module* module, const void* image, unsigned count, int* options,
                              void** values);
   Result (*ModuleGetFunction)(Function* function, Module module, const char* name);
@@ -74,6 +75,9 @@ const Driver& GetDriver();
 inline void Check(Result result, const char* what, const char* of = "") {
   if (__builtin_expect(result != 0, false)) ThrowDriverError(result, what, of);
 }
+
+// Queues a copy between places in the memory of the stream's device.
+void CopyOnDevice(void* to, const void* from, std::size_t bytes, Stream stream);
 
 // Makes the context the current one, if it is not, and the previous one again at the end.
 class CurrentContext {

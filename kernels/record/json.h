@@ -62,6 +62,7 @@ constexpr JsonWriter WriteJson(const Record& record) {
     json.Next().Raw("{").Field("name", schema.input(i).name.view());
     json.Key("optional").Raw(optional ? "true" : "false");
     if (schema.input(i).kind == Kind::kTensorList) json.Key("repeated").Raw("true");
+    if (schema.input(i).alias != '\0') json.Key("written").Raw("true");
     json.Raw("}");
   }
   json.Raw("]").Key("attributes").Raw("[");

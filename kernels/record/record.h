@@ -218,6 +218,8 @@ struct Record {
   constexpr std::size_t CombinationCount() const { return combination_count; }
 
   constexpr std::string_view ShapeText(std::size_t output) const {
+    if (const int input = schema.WrittenInput(output); input >= 0)
+      return schema.input(input).name.view();
     std::string_view text = Entry(shapes_text, schema.outputs[output].view());
     return text.empty() ? schema.input(0).name.view() : text;
   }
@@ -232,7 +234,7 @@ struct Record {
     for (std::size_t i = 0; i < schema.output_count; ++i) {
       std::string_view text = Entry(in_place_text, schema.outputs[i].view());
       in_place_inputs[i] =
-          static_cast<std::int8_t>(text.empty() ? Schema::kNotFound : schema.FindInput(text));
+          static_cast<std::int8_t>(text.empty() ? schema.WrittenInput(i) : schema.FindInput(text));
       optional_outputs[i] = Entry(memory_text, schema.outputs[i].view()) == "optional";
     }
     for (std::size_t i = 0; i < schema.input_count; ++i)
@@ -278,6 +280,8 @@ struct Record {
         if (input < 0 && output < 0) throw "a record's dtypes name no tensor of its op";
         (input >= 0 ? inputs[input] : outputs[output]) = dtype;
       }
+      for (std::size_t i = schema.returned_count; i < schema.output_count; ++i)
+        outputs[i] = inputs[schema.WrittenInput(i)];
     } while (scan.Accept(";"));
     if (!scan.AtEnd()) throw "a record's dtypes do not parse";
   }

@@ -2,10 +2,13 @@
 //
 //   rms_norm(Tensor x, Tensor? weight=None, float eps=1e-6) -> Tensor
 //   add_rms_norm(Tensor x, Tensor residual, ...) -> (Tensor y, Tensor sum)
+//   append(Tensor(a!) cache, Tensor x, Tensor position) -> ()
 //
 // Arguments are tensors (`Tensor`, `Tensor?`, and `Tensor[]` as the last one) or attributes (`int`,
-// `float`, `bool`, `str`, `int[]`). The parser runs at compile time: a malformed schema is a
-// compile error at one of the `throw` expressions below.
+// `float`, `bool`, `str`, `int[]`). The call writes into a `Tensor(a!)`: after the outputs that the
+// schema returns, the op has an output `<input>_out` for each, in the input's memory. The parser
+// runs at compile time: a malformed schema is a compile error at one of the `throw` expressions
+// below.
 #pragma once
 
 #include <array>
@@ -32,6 +35,10 @@ struct Name {
     if (source.size() >= kMaxName) throw "a name in a schema is too long";
     if (source[0] >= '0' && source[0] <= '9') throw "a name in a schema starts with a digit";
     for (char c : source) text[size++] = c;
+  }
+  constexpr Name(std::string_view source, std::string_view suffix) : Name(source) {
+    if (size + suffix.size() >= kMaxName) throw "a name in a schema is too long";
+    for (char c : suffix) text[size++] = c;
   }
   constexpr std::string_view view() const { return {text, size}; }
 };
@@ -76,6 +83,7 @@ constexpr std::string_view KindName(Kind kind) {
 struct Argument {
   Kind kind = Kind::kTensor;
   Name name;
+  char alias = '\0';  // the letter of a Tensor(a!), which the call writes
   bool has_default = false;
   std::string_view default_text;  // as written: 1e-6, "none", [1, 2], None
 };
@@ -88,8 +96,9 @@ struct Schema {
   std::size_t argument_count = 0;
   std::size_t input_count = 0;      // tensors among the arguments
   std::size_t attribute_count = 0;  // the others
-  Name outputs[kMaxOutputs] = {};
+  Name outputs[kMaxOutputs] = {};   // those that the schema returns, then the written inputs
   std::size_t output_count = 0;
+  std::size_t returned_count = 0;
 
   // Argument index of the i-th input (tensor) or attribute.
   std::uint8_t input_arguments[kMaxArguments] = {};
@@ -116,6 +125,14 @@ struct Schema {
       if (outputs[i].view() == wanted) return static_cast<int>(i);
     return kNotFound;
   }
+  // The input whose memory the output is, or kNotFound.
+  constexpr int WrittenInput(std::size_t output) const {
+    std::size_t left = output - returned_count;
+    for (std::size_t i = 0; output >= returned_count && i < input_count; ++i)
+      if (input(i).alias != '\0' && left-- == 0) return static_cast<int>(i);
+    return kNotFound;
+  }
+  constexpr bool WritesInputs() const { return output_count > returned_count; }
   constexpr bool HasOptionalInput() const {
     for (std::size_t i = 0; i < input_count; ++i)
       if (input(i).kind == Kind::kOptionalTensor) return true;
@@ -229,9 +246,18 @@ constexpr Name OnnxName(std::string_view name) {
   return result;
 }
 
-constexpr Kind ParseKind(Scanner& scan) {
+constexpr Kind ParseKind(Scanner& scan, char* alias) {
   std::string_view word = scan.Word();
   if (word == "Tensor") {
+    if (scan.Accept("(")) {
+      const std::string_view letter = scan.Word();
+      if (letter.size() != 1 || !scan.Accept("!") || !scan.Accept(")"))
+        throw "an alias in a schema is Tensor(a!), an input that the call writes";
+      if (scan.Peek() == '?' || scan.Peek() == '[')
+        throw "an input that a call writes is a Tensor(a!), neither optional nor a list";
+      *alias = letter[0];
+      return Kind::kTensor;
+    }
     if (scan.Accept("[]")) return Kind::kTensorList;
     return scan.Accept("?") ? Kind::kOptionalTensor : Kind::kTensor;
   }
@@ -297,7 +323,10 @@ constexpr Schema ParseSchema(std::string_view text) {
     if (schema.argument_count > 0) scan.Expect(",");
     if (schema.argument_count == kMaxArguments) throw "a schema has too many arguments";
     Argument& argument = schema.arguments[schema.argument_count];
-    argument.kind = ParseKind(scan);
+    argument.kind = ParseKind(scan, &argument.alias);
+    for (std::size_t i = 0; argument.alias != '\0' && i < schema.argument_count; ++i)
+      if (schema.arguments[i].alias == argument.alias)
+        throw "each Tensor(a!) of a schema has a letter of its own";
     argument.name = Name(scan.Word());
     if (scan.Accept("=")) {
       argument.has_default = true;
@@ -320,16 +349,27 @@ constexpr Schema ParseSchema(std::string_view text) {
   if (schema.input_count == 0) throw "a schema needs at least one Tensor argument";
   scan.Expect("->");
   bool parenthesised = scan.Accept("(");
-  do {
-    if (schema.output_count == kMaxOutputs) throw "a schema has too many outputs";
-    if (ParseKind(scan) != Kind::kTensor) throw "a schema returns Tensor";
-    char next = scan.Peek();
-    bool named = Scanner::IsWord(next);
-    schema.outputs[schema.output_count++] = named ? Name(scan.Word()) : Name("y");
-    if (!named && parenthesised) throw "a schema with several outputs names them";
-  } while (parenthesised && scan.Accept(","));
+  const bool none = parenthesised && scan.Peek() == ')';
+  if (!none) do {
+      if (schema.output_count == kMaxOutputs) throw "a schema has too many outputs";
+      char alias = '\0';
+      if (ParseKind(scan, &alias) != Kind::kTensor) throw "a schema returns Tensor";
+      if (alias != '\0')
+        throw "a schema does not return its Tensor(a!), which is the output <input>_out by itself";
+      char next = scan.Peek();
+      bool named = Scanner::IsWord(next);
+      schema.outputs[schema.output_count++] = named ? Name(scan.Word()) : Name("y");
+      if (!named && parenthesised) throw "a schema with several outputs names them";
+    } while (parenthesised && scan.Accept(","));
   if (parenthesised) scan.Expect(")");
   if (!scan.AtEnd()) throw "a schema goes on after its outputs";
+  schema.returned_count = schema.output_count;
+  for (std::size_t i = 0; i < schema.input_count; ++i) {
+    if (schema.input(i).alias == '\0') continue;
+    if (schema.output_count == kMaxOutputs) throw "a schema has too many outputs";
+    schema.outputs[schema.output_count++] = Name(schema.input(i).name.view(), "_out");
+  }
+  if (schema.output_count == 0) throw "a schema that returns nothing writes an input, Tensor(a!)";
 
   std::string_view names[kMaxArguments + kMaxOutputs] = {};
   std::size_t count = 0;

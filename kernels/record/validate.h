@@ -54,7 +54,7 @@ constexpr void ValidateSizes(const Record& record) {
     return;
   }
   if (record.is_elementwise || !record.rows_text.empty() || !record.in_place_text.empty() ||
-      record.body_pieces != 0)
+      record.schema.WritesInputs() || record.body_pieces != 0)
     throw "an op with sizes from data is not elementwise, row-wise, in place or in pieces";
   int counted = 0;
   for (std::size_t i = 0; i < record.schema.output_count; ++i) {
@@ -124,16 +124,24 @@ constexpr void ValidateGradient(const Record& record) {
   }
 }
 
+// An output of which a record may say more than the schema: not one that is a written input.
+constexpr bool IsReturned(const Schema& schema, std::string_view name) {
+  const int output = schema.FindOutput(name);
+  return output >= 0 && static_cast<std::size_t>(output) < schema.returned_count;
+}
+
 // "lengths = host; sum = optional"
 constexpr void ValidateMemory(const Record& record) {
   const Schema& schema = record.schema;
   bool on_host = false;
   ValidateEntries(record.memory_text, [&](std::string_view name) {
-    return schema.FindInput(name) >= 0 || schema.FindOutput(name) >= 0;
+    return schema.FindInput(name) >= 0 || IsReturned(schema, name);
   });
   for (std::size_t i = 0; i < schema.input_count; ++i) {
     if (!Entry(record.memory_text, schema.input(i).name.view()).empty() && !record.host_inputs[i])
       throw "a record's memory is host for inputs";
+    if (record.host_inputs[i] && schema.input(i).alias != '\0')
+      throw "an input that is written is in the device's memory";
     on_host = on_host || record.host_inputs[i];
   }
   for (std::size_t i = 0; i < schema.output_count; ++i)
@@ -164,7 +172,7 @@ constexpr bool Validate(const Record& record) {
   ValidateSizes(record);
   if (record.is_elementwise) ValidateElementwise(record);
   auto input = [&](std::string_view name) { return schema.FindInput(name) >= 0; };
-  auto output = [&](std::string_view name) { return schema.FindOutput(name) >= 0; };
+  auto output = [&](std::string_view name) { return IsReturned(schema, name); };
   auto text = [&](std::string_view name) {
     const int attribute = schema.FindAttribute(name);
     return attribute >= 0 && schema.attribute(attribute).kind == Kind::kString;

@@ -105,6 +105,10 @@ CUresult cuCtxPopCurrent(CUcontext* context) {
   return CUDA_SUCCESS;
 }
 
+CUresult cuStreamGetCtx(CUstream, CUcontext* context) { return cuCtxGetCurrent(context); }
+
+CUresult cuMemcpyDtoDAsync(CUdeviceptr, CUdeviceptr, std::size_t, CUstream) { return CUDA_SUCCESS; }
+
 CUresult cuModuleLoadDataEx(CUmodule* module, const void* data, unsigned count,
                             CUjit_option* options, void** values) {
   const CUresult result = Outcome("cuModuleLoadDataEx");

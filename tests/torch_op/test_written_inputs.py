@@ -1,0 +1,268 @@
+"""Ops that write into inputs, those of tests/ops/written.h: in torch, exported, in ONNX Runtime."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnxruntime as ort
+import pytest
+import torch
+from abi_files import CPU, FLOAT, INT64, model
+from onnx import helper
+from torch._inductor.utils import run_and_get_code
+from torch.library import opcheck
+
+from twinop import export, torch_op
+from twinop.errors import ExportError, RecordError, RecordSyntaxError
+from twinop.library import find_library
+from twinop.schema_text import record_of
+
+LIBRARY = find_library("test_written")
+raw = torch.ops.test_written
+ROWS, POSITION = torch.randn(2, 3), torch.tensor([4, 1])
+
+
+@pytest.fixture(scope="module", autouse=True)
+def ops() -> torch_op.Ops:
+    return torch_op.load(LIBRARY)
+
+
+@export.body(domain="test.written")
+def put(op: Any, cache: Any, rows: Any, position: Any) -> Any:
+    return op.ScatterND(cache, op.Unsqueeze(position, -1), rows)
+
+
+def expected(cache: torch.Tensor, rows: torch.Tensor = ROWS) -> torch.Tensor:
+    return cache.index_copy(0, POSITION, rows)
+
+
+def test_the_op_writes_into_its_input_and_the_twin_does_not(ops: torch_op.Ops) -> None:
+    cache = torch.randn(6, 3)
+    wanted, address, version = expected(cache), cache.data_ptr(), cache._version
+    assert torch.equal(raw.put_functional(cache, ROWS, POSITION), wanted) and not torch.equal(cache, wanted)
+    assert ops.put(cache, ROWS, POSITION) is None
+    assert torch.equal(cache, wanted) and cache.data_ptr() == address and cache._version > version
+    a, b = torch.randn(4), torch.randn(4)
+    before = a.clone(), b.clone()
+    total = raw.exchange(a, b, 2.0)  # two are written, one is returned
+    assert torch.equal(total, before[0] + before[1])
+    assert torch.equal(a, 2 * before[1]) and torch.equal(b, before[0])
+    assert [
+        len(returns._schema.returns) for returns in (raw.put.default, raw.exchange_functional.default)
+    ] == [0, 3]
+    record = torch_op.records()["test.written::exchange"]
+    assert record.outputs == ("sum", "a_out", "b_out") and record.written == {"a_out": "a", "b_out": "b"}
+
+
+def test_views() -> None:
+    wide = torch.zeros(6, 6)
+    raw.put(wide[:, ::2], ROWS, POSITION)  # copied to the kernel and back
+    assert torch.equal(wide[:, ::2], expected(torch.zeros(6, 3))) and not wide[:, 1::2].any()
+    turned, other = torch.randn(4, 5).t(), torch.randn(5, 4)
+    wanted = turned + other
+    raw.bump(turned, other)  # an elementwise kernel takes any strides
+    assert torch.equal(turned, wanted)
+    keys_and_values = torch.randn(6, 2, 3)
+    halves = keys_and_values.unbind(1)
+    wanted = torch.stack([halves[1], halves[0]], 1)
+    raw.exchange(*halves)  # in one range of memory, without an element in common
+    assert torch.equal(keys_and_values, wanted)
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda c: raw.put(c[:1].expand(6, 3), ROWS, POSITION), "elements of it share their memory"),
+        (lambda c: raw.put(c, c[:2], POSITION), "cache is written, and shares its memory with rows"),
+        (lambda c: raw.exchange(c, c), "a is written, and shares its memory with b; pass a copy"),
+        (
+            lambda c: raw.put(c.requires_grad_(), ROWS, POSITION),
+            "requires grad. Call put_functional, which ret",
+        ),
+        (lambda c: raw.put(c, ROWS.clone().requires_grad_(), POSITION), "has no derivative"),
+        (lambda c: torch.vmap(lambda r: raw.put(c, r, POSITION))(ROWS[None]), "does not work under vmap"),
+        (lambda c: raw.put(c.to_sparse(), ROWS, POSITION), "the op takes dense tensors"),
+    ],
+)
+def test_refused_in_torch(call: Callable[[torch.Tensor], Any], message: str) -> None:
+    cache = torch.zeros(6, 3)
+    with pytest.raises((RuntimeError, RecordError), match=message):
+        call(cache)
+    assert not cache.detach().any()
+
+
+def test_opcheck_of_both_ops() -> None:
+    arguments = (torch.randn(6, 3), ROWS, POSITION)
+    opcheck(raw.put.default, arguments)
+    opcheck(raw.exchange.default, (torch.randn(4), torch.randn(4)))
+    opcheck(raw.exchange_functional.default, (torch.randn(4), torch.randn(4)))
+    differentiable = tuple(t.clone().requires_grad_() for t in arguments[:2])
+    opcheck(raw.put_functional.default, (*differentiable, POSITION))
+
+
+def test_derivative_and_vmap_of_the_twin(ops: torch_op.Ops) -> None:
+    cache, rows = torch.randn(6, 3, requires_grad=True), torch.randn(2, 3, requires_grad=True)
+    weight = torch.randn(6, 3)
+    result = (ops.put_functional(cache, rows, POSITION) * weight).sum()
+    of_cache, of_rows = torch.autograd.grad(result, (cache, rows))
+    assert torch.equal(of_cache, weight.index_fill(0, POSITION, 0)) and torch.equal(of_rows, weight[POSITION])
+    batch = torch.randn(3, 2, 3)
+    found = torch.vmap(ops.put_functional, (None, 0, None))(cache.detach(), batch, POSITION)
+    assert torch.equal(found, torch.stack([expected(cache.detach(), each) for each in batch]))
+
+
+def test_compiled_without_a_copy() -> None:
+    def step(cache: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+        raw.put(cache, rows * 2, POSITION)
+        return cache.sum(0)
+
+    cache = torch.randn(6, 3)
+    wanted, address = expected(cache, ROWS * 2), cache.data_ptr()
+    result, (code, *_) = run_and_get_code(torch.compile(step, fullgraph=True), cache, ROWS)
+    assert torch.equal(cache, wanted) and cache.data_ptr() == address
+    torch.testing.assert_close(result, wanted.sum(0))
+    assert "test_written.put.default(arg" in code  # the kernel gets the input itself
+    assert "put_functional" not in code and "clone" not in code and "copy_" not in code
+
+
+class Step(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = torch.nn.Linear(3, 3)
+
+    def forward(self, cache: torch.Tensor, rows: torch.Tensor, position: torch.Tensor) -> Any:
+        raw.put(cache, self.scale(rows), position)
+        return cache.sum(0), cache
+
+
+@pytest.mark.parametrize("exporter", ["dynamo", "torchscript"])
+def test_export_has_the_twin(exporter: str, tmp_path: Path) -> None:
+    path = tmp_path / "step.onnx"
+    cache = torch.randn(6, 3)
+    report = export.export(Step(), (cache, ROWS, POSITION), path, exporter=exporter, library=LIBRARY)
+    assert report.nodes["test.written.CustomPut"] == 1
+    assert report.parity is not None and report.parity.error < 1e-5
+    assert report.without_library is not None and report.without_library.error < 1e-5
+
+
+class WritesViews(torch.nn.Module):
+    def forward(self, both: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+        raw.put(both[0], rows, POSITION)
+        raw.put(both[1], rows + 1, POSITION)
+        return both
+
+
+def test_export_of_writes_into_views(tmp_path: Path) -> None:
+    arguments = (torch.randn(2, 6, 3), ROWS)
+    report = export.export(WritesViews(), arguments, tmp_path / "views.onnx", library=LIBRARY)
+    assert report.parity is not None and report.parity.equal
+    assert report.nodes["test.written.CustomPut"] == 2
+    with pytest.raises(ExportError, match="writes into a view, which the TorchScript exporter loses"):
+        export.export(WritesViews(), arguments, tmp_path / "views.onnx", exporter="torchscript")
+
+
+# ---------------------------------------------------------------------------------------- ONNX Runtime
+
+
+def put_model(*, others: tuple[Any, ...] = (), **outputs: int) -> bytes:
+    node = helper.make_node("CustomPut", ["cache", "rows", "position"], ["cache_out"], domain="test.written")
+    inputs = {"cache": FLOAT, "rows": FLOAT, "position": INT64}
+    made = model([node, *others], inputs, {"cache_out": FLOAT, **outputs}, test__written=1)
+    return made.SerializeToString()
+
+
+def ort_session(data: bytes, providers: list[str] = CPU) -> ort.InferenceSession:
+    options = ort.SessionOptions()
+    options.register_custom_ops_library(str(LIBRARY))
+    return ort.InferenceSession(data, options, providers=providers)
+
+
+def test_onnx_runtime_copies_only_where_the_memory_differs() -> None:
+    session = ort_session(put_model())
+    cache = np.random.default_rng(0).standard_normal((6, 3), np.float32)
+    kept, wanted = cache.copy(), expected(torch.from_numpy(cache)).numpy()
+    feeds = {"rows": ROWS.numpy(), "position": POSITION.numpy()}
+    (found,) = session.run(None, {"cache": cache, **feeds})
+    np.testing.assert_array_equal(found, wanted)
+    np.testing.assert_array_equal(cache, kept)  # an input that nobody bound to the output stays as it is
+    shared = ort.OrtValue.ortvalue_from_numpy(cache.copy())
+    binding = session.io_binding()
+    binding.bind_ortvalue_input("cache", shared)
+    for name, value in feeds.items():
+        binding.bind_cpu_input(name, value)
+    binding.bind_ortvalue_output("cache_out", shared)
+    session.run_with_iobinding(binding)
+    np.testing.assert_array_equal(shared.numpy(), wanted)
+
+
+def test_onnx_runtime_plans_one_memory() -> None:
+    """Between two nodes the planner itself gives input and output one memory (GetMayInplace)."""
+    node = helper.make_node("CustomExchange", ["x", "z"], ["sum", "c", "d"], domain="test.written")
+    before = [helper.make_node("Neg", [name], [to]) for name, to in (("a", "x"), ("b", "z"))]
+    after = [helper.make_node("Neg", [name], [to]) for name, to in (("c", "u"), ("d", "v"))]
+    graph = model(
+        [*before, node, *after],
+        {"a": FLOAT, "b": FLOAT},
+        dict.fromkeys(["sum", "u", "v"], FLOAT),
+        test__written=1,
+    )
+    a, b = np.array([1, 2, 3], np.float32), np.array([5, 6, 7], np.float32)
+    total, u, v = ort_session(graph.SerializeToString()).run(None, {"a": a, "b": b})
+    assert (total.tolist(), u.tolist(), v.tolist()) == ((-a - b).tolist(), b.tolist(), a.tolist())
+
+
+@pytest.mark.cuda
+def test_on_cuda_with_a_graph() -> None:
+    cache = torch.randn(6, 3, device="cuda")
+    wanted = cache.index_copy(0, POSITION.cuda(), ROWS.cuda())
+    assert torch.equal(raw.put_functional(cache, ROWS.cuda(), POSITION.cuda()), wanted)
+    provider: Any = ("CUDAExecutionProvider", {"enable_cuda_graph": "1"})
+    for shares in (True, False):
+        session = ort_session(put_model(), [provider])
+        given, result = cache.clone(), torch.zeros_like(cache)
+        binding = session.io_binding()
+
+        def bind(bound: Callable[..., None], name: str, tensor: torch.Tensor) -> None:
+            kind = np.int64 if tensor.dtype == torch.int64 else np.float32
+            bound(name, "cuda", 0, kind, list(tensor.shape), tensor.data_ptr())
+
+        rows, position = ROWS.cuda(), POSITION.cuda()
+        for name, tensor in {"cache": given, "rows": rows, "position": position}.items():
+            bind(binding.bind_input, name, tensor)
+        bind(binding.bind_output, "cache_out", given if shares else result)
+        torch.cuda.synchronize()
+        for scale in (1, 2, 3):  # the graph is captured, then replayed
+            rows.copy_(ROWS * scale)
+            torch.cuda.synchronize()
+            session.run_with_iobinding(binding)
+            torch.cuda.synchronize()
+            assert torch.equal(given if shares else result, expected(cache.cpu(), ROWS * scale).cuda())
+        assert shares or torch.equal(given, cache)
+
+
+# ---------------------------------------------------------------------------------------- the schema
+
+
+@pytest.mark.parametrize(
+    ("schema", "message"),
+    [
+        ("f(Tensor(a!) x) -> Tensor(a!)", "does not return its Tensor"),
+        ("f(Tensor x) -> ()", "an op that returns nothing writes an input"),
+        ("f(Tensor(a!) x, Tensor(a!) y) -> ()", "has a letter of its own"),
+        ("f(Tensor(a!)? x=None) -> ()", "is not an argument"),
+        ("f(Tensor(a) x) -> ()", "is not an argument"),
+        ("f(Tensor(a!) x, Tensor x_out) -> ()", "x_out names two things"),
+    ],
+)
+def test_refused_schemas(schema: str, message: str) -> None:
+    with pytest.raises(RecordSyntaxError, match=message):
+        record_of(schema, "d")
+
+
+def test_the_schema_in_python() -> None:
+    record = record_of(
+        "f(Tensor(a!) x, Tensor y, Tensor(b!) z, int n=1) -> Tensor", "d", dtypes="float32 z=int64"
+    )
+    assert record.outputs == ("out", "x_out", "z_out")  # y is an input
+    assert record.combinations[0]["z_out"] == "int64" and record.functional_name == "f_functional"

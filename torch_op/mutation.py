@@ -1,0 +1,102 @@
+"""Ops that write into inputs, `put(Tensor(a!) cache, ...)`, beside their functional twins.
+
+The kernel is one. The twin, `put_functional`, runs it on copies of the inputs, which it returns; what the
+record says of the op (derivative, vmap, sharding) is about the twin. The op that mutates has neither.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from twinop.errors import RecordError
+from twinop.op_spec import OpSpec
+
+from .arguments import bind, signature_of, tensors_of
+from .rules import as_tuple
+
+Rule = Callable[..., Any]
+
+
+def register_mutating(
+    record: OpSpec, library: torch.library.Library, fake: Rule, on_cpu: Rule | None
+) -> Rule:
+    """Registers what torch needs of the op that mutates, and returns its Python function.
+
+    Args:
+        fake: the rule of the functional twin.
+        on_cpu: what runs the twin on CPU tensors; None: the op has a CPU kernel.
+    """
+    op = getattr(getattr(torch.ops, record.namespace), record.name).default
+    twin = getattr(getattr(torch.ops, record.namespace), record.functional_name).default
+    signature = signature_of(record)
+    names = list(record.written.values())
+    returned = len(record.outputs) - len(names)
+    instead = f"Call {record.functional_name}, which returns {', '.join(record.written)}"
+
+    def declared(outputs: tuple[Any, ...]) -> Any:
+        """Returns what the schema returns of the outputs."""
+        return None if returned == 0 else outputs[0] if returned == 1 else outputs[:returned]
+
+    def run_fake(*args: Any, **kwargs: Any) -> Any:
+        return declared(as_tuple(fake(*args, **kwargs)))
+
+    def run_twin(*args: Any, rule: Rule | None = None, **kwargs: Any) -> Any:
+        """Runs the twin, or what computes the same, and copies its results into the inputs."""
+        arguments = bind(signature, args, kwargs)
+        outputs = as_tuple((rule or twin)(*arguments.values()))
+        for name, output in zip(names, outputs[returned:], strict=True):
+            arguments[name].copy_(output)
+        return declared(outputs)
+
+    def kernel(*args: Any, **kwargs: Any) -> Any:
+        arguments = bind(signature, args, kwargs)
+        if torch.onnx.is_in_onnx_export():
+            return run_twin(*arguments.values())
+        tensors = tensors_of(arguments.values())
+        if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
+            raise RecordError(
+                f"{record.qualified_name} writes into {', '.join(names)} and has no derivative; an input "
+                f"requires grad. {instead}, or call this op under torch.no_grad()"
+            )
+        with torch._C._AutoDispatchBelowAutograd():
+            result = op(*arguments.values())
+        for name in names:
+            torch.autograd.graph.increment_version(arguments[name])
+        return result
+
+    def trace(*args: Any, **kwargs: Any) -> Any:
+        """What torch.jit.trace sees."""
+        arguments = bind(signature, args, kwargs)
+        if torch.onnx.is_in_onnx_export() and any(arguments[name]._is_view() for name in names):
+            raise RecordError(
+                f"{record.qualified_name} writes into a view, which the TorchScript exporter loses. Use the "
+                f"dynamo exporter. {instead}"
+            )
+        return run_twin(*arguments.values())
+
+    def refuse_vmap(*args: Any, **kwargs: Any) -> Any:
+        raise RecordError(
+            f"{record.qualified_name} writes into {', '.join(names)} and does not work under vmap. {instead}"
+        )
+
+    name = f"{record.namespace}::{record.name}"
+    torch.library.register_fake(name, run_fake, lib=library)
+    torch.library.register_vmap(name, refuse_vmap, lib=library)
+    library.impl(record.name, kernel, "Autograd")
+    library.impl(record.name, trace, "Tracer")
+    if on_cpu is not None:
+        library.impl(record.name, functools.partial(run_twin, rule=on_cpu), "CPU")
+
+    def function(*args: Any, **kwargs: Any) -> Any:
+        return op(*args, **kwargs)
+
+    function.__name__ = function.__qualname__ = record.name
+    function.__module__ = "twinop.torch_op"
+    function.__doc__ = (
+        f"{record.domain}::{record.schema}\n\nDtypes: {record.dtypes}. Writes into {', '.join(names)}; "
+        f"{record.functional_name} does not, and has the derivative."
+    )
+    function.__signature__ = signature  # type: ignore[attr-defined]
+    return function
