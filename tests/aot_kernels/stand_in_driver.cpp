@@ -109,6 +109,17 @@ CUresult cuStreamGetCtx(CUstream, CUcontext* context) { return cuCtxGetCurrent(c
 
 CUresult cuMemcpyDtoDAsync(CUdeviceptr, CUdeviceptr, std::size_t, CUstream) { return CUDA_SUCCESS; }
 
+CUresult cuMemcpyDtoHAsync(void*, CUdeviceptr, std::size_t, CUstream) { return CUDA_SUCCESS; }
+
+CUresult cuMemHostAlloc(void**, std::size_t, unsigned) { return Outcome("cuMemHostAlloc"); }
+
+CUresult cuStreamSynchronize(CUstream) { return CUDA_SUCCESS; }
+
+CUresult cuStreamIsCapturing(CUstream, CUstreamCaptureStatus* status) {
+  *status = CU_STREAM_CAPTURE_STATUS_NONE;
+  return CUDA_SUCCESS;
+}
+
 CUresult cuModuleLoadDataEx(CUmodule* module, const void* data, unsigned count,
                             CUjit_option* options, void** values) {
   const CUresult result = Outcome("cuModuleLoadDataEx");
