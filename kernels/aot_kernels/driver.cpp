@@ -37,7 +37,6 @@ Driver Load() {
   find("cuMemsetD8Async", &driver.MemsetD8Async);
   find("cuMemcpyDtoHAsync_v2", &driver.MemcpyDtoHAsync);
   find("cuMemcpyDtoDAsync_v2", &driver.MemcpyDtoDAsync);
-  find("cuMemHostAlloc", &driver.MemHostAlloc);
   find("cuStreamSynchronize", &driver.StreamSynchronize);
   find("cuStreamIsCapturing", &driver.StreamIsCapturing);
   find("cuGetErrorName", &driver.GetErrorName);

@@ -58,7 +58,6 @@ struct Driver {
                             Stream stream);
   Result (*MemcpyDtoDAsync)(DevicePointer destination, DevicePointer source, std::size_t bytes,
                             Stream stream);
-  Result (*MemHostAlloc)(void** memory, std::size_t bytes, unsigned flags);
   Result (*StreamSynchronize)(Stream stream);
   Result (*StreamIsCapturing)(Stream stream, int* status);
   Result (*GetErrorName)(Result result, const char** name);

@@ -2,8 +2,6 @@
 
 #include <algorithm>
 #include <cstring>
-#include <mutex>
-#include <vector>
 
 #include "twinop/aot_kernels/driver.h"
 
@@ -18,74 +16,16 @@ cuda::DevicePointer Address(const void* data) {
   return static_cast<cuda::DevicePointer>(reinterpret_cast<std::uintptr_t>(data));
 }
 
-// Page-locked memory for the sizes of one call, which calls use one after the other.
-class Pinned {
- public:
-  Pinned() {
-    const std::lock_guard<std::mutex> lock(mutex_);
-    if (unused_.empty()) {
-      constexpr unsigned kOfAllContexts = 1;
-      cuda::Check(
-          cuda::GetDriver().MemHostAlloc(&data_, kMaxSizes * sizeof(std::int64_t), kOfAllContexts),
-          "allocating page-locked memory");
-    } else {
-      data_ = unused_.back();
-      unused_.pop_back();
-    }
-  }
-  Pinned(const Pinned&) = delete;
-  Pinned& operator=(const Pinned&) = delete;
-  ~Pinned() {
-    const std::lock_guard<std::mutex> lock(mutex_);
-    unused_.push_back(data_);
-  }
-  void* data() const { return data_; }
-
- private:
-  static inline std::mutex mutex_;
-  static inline std::vector<void*>& unused_ = *new std::vector<void*>;  // CUDA ends before it would
-  void* data_ = nullptr;
-};
-
-// Makes the primary context of the call's device the current one, if it is not.
-class OnDeviceOf {
- public:
-  explicit OnDeviceOf(const Context& context)
-      : current_(cuda::GetDriver(), Primary(context.device_index)) {}
-
- private:
-  static cuda::Context Primary(int index) {
-    static std::mutex mutex;
-    static auto& contexts = *new std::vector<cuda::Context>;
-    const std::lock_guard<std::mutex> lock(mutex);
-    const auto place = static_cast<std::size_t>(index);
-    if (contexts.size() <= place) contexts.resize(place + 1);
-    if (contexts[place] == nullptr) {
-      const cuda::Driver& driver = cuda::GetDriver();
-      int device = 0;
-      cuda::Check(driver.Init(0), "starting the CUDA driver");
-      cuda::Check(driver.DeviceGet(&device, index), "finding the device");
-      cuda::Check(driver.DevicePrimaryCtxRetain(&contexts[place], device),
-                  "finding the device's CUDA context");
-    }
-    return contexts[place];
-  }
-  cuda::CurrentContext current_;
-};
-
 // Copies the sizes to the host, and waits for them.
 void ReadCounts(const Context& context, const void* data, std::size_t bytes, std::int64_t* counts) {
   if (context.device_type != TWINOP_CUDA) {
     std::memcpy(counts, data, bytes);
     return;
   }
-  const OnDeviceOf device(context);
   const cuda::Driver& driver = cuda::GetDriver();
-  const Pinned pinned;
-  cuda::Check(driver.MemcpyDtoHAsync(pinned.data(), Address(data), bytes, context.stream),
+  cuda::Check(driver.MemcpyDtoHAsync(counts, Address(data), bytes, context.stream),
               "reading the sizes of outputs");
   cuda::Check(driver.StreamSynchronize(context.stream), "waiting for the sizes of outputs");
-  std::memcpy(counts, pinned.data(), bytes);
 }
 
 Status CheckCount(const Record& record, const Call& call, std::size_t i, std::int64_t count,
@@ -123,7 +63,6 @@ void CopyBeginning(const Context& context, const Tensor& from, const Tensor& to)
     std::memcpy(to.data, from.data, bytes);
     return;
   }
-  const OnDeviceOf device(context);
   cuda::Check(cuda::GetDriver().MemcpyDtoDAsync(Address(to.data), Address(from.data), bytes,
                                                 context.stream),
               "copying an output");
@@ -133,7 +72,6 @@ void CopyBeginning(const Context& context, const Tensor& from, const Tensor& to)
 
 bool IsCaptured(const Context& context) {
   if (context.device_type != TWINOP_CUDA) return false;
-  const OnDeviceOf device(context);
   int status = 0;
   return cuda::GetDriver().StreamIsCapturing(context.stream, &status) != 0 || status != 0;
 }

@@ -28,6 +28,14 @@ def test_products_are_measured_side_by_side(tmp_path: Path) -> None:
     assert {line["commit"] for line in lines} == {"abc"} and not any(line["missing"] for line in lines)
 
 
+def test_nms_is_measured_beside_torchvision(tmp_path: Path) -> None:
+    run("nms", "--device=cpu", "--quick", f"--output={tmp_path}")
+    (path,) = tmp_path.glob("nms-quick-*.jsonl")
+    for line in read(path, "nms"):
+        assert line["times"].keys() >= {"twinop in ORT", "twinop in torch"} and 0 < line["kept"] < 500
+        assert line["missing"].keys() <= {"torchvision"}
+
+
 def test_the_pages_say_what_was_recorded() -> None:
     lines = read(ROOT / "lab/results/models-nvidia-h200.jsonl", "models")
     assert table(lines) in (ROOT / "docs/guide/performance.md").read_text()

@@ -1,0 +1,117 @@
+"""nms of examples/nms beside torchvision's.
+
+python lab/nms.py --output lab/results
+"""
+
+import sys
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import typer
+from onnx import TensorProto
+from torch import Tensor
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples/nms"))
+from nms import in_numpy  # type: ignore[import-not-found]
+
+from twinop import torch_op
+from twinop.bench import runtime
+from twinop.bench.cells import AGAIN, IN_ORT, IN_TORCH
+from twinop.bench.measurements import BenchError, Device, Measurements, Output, choose_device
+from twinop.bench.providers import Subject, checked
+from twinop.bench.timing import DeviceTimer, host_times_apart, timer_on
+from twinop.console import clear_errors
+from twinop.library import find_library
+
+THRESHOLD = 0.5
+SIZES = {"sparse": 3000.0, "crowded": 300.0}
+"""The width of the picture: few boxes overlap, or most."""
+
+
+def crowd(count: int, spread: float, device: torch.device) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(count)
+    corners = torch.rand(count, 2, generator=generator) * spread
+    boxes = torch.cat([corners, corners + torch.rand(count, 2, generator=generator) * 60 + 4], 1)
+    return {"boxes": boxes.to(device), "scores": torch.rand(count, generator=generator).to(device)}
+
+
+def of_torchvision(tensors: dict[str, Tensor]) -> Subject:
+    from torchvision.ops import nms  # type: ignore[import-not-found,import-untyped,unused-ignore]
+
+    return Subject(partial(nms, tensors["boxes"], tensors["scores"], THRESHOLD))
+
+
+def in_ort(tensors: dict[str, Tensor], library: Path, timer: DeviceTimer | None) -> Subject:
+    """ONNX Runtime allocates the output, whose size it does not know before."""
+    record = torch_op.load(library).records["nms"]
+    node = runtime.custom_node(record, tensors, {"iou_threshold": THRESHOLD})
+    keep = torch.empty(0, dtype=torch.int64)
+    model = runtime.one_op([node], tensors, {"keep": keep})
+    device = tensors["boxes"].device
+    session = runtime.open_session(
+        model, device, library=library, cpu_threads=1, stream=timer.stream if timer is not None else None
+    )
+    binding = session.io_binding()
+    for name, tensor in tensors.items():
+        place = (device.type, device.index or 0, TensorProto.FLOAT, list(tensor.shape), tensor.data_ptr())
+        binding.bind_input(name, *place)
+    binding.bind_output("keep", device.type, device.index or 0)
+
+    def run() -> Tensor:
+        session.run_with_iobinding(binding)
+        return torch.empty(0)
+
+    run()
+    found = torch.from_numpy(binding.copy_outputs_to_cpu()[0])
+    return Subject(run, facts={"keep": found})
+
+
+def measure(tensors: dict[str, Tensor], library: Path, timer: DeviceTimer | None, rounds: int) -> Any:
+    expected = torch.from_numpy(in_numpy(*(each.cpu() for each in tensors.values()), THRESHOLD))
+    makers: dict[str, Callable[[], Subject]] = {
+        IN_TORCH: lambda: Subject(partial(torch_op.load(library).nms, **tensors, iou_threshold=THRESHOLD)),
+        IN_ORT: partial(in_ort, tensors, library, timer),
+        "torchvision": partial(of_torchvision, tensors),
+    }
+
+    def check(_: str, subject: Subject) -> None:
+        (found,) = subject.result()
+        if not torch.equal(subject.facts.get("keep", found).cpu(), expected):
+            raise BenchError("wrong result: other boxes stay")
+
+    subjects, missing = checked(makers, check)
+    runs = {name: subject.run for name, subject in subjects.items()}
+    runs |= {name + AGAIN: runs[name] for name in ("torchvision",) if name in runs}
+    if timer is not None:
+        return timer.times(runs, rounds=rounds), missing, len(expected)
+    return host_times_apart(runs, rounds=rounds, seconds=1.0), missing, len(expected)
+
+
+def main(
+    device: Device = "auto",
+    quick: Annotated[bool, typer.Option("--quick", help="A quick look: fewer boxes, few runs.")] = False,
+    output: Output = None,
+) -> None:
+    """Measure nms beside torchvision's: the time of the device, in which it also waits for the host.
+
+    On a CPU it is wall time with one thread.
+    """
+    with clear_errors(), torch.no_grad(), timer_on(where := choose_device(device)) as timer:
+        library = find_library("nms")
+        measured = Measurements("nms", where, output, quick)
+        torch.set_num_threads(1)
+        for count in (500,) if quick else (1000, 10_000, 30_000) if timer is not None else (1000, 10_000):
+            for kind, spread in SIZES.items():
+                tensors = crowd(count, spread, where)
+                times, missing, kept = measure(tensors, library, timer, 7 if quick else 41)
+                label = {"op": "nms", "boxes": count, "kind": kind, "kept": kept}
+                measured.add(label | {"times": times, "missing": missing})
+                measured.say()
+
+
+if __name__ == "__main__":
+    typer.run(main)
