@@ -37,7 +37,8 @@ endfunction()
 #
 # lib<name>.so: the ops as one file for ONNX Runtime and PyTorch. The domain is the one that ONNX models name
 # and, with "_" for ".", the namespace in torch.ops. Ops are headers or sources, or targets of twinop_add_op. Sources
-# without ops are compiled as they are, .cu files where there is CUDA. With NO_TABLE, one of them has the library's
+# without ops are compiled as they are, .cu files where there is CUDA; objects and archives, which come last, are linked.
+# With NO_TABLE, one of them has the library's
 # table (kernels/library.h).
 macro(twinop_add_library)
   if(TWINOP_CUDA)
@@ -62,9 +63,14 @@ function(_twinop_add_library name)
     set(arg_DOMAIN_VERSION 1)
   endif()
   set(plain "")
+  set(objects "")
   set(number 0)
   foreach(source IN LISTS arg_UNPARSED_ARGUMENTS)
     cmake_path(ABSOLUTE_PATH source BASE_DIRECTORY "${CMAKE_CURRENT_SOURCE_DIR}")
+    if(source MATCHES "[.][oa]$")
+      list(APPEND objects "${source}")
+      continue()
+    endif()
     file(STRINGS "${source}" ops REGEX "${TWINOP_MACROS}")
     if(ops OR source MATCHES "[.](h|hpp|cuh)$")
       twinop_add_op(${name}.${number} "${source}")  # another library, or another folder, may have a file of this name
@@ -81,7 +87,7 @@ function(_twinop_add_library name)
     list(PREPEND plain "${source}")
   endif()
   add_library(${name} SHARED ${plain})
-  target_link_libraries(${name} PRIVATE twinop_kernels_api twinop_link_options ${arg_OPS} twinop_ort twinop_cuda_runtime dl)
+  target_link_libraries(${name} PRIVATE twinop_kernels_api twinop_link_options ${arg_OPS} ${objects} twinop_ort twinop_cuda_runtime dl)
   set_target_properties(${name} PROPERTIES CUDA_ARCHITECTURES "${TWINOP_CUDA_ARCHITECTURES}")
   twinop_place_library(${name})
   # twinop loads a library from build/ of the current folder only if this file is there (twinop/find.py).

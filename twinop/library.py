@@ -81,7 +81,7 @@ def read_library(path: str | os.PathLike[str], copy: str | os.PathLike[str] | No
             "build/lib<name>.so; "
             "twinop.get_library_path() is the one of twinop's own ops"
         )
-    section, exports = _contents(path, copy or path, _SECTION, ".dynstr")
+    section, exports = sections_of(path, copy or path, _SECTION, ".dynstr")
     if not section:
         raise ForeignLibraryError(
             f"{path}: a shared library, but without twinop records (section {_SECTION}). "
@@ -125,7 +125,7 @@ def _require_abi(path: Path, build: Mapping[str, Any]) -> None:
     )
 
 
-def _contents(path: Path, file: str | os.PathLike[str], *names: str) -> list[bytes]:
+def sections_of(path: Path, file: str | os.PathLike[str], *names: str) -> list[bytes]:
     """Returns the bytes of sections of an ELF file; none for those that it lacks. Messages name `path`.
 
     It reads without mmap, which kills the process if another one truncates the file meanwhile. A parser from
@@ -216,7 +216,7 @@ def relative_to_itself(path: str | os.PathLike[str]) -> list[str]:
 
 
 def _dynamic_texts(path: Path) -> list[tuple[int, str]]:
-    names, dynamic = _contents(path, path, ".dynstr", ".dynamic")
+    names, dynamic = sections_of(path, path, ".dynstr", ".dynamic")
     try:
         return [
             (tag, names[value : names.index(b"\0", value, value + _LONGEST_PATH)].decode())

@@ -33,7 +33,7 @@ from .plan import (
 )
 
 _MOST_ARGUMENTS = 128  # of a launch (kernels/aot_kernels/run.cpp)
-_TEXTS = (
+TEXTS = (
     "dtypes", "sizes", "shapes", "input_shapes", "limits", "in_place", "choices", "gradient", "autocast",
     "rows", "memory",
 )  # fmt: skip
@@ -189,7 +189,7 @@ class _Source:
             yield from ["  CallOfPlan::RefuseBody();", "}", ""]
         yield f"}}  // namespace {record.name}_op"
         scratch = any(plan.temporaries or any(map(self._scratch, _launches(plan))) for plan in op.plans)
-        texts = [f".{name}({_literal(text)})" for name in _TEXTS if (text := getattr(record, name))]
+        texts = [f".{name}({_literal(text)})" for name in TEXTS if (text := getattr(record, name))]
         texts += [".elementwise()"] * (record.layout == "elementwise")
         texts += [f".scratch<ScratchBytes<{record.name}_op::Plan>>()"] * scratch
         texts += [f".body<{record.name}_op::Body>()"] * bool(op.bodies)

@@ -8,6 +8,7 @@ from ..library import Library, checksum, read_library
 from ..names import check_op_name
 from .cache import cache_folder, digest, write
 from .modules import check_options, write_source
+from .objects import check_arguments, check_functions
 from .options import Options
 from .project import Project
 from .tree import Progress, compile_library, locked
@@ -56,6 +57,7 @@ def build(
         tree = cache_folder() / "trees" / digest(asdict(project), asdict(options))
     cuda = not options.cpu and any(source.has_cuda for source in project.sources)
     files = [source.path for source in project.sources]
+    check_functions(project)
     done, notes, read = list[str](), list[str](), dict[str, str | None]()
     with locked(tree):
         generated = (output.absolute() if output else tree / "lib").with_name(f"{project.name}.generated.cpp")
@@ -66,15 +68,17 @@ def build(
                 done.append(f"tracing {', '.join(path.name for path in project.modules)}")
             files.append(generated)
         made = compile_library(
-            *(tree, project.name, project.domain, files, options, progress),
+            *(tree, project.name, project.domain, [*files, *project.objects], options, progress),
             domain_version=project.domain_version,
             cuda=cuda,
             table=not project.modules,
         )
         library, done, notes = made.path, done + made.done, notes + made.notes
         read |= {path: found for path, found in made.read.items() if path != str(generated)}
-        for record in read_library(library).records.values():
+        records = read_library(library).records
+        for record in records.values():
             check_op_name(record.name)
+        check_arguments(library, project, records)
         if output is None:
             output = cache_folder() / "libraries" / checksum(library) / file
         write(output, library.read_bytes())

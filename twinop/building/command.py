@@ -7,8 +7,10 @@ from typing import Annotated
 import typer
 
 from ..console import clear_errors, err, out, print_note, run_alone
+from ..errors import BuildError
 from ..library_table import show_library
 from .builder import build as build_project
+from .objects import write_header
 from .options import Options
 from .project import find_project
 
@@ -58,6 +60,12 @@ def build(
     sanitize: Annotated[
         str, typer.Option(help="Sanitizers of the host's code: address, undefined, or address,undefined.")
     ] = "",
+    schema: Annotated[str | None, typer.Option(help="The op that a function of an object file is.")] = None,
+    symbol: Annotated[str | None, typer.Option(help="The function. Default: the op's name.")] = None,
+    device: Annotated[
+        str | None, typer.Option(help="cpu, cuda or both. Default: cuda if the object file calls CUDA.")
+    ] = None,
+    record: Annotated[list[str] | None, typer.Option(help="More of the op's record: 'rows=-1'.")] = None,
 ) -> None:
     """Build ops into one library for PyTorch and ONNX Runtime.
 
@@ -75,9 +83,17 @@ def build(
         twinop build mish.h gelu.h --name activations --domain my.ops -o libactivations.so
 
         twinop build mish.py gelu.h
+
+        twinop build kernel.o --symbol scale --schema "scale(Tensor x, float by) -> Tensor"
     """
     begin = time.monotonic()
     with clear_errors():
+        if schema is not None:
+            folder = output.parent if output and not output.is_dir() else output or Path("build")
+            header = write_header(folder, sources or (), schema, symbol, device, record or ())
+            sources, name = [header, *(sources or ())], name or header.name.partition(".")[0]
+        elif symbol or device or record:
+            raise BuildError("--symbol, --device and --record say more of a --schema, which is missing")
         project = find_project(sources or (), name, domain)
         options = Options(archs, cpu, debug, sanitize)
         with err.status("building") as shown:

@@ -47,6 +47,8 @@ _KNOWN = (
 )
 
 
+_UNDEFINED = re.compile(r"undefined (?:reference to [`']([^'\n]+)'|symbol: (.+))")
+_NOT_PIC = re.compile(r"(\S+\.[oa]):.*\brelocation .*recompile with -fPIC")
 _GENERATED = re.compile(
     r"\bfrom (?:\S.*/)?ops/\w+\.\d+(?:\.[01])?\.(?:cpp|cu)[:,]"
 )  # by cmake/TwinopOp.cmake
@@ -69,6 +71,14 @@ def build_error(step: str, output: str, sources: Collection[Path]) -> BuildError
         if found := pattern.search(output):
             return BuildError(f"{step}: {cure.format(*found.groups())}\n\n{text}")
     headline = f"{step} failed"
+    if missing := sorted({one or other for one, other in _UNDEFINED.findall(output)}):
+        headline = (
+            f"{step}: nothing defines {', '.join(missing)}. If an object file wants more of tvm-ffi's C "
+            "functions than twinop has (docs/guide/record.md), name a static library that has them: "
+            "twinop build kernel.o libruntime.a"
+        )
+    elif found := _NOT_PIC.search(output):
+        headline = f"{_relative(found[1])}: compiled without -fPIC. Libraries need code with it"
     if first := _first_error(text, sources):
         file, line, said = first
         if "constant" in said and (thrown := _THROWN.search(text)):  # the checks of records are constexpr

@@ -12,6 +12,7 @@ from ..names import check_domain
 
 _OPS = re.compile(r"\bTWINOP_(OP|CPU_OP|CUDA_OP|ELEMENTWISE|ROWWISE|UNARY)\s*\(\s*(\w+)")
 _KERNEL_OPS = re.compile(r"^@(?:twinop\.)?(triton|cuda)_op\(", re.MULTILINE)
+OBJECTS = (".o", ".a")
 _SUFFIXES = (".h", ".hpp", ".cuh", ".cu", ".cpp", ".cc")
 _SETTINGS = {"name": str, "sources": list, "domain": str, "domain_version": int}  # of [tool.twinop]
 
@@ -43,6 +44,8 @@ class Project:
     domain_version: int = 1
     modules: tuple[Path, ...] = ()
     """Python files with kernels."""
+    objects: tuple[Path, ...] = ()
+    """Object files and archives."""
 
 
 def find_project(paths: Sequence[Path] = (), name: str | None = None, domain: str | None = None) -> Project:
@@ -73,7 +76,8 @@ def find_project(paths: Sequence[Path] = (), name: str | None = None, domain: st
     else:
         files = paths
     if name is None:
-        named = paths if len(paths) == 1 else [path for path in paths if path.suffix == ".py"]
+        named = [path for path in paths if path.suffix not in OBJECTS] or paths
+        named = named if len(named) == 1 else [path for path in named if path.suffix == ".py"]
         if len(named) != 1:
             raise BuildError(
                 f"{', '.join(map(str, paths))}: --name is required for several files: --name mish makes the "
@@ -88,15 +92,16 @@ def find_project(paths: Sequence[Path] = (), name: str | None = None, domain: st
     domain = domain or settings.get("domain") or name
     check_domain(domain)
     modules = tuple(path.resolve() for path in files if path.suffix == ".py" and _declares_kernels(path))
-    sources = tuple(_source(path) for path in files if path.resolve() not in modules)
+    objects = tuple(path.resolve() for path in files if path.suffix in OBJECTS)
+    sources = tuple(_source(path) for path in files if path.resolve() not in (*modules, *objects))
     if not modules and not any(source.ops for source in sources):
         said = ", ".join(str(file) for file in files) or f"{paths[0]}: no {', '.join(_SUFFIXES)} file"
         raise BuildError(
             f"{said}: registers no op. Expected a header with TWINOP_UNARY, TWINOP_ELEMENTWISE, "
             "TWINOP_ROWWISE or TWINOP_OP, or a Python file with @twinop.triton_op; `twinop new mish` makes "
-            "one"
+            "one. An object file needs --schema, or such a header"
         )
-    return Project(name, domain, sources, settings.get("domain_version", 1), modules)
+    return Project(name, domain, sources, settings.get("domain_version", 1), modules, objects)
 
 
 def _declares_kernels(path: Path) -> bool:
@@ -112,7 +117,7 @@ def _source(path: Path) -> Source:
         raise BuildError(f"{path}: declares no op with kernels. Expected @twinop.triton_op before a function")
     if path.suffix not in _SUFFIXES:
         raise BuildError(
-            f"{path}: not a source of ops. Expected a file that ends in {', '.join(_SUFFIXES)} or .py"
+            f"{path}: not a source of ops. Expected a file that ends in {', '.join(_SUFFIXES)}, .py, .o or .a"
         )
     try:
         text = path.read_text(encoding="utf-8")

@@ -20,6 +20,7 @@ from ..library import get_cmake_dir, get_include
 from .cache import make_folder, write, writing
 from .diagnostics import build_error, cmake_error
 from .options import Options
+from .project import OBJECTS
 from .toolchain import compiler_command, find_installation, find_tool, identity, nvcc_path, refuse_old_tools
 
 _TRIES = 3  # of files that change while they are compiled
@@ -249,6 +250,7 @@ class _Ninja:
         """Returns the files that the compilers read, but for those of twinop, of compilers and the system."""
         names = [line.strip() for line in self._ask("-t", "deps").splitlines() if line.startswith("    ")]
         found = {os.path.normpath(self.folder / name) for name in names}
+        found |= {str(path) for path in self.files if path.suffix in OBJECTS}
         system = filter(None, (self.folder / "system_folders").read_text().split(";"))
         own = Path(get_include(), "twinop")
         others = tuple(f"{each}/" for each in (*system, own, own.resolve(), self.folder))

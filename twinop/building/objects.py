@@ -1,0 +1,171 @@
+"""Object files with functions of tvm-ffi's C signature, `__tvm_ffi_<name>`: what they have, and their ops."""
+
+import json
+import re
+import struct
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from ..errors import BuildError
+from ..library import sections_of
+from ..names import check_op_name
+from ..op_spec import OpSpec
+from ..schema_text import record_of
+from .cache import write
+from .project import Project
+
+_PREFIX, _METADATA = "__tvm_ffi_", "__tvm_ffi__metadata_"
+_OF_CUDA = re.compile(r"_{0,2}cu(da)?[A-Z]")
+_CALLED = re.compile(
+    r"\bTWINOP_(?:CPU_|CUDA_)?OP\s*\(\s*(\w+)(?:(?!\bTWINOP_\w*OP\b).)*?CallTvmFfi<([\w\s,]+)>", re.DOTALL
+)
+_MACROS = {"cpu": "TWINOP_CPU_OP", "cuda": "TWINOP_CUDA_OP", "both": "TWINOP_OP"}
+_HEADER = """\
+// Written by `twinop build`. A header of your own may say the same, and more.
+#include "twinop/tvm_ffi.h"
+
+namespace twinop {{
+
+TWINOP_TVM_FFI({symbol});
+{macro}({op}, {record}, CallTvmFfi<__tvm_ffi_{symbol}>)
+
+}}  // namespace twinop
+"""
+# Prints the text that a function gives: an Any with a pointer to an object, whose fourth word is the address.
+_ASK = """
+import ctypes, sys
+result = (ctypes.c_int64 * 2)()
+if not getattr(ctypes.CDLL(sys.argv[1]), sys.argv[2])(None, None, 0, result):
+    words = (ctypes.c_int64 * 5).from_address(result[1])
+    print(ctypes.string_at(words[3], words[4]).decode())
+"""
+
+
+def symbols_of(paths: Sequence[Path]) -> tuple[set[str], set[str]]:
+    """Reads the names that object files define, and those that they want of others.
+
+    Raises:
+        BuildError: a file is no object file, or damaged.
+        LibraryError: it is for another machine.
+    """
+    defined, wanted = set[str](), set[str]()
+    for path in paths:
+        with path.open("rb") as file:
+            head = file.read(17)
+        if not head.startswith(b"\x7fELF") or head[16:] != b"\x01":
+            raise BuildError(
+                f"{path}: not an object file (ELF). Expected what a compiler writes with -c, such as kernel.o"
+            )
+        table, names = sections_of(path, path, ".symtab", ".strtab")
+        try:
+            for name, info, _, section, _, _ in struct.iter_unpack("<IBBHQQ", table):
+                if info >> 4:  # not of the file alone
+                    (defined if section else wanted).add(names[name : names.index(b"\0", name)].decode())
+        except (struct.error, ValueError) as error:
+            raise BuildError(f"{path}: the file is damaged or cut short. Compile it again") from error
+    return defined, wanted
+
+
+def write_header(
+    folder: Path,
+    paths: Sequence[Path],
+    schema: str,
+    symbol: str | None = None,
+    device: str | None = None,
+    texts: Sequence[str] = (),
+) -> Path:
+    """Writes the header of an op that is one function of object files, and returns its path.
+
+    Args:
+        symbol: the function. Default: the op's name.
+        device: cpu, cuda, or both: the function is called for tensors of either. Default: cuda if the objects
+            call CUDA.
+        texts: texts of the record, "dtypes=float32; float16".
+
+    Raises:
+        BuildError: no object file, an unknown device or text.
+        RecordError: a text of the record does not parse.
+        TwinopError: the op has a name that it cannot have.
+    """
+    from ..aot_kernels.generate import TEXTS
+
+    objects = [path for path in paths if path.suffix == ".o" and path.is_file()]
+    if not objects:
+        raise BuildError("--schema: the schema is of a function in an object file. Name one: kernel.o")
+    parts = (text.partition("=") for text in texts)
+    given = {name.strip(): value.strip() for name, _, value in parts}
+    if unknown := [name for name, text in given.items() if name not in TEXTS or not text]:
+        raise BuildError(f"--record {unknown[0]}: expected <name>=<text>, with a name of {', '.join(TEXTS)}")
+    record = record_of(schema, "", **given)
+    check_op_name(record.name)
+    if device is None:
+        device = "cuda" if any(map(_OF_CUDA.match, symbols_of(objects)[1])) else "cpu"
+    if device not in _MACROS:
+        raise BuildError(f"--device {device}: expected {', '.join(_MACROS)}")
+    calls = "".join(f".{name}({json.dumps(text)})" for name, text in given.items())
+    text = _HEADER.format(
+        symbol=symbol or record.name,
+        op=record.name,
+        macro=_MACROS[device],
+        record=f"Record({json.dumps(record.schema)}){calls}",
+    )
+    file = folder / f"{record.name}.generated.h"
+    write(file, text.encode())
+    return file
+
+
+def _functions(project: Project) -> list[tuple[str, str]]:
+    """Returns the names of ops and of the functions of objects that they call."""
+    found = [each for source in project.sources for each in _CALLED.findall(source.path.read_text())]
+    return [(op, name) for op, names in found for name in re.findall(rf"{_PREFIX}(\w+)", names)]
+
+
+def check_functions(project: Project) -> None:
+    """Checks that the objects are some for this machine, and have the functions that ops call.
+
+    Raises:
+        BuildError, LibraryError: not so.
+    """
+    objects = [path for path in project.objects if path.suffix == ".o"]
+    defined, _ = symbols_of(objects)
+    for op, function in _functions(project):
+        if _PREFIX + function not in defined and objects == list(project.objects):  # no archive
+            there = sorted(re.findall(rf"\b{_PREFIX}(?!_)(\w+)", " ".join(defined)))
+            raise BuildError(
+                f"the op {op} calls {function}, and no object file defines {_PREFIX}{function}. There are "
+                f"these functions of tvm-ffi: {', '.join(there) or 'none'}"
+            )
+
+
+def check_arguments(library: Path, project: Project, records: Mapping[str, OpSpec]) -> None:
+    """Checks the numbers of arguments of the functions whose objects have tvm-ffi's metadata.
+
+    Raises:
+        BuildError: a record has another number.
+    """
+    for op, function in _functions(project):
+        taken = _parameters(library, function)
+        if taken is None or op not in records:
+            continue
+        record = records[op]
+        given = [*record.parameters, *(name for name in record.outputs if name not in record.written)]
+        if len(given) != len(taken):
+            raise BuildError(
+                f"{function} takes {len(taken)} arguments ({', '.join(taken)}), and "
+                f"the op {op} gives {len(given)}: {', '.join(given)}. Expected the inputs, the attributes "
+                "and the outputs, in this order"
+            )
+
+
+def _parameters(library: Path, function: str) -> list[str] | None:
+    """Returns the types of a function's parameters; None where its object has no metadata that says them."""
+    command = [sys.executable, "-I", "-S", "-c", _ASK, str(library), _METADATA + function]
+    said = subprocess.run(command, capture_output=True, text=True, check=False).stdout
+    try:
+        schema = json.loads(json.loads(said)["type_schema"])
+        taken = schema["named_args"]["params"] if "named_args" in schema else schema["args"][1:]
+        return [each["type"] for each in taken]
+    except (ValueError, KeyError, TypeError):
+        return None
