@@ -1,6 +1,7 @@
 """Runs sessions with numpy arrays, torch tensors or OrtValues; the outputs are of the same kind."""
 
 import sys
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -8,8 +9,9 @@ from typing import Any
 import numpy as np
 
 from twinop.dtypes import dtype_name, element_type, is_foreign_to_numpy
+from twinop.op_spec import entries
 
-from .custom_nodes import Model
+from .custom_nodes import Model, custom_nodes
 from .errors import FeedError, RunError
 from .node_providers import NodeRun, Profile
 from .ort_calls import guarded, require_numbers, to_numpy
@@ -29,6 +31,7 @@ class Session:
         checksums: the SHA-256 of each library's code.
         inputs, outputs: a `Spec` by name.
         required: the inputs that have no default in the model.
+        shareable: the inputs whose memory an output may have, by output (`run`).
         stream: the `torch.cuda.Stream` that the session works on, or None.
         cuda_graph: whether runs on the GPU are captured as CUDA graphs.
         ort: the `onnxruntime.InferenceSession`.
@@ -64,6 +67,7 @@ class Session:
             self.inputs[mask.name] = replace(mask, right_padded=True)
         self.outputs = {each.name: Spec.of(each, each.name in scalars) for each in inner.get_outputs()}
         self.required = [self.inputs[spec.name] for spec in required if not spec.type.startswith("optional")]
+        self.shareable = _shareable(model, libraries)
         self._names = list(self.outputs)
         self._shared_sizes = _shared_sizes(self.inputs)
         self._profile = profile
@@ -84,7 +88,11 @@ class Session:
             self._tensor_runner()
 
     def run(
-        self, feeds: Mapping[str, Any], outputs: Sequence[str] | None = None, *, options: Any = None
+        self,
+        feeds: Mapping[str, Any],
+        outputs: Sequence[str] | Mapping[str, Any] | None = None,
+        *,
+        options: Any = None,
     ) -> dict[str, Any]:
         """Runs the model once.
 
@@ -93,7 +101,9 @@ class Session:
                 torch tensors, or OrtValues. Torch tensors are read in place, on the CPU or on the session's
                 GPU. Tensors that are not contiguous are copied first. Inputs with a default in the model may
                 be left out.
-            outputs: the names of the outputs to return. Default: all.
+            outputs: the names of the outputs to return. Default: all. With torch tensors it may be a dict of
+                contiguous tensors, into which the run writes. One of them may be an input, such as a cache,
+                if one node writes it and no other reads it: it is then not copied.
             options: an `onnxruntime.RunOptions`, for numpy arrays and OrtValues. `options.terminate = True`
                 in another thread ends the run after its current node.
 
@@ -103,8 +113,9 @@ class Session:
             hundred waits for it, which frees memory that ONNX Runtime keeps.
 
         Raises:
-            FeedError: a name, kind, dtype, shape or device does not fit, or a mask in the CPU's memory has
-                its zeros at another place than the model was optimised for.
+            FeedError: a name, kind, dtype, shape or device does not fit, an output shares the memory of an
+                input that another node reads, or a mask in the CPU's memory has its zeros at another place
+                than the model was optimised for.
             RunError: ONNX Runtime or a kernel refused the run.
         """
         names = self._checked_names(feeds, outputs)
@@ -114,7 +125,9 @@ class Session:
             if options is not None:
                 raise FeedError("run options are for numpy arrays and OrtValues, not for torch tensors")
             runner = self._tensors or self._tensor_runner()
-            return runner.run(feeds, names)
+            return runner.run(feeds, names, outputs if isinstance(outputs, Mapping) else {})
+        if isinstance(outputs, Mapping):
+            raise FeedError("memory for outputs is taken with torch tensors only: give the outputs' names")
         options = options or self._options
         if isinstance(first, self._module.OrtValue):
             return self._run_values(feeds, names, options)
@@ -287,6 +300,24 @@ def _as_array(name: str, value: Any) -> np.ndarray:
         return np.asarray(value)
     except (ValueError, TypeError) as error:
         raise FeedError(f"input {name} is {kind_of(value)}, not an array: {error}") from error
+
+
+def _shareable(model: Model, libraries: Sequence[SealedLibrary]) -> dict[str, str]:
+    """Returns the inputs whose memory an output may have, by output: its node is their only reader."""
+    records = {record.node_type: record for library in libraries for record in library.by_onnx_name.values()}
+    nodes = [each.proto for each in custom_nodes(model.proto, lambda node: True)]
+    reads = Counter(name for node in nodes for name in node.input)
+    reads.update(value.name for value in model.proto.graph.output)
+    found = {}
+    for node in model.proto.graph.node:
+        if (record := records.get((node.domain, node.op_type))) is None:
+            continue
+        values = dict(zip((entry.name for entry in record.inputs), node.input, strict=False))
+        values |= zip(record.outputs, node.output, strict=False)
+        for output, name in (entries(record.in_place) | record.written).items():
+            if reads[values.get(name, "")] == 1 and output in values:
+                found[values[output]] = values[name]
+    return found
 
 
 def _scalars(model: Model) -> set[str]:

@@ -34,6 +34,7 @@ class TensorRunner:
         self._inner = inner
         self._inputs = session.inputs
         self._outputs = session.outputs
+        self._shareable = session.shareable
         self._stream = session.stream
         index = int(session.device[5:]) if session.device != "cpu" else 0
         self._session_device = session.device
@@ -67,26 +68,38 @@ class TensorRunner:
         if self._stream is not None:
             weakref.finalize(session.ort, self._free_pinned, self._stream.device)
 
-    def run(self, feeds: Mapping[str, Any], names: list[str]) -> dict[str, torch.Tensor]:
+    def run(
+        self, feeds: Mapping[str, Any], names: list[str], given: Mapping[str, torch.Tensor]
+    ) -> dict[str, torch.Tensor]:
         """Runs the model as `Session.run` does.
 
         Args:
             names: the wanted outputs, which the model has.
+            given: the memory of outputs.
         """
         device = self._device(feeds)
         if device.type == "cpu":
-            return self._run_bound(feeds, names, device)
+            return self._run_bound(feeds, names, device, given)
         if not self._guard:
-            return self._run_cuda(feeds, names, device)
+            return self._run_cuda(feeds, names, device, given)
         # ONNX Runtime leaves its device current in this thread.
         with torch.cuda.device(device):
-            return self._run_cuda(feeds, names, device)
+            return self._run_cuda(feeds, names, device, given)
 
     def _run_cuda(
-        self, feeds: Mapping[str, Any], names: list[str], device: torch.device
+        self,
+        feeds: Mapping[str, Any],
+        names: list[str],
+        device: torch.device,
+        given: Mapping[str, torch.Tensor],
     ) -> dict[str, torch.Tensor]:
         if self._graphs is None:
-            return self._run_bound(feeds, names, device)
+            return self._run_bound(feeds, names, device, given)
+        if given:
+            raise FeedError(
+                "a captured graph has memory of its own: give the outputs' names, or open the session "
+                "without enable_cuda_graph"
+            )
         checked = {name: self._checked(name, value, device) for name, value in feeds.items()}
         with self._lock:  # a graph has one set of buffers
             key = tuple((name, tuple(tensor.shape)) for name, tensor in sorted(checked.items()))
@@ -95,7 +108,7 @@ class TensorRunner:
                 graph = self._graphs[key] = self._new_graph(checked, device, len(self._graphs))
             if graph is not None:
                 return self._replay(graph, checked, names)
-        return self._run_bound(checked, names, device)
+        return self._run_bound(checked, names, device, {})
 
     # -------------------------------------------------------------------------------- checks
 
@@ -143,10 +156,38 @@ class TensorRunner:
             raise FeedError(f"input {name} has no memory of its own to read: {error}") from error
         return tensor
 
+    def _given(
+        self, name: str, output: torch.Tensor, feeds: Mapping[str, torch.Tensor], device: torch.device
+    ) -> torch.Tensor:
+        """Checks the memory of an output."""
+        fits = isinstance(output, torch.Tensor) and output.dtype is self._dtypes[name]
+        fits = fits and self._outputs[name].accepts(output.shape) and output.device == device
+        if not fits or not output.is_contiguous():
+            raise FeedError(
+                f"the memory of output {name} is {kind_of(output)}; expected a contiguous torch tensor, "
+                f"{self._outputs[name].dtype} {self._outputs[name].shape} on {device}"
+            )
+        begin, size = output.data_ptr(), output.nbytes
+        for other, tensor in feeds.items():
+            if begin >= tensor.data_ptr() + tensor.nbytes or tensor.data_ptr() >= begin + size:
+                continue
+            same = (tensor.data_ptr(), tensor.nbytes) == (begin, size)
+            if not same or self._shareable.get(name) != other:
+                raise FeedError(
+                    f"output {name} has memory of input {other}, which a run may overwrite before it is "
+                    f"read: the node of {name} does not write into {other}, or another node reads {other} as "
+                    "well. Give the output memory of its own"
+                )
+        return output
+
     # -------------------------------------------------------------------------------- a run
 
     def _run_bound(
-        self, feeds: Mapping[str, torch.Tensor], names: list[str], device: torch.device
+        self,
+        feeds: Mapping[str, torch.Tensor],
+        names: list[str],
+        device: torch.device,
+        given: Mapping[str, torch.Tensor],
     ) -> dict[str, torch.Tensor]:
         binding = onnxruntime.SessionIOBinding(self._inner)
         place = self._devices[device.type]
@@ -157,6 +198,12 @@ class TensorRunner:
         results: dict[str, Any] = {}  # None where ONNX Runtime allocates
         bound = []
         for name in names:
+            if name in given:
+                results[name] = output = self._given(name, given[name], kept, device)
+                at = output.data_ptr() or NOWHERE
+                binding.bind_output(name, place, self._elements[name], output.shape, at)
+                bound.append(name)
+                continue
             if name in kept:  # an output that is an input: ONNX Runtime would return the input's memory
                 results[name] = kept[name].clone()
                 continue
@@ -184,7 +231,7 @@ class TensorRunner:
             # outputs, it only warns of that. If that helps, it does so from now on.
             declared, self._shapes = self._shapes, dict.fromkeys(self._shapes)
             try:
-                return self._run_bound(kept, names, device)
+                return self._run_bound(kept, names, device, given)
             except RunError:
                 self._shapes = declared
                 raise
@@ -230,7 +277,7 @@ class TensorRunner:
                     name: torch.ones(shape, dtype=self._dtypes[name], device=device)
                     for name, shape in self._last_shapes.items()
                 }
-                self._run_bound(feeds, list(self._outputs), device)
+                self._run_bound(feeds, list(self._outputs), device, {})
             torch.cuda.synchronize()  # the callbacks of the last runs, too
 
     def _fork(self, current: torch.cuda.Stream) -> None:

@@ -13,7 +13,8 @@ from onnx import helper
 from torch._inductor.utils import run_and_get_code
 from torch.library import opcheck
 
-from twinop import export, torch_op
+from twinop import deploy, export, torch_op
+from twinop.deploy import FeedError
 from twinop.errors import ExportError, RecordError, RecordSyntaxError
 from twinop.library import find_library
 from twinop.schema_text import record_of
@@ -210,6 +211,28 @@ def test_onnx_runtime_plans_one_memory() -> None:
     a, b = np.array([1, 2, 3], np.float32), np.array([5, 6, 7], np.float32)
     total, u, v = ort_session(graph.SerializeToString()).run(None, {"a": a, "b": b})
     assert (total.tolist(), u.tolist(), v.tolist()) == ((-a - b).tolist(), b.tolist(), a.tolist())
+
+
+def test_a_session_refuses_one_memory_that_another_node_reads() -> None:
+    cache = torch.randn(6, 3)
+    feeds = {"cache": cache, "rows": ROWS, "position": POSITION}
+    wanted = expected(cache)
+    opened = deploy.session(put_model(), CPU, LIBRARY)
+    assert opened.shareable == {"cache_out": "cache"}
+    result = opened.run(feeds, {"cache_out": cache})["cache_out"]
+    assert result is cache and torch.equal(cache, wanted)
+    with pytest.raises(FeedError, match="output cache_out has memory of input rows"):
+        opened.run(feeds | {"rows": cache[:2]}, {"cache_out": cache})
+    with pytest.raises(FeedError, match="expected a contiguous torch tensor, float32"):
+        opened.run(feeds, {"cache_out": cache.T})
+    with pytest.raises(FeedError, match="with torch tensors only"):
+        opened.run({name: each.numpy() for name, each in feeds.items()}, {"cache_out": cache})
+    late = helper.make_node("Neg", ["cache"], ["late"])
+    opened = deploy.session(put_model(others=(late,), late=FLOAT), CPU, LIBRARY)
+    with pytest.raises(FeedError, match="or another node reads cache as well. Give the output memory"):
+        opened.run(feeds, {"cache_out": cache})
+    found = opened.run(feeds, {"cache_out": torch.empty(6, 3), "late": torch.empty(6, 3)})
+    assert torch.equal(found["late"], -cache) and torch.equal(found["cache_out"], wanted)
 
 
 @pytest.mark.cuda
