@@ -322,6 +322,10 @@ OPERATORS: dict[str, Callable[..., Any]] = {
     "ReduceSum": _reduction(torch.sum),
     "ReduceSumSquare": _reduction(lambda x, dims, keep: x.square().sum(dims, keep)),
     "Reshape": _reshape,
+    "ScatterElements": lambda x, indices, updates, *, axis=0: x.scatter(
+        axis, indices % max(x.shape[axis], 1), updates
+    ),
+    "ScatterND": lambda x, indices, updates: x.index_put(indices.unbind(-1), updates),
     "Shape": lambda x, *, start=0, end=None: torch.tensor(x.shape[start:end], dtype=torch.int64),
     "Size": lambda x: torch.tensor(x.numel()),
     "Slice": _slice,

@@ -22,6 +22,7 @@ from twinop.triton.installed import check_triton
 
 from .arguments import signature_of, tensors_of
 from .autograd import make_function
+from .mutation import register_mutating
 from .rules import as_tuple, run_body, vmap_rule
 
 _TYPES = {"int": int, "float": float, "bool": bool, "str": str, "int[]": Sequence[int]}
@@ -42,16 +43,29 @@ def register(declared: KernelOp, functions: dict[str, Callable[..., Any]]) -> Ca
     make = torch.library.triton_op if declared.kind == "triton" else torch.library.custom_op
     op: Any = make(record.torch_name, _implementation(declared), mutates_args=())
     op.register_fake(_implementation(declared, fake=True))
-    overload = getattr(getattr(torch.ops, record.namespace), record.name).default
+    overload = getattr(getattr(torch.ops, record.namespace), record.functional_name).default
     function, _, derivative = make_function(record, overload, functions)
     op.register_autograd(derivative.backward, setup_context=derivative.setup_context)
     op.register_vmap(vmap_rule(record, overload))
-    functions[record.name] = function
-    return function
+    functions[record.functional_name] = function
+    if record.written:
+        library = _library(record.namespace)
+        library.define(record.schema)
+        fake, on_cuda = _implementation(declared, fake=True), _implementation(declared, mutates=True)
+        functions[record.name] = register_mutating(record, library, fake, overload, on_cuda)
+    return functions[record.name]
 
 
-def _implementation(declared: KernelOp, fake: bool = False) -> Callable[..., Any]:
-    """Returns what the op does, as a function that torch can trace, with the schema's types."""
+@cache
+def _library(namespace: str) -> torch.library.Library:
+    return torch.library.Library(namespace, "FRAGMENT")
+
+
+def _implementation(declared: KernelOp, fake: bool = False, mutates: bool = False) -> Callable[..., Any]:
+    """Returns what the op does, as a function that torch can trace, with the schema's types.
+
+    It returns copies of the inputs that the op writes, unless it `mutates`: then it writes into them.
+    """
     record = declared.record
     count = len(record.inputs)
     names = [entry.name for entry in record.attributes]
@@ -63,13 +77,20 @@ def _implementation(declared: KernelOp, fake: bool = False) -> Callable[..., Any
                 f"it: twinop build {declared.file.name}"
             )
         inputs, attributes = args[:count], dict(zip(names, args[count:], strict=True))
-        if not fake and tensors_of(inputs)[0].device.type == "cpu":
-            with _launches(_skipped):
-                outputs = _launch(declared, inputs, attributes)
+        on_cpu = not fake and tensors_of(inputs)[0].device.type == "cpu"
+        given, written = list(inputs), []
+        for i, entry in enumerate(record.inputs):
+            if entry.written and not mutates:
+                given[i] = inputs[i].clone(memory_format=torch.contiguous_format)
+                written.append(given[i])
+        with _launches(_skipped if fake or on_cpu else _launched):
+            outputs = _launch(declared, given, attributes)
+        if written:
+            returned = () if outputs is None else as_tuple(outputs)
+            outputs = (*returned, *written) if len(returned) + len(written) > 1 else written[0]
+        if on_cpu:
             run_body(record, as_tuple(outputs), inputs, attributes, declared.place)
-            return outputs
-        with _launches(_skipped if fake else _launched):
-            return _launch(declared, inputs, attributes)
+        return outputs
 
     def call(*args: Any, **kwargs: Any) -> Any:
         bound = signature.bind(*args, **kwargs)

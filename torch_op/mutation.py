@@ -20,13 +20,18 @@ Rule = Callable[..., Any]
 
 
 def register_mutating(
-    record: OpSpec, library: torch.library.Library, fake: Rule, on_cpu: Rule | None
+    record: OpSpec,
+    library: torch.library.Library,
+    fake: Rule,
+    on_cpu: Rule | None,
+    on_cuda: Rule | None = None,
 ) -> Rule:
     """Registers what torch needs of the op that mutates, and returns its Python function.
 
     Args:
         fake: the rule of the functional twin.
         on_cpu: what runs the twin on CPU tensors; None: the op has a CPU kernel.
+        on_cuda: what runs the op on CUDA tensors, the written ones contiguous; None: it has a CUDA kernel.
     """
     op = getattr(getattr(torch.ops, record.namespace), record.name).default
     twin = getattr(getattr(torch.ops, record.namespace), record.functional_name).default
@@ -88,6 +93,15 @@ def register_mutating(
     library.impl(record.name, trace, "Tracer")
     if on_cpu is not None:
         library.impl(record.name, functools.partial(run_twin, rule=on_cpu), "CPU")
+
+    if on_cuda is not None:
+
+        def run_on_cuda(*args: Any, **kwargs: Any) -> Any:
+            arguments = bind(signature, args, kwargs)
+            fits = all(arguments[name].is_contiguous() for name in names)
+            return (on_cuda if fits else run_twin)(*arguments.values())
+
+        library.impl(record.name, run_on_cuda, "CUDA")
 
     def function(*args: Any, **kwargs: Any) -> Any:
         return op(*args, **kwargs)

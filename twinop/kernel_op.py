@@ -79,7 +79,9 @@ class KernelOp(Op):
     @cached_property
     def body_in_torch(self) -> Callable[..., Any] | None:
         """The body as a torch function of inputs and attributes; None: it is an ONNX builder."""
-        return None if _is_builder(self.body) else self.body
+        if _is_builder(self.body):
+            return None
+        return _functional(self.body, self.record) if self.record.written else self.body
 
     def on_cpu(self, *inputs: Any, **attributes: Any) -> Any:
         """Computes the outputs from the body, in torch."""
@@ -121,6 +123,24 @@ class KernelOp(Op):
         return found
 
 
+def _functional(body: Callable[..., Any], record: OpSpec) -> Callable[..., Any]:
+    """Returns a body that refuses to write into its inputs, which the op itself does."""
+
+    @functools.wraps(body)
+    def call(*inputs: Any, **attributes: Any) -> Any:
+        versions = [None if tensor is None else tensor._version for tensor in inputs]
+        results = body(*inputs, **attributes)
+        for entry, tensor, version in zip(record.inputs, inputs, versions, strict=True):
+            if tensor is not None and tensor._version != version:
+                raise RecordError(
+                    f"the body of {record.qualified_name} writes into {entry.name}. A body is functional: "
+                    f"return {', '.join(record.outputs)}, with index_copy, scatter or where"
+                )
+        return results
+
+    return call
+
+
 def _as_tuple(value: Any) -> tuple[Any, ...]:
     return tuple(value) if isinstance(value, Sequence) else (value,)
 
@@ -148,10 +168,12 @@ def triton_op(
     """Makes an op of a function that launches Triton kernels.
 
     Args:
-        schema: in torch's language: `rms_norm(Tensor x, Tensor weight, float eps=1e-6) -> Tensor`.
+        schema: in torch's language: `rms_norm(Tensor x, Tensor weight, float eps=1e-6) -> Tensor`. Kernels
+            store to new tensors, which the launcher returns, and to inputs that are `Tensor(a!)`.
         body: what the op means. A torch function of the inputs and, by name, the attributes, or an ONNX
             builder, whose first parameter is named `op` (`twinop/export/bodies.py`). 16-bit inputs arrive as
-            float32. It runs on the CPU, and becomes the function body of exported models.
+            float32. It runs on the CPU, and becomes the function body of exported models. It returns all
+            outputs, at the end the new content of the inputs that the op writes.
         dtypes: the dtypes of the inputs. Each entry is a dtype for all tensors, or names others:
             "float16 mean=float32".
         backward: the derivative. A torch function that returns a gradient for each input (None: no gradient),

@@ -79,10 +79,20 @@ def has_derivative(record: OpSpec) -> bool:
 
 def run_in_torch(record: OpSpec, sample: Sample, **attributes: Any) -> tuple[torch.Tensor, ...]:
     """Calls the op through `torch.ops`; returns its outputs, also a single one, as a tuple."""
-    op = getattr(getattr(torch.ops, record.namespace), record.name)
+    op = getattr(getattr(torch.ops, record.namespace), record.functional_name)
     _note(record, sample)
     results = op(*sample.inputs.values(), **sample.attributes, **attributes)
     return results if isinstance(results, tuple) else (results,)
+
+
+def run_in_place(record: OpSpec, sample: Sample) -> tuple[torch.Tensor, ...]:
+    """Calls an op that writes into inputs, on copies of them; returns the outputs, as its twin does."""
+    copies = Sample(sample.inputs | {n: sample.inputs[n].clone() for n in record.written.values()})
+    _note(record, sample)
+    op = getattr(getattr(torch.ops, record.namespace), record.name)
+    results = op(*copies.inputs.values(), **sample.attributes)
+    returned = () if results is None else results if isinstance(results, tuple) else (results,)
+    return (*returned, *(copies.inputs[name] for name in record.written.values()))
 
 
 def call(record: OpSpec, sample: Sample) -> tuple[torch.Tensor, ...]:

@@ -21,7 +21,7 @@ class OpUnderTest:
     """An op under test.
 
     Attributes:
-        function: the op as a Python function.
+        function: the op as a Python function, which writes into no input.
         module: has the op's function body, and perhaps the functions `samples` and `reference`.
     """
 
@@ -52,7 +52,8 @@ def add_library(path: Path, module: ModuleType | None = None) -> list[OpSpec]:
     ops = torch_op.load(path)
     records = list(ops.records.values())
     for record in records:
-        _ops[record.key] = OpUnderTest(record, ops.library.path, ops.functions[record.name], module)
+        function = ops.functions[record.functional_name]
+        _ops[record.key] = OpUnderTest(record, ops.library.path, function, module)
     return records
 
 

@@ -141,7 +141,8 @@ def _launch(
                 if isinstance(argument.value, Pointer) and argument.value.base == "input":
                     raise BuildError(
                         f"{launch.label}: it stores to {argument.name}, which is an input of the op where "
-                        f"{launch.line} launches it. An op writes to new tensors only"
+                        f"{launch.line} launches it. An op writes to new tensors, and to inputs that are "
+                        "Tensor(a!) in its schema"
                     )
             for position in uses.narrow:
                 value = pointers[position].value

@@ -57,6 +57,8 @@ def with_shapes(record: OpSpec, traced: Traced, place: str) -> OpSpec:
     given = entries(record.shapes)
     found = {}
     for index, name in enumerate(record.outputs):
+        if name in record.written:
+            continue
         if name in given:
             if not _fits(record, given[name], traced, index):
                 raise BuildError(

@@ -54,11 +54,14 @@ class Recorder(TorchDispatchMode):
         self._storages: dict[int, Pointer] = {}
         self._sizes: list[Expression] = []
         self._kept: list[torch.Tensor] = []  # an address must not be that of two tensors
+        self._written: list[torch.Tensor] = []
 
-    def add_input(self, index: int, tensor: torch.Tensor) -> None:
-        """Makes a tensor known as an input."""
-        self._storages[_address(tensor)] = Pointer("input", index)
+    def add_input(self, place: Pointer, tensor: torch.Tensor) -> None:
+        """Makes a tensor known as an input; one that the op writes has the place of an output."""
+        self._storages[_address(tensor)] = place
         self._kept.append(tensor)
+        if place.base == "output":
+            self._written.append(tensor)
 
     def line(self) -> str:
         """Returns the line of the launcher that runs, "mish.py:14"."""
@@ -151,21 +154,27 @@ class Recorder(TorchDispatchMode):
     ) -> tuple[tuple[Output, ...], tuple[Expression, ...], tuple[Any, ...]]:
         """Says which tensors are outputs.
 
+        Args:
+            returned: what the launcher returned.
+            count: how many tensors the schema returns.
+
         Returns:
-            The outputs, the bytes of the temporary tensors, and the steps with pointers to these.
+            The outputs, at the end the inputs that the op writes; the bytes of the temporary tensors; the
+            steps with pointers to these.
 
         Raises:
             BuildError: the launcher did not return so many new tensors.
         """
+        returned = returned if returned is not None or count else ()
         returned = tuple(returned) if isinstance(returned, (tuple, list)) else (returned,)
         at = f"{Path(self._code.co_filename).name}:{self._code.co_firstlineno}: {self._code.co_name}"
         if len(returned) != count or not all(isinstance(tensor, torch.Tensor) for tensor in returned):
             kinds = ", ".join(type(value).__name__.replace("FakeTensor", "tensor") for value in returned)
-            raise BuildError(f"{at} returns {kinds}; its schema has {count} output{'s' * (count > 1)}")
+            raise BuildError(f"{at} returns {kinds}; its schema has {count} output{'s' * (count != 1)}")
         places: dict[int, Pointer] = {}
         for index, tensor in enumerate(returned):
             storage = self._storages.get(_address(tensor))
-            if storage is None or storage.base == "input":
+            if storage is None or storage.base != _LOCAL:
                 raise BuildError(
                     f"{at} returns an input, or a view of one, as output {index}; expected a new tensor, as "
                     "torch.empty_like makes it"
@@ -179,7 +188,8 @@ class Recorder(TorchDispatchMode):
         used = dict.fromkeys(p.index for step in self.steps for p in _pointers(step) if p.base == _LOCAL)
         temporaries = [index for index in used if index not in places]
         places |= {index: Pointer("temporary", place) for place, index in enumerate(temporaries)}
-        outputs = tuple(Output(_name(t.dtype), tuple(map(self.expression, t.shape))) for t in returned)
+        tensors = (*returned, *self._written)
+        outputs = tuple(Output(_name(t.dtype), tuple(map(self.expression, t.shape))) for t in tensors)
         sizes = tuple(self._sizes[index] for index in temporaries)
         return outputs, sizes, tuple(_placed(step, places) for step in self.steps)
 
@@ -219,7 +229,7 @@ class Recorder(TorchDispatchMode):
                 "Fill the tensor in a kernel"
             )
         if pointer.base == "input":
-            raise self.error("the launcher writes to an input")
+            raise self.error("the launcher writes to an input. Its schema says which it writes: Tensor(a!) x")
         if not tensor.is_contiguous():
             raise self.error("only contiguous tensors can be filled. Fill this one in a kernel")
         size = self.expression(tensor.numel() * tensor.element_size())

@@ -12,8 +12,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from ..aot_kernels.expression import Expression, attribute, text_is
 from ..aot_kernels.nvrtc import cuda_launches
-from ..aot_kernels.plan import Plan, Refuse
-from ..errors import BuildError
+from ..aot_kernels.plan import Plan, Pointer, Refuse
+from ..errors import BuildError, RecordError
 from ..op_spec import Attribute, OpSpec, entries
 from ..shapes import evaluate
 from .expressions import NotAnExpression
@@ -127,7 +127,7 @@ class _Tracer:
                 continue
             try:
                 paths.append(self.run(call))
-            except BuildError:
+            except (BuildError, RecordError):  # the latter: of the shapes that the record requires
                 if is_given:
                     raise
                 failed.add(kind)
@@ -209,7 +209,7 @@ class _Tracer:
             except Exception as error:  # what the launcher says of these sizes
                 message = f"{self._line(error)}: {type(error).__name__}: {error}".rstrip(": ")
                 return None, (), (Refuse(symbols.described(message)),)
-            return recorder.finish(returned, len(self.record.outputs))
+            return recorder.finish(returned, len(self.record.outputs) - len(self.record.written))
 
     def _inputs(self, recorder: Recorder, call: Call, attributes: Mapping[str, Any]) -> list[Any]:
         dtypes, required = self.record.combinations[self.combination], entries(self.record.input_shapes)
@@ -220,6 +220,8 @@ class _Tracer:
         for name, text in required.items():
             if shapes[name] is not None:
                 shapes[name] = evaluate(self.record, text, shapes, attributes)
+        outputs = self.record.outputs
+        written = {name: Pointer("output", outputs.index(each)) for each, name in self.record.written.items()}
         inputs: list[Any] = []
         for index, (name, shape) in enumerate(shapes.items()):
             if shape is None:
@@ -228,7 +230,7 @@ class _Tracer:
             recorder.symbols.in_torch = True
             tensor = torch.empty(shape, dtype=getattr(torch, dtypes[name]), device="cuda")
             recorder.symbols.in_torch = False
-            recorder.add_input(index, tensor)
+            recorder.add_input(written.get(name, Pointer("input", index)), tensor)
             inputs.append(tensor)
         return inputs
 

@@ -271,7 +271,7 @@ def test_compile_without_graph_break(record: OpSpec, device: str) -> None:
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script")
 def test_opcheck(record: OpSpec, device: str) -> None:
     """Every op, including backward ops, passes torch's opcheck."""
-    op = getattr(getattr(torch.ops, record.namespace), record.name).default
+    op = getattr(getattr(torch.ops, record.namespace), record.functional_name).default
 
     def prepared(tensor: torch.Tensor, strided: bool) -> torch.Tensor:
         if tensor.is_floating_point():
