@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from twinop.dtypes import dtype_name
+from twinop.dtypes import ELEMENT_TYPES, FLOATS_8, dtype_name
 from twinop.errors import ExportError
 from twinop.op_schema import default_of
 from twinop.op_spec import OpSpec
@@ -49,10 +49,10 @@ def evaluate_body(
     """Computes the outputs of an op from its function body.
 
     Args:
-        inputs: every input of the record in order; None where absent. 16-bit inputs are computed in float32,
-            and the outputs are rounded to the dtype of the first input.
+        inputs: every input of the record in order; None where absent. Narrow inputs are computed in float32.
         attributes: the attributes that differ from their defaults.
-        stored: the dtype to which `op.rounded` rounds; by default that of the first input.
+        stored: the dtype to which `op.rounded` rounds; by default that of the first input, and the outputs
+            are rounded to those that the record gives them.
         ops: makes the `op` of the body instead of TorchOps.
 
     Raises:
@@ -66,7 +66,11 @@ def evaluate_body(
     body.check(record)
     first = inputs[0]
     assert first is not None
-    floating = [tensor.dtype for tensor in inputs if tensor is not None and tensor.is_floating_point()]
+    floating = [
+        tensor.dtype if tensor.itemsize > 1 else torch.float32
+        for tensor in inputs
+        if tensor is not None and tensor.is_floating_point()
+    ]
     compute = reduce(torch.promote_types, floating, torch.float32 if floating else first.dtype)
     given = {entry.name: default_of(entry) for entry in record.attributes} | dict(attributes or {})
     named = {}
@@ -88,9 +92,15 @@ def evaluate_body(
     ]
     results = body.build(op, *wide, **named)
     results = results if isinstance(results, tuple) else (results,)
-    if compute != first.dtype and first.is_floating_point():
-        return tuple(result.to(first.dtype) if result.is_floating_point() else result for result in results)
-    return results
+    if stored is not None:
+        return results
+    given = {e.name: _name(t.dtype) for e, t in zip(record.inputs, inputs, strict=True) if t is not None}
+    other = first.dtype if first.is_floating_point() else compute
+    wanted = record.combination_of(given) or dict.fromkeys(record.outputs, _name(other))
+    return tuple(
+        _cast(result, to=ELEMENT_TYPES[wanted[name]]) if result.is_floating_point() else result
+        for name, result in zip(record.outputs, results, strict=True)
+    )
 
 
 def _name(dtype: torch.dtype) -> str:
@@ -263,6 +273,14 @@ def _sums_to_one(x, *, axis=-1):
     return F.one_hot(x.argmax(axis), x.shape[axis]).movedim(-1, axis).to(x.dtype)
 
 
+def _cast(x, *, to, saturate=1):
+    name = dtype_name(to)
+    if name in FLOATS_8 and saturate:  # older versions of torch do not saturate
+        largest = torch.finfo(getattr(torch, name)).max
+        x = x.clamp(-largest, largest)
+    return x.to(getattr(torch, name))
+
+
 OPERATORS: dict[str, Callable[..., Any]] = {
     "ArgMax": _arg(torch.argmax),
     "ArgMin": _arg(torch.argmin),
@@ -289,7 +307,7 @@ OPERATORS: dict[str, Callable[..., Any]] = {
     "ThresholdedRelu": lambda x, *, alpha=1.0: torch.where(x > alpha, x, 0),
     "Tile": lambda x, repeats: x.tile(_ints(repeats)),
     "TopK": lambda x, k, *, axis=-1, largest=1, sorted=1: tuple(x.topk(int(k), axis, bool(largest))),
-    "Cast": lambda x, *, to: x.to(getattr(torch, dtype_name(to))),
+    "Cast": _cast,
     "CastLike": lambda x, like: x.to(like.dtype),
     "Clip": lambda x, low=None, high=None: x if low is high is None else x.clamp(low, high),
     "Concat": lambda *tensors, axis: torch.cat(tensors, axis),

@@ -328,9 +328,10 @@ def _noise(
     generator = torch.Generator().manual_seed(0)
 
     def nudged(tensor: torch.Tensor) -> torch.Tensor:
-        signs = (torch.randint(2, tensor.shape, generator=generator) * 2 - 1).to(tensor)
-        finfo = torch.finfo(tensor.dtype)
-        return torch.where(tensor == 0, signs * finfo.tiny, tensor * (1 + signs * 4 * finfo.eps))
+        signs = (torch.randint(2, tensor.shape, generator=generator) * 2 - 1).to(tensor.device)
+        finfo, wide = torch.finfo(tensor.dtype), tensor.double()
+        near = torch.where(wide == 0, signs * finfo.tiny, wide * (1 + signs * 4 * finfo.eps))
+        return near.to(tensor.dtype)
 
     numbers = {name: tensor for name, tensor in tensors.items() if tensor.is_floating_point()}
     zeros = not any(tensor.any() for tensor in numbers.values())

@@ -9,7 +9,7 @@ import onnx
 import onnx_ir as ir
 from onnxscript import build_function, build_graph
 
-from twinop.dtypes import FLOATING, dtype_name
+from twinop.dtypes import FLOATING, FLOATS_8, dtype_name
 from twinop.errors import ExportError, option
 from twinop.op_schema import default_of
 from twinop.op_spec import Attribute, OpSpec
@@ -70,6 +70,8 @@ class AttributeArgument:
     )
     __lt__ = __le__ = __gt__ = __ge__ = __hash__ = _refuse
 
+
+_FLOATS = (*FLOATING, *FLOATS_8)
 
 _CONSTANT_DTYPES = {
     ir.AttributeType.INT: ir.DataType.INT64,
@@ -242,7 +244,7 @@ def trace(body: Body, calls: Sequence[Call], opset: int, *, by_rank: bool = Fals
     """
     record = calls[0].record
     dtypes = {name: {call.dtypes[name] for call in calls} for name in calls[0].dtypes}
-    floating = set().union(*dtypes.values()).intersection(FLOATING)
+    floating = set().union(*dtypes.values()).intersection(_FLOATS)
     compute = None
     if floating:  # the widest type in the model, to which the narrower ones convert without loss
         compute = ir.DataType.DOUBLE if "float64" in floating else ir.DataType.FLOAT
@@ -252,11 +254,11 @@ def trace(body: Body, calls: Sequence[Call], opset: int, *, by_rank: bool = Fals
         arguments: list[ir.Value | None] = []
         for value in inputs:
             found = dtypes[str(value.name)]
-            floats = {ONNX_TYPES[dtype] for dtype in found.intersection(FLOATING)}
+            floats = {ONNX_TYPES[dtype] for dtype in found.intersection(_FLOATS)}
             if value.name not in calls[0].inputs:
                 arguments.append(None)
             elif floats and (any_float or floats != {compute}):
-                if found.difference(FLOATING):  # a cast could change an integer
+                if found.difference(_FLOATS):  # a cast could change an integer
                     raise _mixed_error(record, str(value.name), found)
                 arguments.append(ops.computed(value))
             else:

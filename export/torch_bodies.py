@@ -22,7 +22,7 @@ from onnx_ir.passes.common import InlinePass
 from torch.fx.experimental import _config
 from torch.overrides import TorchFunctionMode
 
-from twinop.dtypes import FLOATING
+from twinop.dtypes import FLOATING, FLOATS_8
 from twinop.errors import ExportError, option
 from twinop.kernel_op import DECLARED, KernelOp
 
@@ -125,7 +125,7 @@ def _exported(
     ranks: Ranks,
 ) -> _Exported:
     floats = [entry.name for entry in declared.record.attributes if entry.kind == "float"]
-    dtypes = tuple(setting.compute if dtype in FLOATING else dtype for dtype in setting.dtypes)
+    dtypes = tuple(setting.compute if dtype in (*FLOATING, *FLOATS_8) else dtype for dtype in setting.dtypes)
     key = declared.record.key, dtypes, setting.opset, ranks, tuple(sorted(fixed.items()))
     first, second = (
         _export(*key, tuple((name, base + i * _STEP) for i, name in enumerate(floats)))

@@ -49,7 +49,9 @@ enum {
   TWINOP_COMPLEX128 = 12,
   TWINOP_UINT16 = 13,
   TWINOP_UINT32 = 14,
-  TWINOP_UINT64 = 15
+  TWINOP_UINT64 = 15,
+  TWINOP_FLOAT8_E4M3FN = 16,
+  TWINOP_FLOAT8_E5M2 = 17
 };
 
 /* Device types (twinop_context.device_type). */

@@ -7,10 +7,10 @@
 //
 //   TWINOP_ELEMENTWISE(relu, Relu, Record("relu(Tensor x) -> Tensor").in_place("y = x"))
 //
-// The op then runs on both devices in fp32, fp16, bf16 and fp64. Its inputs broadcast as NumPy's
-// and may have any strides. A functor takes 1 to 3 values, in the order of the op's inputs. A
-// functor with several outputs returns elementwise::Results. A functor with attributes has a
-// constructor:
+// The op then runs on both devices in fp32, fp16, bf16 and fp64. With other dtypes in its record,
+// "float32 y=int8", it computes in fp32. Its inputs broadcast as NumPy's and may have any strides.
+// A functor takes 1 to 3 values, in the order of the op's inputs. A functor with several outputs
+// returns elementwise::Results. A functor with attributes has a constructor:
 //
 //   template <class Op>
 //   explicit LeakyRelu(const CallOf<Op>& call) : slope(AttributeOf<float>(call, "slope"_name)) {}
@@ -99,6 +99,48 @@ Outputs<T, kOutputs> OutputPointers(const Call& call) {
   return outputs;
 }
 
+// Whether the operands of a call are not all of one dtype that the functor computes in. They are
+// then computed in fp32: of(i) is the dtype of operand i.
+template <class Of>
+constexpr bool IsMixed(int operands, const Of& of) {
+  const DType first = of(0);
+  bool mixed = first != DType::kFloat64 && (!IsStorage(first) || Info(first).size == 1);
+  for (int i = 1; i < operands; ++i) mixed = mixed || of(i) != first;
+  return mixed;
+}
+
+// Whether the record of an op has such a combination; whether the skeleton lacks kernels for one.
+struct Mixed {
+  bool found = false, wrong = false;
+};
+template <class Op>
+constexpr Mixed FindMixed() {
+  constexpr const Record& kRecord = Op::kRecord;
+  constexpr int kInputs = static_cast<int>(kRecord.schema.input_count);
+  constexpr int kOperands = kInputs + static_cast<int>(kRecord.schema.output_count);
+  Mixed mixed;
+  for (std::size_t i = 0; i < kRecord.CombinationCount(); ++i) {
+    const auto of = [i](int k) {
+      return k < kInputs ? Op::kRecord.input_types[i][k] : Op::kRecord.output_types[i][k - kInputs];
+    };
+    if (!IsMixed(kOperands, of)) continue;
+    mixed.found = true;
+    for (int k = 0; k < kOperands; ++k) mixed.wrong = mixed.wrong || !IsStorage(of(k));
+  }
+  return mixed;
+}
+template <class AnyCall>
+inline constexpr Mixed kMixed{};
+template <class Op>
+inline constexpr Mixed kMixed<CallOf<Op>> = FindMixed<Op>();
+
+template <int kOutputs, int kInputs>
+bool IsMixed(const Call& call) {
+  return IsMixed(kOutputs + kInputs, [&](int k) {
+    return k < kOutputs ? call.outputs[k].dtype : call.inputs[k - kOutputs].dtype;
+  });
+}
+
 // The launchers of a functor on each device.
 template <template <class> class F, class AnyCall>
 Status Cpu(const AnyCall& call);
@@ -131,6 +173,10 @@ template <template <class> class F, class Op>
 Status Launcher(const CallOf<Op>& call) {
   constexpr const Schema& kSchema = Op::kRecord.schema;
   static_assert(Op::kRecord.is_elementwise, "the record of an elementwise op says .elementwise()");
+  static_assert(
+      !kMixed<CallOf<Op>>.wrong,
+      "an elementwise op whose tensors are not all of one of float32, float16, bfloat16 and "
+      "float64 may have these but float64, float8_e4m3fn, float8_e5m2, int8 and uint8");
   static_assert(kArity<F> > 0,
                 "an elementwise functor has `T operator()(T, ...) const` of 1 to 3 values");
   if constexpr (kArity<F> > 0) {

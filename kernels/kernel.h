@@ -38,6 +38,8 @@ constexpr DType DTypeOf() {
   if constexpr (std::is_same_v<T, std::uint32_t>) return DType::kUInt32;
   if constexpr (std::is_same_v<T, std::uint64_t>) return DType::kUInt64;
   if constexpr (std::is_same_v<T, bool>) return DType::kBool;
+  if constexpr (std::is_same_v<T, Float8E4M3>) return DType::kFloat8E4M3;
+  if constexpr (std::is_same_v<T, Float8E5M2>) return DType::kFloat8E5M2;
   return DType::kNone;
 }
 

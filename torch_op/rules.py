@@ -266,7 +266,7 @@ def autocast_rule(record: OpSpec, op: Rule, device: str) -> Rule:
             for entry in record.inputs
             if isinstance(arguments[entry.name], torch.Tensor)
         }
-        floating = {name: tensor for name, tensor in given.items() if tensor.is_floating_point()}
+        floating = {n: t for n, t in given.items() if t.is_floating_point() and t.itemsize > 1}
         wanted = _dtype_under_autocast(record, given, floating, device)
         if wanted is not None:
             arguments |= {name: tensor.to(wanted) for name, tensor in floating.items()}

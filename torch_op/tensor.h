@@ -39,6 +39,8 @@ inline constexpr std::int32_t (*kTorchTypes[])() = {
     aoti_torch_dtype_uint16,
     aoti_torch_dtype_uint32,
     aoti_torch_dtype_uint64,
+    aoti_torch_dtype_float8_e4m3fn,
+    aoti_torch_dtype_float8_e5m2,
 };
 static_assert(std::size(kTorchTypes) == std::size(kDTypes));
 

@@ -28,6 +28,9 @@ ELEMENT_TYPES = {name: element for element, name in _NAMES.items()} | {
 FLOATING = ("float32", "float16", "bfloat16", "float64")
 """The floating-point types that the ops compute in."""
 
+FLOATS_8 = ("float8_e4m3fn", "float8_e5m2")
+"""Those that tensors have beside them: they are computed in float32, also in function bodies."""
+
 
 def dtype_name(element: int) -> str:
     """Returns numpy's and torch's name of an ONNX element type; for types that they lack, ONNX's own."""

@@ -36,7 +36,7 @@ DECLARED: dict[str, "KernelOp"] = {}
 
 _DTYPES = (
     "float32", "float16", "bfloat16", "float64", "int8", "int16", "int32", "int64",
-    "uint8", "uint16", "uint32", "uint64", "bool",
+    "uint8", "uint16", "uint32", "uint64", "bool", "float8_e4m3fn", "float8_e5m2",
 )  # fmt: skip
 
 

@@ -6,7 +6,10 @@ import numpy as np
 
 from .dtypes import to_array
 
-TOLERANCE = {"float64": 1e-9, "float32": 1e-4, "float16": 5e-3, "bfloat16": 4e-2}
+TOLERANCE = {
+    "float64": 1e-9, "float32": 1e-4, "float16": 5e-3, "bfloat16": 4e-2, "float8_e4m3fn": 0.13,
+    "float8_e5m2": 0.26,
+}  # fmt: skip
 """The largest accepted `difference` by dtype. Two implementations may sum in different orders."""
 
 

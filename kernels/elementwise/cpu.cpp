@@ -12,8 +12,8 @@ namespace {
 // which one core moves about 64 KiB.
 constexpr std::int64_t kGrain = 1 << 15;
 
-// Tensors that are not contiguous, or of fp16, are computed in pieces that stay in the first-level
-// cache.
+// Tensors that are not contiguous, or of a dtype other than the loop's, are computed in pieces that
+// stay in the first-level cache.
 constexpr std::int64_t kPieceBytes = 4096;
 constexpr std::int64_t kMaxPiece = kPieceBytes / sizeof(float);
 
@@ -88,21 +88,24 @@ struct Pieces {
   std::int64_t Grain() const { return kGrain / std::min(segment, piece) + 1; }
 };
 
-// A call whose operands pass through buffers where they are not contiguous or of fp16.
+// A call whose operands pass through buffers where they are not contiguous or not of the loop's
+// dtype.
 class BufferedCall {
  public:
-  BufferedCall(const Call& call, int outputs, int inputs, const Loop& loop, const void* functor)
+  BufferedCall(const Call& call, int outputs, int inputs, const Loop& loop, DType dtype,
+               const void* functor)
       : outputs_(outputs),
         operands_(outputs + inputs),
-        is_half_(call.outputs[0].dtype == DType::kFloat16),
-        size_(Info(call.outputs[0].dtype).size),
-        compute_size_(is_half_ ? sizeof(float) : size_),
+        compute_size_(Info(dtype).size),
         run_(loop, functor, outputs, inputs, compute_size_),
         layout_(MakeLayout<kMaxOperands>(call, outputs, inputs)),
         pieces_(layout_.numel, layout_.sizes[0], std::max(compute_size_, sizeof(float))) {
     for (int k = 0; k < operands_; ++k) {
       const Tensor& tensor = k < outputs ? call.outputs[k] : call.inputs[k - outputs];
       data_[k] = tensor.as<char>();
+      dtypes_[k] = tensor.dtype;
+      sizes_[k] = Info(tensor.dtype).size;
+      converts_[k] = tensor.dtype != dtype;
       contiguous_[k] = layout_.IsFlat(k);
       scalar_[k] = k >= outputs && layout_.IsScalar(k);
     }
@@ -117,7 +120,7 @@ class BufferedCall {
   void RunPieces(std::int64_t begin, std::int64_t end) const {
     alignas(64) char buffers[kMaxOperands][kPieceBytes];
     for (int k = outputs_; k < operands_; ++k)
-      if (scalar_[k]) FillScalar(data_[k], buffers[k]);
+      if (scalar_[k]) FillScalar(k, buffers[k]);
 
     std::int64_t first = pieces_.First(begin);
     Position position(first, layout_.rank, layout_.sizes);
@@ -143,7 +146,7 @@ class BufferedCall {
     void* values[kMaxOperands];  // of the piece, in the compute type
     for (int k = 0; k < operands_; ++k) {
       memory[k] = Run(k, first, position, count);
-      const bool direct = memory[k] != nullptr && !is_half_;
+      const bool direct = memory[k] != nullptr && !converts_[k];
       values[k] = direct && !scalar_[k] ? memory[k] : buffers[k];
       if (k >= outputs_ && values[k] == buffers[k] && !scalar_[k])
         Read(k, memory[k], position, count, buffers[k]);
@@ -155,7 +158,7 @@ class BufferedCall {
 
   // Returns the memory of `count` elements where it is contiguous, else null.
   char* Run(int k, std::int64_t first, const Position& position, std::int64_t count) const {
-    const auto size = static_cast<std::int64_t>(size_);
+    const auto size = static_cast<std::int64_t>(sizes_[k]);
     if (contiguous_[k]) return data_[k] + first * size;
     if (layout_.strides[k][0] != 1 || position.at[0] + count > layout_.sizes[0]) return nullptr;
     return data_[k] + position.Offset(layout_.rank, layout_.strides[k]) * size;
@@ -163,38 +166,39 @@ class BufferedCall {
 
   void Read(int k, const char* memory, const Position& position, std::int64_t count,
             char* buffer) const {
-    alignas(64) Half gathered[kMaxPiece];
+    alignas(64) char gathered[kPieceBytes];
     if (memory == nullptr) {
-      void* const target = is_half_ ? static_cast<void*>(gathered) : buffer;
-      WithWord(size_, [&](auto tag) {
+      void* const target = converts_[k] ? gathered : buffer;
+      WithWord(sizes_[k], [&](auto tag) {
         Copy<typename decltype(tag)::Type, true>(data_[k], target, position, count, layout_.rank,
                                                  layout_.sizes, layout_.strides[k]);
       });
     }
-    if (is_half_)
-      Widen(memory != nullptr ? reinterpret_cast<const Half*>(memory) : gathered,
-            reinterpret_cast<float*>(buffer), count);
+    if (converts_[k])
+      Widen(dtypes_[k], memory != nullptr ? memory : gathered, reinterpret_cast<float*>(buffer),
+            count);
   }
 
   void Write(int k, char* memory, const Position& position, std::int64_t count,
              char* buffer) const {
-    alignas(64) Half rounded[kMaxPiece];
-    if (is_half_)
-      Round(reinterpret_cast<const float*>(buffer),
-            memory != nullptr ? reinterpret_cast<Half*>(memory) : rounded, count);
+    alignas(64) char rounded[kPieceBytes];
+    if (converts_[k])
+      Round(dtypes_[k], reinterpret_cast<const float*>(buffer),
+            memory != nullptr ? memory : rounded, count);
     if (memory != nullptr) return;
-    void* const source = is_half_ ? static_cast<void*>(rounded) : buffer;
-    WithWord(size_, [&](auto tag) {
+    void* const source = converts_[k] ? rounded : buffer;
+    WithWord(sizes_[k], [&](auto tag) {
       Copy<typename decltype(tag)::Type, false>(data_[k], source, position, count, layout_.rank,
                                                 layout_.sizes, layout_.strides[k]);
     });
   }
 
-  void FillScalar(const char* value, char* buffer) const {
+  void FillScalar(int k, char* buffer) const {
     const std::int64_t count = std::min(pieces_.piece, layout_.numel);
+    const char* value = data_[k];
     float widened;
-    if (is_half_) {
-      Widen(reinterpret_cast<const Half*>(value), &widened, 1);
+    if (converts_[k]) {
+      Widen(dtypes_[k], value, &widened, 1);
       value = reinterpret_cast<const char*>(&widened);
     }
     WithWord(compute_size_,
@@ -202,53 +206,63 @@ class BufferedCall {
   }
 
   const int outputs_, operands_;
-  const bool is_half_;
-  const std::size_t size_, compute_size_;  // of an element
+  const std::size_t compute_size_;  // of an element of the loop
   const Contiguous run_;
   const Layout<kMaxOperands> layout_;
   const Pieces pieces_;
   char* data_[kMaxOperands];
+  DType dtypes_[kMaxOperands];
+  std::size_t sizes_[kMaxOperands];
+  bool converts_[kMaxOperands];
   bool contiguous_[kMaxOperands];
   bool scalar_[kMaxOperands];
 };
 
-// Runs the loop over `count` contiguous fp16 elements of each operand, piece by piece.
-void RunConverted(const Contiguous& run, void* const* out, const void* const* in, int outputs,
-                  int inputs, std::int64_t count) {
+// Runs a loop over fp32 on contiguous elements from `begin` to `end` of each operand, piece by
+// piece.
+void RunConverted(const Contiguous& run, const Call& call, int outputs, int inputs,
+                  std::int64_t begin, std::int64_t end) {
   alignas(64) float buffers[kMaxOperands][kMaxPiece];
   void* values[kMaxOperands];
-  for (int k = 0; k < outputs + inputs; ++k) values[k] = buffers[k];
-  for (std::int64_t begin = 0; begin < count; begin += kMaxPiece) {
-    const std::int64_t piece = std::min(kMaxPiece, count - begin);
-    for (int k = 0; k < inputs; ++k)
-      Widen(static_cast<const Half*>(in[k]) + begin, buffers[outputs + k], piece);
+  for (; begin < end; begin += kMaxPiece) {
+    const std::int64_t piece = std::min(kMaxPiece, end - begin);
+    const auto memory = [&](const Tensor& tensor) {
+      return tensor.as<char>() + begin * static_cast<std::int64_t>(Info(tensor.dtype).size);
+    };
+    for (int k = 0; k < outputs + inputs; ++k) {
+      const Tensor& tensor = k < outputs ? call.outputs[k] : call.inputs[k - outputs];
+      const bool converts = tensor.dtype != DType::kFloat32;
+      values[k] = converts ? static_cast<void*>(buffers[k]) : memory(tensor);
+      if (converts && k >= outputs) Widen(tensor.dtype, memory(tensor), buffers[k], piece);
+    }
     run(values, values + outputs, piece);
-    for (int k = 0; k < outputs; ++k) Round(buffers[k], static_cast<Half*>(out[k]) + begin, piece);
+    for (int k = 0; k < outputs; ++k)
+      if (values[k] == buffers[k])
+        Round(call.outputs[k].dtype, buffers[k], memory(call.outputs[k]), piece);
   }
 }
 
 }  // namespace
 
-Status RunLoop(const Call& call, int outputs, int inputs, const Loop& loop, const void* functor) {
-  const DType dtype = call.outputs[0].dtype;
+Status RunLoop(const Call& call, int outputs, int inputs, const Loop& loop, DType dtype,
+               const void* functor) {
   if (!IsFlat(call, outputs, inputs)) {
-    BufferedCall(call, outputs, inputs, loop, functor).Run(*call.context);
+    BufferedCall(call, outputs, inputs, loop, dtype, functor).Run(*call.context);
     return {};
   }
   const std::size_t size = Info(dtype).size;
-  const bool is_half = dtype == DType::kFloat16;
-  const Contiguous contiguous(loop, functor, outputs, inputs, is_half ? sizeof(float) : size);
+  bool converts = false;
+  for (int k = 0; k < outputs; ++k) converts = converts || call.outputs[k].dtype != dtype;
+  for (int k = 0; k < inputs; ++k) converts = converts || call.inputs[k].dtype != dtype;
+  const Contiguous contiguous(loop, functor, outputs, inputs, size);
   const auto run = [&](std::int64_t begin, std::int64_t end) {
+    if (converts) return RunConverted(contiguous, call, outputs, inputs, begin, end);
     const std::int64_t offset = begin * static_cast<std::int64_t>(size);
     void* out[kMaxOperands];
     const void* in[kMaxOperands];
     for (int k = 0; k < outputs; ++k) out[k] = call.outputs[k].as<char>() + offset;
     for (int k = 0; k < inputs; ++k) in[k] = call.inputs[k].as<const char>() + offset;
-    if (is_half) {
-      RunConverted(contiguous, out, in, outputs, inputs, end - begin);
-    } else {
-      contiguous(out, in, end - begin);
-    }
+    contiguous(out, in, end - begin);
   };
   const std::int64_t count = call.outputs[0].numel;
   if (count <= kGrain) {

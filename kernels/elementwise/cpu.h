@@ -1,6 +1,6 @@
 // Elementwise ops on the CPU. An op adds to a library one loop over contiguous elements of fp32,
 // bf16 and fp64, which the compiler vectorises for each instruction set. All ops share the other
-// code (cpu.cpp): conversions of fp16, strides, broadcasting, the framework's threads.
+// code (cpu.cpp): conversions of other dtypes, strides, broadcasting, the framework's threads.
 #pragma once
 
 #include <cstdint>
@@ -35,8 +35,9 @@ struct Loop {
   bool is_scalar;
 };
 
-// Runs a loop over the tensors of a call. Tensors of fp16 take a loop over fp32.
-Status RunLoop(const Call& call, int outputs, int inputs, const Loop& loop, const void* functor);
+// Runs a loop of `dtype` over the tensors of a call. Those of other dtypes take a loop over fp32.
+Status RunLoop(const Call& call, int outputs, int inputs, const Loop& loop, DType dtype,
+               const void* functor);
 
 // Replaces any NaN by one NaN. An addition of two NaNs keeps the first operand's sign and payload,
 // and the compiler chooses for each loop and instruction set which operand is the first.
@@ -140,13 +141,17 @@ Status Cpu(const AnyCall& call) {
   static_assert(kInputs + kOutputs <= kMaxOperands);
   if (call.outputs[0].dtype == DType::kFloat64) {
     const auto functor = MakeFunctor<F<double>>(call);
-    return RunLoop(call, kOutputs, kInputs, kLoop<F<double>, double, kOutputs, kInputs>, &functor);
+    return RunLoop(call, kOutputs, kInputs, kLoop<F<double>, double, kOutputs, kInputs>,
+                   DType::kFloat64, &functor);
   }
   const auto functor = MakeFunctor<F<float>>(call);
-  const Loop& loop = call.outputs[0].dtype == DType::kBFloat16
-                         ? kLoop<F<float>, BFloat16, kOutputs, kInputs>
-                         : kLoop<F<float>, float, kOutputs, kInputs>;
-  return RunLoop(call, kOutputs, kInputs, loop, &functor);
+  bool is_bfloat16 = call.outputs[0].dtype == DType::kBFloat16;
+  if constexpr (kMixed<AnyCall>.found)
+    is_bfloat16 = is_bfloat16 && !IsMixed<kOutputs, kInputs>(call);
+  const Loop& loop = is_bfloat16 ? kLoop<F<float>, BFloat16, kOutputs, kInputs>
+                                 : kLoop<F<float>, float, kOutputs, kInputs>;
+  return RunLoop(call, kOutputs, kInputs, loop, is_bfloat16 ? DType::kBFloat16 : DType::kFloat32,
+                 &functor);
 }
 
 }  // namespace twinop::elementwise

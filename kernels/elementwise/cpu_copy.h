@@ -1,5 +1,5 @@
 // Moves elements between an operand and a contiguous buffer, on the CPU: copies for any strides,
-// for which only the size of an element matters, and conversions between fp16 and fp32.
+// for which only the size of an element matters, and conversions between fp32 and other dtypes.
 #pragma once
 
 #include <algorithm>
@@ -52,6 +52,7 @@ template <class Bits>
 struct [[gnu::may_alias]] Word {
   Bits bits;
 };
+using Word8 = Word<std::uint8_t>;
 using Word16 = Word<std::uint16_t>;
 using Word32 = Word<std::uint32_t>;
 using Word64 = Word<std::uint64_t>;
@@ -96,12 +97,13 @@ void Copy(void* operand, void* buffer, Position position, std::int64_t count, in
 // Calls body(Tag<Word>) with the word of an element's size.
 template <class Body>
 void WithWord(std::size_t size, const Body& body) {
+  if (size == sizeof(Word8)) return body(Tag<Word8>{});
   if (size == sizeof(Word16)) return body(Tag<Word16>{});
   if (size == sizeof(Word32)) return body(Tag<Word32>{});
   return body(Tag<Word64>{});
 }
 
-// ---------------------------------------------------------------------------------- fp16
+// ---------------------------------------------------------------------------------- conversions
 
 #if defined(__x86_64__)
 
@@ -143,6 +145,41 @@ inline void Round(const float* __restrict from, Half* __restrict to, std::int64_
   if (CpuLevel() != Level::kBaseline) return RoundWithF16c(from, to, count);
 #endif
   for (std::int64_t i = 0; i < count; ++i) Round(from[i], to + i);
+}
+
+// The loops of the other dtypes, which the compiler vectorises.
+template <class S>
+struct Widening {
+  template <Level kLevel>
+  TWINOP_INLINE static void Run(const S* __restrict from, float* __restrict to,
+                                std::int64_t count) {
+    for (std::int64_t i = 0; i < count; ++i) to[i] = ToCompute(from[i]);
+  }
+};
+template <class S>
+struct Rounding {
+  template <Level kLevel>
+  TWINOP_INLINE static void Run(const float* __restrict from, S* __restrict to,
+                                std::int64_t count) {
+    for (std::int64_t i = 0; i < count; ++i) twinop::Round(from[i], to + i);
+  }
+};
+
+// Converts elements of a dtype that is stored beside fp32, exactly.
+inline void Widen(DType dtype, const void* from, float* to, std::int64_t count) {
+  if (dtype == DType::kFloat16) return Widen(static_cast<const Half*>(from), to, count);
+  WithStorage(dtype, [&](auto tag) {
+    using S = typename decltype(tag)::Type;
+    kByLevel<Widening<S>, void(const S*, float*, std::int64_t)>(static_cast<const S*>(from), to,
+                                                                count);
+  });
+}
+inline void Round(DType dtype, const float* from, void* to, std::int64_t count) {
+  if (dtype == DType::kFloat16) return Round(from, static_cast<Half*>(to), count);
+  WithStorage(dtype, [&](auto tag) {
+    using S = typename decltype(tag)::Type;
+    kByLevel<Rounding<S>, void(const float*, S*, std::int64_t)>(from, static_cast<S*>(to), count);
+  });
 }
 
 }  // namespace twinop::elementwise

@@ -5,6 +5,7 @@
 
 #include "twinop/elementwise/choose.h"
 #include "twinop/elementwise/flat_kernel.cuh"
+#include "twinop/elementwise/mixed_kernel.cuh"
 #include "twinop/elementwise/strided_kernel.cuh"
 #include "twinop/primitives/launch.cuh"
 
@@ -81,12 +82,7 @@ struct Launch {
 
   // Whether a vector of the output is one of the operand, too, and aligned.
   static bool IsVector(const Layout<kOperands>& layout, int operand, const T* data) {
-    const std::int64_t* strides = layout.strides[operand];
-    if (!IsAligned(data, kVectorBytes)) return false;
-    if (layout.IsFlat(operand)) return true;
-    bool vector = strides[0] == 1 && layout.sizes[0] % kWidth == 0;
-    for (int d = 1; d < layout.rank; ++d) vector = vector && strides[d] % kWidth == 0;
-    return vector;
+    return IsAligned(data, kVectorBytes) && layout.HasVectors(operand, kWidth);
   }
 
   static Access AccessOf(const Layout<kOperands>& layout, int operand, const T* data) {
@@ -132,29 +128,57 @@ struct Launch {
     return launch(StridedKernel<F, T, 1, false, kElements, kOutputs, kInputs>, kElements);
   }
 
-  // Halves the outermost dimension.
   Status RunHalves(Layout<kOperands> layout, const Out& out, const In& in) const {
-    while (layout.sizes[layout.rank - 1] == 1) --layout.rank;
-    const int d = layout.rank - 1;
-    const std::int64_t size = layout.sizes[d];
-    std::int64_t half = size / 2;
-    if (d == 0) half -= half % kWidth;  // both halves stay aligned
+    std::int64_t offsets[kOperands];
+    const Layout<kOperands> back = layout.Split(kWidth, offsets);  // both halves stay aligned
     Out back_out = out;
     In back_in = in;
-    for (int k = 0; k < kOutputs; ++k) back_out.pointers[k] += half * layout.strides[k][d];
-    for (int k = 0; k < kInputs; ++k) back_in.pointers[k] += half * layout.strides[kOutputs + k][d];
-    Layout<kOperands> back = layout;
-    layout.sizes[d] = half;
-    layout.numel = layout.numel / size * half;
-    back.sizes[d] -= half;
-    back.numel -= layout.numel;
+    for (int k = 0; k < kOutputs; ++k) back_out.pointers[k] += offsets[k];
+    for (int k = 0; k < kInputs; ++k) back_in.pointers[k] += offsets[kOutputs + k];
     TWINOP_RETURN_IF_ERROR(RunStrided(layout, out, in));
     return RunStrided(back, back_out, back_in);
   }
 };
 
+// Operands of several dtypes: one kernel for all calls, which computes in fp32.
+template <class F, int kOutputs, int kInputs>
+Status RunMixed(const Call& call, const F& functor, Layout<kOutputs + kInputs> layout,
+                MixedOperands<kOutputs + kInputs> operands) {
+  constexpr int kOperands = kOutputs + kInputs;
+  if (layout.numel > kMaxStridedElements) {
+    std::int64_t offsets[kOperands];
+    const Layout<kOperands> back = layout.Split(kMixedWidth, offsets);
+    TWINOP_RETURN_IF_ERROR((RunMixed<F, kOutputs, kInputs>(call, functor, layout, operands)));
+    for (int k = 0; k < kOperands; ++k)
+      operands.data[k] += offsets[k] * static_cast<std::int64_t>(Info(operands.dtypes[k]).size);
+    return RunMixed<F, kOutputs, kInputs>(call, functor, back, operands);
+  }
+  for (int k = 0; k < kOperands; ++k)
+    operands.have_vectors[k] =
+        IsAligned(operands.data[k], kMixedWidth * Info(operands.dtypes[k]).size) &&
+        layout.HasVectors(k, kMixedWidth);
+  const std::int64_t threads = (layout.numel + kMixedWidth - 1) / kMixedWidth;
+  return LaunchKernel(MixedKernel<F, kOutputs, kInputs>, Dependent(GridOver(threads, kThreads)),
+                      call, functor, static_cast<std::uint32_t>(layout.numel), operands,
+                      Strides<kOperands>(layout));
+}
+
 template <template <class> class F, class AnyCall>
 Status Cuda(const AnyCall& call) {
+  if constexpr (kMixed<AnyCall>.found) {
+    constexpr int kOutputs = kResults<F>, kInputs = kArity<F>;
+    if (IsMixed<kOutputs, kInputs>(call)) {
+      MixedOperands<kOutputs + kInputs> operands{};
+      for (int k = 0; k < kOutputs + kInputs; ++k) {
+        const Tensor& tensor = k < kOutputs ? call.outputs[k] : call.inputs[k - kOutputs];
+        operands.data[k] = tensor.as<char>();
+        operands.dtypes[k] = tensor.dtype;
+      }
+      const auto functor = MakeFunctor<F<float>>(call);
+      return RunMixed<F<float>, kOutputs, kInputs>(call, functor,
+                                                   MakeLayout<kOutputs, kInputs>(call), operands);
+    }
+  }
   return DispatchFloat(call.outputs[0].dtype, [&](auto tag) {
     using T = typename decltype(tag)::Type;
     using Functor = F<ElementCompute<T>>;

@@ -36,6 +36,30 @@ struct Layout {
       if (strides[operand][i] != 0) return false;
     return true;
   }
+  // Returns whether every `width` elements of the call are neighbours in the operand, and start a
+  // multiple of `width` elements from its first one.
+  bool HasVectors(int operand, std::int64_t width) const {
+    if (IsFlat(operand)) return true;
+    bool vector = strides[operand][0] == 1 && sizes[0] % width == 0;
+    for (int d = 1; d < rank; ++d) vector = vector && strides[operand][d] % width == 0;
+    return vector;
+  }
+  // Halves the outermost dimension, between vectors of `width` elements. Returns the back half, and
+  // how many elements it lies behind the front one in each operand.
+  Layout Split(std::int64_t width, std::int64_t (&offsets)[kOperands]) {
+    while (sizes[rank - 1] == 1) --rank;
+    const int d = rank - 1;
+    const std::int64_t size = sizes[d];
+    std::int64_t half = size / 2;
+    if (d == 0) half -= half % width;
+    for (int k = 0; k < kOperands; ++k) offsets[k] = half * strides[k][d];
+    Layout back = *this;
+    sizes[d] = half;
+    numel = numel / size * half;
+    back.sizes[d] -= half;
+    back.numel -= numel;
+    return back;
+  }
 };
 
 // Returns whether all tensors have as many elements as the first output, in one contiguous order.

@@ -1,4 +1,5 @@
-// Storage types and their compute types. 16-bit types are computed in fp32 and rounded once.
+// Storage types and their compute types. 8-bit and 16-bit types are computed in fp32 and rounded
+// once.
 #pragma once
 
 #include <cmath>
@@ -106,6 +107,61 @@ TWINOP_INLINE void Round(double value, double* result) {
 #endif
 }
 
+// The floats of 8 bits, with 3 or 2 bits of mantissa. Their conversions have no branches, and the
+// same bits on both devices: to nearest, ties to even. Beyond its largest number, E4M3 (E4M3FN of
+// torch and ONNX, which has no infinity) gives that number, and E5M2 infinity.
+template <int kMantissa>
+struct Float8 {
+  std::uint8_t bits;
+  static constexpr int kShift = 23 - kMantissa;
+  static constexpr std::uint32_t kBias = (1u << (6 - kMantissa)) - 1;
+  static constexpr std::uint32_t kLeast = (128u - kBias)
+                                          << 23;  // the least normal number, as float
+  static constexpr std::uint32_t kLargest = kMantissa == 3 ? 0x7Eu : 0x7Cu;  // or infinity
+};
+using Float8E4M3 = Float8<3>;
+using Float8E5M2 = Float8<2>;
+
+template <int kMantissa>
+TWINOP_INLINE float ToCompute(Float8<kMantissa> value) {
+  using F = Float8<kMantissa>;
+  const std::uint32_t magnitude = value.bits & 0x7Fu, moved = magnitude << F::kShift;
+  const std::uint32_t normal = moved + ((127u - F::kBias) << 23);
+  const std::uint32_t subnormal = BitsOf(ValueOf(moved | F::kLeast) - ValueOf(F::kLeast));
+  const std::uint32_t special = magnitude > 0x7Bu + (kMantissa == 3 ? 3u : 0u) ? 0x7F800000u : 0u;
+  const std::uint32_t bits = (magnitude < (1u << kMantissa) ? subnormal : normal) | special;
+  return ValueOf(bits | (value.bits & 0x80u) << 24);
+}
+
+template <int kMantissa>
+TWINOP_INLINE void Round(float value, Float8<kMantissa>* result) {
+  using F = Float8<kMantissa>;
+  const std::uint32_t bits = BitsOf(value), magnitude = bits & 0x7FFFFFFFu;
+  constexpr std::uint32_t kHalf = (1u << (F::kShift - 1)) - 1;
+  const std::uint32_t even = magnitude >> F::kShift & 1u;
+  const std::uint32_t normal = (magnitude - ((127u - F::kBias) << 23) + kHalf + even) >> F::kShift;
+  // The last bit of a number of this size is that of a subnormal result.
+  constexpr std::uint32_t kMagic = (128u - F::kBias + F::kShift) << 23;
+  const std::uint32_t subnormal = BitsOf(ValueOf(magnitude) + ValueOf(kMagic)) - kMagic;
+  std::uint32_t rounded = magnitude < F::kLeast ? subnormal : normal;
+  rounded = rounded > F::kLargest ? F::kLargest : rounded;
+  rounded = magnitude > 0x7F800000u ? 0x7Fu : rounded;
+  result->bits = static_cast<std::uint8_t>(rounded | (bits >> 24 & 0x80u));
+}
+
+// Integers of 8 bits that hold rounded floats: to nearest, ties to even, at most the largest and at
+// least the smallest integer. NaN becomes 0.
+TWINOP_INLINE float ToCompute(std::int8_t value) { return value; }
+TWINOP_INLINE float ToCompute(std::uint8_t value) { return value; }
+template <class T, class = std::enable_if_t<std::is_integral_v<T> && sizeof(T) == 1>>
+TWINOP_INLINE void Round(float value, T* result) {
+  constexpr float kLow = std::numeric_limits<T>::min(), kHigh = std::numeric_limits<T>::max();
+  const float above = value > kLow ? value : kLow;
+  const float inside = above < kHigh ? above : kHigh;
+  const float number = value == value ? inside : 0.0f;
+  *result = static_cast<T>(BitsOf(number + 0x1.8p23f));
+}
+
 // A float32 whose value will be rounded to a 16-bit type: on CUDA, the T of functors of these
 // types. Functions of it may use the hardware's approximations (math/reduced.h). It does what a
 // float does, but becomes a plain number only where it is asked to: float(x).
@@ -182,6 +238,34 @@ template <class Body>
       return body(Tag<double>{});
     default:
       return Status::Error("the op's kernels take floating types only");
+  }
+}
+
+// The dtypes that tensors of one call may have beside each other where fp32 is computed.
+constexpr bool IsStorage(DType dtype) {
+  return dtype == DType::kFloat32 || dtype == DType::kFloat16 || dtype == DType::kBFloat16 ||
+         dtype == DType::kFloat8E4M3 || dtype == DType::kFloat8E5M2 || dtype == DType::kInt8 ||
+         dtype == DType::kUInt8;
+}
+
+// Calls body(Tag<T>{}) with the type of such a dtype.
+template <class Body>
+TWINOP_INLINE void WithStorage(DType dtype, const Body& body) {
+  switch (dtype) {
+    case DType::kFloat16:
+      return body(Tag<Half>{});
+    case DType::kBFloat16:
+      return body(Tag<BFloat16>{});
+    case DType::kFloat8E4M3:
+      return body(Tag<Float8E4M3>{});
+    case DType::kFloat8E5M2:
+      return body(Tag<Float8E5M2>{});
+    case DType::kInt8:
+      return body(Tag<std::int8_t>{});
+    case DType::kUInt8:
+      return body(Tag<std::uint8_t>{});
+    default:
+      return body(Tag<float>{});
   }
 }
 

@@ -34,6 +34,8 @@ enum class DType : std::int32_t {
   kUInt16 = TWINOP_UINT16,
   kUInt32 = TWINOP_UINT32,
   kUInt64 = TWINOP_UINT64,
+  kFloat8E4M3 = TWINOP_FLOAT8_E4M3FN,
+  kFloat8E5M2 = TWINOP_FLOAT8_E5M2,
 };
 
 struct DTypeInfo {
@@ -58,6 +60,8 @@ inline constexpr DTypeInfo kDTypes[] = {
     {DType::kUInt16, "uint16", 2},
     {DType::kUInt32, "uint32", 4},
     {DType::kUInt64, "uint64", 8},
+    {DType::kFloat8E4M3, "float8_e4m3fn", 1},
+    {DType::kFloat8E5M2, "float8_e5m2", 1},
 };
 
 constexpr const DTypeInfo& Info(DType dtype) { return kDTypes[static_cast<std::size_t>(dtype)]; }

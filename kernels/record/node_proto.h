@@ -105,7 +105,7 @@ inline std::string ModelOfNode(const Record& record, const Tensor* inputs,
 
 // The code of a dtype in TensorProto.
 constexpr int OnnxCode(DType dtype) {
-  constexpr int kCodes[] = {0, 1, 10, 16, 11, 3, 5, 6, 7, 2, 9, 14, 15, 4, 12, 13};
+  constexpr int kCodes[] = {0, 1, 10, 16, 11, 3, 5, 6, 7, 2, 9, 14, 15, 4, 12, 13, 17, 19};
   static_assert(sizeof(kCodes) / sizeof(int) == sizeof(kDTypes) / sizeof(DTypeInfo));
   return kCodes[static_cast<std::size_t>(dtype)];
 }

@@ -36,6 +36,20 @@ constexpr bool AllFound(const std::array<int, kCount>& indices) {
   return true;
 }
 
+// Whether the rows and the results have one dtype that the skeleton has kernels for.
+template <class F, class Op>
+constexpr bool HaveOneType() {
+  for (std::size_t i = 0; i < Op::kRecord.CombinationCount(); ++i) {
+    const DType type = Op::kRecord.output_types[i][0];
+    if (type == DType::kFloat64 ? false : !IsStorage(type) || Info(type).size == 1) return false;
+    for (int k = 0; k < kRowInputs<F>; ++k)
+      if (Op::kRecord.input_types[i][kRowIndices<F, Op>[k]] != type) return false;
+    for (int k = 0; k < F::kRowOutputs; ++k)
+      if (Op::kRecord.output_types[i][k] != type) return false;
+  }
+  return true;
+}
+
 // Checks a functor against its op's record and against the limits of the skeleton. The compiler's
 // message names the functor and the op.
 template <class F, class T, class Op>
@@ -49,6 +63,11 @@ constexpr bool CheckFunctor() {
   static_assert(
       F::kRowOutputs + F::kColumnReductions == static_cast<int>(kRecord.schema.output_count),
       "kRowOutputs and kColumnReductions together are the number of the schema's outputs");
+  if constexpr (AllFound(kRowIndices<F, Op>))
+    static_assert(HaveOneType<F, Op>(),
+                  "the rows and the results of a row-wise op have one dtype, float32, float16, "
+                  "bfloat16 or float64. Write other dtypes in an op after it, which may be "
+                  "elementwise, or in a launcher of your own");
   static_assert(kRecord.row_dimension.given, "the record of a row-wise op has .rows(...)");
   static_assert(kPhases<F> == 1 || kPhases<F> == 2, "Phases are one or two reductions");
   static_assert(kHasPhase<F, T, 0> && kHasPhase<F, T, kPhases<F> - 1>,

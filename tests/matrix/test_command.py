@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 from build_files import tiny, twinop
 
+from twinop.library import find_library
 from twinop.testing import child
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -101,6 +102,19 @@ def test_samples_that_the_module_gives(libraries: dict[str, Path], tmp_path: Pat
     shutil.copy(HERE / "abi_module.py", tmp_path / "test_abi.py")
     shutil.copy(libraries["test_abi"], tmp_path)
     code, said = twinop_test(tmp_path, "test_abi.py", "-k", "same_bits or dtypes or samples")
+    assert code == 0 and re.search(r"\d+ passed", said), said
+
+
+def test_floats_and_integers_of_8_bits(tmp_path: Path) -> None:
+    """Their samples, parity, bodies and exports; inputs are derived from the record."""
+    shutil.copy(HERE / "quantise_ops.py", tmp_path / "test_quantise.py")
+    shutil.copy(find_library("test_quantise"), tmp_path)
+    code, said = twinop_test(
+        tmp_path,
+        "test_quantise.py",
+        "-k",
+        "body_gives and rows or same_bits and int8 or torchscript and e5m2 or opcheck and dequantise",
+    )
     assert code == 0 and re.search(r"\d+ passed", said), said
 
 

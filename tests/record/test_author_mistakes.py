@@ -94,6 +94,16 @@ MISTAKES = [
         [("LaunchNonzero)\n}", "Tag<int>)\n}")],
         "a launcher is `template <class Op> Status Launch(const CallOf<Op>& call)`",
     ),
+    (
+        ELEMENTWISE,
+        [('-> Tensor")', '-> Tensor").dtypes("float32 y=int32")')],
+        "may have these but float64, float8",
+    ),
+    (
+        ROWWISE,
+        [('.rows("-1")', '.rows("-1").dtypes("float32 y=int8")')],
+        "results of a row-wise op have one dtype",
+    ),
     (ROWWISE, TWO_SUMS, "a functor without column inputs sums one term in each phase"),
 ]
 

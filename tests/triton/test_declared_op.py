@@ -193,7 +193,7 @@ def test_mistakes_of_a_declaration() -> None:
     ("dtypes", "said"),
     [
         ("fp32", "'fp32' in dtypes of act: fp32 is not supported; expected one of float32, "),
-        ("float32 y=float8_e5m2", "float8_e5m2 is not supported"),
+        ("float32 y=float8_e5m2fnuz", "float8_e5m2fnuz is not supported"),
         ("float32 z=float16", "z is not a tensor of act(Tensor x) -> Tensor"),
         ("", "nothing is not supported"),
     ],

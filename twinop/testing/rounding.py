@@ -93,14 +93,14 @@ class RoundingOps(TorchOps):
         results = function(*values)
         if op_type in SUMS:
             values = [each.abs() if each.is_floating_point() else each for each in values]
+        floating = [_has_error(each) for each in _listed(results)]
         errors = [self._rounding(op_type, each) for each in _listed(function(*values))]
-        floating = [each.is_floating_point() for each in _listed(results)]
         for i, given in enumerate(inputs):
             if isinstance(given, Bounded) and given.error.any() and any(floating):
 
                 def of_one(tensor: Tensor, i: int = i) -> Any:
                     results = _listed(function(*values[:i], tensor, *values[i + 1 :]))
-                    return tuple(each for each in results if each.is_floating_point())
+                    return tuple(each for each in results if _has_error(each))
 
                 moved = iter(torch.func.jvp(of_one, (values[i],), (given.error,))[1])
                 errors = [
@@ -125,8 +125,13 @@ class OrtRoundingOps(RoundingOps):
         return error.clamp(min=4) if op_type in ABSOLUTE and result.is_floating_point() else error
 
 
+def _has_error(result: Tensor) -> bool:
+    """Whether it is not an integer, nor an output that the body rounds to 8 bits."""
+    return result.is_floating_point() and result.itemsize > 1
+
+
 def _rounding(op_type: str, result: Tensor) -> Tensor:
-    if op_type in EXACT or not result.is_floating_point():
+    if op_type in EXACT or not _has_error(result):
         return torch.zeros_like(result)
     size = result.abs().nan_to_num(0, 0)  # infinity is not rounded
     size = size.clamp(min=torch.finfo(torch.float32).tiny)  # below, fp32 has fewer digits

@@ -120,7 +120,7 @@ def why_not_derived(record: OpSpec) -> str:
         return f"{', '.join(sorted(record.host_inputs))}: values in host memory have a meaning of their own"
     for dtypes in record.combinations:
         floating = {entry.name: torch_dtype(dtypes[entry.name]).is_floating_point for entry in record.inputs}
-        if len(set(floating.values())) > 1:
+        if len(set(floating.values())) > 1 and not record.is_elementwise:  # (there, stored numbers)
             named = ", ".join(name for name, is_float in floating.items() if not is_float)
             return f"{named}: integers beside numbers have a meaning of their own"
     if record.is_elementwise or record.rows or record.input_shapes or len(record.inputs) == 1:

@@ -35,7 +35,8 @@ def compute(
     reference = reference_of(record)
     if reference.compute is not None:
         return as_tuple(reference.compute(*inputs, **attributes))
-    return evaluate_body(record, inputs, attributes, stored)
+    results = evaluate_body(record, inputs, attributes, stored)
+    return tuple(r.double() if r.is_floating_point() and r.itemsize == 1 else r for r in results)
 
 
 def _widened(inputs: Inputs, dtype: torch.dtype) -> tuple[list[Tensor | None], torch.dtype]:
@@ -81,11 +82,16 @@ def magnitudes(
         return tuple(results)
     bounds = evaluate_body(record, wide, attributes, stored, ops)
     computed = torch.float64 if stored == torch.float64 else torch.float32
-    share = BODY_ROUNDINGS / ONE_ROUNDING * torch.finfo(computed).eps / torch.finfo(stored).eps
+    share = BODY_ROUNDINGS / ONE_ROUNDING * torch.finfo(computed).eps
     errors = [getattr(bound, "error", torch.zeros(())) for bound in bounds]  # integers have none
+    given = {name: str(t.dtype).removeprefix("torch.") for name, t in inputs.items() if t is not None}
+    dtypes = record.combination_of(given)
+    kinds = [getattr(torch, dtypes[name]) if dtypes else stored for name in record.outputs]
     return tuple(
-        result.nan_to_num(0) + (share * error).nan_to_num(0, posinf=torch.inf)
-        for result, error in zip(results, errors, strict=True)
+        result.nan_to_num(0) + (share / torch.finfo(kind).eps * error).nan_to_num(0, posinf=torch.inf)
+        if kind.is_floating_point
+        else result
+        for result, error, kind in zip(results, errors, kinds, strict=True)
     )
 
 
@@ -150,8 +156,9 @@ def _errors(result: Tensor, truth: Tensor, narrow_truth: Tensor, magnitude: Tens
     for value in (truth.to(result.dtype), narrow_truth.to(result.dtype)):
         allowed |= (result == value) | (result.isnan() & value.isnan())
     # At the edge of overflow the next number may be infinity.
-    edge = info.max * (1 - 8 * info.eps)
+    edge = info.max * (1 - (8 if result.itemsize > 1 else 1) * info.eps)
+    result = result.double()
     allowed |= (truth.abs() >= edge) & (result.abs() >= edge) & (result.sign() == truth.sign())
-    error = (result.double() - truth).abs() / (info.eps * magnitude.clamp(min=info.tiny))
+    error = (result - truth).abs() / (info.eps * magnitude.clamp(min=info.tiny))
     # An infinite magnitude: a rounded number was multiplied with infinity, which gives any result.
     return error.nan_to_num(torch.inf, torch.inf).masked_fill(allowed | magnitude.isposinf(), 0)

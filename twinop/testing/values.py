@@ -8,19 +8,23 @@ import torch
 
 
 def values(shape: tuple[int, ...], dtype: torch.dtype, seed: int, scale: float = 1.0) -> torch.Tensor:
-    """Returns random numbers mixed with NaN (also with a payload), infinities, both zeros, and subnormals."""
+    """Returns random numbers mixed with NaN (also with a payload), infinities, both zeros, and subnormals.
+
+    Of integers there are only random ones.
+    """
+    if not dtype.is_floating_point:
+        return integers(shape, dtype, seed)
     generator = torch.Generator().manual_seed(seed)
     tensor = (scale * torch.randn(shape, generator=generator, dtype=torch.float64)).to(dtype)
     info = torch.finfo(dtype)
     special = torch.tensor(
         [float("inf"), float("-inf"), 0.0, -0.0, info.tiny, -info.tiny, info.max, info.min, float("nan")],
         dtype=torch.float64,
-    ).to(dtype)
-    subnormal = special.new_tensor([info.tiny]) / 4
-    payload = special[-1:].clone()
-    integer = {2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()]
-    payload.view(integer).add_(3)
-    special = torch.cat([special, subnormal, -subnormal, payload])
+    )
+    special = torch.cat([special, torch.tensor([info.tiny / 4, -info.tiny / 4, torch.nan])]).to(dtype)
+    payload = special[-1:]
+    integer = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()]
+    payload.view(integer).add_(3)  # (of 8 bits: another number)
     flat = tensor.view(-1)
     where = torch.randperm(flat.numel(), generator=generator)[: min(len(special), flat.numel() // 3)]
     flat[where] = special[: len(where)]

@@ -10,6 +10,7 @@ from torch.autograd import gradcheck, gradgradcheck
 from torch.autograd.gradcheck import GradcheckError
 from torch.library import opcheck
 
+from twinop.dtypes import FLOATS_8
 from twinop.errors import RecordError
 from twinop.export.bodies import find_body
 from twinop.op_spec import OpSpec
@@ -274,7 +275,7 @@ def test_opcheck(record: OpSpec, device: str) -> None:
     op = getattr(getattr(torch.ops, record.namespace), record.functional_name).default
 
     def prepared(tensor: torch.Tensor, strided: bool) -> torch.Tensor:
-        if tensor.is_floating_point():
+        if tensor.is_floating_point() and tensor.itemsize > 1:
             tensor = tensor.abs() + 0.5  # positive: log and pow have derivatives everywhere
         if strided:
             tensor = torch.stack([tensor, tensor]).movedim(0, -1)[..., 0]
@@ -284,4 +285,7 @@ def test_opcheck(record: OpSpec, device: str) -> None:
     for dtypes, strided in ((record.combinations[0], False), (record.combinations[-1], True)):
         sample = make_sample(record, dtypes, (4, 6), tame=True).to(device, record.host_inputs)
         tensors = sample.map(lambda tensor: prepared(tensor, strided)).inputs.values()  # noqa: B023
-        opcheck(op, tuple(tensors), sample.attributes, test_utils=checks[:2] if strided else checks)
+        # torch's test of the schema cannot compare inputs of 8-bit floats
+        first = int(any(dtypes[entry.name] in FLOATS_8 for entry in record.inputs))
+        chosen = checks[first : 2 if strided else None]
+        opcheck(op, tuple(tensors), sample.attributes, test_utils=chosen)
