@@ -2,7 +2,6 @@
 // libraries with such objects, and no library exports them: tvm-ffi in the same process has its
 // own.
 #include <atomic>
-#include <iterator>
 #include <string>
 #include <string_view>
 #include <utility>
@@ -47,19 +46,14 @@ int Give(std::string text, Any* out) {
   return 0;
 }
 
-// TVMFFITypeInfo, without what is of reflection.
+// TVMFFITypeInfo, of a type without ancestors and without reflection.
 struct TypeInfo {
-  std::int32_t index, depth;
+  std::int32_t index, depth = 0;
   Bytes key;
-  const TypeInfo* const* ancestors = nullptr;  // from the root to the parent
-  std::uint64_t reflection[5] = {};
+  std::uint64_t others[6] = {};
 
-  constexpr TypeInfo(std::int32_t index, std::string_view name,
-                     const TypeInfo* const* above = nullptr)
-      : index(index),
-        depth(above == nullptr ? 0 : 1),
-        key{name.data(), name.size()},
-        ancestors(above) {}
+  constexpr TypeInfo(std::int32_t index, std::string_view name)
+      : index(index), key{name.data(), name.size()} {}
 };
 
 }  // namespace
@@ -147,15 +141,12 @@ std::int32_t TVMFFITypeGetOrAllocIndex(const Bytes*, std::int32_t index, std::in
   return index >= 0 ? index : next.fetch_add(1 + slots);
 }
 
+// Functions ask for the names of what they get, for their messages.
 const TypeInfo* TVMFFIGetTypeInfo(std::int32_t index) {
-  static constexpr TypeInfo kValues[] = {{0, "None"},   {1, "int"},       {2, "bool"},
-                                         {3, "float"},  {4, "void*"},     {5, "DataType"},
-                                         {6, "Device"}, {7, "DLTensor*"}, {8, "const char*"}};
-  static constexpr TypeInfo kRoot(kObject, "ffi.Object");
-  static constexpr const TypeInfo* kAbove[] = {&kRoot};
-  static constexpr TypeInfo kChild(kFirstDynamic, "an object", kAbove);
-  if (index >= 0 && index < static_cast<std::int32_t>(std::size(kValues))) return &kValues[index];
-  return index == kObject ? &kRoot : &kChild;
+  static constexpr TypeInfo kTypes[] = {
+      {0, "None"},     {1, "int"},    {2, "bool"},      {3, "float"},       {4, "void*"},
+      {5, "DataType"}, {6, "Device"}, {7, "DLTensor*"}, {8, "const char*"}, {kObject, "object"}};
+  return &kTypes[index >= 0 && index <= kRawString ? index : kRawString + 1];
 }
 
 // Of CuTe DSL's runtime, by which its objects report CUDA's errors.

@@ -165,6 +165,45 @@ def triton(user: User) -> None:
     deploys(user, exports(user, "twice::CustomTwice", library), library)
 
 
+SOFTCAP = """
+#include <cmath>
+#include <tvm/ffi/container/tensor.h>
+#include <tvm/ffi/function.h>
+
+void Softcap(tvm::ffi::TensorView x, double cap, tvm::ffi::TensorView y) {
+  for (int64_t i = 0; i < x.numel(); ++i)
+    static_cast<float*>(y.data_ptr())[i] = cap * std::tanh(static_cast<const float*>(x.data_ptr())[i] / cap);
+}
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(softcap, Softcap);
+"""
+SOFTCAP_BODY = """
+import twinop
+
+library_path = twinop.library_beside(__file__)
+
+
+@twinop.op
+def softcap(op, x, *, cap):
+    return op.Mul(op.Tanh(op.Div(x, cap)), cap)
+"""
+
+
+def object_file(user: User) -> None:
+    tvm_ffi = pytest.importorskip("tvm_ffi", reason="./build.sh test installs apache-tvm-ffi")
+    (user.folder / "softcap.cpp").write_text(SOFTCAP)
+    include = [f"-I{path}" for path in tvm_ffi.libinfo.include_paths()]
+    user.types("c++", "-std=c++17", "-O1", "-fPIC", *include, "-c", "softcap.cpp")
+    schema = "softcap(Tensor x, float cap=30.0) -> Tensor"
+    record = ["dtypes=float32", "gradient=x = grad * (1 - (y / cap).square())", "limits=cap > 0"]
+    user.twinop("build", "softcap.o", "--schema", schema, *(f"--record={text}" for text in record))
+    library = user.folder / "build/libsoftcap.so"
+    user.writes(softcap=SOFTCAP_BODY)
+    user.writes(model=net("softcap", "cap * torch.tanh(x / cap)", given=", cap=0.5", attributes=", cap"))
+    user.trains()
+    file = exports(user, "softcap::CustomSoftcap", library)
+    deploys(user, file, library)
+
+
 def stock_file(user: User) -> None:
     random = np.random.default_rng(0)
     arrays = {
@@ -254,7 +293,10 @@ def transformers_model(user: User) -> None:
 
 each_way = pytest.mark.parametrize(
     "way",
-    [elementwise, rowwise, kernel, triton, stock_file, transformers_model],
+    [
+        *(elementwise, rowwise, kernel, triton, stock_file, transformers_model),
+        pytest.param(object_file, marks=pytest.mark.slow),
+    ],
     ids=lambda way: way.__name__,
 )
 
