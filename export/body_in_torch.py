@@ -281,13 +281,24 @@ def _cast(x, *, to, saturate=1):
     return x.to(getattr(torch, name))
 
 
+def _gather_nd(x, indices, *, batch_dims=0):
+    if batch_dims == 0:
+        return x[tuple(indices.movedim(-1, 0))]
+    pairs = zip(x, indices, strict=True)
+    return torch.stack([_gather_nd(*pair, batch_dims=batch_dims - 1) for pair in pairs])
+
+
 OPERATORS: dict[str, Callable[..., Any]] = {
     "ArgMax": _arg(torch.argmax),
     "ArgMin": _arg(torch.argmin),
+    "Compress": lambda x, chosen, *, axis=None: (x.reshape(-1) if axis is None else x).index_select(
+        axis or 0, chosen.nonzero()[:, 0]
+    ),
     "CumSum": _cumsum,
     "Einsum": lambda *tensors, equation: torch.einsum(equation, *tensors),
     "Flatten": lambda x, *, axis=1: x.reshape(math.prod(x.shape[:axis]), -1),
     "GatherElements": lambda x, indices, *, axis=0: x.gather(axis, indices % x.shape[axis]),
+    "GatherND": _gather_nd,
     "Gemm": _gemm,
     "HardSigmoid": lambda x, *, alpha=0.2, beta=0.5: (alpha * x + beta).clamp(0, 1),
     "HardSwish": F.hardswish,
@@ -296,6 +307,7 @@ OPERATORS: dict[str, Callable[..., Any]] = {
         x.isinf() & (((x < 0) & bool(detect_negative)) | ((x > 0) & bool(detect_positive)))
     ),
     "Mean": lambda *tensors: reduce(torch.add, tensors) / len(tensors),
+    "NonZero": lambda x: x.nonzero().mT,
     "PRelu": lambda x, slope: torch.where(x < 0, slope * x, x),
     "Selu": lambda x, *, alpha=1.6732632423543772, gamma=1.0507009873554805: (
         gamma * torch.where(x > 0, x, alpha * x.clamp(max=0).expm1())

@@ -15,15 +15,16 @@ from typing import Any
 
 import torch
 
-from twinop.errors import ExportError
+from twinop.errors import ExportError, RecordError
 from twinop.kernel_op import KernelOp
 from twinop.op_spec import OpSpec
+from twinop.shapes import largest_sizes, output_shapes
 from twinop.triton.installed import check_triton
 
 from .arguments import signature_of, tensors_of
 from .autograd import make_function
 from .mutation import register_mutating
-from .rules import as_tuple, run_body, vmap_rule
+from .rules import as_tuple, run_body, unbacked_sizes, vmap_rule
 
 _TYPES = {"int": int, "float": float, "bool": bool, "str": str, "int[]": Sequence[int]}
 
@@ -40,7 +41,8 @@ def register(declared: KernelOp, functions: dict[str, Callable[..., Any]]) -> Ca
     if declared.kind == "triton":
         check_triton()
     record = declared.record
-    make = torch.library.triton_op if declared.kind == "triton" else torch.library.custom_op
+    traced = declared.kind == "triton" and not record.sizes
+    make = torch.library.triton_op if traced else torch.library.custom_op
     op: Any = make(record.torch_name, _implementation(declared), mutates_args=())
     op.register_fake(_implementation(declared, fake=True))
     overload = getattr(getattr(torch.ops, record.namespace), record.functional_name).default
@@ -78,6 +80,11 @@ def _implementation(declared: KernelOp, fake: bool = False, mutates: bool = Fals
             )
         inputs, attributes = args[:count], dict(zip(names, args[count:], strict=True))
         on_cpu = not fake and tensors_of(inputs)[0].device.type == "cpu"
+        if record.sizes and not fake and not on_cpu and torch.cuda.is_current_stream_capturing():
+            raise RecordError(
+                f"{record.qualified_name}: the sizes of its outputs come from the data, so the call waits "
+                "for the GPU, which a CUDA graph cannot. Run it outside the graph"
+            )
         given, written = list(inputs), []
         for i, entry in enumerate(record.inputs):
             if entry.written and not mutates:
@@ -88,9 +95,15 @@ def _implementation(declared: KernelOp, fake: bool = False, mutates: bool = Fals
         if written:
             returned = () if outputs is None else as_tuple(outputs)
             outputs = (*returned, *written) if len(returned) + len(written) > 1 else written[0]
+        if record.sizes:
+            outputs, counts = _without_counts(declared, outputs)
         if on_cpu:
-            run_body(record, as_tuple(outputs), inputs, attributes, declared.place)
-        return outputs
+            results = run_body(record, as_tuple(outputs), inputs, attributes, declared.place)
+        elif record.sizes:
+            results = _of_true_sizes(declared, outputs, None if fake else counts, inputs, attributes)
+        if not record.sizes:
+            return outputs
+        return results if len(results) > 1 else results[0]
 
     def call(*args: Any, **kwargs: Any) -> Any:
         bound = signature.bind(*args, **kwargs)
@@ -106,6 +119,47 @@ def _implementation(declared: KernelOp, fake: bool = False, mutates: bool = Fals
 def _launch(declared: KernelOp, inputs: Sequence[Any], attributes: dict[str, Any]) -> Any:
     results = declared.launch(inputs, attributes)
     return tuple(results) if isinstance(results, list) else results
+
+
+def _without_counts(declared: KernelOp, returned: Any) -> tuple[tuple[torch.Tensor, ...], torch.Tensor]:
+    """Returns the outputs, which have the largest sizes, and the tensor with the sizes."""
+    record = declared.record
+    *outputs, counts = as_tuple(returned)
+    if len(outputs) != len(record.outputs) or counts.dtype != torch.int64:
+        raise RecordError(
+            f"{declared.place}: {record.name} returns {len(outputs) + 1} tensors, the last one of "
+            f"{counts.dtype}; expected those of {record.schema} and, last, an int64 tensor for: "
+            f"{record.sizes}"
+        )
+    return tuple(outputs), counts
+
+
+def _of_true_sizes(
+    declared: KernelOp,
+    outputs: Sequence[torch.Tensor],
+    counts: torch.Tensor | None,
+    inputs: Sequence[Any],
+    attributes: dict[str, Any],
+) -> tuple[torch.Tensor, ...]:
+    """Returns the beginning of the outputs; without counts: tensors of unbacked sizes."""
+    record = declared.record
+    shapes = {
+        entry.name: None if tensor is None else tensor.shape
+        for entry, tensor in zip(record.inputs, inputs, strict=True)
+    }
+    if counts is None:
+        sizes = attributes | unbacked_sizes(record, shapes, attributes)
+        found = output_shapes(record, shapes, sizes).values()
+        return tuple(output.new_empty(shape) for output, shape in zip(outputs, found, strict=True))
+    sizes = attributes | dict(zip(record.size_bounds, counts.tolist(), strict=True))
+    for name, most in largest_sizes(record, shapes, attributes).items():
+        if not 0 <= sizes[name] <= most:
+            raise RecordError(
+                f"{record.qualified_name}: its kernel counted {name} = {sizes[name]}, expected 0 to "
+                f"{record.size_bounds[name]} = {most}: a defect of the kernel"
+            )
+    found = output_shapes(record, shapes, sizes).values()
+    return tuple(output[: shape[0]].clone() for output, shape in zip(outputs, found, strict=True))
 
 
 def _typed_signature(record: OpSpec) -> inspect.Signature:

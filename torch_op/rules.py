@@ -11,7 +11,7 @@ from twinop.call_checks import check_attributes, check_shapes, describe, infer_s
 from twinop.declare import CPU_FUNCTIONS
 from twinop.errors import RecordError
 from twinop.op_spec import OpSpec, entries
-from twinop.shapes import evaluate, known
+from twinop.shapes import known, largest_sizes
 
 from .arguments import bind, empty_list_error, signature_of
 
@@ -61,7 +61,7 @@ def fake_rule(record: OpSpec, sizes_from_data: Rule | None = None) -> Rule:
             attributes = {entry.name: arguments[entry.name] for entry in record.attributes}
             check_attributes(record, attributes)
             check_shapes(record, shapes, attributes)
-            counted = (sizes_from_data or _unbacked)(record, shapes, attributes) if record.sizes else {}
+            counted = (sizes_from_data or unbacked_sizes)(record, shapes, attributes) if record.sizes else {}
             inferred = infer_shapes(record, shapes, attributes | counted)
         except RecordError as error:
             call = describe(record, {name: dtype_name(tensor) for name, tensor in given.items()}, shapes)
@@ -77,15 +77,14 @@ def fake_rule(record: OpSpec, sizes_from_data: Rule | None = None) -> Rule:
     return fake
 
 
-def _unbacked(
+def unbacked_sizes(
     record: OpSpec, shapes: Mapping[str, Any], attributes: Mapping[str, Any]
 ) -> dict[str, torch.SymInt]:
     """Makes a symbol for each size that comes from the data."""
-    context, found = torch.library.get_ctx(), {}
-    for name, bound in record.size_bounds.items():
-        found[name] = size = context.new_dynamic_size()
-        if bound:
-            torch._check(size <= evaluate(record, f"[{bound}]", shapes, attributes)[0])
+    context = torch.library.get_ctx()
+    found = {name: context.new_dynamic_size() for name in record.size_bounds}
+    for name, most in largest_sizes(record, shapes, attributes).items():
+        torch._check(found[name] <= most)
     return found
 
 

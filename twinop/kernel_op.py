@@ -16,6 +16,7 @@ This module imports neither torch nor triton.
 import functools
 import hashlib
 import inspect
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
@@ -26,7 +27,7 @@ from .bodies import body as register_body
 from .declare import CPU_FUNCTIONS, DERIVATIVES, SECOND_DERIVATIVES, Op, declared_domain
 from .errors import RecordError, TwinopError
 from .names import check_domain, check_op_name
-from .op_spec import OpSpec
+from .op_spec import OpSpec, entries
 from .schema_text import record_of
 
 Launcher = Callable[..., Any]
@@ -163,6 +164,7 @@ def triton_op(
     input_shapes: str | None = None,
     choices: str = "",
     limits: str = "",
+    sizes: str = "",
     kind: str = "triton",
 ) -> Callable[[Launcher], KernelOp]:
     """Makes an op of a function that launches Triton kernels.
@@ -187,6 +189,9 @@ def triton_op(
             inputs have one shape.
         choices: the values of str attributes, "activation = none | relu".
         limits: the values of int and float attributes, "eps > 0; groups in 1 | 2".
+        sizes: sizes of outputs that come from the data, with bounds: "n <= numel(x)". `shapes` then says
+            which outputs begin with them, "y = [n]". The launcher returns its outputs with the largest sizes
+            and, last, an int64 tensor in which the kernels wrote the sizes.
 
     Returns:
         A decorator; the decorated function becomes a `KernelOp`.
@@ -205,6 +210,7 @@ def triton_op(
             "shapes": shapes,
             "choices": choices,
             "limits": limits,
+            "sizes": sizes,
             "input_shapes": input_shapes or "",
         }
         record = record_of(schema, place, **texts)
@@ -215,6 +221,7 @@ def triton_op(
             record, input_shapes=same if input_shapes is None else input_shapes, devices=("cuda",)
         )
         _check_launcher(launcher, record)
+        _check_sizes(launcher, record)
         _check_dtypes(launcher, record, dtypes)
         record = replace(record, gradient=_gradient_text(record, backward))
         declared = KernelOp(kind, launcher, record, body, backward, samples)
@@ -282,6 +289,21 @@ def _check_launcher(launcher: Launcher, record: OpSpec) -> None:
             f"{record.name}{inspect.signature(launcher)} does not fit the op {record.schema}; expected "
             f"def {record.name}({wanted})"
         )
+
+
+def _check_sizes(launcher: Launcher, record: OpSpec) -> None:
+    texts = entries(record.shapes).values()
+    for name, bound in record.size_bounds.items():
+        used = [text for text in texts if re.search(rf"\b{name}\b", text)]
+        first = [re.match(rf"\[ *{name} *[],]", text) and text.count(name) == 1 for text in used]
+        if record.written:
+            raise RecordError(f"{_place(launcher)}: {record.name} has sizes from data, so it writes no input")
+        if not bound or not used or not all(first):
+            raise RecordError(
+                f"{_place(launcher)}: {name} in sizes of {record.name}: the launcher allocates the largest "
+                f"outputs, so {name} has a bound and is the first dimension of outputs. Expected "
+                f'sizes="{name} <= numel({record.inputs[0].name})", shapes="{record.outputs[0]} = [{name}]"'
+            )
 
 
 def _gradient_text(record: OpSpec, backward: "Callable[..., Any] | KernelOp | None") -> str:

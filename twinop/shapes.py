@@ -134,6 +134,14 @@ def output_shapes(
     }
 
 
+def largest_sizes(
+    record: OpSpec, shapes: Mapping[str, Sequence[Any] | None], attributes: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Returns the bounds of the sizes that come from the data, by name, of those that have one."""
+    bounds = record.size_bounds.items() if record.sizes else ()
+    return {name: evaluate(record, f"[{bound}]", shapes, attributes)[0] for name, bound in bounds if bound}
+
+
 def input_shapes(
     record: OpSpec, first: Sequence[int], attributes: Mapping[str, Any]
 ) -> dict[str, tuple[Any, ...]]:

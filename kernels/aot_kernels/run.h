@@ -96,6 +96,8 @@ class Run : public CallOfPlan {
   Int Arch() const { return device_.architecture; }
   Pointer Input(int index) const { return At(call_.inputs[index].data); }
   Pointer Output(int index) const { return At(call_.outputs[index].data); }
+  // The sizes that come from the data.
+  Pointer Counts(int) const { return At(call_.counts); }
 
   // The elements that an input or output may have; `kernel`: the one whose offsets have 32 bits.
   void LimitInput(int index, std::int64_t elements, const char* kernel) const;

@@ -54,8 +54,8 @@ constexpr void ValidateSizes(const Record& record) {
     return;
   }
   if (record.is_elementwise || !record.rows_text.empty() || !record.in_place_text.empty() ||
-      record.schema.WritesInputs() || record.body_pieces != 0)
-    throw "an op with sizes from data is not elementwise, row-wise, in place or in pieces";
+      record.body_pieces != 0 || record.schema.WritesInputs())
+    throw "an op with sizes from data is not elementwise, row-wise or in pieces, and writes no input";
   int counted = 0;
   for (std::size_t i = 0; i < record.schema.output_count; ++i) {
     const int here = CountedSizes(record.shape_trees, record.output_trees[i]);

@@ -110,7 +110,8 @@ MALFORMED_RECORDS = [
     (("sizes", "m <= x[0]", "shapes", "y = [m, m]"), "an output's first dimension"),
     (("sizes", "m <= x[0]", "shapes", "y = [2 * m]"), "an output's first dimension"),
     (("sizes", "m <= x[0]", "shapes", "y = [m]", "input_shapes", "x = [m]"), "names no input or attribute"),
-    (("sizes", "m <= x[0]", "shapes", "y = [m]", "rows", "-1"), "not elementwise, row-wise"),
+    (("sizes", "m <= x[0]", "shapes", "y = [m]", "rows", "-1"), "not elementwise, row-wise or in pieces"),
+    (("sizes", "m <= x[0]", "shapes", "y = [m]", "in_place", "y = x"), "and writes no input"),
 ]
 
 

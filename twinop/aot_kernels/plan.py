@@ -21,7 +21,7 @@ ZERO = constant(0)
 
 @dataclass(frozen=True)
 class Pointer:
-    """An address in a tensor. `base`: "input", "output" or "temporary"; `offset`: in bytes.
+    """An address in a tensor. `base`: "input", "output", "counts" or "temporary"; `offset`: in bytes.
 
     The pointer to an absent input is null. `name`: of the kernel's parameter, for readers.
     """

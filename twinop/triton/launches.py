@@ -146,7 +146,7 @@ def _launch(
                     )
             for position in uses.narrow:
                 value = pointers[position].value
-                if isinstance(value, Pointer) and value.base != "temporary":
+                if isinstance(value, Pointer) and value.base in ("input", "output"):
                     limits.append(Limit(value.base, value.index, _MOST_NARROW))
     made = tuple(
         Variant(variant.requirements, variant.parameters, index(compiled.kernel))

@@ -8,7 +8,7 @@ from ..aot_kernels.expression import Expression
 from ..dtypes import ELEMENT_TYPES
 from ..errors import BuildError, RecordError
 from ..op_spec import OpSpec, entries
-from ..shapes import evaluate
+from ..shapes import evaluate, largest_sizes
 from .recorder import Output
 from .symbols import Call
 
@@ -146,7 +146,7 @@ def _fits(record: OpSpec, text: str, traced: Traced, output: int) -> bool:
             shapes = dict(zip((entry.name for entry in record.inputs), call.sizes, strict=True))
             named = dict(zip((entry.name for entry in record.attributes), attributes, strict=True))
             try:
-                shape = evaluate(record, text, shapes, named)
+                shape = evaluate(record, text, shapes, named | largest_sizes(record, shapes, named))
                 if any(shape != tuple(map(call.value, path[output].shape)) for path in paths):
                     return False
             except (RecordError, ArithmeticError):

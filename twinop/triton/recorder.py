@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from ..aot_kernels.expression import Expression, as_expression
 from ..aot_kernels.plan import Fill, Pointer, Scalar
 from ..errors import BuildError
+from ..op_spec import OpSpec
 from .expressions import NotAnExpression
 from .symbols import SYMBOLIC, Symbols, Varying
 from .traced import Argument, TracedLaunch
@@ -150,13 +151,13 @@ class Recorder(TorchDispatchMode):
         self.steps.append(TracedLaunch(kernel, label, self.line(), grid, tuple(traced), fixed, known, sizes))
 
     def finish(
-        self, returned: Any, count: int
+        self, returned: Any, record: OpSpec
     ) -> tuple[tuple[Output, ...], tuple[Expression, ...], tuple[Any, ...]]:
-        """Says which tensors are outputs.
+        """Says which tensors are outputs; the last one has the sizes that come from the data, if there are.
 
         Args:
             returned: what the launcher returned.
-            count: how many tensors the schema returns.
+            record: says how many tensors that is.
 
         Returns:
             The outputs, at the end the inputs that the op writes; the bytes of the temporary tensors; the
@@ -165,12 +166,20 @@ class Recorder(TorchDispatchMode):
         Raises:
             BuildError: the launcher did not return so many new tensors.
         """
+        count, counted = len(record.outputs) - len(record.written), len(record.size_bounds)
         returned = returned if returned is not None or count else ()
         returned = tuple(returned) if isinstance(returned, (tuple, list)) else (returned,)
         at = f"{Path(self._code.co_filename).name}:{self._code.co_firstlineno}: {self._code.co_name}"
-        if len(returned) != count or not all(isinstance(tensor, torch.Tensor) for tensor in returned):
+        said = f" and, behind them, an int64 tensor of {counted} for: {record.sizes}" * bool(counted)
+        if len(returned) != count + bool(counted) or not all(
+            isinstance(tensor, torch.Tensor) for tensor in returned
+        ):
             kinds = ", ".join(type(value).__name__.replace("FakeTensor", "tensor") for value in returned)
-            raise BuildError(f"{at} returns {kinds}; its schema has {count} output{'s' * (count != 1)}")
+            raise BuildError(
+                f"{at} returns {kinds}; its schema has {count} output{'s' * (count != 1)}" + said
+            )
+        if counted and (returned[-1].dtype != torch.int64 or returned[-1].numel() != counted):
+            raise BuildError(f"{at} returns {_name(returned[-1].dtype)} in its last tensor" + said)
         places: dict[int, Pointer] = {}
         for index, tensor in enumerate(returned):
             storage = self._storages.get(_address(tensor))
@@ -184,11 +193,11 @@ class Recorder(TorchDispatchMode):
                 raise BuildError(
                     f"{at} returns a view as output {index}; expected a contiguous tensor of its own memory"
                 )
-            places[storage.index] = Pointer("output", index)
+            places[storage.index] = Pointer("output", index) if index < count else Pointer("counts", 0)
         used = dict.fromkeys(p.index for step in self.steps for p in _pointers(step) if p.base == _LOCAL)
         temporaries = [index for index in used if index not in places]
         places |= {index: Pointer("temporary", place) for place, index in enumerate(temporaries)}
-        tensors = (*returned, *self._written)
+        tensors = (*returned[:count], *self._written)
         outputs = tuple(Output(_name(t.dtype), tuple(map(self.expression, t.shape))) for t in tensors)
         sizes = tuple(self._sizes[index] for index in temporaries)
         return outputs, sizes, tuple(_placed(step, places) for step in self.steps)

@@ -209,7 +209,7 @@ class _Tracer:
             except Exception as error:  # what the launcher says of these sizes
                 message = f"{self._line(error)}: {type(error).__name__}: {error}".rstrip(": ")
                 return None, (), (Refuse(symbols.described(message)),)
-            return recorder.finish(returned, len(self.record.outputs) - len(self.record.written))
+            return recorder.finish(returned, self.record)
 
     def _inputs(self, recorder: Recorder, call: Call, attributes: Mapping[str, Any]) -> list[Any]:
         dtypes, required = self.record.combinations[self.combination], entries(self.record.input_shapes)
