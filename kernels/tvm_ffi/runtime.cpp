@@ -127,10 +127,8 @@ int TVMFFIStringFromByteArray(const Bytes* text, Any* out) {
 
 int TVMFFIDataTypeToString(const DataType* type, Any* out) {
   constexpr const char* kNames[] = {"int", "uint", "float", "handle", "bfloat", "complex", "bool"};
-  std::string text =
-      type->code < 7 ? kNames[type->code] : "type" + std::to_string(type->code) + "_";
-  if (type->code != 6) text += std::to_string(type->bits);
-  return Give(type->lanes == 1 ? text : text + "x" + std::to_string(type->lanes), out);
+  const std::string name = type->code < 7 ? kNames[type->code] : "float";
+  return Give(type->code == 6 ? name : name + std::to_string(type->bits), out);
 }
 
 // Each type of the objects' code asks once, when the library is loaded.

@@ -61,6 +61,12 @@ TVM_FFI_DLL_EXPORT_TYPED_FUNC(returns, Returns);
 void WantsTensor(Tensor, TensorView) {}
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(wants_tensor, WantsTensor);
 
+void DType(TensorView x, TensorView) {
+  TVM_FFI_THROW(TypeError) << "a dtype of code " << int(x.dtype().code) << " and " << int(x.dtype().bits)
+                           << " bits: " << x.dtype();
+}
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(dtype, DType);
+
 void Put(TensorView cache, TensorView row, int64_t at) {
   for (int64_t i = 0; i < row.numel(); ++i)
     static_cast<float*>(cache.data_ptr())[at * row.numel() + i] = static_cast<float*>(row.data_ptr())[i];
@@ -84,6 +90,9 @@ TWINOP_CPU_OP(wants_tensor, Record("wants_tensor(Tensor x) -> Tensor"), CallTvmF
 TWINOP_TVM_FFI(put);
 TWINOP_CPU_OP(put, Record("put(Tensor(a!) cache, Tensor row, int at) -> ()").dtypes("float32"),
               CallTvmFfi<__tvm_ffi_put>)
+TWINOP_TVM_FFI(dtype);
+TWINOP_CPU_OP(dtype, Record("dtype(Tensor x) -> Tensor").dtypes("float8_e4m3fn"),
+              CallTvmFfi<__tvm_ffi_dtype>)
 TWINOP_TVM_FFI(plain);
 TWINOP_CPU_OP(silent, Record("silent(Tensor x) -> Tensor"), CallTvmFfi<__tvm_ffi_plain>)
 }  // namespace twinop
@@ -231,6 +240,10 @@ def test_a_function_may_write_into_an_input(mixed: torch_op.Ops) -> None:
         (lambda ops, x: ops.mixed(x, mode="fails"), "mixed_ops::mixed.*ValueError: mode fails of float32"),
         (lambda ops, x: ops.mixed(x, mode="deep"), "InternalError: a plain exception"),
         (lambda ops, x: ops.wants_tensor(x), r"TypeError: Mismatched type on argument #0.*`DLTensor\*`"),
+        (
+            lambda ops, x: ops.dtype(x.to(torch.float8_e4m3fn)),
+            "a dtype of code 10 and 8 bits: float8",
+        ),
         (lambda ops, x: ops.silent(x), "the function failed, and raised no error"),
     ],
 )
@@ -313,14 +326,14 @@ def test_what_the_linker_refuses(tmp_path: Path) -> None:
     op = ("--symbol", "plain", "--schema", "op(Tensor x) -> Tensor", "--name", "op")
     result = said(tmp_path, "wants.o", *op)
     assert result.exit_code == 1
-    assert "nothing defines TVMBackendGetFuncFromEnv, TVMFFIFunctionCall. If an object file" in result.stderr
+    assert "nothing defines TVMBackendGetFuncFromEnv, TVMFFIFunctionCall. An object file" in result.stderr
     result = said(tmp_path, "no_pic.o", *op)
     assert result.exit_code == 1 and "no_pic.o: compiled without -fPIC" in result.stderr
     # What an archive has is the linker's to know.
     (tmp_path / "more.c").write_text("int TVMFFIFunctionCall(void) { return 0; }")
     subprocess.run(["ar", "rc", tmp_path / "libmore.a", compiled(tmp_path / "more.c")], check=True)
     result = said(tmp_path, "wants.o", "libmore.a", *op)
-    assert result.exit_code == 1 and "nothing defines TVMBackendGetFuncFromEnv. If" in result.stderr
+    assert result.exit_code == 1 and "nothing defines TVMBackendGetFuncFromEnv. An" in result.stderr
 
 
 def test_another_number_of_arguments(page: Page, tmp_path: Path) -> None:

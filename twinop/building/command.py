@@ -62,9 +62,7 @@ def build(
     ] = "",
     schema: Annotated[str | None, typer.Option(help="The op that a function of an object file is.")] = None,
     symbol: Annotated[str | None, typer.Option(help="The function. Default: the op's name.")] = None,
-    device: Annotated[
-        str | None, typer.Option(help="cpu, cuda or both. Default: cuda if the object file calls CUDA.")
-    ] = None,
+    device: Annotated[str | None, typer.Option(help="cpu, cuda or both. Default: by what it calls.")] = None,
     record: Annotated[list[str] | None, typer.Option(help="More of the op's record: 'rows=-1'.")] = None,
 ) -> None:
     """Build ops into one library for PyTorch and ONNX Runtime.

@@ -73,9 +73,8 @@ def build_error(step: str, output: str, sources: Collection[Path]) -> BuildError
     headline = f"{step} failed"
     if missing := sorted({one or other for one, other in _UNDEFINED.findall(output)}):
         headline = (
-            f"{step}: nothing defines {', '.join(missing)}. If an object file wants more of tvm-ffi's C "
-            "functions than twinop has (docs/guide/record.md), name a static library that has them: "
-            "twinop build kernel.o libruntime.a"
+            f"{step}: nothing defines {', '.join(missing)}. An object file that wants more than twinop has "
+            "(docs/guide/record.md) needs a static library beside it: twinop build kernel.o libruntime.a"
         )
     elif found := _NOT_PIC.search(output):
         headline = f"{_relative(found[1])}: compiled without -fPIC. Libraries need code with it"
