@@ -19,6 +19,7 @@ from twinop.errors import ExportError, RecordError
 from twinop.kernel_op import KernelOp
 from twinop.op_spec import OpSpec
 from twinop.shapes import largest_sizes, output_shapes
+from twinop.triton.helion import helion_kernels
 from twinop.triton.installed import check_triton
 
 from .arguments import signature_of, tensors_of
@@ -187,13 +188,16 @@ _KERNELS = {
 
 @contextmanager
 def _launches(change: _Change) -> Iterator[None]:
-    """Changes what `kernel[grid]` is within the block: `change(kernel, grid, launch)`."""
+    """Changes what a launch is within the block: `change(kernel, grid, launch)`."""
     for module, name in _KERNELS.items():
         if module in sys.modules:
             _watch(getattr(sys.modules[module], name))
+    if "triton.runtime.jit" in sys.modules:
+        _watch_run(sys.modules["triton.runtime.jit"].JITFunction)
     token = _change.set(change)
     try:
-        yield
+        with helion_kernels():
+            yield
     finally:
         _change.reset(token)
 
@@ -207,6 +211,20 @@ def _watch(kernels: Any) -> None:
         return original(self, grid) if change is None else change(self, grid, original(self, grid))
 
     kernels.__getitem__ = __getitem__
+
+
+@cache
+def _watch_run(kernels: Any) -> None:
+    """Watches what Helion's code calls in place of `kernel[grid]`."""
+    original = kernels.run
+
+    def run(self: Any, *args: Any, grid: Any, warmup: bool = False, **kwargs: Any) -> Any:
+        change, launch = _change.get(), partial(original, self, grid=grid, warmup=warmup)
+        if kwargs.get("launch_cooperative_grid") is False:  # torch.compile does not know this option
+            del kwargs["launch_cooperative_grid"]
+        return (launch if change is None or warmup else change(self, grid, launch))(*args, **kwargs)
+
+    kernels.run = run
 
 
 def _skipped(kernel: Any, grid: Any, launch: Any) -> Any:

@@ -30,7 +30,8 @@ def load_module(path: Path) -> ModuleType:
     except TwinopError:
         raise
     except ModuleNotFoundError as error:
-        advice = ". Install it: pip install 'twinop[triton]'" * (error.name == "triton")
+        package = {"triton": "'twinop[triton]'", "helion": "helion"}.get(error.name or "")
+        advice = f". Install it: pip install {package}" if package else ""
         raise TwinopError(f"{path} cannot be imported: {error}{advice}") from error
     except Exception as error:
         raise TwinopError(f"{path} cannot be imported: {type(error).__name__}: {error}") from error

@@ -1,4 +1,4 @@
-"""Checks that Triton is installed in a version that was tested."""
+"""Checks that Triton and the like are installed in versions that were tested."""
 
 from ..errors import BuildError
 from ..installation import version_numbers
@@ -20,10 +20,14 @@ def check_triton() -> None:
             f"Triton cannot be imported: {error}. Its kernels need it: pip install 'twinop[triton]'. A "
             "library that `twinop build` made needs no Triton"
         ) from None
-    version = version_numbers(triton.__version__)
-    if not OLDEST <= version <= NEWEST:
-        oldest, newest = (".".join(map(str, version)) for version in (OLDEST, NEWEST))
+    check_version("Triton", triton.__version__, OLDEST, NEWEST)
+
+
+def check_version(name: str, version: str, oldest: tuple[int, int], newest: tuple[int, int]) -> None:
+    """Raises a BuildError if a version of a package was not tested."""
+    if not oldest <= version_numbers(version) <= newest:
+        first, last = (".".join(map(str, numbers)) for numbers in (oldest, newest))
         raise BuildError(
-            f"Triton {triton.__version__} was not tested with this version of twinop; expected {oldest} to "
-            f"{newest}: pip install 'triton=={newest}.*'"
+            f"{name} {version} was not tested with this version of twinop; expected {first} to {last}: "
+            f"pip install '{name.lower()}=={last}.*'"
         )

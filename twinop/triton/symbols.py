@@ -123,7 +123,8 @@ class Symbols(ShapeEnv):
         Raises:
             ArithmeticError: the values of this call have no result.
         """
-        return self.number(Expression.of(name, *map(self.expression, operands)))
+        value = Expression.of(name, *map(self.expression, operands))
+        return self.number(value, positive=True if name == "NextPowerOf2" else None)
 
     def number(self, expression: Expression, positive: bool | None = None) -> Any:
         """Returns a SymInt or SymFloat that stands for an expression."""

@@ -17,6 +17,7 @@ from ..errors import BuildError, RecordError
 from ..op_spec import Attribute, OpSpec, entries
 from ..shapes import evaluate
 from .expressions import NotAnExpression
+from .helion import helion_kernels
 from .intercept import Choose, Indexing, first_configuration, functions_of_symbols, triton_launches
 from .outputs import with_dtypes, with_shapes
 from .recorder import Output, Recorder
@@ -194,6 +195,7 @@ class _Tracer:
             stack.enter_context(fake)
             stack.enter_context(functions_of_symbols(recorder))
             stack.enter_context(triton_launches(recorder, self.choose))
+            stack.enter_context(helion_kernels())
             stack.enter_context(cuda_launches(recorder))
             inputs = self._inputs(recorder, call, attributes)
             stack.enter_context(recorder)

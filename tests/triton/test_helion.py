@@ -1,0 +1,248 @@
+"""Kernels in Helion: a launcher calls one, or the function that Helion wrote to a file."""
+
+import shutil
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from launchers import chosen, direct, evaluated, record, sized
+from record_driver import ROOT
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+import twinop
+from twinop.aot_kernels.plan import Refuse
+from twinop.building.builder import build
+from twinop.building.options import Options
+from twinop.building.project import find_project
+from twinop.errors import BuildError, TwinopError
+from twinop.load_module import load_module
+from twinop.triton.trace import trace
+
+pytest.importorskip("triton", reason="kernels in Python need it")
+helion = pytest.importorskip("helion", reason="its kernels need it")
+hl = pytest.importorskip("helion.language")
+
+SHAPES = [(1, 1), (1, 5000), (7, 1), (7, 1000), (300, 1024)]
+SAMPLES = [{"x": torch.empty(m, n), "residual": torch.empty(m, n)} for m in (1, 3) for n in (1, 48)]
+
+
+@helion.kernel(config=helion.Config(block_sizes=[16]), static_shapes=False)
+def scaled_kernel(x, factor, twice: hl.constexpr):  # type: ignore[no-untyped-def, name-defined]
+    y = torch.empty_like(x)
+    for tile in hl.tile(x.size(0)):
+        y[tile] = x[tile] * (2 * factor if twice else factor)
+    return y
+
+
+@twinop.triton_op(
+    "helion_scaled(Tensor x, float factor=3.0, bool twice=False) -> Tensor",
+    body=lambda x, *, factor, twice: x * (2 * factor if twice else factor),
+    domain="helion_unbuilt",
+)
+def helion_scaled(x, *, factor, twice):
+    return scaled_kernel(x.view(-1), factor, twice).view(x.shape)
+
+
+@pytest.fixture(scope="module")
+def softmax() -> Any:
+    """The example: its file, imported."""
+    return load_module(ROOT / "examples/triton/helion_softmax.py")
+
+
+def written(kernel: Any, args: Sequence[Any], folder: Path, name: str, alone: bool) -> Any:
+    """Returns the module that Helion writes ahead of time; `alone`: it does not import Helion."""
+    from helion.runtime.kernel import OutputCodeOptions
+
+    options = OutputCodeOptions(allow_helion_deps=not alone)
+    code = kernel.bind(tuple(args)).to_code(kernel.configs[0], options=options)
+    assert ("import default_launcher" in code) != alone
+    (folder / f"{name}.py").write_text(code)
+    return load_module(folder / f"{name}.py")
+
+
+def test_a_plan_has_the_launch_of_helions_own_code(softmax: Any, tmp_path: Path) -> None:
+    plans = trace(
+        record("f", "x", "residual", input_shapes="residual = x"), softmax.add_softmax.launcher, SAMPLES
+    )
+    assert plans.notes == ()
+    for index, shape in enumerate(SHAPES):
+        shapes = [shape, shape]
+        own = written(
+            softmax.add_softmax_kernel,
+            [torch.empty(shape) for _ in "xr"],
+            tmp_path,
+            f"helion_own_{index}",
+            True,
+        )
+        plan = chosen(plans, shapes)
+        assert evaluated(plan, shapes) == direct(own.add_softmax_kernel, shapes)
+        assert plan.steps[0].kernel.src == own._helion_add_softmax_kernel.src
+
+
+@pytest.mark.parametrize("alone", [False, True])
+def test_a_file_that_helion_wrote(alone: bool, softmax: Any, tmp_path: Path) -> None:
+    """Its function is called by a launcher: traced, on the CPU (the body), and for fake tensors."""
+    args = [torch.randn(3, 48), torch.randn(3, 48)]
+    function = written(
+        softmax.add_softmax_kernel, args, tmp_path, f"helion_file_{alone}", alone
+    ).add_softmax_kernel
+
+    def launcher(x: Any, residual: Any) -> Any:
+        return function(x, residual)
+
+    entry = record("f", "x", "residual", input_shapes="residual = x")
+    plans = trace(entry, launcher, sized(x=(3, None), residual=(3, None))[:2])
+    assert evaluated(chosen(plans, [(5, 1000)] * 2), [(5, 1000)] * 2) == direct(function, [(5, 1000)] * 2)
+    declare = twinop.triton_op(
+        f"helion_file_{int(alone)}(Tensor x, Tensor residual) -> Tensor",
+        body=softmax.add_softmax.body,
+        domain="helion_unbuilt",
+    )
+    op = declare(launcher)
+    assert torch.equal(op(*args), torch.softmax(args[0] + args[1], -1))
+    with FakeTensorMode():
+        on_gpu = [torch.empty(3, 48, device="cuda") for _ in args]
+    assert op(*on_gpu).device.type == "cuda"
+
+
+def test_before_it_is_built() -> None:
+    x = torch.linspace(-1, 1, 30).view(5, 6)
+    for twice in (False, True):
+        assert torch.equal(helion_scaled(x, twice=twice), x * (6.0 if twice else 3.0))
+    compiled = torch.compile(lambda x: helion_scaled(x, factor=2.0) + 1, fullgraph=True, backend="aot_eager")
+    assert torch.equal(compiled(x), 2 * x + 1)
+    with FakeTensorMode():
+        on_gpu = torch.empty(5, 6, device="cuda")
+    assert helion_scaled(on_gpu).shape == (5, 6)
+
+
+def test_attributes_and_constants() -> None:
+    plans = trace(helion_scaled.record, helion_scaled.launcher)
+    own = [evaluated(chosen(plans, [(5, 6)], 3.0, twice), [(5, 6)], 3.0, twice) for twice in (False, True)]
+    assert [launch[2]["factor"] for [launch] in own] == [3.0, 3.0]
+    sources = [chosen(plans, [(5, 6)], 3.0, twice).steps[0].kernel.src for twice in (False, True)]
+    assert sources[0] != sources[1]
+
+
+@helion.kernel(config=helion.Config(block_sizes=[16]), static_shapes=False)
+def for_known_sizes(x):
+    y = torch.empty_like(x)
+    for tile in hl.tile(hl.specialize(x.size(0))):
+        y[tile] = x[tile]
+    return y
+
+
+def test_sizes_that_a_kernel_specializes() -> None:
+    """There is a plan for each size of a sample."""
+    launcher, samples = lambda x: for_known_sizes(x), [{"x": torch.empty(16)}, {"x": torch.empty(40)}]
+    plans = trace(record("f", "x"), launcher, samples)
+
+    def first(n: int) -> Any:  # as in the library
+        return next(p for p in plans.plans if len(p.ranks) == 1 and all(g.evaluate([(n,)]) for g in p.guards))
+
+    assert [evaluated(first(n), [(n,)])[0][1] for n in (16, 40)] == [(1, 1, 1), (3, 1, 1)]
+    [refusal] = first(41).steps
+    assert isinstance(refusal, Refuse) and "Helion wrote for_known_sizes for the sizes" in refusal.message
+
+
+def test_sizes_that_no_sample_has(softmax: Any) -> None:
+    """Helion asked whether there is one row; only a sample with more is there."""
+    plans = trace(
+        record("f", "x", "residual", input_shapes="residual = x"), softmax.add_softmax.launcher, SAMPLES[-1:]
+    )
+    [refusal] = chosen(plans, [(1, 48)] * 2).steps
+    assert isinstance(refusal, Refuse)
+    assert (
+        "Helion wrote add_softmax_kernel for the sizes of the samples, and no sample has such"
+        in refusal.message
+    )
+
+
+@helion.kernel(static_shapes=False)
+def without_config(x):
+    y = torch.empty_like(x)
+    for tile in hl.tile(x.size(0)):
+        y[tile] = x[tile]
+    return y
+
+
+@helion.kernel(config=helion.Config(block_sizes=[16]))
+def for_one_shape(x):
+    y = torch.empty_like(x)
+    for tile in hl.tile(x.size(0)):
+        y[tile] = x[tile]
+    return y
+
+
+@helion.kernel(config=helion.Config(block_sizes=[16], pid_type="persistent_blocked"), static_shapes=False)
+def for_all_processors(x):
+    y = torch.empty_like(x)
+    for tile in hl.tile(x.size(0)):
+        y[tile] = x[tile]
+    return y
+
+
+@pytest.mark.parametrize(
+    ("kernel", "message"),
+    [
+        (without_config, r"test_helion.py: without_config: expected .*config=.*a build does not tune"),
+        (for_one_shape, r"test_helion.py: for_one_shape: expected .*static_shapes=False.*serves all shapes"),
+        (for_all_processors, "asks for multi_processor_count of the GPU, and a library serves several"),
+    ],
+    ids=lambda value: getattr(value, "name", ""),
+)
+def test_what_is_refused(kernel: Any, message: str) -> None:
+    with pytest.raises(BuildError, match=message):
+        trace(record("f", "x"), lambda x: kernel(x), [{"x": torch.empty(5)}])
+
+
+def test_the_page_of_the_guide(tmp_path: Path) -> None:
+    page = (ROOT / "docs/guide/triton.md").read_text()
+    (tmp_path / "add_exp.py").write_text(page.partition("```python\n# add_exp.py\n")[2].partition("```")[0])
+    op = load_module(tmp_path / "add_exp.py").add_exp
+    plan = chosen(trace(op.record, op.launcher), [(300, 5)] * 2)
+    assert evaluated(plan, [(300, 5)] * 2)[0][1] == (2, 1, 1)
+
+
+def test_an_untested_helion(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.metadata.version", lambda name: "9.0.1")
+    with pytest.raises(
+        BuildError, match=r"Helion 9.0.1 was not tested .*; expected 1.5 to 1.5: pip install 'helion==1.5"
+    ):
+        helion_scaled(torch.ones(3))
+
+
+def test_a_file_that_needs_helion_where_it_is_absent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "helion", None)
+    (tmp_path / "needs_helion.py").write_text("import helion\n")
+    with pytest.raises(
+        TwinopError, match="needs_helion.py cannot be imported: .*Install it: pip install helion$"
+    ):
+        load_module(tmp_path / "needs_helion.py")
+
+
+@pytest.mark.cuda
+def test_the_library_has_the_bits_of_helions_own_launch(softmax: Any, tmp_path: Path) -> None:
+    """Before it is built, in torch.compile, and in the library; Helion writes the same code on this GPU."""
+    kernel = softmax.add_softmax_kernel
+    shutil.copy(softmax.__file__, tmp_path / "helion_built.py")
+    library = build(
+        find_project([tmp_path / "helion_built.py"]), tmp_path / "libhelion_built.so", Options()
+    ).library
+    twinop.torch_op.load(library.path)
+    for dtype in (torch.float32, torch.float16, torch.bfloat16):
+        for shape in SHAPES:
+            args = [torch.randn(shape, device="cuda").to(dtype) for _ in range(2)]
+            own = kernel(*args)
+            assert torch.equal(softmax.add_softmax(*args), own)
+            assert torch.equal(torch.ops.helion_built.add_softmax(*args), own)
+            here, there = (
+                kernel.bind(tuple(t.to(on) for t in args)).to_triton_code() for on in ("cpu", "cuda")
+            )
+            assert here == there
+    compiled = torch.compile(lambda x: helion_scaled(x, factor=2.0) + 1, fullgraph=True)
+    x = torch.randn(5, 6, device="cuda")
+    assert torch.equal(compiled(x), 2 * x + 1)
