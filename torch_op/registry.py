@@ -13,7 +13,7 @@ import torch
 
 from twinop.built import warn_if_old
 from twinop.child import require_loads
-from twinop.declare import CPU_FUNCTIONS
+from twinop.declare import cpu_function
 from twinop.errors import LibraryError, RecordError
 from twinop.installation import how_to_build
 from twinop.library import Library, find_library, read_library
@@ -89,7 +89,7 @@ def library_of(record: OpSpec) -> Path | None:
 
 def runs_on_cpu(record: OpSpec) -> bool:
     """Whether a loaded op takes CPU tensors: with its kernel, or with the body in its Python module."""
-    return has_cpu_kernel(record) or record.key in CPU_FUNCTIONS
+    return has_cpu_kernel(record) or cpu_function(record) is not None
 
 
 def has_cpu_kernel(record: OpSpec) -> bool:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from twinop.call_checks import check_attributes, check_shapes, describe, infer_shapes
-from twinop.declare import CPU_FUNCTIONS
+from twinop.declare import CPU_FUNCTIONS, cpu_function
 from twinop.errors import RecordError
 from twinop.op_spec import OpSpec, entries
 from twinop.shapes import known, largest_sizes
@@ -296,7 +296,7 @@ def cpu_rule(record: OpSpec) -> Rule:
 
     def rule(*args: Any, **kwargs: Any) -> Any:
         outputs = make_outputs(*args, **kwargs)
-        if record.key not in CPU_FUNCTIONS:
+        if cpu_function(record) is None:
             raise RecordError(
                 f"{record.qualified_name}: the tensors are on the CPU, and the op has no CPU kernel. Move "
                 "them to CUDA with .cuda(), or import the Python module that declares the op: its body then "

@@ -18,11 +18,11 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from .bodies import DefaultInput, body
+from .bodies import BODIES, DefaultInput, body
 from .built import warn_if_old
 from .errors import LibraryError, TwinopError
 from .names import check_domain, check_op_name
-from .op_spec import key_of
+from .op_spec import OpSpec, key_of
 
 SECOND_DERIVATIVES: dict[str, Callable[..., Any]] = {}
 """Backward ops in torch's operators by `OpSpec.key`; `torch_op/second_derivatives.py` explains them."""
@@ -36,6 +36,19 @@ CPU_FUNCTIONS: dict[str, Callable[..., Any]] = {}
 A function of the op's inputs, by position, and of its attributes, by name. Inputs of 16 bits arrive in fp32,
 and the results are rounded to the op's types.
 """
+
+
+def cpu_function(record: OpSpec) -> Callable[..., Any] | None:
+    """Returns what runs on CPU tensors of an op without a CPU kernel: its function, or its body."""
+
+    def evaluate(*inputs: Any, **attributes: Any) -> Any:
+        from .export.body_in_torch import evaluate_body
+
+        return evaluate_body(record, inputs, attributes)
+
+    if record.key in BODIES:
+        CPU_FUNCTIONS.setdefault(record.key, evaluate)
+    return CPU_FUNCTIONS.get(record.key)
 
 
 class Op:

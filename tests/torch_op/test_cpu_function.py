@@ -12,6 +12,7 @@ from samples import RECORDS
 
 import twinop
 from twinop import torch_op
+from twinop.bodies import BODIES, body
 from twinop.declare import CPU_FUNCTIONS
 from twinop.errors import RecordError
 
@@ -79,3 +80,18 @@ def test_numbers_are_rounded_as_for_a_kernel() -> None:
     op, one = twinop.triton_op(schema, body=tenth, domain="unbuilt_tenth")(tenth), torch.ones(1).double()
     for y in (op(one), torch.ops.unbuilt_tenth.tenth(one)):
         assert y.item() == torch.tensor(0.1).item()
+
+
+def test_without_a_function_the_body_runs(ops: torch_op.Ops, functions: dict[str, Any]) -> None:
+    """As of an op in C++, whose body is registered in Python: its library has no model of it."""
+
+    def double_and_sum(op: Any, x: Any) -> Any:
+        return op.Add(x, x), op.ReduceSum(x, [-1], keepdims=0)
+
+    body(double_and_sum, domain=DOMAIN)
+    try:
+        x = torch.randn(2, 3)
+        y, total = ops.double_and_sum(x)
+        assert torch.equal(y, 2 * x) and torch.equal(total, x.sum(-1))
+    finally:
+        del BODIES[f"{DOMAIN}::double_and_sum"]
