@@ -147,7 +147,7 @@ def make_function(
         return call(*args, **kwargs)
 
     def call(*args: Any, **kwargs: Any) -> Any:
-        if not torch.compiler.is_compiling() and torch._C._are_functorch_transforms_active():
+        if not torch.compiler.is_compiling() and _are_transforms_active_but_vmap():
             return OpFunction.apply(*flatten(bind(signature, args, kwargs).values()))
         return op(*args, **kwargs)
 
@@ -162,6 +162,14 @@ def make_function(
     )
     function.__signature__ = signature  # type: ignore[attr-defined]
     return function, kernel, OpFunction
+
+
+def _are_transforms_active_but_vmap() -> bool:
+    """Whether a torch.func transform is active that is not vmap, which calls the op on the batch."""
+    if not torch._C._are_functorch_transforms_active():
+        return False
+    stack = torch._C._functorch.get_interpreter_stack() or ()
+    return any(each.key() != torch._C._functorch.TransformType.Vmap for each in stack)
 
 
 def _function_path(record: OpSpec) -> str:

@@ -22,7 +22,7 @@ from twinop.op_spec import DOMAIN, OpSpec
 from .autograd import make_function
 from .formulas import check_formulas
 from .mutation import register_mutating
-from .rules import autocast_rule, cpu_rule, fake_rule, refuse, vmap_rule
+from .rules import autocast_rule, cpu_rule, fake_rule, refuse, vmap_kernel
 from .sharding import register_sharding_rule
 
 Function = Callable[..., Any]
@@ -220,7 +220,7 @@ def _derive(record: OpSpec) -> None:
         return fake(*args, **kwargs)
 
     torch.library.register_fake(name, fake_and_sharding, lib=library)
-    torch.library.register_vmap(name, vmap_rule(record, op), lib=library)
+    library.impl(record.functional_name, vmap_kernel(record, op), "FuncTorchBatched")
     library.impl(record.functional_name, autograd_kernel, "Autograd")
     if not torch._C._dispatch_has_kernel_for_dispatch_key(name, "CPU"):
         library.impl(record.functional_name, cpu_rule(record), "CPU")

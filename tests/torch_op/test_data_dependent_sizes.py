@@ -144,6 +144,7 @@ ROWS: dict[str, Callable[[torch.Tensor], Any]] = {
     "rms_norm": lambda x: torch_op.rms_norm(x, W),
     "layer_norm": lambda x: torch_op.layer_norm(x, W, W),
     "a residual for all": lambda x: torch_op.add_rms_norm(x, KN[:3], W)[0],
+    "ada_layer_norm": lambda x: torch_op.ada_layer_norm(x, 2 * x, KN[:3]),
     "swiglu_packed": torch_op.swiglu_packed,
     "linear": lambda x: torch_op.linear(x, KN),
 }

@@ -14,6 +14,7 @@ from torch.autograd import gradcheck, gradgradcheck
 
 from twinop import torch_op
 from twinop.errors import RecordError
+from twinop.library import find_library
 
 ops = torch.ops.custom_domain
 RELU = [pytest.param(ops.relu, id="torch.ops"), pytest.param(torch_op.relu, id="function")]
@@ -117,6 +118,19 @@ def test_vmap_over_weights_is_one_product(rows: tuple[int, ...], layout: str) ->
     gated = func.vmap(lambda w: torch_op.linear_swiglu(x[0], w, layout=layout))(given)
     packed = func.vmap(lambda w: nn.functional.linear(x[0], w))(weight)
     torch.testing.assert_close(gated, nn.functional.silu(packed[..., :3]) * packed[..., 3:])
+
+
+def test_vmap_of_other_libraries_is_one_call_too() -> None:
+    """Of an elementwise op, with gradients through it; two vmaps as well."""
+    cube = torch_op.load(find_library("test_cube")).cube
+    x = torch.randn(7, 5, 4, requires_grad=True)
+    for mapped in (func.vmap(cube), func.vmap(func.vmap(cube, 1, 1))):
+        with torch.profiler.profile() as seen:
+            y = mapped(x)
+        assert len([event for event in seen.events() if event.name == "test_cube::cube"]) <= 4  # one a layer
+        (grad,) = torch.autograd.grad(y.sum(), x)
+        torch.testing.assert_close((y, grad), (x**3, 3 * x * x))
+    assert func.vmap(cube)(x[:0]).shape == (0, 5, 4)
 
 
 def test_vmap_where_only_the_gradient_is_batched() -> None:
