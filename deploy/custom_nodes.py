@@ -249,11 +249,16 @@ def custom_nodes(
     proto: onnx.ModelProto, wanted: Callable[[onnx.NodeProto], bool] = is_custom
 ) -> Iterator[CustomNode]:
     """Yields the wanted nodes of the graph, of its subgraphs (If, Loop, Scan) and of functions."""
-    everywhere = list(_in_graph(proto.graph, {}, ""))
+    everywhere = nodes_of_graph(proto)
     for function in proto.functions:
         types = {value.name: value.type.tensor_type.elem_type for value in function.value_info}
         everywhere += _in_nodes(function.node, types, f" in function {function.domain}::{function.name}")
     return (node for node in everywhere if wanted(node.proto))
+
+
+def nodes_of_graph(proto: onnx.ModelProto) -> list[CustomNode]:
+    """Returns all nodes of the graph and of its subgraphs, without those of functions."""
+    return list(_in_graph(proto.graph, {}, ""))
 
 
 def _in_graph(graph: onnx.GraphProto, outer: Mapping[str, int], place: str) -> Iterator[CustomNode]:

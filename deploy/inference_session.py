@@ -11,7 +11,7 @@ import numpy as np
 from twinop.dtypes import dtype_name, element_type, is_foreign_to_numpy
 from twinop.op_spec import entries
 
-from .custom_nodes import Model, custom_nodes
+from .custom_nodes import Model, nodes_of_graph
 from .errors import FeedError, RunError
 from .node_providers import NodeRun, Profile
 from .ort_calls import guarded, require_numbers, to_numpy
@@ -305,8 +305,7 @@ def _as_array(name: str, value: Any) -> np.ndarray:
 def _shareable(model: Model, libraries: Sequence[SealedLibrary]) -> dict[str, str]:
     """Returns the inputs whose memory an output may have, by output: its node is their only reader."""
     records = {record.node_type: record for library in libraries for record in library.by_onnx_name.values()}
-    nodes = [each.proto for each in custom_nodes(model.proto, lambda node: True)]
-    reads = Counter(name for node in nodes for name in node.input)
+    reads = Counter(name for node in nodes_of_graph(model.proto) for name in node.proto.input)
     reads.update(value.name for value in model.proto.graph.output)
     found = {}
     for node in model.proto.graph.node:

@@ -145,6 +145,7 @@ def test_export_has_the_twin(exporter: str, tmp_path: Path) -> None:
     assert report.nodes["test.written.CustomPut"] == 1
     assert report.parity is not None and report.parity.error < 1e-5
     assert report.without_library is not None and report.without_library.error < 1e-5
+    assert deploy.session(path, CPU, LIBRARY).shareable == {"y_1": "cache"}
 
 
 class WritesViews(torch.nn.Module):

@@ -1,0 +1,145 @@
+"""Tests append_kv in torch and in ONNX Runtime, and the attention that generates with it."""
+
+from copy import deepcopy
+from pathlib import Path
+
+import numpy as np
+import onnxruntime as ort
+import pytest
+import torch
+from attention import Attention, Step, turned
+from kv_cache import append_kv, library_path, samples
+
+from twinop import deploy, export
+
+CUDA = pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU"))
+on_each_device = pytest.mark.parametrize("device", ["cpu", CUDA])
+STEPS, ROWS, WIDTH, HEADS = 100, 104, 16, 2
+
+
+@on_each_device
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+def test_values(dtype: str, device: str) -> None:
+    for call in samples("append_kv", dtype, 32):
+        given = {name: tensor.to(device) for name, tensor in call.items()}
+        k, v, k_cache, v_cache = (call[name] for name in ("k", "v", "k_cache", "v_cache"))
+        rows = call["position"][:, None] + torch.arange(k.shape[1])
+        angles = (call[name][rows] for name in ("cos", "sin"))
+        batch = torch.arange(k.shape[0])[:, None]
+        wanted_k = k_cache.index_put((batch, rows), turned(k.float(), *angles).to(k.dtype))
+        addresses = [given[name].data_ptr() for name in ("k_cache", "v_cache")]
+        assert append_kv(**given) is None
+        assert addresses == [given[name].data_ptr() for name in ("k_cache", "v_cache")]
+        torch.testing.assert_close(given["k_cache"].cpu(), wanted_k)
+        assert torch.equal(given["v_cache"].cpu(), v_cache.index_put((batch, rows), v))
+
+
+def test_a_row_outside_the_cache() -> None:
+    call = samples("append_kv", "float32", 16)[1]
+    with pytest.raises(RuntimeError, match=r"position\[1\] is 8; the cache has 8 rows for 1 new tokens"):
+        append_kv(**call | {"position": torch.tensor([0, 8])})
+
+
+@pytest.fixture(scope="module")
+def trained() -> Attention:
+    """Trains an attention to repeat the token before the last, without a cache.
+
+    Its weights are then rounded to multiples of 1/64. The products of `draw` with them are exact, so both
+    runtimes give the same keys and values, whatever the order of their sums.
+    """
+    torch.manual_seed(0)
+    attention = Attention(WIDTH, HEADS, ROWS)
+    optimizer = torch.optim.Adam(attention.parameters(), 1e-2)
+    losses = []
+    for _ in range(30):
+        x = draw(4, 12)
+        loss = (attention(x)[:, 1:] - x[:, :-1]).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    assert losses[-1] < 0.9 * losses[0]
+    with torch.no_grad():
+        attention.qkv.weight.copy_((attention.qkv.weight * 64).round() / 64)
+    return attention.eval()
+
+
+def draw(batch: int, tokens: int) -> torch.Tensor:
+    return torch.randint(-8, 9, (batch, tokens, WIDTH)) / 8
+
+
+def empty_caches() -> list[torch.Tensor]:
+    return [torch.zeros(2, ROWS, HEADS, WIDTH // HEADS) for _ in "kv"]
+
+
+def example_of_a_step() -> tuple[torch.Tensor, ...]:
+    return draw(2, 1), *map(torch.randn_like, empty_caches()), torch.tensor([3, 5])
+
+
+def test_steps_are_the_forward_pass(trained: Attention) -> None:
+    x, caches = draw(2, 10), empty_caches()
+    with torch.no_grad():
+        first = trained.step(x[:, :4], *caches, torch.zeros(2, dtype=torch.long))
+        others = [trained.step(x[:, i : i + 1], *caches, torch.full((2,), i)) for i in range(4, 10)]
+        torch.testing.assert_close(torch.cat([first, *others], 1), trained(x))
+
+
+@pytest.mark.parametrize("exporter", ["dynamo", "torchscript"])
+@on_each_device
+def test_100_steps_in_onnx_runtime(exporter: str, device: str, trained: Attention, tmp_path: Path) -> None:
+    """With one memory for a cache and its output, without, and in torch: the same bits in the caches."""
+    path, x, caches = tmp_path / "step.onnx", draw(2, STEPS), empty_caches()
+    example = example_of_a_step()
+    report = export.export(Step(trained), example, path, exporter=exporter, library=library_path())
+    assert report.nodes["kv_cache.CustomAppendKv"] == 1 and report.parity.error < 1e-5
+    assert report.without_library.error < 1e-5
+
+    options = ort.SessionOptions()
+    options.register_custom_ops_library(library_path())
+    provider = "CUDAExecutionProvider" if device == "cuda" else "CPUExecutionProvider"
+    session = ort.InferenceSession(path, options, providers=[provider])
+    x_name, k_name, v_name, position_name = (each.name for each in session.get_inputs())
+    y_name, k_out, v_out = (each.name for each in session.get_outputs())
+
+    def value(array: np.ndarray) -> ort.OrtValue:
+        return ort.OrtValue.ortvalue_from_numpy(array, device, 0)
+
+    shared = [value(each.numpy()) for each in caches]
+    other = [each.numpy() for each in caches]
+    attention, caches = deepcopy(trained).to(device), [each.to(device) for each in caches]
+    for i in range(STEPS):
+        token, position = x[:, i : i + 1].contiguous(), torch.full((2,), i)
+        with torch.no_grad():
+            y = attention.step(token.to(device), *caches, position.to(device)).cpu()
+        binding = session.io_binding()
+        for name, tensor in ((x_name, token), (position_name, position)):
+            binding.bind_cpu_input(name, tensor.numpy())
+        for name, out, cache in ((k_name, k_out, shared[0]), (v_name, v_out, shared[1])):
+            binding.bind_ortvalue_input(name, cache)
+            binding.bind_ortvalue_output(out, cache)
+        binding.bind_output(y_name, device)
+        session.run_with_iobinding(binding)
+        in_shared = binding.copy_outputs_to_cpu()[-1]
+        feeds = {x_name: token.numpy(), k_name: other[0], v_name: other[1], position_name: position.numpy()}
+        found, *other = session.run([y_name, k_out, v_out], feeds)
+        np.testing.assert_array_equal(in_shared, found)
+        np.testing.assert_allclose(found, y.numpy(), rtol=1e-4, atol=1e-5)
+    for cache, with_one_memory, without in zip(caches, shared, other, strict=True):
+        np.testing.assert_array_equal(with_one_memory.numpy(), without)
+        np.testing.assert_array_equal(without, cache.cpu().numpy())
+    assert all(each[:, :STEPS].any(-1).all() and not each[:, STEPS:].any() for each in other)
+
+
+def test_a_session_writes_into_the_cache(trained: Attention, tmp_path: Path) -> None:
+    path = tmp_path / "step.onnx"
+    export.export(Step(trained), example_of_a_step(), path, library=library_path())
+    session = deploy.session(path, ["CPUExecutionProvider"], library_path())
+    x, k_cache, v_cache, position = example_of_a_step()
+    expected = k_cache.clone(), v_cache.clone()
+    feeds = dict(zip(session.inputs, (x, k_cache, v_cache, position), strict=True))
+    outputs = dict(zip(session.outputs, (torch.empty_like(x), k_cache, v_cache), strict=True))
+    found = session.run(feeds, outputs)
+    assert all(found[name] is outputs[name] for name in outputs)
+    with torch.no_grad():
+        trained.step(x, *expected, position)
+    assert torch.equal(k_cache, expected[0]) and torch.equal(v_cache, expected[1])
