@@ -11,7 +11,6 @@ from typing import Annotated, Any
 
 import torch
 import typer
-from onnx import TensorProto
 from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -49,25 +48,16 @@ def in_ort(tensors: dict[str, Tensor], library: Path, timer: DeviceTimer | None)
     """ONNX Runtime allocates the output, whose size it does not know before."""
     record = torch_op.load(library).records["nms"]
     node = runtime.custom_node(record, tensors, {"iou_threshold": THRESHOLD})
-    keep = torch.empty(0, dtype=torch.int64)
-    model = runtime.one_op([node], tensors, {"keep": keep})
+    model = runtime.one_op([node], tensors, {"keep": torch.empty(0, dtype=torch.int64)})
     device = tensors["boxes"].device
     session = runtime.open_session(
         model, device, library=library, cpu_threads=1, stream=timer.stream if timer is not None else None
     )
-    binding = session.io_binding()
-    for name, tensor in tensors.items():
-        place = (device.type, device.index or 0, TensorProto.FLOAT, list(tensor.shape), tensor.data_ptr())
-        binding.bind_input(name, *place)
+    run = runtime.bind(session, tensors, {}, synchronize=timer is None)
+    (binding, *_) = run.args  # type: ignore[attr-defined]
     binding.bind_output("keep", device.type, device.index or 0)
-
-    def run() -> Tensor:
-        session.run_with_iobinding(binding)
-        return torch.empty(0)
-
     run()
-    found = torch.from_numpy(binding.copy_outputs_to_cpu()[0])
-    return Subject(run, facts={"keep": found})
+    return Subject(run, facts={"keep": torch.from_numpy(binding.copy_outputs_to_cpu()[0])})
 
 
 def measure(tensors: dict[str, Tensor], library: Path, timer: DeviceTimer | None, rounds: int) -> Any:
@@ -78,17 +68,20 @@ def measure(tensors: dict[str, Tensor], library: Path, timer: DeviceTimer | None
         "torchvision": partial(of_torchvision, tensors),
     }
 
-    def check(_: str, subject: Subject) -> None:
-        (found,) = subject.result()
-        if not torch.equal(subject.facts.get("keep", found).cpu(), expected):
-            raise BenchError("wrong result: other boxes stay")
+    def check(name: str, subject: Subject) -> None:
+        found = subject.facts.get("keep")
+        found = subject.result()[0].cpu() if found is None else found
+        # torchvision's CUDA kernel rounds once less: a box at the threshold may stay, and then change others.
+        others = len({*found.tolist()} ^ {*expected.tolist()})
+        if others > (len(expected) // 1000 if name == "torchvision" else 0):
+            raise BenchError(f"wrong result: {others} other boxes stay")
 
     subjects, missing = checked(makers, check)
     runs = {name: subject.run for name, subject in subjects.items()}
     runs |= {name + AGAIN: runs[name] for name in ("torchvision",) if name in runs}
-    if timer is not None:
-        return timer.times(runs, rounds=rounds), missing, len(expected)
-    return host_times_apart(runs, rounds=rounds, seconds=1.0), missing, len(expected)
+    if timer is None:
+        return host_times_apart(runs, rounds=rounds, seconds=1.0), missing, len(expected)
+    return timer.times(runs, rounds=rounds), missing, len(expected)
 
 
 def main(

@@ -61,12 +61,6 @@ inline Status ReadShape(const Kernel& kernel, const OrtValue* value, std::int64_
   return {};
 }
 
-inline std::int64_t Numel(const std::int64_t* sizes, std::size_t rank) {
-  std::int64_t numel = 1;
-  for (std::size_t i = 0; i < rank; ++i) numel = Times(numel, sizes[i]);
-  return numel;
-}
-
 // Makes a view of `value`, which is the op's input `i`.
 inline Status ReadTensor(const Kernel& kernel, const OrtValue* value, std::size_t i,
                          std::int64_t* buffer, Tensor* tensor) {

@@ -9,6 +9,7 @@ from nms import in_numpy, library_path, nms, samples
 
 from twinop import deploy, export
 
+CPU = ["CPUExecutionProvider"]
 CUDA = pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU"))
 on_each_device = pytest.mark.parametrize("device", ["cpu", CUDA])
 
@@ -101,8 +102,8 @@ def test_export(exporter: str, tmp_path: Path) -> None:
     dynamic = {"boxes": {0: "count"}, "scores": {0: "count"}}
     report = export.export(Net(), crowd(70), path, exporter=exporter, dynamic=dynamic, library=library)
     assert report.parity.equal and report.without_library.equal
-    providers = ["CUDAExecutionProvider"] if torch.cuda.is_available() else ["CPUExecutionProvider"]
-    for session in (deploy.session(path, providers, library), deploy.session(path, None, False)):
+    providers = ["CUDAExecutionProvider"] if torch.cuda.is_available() else CPU
+    for session in (deploy.session(path, providers, library), deploy.session(path, CPU, False)):
         for inputs in (crowd(70), crowd(500), crowd(1)):
             found = session.run({"boxes": inputs[0].numpy(), "scores": inputs[1].numpy()})
             for value, expected in zip(found.values(), Net()(*inputs), strict=True):

@@ -44,6 +44,12 @@ Driver Load() {
   return driver;
 }
 
+CurrentContext OnContextOf(Stream stream) {
+  Context context = nullptr;
+  Check(GetDriver().StreamGetCtx(stream, &context), "asking for the CUDA context of a stream");
+  return {GetDriver(), context};
+}
+
 }  // namespace
 
 const Driver& GetDriver() {
@@ -52,13 +58,17 @@ const Driver& GetDriver() {
 }
 
 void CopyOnDevice(void* to, const void* from, std::size_t bytes, Stream stream) {
-  const Driver& driver = GetDriver();
-  Context context = nullptr;
-  Check(driver.StreamGetCtx(stream, &context), "asking for the CUDA context of a stream");
-  const CurrentContext current(driver, context);
-  Check(driver.MemcpyDtoDAsync(reinterpret_cast<DevicePointer>(to),
-                               reinterpret_cast<DevicePointer>(from), bytes, stream),
-        "copying an input that the op writes");
+  const CurrentContext current = OnContextOf(stream);
+  Check(GetDriver().MemcpyDtoDAsync(reinterpret_cast<DevicePointer>(to),
+                                    reinterpret_cast<DevicePointer>(from), bytes, stream),
+        "copying a tensor");
+}
+
+void CopyToHost(void* to, const void* from, std::size_t bytes, Stream stream) {
+  const CurrentContext current = OnContextOf(stream);
+  Check(GetDriver().MemcpyDtoHAsync(to, reinterpret_cast<DevicePointer>(from), bytes, stream),
+        "reading the sizes of outputs");
+  Check(GetDriver().StreamSynchronize(stream), "waiting for the sizes of outputs");
 }
 
 void ThrowDriverError(Result result, const char* what, const char* of, const char* note) {

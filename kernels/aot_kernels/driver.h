@@ -77,6 +77,8 @@ inline void Check(Result result, const char* what, const char* of = "") {
 
 // Queues a copy between places in the memory of the stream's device.
 void CopyOnDevice(void* to, const void* from, std::size_t bytes, Stream stream);
+// Copies from there to the host, and waits for it.
+void CopyToHost(void* to, const void* from, std::size_t bytes, Stream stream);
 
 // Makes the context the current one, if it is not, and the previous one again at the end.
 class CurrentContext {

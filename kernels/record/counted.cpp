@@ -8,24 +8,10 @@
 namespace twinop {
 namespace {
 
-namespace cuda = aot_kernels;
-
 constexpr std::int64_t kAlignment = 256;
 
-cuda::DevicePointer Address(const void* data) {
-  return static_cast<cuda::DevicePointer>(reinterpret_cast<std::uintptr_t>(data));
-}
-
-// Copies the sizes to the host, and waits for them.
-void ReadCounts(const Context& context, const void* data, std::size_t bytes, std::int64_t* counts) {
-  if (context.device_type != TWINOP_CUDA) {
-    std::memcpy(counts, data, bytes);
-    return;
-  }
-  const cuda::Driver& driver = cuda::GetDriver();
-  cuda::Check(driver.MemcpyDtoHAsync(counts, Address(data), bytes, context.stream),
-              "reading the sizes of outputs");
-  cuda::Check(driver.StreamSynchronize(context.stream), "waiting for the sizes of outputs");
+void CopyOnHost(void* to, const void* from, std::size_t bytes, void*) {
+  std::memcpy(to, from, bytes);
 }
 
 Status CheckCount(const Record& record, const Call& call, std::size_t i, std::int64_t count,
@@ -47,25 +33,11 @@ Status DescribeOutputs(const Record& record, const DType* types, const Call& cal
     TWINOP_RETURN_IF_ERROR(
         OutputShape(record, i, call.inputs, call.attributes, sizes[i], &outputs[i].rank, counts));
     outputs[i].sizes = sizes[i];
-    outputs[i].numel = 1;
-    for (std::size_t k = 0; k < outputs[i].rank; ++k)
-      outputs[i].numel = Times(outputs[i].numel, sizes[i][k]);
+    outputs[i].numel = Numel(sizes[i], outputs[i].rank);
     outputs[i].dtype = types[i];
     outputs[i].present = 1;
   }
   return {};
-}
-
-void CopyBeginning(const Context& context, const Tensor& from, const Tensor& to) {
-  if (to.data == nullptr || to.numel == 0) return;
-  const auto bytes = static_cast<std::size_t>(to.bytes());
-  if (context.device_type != TWINOP_CUDA) {
-    std::memcpy(to.data, from.data, bytes);
-    return;
-  }
-  cuda::Check(cuda::GetDriver().MemcpyDtoDAsync(Address(to.data), Address(from.data), bytes,
-                                                context.stream),
-              "copying an output");
 }
 
 }  // namespace
@@ -73,12 +45,13 @@ void CopyBeginning(const Context& context, const Tensor& from, const Tensor& to)
 bool IsCaptured(const Context& context) {
   if (context.device_type != TWINOP_CUDA) return false;
   int status = 0;
-  return cuda::GetDriver().StreamIsCapturing(context.stream, &status) != 0 || status != 0;
+  return aot_kernels::GetDriver().StreamIsCapturing(context.stream, &status) != 0 || status != 0;
 }
 
 Status RunCounted(const Record& record, twinop_launch launch, const DType* types, Call call,
                   CountedMemory* memory) {
   const Context& context = *call.context;
+  const bool on_cuda = context.device_type == TWINOP_CUDA;
   const std::size_t size_count = record.sizes_counted.count;
   const std::size_t output_count = record.schema.output_count;
   if (IsCaptured(context))
@@ -121,7 +94,8 @@ Status RunCounted(const Record& record, twinop_launch launch, const DType* types
     for (std::size_t i = 0; i < output_count && !record.counts_first; ++i)
       largest[i].data = static_cast<char*>(data) + begins[i];
     TWINOP_RETURN_IF_ERROR(Launch(record, launch, call));
-    ReadCounts(context, call.counts, size_count * sizeof(std::int64_t), counts);
+    (on_cuda ? aot_kernels::CopyToHost : CopyOnHost)(
+        counts, call.counts, size_count * sizeof(std::int64_t), context.stream);
     for (std::size_t i = 0; i < size_count; ++i)
       TWINOP_RETURN_IF_ERROR(CheckCount(record, call, i, counts[i], bounds[i]));
   }
@@ -132,7 +106,11 @@ Status RunCounted(const Record& record, twinop_launch launch, const DType* types
   call.outputs = outputs;
   call.counts = nullptr;
   if (record.counts_first) return Launch(record, launch, call);
-  for (std::size_t i = 0; i < output_count; ++i) CopyBeginning(context, largest[i], outputs[i]);
+  const auto copy = on_cuda ? aot_kernels::CopyOnDevice : CopyOnHost;
+  for (std::size_t i = 0; i < output_count; ++i)
+    if (outputs[i].data != nullptr && outputs[i].numel > 0)
+      copy(outputs[i].data, largest[i].data, static_cast<std::size_t>(outputs[i].bytes()),
+           context.stream);
   return {};
 }
 

@@ -39,6 +39,12 @@ constexpr std::int64_t Times(std::int64_t a, std::int64_t b) {
   return Calculate(a, '*', b, &product) ? product : INT64_MAX;
 }
 
+constexpr std::int64_t Numel(const std::int64_t* sizes, std::size_t rank) {
+  std::int64_t numel = 1;
+  for (std::size_t i = 0; i < rank; ++i) numel = Times(numel, sizes[i]);
+  return numel;
+}
+
 struct Dim {
   std::int64_t value = -1;       // negative: unknown
   const char* symbol = nullptr;  // its name in the graph, or null

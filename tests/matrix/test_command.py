@@ -69,6 +69,14 @@ def test_a_wrong_gradient_names_the_first_wrong_element(wrong: tuple[Path, str])
     assert "wrong_ops::twice" in wrong[1] and "is not that of finite differences of the op itself" in wrong[1]
 
 
+def test_a_count_beyond_the_bound_is_named(wrong: tuple[Path, str]) -> None:
+    assert re.search(
+        r"wrong_ops::too_many\(x: float32\[(\d+).*its kernel counted n = \d+, expected 0 to x\[0\] = \1: "
+        "a defect of the kernel",
+        wrong[1],
+    ), wrong[1]
+
+
 def test_a_body_that_does_not_fit(wrong: tuple[Path, str]) -> None:
     message = (
         "body squared(op, x, y) does not fit the op squared(Tensor x) -> Tensor; expected def squared(op, x)"
