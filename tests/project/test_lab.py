@@ -36,6 +36,14 @@ def test_nms_is_measured_beside_torchvision(tmp_path: Path) -> None:
         assert line["missing"].keys() <= {"torchvision"}
 
 
+def test_appends_to_a_cache_are_measured(tmp_path: Path) -> None:
+    run("kv_cache", "--device=cpu", "--quick", f"--output={tmp_path}")
+    (path,) = tmp_path.glob("kv-cache-quick-*.jsonl")
+    (line,) = read(path, "kv-cache")
+    ours = {"twinop in ORT", "twinop in ORT, other memory", "twinop in torch", "torch"}
+    assert line["times"].keys() >= ours and not line["missing"]
+
+
 def test_the_pages_say_what_was_recorded() -> None:
     lines = read(ROOT / "lab/results/models-nvidia-h200.jsonl", "models")
     assert table(lines) in (ROOT / "docs/guide/performance.md").read_text()

@@ -1,0 +1,192 @@
+"""append_kv of examples/kv_cache beside a kernel written by hand with the same accesses.
+
+python lab/kv_cache.py --output lab/results
+"""
+
+import sys
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import typer
+from torch import Tensor
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples/kv_cache"))
+from kv_cache import tables  # type: ignore[import-not-found]
+
+from twinop import torch_op
+from twinop.bench import runtime
+from twinop.bench.cells import AGAIN, IN_ORT, IN_TORCH
+from twinop.bench.measurements import BenchError, Device, Measurements, Output, choose_device
+from twinop.bench.providers import Subject, checked
+from twinop.bench.timing import DeviceTimer, host_times_apart, timer_on
+from twinop.console import clear_errors
+from twinop.library import find_library
+
+BY_HAND, GRAPH, COPIED = "kernel by hand", f"{IN_ORT}, CUDA graph", f"{IN_ORT}, other memory"
+SHAPES = ((8, 1, 8, 128, 4096), (8, 512, 8, 128, 4096), (1, 1, 8, 128, 4096))
+"""Sequences, new tokens of each, heads, their size, rows of the cache."""
+
+SOURCE = """
+__device__ float widen(unsigned short x) { return __uint_as_float((unsigned)x << 16); }
+__device__ unsigned short rounded(float x) {
+  unsigned bits = __float_as_uint(x);
+  return (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
+}
+extern "C" __global__ void append(const unsigned short* k, const unsigned short* v, const float* cos,
+    const float* sin, const long long* position, unsigned short* k_cache, unsigned short* v_cache,
+    int heads, int pairs, int tokens, int rows, int count) {
+  long long i = (long long)blockIdx.x * blockDim.x + threadIdx.x;
+  if (i >= count) return;
+  long long pair = i % pairs, head = i / pairs % heads, token = i / (pairs * heads);
+  long long batch = token / tokens, row = position[batch] + token % tokens;
+  if (row < 0 || row >= rows) return;
+  long long from = (token * heads + head) * 2 * pairs + pair;
+  long long to = ((batch * rows + row) * heads + head) * 2 * pairs + pair;
+  float c = cos[row * pairs + pair], s = sin[row * pairs + pair];
+  float a = widen(k[from]), b = widen(k[from + pairs]);
+  k_cache[to] = rounded(a * c - b * s);
+  k_cache[to + pairs] = rounded(b * c + a * s);
+  v_cache[to] = v[from];
+  v_cache[to + pairs] = v[from + pairs];
+}
+"""
+
+
+def draw(shape: tuple[int, ...], device: torch.device) -> dict[str, Tensor]:
+    """Draws the inputs by name, in bfloat16. The caches are empty."""
+    batch, new, heads, size, rows = shape
+    k, v = torch.randn(2, batch, new, heads, size, device=device).bfloat16()
+    cos, sin = (table.to(device) for table in tables(rows, size))
+    position = torch.randint(0, rows - new + 1, (batch,), device=device)
+    caches = (torch.zeros(batch, rows, heads, size, dtype=k.dtype, device=device) for _ in "kv")
+    names = ("k_cache", "v_cache", "k", "v", "cos", "sin", "position")
+    return dict(zip(names, (*caches, k, v, cos, sin, position), strict=True))
+
+
+def in_torch(
+    k_cache: Tensor, v_cache: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, position: Tensor
+) -> None:
+    """Computes the op with torch's operators, each of which is a kernel."""
+    rows = position[:, None] + torch.arange(k.shape[1], device=k.device)
+    batch = torch.arange(k.shape[0], device=k.device)[:, None]
+    c, s = cos[rows].unsqueeze(2), sin[rows].unsqueeze(2)
+    a, b = k.float().chunk(2, -1)
+    k_cache.index_put_((batch, rows), torch.cat([a * c - b * s, b * c + a * s], -1).to(k.dtype))
+    v_cache.index_put_((batch, rows), v)
+
+
+def by_hand(t: dict[str, Tensor]) -> None:
+    count, (_, tokens, heads, size) = t["k"].numel() // 2, t["k"].shape
+    tensors = (t[name] for name in ("k", "v", "cos", "sin", "position", "k_cache", "v_cache"))
+    sizes = (heads, size // 2, tokens, t["k_cache"].shape[1], count)
+    _kernel()(grid=((count + 127) // 128, 1, 1), block=(128, 1, 1), args=(*tensors, *sizes))
+
+
+_compiled: list[Any] = []
+
+
+def _kernel() -> Any:
+    if not _compiled:
+        _compiled.append(torch.cuda._compile_kernel(SOURCE, "append"))
+    return _compiled[0]
+
+
+def in_ort(
+    t: dict[str, Tensor], library: Path, timer: DeviceTimer | None, copied: bool = False, graph: bool = False
+) -> Subject:
+    """A node whose outputs are the caches themselves, or with `copied` other memory."""
+    record = torch_op.load(library).records["append_kv"]
+    outputs = {
+        f"{name}_out": torch.zeros_like(t[name]) if copied else t[name] for name in ("k_cache", "v_cache")
+    }
+    session = runtime.open_session(
+        runtime.one_op([runtime.custom_node(record, t, {})], t, outputs),
+        t["k"].device,
+        library=library,
+        cpu_threads=1,
+        stream=timer.stream if timer is not None else None,
+        cuda_graph=graph,
+    )
+    run = runtime.bind(session, t, outputs, synchronize=timer is None)
+    return Subject(run, facts={"caches": tuple(outputs.values())})
+
+
+def device_work(run: Callable[[], object]) -> dict[str, int] | None:
+    """Counts what a run queues on the GPU; None where torch's profiler does not see it."""
+    from torch.profiler import ProfilerActivity, profile
+
+    with profile(activities=[ProfilerActivity.CUDA]) as profiled:
+        run()
+        torch.cuda.synchronize()
+    names = [event.name for event in profiled.events() if event.device_type == torch.autograd.DeviceType.CUDA]
+    copies = sum("memcpy" in name.lower() for name in names)
+    return {"kernels": len(names) - copies, "copies": copies} if names else None
+
+
+def measure(
+    shape: tuple[int, ...], device: torch.device, library: Path, timer: DeviceTimer | None, rounds: int
+) -> dict[str, Any]:
+    torch.manual_seed(0)
+    given = draw(shape, device)
+    expected = {name: tensor.clone() for name, tensor in given.items()}
+    in_torch(**expected)
+
+    def own() -> dict[str, Tensor]:
+        """The same inputs, with caches of their own."""
+        return given | {name: torch.zeros_like(given[name]) for name in ("k_cache", "v_cache")}
+
+    def subject(function: Callable[[dict[str, Tensor]], object]) -> Subject:
+        tensors = own()
+        return Subject(partial(function, tensors), facts={"caches": (tensors["k_cache"], tensors["v_cache"])})
+
+    makers: dict[str, Callable[[], Subject]] = {
+        IN_TORCH: lambda: subject(lambda t: torch_op.load(library).append_kv(**t)),
+        IN_ORT: lambda: in_ort(own(), library, timer),
+        COPIED: lambda: in_ort(own(), library, timer, copied=True),
+        "torch": lambda: subject(lambda t: in_torch(**t)),
+    }
+    if timer is not None:
+        makers |= {
+            BY_HAND: lambda: subject(by_hand),
+            GRAPH: lambda: in_ort(own(), library, timer, graph=True),
+        }
+
+    def check(_: str, made: Subject) -> None:
+        made.run()
+        for found, name in zip(made.facts["caches"], ("k_cache", "v_cache"), strict=True):
+            if not torch.allclose(found.float(), expected[name].float(), rtol=1e-2, atol=1e-2):
+                raise BenchError(f"wrong result: another {name}")
+
+    with torch.no_grad():
+        subjects, missing = checked(makers, check)
+        runs = {name: each.run for name, each in subjects.items()}
+        work = {name: device_work(run) for name, run in runs.items()} if timer is not None else {}
+        runs |= {name + AGAIN: runs[name] for name in (BY_HAND, "torch") if name in runs}
+        if timer is not None:
+            times = timer.times(runs, rounds=rounds)
+        else:
+            times = host_times_apart(runs, rounds=rounds, seconds=1.0)
+    return {"times": times, "missing": missing, "work": work}
+
+
+def main(
+    device: Device = "auto",
+    quick: Annotated[bool, typer.Option("--quick", help="A quick look: a small cache, few runs.")] = False,
+    output: Output = None,
+) -> None:
+    """Measure an append to a cache of keys and values: the time of the device, wall time on a CPU."""
+    with clear_errors(), timer_on(where := choose_device(device)) as timer:
+        measured = Measurements("kv-cache", where, output, quick)
+        torch.set_num_threads(1)
+        for shape in ((2, 1, 2, 16, 64),) if quick else SHAPES:
+            line = measure(shape, where, find_library("kv_cache"), timer, 7 if quick else 101)
+            measured.add({"op": "append_kv", "shape": "x".join(map(str, shape)), "dtype": "bfloat16"} | line)
+            measured.say()
+
+
+if __name__ == "__main__":
+    typer.run(main)
