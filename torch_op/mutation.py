@@ -36,7 +36,9 @@ def register_mutating(
     op = getattr(getattr(torch.ops, record.namespace), record.name).default
     twin = getattr(getattr(torch.ops, record.namespace), record.functional_name).default
     signature = signature_of(record)
+    defaults = tuple(parameter.default for parameter in signature.parameters.values())
     names = list(record.written.values())
+    places = [list(signature.parameters).index(name) for name in names]
     returned = len(record.outputs) - len(names)
     instead = f"Call {record.functional_name}, which returns {', '.join(record.written)}"
 
@@ -56,19 +58,19 @@ def register_mutating(
         return declared(outputs)
 
     def kernel(*args: Any, **kwargs: Any) -> Any:
-        arguments = bind(signature, args, kwargs)
+        # Signature.bind takes longer than a small kernel.
+        arguments = tuple(bind(signature, args, kwargs).values()) if kwargs else args + defaults[len(args) :]
         if torch.onnx.is_in_onnx_export():
-            return run_twin(*arguments.values())
-        tensors = tensors_of(arguments.values())
-        if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
+            return run_twin(*arguments)
+        if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors_of(arguments)):
             raise RecordError(
                 f"{record.qualified_name} writes into {', '.join(names)} and has no derivative; an input "
                 f"requires grad. {instead}, or call this op under torch.no_grad()"
             )
         with torch._C._AutoDispatchBelowAutograd():
-            result = op(*arguments.values())
-        for name in names:
-            torch.autograd.graph.increment_version(arguments[name])
+            result = op(*arguments)
+        for place in places:
+            torch.autograd.graph.increment_version(arguments[place])
         return result
 
     def trace(*args: Any, **kwargs: Any) -> Any:
