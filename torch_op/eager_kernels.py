@@ -42,8 +42,7 @@ def register(declared: KernelOp, functions: dict[str, Callable[..., Any]]) -> Ca
     if declared.kind == "triton":
         check_triton()
     record = declared.record
-    traced = declared.kind == "triton" and not record.sizes
-    make = torch.library.triton_op if traced else torch.library.custom_op
+    make = torch.library.triton_op if _is_traced(declared) else torch.library.custom_op
     op: Any = make(record.torch_name, _implementation(declared), mutates_args=())
     op.register_fake(_implementation(declared, fake=True))
     overload = getattr(getattr(torch.ops, record.namespace), record.functional_name).default
@@ -57,6 +56,11 @@ def register(declared: KernelOp, functions: dict[str, Callable[..., Any]]) -> Ca
         fake, on_cuda = _implementation(declared, fake=True), _implementation(declared, mutates=True)
         functions[record.name] = register_mutating(record, library, fake, overload, on_cuda)
     return functions[record.name]
+
+
+def _is_traced(declared: KernelOp) -> bool:
+    """Whether torch.compile takes the launches into its graph. An op that reads sizes is one node there."""
+    return declared.kind == "triton" and not declared.record.sizes
 
 
 @cache
@@ -91,7 +95,8 @@ def _implementation(declared: KernelOp, fake: bool = False, mutates: bool = Fals
             if entry.written and not mutates:
                 given[i] = inputs[i].clone(memory_format=torch.contiguous_format)
                 written.append(given[i])
-        with _launches(_skipped if fake or on_cpu else _launched):
+        launched = _launched if _is_traced(declared) and not mutates else _launched_at_once
+        with _launches(_skipped if fake or on_cpu else launched):
             outputs = _launch(declared, given, attributes)
         if written:
             returned = () if outputs is None else as_tuple(outputs)
@@ -232,9 +237,16 @@ def _skipped(kernel: Any, grid: Any, launch: Any) -> Any:
 
 
 def _launched(kernel: Any, grid: Any, launch: Any) -> Any:
-    """Launches at once; where torch traces, the launch goes into the graph."""
-    if not hasattr(kernel, "run") or not hasattr(kernel, "warmup"):  # not Triton's
-        return launch
-    if torch._library.triton.is_wrap_triton_enabled():
+    """Launches at once; where torch traces a `triton_op`, the launch goes into the graph."""
+    if _is_triton(kernel) and torch._library.triton.is_wrap_triton_enabled():
         return torch.library.wrap_triton(kernel)[grid]
-    return partial(launch, enable_fp_fusion=True)  # as in the library: results have the same bits
+    return _launched_at_once(kernel, grid, launch)
+
+
+def _launched_at_once(kernel: Any, grid: Any, launch: Any) -> Any:
+    # As in the library: results have the same bits.
+    return partial(launch, enable_fp_fusion=True) if _is_triton(kernel) else launch
+
+
+def _is_triton(kernel: Any) -> bool:
+    return hasattr(kernel, "run") and hasattr(kernel, "warmup")

@@ -52,6 +52,8 @@ def test_side_stream(record: OpSpec) -> None:
 @pytest.mark.backward_too
 def test_cuda_graph(record: OpSpec) -> None:
     """A captured graph can be replayed with other inputs. Wide rows may need clusters or scratch memory."""
+    if record.sizes:
+        pytest.skip("the sizes of its outputs come from the data: both runtimes refuse the capture")
     for shape in shapes_for(record, (64, 34), (4, 4098), (2, 65536)):
         sample = on_gpu(record, shape, 1)
         call(record, sample)
