@@ -11,11 +11,15 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.torch_version import TorchVersion
 
 from twinop import torch_op
 
 WHOLE = Replicate()
 SPLITS = [Replicate(), Shard(0), Shard(1), Shard(2)]
+ROWS = Shard(1) if TorchVersion(torch.__version__) >= "2.13" else Shard(0)
+"""DTensor of older torch does not view a tensor that is split along its second dimension as a matrix."""
+
 Call = tuple[str, Callable[..., Any], list[torch.Tensor], list[Placement], list[Placement]]
 
 
@@ -41,7 +45,7 @@ def _calls() -> list[Call]:
         ("rows", torch_op.linear, [x, up, wide], [Shard(0), WHOLE, WHOLE], [Shard(0)]),
         ("columns", torch_op.linear, [x, up, wide], [WHOLE, Shard(0), Shard(0)], [Shard(2)]),
         ("sum", lambda x, w: torch_op.linear(x, w), [x, up], [Shard(2), Shard(1)], [Partial()]),
-        ("gates", torch_op.linear_swiglu, [x, up], [Shard(1), WHOLE], [Shard(1)]),
+        ("gates", torch_op.linear_swiglu, [x, up], [ROWS, WHOLE], [ROWS]),
         (
             "mlp",
             lambda x, up, bias, down: torch_op.linear(torch_op.linear(x, up, bias, activation="gelu"), down),
