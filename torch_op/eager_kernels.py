@@ -154,18 +154,17 @@ def _of_true_sizes(
         for entry, tensor in zip(record.inputs, inputs, strict=True)
     }
     if counts is None:
-        sizes = attributes | unbacked_sizes(record, shapes, attributes)
-        found = output_shapes(record, shapes, sizes).values()
-        return tuple(output.new_empty(shape) for output, shape in zip(outputs, found, strict=True))
-    sizes = attributes | dict(zip(record.size_bounds, counts.tolist(), strict=True))
-    for name, most in largest_sizes(record, shapes, attributes).items():
-        if not 0 <= sizes[name] <= most:
-            raise RecordError(
-                f"{record.qualified_name}: its kernel counted {name} = {sizes[name]}, expected 0 to "
-                f"{record.size_bounds[name]} = {most}: a defect of the kernel"
-            )
-    found = output_shapes(record, shapes, sizes).values()
-    return tuple(output[: shape[0]].clone() for output, shape in zip(outputs, found, strict=True))
+        sizes = unbacked_sizes(record, shapes, attributes)
+    else:
+        sizes = dict(zip(record.size_bounds, counts.tolist(), strict=True))
+        for name, most in largest_sizes(record, shapes, attributes).items():
+            if not 0 <= sizes[name] <= most:
+                raise RecordError(
+                    f"{record.qualified_name}: its kernel counted {name} = {sizes[name]}, expected 0 to "
+                    f"{record.size_bounds[name]} = {most}: a defect of the kernel"
+                )
+    found = zip(outputs, output_shapes(record, shapes, attributes | sizes).values(), strict=True)
+    return tuple(y.new_empty(shape) if counts is None else y[: shape[0]].clone() for y, shape in found)
 
 
 def _typed_signature(record: OpSpec) -> inspect.Signature:
