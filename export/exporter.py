@@ -108,12 +108,14 @@ def export(
     report = ExportReport(target, exporter, bodies=bodies)
     with evaluation(model), work_folder(target) as folder:
         progress("running the model in torch")
-        expected = _outputs(model, inputs, inputs.tensors)
+        lost: list[str] = []
+        expected = _outputs(model, inputs, inputs.tensors, lost)
         progress(f"exporting ({exporter})")
         names = _output_names(expected, inputs)
         records = torch_op.records()
         source = Source(model, inputs, names, axes, opset, records, folder)
         exported, report.notes = run_route(exporter, source)
+        report.notes += lost
         progress("attaching function bodies, checking")
         with quiet_torch():
             calls = _run_passes(exported, records, report)
@@ -273,17 +275,35 @@ def _describe(model: ir.Model, report: ExportReport) -> None:
 
 
 def _outputs(
-    model: torch.nn.Module, inputs: Inputs, tensors: Mapping[str, torch.Tensor]
+    model: torch.nn.Module,
+    inputs: Inputs,
+    tensors: Mapping[str, torch.Tensor],
+    lost: list[str] | None = None,
 ) -> dict[str, torch.Tensor]:
+    """Returns the outputs by name. `lost` gets a note for each write that the file does not have."""
+    versions = {name: buffer._version for name, buffer in model.named_buffers()}
+    copies = {name: tensor.clone() for name, tensor in tensors.items()}  # a model may write to its inputs
     try:
-        # Copies: a model may write to its inputs.
         with torch.no_grad():
-            result = inputs.call(model, {name: tensor.clone() for name, tensor in tensors.items()})
+            result = inputs.call(model, dict(copies))
     except Exception as error:
         raise ExportError(f"the model fails on its example inputs, in torch: {error}") from error
     outputs = dict(leaves(result))
     if not outputs:
         raise ExportError(f"the model returns {type(result).__name__}; expected at least one tensor")
+    if lost is not None:
+        kept = {id(tensor) for tensor in outputs.values()}
+        lost += (
+            f"the model writes into its input {name}, and does not return it: the file has no output for it"
+            for name, copy in copies.items()
+            if copy._version > 0 and id(copy) not in kept
+        )
+        lost += (
+            f"the model writes into its buffer {name}. In the file it is a constant: make it an input that "
+            "the model returns"
+            for name, buffer in model.named_buffers()
+            if buffer._version > versions.get(name, buffer._version)
+        )
     return outputs
 
 

@@ -40,8 +40,8 @@ def build(example: Path, folder: Path, *options: str) -> Path:
     return library
 
 
-def run_tests(folder: Path) -> None:
-    env = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST")}
+def run_tests(folder: Path, **more: str) -> None:
+    env = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST")} | more
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "."]
     done = subprocess.run(
         command, cwd=folder, env=env | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True
@@ -56,7 +56,7 @@ def test_an_example_on_the_cpu(example: Path, tmp_path: Path) -> None:
     library = read_library(build(example, folder, "-DTWINOP_WITH_CUDA=OFF"))
     assert f"lib{library.domain}.so" == library.path.name
     assert all(record.devices == ("cpu",) for record in library.records.values())
-    run_tests(folder)
+    run_tests(folder, CUDA_VISIBLE_DEVICES="")
 
 
 @pytest.mark.slow

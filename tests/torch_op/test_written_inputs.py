@@ -148,6 +148,34 @@ def test_export_has_the_twin(exporter: str, tmp_path: Path) -> None:
     assert deploy.session(path, CPU, LIBRARY).shareable == {"y_1": "cache"}
 
 
+class ForgetsTheCache(Step):
+    def forward(self, cache: torch.Tensor, rows: torch.Tensor, position: torch.Tensor) -> Any:
+        return super().forward(cache, rows, position)[0]
+
+
+class OwnCache(Step):
+    own: torch.Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("own", torch.zeros(6, 3))
+
+    def forward(self, cache: torch.Tensor, rows: torch.Tensor, position: torch.Tensor) -> Any:
+        return super().forward(self.own, rows, position)[0] + cache
+
+
+def test_a_write_that_the_file_does_not_have_is_noted(tmp_path: Path) -> None:
+    arguments = (torch.randn(6, 3), ROWS, POSITION)
+    for net, noted in (
+        (Step(), ""),
+        (ForgetsTheCache(), "input cache, and does"),
+        (OwnCache(), "buffer own. In"),
+    ):
+        report = export.export(net, arguments, tmp_path / "step.onnx", library=LIBRARY)
+        notes = [note for note in report.notes if "the model writes into its" in note]
+        assert len(notes) == bool(noted) and all(noted in note for note in notes)
+
+
 class WritesViews(torch.nn.Module):
     def forward(self, both: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
         raw.put(both[0], rows, POSITION)
