@@ -68,7 +68,7 @@ def attach_to_calls(
             "one of those"
         )
     for record, found in calls.items():
-        body = find_body(record.key)
+        body = None if record.has_repeated_input else find_body(record.key)  # ONNX's functions take no lists
         if body is None and not allow_missing:
             raise ExportError(
                 f"op {record.name} has no function body: {record.onnx_name} would need the library "

@@ -49,6 +49,10 @@ def make_function(
             given[repeated] = list(flat[len(single) :])
         return {name: given[name] for name in names}
 
+    def named(values: Sequence[Any]) -> dict[str, Any]:
+        """Returns values by name, flat or with a list, as torch.library gives them for ops in Python."""
+        return dict(zip(names, values, strict=True)) if _have_list(values) else unflatten(values)
+
     def kept_of(ctx: Any) -> dict[str, Any]:
         kept = [*formulas.inputs, *formulas.outputs]
         if repeated in kept:
@@ -66,7 +70,7 @@ def make_function(
 
         @staticmethod
         def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-            arguments = unflatten(inputs)
+            arguments = named(inputs)
             outputs = output if isinstance(output, tuple) else (output,)
             results = dict(zip(record.outputs, outputs, strict=True))
             ctx.attributes = {entry.name: _narrow(arguments[entry.name]) for entry in record.attributes}
@@ -98,7 +102,7 @@ def make_function(
             }
             if len(grads) == 1:
                 incoming["grad"] = incoming[f"grad_{record.outputs[0]}"]
-            needs: dict[str, Any] = unflatten(ctx.needs_input_grad)
+            needs = named(ctx.needs_input_grad)
             wanted = {name for name, needed in needs.items() if needed is True or (needed and any(needed))}
             gradients = formulas.evaluate(incoming | ctx.attributes | ctx.shapes | saved, wanted)
             found: dict[str, Any] = {name: gradients.get(name) if name in wanted else None for name in names}
@@ -110,7 +114,7 @@ def make_function(
                         f"{record.qualified_name}: the derivative of {repeated} has {len(found[repeated])} "
                         f"gradients; expected one for each of its {count} tensors"
                     )
-            return tuple(flatten(found.values()))
+            return tuple(found.values() if _have_list(ctx.needs_input_grad) else flatten(found.values()))
 
         @staticmethod
         def jvp(ctx: Any, *tangents: Any) -> Any:
@@ -162,6 +166,10 @@ def make_function(
     )
     function.__signature__ = signature  # type: ignore[attr-defined]
     return function, kernel, OpFunction
+
+
+def _have_list(values: Sequence[Any]) -> bool:
+    return any(isinstance(v, list | tuple) and v and isinstance(v[0], torch.Tensor | bool) for v in values)
 
 
 def _are_transforms_active_but_vmap() -> bool:

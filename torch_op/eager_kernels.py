@@ -171,7 +171,8 @@ def _typed_signature(record: OpSpec) -> inspect.Signature:
     signature = signature_of(record)
     types: dict[str, Any] = {entry.name: _TYPES[entry.kind] for entry in record.attributes}
     for entry in record.inputs:
-        types[entry.name] = torch.Tensor | None if entry.optional else torch.Tensor
+        kind = Sequence[torch.Tensor] if entry.repeated else torch.Tensor
+        types[entry.name] = torch.Tensor | None if entry.optional else kind
     parameters = [each.replace(annotation=types[name]) for name, each in signature.parameters.items()]
     outputs = (torch.Tensor,) * len(record.outputs)
     returned = tuple[outputs] if len(outputs) > 1 else torch.Tensor  # type: ignore[valid-type]

@@ -401,12 +401,19 @@ def run_body(
     Raises:
         RecordError: the function gives other shapes than those of the outputs.
     """
-    wide = [t.float() if t is not None and t.is_floating_point() and t.itemsize == 2 else t for t in inputs]
+
+    def widened(given: Any) -> Any:
+        if isinstance(given, (list, tuple)):
+            return [widened(each) for each in given]
+        return (
+            given.float() if given is not None and given.is_floating_point() and given.itemsize < 4 else given
+        )
+
     given = dict(attributes)
     for entry in record.attributes:
         if entry.kind == "float":  # rounded to fp32, as for a kernel
             given[entry.name] = torch.tensor(given[entry.name], dtype=torch.float32).item()
-    results = as_tuple(CPU_FUNCTIONS[record.key](*wide, **given))
+    results = as_tuple(CPU_FUNCTIONS[record.key](*map(widened, inputs), **given))
     if not len(results) == len(outputs) == len(record.outputs):
         raise RecordError(
             f"{where}: {record.schema} has {len(record.outputs)} outputs; the op returns {len(outputs)}, its "

@@ -95,7 +95,7 @@ class KernelOp(Op):
     def launch(self, inputs: Iterable[Any], attributes: Mapping[str, Any]) -> Any:
         """Runs the launcher on contiguous tensors; attributes that are not given have their defaults."""
         given = {entry.name: entry.default for entry in self.record.attributes} | dict(attributes)
-        return self.launcher(*(t if t is None else t.contiguous() for t in inputs), **given)
+        return self.launcher(*map(_contiguous, inputs), **given)
 
     def calls(self, dtype: str, size: int) -> list[dict[str, Any]] | None:
         """Returns the calls of `samples`, inputs and attributes by name; None if there is no such function.
@@ -122,6 +122,12 @@ class KernelOp(Op):
                 )
             found.append(call)
         return found
+
+
+def _contiguous(given: Any) -> Any:
+    if isinstance(given, (list, tuple)):
+        return [tensor.contiguous() for tensor in given]
+    return given if given is None else given.contiguous()
 
 
 def _functional(body: Callable[..., Any], record: OpSpec) -> Callable[..., Any]:

@@ -103,13 +103,6 @@ def test_names_and_texts_of_all_kinds(library_of: LibraryOf, in_process: InProce
     assert refused.error == text
 
 
-def test_a_list_of_tensors_is_refused(tmp_path: Path) -> None:
-    op = op_of(LAUNCH)
-    listed = replace(op.record, inputs=(Input("x0", repeated=True),))
-    with pytest.raises(BuildError, match=r"k: kernels in Python take no list of tensors \(Tensor\[\]\)"):
-        generate(contents_of(replace(op, record=listed)), tmp_path / "k.cpp")
-
-
 def test_the_most_arguments(library_of: LibraryOf, in_process: InProcess, tmp_path: Path) -> None:
     def launch(count: int) -> Launch:
         parameters = tuple((index, "i32") for index in range(count))

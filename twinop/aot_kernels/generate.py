@@ -49,7 +49,7 @@ def generate(contents: Contents, file: Path) -> None:
     """Writes the source and, in the folder <file>.files, what it embeds.
 
     Raises:
-        BuildError: an op takes a list of tensors, a launch has too many arguments, or a file cannot be
+        BuildError: a launch has too many arguments, or a file cannot be
             written.
     """
     source = _Source(contents)
@@ -146,8 +146,6 @@ class _Source:
 
     def _op(self, op: DeviceOp) -> Iterable[str]:
         record = op.record
-        if record.has_repeated_input:
-            raise BuildError(f"{record.name}: kernels in Python take no list of tensors (Tensor[])")
         yield from ["", f"namespace {record.name}_op {{", ""]
         yield "void Plan(Run& run) {"
         for combination, plans in _grouped(op.plans, lambda plan: plan.combination):
@@ -308,7 +306,9 @@ class _Code:
 
     def _variable(self, kind: str, index: int = 0, dimension: int = 0) -> str:
         if kind == "size":
-            name = f"{self.record.inputs[index].name}_{dimension}"
+            last = len(self.record.inputs) - 1
+            entry = f"{index - last}_" * (index > last)  # of a list
+            name = f"{self.record.inputs[min(index, last)].name}_{entry}{dimension}"
             declared = f"Int {name} = run.Size({index}, {dimension})"
         elif kind == "arch":
             name, declared = kind, "Int arch = run.Arch()"

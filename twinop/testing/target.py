@@ -115,7 +115,8 @@ def load(given: str) -> list[Any]:
             records.append(record if runs_on_cpu(record) else replace(record, devices=without_cpu))
         if not torch.cuda.is_available() and not any("cpu" in record.devices for record in records):
             raise TwinopError(
-                f"{library}: its ops have no CPU kernels, and this machine has no GPU. Put the Python file "
-                f"of the ops ({about.domain}.py) beside the library: its bodies then run on the CPU"
+                f"{library}: its ops have no CPU kernels, and this machine has no GPU"
+                + (f". Put the Python file of the ops ({about.domain}.py) beside the library: " * (not path))
+                + ("its bodies then run on the CPU" * (not path))
             )
     return records

@@ -7,8 +7,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from twinop.declare import CPU_FUNCTIONS
 from twinop.export.body_in_torch import evaluate_body
 from twinop.op_spec import OpSpec
+from twinop.torch_op.arguments import tensors_of
 
 from .references import ONE_ROUNDING, Results
 from .rounding import RoundingOps
@@ -35,20 +37,26 @@ def compute(
     reference = reference_of(record)
     if reference.compute is not None:
         return as_tuple(reference.compute(*inputs, **attributes))
+    if record.has_repeated_input:
+        return as_tuple(CPU_FUNCTIONS[record.key](*inputs, **attributes))
     results = evaluate_body(record, inputs, attributes, stored)
     return tuple(r.double() if r.is_floating_point() and r.itemsize == 1 else r for r in results)
 
 
 def _widened(inputs: Inputs, dtype: torch.dtype) -> tuple[list[Tensor | None], torch.dtype]:
     """The inputs on the CPU, floating-point ones in another dtype, and the dtype that the first one had."""
-    first = next(t for t in inputs.values() if t is not None)
-    wide = [t if t is None or not t.is_floating_point() else t.to(dtype) for t in inputs.values()]
-    return [None if t is None else t.cpu() for t in wide], first.dtype
+
+    def widened(given: Any) -> Any:
+        if isinstance(given, list):
+            return [widened(each) for each in given]
+        return given if given is None else (given.to(dtype) if given.is_floating_point() else given).cpu()
+
+    return [widened(given) for given in inputs.values()], tensors_of(inputs.values())[0].dtype
 
 
 def is_defined(record: OpSpec, inputs: Inputs, attributes: Mapping[str, Any]) -> bool:
     """Whether the op has a meaning for these inputs: an index of the largest of no numbers has none."""
-    if all(t is None or t.numel() for t in inputs.values()):
+    if all(tensor.numel() for tensor in tensors_of(inputs.values())):
         return True
     try:
         exact(record, inputs, attributes)
@@ -80,11 +88,12 @@ def magnitudes(
     results = [result.abs() for result in compute(record, wide, attributes, stored)]
     if reference.ulps is not None or not stored.is_floating_point:
         return tuple(results)
-    bounds = evaluate_body(record, wide, attributes, stored, ops)
+    bounds = results if record.has_repeated_input else evaluate_body(record, wide, attributes, stored, ops)
     computed = torch.float64 if stored == torch.float64 else torch.float32
     share = BODY_ROUNDINGS / ONE_ROUNDING * torch.finfo(computed).eps
     errors = [getattr(bound, "error", torch.zeros(())) for bound in bounds]  # integers have none
-    given = {name: str(t.dtype).removeprefix("torch.") for name, t in inputs.items() if t is not None}
+    firsts = {name: tensors_of([given])[0] for name, given in inputs.items() if given is not None}
+    given = {name: str(tensor.dtype).removeprefix("torch.") for name, tensor in firsts.items()}
     dtypes = record.combination_of(given)
     kinds = [getattr(torch, dtypes[name]) if dtypes else stored for name in record.outputs]
     return tuple(

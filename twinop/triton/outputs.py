@@ -125,7 +125,7 @@ def _text(record: OpSpec, size: Expression, ranks: tuple[int | None, ...], from_
 
     try:
         found = text(size)
-    except KeyError:
+    except LookupError:  # KeyError, or IndexError: another tensor of a list
         return None
     return found[1:-1] if found.startswith("(") else found
 
@@ -149,7 +149,7 @@ def _fits(record: OpSpec, text: str, traced: Traced, output: int) -> bool:
                 shape = evaluate(record, text, shapes, named | largest_sizes(record, shapes, named))
                 if any(shape != tuple(map(call.value, path[output].shape)) for path in paths):
                     return False
-            except (RecordError, ArithmeticError):
+            except (RecordError, ArithmeticError, IndexError):
                 return False
     return True
 

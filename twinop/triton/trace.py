@@ -1,9 +1,10 @@
 """Traces launchers: runs them with symbolic sizes, and makes plans of what they do."""
 
 import itertools
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -62,16 +63,20 @@ def trace(
     Raises:
         BuildError: the launcher does something that a library cannot do.
     """
+    if record.has_repeated_input and not samples:
+        raise BuildError(
+            f"{place_of(launcher)}: {record.inputs[-1].name} of {record.name} is a Tensor[]. A library "
+            "serves as many tensors as a list of the samples has: give triton_op samples(dtype, size)"
+        )
     if torch.cuda.is_available():
         torch.cuda.init()  # the first fake tensor does it otherwise, and finds a symbolic compute capability
     plans: list[Plan[TracedLaunch]] = []
     notes: dict[str, None] = {}  # without repetitions
     outputs: dict[Ranks, list[_Outputs]] = {}
     for combination in range(len(record.combinations)):
-        tracer = _Tracer(record, launcher, choose, combination)
         dtypes: list[_Outputs] = []
         refusal: Any = None
-        for ranks, paths in tracer.paths(_calls(record, samples, archs)):
+        for tracer, ranks, paths in _paths(record, launcher, samples, choose, archs, combination):
             accepted = [path.outputs for path in paths if path.outputs is not None]
             if not accepted:
                 refusal = refusal or paths[0].steps[-1]
@@ -79,13 +84,55 @@ def trace(
             paths += tracer.refusals(paths, notes)
             plans += (tracer.plan(path) for path in paths)
             dtypes += accepted
-            outputs.setdefault(ranks, []).extend(accepted)
+            outputs.setdefault(ranks[: len(record.inputs)], []).extend(accepted)
         if not dtypes:
             raise BuildError(
-                f"{tracer.place}: {record.name} refuses all calls; the first says: {refusal.message}"
+                f"{place_of(launcher)}: {record.name} refuses all calls; the first says: {refusal.message}"
             )
-        record = with_dtypes(record, combination, dtypes, tracer.place)
-    return TracedOp(with_shapes(record, outputs, tracer.place), tuple(plans), tuple(notes))
+        record = with_dtypes(record, combination, dtypes, place_of(launcher))
+    return TracedOp(with_shapes(record, outputs, place_of(launcher)), tuple(plans), tuple(notes))
+
+
+def place_of(launcher: Callable[..., Any]) -> str:
+    code = launcher.__code__
+    return f"{Path(code.co_filename).name}:{code.co_firstlineno}"
+
+
+def _paths(
+    record: OpSpec,
+    launcher: Callable[..., Any],
+    samples: Sequence[Mapping[str, Any]],
+    choose: Choose,
+    archs: Sequence[int],
+    combination: int,
+) -> Iterator[tuple["_Tracer", Ranks, list["_Path"]]]:
+    """Yields the paths of calls, where the op takes a list for each number of tensors in a sample's list."""
+    if not record.has_repeated_input:
+        tracer = _Tracer(record, launcher, choose, combination)
+        yield from ((tracer, *found) for found in tracer.paths(_calls(record, samples, archs)))
+        return
+    last = record.inputs[-1].name
+    for count in dict.fromkeys(len(sample[last]) for sample in samples):
+        single = _with_single_tensors(record, count)
+        names = [entry.name for entry in single.inputs[len(record.inputs) - 1 :]]
+        given = [
+            {**sample, **dict(zip(names, sample[last], strict=True))}
+            for sample in samples
+            if len(sample[last]) == count
+        ]
+        tracer = _Tracer(single, launcher, choose, combination, len(record.inputs) - 1)
+        yield from ((tracer, *found) for found in tracer.paths(_calls(single, given, archs)))
+
+
+def _with_single_tensors(record: OpSpec, count: int) -> OpSpec:
+    """Returns the record with so many tensors, xs, xs_1, xs_2, in the place of the list xs."""
+    *others, last = record.inputs
+    names = [last.name, *(f"{last.name}_{i}" for i in range(1, count))]
+    dtypes = re.sub(
+        rf"\b{last.name} *= *(\w+)", lambda found: " ".join(f"{n}={found[1]}" for n in names), record.dtypes
+    )
+    inputs = (*others, *(replace(last, name=name, repeated=False) for name in names))
+    return replace(record, inputs=inputs, dtypes=dtypes)
 
 
 @dataclass
@@ -111,11 +158,7 @@ class _Tracer:
     launcher: Callable[..., Any]
     choose: Choose
     combination: int
-
-    @property
-    def place(self) -> str:
-        code = self.launcher.__code__
-        return f"{Path(code.co_filename).name}:{code.co_firstlineno}"
+    listed: int | None = None  # the first input that the launcher gets in a list
 
     def paths(self, calls: Iterable[tuple[Call, bool]]) -> Iterator[tuple[Ranks, list[_Path]]]:
         """Yields the paths that calls take, for each choice of ranks, bools and texts."""
@@ -201,6 +244,8 @@ class _Tracer:
             stack.enter_context(recorder)
             stack.enter_context(Indexing())
             try:
+                if self.listed is not None:
+                    inputs[self.listed :] = [inputs[self.listed :]]
                 returned = self.launcher(*inputs, **attributes)
             except BuildError:
                 raise
@@ -255,8 +300,6 @@ def _calls(
     record: OpSpec, samples: Sequence[Mapping[str, Any]], archs: Sequence[int]
 ) -> Iterator[tuple[Call, bool]]:
     """Yields the calls to trace, with all bools and texts; whether a launcher must take them."""
-    if wrong := [entry.name for entry in record.inputs if entry.repeated]:
-        raise BuildError(f"{record.name}: {wrong[0]} is a Tensor[]; launchers in Python take single tensors")
     if wrong := [entry.name for entry in record.attributes if entry.kind == "int[]"]:
         raise BuildError(f"{record.name}: {wrong[0]} is an int[]; launchers take single numbers")
     for sizes, given in _samples(record, samples):
