@@ -9,7 +9,7 @@ import onnxruntime as ort
 import pytest
 import torch
 from abi_files import CPU, FLOAT, INT64, model
-from onnx import helper
+from onnx import TensorProto, helper
 from torch._inductor.utils import run_and_get_code
 from torch.library import opcheck
 
@@ -21,6 +21,7 @@ from twinop.schema_text import record_of
 
 LIBRARY = find_library("test_written")
 raw = torch.ops.test_written
+DOUBLE = TensorProto.DOUBLE
 ROWS, POSITION = torch.randn(2, 3), torch.tensor([4, 1])
 
 
@@ -202,9 +203,12 @@ def put_model(*, others: tuple[Any, ...] = (), **outputs: int) -> bytes:
     return made.SerializeToString()
 
 
-def ort_session(data: bytes, providers: list[str] = CPU) -> ort.InferenceSession:
+def ort_session(
+    data: bytes, providers: list[str] = CPU, libraries: tuple[Path, ...] = (LIBRARY,)
+) -> ort.InferenceSession:
     options = ort.SessionOptions()
-    options.register_custom_ops_library(str(LIBRARY))
+    for library in libraries:
+        options.register_custom_ops_library(str(library))
     return ort.InferenceSession(data, options, providers=providers)
 
 
@@ -227,19 +231,23 @@ def test_onnx_runtime_copies_only_where_the_memory_differs() -> None:
 
 
 def test_onnx_runtime_plans_one_memory() -> None:
-    """Between two nodes the planner itself gives input and output one memory (GetMayInplace)."""
-    node = helper.make_node("CustomExchange", ["x", "z"], ["sum", "c", "d"], domain="test.written")
-    before = [helper.make_node("Neg", [name], [to]) for name, to in (("a", "x"), ("b", "z"))]
-    after = [helper.make_node("Neg", [name], [to]) for name, to in (("c", "u"), ("d", "v"))]
-    graph = model(
-        [*before, node, *after],
-        {"a": FLOAT, "b": FLOAT},
-        dict.fromkeys(["sum", "u", "v"], FLOAT),
-        test__written=1,
-    )
+    """Between two nodes the planner itself gives each written input and its output one memory."""
+
+    def probe(source: str, to: str) -> Any:
+        return helper.make_node("CustomProbe", [source], [to, f"at_{source}"], domain="custom_domain")
+
+    exchange = helper.make_node("CustomExchange", ["x", "z"], ["sum", "c", "d"], domain="test.written")
+    nodes = [probe("a", "x"), probe("b", "z"), exchange, probe("c", "u"), probe("d", "v")]
+    results = dict.fromkeys(("sum", "u", "v"), FLOAT) | {f"at_{name}": DOUBLE for name in "abcd"}
+    graph = model(nodes, {"a": FLOAT, "b": FLOAT}, results, test__written=1, custom_domain=1)
+    for given in graph.graph.input:
+        given.type.tensor_type.shape.dim.add().dim_value = 3  # it plans for sizes that it knows
+    session = ort_session(graph.SerializeToString(), libraries=(LIBRARY, find_library("test_probe")))
     a, b = np.array([1, 2, 3], np.float32), np.array([5, 6, 7], np.float32)
-    total, u, v = ort_session(graph.SerializeToString()).run(None, {"a": a, "b": b})
-    assert (total.tolist(), u.tolist(), v.tolist()) == ((-a - b).tolist(), b.tolist(), a.tolist())
+    total, u, v, *places = session.run(None, {"a": a, "b": b})
+    assert (total.tolist(), u.tolist(), v.tolist()) == ((a + b).tolist(), b.tolist(), a.tolist())
+    written, read = [at[1] for at in places[:2]], [at[0] for at in places[2:]]
+    assert written == read
 
 
 def test_a_session_refuses_one_memory_that_another_node_reads() -> None:
