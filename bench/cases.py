@@ -123,7 +123,8 @@ def built_entries() -> dict[str, Entry]:
 def entries_of(target: Path) -> dict[str, Entry]:
     """Returns the entries of the ops of a library, the Python file of an op, or a project.
 
-    An op without a function body, or whose inputs cannot be derived, is reported and skipped.
+    An op without a function body, with sizes from data, or whose inputs cannot be derived, is reported and
+    skipped.
 
     Raises:
         BenchError: no op is left.
@@ -133,6 +134,8 @@ def entries_of(target: Path) -> dict[str, Entry]:
         if record.is_backward:
             continue
         try:
+            if record.sizes:
+                raise BenchError(f"{record.qualified_name}: the sizes of its outputs come from the data")
             if find_body(record.key) is None:
                 raise BenchError(f"{record.qualified_name} has no function body: nothing to compare it with")
             sample = make_sample(record, record.combinations[0], (4, 4), tame=True)

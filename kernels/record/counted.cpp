@@ -102,8 +102,9 @@ Status RunCounted(const Record& record, twinop_launch launch, const DType* types
 
   Tensor outputs[kMaxOutputs];
   TWINOP_RETURN_IF_ERROR(memory->Outputs(counts, outputs));
-  if (AllEmpty(record, outputs)) return {};
   call.outputs = outputs;
+  TWINOP_RETURN_IF_ERROR(CheckAliases(record, call));
+  if (AllEmpty(record, outputs)) return {};
   call.counts = nullptr;
   if (record.counts_first) return Launch(record, launch, call);
   const auto copy = on_cuda ? aot_kernels::CopyOnDevice : CopyOnHost;

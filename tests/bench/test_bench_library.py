@@ -52,6 +52,12 @@ def test_an_op_without_a_body(libraries: dict[str, Path], capsys: pytest.Capture
     assert "test.abi::spread has no function body: nothing to compare it with" in capsys.readouterr().err
 
 
+def test_an_op_with_sizes_from_data(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    choose(None, project)
+    said = "not measured: wrong_ops::too_many: the sizes of its outputs come from the data"
+    assert said in capsys.readouterr().err
+
+
 def test_the_project_in_this_folder(project: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     assert project_here() is None
