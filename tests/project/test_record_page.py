@@ -48,6 +48,7 @@ def test_the_python_of_the_page() -> None:
             exec(compile(block.text, PAGE, "exec"), names)
     assert names["moved"].shape == (8, 64) and names["curvature"].shape == (64, 64)
     assert names["each"].shape == (8, 16)
+    assert names["norm"](names["x"]).shape == (8, 64)
     given = names["reference"]("any")
     assert given.allowed("float32") == 4 and given.gradient_ulps == 64
 
