@@ -18,6 +18,8 @@ EXAMPLES = sorted((ROOT / "examples/triton").glob("*.py"))
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.stem)
 def test_it_is_built_and_passes_the_matrix(example: Path, tmp_path: Path) -> None:
+    if example.stem == "helion_softmax":
+        pytest.importorskip("helion", exc_type=ImportError)
     shutil.copy(example, tmp_path)
     path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
     env = os.environ | {"TWINOP_CACHE": str(tmp_path / "cache"), "PYTHONPATH": path}
