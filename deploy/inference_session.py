@@ -125,7 +125,7 @@ class Session:
             if options is not None:
                 raise FeedError("run options are for numpy arrays and OrtValues, not for torch tensors")
             runner = self._tensors or self._tensor_runner()
-            return runner.run(feeds, names, outputs if isinstance(outputs, Mapping) else {})
+            return runner.run(feeds, outputs if isinstance(outputs, Mapping) else dict.fromkeys(names))
         if isinstance(outputs, Mapping):
             raise FeedError("memory for outputs is taken with torch tensors only: give the outputs' names")
         options = options or self._options

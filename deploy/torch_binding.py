@@ -22,6 +22,9 @@ from .tensor_specs import Spec, kind_of, unknown_name
 _ALIGNMENT = 16
 _NOT_SYNCHRONIZED = {"disable_synchronize_execution_providers": "1"}
 _MAX_QUEUED = 100  # runs. ONNX Runtime keeps pinned memory of some nodes until it waits for a run.
+Outputs = Mapping[str, torch.Tensor | None]
+"""The wanted outputs by name: the memory that the caller gives, or None."""
+
 _MAX_GRAPHS = 16  # each captured graph holds memory. Further combinations of shapes run without one.
 
 
@@ -68,34 +71,27 @@ class TensorRunner:
         if self._stream is not None:
             weakref.finalize(session.ort, self._free_pinned, self._stream.device)
 
-    def run(
-        self, feeds: Mapping[str, Any], names: list[str], given: Mapping[str, torch.Tensor]
-    ) -> dict[str, torch.Tensor]:
+    def run(self, feeds: Mapping[str, Any], wanted: Outputs) -> dict[str, torch.Tensor]:
         """Runs the model as `Session.run` does.
 
         Args:
-            names: the wanted outputs, which the model has.
-            given: the memory of outputs.
+            wanted: outputs, which the model has.
         """
         device = self._device(feeds)
         if device.type == "cpu":
-            return self._run_bound(feeds, names, device, given)
+            return self._run_bound(feeds, wanted, device)
         if not self._guard:
-            return self._run_cuda(feeds, names, device, given)
+            return self._run_cuda(feeds, wanted, device)
         # ONNX Runtime leaves its device current in this thread.
         with torch.cuda.device(device):
-            return self._run_cuda(feeds, names, device, given)
+            return self._run_cuda(feeds, wanted, device)
 
     def _run_cuda(
-        self,
-        feeds: Mapping[str, Any],
-        names: list[str],
-        device: torch.device,
-        given: Mapping[str, torch.Tensor],
+        self, feeds: Mapping[str, Any], wanted: Outputs, device: torch.device
     ) -> dict[str, torch.Tensor]:
         if self._graphs is None:
-            return self._run_bound(feeds, names, device, given)
-        if given:
+            return self._run_bound(feeds, wanted, device)
+        if any(memory is not None for memory in wanted.values()):
             raise FeedError(
                 "a captured graph has memory of its own: give the outputs' names, or open the session "
                 "without enable_cuda_graph"
@@ -107,8 +103,8 @@ class TensorRunner:
             if graph is None and len(self._graphs) < _MAX_GRAPHS:
                 graph = self._graphs[key] = self._new_graph(checked, device, len(self._graphs))
             if graph is not None:
-                return self._replay(graph, checked, names)
-        return self._run_bound(checked, names, device, {})
+                return self._replay(graph, checked, wanted)
+        return self._run_bound(checked, wanted, device)
 
     # -------------------------------------------------------------------------------- checks
 
@@ -183,11 +179,7 @@ class TensorRunner:
     # -------------------------------------------------------------------------------- a run
 
     def _run_bound(
-        self,
-        feeds: Mapping[str, torch.Tensor],
-        names: list[str],
-        device: torch.device,
-        given: Mapping[str, torch.Tensor],
+        self, feeds: Mapping[str, torch.Tensor], wanted: Outputs, device: torch.device
     ) -> dict[str, torch.Tensor]:
         binding = onnxruntime.SessionIOBinding(self._inner)
         place = self._devices[device.type]
@@ -197,9 +189,9 @@ class TensorRunner:
             binding.bind_input(name, place, self._elements[name], tensor.shape, tensor.data_ptr())
         results: dict[str, Any] = {}  # None where ONNX Runtime allocates
         bound = []
-        for name in names:
-            if name in given:
-                results[name] = output = self._given(name, given[name], kept, device)
+        for name, memory in wanted.items():
+            if memory is not None:
+                results[name] = output = self._given(name, memory, kept, device)
                 at = output.data_ptr() or NOWHERE
                 binding.bind_output(name, place, self._elements[name], output.shape, at)
                 bound.append(name)
@@ -231,7 +223,7 @@ class TensorRunner:
             # outputs, it only warns of that. If that helps, it does so from now on.
             declared, self._shapes = self._shapes, dict.fromkeys(self._shapes)
             try:
-                return self._run_bound(kept, names, device, given)
+                return self._run_bound(kept, wanted, device)
             except RunError:
                 self._shapes = declared
                 raise
@@ -277,7 +269,7 @@ class TensorRunner:
                     name: torch.ones(shape, dtype=self._dtypes[name], device=device)
                     for name, shape in self._last_shapes.items()
                 }
-                self._run_bound(feeds, list(self._outputs), device, {})
+                self._run_bound(feeds, dict.fromkeys(self._outputs), device)
             torch.cuda.synchronize()  # the callbacks of the last runs, too
 
     def _fork(self, current: torch.cuda.Stream) -> None:
@@ -343,10 +335,10 @@ class TensorRunner:
         return _Graph(binding, options, inputs, outputs)
 
     def _replay(
-        self, graph: "_Graph", feeds: Mapping[str, torch.Tensor], names: list[str]
+        self, graph: "_Graph", feeds: Mapping[str, torch.Tensor], wanted: Outputs
     ) -> dict[str, torch.Tensor]:
         sources = {
-            name: graph.outputs[name] if name in graph.outputs else graph.inputs[name] for name in names
+            name: graph.outputs[name] if name in graph.outputs else graph.inputs[name] for name in wanted
         }
         results = {name: torch.empty_like(source) for name, source in sources.items()}
         current = torch.cuda.current_stream(self._cuda)

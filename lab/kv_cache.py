@@ -5,7 +5,7 @@ python lab/kv_cache.py --output lab/results
 
 import sys
 from collections.abc import Callable
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -86,13 +86,9 @@ def by_hand(t: dict[str, Tensor]) -> None:
     _kernel()(grid=((count + 127) // 128, 1, 1), block=(128, 1, 1), args=(*tensors, *sizes))
 
 
-_compiled: list[Any] = []
-
-
+@cache
 def _kernel() -> Any:
-    if not _compiled:
-        _compiled.append(torch.cuda._compile_kernel(SOURCE, "append"))
-    return _compiled[0]
+    return torch.cuda._compile_kernel(SOURCE, "append")
 
 
 def in_ort(
