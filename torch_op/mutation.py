@@ -4,7 +4,7 @@ The kernel is one. The twin, `put_functional`, runs it on copies of the inputs, 
 record says of the op (derivative, vmap, sharding) is about the twin. The op that mutates has neither.
 """
 
-import functools
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -93,17 +93,33 @@ def register_mutating(
     torch.library.register_vmap(name, refuse_vmap, lib=library)
     library.impl(record.name, kernel, "Autograd")
     library.impl(record.name, trace, "Tracer")
-    if on_cpu is not None:
-        library.impl(record.name, functools.partial(run_twin, rule=on_cpu), "CPU")
 
-    if on_cuda is not None:
+    def in_python(in_place: Rule | None, of_twin: Rule) -> Rule:
+        """Returns what runs the op on a device for which it has no kernel."""
 
-        def run_on_cuda(*args: Any, **kwargs: Any) -> Any:
+        def run(*args: Any, **kwargs: Any) -> Any:
             arguments = bind(signature, args, kwargs)
-            fits = all(arguments[name].is_contiguous() for name in names)
-            return (on_cuda if fits else run_twin)(*arguments.values())
+            for name, (other, value) in itertools.product(names, arguments.items()):
+                tensor = arguments[name]
+                if (
+                    name != other
+                    and tensor.numel()
+                    and getattr(value, "data_ptr", int)() == tensor.data_ptr()
+                ):
+                    raise RecordError(
+                        f"{record.qualified_name}: {name} is written, and shares its memory with {other}; "
+                        "pass a copy of one of them: .clone()"
+                    )
+            if in_place is not None and all(arguments[name].is_contiguous() for name in names):
+                return in_place(*arguments.values())
+            return run_twin(*arguments.values(), rule=of_twin)
 
-        library.impl(record.name, run_on_cuda, "CUDA")
+        return run
+
+    if on_cpu is not None:
+        library.impl(record.name, in_python(None, on_cpu), "CPU")
+    if on_cuda is not None:
+        library.impl(record.name, in_python(on_cuda, twin), "CUDA")
 
     def function(*args: Any, **kwargs: Any) -> Any:
         return op(*args, **kwargs)

@@ -37,6 +37,11 @@ def test_in_torch_without_a_library(put_rows: KernelOp) -> None:
     opcheck(ops.put_rows_functional.default, (cache.requires_grad_(), rows.requires_grad_(), POSITION))
     with pytest.raises(RecordError, match="Call put_rows_functional, which returns cache_out"):
         put_rows(cache, rows, POSITION)
+    with (
+        torch.no_grad(),
+        pytest.raises(RecordError, match="cache is written, and shares its memory with rows"),
+    ):
+        put_rows(cache, cache[:2], POSITION)
 
 
 @pytest.mark.cuda
