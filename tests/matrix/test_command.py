@@ -21,7 +21,8 @@ HERE = Path(__file__).parent
 
 def twinop_test(folder: Path, *arguments: str | Path) -> tuple[int, str]:
     """Returns the exit code, and what was printed."""
-    env = os.environ | {"PYTHONPATH": str(ROOT), "COLUMNS": "200"}
+    places = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+    env = os.environ | {"PYTHONPATH": places, "COLUMNS": "200"}
     env.pop("PYTEST_ADDOPTS", None)
     command = [sys.executable, "-m", "twinop", "test", *map(str, arguments)]
     done = subprocess.run(command, cwd=folder, capture_output=True, text=True, env=env)

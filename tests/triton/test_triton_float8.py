@@ -37,11 +37,15 @@ def launch(x, scale, dtype):
 
 
 def scaled(x, scale):
-    return x.float() * scale
+    return x * scale
+
+
+def samples(dtype, size):
+    yield torch.randn(3, size).to(dtype), torch.ones(1)
 
 
 @twinop.triton_op(
-    "to_float8(Tensor x, Tensor scale) -> Tensor", body=scaled, input_shapes="scale = [1]",
+    "to_float8(Tensor x, Tensor scale) -> Tensor", body=scaled, samples=samples, input_shapes="scale = [1]",
     dtypes=("float32 y=float8_e4m3fn",),
 )
 def to_float8(x, scale):
@@ -49,7 +53,7 @@ def to_float8(x, scale):
 
 
 @twinop.triton_op(
-    "from_float8(Tensor x, Tensor scale) -> Tensor", body=scaled, input_shapes="scale = [1]",
+    "from_float8(Tensor x, Tensor scale) -> Tensor", body=scaled, samples=samples, input_shapes="scale = [1]",
     dtypes=("float8_e4m3fn scale=float32 y=float32",),
 )
 def from_float8(x, scale):

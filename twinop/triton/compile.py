@@ -10,8 +10,9 @@ import re
 import subprocess
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, redirect_stdout
 from dataclasses import dataclass
+from io import StringIO
 from typing import Any
 
 from ..aot_kernels.plan import Image, Kernel
@@ -112,7 +113,8 @@ def compile_kernels(
         for arch in archs:
             for of_source, result in zip(made, _run(pool, sources, arch), strict=True):
                 of_source[arch] = result
-        with nullcontext() if check_ptx else _without_ptxas():
+        # Triton prints what ptxas says of code that has no PTX for older GPUs, as that of 8-bit floats.
+        with redirect_stdout(StringIO()), nullcontext() if check_ptx else _without_ptxas():
             texts = _run(pool, sources, portable, ptx_version=_PTX_VERSION) if ptx else [None] * len(sources)
     results: list[Compiled | BuildError] = []
     for source, by_arch, text in zip(sources, made, texts, strict=True):
