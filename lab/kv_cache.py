@@ -130,6 +130,7 @@ def measure(
     given = draw(shape, device)
     expected = {name: tensor.clone() for name, tensor in given.items()}
     in_torch(**expected)
+    append = torch_op.load(library).append_kv
 
     def own() -> dict[str, Tensor]:
         """The same inputs, with caches of their own."""
@@ -140,7 +141,7 @@ def measure(
         return Subject(partial(function, tensors), facts={"caches": (tensors["k_cache"], tensors["v_cache"])})
 
     makers: dict[str, Callable[[], Subject]] = {
-        IN_TORCH: lambda: subject(lambda t: torch_op.load(library).append_kv(**t)),
+        IN_TORCH: lambda: subject(lambda t: append(*t.values())),
         IN_ORT: lambda: in_ort(own(), library, timer),
         COPIED: lambda: in_ort(own(), library, timer, copied=True),
         "torch": lambda: subject(lambda t: in_torch(**t)),
