@@ -65,7 +65,7 @@ def describe_package(site: Path, name: str, version: str, domain: str, module: s
 
 def run_python(code: str, folder: Path, *path: Path) -> subprocess.CompletedProcess[str]:
     """Runs code in a process whose current folder and folders of packages are these."""
-    places = os.pathsep.join(map(str, (*path, ROOT)))
+    places = os.pathsep.join([*map(str, (*path, ROOT)), os.environ.get("PYTHONPATH", "")])
     return subprocess.run(
         [sys.executable, "-c", code],
         cwd=folder,

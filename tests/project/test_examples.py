@@ -42,10 +42,9 @@ def build(example: Path, folder: Path, *options: str) -> Path:
 
 def run_tests(folder: Path, **more: str) -> None:
     env = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST")} | more
+    env["PYTHONPATH"] = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "."]
-    done = subprocess.run(
-        command, cwd=folder, env=env | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True
-    )
+    done = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True)
     assert done.returncode == 0 and "passed" in done.stdout, done.stdout[-5000:] + done.stderr[-3000:]
 
 
