@@ -144,7 +144,7 @@ struct Record {
     return copy;
   }
   // The launcher runs after kCount(call), a function of the call as a launcher, which writes the
-  // sizes of `sizes` to call.counts. Both get the same scratch memory.
+  // sizes of `sizes` to call.counts. Both get the same scratch memory. Both compilers compile it.
   template <auto kCount>
   constexpr Record count() const {
     Record copy = With(&Record::counts_first, true);
