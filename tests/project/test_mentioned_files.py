@@ -34,7 +34,8 @@ OTHERS = {  # of users and of other projects
     "element_wise_ops.h",
 }
 BLOCK = re.compile(r"^```.*?^```$", re.MULTILINE | re.DOTALL)
-STEP = re.compile(r"^`([\w/.]+)`:$", re.MULTILINE)  # a file that a guide writes
+STEP = re.compile(r"^`([\w/.]+)`:$|^```python\n# ([\w/.]+)$|^Path\(\"([\w.]+)\"\)\.write_text", re.MULTILINE)
+"""A file that a guide writes: named on a line of its own, at the start of a block, or by the code in one."""
 COMMENTS = {".h": "//", ".cuh": "//", ".cu": "//", ".cpp": "//", ".cmake": "#", ".sh": "#", ".txt": "#"}
 
 
@@ -68,7 +69,7 @@ def prose(path: Path) -> Iterator[tuple[int, str]]:
 def test_files_that_are_named_exist() -> None:
     """A name may leave folders out at its beginning, such as `json.h` or `math/cuda.cuh`.
 
-    A guide writes files of its own; it names each on a line before the block with the text.
+    A guide writes files of its own (`STEP`).
     """
     files = tracked()
     ends = {"/".join(parts[i:]) for parts in (Path(file).parts for file in files) for i in range(len(parts))}
@@ -78,7 +79,8 @@ def test_files_that_are_named_exist() -> None:
         path = ROOT / file
         if not path.is_file() or path.is_symlink():
             continue
-        known = ends | OTHERS | set(STEP.findall(path.read_text()) if path.suffix == ".md" else ())
+        steps = STEP.findall(path.read_text()) if path.suffix == ".md" else ()
+        known = ends | OTHERS | {name for step in steps for name in step}
         for number, line in prose(path):
             names = (name for name in NAME.findall(line) if name not in known)
             for name in names:
