@@ -111,6 +111,15 @@ def in_ort(
     return Subject(run, facts={"caches": tuple(outputs.values())})
 
 
+def captured(subject: Subject) -> Subject:
+    """The same run as a CUDA graph."""
+    subject.run()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        subject.run()
+    return Subject(graph.replay, facts=subject.facts)
+
+
 def device_work(run: Callable[[], object]) -> dict[str, int] | None:
     """Counts what a run queues on the GPU; None where torch's profiler does not see it."""
     from torch.profiler import ProfilerActivity, profile
@@ -150,6 +159,7 @@ def measure(
         makers |= {
             BY_HAND: lambda: subject(by_hand),
             GRAPH: lambda: in_ort(own(), library, timer, graph=True),
+            f"{BY_HAND}, CUDA graph": lambda: captured(subject(by_hand)),
         }
 
     def check(_: str, made: Subject) -> None:
