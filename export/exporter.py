@@ -280,8 +280,11 @@ def _outputs(
     tensors: Mapping[str, torch.Tensor],
     lost: list[str] | None = None,
 ) -> dict[str, torch.Tensor]:
-    """Returns the outputs by name. `lost` gets a note for each write that the file does not have."""
-    versions = {name: buffer._version for name, buffer in model.named_buffers()}
+    """Returns the outputs by name. `lost` gets a note for each write that the file does not have.
+
+    Buffers that the model writes have their old values again afterwards: the file has these, too.
+    """
+    buffers = {name: (each, each._version, each.clone()) for name, each in model.named_buffers()}
     copies = {name: tensor.clone() for name, tensor in tensors.items()}  # a model may write to its inputs
     try:
         with torch.no_grad():
@@ -289,6 +292,13 @@ def _outputs(
     except Exception as error:
         raise ExportError(f"the model fails on its example inputs, in torch: {error}") from error
     outputs = dict(leaves(result))
+    written = {name: (each, old) for name, (each, version, old) in buffers.items() if each._version > version}
+    outputs = {
+        name: value.clone() if any(value is each for each, _ in written.values()) else value
+        for name, value in outputs.items()
+    }
+    for buffer, old in written.values():
+        buffer.copy_(old)
     if not outputs:
         raise ExportError(f"the model returns {type(result).__name__}; expected at least one tensor")
     if lost is not None:
@@ -301,8 +311,7 @@ def _outputs(
         lost += (
             f"the model writes into its buffer {name}. In the file it is a constant: make it an input that "
             "the model returns"
-            for name, buffer in model.named_buffers()
-            if buffer._version > versions.get(name, buffer._version)
+            for name in written
         )
     return outputs
 

@@ -14,6 +14,7 @@ import torch
 from onnx_ir.passes.common import InlinePass
 from onnxscript import version_converter
 
+from twinop.dtypes import to_array
 from twinop.errors import ExportError, TwinopError, option
 from twinop.op_spec import OpSpec
 from twinop.quiet import quiet
@@ -93,12 +94,13 @@ def _dynamo(source: Source) -> ir.Model:
 
 def _torchscript(source: Source) -> ir.Model:
     register_symbolics(source.records)
+    buffers = {name: (each, each._version, each.clone()) for name, each in source.model.named_buffers()}
     path = source.folder / "traced" / "model.onnx"
     path.parent.mkdir()
     torch.onnx.export(
         # Given the model itself, torch makes inputs of forward's Python defaults.
         _TensorFunction(source.model, source.inputs),
-        tuple(source.inputs.tensors.values()),
+        tuple(tensor.clone() for tensor in source.inputs.tensors.values()),  # a model may write to its inputs
         str(path),  # not into memory: weights over 2 GB are stored beside the file
         dynamo=False,
         opset_version=min(source.opset, _TORCHSCRIPT_OPSET),
@@ -112,6 +114,12 @@ def _torchscript(source: Source) -> ir.Model:
         if record.domain in model.graph.opset_imports:  # torch writes version 1 of every domain
             model.graph.opset_imports[record.domain] = record.domain_version
     _remove_wrapper_name(model)
+    for name, (buffer, version, old) in buffers.items():
+        if buffer._version > version:  # the traced run wrote into it, and the file has what it wrote
+            with torch.no_grad():
+                buffer.copy_(old)
+            if name in model.graph.initializers:
+                model.graph.initializers[name].const_value = ir.tensor(to_array(old), name=name)
     if source.opset > _TORCHSCRIPT_OPSET:
         version_converter.convert_version(model, source.opset)
         if model.graph.opset_imports[""] != source.opset:

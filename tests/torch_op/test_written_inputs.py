@@ -177,6 +177,36 @@ def test_a_write_that_the_file_does_not_have_is_noted(tmp_path: Path) -> None:
         assert len(notes) == bool(noted) and all(noted in note for note in notes)
 
 
+class Counts(torch.nn.Module):
+    own: torch.Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("own", torch.ones(4))
+
+    def forward(self, total: torch.Tensor, x: torch.Tensor) -> Any:
+        raw.bump(total, x)
+        raw.bump(self.own, x)
+        return total, self.own * 1, x + 1
+
+
+@pytest.mark.parametrize("exporter", ["dynamo", "torchscript"])
+def test_each_run_of_an_export_begins_with_the_same_values(exporter: str, tmp_path: Path) -> None:
+    """Also where a second run would give other results, and of what the model itself keeps."""
+    net, total = Counts(), torch.randn(4)
+    before = total.clone()
+    report = export.export(
+        net,
+        (total, torch.randn(4)),
+        tmp_path / "counts.onnx",
+        exporter=exporter,
+        library=LIBRARY,
+        bodies=False,
+    )
+    assert report.parity is not None and report.parity.equal
+    assert torch.equal(total, before) and torch.equal(net.own, torch.ones(4))
+
+
 class WritesViews(torch.nn.Module):
     def forward(self, both: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
         raw.put(both[0], rows, POSITION)
