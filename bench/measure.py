@@ -119,8 +119,8 @@ class Machine:
         return runtime.bind(session, sample.inputs, sample.bound, synchronize=False)
 
 
-def captured(run: Run, stream: torch.cuda.Stream) -> Run:
-    """Returns the replay of a CUDA graph of CALLS calls.
+def captured(run: Run, stream: torch.cuda.Stream, calls: int = CALLS) -> Run:
+    """Returns the replay of a CUDA graph of many calls.
 
     It does not use torch.cuda.graph(), which collects garbage for each of hundreds of graphs.
     """
@@ -130,7 +130,7 @@ def captured(run: Run, stream: torch.cuda.Stream) -> Run:
     graph = torch.cuda.CUDAGraph()
     graph.capture_begin(capture_error_mode="thread_local")  # of the current stream, which is `stream`
     try:
-        for _ in range(CALLS):
+        for _ in range(calls):
             run()
     finally:
         graph.capture_end()

@@ -17,10 +17,10 @@ from twinop.torch_op.registry import functions
 
 from . import peers, runtime
 from .cases import FORWARD, Case, Sample, as_tuple, backward_run, relative_error
-from .cells import DOUBLE, IN_ORT, IN_TORCH
+from .cells import AGAIN, DOUBLE, IN_ORT, IN_TORCH
 from .measurements import BenchError, reason_of
 from .peers import Entry
-from .timing import Run
+from .timing import DeviceTimer, Run, host_times_apart
 
 EAGER, COMPILE, AUTOTUNE = "torch eager", "torch.compile", "torch.compile max-autotune"
 _MODES = {COMPILE: "default", AUTOTUNE: "max-autotune-no-cudagraphs"}
@@ -61,6 +61,31 @@ def checked(
         except Exception as failure:  # a missing library or kernel, a compiler's error, a wrong result
             missing[name] = reason_of(failure)
     return good, missing
+
+
+def side_by_side(
+    makers: Mapping[str, Callable[[], Subject]],
+    check: Callable[[str, Subject], None],
+    timer: DeviceTimer | None,
+    *,
+    rounds: int,
+    again: Sequence[str],
+    seconds: float = 1.0,
+) -> dict[str, Any]:
+    """Makes, checks and measures subjects: device time, or wall time where there is no timer.
+
+    Args:
+        again: those that are measured twice.
+
+    Returns:
+        "times" and "missing" of a line.
+    """
+    subjects, missing = checked(makers, check)
+    runs = {name: subject.run for name, subject in subjects.items()}
+    runs |= {name + AGAIN: runs[name] for name in again if name in runs}
+    if timer is not None:
+        return {"times": timer.times(runs, rounds=rounds), "missing": missing}
+    return {"times": host_times_apart(runs, rounds=rounds, seconds=seconds), "missing": missing}
 
 
 def require(error: float, tolerance: float) -> None:

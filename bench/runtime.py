@@ -17,7 +17,7 @@ from twinop.library import find_library
 from twinop.op_spec import OpSpec
 
 from .measurements import BenchError
-from .timing import Run
+from .timing import DeviceTimer, Run
 
 ONNX_TYPES = {getattr(torch, name): element for name, element in ELEMENT_TYPES.items() if name != "str"}
 _PROVIDERS = {"cpu": "CPUExecutionProvider", "cuda": "CUDAExecutionProvider"}
@@ -186,6 +186,7 @@ def bind(
     """Returns a run of the session on these tensors' own memory.
 
     Args:
+        outputs: one without elements gets memory from ONNX Runtime.
         synchronize: wait for the device before returning.
     """
     import onnxruntime as ort
@@ -195,6 +196,9 @@ def bind(
     for bind_tensor, tensors in ((binding.bind_input, inputs), (binding.bind_output, outputs)):
         for name, tensor in tensors.items():
             place = (tensor.device.type, tensor.device.index or 0)
+            if tensor.numel() == 0 and name in outputs:
+                binding.bind_output(name, *place)
+                continue
             bind_tensor(name, *place, ONNX_TYPES[tensor.dtype], list(tensor.shape), tensor.data_ptr())
     if synchronize:
         return partial(session.run_with_iobinding, binding)
@@ -203,6 +207,32 @@ def bind(
     # Frees the pinned memory of these runs before the session ends, as deploy/torch_binding.py does.
     weakref.finalize(session, _run_and_wait, session._sess, binding)
     return partial(session.run_with_iobinding, binding, run_options)
+
+
+def run_of(
+    nodes: Sequence[NodeProto],
+    inputs: Mapping[str, torch.Tensor],
+    outputs: Mapping[str, torch.Tensor],
+    timer: DeviceTimer | None,
+    *,
+    constants: Mapping[str, torch.Tensor] | None = None,
+    opset: int = 20,
+    **options: Any,
+) -> Run:
+    """Returns a run of a model of these nodes on these tensors' own memory.
+
+    Args:
+        timer: what measures the run, on whose stream it is queued; None: the run waits for its end.
+        options: those of `open_session`.
+    """
+    session = open_session(
+        one_op(nodes, inputs, outputs, opset, constants=constants),
+        next(iter(inputs.values())).device,
+        cpu_threads=1,
+        stream=None if timer is None else timer.stream,
+        **options,
+    )
+    return bind(session, inputs, outputs, synchronize=timer is None)
 
 
 def _run_and_wait(inner: Any, binding: Any) -> None:

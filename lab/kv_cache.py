@@ -15,14 +15,16 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples/kv_cache"))
+from attention import turned  # type: ignore[import-not-found]
 from kv_cache import tables  # type: ignore[import-not-found]
 
 from twinop import torch_op
 from twinop.bench import runtime
-from twinop.bench.cells import AGAIN, IN_ORT, IN_TORCH
+from twinop.bench.cells import IN_ORT, IN_TORCH
+from twinop.bench.measure import captured
 from twinop.bench.measurements import BenchError, Device, Measurements, Output, choose_device
-from twinop.bench.providers import Subject, checked
-from twinop.bench.timing import DeviceTimer, host_times_apart, timer_on
+from twinop.bench.providers import Subject, side_by_side
+from twinop.bench.timing import DeviceTimer, Run, timer_on
 from twinop.console import clear_errors
 from twinop.library import find_library
 
@@ -73,9 +75,7 @@ def in_torch(
     """Computes the op with torch's operators, each of which is a kernel."""
     rows = position[:, None] + torch.arange(k.shape[1], device=k.device)
     batch = torch.arange(k.shape[0], device=k.device)[:, None]
-    c, s = cos[rows].unsqueeze(2), sin[rows].unsqueeze(2)
-    a, b = k.float().chunk(2, -1)
-    k_cache.index_put_((batch, rows), torch.cat([a * c - b * s, b * c + a * s], -1).to(k.dtype))
+    k_cache.index_put_((batch, rows), turned(k.float(), cos[rows], sin[rows]).to(k.dtype))
     v_cache.index_put_((batch, rows), v)
 
 
@@ -99,25 +99,9 @@ def in_ort(
     outputs = {
         f"{name}_out": torch.zeros_like(t[name]) if copied else t[name] for name in ("k_cache", "v_cache")
     }
-    session = runtime.open_session(
-        runtime.one_op([runtime.custom_node(record, t, {})], t, outputs),
-        t["k"].device,
-        library=library,
-        cpu_threads=1,
-        stream=timer.stream if timer is not None else None,
-        cuda_graph=graph,
-    )
-    run = runtime.bind(session, t, outputs, synchronize=timer is None)
+    node = runtime.custom_node(record, t, {})
+    run = runtime.run_of([node], t, outputs, timer, library=library, cuda_graph=graph)
     return Subject(run, facts={"caches": tuple(outputs.values())})
-
-
-def captured(subject: Subject) -> Subject:
-    """The same run as a CUDA graph."""
-    subject.run()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        subject.run()
-    return Subject(graph.replay, facts=subject.facts)
 
 
 def device_work(run: Callable[[], object]) -> dict[str, int] | None:
@@ -145,9 +129,11 @@ def measure(
         """The same inputs, with caches of their own."""
         return given | {name: torch.zeros_like(given[name]) for name in ("k_cache", "v_cache")}
 
-    def subject(function: Callable[[dict[str, Tensor]], object]) -> Subject:
+    def subject(function: Callable[[dict[str, Tensor]], object], graph: bool = False) -> Subject:
         tensors = own()
-        return Subject(partial(function, tensors), facts={"caches": (tensors["k_cache"], tensors["v_cache"])})
+        run: Run = partial(function, tensors)
+        run = captured(run, timer.stream, 1) if graph and timer is not None else run
+        return Subject(run, facts={"caches": (tensors["k_cache"], tensors["v_cache"])})
 
     makers: dict[str, Callable[[], Subject]] = {
         IN_TORCH: lambda: subject(lambda t: append(*t.values())),
@@ -159,25 +145,20 @@ def measure(
         makers |= {
             BY_HAND: lambda: subject(by_hand),
             GRAPH: lambda: in_ort(own(), library, timer, graph=True),
-            f"{BY_HAND}, CUDA graph": lambda: captured(subject(by_hand)),
+            f"{BY_HAND}, CUDA graph": lambda: subject(by_hand, graph=True),
         }
 
-    def check(_: str, made: Subject) -> None:
-        made.run()
-        for found, name in zip(made.facts["caches"], ("k_cache", "v_cache"), strict=True):
-            if not torch.allclose(found.float(), expected[name].float(), rtol=1e-2, atol=1e-2):
-                raise BenchError(f"wrong result: another {name}")
+    right = {}
 
-    with torch.no_grad():
-        subjects, missing = checked(makers, check)
-        runs = {name: each.run for name, each in subjects.items()}
-        work = {name: device_work(run) for name, run in runs.items()} if timer is not None else {}
-        runs |= {name + AGAIN: runs[name] for name in (BY_HAND, "torch") if name in runs}
-        if timer is not None:
-            times = timer.times(runs, rounds=rounds)
-        else:
-            times = host_times_apart(runs, rounds=rounds, seconds=1.0)
-    return {"times": times, "missing": missing, "work": work}
+    def check(name: str, made: Subject) -> None:
+        made.run()
+        for found, which in zip(made.facts["caches"], ("k_cache", "v_cache"), strict=True):
+            if not torch.allclose(found.float(), expected[which].float(), rtol=1e-2, atol=1e-2):
+                raise BenchError(f"wrong result: another {which}")
+        right[name] = made.run
+
+    line = side_by_side(makers, check, timer, rounds=rounds, again=(BY_HAND, "torch"))
+    return line | {"work": {name: device_work(run) for name, run in right.items()} if timer else {}}
 
 
 def main(
@@ -186,7 +167,7 @@ def main(
     output: Output = None,
 ) -> None:
     """Measure an append to a cache of keys and values: the time of the device, wall time on a CPU."""
-    with clear_errors(), timer_on(where := choose_device(device)) as timer:
+    with clear_errors(), torch.no_grad(), timer_on(where := choose_device(device)) as timer:
         measured = Measurements("kv-cache", where, output, quick)
         torch.set_num_threads(1)
         for shape in ((2, 1, 2, 16, 64),) if quick else SHAPES:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import torch
 import typer
@@ -20,10 +20,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from twinop import torch_op
 from twinop.bench import runtime
 from twinop.bench.cases import relative_error
-from twinop.bench.cells import AGAIN, IN_ORT, IN_TORCH
+from twinop.bench.cells import IN_ORT, IN_TORCH
 from twinop.bench.measurements import Device, Measurements, Output, choose_device, chosen
-from twinop.bench.providers import Subject, checked, require
-from twinop.bench.timing import DeviceTimer, Time, host_times_apart, timer_on
+from twinop.bench.providers import Subject, require, side_by_side
+from twinop.bench.timing import DeviceTimer, timer_on
 from twinop.console import clear_errors
 
 TORCH, ORT, TWO_KERNELS = "torch", "ORT", f"{IN_TORCH}, two kernels"
@@ -165,19 +165,11 @@ def in_ort(
     inputs = {name: tensor for name, tensor in tensors.items() if name in ("x", "residual")}
     constants = {name: tensor for name, tensor in tensors.items() if name not in inputs}
     y = torch.empty_like(like)
-    session = runtime.open_session(
-        runtime.one_op(nodes, inputs, {"y": y}, constants=constants),
-        y.device,
-        cpu_threads=1,
-        stream=timer.stream if timer is not None else None,
-        optimize=True,
-    )
-    return Subject(runtime.bind(session, inputs, {"y": y}, synchronize=timer is None), (y,))
+    run = runtime.run_of(nodes, inputs, {"y": y}, timer, constants=constants, optimize=True)
+    return Subject(run, (y,))
 
 
-def measure(
-    cell: Cell, dtype: torch.dtype, timer: DeviceTimer | None, rounds: int
-) -> tuple[dict[str, Time], dict[str, str]]:
+def measure(cell: Cell, dtype: torch.dtype, timer: DeviceTimer | None, rounds: int) -> dict[str, Any]:
     """Measures a cell. Returns the times, and why a provider failed or computed something else."""
     tensors = cell.tensors(dtype, timer.stream.device if timer is not None else torch.device("cpu"))
     expected = reference(cell, tensors)
@@ -195,12 +187,7 @@ def measure(
     def check(_: str, subject: Subject) -> None:
         require(relative_error(subject.result()[0], expected), TOLERANCE[dtype])
 
-    subjects, missing = checked(makers, check)
-    runs = {name: subject.run for name, subject in subjects.items()}
-    runs |= {name + AGAIN: runs[name] for name in (TORCH, ORT) if name in runs}
-    if timer is not None:
-        return timer.times(runs, rounds=rounds), missing
-    return host_times_apart(runs, rounds=rounds, seconds=1.0), missing
+    return side_by_side(makers, check, timer, rounds=rounds, again=(TORCH, ORT))
 
 
 def main(
@@ -220,9 +207,8 @@ def main(
         torch.set_num_threads(1)
         for kind in kinds:
             for cell in CELLS if timer is not None and not quick else SMALL:
-                times, missing = measure(cell, getattr(torch, kind), timer, 7 if quick else 41)
                 label = {"op": str(cell), "dtype": kind, "shape": cell.shape}
-                measured.add(label | {"times": times, "missing": missing})
+                measured.add(label | measure(cell, getattr(torch, kind), timer, 7 if quick else 41))
                 measured.say()
 
 

@@ -19,10 +19,10 @@ from nms import in_numpy  # type: ignore[import-not-found]
 
 from twinop import torch_op
 from twinop.bench import runtime
-from twinop.bench.cells import AGAIN, IN_ORT, IN_TORCH
+from twinop.bench.cells import IN_ORT, IN_TORCH
 from twinop.bench.measurements import BenchError, Device, Measurements, Output, choose_device
-from twinop.bench.providers import Subject, checked
-from twinop.bench.timing import DeviceTimer, host_times_apart, timer_on
+from twinop.bench.providers import Subject, side_by_side
+from twinop.bench.timing import DeviceTimer, timer_on
 from twinop.console import clear_errors
 from twinop.library import find_library
 
@@ -48,19 +48,16 @@ def in_ort(tensors: dict[str, Tensor], library: Path, timer: DeviceTimer | None)
     """ONNX Runtime allocates the output, whose size it does not know before."""
     record = torch_op.load(library).records["nms"]
     node = runtime.custom_node(record, tensors, {"iou_threshold": THRESHOLD})
-    model = runtime.one_op([node], tensors, {"keep": torch.empty(0, dtype=torch.int64)})
-    device = tensors["boxes"].device
-    session = runtime.open_session(
-        model, device, library=library, cpu_threads=1, stream=timer.stream if timer is not None else None
-    )
-    run = runtime.bind(session, tensors, {}, synchronize=timer is None)
+    keep = torch.empty(0, dtype=torch.int64, device=tensors["boxes"].device)
+    run = runtime.run_of([node], tensors, {"keep": keep}, timer, library=library)
     (binding, *_) = run.args  # type: ignore[attr-defined]
-    binding.bind_output("keep", device.type, device.index or 0)
     run()
     return Subject(run, facts={"keep": torch.from_numpy(binding.copy_outputs_to_cpu()[0])})
 
 
-def measure(tensors: dict[str, Tensor], library: Path, timer: DeviceTimer | None, rounds: int) -> Any:
+def measure(
+    tensors: dict[str, Tensor], library: Path, timer: DeviceTimer | None, rounds: int
+) -> dict[str, Any]:
     expected = torch.from_numpy(in_numpy(*(each.cpu() for each in tensors.values()), THRESHOLD))
     makers: dict[str, Callable[[], Subject]] = {
         IN_TORCH: lambda: Subject(partial(torch_op.load(library).nms, **tensors, iou_threshold=THRESHOLD)),
@@ -76,12 +73,8 @@ def measure(tensors: dict[str, Tensor], library: Path, timer: DeviceTimer | None
         if others > (len(expected) // 1000 if name == "torchvision" else 0):
             raise BenchError(f"wrong result: {others} other boxes stay")
 
-    subjects, missing = checked(makers, check)
-    runs = {name: subject.run for name, subject in subjects.items()}
-    runs |= {name + AGAIN: runs[name] for name in ("torchvision",) if name in runs}
-    if timer is None:
-        return host_times_apart(runs, rounds=rounds, seconds=1.0), missing, len(expected)
-    return timer.times(runs, rounds=rounds), missing, len(expected)
+    found = side_by_side(makers, check, timer, rounds=rounds, again=("torchvision",))
+    return {"kept": len(expected)} | found
 
 
 def main(
@@ -100,9 +93,8 @@ def main(
         for count in (500,) if quick else (1000, 10_000, 30_000) if timer is not None else (1000, 10_000):
             for kind, spread in SIZES.items():
                 tensors = crowd(count, spread, where)
-                times, missing, kept = measure(tensors, library, timer, 7 if quick else 41)
-                label = {"op": "nms", "boxes": count, "kind": kind, "kept": kept}
-                measured.add(label | {"times": times, "missing": missing})
+                line = measure(tensors, library, timer, 7 if quick else 41)
+                measured.add({"op": "nms", "boxes": count, "kind": kind} | line)
                 measured.say()
 
 

@@ -23,7 +23,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from twinop import child
 from twinop.bench import runtime
 from twinop.bench.measurements import Measurements, Output, choose_device
-from twinop.bench.providers import Subject, checked, require
+from twinop.bench.providers import Subject, require, side_by_side
 from twinop.bench.timing import DeviceTimer, host_times
 from twinop.console import clear_errors
 from twinop.library import find_library
@@ -142,24 +142,17 @@ class Machine:
             error = (subject.result()[0].float() - wanted).abs().max() / wanted.abs().max()
             require(float(error), TOLERANCE)
 
-        subjects, missing = checked(makers, check)
-        runs = {name: subject.run for name, subject in subjects.items()}
-        times = self.timer.times(runs, rounds=self.rounds)
-        return {"time": "device", "op": cell.op, "shape": cell.shape, "times": times, "missing": missing}
+        label = {"time": "device", "op": cell.op, "shape": cell.shape}
+        return label | side_by_side(makers, check, self.timer, rounds=self.rounds, again=())
 
     def _in_ort(self, cell: Cell, provider: str, expected: Tensor) -> Subject:
         layout = cell.layouts.get(provider, Tensor.contiguous)
         inputs = {name: layout(tensor) for name, tensor in cell.inputs.items()}
         out = {"out": torch.empty(layout(expected).shape, dtype=torch.bfloat16, device=self.device)}
-        session = runtime.open_session(
-            runtime.one_op(nodes_of(cell, provider), inputs, out, 23),
-            self.device,
-            library=self.library(cell.op),
-            cpu_threads=2,
-            stream=self.stream,
-            optimize=provider != IN_ORT,
-        )
-        return Subject(runtime.bind(session, inputs, out, synchronize=False), tuple(out.values()))
+        optimize, library = provider != IN_ORT, self.library(cell.op)
+        nodes = nodes_of(cell, provider)
+        run = runtime.run_of(nodes, inputs, out, self.timer, opset=23, library=library, optimize=optimize)
+        return Subject(run, tuple(out.values()))
 
     def chain(self) -> dict[str, Any]:
         """Measures chains of one-element nodes, where the host's work is what counts."""
@@ -175,7 +168,7 @@ class Machine:
             nodes = [helper.make_node(op, [a], [b], f"node_{b}", domain=domain) for a, b in pairs]
             model = runtime.one_op(nodes, {"x": x}, {"y": y}, fixed=True)
             session = runtime.open_session(
-                model, self.device, library=library, cpu_threads=2, stream=self.stream
+                model, self.device, library=library, cpu_threads=1, stream=self.stream
             )
             runs[provider] = runtime.bind(session, {"x": x}, {"y": y})
         times = host_times(runs, rounds=501, seconds=5.0, after=self.stream.synchronize)

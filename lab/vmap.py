@@ -5,10 +5,10 @@ python lab/vmap.py --output lab/results
 
 import ctypes
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import torch
 import typer
@@ -16,109 +16,62 @@ from torch import Tensor
 from torch.nn import functional as F
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from twinop import torch_op
 from twinop.bench.cases import relative_error
-from twinop.bench.cells import AGAIN, IN_TORCH
+from twinop.bench.cells import IN_TORCH
 from twinop.bench.measurements import Device, Measurements, Output, choose_device, chosen
-from twinop.bench.providers import Subject, checked, require
-from twinop.bench.timing import host_times, timer_on
+from twinop.bench.peers import ENTRIES, Entry
+from twinop.bench.providers import Subject, require, side_by_side
+from twinop.bench.timing import DeviceTimer, timer_on
 from twinop.console import clear_errors
+from twinop.torch_op.registry import functions
 
 TORCH = "torch"
 EXAMPLES = 4096
 TOLERANCE = {"float32": 1e-4, "bfloat16": 3e-2}
-
-SHAPES = {
-    "x": (EXAMPLES, 8, 64),
-    "y": (EXAMPLES, 8, 64),
-    "z": (EXAMPLES, 8, 64),
-    "row": (EXAMPLES, 1, 64),  # for each example, which broadcasts
-    "weights": (EXAMPLES, 64, 64),
-    "w": (64,),
-    "matrix": (64, 64),
-}
-BATCHED = ("x", "y", "z", "row", "weights")
-
-Function = Callable[..., Tensor]
+WHOLE = {"weight": (64,), "bias": (64,), "matrix": (64, 64)}
+SHAPES = {"row": (EXAMPLES, 1, 64), "matrices": (EXAMPLES, 64, 64)}
+"""The inputs that all examples share, and those of which each has other ones than of [8, 64]."""
 
 
-def _norm(x: Tensor, scale: Tensor, shift: Tensor) -> Tensor:
+def _ada_layer_norm(x: Tensor, scale: Tensor, shift: Tensor) -> Tensor:
     return F.layer_norm(x, x.shape[-1:], eps=1e-6) * (1 + scale) + shift
 
 
-def _packed(x: Tensor) -> Tensor:
-    gate, value = x.chunk(2, -1)
-    return F.silu(gate) * value
-
-
-def _rms_norm(x: Tensor, w: Tensor) -> Tensor:
-    return F.rms_norm(x, x.shape[-1:], w, 1e-6)
-
-
-ops = torch_op
-PAIRS: dict[str, tuple[str, Function, Function]] = {
-    **{
-        name: ("x", getattr(ops, name), getattr(torch, name))
-        for name in ("exp", "relu", "sigmoid", "tanh", "square")
-    },
-    **{name: ("x", getattr(ops, name), getattr(F, name)) for name in ("gelu", "silu", "softplus")},
-    "log": ("x", lambda x: ops.log(x.abs()), lambda x: torch.log(x.abs())),
-    "add": ("x y", ops.add, torch.add),
-    "mul, a row": ("x row", ops.mul, torch.mul),
-    "pow": ("x y", lambda x, y: ops.pow(x.abs(), y), lambda x, y: torch.pow(x.abs(), y)),
-    "addcmul": ("x y z", ops.addcmul, torch.addcmul),
-    "swiglu": ("x y", ops.swiglu, lambda x, gate: F.silu(gate) * x),
-    "swiglu_packed": ("x", ops.swiglu_packed, _packed),
-    "softmax": ("x", ops.softmax, lambda x: F.softmax(x, -1)),
-    "rms_norm": ("x w", ops.rms_norm, _rms_norm),
-    "layer_norm": ("x w", lambda x, w: ops.layer_norm(x, w, w), lambda x, w: F.layer_norm(x, (64,), w, w)),
-    "ada_layer_norm": ("x y z", ops.ada_layer_norm, _norm),
-    "add_rms_norm": (
-        "x y w",
-        lambda x, y, w: ops.add_rms_norm(x, y, w)[0],
-        lambda x, y, w: _rms_norm(x + y, w),
-    ),
-    "add_layer_norm": (
-        "x y w",
-        lambda x, y, w: ops.add_layer_norm(x, y, w)[0],
-        lambda x, y, w: F.layer_norm(x + y, (64,), w),
-    ),
-    "linear": ("x matrix w", ops.linear, F.linear),
-    "linear, a weight each": ("x weights", ops.linear, F.linear),
-    "linear_swiglu": (
-        "x matrix",
-        ops.linear_swiglu,
-        lambda x, weight: _packed(F.linear(x, weight)),
+CELLS = ENTRIES | {
+    "mul, a row": Entry("mul", "a row", torch.mul),
+    "addcmul": Entry("addcmul", "a b c", torch.addcmul),
+    "ada_layer_norm": Entry("ada_layer_norm", "x scale shift", _ada_layer_norm),
+    "linear": Entry("linear", "x matrix bias", F.linear),
+    "linear, a weight each": Entry("linear", "x matrices", F.linear),
+    "linear_swiglu": Entry(
+        "linear_swiglu", "x matrix", lambda x, weight: ENTRIES["swiglu_packed"].eager(F.linear(x, weight))
     ),
 }
 
 
-def tensors(dtype: torch.dtype, device: torch.device) -> dict[str, Tensor]:
+def measure(
+    entry: Entry, dtype: str, device: torch.device, timer: DeviceTimer | None, rounds: int
+) -> dict[str, Any]:
+    """Measures the op and torch's function under torch.vmap."""
     generator = torch.Generator().manual_seed(0)
-    return {name: torch.randn(shape, generator=generator).to(device, dtype) for name, shape in SHAPES.items()}
+    given = []
+    for name in entry.input_names:
+        shape = WHOLE.get(name) or SHAPES.get(name) or (EXAMPLES, 8, 64)
+        tensor = torch.randn(shape, generator=generator)
+        given.append((tensor.abs() if name in entry.positive else tensor).to(device, getattr(torch, dtype)))
+    dims = tuple(None if name in WHOLE else 0 for name in entry.input_names)
 
+    def subject(function: Callable[..., Any]) -> Subject:
+        return Subject(lambda: torch.vmap(function, dims)(*given))
 
-def runs_of(cell: str, given: Mapping[str, Tensor]) -> dict[str, Subject]:
-    names, ours, theirs = PAIRS[cell]
-    arguments = [given[name] for name in names.split()]
-    dims = tuple(0 if name in BATCHED else None for name in names.split())
-    return {
-        name: Subject(lambda function=function: torch.vmap(function, dims)(*arguments))  # type: ignore[misc]
-        for name, function in ((IN_TORCH, ours), (TORCH, theirs))
-    }
+    expected = subject(entry.eager).result()
 
+    def check(_: str, made: Subject) -> None:
+        require(max(map(relative_error, made.result(), expected)), TOLERANCE[dtype])
 
-def subjects_of(
-    cell: str, given: Mapping[str, Tensor], tolerance: float
-) -> tuple[dict[str, Subject], dict[str, str]]:
-    """Returns the runs that give what torch gives, and why others are missing."""
-    made = runs_of(cell, given)
-    expected = made[TORCH].result()[0]
-
-    def check(_: str, subject: Subject) -> None:
-        require(relative_error(subject.result()[0], expected), tolerance)
-
-    return checked({name: partial(made.__getitem__, name) for name in made}, check)
+    ours = partial(functions[entry.op], **entry.attributes)
+    makers = {IN_TORCH: partial(subject, ours), TORCH: partial(subject, entry.eager)}
+    return side_by_side(makers, check, timer, rounds=rounds, again=[TORCH], seconds=4.0)
 
 
 def main(
@@ -139,18 +92,9 @@ def main(
         for parameter in (-1, -3):  # M_TRIM_THRESHOLD, M_MMAP_THRESHOLD: results reuse memory, on either side
             ctypes.CDLL(None).mallopt(parameter, 1 << 30)
         for kind in kinds:
-            given = tensors(getattr(torch, kind), where)
-            for cell in PAIRS if not ops else ops.split(";"):
-                subjects, missing = subjects_of(cell, given, TOLERANCE[kind])
-                runs = {name: subject.run for name, subject in subjects.items()}
-                runs[TORCH + AGAIN] = runs[TORCH]
-                rounds = 7 if quick else 41
-                times = (
-                    timer.times(runs, rounds=rounds)
-                    if timer
-                    else host_times(runs, rounds=rounds, seconds=4.0)
-                )
-                measured.add({"op": f"vmap {cell}", "dtype": kind, "times": times, "missing": missing})
+            for cell in CELLS if not ops else ops.split(";"):
+                line = measure(CELLS[cell], kind, where, timer, 7 if quick else 41)
+                measured.add({"op": f"vmap {cell}", "dtype": kind} | line)
                 measured.say()
 
 
