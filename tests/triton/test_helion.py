@@ -120,6 +120,13 @@ def test_attributes_and_constants(kernels: Any) -> None:
     assert sources[0] != sources[1]
 
 
+def test_the_gpu_of_the_build_is_not_asked(kernels: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    kernels.scaled_kernel.reset()
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "init", lambda: None)
+    assert trace(kernels.helion_scaled.record, kernels.helion_scaled.launcher).plans
+
+
 def test_sizes_that_a_kernel_specializes(kernels: Any) -> None:
     """There is a plan for each size of a sample."""
     launcher, samples = lambda x: kernels.for_known_sizes(x), [{"x": torch.empty(16)}, {"x": torch.empty(40)}]
@@ -199,10 +206,10 @@ def test_the_library_has_the_bits_of_helions_own_launch(kernels: Any, softmax: A
             own = kernel(*args)
             assert torch.equal(softmax.add_softmax(*args), own)
             assert torch.equal(torch.ops.helion_built.add_softmax(*args), own)
-            here, there = (
-                kernel.bind(tuple(t.to(on) for t in args)).to_triton_code() for on in ("cpu", "cuda")
-            )
-            assert here == there
     compiled = torch.compile(lambda x: kernels.helion_scaled(x, factor=2.0) + 1, fullgraph=True)
     x = torch.randn(5, 6, device="cuda")
     assert torch.equal(compiled(x), 2 * x + 1)
+    for dtype in (torch.float32, torch.bfloat16):
+        args = [torch.randn(7, 1000).to(dtype) for _ in range(2)]
+        here, there = (kernel.bind(tuple(t.to(on) for t in args)).to_triton_code() for on in ("cpu", "cuda"))
+        assert here == there

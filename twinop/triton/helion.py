@@ -13,9 +13,11 @@ from contextvars import ContextVar
 from operator import itemgetter
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import _guards
+from torch._C import DisableTorchFunction
 from torch.utils._python_dispatch import _disable_current_modes
 
 from ..errors import BuildError
@@ -68,7 +70,8 @@ def _function(kernel: Any, args: Sequence[Any]) -> Callable[..., Any]:
             f"{Path(kernel.fn.__code__.co_filename).name}: {kernel.name}: expected @helion.kernel("
             "config=..., static_shapes=False): a build does not tune, and a library serves all shapes"
         )
-    with kernel._bind_lock, _disable_current_modes(), torch._C.DisableTorchFunction(), _guards.tracing(None):
+    no_gpu = mock.patch.object(torch.cuda, "is_available", lambda: False)  # the code is for several
+    with kernel._bind_lock, no_gpu, _disable_current_modes(), DisableTorchFunction(), _guards.tracing(None):
         samples = tuple(map(_sample, args))
         bound = kernel._bind(samples)  # `bind`, without what it does while torch compiles
         function = _written(kernel, bound)
