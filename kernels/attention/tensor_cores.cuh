@@ -63,10 +63,13 @@ __device__ __forceinline__ void LoadWords(const T* memory, bool exists,
 #pragma unroll
     for (int i = 0; i < kWords; ++i)
       words[i] = bits[2 * i] | static_cast<std::uint32_t>(bits[2 * i + 1]) << 16;
-  } else if constexpr (kWords == 2) {
-    const uint2 both = *reinterpret_cast<const uint2*>(memory);
-    words[0] = both.x;
-    words[1] = both.y;
+  } else if constexpr (kWords % 4 == 2) {
+#pragma unroll
+    for (int i = 0; i < kWords; i += 2) {
+      const uint2 both = reinterpret_cast<const uint2*>(memory)[i / 2];
+      words[i] = both.x;
+      words[i + 1] = both.y;
+    }
   } else {
 #pragma unroll
     for (int i = 0; i < kWords; i += 4) {
@@ -87,8 +90,10 @@ __device__ __forceinline__ void Store(const float (&sums)[kCount], float total, 
   for (int i = 0; i < kCount; i += 2) words[i / 2] = Pair<T>(sums[i] / total, sums[i + 1] / total);
   if constexpr (!kAligned) {
     std::memcpy(memory, words, sizeof(words));
-  } else if constexpr (kCount == 4) {
-    *reinterpret_cast<uint2*>(memory) = make_uint2(words[0], words[1]);
+  } else if constexpr (kCount % 8 == 4) {
+#pragma unroll
+    for (int i = 0; i < kCount / 2; i += 2)
+      reinterpret_cast<uint2*>(memory)[i / 2] = make_uint2(words[i], words[i + 1]);
   } else {
 #pragma unroll
     for (int i = 0; i < kCount / 2; i += 4)

@@ -1,0 +1,132 @@
+// The part of attention_cached that all devices share: the sizes of a call.
+#pragma once
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <string>
+
+#include "twinop/kernel.h"
+
+namespace twinop::cached_attention {
+
+struct Problem {
+  std::int64_t batches, tokens;  // new ones of a sequence
+  std::int64_t heads, kv_heads;
+  std::int64_t size;    // elements of a head
+  std::int64_t pairs;   // of its first elements, which are turned
+  std::int64_t rows;    // of a cache, for a sequence and head
+  std::int64_t limit;   // positions: those that the cache and the tables have
+  std::int64_t window;  // keys that a token sees; 0: all
+  double scale;
+  float softcap, eps;
+  bool is_interleaved;
+
+  TWINOP_INLINE std::int64_t Width() const {
+    return (heads + 2 * kv_heads) * size;
+  }  // of a row of qkv
+};
+
+// What a call reads and writes. `q` is scratch memory.
+template <class T>
+struct Operands {
+  const T* qkv;
+  T *k_cache, *v_cache;
+  const std::int32_t* position;
+  const T *cos, *sin, *norms, *sinks;
+  T* y;
+};
+
+// The position of the first new token: the last one's is `position`. More new tokens than that end
+// in padding.
+TWINOP_INLINE std::int64_t FirstPosition(std::int64_t position, std::int64_t tokens) {
+  return position + 1 > tokens ? position + 1 - tokens : 0;
+}
+
+// The first key that the token at this position sees.
+TWINOP_INLINE std::int64_t FirstKey(const Problem& p, std::int64_t position) {
+  return p.window > 0 && position >= p.window ? position + 1 - p.window : 0;
+}
+
+// Element d of a head of q (part 0), k (1) or v (2), normed and turned for a position. `square` is
+// the mean of the head's squares.
+template <class T, class Number = Compute<T>>
+TWINOP_INLINE Number HeadElement(const Problem& p, const Operands<T>& x, const T* head, int part,
+                                 std::int64_t position, std::int64_t d, Number rms) {
+  const auto at = [&](std::int64_t i) {
+    const Number value = ToCompute(head[i]);
+    return x.norms == nullptr ? value : value * rms * Number(ToCompute(x.norms[part * p.size + i]));
+  };
+  if (part == 2) return ToCompute(head[d]);
+  if (d >= 2 * p.pairs) return at(d);
+  const std::int64_t pair = p.is_interleaved ? d / 2 : d % p.pairs;
+  const bool is_second = p.is_interleaved ? d % 2 == 1 : d >= p.pairs;
+  const std::int64_t distance = p.is_interleaved ? 1 : p.pairs;
+  const Number cos = ToCompute(x.cos[position * p.pairs + pair]);
+  const Number sin = ToCompute(x.sin[position * p.pairs + pair]);
+  return is_second ? at(d) * cos + at(d - distance) * sin : at(d) * cos - at(d + distance) * sin;
+}
+
+template <class Op>
+Status ProblemOf(const CallOf<Op>& call, Problem* problem) {
+  const Tensor& qkv = InputOf(call, "qkv"_name);
+  const Tensor& cache = InputOf(call, "k_cache"_name);
+  const Tensor& total = InputOf(call, "total"_name);
+  const Tensor& cos = InputOf(call, "cos"_name);
+  const Tensor& sin = InputOf(call, "sin"_name);
+  Problem& p = *problem;
+  p = {};
+  p.batches = qkv.sizes[0];
+  p.tokens = qkv.sizes[1];
+  p.kv_heads = cache.sizes[1];
+  p.rows = p.limit = cache.sizes[2];
+  p.size = cache.sizes[3];
+  p.heads = p.size == 0 ? 0 : qkv.sizes[2] / p.size - 2 * p.kv_heads;
+  if (p.kv_heads <= 0 || p.heads <= 0 || qkv.sizes[2] % p.size != 0 || p.heads % p.kv_heads != 0)
+    return Status::Error("qkv has rows of " + std::to_string(qkv.sizes[2]) +
+                         " numbers; expected heads of " + std::to_string(p.size) + ": " +
+                         std::to_string(p.kv_heads) +
+                         " of k and as many of v, as the caches have, "
+                         "and a multiple of that of q");
+  if (cos.present != sin.present)
+    return Status::Error("cos and sin come together, and one of them is absent");
+  if (cos.present) {
+    p.pairs = cos.sizes[1];
+    p.limit = std::min(p.limit, cos.sizes[0]);
+    if (sin.sizes[0] != cos.sizes[0] || sin.sizes[1] != cos.sizes[1] || 2 * p.pairs > p.size)
+      return Status::Error("cos has " + std::to_string(cos.sizes[1]) +
+                           " angles a position, and sin " + std::to_string(sin.sizes[1]) +
+                           "; expected tables of one shape, of at most " +
+                           std::to_string(p.size / 2) + " angles: one for each pair of a head");
+  }
+  if (total.present && total.numel > 0 && total.data != nullptr) {
+    const std::int32_t wanted = *InputData<std::int32_t>(call, "total"_name);
+    if (wanted > p.limit)
+      return Status::Error("the context has " + std::to_string(wanted) + " tokens; the cache has " +
+                           std::to_string(p.rows) + " rows, and the tables have " +
+                           std::to_string(cos.present ? cos.sizes[0] : p.rows) +
+                           ": give a cache for the longest context, which past and present share");
+  }
+  p.window = AttributeOf<std::int64_t>(call, "window"_name);
+  p.softcap = AttributeOf<float>(call, "softcap"_name);
+  p.eps = AttributeOf<float>(call, "eps"_name);
+  p.is_interleaved = AttributeOf<bool>(call, "interleaved"_name);
+  p.scale = AttributeOf<float>(call, "scale"_name);
+  if (p.scale == 0) p.scale = 1 / std::sqrt(static_cast<double>(p.size));
+  return {};
+}
+
+template <class T, class Op>
+Operands<T> OperandsOf(const CallOf<Op>& call) {
+  return {InputData<T>(call, "qkv"_name),
+          OutputData<T>(call, "k_cache_out"_name),
+          OutputData<T>(call, "v_cache_out"_name),
+          InputData<std::int32_t>(call, "position"_name),
+          InputData<T>(call, "cos"_name),
+          InputData<T>(call, "sin"_name),
+          InputData<T>(call, "norms"_name),
+          InputData<T>(call, "sinks"_name),
+          OutputData<T>(call, "y"_name)};
+}
+
+}  // namespace twinop::cached_attention

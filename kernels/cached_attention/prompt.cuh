@@ -1,0 +1,146 @@
+// Several new tokens of each sequence with tensor cores: a warp takes 16 of them for a head of q.
+// The warps of a block have neighbouring tokens, and find keys in L1 that another one has read.
+#pragma once
+
+#include <cstdint>
+
+#include "twinop/attention/tensor_cores.cuh"
+#include "twinop/cached_attention/problem.h"
+#include "twinop/primitives/launch.cuh"
+
+namespace twinop::cached_attention {
+
+inline constexpr int kPromptWarps = 4;
+inline constexpr int kQueries = attention::kQueries;
+
+template <class T, int kSize>
+__global__ void __launch_bounds__(32 * kPromptWarps)
+    PromptKernel(Problem p, Operands<T> x, const T* turned_q) {
+  using attention::kLog2E, attention::LoadWords, attention::Multiply, attention::Pair;
+  constexpr int kKeys = kSize <= 128 ? 32 : 16, kGroups = kKeys / 8, kChunks = kSize / 32;
+  constexpr int kColumns = kSize / 8;
+  WaitForPreviousKernel();
+  const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
+  const std::int64_t tiles = (p.tokens + kQueries - 1) / kQueries;
+  const std::int64_t blocks = (tiles + kPromptWarps - 1) / kPromptWarps;
+  // The last tokens see most keys: they begin first.
+  const std::int64_t tile = (blocks - 1 - blockIdx.x % blocks) * kPromptWarps + threadIdx.x / 32;
+  const std::int64_t h = blockIdx.x / blocks % p.heads, b = blockIdx.x / blocks / p.heads;
+  if (tile >= tiles) return;
+  const std::int64_t start = FirstPosition(x.position[b], p.tokens), first = tile * kQueries;
+  const std::int64_t rows = (b * p.kv_heads + h / (p.heads / p.kv_heads)) * p.rows;
+  const T* const k_rows = x.k_cache + rows * kSize + 8 * t;
+  const T* const v_rows = x.v_cache + rows * kSize + kColumns * g;
+  const std::int64_t own[] = {first + g, first + g + 8};
+  std::uint32_t q[2][kChunks][4];
+#pragma unroll
+  for (int i = 0; i < 2; ++i)
+#pragma unroll
+    for (int c = 0; c < kChunks; ++c)
+      LoadWords<4, true>(
+          turned_q + ((b * p.tokens + own[i]) * p.heads + h) * kSize + 32 * c + 8 * t,
+          own[i] < p.tokens, q[i][c]);
+  float highest[2] = {-INFINITY, -INFINITY}, totals[2] = {}, values[kColumns][4] = {};
+  const std::int64_t end =
+      min(start + min(first + kQueries, p.tokens), p.limit);  // of the keys that one of them sees
+  const float scale = static_cast<float>(p.scale) * kLog2E, softcap = p.softcap * kLog2E;
+  for (std::int64_t key = FirstKey(p, start + first) / kKeys * kKeys; key < end; key += kKeys) {
+    std::uint32_t k[kGroups][kChunks][4], v[kKeys / 16][4][kColumns / 2];
+#pragma unroll
+    for (int n = 0; n < kGroups; ++n)
+#pragma unroll
+      for (int c = 0; c < kChunks; ++c)
+        LoadWords<4, true>(k_rows + (key + 8 * n + g) * kSize + 32 * c, key + 8 * n + g < end,
+                           k[n][c]);
+#pragma unroll
+    for (int j = 0; j < kKeys / 16; ++j)
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const std::int64_t at = key + 16 * j + 2 * t + i % 2 + i / 2 * 8;
+        LoadWords<kColumns / 2, true>(v_rows + at * kSize, at < end, v[j][i]);
+      }
+    float scores[kGroups][4] = {};
+#pragma unroll
+    for (int c = 0; c < kChunks; ++c)
+#pragma unroll
+      for (int half = 0; half < 4; half += 2) {
+        const std::uint32_t a[] = {q[0][c][half], q[1][c][half], q[0][c][half + 1],
+                                   q[1][c][half + 1]};
+#pragma unroll
+        for (int n = 0; n < kGroups; ++n)
+          Multiply<T>(a, k[n][c][half], k[n][c][half + 1], scores[n]);
+      }
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const std::int64_t position = start + own[i], from = FirstKey(p, position);
+      float most = highest[i];
+#pragma unroll
+      for (int n = 0; n < kGroups; ++n)
+#pragma unroll
+        for (int j = 0; j < 2; ++j) {
+          const std::int64_t at = key + 8 * n + 2 * t + j;
+          float& score = scores[n][2 * i + j];
+          score *= scale;
+          if (softcap > 0) score = softcap * tanhf(score / softcap);
+          if (at < from || at > position) score = -INFINITY;
+          most = fmaxf(most, score);
+        }
+      most = fmaxf(most, __shfl_xor_sync(~0u, most, 1));
+      most = fmaxf(most, __shfl_xor_sync(~0u, most, 2));
+      const float base = most == -INFINITY ? 0 : most;
+      const float kept = exp2f(highest[i] - base);
+      highest[i] = most;
+      totals[i] *= kept;
+#pragma unroll
+      for (int n = 0; n < kGroups; ++n)
+#pragma unroll
+        for (int j = 0; j < 2; ++j)
+          totals[i] += scores[n][2 * i + j] = exp2f(scores[n][2 * i + j] - base);
+#pragma unroll
+      for (auto& column : values) column[2 * i] *= kept, column[2 * i + 1] *= kept;
+    }
+#pragma unroll
+    for (int j = 0; j < kKeys / 16; ++j) {
+      const float (&low)[4] = scores[2 * j];
+      const float (&high)[4] = scores[2 * j + 1];
+      const std::uint32_t weights[] = {Pair<T>(low[0], low[1]), Pair<T>(low[2], low[3]),
+                                       Pair<T>(high[0], high[1]), Pair<T>(high[2], high[3])};
+#pragma unroll
+      for (int c = 0; c < kColumns; ++c) {
+        const unsigned half = c % 2 == 0 ? 0x5410 : 0x7632;  // of the words of two keys
+        Multiply<T>(weights, __byte_perm(v[j][0][c / 2], v[j][1][c / 2], half),
+                    __byte_perm(v[j][2][c / 2], v[j][3][c / 2], half), values[c]);
+      }
+    }
+  }
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+    float total = totals[i];
+    total += __shfl_xor_sync(~0u, total, 1);
+    total += __shfl_xor_sync(~0u, total, 2);
+    if (own[i] >= p.tokens) continue;
+    if (x.sinks != nullptr) {
+      // exp2f(sink - highest) may be infinite: then the sink has all of the weight.
+      total += exp2f(ToCompute(x.sinks[h]) * kLog2E - highest[i]);
+    }
+    if (start + own[i] >= p.limit) total = NAN;
+    T* const y = x.y + ((b * p.tokens + own[i]) * p.heads + h) * kSize;
+#pragma unroll
+    for (int j = 0; j < 2; ++j) {
+      float sums[kColumns];
+#pragma unroll
+      for (int c = 0; c < kColumns; ++c) sums[c] = values[c][2 * i + j];
+      attention::Store<kColumns, true>(sums, total, y + (2 * t + j) * kColumns);
+    }
+  }
+}
+
+template <class T, int kSize>
+Status LaunchPrompt(const Call& call, const Problem& p, const Operands<T>& x, const T* turned_q) {
+  constexpr int kTokens = kQueries * kPromptWarps;
+  const std::int64_t blocks = p.batches * p.heads * ((p.tokens + kTokens - 1) / kTokens);
+  return LaunchKernel(PromptKernel<T, kSize>, Dependent({blocks, dim3(32 * kPromptWarps)}), call, p,
+                      x, turned_q);
+}
+
+}  // namespace twinop::cached_attention

@@ -1,0 +1,61 @@
+// The new tokens' heads on CUDA: normed and turned, and for several tokens written to the cache.
+#pragma once
+
+#include <cstdint>
+
+#include "twinop/cached_attention/problem.h"
+#include "twinop/primitives/launch.cuh"
+
+namespace twinop::cached_attention {
+
+// A warp writes a head of q, k or v as attention reads it. kSize 0: any.
+template <int kSize, class T>
+__device__ __forceinline__ void TurnHead(const Problem& p, const Operands<T>& x, const T* head,
+                                         int part, std::int64_t position, int lane, T* to) {
+  using Number = Compute<T>;
+  const int size = kSize > 0 ? kSize : static_cast<int>(p.size);
+  Number rms = 1;
+  if (x.norms != nullptr && part < 2) {
+    Number sum = 0;
+    for (int d = lane; d < size; d += 32) {
+      const Number value = ToCompute(head[d]);
+      sum = fma(value, value, sum);
+    }
+    for (int distance = 16; distance > 0; distance /= 2) sum += __shfl_xor_sync(~0u, sum, distance);
+    rms = 1 / sqrt(sum / Number(size) + Number(p.eps));
+  }
+#pragma unroll(kSize > 0 ? kSize / 32 : 1)
+  for (int d = lane; d < size; d += 32)
+    Round(HeadElement(p, x, head, part, position, d, rms), &to[d]);
+}
+
+inline constexpr int kTurnWarps = 4;
+
+// A warp takes a head of a new token: of q for `turned_q` [B, S, H, D], of k and v for the cache.
+template <class T>
+__global__ void __launch_bounds__(32 * kTurnWarps)
+    TurnKernel(Problem p, Operands<T> x, T* turned_q) {
+  WaitForPreviousKernel();
+  const std::int64_t i = static_cast<std::int64_t>(blockIdx.x) * kTurnWarps + threadIdx.x / 32;
+  const std::int64_t all = p.heads + 2 * p.kv_heads, token = i / all, h = i % all;
+  if (token >= p.batches * p.tokens) return;
+  const std::int64_t b = token / p.tokens;
+  const std::int64_t row = FirstPosition(x.position[b], p.tokens) + token % p.tokens;
+  if (row >= p.limit) return;
+  const int part = h < p.heads ? 0 : h < p.heads + p.kv_heads ? 1 : 2;
+  const std::int64_t kv_head = (h - p.heads) % p.kv_heads;
+  T* const cache = part == 1 ? x.k_cache : x.v_cache;
+  T* const to = part == 0 ? turned_q + (token * p.heads + h) * p.size
+                          : cache + ((b * p.kv_heads + kv_head) * p.rows + row) * p.size;
+  TurnHead<0>(p, x, x.qkv + i * p.size, part, row, static_cast<int>(threadIdx.x % 32), to);
+}
+
+template <class T>
+Status LaunchTurn(const Call& call, const Problem& p, const Operands<T>& x, T* turned_q) {
+  const std::int64_t count = p.batches * p.tokens * (p.heads + 2 * p.kv_heads);
+  return LaunchKernel(TurnKernel<T>,
+                      Dependent({(count + kTurnWarps - 1) / kTurnWarps, dim3(32 * kTurnWarps)}),
+                      call, p, x, turned_q);
+}
+
+}  // namespace twinop::cached_attention

@@ -1,0 +1,318 @@
+"""attention_cached: what it means in fp64, ONNX Runtime's GroupQueryAttention, the same bits in every company."""
+
+import math
+from typing import Any
+
+import onnx
+import onnxruntime as ort
+import pytest
+import torch
+from onnx import helper
+from samples import DEVICES, RECORDS
+
+from twinop import torch_op
+from twinop.library import find_library
+from twinop.testing.one_node import make_session, one_node_model
+
+ROUNDING = {torch.float32: 4e-6, torch.float16: 2e-3, torch.bfloat16: 1.6e-2, torch.float64: 1e-13}
+each_device = pytest.mark.parametrize("device", DEVICES)
+VARIANTS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "turned": {"pairs": 1.0},
+    "partly turned": {"pairs": 0.5, "interleaved": True},
+    "window": {"window": 40, "pairs": 1.0},
+    "softcap": {"softcap": 3.0, "scale": 0.5},
+    "sinks": {"sinks": True, "window": 300},
+    "norms": {"norms": True, "pairs": 1.0, "eps": 2.0**-10},
+}
+
+
+def make_call(
+    positions: list[int], tokens: int, heads: int, kv_heads: int, size: int, rows: int, **variant: Any
+) -> dict[str, Any]:
+    """Returns inputs and attributes, in fp64. What a cache holds beyond the sequence is NaN."""
+    random = torch.Generator().manual_seed(sum(positions) + tokens + heads + size)
+
+    def normal(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=random, dtype=torch.float64)
+
+    batch = len(positions)
+    call: dict[str, Any] = {"qkv": normal(batch, tokens, (heads + 2 * kv_heads) * size)}
+    for name in ("k_cache", "v_cache"):
+        call[name] = normal(batch, kv_heads, rows, size)
+        for b, position in enumerate(positions):
+            call[name][b, :, max(position + 1 - tokens, 0) :] = math.nan
+    call["position"] = torch.tensor(positions, dtype=torch.int32)
+    if pairs := int(variant.pop("pairs", 0) * size / 2):
+        angles = normal(rows + 1, pairs)
+        call |= {"cos": angles.cos(), "sin": angles.sin()}
+    if variant.pop("norms", False):
+        call["norms"] = normal(2, size).abs()
+    if variant.pop("sinks", False):
+        call["sinks"] = 3 * normal(heads)
+    return call | variant
+
+
+def to(call: dict[str, Any], dtype: torch.dtype, device: str) -> dict[str, Any]:
+    return {
+        name: each.to(device, dtype if each.is_floating_point() else None)
+        if isinstance(each, torch.Tensor)
+        else each
+        for name, each in call.items()
+    }
+
+
+def exact(call: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """y and the caches, in fp64 on the CPU."""
+    call = to(call, torch.float64, "cpu")
+    qkv, k_cache, v_cache = call["qkv"], call["k_cache"].clone(), call["v_cache"].clone()
+    batch, tokens, _ = qkv.shape
+    _, kv_heads, _, size = k_cache.shape
+    parts = qkv.unflatten(-1, (-1, size))
+    heads = parts.shape[2] - 2 * kv_heads
+    first = (call["position"].long() + 1 - tokens).clamp(min=0)
+    y = torch.empty(batch, tokens, heads, size, dtype=torch.float64)
+    for b in range(batch):
+        rows = first[b] + torch.arange(tokens)
+        q, k, v = parts[b].split((heads, kv_heads, kv_heads), 1)
+        if "norms" in call:
+            q, k = (
+                x * (x.square().mean(-1, keepdim=True) + call["eps"]).rsqrt() * weight
+                for x, weight in zip((q, k), call["norms"], strict=True)
+            )
+        if "cos" in call:
+            q, k = (
+                turned(x, call["cos"][rows], call["sin"][rows], call.get("interleaved", False))
+                for x in (q, k)
+            )
+        k_cache[b, :, rows], v_cache[b, :, rows] = k.transpose(0, 1), v.transpose(0, 1)
+        end = int(rows[-1]) + 1
+        keys, values = (
+            each[b, :, :end].repeat_interleave(heads // kv_heads, 0) for each in (k_cache, v_cache)
+        )
+        scores = torch.einsum("shd,hkd->hsk", q, keys) * (call.get("scale") or size**-0.5)
+        if cap := call.get("softcap", 0):
+            scores = cap * (scores / cap).tanh()
+        place = torch.arange(end)
+        hidden = place > rows[:, None]
+        if window := call.get("window", 0):
+            hidden |= place <= rows[:, None] - window
+        scores = scores.masked_fill(hidden, -math.inf)
+        if "sinks" in call:
+            scores = torch.cat([scores, call["sinks"][:, None, None].expand(-1, tokens, 1)], -1)
+        weights = scores.softmax(-1)[..., :end]
+        y[b] = torch.einsum("hsk,hkd->shd", weights, values)
+    return y.flatten(2), k_cache, v_cache
+
+
+def turned(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, interleaved: bool) -> torch.Tensor:
+    pairs = cos.shape[-1]
+    cos, sin = cos[:, None], sin[:, None]
+    x, rest = x[..., : 2 * pairs], x[..., 2 * pairs :]
+    a, b = (x[..., ::2], x[..., 1::2]) if interleaved else x.chunk(2, -1)
+    new = (a * cos - b * sin, b * cos + a * sin)
+    return torch.cat([torch.stack(new, -1).flatten(-2) if interleaved else torch.cat(new, -1), rest], -1)
+
+
+def run(call: dict[str, Any]) -> torch.Tensor:
+    return torch_op.attention_cached(**call)
+
+
+@each_device
+@pytest.mark.parametrize("dtype", ROUNDING, ids=str)
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_values(variant: str, dtype: torch.dtype, device: str) -> None:
+    """Contexts around the edges of groups and pieces, prompts, padding, heads that share keys or do not."""
+    cases = [
+        ([0, 15, 16, 31], 1, 8, 2, 64, 40),
+        ([255, 256, 300, 17], 1, 4, 1, 64, 301),
+        ([40, 41], 1, 3, 3, 96, 64),
+        ([99], 1, 12, 1, 128, 100),  # more heads of q for a key than a block takes
+        ([33, 2], 1, 4, 2, 256, 48),
+        ([9, 5], 1, 2, 1, 24, 16),
+        ([36, 36], 37, 4, 2, 64, 40),
+        ([17, 11], 18, 4, 1, 96, 32),  # padding on the right
+        ([90, 70], 5, 2, 2, 128, 91),
+        ([20], 3, 2, 1, 256, 24),
+        ([6, 9], 3, 2, 1, 24, 16),
+    ]
+    if device == "cuda":
+        cases += [([5000, 2047, 3000, 8191], 1, 8, 2, 64, 8192), ([700, 1000], 400, 4, 2, 128, 1024)]
+    for positions, tokens, heads, kv_heads, size, rows in cases:
+        call = to(
+            make_call(positions, tokens, heads, kv_heads, size, rows, **VARIANTS[variant]), dtype, device
+        )
+        wanted = exact(call)
+        caches = [call[name] for name in ("k_cache", "v_cache")]
+        untouched = [each.clone() for each in caches]
+        y = run(call)
+        bound = ROUNDING[dtype] * (4 if "norms" in call or "softcap" in call else 1)
+        for b, position in enumerate(positions):
+            end, valid = position + 1, min(tokens, position + 1)
+            case = (positions, tokens, size, b)
+            assert close(y[b, :valid], wanted[0][b, :valid], bound), case
+            for cache, expected, old in zip(caches, wanted[1:], untouched, strict=True):
+                assert close(cache[b, :, :end], expected[b, :, :end], bound), case
+                written = max(tokens - valid, 0)  # padding
+                rest, before = (each[b, :, end + written :].cpu() for each in (cache, old))
+                assert torch.equal(rest.isnan(), before.isnan()), case
+
+
+def close(found: torch.Tensor, wanted: torch.Tensor, bound: float) -> bool:
+    difference = (found.cpu().double() - wanted).abs().max()
+    return bool(difference <= bound * max(1.0, float(wanted.abs().max())))  # False for NaN
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("size", [64, 96, 128, 256])
+@pytest.mark.parametrize("variant", ["turned", "window", "sinks"])
+def test_the_same_bits_in_every_company(variant: str, size: int) -> None:
+    """In every batch, at every place, with every length of the cache, whatever unused memory holds.
+
+    These change the number of blocks that share a sequence.
+    """
+    positions = [3000, 0, 17, 255, 256, 1500, 2047, 4095, 511, 700]
+    whole = to(make_call(positions, 1, 8, 2, size, 4096, **VARIANTS[variant]), torch.bfloat16, "cuda")
+    names = ("qkv", "k_cache", "v_cache", "position")
+
+    def of(indices: list[int], rows: int) -> torch.Tensor:
+        call = whole | {name: whole[name][indices].clone() for name in names}
+        for name in ("k_cache", "v_cache"):
+            longer = torch.full((len(indices), 2, rows, size), math.inf, dtype=torch.bfloat16, device="cuda")
+            longer[:, :, : min(rows, 4096)] = call[name][:, :, :rows]
+            call[name] = longer
+        if "cos" in call:
+            call |= {name: torch.cat([call[name]] * 2) for name in ("cos", "sin")}
+        return run(call)
+
+    y = of(list(range(10)), 4096)
+    assert not y.isnan().any()
+    for b, position in enumerate(positions):
+        assert torch.equal(of([b], 4096), y[b : b + 1]), position
+        assert torch.equal(of([b], position + 1), y[b : b + 1]), position
+        assert torch.equal(of([b] * 64, 5000), y[b : b + 1].expand(64, -1, -1)), position
+        assert torch.equal(of([9, b, 0, 7], 4097)[1:2], y[b : b + 1]), position
+    order = [7, 2, 9, 0, 4, 5, 1, 8, 3, 6]
+    assert torch.equal(of(order, 4096), y[order])
+
+
+@pytest.mark.cuda
+def test_a_captured_graph_serves_every_context() -> None:
+    """The position is read on the device. Beyond the cache nothing is written, and the result is NaN."""
+    rows = 600
+    call = to(make_call([0, 0, 0], 1, 8, 2, 64, rows + 8, pairs=1.0), torch.float16, "cuda")
+    backing = [call[name].nan_to_num(0) for name in ("k_cache", "v_cache")]
+    call |= dict(
+        zip(("k_cache", "v_cache"), (each[:, :, :rows].contiguous() for each in backing), strict=True)
+    )
+    eager = call | {name: call[name].clone() for name in ("k_cache", "v_cache")}
+    run(call)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        y = run(call)
+    for step in range(rows + 2):
+        call["qkv"].normal_()
+        call["position"].fill_(step)
+        graph.replay()
+        if step % 37 == 0 and step < rows:
+            eager |= {"qkv": call["qkv"].clone(), "position": call["position"].clone()}
+            for name in ("k_cache", "v_cache"):
+                eager[name].copy_(call[name])
+            assert torch.equal(run(eager), y), step
+            assert torch.equal(eager["k_cache"], call["k_cache"])
+        if step == rows - 1:
+            full = call["k_cache"].clone()
+    assert y.isnan().all() and torch.equal(full, call["k_cache"])
+
+
+def group_query_attention(call: dict[str, Any], total: int, provider: str) -> list[Any]:
+    """What ONNX Runtime's own operator computes."""
+    attributes = {
+        "local_window_size": call.get("window") or -1,
+        "softcap": call.get("softcap", 0.0),
+        "scale": call.get("scale", 0.0),
+        "do_rotary": int("cos" in call),
+        "rotary_interleaved": int(call.get("interleaved", False)),
+    }
+    kv_heads, size = call["k_cache"].shape[1], call["k_cache"].shape[3]
+    heads = call["qkv"].shape[2] // size - 2 * kv_heads
+    feeds = {name: each for name, each in call.items() if isinstance(each, torch.Tensor)}
+    feeds["total"] = torch.tensor([total], dtype=torch.int32)
+    order = ("qkv", "", "", "k_cache", "v_cache", "position", "total", "cos", "sin", "", "", "sinks")
+    node = helper.make_node(
+        "GroupQueryAttention",
+        [name if name in feeds else "" for name in order],
+        ["y", "k", "v"],
+        domain="com.microsoft",
+        num_heads=heads,
+        kv_num_heads=kv_heads,
+        **attributes,
+    )
+    types = {torch.int32: onnx.TensorProto.INT32, torch.float32: onnx.TensorProto.FLOAT}
+    inputs = [helper.make_tensor_value_info(name, types[x.dtype], list(x.shape)) for name, x in feeds.items()]
+    outputs = [helper.make_tensor_value_info(name, onnx.TensorProto.FLOAT, None) for name in ("y", "k", "v")]
+    opsets = [helper.make_opsetid("", 20), helper.make_opsetid("com.microsoft", 1)]
+    graph = helper.make_graph([node], "attention", inputs, outputs)
+    model = helper.make_model(graph, opset_imports=opsets, ir_version=10)
+    session = ort.InferenceSession(model.SerializeToString(), providers=[provider])
+    return list(session.run(None, {name: x.numpy() for name, x in feeds.items()}))
+
+
+@pytest.mark.parametrize("variant", [name for name in VARIANTS if name != "norms"])
+def test_it_is_group_query_attention(variant: str) -> None:
+    """In steps, prompts, later parts of a prompt, and with padding on the right."""
+    for positions, tokens in (([3, 49], 1), ([49, 49], 50), ([20, 49], 50), ([47], 5)):
+        call = to(make_call(positions, tokens, 4, 2, 32, 64, **VARIANTS[variant]), torch.float32, "cpu")
+        call |= {name: call[name].nan_to_num(0) for name in ("k_cache", "v_cache")}
+        wanted = group_query_attention(call, max(positions) + 1, "CPUExecutionProvider")
+        found = (run(call), call["k_cache"], call["v_cache"])
+        for b, position in enumerate(positions):
+            valid = min(tokens, position + 1)
+            y = torch.from_numpy(wanted[0])
+            assert close(found[0][b, :valid], y[b, :valid].double(), 1e-5), (positions, tokens)
+            for cache, expected in zip(found[1:], wanted[1:], strict=True):
+                present = torch.from_numpy(expected)[b, :, : position + 1].double()
+                assert close(cache[b, :, : position + 1], present, 1e-5), (positions, tokens)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (
+            {"v_cache": torch.zeros(1, 2, 15, 8)},
+            r"v_cache has shape \[1, 2, 15, 8\], expected .*\[1, 2, 16, 8\]",
+        ),
+        ({"v_cache": torch.zeros(1, 2, 16, 8).half()}, r"v_cache.*float16"),
+        (
+            {"position": torch.tensor([16], dtype=torch.int32)},
+            r"position\[0\] is 16; the cache and the .* 16 rows",
+        ),
+        ({"position": torch.tensor([-1], dtype=torch.int32)}, r"position\[0\] is -1"),
+        (
+            {"total": torch.tensor([17], dtype=torch.int32)},
+            r"has 17 tokens; the cache has 16 rows.* past and present",
+        ),
+        ({"qkv": torch.zeros(1, 1, 7 * 8)}, r"rows of 56 numbers; expected heads of 8: 2 of k"),
+        ({"cos": torch.zeros(16, 4)}, r"cos and sin come together"),
+        ({"cos": torch.zeros(16, 5), "sin": torch.zeros(16, 5)}, r"cos has 5 angles .* at most 4 angles"),
+        ({"sinks": torch.zeros(3)}, r"sinks has shape \[3\], expected .*\[4\]"),
+        ({"window": -1}, r"window is -1"),
+    ],
+)
+def test_bad_input(change: dict[str, Any], message: str) -> None:
+    call = to(make_call([15], 1, 4, 2, 8, 16), torch.float32, "cpu")
+    with pytest.raises(RuntimeError, match=message):
+        run(call | change)
+
+
+def test_bad_input_in_onnxruntime() -> None:
+    """A context beyond the cache is refused before anything is written."""
+    call = to(make_call([15], 1, 4, 2, 8, 16), torch.float32, "cpu")
+    call["total"] = torch.tensor([17], dtype=torch.int32)
+    record = RECORDS["attention_cached"]
+    names = [each.name for each in (*record.inputs, *record.outputs)]
+    types = dict.fromkeys(names, "float32") | {"position": "int32", "total": "int32"}
+    present = [each.name in call for each in record.inputs]
+    session = make_session(one_node_model(record, types, present, {}), find_library("custom_ops"), "cpu")
+    with pytest.raises(Exception, match="has 17 tokens; the cache has 16 rows"):
+        session.run(None, {name: call[name].numpy() for name in call})
