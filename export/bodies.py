@@ -213,6 +213,92 @@ def attention_packed(op, qkv, bias, *, heads, scale, causal):
     return op.Reshape(op.Transpose(y, perm=[0, 2, 1, 3]), together)
 
 
+@body
+def attention_cached(
+    op,
+    qkv,
+    k_cache,
+    v_cache,
+    position,
+    total,
+    cos_sin,
+    norms,
+    sinks,
+    *,
+    scale,
+    window,
+    softcap,
+    interleaved,
+    eps,
+):
+    size, kv_heads = op.Shape(k_cache, start=3), op.Shape(k_cache, start=1, end=2)
+    every = op.Div(op.Shape(qkv, start=2), size)
+    heads = op.Sub(every, op.Mul(kv_heads, 2))
+    shared = op.Div(heads, kv_heads)
+    batch, tokens = op.Shape(qkv, end=1), op.Shape(qkv, start=1, end=2)
+    parts = op.Reshape(qkv, op.Concat(batch, tokens, every, size, axis=0))  # [B, S, H + 2 Hkv, D]
+    of_v = op.Add(heads, kv_heads)
+    q, k, v = (
+        op.Slice(parts, start, stop, [2]) for start, stop in (([0], heads), (heads, of_v), (of_v, every))
+    )
+    first = op.Max(op.Sub(op.Add(op.Cast(position, to=7), 1), tokens), 0)
+    rows = op.Add(op.Unsqueeze(first, [1]), op.Range(0, op.Squeeze(tokens, [0]), 1))  # [B, S]
+
+    def prepared(x, index):
+        if norms is not None:
+            x = op.Mul(_divide_by_rms(op, x, [-1], eps), op.Slice(norms, [index], [index + 1], [0]))
+        if cos_sin is not None:
+            turning = op.Shape(cos_sin, start=1)
+            angles = op.Unsqueeze(op.Gather(cos_sin, rows), [2])
+            pairs = op.Div(turning, 2)
+            c, s = op.Slice(angles, [0], pairs, [-1]), op.Slice(angles, pairs, turning, [-1])
+            start = op.Slice(x, [0], turning, [-1])
+            layouts = {0: "half", 1: "interleaved"}
+            new = _by_value(
+                op, interleaved, lambda op, value: _turned(op, start, c, s, turning, layouts[int(value)])
+            )
+            x = op.Concat(new, op.Slice(x, turning, size, [-1]), axis=-1)
+        return op.rounded(x, qkv)
+
+    sequences = op.Expand(op.Unsqueeze(op.Range(0, op.Squeeze(batch, [0]), 1), [1]), op.Shape(rows))
+    index = op.Concat(op.Unsqueeze(sequences, [2]), op.Unsqueeze(rows, [2]), axis=2)
+
+    def written(cache, new):
+        by_row = op.Transpose(cache, perm=[0, 2, 1, 3])
+        return op.Transpose(op.ScatterND(by_row, index, new), perm=[0, 2, 1, 3])
+
+    k_out, v_out = written(k_cache, prepared(k, 1)), written(v_cache, v)
+    places = op.Range(0, op.Squeeze(op.Shape(k_cache, start=2, end=3), [0]), 1)
+    newest = op.Sub(op.Add(first, tokens), 1)
+    exists = op.LessOrEqual(op.Unsqueeze(places, [1]), op.Unsqueeze(newest, [1, 2, 3]))  # [B, 1, L, 1]
+    keys, values = (op.Unsqueeze(op.Where(exists, each, 0), [2]) for each in (k_out, v_out))
+    apart = op.Concat(batch, kv_heads, shared, tokens, size, axis=0)
+    queries = op.Reshape(op.Transpose(prepared(q, 0), perm=[0, 2, 1, 3]), apart)
+    usual = op.Reciprocal(op.Sqrt(op.CastLike(size, queries)))
+    factor = _by_value(op, scale, lambda op, value: usual if value == 0 else op.CastLike(value, queries))
+    scores = op.Mul(op.MatMul(queries, op.Transpose(keys, perm=[0, 1, 2, 4, 3])), factor)
+    capped = scores
+
+    def with_cap(op, cap):
+        return op.Mul(op.Tanh(op.Div(capped, cap)), cap) if cap else capped
+
+    scores = _by_value(op, softcap, with_cap)
+    own = op.Unsqueeze(rows, [1, 2, 4])
+    seen = op.LessOrEqual(places, own)
+    if window.values != {0}:
+        width = op.CastLike(window, own)
+        seen = op.And(seen, op.Or(op.Greater(places, op.Sub(own, width)), op.Equal(width, 0)))
+    scores = op.Where(seen, scores, -math.inf)
+    if sinks is not None:
+        rest = op.Concat(op.Shape(scores, end=4), [1], axis=0)
+        sink = op.Expand(op.Reshape(sinks, op.Concat(kv_heads, shared, [1], [1], axis=0)), rest)
+        scores = op.Concat(scores, sink, axis=-1)
+    weights = op.Slice(op.Softmax(scores, axis=-1), [0], op.Shape(k_cache, start=2, end=3), [-1])
+    y = op.Reshape(op.MatMul(weights, values), op.Concat(batch, heads, tokens, size, axis=0))
+    together = op.Concat(batch, tokens, op.Mul(heads, size), axis=0)
+    return op.Reshape(op.Transpose(y, perm=[0, 2, 1, 3]), together), k_out, v_out
+
+
 def _angle_by_head(op, table):
     return op.Unsqueeze(table, [2])
 

@@ -87,7 +87,7 @@ Status Cpu(const CallOf<Op>& call) {
   for (std::int64_t b = 0; b < p.batches; ++b)
     if (position[b] < 0 || FirstPosition(position[b], p.tokens) + p.tokens > p.limit)
       return Status::Error("position[" + std::to_string(b) + "] is " + std::to_string(position[b]) +
-                           "; the cache and the tables have " + std::to_string(p.limit) +
+                           "; the caches and cos_sin have " + std::to_string(p.limit) +
                            " rows, and there are " + std::to_string(p.tokens) + " new tokens");
   return Dispatch<float, Half, BFloat16, double>(call.outputs[0].dtype, [&](auto tag) {
     using T = typename decltype(tag)::Type;

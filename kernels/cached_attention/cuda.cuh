@@ -94,6 +94,7 @@ template <class Op>
 Status Cuda(const CallOf<Op>& call) {
   Problem p;
   TWINOP_RETURN_IF_ERROR(ProblemOf(call, &p));
+  if (p.batches * p.tokens == 0) return {};
   return Dispatch<float, Half, BFloat16, double>(call.outputs[0].dtype, [&](auto tag) {
     using T = typename decltype(tag)::Type;
     const auto x = OperandsOf<T>(call);

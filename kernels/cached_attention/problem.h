@@ -33,7 +33,7 @@ struct Operands {
   const T* qkv;
   T *k_cache, *v_cache;
   const std::int32_t* position;
-  const T *cos, *sin, *norms, *sinks;
+  const T *cos_sin, *norms, *sinks;
   T* y;
 };
 
@@ -62,8 +62,8 @@ TWINOP_INLINE Number HeadElement(const Problem& p, const Operands<T>& x, const T
   const std::int64_t pair = p.is_interleaved ? d / 2 : d % p.pairs;
   const bool is_second = p.is_interleaved ? d % 2 == 1 : d >= p.pairs;
   const std::int64_t distance = p.is_interleaved ? 1 : p.pairs;
-  const Number cos = ToCompute(x.cos[position * p.pairs + pair]);
-  const Number sin = ToCompute(x.sin[position * p.pairs + pair]);
+  const T* const row = x.cos_sin + position * 2 * p.pairs;
+  const Number cos = ToCompute(row[pair]), sin = ToCompute(row[p.pairs + pair]);
   return is_second ? at(d) * cos + at(d - distance) * sin : at(d) * cos - at(d + distance) * sin;
 }
 
@@ -72,8 +72,7 @@ Status ProblemOf(const CallOf<Op>& call, Problem* problem) {
   const Tensor& qkv = InputOf(call, "qkv"_name);
   const Tensor& cache = InputOf(call, "k_cache"_name);
   const Tensor& total = InputOf(call, "total"_name);
-  const Tensor& cos = InputOf(call, "cos"_name);
-  const Tensor& sin = InputOf(call, "sin"_name);
+  const Tensor& cos_sin = InputOf(call, "cos_sin"_name);
   Problem& p = *problem;
   p = {};
   p.batches = qkv.sizes[0];
@@ -88,24 +87,22 @@ Status ProblemOf(const CallOf<Op>& call, Problem* problem) {
                          std::to_string(p.kv_heads) +
                          " of k and as many of v, as the caches have, "
                          "and a multiple of that of q");
-  if (cos.present != sin.present)
-    return Status::Error("cos and sin come together, and one of them is absent");
-  if (cos.present) {
-    p.pairs = cos.sizes[1];
-    p.limit = std::min(p.limit, cos.sizes[0]);
-    if (sin.sizes[0] != cos.sizes[0] || sin.sizes[1] != cos.sizes[1] || 2 * p.pairs > p.size)
-      return Status::Error("cos has " + std::to_string(cos.sizes[1]) +
-                           " angles a position, and sin " + std::to_string(sin.sizes[1]) +
-                           "; expected tables of one shape, of at most " +
-                           std::to_string(p.size / 2) + " angles: one for each pair of a head");
+  if (cos_sin.present) {
+    p.pairs = cos_sin.sizes[1] / 2;
+    p.limit = std::min(p.limit, cos_sin.sizes[0]);
+    if (cos_sin.sizes[1] % 2 != 0 || cos_sin.sizes[1] > p.size)
+      return Status::Error("cos_sin has rows of " + std::to_string(cos_sin.sizes[1]) +
+                           " numbers; expected at most " + std::to_string(p.size / 2 * 2) +
+                           ": a cosine for each pair of a head, and then the sines");
   }
   if (total.present && total.numel > 0 && total.data != nullptr) {
     const std::int32_t wanted = *InputData<std::int32_t>(call, "total"_name);
     if (wanted > p.limit)
-      return Status::Error("the context has " + std::to_string(wanted) + " tokens; the cache has " +
-                           std::to_string(p.rows) + " rows, and the tables have " +
-                           std::to_string(cos.present ? cos.sizes[0] : p.rows) +
-                           ": give a cache for the longest context, which past and present share");
+      return Status::Error(
+          "the context has " + std::to_string(wanted) + " tokens; the caches have " +
+          std::to_string(p.rows) + " rows" +
+          (cos_sin.present ? ", and cos_sin " + std::to_string(cos_sin.sizes[0]) : std::string()) +
+          ": give caches for the longest context, which past and present share");
   }
   p.window = AttributeOf<std::int64_t>(call, "window"_name);
   p.softcap = AttributeOf<float>(call, "softcap"_name);
@@ -118,15 +115,10 @@ Status ProblemOf(const CallOf<Op>& call, Problem* problem) {
 
 template <class T, class Op>
 Operands<T> OperandsOf(const CallOf<Op>& call) {
-  return {InputData<T>(call, "qkv"_name),
-          OutputData<T>(call, "k_cache_out"_name),
-          OutputData<T>(call, "v_cache_out"_name),
-          InputData<std::int32_t>(call, "position"_name),
-          InputData<T>(call, "cos"_name),
-          InputData<T>(call, "sin"_name),
-          InputData<T>(call, "norms"_name),
-          InputData<T>(call, "sinks"_name),
-          OutputData<T>(call, "y"_name)};
+  return {InputData<T>(call, "qkv"_name),          OutputData<T>(call, "k_cache_out"_name),
+          OutputData<T>(call, "v_cache_out"_name), InputData<std::int32_t>(call, "position"_name),
+          InputData<T>(call, "cos_sin"_name),      InputData<T>(call, "norms"_name),
+          InputData<T>(call, "sinks"_name),        OutputData<T>(call, "y"_name)};
 }
 
 }  // namespace twinop::cached_attention

@@ -1,4 +1,4 @@
-"""attention_cached: what it means in fp64, ONNX Runtime's GroupQueryAttention, the same bits in every company."""
+"""attention_cached: its meaning in fp64 and in ONNX Runtime's GroupQueryAttention, and its invariance."""
 
 import math
 from typing import Any
@@ -45,7 +45,7 @@ def make_call(
     call["position"] = torch.tensor(positions, dtype=torch.int32)
     if pairs := int(variant.pop("pairs", 0) * size / 2):
         angles = normal(rows + 1, pairs)
-        call |= {"cos": angles.cos(), "sin": angles.sin()}
+        call["cos_sin"] = torch.cat([angles.cos(), angles.sin()], -1)
     if variant.pop("norms", False):
         call["norms"] = normal(2, size).abs()
     if variant.pop("sinks", False):
@@ -80,10 +80,9 @@ def exact(call: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor, torch.Tenso
                 x * (x.square().mean(-1, keepdim=True) + call["eps"]).rsqrt() * weight
                 for x, weight in zip((q, k), call["norms"], strict=True)
             )
-        if "cos" in call:
+        if "cos_sin" in call:
             q, k = (
-                turned(x, call["cos"][rows], call["sin"][rows], call.get("interleaved", False))
-                for x in (q, k)
+                turned(x, *call["cos_sin"][rows].chunk(2, -1), call.get("interleaved", False)) for x in (q, k)
             )
         k_cache[b, :, rows], v_cache[b, :, rows] = k.transpose(0, 1), v.transpose(0, 1)
         end = int(rows[-1]) + 1
@@ -181,8 +180,8 @@ def test_the_same_bits_in_every_company(variant: str, size: int) -> None:
             longer = torch.full((len(indices), 2, rows, size), math.inf, dtype=torch.bfloat16, device="cuda")
             longer[:, :, : min(rows, 4096)] = call[name][:, :, :rows]
             call[name] = longer
-        if "cos" in call:
-            call |= {name: torch.cat([call[name]] * 2) for name in ("cos", "sin")}
+        if "cos_sin" in call:
+            call["cos_sin"] = torch.cat([call["cos_sin"]] * 2)
         return run(call)
 
     y = of(list(range(10)), 4096)
@@ -231,12 +230,14 @@ def group_query_attention(call: dict[str, Any], total: int, provider: str) -> li
         "local_window_size": call.get("window") or -1,
         "softcap": call.get("softcap", 0.0),
         "scale": call.get("scale", 0.0),
-        "do_rotary": int("cos" in call),
+        "do_rotary": int("cos_sin" in call),
         "rotary_interleaved": int(call.get("interleaved", False)),
     }
     kv_heads, size = call["k_cache"].shape[1], call["k_cache"].shape[3]
     heads = call["qkv"].shape[2] // size - 2 * kv_heads
     feeds = {name: each for name, each in call.items() if isinstance(each, torch.Tensor)}
+    if "cos_sin" in call:
+        feeds["cos"], feeds["sin"] = (each.contiguous() for each in feeds.pop("cos_sin").chunk(2, -1))
     feeds["total"] = torch.tensor([total], dtype=torch.int32)
     order = ("qkv", "", "", "k_cache", "v_cache", "position", "total", "cos", "sin", "", "", "sinks")
     node = helper.make_node(
@@ -285,16 +286,15 @@ def test_it_is_group_query_attention(variant: str) -> None:
         ({"v_cache": torch.zeros(1, 2, 16, 8).half()}, r"v_cache.*float16"),
         (
             {"position": torch.tensor([16], dtype=torch.int32)},
-            r"position\[0\] is 16; the cache and the .* 16 rows",
+            r"position\[0\] is 16; the caches and cos_sin have 16 rows",
         ),
         ({"position": torch.tensor([-1], dtype=torch.int32)}, r"position\[0\] is -1"),
         (
             {"total": torch.tensor([17], dtype=torch.int32)},
-            r"has 17 tokens; the cache has 16 rows.* past and present",
+            r"has 17 tokens; the caches have 16 rows.* past and present",
         ),
         ({"qkv": torch.zeros(1, 1, 7 * 8)}, r"rows of 56 numbers; expected heads of 8: 2 of k"),
-        ({"cos": torch.zeros(16, 4)}, r"cos and sin come together"),
-        ({"cos": torch.zeros(16, 5), "sin": torch.zeros(16, 5)}, r"cos has 5 angles .* at most 4 angles"),
+        ({"cos_sin": torch.zeros(16, 10)}, r"cos_sin has rows of 10 numbers; expected at most 8"),
         ({"sinks": torch.zeros(3)}, r"sinks has shape \[3\], expected .*\[4\]"),
         ({"window": -1}, r"window is -1"),
     ],
@@ -310,9 +310,9 @@ def test_bad_input_in_onnxruntime() -> None:
     call = to(make_call([15], 1, 4, 2, 8, 16), torch.float32, "cpu")
     call["total"] = torch.tensor([17], dtype=torch.int32)
     record = RECORDS["attention_cached"]
-    names = [each.name for each in (*record.inputs, *record.outputs)]
+    names = [*(each.name for each in record.inputs), *record.outputs]
     types = dict.fromkeys(names, "float32") | {"position": "int32", "total": "int32"}
     present = [each.name in call for each in record.inputs]
     session = make_session(one_node_model(record, types, present, {}), find_library("custom_ops"), "cpu")
-    with pytest.raises(Exception, match="has 17 tokens; the cache has 16 rows"):
+    with pytest.raises(Exception, match="has 17 tokens; the caches have 16 rows"):
         session.run(None, {name: call[name].numpy() for name in call})

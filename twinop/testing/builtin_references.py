@@ -83,6 +83,38 @@ def _packed_attentions(size: int) -> Iterator[dict[str, Any]]:
         yield inputs | {"heads": heads, "scale": 0.3 if head_size == 32 else 0.0, "causal": causal}
 
 
+def _cached_attentions(size: int) -> Iterator[dict[str, Any]]:
+    rows = 2 * size + 3
+    for tokens, batch, heads, kv_heads, head in (
+        (1, 2, 4, 2, 64),
+        (size, 2, 3, 1, 6),
+        (1, 1, 2, 2, 96),
+        (3, 0, 1, 1, 8),
+    ):
+        random = torch.Generator().manual_seed(tokens + heads)
+        cache = torch.randn(2, batch, kv_heads, rows, head, generator=random)
+        position = torch.randint(max(tokens, 1) - 1, rows, (batch,), generator=random, dtype=torch.int32)
+        angles = torch.randn(rows, head // 2 if heads == 3 else head // 4, generator=random)
+        call = {
+            "qkv": torch.randn(batch, tokens, (heads + 2 * kv_heads) * head, generator=random),
+            **dict(zip(("k_cache", "v_cache", "position"), (*cache, position), strict=True)),
+        }
+        turned = {"cos_sin": torch.cat([angles.cos(), angles.sin()], -1), "interleaved": heads == 3}
+        yield (
+            call
+            | turned
+            | {
+                "total": torch.tensor([rows], dtype=torch.int32),
+                "norms": torch.rand(2, head, generator=random) + 0.5,
+                "sinks": torch.randn(heads, generator=random),
+                "softcap": 2.0,
+                "scale": 0.25,
+            }
+        )
+        yield call | turned | {"window": 2}
+        yield call
+
+
 def _ada_layer_norms(size: int) -> Iterator[dict[str, Any]]:
     for rows in ((2, 3), (3,), (1, 2, 2), (2, 0), (0, 3)):
         random = torch.Generator().manual_seed(sum(rows) + size)
@@ -107,6 +139,7 @@ _CALLS = {
     "linear_swiglu": _linear_swiglus,
     "rope": _ropes,
     "attention_packed": _packed_attentions,
+    "attention_cached": _cached_attentions,
     "ada_layer_norm": _ada_layer_norms,
     "embed_layer_norm": _embed_layer_norms,
 }
@@ -281,6 +314,19 @@ def _attention_packed_magnitude(
     return (weights * (1 + sizes) @ v.abs()).transpose(1, 2).flatten(2)
 
 
+def _attention_cached_magnitude(
+    qkv: Tensor, k_cache: Tensor, v_cache: Tensor, *others: Any, **attributes: Any
+) -> tuple[Tensor, ...]:
+    """An absolute error of the scores is a relative one of the weights. A pair is a sum that may cancel."""
+    size, kv_heads = k_cache.shape[3], k_cache.shape[1]
+    largest = max(
+        1.0, *(float(each.abs().max()) if each.numel() else 0.0 for each in (qkv, k_cache, v_cache))
+    )
+    width = qkv.shape[-1] - 2 * kv_heads * size
+    y = qkv.new_full((*qkv.shape[:2], width), largest * (1 + largest**2 * size**0.5))
+    return y, torch.full_like(k_cache, 2 * largest), v_cache.abs().clamp(min=1.0)
+
+
 def _linear_magnitude(
     x: Tensor,
     weight: Tensor,
@@ -329,4 +375,5 @@ REFERENCES: dict[str, Reference] = {
     "rope": Reference(ulps=ulps(2, half=0.6), magnitude=_rope_magnitude),
     # In 16 bits the weights are rounded before they are multiplied with v.
     "attention_packed": Reference(ulps=ulps(8, half=2), body_ulps=16, magnitude=_attention_packed_magnitude),
+    "attention_cached": Reference(ulps=ulps(8, half=2), body_ulps=16, magnitude=_attention_cached_magnitude),
 }
