@@ -29,6 +29,13 @@ def main(
             show_default=False,
         ),
     ] = None,
+    shared_caches: Annotated[
+        bool,
+        typer.Option(
+            "--shared-caches",
+            help="You promise that past and present share memory, which has rows for the whole context.",
+        ),
+    ] = False,
     inputs: Annotated[
         Path | None,
         typer.Option(
@@ -81,6 +88,7 @@ def main(
             dtype=dtype,
             device=device,
             padding=padding,
+            shared_caches=shared_caches,
             inputs_file=inputs,
             without=without or (),
             replace=replace or (),

@@ -19,6 +19,7 @@ from . import (
     addcmul,
     attention,
     batched_heads,
+    cached_attention,
     embedding,
     equivalence,
     gated,
@@ -57,6 +58,7 @@ REWRITES: Mapping[str, Callable[[g.RewriteContext], None]] = {
     "linear": linear.rewrite,
     "merge_linear": merge_linear.rewrite,
     "packed_attention": packed_attention.rewrite,
+    "cached_attention": cached_attention.rewrite,
     "embed_norm": norm_inputs.fuse_lookups,
     "add_norm": norm_inputs.fuse_sums,
     "replace": standard_ops.rewrite,
@@ -69,6 +71,7 @@ _CUDA_ONLY = (
     "linear",
     "merge_linear",
     "packed_attention",
+    "cached_attention",
 )  # ONNX Runtime is as fast on the CPU
 DEVICES = ("cuda", "cpu")
 _CONVERTED = {ir.DataType.FLOAT: "float32", **{dtype: name for name, dtype in precision.DTYPES.items()}}
@@ -82,6 +85,7 @@ def optimize(
     dtype: str | None = None,
     device: str = "cuda",
     padding: str | None = None,
+    shared_caches: bool = False,
     inputs_file: str | os.PathLike[str] | None = None,
     without: Sequence[str] = (),
     replace: Sequence[str] = (),
@@ -104,6 +108,7 @@ def optimize(
             the rest has the dtype of most weights.
         device: what the model is optimised for, "cuda" or "cpu". The result runs on both.
         padding: "right" promises that masks hide nothing but the end of each sequence.
+        shared_caches: promises that past and present share memory, which has rows for the whole context.
         inputs_file: an .npz file of inputs for the comparison; by default they are generated.
         without: names of rewrites to leave out.
         replace: ops that replace standard operators, such as "add" and "softmax" (`standard_ops.py`).
@@ -133,6 +138,7 @@ def optimize(
         report.notes.append(f"IR version 3: its {constants} initializers are constants, as in ONNX Runtime")
     inline_functions(model, records, own)
     separate_names(model)
+    model.graph.meta[cached_attention.SHARED_CACHES] = shared_caches
     unfuse_ort.split_simplified_norms(model)
     interface = _interface(model)
     own_dtype = _NAMES.get(main_dtype(model), "float32")
@@ -156,7 +162,7 @@ def optimize(
         check.make_cases(inputs_file, allow_uncompared)
         left_out = {*without, *(_CUDA_ONLY if device == "cpu" else ())}
         if report.dtype not in precision.DTYPES:
-            left_out.add("packed_attention")  # it needs tensor cores
+            left_out |= {"packed_attention", "cached_attention"}  # they need tensor cores
         rewrites = {name: REWRITES[name] for name in REWRITES if name not in left_out}
         if "replace" in rewrites:
             rewrites["replace"] = partial(standard_ops.rewrite, ops=replace)

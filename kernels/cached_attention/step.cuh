@@ -275,6 +275,17 @@ __global__ void __launch_bounds__(kThreads, kSize <= 64 ? 2 : 1)
   T* const y = x.y + (b * p.heads + first_head) * kSize;
   const int leaves = kLeaves / cluster, first_leaf = rank * leaves;
 
+  // The kernel before may still run, and the position be an old one: this moves keys to L2, no
+  // more.
+  const int hint = *static_cast<const volatile std::int32_t*>(x.position + b);
+  const int hinted = first_leaf * Keys::kPiece + warp * Keys::kCount + lane;
+  if (lane < Keys::kCount && hinted < hint && hinted < p.rows && p.window == 0) {
+#pragma unroll
+    for (int i = 0; i < kSize; i += 64) {
+      asm volatile("prefetch.global.L2 [%0];" ::"l"(k_rows + hinted * kSize + i));
+      asm volatile("prefetch.global.L2 [%0];" ::"l"(v_rows + hinted * kSize + i));
+    }
+  }
   WaitForPreviousKernel();
   const int last = *static_cast<const volatile std::int32_t*>(x.position + b);
   if (last < 0 || last >= p.limit) {
@@ -284,9 +295,9 @@ __global__ void __launch_bounds__(kThreads, kSize <= 64 ? 2 : 1)
   const int from = static_cast<int>(FirstKey(p, last));
   const int skipped = from / (Keys::kPiece * kLeaves) * kLeaves;  // pieces
   const int pieces = last / Keys::kPiece + 1;
-  Keys keys;
-  const int early = (skipped + first_leaf) * Keys::kPiece + warp * Keys::kCount;
-  keys.Load(k_rows, v_rows, early, last, lane);
+  const int used = min(pieces - skipped, kLeaves);  // leaves with keys
+  const int active = (used + leaves - 1) / leaves;  // blocks with keys
+  if (rank >= active) return;
   const T* const row = x.qkv + b * p.Width();
   for (int h = warp; h < kHeads + 2; h += kWarps) {
     const int part = h < kHeads ? 0 : h - kHeads + 1;
@@ -299,6 +310,9 @@ __global__ void __launch_bounds__(kThreads, kSize <= 64 ? 2 : 1)
       TurnHead<kSize>(p, x, row + head * kSize, part, last, lane, to);
     }
   }
+  Keys keys;  // their loads come after those of the heads, which everything waits for
+  const int early = (skipped + first_leaf) * Keys::kPiece + warp * Keys::kCount;
+  keys.Load(k_rows, v_rows, early, last, lane);
   __syncthreads();
   if (rank == 0 && turn == 0 && threadIdx.x < kSize / 8) {
     const std::int64_t place = static_cast<std::int64_t>(last) * kSize / 8 + threadIdx.x;
@@ -311,7 +325,7 @@ __global__ void __launch_bounds__(kThreads, kSize <= 64 ? 2 : 1)
     memcpy(q[c], &q_heads[lane / 4][32 * c + 8 * (lane % 4)], sizeof(q[c]));
 
   const auto slot = [&](int level) { return slots + (level * kWarps + warp) * Sums::kFloats; };
-  const int count = min(leaves, max(pieces - skipped - first_leaf, 0));  // leaves with keys
+  const int count = min(leaves, used - first_leaf);
   const float scale = static_cast<float>(p.scale) * kLog2E;
   Sums sums;
   sums.Clear();
@@ -343,15 +357,14 @@ __global__ void __launch_bounds__(kThreads, kSize <= 64 ? 2 : 1)
 
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
   const auto blocks = cooperative_groups::this_cluster();
-  cluster > 1 ? blocks.sync() : __syncthreads();
+  active > 1 ? blocks.sync() : __syncthreads();  // blocks that have left are not waited for
 #else
   __syncthreads();
 #endif
   // Eight neighbouring threads take the same two elements from the eight warps.
   for (int i = rank * kThreads + static_cast<int>(threadIdx.x); i < heads * kSize / 2 * kWarps;
-       i += cluster * kThreads) {
-    const int of_warp = i % kWarps, element = 2 * (i / kWarps % (kSize / 2));
-    const int h = i / kWarps / (kSize / 2);
+       i += active * kThreads) {
+    const int of_warp = i % kWarps, h = i / kWarps % heads, element = 2 * (i / kWarps / heads);
     const int in_part = element % (8 * Keys::kWide);
     const int tile = element / (8 * Keys::kWide) * (Keys::kWide / 2) + in_part % Keys::kWide / 2;
     float* const own =
@@ -359,10 +372,10 @@ __global__ void __launch_bounds__(kThreads, kSize <= 64 ? 2 : 1)
     Part parts[kLeaves];
 #pragma unroll
     for (int r = 0; r < kLeaves; ++r) {
-      if (r >= cluster) break;
+      if (r >= active) break;
       const float* memory = own;
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
-      if (cluster > 1) memory = blocks.map_shared_rank(own, r);
+      if (active > 1) memory = blocks.map_shared_rank(own, r);
 #endif
       const float2 weights = *reinterpret_cast<const float2*>(memory + 128 * Sums::kTiles);
       const float2 values = *reinterpret_cast<const float2*>(memory + 128 * tile);
@@ -372,7 +385,7 @@ __global__ void __launch_bounds__(kThreads, kSize <= 64 ? 2 : 1)
     for (int step = 1; step < kLeaves; step *= 2)
 #pragma unroll
       for (int r = 0; r < kLeaves; r += 2 * step)
-        if (r + step < cluster) parts[r].Merge(parts[r + step]);
+        if (r + step < active) parts[r].Merge(parts[r + step]);
     Part all = parts[0];
 #pragma unroll
     for (int step = 1; step < kWarps; step *= 2) {
@@ -394,7 +407,7 @@ __global__ void __launch_bounds__(kThreads, kSize <= 64 ? 2 : 1)
     }
   }
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
-  if (cluster > 1) blocks.sync();  // others may still read this block's memory
+  if (active > 1) blocks.sync();  // others may still read this block's memory
 #endif
 }
 
@@ -406,9 +419,9 @@ Status LaunchStep(const Call& call, const Problem& p, const Operands<T>& x) {
   int processors = 0, architecture = 0;
   TWINOP_RETURN_IF_ERROR(DeviceAttribute<cudaDevAttrMultiProcessorCount>(&processors));
   TWINOP_RETURN_IF_ERROR(CompiledArchitecture(call, &architecture));
-  int cluster = 1;  // more blocks where the device has room, and the cache keys for them
-  while (architecture >= 90 && cluster < kLeaves && 2 * cluster * blocks <= processors &&
-         cluster * Keys::kPiece < p.rows)
+  int cluster = 1;  // more blocks where half of the device takes them; two where all of it does
+  while (architecture >= 90 && cluster < kLeaves && cluster * Keys::kPiece < p.rows &&
+         2 * cluster * blocks <= (cluster == 1 ? processors : processors / 2))
     cluster *= 2;
   Grid grid{blocks * cluster, dim3(kThreads)};
   grid.cluster = cluster;
