@@ -8,6 +8,8 @@ Leaves alone: positions and masks that the model computes, quantised caches, cac
 reads the scores.
 """
 
+from itertools import pairwise
+
 import numpy as np
 import onnx_ir as ir
 
@@ -73,7 +75,7 @@ def _replace(context: g.RewriteContext, node: ir.Node, tables: _Tables) -> None:
     made = ir.node(name, inputs, attributes, domain=DOMAIN, num_outputs=3)
     context.graph.insert_before(node, made)
     context.graph.opset_imports.setdefault(DOMAIN, 1)
-    for old, new, like in zip(node.outputs, made.outputs, [node.outputs[0], *past], strict=False):
+    for new, like in zip(made.outputs, [node.outputs[0], *past], strict=True):
         new.type, new.shape = like.type or qkv.type, like.shape
     for old, new in list(zip(node.outputs, made.outputs, strict=False)):
         if g.is_read(old):
@@ -90,16 +92,15 @@ def _packed(
         return given["query"], *_joined_norms(context, [given.get("q_norm"), given.get("k_norm")], node)
     values = [given[name] for name in ("query", "key", "value")]
     weights, eps = [given.get("q_norm"), given.get("k_norm")], g.attribute(node, "qk_norm_epsilon", 1e-6)
-    normed = [_normed(context, value) for value in values[:2]]
-    if weights == [None, None] and all(normed) and len({each[2] for each in normed if each}) == 1:
-        values[:2] = [each[0] for each in normed if each]
-        weights, eps = [each[1] for each in normed if each], [each[2] for each in normed if each][0]
+    normed = [found for value in values[:2] if (found := _normed(context, value)) is not None]
+    if weights == [None, None] and len(normed) == 2 and normed[0][2] == normed[1][2]:
+        values[:2], weights, eps = [each[0] for each in normed], [each[1] for each in normed], normed[0][2]
     norms, _ = _joined_norms(context, weights, node)
     parts = [g.part_of(value, -1) for value in values]
     ends = np.cumsum([0, *widths]).tolist()
     if parts[0] is not None and g.last_dim(parts[0][0]) == ends[-1]:
         whole = parts[0][0]
-        if parts == [(whole, start, stop) for start, stop in zip(ends, ends[1:], strict=False)]:
+        if parts == [(whole, start, stop) for start, stop in pairwise(ends)]:
             return whole, norms, eps
     products = [g.producer(value, context.records["linear"].onnx_name, domain=DOMAIN) for value in values]
     plain = [each for each in products if each is not None and is_plain(each)]
@@ -132,12 +133,10 @@ def _normed(context: g.RewriteContext, value: ir.Value) -> tuple[ir.Value, ir.Va
     if norm is None or before is None or len(norm.inputs) != 2 or g.attribute(norm, "offset", 0.0) != 0:
         return None
     x, weight = before.inputs[0], norm.inputs[1]
-    is_whole = x is not None and g.last_dim(x) == g.last_dim(value) and g.attribute(norm, "axis", -1) == -1
-    return (
-        (x, weight, g.attribute(norm, "eps", 1e-6))
-        if x is not None and weight is not None and is_whole
-        else None
-    )
+    is_whole = g.last_dim(x) == g.last_dim(value) and g.attribute(norm, "axis", -1) == -1
+    if x is None or weight is None or not is_whole:
+        return None
+    return x, weight, g.attribute(norm, "eps", 1e-6)
 
 
 def _table(node: ir.Node, given: dict[str, ir.Value], tables: _Tables) -> ir.Value:

@@ -81,9 +81,7 @@ def exact(call: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor, torch.Tenso
                 for x, weight in zip((q, k), call["norms"], strict=True)
             )
         if "cos_sin" in call:
-            q, k = (
-                turned(x, *call["cos_sin"][rows].chunk(2, -1), call.get("interleaved", False)) for x in (q, k)
-            )
+            q, k = (turned(x, call["cos_sin"][rows], call.get("interleaved", False)) for x in (q, k))
         k_cache[b, :, rows], v_cache[b, :, rows] = k.transpose(0, 1), v.transpose(0, 1)
         end = int(rows[-1]) + 1
         keys, values = (
@@ -104,9 +102,9 @@ def exact(call: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor, torch.Tenso
     return y.flatten(2), k_cache, v_cache
 
 
-def turned(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, interleaved: bool) -> torch.Tensor:
+def turned(x: torch.Tensor, cos_sin: torch.Tensor, interleaved: bool) -> torch.Tensor:
+    cos, sin = cos_sin[:, None].chunk(2, -1)
     pairs = cos.shape[-1]
-    cos, sin = cos[:, None], sin[:, None]
     x, rest = x[..., : 2 * pairs], x[..., 2 * pairs :]
     a, b = (x[..., ::2], x[..., 1::2]) if interleaved else x.chunk(2, -1)
     new = (a * cos - b * sin, b * cos + a * sin)

@@ -68,6 +68,19 @@ def test_through_ort(record: OpSpec) -> None:
             assert_same_bits(a.cpu(), e.cpu(), record.name)
 
 
+@pytest.mark.parametrize("size", [64, 96, 128, 256])
+def test_attention_over_a_cache(size: int) -> None:
+    """Steps and prompts, of sequences with fewer and more keys than a block takes at a time."""
+    for tokens in (1, 18):
+        qkv, cache = torch.randn(2, tokens, 4 * size).half(), torch.randn(2, 1, 300, size).half()
+        position = torch.tensor([20, 290], dtype=torch.int32)
+        given = [qkv, cache, cache.flip(2), position, None, torch.randn(300, size).half()]
+        expected = ops.attention_cached_functional(*given)
+        actual = ops.attention_cached_functional(*(each if each is None else each.cuda() for each in given))
+        for a, e in zip(actual, expected, strict=True):
+            torch.testing.assert_close(a.cpu(), e, rtol=2e-2, atol=2e-2)
+
+
 def misaligned(tensor: torch.Tensor) -> torch.Tensor:
     """Copies the tensor to one element after an aligned address."""
     buffer = torch.empty(tensor.numel() + 1, dtype=tensor.dtype, device=tensor.device)

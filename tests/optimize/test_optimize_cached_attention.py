@@ -1,0 +1,144 @@
+"""Tests of decoders' attention over shared caches, which twinop's own op computes."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import onnx_ir as ir
+import pytest
+from onnx import TensorProto, helper, numpy_helper
+from optimizing import nodes, optimized, types
+from samples import RECORDS
+
+from twinop import deploy
+from twinop.deploy.errors import RunError
+from twinop.optimize.cached_attention import SHARED_CACHES, rewrite
+from twinop.optimize.graph import RewriteContext
+
+HEADS, KV_HEADS, WIDTH, ROWS = 4, 2, 96, 24
+
+
+def half(*shape: int, seed: int = 0) -> np.ndarray:
+    return (np.random.default_rng(seed).standard_normal(shape) * 0.3).astype(np.float16)
+
+
+def decoder(
+    size: int = 64, packed: bool = True, norms: bool = False, sinks: bool = False, **attributes: Any
+) -> onnx.ModelProto:
+    """Two layers of attention as onnxruntime-genai's builder writes it."""
+    angles = np.random.default_rng(1).random((ROWS, size // 2)) * 6
+    constants: dict[str, np.ndarray] = {"cos": np.cos(angles), "sin": np.sin(angles)}
+    made = list[onnx.NodeProto]()
+    inputs: dict[str, list[str | int]] = {"x": ["b", "s", WIDTH]}
+    outputs: dict[str, list[str | int]] = {"y": ["b", "s", WIDTH]}
+    shape: list[str | int] = ["b", KV_HEADS, "past", size]
+    widths = [HEADS * size, KV_HEADS * size, KV_HEADS * size]
+    for i in range(2):
+        x = "x" if i == 0 else "h"
+        for name, width in {f"qkv{i}": sum(widths)}.items() if packed else zip("qkv", widths, strict=True):
+            name = name if packed else f"{name}{i}"
+            constants[f"w_{name}"] = half(WIDTH, width, seed=i)
+            made.append(helper.make_node("MatMul", [x, f"w_{name}"], [name]))
+        heads = [f"qkv{i}", "", ""] if packed else [f"q{i}", f"k{i}", f"v{i}"]
+        for index in range(2 if norms else 0):
+            name = heads[index]
+            constants |= {"apart": np.array([0, 0, -1, size]), "joined": np.array([0, 0, -1])}
+            constants[f"n_{name}"] = half(size, seed=index) + np.float16(1)
+            norm: dict[str, Any] = {"axis": -1, "epsilon": 1e-6, "stash_type": 1}
+            made += [
+                helper.make_node("Reshape", [name, "apart"], [f"{name}_apart"]),
+                helper.make_node(
+                    "SimplifiedLayerNormalization", [f"{name}_apart", f"n_{name}"], [f"{name}_n"], **norm
+                ),
+                helper.make_node("Reshape", [f"{name}_n", "joined"], [f"{name}_normed"]),
+            ]
+            heads[index] = f"{name}_normed"
+        more = ["", "", "sinks"] if sinks else []
+        constants |= {"sinks": half(HEADS)} if sinks else {}
+        inputs |= {f"past_{c}{i}": shape for c in "kv"}
+        outputs |= {f"present_{c}{i}": ["b", KV_HEADS, "total_length", size] for c in "kv"}
+        made += [
+            helper.make_node(
+                "GroupQueryAttention",
+                [*heads, f"past_k{i}", f"past_v{i}", "seqlens", "total", "cos", "sin", *more],
+                [f"a{i}", f"present_k{i}", f"present_v{i}"],
+                domain="com.microsoft",
+                **{"num_heads": HEADS, "kv_num_heads": KV_HEADS, "do_rotary": 1} | attributes,
+            ),
+            helper.make_node("MatMul", [f"a{i}", "w_o"], ["h" if i == 0 else "y"]),
+        ]
+    constants["w_o"] = half(HEADS * size, WIDTH)
+    initializers = [
+        numpy_helper.from_array(x if x.dtype == np.int64 else x.astype(np.float16), name)
+        for name, x in constants.items()
+    ]
+
+    def infos(values: Mapping[str, list[str | int]]) -> list[onnx.ValueInfoProto]:
+        return [
+            helper.make_tensor_value_info(name, TensorProto.FLOAT16, dims) for name, dims in values.items()
+        ]
+
+    integers = [
+        helper.make_tensor_value_info("seqlens", TensorProto.INT32, ["b", 1]),
+        helper.make_tensor_value_info("total", TensorProto.INT32, []),
+    ]
+    opsets = [helper.make_opsetid("", 20), helper.make_opsetid("com.microsoft", 1)]
+    graph = helper.make_graph(made, "decoder", [*infos(inputs), *integers], infos(outputs), initializers)
+    return helper.make_model(graph, opset_imports=opsets, ir_version=10)
+
+
+def feeds(size: int = 64) -> Mapping[str, np.ndarray]:
+    caches = {f"past_{c}{i}": half(2, KV_HEADS, ROWS, size, seed=i) for i in range(2) for c in "kv"}
+    last = np.full((2, 1), ROWS - 1, np.int32)
+    return {"x": half(2, 1, WIDTH, seed=9), "seqlens": last, "total": np.array(ROWS, np.int32)} | caches
+
+
+def rewritten(model: onnx.ModelProto, folder: Path, size: int) -> tuple[Any, Any]:
+    given: Any = feeds(size)
+    np.savez(folder / "inputs.npz", **given)
+    return optimized(model, folder, inputs_file=folder / "inputs.npz", shared_caches=True)
+
+
+@pytest.mark.parametrize(
+    "form",
+    [
+        {"scale": 0.2, "local_window_size": 7, "rotary_interleaved": 1},
+        {"packed": False, "softcap": 2.0, "size": 96, "smooth_softmax": 1},
+        {"packed": False, "norms": True, "sinks": True},
+    ],
+    ids=str,
+)
+def test_each_form(form: dict[str, Any], tmp_path: Path) -> None:
+    report, model = rewritten(decoder(**form), tmp_path, form.get("size", 64))
+    assert report.made["attention over a cache"] == 2
+    found = nodes(model, "CustomAttentionCached")
+    assert len(found) == 2
+    assert not {"GroupQueryAttention", "CustomRmsNorm", "Concat", "Split"} & types(model).keys()
+    assert types(model)["Reshape"] == 1  # of the positions, for all layers
+    assert len({node.inputs[5] for node in found}) == 1  # one table
+    # The sizes in the file let past and present be one memory.
+    shapes = {str(value.name): value.shape for value in (*model.graph.inputs, *model.graph.outputs)}
+    assert shapes["present_k0"] == shapes["past_k0"]
+    given = feeds(form.get("size", 64))
+    with pytest.raises(RunError, match=r"has 25 tokens; the caches have 24 rows.*past and present share"):
+        deploy.session(report.path).run({**given, "total": np.array(ROWS + 1, np.int32)})
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({}, "caches that grow (past and present are not known to share memory)"),
+        ({"size": 32}, "heads of 32 with 3 outputs"),
+        ({"sliding_window_cache": 1, "local_window_size": ROWS}, "its attribute sliding_window_cache"),
+    ],
+    ids=str,
+)
+def test_what_is_left_alone_is_named(change: dict[str, Any], reason: str) -> None:
+    model = ir.from_proto(decoder(**change))
+    model.graph.meta[SHARED_CACHES] = bool(change)
+    context = RewriteContext(model, "cuda", RECORDS)
+    rewrite(context)
+    assert types(model)["GroupQueryAttention"] == 2
+    assert context.left == {f"GroupQueryAttention: {reason}": 2}
