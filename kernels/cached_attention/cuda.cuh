@@ -11,10 +11,9 @@
 namespace twinop::cached_attention {
 
 inline constexpr int kQueryWarps = 4;  // of a block, with a query each
-inline constexpr int kEach = 4;        // elements of the result that a lane holds
+inline constexpr int kEach = 8;        // elements of a head that a lane holds, at most
 
-// Any type and size of head: a warp takes a query, and each lane the score of every 32nd key. For
-// the result the lanes share the head's elements, 32 * kEach at a time.
+// Any type and alignment: a warp takes a query, and its lanes share the elements of each key.
 template <class T>
 __global__ void __launch_bounds__(32 * kQueryWarps)
     QueryKernel(Problem p, Operands<T> x, const T* turned_q) {
@@ -25,69 +24,31 @@ __global__ void __launch_bounds__(32 * kQueryWarps)
   const std::int64_t h = i % p.heads, token = i / p.heads, b = token / p.tokens;
   if (b >= p.batches) return;
   const std::int64_t position = FirstPosition(x.position[b], p.tokens) + token % p.tokens;
-  const std::int64_t first = FirstKey(p, position);
   const std::int64_t rows = (b * p.kv_heads + h / (p.heads / p.kv_heads)) * p.rows;
-  const T* const k = x.k_cache + rows * p.size;
-  const T* const v = x.v_cache + rows * p.size;
-  const T* const q = turned_q + i * p.size;
-  T* const y = x.y + i * p.size;
-  const auto lowest = static_cast<Number>(-INFINITY);
-  const Number sink = x.sinks == nullptr ? lowest : Number(ToCompute(x.sinks[h]));
-  for (std::int64_t at = 0; at < p.size; at += 32 * kEach) {
-    Number highest = lowest, total = 0, sums[kEach] = {};
-    for (std::int64_t key = first; key <= position && position < p.limit; key += 32) {
-      Number score = lowest;
-      if (key + lane <= position) {
-        score = 0;
-        for (std::int64_t d = 0; d < p.size; ++d)
-          score =
-              fma(Number(ToCompute(q[d])), Number(ToCompute(k[(key + lane) * p.size + d])), score);
-        score *= Number(p.scale);
-        if (p.softcap > 0) score = Number(p.softcap) * tanh(score / Number(p.softcap));
-      }
-      Number most = fmax(highest, score);
-      for (int distance = 16; distance > 0; distance /= 2)
-        most = fmax(most, __shfl_xor_sync(~0u, most, distance));
-      const Number base = most == lowest ? Number(0) : most;
-      const Number kept = exp(highest - base), weight = exp(score - base);
-      highest = most;
-      total = total * kept + weight;
-      for (Number& sum : sums) sum *= kept;
-      const int count = static_cast<int>(position + 1 - key < 32 ? position + 1 - key : 32);
-      for (int j = 0; j < count; ++j) {
-        const Number share = __shfl_sync(~0u, weight, j);
-#pragma unroll
-        for (int e = 0; e < kEach; ++e) {
-          const std::int64_t d = at + lane + 32 * e;
-          if (d < p.size)
-            sums[e] = fma(share, Number(ToCompute(v[(key + j) * p.size + d])), sums[e]);
-        }
-      }
-    }
+  const auto element = [&](const T* head, int e) {
+    const std::int64_t d = lane + 32 * e;
+    return d < p.size ? Number(ToCompute(head[d])) : Number(0);
+  };
+  Number q[kEach], sums[kEach] = {}, total = x.sinks == nullptr ? 0 : 1;
+  Number highest = x.sinks == nullptr ? Number(-INFINITY) : Number(ToCompute(x.sinks[h]));
+  for (int e = 0; e < kEach; ++e) q[e] = element(turned_q + i * p.size, e);
+  for (std::int64_t key = FirstKey(p, position); key <= position && position < p.limit; ++key) {
+    Number score = 0;
+    for (int e = 0; e < kEach; ++e) score += q[e] * element(x.k_cache + (rows + key) * p.size, e);
     for (int distance = 16; distance > 0; distance /= 2)
-      total += __shfl_xor_sync(~0u, total, distance);
-    const Number most = fmax(highest, sink),
-                 kept = highest == lowest ? Number(0) : exp(highest - most);
-    total = total * kept + (sink == lowest ? Number(0) : exp(sink - most));
-    if (position >= p.limit) total = NAN;
-#pragma unroll
-    for (int e = 0; e < kEach; ++e) {
-      const std::int64_t d = at + lane + 32 * e;
-      if (d < p.size) Round(sums[e] * kept / total, &y[d]);
-    }
+      score += __shfl_xor_sync(~0u, score, distance);
+    score *= Number(p.scale);
+    if (p.softcap > 0) score = Number(p.softcap) * tanh(score / Number(p.softcap));
+    const Number most = fmax(highest, score), kept = exp(highest - most),
+                 weight = exp(score - most);
+    highest = most;
+    total = total * kept + weight;
+    for (int e = 0; e < kEach; ++e)
+      sums[e] = sums[e] * kept + weight * element(x.v_cache + (rows + key) * p.size, e);
   }
-}
-
-// Calls body with the size of a head, as std::integral_constant, if tensor cores take it.
-template <class Body>
-Status DispatchSize(std::int64_t size, const Body& body, bool* is_done) {
-  *is_done = true;
-  if (size == 64) return body(std::integral_constant<int, 64>());
-  if (size == 96) return body(std::integral_constant<int, 96>());
-  if (size == 128) return body(std::integral_constant<int, 128>());
-  if (size == 256) return body(std::integral_constant<int, 256>());
-  *is_done = false;
-  return {};
+  if (position >= p.limit) total = NAN;
+  for (int e = 0; e < kEach; ++e)
+    if (lane + 32 * e < p.size) Round(sums[e] / total, &x.y[i * p.size + lane + 32 * e]);
 }
 
 template <class Op>
@@ -99,9 +60,6 @@ Status Cuda(const CallOf<Op>& call) {
     using T = typename decltype(tag)::Type;
     const auto x = OperandsOf<T>(call);
     T* const q = Scratch<T>(call);
-    const bool is_aligned =
-        IsAligned(x.k_cache, 16) && IsAligned(x.v_cache, 16) && IsAligned(x.y, 16);
-    bool is_done = false;
     if constexpr (sizeof(T) == 2) {
       const auto launch = [&](auto size) {
         constexpr int kSize = decltype(size)::value;
@@ -109,15 +67,19 @@ Status Cuda(const CallOf<Op>& call) {
         TWINOP_RETURN_IF_ERROR(LaunchTurn(call, p, x, q));
         return LaunchPrompt<T, kSize>(call, p, x, q);
       };
-      if (is_aligned) TWINOP_RETURN_IF_ERROR(DispatchSize(p.size, launch, &is_done));
+      if (IsAligned(x.k_cache, 16) && IsAligned(x.v_cache, 16) && IsAligned(x.y, 16)) {
+        if (p.size == 64) return launch(std::integral_constant<int, 64>());
+        if (p.size == 96) return launch(std::integral_constant<int, 96>());
+        if (p.size == 128) return launch(std::integral_constant<int, 128>());
+        if (p.size == 256) return launch(std::integral_constant<int, 256>());
+      }
     }
-    if (is_done) return Status();
+    if (p.size > 32 * kEach)
+      return Status::Error("the caches have heads of " + std::to_string(p.size) +
+                           "; on CUDA expected at most " + std::to_string(32 * kEach));
     TWINOP_RETURN_IF_ERROR(LaunchTurn(call, p, x, q));
-    const std::int64_t queries = p.batches * p.tokens * p.heads;
-    return LaunchKernel(
-        QueryKernel<T>,
-        Dependent({(queries + kQueryWarps - 1) / kQueryWarps, dim3(32 * kQueryWarps)}), call, p, x,
-        q);
+    const std::int64_t blocks = (p.batches * p.tokens * p.heads + kQueryWarps - 1) / kQueryWarps;
+    return LaunchKernel(QueryKernel<T>, Dependent({blocks, dim3(32 * kQueryWarps)}), call, p, x, q);
   });
 }
 

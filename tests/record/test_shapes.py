@@ -234,7 +234,7 @@ CELLS = [
 def test_outputs_have_the_inferred_shapes(record: OpSpec, dtypes: dict[str, str]) -> None:
     """Kernels and fakes return the inferred shapes. test_parity.py covers ONNX Runtime."""
     assert torch_op.records()[record.name] == record
-    op = getattr(getattr(torch.ops, DOMAIN), record.name)
+    op = getattr(getattr(torch.ops, DOMAIN), record.functional_name)
     defaults = {entry.name: entry.default for entry in record.attributes}
     for sample in samples(record, dtypes):
         shapes = {name: None if tensor is None else tensor.shape for name, tensor in sample.inputs.items()}
