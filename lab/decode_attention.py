@@ -54,7 +54,8 @@ def in_torch(t: dict[str, Tensor], heads: int) -> Tensor:
 def in_ort(node: NodeProto, t: dict[str, Tensor], y: Tensor, timer: DeviceTimer | None) -> Subject:
     """A session whose presents are the pasts."""
     tables = dict(zip(("cos", "sin"), (each.contiguous() for each in t["cos_sin"].chunk(2, -1)), strict=True))
-    constants = {name: each for name, each in (t | tables).items() if name in node.input and "c" == name[0]}
+    constants = {name: each for name, each in (t | tables).items() if name in ("cos_sin", *tables)}
+    constants = {name: each for name, each in constants.items() if name in node.input}
     given = {name: t[name] for name in node.input if name and name not in constants}
     outputs = {"y": torch.empty_like(y), "k_cache_out": t["k_cache"], "v_cache_out": t["v_cache"]}
     session = runtime.open_session(

@@ -50,26 +50,6 @@ struct Part {
   }
 };
 
-template <int kWords>
-__device__ __forceinline__ void LoadOrZero(const void* memory, bool exists,
-                                           std::uint32_t (&words)[kWords]) {
-  // The compiler would move the loads to where they are used.
-  if constexpr (kWords == 4) {
-    asm volatile(
-        "{\n.reg .pred p;\nsetp.ne.b32 p, %5, 0;\n"
-        "mov.b32 %0, 0;\nmov.b32 %1, 0;\nmov.b32 %2, 0;\nmov.b32 %3, 0;\n"
-        "@p ld.global.v4.u32 {%0, %1, %2, %3}, [%4];\n}"
-        : "=&r"(words[0]), "=&r"(words[1]), "=&r"(words[2]), "=&r"(words[3])
-        : "l"(memory), "r"(static_cast<int>(exists)));
-  } else {
-    asm volatile(
-        "{\n.reg .pred p;\nsetp.ne.b32 p, %3, 0;\nmov.b32 %0, 0;\nmov.b32 %1, 0;\n"
-        "@p ld.global.v2.u32 {%0, %1}, [%2];\n}"
-        : "=&r"(words[0]), "=&r"(words[1])
-        : "l"(memory), "r"(static_cast<int>(exists)));
-  }
-}
-
 __device__ __forceinline__ std::uint32_t Transposed(std::uint32_t matrix) {
   std::uint32_t result;
   asm("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(result) : "r"(matrix));
@@ -156,8 +136,8 @@ struct Keys {
         const int key = first + KeyOfK(i, j, lane);
 #pragma unroll
         for (int c = 0; c < kChunks; ++c)
-          LoadOrZero(k_lane + static_cast<std::int64_t>(key) * kSize + 32 * c, key < end,
-                     k[i][j][c]);
+          attention::LoadWords<4, true>(k_lane + static_cast<std::int64_t>(key) * kSize + 32 * c,
+                                        key < end, k[i][j][c]);
       }
 #pragma unroll
     for (int i = 0; i < kGroups; ++i)
@@ -166,8 +146,9 @@ struct Keys {
         const int key = first + KeyOfV(i, j, lane);
 #pragma unroll
         for (int c = 0; c < kParts; ++c)
-          LoadOrZero(v_lane + static_cast<std::int64_t>(key) * kSize + 8 * kWide * c, key < end,
-                     v[i][c][j]);
+          attention::LoadWords<kWide / 2, true>(
+              v_lane + static_cast<std::int64_t>(key) * kSize + 8 * kWide * c, key < end,
+              v[i][c][j]);
       }
   }
   // Puts in the key that is not in the cache yet.
