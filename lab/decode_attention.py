@@ -20,10 +20,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from twinop import torch_op
 from twinop.bench import runtime
 from twinop.bench.cases import relative_error
-from twinop.bench.cells import AGAIN, IN_ORT, IN_TORCH
+from twinop.bench.cells import IN_ORT, IN_TORCH
 from twinop.bench.measurements import Device, Measurements, Output, choose_device, chosen
-from twinop.bench.providers import Subject, checked, require
-from twinop.bench.timing import DeviceTimer, host_times_apart, timer_on
+from twinop.bench.providers import Subject, require, side_by_side
+from twinop.bench.timing import DeviceTimer, timer_on
 from twinop.console import clear_errors
 
 ORT, TORCH = "ORT GroupQueryAttention", "torch SDPA"
@@ -58,13 +58,8 @@ def in_ort(node: NodeProto, t: dict[str, Tensor], y: Tensor, timer: DeviceTimer 
     constants = {name: each for name, each in constants.items() if name in node.input}
     given = {name: t[name] for name in node.input if name and name not in constants}
     outputs = {"y": torch.empty_like(y), "k_cache_out": t["k_cache"], "v_cache_out": t["v_cache"]}
-    session = runtime.open_session(
-        runtime.one_op([node], given, outputs, constants=constants),
-        y.device,
-        cpu_threads=1,
-        stream=timer.stream if timer is not None else None,
-    )
-    return Subject(runtime.bind(session, given, outputs, synchronize=timer is None), (outputs["y"],))
+    run = runtime.run_of([node], given, outputs, timer, constants=constants)
+    return Subject(run, (outputs["y"],))
 
 
 def measure(
@@ -91,14 +86,8 @@ def measure(
         if name != TORCH:
             require(relative_error(subject.result()[0], expected), 2e-2)
 
-    subjects, missing = checked(makers, check)
-    runs = {name: subject.run for name, subject in subjects.items()}
-    runs |= {name + AGAIN: runs[name] for name in (TORCH, ORT) if name in runs}
-    if timer is not None:
-        times = timer.times(runs, rounds=rounds)
-    else:
-        times = host_times_apart(runs, rounds=rounds, seconds=1.0)
-    return {"times": times, "missing": missing, "bytes": 2 * t["k_cache"].numel() * dtype.itemsize}
+    line = side_by_side(makers, check, timer, rounds=rounds, again=(TORCH, ORT))
+    return line | {"bytes": 2 * t["k_cache"].numel() * dtype.itemsize}
 
 
 def main(
