@@ -144,10 +144,60 @@ def linear(op, x, weight, bias, residual, *, activation, layout):
 @body(defaults={"bias": _ZERO_BIAS})
 def linear_swiglu(op, x, weight, bias, *, activation, layout):
     packed = _product(op, x, weight, bias, layout)
+    return _by_value(op, activation, lambda op, value: _gated(op, packed, value))
+
+
+@body
+def linear_q(op, x, weight, scale, zero, bias, residual, *, bits, block, activation):
+    y = _quantised_product(op, x, weight, scale, zero, bias, bits, block)
+    y = y if residual is None else op.Add(y, residual)
+    return _by_value(op, activation, lambda op, value: _ACTIVATIONS[value](op, y))
+
+
+@body
+def linear_q_swiglu(op, x, weight, scale, zero, bias, *, bits, block, activation):
+    packed = _quantised_product(op, x, weight, scale, zero, bias, bits, block)
+    return _by_value(op, activation, lambda op, value: _gated(op, packed, value))
+
+
+def _quantised_product(op, x, weight, scale, zero, bias, bits, block):
+    width = op.Shape(x, start=-1)
+
+    def as_rows(op, values):
+        return op.Slice(op.Flatten(values, axis=2), [0], width, [1])
+
+    def integers(op, value):  # twinop/quantised.py packs them
+        bytes = op.Cast(weight, to=6)
+        if value == 8:
+            return as_rows(op, op.Transpose(op.Reshape(bytes, [0, -1, 8, 4, 2, 8]), perm=[0, 2, 1, 4, 3, 5]))
+        halves = [
+            op.Reshape(half, [0, -1, 8, 4, 4, 2, 2, 1]) for half in (op.Mod(bytes, 16), op.Div(bytes, 16))
+        ]
+        return as_rows(op, op.Transpose(op.Concat(*halves, axis=-1), perm=[0, 2, 1, 4, 3, 6, 7, 5]))
+
+    def of_columns(values):
+        def repeated(op, size, of_chunk):
+            apart = op.Transpose(op.Reshape(values, [0, -1, 8, of_chunk, 1]), perm=[0, 2, 1, 3, 4])
+            return as_rows(op, op.Expand(apart, [1, 1, 1, 1, size]))
+
+        def in_blocks(op, size):
+            return _by_value(op, bits, lambda op, value: repeated(op, size, max(1, 512 // value // size)))
+
+        return _by_value(op, block, in_blocks)
+
+    middle = _by_value(op, bits, lambda op, value: op.CastLike(2 ** (value - 1), scale))
+    zeros = middle if zero is None else of_columns(op.CastLike(zero, scale))
+    wide = op.Mul(op.Sub(op.CastLike(_by_value(op, bits, integers), scale), zeros), of_columns(scale))
+    y = op.MatMul(x, op.Transpose(wide, perm=[1, 0]))
+    return y if bias is None else op.Add(y, bias)
+
+
+def _gated(op, packed, activation):
     middle = op.Div(op.Shape(packed, start=-1), 2)
     gate = op.Slice(packed, [0], middle, [-1])
-    active = _by_value(op, activation, lambda op, value: _ACTIVATIONS[value](op, gate))
-    return op.Mul(active, op.Slice(packed, middle, op.Shape(packed, start=-1), [-1]))
+    return op.Mul(
+        _ACTIVATIONS[activation](op, gate), op.Slice(packed, middle, op.Shape(packed, start=-1), [-1])
+    )
 
 
 def _product(op, x, weight, bias, layout):

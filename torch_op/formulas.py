@@ -183,13 +183,14 @@ def _differentiated(record: OpSpec, function: Callable[..., Any]) -> _Formula:
 def in_torch_of_call(
     record: OpSpec, function: Callable[..., Any], scope: Mapping[str, Any]
 ) -> tuple[Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor]], dict[str, torch.Tensor]]:
-    """Returns a backward op in torch's operators as a function of tensors by name, and the call's tensors.
+    """Returns an op in torch's operators as a function of floating tensors by name, and those of the call.
 
     The function computes in fp32 where tensors are narrower. It returns the outputs by name.
     """
     used = inspect.signature(function).parameters
     inputs = {entry.name for entry in record.inputs}
-    given = {name: scope[name] for name in used if name in inputs and scope[name] is not None}
+    tensors = {name: scope[name] for name in used if name in inputs and scope[name] is not None}
+    given = {name: each for name, each in tensors.items() if each.is_floating_point() or each.is_complex()}
     fixed = {name: scope[name] for name in used if name not in given}
 
     def outputs_of(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from twinop.declare import CPU_FUNCTIONS, DERIVATIVES
+from twinop.declare import CPU_FUNCTIONS, DERIVATIVES, SECOND_DERIVATIVES
 
 from .registry import functions
 
@@ -41,6 +41,52 @@ def _on_cpu(
 def _swiglu_on_cpu(x: Tensor, weight: Tensor, bias: Tensor | None, *, activation: str, layout: str) -> Tensor:
     gate, others = _product(x, weight, bias, layout).chunk(2, -1)
     return _ACTIVATIONS[activation](gate) * others
+
+
+def dequantised(weight: Tensor, scale: Tensor, zero: Tensor | None, k: int, bits: int, block: int) -> Tensor:
+    """Returns the weight [n, k] of `linear_q` in the dtype of `scale` (`twinop.quantised` packs it)."""
+    groups, columns = weight.shape[0], 512 // bits
+    if bits == 4:
+        parts = torch.stack([weight & 15, weight >> 4], -1).view(groups, -1, 8, 4, 4, 2, 2, 2)
+        parts = parts.permute(0, 2, 1, 4, 3, 6, 7, 5)
+    else:
+        parts = weight.view(groups, -1, 8, 4, 2, 8).permute(0, 2, 1, 4, 3, 5)
+
+    def of_columns(values: Tensor) -> Tensor:
+        apart = values.view(groups, -1, 8, max(1, columns // block)).transpose(1, 2)
+        return apart.reshape(groups * 8, -1).repeat_interleave(block, 1)[:, :k]
+
+    codes = parts.reshape(groups * 8, -1)[:, :k].to(scale.dtype)
+    return (codes - (2 ** (bits - 1) if zero is None else of_columns(zero))) * of_columns(scale)
+
+
+def _linear_q(
+    x: Tensor,
+    weight: Tensor,
+    scale: Tensor,
+    zero: Tensor | None,
+    bias: Tensor | None,
+    residual: Tensor | None,
+    bits: int,
+    block: int,
+    activation: str,
+) -> Tensor:
+    wide = dequantised(weight, scale, zero, x.shape[-1], bits, block)
+    return _on_cpu(x, wide, bias, residual, activation=activation, layout="nk")
+
+
+def _linear_q_swiglu(
+    x: Tensor,
+    weight: Tensor,
+    scale: Tensor,
+    zero: Tensor | None,
+    bias: Tensor | None,
+    bits: int,
+    block: int,
+    activation: str,
+) -> Tensor:
+    wide = dequantised(weight, scale, zero, x.shape[-1], bits, block)
+    return _swiglu_on_cpu(x, wide, bias, activation=activation, layout="nk")
 
 
 def _activation_backward(grad: Tensor, before: Callable[[], Tensor], y: Tensor, activation: str) -> Tensor:
@@ -107,5 +153,7 @@ def register_linear_rules() -> None:
     """Registers the derivatives and the CPU functions of both ops."""
     CPU_FUNCTIONS["linear"] = _on_cpu
     CPU_FUNCTIONS["linear_swiglu"] = _swiglu_on_cpu
+    for table in (CPU_FUNCTIONS, SECOND_DERIVATIVES):  # which torch differentiates
+        table |= {"linear_q": _linear_q, "linear_q_swiglu": _linear_q_swiglu}
     DERIVATIVES["linear"] = _linear_backward
     DERIVATIVES["linear_swiglu"] = _linear_swiglu_backward

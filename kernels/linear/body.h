@@ -20,25 +20,32 @@ inline std::string_view AddActivation(BodyWriter* body, std::string_view value,
                    TextAttribute("approximate", activation == "gelu_tanh" ? "tanh" : "none"));
 }
 
+// Multiplies x by the weight and adds what the op has.
 template <class Op>
-Status Body(const CallOf<Op>& call, const std::string** model) {
+const std::string* FinishBody(const CallOf<Op>& call, BodyWriter* body, std::string_view weight,
+                              bool transposed) {
   constexpr int kResidual = Op::kRecord.schema.FindInput("residual");
   const auto activation = AttributeOf<std::string_view>(call, "activation"_name);
-  BodyWriter body(InputOf(call, "x"_name).dtype);
-  std::vector<std::string_view> factors = {body.Input("x"), body.Input("weight")};
-  if (InputOf(call, "bias"_name).present) factors.push_back(body.Input("bias"));
-  const bool transposed = AttributeOf<std::string_view>(call, "layout"_name) == "nk";
-  std::string_view y = body.Add("Gemm", factors, IntAttribute("transB", transposed ? 1 : 0));
+  std::vector<std::string_view> factors = {body->Input("x"), weight};
+  if (InputOf(call, "bias"_name).present) factors.push_back(body->Input("bias"));
+  std::string_view y = body->Add("Gemm", factors, IntAttribute("transB", transposed ? 1 : 0));
   if constexpr (kResidual >= 0) {
-    if (call.inputs[kResidual].present) y = body.Add("Add", {y, body.Input("residual")});
-    y = AddActivation(&body, y, activation);
+    if (call.inputs[kResidual].present) y = body->Add("Add", {y, body->Input("residual")});
+    y = AddActivation(body, y, activation);
   } else if (activation == "silu") {
-    y = body.Add("CustomSwigluPacked", {y});
+    y = body->Add("CustomSwigluPacked", {y});
   } else {
-    const std::vector<std::string_view> halves = body.Split(y, 2);
-    y = body.Add("Mul", {AddActivation(&body, halves[0], activation), halves[1]});
+    const std::vector<std::string_view> halves = body->Split(y, 2);
+    y = body->Add("Mul", {AddActivation(body, halves[0], activation), halves[1]});
   }
-  *model = body.Finish(y);
+  return body->Finish(y);
+}
+
+template <class Op>
+Status Body(const CallOf<Op>& call, const std::string** model) {
+  BodyWriter body(InputOf(call, "x"_name).dtype);
+  const bool transposed = AttributeOf<std::string_view>(call, "layout"_name) == "nk";
+  *model = FinishBody(call, &body, body.Input("weight"), transposed);
   return {};
 }
 

@@ -1,11 +1,12 @@
 // linear and linear_swiglu on CUDA: cuBLASLt computes the product and what its epilogues can do,
-// and twinop's kernels the rest; or one kernel computes both (fused.cuh).
+// and twinop's kernels the rest; or one kernel computes both (few_rows.cuh, fused.cuh).
 #pragma once
 
 #include <string_view>
 
 #include "twinop/elementwise.h"
 #include "twinop/elementwise/packed.h"
+#include "twinop/linear/few_rows.cuh"
 #include "twinop/linear/product.cuh"
 #include "twinop/math/gelu.h"
 #if defined(TWINOP_SM90A)
@@ -140,13 +141,22 @@ Status WithOperands(const CallOf<Op>& call, const Body& compute) {
   return at.y.is_moved() ? Copy(call, at.y.tensor->data, at.y.data, y) : Status();
 }
 
+// Computes all in one kernel; sets `*done` to false where there is none for this call.
+template <class Op>
+Status RunOneKernel(const CallOf<Op>& call, const Operands& at, const Sizes& sizes, const Tensor& y,
+                    std::string_view activation, bool gated, bool* done) {
+  TWINOP_RETURN_IF_ERROR(few_rows::Run(call, at, sizes, y.dtype, activation, gated,
+                                       Constants<Op>::HasWeight(call), y.data, done));
+  return *done ? Status() : fused::Run(call, at, sizes, y.dtype, activation, gated, y.data, done);
+}
+
 template <class Op>
 Status Cuda(const CallOf<Op>& call) {
   return WithOperands(call, [&](const Operands& at, const Tensor& y) {
     const Sizes sizes = SizesOf(call);
     const auto activation = AttributeOf<std::string_view>(call, "activation"_name);
     bool done = false;
-    TWINOP_RETURN_IF_ERROR(fused::Run(call, at, sizes, y.dtype, activation, false, y.data, &done));
+    TWINOP_RETURN_IF_ERROR(RunOneKernel(call, at, sizes, y, activation, false, &done));
     return done ? Status() : Compute(call, at, sizes, y, activation);
   });
 }
@@ -167,7 +177,7 @@ Status CudaSwiglu(const CallOf<Op>& call) {
     const Sizes sizes = SizesOf(call);
     const auto activation = AttributeOf<std::string_view>(call, "activation"_name);
     bool done = false;
-    TWINOP_RETURN_IF_ERROR(fused::Run(call, at, sizes, y.dtype, activation, true, y.data, &done));
+    TWINOP_RETURN_IF_ERROR(RunOneKernel(call, at, sizes, y, activation, true, &done));
     if (done) return Status();
     const std::int64_t packed_sizes[] = {sizes.m, sizes.n};
     const std::int64_t y_sizes[] = {sizes.m, sizes.n / 2};

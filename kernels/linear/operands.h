@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstdint>
+#include <memory>
 #include <string_view>
 
 #include "twinop/record/arguments.h"
@@ -29,6 +30,20 @@ Sizes SizesOf(const CallOf<Op>& call) {
   for (std::size_t i = 0; i + 1 < x.rank; ++i) sizes.m *= x.sizes[i];
   return sizes;
 }
+
+// Whether the weight is a constant of the model.
+template <class Op>
+struct Constants {
+  bool weight;
+
+  static Status Create(const CallOf<Op>& call, std::unique_ptr<Constants>* state) {
+    *state = std::make_unique<Constants>(Constants{InputOf(call, "weight"_name).present != 0});
+    return {};
+  }
+  static bool HasWeight(const CallOf<Op>& call) {
+    return call.state != nullptr && static_cast<const Constants*>(call.state)->weight;
+  }
+};
 
 // Allocates from the scratch memory, or only counts the bytes if there is none yet.
 struct Arena {

@@ -12,7 +12,8 @@ namespace twinop {
 
 // y = activation(x W + bias + residual). W is `weight`, as torch's layers have it ([N, K], layout
 // "nk") or as ONNX has it ([K, N], "kn"). On CUDA cuBLASLt computes the product, or a kernel of
-// twinop that has the activation in it (linear/fused.cuh); on the CPU the framework does.
+// twinop that has the activation in it (linear/few_rows.cuh, linear/fused.cuh); on the CPU the
+// framework does.
 //
 // linear_swiglu: the first half of the columns of x W is a gate; y = activation(gate) * the others.
 #if defined(__CUDACC__)
@@ -39,6 +40,7 @@ TWINOP_CUDA_OP(linear,
                    .choices("activation = none | relu | gelu | gelu_tanh | silu; layout = nk | kn")
                    .autocast("lower")
                    .scratch<linear::ScratchBytes<Op>>()
+                   .state<linear::Constants<Op>>()
                    .row_body<linear::Body<Op>>(),
                LaunchLinear)
 
@@ -52,6 +54,7 @@ TWINOP_CUDA_OP(linear_swiglu,
                    .choices("activation = silu | gelu | gelu_tanh; layout = nk | kn")
                    .autocast("lower")
                    .scratch<linear::ScratchBytes<Op>>()
+                   .state<linear::Constants<Op>>()
                    .row_body<linear::Body<Op>>(),
                LaunchLinearSwiglu)
 // clang-format on

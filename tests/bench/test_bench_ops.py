@@ -56,7 +56,8 @@ def test_every_op_of_the_library_has_an_entry() -> None:
         if not record.is_backward
     }
     attention = {"attention_packed", "attention_cached", "rope"}
-    others = {"linear", "linear_swiglu", "addcmul", "embed_layer_norm"} | attention
+    products = {"linear", "linear_swiglu", "linear_q", "linear_q_swiglu"}
+    others = {"addcmul", "embed_layer_norm"} | attention | products
     assert ops - others <= {entry.op for entry in BUILT.values()}
 
 

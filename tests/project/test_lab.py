@@ -51,6 +51,14 @@ def test_vmap_is_measured_beside_torchs(tmp_path: Path) -> None:
         assert line["times"].keys() == {"twinop in torch", "torch", "torch again"} and not line["missing"]
 
 
+def test_products_of_few_rows_are_measured(tmp_path: Path) -> None:
+    run("decoder_linear", "--device=cpu", "--quick", "--rows=2", f"--output={tmp_path}")
+    (path,) = tmp_path.glob("decoder-linear-quick-*.jsonl")
+    dense, int4 = read(path, "decoder-linear")
+    assert dense["times"].keys() >= {"twinop in ORT", "twinop in torch", "torch"}
+    assert int4["times"].keys() >= {"twinop in torch", "torch", "ORT"}
+
+
 def test_the_pages_say_what_was_recorded() -> None:
     lines = read(ROOT / "lab/results/models-nvidia-h200.jsonl", "models")
     assert table(lines) in (ROOT / "docs/guide/performance.md").read_text()

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from twinop.library import find_library
+from twinop.torch_op.linear_rules import dequantised
 
 from .references import ONE_ROUNDING, Reference, narrow, ulps
 
@@ -56,6 +57,27 @@ def _linear_swiglus(size: int) -> Iterator[dict[str, Any]]:
             wide = torch.cat([weight, weight.flip(width) * 0.75], width)
             bias = {"bias": torch.cat([call["bias"]] * 2)} if "bias" in call else {}
             yield call | {"weight": wide} | bias
+
+
+def _quantised_linears(size: int) -> Iterator[dict[str, Any]]:
+    """Weights of 32 * size columns."""
+    columns = 32 * size
+    for bits, block, rows in ((4, 32, 3), (8, 128, 2), (4, 128, 0), (8, 32, 70)):
+        random = torch.Generator().manual_seed(size + bits + block)
+        chunks = -(-columns * bits // 512)
+        of_scale = (4, -(-chunks * 512 // bits // block) * 8)
+        yield {
+            "x": torch.randn(rows, columns, generator=random),
+            "weight": torch.randint(256, (4, chunks * 512), dtype=torch.uint8, generator=random),
+            "scale": torch.rand(of_scale, generator=random) / (2**bits * max(columns, 1) ** 0.5),
+            "zero": torch.randint(2**bits, of_scale, dtype=torch.uint8, generator=random),
+            "bias": torch.randn(32, generator=random),
+            "residual": torch.randn(rows, 32, generator=random),
+        } | {"bits": bits, "block": block, "activation": "silu" if rows == 3 else "gelu"}
+
+
+def _quantised_swiglus(size: int) -> Iterator[dict[str, Any]]:
+    return ({k: v for k, v in call.items() if k != "residual"} for call in _quantised_linears(size))
 
 
 def _ropes(size: int) -> Iterator[dict[str, Any]]:
@@ -133,6 +155,8 @@ def _embed_layer_norms(size: int) -> Iterator[dict[str, Any]]:
 _CALLS = {
     "linear": _linears,
     "linear_swiglu": _linear_swiglus,
+    "linear_q": _quantised_linears,
+    "linear_q_swiglu": _quantised_swiglus,
     "rope": _ropes,
     "attention_packed": _packed_attentions,
     "attention_cached": _cached_attentions,
@@ -341,6 +365,26 @@ def _linear_swiglu_magnitude(
     return 2 * _STEEPEST * gate * others
 
 
+def _linear_q_magnitude(
+    x: Tensor,
+    weight: Tensor,
+    scale: Tensor,
+    zero: Tensor | None = None,
+    bias: Tensor | None = None,
+    residual: Tensor | None = None,
+    *,
+    bits: int = 4,
+    block: int = 32,
+    **_: str,
+) -> Tensor:
+    return _linear_magnitude(x, dequantised(weight, scale, zero, x.shape[-1], bits, block), bias, residual)
+
+
+def _linear_q_swiglu_magnitude(*inputs: Tensor, **attributes: Any) -> Tensor:
+    gate, others = (_linear_q_magnitude(*inputs, **attributes) / _STEEPEST).chunk(2, -1)
+    return 2 * _STEEPEST * gate * others
+
+
 REFERENCES: dict[str, Reference] = {
     "relu": Reference(ulps=ulps(0, 0, 0), body_ulps=0, gradient_ulps=0, smooth=lambda x: x + 0.1 * x.sign()),
     "gelu": Reference(_gelu, ulps(6.5, 8, half=0.6), magnitude=_gelu_magnitude),
@@ -368,6 +412,9 @@ REFERENCES: dict[str, Reference] = {
     # cuBLASLt's GELU uses the hardware's tanh, and the product before some activations is rounded.
     "linear": Reference(ulps=ulps(8, half=1), magnitude=_linear_magnitude),
     "linear_swiglu": Reference(ulps=ulps(8, half=1), magnitude=_linear_swiglu_magnitude),
+    # The weight is rounded to the dtype of x.
+    "linear_q": Reference(ulps=ulps(8, half=2), magnitude=_linear_q_magnitude),
+    "linear_q_swiglu": Reference(ulps=ulps(8, half=2), magnitude=_linear_q_swiglu_magnitude),
     "rope": Reference(ulps=ulps(2, half=0.6), magnitude=_rope_magnitude),
     # In 16 bits the weights are rounded before they are multiplied with v.
     "attention_packed": Reference(ulps=ulps(8, half=2), body_ulps=16, magnitude=_attention_packed_magnitude),

@@ -1,0 +1,544 @@
+// y = activation(x W^T + bias + residual) for at most kMostRows rows of x, in 16-bit types. What it
+// costs is to read the weight once, so the weight goes from memory straight to the registers in
+// which the tensor cores want it: 16 rows of it, 8 and 8, are those of an m16n8k16 product, 8 rows
+// of x its columns. A thread holds 8 neighbours of a row, because both operands are permuted alike.
+//
+// The columns are divided among `ways`: way v sums the chunks v, v + ways, ..., and the ways' sums
+// are added up in order. ways depends on n only, so a row of y has the same bits whatever else is
+// in x. Up to 16 rows each way is a warp, so that all processors read. For more rows, where x is
+// read about as long as the weight, a warp sums all ways, and the block shares x.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+#include <cstring>
+#include <string_view>
+
+#include "twinop/linear/operands.h"
+#include "twinop/math/gelu.h"
+#include "twinop/primitives/launch.cuh"
+
+namespace twinop::linear::few_rows {
+
+inline constexpr std::int64_t kMostRows = 64;
+inline constexpr int kWideWarps = 8;
+
+// ------------------------------------------------------------------- what the hardware does
+
+__device__ __forceinline__ uint4 LoadOnce(const void* place) {
+  uint4 v;
+  asm volatile("ld.global.nc.L1::no_allocate.L2::256B.v4.u32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+               : "l"(place));
+  return v;
+}
+
+// sums += a b: a has 16 rows and b 8 columns; both lie along the 16 terms of the sum.
+#define TWINOP_MMA(kind)                                                     \
+  asm("mma.sync.aligned.m16n8k16.row.col.f32." kind "." kind                 \
+      ".f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};" \
+      : "+f"(sums[0]), "+f"(sums[1]), "+f"(sums[2]), "+f"(sums[3])           \
+      : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1))
+template <class T>
+__device__ __forceinline__ void Multiply(std::uint32_t a0, std::uint32_t a1, std::uint32_t a2,
+                                         std::uint32_t a3, std::uint32_t b0, std::uint32_t b1,
+                                         float (&sums)[4]) {
+#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 800
+  if constexpr (std::is_same_v<T, Half>) {
+    TWINOP_MMA("f16");
+  } else {
+    TWINOP_MMA("bf16");
+  }
+#endif
+}
+#undef TWINOP_MMA
+
+// 16 bytes to shared memory; zeros if not `present`.
+__device__ __forceinline__ void CopyAsync(uint4* shared, const void* global, bool present) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(
+                   static_cast<std::uint32_t>(__cvta_generic_to_shared(shared))),
+               "l"(global), "r"(present ? 16 : 0)
+               : "memory");
+}
+
+// ------------------------------------------------------------------- weights
+
+inline constexpr int kSlice = 32;  // columns of x that four threads hold, 8 each
+
+// [n, k] in T. A thread has the columns [8 t, 8 t + 8) of each slice, and row g of 8.
+template <class T>
+struct Dense {
+  using Type = T;
+  static constexpr int kSlices = 2;  // of a chunk
+  struct Fragment {
+    uint4 values[kSlices];
+  };
+  const T* weight;
+  std::int64_t k;
+
+  __device__ __forceinline__ void Load(int group, int chunk, Fragment* to) const {
+    const int lane = static_cast<int>(threadIdx.x) % 32;
+    const T* const place = weight + (std::int64_t{group} * 8 + lane / 4) * k +
+                           chunk * (kSlices * kSlice) + lane % 4 * 8;
+#pragma unroll
+    for (int b = 0; b < kSlices; ++b) to->values[b] = LoadOnce(place + b * kSlice);
+  }
+  __device__ __forceinline__ uint4 Values(const Fragment& fragment, int b) const {
+    return fragment.values[b];
+  }
+};
+
+template <class T>
+struct PairOf {
+  using Type = __half2;
+};
+template <>
+struct PairOf<BFloat16> {
+  using Type = __nv_bfloat162;
+};
+
+// (q - zero) scale, rounded to T: integers of 4 or 8 bits, as twinop.quantised packs them.
+//   weight: a vector of 16 bytes for each lane, chunk of kSlices slices, and group of 8 rows
+//   scale, zero: [n / 8, ., 8, those of a chunk]; without `zero` it is the middle
+template <class T, int kBits>
+struct Packed {
+  using Type = T;
+  using Pair = typename PairOf<T>::Type;
+  static constexpr int kSlices = 16 / kBits;
+  struct Fragment {
+    uint4 words;
+    std::uint32_t scales[kSlices / 2], zeros;
+  };
+  const uint4* weight;
+  const T* scale;
+  const std::uint8_t* zero;
+  int chunks;
+  int block;  // columns with one scale: 32 or 128
+
+  __device__ __forceinline__ void Load(int group, int chunk, Fragment* to) const {
+    const int lane = static_cast<int>(threadIdx.x) % 32;
+    to->words = LoadOnce(weight + (std::int64_t{group} * chunks + chunk) * 32 + lane);
+    to->zeros = kBits == 4 ? 0x08080808u : 0x80808080u;
+    if (block == kSlice) {
+      const std::int64_t at = (std::int64_t{group} * chunks + chunk) * 8 + lane / 4;
+      if constexpr (kSlices == 4) {
+        const auto both = __ldg(reinterpret_cast<const uint2*>(scale) + at);
+        to->scales[0] = both.x;
+        to->scales[1] = both.y;
+        if (zero != nullptr) to->zeros = __ldg(reinterpret_cast<const std::uint32_t*>(zero) + at);
+      } else {
+        to->scales[0] = __ldg(reinterpret_cast<const std::uint32_t*>(scale) + at);
+        if (zero != nullptr) to->zeros = __ldg(reinterpret_cast<const std::uint16_t*>(zero) + at);
+      }
+    } else {
+      constexpr int kChunks = 4 / kSlices;  // of a block of 128
+      const std::int64_t blocks = (chunks + kChunks - 1) / kChunks;
+      const std::int64_t at = (group * blocks + chunk / kChunks) * 8 + lane / 4;
+      const std::uint32_t one = __ldg(reinterpret_cast<const std::uint16_t*>(scale) + at);
+      for (std::uint32_t& pair : to->scales) pair = one * 0x10001u;
+      if (zero != nullptr) to->zeros = __ldg(zero + at) * 0x01010101u;
+    }
+  }
+
+  __device__ __forceinline__ uint4 Values(const Fragment& fragment, int b) const {
+    const std::uint32_t both = fragment.scales[b / 2];
+    const std::uint32_t scale2 = __byte_perm(both, 0, b % 2 == 0 ? 0x1010 : 0x3232);
+    const std::uint32_t zero_of_b = fragment.zeros >> (8 * b) & 0xFFu;
+    std::uint32_t found[4];
+    if constexpr (kBits == 8 && std::is_same_v<T, BFloat16>) {  // too long for bfloat16
+      const float zero_float = __uint_as_float(0x4B000000u | zero_of_b);
+      const float scale_float = __uint_as_float(scale2 << 16);
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const std::uint32_t word = Word(fragment.words, 2 * b + i / 2);
+        const auto value = [&](std::uint32_t byte) {
+          return (__uint_as_float(__byte_perm(word, 0x4B000000u, 0x7440u | byte)) - zero_float) *
+                 scale_float;
+        };
+        const auto pair = __floats2bfloat162_rn(value(i % 2 * 2), value(i % 2 * 2 + 1));
+        std::memcpy(&found[i], &pair, sizeof(pair));
+      }
+    } else {
+      // An integer in the lowest bits of 1024 or 128: the difference of two such is exact.
+      constexpr std::uint32_t kMagic = std::is_same_v<T, Half> ? 0x64006400u : 0x43004300u;
+      const std::uint32_t zero2 = kMagic | zero_of_b * 0x10001u;
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        std::uint32_t q;
+        if constexpr (kBits == 4)
+          q = LowNibbles(Word(fragment.words, b) >> (4 * i), kMagic);
+        else
+          q = __byte_perm(Word(fragment.words, 2 * b + i / 2), kMagic,
+                          i % 2 == 0 ? 0x5150u : 0x5352u);
+        Pair value, zero_pair, scale_pair;
+        std::memcpy(&value, &q, 4);
+        std::memcpy(&zero_pair, &zero2, 4);
+        std::memcpy(&scale_pair, &scale2, 4);
+        value = __hmul2(__hsub2(value, zero_pair), scale_pair);
+        std::memcpy(&found[i], &value, 4);
+      }
+    }
+    return {found[0], found[1], found[2], found[3]};
+  }
+
+ private:
+  // Those of both halves, in the lowest bits of `magic`: one instruction, which nvcc does not find.
+  static __device__ __forceinline__ std::uint32_t LowNibbles(std::uint32_t word,
+                                                             std::uint32_t magic) {
+    std::uint32_t found;
+    asm("lop3.b32 %0, %1, 0x000F000F, %2, 0xEA;" : "=r"(found) : "r"(word), "r"(magic));
+    return found;
+  }
+  static __device__ __forceinline__ std::uint32_t Word(const uint4& words, int i) {
+    return i == 0 ? words.x : i == 1 ? words.y : i == 2 ? words.z : words.w;
+  }
+};
+
+// ------------------------------------------------------------------- the kernel
+
+enum class Active : int { kNone, kRelu, kGelu, kTanhGelu, kSilu };
+
+inline Active ActiveOf(std::string_view name) {
+  return name == "relu"        ? Active::kRelu
+         : name == "gelu"      ? Active::kGelu
+         : name == "gelu_tanh" ? Active::kTanhGelu
+         : name == "silu"      ? Active::kSilu
+                               : Active::kNone;
+}
+
+template <class T>
+struct Task {
+  const T* x;
+  const T* bias;
+  const T* residual;
+  T* y;
+  int m, n, k;
+  int chunks;  // of k
+  Active active;
+  bool is_gated;     // y = activation(the first half of the columns) * the others
+  bool is_constant;  // nobody writes the weight: it is read before the kernel before this one ends
+};
+
+__device__ __forceinline__ float Activated(float x, Active active) {
+  switch (active) {
+    case Active::kRelu:
+      return x < 0 ? 0 : x;
+    case Active::kGelu:
+      return Gelu<ReducedFloat>{}(ReducedFloat(x)).value;
+    case Active::kTanhGelu:
+      return TanhGelu<ReducedFloat>{}(ReducedFloat(x)).value;
+    case Active::kSilu:
+      return Sigmoid(ReducedFloat(x), ReducedFloat(x)).value;
+    default:
+      return x;
+  }
+}
+
+// Stores a result, given its sum and, if `p.is_gated`, that of its partner.
+template <class T>
+__device__ __forceinline__ void Store(const Task<T>& p, int row, int column, float sum,
+                                      float other) {
+  const int columns = p.is_gated ? p.n / 2 : p.n;
+  const std::int64_t place = static_cast<std::int64_t>(row) * columns + column;
+  if (p.bias != nullptr) sum += ToCompute(p.bias[column]);
+  if (p.residual != nullptr) sum += ToCompute(p.residual[place]);
+  float y = Activated(sum, p.active);
+  if (p.is_gated) y *= p.bias == nullptr ? other : other + ToCompute(p.bias[column + columns]);
+  Round(y, &p.y[place]);
+}
+
+// Lets the next kernel begin, and waits for the one before this: only the weight was read before.
+__device__ __forceinline__ void WaitForX() {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.launch_dependents;");
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+
+// sums[m] += 16 rows of the weight times 8 rows of x, along a slice.
+template <class T, int kTiles>
+__device__ __forceinline__ void MultiplySlice(const uint4& upper, const uint4& lower,
+                                              const uint4 (&x)[kTiles], float (&sums)[kTiles][4]) {
+#pragma unroll
+  for (int m = 0; m < kTiles; ++m) {
+    Multiply<T>(upper.x, lower.x, upper.y, lower.y, x[m].x, x[m].y, sums[m]);
+    Multiply<T>(upper.z, lower.z, upper.w, lower.w, x[m].z, x[m].w, sums[m]);
+  }
+}
+
+// Up to 8 kTiles rows of x. A block has 8 kGroups rows of the weight, and its warps are the ways.
+// kStages: chunks that a warp has under way.
+template <class Weight, int kGroups, int kTiles, int kWarps, int kStages, int kBlocks>
+static __global__ void __launch_bounds__(kWarps * 32, kBlocks)
+    NarrowKernel(const Weight weight, const Task<typename Weight::Type> p) {
+  using T = typename Weight::Type;
+  constexpr int kSlices = Weight::kSlices, kRows = kTiles * 8;
+  constexpr int kWidth = 8 * kGroups + 4;  // of a row of sums, which begins in other banks
+  __shared__ float all[kWarps][kRows * kWidth];
+  const int lane = static_cast<int>(threadIdx.x) % 32, way = static_cast<int>(threadIdx.x) / 32;
+  const int g = lane / 4, t = lane % 4;
+  const int first_row = static_cast<int>(blockIdx.y) * kRows;  // of x
+  const int count = way < p.chunks ? (p.chunks - way + kWarps - 1) / kWarps : 0;
+
+  const int groups = p.n / 8 / (p.is_gated ? 2 : 1);  // of y
+  const int own = p.is_gated ? kGroups / 2 : kGroups;
+  const int first_group = static_cast<int>(blockIdx.x) * own;
+  typename Weight::Fragment fragments[kStages][kGroups];
+  const auto load = [&](int stage, int i) {
+#pragma unroll
+    for (int r = 0; r < kGroups; ++r) {
+      const int group = first_group + (r < own ? r : r - own);
+      // The last block may have too many: it reads the last group again.
+      weight.Load((group < groups ? group : groups - 1) + (r < own ? 0 : groups), way + i * kWarps,
+                  &fragments[stage][r]);
+    }
+  };
+  const auto load_first = [&] {
+#pragma unroll
+    for (int s = 0; s < kStages; ++s)
+      if (s < count) load(s, s);
+  };
+  if (p.is_constant) load_first();
+  WaitForX();
+  if (!p.is_constant) load_first();
+
+  const T* const x = p.x + static_cast<std::int64_t>(first_row + g) * p.k + t * 8;
+  float sums[kGroups / 2][kTiles][4] = {};
+  for (int begin = 0; begin < count; begin += kStages) {
+#pragma unroll
+    for (int s = 0; s < kStages; ++s) {
+      const int i = begin + s;
+      if (i >= count) break;
+#pragma unroll
+      for (int b = 0; b < kSlices; ++b) {
+        const int k = ((way + i * kWarps) * kSlices + b) * kSlice;
+        uint4 columns[kTiles];
+#pragma unroll
+        for (int m = 0; m < kTiles; ++m) {
+          columns[m] = {};
+          if (first_row + m * 8 + g < p.m && k < p.k)
+            columns[m] = *reinterpret_cast<const uint4*>(x + std::int64_t{m} * 8 * p.k + k);
+        }
+#pragma unroll
+        for (int r = 0; r < kGroups; r += 2)
+          MultiplySlice<T>(weight.Values(fragments[s][r], b), weight.Values(fragments[s][r + 1], b),
+                           columns, sums[r / 2]);
+      }
+      if (i + kStages < count) load(s, i + kStages);
+    }
+  }
+
+#pragma unroll
+  for (int r = 0; r < kGroups; r += 2)
+#pragma unroll
+    for (int m = 0; m < kTiles; ++m)
+#pragma unroll
+      for (int i = 0; i < 4; ++i)
+        all[way][(m * 8 + 2 * t + i % 2) * kWidth + (r + i / 2) * 8 + g] = sums[r / 2][m][i];
+  __syncthreads();
+  const auto sum_at = [&](int at) {
+    float sum = 0;
+#pragma unroll
+    for (int v = 0; v < kWarps; ++v) sum += all[v][at];
+    return sum;
+  };
+  const int width = own * 8, rows = p.m - first_row < kRows ? p.m - first_row : kRows;
+  for (int i = static_cast<int>(threadIdx.x); i < rows * width; i += kWarps * 32) {
+    const int row = i / width, at = i % width, column = first_group * 8 + at;
+    if (column < groups * 8)
+      Store(p, first_row + row, column, sum_at(row * kWidth + at),
+            p.is_gated ? sum_at(row * kWidth + at + width) : 0.0f);
+  }
+}
+
+// Up to 64 rows of x, which the warps of a block share. Each has 16 rows of the weight, or 8 and
+// their partners, and sums one way after the other.
+template <class Weight, int kStages>
+static __global__ void __launch_bounds__(kWideWarps * 32)
+    WideKernel(const Weight weight, const Task<typename Weight::Type> p, int ways) {
+  using T = typename Weight::Type;
+  constexpr int kSlices = Weight::kSlices, kTiles = kMostRows / 8;
+  constexpr int kXStages = kStages;
+  constexpr int kVectors = kSlices * static_cast<int>(kMostRows) * 4;  // of x, of a chunk
+  extern __shared__ uint4 memory[];
+  const int lane = static_cast<int>(threadIdx.x) % 32, warp = static_cast<int>(threadIdx.x) / 32;
+  const int g = lane / 4, t = lane % 4;
+  const int groups = p.n / 8 / (p.is_gated ? 2 : 1);
+  const int pair = static_cast<int>(blockIdx.x * blockDim.x) / 32 + warp;
+  const int upper = p.is_gated ? pair : 2 * pair;
+  const int lower = p.is_gated ? pair + groups : upper + 1 < groups ? upper + 1 : groups - 1;
+  const bool has_rows = upper < groups;
+
+  // The chunks in the order in which they are summed: those of way 0, of way 1, ...
+  struct Place {
+    int way = 0, chunk = 0;
+  };
+  const auto next = [&](Place place) {
+    place.chunk += ways;
+    if (place.chunk >= p.chunks) place.chunk = ++place.way;
+    return place;
+  };
+  typename Weight::Fragment fragments[kStages][2];
+  const auto load = [&](int stage, int chunk) {
+    if (!has_rows) return;
+    weight.Load(upper, chunk, &fragments[stage][0]);
+    weight.Load(lower, chunk, &fragments[stage][1]);
+  };
+  Place ahead;  // the next chunk to load
+  const auto load_first = [&] {
+#pragma unroll
+    for (int s = 0; s < kStages; ++s, ahead = next(ahead))
+      if (s < p.chunks) load(s, ahead.chunk);
+  };
+  if (p.is_constant) load_first();
+  WaitForX();
+  if (!p.is_constant) load_first();
+
+  Place of_x;  // the next chunk of x to fetch
+  const auto fetch_x = [&](int j) {
+    if (j < p.chunks) {
+      for (int i = static_cast<int>(threadIdx.x); i < kVectors; i += static_cast<int>(blockDim.x)) {
+        const int row = i / 4 % static_cast<int>(kMostRows);
+        const int k =
+            (of_x.chunk * kSlices + i / (4 * static_cast<int>(kMostRows))) * kSlice + i % 4 * 8;
+        const bool there = row < p.m && k < p.k;
+        CopyAsync(memory + j % kXStages * kVectors + i,
+                  there ? p.x + static_cast<std::int64_t>(row) * p.k + k : p.x, there);
+      }
+      of_x = next(of_x);
+    }
+    asm volatile("cp.async.commit_group;" ::: "memory");
+  };
+  for (int j = 0; j < kXStages - 1; ++j) fetch_x(j);
+
+  float sums[kTiles][4] = {}, total[kTiles][4] = {};
+  Place now;
+  for (int begin = 0; begin < p.chunks; begin += kStages) {
+#pragma unroll
+    for (int s = 0; s < kStages; ++s) {
+      const int j = begin + s;
+      if (j >= p.chunks) break;
+      asm volatile("cp.async.wait_group %0;" ::"n"(kXStages - 2) : "memory");
+      __syncthreads();  // everyone's part of x is there, and the one before is used
+      fetch_x(j + kXStages - 1);
+#pragma unroll
+      for (int b = 0; b < kSlices; ++b) {
+        const uint4* const place =
+            memory + j % kXStages * kVectors + b * static_cast<int>(kMostRows) * 4 + lane;
+        uint4 columns[kTiles];
+#pragma unroll
+        for (int m = 0; m < kTiles; ++m) columns[m] = place[m * 32];
+        MultiplySlice<T>(weight.Values(fragments[s][0], b), weight.Values(fragments[s][1], b),
+                         columns, sums);
+      }
+      if (j + kStages < p.chunks) load(s, ahead.chunk);
+      ahead = next(ahead);
+      const int way = now.way;
+      now = next(now);
+      if (now.way == way) continue;
+#pragma unroll
+      for (int m = 0; m < kTiles; ++m)
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          total[m][i] += sums[m][i];
+          sums[m][i] = 0;
+        }
+    }
+  }
+  if (!has_rows) return;
+#pragma unroll
+  for (int m = 0; m < kTiles; ++m)
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const int row = m * 8 + 2 * t + i;
+      if (row >= p.m) continue;
+      Store(p, row, upper * 8 + g, total[m][i], total[m][i + 2]);
+      if (!p.is_gated && upper + 1 < groups) Store(p, row, lower * 8 + g, total[m][i + 2], 0.0f);
+    }
+}
+
+// ------------------------------------------------------------------- the choice
+
+template <int kGroups, int kTiles, int kWarps, int kStages, int kBlocks, class Weight>
+Status LaunchNarrow(const Call& call, const Weight& weight,
+                    const Task<typename Weight::Type>& task) {
+  constexpr int kWidth = 8 * kGroups;
+  Grid grid{(task.n + kWidth - 1) / kWidth, dim3(kWarps * 32)};
+  grid.blocks_y = static_cast<unsigned>((task.m + kTiles * 8 - 1) / (kTiles * 8));
+  return LaunchKernel(NarrowKernel<Weight, kGroups, kTiles, kWarps, kStages, kBlocks>,
+                      Dependent(grid), call, weight, task);
+}
+
+template <int kStages, class Weight>
+Status LaunchWide(const Call& call, const Weight& weight, const Task<typename Weight::Type>& task,
+                  int ways, int warps) {
+  Grid grid{(task.n + 16 * warps - 1) / (16 * warps), dim3(static_cast<unsigned>(warps) * 32)};
+  grid.shared_bytes = kStages * Weight::kSlices * static_cast<int>(kMostRows) * kSlice * 2;
+  return LaunchKernel(WideKernel<Weight, kStages>, Dependent(grid), call, weight, task, ways);
+}
+
+// The settings change how fast a call is, but for `ways`, which decides the bits.
+template <int kTiles, class Weight>
+Status LaunchUpTo16(const Call& call, const Weight& weight, const Task<typename Weight::Type>& task,
+                    int ways) {
+  if (ways == 16) return LaunchNarrow<2, kTiles, 16, 2, 1>(call, weight, task);
+  return task.n < 8192 ? LaunchNarrow<2, kTiles, 8, 4, 2>(call, weight, task)
+                       : LaunchNarrow<4, kTiles, 8, 2, 2>(call, weight, task);
+}
+
+template <class Weight>
+Status Launch(const Call& call, const Weight& weight, const Task<typename Weight::Type>& task) {
+  const int ways = task.n < 3072 ? 16 : 8;
+  if (task.m > 16)
+    return LaunchWide<Weight::kSlices == 2 ? 6 : 4>(call, weight, task, ways,
+                                                    task.n < 4096    ? 2
+                                                    : task.n < 16384 ? 4
+                                                                     : 8);
+  return task.m <= 8 ? LaunchUpTo16<1>(call, weight, task, ways)
+                     : LaunchUpTo16<2>(call, weight, task, ways);
+}
+
+// Describes a call; `sizes.n` is that of the weight.
+template <class T>
+Task<T> TaskOf(const Operands& at, const Sizes& sizes, std::string_view activation, bool gated,
+               bool is_constant, int chunks, void* y) {
+  return {static_cast<const T*>(at.x.data),
+          static_cast<const T*>(at.bias.data),
+          static_cast<const T*>(at.residual.data),
+          static_cast<T*>(y),
+          static_cast<int>(sizes.m),
+          static_cast<int>(sizes.n),
+          static_cast<int>(sizes.k),
+          chunks,
+          ActiveOf(activation),
+          gated,
+          is_constant};
+}
+
+// Whether the kernels take a product of these sizes.
+inline bool Fits(const Sizes& sizes, bool gated) {
+  constexpr std::int64_t kMost = INT32_MAX / 2;
+  return sizes.m <= kMostRows && sizes.n % (gated ? 16 : 8) == 0 && sizes.n <= kMost &&
+         sizes.k <= kMost;
+}
+
+// Computes y, or linear_swiglu's if `gated`. Sets `*done` to false, and does nothing, where other
+// kernels are needed. For the same n, k and dtype it is done for every m up to kMostRows or none.
+inline Status Run(const Call& call, const Operands& at, const Sizes& sizes, DType dtype,
+                  std::string_view activation, bool gated, bool is_constant, void* y, bool* done) {
+  constexpr int kChunk = Dense<Half>::kSlices * kSlice;
+  int major = 0;
+  TWINOP_RETURN_IF_ERROR(DeviceAttribute<cudaDevAttrComputeCapabilityMajor>(&major));
+  *done = major >= 8 && Info(dtype).size == 2 && !sizes.is_kn && sizes.k > 0 &&
+          sizes.k % kChunk == 0 && Fits(sizes, gated);
+  if (!*done) return {};
+  const auto run = [&](auto tag) {
+    using T = typename decltype(tag)::Type;
+    return Launch(call, Dense<T>{static_cast<const T*>(at.weight.data), sizes.k},
+                  TaskOf<T>(at, sizes, activation, gated, is_constant,
+                            static_cast<int>(sizes.k / kChunk), y));
+  };
+  return dtype == DType::kFloat16 ? run(Tag<Half>{}) : run(Tag<BFloat16>{});
+}
+
+}  // namespace twinop::linear::few_rows

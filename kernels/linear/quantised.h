@@ -1,0 +1,104 @@
+// linear_q and linear_q_swiglu: the sizes of a call, and its operands.
+#pragma once
+
+#include <cstdint>
+
+#include "twinop/linear/body.h"
+#include "twinop/linear/operands.h"
+
+namespace twinop::linear::quantised {
+
+// Up to so many rows the packed weight is multiplied as it is.
+inline constexpr std::int64_t kMostRows = 64;
+
+template <class Op>
+Sizes SizesOf(const CallOf<Op>& call) {
+  const Tensor& x = InputOf(call, "x"_name);
+  Sizes sizes{1, InputOf(call, "weight"_name).sizes[0] * 8, x.sizes[x.rank - 1], false};
+  for (std::size_t i = 0; i + 1 < x.rank; ++i) sizes.m *= x.sizes[i];
+  return sizes;
+}
+
+struct Packing {
+  Operand x, weight, scale, zero;
+  // For more rows: the weight [n, k], and the scratch memory of the product with it.
+  void* dense = nullptr;
+  void* inner = nullptr;
+  std::int64_t scratch_bytes = 0;
+};
+
+template <class Op>
+Packing PackingOf(const CallOf<Op>& call) {
+  Arena arena{static_cast<char*>(call.scratch)};
+  Packing found;
+  const Tensor& x = InputOf(call, "x"_name);
+  const Sizes sizes = quantised::SizesOf(call);
+  found.weight = Operand(InputOf(call, "weight"_name), &arena);
+  found.scale = Operand(InputOf(call, "scale"_name), &arena);
+  found.zero = Operand(InputOf(call, "zero"_name), &arena);
+  if (sizes.m <= kMostRows) {
+    found.x = Operand(x, &arena);
+  } else {
+    const auto size = static_cast<std::int64_t>(Info(x.dtype).size);
+    found.dense = arena.Allocate(sizes.n * sizes.k * size);
+    // Copies of x, bias, residual and y at most, or gate and up: linear::OperandsOf.
+    found.inner = arena.Allocate(kWorkspaceBytes + 8 * 256 +
+                                 (sizes.m * (sizes.k + 2 * sizes.n) + sizes.n) * size);
+  }
+  found.scratch_bytes = arena.used;
+  return found;
+}
+
+template <class Op>
+std::int64_t ScratchBytes(const CallOf<Op>& call) {
+  return PackingOf(call).scratch_bytes;
+}
+
+// The weight [n, k] as standard operators make it, which ONNX Runtime does once for a constant.
+template <class Op>
+std::string_view DenseWeight(const CallOf<Op>& call, BodyWriter* body) {
+  const auto bits = AttributeOf<std::int64_t>(call, "bits"_name);
+  const auto block = AttributeOf<std::int64_t>(call, "block"_name);
+  const std::string_view width = body->Add("Shape", {"x"}, IntAttribute("start", -1));
+  const auto rows = [&](std::string_view value, std::initializer_list<std::int64_t> order) {
+    value = body->Add("Transpose", {value}, IntsAttribute("perm", order));
+    value = body->Add("Flatten", {value}, IntAttribute("axis", 2));
+    return body->Add("Slice", {value, body->Ints({0}), width, body->Ints({1})});
+  };
+  const auto reshaped = [&](std::string_view value, std::initializer_list<std::int64_t> sizes) {
+    return body->Add("Reshape", {value, body->Ints(sizes)});
+  };
+  std::string_view codes = body->Cast("weight", DType::kInt32);
+  if (bits == 4) {
+    const std::string_view sixteen = body->Cast(body->Ints({16}), DType::kInt32);
+    const std::string_view low = body->Add("Mod", {codes, sixteen});
+    const std::string_view high = body->Add("Div", {codes, sixteen});
+    codes = body->Add(
+        "Concat",
+        {reshaped(low, {0, -1, 8, 4, 4, 2, 2, 1}), reshaped(high, {0, -1, 8, 4, 4, 2, 2, 1})},
+        IntAttribute("axis", -1));
+    codes = rows(codes, {0, 2, 1, 4, 3, 6, 7, 5});
+  } else {
+    codes = rows(reshaped(codes, {0, -1, 8, 4, 2, 8}), {0, 2, 1, 4, 3, 5});
+  }
+  const auto of_columns = [&](std::string_view value) {
+    const std::int64_t of_chunk = 512 / bits > block ? 512 / bits / block : 1;
+    value = reshaped(value, {0, -1, 8, of_chunk, 1});
+    return rows(body->Add("Expand", {value, body->Ints({1, 1, 1, 1, block})}), {0, 2, 1, 3, 4});
+  };
+  const std::string_view zero = InputOf(call, "zero"_name).present
+                                    ? of_columns(body->Cast("zero", body->Computed()))
+                                    : body->Number(bits == 4 ? 8 : 128);
+  const std::string_view difference = body->Add("Sub", {body->Cast(codes, body->Computed()), zero});
+  return body->Add("Mul", {difference, of_columns(body->Input("scale"))});
+}
+
+template <class Op>
+Status Body(const CallOf<Op>& call, const std::string** model) {
+  BodyWriter body(InputOf(call, "x"_name).dtype);
+  const std::string_view weight = DenseWeight(call, &body);
+  *model = FinishBody(call, &body, weight, true);
+  return {};
+}
+
+}  // namespace twinop::linear::quantised

@@ -1,0 +1,190 @@
+"""The products of a decoder's step, few rows at a time, beside cuBLAS and ONNX Runtime.
+
+python lab/decoder_linear.py --output lab/results
+"""
+
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import typer
+from onnx import NodeProto, helper
+from torch import Tensor
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from twinop import torch_op
+from twinop.bench import runtime
+from twinop.bench.cases import relative_error
+from twinop.bench.cells import AGAIN, IN_ORT, IN_TORCH
+from twinop.bench.measurements import Device, Measurements, Output, choose_device
+from twinop.bench.providers import Subject, checked, require
+from twinop.bench.timing import DeviceTimer, Time, host_times_apart, timer_on
+from twinop.console import clear_errors
+from twinop.quantised import pack
+
+TORCH, ORT = "torch", "ORT"
+SHAPES = {  # [N, K] of a Llama of 1.2 billion weights
+    "q, k and v": (3072, 2048),
+    "o": (2048, 2048),
+    "gate and up": (16384, 2048),
+    "down": (2048, 8192),
+    "logits": (128256, 2048),
+}
+ROWS = (1, 2, 4, 8, 16, 32, 64)
+BLOCK = 32
+FORMS = {"float16": 2.0, "int4": 0.5 + 2 / BLOCK}  # bytes of a weight
+
+
+def weight_of(form: str, n: int, k: int, device: torch.device) -> dict[str, Tensor]:
+    """Draws a weight: `dense` in fp16; of int4 also what `linear_q` and MatMulNBits hold."""
+    if form == "float16":
+        return {"dense": torch.randn(n, k, device=device).div_(k**0.5).half()}
+    blocks = k // BLOCK
+    packed = torch.randint(256, (n, blocks, BLOCK // 2), dtype=torch.uint8)
+    scales = (torch.rand(n, blocks) + 0.5).mul_(0.3 / k**0.5).half()
+    ours = pack(packed.numpy(), scales.numpy(), None, n=n, k=k, bits=4, block=BLOCK)
+    both = torch.stack([packed & 15, packed >> 4], -1).reshape(n, blocks, BLOCK).to(device)
+    dense = ((both.float() - 8) * scales.to(device).float().unsqueeze(-1)).half().view(n, k)
+    return {
+        "dense": dense,
+        "weight": torch.from_numpy(ours.weight).to(device),
+        "scale": torch.from_numpy(ours.scale).to(device),
+        "B": packed.to(device),
+        "scales": scales.to(device),
+    }
+
+
+def our_node(form: str) -> tuple[NodeProto, tuple[str, ...]]:
+    if form == "float16":
+        return runtime.custom_node(torch_op.records()["linear"], ("x", "weight"), {}), ("dense",)
+    given = ("x", "weight", "scale")
+    return runtime.custom_node(torch_op.records()["linear_q"], given, {"block": BLOCK}), given[1:]
+
+
+def ort_node(form: str, n: int, k: int) -> tuple[NodeProto, tuple[str, ...]]:
+    if form == "float16":
+        return helper.make_node("Gemm", ["x", "dense"], ["y"], "node0", transB=1), ("dense",)
+    sizes: dict[str, Any] = {"K": k, "N": n, "bits": 4, "block_size": BLOCK}
+    names = ("B", "scales")
+    return helper.make_node(
+        "MatMulNBits", ["x", *names], ["y"], "node0", domain="com.microsoft", **sizes
+    ), names
+
+
+def in_ort(
+    made: tuple[NodeProto, tuple[str, ...]],
+    x: Tensor,
+    weights: list[dict[str, Tensor]],
+    timer: DeviceTimer | None,
+) -> Subject:
+    """Opens a session of a product for each weight; on a GPU a run is the replay of a CUDA graph."""
+    node, names = made
+    nodes: list[NodeProto] = []
+    outputs: dict[str, Tensor] = {}
+    constants: dict[str, Tensor] = {}
+    for i, weight in enumerate(weights):
+        copy = NodeProto()
+        copy.CopyFrom(node)
+        copy.name, copy.output[:] = f"node{i}", [f"y{i}"]
+        copy.input[1:] = [f"{name}{i}" for name in names]
+        nodes.append(copy)
+        outputs[f"y{i}"] = x.new_empty(len(x), len(weight["dense"]))
+        constants |= {f"{name}{i}": weight[name] for name in names}
+    session = runtime.open_session(
+        runtime.one_op(nodes, {"x": x}, outputs, constants=constants),
+        x.device,
+        cpu_threads=1,
+        stream=timer.stream if timer is not None else None,
+        cuda_graph=timer is not None,
+    )
+    return Subject(
+        runtime.bind(session, {"x": x}, outputs, synchronize=timer is None), tuple(outputs.values())
+    )
+
+
+def in_torch(multiply: Callable[[Mapping[str, Tensor]], Tensor], weights: list[dict[str, Tensor]]) -> Subject:
+    """Multiplies by each weight; on a GPU in a CUDA graph."""
+    if not weights[0]["dense"].is_cuda:
+        return Subject(lambda: [multiply(weight) for weight in weights][-1])
+    multiply(weights[0])
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = [multiply(weight) for weight in weights]
+    return Subject(graph.replay, tuple(found))
+
+
+def measure(
+    form: str, m: int, x: Tensor, weights: list[dict[str, Tensor]], timer: DeviceTimer | None, rounds: int
+) -> tuple[dict[str, Time], dict[str, str]]:
+    """Returns the times of one product, and why a provider is missing."""
+    n, k = weights[0]["dense"].shape
+    expected = x.double() @ weights[-1]["dense"].double().mT
+
+    def ours(weight: Mapping[str, Tensor]) -> Tensor:
+        if form == "float16":
+            return torch_op.linear(x, weight["dense"])
+        return torch_op.linear_q(x, weight["weight"], weight["scale"], block=BLOCK)
+
+    makers: dict[str, Callable[[], Subject]] = {
+        IN_ORT: partial(in_ort, our_node(form), x, weights, timer),
+        IN_TORCH: partial(in_torch, ours, weights),
+        ORT: partial(in_ort, ort_node(form, n, k), x, weights, timer),
+        TORCH: partial(in_torch, lambda weight: x @ weight["dense"].mT, weights),
+    }
+    subjects, missing = checked(
+        makers, lambda _, each: require(relative_error(each.result()[-1], expected), 4e-3)
+    )
+    runs = {name: subject.run for name, subject in subjects.items()}
+    runs |= {name + AGAIN: runs[name] for name in (TORCH,) if name in runs}
+    if timer is not None:
+        times = timer.times(runs, rounds=rounds)
+    else:
+        times = host_times_apart(runs, rounds=rounds, seconds=0.3)
+    count = len(weights)
+    return {
+        name: replace(time, median=time.median / count, low=time.low / count) for name, time in times.items()
+    }, missing
+
+
+def read_bandwidth(timer: DeviceTimer) -> float:
+    """Measures the bytes a second of a sum over 2 GiB."""
+    tensor = torch.zeros(1 << 29, device=timer.stream.device)
+    return tensor.nbytes / timer.times({"sum": lambda: tensor.sum()}, rounds=15)["sum"].median
+
+
+def main(
+    rows: Annotated[str, typer.Option(help="Numbers of rows of x.")] = ",".join(map(str, ROWS)),
+    device: Device = "auto",
+    quick: Annotated[bool, typer.Option("--quick", help="A quick look: a small product.")] = False,
+    output: Output = None,
+) -> None:
+    """Measure products of few rows: on a GPU in CUDA graphs with an empty L2, on a CPU wall time."""
+    with clear_errors(), torch.no_grad(), timer_on(where := choose_device(device)) as timer:
+        measured = Measurements("decoder-linear", where, output, quick)
+        torch.set_num_threads(1)
+        torch.manual_seed(0)
+        bandwidth = read_bandwidth(timer) if timer is not None else None
+        for name, (n, k) in ({"small": (64, 128)} if quick else SHAPES).items():
+            for form, size in FORMS.items():
+                copies = 1 if quick else max(2, int(6e8 / (n * k * size)))
+                weights = [weight_of(form, n, k, where) for _ in range(copies)]
+                for m in map(int, rows.split(",")):
+                    x = torch.randn(m, k, device=where).half()
+                    times, missing = measure(form, m, x, weights, timer, 5 if quick else 21)
+                    cell: dict[str, Any] = {"op": name, "dtype": form, "shape": f"{m}x{k}x{n}"}
+                    if bandwidth is not None:
+                        cell["of_bandwidth"] = {
+                            each: round(n * k * size / time.median / bandwidth, 3)
+                            for each, time in times.items()
+                        }
+                    measured.add(cell | {"times": times, "missing": missing})
+                    measured.say()
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -1,0 +1,227 @@
+"""Products of up to 64 rows on a GPU: values, and the same bits in every company. Weights of integers."""
+
+import itertools
+from typing import Any
+
+import numpy as np
+import onnxruntime
+import pytest
+import torch
+from linear_calls import ACTIVATIONS, linear_node, model_of, random
+from onnx import TensorProto, helper, numpy_helper
+from quantised_weights import weight_of
+from samples import ALL
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from twinop import torch_op
+from twinop.errors import TwinopError
+from twinop.export.attach import attach_bodies
+from twinop.library import find_library
+from twinop.quantised import pack, why_not
+from twinop.testing.one_node import body_session, make_session, one_node_model, run_bound
+
+LIBRARY = find_library("custom_ops")
+FORMS = list(itertools.product((4, 8), (32, 128), (False, True)))  # bits, block, zero points
+ROWS = (1, 2, 7, 8, 9, 16, 17, 31, 32, 33, 48, 63, 64)
+
+
+def close(found: Tensor, expected: Tensor, size: Tensor, units: float = 1.5) -> bool:
+    """Whether the error is that of rounding weights and results to the dtype of `found`."""
+    unit = torch.finfo(found.dtype).eps / 2
+    return bool(((found.double() - expected).abs() <= unit * (units * expected.abs() + size)).all())
+
+
+# ---------------------------------------------------------------------------- integers, on the CPU
+
+
+@pytest.mark.parametrize(("bits", "block", "with_zero"), FORMS)
+def test_packed_weights_are_those_of_onnxruntime(bits: int, block: int, with_zero: bool) -> None:
+    """The op, its body and MatMulNBits compute one product; K is no multiple of a chunk or block."""
+    n, k = 16, 96 if block == 32 else 160
+    weight = weight_of(n, k, bits, block, with_zero)
+    x = random(5, k, dtype=torch.float16)
+    expected, size = x.double() @ weight.dense.mT, x.double().abs() @ weight.dense.abs().mT
+    assert close(torch_op.linear_q(x, **weight.packed, bits=bits, block=block), expected, size)
+
+    types = dict.fromkeys(("x", "scale", "bias", "residual", "y"), "float16")
+    types |= {"weight": "uint8", "zero": "uint8"}
+    given = [1, 1, 1, int(with_zero), 0, 0]
+    model = one_node_model(ALL["linear_q"], types, given, {"bits": bits, "block": block})
+    fed = {name: each.numpy() for name, each in {"x": x, **weight.packed}.items()}
+    for session in (body_session(attach_bodies(model)), make_session(model, LIBRARY, "cpu")):
+        (y,) = session.run(None, fed)
+        assert close(torch.from_numpy(y), expected, size)
+
+    names = list(weight.stored)
+    node = helper.make_node(
+        "MatMulNBits", ["x", *names], ["y"], domain="com.microsoft", K=k, N=n, bits=bits, block_size=block
+    )
+    infos = [
+        helper.make_tensor_value_info(name, TensorProto.FLOAT, [5, size])
+        for name, size in (("x", k), ("y", n))
+    ]
+    constants = [numpy_helper.from_array(each, name) for name, each in weight.stored.items()]
+    graph = helper.make_graph([node], "g", infos[:1], infos[1:], constants)
+    opsets = [helper.make_opsetid("", 20), helper.make_opsetid("com.microsoft", 1)]
+    proto = helper.make_model(graph, opset_imports=opsets, ir_version=10)
+    session = onnxruntime.InferenceSession(proto.SerializeToString(), providers=["CPUExecutionProvider"])
+    (theirs,) = session.run(None, {"x": x.float().numpy()})
+    assert np.abs(theirs - expected.numpy()).max() < 1e-2 * size.max().item()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"bits": 3}, "weights of 3 bits; linear_q has those of 4 and 8"),
+        ({"block": 64}, "blocks of 64; linear_q has those of 32 and 128"),
+        ({"block": 16}, "blocks of 16; linear_q has those of 32 and 128"),
+        ({"n": 12}, "N = 12 and K = 64; linear_q needs multiples of 8 and 32"),
+        ({"k": 72}, "N = 8 and K = 72; linear_q needs multiples of 8 and 32"),
+        ({"zero_points": np.float16}, "zero points of float16; linear_q has those of uint8"),
+    ],
+)
+def test_weights_without_a_kernel_are_named(options: dict[str, Any], message: str) -> None:
+    sizes = {"n": 8, "k": 64, "bits": 4, "block": 32}
+    assert why_not(**sizes) == ""
+    assert why_not(**(sizes | options)) == message
+
+
+def test_packing_says_what_is_wrong() -> None:
+    b, scales = np.zeros((8, 2, 16), np.uint8), np.zeros((8, 2), np.float16)
+    with pytest.raises(TwinopError, match="cannot pack a weight with blocks of 64"):
+        pack(b, scales, None, n=8, k=64, bits=4, block=64)
+    with pytest.raises(TwinopError, match="scales has 16 elements, expected 32: N = 8, K = 128, 4 bits"):
+        pack(np.zeros((8, 4, 16), np.uint8), scales, None, n=8, k=128, bits=4, block=32)
+    with pytest.raises(TwinopError, match="zero_points has 8 elements, expected 16: N = 8, K = 64, 8 bits"):
+        pack(np.zeros((8, 64), np.uint8), scales, np.zeros(8, np.uint8), n=8, k=64, bits=8, block=32)
+
+
+def test_shapes_of_a_packed_weight() -> None:
+    """The fake has the output's shape; a weight, a scale or a number of bits that does not fit is refused."""
+    weight = weight_of(16, 160, 4, 32, True).packed
+    x = random(2, 3, 160, dtype=torch.float16)
+    with FakeTensorMode() as mode:
+        fakes = {name: mode.from_tensor(each) for name, each in {"x": x, **weight}.items()}
+        assert torch_op.linear_q(**fakes).shape == (2, 3, 16)
+        assert torch_op.linear_q_swiglu(**fakes).shape == (2, 3, 8)
+    with pytest.raises(Exception, match=r"weight has shape \[2, 1024\], expected .* = \[2, 512\]"):
+        torch_op.linear_q(x[..., :128], **weight)
+    with pytest.raises(Exception, match=r"scale has shape \[2, 64\], expected .* = \[2, 16\]"):
+        torch_op.linear_q(x, **weight, block=128)
+    with pytest.raises(Exception, match=r"attribute bits is 3, expected one of 4 \| 8"):
+        torch_op.linear_q(x, **weight, bits=3)
+
+
+# ---------------------------------------------------------------------------- on a GPU
+
+
+def calls(k: int, n: int, dtype: torch.dtype, kind: str) -> tuple[Any, Any, Tensor]:
+    """Returns `linear` and `linear_swiglu` of a weight as functions of x and more, and the weight in fp64."""
+    if kind == "dense":
+        weight = (random(n, k, device="cuda") / k**0.5).to(dtype)
+        return (
+            lambda x, *more, **options: torch_op.linear(x, weight, *more, **options),
+            lambda x, *more, **options: torch_op.linear_swiglu(x, weight, *more, **options),
+            weight.double(),
+        )
+    bits, block, with_zero = (int(each) for each in kind.split())
+    found = weight_of(n, k, bits, block, bool(with_zero), dtype)
+    packed = {"zero": None} | {name: each.cuda() for name, each in found.packed.items()}
+    given = [packed[name] for name in ("weight", "scale", "zero")]
+    sizes = {"bits": bits, "block": block}
+    return (
+        lambda x, *more, **options: torch_op.linear_q(x, *given, *more, **sizes, **options),
+        lambda x, *more, **options: torch_op.linear_q_swiglu(x, *given, *more, **sizes, **options),
+        found.dense.cuda(),
+    )
+
+
+KINDS = ["dense", "4 32 0", "4 32 1", "4 128 1", "8 32 1", "8 128 0"]
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("n", "k"), [(2048, 2048), (6160, 576), (8208, 192), (16, 8192)])
+def test_values_and_bits(n: int, k: int, kind: str, dtype: torch.dtype) -> None:
+    """Each row is that of the call with this row alone, in every place; 64 rows and more are right."""
+    linear, swiglu, weight = calls(k, n, dtype, kind)
+    x, bias, residual = (random(*shape, dtype=dtype, device="cuda") for shape in ((80, k), (n,), (80, n)))
+    wide = x.double()
+    expected, size = wide @ weight.mT, wide.abs() @ weight.abs().mT
+    alone = torch.cat([linear(x[i : i + 1]) for i in range(64)])
+    assert close(alone, expected[:64], size[:64])
+    for rows in ROWS:
+        assert torch.equal(linear(x[:rows]), alone[:rows]), rows
+    turned = torch.randperm(64, device="cuda")
+    assert torch.equal(linear(x[turned]), alone[turned])
+    assert torch.equal(linear(x[:64].view(4, 16, k)), alone.view(4, 16, n))
+    assert close(linear(x), expected, size)
+    sums, size = expected + bias.double(), size + bias.double().abs()
+    for rows, activation in itertools.product((3, 40, 80), ACTIVATIONS):
+        found = linear(x[:rows], bias, residual[:rows], activation=activation)
+        total = sums[:rows] + residual[:rows].double()
+        assert close(found, ACTIVATIONS[activation](total), 1.2 * size[:rows] + residual[:rows].abs(), 3)
+    for rows, activation in itertools.product((3, 40, 80), ("silu", "gelu", "gelu_tanh")):
+        found = swiglu(x[:rows], bias, activation=activation)
+        gate, others = sums[:rows].chunk(2, -1)
+        gate_size, other_size = size[:rows].chunk(2, -1)
+        error = 1.2 * gate_size * others.abs() + other_size * (gate.abs() + 1) + gate_size * other_size * 0.01
+        assert close(found, ACTIVATIONS[activation](gate) * others, error, 3)
+        if rows <= 64:
+            assert torch.equal(found[2:3], swiglu(x[2:3], bias, activation=activation))
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("kind", ["dense", "4 32 1", "8 128 0"])
+def test_operands_of_any_alignment(kind: str) -> None:
+    """Tensors that begin 2 bytes behind a vector give the same bits."""
+    linear, _, _ = calls(256, 64, torch.float16, kind)
+    x = random(20, 256, dtype=torch.float16, device="cuda")
+    moved = torch.empty(20 * 256 + 1, dtype=torch.float16, device="cuda")[1:].view(20, 256).copy_(x)
+    assert torch.equal(linear(moved), linear(x))
+
+
+@pytest.mark.cuda
+def test_a_weight_that_the_kernel_before_writes() -> None:
+    """In torch no weight is known to be constant: it is read when the kernel before this one has ended."""
+    x, source = (random(*shape, dtype=torch.float16, device="cuda") for shape in ((4, 512), (2048, 512)))
+    expected = torch_op.linear(x, source.relu())
+    for _ in range(50):
+        assert torch.equal(torch_op.linear(x, torch_op.relu(source)), expected)
+
+
+@pytest.mark.cuda
+def test_bits_in_onnxruntime() -> None:
+    """A chain of products with constant weights, whose kernels overlap: each row as alone, and as torch's."""
+    shapes = ((1024, 512), (512, 1024), (4096, 512))
+    weights = [(random(*shape) / shape[1] ** 0.5).half() for shape in shapes]
+    nodes = [
+        linear_node([before, f"w{i}"], after, activation="gelu")
+        for i, (before, after) in enumerate((("x", "a"), ("a", "b"), ("b", "y")))
+    ]
+    model = model_of(nodes, ["m", 512], {f"w{i}": weight for i, weight in enumerate(weights)})
+    session = make_session(model, LIBRARY, "cuda")
+    x = random(64, 512, dtype=torch.float16, device="cuda")
+    expected = x
+    for weight in weights:
+        expected = torch_op.linear(expected, weight.cuda(), activation="gelu")
+
+    def run(rows: Tensor) -> Tensor:
+        y = torch.empty(len(rows), 4096, dtype=torch.float16, device="cuda")
+        run_bound(session, {"x": rows}, {"y": y})
+        return y
+
+    for rows in ROWS:
+        assert torch.equal(run(x[:rows]), expected[:rows]), rows
+    turned = torch.randperm(64, device="cuda")
+    assert torch.equal(run(x[turned]), expected[turned])
+
+
+@pytest.mark.cuda
+def test_rows_that_do_not_fit_are_named() -> None:
+    weight = weight_of(8, 64, 4, 32, False).packed
+    x = torch.zeros(1, 40, dtype=torch.float16, device="cuda")
+    with pytest.raises(RuntimeError, match="x has rows of 40 elements, expected a multiple of 32"):
+        torch_op.linear_q(x, **{name: each.cuda() for name, each in weight.items()})
