@@ -4,7 +4,6 @@ The kernel is one. The twin, `put_functional`, runs it on copies of the inputs, 
 record says of the op (derivative, vmap, sharding) is about the twin. The op that mutates has neither.
 """
 
-import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -17,6 +16,29 @@ from .arguments import bind, signature_of, tensors_of
 from .rules import as_tuple
 
 Rule = Callable[..., Any]
+
+
+def _memory(tensor: torch.Tensor) -> tuple[int, int, bool, bool]:
+    """Returns begin and end of a tensor's memory, whether it may have gaps, and whether elements share it."""
+    last, shared, begin, count = 0, False, tensor.data_ptr(), tensor.numel()
+    for step, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        shared |= 1 < size <= count and step <= last
+        last += (size - 1) * step
+    return begin, begin + (last + 1) * tensor.itemsize * (count > 0), last >= count, shared
+
+
+def _check_written(record: OpSpec, arguments: dict[str, Any]) -> None:
+    """Checks that each element which an op writes has memory of its own, as CheckWritten in call.cpp."""
+    tensors = [(name, *_memory(each)) for name, value in arguments.items() for each in tensors_of([value])]
+    for name, begin, end, gaps, shared in tensors:
+        faults = ["elements of it share their memory, as after expand(); pass a tensor of its own"] * shared
+        faults += [
+            f"shares its memory with {other}; pass a copy of one of them"
+            for other, first, last, also, _ in tensors
+            if other != name and begin < last and first < end and (begin == first or not (gaps and also))
+        ]
+        if faults and name in record.written.values():
+            raise RecordError(f"{record.qualified_name}: {name} is written, and {faults[0]}: .clone()")
 
 
 def register_mutating(
@@ -99,17 +121,7 @@ def register_mutating(
 
         def run(*args: Any, **kwargs: Any) -> Any:
             arguments = bind(signature, args, kwargs)
-            for name, (other, value) in itertools.product(names, arguments.items()):
-                tensor = arguments[name]
-                if (
-                    name != other
-                    and tensor.numel()
-                    and getattr(value, "data_ptr", int)() == tensor.data_ptr()
-                ):
-                    raise RecordError(
-                        f"{record.qualified_name}: {name} is written, and shares its memory with {other}; "
-                        "pass a copy of one of them: .clone()"
-                    )
+            _check_written(record, arguments)
             if in_place is not None and all(arguments[name].is_contiguous() for name in names):
                 return in_place(*arguments.values())
             return run_twin(*arguments.values(), rule=of_twin)

@@ -213,13 +213,13 @@ def _derive(record: OpSpec) -> None:
     formulas_see = ChainMap(_functions[record.namespace], functions)
     function, autograd_kernel, _ = make_function(record, op, formulas_see)
     _functions[record.namespace][record.functional_name] = function
-    fake = fake_rule(record)
+    infer = fake_rule(record)
 
-    def fake_and_sharding(*args: Any, **kwargs: Any) -> Any:
+    def fake(*args: Any, **kwargs: Any) -> Any:
         register_sharding_rule(record)  # DTensor runs the fake before it looks for the rule
-        return fake(*args, **kwargs)
+        return infer(*args, **kwargs)
 
-    torch.library.register_fake(name, fake_and_sharding, lib=library)
+    torch.library.register_fake(name, fake, lib=library)
     library.impl(record.functional_name, vmap_kernel(record, op), "FuncTorchBatched")
     library.impl(record.functional_name, autograd_kernel, "Autograd")
     if not torch._C._dispatch_has_kernel_for_dispatch_key(name, "CPU"):

@@ -35,7 +35,7 @@ def register_sharding_rule(record: OpSpec) -> None:
     from torch.distributed.tensor.experimental import register_sharding
 
     _registered.add(record.torch_name)
-    op = getattr(getattr(torch.ops, record.namespace), record.functional_name).default
+    ops = getattr(torch.ops, record.namespace)
     signature = signature_of(record)
 
     def rule(*args: Any, **kwargs: Any) -> list[Any]:
@@ -51,7 +51,13 @@ def register_sharding_rule(record: OpSpec) -> None:
             )
         return [_strategy(record, arguments, {}, {}), *found]
 
-    register_sharding(op)(rule)
+    def refuse(*args: Any, **kwargs: Any) -> Any:
+        raise RecordError(
+            f"{record.qualified_name} writes, and takes no DTensors. Call {record.functional_name}"
+        )
+
+    for name, each in {record.name: refuse, record.functional_name: rule}.items():
+        register_sharding(getattr(ops, name).default)(each)
 
 
 def _strategy(

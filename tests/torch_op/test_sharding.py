@@ -14,6 +14,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.torch_version import TorchVersion
 
 from twinop import torch_op
+from twinop.library import find_library
 
 WHOLE = Replicate()
 SPLITS = [Replicate(), Shard(0), Shard(1), Shard(2)]
@@ -109,6 +110,17 @@ def _rank(rank: int, file: str) -> None:
         assert isinstance(whole, DTensor)
         with pytest.raises(RuntimeError, match=r"attention_packed has no sharding rule.*Redistribute"):
             torch_op.attention_packed(distribute_tensor(packed, mesh, [Shard(0)]), heads=2)
+        ops = torch_op.load(find_library("test_written"))
+        cache: Any = distribute_tensor(torch.zeros(6), mesh, [Shard(0)])
+        bumped = ops.bump_functional(cache, cache + 1)
+        assert bumped.placements == (Shard(0),) and bumped.full_tensor().eq(1).all()
+        for context in (torch.enable_grad(), torch.inference_mode()):
+            with (
+                context,
+                pytest.raises(RuntimeError, match="bump writes, and takes no DTensors. Call bump_functional"),
+            ):
+                ops.bump(cache, cache + 1)
+        assert not cache.full_tensor().any()
         block, x = _Block(), torch.randn(2, 3, 8)
         y = block(x)
         y.sum().backward()

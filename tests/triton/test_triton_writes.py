@@ -37,11 +37,17 @@ def test_in_torch_without_a_library(put_rows: KernelOp) -> None:
     opcheck(ops.put_rows_functional.default, (cache.requires_grad_(), rows.requires_grad_(), POSITION))
     with pytest.raises(RecordError, match="Call put_rows_functional, which returns cache_out"):
         put_rows(cache, rows, POSITION)
-    with (
-        torch.no_grad(),
-        pytest.raises(RecordError, match="cache is written, and shares its memory with rows"),
+    both, shares = torch.zeros(6, 2, 3), "cache is written, and shares its memory with rows"
+    for written, read, message in (
+        (cache, cache[:2], shares),
+        (cache, cache[3:5], shares),
+        (both[:, 0], both.view(12, 3)[1:3], shares),
+        (cache[:1].expand(6, 3), rows, "elements of it share their memory"),
+        (cache.as_strided((6, 3), (2, 1)), rows, "elements of it share their memory"),
     ):
-        put_rows(cache, cache[:2], POSITION)
+        with torch.no_grad(), pytest.raises(RecordError, match=message):
+            put_rows(written, read, POSITION)
+    put_rows(both[:, 0], both[:2, 1], POSITION)  # in one range of memory, without an element in common
 
 
 @pytest.mark.cuda
