@@ -5,6 +5,7 @@
 #include <map>
 #include <utility>
 
+#include "ort_customop/kernel.h"
 #include "twinop/record/node_proto.h"
 
 namespace twinop::ort {
@@ -172,21 +173,17 @@ Status FunctionBody::RunCounted(OrtSession* session, OrtKernelContext* context,
 
 Status FunctionBody::CopyOutput(OrtKernelContext* context, std::size_t i, OrtValue* from) const {
   const OrtApi* api = op_.api;
-  OrtTensorTypeAndShapeInfo* info = nullptr;
-  TWINOP_RETURN_IF_ORT_ERROR(api, api->GetTensorTypeAndShape(from, &info));
-  const Owned<OrtTensorTypeAndShapeInfo> owned(info, api->ReleaseTensorTypeAndShapeInfo);
   std::int64_t sizes[kMaxRank];
-  std::size_t rank = 0, count = 0;
-  TWINOP_RETURN_IF_ORT_ERROR(api, api->GetDimensionsCount(info, &rank));
-  TWINOP_RETURN_IF_ORT_ERROR(api, api->GetDimensions(info, sizes, std::min(rank, kMaxRank)));
-  TWINOP_RETURN_IF_ORT_ERROR(api, api->GetTensorShapeElementCount(info, &count));
+  Tensor made;
+  TWINOP_RETURN_IF_ERROR(ReadShape(api, nullptr, from, sizes, &made));
   OrtValue* to = nullptr;
-  void *source = nullptr, *place = nullptr;
-  TWINOP_RETURN_IF_ORT_ERROR(api, api->KernelContext_GetOutput(context, i, sizes, rank, &to));
-  if (to == nullptr || count == 0) return {};  // the node omits it
-  TWINOP_RETURN_IF_ORT_ERROR(api, api->GetTensorMutableData(from, &source));
+  void* place = nullptr;
+  TWINOP_RETURN_IF_ORT_ERROR(api, api->KernelContext_GetOutput(context, i, sizes, made.rank, &to));
+  if (to == nullptr) return {};  // the node omits it
+  TWINOP_RETURN_IF_ORT_ERROR(api, api->GetTensorMutableData(from, &made.data));
   TWINOP_RETURN_IF_ORT_ERROR(api, api->GetTensorMutableData(to, &place));
-  std::memcpy(place, source, count * Info(op_.output_types[i]).size);
+  const auto count = static_cast<std::size_t>(Numel(sizes, made.rank));
+  if (count > 0) std::memcpy(place, made.data, count * Info(op_.output_types[i]).size);
   return {};
 }
 

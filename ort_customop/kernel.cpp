@@ -134,7 +134,7 @@ void ParallelFor(void* pool, std::int64_t count, std::int64_t grain, Context::Ra
 
 // Queues the kernel. `memory`: of a call whose outputs have sizes that come from the data.
 TWINOP_INLINE Status LaunchOn(const Kernel& kernel, OrtKernelContext* ort_context, Call* call,
-                              CountedMemory* memory = nullptr) {
+                              const CountedMemory* memory = nullptr) {
   const OrtApi* api = kernel.api;
   Pool pool{api, ort_context};
   Context context = ContextOf(kernel);
@@ -146,7 +146,7 @@ TWINOP_INLINE Status LaunchOn(const Kernel& kernel, OrtKernelContext* ort_contex
   call->context = &context;
   if (kernel.body != nullptr) return kernel.body->Run(ort_context, *call);
   const Op& op = *kernel.op;
-  if (memory != nullptr) return RunCounted(*op.record, op.launch, op.output_types, *call, memory);
+  if (memory != nullptr) return RunCounted(*op.record, op.launch, op.output_types, *call, *memory);
   return Launch(*op.record, op.launch, *call);
 }
 
@@ -157,63 +157,45 @@ Status Compute(const Kernel& kernel, OrtKernelContext* context) {
   std::int64_t output_sizes[kMaxOutputs][kMaxRank];
   TWINOP_RETURN_IF_ERROR(inputs.Read(kernel, context));
   TWINOP_RETURN_IF_ERROR(CheckShapes(record, inputs.tensors, kernel.attributes.get()));
-  TWINOP_RETURN_IF_ERROR(AllocateOutputs(kernel, context, inputs.tensors, outputs, output_sizes));
   Call call = CallOf(kernel, inputs.tensors, inputs.count, outputs);
+  Scratch scratch(kernel.allocator);
+  const auto allocate = [&](std::int64_t bytes) {
+    return scratch.Allocate(kernel.api, context, kernel.op->on_cuda,
+                            static_cast<std::size_t>(bytes));
+  };
+  if (record.sizes_counted.count > 0) {
+    const CountedMemory memory{[&](std::int64_t bytes, void** data) {
+                                 Status status = allocate(bytes);
+                                 *data = scratch.data();
+                                 return status;
+                               },
+                               [&](const std::int64_t* counts, Tensor* made) {
+                                 return AllocateOutputs(kernel, context, inputs.tensors, made,
+                                                        output_sizes, counts);
+                               }};
+    return LaunchOn(kernel, context, &call, &memory);
+  }
+  TWINOP_RETURN_IF_ERROR(AllocateOutputs(kernel, context, inputs.tensors, outputs, output_sizes));
   TWINOP_RETURN_IF_ERROR(CheckAliases(record, call));
 
   if (AllEmpty(record, outputs)) return {};
   if (record.schema.WritesInputs() && kernel.body == nullptr)
     TWINOP_RETURN_IF_ERROR(CopyWritten(kernel, context, inputs.tensors, outputs));
   if (kernel.body != nullptr) return LaunchOn(kernel, context, &call);
-  Scratch scratch(kernel.allocator);
   std::int64_t bytes = 0;
   TWINOP_RETURN_IF_ERROR(ScratchBytes(record, call, &bytes));
-  TWINOP_RETURN_IF_ERROR(
-      scratch.Allocate(kernel.api, context, kernel.op->on_cuda, static_cast<std::size_t>(bytes)));
+  TWINOP_RETURN_IF_ERROR(allocate(bytes));
   call.scratch = scratch.data();
   return LaunchOn(kernel, context, &call);
 }
 
-struct CallMemory final : CountedMemory {
-  const Kernel& kernel;
-  OrtKernelContext* context;
-  const Tensor* inputs;
-  Scratch scratch;
-  std::int64_t output_sizes[kMaxOutputs][kMaxRank];
-
-  CallMemory(const Kernel& kernel, OrtKernelContext* context, const Tensor* inputs)
-      : kernel(kernel), context(context), inputs(inputs), scratch(kernel.allocator) {}
-  Status Temporary(std::int64_t bytes, void** data) override {
-    TWINOP_RETURN_IF_ERROR(
-        scratch.Allocate(kernel.api, context, kernel.op->on_cuda, static_cast<std::size_t>(bytes)));
-    *data = scratch.data();
-    return {};
-  }
-  Status Outputs(const std::int64_t* counts, Tensor* outputs) override {
-    return AllocateOutputs(kernel, context, inputs, outputs, output_sizes, counts);
-  }
-};
-
-// The same where the sizes of outputs come from the data.
-Status ComputeCounted(const Kernel& kernel, OrtKernelContext* context) {
-  Inputs inputs;
-  Tensor outputs[kMaxOutputs];
-  TWINOP_RETURN_IF_ERROR(inputs.Read(kernel, context));
-  TWINOP_RETURN_IF_ERROR(CheckShapes(*kernel.op->record, inputs.tensors, kernel.attributes.get()));
-  Call call = CallOf(kernel, inputs.tensors, inputs.count, outputs);
-  CallMemory memory(kernel, context, inputs.tensors);
-  return LaunchOn(kernel, context, &call, &memory);
-}
-
-template <Status (*kCompute)(const Kernel&, OrtKernelContext*)>
-OrtStatusPtr RunKernel(void* data, OrtKernelContext* context) {
+OrtStatusPtr ComputeKernel(void* data, OrtKernelContext* context) {
   const Kernel& kernel = *static_cast<const Kernel*>(data);
   return Guard(kernel.api, [&] {
-    Status status = kCompute(kernel, context);
+    Status status = Compute(kernel, context);
     return status.ok() ? nullptr : ToOrt(kernel.api, AtNode(kernel, status));
   });
 }
-constexpr ComputeFunction ComputeKernel = RunKernel<Compute>;
 
 // The same sequence for an op with one input, one output of its shape and no scratch, such as most
 // elementwise ops: without loops, arrays and messages, which would cost a fifth of a small node.
@@ -269,7 +251,6 @@ OrtStatusPtr ComputeUnary(void* data, OrtKernelContext* context) {
 ComputeFunction FindCompute(const Op& op) {
   const Record& record = *op.record;
   const Schema& schema = record.schema;
-  if (record.sizes_counted.count > 0) return RunKernel<ComputeCounted>;
   const bool unary = schema.input_count == 1 && !schema.HasOptionalInput() &&
                      !schema.HasRepeatedInput() && schema.output_count == 1 &&
                      record.same_shape_inputs[0] == 0 && record.scratch_size == nullptr &&

@@ -36,13 +36,11 @@ inline Status AtNode(const Kernel& kernel, const Status& status) {
 
 // Reads the dimensions of a tensor: in ORT's own memory, or copied to `buffer` by runtimes before
 // 1.24.
-inline Status ReadShape(const Kernel& kernel, const OrtValue* value, std::int64_t* buffer,
-                        Tensor* tensor) {
-  const OrtApi* api = kernel.api;
-  if (kernel.type_and_shape != nullptr) {
+inline Status ReadShape(const OrtApi* api, TypeAndShapeReference type_and_shape,
+                        const OrtValue* value, std::int64_t* buffer, Tensor* tensor) {
+  if (type_and_shape != nullptr) {
     ONNXTensorElementDataType type;
-    TWINOP_RETURN_IF_ORT_ERROR(api,
-                               kernel.type_and_shape(value, &type, &tensor->sizes, &tensor->rank));
+    TWINOP_RETURN_IF_ORT_ERROR(api, type_and_shape(value, &type, &tensor->sizes, &tensor->rank));
   } else {
     OrtTensorTypeAndShapeInfo* info = nullptr;
     TWINOP_RETURN_IF_ORT_ERROR(api, api->GetTensorTypeAndShape(value, &info));
@@ -64,7 +62,7 @@ inline Status ReadShape(const Kernel& kernel, const OrtValue* value, std::int64_
 // Makes a view of `value`, which is the op's input `i`.
 inline Status ReadTensor(const Kernel& kernel, const OrtValue* value, std::size_t i,
                          std::int64_t* buffer, Tensor* tensor) {
-  TWINOP_RETURN_IF_ERROR(ReadShape(kernel, value, buffer, tensor));
+  TWINOP_RETURN_IF_ERROR(ReadShape(kernel.api, kernel.type_and_shape, value, buffer, tensor));
   // The only accessor is not const. Inputs are only read.
   TWINOP_RETURN_IF_ORT_ERROR(
       kernel.api, kernel.api->GetTensorMutableData(const_cast<OrtValue*>(value), &tensor->data));

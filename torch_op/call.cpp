@@ -288,31 +288,8 @@ TorchTensor ScratchMemory(std::int64_t bytes, const Device& device) {
   return EmptyStrided(&size, &stride, 1, DType::kFloat64, device);
 }
 
-// The memory of a call whose outputs have sizes that come from the data.
-struct CallMemory final : CountedMemory {
-  const Record& record;
-  Arguments* arguments;
-  std::size_t combination;
-  const Device& device;
-  std::vector<TorchTensor> outputs;
-  std::optional<TorchTensor> temporary;
-
-  CallMemory(const Record& record, Arguments* arguments, std::size_t combination,
-             const Device& device)
-      : record(record), arguments(arguments), combination(combination), device(device) {}
-  Status Temporary(std::int64_t bytes, void** data) override {
-    temporary = ScratchMemory(bytes, device);
-    *data = temporary->mutable_data_ptr();
-    return {};
-  }
-  Status Outputs(const std::int64_t* counts, Tensor* views) override {
-    outputs = AllocateOutputs(record, false, arguments, combination, device, views, counts);
-    return {};
-  }
-};
-
 void LaunchOn(LoadedOp* op, bool on_cuda, const Arguments& arguments, const Device& device,
-              Tensor* outputs, CallMemory* memory = nullptr) {
+              Tensor* outputs, std::size_t combination, const CountedMemory* memory = nullptr) {
   const Record& record = op->record;
   const twinop_launch launch = on_cuda ? record.cuda_launch : record.cpu_launch;
   Context context;
@@ -338,8 +315,7 @@ void LaunchOn(LoadedOp* op, bool on_cuda, const Arguments& arguments, const Devi
     call.state = state.get();
   }
   if (memory != nullptr)
-    return Check(
-        RunCounted(record, launch, record.output_types[memory->combination], call, memory));
+    return Check(RunCounted(record, launch, record.output_types[combination], call, *memory));
   std::int64_t bytes = 0;
   Check(ScratchBytes(record, call, &bytes));
   std::optional<TorchTensor> scratch;
@@ -442,14 +418,23 @@ void CallBoxed(LoadedOp* op, bool on_cuda, StableIValue* stack) {
   LayOut(record, &arguments);
   std::vector<TorchTensor> outputs;
   if (record.sizes_counted.count > 0) {
-    CallMemory memory(record, &arguments, combination, device);
-    LaunchOn(op, on_cuda, arguments, device, nullptr, &memory);
-    outputs = std::move(memory.outputs);
+    std::optional<TorchTensor> temporary;
+    const CountedMemory memory{[&](std::int64_t bytes, void** data) {
+                                 temporary = ScratchMemory(bytes, device);
+                                 *data = temporary->mutable_data_ptr();
+                                 return Status();
+                               },
+                               [&](const std::int64_t* counts, Tensor* views) {
+                                 outputs = AllocateOutputs(record, false, &arguments, combination,
+                                                           device, views, counts);
+                                 return Status();
+                               }};
+    LaunchOn(op, on_cuda, arguments, device, nullptr, combination, &memory);
   } else {
     Tensor views[kMaxOutputs];
     outputs = AllocateOutputs(record, op->mutates, &arguments, combination, device, views);
     if (record.is_elementwise) Flatten(schema, arguments.views.data(), views);
-    if (!AllEmpty(record, views)) LaunchOn(op, on_cuda, arguments, device, views);
+    if (!AllEmpty(record, views)) LaunchOn(op, on_cuda, arguments, device, views, combination);
   }
   const std::size_t count = op->mutates ? schema.returned_count : schema.output_count;
   for (std::size_t i = count; i < schema.output_count; ++i) {

@@ -22,7 +22,7 @@ from twinop.shapes import largest_sizes, output_shapes
 from twinop.triton.helion import helion_kernels
 from twinop.triton.installed import check_triton
 
-from .arguments import signature_of, tensors_of
+from .arguments import bind, signature_of, tensors_of
 from .autograd import make_function
 from .mutation import register_mutating
 from .rules import as_tuple, run_body, unbacked_sizes, vmap_rule
@@ -112,9 +112,7 @@ def _implementation(declared: KernelOp, fake: bool = False, mutates: bool = Fals
         return results if len(results) > 1 else results[0]
 
     def call(*args: Any, **kwargs: Any) -> Any:
-        bound = signature.bind(*args, **kwargs)
-        bound.apply_defaults()
-        return run(*bound.args)
+        return run(*bind(signature, args, kwargs).values())
 
     signature = _typed_signature(record)
     call.__signature__ = signature  # type: ignore[attr-defined]

@@ -49,7 +49,7 @@ bool IsCaptured(const Context& context) {
 }
 
 Status RunCounted(const Record& record, twinop_launch launch, const DType* types, Call call,
-                  CountedMemory* memory) {
+                  const CountedMemory& memory) {
   const Context& context = *call.context;
   const bool on_cuda = context.device_type == TWINOP_CUDA;
   const std::size_t size_count = record.sizes_counted.count;
@@ -88,7 +88,7 @@ Status RunCounted(const Record& record, twinop_launch launch, const DType* types
     for (std::size_t i = 0; i < output_count && !record.counts_first; ++i)
       begins[i] = reserve(largest[i].bytes());
     void* data = nullptr;
-    TWINOP_RETURN_IF_ERROR(memory->Temporary(bytes, &data));
+    TWINOP_RETURN_IF_ERROR(memory.temporary(bytes, &data));
     call.scratch = scratch > 0 ? data : nullptr;
     call.counts = reinterpret_cast<std::int64_t*>(static_cast<char*>(data) + counts_begin);
     for (std::size_t i = 0; i < output_count && !record.counts_first; ++i)
@@ -101,7 +101,7 @@ Status RunCounted(const Record& record, twinop_launch launch, const DType* types
   }
 
   Tensor outputs[kMaxOutputs];
-  TWINOP_RETURN_IF_ERROR(memory->Outputs(counts, outputs));
+  TWINOP_RETURN_IF_ERROR(memory.outputs(counts, outputs));
   call.outputs = outputs;
   TWINOP_RETURN_IF_ERROR(CheckAliases(record, call));
   if (AllEmpty(record, outputs)) return {};
