@@ -27,8 +27,7 @@ template <class T, class Number = Compute<T>>
 void TurnHead(const Problem& p, const Operands<T>& x, const T* head, int part,
               std::int64_t position, T* to) {
   const Number rms = x.norms != nullptr && part < 2 ? InverseRms(p, head) : Number(1);
-  for (std::int64_t d = 0; d < p.size; ++d)
-    Round(HeadElement(p, x, head, part, position, d, rms), &to[d]);
+  for (int d = 0; d < p.size; ++d) Round(HeadElement(p, x, head, part, position, d, rms), &to[d]);
 }
 
 // Sixteen sums side by side, which the compiler vectorises.

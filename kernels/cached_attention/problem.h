@@ -12,9 +12,9 @@ namespace twinop::cached_attention {
 
 struct Problem {
   std::int64_t batches, tokens;  // new ones of a sequence
-  std::int64_t heads, kv_heads;
-  std::int64_t size;    // elements of a head
-  std::int64_t pairs;   // of its first elements, which are turned
+  int heads, kv_heads;
+  int size;             // elements of a head
+  int pairs;            // of its first elements, which are turned
   std::int64_t rows;    // of a cache, for a sequence and head
   std::int64_t limit;   // positions: those that the cache and the tables have
   std::int64_t window;  // keys that a token sees; 0: all
@@ -23,7 +23,7 @@ struct Problem {
   bool is_interleaved;
 
   TWINOP_INLINE std::int64_t Width() const {
-    return (heads + 2 * kv_heads) * size;
+    return std::int64_t{heads + 2 * kv_heads} * size;
   }  // of a row of qkv
 };
 
@@ -48,23 +48,24 @@ TWINOP_INLINE std::int64_t FirstKey(const Problem& p, std::int64_t position) {
   return p.window > 0 && position >= p.window ? position + 1 - p.window : 0;
 }
 
-// Element d of a head of q (part 0), k (1) or v (2), normed and turned for a position. `square` is
-// the mean of the head's squares.
+// Element d of a head of q (part 0), k (1) or v (2), normed and turned for a position. Without
+// branches, so that CUDA loads all that a thread reads at once.
 template <class T, class Number = Compute<T>>
 TWINOP_INLINE Number HeadElement(const Problem& p, const Operands<T>& x, const T* head, int part,
-                                 std::int64_t position, std::int64_t d, Number rms) {
-  const auto at = [&](std::int64_t i) {
-    const Number value = ToCompute(head[i]);
-    return x.norms == nullptr ? value : value * rms * Number(ToCompute(x.norms[part * p.size + i]));
-  };
-  if (part == 2) return ToCompute(head[d]);
-  if (d >= 2 * p.pairs) return at(d);
-  const std::int64_t pair = p.is_interleaved ? d / 2 : d % p.pairs;
+                                 std::int64_t position, int d, Number rms) {
+  const bool is_normed = x.norms != nullptr && part < 2, is_turned = part < 2 && d < 2 * p.pairs;
   const bool is_second = p.is_interleaved ? d % 2 == 1 : d >= p.pairs;
-  const std::int64_t distance = p.is_interleaved ? 1 : p.pairs;
-  const T* const row = x.cos_sin + position * 2 * p.pairs;
-  const Number cos = ToCompute(row[pair]), sin = ToCompute(row[p.pairs + pair]);
-  return is_second ? at(d) * cos + at(d - distance) * sin : at(d) * cos - at(d + distance) * sin;
+  const int distance = p.is_interleaved ? 1 : p.pairs, pair = p.is_interleaved ? d / 2 : d;
+  const int other = !is_turned ? d : is_second ? d - distance : d + distance;
+  const int angle = !is_turned ? 0 : p.is_interleaved || !is_second ? pair : pair - p.pairs;
+  const T* const weights = is_normed ? x.norms + part * p.size : head;
+  const T* const row = is_turned ? x.cos_sin + position * 2 * p.pairs : head;
+  Number own = ToCompute(head[d]), next = ToCompute(head[other]);
+  const Number scales[] = {ToCompute(weights[d]), ToCompute(weights[other])};
+  const Number cos = ToCompute(row[angle]), sin = ToCompute(row[is_turned ? p.pairs + angle : 0]);
+  own = is_normed ? own * rms * scales[0] : own;
+  next = is_normed ? next * rms * scales[1] : next;
+  return is_turned ? own * cos + next * (is_second ? sin : -sin) : own;
 }
 
 template <class Op>
@@ -77,10 +78,10 @@ Status ProblemOf(const CallOf<Op>& call, Problem* problem) {
   p = {};
   p.batches = qkv.sizes[0];
   p.tokens = qkv.sizes[1];
-  p.kv_heads = cache.sizes[1];
+  p.kv_heads = static_cast<int>(cache.sizes[1]);
   p.rows = p.limit = cache.sizes[2];
-  p.size = cache.sizes[3];
-  p.heads = p.size == 0 ? 0 : qkv.sizes[2] / p.size - 2 * p.kv_heads;
+  p.size = static_cast<int>(cache.sizes[3]);
+  p.heads = p.size == 0 ? 0 : static_cast<int>(qkv.sizes[2] / p.size) - 2 * p.kv_heads;
   if (p.kv_heads <= 0 || p.heads <= 0 || qkv.sizes[2] % p.size != 0 || p.heads % p.kv_heads != 0)
     return Status::Error("qkv has rows of " + std::to_string(qkv.sizes[2]) +
                          " numbers; expected heads of " + std::to_string(p.size) + ": " +
@@ -88,7 +89,7 @@ Status ProblemOf(const CallOf<Op>& call, Problem* problem) {
                          " of k and as many of v, as the caches have, "
                          "and a multiple of that of q");
   if (cos_sin.present) {
-    p.pairs = cos_sin.sizes[1] / 2;
+    p.pairs = static_cast<int>(cos_sin.sizes[1] / 2);
     p.limit = std::min(p.limit, cos_sin.sizes[0]);
     if (cos_sin.sizes[1] % 2 != 0 || cos_sin.sizes[1] > p.size)
       return Status::Error("cos_sin has rows of " + std::to_string(cos_sin.sizes[1]) +

@@ -4,8 +4,7 @@
 
 #include <cstdint>
 
-#include "twinop/attention/tensor_cores.cuh"
-#include "twinop/cached_attention/problem.h"
+#include "twinop/cached_attention/turn.cuh"
 #include "twinop/primitives/launch.cuh"
 
 namespace twinop::cached_attention {
@@ -81,7 +80,7 @@ __global__ void __launch_bounds__(32 * kPromptWarps)
           const std::int64_t at = key + 8 * n + 2 * t + j;
           float& score = scores[n][2 * i + j];
           score *= scale;
-          if (softcap > 0) score = softcap * tanhf(score / softcap);
+          if (softcap > 0) score = Capped(score, softcap);
           if (at < from || at > position) score = -INFINITY;
           most = fmaxf(most, score);
         }

@@ -29,10 +29,14 @@ inline constexpr int kThreads = 32 * kWarps;
 inline constexpr int kLeaves = 8;  // at most: the blocks of a cluster
 inline constexpr int kHeads = 8;   // of q, which a block takes at a time
 
-// How much of sums with the largest score `highest`, in powers of 2, counts beside `of_all`.
-__device__ __forceinline__ float Share(float highest, float of_all) {
-  return highest == -INFINITY ? 0 : exp2f(highest - of_all);
+__device__ __forceinline__ float Exp2(float x) {
+  float y;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
 }
+
+// What is taken from scores before the power: after only -inf the difference would be NaN.
+__device__ __forceinline__ float Base(float highest) { return highest == -INFINITY ? 0 : highest; }
 
 // Of one head: the largest score, the sum of weights, and two weighted values.
 struct Part {
@@ -41,7 +45,7 @@ struct Part {
   // The order of the two matters, to the last bit.
   __device__ __forceinline__ void Merge(const Part& next) {
     const float most = fmaxf(highest, next.highest);
-    const float own = Share(highest, most), other = Share(next.highest, most);
+    const float own = Exp2(highest - Base(most)), other = Exp2(next.highest - Base(most));
     highest = most;
     total = __fmaf_rn(total, own, __fmul_rn(next.total, other));
 #pragma unroll
@@ -89,8 +93,8 @@ struct Sums {
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       const float most = fmaxf(old_highest[i], highest[i]);
-      old[i] = Share(old_highest[i], most);
-      own[i] = Share(highest[i], most);
+      old[i] = Exp2(old_highest[i] - Base(most));
+      own[i] = Exp2(highest[i] - Base(most));
       highest[i] = most;
       totals[i] = __fmaf_rn(old_totals[i], old[i], __fmul_rn(totals[i], own[i]));
     }
@@ -191,7 +195,7 @@ struct Keys {
       for (int e = 0; e < 4; ++e) {
         const int key = first + KeyOfK(i, e / 2, lane);
         float score = scores[i][e] * scale;
-        if (softcap > 0) score = softcap * kLog2E * tanhf(score / (softcap * kLog2E));
+        if (softcap > 0) score = Capped(score, softcap * kLog2E);
         scores[i][e] = key >= from && key <= last ? score : -INFINITY;
         most[e % 2] = fmaxf(most[e % 2], scores[i][e]);
       }
@@ -200,8 +204,9 @@ struct Keys {
 #pragma unroll
       for (int distance = 4; distance < 32; distance *= 2)
         most[i] = fmaxf(most[i], __shfl_xor_sync(~0u, most[i], distance));
-      const float kept = Share(sums->highest[i], most[i]);
+      const float kept = Exp2(sums->highest[i] - Base(most[i]));
       sums->highest[i] = most[i];
+      most[i] = Base(most[i]);
       sums->totals[i] *= kept;
 #pragma unroll
       for (auto& tile : sums->values) tile[i] *= kept, tile[i + 2] *= kept;
@@ -210,7 +215,7 @@ struct Keys {
     for (int i = 0; i < kGroups; ++i) {
 #pragma unroll
       for (int e = 0; e < 4; ++e) {
-        scores[i][e] = Share(scores[i][e], most[e % 2]);
+        scores[i][e] = Exp2(scores[i][e] - most[e % 2]);
         sums->totals[e % 2] += scores[i][e];
       }
       const std::uint32_t low = Transposed(Pair<T>(scores[i][0], scores[i][1]));
@@ -244,16 +249,16 @@ __global__ void __launch_bounds__(kThreads, kSize <= 64 ? 2 : 1)
   __shared__ __align__(16) T new_k[kSize], new_v[kSize];
   const int warp = static_cast<int>(threadIdx.x) / 32, lane = static_cast<int>(threadIdx.x) % 32;
   const int rank = static_cast<int>(blockIdx.x) % cluster;
-  const int shared = static_cast<int>(p.heads / p.kv_heads);  // heads of q for one of k
+  const int shared = p.heads / p.kv_heads;  // heads of q for one of k
   const int turns = (shared + kHeads - 1) / kHeads;
   const int turn = static_cast<int>(blockIdx.x) / cluster % turns;
-  const std::int64_t b_and_k = blockIdx.x / (cluster * turns);
-  const std::int64_t b = b_and_k / p.kv_heads, kv_head = b_and_k % p.kv_heads;
-  const std::int64_t first_head = kv_head * shared + turn * kHeads;
+  const int b_and_k = static_cast<int>(blockIdx.x) / (cluster * turns);
+  const int b = b_and_k / p.kv_heads, kv_head = b_and_k % p.kv_heads;
+  const int first_head = kv_head * shared + turn * kHeads;
   const int heads = min(shared - turn * kHeads, kHeads);
-  T* const k_rows = x.k_cache + b_and_k * p.rows * kSize;
-  T* const v_rows = x.v_cache + b_and_k * p.rows * kSize;
-  T* const y = x.y + (b * p.heads + first_head) * kSize;
+  T* const k_rows = x.k_cache + b_and_k * (p.rows * kSize);
+  T* const v_rows = x.v_cache + b_and_k * (p.rows * kSize);
+  T* const y = x.y + (std::int64_t{b} * p.heads + first_head) * kSize;
   const int leaves = kLeaves / cluster, first_leaf = rank * leaves;
 
   // The kernel before may still run, and the position be an old one: this moves keys to L2, no
@@ -263,13 +268,14 @@ __global__ void __launch_bounds__(kThreads, kSize <= 64 ? 2 : 1)
   if (lane < Keys::kCount && hinted < hint && hinted < p.rows && p.window == 0) {
 #pragma unroll
     for (int i = 0; i < kSize; i += 64) {
-      asm volatile("prefetch.global.L2 [%0];" ::"l"(k_rows + hinted * kSize + i));
-      asm volatile("prefetch.global.L2 [%0];" ::"l"(v_rows + hinted * kSize + i));
+      asm volatile("prefetch.global.L2 [%0];" ::"l"(k_rows + std::int64_t{hinted} * kSize + i));
+      asm volatile("prefetch.global.L2 [%0];" ::"l"(v_rows + std::int64_t{hinted} * kSize + i));
     }
   }
   WaitForPreviousKernel();
   const int last = *static_cast<const volatile std::int32_t*>(x.position + b);
   if (last < 0 || last >= p.limit) {
+#pragma unroll 1
     for (int i = threadIdx.x; rank == 0 && i < heads * kSize; i += kThreads) Round(NAN, &y[i]);
     return;
   }
@@ -280,20 +286,16 @@ __global__ void __launch_bounds__(kThreads, kSize <= 64 ? 2 : 1)
   const int active = (used + leaves - 1) / leaves;  // blocks with keys
   if (rank >= active) return;
   const T* const row = x.qkv + b * p.Width();
-  for (int h = warp; h < kHeads + 2; h += kWarps) {
-    const int part = h < kHeads ? 0 : h - kHeads + 1;
+#pragma unroll 1
+  for (int h = warp; h < heads + 2; h += kWarps) {  // of q, and then of k and v
+    const int part = h < heads ? 0 : h - heads + 1;
     T* const to = part == 0 ? q_heads[h] : part == 1 ? new_k : new_v;
-    if (part == 0 && h >= heads) {
-      for (int d = lane; d < kSize; d += 32) Round(0.f, &to[d]);
-    } else {
-      const std::int64_t head =
-          part == 0 ? first_head + h : p.heads + (part - 1) * p.kv_heads + kv_head;
-      TurnHead<kSize>(p, x, row + head * kSize, part, last, lane, to);
-    }
+    const int head = part == 0 ? first_head + h : p.heads + (part - 1) * p.kv_heads + kv_head;
+    TurnHead<kSize>(p, x, row + head * kSize, part, last, lane, to);
   }
-  Keys keys;  // their loads come after those of the heads, which everything waits for
-  const int early = (skipped + first_leaf) * Keys::kPiece + warp * Keys::kCount;
-  keys.Load(k_rows, v_rows, early, last, lane);
+#pragma unroll 1
+  for (int i = heads * (kSize + 8) + threadIdx.x; i < kHeads * (kSize + 8); i += kThreads)
+    Round(0.f, &q_heads[0][i]);
   __syncthreads();
   if (rank == 0 && turn == 0 && threadIdx.x < kSize / 8) {
     const std::int64_t place = static_cast<std::int64_t>(last) * kSize / 8 + threadIdx.x;
@@ -315,7 +317,8 @@ __global__ void __launch_bounds__(kThreads, kSize <= 64 ? 2 : 1)
     for (int piece = skipped + first_leaf + leaf; piece < pieces; piece += kLeaves) {
       const int first = piece * Keys::kPiece + warp * Keys::kCount;
       if (first > last || first + Keys::kCount <= from) continue;
-      if (first != early) keys.Load(k_rows, v_rows, first, last, lane);
+      Keys keys;
+      keys.Load(k_rows, v_rows, first, last, lane);
       if (last - first < Keys::kCount) keys.Insert(new_k, new_v, last - first, lane);
       keys.AddTo(&sums, q, scale, p.softcap, first, from, last, lane);
     }
@@ -325,6 +328,7 @@ __global__ void __launch_bounds__(kThreads, kSize <= 64 ? 2 : 1)
       for (int distance = 4; distance < 32; distance *= 2)
         total += __shfl_xor_sync(~0u, total, distance);
     // A tree: a sum waits for the next one of its size. The last one takes all that wait.
+#pragma unroll 1
     for (int level = 0; level < 3; ++level) {
       if (leaf >> level & 1) {
         sums.MergeAfter(slot(level), lane);
@@ -343,6 +347,7 @@ __global__ void __launch_bounds__(kThreads, kSize <= 64 ? 2 : 1)
   __syncthreads();
 #endif
   // Eight neighbouring threads take the same two elements from the eight warps.
+#pragma unroll 1
   for (int i = rank * kThreads + static_cast<int>(threadIdx.x); i < heads * kSize / 2 * kWarps;
        i += active * kThreads) {
     const int of_warp = i % kWarps, h = i / kWarps % heads, element = 2 * (i / kWarps / heads);
@@ -383,8 +388,9 @@ __global__ void __launch_bounds__(kThreads, kSize <= 64 ? 2 : 1)
     }
     if (x.sinks != nullptr) all.Merge({ToCompute(x.sinks[first_head + h]) * kLog2E, 1, {0, 0}});
     if (of_warp == 0) {
-      const std::uint32_t both = Pair<T>(all.values[0] / all.total, all.values[1] / all.total);
-      *reinterpret_cast<std::uint32_t*>(y + h * kSize + element) = both;
+      const float inverse = 1 / all.total;
+      *reinterpret_cast<std::uint32_t*>(y + h * kSize + element) =
+          Pair<T>(all.values[0] * inverse, all.values[1] * inverse);
     }
   }
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900

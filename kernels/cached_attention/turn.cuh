@@ -3,6 +3,7 @@
 
 #include <cstdint>
 
+#include "twinop/attention/tensor_cores.cuh"
 #include "twinop/cached_attention/problem.h"
 #include "twinop/primitives/launch.cuh"
 
@@ -13,7 +14,7 @@ template <int kSize, class T>
 __device__ __forceinline__ void TurnHead(const Problem& p, const Operands<T>& x, const T* head,
                                          int part, std::int64_t position, int lane, T* to) {
   using Number = Compute<T>;
-  const int size = kSize > 0 ? kSize : static_cast<int>(p.size);
+  const int size = kSize > 0 ? kSize : p.size;
   Number rms = 1;
   if (x.norms != nullptr && part < 2) {
     Number sum = 0;
@@ -24,9 +25,22 @@ __device__ __forceinline__ void TurnHead(const Problem& p, const Operands<T>& x,
     for (int distance = 16; distance > 0; distance /= 2) sum += __shfl_xor_sync(~0u, sum, distance);
     rms = 1 / sqrt(sum / Number(size) + Number(p.eps));
   }
-#pragma unroll(kSize > 0 ? kSize / 32 : 1)
-  for (int d = lane; d < size; d += 32)
-    Round(HeadElement(p, x, head, part, position, d, rms), &to[d]);
+  if constexpr (kSize == 0) {
+    for (int d = lane; d < size; d += 32)
+      Round(HeadElement(p, x, head, part, position, d, rms), &to[d]);
+  } else {  // all loads before the stores, which the compiler would not move them over
+    Number values[kSize / 32];
+#pragma unroll
+    for (int i = 0; i < kSize / 32; ++i)
+      values[i] = HeadElement(p, x, head, part, position, lane + 32 * i, rms);
+#pragma unroll
+    for (int i = 0; i < kSize / 32; ++i) Round(values[i], &to[lane + 32 * i]);
+  }
+}
+
+// cap * tanh(score / cap), with an absolute error of some 1e-7 cap.
+__device__ __forceinline__ float Capped(float score, float cap) {
+  return cap - __fdividef(2 * cap, 1 + exp2f(2 * attention::kLog2E / cap * score));
 }
 
 inline constexpr int kTurnWarps = 4;
