@@ -12,7 +12,8 @@ import platform
 import re
 import subprocess
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Annotated, Any
@@ -21,10 +22,10 @@ import torch
 import typer
 
 from twinop import __version__
-from twinop.console import out
+from twinop.console import clear_errors, out
 from twinop.errors import TwinopError
 
-from .timing import Time
+from .timing import DeviceTimer, Time, timer_on
 
 FOLDER = Path("bench-results")
 Device = Annotated[str, typer.Option(help="auto (the GPU if there is one), cpu or cuda.")]
@@ -154,14 +155,28 @@ class Measurements:
         with self.path.open("a") as file:
             file.write(json.dumps(whole) + "\n")
 
-    def say(self) -> None:
-        """Prints the last cell on one line, with the times as multiples of the first provider's."""
+    def say(self, line: Mapping[str, Any]) -> None:
+        """Adds a line, and prints it with the times as multiples of the first provider's."""
+        self.add(line)
         line = self.lines[-1]
         us = {name: time["median_us"] for name, time in line["times"].items()}
         said = [f"{name} {each:.5g} us ({each / next(iter(us.values())):.3f})" for name, each in us.items()]
         said += [f"{name}: not measured: {reason}" for name, reason in line["missing"].items()]
         cell = " ".join(map(str, cell_of(line).values()))
         out.print(f"{cell}: {', '.join(said)}", markup=False, highlight=False, soft_wrap=True)
+
+
+@contextmanager
+def measuring(
+    benchmark: str, device: str, output: Path | None, quick: bool
+) -> Iterator[tuple[Measurements, torch.device, DeviceTimer | None]]:
+    """Opens a command's file, with the device, and the timer of a GPU. torch has one thread of the CPU.
+
+    An error of twinop ends the command with one message.
+    """
+    with clear_errors(), torch.no_grad(), timer_on(where := choose_device(device)) as timer:
+        torch.set_num_threads(1)
+        yield Measurements(benchmark, where, output, quick), where, timer
 
 
 def output_folder(folder: Path | None) -> Path:

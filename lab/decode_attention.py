@@ -21,10 +21,9 @@ from twinop import torch_op
 from twinop.bench import runtime
 from twinop.bench.cases import relative_error
 from twinop.bench.cells import IN_ORT, IN_TORCH
-from twinop.bench.measurements import Device, Measurements, Output, choose_device, chosen
+from twinop.bench.measurements import Device, Output, chosen, measuring
 from twinop.bench.providers import Subject, require, side_by_side
-from twinop.bench.timing import DeviceTimer, timer_on
-from twinop.console import clear_errors
+from twinop.bench.timing import DeviceTimer
 
 ORT, TORCH = "ORT GroupQueryAttention", "torch SDPA"
 HEADS, BATCHES, CONTEXTS = ((32, 8, 64), (32, 8, 128)), (1, 8, 64), (128, 1024, 8192)
@@ -97,16 +96,14 @@ def main(
     output: Output = None,
 ) -> None:
     """Measure attention of one new token: device time behind an empty L2 cache, wall time on a CPU."""
-    with clear_errors(), torch.no_grad(), timer_on(where := choose_device(device)) as timer:
+    with measuring("decode-attention", device, output, quick) as (measured, where, timer):
         default = "bfloat16,float16" if timer is not None else "float32"
         kinds = chosen("--dtypes", dtypes or default, ("bfloat16", "float16", "float32"))
-        measured = Measurements("decode-attention", where, output, quick)
         contexts = CONTEXTS[:2] if quick or timer is None else CONTEXTS
         for kind, heads, batch, context in itertools.product(kinds, HEADS, BATCHES, contexts):
             line = measure((*heads, batch, context), getattr(torch, kind), where, timer, 5 if quick else 21)
             shape = f"{batch}x{context}, {heads[0]}/{heads[1]} x {heads[2]}"
-            measured.add({"op": "attention_cached", "shape": shape, "dtype": kind} | line)
-            measured.say()
+            measured.say({"op": "attention_cached", "shape": shape, "dtype": kind} | line)
 
 
 if __name__ == "__main__":

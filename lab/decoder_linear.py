@@ -20,10 +20,9 @@ from twinop import torch_op
 from twinop.bench import runtime
 from twinop.bench.cases import relative_error
 from twinop.bench.cells import AGAIN, IN_ORT, IN_TORCH
-from twinop.bench.measurements import Device, Measurements, Output, choose_device
+from twinop.bench.measurements import Device, Output, measuring
 from twinop.bench.providers import Subject, checked, require
-from twinop.bench.timing import DeviceTimer, Time, host_times_apart, timer_on
-from twinop.console import clear_errors
+from twinop.bench.timing import DeviceTimer, Time, host_times_apart
 from twinop.quantised import pack
 
 TORCH, ORT = "torch", "ORT"
@@ -164,9 +163,7 @@ def main(
     output: Output = None,
 ) -> None:
     """Measure products of few rows: on a GPU in CUDA graphs with an empty L2, on a CPU wall time."""
-    with clear_errors(), torch.no_grad(), timer_on(where := choose_device(device)) as timer:
-        measured = Measurements("decoder-linear", where, output, quick)
-        torch.set_num_threads(1)
+    with measuring("decoder-linear", device, output, quick) as (measured, where, timer):
         torch.manual_seed(0)
         bandwidth = read_bandwidth(timer) if timer is not None else None
         for name, (n, k) in ({"small": (64, 128)} if quick else SHAPES).items():
@@ -182,8 +179,7 @@ def main(
                             each: round(n * k * size / time.median / bandwidth, 3)
                             for each, time in times.items()
                         }
-                    measured.add(cell | {"times": times, "missing": missing})
-                    measured.say()
+                    measured.say(cell | {"times": times, "missing": missing})
 
 
 if __name__ == "__main__":

@@ -22,10 +22,9 @@ from twinop import torch_op
 from twinop.bench import runtime
 from twinop.bench.cells import IN_ORT, IN_TORCH
 from twinop.bench.measure import captured
-from twinop.bench.measurements import BenchError, Device, Measurements, Output, choose_device
+from twinop.bench.measurements import BenchError, Device, Output, measuring
 from twinop.bench.providers import Subject, side_by_side
-from twinop.bench.timing import DeviceTimer, Run, timer_on
-from twinop.console import clear_errors
+from twinop.bench.timing import DeviceTimer, Run
 from twinop.library import find_library
 
 BY_HAND, GRAPH, COPIED = "kernel by hand", f"{IN_ORT}, CUDA graph", f"{IN_ORT}, other memory"
@@ -167,13 +166,10 @@ def main(
     output: Output = None,
 ) -> None:
     """Measure an append to a cache of keys and values: the time of the device, wall time on a CPU."""
-    with clear_errors(), torch.no_grad(), timer_on(where := choose_device(device)) as timer:
-        measured = Measurements("kv-cache", where, output, quick)
-        torch.set_num_threads(1)
+    with measuring("kv-cache", device, output, quick) as (measured, where, timer):
         for shape in ((2, 1, 2, 16, 64),) if quick else SHAPES:
             line = measure(shape, where, find_library("kv_cache"), timer, 7 if quick else 101)
-            measured.add({"op": "append_kv", "shape": "x".join(map(str, shape)), "dtype": "bfloat16"} | line)
-            measured.say()
+            measured.say({"op": "append_kv", "shape": "x".join(map(str, shape)), "dtype": "bfloat16"} | line)
 
 
 if __name__ == "__main__":

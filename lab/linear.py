@@ -21,10 +21,9 @@ from twinop import torch_op
 from twinop.bench import runtime
 from twinop.bench.cases import relative_error
 from twinop.bench.cells import IN_ORT, IN_TORCH
-from twinop.bench.measurements import Device, Measurements, Output, choose_device, chosen
+from twinop.bench.measurements import Device, Output, chosen, measuring
 from twinop.bench.providers import Subject, require, side_by_side
-from twinop.bench.timing import DeviceTimer, timer_on
-from twinop.console import clear_errors
+from twinop.bench.timing import DeviceTimer
 
 TORCH, ORT, TWO_KERNELS = "torch", "ORT", f"{IN_TORCH}, two kernels"
 TOLERANCE = {torch.float32: 1e-4, torch.float16: 2e-3, torch.bfloat16: 1.5e-2}
@@ -200,16 +199,13 @@ def main(
 
     On a GPU it is device time behind an empty L2 cache, on a CPU wall time with one thread.
     """
-    with clear_errors(), torch.no_grad(), timer_on(where := choose_device(device)) as timer:
+    with measuring("linear", device, output, quick) as (measured, _, timer):
         default = "bfloat16,float16" if timer is not None else "float32"
         kinds = chosen("--dtypes", dtypes or default, ("bfloat16", "float16", "float32"))
-        measured = Measurements("linear", where, output, quick)
-        torch.set_num_threads(1)
         for kind in kinds:
             for cell in CELLS if timer is not None and not quick else SMALL:
                 label = {"op": str(cell), "dtype": kind, "shape": cell.shape}
-                measured.add(label | measure(cell, getattr(torch, kind), timer, 7 if quick else 41))
-                measured.say()
+                measured.say(label | measure(cell, getattr(torch, kind), timer, 7 if quick else 41))
 
 
 if __name__ == "__main__":

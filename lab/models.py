@@ -331,8 +331,7 @@ def main(
                 wanted.remove(AUTOTUNE)
             kind = "architectures" if architectures else "models"
             measured = Measurements(kind, where, output, small)
-            measured.add(measure(models, dtype, small, where, wanted, folder))
-            measured.say()
+            measured.say(measure(models, dtype, small, where, wanted, folder))
             return
         given = ["--architectures"] * architectures + ["--small"] * small
         to = [f"--device={where.type}", f"--columns={columns}"]

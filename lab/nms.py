@@ -20,10 +20,9 @@ from nms import in_numpy  # type: ignore[import-not-found]
 from twinop import torch_op
 from twinop.bench import runtime
 from twinop.bench.cells import IN_ORT, IN_TORCH
-from twinop.bench.measurements import BenchError, Device, Measurements, Output, choose_device
+from twinop.bench.measurements import BenchError, Device, Output, measuring
 from twinop.bench.providers import Subject, side_by_side
-from twinop.bench.timing import DeviceTimer, timer_on
-from twinop.console import clear_errors
+from twinop.bench.timing import DeviceTimer
 from twinop.library import find_library
 
 THRESHOLD = 0.5
@@ -86,16 +85,13 @@ def main(
 
     On a CPU it is wall time with one thread.
     """
-    with clear_errors(), torch.no_grad(), timer_on(where := choose_device(device)) as timer:
+    with measuring("nms", device, output, quick) as (measured, where, timer):
         library = find_library("nms")
-        measured = Measurements("nms", where, output, quick)
-        torch.set_num_threads(1)
         for count in (500,) if quick else (1000, 10_000, 30_000) if timer is not None else (1000, 10_000):
             for kind, spread in SIZES.items():
                 tensors = crowd(count, spread, where)
                 line = measure(tensors, library, timer, 7 if quick else 41)
-                measured.add({"op": "nms", "boxes": count, "kind": kind} | line)
-                measured.say()
+                measured.say({"op": "nms", "boxes": count, "kind": kind} | line)
 
 
 if __name__ == "__main__":

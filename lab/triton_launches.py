@@ -185,12 +185,10 @@ def main(rounds: int = 51, output: Output = None) -> None:
         where = choose_device("cuda")
         measured = Measurements("triton", where, output)
         machine = Machine(where, Path(folder), rounds)
-        measured.add(machine.chain())
-        measured.say()
+        measured.say(machine.chain())
         with torch.cuda.stream(machine.stream), torch.no_grad():
             for cell in cells(where):
-                measured.add(machine.cell(cell))
-                measured.say()
+                measured.say(machine.cell(cell))
 
 
 if __name__ == "__main__":

@@ -18,11 +18,10 @@ from torch.nn import functional as F
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from twinop.bench.cases import relative_error
 from twinop.bench.cells import IN_TORCH
-from twinop.bench.measurements import Device, Measurements, Output, choose_device, chosen
+from twinop.bench.measurements import Device, Output, chosen, measuring
 from twinop.bench.peers import ENTRIES, Entry
 from twinop.bench.providers import Subject, require, side_by_side
-from twinop.bench.timing import DeviceTimer, timer_on
-from twinop.console import clear_errors
+from twinop.bench.timing import DeviceTimer
 from twinop.torch_op.registry import functions
 
 TORCH = "torch"
@@ -85,17 +84,14 @@ def main(
 
     On a GPU it is device time behind an empty L2 cache, on a CPU wall time with one thread.
     """
-    with clear_errors(), torch.no_grad(), timer_on(where := choose_device(device)) as timer:
+    with measuring("vmap", device, output, quick) as (measured, where, timer):
         kinds = chosen("--dtypes", dtypes or ("bfloat16,float32" if timer else "float32"), tuple(TOLERANCE))
-        measured = Measurements("vmap", where, output, quick)
-        torch.set_num_threads(1)
         for parameter in (-1, -3):  # M_TRIM_THRESHOLD, M_MMAP_THRESHOLD: results reuse memory, on either side
             ctypes.CDLL(None).mallopt(parameter, 1 << 30)
         for kind in kinds:
             for cell in CELLS if not ops else ops.split(";"):
                 line = measure(CELLS[cell], kind, where, timer, 7 if quick else 41)
-                measured.add({"op": f"vmap {cell}", "dtype": kind} | line)
-                measured.say()
+                measured.say({"op": f"vmap {cell}", "dtype": kind} | line)
 
 
 if __name__ == "__main__":
