@@ -122,21 +122,21 @@ struct Packed {
     if (block == kSlice) {
       const std::int64_t at = (std::int64_t{group} * chunks + chunk) * 8 + lane / 4;
       if constexpr (kSlices == 4) {
-        const auto both = __ldg(reinterpret_cast<const uint2*>(scale) + at);
+        const uint2 both = reinterpret_cast<const uint2*>(scale)[at];
         to->scales[0] = both.x;
         to->scales[1] = both.y;
-        if (zero != nullptr) to->zeros = __ldg(reinterpret_cast<const std::uint32_t*>(zero) + at);
+        if (zero != nullptr) to->zeros = reinterpret_cast<const std::uint32_t*>(zero)[at];
       } else {
-        to->scales[0] = __ldg(reinterpret_cast<const std::uint32_t*>(scale) + at);
-        if (zero != nullptr) to->zeros = __ldg(reinterpret_cast<const std::uint16_t*>(zero) + at);
+        to->scales[0] = reinterpret_cast<const std::uint32_t*>(scale)[at];
+        if (zero != nullptr) to->zeros = reinterpret_cast<const std::uint16_t*>(zero)[at];
       }
     } else {
       constexpr int kChunks = 4 / kSlices;  // of a block of 128
       const std::int64_t blocks = (chunks + kChunks - 1) / kChunks;
       const std::int64_t at = (group * blocks + chunk / kChunks) * 8 + lane / 4;
-      const std::uint32_t one = __ldg(reinterpret_cast<const std::uint16_t*>(scale) + at);
+      const std::uint32_t one = reinterpret_cast<const std::uint16_t*>(scale)[at];
       for (std::uint32_t& pair : to->scales) pair = one * 0x10001u;
-      if (zero != nullptr) to->zeros = __ldg(zero + at) * 0x01010101u;
+      if (zero != nullptr) to->zeros = zero[at] * 0x01010101u;
     }
   }
 

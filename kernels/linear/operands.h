@@ -31,17 +31,25 @@ Sizes SizesOf(const CallOf<Op>& call) {
   return sizes;
 }
 
-// Whether the weight is a constant of the model.
+// Which inputs are constants of the model: the weight is then read before the kernel before ends.
 template <class Op>
 struct Constants {
-  bool weight;
+  bool known[kMaxArguments] = {};
 
   static Status Create(const CallOf<Op>& call, std::unique_ptr<Constants>* state) {
-    *state = std::make_unique<Constants>(Constants{InputOf(call, "weight"_name).present != 0});
+    *state = std::make_unique<Constants>();
+    for (std::size_t i = 0; i < Op::kRecord.schema.input_count; ++i)
+      (*state)->known[i] = call.inputs[i].present != 0;
     return {};
   }
   static bool HasWeight(const CallOf<Op>& call) {
-    return call.state != nullptr && static_cast<const Constants*>(call.state)->weight;
+    const auto* const constants = static_cast<const Constants*>(call.state);
+    for (const char* name : {"weight", "scale", "zero"}) {
+      const int i = Op::kRecord.schema.FindInput(name);
+      if (i >= 0 && call.inputs[i].present && (constants == nullptr || !constants->known[i]))
+        return false;
+    }
+    return true;
   }
 };
 
