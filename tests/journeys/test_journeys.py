@@ -165,6 +165,252 @@ def triton(user: User) -> None:
     deploys(user, exports(user, "twice::CustomTwice", library), library)
 
 
+AVERAGE = """// An op that writes into an input, and one with an output whose size is counted.
+#pragma once
+
+#include "twinop/kernel.h"
+
+namespace twinop {
+
+// state = decay state + (1 - decay) x; y = x - state.
+struct Average {
+  const float* x;
+  float* state;
+  float* y;
+  float decay;
+  TWINOP_INLINE void operator()(std::int64_t i) const {
+    state[i] = decay * state[i] + (1.0f - decay) * x[i];
+    y[i] = x[i] - state[i];
+  }
+};
+
+#if defined(__CUDACC__)
+__global__ void AverageKernel(Average average, std::int64_t count) {
+  const std::int64_t i = static_cast<std::int64_t>(blockIdx.x) * blockDim.x + threadIdx.x;
+  if (i < count) average(i);
+}
+#endif
+
+template <class Op>
+Status LaunchAverage(const CallOf<Op>& call) {
+  const std::int64_t count = InputOf(call, "x"_name).numel;
+  const Average average{InputData<float>(call, "x"_name), OutputData<float>(call, "state_out"_name),
+                        OutputData<float>(call, "y"_name), AttributeOf<float>(call, "decay"_name)};
+#if defined(__CUDACC__)
+  return LaunchKernel(AverageKernel, GridOver(count, 256), call, average, count);
+#else
+  for (std::int64_t i = 0; i < count; ++i) average(i);
+  return {};
+#endif
+}
+
+template <class Op>
+Status LaunchChosen(const CallOf<Op>& call) {
+  const auto* const keep = InputData<bool>(call, "keep"_name);
+  std::int64_t n = 0;
+  for (std::int64_t i = 0; i < InputOf(call, "x"_name).numel; ++i)
+    if (keep[i]) OutputData<float>(call, "y"_name)[n++] = InputData<float>(call, "x"_name)[i];
+  call.counts[0] = n;
+  return {};
+}
+
+TWINOP_OP(average,
+          Record("average(Tensor(a!) state, Tensor x, float decay=0.75) -> Tensor y")
+              .dtypes("float32")
+              .input_shapes("x = state")
+              .gradient("state = decay * (grad_state_out - grad_y); "
+                        "x = grad_y + (1 - decay) * (grad_state_out - grad_y)"),
+          LaunchAverage)
+
+TWINOP_CPU_OP(chosen,
+              Record("chosen(Tensor x, Tensor keep) -> Tensor")
+                  .dtypes("float32 keep=bool")
+                  .input_shapes("keep = x")
+                  .sizes("n <= numel(x)")
+                  .shapes("y = [n]"),
+              LaunchChosen)
+
+}  // namespace twinop
+"""
+AVERAGE_BODIES = """
+import twinop
+
+library_path = twinop.library_beside(__file__)
+
+
+@twinop.op
+def average(op, state, x, *, decay):
+    new = op.Add(op.Mul(state, decay), op.Mul(x, op.Sub(1.0, decay)))
+    return op.Sub(x, new), new
+
+
+@twinop.op
+def chosen(op, x, keep):
+    return op.Compress(op.Reshape(x, [-1]), op.Reshape(keep, [-1]))
+
+
+def samples(op, dtype, size):
+    import torch
+
+    if op == "chosen":
+        shapes = (3, size), (size,), (0, 2)
+        return [{"x": torch.randn(shape), "keep": torch.rand(shape) > 0.5} for shape in shapes]
+"""
+AVERAGE_TEST = """
+import torch
+from average import average, chosen
+
+
+def test_average():
+    state, x = torch.randn(2, 4, 5)
+    expected = 0.5 * state + 0.5 * x
+    torch.testing.assert_close(average(state, x, decay=0.5), x - expected)
+    torch.testing.assert_close(state, expected)
+
+
+def test_average_chosen():
+    x = torch.randn(4, 5)
+    assert torch.equal(chosen(x, x > 0), x[x > 0])
+"""
+AVERAGE_NET = """
+from pathlib import Path
+
+import torch
+from average import average, chosen, library_path
+
+from twinop import torch_op
+
+average_functional = torch_op.load(library_path()).average_functional
+
+
+class Net(torch.nn.Module):
+    def __init__(self, meaning=None):
+        super().__init__()
+        self.linear = torch.nn.Linear(48, 48)
+        self.meaning = meaning
+        if Path("weights.pt").exists():
+            self.load_state_dict(torch.load("weights.pt"))
+
+    def forward(self, x, state):
+        x = self.linear(x)
+        if self.meaning:
+            return self.meaning(x, state)
+        if self.training:
+            return average_functional(state, x)
+        return average(state, x), state
+
+    def example_inputs(self):
+        return torch.linspace(-2, 2, 8 * 48).sin().view(8, 48), torch.linspace(1, 3, 8 * 48).view(8, 48)
+
+
+class Chosen(torch.nn.Module):
+    def forward(self, x):
+        return chosen(x, x > 0)
+
+    def example_inputs(self):
+        return (torch.linspace(-2, 3, 8 * 48).view(8, 48),)
+
+
+def meaning(x, state):
+    state = 0.75 * state + 0.25 * x
+    return x - state, state
+
+
+def twin():
+    return Net(meaning).double()
+"""
+# Both exporters; four steps in torch, compiled, in ONNX Runtime with one memory for the state or two.
+AVERAGE_STEPS = """
+import sys
+
+import numpy as np
+import onnxruntime
+import torch
+from model import Chosen, Net
+
+from twinop import deploy, export
+
+library, has_time = sys.argv[1:]
+for file, net, exporter in (
+    ("dynamo.onnx", Net(), "dynamo"),
+    ("script.onnx", Net(), "torchscript"),
+    ("chosen.onnx", Chosen(), "dynamo"),
+):
+    report = export.export(net.eval(), net.example_inputs(), file, exporter=exporter)
+    assert report.parity.equal and report.without_library.error < 1e-5, report
+steps = torch.randn(4, 8, 48, generator=torch.Generator().manual_seed(0)).numpy()
+
+
+def open_plain(file):
+    options = onnxruntime.SessionOptions()
+    options.register_custom_ops_library(library)
+    return onnxruntime.InferenceSession(file, options, providers=["CPUExecutionProvider"])
+
+
+def run_plain(file, shares):
+    session = open_plain(file)
+    (y, state_out), state = (each.name for each in session.get_outputs()), np.ones((8, 48), np.float32)
+    memory = onnxruntime.OrtValue.ortvalue_from_numpy(state.copy())
+    for x in steps:
+        if shares:
+            binding = session.io_binding()
+            binding.bind_cpu_input("x", x)
+            binding.bind_ortvalue_input("state", memory)
+            binding.bind_output(y)
+            binding.bind_ortvalue_output(state_out, memory)
+            session.run_with_iobinding(binding)
+            yield binding.copy_outputs_to_cpu()[0], memory.numpy().copy()
+        else:
+            kept = state.copy()
+            given, (result, state) = state, session.run([y, state_out], {"x": x, "state": state})
+            assert np.array_equal(given, kept)
+            yield result, state
+
+
+files = "dynamo.onnx", "script.onnx"
+found = {(file, shares): list(run_plain(file, shares)) for file in files for shares in (False, True)}
+(kept,) = open_plain("chosen.onnx").run(None, {"x": steps[0]})
+assert np.array_equal(kept, steps[0][steps[0] > 0])
+net = Net().eval()
+
+
+def run(step):
+    state = torch.ones(8, 48)
+    for x in steps:
+        yield step(torch.from_numpy(x), state).numpy().copy(), state.numpy().copy()
+
+
+with torch.no_grad():
+    expected = list(run(lambda x, state: net(x, state)[0]))
+    compiled = torch.compile(net, fullgraph=True, backend="inductor" if int(has_time) else "aot_eager")
+    found["compiled"] = list(run(lambda x, state: compiled(x, state)[0]))
+session = deploy.session("dynamo.onnx", ["CPUExecutionProvider"], library)
+((state_out, _),) = session.shareable.items()
+(y,) = {each.name for each in open_plain("dynamo.onnx").get_outputs()} - {state_out}
+memory = torch.empty(8, 48)
+found["session"] = list(
+    run(lambda x, state: session.run({"x": x, "state": state}, {state_out: state, y: memory})[y])
+)
+for way, results in found.items():
+    for ours, theirs in zip(results, expected, strict=True):
+        accepted = 1e-5 if way == "compiled" else 0
+        np.testing.assert_allclose(ours, theirs, rtol=accepted, atol=accepted, err_msg=str(way))
+"""
+
+
+def written_input(user: User) -> None:
+    """An op that writes an input and does not give the same twice; beside it one that counts."""
+    user.makes("average", "kernel")
+    (user.folder / "average.h").write_text(AVERAGE)
+    user.writes(average=AVERAGE_BODIES, test_average=AVERAGE_TEST, model=AVERAGE_NET, steps=AVERAGE_STEPS)
+    library = user.builds()
+    user.tests()
+    user.trains()
+    user.python("steps.py", library, str(int(user.has_time)))
+    for file, name in (("dynamo", "Average"), ("script", "Average"), ("chosen", "Chosen")):
+        assert f"average::Custom{name}" in content(user.folder / f"{file}.onnx").nodes
+
+
 SOFTCAP = """
 #include <cmath>
 #include <tvm/ffi/container/tensor.h>
@@ -294,7 +540,7 @@ def transformers_model(user: User) -> None:
 each_way = pytest.mark.parametrize(
     "way",
     [
-        *(elementwise, rowwise, kernel, triton, stock_file, transformers_model),
+        *(elementwise, rowwise, kernel, written_input, triton, stock_file, transformers_model),
         pytest.param(object_file, marks=pytest.mark.slow),
     ],
     ids=lambda way: way.__name__,
