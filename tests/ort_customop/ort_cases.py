@@ -114,7 +114,9 @@ def one_node(
 
 def result(record: OpSpec, sample: Sample, **attributes: Any) -> tuple[Any, Any]:
     """Feeds and what torch makes of them."""
-    outputs = getattr(torch_op, record.name)(*sample.inputs.values(), **sample.attributes, **attributes)
+    outputs = getattr(torch_op, record.functional_name)(
+        *sample.inputs.values(), **sample.attributes, **attributes
+    )
     outputs = outputs if isinstance(outputs, tuple) else (outputs,)
     feeds = {name: tensor for name, tensor in sample.inputs.items() if tensor is not None}
     return feeds, dict(zip(record.outputs, outputs, strict=True))
