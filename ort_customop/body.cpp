@@ -163,27 +163,23 @@ Status FunctionBody::RunCounted(OrtSession* session, OrtKernelContext* context,
   const OrtApi* api = op_.api;
   OrtValue* made[kMaxOutputs] = {};
   TWINOP_RETURN_IF_ERROR(RunSession(session, inputs, made));
-  Status result;
+  std::shared_ptr<OrtValue> owned[kMaxOutputs];
+  for (std::size_t i = 0; i < op_.record->schema.output_count; ++i)
+    owned[i].reset(made[i], api->ReleaseValue);
   for (std::size_t i = 0; i < op_.record->schema.output_count; ++i) {
-    const std::shared_ptr<OrtValue> owned(made[i], api->ReleaseValue);
-    if (result.ok()) result = CopyOutput(context, i, made[i]);
+    std::int64_t sizes[kMaxRank];
+    Tensor from;
+    TWINOP_RETURN_IF_ERROR(ReadShape(api, nullptr, made[i], sizes, &from));
+    OrtValue* output = nullptr;
+    void* to = nullptr;
+    TWINOP_RETURN_IF_ORT_ERROR(api,
+                               api->KernelContext_GetOutput(context, i, sizes, from.rank, &output));
+    if (output == nullptr) continue;  // the node omits it
+    TWINOP_RETURN_IF_ORT_ERROR(api, api->GetTensorMutableData(made[i], &from.data));
+    TWINOP_RETURN_IF_ORT_ERROR(api, api->GetTensorMutableData(output, &to));
+    const auto count = static_cast<std::size_t>(Numel(sizes, from.rank));
+    if (count > 0) std::memcpy(to, from.data, count * Info(op_.output_types[i]).size);
   }
-  return result;
-}
-
-Status FunctionBody::CopyOutput(OrtKernelContext* context, std::size_t i, OrtValue* from) const {
-  const OrtApi* api = op_.api;
-  std::int64_t sizes[kMaxRank];
-  Tensor made;
-  TWINOP_RETURN_IF_ERROR(ReadShape(api, nullptr, from, sizes, &made));
-  OrtValue* to = nullptr;
-  void* place = nullptr;
-  TWINOP_RETURN_IF_ORT_ERROR(api, api->KernelContext_GetOutput(context, i, sizes, made.rank, &to));
-  if (to == nullptr) return {};  // the node omits it
-  TWINOP_RETURN_IF_ORT_ERROR(api, api->GetTensorMutableData(from, &made.data));
-  TWINOP_RETURN_IF_ORT_ERROR(api, api->GetTensorMutableData(to, &place));
-  const auto count = static_cast<std::size_t>(Numel(sizes, made.rank));
-  if (count > 0) std::memcpy(place, made.data, count * Info(op_.output_types[i]).size);
   return {};
 }
 

@@ -58,7 +58,6 @@ class FunctionBody : public Body {
   Status Find(const Tensor* inputs, OrtSession** session);
   Status RunCounted(OrtSession* session, OrtKernelContext* context,
                     const OrtValue* const* inputs) const;
-  Status CopyOutput(OrtKernelContext* context, std::size_t i, OrtValue* from) const;
   Status RunPiece(OrtSession* session, const Call& call, const OrtMemoryInfo* memory,
                   std::int64_t begin, std::int64_t end) const;
   const Case* FindCase(const std::int8_t* ranks) const;

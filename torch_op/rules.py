@@ -203,10 +203,8 @@ def vmap_rule(record: OpSpec, op: Rule) -> Rule:
         elif (rows := _rows_of_batch(record, arguments, batched, info.batch_size)) is not None:
             outputs = op(*rows.values())
         elif (folded := _entries_of_batch(record, arguments, batched, info.batch_size)) is not None:
-            entries_of_all = as_tuple(op(*folded.values()))
             two = info.batch_size, batched[record.inputs[0].name].shape[1]
-            outputs = tuple(each.unflatten(0, two) for each in entries_of_all)
-            outputs = outputs if len(outputs) > 1 else outputs[0]
+            outputs = tuple(each.unflatten(0, two) for each in as_tuple(op(*folded.values())))
         elif record.key in PRODUCTS:
             outputs = _product_of_batch(record, arguments, batched, info.batch_size)
         elif _depends_on_data(info.batch_size):
@@ -218,11 +216,10 @@ def vmap_rule(record: OpSpec, op: Rule) -> Rule:
             examples = [{name: value[i] for name, value in batched.items()} for i in range(info.batch_size)]
             if not examples:  # one of zeros shows what the outputs are like
                 examples = [{name: value.new_zeros(value.shape[1:]) for name, value in batched.items()}]
-            calls = [op(*(arguments | example).values()) for example in examples]
-            if len(record.outputs) == 1:
-                return torch.stack(calls)[: info.batch_size], 0
+            calls = [as_tuple(op(*(arguments | example).values())) for example in examples]
             outputs = tuple(torch.stack(each)[: info.batch_size] for each in zip(*calls, strict=True))
-        return outputs, (0 if len(record.outputs) == 1 else (0,) * len(record.outputs))
+        outputs = as_tuple(outputs)
+        return (outputs, (0,) * len(outputs)) if len(outputs) > 1 else (outputs[0], 0)
 
     return rule
 

@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <cstdint>
 #include <cstring>
+#include <type_traits>
 
 #if defined(__x86_64__)
 #include <immintrin.h>
@@ -126,59 +127,51 @@ TWINOP_TARGET_AVX2 inline void RoundWithF16c(const float* from, Half* to, std::i
     const __m128i payload = _mm_and_si128(nan, _mm_set1_epi16(0x01FF));
     _mm_storeu_si128(reinterpret_cast<__m128i*>(to + i), _mm_andnot_si128(payload, words));
   }
-  for (; i < count; ++i) Round(from[i], to + i);
+  for (; i < count; ++i) twinop::Round(from[i], to + i);
 }
 
 #endif
 
-// Converts fp16 to fp32, exactly.
-inline void Widen(const Half* __restrict from, float* __restrict to, std::int64_t count) {
-#if defined(__x86_64__)
-  if (CpuLevel() != Level::kBaseline) return WidenWithF16c(from, to, count);
-#endif
-  for (std::int64_t i = 0; i < count; ++i) to[i] = ToCompute(from[i]);
-}
-
-// Rounds fp32 to fp16: to nearest, ties to even. The payload of a NaN is not kept.
-inline void Round(const float* __restrict from, Half* __restrict to, std::int64_t count) {
-#if defined(__x86_64__)
-  if (CpuLevel() != Level::kBaseline) return RoundWithF16c(from, to, count);
-#endif
-  for (std::int64_t i = 0; i < count; ++i) Round(from[i], to + i);
-}
-
-// The loops of the other dtypes, which the compiler vectorises.
+// The processor converts fp16, and the compiler vectorises the loops of other dtypes.
 template <class S>
 struct Widening {
   template <Level kLevel>
-  TWINOP_INLINE static void Run(const S* __restrict from, float* __restrict to,
+  TWINOP_INLINE static void Run(const void* __restrict source, float* __restrict to,
                                 std::int64_t count) {
+    const S* const from = static_cast<const S*>(source);
+#if defined(__x86_64__)
+    if constexpr (std::is_same_v<S, Half> && kLevel != Level::kBaseline)
+      return WidenWithF16c(from, to, count);
+#endif
     for (std::int64_t i = 0; i < count; ++i) to[i] = ToCompute(from[i]);
   }
 };
 template <class S>
 struct Rounding {
   template <Level kLevel>
-  TWINOP_INLINE static void Run(const float* __restrict from, S* __restrict to,
+  TWINOP_INLINE static void Run(const float* __restrict from, void* __restrict target,
                                 std::int64_t count) {
+    S* const to = static_cast<S*>(target);
+#if defined(__x86_64__)
+    if constexpr (std::is_same_v<S, Half> && kLevel != Level::kBaseline)
+      return RoundWithF16c(from, to, count);
+#endif
     for (std::int64_t i = 0; i < count; ++i) twinop::Round(from[i], to + i);
   }
 };
 
 // Converts elements of a dtype that is stored beside fp32, exactly.
 inline void Widen(DType dtype, const void* from, float* to, std::int64_t count) {
-  if (dtype == DType::kFloat16) return Widen(static_cast<const Half*>(from), to, count);
   WithStorage(dtype, [&](auto tag) {
-    using S = typename decltype(tag)::Type;
-    kByLevel<Widening<S>, void(const S*, float*, std::int64_t)>(static_cast<const S*>(from), to,
-                                                                count);
+    using Body = Widening<typename decltype(tag)::Type>;
+    kByLevel<Body, void(const void*, float*, std::int64_t)>(from, to, count);
   });
 }
+// Rounds fp32 to such elements: to nearest, ties to even. The payload of a NaN is not kept.
 inline void Round(DType dtype, const float* from, void* to, std::int64_t count) {
-  if (dtype == DType::kFloat16) return Round(from, static_cast<Half*>(to), count);
   WithStorage(dtype, [&](auto tag) {
-    using S = typename decltype(tag)::Type;
-    kByLevel<Rounding<S>, void(const float*, S*, std::int64_t)>(from, static_cast<S*>(to), count);
+    using Body = Rounding<typename decltype(tag)::Type>;
+    kByLevel<Body, void(const float*, void*, std::int64_t)>(from, to, count);
   });
 }
 
