@@ -5,6 +5,7 @@ import weakref
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import onnxruntime
@@ -303,7 +304,12 @@ class TensorRunner:
             raise RunError(
                 f"output {spec.name} is {spec.type}, which torch has no tensor for: run with numpy arrays"
             )
-        if not hasattr(value, "to_dlpack"):  # CPU builds of ONNX Runtime before 1.23
+        # ONNX Runtime's DLPack does not know float8, and CPU builds before 1.23 have none.
+        if "float8" in spec.type and value.device_name().lower() == "cuda":
+            memory, shape, place = SimpleNamespace(), tuple(value.shape()), (value.data_ptr(), False)
+            memory.__cuda_array_interface__ = {"shape": shape, "typestr": "|u1", "data": place, "version": 3}
+            return torch.as_tensor(memory, device=self._cuda).view(dtype)
+        if "float8" in spec.type or not hasattr(value, "to_dlpack"):
             return to_tensor(to_numpy(value, spec))
         return torch.utils.dlpack.from_dlpack(value.to_dlpack()).view(dtype)
 

@@ -35,7 +35,6 @@ def register_sharding_rule(record: OpSpec) -> None:
     from torch.distributed.tensor.experimental import register_sharding
 
     _registered.add(record.torch_name)
-    ops = getattr(torch.ops, record.namespace)
     signature = signature_of(record)
 
     def rule(*args: Any, **kwargs: Any) -> list[Any]:
@@ -57,7 +56,7 @@ def register_sharding_rule(record: OpSpec) -> None:
         )
 
     for name, each in {record.name: refuse, record.functional_name: rule}.items():
-        register_sharding(getattr(ops, name).default)(each)
+        register_sharding(getattr(getattr(torch.ops, record.namespace), name).default)(each)
 
 
 def _strategy(

@@ -7,10 +7,12 @@ import ml_dtypes
 import numpy as np
 import pytest
 import torch
+from abi_files import FLOAT, model
+from onnx import TensorProto, helper
 from samples import DEVICES
 from torch import Tensor
 
-from twinop import torch_op
+from twinop import deploy, torch_op
 from twinop.dtypes import to_array
 from twinop.library import find_library
 
@@ -118,6 +120,31 @@ def test_compiled(ops: torch_op.Ops) -> None:
         lambda x, s: ops.dequantise(ops.quantise(x * 2, s), s), fullgraph=True, backend="eager"
     )
     assert both(x, scale).equal(ops.dequantise(ops.quantise(x * 2, scale), scale))
+
+
+@each_device
+@pytest.mark.parametrize(
+    ("op", "node", "kind"),
+    [
+        ("quantise", "CustomQuantise", TensorProto.FLOAT8E4M3FN),
+        ("quantise_e5m2", "CustomQuantiseE5m2", TensorProto.FLOAT8E5M2),
+        ("quantise_int8", "CustomQuantiseInt8", TensorProto.INT8),
+    ],
+)
+def test_in_onnx_runtime(ops: torch_op.Ops, device: str, op: str, node: str, kind: int) -> None:
+    """Between two nodes and as an output there are the same bits as in torch."""
+    nodes = [
+        helper.make_node(node, ["x", "scale"], ["q"], domain="test_quantise"),
+        helper.make_node("CustomDequantise", ["q", "scale"], ["y"], domain="test_quantise"),
+    ]
+    made = model(nodes, {"x": FLOAT, "scale": FLOAT}, {"q": kind, "y": FLOAT}, test_quantise=1)
+    provider = "CUDAExecutionProvider" if device == "cuda" else "CPUExecutionProvider"
+    session = deploy.session(made.SerializeToString(), [provider], find_library("test_quantise"))
+    x, scale = torch.randn(33, 65, device=device) * 30, torch.rand(33, 1, device=device) + 0.1
+    found = session.run({"x": x, "scale": scale})
+    q = getattr(ops, op)(x, scale)
+    same(found["q"].cpu(), q.cpu())
+    assert found["y"].equal(ops.dequantise(q, scale))
 
 
 def test_other_dtypes_are_refused(ops: torch_op.Ops) -> None:

@@ -6,6 +6,7 @@
 #include <cstring>
 #include <memory>
 #include <new>
+#include <numeric>
 #include <stdexcept>
 
 #include "twinop/kernel.h"
@@ -35,6 +36,23 @@ Status LaunchCounted(const CallOf<Op>& call) {
   y[0] = Counted::alive;
   y[1] = Counted::made;
   std::memcpy(&y[2], &call.state, sizeof(call.state));
+  return {};
+}
+
+// ------------------------------------------------------------------------------ rows
+
+// y = the sum of a row up to each element. Rows may lie apart.
+template <class Op>
+Status LaunchRunningSum(const CallOf<Op>& call) {
+  const Tensor& x = InputOf(call, "x"_name);
+  const std::int64_t columns = x.sizes[x.rank - 1];
+  std::int64_t step = columns;
+  for (std::size_t i = 0; x.strides != nullptr && i + 1 < x.rank; ++i)
+    if (x.sizes[i] > 1) step = x.strides[i];
+  const auto* row = InputData<float>(call, "x"_name);
+  auto* y = OutputData<float>(call, "y"_name);
+  for (std::int64_t i = 0; i < x.numel; i += columns, row += step)
+    y = std::partial_sum(row, row + columns, y);
   return {};
 }
 
@@ -74,6 +92,13 @@ TWINOP_CPU_OP(counted,
                   .shapes("y = [3]")
                   .state<Counted>(),
               LaunchCounted)
+
+TWINOP_CPU_OP(running_sum,
+              Record("running_sum(Tensor x) -> Tensor")
+                  .dtypes("float32")
+                  .rows("-1")
+                  .gradient("x = grad.flip(-1).cumsum(-1).flip(-1)"),
+              LaunchRunningSum)
 
 TWINOP_CPU_OP(throwing,
               Record("throwing(Tensor x, str what=\"nothing\") -> Tensor")

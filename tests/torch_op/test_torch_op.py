@@ -133,6 +133,21 @@ def test_vmap_of_other_libraries_is_one_call_too() -> None:
     assert func.vmap(cube)(x[:0]).shape == (0, 5, 4)
 
 
+def test_vmap_of_other_libraries_rows_is_one_call() -> None:
+    """Whichever dimension is mapped, also where the rows lie apart."""
+    running_sum = torch_op.load(find_library("test_host")).running_sum
+    x = torch.randn(12, 9, 14, requires_grad=True)
+    for given, dim in ((x, 0), (x, 1), (x[..., :10], 0), (x[:, :1], 0)):
+        with torch.profiler.profile() as seen:
+            y = func.vmap(running_sum, dim, dim)(given)
+        assert 0 < len([event for event in seen.events() if event.name == "test_host::running_sum"]) <= 4
+        (grad,) = torch.autograd.grad(y.sum(), given)
+        torch.testing.assert_close(y, given.cumsum(-1))
+        expected = torch.arange(given.shape[-1], 0, -1.0).expand(given.shape)
+        assert torch.equal(grad, expected)
+    torch.testing.assert_close(func.vmap(running_sum, 2, 2)(x), x.cumsum(1))
+
+
 def test_vmap_where_only_the_gradient_is_batched() -> None:
     x = away_from_zero(5).detach()
     y, pullback = func.vjp(torch_op.relu, x)[:2]
