@@ -10,9 +10,16 @@ from twinop.console import clear_errors, err, out
 
 def main(
     source: Annotated[
-        Path, typer.Argument(metavar="MODEL", help="The ONNX file to optimise.", show_default=False)
+        Path,
+        typer.Argument(
+            metavar="MODEL",
+            help="The ONNX file to optimise, or a folder of onnxruntime-genai.",
+            show_default=False,
+        ),
     ],
-    output: Annotated[Path, typer.Option("--output", "-o", help="The file to write.", show_default=False)],
+    output: Annotated[
+        Path, typer.Option("--output", "-o", help="The file or folder to write.", show_default=False)
+    ],
     dtype: Annotated[
         str | None,
         typer.Option(
@@ -78,11 +85,14 @@ def main(
       twinop optimize old.onnx -o fast.onnx
 
       twinop optimize old.onnx -o fast.onnx --dtype bfloat16 --padding right
+
+      twinop optimize genai_model/ -o fast/
     """
     with clear_errors(), err.status("loading") as status:
+        from .genai import optimize_folder
         from .optimizer import optimize
 
-        report = optimize(
+        report = (optimize_folder if source.is_dir() else optimize)(
             source,
             output,
             dtype=dtype,

@@ -14,8 +14,8 @@ from twinop import deploy
 from twinop.deploy.ort_runs import LOST, NOISE, NotRunnable, check_shown, has_wrong_types, run
 from twinop.errors import ExportError, TwinopError, option
 
+from . import decoders, inputs
 from . import graph as g
-from . import inputs
 from .inputs import Case, Sizes
 from .precision import MOST_ELEMENTS, clip
 from .weight_sizes import fit
@@ -185,15 +185,17 @@ def generated(
     best: tuple[Reference, Sizes] | None = None
     hidden = inputs.hidden(padding) if any(map(inputs.is_mask, model.graph.inputs)) else ["right", "left"]
 
-    def tried(sizes: Sizes, hidden: Sequence[str] = hidden) -> tuple[Reference, Sizes] | None:
+    def tried(
+        sizes: Sizes, hidden: Sequence[str] = hidden, others: Sequence[Sizes] = ()
+    ) -> tuple[Reference, Sizes] | None:
         nonlocal best
-        other = replace(sizes, batch=1, length=sizes.length + 2 * (sizes.length % 2))
-        kinds = [(sizes, hide) for hide in hidden]
+        others = others or [replace(sizes, batch=1, length=sizes.length + 2 * (sizes.length % 2))]
+        kinds = [(sizes, hide) for hide in hidden] + [(other, "nothing") for other in others]
         for positive in (False, True):
             try:
                 cases = [
                     inputs.generate(model, each, hide=hide, seed=seed, positive=positive)
-                    for seed, (each, hide) in enumerate([*kinds, (other, "nothing")])
+                    for seed, (each, hide) in enumerate(kinds)
                 ]
             except inputs.TooLarge as error:
                 reasons.append(str(error))
@@ -204,13 +206,16 @@ def generated(
                 if not reasons:
                     _require_loadable(original, library)
                 reasons.append(str(error).splitlines()[0])
-                return tried(sizes, hidden[:-1]) if hidden[-1] == "everything" else None
+                return tried(sizes, hidden[:-1]) if hidden[-1:] == ["everything"] else None
             if best is None or len(found.uncompared(model.graph)) < len(best[0].uncompared(model.graph)):
                 best = found, sizes
             if not best[0].uncompared(model.graph):
                 return best
         return None
 
+    steps = decoders.runs(model)
+    if steps and (found := tried(steps[0], (), steps)):  # masks hide nothing there
+        return found
     for sizes in inputs.SIZES:
         if found := tried(sizes):
             return found

@@ -89,7 +89,8 @@ def generate(
         value for value in model.graph.inputs
         if value.name not in model.graph.initializers and (only is None or value in only)
     ]  # fmt: skip
-    elements = {str(value.name): math.prod(by_name[str(value.name)]) for value in wanted}
+    sized = [value for value in wanted if not is_cache(value)]  # those have the size that they need
+    elements = {str(value.name): math.prod(by_name[str(value.name)]) for value in sized}
     if sum(elements.values()) > MOST:
         largest = max(elements, key=lambda name: elements[name])
         raise TooLarge(f"input {largest} of shape {by_name[largest]} is too large to try")
@@ -128,7 +129,9 @@ def special(model: ir.Model, case: Case, hidden: Sequence[str]) -> dict[str, Cas
     numbers = {
         name: case[name]
         for name, value in values.items()
-        if value.dtype is not None and value.dtype.is_floating_point() and not is_mask_name(name)
+        if value.dtype is not None
+        and value.dtype.is_floating_point()
+        and not (is_mask_name(name) or is_cache(value))
     }
     found = {}
     for name, change in _SPECIAL.items() if numbers else ():
@@ -178,12 +181,17 @@ def sizes_by_name(model: ir.Model, sizes: Sizes) -> dict[str, int]:
             raised = {**by_name, name: by_name[name] + _LEAST - size}
             if size < 1 and name not in fixed and each(raised) > size:
                 by_name = raised
-    return by_name | {dim: max(each(by_name), 1) for dim, each in found.items()}
+    return by_name | {dim: max(each(by_name), 1) for dim, each in found.items()} | fixed
 
 
 def _is_inverted(name: str, dtype: np.dtype) -> bool:
     """Whether a mask hides what is 1, as torch's `key_padding_mask` does."""
     return dtype == np.bool_ and "padding" in name.lower()
+
+
+def is_cache(value: ir.Value) -> bool:
+    """Whether an input holds the keys or values of tokens before."""
+    return any(use.node.op_type == "GroupQueryAttention" and use.idx in (3, 4) for use in value.uses())
 
 
 def is_mask(value: ir.Value) -> bool:

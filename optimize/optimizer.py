@@ -20,6 +20,7 @@ from . import (
     attention,
     batched_heads,
     cached_attention,
+    decoders,
     embedding,
     equivalence,
     gated,
@@ -139,9 +140,12 @@ def optimize(
     inline_functions(model, records, own)
     separate_names(model)
     model.graph.meta[cached_attention.SHARED_CACHES] = shared_caches
-    unfuse_ort.split_simplified_norms(model)
-    interface = _interface(model)
     own_dtype = _NAMES.get(main_dtype(model), "float32")
+    if own_dtype in precision.DTYPES:
+        decoders.mark_wide_norms(model)
+    unfuse_ort.split_simplified_norms(model)
+    is_split = decoders.split_query_norms(model) > 0
+    interface = _interface(model)
     report.dtype = dtype or own_dtype
     if own_dtype == "float64" != report.dtype:
         raise ExportError(
@@ -150,14 +154,25 @@ def optimize(
         )
     if narrow_types := convert_to_fp32(model):
         equivalence.require_types(source, own.libraries or None)
+    decoders.set_head_sizes(model)
     own.convert_to_fp32(model, report.dtype, report.dtype != own_dtype)
     with work_folder(target) as folder:
-        original = source if not narrow_types else None
+        original = source if not (narrow_types or is_split) else None
         found = {own_dtype, *(_NAMES[kind] for kind in (*narrow_types, *interface.values()))}
         unchanged = source if dtype is None or found == {dtype} else None
         exposed = interface if dtype is None else {}
         check = RewriteCheck(
-            model, original, unchanged, exposed, folder, records, report, padding, own, progress
+            model,
+            original,
+            unchanged,
+            exposed,
+            is_split,
+            folder,
+            records,
+            report,
+            padding,
+            own,
+            progress,
         )
         check.make_cases(inputs_file, allow_uncompared)
         left_out = {*without, *(_CUDA_ONLY if device == "cpu" else ())}

@@ -21,6 +21,7 @@ from onnx_ir.passes.common import LiftConstantsToInitializersPass, RemoveUnusedN
 from twinop.op_spec import DOMAIN
 
 from . import graph as g
+from .decoders import WIDE_NORMS
 from .inputs import is_mask_name
 from .own_ops import OwnOps, remove_casts
 
@@ -49,7 +50,10 @@ _KEEPS = {"Abs", "Expand", "Reshape", "Sqrt", "Squeeze", "Transpose", "Unsqueeze
 _SMALL = 256  # bfloat16 has all integers up to this
 MOST_ELEMENTS = 2**20
 """Of weights that are read as a whole, to look at their numbers."""
-_MICROSOFT = {"GroupQueryAttention", "MultiHeadAttention", "RotaryEmbedding", "FusedMatMul", "QuickGelu"}
+_MICROSOFT = {
+    "FusedMatMul", "GatherBlockQuantized", "GroupQueryAttention", "MatMulNBits", "MultiHeadAttention",
+    "QuickGelu", "RotaryEmbedding",
+}  # fmt: skip
 
 Casts = dict[tuple[ir.Value, ir.DataType], ir.Value]
 """A value in another dtype, by the value and the dtype."""
@@ -149,6 +153,8 @@ def _fp32_nodes(graph: ir.Graph, dtype: ir.DataType, own: OwnOps) -> set[ir.Node
             wide = wide - {node} if dtype in types else wide | {node}
             continue
         domain, users = node.domain, [use.node for value in node.outputs for use in value.uses()]
+        if domain == DOMAIN and node.op_type.endswith("Norm") and graph.meta.get(WIDE_NORMS):
+            wide.add(node)
         if node in wide or domain == DOMAIN or (domain == g.MICROSOFT and node.op_type in _MICROSOFT):
             continue
         if not domain and node.op_type == "Cast":
@@ -195,7 +201,10 @@ def _of_large_integers(graph: ir.Graph, dtype: ir.DataType) -> set[ir.Node]:
     for node in graph:
         source = node.inputs[0] if node.inputs else None
         if node.op_type == "Cast" and not node.domain and source is not None and source.dtype is not None:
-            large.update(node.outputs if source.dtype.is_integer() and not _is_small(source) else ())
+            is_float = node.outputs[0].dtype is ir.DataType.FLOAT
+            large.update(
+                node.outputs if is_float and source.dtype.is_integer() and not _is_small(source) else ()
+            )
             continue
         if large.isdisjoint(node.inputs) or node.domain == g.MICROSOFT:
             continue

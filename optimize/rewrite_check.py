@@ -4,6 +4,7 @@ import os
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import cache, partial
 from math import inf
 from pathlib import Path
@@ -29,7 +30,7 @@ from twinop.library import Library
 from twinop.op_spec import OpSpec
 from twinop.quiet import quiet
 
-from . import equivalence, inputs, masks, precision
+from . import decoders, equivalence, inputs, masks, precision, quantised
 from . import graph as g
 from .inputs import Sizes, draws_random, hides_left, read_npz
 from .load import load
@@ -55,6 +56,7 @@ class RewriteCheck:
         original: Path | None,
         unchanged: Path | None,
         interface: Mapping[str, ir.DataType],
+        has_split_norms: bool,
         folder: Path,
         records: Mapping[str, OpSpec],
         report: OptimizeReport,
@@ -69,10 +71,11 @@ class RewriteCheck:
             original: the original's file, if that is in fp32.
             unchanged: the original's file, if the result has the same dtypes.
             interface: the dtypes of inputs and outputs that do not get the report's dtype, by name.
+            has_split_norms: the CPU does not run the original's file, because its attention norms q and k.
             folder: where files are written.
             own: the user's own ops, and the libraries of all runs.
         """
-        self.unchanged, self.interface = unchanged, interface
+        self.unchanged, self.interface, self.has_split_norms = unchanged, interface, has_split_norms
         self.folder, self.records, self.report, self.padding = folder, records, report, padding
         self.own, self.library, self.progress = own, own.libraries or None, progress
         self.original = original or self._save(model.clone(), "original.onnx")[-1]
@@ -286,6 +289,8 @@ class RewriteCheck:
     def _write_converted(self, context: g.RewriteContext, name: str) -> Path:
         model = context.model.clone()
         self._convert(model)
+        self._pack(g.RewriteContext(model, self.report.device, self.records))
+        self._join_norms(model)
         return self._write(model, f"{name}.onnx")[-1]
 
     def _convert(self, model: ir.Model) -> int:
@@ -310,7 +315,7 @@ class RewriteCheck:
             ExportError: the error of the model in 16 bits is too large.
         """
         context, report = best[1], self.report
-        report.made, report.left = dict((+context.made).most_common()), dict(context.left.most_common())
+        report.made, report.left = dict((+context.made).most_common()), dict((+context.left).most_common())
         if not report.made and self.unchanged is not None:
             report.nodes_after, report.same = report.nodes_before, True
             model = load(self.unchanged)
@@ -323,6 +328,9 @@ class RewriteCheck:
         report.inlined, report.libraries = self.own.inlined, paths_in_use(model, self.registered)
         if wide := self._convert(model):
             report.notes.append(f"{wide} nodes compute in fp32")
+        late = replace(context, model=model, made=context.made.copy(), left=context.left.copy())
+        self._pack(late)
+        report.made, report.left = dict((+late.made).most_common()), dict((+late.left).most_common())
         if any(lengths.uses() for lengths in context.lengths):
             mask = model.metadata_props[RIGHT_PADDED]
             report.notes.append(
@@ -340,7 +348,20 @@ class RewriteCheck:
         dtype = precision.DTYPES.get(report.dtype)
         if dtype is not None:
             self._compare_16_bits(files[-1], dtype)
+        if self._join_norms(model):
+            files, report.nodes_after = self._write(model, name), len(model.graph)
         return files
+
+    def _pack(self, context: g.RewriteContext) -> None:
+        """Replaces products of quantised weights, which only exist in 16 bits."""
+        if context.device == "cuda" and self.report.dtype in precision.DTYPES:
+            quantised.rewrite(context)
+            clean(context.model)
+
+    def _join_norms(self, model: ir.Model) -> int:
+        """Lets attention norm q and k itself where only CUDA does so; returns how many nodes do."""
+        is_wanted = self.has_split_norms and self.report.device == "cuda"
+        return decoders.join_query_norms(model) if is_wanted else 0
 
     def _compare_16_bits(self, path: Path, dtype: ir.DataType) -> None:
         """Compares the model in 16 bits, and the original converted to 16 bits, with the original in fp32."""
@@ -370,7 +391,7 @@ class RewriteCheck:
         ]
         try:
             plain = self.unchanged
-            if plain is None:
+            if plain is None or self.has_split_norms:
                 model = self.base.clone()
                 self._convert(model)
                 plain = self._write(model, "plain.onnx")[-1]

@@ -42,7 +42,7 @@ def _skip_norm(context: g.RewriteContext, node: ir.Node) -> bool:
     if len(node.outputs) > 3 and g.is_read(node.outputs[3]):
         g.replace(node.outputs[3], total)
     if simple:
-        normal, _ = _rms_norm(node, total, [-1], g.attribute(node, "epsilon", 1e-12))
+        normal, _ = rms_norm(node, total, [-1], g.attribute(node, "epsilon", 1e-12))
         g.replace(node.outputs[0], g.add(node, "Mul", [normal, *rows]))
     else:
         _norm(node, total, rows)
@@ -71,7 +71,7 @@ def split_simplified_norms(model: ir.Model) -> None:
         if kind is not wide:
             x = g.add(node, "Cast", [x], {"to": wide}, shape=shape)
         axes, epsilon = list(range(-rank, 0)), g.attribute(node, "epsilon", 1e-5)
-        normal, root = _rms_norm(node, x, axes, epsilon, dtype=wide, opset=opset)
+        normal, root = rms_norm(node, x, axes, epsilon, dtype=wide, opset=opset)
         if len(node.outputs) > 1 and g.is_read(node.outputs[1]):
             inverse = g.add(node, "Reciprocal", [root])
             if wide is not ir.DataType.FLOAT:
@@ -82,7 +82,7 @@ def split_simplified_norms(model: ir.Model) -> None:
         g.replace(node.outputs[0], g.add(node, "Mul", [normal, weight], dtype=kind, shape=shape))
 
 
-def _rms_norm(
+def rms_norm(
     node: ir.Node,
     x: ir.Value,
     axes: list[int],

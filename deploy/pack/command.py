@@ -18,7 +18,8 @@ def main(**given: Any) -> None:
     manifest for Kubernetes and one for KServe, and a README.md that says how to
     run each. With --triton it writes a model repository for Triton. The model is
     opened once with its library, so that a model that does not load here is
-    refused. The folder is written whole or not at all.
+    refused. The folder is written whole or not at all. With --genai it optimises
+    a folder of onnxruntime-genai, and puts the library into it.
 
     Examples:
 
@@ -28,13 +29,18 @@ def main(**given: Any) -> None:
         --max-batch-size 64 --gpu --image registry.example.com/ranker:3
 
         twinop pack model.onnx -o triton/ --triton
+
+        twinop pack --genai genai_model/ -o fast/ --device cuda
     """
     with clear_errors():
         # Imported late, because --help needs neither ONNX Runtime nor jinja2.
         from ..cuda import has_gpu
-        from .packing import pack
+        from .packing import pack, pack_genai
 
         options = Options(**given)
+        if options.genai:
+            out.print(str(pack_genai(options)), markup=False, highlight=False, soft_wrap=True)
+            return
         packed = pack(options)
     contents, output = packed.contents, options.output
     out.print(f"{output}", style="italic", markup=False, highlight=False, soft_wrap=True)

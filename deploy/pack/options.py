@@ -15,7 +15,9 @@ def _option(help: str, panel: str, *names: str, **checks: Any) -> Any:
 class Options:
     """What to pack, where, and how. The defaults that depend on other options are None."""
 
-    model: Annotated[Path, typer.Argument(help="The .onnx file.", show_default=False)]
+    model: Annotated[
+        Path, typer.Argument(help="The .onnx file; with --genai, the folder.", show_default=False)
+    ]
     output: Annotated[Path, typer.Option("--output", "-o", help="The folder to write.", show_default=False)]
     force: Annotated[bool, typer.Option("--force", help="Replace a folder that was packed before.")] = False
     name: Annotated[str | None, _option("The model's name. Default: the file's stem.", "Model")] = None
@@ -34,6 +36,13 @@ class Options:
     triton: Annotated[
         bool, _option("Write a model repository for Triton, and nothing else.", "Triton", "--triton")
     ] = False
+    genai: Annotated[
+        bool,
+        _option("Pack a folder of onnxruntime-genai, and nothing else.", "onnxruntime-genai", "--genai"),
+    ] = False
+    device: Annotated[
+        str, _option("Optimise the decoder for cuda or cpu. Default: cuda.", "onnxruntime-genai")
+    ] = "cuda"
     gpu: Annotated[
         bool | None,
         _option("Where it runs. Default: on a GPU if the library has code for one.", "Image", "--gpu/--cpu"),

@@ -5,6 +5,7 @@ import os
 import re
 import shutil
 import tempfile
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -67,12 +68,31 @@ def pack(options: Options) -> Packed:
     libraries = [f"{folder}/{library.path.name}" for library in contents.libraries]
     packed = Packed(contents, name, kube_name, image, libraries)
     try:
-        _write_whole(options, packed)
+        _write_whole(options.output, lambda new: _write(new, options, packed))
     except OSError as error:
         raise PackError(
             f"{options.output}: cannot be written: {error.strerror} ({error.filename})"
         ) from error
     return packed
+
+
+def pack_genai(options: Options) -> Any:
+    """Optimises a folder of onnxruntime-genai for a device, and returns the report.
+
+    Raises:
+        TwinopError: the folder, the library or an option does not fit, or the folder may not be written.
+    """
+    from twinop.optimize import optimize_folder  # the layer above
+
+    _check_output(options)
+    found = list[Any]()
+
+    def write(root: Path) -> None:
+        found.append(optimize_folder(options.model, root, device=options.device, library=options.library))
+        _write_manifest(root, root)
+
+    _write_whole(options.output, write)
+    return found[0]
 
 
 # -------------------------------------------------------------------------------- options
@@ -123,13 +143,13 @@ def _check_output(options: Options) -> None:
 # -------------------------------------------------------------------------------- writing
 
 
-def _write_whole(options: Options, packed: Packed) -> None:
+def _write_whole(output: Path, write: Callable[[Path], None]) -> None:
     """Writes beside the folder and renames, so that a failure leaves the old folder."""
-    output = options.output.resolve()
+    output = output.resolve()
     output.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=f".{output.name}-", dir=output.parent) as scratch:
         new = Path(scratch) / "new"
-        _write(new, options, packed)
+        write(new)
         for each in (new, *new.rglob("*")):  # another user reads it in the container
             each.chmod(0o755 if each.is_dir() else 0o644)
         if output.exists():
@@ -159,10 +179,15 @@ def _write(root: Path, options: Options, packed: Packed) -> None:
         _copy(Path(__file__).with_name(requirements), root / "service/requirements.txt")
         _copy_sources(root / "service/twinop")
     _render(root, options, packed, settings)
+    _write_manifest(root, model, image=packed.image)
+
+
+def _write_manifest(root: Path, folder: Path, **entries: str) -> None:
+    """Writes the checksums of the files in a folder."""
     files = {
-        str(path.relative_to(root)): checksum(path) for path in sorted(model.rglob("*")) if path.is_file()
+        str(path.relative_to(root)): checksum(path) for path in sorted(folder.rglob("*")) if path.is_file()
     }
-    manifest = {"twinop": twinop.__version__, "image": packed.image, "sha256": files}
+    manifest = {"twinop": twinop.__version__, **entries, "sha256": files}
     (root / MANIFEST).write_text(json.dumps(manifest, indent=2) + "\n")
 
 

@@ -1,0 +1,141 @@
+"""Reads decoders with a KV cache, as onnxruntime-genai's builder writes them: GroupQueryAttention.
+
+`runs` returns sizes of inputs that fit each other. `split_query_norms` writes norms of q and k as nodes of
+their own, which the CPU needs, and `join_query_norms` undoes it for CUDA.
+"""
+
+from collections.abc import Iterator
+
+import onnx_ir as ir
+
+from . import graph as g
+from .cached_attention import SHARED_CACHES
+from .inputs import Sizes, is_mask
+from .symbolic_shapes import infer_shapes
+from .unfuse_ort import rms_norm
+
+ATTENTION = "GroupQueryAttention"
+WIDE_NORMS = "norms in fp32"
+"""In the `meta` of graphs of 16 bits that add and norm in fp32."""
+_NORM = "CustomRmsNorm"
+_BATCH, _PAST, _PROMPT = 3, 9, 7
+_Q_NORM = 14  # the input; that of k follows
+_NORMS = ("SimplifiedLayerNormalization", "SkipSimplifiedLayerNormalization", "LayerNormalization")
+
+
+def set_head_sizes(model: ir.Model) -> None:
+    """Writes the size of heads into the shapes of caches, which the builder gives a name."""
+    if not any(node.op_type == ATTENTION for node in model.graph):
+        return
+    shaped = model.clone()
+    infer_shapes(shaped)
+    caches = {str(value.name): value for value in model.graph.inputs}
+    for node in [node for node in shaped.graph if node.op_type == ATTENTION]:
+        width, heads = g.last_dim(node.inputs[0]), g.attribute(node, "num_heads", 0)
+        heads += 2 * g.attribute(node, "kv_num_heads", 0) if node.inputs[1] is None else 0
+        for cache in filter(None, node.inputs[3:5]):
+            shape, value = g.dims(cache), caches.get(str(cache.name))
+            if value is not None and shape and isinstance(shape[-1], str) and width and heads:
+                value.shape = ir.Shape([*shape[:-1], width // heads])
+
+
+def runs(model: ir.Model) -> list[Sizes]:
+    """Returns the sizes of steps of one token and of a prompt; none for other models."""
+    nodes = [node for node in model.graph if node.op_type == ATTENTION]
+    if not nodes:
+        return []
+    past, fixed, window = set[str](), dict[str, int](), 0
+    for node in nodes:
+        for length in [
+            (g.dims(cache) or [None, None])[-2] for cache in node.inputs[3:5] if cache is not None
+        ]:
+            if g.attribute(node, "sliding_window_cache", 0):  # the cache holds a window, and nothing else
+                window = g.attribute(node, "local_window_size", 0)
+                fixed |= {length: window} if isinstance(length, str) else {}
+            else:
+                past |= {length} if isinstance(length, str) else set()
+    tokens, total = set[str](), set[str]()
+    for value in model.graph.inputs:
+        shape = g.dims(value) or []
+        if len(shape) == 2 and isinstance(shape[1], str):
+            (total if is_mask(value) else tokens).add(shape[1])
+
+    def sizes(batch: int, before: int, new: int) -> Sizes:
+        length = before + new if model.graph.meta.get(SHARED_CACHES) else before
+        names = fixed | dict.fromkeys(past, length) | dict.fromkeys(tokens, new)
+        return Sizes(batch, new, fixed=(*names.items(), *((name, before + new) for name in total)))
+
+    if window:  # what follows the tokens in one that is not full is not known
+        return [sizes(1, window + _PAST, 1), sizes(1, window, 1)]
+    return [sizes(_BATCH, _PAST, 1), sizes(1, 2 * _PAST, 1), sizes(2, 0, _PROMPT)]
+
+
+def mark_wide_norms(model: ir.Model) -> None:
+    """Notes that a model of 16 bits norms in fp32: what it adds up, as Gemma does, may exceed fp16."""
+    norms = [node for node in model.graph if node.op_type in _NORMS and node.inputs]
+    if any(node.op_type == ATTENTION for node in model.graph) and norms:
+        weights = [
+            value for node in norms for value in node.inputs if value is not None and value.const_value
+        ]
+        if all(value.dtype is ir.DataType.FLOAT for value in weights):
+            model.graph.meta[WIDE_NORMS] = True
+
+
+def split_query_norms(model: ir.Model) -> int:
+    """Writes the norms of q and k as nodes of their own; returns the number of attentions that had them."""
+    nodes = [node for node in model.graph if node.op_type == ATTENTION and _has_norms(node)]
+    for node in nodes:
+        for index in (0, 1):
+            x, weight = node.inputs[index], node.inputs[_Q_NORM + index]
+            assert x is not None and weight is not None and weight.const_value is not None
+            size = weight.const_value.size
+            apart = g.reshape(node, x, [0, 0, -1, size])
+            wide = g.add(node, "Cast", [apart], {"to": ir.DataType.FLOAT})
+            normal, _ = rms_norm(node, wide, [-1], g.attribute(node, "qk_norm_epsilon", 1e-6))
+            narrow = g.add(node, "CastLike", [normal, x])
+            scaled = g.add(node, "Mul", [narrow, weight])
+            node.replace_input_with(index, g.reshape(node, scaled, [0, 0, -1]))
+            node.replace_input_with(_Q_NORM + index, None)
+        node.resize_inputs(_Q_NORM)
+        node.attributes.pop("qk_norm_epsilon", None)
+    return len(nodes)
+
+
+def _has_norms(node: ir.Node) -> bool:
+    pair = node.inputs[_Q_NORM : _Q_NORM + 2]
+    return node.inputs[1] is not None and len(pair) == 2 and all(each is not None for each in pair)
+
+
+def join_query_norms(model: ir.Model) -> int:
+    """Gives attention the norms of q and k that are nodes of their own: one launch in the place of three.
+
+    Returns:
+        The number of attentions that got them.
+    """
+    count = 0
+    for node in [node for node in model.graph if node.op_type == ATTENTION]:
+        found = [*norm_of(node.inputs[0]), *norm_of(node.inputs[1])]
+        if len(found) != 2 or len({g.attribute(each, "eps", 1e-6) for each in found}) != 1:
+            continue
+        node.resize_inputs(_Q_NORM + 2)
+        node.attributes["qk_norm_epsilon"] = ir.AttrFloat32(
+            "qk_norm_epsilon", g.attribute(found[0], "eps", 1e-6)
+        )
+        for index, each in enumerate(found):
+            node.replace_input_with(_Q_NORM + index, each.inputs[1])
+            reshape = each.inputs[0].producer() if each.inputs[0] is not None else None
+            assert reshape is not None
+            last = node.inputs[index]
+            node.replace_input_with(index, reshape.inputs[0])
+            g.prune(last.producer() if last is not None else None)
+        count += 1
+    return count
+
+
+def norm_of(value: ir.Value | None) -> Iterator[ir.Node]:
+    """Yields the norm of the heads of a value [B, S, H*D], if it has one."""
+    reshape = g.producer(value, "Reshape")
+    node = g.producer(reshape.inputs[0], _NORM, domain=g.DOMAIN) if reshape is not None else None
+    is_alone = node is not None and g.only_user(node.outputs[0]) is reshape and len(node.inputs) == 2
+    if node is not None and is_alone and g.producer(node.inputs[0], "Reshape") is not None:
+        yield node

@@ -1,0 +1,193 @@
+"""Optimises a folder of onnxruntime-genai, the one that `og.Model` opens.
+
+The decoder's model is optimised. Everything else goes along as it is, but for genai_config.json, whose
+session options of the decoder get the library. genai takes one library, in the folder: where a model needs
+several, a small one is compiled that registers them.
+"""
+
+import json
+import os
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from onnx import external_data_helper
+
+from twinop import deploy
+from twinop.deploy.choose_library import library_paths
+from twinop.deploy.custom_nodes import load_model, tensors
+from twinop.errors import ExportError, LibraryError, TwinopError
+from twinop.library import read_library
+
+from .optimizer import check_device, optimize
+from .report import OptimizeReport
+
+CONFIG = "genai_config.json"
+_LIBRARY = "custom_ops_library"
+_JOINED = "libtwinop_genai.so"
+_JOINS = """#define _GNU_SOURCE
+#include <dlfcn.h>
+#include <stdio.h>
+#include <string.h>
+typedef void* (*Register)(void*, const void*);
+typedef struct { void* (*create_status)(int, const char*); } Api; /* the first function of OrtApi */
+typedef struct { const Api* (*get_api)(unsigned); } Base;
+void* RegisterCustomOps(void* options, const void* base) {
+  static const char* const names[] = {NAMES, 0};
+  char path[4096];
+  Dl_info self;
+  dladdr((void*)&RegisterCustomOps, &self);
+  const char* slash = strrchr(self.dli_fname, '/');
+  const int length = slash != 0 ? (int)(slash - self.dli_fname) + 1 : 0;
+  for (int i = 0; names[i] != 0; ++i) {
+    snprintf(path, sizeof path, "%.*s%s", length, self.dli_fname, names[i]);
+    void* library = dlopen(path, RTLD_NOW | RTLD_LOCAL);
+    Register add = library != 0 ? (Register)dlsym(library, "RegisterCustomOps") : 0;
+    if (add == 0) return ((const Base*)base)->get_api(1)->create_status(1, dlerror());
+    void* status = add(options, base);
+    if (status != 0) return status;
+  }
+  return 0;
+}
+"""
+
+
+def optimize_folder(
+    source: str | os.PathLike[str],
+    target: str | os.PathLike[str],
+    *,
+    device: str = "cuda",
+    library: deploy.Libraries = None,
+    **options: Any,
+) -> OptimizeReport:
+    """Optimises a folder of onnxruntime-genai, and writes another one, whole or not at all.
+
+    Args:
+        source: the folder with genai_config.json.
+        target: the folder to write; it may not exist, or is empty.
+        device: what the decoder runs on, "cuda" or "cpu". The other one's provider options are removed.
+        library: as in `optimize`. A library that genai_config.json names already is used, too.
+        options: of `optimize`.
+
+    Raises:
+        ExportError: the folder is not genai's, the target exists, or the decoder cannot be optimised.
+    """
+    source, target = Path(source), Path(target)
+    check_device(device)
+    if target.exists() and (not target.is_dir() or any(target.iterdir())):
+        raise ExportError(f"{target}: exists already. Name a new folder, or an empty one")
+    config = _read(source / CONFIG)
+    decoder = _decoder(source, config)
+    model = source / decoder["filename"]
+    settings = decoder.setdefault("session_options", {})
+    own = [*library_paths(library), *_named_library(source, settings)]
+    target.resolve().parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=".twinop-genai-", dir=target.resolve().parent) as scratch:
+        folder = Path(scratch) / "new"
+        left_out = {model, *(model.parent / name for name in _data_of(model)), source / CONFIG}
+
+        def ignored(place: str, names: list[str]) -> list[str]:
+            return [name for name in names if Path(place, name) in left_out]
+
+        try:
+            shutil.copytree(source, folder, ignore=ignored, copy_function=shutil.copyfile)
+        except (OSError, shutil.Error) as error:
+            raise ExportError(f"{source}: cannot be copied to {target}: {error}") from error
+        (folder / decoder["filename"]).parent.mkdir(parents=True, exist_ok=True)
+        options["shared_caches"] = bool(config.get("search", {}).get("past_present_share_buffer"))
+        report = optimize(model, folder / decoder["filename"], device=device, library=own or None, **options)
+        settings.pop(_LIBRARY, None)
+        if report.libraries:
+            settings[_LIBRARY] = _place_libraries(report.libraries, folder)
+        entries = settings.get("provider_options", [])
+        settings["provider_options"] = [each for each in entries if device == "cuda" and "cuda" in each] or (
+            [{"cuda": {"enable_cuda_graph": "0"}}] if device == "cuda" else []
+        )
+        (folder / CONFIG).write_text(json.dumps(config, indent=4) + "\n", encoding="utf-8")
+        if target.exists():
+            target.rmdir()
+        folder.rename(target)
+    report.path = target / decoder["filename"]
+    return report
+
+
+def _read(path: Path) -> Any:
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise ExportError(
+            f"{path}: no such file. Expected a folder of onnxruntime-genai's builder, or an .onnx file"
+        ) from error
+    except (OSError, ValueError) as error:
+        raise ExportError(f"{path}: cannot be read: {error}. Build the folder again") from error
+
+
+def _decoder(folder: Path, config: Any) -> dict[str, Any]:
+    """Returns the decoder's part of a genai_config.json."""
+    try:
+        decoder: dict[str, Any] = config["model"]["decoder"]
+        file = folder / decoder["filename"]
+    except (KeyError, TypeError) as error:
+        raise ExportError(
+            f"{folder / CONFIG}: has no model.decoder.filename; twinop optimises decoders of one model"
+        ) from error
+    if not file.resolve().parent.is_relative_to(folder.resolve()) and not file.is_symlink():
+        raise ExportError(f"{folder / CONFIG}: its decoder {file} is not in the folder. Put it there")
+    return decoder
+
+
+def _named_library(folder: Path, settings: dict[str, Any]) -> list[Path]:
+    """Returns the library that the session options name already, if there is one.
+
+    Raises:
+        ExportError: it is not twinop's, so its ops would be lost or cannot be compared.
+    """
+    if not settings.get(_LIBRARY):
+        return []
+    path = folder / settings[_LIBRARY]
+    try:
+        read_library(path)
+    except LibraryError as error:
+        raise ExportError(
+            f"{folder / CONFIG}: names {settings[_LIBRARY]} as {_LIBRARY} already, and genai takes one. "
+            f"twinop joins libraries that `twinop build` made, and this is none: {error}"
+        ) from error
+    return [path]
+
+
+def _data_of(model: Path) -> set[str]:
+    """Returns the files of a model's external data, relative to its folder."""
+    try:
+        proto = load_model(model).proto
+    except TwinopError as error:
+        raise ExportError(str(error)) from error
+    found = filter(external_data_helper.uses_external_data, tensors(proto))
+    return {external_data_helper.ExternalDataInfo(tensor).location for tensor in found}
+
+
+def _place_libraries(libraries: Sequence[Path], folder: Path) -> str:
+    """Copies libraries into the folder, and returns the name of the one that registers all of them."""
+    names = [path.name for path in libraries]
+    if len({*names, _JOINED}) <= len(names):
+        raise ExportError(f"{', '.join(map(str, libraries))}: have one name. Rename one (twinop build -o)")
+    for path in libraries:
+        shutil.copyfile(path, folder / path.name)
+    if len(names) == 1:
+        return names[0]
+    compiler = os.environ.get("CC") or shutil.which("cc") or shutil.which("gcc")
+    text = _JOINS.replace("NAMES", ", ".join(map(json.dumps, names)))
+    command = [compiler or "cc", "-shared", "-fPIC", "-O1", "-w", "-x", "c", "-", "-o", str(folder / _JOINED)]
+    try:
+        done = subprocess.run([*command, "-ldl"], input=text, capture_output=True, text=True)
+    except OSError as error:
+        raise ExportError(
+            f"genai takes one library, and the model needs {', '.join(names)}. A small one that registers "
+            f"them has to be compiled, and {command[0]} cannot be run: {error.strerror}. Install a C "
+            "compiler, or name one with CC"
+        ) from error
+    if done.returncode:
+        raise ExportError(f"{command[0]} fails: {done.stderr.strip()[-500:]}")
+    return _JOINED

@@ -1,0 +1,155 @@
+"""Replaces ONNX Runtime's products with quantised weights on CUDA. Runs on the model in 16 bits.
+
+Matches: com.microsoft MatMulNBits with constant weights of 4 or 8 bits in blocks of 32 or 128, a bias that is
+added, and an activation after it; two such products of one x and a gate.
+Writes: CustomLinearQ and CustomLinearQSwiglu, whose weights are packed again, once.
+Leaves alone: blocks of other sizes, zero points in floats, columns in another order (g_idx).
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+import onnx_ir as ir
+
+from twinop import quantised
+
+from . import graph as g
+from .linear import activation_of
+
+PRODUCT = "MatMulNBits"
+
+
+@dataclass(frozen=True)
+class _Product:
+    """A product with a quantised weight, and the sum with its bias."""
+
+    node: ir.Node
+    arrays: tuple[np.ndarray, np.ndarray, np.ndarray | None]  # B, scales, zero points
+    bias: np.ndarray | None
+    output: ir.Value
+
+    @property
+    def x(self) -> ir.Value | None:
+        """Read late: other products may have been replaced."""
+        return self.node.inputs[0]
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """The attributes, as `quantised.pack` takes them."""
+        names = {"n": ("N", 0), "k": ("K", 0), "bits": ("bits", 4), "block": ("block_size", 32)}
+        return {key: g.attribute(self.node, *each) for key, each in names.items()}
+
+
+def rewrite(context: g.RewriteContext) -> None:
+    if "linear_q" not in context.records:
+        return
+    found = dict[ir.Value, _Product]()
+    for node in context.nodes(PRODUCT, domain=g.MICROSOFT):
+        try:
+            product = _match(node)
+        except g.UnsupportedPattern as reason:
+            context.left[f"{PRODUCT}: {reason}"] += 1
+        else:
+            found[product.output] = product
+    has_bias = any(each.bias is not None for each in found.values())
+    has_zero = any(each.arrays[2] is not None for each in found.values())
+    gates = {context.records["swiglu"].onnx_name} if "swiglu" in context.records else set()
+    for node in [node for node in context.graph if node.op_type in {"Mul", *gates}]:
+        pair = _gated(context, node, found)
+        if pair is not None:
+            first, second, activation = pair
+            made = context.made if node.domain or activation == "silu" else context.left
+            made["swiglu" if node.domain else f"{activation} gate: no products with constant weights"] -= 1
+            context.made[activation] -= not node.domain
+            products = [first, second]
+            _write(context, "linear_q_swiglu", products, node.outputs[0], activation, has_bias, has_zero)
+            found = {output: each for output, each in found.items() if each not in pair}
+    for product in found.values():
+        output, user = product.output, g.only_user(product.output)
+        activation = activation_of(context, user)
+        if user is not None and activation:
+            output = user.outputs[0]
+            context.made[activation] -= 1
+        _write(context, "linear_q", [product], output, activation or "none", has_bias, has_zero)
+
+
+def _match(node: ir.Node) -> _Product:
+    x, b, scales, zeros, order, bias = [*node.inputs, *[None] * 6][:6]
+    arrays = [g.constant(each) for each in (b, scales, zeros, bias)]
+    if order is not None:
+        raise g.UnsupportedPattern("columns in another order (g_idx)")
+    if x is None or arrays[0] is None or arrays[1] is None:
+        raise g.UnsupportedPattern("a weight that is not constant")
+    if any(array is None and value is not None for array, value in ((arrays[2], zeros), (arrays[3], bias))):
+        raise g.UnsupportedPattern("zero points or a bias that are not constant")
+    output = node.outputs[0]
+    product = _Product(node, (arrays[0], arrays[1], arrays[2]), arrays[3], output)
+    dtype = np.dtype(np.uint8) if arrays[2] is None else arrays[2].dtype
+    if reason := quantised.why_not(**product.sizes, zero_points=dtype):
+        raise g.UnsupportedPattern(reason)
+    if (add := g.only_user(output)) is not None and add.op_type == "Add" and not add.domain and bias is None:
+        row = g.constant(g.other_input(add, output))
+        if row is not None and row.shape == (product.sizes["n"],):
+            return _Product(node, product.arrays, row, add.outputs[0])
+    return product
+
+
+def _gated(
+    context: g.RewriteContext, node: ir.Node, found: dict[ir.Value, _Product]
+) -> tuple[_Product, _Product, str] | None:
+    """Returns gate, up and the activation of activation(gate) * up, if both are products of one x."""
+    up, gate = node.inputs
+    activation = "silu"
+    if not node.domain:
+        makers = [each.producer() if each is not None else None for each in node.inputs]
+        names = [activation_of(context, maker) for maker in makers]
+        index = next((i for i, name in enumerate(names) if name not in ("", "relu")), None)
+        if index is None or g.only_user(node.inputs[index]) is not node:  # type: ignore[arg-type]
+            return None
+        gate, up, activation = makers[index].inputs[0], node.inputs[1 - index], names[index]  # type: ignore[union-attr]
+    first, second = (found.get(each) if each is not None else None for each in (gate, up))
+    if first is None or second is None or first is second or first.x is not second.x:
+        return None
+    zeros = [each.arrays[2] is None for each in (first, second)]
+    is_alone = all(g.only_user(each.output) is not None for each in (first, second))
+    is_alike = first.sizes == second.sizes and zeros[0] == zeros[1]
+    return (first, second, activation) if is_alone and is_alike else None
+
+
+def _write(
+    context: g.RewriteContext,
+    op: str,
+    products: list[_Product],
+    output: ir.Value,
+    activation: str,
+    has_bias: bool,
+    has_zero: bool,
+) -> None:
+    """Puts one node in the place of products and of what follows them, up to an output.
+
+    Args:
+        has_bias, has_zero: whether any of the model's nodes has one: all of them share a function body.
+    """
+    first, last = products[0], output.producer()
+    assert last is not None
+    sizes = first.sizes
+    b, scales, zeros = (
+        [np.reshape(part, (sizes["n"], -1)) for part in parts if part is not None]
+        for parts in zip(*(each.arrays for each in products), strict=True)
+    )
+    joined = np.concatenate(zeros) if zeros else None
+    whole = {**sizes, "n": sizes["n"] * len(products)}
+    packed = quantised.pack(np.concatenate(b), np.concatenate(scales), joined, **whole)
+    zero, name = packed.zero, str(first.node.inputs[1].name)  # type: ignore[union-attr]
+    if zero is None and has_zero:
+        zero = np.full(packed.scale.shape, 1 << (sizes["bits"] - 1), np.uint8)
+    rows = [np.zeros(sizes["n"], packed.scale.dtype) if each.bias is None else each.bias for each in products]
+    values = [packed.weight, packed.scale, zero, np.concatenate(rows) if has_bias else None]
+    given = [
+        None if array is None else g.initializer(context.graph, array, f"{name}_{part}")
+        for array, part in zip(values, ("packed", "scale", "zero", "bias"), strict=True)
+    ]
+    shape = g.dims(output) or [*(g.dims(first.x) or [])[:-1], sizes["n"]]
+    numbers = {"bits": sizes["bits"], "block": sizes["block"], "activation": activation}
+    g.replace(output, context.add_op(last, op, [first.x, *given], shape, **numbers))
+    context.made[op if activation in ("none", "") or len(products) > 1 else f"{op}+{activation}"] += 1
