@@ -6,7 +6,7 @@
 // The columns are divided among `ways`: way v sums the chunks v, v + ways, ..., and the ways' sums
 // are added up in order. ways depends on n only, so a row of y has the same bits whatever else is
 // in x. Up to 16 rows each way is a warp, so that all processors read. For more rows, where x is
-// read about as long as the weight, a warp sums all ways, and the block shares x.
+// read about as long as the weight, a warp sums all ways and the block shares x, if n is large.
 #pragma once
 
 #include <algorithm>
@@ -489,13 +489,11 @@ Status LaunchUpTo16(const Call& call, const Weight& weight, const Task<typename 
 template <class Weight>
 Status Launch(const Call& call, const Weight& weight, const Task<typename Weight::Type>& task) {
   const int ways = task.n < 3072 ? 16 : 8;
-  if (task.m > 16)
-    return LaunchWide<Weight::kSlices == 2 ? 6 : 4>(call, weight, task, ways,
-                                                    task.n < 4096    ? 2
-                                                    : task.n < 16384 ? 4
-                                                                     : 8);
-  return task.m <= 8 ? LaunchUpTo16<1>(call, weight, task, ways)
-                     : LaunchUpTo16<2>(call, weight, task, ways);
+  if (task.m <= 8) return LaunchUpTo16<1>(call, weight, task, ways);
+  if (task.m <= 16) return LaunchUpTo16<2>(call, weight, task, ways);
+  if (ways == 16) return LaunchNarrow<2, 4, 16, 2, 1>(call, weight, task);
+  const int warps = task.n < 4096 ? 2 : task.n < 16384 ? 4 : 8;
+  return LaunchWide<Weight::kSlices == 2 ? 6 : 4>(call, weight, task, ways, warps);
 }
 
 // Describes a call; `sizes.n` is that of the weight.
