@@ -1,7 +1,9 @@
 """Ops that write into inputs, those of tests/ops/written.h: in torch, exported, in ONNX Runtime."""
 
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import numpy as np
@@ -18,6 +20,7 @@ from twinop.deploy import FeedError
 from twinop.errors import ExportError, RecordError, RecordSyntaxError
 from twinop.library import find_library
 from twinop.schema_text import record_of
+from twinop.torch_op.mutation import _check_written
 
 LIBRARY = find_library("test_written")
 raw = torch.ops.test_written
@@ -92,6 +95,32 @@ def test_refused_in_torch(call: Callable[[torch.Tensor], Any], message: str) -> 
     with pytest.raises((RuntimeError, RecordError), match=message):
         call(cache)
     assert not cache.detach().any()
+
+
+def test_memory_is_judged_as_for_ops_without_a_kernel() -> None:
+    """The library and mutation.py say the same of any two views of one buffer."""
+    buffer, random, record = torch.zeros(64), Random(0), torch_op.records()["test.written::exchange"]
+
+    def verdict(call: Callable[..., Any], *arguments: Any) -> str:
+        try:
+            call(*arguments)
+        except (RuntimeError, RecordError) as error:
+            return str(error).partition(" is written, and ")[2][:30]
+        return ""
+
+    seen = Counter[str]()
+    for _ in range(400):
+        shape = [random.choice([1, 2, 3]) for _ in range(random.randint(1, 3))] + [
+            random.choice([0, 1, 2, 2])
+        ]
+        a, b = (
+            buffer.as_strided(shape, [random.choice([0, 1, 2, 4, 6]) for _ in shape], random.randint(0, 30))
+            for _ in "ab"
+        )
+        ours = verdict(_check_written, record, {"a": a, "b": b})
+        assert ours == verdict(raw.exchange, a, b), (shape, a.stride(), b.stride())
+        seen[ours[:6]] += 1
+    assert len(seen) == 3 and min(seen.values()) > 10, seen
 
 
 def test_opcheck_of_both_ops() -> None:
