@@ -19,10 +19,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from twinop import torch_op
 from twinop.bench import runtime
 from twinop.bench.cases import relative_error
-from twinop.bench.cells import AGAIN, IN_ORT, IN_TORCH
+from twinop.bench.cells import IN_ORT, IN_TORCH
 from twinop.bench.measurements import Device, Output, measuring
-from twinop.bench.providers import Subject, checked, require
-from twinop.bench.timing import DeviceTimer, Time, host_times_apart
+from twinop.bench.providers import Subject, require, side_by_side
+from twinop.bench.timing import DeviceTimer
 from twinop.quantised import pack
 
 TORCH, ORT = "torch", "ORT"
@@ -93,16 +93,9 @@ def in_ort(
         nodes.append(copy)
         outputs[f"y{i}"] = x.new_empty(len(x), len(weight["dense"]))
         constants |= {f"{name}{i}": weight[name] for name in names}
-    session = runtime.open_session(
-        runtime.one_op(nodes, {"x": x}, outputs, constants=constants),
-        x.device,
-        cpu_threads=1,
-        stream=timer.stream if timer is not None else None,
-        cuda_graph=timer is not None,
-    )
-    return Subject(
-        runtime.bind(session, {"x": x}, outputs, synchronize=timer is None), tuple(outputs.values())
-    )
+    captures = timer is not None
+    run = runtime.run_of(nodes, {"x": x}, outputs, timer, constants=constants, cuda_graph=captures)
+    return Subject(run, tuple(outputs.values()))
 
 
 def in_torch(multiply: Callable[[Mapping[str, Tensor]], Tensor], weights: list[dict[str, Tensor]]) -> Subject:
@@ -119,7 +112,7 @@ def in_torch(multiply: Callable[[Mapping[str, Tensor]], Tensor], weights: list[d
 
 def measure(
     form: str, m: int, x: Tensor, weights: list[dict[str, Tensor]], timer: DeviceTimer | None, rounds: int
-) -> tuple[dict[str, Time], dict[str, str]]:
+) -> dict[str, Any]:
     """Returns the times of one product, and why a provider is missing."""
     n, k = weights[0]["dense"].shape
     expected = x.double() @ weights[-1]["dense"].double().mT
@@ -135,19 +128,14 @@ def measure(
         ORT: partial(in_ort, ort_node(form, n, k), x, weights, timer),
         TORCH: partial(in_torch, lambda weight: x @ weight["dense"].mT, weights),
     }
-    subjects, missing = checked(
-        makers, lambda _, each: require(relative_error(each.result()[-1], expected), 4e-3)
-    )
-    runs = {name: subject.run for name, subject in subjects.items()}
-    runs |= {name + AGAIN: runs[name] for name in (TORCH,) if name in runs}
-    if timer is not None:
-        times = timer.times(runs, rounds=rounds)
-    else:
-        times = host_times_apart(runs, rounds=rounds, seconds=0.3)
-    count = len(weights)
-    return {
-        name: replace(time, median=time.median / count, low=time.low / count) for name, time in times.items()
-    }, missing
+
+    def check(_: str, each: Subject) -> None:
+        require(relative_error(each.result()[-1], expected), 4e-3)
+
+    found = side_by_side(makers, check, timer, rounds=rounds, again=(TORCH,), seconds=0.3)
+    times, count = found["times"].items(), len(weights)
+    of_one = {name: replace(time, median=time.median / count, low=time.low / count) for name, time in times}
+    return found | {"times": of_one}
 
 
 def read_bandwidth(timer: DeviceTimer) -> float:
@@ -172,14 +160,14 @@ def main(
                 weights = [weight_of(form, n, k, where) for _ in range(copies)]
                 for m in map(int, rows.split(",")):
                     x = torch.randn(m, k, device=where).half()
-                    times, missing = measure(form, m, x, weights, timer, 5 if quick else 21)
+                    line = measure(form, m, x, weights, timer, 5 if quick else 21)
                     cell: dict[str, Any] = {"op": name, "dtype": form, "shape": f"{m}x{k}x{n}"}
                     if bandwidth is not None:
                         cell["of_bandwidth"] = {
                             each: round(n * k * size / time.median / bandwidth, 3)
-                            for each, time in times.items()
+                            for each, time in line["times"].items()
                         }
-                    measured.say(cell | {"times": times, "missing": missing})
+                    measured.say(cell | line)
 
 
 if __name__ == "__main__":
