@@ -1,7 +1,8 @@
 """Reads decoders with a KV cache, as onnxruntime-genai's builder writes them: GroupQueryAttention.
 
 `runs` returns sizes of inputs that fit each other. `split_query_norms` writes norms of q and k as nodes of
-their own, which the CPU needs, and `join_query_norms` undoes it for CUDA.
+their own, which the CPU needs, and `join_query_norms` undoes it for CUDA. `set_full_precision` lets quantised
+products compute in floats for the comparison.
 """
 
 from collections.abc import Iterator
@@ -18,6 +19,7 @@ ATTENTION = "GroupQueryAttention"
 WIDE_NORMS = "norms in fp32"
 """In the `meta` of graphs of 16 bits that add and norm in fp32."""
 _NORM = "CustomRmsNorm"
+_ACCURACY = "accuracy_level"
 _BATCH, _PAST, _PROMPT = 3, 9, 7
 _Q_NORM = 14  # the input; that of k follows
 _NORMS = ("SimplifiedLayerNormalization", "SkipSimplifiedLayerNormalization", "LayerNormalization")
@@ -79,6 +81,25 @@ def mark_wide_norms(model: ir.Model) -> None:
         ]
         if all(value.dtype is ir.DataType.FLOAT for value in weights):
             model.graph.meta[WIDE_NORMS] = True
+
+
+def set_full_precision(model: ir.Model) -> int:
+    """Lets quantised products compute in floats, and returns how many did not.
+
+    Integers in their place would turn last bits into steps, which no comparison can tell from defects.
+    """
+    nodes = [node for node in model.graph if node.op_type == "MatMulNBits" and _ACCURACY in node.attributes]
+    for node in nodes:
+        node.meta[_ACCURACY] = node.attributes.pop(_ACCURACY)
+    return len(nodes)
+
+
+def restore_precision(model: ir.Model) -> int:
+    """Undoes `set_full_precision`, and returns the number of products."""
+    nodes = [node for node in model.graph if _ACCURACY in node.meta]
+    for node in nodes:
+        node.attributes[_ACCURACY] = node.meta[_ACCURACY]
+    return len(nodes)
 
 
 def split_query_norms(model: ir.Model) -> int:

@@ -144,7 +144,7 @@ def optimize(
     if own_dtype in precision.DTYPES:
         decoders.mark_wide_norms(model)
     unfuse_ort.split_simplified_norms(model)
-    is_split = decoders.split_query_norms(model) > 0
+    is_changed = decoders.split_query_norms(model) + decoders.set_full_precision(model) > 0
     interface = _interface(model)
     report.dtype = dtype or own_dtype
     if own_dtype == "float64" != report.dtype:
@@ -157,7 +157,7 @@ def optimize(
     decoders.set_head_sizes(model)
     own.convert_to_fp32(model, report.dtype, report.dtype != own_dtype)
     with work_folder(target) as folder:
-        original = source if not (narrow_types or is_split) else None
+        original = source if not (narrow_types or is_changed) else None
         found = {own_dtype, *(_NAMES[kind] for kind in (*narrow_types, *interface.values()))}
         unchanged = source if dtype is None or found == {dtype} else None
         exposed = interface if dtype is None else {}
@@ -166,7 +166,7 @@ def optimize(
             original,
             unchanged,
             exposed,
-            is_split,
+            is_changed,
             folder,
             records,
             report,

@@ -56,7 +56,7 @@ class RewriteCheck:
         original: Path | None,
         unchanged: Path | None,
         interface: Mapping[str, ir.DataType],
-        has_split_norms: bool,
+        is_changed: bool,
         folder: Path,
         records: Mapping[str, OpSpec],
         report: OptimizeReport,
@@ -71,11 +71,11 @@ class RewriteCheck:
             original: the original's file, if that is in fp32.
             unchanged: the original's file, if the result has the same dtypes.
             interface: the dtypes of inputs and outputs that do not get the report's dtype, by name.
-            has_split_norms: the CPU does not run the original's file, because its attention norms q and k.
+            is_changed: the model is not what the original's file computes on the CPU (`decoders.py`).
             folder: where files are written.
             own: the user's own ops, and the libraries of all runs.
         """
-        self.unchanged, self.interface, self.has_split_norms = unchanged, interface, has_split_norms
+        self.unchanged, self.interface, self.is_changed = unchanged, interface, is_changed
         self.folder, self.records, self.report, self.padding = folder, records, report, padding
         self.own, self.library, self.progress = own, own.libraries or None, progress
         self.original = original or self._save(model.clone(), "original.onnx")[-1]
@@ -290,7 +290,7 @@ class RewriteCheck:
         model = context.model.clone()
         self._convert(model)
         self._pack(g.RewriteContext(model, self.report.device, self.records))
-        self._join_norms(model)
+        self._undo_changes(model)
         return self._write(model, f"{name}.onnx")[-1]
 
     def _convert(self, model: ir.Model) -> int:
@@ -348,7 +348,7 @@ class RewriteCheck:
         dtype = precision.DTYPES.get(report.dtype)
         if dtype is not None:
             self._compare_16_bits(files[-1], dtype)
-        if self._join_norms(model):
+        if self._undo_changes(model):
             files, report.nodes_after = self._write(model, name), len(model.graph)
         return files
 
@@ -358,10 +358,10 @@ class RewriteCheck:
             quantised.rewrite(context)
             clean(context.model)
 
-    def _join_norms(self, model: ir.Model) -> int:
-        """Lets attention norm q and k itself where only CUDA does so; returns how many nodes do."""
-        is_wanted = self.has_split_norms and self.report.device == "cuda"
-        return decoders.join_query_norms(model) if is_wanted else 0
+    def _undo_changes(self, model: ir.Model) -> int:
+        """Gives nodes the form back that the device has and the comparison cannot use; returns how many."""
+        is_wanted = self.is_changed and self.report.device == "cuda"
+        return decoders.restore_precision(model) + (decoders.join_query_norms(model) if is_wanted else 0)
 
     def _compare_16_bits(self, path: Path, dtype: ir.DataType) -> None:
         """Compares the model in 16 bits, and the original converted to 16 bits, with the original in fp32."""
@@ -391,7 +391,7 @@ class RewriteCheck:
         ]
         try:
             plain = self.unchanged
-            if plain is None or self.has_split_norms:
+            if plain is None or self.is_changed:
                 model = self.base.clone()
                 self._convert(model)
                 plain = self._write(model, "plain.onnx")[-1]

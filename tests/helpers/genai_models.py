@@ -50,13 +50,15 @@ def build(family: str, folder: Path, precision: str = "fp32", provider: str = "c
     command = ["builder", "-i", f"{folder}/torch", "-o", f"{folder}/genai", "-c", f"{folder}/cache"]
     command += ["-p", precision, "-e", provider]
     command += ["--extra_options", *(f"{key}={value}" for key, value in extra.items())] if extra else []
-    known = {**sys.modules, "onnxruntime_genai": stub}
-    with (
-        patch.object(sys, "path", [str(package / "models"), *sys.path]),
-        patch.dict(sys.modules, known, clear=True),
-        patch.object(sys, "argv", command),
-    ):
-        runpy.run_path(str(package / "models/builder.py"), run_name="__main__")
+    before = set(sys.modules)
+    with patch.object(sys, "path", [str(package / "models"), *sys.path]), patch.object(sys, "argv", command):
+        sys.modules["onnxruntime_genai"] = stub
+        try:
+            runpy.run_path(str(package / "models/builder.py"), run_name="__main__")
+        finally:  # what it has imported of torch and transformers stays
+            for name in set(sys.modules) - before:
+                if str(package) in str(getattr(sys.modules[name], "__file__", "")) or name == stub.__name__:
+                    del sys.modules[name]
     return folder / "genai"
 
 

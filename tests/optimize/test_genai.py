@@ -128,6 +128,15 @@ def test_what_cuda_gets_for_int4(block: int, left: int, tmp_path: Path) -> None:
         assert report.made["linear_q"] == 7 and not {"swiglu", "silu"} & report.made.keys()
 
 
+def test_products_of_int8_are_compared_in_floats(tmp_path: Path) -> None:
+    source = build("Phi3", tmp_path, "int4")
+    report = optimized(source, tmp_path / "fast")
+    assert report.error < 1e-5 and report.made["add_rms_norm"] == 4
+    products = nodes(ir.load(tmp_path / "fast/model.onnx"), "MatMulNBits")
+    assert {node.attributes["accuracy_level"].value for node in products} == {4}
+    assert_same_logits(source, tmp_path / "fast", 3e-2)
+
+
 def test_norms_of_gemma_stay_in_fp32(tmp_path: Path) -> None:
     """What it adds up may exceed fp16."""
     source = build("Gemma2", tmp_path, "fp16", "cuda")
