@@ -23,7 +23,7 @@ from twinop.deploy.pack.options import Options
 from twinop.deploy.pack.packing import pack_genai
 from twinop.errors import ExportError
 from twinop.library import find_library
-from twinop.optimize import OptimizeReport, optimize_folder
+from twinop.optimize import OptimizeReport, command, optimize_folder
 from twinop.optimize.rewrite_check import RewriteCheck
 
 STEPS, PROMPT = 64, [5, 9, 11, 33, 7]
@@ -208,7 +208,8 @@ def test_the_edits_of_genai_config(
     source = folder_of(normed(), tmp_path / "old", provider_options=given, log_id="mine")
     (source / "adapter").mkdir()
     (source / "adapter/notes.txt").write_text("kept")
-    optimized(source, tmp_path / "fast", device)
+    with UNTIMED:
+        command.main(source, tmp_path / "fast", device=device)
     assert options_of(tmp_path / "fast") == {
         "provider_options": expected, "log_id": "mine", "custom_ops_library": "libcustom_ops.so",
     }  # fmt: skip
