@@ -303,6 +303,13 @@ def test_bad_input(change: dict[str, Any], message: str) -> None:
         run(call | change)
 
 
+@pytest.mark.cuda
+def test_heads_that_are_too_large_on_cuda() -> None:
+    call = to(make_call([15], 1, 1, 1, 264, 16), torch.float16, "cuda")
+    with pytest.raises(RuntimeError, match=r"heads of 264; on CUDA expected at most 256"):
+        run(call)
+
+
 def test_bad_input_in_onnxruntime() -> None:
     """A context beyond the cache is refused before anything is written."""
     call = to(make_call([15], 1, 4, 2, 8, 16), torch.float32, "cpu")
