@@ -96,9 +96,10 @@ Status Run(const CallOf<Op>& call) {
                       static_cast<int>(AttributeOf<std::int64_t>(call, "block"_name))};
   if (sizes.m > kMostRows) {
     const int groups = static_cast<int>(sizes.n / 8);
-    TWINOP_RETURN_IF_ERROR(
-        LaunchKernel(DenseKernel<Weight>, GridOver(std::int64_t{groups} * weight.chunks * 32, 256),
-                     call, weight, static_cast<T*>(at.dense), groups, static_cast<int>(sizes.k)));
+    if (weight.chunks > 0)
+      TWINOP_RETURN_IF_ERROR(LaunchKernel(
+          DenseKernel<Weight>, GridOver(std::int64_t{groups} * weight.chunks * 32, 256), call,
+          weight, static_cast<T*>(at.dense), groups, static_cast<int>(sizes.k)));
     return RunDense(call, sizes, at);
   }
   Operands operands{};

@@ -95,8 +95,8 @@ def test_through_torch(record: OpSpec) -> None:
     """
     dtypes = next((c for c in record.combinations if "bfloat16" in c.values()), record.combinations[0])
     for shape in ((3, 10), (2, 258), (2, 2050), (2, 16386)) if record.rows else ((3, 10), (2, 1030)):
-        aligned = make_sample(record, dtypes, shape, 1, tame=True).to("cuda")
-        call = getattr(ops, record.name)
+        aligned = make_sample(record, dtypes, shape, 1, tame=True).to("cuda", record.host_inputs)
+        call = getattr(ops, record.functional_name)
         expected = as_tuple(call(*aligned.inputs.values()))
         actual = as_tuple(call(*aligned.map(misaligned).inputs.values()))
         for a, e in zip(actual, expected, strict=True):
