@@ -29,6 +29,11 @@ def python(program: str, *arguments: str) -> list[str]:
     return [sys.executable, "-I", "-c", start, *arguments]
 
 
+def bare(program: str, *arguments: str) -> list[str]:
+    """Returns the command that runs a program's text with Python's own modules alone."""
+    return [sys.executable, "-I", "-S", "-c", program, *arguments]
+
+
 def require_loads(library: Path, file: str, *passed: int, command: Sequence[str] = ()) -> None:
     """Loads a library in another process first: a damaged one can end the process that loads it, or hang it.
 
@@ -40,7 +45,7 @@ def require_loads(library: Path, file: str, *passed: int, command: Sequence[str]
     Raises:
         LibraryError: the process is ended by a signal or the loader, or does not end.
     """
-    command = command or [sys.executable, "-I", "-S", "-c", _LOAD, file]
+    command = command or bare(_LOAD, file)
     try:
         status = subprocess.run(command, pass_fds=passed, capture_output=True, timeout=_SECONDS).returncode
     except subprocess.TimeoutExpired:

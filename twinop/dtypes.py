@@ -25,6 +25,8 @@ ELEMENT_TYPES = {name: element for element, name in _NAMES.items()} | {
 }
 """ONNX's number of every element type of whole bytes, by name: "float32" is TensorProto.FLOAT."""
 
+_ONNX_NAMES = {number: name.lower() for name, number in TensorProto.DataType.items()}
+
 FLOATING = ("float32", "float16", "bfloat16", "float64")
 """The floating-point types that the ops compute in."""
 
@@ -34,8 +36,7 @@ FLOATS_8 = ("float8_e4m3fn", "float8_e5m2")
 
 def dtype_name(element: int) -> str:
     """Returns numpy's and torch's name of an ONNX element type; for types that they lack, ONNX's own."""
-    known = element in TensorProto.DataType.values()
-    return _NAMES.get(element) or (TensorProto.DataType.Name(element).lower() if known else f"type {element}")
+    return _NAMES.get(element) or _ONNX_NAMES.get(element, f"type {element}")
 
 
 def onnx_name(name: str) -> str:

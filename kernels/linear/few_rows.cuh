@@ -20,8 +20,7 @@
 
 namespace twinop::linear::few_rows {
 
-inline constexpr std::int64_t kMostRows = 64;
-inline constexpr int kWideWarps = 8;
+inline constexpr std::int64_t kMostRows = 16;
 
 // ------------------------------------------------------------------- what the hardware does
 
@@ -52,14 +51,6 @@ __device__ __forceinline__ void Multiply(std::uint32_t a0, std::uint32_t a1, std
 #endif
 }
 #undef TWINOP_MMA
-
-// 16 bytes to shared memory; zeros if not `present`.
-__device__ __forceinline__ void CopyAsync(uint4* shared, const void* global, bool present) {
-  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(
-                   static_cast<std::uint32_t>(__cvta_generic_to_shared(shared))),
-               "l"(global), "r"(present ? 16 : 0)
-               : "memory");
-}
 
 // ------------------------------------------------------------------- weights
 
@@ -351,112 +342,6 @@ static __global__ void __launch_bounds__(kWarps * 32, kBlocks)
   }
 }
 
-// Up to 64 rows of x, which the warps of a block share. Each has 16 rows of the weight, or 8 and
-// their partners, and sums one way after the other.
-template <class Weight, int kStages>
-static __global__ void __launch_bounds__(kWideWarps * 32)
-    WideKernel(const Weight weight, const Task<typename Weight::Type> p, int ways) {
-  using T = typename Weight::Type;
-  constexpr int kSlices = Weight::kSlices, kTiles = kMostRows / 8;
-  constexpr int kXStages = kStages;
-  constexpr int kVectors = kSlices * static_cast<int>(kMostRows) * 4;  // of x, of a chunk
-  extern __shared__ uint4 memory[];
-  const int lane = static_cast<int>(threadIdx.x) % 32, warp = static_cast<int>(threadIdx.x) / 32;
-  const int g = lane / 4, t = lane % 4;
-  const int groups = p.n / 8 / (p.is_gated ? 2 : 1);
-  const int pair = static_cast<int>(blockIdx.x * blockDim.x) / 32 + warp;
-  const int upper = p.is_gated ? pair : 2 * pair;
-  const int lower = p.is_gated ? pair + groups : upper + 1 < groups ? upper + 1 : groups - 1;
-  const bool has_rows = upper < groups;
-
-  // The chunks in the order in which they are summed: those of way 0, of way 1, ...
-  struct Place {
-    int way = 0, chunk = 0;
-  };
-  const auto next = [&](Place place) {
-    place.chunk += ways;
-    if (place.chunk >= p.chunks) place.chunk = ++place.way;
-    return place;
-  };
-  typename Weight::Fragment fragments[kStages][2];
-  const auto load = [&](int stage, int chunk) {
-    if (!has_rows) return;
-    weight.Load(upper, chunk, &fragments[stage][0]);
-    weight.Load(lower, chunk, &fragments[stage][1]);
-  };
-  Place ahead;  // the next chunk to load
-  const auto load_first = [&] {
-#pragma unroll
-    for (int s = 0; s < kStages; ++s, ahead = next(ahead))
-      if (s < p.chunks) load(s, ahead.chunk);
-  };
-  if (p.is_constant) load_first();
-  WaitForX();
-  if (!p.is_constant) load_first();
-
-  Place of_x;  // the next chunk of x to fetch
-  const auto fetch_x = [&](int j) {
-    if (j < p.chunks) {
-      for (int i = static_cast<int>(threadIdx.x); i < kVectors; i += static_cast<int>(blockDim.x)) {
-        const int row = i / 4 % static_cast<int>(kMostRows);
-        const int k =
-            (of_x.chunk * kSlices + i / (4 * static_cast<int>(kMostRows))) * kSlice + i % 4 * 8;
-        const bool there = row < p.m && k < p.k;
-        CopyAsync(memory + j % kXStages * kVectors + i,
-                  there ? p.x + static_cast<std::int64_t>(row) * p.k + k : p.x, there);
-      }
-      of_x = next(of_x);
-    }
-    asm volatile("cp.async.commit_group;" ::: "memory");
-  };
-  for (int j = 0; j < kXStages - 1; ++j) fetch_x(j);
-
-  float sums[kTiles][4] = {}, total[kTiles][4] = {};
-  Place now;
-  for (int begin = 0; begin < p.chunks; begin += kStages) {
-#pragma unroll
-    for (int s = 0; s < kStages; ++s) {
-      const int j = begin + s;
-      if (j >= p.chunks) break;
-      asm volatile("cp.async.wait_group %0;" ::"n"(kXStages - 2) : "memory");
-      __syncthreads();  // everyone's part of x is there, and the one before is used
-      fetch_x(j + kXStages - 1);
-#pragma unroll
-      for (int b = 0; b < kSlices; ++b) {
-        const uint4* const place =
-            memory + j % kXStages * kVectors + b * static_cast<int>(kMostRows) * 4 + lane;
-        uint4 columns[kTiles];
-#pragma unroll
-        for (int m = 0; m < kTiles; ++m) columns[m] = place[m * 32];
-        MultiplySlice<T>(weight.Values(fragments[s][0], b), weight.Values(fragments[s][1], b),
-                         columns, sums);
-      }
-      if (j + kStages < p.chunks) load(s, ahead.chunk);
-      ahead = next(ahead);
-      const int way = now.way;
-      now = next(now);
-      if (now.way == way) continue;
-#pragma unroll
-      for (int m = 0; m < kTiles; ++m)
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-          total[m][i] += sums[m][i];
-          sums[m][i] = 0;
-        }
-    }
-  }
-  if (!has_rows) return;
-#pragma unroll
-  for (int m = 0; m < kTiles; ++m)
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      const int row = m * 8 + 2 * t + i;
-      if (row >= p.m) continue;
-      Store(p, row, upper * 8 + g, total[m][i], total[m][i + 2]);
-      if (!p.is_gated && upper + 1 < groups) Store(p, row, lower * 8 + g, total[m][i + 2], 0.0f);
-    }
-}
-
 // ------------------------------------------------------------------- the choice
 
 template <int kGroups, int kTiles, int kWarps, int kStages, int kBlocks, class Weight>
@@ -469,18 +354,10 @@ Status LaunchNarrow(const Call& call, const Weight& weight,
                       Dependent(grid), call, weight, task);
 }
 
-template <int kStages, class Weight>
-Status LaunchWide(const Call& call, const Weight& weight, const Task<typename Weight::Type>& task,
-                  int ways, int warps) {
-  Grid grid{(task.n + 16 * warps - 1) / (16 * warps), dim3(static_cast<unsigned>(warps) * 32)};
-  grid.shared_bytes = kStages * Weight::kSlices * static_cast<int>(kMostRows) * kSlice * 2;
-  return LaunchKernel(WideKernel<Weight, kStages>, Dependent(grid), call, weight, task, ways);
-}
-
 // The settings change how fast a call is, but for `ways`, which decides the bits.
 template <int kTiles, class Weight>
-Status LaunchUpTo16(const Call& call, const Weight& weight, const Task<typename Weight::Type>& task,
-                    int ways) {
+Status LaunchTiles(const Call& call, const Weight& weight, const Task<typename Weight::Type>& task,
+                   int ways) {
   if (ways == 16) return LaunchNarrow<2, kTiles, 16, 2, 1>(call, weight, task);
   return task.n < 8192 ? LaunchNarrow<2, kTiles, 8, 4, 2>(call, weight, task)
                        : LaunchNarrow<4, kTiles, 8, 2, 2>(call, weight, task);
@@ -489,11 +366,8 @@ Status LaunchUpTo16(const Call& call, const Weight& weight, const Task<typename 
 template <class Weight>
 Status Launch(const Call& call, const Weight& weight, const Task<typename Weight::Type>& task) {
   const int ways = task.n < 3072 ? 16 : 8;
-  if (task.m <= 8) return LaunchUpTo16<1>(call, weight, task, ways);
-  if (task.m <= 16) return LaunchUpTo16<2>(call, weight, task, ways);
-  if (ways == 16) return LaunchNarrow<2, 4, 16, 2, 1>(call, weight, task);
-  const int warps = task.n < 4096 ? 2 : task.n < 16384 ? 4 : 8;
-  return LaunchWide<Weight::kSlices == 2 ? 6 : 4>(call, weight, task, ways, warps);
+  return task.m <= 8 ? LaunchTiles<1>(call, weight, task, ways)
+                     : LaunchTiles<2>(call, weight, task, ways);
 }
 
 // Describes a call; `sizes.n` is that of the weight.

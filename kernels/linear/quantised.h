@@ -9,7 +9,7 @@
 namespace twinop::linear::quantised {
 
 // Up to so many rows the packed weight is multiplied as it is.
-inline constexpr std::int64_t kMostRows = 64;
+inline constexpr std::int64_t kMostRows = 16;
 
 template <class Op>
 Sizes SizesOf(const CallOf<Op>& call) {

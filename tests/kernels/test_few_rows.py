@@ -1,4 +1,4 @@
-"""Products of up to 64 rows on a GPU: values, and the same bits in every company. Weights of integers."""
+"""Products of up to 16 rows on a GPU: values, and the same bits in every company. Weights of integers."""
 
 import itertools
 from typing import Any
@@ -23,7 +23,7 @@ from twinop.testing.one_node import body_session, make_session, one_node_model, 
 
 LIBRARY = find_library("custom_ops")
 FORMS = list(itertools.product((4, 8), (32, 128), (False, True)))  # bits, block, zero points
-ROWS = (1, 2, 7, 8, 9, 16, 17, 31, 32, 33, 48, 63, 64)
+ROWS = (1, 2, 7, 8, 9, 15, 16)
 
 
 def close(found: Tensor, expected: Tensor, size: Tensor, units: float = 1.5) -> bool:
@@ -145,18 +145,18 @@ KINDS = ["dense", "4 32 0", "4 32 1", "4 128 1", "8 32 1", "8 128 0"]
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(("n", "k"), [(2048, 2048), (6160, 576), (8208, 192), (16, 8192)])
 def test_values_and_bits(n: int, k: int, kind: str, dtype: torch.dtype) -> None:
-    """Each row is that of the call with this row alone, in every place; 64 rows and more are right."""
+    """Each row is that of the call with this row alone, in every place; more than 16 rows are right."""
     linear, swiglu, weight = calls(k, n, dtype, kind)
     x, bias, residual = (random(*shape, dtype=dtype, device="cuda") for shape in ((80, k), (n,), (80, n)))
     wide = x.double()
     expected, size = wide @ weight.mT, wide.abs() @ weight.abs().mT
-    alone = torch.cat([linear(x[i : i + 1]) for i in range(64)])
-    assert close(alone, expected[:64], size[:64])
+    alone = torch.cat([linear(x[i : i + 1]) for i in range(16)])
+    assert close(alone, expected[:16], size[:16])
     for rows in ROWS:
         assert torch.equal(linear(x[:rows]), alone[:rows]), rows
-    turned = torch.randperm(64, device="cuda")
+    turned = torch.randperm(16, device="cuda")
     assert torch.equal(linear(x[turned]), alone[turned])
-    assert torch.equal(linear(x[:64].view(4, 16, k)), alone.view(4, 16, n))
+    assert torch.equal(linear(x[:16].view(4, 4, k)), alone.view(4, 4, n))
     assert close(linear(x), expected, size)
     sums, size = expected + bias.double(), size + bias.double().abs()
     for rows, activation in itertools.product((3, 40, 80), ACTIVATIONS):
@@ -169,7 +169,7 @@ def test_values_and_bits(n: int, k: int, kind: str, dtype: torch.dtype) -> None:
         gate_size, other_size = size[:rows].chunk(2, -1)
         error = 1.2 * gate_size * others.abs() + other_size * (gate.abs() + 1) + gate_size * other_size * 0.01
         assert close(found, ACTIVATIONS[activation](gate) * others, error, 3)
-        if rows <= 64:
+        if rows <= 16:
             assert torch.equal(found[2:3], swiglu(x[2:3], bias, activation=activation))
 
 
@@ -178,8 +178,8 @@ def test_values_and_bits(n: int, k: int, kind: str, dtype: torch.dtype) -> None:
 def test_operands_of_any_alignment(kind: str) -> None:
     """Tensors that begin 2 bytes behind a vector give the same bits."""
     linear, _, _ = calls(256, 64, torch.float16, kind)
-    x = random(20, 256, dtype=torch.float16, device="cuda")
-    moved = torch.empty(20 * 256 + 1, dtype=torch.float16, device="cuda")[1:].view(20, 256).copy_(x)
+    x = random(12, 256, dtype=torch.float16, device="cuda")
+    moved = torch.empty(12 * 256 + 1, dtype=torch.float16, device="cuda")[1:].view(12, 256).copy_(x)
     assert torch.equal(linear(moved), linear(x))
 
 
@@ -203,7 +203,7 @@ def test_bits_in_onnxruntime() -> None:
     ]
     model = model_of(nodes, ["m", 512], {f"w{i}": weight for i, weight in enumerate(weights)})
     session = make_session(model, LIBRARY, "cuda")
-    x = random(64, 512, dtype=torch.float16, device="cuda")
+    x = random(16, 512, dtype=torch.float16, device="cuda")
     expected = x
     for weight in weights:
         expected = torch_op.linear(expected, weight.cuda(), activation="gelu")
@@ -215,7 +215,7 @@ def test_bits_in_onnxruntime() -> None:
 
     for rows in ROWS:
         assert torch.equal(run(x[:rows]), expected[:rows]), rows
-    turned = torch.randperm(64, device="cuda")
+    turned = torch.randperm(16, device="cuda")
     assert torch.equal(run(x[turned]), expected[turned])
 
 

@@ -4,10 +4,10 @@ import json
 import re
 import struct
 import subprocess
-import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from ..child import bare
 from ..errors import BuildError
 from ..library import sections_of
 from ..names import check_op_name
@@ -161,7 +161,7 @@ def check_arguments(library: Path, project: Project, records: Mapping[str, OpSpe
 
 def _parameters(library: Path, function: str) -> list[str] | None:
     """Returns the types of a function's parameters; None where its object has no metadata that says them."""
-    command = [sys.executable, "-I", "-S", "-c", _ASK, str(library), _METADATA + function]
+    command = bare(_ASK, str(library), _METADATA + function)
     said = subprocess.run(command, capture_output=True, text=True, check=False).stdout
     try:
         schema = json.loads(json.loads(said)["type_schema"])
