@@ -16,14 +16,14 @@ from typing import Any
 import onnx
 
 from twinop.built import warn_if_old
-from twinop.child import python, require_loads
+from twinop.child import SAY_ERROR, python, require_loads
 from twinop.errors import LibraryError
 from twinop.library import Library, read_library, relative_to_itself
 
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE | fcntl.F_SEAL_SEAL
 # A session has ONNX Runtime ask each op of the library for its inputs, outputs and attributes.
 _REGISTER = (
-    "import onnxruntime as ort; options = ort.SessionOptions(); "
+    f"import onnxruntime as ort; {SAY_ERROR}options = ort.SessionOptions(); "
     "options.register_custom_ops_library(sys.argv[1]); "
     "ort.InferenceSession(bytes.fromhex(sys.argv[2]), options, providers=['CPUExecutionProvider'])"
 )
@@ -96,7 +96,9 @@ def register(options: Any, library: SealedLibrary) -> None:
     if library.copy.sha256 not in _registered:
         file = f"/proc/self/fd/{library.copy.number}"
         command = [] if may_end else python(_REGISTER, file, _MODEL.SerializeToString().hex())
-        require_loads(library.path, file, library.copy.number, command=command)
+        if problem := require_loads(library.path, file, library.copy.number, command=command):
+            problem = problem.replace(file, str(library.path))
+            raise LibraryError(f"{library.path}: ONNX Runtime cannot load it: {problem}")
     copy = _registered.setdefault(library.copy.sha256, library.copy)
     try:
         options.register_custom_ops_library(str(copy.path))

@@ -135,7 +135,8 @@ def load(path: str | os.PathLike[str], namespace: str | None = None) -> Ops:
             check_formulas(record, known)
         except RecordError as error:
             raise LibraryError(f"{path}: {error}") from error
-    require_loads(path, str(path))
+    if problem := require_loads(path, str(path)):
+        raise LibraryError(f"{path}: cannot be loaded: {problem}")
     try:
         function = ctypes.CDLL(str(path)).twinop_library
     except AttributeError:

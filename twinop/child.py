@@ -10,8 +10,13 @@ from pathlib import Path
 from .errors import LibraryError
 from .installation import ROOT
 
+SAY_ERROR = (
+    "sys.excepthook = lambda _, error, __: sys.stdout.buffer.write(str(error).encode(errors='replace')); "
+)
+"""A statement of a program for `require_loads`: its exception is what it prints."""
 _LOAD = (
-    "import ctypes, sys; table = ctypes.CDLL(sys.argv[1], 2).twinop_library; "
+    f"import ctypes, sys; {SAY_ERROR}library = ctypes.CDLL(sys.argv[1], 2); "
+    "sys.excepthook = sys.__excepthook__; table = library.twinop_library; "
     "table.restype = ctypes.c_void_p; table(1)"
 )
 _SECONDS = 60
@@ -34,7 +39,7 @@ def bare(program: str, *arguments: str) -> list[str]:
     return [sys.executable, "-I", "-S", "-c", program, *arguments]
 
 
-def require_loads(library: Path, file: str, *passed: int, command: Sequence[str] = ()) -> None:
+def require_loads(library: Path, file: str, *passed: int, command: Sequence[str] = ()) -> str:
     """Loads a library in another process first: a damaged one can end the process that loads it, or hang it.
 
     Args:
@@ -42,17 +47,21 @@ def require_loads(library: Path, file: str, *passed: int, command: Sequence[str]
         file: the file to load, which may be one of the file descriptors `passed`.
         command: what loads it. Default: a process that asks the library for its table.
 
+    Returns:
+        Why the loader refuses it: loaded again, it may end the process. "" where it may be loaded here.
+
     Raises:
         LibraryError: the process is ended by a signal or the loader, or does not end.
     """
     command = command or bare(_LOAD, file)
     try:
-        status = subprocess.run(command, pass_fds=passed, capture_output=True, timeout=_SECONDS).returncode
+        done = subprocess.run(command, pass_fds=passed, capture_output=True, timeout=_SECONDS)
     except subprocess.TimeoutExpired:
         how = f"does not end in {_SECONDS} s"
     else:
-        if status in (0, 1):  # an exception here is one where it is loaded, too
-            return
+        status, said = done.returncode, done.stdout.decode(errors="replace")
+        if status in (0, 1):  # another library that it needs may be loaded here already
+            return "" if status == 0 or "cannot open shared object file" in said else said
         how = f"ends with {signal.Signals(-status).name if status < 0 else f'code {status}'}"
     raise LibraryError(
         f"{library}: the file is damaged: a process that loads it {how}. Copy or build it again"
