@@ -107,8 +107,8 @@ def test_messages_name_options_as_their_reader_gives_them(files: list[str]) -> N
     names = {name for function in functions for name in inspect.signature(function).parameters}
     said = re.compile(rf"(?<![\w-])({'|'.join(names)})=|--({'|'.join(names)})\b".replace("_", "[_-]"))
     python_only = re.compile(
-        "library=True: |with profile=True|library=False|twinop optimize|^import "
-    )  # of a session
+        r"library=True: |with profile=True|library=False|twinop optimize|^import |ort\.InferenceSession\("
+    )  # of a session, or a program
     commands = re.compile("command|to_onnx|run_onnx|service|pack|doctor|check.py|serve.py")
     wrong = []
     for file in files:
