@@ -2,21 +2,15 @@
 // dimensions are 2.
 //
 //   run_model net.onnx libmish.so [another library ...]
-#include <onnxruntime_cxx_api.h>
-
 #include <algorithm>
-#include <cstdio>
-#include <exception>
-#include <string>
-#include <vector>
+
+#include "host.h"
 
 namespace {
 
-std::vector<float> Run(const char* model, const std::vector<std::string>& libraries) {
+void PrintOutput(const char* model, const std::vector<std::string>& libraries) {
   Ort::Env env(ORT_LOGGING_LEVEL_WARNING, "run_model");
-  Ort::SessionOptions options;
-  for (const std::string& path : libraries) options.RegisterCustomOpsLibrary(path.c_str());
-  Ort::Session session(env, model, options);
+  Ort::Session session = Open(env, model, libraries);
 
   Ort::AllocatorWithDefaultOptions allocator;
   std::vector<std::string> names;
@@ -38,7 +32,8 @@ std::vector<float> Run(const char* model, const std::vector<std::string>& librar
   const std::vector<Ort::Value> outputs = session.Run(
       Ort::RunOptions(), input_names.data(), inputs.data(), inputs.size(), &output_name, 1);
   const float* values = outputs[0].GetTensorData<float>();
-  return {values, values + outputs[0].GetTensorTypeAndShapeInfo().GetElementCount()};
+  const std::size_t count = outputs[0].GetTensorTypeAndShapeInfo().GetElementCount();
+  for (std::size_t i = 0; i < count; ++i) std::printf("%g\n", values[i]);
 }
 
 }  // namespace
@@ -48,10 +43,5 @@ int main(int argc, char** argv) {
     std::fprintf(stderr, "usage: run_model MODEL.onnx LIBRARY.so [LIBRARY.so ...]\n");
     return 2;
   }
-  try {
-    for (float value : Run(argv[1], {argv + 2, argv + argc})) std::printf("%g\n", value);
-  } catch (const std::exception& error) {  // ONNX Runtime says what is wrong
-    std::fprintf(stderr, "run_model: %s\n", error.what());
-    return 1;
-  }
+  return Run("run_model", [&] { PrintOutput(argv[1], {argv + 2, argv + argc}); });
 }
