@@ -31,7 +31,7 @@ class Commands(LazyGroup):
         if not args or (args[0].startswith("-") and args[0] != "--help"):
             args = ["report", *args]
         if args[0] == "report" and "--help" not in args:  # before the import of torch, which takes seconds
-            err.print(TAKES, highlight=False, soft_wrap=True)
+            err.print(TAKES, soft_wrap=True)
         return super().parse_args(ctx, args)
 
 

@@ -140,7 +140,7 @@ def entries_of(target: Path) -> dict[str, Entry]:
                 raise BenchError(f"{record.qualified_name} has no function body: nothing to compare it with")
             sample = make_sample(record, record.combinations[0], (4, 4), tame=True)
         except TwinopError as reason:
-            err.print(f"not measured: {reason}", markup=False, highlight=False, soft_wrap=True)
+            err.print(f"not measured: {reason}", soft_wrap=True)
             continue
         names = " ".join(sample.tensors())
         found[record.name] = entry_of(record, library_of(record), sample.attributes, names)

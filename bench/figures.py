@@ -121,4 +121,4 @@ def _draw(
         figure.suptitle(title)
         figure.savefig(path, dpi=110)
         plt.close(figure)
-    out.print(f"wrote {path}", highlight=False, soft_wrap=True)
+    out.print(f"wrote {path}", soft_wrap=True)

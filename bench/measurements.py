@@ -29,9 +29,7 @@ from .timing import DeviceTimer, Time, timer_on
 
 FOLDER = Path("bench-results")
 Device = Annotated[str, typer.Option(help="auto (the GPU if there is one), cpu or cuda.")]
-Output = Annotated[
-    Path | None, typer.Option(help="Folder for the files. Default: bench-results/.", show_default=False)
-]
+Output = Annotated[Path | None, typer.Option(help="Folder for the files. Default: bench-results/.")]
 
 _NOT_OF_THE_CELL = {"benchmark", "machine", "cpu_cores", "date", "commit", "driver", "python"}
 _NOT_OF_THE_CELL |= {"twinop", "torch", "onnxruntime", "bytes"}
@@ -145,7 +143,7 @@ class Measurements:
         self.lines: list[dict[str, Any]] = []
         versions = ", ".join(f"{name} {self.facts[name]}" for name in ("torch", "onnxruntime", "twinop"))
         said = f"{machine_title(self.facts)}; {versions}; commit {self.facts['commit'][:12]}; to {self.path}"
-        out.print(said, markup=False, highlight=False, soft_wrap=True)
+        out.print(said, soft_wrap=True)
 
     def add(self, line: Mapping[str, Any]) -> None:
         """Adds a line: the fields of its cell, the "times" by provider, and why others are "missing"."""
@@ -163,7 +161,7 @@ class Measurements:
         said = [f"{name} {each:.5g} us ({each / next(iter(us.values())):.3f})" for name, each in us.items()]
         said += [f"{name}: not measured: {reason}" for name, reason in line["missing"].items()]
         cell = " ".join(map(str, cell_of(line).values()))
-        out.print(f"{cell}: {', '.join(said)}", markup=False, highlight=False, soft_wrap=True)
+        out.print(f"{cell}: {', '.join(said)}", soft_wrap=True)
 
 
 @contextmanager

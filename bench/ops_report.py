@@ -21,22 +21,17 @@ from .timing import timer_on
 
 def main(
     ops: Annotated[
-        str | None,
-        typer.Option(help="Ops to measure, such as gelu,softmax. Default: all.", show_default=False),
+        str | None, typer.Option(help="Ops to measure, such as gelu,softmax. Default: all.")
     ] = None,
     providers: Annotated[
-        str | None,
-        typer.Option(
-            help="Parts of providers' names, such as twinop,eager,liger. Default: all.", show_default=False
-        ),
+        str | None, typer.Option(help="Parts of providers' names, such as twinop,eager,liger. Default: all.")
     ] = None,
     kinds: Annotated[str, typer.Option(help="What to measure: bandwidth,latency.")] = ",".join(KINDS),
     library: Annotated[
         Path | None,
         typer.Option(
             help="Ops of your own: a library, the Python file of an op, or a project. Default: the project "
-            "in this folder; elsewhere twinop's ops.",
-            show_default=False,
+            "in this folder; elsewhere twinop's ops."
         ),
     ] = None,
     device: Device = "auto",
@@ -46,9 +41,7 @@ def main(
     output: Output = None,
     compare: Annotated[
         Path | None,
-        typer.Option(
-            help="An older report. Exit code 1 if a cell of twinop's lost more than 3 %.", show_default=False
-        ),
+        typer.Option(help="An older report. Exit code 1 if a cell of twinop's lost more than 3 %."),
     ] = None,
     compile_seconds: Annotated[
         int, typer.Option(help="Seconds for torch.compile in all, divided among the ops.", min=0)
@@ -105,7 +98,7 @@ def main(
                 if timer is not None:
                     torch.cuda.empty_cache()
                 said = f"{name}: {len(cells)} cells, {time.monotonic() - started:.0f} s"
-                err.print(said, highlight=False)
+                err.print(said)
         show(measured.lines)
         if plots:
             title = machine_title(measured.facts)

@@ -42,7 +42,7 @@ def compare_with(old: Sequence[Mapping[str, Any]], new: Sequence[Mapping[str, An
             times = (f"{was.us(name):.2f}", f"{cell.us(name):.2f}", f"{ratio:.3f}")
             table.add_row(f"{name}, {cell.name}", *times)
         out.print(table)
-    out.print(f"{len(pairs)} cells compared, {len(slower)} slower by more than 3 %", highlight=False)
+    out.print(f"{len(pairs)} cells compared, {len(slower)} slower by more than 3 %")
     return not slower
 
 
@@ -59,8 +59,7 @@ def compare(
 def draw(
     recorded: Annotated[Path, typer.Argument(metavar="FILE", help="A file that `twinop bench` wrote.")],
     op: Annotated[
-        str | None,
-        typer.Option(help="Draw the pages of these ops, such as gelu,softmax; or all.", show_default=False),
+        str | None, typer.Option(help="Draw the pages of these ops, such as gelu,softmax; or all.")
     ] = None,
     output: Output = None,
 ) -> None:

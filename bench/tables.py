@@ -47,7 +47,7 @@ def show(lines: Sequence[Mapping[str, Any]]) -> None:
     for (provider, reason), ops in missing.items():
         which = ", ".join(f"{op} ({count})" for op, count in ops.items())
         said = f"not measured: {provider}: {which}: {reason}"
-        out.print(said, markup=False, highlight=False, soft_wrap=True)
+        out.print(said, soft_wrap=True)
 
 
 def _text(cell: Cell, provider: str) -> str:

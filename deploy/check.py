@@ -18,10 +18,8 @@ from .service.settings import FILE
     ),
 )  # fmt: skip
 def main(
-    models: Annotated[Path, typer.Argument(help="An .onnx file, or a folder of models.", show_default=False)],
-    config: Annotated[
-        Path | None, typer.Option(help=f"Default: {FILE} in the folder.", show_default=False)
-    ] = None,
+    models: Annotated[Path, typer.Argument(help="An .onnx file, or a folder of models.")],
+    config: Annotated[Path | None, typer.Option(help=f"Default: {FILE} in the folder.")] = None,
     **given: Any,
 ) -> None:
     """Check models as twinop serve does before it serves them.
@@ -51,7 +49,7 @@ def main(
                 for where in folder.wanted(asked.versions).values():
                     loaded = load(where, asked, settings.server, settings.policy)
                     line = f"{name} version {where.version} can be served: {loaded.summary()}"
-                    out.print(line, markup=False, highlight=False, soft_wrap=True)
+                    out.print(line, soft_wrap=True)
                     loaded.close()
             except TwinopError as error:
                 problems.append(f"model {name}: {error}")

@@ -16,8 +16,8 @@ if __name__ == "__main__":  # as a script: import from the root, not from this f
 import numpy as np
 import onnx
 import typer
-from rich.markup import escape
 from rich.table import Table
+from rich.text import Text
 
 from twinop.console import clear_errors, out, print_note, run_alone
 from twinop.deploy.create_session import PROVIDERS, Provider, session
@@ -35,7 +35,7 @@ _DYNAMIC_SIZE = 4
 
 
 def main(
-    model: Annotated[Path, typer.Argument(help="The .onnx file.", show_default=False)],
+    model: Annotated[Path, typer.Argument(help="The .onnx file.")],
     provider: Annotated[
         Literal["auto", "cpu", "cuda"],
         typer.Option(help="auto: CUDA where it works. cuda: CUDA or an error."),
@@ -44,8 +44,7 @@ def main(
         list[Path] | None,
         typer.Option(
             help="A custom-op library, once for each domain. Default: what twinop build put into build/, "
-            "installed packages, twinop's own.",
-            show_default=False,
+            "installed packages, twinop's own."
         ),
     ] = None,
     allow_model_libraries: Annotated[
@@ -55,10 +54,7 @@ def main(
         ),
     ] = False,
     shape: Annotated[
-        list[str] | None,
-        typer.Option(
-            help="Sizes of an input, such as x=2,3. Default: dynamic sizes are 4.", show_default=False
-        ),
+        list[str] | None, typer.Option(help="Sizes of an input, such as x=2,3. Default: dynamic sizes are 4.")
     ] = None,
     seed: Annotated[int, typer.Option(help="The seed of the random inputs.")] = 0,
 ) -> None:
@@ -88,17 +84,17 @@ def _run(
     opened = session(path, PROVIDERS[provider], library, profile=True, allow_model_libraries=allow)
     observed = observed_model(path)
     used = in_use(opened.libraries, {(node.domain, node.op_type) for node in custom_nodes(observed)})
-    out.print(f"{path}: {_library_text(used)}", markup=False, highlight=False)
+    out.print(f"{path}: {_library_text(used)}")
     for unused in opened.libraries:
         if unused not in used:
             print_note(f"--library {unused.path}: no node of the model uses it ({unused.domain})")
-    out.print(f"runs on {opened.device} ({opened.reason})", markup=False, highlight=False)
+    out.print(f"runs on {opened.device} ({opened.reason})")
     feeds = _random_feeds(opened, _parse_shapes(shapes, opened), seed)
     outputs = opened.run(feeds)
     ran = opened.executed_on(custom_only=False)
     out.print(_node_table(observed, ran))
     for name, value in outputs.items():
-        out.print(f"output {name}: {value.dtype}{list(value.shape)}", markup=False, highlight=False)
+        out.print(f"output {name}: {value.dtype}{list(value.shape)}")
     if importlib.util.find_spec("torch") is None:
         out.print("torch is not installed: nothing to compare with")
         return True
@@ -107,7 +103,7 @@ def _run(
     compared = {each.node for each in comparisons}
     inner = [node.label for node in custom_nodes(observed) if node.proto.name not in compared]
     if where := ", ".join(inner):
-        out.print(f"not compared, since not in the main graph: {where}", markup=False, highlight=False)
+        out.print(f"not compared, since not in the main graph: {where}")
     return all(each.equal is not False for each in comparisons)
 
 
@@ -211,8 +207,9 @@ def _parity_table(comparisons: list[Comparison], ran: list[NodeRun]) -> Table:
     ran_on = _providers(ran)
     table = _table("Custom nodes against torch", "node", "output", "tensor", "ran on", "same bits as torch")
     for each in comparisons:
-        verdict = {True: "[green]yes[/]", False: f"[red]NO[/], {each.detail}", None: f"- ({each.detail})"}
-        row = (each.node, each.output, escape(each.tensor), ran_on.get(each.node, "-"), verdict[each.equal])
+        differs = Text.assemble(("NO", "red"), f", {each.detail}")
+        verdict = {True: Text("yes", "green"), False: differs, None: Text(f"- ({each.detail})")}
+        row = (each.node, each.output, each.tensor, ran_on.get(each.node, "-"), verdict[each.equal])
         table.add_row(*row)
     return table
 

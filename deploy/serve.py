@@ -21,10 +21,8 @@ from .service.settings import FILE, Control
     Models=("library", "library_folders", "allow_model_libraries", "provider", "max_batch_size"),
 )  # fmt: skip
 def main(
-    models: Annotated[Path, typer.Argument(help="An .onnx file, or a folder of models.", show_default=False)],
-    config: Annotated[
-        Path | None, typer.Option(help=f"Default: {FILE} in the folder.", show_default=False)
-    ] = None,
+    models: Annotated[Path, typer.Argument(help="An .onnx file, or a folder of models.")],
+    config: Annotated[Path | None, typer.Option(help=f"Default: {FILE} in the folder.")] = None,
     no_grpc: Annotated[bool, typer.Option("--no-grpc", help="Serve HTTP only.")] = False,
     **given: Any,
 ) -> None:

@@ -34,11 +34,6 @@ if TYPE_CHECKING:
 _EXAMPLE_SHAPE = (8, 1024)
 
 
-def _option(text: str) -> Any:
-    """Makes an option whose help names the default."""
-    return typer.Option(help=text, show_default=False)
-
-
 def main(
     source: Annotated[
         str | None,
@@ -47,7 +42,6 @@ def main(
             help="Your own model, as [bold]file.py:name[/] or [bold]package.module:name[/]: a function "
             "without arguments that returns (module, example inputs), the inputs as a tensor, a tuple, or a "
             "dict by name; or a Module class with a method example_inputs(). Without it: one CustomReLU.",
-            show_default=False,
         ),
     ] = None,
     output: Annotated[
@@ -56,33 +50,32 @@ def main(
             "--output",
             "-o",
             help="The file to write. Default: the name in MODEL in lower case, else custom_relu.onnx.",
-            show_default=False,
         ),
     ] = None,
-    model: Annotated[str | None, _option("The same as MODEL, as an option.")] = None,
+    model: Annotated[str | None, typer.Option(help="The same as MODEL, as an option.")] = None,
     exporter: Annotated[
         str, typer.Option(help="[bold]dynamo[/] (torch.export) or [bold]torchscript[/] (tracing).")
     ] = "dynamo",
     dynamic: Annotated[
         list[str] | None,
-        _option(
-            "Axes whose size stays open: [bold]x:0[/], [bold]x:0,2[/], or with names [bold]x:0=batch[/]; "
-            "repeat it for further inputs; [bold]none[/] fixes all. Default: x:0=batch for CustomReLU, none "
-            "for a MODEL."
+        typer.Option(
+            help="Axes whose size stays open: [bold]x:0[/], [bold]x:0,2[/], or with names "
+            "[bold]x:0=batch[/]; repeat it for further inputs; [bold]none[/] fixes all. Default: x:0=batch "
+            "for CustomReLU, none for a MODEL."
         ),
     ] = None,
     dtype: Annotated[
         str | None,
-        _option(
-            "float32, float16, bfloat16 or float64: the model and its floating inputs are converted. "
+        typer.Option(
+            help="float32, float16, bfloat16 or float64: the model and its floating inputs are converted. "
             "Default: float32 for CustomReLU, no conversion for a MODEL."
         ),
     ] = None,
     opset: Annotated[int, typer.Option(help="Version of the standard operators, 20 to 25.")] = 20,
     library: Annotated[
         list[Path] | None,
-        _option(
-            "A custom-op library, once for each domain: loaded into torch, and used for the comparison. "
+        typer.Option(
+            help="A custom-op library, once for each domain: loaded into torch, and used for the comparison. "
             "Default: those that the model loads, and the smallest one found with twinop's ops."
         ),
     ] = None,
@@ -93,8 +86,7 @@ def main(
     allow_uncompared: Annotated[
         bool,
         typer.Option(
-            "--allow-uncompared",
-            help="Keep the file although an output is empty or NaN for the inputs.",
+            "--allow-uncompared", help="Keep the file although an output is empty or NaN for the inputs."
         ),
     ] = False,
     optimize: Annotated[
@@ -103,7 +95,6 @@ def main(
             "--optimize/--no-optimize",
             help="Optimise a MODEL for ONNX Runtime: fewer nodes, same outputs. [bold]--no-optimize[/] is "
             "for other runtimes. Default: on, but for --no-bodies.",
-            show_default=False,
         ),
     ] = None,
     device: Annotated[str, typer.Option(help="Optimise for cuda or cpu. The file runs on both.")] = "cuda",
@@ -164,7 +155,7 @@ def main(
             library=library,
             progress=status.update,
         )
-    out.print(str(report.path), style="bold", markup=False, highlight=False, soft_wrap=True)
+    out.print(str(report.path), style="bold", soft_wrap=True)
     out.print(_table(report))
 
 

@@ -11,29 +11,21 @@ from twinop.console import clear_errors, err, out
 def main(
     source: Annotated[
         Path,
-        typer.Argument(
-            metavar="MODEL",
-            help="The ONNX file to optimise, or a folder of onnxruntime-genai.",
-            show_default=False,
-        ),
+        typer.Argument(metavar="MODEL", help="The ONNX file to optimise, or a folder of onnxruntime-genai."),
     ],
-    output: Annotated[
-        Path, typer.Option("--output", "-o", help="The file or folder to write.", show_default=False)
-    ],
+    output: Annotated[Path, typer.Option("--output", "-o", help="The file or folder to write.")],
     dtype: Annotated[
         str | None,
         typer.Option(
             help="Convert the model to float16 or bfloat16. Default: keep the dtypes of inputs, outputs and "
-            "most weights.",
-            show_default=False,
+            "most weights."
         ),
     ] = None,
     device: Annotated[str, typer.Option(help="Optimise for cuda or cpu. The file runs on both.")] = "cuda",
     padding: Annotated[
         str | None,
         typer.Option(
-            help="[bold]right[/]: you promise that masks hide only the end of each sequence. This is faster.",
-            show_default=False,
+            help="[bold]right[/]: you promise that masks hide only the end of each sequence. This is faster."
         ),
     ] = None,
     shared_caches: Annotated[
@@ -45,22 +37,16 @@ def main(
     ] = False,
     inputs: Annotated[
         Path | None,
-        typer.Option(
-            help="An .npz file of inputs to compare and measure on. Default: small generated ones.",
-            show_default=False,
-        ),
+        typer.Option(help="An .npz file of inputs to compare and measure on. Default: small generated ones."),
     ] = None,
     without: Annotated[
         list[str] | None,
-        typer.Option(
-            help="A rewrite to leave out, such as attention; repeat it for others.", show_default=False
-        ),
+        typer.Option(help="A rewrite to leave out, such as attention; repeat it for others."),
     ] = None,
     replace: Annotated[
         list[str] | None,
         typer.Option(
-            help="An op that replaces a standard operator, such as add or softmax; repeat it for others.",
-            show_default=False,
+            help="An op that replaces a standard operator, such as add or softmax; repeat it for others."
         ),
     ] = None,
     allow_uncompared: Annotated[
@@ -70,8 +56,7 @@ def main(
         ),
     ] = False,
     library: Annotated[
-        list[Path] | None,
-        typer.Option(help="A library of ops that the model needs; repeat it for others.", show_default=False),
+        list[Path] | None, typer.Option(help="A library of ops that the model needs; repeat it for others.")
     ] = None,
 ) -> None:
     """Optimise an ONNX file for ONNX Runtime.
@@ -106,4 +91,4 @@ def main(
             library=library,
             progress=status.update,
         )
-    out.print(str(report), markup=False, highlight=False, soft_wrap=True)
+    out.print(str(report), soft_wrap=True)

@@ -58,10 +58,7 @@ def twinop(
 @app.command("ops")
 def ops(
     library: Annotated[
-        Path | None,
-        typer.Argument(
-            help="A .so file of twinop's or your own. Default: libcustom_ops.so.", show_default=False
-        ),
+        Path | None, typer.Argument(help="A .so file of twinop's or your own. Default: libcustom_ops.so.")
     ] = None,
 ) -> None:
     """List the ops that a library holds, without loading it."""

@@ -31,7 +31,7 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"twinop.console has no attribute {name!r}")
     from rich.console import Console
 
-    globals()[name] = console = Console(stderr=name == "err", emoji=False)
+    globals()[name] = console = Console(stderr=name == "err", emoji=False, markup=False, highlight=False)
     if not console.is_terminal:
         console.width = _PIPE_WIDTH
     return console
@@ -57,7 +57,7 @@ def print_note(text: str) -> None:
     from .console import err
 
     err.print("note:", style="bold yellow", end=" ")
-    err.print(text, markup=False, highlight=False, soft_wrap=True)
+    err.print(text, soft_wrap=True)
 
 
 @contextmanager
@@ -79,5 +79,5 @@ def clear_errors() -> Iterator[None]:
         from .console import err
 
         err.print("error:", style="bold red", end=" ")
-        err.print(str(error), markup=False, highlight=False, soft_wrap=True)
+        err.print(str(error), soft_wrap=True)
         raise typer.Exit(1) from error

@@ -10,7 +10,7 @@ def show_library(library: Library) -> None:
     """Prints a library's ops as a table."""
     domain = f"domain {library.domain} {library.domain_version}"
     title = f"{library.path} ({domain}, twinop {library.version}, CUDA: {library.cuda_archs})"
-    out.print(title, style="italic", markup=False, highlight=False, soft_wrap=True)
+    out.print(title, style="italic", soft_wrap=True)
     table = Table()
     for column in ("op", "ONNX", "schema", "dtypes", "devices"):
         table.add_column(column, overflow="fold")

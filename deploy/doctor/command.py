@@ -17,10 +17,8 @@ _STYLES = {"OK": "green", "warning": "yellow", "error": "bold red"}
 
 
 def main(
-    model: Annotated[Path | None, typer.Argument(help="An .onnx file.", show_default=False)] = None,
-    library: Annotated[
-        Path | None, typer.Argument(help="The .so file to check the model with.", show_default=False)
-    ] = None,
+    model: Annotated[Path | None, typer.Argument(help="An .onnx file.")] = None,
+    library: Annotated[Path | None, typer.Argument(help="The .so file to check the model with.")] = None,
     allow_model_libraries: Annotated[
         bool, typer.Option("--allow-model-libraries", help="Look at those in the model's own folder too.")
     ] = False,

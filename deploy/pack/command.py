@@ -39,11 +39,11 @@ def main(**given: Any) -> None:
 
         options = Options(**given)
         if options.genai:
-            out.print(str(pack_genai(options)), markup=False, highlight=False, soft_wrap=True)
+            out.print(str(pack_genai(options)), soft_wrap=True)
             return
         packed = pack(options)
     contents, output = packed.contents, options.output
-    out.print(f"{output}", style="italic", markup=False, highlight=False, soft_wrap=True)
+    out.print(f"{output}", style="italic", soft_wrap=True)
     table = Table(show_header=False, box=ROUNDED)
     table.add_column()
     table.add_column(overflow="fold")
@@ -63,13 +63,13 @@ def main(**given: Any) -> None:
         table.add_row(
             "note", "this machine has no GPU to serve it on; --cpu packs for the CPU", style="yellow"
         )
-    out.print(table, highlight=False)
+    out.print(table)
     commands = [f"twinop serve {output}/models --allow-model-libraries"]
     if not options.triton:
         commands += [f"docker build -t {packed.image} {output}", f"kubectl apply -f {output}/kubernetes/"]
     for line in commands:
-        err.print(line, markup=False, highlight=False, soft_wrap=True)
-    err.print(f"{output}/README.md has the rest", markup=False, highlight=False, soft_wrap=True)
+        err.print(line, soft_wrap=True)
+    err.print(f"{output}/README.md has the rest", soft_wrap=True)
 
 
 main.__signature__ = inspect.signature(Options)  # type: ignore[attr-defined]

@@ -8,20 +8,18 @@ import typer
 
 
 def _option(help: str, panel: str, *names: str, **checks: Any) -> Any:
-    return typer.Option(*names, help=help, rich_help_panel=panel, show_default=False, **checks)
+    return typer.Option(*names, help=help, rich_help_panel=panel, **checks)
 
 
 @dataclass(frozen=True)
 class Options:
     """What to pack, where, and how. The defaults that depend on other options are None."""
 
-    model: Annotated[
-        Path, typer.Argument(help="The .onnx file; with --genai, the folder.", show_default=False)
-    ]
-    output: Annotated[Path, typer.Option("--output", "-o", help="The folder to write.", show_default=False)]
+    model: Annotated[Path, typer.Argument(help="The .onnx file; with --genai, the folder.")]
+    output: Annotated[Path, typer.Option("--output", "-o", help="The folder to write.")]
     force: Annotated[bool, typer.Option("--force", help="Replace a folder that was packed before.")] = False
     name: Annotated[str | None, _option("The model's name. Default: the file's stem.", "Model")] = None
-    version: Annotated[int, _option("The model's version. Default: 1.", "Model", "--version", min=1)] = 1
+    version: Annotated[int, _option("The model's version.", "Model", "--version", min=1)] = 1
     library: Annotated[
         list[Path] | None,
         _option("A custom-op library, once for each domain. Default: as twinop run.", "Model"),
@@ -30,19 +28,15 @@ class Options:
         bool, _option("Take libraries from the model's own folder.", "Model", "--allow-model-libraries")
     ] = False
     max_batch_size: Annotated[
-        int,
-        _option("Join requests into runs of at most so many rows. Default: 0, never.", "Model", min=0),
+        int, _option("Join requests into runs of at most so many rows. 0: never.", "Model", min=0)
     ] = 0
     triton: Annotated[
         bool, _option("Write a model repository for Triton, and nothing else.", "Triton", "--triton")
     ] = False
     genai: Annotated[
-        bool,
-        _option("Pack a folder of onnxruntime-genai, and nothing else.", "onnxruntime-genai", "--genai"),
+        bool, _option("Pack a folder of onnxruntime-genai, and nothing else.", "onnxruntime-genai", "--genai")
     ] = False
-    device: Annotated[
-        str, _option("Optimise the decoder for cuda or cpu. Default: cuda.", "onnxruntime-genai")
-    ] = "cuda"
+    device: Annotated[str, _option("Optimise the decoder for cuda or cpu.", "onnxruntime-genai")] = "cuda"
     gpu: Annotated[
         bool | None,
         _option("Where it runs. Default: on a GPU if the library has code for one.", "Image", "--gpu/--cpu"),
@@ -50,4 +44,4 @@ class Options:
     image: Annotated[
         str | None, _option("The image's name. Default: the model's name and version.", "Image")
     ] = None
-    cpus: Annotated[int, _option("CPUs of a replica. Default: 2.", "Image", min=1)] = 2
+    cpus: Annotated[int, _option("CPUs of a replica.", "Image", min=1)] = 2

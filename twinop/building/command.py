@@ -20,29 +20,23 @@ def build(
         list[Path] | None,
         typer.Argument(
             help="A folder, with a pyproject.toml or without, or source files: headers with ops, .cu files, "
-            "Python files. Default: the current folder.",
-            show_default=False,
+            "Python files. Default: the current folder."
         ),
     ] = None,
     output: Annotated[
-        Path | None,
-        typer.Option(
-            "--output", "-o", help="The library to write. Default: build/lib<name>.so.", show_default=False
-        ),
+        Path | None, typer.Option("--output", "-o", help="The library to write. Default: build/lib<name>.so.")
     ] = None,
     name: Annotated[
         str | None,
         typer.Option(
             help="The library's name. Default: the project's, the folder's, or that of the only file or "
-            "Python file.",
-            show_default=False,
+            "Python file."
         ),
     ] = None,
     domain: Annotated[
         str | None,
         typer.Option(
-            help="The domain of the ops in ONNX and, with _ for dots, in torch.ops. Default: the name.",
-            show_default=False,
+            help="The domain of the ops in ONNX and, with _ for dots, in torch.ops. Default: the name."
         ),
     ] = None,
     archs: Annotated[
@@ -102,9 +96,7 @@ def build(
     show_library(built.library)
     steps = len(built.compiled)
     done = f"{steps} step{'s' * (steps > 1)}" if steps else "nothing to do"
-    out.print(
-        f"{built.library.path}: {done}, {time.monotonic() - begin:.1f} s", highlight=False, soft_wrap=True
-    )
+    out.print(f"{built.library.path}: {done}, {time.monotonic() - begin:.1f} s", soft_wrap=True)
     if "address" in sanitize:
         out.print("run it with LD_PRELOAD=$(c++ -print-file-name=libasan.so) ASAN_OPTIONS=detect_leaks=0")
 

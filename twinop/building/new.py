@@ -68,8 +68,8 @@ def new(
     with clear_errors():
         folder = create_project(name, kind)
     for file in sorted(folder.iterdir()):
-        out.print(file, highlight=False, soft_wrap=True)
-    out.print(f"next: cd {folder} && twinop build && twinop test", highlight=False, soft_wrap=True)
+        out.print(file, soft_wrap=True)
+    out.print(f"next: cd {folder} && twinop build && twinop test", soft_wrap=True)
 
 
 if __name__ == "__main__":

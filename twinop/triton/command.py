@@ -18,10 +18,7 @@ _ELEMENTS = (2**12, 2**16, 2**20, 2**24)
 def tune(
     sources: Annotated[
         list[Path] | None,
-        typer.Argument(
-            help="Python files with ops, or a project's folder. Default: the current folder.",
-            show_default=False,
-        ),
+        typer.Argument(help="Python files with ops, or a project's folder. Default: the current folder."),
     ] = None,
     sizes: Annotated[
         str,
@@ -116,9 +113,7 @@ def _tune(file: Path, sizes: Sequence[int], arch: int) -> None:
         )
     tuning.write(target)
     _show(measured)
-    out.print(
-        f"{target}: {len(tuning.entries)} entries; `twinop build` reads it", highlight=False, soft_wrap=True
-    )
+    out.print(f"{target}: {len(tuning.entries)} entries; `twinop build` reads it", soft_wrap=True)
 
 
 def _calls(op: KernelOp, dtypes: Mapping[str, str], size: int) -> Iterator[tuple[list[Any], dict[str, Any]]]:
