@@ -275,10 +275,7 @@ def _describe(model: ir.Model, report: ExportReport) -> None:
 
 
 def _outputs(
-    model: torch.nn.Module,
-    inputs: Inputs,
-    tensors: Mapping[str, torch.Tensor],
-    lost: list[str] | None = None,
+    model: torch.nn.Module, inputs: Inputs, tensors: Mapping[str, torch.Tensor], lost: list[str] | None = None
 ) -> dict[str, torch.Tensor]:
     """Returns the outputs by name. `lost` gets a note for each write that the file does not have.
 

@@ -115,12 +115,7 @@ class BodyOps:
     """The argument `op` of a body: `op.Mul(x, y)` adds a node of that type."""
 
     def __init__(
-        self,
-        builder: Any,
-        calls: Sequence[Call],
-        opset: int,
-        compute: ir.DataType | None,
-        by_rank: bool,
+        self, builder: Any, calls: Sequence[Call], opset: int, compute: ir.DataType | None, by_rank: bool
     ) -> None:
         self._builder = builder  # onnxscript.OpBuilder
         self._by_rank = by_rank

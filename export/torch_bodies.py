@@ -157,12 +157,7 @@ def _export(
         module = _Module(declared, tensors, dict(fixed + floats))
         with quiet_torch(), _config.patch(backed_size_oblivious=True):  # type: ignore[attr-defined]
             program = torch.onnx.export(
-                module,
-                given,
-                dynamo=True,
-                opset_version=opset,
-                dynamic_shapes=(axes,),
-                verbose=False,
+                module, given, dynamo=True, opset_version=opset, dynamic_shapes=(axes,), verbose=False
             )
         assert program is not None
         if _is_for_some_sizes(program.exported_program, module, given):

@@ -162,17 +162,7 @@ def optimize(
         unchanged = source if dtype is None or found == {dtype} else None
         exposed = interface if dtype is None else {}
         check = RewriteCheck(
-            model,
-            original,
-            unchanged,
-            exposed,
-            is_changed,
-            folder,
-            records,
-            report,
-            padding,
-            own,
-            progress,
+            model, original, unchanged, exposed, is_changed, folder, records, report, padding, own, progress
         )
         check.make_cases(inputs_file, allow_uncompared)
         left_out = {*without, *(_CUDA_ONLY if device == "cpu" else ())}

@@ -49,10 +49,7 @@ def _numel(shape: Sequence[Any]) -> Any:
 
 
 def evaluate(
-    record: OpSpec,
-    text: str,
-    shapes: Mapping[str, Sequence[Any] | None],
-    attributes: Mapping[str, Any],
+    record: OpSpec, text: str, shapes: Mapping[str, Sequence[Any] | None], attributes: Mapping[str, Any]
 ) -> tuple[Any, ...]:
     """Returns the shape that an expression describes.
 

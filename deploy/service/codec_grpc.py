@@ -74,9 +74,7 @@ def _varint(data: bytes, at: int) -> tuple[int, int]:
 
 
 def decode(
-    message: pb.ModelInferRequest,
-    seconds: float | None,
-    most: int = MOST_TENSORS,
+    message: pb.ModelInferRequest, seconds: float | None, most: int = MOST_TENSORS
 ) -> tuple[Request, AnswerFormat]:
     """Decode a request without checking it against the model.
 

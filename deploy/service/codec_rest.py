@@ -217,11 +217,7 @@ def encode(result: Result, form: AnswerFormat, json: Limit | None = None) -> tup
     outputs: list[dict[str, Any]] = []
     tensors: list[Any] = []
     for name, array in result.outputs.items():
-        output: dict[str, Any] = {
-            "name": name,
-            "datatype": OF_DTYPE[array.dtype].name,
-            "shape": array.shape,
-        }
+        output: dict[str, Any] = {"name": name, "datatype": OF_DTYPE[array.dtype].name, "shape": array.shape}
         if form.outputs.get(name, form.binary):
             data = to_bytes(array)
             tensors.append(data)

@@ -184,10 +184,5 @@ async def _bug(request: Request, error: Exception) -> Response:
     return as_json({"error": f"internal error; request id {number}"}, INTERNAL.status)
 
 
-FAILURES = {
-    ServiceError: _failed,
-    HTTPException: _no_route,
-    ClientDisconnect: _client_gone,
-    Exception: _bug,
-}
+FAILURES = {ServiceError: _failed, HTTPException: _no_route, ClientDisconnect: _client_gone, Exception: _bug}
 """The app's exception handlers: every answer is JSON with an "error"."""

@@ -128,9 +128,7 @@ def _fallback(model: Model, settings: ModelSettings, error: TwinopError) -> str:
 
 
 def _open(
-    model: Model,
-    libraries: Sequence[SealedLibrary],
-    settings: ModelSettings,
+    model: Model, libraries: Sequence[SealedLibrary], settings: ModelSettings
 ) -> tuple[Choice, list[Session]]:
     """Open a session for each instance on CUDA, so that each has a stream; on the CPU all share one."""
     choice = choose_providers(PROVIDERS[settings.provider], libraries, uses_torch=False)

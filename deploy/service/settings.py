@@ -89,9 +89,7 @@ class ServerSettings(Section):
     tls_key: Path | None = Field(None, description="a PEM file")
     max_request_bytes: int = Field(64 << 20, gt=0, description="limit for a request's body or message")
     max_json_bytes: int = Field(
-        2 << 20,
-        gt=0,
-        description="limit for JSON in requests and answers; others wait while it is read",
+        2 << 20, gt=0, description="limit for JSON in requests and answers; others wait while it is read"
     )
     max_bytes_in_flight: int = Field(
         default_factory=lambda given: max(1 << 30, _least_in_flight(given)),

@@ -19,18 +19,7 @@ from ..building.cache import write
 from ..errors import BuildError
 from ..op_spec import OpSpec
 from .expression import FUNCTIONS, Expression
-from .plan import (
-    ZERO,
-    Contents,
-    DeviceOp,
-    Fill,
-    Kernel,
-    Launch,
-    Plan,
-    Pointer,
-    Scalar,
-    Variant,
-)
+from .plan import ZERO, Contents, DeviceOp, Fill, Kernel, Launch, Plan, Pointer, Scalar, Variant
 
 _MOST_ARGUMENTS = 128  # of a launch (kernels/aot_kernels/run.cpp)
 TEXTS = (

@@ -65,12 +65,7 @@ def make_contents(
         {f"{image.arch}-virtual" for kernel in kernels for image in kernel.images if image.is_ptx}
     )
     contents = Contents(
-        domain,
-        tuple(found),
-        tuple(kernels),
-        ",".join(targets),
-        domain_version,
-        source=describe_source(files),
+        domain, tuple(found), tuple(kernels), ",".join(targets), domain_version, source=describe_source(files)
     )
     return contents, notes
 

@@ -202,9 +202,7 @@ def _run(pool: ThreadPoolExecutor, sources: Sequence[Source], arch: int, **optio
         specialised = dict(source.signature), dict(source.constants), dict(source.attributes)
         try:
             return compile(
-                ASTSource(source.kernel, *specialised),
-                target=target,
-                options={**source.options, **options},
+                ASTSource(source.kernel, *specialised), target=target, options={**source.options, **options}
             )
         except Exception as error:  # whatever the kernel's code makes Triton's compiler raise
             # CPython 3.11 counts the depth of ast.parse for all threads together (gh-106905).

@@ -14,14 +14,7 @@ from torch.overrides import TorchFunctionMode
 from .installed import check_triton
 from .recorder import Recorder
 
-_OF_SYMBOLS = {
-    "sqrt": "Sqrt",
-    "exp": "Exp",
-    "log": "Log",
-    "pow": "Power",
-    "floor": "Floor",
-    "ceil": "Ceil",
-}
+_OF_SYMBOLS = {"sqrt": "Sqrt", "exp": "Exp", "log": "Log", "pow": "Power", "floor": "Floor", "ceil": "Ceil"}
 """Functions of `math` that take symbolic numbers while a launcher is traced."""
 
 Choose = Callable[[Any, Mapping[str, Any], Any], Any]
