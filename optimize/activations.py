@@ -33,16 +33,16 @@ _TOLERANCE, _TOLERANCE_16_BITS = 1e-5, 1e-4
 
 def rewrite(context: g.RewriteContext) -> None:
     order = {node: index for index, node in enumerate(context.graph)}
-    for node in reversed(context.nodes("Mul", "Div", domain="")):
+    for node in reversed(context.nodes("Mul", "Div")):
         found = _match(node, order) if node.graph is not None else None
         if found is not None:
             _replace(context, node, *found)
-    for node in context.nodes("Gelu", "Swish", domain=""):
+    for node in context.nodes("Gelu", "Swish"):
         name = "gelu_tanh" if g.attribute(node, "approximate", "none") == "tanh" else "gelu"
         if node.op_type == "Swish":
             name = "silu" if g.attribute(node, "alpha", 1.0) == 1.0 else "swish with an alpha"
         _replace(context, node, name, node.inputs[0])
-    for node in context.nodes("Mul", "Pow", domain="") if context.device == "cuda" else ():
+    for node in context.nodes("Mul", "Pow") if context.device == "cuda" else ():
         x, other = node.inputs
         is_square = other is x if node.op_type == "Mul" else g.scalar(other) == 2
         if x is not None and is_square and g.producer(x, "Relu") and x.dtype is ir.DataType.FLOAT:

@@ -11,7 +11,7 @@ from . import graph as g
 
 
 def rewrite(context: g.RewriteContext) -> None:
-    for node in context.nodes("Add", domain=""):
+    for node in context.nodes("Add"):
         result = node.outputs[0]
         if node.graph is None or result.dtype is not ir.DataType.FLOAT or not g.dims(result):
             continue

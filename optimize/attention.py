@@ -36,7 +36,7 @@ _MAX_BATCH = 65_535
 
 def rewrite(context: g.RewriteContext) -> None:
     found = list(attentions(context))
-    if others := len(context.nodes("Softmax", domain="")) - len(found):
+    if others := len(context.nodes("Softmax")) - len(found):
         context.left["softmax: no MatMul reads it"] += others
     for softmax in found:
         try:
@@ -47,7 +47,7 @@ def rewrite(context: g.RewriteContext) -> None:
 
 def attentions(context: g.RewriteContext) -> Iterator[ir.Node]:
     """Yields each softmax over the last dimension whose result a MatMul reads."""
-    for node in context.nodes("Softmax", domain=""):
+    for node in context.nodes("Softmax"):
         rank = g.rank(node.outputs[0])
         if node.graph is not None and g.attribute(node, "axis", -1) in (-1, rank - 1):
             value = _after_nan_guard(node)

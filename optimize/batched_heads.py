@@ -13,7 +13,7 @@ _TURNED = [0, 2, 1]
 
 
 def rewrite(context: g.RewriteContext) -> None:
-    for matmul in context.nodes("MatMul", domain=""):
+    for matmul in context.nodes("MatMul"):
         if g.rank(matmul.outputs[0]) != 3 or None in map(_heads, matmul.inputs):
             continue
         _read_sizes_elsewhere(matmul)
@@ -57,9 +57,7 @@ def _apart(value: ir.Value | None, before: ir.Node) -> ir.Value:
     assert node is not None and node.inputs[0] is not None
     if node.op_type == "Reshape":
         return node.inputs[0]
-    source = _apart(node.inputs[0], before)
-    b, h, s, d = g.dims(source) or [None] * 4
-    return g.add(before, "Transpose", [source], {"perm": [0, 1, 3, 2]}, shape=[b, h, d, s])
+    return g.transpose(before, _apart(node.inputs[0], before), [0, 1, 3, 2])
 
 
 def _to_four_dimensions(matmul: ir.Node) -> list[ir.Node]:
@@ -69,12 +67,8 @@ def _to_four_dimensions(matmul: ir.Node) -> list[ir.Node]:
     while node is not None and node.op_type in ("Add", "Div", "Mul", "Sub") and not node.domain:
         if g.dims(node.outputs[0]) != shape:
             return []
-        for value in node.inputs:
-            rank = g.rank(value)
-            if not (
-                rank == 3 or (value is not None and g.is_constant(value) and g.scalar(value) is not None)
-            ):
-                return []
+        if any(g.rank(value) != 3 and g.scalar(value) is None for value in node.inputs):
+            return []
         chain.append(node)
         node = g.only_user(node.outputs[0])
     if node is None or node.op_type != "Reshape":
@@ -91,5 +85,4 @@ def _with_heads(value: ir.Value | None, heads: int, before: ir.Node) -> ir.Value
     apart = g.add(before, "Unsqueeze", [value, g.int_constant(before, [1])], shape=[shape[0], 1, *shape[1:]])
     if shape[0] == 1:
         return apart
-    target = g.int_constant(before, [-1, heads, 0, 0])
-    return g.add(before, "Reshape", [apart, target], shape=[None, heads, *shape[1:]])
+    return g.reshape(before, apart, [-1, heads, 0, 0], [None, heads, *shape[1:]])

@@ -15,7 +15,7 @@ _PASS_THROUGH = ("Expand", "GatherElements", "Gather", "Identity", "Reshape", "S
 
 
 def rewrite(context: g.RewriteContext) -> None:
-    for node in context.nodes("Add", domain=""):
+    for node in context.nodes("Add"):
         if node.graph is None:
             continue
         for value, other in (node.inputs, node.inputs[::-1]):

@@ -24,7 +24,7 @@ class _Half:
 
 
 def rewrite(context: g.RewriteContext) -> None:
-    for node in context.nodes("Mul", domain=""):
+    for node in context.nodes("Mul"):
         found = _match(context, node) if node.graph is not None else None
         if found is None:
             continue

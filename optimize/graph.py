@@ -71,13 +71,9 @@ class RewriteContext:
             isinstance(each, int) or given.issuperset(str(each).split(OR)) for each in (a, b)
         )
 
-    def nodes(self, *op_types: str, domain: str | None = None) -> list[ir.Node]:
+    def nodes(self, *op_types: str, domain: str = "") -> list[ir.Node]:
         """Returns the graph's nodes of these types, in order."""
-        return [
-            node
-            for node in self.graph
-            if node.op_type in op_types and (domain is None or node.domain == domain)
-        ]
+        return [node for node in self.graph if node.op_type in op_types and node.domain == domain]
 
     def op_nodes(self, op: str) -> list[ir.Node]:
         """Returns the graph's nodes of one of twinop's ops, in order."""
@@ -108,6 +104,37 @@ def producer(value: ir.Value | None, *op_types: str, domain: str = "") -> ir.Nod
     return None
 
 
+def maker(value: ir.Value) -> ir.Node:
+    """Returns the node that computes the value: there is one."""
+    node = value.producer()
+    assert node is not None
+    return node
+
+
+def ancestors(value: ir.Value, of_shapes: bool = False) -> set[ir.Value]:
+    """Returns a value and all that it is computed from, also what subgraphs read.
+
+    Args:
+        of_shapes: also those of which only the shape counts.
+    """
+    waiting, seen = [value], set[ir.Value]()
+    while waiting:
+        each = waiting.pop()
+        node = each.producer() if each not in seen else None
+        seen.add(each)
+        if node is not None and (of_shapes or node.op_type not in ("Shape", "Size")):
+            nodes = [node, *(inner for graph in subgraphs(node) for inner in graph.all_nodes())]
+            waiting += [read for one in nodes for read in one.inputs if read is not None]
+            waiting += [read for graph in subgraphs(node) for read in graph.outputs]
+    return seen
+
+
+def by_name(graph: ir.Graph) -> dict[str | None, ir.Value]:
+    """Returns the values of a graph by name."""
+    results = (value for node in graph for value in node.outputs)
+    return {value.name: value for value in (*graph.inputs, *graph.initializers.values(), *results)}
+
+
 def chain(value: ir.Value | None, *op_types: str) -> list[ir.Node]:
     """Returns the nodes that compute a value, the last first, each from the first input of the one before.
 
@@ -134,30 +161,28 @@ def has_permutation(node: ir.Node | None, permutation: Sequence[int]) -> bool:
     return node is not None and [*attribute(node, "perm", ())] == [*permutation] != []
 
 
-def constant(value: ir.Value | None) -> np.ndarray | None:
-    """Returns the array of a Constant or of an initializer that no caller can override, else None."""
+def _tensor(value: ir.Value | None) -> ir.TensorProtocol | None:
+    """Returns the tensor of a Constant or of an initializer that no caller can override, else None."""
     if value is None or value.is_graph_input():
         return None
-    tensor = ir.convenience.get_const_tensor(value)
+    return ir.convenience.get_const_tensor(value)
+
+
+def constant(value: ir.Value | None) -> np.ndarray | None:
+    """Returns the array of a constant, else None."""
+    tensor = _tensor(value)
     return None if tensor is None else tensor.numpy()
 
 
 def is_constant(value: ir.Value | None) -> bool:
     """Whether `constant` returns an array; does not read it."""
-    return (
-        value is not None
-        and not value.is_graph_input()
-        and ir.convenience.get_const_tensor(value) is not None
-    )
+    return _tensor(value) is not None
 
 
 def scalar(value: ir.Value | None) -> float | None:
     """Returns the number of a constant with one element, else None."""
-    if value is None or not is_constant(value):
-        return None
-    tensor = ir.convenience.get_const_tensor(value)
-    assert tensor is not None
-    return float(tensor.numpy().reshape(())[()]) if tensor.size == 1 else None
+    tensor = _tensor(value)
+    return float(tensor.numpy().item()) if tensor is not None and tensor.size == 1 else None
 
 
 def dims(value: ir.Value | None) -> list[Dim] | None:
@@ -366,9 +391,8 @@ def int_constant(before: ir.Node, numbers: int | Sequence[int]) -> ir.Value:
 
 
 def _constant(before: ir.Node, tensor: ir.TensorProtocol) -> ir.Value:
-    value = add(
-        before, "Constant", [], {"value": tensor}, dtype=tensor.dtype, shape=tuple(tensor.shape.numpy())
-    )
+    shape = tuple(tensor.shape.numpy())
+    value = add(before, "Constant", [], {"value": tensor}, dtype=tensor.dtype, shape=shape)
     value.const_value = tensor
     return value
 
@@ -424,8 +448,7 @@ def share_constants(graph: ir.Graph) -> None:
 
 def replace(old: ir.Value, new: ir.Value) -> None:
     """Replaces a value for all its readers, and removes nodes that nothing reads any more."""
-    node = old.producer()
-    assert node is not None
+    node = maker(old)
     if old.is_graph_output():
         if new.is_graph_output() or new.is_graph_input() or new.is_initializer():
             new = add(node, "Identity", [new], shape=dims(new))
@@ -440,9 +463,7 @@ def replace(old: ir.Value, new: ir.Value) -> None:
 
 def prune(node: ir.Node | None) -> None:
     """Removes a node that nothing reads, and then the nodes that only it has read."""
-    if node is None or node.graph is None:
-        return
-    if any(map(is_read, node.outputs)):
+    if node is None or node.graph is None or any(map(is_read, node.outputs)):
         return
     inputs = [value for value in node.inputs if value is not None]
     node.graph.remove(node, safe=True)

@@ -223,21 +223,20 @@ def padding_mask(shape: list[int], hide: str) -> np.ndarray:
     return np.broadcast_to(at < length - hidden if hide == "right" else at >= hidden, (batch, length))
 
 
+def _hidden_tokens(case: Case) -> list[np.ndarray]:
+    """Returns what each padding mask of a case hides."""
+    masks = {name: array for name, array in case.items() if is_mask_name(name) and array.ndim == 2}
+    return [(array != 0) == _is_inverted(name, array.dtype) for name, array in masks.items()]
+
+
 def hides_left(case: Case) -> bool:
     """Whether a padding mask of a case hides the first token of a sequence."""
-    masks = {name: array for name, array in case.items() if is_mask_name(name) and array.ndim == 2}
-    return any(
-        ((array[:, :1] != 0) == _is_inverted(name, array.dtype)).any() for name, array in masks.items()
-    )
+    return any(hidden[:, :1].any() for hidden in _hidden_tokens(case))
 
 
 def hides_all(case: Case) -> bool:
     """Whether a padding mask of a case hides everything: there, scores are beside a large number."""
-    return any(
-        ((array != 0) == _is_inverted(name, array.dtype)).all()
-        for name, array in case.items()
-        if is_mask_name(name) and array.ndim == 2
-    )
+    return any(hidden.all() for hidden in _hidden_tokens(case))
 
 
 def draws_random(node: ir.Node) -> bool:

@@ -70,10 +70,8 @@ def match_linear(node: ir.Node) -> Linear | None:
     rank = g.rank(x)
     if rank < 2:
         raise g.UnsupportedPattern("an input of unknown rank or with fewer than two dimensions")
-    if g.attribute(node, "transA", 0) or {
-        g.attribute(node, "alpha", 1.0),
-        g.attribute(node, "beta", 1.0),
-    } != {1.0}:
+    factors = {g.attribute(node, name, 1.0) for name in ("alpha", "beta")}
+    if g.attribute(node, "transA", 0) or factors != {1.0}:
         raise g.UnsupportedPattern("transA is set, or alpha or beta is not 1")
     layout = "nk" if is_nk else "kn"
     width = shape[0 if is_nk else 1]
@@ -149,7 +147,7 @@ def activation_of(context: g.RewriteContext, node: ir.Node | None) -> str:
 
 def rewrite(context: g.RewriteContext) -> None:
     nodes, with_bias = list[ir.Node](), False
-    for node in context.nodes("MatMul", "Gemm", domain=""):
+    for node in context.nodes("MatMul", "Gemm"):
         try:
             linear = match_linear(node)
         except g.UnsupportedPattern as reason:
@@ -180,15 +178,9 @@ def _replace(context: g.RewriteContext, linear: Linear, with_bias: bool) -> None
         zeros = np.zeros(linear.width, linear.weight.dtype.numpy())
         bias = g.initializer(context.graph, zeros, f"zeros_{linear.width}")
     inputs = [linear.x, weight_nk(context, linear), bias]
-    last = output.producer()
-    assert last is not None
-    shape = g.dims(output) or [*(g.dims(linear.x) or [])[:-1], linear.width]
+    shape, last = g.dims(output) or [*(g.dims(linear.x) or [])[:-1], linear.width], g.maker(output)
     g.replace(output, context.add_op(last, "linear", inputs, shape, activation=activation, layout=LAYOUT))
-    parts = [
-        "linear",
-        *(["bias"] if linear.bias is not None else []),
-        *([activation] * (activation != "none")),
-    ]
+    parts = ["linear"] + ["bias"] * (linear.bias is not None) + [activation] * (activation != "none")
     context.made["+".join(parts)] += 1
 
 

@@ -89,9 +89,7 @@ def classify(context: g.RewriteContext, sizes: inputs.Sizes, padding: str | None
 
 def transfer(known: g.RewriteContext, context: g.RewriteContext) -> None:
     """Fills the fields of `context` that end in `_masks` with those of another context on the same model."""
-    graph = context.graph
-    values = [*graph.inputs, *graph.initializers.values(), *(each for node in graph for each in node.outputs)]
-    by_name = {value.name: value for value in values}
+    by_name = g.by_name(context.graph)
 
     def same(value: ir.Value) -> ir.Value:
         return by_name[value.name]
@@ -138,7 +136,7 @@ def _try_long(model: ir.Model, mask: _Mask, sizes: inputs.Sizes, name: str) -> b
 
     Returns False if there is none, except for a model of one length.
     """
-    ancestors = _ancestors(mask.value)
+    ancestors = g.ancestors(mask.value)
     short, numbers = sizes.length, _numbers(ancestors)
     longest = max(_LONG, *((int(number) // 64 + 1) * 64 for number in numbers), 0)
     buffers = {size for value in ancestors for size in _buffer_sizes(value)}
@@ -178,35 +176,15 @@ def _elements(model: ir.Model, mask: ir.Value, sizes: inputs.Sizes) -> int:
     return max(heads * math.prod(last), *(math.prod(shapes[str(value.name)]) for value in given_of(mask)), 0)
 
 
-def _ancestors(mask: ir.Value, of_shapes: bool = False) -> set[ir.Value]:
-    """Returns all values that a mask is computed from, also those that subgraphs read.
-
-    Args:
-        of_shapes: also those of which only the shape counts.
-    """
-    waiting, seen = [mask], set[ir.Value]()
-    while waiting:
-        value = waiting.pop()
-        if value in seen:
-            continue
-        seen.add(value)
-        node = value.producer()
-        if node is not None and (of_shapes or node.op_type not in ("Shape", "Size")):
-            nodes = [node, *(inner for graph in g.subgraphs(node) for inner in graph.all_nodes())]
-            waiting += [each for one in nodes for each in one.inputs if each is not None]
-            waiting += [each for graph in g.subgraphs(node) for each in graph.outputs]
-    return seen
-
-
 def given_of(*masks: ir.Value) -> set[ir.Value]:
     """Returns the inputs of the graph that masks or their shapes are computed from."""
-    ancestors = {value for mask in masks for value in _ancestors(mask, of_shapes=True)}
+    ancestors = (value for mask in masks for value in g.ancestors(mask, of_shapes=True))
     return {value for value in ancestors if value.is_graph_input()}
 
 
 def _is_known(mask: ir.Value) -> bool:
     """Whether a mask depends on nothing but shapes and padding masks, and its numbers can be exceeded."""
-    ancestors = _ancestors(mask)
+    ancestors = g.ancestors(mask)
     given = [value for value in ancestors if value.is_graph_input()]
     nodes = [node for value in ancestors if (node := value.producer()) is not None]
     if any(node.domain not in ("", g.MICROSOFT) for node in nodes):  # it runs without a library
@@ -235,10 +213,6 @@ def _buffer_sizes(value: ir.Value) -> list[int]:
     return [size for size in g.dims(value) or () if isinstance(size, int)] if is_buffer else []
 
 
-def _is_right_padded(shown: np.ndarray) -> bool:
-    return bool((np.diff(shown.astype(int), axis=1) <= 0).all())
-
-
 def _is_of_kind(array: np.ndarray, kind: MaskKind, shown: np.ndarray | None) -> bool:
     """Whether a mask [B, H, S, T] or [S, T] hides just what its kind says.
 
@@ -252,7 +226,7 @@ def _is_of_kind(array: np.ndarray, kind: MaskKind, shown: np.ndarray | None) -> 
         return False
     if padding == "any" and (causal or np.isneginf(array).any()):
         return False  # these stay as they are
-    if padding == "right" and shown is not None and not _is_right_padded(shown):
+    if padding == "right" and shown is not None and (np.diff(shown.astype(int), axis=1) > 0).any():
         return True  # it was promised that this does not occur
     wide = array.reshape((1,) * (4 - array.ndim) + array.shape)
     rows, columns = wide[0, 0].shape
@@ -269,12 +243,9 @@ def _is_of_kind(array: np.ndarray, kind: MaskKind, shown: np.ndarray | None) -> 
 
 def model_of(model: ir.Model, values: Sequence[ir.Value]) -> bytes:
     """Returns a model that computes some values of a model."""
-    names = [value.name for value in values]
     part = model.clone()
-    known = [*part.graph.inputs, *part.graph.initializers.values()]
-    known += [value for node in part.graph for value in node.outputs]
-    by_name = {value.name: value for value in known}
-    part.graph.outputs[:] = [by_name[name] for name in names]
+    by_name = g.by_name(part.graph)
+    part.graph.outputs[:] = [by_name[value.name] for value in values]
     for value in part.graph.outputs:
         value.shape = None
     clean(part)

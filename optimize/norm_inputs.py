@@ -61,8 +61,7 @@ def _fuse(
     inputs: Sequence[ir.Value | None],
 ) -> None:
     """Puts one node of `op` in the place of a norm and the sum that it reads."""
-    record, last = context.records[op], total.producer()
-    assert last is not None
+    record, last = context.records[op], g.maker(total)
     kept = {name: each.value for name, each in node.attributes.items() if record.attribute(name) is not None}
     given = [*inputs, *node.inputs[1:]]
     fused = ir.node(record.onnx_name, given, kept, domain=DOMAIN, num_outputs=2)

@@ -33,7 +33,7 @@ class _Norm:
 
 def rewrite(context: g.RewriteContext) -> None:
     order = {node: index for index, node in enumerate(context.graph)}
-    for node in reversed(context.nodes("Mul", "Add", "Div", domain="")):
+    for node in reversed(context.nodes("Mul", "Add", "Div")):
         found = _match(node.outputs[0], order) if node.graph is not None else None
         if found is not None:
             weight = _parameter(context, found.weight, found, "weight")

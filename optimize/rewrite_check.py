@@ -79,10 +79,8 @@ class RewriteCheck:
         self.folder, self.records, self.report, self.padding = folder, records, report, padding
         self.own, self.library, self.progress = own, own.libraries or None, progress
         self.original = original or self._save(model.clone(), "original.onnx")[-1]
-        self.acting, self.longest_measurement = (
-            set[str](),
-            0.0,
-        )  # the rewrites that changed something; seconds
+        self.acting = set[str]()  # the rewrites that changed something
+        self.longest_measurement = 0.0  # seconds
         self.reference = equivalence.Reference([], [], [])
         self.sizes = Sizes(1, 1)
         self.registered: Sequence[Library] = []  # the libraries of the last run
@@ -262,10 +260,8 @@ class RewriteCheck:
                 if now <= before * _SLOWER or plain is None:
                     break
                 if all(self._slower(path, plain, stop)) or (not left and plain is self.unchanged):
-                    for name in [name for name in rewrites if name in self.acting]:
-                        report.reverted[name] = (
-                            f"slower here ({now:.3g} ms with all, {before:.3g} the original)"
-                        )
+                    said = f"slower here ({now:.3g} ms with all, {before:.3g} the original)"
+                    report.reverted |= dict.fromkeys((name for name in rewrites if name in self.acting), said)
                     rewrites, context, report.times = {}, self.apply({}), None
                     report.error = self._verify_fp32(context.model)
                     break

@@ -57,7 +57,7 @@ def rewrite(context: g.RewriteContext) -> None:
 
 def _rotations(context: g.RewriteContext) -> Iterator[_Rotation]:
     extended: _Extended = {}
-    for last in context.nodes("Add", "Concat", domain=""):
+    for last in context.nodes("Add", "Concat"):
         match = match_rotation(last) if last.graph is not None else None
         if match is None:
             continue
@@ -94,22 +94,9 @@ def _can_fuse(context: g.RewriteContext, a: _Rotation, b: _Rotation) -> bool:
         return False
     if context.may_differ(*((g.dims(each.heads.value) or [None])[0] for each in (a, b))):
         return False
-    return not (_depends_on(a.heads.value, b.node) or _depends_on(b.heads.value, a.node))
-
-
-def _depends_on(value: ir.Value, node: ir.Node) -> bool:
-    """Whether a value is computed from what a node returns."""
-    waiting, seen = [value], set[ir.Value]()
-    while waiting:
-        each = waiting.pop()
-        source = each.producer()
-        if each in seen or source is None:
-            continue
-        if source is node:
-            return True
-        seen.add(each)
-        waiting += [read for read in source.inputs if read is not None]
-    return False
+    return not any(
+        set(x.node.outputs) & g.ancestors(y.heads.value, of_shapes=True) for x, y in ((a, b), (b, a))
+    )
 
 
 def _fused(context: g.RewriteContext, a: _Rotation, b: _Rotation) -> list[ir.Value]:

@@ -176,11 +176,8 @@ def has_equal_pairs(value: ir.Value | None, layout: str) -> bool:
             return all(has_equal_pairs(each, layout) for each in node.inputs)
         return layout == "half" and len(node.inputs) == 2 and node.inputs[0] is node.inputs[1]
     source = node.inputs[0]
-    if (
-        node.op_type == "Reshape"
-        and layout == "interleaved"
-        and (g.dims(source) or [])[-2:] == [width // 2, 2]
-    ):
+    in_pairs = (g.dims(source) or [])[-2:] == [width // 2, 2]
+    if node.op_type == "Reshape" and layout == "interleaved" and in_pairs:
         return _is_repeated(source)
     if node.op_type not in _KEEPS_ROWS or g.last_dim(source) != width:
         return False
@@ -193,12 +190,8 @@ def _is_repeated(value: ir.Value | None) -> bool:
     if node is None:
         return False
     if node.op_type == "Concat":
-        rank = g.rank(value)
-        return (
-            g.attribute(node, "axis", 0) in (-1, rank - 1)
-            and len({*node.inputs}) == 1
-            and g.last_dim(node.inputs[0]) == 1
-        )
+        is_last = g.attribute(node, "axis", 0) in (-1, g.rank(value) - 1)
+        return is_last and len({*node.inputs}) == 1 and g.last_dim(node.inputs[0]) == 1
     return g.last_dim(node.inputs[0]) == 1
 
 
@@ -209,13 +202,11 @@ def _keeps_last(node: ir.Node, rank: int) -> bool:
         return list(g.attribute(node, "perm", ()))[-1:] == [rank - 1]
     if node.op_type == "Gather":
         return g.attribute(node, "axis", 0) not in last
-    if node.op_type == "Slice":
-        axes, steps = g.ints(node, "axes", 3), g.ints(node, "steps", 4) if len(node.inputs) > 4 else [1]
-        return axes is not None and (steps == [1] * len(axes) or not set(axes) & set(last))
-    if node.op_type == "Unsqueeze":
-        axes = g.ints(node, "axes", 1)
-        return axes is not None and not {-1, rank + len(axes) - 1} & set(axes)
-    if node.op_type == "Squeeze":
-        axes = g.ints(node, "axes", 1)
-        return axes is not None and not set(last) & set(axes)
-    return True
+    if node.op_type not in ("Slice", "Squeeze", "Unsqueeze"):
+        return True
+    axes = g.ints(node, "axes", 3 if node.op_type == "Slice" else 1)
+    if axes is None:
+        return False
+    if node.op_type == "Slice" and (len(node.inputs) < 5 or g.ints(node, "steps", 4) == [1] * len(axes)):
+        return True
+    return not set(axes) & ({-1, rank + len(axes) - 1} if node.op_type == "Unsqueeze" else set(last))

@@ -13,19 +13,17 @@ from .linear import Linear, plain_product, slice_columns, supported_linear
 
 
 def rewrite(context: g.RewriteContext) -> None:
-    for node in context.nodes("Split", domain=""):
+    for node in context.nodes("Split"):
         _split_constant(context, node)
-    for node in context.nodes("MatMul", "Gemm", domain=""):
+    for node in context.nodes("MatMul", "Gemm"):
         linear = supported_linear(node) if node.graph is not None else None
         parts = _parts(linear) if linear is not None else None
         if linear is None or parts is None:
             continue
         for value, start, stop in parts:
             weight, bias = slice_columns(context, linear, start, stop)
-            last = value.producer()
-            assert last is not None
             shape = [*(g.dims(linear.output) or [])[:-1], stop - start]
-            g.replace(value, plain_product(last, linear, weight, bias, linear.x, shape))
+            g.replace(value, plain_product(g.maker(value), linear, weight, bias, linear.x, shape))
         context.made["packed product split"] += 1
 
 

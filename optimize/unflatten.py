@@ -15,7 +15,7 @@ from .linear import bias_vector, plain_product, supported_linear
 
 
 def rewrite(context: g.RewriteContext) -> None:
-    for node in context.nodes("MatMul", "Gemm", domain=""):
+    for node in context.nodes("MatMul", "Gemm"):
         linear = supported_linear(node) if node.graph is not None else None
         before = g.producer(linear.x, "Reshape") if linear is not None else None
         after = g.only_user(linear.output) if linear is not None else None
