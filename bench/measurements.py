@@ -40,11 +40,7 @@ class BenchError(TwinopError):
 
 
 def choose_device(name: str) -> torch.device:
-    """Returns the device for `--device`; `auto` takes the GPU if there is one.
-
-    Raises:
-        BenchError: the name is unknown, or it is `cuda` and torch sees no GPU.
-    """
+    """Returns the device for `--device`; raises BenchError if there is no such name or no GPU."""
     if name not in ("auto", "cpu", "cuda"):
         raise BenchError(f"--device {name}: expected auto, cpu or cuda")
     if name == "cuda" and not torch.cuda.is_available():
@@ -56,11 +52,7 @@ def choose_device(name: str) -> torch.device:
 
 
 def chosen(option: str, names: str, known: Sequence[str]) -> list[str]:
-    """Returns the comma-separated names that an option has, each once.
-
-    Raises:
-        BenchError: there is none, or one that is not in `known`.
-    """
+    """Returns an option's comma-separated names, each once; raises BenchError unless `known` has them."""
     found = list(dict.fromkeys(filter(None, map(str.strip, names.split(",")))))
     if not found or not set(found) <= set(known):
         raise BenchError(f"{option} {names}: expected some of {', '.join(known)}")

@@ -60,11 +60,7 @@ def libraries_for(
 
 
 def require_fit(model: Model, libraries: Sequence[Library]) -> None:
-    """Checks a model's custom nodes against libraries.
-
-    Raises:
-        ModelError: nodes do not fit. The message lists every problem.
-    """
+    """Raises ModelError, which lists every problem, if a model's custom nodes do not fit libraries."""
     problems = misfits(model, libraries)
     if problems:
         names = ", ".join(library.path.name for library in libraries)

@@ -134,11 +134,7 @@ class Session:
         return self.run_checked(self._checked_arrays(feeds), names, options)
 
     def check(self, feeds: Mapping[str, Any], outputs: Sequence[str] | None = None) -> list[str]:
-        """Checks the numpy arrays of a run, and returns the names of its outputs.
-
-        Raises:
-            FeedError: as `run` would raise it.
-        """
+        """Checks the numpy arrays of a run as `run` does, and returns the names of its outputs."""
         names = self._checked_names(feeds, outputs)
         self._checked_arrays(feeds)
         return names

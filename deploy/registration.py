@@ -88,11 +88,7 @@ def sealed(path: Path) -> SealedLibrary:
 
 
 def register(options: Any, library: SealedLibrary) -> None:
-    """Registers a library's copy on session options.
-
-    Raises:
-        LibraryError: ONNX Runtime cannot load it.
-    """
+    """Registers a library's copy on session options; raises LibraryError if ONNX Runtime cannot load it."""
     if library.copy.sha256 not in _registered:
         file = f"/proc/self/fd/{library.copy.number}"
         command = [] if may_end else python(_REGISTER, file, _MODEL.SerializeToString().hex())

@@ -215,11 +215,7 @@ def check_opset(opset: int) -> None:
 
 
 def floating_dtype(name: str) -> torch.dtype:
-    """Returns the torch dtype of a name such as float16.
-
-    Raises:
-        ExportError: the ops do not compute in this dtype.
-    """
+    """Returns the torch dtype of a name such as float16; raises ExportError if no op computes in it."""
     if name not in FLOATING:
         known = isinstance(getattr(torch, name, None), torch.dtype)
         kind = "is not a floating type" if known else "is not known"

@@ -35,11 +35,7 @@ class AttributeArgument:
 
     @property
     def value(self) -> Any:
-        """The value, which must be the same in the whole model.
-
-        Raises:
-            ExportError: the model's nodes have different values.
-        """
+        """The value, which must be the same in the whole model: else it raises ExportError."""
         nodes: dict[Any, str] = {}  # value -> the first node that has it
         for call in self._calls:
             nodes.setdefault(call.attributes[self._attribute.name], call.label)

@@ -145,11 +145,7 @@ def _post(path: str, body: bytes, more: str) -> bytes:
 
 
 def check(server: Server, request: Path, expected: np.ndarray) -> None:
-    """Sends the HTTP request once and compares the answer.
-
-    Raises:
-        BenchError: the answer differs from the output of a session.
-    """
+    """Sends the HTTP request once; raises BenchError if the answer differs from the output of a session."""
     with socket.create_connection(("127.0.0.1", server.ports[REST]), timeout=30) as connection:
         connection.sendall(request.read_bytes())
         answer = HTTPResponse(connection)

@@ -19,11 +19,7 @@ _TOTAL = "total_sequence_length"  # onnxruntime-genai's name for the sum of two 
 
 
 def _power(base: Any, exponent: Any) -> Any:
-    """Returns a power, if it may be a size: a name may hold 9**9**9**9.
-
-    Raises:
-        OverflowError: it is too large.
-    """
+    """Returns a power; raises OverflowError if it is too large for a size: a name may hold 9**9**9**9."""
     if abs(base) > _LARGEST or not 0 <= exponent <= 4:
         raise OverflowError
     return base**exponent

@@ -45,11 +45,7 @@ class Linear:
 
 
 def match_linear(node: ir.Node) -> Linear | None:
-    """Returns the matrix product that a node computes, with the bias added to it; None for other nodes.
-
-    Raises:
-        UnsupportedPattern: CustomLinear cannot compute it.
-    """
+    """Returns a node's product and bias, or None; raises UnsupportedPattern for what CustomLinear lacks."""
     if node.domain or node.op_type not in ("MatMul", "Gemm"):
         return None
     x, weight, *rest = node.inputs

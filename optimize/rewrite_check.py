@@ -118,11 +118,7 @@ class RewriteCheck:
         return equivalence.noise(nudged, self.library, self.reference)
 
     def apply(self, rewrites: Rewrites) -> g.RewriteContext:
-        """Applies rewrites to a copy of the model.
-
-        Raises:
-            NotEquivalent: a rewrite raises an exception.
-        """
+        """Applies rewrites to a copy of the model; raises NotEquivalent if one of them fails."""
         context = g.RewriteContext(self.base.clone(), self.report.device, self.records)
         masks.transfer(self.classified, context)
         for name, rewrite in rewrites.items():
@@ -159,11 +155,7 @@ class RewriteCheck:
                 del kept[name]
 
     def _verify_unchanged(self) -> None:
-        """Checks the model without any rewrite.
-
-        Raises:
-            ExportError: it differs; no rewrite is the cause.
-        """
+        """Raises ExportError if the model without any rewrite differs: no rewrite is the cause."""
         try:
             self._verify_fp32(self.apply({}).model)
         except equivalence.NotEquivalent as reason:
@@ -187,11 +179,7 @@ class RewriteCheck:
         return names[-1]
 
     def _verify_fp32(self, model: ir.Model) -> float:
-        """Returns the error of a model in fp32.
-
-        Raises:
-            NotEquivalent: the model does not run, or the error is too large.
-        """
+        """Returns the error of a model in fp32; raises NotEquivalent if it fails, or that is too large."""
         self.progress("comparing with the original")
         try:
             self.written = model, self._write(model.clone(), "rewritten.onnx")

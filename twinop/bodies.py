@@ -42,11 +42,7 @@ class Body:
     defaults: Mapping[str, DefaultInput] = field(default_factory=dict)
 
     def check(self, record: OpSpec) -> None:
-        """Checks that the body's arguments are the record's.
-
-        Raises:
-            ExportError: they differ.
-        """
+        """Raises ExportError unless the body's arguments are the record's."""
         if record.has_repeated_input:
             raise ExportError(
                 f"body {record.name}: {record.schema} takes a list of tensors, and an ONNX function has a "

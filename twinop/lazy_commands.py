@@ -50,11 +50,7 @@ class LazyGroup(TyperGroup):
 
 @contextmanager
 def _packages(ctx: Any) -> Iterator[None]:
-    """Names a package that is not installed, and how to install it.
-
-    Raises:
-        TwinopError: a package that the command needs is not installed.
-    """
+    """Raises a TwinopError for a package that is not installed, which says how to install it."""
     try:
         yield
     except ModuleNotFoundError as error:

@@ -237,11 +237,7 @@ def library_folders() -> list[Path]:
 
 
 def find_library(stem: str) -> Path:
-    """Returns the path of `lib<stem>.so`.
-
-    Raises:
-        LibraryError: no folder has it.
-    """
+    """Returns the path of `lib<stem>.so`; raises LibraryError if no folder has it."""
     folders = library_folders()
     for folder in folders:
         path = folder / f"lib{stem}.so"

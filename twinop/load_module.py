@@ -9,11 +9,7 @@ from .errors import TwinopError
 
 
 def load_module(path: Path) -> ModuleType:
-    """Imports the Python file of an op, under its own name.
-
-    Raises:
-        TwinopError: it cannot be imported, or another module has its name.
-    """
+    """Imports the Python file of an op under its own name; TwinopError: it fails, or the name is taken."""
     name = path.parent.name if path.name == "__init__.py" else path.stem
     if (known := sys.modules.get(name)) is not None:
         file = getattr(known, "__file__", None) or "built into Python"

@@ -22,11 +22,7 @@ _TORCH = {"aten": "torch's own operators", "prim": "torch's primitive operators"
 
 
 def check_domain(name: str) -> None:
-    """Checks the domain of a library: identifiers joined by dots, not a reserved one.
-
-    Raises:
-        TwinopError: it cannot be one.
-    """
+    """Raises TwinopError unless a domain is of identifiers joined by dots, and not a reserved one."""
     if not all(map(_is_identifier, name.split("."))):
         raise TwinopError(
             f"domain {name!r}: expected a name of letters, digits and _, such as my_ops, or several joined "
@@ -42,11 +38,7 @@ def check_domain(name: str) -> None:
 
 
 def check_op_name(name: str) -> None:
-    """Checks the name of an op: an identifier that formulas can use.
-
-    Raises:
-        TwinopError: it cannot be one.
-    """
+    """Raises TwinopError unless the name of an op is an identifier that formulas can use."""
     if not _is_identifier(name):
         raise TwinopError(f"op name {name!r}: expected letters, digits and _, such as my_op")
     if name == "torch":
@@ -56,11 +48,7 @@ def check_op_name(name: str) -> None:
 
 
 def check_project_name(name: str) -> None:
-    """Checks the name of a project, which is that of its op, domain and Python module.
-
-    Raises:
-        TwinopError: it cannot be one.
-    """
+    """Raises TwinopError unless a name can be a project's, and so its op's, domain's and Python module's."""
     check_op_name(name)
     check_domain(name)
     if name in sys.stdlib_module_names or name in ("main", "twinop", "onnx", "numpy", "triton", "test"):

@@ -7,11 +7,7 @@ from pathlib import Path
 
 
 def read_regular(path: Path, most: int) -> bytes:
-    """Returns the content of a regular file. A FIFO would keep the caller waiting, and a device has no end.
-
-    Raises:
-        OSError: it is not a regular file, has more than `most` bytes, or cannot be read.
-    """
+    """Returns the content of a regular file, or raises OSError: a FIFO would keep the caller waiting."""
     with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
         status = os.fstat(file.fileno())
         if not stat.S_ISREG(status.st_mode):

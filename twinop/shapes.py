@@ -92,11 +92,7 @@ def evaluate(
 
 
 def check_texts(record: OpSpec) -> None:
-    """Checks that the record's entries, limits and shape expressions parse.
-
-    Raises:
-        RecordSyntaxError: one does not.
-    """
+    """Raises RecordSyntaxError unless the record's entries, limits and shape expressions parse."""
     _ = record.attribute_choices, record.attribute_limits, record.host_inputs
     shapes = {entry.name: (1,) * 32 for entry in record.inputs}
     values = {"int": 1, "bool": True, "float": 1.0, "str": "", "int[]": [1] * 8}

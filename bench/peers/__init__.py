@@ -264,11 +264,7 @@ def entry_of(
 
 
 def resolve(peer: Peer) -> Callable[..., Any]:
-    """Returns the function "module:name"; a function is returned as it is.
-
-    Raises:
-        ImportError: its library is not installed.
-    """
+    """Returns the function "module:name", whose import may fail; a function is returned as it is."""
     import importlib
 
     if not isinstance(peer, str):

@@ -48,11 +48,7 @@ def address_error(host: str, port: int, option: str, why: str) -> AddressError:
 
 
 def grpc_credentials(settings: ServerSettings) -> grpc.ServerCredentials | None:
-    """Return gRPC's credentials; None without TLS.
-
-    Raises:
-        AddressError: a file cannot be used.
-    """
+    """Return gRPC's credentials; None without TLS. Raise AddressError if a file cannot be used."""
     if settings.tls_certificate is None or settings.tls_key is None:
         return None
     try:

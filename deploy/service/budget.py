@@ -27,11 +27,7 @@ class RequestMemory:
         self._bytes = 0
 
     def reserve(self, size: int) -> None:
-        """Count bytes before they are kept; a negative number gives some back.
-
-        Raises:
-            ServiceError: they are more than the budget has left.
-        """
+        """Count bytes before they are kept, or give some back; raise ServiceError if too few are left."""
         budget = self._budget
         is_small = max(self._announced, self._bytes + size) <= LARGE
         most = budget.most if is_small else budget.most - budget.most // 8

@@ -67,11 +67,7 @@ def datatype_of(dtype: np.dtype | None) -> str | None:
 
 
 def named(tensor: str, name: Any) -> Datatype:
-    """Return the datatype of that name.
-
-    Raises:
-        ServiceError: there is none.
-    """
+    """Return the datatype of that name; raise ServiceError if there is none."""
     found = DATATYPES.get(name) if isinstance(name, str) else None
     if found is None:
         raise invalid(f"input {tensor}: datatype {shown(name)} is not one of {', '.join(DATATYPES)}")
@@ -79,11 +75,7 @@ def named(tensor: str, name: Any) -> Datatype:
 
 
 def count(tensor: str, shape: Sequence[int]) -> int:
-    """Return the number of elements of a shape.
-
-    Raises:
-        ServiceError: a size is negative, or no tensor can have this shape.
-    """
+    """Return the number of elements; raise ServiceError if no tensor can have this shape."""
     if len(shape) > _MOST_DIMENSIONS:
         raise invalid(f"input {tensor}: {len(shape)} dimensions; a tensor has up to {_MOST_DIMENSIONS}")
     for size in shape:
@@ -124,11 +116,7 @@ def to_bytes(array: np.ndarray) -> Any:
 
 
 def text_array(tensor: str, values: Sequence[bytes]) -> np.ndarray:
-    """Decode UTF-8 elements.
-
-    Raises:
-        ServiceError: an element is not UTF-8.
-    """
+    """Decode UTF-8 elements; raise ServiceError if one is not UTF-8."""
     array = np.empty(len(values), object)
     for index, value in enumerate(values):
         try:
@@ -155,11 +143,7 @@ def shown(value: Any) -> str:
 
 
 def version_number(model: str, text: str) -> int | None:
-    """Return the version that a request names, or None if it names none.
-
-    Raises:
-        ServiceError: no version can have this number.
-    """
+    """Return the version that a request names, or None; raise ServiceError if none can have this number."""
     if not text:
         return None
     if text.isascii() and text.isdigit() and len(text) <= 18 and int(text) > 0:

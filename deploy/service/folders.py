@@ -73,11 +73,7 @@ class ModelFolder:
 
     @property
     def own(self) -> dict[str, Any]:
-        """The settings in the folder's twinop.toml.
-
-        Raises:
-            SettingsError: the file cannot be read.
-        """
+        """The settings in the folder's twinop.toml. Raises SettingsError if it cannot be read."""
         path = self.folder / FILE if self.folder is not None else None
         if path is None or not os.path.lexists(path):
             return {}
@@ -98,11 +94,7 @@ class ModelFolder:
             raise SettingsError(f"the settings of model {self.name}: {said}") from error
 
     def wanted(self, choice: str | tuple[int, ...]) -> dict[int, VersionFolder]:
-        """Return the versions that `ModelSettings.versions` selects.
-
-        Raises:
-            FolderError: a named version is missing.
-        """
+        """Return the versions that `ModelSettings.versions` selects; FolderError: one is missing."""
         if choice == "all":
             return dict(sorted(self.versions.items()))
         if isinstance(choice, str):

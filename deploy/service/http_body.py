@@ -75,11 +75,7 @@ async def _received(request: Request, limit: Limit, memory: RequestMemory) -> by
 
 
 def _compression(headers: Mapping[str, str]) -> int | None:
-    """Return zlib's `wbits` for the content encoding, or None for an uncompressed body.
-
-    Raises:
-        ServiceError: the encoding is not supported.
-    """
+    """Return zlib's `wbits`, or None for an uncompressed body; raise ServiceError for an unknown encoding."""
     given = headers.get("content-encoding", "identity").strip().lower()
     if given in ("identity", ""):
         return None
@@ -90,11 +86,7 @@ def _compression(headers: Mapping[str, str]) -> int | None:
 
 
 def decompressed(body: bytes, wbits: int, limit: Limit) -> bytes:
-    """Decompress at most `limit` bytes.
-
-    Raises:
-        ServiceError: the body is damaged, or longer than `limit` when decompressed.
-    """
+    """Decompress at most `limit` bytes; raise ServiceError for more, and for a damaged body."""
     inflate = zlib.decompressobj(wbits)
     try:
         content = inflate.decompress(body, limit.bytes + 1)

@@ -8,11 +8,7 @@ from .datatypes import DATATYPES, datatype_of
 
 
 def require_servable(model: str, inputs: Iterable[Spec], outputs: Iterable[Spec], batched: bool) -> None:
-    """Check that the protocol has the types, and that requests can be joined if the model is batched.
-
-    Raises:
-        ModelError: an input or output does not fit.
-    """
+    """Raise ModelError if the protocol lacks a type, or a batched model has an input without rows."""
     for kind, specs in (("input", inputs), ("output", outputs)):
         for spec in specs:
             if datatype_of(spec.numpy_dtype) is None:

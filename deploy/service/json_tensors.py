@@ -53,11 +53,7 @@ def from_json(name: str, kind: Datatype, shape: list[Any], data: Any) -> np.ndar
 
 
 def integers(name: str, kind: Datatype, values: Sequence[int]) -> np.ndarray:
-    """Return whole numbers as a tensor.
-
-    Raises:
-        ServiceError: one is out of range.
-    """
+    """Return whole numbers as a tensor; raise ServiceError if one is out of range."""
     limits = np.iinfo(kind.dtype)
     low, high = int(limits.min), int(limits.max)
     if values and (min(values) < low or max(values) > high):

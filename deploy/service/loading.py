@@ -158,11 +158,7 @@ def _options(settings: ModelSettings) -> Any:
 
 
 def _try(model: Model, loaded: LoadedModel, choice: Choice, sessions: int) -> None:
-    """Run the model for the first time.
-
-    Raises:
-        ModelError: the run fails, or kernels and function bodies disagree.
-    """
+    """Run the model for the first time; raise ModelError if that fails, or kernels and bodies disagree."""
     session, settings = loaded.session, loaded.settings
     warmup = make_warmup_inputs(session.inputs, session.required, settings)
     if warmup is None:

@@ -90,11 +90,7 @@ def _require_trusted(path: Path, trusted: Collection[Path]) -> None:
 
 
 def _named(path: Path, folders: Sequence[Path], project: Sequence[Path]) -> Path:
-    """Return the path of the library that the settings name. A relative path is searched in all places.
-
-    Raises:
-        LibraryError: the library is missing.
-    """
+    """Return the path of the library that the settings name; a relative one is searched in all places."""
     candidates = [path] if path.is_absolute() else [folder / path for folder in folders]
     candidates += [each for each in project if each.name == str(path)]
     found = next((each for each in candidates if each.is_file()), None)

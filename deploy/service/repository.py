@@ -77,11 +77,7 @@ class Repository:
         return "it is stopping" if self.draining else "" if self._loaded else "its models are loading"
 
     def find(self, name: str, version: int | None = None) -> ServedVersion:
-        """Return a version of a model; the latest for None.
-
-        Raises:
-            ServiceError: there is no such model or version, or it is not ready.
-        """
+        """Return a version of a model, the latest for None; raise ServiceError if it is not ready."""
         versions = self.models.get(name)
         if not versions:
             if name in self._known:

@@ -61,11 +61,7 @@ async def in_thread_if_large(size: int, work: Callable[..., Made], *arguments: A
 
 
 def check_names(what: str, names: Sequence[str], most: int) -> None:
-    """Check the names of the inputs or outputs before work is spent on each.
-
-    Raises:
-        ServiceError: there are too many, or two have the same name.
-    """
+    """Raise ServiceError for too many inputs or outputs, or two of one name, before work is spent on them."""
     if len(names) > most:
         raise invalid(f"{len(names)} {what}s: a request to this model has up to {most}")
     if len(set(names)) < len(names):

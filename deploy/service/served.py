@@ -36,11 +36,7 @@ class ServedVersion:
         self.metrics.provider(loaded.session.device, loaded.fallback is not None)
 
     def check(self, request: Request) -> tuple[str, ...]:
-        """Check a request, and return the names of its outputs.
-
-        Raises:
-            ServiceError: it does not fit the model.
-        """
+        """Check a request, and return its outputs' names; raise ServiceError if it does not fit."""
         settings, inputs = self.loaded.settings, request.inputs
         try:
             outputs = self.loaded.session.check(inputs, request.outputs)

@@ -278,11 +278,7 @@ def anchored(section: dict[str, Any], folder: Path) -> dict[str, Any]:
 
 
 def read_toml(path: Path) -> dict[str, Any]:
-    """Read a TOML file.
-
-    Raises:
-        SettingsError: the file cannot be read, or is not TOML.
-    """
+    """Read a TOML file; raise SettingsError if it cannot be read, or is not TOML."""
     try:
         text = read_regular(path, MOST_BYTES).decode()
         if _LONG_KEY.search(text):

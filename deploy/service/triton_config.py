@@ -29,11 +29,7 @@ _OTHERWISE_KNOWN = {"name", "platform", "backend", "input", "output"}
 
 
 def config_of(loaded: LoadedModel) -> Any:
-    """Returns the ModelConfig of a version that is loaded.
-
-    Raises:
-        SettingsError: Triton has no counterpart of the model or of a setting.
-    """
+    """Returns the ModelConfig of a loaded version; raises SettingsError if Triton has none for it."""
     session = loaded.session
     required = {spec.name for spec in session.required}
     return make_config(

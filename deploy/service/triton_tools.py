@@ -23,11 +23,7 @@ _WIDE = {
 
 
 def model_config(loaded: LoadedModel) -> Any:
-    """Return Triton's ModelConfig of a version.
-
-    Raises:
-        ServiceError: Triton has no counterpart of the model or of a setting.
-    """
+    """Return Triton's ModelConfig of a version; raise ServiceError if Triton has no counterpart of it."""
     try:
         return config_of(loaded)
     except SettingsError as error:

@@ -95,11 +95,7 @@ class Expression:
 
 
 def constant(value: int | float) -> Expression:
-    """Returns the expression of a number.
-
-    Raises:
-        OverflowError: an int that does not fit in 64 bits.
-    """
+    """Returns the expression of a number; raises OverflowError for an int that does not fit in 64 bits."""
     if isinstance(value, int) and not -(2**63) <= value < 2**63:
         raise OverflowError(f"the constant {value} does not fit in 64 bits")
     return Expression("constant", (value if isinstance(value, float) else int(value),))

@@ -60,11 +60,7 @@ class CudaKernel:
         return lambda *arguments: self.run(*arguments, grid=grid, block=block)
 
     def run(self, *arguments: Any, grid: Any, block: Any) -> None:
-        """Is replaced while a launcher is traced.
-
-        Raises:
-            BuildError: always: the kernel runs in a library.
-        """
+        """Raises BuildError: the kernel runs in a library. It is replaced while a launcher is traced."""
         raise BuildError(f"{self.label}: it runs in a library. Build the op's file with `twinop build` first")
 
     def compile_launch(self, launch: "TracedLaunch", archs: Sequence[int], ptx: bool) -> Compilation:

@@ -50,11 +50,7 @@ def digest(*parts: Any) -> str:
 
 @contextmanager
 def writing(what: Path) -> Iterator[None]:
-    """Turns a failure to write into one message.
-
-    Raises:
-        BuildError: the disk is full, or the folder is read-only.
-    """
+    """Turns a failure to write, as to a full disk or a read-only folder, into one BuildError."""
     try:
         yield
     except OSError as error:

@@ -23,11 +23,7 @@ WITHOUT_GPU = 90  # the architecture to compile for, as in TwinopCuda.cmake
 
 
 def check_options(options: Options) -> None:
-    """Checks that the options are some that kernels in Python have.
-
-    Raises:
-        BuildError: --cpu.
-    """
+    """Raises BuildError for options that kernels in Python do not have: --cpu."""
     if options.cpu:
         raise BuildError(
             "--cpu: kernels in Python are for CUDA; on the CPU their function bodies run. Leave it out"

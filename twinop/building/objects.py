@@ -123,11 +123,7 @@ def _functions(project: Project) -> list[tuple[str, str]]:
 
 
 def check_functions(project: Project) -> None:
-    """Checks that the objects are some for this machine, and have the functions that ops call.
-
-    Raises:
-        BuildError, LibraryError: not so.
-    """
+    """Checks that the objects are some for this machine, and have the functions that ops call."""
     objects = [path for path in project.objects if path.suffix == ".o"]
     defined, _ = symbols_of(objects)
     for op, function in _functions(project):
@@ -140,11 +136,7 @@ def check_functions(project: Project) -> None:
 
 
 def check_arguments(library: Path, project: Project, records: Mapping[str, OpSpec]) -> None:
-    """Checks the numbers of arguments of the functions whose objects have tvm-ffi's metadata.
-
-    Raises:
-        BuildError: a record has another number.
-    """
+    """Raises BuildError where metadata of tvm-ffi say another number of arguments than the record."""
     for op, function in _functions(project):
         taken = _parameters(library, function)
         if taken is None or op not in records:

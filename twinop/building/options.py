@@ -28,11 +28,7 @@ class Options:
     sanitize: str = ""
 
     def of_cmake(self) -> list[str]:
-        """Returns the lines of a CMakeLists.txt that say the same.
-
-        Raises:
-            BuildError: a sanitizer that there is not.
-        """
+        """Returns lines of a CMakeLists.txt that say the same; BuildError: an unknown sanitizer."""
         names = [name.strip() for name in self.sanitize.split(",") if name.strip()]
         if any(name not in _SANITIZERS for name in names):
             raise BuildError(

@@ -48,11 +48,7 @@ class Nvcc:
 
     @property
     def library_folder(self) -> Path:
-        """The folder of libcudart_static.a.
-
-        Raises:
-            BuildError: the toolkit has none.
-        """
+        """The folder of libcudart_static.a; raises BuildError if the toolkit has none."""
         said = _run([self.path, "--dryrun", "-c", "-x", "cu", os.devnull, "-o", os.devnull])
         tops = re.findall(r"^#\$ TOP=(.*)$", said, re.MULTILINE)
         root = Path(tops[0] if tops else Path(self.path).resolve().parent.parent).resolve()
@@ -84,11 +80,7 @@ def compiler_command() -> tuple[list[str], list[str]]:
 
 
 def find_compiler() -> Compiler:
-    """Returns the C++ compiler.
-
-    Raises:
-        BuildError: there is none, or it is too old.
-    """
+    """Returns the C++ compiler; raises BuildError if there is none, or it is too old."""
     command = compiler_command()[1]
     kind, version = _ask_compiler(command)
     oldest = _OLDEST[kind]
@@ -134,11 +126,7 @@ def find_nvcc() -> Nvcc | None:
 
 
 def find_tool(name: str) -> str:
-    """Returns cmake or ninja: of this Python's environment, or from PATH.
-
-    Raises:
-        BuildError: there is none.
-    """
+    """Returns cmake or ninja, of this environment or from PATH; raises BuildError without one."""
     places = os.pathsep.join([sysconfig.get_path("scripts"), os.environ.get("PATH", os.defpath)])
     if found := shutil.which(name, path=places):
         return found
@@ -149,11 +137,7 @@ def find_tool(name: str) -> str:
 
 
 def refuse_old_tools(ninja: str, cuda: bool) -> None:
-    """Checks the compilers, and that ninja compiles again what changed while it was compiled.
-
-    Raises:
-        BuildError: one of them is too old, or not what it is taken for.
-    """
+    """Raises BuildError if a compiler is too old, or ninja: it misses what changes while it is compiled."""
     find_compiler()
     if cuda:
         find_nvcc()

@@ -197,11 +197,7 @@ class _Ninja:
         return subprocess.run(command, stdout=_PIPE, text=True, check=True).stdout
 
     def build(self) -> bool:
-        """Compiles what is older than its sources; returns whether there was something to do.
-
-        Raises:
-            BuildError: a step failed.
-        """
+        """Compiles what is out of date; returns whether something was. BuildError: a step failed."""
         steps: list[tuple[str, list[str]]] = [("", [])]
         command = [self._program, "-C", str(self.folder)]
         with subprocess.Popen(

@@ -50,11 +50,7 @@ def main(context: typer.Context) -> None:
 
 
 def run(arguments: list[str]) -> int:
-    """Runs the tests of a target; returns pytest's exit code.
-
-    Raises:
-        TwinopError: the target is not a library, project or Python file.
-    """
+    """Runs the tests of a target; returns pytest's exit code. TwinopError: it is no target."""
     from . import child
 
     return child.run(lambda left_out: _run_here(arguments, left_out))

@@ -28,11 +28,7 @@ class Target:
 
 
 def find_target(given: Path) -> Target:
-    """Finds what a path means: a library, a project's folder, or the Python file of an op.
-
-    Raises:
-        TwinopError: no such file, or a project without a library.
-    """
+    """Finds what a path means: a library, a project, an op's Python file; TwinopError: none of them."""
     if not given.exists():
         raise TwinopError(
             f"{given}: no such file or folder. Expected a library (build/libmish.so), the Python file of an "

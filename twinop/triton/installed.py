@@ -8,11 +8,7 @@ OLDEST, NEWEST = (3, 6), (3, 9)
 
 
 def check_triton() -> None:
-    """Checks that Triton can compile kernels.
-
-    Raises:
-        BuildError: Triton is absent, or of an untested version.
-    """
+    """Raises BuildError if Triton is absent, or of an untested version."""
     try:
         import triton
     except ImportError as error:

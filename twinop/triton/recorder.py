@@ -77,22 +77,14 @@ class Recorder(TorchDispatchMode):
         return BuildError(f"{self.line()}: {text}")
 
     def expression(self, value: Any) -> Expression:
-        """Returns the expression of a number of the launcher.
-
-        Raises:
-            BuildError: the library cannot compute it.
-        """
+        """Returns the expression of a launcher's number; BuildError: the library cannot compute it."""
         try:
             return self.symbols.expression(value)
         except NotAnExpression as error:
             raise self.error(f"the library cannot compute {error} from sizes and attributes") from None
 
     def constant(self, name: str, value: Any) -> Any:
-        """Returns a value that must be known when the kernel is compiled.
-
-        Raises:
-            BuildError: it varies.
-        """
+        """Returns a value that must be known when the kernel is compiled; raises BuildError if it varies."""
         if isinstance(value, torch.SymBool):
             return bool(value)
         if isinstance(value, torch.Tensor):

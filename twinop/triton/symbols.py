@@ -118,11 +118,7 @@ class Symbols(ShapeEnv):
         return self.number(ARCH, positive=True)
 
     def operation(self, name: str, *operands: Any) -> Any:
-        """Returns the symbolic result of an operation that torch does not have.
-
-        Raises:
-            ArithmeticError: the values of this call have no result.
-        """
+        """Returns the symbolic result of an operation that torch lacks; ArithmeticError: it has none."""
         value = Expression.of(name, *map(self.expression, operands))
         return self.number(value, positive=True if name == "NextPowerOf2" else None)
 

@@ -56,11 +56,7 @@ class Tuning:
 
     @classmethod
     def read(cls, file: Path) -> "Tuning":
-        """Reads a file that `write` wrote; there need not be one.
-
-        Raises:
-            BuildError: the file is damaged.
-        """
+        """Reads a file that `write` wrote, if there is one; raises BuildError if it is damaged."""
         if not file.is_file():
             return cls()
         try:
