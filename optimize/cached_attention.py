@@ -16,6 +16,7 @@ import onnx_ir as ir
 from twinop.op_spec import DOMAIN
 
 from . import graph as g
+from . import quantised
 from .merge_linear import is_plain, merge
 
 SHARED_CACHES = "past and present share memory"
@@ -107,6 +108,8 @@ def _packed(
     alike = {(each.inputs[0], len(each.inputs)) for each in plain}
     if len(plain) == 3 and len(alike) == 1 and all(g.only_user(each.outputs[0]) for each in plain):
         return merge(context, plain), norms, eps
+    if (merged := quantised.merge(context, node, values)) is not None:
+        return merged, norms, eps
     shape = [*(g.dims(values[0]) or [None])[:-1], ends[-1]]
     return g.add(node, "Concat", values, {"axis": -1}, shape=shape), norms, eps
 

@@ -46,13 +46,14 @@ def merge(context: g.RewriteContext, nodes: list[ir.Node]) -> ir.Value:
     """Inserts one product in place of several of the same x, before the first one, and returns its output."""
     first, x = nodes[0], nodes[0].inputs[0]
     parts = zip(*([value for value in node.inputs[1:] if value is not None] for node in nodes), strict=True)
-    packed = [_join(context, each) for each in parts]
+    packed = [join(context, each) for each in parts]
     shape = [*(g.dims(x) or [])[:-1], sum(g.last_dim(node.outputs[0]) or 0 for node in nodes)]
     context.made["products of one input merged"] += 1
     return context.add_op(first, "linear", [x, *packed], shape, activation="none", layout=LAYOUT)
 
 
-def _join(context: g.RewriteContext, parts: tuple[ir.Value, ...]) -> ir.Value:
+def join(context: g.RewriteContext, parts: tuple[ir.Value, ...]) -> ir.Value:
+    """Returns a constant that joins others along the first axis."""
     if parts not in context.joined:
         arrays = [array for each in parts if (array := g.constant(each)) is not None]
         context.joined[parts] = g.initializer(context.graph, np.concatenate(arrays), "packed")

@@ -3,7 +3,10 @@
 Matches: com.microsoft MatMulNBits with constant weights of 4 or 8 bits in blocks of 32 or 128, a bias that is
 added, and an activation after it; two such products of one x and a gate.
 Writes: CustomLinearQ and CustomLinearQSwiglu, whose weights are packed again, once.
-Leaves alone: blocks of other sizes, zero points in floats, columns in another order (g_idx).
+Leaves alone: blocks of other sizes, zero points in floats, columns in another order (g_idx), and weights
+that are read elsewhere, too, as a table of embeddings: they would be held twice.
+
+`merge` puts one MatMulNBits in the place of several.
 """
 
 from dataclasses import dataclass
@@ -15,6 +18,7 @@ from twinop import quantised
 
 from . import graph as g
 from .linear import activation_of
+from .merge_linear import join
 
 PRODUCT = "MatMulNBits"
 
@@ -47,6 +51,9 @@ def rewrite(context: g.RewriteContext) -> None:
     for node in context.nodes(PRODUCT, domain=g.MICROSOFT):
         try:
             product = _match(node)
+            dtype = np.dtype(np.uint8) if product.arrays[2] is None else product.arrays[2].dtype
+            if reason := quantised.why_not(**product.sizes, zero_points=dtype):
+                raise g.UnsupportedPattern(reason)
         except g.UnsupportedPattern as reason:
             context.left[f"{PRODUCT}: {reason}"] += 1
         else:
@@ -80,13 +87,12 @@ def _match(node: ir.Node) -> _Product:
         raise g.UnsupportedPattern("columns in another order (g_idx)")
     if x is None or arrays[0] is None or arrays[1] is None:
         raise g.UnsupportedPattern("a weight that is not constant")
+    if b is not None and any(use.node.op_type != PRODUCT for use in b.uses()):
+        raise g.UnsupportedPattern("a weight that is read elsewhere, too, as a table of embeddings")
     if any(array is None and value is not None for array, value in ((arrays[2], zeros), (arrays[3], bias))):
         raise g.UnsupportedPattern("zero points or a bias that are not constant")
     output = node.outputs[0]
     product = _Product(node, (arrays[0], arrays[1], arrays[2]), arrays[3], output)
-    dtype = np.dtype(np.uint8) if arrays[2] is None else arrays[2].dtype
-    if reason := quantised.why_not(**product.sizes, zero_points=dtype):
-        raise g.UnsupportedPattern(reason)
     if (add := g.only_user(output)) is not None and add.op_type == "Add" and not add.domain and bias is None:
         row = g.constant(g.other_input(add, output))
         if row is not None and row.shape == (product.sizes["n"],):
@@ -143,8 +149,7 @@ def _write(
     zero, name = packed.zero, str(first.node.inputs[1].name)  # type: ignore[union-attr]
     if zero is None and has_zero:
         zero = np.full(packed.scale.shape, 1 << (sizes["bits"] - 1), np.uint8)
-    rows = [np.zeros(sizes["n"], packed.scale.dtype) if each.bias is None else each.bias for each in products]
-    values = [packed.weight, packed.scale, zero, np.concatenate(rows) if has_bias else None]
+    values = [packed.weight, packed.scale, zero, _bias_of(products) if has_bias else None]
     given = [
         None if array is None else g.initializer(context.graph, array, f"{name}_{part}")
         for array, part in zip(values, ("packed", "scale", "zero", "bias"), strict=True)
@@ -153,3 +158,51 @@ def _write(
     numbers = {"bits": sizes["bits"], "block": sizes["block"], "activation": activation}
     g.replace(output, context.add_op(last, op, [first.x, *given], shape, **numbers))
     context.made[op if activation in ("none", "") or len(products) > 1 else f"{op}+{activation}"] += 1
+
+
+def _bias_of(products: list[_Product]) -> np.ndarray:
+    rows = [np.zeros(p.sizes["n"], p.arrays[1].dtype) if p.bias is None else p.bias for p in products]
+    return np.concatenate(rows)
+
+
+def merge(context: g.RewriteContext, before: ir.Node, values: list[ir.Value]) -> ir.Value | None:
+    """Inserts one product in the place of several, if their x and the kind of their weights are the same.
+
+    Args:
+        values: the outputs of the products and of the sums with their biases, which one node reads.
+
+    Returns:
+        The output, in which the values follow each other; None if there are other values.
+    """
+    found = [each for value in values if (each := _product_of(value)) is not None]
+    if len(found) < len(values) or any(_kind(each) != _kind(found[0]) for each in found):
+        return None
+    first, width = found[0].node, sum(each.sizes["n"] for each in found)
+    parts = zip(*([*each.node.inputs, None][1:4] for each in found), strict=True)
+    joined = [None if None in part else join(context, part) for part in parts]
+    attributes = {name: each.value for name, each in first.attributes.items()} | {"N": width}
+    shape = [*(g.dims(values[0]) or [])[:-1], width]
+    y = g.add(before, PRODUCT, [first.inputs[0], *joined], attributes, domain=g.MICROSOFT, shape=shape)
+    y.producer().meta.update(first.meta)  # type: ignore[union-attr]
+    if any(each.bias is not None for each in found):
+        y = g.add(before, "Add", [y, g.initializer(context.graph, _bias_of(found), "bias")], shape=shape)
+    context.made["products of one input merged"] += 1
+    return y
+
+
+def _product_of(value: ir.Value) -> _Product | None:
+    """Returns the product whose output, with its bias, is a value that one node reads."""
+    add = g.producer(value, "Add")
+    makers = [g.producer(each, PRODUCT, domain=g.MICROSOFT) for each in (add.inputs if add else [value])]
+    try:
+        found = next((_match(each) for each in makers if each is not None), None)
+    except g.UnsupportedPattern:
+        return None
+    return found if found is not None and found.output is value and g.only_user(value) else None
+
+
+def _kind(product: _Product) -> list[object]:
+    """Returns what two products have in common if their weights can be one."""
+    attributes = {name: each.value for name, each in product.node.attributes.items() if name != "N"}
+    forms = [None if array is None else (array.dtype, array.shape[1:]) for array in product.arrays]
+    return [product.x, attributes, product.node.meta.get("accuracy_level"), *forms]

@@ -341,6 +341,7 @@ class RewriteCheck:
         if context.device == "cuda" and self.report.dtype in precision.DTYPES:
             quantised.rewrite(context)
             clean(context.model)
+            g.share_constants(context.graph)
 
     def _undo_changes(self, model: ir.Model) -> int:
         """Gives nodes the form back that the device has and the comparison cannot use; returns how many."""

@@ -1,6 +1,10 @@
-"""Small decoders as onnxruntime-genai's own builder writes them, and steps of them in ONNX Runtime."""
+"""Small decoders as onnxruntime-genai's own builder writes them; genai and ONNX Runtime run them."""
 
+import base64
+import json
+import os
 import runpy
+import subprocess
 import sys
 import types
 from pathlib import Path
@@ -21,6 +25,9 @@ _SIZES = {
     "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 2, "tie_word_embeddings": True,
 }  # fmt: skip
 _GEMMA = {"head_dim": 64, "query_pre_attn_scalar": 64, "sliding_window": 64}
+_LOCAL = {"rope_local_base_freq": 1000.0, "sliding_attention": {**_ROPE, "rope_theta": 1000.0}}
+_LAYERS = ["sliding_attention", "full_attention"]
+_LONG = {"type": "longrope", "rope_type": "longrope", "short_factor": [1.0] * 32, "long_factor": [2.0] * 32}
 FAMILIES: dict[str, dict[str, Any]] = {
     "Llama": {},
     "Phi": {"num_key_value_heads": 2, "rope_parameters": {**_ROPE, "partial_rotary_factor": 0.5}},
@@ -29,19 +36,89 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "Qwen2": {},
     "Phi3": {"original_max_position_embeddings": 256},
     "Gemma": {"head_dim": 64},
-    "Mistral": {"head_dim": 64},
-    "SmolLM3": {},
+    "Mistral": {"head_dim": 64, "num_key_value_heads": 2},
+    "SmolLM3": {"use_sliding_window": True, "sliding_window": 64, "layer_types": _LAYERS},
+    "Gemma3": {  # the builder reads its rotary bases where transformers of its time had them
+        **_GEMMA,
+        "layer_types": _LAYERS,
+        "rope_parameters": {**_ROPE, **_LOCAL, "full_attention": _ROPE},
+    },
+    "Phi3 long": {"original_max_position_embeddings": 32, "rope_parameters": {**_ROPE, **_LONG}},
 }
-"""What differs from a Llama, by the name in transformers."""
+"""What differs from a Llama, by the name in transformers and a form of it."""
+PROMPT, STEPS = [5, 9, 11, 33, 7], 64
+_PROGRAM = """
+import base64, json, sys
+import numpy as np, onnxruntime_genai as og
+
+def generator(model, tokens, length):
+    parameters = og.GeneratorParams(model)
+    parameters.set_search_options(max_length=length, min_length=length, do_sample=False)
+    made = og.Generator(model, parameters)
+    made.append_tokens(np.array([tokens], np.int32))
+    return made
+
+def answer(folder, prompt, length, tokens):
+    config = og.Config(folder)
+    config.clear_providers()
+    model = og.Model(config)
+    free = generator(model, prompt, length)
+    while not free.is_done():
+        free.generate_next_token()
+    chosen = [int(each) for each in free.get_sequence(0)]
+    given = tokens or chosen
+    forced, logits = generator(model, prompt, length), []
+    for token in [*given[len(prompt) : -1], None]:
+        logits.append(np.array(forced.get_logits(), np.float32)[0, -1])
+        if token is not None:
+            forced.append_tokens(np.array([[token]], np.int32))
+    return {"tokens": chosen, "logits": base64.b64encode(np.stack(logits).tobytes()).decode()}
+
+for line in sys.stdin:
+    try:
+        found = answer(*json.loads(line))
+    except Exception as error:
+        found = {"error": str(error)}
+    print(json.dumps(found), flush=True)
+"""
 
 
-def build(family: str, folder: Path, precision: str = "fp32", provider: str = "cpu", **extra: int) -> Path:
+class Genai:
+    """onnxruntime-genai, in a process of its own because it loads another ONNX Runtime."""
+
+    def __init__(self) -> None:
+        env = os.environ | {"PYTHONPATH": str(unpacked(GENAI))}
+        pipes: Any = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
+        self.process = subprocess.Popen([sys.executable, "-c", _PROGRAM], env=env, text=True, **pipes)
+
+    def __call__(
+        self, folder: Path, tokens: list[int] | None = None, length: int = len(PROMPT) + STEPS
+    ) -> tuple[list[int], np.ndarray]:
+        """Generates greedily on the CPU, which is not the provider that the folder may name.
+
+        Returns:
+            The prompt and what follows it, and the logits [STEPS, vocabulary] of the steps of these tokens,
+            or of the given ones.
+
+        Raises:
+            RuntimeError: what genai raises.
+        """
+        assert self.process.stdin is not None and self.process.stdout is not None
+        print(json.dumps([str(folder), PROMPT, length, tokens]), file=self.process.stdin, flush=True)
+        found = json.loads(self.process.stdout.readline())
+        if "error" in found:
+            raise RuntimeError(found["error"])
+        logits = np.frombuffer(base64.b64decode(found["logits"]), np.float32)
+        return found["tokens"], logits.reshape(STEPS, -1).astype(np.float64)
+
+
+def build(family: str, precision: str = "fp32", provider: str = "cpu", *, folder: Path, **extra: Any) -> Path:
     """Returns a folder that the builder wrote: model.onnx and genai_config.json, of random weights."""
     package = unpacked(GENAI) / "onnxruntime_genai"
     stub = types.ModuleType("onnxruntime_genai")  # the builder needs the name, not the library
-    config = getattr(transformers, f"{family}Config")(**_SIZES | FAMILIES[family])
+    kind = getattr(transformers, f"{family.split()[0]}ForCausalLM")
     torch.manual_seed(0)
-    model = getattr(transformers, f"{family}ForCausalLM")(config).eval()
+    model = kind(kind.config_class(**_SIZES | FAMILIES[family])).eval()
     for name, parameter in model.named_parameters():
         std = 0.08 if parameter.ndim == 2 else 0.1
         torch.nn.init.normal_(parameter, mean=0.0 if parameter.ndim == 2 or "bias" in name else 1.0, std=std)
@@ -70,22 +147,20 @@ def _tokenizer() -> transformers.PreTrainedTokenizerFast:
 
 
 class Decoder:
-    """Runs a decoder with the buffers that genai gives it: past and present are one memory."""
+    """Runs a decoder on CUDA with the buffers that genai gives it: past and present are one memory."""
 
-    def __init__(self, folder: Path, length: int, library: Path | None = None, provider: str = "CPU") -> None:
+    def __init__(self, folder: Path, length: int, library: Path | None = None) -> None:
         options = ort.SessionOptions()
         if library is not None:
             options.register_custom_ops_library(str(library))
-        providers = [f"{provider}ExecutionProvider"]
-        self.session = ort.InferenceSession(folder / "model.onnx", options, providers=providers)
-        self.device, self.done = ("cpu" if provider == "CPU" else "cuda"), 0
+        providers = ["CUDAExecutionProvider"]
+        self.session, self.done = ort.InferenceSession(folder / "model.onnx", options, providers=providers), 0
         self.caches = dict[str, ort.OrtValue]()
         for value in self.session.get_inputs():
             if value.name.startswith("past"):
                 size = 64 if value.shape[2] == "past_sliding_length" else length
-                dtype = np.float16 if "float16" in value.type else np.float32
-                zeros = np.zeros((1, value.shape[1], size, 64), dtype)
-                self.caches[value.name] = ort.OrtValue.ortvalue_from_numpy(zeros, self.device, 0)
+                zeros = np.zeros((1, value.shape[1], size, 64), np.float16)
+                self.caches[value.name] = ort.OrtValue.ortvalue_from_numpy(zeros, "cuda", 0)
 
     def __call__(self, tokens: list[int]) -> np.ndarray:
         """Returns the logits after the last of some new tokens."""
