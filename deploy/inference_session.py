@@ -310,7 +310,7 @@ def _shareable(model: Model, libraries: Sequence[SealedLibrary]) -> dict[str, st
         values = dict(zip((entry.name for entry in record.inputs), node.input, strict=False))
         values |= zip(record.outputs, node.output, strict=False)
         for output, name in (entries(record.in_place) | record.written).items():
-            if reads[values.get(name, "")] == 1 and output in values:
+            if output in values and name in values and reads[values[name]] == 1:
                 found[values[output]] = values[name]
     return found
 

@@ -1,5 +1,6 @@
 """Runs sessions on torch tensors, bound by address, on the CPU and on the session's GPU."""
 
+import itertools
 import threading
 import weakref
 from collections.abc import Mapping
@@ -154,21 +155,24 @@ class TensorRunner:
         return tensor
 
     def _given(
-        self, name: str, output: torch.Tensor, feeds: Mapping[str, torch.Tensor], device: torch.device
+        self, name: str, output: torch.Tensor, feeds: Mapping[str, torch.Tensor], others: Outputs
     ) -> torch.Tensor:
-        """Checks the memory of an output."""
-        fits = isinstance(output, torch.Tensor) and output.dtype is self._dtypes[name]
-        fits = fits and self._outputs[name].accepts(output.shape) and output.device == device
+        """Checks the memory of an output. `others`: outputs that have theirs."""
+        spec, shape = self._outputs[name], self._output_shape(name, feeds)
+        device = next(iter(feeds.values())).device
+        is_tensor = isinstance(output, torch.Tensor)
+        fits = is_tensor and (output.dtype, output.device) == (self._dtypes[name], device)
+        fits = fits and spec.accepts(output.shape) and shape in (None, tuple(output.shape))
         if not fits or not output.is_contiguous():
+            given = f" ({output.dtype} {tuple(output.shape)} on {output.device})" if is_tensor else ""
             raise FeedError(
-                f"the memory of output {name} is {kind_of(output)}; expected a contiguous torch tensor, "
-                f"{self._outputs[name].dtype} {self._outputs[name].shape} on {device}"
+                f"the memory of output {name} is {kind_of(output)}{given}; expected a contiguous torch "
+                f"tensor, {spec.dtype} {shape or spec.shape} on {device}"
             )
-        begin, size = output.data_ptr(), output.nbytes
-        for other, tensor in feeds.items():
-            if begin >= tensor.data_ptr() + tensor.nbytes or tensor.data_ptr() >= begin + size:
-                continue
-            same = (tensor.data_ptr(), tensor.nbytes) == (begin, size)
+        if sharing := [other for other, tensor in others.items() if _overlap(output, tensor)]:
+            raise FeedError(f"the outputs {name} and {sharing[0]} share memory: give each output its own")
+        for other in (other for other, tensor in feeds.items() if _overlap(output, tensor)):
+            same = _memory(feeds[other]) == _memory(output)
             if not same or self._shareable.get(name) != other:
                 raise FeedError(
                     f"output {name} has memory of input {other}, which a run may overwrite before it is "
@@ -191,24 +195,20 @@ class TensorRunner:
         results: dict[str, Any] = {}  # None where ONNX Runtime allocates
         bound = []
         for name, memory in wanted.items():
-            if memory is not None:
-                results[name] = output = self._given(name, memory, kept, device)
-                at = output.data_ptr() or NOWHERE
-                binding.bind_output(name, place, self._elements[name], output.shape, at)
-                bound.append(name)
-                continue
+            output = None if memory is None else self._given(name, memory, kept, results)
             if name in kept:  # an output that is an input: ONNX Runtime would return the input's memory
-                results[name] = kept[name].clone()
+                results[name] = kept[name].clone() if output is None else output.copy_(kept[name])
                 continue
             bound.append(name)
-            shape = self._output_shape(name, kept)
-            if shape is None:
+            if output is None and (shape := self._output_shape(name, kept)) is not None:
+                # Memory of torch, whose allocator knows which stream may reuse it when.
+                output = torch.empty(shape, dtype=self._dtypes[name], device=device)
+            results[name] = output
+            if output is None:
                 binding.bind_output(name, place)
-                results[name] = None
-                continue
-            # Memory of torch, whose allocator knows which stream may reuse it when.
-            results[name] = output = torch.empty(shape, dtype=self._dtypes[name], device=device)
-            binding.bind_output(name, place, self._elements[name], shape, output.data_ptr() or NOWHERE)
+            else:
+                at = output.data_ptr() or NOWHERE
+                binding.bind_output(name, place, self._elements[name], output.shape, at)
         if not bound:
             return results
         try:
@@ -218,10 +218,12 @@ class TensorRunner:
             else:
                 self._queue(binding, results, bound, kept)
         except RunError:
-            if not any(self._shapes.values()):
+            pairs = itertools.product(kept.values(), wanted.values())
+            if any(_overlap(*pair) for pair in pairs) or not any(self._shapes.values()):
                 raise
             # Perhaps an output has another shape than the model declares. Where ONNX Runtime allocates the
-            # outputs, it only warns of that. If that helps, it does so from now on.
+            # outputs, it only warns of that. If that helps, it does so from now on. What has written into an
+            # input does not run twice.
             declared, self._shapes = self._shapes, dict.fromkeys(self._shapes)
             try:
                 return self._run_bound(kept, wanted, device)
@@ -306,7 +308,8 @@ class TensorRunner:
             )
         # ONNX Runtime's DLPack does not know float8, and CPU builds before 1.23 have none.
         if "float8" in spec.type and value.device_name().lower() == "cuda":
-            memory, shape, place = SimpleNamespace(), tuple(value.shape()), (value.data_ptr(), False)
+            shape, place = tuple(value.shape()), (value.data_ptr(), False)
+            memory = SimpleNamespace(value=value)  # torch keeps it as long as the tensor
             memory.__cuda_array_interface__ = {"shape": shape, "typestr": "|u1", "data": place, "version": 3}
             return torch.as_tensor(memory, device=self._cuda).view(dtype)
         if "float8" in spec.type or not hasattr(value, "to_dlpack"):
@@ -371,6 +374,15 @@ def _run_options(entries: Mapping[str, str]) -> Any:
 def _is_hollow(tensor: torch.Tensor) -> bool:
     """Returns whether data_ptr() is not an address: for fakes and subclasses that wrap other tensors."""
     return isinstance(tensor, FakeTensor) or is_traceable_wrapper_subclass(tensor)
+
+
+def _memory(tensor: torch.Tensor) -> tuple[int, int]:
+    return tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes
+
+
+def _overlap(a: torch.Tensor, b: torch.Tensor | None) -> bool:
+    """Returns whether two contiguous tensors have memory in common."""
+    return b is not None and max(_memory(a)[0], _memory(b)[0]) < min(_memory(a)[1], _memory(b)[1])
 
 
 @dataclass(frozen=True)

@@ -290,16 +290,14 @@ def _outputs(
         raise ExportError(f"the model fails on its example inputs, in torch: {error}") from error
     outputs = dict(leaves(result))
     written = {name: (each, old) for name, (each, version, old) in buffers.items() if each._version > version}
-    outputs = {
-        name: value.clone() if any(value is each for each, _ in written.values()) else value
-        for name, value in outputs.items()
-    }
+    kept = {id(tensor) for tensor in outputs.values()}
+    if written:  # an output may be a view of one
+        outputs = {name: value.clone() for name, value in outputs.items()}
     for buffer, old in written.values():
         buffer.copy_(old)
     if not outputs:
         raise ExportError(f"the model returns {type(result).__name__}; expected at least one tensor")
     if lost is not None:
-        kept = {id(tensor) for tensor in outputs.values()}
         lost += (
             f"the model writes into its input {name}, and does not return it: the file has no output for it"
             for name, copy in copies.items()

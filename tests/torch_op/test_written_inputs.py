@@ -11,12 +11,12 @@ import onnxruntime as ort
 import pytest
 import torch
 from abi_files import CPU, FLOAT, INT64, model
-from onnx import TensorProto, helper
+from onnx import TensorProto, helper, parser
 from torch._inductor.utils import run_and_get_code
 from torch.library import opcheck
 
 from twinop import deploy, export, torch_op
-from twinop.deploy import FeedError
+from twinop.deploy import FeedError, RunError
 from twinop.errors import ExportError, RecordError, RecordSyntaxError
 from twinop.library import find_library
 from twinop.schema_text import record_of
@@ -216,7 +216,7 @@ class Counts(torch.nn.Module):
     def forward(self, total: torch.Tensor, x: torch.Tensor) -> Any:
         raw.bump(total, x)
         raw.bump(self.own, x)
-        return total, self.own * 1, x + 1
+        return total, self.own * 1, self.own[1:], x + 1
 
 
 @pytest.mark.parametrize("exporter", ["dynamo", "torchscript"])
@@ -329,6 +329,32 @@ def test_a_session_refuses_one_memory_that_another_node_reads() -> None:
         opened.run(feeds, {"cache_out": cache})
     found = opened.run(feeds, {"cache_out": torch.empty(6, 3), "late": torch.empty(6, 3)})
     assert torch.equal(found["late"], -cache) and torch.equal(found["cache_out"], wanted)
+
+
+def test_the_memory_of_outputs() -> None:
+    graph = parser.parse_model("""<ir_version: 10, opset_import: ["": 20, "test.written": 1]>
+        g (float[N,3] x, float[N,3] y, int64[2] to) => (float[N,3] x_out, float[N,3] y, float[2,3] z) {
+          x_out = test.written.CustomBump(x, y)
+          z = Reshape(x_out, to)
+        }""")
+    opened = deploy.session(graph, CPU, LIBRARY)
+    x, y = torch.zeros(2, 3), torch.ones(2, 3)
+    feeds, memory = {"x": x, "y": y, "to": torch.tensor([2, 3])}, torch.empty(3, 3)
+    for given, message in (
+        ({"x_out": memory[:2], "y": memory[1:]}, "outputs y and x_out share memory"),
+        ({"x_out": memory}, r"torch.float32 \(3, 3\) on cpu\); expected .*, float32 \(2, 3\) on cpu"),
+        ({"z": [1]}, "memory of output z is a list; expected"),
+    ):
+        with pytest.raises(FeedError, match=message):
+            opened.run(feeds, given)
+    assert opened.run(feeds, {"y": memory[:2]})["y"].data_ptr() == memory.data_ptr()
+    assert torch.equal(memory[:2], y)  # an output that is an input
+    # Where the file declares a wrong shape, a run is repeated; not if it has written into an input.
+    feeds["to"] = torch.tensor([3, 2])
+    with pytest.raises(RunError, match="shape"):
+        opened.run(feeds, {"x_out": x, "z": None})
+    assert torch.equal(x, y)
+    assert opened.run(feeds, ["z"])["z"].shape == (3, 2)
 
 
 @pytest.mark.cuda
