@@ -258,7 +258,7 @@ class Sample:
         """Each tensor once. Backward reads the inputs and gradients and writes gradients of the inputs."""
         tensors = [*self.inputs.values(), *self.outputs]
         tensors += self.inputs.values() if self.case.direction == BACKWARD else ()
-        return sum(tensor.numel() for tensor in tensors) * self.case.torch_dtype.itemsize
+        return sum(tensor.nbytes for tensor in tensors)
 
     @property
     def bound(self) -> dict[str, Tensor]:
@@ -269,7 +269,7 @@ class Sample:
         """Computes the outputs, or the gradients of the inputs, in float64."""
         if self.entry.reference is not None and self.case.direction == FORWARD:
             return as_tuple(self.entry.reference(*self.inputs.values()))
-        inputs = [tensor.double() for tensor in self.inputs.values()]
+        inputs = [t.double() if t.is_floating_point() else t for t in self.inputs.values()]
         if self.case.direction == BACKWARD:
             grads = [tensor.double() for tensor in self.outputs]
             return as_tuple(backward_run(self.entry.eager, inputs, grads)())
@@ -286,9 +286,10 @@ def backward_run(function: Callable[..., Any], inputs: Sequence[Tensor], grads: 
     Args:
         grads: the gradients of the outputs.
     """
-    leaves = [tensor.detach().requires_grad_() for tensor in inputs]
+    given = [tensor.detach().requires_grad_(tensor.is_floating_point()) for tensor in inputs]
     with torch.enable_grad():
-        outputs = as_tuple(function(*leaves))
+        outputs = as_tuple(function(*given))
+    leaves = [tensor for tensor in given if tensor.requires_grad]
     return partial(torch.autograd.grad, outputs, leaves, list(grads), retain_graph=True)
 
 

@@ -130,15 +130,22 @@ def _contiguous(given: Any) -> Any:
     return given if given is None else given.contiguous()
 
 
+def _versions(given: Any) -> Any:
+    """Returns what a write changes; None of tensors that were made in torch.inference_mode."""
+    if isinstance(given, (list, tuple)):
+        return list(map(_versions, given))
+    return None if given is None or given.is_inference() else given._version
+
+
 def _functional(body: Callable[..., Any], record: OpSpec) -> Callable[..., Any]:
     """Returns a body that refuses to write into its inputs, which the op itself does."""
 
     @functools.wraps(body)
     def call(*inputs: Any, **attributes: Any) -> Any:
-        versions = [None if tensor is None else tensor._version for tensor in inputs]
+        versions = list(map(_versions, inputs))
         results = body(*inputs, **attributes)
-        for entry, tensor, version in zip(record.inputs, inputs, versions, strict=True):
-            if tensor is not None and tensor._version != version:
+        for entry, given, version in zip(record.inputs, inputs, versions, strict=True):
+            if _versions(given) != version:
                 raise RecordError(
                     f"the body of {record.qualified_name} writes into {entry.name}. A body is functional: "
                     f"return {', '.join(record.outputs)}, with index_copy, scatter or where"

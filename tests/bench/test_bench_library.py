@@ -5,12 +5,13 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
-from twinop.bench.cases import BACKWARD, FORWARD, Sample, cases_of, choose
+from twinop.bench.cases import BACKWARD, FORWARD, Case, Sample, cases_of, choose
 from twinop.bench.measurements import BenchError, read
 from twinop.bench.ops_report import project_here
 from twinop.bodies import BODIES
@@ -44,6 +45,18 @@ def test_cases_follow_from_the_record(project: Path) -> None:
     (x,) = sample.inputs.values()
     assert torch.equal(function_of(entry.op)(x), 2 * x) and torch.equal(entry.eager(x), 2 * x)
     assert torch.equal(sample.exact()[0], 2 * x.double())
+
+
+@pytest.mark.parametrize("direction", [FORWARD, BACKWARD])
+def test_integers_beside_floats(direction: str, project: Path) -> None:
+    entry = replace(choose("twice", project)["twice"], eager=lambda x, i: x.index_select(0, i))
+    inputs = {"x": torch.randn(4, 3), "i": torch.tensor([2, 0])}
+    sample = Sample(Case("twice", "rows", "float32", (2, 3), direction), entry, inputs, (torch.ones(2, 3),))
+    (found,) = sample.exact()
+    expected = (
+        inputs["x"][inputs["i"]] if direction == FORWARD else torch.tensor([1, 0, 1, 0])[:, None].expand(4, 3)
+    )
+    assert torch.equal(found, expected.double())
 
 
 def test_an_op_without_a_body(libraries: dict[str, Path], capsys: pytest.CaptureFixture[str]) -> None:

@@ -48,6 +48,10 @@ def test_in_torch_without_a_library(put_rows: KernelOp) -> None:
         with torch.no_grad(), pytest.raises(RecordError, match=message):
             put_rows(written, read, POSITION)
     put_rows(both[:, 0], both[:2, 1], POSITION)  # in one range of memory, without an element in common
+    with torch.inference_mode():
+        given = wanted.clone()  # has no version
+        put_rows(given, rows + 1, POSITION)
+    assert torch.equal(given, wanted.index_copy(0, POSITION, rows.detach() + 1))
 
 
 @pytest.mark.cuda
@@ -116,3 +120,17 @@ def test_a_body_is_functional() -> None:
     message = "the body of not_functional::adds writes into cache. A body is functional: return cache_out"
     with pytest.raises(RecordError, match=message):
         adds(torch.ones(3), torch.ones(3))
+
+
+def test_a_list_beside_what_is_written() -> None:
+    @twinop.triton_op(
+        "puts(Tensor(a!) cache, Tensor[] rows) -> ()",
+        body=lambda cache, rows: cache + sum(rows),
+        domain="a_list",
+    )
+    def puts(cache: torch.Tensor, rows: list[torch.Tensor]) -> None:
+        return None
+
+    cache = torch.zeros(3)
+    puts(cache, [torch.ones(3), torch.ones(3)])
+    assert cache.tolist() == [2, 2, 2]
