@@ -84,8 +84,12 @@ def optimize_folder(
     model = source / decoder["filename"]
     settings = decoder.setdefault("session_options", {})
     own = [*library_paths(library), *_named_library(source, settings)]
-    target.resolve().parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix=".twinop-genai-", dir=target.resolve().parent) as scratch:
+    try:
+        target.resolve().parent.mkdir(parents=True, exist_ok=True)
+        beside = tempfile.TemporaryDirectory(prefix=".twinop-genai-", dir=target.resolve().parent)
+    except OSError as error:
+        raise ExportError(f"{target}: cannot be written: {error}. Name another folder") from error
+    with beside as scratch:
         folder = Path(scratch) / "new"
         left_out = {model, *(model.parent / name for name in _data_of(model)), source / CONFIG}
 

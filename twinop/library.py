@@ -101,6 +101,8 @@ def read_library(path: str | os.PathLike[str], copy: str | os.PathLike[str] | No
         )
     except (AttributeError, KeyError, TypeError, ValueError, RecursionError, RecordError) as error:
         raise LibraryError(f"{path}: its op records do not parse: {error}. Copy or build it again") from error
+    if taken := {each.functional_name for each in records.values() if each.written} & records.keys():
+        raise LibraryError(f"{path}: {taken.pop()} is an op, and the name of another op's twin. Rename one")
     return Library(
         path=path,
         version=version,

@@ -32,6 +32,7 @@ def check_libraries(facts: Environment) -> Iterator[Finding]:
     for message in facts.broken:
         asked = facts.model is not None or message.startswith(str(facts.named))
         level: Level = "error" if asked else "warning"
+        message = message.replace("(--library ", "(twinop doctor MODEL ")
         yield from_message(level, "library", message, "copy or build it again, or remove it")
     nodes = {node.node_type for node in facts.model.nodes} if facts.model is not None else set()
     for library in facts.libraries:

@@ -6,7 +6,7 @@ import re
 import shutil
 import tempfile
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,7 @@ from .options import Options
 
 MODELS_IN_CONTAINER = "/mnt/models"  # where KServe mounts what it downloads
 MANIFEST = "twinop-pack.json"
+_OF_GENAI = ("model", "output", "force", "library", "genai", "device")
 TRITON_IMAGE = "nvcr.io/nvidia/tritonserver:26.09-py3"
 PYTHON_IMAGE = "python:3.13.11-slim-trixie"  # the Python that requirements/lock.py locks packages for
 _NOT_SERVING = (
@@ -59,6 +60,8 @@ def pack(options: Options) -> Packed:
     Raises:
         TwinopError: the model, the library or an option does not fit, or the folder may not be written.
     """
+    if options.device != "cuda":
+        raise PackError("--device is for --genai: choose an image's with --gpu or --cpu")
     name = _model_name(options)
     kube_name = kubernetes_name(name)
     image = _image(options, kube_name)
@@ -67,12 +70,7 @@ def pack(options: Options) -> Packed:
     folder = f"{MODELS_IN_CONTAINER}/{name}/{options.version}"
     libraries = [f"{folder}/{library.path.name}" for library in contents.libraries]
     packed = Packed(contents, name, kube_name, image, libraries)
-    try:
-        _write_whole(options.output, lambda new: _write(new, options, packed))
-    except OSError as error:
-        raise PackError(
-            f"{options.output}: cannot be written: {error.strerror} ({error.filename})"
-        ) from error
+    _write_whole(options.output, lambda new: _write(new, options, packed))
     return packed
 
 
@@ -84,6 +82,9 @@ def pack_genai(options: Options) -> Any:
     """
     from twinop.optimize import optimize_folder  # the layer above
 
+    given = [each.name for each in fields(options) if getattr(options, each.name) != each.default]
+    if others := [name for name in given if name not in _OF_GENAI]:
+        raise PackError(f"--{others[0].replace('_', '-')} says nothing of a folder for --genai: leave it out")
     _check_output(options)
     found = list[Any]()
 
@@ -145,16 +146,19 @@ def _check_output(options: Options) -> None:
 
 def _write_whole(output: Path, write: Callable[[Path], None]) -> None:
     """Writes beside the folder and renames, so that a failure leaves the old folder."""
-    output = output.resolve()
-    output.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix=f".{output.name}-", dir=output.parent) as scratch:
-        new = Path(scratch) / "new"
-        write(new)
-        for each in (new, *new.rglob("*")):  # another user reads it in the container
-            each.chmod(0o755 if each.is_dir() else 0o644)
-        if output.exists():
-            output.rename(Path(scratch) / "old")
-        new.rename(output)
+    try:
+        place = output.resolve()
+        place.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(prefix=f".{place.name}-", dir=place.parent) as scratch:
+            new = Path(scratch) / "new"
+            write(new)
+            for each in (new, *new.rglob("*")):  # another user reads it in the container
+                each.chmod(0o755 if each.is_dir() else 0o644)
+            if place.exists():
+                place.rename(Path(scratch) / "old")
+            new.rename(place)
+    except OSError as error:
+        raise PackError(f"{output}: cannot be written: {error.strerror} ({error.filename})") from error
 
 
 def _write(root: Path, options: Options, packed: Packed) -> None:

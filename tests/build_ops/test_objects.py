@@ -304,8 +304,8 @@ def test_bad_input(tmp_path: Path, options: list[str], message: str) -> None:
             "--symbol, --device and --record say more of a --schema, which is",
         ),
         (
-            ["--schema", "op(Tensor x) -> Tensor"],
-            "--schema: the schema is of a function in an object file. Name",
+            ["gone.o", "--schema", "op(Tensor x) -> Tensor"],
+            "--schema is of a function in an object file, and gone.o is none. Name",
         ),
     ],
 )

@@ -239,6 +239,12 @@ BROKEN: dict[str, tuple[dict[str, Any], str, str, str]] = {
         "no library has mish::CustomMish",
         "Build it (twinop build)",
     ),
+    "a library in the model's folder": (
+        {"broken": ("libx.so lies in the model's own folder. Name it (--library libx.so), or remove it",)},
+        "error",
+        "libx.so lies in the model's own folder",
+        "Name it (twinop doctor MODEL libx.so)",
+    ),
     "a library for torch only": (
         {"libraries": (replace(LIBRARY, exports_ort=False),), "model": None},
         "warning",

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from twinop.errors import ForeignLibraryError, LibraryError
 from twinop.library import ABI_VERSION, find_library, read_library
+from twinop.op_spec import OpSpec
 
 ROOT = Path(__file__).resolve().parents[2]
 LIBRARY = find_library("custom_relu")
@@ -128,6 +129,14 @@ def test_another_machine(damaged: Callable[[bytes], Path], offset: int, value: b
 def test_a_foreign_library() -> None:
     with pytest.raises(ForeignLibraryError, match=r"without twinop records .*Expected one built by twinop"):
         read_library(np.random.mtrand.__file__)
+
+
+def test_an_op_with_the_name_of_a_twin(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(OpSpec, "functional_name", "exchange")
+    with pytest.raises(
+        LibraryError, match="exchange is an op, and the name of another op's twin. Rename one"
+    ):
+        read_library(find_library("test_written"))
 
 
 @pytest.mark.parametrize(

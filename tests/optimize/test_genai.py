@@ -271,6 +271,8 @@ def test_folders_that_cannot_be_optimised(tmp_path: Path, monkeypatch: pytest.Mo
 
     kept = (source / "genai_config.json").read_text()
     assert "device='gpu': expected one of: cuda, cpu" in refusal(device="gpu")
+    with pytest.raises(ExportError, match=r"/proc/no/fast: cannot be written: .*\. Name another folder"):
+        optimize_folder(source, "/proc/no/fast", device="cpu")
     for library in ("libother.so", "text.so"):
         (source / "text.so").write_text("no library")
         configure(

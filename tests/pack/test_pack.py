@@ -17,7 +17,7 @@ from twinop.deploy.errors import ModelError, PackError
 from twinop.deploy.pack import command, packing
 from twinop.deploy.pack.contents import needed_version, read_contents, require_old_enough
 from twinop.deploy.pack.options import Options
-from twinop.deploy.pack.packing import pack
+from twinop.deploy.pack.packing import pack, pack_genai
 from twinop.deploy.service.folders import scan
 from twinop.deploy.service.model_settings import ModelSettings
 from twinop.deploy.service.newer_python import tomllib
@@ -135,12 +135,22 @@ def nothing_written(folder: Path) -> bool:
         ({"image": "Team/Model:1"}, "expected a name such as"),
         ({"image": "model:"}, "expected a name such as"),
         ({"library": [Path("missing.so")]}, "no such file"),
+        ({"device": "cpu"}, "--device is for --genai: choose an image's with --gpu or --cpu"),
     ],
 )
 def test_options_that_do_not_fit(options: dict[str, Any], message: str, tmp_path: Path) -> None:
     with pytest.raises(TwinopError, match=message):
         packed(tmp_path, **options)
     assert nothing_written(tmp_path)
+
+
+def test_a_folder_of_genai(tmp_path: Path) -> None:
+    with pytest.raises(
+        PackError, match="--max-batch-size says nothing of a folder for --genai: leave it out"
+    ):
+        pack_genai(Options(tmp_path, tmp_path / "repo", genai=True, device="cpu", max_batch_size=2))
+    with pytest.raises(PackError, match=r"/proc/no/repo: cannot be written: No such file"):
+        pack_genai(Options(tmp_path, Path("/proc/no/repo"), genai=True))
 
 
 def test_damaged_model(tmp_path: Path) -> None:

@@ -93,7 +93,10 @@ def write_header(
 
     objects = [path for path in paths if path.suffix == ".o" and path.is_file()]
     if not objects:
-        raise BuildError("--schema: the schema is of a function in an object file. Name one: kernel.o")
+        raise BuildError(
+            f"--schema is of a function in an object file, and {', '.join(map(str, paths)) or 'no file'} is none. "
+            "Name one: kernel.o"
+        )
     parts = (text.partition("=") for text in texts)
     given = {name.strip(): value.strip() for name, _, value in parts}
     if unknown := [name for name, text in given.items() if name not in TEXTS or not text]:
