@@ -94,7 +94,7 @@ def write_header(
     objects = [path for path in paths if path.suffix == ".o" and path.is_file()]
     if not objects:
         said = ", ".join(map(str, paths)) or "no file"
-        raise BuildError(f"--schema is of a function in an object file, and {said} is none. Name one: kernel.o")
+        raise BuildError(f"--schema: the schema is of an object file, and {said} is none. Name one: kernel.o")
     parts = (text.partition("=") for text in texts)
     given = {name.strip(): value.strip() for name, _, value in parts}
     if unknown := [name for name, text in given.items() if name not in TEXTS or not text]:
