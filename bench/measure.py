@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._functorch import config as functorch_config
+from torch.profiler import ProfilerActivity, profile
 
 from . import runtime
 from .cases import LATENCY, Case, Sample
@@ -136,3 +137,13 @@ def captured(run: Run, stream: torch.cuda.Stream, calls: int = CALLS) -> Run:
         graph.capture_end()
     graph.replay()
     return graph.replay
+
+
+def device_work(run: Run) -> dict[str, int] | None:
+    """Counts what a run queues on the GPU; None where torch's profiler does not see it."""
+    with profile(activities=[ProfilerActivity.CUDA]) as profiled:
+        run()
+        torch.cuda.synchronize()
+    names = [event.name for event in profiled.events() if event.device_type == torch.autograd.DeviceType.CUDA]
+    copies = sum("memcpy" in name.lower() for name in names)
+    return {"kernels": len(names) - copies, "copies": copies} if names else None

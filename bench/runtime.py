@@ -116,7 +116,7 @@ def repeat(nodes: Sequence[NodeProto], times: int) -> list[NodeProto]:
 
 
 def open_session(
-    model: onnx.ModelProto,
+    model: onnx.ModelProto | Path,
     device: torch.device,
     *,
     library: str | Path = "custom_ops",
@@ -130,6 +130,7 @@ def open_session(
     """Opens a session that runs the model unchanged: no graph optimisation, no second provider.
 
     Args:
+        model: of a file, which may be of any size, the nodes that run are not known.
         optimize: let ONNX Runtime optimise the graph fully, which may change its nodes.
         fallback: allow nodes on the CPU beside the GPU.
         planned_nodes: receives the types of the nodes that will run.
@@ -154,17 +155,19 @@ def open_session(
     cpu = [_PROVIDERS["cpu"]] if fallback and device.type == "cuda" else []
     with tempfile.TemporaryDirectory() as folder:
         planned = Path(folder) / "planned.onnx"
-        options.optimized_model_filepath = str(planned)
+        source = str(model) if isinstance(model, Path) else model.SerializeToString()
+        if isinstance(source, bytes):
+            options.optimized_model_filepath = str(planned)
         try:
-            session = ort.InferenceSession(
-                model.SerializeToString(), options, providers=[(provider, provider_options), *cpu]
-            )
+            session = ort.InferenceSession(source, options, providers=[(provider, provider_options), *cpu])
         except Exception as error:  # onnxruntime's errors have no common base class
             raise BenchError(f"ONNX Runtime's {provider} does not run this model: {error}") from error
         if session.get_providers()[0] != provider:
             raise BenchError(
                 f"ONNX Runtime did not take {provider}; `twinop run model.onnx --provider cuda` says why"
             )
+        if isinstance(model, Path):
+            return session
         wanted = [node.op_type for node in model.graph.node]
         found = [node.op_type for node in onnx.load(planned).graph.node]
     if planned_nodes is not None:
@@ -182,12 +185,15 @@ def bind(
     outputs: Mapping[str, torch.Tensor],
     *,
     synchronize: bool = True,
+    graph: int | None = None,
 ) -> Run:
     """Returns a run of the session on these tensors' own memory.
 
     Args:
         outputs: one without elements gets memory from ONNX Runtime.
         synchronize: wait for the device before returning.
+        graph: the number of the CUDA graph, one for each set of tensors, or -1 for none. It has been captured
+            if the run does not wait.
     """
     import onnxruntime as ort
 
@@ -200,12 +206,14 @@ def bind(
                 binding.bind_output(name, *place)
                 continue
             bind_tensor(name, *place, ONNX_TYPES[tensor.dtype], list(tensor.shape), tensor.data_ptr())
-    if synchronize:
-        return partial(session.run_with_iobinding, binding)
     run_options = ort.RunOptions()
-    run_options.add_run_config_entry("disable_synchronize_execution_providers", "1")
-    # Frees the pinned memory of these runs before the session ends, as deploy/torch_binding.py does.
-    weakref.finalize(session, _run_and_wait, session._sess, binding)
+    if graph is not None:
+        run_options.add_run_config_entry("gpu_graph_id", str(graph))
+    if not synchronize:
+        run_options.add_run_config_entry("disable_synchronize_execution_providers", "1")
+    if not synchronize and graph is None:
+        # Frees the pinned memory of these runs before the session ends, as deploy/torch_binding.py does.
+        weakref.finalize(session, _run_and_wait, session._sess, binding)
     return partial(session.run_with_iobinding, binding, run_options)
 
 

@@ -3,6 +3,7 @@
 python lab/draw.py lab/results/serve-nvidia-h200.jsonl --plot serve.png
 """
 
+import itertools
 import sys
 import textwrap
 from pathlib import Path
@@ -15,6 +16,8 @@ from lab.models import ROWS, milliseconds
 from twinop.bench.measurements import machine_title, read
 from twinop.console import clear_errors
 
+FLOOR = "the memory's time"
+DECODERS = {"twinop in ORT": "b-o", "ORT": "C1-s", "torch.compile": "C2D", FLOOR: "k--"}
 SERVE = {"p50_ms": "p50, ms", "p99_ms": "p99, ms", "per_second": "requests per second"}
 
 
@@ -49,9 +52,39 @@ def draw_serve(lines: list[dict[str, Any]], plt: Any) -> None:
     figure.legend(*axes[0][0].get_legend_handles_labels(), loc="outside lower center", ncols=3)
 
 
+def draw_decoders(lines: list[dict[str, Any]], plt: Any) -> None:
+    """Draws a row of panels for each model and dtype, with a panel for each context."""
+    panels: dict[str, dict[int, dict[int, dict[str, float]]]] = {}
+    for line in lines:
+        if "x" not in line["shape"] or "genai" in line["op"]:
+            continue
+        batch, context = map(int, line["shape"].split("x"))
+        times = {name: time["median_us"] for name, time in line["times"].items() if "again" not in name}
+        times |= {FLOOR: line["floor_us"]} if "floor_us" in line else {}
+        panels.setdefault(f"{line['op']}, {line['dtype']}", {}).setdefault(context, {})[batch] = times
+    columns = sorted({context for row in panels.values() for context in row})
+    shape = (len(panels), len(columns))
+    size = (1.0 + 3.0 * shape[1], 0.8 + 2.5 * shape[0])
+    figure, axes = plt.subplots(*shape, figsize=size, squeeze=False, layout="constrained")
+    for axis, (title, context) in zip(axes.flat, itertools.product(panels, columns), strict=True):
+        mine = sorted(panels[title].get(context, {}).items())
+        for name, style in DECODERS.items():
+            points = [(i, times[name]) for i, (_, times) in enumerate(mine) if name in times]
+            axis.plot(*(zip(*points, strict=True) if points else ((), ())), style, label=name, markersize=4)
+        axis.set_xticks(range(len(mine)), [str(batch) for batch, _ in mine])
+        axis.set_ylim(bottom=0)
+        axis.set_title(f"{title}, {context:,} keys", fontsize=9)
+    for axis in axes[-1]:
+        axis.set_xlabel("sequences")
+    figure.supylabel("us a step")
+    figure.legend(*axes[0][0].get_legend_handles_labels(), loc="outside lower center", ncols=4)
+
+
 def main(
     file: Annotated[Path, typer.Argument(help="A file of measurements.")],
-    plot: Annotated[Path | None, typer.Option(help="A PNG file to draw: of models, or of serve.")] = None,
+    plot: Annotated[
+        Path | None, typer.Option(help="A PNG file to draw: of models, serve or decoder-tokens.")
+    ] = None,
 ) -> None:
     """Print a file of measurements as a table, a row for each cell and a column for each provider.
 
@@ -72,7 +105,9 @@ def main(
         if plot is not None:
             import matplotlib.pyplot as plt
 
-            {"models": draw_models, "serve": draw_serve}[lines[0]["benchmark"]](lines, plt)
+            {"models": draw_models, "serve": draw_serve, "decoder-tokens": draw_decoders}[
+                lines[0]["benchmark"]
+            ](lines, plt)
             plt.suptitle(machine_title(lines[0]))
             plt.savefig(plot, dpi=110)
 

@@ -21,7 +21,7 @@ from kv_cache import tables  # type: ignore[import-not-found]
 from twinop import torch_op
 from twinop.bench import runtime
 from twinop.bench.cells import IN_ORT, IN_TORCH
-from twinop.bench.measure import captured
+from twinop.bench.measure import captured, device_work
 from twinop.bench.measurements import BenchError, Device, Output, measuring
 from twinop.bench.providers import Subject, side_by_side
 from twinop.bench.timing import DeviceTimer, Run
@@ -101,18 +101,6 @@ def in_ort(
     node = runtime.custom_node(record, t, {})
     run = runtime.run_of([node], t, outputs, timer, library=library, cuda_graph=graph)
     return Subject(run, facts={"caches": tuple(outputs.values())})
-
-
-def device_work(run: Callable[[], object]) -> dict[str, int] | None:
-    """Counts what a run queues on the GPU; None where torch's profiler does not see it."""
-    from torch.profiler import ProfilerActivity, profile
-
-    with profile(activities=[ProfilerActivity.CUDA]) as profiled:
-        run()
-        torch.cuda.synchronize()
-    names = [event.name for event in profiled.events() if event.device_type == torch.autograd.DeviceType.CUDA]
-    copies = sum("memcpy" in name.lower() for name in names)
-    return {"kernels": len(names) - copies, "copies": copies} if names else None
 
 
 def measure(

@@ -3,7 +3,10 @@
 import os
 import subprocess
 import sys
+from itertools import product
 from pathlib import Path
+
+import pytest
 
 from lab.models import share, table
 from twinop.bench.measurements import read
@@ -57,6 +60,20 @@ def test_products_of_few_rows_are_measured(tmp_path: Path) -> None:
     dense, int4 = read(path, "decoder-linear")
     assert dense["times"].keys() >= {"twinop in ORT", "twinop in torch", "torch"}
     assert int4["times"].keys() >= {"twinop in torch", "torch", "ORT"}
+
+
+@pytest.mark.slow
+def test_tokens_of_a_decoder_are_measured(tmp_path: Path) -> None:
+    sizes = ("--dtypes=float16,int4", "--batches=1,2", "--contexts=16")
+    run("decoder_tokens", "--device=cpu", "--quick", *sizes, f"--work={tmp_path}", f"--output={tmp_path}")
+    (path,) = tmp_path.glob("decoder-tokens-quick-*.jsonl")
+    lines = read(path, "decoder-tokens")
+    shapes = ["1x16", "2x16", "a prompt of 256"]
+    assert [(line["dtype"], line["shape"]) for line in lines] == [*product(("float16", "int4"), shapes)]
+    assert not any(line["missing"] for line in lines) and "torch" in lines[0]["times"]
+    assert all(line["errors"]["twinop in ORT"] < 1e-2 for line in lines)
+    run("draw", str(path), f"--plot={tmp_path}/plot.png")
+    assert (tmp_path / "plot.png").stat().st_size > 10_000
 
 
 def test_the_pages_say_what_was_recorded() -> None:

@@ -1,0 +1,248 @@
+"""A token of a whole decoder: its time beside the original file, torch.compile and the time of its memory.
+
+    python lab/decoder_tokens.py --output lab/results
+    python lab/decoder_tokens.py --models qwen3-8b --dtypes int4 --batches 1,8 --contexts 4096
+
+The files are those of onnxruntime-genai's builder, of random weights. Two layers are optimised and compared;
+then the second one is repeated in both files.
+"""
+
+import json
+import os
+import shutil
+import site
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+from itertools import product
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import typer
+from torch import Tensor
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests/helpers"))
+from decoder_graphs import BLOCK, Sizes, stack, write
+from torch_decoder import TorchDecoder
+
+from lab.decoder_linear import read_bandwidth
+from twinop.bench.cases import relative_error
+from twinop.bench.cells import IN_ORT
+from twinop.bench.measure import captured, device_work
+from twinop.bench.measurements import BenchError, Device, Output, chosen, measuring, reason_of
+from twinop.bench.providers import Subject, require, side_by_side
+from twinop.bench.runtime import bind, open_session
+from twinop.bench.timing import DeviceTimer, Time
+from twinop.console import out
+
+ORT, COMPILE = "ORT", "torch.compile"
+FILES = {ORT: "original", IN_ORT: "twinop"}
+PROMPT, NEW = 1024, 128
+MAKERS = 3  # models that are made at a time
+
+
+@dataclass(frozen=True)
+class Model:
+    """A decoder.
+
+    Attributes:
+        distinct: layers after the first one with weights of their own; they share them in turn.
+        context: for which torch and genai are measured, too, with BESIDE sequences.
+    """
+
+    sizes: Sizes
+    layers: int
+    distinct: int
+    context: int
+
+    def bytes_read(self, dtype: str, batch: int, context: int) -> float:
+        """Returns the bytes of the weights and of the caches that a step reads."""
+        s, size = self.sizes, 0.5 + 2 / BLOCK if dtype == "int4" else 2
+        heads = s.head * (2 * s.heads + 2 * s.kv_heads)
+        weights = self.layers * s.width * (heads + 3 * s.inner) + s.vocab * s.width
+        return weights * size + 4 * self.layers * batch * s.kv_heads * context * s.head
+
+
+Cell = tuple[int, int, int]
+"""Sequences, new tokens of each, and keys of each with the new ones."""
+Feeds = dict[str, Tensor]
+Maker = Callable[..., Subject]
+LLAMA = Sizes(2048, 8192, 32, 8, 64, 128256, context=8192)
+QWEN = Sizes(4096, 12288, 32, 8, 128, 151936, context=8192, norms=True, table=1024)
+MODELS = {"llama-1.2b": Model(LLAMA, 16, 15, 1024), "qwen3-8b": Model(QWEN, 36, 4, 4096)}
+SMALL = {"small": Model(Sizes(), 4, 2, 16)}
+BESIDE = (1, 8)
+
+
+def run(command: list[str], env: dict[str, str], stop: float) -> str:
+    """Runs a Python program that may take until `stop`, and returns what it says."""
+    left, program = max(stop - time.monotonic(), 1), [sys.executable, *command]
+    done = subprocess.run(program, env=env, capture_output=True, text=True, timeout=left)
+    if done.returncode:
+        raise BenchError(f"{' '.join(command[:3])}: {done.stderr.strip()[-300:]}")
+    return done.stdout
+
+
+def make(model: Model, dtype: str, folder: Path, stop: float) -> Path:
+    """Writes both files, if they are not there. No GPU is used: what it measured would disturb others."""
+    if (folder / FILES[IN_ORT]).exists():
+        return folder
+    if time.monotonic() > stop:
+        raise BenchError("the time is over")
+    shutil.rmtree(folder, ignore_errors=True)
+    old, new = write(folder / FILES[ORT], model.sizes, dtype, graph=True), folder / "new"
+    command = ["-m", "twinop", "optimize", str(old), "-o", str(new)]
+    hidden = {"CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": os.pathsep.join(sys.path)}
+    print(run(command, os.environ | hidden, stop))
+    for each in (old, new):
+        stack(each, model.layers, model.distinct)
+    new.rename(folder / FILES[IN_ORT])
+    return folder
+
+
+def in_ort(session: Any, graph: int, feeds: Feeds, logits: Tensor, timer: DeviceTimer | None) -> Subject:
+    """Runs a step; on a GPU it is the replay of the CUDA graph of this number, if it is not -1."""
+    presents = {name.replace("past_key_values", "present"): feeds[name] for name in feeds if "past" in name}
+    run = partial(bind, session, feeds, presents | {"logits": logits}, graph=graph)
+    for _ in range(3):
+        run()()
+    return Subject(run(synchronize=timer is None or graph < 0), (logits,))
+
+
+def in_torch(decoder: TorchDecoder, feeds: Feeds, logits: Tensor, timer: DeviceTimer | None) -> Subject:
+    run = decoder.step(feeds, logits, compiles=timer is not None)
+    return Subject(run if timer is None else captured(run, timer.stream, 1), (logits,))
+
+
+def draw(model: Model, cell: Cell, dtype: torch.dtype, device: torch.device) -> tuple[Feeds, Tensor]:
+    """Draws the inputs of a step, whose new tokens are the last keys. Returns memory for the logits, too."""
+    (batch, tokens, context), s = cell, model.sizes
+    feeds = {"input_ids": torch.randint(s.table or s.vocab, (batch, tokens), device=device)}
+    feeds["attention_mask"] = torch.ones(batch, context, dtype=torch.int64, device=device)
+    shape = (batch, s.kv_heads, context, s.head)
+    for i, part in product(range(model.layers), ("key", "value")):
+        feeds[f"past_key_values.{i}.{part}"] = torch.randn(shape, dtype=dtype, device=device)
+    dtype = torch.float32 if dtype is torch.bfloat16 else dtype  # as the builder's logits are
+    return feeds, torch.empty(batch, tokens, s.vocab, dtype=dtype, device=device)
+
+
+def measure(
+    feeds: Feeds, logits: Tensor, made: Mapping[str, Maker], timer: DeviceTimer | None
+) -> dict[str, Any]:
+    """Returns the times of a step, the errors against the first column, and the kernels that are launched."""
+    expected: list[Tensor] = []
+    errors, work = {}, {}
+
+    def check(name: str, subject: Subject) -> None:
+        [found] = subject.result()
+        expected.extend([] if expected else [found.double()])
+        errors[name] = relative_error(found, expected[0])
+        require(errors[name], 0.1)
+        work[name] = device_work(subject.run) if timer is not None else None
+
+    makers = {name: partial(make, feeds, torch.empty_like(logits), timer) for name, make in made.items()}
+    found = side_by_side(makers, check, timer, rounds=15, again=[ORT])
+    return found | {"errors": errors, "work": work}
+
+
+def in_genai(folder: Path, package: Path, batch: int, context: int, stop: float) -> dict[str, Any]:
+    """Returns the times of a step in onnxruntime-genai's own loop, and tokens a second."""
+    libraries = [str(each) for path in site.getsitepackages() for each in Path(path).glob("nvidia/*/lib")]
+    libraries += filter(None, [os.environ.get("LD_LIBRARY_PATH")])
+    env = os.environ | {"PYTHONPATH": str(package), "LD_LIBRARY_PATH": ":".join(libraries)}
+    command = [str(Path(__file__).with_name("genai_loop.py")), *map(str, (batch, context, min(NEW, context)))]
+    said = run(command + [str(folder / file) for file in FILES.values()], env, stop)
+    samples = json.loads(said.splitlines()[-1]).values()
+    times = {name: Time.of([us * 1e-6 for us in each]) for name, each in zip(FILES, samples, strict=True)}
+    rate = {name: round(batch / time.median, 1) for name, time in times.items()}
+    return {"shape": f"{batch}x{context}", "times": times, "tokens_per_second": rate}
+
+
+def cells_of(model: Model, batches: str, contexts: str) -> list[Cell]:
+    """Returns the cells, those that are measured in torch first, a prompt last."""
+    lengths = dict.fromkeys([model.context, *map(int, filter(None, contexts.split(",")))])
+    grid = list(product(map(int, batches.split(",")), lengths))
+    grid.sort(key=lambda each: (each[0] not in BESIDE or each[1] != model.context, each))
+    prompt = min(PROMPT, model.sizes.context)
+    return [(batch, 1, context) for batch, context in grid] + [(1, prompt, prompt)]
+
+
+def steps(
+    model: Model, dtype: str, folder: Path, cells: list[Cell], device: torch.device, timer: DeviceTimer | None
+) -> Iterator[dict[str, Any]]:
+    """Measures the cells of a model: yields a line for each."""
+    bandwidth = read_bandwidth(timer) if timer is not None else None
+    options: dict[str, Any] = {"cpu_threads": 2, "optimize": True, "fallback": True}
+    options |= {"cuda_graph": True, "stream": timer.stream} if timer is not None else {}
+    sessions = {
+        name: open_session(folder / file / "model.onnx", device, **options) for name, file in FILES.items()
+    }
+    kind: torch.dtype = getattr(torch, "float16" if dtype == "int4" else dtype)
+    decoder = TorchDecoder(folder / FILES[ORT], device) if dtype != "int4" else None
+    for graph, (batch, tokens, context) in enumerate(cells):
+        is_step, total = tokens == 1, model.bytes_read(dtype, batch, context)
+        line: dict[str, Any] = {"shape": f"{batch}x{context}" if is_step else f"a prompt of {tokens}"}
+        if timer is not None:
+            torch.cuda.empty_cache()
+            if torch.cuda.mem_get_info(device)[0] < total:
+                out.print(f"{line['shape']}: not measured: it needs {total / 1e9:.0f} GB of memory")
+                continue
+        made: dict[str, Maker] = {
+            name: partial(in_ort, session, graph if is_step else -1) for name, session in sessions.items()
+        }
+        if decoder is not None and is_step and batch in BESIDE and context == model.context:
+            made[COMPILE if timer is not None else "torch"] = partial(in_torch, decoder)
+        line |= measure(*draw(model, (batch, tokens, context), kind, device), made, timer)
+        if bandwidth is not None and is_step:
+            line |= {"bandwidth": bandwidth, "floor_us": round(total / bandwidth * 1e6, 1)}
+        yield line
+
+
+def main(
+    models: Annotated[str, typer.Option(help="Default: all.")] = "",
+    dtypes: Annotated[str, typer.Option(help="int4 has float16 beside it.")] = "float16,bfloat16,int4",
+    batches: Annotated[str, typer.Option(help="Numbers of sequences.")] = "1,2,4,8,16,32,64",
+    contexts: Annotated[str, typer.Option(help="Keys, beside the model's own.")] = "1,128,1024,8192",
+    seconds: Annotated[float, typer.Option(help="Begin nothing after so long.")] = 540,
+    work: Annotated[Path, typer.Option(help="Keeps the models.")] = Path("/tmp/twinop-decoders"),
+    genai: Annotated[Path | None, typer.Option(help="An unpacked onnxruntime-genai, as a column.")] = None,
+    device: Device = "auto",
+    quick: Annotated[bool, typer.Option("--quick", help="A quick look: tiny models.")] = False,
+    output: Output = None,
+) -> None:
+    """Measure a token: on a GPU device time in CUDA graphs with an empty L2, on a CPU wall time."""
+    stop = time.monotonic() + seconds
+    known = SMALL if quick else MODELS
+    with measuring("decoder-tokens", device, output, quick) as (measured, where, timer):
+        kinds = chosen("--dtypes", dtypes, ("float16", "bfloat16", "int4"))
+        names = chosen("--models", models or ",".join(known), list(known))
+        keys = list(product(names, kinds))
+        with ThreadPoolExecutor(MAKERS) as pool:
+            made = [
+                pool.submit(make, known[name], kind, work / f"{name}-{kind}", stop) for name, kind in keys
+            ]
+            for (name, kind), ready in zip(keys, made, strict=True):
+                model = known[name]
+                try:
+                    folder, label = ready.result(), {"op": name, "dtype": kind}
+                    if genai is not None and not model.sizes.table and kind != "bfloat16":
+                        for batch in BESIDE:
+                            line = in_genai(folder, genai, batch, model.context, stop)
+                            measured.say(label | {"op": f"{name}, onnxruntime-genai"} | line)
+                    cells = cells_of(model, batches, contexts)
+                    for line in steps(model, kind, folder, cells, where, timer):
+                        measured.say(label | line)
+                        if time.monotonic() > stop:
+                            raise BenchError("the time is over")
+                except (BenchError, subprocess.TimeoutExpired) as error:
+                    out.print(f"{name} {kind}: not measured further: {reason_of(error)}", markup=False)
+
+
+if __name__ == "__main__":
+    typer.run(main)

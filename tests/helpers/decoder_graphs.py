@@ -1,0 +1,316 @@
+"""Decoders of any size with the nodes that onnxruntime-genai's builder writes, without the builder.
+
+The weights are random. Machines without the network need it, and models of many layers: `stack` makes them
+from two layers, before or after these have been optimised.
+"""
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import onnx
+import torch
+from onnx import NodeProto, TensorProto, helper
+from torch import Tensor
+
+from twinop.dtypes import ELEMENT_TYPES
+
+DATA, BLOCK = "model.onnx.data", 32
+_MICROSOFT = "com.microsoft"
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Sizes of a Llama, or with `norms` of q and k those of a Qwen3.
+
+    Attributes:
+        context: rows of the tables of cosines and sines.
+        table: rows of the table of tokens; 0: it is the last product's weight.
+    """
+
+    width: int = 128
+    inner: int = 256
+    heads: int = 2
+    kv_heads: int = 1
+    head: int = 64
+    vocab: int = 504
+    context: int = 256
+    norms: bool = False
+    table: int = 0
+
+
+class _Writer:
+    """Collects nodes, and writes weights to a file as soon as they are drawn."""
+
+    def __init__(self, sizes: Sizes, precision: str, data: BinaryIO) -> None:
+        self.sizes, self.precision, self.data = sizes, precision, data
+        self.dtype: torch.dtype = getattr(torch, "float16" if precision == "int4" else precision)
+        self.nodes: list[NodeProto] = []
+        self.weights: list[TensorProto] = []
+        self.random = torch.Generator().manual_seed(0)
+
+    def weight(self, name: str, tensor: Tensor) -> str:
+        if tensor.is_floating_point():
+            tensor = tensor.to(self.dtype)
+        kind = ELEMENT_TYPES[str(tensor.dtype).removeprefix("torch.")]
+        made = TensorProto(name=name, dims=tensor.shape, data_type=kind, data_location=TensorProto.EXTERNAL)
+        self.data.write(bytes(-self.data.tell() % 4096))
+        place = {"location": DATA, "offset": self.data.tell(), "length": tensor.nbytes}
+        for key, value in place.items():
+            made.external_data.add(key=key, value=str(value))
+        self.data.write(tensor.contiguous().view(torch.uint8).numpy().data)
+        self.weights.append(made)
+        return name
+
+    def normal(self, *shape: int) -> Tensor:
+        return torch.randn(shape, generator=self.random)
+
+    def node(self, op: str, inputs: list[str], output: str, others: Any = (), **attributes: Any) -> str:
+        fused = ("Skip", "Group", "MatMulNBits", "GatherBlock")
+        domain = _MICROSOFT if op.startswith(fused) else ""
+        self.nodes.append(
+            helper.make_node(op, inputs, [output, *others], output, domain=domain, **attributes)
+        )
+        return output
+
+    def product(self, x: str, name: str, k: int, n: int) -> str:
+        if self.precision != "int4":
+            weight = self.weight(f"{name}.weight", self.normal(k, n) / k**0.5)
+            return self.node("MatMul", [x, weight], f"/{name}")
+        codes = torch.randint(256, (n, k // BLOCK, BLOCK // 2), generator=self.random, dtype=torch.uint8)
+        scales = (torch.rand(n, k // BLOCK, generator=self.random) + 0.5) * 0.2 / k**0.5
+        names = [self.weight(f"{name}.weight_Q4", codes), self.weight(f"{name}.weight_scales", scales)]
+        return self.node("MatMulNBits", [x, *names], f"/{name}", K=k, N=n, bits=4, block_size=BLOCK)
+
+    def norm(self, x: str, skip: str, name: str, is_last: bool = False) -> tuple[str, str]:
+        """Returns the norm of x + skip, and the sum."""
+        weight = self.weight(f"{name}.weight", 1 + 0.1 * self.normal(self.sizes.width))
+        if not skip:
+            given: dict[str, Any] = {"epsilon": 1e-6, "axis": -1, "stash_type": 1}
+            return self.node("SimplifiedLayerNormalization", [x, weight], f"/{name}", **given), x
+        others = [] if is_last else ["", "", f"/{name}/sum"]
+        op = "SkipSimplifiedLayerNormalization"
+        return self.node(op, [x, skip, weight], f"/{name}", others, epsilon=1e-6), f"/{name}/sum"
+
+    def lengths(self) -> tuple[str, str]:
+        ones = self.node(
+            "Constant", [], "/ones", value=helper.make_tensor("ones", TensorProto.INT64, [1], [1])
+        )
+        one = self.node("Constant", [], "/one", value=helper.make_tensor("one", TensorProto.INT64, [], [1]))
+        count = self.node("ReduceSum", ["attention_mask", ones], "/count", keepdims=0)
+        last = self.node("Sub", [count, ones], "/last")
+        shape = self.node("Shape", ["attention_mask"], "/shape")
+        total = self.node("Gather", [shape, one], "/length", axis=0)
+        kind = TensorProto.INT32
+        return self.node("Cast", [last], "/position", to=kind), self.node("Cast", [total], "/total", to=kind)
+
+    def attention(self, x: str, i: int, lengths: tuple[str, str]) -> str:
+        s, name = self.sizes, f"model.layers.{i}.attn"
+        widths = [s.heads * s.head, s.kv_heads * s.head, s.kv_heads * s.head]
+        qkv = [self.product(x, f"{name}.qkv_proj.MatMul", s.width, sum(widths)), "", ""]
+        norms: list[str] = []
+        attributes: dict[str, Any] = {"num_heads": s.heads, "kv_num_heads": s.kv_heads, "do_rotary": 1}
+        attributes |= {
+            "scale": s.head**-0.5,
+            "local_window_size": -1,
+            "softcap": 0.0,
+            "rotary_interleaved": 0,
+        }
+        if s.norms:
+            parts = [f"{qkv[0]}/{part}" for part in "qkv"]
+            if not i:
+                value = helper.make_tensor("widths", TensorProto.INT64, [3], widths)
+                self.node("Constant", [], "/widths", value=value)
+            self.node("Split", [qkv[0], "/widths"], parts[0], parts[1:], axis=-1)
+            qkv, attributes["qk_norm_epsilon"] = parts, 1e-6
+            norms = [self.weight(f"{name}.{part}_norm", 1 + 0.1 * self.normal(s.head)) for part in "qk"]
+        past, present = (
+            [f"{each}.{i}.{kind}" for kind in ("key", "value")] for each in ("past_key_values", "present")
+        )
+        given = [
+            *qkv,
+            *past,
+            *lengths,
+            "cos_cache",
+            "sin_cache",
+            "",
+            "",
+            "",
+            *([""] * 2 + norms if norms else []),
+        ]
+        y = self.node("GroupQueryAttention", given, f"/{name}", present, **attributes)
+        return self.product(y, f"{name}.o_proj.MatMul", widths[0], s.width)
+
+    def layer(self, x: str, skip: str, i: int, lengths: tuple[str, str]) -> tuple[str, str]:
+        s, name = self.sizes, f"model.layers.{i}"
+        normed, total = self.norm(x, skip, f"{name}.input_layernorm")
+        y = self.attention(normed, i, lengths)
+        normed, total = self.norm(total, y, f"{name}.post_attention_layernorm")
+        gate, up = (
+            self.product(normed, f"{name}.mlp.{each}_proj.MatMul", s.width, s.inner)
+            for each in ("gate", "up")
+        )
+        sigmoid = self.node("Sigmoid", [gate], f"/{name}.mlp/Sigmoid")
+        silu = self.node("Mul", [gate, sigmoid], f"/{name}.mlp/silu")
+        y = self.node("Mul", [silu, up], f"/{name}.mlp/Mul")
+        return total, self.product(y, f"{name}.mlp.down_proj.MatMul", s.inner, s.width)
+
+    def embedding(self) -> str:
+        s, head = self.sizes, "lm_head.MatMul.weight"
+        if s.table:
+            table = self.weight("model.embed_tokens.weight", self.normal(s.table, s.width))
+        elif self.precision == "int4":
+            value = helper.make_tensor("shape", TensorProto.INT64, [2], [s.vocab, s.width // 2])
+            shape = self.node("Constant", [], "/shape_of_table", value=value)
+            table = self.node("Reshape", [f"{head}_Q4", shape], "/table")
+            given = [table, "input_ids", f"{head}_scales"]
+            sizes: dict[str, Any] = {"bits": 4, "block_size": BLOCK, "gather_axis": 0, "quantize_axis": 1}
+            return self.node("GatherBlockQuantized", given, "/embedded", **sizes)
+        else:
+            table = self.node("Transpose", [head], "/table", perm=[1, 0])
+        return self.node("Gather", [table, "input_ids"], "/embedded")
+
+
+def write(folder: Path, sizes: Sizes, precision: str, layers: int = 2, graph: bool = False) -> Path:
+    """Writes a folder as the builder does: the model, its data and genai_config.json, without a tokenizer.
+
+    Args:
+        precision: float32, float16, bfloat16, or int4 in blocks of 32 with the rest in float16.
+        graph: lets genai capture a CUDA graph.
+    """
+    folder.mkdir(parents=True)
+    with (folder / DATA).open("wb") as data:
+        made = _Writer(sizes, precision, data)
+        lengths, x, skip = made.lengths(), made.embedding(), ""
+        turns = torch.arange(sizes.context)[:, None] * 10000.0 ** -torch.arange(0, 1, 2 / sizes.head)
+        made.weight("cos_cache", turns.cos())
+        made.weight("sin_cache", turns.sin())
+        for i in range(layers):
+            x, skip = made.layer(x, skip, i, lengths)
+        normed, _ = made.norm(x, skip, f"model.layers.{layers}.final_norm_layernorm", is_last=True)
+        made.product(normed, "lm_head.MatMul", sizes.width, sizes.vocab)
+    kind = of_logits = ELEMENT_TYPES[str(made.dtype).removeprefix("torch.")]
+    if kind == TensorProto.BFLOAT16:
+        of_logits = TensorProto.FLOAT
+        made.node("Cast", [made.nodes[-1].output[0]], "/wide", to=of_logits)
+    made.nodes[-1].output[0] = "logits"
+    cache: list[str | int] = ["batch_size", sizes.kv_heads, "past_sequence_length", "kv_cache_dim"]
+    value = helper.make_tensor_value_info
+    inputs = [
+        value("input_ids", TensorProto.INT64, ["batch_size", "sequence_length"]),
+        value("attention_mask", TensorProto.INT64, ["batch_size", "total_sequence_length"]),
+    ]
+    outputs = [value("logits", of_logits, [*cache[:1], "sequence_length", sizes.vocab])]
+    for i in range(layers):
+        for part in ("key", "value"):
+            inputs.append(value(f"past_key_values.{i}.{part}", kind, cache))
+            present = [*cache[:2], "total_sequence_length", cache[3]]
+            outputs.append(value(f"present.{i}.{part}", kind, present))
+    opsets = [helper.make_opsetid("", 22), helper.make_opsetid(_MICROSOFT, 1)]
+    body = helper.make_graph(made.nodes, "main_graph", inputs, outputs, made.weights)
+    onnx.save(helper.make_model(body, opset_imports=opsets, ir_version=10), folder / "model.onnx")
+    config = json.dumps(_config(sizes, layers, graph), indent=4)
+    (folder / "genai_config.json").write_text(config)
+    return folder
+
+
+def _config(s: Sizes, layers: int, graph: bool) -> dict[str, Any]:
+    provider = {"cuda": {"enable_cuda_graph": str(int(graph))}}
+    given = {f"past_{each}_names": f"past_key_values.%d.{each}" for each in ("key", "value")}
+    made = {f"present_{each}_names": f"present.%d.{each}" for each in ("key", "value")}
+    decoder = {
+        "session_options": {"log_id": "onnxruntime-genai", "provider_options": [provider]},
+        "filename": "model.onnx",
+        "head_size": s.head,
+        "hidden_size": s.width,
+        "inputs": {"input_ids": "input_ids", "attention_mask": "attention_mask"} | given,
+        "outputs": {"logits": "logits"} | made,
+        "num_attention_heads": s.heads,
+        "num_hidden_layers": layers,
+        "num_key_value_heads": s.kv_heads,
+    }
+    model: dict[str, Any] = {
+        "type": "qwen3" if s.norms else "llama",
+        "context_length": s.context,
+        "vocab_size": s.vocab,
+    }
+    model |= {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 2, "decoder": decoder}
+    search = {"max_length": s.context, "do_sample": False, "past_present_share_buffer": True}
+    return {"model": model, "search": search}
+
+
+def stack(folder: Path, layers: int, distinct: int) -> None:
+    """Repeats the second of a model's two layers, in place. The file of weights stays as it is.
+
+    Args:
+        layers: how many there are then.
+        distinct: copies whose weights get memory of their own; further ones share it in turn.
+    """
+    model = onnx.load(folder / "model.onnx", load_external_data=False)
+    graph, nodes = model.graph, list(model.graph.node)
+    makers = {name: index for index, node in enumerate(nodes) for name in node.output if name}
+
+    def needed(index: int) -> set[int]:
+        found, waiting = {index}, [index]
+        while waiting:
+            new = {makers[name] for name in nodes[waiting.pop()].input if name in makers} - found
+            found |= new
+            waiting += new
+        return found
+
+    first, last = (
+        next(index for index, node in enumerate(nodes) if f"past_key_values.{i}.key" in node.input)
+        for i in (0, 1)
+    )
+    before = needed(first)
+    layer = sorted(needed(last) - before)
+    rest = [index for index in range(len(nodes)) if index not in before and index not in layer]
+    read = {name for index in layer for name in nodes[index].input}
+    made = {name for index in layer for name in nodes[index].output if name}
+    elsewhere = {name for index in (*before, *rest) for name in nodes[index].input}
+    weights = [each for each in graph.initializer if each.name in read - elsewhere]
+    own = {each.name for each in weights}
+    # A layer hands on the result of its attention, and the sum that its last product is added to.
+    shared = {*nodes[first].input, *(node.output[0] for node in nodes if node.op_type == "Constant")}
+    [start] = [name for name in read - shared if makers.get(name, first) in before - {first}]
+    [end] = {name for index in rest for name in nodes[index].input if name in made - {*nodes[last].output}}
+    handed = {start: end, nodes[first].output[0]: nodes[last].output[0]}
+
+    def renamed(name: str, i: int) -> str:
+        if name in handed and i > 1:
+            return renamed(handed[name], i - 1)
+        if name.startswith(("past_key_values.1.", "present.1.")):
+            return name.replace(".1.", f".{i}.")
+        copy = 1 + (i - 1) % distinct if name in own else i
+        return f"{name}~{copy}" if copy > 1 and name in own | made else name
+
+    def copies(messages: list[Any], i: int) -> Iterator[Any]:
+        for message in messages:
+            copy = type(message).FromString(message.SerializeToString())
+            copy.name = f"{copy.name}~{i}" if isinstance(copy, NodeProto) else renamed(copy.name, i)
+            for names in [copy.input, copy.output] if isinstance(copy, NodeProto) else []:
+                names[:] = [renamed(name, i) for name in names]
+            yield copy
+
+    del graph.node[:], graph.value_info[:]
+    graph.node.extend([nodes[index] for index in sorted(before)])
+    for values in (graph.input, graph.output):
+        second = [value for value in values if ".1." in value.name]
+        for i in range(2, layers):
+            values.extend(copies(second, i))
+    for i in range(1, layers):
+        graph.node.extend(copies([nodes[index] for index in layer], i))
+        if 1 < i <= distinct:
+            graph.initializer.extend(copies(weights, i))
+    for node in (nodes[index] for index in rest):
+        node.input[:] = [
+            renamed(name, layers - 1) if name in handed.values() else name for name in node.input
+        ]
+        graph.node.append(node)
+    onnx.save(model, folder / "model.onnx")
+    path = folder / "genai_config.json"
+    config = json.loads(path.read_text())
+    config["model"]["decoder"]["num_hidden_layers"] = layers
+    path.write_text(json.dumps(config, indent=4))

@@ -1,0 +1,273 @@
+"""Steps of whole decoders: the same bits in every company, in CUDA graphs, and at the end of the caches.
+
+On the CPU, where ONNX Runtime's products depend on the batch, the results are close. The models run there in
+the form for CUDA.
+"""
+
+import hashlib
+import os
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Callable, Mapping
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import onnx
+import pytest
+import torch
+from decoder_graphs import Sizes, stack, write
+from torch import Tensor
+from torch_decoder import TorchDecoder
+
+from twinop.bench.runtime import bind, open_session
+from twinop.optimize import optimize_folder
+from twinop.optimize.rewrite_check import RewriteCheck
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+SIZES = Sizes(width=256, inner=512, heads=4, kv_heads=2, vocab=512, context=1100)
+LAYERS, SEQUENCES, ROWS = 3, 16, 320
+LENGTHS = (1, 2, 63, 64, 65, 127, 128, 129, 200, 255, 256, 257, 300, 319, 320, 5)
+"""Keys of each sequence, with the new one."""
+UNTIMED = patch.object(RewriteCheck, "_milliseconds", lambda self, *paths, stop: [1.0] * len(paths))
+each_device = pytest.mark.parametrize(
+    ("device", "precision"),
+    [
+        ("cpu", "float16"),
+        *(pytest.param("cuda", each, marks=pytest.mark.cuda) for each in ("float16", "bfloat16", "int4")),
+    ],
+)
+
+
+@pytest.fixture(scope="module")
+def decoder(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """Returns the folder of an optimised decoder."""
+    made = dict[str, Path]()
+
+    def folder(precision: str) -> Path:
+        if precision not in made:
+            root = tmp_path_factory.mktemp(precision)
+            with UNTIMED:
+                report = optimize_folder(write(root / "old", SIZES, precision), root / "new", device="cuda")
+            assert report.made["attention over a cache"] == 2 and not report.reverted
+            stack(root / "new", LAYERS, LAYERS - 1)
+            made[precision] = root / "new"
+        return made[precision]
+
+    return folder
+
+
+class Decoder:
+    """Runs steps of a decoder, in a CUDA graph or not."""
+
+    def __init__(self, folder: Path, device: str, graph: bool = False) -> None:
+        self.device, self.graph = torch.device(device), graph and device == "cuda"
+        options: dict[str, Any] = {"cpu_threads": 1, "optimize": True, "fallback": True}
+        self.session = open_session(folder / "model.onnx", self.device, cuda_graph=self.graph, **options)
+        name = {each.name: each.type for each in self.session.get_inputs()}["past_key_values.0.key"]
+        self.dtype = torch.bfloat16 if "bfloat16" in name else torch.float16
+
+    def caches(self, batch: int, rows: int, guard: int = 0) -> dict[str, Tensor]:
+        """Draws caches. `guard` elements of memory follow each."""
+        random = torch.Generator().manual_seed(0)
+        found = {}
+        for i in range(LAYERS):
+            for part in ("key", "value"):
+                shape = (SEQUENCES, SIZES.kv_heads, 1100, SIZES.head)
+                drawn = torch.randn(shape, generator=random)[:batch, :, :rows]
+                memory = torch.full((drawn.numel() + guard,), 7.0, dtype=self.dtype, device=self.device)
+                found[f"past_key_values.{i}.{part}"] = memory[: drawn.numel()].view(drawn.shape).copy_(drawn)
+        return found
+
+    def bound(self, tokens: Tensor, mask: Tensor, caches: Mapping[str, Tensor]) -> Callable[[], Tensor]:
+        """Returns a step on this memory, which returns the memory of its logits."""
+        feeds = {"input_ids": tokens, "attention_mask": mask, **caches}
+        dtype = torch.float32 if self.dtype is torch.bfloat16 else self.dtype
+        logits = torch.empty(len(tokens), 1, SIZES.vocab, dtype=dtype, device=self.device)
+        outputs = {name.replace("past_key_values", "present"): each for name, each in caches.items()}
+        step = bind(self.session, feeds, {"logits": logits} | outputs, graph=0 if self.graph else None)
+        wait = torch.cuda.synchronize if self.device.type == "cuda" else lambda: None
+
+        def run() -> Tensor:
+            wait()  # ONNX Runtime has a stream of its own
+            step()
+            wait()
+            return logits[:, 0]
+
+        return run
+
+    def __call__(self, tokens: Tensor, mask: Tensor, caches: Mapping[str, Tensor]) -> Tensor:
+        own = {name: each.clone() for name, each in caches.items()}
+        return self.bound(tokens.contiguous(), mask.contiguous(), own)()
+
+    @cached_property
+    def sequences(self) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+        """Tokens, a mask with padding on the right, and caches whose rows beyond a sequence are NaN."""
+        tokens = torch.arange(3, 3 + SEQUENCES, device=self.device)[:, None]
+        lengths = torch.tensor(LENGTHS, device=self.device)[:, None]
+        mask = (torch.arange(ROWS, device=self.device) < lengths).long()
+        caches = self.caches(SEQUENCES, ROWS)
+        for each in caches.values():
+            each.masked_fill_(mask[:, None, :, None] == 0, torch.nan)
+        return tokens, mask, caches
+
+    def digest(self) -> str:
+        """Returns a hash of the logits of all sequences."""
+        return hashlib.sha256(self(*self.sequences).float().cpu().numpy().tobytes()).hexdigest()
+
+
+def same(found: Tensor, expected: Tensor) -> bool:
+    if found.is_cuda:
+        return torch.equal(found, expected)
+    return torch.allclose(found.float(), expected.float(), rtol=0, atol=1e-2 * float(expected.abs().max()))
+
+
+@each_device
+def test_the_same_bits_in_every_company(device: str, precision: str, decoder: Callable[[str], Path]) -> None:
+    steps = Decoder(decoder(precision), device)
+    tokens, mask, caches = steps.sequences
+    alone = []
+    for i, length in enumerate(LENGTHS):  # in caches without rows to spare
+        mine = {name: each[i : i + 1, :, :length].contiguous() for name, each in caches.items()}
+        alone.append(steps(tokens[i : i + 1], mask[i : i + 1, :length], mine))
+    expected = torch.cat(alone)
+    assert expected.isfinite().all() and len({row.sum().item() for row in expected}) == SEQUENCES
+
+    def run(chosen: Tensor, mask: Tensor = mask, caches: Mapping[str, Tensor] = caches) -> Tensor:
+        return steps(tokens[chosen], mask[chosen], {name: each[chosen] for name, each in caches.items()})
+
+    everyone = torch.arange(SEQUENCES, device=device)
+    for batch in (2, 3, 7, 8, 9, SEQUENCES):
+        assert same(run(everyone[:batch]), expected[:batch]), batch
+        assert same(run(everyone[-batch:]), expected[-batch:]), batch
+    turned = torch.randperm(SEQUENCES, generator=torch.Generator().manual_seed(1)).to(device)
+    assert same(run(turned), expected[turned])
+    twice = everyone[:1].expand(5)
+    assert same(run(twice), expected[twice])
+    assert same(run(everyone, mask.flip(1)), expected)  # padding on the left
+    clean = {name: each.nan_to_num(3.0) for name, each in caches.items()}
+    assert same(run(everyone, caches=clean), expected)  # other garbage
+
+
+@pytest.mark.parametrize(
+    ("device", "precision"),
+    [
+        pytest.param(*each, marks=pytest.mark.slow if each[0] == "cpu" else pytest.mark.cuda)
+        for each in (("cpu", "float16"), ("cuda", "float16"), ("cuda", "int4"))
+    ],
+)
+def test_the_same_bits_in_another_process(
+    device: str, precision: str, decoder: Callable[[str], Path]
+) -> None:
+    folder, here = decoder(precision), Path(__file__).parent
+    program = (
+        f"import test_decoder_steps as t; print(t.Decoder(t.Path({str(folder)!r}), {device!r}).digest())"
+    )
+    env = os.environ | {"PYTHONPATH": os.pathsep.join([str(here), *sys.path])}
+    ran = subprocess.run([sys.executable, "-c", program], env=env, capture_output=True, text=True)
+    assert ran.returncode == 0, ran.stderr
+    assert ran.stdout.split()[-1] == Decoder(folder, device).digest()
+
+
+@each_device
+def test_a_thousand_steps_in_a_graph(
+    device: str, precision: str, decoder: Callable[[str], Path], gpu_alone: None
+) -> None:
+    """A graph, whose mask has the length of the caches, and steps without one, whose mask grows, agree."""
+    count = 1000 if device == "cuda" else 8
+    steps, batch = Decoder(decoder(precision), device, graph=True), 3
+    caches = steps.caches(batch, count)
+    tokens = torch.tensor([[3], [4], [5]], device=device)
+    mask = torch.zeros(batch, count, dtype=torch.int64, device=device)
+    run = steps.bound(tokens, mask, caches)
+    said = torch.empty(count, batch, 1, dtype=torch.int64, device=device)
+    found = torch.empty(count, batch, SIZES.vocab, device=device)
+    free = []
+    for step in range(count):
+        mask[:, step] = 1
+        said[step] = tokens
+        found[step] = run()
+        tokens.copy_((found[step].argmax(-1, keepdim=True) + step) % SIZES.vocab)  # no circle of tokens
+        if device == "cuda" and step in (count // 10, count - 1):
+            free.append(torch.cuda.mem_get_info()[0])
+    assert len(set(free)) <= 1, "memory leaks"
+    assert len({row.sum().item() for row in found[:, 0]}) > count // 2  # the steps differ
+    plain = Decoder(decoder(precision), device)
+    again = steps.caches(batch, count)
+    for step in range(count):
+        logits = plain.bound(said[step], mask[:, : step + 1].contiguous(), again)()
+        assert same(logits.float(), found[step]), step
+    for name, each in caches.items():
+        assert same(again[name], each), name
+
+
+@each_device
+def test_nothing_is_written_past_the_end(device: str, precision: str, decoder: Callable[[str], Path]) -> None:
+    """A sequence beyond its caches: an error on the CPU; NaN in a replayed graph, where others stay right."""
+    steps, batch, rows = Decoder(decoder(precision), device, graph=True), 3, 24
+    caches = steps.caches(batch, rows, guard=4096)
+    tokens = torch.tensor([[3], [4], [5]], device=device)
+    mask = torch.ones(batch, rows, dtype=torch.int64, device=device)
+    run = steps.bound(tokens, mask, caches)
+    expected, whole = run().clone(), {name: each.clone() for name, each in caches.items()}
+    mask[1] = 2  # its sum is the length, which the graph reads
+    if device == "cpu":
+        with pytest.raises(Exception, match=r"position\[1\] is 47; the caches .* have 24 rows"):
+            run()
+    else:
+        for _ in range(3):
+            logits = run()
+        assert logits[1].isnan().all()
+        assert torch.equal(logits[::2], expected[::2])
+    for name, each in caches.items():
+        assert torch.equal(each, whole[name]), name
+        after = each.new_empty(0).set_(each.untyped_storage())[each.numel() :]
+        assert len(after) == 4096 and (after == 7).all(), name
+
+
+# ---------------------------------------------------------------------------- what these models are
+
+
+@pytest.mark.parametrize("table", [0, 32])
+def test_stacked_decoders_are_those_in_torch(table: int, tmp_path: Path) -> None:
+    folder = write(tmp_path / "small", Sizes(table=table), "float32")
+    stack(folder, 5, 3)
+    session = open_session(folder / "model.onnx", torch.device("cpu"), cpu_threads=1, optimize=True)
+    feeds = {"input_ids": torch.tensor([[3], [4]]), "attention_mask": torch.ones(2, 9, dtype=torch.int64)}
+    caches = {
+        f"past_key_values.{i}.{part}": torch.randn(2, 1, 9, 64) for i in range(5) for part in ("key", "value")
+    }
+    outputs = {name.replace("past_key_values", "present"): each.clone() for name, each in caches.items()}
+    found, expected = torch.empty(2, 2, 1, 504)
+    bind(session, feeds | caches, outputs | {"logits": found})()
+    TorchDecoder(folder).step(feeds | caches, expected)()
+    assert torch.allclose(found, expected, atol=1e-4)
+    for name, each in caches.items():
+        assert torch.allclose(outputs[name.replace("past_key_values", "present")], each, atol=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("family", "precision", "ours"),
+    [("Llama", "fp16", "float16"), ("Llama", "int4", "int4"), ("Qwen3", "bf16", "bfloat16")],
+)
+def test_written_decoders_are_the_builders(family: str, precision: str, ours: str, tmp_path: Path) -> None:
+    from genai_models import build  # it imports transformers
+
+    def parts(folder: Path) -> list[Counter[Any]]:
+        graph = onnx.load(folder / "model.onnx", load_external_data=False).graph
+        nodes = [
+            (node.op_type, len(node.input), *sorted(each.name for each in node.attribute))
+            for node in graph.node
+        ]
+        values = [(value.name, value.type.SerializeToString()) for value in (*graph.input, *graph.output)]
+        return [
+            Counter(nodes),
+            Counter(values),
+            Counter((each.data_type, *each.dims) for each in graph.initializer),
+        ]
+
+    sizes = Sizes(norms=family == "Qwen3", table=504 if family == "Qwen3" else 0)
+    assert parts(write(tmp_path / "ours", sizes, ours)) == parts(build(family, tmp_path, precision, "cuda"))
