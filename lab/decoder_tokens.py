@@ -44,7 +44,8 @@ from twinop.console import out
 ORT, COMPILE = "ORT", "torch.compile"
 FILES = {ORT: "original", IN_ORT: "twinop"}
 PROMPT, NEW = 1024, 128
-MAKERS = 3  # models that are made at a time
+MAKERS = 3  # models that are made at a time, each in up to 30 GB
+DTYPES = ("float16", "bfloat16", "int4")
 
 
 @dataclass(frozen=True)
@@ -60,6 +61,7 @@ class Model:
     layers: int
     distinct: int
     context: int
+    dtypes: tuple[str, ...] = DTYPES
 
     def bytes_read(self, dtype: str, batch: int, context: int) -> float:
         """Returns the bytes of the weights and of the caches that a step reads."""
@@ -75,7 +77,7 @@ Feeds = dict[str, Tensor]
 Maker = Callable[..., Subject]
 LLAMA = Sizes(2048, 8192, 32, 8, 64, 128256, context=8192)
 QWEN = Sizes(4096, 12288, 32, 8, 128, 151936, context=8192, norms=True, table=1024)
-MODELS = {"llama-1.2b": Model(LLAMA, 16, 15, 1024), "qwen3-8b": Model(QWEN, 36, 4, 4096)}
+MODELS = {"llama-1.2b": Model(LLAMA, 16, 15, 1024), "qwen3-8b": Model(QWEN, 36, 4, 4096, DTYPES[1:])}
 SMALL = {"small": Model(Sizes(), 4, 2, 16)}
 BESIDE = (1, 8)
 
@@ -164,13 +166,13 @@ def in_genai(folder: Path, package: Path, batch: int, context: int, stop: float)
     return {"shape": f"{batch}x{context}", "times": times, "tokens_per_second": rate}
 
 
-def cells_of(model: Model, batches: str, contexts: str) -> list[Cell]:
-    """Returns the cells, those that are measured in torch first, a prompt last."""
+def cells_of(model: Model, batches: str, contexts: str) -> tuple[list[Cell], list[Cell]]:
+    """Returns the cells that are measured first, those with torch and a prompt, and the others."""
     lengths = dict.fromkeys([model.context, *map(int, filter(None, contexts.split(",")))])
-    grid = list(product(map(int, batches.split(",")), lengths))
-    grid.sort(key=lambda each: (each[0] not in BESIDE or each[1] != model.context, each))
+    grid = [(batch, 1, context) for batch, context in product(map(int, batches.split(",")), lengths)]
+    first = [cell for cell in grid if cell[0] in BESIDE and cell[2] == model.context]
     prompt = min(PROMPT, model.sizes.context)
-    return [(batch, 1, context) for batch, context in grid] + [(1, prompt, prompt)]
+    return [*first, (1, prompt, prompt)], [cell for cell in grid if cell not in first]
 
 
 def steps(
@@ -183,8 +185,8 @@ def steps(
     sessions = {
         name: open_session(folder / file / "model.onnx", device, **options) for name, file in FILES.items()
     }
-    kind: torch.dtype = getattr(torch, "float16" if dtype == "int4" else dtype)
-    decoder = TorchDecoder(folder / FILES[ORT], device) if dtype != "int4" else None
+    kind = getattr(torch, "float16" if dtype == "int4" else dtype)
+    decoder = TorchDecoder(folder / FILES[ORT], device) if dtype != "int4" else None  # it has no int4
     for graph, (batch, tokens, context) in enumerate(cells):
         is_step, total = tokens == 1, model.bytes_read(dtype, batch, context)
         line: dict[str, Any] = {"shape": f"{batch}x{context}" if is_step else f"a prompt of {tokens}"}
@@ -206,7 +208,7 @@ def steps(
 
 def main(
     models: Annotated[str, typer.Option(help="Default: all.")] = "",
-    dtypes: Annotated[str, typer.Option(help="int4 has float16 beside it.")] = "float16,bfloat16,int4",
+    dtypes: Annotated[str, typer.Option(help="Default: the model's of float16, bfloat16 and int4.")] = "",
     batches: Annotated[str, typer.Option(help="Numbers of sequences.")] = "1,2,4,8,16,32,64",
     contexts: Annotated[str, typer.Option(help="Keys, beside the model's own.")] = "1,128,1024,8192",
     seconds: Annotated[float, typer.Option(help="Begin nothing after so long.")] = 540,
@@ -220,28 +222,25 @@ def main(
     stop = time.monotonic() + seconds
     known = SMALL if quick else MODELS
     with measuring("decoder-tokens", device, output, quick) as (measured, where, timer):
-        kinds = chosen("--dtypes", dtypes, ("float16", "bfloat16", "int4"))
         names = chosen("--models", models or ",".join(known), list(known))
-        keys = list(product(names, kinds))
-        with ThreadPoolExecutor(MAKERS) as pool:
-            made = [
-                pool.submit(make, known[name], kind, work / f"{name}-{kind}", stop) for name, kind in keys
-            ]
-            for (name, kind), ready in zip(keys, made, strict=True):
-                model = known[name]
-                try:
-                    folder, label = ready.result(), {"op": name, "dtype": kind}
-                    if genai is not None and not model.sizes.table and kind != "bfloat16":
-                        for batch in BESIDE:
-                            line = in_genai(folder, genai, batch, model.context, stop)
-                            measured.say(label | {"op": f"{name}, onnxruntime-genai"} | line)
-                    cells = cells_of(model, batches, contexts)
-                    for line in steps(model, kind, folder, cells, where, timer):
-                        measured.say(label | line)
-                        if time.monotonic() > stop:
-                            raise BenchError("the time is over")
-                except (BenchError, subprocess.TimeoutExpired) as error:
-                    out.print(f"{name} {kind}: not measured further: {reason_of(error)}", markup=False)
+        wanted = chosen("--dtypes", dtypes or ",".join(DTYPES), DTYPES)
+        keys = [(name, kind) for name in names for kind in (wanted if dtypes else known[name].dtypes)]
+        with ThreadPoolExecutor(MAKERS) as pool:  # it would disturb measurements: it ends before they begin
+            made = [pool.submit(make, known[key[0]], key[1], work / "-".join(key), stop) for key in keys]
+        for turn, ((name, kind), folder) in product((0, 1), zip(keys, made, strict=True)):
+            model, label = known[name], {"op": name, "dtype": kind}
+            try:
+                if not turn and genai is not None and not model.sizes.table and kind != "bfloat16":
+                    for batch in BESIDE:
+                        line = in_genai(folder.result(), genai, batch, model.context, stop)
+                        measured.say(label | {"op": f"{name}, onnxruntime-genai"} | line)
+                cells = cells_of(model, batches, contexts)[turn]
+                for line in steps(model, kind, folder.result(), cells, where, timer) if cells else ():
+                    measured.say(label | line)
+                    if time.monotonic() > stop:
+                        raise BenchError("the time is over")
+            except Exception as error:  # others may not meet it
+                out.print(f"{name} {kind}: not measured further: {reason_of(error)}", markup=False)
 
 
 if __name__ == "__main__":

@@ -10,18 +10,19 @@ import time
 import numpy as np
 import onnxruntime_genai as og  # type: ignore[import-not-found]
 
-REPEATS = 5
+REPEATS, WARM = 5, 3
 
 
 def microseconds(model: "og.Model", batch: int, prompt: int, new: int) -> float:
-    """Returns the time of a step, its search included, after a prompt and the first step."""
+    """Returns the time of a step, its search included, after a prompt and the steps that capture a graph."""
     parameters = og.GeneratorParams(model)
-    length = prompt + new + 1
+    length = prompt + WARM + new
     parameters.set_search_options(max_length=length, min_length=length, do_sample=False, batch_size=batch)
     generator = og.Generator(model, parameters)
     tokens = np.random.default_rng(0).integers(3, 500, (batch, prompt))
     generator.append_tokens(tokens.astype(np.int32))
-    generator.generate_next_token()
+    for _ in range(WARM):
+        generator.generate_next_token()
     start = time.perf_counter()
     for _ in range(new):
         generator.generate_next_token()

@@ -28,8 +28,7 @@ def layer(x: Tensor, w: Weights, k_cache: Tensor, v_cache: Tensor, position: Ten
     if "attn.q_norm" in w:
         q, k = (F.rms_norm(t, (size,), w[f"attn.{n}_norm"], 1e-6) for t, n in ((q, "q"), (k, "k")))
     q, k = (turned(each, w["cos_cache"][position], w["sin_cache"][position]) for each in (q, k))
-    k_cache.index_copy_(2, position, k)
-    v_cache.index_copy_(2, position, v)
+    k_cache[:, :, position], v_cache[:, :, position] = k, v
     y = F.scaled_dot_product_attention(q, k_cache, v_cache, enable_gqa=True)
     x = x + F.linear(y.transpose(1, 2).flatten(2), w["attn.o_proj.MatMul.weight"])
     normed = F.rms_norm(x, x.shape[-1:], w["post_attention_layernorm.weight"], 1e-6)
