@@ -1,8 +1,10 @@
 """Shared by all tests: the paths of the libraries, torch with the test ops, no CUDA tests without a GPU."""
 
+import copy
 import fcntl
 import importlib.util
 import os
+import sys
 import tempfile
 from collections.abc import Iterator
 from functools import cache
@@ -43,7 +45,34 @@ def pytest_configure(config: pytest.Config) -> None:
     config.stash[plugin.RECORDS] = own_ops
 
 
+@cache
+def _keep_operator_tables(torch_registry: Any, onnx_schemas: Any) -> None:
+    """What torch reads anew for each export, and onnxscript for each node, is read once by a test process."""
+    build = cache(torch_registry.ONNXRegistry.from_torchlib)  # parses 500 functions: half a second
+
+    def from_torchlib(opset_version: int) -> Any:
+        registry = copy.copy(build(opset_version))  # an export adds its own functions
+        registry.functions = {target: [*found] for target, found in registry.functions.items()}
+        return registry
+
+    signature = onnx_schemas.OpSignature
+    read = signature.from_op_schema
+    kept: dict[tuple[str, str, int], Any] = {}
+
+    def from_op_schema(schema: Any) -> Any:
+        key = (schema.domain, schema.name, schema.since_version)
+        if key not in kept:
+            kept[key] = read(schema)
+        return kept[key]
+
+    torch_registry.ONNXRegistry.from_torchlib = staticmethod(from_torchlib)
+    signature.from_op_schema = staticmethod(from_op_schema)
+
+
 def pytest_runtest_setup(item: pytest.Item) -> None:
+    names = ("torch.onnx._internal.exporter._registration", "onnx_ir.schemas")
+    if all(name in sys.modules for name in names):  # imported by the first export
+        _keep_operator_tables(*(sys.modules[name] for name in names))
     if item.get_closest_marker("cuda") is not None and _cuda_devices() == 0:
         pytest.skip("needs an NVIDIA GPU and a torch built for it")
 

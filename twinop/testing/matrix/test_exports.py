@@ -1,6 +1,7 @@
 """Models with the op export, with a function body that computes what the kernel computes."""
 
 import re
+from collections.abc import Set
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -37,7 +38,7 @@ def with_body(record: OpSpec) -> None:
         pytest.skip(f"{record.qualified_name} has no function body")
 
 
-def why_not_runnable(record: OpSpec, dtypes: dict[str, str], present: set[str], opset: int) -> str:
+def why_not_runnable(record: OpSpec, dtypes: dict[str, str], present: Set[str], opset: int) -> str:
     """Returns why ONNX Runtime's CPU provider cannot run the body, or "". It lacks kernels for float64."""
     attributes = {entry.name: default_of(entry) for entry in record.attributes}
     reason = unsupported_cell(make_call(record, dtypes, frozenset(present), attributes), opset)
@@ -88,12 +89,18 @@ def test_the_body_fits_the_record(record: OpSpec) -> None:
 def test_the_body_gives_what_the_kernel_gives(record: OpSpec, dtypes: dict[str, str]) -> None:
     """Bit for bit where nothing is rounded; otherwise within the error that the reference allows."""
     with_body(record)
-    if reason := why_not_runnable(record, dtypes, {entry.name for entry in record.inputs}, OPSETS[0]):
+    everything = {entry.name for entry in record.inputs}
+    if "float64" in dtypes.values() and (reason := why_not_runnable(record, dtypes, everything, OPSETS[0])):
         pytest.skip(reason)
     sessions: dict[str, ort.InferenceSession | None] = {}
+    attributes: dict[str, dict[str, Any]] = {}
     reference = reference_of(record)
     for sample in samples(record, dtypes):
         given = sample.tensors()
+        # A session for each takes long: other dtypes have one set of attributes for each choice of inputs.
+        chosen = attributes.setdefault(str(list(given)), sample.attributes)
+        if dtypes != record.combinations[0] and sample.attributes != chosen:
+            continue
         key = f"{list(given)}{sample.attributes}"
         if key not in sessions:
             present = [name in given for name in sample.inputs]
@@ -133,12 +140,12 @@ def test_the_body_gives_what_the_kernel_gives(record: OpSpec, dtypes: dict[str, 
 
 def test_the_body_runs_with_and_without_optional_inputs(record: OpSpec, dtypes: dict[str, str]) -> None:
     with_body(record)
-    everything = {entry.name for entry in record.inputs}
-    required = {entry.name for entry in record.inputs if not entry.optional}
+    everything = frozenset(entry.name for entry in record.inputs)
+    required = frozenset(entry.name for entry in record.inputs if not entry.optional)
     found = {
         why_not_runnable(record, dtypes, present, opset)
         for opset in (OPSETS[0], max(filter(runs_opset, OPSETS)))
-        for present in (everything, required)
+        for present in {everything, required}
     }
     assert len(found) == 1
 
