@@ -21,6 +21,12 @@ DECODERS = {"twinop in ORT": "b-o", "ORT": "C1-s", "torch.compile": "C2D", FLOOR
 SERVE = {"p50_ms": "p50, ms", "p99_ms": "p99, ms", "per_second": "requests per second"}
 
 
+def medians(line: dict[str, Any]) -> dict[str, float]:
+    """Returns the times of a line by provider."""
+    times = {name: each.get("median_us", each.get("p50_ms")) for name, each in line["times"].items()}
+    return times | ({FLOOR: line["floor_us"]} if "floor_us" in line else {})
+
+
 def draw_models(lines: list[dict[str, Any]], plt: Any) -> None:
     """Draws a panel for each model, with a bar for each column that computes the same."""
     rows = -(-len(lines) // 3)
@@ -59,9 +65,7 @@ def draw_decoders(lines: list[dict[str, Any]], plt: Any) -> None:
         if "x" not in line["shape"] or "genai" in line["op"]:
             continue
         batch, context = map(int, line["shape"].split("x"))
-        times = {name: time["median_us"] for name, time in line["times"].items() if "again" not in name}
-        times |= {FLOOR: line["floor_us"]} if "floor_us" in line else {}
-        panels.setdefault(f"{line['op']}, {line['dtype']}", {}).setdefault(context, {})[batch] = times
+        panels.setdefault(f"{line['op']}, {line['dtype']}", {}).setdefault(context, {})[batch] = medians(line)
     columns = sorted({context for row in panels.values() for context in row})
     shape = (len(panels), len(columns))
     size = (1.0 + 3.0 * shape[1], 0.8 + 2.5 * shape[0])
@@ -80,11 +84,12 @@ def draw_decoders(lines: list[dict[str, Any]], plt: Any) -> None:
     figure.legend(*axes[0][0].get_legend_handles_labels(), loc="outside lower center", ncols=4)
 
 
+DRAWN = {"models": draw_models, "serve": draw_serve, "decoder-tokens": draw_decoders}
+
+
 def main(
     file: Annotated[Path, typer.Argument(help="A file of measurements.")],
-    plot: Annotated[
-        Path | None, typer.Option(help="A PNG file to draw: of models, serve or decoder-tokens.")
-    ] = None,
+    plot: Annotated[Path | None, typer.Option(help=f"A PNG file to draw: of {', '.join(DRAWN)}.")] = None,
 ) -> None:
     """Print a file of measurements as a table, a row for each cell and a column for each provider.
 
@@ -96,18 +101,12 @@ def main(
         lines = read(file)
         labels = ("op", "model", "time", "clients", "dtype", "shape")
         cells = pandas.DataFrame([{name: line[name] for name in labels if name in line} for line in lines])
-        times = [
-            {name: each.get("median_us", each.get("p50_ms")) for name, each in line["times"].items()}
-            for line in lines
-        ]
-        table = pandas.DataFrame(times, index=pandas.MultiIndex.from_frame(cells))
+        table = pandas.DataFrame(map(medians, lines), index=pandas.MultiIndex.from_frame(cells))
         print(table.to_string(float_format="%.5g", na_rep=""))
         if plot is not None:
             import matplotlib.pyplot as plt
 
-            {"models": draw_models, "serve": draw_serve, "decoder-tokens": draw_decoders}[
-                lines[0]["benchmark"]
-            ](lines, plt)
+            DRAWN[lines[0]["benchmark"]](lines, plt)
             plt.suptitle(machine_title(lines[0]))
             plt.savefig(plot, dpi=110)
 

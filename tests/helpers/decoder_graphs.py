@@ -242,13 +242,15 @@ def _config(s: Sizes, layers: int, graph: bool) -> dict[str, Any]:
 
 
 def stack(folder: Path, layers: int, distinct: int) -> None:
-    """Repeats the second of a model's two layers, in place. The file of weights stays as it is.
+    """Repeats the second of a model's two layers, in place. Copies have their weights at one place of a file.
 
     Args:
         layers: how many there are then.
         distinct: copies whose weights get memory of their own; further ones share it in turn.
     """
     model = onnx.load(folder / "model.onnx", load_external_data=False)
+    if not any(each.external_data for each in model.graph.initializer):  # the optimizer made one file
+        onnx.save(model, folder / "model.onnx", save_as_external_data=True, location=DATA)
     graph, nodes = model.graph, list(model.graph.node)
     makers = {name: index for index, node in enumerate(nodes) for name in node.output if name}
 
