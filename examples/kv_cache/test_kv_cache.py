@@ -42,11 +42,7 @@ def test_a_row_outside_the_cache() -> None:
 
 @pytest.fixture(scope="module")
 def trained() -> Attention:
-    """Trains an attention to repeat the token before the last, without a cache.
-
-    Its weights are then rounded to multiples of 1/64. The products of `draw` with them are exact, so both
-    runtimes give the same keys and values, whatever the order of their sums.
-    """
+    """Trains an attention to repeat the token before the last, without a cache."""
     torch.manual_seed(0)
     attention = Attention(WIDTH, HEADS, ROWS)
     optimizer = torch.optim.Adam(attention.parameters(), 1e-2)
@@ -59,13 +55,11 @@ def trained() -> Attention:
         optimizer.step()
         losses.append(loss.item())
     assert losses[-1] < 0.9 * losses[0]
-    with torch.no_grad():
-        attention.qkv.weight.copy_((attention.qkv.weight * 64).round() / 64)
     return attention.eval()
 
 
 def draw(batch: int, tokens: int) -> torch.Tensor:
-    return torch.randint(-8, 9, (batch, tokens, WIDTH)) / 8
+    return torch.randn(batch, tokens, WIDTH)
 
 
 def empty_caches() -> list[torch.Tensor]:
@@ -87,7 +81,7 @@ def test_steps_are_the_forward_pass(trained: Attention) -> None:
 @pytest.mark.parametrize("exporter", ["dynamo", "torchscript"])
 @on_each_device
 def test_100_steps_in_onnx_runtime(exporter: str, device: str, trained: Attention, tmp_path: Path) -> None:
-    """With one memory for a cache and its output, without, and in torch: the same bits in the caches."""
+    """With one memory for a cache and its output, without, and in torch: the same bits in all results."""
     if device == "cuda" and "CUDAExecutionProvider" not in ort.get_available_providers():
         pytest.skip("this ONNX Runtime has no CUDA")
     path, x, caches = tmp_path / "step.onnx", draw(2, STEPS), empty_caches()
@@ -126,7 +120,7 @@ def test_100_steps_in_onnx_runtime(exporter: str, device: str, trained: Attentio
         feeds = {x_name: token.numpy(), k_name: other[0], v_name: other[1], position_name: position.numpy()}
         found, *other = session.run([y_name, k_out, v_out], feeds)
         np.testing.assert_array_equal(in_shared, found)
-        np.testing.assert_allclose(found, y.numpy(), rtol=1e-4, atol=1e-5)
+        np.testing.assert_array_equal(found, y.numpy())
     for cache, with_one_memory, without in zip(caches, shared, other, strict=True):
         np.testing.assert_array_equal(with_one_memory.numpy(), without)
         np.testing.assert_array_equal(without, cache.cpu().numpy())
