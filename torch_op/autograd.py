@@ -143,14 +143,13 @@ def make_function(
         with torch._C._AutoDispatchBelowAutograd():
             return op(*arguments)
 
-    def function(*args: Any, **kwargs: Any) -> Any:
-        if record.broadcasts:
-            return call(*numbers_as_tensors(record, signature, args, kwargs))
-        if record.has_repeated_input and not bind(signature, args, kwargs)[record.inputs[-1].name]:
-            raise empty_list_error(record)
-        return call(*args, **kwargs)
+    broadcasts = record.broadcasts
 
-    def call(*args: Any, **kwargs: Any) -> Any:
+    def function(*args: Any, **kwargs: Any) -> Any:
+        if broadcasts:
+            args, kwargs = tuple(numbers_as_tensors(record, signature, args, kwargs)), {}
+        elif repeated and not bind(signature, args, kwargs)[repeated]:
+            raise empty_list_error(record)
         if not torch.compiler.is_compiling() and _are_transforms_active_but_vmap():
             return OpFunction.apply(*flatten(bind(signature, args, kwargs).values()))
         return op(*args, **kwargs)

@@ -25,7 +25,7 @@ from twinop.triton.installed import check_triton
 from .arguments import bind, signature_of, tensors_of
 from .autograd import make_function
 from .mutation import register_mutating
-from .rules import as_tuple, run_body, unbacked_sizes, vmap_rule
+from .rules import as_tuple, run_body, unbacked_sizes, vmap_kernel
 
 _TYPES = {"int": int, "float": float, "bool": bool, "str": str, "int[]": Sequence[int]}
 
@@ -48,7 +48,7 @@ def register(declared: KernelOp, functions: dict[str, Callable[..., Any]]) -> Ca
     overload = getattr(getattr(torch.ops, record.namespace), record.functional_name).default
     function, _, derivative = make_function(record, overload, functions)
     op.register_autograd(derivative.backward, setup_context=derivative.setup_context)
-    op.register_vmap(vmap_rule(record, overload))
+    _library(record.namespace).impl(record.functional_name, vmap_kernel(record, overload), "FuncTorchBatched")
     functions[record.functional_name] = function
     if record.written:
         library = _library(record.namespace)

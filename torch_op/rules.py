@@ -1,8 +1,10 @@
 """An op's rules for torch, derived from its record: fake, vmap, autocast, refusals."""
 
+import ctypes
 import functools
 import re
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,6 +20,13 @@ from .arguments import bind, empty_list_error, signature_of
 Rule = Callable[..., Any]
 _OF_ROWS = re.compile(r"\w+(\[:-1\].*)?")  # the shape of an input with rows, as `x` or `x[:-1] + [1]`
 PRODUCTS = ("linear", "linear_swiglu")  # compute each row alone, though their records name no rows
+_ENTRIES = {  # ops that compute each entry of a batch alone: the inputs that have one
+    "attention_cached": ("qkv", "k_cache", "v_cache", "position"),
+    "attention_packed": ("qkv", "bias"),
+    "embed_layer_norm": ("ids", "rows"),
+    "rope": ("q", "k", "cos", "sin"),
+}
+_MOST_KEPT = 512  # of an op
 
 
 def dtype_name(tensor: torch.Tensor) -> str:
@@ -137,91 +146,125 @@ def _combination(record: OpSpec, given: dict[str, torch.Tensor]) -> dict[str, st
 def vmap_kernel(record: OpSpec, op: Rule) -> Rule:
     """Returns the kernel for vmap's dispatch key.
 
-    It does what torch.library.register_vmap's does, which takes twice the time: it takes any containers.
+    One call for a batch if that gives the same, else one an example. Which one follows from shapes, mapped
+    dimensions and attributes, and is kept for them. torch.library.register_vmap's takes twice the time.
     """
-    rule = vmap_rule(record, op)
+    signature = signature_of(record)
+    defaults = tuple(parameter.default for parameter in signature.parameters.values())
     batched_key = torch._C.DispatchKeySet(torch._C.DispatchKey.FuncTorchBatched)
+    plans: dict[Any, Rule] = {}
+    problem = "takes a list of tensors and does not work under vmap" if record.has_repeated_input else ""
+    if record.sizes:
+        problem = (
+            "has outputs whose sizes come from the data, which differ between the examples of torch.vmap. "
+            "Call the op for each example, without vmap"
+        )
 
     def kernel(*args: Any, **kwargs: Any) -> Any:
-        # Not at the top: torch imports its transforms late, too.
-        from torch._functorch.autograd_function import VmapInfo
-        from torch._functorch.pyfunctorch import retrieve_current_functorch_interpreter
-
-        interpreter: Any = retrieve_current_functorch_interpreter()
-        level = interpreter.level()
-        unwrap, wrap = torch._C._functorch._unwrap_batched, torch._C._functorch._add_batch_dim
-        given = [unwrap(each, level) if isinstance(each, torch.Tensor) else (each, None) for each in args]
-        dims = tuple(dim for _, dim in given)
+        if problem:
+            raise RecordError(f"{record.qualified_name} {problem}")
+        functorch = torch._C._functorch
+        level = functorch.peek_interpreter_stack().level()
+        values: list[Any] = []
+        key: list[Any] = []
+        for each in bind(signature, args, kwargs).values() if kwargs else args + defaults[len(args) :]:
+            if isinstance(each, torch.Tensor):
+                each, dim = functorch._unwrap_batched(each, level)
+                key += each.shape, dim
+            else:
+                key += _form(each), None
+            values.append(each)
         with torch._C._ExcludeDispatchKeyGuard(batched_key):
-            if not record.has_repeated_input and all(dim is None for dim in dims):
-                return op(*args, **kwargs)
-            info = VmapInfo(interpreter.batch_size(), interpreter.randomness())
-            outputs, _ = rule(info, dims, *(value for value, _ in given), **kwargs)
-        if isinstance(outputs, tuple):
-            return tuple(wrap(output, 0, level) for output in outputs)
-        return wrap(outputs, 0, level)
+            try:
+                plan = plans.get(form := tuple(key))
+            except TypeError:  # sizes that are symbols have no hash
+                plan = _plan(record, op, values, key[1::2])
+            else:
+                plan = plan or _keep(plans, form, _plan(record, op, values, key[1::2]))
+            outputs = plan(values)
+        if isinstance(outputs, torch.Tensor):
+            return functorch._add_batch_dim(outputs, 0, level)
+        results = tuple([functorch._add_batch_dim(output, 0, level) for output in outputs])
+        return results if len(results) > 1 else results[0]
 
     return kernel
 
 
-def vmap_rule(record: OpSpec, op: Rule) -> Rule:
-    """Returns the rule for vmap: one call for a batch if that gives the same, else one an example."""
-    signature = signature_of(record)
-    names = tuple(signature.parameters)
-    defaults = tuple(parameter.default for parameter in signature.parameters.values())
+def _form(value: Any) -> Any:
+    """Returns what checks see of a value: of a tensor all but its data."""
+    if isinstance(value, torch.Tensor):
+        return value.shape, value.stride(), value.dtype, value.device
+    return tuple(map(_form, value)) if isinstance(value, list) else value
 
-    def rule(info: Any, in_dims: tuple[int | None, ...], *args: Any, **kwargs: Any) -> Any:
-        if record.has_repeated_input:
-            raise RecordError(f"{record.qualified_name} takes a list of tensors and does not work under vmap")
-        if record.sizes:
-            raise RecordError(
-                f"{record.qualified_name} has outputs whose sizes come from the data, which differ between "
-                "the examples of torch.vmap. Call the op for each example, without vmap"
-            )
-        arguments = (
-            bind(signature, args, kwargs)
-            if kwargs
-            else dict(zip(names, args + defaults[len(args) :], strict=True))
-        )
-        dims = dict(zip(arguments, in_dims, strict=False))
-        batched = {
-            name: arguments[name].movedim(dim, 0) if dim else arguments[name]
-            for name, dim in dims.items()
-            if dim is not None
+
+def _keep(table: dict[Any, Any], key: Any, value: Any) -> Any:
+    if len(table) >= _MOST_KEPT:
+        table.clear()
+    table[key] = value
+    return value
+
+
+def _plan(record: OpSpec, op: Rule, values: Sequence[Any], dims: Sequence[int | None]) -> Rule:
+    """Returns what computes a mapped call from its values: outputs with the batch in front."""
+    arguments = dict(zip(record.parameters, values, strict=True))
+    mapped = {name: dim for name, dim in zip(arguments, dims, strict=True) if dim is not None}
+    if not mapped:
+        return lambda values: op(*values)
+    size: Any = next(arguments[name].shape[dim] for name, dim in mapped.items())
+    tensors = _tensor_names(record, arguments)
+    # What puts the batch in front of a tensor. Where it is there already, there is nothing to do.
+    steps: dict[str, Rule] = {name: partial(_to_front, dim) for name, dim in mapped.items() if dim}
+    steps |= {name: lambda value: value.expand(size, *value.shape) for name in tensors if name not in mapped}
+    call = op
+    if record.broadcasts:
+        rank = max(arguments[name].dim() - (name in mapped) for name in tensors)
+        steps = {
+            name: partial(_to_front, dim, rank=rank)
+            for name, dim in mapped.items()
+            if dim or arguments[name].dim() <= rank
         }
-        if record.broadcasts:
-            ranks = [arguments[name].dim() - (name in batched) for name in _tensor_names(record, arguments)]
-            aligned = {name: _with_rank(value, max(ranks)) for name, value in batched.items()}
-            outputs = op(*(arguments | aligned).values())
-        elif record.is_elementwise:
-            shape = next(iter(batched.values())).shape
-            whole = {
-                name: batched.get(name, arguments[name]).expand(shape)
-                for name in _tensor_names(record, arguments)
-            }
-            outputs = op(*(arguments | whole).values())
-        elif (rows := _rows_of_batch(record, arguments, batched, info.batch_size)) is not None:
-            outputs = op(*rows.values())
-        elif (folded := _entries_of_batch(record, arguments, batched, info.batch_size)) is not None:
-            two = info.batch_size, batched[record.inputs[0].name].shape[1]
-            outputs = tuple(each.unflatten(0, two) for each in as_tuple(op(*folded.values())))
-        elif record.key in PRODUCTS:
-            outputs = _product_of_batch(record, arguments, batched, info.batch_size)
-        elif _depends_on_data(info.batch_size):
-            raise RecordError(
-                f"{record.qualified_name} runs once for each example under torch.vmap, and here their number "
-                "depends on data, as with x[mask]. Call the op on the batch, without vmap"
-            )
-        else:
-            examples = [{name: value[i] for name, value in batched.items()} for i in range(info.batch_size)]
-            if not examples:  # one of zeros shows what the outputs are like
-                examples = [{name: value.new_zeros(value.shape[1:]) for name, value in batched.items()}]
-            calls = [as_tuple(op(*(arguments | example).values())) for example in examples]
-            outputs = tuple(torch.stack(each)[: info.batch_size] for each in zip(*calls, strict=True))
-        outputs = as_tuple(outputs)
-        return (outputs, (0,) * len(outputs)) if len(outputs) > 1 else (outputs[0], 0)
+    elif record.is_elementwise:
+        pass
+    elif (rows := _rows_of_batch(record, arguments, mapped, steps)) is not None:
+        steps = rows
+    elif (folded := _entries_of_batch(record, arguments, mapped, steps)) is not None:
+        steps, count = folded
 
-    return rule
+        def call(*given: Any) -> Any:
+            return [each.unflatten(0, (size, count)) for each in as_tuple(op(*given))]
+
+    elif record.key in PRODUCTS:
+        call = partial(_product_of_batch, record)
+    elif _depends_on_data(size):
+        raise RecordError(
+            f"{record.qualified_name} runs once for each example under torch.vmap, and here their number "
+            "depends on data, as with x[mask]. Call the op on the batch, without vmap"
+        )
+    else:
+        call = partial(_call_each, op)
+    places = [(i, steps[name]) for i, name in enumerate(arguments) if name in steps]
+
+    def run(values: list[Any]) -> Any:
+        for i, step in places:
+            values[i] = step(values[i])
+        return call(*values)
+
+    return run
+
+
+def _to_front(dim: int, batch: torch.Tensor, rank: int = 0) -> torch.Tensor:
+    """Moves a mapped dimension to the front, and gives each example at least `rank` dimensions."""
+    batch = batch.movedim(dim, 0)
+    return batch.reshape(batch.shape[:1] + (1,) * (rank + 1 - batch.dim()) + batch.shape[1:])
+
+
+def _call_each(op: Rule, *batch: Any) -> list[torch.Tensor]:
+    size = next(len(value) for value in batch if isinstance(value, torch.Tensor))
+    if size == 0:  # an example of zeros shows what the outputs are like
+        batch = tuple(v.new_zeros(1, *v.shape[1:]) if isinstance(v, torch.Tensor) else v for v in batch)
+    examples = [[v[i] if isinstance(v, torch.Tensor) else v for v in batch] for i in range(max(size, 1))]
+    calls = [as_tuple(op(*example)) for example in examples]
+    return [torch.stack(each)[:size] for each in zip(*calls, strict=True)]
 
 
 def _depends_on_data(size: Any) -> bool:
@@ -234,20 +277,21 @@ def _depends_on_data(size: Any) -> bool:
 
 
 def _rows_of_batch(
-    record: OpSpec, arguments: dict[str, Any], batched: dict[str, torch.Tensor], size: Any
-) -> dict[str, Any] | None:
-    """Returns the arguments of one call for a batch if the op computes each row alone, else None."""
-    first, axis, whole = record.inputs[0].name, record.rows.rstrip(":"), arguments | batched
+    record: OpSpec, arguments: dict[str, Any], mapped: dict[str, int], steps: dict[str, Rule]
+) -> dict[str, Rule] | None:
+    """Returns what becomes of the arguments in one call if the op computes each row alone, else None."""
+    first, axis = record.inputs[0].name, record.rows.rstrip(":")
     names = _tensor_names(record, arguments)
     texts = {first: first} | entries(record.input_shapes)
     columns = {name for name in names if not _OF_ROWS.fullmatch(texts.get(name, ""))}
-    if not (record.rows or record.key in PRODUCTS) or columns & batched.keys():
+    if not (record.rows or record.key in PRODUCTS) or columns & mapped.keys():
         return None
-    for name in {*names} - columns - batched.keys():
-        whole[name] = arguments[name].expand(size, *arguments[name].shape)
+    steps = {name: step for name, step in steps.items() if name not in columns}
+    whole = arguments | {name: step(arguments[name]) for name, step in steps.items()}
     rank = whole[first].dim() - 1
     if arguments.get(axis, -1) >= 0:
         whole[axis] -= rank
+        steps[axis] = lambda axis: axis - rank
     shapes = {entry.name: getattr(whole[entry.name], "shape", None) for entry in record.inputs}
     examples = shapes | {name: whole[name].shape[1:] for name in {*names} - columns}
     try:
@@ -256,66 +300,74 @@ def _rows_of_batch(
         found, each = infer_shapes(record, shapes, whole), infer_shapes(record, examples, arguments)
     except RecordError:  # which the call for an example raises
         return None
-    alike = [len(found[name]) == len(each[name]) + 1 and known(found[name][0] == size) for name in found]
-    return whole if rank > 0 and all(alike) else None
+    alike = [
+        len(found[name]) == len(each[name]) + 1 and known(found[name][0] == whole[first].shape[0])
+        for name in found
+    ]
+    return steps if rank > 0 and all(alike) else None
 
 
 def _entries_of_batch(
-    record: OpSpec, arguments: dict[str, Any], batched: dict[str, torch.Tensor], size: Any
-) -> dict[str, Any] | None:
-    """Returns the arguments of one call in which the batch and the first dimension are one, or None.
+    record: OpSpec, arguments: dict[str, Any], mapped: dict[str, int], steps: dict[str, Rule]
+) -> tuple[dict[str, Rule], Any] | None:
+    """Returns what becomes of the arguments in one call in which the batch and the first dimension are one.
 
-    It is for ops of rows all whose inputs and outputs have a value for each entry of x's first dimension.
+    It is for ops that compute each entry of the first dimension alone: those of `_ENTRIES`, and ops of rows
+    all whose inputs and outputs have a value for each entry of x's first dimension. None: this is no such
+    call. The other result is the number of entries of an example.
     """
+    names = _tensor_names(record, arguments)
     first = record.inputs[0].name
     texts = {first: f"{first}[:1]"} | entries(record.input_shapes)
-    names = _tensor_names(record, arguments)
-    heads = {name for name in names if texts.get(name, "").startswith(f"{first}[:1]")}
-    heads |= {name for name in names if texts.get(name) in heads}
-    if record.rows != "-1" or heads != {*names} or first not in batched:
+    heads = [name for name in names if texts.get(name, "").startswith(f"{first}[:1]")]
+    heads += [name for name in names if texts.get(name) in heads]
+    if record.key in _ENTRIES:
+        heads = [name for name in names if name in _ENTRIES[record.key]]
+    elif record.rows != "-1" or {*heads} != {*names}:
         return None
-    given = {name: batched.get(name, arguments[name].expand(size, *arguments[name].shape)) for name in names}
-    whole = arguments | {name: value.flatten(0, 1) for name, value in given.items()}
-    examples, shapes = (
-        {entry.name: of[entry.name].shape[start:] if entry.name in given else None for entry in record.inputs}
-        for of, start in ((given, 1), (whole, 0))
-    )
+    if mapped.keys() - {*heads}:
+        return None
+    shapes: dict[str, Any] = {e.name: getattr(arguments[e.name], "shape", None) for e in record.inputs}
+    examples = shapes | {n: (*shapes[n][:dim], *shapes[n][dim + 1 :]) for n, dim in mapped.items()}
     try:
         check_shapes(record, examples, arguments)
-        found = infer_shapes(record, shapes, whole)
+        count = examples[heads[0]][0]
+        # Angles, a bias or rows of which each example has one are for all of its entries.
+        folds: dict[str, Rule] = {
+            name: partial(_fold, steps.get(name), count)
+            for name in heads
+            if name in mapped or known(count == 1) or not known(shapes[name][0] == 1)
+        }
+        whole = arguments | {name: fold(arguments[name]) for name, fold in folds.items()}
+        found = infer_shapes(record, shapes | {name: whole[name].shape for name in folds}, whole)
     except RecordError:  # which the call for an example raises
         return None
-    return whole if all(known(each[0] == whole[first].shape[0]) for each in found.values()) else None
+    alike = all(known(each[0] == whole[heads[0]].shape[0]) for each in found.values())
+    return (folds, count) if alike else None
 
 
-def _product_of_batch(
-    record: OpSpec, arguments: dict[str, Any], batched: dict[str, torch.Tensor], size: Any
-) -> torch.Tensor:
+def _fold(step: Rule | None, count: Any, value: torch.Tensor) -> torch.Tensor:
+    """Makes the batch and an example's first dimension one. Where that is 1, it is for all entries."""
+    batch = step(value) if step else value
+    if known(batch.shape[1] == 1):
+        batch = batch.expand(-1, count, *batch.shape[2:])
+    return batch.flatten(0, 1)
+
+
+def _product_of_batch(record: OpSpec, *given: Any) -> torch.Tensor:
     """Computes products whose weights differ by example: torch's batched product, and its activation."""
-    whole = {
-        entry.name: value if value is None or entry.name in batched else value.expand(size, *value.shape)
-        for entry in record.inputs
-        for value in [(arguments | batched)[entry.name]]
-    }
-    is_vector = whole["x"].dim() == 2
+    values = dict(zip(record.parameters, given, strict=True))
+    is_vector = values["x"].dim() == 2
     for name in ("x", "residual"):
-        if is_vector and whole.get(name) is not None:
-            whole[name] = whole[name].unsqueeze(1)
-    attributes = {entry.name: arguments[entry.name] for entry in record.attributes}
-    y: torch.Tensor = CPU_FUNCTIONS[record.key](*whole.values(), **attributes)
+        if is_vector and values.get(name) is not None:
+            values[name] = values[name].unsqueeze(1)
+    inputs = [values.pop(entry.name) for entry in record.inputs]
+    y: torch.Tensor = CPU_FUNCTIONS[record.key](*inputs, **values)
     return y.squeeze(1) if is_vector else y
 
 
 def _tensor_names(record: OpSpec, arguments: dict[str, Any]) -> list[str]:
     return [entry.name for entry in record.inputs if arguments[entry.name] is not None]
-
-
-def _with_rank(batch: torch.Tensor, rank: int) -> torch.Tensor:
-    """Adds leading dimensions of size 1 to each example, as broadcasting does."""
-    if batch.dim() > rank:
-        return batch
-    index = (slice(None), *(None,) * (rank + 1 - batch.dim()))
-    return batch[index]
 
 
 def autocast_rule(record: OpSpec, op: Rule, device: str) -> Rule:
@@ -361,19 +413,23 @@ def cpu_rule(record: OpSpec) -> Rule:
     """Returns the rule for CPU tensors of an op without a CPU kernel: its function in `CPU_FUNCTIONS`."""
     signature = signature_of(record)
     make_outputs = fake_rule(record, lambda *_: dict.fromkeys(record.size_bounds, 0))
+    defaults = tuple(parameter.default for parameter in signature.parameters.values())
+    count, names = len(record.inputs), [entry.name for entry in record.attributes]
+    made: dict[Any, list[Any]] = {}  # the forms of outputs by those of arguments that fit
 
     def rule(*args: Any, **kwargs: Any) -> Any:
-        outputs = make_outputs(*args, **kwargs)
+        values = tuple(bind(signature, args, kwargs).values()) if kwargs else args + defaults[len(args) :]
+        form = tuple(map(_form, values))
+        like = made.get(form) or _keep(made, form, [_form(y) for y in as_tuple(make_outputs(*values))])
+        outputs = [torch.empty_strided(*sizes, dtype=dtype) for *sizes, dtype, _ in like]
         if cpu_function(record) is None:
             raise RecordError(
                 f"{record.qualified_name}: the tensors are on the CPU, and the op has no CPU kernel. Move "
                 "them to CUDA with .cuda(), or import the Python module that declares the op: its body then "
                 "runs"
             )
-        arguments = bind(signature, args, kwargs)
-        tensors = [arguments[entry.name] for entry in record.inputs]
-        attributes = {entry.name: arguments[entry.name] for entry in record.attributes}
-        results = run_body(record, as_tuple(outputs), tensors, attributes, record.qualified_name)
+        attributes = dict(zip(names, values[count:], strict=True))
+        results = run_body(record, outputs, values[:count], attributes, record.qualified_name)
         return results if len(results) > 1 else results[0]
 
     return rule
@@ -409,7 +465,7 @@ def run_body(
     given = dict(attributes)
     for entry in record.attributes:
         if entry.kind == "float":  # rounded to fp32, as for a kernel
-            given[entry.name] = torch.tensor(given[entry.name], dtype=torch.float32).item()
+            given[entry.name] = ctypes.c_float(given[entry.name]).value
     results = as_tuple(CPU_FUNCTIONS[record.key](*map(widened, inputs), **given))
     if not len(results) == len(outputs) == len(record.outputs):
         raise RecordError(

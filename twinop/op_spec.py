@@ -9,7 +9,7 @@ import hashlib
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from typing import Any
 
 from .errors import RecordSyntaxError
@@ -309,8 +309,9 @@ def key_of(domain: str, name: str) -> str:
     return name if domain == DOMAIN else f"{domain}::{name}"
 
 
+@cache
 def entries(text: str) -> dict[str, str]:
-    """Parses `"y = x; s = x[:-1]"`. A value may contain "=" and, in quotes, ";".
+    """Parses `"y = x; s = x[:-1]"` into a dict, which is kept. A value may contain "=" and, in quotes, ";".
 
     Raises:
         RecordSyntaxError: an entry is not `name = value`, or a name occurs twice.

@@ -1,7 +1,6 @@
 """Sizes that depend on data (`x[mask]`: detections, valid tokens) go through every op, as through torch's."""
 
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -170,11 +169,14 @@ def test_vmap_of_rows_is_one_call(name: str) -> None:
     torch.testing.assert_close(program.module()(x, mask), expected)
 
 
-def test_vmap_of_an_op_that_takes_no_batch() -> None:
-    x, mask = torch.randn(5, 2, 3, 48), torch.tensor([True, False, True, True, False])
-    call = partial(torch_op.attention_packed, heads=2)
+def test_vmap_of_a_call_that_takes_no_batch() -> None:
+    x, mask = torch.randn(5, 3, 16), torch.tensor([True, False, True, True, False])
+
+    def call(example: torch.Tensor) -> torch.Tensor:  # a weight for each example
+        return torch_op.rms_norm(example, example[0])
+
     torch.testing.assert_close(torch.vmap(call)(x), torch.stack([call(each) for each in x]))
     with pytest.raises(
-        RecordError, match=r"attention_packed runs once for each example under torch\.vmap.*without vmap"
+        RecordError, match=r"rms_norm runs once for each example under torch\.vmap.*without vmap"
     ):
         torch.export.export(Mapped(call), (x, mask))

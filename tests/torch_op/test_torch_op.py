@@ -148,6 +148,63 @@ def test_vmap_of_other_libraries_rows_is_one_call() -> None:
     torch.testing.assert_close(func.vmap(running_sum, 2, 2)(x), x.cumsum(1))
 
 
+B, S, C = 3, 2, 8
+ONE_CALL_FOR_A_BATCH = {  # inputs of each example (a list) and for all (a tuple), by op
+    "rope": {"q": [B, S, C], "k": [B, S, C], "cos": (1, S, 2), "sin": (1, S, 2), "head_size": 4},
+    "rope, angles of each": {
+        "q": [B, S, C],
+        "k": (B, S, C),
+        "cos": [B, S, 2],
+        "sin": [B, S, 2],
+        "head_size": 4,
+    },
+    "attention_packed": {"qkv": [B, S, 3 * C], "bias": (1, 2, S, S), "heads": 2},
+    "attention_packed, a bias each": {"qkv": (B, S, 3 * C), "bias": [1, 1, S, S], "heads": 2, "causal": True},
+    "attention_cached_functional": {
+        "qkv": [B, 1, 3 * C],
+        "k_cache": [B, 2, 5, 4],
+        "v_cache": (B, 2, 5, 4),
+        "position": torch.full((B,), 3).int(),
+    },
+    "embed_layer_norm": {
+        "table": (9, C),
+        "ids": torch.arange(4 * B * S) % 9,
+        "rows": (1, S, C),
+        "weight": (C,),
+    },
+    "ada_layer_norm": {"x": [B, S, C], "scale": [B, C], "shift": (B, C)},
+}
+
+
+@pytest.mark.parametrize("case", ONE_CALL_FOR_A_BATCH)
+@pytest.mark.parametrize("dim", [0, -1])
+def test_vmap_of_batches_is_one_call(case: str, dim: int) -> None:
+    call, name = ONE_CALL_FOR_A_BATCH[case], case.split(",")[0]
+    sizes = {key: value for key, value in call.items() if isinstance(value, (list, tuple))}
+    given = call | {key: torch.randn(*value) for key, value in sizes.items()}
+    mapped = [key for key, value in call.items() if isinstance(value, list)]
+    given |= {key: torch.randn(*call[key], 4).movedim(-1, dim) for key in mapped}
+    if "ids" in call:
+        mapped, given["ids"] = ["ids"], call["ids"].view(B, S, 4).movedim(-1, dim)
+
+    def function(*values: torch.Tensor) -> Any:
+        return getattr(torch_op, name)(**given | dict(zip(mapped, values, strict=True)))
+
+    values = [given[key] for key in mapped]
+    with torch.profiler.profile() as seen:
+        found = func.vmap(function, dim)(*values)
+    assert len([event for event in seen.events() if event.name == f"custom_domain::{name}"]) <= 3
+    each = [function(*(value.select(dim, i) for value in values)) for i in range(4)]
+    expected = list(zip(*each, strict=True)) if isinstance(found, tuple) else [each]
+    for one, ones in zip(found if isinstance(found, tuple) else (found,), expected, strict=True):
+        torch.testing.assert_close(one, torch.stack(ones), rtol=0, atol=0)
+    none = func.vmap(function, dim)(*(value.narrow(dim, 0, 0) for value in values))
+    assert (none[0] if isinstance(none, tuple) else none).shape == (
+        0,
+        *(each[0][0] if isinstance(found, tuple) else each[0]).shape,
+    )
+
+
 def test_vmap_where_only_the_gradient_is_batched() -> None:
     x = away_from_zero(5).detach()
     y, pullback = func.vjp(torch_op.relu, x)[:2]
