@@ -11,6 +11,7 @@ import shutil
 import subprocess
 import tempfile
 from collections.abc import Sequence
+from functools import reduce
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,13 @@ from .report import OptimizeReport
 
 CONFIG = "genai_config.json"
 _LIBRARY = "custom_ops_library"
+_DECODER = ".model.decoder"
+_KINDS = {
+    "": dict, ".search": dict, ".model": dict, _DECODER: dict, f"{_DECODER}.filename": str,
+    f"{_DECODER}.session_options": dict, f"{_DECODER}.session_options.{_LIBRARY}": str,
+    f"{_DECODER}.session_options.provider_options": list,
+}  # fmt: skip
+_TEXTS: dict[type, str] = {dict: "an object", str: "a text", list: "a list"}
 _JOINED = "libtwinop_genai.so"
 _JOINS = """#define _GNU_SOURCE
 #include <dlfcn.h>
@@ -75,45 +83,45 @@ def optimize_folder(
     Raises:
         ExportError: the folder is not genai's, the target exists, or the decoder cannot be optimised.
     """
-    source, target = Path(source), Path(target)
+    source, target = Path(source), Path(target).resolve()
     check_device(device)
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise ExportError(f"{target}: exists already. Name a new folder, or an empty one")
+    if target.is_relative_to(source.resolve()):
+        raise ExportError(f"{target}: is in the folder that it is made of. Name one outside {source}")
     config = _read(source / CONFIG)
     decoder = _decoder(source, config)
     model = source / decoder["filename"]
     settings = decoder.setdefault("session_options", {})
     own = [*library_paths(library), *_named_library(source, settings)]
+    left_out = {model, *(model.parent / name for name in _data_of(model)), source / CONFIG}
+
+    def ignored(place: str, names: list[str]) -> list[str]:
+        return [name for name in names if Path(place, name) in left_out]
+
     try:
-        target.resolve().parent.mkdir(parents=True, exist_ok=True)
-        beside = tempfile.TemporaryDirectory(prefix=".twinop-genai-", dir=target.resolve().parent)
-    except OSError as error:
-        raise ExportError(f"{target}: cannot be written: {error}. Name another folder") from error
-    with beside as scratch:
-        folder = Path(scratch) / "new"
-        left_out = {model, *(model.parent / name for name in _data_of(model)), source / CONFIG}
-
-        def ignored(place: str, names: list[str]) -> list[str]:
-            return [name for name in names if Path(place, name) in left_out]
-
-        try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(prefix=".twinop-genai-", dir=target.parent) as scratch:
+            folder = Path(scratch) / "new"
             shutil.copytree(source, folder, ignore=ignored, copy_function=shutil.copyfile)
-        except (OSError, shutil.Error) as error:
-            raise ExportError(f"{source}: cannot be copied to {target}: {error}") from error
-        (folder / decoder["filename"]).parent.mkdir(parents=True, exist_ok=True)
-        options["shared_caches"] = bool(config.get("search", {}).get("past_present_share_buffer"))
-        report = optimize(model, folder / decoder["filename"], device=device, library=own or None, **options)
-        settings.pop(_LIBRARY, None)
-        if report.libraries:
-            settings[_LIBRARY] = _place_libraries(report.libraries, folder)
-        entries = settings.get("provider_options", [])
-        settings["provider_options"] = [each for each in entries if device == "cuda" and "cuda" in each] or (
-            [{"cuda": {"enable_cuda_graph": "0"}}] if device == "cuda" else []
-        )
-        (folder / CONFIG).write_text(json.dumps(config, indent=4) + "\n", encoding="utf-8")
-        if target.exists():
-            target.rmdir()
-        folder.rename(target)
+            (folder / decoder["filename"]).parent.mkdir(parents=True, exist_ok=True)
+            options["shared_caches"] = bool(config.get("search", {}).get("past_present_share_buffer"))
+            report = optimize(
+                model, folder / decoder["filename"], device=device, library=own or None, **options
+            )
+            settings.pop(_LIBRARY, None)
+            if report.libraries:
+                settings[_LIBRARY] = _place_libraries(report.libraries, folder)
+            entries = [each for each in settings.get("provider_options", []) if "cuda" in each]
+            entries = entries or [{"cuda": {"enable_cuda_graph": "0"}}]
+            settings["provider_options"] = entries if device == "cuda" else []
+            (folder / CONFIG).write_text(json.dumps(config, indent=4) + "\n", encoding="utf-8")
+            if target.exists():
+                target.rmdir()
+            folder.rename(target)
+    except OSError as error:
+        reason = error.args[0][0][-1] if isinstance(error, shutil.Error) else error
+        raise ExportError(f"{target}: cannot be written: {reason}. Name another folder") from error
     report.path = target / decoder["filename"]
     return report
 
@@ -130,14 +138,25 @@ def _read(path: Path) -> Any:
 
 
 def _decoder(folder: Path, config: Any) -> dict[str, Any]:
-    """Returns the decoder's part of a genai_config.json."""
-    try:
-        decoder: dict[str, Any] = config["model"]["decoder"]
-        file = folder / decoder["filename"]
-    except (KeyError, TypeError) as error:
+    """Returns the decoder's part of a genai_config.json.
+
+    Raises:
+        ExportError: there is none, or an entry of another kind.
+    """
+    for entry, kind in _KINDS.items():
+        *parents, name = entry.split(".")
+        place = reduce(lambda found, each: found.get(each, {}), parents, {"": config})
+        if not isinstance(found := place.get(name, kind()), kind):
+            raise ExportError(
+                f"{folder / CONFIG}: {entry[1:] or 'it'} is {json.dumps(found)[:40]}; expected "
+                f"{_TEXTS[kind]}. Build the folder again"
+            )
+    decoder: dict[str, Any] = config.get("model", {}).get("decoder", {})
+    if not decoder.get("filename") or decoder.get("pipeline"):
         raise ExportError(
             f"{folder / CONFIG}: has no model.decoder.filename; twinop optimises decoders of one model"
-        ) from error
+        )
+    file = folder / decoder["filename"]
     if not file.resolve().parent.is_relative_to(folder.resolve()) and not file.is_symlink():
         raise ExportError(f"{folder / CONFIG}: its decoder {file} is not in the folder. Put it there")
     return decoder

@@ -5,9 +5,9 @@ others stay in fp32, between casts: statistics (ReduceMean, Pow, Sqrt), position
 cast to floats). So do, also with twinop's ops: what computes with integers that may be large, because sums of
 int8 products exceed fp16; and sums with constants that 16 bits do not have, such as 1e-10, and what divides
 by them. A mean that was in 16 bits before, and that pools what one layer computes for the next, stays in 16
-bits. An elementwise operator that only nodes in fp32 read stays in fp32 with them. If, Loop and Scan stay in
-fp32 with all of their subgraphs, and get captured values in fp32. A user's own op has the types that
-`own_ops.py` has chosen.
+bits. An elementwise operator that only nodes in fp32 read stays in fp32 with them, but no table. If, Loop and
+Scan stay in fp32 with all of their subgraphs, and get captured values in fp32. A user's own op has the types
+that `own_ops.py` has chosen.
 """
 
 from collections.abc import Iterator, Mapping
@@ -153,8 +153,9 @@ def _fp32_nodes(graph: ir.Graph, dtype: ir.DataType, own: OwnOps) -> set[ir.Node
             wide = wide - {node} if dtype in types else wide | {node}
             continue
         domain, users = node.domain, [use.node for value in node.outputs for use in value.uses()]
-        if domain == DOMAIN and node.op_type.endswith("Norm") and graph.meta.get(WIDE_NORMS):
-            wide.add(node)
+        is_norm = domain == DOMAIN and node.op_type.endswith("Norm")
+        if is_norm and graph.meta.get(WIDE_NORMS) and not g.producer(node.inputs[0], "Reshape"):
+            wide.add(node)  # but for those of heads, which products in 16 bits have made
         if node in wide or domain == DOMAIN or (domain == g.MICROSOFT and node.op_type in _MICROSOFT):
             continue
         if not domain and node.op_type == "Cast":
@@ -165,6 +166,7 @@ def _fp32_nodes(graph: ir.Graph, dtype: ir.DataType, own: OwnOps) -> set[ir.Node
             if node.op_type == "ReduceMean" and dtype is ir.DataType.FLOAT16 and _is_pooling(node):
                 continue
             follows = node.op_type in _ELEMENTS | _SHAPES and users and wide.issuperset(users)
+            follows = follows and not (node.op_type == "Gather" and g.is_constant(node.inputs[0]))
             if domain or node.op_type not in allowed or follows:
                 wide.add(node)
     return wide

@@ -120,8 +120,9 @@ def build(family: str, precision: str = "fp32", provider: str = "cpu", *, folder
     torch.manual_seed(0)
     model = kind(kind.config_class(**_SIZES | FAMILIES[family])).eval()
     for name, parameter in model.named_parameters():
+        is_scale = parameter.ndim == 1 and "bias" not in name and "Gemma" not in family  # there 1 is added
         std = 0.08 if parameter.ndim == 2 else 0.1
-        torch.nn.init.normal_(parameter, mean=0.0 if parameter.ndim == 2 or "bias" in name else 1.0, std=std)
+        torch.nn.init.normal_(parameter, mean=float(is_scale), std=std)
     model.save_pretrained(folder / "torch")
     _tokenizer().save_pretrained(folder / "torch")
     command = ["builder", "-i", f"{folder}/torch", "-o", f"{folder}/genai", "-c", f"{folder}/cache"]

@@ -13,7 +13,7 @@ from optimizing import nodes, optimized, types
 from samples import RECORDS
 
 from twinop import deploy
-from twinop.deploy.errors import RunError
+from twinop.deploy.errors import FeedError, RunError
 from twinop.optimize.cached_attention import SHARED_CACHES, rewrite
 from twinop.optimize.graph import RewriteContext
 
@@ -89,7 +89,7 @@ def decoder(
     return helper.make_model(graph, opset_imports=opsets, ir_version=10)
 
 
-def feeds(size: int = 64) -> Mapping[str, np.ndarray]:
+def feeds(size: int = 64) -> dict[str, np.ndarray]:
     caches = {f"past_{c}{i}": half(2, KV_HEADS, ROWS, size, seed=i) for i in range(2) for c in "kv"}
     last = np.full((2, 1), ROWS - 1, np.int32)
     return {"x": half(2, 1, WIDTH, seed=9), "seqlens": last, "total": np.array(ROWS, np.int32)} | caches
@@ -122,8 +122,15 @@ def test_each_form(form: dict[str, Any], tmp_path: Path) -> None:
     shapes = {str(value.name): value.shape for value in (*model.graph.inputs, *model.graph.outputs)}
     assert shapes["present_k0"] == shapes["past_k0"]
     given = feeds(form.get("size", 64))
-    with pytest.raises(RunError, match=r"has 25 tokens; the caches have 24 rows.*past and present share"):
-        deploy.session(report.path).run({**given, "total": np.array(ROWS + 1, np.int32)})
+    session, shorter = deploy.session(report.path), given["past_v0"][:, :, 1:]
+    for wrong, error, message in (
+        ({"total": np.array(25, np.int32)}, RunError, "has 25 tokens; the caches have 24 rows.* share"),
+        ({"seqlens": np.full((2, 1), 24, np.int32)}, RunError, r"position\[0\] is 24; the caches .* 24 rows"),
+        ({"past_v0": shorter}, FeedError, "past is 24 in input past_k0 and 23 in past_v0"),
+        ({"past_v0": given["past_v0"].astype(np.float32)}, FeedError, "float32.*: convert it to float16"),
+    ):
+        with pytest.raises(error, match=message):
+            session.run(given | wrong)
 
 
 @pytest.mark.parametrize(
