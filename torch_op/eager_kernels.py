@@ -26,6 +26,7 @@ from .arguments import bind, signature_of, tensors_of
 from .autograd import make_function
 from .mutation import register_mutating
 from .rules import as_tuple, run_body, unbacked_sizes, vmap_kernel
+from .sharding import register_sharding_rule
 
 _TYPES = {"int": int, "float": float, "bool": bool, "str": str, "int[]": Sequence[int]}
 
@@ -78,6 +79,8 @@ def _implementation(declared: KernelOp, fake: bool = False, mutates: bool = Fals
     names = [entry.name for entry in record.attributes]
 
     def run(*args: Any) -> Any:
+        if fake:
+            register_sharding_rule(record)  # DTensor runs the fake before it looks for the rule
         if "torch.onnx" in sys.modules and torch.onnx.is_in_onnx_export():
             raise ExportError(
                 f"{record.name} ({declared.place}) has no library yet, and its node is made from one. Build "

@@ -1,5 +1,6 @@
 """Ops on DTensors: values and gradients of two gloo processes are those of one process."""
 
+import importlib.util
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -13,6 +14,7 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.torch_version import TorchVersion
 
+import twinop
 from twinop import torch_op
 from twinop.library import find_library
 
@@ -95,6 +97,11 @@ class _Block(torch.nn.Module):
         return x + self.down(torch_op.gelu(self.up(self.norm(x))))
 
 
+@twinop.triton_op("twice(Tensor x) -> Tensor", body=lambda op, x: op.Add(x, x), domain="unbuilt_sharding")
+def twice(x: torch.Tensor) -> torch.Tensor:
+    return torch.empty_like(x)
+
+
 def _rank(rank: int, file: str) -> None:
     dist.init_process_group("gloo", init_method=f"file://{file}", rank=rank, world_size=2)
     try:
@@ -110,6 +117,12 @@ def _rank(rank: int, file: str) -> None:
         assert isinstance(whole, DTensor)
         with pytest.raises(RuntimeError, match=r"attention_packed has no sharding rule.*Redistribute"):
             torch_op.attention_packed(distribute_tensor(packed, mesh, [Shard(0)]), heads=2)
+        if importlib.util.find_spec("triton"):
+            spread = distribute_tensor(torch.ones(4, 6), mesh, [Shard(0)])
+            with pytest.raises(
+                RuntimeError, match=r"unbuilt_sharding::twice has no sharding rule.*Redistribute"
+            ):
+                twice(spread)
         ops = torch_op.load(find_library("test_written"))
         cache: Any = distribute_tensor(torch.zeros(6), mesh, [Shard(0)])
         bumped = ops.bump_functional(cache, cache + 1)

@@ -97,6 +97,8 @@ def test_vmap(device: str) -> None:
     )
     doubled, total = func.vmap(ops.double_and_sum, in_dims=1)(x)
     assert torch.equal(doubled, 2 * x.movedim(1, 0)) and total.shape == (3, 2)
+    with pytest.raises(RuntimeError, match="the inputs must have one shape"):
+        func.vmap(torch_op.swiglu)(x, x[..., :1])
     empty = func.vmap(ops.double_and_sum)(x[:0])
     assert [tuple(t.shape) for t in empty] == [(0, 3, 5), (0, 3)]
 
