@@ -14,7 +14,6 @@ from unittest.mock import patch
 import numpy as np
 import onnxruntime as ort
 import torch
-import transformers
 from wheels import unpacked
 
 GENAI = "onnxruntime-genai==0.18.0"
@@ -114,6 +113,8 @@ class Genai:
 
 def build(family: str, precision: str = "fp32", provider: str = "cpu", *, folder: Path, **extra: Any) -> Path:
     """Returns a folder that the builder wrote: model.onnx and genai_config.json, of random weights."""
+    import transformers  # not where tests are only collected
+
     package = unpacked(GENAI) / "onnxruntime_genai"
     stub = types.ModuleType("onnxruntime_genai")  # the builder needs the name, not the library
     kind = getattr(transformers, f"{family.split()[0]}ForCausalLM")
@@ -140,11 +141,12 @@ def build(family: str, precision: str = "fp32", provider: str = "cpu", *, folder
     return folder / "genai"
 
 
-def _tokenizer() -> transformers.PreTrainedTokenizerFast:
+def _tokenizer() -> Any:
     from tokenizers import Tokenizer, models
+    from transformers import PreTrainedTokenizerFast
 
     words = Tokenizer(models.WordLevel({f"t{i}": i for i in range(504)}, unk_token="t0"))
-    return transformers.PreTrainedTokenizerFast(tokenizer_object=words, bos_token="t1", eos_token="t2")
+    return PreTrainedTokenizerFast(tokenizer_object=words, bos_token="t1", eos_token="t2")
 
 
 class Decoder:

@@ -14,6 +14,7 @@ from pathlib import Path
 import numpy as np
 import onnx
 import pytest
+from genai_models import Genai, build
 from onnx import helper, numpy_helper
 from steps import User, assert_close, assert_same_bits, checksum, content
 
@@ -537,10 +538,47 @@ def transformers_model(user: User) -> None:
         answers(user, "half.onnx", accepted=1e-2)
 
 
+def genai_folder(user: User) -> None:
+    """What onnxruntime-genai's builder writes is optimised, and genai generates the same with it."""
+    build("Llama", folder=user.folder)
+    said = user.twinop("pack", "--genai", "genai", "-o", "gpu")
+    assert "libcustom_ops.so" in said and "same outputs" in said
+    found = content(user.folder / "gpu/model.onnx")
+    assert Counter(each for each in found.nodes if "::" in each) == {
+        LINEAR: 7,
+        f"{LINEAR}Swiglu": 2,
+        "custom_domain::CustomRmsNorm": 1,
+        "custom_domain::CustomAddRmsNorm": 4,
+        "com.microsoft::GroupQueryAttention": 2,
+    }
+    assert {path.name for path in (user.folder / "gpu").iterdir()} == {
+        "genai_config.json", "libcustom_ops.so", "model.onnx", "tokenizer.json", "tokenizer_config.json",
+        "twinop-pack.json",
+    }  # fmt: skip
+    folders = ["gpu"]
+    if user.has_time:
+        user.twinop("optimize", "genai", "-o", "cpu", "--device", "cpu")
+        folders.append("cpu")
+    genai = Genai()
+    try:
+        tokens, expected = genai(user.folder / "genai")
+        library = user.folder / "gpu/libcustom_ops.so"
+        aside = library.rename(user.folder / "aside.so")
+        with pytest.raises(RuntimeError, match="libcustom_ops.so"):
+            genai(user.folder / "gpu")
+        aside.rename(library)
+        for folder in folders:
+            generated, logits = genai(user.folder / folder)
+            assert generated == tokens
+            assert_close([logits], [expected], 1e-5)
+    finally:
+        genai.process.kill()
+
+
 each_way = pytest.mark.parametrize(
     "way",
     [
-        *(elementwise, rowwise, kernel, written_input, triton, stock_file, transformers_model),
+        *(elementwise, rowwise, kernel, written_input, triton, stock_file, transformers_model, genai_folder),
         pytest.param(object_file, marks=pytest.mark.slow),
     ],
     ids=lambda way: way.__name__,

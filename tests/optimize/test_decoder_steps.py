@@ -19,6 +19,7 @@ import onnx
 import pytest
 import torch
 from decoder_graphs import Sizes, stack, write
+from genai_models import build
 from torch import Tensor
 from torch_decoder import TorchDecoder
 
@@ -254,8 +255,6 @@ def test_stacked_decoders_are_those_in_torch(table: int, tmp_path: Path) -> None
     [("Llama", "fp16", "float16"), ("Llama", "int4", "int4"), ("Qwen3", "bf16", "bfloat16")],
 )
 def test_written_decoders_are_the_builders(family: str, precision: str, ours: str, tmp_path: Path) -> None:
-    from genai_models import build  # it imports transformers
-
     def parts(folder: Path) -> list[Counter[Any]]:
         graph = onnx.load(folder / "model.onnx", load_external_data=False).graph
         nodes = [
