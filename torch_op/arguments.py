@@ -1,7 +1,7 @@
 """The arguments of an op as a Python signature."""
 
 import inspect
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -32,6 +32,21 @@ def bind(signature: inspect.Signature, args: Sequence[Any], kwargs: Mapping[str,
     bound = signature.bind(*args, **kwargs)
     bound.apply_defaults()
     return dict(bound.arguments)
+
+
+def completion_of(
+    signature: inspect.Signature,
+) -> Callable[[tuple[Any, ...], Mapping[str, Any]], tuple[Any, ...]]:
+    """Returns a function that completes the arguments of a call, in the schema's order.
+
+    The dispatcher leaves out trailing defaults. Signature.bind takes longer than a small kernel.
+    """
+    defaults = tuple(parameter.default for parameter in signature.parameters.values())
+
+    def complete(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Any, ...]:
+        return tuple(bind(signature, args, kwargs).values()) if kwargs else args + defaults[len(args) :]
+
+    return complete
 
 
 def tensors_of(arguments: Iterable[Any]) -> list[torch.Tensor]:

@@ -11,7 +11,7 @@ from torch.autograd import forward_ad
 from twinop.errors import RecordError
 from twinop.op_spec import DOMAIN, OpSpec
 
-from .arguments import bind, empty_list_error, numbers_as_tensors, signature_of, tensors_of
+from .arguments import bind, completion_of, empty_list_error, numbers_as_tensors, signature_of, tensors_of
 from .formulas import Formulas
 from .forward_mode import has_forward_mode, tangents_of
 
@@ -34,7 +34,7 @@ def make_function(
     names = list(signature.parameters)
     repeated = record.inputs[-1].name if record.has_repeated_input else None
     single = [name for name in names if name != repeated]
-    defaults = tuple(parameter.default for parameter in signature.parameters.values())
+    complete = completion_of(signature)
 
     def flatten(arguments: Iterable[Any]) -> Iterable[Any]:
         """Moves the entries of a `Tensor[]` to the end: autograd.Function sees no tensors in lists."""
@@ -128,8 +128,7 @@ def make_function(
     OpFunction.__name__ = OpFunction.__qualname__ = record.onnx_name
 
     def kernel(*args: Any, **kwargs: Any) -> Any:
-        # The dispatcher leaves out trailing defaults. Signature.bind takes longer than a small kernel.
-        arguments = bind(signature, args, kwargs).values() if kwargs else args + defaults[len(args) :]
+        arguments = complete(args, kwargs)
         tensors = tensors_of(arguments)
         if (torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)) or _have_tangents(
             tensors

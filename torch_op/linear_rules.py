@@ -60,35 +60,6 @@ def dequantised(weight: Tensor, scale: Tensor, zero: Tensor | None, k: int, bits
     return (codes - (2 ** (bits - 1) if zero is None else of_columns(zero))) * of_columns(scale)
 
 
-def _linear_q(
-    x: Tensor,
-    weight: Tensor,
-    scale: Tensor,
-    zero: Tensor | None,
-    bias: Tensor | None,
-    residual: Tensor | None,
-    bits: int,
-    block: int,
-    activation: str,
-) -> Tensor:
-    wide = dequantised(weight, scale, zero, x.shape[-1], bits, block)
-    return _on_cpu(x, wide, bias, residual, activation=activation, layout="nk")
-
-
-def _linear_q_swiglu(
-    x: Tensor,
-    weight: Tensor,
-    scale: Tensor,
-    zero: Tensor | None,
-    bias: Tensor | None,
-    bits: int,
-    block: int,
-    activation: str,
-) -> Tensor:
-    wide = dequantised(weight, scale, zero, x.shape[-1], bits, block)
-    return _swiglu_on_cpu(x, wide, bias, activation=activation, layout="nk")
-
-
 def _activation_backward(grad: Tensor, before: Callable[[], Tensor], y: Tensor, activation: str) -> Tensor:
     """Returns the gradient of the value before an activation.
 
@@ -154,6 +125,22 @@ def register_linear_rules() -> None:
     CPU_FUNCTIONS["linear"] = _on_cpu
     CPU_FUNCTIONS["linear_swiglu"] = _swiglu_on_cpu
     for table in (CPU_FUNCTIONS, SECOND_DERIVATIVES):  # which torch differentiates
-        table |= {"linear_q": _linear_q, "linear_q_swiglu": _linear_q_swiglu}
+        table["linear_q"] = lambda x, weight, scale, zero, bias, residual, bits, block, activation: _on_cpu(
+            x,
+            dequantised(weight, scale, zero, x.shape[-1], bits, block),
+            bias,
+            residual,
+            activation=activation,
+            layout="nk",
+        )
+        table["linear_q_swiglu"] = lambda x, weight, scale, zero, bias, bits, block, activation: (
+            _swiglu_on_cpu(
+                x,
+                dequantised(weight, scale, zero, x.shape[-1], bits, block),
+                bias,
+                activation=activation,
+                layout="nk",
+            )
+        )
     DERIVATIVES["linear"] = _linear_backward
     DERIVATIVES["linear_swiglu"] = _linear_swiglu_backward

@@ -12,7 +12,7 @@ import torch
 from twinop.errors import RecordError
 from twinop.op_spec import OpSpec
 
-from .arguments import bind, signature_of, tensors_of
+from .arguments import bind, completion_of, signature_of, tensors_of
 from .rules import as_tuple
 
 Rule = Callable[..., Any]
@@ -58,7 +58,7 @@ def register_mutating(
     op = getattr(getattr(torch.ops, record.namespace), record.name).default
     twin = getattr(getattr(torch.ops, record.namespace), record.functional_name).default
     signature = signature_of(record)
-    defaults = tuple(parameter.default for parameter in signature.parameters.values())
+    complete = completion_of(signature)
     names = list(record.written.values())
     places = [list(signature.parameters).index(name) for name in names]
     returned = len(record.outputs) - len(names)
@@ -80,8 +80,7 @@ def register_mutating(
         return declared(outputs)
 
     def kernel(*args: Any, **kwargs: Any) -> Any:
-        # Signature.bind takes longer than a small kernel.
-        arguments = tuple(bind(signature, args, kwargs).values()) if kwargs else args + defaults[len(args) :]
+        arguments = complete(args, kwargs)
         if torch.onnx.is_in_onnx_export():
             return run_twin(*arguments)
         if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors_of(arguments)):

@@ -15,7 +15,7 @@ from twinop.errors import RecordError
 from twinop.op_spec import OpSpec, entries
 from twinop.shapes import known, largest_sizes
 
-from .arguments import bind, empty_list_error, signature_of
+from .arguments import bind, completion_of, empty_list_error, signature_of
 
 Rule = Callable[..., Any]
 _OF_ROWS = re.compile(r"\w+(\[:-1\].*)?")  # the shape of an input with rows, as `x` or `x[:-1] + [1]`
@@ -149,8 +149,7 @@ def vmap_kernel(record: OpSpec, op: Rule) -> Rule:
     One call for a batch if that gives the same, else one an example. Which one follows from shapes, mapped
     dimensions and attributes, and is kept for them. torch.library.register_vmap's takes twice the time.
     """
-    signature = signature_of(record)
-    defaults = tuple(parameter.default for parameter in signature.parameters.values())
+    complete = completion_of(signature_of(record))
     batched_key = torch._C.DispatchKeySet(torch._C.DispatchKey.FuncTorchBatched)
     plans: dict[Any, Rule] = {}
     problem = "takes a list of tensors and does not work under vmap" if record.has_repeated_input else ""
@@ -167,7 +166,7 @@ def vmap_kernel(record: OpSpec, op: Rule) -> Rule:
         level = functorch.peek_interpreter_stack().level()
         values: list[Any] = []
         key: list[Any] = []
-        for each in bind(signature, args, kwargs).values() if kwargs else args + defaults[len(args) :]:
+        for each in complete(args, kwargs):
             if isinstance(each, torch.Tensor):
                 each, dim = functorch._unwrap_batched(each, level)
                 key += each.shape, dim
@@ -411,14 +410,13 @@ def _dtype_under_autocast(
 
 def cpu_rule(record: OpSpec) -> Rule:
     """Returns the rule for CPU tensors of an op without a CPU kernel: its function in `CPU_FUNCTIONS`."""
-    signature = signature_of(record)
+    complete = completion_of(signature_of(record))
     make_outputs = fake_rule(record, lambda *_: dict.fromkeys(record.size_bounds, 0))
-    defaults = tuple(parameter.default for parameter in signature.parameters.values())
     count, names = len(record.inputs), [entry.name for entry in record.attributes]
     made: dict[Any, list[Any]] = {}  # the forms of outputs by those of arguments that fit
 
     def rule(*args: Any, **kwargs: Any) -> Any:
-        values = tuple(bind(signature, args, kwargs).values()) if kwargs else args + defaults[len(args) :]
+        values = complete(args, kwargs)
         form = tuple(map(_form, values))
         like = made.get(form) or _keep(made, form, [_form(y) for y in as_tuple(make_outputs(*values))])
         outputs = [torch.empty_strided(*sizes, dtype=dtype) for *sizes, dtype, _ in like]

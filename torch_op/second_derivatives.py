@@ -1,8 +1,8 @@
 """Second derivatives of twinop's ops: the backward ops in torch's operators, which torch differentiates.
 
-A function has the name of a backward op. Its parameters are what it needs of the op's inputs and attributes,
-by name. It returns the op's output, or a dict of outputs by name where there are several. It runs only when
-the backward op itself is differentiated.
+The parameters of a function are what it needs of the backward op's inputs and attributes, by name. It returns
+the op's output, or a dict of outputs by name where there are several. It runs only when the backward op is
+differentiated.
 
 First derivatives are in the records (kernels/ops). Other libraries declare the derivatives of their backward
 ops there as well, or with `twinop.second_derivative`.
@@ -26,81 +26,21 @@ def in_torch(record: OpSpec) -> Callable[..., Any] | None:
     return SECOND_DERIVATIVES.get(record.key)
 
 
-def _differentiable(function: Callable[..., Any]) -> Callable[..., Any]:
-    SECOND_DERIVATIVES[function.__name__] = function
-    return function
-
-
-# ---------------------------------------------------------------------------- elementwise ops
-
-
-@_differentiable
-def relu_backward(grad_y: Tensor, y: Tensor) -> Tensor:
-    return aten.threshold_backward(grad_y, y, 0)
-
-
-@_differentiable
-def gelu_backward(grad_y: Tensor, x: Tensor, approximate: str) -> Tensor:
-    return aten.gelu_backward(grad_y, x, approximate=approximate)
-
-
-@_differentiable
-def silu_backward(grad_y: Tensor, x: Tensor) -> Tensor:
+def _silu_backward(grad_y: Tensor, x: Tensor) -> Tensor:
     s = torch.sigmoid(x)  # aten.silu_backward has no derivative
     return grad_y * s * (1 + x * (1 - s))
 
 
-@_differentiable
-def sigmoid_backward(grad_y: Tensor, y: Tensor) -> Tensor:
-    return aten.sigmoid_backward(grad_y, y)
+def _swiglu_backward(grad_y: Tensor, x: Tensor, gate: Tensor) -> dict[str, Tensor]:
+    return {"grad_x": grad_y * F.silu(gate), "grad_gate": _silu_backward(grad_y * x, gate)}
 
 
-@_differentiable
-def tanh_backward(grad_y: Tensor, y: Tensor) -> Tensor:
-    return aten.tanh_backward(grad_y, y)
-
-
-@_differentiable
-def softplus_backward(grad_y: Tensor, x: Tensor) -> Tensor:
-    return grad_y * torch.sigmoid(x)
-
-
-@_differentiable
-def exp_backward(grad_y: Tensor, y: Tensor) -> Tensor:
-    return grad_y * y
-
-
-@_differentiable
-def log_backward(grad_y: Tensor, x: Tensor) -> Tensor:
-    return grad_y / x
-
-
-@_differentiable
-def square_backward(grad_y: Tensor, x: Tensor) -> Tensor:
-    return 2 * grad_y * x
-
-
-@_differentiable
-def swiglu_backward(grad_y: Tensor, x: Tensor, gate: Tensor) -> dict[str, Tensor]:
-    return {"grad_x": grad_y * F.silu(gate), "grad_gate": silu_backward(grad_y * x, gate)}
-
-
-@_differentiable
-def swiglu_packed_backward(grad_y: Tensor, x: Tensor) -> Tensor:
+def _swiglu_packed_backward(grad_y: Tensor, x: Tensor) -> Tensor:
     gate, value = x.chunk(2, -1)
-    return torch.cat((silu_backward(grad_y * value, gate), grad_y * F.silu(gate)), -1)
+    return torch.cat((_silu_backward(grad_y * value, gate), grad_y * F.silu(gate)), -1)
 
 
-# ---------------------------------------------------------------------------- row-wise ops
-
-
-@_differentiable
-def softmax_backward(grad_y: Tensor, y: Tensor, dim: int) -> Tensor:
-    return y * (grad_y - (grad_y * y).sum(dim, keepdim=True))
-
-
-@_differentiable
-def layer_norm_backward(
+def _layer_norm_backward(
     grad_y: Tensor, x: Tensor, weight: Any, bias: Any, grad_sum: Any, axis: int, eps: float
 ) -> dict[str, Tensor]:
     def norm(x: Tensor, weight: Tensor | float) -> Tensor:
@@ -110,8 +50,7 @@ def layer_norm_backward(
     return _norm_backward(norm, grad_y, x, weight, bias, grad_sum)
 
 
-@_differentiable
-def rms_norm_backward(
+def _rms_norm_backward(
     grad_y: Tensor, x: Tensor, weight: Any, bias: Any, grad_sum: Any, axis: int, eps: float, offset: int
 ) -> dict[str, Tensor]:
     def norm(x: Tensor, weight: Tensor | float) -> Tensor:
@@ -138,3 +77,21 @@ def _norm_backward(
     _, pull = torch.func.vjp(forward, present)  # type: ignore[misc]
     (gradients,) = pull(grad_y)
     return gradients if grad_sum is None else gradients | {"grad_x": gradients["grad_x"] + grad_sum}
+
+
+SECOND_DERIVATIVES |= {
+    "relu_backward": lambda grad_y, y: aten.threshold_backward(grad_y, y, 0),
+    "gelu_backward": lambda grad_y, x, approximate: aten.gelu_backward(grad_y, x, approximate=approximate),
+    "silu_backward": _silu_backward,
+    "sigmoid_backward": lambda grad_y, y: aten.sigmoid_backward(grad_y, y),
+    "tanh_backward": lambda grad_y, y: aten.tanh_backward(grad_y, y),
+    "softplus_backward": lambda grad_y, x: grad_y * torch.sigmoid(x),
+    "exp_backward": lambda grad_y, y: grad_y * y,
+    "log_backward": lambda grad_y, x: grad_y / x,
+    "square_backward": lambda grad_y, x: 2 * grad_y * x,
+    "swiglu_backward": _swiglu_backward,
+    "swiglu_packed_backward": _swiglu_packed_backward,
+    "softmax_backward": lambda grad_y, y, dim: y * (grad_y - (grad_y * y).sum(dim, keepdim=True)),
+    "layer_norm_backward": _layer_norm_backward,
+    "rms_norm_backward": _rms_norm_backward,
+}
