@@ -4,7 +4,7 @@ import ctypes
 import functools
 import re
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
@@ -151,7 +151,7 @@ def vmap_kernel(record: OpSpec, op: Rule) -> Rule:
     """
     complete = completion_of(signature_of(record))
     batched_key = torch._C.DispatchKeySet(torch._C.DispatchKey.FuncTorchBatched)
-    plans: dict[Any, Rule] = {}
+    plans: Rule = lru_cache(_MOST_KEPT)(lambda form: [])
     problem = "takes a list of tensors and does not work under vmap" if record.has_repeated_input else ""
     if record.sizes:
         problem = (
@@ -175,12 +175,12 @@ def vmap_kernel(record: OpSpec, op: Rule) -> Rule:
             values.append(each)
         with torch._C._ExcludeDispatchKeyGuard(batched_key):
             try:
-                plan = plans.get(form := tuple(key))
+                plan = plans(tuple(key))
             except TypeError:  # sizes that are symbols have no hash
-                plan = _plan(record, op, values, key[1::2])
-            else:
-                plan = plan or _keep(plans, form, _plan(record, op, values, key[1::2]))
-            outputs = plan(values)
+                plan = []
+            if not plan:
+                plan.append(_plan(record, op, values, key[1::2]))
+            outputs = plan[0](values)
         if isinstance(outputs, torch.Tensor):
             return functorch._add_batch_dim(outputs, 0, level)
         results = tuple([functorch._add_batch_dim(output, 0, level) for output in outputs])
@@ -196,13 +196,6 @@ def _form(value: Any) -> Any:
     return tuple(map(_form, value)) if isinstance(value, list) else value
 
 
-def _keep(table: dict[Any, Any], key: Any, value: Any) -> Any:
-    if len(table) >= _MOST_KEPT:
-        table.clear()
-    table[key] = value
-    return value
-
-
 def _plan(record: OpSpec, op: Rule, values: Sequence[Any], dims: Sequence[int | None]) -> Rule:
     """Returns what computes a mapped call from its values: outputs with the batch in front."""
     arguments = dict(zip(record.parameters, values, strict=True))
@@ -211,18 +204,13 @@ def _plan(record: OpSpec, op: Rule, values: Sequence[Any], dims: Sequence[int | 
         return lambda values: op(*values)
     size: Any = next(arguments[name].shape[dim] for name, dim in mapped.items())
     tensors = _tensor_names(record, arguments)
-    # What puts the batch in front of a tensor. Where it is there already, there is nothing to do.
-    steps: dict[str, Rule] = {name: partial(_to_front, dim) for name, dim in mapped.items() if dim}
-    steps |= {name: lambda value: value.expand(size, *value.shape) for name in tensors if name not in mapped}
+    rank = max(arguments[name].dim() - (name in mapped) for name in tensors) if record.broadcasts else 0
+    # What puts the batch in front of a tensor.
+    steps: dict[str, Rule] = {name: partial(_to_front, dim, rank) for name, dim in mapped.items()}
+    for name in {*tensors} - mapped.keys() if not record.broadcasts else ():
+        steps[name] = lambda value: value.expand(size, *value.shape)
     call = op
-    if record.broadcasts:
-        rank = max(arguments[name].dim() - (name in mapped) for name in tensors)
-        steps = {
-            name: partial(_to_front, dim, rank=rank)
-            for name, dim in mapped.items()
-            if dim or arguments[name].dim() <= rank
-        }
-    elif record.is_elementwise:
+    if record.is_elementwise:
         pass
     elif (rows := _rows_of_batch(record, arguments, mapped, steps)) is not None:
         steps = rows
@@ -251,10 +239,11 @@ def _plan(record: OpSpec, op: Rule, values: Sequence[Any], dims: Sequence[int | 
     return run
 
 
-def _to_front(dim: int, batch: torch.Tensor, rank: int = 0) -> torch.Tensor:
+def _to_front(dim: int, rank: int, batch: torch.Tensor) -> torch.Tensor:
     """Moves a mapped dimension to the front, and gives each example at least `rank` dimensions."""
-    batch = batch.movedim(dim, 0)
-    return batch.reshape(batch.shape[:1] + (1,) * (rank + 1 - batch.dim()) + batch.shape[1:])
+    batch = batch.movedim(dim, 0) if dim else batch
+    added = (1,) * (rank + 1 - batch.dim())
+    return batch.reshape(batch.shape[:1] + added + batch.shape[1:]) if added else batch
 
 
 def _call_each(op: Rule, *batch: Any) -> list[torch.Tensor]:
@@ -333,7 +322,7 @@ def _entries_of_batch(
         count = examples[heads[0]][0]
         # Angles, a bias or rows of which each example has one are for all of its entries.
         folds: dict[str, Rule] = {
-            name: partial(_fold, steps.get(name), count)
+            name: partial(_fold, steps[name], count)
             for name in heads
             if name in mapped or known(count == 1) or not known(shapes[name][0] == 1)
         }
@@ -345,9 +334,9 @@ def _entries_of_batch(
     return (folds, count) if alike else None
 
 
-def _fold(step: Rule | None, count: Any, value: torch.Tensor) -> torch.Tensor:
+def _fold(step: Rule, count: Any, value: torch.Tensor) -> torch.Tensor:
     """Makes the batch and an example's first dimension one. Where that is 1, it is for all entries."""
-    batch = step(value) if step else value
+    batch = step(value)
     if known(batch.shape[1] == 1):
         batch = batch.expand(-1, count, *batch.shape[2:])
     return batch.flatten(0, 1)
@@ -413,13 +402,13 @@ def cpu_rule(record: OpSpec) -> Rule:
     complete = completion_of(signature_of(record))
     make_outputs = fake_rule(record, lambda *_: dict.fromkeys(record.size_bounds, 0))
     count, names = len(record.inputs), [entry.name for entry in record.attributes]
-    made: dict[Any, list[Any]] = {}  # the forms of outputs by those of arguments that fit
+    made: Rule = lru_cache(_MOST_KEPT)(lambda form: [])  # the forms of outputs by those of arguments that fit
 
     def rule(*args: Any, **kwargs: Any) -> Any:
         values = complete(args, kwargs)
-        form = tuple(map(_form, values))
-        like = made.get(form) or _keep(made, form, [_form(y) for y in as_tuple(make_outputs(*values))])
-        outputs = [torch.empty_strided(*sizes, dtype=dtype) for *sizes, dtype, _ in like]
+        if not (like := made(tuple(map(_form, values)))):
+            like.append([_form(y) for y in as_tuple(make_outputs(*values))])
+        outputs = [torch.empty_strided(*sizes, dtype=dtype) for *sizes, dtype, _ in like[0]]
         if cpu_function(record) is None:
             raise RecordError(
                 f"{record.qualified_name}: the tensors are on the CPU, and the op has no CPU kernel. Move "
