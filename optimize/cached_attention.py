@@ -17,7 +17,7 @@ from twinop.op_spec import DOMAIN
 
 from . import graph as g
 from . import quantised
-from .merge_linear import is_plain, merge
+from .merge_linear import merge, products_of_one
 
 SHARED_CACHES = "past and present share memory"
 """In the `meta` of a graph: its caches have rows for the whole context."""
@@ -27,6 +27,7 @@ _NAMES = (
     "query", "key", "value", "past_key", "past_value", "position", "total", "cos", "sin", "position_ids",
     "attention_bias", "sinks", "k_scale", "v_scale", "q_norm", "k_norm",
 )  # fmt: skip
+_NORM = "CustomRmsNorm"
 _Tables = dict[tuple[ir.Value | None, ...], ir.Value]
 """What was made of values for one attention, for the next one."""
 
@@ -41,7 +42,7 @@ def rewrite(context: g.RewriteContext) -> None:
 
 
 def _replace(context: g.RewriteContext, node: ir.Node, tables: _Tables) -> None:
-    given = {name: value for name, value in zip(_NAMES, node.inputs, strict=False) if value is not None}
+    given = _given(node)
     heads, kv_heads = (g.attribute(node, name, 0) for name in ("num_heads", "kv_num_heads"))
     size = g.last_dim(given.get("past_key"))
     if not context.graph.meta.get(SHARED_CACHES):
@@ -52,7 +53,13 @@ def _replace(context: g.RewriteContext, node: ir.Node, tables: _Tables) -> None:
         raise g.UnsupportedPattern(f"its attribute {other[0]}")
     if size not in HEAD_SIZES or "past_value" not in given or len(node.outputs) > 3:
         raise g.UnsupportedPattern(f"heads of {size} with {len(node.outputs)} outputs")
-    qkv, norms, eps = _packed(context, node, given, [heads * size, kv_heads * size, kv_heads * size])
+    if any(name in given and not g.is_constant(given[name]) for name in ("q_norm", "k_norm")):
+        raise g.UnsupportedPattern("norms whose weights the model computes")
+    if join_norms(node):
+        given = _given(node)
+    qkv = _packed(context, node, given, [heads * size, kv_heads * size, kv_heads * size])
+    weights = [array for name in ("q_norm", "k_norm") if (array := g.constant(given.get(name))) is not None]
+    norms = g.initializer(context.graph, np.stack(weights), "norms") if weights else None
     position = given["position"]
     if g.rank(position) != 1:
         position = tables.get((position,)) or g.reshape(node, position, [-1])
@@ -67,7 +74,7 @@ def _replace(context: g.RewriteContext, node: ir.Node, tables: _Tables) -> None:
         "window": max(g.attribute(node, "local_window_size", -1), 0),
         "softcap": g.attribute(node, "softcap", 0.0),
         "interleaved": g.attribute(node, "rotary_interleaved", 0),
-        "eps": eps,
+        "eps": g.attribute(node, "qk_norm_epsilon", 1e-6),
     }
     inputs = [qkv, *past, position, given["total"], cos_sin, norms, sinks]
     while inputs[-1] is None:
@@ -85,61 +92,56 @@ def _replace(context: g.RewriteContext, node: ir.Node, tables: _Tables) -> None:
     context.made["attention over a cache"] += 1
 
 
+def _given(node: ir.Node) -> dict[str, ir.Value]:
+    return {name: value for name, value in zip(_NAMES, node.inputs, strict=False) if value is not None}
+
+
 def _packed(
     context: g.RewriteContext, node: ir.Node, given: dict[str, ir.Value], widths: list[int]
-) -> tuple[ir.Value, ir.Value | None, float]:
-    """Returns q, k and v as one tensor, and the weights [2, D] and the epsilon of the norms of q and k."""
+) -> ir.Value:
+    """Returns q, k and v as one tensor."""
     if "key" not in given:
-        return given["query"], *_joined_norms(context, [given.get("q_norm"), given.get("k_norm")], node)
+        return given["query"]
     values = [given[name] for name in ("query", "key", "value")]
-    weights, eps = [given.get("q_norm"), given.get("k_norm")], g.attribute(node, "qk_norm_epsilon", 1e-6)
-    normed = [found for value in values[:2] if (found := _normed(context, value)) is not None]
-    if weights == [None, None] and len(normed) == 2 and normed[0][2] == normed[1][2]:
-        values[:2], weights, eps = [each[0] for each in normed], [each[1] for each in normed], normed[0][2]
-    norms, _ = _joined_norms(context, weights, node)
     parts = [g.part_of(value, -1) for value in values]
     ends = np.cumsum([0, *widths]).tolist()
     if parts[0] is not None and g.last_dim(parts[0][0]) == ends[-1]:
         whole = parts[0][0]
         if parts == [(whole, start, stop) for start, stop in pairwise(ends)]:
-            return whole, norms, eps
-    products = [g.producer(value, context.records["linear"].onnx_name, domain=DOMAIN) for value in values]
-    plain = [each for each in products if each is not None and is_plain(each)]
-    alike = {(each.inputs[0], len(each.inputs)) for each in plain}
-    if len(plain) == 3 and len(alike) == 1 and all(g.only_user(each.outputs[0]) for each in plain):
-        return merge(context, plain), norms, eps
-    if (merged := quantised.merge(context, node, values)) is not None:
-        return merged, norms, eps
+            return whole
+    if products := products_of_one(context, values):
+        return merge(context, products)
     shape = [*(g.dims(values[0]) or [None])[:-1], ends[-1]]
-    return g.add(node, "Concat", values, {"axis": -1}, shape=shape), norms, eps
+    merged = quantised.merge(context, node, values)
+    return merged or g.add(node, "Concat", values, {"axis": -1}, shape=shape)
 
 
-def _joined_norms(
-    context: g.RewriteContext, weights: list[ir.Value | None], node: ir.Node
-) -> tuple[ir.Value | None, float]:
-    eps = g.attribute(node, "qk_norm_epsilon", 1e-6)
-    if weights == [None, None]:
-        return None, eps
-    arrays = [g.constant(each) for each in weights]
-    if arrays[0] is None or arrays[1] is None:
-        raise g.UnsupportedPattern("norms whose weights the model computes")
-    return g.initializer(context.graph, np.stack([arrays[0], arrays[1]]), "norms"), eps
+def join_norms(node: ir.Node) -> bool:
+    """Gives attention the norms of q and k that are nodes of their own; returns whether there are such."""
+    found = [norm for value in node.inputs[:2] if (norm := _norm_of(value)) is not None]
+    eps = [g.attribute(norm, "eps", 1e-6) for norm in found]
+    if len(found) < 2 or eps[0] != eps[1]:
+        return False
+    first = _NAMES.index("q_norm")
+    node.resize_inputs(first + 2)
+    node.attributes["qk_norm_epsilon"] = ir.AttrFloat32("qk_norm_epsilon", eps[0])
+    for index, norm in enumerate(found):
+        last, (apart, weight) = node.inputs[index], norm.inputs
+        node.replace_input_with(first + index, weight)
+        node.replace_input_with(index, apart.producer().inputs[0])  # type: ignore[union-attr]
+        g.prune(last.producer())  # type: ignore[union-attr]
+    return True
 
 
-def _normed(context: g.RewriteContext, value: ir.Value) -> tuple[ir.Value, ir.Value, float] | None:
-    """Returns what a norm of the heads of a value [B, S, H * D] norms, its weight and epsilon."""
+def _norm_of(value: ir.Value | None) -> ir.Node | None:
+    """Returns the norm of the heads of a value [B, S, H * D], if it has one."""
     after = g.producer(value, "Reshape")
-    norm = g.producer(
-        after.inputs[0] if after else None, context.records["rms_norm"].onnx_name, domain=DOMAIN
-    )
-    before = g.producer(norm.inputs[0], "Reshape") if norm is not None else None
-    if norm is None or before is None or len(norm.inputs) != 2 or g.attribute(norm, "offset", 0.0) != 0:
+    norm = g.producer(after.inputs[0], _NORM, domain=DOMAIN) if after is not None else None
+    before = g.producer(norm.inputs[0], "Reshape") if norm is not None and len(norm.inputs) == 2 else None
+    if norm is None or before is None or g.attribute(norm, "offset", 0.0) != 0:
         return None
-    x, weight = before.inputs[0], norm.inputs[1]
-    is_whole = g.last_dim(x) == g.last_dim(value) and g.attribute(norm, "axis", -1) == -1
-    if x is None or weight is None or not is_whole:
-        return None
-    return x, weight, g.attribute(norm, "eps", 1e-6)
+    is_whole = g.last_dim(before.inputs[0]) == g.last_dim(value) and g.attribute(norm, "axis", -1) == -1
+    return norm if is_whole and g.is_constant(norm.inputs[1]) else None
 
 
 def _table(node: ir.Node, given: dict[str, ir.Value], tables: _Tables) -> ir.Value:

@@ -1,11 +1,9 @@
 """Reads decoders with a KV cache, as onnxruntime-genai's builder writes them: GroupQueryAttention.
 
 `runs` returns sizes of inputs that fit each other. `split_query_norms` writes norms of q and k as nodes of
-their own, which the CPU needs, and `join_query_norms` undoes it for CUDA. `set_full_precision` lets quantised
-products compute in floats for the comparison.
+their own, which the CPU needs; `cached_attention.join_norms` undoes it for CUDA. `set_full_precision` lets
+quantised products compute in floats for the comparison.
 """
-
-from collections.abc import Iterator
 
 import onnx_ir as ir
 
@@ -18,7 +16,6 @@ from .unfuse_ort import rms_norm
 ATTENTION = "GroupQueryAttention"
 WIDE_NORMS = "norms in fp32"
 """In the `meta` of graphs of 16 bits that add and norm in fp32."""
-_NORM = "CustomRmsNorm"
 _ACCURACY = "accuracy_level"
 _BATCH, _PAST, _PROMPT = 3, 9, 7
 _Q_NORM = 14  # the input; that of k follows
@@ -125,38 +122,3 @@ def split_query_norms(model: ir.Model) -> int:
 def _has_norms(node: ir.Node) -> bool:
     pair = node.inputs[_Q_NORM : _Q_NORM + 2]
     return node.inputs[1] is not None and len(pair) == 2 and all(each is not None for each in pair)
-
-
-def join_query_norms(model: ir.Model) -> int:
-    """Gives attention the norms of q and k that are nodes of their own: one launch in the place of three.
-
-    Returns:
-        The number of attentions that got them.
-    """
-    count = 0
-    for node in [node for node in model.graph if node.op_type == ATTENTION]:
-        found = [*norm_of(node.inputs[0]), *norm_of(node.inputs[1])]
-        if len(found) != 2 or len({g.attribute(each, "eps", 1e-6) for each in found}) != 1:
-            continue
-        node.resize_inputs(_Q_NORM + 2)
-        node.attributes["qk_norm_epsilon"] = ir.AttrFloat32(
-            "qk_norm_epsilon", g.attribute(found[0], "eps", 1e-6)
-        )
-        for index, each in enumerate(found):
-            node.replace_input_with(_Q_NORM + index, each.inputs[1])
-            reshape = each.inputs[0].producer() if each.inputs[0] is not None else None
-            assert reshape is not None
-            last = node.inputs[index]
-            node.replace_input_with(index, reshape.inputs[0])
-            g.prune(last.producer() if last is not None else None)
-        count += 1
-    return count
-
-
-def norm_of(value: ir.Value | None) -> Iterator[ir.Node]:
-    """Yields the norm of the heads of a value [B, S, H*D], if it has one."""
-    reshape = g.producer(value, "Reshape")
-    node = g.producer(reshape.inputs[0], _NORM, domain=g.DOMAIN) if reshape is not None else None
-    is_alone = node is not None and g.only_user(node.outputs[0]) is reshape and len(node.inputs) == 2
-    if node is not None and is_alone and g.producer(node.inputs[0], "Reshape") is not None:
-        yield node

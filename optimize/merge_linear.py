@@ -8,9 +8,12 @@ Writes: one CustomLinear with the concatenated weights, and a Split, which costs
 
 import math
 from collections import defaultdict
+from collections.abc import Sequence
 
 import numpy as np
 import onnx_ir as ir
+
+from twinop.op_spec import DOMAIN
 
 from . import graph as g
 from .linear import LAYOUT
@@ -40,6 +43,15 @@ def is_plain(node: ir.Node) -> bool:
         and len(constants) <= 2
         and all(g.is_constant(each) for each in constants)
     )
+
+
+def products_of_one(context: g.RewriteContext, values: Sequence[ir.Value | None]) -> list[ir.Node]:
+    """Returns the products that compute values from one tensor, if nothing else reads these; else none."""
+    name = context.records["linear"].onnx_name
+    found = [g.producer(value, name, domain=DOMAIN) for value in values]
+    plain = [each for each in found if each is not None and is_plain(each) and g.only_user(each.outputs[0])]
+    alike = {(each.inputs[0], len(each.inputs)) for each in plain}
+    return plain if len({*plain}) == len(values) and len(alike) == 1 else []
 
 
 def merge(context: g.RewriteContext, nodes: list[ir.Node]) -> ir.Value:

@@ -9,11 +9,9 @@ sets in each run. More tokens are left to cuDNN.
 
 import onnx_ir as ir
 
-from twinop.op_spec import DOMAIN
-
 from . import graph as g
 from .attention import padding_bias
-from .merge_linear import is_plain, merge
+from .merge_linear import merge, products_of_one
 from .scores import LOWEST
 
 _HEAD_SIZES = (32, 64, 128)
@@ -29,10 +27,12 @@ def rewrite(context: g.RewriteContext) -> None:
     biases: dict[ir.Value, ir.Value] = {}  # by the lengths that they stand for
     for node in context.nodes("MultiHeadAttention", domain=g.MICROSOFT):
         sizes, qkv = _sizes(node), _thirds_of(node)
-        products = _products(context, node) if qkv is None else []
-        if sizes is None or (qkv is None and not products):
+        if sizes is None:
             continue
         batch, tokens, width = sizes
+        products = products_of_one(context, node.inputs[:3])
+        if qkv is None and {g.last_dim(each.outputs[0]) for each in products} != {width}:
+            continue
         given = {index: value for index, value in enumerate(node.inputs) if value is not None}
         bias = given.pop(5, None)
         lengths = given.pop(4, None)
@@ -84,16 +84,6 @@ def _thirds_of(node: ir.Node) -> ir.Value | None:
         return None
     qkv = parts[0][0]
     return qkv if parts == [(qkv, start, start + width) for start in (0, width, 2 * width)] else None
-
-
-def _products(context: g.RewriteContext, node: ir.Node) -> list[ir.Node]:
-    """Returns the products that compute q, k and v from one tensor, if nothing else reads these."""
-    name = context.records["linear"].onnx_name
-    found = [g.producer(each, name, domain=DOMAIN) for each in node.inputs[:3]]
-    products = [each for each in found if each is not None and g.only_user(each.outputs[0]) is node]
-    alike = {(each.inputs[0], len(each.inputs), g.last_dim(each.outputs[0])) for each in products}
-    is_one = len(alike) == 1 and len({*products}) == 3 and all(is_plain(each) for each in products)
-    return products if is_one else []
 
 
 def _smallest(bias: ir.Value, whole: list[g.Dim]) -> ir.Value | None:

@@ -30,7 +30,7 @@ from twinop.library import Library
 from twinop.op_spec import OpSpec
 from twinop.quiet import quiet
 
-from . import decoders, equivalence, inputs, masks, precision, quantised
+from . import cached_attention, decoders, equivalence, inputs, masks, precision, quantised
 from . import graph as g
 from .inputs import Sizes, draws_random, hides_left, read_npz
 from .load import load
@@ -346,7 +346,8 @@ class RewriteCheck:
     def _undo_changes(self, model: ir.Model) -> int:
         """Gives nodes the form back that the device has and the comparison cannot use; returns how many."""
         is_wanted = self.is_changed and self.report.device == "cuda"
-        return decoders.restore_precision(model) + (decoders.join_query_norms(model) if is_wanted else 0)
+        nodes = [node for node in model.graph if is_wanted and node.op_type == decoders.ATTENTION]
+        return decoders.restore_precision(model) + sum(map(cached_attention.join_norms, nodes))
 
     def _compare_16_bits(self, path: Path, dtype: ir.DataType) -> None:
         """Compares the model in 16 bits, and the original converted to 16 bits, with the original in fp32."""
