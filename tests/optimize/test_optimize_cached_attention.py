@@ -149,3 +149,18 @@ def test_what_is_left_alone_is_named(change: dict[str, Any], reason: str) -> Non
     rewrite(context)
     assert types(model)["GroupQueryAttention"] == 2
     assert context.left == {f"GroupQueryAttention: {reason}": 2}
+
+
+@pytest.mark.parametrize("of_q", [{}, {"eps": 1e-4}, {"offset": 1.0}, {"axis": -2}], ids=str)
+def test_norms_that_attention_cannot_compute_stay(of_q: dict[str, Any]) -> None:
+    proto = decoder(packed=False, norms=True)
+    for node in proto.graph.node:
+        if node.op_type == "SimplifiedLayerNormalization":
+            given = {"eps": 1e-6} | (of_q if node.output[0].startswith("q") else {})
+            new = helper.make_node("CustomRmsNorm", node.input, node.output, domain="custom_domain", **given)
+            node.CopyFrom(new)
+    model = ir.from_proto(proto)
+    model.graph.meta[SHARED_CACHES] = True
+    rewrite(RewriteContext(model, "cuda", RECORDS))
+    assert types(model)["CustomAttentionCached"] == 2
+    assert types(model).get("CustomRmsNorm", 0) == (4 if of_q else 0)

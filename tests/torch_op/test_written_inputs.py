@@ -327,6 +327,7 @@ def test_a_session_refuses_one_memory_that_another_node_reads() -> None:
     opened = deploy.session(put_model(others=(late,), late=FLOAT), CPU, LIBRARY)
     with pytest.raises(FeedError, match="or another node reads cache as well. Give the output memory"):
         opened.run(feeds, {"cache_out": cache})
+    assert not deploy.session(put_model(cache=FLOAT), CPU, LIBRARY).shareable  # it is an output, too
     found = opened.run(feeds, {"cache_out": torch.empty(6, 3), "late": torch.empty(6, 3)})
     assert torch.equal(found["late"], -cache) and torch.equal(found["cache_out"], wanted)
 
