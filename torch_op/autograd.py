@@ -135,8 +135,8 @@ def make_function(
         ):
             if torch._C._are_functorch_transforms_active():
                 raise RecordError(
-                    "torch.func transforms do not see through torch.ops."
-                    f"{record.namespace}.{record.functional_name}: call {_function_path(record)} instead"
+                    f"torch.func transforms do not see through {record.torch_path}: call "
+                    f"{_function_path(record)} instead"
                 )
             return OpFunction.apply(*flatten(arguments))
         with torch._C._AutoDispatchBelowAutograd():

@@ -62,7 +62,7 @@ def register_mutating(
     names = list(record.written.values())
     places = [list(signature.parameters).index(name) for name in names]
     returned = len(record.outputs) - len(names)
-    instead = f"Call {record.functional_name}, which returns {', '.join(record.written)}"
+    instead = f"Call {record.torch_path}, which returns {', '.join(record.written)}"
 
     def declared(outputs: tuple[Any, ...]) -> Any:
         """Returns what the schema returns of the outputs."""

@@ -163,6 +163,11 @@ class OpSpec:
         return f"{self.namespace}::{self.functional_name}"
 
     @property
+    def torch_path(self) -> str:
+        """That op in Python."""
+        return f"torch.ops.{self.namespace}.{self.functional_name}"
+
+    @property
     def node_type(self) -> tuple[str, str]:
         """The domain and type of the op's nodes in ONNX models."""
         return self.domain, self.onnx_name

@@ -9,7 +9,7 @@ import onnx
 import onnx_ir as ir
 import pytest
 from onnx import TensorProto, helper, numpy_helper
-from optimizing import nodes, optimized, types
+from optimizing import nodes, optimized, parsed, types
 from samples import RECORDS
 
 from twinop import deploy
@@ -164,3 +164,22 @@ def test_norms_that_attention_cannot_compute_stay(of_q: dict[str, Any]) -> None:
     rewrite(RewriteContext(model, "cuda", RECORDS))
     assert types(model)["CustomAttentionCached"] == 2
     assert types(model).get("CustomRmsNorm", 0) == (4 if of_q else 0)
+
+
+@pytest.mark.parametrize("more", [0, 64])
+def test_parts_of_a_wider_tensor_are_joined(more: int) -> None:
+    sizes = [HEADS * 64, KV_HEADS * 64, KV_HEADS * 64, more][: 4 if more else 3]
+    caches = "".join(f", float16[2, {KV_HEADS}, {ROWS}, 64] past_{c}" for c in "kv")
+    heads = f"num_heads = {HEADS}, kv_num_heads = {KV_HEADS}"
+    proto = parsed(
+        f"(float16[2, 1, {sum(sizes)}] x{caches}, int32[2] last, int32 total) => (float16[2, 1, W] y) {{"
+        f"{', '.join('qkvr'[: len(sizes)])} = Split <axis = -1> (x, sizes)"
+        f"y, k2, v2 = com.microsoft.GroupQueryAttention <{heads}> (q, k, v, past_k, past_v, last, total) }}",
+        sizes=np.array(sizes),
+    )
+    model = ir.from_proto(onnx.shape_inference.infer_shapes(proto))
+    model.graph.meta[SHARED_CACHES] = True
+    rewrite(RewriteContext(model, "cuda", RECORDS))
+    (node,) = nodes(model, "CustomAttentionCached")
+    assert (node.inputs[0] is model.graph.inputs[0]) == (more == 0)
+    assert types(model).get("Concat", 0) == (1 if more else 0)

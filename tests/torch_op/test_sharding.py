@@ -130,7 +130,10 @@ def _rank(rank: int, file: str) -> None:
         for context in (torch.enable_grad(), torch.inference_mode()):
             with (
                 context,
-                pytest.raises(RuntimeError, match="bump writes, and takes no DTensors. Call bump_functional"),
+                pytest.raises(
+                    RuntimeError,
+                    match="bump writes, and takes no DTensors. Call torch.ops.test_written.bump_functional",
+                ),
             ):
                 ops.bump(cache, cache + 1)
         assert not cache.full_tensor().any()

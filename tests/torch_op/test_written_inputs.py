@@ -16,7 +16,7 @@ from torch._inductor.utils import run_and_get_code
 from torch.library import opcheck
 
 from twinop import deploy, export, torch_op
-from twinop.deploy import FeedError, RunError
+from twinop.deploy import FeedError, RunError, node_parity
 from twinop.errors import ExportError, RecordError, RecordSyntaxError
 from twinop.library import find_library
 from twinop.schema_text import record_of
@@ -83,7 +83,7 @@ def test_views() -> None:
         (lambda c: raw.exchange(c, c), "a is written, and shares its memory with b; pass a copy"),
         (
             lambda c: raw.put(c.requires_grad_(), ROWS, POSITION),
-            "requires grad. Call put_functional, which ret",
+            "requires grad. Call torch.ops.test_written.put_functional, which ret",
         ),
         (lambda c: raw.put(c, ROWS.clone().requires_grad_(), POSITION), "has no derivative"),
         (lambda c: torch.vmap(lambda r: raw.put(c, r, POSITION))(ROWS[None]), "does not work under vmap"),
@@ -330,6 +330,14 @@ def test_a_session_refuses_one_memory_that_another_node_reads() -> None:
     assert not deploy.session(put_model(cache=FLOAT), CPU, LIBRARY).shareable  # it is an output, too
     found = opened.run(feeds, {"cache_out": torch.empty(6, 3), "late": torch.empty(6, 3)})
     assert torch.equal(found["late"], -cache) and torch.equal(found["cache_out"], wanted)
+
+
+def test_twinop_run_compares_a_node_with_the_twin() -> None:
+    cache = torch.randn(6, 3)
+    values = {"cache": cache, "rows": ROWS, "position": POSITION, "cache_out": expected(cache)}
+    records = {record.node_type: record for record in torch_op.records().values()}
+    found = node_parity.compare(node_parity.observed_model(put_model()), values, records)
+    assert [each.equal for each in found] == [True]
 
 
 def test_the_memory_of_outputs() -> None:
