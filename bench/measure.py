@@ -9,7 +9,7 @@ from torch._functorch import config as functorch_config
 from torch.profiler import ProfilerActivity, profile
 
 from . import runtime
-from .cases import LATENCY, Case, Sample
+from .cases import LATENCY, Case, Sample, as_tuple
 from .cells import AGAIN, COPY, IN_ORT, IN_TORCH
 from .measurements import reason_of
 from .peers import Entry
@@ -90,7 +90,7 @@ class Machine:
                 if subject.bound:
                     replays[name] = self._ort_replay(sample, name)
                 else:
-                    replays[name] = captured(subject.run, self.timer.stream)
+                    replays[name] = captured(subject.run, self.timer.stream).run
             except Exception as failure:  # a peer that cannot be captured
                 missing[name] = reason_of(failure)
         if IN_TORCH in replays:
@@ -120,8 +120,8 @@ class Machine:
         return runtime.bind(session, sample.inputs, sample.bound, synchronize=False)
 
 
-def captured(run: Run, stream: torch.cuda.Stream, calls: int = CALLS) -> Run:
-    """Returns the replay of a CUDA graph of many calls.
+def captured(run: Run, stream: torch.cuda.Stream, calls: int = CALLS) -> Subject:
+    """Returns the replay of a CUDA graph of many calls, with the results of the last one, if there are any.
 
     It does not use torch.cuda.graph(), which collects garbage for each of hundreds of graphs.
     """
@@ -132,11 +132,11 @@ def captured(run: Run, stream: torch.cuda.Stream, calls: int = CALLS) -> Run:
     graph.capture_begin(capture_error_mode="thread_local")  # of the current stream, which is `stream`
     try:
         for _ in range(calls):
-            run()
+            result: Any = run()
     finally:
         graph.capture_end()
     graph.replay()
-    return graph.replay
+    return Subject(graph.replay, () if result is None else as_tuple(result))
 
 
 def device_work(run: Run) -> dict[str, int] | None:

@@ -20,6 +20,7 @@ from twinop import torch_op
 from twinop.bench import runtime
 from twinop.bench.cases import relative_error
 from twinop.bench.cells import IN_ORT, IN_TORCH
+from twinop.bench.measure import captured
 from twinop.bench.measurements import Device, Output, measuring
 from twinop.bench.providers import Subject, require, side_by_side
 from twinop.bench.timing import DeviceTimer
@@ -100,14 +101,12 @@ def in_ort(
 
 def in_torch(multiply: Callable[[Mapping[str, Tensor]], Tensor], weights: list[dict[str, Tensor]]) -> Subject:
     """Multiplies by each weight; on a GPU in a CUDA graph."""
-    if not weights[0]["dense"].is_cuda:
-        return Subject(lambda: [multiply(weight) for weight in weights][-1])
-    multiply(weights[0])
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        found = [multiply(weight) for weight in weights]
-    return Subject(graph.replay, tuple(found))
+
+    def run() -> list[Tensor]:
+        return [multiply(weight) for weight in weights]
+
+    is_cuda = weights[0]["dense"].is_cuda
+    return captured(run, torch.cuda.current_stream(), 1) if is_cuda else Subject(run)
 
 
 def measure(

@@ -117,9 +117,9 @@ def in_ort(session: Any, graph: int, feeds: Feeds, logits: Tensor, timer: Device
     return Subject(run(synchronize=timer is None or graph < 0), (logits,))
 
 
-def in_torch(decoder: TorchDecoder, feeds: Feeds, logits: Tensor, timer: DeviceTimer | None) -> Subject:
-    run = decoder.step(feeds, logits, compiles=timer is not None)
-    return Subject(run if timer is None else captured(run, timer.stream, 1), (logits,))
+def in_torch(decoder: TorchDecoder, feeds: Feeds, _: Tensor, timer: DeviceTimer | None) -> Subject:
+    run = decoder.step(feeds, compiles=timer is not None)
+    return Subject(run) if timer is None else captured(run, timer.stream, 1)
 
 
 def draw(model: Model, cell: Cell, dtype: torch.dtype, device: torch.device) -> tuple[Feeds, Tensor]:

@@ -31,6 +31,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from lab.model_zoo import ARCHITECTURES, RIGHT, ROWS, TINY, Architecture, Row, cast
 from twinop.bench import runtime
 from twinop.bench.cases import relative_error
+from twinop.bench.measure import captured
 from twinop.bench.measurements import Device, Measurements, Output, choose_device, chosen, read, reason_of
 from twinop.bench.providers import Subject, checked
 from twinop.bench.timing import host_times, timer_on
@@ -213,14 +214,11 @@ def in_torch(model: nn.Module, mode: str, inputs: tuple[Tensor, ...], graph: boo
     """Runs a model in torch; `mode` is torch.compile's, or "" for eager."""
     call = torch.compile(model, dynamic=False, mode=mode) if mode else model
     run = partial(call, *inputs)
+    if graph:
+        return captured(run, torch.cuda.current_stream(), 1)
     for _ in range(3):
         run()
-    if not graph:
-        return Subject(run)
-    recorded = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(recorded, stream=torch.cuda.current_stream()):
-        output = run()
-    return Subject(recorded.replay, (output,))
+    return Subject(run)
 
 
 def in_ort(path: Path, inputs: Mapping[str, Tensor], expected: Tensor, graph: bool) -> Subject:

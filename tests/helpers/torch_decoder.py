@@ -62,8 +62,8 @@ class TorchDecoder:
             found[part] = self.weights[f"model.layers.{place}.{part}" + (f"~{copy}" if copy > 1 else "")]
         return found
 
-    def step(self, feeds: Weights, logits: Tensor, compiles: bool = False) -> Callable[[], object]:
-        """Returns a step that writes the logits. One compiled layer serves all of them.
+    def step(self, feeds: Weights, compiles: bool = False) -> Callable[[], Tensor]:
+        """Returns a step, which returns the logits. One compiled layer serves all of them.
 
         Args:
             feeds: the inputs of the model. All keys of the caches count, with the new one, which is the last.
@@ -75,14 +75,14 @@ class TorchDecoder:
         head = self.weights["lm_head.MatMul.weight"]
         table = self.weights.get("model.embed_tokens.weight", head)
         norm = next(each for name, each in self.weights.items() if "final_norm" in name)
-        last = torch.tensor([feeds["attention_mask"].shape[1] - 1], device=logits.device)
+        last = torch.tensor([feeds["attention_mask"].shape[1] - 1], device=head.device)
 
-        def run() -> None:
+        def run() -> Tensor:
             x = table[feeds["input_ids"]]
             for i, weights in enumerate(self.layers):
                 x = one(
                     x, weights, feeds[f"past_key_values.{i}.key"], feeds[f"past_key_values.{i}.value"], last
                 )
-            logits.copy_(F.linear(F.rms_norm(x, x.shape[-1:], norm, 1e-6), head))
+            return F.linear(F.rms_norm(x, x.shape[-1:], norm, 1e-6), head)
 
         return run
