@@ -23,6 +23,7 @@ import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
+from functools import cache
 from importlib import metadata
 from pathlib import Path
 
@@ -99,6 +100,10 @@ sys.meta_path = [Finder if each is importlib.machinery.PathFinder else each for 
 """
 
 
+packages = cache(metadata.packages_distributions)
+requires = cache(metadata.requires)
+
+
 def needed(requirements: list[str]) -> set[str]:
     """The distributions that pip installs for requirements, of those that are here."""
     rest, seen = [Requirement(text) for text in requirements], set[tuple[str, frozenset[str]]]()
@@ -109,7 +114,7 @@ def needed(requirements: list[str]) -> set[str]:
             continue
         seen.add(key)
         with suppress(metadata.PackageNotFoundError):
-            for text in metadata.requires(one.name) or []:
+            for text in requires(one.name) or []:
                 of = Requirement(text)
                 if of.marker is None or any(of.marker.evaluate({"extra": e}) for e in {"", *one.extras}):
                     rest.append(of)
@@ -121,9 +126,7 @@ def absent_modules(files: list[str], others: list[str]) -> list[str]:
     asked = [line.partition("#")[0] for line in lines if re.match(r"\w", line)]
     there = needed([*asked, *others]) | {"twinop", "pip"}
     return sorted(
-        module
-        for module, of in metadata.packages_distributions().items()
-        if not there & {canonicalize_name(name) for name in of}
+        module for module, of in packages().items() if not there & {canonicalize_name(name) for name in of}
     )
 
 
