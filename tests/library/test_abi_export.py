@@ -1,8 +1,9 @@
 """Both exporters, with the ops of tests/ops/abi_ops.h: what no op of twinop's uses, in whole models.
 
-torch's namespaces belong to a process: each test runs in one of its own.
+torch's namespaces belong to a process: each exporter runs in one of its own.
 """
 
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
@@ -118,34 +119,31 @@ else:
     raise AssertionError("a body was made that casts an integer to float")
 exported(two, torch.tensor([1.5, 2.5, 3.5]).half(), big, bodies=False)
 """
+INTEGERS = """
+from twinop.export.body_in_torch import evaluate_body
+take = torch_op.records()["test.abi::take"]
+for values in (torch.tensor([2**60 + 1, 0, -5]), torch.tensor([1.5, 2.5, 3.5]).half()):
+    found = evaluate_body(take, (values, index, keep))
+    for value, expected in zip(found, abi.take(values, index, keep), strict=True):
+        assert value.dtype == expected.dtype and value.equal(expected)
+"""
+QUICK = {"dynamo": {"list": LIST}}
+QUICK["torchscript"] = {"constant": CONSTANT, "mixed": MIXED, "integers": INTEGERS} | QUICK["dynamo"]
 CASES = {"host": HOST, "constant": CONSTANT, "list": LIST, "eight": EIGHT, "dtypes": DTYPES, "mixed": MIXED}
+each_exporter = pytest.mark.parametrize("exporter", QUICK)
 
 
-QUICK = {("list", "dynamo"), *((case, "torchscript") for case in ("mixed", "list", "constant"))}
+def run(exporter: str, cases: Mapping[str, str], folder: Path) -> None:
+    code = BODIES + "".join(f"{text}print({name!r})\n" for name, text in cases.items())
+    assert in_torch(code, find_library("test_abi"), folder, Path(exporter)).split() == [*cases]
 
 
-@pytest.mark.parametrize(
-    ("case", "exporter"),
-    [
-        pytest.param(case, exporter, marks=() if (case, exporter) in QUICK else pytest.mark.slow)
-        for case in CASES
-        for exporter in ("dynamo", "torchscript")
-    ],
-)
-def test_export(case: str, exporter: str, tmp_path: Path) -> None:
-    code = BODIES + CASES[case] + "print('done')\n"
-    assert in_torch(code, find_library("test_abi"), tmp_path, Path(exporter)) == "done\n"
+@each_exporter
+def test_export(exporter: str, tmp_path: Path) -> None:
+    run(exporter, QUICK[exporter], tmp_path)
 
 
-def test_bodies_in_torch_leave_integers_alone() -> None:
-    code = (
-        "from twinop.export.body_in_torch import evaluate_body\n"
-        "take = torch_op.records()['test.abi::take']\n"
-        "big = torch.tensor([2**60 + 1, 0, -5])\n"
-        "for values in (big, torch.tensor([1.5, 2.5, 3.5]).half()):\n"
-        "    found = evaluate_body(take, (values, index, keep))\n"
-        "    for value, expected in zip(found, abi.take(values, index, keep), strict=True):\n"
-        "        assert value.dtype == expected.dtype and value.equal(expected)\n"
-        "print('done')\n"
-    )
-    assert in_torch(BODIES + code, find_library("test_abi"), Path(), Path("dynamo")) == "done\n"
+@pytest.mark.slow
+@each_exporter
+def test_export_of_all(exporter: str, tmp_path: Path) -> None:
+    run(exporter, CASES, tmp_path)
