@@ -3,7 +3,6 @@
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -28,22 +27,14 @@ class NotRunnable(Exception):
 
 
 def run(
-    model: Path | bytes,
-    library: Libraries | bool,
-    cases: Sequence[Mapping[str, Any]] = (),
-    until_one_runs: bool = False,
-    optimize: bool = True,
-    required: float = inf,
+    model: Path | bytes, library: Libraries | bool, cases: Sequence[Mapping[str, Any]] = (), **options: Any
 ) -> Answer:
     """Runs a model on the CPU provider in another process, so that a crash of ONNX Runtime is reported.
 
     Args:
-        library: as in `deploy.session`.
         cases: the inputs of each run, tensors or arrays. Inputs that the model does not have are ignored: an
             exporter removes those that it finds to be unused.
-        until_one_runs: end with the first case that runs; those that fail before it have no outputs.
-        optimize: whether ONNX Runtime may run its graph optimizations.
-        required: how many of the cases must run; others that fail have no outputs.
+        options: other fields of a `Request`.
 
     Raises:
         NotRunnable: an operator of the model has no kernel there, or ONNX Runtime crashes.
@@ -51,7 +42,7 @@ def run(
         TwinopError: the library is missing, damaged, or not the one that the model needs.
     """
     arrays = [{name: to_array(tensor) for name, tensor in case.items()} for case in cases]
-    request = Request(model, library, arrays, optimize, until_one_runs, required)
+    request = Request(model, library, arrays, **options)
     name = f"ONNX Runtime {ort.__version__}"
     try:
         try:

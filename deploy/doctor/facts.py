@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 from onnx import TensorProto, helper
 
 from twinop import child
-from twinop.building.toolchain import Compiler, Nvcc, find_compiler, find_nvcc
+from twinop.building.toolchain import Compiler, Gpu, Nvcc, find_compiler, find_gpus, find_nvcc
 from twinop.errors import ForeignLibraryError, TwinopError, TwinopWarning
 from twinop.find import Package, installed_packages, project_libraries
 from twinop.library import Library, library_folders, read_library
@@ -25,14 +25,6 @@ from ..custom_nodes import Model, load_model
 T = TypeVar("T")
 _SECONDS = 120  # for one question to another process
 _ELSEWHERE = {"AzureExecutionProvider"}  # runs models of another machine
-
-
-@dataclass(frozen=True)
-class Gpu:
-    """A GPU. `capability`: 90 for 9.0."""
-
-    name: str
-    capability: int
 
 
 @dataclass(frozen=True)
@@ -102,7 +94,7 @@ def collect(
     compiler, compiler_problem = _tried(find_compiler)
     nvcc, nvcc_problem = _tried(find_nvcc)
     newest_gcc, toolkit_problem = _tried(_newest_gcc, nvcc) if nvcc is not None else (None, "")
-    gpus, smi_problem = _gpus()
+    gpus, smi_problem = find_gpus()
     if loaded is not None:
         chosen, problem = _tried(_choose, loaded, library, allow_model_libraries)
         libraries, broken = chosen or (), (problem,) * bool(problem)
@@ -141,19 +133,6 @@ def _newest_gcc(nvcc: Nvcc) -> int | None:
     text = header.read_text(errors="replace") if header.is_file() else ""
     newest = re.search(r"gcc versions later than (\d+) are not supported", text)
     return int(newest[1]) if newest else None
-
-
-def _gpus() -> tuple[tuple[Gpu, ...], str]:
-    command = ["nvidia-smi", "--query-gpu=name,compute_cap", "--format=csv,noheader"]
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=_SECONDS, check=False)
-    except OSError:  # not installed
-        return (), ""
-    except subprocess.TimeoutExpired:
-        return (), f"no answer within {_SECONDS} s"
-    found = re.findall(r"^(.*), (\d+)\.(\d+)\s*$", done.stdout, re.MULTILINE)
-    problem = (done.stdout + done.stderr).strip() if done.returncode else ""
-    return tuple(Gpu(name, int(major + minor)) for name, major, minor in found), problem
 
 
 def _torch() -> Torch | None:

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal
 
 from twinop.installation import version_numbers
@@ -21,16 +22,7 @@ class Finding:
     cure: str = ""
 
 
-def ok(subject: str, cause: str) -> Finding:
-    return Finding("OK", subject, cause)
-
-
-def warning(subject: str, cause: str, cure: str) -> Finding:
-    return Finding("warning", subject, cause, cure)
-
-
-def error(subject: str, cause: str, cure: str) -> Finding:
-    return Finding("error", subject, cause, cure)
+ok, warning, error = partial(Finding, "OK"), partial(Finding, "warning"), partial(Finding, "error")
 
 
 def old_driver(facts: Environment, subject: str, needed: str, other: str) -> Iterator[Finding]:

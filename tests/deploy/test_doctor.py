@@ -8,10 +8,10 @@ import onnx
 import pytest
 from models import model, node, value
 
-from twinop.building.toolchain import Compiler, Nvcc
+from twinop.building.toolchain import Compiler, Gpu, Nvcc
 from twinop.deploy.custom_nodes import Model, load_model
 from twinop.deploy.doctor.checks import check
-from twinop.deploy.doctor.facts import Environment, Gpu, Runtime, Torch
+from twinop.deploy.doctor.facts import Environment, Runtime, Torch
 from twinop.find import Package
 from twinop.library import Library
 from twinop.op_spec import Attribute, Input, OpSpec

@@ -3,8 +3,6 @@
 import json
 import os
 import re
-import shutil
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -18,6 +16,7 @@ from ..library import get_cmake_dir
 from .cache import digest, write
 from .options import Options
 from .project import Project
+from .toolchain import find_gpus
 
 WITHOUT_GPU = 90  # the architecture to compile for, as in TwinopCuda.cmake
 
@@ -134,7 +133,7 @@ def _hash_before(path: Path, begin: int) -> str | None:
 def _architectures(wanted: str) -> tuple[list[int], bool]:
     """Returns compute capabilities, and whether newer GPUs are to be served by PTX."""
     if wanted == "native":
-        return _gpus() or [WITHOUT_GPU], False
+        return sorted({gpu.capability for gpu in find_gpus()[0]}) or [WITHOUT_GPU], False
     if wanted == "all":
         text = Path(get_cmake_dir(), "TwinopCuda.cmake").read_text()
         return [int(arch) for arch in re.findall(r"set\(TWINOP_ALL_ARCHS ([\d ]+)\)", text)[0].split()], True
@@ -143,12 +142,3 @@ def _architectures(wanted: str) -> tuple[list[int], bool]:
     if not found or None in found:
         raise BuildError(f"--archs {wanted}: expected native, all, or a list such as 80,90")
     return sorted({int(match[1]) for match in found if match}), True
-
-
-def _gpus() -> list[int]:
-    """Returns the architectures of this machine's GPUs."""
-    if shutil.which("nvidia-smi") is None:
-        return []
-    command = ["nvidia-smi", "--query-gpu=compute_cap", "--format=csv,noheader"]
-    said = subprocess.run(command, capture_output=True, text=True, check=False).stdout
-    return sorted({int(major + minor) for major, minor in re.findall(r"^(\d+)\.(\d+)", said, re.MULTILINE)})

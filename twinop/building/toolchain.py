@@ -18,6 +18,7 @@ from ..library import library_folders
 
 _OLDEST = {"GCC": 11, "Clang": 14}
 _LAUNCHERS = ("ccache", "sccache", "distcc")
+_SECONDS = 120  # for nvidia-smi, whose driver may be loaded first
 
 
 @dataclass(frozen=True)
@@ -32,6 +33,14 @@ class Compiler:
     command: tuple[str, ...]
     kind: str
     version: str
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """A GPU. `capability`: 90 for 9.0."""
+
+    name: str
+    capability: int
 
 
 @dataclass(frozen=True)
@@ -190,6 +199,20 @@ def _run(command: Sequence[str]) -> str:
             f"{command[0]} does not run: {error.strerror}. Set CXX or CUDACXX to a compiler"
         ) from error
     return done.stdout + done.stderr
+
+
+def find_gpus() -> tuple[tuple[Gpu, ...], str]:
+    """Returns the GPUs that nvidia-smi lists, and why it lists none; none where it is not installed."""
+    command = ["nvidia-smi", "--query-gpu=name,compute_cap", "--format=csv,noheader"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=_SECONDS, check=False)
+    except OSError:
+        return (), ""
+    except subprocess.TimeoutExpired:
+        return (), f"no answer within {_SECONDS} s"
+    found = re.findall(r"^(.*), (\d+)\.(\d+)\s*$", done.stdout, re.MULTILINE)
+    problem = (done.stdout + done.stderr).strip() if done.returncode else ""
+    return tuple(Gpu(name, int(major + minor)) for name, major, minor in found), problem
 
 
 def identity(programs: Sequence[str]) -> list[list[str | int]]:
