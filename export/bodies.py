@@ -118,10 +118,7 @@ def swiglu(op, x, gate):
 
 @body
 def swiglu_packed(op, x):
-    # ONNX Runtime's Split refuses a dimension of size 0.
-    middle = op.Div(op.Shape(x, start=-1), 2)
-    gate = op.Slice(x, [0], middle, [-1])
-    return swiglu(op, op.Slice(x, middle, op.Shape(x, start=-1), [-1]), gate)
+    return _gated(op, x, "silu")
 
 
 _ACTIVATIONS = {
@@ -136,9 +133,7 @@ _ZERO_BIAS = DefaultInput(0, lambda attributes: int(attributes["layout"] == "kn"
 
 @body(defaults={"bias": _ZERO_BIAS})
 def linear(op, x, weight, bias, residual, *, activation, layout):
-    y = _product(op, x, weight, bias, layout)
-    y = y if residual is None else op.Add(y, residual)
-    return _by_value(op, activation, lambda op, value: _ACTIVATIONS[value](op, y))
+    return _activated(op, _product(op, x, weight, bias, layout), residual, activation)
 
 
 @body(defaults={"bias": _ZERO_BIAS})
@@ -150,14 +145,18 @@ def linear_swiglu(op, x, weight, bias, *, activation, layout):
 @body
 def linear_q(op, x, weight, scale, zero, bias, residual, *, bits, block, activation):
     y = _quantised_product(op, x, weight, scale, zero, bias, bits, block)
-    y = y if residual is None else op.Add(y, residual)
-    return _by_value(op, activation, lambda op, value: _ACTIVATIONS[value](op, y))
+    return _activated(op, y, residual, activation)
 
 
 @body
 def linear_q_swiglu(op, x, weight, scale, zero, bias, *, bits, block, activation):
     packed = _quantised_product(op, x, weight, scale, zero, bias, bits, block)
     return _by_value(op, activation, lambda op, value: _gated(op, packed, value))
+
+
+def _activated(op, y, residual, activation):
+    total = y if residual is None else op.Add(y, residual)
+    return _by_value(op, activation, lambda op, value: _ACTIVATIONS[value](op, total))
 
 
 def _quantised_product(op, x, weight, scale, zero, bias, bits, block):
@@ -193,11 +192,11 @@ def _quantised_product(op, x, weight, scale, zero, bias, bits, block):
 
 
 def _gated(op, packed, activation):
+    # ONNX Runtime's Split refuses a dimension of size 0.
     middle = op.Div(op.Shape(packed, start=-1), 2)
     gate = op.Slice(packed, [0], middle, [-1])
-    return op.Mul(
-        _ACTIVATIONS[activation](op, gate), op.Slice(packed, middle, op.Shape(packed, start=-1), [-1])
-    )
+    up = op.Slice(packed, middle, op.Shape(packed, start=-1), [-1])
+    return op.Mul(_ACTIVATIONS[activation](op, gate), up)
 
 
 def _product(op, x, weight, bias, layout):
@@ -219,7 +218,8 @@ def _by_value(op, attribute, compute):
 
 @body
 def rope(op, q, k, cos, sin, *, layout, inverse, head_size):
-    c, s = _angle_by_head(op, cos), _by_value(op, inverse, lambda op, back: _sine(op, sin, back))
+    c = op.Unsqueeze(cos, [2])
+    s = _by_value(op, inverse, lambda op, back: op.Unsqueeze(op.Neg(sin) if back else sin, [2]))
     turning = op.Mul(op.Shape(cos, start=2), 2)
     size = turning
     if head_size.values != {0}:
@@ -327,12 +327,8 @@ def attention_cached(
     usual = op.Reciprocal(op.Sqrt(op.CastLike(size, queries)))
     factor = _by_value(op, scale, lambda op, value: usual if value == 0 else op.CastLike(value, queries))
     scores = op.Mul(op.MatMul(queries, op.Transpose(keys, perm=[0, 1, 2, 4, 3])), factor)
-    capped = scores
-
-    def with_cap(op, cap):
-        return op.Mul(op.Tanh(op.Div(capped, cap)), cap) if cap else capped
-
-    scores = _by_value(op, softcap, with_cap)
+    raw = scores
+    scores = _by_value(op, softcap, lambda op, cap: op.Mul(op.Tanh(op.Div(raw, cap)), cap) if cap else raw)
     own = op.Unsqueeze(rows, [1, 2, 4])
     seen = op.LessOrEqual(places, own)
     if window.values != {0}:
@@ -347,14 +343,6 @@ def attention_cached(
     y = op.Reshape(op.MatMul(weights, values), op.Concat(batch, heads, tokens, size, axis=0))
     together = op.Concat(batch, tokens, op.Mul(heads, size), axis=0)
     return op.Reshape(op.Transpose(y, perm=[0, 2, 1, 3]), together), k_out, v_out
-
-
-def _angle_by_head(op, table):
-    return op.Unsqueeze(table, [2])
-
-
-def _sine(op, sin, back):
-    return _angle_by_head(op, op.Neg(sin) if back else sin)
 
 
 def _turned(op, heads, cos, sin, size, layout):
@@ -381,17 +369,14 @@ def softmax(op, x, *, dim):
 
 @body(defaults={"weight": DefaultInput(1, "axis"), "bias": DefaultInput(0, "axis")})
 def layer_norm(op, x, weight, bias, *, axis, eps):
-    axes = _trailing_axes(op, x, axis)
-    centred = op.Sub(x, op.ReduceMean(x, axes))
-    return _affine(op, _divide_by_rms(op, centred, axes, eps), weight, bias)
+    return _layer_normed(op, x, _trailing_axes(op, x, axis), weight, bias, eps)
 
 
 @body
 def ada_layer_norm(op, x, scale, shift, *, eps):
-    centred = op.Sub(x, op.ReduceMean(x, [-1]))
     between = op.Range(1, op.Sub(op.Size(op.Shape(x)), 1), 1)  # the dimensions that share scale and shift
     scale, shift = op.Unsqueeze(scale, between), op.Unsqueeze(shift, between)
-    return _affine(op, _divide_by_rms(op, centred, [-1], eps), op.Add(scale, 1.0), shift)
+    return _layer_normed(op, x, [-1], op.Add(scale, 1.0), shift, eps)
 
 
 @body(defaults={"weight": DefaultInput(lambda attributes: 1 - attributes["offset"], "axis")})
@@ -403,15 +388,13 @@ def rms_norm(op, x, weight, *, axis, eps, offset):
 @body(defaults={"bias": DefaultInput(0)})
 def add_layer_norm(op, x, residual, weight, bias, *, eps):
     total = op.rounded(op.Add(x, residual), x)
-    centred = op.Sub(total, op.ReduceMean(total, [-1]))
-    return _affine(op, _divide_by_rms(op, centred, [-1], eps), weight, bias), total
+    return _layer_normed(op, total, [-1], weight, bias, eps), total
 
 
 @body(defaults={"bias": DefaultInput(0)})
 def embed_layer_norm(op, table, ids, rows, weight, bias, *, eps):
     total = op.rounded(op.Add(op.Gather(table, ids), rows), table)
-    centred = op.Sub(total, op.ReduceMean(total, [-1]))
-    return _affine(op, _divide_by_rms(op, centred, [-1], eps), weight, bias), total
+    return _layer_normed(op, total, [-1], weight, bias, eps), total
 
 
 @body(defaults={"bias": DefaultInput(0)})
@@ -424,6 +407,11 @@ def add_rms_norm(op, x, residual, weight, bias, *, eps, offset):
 def _trailing_axes(op, x, axis):
     """Builds the dimensions of x from `axis` on, counted from the end."""
     return op.Range(op.Neg(op.Size(op.Shape(x, start=axis))), 0, 1)
+
+
+def _layer_normed(op, x, axes, weight, bias, eps):
+    centred = op.Sub(x, op.ReduceMean(x, axes))
+    return _affine(op, _divide_by_rms(op, centred, axes, eps), weight, bias)
 
 
 def _divide_by_rms(op, x, axes, eps):

@@ -133,7 +133,7 @@ def export(
                 except ExportError as error:
                     report.notes.append(f"not compared at other sizes: {error}")
             shown, cure = (
-                [case.expected for case in cases],
+                [each.expected for each in cases],
                 "Give example inputs for which it has finite numbers",
             )
             report.notes += check_shown(exported.graph, shown, allow_uncompared, cure)
@@ -141,9 +141,8 @@ def export(
             compare_with_torch(report, files[-1], exported, libraries, calls, cases)
         if optimize:
             progress("optimizing")
-            files = _optimized(
-                files, inputs.tensors, libraries, calls, report, device, cases, allow_uncompared
-            )
+            options = {"device": device, "allow_uncompared": allow_uncompared}
+            files = _optimized(files, inputs.tensors, libraries, calls, report, cases, options)
         publish(files, target.parent)
     report.data_path = target.parent / files[0].name if len(files) > 1 else None
     return report
@@ -172,9 +171,8 @@ def _optimized(
     libraries: list[Path],
     kept: Iterable[OpSpec],
     report: ExportReport,
-    device: str,
     cases: Sequence[Case],
-    allow_uncompared: bool,
+    options: Mapping[str, Any],
 ) -> list[Path]:
     """Optimises a file into a folder of its own, and compares it with torch; returns the files to keep."""
     from twinop.optimize import optimize as optimize_file
@@ -182,17 +180,13 @@ def _optimized(
     folder = files[-1].parent / "optimized"
     folder.mkdir()
     given, path = folder / "inputs.npz", folder / files[-1].name
-    arrays: dict[str, Any] = {name: _array(tensor) for name, tensor in tensors.items()}
+    # numpy does not save bfloat16.
+    wide = {name: each.float() if each.dtype is torch.bfloat16 else each for name, each in tensors.items()}
+    arrays: dict[str, Any] = {name: to_array(tensor) for name, tensor in wide.items()}
     np.savez(given, **arrays)
     try:
         optimized = optimize_file(
-            files[-1],
-            path,
-            device=device,
-            inputs_file=given,
-            allow_uncompared=allow_uncompared,
-            library=libraries or None,
-            kept=kept,
+            files[-1], path, inputs_file=given, library=libraries or None, kept=kept, **options
         )
         checked = dataclasses.replace(report, notes=[], unsupported=[], parity=None, without_library=None)
         if optimized.made and cases:
@@ -217,11 +211,6 @@ def _optimized(
         files = [file for file in (path.with_name(f"{path.name}.data"), path) if file.exists()]
         report.size = sum(file.stat().st_size for file in files)
     return files
-
-
-def _array(tensor: torch.Tensor) -> np.ndarray:
-    """Returns a tensor as numpy can save it."""
-    return (tensor.float() if tensor.dtype is torch.bfloat16 else tensor).detach().cpu().numpy()
 
 
 def _packages(records: Iterable[OpSpec]) -> dict[str, str]:
@@ -317,8 +306,8 @@ def _larger_case(model: torch.nn.Module, inputs: Inputs, axes: Mapping[str, Mapp
     Raises:
         ExportError: torch runs the model neither with fresh data nor with the example's.
     """
+    larger = resized(inputs.tensors, axes, fresh=True)
     try:
-        larger = resized(inputs.tensors, axes, fresh=True)
         return Case(larger, list(_outputs(model, inputs, larger).values()))
     except ExportError:  # values that depend on each other, such as sorted offsets
         larger = resized(inputs.tensors, axes, fresh=False)

@@ -225,10 +225,8 @@ def run_route(exporter: str, source: Source) -> tuple[ir.Model, list[str]]:
             text = f"{type(cause).__name__}: {_shorten(str(cause))}"
             parts = {f"{name} ({type(part).__name__})": part for name, part in source.model.named_modules()}
             if of_ao := [name for name, part in parts.items() if "ao.nn.quant" in type(part).__module__]:
-                text = (
-                    f"It does not take quantized modules of torch.ao, as {of_ao[0]}. Export the model before "
-                )
-                text += "it is quantized, and quantize the file: onnxruntime.quantization"
+                text = f"It does not take quantized modules of torch.ao, as {of_ao[0]}. Export the model "
+                text += "before it is quantized, and quantize the file: onnxruntime.quantization"
             raise ExportError(f"torch's {exporter} exporter cannot export the model. {text}") from error
     for value in model.graph.inputs:
         for axis in source.dynamic.get(str(value.name), {}):
