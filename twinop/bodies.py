@@ -48,23 +48,30 @@ class Body:
                 f"body {record.name}: {record.schema} takes a list of tensors, and an ONNX function has a "
                 "fixed number of inputs: the op can have no body"
             )
-        _, *parameters = inspect.signature(self.build).parameters.values()  # without `op`
-        keyword_only = [p.name for p in parameters if p.kind is inspect.Parameter.KEYWORD_ONLY]
-        positional = [p.name for p in parameters if p.name not in keyword_only]
-        inputs = [entry.name for entry in record.inputs]
+        if wrong := misfit(self.build, record, "op"):
+            raise ExportError(f"body {wrong}")
         optional = [entry.name for entry in record.inputs if entry.optional]
-        attributes = [entry.name for entry in record.attributes]
-        wanted = ", ".join(["op", *inputs, *(["*", *attributes] if attributes else [])])
-        if positional != inputs or sorted(keyword_only) != sorted(attributes):
-            raise ExportError(
-                f"body {record.name}{inspect.signature(self.build)} does not fit the op {record.schema}; "
-                f"expected def {record.name}({wanted})"
-            )
         if unknown := sorted(set(self.defaults) - set(optional)):
             raise ExportError(
                 f"body {record.name}: defaults names {', '.join(unknown)}; the optional inputs of "
                 f"{record.schema} are: {', '.join(optional) or 'none'}"
             )
+
+
+def misfit(function: Builder, record: OpSpec, *first: str) -> str:
+    """Says what is wrong with a function that takes these parameters and the op's own; "" for nothing."""
+    parameters = list(inspect.signature(function).parameters.values())[len(first) :]
+    keyword_only = [each.name for each in parameters if each.kind is inspect.Parameter.KEYWORD_ONLY]
+    positional = [each.name for each in parameters if each.name not in keyword_only]
+    inputs = [entry.name for entry in record.inputs]
+    attributes = [entry.name for entry in record.attributes]
+    if positional == inputs and sorted(keyword_only) == sorted(attributes):
+        return ""
+    wanted = ", ".join([*first, *inputs, *(["*", *attributes] if attributes else [])])
+    return (
+        f"{record.name}{inspect.signature(function)} does not fit the op {record.schema}; expected "
+        f"def {record.name}({wanted})"
+    )
 
 
 BODIES: dict[str, Body] = {}

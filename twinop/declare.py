@@ -171,17 +171,16 @@ def declared_domain(function: Callable[..., Any], domain: str | None) -> str:
     Raises:
         TwinopError: the module has no name.
     """
-    if domain is None:
-        domain = function.__module__.partition(".")[0]
-        if domain == "__main__":  # the file is run as a script
-            file = getattr(sys.modules["__main__"], "__file__", None)
-            if file is None:
-                raise TwinopError(
-                    f"op {function.__name__}: its domain is its module's name, and here is none. Give it "
-                    'one: domain="my_ops"'
-                )
-            domain = Path(file).stem
-    return domain
+    domain = function.__module__.partition(".")[0] if domain is None else domain
+    if domain != "__main__":
+        return domain
+    file = getattr(sys.modules["__main__"], "__file__", None)  # it is run as a script
+    if file is None:
+        raise TwinopError(
+            f"op {function.__name__}: its domain is its module's name, and here is none. Give it one: "
+            'domain="my_ops"'
+        )
+    return Path(file).stem
 
 
 _torch_functions: dict[str, Callable[..., Any]] = {}

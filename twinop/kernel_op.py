@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from .bodies import body as register_body
+from .bodies import misfit
 from .declare import CPU_FUNCTIONS, DERIVATIVES, SECOND_DERIVATIVES, Op, declared_domain
 from .errors import RecordError, TwinopError
 from .names import check_domain, check_op_name
@@ -218,22 +219,15 @@ def triton_op(
     def declare(launcher: Launcher) -> KernelOp:
         place = declared_domain(launcher, domain)
         check_domain(place)
-        texts = {
-            "dtypes": "; ".join(dtypes),
-            "shapes": shapes,
-            "choices": choices,
-            "limits": limits,
-            "sizes": sizes,
-            "input_shapes": input_shapes or "",
-        }
-        record = record_of(schema, place, **texts)
+        texts = {"shapes": shapes, "choices": choices, "limits": limits, "sizes": sizes}
+        record = record_of(schema, place, dtypes="; ".join(dtypes), input_shapes=input_shapes or "", **texts)
         check_op_name(record.name)
         first, *others = (entry.name for entry in record.inputs)
-        same = "; ".join(f"{name} = {first}" for name in others) if samples is None else ""
-        record = replace(
-            record, input_shapes=same if input_shapes is None else input_shapes, devices=("cuda",)
-        )
-        _check_launcher(launcher, record)
+        if input_shapes is None and samples is None:
+            record = replace(record, input_shapes="; ".join(f"{name} = {first}" for name in others))
+        record = replace(record, devices=("cuda",))
+        if wrong := misfit(launcher, record):
+            raise RecordError(wrong)
         _check_sizes(launcher, record)
         _check_dtypes(launcher, record, dtypes)
         record = replace(record, gradient=_gradient_text(record, backward))
@@ -288,20 +282,6 @@ def _check_dtypes(launcher: Launcher, record: OpSpec, dtypes: Sequence[str]) -> 
                 f"{_place(launcher)}: {text!r} in dtypes of {record.name}: {unknown[0] or 'nothing'} is not "
                 f"supported; expected one of {', '.join(_DTYPES)}"
             )
-
-
-def _check_launcher(launcher: Launcher, record: OpSpec) -> None:
-    parameters = inspect.signature(launcher).parameters.values()
-    keyword_only = [p.name for p in parameters if p.kind is inspect.Parameter.KEYWORD_ONLY]
-    positional = [p.name for p in parameters if p.name not in keyword_only]
-    inputs = [entry.name for entry in record.inputs]
-    attributes = [entry.name for entry in record.attributes]
-    if positional != inputs or sorted(keyword_only) != sorted(attributes):
-        wanted = ", ".join([*inputs, *(["*", *attributes] if attributes else [])])
-        raise RecordError(
-            f"{record.name}{inspect.signature(launcher)} does not fit the op {record.schema}; expected "
-            f"def {record.name}({wanted})"
-        )
 
 
 def _check_sizes(launcher: Launcher, record: OpSpec) -> None:

@@ -15,7 +15,7 @@ from typing import Any, BinaryIO
 import twinop
 
 from .errors import ForeignLibraryError, LibraryError, RecordError
-from .installation import how_to_build
+from .installation import ROOT, how_to_build
 from .op_spec import DOMAIN, DOMAIN_VERSION, OpSpec, check_kind
 
 ABI_VERSION = 1
@@ -77,8 +77,7 @@ def read_library(path: str | os.PathLike[str], copy: str | os.PathLike[str] | No
     path = Path(path)
     if not path.is_file():
         raise LibraryError(
-            f"{path}: no such file. twinop build makes the library of a project, "
-            "build/lib<name>.so; "
+            f"{path}: no such file. twinop build makes the library of a project, build/lib<name>.so; "
             "twinop.get_library_path() is the one of twinop's own ops"
         )
     section, exports = sections_of(path, copy or path, _SECTION, ".dynstr")
@@ -231,23 +230,17 @@ def _dynamic_texts(path: Path) -> list[tuple[int, str]]:
 
 def library_folders() -> list[Path]:
     """Returns the folders to search: TWINOP_LIBRARY_DIR, the installed package, the build tree."""
-    folders = [Path(os.environ["TWINOP_LIBRARY_DIR"])] if "TWINOP_LIBRARY_DIR" in os.environ else []
-    package = resources.files("twinop")
-    folders.append(Path(str(package / "lib")))
-    folders.append(Path(__file__).resolve().parent.parent / "build")
-    return folders
+    named = [Path(os.environ["TWINOP_LIBRARY_DIR"])] if "TWINOP_LIBRARY_DIR" in os.environ else []
+    return [*named, Path(str(resources.files("twinop") / "lib")), ROOT / "build"]
 
 
 def find_library(stem: str) -> Path:
     """Returns the path of `lib<stem>.so`; raises LibraryError if no folder has it."""
-    folders = library_folders()
-    for folder in folders:
-        path = folder / f"lib{stem}.so"
-        if path.is_file():
+    for folder in (folders := library_folders()):
+        if (path := folder / f"lib{stem}.so").is_file():
             return path
-    searched = ", ".join(str(folder) for folder in folders)
     raise LibraryError(
-        f"lib{stem}.so not found; searched {searched}. {how_to_build()}. "
+        f"lib{stem}.so not found; searched {', '.join(map(str, folders))}. {how_to_build()}. "
         "TWINOP_LIBRARY_DIR names another folder"
     )
 

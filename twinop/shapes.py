@@ -5,7 +5,6 @@ Sizes are numbers, torch SymInts or `Unknown`.
 
 import functools
 import math
-import operator
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -44,10 +43,6 @@ def _code(text: str) -> CodeType:
     return compile(text, "<shape>", "eval")
 
 
-def _numel(shape: Sequence[Any]) -> Any:
-    return functools.reduce(operator.mul, shape, 1)
-
-
 def evaluate(
     record: OpSpec, text: str, shapes: Mapping[str, Sequence[Any] | None], attributes: Mapping[str, Any]
 ) -> tuple[Any, ...]:
@@ -63,7 +58,7 @@ def evaluate(
         RecordError: it does not fit the call.
     """
     given = {name: [*(ABSENT if shape is None else shape)] for name, shape in shapes.items()}
-    functions = {"__builtins__": {}, "len": len, "numel": _numel, "broadcast": broadcast}
+    functions = {"__builtins__": {}, "len": len, "numel": math.prod, "broadcast": broadcast}
     counted = {} if not record.sizes else dict.fromkeys(record.size_bounds, Unknown())
     where = f"op {record.name}, shape"
     try:

@@ -49,9 +49,8 @@ _KNOWN = (
 
 _UNDEFINED = re.compile(r"undefined (?:reference to [`']([^'\n]+)'|symbol: (.+))")
 _NOT_PIC = re.compile(r"(\S+\.[oa]):.*\brelocation .*recompile with -fPIC")
-_GENERATED = re.compile(
-    r"\bfrom (?:\S.*/)?ops/\w+\.\d+(?:\.[01])?\.(?:cpp|cu)[:,]"
-)  # by cmake/TwinopOp.cmake
+# By cmake/TwinopOp.cmake.
+_GENERATED = re.compile(r"\bfrom (?:\S.*/)?ops/\w+\.\d+(?:\.[01])?\.(?:cpp|cu)[:,]")
 _OF_CMAKE = re.compile(r"^CMake Error(?: at .*| in .*)?:(?: +(\S.*)|\n((?:  .*\n|\n)+))", re.MULTILINE)
 
 
@@ -66,7 +65,8 @@ def build_error(step: str, output: str, sources: Collection[Path]) -> BuildError
         step: what was done, such as "compiling mish.h".
         sources: the user's files.
     """
-    text = "\n".join(line for line in output.splitlines() if not _is_generated(line)).strip()
+    # Lines that name the generated file, which includes the user's, tell nobody anything.
+    text = "\n".join(line for line in output.splitlines() if not _GENERATED.search(line)).strip()
     for pattern, cure in _KNOWN:
         if found := pattern.search(output):
             return BuildError(f"{step}: {cure.format(*found.groups())}\n\n{text}")
@@ -141,11 +141,6 @@ def _record_mistake(file: str, line: int) -> str | None:
 
 def _is_own(file: Path, folders: Collection[Path]) -> bool:
     return file.absolute().parent in folders
-
-
-def _is_generated(line: str) -> bool:
-    """Whether a line names the generated file that includes the user's: it tells nobody anything."""
-    return _GENERATED.search(line) is not None
 
 
 def _relative(file: str) -> str:
