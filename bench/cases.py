@@ -281,11 +281,7 @@ def as_tuple(result: Any) -> tuple[Tensor, ...]:
 
 
 def backward_run(function: Callable[..., Any], inputs: Sequence[Tensor], grads: Sequence[Tensor]) -> Run:
-    """Returns a run of backward alone. Forward has run once, and its graph is retained.
-
-    Args:
-        grads: the gradients of the outputs.
-    """
+    """Returns a run of backward alone, for gradients of the outputs; forward has run once before."""
     given = [tensor.detach().requires_grad_(tensor.is_floating_point()) for tensor in inputs]
     with torch.enable_grad():
         outputs = as_tuple(function(*given))

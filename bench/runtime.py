@@ -55,11 +55,7 @@ def parse_nodes(text: str) -> list[NodeProto]:
 
 
 def custom_node(record: OpSpec, given: Container[str], attributes: Mapping[str, Any]) -> NodeProto:
-    """Returns the node of an op; its inputs and outputs have the names of the record.
-
-    Args:
-        given: the names of the inputs that the node has.
-    """
+    """Returns the node of an op with the `given` inputs; all have the names of its record."""
     inputs = [entry.name if entry.name in given else "" for entry in record.inputs]
     while not inputs[-1]:
         inputs.pop()

@@ -114,11 +114,7 @@ def _schema_problem(model: Model, library: Library, record: OpSpec) -> Iterator[
 
 
 def node_problems(node: onnx.NodeProto, types: Mapping[str, int], record: OpSpec) -> Iterator[str]:
-    """Yields a text for each way in which a node's inputs and attributes do not fit the record of its op.
-
-    Args:
-        types: the ONNX element types of the values that are known, by name.
-    """
+    """Yields a text for each way in which a node does not fit its op's record; `types`: ONNX's, by name."""
     yield from _input_problems(node, types, record)
     given = {attribute.name: attribute for attribute in node.attribute}
     for name, attribute in given.items():

@@ -26,7 +26,6 @@ def allow() -> str:
 
 
 def library_paths(library: Libraries) -> list[Path]:
-    """Returns the given paths as a list."""
     if library is None:
         return []
     return [Path(library)] if isinstance(library, str | os.PathLike) else [Path(path) for path in library]

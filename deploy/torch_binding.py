@@ -74,11 +74,7 @@ class TensorRunner:
             weakref.finalize(session.ort, self._free_pinned, self._stream.device)
 
     def run(self, feeds: Mapping[str, Any], wanted: Outputs) -> dict[str, torch.Tensor]:
-        """Runs the model as `Session.run` does.
-
-        Args:
-            wanted: outputs, which the model has.
-        """
+        """Runs the model as `Session.run` does; it has the `wanted` outputs."""
         device = self._device(feeds)
         if device.type == "cpu":
             return self._run_bound(feeds, wanted, device)

@@ -124,7 +124,6 @@ def paths_in_use(model: ir.Model, libraries: Iterable[Library]) -> list[Path]:
 
 
 def graphs_of(model: ir.Model) -> list[ir.Graph | ir.Function]:
-    """Returns the main graph and the functions."""
     return [model.graph, *model.functions.values()]
 
 

@@ -116,11 +116,7 @@ def encoder(style: str, size: Size, attention: str = "eager") -> Encoder:
 
 
 def batch(size: Size, seed: int = 0, padding: int = 0) -> tuple[Tensor, Tensor]:
-    """Returns token ids and their mask, int64[batch, tokens].
-
-    Args:
-        padding: the number of tokens at the end of the last sentence that the mask excludes.
-    """
+    """Returns token ids and their mask, int64[batch, tokens], without `padding` tokens of the last row."""
     generator = torch.Generator().manual_seed(seed)
     ids = torch.randint(0, size.vocabulary, (size.batch, size.tokens), generator=generator)
     mask = torch.ones_like(ids)

@@ -93,7 +93,6 @@ MODELS: dict[str, Callable[[], Model]] = {
 
 
 def start(stack: ExitStack, server: str, name: str, model: Model, path: Path, provider: str) -> Server:
-    """Starts a server of the model, which lies at `path`."""
     ours = child.module("twinop", "serve", str(path), "--provider", provider, "--log-level", "warning")
     environments: list[dict[str, str]] = [{}]
     if server in (KSERVE, FASTAPI):

@@ -346,11 +346,7 @@ async def _swap(server: Server, models: Path, every: float, outcome: Outcome) ->
 async def soak(
     server: Server, pid: int, models: Path, requests: int, every: float, *, seconds: float = 0.0
 ) -> Outcome:
-    """Sends at least this many requests for at least this many seconds, while versions change.
-
-    Args:
-        every: the seconds from one version to the next.
-    """
+    """Sends at least so many requests for so many seconds, with a new version each `every` seconds."""
     outcome, began = Outcome(), time.monotonic()
 
     def more() -> bool:

@@ -199,11 +199,7 @@ def _is_cached(heads: ir.Value) -> bool:
 def _masks(
     context: g.RewriteContext, masks: list[ir.Value], before: ir.Node, square: bool
 ) -> tuple[ir.Value | None, ir.Value | None, bool]:
-    """Returns the mask to add, the lengths of the sequences, and whether the attention is causal.
-
-    Args:
-        square: there are as many queries as keys.
-    """
+    """Returns the mask to add, the lengths, and whether it is causal; `square`: as many queries as keys."""
     masks = [mask for mask in masks if mask not in context.empty_masks]
     known = context.causal_masks | context.right_padding_masks.keys()
     added = [mask for mask in masks if mask not in known or (mask in context.causal_masks and not square)]

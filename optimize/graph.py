@@ -87,11 +87,7 @@ class RewriteContext:
         shape: Sequence[Dim] | None = None,
         **attributes: Any,
     ) -> ir.Value:
-        """Inserts a node of one of twinop's ops before another node.
-
-        Args:
-            shape: of the output; by default that of the first input.
-        """
+        """Inserts a node of one of twinop's ops; by default its output has the shape of its first input."""
         shape = dims(inputs[0]) if shape is None else shape
         return add(before, self.records[op].onnx_name, inputs, attributes, domain=DOMAIN, shape=shape)
 
@@ -112,11 +108,7 @@ def maker(value: ir.Value) -> ir.Node:
 
 
 def ancestors(value: ir.Value, of_shapes: bool = False) -> set[ir.Value]:
-    """Returns a value and all that it is computed from, also what subgraphs read.
-
-    Args:
-        of_shapes: also those of which only the shape counts.
-    """
+    """Returns a value and all that it is computed from, also in subgraphs; `of_shapes`: or its shape is."""
     waiting, seen = [value], set[ir.Value]()
     while waiting:
         each = waiting.pop()
@@ -130,7 +122,6 @@ def ancestors(value: ir.Value, of_shapes: bool = False) -> set[ir.Value]:
 
 
 def by_name(graph: ir.Graph) -> dict[str | None, ir.Value]:
-    """Returns the values of a graph by name."""
     results = (value for node in graph for value in node.outputs)
     return {value.name: value for value in (*graph.inputs, *graph.initializers.values(), *results)}
 
@@ -157,7 +148,6 @@ def untransposed(value: ir.Value | None, permutation: Sequence[int]) -> ir.Value
 
 
 def has_permutation(node: ir.Node | None, permutation: Sequence[int]) -> bool:
-    """Whether a node is a Transpose with this permutation."""
     return node is not None and [*attribute(node, "perm", ())] == [*permutation] != []
 
 
@@ -284,11 +274,7 @@ def part_of(value: ir.Value | None, axis: int) -> tuple[ir.Value, int, int] | No
 
 
 def element_of(value: ir.Value | None, axis: int) -> tuple[ir.Value, int] | None:
-    """Returns x and the index of x[..., index, ...] along an axis: a Gather, or a Squeeze of a part of x.
-
-    Args:
-        axis: as in `part_of`.
-    """
+    """Returns x and index of x[..., index, ...] along an axis: a Gather, or Squeeze of a `part_of` x."""
     gather, squeeze = producer(value, "Gather"), producer(value, "Squeeze")
     source, index, axes = None, None, None
     if gather is not None and dims(gather.inputs[1]) == []:
@@ -355,7 +341,6 @@ def add(
 
 
 def transpose(before: ir.Node, value: ir.Value, permutation: Sequence[int]) -> ir.Value:
-    """Inserts a Transpose before a node."""
     shape = dims(value)
     swapped = None if shape is None else [shape[axis] for axis in permutation]
     return add(before, "Transpose", [value], {"perm": [*permutation]}, shape=swapped)
@@ -386,7 +371,6 @@ def scalar_constant(before: ir.Node, number: float, like: ir.Value) -> ir.Value:
 
 
 def int_constant(before: ir.Node, numbers: int | Sequence[int]) -> ir.Value:
-    """Inserts an int64 constant before a node."""
     return _constant(before, ir.tensor(np.array(numbers, np.int64)))
 
 

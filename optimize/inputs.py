@@ -145,7 +145,6 @@ def special(model: ir.Model, case: Case, hidden: Sequence[str]) -> dict[str, Cas
 
 
 def shapes(model: ir.Model, sizes: Sizes) -> dict[str, list[int]]:
-    """Returns the shapes of the inputs."""
     by_name = sizes_by_name(model, sizes)
 
     def size(dim: g.Dim, axis: int) -> int:
@@ -200,7 +199,6 @@ def is_mask(value: ir.Value) -> bool:
 
 
 def is_mask_name(name: str) -> bool:
-    """Whether an input of this name is a mask."""
     return "mask" in name.lower() or "padding" in name.lower()
 
 

@@ -99,11 +99,7 @@ def plain_product(
     x: ir.Value,
     shape: Sequence[g.Dim],
 ) -> ir.Value:
-    """Inserts MatMul and Add, for the product of x and a weight in the layout of another product.
-
-    Args:
-        bias: [N], or None for no sum.
-    """
+    """Inserts MatMul and, for a bias [N], Add: x times a weight in the layout of another product."""
     if linear.layout == "nk":
         weight = g.transpose(before, weight, [1, 0])
     result = g.add(before, "MatMul", [x, weight], shape=shape)

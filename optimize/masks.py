@@ -214,11 +214,7 @@ def _buffer_sizes(value: ir.Value) -> list[int]:
 
 
 def _is_of_kind(array: np.ndarray, kind: MaskKind, shown: np.ndarray | None) -> bool:
-    """Whether a mask [B, H, S, T] or [S, T] hides just what its kind says.
-
-    Args:
-        shown: the padding mask [B, T] of the case.
-    """
+    """Whether a mask [B, H, S, T] or [S, T] hides just what its kind says; `shown`: the padding mask."""
     if kind == _FINITE:
         return not np.isneginf(array).any()
     causal, padding = kind

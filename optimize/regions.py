@@ -55,11 +55,9 @@ class Region:
     nodes: Sequence[ir.Node]
 
     def has(self, *op_types: str) -> bool:
-        """Whether a node has one of these types."""
         return any(node.op_type in op_types for node in self.nodes)
 
     def constants(self) -> list[ir.Value]:
-        """Returns the constants that the nodes read."""
         values = (value for node in self.nodes for value in _read(node))
         return [value for value in values if value is not None and g.is_constant(value)]
 
@@ -92,11 +90,7 @@ def _readers(value: ir.Value) -> list[ir.Node]:
 
 
 def regions(output: ir.Value, order: Mapping[ir.Node, int]) -> Iterator[Region]:
-    """Yields the regions that compute a value, the smallest first.
-
-    Args:
-        order: the index of each node in its graph.
-    """
+    """Yields the regions that compute a value, the smallest first; `order`: the indices of nodes."""
     frontier, nodes = {output}, list[ir.Node]()
     while len(nodes) < _MAX_NODES:
         value = max(frontier, key=lambda each: _index(each, order))

@@ -21,11 +21,7 @@ def mark(library: Path) -> Path:
 
 
 def note_of(library: Path, sources: Mapping[str, str | None]) -> bytes:
-    """Returns what `mark` says of a library, whose files are named from its folder.
-
-    Args:
-        sources: the `file_hash` of each file that it was built from, by path.
-    """
+    """Returns what `mark` says of a library; `sources`: each file it was built from, with its `file_hash`."""
     named = {os.path.relpath(path, library.parent.absolute()): found for path, found in sources.items()}
     return json.dumps({"library": checksum(library), "sources": named}, indent=1).encode()
 

@@ -75,7 +75,6 @@ class KernelOp(Op):
 
     @property
     def file(self) -> Path:
-        """The file of the launcher."""
         return Path(inspect.unwrap(self.launcher).__code__.co_filename)
 
     @cached_property
@@ -346,11 +345,7 @@ def _is_builder(body: Callable[..., Any]) -> bool:
 
 
 def with_signature(function: Callable[..., Any], record: OpSpec, *first: str) -> Callable[..., Any]:
-    """Returns a function of the op's inputs and attributes by name, whichever way the given one takes them.
-
-    Args:
-        first: names of parameters before them.
-    """
+    """Returns the function with parameters of these names: `first`, then the op's inputs and attributes."""
 
     def call(*args: Any, **kwargs: Any) -> Any:
         bound = signature.bind(*args, **kwargs)

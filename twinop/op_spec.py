@@ -298,7 +298,6 @@ class OpSpec:
         return self.is_elementwise and "broadcast(" in self.shapes
 
     def attribute(self, name: str) -> Attribute | None:
-        """Returns the attribute of that name, or None."""
         return next((entry for entry in self.attributes if entry.name == name), None)
 
 

@@ -187,7 +187,6 @@ def _write(root: Path, options: Options, packed: Packed) -> None:
 
 
 def _write_manifest(root: Path, folder: Path, **entries: str) -> None:
-    """Writes the checksums of the files in a folder."""
     files = {
         str(path.relative_to(root)): checksum(path) for path in sorted(folder.rglob("*")) if path.is_file()
     }

@@ -90,7 +90,6 @@ class _CallHandler:
         self.was_called = False
 
     def service(self) -> grpc.GenericRpcHandler:
-        """Return the service for gRPC."""
         types = pb.DESCRIPTOR.services_by_name["GRPCInferenceService"].methods_by_name
         methods = {}
         for each in Operations(self._repository).table():

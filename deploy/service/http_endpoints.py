@@ -151,7 +151,6 @@ class Endpoints:
 
 
 def as_json(content: Any, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
-    """Return an answer in JSON."""
     return Response(orjson.dumps(content, default=str), status, headers, "application/json")
 
 

@@ -52,7 +52,6 @@ class Operations:
         self._repository = repository
 
     def table(self) -> list[Operation]:
-        """Return all operations."""
         control, memory = f"{CONTROL}models/{{model}}", "/v2/systemsharedmemory"
         as_json = triton_tools.config_as_json
         return [

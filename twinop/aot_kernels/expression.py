@@ -32,7 +32,6 @@ class Expression:
         return cls(operation, tuple(map(as_expression, operands)))
 
     def parts(self) -> Iterator["Expression"]:
-        """Yields the expression, and all that it is made of."""
         yield self
         if self.operation in FUNCTIONS:
             for operand in self.operands:

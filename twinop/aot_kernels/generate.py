@@ -77,7 +77,6 @@ class _Source:
         return {name: data for data, (_, name) in self._embedded.items()}
 
     def text(self) -> str:
-        """Returns the source."""
         contents = self._contents
         kernels = [
             f"    {_kernel(each, name)}," for each, name in zip(contents.kernels, self._names, strict=True)
@@ -373,6 +372,5 @@ def _constant(value: int | float) -> str:
 
 
 def _literal(text: str) -> str:
-    """Returns a string literal of C++."""
     special = {'"': '\\"', "\\": "\\\\", "\n": "\\n", "\t": "\\t"}
     return '"' + "".join(special.get(c, c if ord(c) >= 32 else f"\\{ord(c):03o}") for c in text) + '"'

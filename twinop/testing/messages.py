@@ -69,11 +69,7 @@ def _far(a: Tensor, b: Tensor) -> Tensor:
 def first_difference(
     name: str, wrong: Tensor, found: Tensor, expected: Tensor, sample: Sample, names: tuple[str, str]
 ) -> str:
-    """Names the first wrong element, its inputs, and both values.
-
-    Args:
-        wrong: which elements are wrong; at least one is.
-    """
+    """Names the first of the `wrong` elements, of which there is one, its inputs, and both values."""
     index = tuple(int(i) for i in wrong.nonzero()[0]) if wrong.dim() else ()
     width = max(map(len, names)) + 1
     lines = [

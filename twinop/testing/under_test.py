@@ -58,22 +58,18 @@ def add_library(path: Path, module: ModuleType | None = None) -> list[OpSpec]:
 
 
 def op_of(record: OpSpec) -> OpUnderTest:
-    """Returns what is known of an op under test."""
     return _ops[record.key]
 
 
 def library_of(record: OpSpec) -> Path:
-    """Returns the library of an op under test."""
     return op_of(record).library
 
 
 def function_of(key: str) -> Callable[..., Any]:
-    """Returns the Python function of an op under test, by its `OpSpec.key`."""
     return _ops[key].function
 
 
 def records_under_test() -> dict[str, OpSpec]:
-    """Returns the records of all ops under test by `OpSpec.key`."""
     return {key: each.record for key, each in _ops.items()}
 
 

@@ -51,14 +51,7 @@ class NotAnExpression(Exception):
 
 
 def translate(value: sympy.Basic, meanings: Mapping[sympy.Symbol, Expression]) -> Expression:
-    """Translates an expression of sympy.
-
-    Args:
-        meanings: the expression that each symbol stands for.
-
-    Raises:
-        NotAnExpression: it has a function that the library lacks.
-    """
+    """Translates an expression of sympy; raises NotAnExpression for a function that the library lacks."""
     if isinstance(value, sympy.Symbol):
         return meanings[value]
     if value in (sympy.true, sympy.false):

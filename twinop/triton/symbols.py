@@ -106,7 +106,6 @@ class Symbols(ShapeEnv):
         self._numbers: dict[Expression, Any] = {}
 
     def size(self, tensor: int, dimension: int) -> Any:
-        """Returns the SymInt of a size."""
         return self.number(size(tensor, dimension), positive=True)
 
     def attribute(self, index: int) -> Any:

@@ -202,7 +202,6 @@ class _Tracer:
         return found
 
     def plan(self, path: _Path) -> Plan[TracedLaunch]:
-        """Returns the plan of a path."""
         conditions = (*self._enumerated(path.call), *guards(path.decisions))
         return Plan(self.combination, _ranks(path.call), path.steps, conditions, path.temporaries)
 

@@ -67,7 +67,6 @@ class Tuning:
             ) from None
 
     def write(self, file: Path) -> None:
-        """Writes the entries to a file."""
         write(
             file,
             (json.dumps({"entries": [asdict(entry) for entry in self.entries]}, indent=1) + "\n").encode(),

@@ -128,12 +128,7 @@ def _parameter_type(kind: str) -> str:
 
 
 def specialise(launch: TracedLaunch, values: Sequence[Any]) -> Source:
-    """Returns for what Triton's own launcher would compile the kernel if it were called with these values.
-
-    Args:
-        launch: the launch.
-        values: a value for each of its arguments; a pointer is an object with `data_ptr()` and `dtype`.
-    """
+    """Returns for what Triton's own launcher would compile the kernel, were it called with these values."""
     kernel = launch.kernel
     # The contraction of multiply and add is pinned, as its default changes in Triton 3.10.
     pinned = {"enable_fp_fusion": True, "debug": bool(kernel.debug)} | dict(launch.options)
