@@ -9,12 +9,13 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from same_bits import assert_same_bits
 from samples import DEVICES, library_of, values
 from torch.autograd import gradcheck, gradgradcheck
 
 from twinop import torch_op
 from twinop.op_spec import DOMAIN, OpSpec
-from twinop.testing.one_node import assert_same_bits, make_session, one_node_model, run_bound
+from twinop.testing.one_node import make_session, one_node_model, run_bound
 from twinop.torch_op import records
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16, torch.float64]

@@ -7,10 +7,10 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from same_bits import assert_same_bits
 from torch import Tensor
 
 from twinop import torch_op
-from twinop.testing.one_node import assert_same_bits
 
 pytestmark = pytest.mark.cuda
 

@@ -1,9 +1,10 @@
 """An output that a node omits is not written, and the others keep their bits."""
 
 import pytest
+from same_bits import assert_same_bits
 from samples import DEVICES, RECORDS
 
-from twinop.testing.one_node import assert_same_bits, make_session, one_node_model, run_bound
+from twinop.testing.one_node import make_session, one_node_model, run_bound
 from twinop.testing.ort_runner import poisoned
 from twinop.testing.samples import run_in_torch, samples, wide_samples
 from twinop.testing.under_test import library_of

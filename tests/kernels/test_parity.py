@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from same_bits import assert_same_bits
 from samples import (
     DEVICES,
     RECORDS,
@@ -11,7 +12,6 @@ from samples import (
     values,
 )
 
-from twinop.testing.one_node import assert_same_bits
 from twinop.testing.ort_runner import OrtRunner, poisoned
 from twinop.testing.samples import SIZES
 

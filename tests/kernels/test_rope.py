@@ -5,11 +5,12 @@ from typing import Any
 import pytest
 import torch
 from linear_calls import random
+from same_bits import assert_same_bits
 from samples import DEVICES, RECORDS, library_of
 
 from twinop import torch_op
 from twinop.errors import RecordError
-from twinop.testing.one_node import assert_same_bits, bits, make_session, one_node_model, run_bound
+from twinop.testing.one_node import bits, make_session, one_node_model, run_bound
 
 DTYPES = {
     "float32": (torch.float32, torch.float32),

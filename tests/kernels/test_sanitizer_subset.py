@@ -8,10 +8,11 @@ from typing import Any
 
 import pytest
 import torch
+from same_bits import assert_same_bits
 from samples import ALL, RECORDS, library_of, make_sample, run_in_torch, samples, values
 
 from twinop.op_spec import OpSpec
-from twinop.testing.one_node import assert_same_bits, make_session, one_node_model, run_bound
+from twinop.testing.one_node import make_session, one_node_model, run_bound
 from twinop.testing.ulps import as_tuple
 
 ops = torch.ops.custom_domain

@@ -29,24 +29,21 @@ def samples(op: str, dtype: str, size: int) -> list[dict[str, Any]] | None:
     return calls and list(calls(size))
 
 
-def _linears(size: int) -> Iterator[dict[str, Any]]:
-    def random(*shape: int) -> Tensor:
-        return torch.randn(shape, generator=torch.Generator().manual_seed(sum(shape)))
+def _random(*shape: int) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(sum(shape)))
 
+
+def _linears(size: int) -> Iterator[dict[str, Any]]:
     for activation in ("none", "relu", "gelu", "gelu_tanh", "silu"):
-        inputs = {"x": random(3, size), "weight": random(9, size), "bias": random(9)}
+        inputs = {"x": _random(3, size), "weight": _random(9, size), "bias": _random(9)}
         yield inputs | {"activation": activation}
     for rows in ((2, 3), (), (0,)):
-        inputs = {"x": random(*rows, size), "weight": random(size, 16), "residual": random(*rows, 16)}
+        inputs = {"x": _random(*rows, size), "weight": _random(size, 16), "residual": _random(*rows, 16)}
         yield inputs | {"layout": "kn", "activation": "none" if rows else "silu"}
-    yield {"x": random(5, size), "weight": random(size, 8), "layout": "kn", "activation": "gelu"}
-    yield {
-        "x": random(130, size),
-        "weight": random(24, size),
-        "bias": random(24),
-        "residual": random(130, 24),
-    }
-    yield {"x": random(2, size), "weight": random(0, size), "bias": random(0)}
+    yield {"x": _random(5, size), "weight": _random(size, 8), "layout": "kn", "activation": "gelu"}
+    inputs = {"x": _random(130, size), "weight": _random(24, size), "bias": _random(24)}
+    yield inputs | {"residual": _random(130, 24)}
+    yield {"x": _random(2, size), "weight": _random(0, size), "bias": _random(0)}
 
 
 def _linear_swiglus(size: int) -> Iterator[dict[str, Any]]:
@@ -81,15 +78,12 @@ def _quantised_swiglus(size: int) -> Iterator[dict[str, Any]]:
 
 
 def _ropes(size: int) -> Iterator[dict[str, Any]]:
-    def random(*shape: int) -> Tensor:
-        return torch.randn(shape, generator=torch.Generator().manual_seed(sum(shape)))
-
     pairs = max(size, 1)  # of a head
     for layout, passing in itertools.product(("half", "interleaved"), (0, 3)):
         for batch, length, of_q, of_k in ((2, 3, 3, 1), (3, 2, 1, 2), (1, 1, 1, 0), (0, 4, 1, 1)):
             head = 2 * pairs + passing
-            q, k = (random(batch, length, heads * head) for heads in (of_q, of_k))
-            angles = random(batch if of_k == 2 else 1, length, pairs)
+            q, k = (_random(batch, length, heads * head) for heads in (of_q, of_k))
+            angles = _random(batch if of_k == 2 else 1, length, pairs)
             tables = {"cos": angles.cos(), "sin": angles.sin()}
             attributes = {"layout": layout, "inverse": batch == 3, "head_size": head if passing else 0}
             yield {"q": q, "k": k} | attributes | tables
@@ -118,17 +112,10 @@ def _cached_attentions(size: int) -> Iterator[dict[str, Any]]:
             **dict(zip(("k_cache", "v_cache", "position"), (*cache, position), strict=True)),
         }
         turned = {"cos_sin": torch.cat([angles.cos(), angles.sin()], -1), "interleaved": heads == 3}
-        yield (
-            call
-            | turned
-            | {
-                "total": torch.tensor([rows], dtype=torch.int32),
-                "norms": torch.rand(2, head, generator=random) + 0.5,
-                "sinks": torch.randn(heads, generator=random),
-                "softcap": 2.0,
-                "scale": 0.25,
-            }
-        )
+        total = {"total": torch.tensor([rows], dtype=torch.int32)}
+        norms = {"norms": torch.rand(2, head, generator=random) + 0.5}
+        sinks = {"sinks": torch.randn(heads, generator=random)}
+        yield call | turned | total | norms | sinks | {"softcap": 2.0, "scale": 0.25}
         yield call | turned | {"window": 2}
         yield call
 
@@ -175,9 +162,8 @@ def _gelu(x: Tensor, approximate: str = "none") -> Tensor:
     argument = x * -(0.5**0.5)
     # The far tail of erfc multiplies the argument's rounding by x^2: taken off again.
     with np.errstate(invalid="ignore"):  # infinities
-        lost = (
-            -x.detach().numpy().astype(np.longdouble) / np.sqrt(np.longdouble(2)) - argument.detach().numpy()
-        )
+        exact = -x.detach().numpy().astype(np.longdouble) / np.sqrt(np.longdouble(2))
+        lost = exact - argument.detach().numpy()
     slope = -2 / torch.pi**0.5 * torch.exp(-(argument**2))
     rest = torch.from_numpy(np.asarray(lost, dtype=np.float64)).to(x.dtype).nan_to_num(0, 0, 0)
     return x * 0.5 * (torch.erfc(argument) + (slope * rest).detach())
@@ -267,8 +253,7 @@ def _add_layer_norm_magnitude(
 def _embed_layer_norm_magnitude(
     table: Tensor, ids: Tensor, rows: Tensor, weight: Tensor, bias: Tensor | None = None, eps: float = 1e-5
 ) -> tuple[Tensor, Tensor]:
-    total = table[ids.long()] + rows
-    return _layer_norm_magnitude(total, weight, bias, -1, eps), total.abs()
+    return _add_layer_norm_magnitude(table[ids.long()], rows, weight, bias, eps)
 
 
 def _add_rms_norm_magnitude(

@@ -126,16 +126,3 @@ def bits(tensor: torch.Tensor) -> torch.Tensor:
     """The tensor's bits as integers: NaN payloads and the sign of zero count."""
     integer = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()]
     return tensor.contiguous().view(integer)
-
-
-def assert_same_bits(actual: torch.Tensor, expected: torch.Tensor, what: str) -> None:
-    assert actual.dtype == expected.dtype and actual.shape == expected.shape, (
-        f"{what}: {actual.dtype}{tuple(actual.shape)} instead of {expected.dtype}{tuple(expected.shape)}"
-    )
-    different = (bits(actual) != bits(expected)).flatten()
-    if different.any():
-        first = int(different.nonzero()[0])
-        raise AssertionError(
-            f"{what}: {int(different.sum())} of {different.numel()} elements differ, first at {first}: "
-            f"{actual.flatten()[first].item()} instead of {expected.flatten()[first].item()}"
-        )

@@ -16,38 +16,14 @@ from torch import Tensor
 from twinop.export.body_in_torch import TorchOps
 
 EXACT = {
-    *(
-        "Abs",
-        "CastLike",
-        "Ceil",
-        "Clip",
-        "Compress",
-        "Concat",
-        "Expand",
-        "Floor",
-        "Gather",
-        "GatherND",
-        "Identity",
-        "LeakyRelu",
-        "Max",
-    ),
-    *("Min", "Neg", "Pad", "ReduceMax", "ReduceMin", "Relu", "Reshape", "Round", "Sign", "Slice", "Split"),
-    *("Squeeze", "Transpose", "Unsqueeze", "Where"),
-}
+    "Abs", "CastLike", "Ceil", "Clip", "Compress", "Concat", "Expand", "Floor", "Gather", "GatherND",
+    "Identity", "LeakyRelu", "Max", "Min", "Neg", "Pad", "ReduceMax", "ReduceMin", "Relu", "Reshape", "Round",
+    "Sign", "Slice", "Split", "Squeeze", "Transpose", "Unsqueeze", "Where",
+}  # fmt: skip
 """Operators that choose or move numbers."""
 ABSOLUTE = {
-    "Celu",
-    "Elu",
-    "Erf",
-    "Gelu",
-    "HardSigmoid",
-    "Mish",
-    "Selu",
-    "Sigmoid",
-    "Softplus",
-    "Swish",
-    "Tanh",
-}
+    "Celu", "Elu", "Erf", "Gelu", "HardSigmoid", "Mish", "Selu", "Sigmoid", "Softplus", "Swish", "Tanh",
+}  # fmt: skip
 """Operators whose errors in ONNX Runtime are absolute below 1."""
 SUMS = {"CumSum", "MatMul", "ReduceL1", "ReduceL2", "ReduceMean", "ReduceSum", "ReduceSumSquare", "Sum"}
 """Operators that add numbers up: roundings have the size of what is added, and in long rows of equal numbers
@@ -116,7 +92,11 @@ class RoundingOps(TorchOps):
         return bounded[0] if isinstance(results, Tensor) else tuple(bounded)
 
     def _rounding(self, op_type: str, result: Tensor) -> Tensor:
-        return _rounding(op_type, result)
+        if op_type in EXACT or not _has_error(result):
+            return torch.zeros_like(result)
+        size = result.abs().nan_to_num(0, 0)  # infinity is not rounded
+        size = size.clamp(min=torch.finfo(torch.float32).tiny)  # below, fp32 has fewer digits
+        return 2 * size if op_type in SUMS else size
 
 
 class OrtRoundingOps(RoundingOps):
@@ -130,14 +110,6 @@ class OrtRoundingOps(RoundingOps):
 def _has_error(result: Tensor) -> bool:
     """Whether it is not an integer, nor an output that the body rounds to 8 bits."""
     return result.is_floating_point() and result.itemsize > 1
-
-
-def _rounding(op_type: str, result: Tensor) -> Tensor:
-    if op_type in EXACT or not _has_error(result):
-        return torch.zeros_like(result)
-    size = result.abs().nan_to_num(0, 0)  # infinity is not rounded
-    size = size.clamp(min=torch.finfo(torch.float32).tiny)  # below, fp32 has fewer digits
-    return 2 * size if op_type in SUMS else size
 
 
 def _listed(results: Any) -> list[Tensor]:

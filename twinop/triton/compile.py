@@ -20,23 +20,11 @@ from ..building.cache import cache_folder
 from ..errors import BuildError
 
 SHARED_MEMORY = {
-    75: 64,
-    80: 163,
-    86: 99,
-    87: 163,
-    89: 99,
-    90: 227,
-    100: 227,
-    103: 227,
-    110: 227,
-    120: 99,
-    121: 99,
-}
+    75: 64, 80: 163, 86: 99, 87: 163, 89: 99, 90: 227, 100: 227, 103: 227, 110: 227, 120: 99, 121: 99,
+}  # fmt: skip
 """How many KiB of shared memory a block can have, by architecture (CUDA programming guide)."""
 
-_LAST_PORTABLE = (
-    89  # Triton compiles for "sm_90a" and so on from 90 on: such PTX runs on that architecture only
-)
+_LAST_PORTABLE = 89  # from 90 on Triton compiles for "sm_90a": such PTX runs on that architecture only
 _PTX_VERSION = 80  # of CUDA 12.0: a GPU newer than the library has a driver that is newer than this
 
 

@@ -119,12 +119,10 @@ def _variant(
         if "i32" in [kinds[index] for index in indices]:
             requirements.append(Requirement(indices[0], "fits_i32"))
     in_order = sorted(kinds, key=lambda index: places[launch.arguments[index].name])
-    parameters = [(index, _parameter_type(kinds[index])) for index in in_order if kinds[index] != "constexpr"]
-    return SourceVariant(tuple(requirements), tuple(parameters), source)
-
-
-def _parameter_type(kind: str) -> str:
-    return POINTER if kind.startswith("*") else {"u1": "i1"}.get(kind, kind)
+    renamed = {"u1": "i1"}
+    types = {i: POINTER if kind[0] == "*" else renamed.get(kind, kind) for i, kind in kinds.items()}
+    parameters = tuple((index, types[index]) for index in in_order if types[index] != "constexpr")
+    return SourceVariant(tuple(requirements), parameters, source)
 
 
 def specialise(launch: TracedLaunch, values: Sequence[Any]) -> Source:
