@@ -9,10 +9,23 @@ import typer
 
 from twinop.console import out
 
-from .checks import check
-from .facts import collect
+from . import library_checks, machine_checks
+from .facts import Environment, collect
 from .finding import Finding
 
+_CHECKS = (
+    machine_checks.check_driver,
+    machine_checks.check_compilers,
+    machine_checks.check_gcc_and_nvcc,
+    machine_checks.check_torch,
+    machine_checks.check_runtime,
+    machine_checks.check_providers,
+    library_checks.check_packages,
+    library_checks.check_libraries,
+    library_checks.check_model,
+    library_checks.check_opsets,
+    library_checks.check_nodes,
+)
 _STYLES = {"OK": "green", "warning": "yellow", "error": "bold red"}
 
 
@@ -53,6 +66,10 @@ def main(
             typer.echo(f"{finding.level}: {finding.subject}: {finding.cause}{cure}")
     if any(finding.level == "error" for finding in findings):
         raise typer.Exit(1)
+
+
+def check(environment: Environment) -> list[Finding]:
+    return [finding for each in _CHECKS for finding in each(environment)]
 
 
 def _show(findings: list[Finding]) -> None:

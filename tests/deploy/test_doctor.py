@@ -10,7 +10,7 @@ from models import model, node, value
 
 from twinop.building.toolchain import Compiler, Gpu, Nvcc
 from twinop.deploy.custom_nodes import Model, load_model
-from twinop.deploy.doctor.checks import check
+from twinop.deploy.doctor.command import check
 from twinop.deploy.doctor.facts import Environment, Runtime, Torch
 from twinop.find import Package
 from twinop.library import Library
