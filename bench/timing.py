@@ -45,7 +45,7 @@ class Time:
 
 
 def host_times(
-    runs: Mapping[str, Run], *, rounds: int, seconds: float, warmup: int = 5, after: Run | None = None
+    runs: Mapping[str, Run], *, rounds: int, seconds: float, after: Run | None = None
 ) -> dict[str, Time]:
     """Measures the wall time of runs that are complete when they return.
 
@@ -59,7 +59,7 @@ def host_times(
     order = list(runs.items())
     clock = time.perf_counter
     deadline = clock() + seconds
-    for i in range(-warmup, rounds):
+    for i in range(-5, rounds):  # the first ones warm up
         for name, run in order:
             start = clock()
             run()
@@ -100,13 +100,13 @@ class DeviceTimer:
         self.flush.amax()
         self.flush.zero_()
 
-    def times(self, runs: Mapping[str, Run], *, rounds: int, warmup: int = 3) -> dict[str, Time]:
+    def times(self, runs: Mapping[str, Run], *, rounds: int) -> dict[str, Time]:
         """Measures the device time of what each run queues on the stream, which is torch's current one."""
         events: dict[str, list[tuple[Any, Any]]] = {name: [] for name in runs}
         host: dict[str, list[float]] = {name: [] for name in runs}
         order = list(runs.items())
         with torch.cuda.stream(self.stream), torch.no_grad():
-            for i in range(-warmup, rounds):
+            for i in range(-3, rounds):  # the first ones warm up
                 for name, run in order:
                     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
                     self._empty_cache()

@@ -111,7 +111,9 @@ def _fuse(context: g.RewriteContext, softmax: ir.Node) -> None:
     has_guard = probabilities is not softmax.outputs[0] and not is_finite
     attributes: dict[str, int | float] = {"num_heads": q3.count, "scale": scale * on_q * on_k}
     attributes |= {"unidirectional": 1} if causal else {}
-    finite = _without_infinity(bias, matmul) if has_guard and bias is not None else bias
+    finite = bias
+    if has_guard and bias is not None:  # the softmax of a row of -inf is NaN
+        finite = g.add(matmul, "Max", [bias, g.scalar_constant(matmul, LOWEST, bias)])
     inputs: list[ir.Value | None] = [q_plain, k_plain, v3.value, None, lengths]
     inputs += [spread(finite, q3.value, k3.value, matmul)] if finite is not None else []
     shape = [*(g.dims(q3.value) or [None, None])[:2], v3.count * v3.size]
@@ -243,11 +245,6 @@ def padding_bias(shown: ir.Value, lowest: float, like: ir.Value, before: ir.Node
     values = [g.scalar_constant(before, number, like) for number in (0.0, lowest)]
     bias = g.add(before, "Where", [kept, *values])
     return g.add(before, "Unsqueeze", [bias, g.int_constant(before, [1, 2])], shape=[batch, 1, 1, tokens])
-
-
-def _without_infinity(mask: ir.Value, before: ir.Node) -> ir.Value:
-    """Replaces -inf with the lowest number, because the softmax of a row of -inf is NaN."""
-    return g.add(before, "Max", [mask, g.scalar_constant(before, LOWEST, mask)])
 
 
 def _zero_hidden_rows(mask: ir.Value, result: ir.Value, before: ir.Node) -> ir.Value:
