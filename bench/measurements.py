@@ -170,11 +170,7 @@ def measuring(
 
 
 def output_folder(folder: Path | None) -> Path:
-    """Creates the folder for the results. Commands call it before they measure anything.
-
-    Raises:
-        BenchError: it cannot be created or written to.
-    """
+    """Creates the folder for results, before anything is measured; BenchError: it cannot be written to."""
     folder = folder or FOLDER
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -196,11 +192,7 @@ def cell_of(line: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def read(path: Path, benchmark: str | None = None) -> list[dict[str, Any]]:
-    """Reads a file: the last line about each cell.
-
-    Raises:
-        BenchError: the file cannot be read, or does not have such measurements.
-    """
+    """Reads a file: the last line about each cell; BenchError: it does not have such measurements."""
     try:
         lines = [json.loads(line) for line in path.read_text().splitlines()]
         kinds = {line["benchmark"] for line in lines if "times" in line}

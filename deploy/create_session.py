@@ -107,11 +107,7 @@ def open_session(
     enable_cuda_graph: bool = False,
     profile: bool = False,
 ) -> Session:
-    """Opens a model that has been read and checked. Gives no warnings: see `Session.reason`.
-
-    Raises:
-        TwinopError: for the reasons that `session` names.
-    """
+    """Opens a model that has been read and checked; errors as of `session`, warnings in `Session.reason`."""
     device, reason = choice.device, choice.reason
     if enable_cuda_graph:
         _require_known_sizes(model, libraries)

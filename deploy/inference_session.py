@@ -140,11 +140,7 @@ class Session:
         return names
 
     def run_checked(self, arrays: Mapping[str, Any], names: list[str], options: Any) -> dict[str, Any]:
-        """Runs the model with numpy arrays that `check` has accepted.
-
-        Raises:
-            RunError: ONNX Runtime or a kernel refused the run.
-        """
+        """Runs the model with numpy arrays that `check` has accepted; RunError: ONNX Runtime refused it."""
         if self.foreign:
             return self._run_foreign(arrays, names, options)
         return dict(zip(names, guarded(self._inner.run, names, arrays, options), strict=True))

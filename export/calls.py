@@ -51,11 +51,7 @@ def label_of(node: ir.Node) -> str:
 
 
 def read_call(record: OpSpec, node: ir.Node) -> Call:
-    """Reads a node of the record's op.
-
-    Raises:
-        ExportError: the node does not fit the record, or the dtype of an input is not known.
-    """
+    """Reads a node of an op; ExportError: it does not fit the record, or a dtype is unknown."""
     label = label_of(node)
     types = {value.name or "": value.dtype for value in node.inputs if value is not None and value.dtype}
     for problem in node_problems(ir.to_proto(node), types, record):

@@ -25,11 +25,7 @@ def data_path(target: Path) -> Path:
 
 
 def check_target(target: Path, sources: Iterable[Path] = ()) -> None:
-    """Refuses to replace anything but a regular file, and files that are read.
-
-    Raises:
-        ExportError: the target, or the file of its weights, is such a path.
-    """
+    """Raises ExportError unless a target and its weights are regular files or new, and none is read."""
     if not target.name:
         raise ExportError(f"{target}: is a folder; expected a file name such as {target / 'model.onnx'}")
     read = [os.stat(source) for source in sources if source.exists()]

@@ -208,11 +208,7 @@ ROUTES = {"dynamo": _dynamo, "torchscript": _torchscript}
 
 
 def run_route(exporter: str, source: Source) -> tuple[ir.Model, list[str]]:
-    """Exports with one of `ROUTES`; returns the model and the exporter's warnings for the user.
-
-    Raises:
-        ExportError: torch cannot export the model.
-    """
+    """Exports with one of `ROUTES`, if torch can; returns the model and warnings for the user."""
     with quiet_torch() as caught:
         try:
             model = ROUTES[exporter](source)

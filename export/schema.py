@@ -22,11 +22,7 @@ ATTRIBUTE_TYPES = {kind: ir.AttributeType(number) for kind, number in ATTRIBUTE_
 
 
 def onnx_value(attribute: Attribute, value: Any) -> int | float | str | tuple[int, ...]:
-    """Returns an attribute's value as ONNX holds it: floats rounded to fp32, bools as ints.
-
-    Raises:
-        ExportError: the value is not a constant (it depends on an input's size).
-    """
+    """Returns an attribute's value as ONNX holds it; ExportError: it depends on an input's size."""
     try:
         return constant_value(attribute, value)
     except (TypeError, ValueError) as error:

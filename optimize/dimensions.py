@@ -99,11 +99,7 @@ def _parse(name: str, known: Collection[str]) -> Expression | None:
 
 
 def _nodes(tree: ast.AST) -> Iterator[ast.Name]:
-    """Yields the names of an expression.
-
-    Raises:
-        ValueError: it has other parts than names, numbers, operators and functions.
-    """
+    """Yields the names of an expression of nothing but names, numbers, operators and functions."""
     match tree:
         case ast.Name():
             yield tree

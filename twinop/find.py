@@ -88,11 +88,7 @@ def installed_packages() -> list[Package]:
 
 
 def package_of(domain: str) -> Package | None:
-    """Returns the installed package with the ops of a domain, which is not imported.
-
-    Raises:
-        LibraryError: several packages have the domain.
-    """
+    """Returns the installed package with a domain's ops, not imported; LibraryError: several have it."""
     packages = {_package(domain, entry) for entry in entry_points(group=GROUP, name=domain)}
     if len(packages) > 1:
         names = " and ".join(sorted(f"{each.name} {each.version}" for each in packages))

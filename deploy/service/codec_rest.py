@@ -73,11 +73,7 @@ def decode(
 
 
 def deadline(timeout: Any, now: float) -> float | None:
-    """Return when the request expires. `timeout` is in microseconds, as in Triton; 0 means never.
-
-    Raises:
-        ServiceError: `timeout` is not a whole number of microseconds.
-    """
+    """Return when the request expires: `timeout` is whole microseconds, 0 for never, as in Triton."""
     if timeout is None or (timeout == 0 and type(timeout) is int):
         return None
     if type(timeout) is not int or timeout < 0:

@@ -213,11 +213,7 @@ class GrpcServer:
         self._health = health.aio.HealthServicer()
 
     async def start(self) -> None:
-        """Start, and return when calls are accepted.
-
-        Raises:
-            AddressError: the port is in use, the host is not this machine's, or TLS cannot be set up.
-        """
+        """Start, and return when calls are accepted; AddressError: host, port or TLS cannot be used."""
         settings = self.settings
         self._server = aio.server(
             maximum_concurrent_rpcs=settings.maximum_concurrent_rpcs,

@@ -30,11 +30,7 @@ _JSON_GROWTH = 4  # "0," becomes a number of up to 8 bytes
 
 @contextlib.contextmanager
 def cancelled_with(request: Request) -> Iterator[None]:
-    """Cancel the block if the client disconnects. The body must have been read.
-
-    Raises:
-        ClientDisconnect: it has disconnected.
-    """
+    """Cancel the block, whose request has been read, with ClientDisconnect if the client disconnects."""
     task, loop = asyncio.current_task(), asyncio.get_running_loop()
     assert task is not None
     watching: list[asyncio.Task[None]] = []

@@ -63,11 +63,7 @@ def integers(name: str, kind: Datatype, values: Sequence[int]) -> np.ndarray:
 
 
 def to_json(name: str, array: np.ndarray) -> Any:
-    """Return the elements in row-major order for orjson, which writes floats without loss.
-
-    Raises:
-        ServiceError: a number is not finite, which JSON cannot express.
-    """
+    """Return the elements in row-major order for orjson, without loss; ServiceError: one is not finite."""
     if array.dtype == BYTES.dtype:
         return array.ravel().tolist()
     if array.dtype.kind not in "iub":

@@ -55,11 +55,7 @@ def set_options(options: Any, given: Options) -> None:
 
 
 def with_options(providers: "Sequence[Provider]", given: Mapping[Any, Options]) -> "list[Provider]":
-    """Return the providers with their options. Options for TensorRT put it before CUDA.
-
-    Raises:
-        ProviderError: TensorRT is not installed.
-    """
+    """Return the providers with their options; those for TensorRT, if it is installed, put it before CUDA."""
     import onnxruntime
 
     if "tensorrt" in given:

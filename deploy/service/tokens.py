@@ -15,10 +15,7 @@ class Tokens:
     """The tokens that clients must send, if the settings have any."""
 
     def __init__(self, settings: ServerSettings) -> None:
-        """
-        Raises:
-            SettingsError: a token's file cannot be read, or is empty.
-        """
+        """Read the tokens' files; SettingsError: one cannot be read, or is empty."""
         self._inference = _token(settings.token, settings.token_file)
         self._control = _token(settings.control_token, settings.control_token_file) or self._inference
 

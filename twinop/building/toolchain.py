@@ -116,11 +116,7 @@ def nvcc_path() -> str | None:
 
 
 def find_nvcc() -> Nvcc | None:
-    """Returns what `nvcc_path` finds, with its version and architectures.
-
-    Raises:
-        BuildError: CUDACXX names a program that is not there, or what was found is not nvcc.
-    """
+    """Returns what `nvcc_path` finds, with its version and architectures; BuildError: it is not nvcc."""
     path = nvcc_path()
     if path is None:
         return None
@@ -156,11 +152,7 @@ def refuse_old_tools(ninja: str, cuda: bool) -> None:
 
 
 def find_installation() -> Path:
-    """Returns the folder of the files that every library links.
-
-    Raises:
-        BuildError: no folder has them, or they are another version's.
-    """
+    """Returns the folder of the files that every library links; BuildError: none has this version's."""
     wanted = ("twinop-build.cmake", "libtwinop_ort.a", "exports.map")
     lacking = {
         folder: [name for name in wanted if not (folder / name).is_file()] for folder in library_folders()

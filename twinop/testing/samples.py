@@ -251,11 +251,7 @@ def fits(record: OpSpec, shape: Sequence[int], attributes: Mapping[str, Any] | N
 
 
 def given_samples(record: OpSpec, dtypes: Mapping[str, str], size: int) -> Iterator[Sample]:
-    """Yields the calls that the op's module gives, in the dtypes of a combination.
-
-    Raises:
-        NoSamples: the module gives none.
-    """
+    """Yields the calls that the op's module gives, in a combination's dtypes; NoSamples: it gives none."""
     calls = given_calls(record, dtypes[record.inputs[0].name], size)
     if calls is None:
         reason = why_not_derived(record) or "its input_shapes take none of the usual shapes"

@@ -80,11 +80,7 @@ def reference_of(record: OpSpec) -> Reference:
 
 
 def given_calls(record: OpSpec, dtype: str, size: int) -> list[dict[str, Any]] | None:
-    """Returns the calls, inputs and attributes by name, of the module's `samples`; None if it has none.
-
-    Raises:
-        TwinopError: a call does not fit the record.
-    """
+    """Returns the calls of the module's `samples`, by name, or None; TwinopError: one does not fit."""
     if (declared := DECLARED.get(record.key)) is not None:
         return declared.calls(dtype, size)
     describe = getattr(op_of(record).module, "samples", None)

@@ -71,12 +71,7 @@ def make_contents(
 
 
 def declared_in(file: Path) -> list[KernelOp]:
-    """Imports a Python file, and returns the ops that it declares.
-
-    Raises:
-        BuildError: it declares none.
-        TwinopError: it cannot be imported.
-    """
+    """Imports a Python file, and returns the ops that it declares; BuildError: it declares none."""
     load_module(file)
     ops = [op for op in DECLARED.values() if op.file.resolve() == file]
     if not ops:

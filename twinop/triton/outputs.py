@@ -49,11 +49,7 @@ def with_dtypes(record: OpSpec, combination: int, traced: Sequence[tuple[Output,
 
 
 def with_shapes(record: OpSpec, traced: Traced, place: str) -> OpSpec:
-    """Adds the shapes of the outputs.
-
-    Raises:
-        BuildError: those that the record names are others, or none of the language fits.
-    """
+    """Adds the shapes of the outputs; BuildError: the record names others, or the language has none."""
     given = entries(record.shapes)
     found = {}
     for index, name in enumerate(record.outputs):

@@ -135,11 +135,7 @@ class Symbols(ShapeEnv):
         return self._numbers[expression]
 
     def expression(self, value: Any) -> Expression:
-        """Returns the expression of a number, symbolic or not.
-
-        Raises:
-            NotAnExpression: it has a function that the library lacks.
-        """
+        """Returns the expression of a number; NotAnExpression: the library lacks one of its functions."""
         value = value.node.expr if isinstance(value, SYMBOLIC) else sympy.sympify(value)
         return translate(value, self._meanings)
 
