@@ -147,7 +147,7 @@ def make_function(
     def function(*args: Any, **kwargs: Any) -> Any:
         if broadcasts:
             args, kwargs = tuple(numbers_as_tensors(record, signature, args, kwargs)), {}
-        elif repeated and not bind(signature, args, kwargs)[repeated]:
+        elif repeated and bind(signature, args, kwargs)[repeated] in ([], ()):
             raise empty_list_error(record)
         if not torch.compiler.is_compiling() and _are_transforms_active_but_vmap():
             return OpFunction.apply(*flatten(bind(signature, args, kwargs).values()))

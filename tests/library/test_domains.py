@@ -153,6 +153,7 @@ assert total(ints).tolist() == [190]
 assert total([t.to("meta") for t in ints]).device.type == "meta"
 for wrong, text in (
     (lambda: abi.total([]), "test.abi::total: xs is an empty list; it must have at least one tensor"),
+    (lambda: abi.total(ints[0]), "Expected a value of type 'List[Tensor]' for argument 'xs'"),
     (lambda: total([ints[0], ints[1].long()]), "the tensors of xs must have one dtype; entry 1 is int64"),
     (lambda: total([ints[0], torch.zeros(2, dtype=torch.int32)]), "entry 1 of xs has another size"),
     (lambda: abi.packed(x, x[0], 13), "creating its state failed: n is 13"),
