@@ -6,6 +6,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+from torch._functorch.pyfunctorch import retrieve_current_functorch_interpreter
 from torch.autograd import forward_ad
 
 from twinop.errors import RecordError
@@ -149,7 +150,7 @@ def make_function(
             args, kwargs = tuple(numbers_as_tensors(record, signature, args, kwargs)), {}
         elif repeated and bind(signature, args, kwargs)[repeated] in ([], ()):
             raise empty_list_error(record)
-        if not torch.compiler.is_compiling() and _are_transforms_active_but_vmap():
+        if _are_transforms_active_but_vmap():
             return OpFunction.apply(*flatten(bind(signature, args, kwargs).values()))
         return op(*args, **kwargs)
 
@@ -173,6 +174,11 @@ def _have_list(values: Sequence[Any]) -> bool:
 def _are_transforms_active_but_vmap() -> bool:
     """Whether a torch.func transform is active that is not vmap, which calls the op on the batch."""
     if not torch._C._are_functorch_transforms_active():
+        return False
+    if torch.compiler.is_compiling():  # which does not trace the autograd.Function of an op
+        is_vmap = retrieve_current_functorch_interpreter().key() == torch._C._functorch.TransformType.Vmap
+        if torch.compiler.is_dynamo_compiling() and not is_vmap:
+            torch._dynamo.graph_break()
         return False
     stack = torch._C._functorch.get_interpreter_stack() or ()
     return any(each.key() != torch._C._functorch.TransformType.Vmap for each in stack)

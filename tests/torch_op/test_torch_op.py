@@ -232,6 +232,16 @@ INDUCTOR_ON_CPU = pytest.mark.skipif(
 )
 
 
+@pytest.mark.filterwarnings("ignore:Dynamo does not know how to trace")
+def test_compile_of_transforms() -> None:
+    """They break the graph at ops. vmap alone does not."""
+    x = away_from_zero(3, 4).detach()
+    gradient = func.grad(lambda x: torch_op.relu(x).pow(2).sum())
+    torch.testing.assert_close(torch.compile(gradient, backend="aot_eager")(x), 2 * x.relu())
+    mapped = torch.compile(func.vmap(torch_op.relu), backend="aot_eager", fullgraph=True)
+    assert torch.equal(mapped(x), x.relu())
+
+
 # Inductor takes half a minute on a CPU. `twinop test` compiles every op, without inductor.
 @INDUCTOR_ON_CPU
 @pytest.mark.parametrize("device", [pytest.param("cpu", marks=pytest.mark.slow), DEVICES[1]])
