@@ -305,7 +305,7 @@ def test_bad_input(tmp_path: Path, options: list[str], message: str) -> None:
         ),
         (
             ["gone.o", "--schema", "op(Tensor x) -> Tensor"],
-            "--schema: the schema is of an object file, and gone.o is none. Name",
+            "--schema: the schema is of an object file, and gone.o, which does not exist, is none. Name",
         ),
     ],
 )
