@@ -50,9 +50,8 @@ from typing import Any
 from twinop.find import find_library_of
 from twinop.library import find_library
 
-from .attention_rules import register_attention_rules
+from . import attention_rules, linear_rules, norm_rules  # noqa: F401 (the rules of their ops)
 from .declared import load_declared
-from .linear_rules import register_linear_rules
 from .modules import (
     CustomGatedMLP,
     CustomGELU,
@@ -66,7 +65,6 @@ from .modules import (
     CustomSwiGLU,
     CustomTanh,
 )
-from .norm_rules import register_norm_rules
 from .registry import Ops, functions, library_of, load, records
 from .replacement import Replacement, replace_modules
 
@@ -92,9 +90,6 @@ __all__ = [
     "replace_modules",
 ]
 
-register_attention_rules()
-register_linear_rules()
-register_norm_rules()
 load(find_library("custom_ops"))
 
 

@@ -47,7 +47,5 @@ def _backward(
     return grad_qkv, None if bias is None else sum_to(grad_scores, bias.shape).to(bias.dtype)
 
 
-def register_attention_rules() -> None:
-    """Registers the derivative and the CPU function."""
-    CPU_FUNCTIONS["attention_packed"] = _on_cpu
-    DERIVATIVES["attention_packed"] = _backward
+CPU_FUNCTIONS["attention_packed"] = _on_cpu
+DERIVATIVES["attention_packed"] = _backward

@@ -24,7 +24,7 @@ from twinop.triton.installed import check_triton
 
 from .arguments import bind, signature_of, tensors_of
 from .autograd import make_function
-from .mutation import register_mutating
+from .mutation import register_mutating, torch_library
 from .rules import as_tuple, run_body, unbacked_sizes, vmap_kernel
 from .sharding import register_sharding_rule
 
@@ -49,10 +49,10 @@ def register(declared: KernelOp, functions: dict[str, Callable[..., Any]]) -> Ca
     overload = getattr(getattr(torch.ops, record.namespace), record.functional_name).default
     function, _, derivative = make_function(record, overload, functions)
     op.register_autograd(derivative.backward, setup_context=derivative.setup_context)
-    _library(record.namespace).impl(record.functional_name, vmap_kernel(record, overload), "FuncTorchBatched")
+    library = torch_library(record.namespace)
+    library.impl(record.functional_name, vmap_kernel(record, overload), "FuncTorchBatched")
     functions[record.functional_name] = function
     if record.written:
-        library = _library(record.namespace)
         library.define(record.schema)
         fake, on_cuda = _implementation(declared, fake=True), _implementation(declared, mutates=True)
         functions[record.name] = register_mutating(record, library, fake, overload, on_cuda)
@@ -62,11 +62,6 @@ def register(declared: KernelOp, functions: dict[str, Callable[..., Any]]) -> Ca
 def _is_traced(declared: KernelOp) -> bool:
     """Whether torch.compile takes the launches into its graph. An op that reads sizes is one node there."""
     return declared.kind == "triton" and not declared.record.sizes
-
-
-@cache
-def _library(namespace: str) -> torch.library.Library:
-    return torch.library.Library(namespace, "FRAGMENT")
 
 
 def _implementation(declared: KernelOp, fake: bool = False, mutates: bool = False) -> Callable[..., Any]:

@@ -120,27 +120,23 @@ def _linear_swiglu_backward(
     return _product_backward(inner, x, weight, bias, layout)
 
 
-def register_linear_rules() -> None:
-    """Registers the derivatives and the CPU functions of both ops."""
-    CPU_FUNCTIONS["linear"] = _on_cpu
-    CPU_FUNCTIONS["linear_swiglu"] = _swiglu_on_cpu
-    for table in (CPU_FUNCTIONS, SECOND_DERIVATIVES):  # which torch differentiates
-        table["linear_q"] = lambda x, weight, scale, zero, bias, residual, bits, block, activation: _on_cpu(
-            x,
-            dequantised(weight, scale, zero, x.shape[-1], bits, block),
-            bias,
-            residual,
-            activation=activation,
-            layout="nk",
-        )
-        table["linear_q_swiglu"] = lambda x, weight, scale, zero, bias, bits, block, activation: (
-            _swiglu_on_cpu(
-                x,
-                dequantised(weight, scale, zero, x.shape[-1], bits, block),
-                bias,
-                activation=activation,
-                layout="nk",
-            )
-        )
-    DERIVATIVES["linear"] = _linear_backward
-    DERIVATIVES["linear_swiglu"] = _linear_swiglu_backward
+CPU_FUNCTIONS["linear"] = _on_cpu
+CPU_FUNCTIONS["linear_swiglu"] = _swiglu_on_cpu
+for table in (CPU_FUNCTIONS, SECOND_DERIVATIVES):  # which torch differentiates
+    table["linear_q"] = lambda x, weight, scale, zero, bias, residual, bits, block, activation: _on_cpu(
+        x,
+        dequantised(weight, scale, zero, x.shape[-1], bits, block),
+        bias,
+        residual,
+        activation=activation,
+        layout="nk",
+    )
+    table["linear_q_swiglu"] = lambda x, weight, scale, zero, bias, bits, block, activation: _swiglu_on_cpu(
+        x,
+        dequantised(weight, scale, zero, x.shape[-1], bits, block),
+        bias,
+        activation=activation,
+        layout="nk",
+    )
+DERIVATIVES["linear"] = _linear_backward
+DERIVATIVES["linear_swiglu"] = _linear_swiglu_backward

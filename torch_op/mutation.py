@@ -5,6 +5,7 @@ record says of the op (derivative, vmap, sharding) is about the twin. The op tha
 """
 
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import torch
@@ -39,6 +40,12 @@ def _check_written(record: OpSpec, arguments: dict[str, Any]) -> None:
         ]
         if faults and name in record.written.values():
             raise RecordError(f"{record.qualified_name}: {name} is written, and {faults[0]}: .clone()")
+
+
+@cache
+def torch_library(namespace: str) -> torch.library.Library:
+    """Returns what registers ops and their rules in a namespace of torch."""
+    return torch.library.Library(namespace, "FRAGMENT")
 
 
 def register_mutating(

@@ -46,7 +46,5 @@ def _embed_layer_norm_backward(
     return of_table, None, of_rows, grad_weight, grad_bias if bias is not None else None
 
 
-def register_norm_rules() -> None:
-    """Registers the derivatives."""
-    DERIVATIVES["ada_layer_norm"] = _ada_layer_norm_backward
-    DERIVATIVES["embed_layer_norm"] = _embed_layer_norm_backward
+DERIVATIVES["ada_layer_norm"] = _ada_layer_norm_backward
+DERIVATIVES["embed_layer_norm"] = _embed_layer_norm_backward

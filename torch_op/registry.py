@@ -21,7 +21,7 @@ from twinop.op_spec import DOMAIN, OpSpec
 
 from .autograd import make_function
 from .formulas import check_formulas
-from .mutation import register_mutating
+from .mutation import register_mutating, torch_library
 from .rules import autocast_rule, cpu_rule, fake_rule, refuse, vmap_kernel
 from .sharding import register_sharding_rule
 
@@ -203,13 +203,8 @@ def _is_registered(record: OpSpec, path: Path) -> bool:
     )
 
 
-@cache
-def _torch_library(namespace: str) -> torch.library.Library:
-    return torch.library.Library(namespace, "FRAGMENT")
-
-
 def _derive(record: OpSpec) -> None:
-    name, library = record.torch_name, _torch_library(record.namespace)
+    name, library = record.torch_name, torch_library(record.namespace)
     op = getattr(getattr(torch.ops, record.namespace), record.functional_name).default
     formulas_see = ChainMap(_functions[record.namespace], functions)
     function, autograd_kernel, _ = make_function(record, op, formulas_see)
