@@ -1,6 +1,5 @@
 """Runs sessions on torch tensors, bound by address, on the CPU and on the session's GPU."""
 
-import itertools
 import threading
 import weakref
 from collections.abc import Mapping
@@ -167,9 +166,9 @@ class TensorRunner:
             )
         if sharing := [other for other, tensor in others.items() if _overlap(output, tensor)]:
             raise FeedError(f"the outputs {name} and {sharing[0]} share memory: give each output its own")
-        for other in (other for other, tensor in feeds.items() if _overlap(output, tensor)):
-            same = _memory(feeds[other]) == _memory(output)
-            if not same or self._shareable.get(name) != other:
+        for other, tensor in feeds.items():
+            is_written = self._shareable.get(name) == other and _memory(tensor) == _memory(output)
+            if _overlap(output, tensor) and not is_written:
                 raise FeedError(
                     f"output {name} has memory of input {other}, which a run may overwrite before it is "
                     f"read: the node of {name} does not write into {other}, or another node reads {other} as "
@@ -214,12 +213,11 @@ class TensorRunner:
             else:
                 self._queue(binding, results, bound, kept)
         except RunError:
-            pairs = itertools.product(kept.values(), wanted.values())
-            if any(_overlap(*pair) for pair in pairs) or not any(self._shapes.values()):
+            has_written = any(_overlap(each, to) for each in kept.values() for to in wanted.values())
+            if has_written or not any(self._shapes.values()):
                 raise
             # Perhaps an output has another shape than the model declares. Where ONNX Runtime allocates the
-            # outputs, it only warns of that. If that helps, it does so from now on. What has written into an
-            # input does not run twice.
+            # outputs, it only warns of that. If that helps, it does so from now on.
             declared, self._shapes = self._shapes, dict.fromkeys(self._shapes)
             try:
                 return self._run_bound(kept, wanted, device)

@@ -1,5 +1,7 @@
 """Session.run on torch tensors in CPU memory: in place, without copies."""
 
+import weakref
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -8,6 +10,7 @@ import torch
 from models import make_model, model, node, value
 
 from twinop.deploy import Session, session
+from twinop.deploy.torch_binding import TensorRunner
 from twinop.dtypes import FLOATING
 
 
@@ -91,3 +94,30 @@ def test_sizes_not_named_by_an_input_are_left_to_onnx_runtime() -> None:
     graph = model([node("NonZero", domain="")], [value("x")], [value("y", "int64", (2, "count"))])
     got = session(graph).run({"x": torch.tensor([[0.0, 1, 0, 1]])})["y"]
     assert got.dtype == torch.int64 and got.tolist() == [[0, 0], [1, 3]]
+
+
+def test_a_tensor_keeps_the_memory_of_an_output_in_float8(monkeypatch: pytest.MonkeyPatch) -> None:
+    """ONNX Runtime's, on CUDA, which a copy of its address does not keep."""
+
+    class Value:
+        def device_name(self) -> str:
+            return "cuda"
+
+        def shape(self) -> list[int]:
+            return [2]
+
+        def data_ptr(self) -> int:
+            return 256
+
+    held = list[Any]()
+    monkeypatch.setattr(
+        torch, "as_tensor", lambda memory, device: held.append(memory) or torch.zeros(2).byte()
+    )
+    runner = TensorRunner.__new__(TensorRunner)
+    runner._dtypes, runner._cuda = {"y": torch.float8_e4m3fn}, None
+    value = Value()
+    seen = weakref.ref(value)
+    spec: Any = SimpleNamespace(name="y", type="tensor(float8e4m3fn)")
+    assert runner._to_torch(value, spec).dtype is torch.float8_e4m3fn
+    del value
+    assert seen() is not None and held[0].__cuda_array_interface__["data"] == (256, False)

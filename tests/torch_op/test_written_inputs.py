@@ -4,6 +4,7 @@ from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from random import Random
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -17,6 +18,8 @@ from torch.library import opcheck
 
 from twinop import deploy, export, torch_op
 from twinop.deploy import FeedError, RunError, node_parity
+from twinop.deploy.custom_nodes import Model
+from twinop.deploy.inference_session import _shareable
 from twinop.errors import ExportError, RecordError, RecordSyntaxError
 from twinop.library import find_library
 from twinop.schema_text import record_of
@@ -330,6 +333,17 @@ def test_a_session_refuses_one_memory_that_another_node_reads() -> None:
     assert not deploy.session(put_model(cache=FLOAT), CPU, LIBRARY).shareable  # it is an output, too
     found = opened.run(feeds, {"cache_out": torch.empty(6, 3), "late": torch.empty(6, 3)})
     assert torch.equal(found["late"], -cache) and torch.equal(found["cache_out"], wanted)
+
+
+def test_an_absent_input_lends_no_memory() -> None:
+    record = record_of("f(Tensor x, Tensor? w=None) -> Tensor", "d", in_place="y = w")
+    nodes = (
+        helper.make_node("CustomF", ["x"], ["y"], domain="d"),
+        helper.make_node("Clip", ["x", "", "x"], ["z"]),
+    )
+    proto = model([*nodes], {"x": FLOAT}, {"y": FLOAT, "z": FLOAT}, d=1)
+    library: Any = SimpleNamespace(by_onnx_name={"CustomF": record})
+    assert _shareable(Model("f", proto), [library]) == {}
 
 
 def test_twinop_run_compares_a_node_with_the_twin() -> None:

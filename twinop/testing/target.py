@@ -112,7 +112,6 @@ def load(given: str) -> list[Any]:
         if not torch.cuda.is_available() and not any("cpu" in record.devices for record in records):
             raise TwinopError(
                 f"{library}: its ops have no CPU kernels, and this machine has no GPU"
-                + (f". Put the Python file of the ops ({about.domain}.py) beside the library: " * (not path))
-                + ("its bodies then run on the CPU" * (not path))
+                + f". Its bodies run there: put {about.domain}.py beside the library" * (not path)
             )
     return records
