@@ -45,14 +45,13 @@ def runs(model: ir.Model) -> list[Sizes]:
         return []
     past, fixed, window = set[str](), dict[str, int](), 0
     for node in nodes:
-        for length in [
-            (g.dims(cache) or [None, None])[-2] for cache in node.inputs[3:5] if cache is not None
-        ]:
-            if g.attribute(node, "sliding_window_cache", 0):  # the cache holds a window, and nothing else
-                window = g.attribute(node, "local_window_size", 0)
-                fixed |= {length: window} if isinstance(length, str) else {}
-            else:
-                past |= {length} if isinstance(length, str) else set()
+        shapes = [shape for cache in node.inputs[3:5] if (shape := g.dims(cache))]
+        lengths = [shape[-2] for shape in shapes if isinstance(shape[-2], str)]
+        if g.attribute(node, "sliding_window_cache", 0):  # the cache holds a window, and nothing else
+            window = g.attribute(node, "local_window_size", 0)
+            fixed |= dict.fromkeys(lengths, window)
+        else:
+            past.update(lengths)
     tokens, total = set[str](), set[str]()
     for value in model.graph.inputs:
         shape = g.dims(value) or []
@@ -71,13 +70,11 @@ def runs(model: ir.Model) -> list[Sizes]:
 
 def mark_wide_norms(model: ir.Model) -> None:
     """Notes that a model of 16 bits norms in fp32: what it adds up, as Gemma does, may exceed fp16."""
-    norms = [node for node in model.graph if node.op_type in _NORMS and node.inputs]
-    if any(node.op_type == ATTENTION for node in model.graph) and norms:
-        weights = [
-            value for node in norms for value in node.inputs if value is not None and value.const_value
-        ]
-        if all(value.dtype is ir.DataType.FLOAT for value in weights):
-            model.graph.meta[WIDE_NORMS] = True
+    norms = [node for node in model.graph if node.op_type in _NORMS]
+    weights = [value for node in norms for value in node.inputs if value is not None and value.const_value]
+    is_wide = weights and all(value.dtype is ir.DataType.FLOAT for value in weights)
+    if is_wide and any(node.op_type == ATTENTION for node in model.graph):
+        model.graph.meta[WIDE_NORMS] = True
 
 
 def set_full_precision(model: ir.Model) -> int:

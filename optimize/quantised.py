@@ -114,11 +114,10 @@ def _gated(
             return None
         gate, up, activation = makers[index].inputs[0], node.inputs[1 - index], names[index]  # type: ignore[union-attr]
     first, second = (found.get(each) if each is not None else None for each in (gate, up))
-    if first is None or second is None or first is second or first.x is not second.x:
+    if first is None or second is None or first is second:
         return None
-    zeros = [each.arrays[2] is None for each in (first, second)]
-    is_alone = all(g.only_user(each.output) is not None for each in (first, second))
-    is_alike = first.sizes == second.sizes and zeros[0] == zeros[1]
+    is_alone = g.only_user(first.output) and g.only_user(second.output)
+    is_alike = first.sizes == second.sizes and _kind(first) == _kind(second)
     return (first, second, activation) if is_alone and is_alike else None
 
 
