@@ -168,6 +168,7 @@ def _answer(request: Request) -> Answer | Exception:
     registration.may_end = True  # this process ends anyway, and another one would take longer than a run
     options = onnxruntime.SessionOptions()
     options.log_severity_level = 4  # errors come back as exceptions
+    options.add_session_config_entry("session.intra_op.allow_spinning", "0")  # nobody waits for a next run
     if not request.optimize:
         options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
     try:

@@ -132,8 +132,24 @@ def two_gpus() -> None:
 
 
 @pytest.fixture(scope="session", autouse=True)
-def _sessions_with_pools_of_their_own() -> None:
-    """The benchmarks' sessions share a pool, for which ONNX Runtime then takes the whole process."""
-    from twinop.bench import runtime
+def _sessions_with_quiet_pools_of_their_own() -> None:
+    """The benchmarks' sessions share a pool, for which ONNX Runtime then takes the whole process.
+
+    Threads spin after each run, which took most of the time of tests with many sessions.
+    """
+    from twinop.bench import runtime  # imports torch, which is to come before onnxruntime
 
     runtime.share_pool = False
+    import onnxruntime
+
+    create, key = onnxruntime.InferenceSession.__init__, "session.intra_op.allow_spinning"
+
+    def init(self: Any, model: Any, sess_options: Any = None, *arguments: Any, **named: Any) -> None:
+        options = onnxruntime.SessionOptions() if sess_options is None else sess_options
+        try:
+            options.get_session_config_entry(key)
+        except RuntimeError:  # the test has not set it
+            options.add_session_config_entry(key, "0")
+        create(self, model, options, *arguments, **named)
+
+    onnxruntime.InferenceSession.__init__ = init

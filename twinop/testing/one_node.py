@@ -60,12 +60,19 @@ def one_node_model(
     return helper.make_model(graph, opset_imports=opsets, ir_version=10)
 
 
+def _options() -> Any:
+    """Options with threads that sleep after a run: spinning, those of many sessions slow each other."""
+    options = onnxruntime().SessionOptions()
+    options.add_session_config_entry("session.intra_op.allow_spinning", "0")
+    return options
+
+
 def make_session(
     model: onnx.ModelProto, library: Path, device: str, *, threads: int = 0, **provider_options: Any
 ) -> Any:
     """Opens a session of one provider. `threads`: of its pool; 0 is ONNX Runtime's default."""
     ort = onnxruntime()
-    options = ort.SessionOptions()
+    options = _options()
     options.intra_op_num_threads = threads
     options.register_custom_ops_library(str(library))
     provider = PROVIDERS[device]
@@ -93,7 +100,7 @@ def run_bound(session: Any, inputs: Mapping[str, torch.Tensor], outputs: Mapping
 def body_session(model: onnx.ModelProto) -> Any:
     """Opens a session without the library."""
     ort = onnxruntime()
-    return ort.InferenceSession(model.SerializeToString(), providers=["CPUExecutionProvider"])
+    return ort.InferenceSession(model.SerializeToString(), _options(), providers=["CPUExecutionProvider"])
 
 
 def run_body(session: Any, inputs: Mapping[str, torch.Tensor]) -> list[torch.Tensor]:
