@@ -112,6 +112,6 @@ def load(given: str) -> list[Any]:
         if not torch.cuda.is_available() and not any("cpu" in record.devices for record in records):
             raise TwinopError(
                 f"{library}: its ops have no CPU kernels, and this machine has no GPU"
-                + f". Put the Python file, {about.domain}.py, beside it: its bodies run on the CPU" * (not path)
+                + f". Put the Python file {about.domain}.py beside it: its bodies run on the CPU" * (not path)
             )
     return records
