@@ -175,13 +175,12 @@ def _are_transforms_active_but_vmap() -> bool:
     """Whether a torch.func transform is active that is not vmap, which calls the op on the batch."""
     if not torch._C._are_functorch_transforms_active():
         return False
+    vmap = torch._C._functorch.TransformType.Vmap
     if torch.compiler.is_compiling():  # which does not trace the autograd.Function of an op
-        is_vmap = retrieve_current_functorch_interpreter().key() == torch._C._functorch.TransformType.Vmap
-        if torch.compiler.is_dynamo_compiling() and not is_vmap:
+        if torch.compiler.is_dynamo_compiling() and retrieve_current_functorch_interpreter().key() != vmap:
             torch._dynamo.graph_break()
         return False
-    stack = torch._C._functorch.get_interpreter_stack() or ()
-    return any(each.key() != torch._C._functorch.TransformType.Vmap for each in stack)
+    return any(each.key() != vmap for each in torch._C._functorch.get_interpreter_stack() or ())
 
 
 def _function_path(record: OpSpec) -> str:
