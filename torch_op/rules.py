@@ -174,6 +174,8 @@ def vmap_kernel(record: OpSpec, op: Rule) -> Rule:
                 key += _form(each), None
             values.append(each)
         with torch._C._ExcludeDispatchKeyGuard(batched_key):
+            if key[1::2].count(None) == len(values):  # tensors of another level
+                return op(*values)
             try:
                 plan = plans(tuple(key))
             except TypeError:  # sizes that are symbols have no hash
@@ -200,8 +202,6 @@ def _plan(record: OpSpec, op: Rule, values: Sequence[Any], dims: Sequence[int | 
     """Returns what computes a mapped call from its values: outputs with the batch in front."""
     arguments = dict(zip(record.parameters, values, strict=True))
     mapped = {name: dim for name, dim in zip(arguments, dims, strict=True) if dim is not None}
-    if not mapped:
-        return lambda values: op(*values)
     size: Any = next(arguments[name].shape[dim] for name, dim in mapped.items())
     tensors = _tensor_names(record, arguments)
     rank = max(arguments[name].dim() - (name in mapped) for name in tensors) if record.broadcasts else 0
