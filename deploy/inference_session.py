@@ -203,8 +203,8 @@ class Session:
             if spec.right_padded and (error := spec.padding_error(value)) is not None:
                 raise error
             arrays[name] = value
-        for dimension, places in self._shared_sizes.items():
-            _require_one_size(dimension, places, arrays)
+        for dimension, (parts, places) in self._shared_sizes.items():
+            _require_one_size(dimension, parts, places, arrays)
         return arrays
 
     def _run_foreign(self, arrays: Mapping[str, Any], names: list[str], options: Any) -> dict[str, Any]:
@@ -259,27 +259,41 @@ def _same(given: np.dtype, wanted: np.dtype) -> bool:
     return given == wanted or (wanted.kind == "O" and given.kind in "US")
 
 
-def _shared_sizes(inputs: Mapping[str, Spec]) -> dict[str, list[tuple[str, int]]]:
-    """Returns the inputs and axes of each dimension that several of them have."""
-    found: dict[str, list[tuple[str, int]]] = {}
+_Places = list[tuple[str, int]]
+"""Inputs and axes."""
+
+
+def _shared_sizes(inputs: Mapping[str, Spec]) -> dict[str, tuple[_Places, _Places]]:
+    """Returns where each dimension is that several inputs have; first its parts if it is a sum: "past + new".
+
+    In optimum's merged decoders, the mask's length has the name of the new tokens', but covers the cache too.
+    """
+    found: dict[str, _Places] = {}
+    is_merged = "use_cache_branch" in inputs
     for spec in inputs.values():
         for axis, size in enumerate(spec.shape or ()):
-            if isinstance(size, str) and spec.element is not None:
+            if isinstance(size, str) and spec.element is not None and not (is_merged and "mask" in spec.name):
                 found.setdefault(size, []).append((spec.name, axis))
-    return {size: places for size, places in found.items() if len(places) > 1}
+    sums = {
+        size: [found[part][0] for part in size.split(" + ")]
+        for size in found
+        if " + " in size and found.keys() >= {*size.split(" + ")}
+    }
+    return {size: (sums.get(size, []), at) for size, at in found.items() if len(at) > 1 or size in sums}
 
 
-def _require_one_size(dimension: str, places: Sequence[tuple[str, int]], arrays: Mapping[str, Any]) -> None:
+def _require_one_size(
+    dimension: str, parts: _Places, places: _Places, arrays: Mapping[str, np.ndarray]
+) -> None:
     """Raises FeedError if a dimension has several sizes, which ONNX Runtime does not always notice."""
-    first = None
-    for name, axis in places:
-        if name not in arrays:
-            continue
-        size = arrays[name].shape[axis]
-        first = first or (name, size)
-        if size != first[1]:
+    given = [(name, arrays[name].shape[axis]) for name, axis in places if name in arrays]
+    if parts and all(name in arrays for name, _ in parts):
+        names = " and ".join(dict.fromkeys(name for name, _ in parts))
+        given.insert(0, (names, sum(arrays[name].shape[axis] for name, axis in parts)))
+    for name, size in given[1:]:
+        if size != given[0][1]:
             raise FeedError(
-                f"dimension {dimension} is {first[1]} in input {first[0]} and {size} in {name}: "
+                f"dimension {dimension} is {given[0][1]} in input {given[0][0]} and {size} in {name}: "
                 "it must be the same in all inputs"
             )
 

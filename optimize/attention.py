@@ -50,7 +50,7 @@ def attentions(context: g.RewriteContext) -> Iterator[ir.Node]:
     for node in context.nodes("Softmax"):
         rank = g.rank(node.outputs[0])
         if node.graph is not None and g.attribute(node, "axis", -1) in (-1, rank - 1):
-            value = _after_nan_guard(node)
+            value = after_nan_guard(node)
             if any(use.node.op_type == "MatMul" for use in value.uses()):
                 yield node
 
@@ -63,7 +63,7 @@ def masks_of(softmax: ir.Node) -> list[ir.Value]:
         return []
 
 
-def _after_nan_guard(softmax: ir.Node) -> ir.Value:
+def after_nan_guard(softmax: ir.Node) -> ir.Value:
     """Returns the probabilities p, after the guard Where(IsNaN(p), 0, p) if there is one."""
     value = softmax.outputs[0]
     users = [use.node for use in value.uses()]
@@ -76,7 +76,7 @@ def _after_nan_guard(softmax: ir.Node) -> ir.Value:
 
 def _fuse(context: g.RewriteContext, softmax: ir.Node) -> None:
     """Replaces the attention around a softmax with one node."""
-    probabilities = _after_nan_guard(softmax)
+    probabilities = after_nan_guard(softmax)
     matmul = g.only_user(probabilities)
     if matmul is None or matmul.inputs[0] is not probabilities:
         raise g.UnsupportedPattern("the softmax has other readers")
@@ -106,7 +106,9 @@ def _fuse(context: g.RewriteContext, softmax: ir.Node) -> None:
     batches, rows = zip(*((g.dims(each.value) or [None, None])[:2] for each in (q3, k3)), strict=True)
     if context.may_differ(*batches):
         raise g.UnsupportedPattern("q and k of batches that may differ")
-    bias, lengths, causal = _masks(context, scores.masks, matmul, square=not context.may_differ(*rows))
+    bias, lengths, causal = masks_of_scores(
+        context, scores.masks, matmul, square=not context.may_differ(*rows)
+    )
     is_finite = bias is None or context.finite_masks.issuperset(scores.masks)
     has_guard = probabilities is not softmax.outputs[0] and not is_finite
     attributes: dict[str, int | float] = {"num_heads": q3.count, "scale": scale * on_q * on_k}
@@ -119,8 +121,8 @@ def _fuse(context: g.RewriteContext, softmax: ir.Node) -> None:
     shape = [*(g.dims(q3.value) or [None, None])[:2], v3.count * v3.size]
     result = g.add(matmul, "MultiHeadAttention", inputs, attributes, domain=g.MICROSOFT, shape=shape)
     if has_guard and bias is not None:
-        result = _zero_hidden_rows(bias, result, matmul)
-    _replace_output(matmul.outputs[0], result, v3)
+        result = zero_hidden_rows(bias, result, matmul)
+    replace_output(matmul.outputs[0], result, v3)
     context.made["attention"] += 1
 
 
@@ -198,7 +200,7 @@ def _is_cached(heads: ir.Value) -> bool:
     return False
 
 
-def _masks(
+def masks_of_scores(
     context: g.RewriteContext, masks: list[ir.Value], before: ir.Node, square: bool
 ) -> tuple[ir.Value | None, ir.Value | None, bool]:
     """Returns the mask to add, the lengths, and whether it is causal; `square`: as many queries as keys."""
@@ -247,7 +249,7 @@ def padding_bias(shown: ir.Value, lowest: float, like: ir.Value, before: ir.Node
     return g.add(before, "Unsqueeze", [bias, g.int_constant(before, [1, 2])], shape=[batch, 1, 1, tokens])
 
 
-def _zero_hidden_rows(mask: ir.Value, result: ir.Value, before: ir.Node) -> ir.Value:
+def zero_hidden_rows(mask: ir.Value, result: ir.Value, before: ir.Node) -> ir.Value:
     """Sets the rows of the result to 0 that a mask hides with -inf altogether, as the NaN guard did."""
     shape = g.dims(mask) or []
     if len(shape) != 4 or shape[1] != 1:
@@ -260,7 +262,7 @@ def _zero_hidden_rows(mask: ir.Value, result: ir.Value, before: ir.Node) -> ir.V
     return g.add(before, "Where", [row, zero, result], shape=g.dims(result))
 
 
-def _replace_output(old: ir.Value, result: ir.Value, heads: Heads) -> None:
+def replace_output(old: ir.Value, result: ir.Value, heads: Heads) -> None:
     """Replaces [B, H, S, D] with the result [B, S, H*D]; most readers transpose it back at once."""
     transpose, node = g.only_user(old), old.producer()
     if transpose is not None and g.has_permutation(transpose, SWAP_S_H):

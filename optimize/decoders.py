@@ -9,7 +9,7 @@ import onnx_ir as ir
 
 from . import graph as g
 from .cached_attention import SHARED_CACHES
-from .inputs import Sizes, is_mask
+from .inputs import Sizes, grows, is_mask
 from .symbolic_shapes import infer_shapes
 from .unfuse_ort import rms_norm
 
@@ -22,8 +22,16 @@ _Q_NORM = 14  # the input; that of k follows
 _NORMS = ("SimplifiedLayerNormalization", "SkipSimplifiedLayerNormalization", "LayerNormalization")
 
 
-def set_head_sizes(model: ir.Model) -> None:
-    """Writes the size of heads into the shapes of caches, which the builder gives a name."""
+def set_sizes(model: ir.Model) -> None:
+    """Corrects declared sizes: of heads, which genai's builder gives a name, and of masks.
+
+    A mask also covers the tokens in a cache. optimum's merged files name its size as that of new tokens.
+    """
+    if any(map(grows, model.graph.inputs)):
+        for mask in filter(is_mask, model.graph.inputs):
+            batch, length = g.dims(mask) or [None, None]
+            if length in _lengths(model, of_masks=False):
+                mask.shape = ir.Shape([batch, f"{mask.name}_1"])
     if not any(node.op_type == ATTENTION for node in model.graph):
         return
     shaped = model.clone()
@@ -38,12 +46,17 @@ def set_head_sizes(model: ir.Model) -> None:
                 value.shape = ir.Shape([*shape[:-1], width // heads])
 
 
-def runs(model: ir.Model) -> list[Sizes]:
-    """Returns the sizes of steps of one token and of a prompt; none for other models."""
+def runs(model: ir.Model) -> tuple[list[Sizes], bool]:
+    """Returns the sizes of steps of one token, of a prompt, and of tokens after it; none without caches.
+
+    The second result says whether masks may hide tokens. For GroupQueryAttention they may not, and tokens do
+    not follow a prompt.
+    """
     nodes = [node for node in model.graph if node.op_type == ATTENTION]
-    if not nodes:
-        return []
-    past, fixed, window = set[str](), dict[str, int](), 0
+    past = {name for value in model.graph.inputs if (name := grows(value))}
+    if not nodes and not past:
+        return [], True
+    fixed, window = dict[str, int](), 0
     for node in nodes:
         shapes = [shape for cache in node.inputs[3:5] if (shape := g.dims(cache))]
         lengths = [shape[-2] for shape in shapes if isinstance(shape[-2], str)]
@@ -52,20 +65,26 @@ def runs(model: ir.Model) -> list[Sizes]:
             fixed |= dict.fromkeys(lengths, window)
         else:
             past.update(lengths)
-    tokens, total = set[str](), set[str]()
-    for value in model.graph.inputs:
-        shape = g.dims(value) or []
-        if len(shape) == 2 and isinstance(shape[1], str):
-            (total if is_mask(value) else tokens).add(shape[1])
+    others = {dim for value in model.graph.inputs if g.rank(value) > 2 for dim in g.dims(value) or ()}
+    tokens, total = _lengths(model, of_masks=False), _lengths(model, of_masks=True) - others
 
     def sizes(batch: int, before: int, new: int) -> Sizes:
         length = before + new if model.graph.meta.get(SHARED_CACHES) else before
         names = fixed | dict.fromkeys(past, length) | dict.fromkeys(tokens, new)
-        return Sizes(batch, new, fixed=(*names.items(), *((name, before + new) for name in total)))
+        return Sizes(batch, _PROMPT, fixed=(*names.items(), *((name, before + new) for name in total)))
 
     if window:  # what follows the tokens in one that is not full is not known
-        return [sizes(1, window + _PAST, 1), sizes(1, window, 1)]
-    return [sizes(_BATCH, _PAST, 1), sizes(1, 2 * _PAST, 1), sizes(2, 0, _PROMPT)]
+        return [sizes(1, window + _PAST, 1), sizes(1, window, 1)], False
+    steps = [sizes(_BATCH, _PAST, 1), sizes(1, 2 * _PAST, 1), sizes(2, 0, _PROMPT)]
+    if nodes:
+        return steps, False
+    return [*steps, sizes(2, _PAST, _PROMPT)], any(map(is_mask, model.graph.inputs))
+
+
+def _lengths(model: ir.Model, of_masks: bool) -> set[str]:
+    """Returns the names of the lengths of masks, or of other inputs [B, S]."""
+    shapes = [g.dims(value) or [] for value in model.graph.inputs if is_mask(value) == of_masks]
+    return {shape[1] for shape in shapes if len(shape) == 2 and isinstance(shape[1], str)}
 
 
 def mark_wide_norms(model: ir.Model) -> None:

@@ -206,16 +206,17 @@ def generated(
                 if not reasons:
                     _require_loadable(original, library)
                 reasons.append(str(error).splitlines()[0])
-                return tried(sizes, hidden[:-1]) if hidden[-1:] == ["everything"] else None
+                return tried(sizes, hidden[:-1], others) if hidden[-1:] == ["everything"] else None
             if best is None or len(found.uncompared(model.graph)) < len(best[0].uncompared(model.graph)):
                 best = found, sizes
             if not best[0].uncompared(model.graph):
                 return best
         return None
 
-    steps = decoders.runs(model)
-    if steps and (found := tried(steps[0], (), steps)):  # masks hide nothing there
-        return found
+    steps, may_hide = decoders.runs(model)
+    for count in range(len(steps), 1, -1):  # some models take no prompt, or no tokens after it
+        if found := tried(steps[0], hidden if may_hide else (), steps[:count]):
+            return found[0], steps[count - 1]
     for sizes in inputs.SIZES:
         if found := tried(sizes):
             return found

@@ -61,7 +61,7 @@ class RewriteContext:
 
     @property
     def graph(self) -> ir.Graph:
-        """The main graph; rewrites do not change subgraphs."""
+        """The main graph, which also has what is in branches (`branches.py`); other subgraphs stay."""
         return self.model.graph
 
     def may_differ(self, a: Dim, b: Dim) -> bool:

@@ -102,6 +102,9 @@ def generate(
         elif dtype.is_floating_point():
             normal = rng.standard_normal(shape)
             array = np.abs(normal) + 0.1 if positive else normal
+        elif any(use.node.op_type == "If" for use in value.uses()):  # with a cache, or one and then the other
+            caches = [0 not in by_name[str(each.name)] for each in model.graph.inputs if is_cache(each)]
+            array = np.full(shape, all(caches) if caches else seed % 2 == 0)
         elif dtype.is_integer():
             if not (rows := table_rows(value)):
                 raise ExportError(f"input {value.name} is an index into a table without rows")
@@ -190,7 +193,21 @@ def _is_inverted(name: str, dtype: np.dtype) -> bool:
 
 def is_cache(value: ir.Value) -> bool:
     """Whether an input holds the keys or values of tokens before."""
-    return any(use.node.op_type == "GroupQueryAttention" and use.idx in (3, 4) for use in value.uses())
+    attends = any(use.node.op_type == "GroupQueryAttention" and use.idx in (3, 4) for use in value.uses())
+    return attends or bool(grows(value))
+
+
+def grows(value: ir.Value) -> str:
+    """Returns the name of the dimension along which the model returns an input with more rows, or ""."""
+    for use in value.uses():
+        shape, axis = g.dims(value) or [], g.attribute(use.node, "axis", 0)
+        if use.node.op_type != "Concat" or use.idx or len(shape) < 3 or value.dtype is ir.DataType.INT64:
+            continue
+        joined, name = use.node.outputs[0], shape[axis]
+        in_branch = any(each.node.graph is not use.node.graph for each in joined.uses())
+        if (joined.is_graph_output() or in_branch) and isinstance(name, str):
+            return name
+    return ""
 
 
 def is_mask(value: ir.Value) -> bool:

@@ -19,11 +19,13 @@ from . import (
     addcmul,
     attention,
     batched_heads,
+    branches,
     cached_attention,
     decoders,
     embedding,
     equivalence,
     gated,
+    growing_caches,
     linear,
     merge_linear,
     norm_inputs,
@@ -51,6 +53,7 @@ REWRITES: Mapping[str, Callable[[g.RewriteContext], None]] = {
     "norm": norms.rewrite,
     "rotary": rotary.rewrite,
     "batched_heads": batched_heads.rewrite,
+    "growing_caches": growing_caches.rewrite,
     "attention": attention.rewrite,
     "gated": gated.rewrite,
     "split_linear": split_linear.rewrite,
@@ -128,12 +131,13 @@ def optimize(
     records = dict(read_library(find_library("custom_ops")).records)
     standard_ops.check_ops(replace, records)
     report = OptimizeReport(source, target, device=device)
-    report.nodes_before = len(model.graph)
+    report.nodes_before = len([*model.graph.all_nodes()])
     report.bytes_before = sum(map(os.path.getsize, (source, *data)))
     if constants := make_constant(model):
         report.notes.append(f"IR version 3: its {constants} initializers are constants, as in ONNX Runtime")
     inline_functions(model, records, own)
     separate_names(model)
+    branches.move_out(model)
     model.graph.meta[cached_attention.SHARED_CACHES] = shared_caches
     own_dtype = _NAMES.get(main_dtype(model), "float32")
     if own_dtype in precision.DTYPES:
@@ -149,7 +153,7 @@ def optimize(
         )
     if narrow_types := convert_to_fp32(model):
         equivalence.require_types(source, own.libraries or None)
-    decoders.set_head_sizes(model)
+    decoders.set_sizes(model)
     own.convert_to_fp32(model, report.dtype, report.dtype != own_dtype)
     with work_folder(target) as folder:
         original = source if not (narrow_types or is_changed) else None
@@ -163,6 +167,7 @@ def optimize(
         left_out = {*without, *(_CUDA_ONLY if device == "cpu" else ())}
         if report.dtype not in precision.DTYPES:
             left_out |= {"packed_attention", "cached_attention"}  # they need tensor cores
+        left_out |= {"growing_caches"} if device == "cuda" else set()
         rewrites = {name: REWRITES[name] for name in REWRITES if name not in left_out}
         if "replace" in rewrites:
             rewrites["replace"] = partial(standard_ops.rewrite, ops=replace)

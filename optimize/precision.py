@@ -5,9 +5,9 @@ others stay in fp32, between casts: statistics (ReduceMean, Pow, Sqrt), position
 cast to floats). So do, also with twinop's ops: what computes with integers that may be large, because sums of
 int8 products exceed fp16; and sums with constants that 16 bits do not have, such as 1e-10, and what divides
 by them. A mean that was in 16 bits before, and that pools what one layer computes for the next, stays in 16
-bits. An elementwise operator that only nodes in fp32 read stays in fp32 with them, but no table. If, Loop and
-Scan stay in fp32 with all of their subgraphs, and get captured values in fp32. A user's own op has the types
-that `own_ops.py` has chosen.
+bits. An elementwise operator that only nodes in fp32 read stays in fp32 with them, but no table. Loop and
+Scan stay in fp32 with all of their subgraphs, and get captured values in fp32; so do an If in a subgraph and
+what it holds. A user's own op has the types that `own_ops.py` has chosen.
 """
 
 from collections.abc import Iterator, Mapping
@@ -21,6 +21,7 @@ from onnx_ir.passes.common import LiftConstantsToInitializersPass, RemoveUnusedN
 from twinop.op_spec import DOMAIN
 
 from . import graph as g
+from .branches import is_moved
 from .decoders import WIDE_NORMS
 from .inputs import is_mask_name
 from .own_ops import OwnOps, remove_casts
@@ -95,12 +96,9 @@ def convert(model: ir.Model, dtype: ir.DataType, kept: Mapping[str, ir.DataType]
             if value is None:
                 continue
             to = (chosen[index] if chosen is not None else None) or wanted
-            if value in dtypes and dtypes[value] is not to:
-                node.replace_input_with(index, _cast(node, value, to, casts))
-            elif value not in dtypes and _is_wide_constant(value) and to is not ir.DataType.FLOAT:
-                node.replace_input_with(index, _narrowed(graph, value, to, casts))
+            node.replace_input_with(index, _converted(node, value, to, dtypes, casts))
         for subgraph in g.subgraphs(node):
-            _widen_captured(node, subgraph, dtypes, casts)
+            _cast_captured(node, subgraph, wanted, dtypes, casts)
         for index, result in enumerate(node.outputs):
             if result in floats:
                 to = (chosen[len(node.inputs) + index] if chosen is not None else None) or wanted
@@ -117,23 +115,36 @@ def _cast(before: ir.Node, value: ir.Value, dtype: ir.DataType, casts: Casts) ->
     return casts[value, dtype]
 
 
-def _widen_captured(
-    node: ir.Node, subgraph: ir.Graph, dtypes: Mapping[ir.Value, ir.DataType], casts: Casts
+def _converted(
+    before: ir.Node, value: ir.Value, dtype: ir.DataType, dtypes: Mapping[ir.Value, ir.DataType], casts: Casts
+) -> ir.Value:
+    """Returns a value or a constant of the main graph in a dtype."""
+    assert before.graph is not None
+    if value in dtypes and dtypes[value] is not dtype:
+        return _cast(before, value, dtype, casts)
+    is_wide = value not in dtypes and dtype is not ir.DataType.FLOAT and _is_wide_constant(value)
+    return _narrowed(before.graph, value, dtype, casts) if is_wide else value
+
+
+def _cast_captured(
+    node: ir.Node, subgraph: ir.Graph, dtype: ir.DataType, dtypes: dict[ir.Value, ir.DataType], casts: Casts
 ) -> None:
-    """Casts the values of the main graph that a subgraph reads to fp32."""
-
-    def in_fp32(value: ir.Value | None) -> ir.Value | None:
-        narrow = value is not None and dtypes.get(value, ir.DataType.FLOAT) is not ir.DataType.FLOAT
-        return _cast(node, value, ir.DataType.FLOAT, casts) if narrow and value is not None else value
-
+    """Casts the values of the main graph that a subgraph reads."""
     for inner in subgraph:
         for index, value in enumerate(inner.inputs):
-            inner.replace_input_with(index, in_fp32(value))
+            if value is not None:
+                inner.replace_input_with(index, _converted(node, value, dtype, dtypes, casts))
         for deeper in g.subgraphs(inner):
-            _widen_captured(node, deeper, dtypes, casts)
+            _cast_captured(node, deeper, dtype, dtypes, casts)
     for index, value in enumerate(tuple(subgraph.outputs)):
-        if (wide := in_fp32(value)) is not None and wide is not value:
-            subgraph.outputs[index] = wide
+        if (other := _converted(node, value, dtype, dtypes, casts)) is not value:
+            named = ir.node("Identity", [other])
+            named.outputs[0].name = f"{other.name}_{subgraph.name}_{index}"
+            named.outputs[0].type, named.outputs[0].shape = other.type, other.shape
+            subgraph.append(named)
+            subgraph.outputs[index] = named.outputs[0]
+        elif is_moved(node) and value.dtype is ir.DataType.FLOAT:
+            value.type = ir.TensorType(dtype)
 
 
 def _set_dtype(value: ir.Value, dtype: ir.DataType, dtypes: dict[ir.Value, ir.DataType]) -> None:
@@ -147,7 +158,7 @@ def _fp32_nodes(graph: ir.Graph, dtype: ir.DataType, own: OwnOps) -> set[ir.Node
     wide = _beside_tiny_constants(graph, dtype) | _of_large_integers(graph, dtype)
     for node in reversed(graph):
         kinds = [value.dtype for value in (*node.inputs, *node.outputs) if value is not None]
-        if ir.DataType.FLOAT not in kinds:
+        if ir.DataType.FLOAT not in kinds or is_moved(node):
             continue
         if (types := own.types_in_result(node)) is not None:
             wide = wide - {node} if dtype in types else wide | {node}

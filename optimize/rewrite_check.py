@@ -30,7 +30,17 @@ from twinop.library import Library
 from twinop.op_spec import OpSpec
 from twinop.quiet import quiet
 
-from . import cached_attention, decoders, equivalence, inputs, masks, precision, quantised
+from . import (
+    branches,
+    cached_attention,
+    decoders,
+    equivalence,
+    growing_caches,
+    inputs,
+    masks,
+    precision,
+    quantised,
+)
 from . import graph as g
 from .inputs import Sizes, draws_random, hides_left, read_npz
 from .load import load
@@ -203,6 +213,7 @@ class RewriteCheck:
         return self._save(model, name)
 
     def _save(self, model: ir.Model, name: str) -> list[Path]:
+        branches.move_back(model)
         return save(self.own.attach(model), self.folder / name, EXTERNAL_DATA_BYTES)
 
     def drop_slow(
@@ -326,14 +337,15 @@ class RewriteCheck:
             files, self.written = rename(self.written[1], self.folder / name), None
         else:
             files = self._write(model, name)
-        report.nodes_after = len(model.graph)
-        kinds = Counter(node.op_type for node in model.graph if node.domain == g.MICROSOFT)
+        report.nodes_after = len([*model.graph.all_nodes()])
+        kinds = Counter(node.op_type for node in model.graph.all_nodes() if node.domain == g.MICROSOFT)
         report.needs = [f"{g.MICROSOFT} {kind} x {count}" for kind, count in sorted(kinds.items())]
+        report.needs += ["1.23 for Attention"] if growing_caches.FUSED in report.made else []
         dtype = precision.DTYPES.get(report.dtype)
         if dtype is not None:
             self._compare_16_bits(files[-1], dtype)
         if self._undo_changes(model):
-            files, report.nodes_after = self._write(model, name), len(model.graph)
+            files, report.nodes_after = self._write(model, name), len([*model.graph.all_nodes()])
         return files
 
     def _pack(self, context: g.RewriteContext) -> None:

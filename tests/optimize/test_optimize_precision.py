@@ -5,7 +5,9 @@ from pathlib import Path
 import numpy as np
 import onnx_ir as ir
 import pytest
-from optimizing import optimized, parsed, weights
+from optimizing import nodes, optimized, parsed, weights
+
+from twinop.optimize.graph import subgraphs
 
 INPUTS = "(float[N, 4] x, bool c) => (float[N, 4] y)"
 CHOICE = """p = MatMul (x, w)
@@ -31,7 +33,7 @@ COUNTED = """p = MatMul (x, w)
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 @pytest.mark.parametrize("body", [CHOICE, LOOP, NESTED, COUNTED], ids=["if", "loop", "nested", "integers"])
-def test_subgraphs_stay_in_fp32(body: str, dtype: str, tmp_path: Path) -> None:
+def test_bodies_of_loops_stay_in_fp32(body: str, dtype: str, tmp_path: Path) -> None:
     given = {"w": weights(4, 4), "times": np.array(3), "zero": np.array([0])}
     report, model = optimized(parsed(f"{INPUTS} {{ {body} }}", **given), tmp_path, dtype=dtype)
     assert report.dtype == dtype
@@ -40,9 +42,13 @@ def test_subgraphs_stay_in_fp32(body: str, dtype: str, tmp_path: Path) -> None:
         wanted,
         ir.DataType.BOOL,
     }
-    for node in ir.traversal.RecursiveGraphIterator(model.graph):
-        if node.graph is not model.graph:
-            assert wanted not in {value.dtype for value in node.outputs}
+    loops = [node for node in model.graph.all_nodes() if node.op_type == "Loop"]
+    inner = [node for loop in loops for graph in subgraphs(loop) for node in graph]
+    assert len(loops) == (body in (LOOP, NESTED))
+    assert all(wanted not in {value.dtype for value in node.outputs} for node in inner)
+    if body == CHOICE:  # branches are as the rest
+        [choice] = nodes(model, "If")
+        assert {each.dtype for graph in subgraphs(choice) for each in graph.outputs} == {wanted}
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])

@@ -1,0 +1,167 @@
+"""Decoders whose caches grow: exports of transformers and optimum, steps of them, and wrong caches."""
+
+from collections import Counter
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+import pytest
+from decoder_files import export_with_cache, write
+from optimizing import nodes, optimized, parsed
+
+from twinop import deploy
+from twinop.deploy.errors import FeedError
+from twinop.optimize import branches, decoders, equivalence
+from twinop.optimize.graph import subgraphs
+from twinop.optimize.growing_caches import FUSED
+from twinop.optimize.load import load, load_weights, separate_names
+
+
+class Decoder:
+    """Runs a model: the caches that it returns are those of the next step."""
+
+    def __init__(self, path: Path, batch: int) -> None:
+        self.session, self.batch, self.done = deploy.session(path, ["CPUExecutionProvider"]), batch, 0
+        self.caches = {
+            name: np.zeros([batch, spec.shape[1], 0, spec.shape[3]], np.float32)
+            for name, spec in self.session.inputs.items()
+            if name.startswith("past") and spec.shape
+        }
+
+    def feeds(self, tokens: np.ndarray) -> Mapping[str, Any]:
+        ids = tokens.reshape(self.batch, -1)
+        end = self.done + ids.shape[1]
+        given = {
+            "input_ids": ids,
+            "attention_mask": np.ones((self.batch, end), np.int64),
+            "position_ids": np.tile(np.arange(self.done, end), (self.batch, 1)),
+            "use_cache_branch": np.array([self.done > 0]),
+        }
+        return self.caches | {name: each for name, each in given.items() if name in self.session.inputs}
+
+    def __call__(self, tokens: np.ndarray) -> np.ndarray:
+        """Returns the logits after the last of some new tokens [batch, n]."""
+        found = self.session.run(self.feeds(tokens))
+        self.done += tokens.size // self.batch
+        self.caches = {name: found[name.replace("past_key_values", "present")] for name in self.caches}
+        return np.asarray(found["logits"][:, -1])
+
+
+def assert_same_steps(source: Path, target: Path, batch: int, steps: int = 64) -> None:
+    """Feeds both with the source's tokens."""
+    old, new = Decoder(source, batch), Decoder(target, batch)
+    tokens = np.random.default_rng(0).integers(3, 97, (batch, 5))
+    seen = set[int]()
+    for _ in range(steps):
+        expected, found = old(tokens), new(tokens)
+        np.testing.assert_allclose(found, expected, rtol=0, atol=2e-5 * np.abs(expected).max())
+        tokens = expected.argmax(-1)
+        seen |= {*tokens.tolist()}
+    assert len(seen) > 3
+
+
+@pytest.mark.parametrize(
+    ("name", "device"),
+    [
+        pytest.param(name, device, marks=() if is_fast else pytest.mark.slow)
+        for name, fast in {
+            "dynamo_qwen2": "cpu",
+            "optimum_gpt2": "",
+            "optimum_llama_merged": "cuda",
+        }.items()
+        for device in ("cpu", "cuda")
+        for is_fast in [device in fast]
+    ],
+)
+def test_64_steps_of_exports(name: str, device: str, tmp_path: Path) -> None:
+    report, model = optimized(write(name, tmp_path), tmp_path, device=device)
+    is_merged = name == "optimum_llama_merged"  # with two branches
+    assert report.made["add_layer_norm" if "gpt2" in name else "add_rms_norm"] == 2 + 2 * is_merged
+    left = report.left.get("attention: keys or values of a cache", 0)
+    assert (report.made.get(FUSED, 0), left) == ((1, 0) if device == "cpu" else (0, 1))
+    assert report.made.get("attention", 0) == is_merged  # of prompts
+    assert ("1.23 for Attention" in report.needs) == (device == "cpu")
+    assert report.bytes_after < 1.1 * report.bytes_before
+    assert_same_steps(report.source, report.path, batch=1)
+    assert_same_steps(report.source, report.path, batch=8, steps=8)
+    if is_merged:  # each branch has its attention alone
+        [choice] = nodes(model, "If")
+        kinds = [Counter(node.op_type for node in branch) for branch in subgraphs(choice)]
+        with_past, without = sorted(kinds, key=lambda each: each["MultiHeadAttention"])
+        assert with_past["Attention" if device == "cpu" else "Softmax"] == without["MultiHeadAttention"] == 1
+        assert with_past["MultiHeadAttention"] == without["Attention"] == without["Softmax"] == 0
+        assert not nodes(model, "Attention", "MultiHeadAttention", "Softmax")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["Llama", "Qwen2", "Qwen3", "Mistral", "Gemma", "Phi3", "SmolLM3"])
+def test_64_steps_of_transformers(family: str, tmp_path: Path) -> None:
+    sizes = {"head_dim": 8} if family in ("Qwen3", "Gemma") else {}
+    export_with_cache(family, tmp_path / "old.onnx", **sizes)
+    for device in ("cpu", "cuda"):
+        report, _ = optimized(tmp_path / "old.onnx", tmp_path, device=device)
+        assert report.made["add_rms_norm"] == 2 and (report.made.get(FUSED) == 1) == (device == "cpu")
+        assert any("rotary" in kind for kind in report.made)
+        assert_same_steps(report.source, report.path, 2)
+
+
+def test_what_decoders_are_compared_on(tmp_path: Path) -> None:
+    path = write("optimum_llama_merged", tmp_path)
+    model = load(path)
+    load_weights(model)
+    separate_names(model)
+    branches.move_out(model)
+    decoders.set_sizes(model)
+    reference, _ = equivalence.generated(path, model, None, None)
+    found = {
+        (case["input_ids"].shape[1], case["past_key_values.0.key"].shape[2], bool(case["use_cache_branch"]))
+        for case in reference.cases
+    }
+    assert found == {(1, 9, True), (1, 18, True), (7, 0, False), (7, 9, True)}
+    assert any((case["attention_mask"] == 0).any() for case in reference.cases)
+
+
+def test_nodes_return_to_their_branches() -> None:
+    proto = parsed("""(float[N, 4] x, bool c) => (float[N, 4] y) { s = Sin (x)
+        y = If (c) <
+            then_branch = a () => (float[N, 4] t) { p = Neg (x) t = Loop (times, , s) <
+                body = l (int64 i, bool more, float[N, 4] before) => (bool go, float[N, 4] after) {
+                    go = Identity (more) after = Add (before, p) }> },
+            else_branch = b () => (float[N, 4] e) { q = Abs (s) e = Mul (q, half) }> }""",
+        times=np.array(2), half=np.array(0.5, np.float32))  # fmt: skip
+    model = ir.from_proto(proto)
+    branches.move_out(model)
+    assert [node.op_type for node in model.graph] == ["Sin", "Neg", "Loop", "Abs", "Mul", "If"]
+    branches.move_back(model)
+    assert [node.op_type for node in model.graph] == ["Sin", "If"]
+    found = [[node.op_type for node in branch] for branch in subgraphs(model.graph[-1])]
+    assert sorted(found) == [["Abs", "Mul"], ["Neg", "Loop"]]
+
+
+def test_wrong_caches(tmp_path: Path) -> None:
+    decoder = Decoder(write("optimum_gpt2", tmp_path), 2)
+    decoder(np.full((2, 4), 5))
+    feeds = decoder.feeds(np.full((2, 1), 5))
+    key, value = decoder.caches
+
+    def refusal(**change: Any) -> str:
+        given = {name: each for name, each in (feeds | change).items() if each is not None}
+        with pytest.raises(FeedError) as error:
+            decoder.session.run(given)
+        return str(error.value)
+
+    short = {name: each[:, :, :3] for name, each in decoder.caches.items()}
+    found = f"is 3 in input {key} and 4 in {value}: it must be the same"
+    assert found in refusal(**{key: short[key]})
+    total = "dimension past_sequence_length + sequence_length is"
+    assert f"{total} 4 in input {key} and input_ids and 5 in attention_mask" in refusal(**short)
+    assert f"{total} 5 in input {key} and input_ids and 4" in refusal(
+        attention_mask=np.ones((2, 4), np.int64)
+    )
+    assert "is float16[2, 4, 4, 8], the model takes float32" in refusal(
+        **{key: feeds[key].astype(np.float16)}
+    )
+    assert "input missing: position_ids (int64" in refusal(position_ids=None)
+    assert f"input missing: {key} (float32" in refusal(**dict.fromkeys(decoder.caches))
