@@ -11,10 +11,6 @@ template <class T>
 struct Shift {
   TWINOP_INLINE T operator()(T x) const { return x > T(30) ? x : x + T(1); }
 };
-template <class T>
-struct ShiftBackward {
-  TWINOP_INLINE T operator()(T grad_y, T) const { return grad_y; }
-};
 
 // 2 x, with the gradient of 3 x.
 template <class T>
@@ -31,10 +27,6 @@ template <class T>
 struct Squared {
   TWINOP_INLINE T operator()(T x) const { return x * x; }
 };
-template <class T>
-struct SquaredBackward {
-  TWINOP_INLINE T operator()(T grad_y, T x) const { return grad_y * (T(2) * x); }
-};
 
 // The first numbers, of which it counts more than there are.
 template <class Op>
@@ -47,8 +39,8 @@ TWINOP_CPU_OP(
     too_many,
     Record("too_many(Tensor x) -> Tensor").dtypes("float32").sizes("n <= x[0]").shapes("y = [n]"),
     CountTooMany)
-TWINOP_UNARY(shift, Shift, x)
+TWINOP_ELEMENTWISE(shift, Shift, Record("shift(Tensor x) -> Tensor").in_place("y = x"))
 TWINOP_UNARY(twice, Twice, x)
-TWINOP_UNARY(squared, Squared, x)
+TWINOP_ELEMENTWISE(squared, Squared, Record("squared(Tensor x) -> Tensor").in_place("y = x"))
 
 }  // namespace twinop

@@ -30,6 +30,7 @@ def same_values(actual, expected):
 
 def run(case, folder, arrays):
     options = ort.SessionOptions()
+    options.add_session_config_entry("session.intra_op.allow_spinning", "0")  # there are many sessions
     options.log_severity_level = 4
     for name, value in case.get("options", {}).items():
         setattr(options, name, value)
