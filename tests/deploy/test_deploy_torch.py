@@ -110,9 +110,12 @@ def test_a_tensor_keeps_the_memory_of_an_output_in_float8(monkeypatch: pytest.Mo
             return 256
 
     held = list[Any]()
-    monkeypatch.setattr(
-        torch, "as_tensor", lambda memory, device: held.append(memory) or torch.zeros(2).byte()
-    )
+
+    def keep(memory: Any, device: str) -> torch.Tensor:
+        held.append(memory)
+        return torch.zeros(2).byte()
+
+    monkeypatch.setattr(torch, "as_tensor", keep)
     runner = TensorRunner.__new__(TensorRunner)
     runner._dtypes, runner._cuda = {"y": torch.float8_e4m3fn}, None
     value = Value()

@@ -151,7 +151,9 @@ def test_vmap_of_other_libraries_rows_is_one_call() -> None:
 
 
 B, S, C = 3, 2, 8
-ONE_CALL_FOR_A_BATCH = {  # inputs of each example (a list) and for all (a tuple), by op
+ONE_CALL_FOR_A_BATCH: dict[
+    str, dict[str, Any]
+] = {  # inputs of each example (a list) and for all (a tuple), by op
     "rope": {"q": [B, S, C], "k": [B, S, C], "cos": (1, S, 2), "sin": (1, S, 2), "head_size": 4},
     "rope, angles of each": {
         "q": [B, S, C],
@@ -199,7 +201,7 @@ def test_vmap_of_batches_is_one_call(case: str, dim: int) -> None:
     each = [function(*(value.select(dim, i) for value in values)) for i in range(4)]
     expected = list(zip(*each, strict=True)) if isinstance(found, tuple) else [each]
     for one, ones in zip(found if isinstance(found, tuple) else (found,), expected, strict=True):
-        torch.testing.assert_close(one, torch.stack(ones), rtol=0, atol=0)
+        torch.testing.assert_close(one, torch.stack(list(ones)), rtol=0, atol=0)
     none = func.vmap(function, dim)(*(value.narrow(dim, 0, 0) for value in values))
     assert (none[0] if isinstance(none, tuple) else none).shape == (
         0,
