@@ -108,14 +108,20 @@ def test_scale_and_shift_of_each_sequence(name: str, tmp_path: Path) -> None:
 
 
 def test_a_subgraph_that_reads_the_norm(tmp_path: Path) -> None:
-    """Its nodes are not part of what is recognised."""
-    branch = "then_branch = f () => (float[N, 6, 8] p) { a = Add (s, one) b = Mul (n, a) p = Add (b, t) }"
-    other = "else_branch = g () => (float[N, 6, 8] q) { q = Identity (x) }"
+    """A branch is part of what is recognised, the body of a loop is not."""
+    scaled = "a = Add (s, one) b = Mul (n, a) p = Add (b, t)"
+    choice = f"""y = If (c) <then_branch = f () => (float[N, 6, 8] p) {{ {scaled} }},
+                            else_branch = g () => (float[N, 6, 8] q) {{ q = Identity (x) }}>"""
+    body = "body = l (int64 i, bool m, float[N, 6, 8] z) => (bool go, float[N, 6, 8] p)"
+    loop = f"y = Loop (times, , x) <{body} {{ go = Identity (m) {scaled} }}>"
     inputs = "(float[N, 6, 8] x, float[N, 1, 8] s, float[N, 1, 8] t, bool c) => (float[N, 6, 8] y)"
-    text = f"{inputs} {{ {MODULATED} y = If (c) <{branch}, {other}> }}"
-    report, model = optimized(parsed(text, **CONSTANTS), tmp_path)
-    assert report.made == {"layer_norm": 1}
-    assert types(model) == {"CustomLayerNorm": 1, "If": 1}
+    for text, made, kinds in (
+        (choice, {"ada_layer_norm": 1}, {"If": 1}),
+        (loop, {"layer_norm": 1}, {"CustomLayerNorm": 1, "Loop": 1}),
+    ):
+        proto = parsed(f"{inputs} {{ {MODULATED} {text} }}", times=np.array(1), **CONSTANTS)
+        report, model = optimized(proto, tmp_path)
+        assert (report.made, types(model)) == (made, kinds)
 
 
 def test_other_scales_of_a_norm_are_a_product_and_a_sum(tmp_path: Path) -> None:
