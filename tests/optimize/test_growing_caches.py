@@ -1,7 +1,6 @@
 """Decoders whose caches grow: exports of transformers and optimum, steps of them, and wrong caches."""
 
 from collections import Counter
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -25,12 +24,14 @@ class Decoder:
     def __init__(self, path: Path, batch: int) -> None:
         self.session, self.batch, self.done = deploy.session(path, ["CPUExecutionProvider"]), batch, 0
         self.caches = {
-            name: np.zeros([batch, spec.shape[1], 0, spec.shape[3]], np.float32)
+            name: np.zeros(
+                [batch, *(each if isinstance(each, int) else 0 for each in spec.shape[1:])], np.float32
+            )
             for name, spec in self.session.inputs.items()
             if name.startswith("past") and spec.shape
         }
 
-    def feeds(self, tokens: np.ndarray) -> Mapping[str, Any]:
+    def feeds(self, tokens: np.ndarray) -> dict[str, Any]:
         ids = tokens.reshape(self.batch, -1)
         end = self.done + ids.shape[1]
         given = {
