@@ -162,7 +162,7 @@ def test_a_chain_runs_in_place(
     onnx.save(graph, path)
     library = libraries["custom_relu" if op_type == "CustomRelu" else "test_ops"]
     command = [sys.executable, "-c", PEAK, str(path), str(library), op_type]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    result = subprocess.run(command, capture_output=True, text=True, timeout=280)
     assert result.returncode == 0, result.stderr
     assert buffers * 64 - 8 <= int(result.stdout) <= buffers * 64 + 24, result.stdout
 

@@ -244,7 +244,7 @@ def test_missing_libraries_are_found_by_name(
 
 def python(code: str, folder: Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-c", code], cwd=folder, capture_output=True, text=True, timeout=120
+        [sys.executable, "-c", code], cwd=folder, capture_output=True, text=True, timeout=280
     )
 
 

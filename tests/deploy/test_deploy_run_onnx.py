@@ -228,7 +228,7 @@ def test_a_bad_model_is_one_message(tmp_path: Path) -> None:
 def script(*arguments: object, cwd: Path = Path("/")) -> subprocess.CompletedProcess[str]:
     environment = {key: text for key, text in os.environ.items() if key != "PYTHONPATH"} | {"COLUMNS": "200"}
     command = [sys.executable, str(ROOT / "deploy/run_onnx.py"), *map(str, arguments)]
-    return subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=120)
+    return subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=280)
 
 
 def test_as_a_script_from_anywhere(tmp_path: Path) -> None:

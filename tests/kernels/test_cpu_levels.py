@@ -70,7 +70,7 @@ def test_every_level_gives_the_same_bits() -> None:
     expected = all_results()  # this process uses the processor's best level
     assert len(expected) > 100
     for level, process in processes.items():
-        stdout, stderr = process.communicate(timeout=120)
+        stdout, stderr = process.communicate(timeout=280)
         assert process.returncode == 0, stderr
         found = json.loads(stdout)
         assert list(found) == list(expected)

@@ -34,7 +34,7 @@ def test_every_case(version: str, folder: Path) -> None:
     script = Path(__file__).with_name("ort_matrix.py")
     env = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     command = [environment(version), script, folder]
-    done = subprocess.run(command, capture_output=True, text=True, env=env, timeout=120)
+    done = subprocess.run(command, capture_output=True, text=True, env=env, timeout=280)
     first, *lines = map(json.loads, done.stdout.splitlines())
     assert first == {"onnxruntime": version}
     assert done.returncode == 0, f"ended with {done.returncode} in {lines[-1]}: {done.stderr[-2000:]}"

@@ -80,7 +80,7 @@ def test_kserves_service_has_the_plain_pod_and_fits_kserves_types(repo: Path) ->
     assert predictor["deploymentStrategy"] == deployment["spec"]["strategy"]
     validate(deployment | {"metadata": service["metadata"]})
     python = [sys.executable, "-c", KSERVE, json.dumps(service)]
-    ran = subprocess.run(python, capture_output=True, text=True, timeout=120)
+    ran = subprocess.run(python, capture_output=True, text=True, timeout=280)
     assert ran.returncode == 0, ran.stderr
 
 

@@ -24,7 +24,7 @@ def twinop(*arguments: str, code: str = "", **environment: str) -> subprocess.Co
     start = f"{code}\nimport sys; from twinop.cli import app; app(sys.argv[1:], prog_name='twinop')"
     env = os.environ | {"COLUMNS": "300"} | environment
     command = [sys.executable, "-c", start, *arguments]
-    return subprocess.run(command, capture_output=True, text=True, env=env, timeout=120)
+    return subprocess.run(command, capture_output=True, text=True, env=env, timeout=280)
 
 
 @pytest.mark.parametrize(("app", "commands"), GROUPS)
