@@ -14,33 +14,10 @@ Driver Load() {
     throw std::runtime_error(
         std::string("no NVIDIA driver: libcuda.so.1 cannot be loaded (") + dlerror() +
         "). The op's GPU kernels need one; without a GPU, run the model on the CPU provider");
-  Driver driver;
-  const auto find = [library](const char* name, auto* function) {
-    *function = reinterpret_cast<std::decay_t<decltype(*function)>>(dlsym(library, name));
-    if (*function == nullptr)
-      throw std::runtime_error(std::string("libcuda.so.1 has no ") + name +
-                               ". Install an NVIDIA driver of CUDA 11.8 or newer (520)");
-  };
-  find("cuInit", &driver.Init);
-  find("cuDeviceGet", &driver.DeviceGet);
-  find("cuDeviceGetAttribute", &driver.DeviceGetAttribute);
-  find("cuDeviceGetName", &driver.DeviceGetName);
-  find("cuDevicePrimaryCtxRetain", &driver.DevicePrimaryCtxRetain);
-  find("cuCtxGetCurrent", &driver.CtxGetCurrent);
-  find("cuCtxPushCurrent_v2", &driver.CtxPushCurrent);
-  find("cuCtxPopCurrent_v2", &driver.CtxPopCurrent);
-  find("cuStreamGetCtx", &driver.StreamGetCtx);
-  find("cuModuleLoadDataEx", &driver.ModuleLoadDataEx);
-  find("cuModuleGetFunction", &driver.ModuleGetFunction);
-  find("cuFuncSetAttribute", &driver.FuncSetAttribute);
-  find("cuLaunchKernelEx", &driver.LaunchKernelEx);
-  find("cuMemsetD8Async", &driver.MemsetD8Async);
-  find("cuMemcpyDtoHAsync_v2", &driver.MemcpyDtoHAsync);
-  find("cuMemcpyDtoDAsync_v2", &driver.MemcpyDtoDAsync);
-  find("cuStreamSynchronize", &driver.StreamSynchronize);
-  find("cuStreamIsCapturing", &driver.StreamIsCapturing);
-  find("cuGetErrorName", &driver.GetErrorName);
-  find("cuGetErrorString", &driver.GetErrorString);
+  const Driver driver{{library}};
+  if (driver.missing != nullptr)
+    throw std::runtime_error(std::string("libcuda.so.1 has no ") + driver.missing +
+                             ". Install an NVIDIA driver of CUDA 11.8 or newer (520)");
   return driver;
 }
 

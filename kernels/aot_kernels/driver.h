@@ -5,6 +5,8 @@
 #include <cstddef>
 #include <cstdint>
 
+#include "twinop/primitives/dynamic_library.h"
+
 namespace twinop::aot_kernels {
 
 using Result = int;  // CUresult; 0 is success
@@ -36,32 +38,35 @@ struct LaunchConfig {
   unsigned attribute_count;
 };
 
-struct Driver {
-  Result (*Init)(unsigned flags);
-  Result (*DeviceGet)(int* device, int ordinal);
-  Result (*DeviceGetAttribute)(int* value, int attribute, int device);
-  Result (*DeviceGetName)(char* name, int size, int device);
-  Result (*DevicePrimaryCtxRetain)(Context* context, int device);
-  Result (*CtxGetCurrent)(Context* context);
-  Result (*CtxPushCurrent)(Context context);
-  Result (*CtxPopCurrent)(Context* context);
-  Result (*StreamGetCtx)(Stream stream, Context* context);
+struct Driver : DynamicLibrary {
+  Result (*Init)(unsigned flags) = Find("cuInit");
+  Result (*DeviceGet)(int* device, int ordinal) = Find("cuDeviceGet");
+  Result (*DeviceGetAttribute)(int* value, int attribute,
+                               int device) = Find("cuDeviceGetAttribute");
+  Result (*DeviceGetName)(char* name, int size, int device) = Find("cuDeviceGetName");
+  Result (*DevicePrimaryCtxRetain)(Context* context, int device) = Find("cuDevicePrimaryCtxRetain");
+  Result (*CtxGetCurrent)(Context* context) = Find("cuCtxGetCurrent");
+  Result (*CtxPushCurrent)(Context context) = Find("cuCtxPushCurrent_v2");
+  Result (*CtxPopCurrent)(Context* context) = Find("cuCtxPopCurrent_v2");
+  Result (*StreamGetCtx)(Stream stream, Context* context) = Find("cuStreamGetCtx");
   Result (*ModuleLoadDataEx)(Module* module, const void* image, unsigned count, int* options,
-                             void** values);
-  Result (*ModuleGetFunction)(Function* function, Module module, const char* name);
-  Result (*FuncSetAttribute)(Function function, int attribute, int value);
+                             void** values) = Find("cuModuleLoadDataEx");
+  Result (*ModuleGetFunction)(Function* function, Module module,
+                              const char* name) = Find("cuModuleGetFunction");
+  Result (*FuncSetAttribute)(Function function, int attribute,
+                             int value) = Find("cuFuncSetAttribute");
   Result (*LaunchKernelEx)(const LaunchConfig* config, Function function, void** parameters,
-                           void** extra);
+                           void** extra) = Find("cuLaunchKernelEx");
   Result (*MemsetD8Async)(DevicePointer destination, unsigned char value, std::size_t bytes,
-                          Stream stream);
+                          Stream stream) = Find("cuMemsetD8Async");
   Result (*MemcpyDtoHAsync)(void* destination, DevicePointer source, std::size_t bytes,
-                            Stream stream);
+                            Stream stream) = Find("cuMemcpyDtoHAsync_v2");
   Result (*MemcpyDtoDAsync)(DevicePointer destination, DevicePointer source, std::size_t bytes,
-                            Stream stream);
-  Result (*StreamSynchronize)(Stream stream);
-  Result (*StreamIsCapturing)(Stream stream, int* status);
-  Result (*GetErrorName)(Result result, const char** name);
-  Result (*GetErrorString)(Result result, const char** text);
+                            Stream stream) = Find("cuMemcpyDtoDAsync_v2");
+  Result (*StreamSynchronize)(Stream stream) = Find("cuStreamSynchronize");
+  Result (*StreamIsCapturing)(Stream stream, int* status) = Find("cuStreamIsCapturing");
+  Result (*GetErrorName)(Result result, const char** name) = Find("cuGetErrorName");
+  Result (*GetErrorString)(Result result, const char** text) = Find("cuGetErrorString");
 };
 
 // Returns the driver, which the first call loads. Throws std::runtime_error where there is none.

@@ -2,14 +2,12 @@
 // layout of those in its header, in major versions 12 and 13.
 #pragma once
 
-#include <dlfcn.h>
-
 #include <cstddef>
 #include <cstdint>
 #include <mutex>
 #include <string>
-#include <type_traits>
 
+#include "twinop/primitives/dynamic_library.h"
 #include "twinop/record/status.h"
 
 namespace twinop::linear {
@@ -42,26 +40,36 @@ enum LtPreferenceAttribute { kLtWorkspaceBytes = 1, kLtReductions = 3, kLtAlignm
 inline constexpr std::uint32_t kLtWideReductions = 2;
 inline constexpr int kLtOperands = 4;  // with an alignment each: weight, x, residual, y
 
-struct CublasLt {
-  LtStatus (*Create)(LtHandle*);
-  LtStatus (*ProductCreate)(LtProduct*, int compute, int scale_type);
-  LtStatus (*ProductDestroy)(LtProduct);
-  LtStatus (*ProductSet)(LtProduct, int attribute, const void* value, std::size_t size);
+struct CublasLt : DynamicLibrary {
+  LtStatus (*Create)(LtHandle*) = Find("cublasLtCreate");
+  LtStatus (*ProductCreate)(LtProduct*, int compute,
+                            int scale_type) = Find("cublasLtMatmulDescCreate");
+  LtStatus (*ProductDestroy)(LtProduct) = Find("cublasLtMatmulDescDestroy");
+  LtStatus (*ProductSet)(LtProduct, int attribute, const void* value,
+                         std::size_t size) = Find("cublasLtMatmulDescSetAttribute");
   LtStatus (*LayoutCreate)(LtLayout*, int type, std::uint64_t rows, std::uint64_t columns,
-                           std::int64_t leading_dimension);
-  LtStatus (*LayoutDestroy)(LtLayout);
-  LtStatus (*PreferenceCreate)(LtPreference*);
-  LtStatus (*PreferenceDestroy)(LtPreference);
-  LtStatus (*PreferenceSet)(LtPreference, int attribute, const void* value, std::size_t size);
+                           std::int64_t leading_dimension) = Find("cublasLtMatrixLayoutCreate");
+  LtStatus (*LayoutDestroy)(LtLayout) = Find("cublasLtMatrixLayoutDestroy");
+  LtStatus (*PreferenceCreate)(LtPreference*) = Find("cublasLtMatmulPreferenceCreate");
+  LtStatus (*PreferenceDestroy)(LtPreference) = Find("cublasLtMatmulPreferenceDestroy");
+  LtStatus (*PreferenceSet)(LtPreference, int attribute, const void* value,
+                            std::size_t size) = Find("cublasLtMatmulPreferenceSetAttribute");
   LtStatus (*Heuristic)(LtHandle, LtProduct, LtLayout a, LtLayout b, LtLayout c, LtLayout d,
-                        LtPreference, int wanted, LtHeuristicResult* results, int* found);
+                        LtPreference, int wanted, LtHeuristicResult* results,
+                        int* found) = Find("cublasLtMatmulAlgoGetHeuristic");
   LtStatus (*Multiply)(LtHandle, LtProduct, const void* alpha, const void* a, LtLayout,
                        const void* b, LtLayout, const void* beta, const void* c, LtLayout, void* d,
                        LtLayout, const LtAlgorithm*, void* workspace, std::size_t workspace_bytes,
-                       void* stream);
-  const char* (*StatusName)(LtStatus);
+                       void* stream) = Find("cublasLtMatmul");
+  const char* (*StatusName)(LtStatus) = Find("cublasLtGetStatusName");
+};
 
-  Status Load() {
+// Gets the functions, which the first call loads. After an error, the next call tries again.
+inline Status GetCublasLt(const CublasLt** functions) {
+  static std::mutex mutex;
+  static const CublasLt* loaded = nullptr;
+  const std::lock_guard<std::mutex> lock(mutex);
+  if (loaded == nullptr) {
     void* library = nullptr;
     for (const int mode : {RTLD_NOW | RTLD_NOLOAD, RTLD_NOW | RTLD_LOCAL})  // loaded ones first
       for (const char* name : {"libcublasLt.so.13", "libcublasLt.so.12"})
@@ -72,37 +80,10 @@ struct CublasLt {
           "(libcublasLt.so.13, libcublasLt.so.12). Import a CUDA build of torch first, or install "
           "one: pip install nvidia-cublas (CUDA 13) or nvidia-cublas-cu12, with its lib folder in "
           "LD_LIBRARY_PATH");
-    std::string missing;
-    const auto find = [&](const char* name, auto* function) {
-      *function = reinterpret_cast<std::decay_t<decltype(*function)>>(dlsym(library, name));
-      if (*function == nullptr) missing = name;
-    };
-    find("cublasLtCreate", &Create);
-    find("cublasLtMatmulDescCreate", &ProductCreate);
-    find("cublasLtMatmulDescDestroy", &ProductDestroy);
-    find("cublasLtMatmulDescSetAttribute", &ProductSet);
-    find("cublasLtMatrixLayoutCreate", &LayoutCreate);
-    find("cublasLtMatrixLayoutDestroy", &LayoutDestroy);
-    find("cublasLtMatmulPreferenceCreate", &PreferenceCreate);
-    find("cublasLtMatmulPreferenceDestroy", &PreferenceDestroy);
-    find("cublasLtMatmulPreferenceSetAttribute", &PreferenceSet);
-    find("cublasLtMatmulAlgoGetHeuristic", &Heuristic);
-    find("cublasLtMatmul", &Multiply);
-    find("cublasLtGetStatusName", &StatusName);
-    if (missing.empty()) return {};
-    return Status::Error("the process's cuBLASLt has no function " + missing +
-                         "; install one of CUDA 12.0 or newer: pip install -U nvidia-cublas");
-  }
-};
-
-// Gets the functions, which the first call loads. After an error, the next call tries again.
-inline Status GetCublasLt(const CublasLt** functions) {
-  static std::mutex mutex;
-  static const CublasLt* loaded = nullptr;
-  const std::lock_guard<std::mutex> lock(mutex);
-  if (loaded == nullptr) {
-    CublasLt fresh{};
-    TWINOP_RETURN_IF_ERROR(fresh.Load());
+    const CublasLt fresh{{library}};
+    if (fresh.missing != nullptr)
+      return Status::Error(std::string("the process's cuBLASLt has no function ") + fresh.missing +
+                           "; install one of CUDA 12.0 or newer: pip install -U nvidia-cublas");
     loaded = new const CublasLt(fresh);  // as long as the process
   }
   *functions = loaded;
