@@ -22,27 +22,6 @@
 
 namespace twinop {
 
-// The dtype whose elements have the C++ type T.
-template <class T>
-constexpr DType DTypeOf() {
-  if constexpr (std::is_same_v<T, float>) return DType::kFloat32;
-  if constexpr (std::is_same_v<T, Half>) return DType::kFloat16;
-  if constexpr (std::is_same_v<T, BFloat16>) return DType::kBFloat16;
-  if constexpr (std::is_same_v<T, double>) return DType::kFloat64;
-  if constexpr (std::is_same_v<T, std::int8_t>) return DType::kInt8;
-  if constexpr (std::is_same_v<T, std::int16_t>) return DType::kInt16;
-  if constexpr (std::is_same_v<T, std::int32_t>) return DType::kInt32;
-  if constexpr (std::is_same_v<T, std::int64_t>) return DType::kInt64;
-  if constexpr (std::is_same_v<T, std::uint8_t>) return DType::kUInt8;
-  if constexpr (std::is_same_v<T, std::uint16_t>) return DType::kUInt16;
-  if constexpr (std::is_same_v<T, std::uint32_t>) return DType::kUInt32;
-  if constexpr (std::is_same_v<T, std::uint64_t>) return DType::kUInt64;
-  if constexpr (std::is_same_v<T, bool>) return DType::kBool;
-  if constexpr (std::is_same_v<T, Float8E4M3>) return DType::kFloat8E4M3;
-  if constexpr (std::is_same_v<T, Float8E5M2>) return DType::kFloat8E5M2;
-  return DType::kNone;
-}
-
 // Whether the record's dtypes give T to the input or output of this index.
 template <class T>
 constexpr bool HasType(const Record& record, bool is_output, int index) {
@@ -77,19 +56,6 @@ T* Scratch(const CallOf<Op>& call) {
   static_assert(Op::kRecord.scratch_size != nullptr,
                 "the op's record says no scratch<...>(), so the call has no scratch memory");
   return static_cast<T*>(call.scratch);
-}
-
-// Calls body(Tag<T>{}) with the first of the listed types that the dtype has.
-template <class T, class... More, class Body>
-Status Dispatch(DType dtype, Body&& body) {
-  static_assert(DTypeOf<T>() != DType::kNone,
-                "Dispatch lists element types: float, twinop::Half, std::int64_t, bool, ...");
-  if (dtype == DTypeOf<T>()) return body(Tag<T>{});
-  if constexpr (sizeof...(More) > 0) {
-    return Dispatch<More...>(dtype, body);
-  } else {
-    return Status::Error("the op has no kernel for " + std::string(Info(dtype).name));
-  }
 }
 
 }  // namespace twinop

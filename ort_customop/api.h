@@ -2,6 +2,7 @@
 #pragma once
 
 #include <exception>
+#include <memory>
 #include <new>
 #include <string>
 
@@ -25,6 +26,13 @@ class OwnedStatus {
   const OrtApi* api_;
   OrtStatus* status_;
 };
+
+// Whether a call succeeded.
+inline bool Ok(const OrtApi* api, OrtStatus* status) { return OwnedStatus(api, status).ok(); }
+
+// An object of ORT, and the function that releases it.
+template <class T>
+using Owned = std::unique_ptr<T, void(ORT_API_CALL*)(T*)>;
 
 inline OrtStatusPtr ToOrt(const OrtApi* api, const Status& status, OrtErrorCode code = ORT_FAIL) {
   return status.ok() ? nullptr : api->CreateStatus(code, status.message().c_str());

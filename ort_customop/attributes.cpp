@@ -7,8 +7,6 @@ namespace {
 using Getter = bool (*)(const OrtApi*, const OrtKernelInfo*, const char* name, Attribute*,
                         AttributeStorage*);
 
-bool Ok(const OrtApi* api, OrtStatus* status) { return OwnedStatus(api, status).ok(); }
-
 bool GetInt(const OrtApi* api, const OrtKernelInfo* info, const char* name, Attribute* value,
             AttributeStorage*) {
   return Ok(api, api->KernelInfoGetAttribute_int64(info, name, &value->i));

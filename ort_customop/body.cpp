@@ -23,14 +23,13 @@ bool ReadRanks(const Op& op, const OrtKernelInfo* info, Tensor* inputs) {
   const OrtApi* api = op.api;
   const Schema& schema = op.record->schema;
   if (schema.HasOptionalInput()) return false;
-  const auto ok = [api](OrtStatus* status) { return OwnedStatus(api, status).ok(); };
   for (std::size_t i = 0; i < schema.input_count; ++i) {
     OrtTypeInfo* type = nullptr;
-    if (!ok(api->KernelInfo_GetInputTypeInfo(info, i, &type))) return false;
+    if (!Ok(api, api->KernelInfo_GetInputTypeInfo(info, i, &type))) return false;
     const Owned<OrtTypeInfo> owned(type, api->ReleaseTypeInfo);
     const OrtTensorTypeAndShapeInfo* shape = nullptr;
-    if (!ok(api->CastTypeInfoToTensorInfo(type, &shape)) || shape == nullptr ||
-        !ok(api->GetDimensionsCount(shape, &inputs[i].rank)) || inputs[i].rank == 0)
+    if (!Ok(api, api->CastTypeInfoToTensorInfo(type, &shape)) || shape == nullptr ||
+        !Ok(api, api->GetDimensionsCount(shape, &inputs[i].rank)) || inputs[i].rank == 0)
       return false;
     inputs[i].dtype = op.input_types[i];
     inputs[i].present = 1;

@@ -12,10 +12,6 @@
 
 namespace twinop::ort {
 
-// An object of ORT, and the function that releases it.
-template <class T>
-using Owned = std::unique_ptr<T, void(ORT_API_CALL*)(T*)>;
-
 // The body of one node.
 class Body {
  public:

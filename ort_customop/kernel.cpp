@@ -57,18 +57,16 @@ Status AllocateOutputs(const Kernel& kernel, OrtKernelContext* context, const Te
                        const std::int64_t* counts = nullptr) {
   const Record& record = *kernel.op->record;
   for (std::size_t i = 0; i < record.schema.output_count; ++i) {
-    Tensor& tensor = outputs[i];
-    TWINOP_RETURN_IF_ERROR(
-        OutputShape(record, i, inputs, kernel.attributes.get(), sizes[i], &tensor.rank, counts));
+    std::size_t rank = 0;
     OrtValue* value = nullptr;
+    void* data = nullptr;
+    TWINOP_RETURN_IF_ERROR(
+        OutputShape(record, i, inputs, kernel.attributes.get(), sizes[i], &rank, counts));
     TWINOP_RETURN_IF_ORT_ERROR(
-        kernel.api, kernel.api->KernelContext_GetOutput(context, i, sizes[i], tensor.rank, &value));
+        kernel.api, kernel.api->KernelContext_GetOutput(context, i, sizes[i], rank, &value));
     if (value == nullptr) continue;  // the node omits it
-    TWINOP_RETURN_IF_ORT_ERROR(kernel.api, kernel.api->GetTensorMutableData(value, &tensor.data));
-    tensor.sizes = sizes[i];
-    tensor.numel = Numel(tensor.sizes, tensor.rank);
-    tensor.dtype = kernel.op->output_types[i];
-    tensor.present = 1;
+    TWINOP_RETURN_IF_ORT_ERROR(kernel.api, kernel.api->GetTensorMutableData(value, &data));
+    outputs[i] = Tensor(data, sizes[i], rank, Numel(sizes[i], rank), kernel.op->output_types[i]);
   }
   return {};
 }
@@ -210,30 +208,19 @@ OrtStatusPtr RunUnary(const Kernel& kernel, void* data, OrtKernelContext* contex
   const std::int64_t* sizes;
   std::size_t rank;
   ONNXTensorElementDataType type;
-  auto ok = [api](OrtStatus* status) { return OwnedStatus(api, status).ok(); };
-  if (!ok(api->KernelContext_GetInput(context, 0, &x)) ||
-      !ok(kernel.type_and_shape(x, &type, &sizes, &rank)) ||
-      !ok(api->GetTensorMutableData(const_cast<OrtValue*>(x), &x_data)))
+  if (!Ok(api, api->KernelContext_GetInput(context, 0, &x)) ||
+      !Ok(api, kernel.type_and_shape(x, &type, &sizes, &rank)) ||
+      !Ok(api, api->GetTensorMutableData(const_cast<OrtValue*>(x), &x_data)))
     return ComputeKernel(data, context);
 
   const std::int64_t numel = Numel(sizes, rank);
-  auto view = [&](void* data, DType dtype) {
-    Tensor tensor;
-    tensor.data = data;
-    tensor.dtype = dtype;
-    tensor.rank = rank;
-    tensor.sizes = sizes;
-    tensor.numel = numel;
-    tensor.present = 1;
-    return tensor;
-  };
-  Tensor input = view(x_data, op.input_types[0]);
+  const Tensor input(x_data, sizes, rank, numel, op.input_types[0]);
   if (numel == 0 || rank > kMaxRank ||
       !CheckShapes(*op.record, &input, kernel.attributes.get()).ok() ||
-      !ok(api->KernelContext_GetOutput(context, 0, sizes, rank, &y)) ||
-      !ok(api->GetTensorMutableData(y, &y_data)))
+      !Ok(api, api->KernelContext_GetOutput(context, 0, sizes, rank, &y)) ||
+      !Ok(api, api->GetTensorMutableData(y, &y_data)))
     return ComputeKernel(data, context);
-  Tensor output = view(y_data, op.output_types[0]);
+  Tensor output(y_data, sizes, rank, numel, op.output_types[0]);
   const bool in_place =
       y_data == x_data && input.dtype == output.dtype && op.record->InPlaceInput(0) == 0;
   Call call = CallOf(kernel, &input, 1, &output);

@@ -44,10 +44,7 @@ inline Status ReadShape(const OrtApi* api, TypeAndShapeReference type_and_shape,
   } else {
     OrtTensorTypeAndShapeInfo* info = nullptr;
     TWINOP_RETURN_IF_ORT_ERROR(api, api->GetTensorTypeAndShape(value, &info));
-    auto release = [api](OrtTensorTypeAndShapeInfo* info) {
-      api->ReleaseTensorTypeAndShapeInfo(info);
-    };
-    std::unique_ptr<OrtTensorTypeAndShapeInfo, decltype(release)> owned(info, release);
+    const Owned<OrtTensorTypeAndShapeInfo> owned(info, api->ReleaseTensorTypeAndShapeInfo);
     TWINOP_RETURN_IF_ORT_ERROR(api, api->GetDimensionsCount(info, &tensor->rank));
     if (tensor->rank <= kMaxRank)
       TWINOP_RETURN_IF_ORT_ERROR(api, api->GetDimensions(info, buffer, tensor->rank));

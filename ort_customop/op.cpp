@@ -2,7 +2,6 @@
 
 #include <cstdlib>
 #include <cstring>
-#include <iterator>
 #include <mutex>
 #include <utility>
 
@@ -64,23 +63,6 @@ MayInplaceFunction FindMayInplace(const Record& record) {
 }
 
 }  // namespace
-
-ONNXTensorElementDataType OnnxType(DType dtype) {
-  static constexpr ONNXTensorElementDataType kTypes[] = {
-      // in the order of DType
-      ONNX_TENSOR_ELEMENT_DATA_TYPE_UNDEFINED,    ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT,
-      ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT16,      ONNX_TENSOR_ELEMENT_DATA_TYPE_BFLOAT16,
-      ONNX_TENSOR_ELEMENT_DATA_TYPE_DOUBLE,       ONNX_TENSOR_ELEMENT_DATA_TYPE_INT8,
-      ONNX_TENSOR_ELEMENT_DATA_TYPE_INT16,        ONNX_TENSOR_ELEMENT_DATA_TYPE_INT32,
-      ONNX_TENSOR_ELEMENT_DATA_TYPE_INT64,        ONNX_TENSOR_ELEMENT_DATA_TYPE_UINT8,
-      ONNX_TENSOR_ELEMENT_DATA_TYPE_BOOL,         ONNX_TENSOR_ELEMENT_DATA_TYPE_COMPLEX64,
-      ONNX_TENSOR_ELEMENT_DATA_TYPE_COMPLEX128,   ONNX_TENSOR_ELEMENT_DATA_TYPE_UINT16,
-      ONNX_TENSOR_ELEMENT_DATA_TYPE_UINT32,       ONNX_TENSOR_ELEMENT_DATA_TYPE_UINT64,
-      ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT8E4M3FN, ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT8E5M2,
-  };
-  static_assert(std::size(kTypes) == std::size(kDTypes));
-  return kTypes[static_cast<std::size_t>(dtype)];
-}
 
 Op MakeOp(const Record& record, std::int32_t domain_version, std::size_t combination, bool on_cuda,
           const OrtApi* api, const OrtApi* api24, int runtime_minor) {

@@ -38,7 +38,10 @@ ComputeFunction FindCompute(const Op& op);
 void DestroyKernel(void* kernel);
 OrtStatusPtr InferShapes(const OrtCustomOp* op, OrtShapeInferContext* context);
 
-ONNXTensorElementDataType OnnxType(DType dtype);
+// ONNX Runtime numbers its element types as ONNX does.
+inline ONNXTensorElementDataType OnnxType(DType dtype) {
+  return static_cast<ONNXTensorElementDataType>(Info(dtype).onnx);
+}
 
 // Reads the node's attributes (attributes.cpp).
 Status ReadAttributes(const Record& record, const OrtApi* api, const OrtKernelInfo* info,

@@ -5,7 +5,7 @@
 #include <thread>
 #include <vector>
 
-#include "ort_customop/body.h"
+#include "ort_customop/kernel.h"
 #include "twinop/record/node_proto.h"
 
 namespace twinop::ort {
@@ -34,22 +34,18 @@ Status ViewConstant(const OrtApi* api, const OrtMemoryInfo* memory, std::string_
                     Message* message) {
   enum : unsigned { kDims = 1, kDataType = 2, kName = 8, kExternalData = 13, kLocation = 14 };
   enum : unsigned { kKey = 1, kValue = 2 };
-  OrtTensorTypeAndShapeInfo* made = nullptr;
-  TWINOP_RETURN_IF_ORT_ERROR(api, api->GetTensorTypeAndShape(value, &made));
-  const Owned<OrtTensorTypeAndShapeInfo> shape(made, api->ReleaseTensorTypeAndShapeInfo);
-  std::size_t rank = 0;
-  TWINOP_RETURN_IF_ORT_ERROR(api, api->GetDimensionsCount(shape.get(), &rank));
-  std::vector<std::int64_t> sizes(rank);
-  TWINOP_RETURN_IF_ORT_ERROR(api, api->GetDimensions(shape.get(), sizes.data(), rank));
+  std::int64_t sizes[kMaxRank];
+  Tensor tensor;
+  TWINOP_RETURN_IF_ERROR(ReadShape(api, nullptr, value, sizes, &tensor));
   std::size_t bytes = Info(dtype).size;
-  for (std::int64_t size : sizes) {
-    message->AddInt(kDims, size);
-    bytes *= static_cast<std::size_t>(size);
+  for (std::size_t i = 0; i < tensor.rank; ++i) {
+    message->AddInt(kDims, sizes[i]);
+    bytes *= static_cast<std::size_t>(sizes[i]);
   }
   Message entry;
   entry.Add(kKey, "location");
   entry.Add(kValue, "the model");
-  message->AddInt(kDataType, OnnxCode(dtype));
+  message->AddInt(kDataType, Info(dtype).onnx);
   message->Add(kName, name);
   message->Add(kExternalData, entry);
   message->AddInt(kLocation, 1);
@@ -58,7 +54,7 @@ Status ViewConstant(const OrtApi* api, const OrtMemoryInfo* memory, std::string_
   TWINOP_RETURN_IF_ORT_ERROR(
       api, api->GetTensorMutableData(const_cast<OrtValue*>(value), &data));  // is only read
   TWINOP_RETURN_IF_ORT_ERROR(
-      api, api->CreateTensorWithDataAsOrtValue(memory, data, bytes, sizes.data(), rank,
+      api, api->CreateTensorWithDataAsOrtValue(memory, data, bytes, sizes, tensor.rank,
                                                OnnxType(dtype), &same));
   *view = Share(api, same);
   return {};

@@ -1,19 +1,9 @@
 // Infers output shapes at session creation from the record's shape expressions.
-#include <memory>
-
 #include "ort_customop/api.h"
 #include "twinop/record/check.h"
 
 namespace twinop::ort {
 namespace {
-
-struct InfoDeleter {
-  const OrtApi* api;
-  void operator()(OrtTensorTypeAndShapeInfo* info) const {
-    api->ReleaseTensorTypeAndShapeInfo(info);
-  }
-};
-using OwnedInfo = std::unique_ptr<OrtTensorTypeAndShapeInfo, InfoDeleter>;
 
 Status ReadInput(const OrtApi* api, OrtShapeInferContext* context, std::size_t input,
                  ONNXTensorElementDataType* type, Shape* shape) {
@@ -82,7 +72,7 @@ Status SetOutput(const OrtApi* api, OrtShapeInferContext* context, std::size_t o
   if (!shape.known_rank || shape.rank == 0) return {};
   OrtTensorTypeAndShapeInfo* info = nullptr;
   TWINOP_RETURN_IF_ORT_ERROR(api, api->CreateTensorTypeAndShapeInfo(&info));
-  OwnedInfo owned(info, InfoDeleter{api});
+  const Owned<OrtTensorTypeAndShapeInfo> owned(info, api->ReleaseTensorTypeAndShapeInfo);
   TWINOP_RETURN_IF_ORT_ERROR(api, api->SetTensorElementType(info, OnnxType(dtype)));
   TWINOP_RETURN_IF_ORT_ERROR(api, api->SetDimensions(info, sizes, shape.rank));
   TWINOP_RETURN_IF_ORT_ERROR(api, api->SetSymbolicDimensions(info, symbols, shape.rank));

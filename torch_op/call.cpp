@@ -94,6 +94,15 @@ void Unbox(const Record& record, const StableIValue* stack, Arguments* arguments
   }
 }
 
+// The name of the input to which a tensor belongs.
+std::string InputName(const Schema& schema, std::size_t tensor) {
+  return std::string(schema.input(std::min(tensor, schema.input_count - 1)).name.view());
+}
+
+[[noreturn]] void Refuse(const Record& record, const Arguments& arguments, std::string message) {
+  throw std::runtime_error(Failure(record, arguments.views.data(), message).message());
+}
+
 // Returns the device of the first tensor. All others must be there, except those in host memory.
 Device CheckDevices(const Record& record, const Arguments& arguments, bool on_cuda) {
   const Schema& schema = record.schema;
@@ -101,24 +110,22 @@ Device CheckDevices(const Record& record, const Arguments& arguments, bool on_cu
   for (std::size_t i = 0; i < arguments.tensors.size(); ++i) {
     if (!arguments.tensors[i]) continue;
     Device device = DeviceOf(*arguments.tensors[i]);
-    const std::size_t input = std::min(i, schema.input_count - 1);
-    const std::string name(schema.input(input).name.view());
-    if (record.host_inputs[input]) {
+    if (record.host_inputs[std::min(i, schema.input_count - 1)]) {
       if (device.type == aoti_torch_device_type_cpu()) continue;
-      Check(Failure(record, arguments.views.data(),
-                    name + " is on " + DeviceName(device) +
-                        "; the op reads it on the host: move it there with .cpu()"));
+      Refuse(record, arguments,
+             InputName(schema, i) + " is on " + DeviceName(device) +
+                 "; the op reads it on the host: move it there with .cpu()");
     }
     if (!first) first = device;
-    if (device == *first) continue;
-    Check(Failure(record, arguments.views.data(),
-                  "all tensors must be on one device; " + name + " is on " + DeviceName(device) +
-                      ", the first on " + DeviceName(*first)));
+    if (!(device == *first))
+      Refuse(record, arguments,
+             "all tensors must be on one device; " + InputName(schema, i) + " is on " +
+                 DeviceName(device) + ", the first on " + DeviceName(*first));
   }
   if ((on_cuda ? record.cuda_launch : record.cpu_launch) == nullptr)
-    Check(Failure(record, arguments.views.data(),
-                  "this library was built without CUDA; rebuild it with nvcc on the PATH, or move "
-                  "the tensors to the CPU"));
+    Refuse(record, arguments,
+           "this library was built without CUDA; rebuild it with nvcc on the PATH, or move the "
+           "tensors to the CPU");
   return *first;
 }
 
@@ -128,47 +135,37 @@ void CheckRepeated(const Record& record, const Arguments& arguments) {
   const std::vector<Tensor>& views = arguments.views;
   for (std::size_t i = last + 1; i < views.size(); ++i)
     if (views[i].dtype != views[last].dtype)
-      Check(Failure(record, views.data(),
-                    "the tensors of " + std::string(record.schema.input(last).name.view()) +
-                        " must have one dtype; entry " + std::to_string(i - last) + " is " +
-                        std::string(Info(views[i].dtype).name)));
+      Refuse(record, arguments,
+             "the tensors of " + InputName(record.schema, last) + " must have one dtype; entry " +
+                 std::to_string(i - last) + " is " + std::string(Info(views[i].dtype).name));
 }
 
-// Checks that each element of the inputs that the op writes has memory of its own. Two tensors with
-// gaps, such as the halves of kv[:, 2, :], may lie in one range.
+// Checks that each element of the inputs that the op writes has memory of its own, as mutation.py
+// does for ops without a kernel. Two tensors with gaps, such as the halves of kv[:, 2, :], may lie
+// in one range.
 void CheckWritten(const Record& record, const Arguments& arguments) {
   const Schema& schema = record.schema;
-  const auto name = [&](std::size_t i) {
-    return std::string(schema.input(std::min(i, schema.input_count - 1)).name.view());
-  };
-  struct Range {
-    const char *begin, *end;
-    bool has_gaps;
-  };
   const auto range_of = [&](std::size_t i) {
     const TorchTensor& tensor = *arguments.tensors[i];
-    const Tensor& view = arguments.views[i];
-    std::int64_t last = 0;
-    for (std::size_t k = 0; k < view.rank; ++k) last += (view.sizes[k] - 1) * tensor.strides()[k];
-    const auto* begin = static_cast<const char*>(tensor.const_data_ptr());
-    const auto size = static_cast<std::int64_t>(Info(view.dtype).size);
-    return Range{begin, view.numel == 0 ? begin : begin + (last + 1) * size, last >= view.numel};
+    return RangeOf(arguments.views[i], tensor.strides().data(), tensor.const_data_ptr());
   };
   for (std::size_t i = 0; i < schema.input_count; ++i) {
     if (schema.input(i).alias == '\0') continue;
-    if (MayOverlap(arguments.views[i], arguments.tensors[i]->strides().data()))
-      Check(Failure(record, arguments.views.data(),
-                    name(i) + " is written, and elements of it share their memory, as after "
-                              "expand(); pass a tensor of its own: .clone()"));
-    const Range written = range_of(i);
+    const std::string written(schema.input(i).name.view());
+    const Range range = range_of(i);
+    if (range.may_overlap)
+      Refuse(record, arguments,
+             written +
+                 " is written, and elements of it share their memory, as after "
+                 "expand(); pass a tensor of its own: .clone()");
     for (std::size_t k = 0; k < arguments.tensors.size(); ++k) {
       if (k == i || !arguments.tensors[k]) continue;
       const Range other = range_of(k);
-      if (written.begin < other.end && other.begin < written.end &&
-          (written.begin == other.begin || !written.has_gaps || !other.has_gaps))
-        Check(Failure(record, arguments.views.data(),
-                      name(i) + " is written, and shares its memory with " + name(k) +
-                          "; pass a copy of one of them: .clone()"));
+      if (range.begin < other.end && other.begin < range.end &&
+          (range.begin == other.begin || !range.has_gaps || !other.has_gaps))
+        Refuse(record, arguments,
+               written + " is written, and shares its memory with " + InputName(schema, k) +
+                   "; pass a copy of one of them: .clone()");
     }
   }
 }
@@ -208,7 +205,7 @@ void ElementwiseStrides(const Record& record, const Arguments& arguments, const 
   const TorchTensor* like = nullptr;
   for (std::size_t i = 0; i < record.schema.input_count; ++i) {
     const Tensor& view = arguments.views[i];
-    if (!view.present || !SameShape(view, sizes, rank)) continue;
+    if (!view.present || !view.HasSizes(sizes, rank)) continue;
     if (IsDense(view, view.strides)) {
       for (std::size_t k = 0; k < rank; ++k) strides[k] = view.strides[k];
       return;
@@ -264,10 +261,10 @@ void Flatten(const Schema& schema, Tensor* inputs, Tensor* outputs) {
   const Tensor& first = outputs[0];
   bool flat = IsDense(first, first.strides);
   for (std::size_t i = 0; i < schema.output_count && flat; ++i)
-    flat = SameShape(outputs[i], first.sizes, first.rank) &&
+    flat = outputs[i].HasSizes(first.sizes, first.rank) &&
            SameOrder(first, first.strides, outputs[i].strides);
   for (std::size_t i = 0; i < schema.input_count && flat; ++i)
-    flat = !inputs[i].present || (SameShape(inputs[i], first.sizes, first.rank) &&
+    flat = !inputs[i].present || (inputs[i].HasSizes(first.sizes, first.rank) &&
                                   SameOrder(first, first.strides, inputs[i].strides));
   if (!flat) return;
   for (std::size_t i = 0; i < schema.output_count; ++i) outputs[i].strides = nullptr;

@@ -38,23 +38,29 @@ inline bool IsDense(const Tensor& view, const std::int64_t* strides) {
   return true;
 }
 
-// Whether two elements may be one place in memory. Dimensions that follow each other from the
-// smallest stride on, each beyond those before it, have none.
-inline bool MayOverlap(const Tensor& view, const std::int64_t* strides) {
-  if (view.numel < 2) return false;
-  bool used[kMaxRank] = {};
-  std::int64_t last = 0;  // element of the dimensions so far
+// The memory of a tensor.
+struct Range {
+  const char *begin, *end;
+  bool has_gaps = false, may_overlap = false;  // between elements; of two elements
+};
+
+inline Range RangeOf(const Tensor& view, const std::int64_t* strides, const void* data) {
+  const auto* begin = static_cast<const char*>(data);
+  if (view.numel == 0) return {begin, begin};
+  bool may_overlap = false, used[kMaxRank] = {};
+  std::int64_t last = 0;  // element of the dimensions so far, from the smallest stride on
   for (std::size_t step = 0; step < view.rank; ++step) {
     std::size_t next = view.rank;
     for (std::size_t i = 0; i < view.rank; ++i)
       if (!used[i] && view.sizes[i] > 1 && (next == view.rank || strides[i] < strides[next]))
         next = i;
     if (next == view.rank) break;
-    if (strides[next] <= last) return true;
     used[next] = true;
+    may_overlap = may_overlap || strides[next] <= last;
     last += (view.sizes[next] - 1) * strides[next];
   }
-  return false;
+  const auto size = static_cast<std::int64_t>(Info(view.dtype).size);
+  return {begin, begin + (last + 1) * size, last >= view.numel, may_overlap};
 }
 
 // Whether two tensors of one shape have the same order of elements.
@@ -62,12 +68,6 @@ inline bool SameOrder(const Tensor& view, const std::int64_t* a, const std::int6
   for (std::size_t i = 0; i < view.rank; ++i)
     if (view.sizes[i] > 1 && a[i] != b[i]) return false;
   return true;
-}
-
-inline bool SameShape(const Tensor& view, const std::int64_t* sizes, std::size_t rank) {
-  bool same = view.rank == rank;
-  for (std::size_t i = 0; i < rank && same; ++i) same = view.sizes[i] == sizes[i];
-  return same;
 }
 
 // Whether rows are contiguous and lie at a constant distance from each other (Record::rows_text).

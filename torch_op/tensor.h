@@ -21,34 +21,18 @@ inline void Check(const Status& status) {
   if (!status.ok()) throw std::runtime_error(status.message());
 }
 
-// The numbers of dtypes, which differ between versions of torch, in the order of DType.
+// The numbers of dtypes, which differ between versions of torch, in the order of DType from 1 on.
 inline constexpr std::int32_t (*kTorchTypes[])() = {
-    nullptr,
-    aoti_torch_dtype_float32,
-    aoti_torch_dtype_float16,
-    aoti_torch_dtype_bfloat16,
-    aoti_torch_dtype_float64,
-    aoti_torch_dtype_int8,
-    aoti_torch_dtype_int16,
-    aoti_torch_dtype_int32,
-    aoti_torch_dtype_int64,
-    aoti_torch_dtype_uint8,
-    aoti_torch_dtype_bool,
-    aoti_torch_dtype_complex64,
-    aoti_torch_dtype_complex128,
-    aoti_torch_dtype_uint16,
-    aoti_torch_dtype_uint32,
-    aoti_torch_dtype_uint64,
-    aoti_torch_dtype_float8_e4m3fn,
-    aoti_torch_dtype_float8_e5m2,
+#define TWINOP_DTYPE(name, c_name, text, ...) aoti_torch_dtype_##text,
+    TWINOP_DTYPES(TWINOP_DTYPE)
+#undef TWINOP_DTYPE
 };
-static_assert(std::size(kTorchTypes) == std::size(kDTypes));
 
 inline DType TypeOf(const TorchTensor& tensor) {
   std::int32_t number = 0;
   Check(aoti_torch_get_dtype(tensor.get(), &number), "get_dtype");
-  for (std::size_t i = 1; i < std::size(kTorchTypes); ++i)
-    if (kTorchTypes[i]() == number) return static_cast<DType>(i);
+  for (std::size_t i = 0; i < std::size(kTorchTypes); ++i)
+    if (kTorchTypes[i]() == number) return static_cast<DType>(i + 1);
   return DType::kNone;
 }
 
@@ -74,23 +58,18 @@ inline std::string DeviceName(const Device& device) {
 
 // A view of the tensor without its data and strides.
 inline Tensor ViewOf(const TorchTensor& tensor, const char* name) {
-  Tensor view;
-  view.rank = static_cast<std::size_t>(tensor.dim());
-  if (view.rank > kMaxRank)
-    throw std::runtime_error(std::string("tensor ") + name + " has " + std::to_string(view.rank) +
+  const auto rank = static_cast<std::size_t>(tensor.dim());
+  if (rank > kMaxRank)
+    throw std::runtime_error(std::string("tensor ") + name + " has " + std::to_string(rank) +
                              " dimensions, at most " + std::to_string(kMaxRank) + " are supported");
-  view.sizes = tensor.sizes().data();
-  view.numel = tensor.numel();
-  view.dtype = TypeOf(tensor);
-  view.present = true;
-  return view;
+  return {nullptr, tensor.sizes().data(), rank, tensor.numel(), TypeOf(tensor)};
 }
 
 inline TorchTensor EmptyStrided(const std::int64_t* sizes, const std::int64_t* strides,
                                 std::size_t rank, DType dtype, const Device& device) {
   AtenTensorHandle handle = nullptr;
   Check(aoti_torch_empty_strided(static_cast<std::int64_t>(rank), sizes, strides,
-                                 kTorchTypes[static_cast<std::size_t>(dtype)](), device.type,
+                                 kTorchTypes[static_cast<std::size_t>(dtype) - 1](), device.type,
                                  device.index, &handle),
         "empty_strided");
   return TorchTensor(handle);

@@ -6,6 +6,7 @@
 #include <cstdint>
 #include <cstring>
 #include <limits>
+#include <string>
 #include <type_traits>
 #include <utility>
 
@@ -224,21 +225,36 @@ struct Tag {
   using Type = T;
 };
 
-// Calls body(Tag<T>{}) with the storage type of a floating dtype.
+// The dtype whose elements have the C++ type T.
+template <class T>
+constexpr DType DTypeOf() {
+  struct NoType;
+#define TWINOP_DTYPE(name, c_name, text, type, ...) \
+  if constexpr (std::is_same_v<T, type>) return DType::name;
+  TWINOP_DTYPES(TWINOP_DTYPE)
+#undef TWINOP_DTYPE
+  return DType::kNone;
+}
+
+[[gnu::cold, gnu::noinline]] inline Status NoKernelFor(DType dtype) {
+  return Status::Error("the op has no kernel for " + std::string(Info(dtype).name));
+}
+
+// Calls body(Tag<T>{}) with the first of the listed types that the dtype has.
+template <class T, class... More, class Body>
+[[gnu::always_inline]] inline Status Dispatch(DType dtype, Body&& body) {
+  static_assert(DTypeOf<T>() != DType::kNone,
+                "Dispatch lists element types: float, twinop::Half, std::int64_t, bool, ...");
+  if (dtype == DTypeOf<T>()) return body(Tag<T>{});
+  if constexpr (sizeof...(More) > 0) {
+    return Dispatch<More...>(dtype, body);
+  } else {
+    return NoKernelFor(dtype);
+  }
+}
 template <class Body>
 [[gnu::always_inline]] inline Status DispatchFloat(DType dtype, Body&& body) {
-  switch (dtype) {
-    case DType::kFloat32:
-      return body(Tag<float>{});
-    case DType::kFloat16:
-      return body(Tag<Half>{});
-    case DType::kBFloat16:
-      return body(Tag<BFloat16>{});
-    case DType::kFloat64:
-      return body(Tag<double>{});
-    default:
-      return Status::Error("the op's kernels take floating types only");
-  }
+  return Dispatch<float, Half, BFloat16, double>(dtype, body);
 }
 
 // The dtypes that tensors of one call may have beside each other where fp32 is computed.

@@ -69,7 +69,7 @@ class BodyWriter {
     return Cast(Add("Constant", {}, FloatAttribute("value_float", value)), Computed());
   }
   std::string_view Cast(std::string_view value, DType to) {
-    return Add("Cast", {value}, IntAttribute("to", OnnxCode(to)));
+    return Add("Cast", {value}, IntAttribute("to", Info(to).onnx));
   }
   // An input in the type in which the body computes.
   std::string_view Input(std::string_view name) {

@@ -2,6 +2,7 @@
 // where to run.
 #pragma once
 
+#include <algorithm>
 #include <atomic>
 #include <cstddef>
 #include <cstdint>
@@ -17,51 +18,46 @@ namespace twinop {
 
 // ---------------------------------------------------------------------------------- element types
 
+// What is known of each dtype: its name here, in the C interface, and in NumPy and torch; its type
+// in C++ (math/numeric.h); bytes; the numbers of ONNX's TensorProto.DataType and of DLPack's
+// DLDataTypeCode.
+#define TWINOP_DTYPES(F)                                              \
+  F(kFloat32, FLOAT32, float32, float, 4, 1, 2)                       \
+  F(kFloat16, FLOAT16, float16, Half, 2, 10, 2)                       \
+  F(kBFloat16, BFLOAT16, bfloat16, BFloat16, 2, 16, 4)                \
+  F(kFloat64, FLOAT64, float64, double, 8, 11, 2)                     \
+  F(kInt8, INT8, int8, std::int8_t, 1, 3, 0)                          \
+  F(kInt16, INT16, int16, std::int16_t, 2, 5, 0)                      \
+  F(kInt32, INT32, int32, std::int32_t, 4, 6, 0)                      \
+  F(kInt64, INT64, int64, std::int64_t, 8, 7, 0)                      \
+  F(kUInt8, UINT8, uint8, std::uint8_t, 1, 2, 1)                      \
+  F(kBool, BOOL, bool, bool, 1, 9, 6)                                 \
+  F(kComplex64, COMPLEX64, complex64, NoType, 8, 14, 5)               \
+  F(kComplex128, COMPLEX128, complex128, NoType, 16, 15, 5)           \
+  F(kUInt16, UINT16, uint16, std::uint16_t, 2, 4, 1)                  \
+  F(kUInt32, UINT32, uint32, std::uint32_t, 4, 12, 1)                 \
+  F(kUInt64, UINT64, uint64, std::uint64_t, 8, 13, 1)                 \
+  F(kFloat8E4M3, FLOAT8_E4M3FN, float8_e4m3fn, Float8E4M3, 1, 17, 10) \
+  F(kFloat8E5M2, FLOAT8_E5M2, float8_e5m2, Float8E5M2, 1, 19, 12)
+
 enum class DType : std::int32_t {
   kNone = TWINOP_NONE,
-  kFloat32 = TWINOP_FLOAT32,
-  kFloat16 = TWINOP_FLOAT16,
-  kBFloat16 = TWINOP_BFLOAT16,
-  kFloat64 = TWINOP_FLOAT64,
-  kInt8 = TWINOP_INT8,
-  kInt16 = TWINOP_INT16,
-  kInt32 = TWINOP_INT32,
-  kInt64 = TWINOP_INT64,
-  kUInt8 = TWINOP_UINT8,
-  kBool = TWINOP_BOOL,
-  kComplex64 = TWINOP_COMPLEX64,
-  kComplex128 = TWINOP_COMPLEX128,
-  kUInt16 = TWINOP_UINT16,
-  kUInt32 = TWINOP_UINT32,
-  kUInt64 = TWINOP_UINT64,
-  kFloat8E4M3 = TWINOP_FLOAT8_E4M3FN,
-  kFloat8E5M2 = TWINOP_FLOAT8_E5M2,
+#define TWINOP_DTYPE(name, c_name, ...) name = TWINOP_##c_name,
+  TWINOP_DTYPES(TWINOP_DTYPE)
+#undef TWINOP_DTYPE
 };
 
 struct DTypeInfo {
   DType dtype;
-  std::string_view name;  // as in NumPy and torch
-  std::size_t size;       // bytes
+  std::string_view name;
+  std::size_t size;
+  int onnx, dlpack;
 };
 inline constexpr DTypeInfo kDTypes[] = {
-    {DType::kNone, "unsupported", 0},
-    {DType::kFloat32, "float32", 4},
-    {DType::kFloat16, "float16", 2},
-    {DType::kBFloat16, "bfloat16", 2},
-    {DType::kFloat64, "float64", 8},
-    {DType::kInt8, "int8", 1},
-    {DType::kInt16, "int16", 2},
-    {DType::kInt32, "int32", 4},
-    {DType::kInt64, "int64", 8},
-    {DType::kUInt8, "uint8", 1},
-    {DType::kBool, "bool", 1},
-    {DType::kComplex64, "complex64", 8},
-    {DType::kComplex128, "complex128", 16},
-    {DType::kUInt16, "uint16", 2},
-    {DType::kUInt32, "uint32", 4},
-    {DType::kUInt64, "uint64", 8},
-    {DType::kFloat8E4M3, "float8_e4m3fn", 1},
-    {DType::kFloat8E5M2, "float8_e5m2", 1},
+    {DType::kNone, "unsupported", 0, 0, 3},  // to DLPack: opaque
+#define TWINOP_DTYPE(name, c_name, text, type, ...) {DType::name, #text, __VA_ARGS__},
+    TWINOP_DTYPES(TWINOP_DTYPE)
+#undef TWINOP_DTYPE
 };
 
 constexpr const DTypeInfo& Info(DType dtype) { return kDTypes[static_cast<std::size_t>(dtype)]; }
@@ -80,7 +76,14 @@ constexpr DType DTypeNamed(std::string_view name) {
 // have one shape and one dense order, their strides are null, whatever that order is.
 struct Tensor : twinop_tensor {
   constexpr Tensor() : twinop_tensor{} {}
+  // Contiguous.
+  constexpr Tensor(void* data, const std::int64_t* sizes, std::size_t rank, std::int64_t numel,
+                   DType dtype)
+      : twinop_tensor{data, sizes, nullptr, numel, rank, dtype, 1} {}
 
+  bool HasSizes(const std::int64_t* others, std::size_t other_rank) const {
+    return rank == other_rank && std::equal(sizes, sizes + rank, others);
+  }
   template <class T>
   T* as() const {
     return static_cast<T*>(data);

@@ -17,13 +17,6 @@ std::string AllSizes(const Record& record, const Tensor* inputs) {
   return text;
 }
 
-bool SameSizes(const Tensor& tensor, const std::int64_t* sizes, std::size_t rank) {
-  if (tensor.rank != rank) return false;
-  for (std::size_t i = 0; i < rank; ++i)
-    if (tensor.sizes[i] != sizes[i]) return false;
-  return true;
-}
-
 // A message about the first input that has fewer dimensions than the record's shapes need, or "":
 // x[-2] needs two of x, and so does `x[:-2] + ...` if it is the shape of x itself.
 std::string TooFewDimensions(const Record& record, const Tensor* inputs) {
@@ -100,11 +93,11 @@ Status CheckInputShape(const Record& record, std::size_t input, const Tensor* in
     const Tensor& whole = inputs[node.index];
     const std::size_t begin = record.shape_trees.Begin(root, attributes, whole.rank);
     rank = whole.rank - begin;
-    if (SameSizes(tensor, whole.sizes + begin, rank)) return {};
+    if (tensor.HasSizes(whole.sizes + begin, rank)) return {};
     for (std::size_t i = 0; i < rank; ++i) expected[i] = whole.sizes[begin + i];
   } else {
     TWINOP_RETURN_IF_ERROR(EvaluateShape(record, root, text, inputs, attributes, expected, &rank));
-    if (SameSizes(tensor, expected, rank)) return {};
+    if (tensor.HasSizes(expected, rank)) return {};
   }
   if (const std::string too_few = TooFewDimensions(record, inputs); !too_few.empty())
     return Failure(record, inputs, too_few);
@@ -146,7 +139,7 @@ Status Broadcast(const Record& record, const Tensor* inputs, std::int64_t* sizes
 Status CheckShapes(const Record& record, const Tensor* inputs, const Attribute* attributes) {
   if (record.is_elementwise && !record.broadcasts) {
     for (std::size_t i = 1; i < record.schema.input_count; ++i)
-      if (inputs[i].present && !SameSizes(inputs[i], inputs[0].sizes, inputs[0].rank))
+      if (inputs[i].present && !inputs[i].HasSizes(inputs[0].sizes, inputs[0].rank))
         return Failure(record, inputs,
                        "the inputs must have one shape: " + AllSizes(record, inputs));
   }

@@ -30,12 +30,10 @@ Status DescribeOutputs(const Record& record, const DType* types, const Call& cal
                        const std::int64_t* counts, Tensor* outputs,
                        std::int64_t (*sizes)[kMaxRank]) {
   for (std::size_t i = 0; i < record.schema.output_count; ++i) {
+    std::size_t rank = 0;
     TWINOP_RETURN_IF_ERROR(
-        OutputShape(record, i, call.inputs, call.attributes, sizes[i], &outputs[i].rank, counts));
-    outputs[i].sizes = sizes[i];
-    outputs[i].numel = Numel(sizes[i], outputs[i].rank);
-    outputs[i].dtype = types[i];
-    outputs[i].present = 1;
+        OutputShape(record, i, call.inputs, call.attributes, sizes[i], &rank, counts));
+    outputs[i] = Tensor(nullptr, sizes[i], rank, Numel(sizes[i], rank), types[i]);
   }
   return {};
 }

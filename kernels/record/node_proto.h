@@ -103,18 +103,11 @@ inline std::string ModelOfNode(const Record& record, const Tensor* inputs,
   return model.bytes;
 }
 
-// The code of a dtype in TensorProto.
-constexpr int OnnxCode(DType dtype) {
-  constexpr int kCodes[] = {0, 1, 10, 16, 11, 3, 5, 6, 7, 2, 9, 14, 15, 4, 12, 13, 17, 19};
-  static_assert(sizeof(kCodes) / sizeof(int) == sizeof(kDTypes) / sizeof(DTypeInfo));
-  return kCodes[static_cast<std::size_t>(dtype)];
-}
-
 // An input or output of a graph, of any shape.
 inline Message ValueProto(std::string_view name, DType dtype) {
   enum : unsigned { kName = 1, kType = 2, kTensorType = 1, kElementType = 1 };
   Message tensor, type, value;
-  tensor.AddInt(kElementType, OnnxCode(dtype));
+  tensor.AddInt(kElementType, Info(dtype).onnx);
   type.Add(kTensorType, tensor);
   value.Add(kName, name);
   value.Add(kType, type);

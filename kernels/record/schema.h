@@ -59,25 +59,9 @@ constexpr bool IsTensor(Kind kind) {
 }
 
 constexpr std::string_view KindName(Kind kind) {
-  switch (kind) {
-    case Kind::kTensor:
-      return "Tensor";
-    case Kind::kOptionalTensor:
-      return "Tensor?";
-    case Kind::kTensorList:
-      return "Tensor[]";
-    case Kind::kInt:
-      return "int";
-    case Kind::kFloat:
-      return "float";
-    case Kind::kBool:
-      return "bool";
-    case Kind::kString:
-      return "str";
-    case Kind::kIntList:
-      return "int[]";
-  }
-  return "";
+  constexpr std::string_view kNames[] = {"Tensor", "Tensor?", "Tensor[]", "int",
+                                         "float",  "bool",    "str",      "int[]"};
+  return kNames[static_cast<std::size_t>(kind)];
 }
 
 struct Argument {

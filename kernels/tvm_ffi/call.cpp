@@ -1,5 +1,3 @@
-#include <string_view>
-#include <utility>
 #include <vector>
 
 #include "twinop/tvm_ffi.h"
@@ -13,17 +11,6 @@ struct Shape : Object {
 
   Shape() { type = kShape; }
 };
-
-DataType TypeOf(DType dtype) {
-  constexpr std::pair<std::string_view, std::uint8_t> kCodes[] = {
-      {"float8_e4m3fn", 10}, {"float8_e5m2", 12}, {"float", 2}, {"int", 0},
-      {"uint", 1},           {"bfloat", 4},       {"bool", 6},  {"complex", 5}};
-  const DTypeInfo& info = Info(dtype);
-  for (const auto& [begin, code] : kCodes)
-    if (info.name.substr(0, begin.size()) == begin)
-      return {code, static_cast<std::uint8_t>(8 * info.size), 1};
-  return {3, 0, 1};  // opaque: functions refuse it
-}
 
 // The arguments of one call, which refer to it and to each other.
 struct Arguments {
@@ -52,7 +39,10 @@ struct Arguments {
     const bool cuda = context_.device_type == TWINOP_CUDA && !on_host;
     const Device device = {cuda ? kCudaDevice : kCpuDevice, cuda ? context_.device_index : 0};
     const auto rank = static_cast<std::int32_t>(tensor.rank);
-    views_[i] = {tensor.data, device, rank, TypeOf(tensor.dtype), tensor.sizes, strides, 0};
+    const DTypeInfo& info = Info(tensor.dtype);
+    const DataType dtype = {static_cast<std::uint8_t>(info.dlpack),
+                            static_cast<std::uint8_t>(8 * info.size), 1};
+    views_[i] = {tensor.data, device, rank, dtype, tensor.sizes, strides, 0};
     values[i].type = kDLTensor;
     values[i].pointer = &views_[i];
   }
