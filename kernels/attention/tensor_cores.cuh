@@ -8,10 +8,10 @@
 
 #include <cstdint>
 #include <cstring>
-#include <type_traits>
 
 #include "twinop/attention/problem.h"
 #include "twinop/math/numeric.h"
+#include "twinop/primitives/tensor_core.cuh"
 
 namespace twinop::attention {
 
@@ -21,25 +21,6 @@ inline constexpr int kTileWarps = 4;  // of a block
 inline constexpr int kTileThreads = 32 * kTileWarps;
 inline constexpr int kWarpTokens = 2 * kTileKeys;  // that a warp can take alone
 inline constexpr float kLog2E = 1.44269504088896340736f;
-
-// d += a b for a [16, 16] by rows, b [16, 8] by columns and d [16, 8]. Lane 4 g + t has elements 2
-// t and 2 t + 1, and those 8 later, of rows g and g + 8 of a and of column g of b; of d it has
-// elements 2 t and 2 t + 1 of rows g and g + 8.
-template <class T>
-__device__ __forceinline__ void Multiply(const std::uint32_t (&a)[4], std::uint32_t b0,
-                                         std::uint32_t b1, float (&d)[4]) {
-  if constexpr (std::is_same_v<T, Half>) {
-    asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, "
-        "{%0,%1,%2,%3};"
-        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
-        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
-  } else {
-    asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, "
-        "{%8,%9}, {%0,%1,%2,%3};"
-        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
-        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
-  }
-}
 
 template <class T>
 __device__ __forceinline__ std::uint32_t Pair(float low, float high) {
@@ -78,6 +59,43 @@ __device__ __forceinline__ void LoadWords(const T* memory, bool exists,
       words[i + 1] = four.y;
       words[i + 2] = four.z;
       words[i + 3] = four.w;
+    }
+  }
+}
+
+// scores += q k^T
+template <class T, int kGroups, int kChunks>
+__device__ __forceinline__ void AddScores(const std::uint32_t (&q)[2][kChunks][4],
+                                          const std::uint32_t (&k)[kGroups][kChunks][4],
+                                          float (&scores)[kGroups][4]) {
+#pragma unroll
+  for (int c = 0; c < kChunks; ++c)
+#pragma unroll
+    for (int half = 0; half < 4; half += 2) {
+      const std::uint32_t a[] = {q[0][c][half], q[1][c][half], q[0][c][half + 1],
+                                 q[1][c][half + 1]};
+#pragma unroll
+      for (int n = 0; n < kGroups; ++n)
+        MultiplyAdd<T>(a, k[n][c][half], k[n][c][half + 1], scores[n]);
+    }
+}
+
+// sums += weights v
+template <class T, int kParts, int kColumns>
+__device__ __forceinline__ void AddValues(const float (&weights)[2 * kParts][4],
+                                          const std::uint32_t (&v)[kParts][4][kColumns / 2],
+                                          float (&sums)[kColumns][4]) {
+#pragma unroll
+  for (int j = 0; j < kParts; ++j) {
+    const float (&low)[4] = weights[2 * j];
+    const float (&high)[4] = weights[2 * j + 1];
+    const std::uint32_t a[] = {Pair<T>(low[0], low[1]), Pair<T>(low[2], low[3]),
+                               Pair<T>(high[0], high[1]), Pair<T>(high[2], high[3])};
+#pragma unroll
+    for (int c = 0; c < kColumns; ++c) {
+      const unsigned half = c % 2 == 0 ? 0x5410 : 0x7632;  // of the words of two keys
+      MultiplyAdd<T>(a, __byte_perm(v[j][0][c / 2], v[j][1][c / 2], half),
+                     __byte_perm(v[j][2][c / 2], v[j][3][c / 2], half), sums[c]);
     }
   }
 }
@@ -156,19 +174,7 @@ struct Tile {
     std::uint32_t v[kTileKeys / 16][4][kColumns / 2];
     LoadValues(key, end, v);
     OnlineSoftmax(key, end, scores);
-#pragma unroll
-    for (int j = 0; j < kTileKeys / 16; ++j) {
-      const float (&low)[4] = scores[2 * j];
-      const float (&high)[4] = scores[2 * j + 1];
-      const std::uint32_t weights[] = {Pair<T>(low[0], low[1]), Pair<T>(low[2], low[3]),
-                                       Pair<T>(high[0], high[1]), Pair<T>(high[2], high[3])};
-#pragma unroll
-      for (int c = 0; c < kColumns; ++c) {
-        const unsigned half = c % 2 == 0 ? 0x5410 : 0x7632;  // of the words of two keys
-        Multiply<T>(weights, __byte_perm(v[j][0][c / 2], v[j][1][c / 2], half),
-                    __byte_perm(v[j][2][c / 2], v[j][3][c / 2], half), own.values[c]);
-      }
-    }
+    AddValues<T>(scores, v, own.values);
   }
 
   // scores = q k^T
@@ -182,16 +188,7 @@ struct Tile {
       for (int c = 0; c < kChunks; ++c)
         LoadWords<4, kAligned>(head + own * row + width + 32 * c + 8 * t, own < end, k[n][c]);
     }
-#pragma unroll
-    for (int c = 0; c < kChunks; ++c)
-#pragma unroll
-      for (int half = 0; half < 4; half += 2) {
-        const std::uint32_t a[] = {q[0][c][half], q[1][c][half], q[0][c][half + 1],
-                                   q[1][c][half + 1]};
-#pragma unroll
-        for (int n = 0; n < kGroups; ++n)
-          Multiply<T>(a, k[n][c][half], k[n][c][half + 1], scores[n]);
-      }
+    AddScores<T>(q, k, scores);
   }
 
   // The elements g * kColumns to (g + 1) * kColumns of the values that a lane multiplies.

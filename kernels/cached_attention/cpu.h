@@ -79,7 +79,7 @@ void Attend(const Problem& p, const Operands<T>& x, std::int64_t b, std::int64_t
 }
 
 template <class Op>
-Status Cpu(const CallOf<Op>& call) {
+Status Run(const CallOf<Op>& call) {
   Problem p;
   TWINOP_RETURN_IF_ERROR(ProblemOf(call, &p));
   const auto* const position = InputData<std::int32_t>(call, "position"_name);

@@ -52,7 +52,7 @@ __global__ void __launch_bounds__(32 * kQueryWarps)
 }
 
 template <class Op>
-Status Cuda(const CallOf<Op>& call) {
+Status Run(const CallOf<Op>& call) {
   Problem p;
   TWINOP_RETURN_IF_ERROR(ProblemOf(call, &p));
   if (p.batches * p.tokens == 0) return {};

@@ -114,6 +114,11 @@ Status ProblemOf(const CallOf<Op>& call, Problem* problem) {
   return {};
 }
 
+template <class Op>
+std::int64_t ScratchBytes(const CallOf<Op>& call) {
+  return InputOf(call, "qkv"_name).bytes();  // more than q needs, once turned
+}
+
 template <class T, class Op>
 Operands<T> OperandsOf(const CallOf<Op>& call) {
   return {InputData<T>(call, "qkv"_name),          OutputData<T>(call, "k_cache_out"_name),

@@ -15,7 +15,7 @@ inline constexpr int kQueries = attention::kQueries;
 template <class T, int kSize>
 __global__ void __launch_bounds__(32 * kPromptWarps)
     PromptKernel(Problem p, Operands<T> x, const T* turned_q) {
-  using attention::kLog2E, attention::LoadWords, attention::Multiply, attention::Pair;
+  using attention::kLog2E, attention::LoadWords;
   constexpr int kKeys = kSize <= 128 ? 32 : 16, kGroups = kKeys / 8, kChunks = kSize / 32;
   constexpr int kColumns = kSize / 8;
   WaitForPreviousKernel();
@@ -59,16 +59,7 @@ __global__ void __launch_bounds__(32 * kPromptWarps)
         LoadWords<kColumns / 2, true>(v_rows + at * kSize, at < end, v[j][i]);
       }
     float scores[kGroups][4] = {};
-#pragma unroll
-    for (int c = 0; c < kChunks; ++c)
-#pragma unroll
-      for (int half = 0; half < 4; half += 2) {
-        const std::uint32_t a[] = {q[0][c][half], q[1][c][half], q[0][c][half + 1],
-                                   q[1][c][half + 1]};
-#pragma unroll
-        for (int n = 0; n < kGroups; ++n)
-          Multiply<T>(a, k[n][c][half], k[n][c][half + 1], scores[n]);
-      }
+    attention::AddScores<T>(q, k, scores);
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       const std::int64_t position = start + own[i], from = FirstKey(p, position);
@@ -98,19 +89,7 @@ __global__ void __launch_bounds__(32 * kPromptWarps)
 #pragma unroll
       for (auto& column : values) column[2 * i] *= kept, column[2 * i + 1] *= kept;
     }
-#pragma unroll
-    for (int j = 0; j < kKeys / 16; ++j) {
-      const float (&low)[4] = scores[2 * j];
-      const float (&high)[4] = scores[2 * j + 1];
-      const std::uint32_t weights[] = {Pair<T>(low[0], low[1]), Pair<T>(low[2], low[3]),
-                                       Pair<T>(high[0], high[1]), Pair<T>(high[2], high[3])};
-#pragma unroll
-      for (int c = 0; c < kColumns; ++c) {
-        const unsigned half = c % 2 == 0 ? 0x5410 : 0x7632;  // of the words of two keys
-        Multiply<T>(weights, __byte_perm(v[j][0][c / 2], v[j][1][c / 2], half),
-                    __byte_perm(v[j][2][c / 2], v[j][3][c / 2], half), values[c]);
-      }
-    }
+    attention::AddValues<T>(scores, v, values);
   }
 #pragma unroll
   for (int i = 0; i < 2; ++i) {

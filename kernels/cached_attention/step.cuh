@@ -17,6 +17,7 @@
 
 #include "twinop/attention/tensor_cores.cuh"
 #include "twinop/cached_attention/turn.cuh"
+#include "twinop/math/hardware.h"
 #include "twinop/primitives/launch.cuh"
 
 namespace twinop::cached_attention {
@@ -29,12 +30,6 @@ inline constexpr int kThreads = 32 * kWarps;
 inline constexpr int kLeaves = 8;  // at most: the blocks of a cluster
 inline constexpr int kHeads = 8;   // of q, which a block takes at a time
 
-__device__ __forceinline__ float Exp2(float x) {
-  float y;
-  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-  return y;
-}
-
 // What is taken from scores before the power: after only -inf the difference would be NaN.
 __device__ __forceinline__ float Base(float highest) { return highest == -INFINITY ? 0 : highest; }
 
@@ -45,7 +40,8 @@ struct Part {
   // The order of the two matters, to the last bit.
   __device__ __forceinline__ void Merge(const Part& next) {
     const float most = fmaxf(highest, next.highest);
-    const float own = Exp2(highest - Base(most)), other = Exp2(next.highest - Base(most));
+    const float own = FlushingExp2(highest - Base(most)),
+                other = FlushingExp2(next.highest - Base(most));
     highest = most;
     total = __fmaf_rn(total, own, __fmul_rn(next.total, other));
 #pragma unroll
@@ -93,8 +89,8 @@ struct Sums {
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       const float most = fmaxf(old_highest[i], highest[i]);
-      old[i] = Exp2(old_highest[i] - Base(most));
-      own[i] = Exp2(highest[i] - Base(most));
+      old[i] = FlushingExp2(old_highest[i] - Base(most));
+      own[i] = FlushingExp2(highest[i] - Base(most));
       highest[i] = most;
       totals[i] = __fmaf_rn(old_totals[i], old[i], __fmul_rn(totals[i], own[i]));
     }
@@ -186,7 +182,7 @@ struct Keys {
         for (int half = 0; half < 4; half += 2) {
           const std::uint32_t a[] = {k[i][0][c][half], k[i][1][c][half], k[i][0][c][half + 1],
                                      k[i][1][c][half + 1]};
-          attention::Multiply<T>(a, q[c][half], q[c][half + 1], scores[i]);
+          MultiplyAdd<T>(a, q[c][half], q[c][half + 1], scores[i]);
         }
     float most[] = {sums->highest[0], sums->highest[1]};
 #pragma unroll
@@ -204,7 +200,7 @@ struct Keys {
 #pragma unroll
       for (int distance = 4; distance < 32; distance *= 2)
         most[i] = fmaxf(most[i], __shfl_xor_sync(~0u, most[i], distance));
-      const float kept = Exp2(sums->highest[i] - Base(most[i]));
+      const float kept = FlushingExp2(sums->highest[i] - Base(most[i]));
       sums->highest[i] = most[i];
       most[i] = Base(most[i]);
       sums->totals[i] *= kept;
@@ -215,7 +211,7 @@ struct Keys {
     for (int i = 0; i < kGroups; ++i) {
 #pragma unroll
       for (int e = 0; e < 4; ++e) {
-        scores[i][e] = Exp2(scores[i][e] - most[e % 2]);
+        scores[i][e] = FlushingExp2(scores[i][e] - most[e % 2]);
         sums->totals[e % 2] += scores[i][e];
       }
       const std::uint32_t low = Transposed(Pair<T>(scores[i][0], scores[i][1]));
@@ -229,7 +225,7 @@ struct Keys {
                                      __byte_perm(rows[0][w], rows[1][w], 0x7632),
                                      __byte_perm(rows[2][w], rows[3][w], 0x5410),
                                      __byte_perm(rows[2][w], rows[3][w], 0x7632)};
-          attention::Multiply<T>(a, low, high, sums->values[kWide / 2 * c + w]);
+          MultiplyAdd<T>(a, low, high, sums->values[kWide / 2 * c + w]);
         }
     }
   }

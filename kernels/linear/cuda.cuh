@@ -21,23 +21,12 @@ inline Status Run(const Call&, const Operands&, const Sizes&, DType, std::string
 }  // namespace twinop::linear::fused
 #endif
 
-// The launchers of other ops of this library.
-namespace twinop::relu_op {
-template <bool>
-Status LaunchOnCuda(const twinop_call* call);
-}
-namespace twinop::gelu_op {
-template <bool>
-Status LaunchOnCuda(const twinop_call* call);
-}
-namespace twinop::silu_op {
-template <bool>
-Status LaunchOnCuda(const twinop_call* call);
-}
-namespace twinop::swiglu_packed_op {
-template <bool>
-Status LaunchOnCuda(const twinop_call* call);
-}
+namespace twinop {
+TWINOP_LAUNCH_ON_CUDA(relu)
+TWINOP_LAUNCH_ON_CUDA(gelu)
+TWINOP_LAUNCH_ON_CUDA(silu)
+TWINOP_LAUNCH_ON_CUDA(swiglu_packed)
+}  // namespace twinop
 
 namespace twinop::linear {
 
@@ -121,24 +110,16 @@ inline Status Compute(const Call& call, const Operands& at, const Sizes& sizes, 
   return Activate(call, y, activation);
 }
 
-inline Status Copy(const Call& call, void* to, const void* from, const Tensor& tensor) {
-  return CudaStatus(
-      cudaMemcpyAsync(to, from, static_cast<std::size_t>(tensor.bytes()), cudaMemcpyDeviceToDevice,
-                      static_cast<cudaStream_t>(call.context->stream)),
-      "copying a tensor");
-}
-
 // Runs `compute(operands, y)` on aligned operands, copying those that are not.
 template <class Op, class Body>
 Status WithOperands(const CallOf<Op>& call, const Body& compute) {
   const Operands at = OperandsOf(call);
   for (const Operand* each : {&at.x, &at.weight, &at.bias, &at.residual})
-    if (each->is_moved())
-      TWINOP_RETURN_IF_ERROR(Copy(call, each->data, each->tensor->data, *each->tensor));
+    if (each->is_moved()) TWINOP_RETURN_IF_ERROR(CopyTensor(call, *each->tensor, each->data));
   Tensor y = OutputOf(call, "y"_name);
   y.data = at.y.data;
   TWINOP_RETURN_IF_ERROR(compute(at, y));
-  return at.y.is_moved() ? Copy(call, at.y.tensor->data, at.y.data, y) : Status();
+  return at.y.is_moved() ? CopyTensor(call, y, at.y.tensor->data) : Status();
 }
 
 // Computes all in one kernel; sets `*done` to false where there is none for this call.
@@ -181,13 +162,8 @@ Status CudaSwiglu(const CallOf<Op>& call) {
     if (done) return Status();
     const std::int64_t packed_sizes[] = {sizes.m, sizes.n};
     const std::int64_t y_sizes[] = {sizes.m, sizes.n / 2};
-    Tensor packed = y;
-    packed.data = at.packed;
-    packed.sizes = packed_sizes;
-    packed.rank = 2;
-    packed.numel = sizes.m * sizes.n;
-    y.sizes = y_sizes;
-    y.rank = 2;
+    const Tensor packed(at.packed, packed_sizes, 2, sizes.m * sizes.n, y.dtype);
+    y = Tensor(y.data, y_sizes, 2, y.numel, y.dtype);
     TWINOP_RETURN_IF_ERROR(Compute(call, at, sizes, packed, "none"));
     if (activation == "silu")
       return RunOp(swiglu_packed_op::LaunchOnCuda<true>, call, packed, y, "");

@@ -1,26 +1,24 @@
-// y = activation(x W^T + bias + residual) for at most kMostRows rows of x, in 16-bit types. What it
+// y = activation(x W^T + bias + residual) for at most kFewRows rows of x, in 16-bit types. What it
 // costs is to read the weight once, so the weight goes from memory straight to the registers in
 // which the tensor cores want it: 16 rows of it, 8 and 8, are those of an m16n8k16 product, 8 rows
 // of x its columns. A thread holds 8 neighbours of a row, because both operands are permuted alike.
 //
 // The columns are divided among `ways`: way v sums the chunks v, v + ways, ..., and the ways' sums
 // are added up in order. ways depends on n only, so a row of y has the same bits whatever else is
-// in x. Up to 16 rows each way is a warp, so that all processors read. For more rows, where x is
-// read about as long as the weight, a warp sums all ways and the block shares x, if n is large.
+// in x. Each way is a warp, so that all processors read.
 #pragma once
 
-#include <algorithm>
 #include <cstdint>
 #include <cstring>
 #include <string_view>
+#include <type_traits>
 
 #include "twinop/linear/operands.h"
 #include "twinop/math/gelu.h"
 #include "twinop/primitives/launch.cuh"
+#include "twinop/primitives/tensor_core.cuh"
 
 namespace twinop::linear::few_rows {
-
-inline constexpr std::int64_t kMostRows = 16;
 
 // ------------------------------------------------------------------- what the hardware does
 
@@ -31,26 +29,6 @@ __device__ __forceinline__ uint4 LoadOnce(const void* place) {
                : "l"(place));
   return v;
 }
-
-// sums += a b: a has 16 rows and b 8 columns; both lie along the 16 terms of the sum.
-#define TWINOP_MMA(kind)                                                     \
-  asm("mma.sync.aligned.m16n8k16.row.col.f32." kind "." kind                 \
-      ".f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};" \
-      : "+f"(sums[0]), "+f"(sums[1]), "+f"(sums[2]), "+f"(sums[3])           \
-      : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1))
-template <class T>
-__device__ __forceinline__ void Multiply(std::uint32_t a0, std::uint32_t a1, std::uint32_t a2,
-                                         std::uint32_t a3, std::uint32_t b0, std::uint32_t b1,
-                                         float (&sums)[4]) {
-#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 800
-  if constexpr (std::is_same_v<T, Half>) {
-    TWINOP_MMA("f16");
-  } else {
-    TWINOP_MMA("bf16");
-  }
-#endif
-}
-#undef TWINOP_MMA
 
 // ------------------------------------------------------------------- weights
 
@@ -79,22 +57,13 @@ struct Dense {
   }
 };
 
-template <class T>
-struct PairOf {
-  using Type = __half2;
-};
-template <>
-struct PairOf<BFloat16> {
-  using Type = __nv_bfloat162;
-};
-
 // (q - zero) scale, rounded to T: integers of 4 or 8 bits, as twinop.quantised packs them.
 //   weight: a vector of 16 bytes for each lane, chunk of kSlices slices, and group of 8 rows
 //   scale, zero: [n / 8, ., 8, those of a chunk]; without `zero` it is the middle
 template <class T, int kBits>
 struct Packed {
   using Type = T;
-  using Pair = typename PairOf<T>::Type;
+  using Pair = std::conditional_t<std::is_same_v<T, Half>, __half2, __nv_bfloat162>;
   static constexpr int kSlices = 16 / kBits;
   struct Fragment {
     uint4 words;
@@ -250,11 +219,15 @@ __device__ __forceinline__ void WaitForX() {
 template <class T, int kTiles>
 __device__ __forceinline__ void MultiplySlice(const uint4& upper, const uint4& lower,
                                               const uint4 (&x)[kTiles], float (&sums)[kTiles][4]) {
+#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 800
+  const std::uint32_t first[] = {upper.x, lower.x, upper.y, lower.y};
+  const std::uint32_t second[] = {upper.z, lower.z, upper.w, lower.w};
 #pragma unroll
   for (int m = 0; m < kTiles; ++m) {
-    Multiply<T>(upper.x, lower.x, upper.y, lower.y, x[m].x, x[m].y, sums[m]);
-    Multiply<T>(upper.z, lower.z, upper.w, lower.w, x[m].z, x[m].w, sums[m]);
+    MultiplyAdd<T>(first, x[m].x, x[m].y, sums[m]);
+    MultiplyAdd<T>(second, x[m].z, x[m].w, sums[m]);
   }
+#endif
 }
 
 // Up to 8 kTiles rows of x. A block has 8 kGroups rows of the weight, and its warps are the ways.
@@ -348,8 +321,7 @@ template <int kGroups, int kTiles, int kWarps, int kStages, int kBlocks, class W
 Status LaunchNarrow(const Call& call, const Weight& weight,
                     const Task<typename Weight::Type>& task) {
   constexpr int kWidth = 8 * kGroups;
-  Grid grid{(task.n + kWidth - 1) / kWidth, dim3(kWarps * 32)};
-  grid.blocks_y = static_cast<unsigned>((task.m + kTiles * 8 - 1) / (kTiles * 8));
+  const Grid grid{(task.n + kWidth - 1) / kWidth, dim3(kWarps * 32)};
   return LaunchKernel(NarrowKernel<Weight, kGroups, kTiles, kWarps, kStages, kBlocks>,
                       Dependent(grid), call, weight, task);
 }
@@ -390,12 +362,12 @@ Task<T> TaskOf(const Operands& at, const Sizes& sizes, std::string_view activati
 // Whether the kernels take a product of these sizes.
 inline bool Fits(const Sizes& sizes, bool gated) {
   constexpr std::int64_t kMost = INT32_MAX / 2;
-  return sizes.m <= kMostRows && sizes.n % (gated ? 16 : 8) == 0 && sizes.n <= kMost &&
+  return sizes.m <= kFewRows && sizes.n % (gated ? 16 : 8) == 0 && sizes.n <= kMost &&
          sizes.k <= kMost;
 }
 
 // Computes y, or linear_swiglu's if `gated`. Sets `*done` to false, and does nothing, where other
-// kernels are needed. For the same n, k and dtype it is done for every m up to kMostRows or none.
+// kernels are needed. For the same n, k and dtype it is done for every m up to kFewRows or none.
 inline Status Run(const Call& call, const Operands& at, const Sizes& sizes, DType dtype,
                   std::string_view activation, bool gated, bool is_constant, void* y, bool* done) {
   constexpr int kChunk = Dense<Half>::kSlices * kSlice;

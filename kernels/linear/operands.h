@@ -14,6 +14,9 @@ inline constexpr std::int64_t kWorkspaceBytes = 32 << 20;
 // cuBLASLt also chooses by alignment. Operands with less are copied to keep the same bits.
 inline constexpr std::size_t kAlignment = 16;
 
+// Up to so many rows of x kernels of their own compute the product (few_rows.cuh).
+inline constexpr std::int64_t kFewRows = 16;
+
 // y = x W, with x [m, k] and W [n, k], or [k, n] if `is_kn`.
 struct Sizes {
   std::int64_t m, n, k;
@@ -24,11 +27,8 @@ template <class Op>
 Sizes SizesOf(const CallOf<Op>& call) {
   const Tensor& x = InputOf(call, "x"_name);
   const Tensor& weight = InputOf(call, "weight"_name);
-  Sizes sizes{1, 0, 0, AttributeOf<std::string_view>(call, "layout"_name) == "kn"};
-  sizes.n = weight.sizes[sizes.is_kn ? 1 : 0];
-  sizes.k = x.sizes[x.rank - 1];
-  for (std::size_t i = 0; i + 1 < x.rank; ++i) sizes.m *= x.sizes[i];
-  return sizes;
+  const bool is_kn = AttributeOf<std::string_view>(call, "layout"_name) == "kn";
+  return {Numel(x.sizes, x.rank - 1), weight.sizes[is_kn ? 1 : 0], x.sizes[x.rank - 1], is_kn};
 }
 
 // Which inputs are constants of the model: the weight is then read before the kernel before ends.

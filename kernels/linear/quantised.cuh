@@ -9,19 +9,12 @@
 #include "twinop/linear/few_rows.cuh"
 #include "twinop/linear/quantised.h"
 
-// The launchers of other ops of this library.
-namespace twinop::linear_op {
-template <bool>
-Status LaunchOnCuda(const twinop_call* call);
-}
-namespace twinop::linear_swiglu_op {
-template <bool>
-Status LaunchOnCuda(const twinop_call* call);
-}
+namespace twinop {
+TWINOP_LAUNCH_ON_CUDA(linear)
+TWINOP_LAUNCH_ON_CUDA(linear_swiglu)
+}  // namespace twinop
 
 namespace twinop::linear::quantised {
-
-static_assert(kMostRows == few_rows::kMostRows);
 
 // Stores [n, k]: a warp a chunk of 8 rows.
 template <class Weight>
@@ -49,11 +42,9 @@ template <class Op>
 Status RunDense(const CallOf<Op>& call, const Sizes& sizes, const Packing& at) {
   constexpr int kResidual = Op::kRecord.schema.FindInput("residual");
   const std::int64_t weight_sizes[] = {sizes.n, sizes.k};
-  Tensor inputs[4] = {InputOf(call, "x"_name), InputOf(call, "x"_name), InputOf(call, "bias"_name)};
-  inputs[1].data = at.dense;
-  inputs[1].sizes = weight_sizes;
-  inputs[1].rank = 2;
-  inputs[1].numel = sizes.n * sizes.k;
+  const Tensor& x = InputOf(call, "x"_name);
+  Tensor inputs[4] = {x, Tensor(at.dense, weight_sizes, 2, sizes.n * sizes.k, x.dtype),
+                      InputOf(call, "bias"_name)};
   if constexpr (kResidual >= 0) inputs[3] = call.inputs[kResidual];
   Attribute attributes[2];
   attributes[0].set_text(AttributeOf<std::string_view>(call, "activation"_name));
@@ -83,18 +74,13 @@ Status Run(const CallOf<Op>& call) {
         " columns; each must be below 2^30, and the rows a multiple of " + (kGated ? "16" : "8"));
   const Packing at = PackingOf(call);
   for (const Operand* each : {&at.x, &at.weight, &at.scale, &at.zero})
-    if (each->is_moved())
-      TWINOP_RETURN_IF_ERROR(CudaStatus(
-          cudaMemcpyAsync(each->data, each->tensor->data,
-                          static_cast<std::size_t>(each->tensor->bytes()), cudaMemcpyDeviceToDevice,
-                          static_cast<cudaStream_t>(call.context->stream)),
-          "copying a tensor"));
+    if (each->is_moved()) TWINOP_RETURN_IF_ERROR(CopyTensor(call, *each->tensor, each->data));
   const Weight weight{static_cast<const uint4*>(at.weight.data),
                       static_cast<const T*>(at.scale.data),
                       static_cast<const std::uint8_t*>(at.zero.data),
                       static_cast<int>(InputOf(call, "weight"_name).sizes[1] / 512),
                       static_cast<int>(AttributeOf<std::int64_t>(call, "block"_name))};
-  if (sizes.m > kMostRows) {
+  if (sizes.m > kFewRows) {
     const int groups = static_cast<int>(sizes.n / 8);
     if (weight.chunks > 0)
       TWINOP_RETURN_IF_ERROR(LaunchKernel(

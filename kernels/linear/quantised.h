@@ -8,15 +8,11 @@
 
 namespace twinop::linear::quantised {
 
-// Up to so many rows the packed weight is multiplied as it is.
-inline constexpr std::int64_t kMostRows = 16;
-
 template <class Op>
 Sizes SizesOf(const CallOf<Op>& call) {
   const Tensor& x = InputOf(call, "x"_name);
-  Sizes sizes{1, InputOf(call, "weight"_name).sizes[0] * 8, x.sizes[x.rank - 1], false};
-  for (std::size_t i = 0; i + 1 < x.rank; ++i) sizes.m *= x.sizes[i];
-  return sizes;
+  return {Numel(x.sizes, x.rank - 1), InputOf(call, "weight"_name).sizes[0] * 8,
+          x.sizes[x.rank - 1], false};
 }
 
 struct Packing {
@@ -36,7 +32,7 @@ Packing PackingOf(const CallOf<Op>& call) {
   found.weight = Operand(InputOf(call, "weight"_name), &arena);
   found.scale = Operand(InputOf(call, "scale"_name), &arena);
   found.zero = Operand(InputOf(call, "zero"_name), &arena);
-  if (sizes.m <= kMostRows) {
+  if (sizes.m <= kFewRows) {
     found.x = Operand(x, &arena);
   } else {
     const auto size = static_cast<std::int64_t>(Info(x.dtype).size);

@@ -26,20 +26,6 @@ namespace twinop {
 // is 1 / sqrt(D).
 //
 // The bits of a sequence's result do not depend on the other sequences of the batch, nor on L.
-template <class Op>
-Status LaunchAttentionCached(const CallOf<Op>& call) {
-#if defined(__CUDACC__)
-  return cached_attention::Cuda(call);
-#else
-  return cached_attention::Cpu(call);
-#endif
-}
-
-template <class Op>
-std::int64_t AttentionCachedScratch(const CallOf<Op>& call) {
-  return InputOf(call, "qkv"_name).bytes();  // more than q needs, once turned
-}
-
 // clang-format off
 TWINOP_OP(attention_cached,
           Record("attention_cached(Tensor qkv, Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor position, "
@@ -55,8 +41,8 @@ TWINOP_OP(attention_cached,
                             "sinks = [qkv[2] // k_cache[3] - 2 * k_cache[1]]")
               .limits("window >= 0; softcap >= 0")
               .memory("total = host")
-              .scratch<AttentionCachedScratch<Op>>(),
-          LaunchAttentionCached)
+              .scratch<cached_attention::ScratchBytes<Op>>(),
+          cached_attention::Run)
 // clang-format on
 
 }  // namespace twinop

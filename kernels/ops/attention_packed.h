@@ -21,13 +21,6 @@ namespace twinop {
 // On CUDA, a block or a warp takes 16 queries and reads all keys of its head. That suits short
 // sequences; for others cuDNN's attention is faster (docs/tuning.md). On the CPU, torch and ONNX
 // Runtime compute it with operators of their own.
-#if defined(__CUDACC__)
-template <class Op>
-Status LaunchAttentionPacked(const CallOf<Op>& call) {
-  return attention::Cuda(call);
-}
-#endif
-
 // clang-format off
 TWINOP_CUDA_OP(attention_packed,
           Record("attention_packed(Tensor qkv, Tensor? bias=None, int heads=1, float scale=0.0, "
@@ -38,7 +31,7 @@ TWINOP_CUDA_OP(attention_packed,
               .limits("heads >= 1")
               .autocast("lower")
               .batch_body<attention::Body<Op>>(),
-          LaunchAttentionPacked)
+          attention::Cuda)
 // clang-format on
 
 }  // namespace twinop

@@ -16,18 +16,6 @@ namespace twinop {
 // framework does.
 //
 // linear_swiglu: the first half of the columns of x W is a gate; y = activation(gate) * the others.
-#if defined(__CUDACC__)
-template <class Op>
-Status LaunchLinear(const CallOf<Op>& call) {
-  return linear::Cuda(call);
-}
-
-template <class Op>
-Status LaunchLinearSwiglu(const CallOf<Op>& call) {
-  return linear::CudaSwiglu(call);
-}
-#endif
-
 // clang-format off
 TWINOP_CUDA_OP(linear,
                Record("linear(Tensor x, Tensor weight, Tensor? bias=None, Tensor? residual=None, "
@@ -42,7 +30,7 @@ TWINOP_CUDA_OP(linear,
                    .scratch<linear::ScratchBytes<Op>>()
                    .state<linear::Constants<Op>>()
                    .row_body<linear::Body<Op>>(),
-               LaunchLinear)
+               linear::Cuda)
 
 TWINOP_CUDA_OP(linear_swiglu,
                Record("linear_swiglu(Tensor x, Tensor weight, Tensor? bias=None, "
@@ -56,7 +44,7 @@ TWINOP_CUDA_OP(linear_swiglu,
                    .scratch<linear::ScratchBytes<Op>>()
                    .state<linear::Constants<Op>>()
                    .row_body<linear::Body<Op>>(),
-               LaunchLinearSwiglu)
+               linear::CudaSwiglu)
 // clang-format on
 
 }  // namespace twinop

@@ -12,13 +12,6 @@ namespace twinop {
 // linear and linear_swiglu with a weight of integers in blocks of a row: (q - zero) scale, rounded
 // to the dtype of x. twinop.quantised packs it from what MatMulNBits holds: `weight` [n / 8, 512
 // for each chunk of 512 / bits columns]; `scale` and `zero` [n / 8, 8 for each block].
-#if defined(__CUDACC__)
-template <class Op>
-Status LaunchLinearQ(const CallOf<Op>& call) {
-  return linear::quantised::Cuda(call);
-}
-#endif
-
 // clang-format off
 TWINOP_CUDA_OP(linear_q,
                Record("linear_q(Tensor x, Tensor weight, Tensor scale, Tensor? zero=None, Tensor? bias=None, "
@@ -33,7 +26,7 @@ TWINOP_CUDA_OP(linear_q,
                    .scratch<linear::quantised::ScratchBytes<Op>>()
                    .state<linear::Constants<Op>>()
                    .row_body<linear::quantised::Body<Op>>(),
-               LaunchLinearQ)
+               linear::quantised::Cuda)
 
 TWINOP_CUDA_OP(linear_q_swiglu,
                Record("linear_q_swiglu(Tensor x, Tensor weight, Tensor scale, Tensor? zero=None, "
@@ -48,7 +41,7 @@ TWINOP_CUDA_OP(linear_q_swiglu,
                    .scratch<linear::quantised::ScratchBytes<Op>>()
                    .state<linear::Constants<Op>>()
                    .row_body<linear::quantised::Body<Op>>(),
-               LaunchLinearQ)
+               linear::quantised::Cuda)
 // clang-format on
 
 }  // namespace twinop

@@ -18,15 +18,6 @@ namespace twinop {
 // "interleaved" has (2i, 2i + 1), as GPT-J. Of heads with a larger `head_size` only the first D
 // elements are rotated, as in GPT-NeoX. `inverse` rotates back, which is the derivative; cos and
 // sin have none.
-template <class Op>
-Status LaunchRope(const CallOf<Op>& call) {
-#if defined(__CUDACC__)
-  return rope::Cuda(call);
-#else
-  return rope::Cpu(call);
-#endif
-}
-
 // clang-format off
 TWINOP_OP(rope,
           Record("rope(Tensor q, Tensor k, Tensor cos, Tensor sin, str layout=\"half\", bool inverse=False, "
@@ -41,7 +32,7 @@ TWINOP_OP(rope,
               .in_place("turned_q = q; turned_k = k")
               .gradient("q, k = rope(grad_turned_q, grad_turned_k, cos, sin, layout, not inverse, "
                         "head_size)"),
-          LaunchRope)
+          rope::Run)
 // clang-format on
 
 }  // namespace twinop

@@ -32,6 +32,14 @@ inline Status CudaStatus(cudaError_t error, const char* what) {
   return Status::Error(std::move(text));
 }
 
+// Queues a copy of a contiguous tensor to other memory of the device.
+inline Status CopyTensor(const Call& call, const Tensor& tensor, void* to) {
+  return CudaStatus(
+      cudaMemcpyAsync(to, tensor.data, static_cast<std::size_t>(tensor.bytes()),
+                      cudaMemcpyDeviceToDevice, static_cast<cudaStream_t>(call.context->stream)),
+      "copying a tensor");
+}
+
 // Runs `launch(call)` with the call's device as the current one, and makes the previous one current
 // again. Frameworks mostly have set it already; ONNX Runtime's CUDA plugin does not.
 template <class Launch>

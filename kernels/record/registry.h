@@ -38,6 +38,13 @@
     static_assert(kRecord.schema.name.view() == #id, "the schema has another name than the op"); \
   }
 
+// Declares the CUDA launcher of an op, which other ops of its library may call.
+#define TWINOP_LAUNCH_ON_CUDA(id)                 \
+  namespace id##_op {                             \
+    template <bool kHere>                         \
+    Status LaunchOnCuda(const twinop_call* call); \
+  }
+
 #if defined(__CUDACC__)
 #define TWINOP_OP(id, record, ...)                                                  \
   TWINOP_RECORD(id, record, true)                                                   \
@@ -77,11 +84,6 @@
   TWINOP_RECORD(id, record, true)       \
   TWINOP_LAUNCH_ON_CUDA(id)             \
   TWINOP_ENTRY(id, nullptr, TWINOP_CUDA_LAUNCHER)
-#define TWINOP_LAUNCH_ON_CUDA(id)                 \
-  namespace id##_op {                             \
-    template <bool kHere>                         \
-    Status LaunchOnCuda(const twinop_call* call); \
-  }
 #define TWINOP_LAUNCH_ON_CPU(id, ...)                                                \
   namespace id##_op {                                                                \
     constexpr auto kLauncher = [](const auto& call) -> decltype(__VA_ARGS__(call)) { \

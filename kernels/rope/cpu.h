@@ -115,7 +115,7 @@ struct RotateTokens {
 };
 
 template <class Op>
-Status Cpu(const CallOf<Op>& call) {
+Status Run(const CallOf<Op>& call) {
   Problem p;
   TWINOP_RETURN_IF_ERROR(ProblemOf(call, &p));
   return DispatchTypes(call, [&](auto type, auto table) {

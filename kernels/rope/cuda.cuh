@@ -24,6 +24,14 @@ __device__ __forceinline__ Vector<T, kWidth> LoadVector(const T* memory) {
 }
 
 template <class T, int kWidth>
+__device__ __forceinline__ void StoreVector(const Vector<T, kWidth>& vector, T* memory) {
+  if constexpr (kWidth == 1) {
+    *memory = vector.values[0];
+  } else {
+    StoreAligned(vector, memory);
+  }
+}
+template <class T, int kWidth>
 __device__ __forceinline__ void StoreVector(const Compute<T> (&numbers)[kWidth], T* memory) {
   Vector<T, kWidth> vector;
 #pragma unroll
@@ -32,11 +40,7 @@ __device__ __forceinline__ void StoreVector(const Compute<T> (&numbers)[kWidth],
     Round(numbers[i], &rounded);
     vector.Append(i, rounded);
   }
-  if constexpr (kWidth == 1) {
-    *memory = vector.values[0];
-  } else {
-    StoreAligned(vector, memory);
-  }
+  StoreVector(vector, memory);
 }
 
 // Loads the kWidth pairs from chunk * kWidth on. A pair is the i-th element of a head and the one
@@ -118,12 +122,7 @@ static __global__ void RopeKernel(Problem p, const T* q, const T* k, const Table
       const std::int64_t at =
           (of_q ? token * p.q_heads + i : token * p.k_heads + i - p.q_heads) * p.head_size + n;
       const auto numbers = LoadVector<T, kWidth>((of_q ? q : k) + at);
-      T* const target = (of_q ? turned_q : turned_k) + at;
-      if constexpr (kWidth == 1) {
-        *target = numbers.values[0];
-      } else {
-        StoreAligned(numbers, target);
-      }
+      StoreVector(numbers, (of_q ? turned_q : turned_k) + at);
     }
   }
 }
@@ -145,7 +144,7 @@ Status Launch(const CallOf<Op>& call, const Problem& p) {
 }
 
 template <class Op>
-Status Cuda(const CallOf<Op>& call) {
+Status Run(const CallOf<Op>& call) {
   Problem p;
   TWINOP_RETURN_IF_ERROR(ProblemOf(call, &p));
   if (p.tokens == 0 || p.q_heads + p.k_heads == 0) return {};

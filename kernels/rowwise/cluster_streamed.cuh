@@ -216,8 +216,7 @@ class StreamedRows
         Base::Produce(row + last * Base::row_stride_, stage == 0 ? last : stage - 1);
     });
     if constexpr (kPhaseCount > 1) ReducePhase<1>(&functor, row, state, [] {});
-    if constexpr (kPhaseCount > 2) ReducePhase<2>(&functor, row, state, [] {});
-    static_assert(kPhaseCount <= 3);
+    static_assert(kPhaseCount <= 2);
     if constexpr (kSums) {
 #pragma unroll
       for (int n = 0; n < kSumBatches; ++n)
