@@ -144,12 +144,12 @@ def _sessions_with_quiet_pools_of_their_own() -> None:
 
     create, key = onnxruntime.InferenceSession.__init__, "session.intra_op.allow_spinning"
 
-    def init(self: Any, model: Any, sess_options: Any = None, *arguments: Any, **named: Any) -> None:
+    def init(self: Any, path_or_bytes: Any, sess_options: Any = None, *arguments: Any, **named: Any) -> None:
         options = onnxruntime.SessionOptions() if sess_options is None else sess_options
         try:
             options.get_session_config_entry(key)
         except RuntimeError:  # the test has not set it
             options.add_session_config_entry(key, "0")
-        create(self, model, options, *arguments, **named)
+        create(self, path_or_bytes, options, *arguments, **named)
 
     onnxruntime.InferenceSession.__init__ = init
