@@ -22,10 +22,10 @@ AREAS = {
 
 
 # What throws or returns an error in C++; and what some functions put before the message.
-_CPP_ERROR = re.compile(r"\bthrow(?= \")|\b(?:Status::Error|runtime_error|Failure|WrongAttribute)\(")
+_CPP_ERROR = re.compile(r"\bthrow(?= \")|\b(?:Status::Error|runtime_error|Failure|Refuse|WrongAttribute)\(")
 _CPP_STARTS = {"WrongAttribute(": "attribute ‹name› "}
 _CPP_TOKEN = re.compile(r"//[^\n]*|\"(?:\\.|[^\"\\])*\"|'(?:\\.|[^'\\])+'|\s+|\w+|.", re.DOTALL)
-_CPP_TYPES = {"std", "string", "to_string", "view"}
+_CPP_TYPES = {"std", "string", "to_string", "view", "schema"}
 
 
 def messages(path: Path) -> list[str]:
@@ -57,8 +57,9 @@ def _cpp_messages(path: Path) -> list[str]:
 
 def _cpp_piece(tokens: list[str]) -> str:
     words = [token for token in tokens if re.fullmatch(r"[A-Za-z]\w+", token) and token not in _CPP_TYPES]
-    if words:
-        return f"‹{words[-1]}›"
+    if words:  # InputName(schema, i): the input name; kMaxRank: max rank
+        name = re.sub("^k(?=[A-Z])", "", words[-1])
+        return f"‹{re.sub('(?<=[a-z])(?=[A-Z])', ' ', name).lower()}›"
     return "".join(ast.literal_eval(token) for token in tokens if token.startswith('"'))
 
 
