@@ -119,9 +119,11 @@ def optimize_folder(
             if target.exists():
                 target.rmdir()
             folder.rename(target)
+    except shutil.Error as error:  # of files, such as a link to nothing
+        reason = error.args[0][0][-1]
+        raise ExportError(f"{source}: cannot be copied to {target}: {reason}. Mend or remove that") from error
     except OSError as error:
-        reason = error.args[0][0][-1] if isinstance(error, shutil.Error) else error
-        raise ExportError(f"{target}: cannot be written: {reason}. Name another folder") from error
+        raise ExportError(f"{target}: cannot be written: {error}. Name another folder") from error
     report.path = target / decoder["filename"]
     return report
 

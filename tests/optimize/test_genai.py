@@ -305,6 +305,10 @@ def test_folders_that_cannot_be_optimised(tmp_path: Path, monkeypatch: pytest.Mo
     assert "device='gpu': expected one of: cuda, cpu" in refusal(device="gpu")
     with pytest.raises(ExportError, match=r"/proc/no/fast: cannot be written: .*\. Name another folder"):
         optimize_folder(source, "/proc/no/fast", device="cpu")
+    (link := source / "tokenizer.json").unlink(missing_ok=True)
+    link.symlink_to("nothing")
+    assert f"{source}: cannot be copied to {target}: [Errno 2]" in refusal() and str(link) in refusal()
+    link.unlink()
     for library in ("libother.so", "text.so"):
         (source / "text.so").write_text("no library")
         configure_decoder(session_options={"custom_ops_library": library})
