@@ -219,7 +219,6 @@ __device__ __forceinline__ void WaitForX() {
 template <class T, int kTiles>
 __device__ __forceinline__ void MultiplySlice(const uint4& upper, const uint4& lower,
                                               const uint4 (&x)[kTiles], float (&sums)[kTiles][4]) {
-#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 800
   const std::uint32_t first[] = {upper.x, lower.x, upper.y, lower.y};
   const std::uint32_t second[] = {upper.z, lower.z, upper.w, lower.w};
 #pragma unroll
@@ -227,7 +226,6 @@ __device__ __forceinline__ void MultiplySlice(const uint4& upper, const uint4& l
     MultiplyAdd<T>(first, x[m].x, x[m].y, sums[m]);
     MultiplyAdd<T>(second, x[m].z, x[m].w, sums[m]);
   }
-#endif
 }
 
 // Up to 8 kTiles rows of x. A block has 8 kGroups rows of the weight, and its warps are the ways.
