@@ -135,8 +135,13 @@ def captured(run: Run, stream: torch.cuda.Stream, calls: int = CALLS) -> Subject
             result: Any = run()
     finally:
         graph.capture_end()
-    graph.replay()
-    return Subject(graph.replay, () if result is None else as_tuple(result))
+
+    def replay() -> None:
+        graph.replay()
+        _ = run  # it may hold memory that the graph reads
+
+    replay()
+    return Subject(replay, () if result is None else as_tuple(result))
 
 
 def device_work(run: Run) -> dict[str, int] | None:
