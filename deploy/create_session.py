@@ -73,8 +73,8 @@ def session(
             model's function bodies run, or ops that are registered on `session_options`.
         session_options: an `onnxruntime.SessionOptions` to start from. The library is registered on it, so
             that it can be used for one call only.
-        enable_cuda_graph: whether to capture the run once per combination of input shapes and to replay it.
-            This needs CUDA and torch tensors.
+        enable_cuda_graph: whether to capture the run once per combination of input shapes and of places of
+            written inputs (`Session.run`), and to replay it. This needs CUDA and torch tensors.
         profile: whether to record which provider runs each node, for `Session.executed_on`.
         folder: the folder of external data, if `model` is not a path.
         allow_model_libraries: whether to take libraries from the model's own folder, first. Whoever can write

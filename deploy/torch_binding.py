@@ -2,9 +2,12 @@
 
 import threading
 import weakref
+from bisect import bisect_right
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
+from itertools import pairwise
+from operator import itemgetter
 from types import SimpleNamespace
 from typing import Any
 
@@ -88,19 +91,18 @@ class TensorRunner:
     ) -> dict[str, torch.Tensor]:
         if self._graphs is None:
             return self._run_bound(feeds, wanted, device)
-        if any(memory is not None for memory in wanted.values()):
-            raise FeedError(
-                "a captured graph has memory of its own: give the outputs' names, or open the session "
-                "without enable_cuda_graph"
-            )
         checked = {name: self._checked(name, value, device) for name, value in feeds.items()}
+        shared = self._shared(checked, wanted)
+        key = (  # a graph is fixed to shapes, and to the addresses of what it writes in place
+            *((name, tuple(tensor.shape)) for name, tensor in sorted(checked.items())),
+            *((to, checked[name].data_ptr()) for to, name in sorted(shared.items())),
+        )
         with self._lock:  # a graph has one set of buffers
-            key = tuple((name, tuple(tensor.shape)) for name, tensor in sorted(checked.items()))
             graph = self._graphs.get(key)
             if graph is None and len(self._graphs) < _MAX_GRAPHS:
-                graph = self._graphs[key] = self._new_graph(checked, device, len(self._graphs))
+                graph = self._graphs[key] = self._new_graph(checked, shared, device, len(self._graphs))
             if graph is not None:
-                return self._replay(graph, checked, wanted)
+                return self._replay(graph, checked, wanted, shared)
         return self._run_bound(checked, wanted, device)
 
     # -------------------------------------------------------------------------------- checks
@@ -149,13 +151,39 @@ class TensorRunner:
             raise FeedError(f"input {name} has no memory of its own to read: {error}") from error
         return tensor
 
-    def _given(
-        self, name: str, output: torch.Tensor, feeds: Mapping[str, torch.Tensor], others: Outputs
-    ) -> torch.Tensor:
-        """Checks the memory of an output. `others`: outputs that have theirs."""
+    def _shared(self, feeds: Mapping[str, torch.Tensor], wanted: Outputs) -> dict[str, str]:
+        """Checks the memory that the caller gives for outputs.
+
+        Returns the inputs, such as caches, that are written in place: by output, which has their memory.
+        """
+        spans, shared = [], {}
+        for name, output in wanted.items():
+            if output is not None:
+                if output is not feeds.get(self._shareable.get(name, "")):
+                    self._require_fit(name, output, feeds)
+                spans.append((*_memory(output), name))
+        spans.sort()  # a decoder has a hundred caches, too many to compare each with each
+        for (_, end, name), (start, _, other) in pairwise(spans):
+            if start < end:
+                raise FeedError(f"the outputs {other} and {name} share memory: give each output its own")
+        for name, tensor in feeds.items() if spans else ():
+            start, end = _memory(tensor)
+            at = bisect_right(spans, start, key=itemgetter(1))  # the first that ends behind the start
+            if at == len(spans) or spans[at][0] >= end:
+                continue
+            first, last, to = spans[at]
+            if (first, last) != (start, end) or self._shareable.get(to) != name:
+                raise FeedError(
+                    f"output {to} has memory of input {name}, which a run may overwrite before it is "
+                    f"read: the node of {to} does not write into {name}, or another node reads {name} as "
+                    "well. Give the output memory of its own"
+                )
+            shared[to] = name
+        return shared
+
+    def _require_fit(self, name: str, output: Any, feeds: Mapping[str, torch.Tensor]) -> None:
         spec, shape = self._outputs[name], self._output_shape(name, feeds)
-        device = next(iter(feeds.values())).device
-        is_tensor = isinstance(output, torch.Tensor)
+        device, is_tensor = next(iter(feeds.values())).device, isinstance(output, torch.Tensor)
         fits = is_tensor and (output.dtype, output.device) == (self._dtypes[name], device)
         fits = fits and spec.accepts(output.shape) and shape in (None, tuple(output.shape))
         if not fits or not output.is_contiguous():
@@ -164,17 +192,6 @@ class TensorRunner:
                 f"the memory of output {name} is {kind_of(output)}{given}; expected a contiguous torch "
                 f"tensor, {spec.dtype} {shape or spec.shape} on {device}"
             )
-        if sharing := [other for other, tensor in others.items() if _overlap(output, tensor)]:
-            raise FeedError(f"the outputs {name} and {sharing[0]} share memory: give each output its own")
-        for other, tensor in feeds.items():
-            is_written = self._shareable.get(name) == other and _memory(tensor) == _memory(output)
-            if _overlap(output, tensor) and not is_written:
-                raise FeedError(
-                    f"output {name} has memory of input {other}, which a run may overwrite before it is "
-                    f"read: the node of {name} does not write into {other}, or another node reads {other} as "
-                    "well. Give the output memory of its own"
-                )
-        return output
 
     # -------------------------------------------------------------------------------- a run
 
@@ -187,10 +204,10 @@ class TensorRunner:
         for name, tensor in feeds.items():
             kept[name] = tensor = self._checked(name, tensor, device)
             binding.bind_input(name, place, self._elements[name], tensor.shape, tensor.data_ptr())
+        shared = self._shared(kept, wanted)
         results: dict[str, Any] = {}  # None where ONNX Runtime allocates
         bound = []
-        for name, memory in wanted.items():
-            output = None if memory is None else self._given(name, memory, kept, results)
+        for name, output in wanted.items():
             if name in kept:  # an output that is an input: ONNX Runtime would return the input's memory
                 results[name] = kept[name].clone() if output is None else output.copy_(kept[name])
                 continue
@@ -213,8 +230,7 @@ class TensorRunner:
             else:
                 self._queue(binding, results, bound, kept)
         except RunError:
-            has_written = any(_overlap(each, to) for each in kept.values() for to in wanted.values())
-            if has_written or not any(self._shapes.values()):
+            if shared or not any(self._shapes.values()):
                 raise
             # Perhaps an output has another shape than the model declares. Where ONNX Runtime allocates the
             # outputs, it only warns of that. If that helps, it does so from now on.
@@ -320,39 +336,51 @@ class TensorRunner:
 
     # -------------------------------------------------------------------------------- CUDA graphs
 
-    def _new_graph(self, feeds: Mapping[str, torch.Tensor], device: torch.device, number: int) -> "_Graph":
-        """Makes buffers at fixed addresses. ONNX Runtime captures the first run with them."""
-        binding = onnxruntime.SessionIOBinding(self._inner)
-        place = self._devices["cuda"]
-        inputs = {name: torch.empty_like(tensor, device=device) for name, tensor in feeds.items()}
-        outputs = {}
-        for name, tensor in inputs.items():
+    def _new_graph(
+        self, feeds: Mapping[str, torch.Tensor], shared: Mapping[str, str], device: torch.device, number: int
+    ) -> "_Graph":
+        """Binds fixed addresses: `shared` inputs where they are, others and the outputs in own buffers.
+
+        ONNX Runtime captures a thread's first run with them. Nothing here keeps the memory of `shared`.
+        """
+        binding, place = onnxruntime.SessionIOBinding(self._inner), self._devices[device.type]
+        buffers = {}
+        for name, tensor in feeds.items():
+            if name not in shared.values():
+                tensor = buffers[name] = torch.empty_like(tensor, device=device)
             binding.bind_input(name, place, self._elements[name], tensor.shape, tensor.data_ptr())
         for name in self._outputs.keys() - feeds.keys():
             shape = self._output_shape(name, feeds)
-            if shape is None:
+            if name in shared:
+                output = feeds[shared[name]]
+            elif shape is None:
                 raise RunError(f"enable_cuda_graph: the shape of output {name} is not known before the run")
-            outputs[name] = output = torch.empty(shape, dtype=self._dtypes[name], device=device)
-            binding.bind_output(name, place, self._elements[name], shape, output.data_ptr() or NOWHERE)
-        options = _run_options({"gpu_graph_id": str(number)} | _NOT_SYNCHRONIZED)
-        return _Graph(binding, options, inputs, outputs)
+            else:
+                output = buffers[name] = torch.empty(shape, dtype=self._dtypes[name], device=device)
+            binding.bind_output(name, place, self._elements[name], output.shape, output.data_ptr() or NOWHERE)
+        return _Graph(binding, _run_options({"gpu_graph_id": str(number)} | _NOT_SYNCHRONIZED), buffers)
 
     def _replay(
-        self, graph: "_Graph", feeds: Mapping[str, torch.Tensor], wanted: Outputs
+        self, graph: "_Graph", feeds: Mapping[str, torch.Tensor], wanted: Outputs, shared: Mapping[str, str]
     ) -> dict[str, torch.Tensor]:
-        sources = {
-            name: graph.outputs[name] if name in graph.outputs else graph.inputs[name] for name in wanted
-        }
-        results = {name: torch.empty_like(source) for name, source in sources.items()}
+        own = graph.buffers
+        results = {name: torch.empty_like(own[name]) if to is None else to for name, to in wanted.items()}
+        captured = self._local.__dict__.setdefault("captured", set())
         current = torch.cuda.current_stream(self._cuda)
         self._fork(current)
         try:
             with torch.cuda.stream(self._stream):
-                for name, tensor in feeds.items():
-                    graph.inputs[name].copy_(tensor)
+                for name in feeds.keys() & own.keys():
+                    own[name].copy_(feeds[name])
+                if graph not in captured:  # ONNX Runtime also runs the model before it captures it
+                    before = {name: feeds[name].clone() for name in shared.values()}
+                    guarded(self._inner.run_with_iobinding, graph.binding, graph.options)
+                    for name, tensor in before.items():
+                        feeds[name].copy_(tensor)
+                    captured.add(graph)
                 guarded(self._inner.run_with_iobinding, graph.binding, graph.options)
-                for name, output in results.items():
-                    output.copy_(sources[name])
+                for name in results.keys() - shared.keys():
+                    results[name].copy_(own[name])
         finally:
             self._join(current)
         return results
@@ -374,14 +402,8 @@ def _memory(tensor: torch.Tensor) -> tuple[int, int]:
     return tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes
 
 
-def _overlap(a: torch.Tensor, b: torch.Tensor | None) -> bool:
-    """Returns whether two contiguous tensors have memory in common."""
-    return b is not None and max(_memory(a)[0], _memory(b)[0]) < min(_memory(a)[1], _memory(b)[1])
-
-
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class _Graph:
     binding: Any
     options: Any
-    inputs: dict[str, torch.Tensor]
-    outputs: dict[str, torch.Tensor]
+    buffers: dict[str, torch.Tensor]

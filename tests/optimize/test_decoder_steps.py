@@ -23,6 +23,7 @@ from genai_models import build
 from torch import Tensor
 from torch_decoder import TorchDecoder
 
+from twinop import deploy
 from twinop.bench.runtime import bind, open_session
 from twinop.optimize import optimize_folder
 from twinop.optimize.rewrite_check import RewriteCheck
@@ -202,6 +203,46 @@ def test_a_thousand_steps_in_a_graph(
         assert same(logits.float(), found[step]), step
     for name, each in caches.items():
         assert same(again[name], each), name
+
+
+@pytest.mark.cuda
+def test_a_session_captures_steps_over_the_callers_caches(
+    decoder: Callable[[str], Path], gpu_alone: None
+) -> None:
+    """Steps of a captured graph and of a session without one agree, also when the batch shrinks."""
+    folder, whole = decoder("float16"), 3
+    found = list[list[Tensor]]()
+    for graph in (False, True):
+        session = deploy.session(
+            folder / "model.onnx",
+            ["CUDAExecutionProvider"],
+            folder / "libcustom_ops.so",
+            enable_cuda_graph=graph,
+        )
+        caches = Decoder(folder, "cuda").caches(whole, 1024)
+        places = {name: each.data_ptr() for name, each in caches.items()}
+        mask = torch.zeros(whole, 1024, dtype=torch.int64, device="cuda")
+        logits, free, peaks = list[Tensor](), [], []
+        for step, batch in enumerate((3, 3, 3, 3, 3, 2, 2, 3)):
+            mask[:, step] = 1
+            given = {name: each[:batch] for name, each in caches.items()}
+            tokens = torch.tensor([[3], [4], [5]], device="cuda")[:batch] + step
+            feeds = {"input_ids": tokens, "attention_mask": mask[:batch], **given}
+            outputs = {name.replace("past_key_values", "present"): each for name, each in given.items()}
+            torch.cuda.reset_peak_memory_stats()
+            before = torch.cuda.memory_allocated()
+            logits.append(session.run(feeds, {"logits": None} | outputs)["logits"])
+            torch.cuda.synchronize()
+            peaks.append(torch.cuda.max_memory_allocated() - before)
+            free.append(torch.cuda.mem_get_info()[0])
+        found.append(logits + list(caches.values()))
+        assert places == {name: each.data_ptr() for name, each in caches.items()}
+        if graph:
+            cache = min(each.nbytes for each in caches.values())
+            assert len(session._tensors._graphs) == 2
+            assert max(peaks[1:5] + peaks[6:]) < cache and len(set(free[1:5])) == 1
+    assert all(map(torch.equal, *found))
+    assert len({each.float().sum().item() for each in found[0][:8]}) == 8  # the steps differ
 
 
 @each_device

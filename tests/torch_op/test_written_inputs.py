@@ -1,7 +1,11 @@
 """Ops that write into inputs, those of tests/ops/written.h: in torch, exported, in ONNX Runtime."""
 
+import threading
 from collections import Counter
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from itertools import count
 from pathlib import Path
 from random import Random
 from types import SimpleNamespace
@@ -17,9 +21,10 @@ from torch._inductor.utils import run_and_get_code
 from torch.library import opcheck
 
 from twinop import deploy, export, torch_op
-from twinop.deploy import FeedError, RunError, node_parity
+from twinop.deploy import FeedError, RunError, node_parity, torch_binding
 from twinop.deploy.custom_nodes import Model
 from twinop.deploy.inference_session import _shareable
+from twinop.deploy.torch_binding import TensorRunner
 from twinop.errors import ExportError, RecordError, RecordSyntaxError
 from twinop.library import find_library
 from twinop.schema_text import record_of
@@ -407,6 +412,66 @@ def test_on_cuda_with_a_graph() -> None:
             torch.cuda.synchronize()
             assert torch.equal(given if shares else result, expected(cache.cpu(), ROWS * scale).cuda())
         assert shares or torch.equal(given, cache)
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.cuda)])
+def test_steps_in_graphs_of_a_session(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A graph is captured for each place of what is written in place. On the CPU a stand-in captures."""
+    proto = parser.parse_model("""<ir_version: 10, opset_import: ["": 20, "test.written": 1]>
+        g (float[R,C] cache, float[R,C] total, float[N,C] rows, int64[N] position, float[R,C] more)
+          => (float[R,C] cache_out, float[R,C] total_out, float[N,C] y) {
+          cache_out = test.written.CustomPut(cache, rows, position)
+          total_out = test.written.CustomBump(total, more)
+          y = Gather(cache_out, position)
+        }""")
+    on_cuda = device == "cuda"
+    opened = deploy.session(proto, [f"{device.upper()}ExecutionProvider"], LIBRARY, enable_cuda_graph=on_cuda)
+    runner: Any = opened._tensors if on_cuda else TensorRunner(opened, opened._inner, cuda_graph=True)
+    run = opened.run if on_cuda else partial(runner._run_cuda, device=torch.device(device))
+    captured = set()
+
+    def guarded(call: Callable[..., Any], binding: Any, options: Any) -> None:
+        graph = options.get_run_config_entry("gpu_graph_id"), threading.get_ident()
+        if graph[0] != "-1" and graph not in captured:  # ONNX Runtime runs a model before it captures it
+            captured.add(graph)
+            call(binding, options)
+        call(binding, options)
+
+    if not on_cuda:
+        monkeypatch.setattr(torch_binding, "guarded", guarded)
+        monkeypatch.setattr(torch.cuda, "current_stream", lambda device: None)
+    monkeypatch.setattr(torch_binding, "_MAX_GRAPHS", 4)
+    numbers, position, y = count(2), POSITION.to(device), torch.empty(2, 3, device=device)
+
+    def step(cache: torch.Tensor, total: torch.Tensor, shares: bool = True, graphs: int = 1) -> int:
+        rows, more = ROWS.to(device) * next(numbers), torch.ones_like(total)
+        wanted, before = (cache.index_copy(0, position, rows), total + more), (cache.clone(), total.clone())
+        feeds = {"cache": cache, "total": total, "rows": rows, "position": position, "more": more}
+        outputs = {"cache_out": cache if shares else None, "total_out": total if shares else None, "y": y}
+        torch.cuda.reset_peak_memory_stats() if on_cuda else None
+        allocated = torch.cuda.memory_allocated()
+        found = run(feeds, outputs)
+        allocated = torch.cuda.max_memory_allocated() - allocated
+        assert list(found) == list(outputs) and found["y"] is y and torch.equal(y, rows)
+        assert torch.equal(found["cache_out"], wanted[0]) and torch.equal(found["total_out"], wanted[1])
+        assert (found["cache_out"] is cache, found["total_out"] is total) == (shares, shares)
+        assert shares or (torch.equal(cache, before[0]) and torch.equal(total, before[1]))
+        assert len(runner._graphs) == graphs
+        return allocated
+
+    caches, totals = torch.randn(2, 2, 1 << 16, 3, device=device)
+    address = caches.data_ptr()
+    steps = [step(caches[0], totals[0]) for _ in range(5)]
+    assert caches.data_ptr() == address and max(steps[1:]) < 4096  # nothing is copied
+    step(caches[1], totals[1], graphs=2)
+    step(caches[1, :9], totals[1, :9], graphs=3)  # other shapes in the memory of the second
+    kept = [{*graph.buffers} for graph in runner._graphs.values()]
+    assert kept == [{"rows", "position", "more", "y"}] * 3
+    step(caches[0], totals[0], shares=False, graphs=4)
+    for cache, total in ((caches[0, :8], totals[1, :8]), (caches[0], totals[0]), (caches[1], totals[1])):
+        step(cache, total, graphs=4)  # the first of them without a graph
+    with ThreadPoolExecutor(1) as other:  # which captures again
+        assert other.submit(step, caches[0], totals[0], graphs=4).exception() is None
 
 
 # ---------------------------------------------------------------------------------------- the schema
