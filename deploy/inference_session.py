@@ -73,7 +73,6 @@ class Session:
         self._profile = profile
         self._module = onnxruntime
         self._inner = inner._sess  # calls below the Python class take 2 us less
-        self._cpu = onnxruntime.OrtDevice.make("cpu", 0)._get_c_device()
         self.foreign = any(
             spec.element is not None and is_foreign_to_numpy(spec.element)
             for spec in (*self.inputs.values(), *self.outputs.values())

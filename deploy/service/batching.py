@@ -257,6 +257,4 @@ class Batcher:
                 continue
             request = member.request
             queued = started - request.arrived
-            member.future.set_result(
-                Result(self._name, self._version, outcome, request.id, queued, seconds, rows)
-            )
+            member.future.set_result(Result(self._name, self._version, outcome, request.id, queued, rows))

@@ -39,14 +39,13 @@ class Request:
 
 @dataclass(slots=True)
 class Result:
-    """The outputs by name in the requested order, the version that made them, and how long it took."""
+    """The outputs by name in the requested order, the version that made them, and the time in the queue."""
 
     model: str
     version: int
     outputs: dict[str, np.ndarray]
     id: str = ""
     queue_seconds: float = 0.0
-    compute_seconds: float = 0.0
     batch_size: int = 1
 
     @property

@@ -8,7 +8,7 @@ from twinop.deploy.service.errors import OVERLOADED
 from twinop.deploy.service.metrics import ModelMetrics
 from twinop.deploy.service.request import Result
 
-ANSWER = Result("m", 1, {}, "id", 0.002, 0.02, 3)
+ANSWER = Result("m", 1, {}, "id", 0.002, 3)
 
 
 def value(name: str, **labels: str) -> float | None:
