@@ -7,7 +7,6 @@ from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import pairwise
-from operator import itemgetter
 from types import SimpleNamespace
 from typing import Any
 
@@ -166,9 +165,10 @@ class TensorRunner:
         for (_, end, name), (start, _, other) in pairwise(spans):
             if start < end:
                 raise FeedError(f"the outputs {other} and {name} share memory: give each output its own")
+        ends = [end for _, end, _ in spans]
         for name, tensor in feeds.items() if spans else ():
             start, end = _memory(tensor)
-            at = bisect_right(spans, start, key=itemgetter(1))  # the first that ends behind the start
+            at = bisect_right(ends, start)  # the first that ends behind the start
             if at == len(spans) or spans[at][0] >= end:
                 continue
             first, last, to = spans[at]
