@@ -84,8 +84,8 @@ Status DeviceAttribute(int* value) {
 
 // Programmatic dependent launch (PDL; CUDA C++ Programming Guide, section of that name; sm_90): a
 // kernel of few blocks that begins with WaitForPreviousKernel() is launched while the kernel before
-// it on the stream still runs. It waits until that kernel is done and its memory is written,
-// touches nothing of the caller's before, and then lets the next kernel be launched. In larger
+// it on the stream still runs. It lets the next kernel be launched, and waits until the one before
+// is done and its memory is written: before, it reads nothing but constants of the model. In larger
 // grids the additional instruction of each block costs more than the overlap saves
 // (docs/tuning.md).
 inline constexpr int kMaxDependentBlocks = 1024;
@@ -93,8 +93,8 @@ inline constexpr int kMaxDependentBlocks = 1024;
 __device__ __forceinline__ void WaitForPreviousKernel() {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
   if (gridDim.x > kMaxDependentBlocks) return;
-  asm volatile("griddepcontrol.wait;" ::: "memory");
   asm volatile("griddepcontrol.launch_dependents;");
+  asm volatile("griddepcontrol.wait;" ::: "memory");
 #endif
 }
 
