@@ -162,31 +162,26 @@ def _activated(op, y, residual, activation):
 def _quantised_product(op, x, weight, scale, zero, bias, bits, block):
     width = op.Shape(x, start=-1)
 
-    def as_rows(op, values):
-        return op.Slice(op.Flatten(values, axis=2), [0], width, [1])
+    def until_k(op, values):
+        return op.Slice(op.Flatten(values, axis=1), [0], width, [1])
 
-    def integers(op, value):  # twinop/quantised.py packs them
-        bytes = op.Cast(weight, to=6)
-        if value == 8:
-            return as_rows(op, op.Transpose(op.Reshape(bytes, [0, -1, 8, 4, 2, 8]), perm=[0, 2, 1, 4, 3, 5]))
-        halves = [
-            op.Reshape(half, [0, -1, 8, 4, 4, 2, 2, 1]) for half in (op.Mod(bytes, 16), op.Div(bytes, 16))
-        ]
-        return as_rows(op, op.Transpose(op.Concat(*halves, axis=-1), perm=[0, 2, 1, 4, 3, 6, 7, 5]))
+    def integers(values):
+        bytes = op.Cast(values, to=6)
+
+        def of_bits(op, value):
+            apart = op.Unsqueeze(bytes, [-1])
+            halves = apart if value == 8 else op.Concat(op.Mod(apart, 16), op.Div(apart, 16), axis=-1)
+            return op.CastLike(op.Flatten(halves, axis=1), scale)
+
+        return _by_value(op, bits, of_bits)
 
     def of_columns(values):
-        def repeated(op, size, of_chunk):
-            apart = op.Transpose(op.Reshape(values, [0, -1, 8, of_chunk, 1]), perm=[0, 2, 1, 3, 4])
-            return as_rows(op, op.Expand(apart, [1, 1, 1, 1, size]))
-
-        def in_blocks(op, size):
-            return _by_value(op, bits, lambda op, value: repeated(op, size, max(1, 512 // value // size)))
-
-        return _by_value(op, block, in_blocks)
+        apart = op.Unsqueeze(values, [-1])
+        return _by_value(op, block, lambda op, size: until_k(op, op.Expand(apart, [1, 1, size])))
 
     middle = _by_value(op, bits, lambda op, value: op.CastLike(2 ** (value - 1), scale))
-    zeros = middle if zero is None else of_columns(op.CastLike(zero, scale))
-    wide = op.Mul(op.Sub(op.CastLike(_by_value(op, bits, integers), scale), zeros), of_columns(scale))
+    zeros = middle if zero is None else of_columns(integers(zero))
+    wide = op.Mul(op.Sub(until_k(op, integers(weight)), zeros), of_columns(scale))
     y = op.MatMul(x, op.Transpose(wide, perm=[1, 0]))
     return y if bias is None else op.Add(y, bias)
 

@@ -24,7 +24,6 @@ from twinop.bench.measure import captured
 from twinop.bench.measurements import Device, Output, measuring
 from twinop.bench.providers import Subject, require, side_by_side
 from twinop.bench.timing import DeviceTimer
-from twinop.quantised import pack
 
 TORCH, ORT = "torch", "ORT"
 SHAPES = {  # [N, K] of a Llama of 1.2 billion weights
@@ -40,22 +39,15 @@ FORMS = {"float16": 2.0, "int4": 0.5 + 2 / BLOCK}  # bytes of a weight
 
 
 def weight_of(form: str, n: int, k: int, device: torch.device) -> dict[str, Tensor]:
-    """Draws a weight: `dense` in fp16; of int4 also what `linear_q` and MatMulNBits hold."""
+    """Draws a weight: `dense` in fp16; of int4 also what `linear_q` and MatMulNBits read."""
     if form == "float16":
         return {"dense": torch.randn(n, k, device=device).div_(k**0.5).half()}
     blocks = k // BLOCK
-    packed = torch.randint(256, (n, blocks, BLOCK // 2), dtype=torch.uint8)
-    scales = (torch.rand(n, blocks) + 0.5).mul_(0.3 / k**0.5).half()
-    ours = pack(packed.numpy(), scales.numpy(), None, n=n, k=k, bits=4, block=BLOCK)
-    both = torch.stack([packed & 15, packed >> 4], -1).reshape(n, blocks, BLOCK).to(device)
-    dense = ((both.float() - 8) * scales.to(device).float().unsqueeze(-1)).half().view(n, k)
-    return {
-        "dense": dense,
-        "weight": torch.from_numpy(ours.weight).to(device),
-        "scale": torch.from_numpy(ours.scale).to(device),
-        "B": packed.to(device),
-        "scales": scales.to(device),
-    }
+    weight = torch.randint(256, (n, blocks, BLOCK // 2), dtype=torch.uint8, device=device)
+    scale = (torch.rand(n, blocks, device=device) + 0.5).mul_(0.3 / k**0.5).half()
+    both = torch.stack([weight & 15, weight >> 4], -1).reshape(n, blocks, BLOCK)
+    dense = ((both.float() - 8) * scale.float().unsqueeze(-1)).half().view(n, k)
+    return {"dense": dense, "weight": weight, "scale": scale}
 
 
 def our_node(form: str) -> tuple[NodeProto, tuple[str, ...]]:
@@ -69,10 +61,9 @@ def ort_node(form: str, n: int, k: int) -> tuple[NodeProto, tuple[str, ...]]:
     if form == "float16":
         return helper.make_node("Gemm", ["x", "dense"], ["y"], "node0", transB=1), ("dense",)
     sizes: dict[str, Any] = {"K": k, "N": n, "bits": 4, "block_size": BLOCK}
-    names = ("B", "scales")
-    return helper.make_node(
-        "MatMulNBits", ["x", *names], ["y"], "node0", domain="com.microsoft", **sizes
-    ), names
+    names = ("weight", "scale")
+    node = helper.make_node("MatMulNBits", ["x", *names], ["y"], "node0", domain="com.microsoft", **sizes)
+    return node, names
 
 
 def in_ort(

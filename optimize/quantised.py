@@ -2,9 +2,8 @@
 
 Matches: com.microsoft MatMulNBits with constant weights of 4 or 8 bits in blocks of 32 or 128, a bias that is
 added, and an activation after it; two such products of one x and a gate.
-Writes: CustomLinearQ and CustomLinearQSwiglu, whose weights are packed again, once.
-Leaves alone: blocks of other sizes, zero points in floats, columns in another order (g_idx), and weights
-that are read elsewhere, too, as a table of embeddings: they would be held twice.
+Writes: CustomLinearQ and CustomLinearQSwiglu, which read the same weights.
+Leaves alone: blocks of other sizes, zero points in floats, and columns in another order (g_idx).
 
 `merge` puts one MatMulNBits in the place of several.
 """
@@ -39,7 +38,7 @@ class _Product:
 
     @property
     def sizes(self) -> dict[str, int]:
-        """The attributes, as `quantised.pack` takes them."""
+        """The attributes, as `quantised.why_not` takes them."""
         names = {"n": ("N", 0), "k": ("K", 0), "bits": ("bits", 4), "block": ("block_size", 32)}
         return {key: g.attribute(self.node, *each) for key, each in names.items()}
 
@@ -87,8 +86,6 @@ def _match(node: ir.Node) -> _Product:
         raise g.UnsupportedPattern("columns in another order (g_idx)")
     if x is None or arrays[0] is None or arrays[1] is None:
         raise g.UnsupportedPattern("a weight that is not constant")
-    if b is not None and any(use.node.op_type != PRODUCT for use in b.uses()):
-        raise g.UnsupportedPattern("a weight that is read elsewhere, too, as a table of embeddings")
     if any(array is None and value is not None for array, value in ((arrays[2], zeros), (arrays[3], bias))):
         raise g.UnsupportedPattern("zero points or a bias that are not constant")
     output = node.outputs[0]
@@ -138,20 +135,26 @@ def _write(
     first, last = products[0], output.producer()
     assert last is not None
     sizes = first.sizes
-    b, scales, zeros = (
-        [np.reshape(part, (sizes["n"], -1)) for part in parts if part is not None]
-        for parts in zip(*(each.arrays for each in products), strict=True)
-    )
-    joined = np.concatenate(zeros) if zeros else None
-    whole = {**sizes, "n": sizes["n"] * len(products)}
-    packed = quantised.pack(np.concatenate(b), np.concatenate(scales), joined, **whole)
-    zero, name = packed.zero, str(first.node.inputs[1].name)  # type: ignore[union-attr]
+    blocks, name = -(-sizes["k"] // sizes["block"]), str(first.node.inputs[1].name)  # type: ignore[union-attr]
+    shapes = [(blocks, sizes["block"] * sizes["bits"] // 8), (blocks,), (-(-blocks * sizes["bits"] // 8),)]
+
+    def joined(index: int) -> ir.Value | np.ndarray | None:
+        """Returns an input of MatMulNBits, as it is if one product has it in the shape of linear_q."""
+        stored = [part for each in products if (part := each.arrays[index]) is not None]
+        if not stored:
+            return None
+        arrays = [np.reshape(part, (-1, *shapes[index])) for part in stored]
+        is_whole = len(products) == 1 and arrays[0].shape == stored[0].shape
+        return first.node.inputs[index + 1] if is_whole else np.concatenate(arrays)
+
+    weight, scale, zero = map(joined, range(3))
     if zero is None and has_zero:
-        zero = np.full(packed.scale.shape, 1 << (sizes["bits"] - 1), np.uint8)
-    values = [packed.weight, packed.scale, zero, _bias_of(products) if has_bias else None]
+        middle = 0x88 if sizes["bits"] == 4 else 0x80
+        zero = np.full((sizes["n"] * len(products), *shapes[2]), middle, np.uint8)
+    values = [weight, scale, zero, _bias_of(products) if has_bias else None]
     given = [
-        None if array is None else g.initializer(context.graph, array, f"{name}_{part}")
-        for array, part in zip(values, ("packed", "scale", "zero", "bias"), strict=True)
+        g.initializer(context.graph, each, f"{name}_{part}") if isinstance(each, np.ndarray) else each
+        for each, part in zip(values, ("blocks", "scale", "zero", "bias"), strict=True)
     ]
     shape = g.dims(output) or [*(g.dims(first.x) or [])[:-1], sizes["n"]]
     numbers = {"bits": sizes["bits"], "block": sizes["block"], "activation": activation}

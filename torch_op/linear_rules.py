@@ -44,20 +44,16 @@ def _swiglu_on_cpu(x: Tensor, weight: Tensor, bias: Tensor | None, *, activation
 
 
 def dequantised(weight: Tensor, scale: Tensor, zero: Tensor | None, k: int, bits: int, block: int) -> Tensor:
-    """Returns the weight [n, k] of `linear_q` in the dtype of `scale` (`twinop.quantised` packs it)."""
-    groups, columns = weight.shape[0], 512 // bits
-    if bits == 4:
-        parts = torch.stack([weight & 15, weight >> 4], -1).view(groups, -1, 8, 4, 4, 2, 2, 2)
-        parts = parts.permute(0, 2, 1, 4, 3, 6, 7, 5)
-    else:
-        parts = weight.view(groups, -1, 8, 4, 2, 8).permute(0, 2, 1, 4, 3, 5)
+    """Returns the weight [n, k] of `linear_q` in the dtype of `scale`."""
+
+    def integers(values: Tensor) -> Tensor:
+        return (values if bits == 8 else torch.stack([values & 15, values >> 4], -1)).flatten(1)
 
     def of_columns(values: Tensor) -> Tensor:
-        apart = values.view(groups, -1, 8, max(1, columns // block)).transpose(1, 2)
-        return apart.reshape(groups * 8, -1).repeat_interleave(block, 1)[:, :k]
+        return values.repeat_interleave(block, 1)[:, :k]
 
-    codes = parts.reshape(groups * 8, -1)[:, :k].to(scale.dtype)
-    return (codes - (2 ** (bits - 1) if zero is None else of_columns(zero))) * of_columns(scale)
+    middle = 2 ** (bits - 1) if zero is None else of_columns(integers(zero))
+    return (integers(weight)[:, :k].to(scale.dtype) - middle) * of_columns(scale)
 
 
 def _activation_backward(grad: Tensor, before: Callable[[], Tensor], y: Tensor, activation: str) -> Tensor:

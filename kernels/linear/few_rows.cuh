@@ -1,7 +1,7 @@
-// y = activation(x W^T + bias + residual) for at most kFewRows rows of x, in 16-bit types. What it
-// costs is to read the weight once, so the weight goes from memory straight to the registers in
-// which the tensor cores want it: 16 rows of it, 8 and 8, are those of an m16n8k16 product, 8 rows
-// of x its columns. A thread holds 8 neighbours of a row, because both operands are permuted alike.
+// y = activation(x W^T + bias + residual) for few rows of x, in 16-bit types. What it costs is to
+// read the weight once, so the weight goes from memory straight to the registers in which the
+// tensor cores want it: 16 rows of it, 8 and 8, are those of an m16n8k16 product, 8 rows of x its
+// columns. A thread holds 8 neighbours of a row, because both operands are permuted alike.
 //
 // The columns are divided among `ways`: way v sums the chunks v, v + ways, ..., and the ways' sums
 // are added up in order. ways depends on n only, so a row of y has the same bits whatever else is
@@ -42,71 +42,81 @@ struct Dense {
   struct Fragment {
     uint4 values[kSlices];
   };
+  // Where rows begin.
+  struct Row {
+    const T* weight;
+  };
+  static constexpr int kStep = kSlice;  // from one of a lane's slices to the next one
   const T* weight;
   std::int64_t k;
 
-  __device__ __forceinline__ void Load(int group, int chunk, Fragment* to) const {
-    const int lane = static_cast<int>(threadIdx.x) % 32;
-    const T* const place = weight + (std::int64_t{group} * 8 + lane / 4) * k +
-                           chunk * (kSlices * kSlice) + lane % 4 * 8;
-#pragma unroll
-    for (int b = 0; b < kSlices; ++b) to->values[b] = LoadOnce(place + b * kSlice);
+  // The column of a lane's first value.
+  static __device__ __forceinline__ int Column(int chunk, int t) {
+    return chunk * (kSlices * kSlice) + t * 8;
   }
-  __device__ __forceinline__ uint4 Values(const Fragment& fragment, int b) const {
+  __device__ __forceinline__ Row Begin(std::int64_t row) const { return {weight + row * k}; }
+  __device__ __forceinline__ void Load(const Row& from, unsigned column, Fragment* to) const {
+#pragma unroll
+    for (int b = 0; b < kSlices; ++b) to->values[b] = LoadOnce(from.weight + column + b * kStep);
+  }
+  __device__ __forceinline__ uint4 Values(const Fragment& fragment, int b, unsigned) const {
     return fragment.values[b];
   }
+  // x in the order of `Values`.
+  static __device__ __forceinline__ uint4 Arranged(const uint4& x) { return x; }
 };
 
-// (q - zero) scale, rounded to T: integers of 4 or 8 bits, as twinop.quantised packs them.
-//   weight: a vector of 16 bytes for each lane, chunk of kSlices slices, and group of 8 rows
-//   scale, zero: [n / 8, ., 8, those of a chunk]; without `zero` it is the middle
-template <class T, int kBits>
-struct Packed {
+// (q - zero) scale, rounded to T: integers of 4 or 8 bits in blocks of a row, as ONNX Runtime's
+// MatMulNBits holds them. A thread has 16 neighbouring bytes of a row, which lie in one block.
+//   weight: [n, blocks, block kBits / 8]; the first of two integers of 4 bits is the lower half
+//   scale: [n, blocks]; zero: [n, blocks kBits / 8, rounded up]; without it, it is the middle
+template <class T, int kBits, bool kHasZero>
+struct Blocks {
   using Type = T;
   using Pair = std::conditional_t<std::is_same_v<T, Half>, __half2, __nv_bfloat162>;
   static constexpr int kSlices = 16 / kBits;
   struct Fragment {
     uint4 words;
-    std::uint32_t scales[kSlices / 2], zeros;
+    std::uint32_t scale, zeros;
   };
-  const uint4* weight;
+  struct Row {
+    const std::uint8_t* weight;
+    const std::uint16_t* scale;
+    const std::uint8_t* zero;
+  };
+  static constexpr int kStep = 8;
+  const std::uint8_t* weight;
   const T* scale;
   const std::uint8_t* zero;
-  int chunks;
-  int block;  // columns with one scale: 32 or 128
+  int blocks, shift;  // of a row; log2(columns of a block)
 
-  __device__ __forceinline__ void Load(int group, int chunk, Fragment* to) const {
-    const int lane = static_cast<int>(threadIdx.x) % 32;
-    to->words = LoadOnce(weight + (std::int64_t{group} * chunks + chunk) * 32 + lane);
-    to->zeros = kBits == 4 ? 0x08080808u : 0x80808080u;
-    if (block == kSlice) {
-      const std::int64_t at = (std::int64_t{group} * chunks + chunk) * 8 + lane / 4;
-      if constexpr (kSlices == 4) {
-        const uint2 both = reinterpret_cast<const uint2*>(scale)[at];
-        to->scales[0] = both.x;
-        to->scales[1] = both.y;
-        if (zero != nullptr) to->zeros = reinterpret_cast<const std::uint32_t*>(zero)[at];
-      } else {
-        to->scales[0] = reinterpret_cast<const std::uint32_t*>(scale)[at];
-        if (zero != nullptr) to->zeros = reinterpret_cast<const std::uint16_t*>(zero)[at];
-      }
-    } else {
-      constexpr int kChunks = 4 / kSlices;  // of a block of 128
-      const std::int64_t blocks = (chunks + kChunks - 1) / kChunks;
-      const std::int64_t at = (group * blocks + chunk / kChunks) * 8 + lane / 4;
-      const std::uint32_t one = reinterpret_cast<const std::uint16_t*>(scale)[at];
-      for (std::uint32_t& pair : to->scales) pair = one * 0x10001u;
-      if (zero != nullptr) to->zeros = zero[at] * 0x01010101u;
-    }
+  static __device__ __forceinline__ int Column(int chunk, int t) {
+    return (chunk * 4 + t) * (8 * kSlices);
   }
-
-  __device__ __forceinline__ uint4 Values(const Fragment& fragment, int b) const {
-    const std::uint32_t both = fragment.scales[b / 2];
-    const std::uint32_t scale2 = __byte_perm(both, 0, b % 2 == 0 ? 0x1010 : 0x3232);
-    const std::uint32_t zero_of_b = fragment.zeros >> (8 * b) & 0xFFu;
+  __device__ __forceinline__ Row Begin(std::int64_t row) const {
+    return {weight + row * ((std::int64_t{blocks} << shift) * kBits / 8),
+            reinterpret_cast<const std::uint16_t*>(scale) + row * blocks,
+            kHasZero ? zero + row * ((blocks * kBits + 7) / 8) : nullptr};
+  }
+  __device__ __forceinline__ void Load(const Row& from, unsigned column, Fragment* to) const {
+    to->words = LoadOnce(from.weight + column * kBits / 8);
+    LoadScale(from, column, to);
+  }
+  // A slice of one lane: 8 columns.
+  __device__ __forceinline__ void LoadEight(const Row& from, unsigned column, Fragment* to) const {
+    const auto* const words =
+        reinterpret_cast<const std::uint32_t*>(from.weight + column * kBits / 8);
+    to->words = {words[0], kBits == 8 ? words[1] : 0, 0, 0};
+    LoadScale(from, column, to);
+  }
+  __device__ __forceinline__ uint4 Values(const Fragment& fragment, int b, unsigned column) const {
+    std::uint32_t zero_of = 1u << (kBits - 1);
+    if constexpr (kHasZero)
+      zero_of = kBits == 8 ? fragment.zeros : fragment.zeros >> ((column >> shift) % 2 * 4) & 15;
+    const std::uint32_t scale2 = fragment.scale * 0x10001u;
     std::uint32_t found[4];
     if constexpr (kBits == 8 && std::is_same_v<T, BFloat16>) {  // too long for bfloat16
-      const float zero_float = __uint_as_float(0x4B000000u | zero_of_b);
+      const float zero_float = __uint_as_float(0x4B000000u | zero_of);
       const float scale_float = __uint_as_float(scale2 << 16);
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
@@ -118,35 +128,72 @@ struct Packed {
         const auto pair = __floats2bfloat162_rn(value(i % 2 * 2), value(i % 2 * 2 + 1));
         std::memcpy(&found[i], &pair, sizeof(pair));
       }
-    } else {
-      // An integer in the lowest bits of 1024 or 128: the difference of two such is exact.
-      constexpr std::uint32_t kMagic = std::is_same_v<T, Half> ? 0x64006400u : 0x43004300u;
-      const std::uint32_t zero2 = kMagic | zero_of_b * 0x10001u;
+      return {found[0], found[1], found[2], found[3]};
+    }
+    // An integer in the lowest bits of 1024 or 128: the difference of two such is exact.
+    constexpr std::uint32_t kMagic = std::is_same_v<T, Half> ? 0x64006400u : 0x43004300u;
+    const Pair zero_pair = As<Pair>(kMagic | zero_of * 0x10001u), scale_pair = As<Pair>(scale2);
+    if constexpr (kBits == 8) {
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
-        std::uint32_t q;
-        if constexpr (kBits == 4)
-          q = LowNibbles(Word(fragment.words, b) >> (4 * i), kMagic);
-        else
-          q = __byte_perm(Word(fragment.words, 2 * b + i / 2), kMagic,
-                          i % 2 == 0 ? 0x5150u : 0x5352u);
-        Pair value, zero_pair, scale_pair;
-        std::memcpy(&value, &q, 4);
-        std::memcpy(&zero_pair, &zero2, 4);
-        std::memcpy(&scale_pair, &scale2, 4);
-        value = __hmul2(__hsub2(value, zero_pair), scale_pair);
-        std::memcpy(&found[i], &value, 4);
+        const std::uint32_t q = __byte_perm(Word(fragment.words, 2 * b + i / 2), kMagic,
+                                            i % 2 == 0 ? 0x5150u : 0x5352u);
+        found[i] = As<std::uint32_t>(__hmul2(__hsub2(As<Pair>(q), zero_pair), scale_pair));
+      }
+    } else {
+      const std::uint32_t word = Word(fragment.words, b);
+      if constexpr (std::is_same_v<T, Half>) {
+        // The upper four bits of a byte are 16 times the integer: 1024 / 16 = 64.
+        const Pair sixteenth = As<Pair>(0x2C002C00u);
+        const Pair upper_zero = As<Pair>(0xD400D400u | zero_of * 0x100010u);
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          const std::uint32_t bits = i < 2 ? word : word >> 8;
+          const Pair q = As<Pair>(i % 2 == 0 ? Bits<0x000F000Fu>(bits, kMagic)
+                                             : Bits<0x00F000F0u>(bits, kMagic));
+          const Pair difference =
+              i % 2 == 0 ? __hsub2(q, zero_pair) : __hfma2(q, sixteenth, upper_zero);
+          found[i] = As<std::uint32_t>(__hmul2(difference, scale_pair));
+        }
+      } else {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          const Pair q = As<Pair>(Bits<0x000F000Fu>(word >> (4 * i), kMagic));
+          found[i] = As<std::uint32_t>(__hmul2(__hsub2(q, zero_pair), scale_pair));
+        }
       }
     }
     return {found[0], found[1], found[2], found[3]};
   }
+  // The integers of 4 bits come in the pairs (0, 4), (1, 5), (2, 6) and (3, 7).
+  static __device__ __forceinline__ uint4 Arranged(const uint4& x) {
+    if (kBits == 8) return x;
+    return {__byte_perm(x.x, x.z, 0x5410), __byte_perm(x.x, x.z, 0x7632),
+            __byte_perm(x.y, x.w, 0x5410), __byte_perm(x.y, x.w, 0x7632)};
+  }
+  static __device__ __forceinline__ uint4 InOrder(const uint4& values) {
+    if (kBits == 8) return values;
+    return {__byte_perm(values.x, values.y, 0x5410), __byte_perm(values.z, values.w, 0x5410),
+            __byte_perm(values.x, values.y, 0x7632), __byte_perm(values.z, values.w, 0x7632)};
+  }
 
  private:
-  // Those of both halves, in the lowest bits of `magic`: one instruction, which nvcc does not find.
-  static __device__ __forceinline__ std::uint32_t LowNibbles(std::uint32_t word,
-                                                             std::uint32_t magic) {
+  __device__ __forceinline__ void LoadScale(const Row& from, unsigned column, Fragment* to) const {
+    const unsigned block = column >> shift;
+    to->scale = from.scale[block];
+    if constexpr (kHasZero) to->zeros = from.zero[block * kBits / 8];
+  }
+  template <class To, class From>
+  static __device__ __forceinline__ To As(const From& from) {
+    To to;
+    std::memcpy(&to, &from, sizeof(to));
+    return to;
+  }
+  // word & kMask | magic: one instruction, which nvcc does not find.
+  template <std::uint32_t kMask>
+  static __device__ __forceinline__ std::uint32_t Bits(std::uint32_t word, std::uint32_t magic) {
     std::uint32_t found;
-    asm("lop3.b32 %0, %1, 0x000F000F, %2, 0xEA;" : "=r"(found) : "r"(word), "r"(magic));
+    asm("lop3.b32 %0, %1, %2, %3, 0xEA;" : "=r"(found) : "r"(word), "n"(kMask), "r"(magic));
     return found;
   }
   static __device__ __forceinline__ std::uint32_t Word(const uint4& words, int i) {
@@ -207,14 +254,6 @@ __device__ __forceinline__ void Store(const Task<T>& p, int row, int column, flo
   Round(y, &p.y[place]);
 }
 
-// Lets the next kernel begin, and waits for the one before this: only the weight was read before.
-__device__ __forceinline__ void WaitForX() {
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
-  asm volatile("griddepcontrol.launch_dependents;");
-  asm volatile("griddepcontrol.wait;" ::: "memory");
-#endif
-}
-
 // sums[m] += 16 rows of the weight times 8 rows of x, along a slice.
 template <class T, int kTiles>
 __device__ __forceinline__ void MultiplySlice(const uint4& upper, const uint4& lower,
@@ -228,8 +267,8 @@ __device__ __forceinline__ void MultiplySlice(const uint4& upper, const uint4& l
   }
 }
 
-// Up to 8 kTiles rows of x. A block has 8 kGroups rows of the weight, and its warps are the ways.
-// kStages: chunks that a warp has under way.
+// A block has 8 kGroups rows of the weight and 8 kTiles rows of x. Its warps are the ways.
+// kStages: chunks that a warp has under way. Lanes without a row of x have the last one.
 template <class Weight, int kGroups, int kTiles, int kWarps, int kStages, int kBlocks>
 static __global__ void __launch_bounds__(kWarps * 32, kBlocks)
     NarrowKernel(const Weight weight, const Task<typename Weight::Type> p) {
@@ -239,21 +278,30 @@ static __global__ void __launch_bounds__(kWarps * 32, kBlocks)
   __shared__ float all[kWarps][kRows * kWidth];
   const int lane = static_cast<int>(threadIdx.x) % 32, way = static_cast<int>(threadIdx.x) / 32;
   const int g = lane / 4, t = lane % 4;
-  const int first_row = static_cast<int>(blockIdx.y) * kRows;  // of x
   const int count = way < p.chunks ? (p.chunks - way + kWarps - 1) / kWarps : 0;
 
   const int groups = p.n / 8 / (p.is_gated ? 2 : 1);  // of y
   const int own = p.is_gated ? kGroups / 2 : kGroups;
-  const int first_group = static_cast<int>(blockIdx.x) * own;
+  // Blocks that share rows of the weight are neighbours: L2 holds the rows for them.
+  const int parts = kTiles == 1 ? 1 : (p.m + kRows - 1) / kRows;
+  const int first_row = static_cast<int>(blockIdx.x) % parts * kRows;  // of x
+  const int first_group = static_cast<int>(blockIdx.x) / parts * own;
   typename Weight::Fragment fragments[kStages][kGroups];
-  const auto load = [&](int stage, int i) {
+  typename Weight::Row from[kGroups];
 #pragma unroll
-    for (int r = 0; r < kGroups; ++r) {
-      const int group = first_group + (r < own ? r : r - own);
-      // The last block may have too many: it reads the last group again.
-      weight.Load((group < groups ? group : groups - 1) + (r < own ? 0 : groups), way + i * kWarps,
-                  &fragments[stage][r]);
-    }
+  for (int r = 0; r < kGroups; ++r) {
+    const int group = first_group + (r < own ? r : r - own);
+    // The last block may have too many: it reads the last group again.
+    const int row = (group < groups ? group : groups - 1) + (r < own ? 0 : groups);
+    from[r] = weight.Begin(row * 8 + g);
+  }
+  // What lies beyond a row is multiplied by zeros: any of its weights will do.
+  const auto column_of = [&](int i) { return Weight::Column(way + i * kWarps, t); };
+  const auto load = [&](int stage, int i) {
+    const int column = column_of(i);
+#pragma unroll
+    for (int r = 0; r < kGroups; ++r)
+      weight.Load(from[r], column < p.k ? column : 0, &fragments[stage][r]);
   };
   const auto load_first = [&] {
 #pragma unroll
@@ -261,31 +309,37 @@ static __global__ void __launch_bounds__(kWarps * 32, kBlocks)
       if (s < count) load(s, s);
   };
   if (p.is_constant) load_first();
-  WaitForX();
+  WaitForPreviousKernel();  // which may write all but a constant weight
   if (!p.is_constant) load_first();
 
-  const T* const x = p.x + static_cast<std::int64_t>(first_row + g) * p.k + t * 8;
+  const T* x[kTiles];
+#pragma unroll
+  for (int m = 0; m < kTiles; ++m) {
+    const int row = first_row + m * 8 + g;
+    x[m] = p.x + static_cast<std::int64_t>(row < p.m ? row : p.m - 1) * p.k;
+  }
   float sums[kGroups / 2][kTiles][4] = {};
   for (int begin = 0; begin < count; begin += kStages) {
 #pragma unroll
     for (int s = 0; s < kStages; ++s) {
       const int i = begin + s;
       if (i >= count) break;
+      const int column = column_of(i);
+      uint4 columns[kSlices][kTiles] = {};
+      if (column < p.k) {  // slices end together
 #pragma unroll
-      for (int b = 0; b < kSlices; ++b) {
-        const int k = ((way + i * kWarps) * kSlices + b) * kSlice;
-        uint4 columns[kTiles];
+        for (int b = 0; b < kSlices; ++b)
 #pragma unroll
-        for (int m = 0; m < kTiles; ++m) {
-          columns[m] = {};
-          if (first_row + m * 8 + g < p.m && k < p.k)
-            columns[m] = *reinterpret_cast<const uint4*>(x + std::int64_t{m} * 8 * p.k + k);
-        }
+          for (int m = 0; m < kTiles; ++m)
+            columns[b][m] = Weight::Arranged(
+                *reinterpret_cast<const uint4*>(x[m] + column + b * Weight::kStep));
+      }
+#pragma unroll
+      for (int b = 0; b < kSlices; ++b)
 #pragma unroll
         for (int r = 0; r < kGroups; r += 2)
-          MultiplySlice<T>(weight.Values(fragments[s][r], b), weight.Values(fragments[s][r + 1], b),
-                           columns, sums[r / 2]);
-      }
+          MultiplySlice<T>(weight.Values(fragments[s][r], b, column),
+                           weight.Values(fragments[s][r + 1], b, column), columns[b], sums[r / 2]);
       if (i + kStages < count) load(s, i + kStages);
     }
   }
@@ -318,26 +372,28 @@ static __global__ void __launch_bounds__(kWarps * 32, kBlocks)
 template <int kGroups, int kTiles, int kWarps, int kStages, int kBlocks, class Weight>
 Status LaunchNarrow(const Call& call, const Weight& weight,
                     const Task<typename Weight::Type>& task) {
-  constexpr int kWidth = 8 * kGroups;
-  const Grid grid{(task.n + kWidth - 1) / kWidth, dim3(kWarps * 32)};
+  constexpr int kWidth = 8 * kGroups, kRows = 8 * kTiles;
+  const std::int64_t parts = (task.m + kRows - 1) / kRows;
+  const Grid grid{(task.n + kWidth - 1) / kWidth * parts, dim3(kWarps * 32)};
   return LaunchKernel(NarrowKernel<Weight, kGroups, kTiles, kWarps, kStages, kBlocks>,
                       Dependent(grid), call, weight, task);
 }
 
-// The settings change how fast a call is, but for `ways`, which decides the bits.
+// The settings change how fast a call is, but for the warps, which are the ways: they decide the
+// bits.
 template <int kTiles, class Weight>
-Status LaunchTiles(const Call& call, const Weight& weight, const Task<typename Weight::Type>& task,
-                   int ways) {
-  if (ways == 16) return LaunchNarrow<2, kTiles, 16, 2, 1>(call, weight, task);
-  return task.n < 8192 ? LaunchNarrow<2, kTiles, 8, 4, 2>(call, weight, task)
-                       : LaunchNarrow<4, kTiles, 8, 2, 2>(call, weight, task);
+Status LaunchTiles(const Call& call, const Weight& weight,
+                   const Task<typename Weight::Type>& task) {
+  constexpr bool kIsSmall = kTiles == 1 && Weight::kSlices == 4;  // fewer registers
+  if (task.n < 3072) return LaunchNarrow<2, kTiles, 16, kIsSmall ? 4 : 2, 1>(call, weight, task);
+  return task.n < 8192 ? LaunchNarrow<2, kTiles, 8, kTiles == 1 ? 4 : 2, 2>(call, weight, task)
+                       : LaunchNarrow<4, kTiles, 4, 2, kIsSmall ? 5 : 4>(call, weight, task);
 }
 
 template <class Weight>
 Status Launch(const Call& call, const Weight& weight, const Task<typename Weight::Type>& task) {
-  const int ways = task.n < 3072 ? 16 : 8;
-  return task.m <= 8 ? LaunchTiles<1>(call, weight, task, ways)
-                     : LaunchTiles<2>(call, weight, task, ways);
+  if (task.m == 0) return {};
+  return task.m <= 8 ? LaunchTiles<1>(call, weight, task) : LaunchTiles<2>(call, weight, task);
 }
 
 // Describes a call; `sizes.n` is that of the weight.
@@ -360,8 +416,7 @@ Task<T> TaskOf(const Operands& at, const Sizes& sizes, std::string_view activati
 // Whether the kernels take a product of these sizes.
 inline bool Fits(const Sizes& sizes, bool gated) {
   constexpr std::int64_t kMost = INT32_MAX / 2;
-  return sizes.m <= kFewRows && sizes.n % (gated ? 16 : 8) == 0 && sizes.n <= kMost &&
-         sizes.k <= kMost;
+  return sizes.n % (gated ? 16 : 8) == 0 && sizes.n <= kMost && sizes.k <= kMost;
 }
 
 // Computes y, or linear_swiglu's if `gated`. Sets `*done` to false, and does nothing, where other
@@ -371,8 +426,8 @@ inline Status Run(const Call& call, const Operands& at, const Sizes& sizes, DTyp
   constexpr int kChunk = Dense<Half>::kSlices * kSlice;
   int major = 0;
   TWINOP_RETURN_IF_ERROR(DeviceAttribute<cudaDevAttrComputeCapabilityMajor>(&major));
-  *done = major >= 8 && Info(dtype).size == 2 && !sizes.is_kn && sizes.k > 0 &&
-          sizes.k % kChunk == 0 && Fits(sizes, gated);
+  *done = major >= 8 && sizes.m <= kFewRows && Info(dtype).size == 2 && !sizes.is_kn &&
+          sizes.k > 0 && sizes.k % kChunk == 0 && Fits(sizes, gated);
   if (!*done) return {};
   const auto run = [&](auto tag) {
     using T = typename decltype(tag)::Type;

@@ -1,5 +1,5 @@
-// linear_q and linear_q_swiglu on CUDA: the kernels of few rows on the packed weight, or the
-// weight made dense for `linear`.
+// linear_q and linear_q_swiglu on CUDA: the kernels of few rows on the integers, or the weight made
+// dense for `linear`.
 #pragma once
 
 #include <string>
@@ -16,25 +16,17 @@ TWINOP_LAUNCH_ON_CUDA(linear_swiglu)
 
 namespace twinop::linear::quantised {
 
-// Stores [n, k]: a warp a chunk of 8 rows.
+// Stores [n, k]: a thread 8 columns of a row.
 template <class Weight>
-static __global__ void DenseKernel(const Weight weight, typename Weight::Type* dense, int groups,
-                                   int k) {
-  const int lane = static_cast<int>(threadIdx.x) % 32;
-  const std::int64_t at = (static_cast<std::int64_t>(blockIdx.x) * blockDim.x + threadIdx.x) / 32;
+static __global__ void DenseKernel(const Weight weight, typename Weight::Type* dense, int eights,
+                                   std::int64_t count) {
   WaitForPreviousKernel();
-  if (at >= std::int64_t{groups} * weight.chunks) return;
-  const int group = static_cast<int>(at / weight.chunks);
-  const int chunk = static_cast<int>(at % weight.chunks);
+  const std::int64_t i = static_cast<std::int64_t>(blockIdx.x) * blockDim.x + threadIdx.x;
+  if (i >= count) return;
+  const int column = static_cast<int>(i % eights) * 8;
   typename Weight::Fragment fragment;
-  weight.Load(group, chunk, &fragment);
-#pragma unroll
-  for (int b = 0; b < Weight::kSlices; ++b) {
-    const int column = (chunk * Weight::kSlices + b) * few_rows::kSlice + lane % 4 * 8;
-    if (column < k)
-      *reinterpret_cast<uint4*>(dense + (std::int64_t{group} * 8 + lane / 4) * k + column) =
-          weight.Values(fragment, b);
-  }
+  weight.LoadEight(weight.Begin(i / eights), column, &fragment);
+  reinterpret_cast<uint4*>(dense)[i] = Weight::InOrder(weight.Values(fragment, 0, column));
 }
 
 // Runs linear, or linear_swiglu, with the weight in dense form.
@@ -59,33 +51,35 @@ Status RunDense(const CallOf<Op>& call, const Sizes& sizes, const Packing& at) {
                         : linear_swiglu_op::LaunchOnCuda<true>(&other);
 }
 
-template <class T, int kBits, class Op>
-Status Run(const CallOf<Op>& call) {
-  using Weight = few_rows::Packed<T, kBits>;
+template <class T, int kBits, bool kHasZero, class Op>
+Status RunWith(const CallOf<Op>& call) {
+  using Weight = few_rows::Blocks<T, kBits, kHasZero>;
   constexpr int kResidual = Op::kRecord.schema.FindInput("residual");
   constexpr bool kGated = kResidual < 0;
   const Sizes sizes = quantised::SizesOf(call);
   if (sizes.k % few_rows::kSlice != 0)
     return Status::Error("x has rows of " + std::to_string(sizes.k) +
                          " elements, expected a multiple of 32");
-  if (!few_rows::Fits({1, sizes.n, sizes.k, false}, kGated))
+  if (!few_rows::Fits(sizes, kGated))
     return Status::Error(
         "weight has " + std::to_string(sizes.n) + " rows and x " + std::to_string(sizes.k) +
         " columns; each must be below 2^30, and the rows a multiple of " + (kGated ? "16" : "8"));
   const Packing at = PackingOf(call);
   for (const Operand* each : {&at.x, &at.weight, &at.scale, &at.zero})
     if (each->is_moved()) TWINOP_RETURN_IF_ERROR(CopyTensor(call, *each->tensor, each->data));
-  const Weight weight{static_cast<const uint4*>(at.weight.data),
+  constexpr int kColumns = 32 * Weight::kSlices;  // of a chunk
+  const int chunks = static_cast<int>((sizes.k + kColumns - 1) / kColumns);
+  const Weight weight{static_cast<const std::uint8_t*>(at.weight.data),
                       static_cast<const T*>(at.scale.data),
                       static_cast<const std::uint8_t*>(at.zero.data),
-                      static_cast<int>(InputOf(call, "weight"_name).sizes[1] / 512),
-                      static_cast<int>(AttributeOf<std::int64_t>(call, "block"_name))};
-  if (sizes.m > kFewRows) {
-    const int groups = static_cast<int>(sizes.n / 8);
-    if (weight.chunks > 0)
-      TWINOP_RETURN_IF_ERROR(LaunchKernel(
-          DenseKernel<Weight>, GridOver(std::int64_t{groups} * weight.chunks * 32, 256), call,
-          weight, static_cast<T*>(at.dense), groups, static_cast<int>(sizes.k)));
+                      static_cast<int>(InputOf(call, "weight"_name).sizes[1]),
+                      AttributeOf<std::int64_t>(call, "block"_name) == 32 ? 5 : 7};
+  if (sizes.m > kFewRowsOfQuantised) {
+    const std::int64_t count = sizes.n * sizes.k / 8;
+    if (count > 0)
+      TWINOP_RETURN_IF_ERROR(LaunchKernel(DenseKernel<Weight>, GridOver(count, 256), call, weight,
+                                          static_cast<T*>(at.dense), static_cast<int>(sizes.k / 8),
+                                          count));
     return RunDense(call, sizes, at);
   }
   Operands operands{};
@@ -96,7 +90,13 @@ Status Run(const CallOf<Op>& call) {
   return few_rows::Launch(
       call, weight,
       few_rows::TaskOf<T>(operands, sizes, AttributeOf<std::string_view>(call, "activation"_name),
-                          kGated, is_constant, weight.chunks, OutputOf(call, "y"_name).data));
+                          kGated, is_constant, chunks, OutputOf(call, "y"_name).data));
+}
+
+template <class T, int kBits, class Op>
+Status Run(const CallOf<Op>& call) {
+  return InputOf(call, "zero"_name).present ? RunWith<T, kBits, true>(call)
+                                            : RunWith<T, kBits, false>(call);
 }
 
 template <class Op>

@@ -11,8 +11,8 @@ namespace twinop::linear::quantised {
 template <class Op>
 Sizes SizesOf(const CallOf<Op>& call) {
   const Tensor& x = InputOf(call, "x"_name);
-  return {Numel(x.sizes, x.rank - 1), InputOf(call, "weight"_name).sizes[0] * 8,
-          x.sizes[x.rank - 1], false};
+  return {Numel(x.sizes, x.rank - 1), InputOf(call, "weight"_name).sizes[0], x.sizes[x.rank - 1],
+          false};
 }
 
 struct Packing {
@@ -32,7 +32,7 @@ Packing PackingOf(const CallOf<Op>& call) {
   found.weight = Operand(InputOf(call, "weight"_name), &arena);
   found.scale = Operand(InputOf(call, "scale"_name), &arena);
   found.zero = Operand(InputOf(call, "zero"_name), &arena);
-  if (sizes.m <= kFewRows) {
+  if (sizes.m <= kFewRowsOfQuantised) {
     found.x = Operand(x, &arena);
   } else {
     const auto size = static_cast<std::int64_t>(Info(x.dtype).size);
@@ -56,37 +56,33 @@ std::string_view DenseWeight(const CallOf<Op>& call, BodyWriter* body) {
   const auto bits = AttributeOf<std::int64_t>(call, "bits"_name);
   const auto block = AttributeOf<std::int64_t>(call, "block"_name);
   const std::string_view width = body->Add("Shape", {"x"}, IntAttribute("start", -1));
-  const auto rows = [&](std::string_view value, std::initializer_list<std::int64_t> order) {
-    value = body->Add("Transpose", {value}, IntsAttribute("perm", order));
-    value = body->Add("Flatten", {value}, IntAttribute("axis", 2));
-    return body->Add("Slice", {value, body->Ints({0}), width, body->Ints({1})});
+  const auto flat = [&](std::string_view value) {
+    return body->Add("Flatten", {value}, IntAttribute("axis", 1));
   };
-  const auto reshaped = [&](std::string_view value, std::initializer_list<std::int64_t> sizes) {
-    return body->Add("Reshape", {value, body->Ints(sizes)});
+  const auto until_k = [&](std::string_view value) {
+    return body->Add("Slice", {flat(value), body->Ints({0}), width, body->Ints({1})});
   };
-  std::string_view codes = body->Cast("weight", DType::kInt32);
-  if (bits == 4) {
+  const auto apart = [&](std::string_view value) {
+    return body->Add("Unsqueeze", {value, body->Ints({-1})});
+  };
+  const auto integers = [&](std::string_view bytes) {
+    bytes = body->Cast(bytes, DType::kInt32);
+    if (bits == 8) return bytes;
     const std::string_view sixteen = body->Cast(body->Ints({16}), DType::kInt32);
-    const std::string_view low = body->Add("Mod", {codes, sixteen});
-    const std::string_view high = body->Add("Div", {codes, sixteen});
-    codes = body->Add(
-        "Concat",
-        {reshaped(low, {0, -1, 8, 4, 4, 2, 2, 1}), reshaped(high, {0, -1, 8, 4, 4, 2, 2, 1})},
-        IntAttribute("axis", -1));
-    codes = rows(codes, {0, 2, 1, 4, 3, 6, 7, 5});
-  } else {
-    codes = rows(reshaped(codes, {0, -1, 8, 4, 2, 8}), {0, 2, 1, 4, 3, 5});
-  }
-  const auto of_columns = [&](std::string_view value) {
-    const std::int64_t of_chunk = 512 / bits > block ? 512 / bits / block : 1;
-    value = reshaped(value, {0, -1, 8, of_chunk, 1});
-    return rows(body->Add("Expand", {value, body->Ints({1, 1, 1, 1, block})}), {0, 2, 1, 3, 4});
+    bytes = apart(bytes);
+    return body->Add("Concat",
+                     {body->Add("Mod", {bytes, sixteen}), body->Add("Div", {bytes, sixteen})},
+                     IntAttribute("axis", -1));
   };
-  const std::string_view zero = InputOf(call, "zero"_name).present
-                                    ? of_columns(body->Cast("zero", body->Computed()))
-                                    : body->Number(bits == 4 ? 8 : 128);
-  const std::string_view difference = body->Add("Sub", {body->Cast(codes, body->Computed()), zero});
-  return body->Add("Mul", {difference, of_columns(body->Input("scale"))});
+  const auto of_columns = [&](std::string_view value) {  // given one for each block
+    return until_k(body->Add("Expand", {apart(value), body->Ints({1, 1, block})}));
+  };
+  const std::string_view zero =
+      InputOf(call, "zero"_name).present
+          ? of_columns(flat(body->Cast(integers("zero"), body->Computed())))
+          : body->Number(bits == 4 ? 8 : 128);
+  const std::string_view codes = body->Cast(until_k(integers("weight")), body->Computed());
+  return body->Add("Mul", {body->Add("Sub", {codes, zero}), of_columns(body->Input("scale"))});
 }
 
 template <class Op>

@@ -10,17 +10,18 @@
 namespace twinop {
 
 // linear and linear_swiglu with a weight of integers in blocks of a row: (q - zero) scale, rounded
-// to the dtype of x. twinop.quantised packs it from what MatMulNBits holds: `weight` [n / 8, 512
-// for each chunk of 512 / bits columns]; `scale` and `zero` [n / 8, 8 for each block].
+// to the dtype of x. The inputs are those of ONNX Runtime's MatMulNBits: `weight` [n, blocks, bytes
+// of a block]; `scale` [n, blocks]; `zero` [n, bytes]. Of two integers of 4 bits in a byte the first
+// is the lower half.
 // clang-format off
 TWINOP_CUDA_OP(linear_q,
                Record("linear_q(Tensor x, Tensor weight, Tensor scale, Tensor? zero=None, Tensor? bias=None, "
                       "Tensor? residual=None, int bits=4, int block=32, str activation=\"none\") -> Tensor")
                    .dtypes("float16 weight=uint8 zero=uint8; bfloat16 weight=uint8 zero=uint8")
-                   .shapes("y = x[:-1] + [weight[0] * 8]")
-                   .input_shapes("weight = [weight[0], (x[-1] + 512 // bits - 1) // (512 // bits) * 512]; "
-                                 "scale = [weight[0], (weight[1] // bits + block - 1) // block * 8]; "
-                                 "zero = scale; bias = [weight[0] * 8]; residual = x[:-1] + [weight[0] * 8]")
+                   .shapes("y = x[:-1] + [weight[0]]")
+                   .input_shapes("weight = [weight[0], (x[-1] + block - 1) // block, block * bits // 8]; "
+                                 "scale = [weight[0], weight[1]]; zero = [weight[0], (weight[1] * bits + 7) // 8]; "
+                                 "bias = [weight[0]]; residual = x[:-1] + [weight[0]]")
                    .limits("bits in 4 | 8; block in 32 | 128")
                    .choices("activation = none | relu | gelu | gelu_tanh | silu")
                    .scratch<linear::quantised::ScratchBytes<Op>>()
@@ -32,10 +33,10 @@ TWINOP_CUDA_OP(linear_q_swiglu,
                Record("linear_q_swiglu(Tensor x, Tensor weight, Tensor scale, Tensor? zero=None, "
                       "Tensor? bias=None, int bits=4, int block=32, str activation=\"silu\") -> Tensor")
                    .dtypes("float16 weight=uint8 zero=uint8; bfloat16 weight=uint8 zero=uint8")
-                   .shapes("y = x[:-1] + [weight[0] * 4]")
-                   .input_shapes("weight = [weight[0], (x[-1] + 512 // bits - 1) // (512 // bits) * 512]; "
-                                 "scale = [weight[0], (weight[1] // bits + block - 1) // block * 8]; "
-                                 "zero = scale; bias = [weight[0] * 8]")
+                   .shapes("y = x[:-1] + [weight[0] // 2]")
+                   .input_shapes("weight = [weight[0] // 2 * 2, (x[-1] + block - 1) // block, block * bits // 8]; "
+                                 "scale = [weight[0], weight[1]]; zero = [weight[0], (weight[1] * bits + 7) // 8]; "
+                                 "bias = [weight[0]]")
                    .limits("bits in 4 | 8; block in 32 | 128")
                    .choices("activation = silu | gelu | gelu_tanh")
                    .scratch<linear::quantised::ScratchBytes<Op>>()

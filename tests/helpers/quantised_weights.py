@@ -1,4 +1,4 @@
-"""Integer weights as MatMulNBits holds them, packed for linear_q, and in fp64."""
+"""Integer weights as MatMulNBits and linear_q hold them, and in fp64."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -6,16 +6,14 @@ from typing import Any
 import numpy as np
 import torch
 
-from twinop.quantised import pack
-
 
 @dataclass(frozen=True)
 class Weight:
-    """`dense` is [n, k] in fp64, `stored` has the inputs of MatMulNBits, and `packed` those of linear_q."""
+    """`dense` is [n, k] in fp64, `stored` has the inputs of MatMulNBits, and `given` those of linear_q."""
 
     dense: torch.Tensor
     stored: dict[str, np.ndarray[Any, Any]]
-    packed: dict[str, torch.Tensor]
+    given: dict[str, torch.Tensor]
 
 
 def weight_of(
@@ -39,9 +37,7 @@ def weight_of(
     stored = {"B": bytes_of(codes).reshape(n, blocks, -1), "scales": scales.float().numpy().reshape(-1)}
     if with_zero:
         stored["zero_points"] = bytes_of(zeros).reshape(-1)
-    bits_of_scales = scales.view(torch.int16).numpy()  # numpy has no bfloat16
-    found = pack(stored["B"], bits_of_scales, stored.get("zero_points"), n=n, k=k, bits=bits, block=block)
-    packed = {"weight": torch.from_numpy(found.weight), "scale": torch.from_numpy(found.scale).view(dtype)}
-    if found.zero is not None:
-        packed["zero"] = torch.from_numpy(found.zero)
-    return Weight(torch.from_numpy(dense[:, :k]), stored, packed)
+    given = {"weight": torch.from_numpy(stored["B"]), "scale": scales}
+    if with_zero:
+        given["zero"] = torch.from_numpy(bytes_of(zeros))
+    return Weight(torch.from_numpy(dense[:, :k]), stored, given)

@@ -61,13 +61,13 @@ def _quantised_linears(size: int) -> Iterator[dict[str, Any]]:
     columns = 32 * size
     for bits, block, rows in ((4, 32, 3), (8, 128, 2), (4, 128, 0), (8, 32, 70)):
         random = torch.Generator().manual_seed(size + bits + block)
-        chunks = -(-columns * bits // 512)
-        of_scale = (4, -(-chunks * 512 // bits // block) * 8)
+        blocks = -(-columns // block)
+        of_weight = (32, blocks, block * bits // 8)
         yield {
             "x": torch.randn(rows, columns, generator=random),
-            "weight": torch.randint(256, (4, chunks * 512), dtype=torch.uint8, generator=random),
-            "scale": torch.rand(of_scale, generator=random) / (2**bits * max(columns, 1) ** 0.5),
-            "zero": torch.randint(2**bits, of_scale, dtype=torch.uint8, generator=random),
+            "weight": torch.randint(256, of_weight, dtype=torch.uint8, generator=random),
+            "scale": torch.rand(32, blocks, generator=random) / (2**bits * max(columns, 1) ** 0.5),
+            "zero": torch.randint(256, (32, -(-blocks * bits // 8)), dtype=torch.uint8, generator=random),
             "bias": torch.randn(32, generator=random),
             "residual": torch.randn(rows, 32, generator=random),
         } | {"bits": bits, "block": block, "activation": "silu" if rows == 3 else "gelu"}
