@@ -384,10 +384,12 @@ Status LaunchNarrow(const Call& call, const Weight& weight,
 template <int kTiles, class Weight>
 Status LaunchTiles(const Call& call, const Weight& weight,
                    const Task<typename Weight::Type>& task) {
-  constexpr bool kIsSmall = kTiles == 1 && Weight::kSlices == 4;  // fewer registers
-  if (task.n < 3072) return LaunchNarrow<2, kTiles, 16, kIsSmall ? 4 : 2, 1>(call, weight, task);
-  return task.n < 8192 ? LaunchNarrow<2, kTiles, 8, kTiles == 1 ? 4 : 2, 2>(call, weight, task)
-                       : LaunchNarrow<4, kTiles, 4, 2, kIsSmall ? 5 : 4>(call, weight, task);
+  constexpr bool kHas4Bits = Weight::kSlices == 4, kIsOneTile = kTiles == 1;
+  constexpr int kStages = kHas4Bits && kIsOneTile ? 4 : 2;
+  constexpr int kBlocks = !kHas4Bits ? 4 : kIsOneTile ? 5 : 3;  // as the registers allow
+  if (task.n < 3072) return LaunchNarrow<2, kTiles, 16, kStages, 1>(call, weight, task);
+  return task.n < 8192 ? LaunchNarrow<2, kTiles, 8, kIsOneTile ? 4 : 2, 2>(call, weight, task)
+                       : LaunchNarrow<4, kTiles, 4, 2, kBlocks>(call, weight, task);
 }
 
 template <class Weight>
