@@ -2,9 +2,9 @@
 //
 // The keys of a sequence lie in pieces of kPiece. Leaf i of kLeaves takes the pieces i, i +
 // kLeaves, ... and each of the kWarps warps of a block the same part of each piece. What the warps
-// of the leaves have added up is merged as a tree over the leaves, and then over the warps. A
-// cluster of 1 to kLeaves blocks shares the leaves out: this moves work, but no bit of a result
-// depends on it.
+// of the leaves have added up is merged as a tree over the leaves, i with i + kLeaves / 2 first,
+// and then over the warps. Block r of a cluster of 1 to kLeaves takes the leaves r, r + cluster,
+// ...: this moves work, but no bit of a result depends on it.
 //
 // Products are transposed: rows are keys (or elements of v) and the 8 columns are heads of q that
 // share a key. As in attention/tensor_cores.cuh, lanes multiply what they have loaded: a sum over a
@@ -13,6 +13,7 @@
 
 #include <cooperative_groups.h>
 
+#include <climits>
 #include <cstdint>
 
 #include "twinop/attention/tensor_cores.cuh"
@@ -33,22 +34,50 @@ inline constexpr int kHeads = 8;   // of q, which a block takes at a time
 // What is taken from scores before the power: after only -inf the difference would be NaN.
 __device__ __forceinline__ float Base(float highest) { return highest == -INFINITY ? 0 : highest; }
 
-// Of one head: the largest score, the sum of weights, and two weighted values.
+// Of two heads: the largest scores, the sums of weights, and two weighted values of each.
 struct Part {
-  float highest, total, values[2];
+  float highest[2], totals[2], values[2][2];
 
+  // A lane's numbers are neighbours in shared memory.
+  __device__ __forceinline__ void Load(const float* weights, const float* tile, int lane) {
+    const float4 w = reinterpret_cast<const float4*>(weights)[lane];
+    const float4 v = reinterpret_cast<const float4*>(tile)[lane];
+    highest[0] = w.x, totals[0] = w.y, highest[1] = w.z, totals[1] = w.w;
+    values[0][0] = v.x, values[0][1] = v.y, values[1][0] = v.z, values[1][1] = v.w;
+  }
+  __device__ __forceinline__ void StoreWeights(float* weights, int lane) const {
+    reinterpret_cast<float4*>(weights)[lane] =
+        make_float4(highest[0], totals[0], highest[1], totals[1]);
+  }
+  __device__ __forceinline__ void StoreValues(float* tile, int lane) const {
+    reinterpret_cast<float4*>(tile)[lane] =
+        make_float4(values[0][0], values[0][1], values[1][0], values[1][1]);
+  }
   // The order of the two matters, to the last bit.
   __device__ __forceinline__ void Merge(const Part& next) {
-    const float most = fmaxf(highest, next.highest);
-    const float own = FlushingExp2(highest - Base(most)),
-                other = FlushingExp2(next.highest - Base(most));
-    highest = most;
-    total = __fmaf_rn(total, own, __fmul_rn(next.total, other));
 #pragma unroll
-    for (int i = 0; i < 2; ++i)
-      values[i] = __fmaf_rn(values[i], own, __fmul_rn(next.values[i], other));
+    for (int i = 0; i < 2; ++i) {
+      const float most = fmaxf(highest[i], next.highest[i]);
+      const float own = FlushingExp2(highest[i] - Base(most)),
+                  other = FlushingExp2(next.highest[i] - Base(most));
+      highest[i] = most;
+      totals[i] = __fmaf_rn(totals[i], own, __fmul_rn(next.totals[i], other));
+#pragma unroll
+      for (int e = 0; e < 2; ++e)
+        values[i][e] = __fmaf_rn(values[i][e], own, __fmul_rn(next.values[i][e], other));
+    }
   }
 };
+
+// Merges the first `count` parts as a tree, high bits of their numbers first.
+__device__ __forceinline__ Part Merged(Part (&parts)[kLeaves], int count) {
+#pragma unroll
+  for (int step = kLeaves / 2; step > 0; step /= 2)
+#pragma unroll
+    for (int i = 0; i < kLeaves / 2; ++i)
+      if (i < step && i + step < count) parts[i].Merge(parts[i + step]);
+  return parts[0];
+}
 
 __device__ __forceinline__ std::uint32_t Transposed(std::uint32_t matrix) {
   std::uint32_t result;
@@ -61,7 +90,8 @@ __device__ __forceinline__ std::uint32_t Transposed(std::uint32_t matrix) {
 template <int kSize>
 struct Sums {
   static constexpr int kTiles = kSize / 16;
-  static constexpr int kFloats = 32 * (4 * kTiles + 4) + 4;  // in shared memory; 4: other banks
+  // In shared memory: values, weights, and weights of the cluster.
+  static constexpr int kWeights = 128 * kTiles, kMerged = kWeights + 128, kFloats = kMerged + 128;
   float values[kTiles][4], highest[2], totals[2];
 
   __device__ __forceinline__ void Clear() {
@@ -72,36 +102,28 @@ struct Sums {
 #pragma unroll
     for (int i = 0; i < 2; ++i) highest[i] = -INFINITY, totals[i] = 0;
   }
-  // A lane's numbers of a head are neighbours in shared memory.
+  __device__ __forceinline__ Part Tile(int i) const {
+    return {{highest[0], highest[1]},
+            {totals[0], totals[1]},
+            {{values[i][0], values[i][2]}, {values[i][1], values[i][3]}}};
+  }
   __device__ __forceinline__ void Store(float* slot, int lane) const {
 #pragma unroll
-    for (int i = 0; i < kTiles; ++i)
-      reinterpret_cast<float4*>(slot)[32 * i + lane] =
-          make_float4(values[i][0], values[i][2], values[i][1], values[i][3]);
-    reinterpret_cast<float4*>(slot)[32 * kTiles + lane] =
-        make_float4(highest[0], totals[0], highest[1], totals[1]);
+    for (int i = 0; i < kTiles; ++i) Tile(i).StoreValues(slot + 128 * i, lane);
+    Tile(0).StoreWeights(slot + kWeights, lane);
   }
   // Merges what lies in shared memory with these sums, which come after it.
   __device__ __forceinline__ void MergeAfter(const float* slot, int lane) {
-    const float4 before = reinterpret_cast<const float4*>(slot)[32 * kTiles + lane];
-    const float old_highest[] = {before.x, before.z}, old_totals[] = {before.y, before.w};
-    float own[2], old[2];
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      const float most = fmaxf(old_highest[i], highest[i]);
-      old[i] = FlushingExp2(old_highest[i] - Base(most));
-      own[i] = FlushingExp2(highest[i] - Base(most));
-      highest[i] = most;
-      totals[i] = __fmaf_rn(old_totals[i], old[i], __fmul_rn(totals[i], own[i]));
-    }
+    Part all;
 #pragma unroll
     for (int i = 0; i < kTiles; ++i) {
-      const float4 tile = reinterpret_cast<const float4*>(slot)[32 * i + lane];
-      const float olds[] = {tile.x, tile.z, tile.y, tile.w};
+      all.Load(slot + kWeights, slot + 128 * i, lane);
+      all.Merge(Tile(i));
 #pragma unroll
-      for (int e = 0; e < 4; ++e)
-        values[i][e] = __fmaf_rn(olds[e], old[e % 2], __fmul_rn(values[i][e], own[e % 2]));
+      for (int e = 0; e < 4; ++e) values[i][e] = all.values[e % 2][e / 2];
     }
+#pragma unroll
+    for (int i = 0; i < 2; ++i) highest[i] = all.highest[i], totals[i] = all.totals[i];
   }
 };
 
@@ -123,33 +145,31 @@ struct Keys {
   __device__ __forceinline__ static int KeyOfV(int i, int j, int lane) {
     return 16 * i + 2 * (lane % 4) + j % 2 + j / 2 * 8;
   }
-  // Loads the keys from `first` on that lie before `end`. Others are zeros: memory without keys may
-  // hold anything.
-  __device__ __forceinline__ void Load(const T* k_rows, const T* v_rows, int first, int end,
-                                       int lane) {
-    const T* const k_lane = k_rows + 8 * (lane % 4);
-    const T* const v_lane = v_rows + kWide * (lane / 4);
+  // Both load the keys from `first` on that lie before `end`. Others are zeros: memory without keys
+  // may hold anything.
+  __device__ __forceinline__ void LoadK(const T* rows, int first, int end, int lane) {
+    const int own_first = first + KeyOfK(0, 0, lane), count = end - own_first;
+    const T* const own = rows + std::int64_t{own_first} * kSize + 8 * (lane % 4);
 #pragma unroll
     for (int i = 0; i < kGroups; ++i)
 #pragma unroll
-      for (int j = 0; j < 2; ++j) {
-        const int key = first + KeyOfK(i, j, lane);
+      for (int j = 0; j < 2; ++j)
 #pragma unroll
         for (int c = 0; c < kChunks; ++c)
-          attention::LoadWords<4, true>(k_lane + static_cast<std::int64_t>(key) * kSize + 32 * c,
-                                        key < end, k[i][j][c]);
-      }
+          attention::LoadWords<4, true>(own + KeyOfK(i, j, 0) * kSize + 32 * c,
+                                        KeyOfK(i, j, 0) < count, k[i][j][c]);
+  }
+  __device__ __forceinline__ void LoadV(const T* rows, int first, int end, int lane) {
+    const int own_first = first + KeyOfV(0, 0, lane), count = end - own_first;
+    const T* const own = rows + std::int64_t{own_first} * kSize + kWide * (lane / 4);
 #pragma unroll
     for (int i = 0; i < kGroups; ++i)
 #pragma unroll
-      for (int j = 0; j < 4; ++j) {
-        const int key = first + KeyOfV(i, j, lane);
+      for (int j = 0; j < 4; ++j)
 #pragma unroll
         for (int c = 0; c < kParts; ++c)
-          attention::LoadWords<kWide / 2, true>(
-              v_lane + static_cast<std::int64_t>(key) * kSize + 8 * kWide * c, key < end,
-              v[i][c][j]);
-      }
+          attention::LoadWords<kWide / 2, true>(own + KeyOfV(i, j, 0) * kSize + 8 * kWide * c,
+                                                KeyOfV(i, j, 0) < count, v[i][c][j]);
   }
   // Puts in the key that is not in the cache yet.
   __device__ __forceinline__ void Insert(const T* new_k, const T* new_v, int place, int lane) {
@@ -157,33 +177,40 @@ struct Keys {
     for (int i = 0; i < kGroups; ++i) {
 #pragma unroll
       for (int j = 0; j < 2; ++j)
-        if (KeyOfK(i, j, lane) == place)
+        if (KeyOfK(i, j, 0) == place - KeyOfK(0, 0, lane))
 #pragma unroll
           for (int c = 0; c < kChunks; ++c)
             memcpy(k[i][j][c], new_k + 32 * c + 8 * (lane % 4), sizeof(k[i][j][c]));
 #pragma unroll
       for (int j = 0; j < 4; ++j)
-        if (KeyOfV(i, j, lane) == place)
+        if (KeyOfV(i, j, 0) == place - KeyOfV(0, 0, lane))
 #pragma unroll
           for (int c = 0; c < kParts; ++c)
             memcpy(v[i][c][j], new_v + 8 * kWide * c + kWide * (lane / 4), sizeof(v[i][c][j]));
     }
   }
-  // Adds the keys up, of which those from `from` to `last` are seen. They begin at `first`.
-  __device__ __forceinline__ void AddTo(Sums<kSize>* sums, const std::uint32_t (&q)[kChunks][4],
-                                        float scale, float softcap, int first, int from, int last,
-                                        int lane) const {
-    float scores[kGroups][4] = {};
+  // The heads of q lie in shared memory, from which they come once more: registers are scarce.
+  __device__ __forceinline__ void Multiply(const T (&heads)[kHeads][kSize + 8],
+                                           float (&scores)[kGroups][4], int lane) const {
+    asm volatile("" : "+r"(lane));  // not before the loop around this
 #pragma unroll
-    for (int i = 0; i < kGroups; ++i)
+    for (int c = 0; c < kChunks; ++c) {
+      std::uint32_t q[4];
+      memcpy(q, &heads[lane / 4][32 * c + 8 * (lane % 4)], sizeof(q));
 #pragma unroll
-      for (int c = 0; c < kChunks; ++c)
+      for (int i = 0; i < kGroups; ++i)
 #pragma unroll
         for (int half = 0; half < 4; half += 2) {
           const std::uint32_t a[] = {k[i][0][c][half], k[i][1][c][half], k[i][0][c][half + 1],
                                      k[i][1][c][half + 1]};
-          MultiplyAdd<T>(a, q[c][half], q[c][half + 1], scores[i]);
+          MultiplyAdd<T>(a, q[half], q[half + 1], scores[i]);
         }
+    }
+  }
+  // Adds the keys up, of which those from `from` to `last` are seen. They begin at `first`.
+  __device__ __forceinline__ void AddTo(Sums<kSize>* sums, float (&scores)[kGroups][4], float scale,
+                                        float softcap, int first, int from, int last,
+                                        int lane) const {
     float most[] = {sums->highest[0], sums->highest[1]};
 #pragma unroll
     for (int i = 0; i < kGroups; ++i)
@@ -231,20 +258,36 @@ struct Keys {
   }
 };
 
+// A barrier of the cluster's blocks that have not left. What a block has written is seen behind it
+// if `kReleases`; this waits for its writes to global memory, too.
+template <bool kReleases>
+__device__ __forceinline__ void ArriveInCluster() {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  if (kReleases)
+    asm volatile("barrier.cluster.arrive.release;" ::: "memory");
+  else
+    asm volatile("barrier.cluster.arrive.relaxed;" ::: "memory");
+#endif
+}
+__device__ __forceinline__ void WaitInCluster() {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  asm volatile("barrier.cluster.wait.acquire;" ::: "memory");
+#endif
+}
+
 // What a block with this many leaves merges in shared memory before the others see it.
 constexpr int Levels(int leaves) { return leaves > 4 ? 3 : leaves > 2 ? 2 : 1; }
 
 template <class T, int kSize>
 __global__ void __launch_bounds__(kThreads, kSize <= 64 ? 2 : 1)
     StepKernel(Problem p, Operands<T> x, int cluster) {
-  using Part = cached_attention::Part;
   using Keys = cached_attention::Keys<T, kSize>;
   using Sums = cached_attention::Sums<kSize>;
   extern __shared__ __align__(16) float slots[];          // Sums of the warps, for each level
   __shared__ __align__(16) T q_heads[kHeads][kSize + 8];  // 8: rows of lanes lie in other banks
   __shared__ __align__(16) T new_k[kSize], new_v[kSize];
   const int warp = static_cast<int>(threadIdx.x) / 32, lane = static_cast<int>(threadIdx.x) % 32;
-  const int rank = static_cast<int>(blockIdx.x) % cluster;
+  const int rank = static_cast<int>(blockIdx.x) & (cluster - 1);
   const int shared = p.heads / p.kv_heads;  // heads of q for one of k
   const int turns = (shared + kHeads - 1) / kHeads;
   const int turn = static_cast<int>(blockIdx.x) / cluster % turns;
@@ -255,143 +298,166 @@ __global__ void __launch_bounds__(kThreads, kSize <= 64 ? 2 : 1)
   T* const k_rows = x.k_cache + b_and_k * (p.rows * kSize);
   T* const v_rows = x.v_cache + b_and_k * (p.rows * kSize);
   T* const y = x.y + (std::int64_t{b} * p.heads + first_head) * kSize;
-  const int leaves = kLeaves / cluster, first_leaf = rank * leaves;
+  const int leaves = kLeaves / cluster;
+  int from, skipped, pieces;  // the first key; pieces before it in all leaves, and all of them
+  const auto plan = [&](int position) {
+    from = static_cast<int>(FirstKey(p, position));
+    skipped = from / (Keys::kPiece * kLeaves) * kLeaves;
+    pieces = position / Keys::kPiece + 1;
+  };
+  // Of this warp. A piece without keys that are seen begins after all.
+  const auto first_of = [&](int piece) {
+    const int first = piece * Keys::kPiece + warp * Keys::kCount;
+    return first + Keys::kCount > from ? first : INT_MAX - Keys::kPiece;
+  };
+  const auto position = [&] { return *static_cast<const volatile std::int32_t*>(x.position + b); };
 
-  // The kernel before may still run, and the position be an old one: this moves keys to L2, no
-  // more.
-  const int hint = *static_cast<const volatile std::int32_t*>(x.position + b);
-  const int hinted = first_leaf * Keys::kPiece + warp * Keys::kCount + lane;
-  if (lane < Keys::kCount && hinted < hint && hinted < p.rows && p.window == 0) {
+  // The kernel before may still run, and this be an old position: it moves keys to L2, no more.
+  int last = position();
+  if (last >= 0 && last < p.limit) {
+    plan(last);
+    const int key = first_of(skipped + rank) + lane;
+    if (lane < Keys::kCount && key < last) {
 #pragma unroll
-    for (int i = 0; i < kSize; i += 64) {
-      asm volatile("prefetch.global.L2 [%0];" ::"l"(k_rows + std::int64_t{hinted} * kSize + i));
-      asm volatile("prefetch.global.L2 [%0];" ::"l"(v_rows + std::int64_t{hinted} * kSize + i));
+      for (int i = 0; i < kSize; i += 64) {
+        asm volatile("prefetch.global.L2 [%0];" ::"l"(k_rows + std::int64_t{key} * kSize + i));
+        asm volatile("prefetch.global.L2 [%0];" ::"l"(v_rows + std::int64_t{key} * kSize + i));
+      }
     }
   }
+#pragma unroll 1
+  for (int i = heads * (kSize + 8) + threadIdx.x; i < kHeads * (kSize + 8); i += kThreads)
+    Round(0.f, &q_heads[0][i]);
   WaitForPreviousKernel();
-  const int last = *static_cast<const volatile std::int32_t*>(x.position + b);
+  // Loads at once what the old position needs, and the position. Again if they differ.
+  Keys keys;
+  int guess;
+  bool has_last = false;  // this block has the last piece
+#pragma unroll 1
+  do {
+    guess = last;
+    last = position();
+    if (guess < 0 || guess >= p.limit) continue;
+    plan(guess);
+    if (rank >= pieces - skipped) continue;
+    const int first = first_of(skipped + rank);
+    keys.LoadK(k_rows, first, guess, lane);
+    has_last = rank == ((pieces - 1) & (cluster - 1));
+    const T* const row = x.qkv + b * p.Width();
+#pragma unroll 1
+    for (int h = warp; h < heads + 2 * has_last; h += kWarps) {  // of q, and then of k and v
+      const int part = h < heads ? 0 : h - heads + 1;
+      T* const to = part == 0 ? q_heads[h] : part == 1 ? new_k : new_v;
+      const int head = part == 0 ? first_head + h : p.heads + (part - 1) * p.kv_heads + kv_head;
+      TurnHead<kSize>(p, x, row + head * kSize, part, guess, lane, to);
+    }
+    keys.LoadV(v_rows, first, guess, lane);
+  } while (guess != last);
   if (last < 0 || last >= p.limit) {
 #pragma unroll 1
     for (int i = threadIdx.x; rank == 0 && i < heads * kSize; i += kThreads) Round(NAN, &y[i]);
     return;
   }
-  const int from = static_cast<int>(FirstKey(p, last));
-  const int skipped = from / (Keys::kPiece * kLeaves) * kLeaves;  // pieces
-  const int pieces = last / Keys::kPiece + 1;
-  const int used = min(pieces - skipped, kLeaves);  // leaves with keys
-  const int active = (used + leaves - 1) / leaves;  // blocks with keys
+  const int active = min(pieces - skipped, cluster);  // blocks with keys
   if (rank >= active) return;
-  const T* const row = x.qkv + b * p.Width();
-#pragma unroll 1
-  for (int h = warp; h < heads + 2; h += kWarps) {  // of q, and then of k and v
-    const int part = h < heads ? 0 : h - heads + 1;
-    T* const to = part == 0 ? q_heads[h] : part == 1 ? new_k : new_v;
-    const int head = part == 0 ? first_head + h : p.heads + (part - 1) * p.kv_heads + kv_head;
-    TurnHead<kSize>(p, x, row + head * kSize, part, last, lane, to);
-  }
-#pragma unroll 1
-  for (int i = heads * (kSize + 8) + threadIdx.x; i < kHeads * (kSize + 8); i += kThreads)
-    Round(0.f, &q_heads[0][i]);
   __syncthreads();
-  if (rank == 0 && turn == 0 && threadIdx.x < kSize / 8) {
+  const auto slot = [&](int level) { return slots + (level * kWarps + warp) * Sums::kFloats; };
+  const float scale = static_cast<float>(p.scale) * kLog2E;
+  Sums sums;
+  sums.Clear();
+  int leaf = 0, piece = skipped + rank;  // its leaves by number, in the tree's order
+#pragma unroll 1
+  while (leaf < leaves) {
+    const int first = first_of(piece);
+    int next_leaf = leaf, next = piece + kLeaves;
+    while (next >= pieces && ++next_leaf < leaves)
+      next = skipped + rank + static_cast<int>(__brev(next_leaf) >> 29);
+    float scores[Keys::kGroups][4] = {};
+    if (first <= last) {
+      if (last - first < Keys::kCount) keys.Insert(new_k, new_v, last - first, lane);
+      keys.Multiply(q_heads, scores, lane);
+    }
+    if (next < pieces) keys.LoadK(k_rows, first_of(next), last, lane);
+    if (first <= last) keys.AddTo(&sums, scores, scale, p.softcap, first, from, last, lane);
+    if (next < pieces) keys.LoadV(v_rows, first_of(next), last, lane);
+    if (next_leaf != leaf) {
+#pragma unroll
+      for (float& total : sums.totals)
+#pragma unroll
+        for (int distance = 4; distance < 32; distance *= 2)
+          total += __shfl_xor_sync(~0u, total, distance);
+      // A tree: a sum waits for the next one of its size, if there is one.
+#pragma unroll 1
+      for (int level = 0; 1 << level < leaves; ++level) {
+        if (leaf >> level & 1) {
+          sums.MergeAfter(slot(level), lane);
+        } else if (next_leaf < leaves && next_leaf >> level == (leaf >> level) + 1) {
+          sums.Store(slot(level), lane);
+          break;
+        }
+      }
+      if (next_leaf < leaves) sums.Clear();
+    }
+    leaf = next_leaf;
+    piece = next;
+  }
+  sums.Store(slot(0), lane);
+
+  __syncthreads();
+  // A warp merges what this warp of each block has of this block's tiles.
+  if (active > 1) {
+    ArriveInCluster<true>();
+    WaitInCluster();
+#pragma unroll 1
+    for (int tile = rank; tile < Sums::kTiles; tile += active) {
+      Part parts[kLeaves];
+#pragma unroll
+      for (int r = 0; r < kLeaves; ++r) {
+        if (r >= active) break;
+        const float* other = slot(0);
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+        other = cooperative_groups::this_cluster().map_shared_rank(other, r);
+#endif
+        parts[r].Load(other + Sums::kWeights, other + 128 * tile, lane);
+      }
+      const Part all = Merged(parts, active);
+      all.StoreWeights(slot(0) + Sums::kMerged, lane);
+      all.StoreValues(slot(0) + 128 * tile, lane);
+    }
+    __syncthreads();
+    ArriveInCluster<false>();
+  }
+  if (has_last && turn == 0 && threadIdx.x < kSize / 8) {
     const std::int64_t place = static_cast<std::int64_t>(last) * kSize / 8 + threadIdx.x;
     reinterpret_cast<uint4*>(k_rows)[place] = reinterpret_cast<const uint4*>(new_k)[threadIdx.x];
     reinterpret_cast<uint4*>(v_rows)[place] = reinterpret_cast<const uint4*>(new_v)[threadIdx.x];
   }
-  std::uint32_t q[Keys::kChunks][4];
-#pragma unroll
-  for (int c = 0; c < Keys::kChunks; ++c)
-    memcpy(q[c], &q_heads[lane / 4][32 * c + 8 * (lane % 4)], sizeof(q[c]));
-
-  const auto slot = [&](int level) { return slots + (level * kWarps + warp) * Sums::kFloats; };
-  const int count = min(leaves, used - first_leaf);
-  const float scale = static_cast<float>(p.scale) * kLog2E;
-  Sums sums;
-  sums.Clear();
-  for (int leaf = 0; leaf < count; ++leaf) {
-    if (leaf > 0) sums.Clear();
-    for (int piece = skipped + first_leaf + leaf; piece < pieces; piece += kLeaves) {
-      const int first = piece * Keys::kPiece + warp * Keys::kCount;
-      if (first > last || first + Keys::kCount <= from) continue;
-      Keys keys;
-      keys.Load(k_rows, v_rows, first, last, lane);
-      if (last - first < Keys::kCount) keys.Insert(new_k, new_v, last - first, lane);
-      keys.AddTo(&sums, q, scale, p.softcap, first, from, last, lane);
-    }
-#pragma unroll
-    for (float& total : sums.totals)
-#pragma unroll
-      for (int distance = 4; distance < 32; distance *= 2)
-        total += __shfl_xor_sync(~0u, total, distance);
-    // A tree: a sum waits for the next one of its size. The last one takes all that wait.
+  // A lane takes two elements of two heads from all warps.
+  const float* const weights = slots + (active > 1 ? Sums::kMerged : Sums::kWeights);
 #pragma unroll 1
-    for (int level = 0; level < 3; ++level) {
-      if (leaf >> level & 1) {
-        sums.MergeAfter(slot(level), lane);
-      } else if (leaf + 1 < count) {
-        sums.Store(slot(level), lane);
-        break;
-      }
+  for (int tile = rank + active * warp; tile < Sums::kTiles; tile += active * kWarps) {
+    Part parts[kWarps];
+#pragma unroll
+    for (int w = 0; w < kWarps; ++w)
+      parts[w].Load(weights + w * Sums::kFloats, slots + w * Sums::kFloats + 128 * tile, lane);
+    Part all = Merged(parts, kWarps), sinks{{}, {1, 1}, {}};
+    const int element = tile / (Keys::kWide / 2) * 8 * Keys::kWide + lane / 4 * Keys::kWide +
+                        tile % (Keys::kWide / 2) * 2;
+    const int h = lane % 4 * 2;
+#pragma unroll
+    for (int i = 0; i < 2; ++i)
+      if (x.sinks != nullptr && h + i < heads)
+        sinks.highest[i] = ToCompute(x.sinks[first_head + h + i]) * kLog2E;
+    if (x.sinks != nullptr) all.Merge(sinks);
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const float inverse = 1 / all.totals[i];
+      if (h + i < heads)
+        *reinterpret_cast<std::uint32_t*>(y + (h + i) * kSize + element) =
+            Pair<T>(all.values[i][0] * inverse, all.values[i][1] * inverse);
     }
   }
-  sums.Store(slot(0), lane);
-
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
-  const auto blocks = cooperative_groups::this_cluster();
-  active > 1 ? blocks.sync() : __syncthreads();  // blocks that have left are not waited for
-#else
-  __syncthreads();
-#endif
-  // Eight neighbouring threads take the same two elements from the eight warps.
-#pragma unroll 1
-  for (int i = rank * kThreads + static_cast<int>(threadIdx.x); i < heads * kSize / 2 * kWarps;
-       i += active * kThreads) {
-    const int of_warp = i % kWarps, h = i / kWarps % heads, element = 2 * (i / kWarps / heads);
-    const int in_part = element % (8 * Keys::kWide);
-    const int tile = element / (8 * Keys::kWide) * (Keys::kWide / 2) + in_part % Keys::kWide / 2;
-    float* const own =
-        slots + of_warp * Sums::kFloats + 4 * (4 * (in_part / Keys::kWide) + h / 2) + 2 * (h % 2);
-    Part parts[kLeaves];
-#pragma unroll
-    for (int r = 0; r < kLeaves; ++r) {
-      if (r >= active) break;
-      const float* memory = own;
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
-      if (active > 1) memory = blocks.map_shared_rank(own, r);
-#endif
-      const float2 weights = *reinterpret_cast<const float2*>(memory + 128 * Sums::kTiles);
-      const float2 values = *reinterpret_cast<const float2*>(memory + 128 * tile);
-      parts[r] = {weights.x, weights.y, {values.x, values.y}};
-    }
-#pragma unroll
-    for (int step = 1; step < kLeaves; step *= 2)
-#pragma unroll
-      for (int r = 0; r < kLeaves; r += 2 * step)
-        if (r + step < active) parts[r].Merge(parts[r + step]);
-    Part all = parts[0];
-#pragma unroll
-    for (int step = 1; step < kWarps; step *= 2) {
-      Part other{
-          __shfl_xor_sync(~0u, all.highest, step),
-          __shfl_xor_sync(~0u, all.total, step),
-          {__shfl_xor_sync(~0u, all.values[0], step), __shfl_xor_sync(~0u, all.values[1], step)}};
-      if (of_warp & step) {
-        other.Merge(all);
-        all = other;
-      } else {
-        all.Merge(other);
-      }
-    }
-    if (x.sinks != nullptr) all.Merge({ToCompute(x.sinks[first_head + h]) * kLog2E, 1, {0, 0}});
-    if (of_warp == 0) {
-      const float inverse = 1 / all.total;
-      *reinterpret_cast<std::uint32_t*>(y + h * kSize + element) =
-          Pair<T>(all.values[0] * inverse, all.values[1] * inverse);
-    }
-  }
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
-  if (active > 1) blocks.sync();  // others may still read this block's memory
-#endif
+  if (active > 1) WaitInCluster();  // others may still read this block's memory
 }
 
 template <class T, int kSize>
