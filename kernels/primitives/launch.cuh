@@ -177,8 +177,8 @@ class LaunchConfig {
 
   template <class Kernel>
   Status Allow(Kernel kernel) const {
-    constexpr int kDefaultSharedBytes = 48 << 10;
-    if (shared_bytes_ <= kDefaultSharedBytes) return {};
+    constexpr int kAllowedBytes = 32 << 10;  // with static memory, of which there is less, 48 KiB
+    if (shared_bytes_ <= kAllowedBytes) return {};
     return AllowSharedBytes(reinterpret_cast<const void*>(kernel), shared_bytes_);
   }
 
