@@ -81,7 +81,9 @@ def draw_decoders(lines: list[dict[str, Any]], plt: Any) -> None:
     for axis in axes[-1]:
         axis.set_xlabel("sequences")
     figure.supylabel("us a step")
-    figure.legend(*axes[0][0].get_legend_handles_labels(), loc="outside lower center", ncols=4)
+    figure.legend(
+        *axes[0][0].get_legend_handles_labels(), loc="outside lower center", ncols=min(4, 2 * len(columns))
+    )
 
 
 DRAWN = {"models": draw_models, "serve": draw_serve, "decoder-tokens": draw_decoders}
