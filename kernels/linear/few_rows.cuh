@@ -417,7 +417,7 @@ Task<T> TaskOf(const Operands& at, const Sizes& sizes, std::string_view activati
 
 // Whether the kernels take a product of these sizes.
 inline bool Fits(const Sizes& sizes, bool gated) {
-  constexpr std::int64_t kMost = INT32_MAX / 2;
+  constexpr std::int64_t kMost = INT32_MAX / 4;
   return sizes.n % (gated ? 16 : 8) == 0 && sizes.n <= kMost && sizes.k <= kMost;
 }
 

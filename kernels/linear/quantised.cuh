@@ -63,7 +63,7 @@ Status RunWith(const CallOf<Op>& call) {
   if (!few_rows::Fits(sizes, kGated))
     return Status::Error(
         "weight has " + std::to_string(sizes.n) + " rows and x " + std::to_string(sizes.k) +
-        " columns; each must be below 2^30, and the rows a multiple of " + (kGated ? "16" : "8"));
+        " columns; each must be below 2^29, and the rows a multiple of " + (kGated ? "16" : "8"));
   const Packing at = PackingOf(call);
   for (const Operand* each : {&at.x, &at.weight, &at.scale, &at.zero})
     if (each->is_moved()) TWINOP_RETURN_IF_ERROR(CopyTensor(call, *each->tensor, each->data));
