@@ -102,7 +102,7 @@ class TensorRunner:
                 graph = self._graphs[key] = self._new_graph(checked, shared, device, len(self._graphs))
             if graph is not None:
                 return self._replay(graph, checked, wanted, shared)
-        return self._run_bound(checked, wanted, device)
+            return self._run_bound(checked, wanted, device)  # on the stream that another thread may capture
 
     # -------------------------------------------------------------------------------- checks
 
@@ -374,9 +374,11 @@ class TensorRunner:
                     own[name].copy_(feeds[name])
                 if graph not in captured:  # ONNX Runtime also runs the model before it captures it
                     before = {name: feeds[name].clone() for name in shared.values()}
-                    guarded(self._inner.run_with_iobinding, graph.binding, graph.options)
-                    for name, tensor in before.items():
-                        feeds[name].copy_(tensor)
+                    try:
+                        guarded(self._inner.run_with_iobinding, graph.binding, graph.options)
+                    finally:
+                        for name, tensor in before.items():
+                            feeds[name].copy_(tensor)
                     captured.add(graph)
                 guarded(self._inner.run_with_iobinding, graph.binding, graph.options)
                 for name in results.keys() - shared.keys():

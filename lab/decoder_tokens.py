@@ -87,7 +87,8 @@ def run(command: list[str], env: dict[str, str], stop: float) -> str:
     left, program = max(stop - time.monotonic(), 1), [sys.executable, *command]
     done = subprocess.run(program, env=env, capture_output=True, text=True, timeout=left)
     if done.returncode:
-        raise BenchError(f"{' '.join(command[:3])}: {done.stderr.strip().splitlines()[-1][-300:]}")
+        said = done.stderr.strip() or f"it ended with {done.returncode}"
+        raise BenchError(f"{' '.join(command[:3])}: {said.splitlines()[-1][-300:]}")
     return done.stdout
 
 
@@ -165,7 +166,7 @@ def in_genai(folder: Path, package: Path, context: int, stop: float) -> Iterator
         ]
         try:
             said = run(command + [str(folder / file) for file in FILES.values()], env, stop)
-        except BenchError as error:  # steps alone may be measured
+        except (BenchError, subprocess.TimeoutExpired) as error:  # steps alone may be measured
             out.print(f"{folder.name}: not measured in onnxruntime-genai: {error}", markup=False)
             continue
         samples = json.loads(said.splitlines()[-1]).values()

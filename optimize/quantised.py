@@ -2,7 +2,7 @@
 
 Matches: com.microsoft MatMulNBits with constant weights of 4 or 8 bits in blocks of 32 or 128, a bias that is
 added, and an activation after it; two such products of one x and a gate.
-Writes: CustomLinearQ and CustomLinearQSwiglu, which read the same weights.
+Writes: CustomLinearQ and CustomLinearQSwiglu, which read the same weights, or those of several in one.
 Leaves alone: blocks of other sizes, zero points in floats, and columns in another order (g_idx).
 
 `merge` puts one MatMulNBits in the place of several.

@@ -63,7 +63,9 @@ Status Run(const CallOf<Op>& call) {
     if constexpr (sizeof(T) == 2) {
       const auto launch = [&](auto size) {
         constexpr int kSize = decltype(size)::value;
-        if (p.tokens == 1) return LaunchStep<T, kSize>(call, p, x);
+        int most = 0;
+        TWINOP_RETURN_IF_ERROR(DeviceAttribute<cudaDevAttrMaxSharedMemoryPerBlockOptin>(&most));
+        if (p.tokens == 1 && kMostStepBytes<kSize> <= most) return LaunchStep<T, kSize>(call, p, x);
         TWINOP_RETURN_IF_ERROR(LaunchTurn(call, p, x, q));
         return LaunchPrompt<T, kSize>(call, p, x, q);
       };

@@ -460,6 +460,12 @@ __global__ void __launch_bounds__(kThreads, kSize <= 64 ? 2 : 1)
   if (active > 1) WaitInCluster();  // others may still read this block's memory
 }
 
+// Shared memory of a block with all leaves, and more than its static memory: 99 KiB are all that a
+// GPU of 8.6, 8.9 or 12.0 has.
+template <int kSize>
+constexpr int kMostStepBytes =
+    Levels(kLeaves) * kWarps * Sums<kSize>::kFloats * 4 + 4 * kHeads * (kSize + 8);
+
 template <class T, int kSize>
 Status LaunchStep(const Call& call, const Problem& p, const Operands<T>& x) {
   using Keys = cached_attention::Keys<T, kSize>;

@@ -126,8 +126,9 @@ Status WithOperands(const CallOf<Op>& call, const Body& compute) {
 template <class Op>
 Status RunOneKernel(const CallOf<Op>& call, const Operands& at, const Sizes& sizes, const Tensor& y,
                     std::string_view activation, bool gated, bool* done) {
-  TWINOP_RETURN_IF_ERROR(few_rows::Run(call, at, sizes, y.dtype, activation, gated,
-                                       Constants<Op>::HasWeight(call), y.data, done));
+  const bool is_constant = Constants<Op>::HasWeight(call) && !at.weight.is_moved();
+  TWINOP_RETURN_IF_ERROR(
+      few_rows::Run(call, at, sizes, y.dtype, activation, gated, is_constant, y.data, done));
   return *done ? Status() : fused::Run(call, at, sizes, y.dtype, activation, gated, y.data, done);
 }
 

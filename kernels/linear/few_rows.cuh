@@ -1,7 +1,7 @@
 // y = activation(x W^T + bias + residual) for few rows of x, in 16-bit types. What it costs is to
 // read the weight once, so the weight goes from memory straight to the registers in which the
 // tensor cores want it: 16 rows of it, 8 and 8, are those of an m16n8k16 product, 8 rows of x its
-// columns. A thread holds 8 neighbours of a row, because both operands are permuted alike.
+// columns. A thread holds neighbours of a row, because both operands are permuted alike.
 //
 // The columns are divided among `ways`: way v sums the chunks v, v + ways, ..., and the ways' sums
 // are added up in order. ways depends on n only, so a row of y has the same bits whatever else is

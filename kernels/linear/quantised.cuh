@@ -86,7 +86,8 @@ Status RunWith(const CallOf<Op>& call) {
   operands.x = at.x;
   operands.bias.data = InputOf(call, "bias"_name).data;
   if constexpr (kResidual >= 0) operands.residual.data = call.inputs[kResidual].data;
-  const bool is_constant = Constants<Op>::HasWeight(call) && !at.weight.is_moved();
+  const bool is_moved = at.weight.is_moved() || at.scale.is_moved() || at.zero.is_moved();
+  const bool is_constant = Constants<Op>::HasWeight(call) && !is_moved;
   return few_rows::Launch(
       call, weight,
       few_rows::TaskOf<T>(operands, sizes, AttributeOf<std::string_view>(call, "activation"_name),

@@ -85,8 +85,8 @@ Status DeviceAttribute(int* value) {
 // Programmatic dependent launch (PDL; CUDA C++ Programming Guide, section of that name; sm_90): a
 // kernel of few blocks that begins with WaitForPreviousKernel() is launched while the kernel before
 // it on the stream still runs. It lets the next kernel be launched, and waits until the one before
-// is done and its memory is written: before, it reads nothing but constants of the model. In larger
-// grids the additional instruction of each block costs more than the overlap saves
+// is done and its memory is written: before, no result depends on anything but constants of the
+// model. In larger grids the additional instruction of each block costs more than the overlap saves
 // (docs/tuning.md).
 inline constexpr int kMaxDependentBlocks = 1024;
 

@@ -428,13 +428,16 @@ def test_steps_in_graphs_of_a_session(device: str, monkeypatch: pytest.MonkeyPat
     opened = deploy.session(proto, [f"{device.upper()}ExecutionProvider"], LIBRARY, enable_cuda_graph=on_cuda)
     runner: Any = opened._tensors if on_cuda else TensorRunner(opened, opened._inner, cuda_graph=True)
     run = opened.run if on_cuda else partial(runner._run_cuda, device=torch.device(device))
-    captured = set()
+    captured, fails = set(), False
 
     def guarded(call: Callable[..., Any], binding: Any, options: Any) -> None:
         graph = options.get_run_config_entry("gpu_graph_id"), threading.get_ident()
         if graph[0] != "-1" and graph not in captured:  # ONNX Runtime runs a model before it captures it
             captured.add(graph)
             call(binding, options)
+            if fails:
+                captured.remove(graph)
+                raise RunError("the capture failed")
         call(binding, options)
 
     if not on_cuda:
@@ -461,6 +464,12 @@ def test_steps_in_graphs_of_a_session(device: str, monkeypatch: pytest.MonkeyPat
 
     caches, totals = torch.randn(2, 2, 1 << 16, 3, device=device)
     address = caches.data_ptr()
+    if not on_cuda:  # a capture that fails leaves what was written in place as it was
+        before, fails = totals[0].clone(), True
+        with pytest.raises(RunError, match="the capture failed"):
+            step(caches[0], totals[0])
+        assert torch.equal(totals[0], before)
+        fails = False
     steps = [step(caches[0], totals[0]) for _ in range(5)]
     assert caches.data_ptr() == address and max(steps[1:]) < 4096  # nothing is copied
     step(caches[1], totals[1], graphs=2)
