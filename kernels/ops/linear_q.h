@@ -11,8 +11,8 @@ namespace twinop {
 
 // linear and linear_swiglu with a weight of integers in blocks of a row: (q - zero) scale, rounded
 // to the dtype of x. The inputs are those of ONNX Runtime's MatMulNBits: `weight` [n, blocks, bytes
-// of a block]; `scale` [n, blocks]; `zero` [n, bytes]. Of two integers of 4 bits in a byte the first
-// is the lower half.
+// of a block]; `scale` [n, blocks]; `zero` [n, bytes]. Of two integers of 4 bits in a byte the
+// first is the lower half.
 // clang-format off
 TWINOP_CUDA_OP(linear_q,
                Record("linear_q(Tensor x, Tensor weight, Tensor scale, Tensor? zero=None, Tensor? bias=None, "
