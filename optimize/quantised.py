@@ -8,18 +8,39 @@ Leaves alone: blocks of other sizes, zero points in floats, and columns in anoth
 `merge` puts one MatMulNBits in the place of several.
 """
 
+import math
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import onnx_ir as ir
 
-from twinop import quantised
+from twinop.errors import TwinopError
 
 from . import graph as g
 from .linear import activation_of
 from .merge_linear import join
 
 PRODUCT = "MatMulNBits"
+_BITS, _BLOCKS = (4, 8), (32, 128)
+
+
+def why_not(n: int, k: int, bits: int, block: int, zero_points: Any = np.uint8) -> str:
+    """Returns why `linear_q` has no kernel for such a weight, or "" if it has one.
+
+    Args:
+        n, k: the attributes N and K of MatMulNBits.
+        zero_points: their dtype; uint8 where there are none.
+    """
+    if bits not in _BITS:
+        return f"weights of {bits} bits; linear_q has those of 4 and 8"
+    if block not in _BLOCKS:
+        return f"blocks of {block}; linear_q has those of 32 and 128"
+    if zero_points != np.uint8:
+        return f"zero points of {np.dtype(zero_points).name}; linear_q has those of uint8"
+    if n % 8 != 0 or k % 32 != 0:
+        return f"N = {n} and K = {k}; linear_q needs multiples of 8 and 32"
+    return ""
 
 
 @dataclass(frozen=True)
@@ -38,9 +59,26 @@ class _Product:
 
     @property
     def sizes(self) -> dict[str, int]:
-        """The attributes, as `quantised.why_not` takes them."""
+        """The attributes, as `why_not` takes them."""
         names = {"n": ("N", 0), "k": ("K", 0), "bits": ("bits", 4), "block": ("block_size", 32)}
         return {key: g.attribute(self.node, *each) for key, each in names.items()}
+
+    @property
+    def shapes(self) -> list[tuple[int, ...]]:
+        """Those of `arrays`, as linear_q takes them."""
+        n, k, bits, block = self.sizes.values()
+        blocks = -(-k // block)
+        return [(n, blocks, block * bits // 8), (n, blocks), (n, -(-blocks * bits // 8))]
+
+    def check(self) -> None:
+        """Raises TwinopError if an array has another number of elements than the attributes say."""
+        for name, array, shape in zip(("B", "scales", "zero_points"), self.arrays, self.shapes, strict=True):
+            if array is not None and array.size != math.prod(shape):
+                n, k, bits, block = self.sizes.values()
+                raise TwinopError(
+                    f"{PRODUCT}: {name} has {array.size} elements, expected {math.prod(shape)}: N = {n}, "
+                    f"K = {k}, {bits} bits, blocks of {block}"
+                )
 
 
 def rewrite(context: g.RewriteContext) -> None:
@@ -51,11 +89,12 @@ def rewrite(context: g.RewriteContext) -> None:
         try:
             product = _match(node)
             dtype = np.dtype(np.uint8) if product.arrays[2] is None else product.arrays[2].dtype
-            if reason := quantised.why_not(**product.sizes, zero_points=dtype):
+            if reason := why_not(**product.sizes, zero_points=dtype):
                 raise g.UnsupportedPattern(reason)
         except g.UnsupportedPattern as reason:
             context.left[f"{PRODUCT}: {reason}"] += 1
         else:
+            product.check()
             found[product.output] = product
     has_bias = any(each.bias is not None for each in found.values())
     has_zero = any(each.arrays[2] is not None for each in found.values())
@@ -135,22 +174,21 @@ def _write(
     first, last = products[0], output.producer()
     assert last is not None
     sizes = first.sizes
-    blocks, name = -(-sizes["k"] // sizes["block"]), str(first.node.inputs[1].name)  # type: ignore[union-attr]
-    shapes = [(blocks, sizes["block"] * sizes["bits"] // 8), (blocks,), (-(-blocks * sizes["bits"] // 8),)]
+    name = str(first.node.inputs[1].name)  # type: ignore[union-attr]
 
     def joined(index: int) -> ir.Value | np.ndarray | None:
         """Returns an input of MatMulNBits, as it is if one product has it in the shape of linear_q."""
         stored = [part for each in products if (part := each.arrays[index]) is not None]
         if not stored:
             return None
-        arrays = [np.reshape(part, (-1, *shapes[index])) for part in stored]
-        is_whole = len(products) == 1 and arrays[0].shape == stored[0].shape
-        return first.node.inputs[index + 1] if is_whole else np.concatenate(arrays)
+        if len(products) == 1 and stored[0].shape == first.shapes[index]:
+            return first.node.inputs[index + 1]
+        return np.concatenate([part.reshape(first.shapes[index]) for part in stored])
 
     weight, scale, zero = map(joined, range(3))
     if zero is None and has_zero:
         middle = 0x88 if sizes["bits"] == 4 else 0x80
-        zero = np.full((sizes["n"] * len(products), *shapes[2]), middle, np.uint8)
+        zero = np.concatenate([np.full(each.shapes[2], middle, np.uint8) for each in products])
     values = [weight, scale, zero, _bias_of(products) if has_bias else None]
     given = [
         g.initializer(context.graph, each, f"{name}_{part}") if isinstance(each, np.ndarray) else each

@@ -17,7 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from twinop import torch_op
 from twinop.export.attach import attach_bodies
 from twinop.library import find_library
-from twinop.quantised import why_not
+from twinop.optimize.quantised import why_not
 from twinop.testing.one_node import body_session, make_session, one_node_model, run_bound
 
 LIBRARY = find_library("custom_ops")

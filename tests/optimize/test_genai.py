@@ -20,7 +20,7 @@ from samples import RECORDS
 from twinop.deploy.errors import PackError
 from twinop.deploy.pack.options import Options
 from twinop.deploy.pack.packing import pack_genai
-from twinop.errors import ExportError
+from twinop.errors import ExportError, TwinopError
 from twinop.library import find_library
 from twinop.optimize import OptimizeReport, command, decoders, equivalence, optimize_folder, quantised
 from twinop.optimize.graph import RewriteContext
@@ -165,6 +165,17 @@ def test_products_that_stay_are_named(attributes: str, zero_points: str, reason:
     context = RewriteContext(ir.from_proto(parsed(text, B=b, scales=scales, order=b)), "cuda", RECORDS)
     quantised.rewrite(context)
     assert context.left == {f"MatMulNBits: {reason}": 1} and types(context.model) == {"MatMulNBits": 1}
+
+
+@pytest.mark.parametrize(
+    ("k", "said"), [(64, "B has 128 elements, expected 256"), (32, "zero_points has 128")]
+)
+def test_products_of_other_sizes_are_refused(k: int, said: str) -> None:
+    product = f"com.microsoft.MatMulNBits <K = {k}, N = 8, bits = 4, block_size = 32> (x, B, scales, B)"
+    text = f"(float16[M, {k}] x) => (float16[M, 8] y) {{ y = {product} }}"
+    b, scales = np.zeros((8, 1, 16), np.uint8), weights(8).astype(np.float16)
+    with pytest.raises(TwinopError, match=f"MatMulNBits: {said}"):
+        quantised.rewrite(RewriteContext(ir.from_proto(parsed(text, B=b, scales=scales)), "cuda", RECORDS))
 
 
 @pytest.mark.parametrize("family", ["Gemma2", "Gemma3"])
