@@ -1,7 +1,8 @@
 // y = activation(x W^T + bias + residual) for few rows of x, in 16-bit types. What it costs is to
-// read the weight once, so the weight goes from memory straight to the registers in which the
-// tensor cores want it: 16 rows of it, 8 and 8, are those of an m16n8k16 product, 8 rows of x its
-// columns. A thread holds neighbours of a row, because both operands are permuted alike.
+// read the weight once, so a thread reads what it multiplies itself: 16 rows of the weight, 8 and
+// 8, are those of an m16n8k16 product, 8 rows of x its columns. A thread holds neighbours of a row,
+// because both operands are permuted alike. Integers wait in registers, and values of 16 bits in
+// shared memory, where more of them can be under way (docs/tuning.md).
 //
 // The columns are divided among `ways`: way v sums the chunks v, v + ways, ..., and the ways' sums
 // are added up in order. ways depends on n only, so a row of y has the same bits whatever else is
@@ -30,6 +31,21 @@ __device__ __forceinline__ uint4 LoadOnce(const void* place) {
   return v;
 }
 
+// Copies 16 bytes to shared memory while the thread goes on.
+__device__ __forceinline__ void Copy(const void* from, uint4* to) {
+  asm volatile("cp.async.cg.shared.global.L2::256B [%0], [%1], 16;" ::"r"(
+                   static_cast<std::uint32_t>(__cvta_generic_to_shared(to))),
+               "l"(from)
+               : "memory");
+}
+// Ends a group of copies.
+__device__ __forceinline__ void EndCopies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+// Waits for the thread's groups but the last kLeft ones.
+template <int kLeft>
+__device__ __forceinline__ void WaitForCopies() {
+  asm volatile("cp.async.wait_group %0;" ::"n"(kLeft) : "memory");
+}
+
 // ------------------------------------------------------------------- weights
 
 inline constexpr int kSlice = 32;  // columns of x that four threads hold, 8 each
@@ -39,9 +55,9 @@ template <class T>
 struct Dense {
   using Type = T;
   static constexpr int kSlices = 2;  // of a chunk
-  struct Fragment {
-    uint4 values[kSlices];
-  };
+  // What a lane has of a row of a chunk: vectors in shared memory, and a fragment in registers.
+  static constexpr int kCopies = kSlices;
+  struct Fragment {};
   // Where rows begin.
   struct Row {
     const T* weight;
@@ -55,12 +71,15 @@ struct Dense {
     return chunk * (kSlices * kSlice) + t * 8;
   }
   __device__ __forceinline__ Row Begin(std::int64_t row) const { return {weight + row * k}; }
-  __device__ __forceinline__ void Load(const Row& from, unsigned column, Fragment* to) const {
+  // The copies of a warp's lanes are neighbours.
+  __device__ __forceinline__ void Load(const Row& from, unsigned column, uint4* copies,
+                                       Fragment*) const {
 #pragma unroll
-    for (int b = 0; b < kSlices; ++b) to->values[b] = LoadOnce(from.weight + column + b * kStep);
+    for (int b = 0; b < kSlices; ++b) Copy(from.weight + column + b * kStep, copies + 32 * b);
   }
-  __device__ __forceinline__ uint4 Values(const Fragment& fragment, int b, unsigned) const {
-    return fragment.values[b];
+  __device__ __forceinline__ uint4 Values(const uint4* copies, const Fragment&, int b,
+                                          unsigned) const {
+    return copies[32 * b];
   }
   // x in the order of `Values`.
   static __device__ __forceinline__ uint4 Arranged(const uint4& x) { return x; }
@@ -74,7 +93,7 @@ template <class T, int kBits, bool kHasZero>
 struct Blocks {
   using Type = T;
   using Pair = std::conditional_t<std::is_same_v<T, Half>, __half2, __nv_bfloat162>;
-  static constexpr int kSlices = 16 / kBits;
+  static constexpr int kSlices = 16 / kBits, kCopies = 0;
   struct Fragment {
     uint4 words;
     std::uint32_t scale, zeros;
@@ -98,7 +117,8 @@ struct Blocks {
             reinterpret_cast<const std::uint16_t*>(scale) + row * blocks,
             kHasZero ? zero + row * ((blocks * kBits + 7) / 8) : nullptr};
   }
-  __device__ __forceinline__ void Load(const Row& from, unsigned column, Fragment* to) const {
+  __device__ __forceinline__ void Load(const Row& from, unsigned column, uint4*,
+                                       Fragment* to) const {
     to->words = LoadOnce(from.weight + column * kBits / 8);
     LoadScale(from, column, to);
   }
@@ -109,7 +129,8 @@ struct Blocks {
     to->words = {words[0], kBits == 8 ? words[1] : 0, 0, 0};
     LoadScale(from, column, to);
   }
-  __device__ __forceinline__ uint4 Values(const Fragment& fragment, int b, unsigned column) const {
+  __device__ __forceinline__ uint4 Values(const uint4*, const Fragment& fragment, int b,
+                                          unsigned column) const {
     std::uint32_t zero_of = 1u << (kBits - 1);
     if constexpr (kHasZero)
       zero_of = kBits == 8 ? fragment.zeros : fragment.zeros >> ((column >> shift) % 2 * 4) & 15;
@@ -249,7 +270,7 @@ __device__ __forceinline__ void Store(const Task<T>& p, int row, int column, flo
   const std::int64_t place = static_cast<std::int64_t>(row) * columns + column;
   if (p.bias != nullptr) sum += ToCompute(p.bias[column]);
   if (p.residual != nullptr) sum += ToCompute(p.residual[place]);
-  float y = Activated(sum, p.active);
+  float y = p.active == Active::kNone ? sum : Activated(sum, p.active);
   if (p.is_gated) y *= p.bias == nullptr ? other : other + ToCompute(p.bias[column + columns]);
   Round(y, &p.y[place]);
 }
@@ -267,6 +288,11 @@ __device__ __forceinline__ void MultiplySlice(const uint4& upper, const uint4& l
   }
 }
 
+// Shared memory of a warp: what its lanes copy, and then its sums.
+template <class Weight, int kGroups, int kTiles, int kStages>
+inline constexpr int kWarpBytes = Weight::kCopies > 0 ? kStages * kGroups * Weight::kCopies * 512
+                                                      : 8 * kTiles * (8 * kGroups + 4) * 4;
+
 // A block has 8 kGroups rows of the weight and 8 kTiles rows of x. Its warps are the ways.
 // kStages: chunks that a warp has under way. Lanes without a row of x have the last one.
 template <class Weight, int kGroups, int kTiles, int kWarps, int kStages, int kBlocks>
@@ -275,7 +301,10 @@ static __global__ void __launch_bounds__(kWarps * 32, kBlocks)
   using T = typename Weight::Type;
   constexpr int kSlices = Weight::kSlices, kRows = kTiles * 8;
   constexpr int kWidth = 8 * kGroups + 4;  // of a row of sums, which begins in other banks
-  __shared__ float all[kWarps][kRows * kWidth];
+  constexpr int kBytes = kWarpBytes<Weight, kGroups, kTiles, kStages>;
+  static_assert(kBytes >= kRows * kWidth * 4);
+  constexpr bool kCopies = Weight::kCopies > 0;
+  extern __shared__ __align__(16) char memory[];
   const int lane = static_cast<int>(threadIdx.x) % 32, way = static_cast<int>(threadIdx.x) / 32;
   const int g = lane / 4, t = lane % 4;
   const int count = way < p.chunks ? (p.chunks - way + kWarps - 1) / kWarps : 0;
@@ -286,6 +315,10 @@ static __global__ void __launch_bounds__(kWarps * 32, kBlocks)
   const int parts = kTiles == 1 ? 1 : (p.m + kRows - 1) / kRows;
   const int first_row = static_cast<int>(blockIdx.x) % parts * kRows;  // of x
   const int first_group = static_cast<int>(blockIdx.x) / parts * own;
+  const auto copies = [&](int stage, int r) {
+    return reinterpret_cast<uint4*>(memory + way * kBytes) +
+           (stage * kGroups + r) * Weight::kCopies * 32 + lane;
+  };
   typename Weight::Fragment fragments[kStages][kGroups];
   typename Weight::Row from[kGroups];
 #pragma unroll
@@ -299,17 +332,18 @@ static __global__ void __launch_bounds__(kWarps * 32, kBlocks)
   const auto column_of = [&](int i) { return Weight::Column(way + i * kWarps, t); };
   const auto load = [&](int stage, int i) {
     const int column = column_of(i);
+    if (i < count)
 #pragma unroll
-    for (int r = 0; r < kGroups; ++r)
-      weight.Load(from[r], column < p.k ? column : 0, &fragments[stage][r]);
+      for (int r = 0; r < kGroups; ++r)
+        weight.Load(from[r], column < p.k ? column : 0, copies(stage, r), &fragments[stage][r]);
+    if (kCopies) EndCopies();  // empty ones, too: they are counted
   };
   const auto load_first = [&] {
 #pragma unroll
-    for (int s = 0; s < kStages; ++s)
-      if (s < count) load(s, s);
+    for (int s = 0; s < kStages; ++s) load(s, s);
   };
   if (p.is_constant) load_first();
-  WaitForPreviousKernel();  // which may write all but a constant weight
+  WaitForPreviousKernel<INT32_MAX>();  // which may write all but a constant weight
   if (!p.is_constant) load_first();
 
   const T* x[kTiles];
@@ -318,49 +352,69 @@ static __global__ void __launch_bounds__(kWarps * 32, kBlocks)
     const int row = first_row + m * 8 + g;
     x[m] = p.x + static_cast<std::int64_t>(row < p.m ? row : p.m - 1) * p.k;
   }
-  float sums[kGroups / 2][kTiles][4] = {};
-  for (int begin = 0; begin < count; begin += kStages) {
+  uint4 next[kSlices][kTiles];
+  const auto load_x = [&](int i) {
+    const int column = column_of(i);
+    const bool is_inside = i < count && column < p.k;  // slices end together
 #pragma unroll
+    for (int b = 0; b < kSlices; ++b)
+#pragma unroll
+      for (int m = 0; m < kTiles; ++m)
+        next[b][m] = is_inside ? *reinterpret_cast<const uint4*>(x[m] + column + b * Weight::kStep)
+                               : uint4{};
+  };
+  float sums[kGroups / 2][kTiles][4] = {};
+  if (kCopies) load_x(0);
+  constexpr int kUnrolled = kCopies ? 1 : kStages;  // registers have no numbers at run time
+#pragma unroll 1
+  for (int begin = 0; begin < count; begin += kStages) {
+#pragma unroll kUnrolled
     for (int s = 0; s < kStages; ++s) {
       const int i = begin + s;
       if (i >= count) break;
       const int column = column_of(i);
-      uint4 columns[kSlices][kTiles] = {};
-      if (column < p.k) {  // slices end together
+      if (!kCopies) load_x(i);
+      uint4 columns[kSlices][kTiles];
 #pragma unroll
-        for (int b = 0; b < kSlices; ++b)
+      for (int b = 0; b < kSlices; ++b)
 #pragma unroll
-          for (int m = 0; m < kTiles; ++m)
-            columns[b][m] = Weight::Arranged(
-                *reinterpret_cast<const uint4*>(x[m] + column + b * Weight::kStep));
+        for (int m = 0; m < kTiles; ++m) columns[b][m] = Weight::Arranged(next[b][m]);
+      if (kCopies) {
+        load_x(i + 1);  // there are registers for it
+        WaitForCopies<kStages - 1>();
       }
 #pragma unroll
       for (int b = 0; b < kSlices; ++b)
 #pragma unroll
         for (int r = 0; r < kGroups; r += 2)
-          MultiplySlice<T>(weight.Values(fragments[s][r], b, column),
-                           weight.Values(fragments[s][r + 1], b, column), columns[b], sums[r / 2]);
-      if (i + kStages < count) load(s, i + kStages);
+          MultiplySlice<T>(weight.Values(copies(s, r), fragments[s][r], b, column),
+                           weight.Values(copies(s, r + 1), fragments[s][r + 1], b, column),
+                           columns[b], sums[r / 2]);
+      load(s, i + kStages);
     }
   }
 
+  __syncwarp();  // its lanes have read their copies
+  const auto all = [&](int warp) { return reinterpret_cast<float*>(memory + warp * kBytes); };
 #pragma unroll
   for (int r = 0; r < kGroups; r += 2)
 #pragma unroll
     for (int m = 0; m < kTiles; ++m)
 #pragma unroll
       for (int i = 0; i < 4; ++i)
-        all[way][(m * 8 + 2 * t + i % 2) * kWidth + (r + i / 2) * 8 + g] = sums[r / 2][m][i];
+        all(way)[(m * 8 + 2 * t + i % 2) * kWidth + (r + i / 2) * 8 + g] = sums[r / 2][m][i];
   __syncthreads();
   const auto sum_at = [&](int at) {
     float sum = 0;
 #pragma unroll
-    for (int v = 0; v < kWarps; ++v) sum += all[v][at];
+    for (int v = 0; v < kWarps; ++v) sum += all(v)[at];
     return sum;
   };
   const int width = own * 8, rows = p.m - first_row < kRows ? p.m - first_row : kRows;
+  const int shift = (kGroups == 4 ? 5 : 4) - p.is_gated;  // log2(width)
+#pragma unroll 1
   for (int i = static_cast<int>(threadIdx.x); i < rows * width; i += kWarps * 32) {
-    const int row = i / width, at = i % width, column = first_group * 8 + at;
+    const int row = i >> shift, at = i & (width - 1), column = first_group * 8 + at;
     if (column < groups * 8)
       Store(p, first_row + row, column, sum_at(row * kWidth + at),
             p.is_gated ? sum_at(row * kWidth + at + width) : 0.0f);
@@ -374,22 +428,33 @@ Status LaunchNarrow(const Call& call, const Weight& weight,
                     const Task<typename Weight::Type>& task) {
   constexpr int kWidth = 8 * kGroups, kRows = 8 * kTiles;
   const std::int64_t parts = (task.m + kRows - 1) / kRows;
-  const Grid grid{(task.n + kWidth - 1) / kWidth * parts, dim3(kWarps * 32)};
+  Grid grid{(task.n + kWidth - 1) / kWidth * parts, dim3(kWarps * 32)};
+  grid.shared_bytes = kWarps * kWarpBytes<Weight, kGroups, kTiles, kStages>;
   return LaunchKernel(NarrowKernel<Weight, kGroups, kTiles, kWarps, kStages, kBlocks>,
-                      Dependent(grid), call, weight, task);
+                      Dependent(grid, INT32_MAX), call, weight, task);
 }
 
 // The settings change how fast a call is, but for the warps, which are the ways: they decide the
-// bits.
-template <int kTiles, class Weight>
-Status LaunchTiles(const Call& call, const Weight& weight,
-                   const Task<typename Weight::Type>& task) {
-  constexpr bool kHas4Bits = Weight::kSlices == 4, kIsOneTile = kTiles == 1;
-  constexpr int kStages = kHas4Bits && kIsOneTile ? 4 : 2;
-  constexpr int kBlocks = !kHas4Bits ? 4 : kIsOneTile ? 5 : 3;  // as the registers allow
-  if (task.n < 3072) return LaunchNarrow<2, kTiles, 16, kStages, 1>(call, weight, task);
-  return task.n < 8192 ? LaunchNarrow<2, kTiles, 8, kIsOneTile ? 4 : 2, 2>(call, weight, task)
-                       : LaunchNarrow<4, kTiles, 4, 2, kBlocks>(call, weight, task);
+// bits. Few registers let the next kernels of a stream begin beside this one.
+template <int kTiles, class T>
+Status LaunchTiles(const Call& call, const Dense<T>& weight, const Task<T>& task) {
+  if (task.n >= 8192) return LaunchNarrow<4, kTiles, 4, 3, 4>(call, weight, task);
+  if (task.n >= 3072) return LaunchNarrow<2, kTiles, 8, 4, 2>(call, weight, task);
+  int most = 0;
+  TWINOP_RETURN_IF_ERROR(DeviceAttribute<cudaDevAttrMaxSharedMemoryPerBlockOptin>(&most));
+  return most >= 16 * kWarpBytes<Dense<T>, 2, kTiles, 6>
+             ? LaunchNarrow<2, kTiles, 16, 6, 1>(call, weight, task)
+             : LaunchNarrow<2, kTiles, 16, 3, 1>(call, weight, task);
+}
+
+template <int kTiles, class T, int kBits, bool kHasZero>
+Status LaunchTiles(const Call& call, const Blocks<T, kBits, kHasZero>& weight,
+                   const Task<T>& task) {
+  constexpr bool kIsWide = kBits == 4 && kTiles == 2;
+  constexpr bool kIsLean = kBits == 4 && kTiles == 1 && !kHasZero;
+  if (task.n < 3072) return LaunchNarrow<2, kTiles, 16, 2, kIsLean ? 2 : 1>(call, weight, task);
+  return task.n < 8192 ? LaunchNarrow<2, kTiles, 8, 2, kIsLean ? 4 : 2>(call, weight, task)
+                       : LaunchNarrow<4, kTiles, 4, 2, kIsWide ? 3 : 4>(call, weight, task);
 }
 
 template <class Weight>

@@ -26,7 +26,7 @@ static __global__ void DenseKernel(const Weight weight, typename Weight::Type* d
   const int column = static_cast<int>(i % eights) * 8;
   typename Weight::Fragment fragment;
   weight.LoadEight(weight.Begin(i / eights), column, &fragment);
-  reinterpret_cast<uint4*>(dense)[i] = Weight::InOrder(weight.Values(fragment, 0, column));
+  reinterpret_cast<uint4*>(dense)[i] = Weight::InOrder(weight.Values(nullptr, fragment, 0, column));
 }
 
 // Runs linear, or linear_swiglu, with the weight in dense form.

@@ -86,13 +86,14 @@ Status DeviceAttribute(int* value) {
 // kernel of few blocks that begins with WaitForPreviousKernel() is launched while the kernel before
 // it on the stream still runs. It lets the next kernel be launched, and waits until the one before
 // is done and its memory is written: before, no result depends on anything but constants of the
-// model. In larger grids the additional instruction of each block costs more than the overlap saves
-// (docs/tuning.md).
+// model. In larger grids the additional instruction of each block mostly costs more than the
+// overlap saves (docs/tuning.md).
 inline constexpr int kMaxDependentBlocks = 1024;
 
+template <int kMost = kMaxDependentBlocks>
 __device__ __forceinline__ void WaitForPreviousKernel() {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
-  if (gridDim.x > kMaxDependentBlocks) return;
+  if (gridDim.x > kMost) return;
   asm volatile("griddepcontrol.launch_dependents;");
   asm volatile("griddepcontrol.wait;" ::: "memory");
 #endif
@@ -119,9 +120,9 @@ struct Grid {
   std::int64_t blocks;
   dim3 threads;
   unsigned blocks_y = 1;
-  int shared_bytes = 0;       // dynamic
-  int cluster = 1;            // blocks; more than one needs sm_90
-  bool is_dependent = false;  // PDL: the kernel begins with WaitForPreviousKernel()
+  int shared_bytes = 0;    // dynamic
+  int cluster = 1;         // blocks; more than one needs sm_90
+  int most_dependent = 0;  // PDL: up to so many blocks the kernel does WaitForPreviousKernel()
 };
 
 // Blocks of `threads` threads, one thread for each of `count` elements.
@@ -129,8 +130,8 @@ inline Grid GridOver(std::int64_t count, int threads) {
   return {(count + threads - 1) / threads, dim3(static_cast<unsigned>(threads))};
 }
 
-inline Grid Dependent(Grid grid) {
-  grid.is_dependent = true;
+inline Grid Dependent(Grid grid, int most = kMaxDependentBlocks) {
+  grid.most_dependent = most;
   return grid;
 }
 
@@ -219,8 +220,7 @@ Status LaunchKernel(void (*kernel)(Parameters...), const Grid& grid, const Call&
   LaunchConfig launch(grid, static_cast<cudaStream_t>(call.context->stream));
   int architecture = 0;
   TWINOP_RETURN_IF_ERROR(CompiledArchitecture(call, &architecture));
-  if (grid.is_dependent && grid.blocks <= kMaxDependentBlocks && architecture >= 90)
-    launch.LaunchDependent();
+  if (grid.blocks <= grid.most_dependent && architecture >= 90) launch.LaunchDependent();
   TWINOP_RETURN_IF_ERROR(launch.Allow(kernel));
   if (__builtin_expect(kIsTraced, false))
     TraceKernel(reinterpret_cast<const void*>(kernel), grid, architecture);
