@@ -19,6 +19,7 @@
 #include "twinop/attention/tensor_cores.cuh"
 #include "twinop/cached_attention/turn.cuh"
 #include "twinop/math/hardware.h"
+#include "twinop/primitives/l2_hints.cuh"
 #include "twinop/primitives/launch.cuh"
 
 namespace twinop::cached_attention {
@@ -320,8 +321,8 @@ __global__ void __launch_bounds__(kThreads, kSize <= 64 ? 2 : 1)
     if (lane < Keys::kCount && key < last) {
 #pragma unroll
       for (int i = 0; i < kSize; i += 64) {
-        asm volatile("prefetch.global.L2 [%0];" ::"l"(k_rows + std::int64_t{key} * kSize + i));
-        asm volatile("prefetch.global.L2 [%0];" ::"l"(v_rows + std::int64_t{key} * kSize + i));
+        Prefetch(k_rows + std::int64_t{key} * kSize + i);
+        Prefetch(v_rows + std::int64_t{key} * kSize + i);
       }
     }
   }
@@ -436,11 +437,29 @@ __global__ void __launch_bounds__(kThreads, kSize <= 64 ? 2 : 1)
   const float* const weights = slots + (active > 1 ? Sums::kMerged : Sums::kWeights);
 #pragma unroll 1
   for (int tile = rank + active * warp; tile < Sums::kTiles; tile += active * kWarps) {
-    Part parts[kWarps];
+    // Of all warps, whose highest scores are known: shorter than a tree.
+    Part all{{-INFINITY, -INFINITY}, {}, {}}, sinks{{}, {1, 1}, {}};
+    float4 of_warp[kWarps];
 #pragma unroll
-    for (int w = 0; w < kWarps; ++w)
-      parts[w].Load(weights + w * Sums::kFloats, slots + w * Sums::kFloats + 128 * tile, lane);
-    Part all = Merged(parts, kWarps), sinks{{}, {1, 1}, {}};
+    for (int w = 0; w < kWarps; ++w) {
+      of_warp[w] = reinterpret_cast<const float4*>(weights + w * Sums::kFloats)[lane];
+      all.highest[0] = fmaxf(all.highest[0], of_warp[w].x);
+      all.highest[1] = fmaxf(all.highest[1], of_warp[w].z);
+    }
+    const float base[] = {Base(all.highest[0]), Base(all.highest[1])};
+#pragma unroll
+    for (int w = 0; w < kWarps; ++w) {
+      const float4 v =
+          reinterpret_cast<const float4*>(slots + w * Sums::kFloats + 128 * tile)[lane];
+      const float first = FlushingExp2(of_warp[w].x - base[0]),
+                  second = FlushingExp2(of_warp[w].z - base[1]);
+      all.totals[0] = __fmaf_rn(of_warp[w].y, first, all.totals[0]);
+      all.totals[1] = __fmaf_rn(of_warp[w].w, second, all.totals[1]);
+      all.values[0][0] = __fmaf_rn(v.x, first, all.values[0][0]);
+      all.values[0][1] = __fmaf_rn(v.y, first, all.values[0][1]);
+      all.values[1][0] = __fmaf_rn(v.z, second, all.values[1][0]);
+      all.values[1][1] = __fmaf_rn(v.w, second, all.values[1][1]);
+    }
     const int element = tile / (Keys::kWide / 2) * 8 * Keys::kWide + lane / 4 * Keys::kWide +
                         tile % (Keys::kWide / 2) * 2;
     const int h = lane % 4 * 2;
