@@ -169,10 +169,13 @@ def in_genai(folder: Path, package: Path, context: int, stop: float) -> Iterator
         except (BenchError, subprocess.TimeoutExpired) as error:  # steps alone may be measured
             out.print(f"{folder.name}: not measured in onnxruntime-genai: {error}", markup=False)
             continue
-        samples = json.loads(said.splitlines()[-1]).values()
-        times = {name: Time.of([us * 1e-6 for us in each]) for name, each in zip(FILES, samples, strict=True)}
+        told = json.loads(said.splitlines()[-1])
+        samples = zip(FILES, told["us"].values(), strict=True)
+        times = {name: Time.of([us * 1e-6 for us in each]) for name, each in samples}
         rate = {name: round(batch / time.median, 1) for name, time in times.items()}
-        yield {"shape": f"{batch}x{context}", "times": times, "tokens_per_second": rate}
+        graphs = dict(zip(FILES, told["graphs"].values(), strict=True))
+        line = {"shape": f"{batch}x{context}", "times": times, "tokens_per_second": rate}
+        yield line | {"cuda_graphs": graphs}
 
 
 def cells_of(model: Model, batches: str, contexts: str) -> tuple[list[Cell], list[Cell]]:

@@ -1,6 +1,8 @@
 """Generates with onnxruntime-genai, two folders in turn: `decoder_tokens.py` runs it in a process of its own.
 
-It needs neither torch nor ONNX Runtime's Python. It prints the microseconds of a step of each folder.
+It needs neither torch nor ONNX Runtime's Python. It prints the microseconds of a step of each folder, and for
+which of them onnxruntime-genai uses CUDA graphs: the masks that it makes for these have rows for the longest
+text, and GroupQueryAttention refuses a prompt of several sequences with them.
 """
 
 import json
@@ -30,15 +32,30 @@ def microseconds(model: "og.Model", batch: int, prompt: int, new: int) -> float:
     return (time.perf_counter() - start) / new * 1e6
 
 
+def opened(folder: str, batch: int, prompt: int) -> tuple["og.Model", bool]:
+    """Returns a model and whether it uses CUDA graphs: not if it cannot take such a prompt with them."""
+    model = og.Model(folder)
+    try:
+        microseconds(model, batch, prompt, 1)
+    except RuntimeError as error:
+        if "batch_size must be 1" not in str(error):
+            raise
+        config = og.Config(folder)
+        config.set_provider_option("cuda", "enable_cuda_graph", "0")
+        return og.Model(config), False
+    return model, True
+
+
 def main() -> None:
     batch, prompt, new = map(int, sys.argv[1:4])
-    models = {folder: og.Model(folder) for folder in sys.argv[4:]}
+    both = {folder: opened(folder, batch, prompt) for folder in sys.argv[4:]}
+    models = {folder: model for folder, (model, _) in both.items()}
     found: dict[str, list[float]] = {folder: [] for folder in models}
     for repeat in range(REPEATS + 1):
         for folder, model in models.items():
             us = microseconds(model, batch, prompt, new)
             found[folder] += [us] if repeat else []
-    print(json.dumps(found))
+    print(json.dumps({"us": found, "graphs": {folder: has for folder, (_, has) in both.items()}}))
 
 
 if __name__ == "__main__":
