@@ -452,9 +452,12 @@ Status LaunchTiles(const Call& call, const Blocks<T, kBits, kHasZero>& weight,
                    const Task<T>& task) {
   constexpr bool kIsWide = kBits == 4 && kTiles == 2;
   constexpr bool kIsLean = kBits == 4 && kTiles == 1 && !kHasZero;
+  if (task.n >= 8192) return LaunchNarrow<4, kTiles, 4, 2, kIsWide ? 3 : 4>(call, weight, task);
   if (task.n < 3072) return LaunchNarrow<2, kTiles, 16, 2, kIsLean ? 2 : 1>(call, weight, task);
-  return task.n < 8192 ? LaunchNarrow<2, kTiles, 8, 2, kIsLean ? 4 : 2>(call, weight, task)
-                       : LaunchNarrow<4, kTiles, 4, 2, kIsWide ? 3 : 4>(call, weight, task);
+  if constexpr (kIsLean) {
+    if (task.chunks <= 2 * 8) return LaunchNarrow<2, kTiles, 8, 2, 4>(call, weight, task);
+  }
+  return LaunchNarrow<2, kTiles, 8, kTiles == 1 ? 4 : 2, 2>(call, weight, task);
 }
 
 template <class Weight>
