@@ -493,9 +493,17 @@ Status LaunchStep(const Call& call, const Problem& p, const Operands<T>& x) {
   int processors = 0, architecture = 0;
   TWINOP_RETURN_IF_ERROR(DeviceAttribute<cudaDevAttrMultiProcessorCount>(&processors));
   TWINOP_RETURN_IF_ERROR(CompiledArchitecture(call, &architecture));
-  int cluster = 1;  // more blocks where half of the device takes them; two where all of it does
-  while (architecture >= 90 && cluster < kLeaves && cluster * Keys::kPiece < p.rows &&
-         2 * cluster * blocks <= (cluster == 1 ? processors : processors / 2))
+  // More blocks where half of the device takes them; two where all of it holds them, and four for
+  // long caches (docs/tuning.md).
+  constexpr int kHeld = kSize <= 64 ? 2 : 1;  // by a processor
+  int cluster = 1;
+  const auto grows = [&] {
+    const std::int64_t more = 2 * cluster * blocks;
+    if (cluster == 1) return more <= kHeld * processors;
+    return more <= processors / 2 || (cluster == 2 && kHeld == 2 && more <= processors &&
+                                      16 * std::int64_t{Keys::kPiece} <= p.rows);
+  };
+  while (architecture >= 90 && cluster < kLeaves && cluster * Keys::kPiece < p.rows && grows())
     cluster *= 2;
   Grid grid{blocks * cluster, dim3(kThreads)};
   grid.cluster = cluster;
