@@ -132,7 +132,10 @@ def draw(model: Model, cell: Cell, dtype: torch.dtype, device: torch.device) -> 
     for i, part in product(range(model.layers), ("key", "value")):
         feeds[f"past_key_values.{i}.{part}"] = torch.randn(shape, dtype=dtype, device=device)
     dtype = torch.float32 if dtype is torch.bfloat16 else dtype  # as the builder's logits are
-    return feeds, torch.empty(batch, tokens, s.vocab, dtype=dtype, device=device)
+    logits = torch.empty(batch, tokens, s.vocab, dtype=dtype, device=device)
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)  # the sessions run on another stream
+    return feeds, logits
 
 
 def measure(
