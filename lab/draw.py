@@ -77,7 +77,7 @@ def draw_decoders(lines: list[dict[str, Any]], plt: Any) -> None:
             axis.plot(*(zip(*points, strict=True) if points else ((), ())), style, label=name, markersize=4)
         axis.set_xticks(range(len(mine)), [str(batch) for batch, _ in mine])
         axis.set_ylim(bottom=0)
-        axis.set_title(f"{title}, {context:,} keys", fontsize=9)
+        axis.set_title(f"{title}, {context:,} key{'s' * (context != 1)}", fontsize=9)
     for axis in axes[-1]:
         axis.set_xlabel("sequences")
     figure.supylabel("us a step")
