@@ -19,7 +19,6 @@
 #include "twinop/attention/tensor_cores.cuh"
 #include "twinop/cached_attention/turn.cuh"
 #include "twinop/math/hardware.h"
-#include "twinop/primitives/l2_hints.cuh"
 #include "twinop/primitives/launch.cuh"
 
 namespace twinop::cached_attention {
@@ -31,6 +30,8 @@ inline constexpr int kWarps = 8;  // of a block
 inline constexpr int kThreads = 32 * kWarps;
 inline constexpr int kLeaves = 8;  // at most: the blocks of a cluster
 inline constexpr int kHeads = 8;   // of q, which a block takes at a time
+template <int kSize>
+inline constexpr int kBlocksPerProcessor = kSize <= 64 ? 2 : 1;  // as the registers allow
 
 // What is taken from scores before the power: after only -inf the difference would be NaN.
 __device__ __forceinline__ float Base(float highest) { return highest == -INFINITY ? 0 : highest; }
@@ -280,7 +281,7 @@ __device__ __forceinline__ void WaitInCluster() {
 constexpr int Levels(int leaves) { return leaves > 4 ? 3 : leaves > 2 ? 2 : 1; }
 
 template <class T, int kSize>
-__global__ void __launch_bounds__(kThreads, kSize <= 64 ? 2 : 1)
+__global__ void __launch_bounds__(kThreads, kBlocksPerProcessor<kSize>)
     StepKernel(Problem p, Operands<T> x, int cluster) {
   using Keys = cached_attention::Keys<T, kSize>;
   using Sums = cached_attention::Sums<kSize>;
@@ -321,8 +322,8 @@ __global__ void __launch_bounds__(kThreads, kSize <= 64 ? 2 : 1)
     if (lane < Keys::kCount && key < last) {
 #pragma unroll
       for (int i = 0; i < kSize; i += 64) {
-        Prefetch(k_rows + std::int64_t{key} * kSize + i);
-        Prefetch(v_rows + std::int64_t{key} * kSize + i);
+        asm volatile("prefetch.global.L2 [%0];" ::"l"(k_rows + std::int64_t{key} * kSize + i));
+        asm volatile("prefetch.global.L2 [%0];" ::"l"(v_rows + std::int64_t{key} * kSize + i));
       }
     }
   }
@@ -493,9 +494,9 @@ Status LaunchStep(const Call& call, const Problem& p, const Operands<T>& x) {
   int processors = 0, architecture = 0;
   TWINOP_RETURN_IF_ERROR(DeviceAttribute<cudaDevAttrMultiProcessorCount>(&processors));
   TWINOP_RETURN_IF_ERROR(CompiledArchitecture(call, &architecture));
-  // More blocks where half of the device takes them; two where all of it holds them, and four for
-  // long caches (docs/tuning.md).
-  constexpr int kHeld = kSize <= 64 ? 2 : 1;  // by a processor
+  // Two blocks for a head of k if the device holds them all at once; more if they take at most half
+  // of its processors, or for long caches four on all of them (docs/tuning.md).
+  constexpr int kHeld = kBlocksPerProcessor<kSize>;
   int cluster = 1;
   const auto grows = [&] {
     const std::int64_t more = 2 * cluster * blocks;

@@ -248,6 +248,7 @@ struct Task {
 };
 
 __device__ __forceinline__ float Activated(float x, Active active) {
+  if (active == Active::kNone) return x;  // sooner than a jump to one of the others
   switch (active) {
     case Active::kRelu:
       return x < 0 ? 0 : x;
@@ -270,7 +271,7 @@ __device__ __forceinline__ void Store(const Task<T>& p, int row, int column, flo
   const std::int64_t place = static_cast<std::int64_t>(row) * columns + column;
   if (p.bias != nullptr) sum += ToCompute(p.bias[column]);
   if (p.residual != nullptr) sum += ToCompute(p.residual[place]);
-  float y = p.active == Active::kNone ? sum : Activated(sum, p.active);
+  float y = Activated(sum, p.active);
   if (p.is_gated) y *= p.bias == nullptr ? other : other + ToCompute(p.bias[column + columns]);
   Round(y, &p.y[place]);
 }
@@ -303,7 +304,7 @@ static __global__ void __launch_bounds__(kWarps * 32, kBlocks)
   constexpr int kWidth = 8 * kGroups + 4;  // of a row of sums, which begins in other banks
   constexpr int kBytes = kWarpBytes<Weight, kGroups, kTiles, kStages>;
   static_assert(kBytes >= kRows * kWidth * 4);
-  constexpr bool kCopies = Weight::kCopies > 0;
+  constexpr bool kIsCopied = Weight::kCopies > 0;
   extern __shared__ __align__(16) char memory[];
   const int lane = static_cast<int>(threadIdx.x) % 32, way = static_cast<int>(threadIdx.x) / 32;
   const int g = lane / 4, t = lane % 4;
@@ -336,7 +337,7 @@ static __global__ void __launch_bounds__(kWarps * 32, kBlocks)
 #pragma unroll
       for (int r = 0; r < kGroups; ++r)
         weight.Load(from[r], column < p.k ? column : 0, copies(stage, r), &fragments[stage][r]);
-    if (kCopies) EndCopies();  // empty ones, too: they are counted
+    if (kIsCopied) EndCopies();  // empty ones, too: they are counted
   };
   const auto load_first = [&] {
 #pragma unroll
@@ -364,8 +365,8 @@ static __global__ void __launch_bounds__(kWarps * 32, kBlocks)
                                : uint4{};
   };
   float sums[kGroups / 2][kTiles][4] = {};
-  if (kCopies) load_x(0);
-  constexpr int kUnrolled = kCopies ? 1 : kStages;  // registers have no numbers at run time
+  if (kIsCopied) load_x(0);
+  constexpr int kUnrolled = kIsCopied ? 1 : kStages;  // registers have no numbers at run time
 #pragma unroll 1
   for (int begin = 0; begin < count; begin += kStages) {
 #pragma unroll kUnrolled
@@ -373,13 +374,13 @@ static __global__ void __launch_bounds__(kWarps * 32, kBlocks)
       const int i = begin + s;
       if (i >= count) break;
       const int column = column_of(i);
-      if (!kCopies) load_x(i);
+      if (!kIsCopied) load_x(i);
       uint4 columns[kSlices][kTiles];
 #pragma unroll
       for (int b = 0; b < kSlices; ++b)
 #pragma unroll
         for (int m = 0; m < kTiles; ++m) columns[b][m] = Weight::Arranged(next[b][m]);
-      if (kCopies) {
+      if (kIsCopied) {
         load_x(i + 1);  // there are registers for it
         WaitForCopies<kStages - 1>();
       }
@@ -435,7 +436,7 @@ Status LaunchNarrow(const Call& call, const Weight& weight,
 }
 
 // The settings change how fast a call is, but for the warps, which are the ways: they decide the
-// bits. Few registers let the next kernels of a stream begin beside this one.
+// bits.
 template <int kTiles, class T>
 Status LaunchTiles(const Call& call, const Dense<T>& weight, const Task<T>& task) {
   if (task.n >= 8192) return LaunchNarrow<4, kTiles, 4, 3, 4>(call, weight, task);
@@ -450,14 +451,22 @@ Status LaunchTiles(const Call& call, const Dense<T>& weight, const Task<T>& task
 template <int kTiles, class T, int kBits, bool kHasZero>
 Status LaunchTiles(const Call& call, const Blocks<T, kBits, kHasZero>& weight,
                    const Task<T>& task) {
-  constexpr bool kIsWide = kBits == 4 && kTiles == 2;
-  constexpr bool kIsLean = kBits == 4 && kTiles == 1 && !kHasZero;
-  if (task.n >= 8192) return LaunchNarrow<4, kTiles, 4, 2, kIsWide ? 3 : 4>(call, weight, task);
-  if (task.n < 3072) return LaunchNarrow<2, kTiles, 16, 2, kIsLean ? 2 : 1>(call, weight, task);
-  if constexpr (kIsLean) {
-    if (task.chunks <= 2 * 8) return LaunchNarrow<2, kTiles, 8, 2, 4>(call, weight, task);
+  constexpr bool kHas4Bits = kBits == 4, kIsOneTile = kTiles == 1;
+  constexpr int kWays = 8, kMoreWays = 16;
+  if (task.n >= 8192)
+    return LaunchNarrow < 4, kTiles, 4, 2, kHas4Bits && !kIsOneTile ? 3 : 4 > (call, weight, task);
+  const bool is_wide = task.n >= 3072;
+  // Two chunks under way take few registers: the next kernels begin beside this one. They are too
+  // few where rows are long.
+  if constexpr (kHas4Bits && kIsOneTile && !kHasZero) {
+    if (is_wide && task.chunks <= 2 * kWays)
+      return LaunchNarrow<2, kTiles, kWays, 2, 4>(call, weight, task);
+    if (!is_wide && task.chunks <= 4 * kMoreWays)
+      return LaunchNarrow<2, kTiles, kMoreWays, 2, 2>(call, weight, task);
   }
-  return LaunchNarrow<2, kTiles, 8, kTiles == 1 ? 4 : 2, 2>(call, weight, task);
+  return is_wide ? LaunchNarrow<2, kTiles, kWays, kIsOneTile ? 4 : 2, 2>(call, weight, task)
+                 : LaunchNarrow < 2,
+         kTiles, kMoreWays, kHas4Bits && kIsOneTile ? 4 : 2, 1 > (call, weight, task);
 }
 
 template <class Weight>

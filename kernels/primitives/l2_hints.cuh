@@ -6,12 +6,6 @@
 
 namespace twinop {
 
-// Moves a line of 128 bytes to L2. A kernel that runs beside this one may write it still: no value
-// is kept.
-__device__ __forceinline__ void Prefetch(const void* place) {
-  asm volatile("prefetch.global.L2 [%0];" ::"l"(place));
-}
-
 // Hints that keep what a kernel reads longer in L2 than what it writes. A kernel that moves more
 // than L2 holds reads everything once, so it does not matter to the kernel which line leaves L2
 // next, but it does to the memory: the lines that were written then leave soon, in about the order

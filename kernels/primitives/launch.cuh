@@ -87,7 +87,8 @@ Status DeviceAttribute(int* value) {
 // it on the stream still runs. It lets the next kernel be launched, and waits until the one before
 // is done and its memory is written: before, no result depends on anything but constants of the
 // model. In larger grids the additional instruction of each block mostly costs more than the
-// overlap saves (docs/tuning.md).
+// overlap saves (docs/tuning.md). A kernel's kMost is the `most` of its Dependent(): in a larger
+// grid it does not wait.
 inline constexpr int kMaxDependentBlocks = 1024;
 
 template <int kMost = kMaxDependentBlocks>
@@ -120,9 +121,9 @@ struct Grid {
   std::int64_t blocks;
   dim3 threads;
   unsigned blocks_y = 1;
-  int shared_bytes = 0;    // dynamic
-  int cluster = 1;         // blocks; more than one needs sm_90
-  int most_dependent = 0;  // PDL: up to so many blocks the kernel does WaitForPreviousKernel()
+  int shared_bytes = 0;          // dynamic
+  int cluster = 1;               // blocks; more than one needs sm_90
+  int max_dependent_blocks = 0;  // PDL: up to so many blocks the kernel waits for the one before
 };
 
 // Blocks of `threads` threads, one thread for each of `count` elements.
@@ -130,8 +131,9 @@ inline Grid GridOver(std::int64_t count, int threads) {
   return {(count + threads - 1) / threads, dim3(static_cast<unsigned>(threads))};
 }
 
+// The kernel begins with WaitForPreviousKernel<most>().
 inline Grid Dependent(Grid grid, int most = kMaxDependentBlocks) {
-  grid.most_dependent = most;
+  grid.max_dependent_blocks = most;
   return grid;
 }
 
@@ -220,7 +222,7 @@ Status LaunchKernel(void (*kernel)(Parameters...), const Grid& grid, const Call&
   LaunchConfig launch(grid, static_cast<cudaStream_t>(call.context->stream));
   int architecture = 0;
   TWINOP_RETURN_IF_ERROR(CompiledArchitecture(call, &architecture));
-  if (grid.blocks <= grid.most_dependent && architecture >= 90) launch.LaunchDependent();
+  if (grid.blocks <= grid.max_dependent_blocks && architecture >= 90) launch.LaunchDependent();
   TWINOP_RETURN_IF_ERROR(launch.Allow(kernel));
   if (__builtin_expect(kIsTraced, false))
     TraceKernel(reinterpret_cast<const void*>(kernel), grid, architecture);

@@ -728,28 +728,12 @@ class ResidentRows {
   Sum sums_[kSums + 1][kVectors][kWidth] = {};
 };
 
-// Moves the column inputs to L2, if the kernel before this one still runs.
-template <class F, class S, class W>
-__device__ __forceinline__ void PrefetchColumns(const Arguments<F, S, W>& arguments) {
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
-  if constexpr (kColumnInputs<F> > 0 && !F::kColumnsOfBatch) {
-    constexpr int kLine = 128 / sizeof(W);
-    if (gridDim.x > kMaxDependentBlocks) return;
-    for (int c = 0; c < kColumnInputs<F>; ++c)
-      if (arguments.columns[c] != nullptr)
-        for (int i = threadIdx.x * kLine; i < arguments.rows.columns; i += blockDim.x * kLine)
-          Prefetch(arguments.columns[c] + i);
-  }
-#endif
-}
-
 template <class Traits>
 __global__ void __maxnreg__(Traits::kRegisters)
     ResidentKernel(typename Traits::F functor,
                    Arguments<typename Traits::F, typename Traits::S, typename Traits::W> arguments,
                    Reads reads, Compute<typename Traits::S>* partials) {
   extern __shared__ __align__(128) unsigned char memory[];
-  PrefetchColumns(arguments);
   WaitForPreviousKernel();
   ResidentRows<Traits> rows(functor, arguments, reads, memory);
   if constexpr (Traits::F::kColumnReductions > 0) {
