@@ -453,8 +453,8 @@ Status LaunchTiles(const Call& call, const Blocks<T, kBits, kHasZero>& weight,
                    const Task<T>& task) {
   constexpr bool kHas4Bits = kBits == 4, kIsOneTile = kTiles == 1;
   constexpr int kWays = 8, kMoreWays = 16;
-  if (task.n >= 8192)
-    return LaunchNarrow < 4, kTiles, 4, 2, kHas4Bits && !kIsOneTile ? 3 : 4 > (call, weight, task);
+  constexpr int kBlocks = kHas4Bits && !kIsOneTile ? 3 : 4;  // as the registers allow
+  if (task.n >= 8192) return LaunchNarrow<4, kTiles, 4, 2, kBlocks>(call, weight, task);
   const bool is_wide = task.n >= 3072;
   // Two chunks under way take few registers: the next kernels begin beside this one. They are too
   // few where rows are long.
@@ -464,9 +464,9 @@ Status LaunchTiles(const Call& call, const Blocks<T, kBits, kHasZero>& weight,
     if (!is_wide && task.chunks <= 4 * kMoreWays)
       return LaunchNarrow<2, kTiles, kMoreWays, 2, 2>(call, weight, task);
   }
-  return is_wide ? LaunchNarrow<2, kTiles, kWays, kIsOneTile ? 4 : 2, 2>(call, weight, task)
-                 : LaunchNarrow < 2,
-         kTiles, kMoreWays, kHas4Bits && kIsOneTile ? 4 : 2, 1 > (call, weight, task);
+  constexpr int kStages = kIsOneTile ? 4 : 2, kMoreStages = kHas4Bits ? kStages : 2;
+  return is_wide ? LaunchNarrow<2, kTiles, kWays, kStages, 2>(call, weight, task)
+                 : LaunchNarrow<2, kTiles, kMoreWays, kMoreStages, 1>(call, weight, task);
 }
 
 template <class Weight>

@@ -13,27 +13,25 @@ from collections.abc import Callable, Mapping
 from functools import cached_property
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import onnx
 import pytest
 import torch
 from decoder_graphs import Sizes, stack, write
 from genai_models import build
+from optimizing import UNTIMED
 from torch import Tensor
 from torch_decoder import TorchDecoder
 
 from twinop import deploy
 from twinop.bench.runtime import bind, open_session
 from twinop.optimize import optimize_folder
-from twinop.optimize.rewrite_check import RewriteCheck
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 SIZES = Sizes(width=256, inner=512, heads=4, kv_heads=2, vocab=512, context=1100)
 LAYERS, SEQUENCES, ROWS = 3, 16, 320
 LENGTHS = (1, 2, 63, 64, 65, 127, 128, 129, 200, 255, 256, 257, 300, 319, 320, 5)
 """Keys of each sequence, with the new one."""
-UNTIMED = patch.object(RewriteCheck, "_milliseconds", lambda self, *paths, stop: [1.0] * len(paths))
 each_device = pytest.mark.parametrize(
     ("device", "precision"),
     [

@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import numpy as np
 import onnx
@@ -14,7 +13,7 @@ import onnx_ir as ir
 import onnxruntime as ort
 import pytest
 from genai_models import FAMILIES, PROMPT, STEPS, Decoder, Genai, build
-from optimizing import nodes, parsed, types, weights
+from optimizing import UNTIMED, nodes, parsed, types, weights
 from samples import RECORDS
 
 from twinop.deploy.errors import PackError
@@ -24,11 +23,9 @@ from twinop.errors import ExportError, TwinopError
 from twinop.library import find_library
 from twinop.optimize import OptimizeReport, command, decoders, equivalence, optimize_folder, quantised
 from twinop.optimize.graph import RewriteContext
-from twinop.optimize.rewrite_check import RewriteCheck
 
 Builds = Callable[..., Path]
 slow = pytest.mark.slow
-UNTIMED = patch.object(RewriteCheck, "_milliseconds", lambda self, *paths, stop: [1.0] * len(paths))
 
 
 def optimized(source: Path, target: Path, device: str = "cpu", **options: Any) -> OptimizeReport:
