@@ -361,6 +361,8 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerProcessor<kSize>)
     return;
   }
   const int active = min(pieces - skipped, cluster);  // blocks with keys
+  // A block that leaves without arriving at the cluster's barrier holds up the others.
+  if (cluster > 1 && (active == 1 || rank >= active)) ArriveInCluster<false>();
   if (rank >= active) return;
   __syncthreads();
   const auto slot = [&](int level) { return slots + (level * kWarps + warp) * Sums::kFloats; };
