@@ -5,8 +5,8 @@
 // shared memory, where more of them can be under way (docs/tuning.md).
 //
 // The columns are divided among `ways`: way v sums the chunks v, v + ways, ..., and the ways' sums
-// are added up in order. ways depends on n only, so a row of y has the same bits whatever else is
-// in x. Each way is a warp, so that all processors read.
+// are added up in order. ways depends on n and k only, so a row of y has the same bits whatever
+// else is in x. Each way is a warp, so that all processors read.
 #pragma once
 
 #include <cstdint>
@@ -29,6 +29,12 @@ __device__ __forceinline__ uint4 LoadOnce(const void* place) {
                : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
                : "l"(place));
   return v;
+}
+
+// Brings 32 bytes into L1 while the thread goes on.
+__device__ __forceinline__ void Touch(const void* place) {
+  std::uint32_t unused;
+  asm volatile("ld.global.ca.u32 %0, [%1];" : "=r"(unused) : "l"(place) : "memory");
 }
 
 // Copies 16 bytes to shared memory while the thread goes on.
@@ -365,7 +371,20 @@ static __global__ void __launch_bounds__(kWarps * 32, kBlocks)
                                : uint4{};
   };
   float sums[kGroups / 2][kTiles][4] = {};
-  if (kIsCopied) load_x(0);
+  if (kIsCopied) {
+    load_x(0);
+  } else {  // Brings x into L1: there are no registers to read it ahead.
+    constexpr int kSectors = kSlices * kSlice * 2 / 32;  // of a chunk of a row
+    const int rows = p.m - first_row < kRows ? p.m - first_row : kRows;
+    const int last = count * kSectors * rows;
+#pragma unroll 1
+    for (int i = lane; i < last; i += 32) {
+      const int sector = i % kSectors, chunk = way + i / kSectors % count * kWarps;
+      const int column = chunk * (kSlices * kSlice) + sector * 16;
+      if (column < p.k)
+        Touch(p.x + static_cast<std::int64_t>(first_row + i / kSectors / count) * p.k + column);
+    }
+  }
   constexpr int kUnrolled = kIsCopied ? 1 : kStages;  // registers have no numbers at run time
 #pragma unroll 1
   for (int begin = 0; begin < count; begin += kStages) {
@@ -435,17 +454,25 @@ Status LaunchNarrow(const Call& call, const Weight& weight,
                       Dependent(grid, INT32_MAX), call, weight, task);
 }
 
-// The settings change how fast a call is, but for the warps, which are the ways: they decide the
-// bits.
+// The settings are as measured on an H200 (docs/tuning.md). They change how fast a call is, but for
+// the warps, which are the ways: they decide the bits, so they do not depend on m.
 template <int kTiles, class T>
 Status LaunchTiles(const Call& call, const Dense<T>& weight, const Task<T>& task) {
-  if (task.n >= 8192) return LaunchNarrow<4, kTiles, 4, 3, 4>(call, weight, task);
-  if (task.n >= 3072) return LaunchNarrow<2, kTiles, 8, 4, 2>(call, weight, task);
+  if (task.n >= 8192)
+    return task.chunks < 64 ? LaunchNarrow<4, kTiles, 4, 3, 4>(call, weight, task)
+                            : LaunchNarrow<4, kTiles, 4, 2, 4>(call, weight, task);
+  if (task.n > 4608) return LaunchNarrow<2, kTiles, 8, 4, 2>(call, weight, task);
   int most = 0;
   TWINOP_RETURN_IF_ERROR(DeviceAttribute<cudaDevAttrMaxSharedMemoryPerBlockOptin>(&most));
-  return most >= 16 * kWarpBytes<Dense<T>, 2, kTiles, 6>
-             ? LaunchNarrow<2, kTiles, 16, 6, 1>(call, weight, task)
-             : LaunchNarrow<2, kTiles, 16, 3, 1>(call, weight, task);
+  const bool is_narrow = task.n < 3072, is_short = task.chunks <= 32;
+  if (most >= 16 * kWarpBytes<Dense<T>, 4, kTiles, 2>) {
+    if (is_narrow && task.chunks >= 128)
+      return LaunchNarrow<2, kTiles, 32, 2, 1>(call, weight, task);
+    if (is_short && (is_narrow || task.m == 1))
+      return LaunchNarrow<4, kTiles, 16, 2, 1>(call, weight, task);
+  }
+  return is_short && !is_narrow ? LaunchNarrow<2, kTiles, 16, 2, 2>(call, weight, task)
+                                : LaunchNarrow<2, kTiles, 16, 3, 2>(call, weight, task);
 }
 
 template <int kTiles, class T, int kBits, bool kHasZero>
@@ -453,16 +480,20 @@ Status LaunchTiles(const Call& call, const Blocks<T, kBits, kHasZero>& weight,
                    const Task<T>& task) {
   constexpr bool kHas4Bits = kBits == 4, kIsOneTile = kTiles == 1;
   constexpr int kWays = 8, kMoreWays = 16;
+  if constexpr (kHas4Bits)
+    if (task.n >= 8192 && task.n < 65536 && task.chunks >= 32)
+      return LaunchNarrow<4, kTiles, 2, kIsOneTile ? 4 : 2, 6>(call, weight, task);
   constexpr int kBlocks = kHas4Bits && !kIsOneTile ? 3 : 4;  // as the registers allow
   if (task.n >= 8192) return LaunchNarrow<4, kTiles, 4, 2, kBlocks>(call, weight, task);
-  const bool is_wide = task.n >= 3072;
-  // Two chunks under way take few registers: the next kernels begin beside this one. They are too
-  // few where rows are long.
+  const bool is_narrow = task.n < 3072, is_few = task.n <= 4224;  // for all processors
+  const bool is_wide = !is_narrow && (!is_few || task.chunks < 64);
+  // Two chunks under way take few registers, so that the next kernels begin beside this one.
   if constexpr (kHas4Bits && kIsOneTile && !kHasZero) {
-    if (is_wide && task.chunks <= 2 * kWays)
-      return LaunchNarrow<2, kTiles, kWays, 2, 4>(call, weight, task);
-    if (!is_wide && task.chunks <= 4 * kMoreWays)
-      return LaunchNarrow<2, kTiles, kMoreWays, 2, 2>(call, weight, task);
+    if (is_wide && (!is_few || task.chunks <= 2 * kWays))
+      return LaunchNarrow<4, kTiles, kWays, 2, 2>(call, weight, task);
+    if (is_narrow && task.chunks <= 2 * kMoreWays)
+      return LaunchNarrow<4, kTiles, kMoreWays, 2, 1>(call, weight, task);
+    if (!is_wide && !is_narrow) return LaunchNarrow<2, kTiles, kMoreWays, 2, 2>(call, weight, task);
   }
   constexpr int kStages = kIsOneTile ? 4 : 2, kMoreStages = kHas4Bits ? kStages : 2;
   return is_wide ? LaunchNarrow<2, kTiles, kWays, kStages, 2>(call, weight, task)
