@@ -103,8 +103,8 @@ _FORMER_RELU = "61fa5f81d25b2d12"
 
 def _schema_problem(model: Model, library: Library, record: OpSpec) -> Iterator[str]:
     expected = model.metadata.get(record.metadata_key, record.schema_hash)
-    is_former = _is_relu(record) and expected == _FORMER_RELU
-    if expected != record.schema_hash and not is_former:
+    former = record.former_hashes | ({_FORMER_RELU} if _is_relu(record) else set())
+    if expected not in {record.schema_hash, *former}:
         exporter = model.metadata.get("twinop.version", "another version")
         yield (
             f"{record.onnx_name} was exported by twinop {exporter} with schema {expected}; the library "

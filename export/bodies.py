@@ -132,24 +132,24 @@ _ZERO_BIAS = DefaultInput(0, lambda attributes: int(attributes["layout"] == "kn"
 
 
 @body(defaults={"bias": _ZERO_BIAS})
-def linear(op, x, weight, bias, residual, *, activation, layout):
+def linear(op, x, weight, bias, residual, *, activation, layout, invariant):
     return _activated(op, _product(op, x, weight, bias, layout), residual, activation)
 
 
 @body(defaults={"bias": _ZERO_BIAS})
-def linear_swiglu(op, x, weight, bias, *, activation, layout):
+def linear_swiglu(op, x, weight, bias, *, activation, layout, invariant):
     packed = _product(op, x, weight, bias, layout)
     return _by_value(op, activation, lambda op, value: _gated(op, packed, value))
 
 
 @body
-def linear_q(op, x, weight, scale, zero, bias, residual, *, bits, block, activation):
+def linear_q(op, x, weight, scale, zero, bias, residual, *, bits, block, activation, invariant):
     y = _quantised_product(op, x, weight, scale, zero, bias, bits, block)
     return _activated(op, y, residual, activation)
 
 
 @body
-def linear_q_swiglu(op, x, weight, scale, zero, bias, *, bits, block, activation):
+def linear_q_swiglu(op, x, weight, scale, zero, bias, *, bits, block, activation, invariant):
     packed = _quantised_product(op, x, weight, scale, zero, bias, bits, block)
     return _by_value(op, activation, lambda op, value: _gated(op, packed, value))
 

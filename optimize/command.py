@@ -35,6 +35,9 @@ def main(
             help="You promise that past and present share memory, which has rows for the whole context.",
         ),
     ] = False,
+    invariant: Annotated[
+        bool, typer.Option("--invariant", help="A prompt's bits on CUDA do not depend on its batch. Slower.")
+    ] = False,
     inputs: Annotated[
         Path | None,
         typer.Option(help="An .npz file of inputs to compare and measure on. Default: small generated ones."),
@@ -84,6 +87,7 @@ def main(
             device=device,
             padding=padding,
             shared_caches=shared_caches,
+            invariant=invariant,
             inputs_file=inputs,
             without=without or (),
             replace=replace or (),

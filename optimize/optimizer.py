@@ -26,6 +26,7 @@ from . import (
     equivalence,
     gated,
     growing_caches,
+    invariance,
     linear,
     merge_linear,
     norm_inputs,
@@ -85,6 +86,7 @@ def optimize(
     device: str = "cuda",
     padding: str | None = None,
     shared_caches: bool = False,
+    invariant: bool = False,
     inputs_file: str | os.PathLike[str] | None = None,
     without: Sequence[str] = (),
     replace: Sequence[str] = (),
@@ -108,6 +110,7 @@ def optimize(
         device: what the model is optimised for, "cuda" or "cpu". The result runs on both.
         padding: "right" promises that masks hide nothing but the end of each sequence.
         shared_caches: promises that past and present share memory, which has rows for the whole context.
+        invariant: a prompt's logits on CUDA do not depend on its batch; the report names nodes that may.
         inputs_file: an .npz file of inputs for the comparison; by default they are generated.
         without: names of rewrites to leave out.
         replace: ops that replace standard operators, such as "add" and "softmax" (`standard_ops.py`).
@@ -139,6 +142,7 @@ def optimize(
     separate_names(model)
     branches.move_out(model)
     model.graph.meta[cached_attention.SHARED_CACHES] = shared_caches
+    model.graph.meta[invariance.INVARIANT] = invariant
     own_dtype = _NAMES.get(main_dtype(model), "float32")
     if own_dtype in precision.DTYPES:
         decoders.mark_wide_norms(model)
@@ -146,6 +150,10 @@ def optimize(
     is_changed = decoders.split_query_norms(model) + decoders.set_full_precision(model) > 0
     interface = _interface(model)
     report.dtype = dtype or own_dtype
+    if invariant and (device != "cuda" or report.dtype not in precision.DTYPES):
+        raise ExportError(
+            f"{option('invariant', True)}: is for cuda in float16 or bfloat16, not {device} in {report.dtype}"
+        )
     if own_dtype == "float64" != report.dtype:
         raise ExportError(
             f"{option('dtype', dtype)}: the model is in float64, which stays. Leave out "
@@ -158,7 +166,7 @@ def optimize(
     with work_folder(target) as folder:
         original = source if not (narrow_types or is_changed) else None
         found = {own_dtype, *(_NAMES[kind] for kind in (*narrow_types, *interface.values()))}
-        unchanged = source if dtype is None or found == {dtype} else None
+        unchanged = source if not invariant and (dtype is None or found == {dtype}) else None
         exposed = interface if dtype is None else {}
         check = RewriteCheck(
             model, original, unchanged, exposed, is_changed, folder, records, report, padding, own, progress
@@ -174,7 +182,8 @@ def optimize(
         best = check.verify(rewrites)
         notes = [*report.notes]
         files = check.finish(best, target.name)
-        if report.made:
+        report.untimed = f"{option('invariant', True)} keeps slow rewrites, too" if invariant else ""
+        if report.made and not invariant:
             faster = check.drop_slow(best, files[-1])
             if faster is not best:
                 report.notes = notes

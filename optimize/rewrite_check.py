@@ -37,6 +37,7 @@ from . import (
     equivalence,
     growing_caches,
     inputs,
+    invariance,
     masks,
     precision,
     quantised,
@@ -352,6 +353,7 @@ class RewriteCheck:
         """Replaces products of quantised weights, which only exist in 16 bits."""
         if context.device == "cuda" and self.report.dtype in precision.DTYPES:
             quantised.rewrite(context)
+            invariance.rewrite(context)
             clean(context.model)
             g.share_constants(context.graph)
 

@@ -14,6 +14,7 @@ from twinop.declare import CPU_FUNCTIONS, DERIVATIVES, SECOND_DERIVATIVES
 
 from .registry import functions
 
+_Maybe = Tensor | None
 _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "none": lambda x: x,
     "relu": F.relu,
@@ -32,13 +33,15 @@ def _product(x: Tensor, weight: Tensor, bias: Tensor | None, layout: str) -> Ten
 
 
 def _on_cpu(
-    x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, *, activation: str, layout: str
+    x: Tensor, weight: Tensor, bias: _Maybe, residual: _Maybe, activation: str, layout: str, **_: bool
 ) -> Tensor:
     y = _product(x, weight, bias, layout)
     return _ACTIVATIONS[activation](y if residual is None else y + residual)
 
 
-def _swiglu_on_cpu(x: Tensor, weight: Tensor, bias: Tensor | None, *, activation: str, layout: str) -> Tensor:
+def _swiglu_on_cpu(
+    x: Tensor, weight: Tensor, bias: _Maybe, activation: str, layout: str, **_: bool
+) -> Tensor:
     gate, others = _product(x, weight, bias, layout).chunk(2, -1)
     return _ACTIVATIONS[activation](gate) * others
 
@@ -119,20 +122,13 @@ def _linear_swiglu_backward(
 CPU_FUNCTIONS["linear"] = _on_cpu
 CPU_FUNCTIONS["linear_swiglu"] = _swiglu_on_cpu
 for table in (CPU_FUNCTIONS, SECOND_DERIVATIVES):  # which torch differentiates
-    table["linear_q"] = lambda x, weight, scale, zero, bias, residual, bits, block, activation: _on_cpu(
-        x,
-        dequantised(weight, scale, zero, x.shape[-1], bits, block),
-        bias,
-        residual,
-        activation=activation,
-        layout="nk",
+    table["linear_q"] = lambda x, weight, scale, zero, bias, residual, bits, block, activation, invariant: (
+        _on_cpu(
+            x, dequantised(weight, scale, zero, x.shape[-1], bits, block), bias, residual, activation, "nk"
+        )
     )
-    table["linear_q_swiglu"] = lambda x, weight, scale, zero, bias, bits, block, activation: _swiglu_on_cpu(
-        x,
-        dequantised(weight, scale, zero, x.shape[-1], bits, block),
-        bias,
-        activation=activation,
-        layout="nk",
+    table["linear_q_swiglu"] = lambda x, weight, scale, zero, bias, bits, block, activation, invariant: (
+        _swiglu_on_cpu(x, dequantised(weight, scale, zero, x.shape[-1], bits, block), bias, activation, "nk")
     )
 DERIVATIVES["linear"] = _linear_backward
 DERIVATIVES["linear_swiglu"] = _linear_swiglu_backward

@@ -8,7 +8,7 @@ import ast
 import hashlib
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from typing import Any
 
@@ -197,6 +197,15 @@ class OpSpec:
     def schema_hash(self) -> str:
         """A hash of the op's signature (16 hex digits), which exported models carry."""
         return hashlib.sha256(self.schema.encode()).hexdigest()[:16]
+
+    @property
+    def former_hashes(self) -> set[str]:
+        """The hashes without the last attributes: older models' nodes, which lack them, have the defaults."""
+        schema, found = self.schema, set[str]()
+        for each in reversed(self.attributes):
+            schema = schema.replace(f", {each.kind} {each.name}={each.default_text})", ")")
+            found.add(replace(self, schema=schema).schema_hash)
+        return found
 
     @cached_property
     def combinations(self) -> tuple[dict[str, str], ...]:

@@ -127,9 +127,16 @@ template <class Op>
 Status RunOneKernel(const CallOf<Op>& call, const Operands& at, const Sizes& sizes, const Tensor& y,
                     std::string_view activation, bool gated, bool* done) {
   const bool is_constant = Constants<Op>::HasWeight(call) && !at.weight.is_moved();
-  TWINOP_RETURN_IF_ERROR(
-      few_rows::Run(call, at, sizes, y.dtype, activation, gated, is_constant, y.data, done));
-  return *done ? Status() : fused::Run(call, at, sizes, y.dtype, activation, gated, y.data, done);
+  const auto is_invariant = AttributeOf<bool>(call, "invariant"_name);
+  TWINOP_RETURN_IF_ERROR(few_rows::Run(call, at, sizes, y.dtype, activation, gated, is_constant,
+                                       is_invariant, y.data, done));
+  if (*done) return {};
+  if (is_invariant)
+    return Status::Error(
+        "K is " + std::to_string(sizes.k) + " and N " + std::to_string(sizes.n) +
+        "; an invariant product takes 16-bit types, layout nk, K a multiple of 64 and N of " +
+        (gated ? "16" : "8") + ", on a GPU of compute capability 8.0 or later");
+  return fused::Run(call, at, sizes, y.dtype, activation, gated, y.data, done);
 }
 
 template <class Op>

@@ -532,12 +532,13 @@ inline bool Fits(const Sizes& sizes, bool gated) {
 // Computes y, or linear_swiglu's if `gated`. Sets `*done` to false, and does nothing, where other
 // kernels are needed. For the same n, k and dtype it is done for every m up to kFewRows or none.
 inline Status Run(const Call& call, const Operands& at, const Sizes& sizes, DType dtype,
-                  std::string_view activation, bool gated, bool is_constant, void* y, bool* done) {
+                  std::string_view activation, bool gated, bool is_constant, bool is_invariant,
+                  void* y, bool* done) {
   constexpr int kChunk = Dense<Half>::kSlices * kSlice;
   int major = 0;
   TWINOP_RETURN_IF_ERROR(DeviceAttribute<cudaDevAttrComputeCapabilityMajor>(&major));
-  *done = major >= 8 && sizes.m <= kFewRows && Info(dtype).size == 2 && !sizes.is_kn &&
-          sizes.k > 0 && sizes.k % kChunk == 0 && Fits(sizes, gated);
+  *done = major >= 8 && sizes.m <= (is_invariant ? kMostRows : kFewRows) && Info(dtype).size == 2 &&
+          !sizes.is_kn && sizes.k > 0 && sizes.k % kChunk == 0 && Fits(sizes, gated);
   if (!*done) return {};
   const auto run = [&](auto tag) {
     using T = typename decltype(tag)::Type;

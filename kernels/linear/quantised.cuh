@@ -38,9 +38,10 @@ Status RunDense(const CallOf<Op>& call, const Sizes& sizes, const Packing& at) {
   Tensor inputs[4] = {x, Tensor(at.dense, weight_sizes, 2, sizes.n * sizes.k, x.dtype),
                       InputOf(call, "bias"_name)};
   if constexpr (kResidual >= 0) inputs[3] = call.inputs[kResidual];
-  Attribute attributes[2];
+  Attribute attributes[3];
   attributes[0].set_text(AttributeOf<std::string_view>(call, "activation"_name));
   attributes[1].set_text("nk");
+  attributes[2].i = AttributeOf<bool>(call, "invariant"_name);
   Call other = call;
   other.inputs = inputs;
   other.input_count = kResidual >= 0 ? 4 : 3;
@@ -74,7 +75,7 @@ Status RunWith(const CallOf<Op>& call) {
                       static_cast<const std::uint8_t*>(at.zero.data),
                       static_cast<int>(InputOf(call, "weight"_name).sizes[1]),
                       AttributeOf<std::int64_t>(call, "block"_name) == 32 ? 5 : 7};
-  if (sizes.m > kFewRowsOfQuantised) {
+  if (at.dense != nullptr) {
     const std::int64_t count = sizes.n * sizes.k / 8;
     if (count > 0)
       TWINOP_RETURN_IF_ERROR(LaunchKernel(DenseKernel<Weight>, GridOver(count, 256), call, weight,

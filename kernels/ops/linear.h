@@ -13,13 +13,14 @@ namespace twinop {
 // y = activation(x W + bias + residual). W is `weight`, as torch's layers have it ([N, K], layout
 // "nk") or as ONNX has it ([K, N], "kn"). On CUDA cuBLASLt computes the product, or a kernel of
 // twinop that has the activation in it (linear/few_rows.cuh, linear/fused.cuh); on the CPU the
-// framework does.
+// framework does. On CUDA the sums of `invariant` products have one order for any number of rows:
+// in 16 bits, layout "nk", K a multiple of 64, N of 8, or of 16 with a gate. Others are refused.
 //
 // linear_swiglu: the first half of the columns of x W is a gate; y = activation(gate) * the others.
 // clang-format off
 TWINOP_CUDA_OP(linear,
                Record("linear(Tensor x, Tensor weight, Tensor? bias=None, Tensor? residual=None, "
-                      "str activation=\"none\", str layout=\"nk\") -> Tensor")
+                      "str activation=\"none\", str layout=\"nk\", bool invariant=False) -> Tensor")
                    .shapes("y = x[:-1] + [weight[1] if layout == \"kn\" else weight[0]]")
                    .input_shapes("weight = [x[-1] if layout == \"kn\" else weight[0], "
                                  "weight[1] if layout == \"kn\" else x[-1]]; "
@@ -34,7 +35,7 @@ TWINOP_CUDA_OP(linear,
 
 TWINOP_CUDA_OP(linear_swiglu,
                Record("linear_swiglu(Tensor x, Tensor weight, Tensor? bias=None, "
-                      "str activation=\"silu\", str layout=\"nk\") -> Tensor")
+                      "str activation=\"silu\", str layout=\"nk\", bool invariant=False) -> Tensor")
                    .shapes("y = x[:-1] + [(weight[1] if layout == \"kn\" else weight[0]) // 2]")
                    .input_shapes("weight = [x[-1] if layout == \"kn\" else weight[0] // 2 * 2, "
                                  "weight[1] // 2 * 2 if layout == \"kn\" else x[-1]]; "

@@ -16,7 +16,7 @@ namespace twinop {
 // clang-format off
 TWINOP_CUDA_OP(linear_q,
                Record("linear_q(Tensor x, Tensor weight, Tensor scale, Tensor? zero=None, Tensor? bias=None, "
-                      "Tensor? residual=None, int bits=4, int block=32, str activation=\"none\") -> Tensor")
+                      "Tensor? residual=None, int bits=4, int block=32, str activation=\"none\", bool invariant=False) -> Tensor")
                    .dtypes("float16 weight=uint8 zero=uint8; bfloat16 weight=uint8 zero=uint8")
                    .shapes("y = x[:-1] + [weight[0]]")
                    .input_shapes("weight = [weight[0], (x[-1] + block - 1) // block, block * bits // 8]; "
@@ -31,7 +31,7 @@ TWINOP_CUDA_OP(linear_q,
 
 TWINOP_CUDA_OP(linear_q_swiglu,
                Record("linear_q_swiglu(Tensor x, Tensor weight, Tensor scale, Tensor? zero=None, "
-                      "Tensor? bias=None, int bits=4, int block=32, str activation=\"silu\") -> Tensor")
+                      "Tensor? bias=None, int bits=4, int block=32, str activation=\"silu\", bool invariant=False) -> Tensor")
                    .dtypes("float16 weight=uint8 zero=uint8; bfloat16 weight=uint8 zero=uint8")
                    .shapes("y = x[:-1] + [weight[0] // 2]")
                    .input_shapes("weight = [weight[0] // 2 * 2, (x[-1] + block - 1) // block, block * bits // 8]; "

@@ -218,3 +218,62 @@ def test_rows_that_do_not_fit_are_named() -> None:
     x = torch.zeros(1, 40, dtype=torch.float16, device="cuda")
     with pytest.raises(RuntimeError, match="x has rows of 40 elements, expected a multiple of 32"):
         torch_op.linear_q(x, **{name: each.cuda() for name, each in weight.items()})
+
+
+# ---------------------------------------------------------------------------- invariant products
+
+
+@pytest.mark.parametrize("kind", ["dense", "4 32 1"])
+def test_the_cpu_pays_no_heed_to_invariant(kind: str) -> None:
+    x = random(5, 64)
+    weight = {"weight": random(16, 64)} if kind == "dense" else weight_of(16, 64, 4, 32, True).given
+    for op in ("linear", "linear_swiglu") if kind == "dense" else ("linear_q", "linear_q_swiglu"):
+        call = getattr(torch_op, op)
+        given = {"x": x if kind == "dense" else x.half(), **weight}
+        assert torch.equal(call(**given, invariant=True), call(**given))
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("kind", ["dense", "4 32 0", "4 128 1", "8 128 0"])
+@pytest.mark.parametrize(("n", "k"), [(2048, 2048), (6160, 576), (8208, 192)])
+def test_bits_of_an_invariant_product(n: int, k: int, kind: str, dtype: torch.dtype) -> None:
+    """Each of many rows is that of the call without the option and with this row alone, in every place."""
+    linear, swiglu, weight = calls(k, n, dtype, kind)
+    most = 1024
+    x, bias, residual = (random(*shape, dtype=dtype, device="cuda") for shape in ((most, k), (n,), (most, n)))
+    wide = x.double()
+    assert close(linear(x, invariant=True), wide @ weight.mT, wide.abs() @ weight.abs().mT)
+    turned = torch.randperm(most, device="cuda")
+    for call, more in ((linear, [bias, residual]), (swiglu, [bias])):
+
+        def run(rows: Any, call: Any = call, more: Any = more, **options: Any) -> Tensor:
+            given = [each[rows] if each.dim() == 2 else each for each in more]
+            return call(x[rows], *given, activation="silu", **options)
+
+        alone = torch.cat([run(slice(i, i + 1)) for i in range(most)])
+        for rows in (1, 65, 200, most):
+            assert torch.equal(run(slice(rows), invariant=True), alone[:rows]), rows
+            assert torch.equal(run(slice(-rows, None), invariant=True), alone[-rows:]), rows
+        assert torch.equal(run(turned, invariant=True), alone[turned])
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize(
+    ("n", "k", "dtype", "layout"),
+    [
+        (64, 64, "float32", "nk"),
+        (64, 64, "float16", "kn"),
+        (64, 96, "float16", "nk"),
+        (12, 64, "float16", "nk"),
+    ],
+)
+def test_invariant_products_without_a_kernel_are_refused(n: int, k: int, dtype: str, layout: str) -> None:
+    x, weight = (
+        random(*shape, dtype=getattr(torch, dtype), device="cuda")
+        for shape in ((3, k), (n, k) if layout == "nk" else (k, n))
+    )
+    torch_op.linear(x, weight, layout=layout)
+    message = f"K is {k} and N {n}; an invariant product takes 16-bit types, layout nk, K a multiple of 64"
+    with pytest.raises(RuntimeError, match=message):
+        torch_op.linear(x, weight, layout=layout, invariant=True)

@@ -312,3 +312,46 @@ def test_written_decoders_are_the_builders(family: str, precision: str, ours: st
     built = build(family, precision, "cuda", folder=tmp_path)
     sizes = Sizes(norms=family == "Qwen3", table=504 if family == "Qwen3" else 0)
     assert parts(write(tmp_path / "ours", sizes, ours)) == parts(built)
+
+
+# ---------------------------------------------------------------------------- prompts
+
+
+@each_device
+def test_prompts_have_the_same_bits_in_every_company(device: str, precision: str, tmp_path: Path) -> None:
+    """With `invariant`: alone, in a batch at each place, beside longer ones, and in two parts."""
+    with UNTIMED:
+        folder = write(tmp_path / "old", SIZES, precision)
+        report = optimize_folder(folder, tmp_path / "new", device="cuda", invariant=True)
+    assert report.made["invariant products"] == 9 and not report.left and not report.reverted
+    stack(tmp_path / "new", LAYERS, LAYERS - 1)
+    model, most, lengths = Decoder(tmp_path / "new", device), 40, (40, 23, 31)
+    random = torch.Generator().manual_seed(0)
+    tokens = torch.randint(3, SIZES.vocab, (3, most), generator=random).to(device)
+    mask = (torch.arange(most) < torch.tensor(lengths)[:, None]).long().to(device)
+    wait = torch.cuda.synchronize if device == "cuda" else lambda: None
+
+    def run(tokens: Tensor, mask: Tensor, caches: Mapping[str, Tensor]) -> Tensor:
+        dtype = torch.float32 if model.dtype is torch.bfloat16 else model.dtype
+        logits = torch.empty(*tokens.shape, SIZES.vocab, dtype=dtype, device=device)
+        outputs = {name.replace("past_key_values", "present"): each for name, each in caches.items()}
+        feeds = {"input_ids": tokens.contiguous(), "attention_mask": mask.contiguous(), **caches}
+        step = bind(model.session, feeds, {"logits": logits} | outputs)
+        wait()  # ONNX Runtime has a stream of its own
+        step()
+        wait()
+        return logits
+
+    full = torch.ones_like(mask)
+    alone = [run(tokens[i : i + 1], full[:1], model.caches(1, most)) for i in range(3)]
+    expected = torch.cat(alone)
+    assert expected.isfinite().all() and len({row.sum().item() for row in expected}) == 3
+    for chosen in ([0, 1, 2], [2, 0, 1], [1, 2], [0, 0, 1, 1, 2]):
+        found = run(tokens[chosen], full[:1].expand(len(chosen), -1), model.caches(len(chosen), ROWS))
+        assert same(found, expected[chosen]), chosen
+    padded = run(tokens, mask, model.caches(3, ROWS))
+    for i, length in enumerate(lengths):
+        assert same(padded[i, :length], expected[i, :length]), length
+    caches = model.caches(1, most)
+    parts = [run(tokens[:1, start:stop], full[:1, :stop], caches) for start, stop in ((0, 17), (17, most))]
+    assert same(torch.cat(parts, 1), expected[:1])

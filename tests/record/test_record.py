@@ -209,3 +209,16 @@ def test_gradients_and_limits() -> None:
 def test_the_schema_hash_follows_the_signature() -> None:
     one, other = parse("f(Tensor x, int n=1) -> Tensor"), parse("f(Tensor x, int n=2) -> Tensor")
     assert one and other and one.schema_hash != other.schema_hash and len(one.schema_hash) == 16
+
+
+def test_former_hashes_are_those_without_the_last_attributes() -> None:
+    def hash_of(attributes: str) -> str:
+        record = parse(f"f(Tensor x{attributes}) -> Tensor")
+        assert record
+        return record.schema_hash
+
+    record = parse('f(Tensor x, int n=1, str s="a, b", bool b=False) -> Tensor')
+    former = {hash_of(text) for text in ("", ", int n=1", ', int n=1, str s="a, b"')}
+    assert record and record.former_hashes == former
+    record = parse("f(Tensor x, int n, bool b=False) -> Tensor")
+    assert record and record.former_hashes == {hash_of(", int n")}

@@ -1,0 +1,50 @@
+"""Lets products add up in one order for any number of rows: `twinop optimize --invariant`.
+
+Matches: CustomLinear, CustomLinearSwiglu, CustomLinearQ and CustomLinearQSwiglu, in the model in 16 bits.
+Writes: their attribute `invariant`.
+Leaves alone, and names: products without such a kernel, and other nodes whose sums may depend on the batch.
+"""
+
+import re
+
+import onnx_ir as ir
+
+from twinop.op_spec import DOMAIN
+
+from . import graph as g
+from .precision import DTYPES
+
+INVARIANT = "products of one order of sums"  # in the `meta` of a graph: whether they are wanted
+_SUMS = re.compile("Attention|Conv|Einsum|Gemm|GRU|LSTM|MatMul|MoE|Reduce|RNN")
+
+
+def rewrite(context: g.RewriteContext) -> None:
+    for node in context.graph.all_nodes() if context.graph.meta.get(INVARIANT) else ():
+        is_product = node.domain == DOMAIN and node.op_type.startswith("CustomLinear")
+        if reason := _why_no_product(node) if is_product else _why_not(node):
+            context.left[f"{node.op_type}: not invariant: {reason}"] += 1
+        elif is_product:
+            node.attributes["invariant"] = ir.AttrInt64("invariant", 1)
+            context.made["invariant products"] += 1
+
+
+def _why_no_product(node: ir.Node) -> str:
+    """Returns why a product has no kernel for any number of rows, or "" if it has one."""
+    weight, layout = node.inputs[1], g.attribute(node, "layout", "nk")
+    if weight is None or weight.dtype is ir.DataType.UINT8:  # linear_q has one for each weight that it takes
+        return ""
+    n, k = (each if isinstance(each, int) else 1 for each in g.dims(weight) or (None, None))
+    step = 16 if node.op_type.endswith("Swiglu") else 8
+    fits = weight.dtype in DTYPES.values() and layout == "nk" and n % step == k % 64 == 0
+    takes = f"it takes 16 bits, N a multiple of {step} and K of 64 as nk"
+    return "" if fits else f"N = {n} and K = {k} as {layout} in {weight.dtype}; {takes}"
+
+
+def _why_not(node: ir.Node) -> str:
+    """Returns why the bits of another node may depend on the batch, or ""."""
+    if node.domain not in ("", g.MICROSOFT, DOMAIN):
+        return f"an op of {node.domain}"
+    kind = node.inputs[0].dtype if node.inputs and node.inputs[0] is not None else None
+    is_exact = kind is not None and not kind.is_floating_point()  # a sum of integers has one value
+    adds_up = node.domain != DOMAIN and _SUMS.search(node.op_type)
+    return "its sums may depend on the batch" if adds_up and not is_exact else ""

@@ -1,0 +1,153 @@
+"""`twinop optimize --invariant`: which products get the attribute, and what is named or refused."""
+
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import onnx
+import onnx_ir as ir
+import pytest
+from decoder_graphs import Sizes, write
+from models import exported_by, make_model, model, node, value
+from optimizing import UNTIMED, optimized, parsed, weights
+from samples import RECORDS
+from typer.testing import CliRunner
+
+from twinop.cli import app
+from twinop.deploy import ModelError, check_model
+from twinop.errors import ExportError
+from twinop.optimize import invariance, optimize, optimize_folder
+from twinop.optimize.graph import RewriteContext
+
+DECODER = Sizes(width=128, inner=256, heads=2, kv_heads=1, vocab=512)
+PRODUCTS = {"CustomLinear", "CustomLinearSwiglu", "CustomLinearQ", "CustomLinearQSwiglu"}
+MAY_DEPEND = "not invariant: its sums may depend on the batch"
+
+
+def marks(path: Path) -> Counter[tuple[str, int]]:
+    graph = onnx.load(path, load_external_data=False).graph
+    found = ((each, {a.name: a.i for a in each.attribute}) for each in graph.node)
+    marked = ((each.op_type, given.get("invariant", 0)) for each, given in found)
+    return Counter(each for each in marked if each[0] in PRODUCTS)
+
+
+@pytest.mark.parametrize("precision", ["float16", "bfloat16", "int4"])
+def test_every_product_of_a_decoder_gets_it(precision: str, tmp_path: Path) -> None:
+    """The file is compared as any other, and loads."""
+    source, infix = write(tmp_path / "old", DECODER, precision), "Q" if precision == "int4" else ""
+    for invariant in (False, True):
+        with UNTIMED:
+            report = optimize_folder(source, tmp_path / f"{invariant}", invariant=invariant)
+        names = {f"CustomLinear{infix}": 7, f"CustomLinear{infix}Swiglu": 2}
+        assert marks(report.path) == {(name, int(invariant)): count for name, count in names.items()}
+        assert not report.left and report.made["attention over a cache"] == 2
+        assert report.made.get("invariant products", 0) == 9 * invariant
+        assert ("invariant=True keeps slow rewrites, too" in str(report)) == invariant
+        check_model(report.path, tmp_path / f"{invariant}/libcustom_ops.so")
+
+
+def test_attention_that_stays_is_named(tmp_path: Path) -> None:
+    """Without the promise of shared caches, attention is ONNX Runtime's."""
+    source = write(tmp_path / "old", DECODER, "float16") / "model.onnx"
+    report, _ = optimized(source, tmp_path, invariant=True)
+    assert report.made["invariant products"] == 9
+    assert report.left[f"GroupQueryAttention: {MAY_DEPEND}"] == 2
+    assert f"left alone: 2 GroupQueryAttention: {MAY_DEPEND}" in str(report)
+
+
+def test_what_may_depend_on_the_batch_is_named() -> None:
+    text = """(float16[M, 64] x, float16[64, 64] w, int64[M, 9] mask, float[M, 64] wide) =>
+        (float16[M, 64] a, float16[M, 24] b, float16[M, 12] c, int64[M] d, float[M] e, float16[M, 64] f,
+         float[M, 64] g, float16[M, 8] h, float16[M, 64] i, float16[M, 64] j) {
+        a = MatMul (x, w)
+        b = custom_domain.CustomLinear (x, w24)
+        c = custom_domain.CustomLinear (x, w12)
+        axis = Constant <value_ints = [1]> ()
+        d = ReduceSum <keepdims = 0> (mask, axis)
+        e = ReduceSum <keepdims = 0> (wide, axis)
+        f = Softmax (x)
+        g = custom_domain.CustomLinear (wide, w32)
+        narrow = Slice (x, zero, last, axis)
+        h = custom_domain.CustomLinear (narrow, w96)
+        i = custom_domain.CustomLinear <layout = "kn"> (x, w64)
+        j = custom_domain.CustomLinearSwiglu (x, w24)
+    }"""
+    arrays = {f"w{n}": weights(n, 64).astype(np.float16) for n in (24, 12, 64)} | {"w32": weights(64, 64)}
+    bounds = {"zero": np.array([0]), "last": np.array([96])}
+    proto = parsed(text, **arrays, w96=weights(8, 96).astype(np.float16), **bounds)
+    context = RewriteContext(ir.from_proto(proto), "cuda", RECORDS)
+    context.graph.meta[invariance.INVARIANT] = True
+    invariance.rewrite(context)
+    takes = "it takes 16 bits, N a multiple of 8 and K of 64 as nk"
+    gated = takes.replace("8", "16")
+    assert context.left == {
+        f"MatMul: {MAY_DEPEND}": 1,
+        f"ReduceSum: {MAY_DEPEND}": 1,
+        f"CustomLinear: not invariant: N = 64 and K = 64 as nk in FLOAT; {takes}": 1,
+        f"CustomLinear: not invariant: N = 64 and K = 64 as kn in FLOAT16; {takes}": 1,
+        f"CustomLinear: not invariant: N = 12 and K = 64 as nk in FLOAT16; {takes}": 1,
+        f"CustomLinear: not invariant: N = 8 and K = 96 as nk in FLOAT16; {takes}": 1,
+        f"CustomLinearSwiglu: not invariant: N = 24 and K = 64 as nk in FLOAT16; {gated}": 1,
+    }
+    assert context.made == {"invariant products": 1}
+
+
+def test_ops_of_others_are_named() -> None:
+    text = "(float16[M, 64] x) => (float16[M, 64] y) { y = mine.Sum (x) }"
+    proto = onnx.parser.parse_model(f'<ir_version: 10, opset_import: ["": 20, "mine": 1]> g {text}')
+    context = RewriteContext(ir.from_proto(proto), "cuda", RECORDS)
+    context.graph.meta[invariance.INVARIANT] = True
+    invariance.rewrite(context)
+    assert context.left == {"Sum: not invariant: an op of mine": 1}
+
+
+def test_a_model_without_rewrites_is_named_too(tmp_path: Path) -> None:
+    text = "(float16[M, 64] x, float16[64, 8] w) => (float16[M, 8] y) { y = MatMul (x, w) }"
+    report, _ = optimized(parsed(text), tmp_path, invariant=True)
+    assert not report.made and report.left == {f"MatMul: {MAY_DEPEND}": 1}
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({}, "is for cuda in float16 or bfloat16, not cuda in float32"),
+        ({"device": "cpu", "dtype": "float16"}, "is for cuda in float16 or bfloat16, not cpu in float16"),
+    ],
+)
+def test_where_nothing_can_be_invariant(options: dict[str, str], message: str, tmp_path: Path) -> None:
+    text = "(float[N, 64] x) => (float[N, 8] y) { y = MatMul (x, w) }"
+    old, new = tmp_path / "old.onnx", tmp_path / "new.onnx"
+    onnx.save(parsed(text, w=weights(64, 8)), old)
+    with pytest.raises(ExportError) as error:
+        optimize(old, new, invariant=True, **options)  # type: ignore[arg-type]
+    assert f"invariant=True: {message}" == str(error.value)
+    given = [part for name, each in options.items() for part in (f"--{name}", each)]
+    found = CliRunner().invoke(app, ["optimize", str(old), "-o", str(new), "--invariant", *given])
+    assert found.exit_code == 1 and not new.exists()
+    said = " ".join(found.output.split())
+    assert f"--invariant: {message}" in said
+    report, _ = optimized(old, tmp_path, invariant=True, dtype="float16")
+    assert report.made["invariant products"] == 1
+
+
+def test_another_value_is_refused() -> None:
+    linear = node("CustomLinear", ["x", "x"], ["y"], invariant=2)
+    with pytest.raises(ModelError, match=r"attribute invariant is 2, expected 0 or 1 \(bool\)"):
+        check_model(model([linear], [value("x")], [value("y")]))
+
+
+def test_models_of_before_the_attribute_load() -> None:
+    """A node without the last attributes of its op has their defaults. Other signatures are refused."""
+    former = {
+        "linear": "4bf9bf4e3c42501c",
+        "linear_swiglu": "34e0ff09e31cb304",
+        "linear_q": "ba04a0cb9fbc6efd",
+        "linear_q_swiglu": "dbf0a5bd3483b8fe",
+    }
+    for op, known in former.items():
+        assert known in RECORDS[op].former_hashes and known != RECORDS[op].schema_hash
+    metadata = exported_by(RECORDS["linear"])
+    [key] = [each for each in metadata if each.startswith("twinop.schema")]
+    graph = make_model("CustomLinear", metadata=metadata | {key: former["linear"]})
+    graph.graph.node[0].input.append("x")
+    check_model(graph)
