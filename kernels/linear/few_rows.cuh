@@ -33,7 +33,7 @@ __device__ __forceinline__ uint4 LoadOnce(const void* place) {
 
 // Brings 32 bytes into L1 while the thread goes on.
 __device__ __forceinline__ void Touch(const void* place) {
-  std::uint32_t unused;
+  [[maybe_unused]] std::uint32_t unused = 0;
   asm volatile("ld.global.ca.u32 %0, [%1];" : "=r"(unused) : "l"(place) : "memory");
 }
 
