@@ -11,7 +11,7 @@ from samples import RECORDS, values
 from twinop.export import attach_bodies
 from twinop.export.schema import registered_schemas
 from twinop.op_spec import DOMAIN
-from twinop.testing.one_node import body_session, one_node_model, run_body
+from twinop.testing.one_node import body_session, one_node_model
 from twinop.tolerance import same_bits
 
 OPSETS = (20, 23, 24, 25)
@@ -40,7 +40,7 @@ def test_a_bare_model_gets_bodies_and_passes_the_checker(opset: int) -> None:
     }
     assert {a.name for a in attached.graph.node[0].attribute} == {"pads", "scale", "sign"}  # defaults, too
     x, b = torch.randn(3, 4), torch.randn(4)
-    h, d, t = run_body(body_session(attached), {"x": x, "b": b})
+    h, d, t = body_session(attached).run({"x": x, "b": b}).values()
     wanted = torch.nn.functional.pad(x * float(np.float32(0.1)) + b, (1, 2))
     torch.testing.assert_close(h, wanted)
     torch.testing.assert_close(d, 2 * wanted)
@@ -73,18 +73,18 @@ def test_norms_with_and_without_weights_in_one_model() -> None:
         op.rms_norm(x, offset=1),
         op.rms_norm(x),
     ]
-    for found, wanted in zip(run_body(body_session(attached), {"x": x, "w": w}), expected, strict=True):
+    for found, wanted in zip(body_session(attached).run({"x": x, "w": w}).values(), expected, strict=True):
         torch.testing.assert_close(found, wanted)
 
 
 def test_both_approximations_in_one_model() -> None:
     nodes = [f'p = {DOMAIN}.CustomGelu<approximate = "tanh">(x)', f"q = {DOMAIN}.CustomGelu(x)"]
     x = torch.randn(100)
-    p, q = run_body(body_session(attach_bodies(model_of(nodes, "float[N] x"), RECORDS)), {"x": x})
+    p, q = body_session(attach_bodies(model_of(nodes, "float[N] x"), RECORDS)).run({"x": x}).values()
     torch.testing.assert_close(p, torch.nn.functional.gelu(x, approximate="tanh"))
     torch.testing.assert_close(q, torch.nn.functional.gelu(x))
     attached = attach_bodies(model_of(nodes[:1], "double[N] x"), RECORDS)
-    (found,) = run_body(body_session(attached), {"x": x.double()})
+    (found,) = body_session(attached).run({"x": x.double()}).values()
     torch.testing.assert_close(found, torch.nn.functional.gelu(x.double(), approximate="tanh"))
 
 
@@ -103,7 +103,7 @@ def test_the_norm_sees_the_rounded_sum(op: str) -> None:
     ]
     attached = attach_bodies(model_of(nodes, "bfloat16[N, 64] x, bfloat16[N, 64] r, bfloat16[64] w"), RECORDS)
     inputs = {name: torch.randn(5, 64).bfloat16() for name in "xr"} | {"w": torch.randn(64).bfloat16()}
-    y, s, t, z = run_body(body_session(attached), inputs)
+    y, s, t, z = body_session(attached).run(inputs).values()
     assert same_bits(s, t) and same_bits(y, z)
     assert same_bits(s, inputs["x"] + inputs["r"])
 
@@ -119,7 +119,7 @@ def test_each_node_keeps_its_own_attributes() -> None:
     )
     attached = attach_bodies(model, RECORDS)
     x, b = torch.randn(2, 3, dtype=torch.float64), torch.randn(3, dtype=torch.float64)
-    p, q = run_body(body_session(attached), {"x": x, "b": b})
+    p, q = body_session(attached).run({"x": x, "b": b}).values()
     torch.testing.assert_close(p, 2 * x - b)
     torch.testing.assert_close(q, torch.nn.functional.pad(3 * x + b, (0, 1)))
 
@@ -128,12 +128,8 @@ def test_floats_are_narrowed_as_in_the_kernels() -> None:
     """The attribute 0.1 is fp32 in ONNX; an fp64 body must use the rounded number, as the kernels do."""
     record = RECORDS["pad_affine"]
     x = torch.full((1,), 1.0, dtype=torch.float64)
-    (found,) = run_body(
-        body_session(
-            attach_bodies(one_node_model(record, record.combinations[3], [True, False, False], {}), RECORDS)
-        ),
-        {"x": x},
-    )
+    model = one_node_model(record, record.combinations[3], [True, False, False], {})
+    (found,) = body_session(attach_bodies(model, RECORDS)).run({"x": x}).values()
     assert found[0].item() == float(np.float32(0.1)) != 0.1
     assert torch.equal(found, torch.ops.custom_domain.pad_affine(x))
 
@@ -154,7 +150,7 @@ def test_mixed_presence_gets_default_inputs() -> None:
     weights = {"w": torch.randn(4), "b": torch.randn(4)}
     op = torch.ops.custom_domain.pad_affine
     expected = [op(inputs["x"], weights["w"]), op(inputs["x"], None, weights["b"]), op(inputs["y"])]
-    for found, wanted in zip(run_body(body_session(attached), inputs | weights), expected, strict=True):
+    for found, wanted in zip(body_session(attached).run(inputs | weights).values(), expected, strict=True):
         assert same_bits(found, wanted)
 
 
@@ -169,7 +165,7 @@ def test_one_body_for_several_dtypes() -> None:
         "y": values((65,), torch.bfloat16, 2),
         "z": values((65,), torch.float64, 3),
     }
-    results = run_body(body_session(attached), inputs)
+    results = body_session(attached).run(inputs).values()
     for found, source in zip(results, ("x", "y", "x", "z"), strict=True):
         assert same_bits(found, torch.ops.custom_domain.relu(inputs[source]))
 
@@ -185,7 +181,7 @@ def test_nodes_in_subgraphs_and_unlisted_outputs() -> None:
     attached = attach_bodies(model, RECORDS)
     onnx.checker.check_model(attached, full_check=True)
     x = torch.randn(2, 3)
-    (found,) = run_body(body_session(attached), {"c": torch.tensor(True), "x": x})
+    (found,) = body_session(attached).run({"c": torch.tensor(True), "x": x}).values()
     assert torch.equal(found, 2 * x)
 
 

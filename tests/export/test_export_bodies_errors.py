@@ -13,7 +13,7 @@ from twinop.errors import ExportError
 from twinop.export import DefaultInput, attach_bodies, body
 from twinop.export.bodies import Body
 from twinop.op_spec import DOMAIN, OpSpec
-from twinop.testing.one_node import body_session, run_body
+from twinop.testing.one_node import body_session
 
 
 def make_record(schema: str, **fields: Any) -> OpSpec:
@@ -56,7 +56,7 @@ def test_a_value_needed_in_python_must_be_one_for_the_model(monkeypatch: pytest.
     with_body(monkeypatch, "twice", twice)
     node = f"p = {DOMAIN}.CustomTwice<times = 3>(x)"
     attached = attach(node, f"q = {DOMAIN}.CustomTwice<times = 3>(p)", records={"twice": record})
-    assert run_body(body_session(attached), {"x": torch.ones(1, 3)})[0][0, 0] == 8
+    assert body_session(attached).run({"x": torch.ones(1, 3)})["p"][0, 0] == 8
     with pytest.raises(
         ExportError, match=r"needs one value of times .* 3 in node p, 2 in node q.*bodies=False"
     ):

@@ -1,6 +1,5 @@
 """A model of one custom node, run by plain onnxruntime on torch's memory: the other half of parity."""
 
-import ctypes
 from collections.abc import Mapping, Sequence
 from functools import cache
 from pathlib import Path
@@ -10,7 +9,9 @@ import onnx
 import torch
 from onnx import helper
 
-from twinop.dtypes import ELEMENT_TYPES, dtype_name, element_type
+from twinop.deploy.create_session import session
+from twinop.deploy.inference_session import Session
+from twinop.dtypes import ELEMENT_TYPES
 from twinop.op_spec import OpSpec
 
 PROVIDERS = {"cpu": "CPUExecutionProvider", "cuda": "CUDAExecutionProvider"}
@@ -76,11 +77,11 @@ def make_session(
     options.intra_op_num_threads = threads
     options.register_custom_ops_library(str(library))
     provider = PROVIDERS[device]
-    session = ort.InferenceSession(
+    opened = ort.InferenceSession(
         model.SerializeToString(), options, providers=[(provider, provider_options)]
     )
-    assert session.get_providers()[0] == provider, f"{provider} was not taken"
-    return session
+    assert opened.get_providers()[0] == provider, f"{provider} was not taken"
+    return opened
 
 
 def run_bound(session: Any, inputs: Mapping[str, torch.Tensor], outputs: Mapping[str, torch.Tensor]) -> None:
@@ -97,31 +98,9 @@ def run_bound(session: Any, inputs: Mapping[str, torch.Tensor], outputs: Mapping
     binding.synchronize_outputs()
 
 
-def body_session(model: onnx.ModelProto) -> Any:
-    """Opens a session without the library."""
-    ort = onnxruntime()
-    return ort.InferenceSession(model.SerializeToString(), _options(), providers=["CPUExecutionProvider"])
-
-
-def run_body(session: Any, inputs: Mapping[str, torch.Tensor]) -> list[torch.Tensor]:
-    """Runs on CPU tensors of any dtype, empty ones included."""
-    binding = session.io_binding()
-    held = {name: tensor.contiguous() for name, tensor in inputs.items()}
-    for name, tensor in held.items():
-        binding.bind_input(name, "cpu", 0, onnx_type(tensor), list(tensor.shape), pointer(tensor))
-    outputs = session.get_outputs()
-    for output in outputs:
-        binding.bind_output(output.name)
-    session.run_with_iobinding(binding)
-    results = []
-    for output, value in zip(outputs, binding.get_outputs(), strict=True):
-        element = element_type(output.type)
-        assert element is not None, output.type
-        dtype = getattr(torch, dtype_name(element))
-        result = torch.empty(value.shape(), dtype=dtype)
-        ctypes.memmove(result.data_ptr(), value.data_ptr(), result.nbytes)  # DLPack needs onnxruntime 1.25
-        results.append(result)
-    return results
+def body_session(model: onnx.ModelProto) -> Session:
+    """Opens a session without the library, which runs the function bodies."""
+    return session(model, [PROVIDERS["cpu"]], library=False, session_options=_options())
 
 
 def pointer(tensor: torch.Tensor) -> int:

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from twinop.declare import CPU_FUNCTIONS
+from twinop.deploy import Session
 from twinop.errors import ExportError
 from twinop.export import attach_bodies, export
 from twinop.export.attach import OPSETS
@@ -24,7 +25,7 @@ from twinop.op_spec import OpSpec
 from twinop.tolerance import same_bits
 
 from ..messages import called, fail, first_difference
-from ..one_node import body_session, one_node_model, run_body
+from ..one_node import body_session, one_node_model
 from ..references import as_close_as_torch_asks
 from ..rounding import OrtRoundingOps
 from ..samples import Sample, make_sample, presence_patterns, run_in_torch, samples
@@ -50,7 +51,7 @@ def why_not_runnable(record: OpSpec, dtypes: dict[str, str], present: Set[str], 
     return reason
 
 
-def session_or_none(model: onnx.ModelProto, dtypes: dict[str, str]) -> ort.InferenceSession | None:
+def session_or_none(model: onnx.ModelProto, dtypes: dict[str, str]) -> Session | None:
     """Opens a session without the library; None where ONNX Runtime lacks a kernel for float64."""
     try:
         return body_session(model)
@@ -92,7 +93,7 @@ def test_the_body_gives_what_the_kernel_gives(record: OpSpec, dtypes: dict[str, 
     everything = {entry.name for entry in record.inputs}
     if "float64" in dtypes.values() and (reason := why_not_runnable(record, dtypes, everything, OPSETS[0])):
         pytest.skip(reason)
-    sessions: dict[str, ort.InferenceSession | None] = {}
+    sessions: dict[str, Session | None] = {}
     attributes: dict[str, dict[str, Any]] = {}
     reference = reference_of(record)
     for sample in samples(record, dtypes):
@@ -110,7 +111,7 @@ def test_the_body_gives_what_the_kernel_gives(record: OpSpec, dtypes: dict[str, 
         if session is None:
             continue
         try:
-            results = run_body(session, given)
+            results = list(session.run(given).values())
         except Exception as error:  # ONNX Runtime's own classes
             if not all(tensor.numel() for tensor in given.values()):
                 continue  # several of its operators refuse what has no elements
@@ -171,7 +172,7 @@ def test_the_body_in_every_opset(record: OpSpec, opset: int) -> None:
             for _ in range(ranks[value.name]):
                 value.type.tensor_type.shape.dim.add()
         onnx.checker.check_model(shaped, full_check=True)
-        found = run_body(body_session(attached), sample.tensors())
+        found = body_session(attached).run(sample.tensors()).values()
         for a, b in zip(found, expected, strict=True):
             torch.testing.assert_close(a, b, equal_nan=True)
 
