@@ -19,6 +19,7 @@ from twinop.shapes import output_shapes
 from twinop.testing.samples import make_sample, why_not_derived
 from twinop.testing.target import load
 from twinop.testing.under_test import library_of
+from twinop.torch_op.rules import as_tuple
 
 from .cells import DOUBLE
 from .measurements import BenchError, chosen
@@ -274,10 +275,6 @@ class Sample:
             grads = [tensor.double() for tensor in self.outputs]
             return as_tuple(backward_run(self.entry.eager, inputs, grads)())
         return as_tuple(self.entry.eager(*inputs))
-
-
-def as_tuple(result: Any) -> tuple[Tensor, ...]:
-    return (result,) if isinstance(result, Tensor) else tuple(result)
 
 
 def backward_run(function: Callable[..., Any], inputs: Sequence[Tensor], grads: Sequence[Tensor]) -> Run:

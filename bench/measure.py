@@ -8,8 +8,10 @@ from torch import Tensor
 from torch._functorch import config as functorch_config
 from torch.profiler import ProfilerActivity, profile
 
+from twinop.torch_op.rules import as_tuple
+
 from . import runtime
-from .cases import LATENCY, Case, Sample, as_tuple
+from .cases import LATENCY, Case, Sample
 from .cells import AGAIN, COPY, IN_ORT, IN_TORCH
 from .measurements import reason_of
 from .peers import Entry

@@ -14,9 +14,10 @@ from torch import Tensor
 from twinop import tolerance, torch_op
 from twinop.testing.under_test import function_of
 from twinop.torch_op.registry import functions
+from twinop.torch_op.rules import as_tuple
 
 from . import peers, runtime
-from .cases import FORWARD, Case, Sample, as_tuple, backward_run, relative_error
+from .cases import FORWARD, Case, Sample, backward_run, relative_error
 from .cells import AGAIN, DOUBLE, IN_ORT, IN_TORCH
 from .measurements import BenchError, reason_of
 from .peers import Entry

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import onnx
 
-from twinop.dtypes import to_array
+from twinop.dtypes import described, to_array
 from twinop.op_spec import OpSpec
 
 from .custom_nodes import ModelSource, is_custom
@@ -76,7 +76,7 @@ def compare(
 def _compare_node(node: onnx.NodeProto, values: Mapping[str, Any], record: OpSpec | None) -> list[Comparison]:
     verdicts = _verdicts(node, values, record)
     return [
-        Comparison(node.name, node.op_type, name, _text(values[name]), *verdict)
+        Comparison(node.name, node.op_type, name, described(values[name]), *verdict)
         for name, verdict in zip(node.output, verdicts, strict=True)
         if name
     ]
@@ -143,7 +143,7 @@ def _value(attribute: onnx.AttributeProto, record: OpSpec) -> Any:
 def compare_bits(value: Any, expected: Any) -> tuple[bool, str]:
     """Returns whether two tensors have the same bits, NaN payloads included, and how much they differ."""
     if value.dtype != expected.dtype or value.shape != expected.shape:
-        return False, f"torch gives {_text(expected)}"
+        return False, f"torch gives {described(expected)}"
     a, b = to_array(value), to_array(expected)
     bits = f"u{a.itemsize}"
     count = np.count_nonzero(a.view(bits) != b.view(bits))
@@ -151,7 +151,3 @@ def compare_bits(value: Any, expected: Any) -> tuple[bool, str]:
         return True, ""
     distance = np.nan_to_num(np.abs(a.astype(np.float64) - b.astype(np.float64)), nan=np.inf).max()
     return False, f"{count} of {a.size} elements differ, by up to {distance:.3g}"
-
-
-def _text(tensor: Any) -> str:
-    return f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"

@@ -15,7 +15,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from twinop.dtypes import to_array, to_tensor
+from twinop.dtypes import to_array, to_tensor, torch_name
 
 from .errors import FeedError, RunError
 from .ort_calls import NOWHERE, guarded, require_numbers, takes_numbers, to_numpy
@@ -133,7 +133,7 @@ class TensorRunner:
         if tensor.layout is not torch.strided:
             raise FeedError(f"input {name} is sparse ({tensor.layout}): pass {name}.to_dense()")
         if tensor.dtype is not self._dtypes[name] or not spec.accepts(tensor.shape):
-            raise spec.mismatch(str(tensor.dtype).removeprefix("torch."), tensor.shape)
+            raise spec.mismatch(torch_name(tensor.dtype), tensor.shape)
         if type(tensor) is not torch.Tensor and _is_hollow(tensor):
             raise FeedError(f"input {name} has no memory of its own to read: it is a {type(tensor).__name__}")
         try:

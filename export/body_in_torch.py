@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from twinop.dtypes import ELEMENT_TYPES, FLOATS_8, dtype_name
+from twinop.dtypes import ELEMENT_TYPES, FLOATS_8, dtype_name, torch_name
 from twinop.errors import ExportError
 from twinop.op_schema import default_of
 from twinop.op_spec import OpSpec
@@ -81,8 +81,8 @@ def evaluate_body(
         named[entry.name] = AttributeValue(tuple(value) if entry.kind == "int[]" else value)
     op = (ops or TorchOps)(record, compute, stored or first.dtype)
     op.setting = BodySetting(
-        tuple(_name((first if tensor is None else tensor).dtype) for tensor in inputs),
-        _name(compute),
+        tuple(torch_name((first if tensor is None else tensor).dtype) for tensor in inputs),
+        torch_name(compute),
         OPSETS[0],
         {tuple(None if tensor is None else tensor.dim() for tensor in inputs)},
     )
@@ -94,17 +94,13 @@ def evaluate_body(
     results = results if isinstance(results, tuple) else (results,)
     if stored is not None:
         return results
-    given = {e.name: _name(t.dtype) for e, t in zip(record.inputs, inputs, strict=True) if t is not None}
+    given = {e.name: torch_name(t.dtype) for e, t in zip(record.inputs, inputs, strict=True) if t is not None}
     other = first.dtype if first.is_floating_point() else compute
-    wanted = record.combination_of(given) or dict.fromkeys(record.outputs, _name(other))
+    wanted = record.combination_of(given) or dict.fromkeys(record.outputs, torch_name(other))
     return tuple(
         _cast(result, to=ELEMENT_TYPES[wanted[name]]) if result.is_floating_point() else result
         for name, result in zip(record.outputs, results, strict=True)
     )
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 class TorchOps:

@@ -11,6 +11,7 @@ import torch
 
 from twinop.call_checks import check_attributes, check_shapes, describe, infer_shapes
 from twinop.declare import CPU_FUNCTIONS, cpu_function
+from twinop.dtypes import torch_name
 from twinop.errors import RecordError
 from twinop.op_spec import OpSpec, entries
 from twinop.shapes import known, largest_sizes
@@ -27,11 +28,6 @@ _ENTRIES = {  # ops that compute each entry of a batch alone: the inputs that ha
     "rope": ("q", "k", "cos", "sin"),
 }
 _MOST_KEPT = 512  # of an op
-
-
-def dtype_name(tensor: torch.Tensor) -> str:
-    """Returns the name of a tensor's dtype, `float32`."""
-    return str(tensor.dtype).removeprefix("torch.")
 
 
 def fake_rule(record: OpSpec, sizes_from_data: Rule | None = None) -> Rule:
@@ -65,7 +61,7 @@ def fake_rule(record: OpSpec, sizes_from_data: Rule | None = None) -> Rule:
             for i, tensor in enumerate(more, 1):
                 if tensor.dtype != given[last].dtype:
                     raise RecordError(
-                        f"the tensors of {last} must have one dtype; entry {i} is {dtype_name(tensor)}"
+                        f"the tensors of {last} must have one dtype; entry {i} is {torch_name(tensor.dtype)}"
                     )
             attributes = {entry.name: arguments[entry.name] for entry in record.attributes}
             check_attributes(record, attributes)
@@ -73,7 +69,9 @@ def fake_rule(record: OpSpec, sizes_from_data: Rule | None = None) -> Rule:
             counted = (sizes_from_data or unbacked_sizes)(record, shapes, attributes) if record.sizes else {}
             inferred = infer_shapes(record, shapes, attributes | counted)
         except RecordError as error:
-            call = describe(record, {name: dtype_name(tensor) for name, tensor in given.items()}, shapes)
+            call = describe(
+                record, {name: torch_name(tensor.dtype) for name, tensor in given.items()}, shapes
+            )
             raise RecordError(f"{call}: {error}") from error
         outputs = tuple(
             _elementwise_output(record, shape, list(given.values()), getattr(torch, dtypes[name]))
@@ -135,7 +133,9 @@ def _same_order(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 
 def _combination(record: OpSpec, given: dict[str, torch.Tensor]) -> dict[str, str]:
-    if combination := record.combination_of({name: dtype_name(tensor) for name, tensor in given.items()}):
+    if combination := record.combination_of(
+        {name: torch_name(tensor.dtype) for name, tensor in given.items()}
+    ):
         return combination
     raise RecordError(
         f"no kernel takes these dtypes; the inputs must have one of: {record.dtypes} "

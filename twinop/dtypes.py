@@ -34,6 +34,16 @@ FLOATS_8 = ("float8_e4m3fn", "float8_e5m2")
 """Those that tensors have beside them: they are computed in float32, also in function bodies."""
 
 
+def torch_name(dtype: Any) -> str:
+    """Returns the name of a torch dtype: "float32" for torch.float32."""
+    return str(dtype).removeprefix("torch.")
+
+
+def described(tensor: Any) -> str:
+    """Returns the dtype and the shape of a torch tensor, for messages: "float32[2, 3]"."""
+    return f"{torch_name(tensor.dtype)}{list(tensor.shape)}"
+
+
 def dtype_name(element: int) -> str:
     """Returns numpy's and torch's name of an ONNX element type; for types that they lack, ONNX's own."""
     return _NAMES.get(element) or _ONNX_NAMES.get(element, f"type {element}")
@@ -74,7 +84,7 @@ def to_array(tensor: Any) -> np.ndarray:
     import torch
 
     tensor = tensor.detach().cpu().contiguous()
-    name = str(tensor.dtype).removeprefix("torch.")
+    name = torch_name(tensor.dtype)
     if not hasattr(ml_dtypes, name):
         return tensor.numpy()
     bits = torch.int16 if tensor.element_size() == 2 else torch.int8

@@ -170,7 +170,8 @@ def test_triton_peers_are_right(tmp_path: Path) -> None:
     program = """
 import torch
 from twinop.bench import peers
-from twinop.bench.cases import Case, as_tuple, make_inputs, relative_error
+from twinop.bench.cases import Case, make_inputs, relative_error
+from twinop.torch_op.rules import as_tuple
 for name, entry in peers.ENTRIES.items():
     if "Triton" in entry.peers:
         case = Case(name, "rows", "float16", (5, 70))

@@ -9,7 +9,7 @@ from twinop import torch_op
 from twinop.op_spec import OpSpec
 from twinop.testing.one_node import make_session, one_node_model, run_bound
 from twinop.testing.samples import why_not_derived
-from twinop.testing.ulps import as_tuple
+from twinop.torch_op.rules import as_tuple
 
 pytestmark = pytest.mark.cuda
 each_op = pytest.mark.parametrize("record", ALL.values(), ids=list(ALL))

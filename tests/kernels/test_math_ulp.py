@@ -17,8 +17,9 @@ from torch.nn import functional as F
 from ulps import errors, units
 
 from twinop import torch_op
-from twinop.testing.ulps import as_tuple, measure
+from twinop.testing.ulps import measure
 from twinop.testing.under_test import advice, reference_of
+from twinop.torch_op.rules import as_tuple
 
 Maths = Any  # torch, for tensors in fp64, or mpmath
 

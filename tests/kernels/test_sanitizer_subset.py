@@ -13,7 +13,7 @@ from samples import ALL, RECORDS, library_of, make_sample, run_in_torch, samples
 
 from twinop.op_spec import OpSpec
 from twinop.testing.one_node import make_session, one_node_model, run_bound
-from twinop.testing.ulps import as_tuple
+from twinop.torch_op.rules import as_tuple
 
 ops = torch.ops.custom_domain
 pytestmark = [pytest.mark.cuda, pytest.mark.sanitizer]

@@ -8,11 +8,12 @@ import torch
 from torch import Tensor
 
 from twinop.declare import CPU_FUNCTIONS
+from twinop.dtypes import described, torch_name
 from twinop.op_spec import OpSpec
 from twinop.tolerance import TOLERANCE
 
 from .one_node import bits
-from .samples import Sample
+from .samples import Sample, called
 
 _SHOWN = 8  # numbers of a row
 
@@ -44,8 +45,8 @@ def require_same_bits(
     for name, a, b in zip(record.outputs, found, expected, strict=True):
         if a.dtype != b.dtype or a.shape != b.shape:
             fail(
-                f"{called(record, sample)}: {said}: {name} is {describe(a)} ({names[0]}) instead of "
-                f"{describe(b)} ({names[1]})"
+                f"{called(record, sample)}: {said}: {name} is {described(a)} ({names[0]}) instead of "
+                f"{described(b)} ({names[1]})"
             )
         wrong = _far(a, b) if close or runs_body(record, a) else bits(a) != bits(b)
         if wrong.any():
@@ -62,7 +63,7 @@ def _far(a: Tensor, b: Tensor) -> Tensor:
     finite = a.isfinite() & b.isfinite()
     x, y = (torch.where(finite, each.double(), 0) for each in (a, b))
     largest = float(y.abs().max()) if y.numel() else 0.0
-    tolerance = TOLERANCE.get(str(a.dtype).removeprefix("torch."), 0.0)
+    tolerance = TOLERANCE.get(torch_name(a.dtype), 0.0)
     return (x - y).abs() > tolerance * max(largest, 1.0)
 
 
@@ -85,22 +86,11 @@ def first_difference(
     return "\n".join(lines)
 
 
-def describe(tensor: Tensor) -> str:
-    return f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
-
-
 def number(tensor: Tensor) -> str:
     """Shows one number with all digits that its type has."""
     digits = {torch.float64: 17, torch.float32: 9, torch.float16: 5, torch.bfloat16: 4}.get(tensor.dtype)
     value = tensor.item()
     return f"{value:.{digits}g}" if digits else str(value)
-
-
-def called(record: OpSpec, sample: Sample) -> str:
-    """The op and its inputs, as the messages of its checks show them."""
-    given = {name: describe(tensor) for name, tensor in sample.tensors().items()}
-    device = next(iter(sample.tensors().values())).device.type
-    return f"{record.qualified_name}({', '.join(f'{k}: {v}' for k, v in given.items())}), {device}"
 
 
 def _place(index: Sequence[int]) -> str:
@@ -114,6 +104,6 @@ def _input(name: str, tensor: Tensor, index: tuple[int, ...], shape: torch.Size)
     except RuntimeError:
         row = tensor[index[: tensor.dim() - 1]] if len(index) + 1 == tensor.dim() else tensor
         if row.numel() > _SHOWN:
-            return f"{name} = {describe(tensor)}"
+            return f"{name} = {described(tensor)}"
         return f"{name} = [{', '.join(number(each) for each in row.flatten())}]"
     return f"{name}{_place(index)} = {number(wide[index])}"

@@ -11,14 +11,14 @@ from onnx import helper
 
 from twinop.deploy.create_session import session
 from twinop.deploy.inference_session import Session
-from twinop.dtypes import ELEMENT_TYPES
+from twinop.dtypes import ELEMENT_TYPES, torch_name
 from twinop.op_spec import OpSpec
 
 PROVIDERS = {"cpu": "CPUExecutionProvider", "cuda": "CUDAExecutionProvider"}
 
 
 def onnx_type(tensor: torch.Tensor) -> int:
-    return ELEMENT_TYPES[str(tensor.dtype).removeprefix("torch.")]
+    return ELEMENT_TYPES[torch_name(tensor.dtype)]
 
 
 @cache

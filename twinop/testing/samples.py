@@ -12,9 +12,11 @@ import torch
 
 from twinop.call_checks import check_attributes
 from twinop.declare import DERIVATIVES
+from twinop.dtypes import described
 from twinop.errors import RecordError, TwinopError
 from twinop.op_spec import OpSpec
 from twinop.shapes import input_shapes as shapes_of_inputs
+from twinop.torch_op.rules import as_tuple
 from twinop.torch_op.second_derivatives import in_torch
 
 from . import child
@@ -81,8 +83,7 @@ def run_in_torch(record: OpSpec, sample: Sample, **attributes: Any) -> tuple[tor
     """Calls the op through `torch.ops`; returns its outputs, also a single one, as a tuple."""
     op = getattr(getattr(torch.ops, record.namespace), record.functional_name)
     _note(record, sample)
-    results = op(*sample.inputs.values(), **sample.attributes, **attributes)
-    return results if isinstance(results, tuple) else (results,)
+    return as_tuple(op(*sample.inputs.values(), **sample.attributes, **attributes))
 
 
 def run_in_place(record: OpSpec, sample: Sample) -> tuple[torch.Tensor, ...]:
@@ -91,24 +92,27 @@ def run_in_place(record: OpSpec, sample: Sample) -> tuple[torch.Tensor, ...]:
     _note(record, sample)
     op = getattr(getattr(torch.ops, record.namespace), record.name)
     results = op(*copies.inputs.values(), **sample.attributes)
-    returned = () if results is None else results if isinstance(results, tuple) else (results,)
+    returned = () if results is None else as_tuple(results)
     return (*returned, *(copies.inputs[name] for name in record.written.values()))
 
 
 def call(record: OpSpec, sample: Sample) -> tuple[torch.Tensor, ...]:
     """Calls the op's Python function; returns its outputs as a tuple."""
     _note(record, sample)
-    results = op_of(record).function(*sample.inputs.values(), **sample.attributes)
-    return results if isinstance(results, tuple) else (results,)
+    return as_tuple(op_of(record).function(*sample.inputs.values(), **sample.attributes))
+
+
+def called(record: OpSpec, sample: Sample) -> str:
+    """The op and its inputs, as the messages of its checks show them."""
+    given = {name: described(tensor) for name, tensor in sample.tensors().items()}
+    device = next(iter(sample.tensors().values())).device.type
+    return f"{record.qualified_name}({', '.join(f'{k}: {v}' for k, v in given.items())}), {device}"
 
 
 def _note(record: OpSpec, sample: Sample) -> None:
     """Keeps the call, for the message if it ends the process."""
     if child.is_watched():
-        given = {n: f"{str(t.dtype)[6:]}{list(t.shape)}" for n, t in sample.tensors().items()}
-        device = next(iter(sample.tensors().values())).device.type
-        texts = ", ".join(f"{name}: {text}" for name, text in given.items())
-        child.note_call(f"{record.qualified_name}({texts}), {device}")
+        child.note_call(called(record, sample))
 
 
 # ---------------------------------------------------------------------------- what the record says

@@ -11,8 +11,9 @@ from twinop.declare import CPU_FUNCTIONS
 from twinop.export.body_in_torch import evaluate_body
 from twinop.op_spec import OpSpec
 from twinop.torch_op.arguments import tensors_of
+from twinop.torch_op.rules import as_tuple
 
-from .references import ONE_ROUNDING, Results
+from .references import ONE_ROUNDING
 from .rounding import RoundingOps
 from .under_test import reference_of
 
@@ -20,10 +21,6 @@ Inputs = Mapping[str, Tensor | None]
 
 BODY_ROUNDINGS = 8
 """The error allowed for an op without a `Reference`, as a multiple of its body's rounding error."""
-
-
-def as_tuple(results: Results) -> tuple[Tensor, ...]:
-    return results if isinstance(results, tuple) else (results,)
 
 
 def compute(

@@ -13,6 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..aot_kernels.expression import Expression, as_expression
 from ..aot_kernels.plan import Fill, Pointer, Scalar
+from ..dtypes import torch_name
 from ..errors import BuildError
 from ..op_spec import OpSpec
 from .expressions import NotAnExpression
@@ -171,7 +172,7 @@ class Recorder(TorchDispatchMode):
                 f"{at} returns {kinds}; its schema has {count} output{'s' * (count != 1)}" + said
             )
         if counted and (returned[-1].dtype != torch.int64 or returned[-1].numel() != counted):
-            raise BuildError(f"{at} returns {_name(returned[-1].dtype)} in its last tensor" + said)
+            raise BuildError(f"{at} returns {torch_name(returned[-1].dtype)} in its last tensor" + said)
         places: dict[int, Pointer] = {}
         for index, tensor in enumerate(returned):
             storage = self._storages.get(_address(tensor))
@@ -190,7 +191,7 @@ class Recorder(TorchDispatchMode):
         temporaries = [index for index in used if index not in places]
         places |= {index: Pointer("temporary", place) for place, index in enumerate(temporaries)}
         tensors = (*returned[:count], *self._written)
-        outputs = tuple(Output(_name(t.dtype), tuple(map(self.expression, t.shape))) for t in tensors)
+        outputs = tuple(Output(torch_name(t.dtype), tuple(map(self.expression, t.shape))) for t in tensors)
         sizes = tuple(self._sizes[index] for index in temporaries)
         return outputs, sizes, tuple(_placed(step, places) for step in self.steps)
 
@@ -226,8 +227,8 @@ class Recorder(TorchDispatchMode):
         pointer = self._pointer(tensor, "the tensor")
         if isinstance(value, (*SYMBOLIC, torch.Tensor)) or len(set(_bytes(value, tensor.dtype))) != 1:
             raise self.error(
-                f"the library fills tensors with a byte, and {value} in {_name(tensor.dtype)} has several. "
-                "Fill the tensor in a kernel"
+                f"the library fills tensors with a byte, and {value} in {torch_name(tensor.dtype)} has "
+                "several. Fill the tensor in a kernel"
             )
         if pointer.base == "input":
             raise self.error("the launcher writes to an input. Its schema says which it writes: Tensor(a!) x")
@@ -246,7 +247,7 @@ class Recorder(TorchDispatchMode):
         if isinstance(value, torch.Tensor):
             shape, strides = (tuple(map(self.expression, sizes)) for sizes in (value.shape, value.stride()))
             pointer = self._pointer(value, f"{name} of {label}")
-            return Argument(name, pointer, _name(value.dtype), shape, strides)
+            return Argument(name, pointer, torch_name(value.dtype), shape, strides)
         if isinstance(value, (bool, torch.SymBool)):
             return Argument(name, Scalar(as_expression(int(bool(value))), "i1", name))
         if isinstance(value, (int, torch.SymInt)):
@@ -294,12 +295,8 @@ def _address(tensor: torch.Tensor) -> int:
     return address
 
 
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
-
-
 def _bytes(value: Any, dtype: torch.dtype) -> bytes:
-    name = _name(dtype)
+    name = torch_name(dtype)
     return np.array(value, getattr(ml_dtypes, name, name)).tobytes()
 
 

@@ -5,8 +5,8 @@ import torch
 
 from twinop.op_spec import OpSpec
 
-from ..messages import called, fail, require_same_bits
-from ..samples import Sample, call, make_sample
+from ..messages import fail, require_same_bits
+from ..samples import Sample, call, called, make_sample
 
 LAUNCHERS = (
     "A launcher queues its work on call.stream and returns. It takes memory from call.scratch, not from "

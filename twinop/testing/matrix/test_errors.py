@@ -10,8 +10,8 @@ from twinop.call_checks import check_shapes
 from twinop.errors import RecordError
 from twinop.op_spec import OpSpec
 
-from ..messages import called, fail
-from ..samples import Sample, call, make_sample, torch_dtype
+from ..messages import fail
+from ..samples import Sample, call, called, make_sample, torch_dtype
 
 WIDTH = 4
 

@@ -24,11 +24,11 @@ from twinop.op_schema import default_of
 from twinop.op_spec import OpSpec
 from twinop.tolerance import same_bits
 
-from ..messages import called, fail, first_difference
+from ..messages import fail, first_difference
 from ..one_node import body_session, one_node_model
 from ..references import as_close_as_torch_asks
 from ..rounding import OrtRoundingOps
-from ..samples import Sample, make_sample, presence_patterns, run_in_torch, samples
+from ..samples import Sample, called, make_sample, presence_patterns, run_in_torch, samples
 from ..ulps import is_defined, measure
 from ..under_test import advice, library_of, op_of, records_under_test, reference_of
 

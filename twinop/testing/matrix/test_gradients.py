@@ -16,11 +16,12 @@ from twinop.export.bodies import find_body
 from twinop.op_spec import OpSpec
 from twinop.torch_op.rules import PRODUCTS
 
-from ..messages import called, fail, first_difference, require_same_bits, runs_body
+from ..messages import fail, first_difference, require_same_bits, runs_body
 from ..samples import (
     Sample,
     attribute_variants,
     call,
+    called,
     fits,
     given_samples,
     has_derivative,

@@ -14,11 +14,12 @@ from twinop.export.bodies import find_body
 from twinop.kernel_op import DECLARED
 from twinop.op_spec import OpSpec
 
-from ..messages import called, fail, first_difference, require_same_bits
+from ..messages import fail, first_difference, require_same_bits
 from ..ort_runner import OrtRunner, poisoned
 from ..references import as_close_as_torch_asks
 from ..samples import (
     Sample,
+    called,
     is_given,
     large_sample,
     make_sample,
