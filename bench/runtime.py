@@ -15,12 +15,12 @@ from onnx import NodeProto, helper
 from twinop.dtypes import ELEMENT_TYPES
 from twinop.library import find_library
 from twinop.op_spec import OpSpec
+from twinop.testing import one_node
 
 from .measurements import BenchError
 from .timing import DeviceTimer, Run
 
 ONNX_TYPES = {getattr(torch, name): element for name, element in ELEMENT_TYPES.items() if name != "str"}
-_PROVIDERS = {"cpu": "CPUExecutionProvider", "cuda": "CUDAExecutionProvider"}
 
 share_pool = True
 """Whether all sessions of this process share one thread pool. Then no session can have its own."""
@@ -33,11 +33,7 @@ def onnxruntime(cpu_threads: int) -> Any:
     The threads of separate pools would spin for a while after each run, on the cores that the next session
     needs. Once the shared pool exists, the process cannot open a session with a pool of its own.
     """
-    import onnxruntime as ort
-
-    if torch.cuda.is_available():
-        ort.preload_dlls()
-    ort.set_default_logger_severity(3)
+    ort = one_node.onnxruntime()
     if share_pool:
         ort.set_global_thread_pool_sizes(cpu_threads, 1)
     return ort
@@ -141,14 +137,14 @@ def open_session(
     options.graph_optimization_level = level.ORT_ENABLE_ALL if optimize else level.ORT_DISABLE_ALL
     path = find_library(library) if isinstance(library, str) else library
     options.register_custom_ops_library(str(path))
-    provider = _PROVIDERS[device.type]
+    provider = one_node.PROVIDERS[device.type]
     provider_options = {}
     if device.type == "cuda":
         options.add_session_config_entry("session.disable_cpu_ep_fallback", str(int(not fallback)))
         provider_options = {"device_id": str(device.index or 0), "enable_cuda_graph": str(int(cuda_graph))}
         if stream is not None:
             provider_options["user_compute_stream"] = str(stream.cuda_stream)
-    cpu = [_PROVIDERS["cpu"]] if fallback and device.type == "cuda" else []
+    cpu = [one_node.PROVIDERS["cpu"]] if fallback and device.type == "cuda" else []
     with tempfile.TemporaryDirectory() as folder:
         planned = Path(folder) / "planned.onnx"
         source = str(model) if isinstance(model, Path) else model.SerializeToString()

@@ -22,6 +22,7 @@ from twinop.bench import runtime
 from twinop.bench.cases import relative_error
 from twinop.bench.cells import IN_ORT, IN_TORCH
 from twinop.bench.measurements import Device, Output, chosen, measuring
+from twinop.bench.peers import ENTRIES
 from twinop.bench.providers import Subject, require, side_by_side
 from twinop.bench.timing import DeviceTimer
 
@@ -91,11 +92,6 @@ CELLS = (
 SMALL = (Cell(128, 768, 768), Cell(64, 768, 3072, "gelu"), Cell(1, 768, 768))
 
 
-def swiglu(y: Tensor) -> Tensor:
-    gate, others = y.chunk(2, -1)
-    return F.silu(gate) * others
-
-
 @dataclass(frozen=True)
 class Activation:
     """What follows a product: in torch, as a kernel of ours, and as nodes that compute y of z."""
@@ -114,7 +110,7 @@ ACTIVATIONS = {
         'y = Gelu <approximate = "tanh"> (z)',
     ),
     "silu": Activation(
-        swiglu,
+        ENTRIES["swiglu_packed"].eager,
         lambda y: torch_op.swiglu_packed(y),
         "g, u = Split <axis = -1, num_outputs = 2> (z); s = Sigmoid (g); a = Mul (g, s); y = Mul (a, u)",
     ),

@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 
 from twinop import deploy
+from twinop.deploy.create_session import PROVIDERS
 
 from .inputs import Case
 
@@ -29,10 +30,7 @@ def milliseconds(
     Raises:
         TwinopError: a model does not run on this device here.
     """
-    providers = (
-        ["CPUExecutionProvider"] if device == "cpu" else ["CUDAExecutionProvider", "CPUExecutionProvider"]
-    )
-    sessions = [deploy.session(path, providers, library) for path in paths]
+    sessions = [deploy.session(path, PROVIDERS[device], library) for path in paths]
     times: list[list[float]] = [[] for _ in sessions]
     stop = max(stop, time.monotonic() + _LEAST)
     for run in range(_WARM_UP + _RUNS):
