@@ -40,7 +40,8 @@ print(test_cube.library_path())
 def test_a_users_op_in_torch(tmp_path: Path) -> None:
     project = cube_project(tmp_path / "a project, é")
     (elsewhere := tmp_path / "elsewhere").mkdir()
-    assert output_of(IN_TORCH, elsewhere, project).strip() == str(project / "build/libtest_cube.so")
+    said = output_of(IN_TORCH, elsewhere, project, fresh=True)
+    assert said.strip() == str(project / "build/libtest_cube.so")
 
 
 LATE = """
