@@ -2,11 +2,11 @@
 
 import os
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
+import warm_python
 
 from twinop.bench import measurements
 from twinop.bench.__main__ import TAKES
@@ -17,10 +17,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def run(*command: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    variables = os.environ | environment
-    return subprocess.run(
-        [sys.executable, *command], capture_output=True, text=True, cwd=ROOT, env=variables, timeout=280
-    )
+    return warm_python.run(command, cwd=ROOT, env=os.environ | environment)
 
 
 def test_the_time_that_it_takes_is_said_before_anything_is_imported() -> None:

@@ -2,14 +2,13 @@
 
 import os
 import shutil
-import subprocess
-import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+import warm_python
 
 from twinop.bench.cases import BACKWARD, FORWARD, Case, Sample, cases_of, choose
 from twinop.bench.measurements import BenchError, read
@@ -79,10 +78,10 @@ def test_the_project_in_this_folder(project: Path, tmp_path: Path, monkeypatch: 
 
 
 def test_a_report(project: Path) -> None:
-    command = [sys.executable, "-m", "twinop", "bench", "--ops", "twice", "--quick", "--kinds", "bandwidth"]
+    command = ["-m", "twinop", "bench", "--ops", "twice", "--quick", "--kinds", "bandwidth"]
     env = os.environ | {"PYTHONPATH": str(ROOT), "COLUMNS": "200"}
     command += ["--providers", "twinop,eager"]
-    done = subprocess.run(command, cwd=project, env=env, capture_output=True, text=True)
+    done = warm_python.run(command, cwd=project, env=env)
     assert done.returncode == 0, done.stdout + done.stderr
     (path,) = (project / "bench-results").glob("*.jsonl")
     lines = {line["direction"]: line for line in read(path, "ops")}

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import warm_python
 from build_files import twinop
 
 from twinop.building.new import create_project
@@ -42,7 +43,7 @@ MISH = {
 
 
 def run_pytest(folder: Path) -> None:
-    done = subprocess.run([sys.executable, "-m", "pytest", "-q"], cwd=folder, capture_output=True, text=True)
+    done = warm_python.run(["-m", "pytest", "-q"], cwd=folder)
     assert done.returncode == 0 and "2 passed" in done.stdout, done.stdout
 
 

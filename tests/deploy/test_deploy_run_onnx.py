@@ -3,13 +3,13 @@
 import os
 import shutil
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import onnx
 import pytest
+import warm_python
 from abi_files import c_library
 from models import chain, make_model, model, node, relu_body, value
 from onnx import helper
@@ -227,8 +227,7 @@ def test_a_bad_model_is_one_message(tmp_path: Path) -> None:
 
 def script(*arguments: object, cwd: Path = Path("/")) -> subprocess.CompletedProcess[str]:
     environment = {key: text for key, text in os.environ.items() if key != "PYTHONPATH"} | {"COLUMNS": "200"}
-    command = [sys.executable, str(ROOT / "deploy/run_onnx.py"), *map(str, arguments)]
-    return subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=280)
+    return warm_python.run([ROOT / "deploy/run_onnx.py", *map(str, arguments)], cwd=cwd, env=environment)
 
 
 def test_as_a_script_from_anywhere(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 import onnx
 import op_bodies  # noqa: F401 (the test ops)
 import pytest
+import warm_python
 from onnx import TensorProto
 from typer.testing import CliRunner, Result
 
@@ -109,7 +110,7 @@ def node_types(path: str) -> list[str]:
 
 def python(*arguments: str, **environment: str) -> "subprocess.CompletedProcess[str]":
     env = os.environ | {"PYTHONPATH": str(ROOT), "COLUMNS": "200"} | environment
-    return subprocess.run([sys.executable, *arguments], capture_output=True, text=True, env=env, check=False)
+    return warm_python.run(arguments, env=env)
 
 
 def test_the_script_runs_from_anywhere(folder: Path) -> None:
@@ -287,7 +288,8 @@ def test_importing_a_second_copy_is_refused() -> None:
 def test_the_command_line_starts_light() -> None:
     heavy = ("torch", "onnx", "onnxscript", "onnxruntime", "numpy")
     code = f"import sys, twinop.cli; print([name for name in {heavy} if name in sys.modules])"
-    assert python("-c", code).stdout.strip() == "[]"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
+    assert done.stdout.strip() == "[]"
 
 
 def test_help_and_list_of_ops() -> None:

@@ -3,7 +3,6 @@
 import atexit
 import shutil
 import subprocess
-import sys
 import tempfile
 from collections.abc import Mapping
 from functools import cache
@@ -12,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import onnx
 import pytest
+import warm_python
 from onnx import TensorProto, helper
 from record_driver import ROOT, compiler
 
@@ -41,8 +41,7 @@ def model(
 def in_torch(code: str, *arguments: Path) -> str:
     """The output of a process that has torch and `torch_op`."""
     start = "import sys\nimport torch\nfrom twinop import torch_op\n"
-    command = [sys.executable, "-c", start + code, *map(str, arguments)]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
+    done = warm_python.run(["-c", start + code, *arguments], cwd=ROOT)
     assert done.returncode == 0, done.stderr
     return done.stdout
 

@@ -1,9 +1,13 @@
 """Small ops with kernels that were compiled ahead, and libraries of them."""
 
+import atexit
 import os
+import shutil
 import subprocess
+import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -25,28 +29,32 @@ ONE = as_expression(1)
 GENERAL = Variant((), (), 0)
 
 
+def _compiler() -> list[str]:
+    macros = {"VERSION": __version__, "CUDA_ARCHS": "none", "CUDA_VERSION": ""}
+    flags = ["-std=c++17", "-O0", "-fPIC", "-fvisibility=hidden", "-fno-gnu-unique", f"-I{get_include()}"]
+    defined = [f'-DTWINOP_{macro}="{value}"' for macro, value in macros.items()]
+    return [os.environ.get("CXX", "g++"), *flags, *defined]
+
+
+@cache
+def _headers() -> Path:
+    """A header with what all sources include, compiled: to read that takes most of the time of each."""
+    folder = Path(tempfile.mkdtemp(prefix="twinop-aot-"))
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    header = folder / "headers.h"
+    header.write_text('#include "twinop/aot_kernels/op.h"\n')
+    subprocess.run([*_compiler(), "-x", "c++-header", header, "-o", f"{header}.gch"], check=True)
+    return header
+
+
 def compile_library(contents: Contents, folder: Path, name: str) -> Path:
     """Writes the source of contents, and compiles it without optimization."""
     source, library = folder / f"{name}.cpp", folder / f"lib{name}.so"
     generate(contents, source)
-    macros = {"VERSION": __version__, "CUDA_ARCHS": "none", "CUDA_VERSION": ""}
-    command = [
-        os.environ.get("CXX", "g++"),
-        "-std=c++17",
-        "-O0",
-        "-fPIC",
-        "-shared",
-        "-fvisibility=hidden",
-        "-fno-gnu-unique",
-    ]
-    command += [f'-DTWINOP_{macro}="{value}"' for macro, value in macros.items()]
-    command += [f"-I{get_include()}", str(source), str(find_installation() / "libtwinop_ort.a"), "-ldl"]
-    command += [
-        "-Wl,--undefined=RegisterCustomOps,-Bsymbolic,-z,nostart-stop-gc,-z,nodelete",
-        "-o",
-        str(library),
-    ]
-    done = subprocess.run(command, capture_output=True, text=True)
+    archive = str(find_installation() / "libtwinop_ort.a")
+    command = [*_compiler(), "-shared", "-include", str(_headers()), str(source), archive, "-ldl"]
+    command += ["-Wl,--undefined=RegisterCustomOps,-Bsymbolic,-z,nostart-stop-gc,-z,nodelete"]
+    done = subprocess.run([*command, "-o", str(library)], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     return library
 

@@ -2,8 +2,9 @@
 
 import os
 import subprocess
-import sys
 from pathlib import Path
+
+import warm_python
 
 TINY = """
 #pragma once
@@ -40,6 +41,5 @@ def program(path: Path, *lines: str) -> Path:
 
 def twinop(*arguments: str | Path, cwd: Path, **environment: str) -> subprocess.CompletedProcess[str]:
     """Runs the command `twinop` in a folder."""
-    command = [sys.executable, "-m", "twinop", *map(str, arguments)]
     env = os.environ | {"COLUMNS": "200"} | environment
-    return subprocess.run(command, cwd=cwd, env=env, capture_output=True, text=True, timeout=250)
+    return warm_python.run(["-m", "twinop", *arguments], cwd=cwd, env=env)

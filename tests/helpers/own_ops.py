@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import onnx
+import warm_python
 from abi_files import FLOAT, ROOT, c_library
 from onnx import helper
 
@@ -63,21 +64,23 @@ def describe_package(site: Path, name: str, version: str, domain: str, module: s
     return site
 
 
-def run_python(code: str, folder: Path, *path: Path) -> subprocess.CompletedProcess[str]:
-    """Runs code in a process whose current folder and folders of packages are these."""
+def run_python(code: str, folder: Path, *path: Path, fresh: bool = False) -> subprocess.CompletedProcess[str]:
+    """Runs code in a process whose current folder and folders of packages are these.
+
+    Args:
+        fresh: for a test of imports: nothing is imported before.
+    """
     places = os.pathsep.join([*map(str, (*path, ROOT)), os.environ.get("PYTHONPATH", "")])
-    return subprocess.run(
-        [sys.executable, "-c", code],
-        cwd=folder,
-        capture_output=True,
-        text=True,
-        env=os.environ | {"PYTHONPATH": places, "COLUMNS": "200"},
-    )
+    env = os.environ | {"PYTHONPATH": places, "COLUMNS": "200"}
+    if not fresh:
+        return warm_python.run(["-c", code], cwd=folder, env=env)
+    command = [sys.executable, "-c", code]
+    return subprocess.run(command, cwd=folder, capture_output=True, text=True, env=env)
 
 
-def output_of(code: str, folder: Path, *path: Path) -> str:
+def output_of(code: str, folder: Path, *path: Path, fresh: bool = False) -> str:
     """Returns what code prints in `run_python`."""
-    done = run_python(code, folder, *path)
+    done = run_python(code, folder, *path, fresh=fresh)
     assert done.returncode == 0, done.stderr
     return done.stdout
 

@@ -19,6 +19,7 @@ import numpy as np
 import onnx
 import tritonclient.grpc
 import tritonclient.http
+import warm_python
 from service_fixtures import Served, serve
 
 # Two steps of SGD. The twin has standard operators in place of the op, in fp64.
@@ -135,7 +136,7 @@ class User:
         binaries: where `twinop` and `python` are installed.
         has_time: takes the default options everywhere. CI's time is short: there C++ is built for the CPU, as
             nvcc takes a minute for a row-wise op, and not optimized, which takes a third of the compiler's
-            time; `twinop test` runs a part of its tests.
+            time; `twinop test` runs a part of its tests, and processes need not import torch.
     """
 
     folder: Path
@@ -152,20 +153,30 @@ class User:
 
     def types(self, *command: str | Path, code: int = 0) -> str:
         """Runs a command, and returns what it printed."""
-        done = subprocess.run(
-            command, cwd=self.folder, env=self.env, capture_output=True, text=True, timeout=280,
-            stdin=subprocess.DEVNULL,
+        return self._prints(
+            subprocess.run(
+                command, cwd=self.folder, env=self.env, capture_output=True, text=True, timeout=280,
+                stdin=subprocess.DEVNULL,
+            ),
+            code,
         )  # fmt: skip
+
+    def _prints(self, done: subprocess.CompletedProcess[str], code: int) -> str:
         said = done.stdout + done.stderr
-        assert done.returncode == code, f"{' '.join(map(str, command))}: {done.returncode}\n{said[-6000:]}"
+        assert done.returncode == code, f"{' '.join(map(str, done.args))}: {done.returncode}\n{said[-6000:]}"
         assert "Traceback" not in said, said
         return said
 
     def twinop(self, *arguments: str | Path, code: int = 0) -> str:
-        return self.types(self.binaries / "twinop", *arguments, code=code)
+        if self.has_time:
+            return self.types(self.binaries / "twinop", *arguments, code=code)
+        command = [self.binaries / "twinop", *arguments]
+        return self._prints(warm_python.run(command, cwd=self.folder, env=self.env), code)
 
     def python(self, *arguments: str | Path) -> str:
-        return self.types(self.binaries / "python", *arguments)
+        if self.has_time or arguments[0] == "plain.py":
+            return self.types(self.binaries / "python", *arguments)
+        return self._prints(warm_python.run(arguments, cwd=self.folder, env=self.env), 0)
 
     def writes(self, **files: str) -> None:
         for name, text in files.items():

@@ -1,13 +1,12 @@
 """Libraries of several domains: in one session, in one torch process, in one exported model."""
 
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
 import onnx
 import pytest
+import warm_python
 from abi_files import CPU, FLOAT, INT64, ROOT, X, c_library, in_torch, model, negate_model
 from onnx import helper
 
@@ -46,19 +45,11 @@ def test_libraries_of_several_domains(tmp_path: Path) -> None:
     assert {library.domain for library in found.libraries} == {"test_c", "test.abi", "custom_domain"}
     np.testing.assert_array_equal(found.run({"x": X, "factors": FACTORS})["z"], expected)
 
-    command = [
-        sys.executable,
-        str(ROOT / "deploy/run_onnx.py"),
-        str(path),
-        "--allow-model-libraries",
-        "--provider",
-        "cpu",
-        "--shape",
-        "x=3",
-        "--shape",
-        "factors=2",
-    ]
-    done = subprocess.run(command, capture_output=True, text=True, env={"COLUMNS": "200", "PATH": "/usr/bin"})
+    shapes = ["--shape", "x=3", "--shape", "factors=2"]
+    done = warm_python.run(
+        [ROOT / "deploy/run_onnx.py", path, "--allow-model-libraries", "--provider", "cpu", *shapes],
+        env={"COLUMNS": "200", "PATH": "/usr/bin"},
+    )
     assert done.returncode == 0, done.stderr
     assert done.stdout.count(" yes ") == 3 and all(name in done.stdout for name in ("test_c", "test.abi"))
 
@@ -105,8 +96,7 @@ def test_each_library_has_its_own_table(libraries: dict[str, Path], tmp_path: Pa
     graph = model(nodes, {"x": FLOAT, "factors": INT64}, {"z": FLOAT}, custom_domain=1, test__abi=2)
     path.write_bytes(graph.SerializeToString())
     files = [libraries["test_abi"], libraries["custom_relu"], path]
-    command = [sys.executable, "-c", OWN_TABLES, *map(str, files)]
-    done = subprocess.run(command, capture_output=True, text=True)
+    done = warm_python.run(["-c", OWN_TABLES, *files])
     assert done.returncode == 0 and "[0., 6.]" in done.stdout, done.stderr
 
 

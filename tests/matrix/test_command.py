@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import warm_python
 from build_files import tiny, twinop
 
 from twinop.library import find_library
@@ -24,8 +25,7 @@ def twinop_test(folder: Path, *arguments: str | Path) -> tuple[int, str]:
     places = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
     env = os.environ | {"PYTHONPATH": places, "COLUMNS": "200"}
     env.pop("PYTEST_ADDOPTS", None)
-    command = [sys.executable, "-m", "twinop", "test", *map(str, arguments)]
-    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, env=env)
+    done = warm_python.run(["-m", "twinop", "test", *arguments], cwd=folder, env=env)
     return done.returncode, done.stdout + done.stderr
 
 

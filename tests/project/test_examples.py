@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import warm_python
 from record_driver import ROOT
 
 from twinop import torch_op
@@ -43,8 +44,7 @@ def build(example: Path, folder: Path, *options: str) -> Path:
 def run_tests(folder: Path, **more: str) -> None:
     env = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST")} | more
     env["PYTHONPATH"] = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "."]
-    done = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True)
+    done = warm_python.run(["-m", "pytest", "-q", "-p", "no:cacheprovider", "."], cwd=folder, env=env)
     assert done.returncode == 0 and "passed" in done.stdout, done.stdout[-5000:] + done.stderr[-3000:]
 
 

@@ -1,12 +1,11 @@
 """The maintainers' measurements in lab/: they start, and the pages say what was recorded."""
 
 import os
-import subprocess
-import sys
 from itertools import product
 from pathlib import Path
 
 import pytest
+import warm_python
 
 from lab.models import share, table
 from twinop.bench.measurements import read
@@ -15,9 +14,8 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def run(script: str, *options: str) -> str:
-    command = [sys.executable, f"lab/{script}.py", *options]
     env = os.environ | {"COLUMNS": "200", "TWINOP_COMMIT": "abc"}
-    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=280)
+    done = warm_python.run([f"lab/{script}.py", *options], cwd=ROOT, env=env)
     assert done.returncode == 0, done.stderr
     return done.stdout
 

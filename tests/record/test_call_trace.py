@@ -1,10 +1,9 @@
 """TWINOP_TRACE=1 prints each call of an op, its kernels and why they were chosen."""
 
 import os
-import subprocess
-import sys
 
 import pytest
+import warm_python
 
 TORCH = """
 import torch
@@ -26,9 +25,7 @@ deploy.session(model, ["CPUExecutionProvider"]).run({"x": torch.ones(2, 3).numpy
 
 
 def traced(code: str, value: str = "1") -> list[str]:
-    done = subprocess.run(
-        [sys.executable, "-c", code], env=os.environ | {"TWINOP_TRACE": value}, capture_output=True, text=True
-    )
+    done = warm_python.run(["-c", code], env=os.environ | {"TWINOP_TRACE": value})
     assert done.returncode == 0, done.stderr
     return [line for line in done.stderr.splitlines() if line.startswith("twinop: ")]
 

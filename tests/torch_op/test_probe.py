@@ -3,8 +3,7 @@
 It runs in a process of its own, because it has no function body and tests go through all loaded ops.
 """
 
-import subprocess
-import sys
+import warm_python
 
 PROGRAM = """
 import torch
@@ -31,5 +30,5 @@ except RecordError as error:
 
 def test_attributes_reach_the_launcher_and_a_backward_pass_is_refused() -> None:
     """Attributes reach the launcher. Without a derivative, the sum of gradients would be incomplete."""
-    done = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True)
+    done = warm_python.run(["-c", PROGRAM])
     assert done.stdout == "custom_domain::probe has no derivative; detach its inputs\n", done.stderr

@@ -1,13 +1,12 @@
 """Every error that a user of twinop.torch_op can cause is one clear message."""
 
 import re
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
+import warm_python
 from samples import DEVICES  # and registers the ops that only the tests use
 
 from twinop import torch_op
@@ -184,9 +183,7 @@ def test_an_op_name_defined_elsewhere() -> None:
         "try:\n    from twinop import torch_op\n"
         "except LibraryError as error:\n    print(error)\n"
     )
-    result = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=True
-    )
+    result = warm_python.run(["-c", code], cwd=ROOT)
     assert re.search(r"relu\(Tensor x.* is registered already, by code outside twinop", result.stdout)
 
 
@@ -201,5 +198,5 @@ def test_an_op_that_a_library_does_not_have() -> None:
 
 def test_a_second_copy_of_the_package_is_refused() -> None:
     code = "import sys; sys.path.insert(0, '.'); import torch_op"
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
+    result = warm_python.run(["-c", code], cwd=ROOT)
     assert result.returncode != 0 and "import twinop.torch_op, not torch_op" in result.stderr

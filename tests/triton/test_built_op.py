@@ -12,6 +12,7 @@ import onnx
 import onnxruntime as ort
 import pytest
 import torch
+import warm_python
 from kernel_ops import mish_file
 
 from twinop import torch_op
@@ -111,13 +112,8 @@ def test_an_outdated_library_is_not_used(library: Library, folder: Path, tmp_pat
     code += "print('built_mish::built_mish' in torch_op.records())"
     for text in ("", "# changed\n"):
         file.write_text((folder / "built_mish.py").read_text() + text)
-        done = subprocess.run(
-            [sys.executable, "-c", code],
-            cwd=tmp_path,
-            env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])},
-            capture_output=True,
-            text=True,
-        )
+        env = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}
+        done = warm_python.run(["-c", code], cwd=tmp_path, env=env)
         assert done.stdout == f"{not text}\n", done.stderr
         assert ("was built from another version of built_mish.py" in done.stderr) == bool(text)
 
@@ -132,8 +128,7 @@ def refused(tmp_path: Path, name: str, text: str, archs: str = "90", **more: Any
 
 def _test_alone(library: Library, folder: Path, **env: str) -> tuple[int, str]:
     path = shutil.copy(library.path, folder)
-    command = [sys.executable, "-m", "twinop", "test", str(path)]
-    done = subprocess.run(command, cwd=folder, env=os.environ | env, capture_output=True, text=True)
+    done = warm_python.run(["-m", "twinop", "test", path], cwd=folder, env=os.environ | env)
     return done.returncode, done.stdout + done.stderr
 
 

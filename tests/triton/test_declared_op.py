@@ -168,7 +168,7 @@ def test_the_import_needs_neither_torch_nor_triton_of_twinop(tmp_path: Path) -> 
         "def act(x): ...\n"
         "print(sorted({'torch', 'triton', 'onnx', 'numpy'} & {*sys.modules}), act)"
     )
-    assert output_of(code, tmp_path) == "[] <op light::act>\n"
+    assert output_of(code, tmp_path, fresh=True) == "[] <op light::act>\n"
 
 
 def declare(schema: str = "act(Tensor x) -> Tensor", **options: Any) -> Callable[[Any], KernelOp]:

@@ -1,12 +1,11 @@
 """A second `twinop build` of a Python file: what is as it was stays, what changed is traced again."""
 
 import os
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import warm_python
 from record_driver import ROOT
 
 pytest.importorskip("triton", reason="kernels in Python need it")
@@ -31,13 +30,8 @@ def again(x):
 def _build(folder: Path, *options: str) -> str:
     path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
     env = os.environ | {"TWINOP_CACHE": str(folder / "cache"), "PYTHONPATH": path}
-    done = subprocess.run(
-        [sys.executable, "-m", "twinop", "build", "again.py", *(options or ("--archs", "90"))],
-        cwd=folder,
-        env=env,
-        capture_output=True,
-        text=True,
-    )
+    command = ["-m", "twinop", "build", "again.py", *(options or ("--archs", "90"))]
+    done = warm_python.run(command, cwd=folder, env=env)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout.splitlines()[-1]
 

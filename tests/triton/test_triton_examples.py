@@ -2,12 +2,11 @@
 
 import os
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
+import warm_python
 from record_driver import ROOT
 
 from twinop.installation import version_numbers
@@ -29,13 +28,7 @@ def test_it_is_built_and_passes_the_matrix(example: Path, tmp_path: Path) -> Non
     env = os.environ | {"TWINOP_CACHE": str(tmp_path / "cache"), "PYTHONPATH": path}
     env = {name: value for name, value in env.items() if not name.startswith("PYTEST")}
     for command in ("build", "test"):
-        done = subprocess.run(
-            [sys.executable, "-m", "twinop", command, example.name],
-            cwd=tmp_path,
-            env=env,
-            capture_output=True,
-            text=True,
-        )
+        done = warm_python.run(["-m", "twinop", command, example.name], cwd=tmp_path, env=env)
         assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-3000:]
     library = read_library(tmp_path / f"build/lib{example.stem}.so")
     assert {record.devices for record in library.by_onnx_name.values()} == {("cpu", "cuda")}

@@ -1,0 +1,136 @@
+"""Python processes that need not import torch: that takes longer than most of what tests do in one.
+
+A process imports packages of others, and no module of twinop. For each command it forks a child, with the
+command's arguments, environment and folder. The child runs as a new process of Python would, but for two
+things: what the packages read from the environment at their import is that of the tests, and at its end
+nothing is destroyed. Tests of imports, and of what happens at the end, start a process of their own.
+"""
+
+import atexit
+import gc
+import json
+import os
+import runpy
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import traceback
+import types
+from collections.abc import Mapping, Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+IMPORTED = ("torch._dynamo", "torch.onnx._internal.exporter._core", "onnxscript", "onnx_ir")
+
+
+class _Server:
+    def __init__(self) -> None:
+        command, pipe = [sys.executable, __file__], subprocess.PIPE
+        self.process = subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True, start_new_session=True)
+        atexit.register(self.end)
+
+    def end(self) -> None:
+        self.process.kill()
+        self.process.communicate()
+
+    def run(self, request: Mapping[str, Any]) -> int:
+        assert self.process.stdin and self.process.stdout
+        try:
+            self.process.stdin.write(json.dumps(request) + "\n")
+            self.process.stdin.flush()
+            return int(self.process.stdout.readline())
+        except BaseException:  # a test's time is over: the next one gets a server of its own
+            os.killpg(self.process.pid, signal.SIGKILL)
+            _server.cache_clear()
+            raise
+
+
+_server = cache(_Server)
+
+
+def run(
+    arguments: Sequence[str | Path], cwd: Path | None = None, env: Mapping[str, str] | None = None
+) -> subprocess.CompletedProcess[str]:
+    """Runs `python ARGUMENTS...`, and returns what it printed."""
+    command = [*map(str, arguments)]
+    with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err:
+        places = [f"/proc/{os.getpid()}/fd/{file.fileno()}" for file in (out, err)]
+        folder, environment = str(cwd or Path.cwd()), dict(os.environ if env is None else env)
+        code = _server().run({"command": command, "cwd": folder, "env": environment, "output": places})
+        out.seek(0), err.seek(0)
+        return subprocess.CompletedProcess([sys.executable, *command], code, out.read(), err.read())
+
+
+def _become(request: Mapping[str, Any]) -> None:
+    """Makes this process one of the command: all but its code."""
+    for number, place in enumerate([os.devnull, *request["output"]]):
+        file = os.open(place, os.O_RDWR | os.O_APPEND)
+        os.dup2(file, number)
+        os.close(file)
+    os.chdir(request["cwd"])
+    os.environ.clear()
+    os.environ.update(request["env"])
+    sys.path[:0] = [place for place in os.environ.get("PYTHONPATH", "").split(os.pathsep) if place]
+
+
+def _serve() -> Mapping[str, Any]:
+    """Forks a child for each request, and tells how it ended; returns the request in the child."""
+    for line in sys.stdin:
+        request = json.loads(line)
+        if (child := os.fork()) == 0:
+            _become(request)
+            return dict(request)
+        print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
+    sys.exit()
+
+
+def _run(kind: str, *rest: str) -> None:
+    """Runs a command of Python, without `python`."""
+    sys.argv[:] = [kind, *rest]
+    if kind == "-c":
+        sys.argv.pop(1)
+        sys.path.insert(0, "")
+        sys.modules["__main__"] = types.ModuleType("__main__")
+        exec(compile(rest[0], "<string>", "exec"), vars(sys.modules["__main__"]))
+    elif kind == "-m":
+        sys.argv.pop(0)
+        sys.path.insert(0, os.getcwd())
+        runpy.run_module(rest[0], run_name="__main__", alter_sys=True)
+    else:
+        sys.path.insert(0, str(Path(kind).resolve().parent))
+        runpy.run_path(kind, run_name="__main__")
+
+
+def _code_of(command: Sequence[str]) -> int:
+    """Runs a command; returns the exit code that Python gives it."""
+    try:
+        _run(*command)
+    except SystemExit as end:
+        if end.code is None or isinstance(end.code, int):
+            return end.code or 0
+        print(end.code, file=sys.stderr)
+        return 1
+    except BaseException:
+        traceback.print_exc()
+        return 1
+    return 0
+
+
+def _main() -> None:
+    for name in IMPORTED:
+        __import__(name)
+    del sys.path[0]  # of this file
+    gc.freeze()  # what is imported stays: children share its pages
+    code = _code_of(_serve()["command"])
+    threading._shutdown()  # type: ignore[attr-defined]
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)  # to take a thousand modules down takes another second
+
+
+if __name__ == "__main__":
+    _main()
