@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
-from itertools import product
+from itertools import chain, product
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -108,9 +108,9 @@ def make(model: Model, dtype: str, folder: Path, stop: float) -> Path:
     for each in (old, new):
         stack(each, model.layers, model.distinct)
     proto = onnx.load(new / "model.onnx", load_external_data=False)
-    for node in proto.graph.node:
-        if node.op_type.startswith("CustomLinear"):
-            node.attribute.append(onnx.helper.make_attribute("invariant", 1))
+    for attribute in chain.from_iterable(node.attribute for node in proto.graph.node):
+        if attribute.name == "invariant":
+            attribute.i = 1
     onnx.save(proto, new / "invariant.onnx")
     new.rename(folder / FILES[IN_ORT])
     return folder

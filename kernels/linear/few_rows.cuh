@@ -373,7 +373,7 @@ static __global__ void __launch_bounds__(kWarps * 32, kBlocks)
   float sums[kGroups / 2][kTiles][4] = {};
   if (kIsCopied) {
     load_x(0);
-  } else {  // Brings x into L1: there are no registers to read it ahead.
+  } else if (kTiles == 1) {  // Brings x into L1: there are no registers to read it ahead.
     constexpr int kSectors = kSlices * kSlice * 2 / 32;  // of a chunk of a row
     const int rows = p.m - first_row < kRows ? p.m - first_row : kRows;
     const int last = count * kSectors * rows;
@@ -468,8 +468,8 @@ Status LaunchTiles(const Call& call, const Dense<T>& weight, const Task<T>& task
   if (most >= 16 * kWarpBytes<Dense<T>, 4, kTiles, 2>) {
     if (is_narrow && task.chunks >= 128)
       return LaunchNarrow<2, kTiles, 32, 2, 1>(call, weight, task);
-    if (is_short && (is_narrow || task.m == 1))
-      return LaunchNarrow<4, kTiles, 16, 2, 1>(call, weight, task);
+    if (is_short && (is_narrow || task.m == 1))  // two blocks: its registers fit beside attention
+      return LaunchNarrow<4, kTiles, 16, 2, kTiles == 1 ? 2 : 1>(call, weight, task);
   }
   return is_short && !is_narrow ? LaunchNarrow<2, kTiles, 16, 2, 2>(call, weight, task)
                                 : LaunchNarrow<2, kTiles, 16, 3, 2>(call, weight, task);
