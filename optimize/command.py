@@ -36,7 +36,12 @@ def main(
         ),
     ] = False,
     invariant: Annotated[
-        bool, typer.Option("--invariant", help="A prompt's bits on CUDA do not depend on its batch. Slower.")
+        bool,
+        typer.Option(
+            "--invariant",
+            help="On CUDA, in 16 bits: a prompt's logits are the same, bit for bit, whatever else is in its "
+            "batch. Slower. The report names what may still depend on it.",
+        ),
     ] = False,
     inputs: Annotated[
         Path | None,

@@ -15,7 +15,8 @@ from . import graph as g
 from .precision import DTYPES
 
 INVARIANT = "products of one order of sums"  # in the `meta` of a graph: whether they are wanted
-_SUMS = re.compile("Attention|Conv|Einsum|Gemm|GRU|LSTM|MatMul|MoE|Reduce|RNN")
+_SUMS = re.compile("Attention|Conv|Einsum|Gemm|GRU|LSTM|MatMul|MoE|(?<!Max)Pool|Reduce(?!Max|Min)|RNN")
+_OF_INTEGERS = re.compile("Integer$|^QLinear")
 
 
 def rewrite(context: g.RewriteContext) -> None:
@@ -33,9 +34,11 @@ def _why_no_product(node: ir.Node) -> str:
     weight, layout = node.inputs[1], g.attribute(node, "layout", "nk")
     if weight is None or weight.dtype is ir.DataType.UINT8:  # linear_q has one for each weight that it takes
         return ""
-    n, k = (each if isinstance(each, int) else 1 for each in g.dims(weight) or (None, None))
+    sizes = [each if isinstance(each, int) else "?" for each in g.dims(weight) or (None, None)]
+    n, k = sizes if layout == "nk" else reversed(sizes)
     step = 16 if node.op_type.endswith("Swiglu") else 8
-    fits = weight.dtype in DTYPES.values() and layout == "nk" and n % step == k % 64 == 0
+    is_known = isinstance(n, int) and isinstance(k, int)
+    fits = weight.dtype in DTYPES.values() and layout == "nk" and is_known and n % step == k % 64 == 0
     takes = f"it takes 16 bits, N a multiple of {step} and K of 64 as nk"
     return "" if fits else f"N = {n} and K = {k} as {layout} in {weight.dtype}; {takes}"
 
@@ -44,7 +47,10 @@ def _why_not(node: ir.Node) -> str:
     """Returns why the bits of another node may depend on the batch, or ""."""
     if node.domain not in ("", g.MICROSOFT, DOMAIN):
         return f"an op of {node.domain}"
+    if node.op_type.startswith("DynamicQuantize"):  # also those of Linear and MatMul
+        return "it has one scale for the batch"
     kind = node.inputs[0].dtype if node.inputs and node.inputs[0] is not None else None
-    is_exact = kind is not None and not kind.is_floating_point()  # a sum of integers has one value
-    adds_up = node.domain != DOMAIN and _SUMS.search(node.op_type)
-    return "its sums may depend on the batch" if adds_up and not is_exact else ""
+    is_reduction = node.op_type.startswith("Reduce") and kind is not None and not kind.is_floating_point()
+    is_exact = is_reduction or _OF_INTEGERS.search(node.op_type)  # a sum of integers has one value
+    adds_up = _SUMS.search(node.op_type) or g.attribute(node, "reduction", "none") in ("add", "mul")
+    return "its sums may depend on the batch" if adds_up and not is_exact and node.domain != DOMAIN else ""

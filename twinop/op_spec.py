@@ -200,7 +200,7 @@ class OpSpec:
 
     @property
     def former_hashes(self) -> set[str]:
-        """The hashes without the last attributes: older models' nodes, which lack them, have the defaults."""
+        """The hashes without the last attributes, whose defaults do what the op did before it had them."""
         schema, found = self.schema, set[str]()
         for each in reversed(self.attributes):
             schema = schema.replace(f", {each.kind} {each.name}={each.default_text})", ")")

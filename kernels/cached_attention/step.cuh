@@ -361,7 +361,7 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerProcessor<kSize>)
     return;
   }
   const int active = min(pieces - skipped, cluster);  // blocks with keys
-  // A block that leaves without arriving at the cluster's barrier holds up the others.
+  // A cluster takes longer to end, and its barrier to open, if a block leaves without arriving.
   if (cluster > 1 && (active == 1 || rank >= active)) ArriveInCluster<false>();
   if (rank >= active) return;
   __syncthreads();

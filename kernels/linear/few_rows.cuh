@@ -5,8 +5,8 @@
 // shared memory, where more of them can be under way (docs/tuning.md).
 //
 // The columns are divided among `ways`: way v sums the chunks v, v + ways, ..., and the ways' sums
-// are added up in order. ways depends on n and k only, so a row of y has the same bits whatever
-// else is in x. Each way is a warp, so that all processors read.
+// are added up in order. ways depends on n, k, the kind of weight and the device, so a row of y
+// has the same bits whatever else is in x. Each way is a warp, so that all processors read.
 #pragma once
 
 #include <cstdint>
@@ -468,7 +468,7 @@ Status LaunchTiles(const Call& call, const Dense<T>& weight, const Task<T>& task
   if (most >= 16 * kWarpBytes<Dense<T>, 4, kTiles, 2>) {
     if (is_narrow && task.chunks >= 128)
       return LaunchNarrow<2, kTiles, 32, 2, 1>(call, weight, task);
-    if (is_short && (is_narrow || task.m == 1))  // two blocks: its registers fit beside attention
+    if (is_short && (is_narrow || task.m == 1))  // 64 registers: beside attention
       return LaunchNarrow<4, kTiles, 16, 2, kTiles == 1 ? 2 : 1>(call, weight, task);
   }
   return is_short && !is_narrow ? LaunchNarrow<2, kTiles, 16, 2, 2>(call, weight, task)

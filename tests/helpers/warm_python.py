@@ -1,9 +1,10 @@
 """Python processes that need not import torch: that takes longer than most of what tests do in one.
 
 A process imports packages of others, and no module of twinop. For each command it forks a child, with the
-command's arguments, environment and folder. The child runs as a new process of Python would, but for two
-things: what the packages read from the environment at their import is that of the tests, and at its end
-nothing is destroyed. Tests of imports, and of what happens at the end, start a process of their own.
+command's arguments, environment and folder. The child runs as a new process of Python would, but for this:
+what Python and packages read from the environment as they start is that of the tests, such as the seed of
+hashes; at its end nothing is destroyed; and nobody waits for processes that it leaves. Tests of imports and
+of processes that must agree start processes of their own; so do the examples of docs/, whose end counts.
 """
 
 import atexit
@@ -21,15 +22,17 @@ import types
 from collections.abc import Mapping, Sequence
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 IMPORTED = ("torch._dynamo", "torch.onnx._internal.exporter._core", "onnxscript", "onnx_ir")
 
 
 class _Server:
     def __init__(self) -> None:
-        command, pipe = [sys.executable, __file__], subprocess.PIPE
-        self.process = subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True, start_new_session=True)
+        pipe, env = subprocess.PIPE, {name: each for name, each in os.environ.items() if name != "PYTHONPATH"}
+        self.process = subprocess.Popen(
+            [sys.executable, __file__], stdin=pipe, stdout=pipe, text=True, start_new_session=True, env=env
+        )
         atexit.register(self.end)
 
     def end(self) -> None:
@@ -41,7 +44,11 @@ class _Server:
         try:
             self.process.stdin.write(json.dumps(request) + "\n")
             self.process.stdin.flush()
-            return int(self.process.stdout.readline())
+            if not (line := self.process.stdout.readline()):
+                raise RuntimeError(
+                    "the process that tests fork from has ended; what it said stands in stderr"
+                )
+            return int(line)
         except BaseException:  # a test's time is over: the next one gets a server of its own
             os.killpg(self.process.pid, signal.SIGKILL)
             _server.cache_clear()
@@ -76,14 +83,14 @@ def _become(request: Mapping[str, Any]) -> None:
     sys.path[:0] = [place for place in os.environ.get("PYTHONPATH", "").split(os.pathsep) if place]
 
 
-def _serve() -> Mapping[str, Any]:
+def _serve(answers: TextIO) -> Mapping[str, Any]:
     """Forks a child for each request, and tells how it ended; returns the request in the child."""
     for line in sys.stdin:
         request = json.loads(line)
         if (child := os.fork()) == 0:
             _become(request)
             return dict(request)
-        print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
+        print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), file=answers, flush=True)
     sys.exit()
 
 
@@ -120,11 +127,13 @@ def _code_of(command: Sequence[str]) -> int:
 
 
 def _main() -> None:
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # what an import prints is no answer
     for name in IMPORTED:
         __import__(name)
     del sys.path[0]  # of this file
     gc.freeze()  # what is imported stays: children share its pages
-    code = _code_of(_serve()["command"])
+    code = _code_of(_serve(answers)["command"])
     threading._shutdown()  # type: ignore[attr-defined]
     atexit._run_exitfuncs()
     sys.stdout.flush()

@@ -184,6 +184,7 @@ def test_an_op_name_defined_elsewhere() -> None:
         "except LibraryError as error:\n    print(error)\n"
     )
     result = warm_python.run(["-c", code], cwd=ROOT)
+    assert result.returncode == 0, result.stderr
     assert re.search(r"relu\(Tensor x.* is registered already, by code outside twinop", result.stdout)
 
 
