@@ -3,8 +3,9 @@
 // The keys of a sequence lie in pieces of kPiece. Leaf i of kLeaves takes the pieces i, i +
 // kLeaves, ... and each of the kWarps warps of a block the same part of each piece. What the warps
 // of the leaves have added up is merged as a tree over the leaves, i with i + kLeaves / 2 first,
-// and then over the warps. Block r of a cluster of 1 to kLeaves takes the leaves r, r + cluster,
-// ...: this moves work, but no bit of a result depends on it.
+// and then over the warps. A cluster has 1 to kLeaves blocks of one team each, and a block of two
+// teams is alone. Of n teams, team r takes the leaves r, r + n, ...: this moves work, but no bit of
+// a result depends on it.
 //
 // Products are transposed: rows are keys (or elements of v) and the 8 columns are heads of q that
 // share a key. As in attention/tensor_cores.cuh, lanes multiply what they have loaded: a sum over a
@@ -15,6 +16,7 @@
 
 #include <climits>
 #include <cstdint>
+#include <type_traits>
 
 #include "twinop/attention/tensor_cores.cuh"
 #include "twinop/cached_attention/turn.cuh"
@@ -26,9 +28,8 @@ namespace twinop::cached_attention {
 using attention::kLog2E;
 using attention::Pair;
 
-inline constexpr int kWarps = 8;  // of a block
-inline constexpr int kThreads = 32 * kWarps;
-inline constexpr int kLeaves = 8;  // at most: the blocks of a cluster
+inline constexpr int kWarps = 8;   // of a team
+inline constexpr int kLeaves = 8;  // at most: the teams of a cluster
 inline constexpr int kHeads = 8;   // of q, which a block takes at a time
 template <int kSize>
 inline constexpr int kBlocksPerProcessor = kSize <= 64 ? 2 : 1;  // as the registers allow
@@ -280,16 +281,20 @@ __device__ __forceinline__ void WaitInCluster() {
 // What a block with this many leaves merges in shared memory before the others see it.
 constexpr int Levels(int leaves) { return leaves > 4 ? 3 : leaves > 2 ? 2 : 1; }
 
-template <class T, int kSize>
-__global__ void __launch_bounds__(kThreads, kBlocksPerProcessor<kSize>)
-    StepKernel(Problem p, Operands<T> x, int cluster) {
+template <class T, int kSize, int kTeams, bool kInCluster>
+__global__ void __launch_bounds__(32 * kWarps * kTeams, kBlocksPerProcessor<kSize> / kTeams)
+    StepKernel(Problem p, Operands<T> x, int cluster, bool is_ahead) {
   using Keys = cached_attention::Keys<T, kSize>;
   using Sums = cached_attention::Sums<kSize>;
   extern __shared__ __align__(16) float slots[];          // Sums of the warps, for each level
   __shared__ __align__(16) T q_heads[kHeads][kSize + 8];  // 8: rows of lanes lie in other banks
   __shared__ __align__(16) T new_k[kSize], new_v[kSize];
-  const int warp = static_cast<int>(threadIdx.x) / 32, lane = static_cast<int>(threadIdx.x) % 32;
-  const int rank = static_cast<int>(blockIdx.x) & (cluster - 1);
+  constexpr int kThreads = 32 * kWarps * kTeams;
+  const int lane = static_cast<int>(threadIdx.x) % 32;
+  const int warp_of_block = static_cast<int>(threadIdx.x) / 32;
+  const int team = kTeams == 1 ? 0 : warp_of_block / kWarps, warp = warp_of_block - team * kWarps;
+  if (!kInCluster) cluster = 1;  // which makes a shorter kernel
+  const int block = static_cast<int>(blockIdx.x) & (cluster - 1), rank = block + team;
   const int shared = p.heads / p.kv_heads;  // heads of q for one of k
   const int turns = (shared + kHeads - 1) / kHeads;
   const int turn = static_cast<int>(blockIdx.x) / cluster % turns;
@@ -300,7 +305,7 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerProcessor<kSize>)
   T* const k_rows = x.k_cache + b_and_k * (p.rows * kSize);
   T* const v_rows = x.v_cache + b_and_k * (p.rows * kSize);
   T* const y = x.y + (std::int64_t{b} * p.heads + first_head) * kSize;
-  const int leaves = kLeaves / cluster;
+  const int leaves = kLeaves / (cluster * kTeams);
   int from, skipped, pieces;  // the first key; pieces before it in all leaves, and all of them
   const auto plan = [&](int position) {
     from = static_cast<int>(FirstKey(p, position));
@@ -314,18 +319,21 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerProcessor<kSize>)
   };
   const auto position = [&] { return *static_cast<const volatile std::int32_t*>(x.position + b); };
 
+  const auto move_to_l2 = [&](int piece, int end) {
+    const int key = first_of(piece) + lane;
+    if (lane >= Keys::kCount || key >= end) return;
+#pragma unroll
+    for (int i = 0; i < kSize; i += 64) {
+      asm volatile("prefetch.global.L2 [%0];" ::"l"(k_rows + std::int64_t{key} * kSize + i));
+      asm volatile("prefetch.global.L2 [%0];" ::"l"(v_rows + std::int64_t{key} * kSize + i));
+    }
+  };
+
   // The kernel before may still run, and this be an old position: it moves keys to L2, no more.
   int last = position();
   if (last >= 0 && last < p.limit) {
     plan(last);
-    const int key = first_of(skipped + rank) + lane;
-    if (lane < Keys::kCount && key < last) {
-#pragma unroll
-      for (int i = 0; i < kSize; i += 64) {
-        asm volatile("prefetch.global.L2 [%0];" ::"l"(k_rows + std::int64_t{key} * kSize + i));
-        asm volatile("prefetch.global.L2 [%0];" ::"l"(v_rows + std::int64_t{key} * kSize + i));
-      }
-    }
+    move_to_l2(skipped + rank, last);
   }
 #pragma unroll 1
   for (int i = heads * (kSize + 8) + threadIdx.x; i < kHeads * (kSize + 8); i += kThreads)
@@ -341,14 +349,14 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerProcessor<kSize>)
     last = position();
     if (guess < 0 || guess >= p.limit) continue;
     plan(guess);
-    if (rank >= pieces - skipped) continue;
-    const int first = first_of(skipped + rank);
+    if (block >= pieces - skipped) continue;
+    const int first = first_of(skipped + rank);  // after all keys, if the team has none
     keys.LoadK(k_rows, first, guess, lane);
-    has_last = rank == ((pieces - 1) & (cluster - 1));
+    has_last = block == ((pieces - 1) & (cluster - 1));
     const T* const row = x.qkv + b * p.Width();
 #pragma unroll 1
-    for (int h = warp; h < heads + 2 * has_last; h += kWarps) {  // of q, and then of k and v
-      const int part = h < heads ? 0 : h - heads + 1;
+    for (int h = warp_of_block; h < heads + 2 * has_last; h += kWarps * kTeams) {
+      const int part = h < heads ? 0 : h - heads + 1;  // q, and then k and v
       T* const to = part == 0 ? q_heads[h] : part == 1 ? new_k : new_v;
       const int head = part == 0 ? first_head + h : p.heads + (part - 1) * p.kv_heads + kv_head;
       TurnHead<kSize>(p, x, row + head * kSize, part, guess, lane, to);
@@ -357,25 +365,30 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerProcessor<kSize>)
   } while (guess != last);
   if (last < 0 || last >= p.limit) {
 #pragma unroll 1
-    for (int i = threadIdx.x; rank == 0 && i < heads * kSize; i += kThreads) Round(NAN, &y[i]);
+    for (int i = threadIdx.x; block == 0 && i < heads * kSize; i += kThreads) Round(NAN, &y[i]);
     return;
   }
   const int active = min(pieces - skipped, cluster);  // blocks with keys
   // A cluster takes longer to end, and its barrier to open, if a block leaves without arriving.
-  if (cluster > 1 && (active == 1 || rank >= active)) ArriveInCluster<false>();
-  if (rank >= active) return;
+  if (cluster > 1 && (active == 1 || block >= active)) ArriveInCluster<false>();
+  if (block >= active) return;
   __syncthreads();
-  const auto slot = [&](int level) { return slots + (level * kWarps + warp) * Sums::kFloats; };
+  const auto slot = [&](int level) {
+    return slots + (level * kWarps * kTeams + warp_of_block) * Sums::kFloats;
+  };
   const float scale = static_cast<float>(p.scale) * kLog2E;
   Sums sums;
   sums.Clear();
   int leaf = 0, piece = skipped + rank;  // its leaves by number, in the tree's order
+  const bool has_keys = kTeams == 1 || team == 0 || piece < pieces;
+  if (!has_keys) leaf = leaves;
 #pragma unroll 1
   while (leaf < leaves) {
     const int first = first_of(piece);
     int next_leaf = leaf, next = piece + kLeaves;
     while (next >= pieces && ++next_leaf < leaves)
       next = skipped + rank + static_cast<int>(__brev(next_leaf) >> 29);
+    if (is_ahead && next < pieces) move_to_l2(next, last);
     float scores[Keys::kGroups][4] = {};
     if (first <= last) {
       if (last - first < Keys::kCount) keys.Insert(new_k, new_v, last - first, lane);
@@ -405,28 +418,36 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerProcessor<kSize>)
     leaf = next_leaf;
     piece = next;
   }
-  sums.Store(slot(0), lane);
+  float* const first_slot = slots + warp * Sums::kFloats;  // of the first team
+  if (team == 0) sums.Store(first_slot, lane);
 
   __syncthreads();
+  if (kTeams > 1) {
+    if (team == 1 && has_keys) {
+      sums.MergeAfter(first_slot, lane);
+      sums.Store(first_slot, lane);
+    }
+    __syncthreads();
+  }
   // A warp merges what this warp of each block has of this block's tiles.
   if (active > 1) {
     ArriveInCluster<true>();
     WaitInCluster();
 #pragma unroll 1
-    for (int tile = rank; tile < Sums::kTiles; tile += active) {
+    for (int tile = block; tile < Sums::kTiles; tile += active) {
       Part parts[kLeaves];
 #pragma unroll
       for (int r = 0; r < kLeaves; ++r) {
         if (r >= active) break;
-        const float* other = slot(0);
+        const float* other = first_slot;
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
         other = cooperative_groups::this_cluster().map_shared_rank(other, r);
 #endif
         parts[r].Load(other + Sums::kWeights, other + 128 * tile, lane);
       }
       const Part all = Merged(parts, active);
-      all.StoreWeights(slot(0) + Sums::kMerged, lane);
-      all.StoreValues(slot(0) + 128 * tile, lane);
+      all.StoreWeights(first_slot + Sums::kMerged, lane);
+      all.StoreValues(first_slot + 128 * tile, lane);
     }
     __syncthreads();
     ArriveInCluster<false>();
@@ -439,7 +460,8 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerProcessor<kSize>)
   // A lane takes two elements of two heads from all warps.
   const float* const weights = slots + (active > 1 ? Sums::kMerged : Sums::kWeights);
 #pragma unroll 1
-  for (int tile = rank + active * warp; tile < Sums::kTiles; tile += active * kWarps) {
+  for (int tile = block + active * warp_of_block; tile < Sums::kTiles;
+       tile += active * kWarps * kTeams) {
     // Of all warps, whose highest scores are known: shorter than a tree.
     Part all{{-INFINITY, -INFINITY}, {}, {}}, sinks{{}, {1, 1}, {}};
     float4 of_warp[kWarps];
@@ -508,10 +530,27 @@ Status LaunchStep(const Call& call, const Problem& p, const Operands<T>& x) {
   };
   while (architecture >= 90 && cluster < kLeaves && cluster * Keys::kPiece < p.rows && grows())
     cluster *= 2;
-  Grid grid{blocks * cluster, dim3(kThreads)};
-  grid.cluster = cluster;
-  grid.shared_bytes = Levels(kLeaves / cluster) * kWarps * Sums<kSize>::kFloats * 4;
-  return LaunchKernel(StepKernel<T, kSize>, Dependent(grid), call, p, x, cluster);
+  const auto launch = [&](auto teams, auto in_cluster) {
+    constexpr int kTeams = decltype(teams)::value;
+    Grid grid{blocks * cluster, dim3(32 * kWarps * kTeams)};
+    grid.cluster = cluster;
+    grid.shared_bytes =
+        Levels(kLeaves / (cluster * kTeams)) * kWarps * kTeams * Sums<kSize>::kFloats * 4;
+    // Few blocks do not have enough memory under way; more under way slows many down.
+    const bool is_ahead = grid.blocks <= processors / 2;
+    return LaunchKernel(StepKernel<T, kSize, kTeams, decltype(in_cluster)::value>, Dependent(grid),
+                        call, p, x, cluster, is_ahead);
+  };
+  constexpr std::integral_constant<int, 1> kOneTeam;
+  if constexpr (kHeld == 2) {
+    // For many heads of k one block of two teams is faster than a cluster of two blocks.
+    if (cluster == 2 && 5 * blocks >= 2 * processors) {
+      cluster = 1;
+      return launch(std::integral_constant<int, 2>{}, std::false_type{});
+    }
+    if (cluster == 1) return launch(kOneTeam, std::false_type{});
+  }
+  return launch(kOneTeam, std::true_type{});
 }
 
 }  // namespace twinop::cached_attention
