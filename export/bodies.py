@@ -340,6 +340,13 @@ def attention_cached(
     return op.Reshape(op.Transpose(y, perm=[0, 2, 1, 3]), together), k_out, v_out
 
 
+@body
+def last_position(op, mask):
+    # The low 32 bits, which alone count: ONNX Runtime adds up int64 in doubles.
+    low = op.Cast(op.Cast(mask, to=6), to=7)
+    return op.Cast(op.Sub(op.ReduceSum(low, [1], keepdims=0), 1), to=6)
+
+
 def _turned(op, heads, cos, sin, size, layout):
     """Builds a cos - b sin and b cos + a sin for the pairs (a, b) of each head."""
     if layout == "half":

@@ -3,7 +3,8 @@
 Matches: GroupQueryAttention in 16 bits over caches that past and present share (`shared_caches` promises
 it), with heads of 64, 96, 128 or 256. q, k and v are one tensor, or its parts, or products of one tensor,
 which are merged; others are joined. RMS norms of q and k, which lie between, go along.
-Writes: CustomAttentionCached. The caches that it returns are its inputs, with the new rows.
+Writes: CustomAttentionCached. The caches that it returns are its inputs, with the new rows. Positions that
+the builder counts in a mask of padding come from CustomLastPosition.
 Leaves alone: positions and masks that the model computes, quantised caches, caches of a window, and what
 reads the scores.
 """
@@ -28,6 +29,7 @@ _NAMES = (
     "attention_bias", "sinks", "k_scale", "v_scale", "q_norm", "k_norm",
 )  # fmt: skip
 _NORM = "CustomRmsNorm"
+_OF_MASKS = (ir.DataType.INT64, ir.DataType.INT32)
 _Tables = dict[tuple[ir.Value | None, ...], ir.Value]
 """What was made of values for one attention, for the next one."""
 
@@ -60,10 +62,8 @@ def _replace(context: g.RewriteContext, node: ir.Node, tables: _Tables) -> None:
     qkv = _packed(context, node, given, [heads * size, kv_heads * size, kv_heads * size])
     weights = [array for name in ("q_norm", "k_norm") if (array := g.constant(given.get(name))) is not None]
     norms = g.initializer(context.graph, np.stack(weights), "norms") if weights else None
-    position = given["position"]
-    if g.rank(position) != 1:
-        position = tables.get((position,)) or g.reshape(node, position, [-1])
-        tables[given["position"],] = position
+    position = tables.get((given["position"],)) or _positions(context, node, given["position"])
+    tables[given["position"],] = position
     cos_sin = _table(node, given, tables) if g.attribute(node, "do_rotary", 0) else None
     sinks = given.get("sinks")
     if sinks is None and g.attribute(node, "smooth_softmax", 0) == 1:
@@ -142,6 +142,26 @@ def _norm_of(value: ir.Value | None) -> ir.Node | None:
         return None
     is_whole = g.last_dim(before.inputs[0]) == g.last_dim(value) and g.attribute(norm, "axis", -1) == -1
     return norm if is_whole and g.is_constant(norm.inputs[1]) else None
+
+
+def _positions(context: g.RewriteContext, node: ir.Node, position: ir.Value) -> ir.Value:
+    """Returns the positions as [B]. Where the builder counts them in a mask, one kernel replaces three."""
+    shaped = g.producer(position, "Reshape")
+    nodes = g.chain(position if shaped is None else shaped.inputs[0], "Cast", "Sub", "ReduceSum")
+    mask = nodes[2].inputs[0] if nodes else None
+    if (
+        mask is None
+        or mask.dtype not in _OF_MASKS
+        or g.rank(mask) != 2
+        or g.scalar(nodes[1].inputs[1]) != 1
+        or g.ints(nodes[2], "axes", 1) not in ([1], [-1])
+    ):
+        return position if g.rank(position) == 1 else g.reshape(node, position, [-1])
+    last = context.add_op(nodes[0], "last_position", [mask], (g.dims(mask) or [])[:1])
+    last.type = ir.TensorType(ir.DataType.INT32)
+    if g.rank(position) == 1:  # attention that stays reads it, too
+        g.replace(position, last)
+    return last
 
 
 def _table(node: ir.Node, given: dict[str, ir.Value], tables: _Tables) -> ir.Value:

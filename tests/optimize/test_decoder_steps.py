@@ -52,6 +52,10 @@ def decoder(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
             with UNTIMED:
                 report = optimize_folder(write(root / "old", SIZES, precision), root / "new", device="cuda")
             assert report.made["attention over a cache"] == 2 and not report.reverted
+            graph = onnx.load(root / "new/model.onnx", load_external_data=False).graph
+            found = Counter(node.op_type for node in graph.node)
+            assert found["CustomLastPosition"] == 1 and not {"ReduceSum", "Sub"} & found.keys()
+            assert found["Cast"] == 1 + (precision == "bfloat16")  # of the mask's length; of the logits
             stack(root / "new", LAYERS, LAYERS - 1)
             made[precision] = root / "new"
         return made[precision]

@@ -134,6 +134,7 @@ def test_what_cuda_gets_for_int4(
     assert report.made.get("products of one input merged", 0) == merged
     found = types(ir.load(tmp_path / "fast/model.onnx"))
     assert found.get("Concat", 0) == ("algo_config" in extra)
+    assert found["CustomLastPosition"] == 1 and not {"ReduceSum", "Sub"} & found.keys()
     # No weight is there twice: that of the logits is the table of embeddings, too.
     assert report.bytes_after < 1.01 * report.bytes_before
     reasons = {"MatMulNBits: blocks of 64; linear_q has those of 32 and 128": found.get("MatMulNBits", 0)}

@@ -166,6 +166,62 @@ def test_norms_that_attention_cannot_compute_stay(of_q: dict[str, Any]) -> None:
     assert types(model).get("CustomRmsNorm", 0) == (4 if of_q else 0)
 
 
+_COUNTED = "count = ReduceSum <keepdims = 0> (mask, axis) last = Sub(count, one) p = Cast <to = 6> (last)"
+_KEPT = _COUNTED.replace("keepdims = 0", "keepdims = 1")
+
+
+@pytest.mark.parametrize(
+    ("positions", "change", "left"),
+    [
+        (_COUNTED, {}, 0),
+        (_COUNTED, {"dtype": "int32"}, 0),
+        (_COUNTED, {"axis": [-1]}, 0),
+        (_KEPT, {}, 0),
+        (_KEPT.replace("p =", "wide =") + "p = Reshape(wide, all)", {}, 0),
+        (_COUNTED + "other = Neg(count)", {}, 1),
+        (_COUNTED, {"of_first": ", sliding_window_cache = 1"}, 0),  # which stays, and reads them as well
+        (_COUNTED, {"one": [2]}, None),
+        (_COUNTED, {"mask": "2, 1, 9"}, None),
+        (_COUNTED, {"mask": "2, 2", "axis": [0]}, None),
+        (_COUNTED, {"dtype": "float16"}, None),
+    ],
+    ids=str,
+)
+def test_positions_counted_in_a_mask(positions: str, change: dict[str, Any], left: int | None) -> None:
+    """`left`: sums that stay because others read them; None: the positions stay as they are."""
+    given = {"dtype": "int64", "mask": "2, 9", "one": [1], "axis": [1], "of_first": ""} | change
+    kind = np.dtype(given["dtype"])
+    caches = "".join(f", float16[2, {KV_HEADS}, {ROWS}, 64] past_{c}" for c in "kv")
+    more = ", int64[2] other" if "other" in positions else ""
+    proto = parsed(
+        f"(float16[2, 1, {(HEADS + 2 * KV_HEADS) * 64}] x{caches}, {kind}[{given['mask']}] mask, int32 total)"
+        f" => (float16[2, 1, W] y, float16[2, 1, W] z{more}) {{ {positions} "
+        + " ".join(
+            f"{y}, k_{y}, v_{y} = com.microsoft.GroupQueryAttention <num_heads = {HEADS}, kv_num_heads = "
+            f"{KV_HEADS}{given['of_first'] if y == 'y' else ''}> (x, , , past_k, past_v, p, total)"
+            for y in "yz"
+        )
+        + "}",
+        one=np.array(given["one"], kind),
+        axis=np.array(given["axis"]),
+        all=np.array([-1]),
+    )
+    model = ir.from_proto(onnx.shape_inference.infer_shapes(proto))
+    model.graph.meta[SHARED_CACHES] = True
+    rewrite(RewriteContext(model, "cuda", RECORDS))
+    found = types(model)
+    assert found["CustomAttentionCached"] == (1 if given["of_first"] else 2)
+    assert found.get("CustomLastPosition", 0) == (left is not None)
+    assert [found.get(name, 0) for name in ("ReduceSum", "Sub", "Cast")] == (
+        [1, 1, 1] if left is None else [left, 0, 0]
+    )
+    if left is not None:
+        (node,) = nodes(model, "CustomLastPosition")
+        assert "Reshape" not in found and node.outputs[0].dtype is ir.DataType.INT32
+        assert {each.inputs[3] for each in nodes(model, "CustomAttentionCached")} == {node.outputs[0]}
+        onnx.checker.check_model(ir.to_proto(model))  # which finds nodes out of order
+
+
 @pytest.mark.parametrize("more", [0, 64])
 def test_parts_of_a_wider_tensor_are_joined(more: int) -> None:
     sizes = [HEADS * 64, KV_HEADS * 64, KV_HEADS * 64, more][: 4 if more else 3]

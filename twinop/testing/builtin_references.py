@@ -120,6 +120,16 @@ def _cached_attentions(size: int) -> Iterator[dict[str, Any]]:
         yield call
 
 
+def _masks(size: int) -> Iterator[dict[str, Any]]:
+    """Padding on the right and on the left, masks of zeros, and numbers whose sums overflow int32."""
+    random = torch.Generator().manual_seed(size)
+    ends = torch.randint(size + 1, (64, 1), generator=random)
+    right = (torch.arange(size) < ends).long()
+    numbers = torch.randint(-(2**31), 2**31, (3, size), generator=random)
+    for mask in (right, right[:5].flip(1), right[:0], torch.zeros(2, size), numbers, numbers.abs()):
+        yield {"mask": mask}
+
+
 def _ada_layer_norms(size: int) -> Iterator[dict[str, Any]]:
     for rows in ((2, 3), (3,), (1, 2, 2), (2, 0), (0, 3)):
         random = torch.Generator().manual_seed(sum(rows) + size)
@@ -147,6 +157,7 @@ _CALLS = {
     "rope": _ropes,
     "attention_packed": _packed_attentions,
     "attention_cached": _cached_attentions,
+    "last_position": _masks,
     "ada_layer_norm": _ada_layer_norms,
     "embed_layer_norm": _embed_layer_norms,
 }

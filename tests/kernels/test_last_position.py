@@ -1,0 +1,64 @@
+"""last_position: masks of all forms, rows of a wider tensor, sums beyond int32. Other tests cover more."""
+
+import pytest
+import torch
+from samples import DEVICES
+
+from twinop import torch_op
+from twinop.errors import RecordError
+
+LENGTHS = (0, 1, 3, 4, 255, 257, 2047, 2049, 5001)  # a block of CUDA has passes of 2048
+each_device = pytest.mark.parametrize("device", DEVICES)
+
+
+def check(mask: torch.Tensor) -> None:
+    expected = (mask.long().sum(1) - 1).int()
+    found = torch_op.last_position(mask)
+    assert found.dtype == torch.int32 and torch.equal(found, expected), mask.shape
+
+
+@each_device
+@pytest.mark.parametrize("dtype", [torch.int64, torch.int32], ids=str)
+@pytest.mark.parametrize("length", LENGTHS)
+def test_values(length: int, dtype: torch.dtype, device: str) -> None:
+    """Of one sequence, a batch, and more than the blocks that wait for the kernel before."""
+    random = torch.Generator().manual_seed(length)
+    for batch in (0, 1, 3, 64, 1500):
+        ends = torch.randint(length + 1, (batch, 1), generator=random)
+        mask = (torch.arange(length) < ends).to(device, dtype)
+        check(mask)
+        check(mask.flip(1))
+        check(torch.zeros_like(mask))
+        check(torch.cat([mask, mask + 5], 1)[:, :length])
+        check(torch.cat([mask.new_ones(1), mask.flatten()])[1:].view(mask.shape))
+        check(mask[:1].expand(batch, length))
+        check(mask.T.contiguous().T)
+
+
+@each_device
+@pytest.mark.parametrize("dtype", [torch.int64, torch.int32], ids=str)
+def test_the_low_bits_of_any_sum_count(dtype: torch.dtype, device: str) -> None:
+    info = torch.iinfo(dtype)
+    for shape in ((3, 5), (64, 1), (2, 3000)):
+        random = torch.Generator().manual_seed(shape[1])
+        check(torch.randint(info.min, info.max, shape, generator=random, dtype=dtype).to(device))
+        check(torch.full(shape, info.max, dtype=dtype, device=device))
+        check(torch.full(shape, info.min, dtype=dtype, device=device))
+
+
+@each_device
+def test_what_does_not_fit(device: str) -> None:
+    mask = torch.ones(2, 3, device=device)
+    with pytest.raises((RuntimeError, RecordError), match="no kernel takes these dtypes"):
+        torch_op.last_position(mask)
+    for wrong in (mask[0], mask[None]):
+        with pytest.raises((RuntimeError, RecordError), match="mask"):
+            torch_op.last_position(wrong.long())
+
+
+def test_vmap_is_one_call() -> None:
+    mask = (torch.rand(4, 3, 7, generator=torch.Generator().manual_seed(0)) < 0.5).long()
+    with torch.profiler.profile() as seen:
+        found = torch.func.vmap(torch_op.last_position, 1)(mask)
+    assert torch.equal(found, (mask.sum(2) - 1).int().T)
+    assert len([event for event in seen.events() if event.name == "custom_domain::last_position"]) <= 3
