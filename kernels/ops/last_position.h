@@ -42,6 +42,7 @@ Status LastPositions(const CallOf<Op>& call) {
     using T = typename decltype(tag)::Type;
     const T* const first = InputData<T>(call, "mask"_name);
 #if defined(__CUDACC__)
+    if (rows == 0) return Status();
     return LaunchKernel(LastPositionKernel<T>, Dependent({rows, dim3(kMaskThreads)}), call, first,
                         stride, length, position);
 #else
