@@ -7,7 +7,7 @@ from samples import DEVICES
 from twinop import torch_op
 from twinop.errors import RecordError
 
-LENGTHS = (0, 1, 3, 4, 255, 257, 2047, 2049, 5001)  # a block of CUDA has passes of 2048
+LENGTHS = (0, 1, 3, 4, 255, 257, 1025, 4095, 4097, 9001)  # a block of CUDA has passes of 4096
 each_device = pytest.mark.parametrize("device", DEVICES)
 
 
@@ -62,3 +62,12 @@ def test_vmap_is_one_call() -> None:
         found = torch.func.vmap(torch_op.last_position, 1)(mask)
     assert torch.equal(found, (mask.sum(2) - 1).int().T)
     assert len([event for event in seen.events() if event.name == "custom_domain::last_position"]) <= 3
+
+
+@pytest.mark.cuda
+def test_masks_beyond_2_to_the_31_elements() -> None:
+    length = 1 << 20
+    mask = torch.zeros((1 << 11) + 2, length, dtype=torch.int32, device="cuda")
+    mask[-1, -7:] = 1
+    mask[-2, :3] = 1
+    assert torch_op.last_position(mask)[[0, -3, -2, -1]].tolist() == [-1, -1, 2, 6]
