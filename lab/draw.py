@@ -3,7 +3,6 @@
 python lab/draw.py lab/results/serve-nvidia-h200.jsonl --plot serve.png
 """
 
-import itertools
 import sys
 import textwrap
 from pathlib import Path
@@ -59,30 +58,32 @@ def draw_serve(lines: list[dict[str, Any]], plt: Any) -> None:
 
 
 def draw_decoders(lines: list[dict[str, Any]], plt: Any) -> None:
-    """Draws a row of panels for each model and dtype, with a panel for each context."""
+    """Draws a panel for each context of each model and dtype."""
     panels: dict[str, dict[int, dict[int, dict[str, float]]]] = {}
     for line in lines:
         if "x" not in line["shape"] or "genai" in line["op"]:
             continue
         batch, context = map(int, line["shape"].split("x"))
         panels.setdefault(f"{line['op']}, {line['dtype']}", {}).setdefault(context, {})[batch] = medians(line)
-    columns = sorted({context for row in panels.values() for context in row})
-    shape = (len(panels), len(columns))
+    cells = [(title, context) for title in panels for context in sorted(panels[title])]
+    columns = max(map(len, panels.values()))
+    shape = (-(-len(cells) // columns), columns)
     size = (1.0 + 3.0 * shape[1], 0.8 + 2.5 * shape[0])
     figure, axes = plt.subplots(*shape, figsize=size, squeeze=False, layout="constrained")
-    for axis, (title, context) in zip(axes.flat, itertools.product(panels, columns), strict=True):
-        mine = sorted(panels[title].get(context, {}).items())
+    for axis in axes.flat[len(cells) :]:
+        axis.axis("off")
+    for axis, (title, context) in zip(axes.flat, cells, strict=False):
+        mine = sorted(panels[title][context].items())
         for name, style in DECODERS.items():
             points = [(i, times[name]) for i, (_, times) in enumerate(mine) if name in times]
             axis.plot(*(zip(*points, strict=True) if points else ((), ())), style, label=name, markersize=4)
         axis.set_xticks(range(len(mine)), [str(batch) for batch, _ in mine])
         axis.set_ylim(bottom=0)
         axis.set_title(f"{title}, {context:,} key{'s' * (context != 1)}", fontsize=9)
-    for axis in axes[-1]:
-        axis.set_xlabel("sequences")
+        axis.set_xlabel("sequences", fontsize=8)
     figure.supylabel("us a step")
     figure.legend(
-        *axes[0][0].get_legend_handles_labels(), loc="outside lower center", ncols=min(4, 2 * len(columns))
+        *axes[0][0].get_legend_handles_labels(), loc="outside lower center", ncols=min(4, 2 * columns)
     )
 
 

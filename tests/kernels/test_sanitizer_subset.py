@@ -71,10 +71,13 @@ def test_through_ort(record: OpSpec) -> None:
 
 @pytest.mark.parametrize("size", [64, 96, 128, 256])
 def test_attention_over_a_cache(size: int) -> None:
-    """Steps and prompts, of sequences with fewer and more keys than a block takes at a time."""
-    for tokens in (1, 18):
-        qkv, cache = torch.randn(2, tokens, 4 * size).half(), torch.randn(2, 1, 300, size).half()
-        position = torch.tensor([20, 290], dtype=torch.int32)
+    """Steps and prompts, of sequences with fewer and more keys than a block takes at a time.
+
+    The blocks of a step are a cluster, or have two teams of warps, or are alone.
+    """
+    for batch, tokens in ((2, 1), (64, 1), (300, 1), (2, 18)):
+        qkv, cache = torch.randn(batch, tokens, 4 * size).half(), torch.randn(batch, 1, 300, size).half()
+        position = torch.tensor([20, 290], dtype=torch.int32).repeat(batch // 2)
         given = [qkv, cache, cache.flip(2), position, None, torch.randn(300, size).half()]
         expected = ops.attention_cached_functional(*given)
         actual = ops.attention_cached_functional(*(each if each is None else each.cuda() for each in given))
