@@ -5,7 +5,7 @@ it), with heads of 64, 96, 128 or 256. q, k and v are one tensor, or its parts, 
 which are merged; others are joined. RMS norms of q and k, which lie between, go along.
 Writes: CustomAttentionCached. The caches that it returns are its inputs, with the new rows. Positions that
 the builder counts in a mask of padding come from CustomLastPosition.
-Leaves alone: positions and masks that the model computes, quantised caches, caches of a window, and what
+Leaves alone: inputs position_ids and attention_bias, quantised caches, caches of a window, and what
 reads the scores.
 """
 

@@ -1,7 +1,7 @@
 // One new token of each sequence with tensor cores: one kernel, at the bandwidth of the memory.
 //
 // The keys of a sequence lie in pieces of kPiece. Leaf i of kLeaves takes the pieces i, i +
-// kLeaves, ... and each of the kWarps warps of a block the same part of each piece. What the warps
+// kLeaves, ... and each of the kWarps warps of a team the same part of each piece. What the warps
 // of the leaves have added up is merged as a tree over the leaves, i with i + kLeaves / 2 first,
 // and then over the warps. A cluster has 1 to kLeaves blocks of one team each, and a block of two
 // teams is alone. Of n teams, team r takes the leaves r, r + n, ...: this moves work, but no bit of
@@ -278,7 +278,7 @@ __device__ __forceinline__ void WaitInCluster() {
 #endif
 }
 
-// What a block with this many leaves merges in shared memory before the others see it.
+// What a team with this many leaves merges in shared memory before the others see it.
 constexpr int Levels(int leaves) { return leaves > 4 ? 3 : leaves > 2 ? 2 : 1; }
 
 template <class T, int kSize, int kTeams, bool kInCluster>
@@ -504,8 +504,8 @@ __global__ void __launch_bounds__(32 * kWarps * kTeams, kBlocksPerProcessor<kSiz
   if (active > 1) WaitInCluster();  // others may still read this block's memory
 }
 
-// Shared memory of a block with all leaves, and more than its static memory: 99 KiB are all that a
-// GPU of 8.6, 8.9 or 12.0 has.
+// Shared memory of a block of one team with all leaves, and more than its static memory: 99 KiB are
+// all that a GPU of 8.6, 8.9 or 12.0 has.
 template <int kSize>
 constexpr int kMostStepBytes =
     Levels(kLeaves) * kWarps * Sums<kSize>::kFloats * 4 + 4 * kHeads * (kSize + 8);
@@ -541,9 +541,12 @@ Status LaunchStep(const Call& call, const Problem& p, const Operands<T>& x) {
     return LaunchKernel(StepKernel<T, kSize, kTeams, decltype(in_cluster)::value>, Dependent(grid),
                         call, p, x, cluster, is_ahead);
   };
-  constexpr std::integral_constant<int, 1> kOneTeam;
+  constexpr std::integral_constant<int, 1> kOneTeam{};
   if constexpr (kHeld == 2) {
-    // For many heads of k one block of two teams is faster than a cluster of two blocks.
+    // Where clusters of two would nearly fill the device, one block of two teams is faster.
+    static_assert(2 * Levels(kLeaves / 2) * kWarps * Sums<kSize>::kFloats * 4 +
+                      4 * kHeads * (kSize + 8) <=
+                  99 << 10);  // all that a GPU of 12.0 has
     if (cluster == 2 && 5 * blocks >= 2 * processors) {
       cluster = 1;
       return launch(std::integral_constant<int, 2>{}, std::false_type{});

@@ -57,7 +57,7 @@ def test_what_does_not_fit(device: str) -> None:
 
 
 def test_vmap_is_one_call() -> None:
-    mask = (torch.rand(4, 3, 7, generator=torch.Generator().manual_seed(0)) < 0.5).long()
+    mask = (torch.rand(4, 12, 7, generator=torch.Generator().manual_seed(0)) < 0.5).long()
     with torch.profiler.profile() as seen:
         found = torch.func.vmap(torch_op.last_position, 1)(mask)
     assert torch.equal(found, (mask.sum(2) - 1).int().T)
