@@ -37,6 +37,9 @@ class Options:
         bool, _option("Pack a folder of onnxruntime-genai, and nothing else.", "onnxruntime-genai", "--genai")
     ] = False
     device: Annotated[str, _option("Optimise the decoder for cuda or cpu.", "onnxruntime-genai")] = "cuda"
+    invariant: Annotated[
+        bool, _option("As in twinop optimize, for cuda.", "onnxruntime-genai", "--invariant")
+    ] = False
     gpu: Annotated[
         bool | None,
         _option("Where it runs. Default: on a GPU if the library has code for one.", "Image", "--gpu/--cpu"),

@@ -25,7 +25,7 @@ from .options import Options
 
 MODELS_IN_CONTAINER = "/mnt/models"  # where KServe mounts what it downloads
 MANIFEST = "twinop-pack.json"
-_OF_GENAI = ("model", "output", "force", "library", "genai", "device")
+_OF_GENAI = ("model", "output", "force", "library", "genai", "device", "invariant")
 TRITON_IMAGE = "nvcr.io/nvidia/tritonserver:26.09-py3"
 PYTHON_IMAGE = "python:3.13.11-slim-trixie"  # the Python that requirements/lock.py locks packages for
 _NOT_SERVING = (
@@ -62,6 +62,8 @@ def pack(options: Options) -> Packed:
     """
     if options.device != "cuda":
         raise PackError("--device is for --genai: choose an image's with --gpu or --cpu")
+    if options.invariant:
+        raise PackError("--invariant is for --genai: give it to twinop optimize, and pack what that writes")
     name = _model_name(options)
     kube_name = kubernetes_name(name)
     image = _image(options, kube_name)
@@ -89,7 +91,8 @@ def pack_genai(options: Options) -> Any:
     found = list[Any]()
 
     def write(root: Path) -> None:
-        found.append(optimize_folder(options.model, root, device=options.device, library=options.library))
+        chosen = {name: getattr(options, name) for name in ("device", "library", "invariant")}
+        found.append(optimize_folder(options.model, root, **chosen))
         _write_manifest(root, root)
 
     _write_whole(options.output, write)

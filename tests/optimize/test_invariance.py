@@ -15,6 +15,8 @@ from typer.testing import CliRunner
 
 from twinop.cli import app
 from twinop.deploy import ModelError, check_model
+from twinop.deploy.pack.options import Options
+from twinop.deploy.pack.packing import pack_genai
 from twinop.errors import ExportError
 from twinop.optimize import invariance, optimize, optimize_folder
 from twinop.optimize.graph import RewriteContext
@@ -44,6 +46,15 @@ def test_every_product_of_a_decoder_gets_it(precision: str, tmp_path: Path) -> N
         assert report.made.get("invariant products", 0) == 9 * invariant
         assert ("invariant=True keeps slow rewrites, too" in str(report)) == invariant
         check_model(report.path, tmp_path / f"{invariant}/libcustom_ops.so")
+
+
+def test_a_packed_folder_of_genai_gets_it(tmp_path: Path) -> None:
+    with UNTIMED:
+        source = write(tmp_path / "old", DECODER, "float16")
+        pack_genai(Options(source, tmp_path / "new", genai=True, invariant=True))
+    assert marks(tmp_path / "new/model.onnx") == {("CustomLinear", 1): 7, ("CustomLinearSwiglu", 1): 2}
+    with pytest.raises(ExportError, match="invariant=True.*: is for cuda"):
+        pack_genai(Options(source, tmp_path / "cpu", genai=True, invariant=True, device="cpu"))
 
 
 def test_attention_that_stays_is_named(tmp_path: Path) -> None:

@@ -136,6 +136,7 @@ def nothing_written(folder: Path) -> bool:
         ({"image": "model:"}, "expected a name such as"),
         ({"library": [Path("missing.so")]}, "no such file"),
         ({"device": "cpu"}, "--device is for --genai: choose an image's with --gpu or --cpu"),
+        ({"invariant": True}, "--invariant is for --genai: give it to twinop optimize"),
     ],
 )
 def test_options_that_do_not_fit(options: dict[str, Any], message: str, tmp_path: Path) -> None:
