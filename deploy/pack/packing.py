@@ -91,8 +91,10 @@ def pack_genai(options: Options) -> Any:
     found = list[Any]()
 
     def write(root: Path) -> None:
-        chosen = {name: getattr(options, name) for name in ("device", "library", "invariant")}
-        found.append(optimize_folder(options.model, root, **chosen))
+        report = optimize_folder(
+            options.model, root, device=options.device, library=options.library, invariant=options.invariant
+        )
+        found.append(report)
         _write_manifest(root, root)
 
     _write_whole(options.output, write)
