@@ -165,7 +165,13 @@ def test_an_interrupted_build_leaves_no_library(tmp_path: Path, how: int) -> Non
     )
     output = tmp_path / "build/libtimes.so"
     command = [sys.executable, "-c", BUILD, str(tmp_path / "times.h"), str(output)]
-    process = subprocess.Popen(command, env=os.environ | {"CXX": str(compiler)}, stderr=subprocess.DEVNULL)
+    process = subprocess.Popen(
+        command,
+        env=os.environ | {"CXX": str(compiler)},
+        stderr=subprocess.DEVNULL,
+        # A shell's background jobs, and so their tests, ignore SIGINT.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    )
     while not started.exists():
         assert process.poll() is None
         time.sleep(0.02)
