@@ -21,6 +21,7 @@
 #include "twinop/attention/tensor_cores.cuh"
 #include "twinop/cached_attention/turn.cuh"
 #include "twinop/math/hardware.h"
+#include "twinop/primitives/l2_hints.cuh"
 #include "twinop/primitives/launch.cuh"
 
 namespace twinop::cached_attention {
@@ -324,8 +325,8 @@ __global__ void __launch_bounds__(32 * kWarps * kTeams, kBlocksPerProcessor<kSiz
     if (lane >= Keys::kCount || key >= end) return;
 #pragma unroll
     for (int i = 0; i < kSize; i += 64) {
-      asm volatile("prefetch.global.L2 [%0];" ::"l"(k_rows + std::int64_t{key} * kSize + i));
-      asm volatile("prefetch.global.L2 [%0];" ::"l"(v_rows + std::int64_t{key} * kSize + i));
+      MoveToL2(k_rows + std::int64_t{key} * kSize + i);
+      MoveToL2(v_rows + std::int64_t{key} * kSize + i);
     }
   };
 

@@ -2,6 +2,9 @@
 #pragma once
 
 #include "twinop/kernel.h"
+#if defined(__CUDACC__)
+#include "twinop/primitives/l2_hints.cuh"
+#endif
 
 namespace twinop {
 
@@ -17,8 +20,9 @@ static __global__ void __launch_bounds__(kMaskThreads)
   __shared__ std::uint32_t total;
   if (threadIdx.x == 0) total = ~0u;  // -1
   __syncthreads();
-  WaitForPreviousKernel();
   const T* const row = mask + blockIdx.x * stride;
+  MoveToL2(row, length * sizeof(T));
+  WaitForPreviousKernel();
   std::uint32_t sum = 0;
   for (std::int64_t first = threadIdx.x; first < length; first += kMaskThreads * kMaskLoads) {
 #pragma unroll

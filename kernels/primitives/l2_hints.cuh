@@ -1,4 +1,4 @@
-// How L2 keeps what a kernel reads.
+// What a kernel asks of L2: to keep what it reads, and to have it early.
 #pragma once
 
 #include <cstdint>
@@ -37,5 +37,18 @@ class Reads {
  private:
   cuda::access_property property_;
 };
+
+// Moves a sector of 32 bytes to L2. Others may write it meanwhile, so a kernel may ask for it
+// before WaitForPreviousKernel(): a step of a decoder finds no weight in L2 that only one layer
+// reads.
+__device__ __forceinline__ void MoveToL2(const void* place) {
+  asm volatile("prefetch.global.L2 [%0];" ::"l"(place));
+}
+// The same with all threads of a block, for what lies in a row.
+__device__ __forceinline__ void MoveToL2(const void* first, std::int64_t bytes) {
+  constexpr int kSector = 32;
+  for (std::int64_t i = threadIdx.x * kSector; i < bytes; i += blockDim.x * kSector)
+    MoveToL2(static_cast<const char*>(first) + i);
+}
 
 }  // namespace twinop

@@ -734,6 +734,13 @@ __global__ void __maxnreg__(Traits::kRegisters)
                    Arguments<typename Traits::F, typename Traits::S, typename Traits::W> arguments,
                    Reads reads, Compute<typename Traits::S>* partials) {
   extern __shared__ __align__(128) unsigned char memory[];
+  if constexpr (Traits::kTuning == Tuning::kLatency && !Traits::F::kColumnsOfBatch) {
+    const std::int64_t bytes =
+        blockIdx.x > 0 ? 0 : arguments.rows.columns * sizeof(typename Traits::W);
+#pragma unroll
+    for (int c = 0; c < kColumnInputs<typename Traits::F>; ++c)
+      if (arguments.columns[c] != nullptr) MoveToL2(arguments.columns[c], bytes);
+  }
   WaitForPreviousKernel();
   ResidentRows<Traits> rows(functor, arguments, reads, memory);
   if constexpr (Traits::F::kColumnReductions > 0) {
