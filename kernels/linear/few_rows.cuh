@@ -309,7 +309,6 @@ static __global__ void __launch_bounds__(kWarps * 32, kBlocks)
   constexpr int kBytes = kWarpBytes<Weight, kGroups, kTiles, kStages>;
   static_assert(kBytes >= kRows * kWidth * 4);
   constexpr bool kIsCopied = Weight::kCopies > 0;
-  constexpr bool kIsAhead = !kIsCopied && kTiles == 1 && kWarps == 4;  // as measured
   extern __shared__ __align__(16) char memory[];
   const int lane = static_cast<int>(threadIdx.x) % 32, way = static_cast<int>(threadIdx.x) / 32;
   const int g = lane / 4, t = lane % 4;
@@ -349,10 +348,11 @@ static __global__ void __launch_bounds__(kWarps * 32, kBlocks)
     for (int s = 0; s < kStages; ++s) load(s, s);
   };
   if (p.is_constant) load_first();
-  if constexpr (kIsAhead)  // the weights behind those come to L2
-    if (p.is_constant && kStages < count && column_of(kStages) < p.k)
-#pragma unroll
-      for (int r = 0; r < kGroups; ++r) MoveToL2(from[r].weight + column_of(kStages) * 2 / kSlices);
+  if (p.bias != nullptr && threadIdx.x < kGroups) {  // read at the end
+    const int r = static_cast<int>(threadIdx.x), half = r < own ? 0 : 1;
+    const int group = first_group + r - half * own;
+    if (group < groups) MoveToL2(p.bias + (half * groups + group) * 8);
+  }
   WaitForPreviousKernel<INT32_MAX>();  // which may write all but a constant weight
   if (!p.is_constant) load_first();
 
@@ -387,11 +387,6 @@ static __global__ void __launch_bounds__(kWarps * 32, kBlocks)
       if (column < p.k)
         Touch(p.x + static_cast<std::int64_t>(first_row + i / kSectors / count) * p.k + column);
     }
-  }
-  if (p.bias != nullptr && threadIdx.x < kGroups) {  // read at the end
-    const int r = static_cast<int>(threadIdx.x), half = r < own ? 0 : 1;
-    const int group = first_group + r - half * own;
-    if (group < groups) MoveToL2(p.bias + (half * groups + group) * 8);
   }
   constexpr int kUnrolled = kIsCopied ? 1 : kStages;  // registers have no numbers at run time
 #pragma unroll 1
