@@ -478,6 +478,8 @@ Status LaunchTiles(const Call& call, const Dense<T>& weight, const Task<T>& task
                                 : LaunchNarrow<2, kTiles, 16, 3, 2>(call, weight, task);
 }
 
+// A block makes its integers dense once for all its rows of x, so many rows are cheap for it. Then
+// more blocks at once hide more than more chunks under way.
 template <int kTiles, class T, int kBits, bool kHasZero>
 Status LaunchTiles(const Call& call, const Blocks<T, kBits, kHasZero>& weight,
                    const Task<T>& task) {
@@ -485,28 +487,43 @@ Status LaunchTiles(const Call& call, const Blocks<T, kBits, kHasZero>& weight,
   constexpr int kWays = 8, kMoreWays = 16;
   if constexpr (kHas4Bits)
     if (task.n >= 8192 && task.n < 65536 && task.chunks >= 32)
-      return LaunchNarrow<4, kTiles, 2, kIsOneTile ? 4 : 2, 6>(call, weight, task);
-  constexpr int kBlocks = kHas4Bits && !kIsOneTile ? 3 : 4;  // as the registers allow
-  if (task.n >= 8192) return LaunchNarrow<4, kTiles, 4, 2, kBlocks>(call, weight, task);
+      return LaunchNarrow<4, kTiles, 2, 4 / kTiles, 6>(call, weight, task);
+  if (task.n >= 8192) return LaunchNarrow<4, kTiles, 4, kIsOneTile ? 2 : 1, 4>(call, weight, task);
   const bool is_narrow = task.n < 3072, is_few = task.n <= 4224;  // for all processors
   const bool is_wide = !is_narrow && (!is_few || task.chunks < 64);
-  // Two chunks under way take few registers, so that the next kernels begin beside this one.
-  if constexpr (kHas4Bits && kIsOneTile && !kHasZero) {
-    if (is_wide && (!is_few || task.chunks <= 2 * kWays))
-      return LaunchNarrow<4, kTiles, kWays, 2, 2>(call, weight, task);
-    if (is_narrow && task.chunks <= 2 * kMoreWays)
-      return LaunchNarrow<4, kTiles, kMoreWays, 2, 1>(call, weight, task);
-    if (!is_wide && !is_narrow) return LaunchNarrow<2, kTiles, kMoreWays, 2, 2>(call, weight, task);
+  const bool is_short = task.chunks <= 2 * kMoreWays;
+  if constexpr (kIsOneTile) {
+    // Two chunks under way take few registers, so that the next kernels begin beside this one.
+    if constexpr (kHas4Bits && !kHasZero) {
+      if (is_wide && (!is_few || task.chunks <= 2 * kWays))
+        return LaunchNarrow<4, kTiles, kWays, 2, 2>(call, weight, task);
+      if (is_narrow && is_short)
+        return LaunchNarrow<4, kTiles, kMoreWays, 2, 1>(call, weight, task);
+      if (!is_wide && !is_narrow)
+        return LaunchNarrow<2, kTiles, kMoreWays, 2, 2>(call, weight, task);
+    }
+    return is_wide ? LaunchNarrow<2, kTiles, kWays, 4, 2>(call, weight, task)
+                   : LaunchNarrow<2, kTiles, kMoreWays, kHas4Bits ? 4 : 2, 1>(call, weight, task);
+  } else {
+    const bool is_many = task.m > 32;
+    if (is_wide && !kHas4Bits && kTiles == 2)
+      return LaunchNarrow<2, kTiles, kWays, 2, 2>(call, weight, task);
+    if (is_wide)
+      return is_few && !is_many ? LaunchNarrow<4, kTiles, kWays, 2, 1>(call, weight, task)
+                                : LaunchNarrow<4, kTiles, kWays, 1, 2>(call, weight, task);
+    if (!is_narrow || (kTiles == 2 ? is_short : is_many))
+      return LaunchNarrow<4, kTiles, kMoreWays, 4 / kTiles, 1>(call, weight, task);
+    return LaunchNarrow<2, kTiles, kMoreWays, 2, 1>(call, weight, task);
   }
-  constexpr int kStages = kIsOneTile ? 4 : 2, kMoreStages = kHas4Bits ? kStages : 2;
-  return is_wide ? LaunchNarrow<2, kTiles, kWays, kStages, 2>(call, weight, task)
-                 : LaunchNarrow<2, kTiles, kMoreWays, kMoreStages, 1>(call, weight, task);
 }
 
 template <class Weight>
 Status Launch(const Call& call, const Weight& weight, const Task<typename Weight::Type>& task) {
   if (task.m == 0) return {};
-  return task.m <= 8 ? LaunchTiles<1>(call, weight, task) : LaunchTiles<2>(call, weight, task);
+  if (task.m <= 8) return LaunchTiles<1>(call, weight, task);
+  if constexpr (Weight::kCopies == 0)
+    if (task.m > 16) return LaunchTiles<4>(call, weight, task);
+  return LaunchTiles<2>(call, weight, task);
 }
 
 // Describes a call; `sizes.n` is that of the weight.
