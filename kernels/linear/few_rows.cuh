@@ -9,6 +9,7 @@
 // has the same bits whatever else is in x. Each way is a warp, so that all processors read.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 #include <cstring>
 #include <string_view>
@@ -287,32 +288,39 @@ __device__ __forceinline__ void MultiplySlice(const uint4& upper, const uint4& l
   const std::uint32_t first[] = {upper.x, lower.x, upper.y, lower.y};
   const std::uint32_t second[] = {upper.z, lower.z, upper.w, lower.w};
 #pragma unroll
-  for (int m = 0; m < kTiles; ++m) {
-    MultiplyAdd<T>(first, x[m].x, x[m].y, sums[m]);
-    MultiplyAdd<T>(second, x[m].z, x[m].w, sums[m]);
-  }
+  for (int m = 0; m < kTiles; ++m) MultiplyAdd<T>(first, x[m].x, x[m].y, sums[m]);
+#pragma unroll
+  for (int m = 0; m < kTiles; ++m) MultiplyAdd<T>(second, x[m].z, x[m].w, sums[m]);
 }
+
+// Shared memory of a way's sums, whose rows begin in other banks.
+template <int kGroups, int kTiles>
+inline constexpr int kSumsBytes = 8 * kTiles * (8 * kGroups + 4) * 4;
 
 // Shared memory of a warp: what its lanes copy, and then its sums.
 template <class Weight, int kGroups, int kTiles, int kStages>
-inline constexpr int kWarpBytes = Weight::kCopies > 0 ? kStages * kGroups * Weight::kCopies * 512
-                                                      : 8 * kTiles * (8 * kGroups + 4) * 4;
+inline constexpr int kWarpBytes =
+    std::max(kStages * kGroups * Weight::kCopies * 512, kSumsBytes<kGroups, kTiles>);
 
-// A block has 8 kGroups rows of the weight and 8 kTiles rows of x. Its warps are the ways.
-// kStages: chunks that a warp has under way. Lanes without a row of x have the last one.
-template <class Weight, int kGroups, int kTiles, int kWarps, int kStages, int kBlocks>
+// A block has 8 kGroups rows of the weight and 8 kTiles rows of x. A warp has kTurns ways, one
+// after the other: way, way + kWarps. kStages: chunks that a warp has under way. Lanes without a
+// row of x have the last one.
+template <class Weight, int kGroups, int kTiles, int kWarps, int kStages, int kBlocks, int kTurns>
 static __global__ void __launch_bounds__(kWarps * 32, kBlocks)
     NarrowKernel(const Weight weight, const Task<typename Weight::Type> p) {
   using T = typename Weight::Type;
   constexpr int kSlices = Weight::kSlices, kRows = kTiles * 8;
-  constexpr int kWidth = 8 * kGroups + 4;  // of a row of sums, which begins in other banks
+  constexpr int kWidth = 8 * kGroups + 4, kWays = kWarps * kTurns;
   constexpr int kBytes = kWarpBytes<Weight, kGroups, kTiles, kStages>;
-  static_assert(kBytes >= kRows * kWidth * 4);
+  static_assert(kTurns <= 2 && (kTurns == 1 || Weight::kCopies > 0));
   constexpr bool kIsCopied = Weight::kCopies > 0;
   extern __shared__ __align__(16) char memory[];
   const int lane = static_cast<int>(threadIdx.x) % 32, way = static_cast<int>(threadIdx.x) / 32;
   const int g = lane / 4, t = lane % 4;
-  const int count = way < p.chunks ? (p.chunks - way + kWarps - 1) / kWarps : 0;
+  const int turn = (p.chunks + kWays - 1) / kWays;  // chunks of a way, at most
+  const int count = kTurns == 2      ? 2 * turn
+                    : way < p.chunks ? (p.chunks - way + kWays - 1) / kWays
+                                     : 0;
 
   const int groups = p.n / 8 / (p.is_gated ? 2 : 1);  // of y
   const int own = p.is_gated ? kGroups / 2 : kGroups;
@@ -334,7 +342,10 @@ static __global__ void __launch_bounds__(kWarps * 32, kBlocks)
     from[r] = weight.Begin(row * 8 + g);
   }
   // What lies beyond a row is multiplied by zeros: any of its weights will do.
-  const auto column_of = [&](int i) { return Weight::Column(way + i * kWarps, t); };
+  const auto column_of = [&](int i) {
+    const bool is_second = kTurns == 2 && i >= turn;
+    return Weight::Column(way + (is_second ? kWarps + (i - turn) * kWays : i * kWays), t);
+  };
   const auto load = [&](int stage, int i) {
     const int column = column_of(i);
     if (i < count)
@@ -382,12 +393,30 @@ static __global__ void __launch_bounds__(kWarps * 32, kBlocks)
     const int last = count * kSectors * rows;
 #pragma unroll 1
     for (int i = lane; i < last; i += 32) {
-      const int sector = i % kSectors, chunk = way + i / kSectors % count * kWarps;
+      const int sector = i % kSectors, chunk = way + i / kSectors % count * kWays;
       const int column = chunk * (kSlices * kSlice) + sector * 16;
       if (column < p.k)
         Touch(p.x + static_cast<std::int64_t>(first_row + i / kSectors / count) * p.k + column);
     }
   }
+  // The last turn's sums lie where the copies were, those of the turn before it behind them.
+  const auto sums_of = [&](int v) {
+    constexpr int kFirst = (kTurns - 1) * kWarps;
+    return reinterpret_cast<float*>(
+        memory +
+        (v < kFirst ? kWarps * kBytes + v * kSumsBytes<kGroups, kTiles> : (v - kFirst) * kBytes));
+  };
+  const auto keep_sums = [&](int v) {
+#pragma unroll
+    for (int r = 0; r < kGroups; r += 2)
+#pragma unroll
+      for (int m = 0; m < kTiles; ++m)
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          sums_of(v)[(m * 8 + 2 * t + i % 2) * kWidth + (r + i / 2) * 8 + g] = sums[r / 2][m][i];
+          sums[r / 2][m][i] = 0;
+        }
+  };
   constexpr int kUnrolled = kIsCopied ? 1 : kStages;  // registers have no numbers at run time
 #pragma unroll 1
   for (int begin = 0; begin < count; begin += kStages) {
@@ -406,31 +435,26 @@ static __global__ void __launch_bounds__(kWarps * 32, kBlocks)
         load_x(i + 1);  // there are registers for it
         WaitForCopies<kStages - 1>();
       }
+      if (kTurns == 1 || column < p.k)  // the last chunk of a turn may be missing
 #pragma unroll
-      for (int b = 0; b < kSlices; ++b)
+        for (int b = 0; b < kSlices; ++b)
 #pragma unroll
-        for (int r = 0; r < kGroups; r += 2)
-          MultiplySlice<T>(weight.Values(copies(s, r), fragments[s][r], b, column),
-                           weight.Values(copies(s, r + 1), fragments[s][r + 1], b, column),
-                           columns[b], sums[r / 2]);
+          for (int r = 0; r < kGroups; r += 2)
+            MultiplySlice<T>(weight.Values(copies(s, r), fragments[s][r], b, column),
+                             weight.Values(copies(s, r + 1), fragments[s][r + 1], b, column),
+                             columns[b], sums[r / 2]);
       load(s, i + kStages);
+      if (kTurns == 2 && i + 1 == turn) keep_sums(way);
     }
   }
 
   __syncwarp();  // its lanes have read their copies
-  const auto all = [&](int warp) { return reinterpret_cast<float*>(memory + warp * kBytes); };
-#pragma unroll
-  for (int r = 0; r < kGroups; r += 2)
-#pragma unroll
-    for (int m = 0; m < kTiles; ++m)
-#pragma unroll
-      for (int i = 0; i < 4; ++i)
-        all(way)[(m * 8 + 2 * t + i % 2) * kWidth + (r + i / 2) * 8 + g] = sums[r / 2][m][i];
+  keep_sums(way + (kTurns - 1) * kWarps);
   __syncthreads();
   const auto sum_at = [&](int at) {
     float sum = 0;
 #pragma unroll
-    for (int v = 0; v < kWarps; ++v) sum += all(v)[at];
+    for (int v = 0; v < kWays; ++v) sum += sums_of(v)[at];
     return sum;
   };
   const int width = own * 8, rows = p.m - first_row < kRows ? p.m - first_row : kRows;
@@ -446,74 +470,96 @@ static __global__ void __launch_bounds__(kWarps * 32, kBlocks)
 
 // ------------------------------------------------------------------- the choice
 
-template <int kGroups, int kTiles, int kWarps, int kStages, int kBlocks, class Weight>
+template <int kGroups, int kTiles, int kWarps, int kStages, int kBlocks, int kTurns = 1,
+          class Weight>
 Status LaunchNarrow(const Call& call, const Weight& weight,
                     const Task<typename Weight::Type>& task) {
   constexpr int kWidth = 8 * kGroups, kRows = 8 * kTiles;
   const std::int64_t parts = (task.m + kRows - 1) / kRows;
   Grid grid{(task.n + kWidth - 1) / kWidth * parts, dim3(kWarps * 32)};
-  grid.shared_bytes = kWarps * kWarpBytes<Weight, kGroups, kTiles, kStages>;
-  return LaunchKernel(NarrowKernel<Weight, kGroups, kTiles, kWarps, kStages, kBlocks>,
+  grid.shared_bytes = kWarps * (kWarpBytes<Weight, kGroups, kTiles, kStages> +
+                                (kTurns - 1) * kSumsBytes<kGroups, kTiles>);
+  return LaunchKernel(NarrowKernel<Weight, kGroups, kTiles, kWarps, kStages, kBlocks, kTurns>,
                       Dependent(grid, INT32_MAX), call, weight, task);
 }
 
-// The settings are as measured on an H200 (docs/tuning.md). They change how fast a call is, but for
-// the warps, which are the ways: they decide the bits, so they do not depend on m.
-template <int kTiles, class T>
-Status LaunchTiles(const Call& call, const Dense<T>& weight, const Task<T>& task) {
-  if (task.n >= 8192)
-    return task.chunks < 64 ? LaunchNarrow<4, kTiles, 4, 3, 4>(call, weight, task)
-                            : LaunchNarrow<4, kTiles, 4, 2, 4>(call, weight, task);
-  if (task.n > 4608) return LaunchNarrow<2, kTiles, 8, 4, 2>(call, weight, task);
-  int most = 0;
-  TWINOP_RETURN_IF_ERROR(DeviceAttribute<cudaDevAttrMaxSharedMemoryPerBlockOptin>(&most));
-  const bool is_narrow = task.n < 3072, is_short = task.chunks <= 32;
-  if (most >= 16 * kWarpBytes<Dense<T>, 4, kTiles, 2>) {
-    if (is_narrow && task.chunks >= 128)
-      return LaunchNarrow<2, kTiles, 32, 2, 1>(call, weight, task);
-    if (is_short && (is_narrow || task.m == 1))  // 64 registers: beside attention
-      return LaunchNarrow<4, kTiles, 16, 2, kTiles == 1 ? 2 : 1>(call, weight, task);
-  }
-  return is_short && !is_narrow ? LaunchNarrow<2, kTiles, 16, 2, 2>(call, weight, task)
-                                : LaunchNarrow<2, kTiles, 16, 3, 2>(call, weight, task);
+// The ways decide the bits: they do not depend on m. On some devices 32 have too little memory.
+template <class T>
+int WaysOf(const Dense<T>&, const Task<T>& task, bool has_room) {
+  if (task.n > 4608) return task.n < 8192 ? 8 : 4;
+  return has_room && task.n < 3072 && task.chunks >= 128 ? 32 : 16;
 }
 
-// A block makes its integers dense once for all its rows of x, so many rows are cheap for it. Then
-// more blocks at once hide more than more chunks under way.
+template <class T, int kBits, bool kHasZero>
+int WaysOf(const Blocks<T, kBits, kHasZero>&, const Task<T>& task) {
+  if (task.n >= 8192) return kBits == 4 && task.n < 65536 && task.chunks >= 32 ? 2 : 4;
+  return task.n >= 3072 && (task.n > 4224 || task.chunks < 64) ? 8 : 16;
+}
+
+// The other settings are as measured on an H200 (docs/tuning.md). They change how fast a call is.
+// A block of four tiles reads x as often as the weight.
+template <int kTiles, class T>
+Status LaunchTiles(const Call& call, const Dense<T>& weight, const Task<T>& task) {
+  int most = 0;
+  TWINOP_RETURN_IF_ERROR(DeviceAttribute<cudaDevAttrMaxSharedMemoryPerBlockOptin>(&most));
+  const bool has_room = most >= 16 * kWarpBytes<Dense<T>, 4, 2, 2>;
+  const bool is_narrow = task.n < 3072, is_short = task.chunks <= 32;
+  const int ways = WaysOf(weight, task, has_room);
+  if constexpr (kTiles == 4) {
+    if (ways == 4) return LaunchNarrow<4, kTiles, 4, 2, 4>(call, weight, task);
+    if (ways == 8) return LaunchNarrow<4, kTiles, 8, 2, 2>(call, weight, task);
+    if (ways == 32) return LaunchNarrow<2, kTiles, 16, 2, 1, 2>(call, weight, task);
+    return has_room ? LaunchNarrow<4, kTiles, 16, 2, 1>(call, weight, task)
+                    : LaunchNarrow<2, kTiles, 16, 2, 1>(call, weight, task);
+  } else {
+    if (ways == 4)
+      return task.chunks < 64 ? LaunchNarrow<4, kTiles, 4, 3, 4>(call, weight, task)
+                              : LaunchNarrow<4, kTiles, 4, 2, 4>(call, weight, task);
+    if (ways == 8)
+      return kTiles == 1 ? LaunchNarrow<2, 1, 8, 4, 2>(call, weight, task)
+                         : LaunchNarrow<4, 2, 8, 2, 2>(call, weight, task);
+    if (ways == 32) return LaunchNarrow<2, kTiles, 32, 2, 1>(call, weight, task);
+    if (has_room && is_short && (is_narrow || task.m == 1))  // 64 registers: beside attention
+      return LaunchNarrow<4, kTiles, 16, 2, kTiles == 1 ? 2 : 1>(call, weight, task);
+    return is_short && !is_narrow ? LaunchNarrow<2, kTiles, 16, 2, 2>(call, weight, task)
+                                  : LaunchNarrow<2, kTiles, 16, 3, 2>(call, weight, task);
+  }
+}
+
+// A block makes its integers dense once for all its rows of x. With several tiles, more blocks at
+// once hide more than more chunks under way.
 template <int kTiles, class T, int kBits, bool kHasZero>
 Status LaunchTiles(const Call& call, const Blocks<T, kBits, kHasZero>& weight,
                    const Task<T>& task) {
-  constexpr bool kHas4Bits = kBits == 4, kIsOneTile = kTiles == 1;
-  constexpr int kWays = 8, kMoreWays = 16;
-  if constexpr (kHas4Bits)
-    if (task.n >= 8192 && task.n < 65536 && task.chunks >= 32)
-      return LaunchNarrow<4, kTiles, 2, 4 / kTiles, 6>(call, weight, task);
-  if (task.n >= 8192) return LaunchNarrow<4, kTiles, 4, kIsOneTile ? 2 : 1, 4>(call, weight, task);
+  constexpr bool kHas4Bits = kBits == 4;
   const bool is_narrow = task.n < 3072, is_few = task.n <= 4224;  // for all processors
-  const bool is_wide = !is_narrow && (!is_few || task.chunks < 64);
-  const bool is_short = task.chunks <= 2 * kMoreWays;
-  if constexpr (kIsOneTile) {
+  const bool is_short = task.chunks <= 32;
+  const int ways = WaysOf(weight, task);
+  if constexpr (kHas4Bits)
+    if (ways == 2) return LaunchNarrow<4, kTiles, 2, 4 / kTiles, 6>(call, weight, task);
+  if (ways == 4) return LaunchNarrow<4, kTiles, 4, kTiles == 1 ? 2 : 1, 4>(call, weight, task);
+  if constexpr (kTiles == 1) {
     // Two chunks under way take few registers, so that the next kernels begin beside this one.
     if constexpr (kHas4Bits && !kHasZero) {
-      if (is_wide && (!is_few || task.chunks <= 2 * kWays))
-        return LaunchNarrow<4, kTiles, kWays, 2, 2>(call, weight, task);
-      if (is_narrow && is_short)
-        return LaunchNarrow<4, kTiles, kMoreWays, 2, 1>(call, weight, task);
-      if (!is_wide && !is_narrow)
-        return LaunchNarrow<2, kTiles, kMoreWays, 2, 2>(call, weight, task);
+      if (ways == 8 && (!is_few || task.chunks <= 16))
+        return LaunchNarrow<4, kTiles, 8, 2, 2>(call, weight, task);
+      if (is_narrow && is_short) return LaunchNarrow<4, kTiles, 16, 2, 1>(call, weight, task);
+      if (ways == 16 && !is_narrow) return LaunchNarrow<2, kTiles, 16, 2, 2>(call, weight, task);
     }
-    return is_wide ? LaunchNarrow<2, kTiles, kWays, 4, 2>(call, weight, task)
-                   : LaunchNarrow<2, kTiles, kMoreWays, kHas4Bits ? 4 : 2, 1>(call, weight, task);
+    return ways == 8 ? LaunchNarrow<2, kTiles, 8, 4, 2>(call, weight, task)
+                     : LaunchNarrow<2, kTiles, 16, kHas4Bits ? 4 : 2, 1>(call, weight, task);
   } else {
     const bool is_many = task.m > 32;
-    if (is_wide && !kHas4Bits && kTiles == 2)
-      return LaunchNarrow<2, kTiles, kWays, 2, 2>(call, weight, task);
-    if (is_wide)
-      return is_few && !is_many ? LaunchNarrow<4, kTiles, kWays, 2, 1>(call, weight, task)
-                                : LaunchNarrow<4, kTiles, kWays, 1, 2>(call, weight, task);
-    if (!is_narrow || (kTiles == 2 ? is_short : is_many))
-      return LaunchNarrow<4, kTiles, kMoreWays, 4 / kTiles, 1>(call, weight, task);
-    return LaunchNarrow<2, kTiles, kMoreWays, 2, 1>(call, weight, task);
+    if (ways == 8) {
+      if constexpr (!kHas4Bits && kTiles == 2)
+        return LaunchNarrow<2, kTiles, 8, 2, 2>(call, weight, task);
+      else
+        return is_few && !is_many ? LaunchNarrow<4, kTiles, 8, 2, 1>(call, weight, task)
+                                  : LaunchNarrow<4, kTiles, 8, 1, 2>(call, weight, task);
+    }
+    return !is_narrow || (kTiles == 2 ? is_short : is_many)
+               ? LaunchNarrow<4, kTiles, 16, 4 / kTiles, 1>(call, weight, task)
+               : LaunchNarrow<2, kTiles, 16, 2, 1>(call, weight, task);
   }
 }
 
@@ -521,9 +567,7 @@ template <class Weight>
 Status Launch(const Call& call, const Weight& weight, const Task<typename Weight::Type>& task) {
   if (task.m == 0) return {};
   if (task.m <= 8) return LaunchTiles<1>(call, weight, task);
-  if constexpr (Weight::kCopies == 0)
-    if (task.m > 16) return LaunchTiles<4>(call, weight, task);
-  return LaunchTiles<2>(call, weight, task);
+  return task.m <= 16 ? LaunchTiles<2>(call, weight, task) : LaunchTiles<4>(call, weight, task);
 }
 
 // Describes a call; `sizes.n` is that of the weight.

@@ -16,7 +16,7 @@ inline constexpr std::size_t kAlignment = 16;
 
 // Up to so many rows of x kernels of their own compute the product (few_rows.cuh). Of a quantised
 // weight there are more: it would have to be made dense. Of an invariant product they take all.
-inline constexpr std::int64_t kFewRows = 16, kFewRowsOfQuantised = 64, kMostRows = INT32_MAX / 4;
+inline constexpr std::int64_t kFewRows = 32, kFewRowsOfQuantised = 64, kMostRows = INT32_MAX / 4;
 
 // y = x W, with x [m, k] and W [n, k], or [k, n] if `is_kn`.
 struct Sizes {
