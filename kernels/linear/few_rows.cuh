@@ -1,8 +1,9 @@
 // y = activation(x W^T + bias + residual) for few rows of x, in 16-bit types. What it costs is to
 // read the weight once, so a thread reads what it multiplies itself: 16 rows of the weight, 8 and
 // 8, are those of an m16n8k16 product, 8 rows of x its columns. A thread holds neighbours of a row,
-// because both operands are permuted alike. Integers wait in registers, and values of 16 bits in
-// shared memory, where more of them can be under way (docs/tuning.md).
+// because both operands are permuted alike. Integers wait in registers, where the first ones are
+// made dense before x is there, and values of 16 bits in shared memory, where more of them can be
+// under way (docs/tuning.md).
 //
 // The columns are divided among `ways`: way v sums the chunks v, v + ways, ..., and the ways' sums
 // are added up in order. ways depends on n, k, the kind of weight and the device, so a row of y
@@ -24,12 +25,6 @@
 namespace twinop::linear::few_rows {
 
 // ------------------------------------------------------------------- the kernel
-
-// Brings 32 bytes into L1 while the thread goes on.
-__device__ __forceinline__ void Touch(const void* place) {
-  [[maybe_unused]] std::uint32_t unused = 0;
-  asm volatile("ld.global.ca.u32 %0, [%1];" : "=r"(unused) : "l"(place) : "memory");
-}
 
 enum class Active : int { kNone, kRelu, kGelu, kTanhGelu, kSilu };
 
@@ -102,17 +97,19 @@ inline constexpr int kWarpBytes =
     std::max(kStages * kGroups * Weight::kCopies * 512, kSumsBytes<kGroups, kTiles>);
 
 // A block has 8 kGroups rows of the weight and 8 kTiles rows of x. A warp has kTurns ways, one
-// after the other: way, way + kWarps. kStages: chunks that a warp has under way. Lanes without a
-// row of x have the last one.
-template <class Weight, int kGroups, int kTiles, int kWarps, int kStages, int kBlocks, int kTurns>
+// after the other: way, way + kWarps. kStages: chunks that a warp has under way. kIsEager: it has
+// another one, which it makes dense before the kernel before this one ends. Lanes without a row of
+// x have the last one.
+template <class Weight, int kGroups, int kTiles, int kWarps, int kStages, int kBlocks, int kTurns,
+          bool kIsEager>
 static __global__ void __launch_bounds__(kWarps * 32, kBlocks)
     NarrowKernel(const Weight weight, const Task<typename Weight::Type> p) {
   using T = typename Weight::Type;
   constexpr int kSlices = Weight::kSlices, kRows = kTiles * 8;
   constexpr int kWidth = 8 * kGroups + 4, kWays = kWarps * kTurns;
   constexpr int kBytes = kWarpBytes<Weight, kGroups, kTiles, kStages>;
-  static_assert(kTurns <= 2 && (kTurns == 1 || Weight::kCopies > 0));
   constexpr bool kIsCopied = Weight::kCopies > 0;
+  static_assert(kTurns <= 2 && (kTurns == 1 || kIsCopied) && !(kIsEager && kIsCopied));
   extern __shared__ __align__(16) char memory[];
   const int lane = static_cast<int>(threadIdx.x) % 32, way = static_cast<int>(threadIdx.x) / 32;
   const int g = lane / 4, t = lane % 4;
@@ -157,14 +154,30 @@ static __global__ void __launch_bounds__(kWarps * 32, kBlocks)
 #pragma unroll
     for (int s = 0; s < kStages; ++s) load(s, s);
   };
+  uint4 eager[kIsEager ? kSlices : 1][kGroups];
+  const auto make_eager = [&] {
+    if constexpr (kIsEager) {
+#pragma unroll
+      for (int b = 0; b < kSlices; ++b)
+#pragma unroll
+        for (int r = 0; r < kGroups; ++r)
+          eager[b][r] = weight.Values(nullptr, fragments[0][r], b, column_of(0));
+      load(0, kStages);
+    }
+  };
   if (p.is_constant) load_first();
   if (p.bias != nullptr && threadIdx.x < kGroups) {  // read at the end
     const int r = static_cast<int>(threadIdx.x), half = r < own ? 0 : 1;
     const int group = first_group + r - half * own;
     if (group < groups) MoveToL2(p.bias + (half * groups + group) * 8);
   }
-  WaitForPreviousKernel<INT32_MAX>();  // which may write all but a constant weight
-  if (!p.is_constant) load_first();
+  LetNextKernelBegin();
+  if (p.is_constant) make_eager();
+  WaitUntilPreviousKernelEnds();  // it may write all but a constant weight
+  if (!p.is_constant) {
+    load_first();
+    make_eager();
+  }
 
   const T* x[kTiles];
 #pragma unroll
@@ -172,32 +185,20 @@ static __global__ void __launch_bounds__(kWarps * 32, kBlocks)
     const int row = first_row + m * 8 + g;
     x[m] = p.x + static_cast<std::int64_t>(row < p.m ? row : p.m - 1) * p.k;
   }
-  uint4 next[kSlices][kTiles];
-  const auto load_x = [&](int i) {
+  using Columns = uint4[kSlices][kTiles];
+  const auto load_x = [&](int i, Columns& to) {
     const int column = column_of(i);
     const bool is_inside = i < count && column < p.k;  // slices end together
 #pragma unroll
     for (int b = 0; b < kSlices; ++b)
 #pragma unroll
       for (int m = 0; m < kTiles; ++m)
-        next[b][m] = is_inside ? *reinterpret_cast<const uint4*>(x[m] + column + b * Weight::kStep)
-                               : uint4{};
+        to[b][m] = is_inside ? *reinterpret_cast<const uint4*>(x[m] + column + b * Weight::kStep)
+                             : uint4{};
   };
   float sums[kGroups / 2][kTiles][4] = {};
-  if (kIsCopied) {
-    load_x(0);
-  } else if (kTiles == 1) {  // Brings x into L1: there are no registers to read it ahead.
-    constexpr int kSectors = kSlices * kSlice * 2 / 32;  // of a chunk of a row
-    const int rows = p.m - first_row < kRows ? p.m - first_row : kRows;
-    const int last = count * kSectors * rows;
-#pragma unroll 1
-    for (int i = lane; i < last; i += 32) {
-      const int sector = i % kSectors, chunk = way + i / kSectors % count * kWays;
-      const int column = chunk * (kSlices * kSlice) + sector * 16;
-      if (column < p.k)
-        Touch(p.x + static_cast<std::int64_t>(first_row + i / kSectors / count) * p.k + column);
-    }
-  }
+  Columns next;
+  if (kIsCopied) load_x(0, next);
   // The last turn's sums lie where the copies were, those of the turn before it behind them.
   const auto sums_of = [&](int v) {
     constexpr int kFirst = (kTurns - 1) * kWarps;
@@ -216,32 +217,42 @@ static __global__ void __launch_bounds__(kWarps * 32, kBlocks)
           sums[r / 2][m][i] = 0;
         }
   };
+  const auto multiply = [&](const Columns& own, const auto& value) {
+#pragma unroll
+    for (int b = 0; b < kSlices; ++b) {
+      uint4 columns[kTiles];
+#pragma unroll
+      for (int m = 0; m < kTiles; ++m) columns[m] = Weight::Arranged(own[b][m]);
+#pragma unroll
+      for (int r = 0; r < kGroups; r += 2)
+        MultiplySlice<T>(value(b, r), value(b, r + 1), columns, sums[r / 2]);
+    }
+  };
+  if constexpr (kIsEager)
+    if (count > 0) {
+      load_x(0, next);
+      multiply(next, [&](int b, int r) { return eager[b][r]; });
+    }
   constexpr int kUnrolled = kIsCopied ? 1 : kStages;  // registers have no numbers at run time
 #pragma unroll 1
-  for (int begin = 0; begin < count; begin += kStages) {
+  for (int begin = kIsEager; begin < count; begin += kStages) {
 #pragma unroll kUnrolled
-    for (int s = 0; s < kStages; ++s) {
-      const int i = begin + s;
+    for (int step = 0; step < kStages; ++step) {
+      const int i = begin + step, s = (kIsEager + step) % kStages;
       if (i >= count) break;
       const int column = column_of(i);
-      if (!kIsCopied) load_x(i);
-      uint4 columns[kSlices][kTiles];
-#pragma unroll
-      for (int b = 0; b < kSlices; ++b)
-#pragma unroll
-        for (int m = 0; m < kTiles; ++m) columns[b][m] = Weight::Arranged(next[b][m]);
+      Columns own;
       if (kIsCopied) {
-        load_x(i + 1);  // there are registers for it
+        std::memcpy(own, next, sizeof(own));
+        load_x(i + 1, next);  // there are registers for it
         WaitForCopies<kStages - 1>();
+      } else {
+        load_x(i, own);
       }
       if (kTurns == 1 || column < p.k)  // the last chunk of a turn may be missing
-#pragma unroll
-        for (int b = 0; b < kSlices; ++b)
-#pragma unroll
-          for (int r = 0; r < kGroups; r += 2)
-            MultiplySlice<T>(weight.Values(copies(s, r), fragments[s][r], b, column),
-                             weight.Values(copies(s, r + 1), fragments[s][r + 1], b, column),
-                             columns[b], sums[r / 2]);
+        multiply(own, [&](int b, int r) {
+          return weight.Values(copies(s, r), fragments[s][r], b, column);
+        });
       load(s, i + kStages);
       if (kTurns == 2 && i + 1 == turn) keep_sums(way);
     }
@@ -270,7 +281,7 @@ static __global__ void __launch_bounds__(kWarps * 32, kBlocks)
 // ------------------------------------------------------------------- the choice
 
 template <int kGroups, int kTiles, int kWarps, int kStages, int kBlocks, int kTurns = 1,
-          class Weight>
+          bool kIsEager = false, class Weight>
 Status LaunchNarrow(const Call& call, const Weight& weight,
                     const Task<typename Weight::Type>& task) {
   constexpr int kWidth = 8 * kGroups, kRows = 8 * kTiles;
@@ -278,8 +289,15 @@ Status LaunchNarrow(const Call& call, const Weight& weight,
   Grid grid{(task.n + kWidth - 1) / kWidth * parts, dim3(kWarps * 32)};
   grid.shared_bytes = kWarps * (kWarpBytes<Weight, kGroups, kTiles, kStages> +
                                 (kTurns - 1) * kSumsBytes<kGroups, kTiles>);
-  return LaunchKernel(NarrowKernel<Weight, kGroups, kTiles, kWarps, kStages, kBlocks, kTurns>,
-                      Dependent(grid, INT32_MAX), call, weight, task);
+  return LaunchKernel(
+      NarrowKernel<Weight, kGroups, kTiles, kWarps, kStages, kBlocks, kTurns, kIsEager>,
+      Dependent(grid, INT32_MAX), call, weight, task);
+}
+
+template <int kGroups, int kWarps, int kStages, int kBlocks, class Weight>
+Status LaunchEager(const Call& call, const Weight& weight,
+                   const Task<typename Weight::Type>& task) {
+  return LaunchNarrow<kGroups, 1, kWarps, kStages, kBlocks, 1, true>(call, weight, task);
 }
 
 // The ways decide the bits: they do not depend on m. On some devices 32 have too little memory.
@@ -334,21 +352,26 @@ Status LaunchTiles(const Call& call, const Blocks<T, kBits, kHasZero>& weight,
   const bool is_narrow = task.n < 3072, is_few = task.n <= 4224;  // for all processors
   const bool is_short = task.chunks <= 32;
   const int ways = WaysOf(weight, task);
-  if constexpr (kHas4Bits)
-    if (ways == 2) return LaunchNarrow<4, kTiles, 2, 4 / kTiles, 6>(call, weight, task);
-  if (ways == 4) return LaunchNarrow<4, kTiles, 4, kTiles == 1 ? 2 : 1, 4>(call, weight, task);
   if constexpr (kTiles == 1) {
-    // Two chunks under way take few registers, so that the next kernels begin beside this one.
-    if constexpr (kHas4Bits && !kHasZero) {
+    // Of the logits' blocks few begin before the wait.
+    if (ways == 4)
+      return task.n < 65536 ? LaunchEager<4, 4, 1, 4>(call, weight, task)
+                            : LaunchNarrow<4, kTiles, 4, 2, 4>(call, weight, task);
+    if constexpr (kHas4Bits) {
+      if (ways == 2) return LaunchEager<4, 2, 2, 6>(call, weight, task);
       if (ways == 8 && (!is_few || task.chunks <= 16))
-        return LaunchNarrow<4, kTiles, 8, 2, 2>(call, weight, task);
-      if (is_narrow && is_short) return LaunchNarrow<4, kTiles, 16, 2, 1>(call, weight, task);
+        return LaunchEager<4, 8, 1, 2>(call, weight, task);
+      if (is_narrow && is_short) return LaunchEager<4, 16, 1, 1>(call, weight, task);
+      // Few registers, so that the next kernels begin beside this one.
       if (ways == 16 && !is_narrow) return LaunchNarrow<2, kTiles, 16, 2, 2>(call, weight, task);
     }
     return ways == 8 ? LaunchNarrow<2, kTiles, 8, 4, 2>(call, weight, task)
                      : LaunchNarrow<2, kTiles, 16, kHas4Bits ? 4 : 2, 1>(call, weight, task);
   } else {
     const bool is_many = task.m > 32;
+    if constexpr (kHas4Bits)
+      if (ways == 2) return LaunchNarrow<4, kTiles, 2, 4 / kTiles, 6>(call, weight, task);
+    if (ways == 4) return LaunchNarrow<4, kTiles, 4, 1, 4>(call, weight, task);
     if (ways == 8) {
       if constexpr (!kHas4Bits && kTiles == 2)
         return LaunchNarrow<2, kTiles, 8, 2, 2>(call, weight, task);
