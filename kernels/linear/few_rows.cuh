@@ -163,6 +163,10 @@ static __global__ void __launch_bounds__(kWarps * 32, kBlocks)
         for (int r = 0; r < kGroups; ++r)
           eager[b][r] = weight.Values(nullptr, fragments[0][r], b, column_of(0));
       load(0, kStages);
+      const int column = column_of(kStages + 1);
+      if (kWarps == 4 && kStages + 1 < count && column < p.k)  // this chunk waits in L2
+#pragma unroll
+        for (int r = 0; r < kGroups; ++r) weight.Fetch(from[r], column);
     }
   };
   if (p.is_constant) load_first();

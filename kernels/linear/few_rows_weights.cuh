@@ -6,6 +6,7 @@
 #include <type_traits>
 
 #include "twinop/math/numeric.h"
+#include "twinop/primitives/l2_hints.cuh"
 
 namespace twinop::linear::few_rows {
 
@@ -109,6 +110,10 @@ struct Blocks {
                                        Fragment* to) const {
     to->words = LoadOnce(from.weight + column * kBits / 8);
     LoadScale(from, column, to);
+  }
+  // Moves to L2 what `Load` reads, but for the scale.
+  __device__ __forceinline__ void Fetch(const Row& from, unsigned column) const {
+    MoveToL2(from.weight + column * kBits / 8);
   }
   // A slice of one lane: 8 columns.
   __device__ __forceinline__ void LoadEight(const Row& from, unsigned column, Fragment* to) const {
