@@ -27,7 +27,7 @@ from twinop.bench.timing import DeviceTimer
 
 TORCH, ORT = "torch", "ORT"
 SHAPES = {  # [N, K] of a Llama of 1.2 billion weights
-    "q, k and v": (3072, 2048),
+    "qkv": (3072, 2048),
     "o": (2048, 2048),
     "gate and up": (16384, 2048),
     "down": (2048, 8192),
@@ -136,6 +136,7 @@ def read_bandwidth(timer: DeviceTimer) -> float:
 
 def main(
     rows: Annotated[str, typer.Option(help="Numbers of rows of x.")] = ",".join(map(str, ROWS)),
+    products: Annotated[str, typer.Option(help="Names of products.")] = ",".join(SHAPES),
     device: Device = "auto",
     quick: Annotated[bool, typer.Option("--quick", help="A quick look: a small product.")] = False,
     output: Output = None,
@@ -144,7 +145,8 @@ def main(
     with measuring("decoder-linear", device, output, quick) as (measured, where, timer):
         torch.manual_seed(0)
         bandwidth = read_bandwidth(timer) if timer is not None else None
-        for name, (n, k) in ({"small": (64, 128)} if quick else SHAPES).items():
+        chosen = {"small": (64, 128)} if quick else {name: SHAPES[name] for name in products.split(",")}
+        for name, (n, k) in chosen.items():
             for form, size in FORMS.items():
                 copies = 1 if quick else max(2, int(6e8 / (n * k * size)))
                 weights = [weight_of(form, n, k, where) for _ in range(copies)]
