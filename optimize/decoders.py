@@ -82,9 +82,10 @@ def runs(model: ir.Model) -> tuple[list[Sizes], bool]:
 
 
 def _lengths(model: ir.Model, of_masks: bool) -> set[str]:
-    """Returns the names of the lengths of masks, or of other inputs [B, S]."""
+    """Returns the names of the lengths of masks, or of other inputs [B, S] or, of embeddings, [B, S, H]."""
     shapes = [g.dims(value) or [] for value in model.graph.inputs if is_mask(value) == of_masks]
-    return {shape[1] for shape in shapes if len(shape) == 2 and isinstance(shape[1], str)}
+    ranks = (2,) if of_masks else (2, 3)
+    return {shape[1] for shape in shapes if len(shape) in ranks and isinstance(shape[1], str)}
 
 
 def mark_wide_norms(model: ir.Model) -> None:

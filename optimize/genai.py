@@ -11,10 +11,12 @@ import shutil
 import subprocess
 import tempfile
 from collections.abc import Sequence
+from contextlib import suppress
 from functools import reduce
 from pathlib import Path
 from typing import Any
 
+import onnx
 from onnx import external_data_helper
 
 from twinop import deploy
@@ -28,6 +30,7 @@ from .report import OptimizeReport
 
 CONFIG = "genai_config.json"
 _LIBRARY = "custom_ops_library"
+_MANIFEST = "twinop-pack.json"  # of the folder that `twinop pack` wrote
 _DECODER = ".model.decoder"
 _KINDS = {
     "": dict, ".search": dict, ".model": dict, _DECODER: dict, f"{_DECODER}.filename": str,
@@ -81,7 +84,8 @@ def optimize_folder(
         options: of `optimize`.
 
     Raises:
-        ExportError: the folder is not genai's, the target exists, or the decoder cannot be optimised.
+        ExportError: the folder is not genai's, the target exists, or the decoder cannot be optimised, or is
+            already.
     """
     source, target = Path(source), Path(target).resolve()
     check_device(device)
@@ -94,7 +98,12 @@ def optimize_folder(
     model = source / decoder["filename"]
     settings = decoder.setdefault("session_options", {})
     own = [*library_paths(library), *_named_library(source, settings)]
-    left_out = {model, *(model.parent / name for name in _data_of(model)), source / CONFIG}
+    _require_no_ops_of_cuda(model)
+    data = _data_of(model)
+    of_others = _data_of_others(source, model)
+    if data & of_others:  # whose new data has another name
+        decoder["filename"] = str(Path(decoder["filename"]).with_suffix(".twinop.onnx"))
+    left_out = {model, *(data - of_others), source / CONFIG, source / _MANIFEST}
 
     def ignored(place: str, names: list[str]) -> list[str]:
         return [name for name in names if Path(place, name) in left_out]
@@ -105,14 +114,17 @@ def optimize_folder(
             folder = Path(scratch) / "new"
             shutil.copytree(source, folder, ignore=ignored, copy_function=shutil.copyfile)
             (folder / decoder["filename"]).parent.mkdir(parents=True, exist_ok=True)
-            options["shared_caches"] = bool(config.get("search", {}).get("past_present_share_buffer"))
+            search = config.get("search", {})  # with several beams genai's caches grow
+            shares = search.get("past_present_share_buffer") and search.get("num_beams", 1) == 1
+            options["shared_caches"] = bool(shares)
             report = optimize(
                 model, folder / decoder["filename"], device=device, library=own or None, **options
             )
             settings.pop(_LIBRARY, None)
             if report.libraries:
                 settings[_LIBRARY] = _place_libraries(report.libraries, folder)
-            entries = [each for each in settings.get("provider_options", []) if "cuda" in each]
+            entries = settings.get("provider_options", [])
+            entries = [each for each in entries if "cuda" in map(str.lower, each)]
             entries = entries or [{"cuda": {"enable_cuda_graph": "0"}}]
             settings["provider_options"] = entries if device == "cuda" else []
             (folder / CONFIG).write_text(json.dumps(config, indent=4) + "\n", encoding="utf-8")
@@ -154,6 +166,12 @@ def _decoder(folder: Path, config: Any) -> dict[str, Any]:
                 f"{_TEXTS[kind]}. Build the folder again"
             )
     decoder: dict[str, Any] = config.get("model", {}).get("decoder", {})
+    for each in decoder.get("session_options", {}).get("provider_options", []):
+        if not isinstance(each, dict):
+            raise ExportError(
+                f"{folder / CONFIG}: provider_options has {json.dumps(each)[:40]}; expected objects with a "
+                "provider's name each. Build the folder again"
+            )
     if not decoder.get("filename") or decoder.get("pipeline"):
         raise ExportError(
             f"{folder / CONFIG}: has no model.decoder.filename; twinop optimises decoders of one model"
@@ -183,14 +201,36 @@ def _named_library(folder: Path, settings: dict[str, Any]) -> list[Path]:
     return [path]
 
 
-def _data_of(model: Path) -> set[str]:
-    """Returns the files of a model's external data, relative to its folder."""
+def _require_no_ops_of_cuda(model: Path) -> None:
+    ops = {"CustomAttentionCached", "CustomLinearQ", "CustomLinearQSwiglu"}
+    if found := ops.intersection(node.op_type for node in _proto(model).graph.node):
+        raise ExportError(
+            f"{model}: has {', '.join(sorted(found))}: twinop has optimised it for cuda already. Give the "
+            "folder that onnxruntime-genai's builder wrote"
+        )
+
+
+def _data_of(model: Path) -> set[Path]:
+    """Returns the files of a model's external data."""
+    found = filter(external_data_helper.uses_external_data, tensors(_proto(model)))
+    return {model.parent / external_data_helper.ExternalDataInfo(tensor).location for tensor in found}
+
+
+def _data_of_others(folder: Path, model: Path) -> set[Path]:
+    """Returns the files of external data that a folder's other models read, such as those of embeddings."""
+    found = set[Path]()
+    for path in folder.rglob("*.onnx"):
+        if path != model and path.is_file():
+            with suppress(ExportError):  # genai may never open it
+                found |= _data_of(path)
+    return found
+
+
+def _proto(model: Path) -> onnx.ModelProto:
     try:
-        proto = load_model(model).proto
+        return load_model(model).proto
     except TwinopError as error:
         raise ExportError(str(error)) from error
-    found = filter(external_data_helper.uses_external_data, tensors(proto))
-    return {external_data_helper.ExternalDataInfo(tensor).location for tensor in found}
 
 
 def _place_libraries(libraries: Sequence[Path], folder: Path) -> str:

@@ -188,8 +188,13 @@ def rank(value: ir.Value | None) -> int:
 
 
 def same_dims(a: Sequence[Dim] | None, b: Sequence[Dim] | None) -> bool:
-    """Whether two shapes are known to be equal."""
-    return a is not None and b is not None and list(a) == list(b) and None not in a
+    """Whether two shapes are known to be equal. Sums of names are, in any order: a + b and b + a."""
+
+    def ordered(dim: Dim) -> Dim:
+        is_sum = isinstance(dim, str) and "(" not in dim
+        return " + ".join(sorted(dim.split(" + "))) if is_sum else dim  # type: ignore[union-attr]
+
+    return a is not None and b is not None and [*map(ordered, a)] == [*map(ordered, b)] and None not in a
 
 
 def broadcast_dims(a: list[Dim] | None, b: list[Dim] | None) -> list[Dim] | None:

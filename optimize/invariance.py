@@ -2,7 +2,8 @@
 
 Matches: CustomLinear, CustomLinearSwiglu, CustomLinearQ and CustomLinearQSwiglu, in the model in 16 bits.
 Writes: their attribute `invariant`.
-Leaves alone, and names: products without such a kernel, and other nodes whose sums may depend on the batch.
+Leaves alone, and names: products without such a kernel, and other nodes whose sums or choices may depend on
+the batch.
 """
 
 import re
@@ -47,6 +48,8 @@ def _why_not(node: ir.Node) -> str:
     """Returns why the bits of another node may depend on the batch, or ""."""
     if node.domain not in ("", g.MICROSOFT, DOMAIN):
         return f"an op of {node.domain}"
+    if node.op_type == "If":  # Phi-3 takes its long or short table by the longest sequence
+        return "its choice may depend on the batch"
     if node.op_type.startswith("DynamicQuantize"):  # also those of Linear and MatMul
         return "it has one scale for the batch"
     kind = node.inputs[0].dtype if node.inputs and node.inputs[0] is not None else None

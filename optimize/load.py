@@ -111,7 +111,7 @@ def _forget_shapes(model: ir.Model) -> None:
         value.shape = None
     for graph in model.graphs():
         for value in graph.initializers.values():
-            if value.const_value is not None:
+            if value.const_value is not None and not value.is_graph_input():  # which users may replace
                 value.shape = ir.Shape(value.const_value.shape.numpy())
 
 

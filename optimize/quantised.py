@@ -3,7 +3,8 @@
 Matches: com.microsoft MatMulNBits with constant weights of 4 or 8 bits in blocks of 32 or 128, a bias that is
 added, and an activation after it; two such products of one x and a gate.
 Writes: CustomLinearQ and CustomLinearQSwiglu, which read the same weights, or those of several in one.
-Leaves alone: blocks of other sizes, zero points in floats, and columns in another order (g_idx).
+Leaves alone: blocks of other sizes, zero points in floats, columns in another order (g_idx), and weights that
+are packed for one kind of GPU (weight_prepacked).
 
 `merge` puts one MatMulNBits in the place of several.
 """
@@ -123,6 +124,8 @@ def _match(node: ir.Node) -> _Product:
     arrays = [g.constant(each) for each in (b, scales, zeros, bias)]
     if order is not None:
         raise g.UnsupportedPattern("columns in another order (g_idx)")
+    if g.attribute(node, "weight_prepacked", 0):  # ONNX Runtime's CPU kernel reads it as if it were not
+        raise g.UnsupportedPattern("weights packed for one kind of GPU (weight_prepacked)")
     if x is None or arrays[0] is None or arrays[1] is None:
         raise g.UnsupportedPattern("a weight that is not constant")
     if any(array is None and value is not None for array, value in ((arrays[2], zeros), (arrays[3], bias))):

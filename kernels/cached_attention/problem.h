@@ -98,6 +98,9 @@ Status ProblemOf(const CallOf<Op>& call, Problem* problem) {
   }
   if (total.present && total.numel > 0 && total.data != nullptr) {
     const std::int32_t wanted = *InputData<std::int32_t>(call, "total"_name);
+    if (wanted < p.tokens)
+      return Status::Error("the context has " + std::to_string(wanted) + " tokens, and qkv has " +
+                           std::to_string(p.tokens) + " new ones: give a mask of all tokens");
     if (wanted > p.limit)
       return Status::Error(
           "the context has " + std::to_string(wanted) + " tokens; the caches have " +

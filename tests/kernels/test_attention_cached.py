@@ -292,6 +292,10 @@ def test_it_is_group_query_attention(variant: str) -> None:
             {"total": torch.tensor([17], dtype=torch.int32)},
             r"has 17 tokens; the caches have 16 rows.* past and present",
         ),
+        (
+            {"qkv": torch.zeros(1, 4, 64), "total": torch.tensor([3], dtype=torch.int32)},
+            r"has 3 tokens, and qkv has 4 new ones: give a mask of all tokens",
+        ),
         ({"qkv": torch.zeros(1, 1, 7 * 8)}, r"rows of 56 numbers; expected heads of 8: 2 of k"),
         ({"cos_sin": torch.zeros(16, 10)}, r"cos_sin has rows of 10 numbers; expected at most 8"),
         ({"sinks": torch.zeros(3)}, r"sinks has shape \[3\], expected .*\[4\]"),

@@ -113,6 +113,35 @@ def test_norms_of_q_and_k_that_only_cuda_computes(built: Builds, genai: Genai, t
         genai(tmp_path / "cpu", length=257)
 
 
+def test_decoders_of_embeddings(built: Builds, tmp_path: Path) -> None:
+    source = built("Llama", "fp16", "cuda", exclude_embeds="true")
+    report = optimized(source, tmp_path / "fast", "cuda")
+    assert report.own_error is not None and report.error < 2 * report.own_error
+    assert report.made["attention over a cache"] == 2 and not report.left
+
+
+def test_folders_that_stay_as_they_are_for_beams(built: Builds, tmp_path: Path) -> None:
+    source = shutil.copytree(built("Llama", "fp16", "cuda", enable_cuda_graph=1), tmp_path / "old")
+    config = json.loads((source / "genai_config.json").read_text())
+    config["search"]["num_beams"] = 4
+    (source / "genai_config.json").write_text(json.dumps(config))
+    assert "attention over a cache" not in optimized(source, tmp_path / "beams", "cuda").made
+
+
+def test_folders_of_twinop(built: Builds, tmp_path: Path) -> None:
+    """Those for the CPU can be optimised again, and those for CUDA are named; no checksums stay."""
+    for source, device in ((built("Llama"), "cpu"), (built("Llama", "int4", "cuda"), "cuda")):
+        folder = tmp_path / device
+        with UNTIMED:
+            pack_genai(Options(source, folder, genai=True, device=device))
+        assert (folder / "twinop-pack.json").exists()
+    optimized(tmp_path / "cpu", tmp_path / "again")
+    assert not (tmp_path / "again/twinop-pack.json").exists()
+    said = r"has CustomAttentionCached, CustomLinearQ.*: twinop has optimised it for cuda already"
+    with pytest.raises(ExportError, match=said):
+        optimize_folder(tmp_path / "cuda", tmp_path / "no", device="cpu")
+
+
 @pytest.mark.parametrize(
     ("family", "extra", "merged"),
     [
@@ -154,6 +183,11 @@ def test_what_cuda_gets_for_int4(
         ("bits = 4, block_size = 32", "scales", "zero points of float16; linear_q has those of uint8"),
         ("bits = 4, block_size = 32", "x", "zero points or a bias that are not constant"),
         ("bits = 4, block_size = 32", ", order", "columns in another order (g_idx)"),
+        (
+            "bits = 4, block_size = 32, weight_prepacked = 1",
+            "B",
+            "weights packed for one kind of GPU (weight_prepacked)",
+        ),
     ],
 )
 def test_products_that_stay_are_named(attributes: str, zero_points: str, reason: str) -> None:
@@ -251,6 +285,7 @@ def options_of(folder: Path) -> dict[str, Any]:
         ("cpu", [{"cuda": {"enable_cuda_graph": "1"}}], []),
         ("cuda", [{"cuda": {"enable_cuda_graph": "1"}}], [{"cuda": {"enable_cuda_graph": "1"}}]),
         ("cuda", [], [{"cuda": {"enable_cuda_graph": "0"}}]),
+        ("cuda", [{"CUDA": {"device_id": "1"}}], [{"CUDA": {"device_id": "1"}}]),
     ],
 )
 def test_the_edits_of_genai_config(
@@ -265,6 +300,26 @@ def test_the_edits_of_genai_config(
         "provider_options": expected, "log_id": "mine", "custom_ops_library": "libcustom_ops.so",
     }  # fmt: skip
     assert (tmp_path / "fast/adapter/encoder.onnx").read_text() == "kept"
+
+
+def test_data_that_another_model_reads_stays(tmp_path: Path) -> None:
+    source, target = folder_of(normed(), tmp_path / "old"), tmp_path / "fast"
+    for name in ("model.onnx", "embedding.onnx"):
+        proto = normed()
+        onnx.save(
+            proto, source / name, save_as_external_data=True, location="model.onnx.data", size_threshold=0
+        )
+    (source / "text.onnx").write_text("no model")
+    report = optimized(source, target)
+    assert report.path == target / "model.twinop.onnx" and not (target / "model.onnx").exists()
+    config = json.loads((target / "genai_config.json").read_text())
+    assert config["model"]["decoder"]["filename"] == "model.twinop.onnx"
+    x = np.ones((2, 8), np.float32)
+    [y] = ort.InferenceSession(target / "embedding.onnx").run(None, {"x": x})
+    options = ort.SessionOptions()
+    options.register_custom_ops_library(str(target / "libcustom_ops.so"))
+    [found] = ort.InferenceSession(report.path, options).run(None, {"x": x})
+    np.testing.assert_allclose(found, y, rtol=1e-6)
 
 
 CUBE = "y = test_cube.CustomCube (n)"
@@ -326,6 +381,9 @@ def test_folders_that_cannot_be_optimised(tmp_path: Path, monkeypatch: pytest.Mo
     assert "model.decoder.filename is 3; expected a text" in refusal()
     configure_decoder(session_options={"provider_options": None})
     assert "model.decoder.session_options.provider_options is null; expected a list" in refusal()
+    for entry in (None, "cuda"):
+        configure_decoder(session_options={"provider_options": [entry]})
+        assert f"provider_options has {json.dumps(entry)}; expected objects with a provider's" in refusal()
     configure(kept.replace("model.onnx", "../model.onnx"))
     assert "is not in the folder. Put it there" in refusal()
     configure(kept.replace("model.onnx", "missing.onnx"))

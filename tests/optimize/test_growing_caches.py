@@ -108,6 +108,14 @@ def test_64_steps_of_transformers(family: str, tmp_path: Path) -> None:
         assert_same_steps(report.source, report.path, 2)
 
 
+def test_as_many_heads_of_k_as_of_q(tmp_path: Path) -> None:
+    """Without heads to repeat, one name of the keys' number says past + new, another new + past."""
+    export_with_cache("Llama", tmp_path / "old.onnx", num_key_value_heads=4)
+    report, _ = optimized(tmp_path / "old.onnx", tmp_path, device="cpu")
+    assert report.made[FUSED] == 1 and not report.left
+    assert_same_steps(report.source, report.path, 2)
+
+
 def test_what_decoders_are_compared_on(tmp_path: Path) -> None:
     path = write("optimum_llama_merged", tmp_path)
     model = load(path)

@@ -216,6 +216,23 @@ def test_nodes_in_any_order(tmp_path: Path) -> None:
     assert types(optimized(parsed(text, w=weights(4, 3)), tmp_path)[1]) == {"CustomLinear": 1}
 
 
+@pytest.mark.parametrize("rank", [0, 1])
+def test_inputs_with_a_value_take_other_sizes(rank: int, tmp_path: Path) -> None:
+    """As adapters do: they come as empty matrices, or small ones, which a call replaces."""
+    text = """(float[N, 4] x, float[4, R] a, float[R, 4] b) => (float[N, 4] y) {
+        h = Relu (x) p = MatMul (h, a) q = MatMul (p, b) z = Add (h, q) y = Sigmoid (z)
+    }"""
+    arrays = {"a": np.zeros((4, rank), np.float32), "b": np.zeros((rank, 4), np.float32)}
+    report, _ = optimized(parsed(text, **arrays), tmp_path)
+    given = {"x": weights(2, 4), "a": weights(4, 3), "b": weights(3, 4)}
+    options = ort.SessionOptions()
+    for library in report.libraries:
+        options.register_custom_ops_library(str(library))
+    old, new = (ort.InferenceSession(path, options) for path in (report.source, report.path))
+    for feeds in (given, {"x": given["x"]}):
+        np.testing.assert_allclose(new.run(None, feeds)[0], old.run(None, feeds)[0], rtol=1e-5)
+
+
 def test_an_input_that_is_an_output(tmp_path: Path) -> None:
     text = "(float[N, 4] x) => (float[N, 3] y, float[N, 4] x) { y = MatMul (x, w) }"
     for dtype in (None, "float16"):
