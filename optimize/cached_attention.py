@@ -2,9 +2,11 @@
 
 Matches: GroupQueryAttention in 16 bits over caches that past and present share (`shared_caches` promises
 it), with heads of 64, 96, 128 or 256. q, k and v are one tensor, or its parts, or products of one tensor,
-which are merged; others are joined. RMS norms of q and k, which lie between, go along.
+which are merged; others are joined. RMS norms of q and k, which lie between, go along if all layers have
+some.
 Writes: CustomAttentionCached. The caches that it returns are its inputs, with the new rows. Positions that
-the builder counts in a mask of padding come from CustomLastPosition.
+the builder counts in a mask of padding come from CustomLastPosition. Layers without rotary embedding or
+sinks get such as do nothing, if others have them.
 Leaves alone: inputs position_ids and attention_bias, quantised caches, caches of a window, and what
 reads the scores.
 """
@@ -31,43 +33,92 @@ _NAMES = (
 _NORM = "CustomRmsNorm"
 _OF_MASKS = (ir.DataType.INT64, ir.DataType.INT32)
 _Tables = dict[tuple[ir.Value | None, ...], ir.Value]
-"""What was made of values for one attention, for the next one."""
+"""What was made of values for one attention, for the next one.
+
+At (None, None) is the table of nodes without rotary embedding, if others have one.
+"""
 
 
 def rewrite(context: g.RewriteContext) -> None:
-    tables: _Tables = {}
-    for node in context.nodes("GroupQueryAttention", domain=g.MICROSOFT):
-        try:
-            _replace(context, node, tables)
-        except g.UnsupportedPattern as reason:
+    def stays(reason: str) -> bool:
+        if reason:
             context.left[f"GroupQueryAttention: {reason}"] += 1
+        return bool(reason)
+
+    # A model holds one body per op: what one node is given, all are.
+    found = [
+        node
+        for node in context.nodes("GroupQueryAttention", domain=g.MICROSOFT)
+        if not stays(_why_not(context, node))
+    ]
+    has_norms = all("q_norm" in _given(node) or _norms_of(node) for node in found)
+    if not has_norms:  # norms that are nodes stay such
+        reason = "norms of q and k, which other layers lack"
+        found = [node for node in found if not stays(reason if "q_norm" in _given(node) else "")]
+    tables = _Tables()
+    cosines = [_given(node)["cos"] for node in found if _is_turned(node)]
+    if 0 < len(cosines) < len(found):
+        rows = [shape[0] for cos in cosines if (shape := g.dims(cos)) and isinstance(shape[0], int)]
+        if rows:
+            # One pair of each head turns by nothing; the longest table's rows set no limit of their own.
+            array = np.tile(np.array([1, 0], np.float32), (max(rows), 1))
+            tables[None, None] = g.initializer(context.graph, array, "cos_sin")
+        else:
+            reason = "no rotary embedding, where other layers have one for a number of positions that varies"
+            found = [node for node in found if not stays("" if _is_turned(node) else reason)]
+    has_sinks = any("sinks" in _given(node) or _is_smooth(node) for node in found)
+    for node in found:
+        _replace(context, node, tables, has_norms, has_sinks)
 
 
-def _replace(context: g.RewriteContext, node: ir.Node, tables: _Tables) -> None:
+def _why_not(context: g.RewriteContext, node: ir.Node) -> str:
+    """Returns why the op cannot take a node's place, or "" if it can."""
+    given, size = _given(node), g.last_dim(_given(node).get("past_key"))
+    if not context.graph.meta.get(SHARED_CACHES):
+        return "caches that grow (past and present are not known to share memory)"
+    if unknown := [name for name in ("position_ids", "attention_bias", "k_scale") if name in given]:
+        return f"an input {unknown[0]}"
+    if other := [name for name, value in _ONLY.items() if g.attribute(node, name, value) != value]:
+        return f"its attribute {other[0]}"
+    if size not in HEAD_SIZES or "past_value" not in given or len(node.outputs) > 3:
+        return f"heads of {size} with {len(node.outputs)} outputs"
+    if any(name in given and not g.is_constant(given[name]) for name in ("q_norm", "k_norm")):
+        return "norms whose weights the model computes"
+    return ""
+
+
+def _is_turned(node: ir.Node) -> bool:
+    return g.attribute(node, "do_rotary", 0) != 0
+
+
+def _is_smooth(node: ir.Node) -> bool:
+    return g.attribute(node, "smooth_softmax", 0) == 1
+
+
+def _replace(
+    context: g.RewriteContext, node: ir.Node, tables: _Tables, has_norms: bool, has_sinks: bool
+) -> None:
+    """Puts the op in the place of a node.
+
+    Args:
+        has_norms: whether all of the model's nodes have norms, which the op then computes.
+        has_sinks: whether any of them has sinks.
+    """
+    if has_norms:
+        join_norms(node)
     given = _given(node)
     heads, kv_heads = (g.attribute(node, name, 0) for name in ("num_heads", "kv_num_heads"))
-    size = g.last_dim(given.get("past_key"))
-    if not context.graph.meta.get(SHARED_CACHES):
-        raise g.UnsupportedPattern("caches that grow (past and present are not known to share memory)")
-    if unknown := [name for name in ("position_ids", "attention_bias", "k_scale") if name in given]:
-        raise g.UnsupportedPattern(f"an input {unknown[0]}")
-    if other := [name for name, value in _ONLY.items() if g.attribute(node, name, value) != value]:
-        raise g.UnsupportedPattern(f"its attribute {other[0]}")
-    if size not in HEAD_SIZES or "past_value" not in given or len(node.outputs) > 3:
-        raise g.UnsupportedPattern(f"heads of {size} with {len(node.outputs)} outputs")
-    if any(name in given and not g.is_constant(given[name]) for name in ("q_norm", "k_norm")):
-        raise g.UnsupportedPattern("norms whose weights the model computes")
-    if join_norms(node):
-        given = _given(node)
+    size = g.last_dim(given["past_key"]) or 0
     qkv = _packed(context, node, given, [heads * size, kv_heads * size, kv_heads * size])
     weights = [array for name in ("q_norm", "k_norm") if (array := g.constant(given.get(name))) is not None]
     norms = g.initializer(context.graph, np.stack(weights), "norms") if weights else None
     position = tables.get((given["position"],)) or _positions(context, node, given["position"])
     tables[given["position"],] = position
-    cos_sin = _table(node, given, tables) if g.attribute(node, "do_rotary", 0) else None
+    cos_sin = _table(node, given, tables) if _is_turned(node) else tables.get((None, None))
     sinks = given.get("sinks")
-    if sinks is None and g.attribute(node, "smooth_softmax", 0) == 1:
-        sinks = g.initializer(context.graph, np.zeros(heads, np.float32), "sinks")
+    if sinks is None and has_sinks:
+        score = 0 if _is_smooth(node) else -np.inf  # which has no weight
+        sinks = g.initializer(context.graph, np.full(heads, score, np.float32), "sinks")
     past = [given["past_key"], given["past_value"]]
     attributes = {
         "scale": g.attribute(node, "scale", 0.0),
@@ -118,19 +169,26 @@ def _packed(
 
 def join_norms(node: ir.Node) -> bool:
     """Gives attention the norms of q and k that are nodes of their own; returns whether there are such."""
-    found = [norm for value in node.inputs[:2] if (norm := _norm_of(value)) is not None]
-    eps = [g.attribute(norm, "eps", 1e-6) for norm in found]
-    if len(found) < 2 or eps[0] != eps[1]:
+    found = _norms_of(node)
+    if not found:
         return False
     first = _NAMES.index("q_norm")
     node.resize_inputs(first + 2)
-    node.attributes["qk_norm_epsilon"] = ir.AttrFloat32("qk_norm_epsilon", eps[0])
+    eps = g.attribute(found[0], "eps", 1e-6)
+    node.attributes["qk_norm_epsilon"] = ir.AttrFloat32("qk_norm_epsilon", eps)
     for index, norm in enumerate(found):
         last, (apart, weight) = node.inputs[index], norm.inputs
         node.replace_input_with(first + index, weight)
         node.replace_input_with(index, apart.producer().inputs[0])  # type: ignore[union-attr]
         g.prune(last.producer())  # type: ignore[union-attr]
     return True
+
+
+def _norms_of(node: ir.Node) -> list[ir.Node]:
+    """Returns the norms of q and k that are nodes of their own, if attention can compute both."""
+    found = [norm for value in node.inputs[:2] if (norm := _norm_of(value)) is not None]
+    eps = {g.attribute(norm, "eps", 1e-6) for norm in found}
+    return found if len(found) == 2 and len(eps) == 1 else []
 
 
 def _norm_of(value: ir.Value | None) -> ir.Node | None:

@@ -25,9 +25,18 @@ def half(*shape: int, seed: int = 0) -> np.ndarray:
 
 
 def decoder(
-    size: int = 64, packed: bool = True, norms: bool = False, sinks: bool = False, **attributes: Any
+    size: int = 64,
+    packed: bool = True,
+    norms: bool = False,
+    sinks: bool = False,
+    lacks: str = "",
+    **attributes: Any,
 ) -> onnx.ModelProto:
-    """Two layers of attention as onnxruntime-genai's builder writes it."""
+    """Two layers of attention as onnxruntime-genai's builder writes it.
+
+    Args:
+        lacks: what only the first layer has.
+    """
     angles = np.random.default_rng(1).random((ROWS, size // 2)) * 6
     constants: dict[str, np.ndarray] = {"cos": np.cos(angles), "sin": np.sin(angles)}
     made = list[onnx.NodeProto]()
@@ -36,13 +45,13 @@ def decoder(
     shape: list[str | int] = ["b", KV_HEADS, "past", size]
     widths = [HEADS * size, KV_HEADS * size, KV_HEADS * size]
     for i in range(2):
-        x = "x" if i == 0 else "h"
+        x, without = "x" if i == 0 else "h", lacks if i == 1 else ""
         for name, width in {f"qkv{i}": sum(widths)}.items() if packed else zip("qkv", widths, strict=True):
             name = name if packed else f"{name}{i}"
             constants[f"w_{name}"] = half(WIDTH, width, seed=i)
             made.append(helper.make_node("MatMul", [x, f"w_{name}"], [name]))
         heads = [f"qkv{i}", "", ""] if packed else [f"q{i}", f"k{i}", f"v{i}"]
-        for index in range(2 if norms else 0):
+        for index in range(2 if norms and without != "norms" else 0):
             name = heads[index]
             constants |= {"apart": np.array([0, 0, -1, size]), "joined": np.array([0, 0, -1])}
             constants[f"n_{name}"] = half(size, seed=index) + np.float16(1)
@@ -55,17 +64,20 @@ def decoder(
                 helper.make_node("Reshape", [f"{name}_n", "joined"], [f"{name}_normed"]),
             ]
             heads[index] = f"{name}_normed"
-        more = ["", "", "sinks"] if sinks else []
+        tables = ["", ""] if without == "do_rotary" else ["cos", "sin"]
+        more = ["", "", "sinks"] if sinks and without != "sinks" else []
         constants |= {"sinks": half(HEADS)} if sinks else {}
         inputs |= {f"past_{c}{i}": shape for c in "kv"}
         outputs |= {f"present_{c}{i}": ["b", KV_HEADS, "total_length", size] for c in "kv"}
         made += [
             helper.make_node(
                 "GroupQueryAttention",
-                [*heads, f"past_k{i}", f"past_v{i}", "seqlens", "total", "cos", "sin", *more],
+                [*heads, f"past_k{i}", f"past_v{i}", "seqlens", "total", *tables, *more],
                 [f"a{i}", f"present_k{i}", f"present_v{i}"],
                 domain="com.microsoft",
-                **{"num_heads": HEADS, "kv_num_heads": KV_HEADS, "do_rotary": 1} | attributes,
+                **{"num_heads": HEADS, "kv_num_heads": KV_HEADS, "do_rotary": 1}
+                | attributes
+                | ({without: 0} if without in {"do_rotary", "smooth_softmax"} else {}),
             ),
             helper.make_node("MatMul", [f"a{i}", "w_o"], ["h" if i == 0 else "y"]),
         ]
@@ -131,6 +143,58 @@ def test_each_form(form: dict[str, Any], tmp_path: Path) -> None:
     ):
         with pytest.raises(error, match=message):
             session.run(given | wrong)
+
+
+@pytest.mark.parametrize(
+    ("form", "index", "wanted"),
+    [
+        ({"lacks": "do_rotary"}, 5, [1, 0]),
+        ({"lacks": "do_rotary", "size": 96, "rotary_interleaved": 1}, 5, [1, 0]),
+        ({"lacks": "sinks", "sinks": True}, 7, -np.inf),
+        ({"lacks": "smooth_softmax", "smooth_softmax": 1}, 7, -np.inf),
+    ],
+    ids=str,
+)
+def test_what_one_layer_lacks_does_nothing_there(
+    form: dict[str, Any], index: int, wanted: Any, tmp_path: Path
+) -> None:
+    """SmolLM3 has layers without rotary embedding; a model holds one body per op."""
+    report, model = rewritten(decoder(**form), tmp_path, form.get("size", 64))
+    assert report.made["attention over a cache"] == 2 and not report.left
+    given = nodes(model, "CustomAttentionCached")[1].inputs[index]
+    assert given is not None and given.const_value is not None
+    array = given.const_value.numpy()
+    assert len(array) == (ROWS if index == 5 else HEADS) and (array == np.array(wanted)).all()
+
+
+def test_norms_that_one_layer_lacks_stay_nodes(tmp_path: Path) -> None:
+    report, model = rewritten(decoder(packed=False, norms=True, lacks="norms"), tmp_path, 64)
+    assert report.made["attention over a cache"] == 2
+    assert types(model)["CustomRmsNorm"] == 2
+
+
+def test_layers_that_need_what_is_not_known_are_left_alone() -> None:
+    """Norms that are inputs cannot become nodes again here; a table's rows may depend on the call."""
+    proto = decoder(lacks="do_rotary")
+    for name in ("cos", "sin"):
+        (constant,) = (each for each in proto.graph.initializer if each.name == name)
+        proto.graph.initializer.remove(constant)
+        shape = ["rows", constant.dims[1]]
+        proto.graph.input.append(helper.make_tensor_value_info(name, TensorProto.FLOAT16, shape))
+    normed = decoder()
+    normed.graph.initializer.append(numpy_helper.from_array(half(64), "norm"))
+    first = next(node for node in normed.graph.node if node.output[0] == "a0")
+    first.input.extend([*[""] * 5, "norm", "norm"])
+    for each, reason in (
+        (proto, "no rotary embedding, where other layers have one for a number of positions that varies"),
+        (normed, "norms of q and k, which other layers lack"),
+    ):
+        model = ir.from_proto(each)
+        model.graph.meta[SHARED_CACHES] = True
+        context = RewriteContext(model, "cuda", RECORDS)
+        rewrite(context)
+        assert context.left == {f"GroupQueryAttention: {reason}": 1}
+        assert types(model)["CustomAttentionCached"] == types(model)["GroupQueryAttention"] == 1
 
 
 @pytest.mark.parametrize(
