@@ -117,6 +117,22 @@ def run(call: dict[str, Any]) -> torch.Tensor:
 
 @each_device
 @pytest.mark.parametrize("dtype", ROUNDING, ids=str)
+@pytest.mark.parametrize("tokens", [1, 5])
+def test_a_table_and_sinks_that_change_nothing(tokens: int, dtype: torch.dtype, device: str) -> None:
+    """Layers without them get such, where others have some: one pair turns by nothing, no sink has weight."""
+    for size in (64, 96, 128):
+        call = to(make_call([300, 17], tokens, 4, 2, size, 301), dtype, device)
+        table = torch.tensor([[1.0, 0.0]], dtype=dtype, device=device).repeat(301, 1)
+        idle = {"cos_sin": table, "sinks": call["qkv"].new_full((4,), -math.inf)}
+        found = []
+        for given in (call, call | idle):
+            caches = {name: call[name].clone() for name in ("k_cache", "v_cache")}
+            found.append([run(given | caches), *(each.nan_to_num() for each in caches.values())])
+        assert all(map(torch.equal, *found)) and not found[0][0].isnan().any()
+
+
+@each_device
+@pytest.mark.parametrize("dtype", ROUNDING, ids=str)
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_values(variant: str, dtype: torch.dtype, device: str) -> None:
     """Contexts around the edges of groups and pieces, prompts, padding, heads that share keys or do not."""
