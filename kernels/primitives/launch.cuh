@@ -91,7 +91,7 @@ Status DeviceAttribute(int* value) {
 // grid it does not wait.
 inline constexpr int kMaxDependentBlocks = 1024;
 
-// Its two halves, for a kernel that has work to do between them.
+// The halves of WaitForPreviousKernel(), for a kernel that has work to do between them.
 __device__ __forceinline__ void LetNextKernelBegin() {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.launch_dependents;");
