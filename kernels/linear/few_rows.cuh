@@ -18,6 +18,7 @@
 #include "twinop/linear/few_rows_weights.cuh"
 #include "twinop/linear/operands.h"
 #include "twinop/math/gelu.h"
+#include "twinop/primitives/dependent_launch.cuh"
 #include "twinop/primitives/l2_hints.cuh"
 #include "twinop/primitives/launch.cuh"
 #include "twinop/primitives/tensor_core.cuh"

@@ -91,23 +91,13 @@ Status DeviceAttribute(int* value) {
 // grid it does not wait.
 inline constexpr int kMaxDependentBlocks = 1024;
 
-// The halves of WaitForPreviousKernel(), for a kernel that has work to do between them.
-__device__ __forceinline__ void LetNextKernelBegin() {
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
-  asm volatile("griddepcontrol.launch_dependents;");
-#endif
-}
-__device__ __forceinline__ void WaitUntilPreviousKernelEnds() {
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
-  asm volatile("griddepcontrol.wait;" ::: "memory");
-#endif
-}
-
 template <int kMost = kMaxDependentBlocks>
 __device__ __forceinline__ void WaitForPreviousKernel() {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
   if (gridDim.x > kMost) return;
-  LetNextKernelBegin();
-  WaitUntilPreviousKernelEnds();
+  asm volatile("griddepcontrol.launch_dependents;");
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
 }
 
 // Tells which code the device took.
