@@ -31,12 +31,12 @@ from twinop.testing.one_node import make_session, one_node_model
 pytest.importorskip("triton", reason="kernels in Python need it")
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")  # as the module is imported once
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("built")
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def library(folder: Path) -> Library:
     """A library with an op, built for two architectures without a GPU and without nvcc."""
     file = mish_file(folder, "built_mish")

@@ -87,7 +87,7 @@ def scaled_to_one(x: torch.Tensor) -> Any:
     return torch.empty_like(x), x.new_empty(())
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")  # as the module is imported once
 def mish(tmp_path_factory: pytest.TempPathFactory) -> Any:
     path = mish_file(tmp_path_factory.mktemp("unbuilt"), "unbuilt_mish")
     return load_module(path).unbuilt_mish

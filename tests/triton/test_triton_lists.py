@@ -22,7 +22,7 @@ PAGE = (ROOT / "docs/guide/triton.md").read_text()
 [TEXT] = re.findall(r"```python\n(# listed_sum\.py\n.*?)```", PAGE, re.DOTALL)
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")  # a module of one name is imported once; workers take tests from each other
 def op(tmp_path_factory: pytest.TempPathFactory) -> Any:
     file = tmp_path_factory.mktemp("listed") / "listed_sum.py"
     file.write_text(TEXT)
