@@ -142,6 +142,10 @@ def main(
     output: Output = None,
 ) -> None:
     """Measure products of few rows: on a GPU in CUDA graphs with an empty L2, on a CPU wall time."""
+    if unknown := {*products.split(",")} - {*SHAPES}:
+        raise typer.BadParameter(
+            f"{min(unknown)}: expected some of: {', '.join(SHAPES)}", param_hint="--products"
+        )
     with measuring("decoder-linear", device, output, quick) as (measured, where, timer):
         torch.manual_seed(0)
         bandwidth = read_bandwidth(timer) if timer is not None else None

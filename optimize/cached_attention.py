@@ -33,10 +33,7 @@ _NAMES = (
 _NORM = "CustomRmsNorm"
 _OF_MASKS = (ir.DataType.INT64, ir.DataType.INT32)
 _Tables = dict[tuple[ir.Value | None, ...], ir.Value]
-"""What was made of values for one attention, for the next one.
-
-At (None, None) is the table of nodes without rotary embedding, if others have one.
-"""
+"""What was made of values for one attention, for the next one."""
 
 
 def rewrite(context: g.RewriteContext) -> None:
@@ -55,20 +52,21 @@ def rewrite(context: g.RewriteContext) -> None:
     if not has_norms:  # norms that are nodes stay such
         reason = "norms of q and k, which other layers lack"
         found = [node for node in found if not stays(reason if "q_norm" in _given(node) else "")]
-    tables = _Tables()
+    idle: ir.Value | None = None
     cosines = [_given(node)["cos"] for node in found if _is_turned(node)]
     if 0 < len(cosines) < len(found):
         rows = [shape[0] for cos in cosines if (shape := g.dims(cos)) and isinstance(shape[0], int)]
         if rows:
             # One pair of each head turns by nothing; the longest table's rows set no limit of their own.
             array = np.tile(np.array([1, 0], np.float32), (max(rows), 1))
-            tables[None, None] = g.initializer(context.graph, array, "cos_sin")
+            idle = g.initializer(context.graph, array, "cos_sin")
         else:
             reason = "no rotary embedding, where other layers have one for a number of positions that varies"
             found = [node for node in found if not stays("" if _is_turned(node) else reason)]
     has_sinks = any("sinks" in _given(node) or _is_smooth(node) for node in found)
+    tables = _Tables()
     for node in found:
-        _replace(context, node, tables, has_norms, has_sinks)
+        _replace(context, node, tables, idle, has_norms, has_sinks)
 
 
 def _why_not(context: g.RewriteContext, node: ir.Node) -> str:
@@ -96,11 +94,17 @@ def _is_smooth(node: ir.Node) -> bool:
 
 
 def _replace(
-    context: g.RewriteContext, node: ir.Node, tables: _Tables, has_norms: bool, has_sinks: bool
+    context: g.RewriteContext,
+    node: ir.Node,
+    tables: _Tables,
+    idle: ir.Value | None,
+    has_norms: bool,
+    has_sinks: bool,
 ) -> None:
     """Puts the op in the place of a node.
 
     Args:
+        idle: the table of a node without rotary embedding, if others have one.
         has_norms: whether all of the model's nodes have norms, which the op then computes.
         has_sinks: whether any of them has sinks.
     """
@@ -114,7 +118,7 @@ def _replace(
     norms = g.initializer(context.graph, np.stack(weights), "norms") if weights else None
     position = tables.get((given["position"],)) or _positions(context, node, given["position"])
     tables[given["position"],] = position
-    cos_sin = _table(node, given, tables) if _is_turned(node) else tables.get((None, None))
+    cos_sin = _table(node, given, tables) if _is_turned(node) else idle
     sinks = given.get("sinks")
     if sinks is None and has_sinks:
         score = 0 if _is_smooth(node) else -np.inf  # which has no weight

@@ -22,6 +22,7 @@ from onnx import external_data_helper
 from twinop import deploy
 from twinop.deploy.choose_library import library_paths
 from twinop.deploy.custom_nodes import load_model, tensors
+from twinop.deploy.pack.options import MANIFEST
 from twinop.errors import ExportError, LibraryError, TwinopError
 from twinop.library import read_library
 
@@ -30,7 +31,6 @@ from .report import OptimizeReport
 
 CONFIG = "genai_config.json"
 _LIBRARY = "custom_ops_library"
-_MANIFEST = "twinop-pack.json"  # of the folder that `twinop pack` wrote
 _DECODER = ".model.decoder"
 _KINDS = {
     "": dict, ".search": dict, ".model": dict, _DECODER: dict, f"{_DECODER}.filename": str,
@@ -98,12 +98,13 @@ def optimize_folder(
     model = source / decoder["filename"]
     settings = decoder.setdefault("session_options", {})
     own = [*library_paths(library), *_named_library(source, settings)]
-    _require_no_ops_of_cuda(model)
-    data = _data_of(model)
+    proto = _proto(model)
+    _require_no_ops_of_cuda(model, proto)
+    data = _data_of(model, proto)
     of_others = _data_of_others(source, model)
     if data & of_others:  # whose new data has another name
         decoder["filename"] = str(Path(decoder["filename"]).with_suffix(".twinop.onnx"))
-    left_out = {model, *(data - of_others), source / CONFIG, source / _MANIFEST}
+    left_out = {model, *(data - of_others), source / CONFIG, source / MANIFEST}
 
     def ignored(place: str, names: list[str]) -> list[str]:
         return [name for name in names if Path(place, name) in left_out]
@@ -201,18 +202,18 @@ def _named_library(folder: Path, settings: dict[str, Any]) -> list[Path]:
     return [path]
 
 
-def _require_no_ops_of_cuda(model: Path) -> None:
+def _require_no_ops_of_cuda(model: Path, proto: onnx.ModelProto) -> None:
     ops = {"CustomAttentionCached", "CustomLinearQ", "CustomLinearQSwiglu"}
-    if found := ops.intersection(node.op_type for node in _proto(model).graph.node):
+    if found := ops.intersection(node.op_type for node in proto.graph.node):
         raise ExportError(
             f"{model}: has {', '.join(sorted(found))}: twinop has optimised it for cuda already. Give the "
             "folder that onnxruntime-genai's builder wrote"
         )
 
 
-def _data_of(model: Path) -> set[Path]:
+def _data_of(model: Path, proto: onnx.ModelProto) -> set[Path]:
     """Returns the files of a model's external data."""
-    found = filter(external_data_helper.uses_external_data, tensors(_proto(model)))
+    found = filter(external_data_helper.uses_external_data, tensors(proto))
     return {model.parent / external_data_helper.ExternalDataInfo(tensor).location for tensor in found}
 
 
@@ -222,7 +223,7 @@ def _data_of_others(folder: Path, model: Path) -> set[Path]:
     for path in folder.rglob("*.onnx"):
         if path != model and path.is_file():
             with suppress(ExportError):  # genai may never open it
-                found |= _data_of(path)
+                found |= _data_of(path, _proto(path))
     return found
 
 

@@ -21,10 +21,9 @@ from ..service.model_settings import ModelSettings, Provider
 from ..service.settings import checked
 from ..service.triton_config import make_config, write_config
 from .contents import Contents, read_contents, without_bodies
-from .options import Options
+from .options import MANIFEST, Options
 
 MODELS_IN_CONTAINER = "/mnt/models"  # where KServe mounts what it downloads
-MANIFEST = "twinop-pack.json"
 _OF_GENAI = ("model", "output", "force", "library", "genai", "device", "invariant")
 TRITON_IMAGE = "nvcr.io/nvidia/tritonserver:26.09-py3"
 PYTHON_IMAGE = "python:3.13.11-slim-trixie"  # the Python that requirements/lock.py locks packages for
