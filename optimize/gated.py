@@ -35,8 +35,8 @@ def rewrite(context: g.RewriteContext) -> None:
         elif activation != "silu" or "swiglu" not in context.records:
             context.made[activation] += 1
             context.left[f"{activation} gate: no products with constant weights"] += 1
-        elif (halves := _halves(gate, up)) is not None and halves[0].index == 0:
-            new = context.add_op(node, "swiglu_packed", [halves[0].source], g.dims(node.outputs[0]))
+        elif (parts := halves(gate, up)) is not None and parts[0].index == 0:
+            new = context.add_op(node, "swiglu_packed", [parts[0].source], g.dims(node.outputs[0]))
             g.replace(node.outputs[0], new)
             context.made["swiglu (packed)"] += 1
         else:
@@ -68,13 +68,13 @@ def _linear_swiglu(
     context: g.RewriteContext, node: ir.Node, gate: ir.Value, up: ir.Value, activation: str
 ) -> bool:
     """Writes one product of gate and up, if both are products with constant weights; returns whether."""
-    halves = _halves(gate, up)
-    if halves is not None:
-        whole = _linear_of(halves[0].source)
+    parts = halves(gate, up)
+    if parts is not None:
+        whole = _linear_of(parts[0].source)
         if whole is None or whole.width % 2:
             return False
         weight, bias = weight_nk(context, whole), bias_vector(context, whole.bias)
-        if halves[0].index == 1:
+        if parts[0].index == 1:
             weight, bias = _concatenated(context, [(whole, 1), (whole, 0)])
     else:
         whole, second = _linear_of(gate), _linear_of(up)
@@ -120,7 +120,7 @@ def _concatenated(
     return g.initializer(context.graph, np.concatenate(weights), name), bias_value
 
 
-def _halves(gate: ir.Value, up: ir.Value) -> tuple[_Half, _Half] | None:
+def halves(gate: ir.Value, up: ir.Value) -> tuple[_Half, _Half] | None:
     """Returns the halves of one tensor's last dimension that gate and up are, else None."""
     first, second = _half(gate), _half(up)
     if first is None or second is None or first.source is not second.source or first.index == second.index:

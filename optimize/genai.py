@@ -144,9 +144,10 @@ def optimize_folder(
 def _read(path: Path) -> Any:
     try:
         return json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError as error:
+    except (FileNotFoundError, NotADirectoryError) as error:
         raise ExportError(
-            f"{path}: no such file. Expected a folder of onnxruntime-genai's builder, or an .onnx file"
+            f"{path}: no such file. Expected the folder that onnxruntime-genai's builder wrote. `twinop "
+            "optimize` also takes one .onnx file"
         ) from error
     except (OSError, ValueError) as error:
         raise ExportError(f"{path}: cannot be read: {error}. Build the folder again") from error

@@ -1,7 +1,7 @@
 """Replaces ONNX Runtime's products with quantised weights on CUDA. Runs on the model in 16 bits.
 
 Matches: com.microsoft MatMulNBits with constant weights of 4 or 8 bits in blocks of 32 or 128, a bias that is
-added, and an activation after it; two such products of one x and a gate.
+added, and an activation after it; two such products of one x and a gate, or one whose halves are gate and up.
 Writes: CustomLinearQ and CustomLinearQSwiglu, which read the same weights, or those of several in one.
 Leaves alone: blocks of other sizes, zero points in floats, columns in another order (g_idx), and weights that
 are packed for one kind of GPU (weight_prepacked).
@@ -19,6 +19,7 @@ import onnx_ir as ir
 from twinop.errors import TwinopError
 
 from . import graph as g
+from .gated import halves
 from .linear import activation_of
 from .merge_linear import join
 
@@ -99,17 +100,20 @@ def rewrite(context: g.RewriteContext) -> None:
             found[product.output] = product
     has_bias = any(each.bias is not None for each in found.values())
     has_zero = any(each.arrays[2] is not None for each in found.values())
-    gates = {context.records["swiglu"].onnx_name} if "swiglu" in context.records else set()
+    gates = {
+        context.records[name].onnx_name: made
+        for name, made in (("swiglu", "swiglu"), ("swiglu_packed", "swiglu (packed)"))
+        if name in context.records
+    }
     for node in [node for node in context.graph if node.op_type in {"Mul", *gates}]:
-        pair = _gated(context, node, found)
-        if pair is not None:
-            first, second, activation = pair
+        products, activation = _gated(context, node, found)
+        if products:
             made = context.made if node.domain or activation == "silu" else context.left
-            made["swiglu" if node.domain else f"{activation} gate: no products with constant weights"] -= 1
+            before = gates.get(node.op_type, f"{activation} gate: no products with constant weights")
+            made[before] -= 1
             context.made[activation] -= not node.domain
-            products = [first, second]
             _write(context, "linear_q_swiglu", products, node.outputs[0], activation, has_bias, has_zero)
-            found = {output: each for output, each in found.items() if each not in pair}
+            found = {output: each for output, each in found.items() if each not in products}
     for product in found.values():
         output, user = product.output, g.only_user(product.output)
         activation = activation_of(context, user)
@@ -141,23 +145,29 @@ def _match(node: ir.Node) -> _Product:
 
 def _gated(
     context: g.RewriteContext, node: ir.Node, found: dict[ir.Value, _Product]
-) -> tuple[_Product, _Product, str] | None:
-    """Returns gate, up and the activation of activation(gate) * up, if both are products of one x."""
-    up, gate = node.inputs
-    activation = "silu"
+) -> tuple[list[_Product], str]:
+    """Returns the products of gate and up, or the one that has both, and the activation of the gate."""
+    up, gate, activation = node.inputs[0], node.inputs[-1], "silu"
     if not node.domain:
         makers = [each.producer() if each is not None else None for each in node.inputs]
         names = [activation_of(context, maker) for maker in makers]
         index = next((i for i, name in enumerate(names) if name not in ("", "relu")), None)
         if index is None or g.only_user(node.inputs[index]) is not node:  # type: ignore[arg-type]
-            return None
+            return [], ""
         gate, up, activation = makers[index].inputs[0], node.inputs[1 - index], names[index]  # type: ignore[union-attr]
-    first, second = (found.get(each) if each is not None else None for each in (gate, up))
+    if gate is None or up is None:
+        return [], ""
+    parts = halves(gate, up)
+    is_one = len(node.inputs) == 1 or (parts is not None and parts[0].index == 0)
+    if is_one and (whole := found.get(parts[0].source if parts else gate)) is not None:
+        fits = g.only_user(whole.output) and whole.sizes["n"] % 16 == 0
+        return [whole] if fits else [], activation
+    first, second = found.get(gate), found.get(up)
     if first is None or second is None or first is second:
-        return None
+        return [], ""
     is_alone = g.only_user(first.output) and g.only_user(second.output)
     is_alike = first.sizes == second.sizes and _kind(first) == _kind(second)
-    return (first, second, activation) if is_alone and is_alike else None
+    return [first, second] if is_alone and is_alike else [], activation
 
 
 def _write(
@@ -197,10 +207,12 @@ def _write(
         g.initializer(context.graph, each, f"{name}_{part}") if isinstance(each, np.ndarray) else each
         for each, part in zip(values, ("blocks", "scale", "zero", "bias"), strict=True)
     ]
-    shape = g.dims(output) or [*(g.dims(first.x) or [])[:-1], sizes["n"]]
+    is_gated = op == "linear_q_swiglu"
+    width = sum(each.sizes["n"] for each in products) // (1 + is_gated)
+    shape = g.dims(output) or [*(g.dims(first.x) or [])[:-1], width]
     numbers = {"bits": sizes["bits"], "block": sizes["block"], "activation": activation}
     g.replace(output, context.add_op(last, op, [first.x, *given], shape, **numbers))
-    context.made[op if activation in ("none", "") or len(products) > 1 else f"{op}+{activation}"] += 1
+    context.made[op if activation == "none" or is_gated else f"{op}+{activation}"] += 1
 
 
 def _bias_of(products: list[_Product]) -> np.ndarray:

@@ -105,16 +105,21 @@ class RewriteCheck:
             ExportError: the original does not run, or returns nothing that can be compared.
         """
         self.progress("running the original")
-        if inputs_file is not None:
-            usual, self.sizes = read_npz(os.fspath(inputs_file), self.base, self.padding)
-            hidden = inputs.hidden(self.padding)
-            try:
+        try:
+            if inputs_file is not None:
+                usual, self.sizes = read_npz(os.fspath(inputs_file), self.base, self.padding)
+                hidden = inputs.hidden(self.padding)
                 self.reference = equivalence.reference(self.original, self.base, self.library, usual, hidden)
-            except NotRunnable as refused:
-                raise ExportError(f"the original cannot be run on the CPU: {refused}") from refused
-        else:
-            found = equivalence.generated(self.original, self.base, self.padding, self.library)
-            self.reference, self.sizes = found
+            else:
+                found = equivalence.generated(self.original, self.base, self.padding, self.library)
+                self.reference, self.sizes = found
+        except (TwinopError, NotRunnable) as error:
+            text = str(error)
+            if self.original != self.report.source:  # a file that the user does not know
+                text = text.replace(str(self.original), f"{self.report.source} (in fp32)")
+            if isinstance(error, NotRunnable):
+                text = f"the original cannot be run on the CPU: {text}"
+            raise ExportError(text) from error
         self.report.notes += self.reference.uncompared(self.base.graph, allow_uncompared)
         self.noise = cache(partial(self._noise, self.base.clone()))
         equivalence.confirm_shapes(self.base, self.reference)
@@ -351,7 +356,13 @@ class RewriteCheck:
 
     def _pack(self, context: g.RewriteContext) -> None:
         """Replaces products of quantised weights, which only exist in 16 bits."""
-        if context.device == "cuda" and self.report.dtype in precision.DTYPES:
+        if context.device != "cuda":
+            return
+        if self.report.dtype not in precision.DTYPES:
+            for kind in (quantised.PRODUCT, decoders.ATTENTION):
+                reason = f"{self.report.dtype}; twinop's kernel is for 16 bits ({option('dtype', 'float16')})"
+                context.left[f"{kind}: {reason}"] += len(context.nodes(kind, domain=g.MICROSOFT))
+        else:
             quantised.rewrite(context)
             invariance.rewrite(context)
             clean(context.model)

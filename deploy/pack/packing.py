@@ -87,6 +87,8 @@ def pack_genai(options: Options) -> Any:
     if others := [name for name in given if name not in _OF_GENAI]:
         raise PackError(f"--{others[0].replace('_', '-')} says nothing of a folder for --genai: leave it out")
     _check_output(options)
+    if options.output.resolve().is_relative_to(source := options.model.resolve()):
+        raise PackError(f"{options.output} is in the folder that it is made of. Name one outside {source}")
     found = list[Any]()
 
     def write(root: Path) -> None:

@@ -128,6 +128,16 @@ def test_folders_that_stay_as_they_are_for_beams(built: Builds, tmp_path: Path) 
     assert "attention over a cache" not in optimized(source, tmp_path / "beams", "cuda").made
 
 
+def test_what_only_16_bits_have_is_named(built: Builds, tmp_path: Path) -> None:
+    report = optimized(built("Llama", "int4"), tmp_path / "wide", "cuda")
+    reason = "float32; twinop's kernel is for 16 bits (dtype='float16')"
+    assert report.left == {f"MatMulNBits: {reason}": 11, f"GroupQueryAttention: {reason}": 2}
+    source = built("Llama", "fp16", "cuda", use_paged_attention="true")
+    said = rf"{source}/model.onnx \(in fp32\): ONNX Runtime refuses it: .*operator \(PagedAttention\)"
+    with pytest.raises(ExportError, match=said):
+        optimize_folder(source, tmp_path / "paged")
+
+
 def test_folders_of_twinop(built: Builds, tmp_path: Path) -> None:
     """Those for the CPU can be optimised again, and those for CUDA are named; no checksums stay."""
     for source, device in ((built("Llama"), "cpu"), (built("Llama", "int4", "cuda"), "cuda")):
@@ -150,6 +160,8 @@ def test_folders_of_twinop(built: Builds, tmp_path: Path) -> None:
         ("Qwen3", {"fuse_qkv": "false"}, 2),
         ("Llama", {"fuse_qkv": "false", "block_size": 64}, 2),
         ("Llama", {"fuse_qkv": "false", "algo_config": "k_quant_mixed"}, 1),  # a v of 8 bits
+        ("Llama", {"fuse_mlp_gate_up": "true"}, 0),
+        ("Gemma", {"fuse_mlp_gate_up": "true"}, 0),  # GELU
     ],
     ids=str,
 )
@@ -391,10 +403,16 @@ def test_folders_that_cannot_be_optimised(tmp_path: Path, monkeypatch: pytest.Mo
     configure("{")
     assert "genai_config.json: cannot be read" in refusal()
     (source / "genai_config.json").unlink()
-    assert "no such file. Expected a folder of onnxruntime-genai's builder, or an .onnx file" in refusal()
+    assert "no such file. Expected the folder that onnxruntime-genai's builder wrote. `twinop" in refusal()
     configure(kept)
     with pytest.raises(ExportError, match="inside: is in the folder that it is made of. Name one outside"):
         optimize_folder(source, source / "inside", device="cpu")
+    with pytest.raises(
+        PackError, match=f"inside is in the folder that it is made of. Name one outside {source}"
+    ):
+        pack_genai(Options(source, source / "inside", genai=True, device="cpu"))
+    with pytest.raises(ExportError, match=r"model.onnx/genai_config.json: no such file. Expected the folder"):
+        optimize_folder(source / "model.onnx", target, device="cpu")
     file = source / "model.onnx"
     onnx.save(normed(), file, save_as_external_data=True, location="model.data", size_threshold=0)
     (source / "model.data").unlink()
