@@ -13,7 +13,7 @@ from twinop.library import Library
 from twinop.op_schema import ATTRIBUTE_TYPES
 from twinop.op_spec import Attribute, OpSpec
 
-from .choose_library import Libraries, choose_libraries, library_paths
+from .choose_library import Libraries, choose_libraries
 from .custom_nodes import Model, ModelSource, load_model
 from .errors import ModelError
 from .type_inference import typed_nodes
@@ -38,9 +38,7 @@ def check_model(
         LibraryError: a library is missing, damaged, or not the one that the model needs.
     """
     loaded = load_model(model)
-    found: list[Library] = [
-        *choose_libraries(loaded, library_paths(library), allow_model_libraries=allow_model_libraries)
-    ]
+    found: list[Library] = [*choose_libraries(loaded, library, allow_model_libraries=allow_model_libraries)]
     require_fit(loaded, found)
     return found
 

@@ -3,12 +3,11 @@
 import os
 from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
-from typing import Any
 
 from twinop.errors import ForeignLibraryError, LibraryError, option
 from twinop.find import package_key, places_of, searched
 from twinop.installation import how_to_build
-from twinop.library import Library, library_folders, read_library
+from twinop.library import Library, read_library
 from twinop.op_spec import DOMAIN
 
 from .custom_nodes import Model
@@ -33,28 +32,41 @@ def library_paths(library: Libraries) -> list[Path]:
 
 def choose_libraries(
     model: Model,
-    explicit: Sequence[Path] = (),
-    others: Callable[[str], Sequence[Path]] | None = None,
-    **search: Any,
+    explicit: Libraries = None,
+    *,
+    own: Sequence[Path] | None = None,
+    others: Callable[[str], Sequence[Path]] = places_of,
+    allow_model_libraries: bool = False,
+    confined: bool = False,
+    bodies: bool = True,
 ) -> list[SealedLibrary]:
     """Chooses the libraries to register for a model, one a domain, and copies them.
 
+    For a domain of the model's nodes that no explicit library has, takes the first library whose records
+    cover all of these nodes. Within a folder, libraries with fewer ops come first.
+
     Args:
         model: the model, whose custom nodes say what is needed.
-        explicit: libraries to use. Libraries of the other domains are looked for.
-        others: returns, for a domain, the argument of `choose_library`.
-        search: where to look, as in `choose_library`.
+        explicit: libraries to use.
+        own: the model's own folders. Default: the folder of the model. A library of a needed domain there is
+            an error: it is not loaded, and no other one is taken instead of it.
+        others: returns the folders and files to search for a domain. Files there that cannot be read are
+            skipped.
+        allow_model_libraries: whether to search the model's own folders too, first. A file `lib*.so` there
+            that cannot be read is an error, unless it is a library that twinop did not build.
+        confined: whether a symbolic link may not lead out of its folder.
+        bodies: whether a function body may replace an op that no library has.
 
     Returns:
         The explicit libraries, then those found. A domain whose function bodies run has none.
 
     Raises:
-        LibraryError: a library cannot be used, two have one domain, or the ops of a domain are spread over
-            several libraries.
+        LibraryError: a library cannot be used, one of the model's own is not permitted, two have one domain,
+            the ops of a domain are spread over several, or several installed packages have a domain.
         ModelError: no library has an op of the model, and no function body may replace it.
     """
     libraries: dict[str, Library] = {}
-    for path in explicit:
+    for path in library_paths(explicit):
         library = _usable(path)
         if other := libraries.get(library.domain):
             raise LibraryError(
@@ -63,65 +75,31 @@ def choose_libraries(
                 "both into one library"
             )
         libraries[library.domain] = library
+    if own is None:
+        own = [model.path.parent] if model.path is not None else []
     for domain in dict.fromkeys(node.domain for node in model.nodes):
         if domain in libraries:
             continue
-        places = others(domain) if others is not None else None
-        if (found := choose_library(model, others=places, domain=domain, **search)) is not None:
+        places, allowed = others(domain), own
+        if not allow_model_libraries:
+            trusted = {place.resolve() for place in places}
+            for folder in own:
+                require_none(folder, domain, trusted)
+            allowed = [folder for folder in own if folder.resolve() in trusted]
+        if found := _covering(model, domain, allowed, places, confined, bodies):
             libraries[domain] = found
     return [sealed(library.path) for library in libraries.values()]
 
 
-def choose_library(
-    model: Model,
-    *,
-    own: Sequence[Path] | None = None,
-    others: Sequence[Path] | None = None,
-    allow_model_libraries: bool = False,
-    confined: bool = False,
-    bodies: bool = True,
-    domain: str = DOMAIN,
+def _covering(
+    model: Model, domain: str, own: Sequence[Path], others: Sequence[Path], confined: bool, bodies: bool
 ) -> Library | None:
-    """Chooses the library for a model's nodes of one domain.
-
-    Takes the first library whose records cover all of these nodes. Within a folder, libraries with fewer
-    ops come first.
-
-    Args:
-        model: the model, whose custom nodes say what is needed.
-        own: the model's own folders. Default: the folder of the model. A library of the domain there is an
-            error: it is not loaded, and no other one is taken instead of it.
-        others: the folders and files to search. Default: `twinop.find.places_of` the domain. Files there that
-            cannot be read are skipped.
-        allow_model_libraries: whether to search the model's own folders too, first. A file `lib*.so` there
-            that cannot be read is an error, unless it is a library that twinop did not build.
-        confined: whether a symbolic link may not lead out of its folder.
-        bodies: whether a function body may replace an op that no library has.
-        domain: the domain of the nodes and of the library.
-
-    Returns:
-        None if the model has no such nodes, or if no library has any of them and function bodies cover all.
-
-    Raises:
-        LibraryError: a library of the model's own is not permitted or cannot be used, several libraries share
-            the ops, or several installed packages have the domain.
-        ModelError: no library has an op of the model, and no function body may replace it.
-    """
-    needed = {node.op_type for node in model.nodes if node.domain == domain}
-    if not needed:
-        return None
-    if own is None:
-        own = [model.path.parent] if model.path is not None else []
-    others = places_of(domain, library_folders()) if others is None else others
-    if not allow_model_libraries:
-        trusted = {place.resolve() for place in others}
-        for folder in own:
-            require_none(folder, domain, trusted)
-        own = [folder for folder in own if folder.resolve() in trusted]
+    """Returns the first library with all ops of a domain; None if no library has any and bodies cover all."""
+    needed = sorted({node.op_type for node in model.nodes if node.domain == domain})
     places = [*own, *others]
     libraries, skipped = _candidates(places, len(own), confined)
     libraries = [library for library in libraries if library.domain == domain]
-    owners = {op: [library for library in libraries if op in library.by_onnx_name] for op in sorted(needed)}
+    owners = {op: [library for library in libraries if op in library.by_onnx_name] for op in needed}
     homeless = [
         op for op, found in owners.items() if not found and not (bodies and (domain, op) in model.bodies)
     ]
@@ -214,16 +192,12 @@ def _no_library(
         text += f" Passed over: {'; '.join(skipped)}."
     if domain == DOMAIN:
         return f"{text} {how_to_build()}, or name the library ({option('library')})"
+    if package := model.metadata.get(package_key(domain)):
+        text += f" The model was exported with the package {package}: pip install {package}."
     return (
-        f"{text}{_package(model, domain)} Build it (twinop build), install the package that has it, "
+        f"{text} Build it (twinop build), install the package that has it, "
         f"or name the library ({option('library')})"
     )
-
-
-def _package(model: Model, domain: str) -> str:
-    """Says which package had the library when the model was exported, if it was one."""
-    package = model.metadata.get(package_key(domain))
-    return f" The model was exported with the package {package}: pip install {package}." if package else ""
 
 
 def _several(model: Model, domain: str, owners: dict[str, Library]) -> str:

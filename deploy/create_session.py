@@ -15,8 +15,8 @@ from twinop.library import Library
 from twinop.op_spec import DOMAIN
 
 from . import cuda
-from .check_nodes import Libraries, library_paths, require_fit
-from .choose_library import choose_libraries
+from .check_nodes import require_fit
+from .choose_library import Libraries, choose_libraries
 from .custom_nodes import Model, ModelSource, load_model, read_model
 from .errors import ModelError, ProviderError, RunError
 from .inference_session import Session
@@ -164,7 +164,7 @@ def _libraries(model: Model, library: Libraries | bool, allow: bool) -> list[Sea
         return []
     if library is True:
         raise LibraryError("library=True: pass a path, None to look for the library, or False for none")
-    found = choose_libraries(model, library_paths(library), allow_model_libraries=allow)
+    found = choose_libraries(model, library, allow_model_libraries=allow)
     domains = {node.domain for node in model.nodes} - {each.domain for each in found}
     if domains:
         of = "" if domains == {DOMAIN} else f" for {', '.join(sorted(domains))}"

@@ -198,8 +198,7 @@ def _choose(model: Model, named: Path | None, allow_model_libraries: bool) -> tu
     """Returns what a session registers. The checks say themselves if a library is old."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", TwinopWarning)
-        explicit = [named] if named is not None else []
-        return tuple(choose_libraries(model, explicit, allow_model_libraries=allow_model_libraries))
+        return tuple(choose_libraries(model, named, allow_model_libraries=allow_model_libraries))
 
 
 def _libraries(named: Path | None) -> tuple[tuple[Library, ...], tuple[str, ...]]:

@@ -74,7 +74,7 @@ def read_contents(options: Options) -> Contents:
     model = load_model(path, confined=True)
     data = data_files(model)
     allowed = options.allow_model_libraries
-    found = choose_libraries(model, options.library or (), bodies=False, allow_model_libraries=allowed)
+    found = choose_libraries(model, options.library, bodies=False, allow_model_libraries=allowed)
     require_fit(model, found)
     gpu = _wants_gpu(options.gpu, found)
     notes: list[str] = []

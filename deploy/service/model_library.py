@@ -33,7 +33,7 @@ def libraries_for(
 
     def places(domain: str) -> list[Path]:
         build = Path.cwd() / "build"
-        found = [place for place in places_of(domain, library_folders()) if place.parent != build]
+        found = [place for place in places_of(domain) if place.parent != build]
         return [*server.library_folders, *(project if domain != DOMAIN else ()), *found]
 
     permitted = [*own, *folders] if policy.allow_model_libraries else folders
@@ -44,7 +44,7 @@ def libraries_for(
     libraries = choose_libraries(
         model,
         named,
-        places,
+        others=places,
         own=own,
         allow_model_libraries=policy.allow_model_libraries,
         confined=True,

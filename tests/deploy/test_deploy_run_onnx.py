@@ -144,7 +144,7 @@ def test_without_torch_nothing_is_compared(tmp_path: Path, monkeypatch: pytest.M
 
 
 def test_a_body_instead_of_a_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("twinop.deploy.choose_library.library_folders", list)
+    monkeypatch.setattr("twinop.find.library_folders", list)
     graph = model([node("CustomRelu")], [value("x")], [value("y")], functions=[relu_body()])
     result = run_command(graph, tmp_path)
     assert result.exit_code == 0, result.output

@@ -162,7 +162,7 @@ def test_damaged_model(tmp_path: Path) -> None:
 
 
 def test_library_missing_though_bodies_would_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("twinop.deploy.choose_library.library_folders", list)
+    monkeypatch.setattr("twinop.find.library_folders", list)
     with pytest.raises(ModelError, match="no library has custom_domain::CustomRelu"):
         packed(tmp_path)
     assert nothing_written(tmp_path)

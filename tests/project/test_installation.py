@@ -37,7 +37,7 @@ def test_with_a_wheel() -> None:
 
 @pytest.mark.usefixtures("wheel")
 def test_messages_to_the_user_of_a_wheel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in ("twinop.building.toolchain", "twinop.deploy.choose_library"):
+    for module in ("twinop.building.toolchain", "twinop.find"):
         monkeypatch.setattr(f"{module}.library_folders", lambda: [tmp_path])
     for call in (lambda: find_library("none"), find_installation, lambda: session(make_model("CustomRelu"))):
         with pytest.raises(TwinopError, match="pip install --force-reinstall") as error:
