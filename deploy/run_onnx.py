@@ -26,7 +26,7 @@ from twinop.deploy.errors import FeedError
 from twinop.deploy.inference_session import Session
 from twinop.deploy.node_parity import Comparison, compare, observed_model
 from twinop.deploy.node_providers import NodeRun
-from twinop.deploy.tensor_specs import Spec
+from twinop.deploy.tensor_specs import named_sizes
 from twinop.dtypes import to_tensor
 from twinop.library import Library, in_use
 
@@ -152,33 +152,20 @@ def _parse_shapes(texts: list[str], opened: Session) -> dict[str, tuple[int, ...
 def _random_feeds(opened: Session, shapes: dict[str, tuple[int, ...]], seed: int) -> dict[str, np.ndarray]:
     """Draws the inputs. Dynamic dimensions of one name get one size."""
     random = np.random.default_rng(seed)
-    sizes: dict[str, int] = {}
-    for name, shape in shapes.items():
-        declared = opened.inputs[name].shape or ()
-        sizes |= {size: given for size, given in zip(declared, shape, strict=False) if isinstance(size, str)}
-    return {
-        spec.name: _random(spec, shapes[spec.name] if spec.name in shapes else _shape(spec, sizes), random)
-        for spec in opened.inputs.values()
-        if spec.name in shapes or spec in opened.required
-    }
-
-
-def _shape(spec: Spec, sizes: dict[str, int]) -> tuple[int, ...]:
-    if spec.shape is None:
-        raise FeedError(
-            f"input {spec.name} has no declared rank: give its sizes with --shape {spec.name}=2,3"
-        )
-    return tuple(
-        size if isinstance(size, int) else sizes.get(size or "", _DYNAMIC_SIZE) for size in spec.shape
-    )
-
-
-def _random(spec: Spec, shape: tuple[int, ...], random: np.random.Generator) -> np.ndarray:
-    if spec.numpy_dtype is None or spec.dtype == "str":
-        raise FeedError(f"input {spec.name} is {spec.type}: there are random inputs for numbers only")
-    if not spec.accepts(shape):
-        raise spec.mismatch(spec.dtype, shape)
-    return spec.random(shape, random)
+    sizes = named_sizes(opened.inputs, shapes)
+    feeds = {}
+    for spec in opened.inputs.values():
+        if spec.name not in shapes and spec not in opened.required:
+            continue
+        shape = shapes.get(spec.name, spec.sized(sizes, _DYNAMIC_SIZE))
+        if shape is None:
+            raise FeedError(
+                f"input {spec.name} has no declared rank: give its sizes with --shape {spec.name}=2,3"
+            )
+        if spec.numpy_dtype is None or spec.dtype == "str":
+            raise FeedError(f"input {spec.name} is {spec.type}: there are random inputs for numbers only")
+        feeds[spec.name] = spec.random(shape, random)
+    return feeds
 
 
 def _node_table(proto: onnx.ModelProto, ran: list[NodeRun]) -> Table:

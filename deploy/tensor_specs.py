@@ -99,6 +99,12 @@ class Spec:
                 return False
         return True
 
+    def sized(self, sizes: Mapping[str, int], default: int) -> tuple[int, ...] | None:
+        """Returns the shape with `sizes` for dynamic dimensions by name; None for an unknown rank."""
+        if self.shape is None:
+            return None
+        return tuple(size if isinstance(size, int) else sizes.get(size or "", default) for size in self.shape)
+
     def random(self, shape: Sequence[int], generator: np.random.Generator) -> np.ndarray:
         """Returns normally distributed floats, integers 0 and 1, which are valid indices, or strings."""
         assert self.numpy_dtype is not None
@@ -142,6 +148,16 @@ class Spec:
             "with `twinop optimize --padding right`, so its attention reads only the lengths. "
             "Pad sequences at their end, or optimise the model again without --padding right"
         )
+
+
+def named_sizes(inputs: Mapping[str, Spec], shapes: Mapping[str, Sequence[int]]) -> dict[str, int]:
+    """Returns the sizes that the shapes of some inputs give to dynamic dimensions, by name."""
+    return {
+        size: given
+        for name, shape in shapes.items()
+        for size, given in zip(inputs[name].shape or (), shape, strict=False)
+        if isinstance(size, str)
+    }
 
 
 def unknown_name(kind: str, name: Any, known: Mapping[str, Any]) -> FeedError:

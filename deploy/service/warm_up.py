@@ -9,7 +9,7 @@ import numpy as np
 from twinop.tolerance import TOLERANCE, difference
 
 from ..errors import ModelError
-from ..tensor_specs import Spec
+from ..tensor_specs import Spec, named_sizes
 from .errors import ServiceError
 from .instance import Instance
 from .model_settings import ModelSettings
@@ -42,28 +42,23 @@ def make_warmup_inputs(
     Raises:
         SettingsError: warm_up does not fit the model.
     """
-    sizes: dict[str, int] = {}
-    shapes = dict(settings.warm_up)
-    for name, shape in settings.warm_up.items():
+    shapes = settings.warm_up
+    for name, shape in shapes.items():
         if name not in inputs:
             raise SettingsError(f"warm_up names {name!r}; the model's inputs: {', '.join(inputs)}")
-        spec = inputs[name]
-        if not spec.accepts(shape):
-            raise SettingsError(f"warm_up: {spec.mismatch(spec.dtype, shape)}")
-        sizes |= {
-            each: size for each, size in zip(spec.shape or (), shape, strict=False) if isinstance(each, str)
-        }
+        if not inputs[name].accepts(shape):
+            raise SettingsError(f"warm_up: {inputs[name].mismatch(inputs[name].dtype, shape)}")
+    sizes = named_sizes(inputs, shapes)
     random = np.random.default_rng(0)
     feeds, guessed = {}, False
     for spec in inputs.values():
         if spec.name in shapes:
             feeds[spec.name] = spec.random(shapes[spec.name], random)
         elif spec in required:
-            if spec.shape is None:
+            if (smallest := spec.sized(sizes, 1)) is None:
                 return None
-            guessed |= any(not isinstance(size, int) and size not in sizes for size in spec.shape)
-            shape = tuple(size if isinstance(size, int) else sizes.get(size or "", 1) for size in spec.shape)
-            feeds[spec.name] = spec.random(shape, random)
+            guessed |= any(not isinstance(size, int) and size not in sizes for size in spec.shape or ())
+            feeds[spec.name] = spec.random(smallest, random)
     return WarmupInputs(feeds, guessed)
 
 
