@@ -40,6 +40,11 @@ def driver_version() -> int | None:
     return version.value if library.cuDriverGetVersion(ctypes.byref(version)) == 0 else None
 
 
+def cuda_text(version: int) -> str:
+    """Returns a version of CUDA as people write it: "13.0" for the driver's 13000."""
+    return f"{version // 1000}.{version % 1000 // 10}"
+
+
 def device_count() -> tuple[int, str]:
     """Returns the number of GPUs that this process sees, and the name of the error if the driver fails."""
     library = driver()
@@ -182,7 +187,7 @@ def _driver_obstacles(device: int) -> list[str]:
     built_for = runtime_cuda_version()
     if built_for and version // 1000 < int(built_for.split(".")[0]):
         return [
-            f"the NVIDIA driver is too old: it serves CUDA {version // 1000}.{version % 1000 // 10}, this "
+            f"the NVIDIA driver is too old: it serves CUDA {cuda_text(version)}, this "
             f"ONNX Runtime needs CUDA {built_for}. Update the driver (nvidia-smi shows it), or install an "
             f"onnxruntime-gpu built for CUDA {version // 1000}"
         ]

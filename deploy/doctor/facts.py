@@ -33,7 +33,6 @@ class Runtime:
 
     Attributes:
         problem: why it cannot be imported.
-        cuda: the CUDA version that it was built with, or "".
         providers: by name, why the provider does not run a node, or "".
         obstacles: what keeps it from using the GPU, with the libraries of the facts.
         model_problem: why it does not run a model with the format and the opsets of the given one.
@@ -41,7 +40,6 @@ class Runtime:
 
     version: str = ""
     problem: str = ""
-    cuda: str = ""
     providers: dict[str, str] = field(default_factory=dict)
     obstacles: tuple[str, ...] = ()
     model_problem: str = ""
@@ -156,7 +154,6 @@ def _runtime(model: Model | None, libraries: Sequence[Library]) -> Runtime | Non
     providers = [name for name in facts["providers"] if name not in _ELSEWHERE]
     return Runtime(
         version=facts["version"],
-        cuda=facts["cuda"],
         providers={name: _ask("run", name, model=_tiny({"": 14}, 8))[1] for name in providers},
         obstacles=tuple(facts["obstacles"]),
         model_problem="" if model is None else _ask("run", "CPUExecutionProvider", model=_like(model))[1],

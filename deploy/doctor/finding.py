@@ -7,6 +7,7 @@ from typing import Literal
 
 from twinop.installation import version_numbers
 
+from ..cuda import cuda_text
 from .facts import Environment
 
 Level = Literal["OK", "warning", "error"]
@@ -30,7 +31,7 @@ def old_driver(facts: Environment, subject: str, needed: str, other: str) -> Ite
     if facts.gpus and facts.driver_cuda and needed and version_numbers(needed)[0] > facts.driver_cuda // 1000:
         yield error(
             subject,
-            f"the NVIDIA driver is too old: it serves CUDA {served(facts.driver_cuda)}, and {subject} is "
+            f"the NVIDIA driver is too old: it serves CUDA {cuda_text(facts.driver_cuda)}, and {subject} is "
             f"built with CUDA {needed}",
             f"update the driver, or {other.format(facts.driver_cuda // 1000)}",
         )
@@ -40,10 +41,6 @@ def from_message(level: Level, subject: str, message: str, cure: str) -> Finding
     """Makes a finding of an error's message, whose last sentence mostly is the cure."""
     cause, found, last = one_line(message).rpartition(". ")
     return Finding(level, subject, cause, last) if found else Finding(level, subject, last, cure)
-
-
-def served(driver_cuda: int) -> str:
-    return f"{driver_cuda // 1000}.{driver_cuda % 1000 // 10}"
 
 
 def one_line(text: str) -> str:

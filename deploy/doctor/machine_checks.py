@@ -4,9 +4,9 @@ from collections.abc import Iterator
 
 from twinop.installation import version_numbers
 
-from ..cuda import CUDA
+from ..cuda import CUDA, cuda_text
 from .facts import Environment
-from .finding import Finding, Level, error, from_message, ok, old_driver, one_line, served, warning
+from .finding import Finding, Level, error, from_message, ok, old_driver, one_line, warning
 
 _OLDEST_RUNTIME = (1, 18)
 _OLDEST_TORCH = (2, 10)
@@ -25,7 +25,7 @@ def check_driver(facts: Environment) -> Iterator[Finding]:
         yield ok("driver", "no NVIDIA GPU: models and ops run on the CPU")
     else:
         names = ", ".join(f"{gpu.name} (compute_{gpu.capability})" for gpu in facts.gpus)
-        yield ok("driver", f"{names}; the driver serves CUDA {served(facts.driver_cuda or 0)}")
+        yield ok("driver", f"{names}; the driver serves CUDA {cuda_text(facts.driver_cuda or 0)}")
 
 
 def check_compilers(facts: Environment) -> Iterator[Finding]:

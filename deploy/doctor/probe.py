@@ -15,10 +15,9 @@ from twinop.library import read_library
 
 
 def describe(*libraries: str) -> None:
-    """Prints ONNX Runtime's version, its CUDA, its providers, and what keeps libraries from the GPU."""
+    """Prints ONNX Runtime's version, its providers, and what keeps libraries from the GPU."""
     facts = {
         "version": onnxruntime.__version__,
-        "cuda": cuda.runtime_cuda_version(),
         "providers": onnxruntime.get_available_providers(),
         "obstacles": cuda.obstacles(0, [read_library(library) for library in libraries]),
     }

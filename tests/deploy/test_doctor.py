@@ -30,7 +30,7 @@ MISH = OpSpec(
 LIBRARY = Library(
     Path("build/libmish.so"), "0.3.0", "90", "13.0", {"mish": MISH}, exports_ort=True, domain="mish"
 )
-RUNTIME = Runtime("1.31.1", cuda="13.0", providers={CUDA: "", CPU: ""})
+RUNTIME = Runtime("1.31.1", providers={CUDA: "", CPU: ""})
 KNOWN = ("75", "80", "86", "89", "90", "100", "120")
 NVCC = Nvcc("/usr/local/cuda/bin/nvcc", "13.0.88", KNOWN)
 
