@@ -59,20 +59,17 @@ def libraries_for(
 
 def require_fit(model: Model, libraries: Sequence[Library]) -> None:
     """Raises ModelError, which lists every problem, if a model's custom nodes do not fit libraries."""
-    problems = misfits(model, libraries)
-    if problems:
+    if problems := list(misfits(model, libraries)):
         names = ", ".join(library.path.name for library in libraries)
         raise ModelError(
             f"{model.name} does not fit {names}:" + "".join(f"\n  - {text}" for text in problems)
         )
 
 
-def misfits(model: Model, libraries: Sequence[Library]) -> list[str]:
-    """Returns a text for each way in which a model's custom nodes do not fit libraries."""
-    return list(_problems(model, libraries)) if model.nodes else []
-
-
-def _problems(model: Model, libraries: Sequence[Library]) -> Iterator[str]:
+def misfits(model: Model, libraries: Sequence[Library]) -> Iterator[str]:
+    """Yields a text for each way in which a model's custom nodes do not fit libraries."""
+    if not model.nodes:
+        return
     by_domain = {library.domain: library for library in libraries}
     for opset in model.proto.opset_import:
         library = by_domain.get(opset.domain)
@@ -177,13 +174,10 @@ def _attribute_problems(given: Any, declared: Attribute, record: OpSpec) -> Iter
         return
     elif declared.kind == "bool" and given.i not in (0, 1):
         yield f"attribute {given.name} is {given.i}, expected 0 or 1 (bool)"
-    elif choices := record.attribute_choices.get(given.name):
-        value = given.s.decode(errors="replace")
-        if value not in choices:
-            yield f"attribute {given.name} is '{value}', expected one of: {', '.join(choices)}"
-    elif declared.kind in ("int", "float"):
+    else:
+        values = {"int": given.i, "float": given.f, "str": given.s.decode(errors="replace")}
         try:
-            check_attributes(record, {given.name: given.i if declared.kind == "int" else given.f})
+            check_attributes(record, {given.name: values.get(declared.kind)})
         except RecordError as error:
             yield str(error)
 

@@ -99,7 +99,7 @@ def check_nodes(facts: Environment) -> Iterator[Finding]:
     if inside := [node for node in without_body if " in function " in node.label]:
         text = f"{inside[0].label}: ONNX Runtime infers few types in functions, and may refuse the model"
         yield warning("model", text, "twinop.export.attach_bodies puts such functions into the graph")
-    problems = misfits(facts.model, facts.libraries)
+    problems = list(misfits(facts.model, facts.libraries))
     for problem in problems:
         yield from_message("error", "model", problem, "export the model again, or use a library that has it")
     for library in facts.libraries:

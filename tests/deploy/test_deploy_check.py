@@ -27,7 +27,7 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "int for ints": (PAD | {"pads": 2}, "attribute pads is INT, expected INTS (int[])"),
     "attribute value": (
         GELU | {"approximate": "fast"},
-        "attribute approximate is 'fast', expected one of: none, tanh",
+        "attribute approximate is 'fast', expected one of none | tanh",
     ),
     "attribute below its limit": (
         {"op_type": "CustomLayerNorm", "eps": -1.0},
