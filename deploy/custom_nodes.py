@@ -62,7 +62,7 @@ class Model:
     """
 
     name: str
-    proto: onnx.ModelProto
+    proto: onnx.ModelProto = field(default_factory=onnx.ModelProto)
     path: Path | None = None
     data: bytes = b""
     folder: Path | None = None
@@ -100,10 +100,10 @@ def load_model(source: ModelSource, folder: Path | None = None, *, confined: boo
                 "the model is over 2 GB: save it with external data and pass its path"
             ) from error
     if isinstance(source, bytes):
-        return _parsed(Model("the model", onnx.ModelProto(), data=source, folder=folder), source, confined)
+        return _parsed(Model("the model", data=source, folder=folder, confined=confined), source)
     path = Path(source)
-    data = read_model(path)
-    return _parsed(Model(str(path), onnx.ModelProto(), path=path, folder=path.parent), data, confined)
+    model = Model(str(path), path=path, folder=path.parent, confined=confined)
+    return _parsed(model, read_model(path))
 
 
 def read_model(path: Path) -> bytes:
@@ -122,13 +122,12 @@ def read_model(path: Path) -> bytes:
         raise ModelError(f"{path}: cannot be read: {error.strerror}") from error
 
 
-def _parsed(model: Model, data: bytes, confined: bool) -> Model:
+def _parsed(model: Model, data: bytes) -> Model:
     if data[4:8] == b"ORTM":
         raise ModelError(
             f"{model.name}: in ONNX Runtime's own format (.ort), whose nodes twinop does not check. Give the "
             ".onnx file, or open this one in plain ONNX Runtime with register_custom_ops_library"
         )
-    model.confined = confined
     damaged = f"{model.name}: not a complete ONNX model"
     try:
         model.proto.ParseFromString(data)
@@ -140,7 +139,7 @@ def _parsed(model: Model, data: bytes, confined: bool) -> Model:
         _require_text(model.proto)
         for tensor in tensors(model.proto):
             if external_data_helper.uses_external_data(tensor):
-                _check_external(model, tensor, confined)
+                _check_external(model, tensor)
                 model.has_external_data = True
         model.nodes = list(custom_nodes(model.proto))
     except (OSError, TypeError, ValueError, RecursionError) as error:  # names that are no text, or no file's
@@ -197,7 +196,7 @@ def _tensors_of_attributes(attributes: Iterable[onnx.AttributeProto]) -> Iterato
             yield from _tensors_of_graph(graph)
 
 
-def _check_external(model: Model, tensor: onnx.TensorProto, confined: bool) -> None:
+def _check_external(model: Model, tensor: onnx.TensorProto) -> None:
     what = f"tensor {tensor.name}" if tensor.name else "a tensor"
     try:
         info = external_data_helper.ExternalDataInfo(tensor)
@@ -216,7 +215,7 @@ def _check_external(model: Model, tensor: onnx.TensorProto, confined: bool) -> N
             "memory of the process there. Export it again"
         )
     path = model.folder / info.location
-    if confined:
+    if model.confined:
         _require_inside(model, model.folder, info.location, what)
     size = path.stat().st_size if path.is_file() else -1
     if size < end:
