@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import onnx
-from google.protobuf.message import DecodeError
+from google.protobuf.message import DecodeError, Message
 from onnx import external_data_helper
 
 from twinop.names import BUILT_IN
@@ -17,6 +17,9 @@ from .errors import ModelError
 
 _MOST_BYTES = 2 << 30  # of a protobuf message
 _LARGE = 1024  # bytes. Type inference needs the values of small initializers only (shapes, axes).
+_HOLD_TENSORS = {
+    "GraphProto", "FunctionProto", "NodeProto", "AttributeProto", "SparseTensorProto", "TensorProto",
+}  # fmt: skip
 ModelSource = str | os.PathLike[str] | bytes | onnx.ModelProto
 
 
@@ -168,32 +171,15 @@ def _require_text(proto: onnx.ModelProto) -> None:
         raise TypeError(f"the name {bad!r:.80} is not UTF-8")
 
 
-def tensors(proto: onnx.ModelProto) -> Iterator[onnx.TensorProto]:
+def tensors(message: Message) -> Iterator[onnx.TensorProto]:
     """Yields all tensors of a model: initializers and attributes, in subgraphs and functions too."""
-    yield from _tensors_of_graph(proto.graph)
-    for function in proto.functions:
-        yield from _tensors_of_nodes(function.node)
-        yield from _tensors_of_attributes(function.attribute_proto)
-
-
-def _tensors_of_graph(graph: onnx.GraphProto) -> Iterator[onnx.TensorProto]:
-    yield from graph.initializer
-    for sparse in graph.sparse_initializer:
-        yield from (sparse.values, sparse.indices)
-    yield from _tensors_of_nodes(graph.node)
-
-
-def _tensors_of_nodes(nodes: Iterable[onnx.NodeProto]) -> Iterator[onnx.TensorProto]:
-    yield from _tensors_of_attributes(attribute for node in nodes for attribute in node.attribute)
-
-
-def _tensors_of_attributes(attributes: Iterable[onnx.AttributeProto]) -> Iterator[onnx.TensorProto]:
-    for attribute in attributes:
-        yield from (attribute.t, *attribute.tensors)
-        for sparse in (attribute.sparse_tensor, *attribute.sparse_tensors):
-            yield from (sparse.values, sparse.indices)
-        for graph in (attribute.g, *attribute.graphs):
-            yield from _tensors_of_graph(graph)
+    if isinstance(message, onnx.TensorProto):
+        yield message
+        return
+    for entry, value in message.ListFields():
+        if entry.message_type is not None and entry.message_type.name in _HOLD_TENSORS:
+            for part in (value,) if isinstance(value, Message) else value:
+                yield from tensors(part)
 
 
 def _check_external(model: Model, tensor: onnx.TensorProto) -> None:
