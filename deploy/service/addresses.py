@@ -1,7 +1,6 @@
 """Bind the servers' ports, and report ports and TLS files that cannot be used."""
 
 import socket
-from pathlib import Path
 
 import grpc
 
@@ -10,7 +9,7 @@ from twinop.regular_file import read_regular
 
 from .settings import ServerSettings
 
-_MOST_BYTES = 16 << 20  # of a PEM file
+MOST_PEM_BYTES = 16 << 20
 
 
 class AddressError(TwinopError):
@@ -52,20 +51,11 @@ def grpc_credentials(settings: ServerSettings) -> grpc.ServerCredentials | None:
     if settings.tls_certificate is None or settings.tls_key is None:
         return None
     try:
-        pair = read_pem(settings.tls_key), read_pem(settings.tls_certificate)
+        pair = [read_regular(file, MOST_PEM_BYTES) for file in (settings.tls_key, settings.tls_certificate)]
     except OSError as error:
         raise tls_error(settings, error) from error
-    credentials: grpc.ServerCredentials = grpc.ssl_server_credentials([pair])
+    credentials: grpc.ServerCredentials = grpc.ssl_server_credentials([tuple(pair)])
     return credentials
-
-
-def read_pem(file: Path) -> bytes:
-    """Read a certificate or a key.
-
-    Raises:
-        OSError: it is no regular file, far too large, or cannot be read.
-    """
-    return read_regular(file, _MOST_BYTES)
 
 
 def tls_error(settings: ServerSettings, error: Exception) -> AddressError:

@@ -250,11 +250,9 @@ class Batcher:
         rows = sum(member.rows for member in batch)
         self.on_run(rows, seconds)
         for member, outcome in zip(batch, outcomes, strict=True):
-            if member.future.done():  # cancelled or expired
-                continue
             if isinstance(outcome, ServiceError):
-                member.future.set_exception(outcome)
-                continue
-            request = member.request
-            queued = started - request.arrived
-            member.future.set_result(Result(self._name, self._version, outcome, request.id, queued, rows))
+                member.fail(outcome)
+            elif not member.future.done():  # neither cancelled nor expired
+                request = member.request
+                queued = started - request.arrived
+                member.future.set_result(Result(self._name, self._version, outcome, request.id, queued, rows))

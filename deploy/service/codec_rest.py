@@ -9,7 +9,7 @@ import numpy as np
 import orjson
 
 from .datatypes import OF_DTYPE, from_bytes, named, shown, to_bytes, version_number
-from .errors import NO_SHARED_MEMORY, TOO_LARGE, ServiceError, invalid
+from .errors import TOO_LARGE, ServiceError, invalid
 from .http_body import Limit
 from .json_tensors import from_json, to_json
 from .request import MOST_TENSORS, Request, Result, check_names
@@ -84,7 +84,8 @@ def deadline(timeout: Any, now: float) -> float | None:
 def refuse_extensions(where: str, parameters: Mapping[str, Any]) -> None:
     """Refuse parameters that change the meaning of a tensor. Other parameters are ignored."""
     if "shared_memory_region" in parameters:
-        raise invalid(f"{where}: {NO_SHARED_MEMORY}")
+        said = "shared memory is not served: send tensors, and ask for them, in the messages"
+        raise invalid(f"{where}: {said}")
     if parameters.get("classification", 0) != 0:
         raise invalid(f"{where}: the extension for classification is not served here")
 

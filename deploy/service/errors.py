@@ -37,7 +37,6 @@ DEADLINE = Failure("deadline", 504, grpc.StatusCode.DEADLINE_EXCEEDED)
 RUN_TOO_LONG = Failure("run_too_long", 504, grpc.StatusCode.DEADLINE_EXCEEDED)
 
 
-NO_SHARED_MEMORY = "shared memory is not served: send tensors, and ask for them, in the messages"
 _MOST_ASCII = 2000
 _MOST_OTHER = 500  # gRPC encodes a character in up to 12 bytes, and clients accept 8 KiB of metadata
 

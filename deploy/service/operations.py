@@ -1,6 +1,7 @@
 """The operations of the protocol: where REST and gRPC have each, and what answers it."""
 
 from collections.abc import Callable
+from operator import itemgetter
 from typing import Any, NamedTuple
 
 from prometheus_client import REGISTRY
@@ -53,7 +54,7 @@ class Operations:
 
     def table(self) -> list[Operation]:
         control, memory = f"{CONTROL}models/{{model}}", "/v2/systemsharedmemory"
-        as_json = triton_tools.config_as_json
+        as_json, as_list = triton_tools.config_as_json, itemgetter("models")
         return [
             Operation("GET", "/v2/models/stats", "", self.statistics),  # before it is taken for a model
             Operation("POST", f"{MODEL}/infer", "ModelInfer", None),
@@ -68,7 +69,7 @@ class Operations:
             Operation("GET", "/", "", lambda: {"status": "alive"}),  # as KServe does
             Operation("GET", "/status", "", self.status),
             Operation("GET", "/metrics", "", None),
-            Operation("POST", f"{CONTROL}index", "RepositoryIndex", self.index, ("ready",), _models),
+            Operation("POST", f"{CONTROL}index", "RepositoryIndex", self.index, ("ready",), as_list),
             Operation("POST", f"{control}/load", "RepositoryModelLoad", self.load, ("parameters",)),
             Operation("POST", f"{control}/unload", "RepositoryModelUnload", self.unload),
             # perf_analyzer begins with these, whether it uses shared memory or not.
@@ -155,10 +156,6 @@ class Operations:
             "control": repository.settings.server.control,
             "models": versions,
         }
-
-
-def _models(found: dict[str, Any]) -> Any:
-    return found["models"]
 
 
 def _named(model: str) -> str:

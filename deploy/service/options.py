@@ -34,8 +34,10 @@ def takes_settings(**panels: Sequence[str]) -> Callable[[Command], Command]:
 
 def _option(name: str, panel: str) -> inspect.Parameter:
     [field] = (kind.model_fields[name] for kind in _SECTIONS.values() if name in kind.model_fields)
-    is_several = isinstance(field.default, tuple)
-    kind: Any = list[_plain(get_args(field.annotation)[0])] if is_several else field.annotation  # type: ignore[misc]
+    kind: Any = field.annotation
+    if isinstance(field.default, tuple):  # the option is given several times
+        each = get_args(kind)[0]
+        kind = list[getattr(each, "__origin__", each)]  # type: ignore[misc]  # without a setting's conditions
     default = "" if field.default in (None, ()) else str(field.default)
     flags = [_FLAGS[name]] if name in _FLAGS else []
     option = typer.Option(
@@ -43,11 +45,6 @@ def _option(name: str, panel: str) -> inspect.Parameter:
     )
     annotation = Annotated[kind | None, option]
     return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation)
-
-
-def _plain(kind: Any) -> Any:
-    """Return a type without the conditions that a setting has."""
-    return getattr(kind, "__origin__", kind)
 
 
 def settings_of(models: Path, config: Path | None, given: dict[str, Any], **fixed: Any) -> Settings:

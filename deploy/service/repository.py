@@ -290,7 +290,13 @@ class Repository:
             return [str(error)]
         metrics.loaded(True)
         known[where.version] = _Known(stamp, State.READY)
-        self._swap(where.model, where.version, ServedVersion(loaded, self.mark_fatal))
+        versions = self.models.setdefault(where.model, {})
+        old = versions.get(where.version)
+        versions[where.version] = ServedVersion(loaded, self.mark_fatal)
+        seconds = loaded.load_seconds
+        _log.info("model %s version %d is ready after %.2f s", where.model, where.version, seconds)
+        if old is not None:
+            self._close(old)
         return []
 
     def _refuse(self, folder: ModelFolder, error: TwinopError) -> None:
@@ -302,14 +308,6 @@ class Repository:
 
     def _for_clients(self, error: TwinopError) -> str:
         return without_paths(str(error).replace(f"{self.root}/", ""))
-
-    def _swap(self, name: str, number: int, version: ServedVersion) -> None:
-        versions = self.models.setdefault(name, {})
-        old = versions.get(number)
-        versions[number] = version
-        _log.info("model %s version %d is ready after %.2f s", name, number, version.loaded.load_seconds)
-        if old is not None:
-            self._close(old)
 
     def _retire(self, name: str, number: int) -> None:
         self._known[name].pop(number, None)

@@ -13,8 +13,10 @@ from starlette.applications import Starlette
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
+from twinop.regular_file import read_regular
+
 from . import ids, logs, metrics
-from .addresses import bound, read_pem, tls_error
+from .addresses import MOST_PEM_BYTES, bound, tls_error
 from .budget import Budget
 from .errors import NOT_READY, UNAUTHENTICATED, ServiceError
 from .http_endpoints import FAILURES, Endpoints, as_json
@@ -192,7 +194,7 @@ class RestServer:
         )
         try:
             for file in filter(None, (settings.tls_certificate, settings.tls_key)):
-                read_pem(file)  # OpenSSL would wait at a FIFO
+                read_regular(file, MOST_PEM_BYTES)  # OpenSSL would wait at a FIFO
             config.load()
         except (OSError, ssl.SSLError) as error:  # an SSLError names no file
             raise tls_error(settings, error) from error

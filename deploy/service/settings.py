@@ -298,15 +298,11 @@ def checked(kind: type[S], values: dict[str, Any], where: str) -> S:
         return kind.model_validate(values)
     except ValidationError as error:
         lines = [
-            f"{_place(each)}: {_said(each, kind)}"
+            f"{'.'.join(map(str, each['loc'])) or 'together'}: {_said(each, kind)}"
             for each in error.errors()
             if each["type"] != "default_factory_not_called"  # follows from another problem
         ]
         raise SettingsError(f"{where}:" + "".join(f"\n  - {line}" for line in lines)) from error
-
-
-def _place(problem: Any) -> str:
-    return ".".join(map(str, problem["loc"])) or "together"
 
 
 def _said(problem: Any, kind: type[Section]) -> str:
