@@ -77,7 +77,7 @@ class counting:
     def accept(self, model: "ModelMetrics", arrived: float) -> None:
         """Count the request for the version that runs it, which checks it next."""
         self.model, self._arrived = model, arrived
-        model.started()
+        model.in_flight += 1
 
     def __enter__(self) -> "counting":
         return self
@@ -86,57 +86,41 @@ class counting:
         model, result, arrived = self.model, self.result, self._arrived
         if model is None:
             failed_without_model(failure_of(error))
-        elif error is not None:
-            if arrived is None:
-                model.started()
-            model.failed(failure_of(error))
+            return
+        model.requests.inc()
+        if arrived is not None:
+            model.in_flight -= 1
+        if error is not None:
+            FAILURES.labels(*model.labels, failure_of(error).reason).inc()
         elif result is not None and arrived is not None:
-            model.answered(result, time.monotonic() - arrived)
+            model.request_seconds.observe(time.monotonic() - arrived)
+            model.queue_seconds.observe(result.queue_seconds)
 
 
 class ModelMetrics:
-    """The metrics of one loaded version.
+    """The metrics of one loaded version. `counting` counts its requests, on the event loop's thread."""
 
-    A request is `started` and then either `answered` or `failed` once (`failed(CANCELLED)` if cancelled).
-    Call all methods on the event loop's thread.
-    """
-
-    def __init__(self, model: str, version: int) -> None:
-        self._labels = (model, str(version))
+    def __init__(self, model: str, version: int, queue: Any, provider: str, fallback: bool) -> None:
+        """
+        Args:
+            queue: the version's `batching.Batcher`, whose runs are counted.
+            provider: what runs the model: "cpu" or "cuda:<index>".
+            fallback: function bodies run in place of the library's kernels.
+        """
+        self.labels = (model, str(version))
         self.in_flight = 0
-        _owners[self._labels] += 1
-        self._requests = REQUESTS.labels(*self._labels)
-        self._request_seconds = REQUEST_SECONDS.labels(*self._labels)
-        self._queue_seconds = QUEUE_SECONDS.labels(*self._labels)
-        self._compute_seconds = COMPUTE_SECONDS.labels(*self._labels)
-        self._batch_size = BATCH_SIZE.labels(*self._labels)
-        IN_FLIGHT.labels(*self._labels).set_function(lambda: self.in_flight)
-
-    def watch(self, queue: Any) -> None:
-        """Observe the queue and the runs of the version's `batching.Batcher`."""
+        _owners[self.labels] += 1
+        self.requests = REQUESTS.labels(*self.labels)
+        self.request_seconds = REQUEST_SECONDS.labels(*self.labels)
+        self.queue_seconds = QUEUE_SECONDS.labels(*self.labels)
+        self._compute_seconds = COMPUTE_SECONDS.labels(*self.labels)
+        self._batch_size = BATCH_SIZE.labels(*self.labels)
+        IN_FLIGHT.labels(*self.labels).set_function(lambda: self.in_flight)
+        QUEUED.labels(*self.labels).set_function(lambda: queue.queued)
         queue.on_run = self.ran
-        QUEUED.labels(*self._labels).set_function(lambda: queue.queued)
-
-    def provider(self, provider: str, fallback: bool) -> None:
-        """Set the provider ("cpu", "cuda") and whether function bodies replace the library."""
         PROVIDER.remove_by_labels(self._set())  # left by a version that this one replaces
-        PROVIDER.labels(*self._labels, provider).set(1)
-        FALLBACK.labels(*self._labels).set(fallback)
-
-    def started(self) -> None:
-        self.in_flight += 1
-
-    def answered(self, result: Result, seconds: float) -> None:
-        """Count an answer `seconds` after the request's arrival."""
-        self.in_flight -= 1
-        self._requests.inc()
-        self._request_seconds.observe(seconds)
-        self._queue_seconds.observe(result.queue_seconds)
-
-    def failed(self, failure: Failure) -> None:
-        self.in_flight -= 1
-        self._requests.inc()
-        FAILURES.labels(*self._labels, failure.reason).inc()
+        PROVIDER.labels(*self.labels, provider).set(1)
+        FALLBACK.labels(*self.labels).set(fallback)
 
     def ran(self, rows: int, seconds: float) -> None:
         """Count one run of the model, successful or not."""
@@ -145,12 +129,12 @@ class ModelMetrics:
 
     def drop(self) -> None:
         """Remove the version's series, unless the version has been loaded again."""
-        _owners[self._labels] -= 1
-        if _owners[self._labels] > 0:
+        _owners[self.labels] -= 1
+        if _owners[self.labels] > 0:
             return
-        del _owners[self._labels]
+        del _owners[self.labels]
         for metric in _OF_A_VERSION:
             metric.remove_by_labels(self._set())
 
     def _set(self) -> dict[str, str]:
-        return dict(zip(_LABELS, self._labels, strict=True))
+        return dict(zip(_LABELS, self.labels, strict=True))

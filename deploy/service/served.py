@@ -31,9 +31,8 @@ class ServedVersion:
         )
         self.batcher.on_broken = on_broken
         self.most_tensors = max(MOST_TENSORS, len(loaded.session.inputs), len(loaded.session.outputs))
-        self.metrics = ModelMetrics(loaded.name, loaded.version)
-        self.metrics.watch(self.batcher)
-        self.metrics.provider(loaded.session.device, loaded.fallback is not None)
+        device, is_fallback = loaded.session.device, loaded.fallback is not None
+        self.metrics = ModelMetrics(loaded.name, loaded.version, self.batcher, device, is_fallback)
 
     def check(self, request: Request) -> tuple[str, ...]:
         """Check a request, and return its outputs' names; raise ServiceError if it does not fit."""

@@ -1,14 +1,24 @@
 """Metrics: what Prometheus reads."""
 
+import time
 from types import SimpleNamespace
 
+import pytest
 from prometheus_client import REGISTRY, generate_latest
 
-from twinop.deploy.service.errors import OVERLOADED
-from twinop.deploy.service.metrics import ModelMetrics
+from twinop.deploy.service.errors import OVERLOADED, ServiceError
+from twinop.deploy.service.metrics import ModelMetrics, counting
 from twinop.deploy.service.request import Result
 
-ANSWER = Result("m", 1, {}, "id", 0.002, 3)
+
+def metrics(model: str, version: int) -> ModelMetrics:
+    return ModelMetrics(model, version, SimpleNamespace(queued=0, on_run=None), "cpu", fallback=False)
+
+
+def answer(model: ModelMetrics) -> None:
+    with counting() as count:
+        count.accept(model, time.monotonic())
+        count.result = Result("m", 1, {}, "id", 0.002, 3)
 
 
 def value(name: str, **labels: str) -> float | None:
@@ -16,11 +26,10 @@ def value(name: str, **labels: str) -> float | None:
 
 
 def test_an_unloaded_version_leaves_nothing() -> None:
-    gone = ModelMetrics("gone", 7)
-    gone.provider("cpu", fallback=False)
-    gone.watch(SimpleNamespace(queued=0, on_run=None))
-    gone.started()
-    gone.failed(OVERLOADED)
+    gone = metrics("gone", 7)
+    with pytest.raises(ServiceError), counting() as count:
+        count.accept(gone, time.monotonic())
+        raise ServiceError(OVERLOADED, "later")
     gone.ran(1, 0.1)
     assert b'model="gone"' in generate_latest()
     gone.drop()
@@ -28,16 +37,12 @@ def test_an_unloaded_version_leaves_nothing() -> None:
 
 
 def test_a_version_that_is_loaded_again_keeps_its_series() -> None:
-    old = ModelMetrics("again", 1)
-    old.started()
-    old.answered(ANSWER, 0.1)
-    new = ModelMetrics("again", 1)
-    new.provider("cpu", fallback=False)
-    old.started()
-    old.answered(ANSWER, 0.1)  # while it drains
+    old = metrics("again", 1)
+    answer(old)
+    new = metrics("again", 1)
+    answer(old)  # while it drains
     old.drop()
-    new.started()
-    new.answered(ANSWER, 0.1)
+    answer(new)
     assert value("requests_total", model="again", version="1") == 3
     assert value("provider", model="again", version="1", provider="cpu") == 1
     new.drop()
