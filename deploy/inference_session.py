@@ -59,14 +59,13 @@ class Session:
         self.reason = reason
         self.stream = stream
         self.providers: list[str] = list(inner.get_providers())
-        scalars = _scalars(model)
-        required = [Spec.of(each, each.name in scalars) for each in inner.get_inputs()]
-        optional = [Spec.of(each, each.name in scalars) for each in inner.get_overridable_initializers()]
-        self.inputs = {spec.name: spec for spec in (*required, *optional)}
+        required = _specs(model, inner.get_inputs())
+        self.inputs = required | _specs(model, inner.get_overridable_initializers())
         if (mask := self.inputs.get(model.metadata.get(RIGHT_PADDED, ""))) is not None:
             self.inputs[mask.name] = replace(mask, right_padded=True)
-        self.outputs = {each.name: Spec.of(each, each.name in scalars) for each in inner.get_outputs()}
-        self.required = [self.inputs[spec.name] for spec in required if not spec.type.startswith("optional")]
+        self.outputs = _specs(model, inner.get_outputs())
+        needed = (name for name, spec in required.items() if not spec.type.startswith("optional"))
+        self.required = [self.inputs[name] for name in needed]
         self.shareable = _shareable(model, libraries)
         self._names = list(self.outputs)
         self._shared_sizes = _shared_sizes(self.inputs)
@@ -324,8 +323,12 @@ def _shareable(model: Model, libraries: Sequence[SealedLibrary]) -> dict[str, st
     return found
 
 
-def _scalars(model: Model) -> set[str]:
-    """Returns the names declared with rank 0. A NodeArg does not tell this from an unknown rank."""
+def _specs(model: Model, arguments: Sequence[Any]) -> dict[str, Spec]:
+    """Makes the specs of NodeArgs, whose shape is [] both for a scalar and for an unknown rank."""
     values = [*model.proto.graph.input, *model.proto.graph.output]
     tensors = {value.name: value.type.tensor_type for value in values}
-    return {name for name, each in tensors.items() if each.HasField("shape") and not each.shape.dim}
+    scalars = {name for name, each in tensors.items() if each.HasField("shape") and not each.shape.dim}
+    return {
+        each.name: Spec.of(each.name, each.type, each.shape if each.shape or each.name in scalars else None)
+        for each in arguments
+    }

@@ -65,21 +65,15 @@ def compare(
         values: its outputs as torch tensors.
         records: the libraries' records by `OpSpec.node_type`.
     """
-    return [
-        comparison
-        for node in proto.graph.node
-        if is_custom(node)
-        for comparison in _compare_node(node, values, records.get((node.domain, node.op_type)))
-    ]
-
-
-def _compare_node(node: onnx.NodeProto, values: Mapping[str, Any], record: OpSpec | None) -> list[Comparison]:
-    verdicts = _verdicts(node, values, record)
-    return [
-        Comparison(node.name, node.op_type, name, described(values[name]), *verdict)
-        for name, verdict in zip(node.output, verdicts, strict=True)
-        if name
-    ]
+    comparisons = []
+    for node in filter(is_custom, proto.graph.node):
+        verdicts = _verdicts(node, values, records.get((node.domain, node.op_type)))
+        comparisons += [
+            Comparison(node.name, node.op_type, name, described(values[name]), *verdict)
+            for name, verdict in zip(node.output, verdicts, strict=True)
+            if name
+        ]
+    return comparisons
 
 
 def _verdicts(

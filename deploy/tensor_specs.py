@@ -38,11 +38,6 @@ class Spec:
     right_padded: bool = False
 
     @classmethod
-    def of(cls, argument: Any, is_scalar: bool) -> "Spec":
-        """Makes the spec of a NodeArg, whose shape is [] both for a scalar and for an unknown rank."""
-        return cls._of(argument.name, argument.type, argument.shape if argument.shape or is_scalar else None)
-
-    @classmethod
     def of_value(cls, value: onnx.ValueInfoProto) -> "Spec":
         """Makes the spec of a value in a model's graph, where no session can be opened."""
         kind = value.type.WhichOneof("value") or "of no type"
@@ -53,10 +48,10 @@ class Spec:
         if tensor.HasField("shape"):
             shape = [getattr(each, each.WhichOneof("value") or "", None) for each in tensor.shape.dim]
         name = onnx.TensorProto.DataType.Name(tensor.elem_type).lower()
-        return cls._of(value.name, f"tensor({name})", shape)
+        return cls.of(value.name, f"tensor({name})", shape)
 
     @classmethod
-    def _of(cls, name: str, type: str, shape: Sequence[int | str | None] | None) -> "Spec":
+    def of(cls, name: str, type: str, shape: Sequence[int | str | None] | None) -> "Spec":
         element = element_type(type)
         fixed = tuple((axis, size) for axis, size in enumerate(shape or ()) if isinstance(size, int))
         dtype = numpy_dtype(element) if element is not None else None

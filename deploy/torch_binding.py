@@ -134,7 +134,9 @@ class TensorRunner:
             raise FeedError(f"input {name} is sparse ({tensor.layout}): pass {name}.to_dense()")
         if tensor.dtype is not self._dtypes[name] or not spec.accepts(tensor.shape):
             raise spec.mismatch(torch_name(tensor.dtype), tensor.shape)
-        if type(tensor) is not torch.Tensor and _is_hollow(tensor):
+        if type(tensor) is not torch.Tensor and (
+            isinstance(tensor, FakeTensor) or is_traceable_wrapper_subclass(tensor)
+        ):  # their data_ptr() is no address
             raise FeedError(f"input {name} has no memory of its own to read: it is a {type(tensor).__name__}")
         try:
             if tensor.is_neg():
@@ -393,11 +395,6 @@ def _run_options(entries: Mapping[str, str]) -> Any:
     for key, value in entries.items():
         options.add_run_config_entry(key, value)
     return options
-
-
-def _is_hollow(tensor: torch.Tensor) -> bool:
-    """Returns whether data_ptr() is not an address: for fakes and subclasses that wrap other tensors."""
-    return isinstance(tensor, FakeTensor) or is_traceable_wrapper_subclass(tensor)
 
 
 def _memory(tensor: torch.Tensor) -> tuple[int, int]:
