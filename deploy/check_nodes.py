@@ -98,7 +98,7 @@ _FORMER_RELU = "61fa5f81d25b2d12"
 
 def _schema_problem(model: Model, library: Library, record: OpSpec) -> Iterator[str]:
     expected = model.metadata.get(record.metadata_key, record.schema_hash)
-    former = record.former_hashes | ({_FORMER_RELU} if _is_relu(record) else set())
+    former = record.former_hashes | ({_FORMER_RELU} if record.key == "relu" else set())
     if expected not in {record.schema_hash, *former}:
         exporter = model.metadata.get("twinop.version", "another version")
         yield (
@@ -114,7 +114,7 @@ def node_problems(node: onnx.NodeProto, types: Mapping[str, int], record: OpSpec
     given = {attribute.name: attribute for attribute in node.attribute}
     for name, attribute in given.items():
         declared = record.attribute(name)
-        if declared is None and name == "variant" and _is_relu(record):
+        if declared is None and name == "variant" and record.key == "relu":
             if attribute.s != b"auto":
                 yield (
                     f"attribute variant is '{attribute.s.decode(errors='replace')}', a kernel that went with "
@@ -127,10 +127,6 @@ def node_problems(node: onnx.NodeProto, types: Mapping[str, int], record: OpSpec
     for declared in record.attributes:
         if declared.required and declared.name not in given:
             yield f"attribute {declared.name} ({declared.kind}) is missing and has no default"
-
-
-def _is_relu(record: OpSpec) -> bool:
-    return record.key == "relu"
 
 
 def _input_problems(node: onnx.NodeProto, types: Mapping[str, int], record: OpSpec) -> Iterator[str]:

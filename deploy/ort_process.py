@@ -88,23 +88,20 @@ class Server:
             OrtCrash: the process ended before it answered.
         """
         with self._lock:
-            answer = self._ask(request)
+            process = self._started()
+            assert process.stdin is not None and process.stdout is not None
+            try:
+                pickle.dump(request, process.stdin)
+                process.stdin.flush()
+                answer = pickle.load(process.stdout)
+            except (BrokenPipeError, EOFError, pickle.UnpicklingError):
+                raise OrtCrash(f"exit code {process.wait()}") from None
+            except BaseException:  # interrupted: the next request would get the answer that is still to come
+                self.close()
+                raise
         if isinstance(answer, Exception):
             raise answer
         return answer
-
-    def _ask(self, request: Request) -> Any:
-        process = self._started()
-        assert process.stdin is not None and process.stdout is not None
-        try:
-            pickle.dump(request, process.stdin)
-            process.stdin.flush()
-            return pickle.load(process.stdout)
-        except (BrokenPipeError, EOFError, pickle.UnpicklingError):
-            return OrtCrash(f"exit code {process.wait()}")
-        except BaseException:  # interrupted: the next request would get the answer that is still to come
-            self.close()
-            raise
 
     def _started(self) -> "subprocess.Popen[bytes]":
         if self.process is None or self._owner != os.getpid() or self.process.poll() is not None:
