@@ -97,7 +97,7 @@ def load_model(source: ModelSource, folder: Path | None = None, *, confined: boo
     """
     if isinstance(source, onnx.ModelProto):
         try:
-            return load_model(source.SerializeToString(), folder, confined=confined)
+            source = source.SerializeToString()
         except ValueError as error:  # protobuf's limit
             raise ModelError(
                 "the model is over 2 GB: save it with external data and pass its path"

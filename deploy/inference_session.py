@@ -16,7 +16,7 @@ from .errors import FeedError, RunError
 from .node_providers import NodeRun, Profile
 from .ort_calls import guarded, require_numbers, to_numpy
 from .registration import SealedLibrary
-from .tensor_specs import RIGHT_PADDED, Spec, kind_of, require_all, unknown_name, wrong_arguments
+from .tensor_specs import RIGHT_PADDED, Spec, kind_of, missing_inputs, unknown_name, wrong_arguments
 
 
 class Session:
@@ -184,7 +184,7 @@ class Session:
             if spec.name not in feeds:
                 for name in feeds:  # a wrong name says more
                     self._spec(name)
-                require_all(feeds, self.required)
+                raise missing_inputs(self.required, feeds)
         return names
 
     # -------------------------------------------------------------------------------- numpy

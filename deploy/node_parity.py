@@ -2,7 +2,6 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -11,7 +10,7 @@ import onnx
 from twinop.dtypes import described, to_array
 from twinop.op_spec import OpSpec
 
-from .custom_nodes import ModelSource, is_custom
+from .custom_nodes import is_custom
 
 
 @dataclass(frozen=True)
@@ -32,16 +31,11 @@ class Comparison:
     detail: str = ""
 
 
-def observed_model(source: ModelSource) -> onnx.ModelProto:
-    """Copies a model and adds the inputs and outputs of the main graph's custom nodes to its outputs.
+def observed(proto: onnx.ModelProto) -> onnx.ModelProto:
+    """Adds the inputs and outputs of the main graph's custom nodes to the model's outputs, and returns it.
 
     Nodes without a name get the name that they have in ONNX Runtime's profile.
     """
-    proto = onnx.ModelProto()
-    if isinstance(source, onnx.ModelProto):
-        proto.CopyFrom(source)
-    else:
-        proto.ParseFromString(source if isinstance(source, bytes) else Path(source).read_bytes())
     shown = {value.name for value in proto.graph.output}
     for index, node in enumerate(proto.graph.node):
         if not is_custom(node):
@@ -61,7 +55,7 @@ def compare(
     """Runs each custom node of the main graph in torch, on the inputs that it had in ONNX Runtime.
 
     Args:
-        proto: an `observed_model`.
+        proto: an `observed` model.
         values: its outputs as torch tensors.
         records: the libraries' records by `OpSpec.node_type`.
     """

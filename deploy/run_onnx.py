@@ -24,7 +24,7 @@ from twinop.deploy.create_session import PROVIDERS, Provider, session
 from twinop.deploy.custom_nodes import custom_nodes, is_custom
 from twinop.deploy.errors import FeedError
 from twinop.deploy.inference_session import Session
-from twinop.deploy.node_parity import Comparison, compare, observed_model
+from twinop.deploy.node_parity import Comparison, compare, observed
 from twinop.deploy.node_providers import NodeRun
 from twinop.deploy.tensor_specs import named_sizes
 from twinop.dtypes import to_tensor
@@ -82,8 +82,8 @@ def _run(
     path: Path, provider: str, library: list[Path] | None, allow: bool, shapes: list[str], seed: int
 ) -> bool:
     opened = session(path, PROVIDERS[provider], library, profile=True, allow_model_libraries=allow)
-    observed = observed_model(path)
-    used = in_use(opened.libraries, {(node.domain, node.op_type) for node in custom_nodes(observed)})
+    model = observed(onnx.load(path, "protobuf", load_external_data=False))
+    used = in_use(opened.libraries, {node.node_type for node in custom_nodes(model)})
     out.print(f"{path}: {_library_text(used)}")
     for unused in opened.libraries:
         if unused not in used:
@@ -92,16 +92,16 @@ def _run(
     feeds = _random_feeds(opened, _parse_shapes(shapes, opened), seed)
     outputs = opened.run(feeds)
     ran = opened.executed_on(custom_only=False)
-    out.print(_node_table(observed, ran))
+    out.print(_node_table(model, ran))
     for name, value in outputs.items():
         out.print(f"output {name}: {value.dtype}{list(value.shape)}")
     if importlib.util.find_spec("torch") is None:
         out.print("torch is not installed: nothing to compare with")
         return True
-    comparisons = _compare_with_torch(used, observed, feeds, PROVIDERS[provider], path.parent)
+    comparisons = _compare_with_torch(used, model, feeds, PROVIDERS[provider], path.parent)
     out.print(_parity_table(comparisons, ran))
     compared = {each.node for each in comparisons}
-    inner = [node.label for node in custom_nodes(observed) if node.proto.name not in compared]
+    inner = [node.label for node in custom_nodes(model) if node.proto.name not in compared]
     if where := ", ".join(inner):
         out.print(f"not compared, since not in the main graph: {where}")
     return all(each.equal is not False for each in comparisons)
@@ -109,7 +109,7 @@ def _run(
 
 def _compare_with_torch(
     libraries: list[Library],
-    observed: onnx.ModelProto,
+    model: onnx.ModelProto,
     feeds: dict[str, np.ndarray],
     providers: list[Provider] | None,
     folder: Path,
@@ -118,10 +118,10 @@ def _compare_with_torch(
 
     for library in libraries:
         torch_op.load(library.path)
-    watched = session(observed, providers, [each.path for each in libraries] or False, folder=folder)
+    watched = session(model, providers, [each.path for each in libraries] or False, folder=folder)
     tensors = {name: to_tensor(array).to(watched.device) for name, array in feeds.items()}
     records = {record.node_type: record for each in libraries for record in each.by_onnx_name.values()}
-    return compare(observed, watched.run(tensors), records)
+    return compare(model, watched.run(tensors), records)
 
 
 def _library_text(used: list[Library]) -> str:

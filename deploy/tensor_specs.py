@@ -160,11 +160,10 @@ def unknown_name(kind: str, name: Any, known: Mapping[str, Any]) -> FeedError:
     return FeedError(f"the model has no {kind} {name!r}; its {kind}s: {', '.join(known)}")
 
 
-def require_all(feeds: Mapping[str, Any], required: Sequence[Spec]) -> None:
-    """Raises FeedError if a required input is missing."""
-    missing = [f"{spec.name} ({spec})" for spec in required if spec.name not in feeds]
-    if missing:
-        raise FeedError(f"input missing: {', '.join(missing)}; given: {', '.join(map(str, feeds)) or 'none'}")
+def missing_inputs(required: Iterable[Spec], feeds: Mapping[str, Any]) -> FeedError:
+    """Returns the error for required inputs that are not among those given."""
+    names = ", ".join(f"{spec.name} ({spec})" for spec in required if spec.name not in feeds)
+    return FeedError(f"input missing: {names}; given: {', '.join(map(str, feeds)) or 'none'}")
 
 
 def wrong_arguments(feeds: Any, outputs: Any, inputs: Mapping[str, Spec]) -> FeedError:

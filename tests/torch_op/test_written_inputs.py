@@ -12,6 +12,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+import onnx
 import onnxruntime as ort
 import pytest
 import torch
@@ -355,7 +356,7 @@ def test_twinop_run_compares_a_node_with_the_twin() -> None:
     cache = torch.randn(6, 3)
     values = {"cache": cache, "rows": ROWS, "position": POSITION, "cache_out": expected(cache)}
     records = {record.node_type: record for record in torch_op.records().values()}
-    found = node_parity.compare(node_parity.observed_model(put_model()), values, records)
+    found = node_parity.compare(node_parity.observed(onnx.load_from_string(put_model())), values, records)
     assert [each.equal for each in found] == [True]
 
 
