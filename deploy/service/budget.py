@@ -13,15 +13,11 @@ class Budget:
         self.most = most
         self.used = 0
 
-    def request(self, announced: int = 0) -> "RequestMemory":
-        """Return the account of one request, which announces this many bytes."""
-        return RequestMemory(self, announced)
-
 
 class RequestMemory:
-    """The memory of one request. As a context manager it gives all of it back."""
+    """The memory of one request, which announces its bytes. As a context manager it gives all of it back."""
 
-    def __init__(self, budget: Budget, announced: int) -> None:
+    def __init__(self, budget: Budget, announced: int = 0) -> None:
         self._budget = budget
         self._announced = announced
         self._bytes = 0

@@ -48,7 +48,10 @@ class ServiceError(Exception):
     """
 
     def __init__(self, failure: Failure, message: str, headers: Mapping[str, str] | None = None) -> None:
-        super().__init__(_shortened(message))
+        most = _MOST_ASCII if message.isascii() else _MOST_OTHER
+        if len(message) > most:
+            message = f"{message[: most // 2]} ... {message[-most // 2 + 5 :]}"
+        super().__init__(message)
         self.failure = failure
         self.headers = dict(headers or {})
 
@@ -58,11 +61,6 @@ def failure_of(error: BaseException) -> Failure:
     if isinstance(error, ServiceError):
         return error.failure
     return CANCELLED if isinstance(error, asyncio.CancelledError | ClientDisconnect) else INTERNAL
-
-
-def _shortened(message: str) -> str:
-    most = _MOST_ASCII if message.isascii() else _MOST_OTHER
-    return message if len(message) <= most else f"{message[: most // 2]} ... {message[-most // 2 + 5 :]}"
 
 
 def invalid(message: str) -> ServiceError:

@@ -132,7 +132,7 @@ class _CallHandler:
             number = ids.request_id(*given)
             logs.begin(request_id=number)
             refusal: tuple[Any, str, Any] | None = None
-            with self._budget.request() as memory:
+            with RequestMemory(self._budget) as memory:
                 try:
                     request = await self._request(context, headers, parse, memory, path)
                     if no_control is not None:

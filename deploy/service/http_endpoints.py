@@ -127,7 +127,7 @@ class Endpoints:
             return Response(content, headers=answer_headers)
 
     def _memory(self, request: Request) -> RequestMemory:
-        return self._budget.request(int(request.headers.get("content-length", self._limit.bytes)))
+        return RequestMemory(self._budget, int(request.headers.get("content-length", self._limit.bytes)))
 
     async def metrics(self, request: Request) -> Response:
         encode, content_type = exposition.choose_encoder(request.headers.get("accept", ""))

@@ -239,8 +239,11 @@ def read_settings(path: Path | None, overrides: dict[str, dict[str, Any]]) -> Se
         if isinstance(sections.setdefault(section, {}), dict):
             sections[section] |= anchored(values, Path.cwd())
     settings = checked(Settings, sections, str(path or "the options"))
-    for name, values in settings.models.items():
-        _check_names(values, f"{path}: [models.{name}]")
+    for name, values in settings.models.items():  # only the names: values may depend on its folder
+        if unknown := values.keys() - ModelSettings.model_fields.keys():
+            known = ", ".join(ModelSettings.model_fields)
+            said = f"no such setting: {', '.join(sorted(unknown))}. There are: {known}"
+            raise SettingsError(f"{path}: [models.{name}]: {said}")
     asked = [section.get("library") for section in _model_sections(sections) if isinstance(section, dict)]
     named = [path for paths in asked for path in (paths if isinstance(paths, tuple) else (paths,))]
     folders = (*settings.server.library_folders, *(each.parent for each in named if isinstance(each, Path)))
@@ -248,13 +251,6 @@ def read_settings(path: Path | None, overrides: dict[str, dict[str, Any]]) -> Se
     settings = settings.model_copy(update={"server": server})
     settings._options = anchored(overrides.get("model", {}), Path.cwd())
     return settings
-
-
-def _check_names(values: dict[str, Any], where: str) -> None:
-    """Check a model's setting names at the start; its values may depend on the settings in its folder."""
-    if unknown := values.keys() - ModelSettings.model_fields.keys():
-        known = ", ".join(ModelSettings.model_fields)
-        raise SettingsError(f"{where}: no such setting: {', '.join(sorted(unknown))}. There are: {known}")
 
 
 def _model_sections(sections: dict[str, Any]) -> list[Any]:

@@ -14,7 +14,7 @@ from grpc_health.v1.health_pb2 import HealthCheckRequest
 from grpc_health.v1.health_pb2_grpc import HealthStub
 from service_fixtures import Answer, Served, serve, tensor, wait_until
 
-from twinop.deploy.service.budget import Budget
+from twinop.deploy.service.budget import Budget, RequestMemory
 from twinop.deploy.service.errors import OVER_BUDGET, ServiceError
 from twinop.deploy.service.protocol import SERVICE, pb
 from twinop.deploy.service.settings import ServerSettings
@@ -35,7 +35,7 @@ def largest() -> onnx.ModelProto:
 
 def test_a_request_gives_back_what_it_took() -> None:
     budget = Budget(100 * MIB)
-    with budget.request(50 * MIB) as one, budget.request(40 * MIB) as other:
+    with RequestMemory(budget, 50 * MIB) as one, RequestMemory(budget, 40 * MIB) as other:
         one.reserve(50 * MIB)
         other.reserve(30 * MIB)
         with pytest.raises(
@@ -51,7 +51,11 @@ def test_a_request_gives_back_what_it_took() -> None:
 
 def test_an_eighth_is_kept_for_small_requests() -> None:
     budget = Budget(80 * MIB)
-    with budget.request(70 * MIB) as large, budget.request(70 * MIB) as other, budget.request(100) as small:
+    with (
+        RequestMemory(budget, 70 * MIB) as large,
+        RequestMemory(budget, 70 * MIB) as other,
+        RequestMemory(budget, 100) as small,
+    ):
         large.reserve(70 * MIB)
         with pytest.raises(ServiceError):
             other.reserve(1)  # it announced more
