@@ -269,15 +269,11 @@ class GrpcServer:
     def _bind(self) -> int:
         settings, given = self.settings, self.ports["grpc_port"]
         host = f"[{settings.host}]" if ":" in settings.host else settings.host
-        address, port = f"{host}:{given}", 0
-        credentials = grpc_credentials(settings)
+        address, credentials = f"{host}:{given}", grpc_credentials(settings)
         try:
             if credentials is None:
-                port = self._server.add_insecure_port(address)
-            else:
-                port = self._server.add_secure_port(address, credentials)
-        except RuntimeError:
-            pass
-        if not port:
-            raise address_error(settings.host, given, "--grpc-port", "it is in use, or not this machine's")
-        return port
+                return self._server.add_insecure_port(address)
+            return self._server.add_secure_port(address, credentials)
+        except RuntimeError as error:
+            why = "it is in use, or not this machine's"
+            raise address_error(settings.host, given, "--grpc-port", why) from error
