@@ -31,15 +31,12 @@ _OTHERWISE_KNOWN = {"name", "platform", "backend", "input", "output"}
 def config_of(loaded: LoadedModel) -> Any:
     """Returns the ModelConfig of a loaded version; raises SettingsError if Triton has none for it."""
     session = loaded.session
+    libraries = [library.path.name for library in session.libraries]
+    config = make_config(loaded.name, loaded.settings, session.inputs, session.outputs, libraries=libraries)
     required = {spec.name for spec in session.required}
-    return make_config(
-        loaded.name,
-        loaded.settings,
-        session.inputs,
-        session.outputs,
-        libraries=[library.path.name for library in session.libraries],
-        optional=[name for name in session.inputs if name not in required],
-    )
+    for each in config.input:  # the others have a default in the model
+        each.optional = each.name not in required
+    return config
 
 
 def unread_settings(folder: Path, loaded: LoadedModel) -> list[str]:
@@ -84,13 +81,11 @@ def make_config(
     outputs: Mapping[str, Spec],
     *,
     libraries: Sequence[str] = (),
-    optional: Sequence[str] = (),
 ) -> Any:
     """Returns the ModelConfig with which Triton's ONNX Runtime backend serves a model as this service does.
 
     Args:
         libraries: the absolute paths of the custom-op libraries in Triton's container.
-        optional: the inputs that have a default in the model.
 
     Raises:
         SettingsError: Triton has no counterpart of the model or of a setting.
@@ -113,9 +108,6 @@ def make_config(
                     "a shape for it, whose sizes may be dynamic"
                 )
             _describe(added(), spec, batched)
-    for each in config.input:
-        if each.name in optional:
-            each.optional = True
     _write_scheduling(config, settings)
     if libraries:
         config.model_operations.op_library_filename.extend(libraries)
