@@ -50,10 +50,7 @@ class Source:
 
 def _dynamo(source: Source) -> ir.Model:
     inputs, dynamic = source.inputs, source.dynamic
-    hints = tuple(
-        dict.fromkeys(dynamic[name], torch.export.Dim.DYNAMIC) if name in dynamic else None
-        for name in inputs.tensors
-    )
+    axes = tuple(dict(dynamic[name]) if name in dynamic else None for name in inputs.tensors)
     for op in (torch.ops.aten.gru.input, torch.ops.aten.lstm.input):
         # torch 2.13 caches the decomposed layer there, which would change the next export.
         getattr(op, "_dispatch_cache", {}).clear()
@@ -62,7 +59,7 @@ def _dynamo(source: Source) -> ir.Model:
         tuple(inputs.tensors.values()),
         dynamo=True,
         opset_version=source.opset,
-        dynamic_shapes=(hints if inputs.plain else {"tensors": hints}) if dynamic else None,
+        dynamic_shapes=(axes if inputs.plain else {"tensors": axes}) if dynamic else None,
         input_names=list(inputs.tensors),
         output_names=list(source.output_names),
         custom_translation_table=translation_table(source.records),
@@ -73,14 +70,6 @@ def _dynamo(source: Source) -> ir.Model:
     model = program.model
     InlinePass()(model)
     fold_constants(model)
-    # From torch's name (s77) to the user's. Axes that the model makes equal share the first name.
-    names: dict[str, str] = {}
-    for value in model.graph.inputs:
-        for axis, name in dynamic.get(str(value.name), {}).items():
-            size = value.shape[axis] if value.shape is not None else None
-            if isinstance(size, ir.SymbolicDim) and size.value is not None:
-                names.setdefault(size.value, name)
-    _rename_sizes(model, names)
     nodes = list(model.graph.all_nodes())
     if any(node.op_type in ("GRU", "LSTM", "RNN") for node in nodes):
         # torch declares a dynamic time axis after these nodes with the example's size.
@@ -131,22 +120,6 @@ def _torchscript(source: Source) -> ir.Model:
     _remove_unknown_sizes(model)
     _infer_shapes(model, source.records)
     return model
-
-
-def _rename_sizes(model: ir.Model, names: Mapping[str, str]) -> None:
-    """Renames dynamic sizes, also inside expressions such as `2*s77`; torch 2.10 has no function for it."""
-    if not names:
-        return
-    pattern = re.compile(rf"\b({'|'.join(map(re.escape, names))})\b")
-    nodes = model.graph.all_nodes()
-    for value in (*model.graph.inputs, *(value for node in nodes for value in node.outputs)):
-        if value.shape is not None:
-            value.shape = ir.Shape(
-                pattern.sub(lambda match: names[match[0]], size.value)
-                if isinstance(size, ir.SymbolicDim) and size.value is not None
-                else size
-                for size in value.shape
-            )
 
 
 def _infer_shapes(model: ir.Model, records: Mapping[str, OpSpec]) -> None:
