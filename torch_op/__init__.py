@@ -51,8 +51,10 @@ from twinop.find import find_library_of
 from twinop.library import find_library
 
 from . import attention_rules, linear_rules, norm_rules  # noqa: F401 (the rules of their ops)
-from .declared import load_declared
-from .modules import (
+
+# What users import from here.
+from .declared import load_declared  # noqa: F401
+from .modules import (  # noqa: F401
     CustomGatedMLP,
     CustomGELU,
     CustomLayerNorm,
@@ -65,30 +67,8 @@ from .modules import (
     CustomSwiGLU,
     CustomTanh,
 )
-from .registry import Ops, functions, library_of, load, records
-from .replacement import Replacement, replace_modules
-
-__all__ = [
-    "CustomGELU",
-    "CustomGatedMLP",
-    "CustomLayerNorm",
-    "CustomRMSNorm",
-    "CustomReLU",
-    "CustomSiLU",
-    "CustomSigmoid",
-    "CustomSoftmax",
-    "CustomSoftplus",
-    "CustomSwiGLU",
-    "CustomTanh",
-    "Ops",
-    "Replacement",
-    "library_of",
-    "load",
-    "load_declared",
-    "load_domain",
-    "records",
-    "replace_modules",
-]
+from .registry import Ops, functions, library_of, load, records  # noqa: F401
+from .replacement import Replacement, replace_modules  # noqa: F401
 
 load(find_library("custom_ops"))
 
