@@ -36,7 +36,7 @@ from .files import EXTERNAL_DATA_BYTES, publish, save, work_folder
 from .inputs import Dynamic, Inputs, as_module, bind_inputs, check_dynamic, check_opset, leaves, resized
 from .report import ExportReport
 from .routes import ROUTES, Source, quiet_torch, run_route
-from .state import evaluation
+from .state import evaluation, kept_buffers
 from .verify import Case
 from .verify import verify as compare_with_torch
 
@@ -270,23 +270,18 @@ def _outputs(
 
     Buffers that the model writes have their old values again afterwards: the file has these, too.
     """
-    buffers = {name: (each, each._version, each.clone()) for name, each in model.named_buffers()}
     copies = {name: tensor.clone() for name, tensor in tensors.items()}  # a model may write to its inputs
     try:
-        with torch.no_grad():
+        with torch.no_grad(), kept_buffers(model) as written:
             result = inputs.call(model, dict(copies))
+            given = dict(leaves(result))
+            outputs = {name: value.clone() for name, value in given.items()}  # one may be a view of a buffer
     except Exception as error:
         raise ExportError(f"the model fails on its example inputs, in torch: {error}") from error
-    outputs = dict(leaves(result))
-    written = {name: (each, old) for name, (each, version, old) in buffers.items() if each._version > version}
-    kept = {id(tensor) for tensor in outputs.values()}
-    if written:  # an output may be a view of one
-        outputs = {name: value.clone() for name, value in outputs.items()}
-    for buffer, old in written.values():
-        buffer.copy_(old)
     if not outputs:
         raise ExportError(f"the model returns {type(result).__name__}; expected at least one tensor")
     if lost is not None:
+        kept = {id(tensor) for tensor in given.values()}
         lost += (
             f"the model writes into its input {name}, and does not return it: the file has no output for it"
             for name, copy in copies.items()

@@ -23,6 +23,7 @@ from .calls import infer_types
 from .dynamo import translation_table
 from .folding import fold_constants
 from .inputs import Inputs
+from .state import kept_buffers
 from .torchscript import register_symbolics
 
 _TORCHSCRIPT_OPSET = 20  # the newest that the TorchScript exporter writes
@@ -83,32 +84,30 @@ def _dynamo(source: Source) -> ir.Model:
 
 def _torchscript(source: Source) -> ir.Model:
     register_symbolics(source.records)
-    buffers = {name: (each, each._version, each.clone()) for name, each in source.model.named_buffers()}
     path = source.folder / "traced" / "model.onnx"
     path.parent.mkdir()
-    torch.onnx.export(
-        # Given the model itself, torch makes inputs of forward's Python defaults.
-        _TensorFunction(source.model, source.inputs),
-        tuple(tensor.clone() for tensor in source.inputs.tensors.values()),  # a model may write to its inputs
-        str(path),  # not into memory: weights over 2 GB are stored beside the file
-        dynamo=False,
-        opset_version=min(source.opset, _TORCHSCRIPT_OPSET),
-        dynamic_axes={name: dict(axes) for name, axes in source.dynamic.items()},
-        input_names=list(source.inputs.tensors),
-        output_names=list(source.output_names),
-        verbose=False,
-    )
+    copies = tuple(tensor.clone() for tensor in source.inputs.tensors.values())  # a model may write to them
+    with kept_buffers(source.model) as written:
+        torch.onnx.export(
+            # Given the model itself, torch makes inputs of forward's Python defaults.
+            _TensorFunction(source.model, source.inputs),
+            copies,
+            str(path),  # not into memory: weights over 2 GB are stored beside the file
+            dynamo=False,
+            opset_version=min(source.opset, _TORCHSCRIPT_OPSET),
+            dynamic_axes={name: dict(axes) for name, axes in source.dynamic.items()},
+            input_names=list(source.inputs.tensors),
+            output_names=list(source.output_names),
+            verbose=False,
+        )
     model = ir.load(path)
     for record in source.records.values():
         if record.domain in model.graph.opset_imports:  # torch writes version 1 of every domain
             model.graph.opset_imports[record.domain] = record.domain_version
     _remove_wrapper_name(model)
-    for name, (buffer, version, old) in buffers.items():
-        if buffer._version > version:  # the traced run wrote into it, and the file has what it wrote
-            with torch.no_grad():
-                buffer.copy_(old)
-            if name in model.graph.initializers:
-                model.graph.initializers[name].const_value = ir.tensor(to_array(old), name=name)
+    for name, old in written.items():  # the file has what the traced run wrote
+        if name in model.graph.initializers:
+            model.graph.initializers[name].const_value = ir.tensor(to_array(old), name=name)
     if source.opset > _TORCHSCRIPT_OPSET:
         version_converter.convert_version(model, source.opset)
         if model.graph.opset_imports[""] != source.opset:

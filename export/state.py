@@ -8,6 +8,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from twinop.tolerance import same_bits
+
 _SETTINGS: tuple[tuple[Any, Any], ...] = (
     (torch.backends.mha.get_fastpath_enabled, torch.backends.mha.set_fastpath_enabled),
     (torch.is_grad_enabled, torch.set_grad_enabled),
@@ -18,6 +20,21 @@ _SETTINGS: tuple[tuple[Any, Any], ...] = (
 
 
 @contextmanager
+def kept_buffers(model: torch.nn.Module) -> Iterator[dict[str, torch.Tensor]]:
+    """Restores the buffers that its block writes. The dict has their old values by name afterwards."""
+    written: dict[str, torch.Tensor] = {}
+    buffers = [(name, each, each._version, each.clone()) for name, each in model.named_buffers()]
+    try:
+        yield written
+    finally:
+        for name, buffer, version, old in buffers:
+            if buffer._version > version or not same_bits(buffer, old):  # writes to .data have no version
+                written[name] = old
+                with torch.no_grad():
+                    buffer.copy_(old)
+
+
+@contextmanager
 def evaluation(model: torch.nn.Module) -> Iterator[None]:
     """Runs its block with the model in eval mode and without torch's fused attention (`torch.backends.mha`).
 
@@ -25,36 +42,30 @@ def evaluation(model: torch.nn.Module) -> Iterator[None]:
     hooks and the old values of its buffers. So are the random numbers and torch's settings. Neither exporter
     knows the operators of the fused attention, which also writes zeros to hidden positions.
     """
-    modules = list(model.modules())
-    modes = [module.training for module in modules]
+    modes = [(module, module.training) for module in model.modules()]
     # A ScriptModule keeps its state in C++.
-    kept = [dict(vars(m)) for m in modules if not isinstance(m, torch.jit.ScriptModule)]
-    inside = [(value, value.copy()) for held in kept for value in held.values() if isinstance(value, dict)]
-    values = [(buffer, buffer.clone()) for buffer in model.buffers()]
+    plain = [module for module, _ in modes if not isinstance(module, torch.jit.ScriptModule)]
+    kept = [(module, dict(vars(module))) for module in plain]
+    inside = [(each, each.copy()) for _, held in kept for each in held.values() if isinstance(each, dict)]
     parameters = [(each, each.requires_grad, each.grad) for each in model.parameters()]
     settings = [(restore, read()) for read, restore in _SETTINGS]
     devices = {each.device.index for each in (*model.parameters(), *model.buffers()) if each.is_cuda}
     try:
-        with torch.random.fork_rng(sorted(devices)):
+        with kept_buffers(model), torch.random.fork_rng(sorted(devices)):
             torch.backends.mha.set_fastpath_enabled(False)
             model.eval()
             yield
     finally:
         for restore, value in settings:
             restore(value)
-        plain = [module for module in modules if not isinstance(module, torch.jit.ScriptModule)]
-        for module, held in zip(plain, kept, strict=True):
+        for module, held in kept:
             vars(module).clear()
             vars(module).update(held)
         for contents, before in inside:
             contents.clear()
             contents.update(before)
-        for module, training in zip(modules, modes, strict=True):
+        for module, training in modes:
             module.training = training
-        with torch.no_grad():
-            for buffer, value in values:
-                if not torch.equal(buffer, value):
-                    buffer.copy_(value)
         for parameter, requires_grad, grad in parameters:
             parameter.requires_grad_(requires_grad)
             parameter.grad = grad
