@@ -50,7 +50,7 @@ from typing import Any
 from twinop.find import find_library_of
 from twinop.library import find_library
 
-from . import attention_rules, linear_rules, norm_rules  # noqa: F401 (the rules of their ops)
+from . import attention_rules, linear_rules, norm_rules, second_derivatives  # noqa: F401 (rules of ops)
 
 # What users import from here.
 from .declared import load_declared  # noqa: F401

@@ -14,7 +14,7 @@ from twinop.op_spec import DOMAIN, OpSpec
 
 from .arguments import bind, completion_of, empty_list_error, numbers_as_tensors, signature_of, tensors_of
 from .formulas import Formulas
-from .forward_mode import has_forward_mode, tangents_of
+from .forward_mode import tangents_of
 
 
 def _narrow(value: Any) -> Any:
@@ -33,22 +33,22 @@ def make_function(
     signature = signature_of(record)
     formulas = Formulas(record, functions)
     names = list(signature.parameters)
-    repeated = record.inputs[-1].name if record.has_repeated_input else None
-    single = [name for name in names if name != repeated]
+    last = len(record.inputs) - 1
+    repeated = record.inputs[last].name if record.has_repeated_input else None
     complete = completion_of(signature)
 
     def flatten(arguments: Iterable[Any]) -> Iterable[Any]:
-        """Moves the entries of a `Tensor[]` to the end: autograd.Function sees no tensors in lists."""
+        """Puts the entries of a `Tensor[]` in its place: autograd.Function sees no tensors in lists."""
         if repeated is None:
             return arguments
-        given = dict(zip(names, arguments, strict=True))
-        return (*(given[name] for name in single), *given[repeated])
+        given = list(arguments)
+        return (*given[:last], *given[last], *given[last + 1 :])
 
     def unflatten(flat: Sequence[Any]) -> dict[str, Any]:
-        given = dict(zip(single, flat, strict=False))
         if repeated is not None:
-            given[repeated] = list(flat[len(single) :])
-        return {name: given[name] for name in names}
+            stop = last + 1 + len(flat) - len(names)
+            flat = (*flat[:last], list(flat[last:stop]), *flat[stop:])
+        return dict(zip(names, flat, strict=True))
 
     def named(values: Sequence[Any]) -> dict[str, Any]:
         """Returns values by name, flat or with a list, as torch.library gives them for ops in Python."""
@@ -119,8 +119,6 @@ def make_function(
 
         @staticmethod
         def jvp(ctx: Any, *tangents: Any) -> Any:
-            if repeated is not None or not has_forward_mode(record, formulas):
-                raise _forward_mode_error(record)
             saved = kept_of(ctx)
             given = {name: tangent for name, tangent in unflatten(tangents).items() if tangent is not None}
             found = tangents_of(record, formulas, ctx.attributes | ctx.shapes | saved, ctx.outputs, given)
@@ -135,9 +133,10 @@ def make_function(
             tensors
         ):
             if torch._C._are_functorch_transforms_active():
+                place = "" if record.domain == DOMAIN else "load(path)."
                 raise RecordError(
                     f"torch.func transforms do not see through {record.torch_path}: call "
-                    f"{_function_path(record)} instead"
+                    f"twinop.torch_op.{place}{record.functional_name} instead"
                 )
             return OpFunction.apply(*flatten(arguments))
         with torch._C._AutoDispatchBelowAutograd():
@@ -183,11 +182,6 @@ def _are_transforms_active_but_vmap() -> bool:
     return any(each.key() != vmap for each in torch._C._functorch.get_interpreter_stack() or ())
 
 
-def _function_path(record: OpSpec) -> str:
-    own = record.domain == DOMAIN
-    return f"twinop.torch_op.{'' if own else 'load(path).'}{record.functional_name}"
-
-
 def _views(record: OpSpec) -> str:
     """Says what happens to non-contiguous inputs (call.cpp)."""
     if record.is_elementwise:
@@ -200,11 +194,4 @@ def _views(record: OpSpec) -> str:
 def _have_tangents(tensors: list[torch.Tensor]) -> bool:
     return forward_ad._current_level >= 0 and any(
         forward_ad.unpack_dual(tensor).tangent is not None for tensor in tensors
-    )
-
-
-def _forward_mode_error(record: OpSpec) -> RecordError:
-    return RecordError(
-        f"{record.qualified_name} has no forward-mode derivative (jvp, torch.func.jvp, jacfwd). "
-        "Use reverse mode: torch.autograd.grad, torch.func.vjp or jacrev"
     )

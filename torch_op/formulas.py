@@ -20,11 +20,9 @@ from typing import Any
 
 import torch
 
-from twinop.declare import DERIVATIVES
+from twinop.declare import DERIVATIVES, SECOND_DERIVATIVES
 from twinop.errors import RecordError, RecordSyntaxError
 from twinop.op_spec import OpSpec
-
-from . import second_derivatives
 
 Functions = Mapping[str, Callable[..., Any]]
 
@@ -129,7 +127,7 @@ def _formulas_of(record: OpSpec, functions: Functions) -> list[_Formula]:
 
         # `a.shape` alone needs no more of `a` than that. Broadcasting ops would keep all their inputs alive.
         result.append(_Formula(gradient.names, _names(tree), _names(tree, but_shapes=True), evaluate))
-    if not result and (function := second_derivatives.in_torch(record)):
+    if not result and (function := SECOND_DERIVATIVES.get(record.key)):
         result.append(_differentiated(record, function))
     if not result and (function := DERIVATIVES.get(record.key)):
         result.append(_given(record, function))

@@ -10,15 +10,11 @@ from typing import Any
 
 import torch
 
+from twinop.declare import SECOND_DERIVATIVES
+from twinop.errors import RecordError
 from twinop.op_spec import OpSpec
 
 from .formulas import Formulas, in_torch_of_call
-from .second_derivatives import in_torch
-
-
-def has_forward_mode(record: OpSpec, formulas: Formulas) -> bool:
-    """Returns whether `tangents_of` can compute the tangents of an op."""
-    return _in_torch(record) is not None or (record.is_elementwise and formulas.exist)
 
 
 def tangents_of(
@@ -34,8 +30,18 @@ def tangents_of(
         scope: what formulas use, by name: inputs, outputs and attributes.
         outputs: what has the `size` and the `dtype` of each output, by name.
         tangents: the tangents of inputs, by name. Those left out are zero.
+
+    Raises:
+        RecordError: the op has no forward mode.
     """
-    if (function := _in_torch(record)) is not None:
+    function = None if record.gradients else SECOND_DERIVATIVES.get(record.key)
+    follows = function is not None or (record.is_elementwise and formulas.exist)
+    if record.has_repeated_input or not follows:
+        raise RecordError(
+            f"{record.qualified_name} has no forward-mode derivative (jvp, torch.func.jvp, jacfwd). "
+            "Use reverse mode: torch.autograd.grad, torch.func.vjp or jacrev"
+        )
+    if function is not None:
         outputs_of, given = in_torch_of_call(record, function, scope)
         moving = {name: given.pop(name) for name in tangents if name in given}
 
@@ -50,10 +56,6 @@ def tangents_of(
     else:
         found = _of_elementwise(formulas, scope, outputs, tangents)
     return tuple(found[name].to(like.dtype) for name, like in outputs.items())
-
-
-def _in_torch(record: OpSpec) -> Any:
-    return None if record.gradients else in_torch(record)
 
 
 def _of_elementwise(

@@ -16,14 +16,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from twinop.declare import SECOND_DERIVATIVES
-from twinop.op_spec import OpSpec
 
 aten = torch.ops.aten
-
-
-def in_torch(record: OpSpec) -> Callable[..., Any] | None:
-    """Returns the function of a backward op; None for other ops, and for those without one."""
-    return SECOND_DERIVATIVES.get(record.key)
 
 
 def _silu_backward(grad_y: Tensor, x: Tensor) -> Tensor:
