@@ -71,9 +71,9 @@ def _implementation(declared: KernelOp, fake: bool = False, mutates: bool = Fals
     """
     record = declared.record
     count = len(record.inputs)
-    names = [entry.name for entry in record.attributes]
+    signature = _typed_signature(record)
 
-    def run(*args: Any) -> Any:
+    def run(*args: Any, **kwargs: Any) -> Any:
         if fake:
             register_sharding_rule(record)  # DTensor runs the fake before it looks for the rule
         if "torch.onnx" in sys.modules and torch.onnx.is_in_onnx_export():
@@ -81,7 +81,8 @@ def _implementation(declared: KernelOp, fake: bool = False, mutates: bool = Fals
                 f"{record.name} ({declared.place}) has no library yet, and its node is made from one. Build "
                 f"it: twinop build {declared.file.name}"
             )
-        inputs, attributes = args[:count], dict(zip(names, args[count:], strict=True))
+        arguments = list(bind(signature, args, kwargs).items())
+        inputs, attributes = [value for _, value in arguments[:count]], dict(arguments[count:])
         on_cpu = not fake and tensors_of(inputs)[0].device.type == "cpu"
         if record.sizes and not fake and not on_cpu and torch.cuda.is_current_stream_capturing():
             raise RecordError(
@@ -95,7 +96,9 @@ def _implementation(declared: KernelOp, fake: bool = False, mutates: bool = Fals
                 written.append(given[i])
         launched = _launched if _is_traced(declared) and not mutates else _launched_at_once
         with _launches(_skipped if fake or on_cpu else launched):
-            outputs = _launch(declared, given, attributes)
+            outputs = declared.launch(given, attributes)
+        if isinstance(outputs, list):
+            outputs = tuple(outputs)
         if written:
             returned = () if outputs is None else as_tuple(outputs)
             outputs = (*returned, *written) if len(returned) + len(written) > 1 else written[0]
@@ -109,18 +112,9 @@ def _implementation(declared: KernelOp, fake: bool = False, mutates: bool = Fals
             return outputs
         return results if len(results) > 1 else results[0]
 
-    def call(*args: Any, **kwargs: Any) -> Any:
-        return run(*bind(signature, args, kwargs).values())
-
-    signature = _typed_signature(record)
-    call.__signature__ = signature  # type: ignore[attr-defined]
-    call.__name__ = record.name
-    return call
-
-
-def _launch(declared: KernelOp, inputs: Sequence[Any], attributes: dict[str, Any]) -> Any:
-    results = declared.launch(inputs, attributes)
-    return tuple(results) if isinstance(results, list) else results
+    run.__signature__ = signature  # type: ignore[attr-defined]
+    run.__name__ = record.name
+    return run
 
 
 def _without_counts(declared: KernelOp, returned: Any) -> tuple[tuple[torch.Tensor, ...], torch.Tensor]:
