@@ -161,7 +161,7 @@ def find_calls(model: ir.Model, records: Mapping[str, OpSpec]) -> dict[OpSpec, l
     }
 
 
-def infer_types(model: ir.Model, records: Collection[OpSpec]) -> None:
+def infer_types(model: ir.Model, records: Iterable[OpSpec]) -> None:
     """Runs ONNX's type and shape inference, which then knows these ops."""
-    with registered_schemas(records):
+    with registered_schemas(record for record in records if not record.is_backward):
         ShapeInferencePass(check_type=False, strict_mode=False)(model)

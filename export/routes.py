@@ -76,7 +76,7 @@ def _dynamo(source: Source) -> ir.Model:
         # torch declares a dynamic time axis after these nodes with the example's size.
         for value in (value for node in nodes for value in node.outputs):
             value.shape = None
-        _infer_shapes(model, source.records)
+        infer_types(model, source.records.values())
     if not inputs.plain:
         _remove_wrapper_name(model)
     return model
@@ -117,12 +117,8 @@ def _torchscript(source: Source) -> ir.Model:
                 "dynamo exporter"
             )
     _remove_unknown_sizes(model)
-    _infer_shapes(model, source.records)
+    infer_types(model, source.records.values())
     return model
-
-
-def _infer_shapes(model: ir.Model, records: Mapping[str, OpSpec]) -> None:
-    infer_types(model, [record for record in records.values() if not record.is_backward])
 
 
 class _TensorFunction(torch.nn.Module):

@@ -4,7 +4,6 @@ Heavy imports wait until the options have been read.
 """
 
 import sys
-from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -30,8 +29,6 @@ if TYPE_CHECKING:
     import torch
 
     from twinop.export.report import ExportReport
-
-_EXAMPLE_SHAPE = (8, 1024)
 
 
 def main(
@@ -120,6 +117,8 @@ def main(
             raise ExportError(f"MODEL {source} and --model {model}: give one of them")
         output = output or Path(f"{source.rpartition(':')[2].lower()}.onnx" if source else "custom_relu.onnx")
         what, model = (f"--model {model}", model) if source is None else (f"MODEL {source}", source)
+        import torch
+
         from twinop import torch_op
         from twinop.export import export
         from twinop.export.files import check_target
@@ -130,7 +129,8 @@ def main(
         converted = floating_dtype(dtype) if dtype is not None else None
         axes = {} if dynamic == ["none"] else parse_dynamic(dynamic or ([] if model else ["x:0=batch"]))
         if model is None:
-            module, args = _example()
+            torch.manual_seed(0)
+            module, args = torch_op.CustomReLU(), (torch.randn(8, 1024),)
         else:
             check_target(output, [Path(model.rpartition(":")[0])])
             status.update(f"loading {model}")
@@ -159,15 +159,6 @@ def main(
     out.print(_table(report))
 
 
-def _example() -> "tuple[torch.nn.Module, Any]":
-    import torch
-
-    from twinop import torch_op
-
-    torch.manual_seed(0)
-    return torch_op.CustomReLU(), (torch.randn(_EXAMPLE_SHAPE),)
-
-
 def _convert(module: "torch.nn.Module", args: Any, dtype: "torch.dtype") -> "tuple[torch.nn.Module, Any]":
     from twinop.export.inputs import leaves, replace_leaves
 
@@ -183,12 +174,9 @@ def _table(report: "ExportReport") -> Table:
     def row(name: str, text: str, style: str = "") -> None:
         table.add_row(name, Text(text, style))
 
-    def counts(values: Mapping[str, int]) -> str:
-        return ", ".join(f"{name} x {count}" for name, count in values.items())
-
     for name, values in (("inputs", report.inputs), ("outputs", report.outputs)):
         row(name, "\n".join(f"{key}: {value}" for key, value in values.items()))
-    row("nodes", counts(report.nodes))
+    row("nodes", ", ".join(f"{name} x {count}" for name, count in report.nodes.items()))
     if report.optimized is not None:
         headline, *lines = str(report.optimized).splitlines()
         row("optimised", "\n".join([headline.partition(": ")[2], *(line.strip() for line in lines)]))
