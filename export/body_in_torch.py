@@ -20,7 +20,7 @@ from torch.nn import functional as F
 
 from twinop.dtypes import ELEMENT_TYPES, FLOATS_8, dtype_name, torch_name
 from twinop.errors import ExportError
-from twinop.op_schema import default_of
+from twinop.op_schema import default_of, onnx_value
 from twinop.op_spec import OpSpec
 
 from .attach import OPSETS
@@ -73,12 +73,7 @@ def evaluate_body(
     ]
     compute = reduce(torch.promote_types, floating, torch.float32 if floating else first.dtype)
     given = {entry.name: default_of(entry) for entry in record.attributes} | dict(attributes or {})
-    named = {}
-    for entry in record.attributes:
-        value = given[entry.name]
-        if entry.kind == "float":  # ONNX's float attributes are fp32
-            value = torch.tensor(value, dtype=torch.float32).item()
-        named[entry.name] = AttributeValue(tuple(value) if entry.kind == "int[]" else value)
+    named = {entry.name: AttributeValue(onnx_value(entry, given[entry.name])) for entry in record.attributes}
     op = (ops or TorchOps)(record, compute, stored or first.dtype)
     op.setting = BodySetting(
         tuple(torch_name((first if tensor is None else tensor).dtype) for tensor in inputs),

@@ -132,10 +132,8 @@ def export(
                     report.resized = True
                 except ExportError as error:
                     report.notes.append(f"not compared at other sizes: {error}")
-            shown, cure = (
-                [each.expected for each in cases],
-                "Give example inputs for which it has finite numbers",
-            )
+            shown = [each.expected for each in cases]
+            cure = "Give example inputs for which it has finite numbers"
             report.notes += check_shown(exported.graph, shown, allow_uncompared, cure)
             cases += _special_cases(model, inputs, exported)
             compare_with_torch(report, files[-1], exported, libraries, calls, cases)

@@ -132,8 +132,8 @@ def _exported(
         for base in (_VALUES if floats else (0.0, 0.0))
     )
     differences = _differences(first, second)
-    references = {} if differences is None else _references(differences, floats)
-    if references is not None and differences is not None:
+    references = None if differences is None else _references(differences, floats)
+    if references is not None:
         return _Exported(first, references)
     return _Exported(_export(*key, tuple((name, attributes[name].value) for name in floats)), {})
 
