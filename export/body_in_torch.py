@@ -170,15 +170,11 @@ class TorchOps:
             return torch.tensor(value, dtype=torch.int64)
         if not isinstance(value, (bool, int, float)):
             return value
-        beside = next((each for each in map(_plain, inputs) if each is not None), None)
+        given = (getattr(each, "value", each) for each in inputs)
+        beside = next((each for each in given if isinstance(each, Tensor)), None)
         if beside is not None and (beside.is_floating_point() or isinstance(value, int)):
             return torch.tensor(value, dtype=beside.dtype)
         return torch.tensor(value, dtype=self._compute if isinstance(value, float) else torch.int64)
-
-
-def _plain(value: Any) -> Tensor | None:
-    value = getattr(value, "value", value)
-    return value if isinstance(value, Tensor) else None
 
 
 # ------------------------------------------------------------------------------------------- operators
@@ -260,10 +256,6 @@ def _product(x, dims, keep):
     return x
 
 
-def _sums_to_one(x, *, axis=-1):
-    return F.one_hot(x.argmax(axis), x.shape[axis]).movedim(-1, axis).to(x.dtype)
-
-
 def _cast(x, *, to, saturate=1):
     name = dtype_name(to)
     if name in FLOATS_8 and saturate:  # older versions of torch do not saturate
@@ -293,7 +285,7 @@ OPERATORS: dict[str, Callable[..., Any]] = {
     "Gemm": _gemm,
     "HardSigmoid": lambda x, *, alpha=0.2, beta=0.5: (alpha * x + beta).clamp(0, 1),
     "HardSwish": F.hardswish,
-    "Hardmax": _sums_to_one,
+    "Hardmax": lambda x, *, axis=-1: F.one_hot(x.argmax(axis), x.shape[axis]).movedim(-1, axis).to(x.dtype),
     "IsInf": lambda x, *, detect_negative=1, detect_positive=1: (
         x.isinf() & (((x < 0) & bool(detect_negative)) | ((x > 0) & bool(detect_positive)))
     ),

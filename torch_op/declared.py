@@ -12,7 +12,7 @@ from twinop.kernel_op import DECLARED, KernelOp, describe_source
 from twinop.library import read_library
 
 from . import eager_kernels
-from .registry import functions_of, load
+from .registry import functions_by_namespace, load
 
 
 def load_declared(key: str) -> Callable[..., Any] | None:
@@ -27,7 +27,7 @@ def load_declared(key: str) -> Callable[..., Any] | None:
     declared = DECLARED.get(key)
     if declared is None:
         return None
-    functions = functions_of(declared.record.namespace)
+    functions = functions_by_namespace[declared.record.namespace]
     if declared.name not in functions:
         path = _library_of(declared)
         if path is not None:

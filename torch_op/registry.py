@@ -27,8 +27,8 @@ from .sharding import register_sharding_rule
 
 Function = Callable[..., Any]
 
-_functions: dict[str, dict[str, Function]] = defaultdict(dict)  # by namespace in torch and op name
-functions: dict[str, Function] = _functions[DOMAIN]
+functions_by_namespace: dict[str, dict[str, Function]] = defaultdict(dict)  # and op name
+functions: dict[str, Function] = functions_by_namespace[DOMAIN]
 """The ops of twinop's own domain as Python functions, by name. Unlike `torch.ops.custom_domain.*`, they work
 under torch.func."""
 
@@ -74,11 +74,6 @@ def records() -> dict[str, OpSpec]:
     Of an op in several namespaces, it is the record that was loaded last.
     """
     return {record.key: record for record, _ in _owners.values()}
-
-
-def functions_of(namespace: str) -> dict[str, Function]:
-    """Returns the ops of a namespace of `torch.ops` as Python functions, by name."""
-    return _functions[namespace]
 
 
 def library_of(record: OpSpec) -> Path | None:
@@ -129,7 +124,7 @@ def load(path: str | os.PathLike[str], namespace: str | None = None) -> Ops:
     _set_alias(library, namespace)
     space = namespace or library.domain.replace(".", "_")
     fresh = [record for record in library.records.values() if not _is_registered(record, path)]
-    known = _functions[space].keys() | functions.keys() | library.records.keys()
+    known = functions_by_namespace[space].keys() | functions.keys() | library.records.keys()
     for record in fresh:
         try:
             check_formulas(record, known)
@@ -151,7 +146,7 @@ def load(path: str | os.PathLike[str], namespace: str | None = None) -> Ops:
     for record in fresh:
         _derive(record)
         _owners[record.torch_name] = record, path
-    here = _functions[space]
+    here = functions_by_namespace[space]
     names = [name for each in library.records.values() for name in (each.name, each.functional_name)]
     _loaded[key] = Ops(library, {name: here[name] for name in names})
     return _loaded[key]
@@ -188,7 +183,7 @@ def _is_registered(record: OpSpec, path: Path) -> bool:
         if (other.domain, other.schema_hash) == (record.domain, record.schema_hash):
             return True
         said = f"from {owner}, as {other.domain}::{other.schema}"
-    elif record.name in _functions[record.namespace]:
+    elif record.name in functions_by_namespace[record.namespace]:
         raise LibraryError(
             f"{path}: op {record.domain}::{record.schema} runs in this process already, without a "
             "library. Load the library before the op's first call"
@@ -206,9 +201,8 @@ def _is_registered(record: OpSpec, path: Path) -> bool:
 def _derive(record: OpSpec) -> None:
     name, library = record.torch_name, torch_library(record.namespace)
     op = getattr(getattr(torch.ops, record.namespace), record.functional_name).default
-    formulas_see = ChainMap(_functions[record.namespace], functions)
-    function, autograd_kernel, _ = make_function(record, op, formulas_see)
-    _functions[record.namespace][record.functional_name] = function
+    here = functions_by_namespace[record.namespace]
+    here[record.functional_name], autograd_kernel, _ = make_function(record, op, ChainMap(here, functions))
     infer = fake_rule(record)
 
     def fake(*args: Any, **kwargs: Any) -> Any:
@@ -230,4 +224,4 @@ def _derive(record: OpSpec) -> None:
             library.impl(each, refuse(record, kind), key)
     if record.written:
         on_cpu = None if has_cpu_kernel(record) else cpu_rule(record)
-        _functions[record.namespace][record.name] = register_mutating(record, library, fake, on_cpu)
+        here[record.name] = register_mutating(record, library, fake, on_cpu)
