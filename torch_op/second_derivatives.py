@@ -8,7 +8,6 @@ First derivatives are in the records (kernels/ops). Other libraries declare the 
 ops there as well, or with `twinop.second_derivative`.
 """
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -34,39 +33,28 @@ def _swiglu_packed_backward(grad_y: Tensor, x: Tensor) -> Tensor:
     return torch.cat((_silu_backward(grad_y * value, gate), grad_y * F.silu(gate)), -1)
 
 
-def _layer_norm_backward(
-    grad_y: Tensor, x: Tensor, weight: Any, bias: Any, grad_sum: Any, axis: int, eps: float
-) -> dict[str, Tensor]:
-    def norm(x: Tensor, weight: Tensor | float) -> Tensor:
-        centred = x - _row_mean(x, axis)
-        return centred * torch.rsqrt(_row_mean(centred.square(), axis) + eps) * weight
-
-    return _norm_backward(norm, grad_y, x, weight, bias, grad_sum)
-
-
-def _rms_norm_backward(
-    grad_y: Tensor, x: Tensor, weight: Any, bias: Any, grad_sum: Any, axis: int, eps: float, offset: int
-) -> dict[str, Tensor]:
-    def norm(x: Tensor, weight: Tensor | float) -> Tensor:
-        factor = weight if isinstance(weight, float) else offset + weight
-        return x * torch.rsqrt(_row_mean(x.square(), axis) + eps) * factor
-
-    return _norm_backward(norm, grad_y, x, weight, bias, grad_sum)
-
-
-def _row_mean(x: Tensor, axis: int) -> Tensor:
-    return x.mean(list(range(axis % max(x.dim(), 1) - x.dim(), 0)), keepdim=True)
-
-
 def _norm_backward(
-    norm: Callable[..., Tensor], grad_y: Tensor, x: Tensor, weight: Any, bias: Any, grad_sum: Any
+    grad_y: Tensor,
+    x: Tensor,
+    weight: Any,
+    bias: Any,
+    grad_sum: Any,
+    axis: int,
+    eps: float,
+    offset: int = 0,
+    centred: bool = False,
 ) -> dict[str, Tensor]:
     """The gradients of what is there of x, weight and bias."""
-    given = {"grad_x": x, "grad_weight": weight, "grad_bias": bias}
+    dims = list(range(axis % max(x.dim(), 1) - x.dim(), 0))
 
     def forward(given: dict[str, Tensor]) -> Tensor:
-        return norm(given["grad_x"], given.get("grad_weight", 1.0)) + given.get("grad_bias", 0)
+        x = given["grad_x"]
+        x = x - x.mean(dims, keepdim=True) if centred else x
+        y = x * torch.rsqrt(x.square().mean(dims, keepdim=True) + eps)
+        y = y if weight is None else y * (offset + given["grad_weight"])
+        return y + given.get("grad_bias", 0)
 
+    given = {"grad_x": x, "grad_weight": weight, "grad_bias": bias}
     present = {name: value for name, value in given.items() if value is not None}
     _, pull = torch.func.vjp(forward, present)  # type: ignore[misc]
     (gradients,) = pull(grad_y)
@@ -86,6 +74,10 @@ SECOND_DERIVATIVES |= {
     "swiglu_backward": _swiglu_backward,
     "swiglu_packed_backward": _swiglu_packed_backward,
     "softmax_backward": lambda grad_y, y, dim: y * (grad_y - (grad_y * y).sum(dim, keepdim=True)),
-    "layer_norm_backward": _layer_norm_backward,
-    "rms_norm_backward": _rms_norm_backward,
+    "layer_norm_backward": lambda grad_y, x, weight, bias, grad_sum, axis, eps: _norm_backward(
+        grad_y, x, weight, bias, grad_sum, axis, eps, centred=True
+    ),
+    "rms_norm_backward": lambda grad_y, x, weight, bias, grad_sum, axis, eps, offset: _norm_backward(
+        grad_y, x, weight, bias, grad_sum, axis, eps, offset
+    ),
 }
