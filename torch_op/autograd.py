@@ -1,6 +1,5 @@
 """Autograd of an op from its derivative formulas (formulas.py)."""
 
-import ctypes
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any
@@ -15,11 +14,7 @@ from twinop.op_spec import DOMAIN, OpSpec
 from .arguments import bind, completion_of, empty_list_error, numbers_as_tensors, signature_of, tensors_of
 from .formulas import Formulas
 from .forward_mode import tangents_of
-
-
-def _narrow(value: Any) -> Any:
-    """Rounds a float attribute to fp32, as the kernels and ONNX do."""
-    return ctypes.c_float(value).value if isinstance(value, float) else value
+from .rules import narrow
 
 
 def make_function(
@@ -74,7 +69,7 @@ def make_function(
             arguments = named(inputs)
             outputs = output if isinstance(output, tuple) else (output,)
             results = dict(zip(record.outputs, outputs, strict=True))
-            ctx.attributes = {entry.name: _narrow(arguments[entry.name]) for entry in record.attributes}
+            ctx.attributes = {entry.name: narrow(arguments[entry.name]) for entry in record.attributes}
             ctx.shapes = {
                 name: None if arguments[name] is None else SimpleNamespace(shape=arguments[name].shape)
                 for name in formulas.shapes

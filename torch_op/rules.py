@@ -48,6 +48,7 @@ def fake_rule(record: OpSpec, sizes_from_data: Rule | None = None) -> Rule:
                 raise RecordError(f"{record.qualified_name}: {entry.name} is None; it must be a tensor")
         given = {name: tensor for name, tensor in tensors.items() if tensor is not None}
         first = next(iter(given.values()))
+        kinds = {name: torch_name(tensor.dtype) for name, tensor in given.items()}
         shapes = {name: None if tensor is None else tensor.shape for name, tensor in tensors.items()}
         last = record.inputs[-1].name
         try:
@@ -57,7 +58,12 @@ def fake_rule(record: OpSpec, sizes_from_data: Rule | None = None) -> Rule:
                         f"all tensors must be on one device; {name} is on {tensor.device}, the first on "
                         f"{first.device}"
                     )
-            dtypes = _combination(record, given)
+            dtypes = record.combination_of(kinds)
+            if dtypes is None:
+                raise RecordError(
+                    f"no kernel takes these dtypes; the inputs must have one of: {record.dtypes} "
+                    "(all inputs the same but where one is named)"
+                )
             for i, tensor in enumerate(more, 1):
                 if tensor.dtype != given[last].dtype:
                     raise RecordError(
@@ -69,10 +75,7 @@ def fake_rule(record: OpSpec, sizes_from_data: Rule | None = None) -> Rule:
             counted = (sizes_from_data or unbacked_sizes)(record, shapes, attributes) if record.sizes else {}
             inferred = infer_shapes(record, shapes, attributes | counted)
         except RecordError as error:
-            call = describe(
-                record, {name: torch_name(tensor.dtype) for name, tensor in given.items()}, shapes
-            )
-            raise RecordError(f"{call}: {error}") from error
+            raise RecordError(f"{describe(record, kinds, shapes)}: {error}") from error
         outputs = tuple(
             _elementwise_output(record, shape, list(given.values()), getattr(torch, dtypes[name]))
             if record.is_elementwise
@@ -130,17 +133,6 @@ def _same_order(a: torch.Tensor, b: torch.Tensor) -> bool:
     """Whether strides are equal, without those of dimensions of size 1, some of which empty_like changes."""
     sizes = zip(a.shape, a.stride(), b.stride(), strict=True)
     return all(known(size == 1) or known(first == second) for size, first, second in sizes)
-
-
-def _combination(record: OpSpec, given: dict[str, torch.Tensor]) -> dict[str, str]:
-    if combination := record.combination_of(
-        {name: torch_name(tensor.dtype) for name, tensor in given.items()}
-    ):
-        return combination
-    raise RecordError(
-        f"no kernel takes these dtypes; the inputs must have one of: {record.dtypes} "
-        "(all inputs the same but where one is named)"
-    )
 
 
 def vmap_kernel(record: OpSpec, op: Rule) -> Rule:
@@ -368,33 +360,20 @@ def autocast_rule(record: OpSpec, op: Rule, device: str) -> Rule:
 
     def rule(*args: Any, **kwargs: Any) -> Any:
         arguments = bind(signature, args, kwargs)
-        given = {
-            entry.name: arguments[entry.name]
-            for entry in record.inputs
-            if isinstance(arguments[entry.name], torch.Tensor)
-        }
+        inputs = {entry.name: arguments[entry.name] for entry in record.inputs}
+        given = {name: value for name, value in inputs.items() if isinstance(value, torch.Tensor)}
         floating = {n: t for n, t in given.items() if t.is_floating_point() and t.itemsize > 1}
-        wanted = _dtype_under_autocast(record, given, floating, device)
+        dtypes, wanted = {tensor.dtype for tensor in floating.values()}, None
+        if record.autocast == "lower":
+            wanted = None if torch.float64 in dtypes else torch.get_autocast_dtype(device)
+        elif dtypes and record.combination_of({n: torch_name(t.dtype) for n, t in given.items()}) is None:
+            wanted = functools.reduce(torch.promote_types, dtypes)
         if wanted is not None:
             arguments |= {name: tensor.to(wanted) for name, tensor in floating.items()}
         with torch.autocast(device, enabled=False):
             return op(*arguments.values())
 
     return rule
-
-
-def _dtype_under_autocast(
-    record: OpSpec, given: dict[str, torch.Tensor], floating: dict[str, torch.Tensor], device: str
-) -> torch.dtype | None:
-    """Returns the dtype that floating-point inputs are converted to; None where they stay as they are."""
-    dtypes = {tensor.dtype for tensor in floating.values()}
-    if record.autocast == "lower":
-        return None if torch.float64 in dtypes else torch.get_autocast_dtype(device)
-    try:
-        _combination(record, given)
-    except RecordError:
-        return functools.reduce(torch.promote_types, dtypes) if dtypes else None
-    return None
 
 
 def cpu_rule(record: OpSpec) -> Rule:
@@ -449,10 +428,7 @@ def run_body(
             given.float() if given is not None and given.is_floating_point() and given.itemsize < 4 else given
         )
 
-    given = dict(attributes)
-    for entry in record.attributes:
-        if entry.kind == "float":  # rounded to fp32, as for a kernel
-            given[entry.name] = ctypes.c_float(given[entry.name]).value
+    given = {name: narrow(value) for name, value in attributes.items()}
     results = as_tuple(CPU_FUNCTIONS[record.key](*map(widened, inputs), **given))
     if not len(results) == len(outputs) == len(record.outputs):
         raise RecordError(
@@ -475,6 +451,11 @@ def run_body(
 def _stored(result: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """Rounds as kernels do: numbers beyond the largest of float8_e4m3fn, torch 2.11 makes NaN."""
     return (result.clamp(-448, 448) if dtype is torch.float8_e4m3fn else result).to(dtype)
+
+
+def narrow(value: Any) -> Any:
+    """Rounds a float attribute to fp32, as the kernels and ONNX do."""
+    return ctypes.c_float(value).value if isinstance(value, float) else value
 
 
 def sum_to(grad: torch.Tensor, shape: Sequence[Any]) -> torch.Tensor:
