@@ -39,15 +39,12 @@ def make_function(
         given = list(arguments)
         return (*given[:last], *given[last], *given[last + 1 :])
 
-    def unflatten(flat: Sequence[Any]) -> dict[str, Any]:
-        if repeated is not None:
-            stop = last + 1 + len(flat) - len(names)
-            flat = (*flat[:last], list(flat[last:stop]), *flat[stop:])
-        return dict(zip(names, flat, strict=True))
-
     def named(values: Sequence[Any]) -> dict[str, Any]:
-        """Returns values by name, flat or with a list, as torch.library gives them for ops in Python."""
-        return dict(zip(names, values, strict=True)) if _have_list(values) else unflatten(values)
+        """Returns values by name. torch.library gives ops in Python the list as it is."""
+        if repeated is not None and not isinstance(values[last], list | tuple):
+            stop = last + 1 + len(values) - len(names)
+            values = (*values[:last], list(values[last:stop]), *values[stop:])
+        return dict(zip(names, values, strict=True))
 
     def kept_of(ctx: Any) -> dict[str, Any]:
         kept = [*formulas.inputs, *formulas.outputs]
@@ -62,7 +59,7 @@ def make_function(
         @staticmethod
         def forward(*args: Any) -> Any:
             with torch._C._AutoDispatchBelowAutograd():
-                return op(*(args if repeated is None else unflatten(args).values()))
+                return op(*(args if repeated is None else named(args).values()))
 
         @staticmethod
         def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
@@ -110,12 +107,13 @@ def make_function(
                         f"{record.qualified_name}: the derivative of {repeated} has {len(found[repeated])} "
                         f"gradients; expected one for each of its {count} tensors"
                     )
-            return tuple(found.values() if _have_list(ctx.needs_input_grad) else flatten(found.values()))
+            listed = repeated is not None and isinstance(ctx.needs_input_grad[last], list | tuple)
+            return tuple(found.values() if listed else flatten(found.values()))
 
         @staticmethod
         def jvp(ctx: Any, *tangents: Any) -> Any:
             saved = kept_of(ctx)
-            given = {name: tangent for name, tangent in unflatten(tangents).items() if tangent is not None}
+            given = {name: tangent for name, tangent in named(tangents).items() if tangent is not None}
             found = tangents_of(record, formulas, ctx.attributes | ctx.shapes | saved, ctx.outputs, given)
             return found if len(found) > 1 else found[0]
 
@@ -159,10 +157,6 @@ def make_function(
     )
     function.__signature__ = signature  # type: ignore[attr-defined]
     return function, kernel, OpFunction
-
-
-def _have_list(values: Sequence[Any]) -> bool:
-    return any(isinstance(v, list | tuple) and v and isinstance(v[0], torch.Tensor | bool) for v in values)
 
 
 def _are_transforms_active_but_vmap() -> bool:
