@@ -79,7 +79,7 @@ def body_op(record: OpSpec, presences: Sequence[Sequence[str]] | None = None, **
                 for entry in record.inputs
             )
             call = make_call(record, dtypes, present, values)
-            models[key] = model_of(trace(body, [call], OPSETS[0]), record, dtypes, present)
+            models[key] = model_of(trace(body, [call], OPSETS[0]), call)
     return BodyOp(record, models)
 
 

@@ -155,7 +155,7 @@ def _model(record: OpSpec, combination: int, ranks: Sequence[Ranks]) -> bytes:
             if value is not None and rank is not None:
                 value.shape = ir.Shape([None] * rank)
         calls.append(call)
-    return model_of(trace_body(body, calls, OPSETS[0]), record, dtypes, present)
+    return model_of(trace_body(body, calls, OPSETS[0]), calls[-1])
 
 
 def _attributes(record: OpSpec) -> list[dict[str, Any]]:
