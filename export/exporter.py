@@ -154,7 +154,13 @@ def _run_passes(
     calls = find_calls(model, records)
     if report.bodies:
         attach_to_calls(model, calls, allow_missing=True)
-        report.notes += [note for record, found in calls.items() for note in _mixed_dtypes(record, found)]
+        for record, found in calls.items():
+            dtypes = {dtype for call in found for dtype in call.dtypes.values()}.intersection(FLOATING)
+            if "float64" in dtypes and len(dtypes) > 1:
+                report.notes.append(
+                    f"{record.onnx_name} is called with {', '.join(sorted(dtypes))}: a model holds one body "
+                    "per op, so without the library all of these calls compute in float64"
+                )
     ShapeInferencePass(check_type=True, strict_mode=False)(model)
     model.metadata_props["twinop.version"] = twinop.__version__
     model.metadata_props.update({record.metadata_key: record.schema_hash for record in calls})
@@ -232,15 +238,6 @@ def _libraries(given: deploy.Libraries, records: Iterable[OpSpec]) -> list[Path]
             domains.add(record.domain)
             libraries.append(path)
     return libraries
-
-
-def _mixed_dtypes(record: OpSpec, calls: Sequence[Call]) -> Iterator[str]:
-    dtypes = {dtype for call in calls for dtype in call.dtypes.values()}.intersection(FLOATING)
-    if "float64" in dtypes and len(dtypes) > 1:
-        yield (
-            f"{record.onnx_name} is called with {', '.join(sorted(dtypes))}: a model holds one body per op, "
-            "so without the library all of these calls compute in float64"
-        )
 
 
 def _describe(model: ir.Model, report: ExportReport) -> None:

@@ -26,7 +26,7 @@ def data_path(target: Path) -> Path:
 
 def check_target(target: Path, sources: Iterable[Path] = ()) -> None:
     """Raises ExportError unless a target and its weights are regular files or new, and none is read."""
-    if not target.name:
+    if os.path.isdir(target):
         raise ExportError(f"{target}: is a folder; expected a file name such as {target / 'model.onnx'}")
     read = [os.stat(source) for source in sources if source.exists()]
     for path in (target, data_path(target)):
@@ -36,10 +36,8 @@ def check_target(target: Path, sources: Iterable[Path] = ()) -> None:
             continue
         except OSError as error:
             raise ExportError(f"{path}: cannot be written: {error.strerror}. Name another file") from error
-        if stat.S_ISDIR(found.st_mode) and path != target:
-            raise ExportError(f"{path}: cannot be written: is a folder. Name another file, or remove it")
         if stat.S_ISDIR(found.st_mode):
-            raise ExportError(f"{path}: is a folder; expected a file name such as {path / 'model.onnx'}")
+            raise ExportError(f"{path}: cannot be written: is a folder. Name another file, or remove it")
         if not stat.S_ISREG(found.st_mode):
             raise ExportError(
                 f"{path}: is a pipe, a socket or a device; expected a new file or one to replace"
