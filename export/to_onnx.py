@@ -128,6 +128,7 @@ def main(
         check_opset(opset)
         converted = floating_dtype(dtype) if dtype is not None else None
         axes = {} if dynamic == ["none"] else parse_dynamic(dynamic or ([] if model else ["x:0=batch"]))
+        module: torch.nn.Module
         if model is None:
             torch.manual_seed(0)
             module, args = torch_op.CustomReLU(), (torch.randn(8, 1024),)
