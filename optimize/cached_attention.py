@@ -11,8 +11,6 @@ Leaves alone: inputs position_ids and attention_bias, quantised caches, caches o
 reads the scores.
 """
 
-from itertools import pairwise
-
 import numpy as np
 import onnx_ir as ir
 
@@ -113,7 +111,7 @@ def _replace(
     given = _given(node)
     heads, kv_heads = (g.attribute(node, name, 0) for name in ("num_heads", "kv_num_heads"))
     size = g.last_dim(given["past_key"]) or 0
-    qkv = _packed(context, node, given, [heads * size, kv_heads * size, kv_heads * size])
+    qkv = _packed(context, node, given, (heads + 2 * kv_heads) * size)
     weights = [array for name in ("q_norm", "k_norm") if (array := g.constant(given.get(name))) is not None]
     norms = g.initializer(context.graph, np.stack(weights), "norms") if weights else None
     position = tables.get((given["position"],)) or _positions(context, node, given["position"])
@@ -151,22 +149,16 @@ def _given(node: ir.Node) -> dict[str, ir.Value]:
     return {name: value for name, value in zip(_NAMES, node.inputs, strict=False) if value is not None}
 
 
-def _packed(
-    context: g.RewriteContext, node: ir.Node, given: dict[str, ir.Value], widths: list[int]
-) -> ir.Value:
+def _packed(context: g.RewriteContext, node: ir.Node, given: dict[str, ir.Value], width: int) -> ir.Value:
     """Returns q, k and v as one tensor."""
     if "key" not in given:
         return given["query"]
     values = [given[name] for name in ("query", "key", "value")]
-    parts = [g.part_of(value, -1) for value in values]
-    ends = np.cumsum([0, *widths]).tolist()
-    if parts[0] is not None and g.last_dim(parts[0][0]) == ends[-1]:
-        whole = parts[0][0]
-        if parts == [(whole, start, stop) for start, stop in pairwise(ends)]:
-            return whole
+    if (whole := g.whole_of(values, -1)) is not None:
+        return whole
     if products := products_of_one(context, values):
         return merge(context, products)
-    shape = [*(g.dims(values[0]) or [None])[:-1], ends[-1]]
+    shape = [*(g.dims(values[0]) or [None])[:-1], width]
     merged = quantised.merge(context, node, values)
     return merged or g.add(node, "Concat", values, {"axis": -1}, shape=shape)
 

@@ -8,19 +8,11 @@ CustomSwigluPacked (SiLU only).
 Leaves alone: GELU gates of other tensors, because no op computes these.
 """
 
-from dataclasses import dataclass
-
 import numpy as np
 import onnx_ir as ir
 
 from . import graph as g
 from .linear import LAYOUT, Linear, activation_of, bias_vector, supported_linear, weight_nk
-
-
-@dataclass(frozen=True)
-class _Half:
-    source: ir.Value
-    index: int  # 0 or 1
 
 
 def rewrite(context: g.RewriteContext) -> None:
@@ -35,8 +27,8 @@ def rewrite(context: g.RewriteContext) -> None:
         elif activation != "silu" or "swiglu" not in context.records:
             context.made[activation] += 1
             context.left[f"{activation} gate: no products with constant weights"] += 1
-        elif (parts := halves(gate, up)) is not None and parts[0].index == 0:
-            new = context.add_op(node, "swiglu_packed", [parts[0].source], g.dims(node.outputs[0]))
+        elif (parts := halves(gate, up)) is not None and parts[1] == 0:
+            new = context.add_op(node, "swiglu_packed", [parts[0]], g.dims(node.outputs[0]))
             g.replace(node.outputs[0], new)
             context.made["swiglu (packed)"] += 1
         else:
@@ -70,11 +62,11 @@ def _linear_swiglu(
     """Writes one product of gate and up, if both are products with constant weights; returns whether."""
     parts = halves(gate, up)
     if parts is not None:
-        whole = _linear_of(parts[0].source)
+        whole = _linear_of(parts[0])
         if whole is None or whole.width % 2:
             return False
         weight, bias = weight_nk(context, whole), bias_vector(context, whole.bias)
-        if parts[0].index == 1:
+        if parts[1] == 1:
             weight, bias = _concatenated(context, [(whole, 1), (whole, 0)])
     else:
         whole, second = _linear_of(gate), _linear_of(up)
@@ -120,27 +112,19 @@ def _concatenated(
     return g.initializer(context.graph, np.concatenate(weights), name), bias_value
 
 
-def halves(gate: ir.Value, up: ir.Value) -> tuple[_Half, _Half] | None:
-    """Returns the halves of one tensor's last dimension that gate and up are, else None."""
-    first, second = _half(gate), _half(up)
-    if first is None or second is None or first.source is not second.source or first.index == second.index:
+def halves(gate: ir.Value, up: ir.Value) -> tuple[ir.Value, int] | None:
+    """Returns the tensor of which gate and up are the halves, and which one gate is: 0 or 1."""
+    for index, order in enumerate(((gate, up), (up, gate))):
+        if (whole := g.whole_of(order, -1)) is not None:
+            return whole, index
+    first, second = _half_of_pairs(gate), _half_of_pairs(up)
+    if first is None or second is None or first[0] is not second[0] or first[1] == second[1]:
         return None
-    return first, second
+    return first
 
 
-def _half(value: ir.Value) -> _Half | None:
-    if (apart := _half_of_pairs(value)) is not None:
-        return apart
-    part = g.part_of(value, -1)
-    if part is None:
-        return None
-    source, start, stop = part
-    width, whole = stop - start, g.last_dim(source)
-    return _Half(source, start // width) if width and whole == 2 * width and start in (0, width) else None
-
-
-def _half_of_pairs(value: ir.Value) -> _Half | None:
-    """Returns the half that a value is, as x.unflatten(-1, (2, N))[..., index, :]."""
+def _half_of_pairs(value: ir.Value) -> tuple[ir.Value, int] | None:
+    """Returns x and the index of x.unflatten(-1, (2, N))[..., index, :]."""
     element = g.element_of(value, -2)
     reshape = g.producer(element[0], "Reshape") if element is not None else None
     if element is None or reshape is None:
@@ -149,4 +133,4 @@ def _half_of_pairs(value: ir.Value) -> _Half | None:
     if source is None or count != 2 or not isinstance(width, int):
         return None
     is_whole = g.same_dims(g.dims(source), [*outer, 2 * width])
-    return _Half(source, element[1] % 2) if is_whole else None
+    return (source, element[1] % 2) if is_whole else None

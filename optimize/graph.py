@@ -278,6 +278,17 @@ def part_of(value: ir.Value | None, axis: int) -> tuple[ir.Value, int, int] | No
     return source, start, max(start, stop)
 
 
+def whole_of(values: Sequence[ir.Value | None], axis: int) -> ir.Value | None:
+    """Returns the tensor that values together are, each the `part_of` it that follows the one before."""
+    whole, end = None, 0
+    for value in values:
+        part = part_of(value, axis)
+        if part is None or whole not in (None, part[0]) or part[1] != end:
+            return None
+        whole, _, end = part
+    return whole if (dims(whole) or [None])[axis] == end else None
+
+
 def element_of(value: ir.Value | None, axis: int) -> tuple[ir.Value, int] | None:
     """Returns x and index of x[..., index, ...] along an axis: a Gather, or Squeeze of a `part_of` x."""
     gather, squeeze = producer(value, "Gather"), producer(value, "Squeeze")

@@ -26,12 +26,12 @@ faster."""
 def rewrite(context: g.RewriteContext) -> None:
     biases: dict[ir.Value, ir.Value] = {}  # by the lengths that they stand for
     for node in context.nodes("MultiHeadAttention", domain=g.MICROSOFT):
-        sizes, qkv = _sizes(node), _thirds_of(node)
+        sizes, parts = _sizes(node), node.inputs[:3]
         if sizes is None:
             continue
         batch, tokens, width = sizes
-        products = products_of_one(context, node.inputs[:3])
-        if qkv is None and {g.last_dim(each.outputs[0]) for each in products} != {width}:
+        qkv, products = g.whole_of(parts, -1), products_of_one(context, parts)
+        if (qkv is None and not products) or {g.last_dim(each) for each in parts} != {width}:
             continue
         given = {index: value for index, value in enumerate(node.inputs) if value is not None}
         bias = given.pop(5, None)
@@ -75,15 +75,6 @@ def _sizes(node: ir.Node) -> tuple[g.Dim, int, int] | None:
         if not isinstance(batch, int) or batch * tiles * 16 * 128 * width > _MAX_PRODUCTS:
             return None
     return batch, tokens, width
-
-
-def _thirds_of(node: ir.Node) -> ir.Value | None:
-    """Returns the tensor [B, S, 3 * H * D] that q, k and v are the thirds of."""
-    parts, width = [g.part_of(each, -1) for each in node.inputs[:3]], g.last_dim(node.inputs[0]) or 0
-    if parts[0] is None or g.last_dim(parts[0][0]) != 3 * width:
-        return None
-    qkv = parts[0][0]
-    return qkv if parts == [(qkv, start, start + width) for start in (0, width, 2 * width)] else None
 
 
 def _smallest(bias: ir.Value, whole: list[g.Dim]) -> ir.Value | None:

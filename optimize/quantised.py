@@ -158,8 +158,8 @@ def _gated(
     if gate is None or up is None:
         return [], ""
     parts = halves(gate, up)
-    is_one = len(node.inputs) == 1 or (parts is not None and parts[0].index == 0)
-    if is_one and (whole := found.get(parts[0].source if parts else gate)) is not None:
+    is_one = len(node.inputs) == 1 or (parts is not None and parts[1] == 0)
+    if is_one and (whole := found.get(parts[0] if parts else gate)) is not None:
         fits = g.only_user(whole.output) and whole.sizes["n"] % 16 == 0
         return [whole] if fits else [], activation
     first, second = found.get(gate), found.get(up)

@@ -150,15 +150,10 @@ def _rejoined(node: ir.Node, x: ir.Value, axis: int, position: int) -> tuple[ir.
     if concat.inputs[position] is not node.outputs[0]:
         return None
     rest = concat.inputs[1 - position]
-    parts = [g.part_of(each, axis) for each in ((x, rest) if position == 0 else (rest, x))]
-    if parts[0] is None or parts[1] is None:
+    whole = g.whole_of((x, rest) if position == 0 else (rest, x), axis)
+    if whole is None or g.attribute(concat, "axis", 0) not in (axis % 4, axis % 4 - 4):
         return None
-    (whole, *first), (other, *second) = parts[0], parts[1]
-    shape = g.dims(whole) or []
-    in_order = whole is other and [*first, *second] == [0, first[1], first[1], shape[axis]]
-    return (
-        (concat, whole) if in_order and g.attribute(concat, "axis", 0) in (axis % 4, axis % 4 - 4) else None
-    )
+    return concat, whole
 
 
 def _size(value: ir.Value, axis: int) -> int:

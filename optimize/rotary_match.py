@@ -81,12 +81,8 @@ def _in_parts(node: ir.Node) -> RotaryMatch | None:
 
 def _source_of_pairs(a: ir.Value | None, b: ir.Value | None) -> tuple[ir.Value | None, str]:
     """Returns x and the layout, if a and b are the first and second elements of all its pairs."""
-    parts = [g.part_of(each, -1) for each in (a, b)]
-    if parts[0] is not None and parts[1] is not None:
-        x, width = parts[0][0], g.last_dim(parts[0][0]) or 0
-        bounds = [each[1:] for each in parts if each is not None]
-        in_halves = x is parts[1][0] and bounds == [(0, width // 2), (width // 2, width)] and width % 2 == 0
-        return (x if in_halves else None), "half"
+    if (x := g.whole_of((a, b), -1)) is not None:
+        return (x if g.last_dim(a) == g.last_dim(b) else None), "half"
     sources = [_every_second(each, start) for start, each in enumerate((a, b))]
     return (sources[0] if sources[0] is sources[1] else None), "interleaved"
 
