@@ -17,8 +17,8 @@ from .linear import LAYOUT, Linear, activation_of, bias_vector, supported_linear
 
 def rewrite(context: g.RewriteContext) -> None:
     for node in context.nodes("Mul"):
-        found = _match(context, node) if node.graph is not None else None
-        if found is None:
+        found = gate_of(context, node) if node.graph is not None else None
+        if found is None or not g.same_dims(*map(g.dims, found[:2])):
             continue
         gate, up, activation = found
         context.made[activation] -= 1
@@ -36,8 +36,8 @@ def rewrite(context: g.RewriteContext) -> None:
             context.made["swiglu"] += 1
 
 
-def _match(context: g.RewriteContext, node: ir.Node) -> tuple[ir.Value, ir.Value, str] | None:
-    """Returns gate, up and the activation of activation(gate) * up."""
+def gate_of(context: g.RewriteContext, node: ir.Node) -> tuple[ir.Value, ir.Value, str] | None:
+    """Returns gate, up and the activation of a Mul that is activation(gate) * up."""
     for activated in node.inputs:
         maker = activated.producer() if activated is not None else None
         if maker is None or activated is None or g.only_user(activated) is not node:
@@ -46,12 +46,7 @@ def _match(context: g.RewriteContext, node: ir.Node) -> tuple[ir.Value, ir.Value
         if name in ("", "relu"):
             continue
         up, gate = g.other_input(node, activated), maker.inputs[0]
-        if (
-            up is not None
-            and gate is not None
-            and up is not activated
-            and g.same_dims(g.dims(up), g.dims(gate))
-        ):
+        if up is not None and gate is not None and up is not activated:
             return gate, up, name
     return None
 

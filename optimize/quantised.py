@@ -19,7 +19,7 @@ import onnx_ir as ir
 from twinop.errors import TwinopError
 
 from . import graph as g
-from .gated import halves
+from .gated import gate_of, halves
 from .linear import activation_of
 from .merge_linear import join
 
@@ -147,14 +147,8 @@ def _gated(
     context: g.RewriteContext, node: ir.Node, found: dict[ir.Value, _Product]
 ) -> tuple[list[_Product], str]:
     """Returns the products of gate and up, or the one that has both, and the activation of the gate."""
-    up, gate, activation = node.inputs[0], node.inputs[-1], "silu"
-    if not node.domain:
-        makers = [each.producer() if each is not None else None for each in node.inputs]
-        names = [activation_of(context, maker) for maker in makers]
-        index = next((i for i, name in enumerate(names) if name not in ("", "relu")), None)
-        if index is None or g.only_user(node.inputs[index]) is not node:  # type: ignore[arg-type]
-            return [], ""
-        gate, up, activation = makers[index].inputs[0], node.inputs[1 - index], names[index]  # type: ignore[union-attr]
+    match = (node.inputs[-1], node.inputs[0], "silu") if node.domain else gate_of(context, node)
+    gate, up, activation = match or (None, None, "")
     if gate is None or up is None:
         return [], ""
     parts = halves(gate, up)
