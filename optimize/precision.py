@@ -91,39 +91,37 @@ def convert(model: ir.Model, dtype: ir.DataType, kept: Mapping[str, ir.DataType]
     casts: Casts = {}
     for node in list(graph):
         wanted = ir.DataType.FLOAT if node in wide else dtype
-        chosen = own.types_in_result(node)
+        chosen = own.types_in_result(node) or (None,) * (len(node.inputs) + len(node.outputs))
         for index, value in enumerate(node.inputs):
-            if value is None:
-                continue
-            to = (chosen[index] if chosen is not None else None) or wanted
-            node.replace_input_with(index, _converted(node, value, to, dtypes, casts))
+            if value is not None:
+                to = chosen[index] or wanted
+                node.replace_input_with(index, _converted(node, value, to, dtypes, casts))
         for subgraph in g.subgraphs(node):
             _cast_captured(node, subgraph, wanted, dtypes, casts)
         for index, result in enumerate(node.outputs):
             if result in floats:
-                to = (chosen[len(node.inputs) + index] if chosen is not None else None) or wanted
-                _set_dtype(result, to, dtypes)
+                _set_dtype(result, chosen[len(node.inputs) + index] or wanted, dtypes)
         _convert_attributes(node, wanted)
     _cast_outputs(graph, dtypes, dtype, kept)
     RemoveUnusedNodesPass()(model)  # the weights in fp32
     return len(wide)
 
 
-def _cast(before: ir.Node, value: ir.Value, dtype: ir.DataType, casts: Casts) -> ir.Value:
-    if (value, dtype) not in casts:
-        casts[value, dtype] = g.add(before, "Cast", [value], {"to": dtype})
-    return casts[value, dtype]
-
-
 def _converted(
     before: ir.Node, value: ir.Value, dtype: ir.DataType, dtypes: Mapping[ir.Value, ir.DataType], casts: Casts
 ) -> ir.Value:
     """Returns a value or a constant of the main graph in a dtype."""
-    assert before.graph is not None
-    if value in dtypes and dtypes[value] is not dtype:
-        return _cast(before, value, dtype, casts)
-    is_wide = value not in dtypes and dtype is not ir.DataType.FLOAT and _is_wide_constant(value)
-    return _narrowed(before.graph, value, dtype, casts) if is_wide else value
+    is_constant = value not in dtypes and _is_wide_constant(value)
+    if dtype is (ir.DataType.FLOAT if is_constant else dtypes.get(value, dtype)):
+        return value
+    if (value, dtype) not in casts:
+        if is_constant:
+            assert before.graph is not None and value.const_value is not None
+            array = narrow(value.const_value.numpy(), dtype)
+            casts[value, dtype] = g.initializer(before.graph, array, f"{value.name}_{dtype.name.lower()}")
+        else:
+            casts[value, dtype] = g.add(before, "Cast", [value], {"to": dtype})
+    return casts[value, dtype]
 
 
 def _cast_captured(
@@ -266,14 +264,6 @@ def _readers(value: ir.Value) -> Iterator[ir.Node]:
 
 def _is_wide_constant(value: ir.Value) -> bool:
     return value.is_initializer() and value.dtype is ir.DataType.FLOAT
-
-
-def _narrowed(graph: ir.Graph, value: ir.Value, dtype: ir.DataType, casts: Casts) -> ir.Value:
-    if (value, dtype) not in casts:
-        assert value.const_value is not None
-        array = narrow(value.const_value.numpy(), dtype)
-        casts[value, dtype] = g.initializer(graph, array, f"{value.name}_{dtype.name.lower()}")
-    return casts[value, dtype]
 
 
 def clip(value: Any, dtype: ir.DataType) -> Any:
