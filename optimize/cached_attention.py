@@ -130,15 +130,10 @@ def _replace(
         "eps": g.attribute(node, "qk_norm_epsilon", 1e-6),
     }
     inputs = [qkv, *past, position, given["total"], cos_sin, norms, sinks]
-    while inputs[-1] is None:
-        inputs.pop()
-    name = context.records["attention_cached"].onnx_name
-    made = ir.node(name, inputs, attributes, domain=DOMAIN, num_outputs=3)
-    context.graph.insert_before(node, made)
-    context.graph.opset_imports.setdefault(DOMAIN, 1)
-    for new, like in zip(made.outputs, [node.outputs[0], *past], strict=True):
-        new.type, new.shape = like.type or qkv.type, like.shape
-    for old, new in list(zip(node.outputs, made.outputs, strict=False)):
+    name, likes = context.records["attention_cached"].onnx_name, [node.outputs[0], *past]
+    made = g.add_like(node, name, inputs, attributes, likes, domain=DOMAIN)
+    made[0].type = made[0].type or qkv.type
+    for old, new in list(zip(node.outputs, made, strict=False)):
         if g.is_read(old):
             g.replace(old, new)
     g.prune(node)

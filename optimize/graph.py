@@ -332,12 +332,7 @@ def add(
         dtype: of the output; by default what the operator makes of its inputs' dtypes.
         shape: of the output; by default what elementwise operators make of their inputs' shapes.
     """
-    graph = before.graph
-    assert graph is not None
-    given = list(inputs)
-    while given and given[-1] is None:
-        given.pop()
-    first = given[0] if given else None
+    first = inputs[0] if inputs else None
     kind = dtype or (first.dtype if first is not None else None)
     if op_type == "Cast" and attributes is not None:
         kind = ir.DataType(attributes["to"])
@@ -347,13 +342,34 @@ def add(
         kind = _RESULTS.get(op_type, kind)
     if shape is None and op_type in _ELEMENTWISE:
         shape = reduce(broadcast_dims, map(dims, inputs))
-    node = ir.node(op_type, given, dict(attributes or {}), domain=domain)
-    node.outputs[0].type = ir.TensorType(kind) if kind is not None else None
-    node.outputs[0].shape = None if shape is None else ir.Shape(shape)
-    graph.insert_before(before, node)
+    like = ir.Value(
+        type=None if kind is None else ir.TensorType(kind), shape=None if shape is None else ir.Shape(shape)
+    )
+    [result] = add_like(before, op_type, inputs, attributes, [like], domain=domain)
+    return result
+
+
+def add_like(
+    before: ir.Node,
+    op_type: str,
+    inputs: Sequence[ir.Value | None],
+    attributes: Mapping[str, Any] | None,
+    likes: Sequence[ir.Value],
+    *,
+    domain: str = "",
+) -> Sequence[ir.Value]:
+    """Inserts a node before another one, and returns its outputs, with the types and shapes of `likes`."""
+    given = list(inputs)
+    while given and given[-1] is None:
+        given.pop()
+    node = ir.node(op_type, given, dict(attributes or {}), domain=domain, num_outputs=len(likes))
+    for value, like in zip(node.outputs, likes, strict=True):
+        value.type, value.shape = like.type, like.shape
+    assert before.graph is not None
+    before.graph.insert_before(before, node)
     if domain:
-        graph.opset_imports.setdefault(domain, 1)
-    return node.outputs[0]
+        before.graph.opset_imports.setdefault(domain, 1)
+    return node.outputs
 
 
 def transpose(before: ir.Node, value: ir.Value, permutation: Sequence[int]) -> ir.Value:

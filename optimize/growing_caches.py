@@ -58,19 +58,15 @@ def _fuse(context: g.RewriteContext, softmax: ir.Node, whole: dict[ir.Value, ir.
     scale = float(scores.scale * on_q * on_k * before_split)
     attributes = {"q_num_heads": heads.count, "kv_num_heads": new_k.count, "scale": scale}
     given = [plain, new_k.value, new_v.value, whole[bias] if bias is not None else None, past_k, past_v]
-    node = ir.node("Attention", given, attributes, num_outputs=3)
-    context.graph.insert_before(matmul, node)
+    result, all_k, all_v = g.add_like(matmul, "Attention", given, attributes, (plain, k, v))
     context.graph.opset_imports[""] = max(context.graph.opset_imports[""], _OPSET)
-    for new, like in zip(node.outputs, (plain, k, v), strict=True):
-        new.type, new.shape = like.type, like.shape
-    result = node.outputs[0]
     result.shape = ir.Shape([*(g.dims(plain) or [None, None])[:2], heads.count * new_v.size])
     is_finite = probabilities is softmax.outputs[0] or context.finite_masks.issuperset(scores.masks)
     if bias is not None and not is_finite:
         result = zero_hidden_rows(bias, result, matmul)
     replace_output(matmul.outputs[0], result, Heads(result, heads.count, new_v.size))
-    g.replace(k, node.outputs[1])
-    g.replace(v, node.outputs[2])
+    g.replace(k, all_k)
+    g.replace(v, all_v)
     context.made[FUSED] += 1
 
 

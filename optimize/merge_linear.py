@@ -82,8 +82,7 @@ def _rows(x: ir.Value) -> int:
 def _replace(context: g.RewriteContext, nodes: list[ir.Node]) -> None:
     first, y = nodes[0], merge(context, nodes)
     widths = [g.last_dim(node.outputs[0]) or 0 for node in nodes]
-    split = ir.node("Split", [y, g.int_constant(first, widths)], {"axis": -1}, num_outputs=len(nodes))
-    context.graph.insert_before(first, split)
-    for node, width, part in zip(nodes, widths, split.outputs, strict=True):
-        part.type, part.shape = y.type, ir.Shape([*(g.dims(y) or [])[:-1], width])
-        g.replace(node.outputs[0], part)
+    old = [node.outputs[0] for node in nodes]
+    parts = g.add_like(first, "Split", [y, g.int_constant(first, widths)], {"axis": -1}, old)
+    for value, part in zip(old, parts, strict=True):
+        g.replace(value, part)

@@ -42,8 +42,6 @@ def fuse_lookups(context: g.RewriteContext) -> None:
         rows = [term for term in terms if term is not lookup]
         if gather is not None and (rest := _sum_of_terms(norm, rows, shape)) is not None:
             _fuse(context, "layer_norm", norm, total, "embed_layer_norm", [*gather.inputs, rest])
-            for term in terms:
-                g.prune(term.producer())
 
 
 def _is_fusible(norm: ir.Node) -> bool:
@@ -61,12 +59,11 @@ def _fuse(
     inputs: Sequence[ir.Value | None],
 ) -> None:
     """Puts one node of `op` in the place of a norm and the sum that it reads."""
-    record, last = context.records[op], g.maker(total)
+    record, old = context.records[op], [node.outputs[0], total]
     kept = {name: each.value for name, each in node.attributes.items() if record.attribute(name) is not None}
-    given = [*inputs, *node.inputs[1:]]
-    fused = ir.node(record.onnx_name, given, kept, domain=DOMAIN, num_outputs=2)
-    old = [*node.outputs, total]
-    ir.convenience.replace_nodes_and_values(context.graph, node, [last, node], [fused], old, fused.outputs)
+    fused = g.add_like(node, record.onnx_name, [*inputs, *node.inputs[1:]], kept, old, domain=DOMAIN)
+    for value, new in zip(old, fused, strict=True):
+        g.replace(value, new)
     context.graph.sort()  # other readers of the sum may stand before the norm
     context.made[norm] -= 1
     context.made[op] += 1

@@ -12,7 +12,7 @@ Leaves alone: other orders of the pairs; cos and sin with D columns that are not
 elements of each pair.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import onnx_ir as ir
@@ -99,18 +99,13 @@ def _can_fuse(context: g.RewriteContext, a: _Rotation, b: _Rotation) -> bool:
     )
 
 
-def _fused(context: g.RewriteContext, a: _Rotation, b: _Rotation) -> list[ir.Value]:
+def _fused(context: g.RewriteContext, a: _Rotation, b: _Rotation) -> Sequence[ir.Value]:
     """Inserts CustomRope for two rotations, and returns its outputs."""
     angles = [_angles(a, each) for each in (a.cos, a.sin)]
     inputs = [a.heads.value, b.heads.value, *angles]
     attributes: dict[str, str | int] = {"layout": a.layout, "head_size": _head_size(a)}
-    node = ir.node(context.records["rope"].onnx_name, inputs, attributes, domain=DOMAIN, num_outputs=2)
-    for result, rotation in zip(node.outputs, (a, b), strict=True):
-        source = rotation.heads.value
-        result.type, result.shape = source.type, source.shape
-    context.graph.insert_before(b.node, node)
-    context.graph.opset_imports.setdefault(DOMAIN, 1)
-    return list(node.outputs)
+    name = context.records["rope"].onnx_name
+    return g.add_like(b.node, name, inputs, attributes, inputs[:2], domain=DOMAIN)
 
 
 def _single(rotation: _Rotation) -> ir.Value:
