@@ -21,7 +21,7 @@ import onnx_ir as ir
 
 from . import graph as g
 from .heads import SWAP_S_H, Heads, merged_heads, repeat_heads, split_heads, without_repeats
-from .scores import LOWEST, Scores, scores_of, unscaled, untransposed
+from .scores import LOWEST, Scores, known_of, scores_of, unscaled, untransposed
 
 _GROWS = {"Concat", "ScatterElements", "ScatterND", "TensorScatter", "Where"}
 _MOVES = _GROWS | {
@@ -109,7 +109,7 @@ def _fuse(context: g.RewriteContext, softmax: ir.Node) -> None:
     bias, lengths, causal = masks_of_scores(
         context, scores.masks, matmul, square=not context.may_differ(*rows)
     )
-    is_finite = bias is None or context.finite_masks.issuperset(scores.masks)
+    is_finite = bias is None or all(known_of(each).is_finite for each in scores.masks)
     has_guard = probabilities is not softmax.outputs[0] and not is_finite
     attributes: dict[str, int | float] = {"num_heads": q3.count, "scale": scale * on_q * on_k}
     attributes |= {"unidirectional": 1} if causal else {}
@@ -204,25 +204,27 @@ def masks_of_scores(
     context: g.RewriteContext, masks: list[ir.Value], before: ir.Node, square: bool
 ) -> tuple[ir.Value | None, ir.Value | None, bool]:
     """Returns the mask to add, the lengths, and whether it is causal; `square`: as many queries as keys."""
-    masks = [mask for mask in masks if mask not in context.empty_masks]
-    known = context.causal_masks | context.right_padding_masks.keys()
-    added = [mask for mask in masks if mask not in known or (mask in context.causal_masks and not square)]
+    known = {mask: known_of(mask) for mask in masks}
+    masks = [mask for mask in masks if known[mask].is_causal or known[mask].hides != "nothing"]
+    causal = [mask for mask in masks if known[mask].is_causal]
+    added = [mask for mask in masks if not (square if mask in causal else known[mask].hides == "right")]
     if added:  # together with a causal mask, they may hide whole rows: that takes the sum of their numbers
-        added += [mask for mask in masks if mask in context.causal_masks and mask not in added]
+        added += [mask for mask in causal if mask not in added]
+    inputs = {value.name: value for value in context.graph.inputs}
     bias: ir.Value | None = None
     for mask in added:
-        if mask in context.padding_masks:
-            mask = padding_bias(*context.padding_masks[mask], mask, before)
+        if known[mask].hides == "any":
+            mask = padding_bias(inputs[known[mask].shown], known[mask].number, mask, before)
         bias = mask if bias is None else g.add(before, "Add", [bias, mask])
     lengths: ir.Value | None = None
     for mask in masks:
-        if mask in context.right_padding_masks and mask not in added:
-            shown = context.right_padding_masks[mask]
+        if known[mask].hides == "right" and mask not in added:
+            shown = inputs[known[mask].shown]
             wide = g.add(before, "Cast", [shown], {"to": ir.DataType.INT32})
             axes = g.int_constant(before, [1])
             lengths = g.add(before, "ReduceSum", [wide, axes], {"keepdims": 0}, shape=[None])
             context.lengths[lengths] = shown
-    return bias, lengths, any(mask in context.causal_masks and mask not in added for mask in masks)
+    return bias, lengths, any(mask not in added for mask in causal)
 
 
 def spread(bias: ir.Value, q: ir.Value, k: ir.Value, before: ir.Node) -> ir.Value:

@@ -28,19 +28,13 @@ class UnsupportedPattern(Exception):
 
 @dataclass
 class RewriteContext:
-    """The model that the rewrites change, what is known of its masks, and what the report counts.
+    """The model that the rewrites change, and what the report counts.
 
     Attributes:
         records: twinop's ops by name.
         made: the number of new nodes by what they compute.
         left: the number of patterns that were left alone, by pattern and reason.
-        right_padding_masks: masks that become lengths, and the graph input [B, T] of each.
-        lengths: the lengths that were made of such masks, and the graph input of each.
-        padding_masks: masks that hide what a graph input [B, T] marks with 0: that input, and the number that
-            they hide with.
-        causal_masks: masks that hide the future; they may be in `right_padding_masks`, too.
-        empty_masks: masks that hide nothing.
-        finite_masks: masks that hide with finite numbers, so that no row of a softmax is NaN.
+        lengths: the lengths that were made of masks of padding, and the graph input of each.
         weights_nk: constants [N, K] by the constant [K, N] that they were made of.
         joined: constants by those that they join along the first axis.
     """
@@ -50,12 +44,7 @@ class RewriteContext:
     records: Mapping[str, OpSpec]
     made: Counter[str] = field(default_factory=Counter)
     left: Counter[str] = field(default_factory=Counter)
-    right_padding_masks: dict[ir.Value, ir.Value] = field(default_factory=dict)
     lengths: dict[ir.Value, ir.Value] = field(default_factory=dict)
-    padding_masks: dict[ir.Value, tuple[ir.Value, float]] = field(default_factory=dict)
-    causal_masks: set[ir.Value] = field(default_factory=set)
-    empty_masks: set[ir.Value] = field(default_factory=set)
-    finite_masks: set[ir.Value] = field(default_factory=set)
     weights_nk: dict[ir.Value, ir.Value] = field(default_factory=dict)
     joined: dict[tuple[ir.Value, ...], ir.Value] = field(default_factory=dict)
 
@@ -119,11 +108,6 @@ def ancestors(value: ir.Value, of_shapes: bool = False) -> set[ir.Value]:
             waiting += [read for one in nodes for read in one.inputs if read is not None]
             waiting += [read for graph in subgraphs(node) for read in graph.outputs]
     return seen
-
-
-def by_name(graph: ir.Graph) -> dict[str | None, ir.Value]:
-    results = (value for node in graph for value in node.outputs)
-    return {value.name: value for value in (*graph.inputs, *graph.initializers.values(), *results)}
 
 
 def chain(value: ir.Value | None, *op_types: str) -> list[ir.Node]:

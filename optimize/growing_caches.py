@@ -14,7 +14,7 @@ from . import graph as g
 from .attention import after_nan_guard, attentions, masks_of_scores, replace_output, zero_hidden_rows
 from .heads import Heads, merged_heads, without_repeats
 from .inputs import grows
-from .scores import scores_of, unscaled, untransposed
+from .scores import known_of, scores_of, unscaled, untransposed
 
 FUSED = "attention over a growing cache"
 _OPSET = 23
@@ -61,7 +61,7 @@ def _fuse(context: g.RewriteContext, softmax: ir.Node, whole: dict[ir.Value, ir.
     result, all_k, all_v = g.add_like(matmul, "Attention", given, attributes, (plain, k, v))
     context.graph.opset_imports[""] = max(context.graph.opset_imports[""], _OPSET)
     result.shape = ir.Shape([*(g.dims(plain) or [None, None])[:2], heads.count * new_v.size])
-    is_finite = probabilities is softmax.outputs[0] or context.finite_masks.issuperset(scores.masks)
+    is_finite = probabilities is softmax.outputs[0] or all(known_of(each).is_finite for each in scores.masks)
     if bias is not None and not is_finite:
         result = zero_hidden_rows(bias, result, matmul)
     replace_output(matmul.outputs[0], result, Heads(result, heads.count, new_v.size))

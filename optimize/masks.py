@@ -22,6 +22,7 @@ from . import inputs
 from .attention import attentions, masks_of
 from .dimensions import expressions
 from .prepare import clean
+from .scores import KNOWN, KnownMask
 
 _HIDDEN = -1e4  # exp() of this or less is 0, in fp16 too
 _LONG = 2048  # a length at which windows show, however they are written
@@ -44,7 +45,7 @@ class _Mask:
 
 
 def classify(context: g.RewriteContext, sizes: inputs.Sizes, padding: str | None) -> None:
-    """Computes the masks of all attentions, and fills the fields of `context` that end in `_masks`.
+    """Computes the masks of all attentions, and notes in their `meta` what they hide.
 
     Args:
         sizes: a batch of several sequences and lengths that the model accepts.
@@ -71,36 +72,10 @@ def classify(context: g.RewriteContext, sizes: inputs.Sizes, padding: str | None
             continue
         if len(mask.lowest) > 1:
             mask.kinds.discard((False, "any"))
-        context.finite_masks |= {mask.value} if _FINITE in mask.kinds else set()
         allowed = {"nothing": True, "right": padding == "right", "any": True}
-        kind = next((each for each in _KINDS if each in mask.kinds and allowed[each[1]]), None)
-        if kind is None:
-            continue
-        causal, hides = kind
-        if hides == "any":
-            context.padding_masks[mask.value] = given[0], min(mask.lowest, default=_HIDDEN)
-        if hides == "right":
-            context.right_padding_masks[mask.value] = given[0]
-        if hides == "nothing" and not causal:
-            context.empty_masks.add(mask.value)
-        if causal:
-            context.causal_masks.add(mask.value)
-
-
-def transfer(known: g.RewriteContext, context: g.RewriteContext) -> None:
-    """Fills the fields of `context` that end in `_masks` with those of another context on the same model."""
-    by_name = g.by_name(context.graph)
-
-    def same(value: ir.Value) -> ir.Value:
-        return by_name[value.name]
-
-    for mask, (shown, number) in known.padding_masks.items():
-        context.padding_masks[same(mask)] = same(shown), number
-    for mask, shown in known.right_padding_masks.items():
-        context.right_padding_masks[same(mask)] = same(shown)
-    context.causal_masks |= {*map(same, known.causal_masks)}
-    context.empty_masks |= {*map(same, known.empty_masks)}
-    context.finite_masks |= {*map(same, known.finite_masks)}
+        kind = next((each for each in _KINDS if each in mask.kinds and allowed[each[1]]), (False, ""))
+        lowest = min(mask.lowest, default=_HIDDEN)
+        mask.value.meta[KNOWN] = KnownMask(*kind, _FINITE in mask.kinds, name, lowest)
 
 
 def _try(model: ir.Model, masks: Sequence[_Mask], sizes: inputs.Sizes, name: str, batch: int = 0) -> bool:
@@ -240,8 +215,8 @@ def _is_of_kind(array: np.ndarray, kind: MaskKind, shown: np.ndarray | None) -> 
 def model_of(model: ir.Model, values: Sequence[ir.Value]) -> bytes:
     """Returns a model that computes some values of a model."""
     part = model.clone()
-    by_name = g.by_name(part.graph)
-    part.graph.outputs[:] = [by_name[value.name] for value in values]
+    by_name = ir.convenience.create_value_mapping(part.graph)
+    part.graph.outputs[:] = [by_name[str(value.name)] for value in values]
     for value in part.graph.outputs:
         value.shape = None
     clean(part)

@@ -125,8 +125,8 @@ class RewriteCheck:
         equivalence.confirm_shapes(self.base, self.reference)
         self.progress("folding constants, inferring shapes")
         prepare(self.base, {**self.records, **self.own.records})
-        self.classified = g.RewriteContext(self.base, self.report.device, self.records)
-        masks.classify(self.classified, self.sizes, self.padding)
+        context = g.RewriteContext(self.base, self.report.device, self.records)
+        masks.classify(context, self.sizes, self.padding)
 
     def _noise(self, original: ir.Model) -> equivalence.Errors:
         self.progress("comparing the original with itself")
@@ -136,7 +136,6 @@ class RewriteCheck:
     def apply(self, rewrites: Rewrites) -> g.RewriteContext:
         """Applies rewrites to a copy of the model; raises NotEquivalent if one of them fails."""
         context = g.RewriteContext(self.base.clone(), self.report.device, self.records)
-        masks.transfer(self.classified, context)
         for name, rewrite in rewrites.items():
             self.progress(f"rewriting: {name}")
             before = Counter(context.made)

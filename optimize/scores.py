@@ -8,6 +8,8 @@ import onnx_ir as ir
 from . import graph as g
 from .heads import SWAP_ROWS
 
+KNOWN = "what a mask hides"
+"""In the `meta` of masks: a `KnownMask`."""
 LOWEST = float(np.finfo(np.float32).min)
 _HIDDEN = -6e4  # a score of this or less is 0 after the softmax; -65504 is fp16's lowest number
 
@@ -19,6 +21,32 @@ class Scores:
     product: ir.Node
     scale: float = 1.0
     masks: list[ir.Value] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class KnownMask:
+    """What `masks.py` has found out about a mask, and keeps in its `meta`.
+
+    Attributes:
+        is_causal: it hides the future.
+        hides: what it hides beside the future: "nothing"; where `shown` is 0, "right" for the ends of
+            sequences or "any" for all tokens; "" if that is not known.
+        is_finite: it hides with finite numbers, so that no row of a softmax is NaN.
+        shown: the name of a graph input [B, T].
+        number: it hides with this number, if it hides "any".
+    """
+
+    is_causal: bool = False
+    hides: str = ""
+    is_finite: bool = False
+    shown: str = ""
+    number: float = 0.0
+
+
+def known_of(mask: ir.Value) -> KnownMask:
+    """Returns what is known of a mask."""
+    known: KnownMask = mask.meta.get(KNOWN, KnownMask())
+    return known
 
 
 def scores_of(softmax: ir.Node, after: ir.Node) -> Scores:
