@@ -18,6 +18,7 @@ from collections.abc import Iterator
 from math import inf
 
 import onnx_ir as ir
+from onnx_ir.passes.common import CommonSubexpressionEliminationPass
 
 from . import graph as g
 from .heads import SWAP_S_H, Heads, merged_heads, repeat_heads, split_heads, without_repeats
@@ -43,6 +44,7 @@ def rewrite(context: g.RewriteContext) -> None:
             _fuse(context, softmax)
         except g.UnsupportedPattern as reason:
             context.left[f"attention: {reason}"] += 1
+    CommonSubexpressionEliminationPass()(context.model)  # what was moved before the products of q, k and v
 
 
 def attentions(context: g.RewriteContext) -> Iterator[ir.Node]:

@@ -88,30 +88,14 @@ def _swapped(value: ir.Value, before: ir.Node) -> ir.Value:
             x, other = other, x
         if x is not None and other is not None and g.rank(x) == 3 and _is_per_column(node, other):
             inputs = [_swapped(x, before), other]
-            return _reused(before, node.op_type, inputs if node.inputs[0] is x else inputs[::-1], [], swapped)
-    return _reused(before, "Transpose", [value], SWAP_ROWS, swapped)
+            return g.add(before, node.op_type, inputs if node.inputs[0] is x else inputs[::-1], shape=swapped)
+    return g.transpose(before, value, SWAP_ROWS)
 
 
 def _is_per_column(node: ir.Node, other: ir.Value) -> bool:
     """Whether the second operand of a node is one for all rows."""
     shape = g.dims(other)
     return shape is not None and (len(shape) == 2 if node.op_type == "MatMul" else len(shape) < 2)
-
-
-def _reused(
-    before: ir.Node, op_type: str, inputs: list[ir.Value], perm: list[int], shape: list[g.Dim]
-) -> ir.Value:
-    """Returns the output of such a node, which is inserted if there is none: q, k and v need the same ones.
-
-    The graph is sorted after each rewrite, so the node may be anywhere.
-    """
-    for use in inputs[0].uses():
-        found = use.node if use.node is g.producer(use.node.outputs[0], op_type) else None
-        if found is None or list(found.inputs) != inputs or found.graph is not before.graph:
-            continue
-        if list(g.attribute(found, "perm", ())) == perm:
-            return found.outputs[0]
-    return g.add(before, op_type, inputs, {"perm": perm} if perm else {}, shape=shape)
 
 
 def _part_of_rows(value: ir.Value) -> tuple[ir.Value, int, int] | None:
