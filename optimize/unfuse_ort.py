@@ -25,13 +25,13 @@ _TANH = {"approximate": "tanh"}  # the form of FastGelu
 def rewrite(context: g.RewriteContext) -> None:
     for node in context.nodes(*_RULES, domain=g.MICROSOFT):
         try:
-            if _RULES[node.op_type](context, node):
-                context.made[f"{node.op_type} decomposed"] += 1
+            _RULES[node.op_type](context, node)
+            context.made[f"{node.op_type} decomposed"] += 1
         except g.UnsupportedPattern as reason:
-            context.left[f"{node.op_type}: {reason}"] += 1
+            context.left[f"{node.op_type}: {reason}"] += bool(str(reason))
 
 
-def _skip_norm(context: g.RewriteContext, node: ir.Node) -> bool:
+def _skip_norm(context: g.RewriteContext, node: ir.Node) -> None:
     """y = norm(input + skip + bias)."""
     simple = node.op_type == "SkipSimplifiedLayerNormalization"
     x, skip, *rows = node.inputs
@@ -46,7 +46,6 @@ def _skip_norm(context: g.RewriteContext, node: ir.Node) -> bool:
         g.replace(node.outputs[0], g.add(node, "Mul", [normal, *rows]))
     else:
         _norm(node, total, rows)
-    return True
 
 
 def _norm(node: ir.Node, x: ir.Value, rows: list[ir.Value | None]) -> None:
@@ -102,7 +101,7 @@ def rms_norm(
     return g.add(node, "Div", [x, root]), root
 
 
-def _embed_norm(context: g.RewriteContext, node: ir.Node) -> bool:
+def _embed_norm(context: g.RewriteContext, node: ir.Node) -> None:
     """y = norm(word[ids] + segment[types] + position)."""
     ids, types, word, position, segment, *rest = node.inputs
     rows, rest = rest[:2], rest[2:]
@@ -124,19 +123,17 @@ def _embed_norm(context: g.RewriteContext, node: ir.Node) -> bool:
         lengths = g.add(node, "ReduceSum", inputs, {"keepdims": 0}, shape=(shape or [None])[:1])
         g.replace(node.outputs[1], g.add(node, "Cast", [lengths], {"to": ir.DataType.INT32}))
     _norm(node, total, rows)
-    return True
 
 
-def _gelu(context: g.RewriteContext, node: ir.Node) -> bool:
+def _gelu(context: g.RewriteContext, node: ir.Node) -> None:
     x, shape = node.inputs[0], g.dims(node.outputs[0])
     if len(node.inputs) > 1 and node.inputs[1] is not None:
         x = g.add(node, "Add", node.inputs, shape=shape)
     form = _TANH if node.op_type == "FastGelu" else {}
     g.replace(node.outputs[0], g.add(node, "Gelu", [x], form, shape=shape))
-    return True
 
 
-def _matmul(context: g.RewriteContext, node: ir.Node) -> bool:
+def _matmul(context: g.RewriteContext, node: ir.Node) -> None:
     if g.attribute(node, "transBatchA", 0) or g.attribute(node, "transBatchB", 0):
         raise g.UnsupportedPattern("its batch is transposed")
     sides = []
@@ -154,10 +151,9 @@ def _matmul(context: g.RewriteContext, node: ir.Node) -> bool:
         number = g.initializer(context.graph, np.array(alpha, np.float32), "alpha")
         result = g.add(node, "Mul", [result, number])
     g.replace(node.outputs[0], result)
-    return True
 
 
-def _attention(context: g.RewriteContext, node: ir.Node) -> bool:
+def _attention(context: g.RewriteContext, node: ir.Node) -> None:
     """Attention that computes q, k and v from x itself."""
     x, weight, bias, mask, past, added = [*node.inputs, *[None] * 6][:6]
     known = {"num_heads", "unidirectional", "scale", "mask_filter_value", "qkv_hidden_sizes"}
@@ -165,58 +161,56 @@ def _attention(context: g.RewriteContext, node: ir.Node) -> bool:
         raise g.UnsupportedPattern("it has a KV cache or unknown attributes")
     if x is None or weight is None or not g.is_constant(weight):
         raise g.UnsupportedPattern("its weight is not constant")
-    array, row = g.constant(weight), g.constant(bias)
+    array = g.constant(weight)
     assert array is not None
-    widths = [int(each) for each in g.attribute(node, "qkv_hidden_sizes", [array.shape[1] // 3] * 3)]
-    parts, start = [], 0
-    for width in widths:
-        shape: list[g.Dim] = [*(g.dims(x) or [])[:-1], width]
-        columns = g.initializer(context.graph, array[:, start : start + width], f"{weight.name}_{start}")
-        part = g.add(node, "MatMul", [x, columns], shape=shape)
-        if row is not None:
-            piece = g.initializer(context.graph, row[start : start + width], f"{weight.name}_{start}_bias")
-            part = g.add(node, "Add", [part, piece], shape=shape)
-        parts.append(part)
-        start += width
-    _multi_head(node, parts, mask, added)
-    return True
+    widths = g.attribute(node, "qkv_hidden_sizes", [array.shape[1] // 3] * 3)
+    parts = list[ir.Value]()
+    for columns in np.split(array, np.cumsum(widths)[:-1], 1):
+        shape: list[g.Dim] = [*(g.dims(x) or [])[:-1], columns.shape[1]]
+        part = g.initializer(context.graph, columns, f"{weight.name}_part")
+        parts.append(g.add(node, "MatMul", [x, part], shape=shape))
+    _multi_head(context, node, parts, bias, mask, added)
 
 
-def _multi_head_attention(context: g.RewriteContext, node: ir.Node) -> bool:
+def _multi_head_attention(context: g.RewriteContext, node: ir.Node) -> None:
     q, k, v, bias, mask, added, *past = [*node.inputs, *[None] * 6][: max(6, len(node.inputs))]
     if q is None or k is None or v is None or any(each is not None for each in past):
         raise g.UnsupportedPattern("it has a KV cache or packed inputs")
     if bias is None and (mask is None or g.rank(mask) != 2):
-        return False
+        raise g.UnsupportedPattern  # it has the form that the other rewrites match
     if any(g.rank(each) != 3 for each in (q, k, v)):
         raise g.UnsupportedPattern("q, k or v is not [B, T, H*D]")
-    parts = [q, k, v]
+    _multi_head(context, node, [q, k, v], bias, mask, added)
+
+
+def _multi_head(
+    context: g.RewriteContext,
+    node: ir.Node,
+    parts: list[ir.Value],
+    bias: ir.Value | None,
+    mask: ir.Value | None,
+    added: ir.Value | None,
+) -> None:
+    """Writes the attention of q, k and v with a bias; a mask [B, T] of 0 and 1 becomes an additive one."""
     if bias is not None:
-        row, start = g.constant(bias), 0
+        row = g.constant(bias)
+        widths = [width for part in parts if (width := g.last_dim(part)) is not None]
         if row is None:
             raise g.UnsupportedPattern("its bias is not constant")
-        for index, part in enumerate(parts):
-            width = (g.dims(part) or [None])[-1]
-            if not isinstance(width, int):
-                raise g.UnsupportedPattern("an unknown number of columns")
-            piece = g.initializer(context.graph, row[start : start + width], f"{bias.name}_{start}")
-            parts[index] = g.add(node, "Add", [part, piece], shape=g.dims(part))
-            start += width
-    _multi_head(node, parts, mask, added)
-    return True
-
-
-def _multi_head(node: ir.Node, parts: list[ir.Value], mask: ir.Value | None, added: ir.Value | None) -> None:
-    """Writes the attention of q, k and v; a mask [B, T] of 0 and 1 becomes an additive mask."""
+        if len(widths) < len(parts):
+            raise g.UnsupportedPattern("an unknown number of columns")
+        for index, piece in enumerate(np.split(row, np.cumsum(widths)[:-1])):
+            part = g.initializer(context.graph, piece, f"{bias.name}_part")
+            parts[index] = g.add(node, "Add", [parts[index], part])
     names = ("num_heads", "unidirectional", "scale")
     attributes = {name: node.attributes[name].value for name in names if name in node.attributes}
     rank = g.rank(mask) if mask is not None else 1
     if rank == 2:
         assert mask is not None
-        bias = padding_bias(mask, g.attribute(node, "mask_filter_value", _HIDDEN), parts[0], node)
+        hiding = padding_bias(mask, g.attribute(node, "mask_filter_value", _HIDDEN), parts[0], node)
         if added is not None:
-            bias = g.add(node, "Add", [bias, added])
-        added, mask = spread(bias, parts[0], parts[1], node), None
+            hiding = g.add(node, "Add", [hiding, added])
+        added, mask = spread(hiding, parts[0], parts[1], node), None
     elif rank != 1:
         raise g.UnsupportedPattern(f"a mask of {rank} dimensions")
     inputs = [*parts, None, mask, added]
@@ -225,7 +219,7 @@ def _multi_head(node: ir.Node, parts: list[ir.Value], mask: ir.Value | None, add
     g.replace(node.outputs[0], new)
 
 
-_RULES: Mapping[str, Callable[[g.RewriteContext, ir.Node], bool]] = {
+_RULES: Mapping[str, Callable[[g.RewriteContext, ir.Node], None]] = {
     "Attention": _attention,
     "BiasGelu": _gelu,
     "EmbedLayerNormalization": _embed_norm,
