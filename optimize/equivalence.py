@@ -98,11 +98,13 @@ class Reference:
         cases: the usual ones, and then special ones.
         outputs: the original's, in ONNX Runtime as it is.
         special: what the inputs of the last cases are, such as "zeros".
+        sizes: of the typical number of each output in the usual cases.
     """
 
     cases: list[Case]
     outputs: Outputs
     special: list[str]
+    sizes: list[float]
 
     @property
     def usual(self) -> int:
@@ -114,39 +116,40 @@ class Reference:
         cure = f"Give inputs for which it has finite numbers with {option('inputs_file')}"
         return check_shown(graph, self.outputs[: self.usual], allowed, cure)
 
-    def errors(self, found: Outputs, chosen: Sequence[int] = (), dtype: ir.DataType | None = None) -> Errors:
-        """Returns the errors of outputs for all cases, or for those with the chosen indices.
+    def without(self, is_left_out: Callable[[Case], bool]) -> "Reference":
+        """Returns the reference without some of its cases."""
+        chosen = [index for index, case in enumerate(self.cases) if not is_left_out(case)]
+        special = [self.special[index - self.usual] for index in chosen if index >= self.usual]
+        cases, outputs = [self.cases[index] for index in chosen], [self.outputs[index] for index in chosen]
+        return Reference(cases, outputs, special, self.sizes)
+
+    def errors(self, found: Outputs, dtype: ir.DataType | None = None) -> Errors:
+        """Returns the errors of the outputs of all cases.
 
         Args:
             dtype: to whose range the finite numbers are limited.
         """
-        sizes = [
-            max((_typical(each[np.isfinite(each)]) for each in values if _is_float(each)), default=0.0)
-            for values in zip(*self.outputs[: self.usual], strict=True)
-        ]
         errors = []
-        for index, outputs in zip(chosen or range(len(self.cases)), found, strict=True):
-            expected = [a if dtype is None else clip(a, dtype) for a in self.outputs[index]]
-            typical = sizes if index >= self.usual else [0.0] * len(sizes)
+        for index, (own, outputs) in enumerate(zip(self.outputs, found, strict=True)):
+            expected = [a if dtype is None else clip(a, dtype) for a in own]
+            typical = self.sizes if index >= self.usual else [0.0] * len(own)
             errors.append([*map(relative_error, expected, outputs, typical)])
         return errors
 
-    def check(
-        self, errors: Errors, noise: Callable[[], Errors], dtype: str, chosen: Sequence[int] = ()
-    ) -> float:
+    def check(self, errors: Errors, noise: Callable[[], Errors], dtype: str) -> float:
         """Returns the largest error of the usual cases.
 
         Args:
-            noise: returns those of the original, of the same cases. It is called if an error is not rounding.
+            noise: returns those of the original. It is called if an error is not rounding.
 
         Raises:
             NotEquivalent: an error is not accepted.
         """
-        for row, index in enumerate(chosen or range(len(self.cases))):
-            for output, error in enumerate(errors[row]):
+        for index, row in enumerate(errors):
+            for output, error in enumerate(row):
                 if error <= ACCEPTED[dtype]:
                     continue
-                own, is_special = noise()[row][output], index >= self.usual
+                own, is_special = noise()[index][output], index >= self.usual
                 if is_special and not own <= LOST:
                     continue
                 accepted = max(ACCEPTED[dtype], NOISE * (own if own <= LOST else 0.0))
@@ -154,16 +157,11 @@ class Reference:
                     where = f" for {self.special[index - self.usual]}" if is_special else ""
                     text = f"relative error {error:.1e}, accepted {accepted:.1e}"
                     raise NotEquivalent(f"differs from the original{where}: {text}")
-        return self.largest(errors, chosen)
+        return self.largest(errors)
 
-    def largest(self, errors: Errors, chosen: Sequence[int] = ()) -> float:
-        """Returns the largest error of the usual cases among the chosen ones."""
-        pairs = zip(chosen or range(len(self.cases)), errors, strict=True)
-        return max((error for index, each in pairs if index < self.usual for error in each), default=0.0)
-
-
-def _is_float(value: Any) -> bool:
-    return isinstance(value, np.ndarray) and value.dtype.kind == "f"
+    def largest(self, errors: Errors) -> float:
+        """Returns the largest error of the usual cases."""
+        return max((error for each in errors[: self.usual] for error in each), default=0.0)
 
 
 def generated(
@@ -248,7 +246,15 @@ def reference(
     special = {name: case for (name, case), found in ran if found}
     outputs = [each for each in answer.outputs if each]
     cases = [*usual, *special.values()]
-    return Reference(cases, outputs, list(special))
+    sizes = [
+        max((_typical(each[np.isfinite(each)]) for each in values if _is_float(each)), default=0.0)
+        for values in zip(*outputs[: len(usual)], strict=True)
+    ]
+    return Reference(cases, outputs, list(special), sizes)
+
+
+def _is_float(value: Any) -> bool:
+    return isinstance(value, np.ndarray) and value.dtype.kind == "f"
 
 
 def nudge_weights(model: ir.Model) -> ir.Model:

@@ -89,10 +89,12 @@ class RewriteCheck:
         self.unchanged, self.interface, self.is_changed = unchanged, interface, is_changed
         self.folder, self.records, self.report, self.padding = folder, records, report, padding
         self.own, self.library, self.progress = own, own.libraries or None, progress
+        self.dtype = precision.DTYPES.get(report.dtype, ir.DataType.FLOAT)
+        self.converts = {self.dtype, *interface.values()} != {ir.DataType.FLOAT}
         self.original = original or self._save(model.clone(), "original.onnx")[-1]
         self.acting = set[str]()  # the rewrites that changed something
         self.longest_measurement = 0.0  # seconds
-        self.reference = equivalence.Reference([], [], [])
+        self.reference = equivalence.Reference([], [], [], [])
         self.sizes = Sizes(1, 1)
         self.registered: Sequence[Library] = []  # the libraries of the last run
         self.written: tuple[ir.Model, list[Path]] | None = None  # the last model in fp32, and its files
@@ -295,13 +297,7 @@ class RewriteCheck:
 
     def _convert(self, model: ir.Model) -> int:
         """Converts a model to the wanted dtypes, and returns how many of its nodes compute in fp32."""
-        dtype = precision.DTYPES.get(self.report.dtype, ir.DataType.FLOAT)
-        return precision.convert(model, dtype, self.interface, self.own) if self._converts() else 0
-
-    def _converts(self) -> bool:
-        """Whether `_convert` changes a model."""
-        dtype = precision.DTYPES.get(self.report.dtype, ir.DataType.FLOAT)
-        return {dtype, *self.interface.values()} != {ir.DataType.FLOAT}
+        return precision.convert(model, self.dtype, self.interface, self.own) if self.converts else 0
 
     def _milliseconds(self, *paths: Path, stop: float) -> list[float]:
         found = milliseconds(paths, self.reference.cases[0], self.report.device, self.library, stop)
@@ -338,7 +334,7 @@ class RewriteCheck:
                 "sequence"
             )
         self.progress("writing and checking")
-        if self.written and self.written[0] is model and not self._converts():
+        if self.written and self.written[0] is model and not self.converts:
             files, self.written = rename(self.written[1], self.folder / name), None
         else:
             files = self._write(model, name)
@@ -346,9 +342,8 @@ class RewriteCheck:
         kinds = Counter(node.op_type for node in model.graph.all_nodes() if node.domain == g.MICROSOFT)
         report.needs = [f"{g.MICROSOFT} {kind} x {count}" for kind, count in sorted(kinds.items())]
         report.needs += ["1.23 for Attention"] if growing_caches.FUSED in report.made else []
-        dtype = precision.DTYPES.get(report.dtype)
-        if dtype is not None:
-            self._compare_16_bits(files[-1], dtype)
+        if report.dtype in precision.DTYPES:
+            self._compare_16_bits(files[-1])
         if self._undo_changes(model):
             files, report.nodes_after = self._write(model, name), len([*model.graph.all_nodes()])
         return files
@@ -373,19 +368,19 @@ class RewriteCheck:
         nodes = [node for node in model.graph if is_wanted and node.op_type == decoders.ATTENTION]
         return decoders.restore_precision(model) + sum(map(cached_attention.join_norms, nodes))
 
-    def _compare_16_bits(self, path: Path, dtype: ir.DataType) -> None:
+    def _compare_16_bits(self, path: Path) -> None:
         """Compares the model in 16 bits, and the original converted to 16 bits, with the original in fp32."""
-        report, reference = self.report, self.reference
+        report = self.report
         # The result of a row of which a mask hides everything is the mean of all values only if the mask's
         # lowest number absorbs every score, as in fp32. The comparison in fp32 has these cases.
-        chosen = [index for index, case in enumerate(reference.cases) if not hides_left(case)]
-        if not chosen:
+        reference = self.reference.without(hides_left)
+        if not reference.cases:
             report.notes.append(
                 "compared in its fp32 form: all inputs have a mask that hides the first token"
             )
             return
         try:
-            errors = self._errors_in(path, dtype, chosen)
+            errors = self._errors_in(path, reference)
         except NotRunnable as refused:
             report.notes.append(f"compared in its fp32 form: {refused}")
             return
@@ -397,7 +392,8 @@ class RewriteCheck:
                 "(value_info)"
             ) from failure
         noise = [
-            [inf if index >= reference.usual else 0.0 for _ in reference.outputs[index]] for index in chosen
+            [inf if index >= reference.usual else 0.0 for _ in row]
+            for index, row in enumerate(reference.outputs)
         ]
         try:
             plain = self.unchanged
@@ -406,9 +402,9 @@ class RewriteCheck:
                 self._convert(model)
                 plain = self._write(model, "plain.onnx")[-1]
             # Without graph optimisations the CPU rounds each result to 16 bits, as torch does.
-            runs = [self._errors_in(plain, dtype, chosen, optimize) for optimize in (True, False)]
+            runs = [self._errors_in(plain, reference, optimize) for optimize in (True, False)]
             noise = equivalence.largest_of(runs)
-            report.own_error = own = reference.largest(noise, chosen)
+            report.own_error = own = reference.largest(noise)
         except (NotRunnable, TwinopError):
             report.own_error, own = None, 0.0
         if own > LOST:
@@ -416,9 +412,9 @@ class RewriteCheck:
                 f"the original in {report.dtype} has a relative error of {own:.1e}: its numbers do not fit. "
                 "Keep float32, or give the other of float16 and bfloat16"
             )
-        report.error = reference.largest(errors, chosen)
+        report.error = reference.largest(errors)
         try:
-            reference.check(errors, lambda: noise, report.dtype, chosen)
+            reference.check(errors, lambda: noise, report.dtype)
         except equivalence.NotEquivalent as reason:
             raise ExportError(
                 f"the model in {report.dtype} {reason}. Leave rewrites out with {option('without')}, or "
@@ -426,15 +422,15 @@ class RewriteCheck:
             ) from None
 
     def _errors_in(
-        self, path: Path, dtype: ir.DataType, chosen: Sequence[int], optimize: bool = True
+        self, path: Path, reference: equivalence.Reference, optimize: bool = True
     ) -> equivalence.Errors:
-        """Returns the errors of a model in 16 bits in the chosen cases."""
+        """Returns the errors of a model in 16 bits."""
         cases = [
             {
-                n: precision.narrow(a, self.interface.get(n, dtype)) if a.dtype == np.float32 else a
-                for n, a in self.reference.cases[index].items()
+                n: precision.narrow(a, self.interface.get(n, self.dtype)) if a.dtype == np.float32 else a
+                for n, a in case.items()
             }
-            for index in chosen
+            for case in reference.cases
         ]
         try:
             found = run(path, self.library, cases, optimize=optimize).outputs
@@ -442,4 +438,4 @@ class RewriteCheck:
             if has_wrong_types(error):
                 raise
             raise NotRunnable(str(error).splitlines()[0]) from error
-        return self.reference.errors(found, chosen, dtype)
+        return reference.errors(found, self.dtype)

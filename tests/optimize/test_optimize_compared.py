@@ -62,7 +62,7 @@ def test_special_inputs_are_compared() -> None:
 
 def reference() -> equivalence.Reference:
     x = np.linspace(1, 2, 100, dtype=np.float32)
-    return equivalence.Reference([{}, {}], [[x], [0 * x]], ["inputs of zeros"])
+    return equivalence.Reference([{}, {}], [[x], [0 * x]], ["inputs of zeros"], [1.5])
 
 
 @pytest.mark.parametrize(
