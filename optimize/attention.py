@@ -239,7 +239,8 @@ def spread(bias: ir.Value, q: ir.Value, k: ir.Value, before: ir.Node) -> ir.Valu
     if isinstance(rows, int) and isinstance(columns, int):
         target = g.int_constant(before, [1, 1, rows, columns])
     else:
-        target = g.scores_shape(before, q, k)
+        sizes = [g.int_constant(before, [1, 1]), g.length(before, q), g.length(before, k)]
+        target = g.add(before, "Concat", sizes, {"axis": 0}, shape=[4])
     outer = [*([1] * (4 - len(shape))), *shape][:2]
     return g.add(before, "Expand", [bias, target], shape=[*outer, rows, columns])
 

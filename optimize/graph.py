@@ -397,13 +397,9 @@ def _constant(before: ir.Node, tensor: ir.TensorProtocol) -> ir.Value:
     return value
 
 
-def scores_shape(before: ir.Node, q: ir.Value, k: ir.Value) -> ir.Value:
-    """Computes the shape [1, 1, S, T] from q [B, S, ...] and k [B, T, ...], to expand a mask to it."""
-    sizes = [
-        add(before, "Shape", [each], {"start": 1, "end": 2}, dtype=ir.DataType.INT64, shape=[1])
-        for each in (q, k)
-    ]
-    return add(before, "Concat", [int_constant(before, [1, 1]), *sizes], {"axis": 0}, shape=[4])
+def length(before: ir.Node, value: ir.Value | None) -> ir.Value:
+    """Computes [S], the size of the second dimension of a value [B, S, ...], before a node."""
+    return add(before, "Shape", [value], {"start": 1, "end": 2}, shape=[1])
 
 
 def initializer(graph: ir.Graph, array: np.ndarray, prefix: str) -> ir.Value:

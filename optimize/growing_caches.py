@@ -50,9 +50,9 @@ def _fuse(context: g.RewriteContext, softmax: ir.Node, whole: dict[ir.Value, ir.
     if lengths is not None or (bias is not None and g.dims(bias) is None):
         raise g.UnsupportedPattern
     if bias is not None and bias not in whole:
-        rows = g.add(matmul, "Shape", [plain], {"start": 1, "end": 2}, dtype=ir.DataType.INT64, shape=[1])
         ones = [g.int_constant(matmul, each) for each in ([1, 1], [1])]
-        shape = g.add(matmul, "Concat", [ones[0], rows, ones[1]], {"axis": 0}, shape=[4])
+        sizes = [ones[0], g.length(matmul, plain), ones[1]]
+        shape = g.add(matmul, "Concat", sizes, {"axis": 0}, shape=[4])
         finite = g.add(matmul, "Max", [bias, g.scalar_constant(matmul, _LOWEST, bias)])
         whole[bias] = g.add(matmul, "Expand", [finite, shape], shape=[None] * 4)
     scale = float(scores.scale * on_q * on_k * before_split)

@@ -112,8 +112,7 @@ def _embed_norm(context: g.RewriteContext, node: ir.Node) -> None:
     if len(rest) > 1 and rest[1] is not None:
         places = g.add(node, "Gather", [position, rest[1]], shape=shape)
     else:
-        length = g.add(node, "Shape", [ids], {"start": 1, "end": 2}, shape=[1])
-        inputs = [position, g.int_constant(node, [0]), length, g.int_constant(node, [0])]
+        inputs = [position, g.int_constant(node, [0]), g.length(node, ids), g.int_constant(node, [0])]
         places = g.add(node, "Slice", inputs, shape=(shape or [None] * 3)[1:])
     total = g.add(node, "Add", [total, places], shape=shape)
     if len(node.outputs) > 1 and g.is_read(node.outputs[1]):
