@@ -24,7 +24,6 @@ faster."""
 
 
 def rewrite(context: g.RewriteContext) -> None:
-    biases: dict[ir.Value, ir.Value] = {}  # by the lengths that they stand for
     for node in context.nodes("MultiHeadAttention", domain=g.MICROSOFT):
         sizes, parts = _sizes(node), node.inputs[:3]
         if sizes is None:
@@ -43,9 +42,7 @@ def rewrite(context: g.RewriteContext) -> None:
             shown = context.lengths.get(lengths)
             if shown is None:
                 continue
-            if lengths not in biases:
-                biases[lengths] = padding_bias(shown, LOWEST, node.outputs[0], node)
-            bias = biases[lengths]
+            bias = padding_bias(shown, LOWEST, node.outputs[0], node)
         elif bias is not None:
             bias = _smallest(bias, [batch, heads, tokens])
             if bias is None:
