@@ -21,7 +21,6 @@ from . import graph as g
 from . import inputs
 from .attention import attentions, masks_of
 from .dimensions import expressions
-from .prepare import clean
 from .scores import KNOWN, KnownMask
 
 _HIDDEN = -1e4  # exp() of this or less is 0, in fp16 too
@@ -214,12 +213,10 @@ def _is_of_kind(array: np.ndarray, kind: MaskKind, shown: np.ndarray | None) -> 
 
 def model_of(model: ir.Model, values: Sequence[ir.Value]) -> bytes:
     """Returns a model that computes some values of a model."""
-    part = model.clone()
-    by_name = ir.convenience.create_value_mapping(part.graph)
-    part.graph.outputs[:] = [by_name[str(value.name)] for value in values]
-    for value in part.graph.outputs:
+    given = given_of(*values)
+    graph = ir.convenience.extract(
+        model.graph, [each for each in model.graph.inputs if each in given], values
+    )
+    for value in graph.outputs:
         value.shape = None
-    clean(part)
-    part.graph.inputs[:] = [value for value in part.graph.inputs if value.uses() or value.is_graph_output()]
-    part.functions.clear()
-    return ir.to_proto(part).SerializeToString()
+    return ir.to_proto(ir.Model(graph, ir_version=model.ir_version)).SerializeToString()
