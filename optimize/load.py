@@ -1,7 +1,6 @@
 """Reads a model's file, and refuses what twinop cannot optimise."""
 
 from collections import Counter
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -47,7 +46,8 @@ def load(path: Path) -> ir.Model:
     _forget_shapes(model)
     if not len(model.graph) and not model.graph.outputs:
         raise ExportError(f"{path}: is not an ONNX model: it has no nodes and no outputs")
-    if any(isinstance(each.value, ir.ExternalTensor) for each in _attributes(model)):
+    attributes = (each for node in model.graph.all_nodes() for each in node.attributes.values())
+    if any(isinstance(each.value, ir.ExternalTensor) for each in attributes):
         LiftConstantsToInitializersPass(lift_all_constants=True, size_limit=0)(model)
     _resolve_links(path, model)
     _check_values(path, model)
@@ -176,10 +176,6 @@ def make_constant(model: ir.Model) -> int:
 def data_files(model: ir.Model) -> set[Path]:
     """Returns the files of the external data of a model that `load` has read."""
     return {Path(tensor.path) for _, tensor in _external(model)}
-
-
-def _attributes(model: ir.Model) -> Iterator[ir.Attr]:
-    return (each for node in model.graph.all_nodes() for each in node.attributes.values())
 
 
 def _external(model: ir.Model) -> list[tuple[ir.Value, ir.ExternalTensor]]:

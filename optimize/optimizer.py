@@ -8,6 +8,7 @@ from pathlib import Path
 import onnx_ir as ir
 
 from twinop import deploy
+from twinop.dtypes import dtype_name
 from twinop.errors import ExportError, option
 from twinop.export.files import check_target, publish, work_folder
 from twinop.library import find_library, read_library
@@ -74,8 +75,6 @@ _CUDA_ONLY = (
     "unflatten", "split_linear", "addcmul", "linear", "merge_linear", "packed_attention", "cached_attention",
 )  # fmt: skip
 DEVICES = ("cuda", "cpu")
-_CONVERTED = {ir.DataType.FLOAT: "float32", **{dtype: name for name, dtype in precision.DTYPES.items()}}
-_NAMES = {ir.DataType.DOUBLE: "float64", **_CONVERTED}
 
 
 def optimize(
@@ -143,7 +142,7 @@ def optimize(
     branches.move_out(model)
     model.graph.meta[cached_attention.SHARED_CACHES] = shared_caches
     model.graph.meta[invariance.INVARIANT] = invariant
-    own_dtype = _NAMES.get(main_dtype(model), "float32")
+    own_dtype = dtype_name(main_dtype(model))
     if own_dtype in precision.DTYPES:
         decoders.mark_wide_norms(model)
     unfuse_ort.split_simplified_norms(model)
@@ -165,7 +164,7 @@ def optimize(
     own.convert_to_fp32(model, report.dtype, report.dtype != own_dtype)
     with work_folder(target) as folder:
         original = source if not (narrow_types or is_changed) else None
-        found = {own_dtype, *(_NAMES[kind] for kind in (*narrow_types, *interface.values()))}
+        found = {own_dtype, *map(dtype_name, (*narrow_types, *interface.values()))}
         unchanged = source if not invariant and (dtype is None or found == {dtype}) else None
         exposed = interface if dtype is None else {}
         check = RewriteCheck(
@@ -196,7 +195,8 @@ def optimize(
 def _interface(model: ir.Model) -> dict[str, ir.DataType]:
     """Returns the dtypes of the inputs and outputs that `precision.convert` can change, by name."""
     values = (*model.graph.inputs, *model.graph.outputs)
-    return {str(each.name): each.dtype for each in values if each.dtype in _CONVERTED}
+    converted = (ir.DataType.FLOAT, *precision.DTYPES.values())
+    return {str(each.name): each.dtype for each in values if each.dtype in converted}
 
 
 def check_device(device: str) -> None:

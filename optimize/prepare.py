@@ -20,12 +20,11 @@ from twinop.op_spec import OpSpec
 from twinop.quiet import quiet
 
 from . import graph as g
-from .own_ops import OwnOps
+from .own_ops import FLOATS_16, OwnOps
 from .precision import WAS_16_BITS
 from .symbolic_shapes import infer_shapes
 
 _POSSIBLE_NO_OPS = ("Cast", "Expand", "Identity", "Reshape")
-_FLOATS_16 = (ir.DataType.FLOAT16, ir.DataType.BFLOAT16)
 
 
 def prepare(model: ir.Model, records: Mapping[str, OpSpec]) -> None:
@@ -128,13 +127,9 @@ def _fold_sizes(model: ir.Model) -> None:
     for node in list(model.graph):
         shape = g.producer(node.inputs[0], "Shape") if node.inputs and not node.domain else None
         found = g.dims(shape.inputs[0]) if shape is not None else None
-        if (
-            shape is None
-            or found is None
-            or shape.attributes.keys() - {"start"}
-            or g.attribute(shape, "start", 0)
-        ):
+        if shape is None or found is None:
             continue
+        found = found[g.attribute(shape, "start", 0) : g.attribute(shape, "end", None)]
         if node.op_type == "Gather":
             index = g.constant(node.inputs[1])
             picked = None if index is None else np.array(found, object)[index]
@@ -188,7 +183,7 @@ def main_dtype(model: ir.Model) -> ir.DataType:
         if value.dtype is not None and value.dtype.is_floating_point():
             values[value.dtype] += 1
     counts = elements or values
-    for kinds in (_FLOATS_16, (ir.DataType.DOUBLE,)):
+    for kinds in (FLOATS_16, (ir.DataType.DOUBLE,)):
         if 2 * sum(counts[kind] for kind in kinds) > counts.total():
             return max(kinds, key=lambda kind: counts[kind])
     return ir.DataType.FLOAT
@@ -205,7 +200,7 @@ def convert_to_fp32(model: ir.Model) -> set[ir.DataType]:
     if any(node.outputs[0].dtype is None for node in means):
         ShapeInferencePass(check_type=False, strict_mode=False)(model)
     for node in means:
-        if node.outputs[0].dtype in _FLOATS_16:
+        if node.outputs[0].dtype in FLOATS_16:
             node.meta[WAS_16_BITS] = True
 
     def widened(tensor: ir.TensorProtocol) -> ir.TensorProtocol:
@@ -215,7 +210,7 @@ def convert_to_fp32(model: ir.Model) -> set[ir.DataType]:
     for graph in model.graphs():
         for value in [*graph.inputs, *graph.initializers.values()]:
             _widen_type(value, found)
-            if value.const_value is not None and value.const_value.dtype in _FLOATS_16:
+            if value.const_value is not None and value.const_value.dtype in FLOATS_16:
                 value.const_value = widened(value.const_value)
         for node in graph:
             for value in node.outputs:
@@ -223,15 +218,15 @@ def convert_to_fp32(model: ir.Model) -> set[ir.DataType]:
             for name, each in list(node.attributes.items()):
                 if each.is_ref():
                     continue
-                if each.type is ir.AttributeType.TENSOR and each.value.dtype in _FLOATS_16:
+                if each.type is ir.AttributeType.TENSOR and each.value.dtype in FLOATS_16:
                     node.attributes[name] = ir.AttrTensor(name, widened(each.value))
-                elif node.op_type == "Cast" and name == "to" and ir.DataType(each.value) in _FLOATS_16:
+                elif node.op_type == "Cast" and name == "to" and ir.DataType(each.value) in FLOATS_16:
                     node.attributes[name] = ir.AttrInt64(name, int(ir.DataType.FLOAT))
     return found
 
 
 def _widen_type(value: ir.Value, found: set[ir.DataType]) -> None:
-    if value.dtype in _FLOATS_16:
+    if value.dtype in FLOATS_16:
         if not isinstance(value.type, ir.TensorType):
             raise ExportError(
                 f"{value.name} is {value.type}: sequences and optionals of 16 bits are not supported. Export "
