@@ -111,19 +111,19 @@ def _fuse(context: g.RewriteContext, softmax: ir.Node) -> None:
     bias, lengths, causal = masks_of_scores(
         context, scores.masks, matmul, square=not context.may_differ(*rows)
     )
-    is_finite = bias is None or all(known_of(each).is_finite for each in scores.masks)
-    has_guard = probabilities is not softmax.outputs[0] and not is_finite
+    is_finite = all(known_of(each).is_finite for each in scores.masks)
+    guarded = bias if probabilities is not softmax.outputs[0] and not is_finite else None
     attributes: dict[str, int | float] = {"num_heads": q3.count, "scale": scale * on_q * on_k}
     attributes |= {"unidirectional": 1} if causal else {}
     finite = bias
-    if has_guard and bias is not None:  # the softmax of a row of -inf is NaN
-        finite = g.add(matmul, "Max", [bias, g.scalar_constant(matmul, LOWEST, bias)])
-    inputs: list[ir.Value | None] = [q_plain, k_plain, v3.value, None, lengths]
-    inputs += [spread(finite, q3.value, k3.value, matmul)] if finite is not None else []
+    if guarded is not None:  # the softmax of a row of -inf is NaN
+        finite = g.add(matmul, "Max", [guarded, g.scalar_constant(matmul, LOWEST, guarded)])
+    added = spread(finite, q3.value, k3.value, matmul) if finite is not None else None
+    inputs = [q_plain, k_plain, v3.value, None, lengths, added]
     shape = [*(g.dims(q3.value) or [None, None])[:2], v3.count * v3.size]
     result = g.add(matmul, "MultiHeadAttention", inputs, attributes, domain=g.MICROSOFT, shape=shape)
-    if has_guard and bias is not None:
-        result = zero_hidden_rows(bias, result, matmul)
+    if guarded is not None:
+        result = zero_hidden_rows(guarded, result, matmul)
     replace_output(matmul.outputs[0], result, v3)
     context.made["attention"] += 1
 

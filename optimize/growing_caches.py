@@ -23,9 +23,9 @@ _LOWEST = -1e30  # the kernel takes lower ones for -inf, and rows of them have n
 
 def rewrite(context: g.RewriteContext) -> None:
     whole = dict[ir.Value, ir.Value]()  # masks with all S rows, by what they were
+    if context.nodes("GroupNormalization"):  # another operator since opset 21
+        return
     for softmax in list(attentions(context)):
-        if context.nodes("GroupNormalization", domain=""):  # another operator since opset 21
-            return
         with suppress(g.UnsupportedPattern):  # `attention.py` says which
             _fuse(context, softmax, whole)
 

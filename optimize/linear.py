@@ -138,17 +138,17 @@ def activation_of(context: g.RewriteContext, node: ir.Node | None) -> str:
 
 
 def rewrite(context: g.RewriteContext) -> None:
-    nodes, with_bias = list[ir.Node](), False
+    found = list[Linear]()
     for node in context.nodes("MatMul", "Gemm"):
         try:
             linear = match_linear(node)
         except g.UnsupportedPattern as reason:
             context.left[f"{node.op_type}: {reason}"] += 1
         else:
-            nodes += [node] if linear is not None else []
-            with_bias = with_bias or (linear is not None and linear.bias is not None)
-    for node in nodes:
-        linear = match_linear(node)  # again: x may have been replaced
+            found += [linear] if linear is not None else []
+    with_bias = any(each.bias is not None for each in found)
+    for each in found:
+        linear = match_linear(each.node)  # again: x may have been replaced
         assert linear is not None
         _replace(context, linear, with_bias)
 

@@ -30,7 +30,7 @@ _SMALL = 8  # elements; larger constants are buffers
 
 MaskKind = tuple[bool, str]
 """What a mask hides: the future or not, and "nothing" else, or padding: "right" or "any"."""
-_KINDS = [(causal, padding) for causal in (True, False) for padding in ("nothing", "right", "any")]
+_KINDS = [(True, "nothing"), (True, "right"), (False, "nothing"), (False, "right"), (False, "any")]
 _FINITE = (False, "")  # whatever it hides, not with -inf
 
 
@@ -71,8 +71,8 @@ def classify(context: g.RewriteContext, sizes: inputs.Sizes, padding: str | None
             continue
         if len(mask.lowest) > 1:
             mask.kinds.discard((False, "any"))
-        allowed = {"nothing": True, "right": padding == "right", "any": True}
-        kind = next((each for each in _KINDS if each in mask.kinds and allowed[each[1]]), (False, ""))
+        kinds = [each for each in _KINDS if each in mask.kinds and each[1] in ("nothing", padding, "any")]
+        kind = kinds[0] if kinds else (False, "")
         lowest = min(mask.lowest, default=_HIDDEN)
         mask.value.meta[KNOWN] = KnownMask(*kind, _FINITE in mask.kinds, name, lowest)
 
@@ -194,7 +194,7 @@ def _is_of_kind(array: np.ndarray, kind: MaskKind, shown: np.ndarray | None) -> 
     causal, padding = kind
     if array.ndim not in (2, 4) or (padding != "nothing" and shown is None):
         return False
-    if padding == "any" and (causal or np.isneginf(array).any()):
+    if padding == "any" and np.isneginf(array).any():
         return False  # these stay as they are
     if padding == "right" and shown is not None and (np.diff(shown.astype(int), axis=1) > 0).any():
         return True  # it was promised that this does not occur

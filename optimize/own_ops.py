@@ -262,8 +262,8 @@ def _cast_for_readers(value: ir.Value, dtype: ir.DataType) -> None:
 def remove_casts(node: ir.Node) -> None:
     """Undoes `_cast_around`: the node has fp32 around it again."""
     for index, value in enumerate(node.inputs):
-        cast = value.producer() if value is not None and value.dtype in FLOATS_16 else None
-        if cast is not None and (cast.domain, cast.op_type) == ("", "Cast"):
+        cast = g.producer(value, "Cast")
+        if cast is not None and cast.outputs[0].dtype in FLOATS_16:
             node.replace_input_with(index, cast.inputs[0])
     for value in node.outputs:
         if value.dtype not in FLOATS_16:

@@ -57,8 +57,9 @@ def check_ops(ops: Sequence[str], records: Mapping[str, OpSpec]) -> None:
 def rewrite(context: g.RewriteContext, ops: Sequence[str] = ()) -> None:
     for op in ops:
         record, standard = context.records[op], standard_node(context.records[op])
-        for node in context.nodes(standard.op_type) if standard is not None else ():
-            if standard is not None and _fits(node, record, standard):
+        assert standard is not None  # `check_ops` refuses others
+        for node in context.nodes(standard.op_type):
+            if _fits(node, record, standard):
                 new = context.add_op(node, op, node.inputs, g.dims(node.outputs[0]))
                 g.maker(new).attributes.update({each.name: each for each in _attributes(node, standard)})
                 g.replace(node.outputs[0], new)

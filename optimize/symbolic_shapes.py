@@ -30,9 +30,7 @@ def infer_shapes(model: ir.Model) -> None:
             small.graph.inputs.append(value)
     for node in small.graph.all_nodes():
         for value in node.outputs:
-            if None in (g.dims(value) or ()) or any(
-                str(dim).startswith("unk_") for dim in g.dims(value) or ()
-            ):
+            if any(dim is None or str(dim).startswith("unk_") for dim in g.dims(value) or ()):
                 value.shape = None
     proto = ir.to_proto(small)
     given = {dim for value in model.graph.inputs for dim in g.dims(value) or () if isinstance(dim, str)}
