@@ -43,7 +43,7 @@ from . import (
     quantised,
 )
 from . import graph as g
-from .inputs import Sizes, draws_random, hides_left, read_npz
+from .inputs import draws_random, hides_left, read_npz
 from .load import load
 from .own_ops import OwnOps
 from .prepare import clean, prepare
@@ -94,8 +94,6 @@ class RewriteCheck:
         self.original = original or self._save(model.clone(), "original.onnx")[-1]
         self.acting = set[str]()  # the rewrites that changed something
         self.longest_measurement = 0.0  # seconds
-        self.reference = equivalence.Reference([], [], [], [])
-        self.sizes = Sizes(1, 1)
         self.registered: Sequence[Library] = []  # the libraries of the last run
         self.written: tuple[ir.Model, list[Path]] | None = None  # the last model in fp32, and its files
         self.base, self.opset = model, model.graph.opset_imports.get("")
@@ -109,12 +107,12 @@ class RewriteCheck:
         self.progress("running the original")
         try:
             if inputs_file is not None:
-                usual, self.sizes = read_npz(os.fspath(inputs_file), self.base, self.padding)
+                usual, sizes = read_npz(os.fspath(inputs_file), self.base, self.padding)
                 hidden = inputs.hidden(self.padding)
                 self.reference = equivalence.reference(self.original, self.base, self.library, usual, hidden)
             else:
                 found = equivalence.generated(self.original, self.base, self.padding, self.library)
-                self.reference, self.sizes = found
+                self.reference, sizes = found
         except (TwinopError, NotRunnable) as error:
             text = str(error)
             if self.original != self.report.source:  # a file that the user does not know
@@ -128,7 +126,7 @@ class RewriteCheck:
         self.progress("folding constants, inferring shapes")
         prepare(self.base, {**self.records, **self.own.records})
         context = g.RewriteContext(self.base, self.report.device, self.records)
-        masks.classify(context, self.sizes, self.padding)
+        masks.classify(context, sizes, self.padding)
 
     def _noise(self, original: ir.Model) -> equivalence.Errors:
         self.progress("comparing the original with itself")
@@ -236,18 +234,18 @@ class RewriteCheck:
         if reason:
             report.untimed = f"{reason}. {option('device', 'cpu')} optimises for the CPU"
             return best
-        rewrites, context = dict(best[0]), best[1]
+        found = best
         self.progress("measuring")
         try:
             before, now = self._milliseconds(report.source, path, stop=stop)
             report.times = (before, now)
             report.timed_shape = next((array.shape for array in self.reference.cases[0].values()), ())
-            for name in [name for name in rewrites if name in self.acting]:
+            for name in [name for name in best[0] if name in self.acting]:
                 started = time.monotonic()
                 if started + self.longest_measurement > stop:
                     break
                 self.progress(f"measuring without {name}")
-                less = {other: rewrite for other, rewrite in rewrites.items() if other != name}
+                less = {other: rewrite for other, rewrite in found[0].items() if other != name}
                 other = self.apply(less)
                 other_path = self._write_converted(other, f"without_{name}")
                 with_it, without = self._slower(path, other_path, stop)
@@ -255,8 +253,8 @@ class RewriteCheck:
                 if with_it:
                     report.error = self._verify_fp32(other.model)
                     report.reverted[name] = f"slower here ({with_it:.3g} ms with it, {without:.3g} without)"
-                    rewrites, context, path = less, other, other_path
-            if context is not best[1]:
+                    found, path = (less, other), other_path
+            if found is not best:
                 before, now = self._milliseconds(report.source, path, stop=stop)
                 report.times = (before, now)
             plain = self.unchanged
@@ -267,9 +265,9 @@ class RewriteCheck:
                     break
                 if all(self._slower(path, plain, stop)) or (not left and plain is self.unchanged):
                     said = f"slower here ({now:.3g} ms with all, {before:.3g} the original)"
-                    report.reverted |= dict.fromkeys((name for name in rewrites if name in self.acting), said)
-                    rewrites, context, report.times = {}, self.apply({}), None
-                    report.error = self._verify_fp32(context.model)
+                    report.reverted |= dict.fromkeys((name for name in found[0] if name in self.acting), said)
+                    found, report.times = ({}, self.apply({})), None
+                    report.error = self._verify_fp32(found[1].model)
                     break
                 before, now = self._milliseconds(report.source, path, stop=stop)
                 report.times = (before, now)
@@ -277,7 +275,7 @@ class RewriteCheck:
             if report.times is None or report.times[1] > report.times[0] * _SLOWER:
                 report.times = None
                 report.untimed = str(error).splitlines()[0]
-        return (rewrites, context) if context is not best[1] else best
+        return found
 
     def _slower(self, path: Path, other: Path, stop: float) -> tuple[float, float]:
         """Returns both times if two measurements in a row show that `path` is slower, else zeros."""
@@ -324,7 +322,7 @@ class RewriteCheck:
         report.inlined, report.libraries = self.own.inlined, paths_in_use(model, self.registered)
         if wide := self._convert(model):
             report.notes.append(f"{wide} nodes compute in fp32")
-        late = replace(context, model=model, made=context.made.copy(), left=context.left.copy())
+        late = replace(context, made=context.made.copy(), left=context.left.copy())
         self._pack(late)
         report.made, report.left = dict((+late.made).most_common()), dict((+late.left).most_common())
         if any(lengths.uses() for lengths in context.lengths):
