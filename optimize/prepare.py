@@ -24,7 +24,7 @@ from .own_ops import FLOATS_16, OwnOps
 from .precision import WAS_16_BITS
 from .symbolic_shapes import infer_shapes
 
-_POSSIBLE_NO_OPS = ("Cast", "Expand", "Identity", "Reshape")
+_POSSIBLE_NO_OPS = ("Expand", "Identity", "Reshape")
 
 
 def prepare(model: ir.Model, records: Mapping[str, OpSpec]) -> None:
@@ -34,8 +34,21 @@ def prepare(model: ir.Model, records: Mapping[str, OpSpec]) -> None:
         ExportError: its opset cannot be converted.
     """
     _convert_opset(model)
+    own = {record.domain for record in records.values()}
+
+    def should_fold(node: ir.Node) -> bool | None:
+        return False if node.domain in own else None
+
     with quiet(), registered_schemas([each for each in records.values() if not each.is_backward]):
-        fold(model, {record.domain for record in records.values()})
+        ShapeInferencePass(check_type=False, strict_mode=False, data_prop=True)(model)
+        fold_constants(model, should_fold)
+        infer_shapes(model)
+        _fold_sizes(model)
+        fold_constants(model, should_fold)  # the sizes that inference finds make more constants
+        _unflatten_softmax(model)
+        _remove_no_ops(model)
+        CommonSubexpressionEliminationPass()(model)
+        clean(model)
 
 
 def inline_functions(model: ir.Model, records: Mapping[str, OpSpec], own: OwnOps) -> None:
@@ -77,20 +90,6 @@ def _convert_opset(model: ir.Model) -> None:
             f"opset {opset} cannot be converted to {target}, which function bodies need. Export the model "
             f"again with opset {OPSETS[0]} to {OPSETS[-1]}"
         )
-
-
-def fold(model: ir.Model, own: set[str]) -> None:
-    """Folds constants, infers shapes and removes no-ops."""
-    ShapeInferencePass(check_type=False, strict_mode=False, data_prop=True)(model)
-    for again in (False, True):  # the sizes that inference finds make more constants
-        fold_constants(model, lambda node: False if node.domain in own else None)
-        if not again:
-            infer_shapes(model)
-            _fold_sizes(model)
-    _unflatten_softmax(model)
-    _remove_no_ops(model)
-    CommonSubexpressionEliminationPass()(model)
-    clean(model)
 
 
 def _unflatten_softmax(model: ir.Model) -> None:
@@ -157,12 +156,8 @@ def _remove_no_ops(model: ir.Model) -> None:
         given = source is not None and (source.is_graph_input() or g.is_constant(source))
         if source is None or (given and result.is_graph_output()):
             continue
-        is_no_op = not g.is_constant(source) and g.same_dims(g.dims(source), g.dims(result))
-        if node.op_type == "Identity":
-            is_no_op = True
-        elif node.op_type == "Cast":
-            is_no_op = source.dtype is not None and g.attribute(node, "to", None) == source.dtype
-        if is_no_op:
+        keeps_shape = not g.is_constant(source) and g.same_dims(g.dims(source), g.dims(result))
+        if keeps_shape or node.op_type == "Identity":
             g.replace(result, source)
 
 
