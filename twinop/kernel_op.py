@@ -70,8 +70,8 @@ class KernelOp(Op):
 
     @property
     def place(self) -> str:
-        """Where the launcher is defined: "mish.py:12"."""
-        return _place(self.launcher)
+        """Where the launcher is defined, as `place_of` says it."""
+        return place_of(self.launcher)
 
     @property
     def file(self) -> Path:
@@ -261,7 +261,8 @@ def describe_source(files: Iterable[Path]) -> str:
     return " ".join(f"{file.name}={hashlib.sha256(file.read_bytes()).hexdigest()[:16]}" for file in files)
 
 
-def _place(launcher: Launcher) -> str:
+def place_of(launcher: Launcher) -> str:
+    """Returns where a launcher is defined: "mish.py:12"."""
     code = inspect.unwrap(launcher).__code__
     return f"{Path(code.co_filename).name}:{code.co_firstlineno}"
 
@@ -273,13 +274,13 @@ def _check_dtypes(launcher: Launcher, record: OpSpec, dtypes: Sequence[str]) -> 
         named = dict(part.partition("=")[::2] for part in others)
         if unknown := [name for name in named if name not in tensors]:
             raise RecordError(
-                f"{_place(launcher)}: {text!r} in dtypes of {record.name}: {unknown[0]} is not a tensor of "
+                f"{place_of(launcher)}: {text!r} in dtypes of {record.name}: {unknown[0]} is not a tensor of "
                 f"{record.schema}"
             )
         if unknown := [dtype for dtype in (first, *named.values()) if dtype not in _DTYPES]:
             raise RecordError(
-                f"{_place(launcher)}: {text!r} in dtypes of {record.name}: {unknown[0] or 'nothing'} is not "
-                f"supported; expected one of {', '.join(_DTYPES)}"
+                f"{place_of(launcher)}: {text!r} in dtypes of {record.name}: {unknown[0] or 'nothing'} is "
+                f"not supported; expected one of {', '.join(_DTYPES)}"
             )
 
 
@@ -289,10 +290,12 @@ def _check_sizes(launcher: Launcher, record: OpSpec) -> None:
         used = [text for text in texts if re.search(rf"\b{name}\b", text)]
         first = [re.match(rf"\[ *{name} *[],]", text) and text.count(name) == 1 for text in used]
         if record.written:
-            raise RecordError(f"{_place(launcher)}: {record.name} has sizes from data, so it writes no input")
+            raise RecordError(
+                f"{place_of(launcher)}: {record.name} has sizes from data, so it writes no input"
+            )
         if not bound or not used or not all(first):
             raise RecordError(
-                f"{_place(launcher)}: {name} in sizes of {record.name}: the launcher allocates the largest "
+                f"{place_of(launcher)}: {name} in sizes of {record.name}: the launcher allocates the largest "
                 f"outputs, so {name} has a bound and is the first dimension of outputs. Expected "
                 f'sizes="{name} <= numel({record.inputs[0].name})", shapes="{record.outputs[0]} = [{name}]"'
             )

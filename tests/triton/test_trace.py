@@ -204,7 +204,6 @@ def test_views_have_offsets_and_strides() -> None:
     op = trace(record("f", "x"), launcher, [{"x": torch.empty(5, 8)}])
     (step,) = chosen(op, [(7, 10)]).steps
     assert step.arguments[0].value.offset.evaluate([(7, 10)]) == 4 * 5
-    assert [size.evaluate([(7, 10)]) for size in step.arguments[0].strides] == [1]
     assert evaluated(chosen(op, [(7, 10)]), [(7, 10)])[0][2] == {"stride": 1, "n": 5, "eps": 1}
     assert op.record.shapes == "y = [x[1] // 2, x[0]]"
 

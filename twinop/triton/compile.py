@@ -13,6 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext, redirect_stdout
 from dataclasses import dataclass
 from io import StringIO
+from types import SimpleNamespace
 from typing import Any
 
 from ..aot_kernels.plan import Image, Kernel
@@ -197,19 +198,11 @@ def _run(pool: ThreadPoolExecutor, sources: Sequence[Source], arch: int, **optio
             again = tries > 1 and isinstance(error, SystemError) and "AST constructor" in str(error)
             return run(source, tries - 1) if again else error
 
-    driver.set_active(_Driver(target))
+    driver.set_active(SimpleNamespace(get_current_target=lambda: target))
     try:
         return list(pool.map(run, sources))
     finally:
         driver.set_active(None)  # the real one, made when it is used
-
-
-@dataclass(frozen=True)
-class _Driver:
-    target: Any
-
-    def get_current_target(self) -> Any:
-        return self.target
 
 
 def _without_comments(ptx: str) -> bytes:

@@ -1,8 +1,7 @@
 """Turns what torch computed with symbolic sizes, in sympy, into expressions that a library evaluates."""
 
 import functools
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Mapping
 
 import sympy  # type: ignore[import-untyped]
 
@@ -35,16 +34,12 @@ def translate(value: sympy.Basic, meanings: Mapping[sympy.Symbol, Expression]) -
         return as_expression(int(value))
     if isinstance(value, sympy.Number):
         return as_expression(float(value))
-    return _operation(value, lambda operand: translate(operand, meanings))
-
-
-def _operation(value: sympy.Basic, of: Callable[[Any], Expression]) -> Expression:
     name = type(value).__name__
     if name not in _FUNCTIONS:
         raise NotAnExpression(name.rpartition("_")[2])
-    operation, operands = _FUNCTIONS[name], value.args
+    operation, operands = _FUNCTIONS[name], [translate(operand, meanings) for operand in value.args]
     if name in _ANY_NUMBER_OF_OPERANDS:
         # sympy's order depends on the names of symbols; this one is the same in each run, constants last.
-        translated = sorted(map(of, operands), key=lambda each: (each.operation == "constant", repr(each)))
-        return functools.reduce(functools.partial(Expression.of, operation), translated)
-    return Expression.of(operation, *map(of, operands))
+        operands.sort(key=lambda each: (each.operation == "constant", repr(each)))
+        return functools.reduce(functools.partial(Expression.of, operation), operands)
+    return Expression.of(operation, *operands)

@@ -11,6 +11,7 @@ from unittest import mock
 import torch
 from torch.overrides import TorchFunctionMode
 
+from ..aot_kernels.expression import ARCH
 from .installed import check_triton
 from .recorder import Recorder
 
@@ -90,7 +91,7 @@ class _Device:
         self._recorder = recorder
 
     def get_device_capability(self, device: Any = None) -> tuple[Any, Any]:
-        arch = self._recorder.symbols.arch()
+        arch = self._recorder.symbols.number(ARCH)
         return arch // 10, arch % 10
 
     def get_device_properties(self, device: Any = None) -> "_Device":
@@ -132,23 +133,20 @@ def triton_launches(recorder: Recorder, choose: Choose) -> Iterator[None]:
     def run_tuned(autotuner: Any, *args: Any, **kwargs: Any) -> None:
         autotuner.nargs = dict(zip(autotuner.arg_names, args, strict=False))
         arguments = {**autotuner.nargs, **{k: v for k, v in kwargs.items() if k in autotuner.arg_names}}
-        configuration = choose(autotuner, arguments, recorder.symbols.arch())
+        configuration = choose(autotuner, arguments, recorder.symbols.number(ARCH))
         more = configuration.all_kwargs()
         if configuration.pre_hook is not None:
             configuration.pre_hook({**arguments, **more})
         autotuner.fn.run(*args, **kwargs, **more)
 
-    next_power_of_2 = triton.next_power_of_2
+    next_power_of_2 = triton.next_power_of_2.fn
 
     def power(n: Any) -> Any:
         is_symbolic = isinstance(n, torch.SymInt)
-        return recorder.symbols.operation("NextPowerOf2", n) if is_symbolic else original(n)
+        return recorder.symbols.operation("NextPowerOf2", n) if is_symbolic else next_power_of_2(n)
 
-    original = getattr(next_power_of_2, "fn", next_power_of_2)
-    is_object = original is not next_power_of_2  # who imported it by name calls it too
-    where: Any = next_power_of_2 if is_object else triton
     with (
-        mock.patch.object(where, "fn" if is_object else "next_power_of_2", power),
+        mock.patch.object(triton.next_power_of_2, "fn", power),  # who imported it by name calls this, too
         mock.patch.object(JITFunction, "run", run),
         mock.patch.object(InterpretedFunction, "run", refuse),
         mock.patch.object(Autotuner, "run", run_tuned),

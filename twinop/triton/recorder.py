@@ -1,6 +1,7 @@
 """Records what a launcher does: the tensors that it allocates and fills, and the kernels that it launches."""
 
 import sys
+import traceback
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -67,11 +68,10 @@ class Recorder(TorchDispatchMode):
 
     def line(self) -> str:
         """Returns the line of the launcher that runs, "mish.py:14"."""
-        frame: Any = sys._getframe(1)
-        while frame is not None and frame.f_code.co_filename != self._code.co_filename:
-            frame = frame.f_back
-        number = self._code.co_firstlineno if frame is None else frame.f_lineno
-        return f"{Path(self._code.co_filename).name}:{number}"
+        file = self._code.co_filename
+        frames = traceback.walk_stack(sys._getframe(1))
+        lines = (number for frame, number in frames if frame.f_code.co_filename == file)
+        return f"{Path(file).name}:{next(lines, self._code.co_firstlineno)}"
 
     def error(self, text: str) -> BuildError:
         """Returns the error of something that cannot be traced, with the line of the launcher that runs."""
@@ -245,9 +245,7 @@ class Recorder(TorchDispatchMode):
 
     def _argument(self, label: str, name: str, value: Any) -> Argument:
         if isinstance(value, torch.Tensor):
-            shape, strides = (tuple(map(self.expression, sizes)) for sizes in (value.shape, value.stride()))
-            pointer = self._pointer(value, f"{name} of {label}")
-            return Argument(name, pointer, torch_name(value.dtype), shape, strides)
+            return Argument(name, self._pointer(value, f"{name} of {label}"), torch_name(value.dtype))
         if isinstance(value, (bool, torch.SymBool)):
             return Argument(name, Scalar(as_expression(int(bool(value))), "i1", name))
         if isinstance(value, (int, torch.SymInt)):

@@ -10,7 +10,7 @@ import torch
 from torch._dynamo.source import ConstantSource
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 
-from ..aot_kernels.expression import ARCH, FUNCTIONS, Expression, attribute, size
+from ..aot_kernels.expression import FUNCTIONS, Expression
 from ..op_spec import OpSpec
 from .expressions import translate
 
@@ -32,19 +32,6 @@ class Call:
     def value(self, expression: Expression) -> int | float:
         """Computes an expression for this call."""
         return expression.evaluate(self.sizes, self.attributes, self.arch)
-
-    def changed(self, variable: Expression, value: Any) -> "Call":
-        """Returns the call with another value of a size, an attribute or the compute capability."""
-        if variable == ARCH:
-            return replace(self, arch=value)
-        if variable.operation == "attribute":
-            (index,) = variable.operands
-            return replace(self, attributes=(*self.attributes[:index], value, *self.attributes[index + 1 :]))
-        tensor, dimension = variable.operands
-        shape = self.sizes[tensor]
-        assert shape is not None
-        shape = (*shape[:dimension], value, *shape[dimension + 1 :])
-        return replace(self, sizes=(*self.sizes[:tensor], shape, *self.sizes[tensor + 1 :]))
 
 
 @dataclass(frozen=True)
@@ -105,27 +92,16 @@ class Symbols(ShapeEnv):
         self._meanings: dict[sympy.Symbol, Expression] = {}
         self._numbers: dict[Expression, Any] = {}
 
-    def size(self, tensor: int, dimension: int) -> Any:
-        return self.number(size(tensor, dimension), positive=True)
-
-    def attribute(self, index: int) -> Any:
-        """Returns the SymInt or SymFloat of an attribute."""
-        return self.number(attribute(index))
-
-    def arch(self) -> Any:
-        """Returns the SymInt of the device's compute capability."""
-        return self.number(ARCH, positive=True)
-
     def operation(self, name: str, *operands: Any) -> Any:
         """Returns the symbolic result of an operation that torch lacks; ArithmeticError: it has none."""
-        value = Expression.of(name, *map(self.expression, operands))
-        return self.number(value, positive=True if name == "NextPowerOf2" else None)
+        return self.number(Expression.of(name, *map(self.expression, operands)))
 
-    def number(self, expression: Expression, positive: bool | None = None) -> Any:
+    def number(self, expression: Expression) -> Any:
         """Returns a SymInt or SymFloat that stands for an expression."""
         if expression not in self._numbers:
             value = self.call.value(expression)
             source = ConstantSource(f"number{len(self._numbers)}")
+            positive = True if expression.operation in ("size", "arch", "NextPowerOf2") else None
             symbol = self.create_symbol(
                 value, source, DimDynamic.DYNAMIC, positive=positive, do_not_specialize_zero_one=True
             )

@@ -2,6 +2,7 @@
 
 import itertools
 import re
+import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
@@ -11,10 +12,11 @@ from typing import Any
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from ..aot_kernels.expression import Expression, attribute, text_is
+from ..aot_kernels.expression import Expression, attribute, size, text_is
 from ..aot_kernels.nvrtc import cuda_launches
 from ..aot_kernels.plan import Plan, Pointer, Refuse
 from ..errors import BuildError, RecordError
+from ..kernel_op import place_of
 from ..op_spec import Attribute, OpSpec, entries
 from ..shapes import evaluate
 from .expressions import NotAnExpression
@@ -91,11 +93,6 @@ def trace(
             )
         record = with_dtypes(record, combination, dtypes, place_of(launcher))
     return TracedOp(with_shapes(record, outputs, place_of(launcher)), tuple(plans), tuple(notes))
-
-
-def place_of(launcher: Callable[..., Any]) -> str:
-    code = launcher.__code__
-    return f"{Path(code.co_filename).name}:{code.co_firstlineno}"
 
 
 def _paths(
@@ -228,7 +225,7 @@ class _Tracer:
         symbols = recorder.symbols
         call = symbols.call
         attributes = {
-            entry.name: value if self._is_enumerated(index) else symbols.attribute(index)
+            entry.name: value if self._is_enumerated(index) else symbols.number(attribute(index))
             for index, (entry, value) in enumerate(zip(self.record.attributes, call.attributes, strict=True))
         }
         with ExitStack() as stack:
@@ -260,7 +257,7 @@ class _Tracer:
     def _inputs(self, recorder: Recorder, call: Call, attributes: Mapping[str, Any]) -> list[Any]:
         dtypes, required = self.record.combinations[self.combination], entries(self.record.input_shapes)
         shapes: dict[str, Any] = {
-            entry.name: sizes and tuple(recorder.symbols.size(index, d) for d in range(len(sizes)))
+            entry.name: sizes and tuple(recorder.symbols.number(size(index, d)) for d in range(len(sizes)))
             for index, (entry, sizes) in enumerate(zip(self.record.inputs, call.sizes, strict=True))
         }
         for name, text in required.items():
@@ -283,12 +280,9 @@ class _Tracer:
     def _line(self, error: BaseException) -> str:
         """Returns the last line of the launcher's file in a traceback."""
         code = self.launcher.__code__
-        number, trace = code.co_firstlineno, error.__traceback__
-        while trace is not None:
-            if trace.tb_frame.f_code.co_filename == code.co_filename:
-                number = trace.tb_lineno
-            trace = trace.tb_next
-        return f"{Path(code.co_filename).name}:{number}"
+        frames = traceback.walk_tb(error.__traceback__)
+        lines = [number for frame, number in frames if frame.f_code.co_filename == code.co_filename]
+        return f"{Path(code.co_filename).name}:{lines[-1] if lines else code.co_firstlineno}"
 
 
 def _ranks(call: Call) -> Ranks:
@@ -321,9 +315,9 @@ def _samples(
     for sample in samples:
         given = [sample.get(entry.name) for entry in record.inputs]
         yield tuple(None if tensor is None else tuple(tensor.shape) for tensor in given), sample
-    for size in () if samples else (*SAMPLE_SIZES, *_ELEMENTS):
-        yield tuple((size,) for _ in record.inputs), {}
-        yield tuple(None if entry.optional else (size,) for entry in record.inputs), {}
+    for count in () if samples else (*SAMPLE_SIZES, *_ELEMENTS):
+        yield tuple((count,) for _ in record.inputs), {}
+        yield tuple(None if entry.optional else (count,) for entry in record.inputs), {}
 
 
 def _values(record: OpSpec, entry: Attribute, given: Mapping[str, Any]) -> Sequence[Any]:

@@ -17,14 +17,11 @@ class Argument:
         name: of the kernel's parameter.
         value: as in `plan.Launch`.
         dtype: of the tensor, "float32" or "int32"; None for a number.
-        shape, strides: of the tensor, in elements; () for a number.
     """
 
     name: str
     value: Pointer | Scalar
     dtype: str | None = None
-    shape: tuple[Expression, ...] = ()
-    strides: tuple[Expression, ...] = ()
 
 
 @dataclass(frozen=True)
