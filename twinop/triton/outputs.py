@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from random import Random
+from typing import Any
 
 from ..aot_kernels.expression import Expression
 from ..dtypes import ELEMENT_TYPES
@@ -55,20 +56,14 @@ def with_shapes(record: OpSpec, traced: Traced, place: str) -> OpSpec:
     for index, name in enumerate(record.outputs):
         if name in record.written:
             continue
-        if name in given:
-            if not _fits(record, given[name], traced, index):
-                raise BuildError(
-                    f"{place}: output {name} of {record.name} has another shape than {given[name]!r}"
-                )
-            found[name] = given[name]
-            continue
-        text = next(
-            (text for text in _candidates(record, traced, index) if _fits(record, text, traced, index)), None
-        )
-        if text is None:
+        tried = [given[name]] if name in given else _candidates(record, traced, index)
+        fitting = (text for text in tried if _fits(record, text, traced, index))
+        if (text := next(fitting, None)) is None:
             raise BuildError(
-                f"{place}: no expression was found for the shape of output {name} of {record.name}. Give it: "
-                f'shapes="{name} = [{record.inputs[0].name}[0]]"'
+                f"{place}: output {name} of {record.name} has another shape than {given[name]!r}"
+                if name in given
+                else f"{place}: no expression was found for the shape of output {name} of {record.name}. "
+                f'Give it: shapes="{name} = [{record.inputs[0].name}[0]]"'
             )
         found[name] = text
     first = record.inputs[0].name
@@ -95,10 +90,7 @@ def _candidates(record: OpSpec, traced: Traced, output: int) -> Iterator[str]:
                 continue
             yield f"[{', '.join(map(str, sizes))}]"
             for kept in range(1, len(sizes)):
-                head, tail = (
-                    f"[{', '.join(map(str, sizes[:kept]))}]",
-                    f"[{', '.join(map(str, sizes[kept:]))}]",
-                )
+                head, tail = (f"[{', '.join(map(str, part))}]" for part in (sizes[:kept], sizes[kept:]))
                 for name, rank in zip([entry.name for entry in record.inputs], ranks, strict=True):
                     if rank is not None and rank >= kept:
                         yield f"{name}[:{kept - rank}] + {tail}" if rank > kept else f"{name} + {tail}"
@@ -138,9 +130,12 @@ def _fits(record: OpSpec, text: str, traced: Traced, output: int) -> bool:
                 None if r is None else tuple(random.sample(range(largest // 9, largest), r)) for r in ranks
             )
             attributes = tuple(random.randrange(2, 9) for _ in record.attributes)
-            call = _required(record, Call(sizes, attributes))
-            shapes = dict(zip((entry.name for entry in record.inputs), call.sizes, strict=True))
+            shapes: dict[str, Any] = dict(zip((entry.name for entry in record.inputs), sizes, strict=True))
             named = dict(zip((entry.name for entry in record.attributes), attributes, strict=True))
+            for name, required in entries(record.input_shapes).items():
+                if shapes[name] is not None:
+                    shapes[name] = evaluate(record, required, shapes, named)
+            call = Call(tuple(shapes.values()), attributes)
             try:
                 shape = evaluate(record, text, shapes, named | largest_sizes(record, shapes, named))
                 if any(shape != tuple(map(call.value, path[output].shape)) for path in paths):
@@ -148,14 +143,3 @@ def _fits(record: OpSpec, text: str, traced: Traced, output: int) -> bool:
             except (RecordError, ArithmeticError, IndexError):
                 return False
     return True
-
-
-def _required(record: OpSpec, call: Call) -> Call:
-    """Gives the inputs the shapes that the record requires."""
-    names = [entry.name for entry in record.inputs]
-    shapes = dict(zip(names, call.sizes, strict=True))
-    attributes = dict(zip((entry.name for entry in record.attributes), call.attributes, strict=True))
-    for name, text in entries(record.input_shapes).items():
-        if shapes[name] is not None:
-            shapes[name] = evaluate(record, text, shapes, attributes)
-    return replace(call, sizes=tuple(shapes[name] for name in names))
