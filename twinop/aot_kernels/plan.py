@@ -9,13 +9,6 @@ from .expression import Expression, constant
 POINTER = "pointer"
 """The type of a parameter that is a pointer."""
 
-SCALAR_TYPES = {
-    "i1": 1, "i8": 1, "i16": 2, "i32": 4, "i64": 8, "u8": 1, "u16": 2, "u32": 4, "u64": 8,
-    "fp16": 2, "bf16": 2, "fp32": 4, "fp64": 8,
-}  # fmt: skip
-"""The bytes of each type of a parameter that is a number."""
-
-
 ZERO = constant(0)
 
 
@@ -37,7 +30,8 @@ class Scalar:
     """A number.
 
     Attributes:
-        type: a key of `SCALAR_TYPES`, or "int" for an int whose width each variant chooses.
+        type: "i1", "i8" to "i64", "u8" to "u64", "fp16", "bf16", "fp32" or "fp64"; or "int" for an int whose
+            width each variant chooses.
         name: of the kernel's parameter, for messages.
     """
 
@@ -63,8 +57,8 @@ class Variant:
 
     Attributes:
         requirements: all of them must hold; none: the variant is general.
-        parameters: the kernel's parameters: an argument of the launch and a type, `POINTER` or a key of
-            `SCALAR_TYPES`. Arguments that became constants are left out.
+        parameters: the kernel's parameters: an argument of the launch and a type, `POINTER` or one of
+            `Scalar.type`. Arguments that became constants are left out.
         kernel: the index in `Contents.kernels`.
     """
 

@@ -73,7 +73,6 @@ def compile_library(
     domain_version: int = 1,
     cuda: bool = True,
     table: bool = True,
-    include_folders: Sequence[Path] = (),
 ) -> Compiled:
     """Compiles files into `lib<name>.so` in a build tree, which is `locked`.
 
@@ -83,14 +82,12 @@ def compile_library(
         files: headers with ops, C++ and CUDA files.
         cuda: whether they have CUDA code to compile. Without nvcc it is left out.
         table: whether the library's table is to be written. Else one of the files has it.
-        include_folders: where the files' headers are found, beside the files' own folders.
 
     Raises:
         BuildError: a tool is missing or too old, or the sources do not compile.
     """
     lines = [
         *_settings(options, nvcc_path() if cuda and not options.cpu else None),
-        f"include_directories({' '.join(map(_quoted, include_folders))})",
         f"find_package(twinop REQUIRED NO_DEFAULT_PATH PATHS {_quoted(get_cmake_dir())})",
         f"twinop_add_library({name} DOMAIN {domain} DOMAIN_VERSION {domain_version}",
         *([] if table else ["NO_TABLE"]),
