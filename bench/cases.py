@@ -14,9 +14,8 @@ from twinop.console import err
 from twinop.errors import TwinopError
 from twinop.export.bodies import find_body
 from twinop.op_spec import DOMAIN, OpSpec
-from twinop.shapes import input_shapes as shapes_of_inputs
-from twinop.shapes import output_shapes
-from twinop.testing.samples import make_sample, why_not_derived
+from twinop.shapes import input_shapes, output_shapes
+from twinop.testing.samples import make_sample, torch_dtype, why_not_derived
 from twinop.testing.target import load
 from twinop.testing.under_test import library_of
 from twinop.torch_op.rules import as_tuple
@@ -60,19 +59,13 @@ class Case:
 
     @property
     def torch_dtype(self) -> torch.dtype:
-        dtype = getattr(torch, self.dtype)
-        assert isinstance(dtype, torch.dtype)
-        return dtype
+        return torch_dtype(self.dtype)
 
     @property
     def shape_name(self) -> str:
         elements, exponent = self.shape[0], self.shape[0].bit_length() - 1
         is_power = len(self.shape) == 1 and elements == 1 << exponent
         return f"2^{exponent}" if is_power else "x".join(map(str, self.shape))
-
-    @property
-    def columns(self) -> int:
-        return self.shape[-1]
 
     def label(self) -> dict[str, Any]:
         """Returns the fields that name this cell in a file."""
@@ -192,48 +185,29 @@ def _bandwidths(name: str, family: str, entry: Entry, device: str, quick: bool) 
 # ------------------------------------------------------------------------------------------- tensors
 
 
-def input_shapes(case: Case, entry: Entry) -> dict[str, tuple[int, ...]]:
-    """Returns the shapes of the entry's inputs by name."""
-    if given := _given(case, entry):
-        return {name: tuple(tensor.shape) for name, tensor in given.items()}
-    record = torch_op.records()[entry.op]
-    first = (*case.shape[:-1], 2 * case.columns) if entry.op == "swiglu_packed" else case.shape
-    shapes = shapes_of_inputs(record, first, _attributes(record, entry))
-    return {name: shapes[name] for name in entry.input_names}
-
-
-def _given(case: Case, entry: Entry) -> dict[str, Tensor]:
-    """The inputs that an op's module gives, where they cannot be derived."""
-    record = torch_op.records()[entry.op]
-    if entry.library is None or not why_not_derived(record):
-        return {}
-    dtypes = next(c for c in record.combinations if c[record.inputs[0].name] == case.dtype)
-    return make_sample(record, dtypes, case.shape).tensors()
-
-
 def _attributes(record: OpSpec, entry: Entry) -> dict[str, Any]:
     return {each.name: each.default for each in record.attributes} | dict(entry.attributes)
 
 
 def make_inputs(case: Case, entry: Entry, device: torch.device) -> dict[str, Tensor]:
-    """Draws inputs by name from the normal distribution; weights lie around one, as trained ones do."""
-    if given := _given(case, entry):
+    """Draws inputs by name from the normal distribution; weights lie around one, as trained ones do.
+
+    Where the record of an op that is not twinop's does not say what inputs fit, its module gives them.
+    """
+    record = torch_op.records()[entry.op]
+    if entry.library is not None and why_not_derived(record):
+        dtypes = next(c for c in record.combinations if c[record.inputs[0].name] == case.dtype)
+        given = make_sample(record, dtypes, case.shape).tensors()
         return {name: tensor.to(device) for name, tensor in given.items()}
+    first = (*case.shape[:-1], 2 * case.shape[-1]) if entry.op == "swiglu_packed" else case.shape
+    shapes = input_shapes(record, first, _attributes(record, entry))
     inputs = {}
-    for name, shape in input_shapes(case, entry).items():
-        tensor = torch.randn(shape, dtype=case.torch_dtype, device=device)
+    for name in entry.input_names:
+        tensor = torch.randn(shapes[name], dtype=case.torch_dtype, device=device)
         if name == "weight":
             tensor = 1 + tensor / 8
         inputs[name] = tensor.abs() + 0.01 if name in entry.positive else tensor
     return inputs
-
-
-def make_outputs(case: Case, entry: Entry, device: torch.device) -> tuple[Tensor, ...]:
-    """Draws random tensors: the outputs to overwrite, or the gradients that backward starts from."""
-    record = torch_op.records()[entry.op]
-    absent = dict.fromkeys(each.name for each in record.inputs)
-    shapes = output_shapes(record, absent | input_shapes(case, entry), _attributes(record, entry))
-    return tuple(torch.randn(shape, dtype=case.torch_dtype, device=device) for shape in shapes.values())
 
 
 @dataclass
@@ -252,7 +226,15 @@ class Sample:
 
     @classmethod
     def drawn(cls, case: Case, entry: Entry, device: torch.device) -> "Sample":
-        return cls(case, entry, make_inputs(case, entry, device), make_outputs(case, entry, device))
+        """Draws random tensors."""
+        record, inputs = torch_op.records()[entry.op], make_inputs(case, entry, device)
+        given = {
+            each.name: list(inputs[each.name].shape) if each.name in inputs else None
+            for each in record.inputs
+        }
+        shapes = output_shapes(record, given, _attributes(record, entry)).values()
+        outputs = (torch.randn(shape, dtype=case.torch_dtype, device=device) for shape in shapes)
+        return cls(case, entry, inputs, tuple(outputs))
 
     @property
     def bytes(self) -> int:

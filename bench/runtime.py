@@ -12,15 +12,13 @@ import onnx.parser
 import torch  # before onnxruntime, so that both use the same CUDA libraries
 from onnx import NodeProto, helper
 
-from twinop.dtypes import ELEMENT_TYPES
 from twinop.library import find_library
 from twinop.op_spec import OpSpec
 from twinop.testing import one_node
+from twinop.testing.one_node import onnx_type
 
 from .measurements import BenchError
 from .timing import DeviceTimer, Run
-
-ONNX_TYPES = {getattr(torch, name): element for name, element in ELEMENT_TYPES.items() if name != "str"}
 
 share_pool = True
 """Whether all sessions of this process share one thread pool. Then no session can have its own."""
@@ -53,10 +51,7 @@ def parse_nodes(text: str) -> list[NodeProto]:
 def custom_node(record: OpSpec, given: Container[str], attributes: Mapping[str, Any]) -> NodeProto:
     """Returns the node of an op with the `given` inputs; all have the names of its record."""
     inputs = [entry.name if entry.name in given else "" for entry in record.inputs]
-    while not inputs[-1]:
-        inputs.pop()
-    outputs = list(record.outputs)
-    return helper.make_node(record.onnx_name, inputs, outputs, "node0", domain=record.domain, **attributes)
+    return one_node.node_of(record, inputs, attributes)
 
 
 def one_op(
@@ -76,14 +71,14 @@ def one_op(
 
     def value(name: str, tensor: torch.Tensor) -> onnx.ValueInfoProto:
         shape = list(tensor.shape) if fixed else [f"{name}_{axis}" for axis in range(tensor.dim())]
-        return helper.make_tensor_value_info(name, ONNX_TYPES[tensor.dtype], shape)
+        return helper.make_tensor_value_info(name, onnx_type(tensor), shape)
 
     first, last = ([value(*each) for each in tensors.items()] for tensors in (inputs, outputs))
     graph = helper.make_graph(nodes, "graph", first, last)
     for name, tensor in (constants or {}).items():
         content = tensor.cpu().contiguous().view(torch.uint8).numpy().tobytes()
-        kind = ONNX_TYPES[tensor.dtype]
-        graph.initializer.append(helper.make_tensor(name, kind, tensor.shape, content, raw=True))
+        made = helper.make_tensor(name, onnx_type(tensor), tensor.shape, content, raw=True)
+        graph.initializer.append(made)
     domains = {node.domain for node in nodes if node.domain}
     opsets = [helper.make_opsetid("", opset), *(helper.make_opsetid(name, 1) for name in sorted(domains))]
     return helper.make_model(graph, opset_imports=opsets, ir_version=10)
@@ -197,7 +192,7 @@ def bind(
             if tensor.numel() == 0 and name in outputs:
                 binding.bind_output(name, *place)
                 continue
-            bind_tensor(name, *place, ONNX_TYPES[tensor.dtype], list(tensor.shape), tensor.data_ptr())
+            bind_tensor(name, *place, onnx_type(tensor), list(tensor.shape), tensor.data_ptr())
     run_options = ort.RunOptions()
     if graph is not None:
         run_options.add_run_config_entry("gpu_graph_id", str(graph))

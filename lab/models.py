@@ -36,6 +36,7 @@ from twinop.bench.measurements import Device, Measurements, Output, choose_devic
 from twinop.bench.providers import Subject, checked
 from twinop.bench.timing import host_times, timer_on
 from twinop.console import clear_errors
+from twinop.dtypes import dtype_name
 from twinop.errors import ExportError
 from twinop.export import export
 from twinop.optimize import optimize
@@ -226,8 +227,8 @@ def in_ort(path: Path, inputs: Mapping[str, Tensor], expected: Tensor, graph: bo
     proto = onnx.load(path)
     stream = torch.cuda.current_stream(expected.device) if expected.is_cuda else None
     last = proto.graph.output[0]
-    kinds = {element: kind for kind, element in runtime.ONNX_TYPES.items()}
-    output = torch.empty(expected.shape, dtype=kinds[last.type.tensor_type.elem_type], device=expected.device)
+    kind = getattr(torch, dtype_name(last.type.tensor_type.elem_type))
+    output = torch.empty(expected.shape, dtype=kind, device=expected.device)
     names = {value.name for value in proto.graph.input}
     nodes: list[str] = []
     session = runtime.open_session(

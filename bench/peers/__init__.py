@@ -7,6 +7,7 @@ package that takes the op's inputs, or nodes of ONNX Runtime's own. If a peer's 
 report says so and measures the others.
 """
 
+import pkgutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -265,9 +266,4 @@ def entry_of(
 
 def resolve(peer: Peer) -> Callable[..., Any]:
     """Returns the function "module:name", whose import may fail; a function is returned as it is."""
-    import importlib
-
-    if not isinstance(peer, str):
-        return peer
-    module, _, name = peer.partition(":")
-    return getattr(importlib.import_module(f"{__name__}.{module}"), name)
+    return pkgutil.resolve_name(f"{__name__}.{peer}") if isinstance(peer, str) else peer

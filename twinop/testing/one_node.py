@@ -32,6 +32,15 @@ def onnxruntime() -> Any:
     return ort
 
 
+def node_of(record: OpSpec, inputs: Sequence[str], attributes: Mapping[str, Any]) -> onnx.NodeProto:
+    """The node of an op; absent inputs are "" (left out at the end)."""
+    given = [*inputs]
+    while given and not given[-1]:
+        given.pop()
+    outputs = list(record.outputs)
+    return helper.make_node(record.onnx_name, given, outputs, "node0", domain=record.domain, **attributes)
+
+
 def one_node_model(
     record: OpSpec, dtypes: Mapping[str, str], present: Sequence[int], attributes: Mapping[str, Any]
 ) -> onnx.ModelProto:
@@ -46,11 +55,7 @@ def one_node_model(
         own = [f"{entry.name}{i}" for i in range(count)] if entry.repeated else [entry.name] if count else []
         names += own or [""]
         types |= dict.fromkeys(own, dtypes[entry.name])
-    while names and not names[-1]:
-        names.pop()
-    node = helper.make_node(
-        record.onnx_name, names, list(record.outputs), name="node", domain=record.domain, **dict(attributes)
-    )
+    node = node_of(record, names, attributes)
     types_of_outputs = {name: dtypes[name] for name in record.outputs}
     inputs, outputs = (
         [helper.make_tensor_value_info(name, ELEMENT_TYPES[dtype], None) for name, dtype in each.items()]
