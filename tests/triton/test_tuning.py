@@ -72,6 +72,7 @@ def test_measured_calls_are_recorded(monkeypatch: pytest.MonkeyPatch, tuned: Any
     monkeypatch.setattr(type(tuned), "run", lambda autotuner, *args, **kwargs: None)
     tuning = Tuning([entry(64, SMALL), entry(5, SMALL)])
     tuned.best_config = LARGE
-    with tuning.recording(90):
+    with tuning.recording(90) as measured:
         tuned[(1,)](Tensor(), Tensor(), 64)
     assert tuning.entries == [entry(5, SMALL), entry(64, LARGE)]
+    assert [each for each, _ in measured] == [entry(64, LARGE)]

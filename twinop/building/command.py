@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from ..console import clear_errors, err, out, print_note, run_alone
+from ..console import clear_errors, err, out, print_note
 from ..errors import BuildError
 from ..library_table import show_library
 from .builder import build as build_project
@@ -99,7 +99,3 @@ def build(
     out.print(f"{built.library.path}: {done}, {time.monotonic() - begin:.1f} s", soft_wrap=True)
     if "address" in sanitize:
         out.print("run it with LD_PRELOAD=$(c++ -print-file-name=libasan.so) ASAN_OPTIONS=detect_leaks=0")
-
-
-if __name__ == "__main__":
-    run_alone(build)

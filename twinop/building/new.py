@@ -5,7 +5,7 @@ from typing import Annotated, Literal
 
 import typer
 
-from ..console import clear_errors, out, run_alone
+from ..console import clear_errors, out
 from ..errors import BuildError
 from ..names import check_project_name
 from .cache import writing
@@ -70,7 +70,3 @@ def new(
     for file in sorted(folder.iterdir()):
         out.print(file, soft_wrap=True)
     out.print(f"next: cd {folder} && twinop build && twinop test", soft_wrap=True)
-
-
-if __name__ == "__main__":
-    run_alone(new)

@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 import typer
 
-from ..console import clear_errors, err, out, print_note, run_alone
+from ..console import clear_errors, err, out, print_note
 from ..errors import BuildError
 from ..kernel_op import KernelOp
 from .tuning import Entry, Tuning, tuning_file
@@ -87,7 +87,6 @@ def _tune(file: Path, sizes: Sequence[int], arch: int) -> None:
 
     target = tuning_file(file)
     tuning = Tuning.read(target)
-    measured: list[tuple[Entry, float | None]] = []
     notes: dict[str, None] = {}  # without repetitions
     calls = [
         (op, dtypes, size)
@@ -95,7 +94,7 @@ def _tune(file: Path, sizes: Sequence[int], arch: int) -> None:
         for dtypes in op.record.combinations
         for size in sizes or (_ELEMENTS if op.samples is None else _SIZES)
     ]
-    with tuning.recording(arch, lambda entry, gain: measured.append((entry, gain))):
+    with tuning.recording(arch) as measured:
         for op, dtypes, size in track(
             calls, f"measuring {file.name}", console=err, transient=True, disable=not err.is_terminal
         ):
@@ -142,7 +141,3 @@ def _show(measured: Sequence[tuple[Entry, float | None]]) -> None:
             "" if gain is None else f"{gain:.2f}",
         )
     out.print(table)
-
-
-if __name__ == "__main__":
-    run_alone(tune)

@@ -4,7 +4,7 @@ import itertools
 import re
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -228,31 +228,26 @@ class _Tracer:
             entry.name: value if self._is_enumerated(index) else symbols.number(attribute(index))
             for index, (entry, value) in enumerate(zip(self.record.attributes, call.attributes, strict=True))
         }
-        with ExitStack() as stack:
-            fake = FakeTensorMode(shape_env=symbols)
-            fake.cache_enabled = False
-            stack.enter_context(fake)
-            stack.enter_context(functions_of_symbols(recorder))
-            stack.enter_context(triton_launches(recorder, self.choose))
-            stack.enter_context(helion_kernels())
-            stack.enter_context(cuda_launches(recorder))
+        fake = FakeTensorMode(shape_env=symbols)
+        fake.cache_enabled = False
+        launches = triton_launches(recorder, self.choose)
+        with fake, functions_of_symbols(recorder), launches, helion_kernels(), cuda_launches(recorder):
             inputs = self._inputs(recorder, call, attributes)
-            stack.enter_context(recorder)
-            stack.enter_context(Indexing())
-            try:
-                if self.listed is not None:
-                    inputs[self.listed :] = [inputs[self.listed :]]
-                returned = self.launcher(*inputs, **attributes)
-            except BuildError:
-                raise
-            except NotAnExpression as error:
-                raise BuildError(
-                    f"{self._line(error)}: the library cannot compute {error} from sizes and attributes"
-                ) from error
-            except Exception as error:  # what the launcher says of these sizes
-                message = f"{self._line(error)}: {type(error).__name__}: {error}".rstrip(": ")
-                return None, (), (Refuse(symbols.described(message)),)
-            return recorder.finish(returned, self.record)
+            if self.listed is not None:
+                inputs[self.listed :] = [inputs[self.listed :]]
+            with recorder, Indexing():
+                try:
+                    returned = self.launcher(*inputs, **attributes)
+                except BuildError:
+                    raise
+                except NotAnExpression as error:
+                    raise BuildError(
+                        f"{self._line(error)}: the library cannot compute {error} from sizes and attributes"
+                    ) from error
+                except Exception as error:  # what the launcher says of these sizes
+                    message = f"{self._line(error)}: {type(error).__name__}: {error}".rstrip(": ")
+                    return None, (), (Refuse(symbols.described(message)),)
+                return recorder.finish(returned, self.record)
 
     def _inputs(self, recorder: Recorder, call: Call, attributes: Mapping[str, Any]) -> list[Any]:
         dtypes, required = self.record.combinations[self.combination], entries(self.record.input_shapes)

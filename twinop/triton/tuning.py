@@ -9,7 +9,7 @@ own pruning leaves.
 
 import json
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -43,9 +43,6 @@ class Entry:
     key: Mapping[str, int | float]
     dtypes: Sequence[str]
     config: Mapping[str, Any]
-
-
-Measured = Callable[[Entry, float | None], None]
 
 
 class Tuning:
@@ -85,16 +82,16 @@ class Tuning:
         return first_configuration(autotuner, arguments, arch)
 
     @contextmanager
-    def recording(self, arch: int, measured: Measured = lambda entry, gain: None) -> Iterator[None]:
+    def recording(self, arch: int) -> Iterator[list[tuple[Entry, float | None]]]:
         """Adds an entry for each call of an autotuned kernel, which Triton measures.
 
-        Args:
-            measured: is called with each new entry and its gain: the time of the first configuration over the
-                best one's; None where Triton had no choice, or the first one failed.
+        Yields the list of the new entries, each with its gain: the time of the first configuration over the
+        best one's; None where Triton had no choice, or the first one failed.
         """
         from triton.runtime.autotuner import Autotuner
 
-        original, seen = Autotuner.run, []
+        original = Autotuner.run
+        measured: list[tuple[Entry, float | None]] = []
 
         def run(autotuner: Any, *args: Any, **kwargs: Any) -> Any:
             arguments = dict(zip(autotuner.arg_names, args, strict=False))
@@ -109,13 +106,12 @@ class Tuning:
             config = autotuner.best_config.all_kwargs()
             entry = Entry(_name(autotuner), arch, key, _dtypes(arguments), config)
             self.entries = [each for each in self.entries if _call(each) != _call(entry)] + [entry]
-            if _call(entry) not in seen:
-                seen.append(_call(entry))
-                measured(entry, _gain(autotuner))
+            if all(_call(each) != _call(entry) for each, _ in measured):
+                measured.append((entry, _gain(autotuner)))
             return result
 
         with mock.patch.object(Autotuner, "run", run):
-            yield
+            yield measured
 
 
 def _name(autotuner: Any) -> str:
