@@ -4,27 +4,21 @@ from typing import Any
 
 import ml_dtypes
 import numpy as np
-from onnx import TensorProto
+from onnx import TensorProto, helper
 
-_NAMES: dict[int, str] = {
-    TensorProto.FLOAT: "float32",
-    TensorProto.DOUBLE: "float64",
-    TensorProto.STRING: "str",
-    TensorProto.FLOAT8E4M3FN: "float8_e4m3fn",
-    TensorProto.FLOAT8E4M3FNUZ: "float8_e4m3fnuz",
-    TensorProto.FLOAT8E5M2: "float8_e5m2",
-    TensorProto.FLOAT8E5M2FNUZ: "float8_e5m2fnuz",
-}
-_SAME_NAME = (
+_TYPES = (
+    "float32", "float64", "float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz",
     "float16", "bfloat16", "bool", "complex64", "complex128",
     "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64",
 )  # fmt: skip
 
-ELEMENT_TYPES = {name: element for element, name in _NAMES.items()} | {
-    name: TensorProto.DataType.Value(name.upper()) for name in _SAME_NAME
+ELEMENT_TYPES: dict[str, int] = {
+    "str": TensorProto.STRING,
+    **{name: helper.np_dtype_to_tensor_dtype(np.dtype(getattr(ml_dtypes, name, name))) for name in _TYPES},
 }
 """ONNX's number of every element type of whole bytes, by name: "float32" is TensorProto.FLOAT."""
 
+_NAMES = {element: name for name, element in ELEMENT_TYPES.items()}
 _ONNX_NAMES = {number: name.lower() for name, number in TensorProto.DataType.items()}
 
 FLOATING = ("float32", "float16", "bfloat16", "float64")
@@ -68,8 +62,7 @@ _ELEMENT_OF_ORT_TYPE = {onnx_name(name): element for name, element in ELEMENT_TY
 
 def numpy_dtype(element: int) -> np.dtype:
     """Returns the numpy dtype. bfloat16 and 8-bit floats are those of ml_dtypes; strings are objects."""
-    name = dtype_name(element)
-    return np.dtype(object if name == "str" else getattr(ml_dtypes, name, name))
+    return helper.tensor_dtype_to_np_dtype(element)
 
 
 def is_foreign_to_numpy(element: int) -> bool:

@@ -54,22 +54,12 @@ def writing(what: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise cannot_write(what, error) from error
-
-
-def cannot_write(what: Path, error: OSError) -> BuildError:
-    """Returns the message for a file that cannot be written."""
-    if error.errno in (errno.ENOSPC, errno.EDQUOT):
-        return BuildError(f"{what}: the disk is full. Free some space, or {_elsewhere(what)}")
-    return BuildError(
-        f"{what}: cannot be written: {error.strerror}. Fix its permissions, or {_elsewhere(what)}"
-    )
-
-
-def _elsewhere(what: Path) -> str:
-    if cache_folder() in (what, *what.parents):
-        return "set TWINOP_CACHE to a folder on another disk"
-    return "name another file with -o"
+        problem = f"cannot be written: {error.strerror}. Fix its permissions"
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            problem = "the disk is full. Free some space"
+        in_cache = cache_folder() in (what, *what.parents)
+        cure = "set TWINOP_CACHE to a folder on another disk" if in_cache else "name another file with -o"
+        raise BuildError(f"{what}: {problem}, or {cure}") from error
 
 
 def make_folder(folder: Path) -> None:

@@ -106,10 +106,7 @@ def find_project(paths: Sequence[Path] = (), name: str | None = None, domain: st
 
 def _declares_kernels(path: Path) -> bool:
     """Whether a Python file has ops whose kernels are written in Python."""
-    try:
-        return _KERNEL_OPS.search(path.read_text(encoding="utf-8")) is not None
-    except (OSError, UnicodeDecodeError) as error:
-        raise BuildError(f"{path}: cannot be read: {error}") from error
+    return _KERNEL_OPS.search(_text(path)) is not None
 
 
 def _source(path: Path) -> Source:
@@ -119,11 +116,14 @@ def _source(path: Path) -> Source:
         raise BuildError(
             f"{path}: not a source of ops. Expected a file that ends in {', '.join(_SUFFIXES)}, .py, .o or .a"
         )
+    return Source(path.resolve(), tuple(_OPS.findall(_text(path))))
+
+
+def _text(path: Path) -> str:
     try:
-        text = path.read_text(encoding="utf-8")
+        return path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise BuildError(f"{path}: cannot be read: {error}") from error
-    return Source(path.resolve(), tuple(_OPS.findall(text)))
 
 
 def op_names(text: str) -> list[str]:

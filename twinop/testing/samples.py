@@ -6,6 +6,7 @@ Where the record does not say what inputs fit, the function `samples` of the op'
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -219,28 +220,18 @@ def make_sample(
     shapes = input_shapes(record, shape, attributes)
     first = shapes[record.inputs[0].name]
     for i, entry in enumerate(record.inputs):
-        wanted, dtype = shapes[entry.name], torch_dtype(dtypes[entry.name])
-
-        def draw(seed: int, wanted: Any = wanted, dtype: Any = dtype, other: bool = wanted != first) -> Any:
-            if gives_integers and dtype.is_floating_point:
-                return drawn(seed, wanted, dtype, other).nan_to_num(0.5, torch.inf, -torch.inf)
-            return drawn(seed, wanted, dtype, other)
-
-        def drawn(seed: int, wanted: Any, dtype: Any, other: bool) -> Any:
-            if not dtype.is_floating_point:
-                return integers(wanted, dtype, seed)
-            if tame or (not record.is_elementwise and other):
-                return plain_values(wanted, dtype, seed)
-            if record.is_elementwise:
-                return values(wanted, dtype, seed, (1, 8, 60)[seed % 50 % 3])
-            return row_values(wanted, dtype, seed)
-
         if present and not present[entry.name]:
             found[entry.name] = None
-        elif entry.repeated:
-            found[entry.name] = [draw(seed + 50 * i + 200 * k) for k in range(3)]
-        else:
-            found[entry.name] = draw(seed + 50 * i)
+            continue
+        wanted, dtype = shapes[entry.name], torch_dtype(dtypes[entry.name])
+        draw: Callable[..., torch.Tensor] = row_values if wanted == first else plain_values
+        if record.is_elementwise:
+            draw = partial(values, scale=(1, 8, 60)[seed % 50 % 3])
+        draw = integers if not dtype.is_floating_point else plain_values if tame else draw
+        tensors = [draw(wanted, dtype, seed + 50 * i + 200 * k) for k in range(3 if entry.repeated else 1)]
+        if gives_integers and dtype.is_floating_point:
+            tensors = [tensor.nan_to_num(0.5, torch.inf, -torch.inf) for tensor in tensors]
+        found[entry.name] = tensors if entry.repeated else tensors[0]
     return Sample(found, dict(attributes or {}))
 
 
