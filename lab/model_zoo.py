@@ -4,6 +4,7 @@ torch and transformers make most of them; timm and torchvision have some of the 
 """
 
 import importlib
+import pkgutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -76,8 +77,7 @@ def from_transformers(name: str, options: Mapping[str, Any], **arguments: Any) -
         name: of its class, behind the name of a module that is not the package itself.
         options: of its configuration.
     """
-    module, _, kind = f"transformers.{name}".rpartition(".")
-    model = getattr(importlib.import_module(module), kind)
+    model = pkgutil.resolve_name(f"transformers.{name}")
     return model(model.config_class(**options), **arguments)
 
 
@@ -102,7 +102,7 @@ def perturbed(model: nn.Module) -> nn.Module:
     return model
 
 
-def encoder(style: str, size: Size, attention: str = "eager") -> Encoder:
+def encoder(style: str, size: Size, attention: str = "eager") -> nn.Module:
     """Returns a float32 model in eval mode, always with the same weights.
 
     Args:
@@ -110,9 +110,7 @@ def encoder(style: str, size: Size, attention: str = "eager") -> Encoder:
         attention: "eager" (MatMul and Softmax in ONNX) or "sdpa" (one Attention node from opset 23 on).
     """
     torch.manual_seed(0)
-    model = Encoder(STYLES[style](size, attn_implementation=attention))
-    perturbed(model)
-    return model.eval()
+    return perturbed(_encoder(style, size, attention)).eval()
 
 
 def batch(size: Size, seed: int = 0, padding: int = 0) -> tuple[Tensor, Tensor]:

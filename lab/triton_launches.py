@@ -22,13 +22,13 @@ from torch import Tensor
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from twinop import child
 from twinop.bench import runtime
-from twinop.bench.measurements import Measurements, Output, choose_device
+from twinop.bench.cells import IN_ORT, IN_TORCH
+from twinop.bench.measurements import Output, measuring
 from twinop.bench.providers import Subject, require, side_by_side
 from twinop.bench.timing import DeviceTimer, host_times
-from twinop.console import clear_errors
 from twinop.library import find_library
+from twinop.load_module import load_module
 from twinop.op_spec import DOMAIN
-from twinop.testing.target import load_module
 from twinop.torch_op import load
 
 EXAMPLES = Path(__file__).resolve().parents[1] / "examples/triton"
@@ -37,7 +37,7 @@ ROWS = ((1024, 1024), (4096, 4096), (32768, 4096), (65536, 4096))
 PRODUCTS = ((4096, 4096, 4096), (16384, 768, 3072))  # M, K, N
 ATTENTIONS = ((32, 12, 512, 64), (4, 32, 4096, 128))  # batch, heads, tokens, head size
 CHAIN = 50
-IN_ORT, IN_TORCH, OWN_LAUNCH = "twinop in ORT", "twinop in torch", "Triton"
+OWN_LAUNCH = "Triton"
 CUDA_OP, GEMM = "twinop's CUDA op", "ORT Gemm and Gelu"
 TOLERANCE = 2e-2  # bfloat16, relative to the largest value
 
@@ -107,10 +107,9 @@ def nodes_of(cell: Cell, provider: str) -> list[NodeProto]:
 class Machine:
     """Builds, checks and times the providers of cells on one GPU. The libraries lie in `folder`."""
 
-    def __init__(self, device: torch.device, folder: Path, rounds: int) -> None:
-        self.device, self.folder, self.rounds = device, folder, rounds
-        self.stream = torch.cuda.Stream(device)
-        self.timer = DeviceTimer(self.stream)
+    def __init__(self, timer: DeviceTimer, folder: Path, rounds: int) -> None:
+        self.timer, self.folder, self.rounds = timer, folder, rounds
+        self.stream, self.device = timer.stream, timer.stream.device
 
     def library(self, op: str) -> Path:
         """Returns the example's library for this GPU. It is built at the first call."""
@@ -181,14 +180,15 @@ def main(rounds: int = 51, output: Output = None) -> None:
     It is device time with an empty L2 cache, beside ONNX Runtime's own products and attention; a chain of
     nodes of one element shows the host's work.
     """
-    with clear_errors(), tempfile.TemporaryDirectory() as folder:
-        where = choose_device("cuda")
-        measured = Measurements("triton", where, output)
-        machine = Machine(where, Path(folder), rounds)
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        measuring("triton", "cuda", output, quick=False) as (measured, where, timer),
+    ):
+        assert timer is not None
+        machine = Machine(timer, Path(folder), rounds)
         measured.say(machine.chain())
-        with torch.cuda.stream(machine.stream), torch.no_grad():
-            for cell in cells(where):
-                measured.say(machine.cell(cell))
+        for cell in cells(where):
+            measured.say(machine.cell(cell))
 
 
 if __name__ == "__main__":
