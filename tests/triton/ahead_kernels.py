@@ -5,10 +5,10 @@ from typing import Any
 import triton
 import triton.language as tl
 
-from twinop.aot_kernels.expression import Expression, constant, size
+from twinop.aot_kernels.expression import Expression, as_expression, constant, size
 from twinop.aot_kernels.plan import Plan, Pointer, Scalar
 from twinop.triton.intercept import label_of
-from twinop.triton.traced import Argument, TracedLaunch
+from twinop.triton.traced import TracedLaunch
 
 ONE = constant(1)
 
@@ -156,16 +156,16 @@ def dependent_kernel(x_ptr, y_ptr, n, BLOCK: tl.constexpr):
     tl.store(y_ptr + at, tl.load(x_ptr + at, mask=at < n), mask=at < n)
 
 
-def pointer(name: str, base: str, index: int = 0, dtype: str = "float32") -> Argument:
-    return Argument(name, Pointer(base, index), dtype)
+def pointer(name: str, base: str, index: int = 0, dtype: str = "float32") -> Pointer:
+    return Pointer(base, index, name=name, dtype=dtype)
 
 
-def number(name: str, value: Expression | int | float, kind: str = "int") -> Argument:
-    return Argument(name, Scalar(value if isinstance(value, Expression) else constant(value), kind))
+def number(name: str, value: Expression | int | float, kind: str = "int") -> Scalar:
+    return Scalar(as_expression(value), kind, name)
 
 
 def launch_of(
-    kernel: Any, *arguments: Argument, options: dict[str, Any] | None = None, **constants: Any
+    kernel: Any, *arguments: Pointer | Scalar, options: dict[str, Any] | None = None, **constants: Any
 ) -> TracedLaunch:
     return TracedLaunch(
         kernel, label_of(kernel), "op.py:7", (ONE, ONE, ONE), arguments, constants, options or {}

@@ -203,9 +203,9 @@ def evaluated(plan: Plan[TracedLaunch], shapes: Sequence[Sequence[int]], *attrib
         assert not isinstance(step, Refuse), step.message
         if isinstance(step, TracedLaunch):
             numbers = {
-                argument.name: argument.value.value.evaluate(shapes, attributes)
+                argument.name: argument.value.evaluate(shapes, attributes)
                 for argument in step.arguments
-                if isinstance(argument.value, Scalar)
+                if isinstance(argument, Scalar)
             }
             grid = tuple(size.evaluate(shapes, attributes) for size in step.grid)
             launches.append(
@@ -216,5 +216,5 @@ def evaluated(plan: Plan[TracedLaunch], shapes: Sequence[Sequence[int]], *attrib
 
 def pointers(step: TracedLaunch | Fill) -> list[tuple[str, int]]:
     """Returns the base and index of each pointer of a step."""
-    values = [step.pointer] if isinstance(step, Fill) else [argument.value for argument in step.arguments]
+    values = [step.pointer] if isinstance(step, Fill) else step.arguments
     return [(value.base, value.index) for value in values if isinstance(value, Pointer)]

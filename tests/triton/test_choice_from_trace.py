@@ -71,9 +71,9 @@ def shapes() -> Iterator[tuple[int, ...]]:
 def values_of(step: TracedLaunch, shape: Sequence[int], base: int) -> list[Any]:
     """Returns the arguments of a launch, with tensors that begin at an address."""
     return [
-        Address(base + int(argument.value.offset.evaluate([shape])), argument.dtype)
-        if isinstance(argument.value, Pointer)
-        else argument.value.value.evaluate([shape])
+        Address(base + int(argument.offset.evaluate([shape])), argument.dtype)
+        if isinstance(argument, Pointer)
+        else argument.value.evaluate([shape])
         for argument in step.arguments
     ]
 

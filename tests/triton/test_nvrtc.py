@@ -10,11 +10,11 @@ from launchers import record
 
 from twinop.aot_kernels.expression import constant, size
 from twinop.aot_kernels.nvrtc import CudaKernel, cuda_kernel
-from twinop.aot_kernels.plan import POINTER, Launch, Scalar
+from twinop.aot_kernels.plan import POINTER, Launch, Pointer, Scalar
 from twinop.errors import BuildError
 from twinop.triton.launches import compile_plans
 from twinop.triton.trace import trace
-from twinop.triton.traced import Argument, TracedLaunch
+from twinop.triton.traced import TracedLaunch
 
 ONE = constant(1)
 
@@ -35,7 +35,7 @@ wrong_kernel = cuda_kernel(
 )
 
 
-def launch_of(kernel: Any, *arguments: Argument) -> TracedLaunch:
+def launch_of(kernel: Any, *arguments: Pointer | Scalar) -> TracedLaunch:
     return TracedLaunch(kernel, kernel.label, "op.py:7", (ONE, ONE, ONE), arguments, block=(ONE, ONE, ONE))
 
 
@@ -46,7 +46,7 @@ def compiled(launch: TracedLaunch) -> tuple[Launch, Any]:
     return step, kernel
 
 
-def scale_arguments() -> list[Argument]:
+def scale_arguments() -> list[Pointer | Scalar]:
     return [
         pointer("x", "input"),
         pointer("y", "output"),
@@ -119,4 +119,4 @@ def test_launches_are_recorded() -> None:
     (step,) = plan.steps
     assert isinstance(step, TracedLaunch) and isinstance(step.kernel, CudaKernel)
     assert [each.evaluate() for each in (*step.grid, *(step.block or ()))] == [5, 1, 1, 32, 2, 1]
-    assert step.arguments[2].value == Scalar(size(0, 0), "int", "argument 3")
+    assert step.arguments[2] == Scalar(size(0, 0), "int", "argument 3")

@@ -80,7 +80,7 @@ def test_the_plan_stores_to_the_output(put_rows: KernelOp) -> None:
     found = trace(put_rows.record, put_rows.launcher, samples or [])
     (step,) = found.plans[0].steps
     assert isinstance(step, TracedLaunch)
-    places = [(a.value.base, a.value.index) for a in step.arguments if isinstance(a.value, Pointer)]
+    places = [(a.base, a.index) for a in step.arguments if isinstance(a, Pointer)]
     assert places == [("output", 0), ("input", 1), ("input", 2)] and found.record.shapes == ""
 
 

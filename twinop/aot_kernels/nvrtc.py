@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from unittest import mock
 
 from ..errors import BuildError
-from .plan import POINTER, Image, Kernel, Pointer, Scalar
+from .plan import POINTER, Image, Kernel, Pointer
 
 if TYPE_CHECKING:
     from ..triton.recorder import Recorder
@@ -18,7 +18,8 @@ if TYPE_CHECKING:
 
 _PTX_TYPES = {"u8": "u8", "u16": "i16", "u32": "i32", "u64": "i64", "f32": "fp32", "f64": "fp64"}
 
-Compilation = tuple[tuple[Pointer | Scalar, ...], tuple[tuple[int, str], ...], Kernel]
+Parameters = tuple[tuple[int, str], ...]
+"""As in `plan.Variant`."""
 
 
 def cuda_kernel(source: str, name: str, *options: str) -> "CudaKernel":
@@ -63,25 +64,24 @@ class CudaKernel:
         """Raises BuildError: the kernel runs in a library. It is replaced while a launcher is traced."""
         raise BuildError(f"{self.label}: it runs in a library. Build the op's file with `twinop build` first")
 
-    def compile_launch(self, launch: "TracedLaunch", archs: Sequence[int], ptx: bool) -> Compilation:
+    def compile_launch(
+        self, launch: "TracedLaunch", archs: Sequence[int], ptx: bool
+    ) -> tuple[Parameters, Kernel]:
         """Compiles the kernel for a launch of it.
 
         Raises:
             BuildError: the source does not compile, or its parameters are not those of the launch.
         """
         text = self._compile(f"compute_{min(archs)}", "PTX").rstrip(b"\0")
-        arguments = tuple(argument.value for argument in launch.arguments)
         kernel = Kernel(
             self.name,
             launch.label,
             tuple(Image(str(arch), self._compile(f"sm_{arch}", "CUBIN")) for arch in archs)
             + ((Image(str(min(archs)), text, is_ptx=True),) if ptx else ()),
         )
-        return arguments, self._parameters(text.decode(), arguments, launch), kernel
+        return self._parameters(text.decode(), launch), kernel
 
-    def _parameters(
-        self, ptx: str, arguments: Sequence[Pointer | Scalar], launch: "TracedLaunch"
-    ) -> tuple[tuple[int, str], ...]:
+    def _parameters(self, ptx: str, launch: "TracedLaunch") -> Parameters:
         """Reads the types of the parameters: the source alone says how wide ints are."""
         found = re.search(rf"\.entry {re.escape(self.name)}\(([^)]*)\)", ptx)
         if not found:
@@ -90,12 +90,12 @@ class CudaKernel:
                 f"{self.name}(...)"
             )
         types = re.findall(r"\.param (?:\.align \d+ )?\.(\w+)", found[1])
-        if len(types) != len(arguments):
+        if len(types) != (count := len(launch.arguments)):
             raise BuildError(
-                f"{launch.label}: {launch.line} gives it {len(arguments)} arguments; expected {len(types)}"
+                f"{launch.label}: {launch.line} gives it {count} arguments; expected {len(types)}"
             )
         parameters = []
-        for index, (kind, argument) in enumerate(zip(types, arguments, strict=True)):
+        for index, (kind, argument) in enumerate(zip(types, launch.arguments, strict=True)):
             if isinstance(argument, Pointer):
                 given, expected = "a tensor", {"u64": POINTER}
             else:

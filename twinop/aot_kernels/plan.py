@@ -14,15 +14,20 @@ ZERO = constant(0)
 
 @dataclass(frozen=True)
 class Pointer:
-    """An address in a tensor. `base`: "input", "output", "counts" or "temporary"; `offset`: in bytes.
+    """An address in a tensor. The pointer to an absent input is null.
 
-    The pointer to an absent input is null. `name`: of the kernel's parameter, for readers.
+    Attributes:
+        base: "input", "output", "counts" or "temporary".
+        offset: in bytes.
+        name: of the kernel's parameter.
+        dtype: of the tensor, as far as a trace knows it: "float32".
     """
 
     base: str
     index: int
     offset: Expression = ZERO
     name: str = field(default="", compare=False)
+    dtype: str = field(default="", compare=False)
 
 
 @dataclass(frozen=True)
@@ -32,7 +37,7 @@ class Scalar:
     Attributes:
         type: "i1", "i8" to "i64", "u8" to "u64", "fp16", "bf16", "fp32" or "fp64"; or "int" for an int whose
             width each variant chooses.
-        name: of the kernel's parameter, for messages.
+        name: of the kernel's parameter.
     """
 
     value: Expression

@@ -1,7 +1,6 @@
 """From traced plans to plans: chooses the variants of each launch, and compiles all their kernels at once."""
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace
 from functools import cache, partial
 from typing import Any
 
@@ -31,7 +30,7 @@ def compile_plans(
     """Compiles the kernels of plans.
 
     A kernel in another language has a method `compile_launch(launch, archs, ptx)`, which returns the
-    arguments of the launch, the parameters and the `Kernel` (`aot_kernels/nvrtc.py`).
+    parameters and the `Kernel` (`aot_kernels/nvrtc.py`).
 
     Args:
         plans: all plans of all ops of a library.
@@ -62,9 +61,9 @@ def compile_plans(
     }
     for launch, _ in launches:
         if id(launch) not in made:
-            arguments, parameters, kernel = launch.kernel.compile_launch(launch, archs, ptx)
+            parameters, kernel = launch.kernel.compile_launch(launch, archs, ptx)
             variant = Variant((), parameters, index(kernel))
-            made[id(launch)] = Launch(launch.grid, arguments, (variant,), launch.block), []
+            made[id(launch)] = Launch(launch.grid, launch.arguments, (variant,), launch.block), []
     finished = []
     for plan in plans:
         steps = [made[id(step)] if isinstance(step, TracedLaunch) else (step, []) for step in plan.steps]
@@ -138,22 +137,21 @@ def _launch(
                 raise BuildError(f"{launch.label}: {_REFUSED[operation]}")
             for position in uses.written:
                 argument = pointers[position]
-                if isinstance(argument.value, Pointer) and argument.value.base == "input":
+                if isinstance(argument, Pointer) and argument.base == "input":
                     raise BuildError(
                         f"{launch.label}: it stores to {argument.name}, which is an input of the op where "
                         f"{launch.line} launches it. An op writes to new tensors, and to inputs that are "
                         "Tensor(a!) in its schema"
                     )
             for position in uses.narrow:
-                value = pointers[position].value
-                if isinstance(value, Pointer) and value.base in ("input", "output"):
-                    limits.append(Limit(value.base, value.index, _MOST_NARROW))
+                argument = pointers[position]
+                if isinstance(argument, Pointer) and argument.base in ("input", "output"):
+                    limits.append(Limit(argument.base, argument.index, _MOST_NARROW))
     made = tuple(
         Variant(variant.requirements, variant.parameters, index(compiled.kernel))
         for variant, compiled in found
     )
-    arguments = tuple(replace(argument.value, name=argument.name) for argument in launch.arguments)
-    return Launch(launch.grid, arguments, made, launch.block), limits
+    return Launch(launch.grid, launch.arguments, made, launch.block), limits
 
 
 _uses = cache(kernel_uses)

@@ -19,7 +19,7 @@ from ..errors import BuildError
 from ..op_spec import OpSpec
 from .expressions import NotAnExpression
 from .symbols import SYMBOLIC, Symbols, Varying
-from .traced import Argument, TracedLaunch
+from .traced import TracedLaunch
 
 _EMPTY = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "empty_permuted"}
 _FILLED = {
@@ -243,15 +243,16 @@ class Recorder(TorchDispatchMode):
             raise self.error(f"{what} is neither an input nor allocated by the launcher")
         return replace(storage, offset=self.expression(tensor.storage_offset() * tensor.element_size()))
 
-    def _argument(self, label: str, name: str, value: Any) -> Argument:
+    def _argument(self, label: str, name: str, value: Any) -> Pointer | Scalar:
         if isinstance(value, torch.Tensor):
-            return Argument(name, self._pointer(value, f"{name} of {label}"), torch_name(value.dtype))
+            pointer = self._pointer(value, f"{name} of {label}")
+            return replace(pointer, name=name, dtype=torch_name(value.dtype))
         if isinstance(value, (bool, torch.SymBool)):
-            return Argument(name, Scalar(as_expression(int(bool(value))), "i1", name))
+            return Scalar(as_expression(int(bool(value))), "i1", name)
         if isinstance(value, (int, torch.SymInt)):
-            return Argument(name, Scalar(self.expression(value), "int", name))
+            return Scalar(self.expression(value), "int", name)
         if isinstance(value, (float, torch.SymFloat)):
-            return Argument(name, Scalar(self.expression(value), "fp32", name))
+            return Scalar(self.expression(value), "fp32", name)
         kind = type(value).__name__
         advice = ": make the descriptor in the kernel, with tl.make_tensor_descriptor" * (
             kind == "TensorDescriptor"
@@ -275,17 +276,18 @@ class Recorder(TorchDispatchMode):
 def _pointers(step: TracedLaunch | Fill) -> list[Pointer]:
     if isinstance(step, Fill):
         return [step.pointer]
-    return [argument.value for argument in step.arguments if isinstance(argument.value, Pointer)]
+    return [argument for argument in step.arguments if isinstance(argument, Pointer)]
 
 
 def _placed(step: TracedLaunch | Fill, places: Mapping[int, Pointer]) -> TracedLaunch | Fill:
     def moved(value: Any) -> Any:
-        is_local = isinstance(value, Pointer) and value.base == _LOCAL
-        return replace(places[value.index], offset=value.offset) if is_local else value
+        if not isinstance(value, Pointer) or value.base != _LOCAL:
+            return value
+        return replace(value, base=places[value.index].base, index=places[value.index].index)
 
     if isinstance(step, Fill):
         return replace(step, pointer=moved(step.pointer))
-    return replace(step, arguments=tuple(replace(a, value=moved(a.value)) for a in step.arguments))
+    return replace(step, arguments=tuple(map(moved, step.arguments)))
 
 
 def _address(tensor: torch.Tensor) -> int:

@@ -10,21 +10,6 @@ from ..op_spec import OpSpec
 
 
 @dataclass(frozen=True)
-class Argument:
-    """An argument that a kernel takes at run time.
-
-    Attributes:
-        name: of the kernel's parameter.
-        value: as in `plan.Launch`.
-        dtype: of the tensor, "float32" or "int32"; None for a number.
-    """
-
-    name: str
-    value: Pointer | Scalar
-    dtype: str | None = None
-
-
-@dataclass(frozen=True)
 class TracedLaunch:
     """One launch of a kernel.
 
@@ -43,7 +28,7 @@ class TracedLaunch:
     label: str
     line: str
     grid: tuple[Expression, Expression, Expression]
-    arguments: tuple[Argument, ...]
+    arguments: tuple[Pointer | Scalar, ...]
     constants: Mapping[str, Any] = field(default_factory=dict)
     options: Mapping[str, Any] = field(default_factory=dict)
     block: tuple[Expression, Expression, Expression] | None = None

@@ -84,9 +84,8 @@ def _groups(launch: TracedLaunch) -> dict[Expression, list[int]]:
     """Returns the ints that are not constants: the arguments of each expression."""
     groups: dict[Expression, list[int]] = {}
     for index, argument in enumerate(launch.arguments):
-        value = argument.value
-        if isinstance(value, Scalar) and value.type == "int" and not _is_constant(value.value):
-            groups.setdefault(value.value, []).append(index)
+        if isinstance(argument, Scalar) and argument.type == "int" and not _is_constant(argument.value):
+            groups.setdefault(argument.value, []).append(index)
     return groups
 
 
@@ -103,7 +102,7 @@ def _variant(
     source = specialise(
         launch,
         [
-            samples[index] if index in samples else _sample(argument.value, argument.dtype, aligned)
+            samples[index] if index in samples else _sample(argument, aligned)
             for index, argument in enumerate(launch.arguments)
         ],
     )
@@ -165,12 +164,12 @@ class Address:
         return self.address
 
 
-def _sample(value: Pointer | Scalar, dtype: Any, aligned: bool) -> Any:
-    if isinstance(value, Pointer):
-        return Address(16 if aligned else 1, dtype)
-    if value.type == "int":
-        return value.value.evaluate()
-    return {"i1": True}.get(value.type, 0.5)
+def _sample(argument: Pointer | Scalar, aligned: bool) -> Any:
+    if isinstance(argument, Pointer):
+        return Address(16 if aligned else 1, argument.dtype)
+    if argument.type == "int":
+        return argument.value.evaluate()
+    return {"i1": True}.get(argument.type, 0.5)
 
 
 def _is_constant(expression: Expression) -> bool:
