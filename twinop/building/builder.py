@@ -4,10 +4,11 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from ..built import mark, note_of
+from ..errors import BuildError
 from ..library import Library, checksum, read_library
 from ..names import check_op_name
 from .cache import cache_folder, digest, write
-from .modules import check_options, write_source
+from .modules import write_source
 from .objects import check_arguments, check_functions
 from .options import Options
 from .project import Project
@@ -46,8 +47,10 @@ def build(
         TwinopError: an op has a name that it cannot have.
     """
     options = options or Options()
-    if project.modules:
-        check_options(options)
+    if project.modules and options.cpu:
+        raise BuildError(
+            "--cpu: kernels in Python are for CUDA; on the CPU their function bodies run. Leave it out"
+        )
     file = f"lib{project.name}.so"
     if output is not None and output.is_dir():
         output = output / file

@@ -21,14 +21,6 @@ from .toolchain import find_gpus
 WITHOUT_GPU = 90  # the architecture to compile for, as in TwinopCuda.cmake
 
 
-def check_options(options: Options) -> None:
-    """Raises BuildError for options that kernels in Python do not have: --cpu."""
-    if options.cpu:
-        raise BuildError(
-            "--cpu: kernels in Python are for CUDA; on the CPU their function bodies run. Leave it out"
-        )
-
-
 @dataclass(frozen=True)
 class Generated:
     """A generated source.

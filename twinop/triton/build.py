@@ -43,9 +43,14 @@ def make_contents(
             that cannot be traced, a kernel that cannot be compiled, or a damaged file of `twinop tune`.
         TwinopError: a file cannot be imported.
     """
-    ops = [op for file in files for op in _of_domain(declared_in(file), domain)]
+    ops = [op for file in files for op in declared_in(file)]
     places = dict(others)
     for op in ops:
+        if op.domain != domain:
+            raise BuildError(
+                f"{op.place}: {op.name} has the domain {op.domain}, the library {domain}. One library has "
+                f'one: build it with --domain {op.domain}, or declare the op with domain="{domain}"'
+            )
         if op.name in places:
             raise BuildError(
                 f"{op.place}: {op.name} is an op of {places[op.name]}, too. Ops of one library have "
@@ -78,16 +83,6 @@ def declared_in(file: Path) -> list[KernelOp]:
         raise BuildError(
             f"{file}: declares no op. Expected @twinop.triton_op before a function of the module"
         )
-    return ops
-
-
-def _of_domain(ops: list[KernelOp], domain: str) -> list[KernelOp]:
-    for op in ops:
-        if op.domain != domain:
-            raise BuildError(
-                f"{op.place}: {op.name} has the domain {op.domain}, the library {domain}. One library has "
-                f'one: build it with --domain {op.domain}, or declare the op with domain="{domain}"'
-            )
     return ops
 
 

@@ -96,17 +96,15 @@ def compile_kernels(
         return []
     for arch in archs:
         _check_known(arch)
-    made: list[dict[int, Any]] = [{} for _ in sources]
     portable = max((arch for arch in archs if arch <= _LAST_PORTABLE), default=_LAST_PORTABLE)
     with _settings(), ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
-        for arch in archs:
-            for of_source, result in zip(made, _run(pool, sources, arch), strict=True):
-                of_source[arch] = result
+        made = [_run(pool, sources, arch) for arch in archs]
         # Triton prints what ptxas says of code that has no PTX for older GPUs, as that of 8-bit floats.
         with redirect_stdout(StringIO()), nullcontext() if check_ptx else _without_ptxas():
             texts = _run(pool, sources, portable, ptx_version=_PTX_VERSION) if ptx else [None] * len(sources)
     results: list[Compiled | BuildError] = []
-    for source, by_arch, text in zip(sources, made, texts, strict=True):
+    for source, text, *of_source in zip(sources, texts, *made, strict=True):
+        by_arch = dict(zip(archs, of_source, strict=True))
         try:
             results.append(
                 _compiled(source, by_arch, None if isinstance(text, Exception) else text, portable)

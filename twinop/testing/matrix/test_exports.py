@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import onnx
+import onnx.parser
 import onnxruntime as ort
 import pytest
 import torch
@@ -64,12 +65,9 @@ def session_or_none(model: onnx.ModelProto, dtypes: dict[str, str]) -> Session |
 @cache
 def runs_opset(opset: int) -> bool:
     """Whether this ONNX Runtime knows the version of the standard operators."""
-    value = onnx.helper.make_tensor_value_info("x", onnx.TensorProto.FLOAT, None)
-    result = onnx.helper.make_tensor_value_info("y", onnx.TensorProto.FLOAT, None)
-    graph = onnx.helper.make_graph([onnx.helper.make_node("Relu", ["x"], ["y"])], "relu", [value], [result])
-    opsets = [onnx.helper.make_opsetid("", opset)]
+    head = f'<ir_version: 10, opset_import: ["" : {opset}]> relu'
     try:
-        body_session(onnx.helper.make_model(graph, opset_imports=opsets, ir_version=10))
+        body_session(onnx.parser.parse_model(f"{head} (float[n] x) => (float[n] y) {{ y = Relu(x) }}"))
     except Exception as error:
         if "Current official support for domain ai.onnx is till opset" not in str(error):
             raise
