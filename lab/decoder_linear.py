@@ -21,7 +21,7 @@ from twinop.bench import runtime
 from twinop.bench.cases import relative_error
 from twinop.bench.cells import IN_ORT, IN_TORCH
 from twinop.bench.measure import captured
-from twinop.bench.measurements import Device, Output, measuring
+from twinop.bench.measurements import Device, Output, chosen, measuring
 from twinop.bench.providers import Subject, require, side_by_side
 from twinop.bench.timing import DeviceTimer
 
@@ -142,15 +142,12 @@ def main(
     output: Output = None,
 ) -> None:
     """Measure products of few rows: on a GPU in CUDA graphs with an empty L2, on a CPU wall time."""
-    if unknown := {*products.split(",")} - {*SHAPES}:
-        raise typer.BadParameter(
-            f"{min(unknown)}: expected some of: {', '.join(SHAPES)}", param_hint="--products"
-        )
     with measuring("decoder-linear", device, output, quick) as (measured, where, timer):
         torch.manual_seed(0)
         bandwidth = read_bandwidth(timer) if timer is not None else None
-        chosen = {"small": (64, 128)} if quick else {name: SHAPES[name] for name in products.split(",")}
-        for name, (n, k) in chosen.items():
+        names = chosen("--products", products, list(SHAPES))
+        shapes = {"small": (64, 128)} if quick else {name: SHAPES[name] for name in names}
+        for name, (n, k) in shapes.items():
             for form, size in FORMS.items():
                 copies = 1 if quick else max(2, int(6e8 / (n * k * size)))
                 weights = [weight_of(form, n, k, where) for _ in range(copies)]
