@@ -92,7 +92,9 @@ def compile(
     domain = domain or name
     options = Options(archs or os.environ.get("TWINOP_CUDA_ARCHS", "native"), cpu, debug)
     library = _library(source, name, domain, options)
-    ops = _load(library, domain)
+    from twinop import torch_op  # behind a compiler's errors, because torch takes seconds to import
+
+    ops = torch_op.load(library, f"{domain.replace('.', '_')}_{library.parent.name[:12]}")
     _set_body(name, domain, body, defaults)
     return CompiledOp(name, ops, library)
 
@@ -113,12 +115,6 @@ def _own_files() -> list[tuple[str, int, int]]:
     """Returns what changes when twinop's headers, or the files that libraries link, do."""
     files = [*find_installation().glob("libtwinop_*.a"), *Path(get_include(), "twinop").rglob("*.*h")]
     return sorted((str(file), (stat := file.stat()).st_mtime_ns, stat.st_size) for file in files)
-
-
-def _load(library: Path, domain: str) -> "Ops":
-    from twinop import torch_op
-
-    return torch_op.load(library, f"{domain.replace('.', '_')}_{library.parent.name[:12]}")
 
 
 _FROM_HERE: set[str] = set()

@@ -1,10 +1,13 @@
 """Defines the command `twinop test`."""
 
+from functools import partial
 from pathlib import Path
 
 import typer
 
 from twinop.console import clear_errors
+
+from . import child
 
 MATRIX = Path(__file__).resolve().parent / "matrix"
 
@@ -46,17 +49,11 @@ def main(context: typer.Context) -> None:
         twinop test path/to/project -x
     """
     with clear_errors():
-        raise typer.Exit(run(list(context.args)))
-
-
-def run(arguments: list[str]) -> int:
-    """Runs the tests of a target; returns pytest's exit code. TwinopError: it is no target."""
-    from . import child
-
-    return child.run(lambda left_out: _run_here(arguments, left_out))
+        raise typer.Exit(child.run(partial(_run_here, list(context.args))))
 
 
 def _run_here(arguments: list[str], left_out: list[str]) -> int:
+    """Runs the tests of a target; returns pytest's exit code. TwinopError: it is no target."""
     import pytest
 
     from .target import TARGET, find_target, load

@@ -88,20 +88,15 @@ def given_calls(record: OpSpec, dtype: str, size: int) -> list[dict[str, Any]] |
     if found is None:
         return None
     calls = [dict(call) for call in found]
-    for call in calls:
-        _check(record, call)
-    return calls
-
-
-def _check(record: OpSpec, call: dict[str, Any]) -> None:
-    tensors = {name: value for name, value in call.items() if isinstance(value, torch.Tensor | list | tuple)}
-    names = {entry.name for entry in record.inputs} | {entry.name for entry in record.attributes}
     needed = {entry.name for entry in record.inputs if not entry.optional}
-    if not call.keys() <= names or not needed <= tensors.keys():
-        raise TwinopError(
-            f"samples({record.name!r}, ...) in {op_of(record).place} gave a call of "
-            f"{', '.join(call) or 'nothing'}; expected inputs and attributes by name, of {record.schema}"
-        )
+    for call in calls:
+        tensors = {name for name, value in call.items() if isinstance(value, torch.Tensor | list | tuple)}
+        if not call.keys() <= {*record.parameters} or not needed <= tensors:
+            raise TwinopError(
+                f"samples({record.name!r}, ...) in {op_of(record).place} gave a call of "
+                f"{', '.join(call) or 'nothing'}; expected inputs and attributes by name, of {record.schema}"
+            )
+    return calls
 
 
 def advice(record: OpSpec, argument: str) -> str:
