@@ -102,7 +102,7 @@ def perturbed(model: nn.Module) -> nn.Module:
     return model
 
 
-def encoder(style: str, size: Size, attention: str = "eager") -> nn.Module:
+def encoder(style: str, size: Size, attention: str = "eager") -> Encoder:
     """Returns a float32 model in eval mode, always with the same weights.
 
     Args:
@@ -110,7 +110,9 @@ def encoder(style: str, size: Size, attention: str = "eager") -> nn.Module:
         attention: "eager" (MatMul and Softmax in ONNX) or "sdpa" (one Attention node from opset 23 on).
     """
     torch.manual_seed(0)
-    return perturbed(_encoder(style, size, attention)).eval()
+    model = _encoder(style, size, attention)
+    perturbed(model)
+    return model.eval()
 
 
 def batch(size: Size, seed: int = 0, padding: int = 0) -> tuple[Tensor, Tensor]:
@@ -260,7 +262,7 @@ class DiTBlock(nn.Module):
         return values + gate2 * self.mlp(x)
 
 
-def _encoder(style: str, size: Size, attention: str, grouped: int = 1) -> nn.Module:
+def _encoder(style: str, size: Size, attention: str, grouped: int = 1) -> Encoder:
     """`grouped` heads share keys and values."""
     options: dict[str, Any] = {"num_key_value_heads": size.heads // grouped} if grouped > 1 else {}
     return Encoder(STYLES[style](size, attn_implementation=attention, **options))
