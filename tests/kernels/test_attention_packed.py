@@ -141,13 +141,13 @@ def test_onnxruntime_on_the_cpu(scale: float, causal: bool, dtype: torch.dtype) 
         (
             (2, 5, 24),
             (3, 1, 1, 5),
-            r"AttentionPacked node 'node' \(CPU\): its function body: .* 2 by 3",
+            r"AttentionPacked node 'node0' \(CPU\): its function body: .* 2 by 3",
         ),
-        ((1, 5, 24), (3, 1, 1, 5), r"AttentionPacked node 'node' \(CPU\): its function body: "),
+        ((1, 5, 24), (3, 1, 1, 5), r"AttentionPacked node 'node0' \(CPU\): its function body: "),
         (
             (2, 5, 24),
             (1, 3, 1, 5),
-            r"AttentionPacked node 'node' \(CPU\): its function body: .* 3 by 4",
+            r"AttentionPacked node 'node0' \(CPU\): its function body: .* 3 by 4",
         ),
     ],
 )
