@@ -18,6 +18,7 @@ from twinop.op_spec import OpSpec
 from twinop.tolerance import TOLERANCE, difference, same_bits
 
 from .bodies import find_body
+from .body_model import model_of
 from .calls import Call, make_call, paths_in_use
 from .record_body import trace
 from .report import ExportReport, Parity
@@ -178,17 +179,9 @@ def unsupported_cell(call: Call, opset: int) -> str:
     body = find_body(call.record.key)
     assert body is not None
     alone = make_call(call.record, call.dtypes, call.inputs, call.attributes)
-    imports = {"": opset, call.record.domain: call.record.domain_version}
-    graph = ir.Graph(
-        list(alone.inputs.values()),
-        alone.node.outputs,
-        nodes=[alone.node],
-        opset_imports=imports,
-        name="probe",
-    )
-    model = ir.Model(graph, ir_version=10, functions=[trace(body, [alone], opset)])
+    model = model_of(trace(body, [alone], opset), alone, [alone.node])
     try:
-        run(ir.to_proto(model).SerializeToString(), False)
+        run(model, False)
     except (NotRunnable, ExportError) as error:
         return str(error)
     return ""
