@@ -5,7 +5,8 @@ import os
 import re
 import shutil
 import tempfile
-from collections.abc import Callable
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -71,7 +72,8 @@ def pack(options: Options) -> Packed:
     folder = f"{MODELS_IN_CONTAINER}/{name}/{options.version}"
     libraries = [f"{folder}/{library.path.name}" for library in contents.libraries]
     packed = Packed(contents, name, kube_name, image, libraries)
-    _write_whole(options.output, lambda new: _write(new, options, packed))
+    with _written_whole(options.output) as new:
+        _write(new, options, packed)
     return packed
 
 
@@ -89,17 +91,12 @@ def pack_genai(options: Options) -> Any:
     _check_output(options)
     if options.output.resolve().is_relative_to(source := options.model.resolve()):
         raise PackError(f"{options.output} is in the folder that it is made of. Name one outside {source}")
-    found = list[Any]()
-
-    def write(root: Path) -> None:
+    with _written_whole(options.output) as root:
         report = optimize_folder(
             options.model, root, device=options.device, library=options.library, invariant=options.invariant
         )
-        found.append(report)
         _write_manifest(root, root)
-
-    _write_whole(options.output, write)
-    return found[0]
+    return report
 
 
 # -------------------------------------------------------------------------------- options
@@ -150,14 +147,15 @@ def _check_output(options: Options) -> None:
 # -------------------------------------------------------------------------------- writing
 
 
-def _write_whole(output: Path, write: Callable[[Path], None]) -> None:
-    """Writes beside the folder and renames, so that a failure leaves the old folder."""
+@contextmanager
+def _written_whole(output: Path) -> Iterator[Path]:
+    """Lets its block write beside the folder and renames, so that a failure leaves the old folder."""
     try:
         place = output.resolve()
         place.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(prefix=f".{place.name}-", dir=place.parent) as scratch:
             new = Path(scratch) / "new"
-            write(new)
+            yield new
             for each in (new, *new.rglob("*")):  # another user reads it in the container
                 each.chmod(0o755 if each.is_dir() else 0o644)
             if place.exists():
