@@ -87,9 +87,9 @@ def misfits(model: Model, libraries: Sequence[Library]) -> Iterator[str]:
             texts = node_problems(node.proto, node.types, record)
             for text in (*texts, *_output_problems(node.proto, record)):
                 yield f"{node.label}: {text}"
-        elif node.domain in by_domain and node.node_type not in model.bodies:
-            known = by_domain[node.domain].by_onnx_name
-            yield f"{node.label}: the library has no such op{_suggestion(node.op_type, known)}"
+        elif node.proto.domain in by_domain and node.node_type not in model.bodies:
+            known = by_domain[node.proto.domain].by_onnx_name
+            yield f"{node.label}: the library has no such op{_suggestion(node.proto.op_type, known)}"
 
 
 _FORMER_RELU = "61fa5f81d25b2d12"

@@ -77,7 +77,7 @@ def choose_libraries(
         libraries[library.domain] = library
     if own is None:
         own = [model.path.parent] if model.path is not None else []
-    for domain in dict.fromkeys(node.domain for node in model.nodes):
+    for domain in dict.fromkeys(node.proto.domain for node in model.nodes):
         if domain in libraries:
             continue
         places, allowed = others(domain), own
@@ -95,7 +95,7 @@ def _covering(
     model: Model, domain: str, own: Sequence[Path], others: Sequence[Path], confined: bool, bodies: bool
 ) -> Library | None:
     """Returns the first library with all ops of a domain; None if no library has any and bodies cover all."""
-    needed = sorted({node.op_type for node in model.nodes if node.domain == domain})
+    needed = sorted({node.proto.op_type for node in model.nodes if node.proto.domain == domain})
     places = [*own, *others]
     libraries, skipped = _candidates(places, len(own), confined)
     libraries = [library for library in libraries if library.domain == domain]

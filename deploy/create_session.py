@@ -119,7 +119,7 @@ def open_session(
     options = options if given else ort.SessionOptions()
     if model.path is None and model.folder is not None:
         options.add_session_config_entry(_DATA_FOLDER, str(model.folder))
-    record = Profile(options, {node.op_type for node in model.nodes}) if profile else None
+    record = Profile(options, {node.proto.op_type for node in model.nodes}) if profile else None
     for library in libraries:
         register(options, library)
     stream = _torch_stream(device) if device is not None and choice.uses_torch else None
@@ -165,7 +165,7 @@ def _libraries(model: Model, library: Libraries | bool, allow: bool) -> list[Sea
     if library is True:
         raise LibraryError("library=True: pass a path, None to look for the library, or False for none")
     found = choose_libraries(model, library, allow_model_libraries=allow)
-    domains = {node.domain for node in model.nodes} - {each.domain for each in found}
+    domains = {node.proto.domain for node in model.nodes} - {each.domain for each in found}
     if domains:
         of = "" if domains == {DOMAIN} else f" for {', '.join(sorted(domains))}"
         packages = [model.metadata.get(package_key(domain), "") for domain in sorted(domains)]

@@ -37,14 +37,6 @@ class CustomNode:
     types: Mapping[str, int]
 
     @property
-    def op_type(self) -> str:
-        return self.proto.op_type
-
-    @property
-    def domain(self) -> str:
-        return self.proto.domain
-
-    @property
     def node_type(self) -> tuple[str, str]:
         """The domain and the type (`OpSpec.node_type`)."""
         return self.proto.domain, self.proto.op_type

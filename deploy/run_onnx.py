@@ -183,7 +183,7 @@ def _node_table(proto: onnx.ModelProto, ran: list[NodeRun]) -> Table:
         table.add_row(
             name, node.op_type, node.domain or "ai.onnx", ran_on.pop(name, "- (fused, folded or inlined)")
         )
-    domains = {node.op_type: node.domain for node in custom_nodes(proto)}
+    domains = {node.proto.op_type: node.proto.domain for node in custom_nodes(proto)}
     for run in ran:  # the rest is in subgraphs and functions
         if run.node in ran_on and run.op_type in domains:
             table.add_row(run.node, run.op_type, domains[run.op_type], ran_on[run.node])

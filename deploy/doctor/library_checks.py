@@ -70,7 +70,7 @@ def check_model(facts: Environment) -> Iterator[Finding]:
     if facts.model is not None:
         imports = facts.model.proto.opset_import
         opsets = ", ".join(dict.fromkeys(f"{each.domain or 'ai.onnx'} {each.version}" for each in imports))
-        nodes = sorted({f"{node.domain}::{node.op_type}" for node in facts.model.nodes})
+        nodes = sorted({"::".join(node.node_type) for node in facts.model.nodes})
         yield ok("model", f"{facts.model.name}: {opsets}; custom nodes: {', '.join(nodes) or 'none'}")
 
 

@@ -86,7 +86,7 @@ def read_contents(options: Options) -> Contents:
     for spec in (*inputs, *outputs) if options.triton else ():
         _note(spec, batched, notes)
     sizes = [path.stat().st_size, *((path.parent / each).stat().st_size for each in data)]
-    custom = sorted({node.op_type for node in model.nodes})
+    custom = sorted({node.proto.op_type for node in model.nodes})
     return Contents(path, data, tuple(found), gpu, inputs, outputs, sum(sizes), tuple(custom), notes)
 
 

@@ -87,8 +87,8 @@ def _load(
         first,
         [Instance(session) for session in shared],
         fallback,
-        _counted(node.op_type for node in model.nodes if node.node_type in records),
-        _counted(node.op_type for node in model.nodes if node.node_type not in records),
+        _counted(node.proto.op_type for node in model.nodes if node.node_type in records),
+        _counted(node.proto.op_type for node in model.nodes if node.node_type not in records),
     )
     loaded.steady = _is_steady(model, inputs)
     if where.model_folder is not None and (unread := unread_settings(where.model_folder, loaded)):

@@ -51,7 +51,7 @@ def libraries_for(
         bodies=False,
     )
     for library in libraries:
-        needed = {node.op_type for node in model.nodes if node.domain == library.domain}
+        needed = {node.proto.op_type for node in model.nodes if node.proto.domain == library.domain}
         lacking = needed - library.by_onnx_name.keys()
         if bodies := sorted(op for op in lacking if (library.domain, op) in model.bodies):
             raise LibraryError(
