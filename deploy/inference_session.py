@@ -198,8 +198,8 @@ class Session:
             dtype = spec.numpy_dtype
             if dtype is not None and not (_same(value.dtype, dtype) and spec.accepts(value.shape)):
                 raise spec.mismatch(value.dtype.name, value.shape)
-            if spec.right_padded and (error := spec.padding_error(value)) is not None:
-                raise error
+            if spec.right_padded:
+                spec.require_right_padded(value)
             arrays[name] = value
         for dimension, (parts, places) in self._shared_sizes.items():
             _require_one_size(dimension, parts, places, arrays)
@@ -240,9 +240,8 @@ class Session:
             ):
                 element = element_type(value.data_type())
                 raise spec.mismatch(dtype_name(element) if element else value.data_type(), value.shape())
-            readable = spec.right_padded and value.device_name().lower() == "cpu"
-            if readable and (error := spec.padding_error(to_numpy(value, spec))) is not None:
-                raise error
+            if spec.right_padded and value.device_name().lower() == "cpu":
+                spec.require_right_padded(to_numpy(value, spec))
             values[name] = value
         found = self._run_ort_values(values, names, options)
         return {name: self._module.OrtValue(value) for name, value in found.items()}

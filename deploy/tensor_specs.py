@@ -132,17 +132,16 @@ class Spec:
             )
         return FeedError(f"input {self.name} is {given}, the model takes {self}: {what}")
 
-    def padding_error(self, mask: np.ndarray) -> FeedError | None:
-        """Returns the error for a mask whose rows are not ones, then zeros; None if they are."""
+    def require_right_padded(self, mask: np.ndarray) -> None:
+        """Raises FeedError for a mask whose rows are not ones, then zeros."""
         shown = mask == 1
         wrong = ~shown[:, :1].all(1) | (~shown & (mask != 0)).any(1) | (shown[:, 1:] > shown[:, :-1]).any(1)
-        if not wrong.any():
-            return None
-        return FeedError(
-            f"input {self.name}, row {int(wrong.argmax())}: expected ones, then zeros. The model was made "
-            "with `twinop optimize --padding right`, so its attention reads only the lengths. "
-            "Pad sequences at their end, or optimise the model again without --padding right"
-        )
+        if wrong.any():
+            raise FeedError(
+                f"input {self.name}, row {int(wrong.argmax())}: expected ones, then zeros. The model was "
+                "made with `twinop optimize --padding right`, so its attention reads only the lengths. "
+                "Pad sequences at their end, or optimise the model again without --padding right"
+            )
 
 
 def named_sizes(inputs: Mapping[str, Spec], shapes: Mapping[str, Sequence[int]]) -> dict[str, int]:

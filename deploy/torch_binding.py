@@ -141,9 +141,8 @@ class TensorRunner:
         try:
             if tensor.is_neg():
                 tensor = tensor.resolve_neg()
-            readable = spec.right_padded and device.type == "cpu"  # a GPU's memory takes a synchronization
-            if readable and (error := spec.padding_error(to_array(tensor))) is not None:
-                raise error
+            if spec.right_padded and device.type == "cpu":  # a GPU's memory takes a synchronization
+                spec.require_right_padded(to_array(tensor))
             if not tensor.is_contiguous():
                 return tensor.contiguous()
             if tensor.data_ptr() % _ALIGNMENT and device.type == "cuda":
