@@ -16,7 +16,7 @@ if __name__ == "__main__":  # as a script: import from the root, not from this f
 import numpy as np
 import onnx
 import typer
-from rich.table import Table
+from rich.table import Column, Table
 from rich.text import Text
 
 from twinop.console import clear_errors, out, print_note, run_alone
@@ -201,11 +201,8 @@ def _parity_table(comparisons: list[Comparison], ran: list[NodeRun]) -> Table:
     return table
 
 
-def _table(title: str, *columns: str) -> Table:
-    table = Table(title=title, title_justify="left")
-    for column in columns:
-        table.add_column(column, overflow="fold")
-    return table
+def _table(title: str, *names: str) -> Table:
+    return Table(*(Column(name, overflow="fold") for name in names), title=title, title_justify="left")
 
 
 def _providers(ran: list[NodeRun]) -> dict[str, str]:

@@ -19,7 +19,7 @@ if __name__ == "__main__":
 import typer
 from rich.box import ROUNDED
 from rich.filesize import decimal
-from rich.table import Table
+from rich.table import Column, Table
 from rich.text import Text
 
 from twinop.console import clear_errors, err, out, run_alone
@@ -168,9 +168,8 @@ def _convert(module: "torch.nn.Module", args: Any, dtype: "torch.dtype") -> "tup
 
 
 def _table(report: "ExportReport") -> Table:
-    table = Table(show_header=False, box=ROUNDED)
-    table.add_column(style="cyan", no_wrap=True)
-    table.add_column(overflow="fold")
+    names, texts = Column(style="cyan", no_wrap=True), Column(overflow="fold")
+    table = Table(names, texts, show_header=False, box=ROUNDED)
 
     def row(name: str, text: str, style: str = "") -> None:
         table.add_row(name, Text(text, style))

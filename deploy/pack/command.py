@@ -4,7 +4,7 @@ import inspect
 from typing import Any
 
 from rich.box import ROUNDED
-from rich.table import Table
+from rich.table import Column, Table
 
 from twinop.console import clear_errors, err, out
 
@@ -44,9 +44,7 @@ def main(**given: Any) -> None:
         packed = pack(options)
     contents, output = packed.contents, options.output
     out.print(f"{output}", style="italic", soft_wrap=True)
-    table = Table(show_header=False, box=ROUNDED)
-    table.add_column()
-    table.add_column(overflow="fold")
+    table = Table(Column(), Column(overflow="fold"), show_header=False, box=ROUNDED)
     table.add_row("model", f"{packed.name}, version {options.version}")
     table.add_row("custom nodes", ", ".join(contents.custom_nodes) or "none, so no library is needed")
     for each, place, digest in zip(
