@@ -12,7 +12,7 @@ from twinop.errors import ExportError, option
 from twinop.op_spec import OpSpec
 
 from .bodies import Body, DefaultInput, find_body
-from .calls import Call, find_calls, graphs_of, name_standard_domain
+from .calls import Call, find_calls, graphs_of, label_of, name_standard_domain
 from .record_body import trace
 from .schema import ATTRIBUTE_TYPES, ONNX_TYPES
 
@@ -99,8 +99,7 @@ def _normalize(call: Call) -> None:
     for entry in record.attributes:
         value = call.attributes[entry.name]
         node.attributes[entry.name] = ir.Attr(entry.name, ATTRIBUTE_TYPES[entry.kind], value)
-    if len(node.outputs) < len(record.outputs):
-        node.resize_outputs(len(record.outputs))
+    node.resize_outputs(len(record.outputs))
     for value, name in zip(node.outputs, record.outputs, strict=True):
         if not value.name:
             value.name = f"{node.name or node.outputs[0].name}_{name}"
@@ -132,9 +131,10 @@ def _insert_default_inputs(record: OpSpec, calls: Sequence[Call], body: Body) ->
         default = body.defaults.get(entry.name)
         if default is None:
             raise ExportError(
-                f"{having[0].label} gives {record.onnx_name} the input {entry.name}, {lacking[0].label} does "
-                "not; a model holds one body per op. Pass it in both (ones or zeros), or give the body a "
-                f"default for it: @body(defaults={{'{entry.name}': DefaultInput(...)}})"
+                f"{label_of(having[0].node)} gives {record.onnx_name} the input {entry.name}, "
+                f"{label_of(lacking[0].node)} does not; a model holds one body per op. Pass it in both (ones "
+                "or zeros), or give the body a default for it: "
+                f"@body(defaults={{'{entry.name}': DefaultInput(...)}})"
             )
         for call in lacking:
             if len(call.node.inputs) <= index:

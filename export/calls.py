@@ -34,11 +34,6 @@ class Call:
     attributes: Mapping[str, Any]
 
     @property
-    def label(self) -> str:
-        """The node as error messages name it."""
-        return label_of(self.node)
-
-    @property
     def inputs(self) -> dict[str, ir.Value]:
         """The inputs that the node has, by name."""
         pairs = zip(self.record.inputs, self.node.inputs, strict=False)

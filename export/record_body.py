@@ -15,7 +15,7 @@ from twinop.op_schema import default_of
 from twinop.op_spec import Attribute, OpSpec
 
 from .bodies import Body
-from .calls import Call
+from .calls import Call, label_of
 from .schema import ATTRIBUTE_TYPES, ONNX_TYPES
 
 
@@ -38,7 +38,7 @@ class AttributeArgument:
         """The value, which must be the same in the whole model: else it raises ExportError."""
         nodes: dict[Any, str] = {}  # value -> the first node that has it
         for call in self._calls:
-            nodes.setdefault(call.attributes[self._attribute.name], call.label)
+            nodes.setdefault(call.attributes[self._attribute.name], label_of(call.node))
         if len(nodes) > 1:
             described = ", ".join(f"{value!r} in {node}" for value, node in nodes.items())
             raise ExportError(
