@@ -12,7 +12,6 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -24,7 +23,7 @@ from torch.overrides import TorchFunctionMode
 
 from twinop.dtypes import FLOATING, FLOATS_8
 from twinop.errors import ExportError, option
-from twinop.kernel_op import DECLARED, KernelOp
+from twinop.kernel_op import KernelOp
 
 from .record_body import UNKNOWN, BodySetting
 from .routes import quiet_torch, root_cause
@@ -38,16 +37,9 @@ _DERIVED = {"": lambda v: v, "Sqrt": math.sqrt, "Reciprocal": lambda v: 1 / v, "
 """What a constant of a graph may be of a float attribute, as an operator of ONNX."""
 
 
-@dataclass(frozen=True)
-class _Exported:
-    """A function as a graph.
-
-    `references`: the constants that are attributes: a value, or a node and its attribute's name, to the op's
-    attribute and the operator that derives the constant from it.
-    """
-
-    graph: ir.Graph
-    references: Mapping[Any, tuple[str, str]]
+_References = dict[Any, tuple[str, str]]
+"""The constants of a graph that are attributes: a value, or a node and its attribute's name, to the op's
+attribute and the operator that derives the constant from it."""
 
 
 def replay(
@@ -69,18 +61,20 @@ def replay(
             name: bool(value) if kinds[name] == "bool" else value
             for name, value in zip(chosen, values, strict=True)
         }
-        for ranks, exported in _by_ranks(declared, op.setting, attributes, fixed | named):
+        for ranks, graph, references in _by_ranks(declared, op.setting, attributes, fixed | named):
             conditions: list[tuple[Any, Any]] = [
                 (attributes[name], value) for name, value in named.items() if len(chosen[name]) > 1
             ]
             conditions += ((inputs[index], rank) for index, rank in ranks.items())
-            branches.append((conditions, functools.partial(_run, exported, inputs, attributes, ranks)))
+            branches.append(
+                (conditions, functools.partial(_run, graph, references, inputs, attributes, ranks))
+            )
     return op.choose(branches, len(declared.record.outputs)) if len(branches) > 1 else branches[0][1](op)
 
 
 def _by_ranks(
     declared: KernelOp, setting: BodySetting, attributes: Mapping[str, Any], fixed: Mapping[str, Any]
-) -> list[tuple[dict[int, int], _Exported]]:
+) -> list[tuple[dict[int, int], ir.Graph, _References]]:
     """Returns the graphs for the ranks of the calls: those of the inputs whose rank varies, by index.
 
     There is one, with no ranks, if it is the same for all.
@@ -89,13 +83,13 @@ def _by_ranks(
         ExportError: they differ, and the ranks are not known, or others may follow.
     """
     found = [
-        (ranks, _exported(declared, setting, attributes, fixed, ranks))
+        (ranks, *_exported(declared, setting, attributes, fixed, ranks))
         for ranks in sorted(setting.ranks, key=str)
     ]
-    (first, exported), *others = found
-    different = [ranks for ranks, other in others if _differences(exported.graph, other.graph) != {}]
+    (first, graph, references), *others = found
+    different = [ranks for ranks, other, _ in others if _differences(graph, other) != {}]
     if not different:
-        return [({}, exported)]
+        return [({}, graph, references)]
     varying = [index for index, ranks in enumerate(zip(*setting.ranks, strict=True)) if len(set(ranks)) > 1]
     if not setting.by_rank or any((ranks[index] or 0) < 1 for ranks in setting.ranks for index in varying):
         raise ExportError(
@@ -104,7 +98,7 @@ def _by_ranks(
             "model's inputs shapes with at least one dimension, write the body without the rank, or export "
             f"without bodies ({option('bodies', False)})"
         )
-    return [({index: ranks[index] or 0 for index in varying}, other) for ranks, other in found]
+    return [({index: ranks[index] or 0 for index in varying}, other, own) for ranks, other, own in found]
 
 
 def _with_known_rank(op: Any, value: Any, rank: int) -> Any:
@@ -123,10 +117,10 @@ def _exported(
     attributes: Mapping[str, Any],
     fixed: Mapping[str, Any],
     ranks: Ranks,
-) -> _Exported:
+) -> tuple[ir.Graph, _References]:
     floats = [entry.name for entry in declared.record.attributes if entry.kind == "float"]
     dtypes = tuple(setting.compute if dtype in (*FLOATING, *FLOATS_8) else dtype for dtype in setting.dtypes)
-    key = declared.record.key, dtypes, setting.opset, ranks, tuple(sorted(fixed.items()))
+    key = declared, dtypes, setting.opset, ranks, tuple(sorted(fixed.items()))
     first, second = (
         _export(*key, tuple((name, base + i * _STEP) for i, name in enumerate(floats)))
         for base in (_VALUES if floats else (0.0, 0.0))
@@ -134,13 +128,13 @@ def _exported(
     differences = _differences(first, second)
     references = None if differences is None else _references(differences, floats)
     if references is not None:
-        return _Exported(first, references)
-    return _Exported(_export(*key, tuple((name, attributes[name].value) for name in floats)), {})
+        return first, references
+    return _export(*key, tuple((name, attributes[name].value) for name in floats)), {}
 
 
 @functools.cache
 def _export(
-    key: str,
+    declared: KernelOp,
     dtypes: tuple[str, ...],
     opset: int,
     ranks: Ranks,
@@ -148,7 +142,6 @@ def _export(
     floats: tuple[tuple[str, float], ...],
 ) -> ir.Graph:
     """Exports the torch function of a declared op for inputs of these dtypes and ranks."""
-    declared = DECLARED[key]
     tensors = _example(declared, dtypes, ranks)
     given = tuple(tensor for tensor in tensors if tensor is not None)
     axes = tuple(dict.fromkeys(range(tensor.dim()), torch.export.Dim.DYNAMIC) for tensor in given)
@@ -321,9 +314,7 @@ def _equal(a: Any, b: Any) -> bool:
     return a.dtype == b.dtype and a.shape == b.shape and a.numpy().tobytes() == b.numpy().tobytes()
 
 
-def _references(
-    differences: Mapping[Any, tuple[Any, Any]], floats: Sequence[str]
-) -> dict[Any, tuple[str, str]] | None:
+def _references(differences: Mapping[Any, tuple[Any, Any]], floats: Sequence[str]) -> _References | None:
     """Returns of which attribute each constant is; None where one is of none."""
     found = {}
     for place, pair in differences.items():
@@ -341,7 +332,8 @@ def _references(
 
 
 def _run(
-    exported: _Exported,
+    graph: ir.Graph,
+    references: _References,
     inputs: Sequence[Any],
     attributes: Mapping[str, Any],
     ranks: Mapping[int, int],
@@ -353,21 +345,19 @@ def _run(
         for index, value in enumerate(inputs)
         if value is not None
     ]
-    values: dict[Any, Any] = {None: None, **dict(zip(exported.graph.inputs, given, strict=True))}
+    values: dict[Any, Any] = {None: None, **dict(zip(graph.inputs, given, strict=True))}
 
     def value(each: ir.Value | None) -> Any:
-        if each in exported.references:
-            name, operator = exported.references[each]
+        if each in references:
+            name, operator = references[each]
             return getattr(op, operator)(attributes[name]) if operator else attributes[name]
         if each not in values and each is not None and each.const_value is not None:
             values[each] = op.Constant(value=each.const_value)
         return values[each]
 
-    for node in exported.graph:
+    for node in graph:
         named = {
-            name: attributes[exported.references[node, name][0]]
-            if (node, name) in exported.references
-            else attribute.value
+            name: attributes[references[node, name][0]] if (node, name) in references else attribute.value
             for name, attribute in node.attributes.items()
         }
         if node.op_type == "Reshape" and _takes_sizes(node.inputs[1]):
@@ -377,7 +367,7 @@ def _run(
         else:
             results = (getattr(op, node.op_type)(*map(value, node.inputs), **named),)
         values |= zip(node.outputs, results, strict=True)
-    return tuple(map(value, exported.graph.outputs))
+    return tuple(map(value, graph.outputs))
 
 
 def _takes_sizes(shape: ir.Value | None) -> bool:
