@@ -13,7 +13,6 @@ from .custom_nodes import CustomNode, custom_nodes, is_custom
 
 # A domain of this module alone, so that its schemas replace none of the libraries' domains.
 _DOMAIN = "twinop.check"
-_known: set[str] = set()
 _lock = threading.Lock()
 
 
@@ -45,9 +44,8 @@ def _registered(record: OpSpec) -> str:
     """Registers the record's schema once per process and returns its name in `_DOMAIN`."""
     name = f"{record.namespace}_{record.onnx_name}_{record.schema_hash}"
     with _lock:
-        if name not in _known:
+        if not onnx.defs.has(name, _DOMAIN):
             onnx.defs.register_schema(make_schema(record, name, _DOMAIN, 1, strict=False))
             # Up to onnx 1.22, a process with a schema left at its end hangs or crashes.
             atexit.register(onnx.defs.deregister_schema, name, 1, _DOMAIN)
-            _known.add(name)
     return name

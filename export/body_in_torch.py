@@ -137,8 +137,8 @@ class TorchOps:
         if function is None:  # operators of tensors alone have the names of torch's functions
             name = re.sub(r"(?<!^)(?=[A-Z])", "_", op_type).lower()
             names = (f"logical_{name}", name, op_type.lower())  # And is logical_and, and MatMul is matmul
-            function = next((getattr(torch, each) for each in names if hasattr(torch, each)), None)
-            function = function or getattr(F, name, None)
+            places = ((module, each) for module in (torch, F) for each in names)
+            function = next((getattr(*place) for place in places if hasattr(*place)), None)
         if function is None:
             raise ExportError(
                 f"body {self._record.name}: twinop computes it with torch, and does not know what "
@@ -284,7 +284,6 @@ OPERATORS: dict[str, Callable[..., Any]] = {
     "GatherND": _gather_nd,
     "Gemm": _gemm,
     "HardSigmoid": lambda x, *, alpha=0.2, beta=0.5: (alpha * x + beta).clamp(0, 1),
-    "HardSwish": F.hardswish,
     "Hardmax": lambda x, *, axis=-1: F.one_hot(x.argmax(axis), x.shape[axis]).movedim(-1, axis).to(x.dtype),
     "IsInf": lambda x, *, detect_negative=1, detect_positive=1: (
         x.isinf() & (((x < 0) & bool(detect_negative)) | ((x > 0) & bool(detect_positive)))
