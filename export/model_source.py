@@ -96,11 +96,10 @@ def _import_file(path: Path, what: str) -> ModuleType:
     if str(path.parent) not in sys.path:
         sys.path.insert(0, str(path.parent))
     name = path.stem if path.stem.isidentifier() else re.sub(r"\W", "_", path.stem)
-    known = sys.modules.get(name)
-    if known is not None and getattr(known, "__file__", None) != str(path):
+    if (known := sys.modules.get(name)) is not None:
+        if getattr(known, "__file__", None) == str(path):
+            return known
         name = f"{name}_of_twinop_export"  # the other module stays what it is
-    elif known is not None:
-        return known
     spec = importlib.util.spec_from_file_location(name, path)
     if spec is None or spec.loader is None:
         raise ExportError(f"{what}: {path} is not a Python file. Expected one that ends in .py")

@@ -103,8 +103,7 @@ def without_bodies(contents: Contents) -> onnx.ModelProto:
     A runtime that lacks a library or one of its ops refuses this model; with the bodies, it would run them.
     """
     proto = onnx.load(contents.model, load_external_data=False)
-    records = [record for library in contents.libraries for record in library.by_onnx_name.values()]
-    in_libraries = {record.node_type for record in records}
+    in_libraries = {record.node_type for each in contents.libraries for record in each.by_onnx_name.values()}
     kept = [each for each in proto.functions if (each.domain, each.name) not in in_libraries]
     del proto.functions[:]
     proto.functions.extend(kept)

@@ -181,7 +181,10 @@ def _write(root: Path, options: Options, packed: Packed) -> None:
     }
     if options.triton:
         onnx.save(without_bodies(contents), version / "model.onnx")
-        (model / "config.pbtxt").write_text(_triton_config(packed, settings))
+        checked_settings = checked(ModelSettings, settings, "the options")
+        inputs, outputs = ({spec.name: spec for spec in each} for each in (contents.inputs, contents.outputs))
+        config = make_config(packed.name, checked_settings, inputs, outputs, libraries=packed.library_paths)
+        (model / "config.pbtxt").write_text(write_config(config))
     else:
         requirements = f"requirements-{'gpu' if contents.gpu else 'cpu'}.txt"
         _copy(Path(__file__).with_name(requirements), root / "service/requirements.txt")
@@ -196,18 +199,6 @@ def _write_manifest(root: Path, folder: Path, **entries: str) -> None:
     }
     manifest = {"twinop": twinop.__version__, **entries, "sha256": files}
     (root / MANIFEST).write_text(json.dumps(manifest, indent=2) + "\n")
-
-
-def _triton_config(packed: Packed, settings: dict[str, Any]) -> str:
-    return write_config(
-        make_config(
-            packed.name,
-            checked(ModelSettings, settings, "the options"),
-            {spec.name: spec for spec in packed.contents.inputs},
-            {spec.name: spec for spec in packed.contents.outputs},
-            libraries=packed.library_paths,
-        )
-    )
 
 
 def _render(root: Path, options: Options, packed: Packed, settings: dict[str, Any]) -> None:
