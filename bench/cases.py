@@ -14,8 +14,8 @@ from twinop.console import err
 from twinop.errors import TwinopError
 from twinop.export.bodies import find_body
 from twinop.op_spec import DOMAIN, OpSpec
-from twinop.shapes import input_shapes, output_shapes
-from twinop.testing.samples import make_sample, torch_dtype, why_not_derived
+from twinop.shapes import output_shapes
+from twinop.testing.samples import input_shapes, make_sample, torch_dtype, why_not_derived
 from twinop.testing.target import load
 from twinop.testing.under_test import library_of
 from twinop.torch_op.rules import as_tuple
@@ -185,10 +185,6 @@ def _bandwidths(name: str, family: str, entry: Entry, device: str, quick: bool) 
 # ------------------------------------------------------------------------------------------- tensors
 
 
-def _attributes(record: OpSpec, entry: Entry) -> dict[str, Any]:
-    return {each.name: each.default for each in record.attributes} | dict(entry.attributes)
-
-
 def make_inputs(case: Case, entry: Entry, device: torch.device) -> dict[str, Tensor]:
     """Draws inputs by name from the normal distribution; weights lie around one, as trained ones do.
 
@@ -200,7 +196,7 @@ def make_inputs(case: Case, entry: Entry, device: torch.device) -> dict[str, Ten
         given = make_sample(record, dtypes, case.shape).tensors()
         return {name: tensor.to(device) for name, tensor in given.items()}
     first = (*case.shape[:-1], 2 * case.shape[-1]) if entry.op == "swiglu_packed" else case.shape
-    shapes = input_shapes(record, first, _attributes(record, entry))
+    shapes = input_shapes(record, first, entry.attributes)
     inputs = {}
     for name in entry.input_names:
         tensor = torch.randn(shapes[name], dtype=case.torch_dtype, device=device)
@@ -232,7 +228,8 @@ class Sample:
             each.name: list(inputs[each.name].shape) if each.name in inputs else None
             for each in record.inputs
         }
-        shapes = output_shapes(record, given, _attributes(record, entry)).values()
+        attributes = {each.name: each.default for each in record.attributes} | dict(entry.attributes)
+        shapes = output_shapes(record, given, attributes).values()
         outputs = (torch.randn(shape, dtype=case.torch_dtype, device=device) for shape in shapes)
         return cls(case, entry, inputs, tuple(outputs))
 

@@ -12,7 +12,7 @@ from onnx import NodeProto
 from torch import Tensor
 
 from twinop import tolerance, torch_op
-from twinop.testing.under_test import function_of
+from twinop.testing.under_test import op_of
 from twinop.torch_op.registry import functions
 from twinop.torch_op.rules import as_tuple
 
@@ -131,7 +131,7 @@ class Providers:
     def _makers(self, sample: Sample) -> dict[str, Callable[[], Subject]]:
         case, entry = sample.case, sample.entry
         makers: dict[str, Callable[[], Subject]] = {}
-        function = functions[entry.op] if entry.library is None else function_of(entry.op)
+        function = functions.get(entry.op) or op_of(torch_op.records()[entry.op]).function
         makers[IN_TORCH] = partial(_in_torch, partial(function, **entry.attributes), sample)
         if case.direction == FORWARD:
             makers[IN_ORT] = partial(self._in_ort, IN_ORT, sample)

@@ -65,10 +65,6 @@ def library_of(record: OpSpec) -> Path:
     return op_of(record).library
 
 
-def function_of(key: str) -> Callable[..., Any]:
-    return _ops[key].function
-
-
 def records_under_test() -> dict[str, OpSpec]:
     return {key: each.record for key, each in _ops.items()}
 
