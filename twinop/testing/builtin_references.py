@@ -217,8 +217,8 @@ def _mean(x: Tensor, dims: list[int]) -> Tensor:
 
 
 def _affine(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
-    y = x if weight is None else x * weight
-    return y if bias is None else y + bias
+    y = x if weight is None else x * weight.abs()
+    return y if bias is None else y + bias.abs()
 
 
 def _layer_norm_magnitude(
@@ -229,7 +229,7 @@ def _layer_norm_magnitude(
     centred = x - _mean(x, dims)
     size = centred.abs() + _mean(x**2, dims).sqrt()
     normal = size / (_mean(centred**2, dims) + narrow(eps)).sqrt()
-    return _affine(normal, None if weight is None else weight.abs(), None if bias is None else bias.abs())
+    return _affine(normal, weight, bias)
 
 
 def _of_batch(x: Tensor, rows: Tensor) -> Tensor:
@@ -241,17 +241,11 @@ def _ada_layer_norm_magnitude(x: Tensor, scale: Tensor, shift: Tensor, eps: floa
     return _layer_norm_magnitude(x, 1 + _of_batch(x, scale.abs()), _of_batch(x, shift), -1, eps)
 
 
-def _rms_norm(
-    x: Tensor, weight: Tensor | None = None, axis: int = -1, eps: float = 1e-6, offset: int = 0
-) -> Tensor:
-    normal = x / (_mean(x**2, _behind(x, axis)) + narrow(eps)).sqrt()
-    return normal if weight is None else normal * (offset + weight)
-
-
 def _rms_norm_magnitude(
     x: Tensor, weight: Tensor | None = None, axis: int = -1, eps: float = 1e-6, offset: int = 0
 ) -> Tensor:
-    return _rms_norm(x.abs(), None if weight is None else weight.abs(), axis, eps, offset)
+    normal = x.abs() / (_mean(x**2, _behind(x, axis)) + narrow(eps)).sqrt()
+    return normal if weight is None else normal * (offset + weight.abs())
 
 
 def _add_layer_norm_magnitude(
@@ -277,7 +271,7 @@ def _add_rms_norm_magnitude(
 ) -> tuple[Tensor, Tensor]:
     total = x + residual
     normal = _rms_norm_magnitude(total, weight, -1, eps, offset)
-    return _affine(normal, None, None if bias is None else bias.abs()), total.abs()
+    return _affine(normal, None, bias), total.abs()
 
 
 _STEEPEST = 1.13  # how much an activation enlarges an error

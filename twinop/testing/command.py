@@ -61,9 +61,9 @@ def _run_here(arguments: list[str], left_out: list[str]) -> int:
     given, options = ".", arguments
     if arguments and not arguments[0].startswith("-"):
         given, *options = arguments
-    target = find_target(Path(given))
+    _, tests = find_target(Path(given))
     load(given)  # so that an error is one message
-    files = [str(MATRIX), *map(str, target.tests)]
+    files = [str(MATRIX), *map(str, tests)]
     own = ["-p", "twinop.testing.plugin", f"{TARGET}={Path(given).resolve()}", "-p", "no:cacheprovider"]
     own += [f"--twinop-left-out={name}" for name in left_out]
     # A crash is one message of ours; libraries log much at the level DEBUG.

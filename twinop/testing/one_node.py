@@ -11,6 +11,7 @@ from onnx import helper
 
 from twinop.deploy.create_session import session
 from twinop.deploy.inference_session import Session
+from twinop.deploy.ort_calls import NOWHERE
 from twinop.dtypes import ELEMENT_TYPES, torch_name
 from twinop.op_spec import OpSpec
 
@@ -96,7 +97,7 @@ def run_bound(session: Any, inputs: Mapping[str, torch.Tensor], outputs: Mapping
         for name, tensor in tensors.items():
             device = tensor.device
             place = (device.type, device.index or 0, onnx_type(tensor), list(tensor.shape))
-            bind(name, *place, pointer(tensor))
+            bind(name, *place, tensor.data_ptr() or NOWHERE)  # ONNX Runtime refuses null
     if any(tensor.is_cuda for tensor in inputs.values()):
         torch.cuda.synchronize()
     session.run_with_iobinding(binding)
@@ -106,11 +107,6 @@ def run_bound(session: Any, inputs: Mapping[str, torch.Tensor], outputs: Mapping
 def body_session(model: onnx.ModelProto) -> Session:
     """Opens a session without the library, which runs the function bodies."""
     return session(model, [PROVIDERS["cpu"]], library=False, session_options=_options())
-
-
-def pointer(tensor: torch.Tensor) -> int:
-    """The data's address; for an empty tensor any address that is not null (onnxruntime refuses null)."""
-    return tensor.data_ptr() or torch.empty(64, dtype=torch.uint8).data_ptr()
 
 
 def bits(tensor: torch.Tensor) -> torch.Tensor:

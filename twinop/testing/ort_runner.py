@@ -18,15 +18,14 @@ class OrtRunner:
         self.record, self.dtypes, self.device, self.threads = record, dtypes, device, threads
         self.sessions: dict[str, Any] = {}
 
-    def __call__(self, sample: Sample, outputs: tuple[torch.Tensor, ...], **attributes: Any) -> None:
+    def __call__(self, sample: Sample, outputs: tuple[torch.Tensor, ...]) -> None:
         present = [
             len(given) if isinstance(given, list) else int(given is not None)
             for given in sample.inputs.values()
         ]
-        given = sample.attributes | attributes
-        key = f"{present}{given}"
+        key = f"{present}{sample.attributes}"
         if key not in self.sessions:
-            model = one_node_model(self.record, self.dtypes, present, given)
+            model = one_node_model(self.record, self.dtypes, present, sample.attributes)
             self.sessions[key] = make_session(
                 model, library_of(self.record), self.device, threads=self.threads
             )

@@ -79,11 +79,11 @@ def has_derivative(record: OpSpec) -> bool:
     return bool(record.gradient or record.key in SECOND_DERIVATIVES or record.key in DERIVATIVES)
 
 
-def run_in_torch(record: OpSpec, sample: Sample, **attributes: Any) -> tuple[torch.Tensor, ...]:
+def run_in_torch(record: OpSpec, sample: Sample) -> tuple[torch.Tensor, ...]:
     """Calls the op through `torch.ops`; returns its outputs, also a single one, as a tuple."""
     op = getattr(getattr(torch.ops, record.namespace), record.functional_name)
     _note(record, sample)
-    return as_tuple(op(*sample.inputs.values(), **sample.attributes, **attributes))
+    return as_tuple(op(*sample.inputs.values(), **sample.attributes))
 
 
 def run_in_place(record: OpSpec, sample: Sample) -> tuple[torch.Tensor, ...]:

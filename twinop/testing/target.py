@@ -1,6 +1,6 @@
 """Finds the libraries, the modules of function bodies and the tests that `twinop test` and `bench` mean."""
 
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,18 +13,8 @@ from twinop.op_spec import DOMAIN
 TARGET = "--twinop-target"
 """pytest's option for what to test."""
 
-
-@dataclass
-class Target:
-    """What a user means by a library, a project or the Python file of an op.
-
-    Attributes:
-        libraries: each with the file of its ops' bodies, if there is one.
-        tests: the project's own test files.
-    """
-
-    libraries: dict[Path, Path | None] = field(default_factory=dict)
-    tests: list[Path] = field(default_factory=list)
+Target = tuple[dict[Path, Path | None], list[Path]]
+"""Libraries, each with the file of its ops' bodies if there is one, and the project's own test files."""
 
 
 def find_target(given: Path) -> Target:
@@ -39,17 +29,16 @@ def find_target(given: Path) -> Target:
         return _project(given)
     if given.suffix == ".py":
         library = _library_of(given)
-        return Target({library: given}, _tests_of(given))
+        return {library: given}, _tests_of(given)
     module = _module_of(given)
-    return Target({given: module}, _tests_of(module) if module else [])
+    return {given: module}, _tests_of(module) if module else []
 
 
 def _project(folder: Path) -> Target:
     libraries = sorted(folder.glob("build/lib*.so")) or sorted(folder.glob("lib*.so"))
     if not libraries:
         raise TwinopError(f"{folder}: it has no library build/lib*.so. `twinop build` builds it")
-    found = {library: _module_of(library) for library in libraries}
-    return Target(found, sorted(folder.glob("test_*.py")))
+    return {library: _module_of(library) for library in libraries}, sorted(folder.glob("test_*.py"))
 
 
 def _library_of(module: Path) -> Path:
@@ -103,7 +92,7 @@ def load(given: str) -> list[Any]:
     from .under_test import add_library
 
     records = []
-    for library, path in find_target(Path(given)).libraries.items():
+    for library, path in find_target(Path(given))[0].items():
         about = read_library(library)
         own = builtin_references if about.domain == DOMAIN else None
         for record in add_library(library, load_module(path) if path else own):

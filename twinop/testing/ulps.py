@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from twinop.declare import CPU_FUNCTIONS
+from twinop.dtypes import torch_name
 from twinop.export.body_in_torch import evaluate_body
 from twinop.op_spec import OpSpec
 from twinop.torch_op.arguments import tensors_of
@@ -90,8 +91,7 @@ def magnitudes(
     share = BODY_ROUNDINGS / ONE_ROUNDING * torch.finfo(computed).eps
     errors = [getattr(bound, "error", torch.zeros(())) for bound in bounds]  # integers have none
     firsts = {name: tensors_of([given])[0] for name, given in inputs.items() if given is not None}
-    given = {name: str(tensor.dtype).removeprefix("torch.") for name, tensor in firsts.items()}
-    dtypes = record.combination_of(given)
+    dtypes = record.combination_of({name: torch_name(tensor.dtype) for name, tensor in firsts.items()})
     kinds = [getattr(torch, dtypes[name]) if dtypes else stored for name in record.outputs]
     return tuple(
         result.nan_to_num(0) + (share / torch.finfo(kind).eps * error).nan_to_num(0, posinf=torch.inf)

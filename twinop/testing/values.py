@@ -51,8 +51,7 @@ ROW_KINDS: dict[str, Callable[[torch.Tensor], Any]] = {
 
 
 def row_values(shape: Sequence[int], dtype: torch.dtype, seed: int) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(seed)
-    tensor = torch.randn(tuple(shape), generator=generator, dtype=torch.float64)
+    tensor = plain_values(shape, torch.float64, seed)
     if tensor.dim() > 0 and tensor.shape[-1] > 0:
         for row, make in zip(tensor.view(-1, tensor.shape[-1]), itertools.cycle(ROW_KINDS.values())):
             make(row)

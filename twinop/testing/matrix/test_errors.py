@@ -13,8 +13,6 @@ from twinop.op_spec import OpSpec
 from ..messages import fail
 from ..samples import Sample, call, called, make_sample, torch_dtype
 
-WIDTH = 4
-
 
 def refused(record: OpSpec, sample: Sample, expected: str) -> None:
     """The op refuses the call with a message that has these words."""
@@ -29,9 +27,8 @@ def refused(record: OpSpec, sample: Sample, expected: str) -> None:
         fail(f"{called(record, sample)} {sample.attributes}: not refused; expected {expected!r}")
 
 
-def good(record: OpSpec, device: str, shape: tuple[int, ...] = (3, WIDTH)) -> Sample:
-    sample = make_sample(record, record.combinations[0], shape, tame=True)
-    return sample.to(device, record.host_inputs)
+def good(record: OpSpec, device: str) -> Sample:
+    return make_sample(record, record.combinations[0], (3, 4), tame=True).to(device, record.host_inputs)
 
 
 def test_wrong_dtypes(record: OpSpec, device: str) -> None:

@@ -36,10 +36,6 @@ IN_BOTH = ("ONNX Runtime", "torch")
 BOTH = "ONNX Runtime and torch differ, with one kernel of one file"
 
 
-def moved(record: OpSpec, sample: Sample, device: str) -> Sample:
-    return sample.to(device, record.host_inputs)
-
-
 def cases(record: OpSpec, dtypes: dict[str, str]) -> Iterator[Sample]:
     return itertools.chain(samples(record, dtypes), wide_samples(record, dtypes))
 
@@ -61,7 +57,7 @@ def test_torch_and_onnxruntime_give_the_same_bits(
     """
     run_ort = OrtRunner(record, dtypes, device)
     for sample in cases(record, dtypes):
-        sample = moved(record, sample, device)
+        sample = sample.to(device, record.host_inputs)
         expected = run_in_torch(record, sample)
         actual = tuple(map(poisoned, expected))
         run_ort(sample, actual)
@@ -79,7 +75,8 @@ def test_the_kernel_gives_what_the_body_means(record: OpSpec, dtypes: dict[str, 
     for sample in cases(record, dtypes):
         if not is_defined(record, sample.inputs, sample.attributes):
             continue
-        results = run_in_torch(record, moved(record, sample, device))
+        here = sample.to(device, record.host_inputs)
+        results = run_in_torch(record, here)
         measured = measure(record, sample.inputs, sample.attributes, results)
         for name, result, each in zip(record.outputs, results, measured, strict=True):
             allowed = reference.allowed(dtypes[name])
@@ -90,7 +87,7 @@ def test_the_kernel_gives_what_the_body_means(record: OpSpec, dtypes: dict[str, 
                 continue
             names = ("kernel", "function body in float64" if reference.compute is None else "reference")
             fail(
-                f"{called(record, moved(record, sample, device))}: the kernel differs from its function body "
+                f"{called(record, here)}: the kernel differs from its function body "
                 f"by {each.worst:.4g} ulp, allowed {allowed}\n"
                 + first_difference(name, wrong, result.cpu(), each.exact, sample, names)
                 + f"\n{advice(record, 'ulps')}"
@@ -123,7 +120,7 @@ def test_addresses_do_not_change_bits(record: OpSpec, dtypes: dict[str, str], de
     chosen = [*list(samples(record, dtypes))[3::4], *wide_samples(record, dtypes)]
     close = record.key in DECLARED
     for seed, sample in enumerate(chosen, 3):
-        sample = moved(record, sample, device)
+        sample = sample.to(device, record.host_inputs)
         expected = run_in_torch(record, sample)
         for each in (sample.map(mover(1, 0)), sample.map(mover(seed, 1))):
             said = "addresses that are not aligned change the result"
@@ -157,9 +154,9 @@ def test_layouts(record: OpSpec, device: str) -> None:
     for dtypes in record.combinations[:4]:
         run_ort = OrtRunner(record, dtypes, device)
         for layout, view, sample in laid_out(record, dtypes):
-            contiguous = moved(record, sample, device).map(torch.Tensor.contiguous)
+            contiguous = sample.to(device, record.host_inputs).map(torch.Tensor.contiguous)
             expected = run_in_torch(record, contiguous)
-            viewed = moved(record, sample, device).map(view)
+            viewed = sample.to(device, record.host_inputs).map(view)
             said = f"the layout {layout!r} changes the result"
             found = run_in_torch(record, viewed)
             require_same_bits(record, viewed, found, expected, said, ("view", "contiguous copy"))
