@@ -81,18 +81,6 @@ def from_transformers(name: str, options: Mapping[str, Any], **arguments: Any) -
     return model(model.config_class(**options), **arguments)
 
 
-def _bert(size: Size, **options: Any) -> nn.Module:
-    dropout = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
-    return from_transformers("BertModel", size.options() | dropout | options, add_pooling_layer=False)
-
-
-def _llama(size: Size, **options: Any) -> nn.Module:
-    return from_transformers("LlamaModel", size.options() | {"use_cache": False} | options)
-
-
-STYLES: dict[str, Callable[..., nn.Module]] = {"bert": _bert, "llama": _llama}
-
-
 def perturbed(model: nn.Module) -> nn.Module:
     """Changes norms and biases in place; transformers makes them 1 and 0, which would hide errors."""
     with torch.no_grad():
@@ -264,8 +252,12 @@ class DiTBlock(nn.Module):
 
 def _encoder(style: str, size: Size, attention: str, grouped: int = 1) -> Encoder:
     """`grouped` heads share keys and values."""
-    options: dict[str, Any] = {"num_key_value_heads": size.heads // grouped} if grouped > 1 else {}
-    return Encoder(STYLES[style](size, attn_implementation=attention, **options))
+    options = size.options() | {"attn_implementation": attention}
+    if style == "bert":
+        options |= {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+        return Encoder(from_transformers("BertModel", options, add_pooling_layer=False))
+    options |= {"use_cache": False, "num_key_value_heads": size.heads // grouped}
+    return Encoder(from_transformers("LlamaModel", options))
 
 
 def _vit(size: Size, attention: str) -> nn.Module:

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 import typer
-from onnx import NodeProto, helper
+from onnx import helper
 from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -94,16 +94,6 @@ def cells(device: torch.device) -> Iterator[Cell]:
         )
 
 
-def nodes_of(cell: Cell, provider: str) -> list[NodeProto]:
-    """Returns the nodes of a provider in ONNX Runtime."""
-    if provider == IN_ORT:
-        name = "Custom" + "".join(part.capitalize() for part in cell.op.split("_"))
-        return [
-            helper.make_node(name, list(cell.inputs), ["out"], "node0", domain=cell.op, **cell.attributes)
-        ]
-    return runtime.parse_nodes(cell.others[provider])
-
-
 class Machine:
     """Builds, checks and times the providers of cells on one GPU. The libraries lie in `folder`."""
 
@@ -147,9 +137,12 @@ class Machine:
     def _in_ort(self, cell: Cell, provider: str, expected: Tensor) -> Subject:
         layout = cell.layouts.get(provider, Tensor.contiguous)
         inputs = {name: layout(tensor) for name, tensor in cell.inputs.items()}
-        out = {"out": torch.empty(layout(expected).shape, dtype=torch.bfloat16, device=self.device)}
         optimize, library = provider != IN_ORT, self.library(cell.op)
-        nodes = nodes_of(cell, provider)
+        record = load(library).records[cell.op]
+        ours = runtime.custom_node(record, cell.inputs, cell.attributes)
+        nodes = runtime.parse_nodes(cell.others[provider]) if optimize else [ours]
+        shape = layout(expected).shape
+        out = {nodes[-1].output[0]: torch.empty(shape, dtype=torch.bfloat16, device=self.device)}
         run = runtime.run_of(nodes, inputs, out, self.timer, opset=23, library=library, optimize=optimize)
         return Subject(run, tuple(out.values()))
 

@@ -11,7 +11,7 @@ import torch
 from export_models import each_exporter
 from torch import nn
 
-from lab.model_zoo import STYLES, TINY, Encoder, batch, encoder
+from lab.model_zoo import TINY, Encoder, batch, encoder
 from twinop import deploy, torch_op
 from twinop.export import ExportReport, export
 from twinop.tolerance import TOLERANCE, difference
@@ -22,7 +22,7 @@ OPS = {
     "bert": {"CustomLayerNorm": 5, "CustomGelu": 2},
     "llama": {"CustomRmsNorm": 5, "CustomSwiglu": 2},
 }
-each_style = pytest.mark.parametrize("style", list(STYLES))
+each_style = pytest.mark.parametrize("style", list(OPS))
 
 
 def pair(style: str, dtype: torch.dtype = torch.float32) -> tuple[Encoder, Encoder]:

@@ -11,7 +11,7 @@ import torch
 from export_models import CPU
 from optimizing import nodes, optimized, parsed, types, weights
 
-from lab.model_zoo import STYLES, Encoder, Size, batch
+from lab.model_zoo import Encoder, Size, batch, encoder
 from twinop import deploy
 from twinop.bench.cases import relative_error
 from twinop.deploy.tensor_specs import RIGHT_PADDED
@@ -23,8 +23,7 @@ PROVIDERS: dict[str, list[Any]] = {"cpu": CPU, "cuda": ["CUDAExecutionProvider",
 
 
 def bert(size: Size) -> Encoder:
-    torch.manual_seed(0)
-    return Encoder(STYLES["bert"](size, attn_implementation="sdpa")).eval()
+    return encoder("bert", size, "sdpa")
 
 
 def made(size: Size, folder: Path, fixed: bool = True, **options: Any) -> tuple[Any, ir.Model]:
