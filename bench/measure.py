@@ -98,10 +98,7 @@ class Machine:
         if IN_TORCH in replays:
             replays[IN_TORCH + AGAIN] = replays[IN_TORCH]
         times = self.timer.times(replays, rounds=self.rounds)
-        return {
-            name: Time(each.median / CALLS, each.low / CALLS, each.runs, each.host)
-            for name, each in times.items()
-        }
+        return {name: each / CALLS for name, each in times.items()}
 
     def _ort_replay(self, sample: Sample, provider: str) -> Run:
         """Returns a run of a session with ONNX Runtime's own CUDA graph, which its first runs capture."""

@@ -4,7 +4,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -34,6 +34,10 @@ class Time:
         ordered = sorted(samples)
         queueing = sorted(host)[len(host) // 10] if host else None
         return cls(statistics.median(ordered), ordered[len(ordered) // 10], len(ordered), queueing)
+
+    def __truediv__(self, count: int) -> "Time":
+        """The time of one call, of a run that makes so many."""
+        return replace(self, median=self.median / count, low=self.low / count)
 
     def row(self) -> dict[str, Any]:
         """Returns what a file has of it."""

@@ -5,7 +5,6 @@ python lab/decoder_linear.py --output lab/results
 
 import sys
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
@@ -123,9 +122,7 @@ def measure(
         require(relative_error(each.result()[-1], expected), 4e-3)
 
     found = side_by_side(makers, check, timer, rounds=rounds, again=(TORCH,), seconds=0.3)
-    times, count = found["times"].items(), len(weights)
-    of_one = {name: replace(time, median=time.median / count, low=time.low / count) for name, time in times}
-    return found | {"times": of_one}
+    return found | {"times": {name: time / len(weights) for name, time in found["times"].items()}}
 
 
 def read_bandwidth(timer: DeviceTimer) -> float:

@@ -84,24 +84,16 @@ def _rms_norm(x: Tensor, weight: Tensor) -> Tensor:
     return F.rms_norm(x, x.shape[-1:], weight, 1e-6)
 
 
-def _add_layer_norm(x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
-    total = x + residual
-    return _layer_norm(total, weight, bias), total
+def _of_sum(norm: Callable[..., Tensor], wide: bool = False) -> Callable[..., Any]:
+    """Returns the norm of a sum; `wide`: in float64, of the sum in the tensors' dtype, as add_* ops say."""
 
+    def add_norm(x: Tensor, residual: Tensor, *weights: Tensor) -> tuple[Tensor, Tensor]:
+        total = x + residual
+        if wide:
+            total, weights = total.double(), tuple(weight.double() for weight in weights)
+        return norm(total, *weights), total
 
-def _add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-    total = x + residual
-    return _rms_norm(total, weight), total
-
-
-def _of_rounded_sum(norm: Callable[..., Tensor]) -> Callable[..., Any]:
-    """Returns the norm in float64 of the sum in the tensors' dtype, which is what add_* ops define."""
-
-    def reference(x: Tensor, residual: Tensor, *weights: Tensor) -> tuple[Tensor, Tensor]:
-        total = (x + residual).double()
-        return norm(total, *(weight.double() for weight in weights)), total
-
-    return reference
+    return add_norm
 
 
 _SWIGLU = "s = Sigmoid(gate); t = Mul(gate, s)"
@@ -204,7 +196,7 @@ ENTRIES: dict[str, Entry] = {
     "add_layer_norm": Entry(
         "add_layer_norm",
         "x residual weight bias",
-        _add_layer_norm,
+        _of_sum(_layer_norm),
         ort={
             "ORT SkipLayerNormalization": (
                 "y, , , sum = com.microsoft.SkipLayerNormalization<epsilon = 1e-5>(x, residual, weight, bias)"
@@ -213,15 +205,15 @@ ENTRIES: dict[str, Entry] = {
                 "sum = Add(x, residual); y = LayerNormalization(sum, weight, bias)"
             ),
         },
-        reference=_of_rounded_sum(_layer_norm),
+        reference=_of_sum(_layer_norm, wide=True),
     ),
     "add_rms_norm": Entry(
         "add_rms_norm",
         "x residual weight",
-        _add_rms_norm,
+        _of_sum(_rms_norm),
         peers={"Liger": "others:liger_add_rms_norm"},
         ort={"ORT SkipSimplifiedLayerNormalization": f"y, , , sum = com.microsoft.{_ADD_RMS_NORM}"},
-        reference=_of_rounded_sum(_rms_norm),
+        reference=_of_sum(_rms_norm, wide=True),
     ),
 }
 """By name in the report. gelu has two entries, one for each formula."""
