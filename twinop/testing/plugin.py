@@ -82,6 +82,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     devices = ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]
     if "cuda" in marks:
         devices = devices[1:]
+    names = [name for name in ("record", "dtypes", "device") if name in metafunc.fixturenames]
     cells = []
     for record in records.values():
         if record.is_backward and "backward_too" not in marks:
@@ -91,16 +92,10 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
             for device in devices if {"device", "cuda"} & {*metafunc.fixturenames, *marks} else ["cpu"]:
                 if device in record.devices:
                     given = {"record": record, "dtypes": dtypes, "device": device}
-                    name = "-".join(filter(None, (record.name, kinds, device)))
-                    cells.append((given, name, [pytest.mark.cuda] if device == "cuda" else []))
-    names = [name for name in ("record", "dtypes", "device") if name in metafunc.fixturenames]
-    metafunc.parametrize(
-        names,
-        [
-            pytest.param(*(given[name] for name in names), id=each, marks=marks)
-            for given, each, marks in cells
-        ],
-    )
+                    label = "-".join(filter(None, (record.name, kinds, device)))
+                    needs = [pytest.mark.cuda] if device == "cuda" else []
+                    cells.append(pytest.param(*map(given.get, names), id=label, marks=needs))
+    metafunc.parametrize(names, cells)
 
 
 @pytest.hookimpl(wrapper=True)
