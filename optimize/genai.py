@@ -21,11 +21,12 @@ from onnx import external_data_helper
 
 from twinop import deploy
 from twinop.deploy.choose_library import library_paths
-from twinop.deploy.custom_nodes import load_model, tensors
+from twinop.deploy.custom_nodes import tensors
 from twinop.deploy.pack.options import MANIFEST
-from twinop.errors import ExportError, LibraryError, TwinopError
+from twinop.errors import ExportError, LibraryError
 from twinop.library import read_library
 
+from .load import read_proto
 from .optimizer import check_device, optimize
 from .report import OptimizeReport
 
@@ -98,7 +99,7 @@ def optimize_folder(
     model = source / decoder["filename"]
     settings = decoder.setdefault("session_options", {})
     own = [*library_paths(library), *_named_library(source, settings)]
-    proto = _proto(model)
+    proto = read_proto(model)
     _require_no_ops_of_cuda(model, proto)
     data = _data_of(model, proto)
     of_others = _data_of_others(source, model)
@@ -224,15 +225,8 @@ def _data_of_others(folder: Path, model: Path) -> set[Path]:
     for path in folder.rglob("*.onnx"):
         if path != model and path.is_file():
             with suppress(ExportError):  # genai may never open it
-                found |= _data_of(path, _proto(path))
+                found |= _data_of(path, read_proto(path))
     return found
-
-
-def _proto(model: Path) -> onnx.ModelProto:
-    try:
-        return load_model(model).proto
-    except TwinopError as error:
-        raise ExportError(str(error)) from error
 
 
 def _place_libraries(libraries: Sequence[Path], folder: Path) -> str:

@@ -25,10 +25,7 @@ def load(path: Path) -> ir.Model:
     Raises:
         ExportError: the file is not a model, or its weights are missing.
     """
-    try:
-        load_model(path)  # the checks that a session makes
-    except (TwinopError, OSError) as error:
-        raise ExportError(str(error)) from error
+    read_proto(path)
     try:
         with quiet():  # onnx_ir warns of what `_check_values` refuses
             model = ir.load(path)
@@ -52,6 +49,14 @@ def load(path: Path) -> ir.Model:
     _resolve_links(path, model)
     _check_values(path, model)
     return model
+
+
+def read_proto(path: Path) -> onnx.ModelProto:
+    """Reads a model without its weights, with the checks that a session makes; ExportError: they fail."""
+    try:
+        return load_model(path).proto
+    except (TwinopError, OSError) as error:
+        raise ExportError(str(error)) from error
 
 
 def _unread_type(path: Path) -> str:
