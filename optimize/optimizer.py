@@ -123,11 +123,11 @@ def optimize(
         ExportError: wrong arguments, or a model that cannot be read, run or converted.
     """
     source, target = Path(source), Path(target)
-    _check(source, target, dtype, device, padding, without)
+    _check(dtype, device, padding, without)
     progress("reading the model")
     model = load(source)
     data = data_files(model)
-    check_target(target, data)
+    check_target(target, {source, *data})
     load_weights(model)
     own = find_own_ops(model, source, library, kept)
     records = dict(read_library(find_library("custom_ops")).records)
@@ -205,11 +205,7 @@ def check_device(device: str) -> None:
         raise ExportError(f"{option('device', device)}: expected one of: {', '.join(DEVICES)}")
 
 
-def _check(
-    source: Path, target: Path, dtype: str | None, device: str, padding: str | None, without: Sequence[str]
-) -> None:
-    if os.path.exists(source) and os.path.exists(target) and source.samefile(target):
-        raise ExportError(f"{target}: is the input; name another file to write")
+def _check(dtype: str | None, device: str, padding: str | None, without: Sequence[str]) -> None:
     if dtype is not None and dtype.startswith(("float8", "fp8")):
         raise ExportError(f"{option('dtype', dtype)}: fp8 is not supported yet; expected float16 or bfloat16")
     if dtype not in (None, "float32", *precision.DTYPES):

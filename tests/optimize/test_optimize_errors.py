@@ -58,7 +58,7 @@ def test_more_memory_than_is_free(model: Path, tmp_path: Path, monkeypatch: pyte
 
 
 def test_wrong_places(model: Path, tmp_path: Path) -> None:
-    assert "is the input; name another file" in refused(model, model)
+    assert "belongs to the input; name another file" in refused(model, model)
     assert "is a folder; expected a file name" in refused(model, tmp_path)
     assert ".: is a folder; expected a file name such as model.onnx" in refused(model, Path())
     assert "none.onnx: no such file" in refused(tmp_path / "none.onnx", tmp_path / "new.onnx")
