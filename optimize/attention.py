@@ -269,7 +269,7 @@ def zero_hidden_rows(mask: ir.Value, result: ir.Value, before: ir.Node) -> ir.Va
 
 def replace_output(old: ir.Value, result: ir.Value, heads: Heads) -> None:
     """Replaces [B, H, S, D] with the result [B, S, H*D]; most readers transpose it back at once."""
-    transpose, node = g.only_user(old), old.producer()
+    transpose = g.only_user(old)
     if transpose is not None and g.has_permutation(transpose, SWAP_S_H):
         reshape = g.only_user(transpose.outputs[0])
         shape = g.dims(reshape.outputs[0]) if reshape is not None and reshape.op_type == "Reshape" else None
@@ -278,5 +278,4 @@ def replace_output(old: ir.Value, result: ir.Value, heads: Heads) -> None:
         if reshape is not None and (shape or [])[2:] == [heads.count * heads.size] and not regroups:
             g.replace(reshape.outputs[0], result)
             return
-    assert node is not None
-    g.replace(old, split_heads(result, heads.count, heads.size, node))
+    g.replace(old, split_heads(result, heads.count, heads.size, g.maker(old)))

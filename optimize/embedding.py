@@ -64,8 +64,7 @@ def _known_ids(value: ir.Value | None) -> np.ndarray | None:
     exact = g.constant(expand.inputs[0] if expand is not None else value)
     if exact is not None:
         return exact
-    node = g.producer(value, *_PASS_THROUGH, "ConstantOfShape")
-    while node is not None:
+    while (node := g.producer(value, *_PASS_THROUGH, "ConstantOfShape")) is not None:
         if node.op_type == "ConstantOfShape":
             fill = g.attribute(node, "value", None)
             found = fill.numpy() if fill is not None else np.zeros(1)
@@ -74,5 +73,5 @@ def _known_ids(value: ir.Value | None) -> np.ndarray | None:
         if found is not None:
             same = found.size and (found == found.flat[0]).all() and np.issubdtype(found.dtype, np.integer)
             return found.reshape(-1)[0] if same else None
-        node = g.producer(node.inputs[0], *_PASS_THROUGH, "ConstantOfShape")
+        value = node.inputs[0]
     return None

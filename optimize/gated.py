@@ -24,7 +24,7 @@ def rewrite(context: g.RewriteContext) -> None:
         context.made[activation] -= 1
         if context.device == "cuda" and _linear_swiglu(context, node, gate, up, activation):
             context.made[f"linear+gate ({activation})"] += 1
-        elif activation != "silu" or "swiglu" not in context.records:
+        elif activation != "silu":
             context.made[activation] += 1
             context.left[f"{activation} gate: no products with constant weights"] += 1
         elif (parts := halves(gate, up)) is not None and parts[1] == 0:

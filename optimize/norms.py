@@ -70,17 +70,17 @@ def _fit(region: Region, width: int) -> _Norm | None:
     for eps in sorted(number for number in numbers if 0 < number < _LARGEST_EPS):
         for op in ("rms_norm", "layer_norm"):
             centred = rows - rows.mean(-1, keepdims=True) * (op == "layer_norm")
-            normal = centred / np.sqrt((centred**2).mean(-1, keepdims=True) + eps)
+            square = (centred**2).mean(-1, keepdims=True)
+            normal = centred / np.sqrt(square + eps)
             result = region(rows)
             if result.shape != rows.shape:
                 return None
             bias = region(np.zeros_like(rows))[0]  # exactly: the norm of a row of zeros is 0
             largest = np.abs(normal).argmax(0), np.arange(width)
             weight = (result - bias)[largest] / normal[largest]
-            small = rows * eps**0.5  # eps makes a difference here
-            centred = small - small.mean(-1, keepdims=True) * (op == "layer_norm")
-            expected = centred / np.sqrt((centred**2).mean(-1, keepdims=True) + eps) * weight + bias
-            fits = _close(result, normal * weight + bias) and _close(region(small), expected)
+            small = region(rows * eps**0.5)  # eps makes a difference here
+            expected = centred / np.sqrt(square + 1) * weight + bias
+            fits = _close(result, normal * weight + bias) and _close(small, expected)
             if fits and (op == "layer_norm" or not bias.any()):
                 return _Norm(op, region.source, eps, weight, bias, region.constants())
     return None
@@ -113,8 +113,6 @@ def _replace(
     eps: float,
     axis: int = -1,
 ) -> None:
-    if op not in context.records:
-        return
     rank = g.rank(source)
     reason = ""
     if axis not in (-1, rank - 1) or any(len(g.dims(row) or [0]) != 1 for row in rows if row is not None):

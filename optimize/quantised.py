@@ -25,6 +25,7 @@ from .merge_linear import join
 
 PRODUCT = "MatMulNBits"
 _BITS, _BLOCKS = (4, 8), (32, 128)
+_GATES = {"CustomSwiglu": "swiglu", "CustomSwigluPacked": "swiglu (packed)"}  # and what reports call them
 
 
 def why_not(n: int, k: int, bits: int, block: int, zero_points: Any = np.uint8) -> str:
@@ -84,8 +85,6 @@ class _Product:
 
 
 def rewrite(context: g.RewriteContext) -> None:
-    if "linear_q" not in context.records:
-        return
     found = dict[ir.Value, _Product]()
     for node in context.nodes(PRODUCT, domain=g.MICROSOFT):
         try:
@@ -100,16 +99,11 @@ def rewrite(context: g.RewriteContext) -> None:
             found[product.output] = product
     has_bias = any(each.bias is not None for each in found.values())
     has_zero = any(each.arrays[2] is not None for each in found.values())
-    gates = {
-        context.records[name].onnx_name: made
-        for name, made in (("swiglu", "swiglu"), ("swiglu_packed", "swiglu (packed)"))
-        if name in context.records
-    }
-    for node in [node for node in context.graph if node.op_type in {"Mul", *gates}]:
+    for node in [node for node in context.graph if node.op_type in {"Mul", *_GATES}]:
         products, activation = _gated(context, node, found)
         if products:
             made = context.made if node.domain or activation == "silu" else context.left
-            before = gates.get(node.op_type, f"{activation} gate: no products with constant weights")
+            before = _GATES.get(node.op_type, f"{activation} gate: no products with constant weights")
             made[before] -= 1
             context.made[activation] -= not node.domain
             _write(context, "linear_q_swiglu", products, node.outputs[0], activation, has_bias, has_zero)
@@ -178,9 +172,7 @@ def _write(
     Args:
         has_bias, has_zero: whether any of the model's nodes has one: all of them share a function body.
     """
-    first, last = products[0], output.producer()
-    assert last is not None
-    sizes = first.sizes
+    first, sizes = products[0], products[0].sizes
     name = str(first.node.inputs[1].name)  # type: ignore[union-attr]
 
     def joined(index: int) -> ir.Value | np.ndarray | None:
@@ -205,7 +197,7 @@ def _write(
     width = sum(each.sizes["n"] for each in products) // (1 + is_gated)
     shape = g.dims(output) or [*(g.dims(first.x) or [])[:-1], width]
     numbers = {"bits": sizes["bits"], "block": sizes["block"], "activation": activation}
-    g.replace(output, context.add_op(last, op, [first.x, *given], shape, **numbers))
+    g.replace(output, context.add_op(g.maker(output), op, [first.x, *given], shape, **numbers))
     context.made[op if activation == "none" or is_gated else f"{op}+{activation}"] += 1
 
 

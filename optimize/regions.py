@@ -93,7 +93,7 @@ def regions(output: ir.Value, order: Mapping[ir.Node, int]) -> Iterator[Region]:
     """Yields the regions that compute a value, the smallest first; `order`: the indices of nodes."""
     frontier, nodes = {output}, list[ir.Node]()
     while len(nodes) < _MAX_NODES:
-        value = max(frontier, key=lambda each: _index(each, order))
+        value = max(frontier, key=lambda each: order.get(each.producer(), -1))  # type: ignore[arg-type]
         node = value.producer()
         if node is None or not _computable(node):
             return
@@ -107,11 +107,6 @@ def regions(output: ir.Value, order: Mapping[ir.Node, int]) -> Iterator[Region]:
             yield Region(output, next(iter(frontier)), tuple(nodes))
         if not frontier:
             return
-
-
-def _index(value: ir.Value, order: Mapping[ir.Node, int]) -> int:
-    node = value.producer()
-    return -1 if node is None else order.get(node, -1)
 
 
 def _computable(node: ir.Node) -> bool:
