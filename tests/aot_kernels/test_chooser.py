@@ -18,7 +18,6 @@ from twinop.aot_kernels.plan import (
     Launch,
     Plan,
     Pointer,
-    Requirement,
     Scalar,
     Variant,
 )
@@ -33,16 +32,16 @@ X, Y, COUNT = range(3)
 
 def _variants() -> tuple[tuple[Variant, ...], list[Kernel]]:
     """One for each combination of what Triton specialises: aligned x, aligned y, and a kind of count."""
-    kinds: dict[str, list[Requirement]] = {
-        "i32 D": [Requirement(COUNT, "fits_i32"), Requirement(COUNT, "divisible_by_16")],
-        "i32": [Requirement(COUNT, "fits_i32")],
-        "i64 D": [Requirement(COUNT, "divisible_by_16")],
+    kinds: dict[str, list[tuple[int, str]]] = {
+        "i32 D": [(COUNT, "FitsI32"), (COUNT, "DivisibleBy16")],
+        "i32": [(COUNT, "FitsI32")],
+        "i64 D": [(COUNT, "DivisibleBy16")],
         "i64": [],
     }
     variants: list[Variant] = []
     kernels: list[Kernel] = []
     for x, y, kind in product((True, False), (True, False), kinds):
-        aligned = [Requirement(i, "divisible_by_16") for i, wanted in ((X, x), (Y, y)) if wanted]
+        aligned = [(i, "DivisibleBy16") for i, wanted in ((X, x), (Y, y)) if wanted]
         bytes_ = {"i32": "8,8,4", "i64": "8,8,8"}[kind[:3]]
         parameters = ((X, POINTER), (Y, POINTER), (COUNT, kind[:3]))
         variants.append(Variant((*aligned, *kinds[kind]), parameters, len(kernels)))

@@ -21,7 +21,6 @@ from twinop.aot_kernels.plan import (
     Image,
     Kernel,
     Launch,
-    Limit,
     Plan,
     Pointer,
     Refuse,
@@ -205,8 +204,8 @@ def test_without_a_driver(library_of: LibraryOf, without_driver: InProcess) -> N
     )
 
 
-def limits(count: int) -> tuple[Limit, ...]:
-    return (Limit("input", 0, count), Limit("output", 0, 2**31))
+def limits(count: int) -> tuple[tuple[str, int, int], ...]:
+    return ("input", 0, count), ("output", 0, 2**31)
 
 
 @pytest.mark.parametrize(

@@ -6,26 +6,27 @@ from typing import Any
 from triton.backends.nvidia.compiler import CUDABackend
 from triton.runtime.jit import native_specialize_impl
 
-from twinop.aot_kernels.plan import Requirement
+from twinop.aot_kernels.plan import Variant
+from twinop.triton.compile import Source
 from twinop.triton.traced import TracedLaunch
-from twinop.triton.variants import Address, SourceVariant
+from twinop.triton.variants import Address
 
-DIVISIBLE = "divisible_by_16"
+DIVISIBLE = "DivisibleBy16"
 
 Specialisation = dict[str, tuple[str, bool]]
 """By the name of each argument its type, "constexpr" for a 1, and if it is marked as a multiple of 16."""
 
 
-def chosen_variant(found: Sequence[SourceVariant], values: Sequence[Any]) -> SourceVariant:
+def chosen_variant(found: Sequence[Variant[Source]], values: Sequence[Any]) -> Variant[Source]:
     """Chooses as the library does."""
 
-    def holds(requirement: Requirement) -> bool:
-        value = values[requirement.argument]
+    def holds(argument: int, assumed: str) -> bool:
+        value = values[argument]
         number = value.data_ptr() if isinstance(value, Address) else value
-        return number % 16 == 0 if requirement.kind == DIVISIBLE else -(2**31) <= number < 2**31
+        return number % 16 == 0 if assumed == DIVISIBLE else -(2**31) <= number < 2**31
 
     return next(
-        variant for variant in found if all(holds(requirement) for requirement in variant.requirements)
+        variant for variant in found if all(holds(*requirement) for requirement in variant.requirements)
     )
 
 
@@ -46,12 +47,12 @@ def of_triton(launch: TracedLaunch, values: Sequence[Any]) -> Specialisation:
     return found
 
 
-def assumed_by(launch: TracedLaunch, variant: SourceVariant) -> Specialisation:
+def assumed_by(launch: TracedLaunch, variant: Variant[Source]) -> Specialisation:
     """Returns what the kernel of a variant was compiled for."""
-    names = list(variant.source.signature)
-    marked = {names[place] for (place,) in variant.source.attributes}
+    names = list(variant.kernel.signature)
+    marked = {names[place] for (place,) in variant.kernel.attributes}
     return {
-        argument.name: (variant.source.signature[argument.name], argument.name in marked)
+        argument.name: (variant.kernel.signature[argument.name], argument.name in marked)
         for argument in launch.arguments
     }
 

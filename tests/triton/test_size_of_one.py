@@ -74,7 +74,7 @@ def test_an_int_that_is_1_computes_what_the_constant_computes(
     special = specialise(launch, values)
     assert all(special.signature[name] == "constexpr" for name in ints)
     variant = chosen_variant(variants(launch), values)
-    assert all(variant.source.signature[name] == f"i{bits}" for name in ints)
-    assert simplified(variant.source, tmp_path, dict.fromkeys(ints, bits)) == simplified(
+    assert all(variant.kernel.signature[name] == f"i{bits}" for name in ints)
+    assert simplified(variant.kernel, tmp_path, dict.fromkeys(ints, bits)) == simplified(
         special, tmp_path, {}
     )

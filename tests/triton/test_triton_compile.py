@@ -28,7 +28,7 @@ from ahead_kernels import (
 )
 
 from twinop.aot_kernels.expression import constant, size
-from twinop.aot_kernels.plan import Fill, Launch, Limit, Plan, Pointer
+from twinop.aot_kernels.plan import Fill, Launch, Plan, Pointer
 from twinop.errors import BuildError
 from twinop.triton.compile import Compiled, compile_kernels
 from twinop.triton.intercept import label_of
@@ -72,7 +72,7 @@ def test_gelu_for_six_architectures() -> None:
 
 
 def test_what_was_compiled_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    source = variants(gelu_launch())[0].source
+    source = variants(gelu_launch())[0].kernel
     (first,) = compile_kernels([source], (80,), ptx=False)
 
     def no_compiler(*arguments: Any, **options: Any) -> None:
@@ -147,7 +147,7 @@ def test_limits_of_offsets_of_32_bits() -> None:
     narrow = launch_of(add_kernel, *pointers, number("n", size(0, 0)), BLOCK=64)
     wide = gelu_launch()
     (first, second), _ = compile_plans([plan_of(narrow, wide), plan_of(wide)], (80,), ptx=False)
-    assert set(first.limits) == {Limit(*tensor, 2**31 - 1) for tensor in tensors}
+    assert set(first.limits) == {(*tensor, 2**31 - 1) for tensor in tensors}
     assert second.limits == ()
 
 
@@ -185,7 +185,7 @@ def test_functions_that_are_not_inlined_are_followed() -> None:
 
     (plan,), _ = compile_plans([plan_of(launch("output", "output"))], (80,), ptx=False)
     tensors = [("input", 0), ("output", 1), ("output", 2)]
-    assert set(plan.limits) == {Limit(*tensor, 2**31 - 1) for tensor in tensors}
+    assert set(plan.limits) == {(*tensor, 2**31 - 1) for tensor in tensors}
     assert "it stores to y_ptr, which is an input" in refusal(launch("input", "output"))
     assert "it stores to z_ptr, which is an input" in refusal(launch("output", "input"))
 

@@ -8,7 +8,7 @@ from ahead_kernels import add_kernel, copy_rows_kernel, gelu_launch, launch_of, 
 from specialisations import DIVISIBLE, assumed_by, chosen_variant, is_sound, of_triton
 
 from twinop.aot_kernels.expression import Expression, attribute, constant, size
-from twinop.aot_kernels.plan import POINTER, Requirement
+from twinop.aot_kernels.plan import POINTER
 from twinop.errors import BuildError
 from twinop.triton.variants import Address, variants
 
@@ -55,10 +55,10 @@ def test_two_ints_in_all_their_kinds() -> None:
 
 
 def test_gelu_has_three_variants() -> None:
-    aligned = (Requirement(0, DIVISIBLE), Requirement(1, DIVISIBLE))
+    aligned = ((0, DIVISIBLE), (1, DIVISIBLE))
     assert [variant.requirements for variant in variants(gelu_launch())] == [
-        (*aligned, Requirement(2, DIVISIBLE), Requirement(2, "fits_i32")),
-        (*aligned, Requirement(2, "fits_i32")),
+        (*aligned, (2, DIVISIBLE), (2, "FitsI32")),
+        (*aligned, (2, "FitsI32")),
         (),
     ]
     assert [variant.parameters[2] for variant in variants(gelu_launch())] == [
@@ -87,8 +87,8 @@ def test_constants_are_specialised_by_value() -> None:
         BLOCK=64,
     )
     special, *_, general = variants(launch)
-    assert special.source.constants == {(3,): 1, (5,): 64}
-    assert (4,) in special.source.attributes
+    assert special.kernel.constants == {(3,): 1, (5,): 64}
+    assert (4,) in special.kernel.attributes
     assert special.parameters == ((0, POINTER), (1, POINTER), (2, "i32"), (4, "i32"))
     assert general.parameters == ((0, POINTER), (1, POINTER), (2, "i64"), (4, "i32"))
 
@@ -107,13 +107,13 @@ def test_annotations_and_do_not_specialize() -> None:
     )
     special, *_ = variants(launch)
     kinds = ("*fp32", "i32", "i32", "i64", "fp64", "fp32", "u1", "constexpr")
-    assert tuple(special.source.signature.values()) == kinds
-    assert set(special.source.attributes) == {(0,), (3,)}  # of the ints, c alone is specialised on alignment
+    assert tuple(special.kernel.signature.values()) == kinds
+    assert set(special.kernel.attributes) == {(0,), (3,)}  # of the ints, c alone is specialised on alignment
     # The requirement is on the first argument of the same value.
     assert special.requirements == (
-        Requirement(0, DIVISIBLE),
-        Requirement(1, DIVISIBLE),
-        Requirement(1, "fits_i32"),
+        (0, DIVISIBLE),
+        (1, DIVISIBLE),
+        (1, "FitsI32"),
     )
     assert special.parameters == (
         (0, POINTER), (1, "i32"), (2, "i32"), (3, "i64"), (4, "fp64"), (5, "fp32"), (6, "i1"),
@@ -138,7 +138,7 @@ def test_sizes_that_are_always_multiples_of_16_stay_so() -> None:
         number("columns", size(0, 0)),
         BLOCK=8,
     )
-    marked = [{place for (place,) in variant.source.attributes} for variant in variants(launch)]
+    marked = [{place for (place,) in variant.kernel.attributes} for variant in variants(launch)]
     assert marked[:2] == [{0, 1, 2, 3, 4}, {0, 1, 2, 3}]
 
 
@@ -152,7 +152,7 @@ def test_first_sizes_are_left_out_before_others() -> None:
         number("columns", size(0, 1)),
         BLOCK=8,
     )
-    marked = [{place for (place,) in variant.source.attributes} - {0, 1} for variant in variants(launch)]
+    marked = [{place for (place,) in variant.kernel.attributes} - {0, 1} for variant in variants(launch)]
     assert marked == [{2, 3, 4}, {3, 4}, set(), set()]
 
 
@@ -176,7 +176,7 @@ def test_triton_launches_the_kernel_of_the_chosen_variant(n: int, dtype: str) ->
     made = launch.kernel[(8,)](x, y, n, BLOCK=1024, enable_fp_fusion=True)
     source = chosen_variant(
         variants(launch), [Address(x.data_ptr(), dtype), Address(y.data_ptr(), dtype), n]
-    ).source
+    ).kernel
     attributes = {place: value for place, value in made.src.attrs.items() if value}
     assert (made.src.signature, made.src.constants, attributes) == (
         source.signature,

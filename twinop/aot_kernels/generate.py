@@ -185,15 +185,15 @@ class _Source:
 
     def _plan(self, code: "_Code", plan: Plan) -> Iterable[str]:
         lines = []
-        for limit in plan.limits:
+        for base, index, elements in plan.limits:
             labels = [
                 self._contents.kernels[launch.variants[-1].kernel].label
                 for launch in _launches(plan)
                 for each in launch.arguments
-                if isinstance(each, Pointer) and (each.base, each.index) == (limit.base, limit.index)
+                if isinstance(each, Pointer) and (each.base, each.index) == (base, index)
             ]
-            limited = f"{limit.index}, {limit.elements}, {_literal((labels or [''])[0])}"
-            lines.append(f"run.Limit{limit.base.title()}({limited});")
+            limited = f"{index}, {elements}, {_literal((labels or [''])[0])}"
+            lines.append(f"run.Limit{base.title()}({limited});")
         for i, size in enumerate(plan.temporaries):
             memory = f"run.Temporary({code.number(size)})"
             lines.append(f"[[maybe_unused]] const Pointer temporary{i} = {memory};")
@@ -228,8 +228,11 @@ class _Source:
             )
         assert launch.variants and not launch.variants[-1].requirements, "the last variant is not general"
         used = sorted(
-            {index for variant in launch.variants for index, _ in variant.parameters}
-            | {each.argument for variant in launch.variants for each in variant.requirements}
+            {
+                index
+                for variant in launch.variants
+                for index, _ in (*variant.parameters, *variant.requirements)
+            }
         )
         names = {index: f"{_word(launch.arguments[index].name or 'p')}_{index}" for index in used}
         kinds = {index: _kind(launch.arguments[index]) for index in used}
@@ -245,9 +248,8 @@ class _Source:
             self._launchers[key] = name, [*lines, "}", ""]
         return self._launchers[key][0], used
 
-    def _variant(self, launch: Launch, variant: Variant, names: dict[int, str]) -> Iterable[str]:
-        words = {"divisible_by_16": "DivisibleBy16", "fits_i32": "FitsI32"}
-        conditions = [f"{words[each.kind]}({names[each.argument]})" for each in variant.requirements]
+    def _variant(self, launch: Launch, variant: Variant[int], names: dict[int, str]) -> Iterable[str]:
+        conditions = [f"{assumed}({names[index]})" for index, assumed in variant.requirements]
         if conditions:
             yield f"if ({' && '.join(conditions)})"
         parameters = []

@@ -45,31 +45,24 @@ class Scalar:
     name: str = ""
 
 
-@dataclass(frozen=True)
-class Requirement:
-    """What a variant assumes of an argument.
-
-    `kind`: "divisible_by_16" (of a pointer: its address) or "fits_i32".
-    """
-
-    argument: int
-    kind: str
+AnyKernel = TypeVar("AnyKernel")
 
 
 @dataclass(frozen=True)
-class Variant:
+class Variant(Generic[AnyKernel]):
     """One specialisation of a kernel.
 
     Attributes:
-        requirements: all of them must hold; none: the variant is general.
+        requirements: an argument of the launch and what must hold of it, "DivisibleBy16" (of a pointer: its
+            address) or "FitsI32"; none: the variant is general.
         parameters: the kernel's parameters: an argument of the launch and a type, `POINTER` or one of
             `Scalar.type`. Arguments that became constants are left out.
-        kernel: the index in `Contents.kernels`.
+        kernel: the index in `Contents.kernels`, or what is to be compiled.
     """
 
-    requirements: tuple[Requirement, ...]
+    requirements: tuple[tuple[int, str], ...]
     parameters: tuple[tuple[int, str], ...]
-    kernel: int
+    kernel: AnyKernel
 
 
 @dataclass(frozen=True)
@@ -83,7 +76,7 @@ class Launch:
 
     grid: tuple[Expression, Expression, Expression]
     arguments: tuple[Pointer | Scalar, ...]
-    variants: tuple[Variant, ...]
+    variants: tuple[Variant[int], ...]
     block: tuple[Expression, Expression, Expression] | None = None
 
 
@@ -107,18 +100,6 @@ class Refuse:
 
 
 @dataclass(frozen=True)
-class Limit:
-    """The elements that a tensor may have, since kernels reach it through 32-bit offsets.
-
-    `base`: "input" or "output".
-    """
-
-    base: str
-    index: int
-    elements: int
-
-
-@dataclass(frozen=True)
 class Plan(Generic[AnyLaunch]):
     """What a call does. The first plan of the op that fits the call is taken.
 
@@ -128,6 +109,8 @@ class Plan(Generic[AnyLaunch]):
         steps: run in order; a trace has launches whose kernels are not compiled yet.
         guards: expressions that all have another value than 0.
         temporaries: the bytes of each temporary tensor; all live during the whole call.
+        limits: of tensors that kernels reach through 32-bit offsets: "input" or "output", the index, and how
+            many elements it may have.
     """
 
     combination: int
@@ -135,7 +118,7 @@ class Plan(Generic[AnyLaunch]):
     steps: tuple[AnyLaunch | Fill | Refuse, ...]
     guards: tuple[Expression, ...] = ()
     temporaries: tuple[Expression, ...] = ()
-    limits: tuple[Limit, ...] = ()
+    limits: tuple[tuple[str, int, int], ...] = ()
 
 
 @dataclass(frozen=True)

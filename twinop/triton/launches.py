@@ -5,12 +5,12 @@ from functools import cache, partial
 from typing import Any
 
 from ..aot_kernels.expression import Expression
-from ..aot_kernels.plan import Kernel, Launch, Limit, Plan, Pointer, Variant
+from ..aot_kernels.plan import Kernel, Launch, Plan, Pointer, Variant
 from ..errors import BuildError
 from .compile import Compiled, Source, compile_kernels
 from .traced import TracedLaunch
 from .ttir import kernel_uses
-from .variants import SourceVariant, narrow_variant, variants
+from .variants import narrow_variant, variants
 
 _MOST_NARROW = 2**31 - 1  # elements that offsets of 32 bits reach
 
@@ -78,7 +78,7 @@ def compile_plans(
 def _compile_variants(
     launches: Sequence[tuple[TracedLaunch, Sequence[Expression]]],
     compile_sources: Callable[..., list[Compiled | BuildError]],
-) -> list[list[tuple[SourceVariant, Compiled]]]:
+) -> list[list[tuple[Variant[Source], Compiled]]]:
     """Compiles the variants of launches, given with the guards of their plans, each kernel once.
 
     The general variants come first. Some kernels do not compile with ints of 64 bits, as those that add one
@@ -93,30 +93,30 @@ def _compile_variants(
 
     found = [variants(launch, guards) for launch, guards in launches]
     # The largest kernel with aligned loads tells, before all others are compiled, that memory is too small.
-    aligned = [of_launch[0].source for of_launch in found if len(of_launch) > 1]
+    aligned = [of_launch[0].kernel for of_launch in found if len(of_launch) > 1]
     for largest in sorted(aligned, key=lambda source: max(source.sizes.values(), default=0))[-1:]:
         for made in compile_sources([largest], ptx=False):
             if isinstance(made, BuildError):
                 raise made
-    add(of_launch[-1].source for of_launch in found)
+    add(of_launch[-1].kernel for of_launch in found)
     for (launch, _), of_launch in zip(launches, found, strict=True):
-        if isinstance(compiled[of_launch[-1].source.key], BuildError):
+        if isinstance(compiled[of_launch[-1].kernel.key], BuildError):
             of_launch[-1] = narrow_variant(launch)
-    add(of_launch[-1].source for of_launch in found)
+    add(of_launch[-1].kernel for of_launch in found)
     others: dict[bool, list[Source]] = {True: [], False: []}  # by whether they have PTX
     for of_launch in found:
-        general = compiled[of_launch[-1].source.key]
+        general = compiled[of_launch[-1].kernel.key]
         if isinstance(general, BuildError):
             raise general
         images = general.kernel.images
         if max(len(image.code) for image in images if not image.is_ptx) > _LARGE:
             del of_launch[1:-1]
-        others[any(image.is_ptx for image in images)] += (variant.source for variant in of_launch[:-1])
+        others[any(image.is_ptx for image in images)] += (variant.kernel for variant in of_launch[:-1])
     for ptx, sources in others.items():
         add(sources, ptx=ptx, check_ptx=False)
 
-    def result(variant: SourceVariant) -> Compiled:
-        made = compiled[variant.source.key]
+    def result(variant: Variant[Source]) -> Compiled:
+        made = compiled[variant.kernel.key]
         if isinstance(made, BuildError):
             raise made
         return made
@@ -125,8 +125,8 @@ def _compile_variants(
 
 
 def _launch(
-    launch: TracedLaunch, found: Sequence[tuple[SourceVariant, Compiled]], index: Callable[[Kernel], int]
-) -> tuple[Launch, list[Limit]]:
+    launch: TracedLaunch, found: Sequence[tuple[Variant[Source], Compiled]], index: Callable[[Kernel], int]
+) -> tuple[Launch, list[tuple[str, int, int]]]:
     """Returns the launch with compiled variants, and the limits of the tensors that it reads and writes."""
     limits = []
     for variant, compiled in found:
@@ -146,7 +146,7 @@ def _launch(
             for position in uses.narrow:
                 argument = pointers[position]
                 if isinstance(argument, Pointer) and argument.base in ("input", "output"):
-                    limits.append(Limit(argument.base, argument.index, _MOST_NARROW))
+                    limits.append((argument.base, argument.index, _MOST_NARROW))
     made = tuple(
         Variant(variant.requirements, variant.parameters, index(compiled.kernel))
         for variant, compiled in found

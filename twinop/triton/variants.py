@@ -24,7 +24,7 @@ from functools import cache
 from typing import Any
 
 from ..aot_kernels.expression import Expression
-from ..aot_kernels.plan import POINTER, Pointer, Requirement, Scalar
+from ..aot_kernels.plan import POINTER, Pointer, Scalar, Variant
 from ..errors import BuildError
 from .compile import Source
 from .traced import TracedLaunch
@@ -38,16 +38,7 @@ _ANY, _MULTIPLE_OF_16, _LONG = 3, 32, 2**40 + 3
 _TRIES = (1, 2, 3, 8, 15, 16, 17, 24, 32, 48, 64, 100, 128)
 
 
-@dataclass(frozen=True)
-class SourceVariant:
-    """A variant whose kernel is not compiled yet; the other attributes are those of `plan.Variant`."""
-
-    requirements: tuple[Requirement, ...]
-    parameters: tuple[tuple[int, str], ...]
-    source: Source
-
-
-def variants(launch: TracedLaunch, guards: Sequence[Expression] = ()) -> list[SourceVariant]:
+def variants(launch: TracedLaunch, guards: Sequence[Expression] = ()) -> list[Variant[Source]]:
     """Returns the variants of a launch of a Triton kernel, the general one at the end.
 
     Args:
@@ -62,7 +53,7 @@ def variants(launch: TracedLaunch, guards: Sequence[Expression] = ()) -> list[So
     found = [_variant(launch, groups, multiples) for multiples in patterns]
     general = _variant(launch, groups, aligned=False, other=_LONG)
     distinct = {
-        variant.source.key: variant for variant in [*found, general]
+        variant.kernel.key: variant for variant in [*found, general]
     }  # the last of equal ones asks for less
     return list(distinct.values())
 
@@ -75,7 +66,7 @@ def _below_16(guard: Expression) -> Expression | None:
     return None
 
 
-def narrow_variant(launch: TracedLaunch) -> SourceVariant:
+def narrow_variant(launch: TracedLaunch) -> Variant[Source]:
     """Returns a general variant with ints of 32 bits, for a kernel that does not compile with 64."""
     return replace(_variant(launch, _groups(launch), aligned=False), requirements=())
 
@@ -95,7 +86,7 @@ def _variant(
     multiples: frozenset[Expression] = frozenset(),
     aligned: bool = True,
     other: int = _ANY,
-) -> SourceVariant:
+) -> Variant[Source]:
     samples: dict[int, Any] = {}
     for expression, indices in groups.items():
         samples.update(dict.fromkeys(indices, _MULTIPLE_OF_16 if expression in multiples else other))
@@ -111,17 +102,17 @@ def _variant(
     multiple = {
         i for i, argument in enumerate(launch.arguments) if (places[argument.name],) in source.attributes
     }
-    requirements = [Requirement(i, "divisible_by_16") for i in sorted(multiple) if kinds[i].startswith("*")]
+    requirements = [(i, "DivisibleBy16") for i in sorted(multiple) if kinds[i].startswith("*")]
     for indices in groups.values():
         if multiple.intersection(indices):
-            requirements.append(Requirement(indices[0], "divisible_by_16"))
+            requirements.append((indices[0], "DivisibleBy16"))
         if "i32" in [kinds[index] for index in indices]:
-            requirements.append(Requirement(indices[0], "fits_i32"))
+            requirements.append((indices[0], "FitsI32"))
     in_order = sorted(kinds, key=lambda index: places[launch.arguments[index].name])
     renamed = {"u1": "i1"}
     types = {i: POINTER if kind[0] == "*" else renamed.get(kind, kind) for i, kind in kinds.items()}
     parameters = tuple((index, types[index]) for index in in_order if types[index] != "constexpr")
-    return SourceVariant(tuple(requirements), parameters, source)
+    return Variant(tuple(requirements), parameters, source)
 
 
 def specialise(launch: TracedLaunch, values: Sequence[Any]) -> Source:
