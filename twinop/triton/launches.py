@@ -1,7 +1,7 @@
 """From traced plans to plans: chooses the variants of each launch, and compiles all their kernels at once."""
 
 from collections.abc import Callable, Iterable, Sequence
-from functools import cache, partial
+from functools import partial
 from typing import Any
 
 from ..aot_kernels.expression import Expression
@@ -48,11 +48,10 @@ def compile_plans(
         (step, plan.guards) for plan in plans for step in plan.steps if isinstance(step, TracedLaunch)
     ]
     of_triton = [each for each in launches if not hasattr(each[0].kernel, "compile_launch")]
-    kernels: dict[int, tuple[int, Kernel]] = {}
+    kernels: dict[Kernel, int] = {}  # of the library, where each is once
 
     def index(kernel: Kernel) -> int:
-        """Returns the place of a kernel among those of the library, where each is once."""
-        return kernels.setdefault(id(kernel), (len(kernels), kernel))[0]
+        return kernels.setdefault(kernel, len(kernels))
 
     compiled = _compile_variants(of_triton, partial(compile_kernels, archs=archs, ptx=ptx))
     made = {
@@ -72,7 +71,7 @@ def compile_plans(
         finished.append(
             Plan(plan.combination, plan.ranks, done, plan.guards, plan.temporaries, tuple(limits))
         )
-    return finished, [kernel for _, kernel in kernels.values()]
+    return finished, list(kernels)
 
 
 def _compile_variants(
@@ -91,6 +90,12 @@ def _compile_variants(
         new = {source.key: source for source in sources if source.key not in compiled}
         compiled.update(zip(new, compile_sources(list(new.values()), **options), strict=True))
 
+    def result(variant: Variant[Source]) -> Compiled:
+        made = compiled[variant.kernel.key]
+        if isinstance(made, BuildError):
+            raise made
+        return made
+
     found = [variants(launch, guards) for launch, guards in launches]
     # The largest kernel with aligned loads tells, before all others are compiled, that memory is too small.
     aligned = [of_launch[0].kernel for of_launch in found if len(of_launch) > 1]
@@ -105,22 +110,12 @@ def _compile_variants(
     add(of_launch[-1].kernel for of_launch in found)
     others: dict[bool, list[Source]] = {True: [], False: []}  # by whether they have PTX
     for of_launch in found:
-        general = compiled[of_launch[-1].kernel.key]
-        if isinstance(general, BuildError):
-            raise general
-        images = general.kernel.images
+        images = result(of_launch[-1]).kernel.images
         if max(len(image.code) for image in images if not image.is_ptx) > _LARGE:
             del of_launch[1:-1]
         others[any(image.is_ptx for image in images)] += (variant.kernel for variant in of_launch[:-1])
     for ptx, sources in others.items():
         add(sources, ptx=ptx, check_ptx=False)
-
-    def result(variant: Variant[Source]) -> Compiled:
-        made = compiled[variant.kernel.key]
-        if isinstance(made, BuildError):
-            raise made
-        return made
-
     return [[(variant, result(variant)) for variant in of_launch] for of_launch in found]
 
 
@@ -132,7 +127,7 @@ def _launch(
     for variant, compiled in found:
         pointers = [launch.arguments[index] for index, _ in variant.parameters]
         for ttir in compiled.ttir:
-            uses = _uses(ttir)
+            uses = kernel_uses(ttir)
             for operation in _REFUSED.keys() & uses.operations:
                 raise BuildError(f"{launch.label}: {_REFUSED[operation]}")
             for position in uses.written:
@@ -152,6 +147,3 @@ def _launch(
         for variant, compiled in found
     )
     return Launch(launch.grid, launch.arguments, made, launch.block), limits
-
-
-_uses = cache(kernel_uses)

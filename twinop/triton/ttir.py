@@ -32,6 +32,7 @@ class KernelUses:
     operations: frozenset[str]
 
 
+@cache
 def kernel_uses(ttir: str) -> KernelUses:
     """Reads what a kernel does from its TTIR."""
     from triton._C.libtriton import ir
