@@ -1,10 +1,8 @@
 """Records what a launcher does: the tensors that it allocates and fills, and the kernels that it launches."""
 
 import sys
-import traceback
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import ml_dtypes
@@ -16,8 +14,8 @@ from ..aot_kernels.expression import Expression, as_expression
 from ..aot_kernels.plan import Fill, Pointer, Scalar
 from ..dtypes import torch_name
 from ..errors import BuildError
+from ..kernel_op import place_of
 from ..op_spec import OpSpec
-from .expressions import NotAnExpression
 from .symbols import SYMBOLIC, Symbols, Varying
 from .traced import TracedLaunch
 
@@ -49,11 +47,10 @@ class Recorder(TorchDispatchMode):
         steps: what was recorded.
     """
 
-    def __init__(self, symbols: Symbols, launcher: Any) -> None:
+    def __init__(self, symbols: Symbols) -> None:
         super().__init__()
         self.symbols, self.steps = symbols, list[TracedLaunch | Fill]()
-        symbols.plain, symbols.line = self._plain, self.line
-        self._code = launcher.__code__
+        self.error, self.expression = symbols.error, symbols.expression
         self._storages: dict[int, Pointer] = {}
         self._sizes: list[Expression] = []
         self._kept: list[torch.Tensor] = []  # an address must not be that of two tensors
@@ -65,24 +62,6 @@ class Recorder(TorchDispatchMode):
         self._kept.append(tensor)
         if place.base == "output":
             self._written.append(tensor)
-
-    def line(self) -> str:
-        """Returns the line of the launcher that runs, "mish.py:14"."""
-        file = self._code.co_filename
-        frames = traceback.walk_stack(sys._getframe(1))
-        lines = (number for frame, number in frames if frame.f_code.co_filename == file)
-        return f"{Path(file).name}:{next(lines, self._code.co_firstlineno)}"
-
-    def error(self, text: str) -> BuildError:
-        """Returns the error of something that cannot be traced, with the line of the launcher that runs."""
-        return BuildError(f"{self.line()}: {text}")
-
-    def expression(self, value: Any) -> Expression:
-        """Returns the expression of a launcher's number; BuildError: the library cannot compute it."""
-        try:
-            return self.symbols.expression(value)
-        except NotAnExpression as error:
-            raise self.error(f"the library cannot compute {error} from sizes and attributes") from None
 
     def constant(self, name: str, value: Any) -> Any:
         """Returns a value that must be known when the kernel is compiled; raises BuildError if it varies."""
@@ -96,15 +75,6 @@ class Recorder(TorchDispatchMode):
             raise self.error(
                 f"{name} varies with sizes or attributes without a range, and a kernel is compiled for each "
                 "of its values. Choose it by comparisons, or with triton.next_power_of_2"
-            ) from None
-
-    def _plain(self, value: Any) -> Any:
-        try:
-            return self.symbols.fix(value)
-        except Varying:
-            raise self.error(
-                "this takes one value of a size or an attribute, with int(), float(), an index or a function "
-                "that needs a plain number, but a plan is for many. Compute with the size itself, or compare"
             ) from None
 
     def launch(
@@ -124,14 +94,14 @@ class Recorder(TorchDispatchMode):
             label: for messages, "mish_kernel, mish.py:7".
             grid: one to three numbers of programs (blocks).
             arguments: tensors and numbers by the names of the kernel's parameters, in their order.
-            constants: parameters for each value of which the kernel is compiled.
+            constants: parameters for each value of which the kernel is compiled, as `constant` returns them.
             options: of the compiler.
             block: one to three numbers of threads; None: the compiler decides.
 
         Raises:
-            BuildError: a library cannot give the kernel such an argument, or a constant varies.
+            BuildError: a library cannot give the kernel such an argument, or an option varies.
         """
-        fixed = {name: self.constant(name, value) for name, value in (constants or {}).items()}
+        fixed = dict(constants or {})
         known = {name: self.constant(name, value) for name, value in (options or {}).items()}
         traced = []
         for name, value in arguments.items():
@@ -141,7 +111,9 @@ class Recorder(TorchDispatchMode):
                 traced.append(self._argument(label, name, value))
         sizes = None if block is None else self._three(label, "block", block)
         grid = self._three(label, "grid", grid)
-        self.steps.append(TracedLaunch(kernel, label, self.line(), grid, tuple(traced), fixed, known, sizes))
+        self.steps.append(
+            TracedLaunch(kernel, label, self.symbols.line(), grid, tuple(traced), fixed, known, sizes)
+        )
 
     def finish(
         self, returned: Any, record: OpSpec
@@ -162,7 +134,7 @@ class Recorder(TorchDispatchMode):
         count, counted = len(record.outputs) - len(record.written), len(record.size_bounds)
         returned = returned if returned is not None or count else ()
         returned = tuple(returned) if isinstance(returned, (tuple, list)) else (returned,)
-        at = f"{Path(self._code.co_filename).name}:{self._code.co_firstlineno}: {self._code.co_name}"
+        at = f"{place_of(self.symbols.launcher)}: {self.symbols.launcher.__name__}"
         said = f" and, behind them, an int64 tensor of {counted} for: {record.sizes}" * bool(counted)
         if len(returned) != count + bool(counted) or not all(
             isinstance(tensor, torch.Tensor) for tensor in returned

@@ -1,8 +1,12 @@
 """The sizes and attributes of a traced call: symbolic to the launcher, with one call's values behind them."""
 
+import inspect
 import re
+import sys
+import traceback
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import sympy  # type: ignore[import-untyped]
@@ -11,6 +15,7 @@ from torch._dynamo.source import ConstantSource
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 
 from ..aot_kernels.expression import FUNCTIONS, Expression
+from ..errors import BuildError
 from ..op_spec import OpSpec
 from .expressions import translate
 
@@ -77,20 +82,30 @@ class Symbols(ShapeEnv):
         in_torch: whether torch's own code runs. It asks about sizes of 0 and 1 only to find out which tensors
             are contiguous, so the answer is that there are none; a plan of its own for them has no use. What
             follows holds for sizes of 1 as well. For 0, the strides of a tensor without elements differ.
-        plain: is called with the expression where `int(n)` or an index asks for one value.
-        line: returns the line of the launcher that runs.
     """
 
-    plain: Callable[[sympy.Expr], Any]
-    line: Callable[[], str]
-
-    def __init__(self, record: OpSpec, call: Call, flipped: int | None = None) -> None:
+    def __init__(
+        self, record: OpSpec, launcher: Callable[..., Any], call: Call, flipped: int | None = None
+    ) -> None:
         super().__init__(specialize_zero_one=False, duck_shape=False)
-        self.record, self.call, self.flipped = record, call, flipped
+        self.record, self.launcher, self.call, self.flipped = record, launcher, call, flipped
         self.decisions: list[Decision] = []
         self.in_torch = False
         self._meanings: dict[sympy.Symbol, Expression] = {}
         self._numbers: dict[Expression, Any] = {}
+
+    def line(self, error: BaseException | None = None) -> str:
+        """Returns the line of the launcher that runs, or that raised an error: "mish.py:14"."""
+        code = inspect.unwrap(self.launcher).__code__
+        frames = traceback.walk_stack(sys._getframe(1))
+        if error is not None:
+            frames = reversed([*traceback.walk_tb(error.__traceback__)])
+        lines = (number for frame, number in frames if frame.f_code.co_filename == code.co_filename)
+        return f"{Path(code.co_filename).name}:{next(lines, code.co_firstlineno)}"
+
+    def error(self, text: str) -> BuildError:
+        """Returns the error of something that cannot be traced, with the line of the launcher that runs."""
+        return BuildError(f"{self.line()}: {text}")
 
     def operation(self, name: str, *operands: Any) -> Any:
         """Returns the symbolic result of an operation that torch lacks; ArithmeticError: it has none."""
@@ -162,7 +177,15 @@ class Symbols(ShapeEnv):
         is_symbol = isinstance(orig_expr, sympy.Symbol)  # which is a Boolean, too
         if isinstance(orig_expr, sympy.logic.boolalg.Boolean) and not is_symbol:
             return sympy.true if self._answer(orig_expr, fallback_value) else sympy.false
-        return orig_expr if orig_expr.is_Number else sympy.sympify(self.plain(orig_expr))
+        if orig_expr.is_Number:
+            return orig_expr
+        try:
+            return sympy.sympify(self.fix(orig_expr))
+        except Varying:
+            raise self.error(
+                "this takes one value of a size or an attribute, with int(), float(), an index or a function "
+                "that needs a plain number, but a plan is for many. Compute with the size itself, or compare"
+            ) from None
 
     def _answer(self, question: Any, fallback: Any) -> bool:
         if question in (sympy.true, sympy.false):

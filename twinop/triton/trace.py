@@ -2,11 +2,9 @@
 
 import itertools
 import re
-import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -216,8 +214,13 @@ class _Tracer:
 
     def run(self, call: Call, flipped: int | None = None) -> _Path:
         """Runs the launcher for a call; `flipped`: as in `Symbols`."""
-        symbols = Symbols(self.record, call, flipped)
-        outputs, temporaries, steps = self._record(Recorder(symbols, self.launcher))
+        symbols = Symbols(self.record, self.launcher, call, flipped)
+        try:
+            outputs, temporaries, steps = self._record(Recorder(symbols))
+        except NotAnExpression as error:
+            raise BuildError(
+                f"{symbols.line(error)}: the library cannot compute {error} from sizes and attributes"
+            ) from error
         return _Path(call, symbols.decisions, outputs, temporaries, steps)
 
     def _record(self, recorder: Recorder) -> tuple[_Outputs | None, tuple[Expression, ...], tuple[Any, ...]]:
@@ -238,14 +241,10 @@ class _Tracer:
             with recorder, Indexing():
                 try:
                     returned = self.launcher(*inputs, **attributes)
-                except BuildError:
+                except (BuildError, NotAnExpression):
                     raise
-                except NotAnExpression as error:
-                    raise BuildError(
-                        f"{self._line(error)}: the library cannot compute {error} from sizes and attributes"
-                    ) from error
                 except Exception as error:  # what the launcher says of these sizes
-                    message = f"{self._line(error)}: {type(error).__name__}: {error}".rstrip(": ")
+                    message = f"{symbols.line(error)}: {type(error).__name__}: {error}".rstrip(": ")
                     return None, (), (Refuse(symbols.described(message)),)
                 return recorder.finish(returned, self.record)
 
@@ -271,13 +270,6 @@ class _Tracer:
             recorder.add_input(written.get(name, Pointer("input", index)), tensor)
             inputs.append(tensor)
         return inputs
-
-    def _line(self, error: BaseException) -> str:
-        """Returns the last line of the launcher's file in a traceback."""
-        code = self.launcher.__code__
-        frames = traceback.walk_tb(error.__traceback__)
-        lines = [number for frame, number in frames if frame.f_code.co_filename == code.co_filename]
-        return f"{Path(code.co_filename).name}:{lines[-1] if lines else code.co_firstlineno}"
 
 
 def _ranks(call: Call) -> Ranks:
