@@ -61,23 +61,20 @@ def build(
     cuda = not options.cpu and any(source.has_cuda for source in project.sources)
     files = [source.path for source in project.sources]
     check_functions(project)
-    done, notes, read = list[str](), list[str](), dict[str, str | None]()
     with locked(tree):
         generated = (output.absolute() if output else tree / "lib").with_name(f"{project.name}.generated.cpp")
+        read, done, notes = dict[str, str | None](), list[str](), list[str]()
         if project.modules:
-            source = write_source(project, options, generated, tree / "traced.json", progress)
-            notes, read = source.notes, source.read
-            if source.is_new:
-                done.append(f"tracing {', '.join(path.name for path in project.modules)}")
+            read, done, notes = write_source(project, options, generated, tree / "traced.json", progress)
             files.append(generated)
-        made = compile_library(
+        library, compiled, steps, warnings = compile_library(
             *(tree, project.name, project.domain, [*files, *project.objects], options, progress),
             domain_version=project.domain_version,
             cuda=cuda,
             table=not project.modules,
         )
-        library, done, notes = made.path, done + made.done, notes + made.notes
-        read |= {path: found for path, found in made.read.items() if path != str(generated)}
+        done, notes = done + steps, notes + warnings
+        read |= {path: found for path, found in compiled.items() if path != str(generated)}
         records = read_library(library).records
         for record in records.values():
             check_op_name(record.name)

@@ -6,7 +6,7 @@ import re
 import sys
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -21,24 +21,12 @@ from .toolchain import find_gpus
 WITHOUT_GPU = 90  # the architecture to compile for, as in TwinopCuda.cmake
 
 
-@dataclass(frozen=True)
-class Generated:
-    """A generated source.
-
-    Attributes:
-        read: the hash of each Python file that it was made of, but for those of installed packages.
-        notes: for the user.
-        is_new: whether it was made now, and not by an earlier build.
-    """
-
-    read: dict[str, str | None]
-    notes: list[str]
-    is_new: bool
+_Written = tuple[dict[str, str | None], list[str], list[str]]
 
 
 def write_source(
     project: Project, options: Options, file: Path, stamp: Path, progress: Callable[[str], None]
-) -> Generated:
+) -> _Written:
     """Writes the C++ source of the ops of the project's Python files, with the library's table.
 
     A source that an earlier build made of the same files, for the same GPUs and with the same packages, stays
@@ -47,6 +35,10 @@ def write_source(
     Args:
         file: the source.
         stamp: the file that says what it was made of.
+
+    Returns:
+        The hash of each Python file that it was made of, but for those of installed packages; the steps that
+        were needed; notes for the user.
 
     Raises:
         BuildError: an unknown architecture, another domain, two ops of one name, or kernels that cannot be
@@ -63,7 +55,8 @@ def write_source(
     from ..triton.tuning import tuning_file
 
     begin = time.time_ns()
-    progress(f"tracing and compiling {', '.join(path.name for path in project.modules)}")
+    names = ", ".join(path.name for path in project.modules)
+    progress(f"tracing and compiling {names}")
     in_cpp = {name: source.path.name for source in project.sources for _, name in source.ops}
     contents, notes = make_contents(
         project.modules, project.domain, project.domain_version, archs, ptx, in_cpp
@@ -73,10 +66,10 @@ def write_source(
     imported |= {str(path): file_hash(path) for path in map(tuning_file, project.modules)}
     written = {str(path): file_hash(path) for path in files_of(file)}
     write(stamp, json.dumps([key, imported, written, notes]).encode())
-    return Generated(_of_user(imported), notes, is_new=True)
+    return _of_user(imported), [f"tracing {names}"], notes
 
 
-def _kept(stamp: Path, key: str) -> Generated | None:
+def _kept(stamp: Path, key: str) -> _Written | None:
     """Returns what an earlier build wrote; None if that or what it was made of has changed."""
     try:
         known, imported, written, notes = json.loads(stamp.read_bytes())
@@ -84,7 +77,7 @@ def _kept(stamp: Path, key: str) -> Generated | None:
         return None
     if known != key or any(file_hash(path) != found for path, found in [*imported.items(), *written.items()]):
         return None
-    return Generated(_of_user(imported), notes, is_new=False)
+    return _of_user(imported), [], notes
 
 
 def _site_folders() -> list[Path]:

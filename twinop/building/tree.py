@@ -11,7 +11,6 @@ import signal
 import subprocess
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from pathlib import Path
 
 from ..built import file_hash
@@ -33,22 +32,6 @@ _PIPE, _OUT = subprocess.PIPE, subprocess.STDOUT
 
 Progress = Callable[[str], None]
 """Gets what is done, in words: "compiling mish.h"."""
-
-
-@dataclass(frozen=True)
-class Compiled:
-    """A library in its build tree.
-
-    Attributes:
-        read: the hash of each file that was compiled, but for those of twinop, compilers and the system.
-        done: the steps that were needed.
-        notes: the compilers' warnings.
-    """
-
-    path: Path
-    read: dict[str, str | None] = field(default_factory=dict)
-    done: list[str] = field(default_factory=list)
-    notes: list[str] = field(default_factory=list)
 
 
 @contextmanager
@@ -73,7 +56,7 @@ def compile_library(
     domain_version: int = 1,
     cuda: bool = True,
     table: bool = True,
-) -> Compiled:
+) -> tuple[Path, dict[str, str | None], list[str], list[str]]:
     """Compiles files into `lib<name>.so` in a build tree, which is `locked`.
 
     A file that changes while it is compiled is compiled again, so that all objects are of the same files.
@@ -82,6 +65,10 @@ def compile_library(
         files: headers with ops, C++ and CUDA files.
         cuda: whether they have CUDA code to compile. Without nvcc it is left out.
         table: whether the library's table is to be written. Else one of the files has it.
+
+    Returns:
+        The library; the hash of each file that was compiled, but for those of twinop, compilers and the
+        system; the steps that were needed; the compilers' warnings.
 
     Raises:
         BuildError: a tool is missing or too old, or the sources do not compile.
@@ -105,7 +92,7 @@ def compile_library(
     for _ in range(_TRIES + 1):
         if not ninja.build() and read:
             ninja.keep(read)
-            return Compiled(ninja.folder / f"lib{name}.so", read, ninja.done, ninja.notes)
+            return ninja.folder / f"lib{name}.so", read, ninja.done, ninja.notes
         before, read = read, {path: file_hash(path) for path in ninja.files_read()}
     changed = ", ".join(sorted(path for path in read if read[path] != before.get(path)))
     raise BuildError(
