@@ -19,7 +19,7 @@ import typer
 from rich.table import Column, Table
 from rich.text import Text
 
-from twinop.console import clear_errors, out, print_note, run_alone
+from twinop.console import clear_errors, out, print_note, program
 from twinop.deploy.create_session import PROVIDERS, Provider, session
 from twinop.deploy.custom_nodes import custom_nodes, is_custom
 from twinop.deploy.errors import FeedError
@@ -211,4 +211,4 @@ def _providers(ran: list[NodeRun]) -> dict[str, str]:
 
 
 if __name__ == "__main__":
-    run_alone(main)
+    program(main)()

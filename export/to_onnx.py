@@ -22,7 +22,7 @@ from rich.filesize import decimal
 from rich.table import Column, Table
 from rich.text import Text
 
-from twinop.console import clear_errors, err, out, run_alone
+from twinop.console import clear_errors, err, out, program
 from twinop.errors import ExportError
 
 if TYPE_CHECKING:
@@ -205,4 +205,4 @@ def _table(report: "ExportReport") -> Table:
 
 
 if __name__ == "__main__":
-    run_alone(main)
+    program(main)()

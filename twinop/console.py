@@ -37,11 +37,11 @@ def __getattr__(name: str) -> Any:
     return console
 
 
-def run_alone(function: Callable[..., None]) -> None:
-    """Runs one command as a program of its own."""
+def program(function: Callable[..., None], name: str | None = None) -> typer.Typer:
+    """Returns one command as a program of its own."""
     app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode="rich")
-    app.command(help=help_of(function))(function)
-    app()
+    app.command(name, help=help_of(function))(function)
+    return app
 
 
 def help_of(function: Callable[..., None]) -> str:

@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 import typer
 from typer.core import TyperCommand, TyperGroup
 
-from .console import clear_errors, help_of
+from .console import clear_errors, program
 from .errors import TwinopError
 from .installation import is_source_tree
 
@@ -82,7 +82,4 @@ def _imported(name: str, entry: str) -> Any:
         group = typer.main.get_command(module.app)
         group.name = name
         return group
-    part = typer.Typer(rich_markup_mode="rich", pretty_exceptions_enable=False, add_completion=False)
-    found = getattr(module, function)
-    part.command(name, help=help_of(found))(found)
-    return typer.main.get_command(part)
+    return typer.main.get_command(program(getattr(module, function), name))
