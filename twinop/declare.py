@@ -15,6 +15,7 @@ import importlib
 import os
 import sys
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -40,15 +41,16 @@ and the results are rounded to the op's types.
 
 def cpu_function(record: OpSpec) -> Callable[..., Any] | None:
     """Returns what runs on CPU tensors of an op without a CPU kernel: its function, or its body."""
-
-    def evaluate(*inputs: Any, **attributes: Any) -> Any:
-        from .export.body_in_torch import evaluate_body
-
-        return evaluate_body(record, inputs, attributes)
-
     if record.key in BODIES:
-        CPU_FUNCTIONS.setdefault(record.key, evaluate)
+        CPU_FUNCTIONS.setdefault(record.key, partial(body_on_cpu, record))
     return CPU_FUNCTIONS.get(record.key)
+
+
+def body_on_cpu(record: OpSpec, *inputs: Any, **attributes: Any) -> Any:
+    """Computes the outputs of an op from its body."""
+    from .export.body_in_torch import evaluate_body
+
+    return evaluate_body(record, inputs, attributes)
 
 
 class Op:

@@ -25,7 +25,7 @@ from typing import Any
 
 from .bodies import body as register_body
 from .bodies import misfit
-from .declare import CPU_FUNCTIONS, DERIVATIVES, SECOND_DERIVATIVES, Op, declared_domain
+from .declare import CPU_FUNCTIONS, DERIVATIVES, SECOND_DERIVATIVES, Op, body_on_cpu, declared_domain
 from .errors import RecordError, TwinopError
 from .names import check_domain, check_op_name
 from .op_spec import OpSpec, entries
@@ -83,14 +83,6 @@ class KernelOp(Op):
         if _is_builder(self.body):
             return None
         return _functional(self.body, self.record) if self.record.written else self.body
-
-    def on_cpu(self, *inputs: Any, **attributes: Any) -> Any:
-        """Computes the outputs from the body, in torch."""
-        if self.body_in_torch is not None:
-            return self.body_in_torch(*inputs, **attributes)
-        from .export.body_in_torch import evaluate_body
-
-        return evaluate_body(self.record, inputs, attributes)
 
     def launch(self, inputs: Iterable[Any], attributes: Mapping[str, Any]) -> Any:
         """Runs the launcher on contiguous tensors; attributes that are not given have their defaults."""
@@ -241,7 +233,7 @@ def triton_op(
                 SECOND_DERIVATIVES.pop(backward.record.key, None)
         elif backward is not None:
             DERIVATIVES[record.key] = backward
-        CPU_FUNCTIONS[record.key] = declared.on_cpu
+        CPU_FUNCTIONS[record.key] = declared.body_in_torch or functools.partial(body_on_cpu, record)
         DECLARED[record.key] = declared
         return declared
 

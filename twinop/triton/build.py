@@ -14,11 +14,9 @@ from ..kernel_op import DECLARED, KernelOp, describe_source
 from ..load_module import load_module
 from ..op_spec import OpSpec
 from .launches import compile_plans
-from .trace import SAMPLE_SIZES, trace
+from .trace import SAMPLE_SIZES, Ranks, trace, values_of
 from .traced import TracedOp
 from .tuning import Tuning, tuning_file
-
-Ranks = tuple[int | None, ...]
 
 _FUTURE = 999  # the compute capability of a GPU newer than all
 
@@ -108,7 +106,9 @@ def _bodies(op: KernelOp, traced: TracedOp, notes: list[str]) -> Iterator[Body]:
     for combination in range(len(traced.record.combinations)):
         ranks = list(dict.fromkeys(plan.ranks for plan in traced.plans if plan.combination == combination))
         try:
-            yield Body(_model(traced.record, combination, _two(ranks)), combination)
+            # If the body is the same for two of the ranks, it does not depend on the rank.
+            two = sorted(ranks, key=lambda each: abs(max(rank or 0 for rank in each) - 2.4))[:2]
+            yield Body(_model(traced.record, combination, two), combination)
             continue
         except ExportError as error:
             refused = error
@@ -121,11 +121,6 @@ def _bodies(op: KernelOp, traced: TracedOp, notes: list[str]) -> Iterator[Body]:
             except ExportError as error:
                 notes.append(f"{op.name} does not run on the CPU in ONNX Runtime: {error}")
                 return
-
-
-def _two(ranks: Sequence[Ranks]) -> list[Ranks]:
-    """Returns two of the ranks: if the body is the same for both, it does not depend on the rank."""
-    return sorted(ranks, key=lambda each: abs(max(rank or 0 for rank in each) - 2.4))[:2]
 
 
 def _model(record: OpSpec, combination: int, ranks: Sequence[Ranks]) -> bytes:
@@ -157,18 +152,14 @@ def _attributes(record: OpSpec) -> list[dict[str, Any]]:
     """Returns attributes in which each has all its values, or two where there are too many."""
     from ..op_schema import onnx_value
 
-    values: dict[str, list[Any]] = {}
+    values = []
     for entry in record.attributes:
-        if entry.kind == "bool":
-            values[entry.name] = [False, True]
-        elif entry.kind == "str":
-            values[entry.name] = list(record.attribute_choices.get(entry.name, ("", "?")))
-        else:
-            first = entry.default if not entry.required else 1
-            values[entry.name] = [first, first + 1]
-    most = max(map(len, values.values()), default=1)
-    named = {entry.name: entry for entry in record.attributes}
+        found = values_of(record, entry, {})
+        values.append([*found, found[0] + 1] if entry.kind in ("int", "float") else found)
     return [
-        {name: onnx_value(named[name], options[i % len(options)]) for name, options in values.items()}
-        for i in range(most)
+        {
+            entry.name: onnx_value(entry, options[i % len(options)])
+            for entry, options in zip(record.attributes, values, strict=True)
+        }
+        for i in range(max(map(len, values), default=1))
     ]

@@ -94,8 +94,14 @@ def compile_kernels(
     """
     if not sources:
         return []
-    for arch in archs:
-        _check_known(arch)
+    known = _known_architectures()
+    if unknown := [arch for arch in archs if arch not in known]:
+        import triton
+
+        raise BuildError(
+            f"compute capability {unknown[0]}: Triton {triton.__version__} does not know it; it knows "
+            + ", ".join(map(str, known))
+        )
     portable = max((arch for arch in archs if arch <= _LAST_PORTABLE), default=_LAST_PORTABLE)
     with _settings(), ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
         made = [_run(pool, sources, arch) for arch in archs]
@@ -208,19 +214,8 @@ def _without_comments(ptx: str) -> bytes:
     return "\n".join(line for line in lines if line).encode()
 
 
-def _check_known(arch: int) -> None:
-    known = _known_architectures()
-    if arch not in known:
-        import triton
-
-        raise BuildError(
-            f"compute capability {arch}: Triton {triton.__version__} does not know it; it knows "
-            + ", ".join(str(number) for number in sorted(known))
-        )
-
-
 @functools.cache
-def _known_architectures() -> frozenset[int]:
+def _known_architectures() -> list[int]:
     from triton.backends.nvidia.compiler import get_ptxas
 
     known: set[int] = set()
@@ -229,7 +224,7 @@ def _known_architectures() -> frozenset[int]:
             [get_ptxas(arch).path, "--help"], capture_output=True, text=True, check=True
         ).stdout
         known.update(int(number) for number in re.findall(r"'sm_(\d+)'", text))
-    return frozenset(number for number in known if number >= 75)
+    return sorted(number for number in known if number >= 75)
 
 
 def _check_memory(source: Source, arch: int, made: Any) -> None:

@@ -283,7 +283,7 @@ def _calls(
     if wrong := [entry.name for entry in record.attributes if entry.kind == "int[]"]:
         raise BuildError(f"{record.name}: {wrong[0]} is an int[]; launchers take single numbers")
     for sizes, given in _samples(record, samples):
-        values = [_values(record, entry, given) for entry in record.attributes]
+        values = [values_of(record, entry, given) for entry in record.attributes]
         first = next(len(shape) for shape in sizes if shape is not None)
         for rank in dict.fromkeys((first, *range(1, HIGHEST_RANK + 1))):
             ranked = tuple(
@@ -307,7 +307,7 @@ def _samples(
         yield tuple(None if entry.optional else (count,) for entry in record.inputs), {}
 
 
-def _values(record: OpSpec, entry: Attribute, given: Mapping[str, Any]) -> Sequence[Any]:
+def values_of(record: OpSpec, entry: Attribute, given: Mapping[str, Any]) -> Sequence[Any]:
     """Returns the values of an attribute to trace: all of them for bools and texts, else the sample's."""
     if entry.kind == "bool":
         return (False, True)
