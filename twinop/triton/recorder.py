@@ -26,7 +26,6 @@ _FILLED = {
 }  # fmt: skip
 """Operators that set all elements to a value; None: to their second argument, or the third of `new_full`."""
 
-_QUERIES = {"prim.device.default"}
 _LOCAL = "storage"
 """The base of a pointer to a tensor of which it is not known yet whether it is an output."""
 
@@ -159,18 +158,30 @@ class Recorder(TorchDispatchMode):
                     f"{at} returns a view as output {index}; expected a contiguous tensor of its own memory"
                 )
             places[storage.index] = Pointer("output", index) if index < count else Pointer("counts", 0)
-        used = dict.fromkeys(p.index for step in self.steps for p in _pointers(step) if p.base == _LOCAL)
-        temporaries = [index for index in used if index not in places]
-        places |= {index: Pointer("temporary", place) for place, index in enumerate(temporaries)}
+        sizes: list[Expression] = []  # of temporary tensors
+
+        def placed(value: Any) -> Any:
+            if not isinstance(value, Pointer) or value.base != _LOCAL:
+                return value
+            if value.index not in places:
+                places[value.index] = Pointer("temporary", len(sizes))
+                sizes.append(self._sizes[value.index])
+            return replace(value, base=places[value.index].base, index=places[value.index].index)
+
+        steps = tuple(
+            replace(step, pointer=placed(step.pointer))
+            if isinstance(step, Fill)
+            else replace(step, arguments=tuple(map(placed, step.arguments)))
+            for step in self.steps
+        )
         tensors = (*returned[:count], *self._written)
         outputs = tuple(Output(torch_name(t.dtype), tuple(map(self.expression, t.shape))) for t in tensors)
-        sizes = tuple(self._sizes[index] for index in temporaries)
-        return outputs, sizes, tuple(_placed(step, places) for step in self.steps)
+        return outputs, tuple(sizes), steps
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         name = func.overloadpacket.__name__
-        if not (name in _EMPTY or name in _FILLED or func.is_view or str(func) in _QUERIES):
+        if not (name in _EMPTY or name in _FILLED or func.is_view or str(func) == "prim.device.default"):
             if name == "_local_scalar_dense":
                 raise self.error("this reads an element of a tensor, but the plan may depend on sizes only")
             raise self.error(
@@ -243,23 +254,6 @@ class Recorder(TorchDispatchMode):
             raise self.error(f"{label}: its {what} is ({kinds}); expected one to three ints")
         x, y, z = map(self.expression, (*values, 1, 1)[:3])
         return x, y, z
-
-
-def _pointers(step: TracedLaunch | Fill) -> list[Pointer]:
-    if isinstance(step, Fill):
-        return [step.pointer]
-    return [argument for argument in step.arguments if isinstance(argument, Pointer)]
-
-
-def _placed(step: TracedLaunch | Fill, places: Mapping[int, Pointer]) -> TracedLaunch | Fill:
-    def moved(value: Any) -> Any:
-        if not isinstance(value, Pointer) or value.base != _LOCAL:
-            return value
-        return replace(value, base=places[value.index].base, index=places[value.index].index)
-
-    if isinstance(step, Fill):
-        return replace(step, pointer=moved(step.pointer))
-    return replace(step, arguments=tuple(map(moved, step.arguments)))
 
 
 def _address(tensor: torch.Tensor) -> int:
