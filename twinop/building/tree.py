@@ -88,7 +88,7 @@ def compile_library(
     known, since = ninja.kept()
     read = {path: file_hash(path) for path in known}
     if any(read[path] != known[path] and os.stat(path).st_mtime_ns <= since for path in read if read[path]):
-        ninja.clean()  # ninja looks at times, and this file has got an older one
+        ninja.ask("-t", "clean")  # ninja looks at times, and this file has got an older one
     for _ in range(_TRIES + 1):
         if not ninja.build() and read:
             ninja.keep(read)
@@ -172,11 +172,8 @@ class _Ninja:
         with writing(self.folder):
             (self.folder / "read.json").write_text(json.dumps(read))
 
-    def clean(self) -> None:
-        """Removes what was compiled."""
-        self._ask("-t", "clean")
-
-    def _ask(self, *arguments: str) -> str:
+    def ask(self, *arguments: str) -> str:
+        """Runs ninja with other arguments, and returns what it says."""
         command = [self._program, "-C", str(self.folder), *arguments]
         return subprocess.run(command, stdout=_PIPE, text=True, check=True).stdout
 
@@ -228,7 +225,7 @@ class _Ninja:
 
     def files_read(self) -> list[str]:
         """Returns the files that the compilers read, but for those of twinop, of compilers and the system."""
-        names = [line.strip() for line in self._ask("-t", "deps").splitlines() if line.startswith("    ")]
+        names = [line.strip() for line in self.ask("-t", "deps").splitlines() if line.startswith("    ")]
         found = {os.path.normpath(self.folder / name) for name in names}
         found |= {str(path) for path in self.files if path.suffix in OBJECTS}
         system = filter(None, (self.folder / "system_folders").read_text().split(";"))
