@@ -51,10 +51,8 @@ from twinop.find import find_library_of
 from twinop.library import find_library
 
 from . import attention_rules, linear_rules, norm_rules, second_derivatives  # noqa: F401 (rules of ops)
-
-# What users import from here.
-from .declared import load_declared  # noqa: F401
-from .modules import (  # noqa: F401
+from .declared import load_declared
+from .modules import (
     CustomGatedMLP,
     CustomGELU,
     CustomLayerNorm,
@@ -67,8 +65,30 @@ from .modules import (  # noqa: F401
     CustomSwiGLU,
     CustomTanh,
 )
-from .registry import Ops, functions, library_of, load, records  # noqa: F401
-from .replacement import Replacement, replace_modules  # noqa: F401
+from .registry import Ops, functions, library_of, load, records
+from .replacement import Replacement, replace_modules
+
+__all__ = [
+    "CustomGELU",
+    "CustomGatedMLP",
+    "CustomLayerNorm",
+    "CustomRMSNorm",
+    "CustomReLU",
+    "CustomSiLU",
+    "CustomSigmoid",
+    "CustomSoftmax",
+    "CustomSoftplus",
+    "CustomSwiGLU",
+    "CustomTanh",
+    "Ops",
+    "Replacement",
+    "library_of",
+    "load",
+    "load_declared",
+    "load_domain",
+    "records",
+    "replace_modules",
+]
 
 load(find_library("custom_ops"))
 
