@@ -12,13 +12,15 @@ from twinop.errors import ExportError, option
 from twinop.op_spec import OpSpec
 
 from .bodies import Body, DefaultInput, find_body
-from .calls import Call, find_calls, graphs_of, label_of, name_standard_domain
+from .calls import Call, find_calls, graphs_of, name_standard_domain
 from .record_body import trace
 from .schema import ATTRIBUTE_TYPES, ONNX_TYPES
 
 OPSETS = range(20, 26)
 """Standard opsets that models may have: string comparison needs 20, onnxscript converts models up to 25."""
 
+_OVERLOADS = 10
+"""The first version of ONNX's IR whose functions have overloads."""
 AnyModel = TypeVar("AnyModel", ir.Model, onnx.ModelProto)
 
 
@@ -28,8 +30,9 @@ def attach_bodies(
     """Gives each of twinop's ops in a model its function body, for runtimes without the library.
 
     The nodes get every attribute, also those at their defaults: onnx.inliner does not read a function's.
-    Where only some nodes of an op omit an optional input, they get its default tensor. Nodes in functions of
-    the model's own get into the graph with them: ONNX infers no types in functions.
+    Where only some nodes of an op omit an optional input, they get its default tensor; if it has none, they
+    call another overload of the function. Nodes in functions of the model's own get into the graph with them:
+    ONNX infers no types in functions.
 
     Args:
         model: an `onnx_ir.Model`, which is changed in place, or an `onnx.ModelProto`, which is left as it is.
@@ -40,7 +43,7 @@ def attach_bodies(
         The model, of the type given.
 
     Raises:
-        ExportError: an op has no body, is unknown, or its nodes cannot share one body; the opset is not
+        ExportError: an op has no body, is unknown, or its nodes cannot share one; the opset is not
             supported.
     """
     if isinstance(model, onnx.ModelProto):
@@ -80,9 +83,15 @@ def attach_to_calls(
         if body is not None:
             body.check(record)
             _insert_default_inputs(record, found, body)
-            function = trace(body, found, opset, by_rank=True)
-            _omit_outputs(record, found, function)
-            model.functions[function.identifier()] = function
+            for overload, same in _by_inputs(found).items():
+                function = trace(body, same, opset, by_rank=True)
+                _omit_outputs(record, same, function)
+                function.overload = overload
+                for call in same:
+                    call.node.overload = overload
+                if overload:
+                    model.ir_version = max(model.ir_version, _OVERLOADS)
+                model.functions[function.identifier()] = function
         for graph in graphs_of(model):
             if graph is model.graph or any(node.domain == record.domain for node in graph):
                 graph.opset_imports[record.domain] = record.domain_version
@@ -121,21 +130,22 @@ def _omit_outputs(record: OpSpec, calls: Sequence[Call], function: ir.Function) 
         function.outputs.pop()
 
 
+def _by_inputs(calls: Sequence[Call]) -> dict[str, list[Call]]:
+    """Returns the calls with the same inputs by the name of their overload: "" for the fewest inputs."""
+    groups = dict[tuple[str, ...], list[Call]]()
+    for call in calls:
+        groups.setdefault(tuple(call.inputs), []).append(call)
+    first = min(groups, key=lambda names: (len(names), names))
+    return {"" if names is first else "_".join(names): group for names, group in groups.items()}
+
+
 def _insert_default_inputs(record: OpSpec, calls: Sequence[Call], body: Body) -> None:
-    """Makes all nodes of an op have the same optional inputs."""
+    """Makes all nodes of an op have the same optional inputs, of those that have defaults."""
     for index, entry in enumerate(record.inputs):
-        having = [call for call in calls if entry.name in call.inputs]
-        lacking = [call for call in calls if entry.name not in call.inputs]
-        if not having or not lacking:
-            continue
         default = body.defaults.get(entry.name)
-        if default is None:
-            raise ExportError(
-                f"{label_of(having[0].node)} gives {record.onnx_name} the input {entry.name}, "
-                f"{label_of(lacking[0].node)} does not; a model holds one body per op. Pass it in both (ones "
-                "or zeros), or give the body a default for it: "
-                f"@body(defaults={{'{entry.name}': DefaultInput(...)}})"
-            )
+        lacking = [call for call in calls if entry.name not in call.inputs]
+        if default is None or len(lacking) == len(calls):
+            continue
         for call in lacking:
             if len(call.node.inputs) <= index:
                 call.node.resize_inputs(index + 1)
