@@ -132,12 +132,14 @@ _ZERO_BIAS = DefaultInput(0, lambda attributes: int(attributes["layout"] == "kn"
 
 
 @body(defaults={"bias": _ZERO_BIAS})
-def linear(op, x, weight, bias, residual, *, activation, layout, invariant):
+def linear(op, x, weight, bias, residual, *, activation, layout, invariant, rms_eps):
+    x = _normed(op, x, rms_eps)
     return _activated(op, _product(op, x, weight, bias, layout), residual, activation)
 
 
 @body(defaults={"bias": _ZERO_BIAS})
-def linear_swiglu(op, x, weight, bias, *, activation, layout, invariant):
+def linear_swiglu(op, x, weight, bias, *, activation, layout, invariant, rms_eps):
+    x = _normed(op, x, rms_eps)
     packed = _product(op, x, weight, bias, layout)
     return _by_value(op, activation, lambda op, value: _gated(op, packed, value))
 
@@ -152,6 +154,10 @@ def linear_q(op, x, weight, scale, zero, bias, residual, *, bits, block, activat
 def linear_q_swiglu(op, x, weight, scale, zero, bias, *, bits, block, activation, invariant):
     packed = _quantised_product(op, x, weight, scale, zero, bias, bits, block)
     return _by_value(op, activation, lambda op, value: _gated(op, packed, value))
+
+
+def _normed(op, x, rms_eps):
+    return _by_value(op, rms_eps, lambda op, eps: _divide_by_rms(op, x, [-1], eps) if eps > 0 else x)
 
 
 def _activated(op, y, residual, activation):

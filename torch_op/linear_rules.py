@@ -5,6 +5,7 @@ is computed again, with one more product, because the op does not keep it.
 """
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,6 +25,10 @@ _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
+def _normed(x: Tensor, rms_eps: float = 0, **_: bool) -> Tensor:
+    return functions["rms_norm"](x, None, -1, rms_eps) if rms_eps > 0 else x
+
+
 def _product(x: Tensor, weight: Tensor, bias: Tensor | None, layout: str) -> Tensor:
     nk = weight if layout == "nk" else weight.mT
     if weight.dim() == 2:
@@ -33,16 +38,16 @@ def _product(x: Tensor, weight: Tensor, bias: Tensor | None, layout: str) -> Ten
 
 
 def _on_cpu(
-    x: Tensor, weight: Tensor, bias: _Maybe, residual: _Maybe, activation: str, layout: str, **_: bool
+    x: Tensor, weight: Tensor, bias: _Maybe, residual: _Maybe, activation: str, layout: str, **options: Any
 ) -> Tensor:
-    y = _product(x, weight, bias, layout)
+    y = _product(_normed(x, **options), weight, bias, layout)
     return _ACTIVATIONS[activation](y if residual is None else y + residual)
 
 
 def _swiglu_on_cpu(
-    x: Tensor, weight: Tensor, bias: _Maybe, activation: str, layout: str, **_: bool
+    x: Tensor, weight: Tensor, bias: _Maybe, activation: str, layout: str, **options: Any
 ) -> Tensor:
-    gate, others = _product(x, weight, bias, layout).chunk(2, -1)
+    gate, others = _product(_normed(x, **options), weight, bias, layout).chunk(2, -1)
     return _ACTIVATIONS[activation](gate) * others
 
 
@@ -76,13 +81,16 @@ def _activation_backward(grad: Tensor, before: Callable[[], Tensor], y: Tensor, 
 
 
 def _product_backward(
-    grad: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, layout: str
+    grad: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, layout: str, rms_eps: float
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """Returns the gradients of x, weight and bias, given that of the product."""
-    rows, columns = x.reshape(-1, x.shape[-1]), grad.reshape(-1, grad.shape[-1])
+    rows, columns = _normed(x, rms_eps).reshape(-1, x.shape[-1]), grad.reshape(-1, grad.shape[-1])
     is_nk = layout == "nk"
+    of_x = grad @ (weight if is_nk else weight.mT)
+    if rms_eps > 0:
+        of_x, _, _ = functions["rms_norm_backward"](of_x, x, eps=rms_eps)
     return (
-        grad @ (weight if is_nk else weight.mT),
+        of_x,
         columns.mT @ rows if is_nk else rows.mT @ columns,
         None if bias is None else columns.sum(0),
     )
@@ -97,18 +105,19 @@ def _linear_backward(
     y: Tensor,
     activation: str,
     layout: str,
+    rms_eps: float,
 ) -> tuple[Tensor | None, ...]:
     def before() -> Tensor:
-        return functions["linear"](x, weight, bias, residual, "none", layout)
+        return functions["linear"](x, weight, bias, residual, "none", layout, rms_eps=rms_eps)
 
     inner = _activation_backward(grad, before, y, activation)
-    return *_product_backward(inner, x, weight, bias, layout), inner
+    return *_product_backward(inner, x, weight, bias, layout, rms_eps), inner
 
 
 def _linear_swiglu_backward(
-    grad: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, activation: str, layout: str
+    grad: Tensor, x: Tensor, weight: Tensor, bias: _Maybe, activation: str, layout: str, rms_eps: float
 ) -> tuple[Tensor | None, ...]:
-    packed = functions["linear"](x, weight, bias, None, "none", layout)
+    packed = functions["linear"](x, weight, bias, None, "none", layout, rms_eps=rms_eps)
     if activation == "silu":
         inner = functions["swiglu_packed_backward"](grad, packed)
     else:
@@ -116,7 +125,7 @@ def _linear_swiglu_backward(
         approximate = "tanh" if activation == "gelu_tanh" else "none"
         active = functions["gelu"](gate, approximate)
         inner = torch.cat([functions["gelu_backward"](grad * others, gate, approximate), grad * active], -1)
-    return _product_backward(inner, x, weight, bias, layout)
+    return _product_backward(inner, x, weight, bias, layout, rms_eps)
 
 
 CPU_FUNCTIONS["linear"] = _on_cpu

@@ -26,7 +26,11 @@ const std::string* FinishBody(const CallOf<Op>& call, BodyWriter* body, std::str
                               bool transposed) {
   constexpr int kResidual = Op::kRecord.schema.FindInput("residual");
   const auto activation = AttributeOf<std::string_view>(call, "activation"_name);
-  std::vector<std::string_view> factors = {body->Input("x"), weight};
+  std::string_view x = body->Input("x");
+  if constexpr (Op::kRecord.schema.FindAttribute("rms_eps") >= 0)
+    if (const auto eps = AttributeOf<float>(call, "rms_eps"_name); eps > 0)
+      x = body->Add("CustomRmsNorm", {x}, FloatAttribute("eps", eps));
+  std::vector<std::string_view> factors = {x, weight};
   if (InputOf(call, "bias"_name).present) factors.push_back(body->Input("bias"));
   std::string_view y = body->Add("Gemm", factors, IntAttribute("transB", transposed ? 1 : 0));
   if constexpr (kResidual >= 0) {

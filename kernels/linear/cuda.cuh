@@ -26,6 +26,7 @@ TWINOP_LAUNCH_ON_CUDA(relu)
 TWINOP_LAUNCH_ON_CUDA(gelu)
 TWINOP_LAUNCH_ON_CUDA(silu)
 TWINOP_LAUNCH_ON_CUDA(swiglu_packed)
+TWINOP_LAUNCH_ON_CUDA(rms_norm)
 }  // namespace twinop
 
 namespace twinop::linear {
@@ -64,6 +65,22 @@ inline Status RunOp(Status (*launch)(const twinop_call*), const Call& call, cons
   other.outputs = &y;
   other.attributes = &value;
   return launch(&other);
+}
+
+// Divides each row of x by its root mean square, into `normed`, which x then is.
+inline Status Norm(const Call& call, Operands* at, float eps) {
+  Tensor tensors[] = {*at->x.tensor, Tensor(), *at->x.tensor};  // x, no weight, y
+  tensors[0].data = at->x.data;
+  tensors[2].data = at->x.data = at->normed;
+  Attribute attributes[3];  // axis, eps, offset
+  attributes[0].i = -1;
+  attributes[1].f = eps;
+  Call other = call;
+  other.inputs = tensors;
+  other.input_count = 2;
+  other.outputs = &tensors[2];
+  other.attributes = attributes;
+  return rms_norm_op::LaunchOnCuda<true>(&other);
 }
 
 inline Status Activate(const Call& call, const Tensor& y, std::string_view activation) {
@@ -113,40 +130,43 @@ inline Status Compute(const Call& call, const Operands& at, const Sizes& sizes, 
 // Runs `compute(operands, y)` on aligned operands, copying those that are not.
 template <class Op, class Body>
 Status WithOperands(const CallOf<Op>& call, const Body& compute) {
-  const Operands at = OperandsOf(call);
+  Operands at = OperandsOf(call);
   for (const Operand* each : {&at.x, &at.weight, &at.bias, &at.residual})
     if (each->is_moved()) TWINOP_RETURN_IF_ERROR(CopyTensor(call, *each->tensor, each->data));
   Tensor y = OutputOf(call, "y"_name);
   y.data = at.y.data;
-  TWINOP_RETURN_IF_ERROR(compute(at, y));
+  TWINOP_RETURN_IF_ERROR(compute(&at, y));
   return at.y.is_moved() ? CopyTensor(call, y, at.y.tensor->data) : Status();
 }
 
-// Computes all in one kernel; sets `*done` to false where there is none for this call.
+// Computes all in one kernel; sets `*done` to false, with x normed, where there is none for this
+// call.
 template <class Op>
-Status RunOneKernel(const CallOf<Op>& call, const Operands& at, const Sizes& sizes, const Tensor& y,
+Status RunOneKernel(const CallOf<Op>& call, Operands* at, const Sizes& sizes, const Tensor& y,
                     std::string_view activation, bool gated, bool* done) {
-  const bool is_constant = Constants<Op>::HasWeight(call) && !at.weight.is_moved();
+  const bool is_constant = Constants<Op>::HasWeight(call) && !at->weight.is_moved();
+  const auto rms_eps = AttributeOf<float>(call, "rms_eps"_name);
   const auto is_invariant = AttributeOf<bool>(call, "invariant"_name);
-  TWINOP_RETURN_IF_ERROR(few_rows::Run(call, at, sizes, y.dtype, activation, gated, is_constant,
-                                       is_invariant, y.data, done));
+  TWINOP_RETURN_IF_ERROR(few_rows::Run(call, *at, sizes, y.dtype, activation, gated, is_constant,
+                                       is_invariant, rms_eps, y.data, done));
   if (*done) return {};
   if (is_invariant)
     return Status::Error(
         "K is " + std::to_string(sizes.k) + " and N " + std::to_string(sizes.n) +
         "; an invariant product takes 16-bit types, layout nk, K a multiple of 64 and N of " +
         (gated ? "16" : "8") + ", on a GPU of compute capability 8.0 or later");
-  return fused::Run(call, at, sizes, y.dtype, activation, gated, y.data, done);
+  if (rms_eps > 0) TWINOP_RETURN_IF_ERROR(Norm(call, at, rms_eps));
+  return fused::Run(call, *at, sizes, y.dtype, activation, gated, y.data, done);
 }
 
 template <class Op>
 Status Cuda(const CallOf<Op>& call) {
-  return WithOperands(call, [&](const Operands& at, const Tensor& y) {
+  return WithOperands(call, [&](Operands* at, const Tensor& y) {
     const Sizes sizes = SizesOf(call);
     const auto activation = AttributeOf<std::string_view>(call, "activation"_name);
     bool done = false;
     TWINOP_RETURN_IF_ERROR(RunOneKernel(call, at, sizes, y, activation, false, &done));
-    return done ? Status() : Compute(call, at, sizes, y, activation);
+    return done ? Status() : Compute(call, *at, sizes, y, activation);
   });
 }
 
@@ -162,7 +182,7 @@ struct TanhGeglu {
 
 template <class Op>
 Status CudaSwiglu(const CallOf<Op>& call) {
-  return WithOperands(call, [&](const Operands& at, Tensor y) {
+  return WithOperands(call, [&](Operands* at, Tensor y) {
     const Sizes sizes = SizesOf(call);
     const auto activation = AttributeOf<std::string_view>(call, "activation"_name);
     bool done = false;
@@ -170,9 +190,9 @@ Status CudaSwiglu(const CallOf<Op>& call) {
     if (done) return Status();
     const std::int64_t packed_sizes[] = {sizes.m, sizes.n};
     const std::int64_t y_sizes[] = {sizes.m, sizes.n / 2};
-    const Tensor packed(at.packed, packed_sizes, 2, sizes.m * sizes.n, y.dtype);
+    const Tensor packed(at->packed, packed_sizes, 2, sizes.m * sizes.n, y.dtype);
     y = Tensor(y.data, y_sizes, 2, y.numel, y.dtype);
-    TWINOP_RETURN_IF_ERROR(Compute(call, at, sizes, packed, "none"));
+    TWINOP_RETURN_IF_ERROR(Compute(call, *at, sizes, packed, "none"));
     if (activation == "silu")
       return RunOp(swiglu_packed_op::LaunchOnCuda<true>, call, packed, y, "");
     const Packed halves(packed);

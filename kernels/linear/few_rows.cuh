@@ -48,6 +48,8 @@ struct Task {
   Active active;
   bool is_gated;     // y = activation(the first half of the columns) * the others
   bool is_constant;  // nobody writes the weight: it is read before the kernel before this one ends
+  float rms_eps;     // 0: x is multiplied as it is; else divided by its root mean square
+  float inverse_k;   // 1 / k
 };
 
 // A function of its own: where its code lies between, all others take longer to begin.
@@ -88,6 +90,14 @@ __device__ __forceinline__ void MultiplySlice(const uint4& upper, const uint4& l
   for (int m = 0; m < kTiles; ++m) MultiplyAdd<T>(second, x[m].z, x[m].w, sums[m]);
 }
 
+// sums += the products of 8 rows of x with each other, along a slice.
+template <class T>
+__device__ __forceinline__ void AddSquares(const uint4& x, float (&sums)[4]) {
+  const std::uint32_t first[] = {x.x, 0, x.y, 0}, second[] = {x.z, 0, x.w, 0};
+  MultiplyAdd<T>(first, x.x, x.y, sums);
+  MultiplyAdd<T>(second, x.z, x.w, sums);
+}
+
 // Shared memory of a way's sums, whose rows begin in other banks.
 template <int kGroups, int kTiles>
 inline constexpr int kSumsBytes = 8 * kTiles * (8 * kGroups + 4) * 4;
@@ -102,7 +112,7 @@ inline constexpr int kWarpBytes =
 // another one, which it makes dense before the kernel before this one ends. Lanes without a row of
 // x have the last one.
 template <class Weight, int kGroups, int kTiles, int kWarps, int kStages, int kBlocks, int kTurns,
-          bool kIsEager>
+          bool kIsEager, bool kIsNormed>
 static __global__ void __launch_bounds__(kWarps * 32, kBlocks)
     NarrowKernel(const Weight weight, const Task<typename Weight::Type> p) {
   using T = typename Weight::Type;
@@ -202,6 +212,7 @@ static __global__ void __launch_bounds__(kWarps * 32, kBlocks)
                              : uint4{};
   };
   float sums[kGroups / 2][kTiles][4] = {};
+  float squares[kTiles][4] = {};  // the diagonal of x x^T
   Columns next;
   if (kIsCopied) load_x(0, next);
   // The last turn's sums lie where the copies were, those of the turn before it behind them.
@@ -221,6 +232,12 @@ static __global__ void __launch_bounds__(kWarps * 32, kBlocks)
           sums_of(v)[(m * 8 + 2 * t + i % 2) * kWidth + (r + i / 2) * 8 + g] = sums[r / 2][m][i];
           sums[r / 2][m][i] = 0;
         }
+    if (kIsNormed && g / 2 == t)
+#pragma unroll
+      for (int m = 0; m < kTiles; ++m) {
+        sums_of(v)[(m * 8 + g) * kWidth + 8 * kGroups] = g % 2 == 0 ? squares[m][0] : squares[m][1];
+        squares[m][0] = squares[m][1] = 0;
+      }
   };
   const auto multiply = [&](const Columns& own, const auto& value) {
 #pragma unroll
@@ -231,6 +248,9 @@ static __global__ void __launch_bounds__(kWarps * 32, kBlocks)
 #pragma unroll
       for (int r = 0; r < kGroups; r += 2)
         MultiplySlice<T>(value(b, r), value(b, r + 1), columns, sums[r / 2]);
+      if (kIsNormed)
+#pragma unroll
+        for (int m = 0; m < kTiles; ++m) AddSquares<T>(columns[m], squares[m]);
     }
   };
   if constexpr (kIsEager)
@@ -277,9 +297,11 @@ static __global__ void __launch_bounds__(kWarps * 32, kBlocks)
 #pragma unroll 1
   for (int i = static_cast<int>(threadIdx.x); i < rows * width; i += kWarps * 32) {
     const int row = i >> shift, at = i & (width - 1), column = first_group * 8 + at;
+    float scale = 1;
+    if (kIsNormed) scale = rsqrtf(sum_at(row * kWidth + 8 * kGroups) * p.inverse_k + p.rms_eps);
     if (column < groups * 8)
-      Store(p, first_row + row, column, sum_at(row * kWidth + at),
-            p.is_gated ? sum_at(row * kWidth + at + width) : 0.0f);
+      Store(p, first_row + row, column, scale * sum_at(row * kWidth + at),
+            p.is_gated ? scale * sum_at(row * kWidth + at + width) : 0.0f);
   }
 }
 
@@ -294,9 +316,14 @@ Status LaunchNarrow(const Call& call, const Weight& weight,
   Grid grid{(task.n + kWidth - 1) / kWidth * parts, dim3(kWarps * 32)};
   grid.shared_bytes = kWarps * (kWarpBytes<Weight, kGroups, kTiles, kStages> +
                                 (kTurns - 1) * kSumsBytes<kGroups, kTiles>);
-  return LaunchKernel(
-      NarrowKernel<Weight, kGroups, kTiles, kWarps, kStages, kBlocks, kTurns, kIsEager>,
-      Dependent(grid, INT32_MAX), call, weight, task);
+  const auto launch = [&](auto normed) {
+    return LaunchKernel(NarrowKernel<Weight, kGroups, kTiles, kWarps, kStages, kBlocks, kTurns,
+                                     kIsEager, decltype(normed)::value>,
+                        Dependent(grid, INT32_MAX), call, weight, task);
+  };
+  if constexpr (Weight::kCopies > 0)
+    if (task.rms_eps > 0) return launch(std::true_type{});
+  return launch(std::false_type{});
 }
 
 template <int kGroups, int kWarps, int kStages, int kBlocks, class Weight>
@@ -341,7 +368,8 @@ Status LaunchTiles(const Call& call, const Dense<T>& weight, const Task<T>& task
       return kTiles == 1 ? LaunchNarrow<2, 1, 8, 4, 2>(call, weight, task)
                          : LaunchNarrow<4, 2, 8, 2, 2>(call, weight, task);
     if (ways == 32) return LaunchNarrow<2, kTiles, 32, 2, 1>(call, weight, task);
-    if (has_room && is_short && (is_narrow || task.m == 1))  // 64 registers: beside attention
+    // 64 registers, beside attention; too few for squares, too.
+    if (has_room && is_short && (is_narrow || (task.m == 1 && task.rms_eps == 0)))
       return LaunchNarrow<4, kTiles, 16, 2, kTiles == 1 ? 2 : 1>(call, weight, task);
     return is_short && !is_narrow ? LaunchNarrow<2, kTiles, 16, 2, 2>(call, weight, task)
                                   : LaunchNarrow<2, kTiles, 16, 3, 2>(call, weight, task);
@@ -400,7 +428,7 @@ Status Launch(const Call& call, const Weight& weight, const Task<typename Weight
 // Describes a call; `sizes.n` is that of the weight.
 template <class T>
 Task<T> TaskOf(const Operands& at, const Sizes& sizes, std::string_view activation, bool gated,
-               bool is_constant, int chunks, void* y) {
+               bool is_constant, int chunks, float rms_eps, void* y) {
   return {static_cast<const T*>(at.x.data),
           static_cast<const T*>(at.bias.data),
           static_cast<const T*>(at.residual.data),
@@ -411,7 +439,9 @@ Task<T> TaskOf(const Operands& at, const Sizes& sizes, std::string_view activati
           chunks,
           ActiveOf(activation),
           gated,
-          is_constant};
+          is_constant,
+          rms_eps,
+          1.0f / static_cast<float>(sizes.k)};
 }
 
 // Whether the kernels take a product of these sizes.
@@ -424,7 +454,7 @@ inline bool Fits(const Sizes& sizes, bool gated) {
 // kernels are needed. For the same n, k and dtype it is done for every m up to kFewRows or none.
 inline Status Run(const Call& call, const Operands& at, const Sizes& sizes, DType dtype,
                   std::string_view activation, bool gated, bool is_constant, bool is_invariant,
-                  void* y, bool* done) {
+                  float rms_eps, void* y, bool* done) {
   constexpr int kChunk = Dense<Half>::kSlices * kSlice;
   int major = 0;
   TWINOP_RETURN_IF_ERROR(DeviceAttribute<cudaDevAttrComputeCapabilityMajor>(&major));
@@ -435,7 +465,7 @@ inline Status Run(const Call& call, const Operands& at, const Sizes& sizes, DTyp
     using T = typename decltype(tag)::Type;
     return Launch(call, Dense<T>{static_cast<const T*>(at.weight.data), sizes.k},
                   TaskOf<T>(at, sizes, activation, gated, is_constant,
-                            static_cast<int>(sizes.k / kChunk), y));
+                            static_cast<int>(sizes.k / kChunk), rms_eps, y));
   };
   return dtype == DType::kFloat16 ? run(Tag<Half>{}) : run(Tag<BFloat16>{});
 }

@@ -45,7 +45,7 @@ struct Constants {
   }
   static bool HasWeight(const CallOf<Op>& call) {
     const auto* const constants = static_cast<const Constants*>(call.state);
-    for (const char* name : {"weight", "scale", "zero"}) {
+    for (const char* name : {"weight", "scale", "zero", "norm"}) {
       const int i = Op::kRecord.schema.FindInput(name);
       if (i >= 0 && call.inputs[i].present && (constants == nullptr || !constants->known[i]))
         return false;
@@ -83,6 +83,7 @@ struct Operands {
   void* workspace;
   Operand x, weight, bias, residual, y;
   void* packed = nullptr;  // gate and up of linear_swiglu
+  void* normed = nullptr;  // x over its root mean square
   std::int64_t scratch_bytes;
 };
 
@@ -90,6 +91,8 @@ template <class Op>
 Operands OperandsOf(const CallOf<Op>& call) {
   Arena arena{static_cast<char*>(call.scratch)};
   Operands operands;
+  const Sizes sizes = SizesOf(call);
+  const auto size = static_cast<std::int64_t>(Info(InputOf(call, "x"_name).dtype).size);
   operands.workspace = arena.Allocate(kWorkspaceBytes);
   operands.x = Operand(InputOf(call, "x"_name), &arena);
   operands.weight = Operand(InputOf(call, "weight"_name), &arena);
@@ -98,10 +101,10 @@ Operands OperandsOf(const CallOf<Op>& call) {
   if constexpr (Op::kRecord.schema.FindInput("residual") >= 0) {
     operands.residual = Operand(InputOf(call, "residual"_name), &arena);
   } else {
-    const Sizes sizes = SizesOf(call);
-    const auto size = static_cast<std::int64_t>(Info(InputOf(call, "x"_name).dtype).size);
     operands.packed = arena.Allocate(sizes.m * sizes.n * size);
   }
+  if (AttributeOf<float>(call, "rms_eps"_name) > 0)
+    operands.normed = arena.Allocate(sizes.m * sizes.k * size);
   operands.scratch_bytes = arena.used;
   return operands;
 }

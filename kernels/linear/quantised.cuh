@@ -38,7 +38,7 @@ Status RunDense(const CallOf<Op>& call, const Sizes& sizes, const Packing& at) {
   Tensor inputs[4] = {x, Tensor(at.dense, weight_sizes, 2, sizes.n * sizes.k, x.dtype),
                       InputOf(call, "bias"_name)};
   if constexpr (kResidual >= 0) inputs[3] = call.inputs[kResidual];
-  Attribute attributes[3];
+  Attribute attributes[4];  // the last one: rms_eps, 0
   attributes[0].set_text(AttributeOf<std::string_view>(call, "activation"_name));
   attributes[1].set_text("nk");
   attributes[2].i = AttributeOf<bool>(call, "invariant"_name);
@@ -92,7 +92,7 @@ Status RunWith(const CallOf<Op>& call) {
   return few_rows::Launch(
       call, weight,
       few_rows::TaskOf<T>(operands, sizes, AttributeOf<std::string_view>(call, "activation"_name),
-                          kGated, is_constant, chunks, OutputOf(call, "y"_name).data));
+                          kGated, is_constant, chunks, 0.0f, OutputOf(call, "y"_name).data));
 }
 
 template <class T, int kBits, class Op>

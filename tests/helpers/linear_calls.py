@@ -36,5 +36,5 @@ def model_of(
     return helper.make_model(graph, opset_imports=opsets, ir_version=10)
 
 
-def linear_node(inputs: list[str], output: str, **attributes: str) -> onnx.NodeProto:
+def linear_node(inputs: list[str], output: str, **attributes: Any) -> onnx.NodeProto:
     return helper.make_node("CustomLinear", inputs, [output], output, domain="custom_domain", **attributes)

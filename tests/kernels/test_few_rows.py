@@ -168,6 +168,30 @@ def test_values_and_bits(n: int, k: int, kind: str, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.cuda
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("n", "k"), [(2048, 2048), (3072, 2048), (6160, 576), (8208, 192), (16, 8256), (24, 100)]
+)
+def test_products_that_norm_x(n: int, k: int, dtype: torch.dtype) -> None:
+    """Each row is that of the call with this row alone, also among rows of other lengths."""
+    linear, swiglu, weight = calls(k, n, dtype, "dense")
+    lengths = torch.logspace(-2, 2, 80, dtype=torch.float64, device="cuda")[torch.randperm(80)]
+    x = (random(80, k, dtype=torch.float64, device="cuda") * lengths[:, None]).to(dtype)
+    residual = random(80, n, dtype=dtype, device="cuda")
+    normed = torch.nn.functional.rms_norm(x.double(), [k], eps=1e-3)
+    expected, size = normed @ weight.mT, normed.abs() @ weight.abs().mT
+    for options in ({}, {"invariant": True}) if k % 64 == 0 else ({},):
+        found = linear(x, None, residual, rms_eps=1e-3, **options)
+        assert close(found, expected + residual.double(), size + residual.double().abs(), 2)
+    alone = torch.cat([linear(x[i : i + 1], rms_eps=1e-3) for i in range(32)])
+    gates = torch.cat([swiglu(x[i : i + 1], rms_eps=1e-3) for i in range(32)])
+    assert close(alone, expected[:32], size[:32])
+    for rows in ROWS if k % 64 == 0 else ():
+        assert torch.equal(linear(x[:rows], rms_eps=1e-3), alone[:rows]), rows
+        assert torch.equal(swiglu(x[:rows], rms_eps=1e-3), gates[:rows]), rows
+
+
+@pytest.mark.cuda
 @pytest.mark.parametrize("kind", ["dense", "4 32 1", "8 128 0"])
 def test_operands_of_any_alignment(kind: str) -> None:
     """Tensors that begin 2 bytes behind a vector give the same bits."""

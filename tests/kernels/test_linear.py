@@ -4,6 +4,7 @@ import subprocess
 from pathlib import Path
 from typing import Any
 
+import onnx.inliner
 import pytest
 import torch
 from linear_calls import ACTIVATIONS, linear_node, model_of, random
@@ -136,19 +137,27 @@ def test_bits_do_not_depend_on_the_pieces(threads: int) -> None:
 
 
 def test_one_body_for_nodes_of_all_kinds() -> None:
-    """A model may mix layouts, activations, and nodes with and without a bias."""
+    """A model may mix layouts, activations, norms, and nodes with and without a bias or a residual."""
     weight, square, bias = random(6, 4), random(6, 6), random(6)
     nodes = [
         linear_node(["x", "weight"], "a", activation="relu"),
         linear_node(["a", "square", "bias"], "b", layout="kn", activation="gelu"),
         linear_node(["b", "square"], "c", layout="kn"),
-        linear_node(["c", "square", "bias"], "y", activation="silu"),
+        linear_node(["c", "square", "bias"], "d", activation="silu"),
+        linear_node(["d", "square", "", "b"], "e", rms_eps=0.5),
+        linear_node(["e", "square", "bias", "c"], "y", activation="silu"),
     ]
     model = attach_bodies(model_of(nodes, ["n", 4], {"weight": weight, "square": square, "bias": bias}))
     x = random(5, 4)
-    expected = F.gelu(F.relu(x @ weight.mT) @ square + bias) @ square
-    expected = F.silu(F.linear(expected, square, bias))
+    b = F.gelu(F.relu(x @ weight.mT) @ square + bias)
+    d = F.silu(F.linear(b @ square, square, bias))
+    e = F.linear(F.rms_norm(d, [6], eps=0.5), square) + b
+    expected = F.silu(F.linear(e, square, bias) + b @ square)
+    assert {function.overload for function in model.functions} == {"", "x_weight_bias_residual"}
     torch.testing.assert_close(body_session(model).run({"x": x})["y"], expected)
+    inlined = onnx.inliner.inline_local_functions(model)
+    assert not inlined.functions
+    torch.testing.assert_close(body_session(inlined).run({"x": x})["y"], expected)
     (in_kernel,) = make_session(model, LIBRARY, "cpu").run(None, {"x": x.numpy()})
     torch.testing.assert_close(torch.from_numpy(in_kernel), expected)
 

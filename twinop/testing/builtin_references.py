@@ -44,6 +44,7 @@ def _linears(size: int) -> Iterator[dict[str, Any]]:
     inputs = {"x": _random(130, size), "weight": _random(24, size), "bias": _random(24)}
     yield inputs | {"residual": _random(130, 24)}
     yield {"x": _random(2, size), "weight": _random(0, size), "bias": _random(0)}
+    yield {"x": _random(4, size), "weight": _random(8, size), "activation": "gelu", "rms_eps": 0.01}
 
 
 def _linear_swiglus(size: int) -> Iterator[dict[str, Any]]:
@@ -344,14 +345,16 @@ def _linear_magnitude(
     residual: Tensor | None = None,
     activation: str = "none",
     layout: str = "nk",
+    rms_eps: float = 0,
 ) -> Tensor:
+    x = _rms_norm_magnitude(x, eps=rms_eps) if rms_eps > 0 else x
     return _STEEPEST * _product_magnitude(x, weight, bias, residual, layout)
 
 
 def _linear_swiglu_magnitude(
-    x: Tensor, weight: Tensor, bias: Tensor | None = None, activation: str = "silu", layout: str = "nk"
+    x: Tensor, weight: Tensor, bias: Tensor | None = None, activation: str = "silu", **attributes: Any
 ) -> Tensor:
-    gate, others = _product_magnitude(x, weight, bias, None, layout).chunk(2, -1)
+    gate, others = (_linear_magnitude(x, weight, bias, **attributes) / _STEEPEST).chunk(2, -1)
     return 2 * _STEEPEST * gate * others
 
 
