@@ -2,11 +2,9 @@
 
 Matches: GroupQueryAttention in 16 bits over caches that past and present share (`shared_caches` promises
 it), with heads of 64, 96, 128 or 256. q, k and v are one tensor, or its parts, or products of one tensor,
-which are merged; others are joined. RMS norms of q and k, which lie between, go along if all layers have
-some.
+which are merged; others are joined. RMS norms of q and k, which lie between, go along.
 Writes: CustomAttentionCached. The caches that it returns are its inputs, with the new rows. Positions that
-the builder counts in a mask of padding come from CustomLastPosition. Layers without rotary embedding or
-sinks get such as do nothing, if others have them.
+the builder counts in a mask of padding come from CustomLastPosition.
 Leaves alone: inputs position_ids and attention_bias, quantised caches, caches of a window, and what
 reads the scores.
 """
@@ -35,36 +33,12 @@ _Tables = dict[tuple[ir.Value | None, ...], ir.Value]
 
 
 def rewrite(context: g.RewriteContext) -> None:
-    def stays(reason: str) -> bool:
-        if reason:
-            context.left[f"GroupQueryAttention: {reason}"] += 1
-        return bool(reason)
-
-    # A model holds one body per op: what one node is given, all are.
-    found = [
-        node
-        for node in context.nodes("GroupQueryAttention", domain=g.MICROSOFT)
-        if not stays(_why_not(context, node))
-    ]
-    has_norms = all("q_norm" in _given(node) or _norms_of(node) for node in found)
-    if not has_norms:  # norms that are nodes stay such
-        reason = "norms of q and k, which other layers lack"
-        found = [node for node in found if not stays(reason if "q_norm" in _given(node) else "")]
-    idle: ir.Value | None = None
-    cosines = [_given(node)["cos"] for node in found if _is_turned(node)]
-    if 0 < len(cosines) < len(found):
-        rows = [shape[0] for cos in cosines if (shape := g.dims(cos)) and isinstance(shape[0], int)]
-        if rows:
-            # One pair of each head turns by nothing; the longest table's rows set no limit of their own.
-            array = np.tile(np.array([1, 0], np.float32), (max(rows), 1))
-            idle = g.initializer(context.graph, array, "cos_sin")
-        else:
-            reason = "no rotary embedding, where other layers have one for a number of positions that varies"
-            found = [node for node in found if not stays("" if _is_turned(node) else reason)]
-    has_sinks = any("sinks" in _given(node) or _is_smooth(node) for node in found)
     tables = _Tables()
-    for node in found:
-        _replace(context, node, tables, idle, has_norms, has_sinks)
+    for node in context.nodes("GroupQueryAttention", domain=g.MICROSOFT):
+        if reason := _why_not(context, node):
+            context.left[f"GroupQueryAttention: {reason}"] += 1
+        else:
+            _replace(context, node, tables)
 
 
 def _why_not(context: g.RewriteContext, node: ir.Node) -> str:
@@ -83,31 +57,9 @@ def _why_not(context: g.RewriteContext, node: ir.Node) -> str:
     return ""
 
 
-def _is_turned(node: ir.Node) -> bool:
-    return g.attribute(node, "do_rotary", 0) != 0
-
-
-def _is_smooth(node: ir.Node) -> bool:
-    return g.attribute(node, "smooth_softmax", 0) == 1
-
-
-def _replace(
-    context: g.RewriteContext,
-    node: ir.Node,
-    tables: _Tables,
-    idle: ir.Value | None,
-    has_norms: bool,
-    has_sinks: bool,
-) -> None:
-    """Puts the op in the place of a node.
-
-    Args:
-        idle: the table of a node without rotary embedding, if others have one.
-        has_norms: whether all of the model's nodes have norms, which the op then computes.
-        has_sinks: whether any of them has sinks.
-    """
-    if has_norms:
-        join_norms(node)
+def _replace(context: g.RewriteContext, node: ir.Node, tables: _Tables) -> None:
+    """Puts the op in the place of a node."""
+    join_norms(node)
     given = _given(node)
     heads, kv_heads = (g.attribute(node, name, 0) for name in ("num_heads", "kv_num_heads"))
     size = g.last_dim(given["past_key"]) or 0
@@ -116,11 +68,10 @@ def _replace(
     norms = g.initializer(context.graph, np.stack(weights), "norms") if weights else None
     position = tables.get((given["position"],)) or _positions(context, node, given["position"])
     tables[given["position"],] = position
-    cos_sin = _table(node, given, tables) if _is_turned(node) else idle
+    cos_sin = _table(node, given, tables) if g.attribute(node, "do_rotary", 0) else None
     sinks = given.get("sinks")
-    if sinks is None and has_sinks:
-        score = 0 if _is_smooth(node) else -np.inf  # which has no weight
-        sinks = g.initializer(context.graph, np.full(heads, score, np.float32), "sinks")
+    if sinks is None and g.attribute(node, "smooth_softmax", 0):  # one key more, of score 0
+        sinks = g.initializer(context.graph, np.zeros(heads, np.float32), "sinks")
     past = [given["past_key"], given["past_value"]]
     attributes = {
         "scale": g.attribute(node, "scale", 0.0),

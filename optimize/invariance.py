@@ -23,14 +23,14 @@ _OF_INTEGERS = re.compile("Integer$|^QLinear")
 def rewrite(context: g.RewriteContext) -> None:
     for node in context.graph.all_nodes() if context.graph.meta.get(INVARIANT) else ():
         is_product = node.domain == DOMAIN and node.op_type.startswith("CustomLinear")
-        if reason := _why_no_product(node) if is_product else _why_not(node):
+        if reason := why_no_product(node) if is_product else _why_not(node):
             context.left[f"{node.op_type}: not invariant: {reason}"] += 1
         elif is_product:
             node.attributes["invariant"] = ir.AttrInt64("invariant", 1)
             context.made["invariant products"] += 1
 
 
-def _why_no_product(node: ir.Node) -> str:
+def why_no_product(node: ir.Node) -> str:
     """Returns why a product has no kernel for any number of rows, or "" if it has one."""
     weight, layout = node.inputs[1], g.attribute(node, "layout", "nk")
     if weight is None or weight.dtype is ir.DataType.UINT8:  # linear_q has one for each weight that it takes

@@ -97,8 +97,6 @@ def rewrite(context: g.RewriteContext) -> None:
         else:
             product.check()
             found[product.output] = product
-    has_bias = any(each.bias is not None for each in found.values())
-    has_zero = any(each.arrays[2] is not None for each in found.values())
     for node in [node for node in context.graph if node.op_type in {"Mul", *_GATES}]:
         products, activation = _gated(context, node, found)
         if products:
@@ -106,7 +104,7 @@ def rewrite(context: g.RewriteContext) -> None:
             before = _GATES.get(node.op_type, f"{activation} gate: no products with constant weights")
             made[before] -= 1
             context.made[activation] -= not node.domain
-            _write(context, "linear_q_swiglu", products, node.outputs[0], activation, has_bias, has_zero)
+            _write(context, "linear_q_swiglu", products, node.outputs[0], activation)
             found = {output: each for output, each in found.items() if each not in products}
     for product in found.values():
         output, user = product.output, g.only_user(product.output)
@@ -114,7 +112,7 @@ def rewrite(context: g.RewriteContext) -> None:
         if user is not None and activation:
             output = user.outputs[0]
             context.made[activation] -= 1
-        _write(context, "linear_q", [product], output, activation or "none", has_bias, has_zero)
+        _write(context, "linear_q", [product], output, activation or "none")
 
 
 def _match(node: ir.Node) -> _Product:
@@ -164,14 +162,8 @@ def _write(
     products: list[_Product],
     output: ir.Value,
     activation: str,
-    has_bias: bool,
-    has_zero: bool,
 ) -> None:
-    """Puts one node in the place of products and of what follows them, up to an output.
-
-    Args:
-        has_bias, has_zero: whether any of the model's nodes has one: all of them share a function body.
-    """
+    """Puts one node in the place of products and of what follows them, up to an output."""
     first, sizes = products[0], products[0].sizes
     name = str(first.node.inputs[1].name)  # type: ignore[union-attr]
 
@@ -185,10 +177,7 @@ def _write(
         return np.concatenate([part.reshape(first.shapes[index]) for part in stored])
 
     weight, scale, zero = map(joined, range(3))
-    if zero is None and has_zero:
-        middle = 0x88 if sizes["bits"] == 4 else 0x80
-        zero = np.concatenate([np.full(each.shapes[2], middle, np.uint8) for each in products])
-    values = [weight, scale, zero, _bias_of(products) if has_bias else None]
+    values = [weight, scale, zero, _bias_of(products)]
     given = [
         g.initializer(context.graph, each, f"{name}_{part}") if isinstance(each, np.ndarray) else each
         for each, part in zip(values, ("blocks", "scale", "zero", "bias"), strict=True)
@@ -201,7 +190,9 @@ def _write(
     context.made[op if activation == "none" or is_gated else f"{op}+{activation}"] += 1
 
 
-def _bias_of(products: list[_Product]) -> np.ndarray:
+def _bias_of(products: list[_Product]) -> np.ndarray | None:
+    if all(each.bias is None for each in products):
+        return None
     rows = [np.zeros(p.sizes["n"], p.arrays[1].dtype) if p.bias is None else p.bias for p in products]
     return np.concatenate(rows)
 
@@ -225,8 +216,8 @@ def merge(context: g.RewriteContext, before: ir.Node, values: list[ir.Value]) ->
     shape = [*(g.dims(values[0]) or [])[:-1], width]
     y = g.add(before, PRODUCT, [first.inputs[0], *joined], attributes, domain=g.MICROSOFT, shape=shape)
     y.producer().meta.update(first.meta)  # type: ignore[union-attr]
-    if any(each.bias is not None for each in found):
-        y = g.add(before, "Add", [y, g.initializer(context.graph, _bias_of(found), "bias")], shape=shape)
+    if (bias := _bias_of(found)) is not None:
+        y = g.add(before, "Add", [y, g.initializer(context.graph, bias, "bias")], shape=shape)
     context.made["products of one input merged"] += 1
     return y
 

@@ -39,6 +39,7 @@ from . import (
     inputs,
     invariance,
     masks,
+    normed_products,
     precision,
     quantised,
 )
@@ -356,6 +357,7 @@ class RewriteCheck:
                 context.left[f"{kind}: {reason}"] += len(context.nodes(kind, domain=g.MICROSOFT))
         else:
             quantised.rewrite(context)
+            normed_products.rewrite(context)
             invariance.rewrite(context)
             clean(context.model)
             g.share_constants(context.graph)

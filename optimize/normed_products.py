@@ -1,0 +1,86 @@
+"""Lets products norm what they read, instead of a kernel before them. Runs on the model in 16 bits.
+
+Matches: CustomRmsNorm and CustomAddRmsNorm with a constant weight, in models with attention over a cache.
+Only CustomLinear and CustomLinearSwiglu read it, with weights for which they have kernels of few rows.
+Writes: the attribute `rms_eps` of these products, whose weights have been multiplied by that of the norm. The
+sum before a norm becomes the residual of the product that is its last term.
+Leaves alone: the product of the logits, each of whose many blocks would norm x; weights of integers, where
+this takes longer than the norm's kernel; weights that others read, too.
+"""
+
+import numpy as np
+import onnx_ir as ir
+
+from twinop.op_spec import DOMAIN
+
+from . import graph as g
+from .invariance import why_no_product
+
+_MOST_COLUMNS = 1 << 16
+_RESIDUAL = 3  # the input of CustomLinear
+
+
+def rewrite(context: g.RewriteContext) -> None:
+    if not context.op_nodes("attention_cached"):
+        return
+    for op, terms in (("rms_norm", 1), ("add_rms_norm", 2)):
+        for norm in context.op_nodes(op):
+            if _move(context, norm, terms):
+                context.made[op] -= 1
+                context.made["norms in products"] += 1
+
+
+def _move(context: g.RewriteContext, norm: ir.Node, count: int) -> bool:
+    """Lets the readers of a norm compute it, given the number of its terms; returns whether they can."""
+    terms, (weight, *bias) = norm.inputs[:count], [*norm.inputs, None][count:]
+    output, eps, row = norm.outputs[0], g.attribute(norm, "eps", 1e-6), g.constant(weight)
+    readers = [use.node for use in output.uses()]
+    is_last = g.attribute(norm, "axis", -1) in (-1, g.rank(terms[0]) - 1)
+    if row is None or any(bias) or eps == 0 or not is_last or output.is_graph_output() or not readers:
+        return False
+    row = row.astype(np.float32) + g.attribute(norm, "offset", 0)
+    weights = [_scaled(context, node, output, row) for node in readers]
+    x = terms[0] if count == 1 else _sum(context, norm)
+    if x is None or any(array is None for array in weights):
+        return False
+    for node, array in zip(readers, weights, strict=True):
+        assert array is not None
+        old = node.inputs[1]
+        node.replace_input_with(1, g.initializer(context.graph, array, f"{old.name}_scaled"))  # type: ignore[union-attr]
+        node.replace_input_with(0, x)
+        node.attributes["rms_eps"] = ir.AttrFloat32("rms_eps", eps)
+    if count == 2:
+        product, [other] = g.maker(x), [term for term in terms if term is not x]
+        product.resize_inputs(_RESIDUAL + 1)
+        product.replace_input_with(_RESIDUAL, other)
+        ir.convenience.replace_all_uses_with(norm.outputs[1], x, replace_graph_outputs=True)
+        context.graph.sort()
+    g.prune(norm)
+    return True
+
+
+def _scaled(context: g.RewriteContext, node: ir.Node, x: ir.Value, row: np.ndarray) -> np.ndarray | None:
+    """Returns the weight of a product times a row, or None if the product cannot norm its input x."""
+    names = [context.records[op].onnx_name for op in ("linear", "linear_swiglu")]
+    if node.domain != DOMAIN or node.op_type not in names or why_no_product(node):
+        return None
+    weight = node.inputs[1]
+    array = g.constant(weight)
+    if array is None or len(array) >= _MOST_COLUMNS or len(weight.uses()) > 1:  # type: ignore[union-attr]
+        return None
+    with np.errstate(over="ignore"):
+        scaled = np.multiply(array, row, dtype=np.float32).astype(array.dtype)
+    is_x_alone = [value for value in node.inputs if value is x] == [node.inputs[0]]
+    return scaled if is_x_alone and np.isfinite(scaled).all() else None
+
+
+def _sum(context: g.RewriteContext, norm: ir.Node) -> ir.Value | None:
+    """Returns the term of a norm's sum that is a product to which the other one can be added, or None."""
+    name = context.records["linear"].onnx_name
+    for term in norm.inputs[:2] if not norm.outputs[1].is_graph_output() else ():
+        product = g.producer(term, name, domain=DOMAIN)
+        if term is None or product is None or g.only_user(term) is not norm:
+            continue
+        if g.attribute(product, "activation", "none") == "none" and not any(product.inputs[_RESIDUAL:]):
+            return term
+    return None

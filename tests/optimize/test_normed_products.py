@@ -1,0 +1,114 @@
+"""Products that norm what they read: which norms go, and what the file then computes."""
+
+from pathlib import Path
+
+import numpy as np
+import onnx_ir as ir
+import pytest
+from decoder_graphs import Sizes, write
+from optimizing import UNTIMED, nodes, parsed, types, weights
+from samples import RECORDS
+
+from twinop.deploy import check_model
+from twinop.optimize import normed_products, optimize_folder
+from twinop.optimize.graph import RewriteContext
+
+DECODER = Sizes(width=128, inner=256, heads=2, kv_heads=1, vocab=1 << 16)
+
+
+@pytest.mark.parametrize("precision", ["float16", "bfloat16"])
+def test_norms_of_a_decoder(precision: str, tmp_path: Path) -> None:
+    """All but the last one, which the logits' product reads, go; the file is compared as any other."""
+    source = write(tmp_path / "old", DECODER, precision)
+    with UNTIMED:
+        report = optimize_folder(source, tmp_path / "new")
+    assert report.made["norms in products"] == 4 and report.made["add_rms_norm"] == 1 and not report.left
+    if precision == "float16":
+        assert report.own_error is not None and report.error < 2 * report.own_error
+    model = ir.load(report.path)
+    kinds = types(model)
+    assert kinds["CustomAddRmsNorm"] == 1 and "CustomRmsNorm" not in kinds
+    # q, k and v and the logits read one tensor; two products add another one to theirs.
+    eps = [round(node.attributes["rms_eps"].as_float(), 9) for node in nodes(model, "CustomLinear")]
+    assert sorted(eps) == [0, 0, 0, 0, 0, 1e-6, 1e-6]
+    assert sorted(len(node.inputs) for node in nodes(model, "CustomLinear")) == [2, 2, 2, 2, 4, 4, 4]
+    assert {node.attributes["rms_eps"].as_float() > 0 for node in nodes(model, "CustomLinearSwiglu")} == {
+        True
+    }
+    check_model(report.path, tmp_path / "new/libcustom_ops.so")
+
+
+def rewritten(text: str, outputs: str = "float16[M, 64] y", **arrays: np.ndarray) -> RewriteContext:
+    """Rewrites a model that has attention over a cache, too."""
+    given = (
+        "float16[M, 64] x, float16[1, 1, 192] qkv, float16[1, 1, 8, 64] cache, int32[1] place, int32[1] total"
+    )
+    text = f"""({given}) =>
+        ({outputs}, float16[1, 1, 64] a, float16[1, 1, 8, 64] b, float16[1, 1, 8, 64] c) {{
+        {text}
+        a, b, c = custom_domain.CustomAttentionCached (qkv, cache, cache, place, total)
+    }}"""
+    given_arrays = {"w": weights(64, 64), "v": weights(64, 64), "row": 1 + weights(64)} | arrays
+    proto = parsed(text, **{name: each.astype(np.float16) for name, each in given_arrays.items()})
+    context = RewriteContext(ir.from_proto(proto), "cuda", RECORDS)
+    normed_products.rewrite(context)
+    return context
+
+
+LINEAR, NORM = "custom_domain.CustomLinear", "custom_domain.CustomRmsNorm"
+
+
+def test_a_weight_of_gemma_counts_from_one() -> None:
+    context = rewritten(f"n = {NORM} <offset = 1, eps = 0.5> (x, row) y = {LINEAR} (n, w)", row=weights(64))
+    [product] = nodes(context.model, "CustomLinear")
+    weight, eps = product.inputs[1].const_value.numpy(), product.attributes["rms_eps"].as_float()  # type: ignore[union-attr]
+    row, w = (each.astype(np.float16).astype(np.float32) for each in (weights(64), weights(64, 64)))
+    assert eps == 0.5 and np.array_equal(weight, (w * (row + 1)).astype(np.float16))
+    assert context.made["norms in products"] == 1 and "CustomRmsNorm" not in types(context.model)
+
+
+def test_a_sum_is_added_to_the_product_before() -> None:
+    """Other readers of the sum read the product; the other term may be computed after the product."""
+    text = f"""
+        p = {LINEAR} (x, v)
+        r = Relu (x)
+        n, s = custom_domain.CustomAddRmsNorm (r, p, row)
+        q = {LINEAR} (n, w)
+        y = Add (q, s)"""
+    context = rewritten(text)
+    first, second = nodes(context.model, "CustomLinear")
+    assert first.inputs[3].producer().op_type == "Relu" and second.inputs[0] is first.outputs[0]  # type: ignore[union-attr]
+    assert first.outputs[0] in nodes(context.model, "Add")[0].inputs
+    assert context.made["norms in products"] == 1
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        f"n = {NORM} (x, row) q = {LINEAR} (n, w) y = Add (q, n)",  # others read the norm
+        f"n = {NORM} (x, row) y = {LINEAR} (n, w, , n)",
+        f"n = {NORM} (x, row) q = {LINEAR} (n, w) r = {LINEAR} (x, w) y = Add (q, r)",  # or the weight
+        f"n = {NORM} <axis = 0> (x) y = {LINEAR} (n, w)",
+        f'n = {NORM} (x, row) y = {LINEAR} <layout = "kn"> (n, w)',
+        f"n = {NORM} <eps = 0.0> (x, row) y = {LINEAR} (n, w)",
+        f"p = Relu (x) n, s = custom_domain.CustomAddRmsNorm (x, p, row) y = {LINEAR} (n, w)",  # no product
+        f"""p = {LINEAR} <activation = "relu"> (x, v) n, s = custom_domain.CustomAddRmsNorm (x, p, row)
+            y = {LINEAR} (n, w)""",
+        f"""p = {LINEAR} (x, v) n, s = custom_domain.CustomAddRmsNorm (x, p, row)
+            q = {LINEAR} (n, w) y = Add (q, p)""",
+        f"""p = {LINEAR} (x, v, , x) n, s = custom_domain.CustomAddRmsNorm (x, p, row)
+            y = {LINEAR} (n, w)""",
+        f"n = {NORM} (x, large) y = {LINEAR} (n, w)",
+    ],
+)
+def test_norms_that_stay(text: str) -> None:
+    context = rewritten(text, large=np.full(64, 6e4))
+    assert "norms in products" not in context.made
+    assert not any(node.attributes.get("rms_eps") for node in nodes(context.model, "CustomLinear"))
+
+
+def test_norms_that_are_outputs_stay() -> None:
+    outputs = "float16[M, 64] y, float16[M, 64] n"
+    assert not rewritten(f"n = {NORM} (x, row) y = {LINEAR} (n, w)", outputs).made
+    text = f"p = {LINEAR} (x, v) m, n = custom_domain.CustomAddRmsNorm (x, p, row) y = {LINEAR} (m, w)"
+    assert not rewritten(text, outputs).made
