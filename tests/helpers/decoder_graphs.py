@@ -79,7 +79,9 @@ class _Writer:
         if self.precision != "int4":
             weight = self.weight(f"{name}.weight", self.normal(k, n) / k**0.5)
             return self.node("MatMul", [x, weight], f"/{name}")
-        codes = torch.randint(256, (n, k // BLOCK, BLOCK // 2), generator=self.random, dtype=torch.uint8)
+        # 1 to 15, so that their mean is that of zero: else all tokens would soon have the same logits.
+        low, high = torch.randint(1, 16, (2, n, k // BLOCK, BLOCK // 2), generator=self.random).byte()
+        codes = low | high << 4
         scales = (torch.rand(n, k // BLOCK, generator=self.random) + 0.5) * 0.2 / k**0.5
         names = [self.weight(f"{name}.weight_Q4", codes), self.weight(f"{name}.weight_scales", scales)]
         return self.node("MatMulNBits", [x, *names], f"/{name}", K=k, N=n, bits=4, block_size=BLOCK)
