@@ -63,11 +63,11 @@ def _move(context: g.RewriteContext, norm: ir.Node, count: int) -> bool:
 def _scaled(context: g.RewriteContext, node: ir.Node, x: ir.Value, row: np.ndarray) -> np.ndarray | None:
     """Returns the weight of a product times a row, or None if the product cannot norm its input x."""
     names = [context.records[op].onnx_name for op in ("linear", "linear_swiglu")]
-    if node.domain != DOMAIN or node.op_type not in names or why_no_product(node):
+    is_product = node.domain == DOMAIN and node.op_type in names and not why_no_product(node)
+    if not is_product or g.attribute(node, "rms_eps", 0.0) > 0:
         return None
-    weight = node.inputs[1]
-    array = g.constant(weight)
-    if array is None or array.size >= _MOST_ELEMENTS or len(weight.uses()) > 1:  # type: ignore[union-attr]
+    weight, array = node.inputs[1], g.constant(node.inputs[1])
+    if weight is None or array is None or len(weight.uses()) > 1 or array.size >= _MOST_ELEMENTS:
         return None
     with np.errstate(over="ignore"):
         scaled = np.multiply(array, row, dtype=np.float32).astype(array.dtype)

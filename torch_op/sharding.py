@@ -111,7 +111,8 @@ def _of_product(
         return
     of_n, of_k = (0, 1) if arguments["layout"] == "nk" else (1, 0)
     yield {"y": Shard(last)}, {"weight": Shard(of_n), "bias": Shard(0), "residual": Shard(last)}
-    if shapes.keys() == {"x", "weight"} and arguments["activation"] == "none":  # each rank would add them
+    is_sum = arguments["activation"] == "none" and arguments["rms_eps"] == 0
+    if shapes.keys() == {"x", "weight"} and is_sum:  # each rank would add the others
         yield {"y": Partial()}, {"x": Shard(last), "weight": Shard(of_k)}
 
 

@@ -10,6 +10,7 @@ from optimizing import UNTIMED, nodes, parsed, types, weights
 from samples import RECORDS
 
 from twinop.deploy import check_model
+from twinop.optimize import graph as g
 from twinop.optimize import normed_products, optimize_folder
 from twinop.optimize.graph import RewriteContext
 
@@ -99,13 +100,14 @@ def test_a_sum_is_added_to_the_product_before() -> None:
             q = {LINEAR} (n, w) y = Add (q, p)""",
         f"""p = {LINEAR} (x, v, , x) n, s = custom_domain.CustomAddRmsNorm (x, p, row)
             y = {LINEAR} (n, w)""",
+        f"n = {NORM} (x, row) y = {LINEAR} <rms_eps = 0.5> (n, w)",  # it norms what it reads already
         f"n = {NORM} (x, large) y = {LINEAR} (n, w)",
     ],
 )
 def test_norms_that_stay(text: str) -> None:
     context = rewritten(text, large=np.full(64, 6e4))
     assert "norms in products" not in context.made
-    assert not any(node.attributes.get("rms_eps") for node in nodes(context.model, "CustomLinear"))
+    assert all(g.attribute(node, "rms_eps", 0.5) == 0.5 for node in nodes(context.model, "CustomLinear"))
 
 
 def test_norms_that_are_outputs_stay() -> None:

@@ -48,6 +48,7 @@ def _calls() -> list[Call]:
         ("rows", torch_op.linear, [x, up, wide], [Shard(0), WHOLE, WHOLE], [Shard(0)]),
         ("columns", torch_op.linear, [x, up, wide], [WHOLE, Shard(0), Shard(0)], [Shard(2)]),
         ("sum", lambda x, w: torch_op.linear(x, w), [x, up], [Shard(2), Shard(1)], [Partial()]),
+        ("norm", lambda x, w: torch_op.linear(x, w, rms_eps=0.1), [x, up], [Shard(2), Shard(1)], [WHOLE]),
         ("gates", torch_op.linear_swiglu, [x, up], [ROWS, WHOLE], [ROWS]),
         (
             "mlp",
