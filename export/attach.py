@@ -19,8 +19,7 @@ from .schema import ATTRIBUTE_TYPES, ONNX_TYPES
 OPSETS = range(20, 26)
 """Standard opsets that models may have: string comparison needs 20, onnxscript converts models up to 25."""
 
-_OVERLOADS = 10
-"""The first version of ONNX's IR whose functions have overloads."""
+_OVERLOADS = 10  # the first version of ONNX's IR whose functions have them
 AnyModel = TypeVar("AnyModel", ir.Model, onnx.ModelProto)
 
 

@@ -16,11 +16,12 @@ that takes the inputs (positional) and the attributes (keyword-only) of the op's
   own. The compute type is fp32 for 16-bit inputs, which few CPU kernels of ONNX Runtime accept, and fp64 for
   fp64. Where the kernel rounds an intermediate value, `op.rounded(y, x)` rounds y to the type that the
   input x has in the model.
-* An optional input is None where the model omits it: write an ordinary `if weight is not None`.
+* An optional input is None where the node omits it: write an ordinary `if weight is not None`. Nodes with
+  other inputs, without defaults for these, call an overload of the function.
 * An attribute is a reference to the node's own value. Pass it to an operator as an attribute (`axis=axis`) or
   in place of a tensor (`op.Mul(x, scale)`). `axis.value` is the value itself, for Python's `if` and `for`. A
-  model whose nodes have different values is then refused, because ONNX holds one body per op. `axis.values`
-  is the set of the values in the model.
+  model whose nodes have different values is then refused, because they share the body. `axis.values` is the
+  set of the values in the model.
 * Several outputs are returned as a tuple, in the record's order.
 """
 

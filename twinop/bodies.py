@@ -18,7 +18,7 @@ Builder = Callable[..., Any]
 class DefaultInput:
     """Describes the tensor that an omitted optional input stands for.
 
-    A model holds one body per op, so this tensor is inserted where only some nodes of a model omit the input.
+    It is inserted where only some nodes of a model omit the input, so that one body serves all.
 
     Attributes:
         value: the value of every element, or a function that computes it from the node's attributes.
@@ -87,8 +87,8 @@ def body(
     """Registers the function body of the op of the same name (`twinop/export/bodies.py` explains bodies).
 
     Args:
-        defaults: what each omitted optional input stands for, by name. Without a default, a model in which
-            only some nodes have that input is refused.
+        defaults: what each omitted optional input stands for, by name. Without a default, nodes that have
+            that input call another overload of the function than those that have not.
         domain: the domain of the op's library.
 
     Raises:

@@ -45,7 +45,7 @@ struct Constants {
   }
   static bool HasWeight(const CallOf<Op>& call) {
     const auto* const constants = static_cast<const Constants*>(call.state);
-    for (const char* name : {"weight", "scale", "zero", "norm"}) {
+    for (const char* name : {"weight", "scale", "zero"}) {
       const int i = Op::kRecord.schema.FindInput(name);
       if (i >= 0 && call.inputs[i].present && (constants == nullptr || !constants->known[i]))
         return false;
