@@ -19,7 +19,6 @@ from .schema import ATTRIBUTE_TYPES, ONNX_TYPES
 OPSETS = range(20, 26)
 """Standard opsets that models may have: string comparison needs 20, onnxscript converts models up to 25."""
 
-_OVERLOADS = 10  # the first version of ONNX's IR whose functions have them
 AnyModel = TypeVar("AnyModel", ir.Model, onnx.ModelProto)
 
 
@@ -30,8 +29,8 @@ def attach_bodies(
 
     The nodes get every attribute, also those at their defaults: onnx.inliner does not read a function's.
     Where only some nodes of an op omit an optional input, they get its default tensor; if it has none, they
-    call another overload of the function. Nodes in functions of the model's own get into the graph with them:
-    ONNX infers no types in functions.
+    call an overload of the function (IR 10; without the library ONNX Runtime 1.27). Nodes in functions of the
+    model's own get into the graph with them: ONNX infers no types in functions.
 
     Args:
         model: an `onnx_ir.Model`, which is changed in place, or an `onnx.ModelProto`, which is left as it is.
@@ -89,7 +88,7 @@ def attach_to_calls(
                 for call in same:
                     call.node.overload = overload
                 if overload:
-                    model.ir_version = max(model.ir_version, _OVERLOADS)
+                    model.ir_version = max(model.ir_version, 10)  # the first with overloads
                 model.functions[function.identifier()] = function
         for graph in graphs_of(model):
             if graph is model.graph or any(node.domain == record.domain for node in graph):
@@ -134,8 +133,9 @@ def _by_inputs(calls: Sequence[Call]) -> dict[str, list[Call]]:
     groups = dict[tuple[str, ...], list[Call]]()
     for call in calls:
         groups.setdefault(tuple(call.inputs), []).append(call)
-    first = min(groups, key=lambda names: (len(names), names))
-    return {"" if names is first else "_".join(names): group for names, group in groups.items()}
+    # ONNX Runtime before 1.27 takes the last one for all nodes, and so refuses those that have fewer inputs.
+    first, *others = sorted(groups, key=lambda names: (len(names), names))
+    return {"": groups[first]} | {",".join(names): groups[names] for names in others}
 
 
 def _insert_default_inputs(record: OpSpec, calls: Sequence[Call], body: Body) -> None:

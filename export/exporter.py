@@ -158,8 +158,8 @@ def _run_passes(
             dtypes = {dtype for call in found for dtype in call.dtypes.values()}.intersection(FLOATING)
             if "float64" in dtypes and len(dtypes) > 1:
                 report.notes.append(
-                    f"{record.onnx_name} is called with {', '.join(sorted(dtypes))}: a model holds one body "
-                    "per op, so without the library all of these calls compute in float64"
+                    f"{record.onnx_name} is called with {', '.join(sorted(dtypes))}: they share a body, "
+                    "so without the library all of these calls compute in float64"
                 )
     ShapeInferencePass(check_type=True, strict_mode=False)(model)
     model.metadata_props["twinop.version"] = twinop.__version__

@@ -5,6 +5,7 @@ import itertools
 from collections.abc import Callable, Sequence, Set
 from typing import Any, NamedTuple
 
+import numpy as np
 import onnx
 import onnx_ir as ir
 from onnxscript import build_function, build_graph
@@ -30,7 +31,7 @@ class AttributeArgument:
 
     @property
     def values(self) -> set[Any]:
-        """The set of the values in the model."""
+        """The set of the values that the body has to serve."""
         return {call.attributes[self._attribute.name] for call in self._calls}
 
     @property
@@ -147,10 +148,8 @@ class BodyOps:
     def _holds(self, of: AttributeArgument | ir.Value, value: Any) -> Any:
         if isinstance(of, ir.Value):
             return self.Equal(self.Size(self.Shape(of)), self.Constant(value_int=value))
-        if isinstance(value, str):
-            return self.Equal(of, value)
-        test = self.Cast(of, to=ir.DataType.BOOL)
-        return test if value else self.Not(test)
+        value = float(np.float32(value)) if isinstance(value, float) else value  # as attributes are
+        return self.Equal(of, int(value) if isinstance(value, bool) else value)
 
     def _branch(self, run: Callable[[Any], Sequence[Any]], outputs: int) -> ir.Graph:
         def results(builder: Any) -> list[ir.Value]:

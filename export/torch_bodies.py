@@ -94,7 +94,7 @@ def _by_ranks(
     if not setting.by_rank or any((ranks[index] or 0) < 1 for ranks in setting.ranks for index in varying):
         raise ExportError(
             f"the body of {declared.record.onnx_name} is not the same for inputs of {_dimensions(first)} "
-            f"and of {_dimensions(different[0])} dimensions, and a model holds one body per op. Give the "
+            f"and of {_dimensions(different[0])} dimensions, and the nodes share one body. Give the "
             "model's inputs shapes with at least one dimension, write the body without the rank, or export "
             f"without bodies ({option('bodies', False)})"
         )

@@ -35,10 +35,11 @@ def rewrite(context: g.RewriteContext) -> None:
 
 
 def is_plain(node: ir.Node) -> bool:
-    """Whether a CustomLinear has constant weights, and neither an activation nor a residual."""
+    """Whether a CustomLinear has constant weights, and no more than a bias."""
     constants = node.inputs[1:]
     return (
         g.attribute(node, "activation", "none") == "none"
+        and not any(g.attribute(node, name, 0) for name in ("rms_eps", "invariant"))
         and g.attribute(node, "layout", LAYOUT) == LAYOUT
         and len(constants) <= 2
         and all(g.is_constant(each) for each in constants)

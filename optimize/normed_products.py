@@ -3,9 +3,9 @@
 Matches: CustomRmsNorm and CustomAddRmsNorm with a constant weight, in models with attention over a cache.
 Only CustomLinear and CustomLinearSwiglu read it, with weights for which they have kernels of few rows.
 Writes: the attribute `rms_eps` of these products, whose weights have been multiplied by that of the norm. The
-sum before a norm becomes the residual of the product that is its last term.
-Leaves alone: large products, such as that of the logits, each of whose many blocks would norm x; weights of
-integers, where this takes longer than the norm's kernel; weights that others read, too.
+sum before a norm becomes the residual of a product that is its term.
+Leaves alone: large products, whose many blocks would each norm x; weights of integers, where this takes
+longer than the norm's kernel; weights that others read, too, or whose products 16 bits do not have.
 """
 
 import numpy as np
@@ -22,9 +22,7 @@ _RESIDUAL = 3  # the input of CustomLinear
 
 
 def rewrite(context: g.RewriteContext) -> None:
-    if not context.op_nodes("attention_cached"):
-        return
-    for op, terms in (("rms_norm", 1), ("add_rms_norm", 2)):
+    for op, terms in (("rms_norm", 1), ("add_rms_norm", 2)) if context.op_nodes("attention_cached") else ():
         for norm in context.op_nodes(op):
             if _move(context, norm, terms):
                 context.made[op] -= 1
@@ -40,21 +38,21 @@ def _move(context: g.RewriteContext, norm: ir.Node, count: int) -> bool:
     if row is None or any(bias) or eps == 0 or not is_last or output.is_graph_output() or not readers:
         return False
     row = row.astype(np.float32) + g.attribute(norm, "offset", 0)
-    weights = [_scaled(context, node, output, row) for node in readers]
     x = terms[0] if count == 1 else _sum(context, norm)
-    if x is None or any(array is None for array in weights):
+    found = [_scaled(context, node, output, row) for node in readers] if x is not None else []
+    weights = [array for array in found if array is not None]
+    if x is None or len(weights) < len(readers):
         return False
     for node, array in zip(readers, weights, strict=True):
-        assert array is not None
-        old = node.inputs[1]
-        node.replace_input_with(1, g.initializer(context.graph, array, f"{old.name}_scaled"))  # type: ignore[union-attr]
+        node.replace_input_with(1, g.initializer(context.graph, array, f"{output.name}_weight"))
         node.replace_input_with(0, x)
         node.attributes["rms_eps"] = ir.AttrFloat32("rms_eps", eps)
     if count == 2:
         product, [other] = g.maker(x), [term for term in terms if term is not x]
         product.resize_inputs(_RESIDUAL + 1)
         product.replace_input_with(_RESIDUAL, other)
-        ir.convenience.replace_all_uses_with(norm.outputs[1], x, replace_graph_outputs=True)
+        for value in norm.outputs[1:]:
+            ir.convenience.replace_all_uses_with(value, x)
         context.graph.sort()
     g.prune(norm)
     return True
@@ -69,16 +67,20 @@ def _scaled(context: g.RewriteContext, node: ir.Node, x: ir.Value, row: np.ndarr
     weight, array = node.inputs[1], g.constant(node.inputs[1])
     if weight is None or array is None or len(weight.uses()) > 1 or array.size >= _MOST_ELEMENTS:
         return None
-    with np.errstate(over="ignore"):
-        scaled = np.multiply(array, row, dtype=np.float32).astype(array.dtype)
+    exact = np.multiply(array, row, dtype=np.float32)
+    with np.errstate(all="ignore"):
+        scaled = exact.astype(array.dtype)
+        error, unit = np.linalg.norm(scaled - exact), 2.0 ** (-11 if array.dtype == np.float16 else -8)
     is_x_alone = [value for value in node.inputs if value is x] == [node.inputs[0]]
-    return scaled if is_x_alone and np.isfinite(scaled).all() else None
+    return scaled if is_x_alone and error <= unit * np.linalg.norm(exact) else None
 
 
 def _sum(context: g.RewriteContext, norm: ir.Node) -> ir.Value | None:
     """Returns the term of a norm's sum that is a product to which the other one can be added, or None."""
-    name = context.records["linear"].onnx_name
-    for term in norm.inputs[:2] if not norm.outputs[1].is_graph_output() else ():
+    terms, name = norm.inputs[:2], context.records["linear"].onnx_name
+    if terms[0] is terms[1] or any(value.is_graph_output() for value in norm.outputs[1:]):
+        return None
+    for term in terms:
         product = g.producer(term, name, domain=DOMAIN)
         if term is None or product is None or g.only_user(term) is not norm:
             continue

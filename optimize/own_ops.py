@@ -302,8 +302,8 @@ def _convert_body(function: ir.Function, calls: Sequence[tuple[Types, ir.Node]])
         like = next((x for x in function.inputs if changes[x] == pairs), None) if several else None
         if old is None or new is None or len(olds) > 1 or (several and (old in FLOATS_16 or like is None)):
             raise ExportError(
-                f"the nodes of {function.domain}::{function.name} would have several dtypes, and a model "
-                f"holds one body per op. Leave out {option('dtype')}"
+                f"the nodes of {function.domain}::{function.name} would have several dtypes, and they share "
+                f"one body. Leave out {option('dtype')}"
             )
         if old in FLOATS_16:
             _replace_dtype(function, old, new)

@@ -87,10 +87,8 @@ def _product_backward(
     rows, columns = _normed(x, rms_eps).reshape(-1, x.shape[-1]), grad.reshape(-1, grad.shape[-1])
     is_nk = layout == "nk"
     of_x = grad @ (weight if is_nk else weight.mT)
-    if rms_eps > 0:
-        of_x, _, _ = functions["rms_norm_backward"](of_x, x, eps=rms_eps)
     return (
-        of_x,
+        functions["rms_norm_backward"](of_x, x, eps=rms_eps)[0] if rms_eps > 0 else of_x,
         columns.mT @ rows if is_nk else rows.mT @ columns,
         None if bias is None else columns.sum(0),
     )

@@ -119,7 +119,7 @@ def run(call: dict[str, Any]) -> torch.Tensor:
 @pytest.mark.parametrize("dtype", ROUNDING, ids=str)
 @pytest.mark.parametrize("tokens", [1, 5])
 def test_a_table_and_sinks_that_change_nothing(tokens: int, dtype: torch.dtype, device: str) -> None:
-    """Layers without them get such, where others have some: one pair turns by nothing, no sink has weight."""
+    """One pair turns by nothing, and no sink has weight."""
     for size in (64, 96, 128):
         call = to(make_call([300, 17], tokens, 4, 2, size, 301), dtype, device)
         table = torch.tensor([[1.0, 0.0]], dtype=dtype, device=device).repeat(301, 1)

@@ -4,6 +4,7 @@ import itertools
 from typing import Any
 
 import numpy as np
+import onnx
 import onnxruntime
 import pytest
 import torch
@@ -13,6 +14,7 @@ from quantised_weights import weight_of
 from samples import ALL
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn import functional as F
 
 from twinop import torch_op
 from twinop.export.attach import attach_bodies
@@ -88,6 +90,24 @@ def test_weights_without_a_kernel_are_named(options: dict[str, Any], message: st
     assert why_not(**(sizes | options)) == message
 
 
+def test_weights_of_4_and_8_bits_in_one_body() -> None:
+    x, expected = random(5, 64, dtype=torch.float16), torch.zeros(5, 16, dtype=torch.float64)
+    given, nodes = dict[str, Tensor](), list[onnx.NodeProto]()
+    for i, (bits, block) in enumerate(((4, 32), (8, 32), (8, 128))):
+        weight = weight_of(16, 64, bits, block, True)
+        parts = {f"{name}{i}": each for name, each in weight.given.items()}
+        node = helper.make_node("CustomLinearQ", ["x", *parts], [f"y{i}"], bits=bits, block=block)
+        node.domain, given = "custom_domain", given | parts
+        nodes.append(node)
+        expected += x.double() @ weight.dense.mT
+    nodes.append(helper.make_node("Sum", ["y0", "y1", "y2"], ["y"]))
+    model = model_of(nodes, [5, 64], given)
+    for value in (*model.graph.input, *model.graph.output):
+        value.type.tensor_type.elem_type = TensorProto.FLOAT16
+    y = body_session(attach_bodies(model)).run({"x": x})["y"]
+    assert (y.double() - expected).norm() < 2e-3 * expected.norm()
+
+
 def test_shapes_of_a_quantised_weight() -> None:
     """The fake has the output's shape; a weight, a scale or a number of bits that does not fit is refused."""
     weight = weight_of(16, 160, 4, 32, True).given
@@ -122,7 +142,7 @@ def calls(k: int, n: int, dtype: torch.dtype, kind: str) -> tuple[Any, Any, Tens
     found = weight_of(n, k, bits, block, bool(with_zero), dtype)
     on_gpu = {"zero": None} | {name: each.cuda() for name, each in found.given.items()}
     given = [on_gpu[name] for name in ("weight", "scale", "zero")]
-    sizes = {"bits": bits, "block": block}
+    sizes = dict[str, Any](bits=bits, block=block)
     return (
         lambda x, *more, **options: torch_op.linear_q(x, *given, *more, **sizes, **options),
         lambda x, *more, **options: torch_op.linear_q_swiglu(x, *given, *more, **sizes, **options),
@@ -177,12 +197,16 @@ def test_products_that_norm_x(n: int, k: int, dtype: torch.dtype) -> None:
     linear, swiglu, weight = calls(k, n, dtype, "dense")
     lengths = torch.logspace(-2, 2, 80, dtype=torch.float64, device="cuda")[torch.randperm(80)]
     x = (random(80, k, dtype=torch.float64, device="cuda") * lengths[:, None]).to(dtype)
-    residual = random(80, n, dtype=dtype, device="cuda")
-    normed = torch.nn.functional.rms_norm(x.double(), [k], eps=1e-3)
+    bias, residual = (random(*shape, dtype=dtype, device="cuda") for shape in ((n,), (80, n)))
+    more = bias.double() + residual.double()
+    normed = F.rms_norm(x.double(), [k], eps=1e-3)
     expected, size = normed @ weight.mT, normed.abs() @ weight.abs().mT
     for options in ({}, {"invariant": True}) if k % 64 == 0 else ({},):
-        found = linear(x, None, residual, rms_eps=1e-3, **options)
-        assert close(found, expected + residual.double(), size + residual.double().abs(), 2)
+        found = linear(x, bias, residual, rms_eps=1e-3, **options)
+        assert close(found, expected + more, size + more.abs() + 1, 2)
+        found = swiglu(x, rms_eps=1e-3, **options)
+        gate, others = expected.chunk(2, -1)
+        assert (found - F.silu(gate) * others).norm() < 6 * torch.finfo(dtype).eps * expected.norm()
     alone = torch.cat([linear(x[i : i + 1], rms_eps=1e-3) for i in range(32)])
     gates = torch.cat([swiglu(x[i : i + 1], rms_eps=1e-3) for i in range(32)])
     assert close(alone, expected[:32], size[:32])

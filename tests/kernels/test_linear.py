@@ -144,16 +144,18 @@ def test_one_body_for_nodes_of_all_kinds() -> None:
         linear_node(["a", "square", "bias"], "b", layout="kn", activation="gelu"),
         linear_node(["b", "square"], "c", layout="kn"),
         linear_node(["c", "square", "bias"], "d", activation="silu"),
-        linear_node(["d", "square", "", "b"], "e", rms_eps=0.5),
-        linear_node(["e", "square", "bias", "c"], "y", activation="silu"),
+        linear_node(["d", "square"], "e", rms_eps=0.1),
+        linear_node(["e", "square"], "f", rms_eps=4.0),
+        linear_node(["f", "square", "bias", "c"], "y", activation="silu"),
     ]
     model = attach_bodies(model_of(nodes, ["n", 4], {"weight": weight, "square": square, "bias": bias}))
     x = random(5, 4)
     b = F.gelu(F.relu(x @ weight.mT) @ square + bias)
     d = F.silu(F.linear(b @ square, square, bias))
-    e = F.linear(F.rms_norm(d, [6], eps=0.5), square) + b
-    expected = F.silu(F.linear(e, square, bias) + b @ square)
-    assert {function.overload for function in model.functions} == {"", "x_weight_bias_residual"}
+    e = F.linear(F.rms_norm(d, [6], eps=0.1), square)
+    f = F.linear(F.rms_norm(e, [6], eps=4.0), square)
+    expected = F.silu(F.linear(f, square, bias) + b @ square)
+    assert {function.overload for function in model.functions} == {"", "x,weight,bias,residual"}
     torch.testing.assert_close(body_session(model).run({"x": x})["y"], expected)
     inlined = onnx.inliner.inline_local_functions(model)
     assert not inlined.functions

@@ -11,7 +11,7 @@ from samples import RECORDS
 
 from twinop.deploy import check_model
 from twinop.optimize import graph as g
-from twinop.optimize import normed_products, optimize_folder
+from twinop.optimize import merge_linear, normed_products, optimize_folder
 from twinop.optimize.graph import RewriteContext
 
 DECODER = Sizes(width=128, inner=256, heads=2, kv_heads=1, vocab=1024)
@@ -101,13 +101,30 @@ def test_a_sum_is_added_to_the_product_before() -> None:
         f"""p = {LINEAR} (x, v, , x) n, s = custom_domain.CustomAddRmsNorm (x, p, row)
             y = {LINEAR} (n, w)""",
         f"n = {NORM} (x, row) y = {LINEAR} <rms_eps = 0.5> (n, w)",  # it norms what it reads already
+        f"p = {LINEAR} (x, v) n, s = custom_domain.CustomAddRmsNorm (p, p, row) y = {LINEAR} (n, w)",
         f"n = {NORM} (x, large) y = {LINEAR} (n, w)",
+        f"n = {NORM} (x, small) y = {LINEAR} (n, w)",  # numbers that fp16 does not have
     ],
 )
 def test_norms_that_stay(text: str) -> None:
-    context = rewritten(text, large=np.full(64, 6e4))
+    context = rewritten(text, large=np.full(64, 6e4), small=np.full(64, 2e-5))
     assert "norms in products" not in context.made
     assert all(g.attribute(node, "rms_eps", 0.5) == 0.5 for node in nodes(context.model, "CustomLinear"))
+
+
+def test_a_sum_that_nothing_reads() -> None:
+    text = f"p = {LINEAR} (x, v) n = custom_domain.CustomAddRmsNorm (x, p, row) y = {LINEAR} (n, w)"
+    assert rewritten(text).made["norms in products"] == 1
+
+
+@pytest.mark.parametrize("attribute", ["rms_eps = 0.5", "invariant = 1"])
+def test_products_that_are_more_than_sums_are_not_merged(attribute: str) -> None:
+    text = f"y = {LINEAR} <{attribute}> (x, w) z = {LINEAR} <{attribute}> (x, v)"
+    text = f"(float[2, 64] x) => (float[2, 64] y, float[2, 64] z) {{ {text} }}"
+    proto = parsed(text, w=weights(64, 64), v=weights(64, 64))
+    context = RewriteContext(ir.from_proto(proto), "cuda", RECORDS)
+    merge_linear.rewrite(context)
+    assert types(context.model) == {"CustomLinear": 2}
 
 
 def test_norms_that_are_outputs_stay() -> None:

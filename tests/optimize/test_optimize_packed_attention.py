@@ -112,7 +112,7 @@ def test_shared_weights_are_merged_once(tmp_path: Path) -> None:
 
 
 def test_attention_with_a_bias_and_without(tmp_path: Path) -> None:
-    """A model holds one body per op: a bias of zeros takes the place of a missing one."""
+    """A bias of zeros takes the place of a missing one, so that one body serves all."""
     text = """(float[B, 8, 64] x) => (float[B, 8, 64] y, float[B, 8, 64] z) {
         a = MatMul (x, w) q, k, v = Split <axis=-1, num_outputs=3> (a)
         b = MatMul (x, u) q_, k_, v_ = Split <axis=-1, num_outputs=3> (b)

@@ -5,11 +5,14 @@ import os
 import subprocess
 from pathlib import Path
 
+import onnx
 import ort_versions
 import pytest
+from linear_calls import linear_node, model_of, random
 from ort_cases import all_cases
 from ort_versions import SUPPORTED, TOO_OLD, environment, is_ready
 
+from twinop.export.attach import attach_bodies
 from twinop.library import find_library
 
 
@@ -79,3 +82,26 @@ def test_environments_that_cannot_be_made(
     else:
         assert "error: no route to 1.18.1" in said and "error: 6 environments could not be made" in said
         assert "set TWINOP_OFFLINE=1" in said
+
+
+BODIES = """
+import sys
+import onnxruntime
+try:
+    session = onnxruntime.InferenceSession(sys.argv[1], providers=["CPUExecutionProvider"])
+    print("runs")
+except Exception as error:
+    print(error)
+"""
+
+
+@pytest.mark.parametrize("with_residual", [False, True])
+def test_overloads_are_read_or_refused(with_residual: bool, tmp_path: Path) -> None:
+    """Before 1.27, ONNX Runtime takes one overload for all nodes: it has to refuse, whichever comes first."""
+    inputs = [["x", "w"], ["a", "w"]]
+    inputs[not with_residual] += ["", "x"]
+    nodes = [linear_node(inputs[0], "a"), linear_node(inputs[1], "y")]
+    onnx.save(attach_bodies(model_of(nodes, ["n", 4], {"w": random(4, 4)})), tmp_path / "model.onnx")
+    for version, said in ((SUPPORTED[0], "INVALID_GRAPH"), (SUPPORTED[-1], "runs")):
+        command = [str(environment(version)), "-c", BODIES, str(tmp_path / "model.onnx")]
+        assert said in subprocess.run(command, capture_output=True, text=True).stdout, version
