@@ -1,9 +1,9 @@
-// y = activation(x W^T + bias + residual) for few rows of x, in 16-bit types. What it costs is to
-// read the weight once, so a thread reads what it multiplies itself: 16 rows of the weight, 8 and
-// 8, are those of an m16n8k16 product, 8 rows of x its columns. A thread holds neighbours of a row,
-// because both operands are permuted alike. Integers wait in registers, where the first ones are
-// made dense before x is there, and values of 16 bits in shared memory, where more of them can be
-// under way (docs/tuning.md).
+// y = activation(x W^T + bias + residual) for few rows of x, normed if asked, in 16-bit types. What
+// it costs is to read the weight once, so a thread reads what it multiplies itself: 16 rows of the
+// weight, 8 and 8, are those of an m16n8k16 product, 8 rows of x its columns. A thread holds
+// neighbours of a row, because both operands are permuted alike. Integers wait in registers, where
+// the first ones are made dense before x is there, and values of 16 bits in shared memory, where
+// more of them can be under way (docs/tuning.md).
 //
 // The columns are divided among `ways`: way v sums the chunks v, v + ways, ..., and the ways' sums
 // are added up in order. ways depends on n, k, the kind of weight and the device, so a row of y

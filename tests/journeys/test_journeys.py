@@ -563,6 +563,12 @@ def genai_folder(user: User) -> None:
         "genai_config.json", "libcustom_ops.so", "model.onnx", "tokenizer.json", "tokenizer_config.json",
         "twinop-pack.json",
     }  # fmt: skip
+    build("Llama", "fp16", "cuda", folder=user.folder / "half")
+    assert "norms in products" in user.twinop("pack", "--genai", "half/genai", "-o", "half/gpu")
+    found = content(user.folder / "half/gpu/model.onnx")
+    own = Counter(each.partition("::Custom")[2] for each in found.nodes if "::" in each)
+    wanted = {"AttentionCached": 2, "LastPosition": 1, "Linear": 7, "LinearSwiglu": 2, "AddRmsNorm": 1}
+    assert own == wanted  # the last norm, before a product of the table of tokens, stays
     folders = ["gpu"]
     if user.has_time:
         user.twinop("optimize", "genai", "-o", "cpu", "--device", "cpu")
