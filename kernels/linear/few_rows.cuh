@@ -293,7 +293,7 @@ static __global__ void __launch_bounds__(kWarps * 32, kBlocks)
     return sum;
   };
   const int width = own * 8, rows = p.m - first_row < kRows ? p.m - first_row : kRows;
-  const int shift = (kGroups == 4 ? 5 : 4) - p.is_gated;  // log2(width)
+  const int shift = (kGroups == 8 ? 6 : kGroups == 4 ? 5 : 4) - p.is_gated;  // log2(width)
 #pragma unroll 1
   for (int i = static_cast<int>(threadIdx.x); i < rows * width; i += kWarps * 32) {
     const int row = i >> shift, at = i & (width - 1), column = first_group * 8 + at;
@@ -332,17 +332,19 @@ Status LaunchEager(const Call& call, const Weight& weight,
   return LaunchNarrow<kGroups, 1, kWarps, kStages, kBlocks, 1, true>(call, weight, task);
 }
 
+inline constexpr int kVocabulary = 65536;  // as many rows has the logits' weight, or more
+
 // The ways decide the bits: they do not depend on m. On some devices 32 have too little memory.
 template <class T>
 int WaysOf(const Dense<T>&, const Task<T>& task, bool has_room) {
-  if (task.n > 4608) return task.n < 8192 ? 8 : 4;
+  if (task.n > 4608) return task.n < 8192 || task.n >= kVocabulary || task.chunks >= 64 ? 8 : 4;
   return has_room && task.n < 3072 && task.chunks >= 128 ? 32 : 16;
 }
 
 template <class T, int kBits, bool kHasZero>
 int WaysOf(const Blocks<T, kBits, kHasZero>&, const Task<T>& task) {
-  if (task.n >= 8192) return kBits == 4 && task.n < 65536 && task.chunks >= 32 ? 2 : 4;
-  return task.n >= 3072 && (task.n > 4224 || task.chunks < 64) ? 8 : 16;
+  if (task.n >= 8192) return 4;
+  return task.n >= 3072 && (task.n > 4224 || task.k < 4096) ? 8 : 16;
 }
 
 // The other settings are as measured on an H200 (docs/tuning.md). They change how fast a call is.
@@ -356,45 +358,57 @@ Status LaunchTiles(const Call& call, const Dense<T>& weight, const Task<T>& task
   const int ways = WaysOf(weight, task, has_room);
   if constexpr (kTiles == 4) {
     if (ways == 4) return LaunchNarrow<4, kTiles, 4, 2, 4>(call, weight, task);
-    if (ways == 8) return LaunchNarrow<4, kTiles, 8, 2, 2>(call, weight, task);
+    if (ways == 8)
+      return task.n < 8192 || task.n >= kVocabulary
+                 ? LaunchNarrow<4, kTiles, 8, 2, 2>(call, weight, task)
+                 : LaunchNarrow<4, kTiles, 4, 2, 3, 2>(call, weight, task);
     if (ways == 32) return LaunchNarrow<2, kTiles, 16, 2, 1, 2>(call, weight, task);
     return has_room ? LaunchNarrow<4, kTiles, 16, 2, 1>(call, weight, task)
                     : LaunchNarrow<2, kTiles, 16, 2, 1>(call, weight, task);
   } else {
-    if (ways == 4)
-      return task.chunks < 64 ? LaunchNarrow<4, kTiles, 4, 3, 4>(call, weight, task)
-                              : LaunchNarrow<4, kTiles, 4, 2, 4>(call, weight, task);
+    if (ways == 4) return LaunchNarrow<4, kTiles, 4, kTiles == 1 ? 3 : 2, 4>(call, weight, task);
     if (ways == 8)
-      return kTiles == 1 ? LaunchNarrow<2, 1, 8, 4, 2>(call, weight, task)
-                         : LaunchNarrow<4, 2, 8, 2, 2>(call, weight, task);
+      return kTiles == 1 && task.n < 8192 ? LaunchNarrow<2, 1, 8, 4, 2>(call, weight, task)
+                                          : LaunchNarrow<4, kTiles, 8, 2, 2>(call, weight, task);
     if (ways == 32) return LaunchNarrow<2, kTiles, 32, 2, 1>(call, weight, task);
     // 64 registers, beside attention; too few for squares, too.
     if (has_room && is_short && (is_narrow || (task.m == 1 && task.rms_eps == 0)))
       return LaunchNarrow<4, kTiles, 16, 2, kTiles == 1 ? 2 : 1>(call, weight, task);
+    if (has_room && !is_short && !is_narrow)
+      return LaunchNarrow<4, kTiles, 16, 3, 1>(call, weight, task);
     return is_short && !is_narrow ? LaunchNarrow<2, kTiles, 16, 2, 2>(call, weight, task)
                                   : LaunchNarrow<2, kTiles, 16, 3, 2>(call, weight, task);
   }
 }
 
 // A block makes its integers dense once for all its rows of x. With several tiles, more blocks at
-// once hide more than more chunks under way.
+// once hide more than more chunks under way. In 4 ways the processors take all blocks at once, if
+// registers allow it: blocks that wait for the first ones to end cost a whole turn.
 template <int kTiles, class T, int kBits, bool kHasZero>
 Status LaunchTiles(const Call& call, const Blocks<T, kBits, kHasZero>& weight,
                    const Task<T>& task) {
   constexpr bool kHas4Bits = kBits == 4;
+  int processors = 0;
+  TWINOP_RETURN_IF_ERROR(DeviceAttribute<cudaDevAttrMultiProcessorCount>(&processors));
+  const int parts = (task.m + 8 * kTiles - 1) / (8 * kTiles);
+  // Blocks of a processor, of so many rows of the weight.
+  const auto each = [&](int rows) {
+    return static_cast<int>((std::int64_t{task.n} * parts / rows + processors - 1) / processors);
+  };
   const bool is_narrow = task.n < 3072, is_few = task.n <= 4224;  // for all processors
   const bool is_short = task.chunks <= 32;
   const int ways = WaysOf(weight, task);
   if constexpr (kTiles == 1) {
-    // Of the logits' blocks few begin before the wait.
-    if (ways == 4)
-      return task.n < 65536 ? LaunchEager<4, 4, 1, 4>(call, weight, task)
-                            : LaunchNarrow<4, kTiles, 4, 2, 4>(call, weight, task);
+    if (ways == 4) {
+      if (each(32) <= (kHas4Bits ? 4 : 5)) return LaunchEager<4, 4, 1, 4>(call, weight, task);
+      if (each(32) == 6) return LaunchNarrow<4, kTiles, 4, 1, 6>(call, weight, task);
+      return each(32) == 7 ? LaunchNarrow<4, kTiles, 4, 1, 7>(call, weight, task)
+                           : LaunchNarrow<4, kTiles, 4, 1, 4>(call, weight, task);
+    }
     if constexpr (kHas4Bits) {
-      if (ways == 2) return LaunchEager<4, 2, 2, 6>(call, weight, task);
       if (ways == 8 && (!is_few || task.chunks <= 16))
         return LaunchEager<4, 8, 1, 2>(call, weight, task);
-      if (is_narrow && is_short) return LaunchEager<4, 16, 1, 1>(call, weight, task);
+      if (ways == 16 && is_short) return LaunchEager<4, 16, 1, 1>(call, weight, task);
       // Few registers, so that the next kernels begin beside this one.
       if (ways == 16 && !is_narrow) return LaunchNarrow<2, kTiles, 16, 2, 2>(call, weight, task);
     }
@@ -402,9 +416,17 @@ Status LaunchTiles(const Call& call, const Blocks<T, kBits, kHasZero>& weight,
                      : LaunchNarrow<2, kTiles, 16, kHas4Bits ? 4 : 2, 1>(call, weight, task);
   } else {
     const bool is_many = task.m > 32;
-    if constexpr (kHas4Bits)
-      if (ways == 2) return LaunchNarrow<4, kTiles, 2, 4 / kTiles, 6>(call, weight, task);
-    if (ways == 4) return LaunchNarrow<4, kTiles, 4, 1, 4>(call, weight, task);
+    if (ways == 4) {
+      if constexpr (kTiles == 2)
+        return each(64) == 3 || (each(64) > 4 && !kHasZero)
+                   ? LaunchNarrow<8, kTiles, 4, 1, 3>(call, weight, task)
+                   : LaunchNarrow<4, kTiles, 4, 1, 4>(call, weight, task);
+      if (each(32) != 3) {
+        if (each(64) == 3) return LaunchNarrow<8, kTiles, 4, 1, 3>(call, weight, task);
+        if constexpr (kHas4Bits) return LaunchNarrow<8, kTiles, 4, 1, 2>(call, weight, task);
+      }
+      return LaunchNarrow<4, kTiles, 4, 1, 3>(call, weight, task);
+    }
     if (ways == 8) {
       if constexpr (!kHas4Bits && kTiles == 2)
         return LaunchNarrow<2, kTiles, 8, 2, 2>(call, weight, task);

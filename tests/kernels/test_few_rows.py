@@ -188,9 +188,29 @@ def test_values_and_bits(n: int, k: int, kind: str, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.cuda
+@pytest.mark.parametrize("kind", ["dense", "4 32 0", "4 32 1", "8 128 0"])
+def test_bits_of_wide_products(kind: str) -> None:
+    """Which kernel runs depends on the blocks that a processor gets, so on the rows, but no bit does."""
+    processors = torch.cuda.get_device_properties(0).multi_processor_count
+    sizes = [(32 * processors * each - 16, 160) for each in range(3, 10)]
+    for n, k in [(4112, 4160), (8208, 4160), (65552, 64)] if kind == "dense" else sizes:
+        linear, swiglu, weight = calls(k, n, torch.float16, kind)
+        most = 32 if kind == "dense" else 64
+        x = random(most, k, dtype=torch.float16, device="cuda")
+        for call in (linear, swiglu):
+            alone = torch.cat([call(x[i : i + 1]) for i in range(most)])
+            for rows in ROWS if kind == "dense" else ROWS + MORE:
+                assert torch.equal(call(x[:rows]), alone[:rows]), (n, rows)
+            if call is linear:
+                wide = x.double()
+                assert close(alone, wide @ weight.mT, wide.abs() @ weight.abs().mT)
+
+
+@pytest.mark.cuda
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize(
-    ("n", "k"), [(2048, 2048), (3072, 2048), (6160, 576), (8208, 192), (16, 8256), (24, 100)]
+    ("n", "k"),
+    [(2048, 2048), (3072, 2048), (4112, 4160), (6160, 576), (8208, 192), (8208, 4160), (16, 8256), (24, 100)],
 )
 def test_products_that_norm_x(n: int, k: int, dtype: torch.dtype) -> None:
     """Each row is that of the call with this row alone, also among rows of other lengths."""
