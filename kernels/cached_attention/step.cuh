@@ -12,8 +12,7 @@
 // head's elements and the order of its elements in a result are free.
 #pragma once
 
-#include <cooperative_groups.h>
-
+#include <algorithm>
 #include <climits>
 #include <cstdint>
 #include <type_traits>
@@ -21,6 +20,7 @@
 #include "twinop/attention/tensor_cores.cuh"
 #include "twinop/cached_attention/turn.cuh"
 #include "twinop/math/hardware.h"
+#include "twinop/primitives/hopper.cuh"
 #include "twinop/primitives/l2_hints.cuh"
 #include "twinop/primitives/launch.cuh"
 
@@ -42,20 +42,15 @@ __device__ __forceinline__ float Base(float highest) { return highest == -INFINI
 struct Part {
   float highest[2], totals[2], values[2][2];
 
-  // A lane's numbers are neighbours in shared memory.
-  __device__ __forceinline__ void Load(const float* weights, const float* tile, int lane) {
-    const float4 w = reinterpret_cast<const float4*>(weights)[lane];
-    const float4 v = reinterpret_cast<const float4*>(tile)[lane];
+  __device__ __forceinline__ void Load(const float4& w, const float4& v) {
     highest[0] = w.x, totals[0] = w.y, highest[1] = w.z, totals[1] = w.w;
     values[0][0] = v.x, values[0][1] = v.y, values[1][0] = v.z, values[1][1] = v.w;
   }
-  __device__ __forceinline__ void StoreWeights(float* weights, int lane) const {
-    reinterpret_cast<float4*>(weights)[lane] =
-        make_float4(highest[0], totals[0], highest[1], totals[1]);
+  __device__ __forceinline__ float4 Weights() const {
+    return make_float4(highest[0], totals[0], highest[1], totals[1]);
   }
-  __device__ __forceinline__ void StoreValues(float* tile, int lane) const {
-    reinterpret_cast<float4*>(tile)[lane] =
-        make_float4(values[0][0], values[0][1], values[1][0], values[1][1]);
+  __device__ __forceinline__ float4 Values() const {
+    return make_float4(values[0][0], values[0][1], values[1][0], values[1][1]);
   }
   // The order of the two matters, to the last bit.
   __device__ __forceinline__ void Merge(const Part& next) {
@@ -94,8 +89,8 @@ __device__ __forceinline__ std::uint32_t Transposed(std::uint32_t matrix) {
 template <int kSize>
 struct Sums {
   static constexpr int kTiles = kSize / 16;
-  // In shared memory: values, weights, and weights of the cluster.
-  static constexpr int kWeights = 128 * kTiles, kMerged = kWeights + 128, kFloats = kMerged + 128;
+  // In shared memory: a lane's values, of each tile, and its weights.
+  static constexpr int kVectors = 32 * (kTiles + 1);
   float values[kTiles][4], highest[2], totals[2];
 
   __device__ __forceinline__ void Clear() {
@@ -111,17 +106,17 @@ struct Sums {
             {totals[0], totals[1]},
             {{values[i][0], values[i][2]}, {values[i][1], values[i][3]}}};
   }
-  __device__ __forceinline__ void Store(float* slot, int lane) const {
+  __device__ __forceinline__ void Store(float4* slot, int lane) const {
 #pragma unroll
-    for (int i = 0; i < kTiles; ++i) Tile(i).StoreValues(slot + 128 * i, lane);
-    Tile(0).StoreWeights(slot + kWeights, lane);
+    for (int i = 0; i < kTiles; ++i) slot[32 * i + lane] = Tile(i).Values();
+    slot[32 * kTiles + lane] = Tile(0).Weights();
   }
   // Merges what lies in shared memory with these sums, which come after it.
-  __device__ __forceinline__ void MergeAfter(const float* slot, int lane) {
+  __device__ __forceinline__ void MergeAfter(const float4* slot, int lane) {
     Part all;
 #pragma unroll
     for (int i = 0; i < kTiles; ++i) {
-      all.Load(slot + kWeights, slot + 128 * i, lane);
+      all.Load(slot[32 * kTiles + lane], slot[32 * i + lane]);
       all.Merge(Tile(i));
 #pragma unroll
       for (int e = 0; e < 4; ++e) values[i][e] = all.values[e % 2][e / 2];
@@ -262,21 +257,15 @@ struct Keys {
   }
 };
 
-// A barrier of the cluster's blocks that have not left. What a block has written is seen behind it
-// if `kReleases`; this waits for its writes to global memory, too.
-template <bool kReleases>
-__device__ __forceinline__ void ArriveInCluster() {
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
-  if (kReleases)
-    asm volatile("barrier.cluster.arrive.release;" ::: "memory");
-  else
-    asm volatile("barrier.cluster.arrive.relaxed;" ::: "memory");
-#endif
+// What a warp sends to one of a cluster's blocks: weights, and its tiles.
+constexpr int SentVectors(int tiles, int blocks) {
+  return 4 + 32 * ((tiles + blocks - 1) / blocks);
 }
-__device__ __forceinline__ void WaitInCluster() {
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
-  asm volatile("barrier.cluster.wait.acquire;" ::: "memory");
-#endif
+constexpr int MostSentVectors(int tiles, int cluster) {
+  int most = 0;
+  for (int active = 2; active <= cluster; ++active)
+    most = std::max(most, active * kWarps * SentVectors(tiles, active));
+  return most;
 }
 
 // What a team with this many leaves merges in shared memory before the others see it.
@@ -287,14 +276,21 @@ __global__ void __launch_bounds__(32 * kWarps * kTeams, kBlocksPerProcessor<kSiz
     StepKernel(Problem p, Operands<T> x, int cluster, bool is_ahead) {
   using Keys = cached_attention::Keys<T, kSize>;
   using Sums = cached_attention::Sums<kSize>;
-  extern __shared__ __align__(16) float slots[];          // Sums of the warps, for each level
+  extern __shared__ __align__(16) float4 slots[];         // Sums of the warps, for each level
   __shared__ __align__(16) T q_heads[kHeads][kSize + 8];  // 8: rows of lanes lie in other banks
   __shared__ __align__(16) T new_k[kSize], new_v[kSize];
+  __shared__ hopper::Barrier received[kInCluster ? kWarps : 1];  // by a warp
   constexpr int kThreads = 32 * kWarps * kTeams;
   const int lane = static_cast<int>(threadIdx.x) % 32;
   const int warp_of_block = static_cast<int>(threadIdx.x) / 32;
   const int team = kTeams == 1 ? 0 : warp_of_block / kWarps, warp = warp_of_block - team * kWarps;
   if (!kInCluster) cluster = 1;  // which makes a shorter kernel
+  if (cluster > 1) {
+    if (lane == 0) hopper::Init(&received[warp], 1);
+    hopper::FenceInit();
+    __syncwarp();
+    hopper::ArriveInCluster();
+  }
   const int block = static_cast<int>(blockIdx.x) & (cluster - 1), rank = block + team;
   const int shared = p.heads / p.kv_heads;  // heads of q for one of k
   const int turns = (shared + kHeads - 1) / kHeads;
@@ -370,12 +366,10 @@ __global__ void __launch_bounds__(32 * kWarps * kTeams, kBlocksPerProcessor<kSiz
     return;
   }
   const int active = min(pieces - skipped, cluster);  // blocks with keys
-  // A cluster takes longer to end, and its barrier to open, if a block leaves without arriving.
-  if (cluster > 1 && (active == 1 || block >= active)) ArriveInCluster<false>();
   if (block >= active) return;
   __syncthreads();
   const auto slot = [&](int level) {
-    return slots + (level * kWarps * kTeams + warp_of_block) * Sums::kFloats;
+    return slots + (level * kWarps * kTeams + warp_of_block) * Sums::kVectors;
   };
   const float scale = static_cast<float>(p.scale) * kLog2E;
   Sums sums;
@@ -419,9 +413,46 @@ __global__ void __launch_bounds__(32 * kWarps * kTeams, kBlocksPerProcessor<kSiz
     leaf = next_leaf;
     piece = next;
   }
-  float* const first_slot = slots + warp * Sums::kFloats;  // of the first team
-  if (team == 0) sums.Store(first_slot, lane);
-
+  float4* const first_slot = slots + warp * Sums::kVectors;  // of the first team
+  if (active > 1) {
+    // A block merges some of the tiles. The warps of all blocks send it theirs.
+    const int vectors = SentVectors(Sums::kTiles, active);
+    const auto sent = [&](int by) {
+      return slots + Levels(leaves) * kWarps * Sums::kVectors + (by * kWarps + warp) * vectors;
+    };
+    hopper::WaitInCluster();  // all blocks have begun
+    const auto send = [&](const float4& value, int place, int to) {
+      hopper::Send(value, sent(block) + place, &received[warp], to);
+    };
+    int to = 0, place = 4;
+#pragma unroll
+    for (int i = 0; i < Sums::kTiles; ++i) {
+      const Part part = sums.Tile(i);
+      if (place == 4 && lane < 4) send(part.Weights(), lane, to);
+      send(part.Values(), place + lane, to);
+      if (++to == active) to = 0, place += 32;
+    }
+    const int tiles = (Sums::kTiles - block + active - 1) / active;
+    if (tiles > 0) {
+      if (lane == 0) hopper::ArriveExpecting(&received[warp], active * 16 * (4 + 32 * tiles));
+      hopper::WaitForCluster(&received[warp], 0);
+    }
+#pragma unroll 1
+    for (int i = 0; i < tiles; ++i) {
+      Part parts[kLeaves];
+#pragma unroll
+      for (int r = 0; r < kLeaves; ++r) {
+        if (r >= active) break;
+        parts[r].Load(sent(r)[lane % 4], sent(r)[4 + 32 * i + lane]);
+      }
+      const int tile = block + i * active;
+      const Part all = Merged(parts, active);
+      first_slot[32 * tile + lane] = all.Values();
+      first_slot[32 * Sums::kTiles + lane] = all.Weights();
+    }
+  } else if (team == 0) {
+    sums.Store(first_slot, lane);
+  }
   __syncthreads();
   if (kTeams > 1) {
     if (team == 1 && has_keys) {
@@ -430,36 +461,12 @@ __global__ void __launch_bounds__(32 * kWarps * kTeams, kBlocksPerProcessor<kSiz
     }
     __syncthreads();
   }
-  // A warp merges what this warp of each block has of this block's tiles.
-  if (active > 1) {
-    ArriveInCluster<true>();
-    WaitInCluster();
-#pragma unroll 1
-    for (int tile = block; tile < Sums::kTiles; tile += active) {
-      Part parts[kLeaves];
-#pragma unroll
-      for (int r = 0; r < kLeaves; ++r) {
-        if (r >= active) break;
-        const float* other = first_slot;
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
-        other = cooperative_groups::this_cluster().map_shared_rank(other, r);
-#endif
-        parts[r].Load(other + Sums::kWeights, other + 128 * tile, lane);
-      }
-      const Part all = Merged(parts, active);
-      all.StoreWeights(first_slot + Sums::kMerged, lane);
-      all.StoreValues(first_slot + 128 * tile, lane);
-    }
-    __syncthreads();
-    ArriveInCluster<false>();
-  }
   if (has_last && turn == 0 && threadIdx.x < kSize / 8) {
     const std::int64_t place = static_cast<std::int64_t>(last) * kSize / 8 + threadIdx.x;
     reinterpret_cast<uint4*>(k_rows)[place] = reinterpret_cast<const uint4*>(new_k)[threadIdx.x];
     reinterpret_cast<uint4*>(v_rows)[place] = reinterpret_cast<const uint4*>(new_v)[threadIdx.x];
   }
   // A lane takes two elements of two heads from all warps.
-  const float* const weights = slots + (active > 1 ? Sums::kMerged : Sums::kWeights);
 #pragma unroll 1
   for (int tile = block + active * warp_of_block; tile < Sums::kTiles;
        tile += active * kWarps * kTeams) {
@@ -468,15 +475,14 @@ __global__ void __launch_bounds__(32 * kWarps * kTeams, kBlocksPerProcessor<kSiz
     float4 of_warp[kWarps];
 #pragma unroll
     for (int w = 0; w < kWarps; ++w) {
-      of_warp[w] = reinterpret_cast<const float4*>(weights + w * Sums::kFloats)[lane];
+      of_warp[w] = slots[w * Sums::kVectors + 32 * Sums::kTiles + lane];
       all.highest[0] = fmaxf(all.highest[0], of_warp[w].x);
       all.highest[1] = fmaxf(all.highest[1], of_warp[w].z);
     }
     const float base[] = {Base(all.highest[0]), Base(all.highest[1])};
 #pragma unroll
     for (int w = 0; w < kWarps; ++w) {
-      const float4 v =
-          reinterpret_cast<const float4*>(slots + w * Sums::kFloats + 128 * tile)[lane];
+      const float4 v = slots[w * Sums::kVectors + 32 * tile + lane];
       const float first = FlushingExp2(of_warp[w].x - base[0]),
                   second = FlushingExp2(of_warp[w].z - base[1]);
       all.totals[0] = __fmaf_rn(of_warp[w].y, first, all.totals[0]);
@@ -502,14 +508,13 @@ __global__ void __launch_bounds__(32 * kWarps * kTeams, kBlocksPerProcessor<kSiz
             Pair<T>(all.values[i][0] * inverse, all.values[i][1] * inverse);
     }
   }
-  if (active > 1) WaitInCluster();  // others may still read this block's memory
 }
 
 // Shared memory of a block of one team with all leaves, and more than its static memory: 99 KiB are
 // all that a GPU of 8.6, 8.9 or 12.0 has.
 template <int kSize>
 constexpr int kMostStepBytes =
-    Levels(kLeaves) * kWarps * Sums<kSize>::kFloats * 4 + 4 * kHeads * (kSize + 8);
+    Levels(kLeaves) * kWarps * Sums<kSize>::kVectors * 16 + 4 * kHeads * (kSize + 8);
 
 template <class T, int kSize>
 Status LaunchStep(const Call& call, const Problem& p, const Operands<T>& x) {
@@ -520,14 +525,11 @@ Status LaunchStep(const Call& call, const Problem& p, const Operands<T>& x) {
   TWINOP_RETURN_IF_ERROR(DeviceAttribute<cudaDevAttrMultiProcessorCount>(&processors));
   TWINOP_RETURN_IF_ERROR(CompiledArchitecture(call, &architecture));
   // Two blocks for a head of k if the device holds them all at once; more if they take at most half
-  // of its processors, or for long caches four on all of them (docs/tuning.md).
+  // of what it holds (docs/tuning.md).
   constexpr int kHeld = kBlocksPerProcessor<kSize>;
   int cluster = 1;
   const auto grows = [&] {
-    const std::int64_t more = 2 * cluster * blocks;
-    if (cluster == 1) return more <= kHeld * processors;
-    return more <= processors / 2 || (cluster == 2 && kHeld == 2 && more <= processors &&
-                                      16 * std::int64_t{Keys::kPiece} <= p.rows);
+    return 2 * cluster * blocks <= kHeld * processors / (cluster == 1 ? 1 : 2);
   };
   while (architecture >= 90 && cluster < kLeaves && cluster * Keys::kPiece < p.rows && grows())
     cluster *= 2;
@@ -536,7 +538,8 @@ Status LaunchStep(const Call& call, const Problem& p, const Operands<T>& x) {
     Grid grid{blocks * cluster, dim3(32 * kWarps * kTeams)};
     grid.cluster = cluster;
     grid.shared_bytes =
-        Levels(kLeaves / (cluster * kTeams)) * kWarps * kTeams * Sums<kSize>::kFloats * 4;
+        16 * (Levels(kLeaves / (cluster * kTeams)) * kWarps * kTeams * Sums<kSize>::kVectors +
+              MostSentVectors(Sums<kSize>::kTiles, cluster));
     // Few blocks do not have enough memory under way; more under way slows many down.
     const bool is_ahead = grid.blocks <= processors / 2;
     return LaunchKernel(StepKernel<T, kSize, kTeams, decltype(in_cluster)::value>, Dependent(grid),
@@ -545,7 +548,7 @@ Status LaunchStep(const Call& call, const Problem& p, const Operands<T>& x) {
   constexpr std::integral_constant<int, 1> kOneTeam{};
   if constexpr (kHeld == 2) {
     // Where clusters of two would nearly fill the device, one block of two teams is faster.
-    static_assert(2 * Levels(kLeaves / 2) * kWarps * Sums<kSize>::kFloats * 4 +
+    static_assert(2 * Levels(kLeaves / 2) * kWarps * Sums<kSize>::kVectors * 16 +
                       4 * kHeads * (kSize + 8) <=
                   99 << 10);  // all that a GPU of 12.0 has
     if (cluster == 2 && 5 * blocks >= 2 * processors) {

@@ -122,7 +122,7 @@ __device__ __forceinline__ void StoreMatrices(void* row, const std::uint32_t (&w
 // bytes.
 template <class T>
 __device__ __forceinline__ void Send(const T& value, T* place, Barrier* barrier, int rank) {
-  static_assert(sizeof(T) == 4 || sizeof(T) == 8);
+  static_assert(sizeof(T) == 4 || sizeof(T) == 8 || sizeof(T) == 16);
   [[maybe_unused]] std::uint32_t remote_place = 0, remote_barrier = 0;
   TWINOP_HOPPER_ASM(
       "mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(remote_place) : "r"(SharedAddress(place)),
@@ -135,18 +135,30 @@ __device__ __forceinline__ void Send(const T& value, T* place, Barrier* barrier,
         "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.b32 [%0], %1, [%2];" ::"r"(
             remote_place),
         "r"(*reinterpret_cast<const std::uint32_t*>(&value)), "r"(remote_barrier) : "memory");
-  } else {
+  } else if constexpr (sizeof(T) == 8) {
     TWINOP_HOPPER_ASM(
         "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.b64 [%0], %1, [%2];" ::"r"(
             remote_place),
         "l"(*reinterpret_cast<const std::uint64_t*>(&value)), "r"(remote_barrier) : "memory");
+  } else {
+    [[maybe_unused]] const auto* const words = reinterpret_cast<const std::uint32_t*>(&value);
+    TWINOP_HOPPER_ASM(
+        "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v4.b32 [%0], {%1, %2, %3, %4}, "
+        "[%5];" ::"r"(remote_place),
+        "r"(words[0]), "r"(words[1]), "r"(words[2]), "r"(words[3]), "r"(remote_barrier) : "memory");
   }
 }
 
+// A barrier of the cluster's blocks that have not left.
+__device__ __forceinline__ void ArriveInCluster() {
+  TWINOP_HOPPER_ASM("barrier.cluster.arrive.release.aligned;" :: : "memory");
+}
+__device__ __forceinline__ void WaitInCluster() {
+  TWINOP_HOPPER_ASM("barrier.cluster.wait.acquire.aligned;" :: : "memory");
+}
 __device__ __forceinline__ void ClusterSync() {
-  TWINOP_HOPPER_ASM(
-      "barrier.cluster.arrive.release.aligned;\n"
-      "barrier.cluster.wait.acquire.aligned;" :: : "memory");
+  ArriveInCluster();
+  WaitInCluster();
 }
 
 __device__ __forceinline__ int ClusterRank() {
