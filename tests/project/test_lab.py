@@ -45,13 +45,6 @@ def test_appends_to_a_cache_are_measured(tmp_path: Path) -> None:
     assert line["times"].keys() >= ours and not line["missing"]
 
 
-def test_vmap_is_measured_beside_torchs(tmp_path: Path) -> None:
-    run("vmap", "--device=cpu", "--quick", "--ops=relu;ada_layer_norm", f"--output={tmp_path}")
-    (path,) = tmp_path.glob("vmap-quick-*.jsonl")
-    for line in read(path, "vmap"):
-        assert line["times"].keys() == {"twinop in torch", "torch", "torch again"} and not line["missing"]
-
-
 def test_products_of_few_rows_are_measured(tmp_path: Path) -> None:
     run("decoder_linear", "--device=cpu", "--quick", "--rows=2", f"--output={tmp_path}")
     (path,) = tmp_path.glob("decoder-linear-quick-*.jsonl")
