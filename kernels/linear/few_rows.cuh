@@ -374,7 +374,7 @@ Status LaunchTiles(const Call& call, const Dense<T>& weight, const Task<T>& task
     // 64 registers, beside attention; too few for squares, too.
     if (has_room && is_short && (is_narrow || (task.m == 1 && task.rms_eps == 0)))
       return LaunchNarrow<4, kTiles, 16, 2, kTiles == 1 ? 2 : 1>(call, weight, task);
-    if (has_room && !is_short && !is_narrow)
+    if (!is_short && !is_narrow && most >= 16 * kWarpBytes<Dense<T>, 4, kTiles, 3>)
       return LaunchNarrow<4, kTiles, 16, 3, 1>(call, weight, task);
     return is_short && !is_narrow ? LaunchNarrow<2, kTiles, 16, 2, 2>(call, weight, task)
                                   : LaunchNarrow<2, kTiles, 16, 3, 2>(call, weight, task);
