@@ -16,7 +16,7 @@ from . import graph as g
 from .precision import DTYPES
 
 INVARIANT = "products of one order of sums"  # in the `meta` of a graph: whether they are wanted
-_SUMS = re.compile("Attention|Conv|Einsum|Gemm|GRU|LSTM|MatMul|MoE|(?<!Max)Pool|Reduce(?!Max|Min)|RNN")
+_SUMS = re.compile("Attention|Conv|Einsum|Gemm|GRU|LSTM|MatMul|MoE|(?<!Max)Pool|Reduce|RNN")
 _OF_INTEGERS = re.compile("Integer$|^QLinear")
 
 
@@ -50,6 +50,10 @@ def _why_not(node: ir.Node) -> str:
         return f"an op of {node.domain}"
     if node.op_type == "If":  # Phi-3 takes its long or short table by the longest sequence
         return "its choice may depend on the batch"
+    if node.op_type in ("ReduceMax", "ReduceMin"):  # so Phi-3 finds the longest sequence where If is missing
+        axes = g.ints(node, "axes", 1)
+        of_all = axes is None or {0, -g.rank(node.inputs[0])} & {*axes}
+        return "its value is that of the whole batch" if of_all else ""
     if node.op_type.startswith("DynamicQuantize"):  # also those of Linear and MatMul
         return "it has one scale for the batch"
     kind = node.inputs[0].dtype if node.inputs and node.inputs[0] is not None else None

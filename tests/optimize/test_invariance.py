@@ -70,7 +70,7 @@ def test_what_may_depend_on_the_batch_is_named() -> None:
     text = """(float16[M, 64] x, float16[64, 64] w, int64[M, 9] mask, float[M, 64] wide) =>
         (float16[M, 64] a, float16[M, 24] b, float16[M, 12] c, int64[M] d, float[M] e, float16[M, 64] f,
          float[M, 64] g, float16[M, 8] h, float16[M, 128] i, float16[M, 64] j, int32[M, 8] k, float16[M, 1] l,
-         float16[M, 64] m, float16[M, 64] n, float16[M, 64] o) {
+         float16[M, 64] m, float16[M, 64] n, float16[M, 64] o, int64 p, int64[9] q) {
         a = MatMul (x, w)
         b = custom_domain.CustomLinear (x, w24)
         c = custom_domain.CustomLinear (x, w12)
@@ -95,6 +95,8 @@ def test_what_may_depend_on_the_batch_is_named() -> None:
             then_branch = long () => (then_o) { then_o = Identity (x) },
             else_branch = short () => (else_o) { else_o = Relu (x) }
         >
+        p = ReduceMax <keepdims = 0> (mask)
+        q = ReduceMin <keepdims = 0> (mask, zero)
     }"""
     arrays = {f"w{n}": weights(n, 64).astype(np.float16) for n in (24, 12, 64)} | {"w32": weights(64, 64)}
     arrays |= {"w96": weights(8, 96).astype(np.float16), "wkn": weights(64, 128).astype(np.float16)}
@@ -111,6 +113,8 @@ def test_what_may_depend_on_the_batch_is_named() -> None:
         f"GlobalAveragePool: {MAY_DEPEND}": 1,
         f"ScatterElements: {MAY_DEPEND}": 1,
         "If: not invariant: its choice may depend on the batch": 1,
+        "ReduceMax: not invariant: its value is that of the whole batch": 1,
+        "ReduceMin: not invariant: its value is that of the whole batch": 1,
         "DynamicQuantizeLinear: not invariant: it has one scale for the batch": 1,
         f"CustomLinear: not invariant: N = 64 and K = 64 as nk in FLOAT; {takes}": 1,
         f"CustomLinear: not invariant: N = 128 and K = 64 as kn in FLOAT16; {takes}": 1,
