@@ -510,11 +510,16 @@ __global__ void __launch_bounds__(32 * kWarps * kTeams, kBlocksPerProcessor<kSiz
   }
 }
 
-// Shared memory of a block of one team with all leaves, and more than its static memory: 99 KiB are
-// all that a GPU of 8.6, 8.9 or 12.0 has.
+// Dynamic shared memory of a block.
 template <int kSize>
-constexpr int kMostStepBytes =
-    Levels(kLeaves) * kWarps * Sums<kSize>::kVectors * 16 + 4 * kHeads * (kSize + 8);
+constexpr int StepBytes(int cluster, int teams) {
+  return 16 * (Levels(kLeaves / (cluster * teams)) * kWarps * teams * Sums<kSize>::kVectors +
+               MostSentVectors(Sums<kSize>::kTiles, cluster));
+}
+// Of a block that is alone, with more than its static memory: others have less. 99 KiB are all that
+// a GPU of 8.6, 8.9 or 12.0 has.
+template <int kSize>
+constexpr int kMostStepBytes = StepBytes<kSize>(1, 1) + 4 * kHeads * (kSize + 8);
 
 template <class T, int kSize>
 Status LaunchStep(const Call& call, const Problem& p, const Operands<T>& x) {
@@ -533,13 +538,14 @@ Status LaunchStep(const Call& call, const Problem& p, const Operands<T>& x) {
   };
   while (architecture >= 90 && cluster < kLeaves && cluster * Keys::kPiece < p.rows && grows())
     cluster *= 2;
+  constexpr int kMost = StepBytes<kSize>(1, 1);
+  static_assert(StepBytes<kSize>(2, 1) <= kMost && StepBytes<kSize>(4, 1) <= kMost &&
+                StepBytes<kSize>(8, 1) <= kMost);
   const auto launch = [&](auto teams, auto in_cluster) {
     constexpr int kTeams = decltype(teams)::value;
     Grid grid{blocks * cluster, dim3(32 * kWarps * kTeams)};
     grid.cluster = cluster;
-    grid.shared_bytes =
-        16 * (Levels(kLeaves / (cluster * kTeams)) * kWarps * kTeams * Sums<kSize>::kVectors +
-              MostSentVectors(Sums<kSize>::kTiles, cluster));
+    grid.shared_bytes = StepBytes<kSize>(cluster, kTeams);
     // Few blocks do not have enough memory under way; more under way slows many down.
     const bool is_ahead = grid.blocks <= processors / 2;
     return LaunchKernel(StepKernel<T, kSize, kTeams, decltype(in_cluster)::value>, Dependent(grid),
@@ -548,9 +554,7 @@ Status LaunchStep(const Call& call, const Problem& p, const Operands<T>& x) {
   constexpr std::integral_constant<int, 1> kOneTeam{};
   if constexpr (kHeld == 2) {
     // Where clusters of two would nearly fill the device, one block of two teams is faster.
-    static_assert(2 * Levels(kLeaves / 2) * kWarps * Sums<kSize>::kVectors * 16 +
-                      4 * kHeads * (kSize + 8) <=
-                  99 << 10);  // all that a GPU of 12.0 has
+    static_assert(StepBytes<kSize>(1, 2) + 4 * kHeads * (kSize + 8) <= 99 << 10);
     if (cluster == 2 && 5 * blocks >= 2 * processors) {
       cluster = 1;
       return launch(std::integral_constant<int, 2>{}, std::false_type{});

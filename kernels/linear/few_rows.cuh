@@ -393,7 +393,8 @@ Status LaunchTiles(const Call& call, const Blocks<T, kBits, kHasZero>& weight,
   const int parts = (task.m + 8 * kTiles - 1) / (8 * kTiles);
   // Blocks of a processor, of so many rows of the weight.
   const auto each = [&](int rows) {
-    return static_cast<int>((std::int64_t{task.n} * parts / rows + processors - 1) / processors);
+    const std::int64_t blocks = std::int64_t{(task.n + rows - 1) / rows} * parts;
+    return static_cast<int>((blocks + processors - 1) / processors);
   };
   const bool is_narrow = task.n < 3072, is_few = task.n <= 4224;  // for all processors
   const bool is_short = task.chunks <= 32;

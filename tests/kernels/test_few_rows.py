@@ -192,8 +192,9 @@ def test_values_and_bits(n: int, k: int, kind: str, dtype: torch.dtype) -> None:
 def test_bits_of_wide_products(kind: str) -> None:
     """Which kernel runs depends on the blocks that a processor gets, so on the rows, but no bit does."""
     processors = torch.cuda.get_device_properties(0).multi_processor_count
-    sizes = [(32 * processors * each - 16, 160) for each in range(3, 10)]
-    for n, k in [(4112, 4160), (8208, 4160), (65552, 64)] if kind == "dense" else sizes:
+    sizes = [(32 * processors * each - 16, 1184) for each in range(3, 10)]  # warps have several chunks
+    dense = [(4112, 4160), (8208, 1088), (8208, 4160), (65552, 1088)]
+    for n, k in dense if kind == "dense" else sizes:
         linear, swiglu, weight = calls(k, n, torch.float16, kind)
         most = 32 if kind == "dense" else 64
         x = random(most, k, dtype=torch.float16, device="cuda")
