@@ -10,6 +10,7 @@
 #include "twinop/linear/product.cuh"
 #include "twinop/math/gelu.h"
 #if defined(TWINOP_SM90A)
+#include "twinop/linear/few_rows_hopper.cuh"
 #include "twinop/linear/fused.cuh"
 #else
 namespace twinop::linear::fused {

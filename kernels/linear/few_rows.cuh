@@ -6,9 +6,9 @@
 // more of them can be under way (docs/tuning.md).
 //
 // The columns are divided among `ways`: way v sums the chunks v, v + ways, ..., and the ways' sums
-// are added up in order. ways depends on n, k, the kind of weight and the device, so a row of y
-// has the same bits whatever else is in x. Each way is a warp, so that all processors read, but for
-// many rows a warp may take two ways.
+// are added up in order, in 16 bits four by four where the weight has few rows. ways depends on n,
+// k, the kind of weight and the device, so a row of y has the same bits whatever else is in x. Each
+// way is a warp, so that all processors read, but for many rows a warp may take two ways.
 #pragma once
 
 #include <algorithm>
@@ -36,6 +36,9 @@ inline Active ActiveOf(std::string_view name) {
          : name == "silu"      ? Active::kSilu
                                : Active::kNone;
 }
+
+// Whether the sums of four ways are added up first: blocks of few_rows_hopper.cuh share those out.
+__device__ __host__ constexpr bool InFours(int n) { return n < 8192; }
 
 template <class T>
 struct Task {
@@ -65,17 +68,21 @@ __device__ __forceinline__ float Activated(float x, Active active) {
   return RarelyActivated(x, active);
 }
 
-// Stores a result, given its sum and, if `p.is_gated`, that of its partner.
+// y at a place, given its sum and, if `p.is_gated`, that of its partner.
 template <class T>
-__device__ __forceinline__ void Store(const Task<T>& p, int row, int column, float sum,
-                                      float other) {
-  const int columns = p.is_gated ? p.n / 2 : p.n;
-  const std::int64_t place = static_cast<std::int64_t>(row) * columns + column;
+__device__ __forceinline__ float ResultAt(const Task<T>& p, std::int64_t place, int column,
+                                          float sum, float other) {
   if (p.bias != nullptr) sum += ToCompute(p.bias[column]);
   if (p.residual != nullptr) sum += ToCompute(p.residual[place]);
-  float y = Activated(sum, p.active);
-  if (p.is_gated) y *= p.bias == nullptr ? other : other + ToCompute(p.bias[column + columns]);
-  Round(y, &p.y[place]);
+  const float y = Activated(sum, p.active);
+  if (!p.is_gated) return y;
+  return y * (p.bias == nullptr ? other : other + ToCompute(p.bias[column + p.n / 2]));
+}
+
+// Divides by the root mean square. The product is rounded: all kernels have the same bits.
+template <class T>
+__device__ __forceinline__ float Normed(const Task<T>& p, float sum, float squares) {
+  return __fmul_rn(sum, rsqrtf(__fmaf_rn(squares, p.inverse_k, p.rms_eps)));
 }
 
 // sums[m] += 16 rows of the weight times 8 rows of x, along a slice.
@@ -287,9 +294,13 @@ static __global__ void __launch_bounds__(kWarps * 32, kBlocks)
   keep_sums(way + (kTurns - 1) * kWarps);
   __syncthreads();
   const auto sum_at = [&](int at) {
-    float sum = 0;
+    float sum = 0, four = 0;
 #pragma unroll
-    for (int v = 0; v < kWays; ++v) sum += sums_of(v)[at];
+    for (int v = 0; v < kWays; ++v) {
+      four += sums_of(v)[at];
+      if (v + 1 < kWays && !(kIsCopied && v % 4 == 3 && InFours(p.n))) continue;
+      sum += four, four = 0;
+    }
     return sum;
   };
   const int width = own * 8, rows = p.m - first_row < kRows ? p.m - first_row : kRows;
@@ -297,11 +308,15 @@ static __global__ void __launch_bounds__(kWarps * 32, kBlocks)
 #pragma unroll 1
   for (int i = static_cast<int>(threadIdx.x); i < rows * width; i += kWarps * 32) {
     const int row = i >> shift, at = i & (width - 1), column = first_group * 8 + at;
-    float scale = 1;
-    if (kIsNormed) scale = rsqrtf(sum_at(row * kWidth + 8 * kGroups) * p.inverse_k + p.rms_eps);
-    if (column < groups * 8)
-      Store(p, first_row + row, column, scale * sum_at(row * kWidth + at),
-            p.is_gated ? scale * sum_at(row * kWidth + at + width) : 0.0f);
+    if (column >= groups * 8) continue;
+    float sum = sum_at(row * kWidth + at);
+    float other = p.is_gated ? sum_at(row * kWidth + at + width) : 0.0f;
+    if (kIsNormed) {
+      const float squares = sum_at(row * kWidth + 8 * kGroups);
+      sum = Normed(p, sum, squares), other = Normed(p, other, squares);
+    }
+    const std::int64_t place = static_cast<std::int64_t>(first_row + row) * (groups * 8) + column;
+    Round(ResultAt(p, place, column, sum, other), &p.y[place]);
   }
 }
 
@@ -347,6 +362,11 @@ int WaysOf(const Blocks<T, kBits, kHasZero>&, const Task<T>& task) {
   return task.n >= 3072 && (task.n > 4224 || task.k < 4096) ? 8 : 16;
 }
 
+// The kernel of few_rows_hopper.cuh.
+template <class T>
+Status LaunchWide(const Call& call, const Dense<T>& weight, const Task<T>& task, int ways,
+                  bool* done);
+
 // The other settings are as measured on an H200 (docs/tuning.md). They change how fast a call is.
 // A block of four tiles reads as much of x as of the weight.
 template <int kTiles, class T>
@@ -357,6 +377,11 @@ Status LaunchTiles(const Call& call, const Dense<T>& weight, const Task<T>& task
   const bool is_narrow = task.n < 3072, is_short = task.chunks <= 32;
   const int ways = WaysOf(weight, task, has_room);
   if constexpr (kTiles == 4) {
+#if defined(TWINOP_SM90A)
+    bool done = false;
+    if (task.m > 32) TWINOP_RETURN_IF_ERROR(LaunchWide(call, weight, task, ways, &done));
+    if (done) return {};
+#endif
     if (ways == 4) return LaunchNarrow<4, kTiles, 4, 2, 4>(call, weight, task);
     if (ways == 8)
       return task.n < 8192 || task.n >= kVocabulary

@@ -30,6 +30,14 @@ __device__ __forceinline__ std::uint64_t Operand(const void* matrix) {
   return kSwizzle128 | kEightRows | kUnused | (SharedAddress(matrix) & 0x3FFFF) >> 4;
 }
 
+// The same without a swizzle: 8 x 8 elements lie together, those of the next 8 rows behind them,
+// and those of the next 8 columns `step` bytes behind.
+__device__ __forceinline__ std::uint64_t PlainOperand(const void* matrix, int step) {
+  constexpr std::uint64_t kEightRows = std::uint64_t{128 >> 4} << 32;
+  return kEightRows | static_cast<std::uint64_t>(step >> 4) << 16 |
+         (SharedAddress(matrix) & 0x3FFFF) >> 4;
+}
+
 #define TWINOP_FOUR(d, i) "+f"(d[i]), "+f"(d[(i) + 1]), "+f"(d[(i) + 2]), "+f"(d[(i) + 3])
 #define TWINOP_SIXTEEN(d, i) \
   TWINOP_FOUR(d, i), TWINOP_FOUR(d, (i) + 4), TWINOP_FOUR(d, (i) + 8), TWINOP_FOUR(d, (i) + 12)
@@ -66,6 +74,28 @@ __device__ __forceinline__ void Multiply(std::uint64_t a, std::uint64_t b, bool 
   }
 }
 
+#define TWINOP_MULTIPLY_ROWS(type)                                                              \
+  asm volatile(                                                                                 \
+      "{\n.reg .pred adds;\nsetp.ne.b32 adds, %37, 0;\n"                                        \
+      "wgmma.mma_async.sync.aligned.m64n64k16.f32." type "." type                               \
+      " {%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, " \
+      "%19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31}, "                      \
+      "{%32, %33, %34, %35}, %36, adds, 1, 1, 0;\n}"                                            \
+      : TWINOP_SIXTEEN(d, 0), TWINOP_SIXTEEN(d, 16)                                             \
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(static_cast<int>(adds)))
+
+// The same for b [64, 16], with a in registers: of rows g and g + 8 of the warp's 16 a lane has
+// columns 2 t and 2 t + 1, and those 8 later, in the order of MultiplyAdd (tensor_core.cuh).
+template <class T>
+__device__ __forceinline__ void MultiplyRows(const std::uint32_t (&a)[4], std::uint64_t b,
+                                             bool adds, float (&d)[32]) {
+  if constexpr (std::is_same_v<T, Half>) {
+    TWINOP_MULTIPLY_ROWS("f16");
+  } else {
+    TWINOP_MULTIPLY_ROWS("bf16");
+  }
+}
+
 __device__ __forceinline__ void BeginProducts() {
   asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
 }
@@ -79,12 +109,14 @@ __device__ __forceinline__ void WaitForProducts() {
 }
 
 // Waits until all products are done, which is where the compiler may use their sums.
-__device__ __forceinline__ void WaitForProducts(float (&sums)[128]) {
+template <int kCount>
+__device__ __forceinline__ void WaitForProducts(float (&sums)[kCount]) {
   WaitForProducts<0>();
 #pragma unroll
   for (float& sum : sums) asm volatile("" : "+f"(sum)::"memory");
 }
 
+#undef TWINOP_MULTIPLY_ROWS
 #undef TWINOP_MULTIPLY
 #undef TWINOP_REGISTERS
 #undef TWINOP_SIXTY_FOUR

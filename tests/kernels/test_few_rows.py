@@ -193,16 +193,20 @@ def test_bits_of_wide_products(kind: str) -> None:
     """Which kernel runs depends on the blocks that a processor gets, so on the rows, but no bit does."""
     processors = torch.cuda.get_device_properties(0).multi_processor_count
     sizes = [(32 * processors * each - 16, 1184) for each in range(3, 10)]  # warps have several chunks
-    dense = [(4112, 4160), (8208, 1088), (8208, 4160), (65552, 1088)]
-    for n, k in dense if kind == "dense" else sizes:
+    is_dense = kind == "dense"
+    dense = [(4112, 4160), (8208, 1088), (8208, 4160), (65552, 1088), (2064, 8256), (6160, 4160)]
+    for n, k in dense if is_dense else sizes:
         linear, swiglu, weight = calls(k, n, torch.float16, kind)
-        most = 32 if kind == "dense" else 64
+        most = 130 if is_dense else 64
         x = random(most, k, dtype=torch.float16, device="cuda")
-        for call in (linear, swiglu):
-            alone = torch.cat([call(x[i : i + 1]) for i in range(most)])
-            for rows in ROWS if kind == "dense" else ROWS + MORE:
-                assert torch.equal(call(x[:rows]), alone[:rows]), (n, rows)
-            if call is linear:
+        for call, eps in itertools.product((linear, swiglu), (0.0, 1e-3) if is_dense else (0.0,)):
+            more = {"rms_eps": eps} if eps else {}
+            alone = torch.cat([call(x[i : i + 1], **more) for i in range(most)])
+            for rows in ROWS if is_dense else ROWS + MORE:
+                assert torch.equal(call(x[:rows], **more), alone[:rows]), (n, rows)
+            for rows in (33, 64, most) if is_dense else ():
+                assert torch.equal(call(x[:rows], invariant=True, **more), alone[:rows]), (n, rows)
+            if call is linear and not eps:
                 wide = x.double()
                 assert close(alone, wide @ weight.mT, wide.abs() @ weight.abs().mT)
 

@@ -1,6 +1,6 @@
-"""nms of examples/nms beside torchvision's.
+"""nms beside torchvision's.
 
-python lab/nms.py --output lab/results
+python examples/nms/measure_nms.py --output lab/results
 """
 
 import sys
@@ -13,9 +13,8 @@ import torch
 import typer
 from torch import Tensor
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples/nms"))
-from nms import in_numpy  # type: ignore[import-not-found]
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+from nms import in_numpy
 
 from twinop import torch_op
 from twinop.bench import runtime

@@ -1,6 +1,6 @@
-"""append_kv of examples/kv_cache beside a kernel written by hand with the same accesses.
+"""append_kv beside a kernel written by hand with the same accesses.
 
-python lab/kv_cache.py --output lab/results
+python examples/kv_cache/measure_kv_cache.py --output lab/results
 """
 
 import sys
@@ -13,10 +13,9 @@ import torch
 import typer
 from torch import Tensor
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples/kv_cache"))
-from attention import turned  # type: ignore[import-not-found]
-from kv_cache import tables  # type: ignore[import-not-found]
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+from attention import turned
+from kv_cache import tables
 
 from twinop import torch_op
 from twinop.bench import runtime
