@@ -14,8 +14,8 @@ import typer
 from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-from attention import turned
-from kv_cache import tables
+from attention import turned  # type: ignore[import-not-found]
+from kv_cache import tables  # type: ignore[import-not-found]
 
 from twinop import torch_op
 from twinop.bench import runtime

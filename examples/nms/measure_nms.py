@@ -14,7 +14,7 @@ import typer
 from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-from nms import in_numpy
+from nms import in_numpy  # type: ignore[import-not-found]
 
 from twinop import torch_op
 from twinop.bench import runtime

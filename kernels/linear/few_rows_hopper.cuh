@@ -167,7 +167,7 @@ static __global__ void __launch_bounds__(kWideThreads, 2)
   if (blocks > 1) {
     if (thread == 0) hopper::ArriveExpecting(received, kWideTiles * (kWideThreads * 16 + 8 * 4));
     __syncwarp();
-    hopper::ArriveInClusterRelaxed();
+    hopper::ArriveInClusterRelaxed();  // all that was read is in registers
     hopper::WaitInCluster();
   }
   const auto give = [&](const auto& value, auto* at, int tile) {
@@ -237,6 +237,10 @@ Status LaunchWide(const Call& call, const Dense<T>& weight, const Task<T>& task,
   const int stages = grid.blocks <= (blocks == 1 ? processors : processors * 3 / 4) ? 6 : 3;
   grid.shared_bytes = WideBytes(stages);
   grid.cluster = blocks;
+  int resident = 0;
+  if (blocks > 1) TWINOP_RETURN_IF_ERROR(ResidentClusters(WideKernel<T>, grid, &resident));
+  *done = blocks == 1 || resident > 0;  // a part of a GPU may hold no cluster
+  if (!*done) return {};
   return LaunchKernel(WideKernel<T>, Dependent(grid, INT32_MAX), call, x, rows, task, ways, stages,
                       blocks);
 }

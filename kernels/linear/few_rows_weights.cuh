@@ -20,12 +20,11 @@ __device__ __forceinline__ uint4 LoadOnce(const void* place) {
   return v;
 }
 
-// Copies 16 bytes to shared memory while the thread goes on; L2 fetches the kFetched bytes around.
-template <int kFetched = 256>
+// Copies 16 bytes to shared memory while the thread goes on.
 __device__ __forceinline__ void Copy(const void* from, uint4* to) {
-  asm volatile("cp.async.cg.shared.global.L2::%2B [%0], [%1], 16;" ::"r"(
+  asm volatile("cp.async.cg.shared.global.L2::256B [%0], [%1], 16;" ::"r"(
                    static_cast<std::uint32_t>(__cvta_generic_to_shared(to))),
-               "l"(from), "n"(kFetched)
+               "l"(from)
                : "memory");
 }
 // Ends a group of copies.

@@ -153,7 +153,8 @@ __device__ __forceinline__ void Send(const T& value, T* place, Barrier* barrier,
 __device__ __forceinline__ void ArriveInCluster() {
   TWINOP_HOPPER_ASM("barrier.cluster.arrive.release.aligned;" :: : "memory");
 }
-// The same for blocks that have written nothing that others read: it waits for no memory.
+// The same, but what the block wrote before may not be visible to the others: it waits for no
+// memory.
 __device__ __forceinline__ void ArriveInClusterRelaxed() {
   TWINOP_HOPPER_ASM("barrier.cluster.arrive.relaxed.aligned;" :: : "memory");
 }

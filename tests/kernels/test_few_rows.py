@@ -22,7 +22,7 @@ from twinop.library import find_library
 from twinop.optimize.quantised import why_not
 from twinop.testing.one_node import body_session, make_session, one_node_model, run_bound
 
-LIBRARY = find_library("custom_ops")
+LIBRARY, CUDA = find_library("custom_ops"), torch.cuda.is_available()
 FORMS = list(itertools.product((4, 8), (32, 128), (False, True)))  # bits, block, zero points
 ROWS = (1, 2, 7, 8, 9, 15, 16, 17, 31, 32)
 MORE = (33, 63, 64)  # of a quantised weight
@@ -194,7 +194,14 @@ def test_bits_of_wide_products(kind: str) -> None:
     processors = torch.cuda.get_device_properties(0).multi_processor_count
     sizes = [(32 * processors * each - 16, 1184) for each in range(3, 10)]  # warps have several chunks
     is_dense = kind == "dense"
-    dense = [(4112, 4160), (8208, 1088), (8208, 4160), (65552, 1088), (2064, 8256), (6160, 4160)]
+    dense = [(4112, 4160), (8208, 1088), (8208, 4160), (65552, 1088)]
+    dense += [
+        (1440, 8256),
+        (2064, 8256),
+        (6160, 4160),
+        (2064, 64),
+        (2064, 320),
+    ]  # clusters, some without a chunk
     for n, k in dense if is_dense else sizes:
         linear, swiglu, weight = calls(k, n, torch.float16, kind)
         most = 130 if is_dense else 64
@@ -244,10 +251,11 @@ def test_products_that_norm_x(n: int, k: int, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("kind", ["dense", "4 32 1", "8 128 0"])
 def test_operands_of_any_alignment(kind: str) -> None:
     """Tensors that begin 2 bytes behind a vector give the same bits."""
-    linear, _, _ = calls(256, 64, torch.float16, kind)
-    x = random(12, 256, dtype=torch.float16, device="cuda")
-    moved = torch.empty(12 * 256 + 1, dtype=torch.float16, device="cuda")[1:].view(12, 256).copy_(x)
-    assert torch.equal(linear(moved), linear(x))
+    linear, _, _ = calls(256, 2048, torch.float16, kind)
+    x = random(192, 256, dtype=torch.float16, device="cuda")
+    moved = torch.empty(192 * 256 + 1, dtype=torch.float16, device="cuda")[1:].view(192, 256).copy_(x)
+    assert torch.equal(linear(moved[:12]), linear(x[:12]))
+    assert torch.equal(linear(moved, invariant=True), linear(x, invariant=True))
 
 
 @pytest.mark.cuda
@@ -264,26 +272,34 @@ def test_bits_in_onnxruntime() -> None:
     """A chain of products with constant weights, whose kernels overlap: each row as alone, and as torch's."""
     shapes = ((1024, 512), (512, 1024), (4096, 512))
     weights = [(random(*shape) / shape[1] ** 0.5).half() for shape in shapes]
-    nodes = [
-        linear_node([before, f"w{i}"], after, activation="gelu")
-        for i, (before, after) in enumerate((("x", "a"), ("a", "b"), ("b", "y")))
-    ]
-    model = model_of(nodes, ["m", 512], {f"w{i}": weight for i, weight in enumerate(weights)})
-    session = make_session(model, LIBRARY, "cuda")
-    x = random(32, 512, dtype=torch.float16, device="cuda")
+    named = {f"w{i}": weight for i, weight in enumerate(weights)}
+    x = random(384, 512, dtype=torch.float16, device="cuda")
     expected = x
     for weight in weights:
-        expected = torch_op.linear(expected, weight.cuda(), activation="gelu")
-
-    def run(rows: Tensor) -> Tensor:
-        y = torch.empty(len(rows), 4096, dtype=torch.float16, device="cuda")
-        run_bound(session, {"x": rows}, {"y": y})
-        return y
-
-    for rows in ROWS:
-        assert torch.equal(run(x[:rows]), expected[:rows]), rows
+        expected = torch_op.linear(expected, weight.cuda(), activation="gelu", invariant=True)
     turned = torch.randperm(32, device="cuda")
-    assert torch.equal(run(x[turned]), expected[turned])
+    for most, options in ((32, {}), (384, {"invariant": 1})):
+        nodes = [
+            linear_node([before, f"w{i}"], after, activation="gelu", **options)
+            for i, (before, after) in enumerate((("x", "a"), ("a", "b"), ("b", "y")))
+        ]
+        session = make_session(model_of(nodes, ["m", 512], named), LIBRARY, "cuda")
+        several: list[Any] = [*map(slice, (*ROWS, 33, 64, 384)), turned]
+        for rows in (each for each in several if len(x[each]) <= most):
+            y = torch.empty_like(expected[rows])
+            run_bound(session, {"x": x[rows]}, {"y": y})
+            assert torch.equal(y, expected[rows]), rows
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not CUDA or torch.cuda.get_device_capability() != (9, 0), reason="needs a Hopper GPU")
+@pytest.mark.parametrize("n", [2048, 16384])
+def test_many_rows_of_an_invariant_product_take_wgmma(n: int) -> None:
+    x, weight = (random(*shape, dtype=torch.float16, device="cuda") for shape in ((192, 512), (n, 512)))
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        torch_op.linear(x, weight, invariant=True)
+        torch.cuda.synchronize()
+    assert any("WideKernel" in event.name for event in profile.events())
 
 
 @pytest.mark.cuda
