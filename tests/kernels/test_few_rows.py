@@ -195,13 +195,8 @@ def test_bits_of_wide_products(kind: str) -> None:
     sizes = [(32 * processors * each - 16, 1184) for each in range(3, 10)]  # warps have several chunks
     is_dense = kind == "dense"
     dense = [(4112, 4160), (8208, 1088), (8208, 4160), (65552, 1088)]
-    dense += [
-        (1440, 8256),
-        (2064, 8256),
-        (6160, 4160),
-        (2064, 64),
-        (2064, 320),
-    ]  # clusters, some without a chunk
+    # These take clusters, and the last two have blocks without a chunk.
+    dense += [(1440, 8256), (2064, 8256), (6160, 4160), (2064, 64), (2064, 320)]
     for n, k in dense if is_dense else sizes:
         linear, swiglu, weight = calls(k, n, torch.float16, kind)
         most = 130 if is_dense else 64

@@ -11,6 +11,7 @@ import torch
 from same_bits import assert_same_bits
 from samples import ALL, RECORDS, library_of, make_sample, run_in_torch, samples, values
 
+from twinop import torch_op
 from twinop.op_spec import OpSpec
 from twinop.testing.one_node import make_session, one_node_model, run_bound
 from twinop.torch_op.rules import as_tuple
@@ -48,6 +49,14 @@ def test_the_kernel_of_middle_sizes() -> None:
     """A tensor of 8 MiB gives each thread four vectors and leaves a tail."""
     cpu = torch.arange(-(1 << 20), (1 << 20) + 3, dtype=torch.float32)
     assert_same_values(ops.relu(cpu.cuda()), ops.relu(cpu))
+
+
+@pytest.mark.parametrize("n", [2064, 16400])
+def test_invariant_products_of_many_rows(n: int) -> None:
+    """With and without clusters; no block is full at the edges."""
+    x, weight = (torch.randn(rows, 128).half().cuda() for rows in (200, n))
+    y = torch_op.linear(x, weight, rms_eps=1e-3, invariant=True).cpu()
+    assert_same_bits(y[:3], torch_op.linear(x[:3], weight, rms_eps=1e-3).cpu(), f"{n} columns")
 
 
 @pytest.mark.parametrize("record", watched(RECORDS), ids=list(RECORDS))
