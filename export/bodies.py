@@ -133,13 +133,13 @@ _ZERO_BIAS = DefaultInput(0, lambda attributes: int(attributes["layout"] == "kn"
 
 
 @body(defaults={"bias": _ZERO_BIAS})
-def linear(op, x, weight, bias, residual, *, activation, layout, invariant, rms_eps):
+def linear(op, x, weight, bias, residual, *, activation, layout, invariant, rms_eps, few_rows):
     x = _normed(op, x, rms_eps)
     return _activated(op, _product(op, x, weight, bias, layout), residual, activation)
 
 
 @body(defaults={"bias": _ZERO_BIAS})
-def linear_swiglu(op, x, weight, bias, *, activation, layout, invariant, rms_eps):
+def linear_swiglu(op, x, weight, bias, *, activation, layout, invariant, rms_eps, few_rows):
     x = _normed(op, x, rms_eps)
     packed = _product(op, x, weight, bias, layout)
     return _by_value(op, activation, lambda op, value: _gated(op, packed, value))

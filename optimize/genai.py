@@ -117,16 +117,14 @@ def optimize_folder(
             shutil.copytree(source, folder, ignore=ignored, copy_function=shutil.copyfile)
             (folder / decoder["filename"]).parent.mkdir(parents=True, exist_ok=True)
             search = config.get("search", {})  # with several beams genai's caches grow
-            shares = search.get("past_present_share_buffer") and search.get("num_beams", 1) == 1
-            options["shared_caches"] = bool(shares)
-            report = optimize(
-                model, folder / decoder["filename"], device=device, library=own or None, **options
-            )
+            shares = bool(search.get("past_present_share_buffer") and search.get("num_beams", 1) == 1)
+            options |= {"shared_caches": shares, "device": device, "library": own or None}
+            report = optimize(model, folder / decoder["filename"], **options)
             settings.pop(_LIBRARY, None)
             if report.libraries:
                 settings[_LIBRARY] = _place_libraries(report.libraries, folder)
-            entries = settings.get("provider_options", [])
-            entries = [each for each in entries if "cuda" in map(str.lower, each)]
+            providers = settings.get("provider_options", [])
+            entries = [each for each in providers if "cuda" in map(str.lower, each)]
             entries = entries or [{"cuda": {"enable_cuda_graph": "0"}}]
             settings["provider_options"] = entries if device == "cuda" else []
             (folder / CONFIG).write_text(json.dumps(config, indent=4) + "\n", encoding="utf-8")

@@ -1,7 +1,8 @@
 """Lets products add up in one order for any number of rows: `twinop optimize --invariant`.
 
 Matches: CustomLinear, CustomLinearSwiglu, CustomLinearQ and CustomLinearQSwiglu, in the model in 16 bits.
-Writes: their attribute `invariant`.
+Writes: their attribute `invariant`. Without the option, in models with attention over a cache, `few_rows` of
+the first two, so that a step of up to 64 sequences has one order; the other two have it anyway.
 Leaves alone, and names: products without such a kernel, and other nodes whose sums or choices may depend on
 the batch.
 """
@@ -21,7 +22,12 @@ _OF_INTEGERS = re.compile("Integer$|^QLinear")
 
 
 def rewrite(context: g.RewriteContext) -> None:
-    for node in context.graph.all_nodes() if context.graph.meta.get(INVARIANT) else ():
+    if not context.graph.meta.get(INVARIANT):
+        for op in ("linear", "linear_swiglu") if context.op_nodes("attention_cached") else ():
+            for node in context.op_nodes(op):
+                node.attributes["few_rows"] = ir.AttrInt64("few_rows", 64)
+        return
+    for node in context.graph.all_nodes():
         is_product = node.domain == DOMAIN and node.op_type.startswith("CustomLinear")
         if reason := why_no_product(node) if is_product else _why_not(node):
             context.left[f"{node.op_type}: not invariant: {reason}"] += 1

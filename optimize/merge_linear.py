@@ -40,6 +40,7 @@ def is_plain(node: ir.Node) -> bool:
     return (
         g.attribute(node, "activation", "none") == "none"
         and not any(g.attribute(node, name, 0) for name in ("rms_eps", "invariant"))
+        and g.attribute(node, "few_rows", 32) == 32
         and g.attribute(node, "layout", LAYOUT) == LAYOUT
         and len(constants) <= 2
         and all(g.is_constant(each) for each in constants)

@@ -31,8 +31,9 @@ and bf16 rows.
 `linear(x, weight, bias, residual)` is activation(x W + bias + residual). In `linear_swiglu`, x W + bias is a
 gate and then as many others, and the result activation(gate) * others. With layout "nk" the weight is as in
 torch's layers, with "kn" as in ONNX. With `rms_eps`, x is first divided by sqrt(mean(x^2) + rms_eps). On CUDA
-the process's cuBLASLt computes the product. TF32 is used for fp32 only if the environment says TWINOP_TF32=1
-before the first product.
+the process's cuBLASLt computes the product; in 16 bits, layout "nk", K a multiple of 64 and N of 16, for up
+to `few_rows` rows a kernel in which a row's bits do not depend on the others. TF32 is used for fp32 only if
+the environment says TWINOP_TF32=1 before the first product.
 
 The ids of `embed_layer_norm` are -V to V - 1 for a table of V rows, as in ONNX's Gather. Others are an error
 on the CPU and in the function body. A CUDA kernel cannot report one without waiting for the GPU: it reads the

@@ -25,7 +25,7 @@ _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-def _normed(x: Tensor, rms_eps: float = 0, **_: bool) -> Tensor:
+def _normed(x: Tensor, rms_eps: float = 0, **_: float) -> Tensor:
     return functions["rms_norm"](x, None, -1, rms_eps) if rms_eps > 0 else x
 
 

@@ -2,6 +2,8 @@
 // and twinop's kernels the rest; or one kernel computes both (few_rows.cuh, fused.cuh).
 #pragma once
 
+#include <algorithm>
+#include <cstdint>
 #include <string_view>
 
 #include "twinop/elementwise.h"
@@ -145,12 +147,26 @@ Status WithOperands(const CallOf<Op>& call, const Body& compute) {
 template <class Op>
 Status RunOneKernel(const CallOf<Op>& call, Operands* at, const Sizes& sizes, const Tensor& y,
                     std::string_view activation, bool gated, bool* done) {
+  constexpr int kChunk = few_rows::Dense<Half>::kSlices * few_rows::kSlice;
   const bool is_constant = Constants<Op>::HasWeight(call) && !at->weight.is_moved();
   const auto rms_eps = AttributeOf<float>(call, "rms_eps"_name);
   const auto is_invariant = AttributeOf<bool>(call, "invariant"_name);
-  TWINOP_RETURN_IF_ERROR(few_rows::Run(call, *at, sizes, y.dtype, activation, gated, is_constant,
-                                       is_invariant, rms_eps, y.data, done));
-  if (*done) return {};
+  const auto few = std::min(kMostRows, AttributeOf<std::int64_t>(call, "few_rows"_name));
+  int major = 0;
+  TWINOP_RETURN_IF_ERROR(DeviceAttribute<cudaDevAttrComputeCapabilityMajor>(&major));
+  *done = major >= 8 && sizes.m <= (is_invariant ? kMostRows : few) && Info(y.dtype).size == 2 &&
+          !sizes.is_kn && sizes.k > 0 && sizes.k % kChunk == 0 && few_rows::Fits(sizes, gated);
+  if (*done) {
+    const auto run = [&](auto tag) {
+      using T = typename decltype(tag)::Type;
+      const few_rows::Dense<T> weight{static_cast<const T*>(at->weight.data), sizes.k};
+      const int chunks = static_cast<int>(sizes.k / kChunk);
+      return few_rows::Launch(
+          call, weight,
+          few_rows::TaskOf<T>(*at, sizes, activation, gated, is_constant, chunks, rms_eps, y.data));
+    };
+    return y.dtype == DType::kFloat16 ? run(Tag<Half>{}) : run(Tag<BFloat16>{});
+  }
   if (is_invariant)
     return Status::Error(
         "K is " + std::to_string(sizes.k) + " and N " + std::to_string(sizes.n) +

@@ -30,11 +30,8 @@ namespace twinop::linear::few_rows {
 enum class Active : int { kNone, kRelu, kGelu, kTanhGelu, kSilu };
 
 inline Active ActiveOf(std::string_view name) {
-  return name == "relu"        ? Active::kRelu
-         : name == "gelu"      ? Active::kGelu
-         : name == "gelu_tanh" ? Active::kTanhGelu
-         : name == "silu"      ? Active::kSilu
-                               : Active::kNone;
+  constexpr std::string_view kNames[] = {"none", "relu", "gelu", "gelu_tanh", "silu"};
+  return static_cast<Active>(std::find(kNames, kNames + 5, name) - kNames);
 }
 
 // Whether the sums of four ways are added up first: blocks of few_rows_hopper.cuh share those out.
@@ -68,12 +65,12 @@ __device__ __forceinline__ float Activated(float x, Active active) {
   return RarelyActivated(x, active);
 }
 
-// y at a place, given its sum and, if `p.is_gated`, that of its partner.
+// y in a column, given its sum and, if `p.is_gated`, that of its partner.
 template <class T>
-__device__ __forceinline__ float ResultAt(const Task<T>& p, std::int64_t place, int column,
+__device__ __forceinline__ float ResultAt(const Task<T>& p, const T* residual, int column,
                                           float sum, float other) {
   if (p.bias != nullptr) sum += ToCompute(p.bias[column]);
-  if (p.residual != nullptr) sum += ToCompute(p.residual[place]);
+  if (p.residual != nullptr) sum += ToCompute(*residual);
   const float y = Activated(sum, p.active);
   if (!p.is_gated) return y;
   return y * (p.bias == nullptr ? other : other + ToCompute(p.bias[column + p.n / 2]));
@@ -166,7 +163,7 @@ static __global__ void __launch_bounds__(kWarps * 32, kBlocks)
 #pragma unroll
       for (int r = 0; r < kGroups; ++r)
         weight.Load(from[r], column < p.k ? column : 0, copies(stage, r), &fragments[stage][r]);
-    if (kIsCopied) EndCopies();  // empty ones, too: they are counted
+    if (kIsCopied) __pipeline_commit();  // empty ones, too: they are counted
   };
   const auto load_first = [&] {
 #pragma unroll
@@ -316,7 +313,8 @@ static __global__ void __launch_bounds__(kWarps * 32, kBlocks)
       sum = Normed(p, sum, squares), other = Normed(p, other, squares);
     }
     const std::int64_t place = static_cast<std::int64_t>(first_row + row) * (groups * 8) + column;
-    Round(ResultAt(p, place, column, sum, other), &p.y[place]);
+    const T* const residual = p.residual == nullptr ? nullptr : p.residual + place;
+    Round(ResultAt(p, residual, column, sum, other), &p.y[place]);
   }
 }
 
@@ -341,12 +339,6 @@ Status LaunchNarrow(const Call& call, const Weight& weight,
   return launch(std::false_type{});
 }
 
-template <int kGroups, int kWarps, int kStages, int kBlocks, class Weight>
-Status LaunchEager(const Call& call, const Weight& weight,
-                   const Task<typename Weight::Type>& task) {
-  return LaunchNarrow<kGroups, 1, kWarps, kStages, kBlocks, 1, true>(call, weight, task);
-}
-
 inline constexpr int kVocabulary = 65536;  // as many rows has the logits' weight, or more
 
 // The ways decide the bits: they do not depend on m. On some devices 32 have too little memory.
@@ -362,11 +354,6 @@ int WaysOf(const Blocks<T, kBits, kHasZero>&, const Task<T>& task) {
   return task.n >= 3072 && (task.n > 4224 || task.k < 4096) ? 8 : 16;
 }
 
-// The kernel of few_rows_hopper.cuh.
-template <class T>
-Status LaunchWide(const Call& call, const Dense<T>& weight, const Task<T>& task, int ways,
-                  bool* done);
-
 // The other settings are as measured on an H200 (docs/tuning.md). They change how fast a call is.
 // A block of four tiles reads as much of x as of the weight.
 template <int kTiles, class T>
@@ -378,7 +365,7 @@ Status LaunchTiles(const Call& call, const Dense<T>& weight, const Task<T>& task
   const int ways = WaysOf(weight, task, has_room);
   if constexpr (kTiles == 4) {
 #if defined(TWINOP_SM90A)
-    bool done = false;
+    bool done = false;  // in few_rows_hopper.cuh
     if (task.m > 32) TWINOP_RETURN_IF_ERROR(LaunchWide(call, weight, task, ways, &done));
     if (done) return {};
 #endif
@@ -426,15 +413,16 @@ Status LaunchTiles(const Call& call, const Blocks<T, kBits, kHasZero>& weight,
   const int ways = WaysOf(weight, task);
   if constexpr (kTiles == 1) {
     if (ways == 4) {
-      if (each(32) <= (kHas4Bits ? 4 : 5)) return LaunchEager<4, 4, 1, 4>(call, weight, task);
+      if (each(32) <= (kHas4Bits ? 4 : 5))
+        return LaunchNarrow<4, 1, 4, 1, 4, 1, true>(call, weight, task);
       if (each(32) == 6) return LaunchNarrow<4, kTiles, 4, 1, 6>(call, weight, task);
       return each(32) == 7 ? LaunchNarrow<4, kTiles, 4, 1, 7>(call, weight, task)
                            : LaunchNarrow<4, kTiles, 4, 1, 4>(call, weight, task);
     }
     if constexpr (kHas4Bits) {
       if (ways == 8 && (!is_few || task.chunks <= 16))
-        return LaunchEager<4, 8, 1, 2>(call, weight, task);
-      if (ways == 16 && is_short) return LaunchEager<4, 16, 1, 1>(call, weight, task);
+        return LaunchNarrow<4, 1, 8, 1, 2, 1, true>(call, weight, task);
+      if (ways == 16 && is_short) return LaunchNarrow<4, 1, 16, 1, 1, 1, true>(call, weight, task);
       // Few registers, so that the next kernels begin beside this one.
       if (ways == 16 && !is_narrow) return LaunchNarrow<2, kTiles, 16, 2, 2>(call, weight, task);
     }
@@ -496,26 +484,6 @@ Task<T> TaskOf(const Operands& at, const Sizes& sizes, std::string_view activati
 inline bool Fits(const Sizes& sizes, bool gated) {
   constexpr std::int64_t kMost = INT32_MAX / 4;
   return sizes.n % (gated ? 16 : 8) == 0 && sizes.n <= kMost && sizes.k <= kMost;
-}
-
-// Computes y, or linear_swiglu's if `gated`. Sets `*done` to false, and does nothing, where other
-// kernels are needed. For the same n, k and dtype it is done for every m up to kFewRows or none.
-inline Status Run(const Call& call, const Operands& at, const Sizes& sizes, DType dtype,
-                  std::string_view activation, bool gated, bool is_constant, bool is_invariant,
-                  float rms_eps, void* y, bool* done) {
-  constexpr int kChunk = Dense<Half>::kSlices * kSlice;
-  int major = 0;
-  TWINOP_RETURN_IF_ERROR(DeviceAttribute<cudaDevAttrComputeCapabilityMajor>(&major));
-  *done = major >= 8 && sizes.m <= (is_invariant ? kMostRows : kFewRows) && Info(dtype).size == 2 &&
-          !sizes.is_kn && sizes.k > 0 && sizes.k % kChunk == 0 && Fits(sizes, gated);
-  if (!*done) return {};
-  const auto run = [&](auto tag) {
-    using T = typename decltype(tag)::Type;
-    return Launch(call, Dense<T>{static_cast<const T*>(at.weight.data), sizes.k},
-                  TaskOf<T>(at, sizes, activation, gated, is_constant,
-                            static_cast<int>(sizes.k / kChunk), rms_eps, y));
-  };
-  return dtype == DType::kFloat16 ? run(Tag<Half>{}) : run(Tag<BFloat16>{});
 }
 
 }  // namespace twinop::linear::few_rows

@@ -25,9 +25,8 @@ inline constexpr int WideBytes(int stages) {
 
 // Chunks as a block takes them: those of a way, and then those of the next one.
 struct Turn {
-  int way, chunk;
+  int way, chunk = way;
 
-  __device__ __forceinline__ explicit Turn(int way) : way(way), chunk(way) {}
   __device__ __forceinline__ bool EndsWay(int ways, int chunks) const {
     return chunk + ways >= chunks;
   }
@@ -73,7 +72,7 @@ static __global__ void __launch_bounds__(kWideThreads, 2)
     hopper::Init(received, 1);
     hopper::FenceInit();
   }
-  Turn of_weight(first_way), of_x(first_way);
+  Turn of_weight{first_way}, of_x{first_way};
   const auto load_weight = [&](int stage) {
     if (of_weight.way >= end) return;
     char* const to = memory + stage * kStageBytes;
@@ -91,7 +90,6 @@ static __global__ void __launch_bounds__(kWideThreads, 2)
   };
   if (thread == 0 && p.is_constant)
     for (int s = 0; s < stages; ++s) load_weight(s);
-  LetNextKernelBegin();
   WaitUntilPreviousKernelEnds();
   if (thread == 0)
     for (int s = 0; s < stages; ++s) {
@@ -119,7 +117,7 @@ static __global__ void __launch_bounds__(kWideThreads, 2)
   float sums[kSums] = {}, total[kSums] = {};
   int stage = 0, free_stage = 0;
   std::uint32_t parity = 0;
-  Turn turn(first_way);
+  Turn turn{first_way};
   if (turn.way < end) place_x(0, 0, 0);
   for (int i = 0; turn.way < end; ++i) {
     __syncthreads();  // x is there, and all have read the chunk before
@@ -160,10 +158,21 @@ static __global__ void __launch_bounds__(kWideThreads, 2)
       for (int v = 0; v < kSums; ++v) total[v] += sums[v];
   }
 
-  __syncthreads();  // the stages are free
+  __syncthreads();  // the stages are free, and so is x
+  LetNextKernelBegin();
   // [block of the cluster, tile, thread], of the tiles that this block stores
   auto* const sums_of = reinterpret_cast<float4*>(memory);
   auto* const squares_of = reinterpret_cast<float*>(sums_of + kWideTiles * kWideThreads);
+  // [row, thread]: neighbours in a row, as a thread stores them
+  auto* const residual_of = reinterpret_cast<std::uint32_t*>(placed) + thread;
+  const int column = first_column + upper_row, begin = first_row + rank * tiles * 8 + 2 * t;
+  const auto place_of = [&](int row) { return std::int64_t{row} * columns + column; };
+  if (p.residual != nullptr && column < columns)
+#pragma unroll 1
+    for (int i = 0; i < 2 * tiles; ++i)
+      if (const int row = begin + i / 2 * 8 + i % 2; row < p.m)
+        __pipeline_memcpy_async(residual_of + i * kWideThreads, p.residual + place_of(row), 4);
+  __pipeline_commit();
   if (blocks > 1) {
     if (thread == 0) hopper::ArriveExpecting(received, kWideTiles * (kWideThreads * 16 + 8 * 4));
     __syncwarp();
@@ -182,11 +191,11 @@ static __global__ void __launch_bounds__(kWideThreads, 2)
          &sums_of[(rank * tiles + m % tiles) * kWideThreads + thread], m);
   if (g / 2 == t)
     give(all_squares, &squares_of[(rank * tiles + warp % tiles) * 8 + x_row % 8], warp);
+  WaitForCopies<0>();
   if (blocks == 1)
     __syncthreads();
   else
     hopper::WaitForCluster(received, 0);
-  const int column = first_column + upper_row;
   if (column >= columns) return;
 #pragma unroll 1
   for (int m = 0; m < tiles; ++m) {
@@ -199,18 +208,18 @@ static __global__ void __launch_bounds__(kWideThreads, 2)
     }
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-      const int row = first_row + (rank * tiles + m) * 8 + 2 * t + r;
+      const int row = begin + m * 8 + r;
       if (row >= p.m) return;
       float first = r == 0 ? sum.x : sum.y, second = r == 0 ? sum.z : sum.w;
       if (is_normed) first = Normed(p, first, square[r]), second = Normed(p, second, square[r]);
-      const std::int64_t at = static_cast<std::int64_t>(row) * columns + column;
+      const auto* const residual =
+          reinterpret_cast<const T*>(residual_of + (2 * m + r) * kWideThreads);
+      T* const y = p.y + place_of(row);
       alignas(4) T pair[2];
-      Round(ResultAt(p, at, column, first, second), &pair[0]);
-      if (!is_gated) Round(ResultAt(p, at + 1, column + 1, second, 0.0f), &pair[1]);
-      if (is_gated)
-        p.y[at] = pair[0];
-      else
-        *reinterpret_cast<std::uint32_t*>(&p.y[at]) = *reinterpret_cast<std::uint32_t*>(pair);
+      Round(ResultAt(p, residual, column, first, second), &pair[0]);
+      if (!is_gated) Round(ResultAt(p, residual + 1, column + 1, second, 0.0f), &pair[1]);
+      if (is_gated) *y = pair[0];
+      if (!is_gated) *reinterpret_cast<std::uint32_t*>(y) = *reinterpret_cast<std::uint32_t*>(pair);
     }
   }
 #else
@@ -228,18 +237,26 @@ Status LaunchWide(const Call& call, const Dense<T>& weight, const Task<T>& task,
   const std::int64_t parts = (task.m + 63) / 64;
   const int blocks = InFours(task.n) ? ways / 4 : 1;
   Grid grid{(task.n + 127) / 128 * parts * blocks, dim3(kWideThreads)};
+  constexpr auto kFetched = CU_TENSOR_MAP_L2_PROMOTION_L2_128B;  // what lies beside is read later
   CUtensorMap x, rows;
-  *done = major == 9 && 3 * grid.blocks >= 2 * processors &&
+  *done = major == 9 && 2 * grid.blocks >= processors &&
           DescribeMatrix<T>(task.x, task.m, task.k, 64, &x) &&
-          DescribeMatrix<T>(weight.weight, task.n, task.k, 64, &rows);
+          DescribeMatrix<T>(weight.weight, task.n, task.k, 64, &rows, kFetched);
   if (!*done) return {};
   // With 6 a processor has one block, which is best if they all begin at once.
   const int stages = grid.blocks <= (blocks == 1 ? processors : processors * 3 / 4) ? 6 : 3;
   grid.shared_bytes = WideBytes(stages);
   grid.cluster = blocks;
-  int resident = 0;
-  if (blocks > 1) TWINOP_RETURN_IF_ERROR(ResidentClusters(WideKernel<T>, grid, &resident));
-  *done = blocks == 1 || resident > 0;  // a part of a GPU may hold no cluster
+  const auto ask = [&](int, int* count) {  // a part of a GPU may hold no cluster
+    Grid largest = grid;
+    largest.blocks = largest.cluster = 8;
+    largest.shared_bytes = WideBytes(kMostStages);
+    return ResidentClusters(WideKernel<T>, largest, count).ok() ? cudaSuccess : cudaErrorUnknown;
+  };
+  int resident = 1;
+  if (blocks > 1 && !DeviceFact(ask, &resident).ok())
+    TWINOP_RETURN_IF_ERROR(ResidentClusters(WideKernel<T>, grid, &resident));  // says what is wrong
+  *done = resident > 0;
   if (!*done) return {};
   return LaunchKernel(WideKernel<T>, Dependent(grid, INT32_MAX), call, x, rows, task, ways, stages,
                       blocks);

@@ -1,6 +1,8 @@
 // The weights of products of few rows: how a thread reads its part of one, and makes it dense.
 #pragma once
 
+#include <cuda_pipeline_primitives.h>
+
 #include <cstdint>
 #include <cstring>
 #include <type_traits>
@@ -27,9 +29,7 @@ __device__ __forceinline__ void Copy(const void* from, uint4* to) {
                "l"(from)
                : "memory");
 }
-// Ends a group of copies.
-__device__ __forceinline__ void EndCopies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
-// Waits for the thread's groups but the last kLeft ones.
+// Waits for the thread's groups of copies (__pipeline_commit) but the last kLeft ones.
 template <int kLeft>
 __device__ __forceinline__ void WaitForCopies() {
   asm volatile("cp.async.wait_group %0;" ::"n"(kLeft) : "memory");

@@ -14,9 +14,9 @@ inline constexpr std::int64_t kWorkspaceBytes = 32 << 20;
 // cuBLASLt also chooses by alignment. Operands with less are copied to keep the same bits.
 inline constexpr std::size_t kAlignment = 16;
 
-// Up to so many rows of x kernels of their own compute the product (few_rows.cuh). Of a quantised
-// weight there are more: it would have to be made dense. Of an invariant product they take all.
-inline constexpr std::int64_t kFewRows = 32, kFewRowsOfQuantised = 64, kMostRows = INT32_MAX / 4;
+// Up to so many rows of x kernels of their own multiply by a quantised weight (few_rows.cuh): it
+// would have to be made dense. Of an invariant product they take all.
+inline constexpr std::int64_t kFewRows = 64, kMostRows = INT32_MAX / 4;
 
 // y = x W, with x [m, k] and W [n, k], or [k, n] if `is_kn`.
 struct Sizes {

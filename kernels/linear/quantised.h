@@ -32,7 +32,7 @@ Packing PackingOf(const CallOf<Op>& call) {
   found.weight = Operand(InputOf(call, "weight"_name), &arena);
   found.scale = Operand(InputOf(call, "scale"_name), &arena);
   found.zero = Operand(InputOf(call, "zero"_name), &arena);
-  if (sizes.m <= (AttributeOf<bool>(call, "invariant"_name) ? kMostRows : kFewRowsOfQuantised)) {
+  if (sizes.m <= (AttributeOf<bool>(call, "invariant"_name) ? kMostRows : kFewRows)) {
     found.x = Operand(x, &arena);
   } else {
     const auto size = static_cast<std::int64_t>(Info(x.dtype).size);

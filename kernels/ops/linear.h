@@ -14,7 +14,8 @@ namespace twinop {
 // "nk") or as ONNX has it ([K, N], "kn"). On CUDA cuBLASLt computes the product, or a kernel of
 // twinop that has the activation in it (linear/few_rows.cuh, linear/fused.cuh); on the CPU the
 // framework does. On CUDA the sums of `invariant` products have one order for any number of rows:
-// in 16 bits, layout "nk", K a multiple of 64, N of 8, or of 16 with a gate. Others are refused.
+// in 16 bits, layout "nk", K a multiple of 64, N of 8, or of 16 with a gate; others are refused.
+// If it is false, such products have that order for up to `few_rows` rows.
 // If `rms_eps` is not 0, each row of x is first divided by sqrt(mean(x^2) + rms_eps): an RMS norm
 // whose weight W may have in it.
 //
@@ -22,13 +23,13 @@ namespace twinop {
 // clang-format off
 TWINOP_CUDA_OP(linear,
                Record("linear(Tensor x, Tensor weight, Tensor? bias=None, Tensor? residual=None, "
-                      "str activation=\"none\", str layout=\"nk\", bool invariant=False, float rms_eps=0.0) -> Tensor")
+                      "str activation=\"none\", str layout=\"nk\", bool invariant=False, float rms_eps=0.0, int few_rows=32) -> Tensor")
                    .shapes("y = x[:-1] + [weight[1] if layout == \"kn\" else weight[0]]")
                    .input_shapes("weight = [x[-1] if layout == \"kn\" else weight[0], "
                                  "weight[1] if layout == \"kn\" else x[-1]]; "
                                  "bias = [weight[1] if layout == \"kn\" else weight[0]]; "
                                  "residual = x[:-1] + [weight[1] if layout == \"kn\" else weight[0]]")
-                   .limits("rms_eps >= 0")
+                   .limits("rms_eps >= 0; few_rows >= 0")
                    .choices("activation = none | relu | gelu | gelu_tanh | silu; layout = nk | kn")
                    .autocast("lower")
                    .scratch<linear::ScratchBytes<Op>>()
@@ -38,12 +39,12 @@ TWINOP_CUDA_OP(linear,
 
 TWINOP_CUDA_OP(linear_swiglu,
                Record("linear_swiglu(Tensor x, Tensor weight, Tensor? bias=None, "
-                      "str activation=\"silu\", str layout=\"nk\", bool invariant=False, float rms_eps=0.0) -> Tensor")
+                      "str activation=\"silu\", str layout=\"nk\", bool invariant=False, float rms_eps=0.0, int few_rows=32) -> Tensor")
                    .shapes("y = x[:-1] + [(weight[1] if layout == \"kn\" else weight[0]) // 2]")
                    .input_shapes("weight = [x[-1] if layout == \"kn\" else weight[0] // 2 * 2, "
                                  "weight[1] // 2 * 2 if layout == \"kn\" else x[-1]]; "
                                  "bias = [weight[1] if layout == \"kn\" else weight[0]]")
-                   .limits("rms_eps >= 0")
+                   .limits("rms_eps >= 0; few_rows >= 0")
                    .choices("activation = silu | gelu | gelu_tanh; layout = nk | kn")
                    .autocast("lower")
                    .scratch<linear::ScratchBytes<Op>>()

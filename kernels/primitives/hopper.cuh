@@ -38,30 +38,20 @@ __device__ __forceinline__ void ArriveExpecting(Barrier* barrier, std::uint32_t 
       "r"(bytes) : "memory");
 }
 
+#define TWINOP_WAIT(semantics)                                                                  \
+  TWINOP_HOPPER_ASM(                                                                            \
+      "{\n.reg .pred done;\nagain:\n"                                                           \
+      "mbarrier.try_wait.parity" semantics                                                      \
+      ".shared::cta.b64 done, [%0], %1;\n@!done bra again;\n}\n" ::"r"(SharedAddress(barrier)), \
+      "r"(parity) : "memory")
 // Waits for the end of the barrier's phase of this parity (0 first).
-__device__ __forceinline__ void Wait(Barrier* barrier, std::uint32_t parity) {
-  TWINOP_HOPPER_ASM(
-      "{\n"
-      ".reg .pred done;\n"
-      "again:\n"
-      "mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
-      "@!done bra again;\n"
-      "}\n" ::"r"(SharedAddress(barrier)),
-      "r"(parity) : "memory");
-}
-
+__device__ __forceinline__ void Wait(Barrier* barrier, std::uint32_t parity) { TWINOP_WAIT(""); }
 // As Wait, where another block of the cluster wrote what is waited for. (Not used for the rest: it
 // empties the L1 cache.)
 __device__ __forceinline__ void WaitForCluster(Barrier* barrier, std::uint32_t parity) {
-  TWINOP_HOPPER_ASM(
-      "{\n"
-      ".reg .pred done;\n"
-      "again:\n"
-      "mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 done, [%0], %1;\n"
-      "@!done bra again;\n"
-      "}\n" ::"r"(SharedAddress(barrier)),
-      "r"(parity) : "memory");
+  TWINOP_WAIT(".acquire.cluster");
 }
+#undef TWINOP_WAIT
 
 // Orders what this thread wrote to shared memory before what the copy engine writes there.
 __device__ __forceinline__ void FenceAsync() {

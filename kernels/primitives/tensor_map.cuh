@@ -36,10 +36,12 @@ inline auto TensorMapEncoder() {
 
 // Describes a row-major matrix [rows, columns] of a 16-bit type, which is read in boxes of
 // `box_rows` rows of kBoxRowBytes. Columns times 2 bytes, and the address, are multiples of 16.
-// What a box has beyond the matrix is read as zeros. Returns whether the driver accepts it.
+// What a box has beyond the matrix is read as zeros. L2 fetches `fetched` around what it lacks.
+// Returns whether the driver accepts it.
 template <class T>
 bool DescribeMatrix(const void* data, std::int64_t rows, std::int64_t columns, int box_rows,
-                    CUtensorMap* map) {
+                    CUtensorMap* map,
+                    CUtensorMapL2promotion fetched = CU_TENSOR_MAP_L2_PROMOTION_L2_256B) {
   static_assert(sizeof(T) == 2);
   constexpr CUtensorMapDataType kType =
       std::is_same_v<T, Half> ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16 : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16;
@@ -49,8 +51,7 @@ bool DescribeMatrix(const void* data, std::int64_t rows, std::int64_t columns, i
   const cuuint32_t steps[] = {1, 1};
   return TensorMapEncoder() != nullptr &&
          TensorMapEncoder()(map, kType, 2, const_cast<void*>(data), sizes, row_bytes, box, steps,
-                            CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
-                            CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+                            CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B, fetched,
                             CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE) == CUDA_SUCCESS;
 }
 

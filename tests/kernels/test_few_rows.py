@@ -207,7 +207,10 @@ def test_bits_of_wide_products(kind: str) -> None:
             for rows in ROWS if is_dense else ROWS + MORE:
                 assert torch.equal(call(x[:rows], **more), alone[:rows]), (n, rows)
             for rows in (33, 64, most) if is_dense else ():
-                assert torch.equal(call(x[:rows], invariant=True, **more), alone[:rows]), (n, rows)
+                chosen: list[dict[str, Any]] = [{"invariant": True}]
+                chosen += [{"few_rows": 64}, {"few_rows": rows}] if rows <= 64 else []
+                for options in chosen:
+                    assert torch.equal(call(x[:rows], **options, **more), alone[:rows]), (n, rows, options)
             if call is linear and not eps:
                 wide = x.double()
                 assert close(alone, wide @ weight.mT, wide.abs() @ weight.abs().mT)
@@ -251,6 +254,9 @@ def test_operands_of_any_alignment(kind: str) -> None:
     moved = torch.empty(192 * 256 + 1, dtype=torch.float16, device="cuda")[1:].view(192, 256).copy_(x)
     assert torch.equal(linear(moved[:12]), linear(x[:12]))
     assert torch.equal(linear(moved, invariant=True), linear(x, invariant=True))
+    residual = random(192, 2048, dtype=torch.float16, device="cuda")
+    moved = torch.cat([residual.new_empty(1), residual.flatten()])[1:].view_as(residual)
+    assert torch.equal(linear(x, None, moved, invariant=True), linear(x, None, residual, invariant=True))
 
 
 @pytest.mark.cuda
@@ -273,7 +279,7 @@ def test_bits_in_onnxruntime() -> None:
     for weight in weights:
         expected = torch_op.linear(expected, weight.cuda(), activation="gelu", invariant=True)
     turned = torch.randperm(32, device="cuda")
-    for most, options in ((32, {}), (384, {"invariant": 1})):
+    for most, options in ((32, {}), (64, {"few_rows": 64}), (384, {"invariant": 1})):
         nodes = [
             linear_node([before, f"w{i}"], after, activation="gelu", **options)
             for i, (before, after) in enumerate((("x", "a"), ("a", "b"), ("b", "y")))
@@ -288,13 +294,22 @@ def test_bits_in_onnxruntime() -> None:
 
 @pytest.mark.cuda
 @pytest.mark.skipif(not CUDA or torch.cuda.get_device_capability() != (9, 0), reason="needs a Hopper GPU")
-@pytest.mark.parametrize("n", [2048, 16384])
-def test_many_rows_of_an_invariant_product_take_wgmma(n: int) -> None:
-    x, weight = (random(*shape, dtype=torch.float16, device="cuda") for shape in ((192, 512), (n, 512)))
+@pytest.mark.parametrize("n", [3072, 16384])
+@pytest.mark.parametrize(
+    ("rows", "options", "expected"),
+    [
+        (192, {"invariant": True}, True),
+        (64, {"few_rows": 64}, True),
+        (65, {"few_rows": 64}, False),
+        (64, {}, False),
+    ],
+)
+def test_which_rows_take_wgmma(n: int, rows: int, options: dict[str, Any], expected: bool) -> None:
+    x, weight = (random(*shape, dtype=torch.float16, device="cuda") for shape in ((rows, 512), (n, 512)))
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
-        torch_op.linear(x, weight, invariant=True)
+        torch_op.linear(x, weight, **options)
         torch.cuda.synchronize()
-    assert any("WideKernel" in event.name for event in profile.events())
+    assert any("WideKernel" in event.name for event in profile.events()) == expected
 
 
 @pytest.mark.cuda
@@ -315,7 +330,8 @@ def test_the_cpu_pays_no_heed_to_invariant(kind: str) -> None:
     for op in ("linear", "linear_swiglu") if kind == "dense" else ("linear_q", "linear_q_swiglu"):
         call = getattr(torch_op, op)
         given = {"x": x if kind == "dense" else x.half(), **weight}
-        assert torch.equal(call(**given, invariant=True), call(**given))
+        for options in ({"invariant": True}, {"few_rows": 64} if kind == "dense" else {}):
+            assert torch.equal(call(**given, **options), call(**given))
 
 
 @pytest.mark.cuda

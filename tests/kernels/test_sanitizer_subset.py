@@ -55,8 +55,12 @@ def test_the_kernel_of_middle_sizes() -> None:
 def test_invariant_products_of_many_rows(n: int) -> None:
     """With and without clusters; no block is full at the edges."""
     x, weight = (torch.randn(rows, 128).half().cuda() for rows in (200, n))
-    y = torch_op.linear(x, weight, rms_eps=1e-3, invariant=True).cpu()
-    assert_same_bits(y[:3], torch_op.linear(x[:3], weight, rms_eps=1e-3).cpu(), f"{n} columns")
+    residual = torch.randn(200, n).half().cuda()
+    y = torch_op.linear(x, weight, None, residual, rms_eps=1e-3, invariant=True).cpu()
+    few = torch_op.linear(x[:3], weight, None, residual[:3], rms_eps=1e-3).cpu()
+    assert_same_bits(y[:3], few, f"{n} columns")
+    y = torch_op.linear_swiglu(x, weight, invariant=True).cpu()
+    assert_same_bits(y[:3], torch_op.linear_swiglu(x[:3], weight).cpu(), f"{n} columns with a gate")
 
 
 @pytest.mark.parametrize("record", watched(RECORDS), ids=list(RECORDS))

@@ -26,10 +26,10 @@ PRODUCTS = {"CustomLinear", "CustomLinearSwiglu", "CustomLinearQ", "CustomLinear
 MAY_DEPEND = "not invariant: its sums may depend on the batch"
 
 
-def marks(path: Path) -> Counter[tuple[str, int]]:
+def marks(path: Path, name: str = "invariant") -> Counter[tuple[str, int]]:
     graph = onnx.load(path, load_external_data=False).graph
     found = ((each, {a.name: a.i for a in each.attribute}) for each in graph.node)
-    marked = ((each.op_type, given.get("invariant", 0)) for each, given in found)
+    marked = ((each.op_type, given.get(name, 0)) for each, given in found)
     return Counter(each for each in marked if each[0] in PRODUCTS)
 
 
@@ -42,6 +42,10 @@ def test_every_product_of_a_decoder_gets_it(precision: str, tmp_path: Path) -> N
             report = optimize_folder(source, tmp_path / f"{invariant}", invariant=invariant)
         names = {f"CustomLinear{infix}": 7, f"CustomLinear{infix}Swiglu": 2}
         assert marks(report.path) == {(name, int(invariant)): count for name, count in names.items()}
+        rows = marks(report.path, "few_rows")  # 16 bits: integers have one order for 64 rows anyway
+        few = 64 if precision != "int4" and not invariant else 32
+        assert {each[1] for each in rows} <= ({0} if precision == "int4" else {0, 32, 64})
+        assert all((each[1] or 32) == few for each in rows), rows
         assert not report.left and report.made["attention over a cache"] == 2
         assert report.made.get("invariant products", 0) == 9 * invariant
         assert ("invariant=True keeps slow rewrites, too" in str(report)) == invariant

@@ -117,7 +117,7 @@ def test_a_sum_that_nothing_reads() -> None:
     assert rewritten(text).made["norms in products"] == 1
 
 
-@pytest.mark.parametrize("attribute", ["rms_eps = 0.5", "invariant = 1"])
+@pytest.mark.parametrize("attribute", ["rms_eps = 0.5", "invariant = 1", "few_rows = 64"])
 def test_products_that_are_more_than_sums_are_not_merged(attribute: str) -> None:
     text = f"y = {LINEAR} <{attribute}> (x, w) z = {LINEAR} <{attribute}> (x, v)"
     text = f"(float[2, 64] x) => (float[2, 64] y, float[2, 64] z) {{ {text} }}"

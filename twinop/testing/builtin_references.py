@@ -346,6 +346,7 @@ def _linear_magnitude(
     activation: str = "none",
     layout: str = "nk",
     rms_eps: float = 0,
+    **_: Any,
 ) -> Tensor:
     x = _rms_norm_magnitude(x, eps=rms_eps) if rms_eps > 0 else x
     return _STEEPEST * _product_magnitude(x, weight, bias, residual, layout)
