@@ -158,7 +158,7 @@ def optimize(
             f"{option('dtype', dtype)}: the model is in float64, which stays. Leave out "
             f"{option('dtype')}, or export the model in float32"
         )
-    if narrow_types := convert_to_fp32(model):
+    if (narrow_types := convert_to_fp32(model)) or is_changed:
         equivalence.require_types(source, own.libraries or None)
     decoders.set_sizes(model)
     own.convert_to_fp32(model, report.dtype, report.dtype != own_dtype)

@@ -256,14 +256,23 @@ def test_a_rewrite_that_changes_the_results_is_reverted(
     assert report.made == {"linear": 1}
 
 
+_PRODUCT = "com.microsoft.MatMulNBits <K=32, N=32, bits=4, block_size=32, accuracy_level=4> (t, b, s)"
+
+
 @pytest.mark.parametrize(
-    ("of", "declared"), [("float", "float16"), ("float16", "float"), ("float16", "bfloat16")]
+    ("of", "declared", "nodes"),
+    [
+        ("float", "float16", "t = com.microsoft.QuickGelu (x) y = Relu (t)"),
+        ("float16", "float", "t = com.microsoft.QuickGelu (x) y = Relu (t)"),
+        ("float16", "bfloat16", "t = com.microsoft.QuickGelu (x) y = Relu (t)"),
+        ("float", "uint8", f"t = Relu (x) y = {_PRODUCT}"),  # saved again: its activations become floats
+    ],
 )
-def test_declared_types_that_onnx_runtime_refuses(of: str, declared: str, tmp_path: Path) -> None:
+def test_declared_types_that_onnx_runtime_refuses(of: str, declared: str, nodes: str, tmp_path: Path) -> None:
     """Types behind ops that ONNX does not know: in fp32, where the comparison runs, all of them fit."""
-    text = f"({of}[N, 4] x) => ({of}[N, 4] y) <{declared}[N, 4] t> "
-    text += "{ t = com.microsoft.QuickGelu (x) y = Relu (t) }"
-    onnx.save(parsed(text), tmp_path / "old.onnx")
+    text = f"({of}[N, 32] x) => ({of}[N, 32] y) <{declared}[N, 32] t> {{ {nodes} }}"
+    b, s = np.zeros((32, 1, 16), np.uint8), np.ones((32, 1), np.float32)
+    onnx.save(parsed(text, **({"b": b, "s": s} if _PRODUCT in nodes else {})), tmp_path / "old.onnx")
     said = refused(tmp_path / "old.onnx", tmp_path / "new.onnx", device="cpu")
     assert f"Type (tensor({declared})) of output arg (t) of node () does not match" in said
     assert "Remove that declaration (value_info), or export the model again" in said
