@@ -171,13 +171,11 @@ def in_genai(folder: Path, package: Path, context: int, stop: float) -> Iterator
     libraries = [str(each) for path in site.getsitepackages() for each in Path(path).glob("nvidia/*/lib")]
     libraries += filter(None, [os.environ.get("LD_LIBRARY_PATH")])
     env = os.environ | {"PYTHONPATH": str(package), "LD_LIBRARY_PATH": ":".join(libraries)}
+    program = Path(__file__).with_name("genai_loop.py")
     for batch in BESIDE:
-        command = [
-            str(Path(__file__).with_name("genai_loop.py")),
-            *map(str, (batch, context, min(NEW, context))),
-        ]
+        numbers, folders = (batch, context, min(NEW, context)), [folder / file for file in FILES.values()]
         try:
-            said = run(command + [str(folder / file) for file in FILES.values()], env, stop)
+            said = run([*map(str, (program, *numbers, *folders))], env, stop)
         except (BenchError, subprocess.TimeoutExpired) as error:  # steps alone may be measured
             out.print(f"{folder.name}: not measured in onnxruntime-genai: {error}", markup=False)
             continue
@@ -185,9 +183,8 @@ def in_genai(folder: Path, package: Path, context: int, stop: float) -> Iterator
         samples = zip(FILES, told["us"].values(), strict=True)
         times = {name: Time.of([us * 1e-6 for us in each]) for name, each in samples}
         rate = {name: round(batch / time.median, 1) for name, time in times.items()}
-        graphs = dict(zip(FILES, told["graphs"].values(), strict=True))
         line = {"shape": f"{batch}x{context}", "times": times, "tokens_per_second": rate}
-        yield line | {"cuda_graphs": graphs}
+        yield line | {"cuda_graphs": dict(zip(FILES, told["graphs"].values(), strict=True))}
 
 
 def cells_of(model: Model, batches: str, contexts: str) -> tuple[list[Cell], list[Cell]]:

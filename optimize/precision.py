@@ -4,8 +4,8 @@ Operators are converted if their CUDA kernels take 16 bits and compute sums, nor
 others stay in fp32, between casts: statistics (ReduceMean, Pow, Sqrt), positions (Range, Cos, Sin, integers
 cast to floats). So do, also with twinop's ops: what computes with integers that may be large, because sums of
 int8 products exceed fp16; and sums with constants that 16 bits do not have, such as 1e-10, and what divides
-by them. A mean that was in 16 bits before, and that pools what one layer computes for the next, stays in 16
-bits. An elementwise operator that only nodes in fp32 read stays in fp32 with them, but no table. Loop and
+by them. A mean that pools what one layer computes for the next, and a weight of integers, stay in 16 bits if
+they were. An elementwise operator that only nodes in fp32 read stays in fp32 with them, but no table. Loop and
 Scan stay in fp32 with all of their subgraphs, and get captured values in fp32; so do an If in a subgraph and
 what it holds. A user's own op has the types that `own_ops.py` has chosen.
 """
@@ -30,6 +30,7 @@ DTYPES = {"float16": ir.DataType.FLOAT16, "bfloat16": ir.DataType.BFLOAT16}
 
 _ELEMENTS = {"Add", "Div", "Mul", "Neg", "Sub"}
 _LAYERS = {"Conv", "Gemm", "MatMul"}
+MAY_STAY_16_BITS = ("DequantizeLinear", "ReduceMean")
 WAS_16_BITS = "was in 16 bits"
 """In the `meta` of nodes that had an output of 16 bits before the model was converted to fp32."""
 _SHAPES = {
@@ -172,7 +173,7 @@ def _fp32_nodes(graph: ir.Graph, dtype: ir.DataType, own: OwnOps) -> set[ir.Node
             if source is not None and source.dtype is not ir.DataType.BOOL:
                 wide.add(node)
         else:
-            if node.op_type == "ReduceMean" and dtype is ir.DataType.FLOAT16 and _is_pooling(node):
+            if node.op_type in MAY_STAY_16_BITS and dtype is ir.DataType.FLOAT16 and _is_of_layers(node):
                 continue
             follows = node.op_type in _ELEMENTS | _SHAPES and users and wide.issuperset(users)
             follows = follows and not (node.op_type == "Gather" and g.is_constant(node.inputs[0]))
@@ -243,10 +244,11 @@ def _is_small(value: ir.Value | None) -> bool:
     return node.op_type in kept and all(map(_is_small, node.inputs))
 
 
-def _is_pooling(node: ir.Node) -> bool:
-    """Returns whether a mean was in 16 bits before, and only layers read it.
+def _is_of_layers(node: ir.Node) -> bool:
+    """Returns whether a mean or a weight of integers was in 16 bits before, and only layers read it.
 
     ONNX Runtime's sum of many 16-bit numbers may overflow, so a mean is not converted where it was in fp32.
+    Sessions fuse a weight with its product, if no cast lies between.
     """
     return bool(node.meta.get(WAS_16_BITS)) and all(
         each.op_type in _LAYERS or each.domain == DOMAIN for each in _readers(node.outputs[0])

@@ -97,6 +97,9 @@ def rewrite(context: g.RewriteContext) -> None:
         else:
             product.check()
             found[product.output] = product
+    for node in context.nodes("MatMul"):
+        if (weight := g.producer(node.inputs[1], "DequantizeLinear")) and "block_size" in weight.attributes:
+            context.left["MatMul: a weight of DequantizeLinear; linear_q reads those of MatMulNBits"] += 1
     for node in [node for node in context.graph if node.op_type in {"Mul", *_GATES}]:
         products, activation = _gated(context, node, found)
         if products:

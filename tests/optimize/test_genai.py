@@ -211,6 +211,12 @@ def test_products_that_stay_are_named(attributes: str, zero_points: str, reason:
     assert context.left == {f"MatMulNBits: {reason}": 1} and types(context.model) == {"MatMulNBits": 1}
 
 
+def test_products_of_dequantised_weights_are_named(built: Builds, tmp_path: Path) -> None:
+    report = optimized(built("Qwen3", "int4", "cuda", use_qdq="true"), tmp_path / "fast", "cuda")
+    assert report.left == {"MatMul: a weight of DequantizeLinear; linear_q reads those of MatMulNBits": 11}
+    assert report.made["attention over a cache"] == 2
+
+
 @pytest.mark.parametrize(
     ("k", "said"), [(64, "B has 128 elements, expected 256"), (32, "zero_points has 128")]
 )
