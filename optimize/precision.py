@@ -5,7 +5,7 @@ others stay in fp32, between casts: statistics (ReduceMean, Pow, Sqrt), position
 cast to floats). So do, also with twinop's ops: what computes with integers that may be large, because sums of
 int8 products exceed fp16; and sums with constants that 16 bits do not have, such as 1e-10, and what divides
 by them. A mean that pools what one layer computes for the next, and a weight of integers, stay in 16 bits if
-they were. An elementwise operator that only nodes in fp32 read stays in fp32 with them, but no table. Loop and
+they were. An elementwise operator that only fp32 nodes read stays in fp32 with them, but no table. Loop and
 Scan stay in fp32 with all of their subgraphs, and get captured values in fp32; so do an If in a subgraph and
 what it holds. A user's own op has the types that `own_ops.py` has chosen.
 """

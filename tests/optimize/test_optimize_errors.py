@@ -272,7 +272,8 @@ def test_declared_types_that_onnx_runtime_refuses(of: str, declared: str, nodes:
     """Types behind ops that ONNX does not know: in fp32, where the comparison runs, all of them fit."""
     text = f"({of}[N, 32] x) => ({of}[N, 32] y) <{declared}[N, 32] t> {{ {nodes} }}"
     b, s = np.zeros((32, 1, 16), np.uint8), np.ones((32, 1), np.float32)
-    onnx.save(parsed(text, **({"b": b, "s": s} if _PRODUCT in nodes else {})), tmp_path / "old.onnx")
+    arrays: dict[str, np.ndarray] = {"b": b, "s": s}
+    onnx.save(parsed(text, **(arrays if _PRODUCT in nodes else {})), tmp_path / "old.onnx")
     said = refused(tmp_path / "old.onnx", tmp_path / "new.onnx", device="cpu")
     assert f"Type (tensor({declared})) of output arg (t) of node () does not match" in said
     assert "Remove that declaration (value_info), or export the model again" in said
