@@ -25,6 +25,7 @@ from twinop.bench.providers import Subject, require, side_by_side
 from twinop.bench.timing import DeviceTimer
 
 TORCH, ORT = "torch", "ORT"
+Weight = dict[str, Tensor]
 SHAPES = {  # [N, K] of a Llama of 1.2 billion weights
     "qkv": (3072, 2048),
     "o": (2048, 2048),
@@ -32,12 +33,11 @@ SHAPES = {  # [N, K] of a Llama of 1.2 billion weights
     "down": (2048, 8192),
     "logits": (128256, 2048),
 }
-ROWS = (1, 2, 4, 8, 16, 32, 64)
 BLOCK = 32
 FORMS = {"float16": 2.0, "int4": 0.5 + 2 / BLOCK}  # bytes of a weight
 
 
-def weight_of(form: str, n: int, k: int, device: torch.device) -> dict[str, Tensor]:
+def weight_of(form: str, n: int, k: int, device: torch.device) -> Weight:
     """Draws a weight: `dense` in fp16; of int4 also what `linear_q` and MatMulNBits read."""
     if form == "float16":
         return {"dense": torch.randn(n, k, device=device).div_(k**0.5).half()}
@@ -66,30 +66,25 @@ def ort_node(form: str, n: int, k: int) -> tuple[NodeProto, tuple[str, ...]]:
 
 
 def in_ort(
-    made: tuple[NodeProto, tuple[str, ...]],
-    x: Tensor,
-    weights: list[dict[str, Tensor]],
-    timer: DeviceTimer | None,
+    made: tuple[NodeProto, tuple[str, ...]], x: Tensor, weights: list[Weight], timer: DeviceTimer | None
 ) -> Subject:
     """Opens a session of a product for each weight; on a GPU a run is the replay of a CUDA graph."""
     node, names = made
+    outputs = {f"y{i}": x.new_empty(len(x), len(weight["dense"])) for i, weight in enumerate(weights)}
+    constants = {f"{name}{i}": weight[name] for i, weight in enumerate(weights) for name in names}
     nodes: list[NodeProto] = []
-    outputs: dict[str, Tensor] = {}
-    constants: dict[str, Tensor] = {}
-    for i, weight in enumerate(weights):
+    for i, y in enumerate(outputs):
         copy = NodeProto()
         copy.CopyFrom(node)
-        copy.name, copy.output[:] = f"node{i}", [f"y{i}"]
+        copy.name, copy.output[:] = f"node{i}", [y]
         copy.input[1:] = [f"{name}{i}" for name in names]
         nodes.append(copy)
-        outputs[f"y{i}"] = x.new_empty(len(x), len(weight["dense"]))
-        constants |= {f"{name}{i}": weight[name] for name in names}
     captures = timer is not None
     run = runtime.run_of(nodes, {"x": x}, outputs, timer, constants=constants, cuda_graph=captures)
     return Subject(run, tuple(outputs.values()))
 
 
-def in_torch(multiply: Callable[[Mapping[str, Tensor]], Tensor], weights: list[dict[str, Tensor]]) -> Subject:
+def in_torch(multiply: Callable[[Mapping[str, Tensor]], Tensor], weights: list[Weight]) -> Subject:
     """Multiplies by each weight; on a GPU in a CUDA graph."""
 
     def run() -> list[Tensor]:
@@ -100,7 +95,7 @@ def in_torch(multiply: Callable[[Mapping[str, Tensor]], Tensor], weights: list[d
 
 
 def measure(
-    form: str, m: int, x: Tensor, weights: list[dict[str, Tensor]], timer: DeviceTimer | None, rounds: int
+    form: str, m: int, x: Tensor, weights: list[Weight], timer: DeviceTimer | None, rounds: int
 ) -> dict[str, Any]:
     """Returns the times of one product, and why a provider is missing."""
     n, k = weights[0]["dense"].shape
@@ -132,7 +127,7 @@ def read_bandwidth(timer: DeviceTimer) -> float:
 
 
 def main(
-    rows: Annotated[str, typer.Option(help="Numbers of rows of x.")] = ",".join(map(str, ROWS)),
+    rows: Annotated[str, typer.Option(help="Numbers of rows of x.")] = "1,2,4,8,16,32,64",
     products: Annotated[str, typer.Option(help="Names of products.")] = ",".join(SHAPES),
     device: Device = "auto",
     quick: Annotated[bool, typer.Option("--quick", help="A quick look: a small product.")] = False,

@@ -201,11 +201,9 @@ def steps(
 ) -> Iterator[dict[str, Any]]:
     """Measures the cells of a model: yields a line for each."""
     bandwidth = read_bandwidth(timer) if timer is not None else None
-    options: dict[str, Any] = {"cpu_threads": 2, "optimize": True, "fallback": True}
+    options: dict[str, Any] = {"device": device, "cpu_threads": 2, "optimize": True, "fallback": True}
     options |= {"cuda_graph": True, "stream": timer.stream} if timer is not None else {}
-    sessions = {
-        name: open_session(folder / file / "model.onnx", device, **options) for name, file in FILES.items()
-    }
+    sessions = {name: open_session(folder / file / "model.onnx", **options) for name, file in FILES.items()}
     kind = getattr(torch, "float16" if dtype == "int4" else dtype)
     decoder = TorchDecoder(folder / FILES[ORT], device) if dtype != "int4" else None  # it has no int4
     for graph, (batch, tokens, context) in enumerate(cells):
@@ -216,13 +214,12 @@ def steps(
             if torch.cuda.mem_get_info(device)[0] < total:
                 out.print(f"{line['shape']}: not measured: it needs {total / 1e9:.0f} GB of memory")
                 continue
-        made: dict[str, Maker] = {
-            name: partial(in_ort, session, graph if is_step else -1) for name, session in sessions.items()
-        }
+        number, made = graph if is_step else -1, dict[str, Maker]()
+        made |= {name: partial(in_ort, session, number) for name, session in sessions.items()}
         if decoder is not None and is_step and batch in BESIDE and context == model.context:
             made[COMPILE if timer is not None else "torch"] = partial(in_torch, decoder)
         if not is_step:
-            invariant = open_session(folder / FILES[IN_ORT] / "invariant.onnx", device, **options)
+            invariant = open_session(folder / FILES[IN_ORT] / "invariant.onnx", **options)
             made[INVARIANT] = partial(in_ort, invariant, -1)
         line |= measure(*draw(model, (batch, tokens, context), kind, device), made, timer)
         if bandwidth is not None and is_step:

@@ -355,7 +355,7 @@ def require_types(source: Path, library: deploy.Libraries) -> None:
     try:
         run(proto.SerializeToString(), library, optimize=False)
     except (TwinopError, NotRunnable) as error:
-        if has_wrong_types(error):
+        if has_wrong_types(error) and "Type Error: " in str(error):
             reason = str(error).rpartition("Type Error: ")[2]
             raise ExportError(
                 f"{source}: ONNX Runtime refuses it: {reason} Remove that declaration (value_info), or "

@@ -4,10 +4,11 @@ Operators are converted if their CUDA kernels take 16 bits and compute sums, nor
 others stay in fp32, between casts: statistics (ReduceMean, Pow, Sqrt), positions (Range, Cos, Sin, integers
 cast to floats). So do, also with twinop's ops: what computes with integers that may be large, because sums of
 int8 products exceed fp16; and sums with constants that 16 bits do not have, such as 1e-10, and what divides
-by them. A mean that pools what one layer computes for the next, and a weight of integers, stay in 16 bits if
-they were. An elementwise operator that only fp32 nodes read stays in fp32 with them, but no table. Loop and
-Scan stay in fp32 with all of their subgraphs, and get captured values in fp32; so do an If in a subgraph and
-what it holds. A user's own op has the types that `own_ops.py` has chosen.
+by them. A mean that was in 16 bits before, and that pools what one layer computes for the next, stays in 16
+bits; so does a weight of DequantizeLinear in blocks, if 16 bits have its scales. An elementwise operator that
+only nodes in fp32 read stays in fp32 with them, but no table. Loop and Scan stay in fp32 with all of their
+subgraphs, and get captured values in fp32; so do an If in a subgraph and what it holds. A user's own op has
+the types that `own_ops.py` has chosen.
 """
 
 from collections.abc import Iterator, Mapping
@@ -30,7 +31,6 @@ DTYPES = {"float16": ir.DataType.FLOAT16, "bfloat16": ir.DataType.BFLOAT16}
 
 _ELEMENTS = {"Add", "Div", "Mul", "Neg", "Sub"}
 _LAYERS = {"Conv", "Gemm", "MatMul"}
-MAY_STAY_16_BITS = ("DequantizeLinear", "ReduceMean")
 WAS_16_BITS = "was in 16 bits"
 """In the `meta` of nodes that had an output of 16 bits before the model was converted to fp32."""
 _SHAPES = {
@@ -173,7 +173,8 @@ def _fp32_nodes(graph: ir.Graph, dtype: ir.DataType, own: OwnOps) -> set[ir.Node
             if source is not None and source.dtype is not ir.DataType.BOOL:
                 wide.add(node)
         else:
-            if node.op_type in MAY_STAY_16_BITS and dtype is ir.DataType.FLOAT16 and _is_of_layers(node):
+            is_mean = node.op_type == "ReduceMean" and dtype is ir.DataType.FLOAT16 and _is_pooling(node)
+            if is_mean or (node.op_type == "DequantizeLinear" and _is_weight(node, dtype, wide)):
                 continue
             follows = node.op_type in _ELEMENTS | _SHAPES and users and wide.issuperset(users)
             follows = follows and not (node.op_type == "Gather" and g.is_constant(node.inputs[0]))
@@ -244,15 +245,26 @@ def _is_small(value: ir.Value | None) -> bool:
     return node.op_type in kept and all(map(_is_small, node.inputs))
 
 
-def _is_of_layers(node: ir.Node) -> bool:
-    """Returns whether a mean or a weight of integers was in 16 bits before, and only layers read it.
+def _is_pooling(node: ir.Node) -> bool:
+    """Returns whether a mean was in 16 bits before, and only layers read it.
 
     ONNX Runtime's sum of many 16-bit numbers may overflow, so a mean is not converted where it was in fp32.
-    Sessions fuse a weight with its product, if no cast lies between.
     """
     return bool(node.meta.get(WAS_16_BITS)) and all(
         each.op_type in _LAYERS or each.domain == DOMAIN for each in _readers(node.outputs[0])
     )
+
+
+def _is_weight(node: ir.Node, dtype: ir.DataType, wide: set[ir.Node]) -> bool:
+    """Returns whether only products of 16 bits read a weight in blocks, and 16 bits have its scales.
+
+    A session fuses both, if no cast lies between.
+    """
+    scale, users = g.constant(node.inputs[1]), {use.node for use in node.outputs[0].uses()}
+    if scale is None or not g.attribute(node, "block_size", 0) or not g.is_constant(node.inputs[0]):
+        return False
+    is_read = users and all(each.op_type == "MatMul" and each.graph is node.graph for each in users)
+    return bool(is_read and users.isdisjoint(wide) and np.array_equal(narrow(scale, dtype), scale))
 
 
 def _readers(value: ir.Value) -> Iterator[ir.Node]:

@@ -21,7 +21,7 @@ from twinop.quiet import quiet
 
 from . import graph as g
 from .own_ops import FLOATS_16, OwnOps
-from .precision import MAY_STAY_16_BITS, WAS_16_BITS
+from .precision import WAS_16_BITS
 from .symbolic_shapes import infer_shapes
 
 _POSSIBLE_NO_OPS = ("Expand", "Identity", "Reshape")
@@ -191,10 +191,10 @@ def convert_to_fp32(model: ir.Model) -> set[ir.DataType]:
         ExportError: a value is a sequence or an optional of such floats.
     """
     found = set[ir.DataType]()
-    nodes = [node for graph in model.graphs() for node in graph if node.op_type in MAY_STAY_16_BITS]
-    if any(node.outputs[0].dtype is None for node in nodes):
+    means = [node for graph in model.graphs() for node in graph if node.op_type == "ReduceMean"]
+    if any(node.outputs[0].dtype is None for node in means):
         ShapeInferencePass(check_type=False, strict_mode=False)(model)
-    for node in nodes:
+    for node in means:
         if node.outputs[0].dtype in FLOATS_16:
             node.meta[WAS_16_BITS] = True
 

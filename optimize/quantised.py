@@ -3,8 +3,8 @@
 Matches: com.microsoft MatMulNBits with constant weights of 4 or 8 bits in blocks of 32 or 128, a bias that is
 added, and an activation after it; two such products of one x and a gate, or one whose halves are gate and up.
 Writes: CustomLinearQ and CustomLinearQSwiglu, which read the same weights, or those of several in one.
-Leaves alone: blocks of other sizes, zero points in floats, columns in another order (g_idx), and weights that
-are packed for one kind of GPU (weight_prepacked).
+Leaves alone: blocks of other sizes, zero points in floats, columns in another order (g_idx), weights that are
+packed for one kind of GPU (weight_prepacked), and those of DequantizeLinear.
 
 `merge` puts one MatMulNBits in the place of several.
 """
@@ -97,9 +97,9 @@ def rewrite(context: g.RewriteContext) -> None:
         else:
             product.check()
             found[product.output] = product
-    for node in context.nodes("MatMul"):
-        if (weight := g.producer(node.inputs[1], "DequantizeLinear")) and "block_size" in weight.attributes:
-            context.left["MatMul: a weight of DequantizeLinear; linear_q reads those of MatMulNBits"] += 1
+    for node in context.nodes("DequantizeLinear"):
+        if g.attribute(node, "block_size", 0) and g.is_constant(node.inputs[0]):
+            context.left["DequantizeLinear: a weight; linear_q reads those of MatMulNBits"] += 1
     for node in [node for node in context.graph if node.op_type in {"Mul", *_GATES}]:
         products, activation = _gated(context, node, found)
         if products:
@@ -160,11 +160,7 @@ def _gated(
 
 
 def _write(
-    context: g.RewriteContext,
-    op: str,
-    products: list[_Product],
-    output: ir.Value,
-    activation: str,
+    context: g.RewriteContext, op: str, products: list[_Product], output: ir.Value, activation: str
 ) -> None:
     """Puts one node in the place of products and of what follows them, up to an output."""
     first, sizes = products[0], products[0].sizes

@@ -73,9 +73,26 @@ def answer(folder, prompt, length, tokens):
             forced.append_tokens(np.array([[token]], np.int32))
     return {"tokens": chosen, "logits": base64.b64encode(np.stack(logits).tobytes()).decode()}
 
+def answers(folder, prompts, length):
+    config = og.Config(folder)
+    config.clear_providers()
+    model = og.Model(config)
+    parameters, width = og.GeneratorParams(model), max(map(len, prompts))
+    parameters.set_search_options(
+        max_length=length, min_length=length, do_sample=False, batch_size=len(prompts)
+    )
+    made, logits = og.Generator(model, parameters), []
+    made.append_tokens(np.array([[2] * (width - len(each)) + each for each in prompts], np.int32))
+    while not made.is_done():
+        logits.append(np.array(made.get_logits(), np.float32)[:, -1])
+        made.generate_next_token()
+    chosen = [[int(each) for each in made.get_sequence(i)[width:]] for i in range(len(prompts))]
+    return {"tokens": chosen, "logits": base64.b64encode(np.stack(logits, 1).tobytes()).decode()}
+
 for line in sys.stdin:
     try:
-        found = answer(*json.loads(line))
+        given = json.loads(line)
+        found = answers(*given) if len(given) == 3 else answer(*given)
     except Exception as error:
         found = {"error": str(error)}
     print(json.dumps(found), flush=True)
@@ -102,13 +119,26 @@ class Genai:
         Raises:
             RuntimeError: what genai raises.
         """
+        chosen, logits = self._ask([str(folder), PROMPT, length, tokens])
+        return chosen, logits.reshape(STEPS, -1)
+
+    def several(self, folder: Path, prompts: list[list[int]]) -> tuple[np.ndarray, np.ndarray]:
+        """Generates greedily from several prompts at once: those that are shorter are padded on the left.
+
+        Returns:
+            The new tokens [prompts, STEPS], and the logits [prompts, STEPS, vocabulary] that chose them.
+        """
+        chosen, logits = self._ask([str(folder), prompts, max(map(len, prompts)) + STEPS])
+        return np.array(chosen), logits.reshape(len(prompts), STEPS, -1)
+
+    def _ask(self, given: list[Any]) -> tuple[list[int], np.ndarray]:
         assert self.process.stdin is not None and self.process.stdout is not None
-        print(json.dumps([str(folder), PROMPT, length, tokens]), file=self.process.stdin, flush=True)
+        print(json.dumps(given), file=self.process.stdin, flush=True)
         found = json.loads(self.process.stdout.readline())
         if "error" in found:
             raise RuntimeError(found["error"])
         logits = np.frombuffer(base64.b64decode(found["logits"]), np.float32)
-        return found["tokens"], logits.reshape(STEPS, -1).astype(np.float64)
+        return found["tokens"], logits.astype(np.float64)
 
 
 def build(family: str, precision: str = "fp32", provider: str = "cpu", *, folder: Path, **extra: Any) -> Path:

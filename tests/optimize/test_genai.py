@@ -96,6 +96,38 @@ def test_genai_computes_the_same(
     assert True not in other or not is_sure[other.index(True)]
 
 
+@pytest.mark.parametrize(
+    ("family", "precision", "device"),
+    [*((each, "fp16", "cuda") for each in FP16), ("Qwen2", "fp16", "cpu"), ("Qwen2", "int4", "cuda")],
+)
+def test_several_sequences_of_different_lengths(
+    family: str, precision: str, device: str, built: Builds, genai: Genai, tmp_path: Path
+) -> None:
+    """The CPU runs what is for CUDA, too: our attention over caches, with padding and CUDA graphs' masks."""
+    source = built(family, precision, "cuda", enable_cuda_graph=1)
+    report = optimized(source, tmp_path / "fast", device)
+    assert ("attention over a cache" in report.made) == (device == "cuda")
+    other = built(family) if precision == "fp16" else built(family, "int4", accuracy_level=1)  # in fp32
+    prompts = [PROMPT, [8, 100, 33], [77, 3, 4, 5, 6, 7, 8]]
+    folders = (source, other, tmp_path / "fast")
+    tokens, logits = zip(*(genai.several(each, prompts) for each in folders), strict=True)
+    expected, near, found = (np.delete(each, 2, -1) for each in logits)  # the end; genai was asked for more
+    compared = 0
+    for i in range(len(prompts)):
+        alike, steps = (_steps_until_other(tokens[0][i], each[i]) for each in tokens[1:])
+        noise = np.abs(near[i, :alike] - expected[i, :alike]).max()
+        assert np.abs(found[i, :steps] - expected[i, :steps]).max() <= 2 * noise  # both have it
+        second, first = np.sort(expected[i, steps - 1])[-2:]
+        assert steps == STEPS or first - second <= 4 * noise
+        compared += steps
+    assert compared >= STEPS
+
+
+def _steps_until_other(tokens: np.ndarray, others: np.ndarray) -> int:
+    """Returns the number of steps that have the same tokens before them."""
+    return int(np.append(np.flatnonzero(tokens != others), STEPS - 1)[0]) + 1
+
+
 def test_norms_of_q_and_k_that_only_cuda_computes(built: Builds, genai: Genai, tmp_path: Path) -> None:
     source = built("Qwen3", "fp16", "cuda", enable_cuda_graph=1)
     report = optimized(source, tmp_path / "fast", "cuda", without=["cached_attention"])
@@ -213,7 +245,7 @@ def test_products_that_stay_are_named(attributes: str, zero_points: str, reason:
 
 def test_products_of_dequantised_weights_are_named(built: Builds, tmp_path: Path) -> None:
     report = optimized(built("Qwen3", "int4", "cuda", use_qdq="true"), tmp_path / "fast", "cuda")
-    assert report.left == {"MatMul: a weight of DequantizeLinear; linear_q reads those of MatMulNBits": 11}
+    assert report.left == {"DequantizeLinear: a weight; linear_q reads those of MatMulNBits": 11}
     assert report.made["attention over a cache"] == 2
 
 
@@ -259,17 +291,14 @@ def test_each_precision_is_optimised_for_cuda(
 @pytest.mark.parametrize("family", ["Llama", "Qwen3", "Gemma2", "Phi", "Gemma3"])
 @pytest.mark.parametrize("precision", ["fp16", "int4"])
 def test_64_steps_on_cuda(family: str, precision: str, built: Builds, tmp_path: Path) -> None:
-    """Feeds both with the source's tokens; the best one is the same where it leads by more than the noise."""
+    """Feeds both with the source's tokens: the best one is the same where it leads by twice the bound."""
     source, library = built(family, precision, "cuda"), find_library("custom_ops")
     optimized(source, tmp_path / "fast", "cuda")
     old, new = Decoder(source, 80), Decoder(tmp_path / "fast", 80, library)
     tokens = PROMPT
     for _ in range(STEPS):
         expected, found = old(tokens), new(tokens)
-        error = np.abs(found - expected).max()
-        assert error <= 1e-2 * np.abs(expected).max()
-        second, first = np.sort(expected)[-2:]
-        assert found.argmax() == expected.argmax() or first - second <= 2 * error
+        assert np.abs(found - expected).max() <= 1e-2 * np.abs(expected).max()
         tokens = [int(expected.argmax())]
 
 

@@ -277,3 +277,11 @@ def test_declared_types_that_onnx_runtime_refuses(of: str, declared: str, nodes:
     said = refused(tmp_path / "old.onnx", tmp_path / "new.onnx", device="cpu")
     assert f"Type (tensor({declared})) of output arg (t) of node () does not match" in said
     assert "Remove that declaration (value_info), or export the model again" in said
+
+
+def test_an_op_that_onnx_runtime_lacks_is_no_wrong_declaration(tmp_path: Path) -> None:
+    text = f"(float[N, 32] x) => (float[N, 32] y) {{ t = com.microsoft.NoSuch (x) y = {_PRODUCT} }}"
+    b, s = np.zeros((32, 1, 16), np.uint8), np.ones((32, 1), np.float32)
+    onnx.save(parsed(text, b=b, s=s), tmp_path / "old.onnx")
+    said = refused(tmp_path / "old.onnx", tmp_path / "new.onnx", device="cpu")
+    assert "NoSuch(-1) is not a registered function/op" in said and "value_info" not in said

@@ -98,3 +98,38 @@ def test_means_that_pool_in_float16_stay_so(text: str, dtype: str, wide: bool, t
     _, model = optimized(proto, tmp_path, **options)
     found = [node.inputs[0] for node in model.graph if node.op_type == "ReduceMean"]
     assert found and all(value is not None and (value.dtype is ir.DataType.FLOAT) == wide for value in found)
+
+
+@pytest.mark.parametrize(
+    ("of", "dtype", "scale", "reader", "narrow"),
+    [
+        ("float16", None, 2e-3, "x", True),  # a session fuses both
+        ("bfloat16", "bfloat16", 2e-3, "x", True),
+        ("bfloat16", "float16", 1e-7, "x", False),  # float16 has no such scale
+        ("float", "float16", 2.1e-3, "x", False),
+        (
+            "float16",
+            None,
+            2e-3,
+            "p",
+            False,
+        ),  # a product in fp32: its other input is an integer that may be large
+    ],
+)
+def test_weights_in_blocks_stay_in_16_bits_if_these_have_their_scales(
+    of: str, dtype: str | None, scale: float, reader: str, narrow: bool, tmp_path: Path
+) -> None:
+    text = f"({of}[N, 64] x, int64[N, 64] i) => ({of}[N, 32] y, {of}[N, 64] z) {{ z = MatMul (x, k) "
+    text += "d = DequantizeLinear <axis = 0, block_size = 32> (w, s) "
+    text += f"p = CastLike (i, x) y = MatMul ({reader}, d) }}"
+    kind = ir.DataType[of.upper()].numpy()
+    scales = np.random.default_rng(0).uniform(0.5, 1, (2, 32)).astype(np.float32) * scale
+    given = {"w": np.random.default_rng(1).integers(-8, 8, (64, 32), np.int8), "s": scales.astype(kind)}
+    given["k"] = weights(64, 64).astype(kind)
+    proto = parsed(text, **given)
+    proto.opset_import[0].version = 21
+    report, model = optimized(proto, tmp_path, dtype=dtype, device="cuda")
+    [weight] = nodes(model, "DequantizeLinear")
+    assert weight.inputs[1] is not None and (weight.inputs[1].dtype is not ir.DataType.FLOAT) == narrow
+    assert report.left["DequantizeLinear: a weight; linear_q reads those of MatMulNBits"] == 1
+    assert report.error < 2e-2
