@@ -214,8 +214,8 @@ def steps(
             if torch.cuda.mem_get_info(device)[0] < total:
                 out.print(f"{line['shape']}: not measured: it needs {total / 1e9:.0f} GB of memory")
                 continue
-        number, made = graph if is_step else -1, dict[str, Maker]()
-        made |= {name: partial(in_ort, session, number) for name, session in sessions.items()}
+        number = graph if is_step else -1
+        made: dict[str, Maker] = {name: partial(in_ort, each, number) for name, each in sessions.items()}
         if decoder is not None and is_step and batch in BESIDE and context == model.context:
             made[COMPILE if timer is not None else "torch"] = partial(in_torch, decoder)
         if not is_step:

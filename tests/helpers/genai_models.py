@@ -50,44 +50,43 @@ _PROGRAM = """
 import base64, json, sys
 import numpy as np, onnxruntime_genai as og
 
-def generator(model, tokens, length):
-    parameters = og.GeneratorParams(model)
-    parameters.set_search_options(max_length=length, min_length=length, do_sample=False)
-    made = og.Generator(model, parameters)
-    made.append_tokens(np.array([tokens], np.int32))
-    return made
-
-def answer(folder, prompt, length, tokens):
+def opened(folder):
     config = og.Config(folder)
     config.clear_providers()
-    model = og.Model(config)
-    free = generator(model, prompt, length)
+    return og.Model(config)
+
+def generator(model, prompts, length):
+    parameters, width = og.GeneratorParams(model), max(map(len, prompts))
+    sizes = {"max_length": length, "min_length": length, "batch_size": len(prompts)}
+    parameters.set_search_options(do_sample=False, **sizes)
+    made = og.Generator(model, parameters)
+    made.append_tokens(np.array([[2] * (width - len(each)) + each for each in prompts], np.int32))
+    return made, width
+
+def found_of(tokens, logits):
+    return {"tokens": tokens, "logits": base64.b64encode(logits.tobytes()).decode()}
+
+def answer(folder, prompt, length, tokens):
+    model = opened(folder)
+    free, width = generator(model, [prompt], length)
     while not free.is_done():
         free.generate_next_token()
     chosen = [int(each) for each in free.get_sequence(0)]
     given = tokens or chosen
-    forced, logits = generator(model, prompt, length), []
-    for token in [*given[len(prompt) : -1], None]:
+    (forced, _), logits = generator(model, [prompt], length), []
+    for token in [*given[width:-1], None]:
         logits.append(np.array(forced.get_logits(), np.float32)[0, -1])
         if token is not None:
             forced.append_tokens(np.array([[token]], np.int32))
-    return {"tokens": chosen, "logits": base64.b64encode(np.stack(logits).tobytes()).decode()}
+    return found_of(chosen, np.stack(logits))
 
 def answers(folder, prompts, length):
-    config = og.Config(folder)
-    config.clear_providers()
-    model = og.Model(config)
-    parameters, width = og.GeneratorParams(model), max(map(len, prompts))
-    parameters.set_search_options(
-        max_length=length, min_length=length, do_sample=False, batch_size=len(prompts)
-    )
-    made, logits = og.Generator(model, parameters), []
-    made.append_tokens(np.array([[2] * (width - len(each)) + each for each in prompts], np.int32))
-    while not made.is_done():
-        logits.append(np.array(made.get_logits(), np.float32)[:, -1])
-        made.generate_next_token()
-    chosen = [[int(each) for each in made.get_sequence(i)[width:]] for i in range(len(prompts))]
-    return {"tokens": chosen, "logits": base64.b64encode(np.stack(logits, 1).tobytes()).decode()}
+    (free, width), logits = generator(opened(folder), prompts, length), []
+    while not free.is_done():
+        logits.append(np.array(free.get_logits(), np.float32)[:, -1])
+        free.generate_next_token()
+    chosen = [[int(each) for each in free.get_sequence(i)[width:]] for i in range(len(prompts))]
+    return found_of(chosen, np.stack(logits, 1))
 
 for line in sys.stdin:
     try:

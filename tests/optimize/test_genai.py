@@ -291,14 +291,17 @@ def test_each_precision_is_optimised_for_cuda(
 @pytest.mark.parametrize("family", ["Llama", "Qwen3", "Gemma2", "Phi", "Gemma3"])
 @pytest.mark.parametrize("precision", ["fp16", "int4"])
 def test_64_steps_on_cuda(family: str, precision: str, built: Builds, tmp_path: Path) -> None:
-    """Feeds both with the source's tokens: the best one is the same where it leads by twice the bound."""
+    """Feeds both with the source's tokens; the best one is the same where it leads by more than the noise."""
     source, library = built(family, precision, "cuda"), find_library("custom_ops")
     optimized(source, tmp_path / "fast", "cuda")
     old, new = Decoder(source, 80), Decoder(tmp_path / "fast", 80, library)
     tokens = PROMPT
     for _ in range(STEPS):
         expected, found = old(tokens), new(tokens)
-        assert np.abs(found - expected).max() <= 1e-2 * np.abs(expected).max()
+        error = np.abs(found - expected).max()
+        assert error <= 1e-2 * np.abs(expected).max()
+        second, first = np.sort(expected)[-2:]
+        assert found.argmax() == expected.argmax() or first - second <= 2 * error
         tokens = [int(expected.argmax())]
 
 
