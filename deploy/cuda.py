@@ -240,14 +240,17 @@ def _library_obstacles(library: Library, device: int | None) -> list[str]:
 
 
 def has_code_for(archs: str, capability: int) -> bool:
-    """Whether code for `archs` runs: 90-real from 9.0 up to below 10, 90-virtual from 9.0 on, 90 is both."""
-    for number, suffix, kind in re.findall(r"(\d+)([af]?)(-real|-virtual)?", archs):
+    """Whether code for `archs` runs: 90-real from 9.0 up to below 10, 90-virtual from 9.0 on, 90 is both.
+
+    80:90 is the code of 8.0 as 90-real.
+    """
+    for source, number, suffix, kind in re.findall(r"(\d+:)?(\d+)([af]?)(-real|-virtual)?", archs):
         arch = int(number)
         same_major = capability // 10 == arch // 10 and capability >= arch
         if suffix:  # 90a: this capability only; 100f: its family
             matches = same_major if suffix == "f" else capability == arch
         else:
-            matches = same_major if kind == "-real" else capability >= arch
+            matches = same_major if source or kind == "-real" else capability >= arch
         if matches:
             return True
     return False

@@ -171,7 +171,7 @@ typedef struct twinop_table {
   const char* twinop_version;
   const char* domain;
   int32_t domain_version;
-  const char* cuda_archs; /* what the kernels were compiled for, "90,100-virtual", or "none" */
+  const char* cuda_archs; /* of the kernels: "90,100-virtual", "80:90" or "none" */
   size_t op_count;
   const twinop_op* const* ops;
 } twinop_table;

@@ -177,6 +177,9 @@ def test_hidden_gpus_are_mentioned(machine: Machine, monkeypatch: pytest.MonkeyP
         ("90a", 90, True),
         ("90a", 100, False),
         ("100f", 103, True),
+        ("80:90", 90, True),
+        ("80:90", 80, False),
+        ("80:90", 100, False),
     ],
 )
 def test_which_gpu_a_library_has_code_for(archs: str, capability: int, served: bool) -> None:

@@ -8,6 +8,7 @@ import onnx
 import onnxruntime
 import pytest
 import torch
+from gpu_code import needs_hopper_kernels
 from linear_calls import ACTIVATIONS, linear_node, model_of, random
 from onnx import TensorProto, helper, numpy_helper
 from quantised_weights import weight_of
@@ -22,7 +23,7 @@ from twinop.library import find_library
 from twinop.optimize.quantised import why_not
 from twinop.testing.one_node import body_session, make_session, one_node_model, run_bound
 
-LIBRARY, CUDA = find_library("custom_ops"), torch.cuda.is_available()
+LIBRARY = find_library("custom_ops")
 FORMS = list(itertools.product((4, 8), (32, 128), (False, True)))  # bits, block, zero points
 ROWS = (1, 2, 7, 8, 9, 15, 16, 17, 31, 32)
 MORE = (33, 63, 64)  # of a quantised weight
@@ -293,7 +294,7 @@ def test_bits_in_onnxruntime() -> None:
 
 
 @pytest.mark.cuda
-@pytest.mark.skipif(not CUDA or torch.cuda.get_device_capability() != (9, 0), reason="needs a Hopper GPU")
+@needs_hopper_kernels
 @pytest.mark.parametrize("n", [3072, 16384])
 @pytest.mark.parametrize(
     ("rows", "options", "expected"),

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from gpu_code import needs_hopper_kernels
 from linear_calls import ACTIVATIONS, linear_node, model_of, random
 from torch import Tensor
 from torch.nn import functional as F
@@ -10,13 +11,7 @@ from twinop import torch_op
 from twinop.library import find_library
 from twinop.testing.one_node import make_session, run_bound
 
-pytestmark = [
-    pytest.mark.cuda,
-    pytest.mark.skipif(
-        not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9,
-        reason="the kernel is for Hopper GPUs",
-    ),
-]
+pytestmark = [pytest.mark.cuda, needs_hopper_kernels]
 LIBRARY = find_library("custom_ops")
 CASES = [(False, "gelu"), (False, "silu"), (True, "silu"), (True, "gelu"), (True, "gelu_tanh")]
 M, N = 128 * 39 + 5, 1288  # enough tiles for all processors; the last ones lie partly outside

@@ -65,11 +65,14 @@ def test_domains_that_no_library_can_have(arguments: str, message: str, tmp_path
 needs_nvcc = pytest.mark.skipif(shutil.which("nvcc") is None, reason="no nvcc on this machine")
 
 
-def fake_nvcc(folder: Path, *archs: str) -> Path:
-    path = folder / "nvcc"
-    path.write_text("#!/bin/sh\n" + "".join(f"echo compute_{arch}\n" for arch in archs))
+def fake_program(path: Path, *lines: str) -> Path:
+    path.write_text("#!/bin/sh\n" + "".join(f"echo {line}\n" for line in lines))
     path.chmod(0o755)
     return path
+
+
+def fake_nvcc(folder: Path, *archs: str, version: str = "12.4.99") -> Path:
+    return fake_program(folder / "nvcc", f"V{version}", *(f"compute_{arch}" for arch in archs))
 
 
 def one_line(text: str) -> str:
@@ -81,9 +84,47 @@ def test_an_architecture_that_nvcc_does_not_know(tmp_path: Path) -> None:
     result = configure(tmp_path, f"-DCMAKE_CUDA_COMPILER={nvcc}", TWINOP_CUDA_ARCHS="120")
     assert result.returncode != 0
     assert (
-        f"TWINOP_CUDA_ARCHS=120: this nvcc ({nvcc}) does not know architecture 120; it knows 75 80 90. "
+        f"TWINOP_CUDA_ARCHS=120: this nvcc ({nvcc}) does not know architecture 120; it knows 80 90. "
         "Choose one of these, or install a newer CUDA toolkit and set CUDACXX to its nvcc."
     ) in one_line(result.stderr)
+
+
+@pytest.mark.parametrize(
+    ("wanted", "gpus", "refused"),
+    [
+        ("75", (), "75"),
+        ("90,61-real", (), "61"),
+        ("75:90", (), "75"),
+        ("native", ("7.5",), "75"),
+        ("native", ("7.5", "8.6"), None),
+        ("native", ("10.3",), None),
+    ],
+)
+def test_a_gpu_that_is_too_old(
+    wanted: str, gpus: tuple[str, ...], refused: str | None, tmp_path: Path
+) -> None:
+    """One that is new enough stands beside an old one: the kernels are built for it."""
+    nvcc = fake_nvcc(tmp_path, "75", "80", "86", "90", "103")
+    smi = fake_program(tmp_path / "nvidia-smi", *gpus)
+    options = (f"-DCMAKE_CUDA_COMPILER={nvcc}", f"-DTWINOP_NVIDIA_SMI={smi}")
+    said = one_line(configure(tmp_path, *options, TWINOP_CUDA_ARCHS=wanted).stderr)
+    message = (
+        f"TWINOP_CUDA_ARCHS={wanted}: compute capability {refused} is too old; twinop's CUDA kernels need 80 "
+        "(8.0) or later. Build for the CPU (./build.sh build --cpu, twinop build --cpu, "
+        "-DTWINOP_WITH_CUDA=OFF), or for another GPU."
+    )
+    assert (message in said) == (refused is not None) and ("too old" in said) == (refused is not None)
+    assert "does not know" not in said
+
+
+@pytest.mark.parametrize(
+    ("version", "is_refused"), [("11.8.89", True), ("12.3.107", True), ("12.4.99", False)]
+)
+def test_an_nvcc_that_is_too_old(version: str, is_refused: bool, tmp_path: Path) -> None:
+    nvcc = fake_nvcc(tmp_path, "90", version=version)
+    said = one_line(configure(tmp_path, f"-DCMAKE_CUDA_COMPILER={nvcc}", TWINOP_CUDA_ARCHS="90").stderr)
+    message = f"{nvcc} is of CUDA {version}; twinop's kernels need CUDA 12.4 or later. Install a newer CUDA"
+    assert (message in said) == is_refused
 
 
 def test_the_oldest_cmake_configures_the_project(tmp_path: Path, oldest_cmake: Path) -> None:
@@ -134,6 +175,7 @@ def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("native", None),
         ("90,80", "80-real,90"),
         ("90-real", "90-real"),
+        ("80:90", "80:90"),
         ("all", "80-real,"),
     ],
 )
@@ -170,5 +212,14 @@ def test_code_of_hopper_alone(tmp_path: Path) -> None:
         ("80-real", ["sm_80"]),
     ):
         command = configure_linear(wanted, tmp_path)
+        assert "arch=compute_80,code=sm_90 " not in command
         assert re.findall(r"code=\[([a-z0-9_]+)\]", command) == codes
         assert ("-DTWINOP_SM90A" in command) == ("sm_90a" in codes)
+
+
+@needs_nvcc
+def test_code_of_one_gpu_on_another(tmp_path: Path) -> None:
+    """Kernels and choices of 8.0 in machine code of 9.0; the library says both. It has no other code."""
+    command = configure_linear("80:90", tmp_path)
+    assert re.findall(r"--generate-code=(\S+)", command) == ["arch=compute_80,code=sm_90"]
+    assert "-DTWINOP_SM90A" not in command and '-DTWINOP_CUDA_ARCHS=\\"80:90\\"' in command
