@@ -10,7 +10,8 @@ from .finding import Finding, Level, error, from_message, ok, old_driver, one_li
 
 _OLDEST_RUNTIME = (1, 18)
 _OLDEST_TORCH = (2, 10)
-_FIRST_NVCC = {89: "11.8", 90: "11.8", 100: "12.8", 103: "12.9", 110: "13.0", 120: "12.8", 121: "12.9"}
+_OLDEST_GPU = 80  # as in TwinopCuda.cmake
+_FIRST_NVCC = {100: "12.8", 103: "12.9", 110: "13.0", 120: "12.8", 121: "12.9"}
 _BOTH = "pip uninstall -y onnxruntime onnxruntime-gpu && pip install"
 
 
@@ -53,19 +54,23 @@ def _nvcc_and_gpus(facts: Environment) -> Iterator[Finding]:
     assert facts.nvcc is not None
     known = sorted(int(arch) for arch in facts.nvcc.known)
     for gpu in dict.fromkeys(facts.gpus):
-        if gpu.capability in known:
-            continue
-        cause = f"CUDA {facts.nvcc.version} does not compile for {gpu.name}: unsupported gpu architecture "
-        cause += f"'compute_{gpu.capability}'"
-        if gpu.capability < known[0]:
-            last = "12.9" if gpu.capability >= 50 else "11.8"
-            cure = f"install CUDA {last}, the last that does, and set CUDACXX to its nvcc"
-        else:
+        if gpu.capability < _OLDEST_GPU:
+            yield error(
+                "nvcc",
+                f"{gpu.name} has compute capability {gpu.capability}: twinop's CUDA kernels need "
+                f"{_OLDEST_GPU} (8.0) or later",
+                "twinop build --cpu, or another GPU",
+            )
+        elif gpu.capability not in known:
             first = _FIRST_NVCC.get(gpu.capability)
             newer = f"CUDA {first} or later" if first else "a newer CUDA"
-            cure = f"install {newer} and set CUDACXX to its nvcc; or twinop build --archs {known[-1]}, whose "
-            cure += "PTX the driver compiles for this GPU"
-        yield error("nvcc", cause, cure)
+            yield error(
+                "nvcc",
+                f"CUDA {facts.nvcc.version} does not compile for {gpu.name}: unsupported gpu architecture "
+                f"'compute_{gpu.capability}'",
+                f"install {newer} and set CUDACXX to its nvcc; or twinop build --archs {known[-1]}, whose "
+                "PTX the driver compiles for this GPU",
+            )
 
 
 def check_gcc_and_nvcc(facts: Environment) -> Iterator[Finding]:

@@ -62,6 +62,13 @@ def test_nvcc_is_found(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     assert found is not None and found.version == "13.1.99"
     with pytest.raises(BuildError, match="but not libcudart_static.a, which libraries link"):
         _ = found.library_folder
+    for old in ("11.8", "12.3"):
+        path = program(tmp_path / old, lines.replace("12.4", old))
+        monkeypatch.setenv("CUDACXX", str(path))
+        with pytest.raises(
+            BuildError, match=f"{path} is of CUDA {old}.99, .* kernels need CUDA 12.4 or later"
+        ):
+            find_nvcc()
     monkeypatch.setenv("CUDACXX", "/nowhere/nvcc")
     with pytest.raises(BuildError, match="CUDACXX=/nowhere/nvcc: no such program"):
         find_nvcc()

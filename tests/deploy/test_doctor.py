@@ -109,11 +109,11 @@ BROKEN: dict[str, tuple[dict[str, Any], str, str, str]] = {
         "does not compile for NVIDIA GeForce RTX 5090: unsupported gpu architecture 'compute_120'",
         "install CUDA 12.8 or later and set CUDACXX to its nvcc; or twinop build --archs 90",
     ),
-    "nvcc has dropped the GPU": (
-        {"gpus": (Gpu("Tesla V100", 70),)},
+    "the GPU is too old": (
+        {"gpus": (Gpu("Tesla T4", 75),)},
         "error",
-        "unsupported gpu architecture 'compute_70'",
-        "install CUDA 12.9, the last that does",
+        "Tesla T4 has compute capability 75: twinop's CUDA kernels need 80 (8.0) or later",
+        "twinop build --cpu, or another GPU",
     ),
     "nvcc is newer than the driver": (
         {"driver_cuda": 12040},

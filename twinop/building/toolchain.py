@@ -17,6 +17,7 @@ from ..installation import how_to_build, version_numbers
 from ..library import library_folders
 
 _OLDEST = {"GCC": 11, "Clang": 14}
+_OLDEST_NVCC = "12.4"  # as in TwinopCuda.cmake
 _LAUNCHERS = ("ccache", "sccache", "distcc")
 _SECONDS = 120  # for nvidia-smi, whose driver may be loaded first
 
@@ -116,7 +117,11 @@ def nvcc_path() -> str | None:
 
 
 def find_nvcc() -> Nvcc | None:
-    """Returns what `nvcc_path` finds, with its version and architectures; BuildError: it is not nvcc."""
+    """Returns what `nvcc_path` finds, with its version and architectures.
+
+    Raises:
+        BuildError: it is not nvcc, or too old.
+    """
     path = nvcc_path()
     if path is None:
         return None
@@ -125,7 +130,12 @@ def find_nvcc() -> Nvcc | None:
     if version is None or not known:
         raise BuildError(
             f"{path} does not answer as nvcc does (--version, --list-gpu-arch). Set CUDACXX to an "
-            "nvcc of CUDA 11.8 or later, or build with --cpu"
+            f"nvcc of CUDA {_OLDEST_NVCC} or later, or build with --cpu"
+        )
+    if version_numbers(version[1]) < version_numbers(_OLDEST_NVCC):
+        raise BuildError(
+            f"{path} is of CUDA {version[1]}, which is too old; twinop's kernels need CUDA {_OLDEST_NVCC} or "
+            "later. Install a newer CUDA toolkit and set CUDACXX to its nvcc, or build with --cpu"
         )
     return Nvcc(path, version[1], tuple(known))
 
