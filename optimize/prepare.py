@@ -77,7 +77,7 @@ def _convert_opset(model: ir.Model) -> None:
     opset = model.graph.opset_imports.get("", 0)
     if opset in OPSETS:
         return
-    target = OPSETS[0] if opset < OPSETS[0] else OPSETS[-1]
+    target, before = OPSETS[0] if opset < OPSETS[0] else OPSETS[-1], model.graph
     from onnxscript import version_converter
 
     try:
@@ -85,11 +85,34 @@ def _convert_opset(model: ir.Model) -> None:
             version_converter.convert_version(model, target, fallback=True)
     except Exception as error:
         raise ExportError(f"opset {opset} cannot be converted to {target}: {error}") from error
+    if model.graph is not before:
+        _copy_meta(before, model.graph)
     if model.graph.opset_imports.get("") != target:
         raise ExportError(
             f"opset {opset} cannot be converted to {target}, which function bodies need. Export the model "
             f"again with opset {OPSETS[0]} to {OPSETS[-1]}"
         )
+
+
+def _copy_meta(before: ir.Graph, after: ir.Graph) -> None:
+    """Copies the `meta` of a graph and its nodes to the graph that onnx's converter made of it.
+
+    That one has values of the same names, also where another node computes them.
+
+    Raises:
+        ExportError: a value of a node with `meta` is gone.
+    """
+    after.meta.update(before.meta)
+    makers = {value.name: node for node in after.all_nodes() for value in node.outputs}
+    for node in before.all_nodes():
+        read = [value.name for value in node.outputs if g.is_read(value)]
+        if node.meta and read:
+            if read[0] not in makers:
+                raise ExportError(
+                    f"opset {before.opset_imports.get('')}: onnx's converter renames {read[0]}, the result of "
+                    f"{node.op_type}. Export the model again with opset {OPSETS[0]} to {OPSETS[-1]}"
+                )
+            makers[read[0]].meta.update(node.meta)
 
 
 def _unflatten_softmax(model: ir.Model) -> None:

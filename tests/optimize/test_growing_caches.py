@@ -8,7 +8,7 @@ import numpy as np
 import onnx_ir as ir
 import pytest
 from decoder_files import export_with_cache, write
-from optimizing import nodes, optimized, parsed
+from optimizing import nodes, optimized, parsed, weights
 
 from twinop import deploy
 from twinop.deploy.errors import FeedError
@@ -147,6 +147,31 @@ def test_nodes_return_to_their_branches() -> None:
     assert [node.op_type for node in model.graph] == ["Sin", "If"]
     found = [[node.op_type for node in branch] for branch in subgraphs(model.graph[-1])]
     assert sorted(found) == [["Abs", "Mul"], ["Neg", "Loop"]]
+
+
+@pytest.mark.parametrize("dtype", [None, "float16"])
+@pytest.mark.parametrize("opset", [13, 17, 20, 26])
+def test_only_one_branch_runs_in_any_opset(opset: int, dtype: str | None, tmp_path: Path) -> None:
+    """What onnx's converter makes of the graph knows which nodes are of a branch: the first one fails elsewhere."""
+    text = """(float[N, 8] x) => (y) {
+        rows = Shape (x) n = Gather (rows, zero) c = Equal (n, four)
+        y = If (c) <
+            then_branch = a () => (o) { m = MatMul (x, w) r = Relu (m) s = Reshape (r, two)
+                o = Squeeze (s, axis) },
+            else_branch = b () => (e) { m = MatMul (x, v) r = Relu (m) e = Tanh (r) }> }"""
+    integers = {"zero": 0, "four": 4, "two": [1, 2, 16], "axis": [0]}
+    arrays = {name: np.array(number) for name, number in integers.items()}
+    proto = parsed(text, w=weights(8, 8), v=weights(8, 8, seed=1), **arrays)
+    proto.opset_import[0].version = opset
+    proto.ir_version = 8 if opset < 20 else 10
+    report, model = optimized(proto, tmp_path, dtype=dtype)
+    assert report.made["linear+relu"] == 2
+    [choice] = nodes(model, "If")
+    assert [sum(node.op_type == "CustomLinear" for node in each) for each in subgraphs(choice)] == [1, 1]
+    for rows in (4, 7) if dtype is None else ():
+        feeds = {"x": weights(rows, 8)}
+        expected, found = (deploy.session(each).run(feeds)["y"] for each in (report.source, report.path))
+        np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6)
 
 
 def test_wrong_caches(tmp_path: Path) -> None:

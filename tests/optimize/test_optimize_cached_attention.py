@@ -145,6 +145,20 @@ def test_each_form(form: dict[str, Any], tmp_path: Path) -> None:
             session.run(given | wrong)
 
 
+@pytest.mark.parametrize("opset", [14, 17, 26])
+def test_promises_outlive_the_conversion_of_opsets(opset: int, tmp_path: Path) -> None:
+    proto = decoder()
+    proto.opset_import[0].version = opset
+    proto.ir_version = 8 if opset < 20 else 10
+    given: Any = feeds()
+    np.savez(tmp_path / "inputs.npz", **given)
+    promises: dict[str, Any] = {"inputs_file": tmp_path / "inputs.npz", "shared_caches": True}
+    report, _ = optimized(proto, tmp_path, **promises)
+    assert report.made["attention over a cache"] == 2 and not report.left
+    report, _ = optimized(proto, tmp_path, **promises, invariant=True)
+    assert report.made["invariant products"] == 2
+
+
 @pytest.mark.parametrize(
     ("form", "index"),
     [
