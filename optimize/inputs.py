@@ -255,9 +255,9 @@ def hides_all(case: Case) -> bool:
 
 
 def draws_random(node: ir.Node) -> bool:
-    """Whether two runs of a node may differ."""
-    training = g.constant(node.inputs[2]) if node.op_type == "Dropout" and len(node.inputs) > 2 else None
-    return node.op_type in _RANDOM or (training is not None and bool(training.all()))
+    """Whether two runs of a node may differ. A Dropout that is told when to drop may drop."""
+    mode = node.inputs[2] if node.op_type == "Dropout" and len(node.inputs) > 2 else None
+    return node.op_type in _RANDOM or (mode is not None and g.scalar(mode) != 0)
 
 
 def table_rows(value: ir.Value, seen: frozenset[ir.Value] = frozenset()) -> int:

@@ -8,7 +8,7 @@ import onnx
 import onnx_ir as ir
 from onnx_ir.passes.common import LiftConstantsToInitializersPass
 
-from twinop.deploy.custom_nodes import load_model
+from twinop.deploy.custom_nodes import custom_nodes, load_model
 from twinop.errors import ExportError, TwinopError
 from twinop.export.calls import name_standard_domain
 from twinop.quiet import quiet
@@ -16,6 +16,7 @@ from twinop.quiet import quiet
 from . import graph as g
 
 _FP32_COPIES = 4  # of the weights: the original, the new model, a session and its packed weights
+_SPARSE = (onnx.AttributeProto.SPARSE_TENSOR, onnx.AttributeProto.SPARSE_TENSORS)
 _BODIES_IR_VERSION = 8  # the first with function bodies
 
 
@@ -32,10 +33,16 @@ def load(path: Path) -> ir.Model:
         for graph in [model.graph, *(function.graph for function in model.functions.values())]:
             graph.sort()  # ONNX Runtime takes nodes in any order, and its converter to float16 writes them so
     except Exception as error:
-        if unread := _unread_type(path):
+        if unread := _unread_part(path):
             raise ExportError(f"{path}: {unread}, which twinop does not read") from error
-        reason = (str(error).splitlines() or [type(error).__name__])[0][:200]
-        raise ExportError(f"{path}: is not an ONNX model: {reason}") from error
+        cause: BaseException = error
+        while cause.__cause__ is not None:  # onnx_ir names each message that it was reading
+            cause = cause.__cause__
+        reason = (str(cause).splitlines() or [type(cause).__name__])[0][:200]
+        raise ExportError(
+            f"{path}: onnx_ir cannot read it: {reason}. Check it with onnx.checker.check_model, or export "
+            "the model again"
+        ) from error
     for node in model.graph.all_nodes():
         node.device_configurations = ()  # ONNX Runtime does not read them
     name_standard_domain(model)
@@ -59,12 +66,16 @@ def read_proto(path: Path) -> onnx.ModelProto:
         raise ExportError(str(error)) from error
 
 
-def _unread_type(path: Path) -> str:
-    """Returns which value of a model is a map or a sequence of them (classifiers of scikit-learn), or ""."""
-    try:
-        graph = onnx.load(path, load_external_data=False).graph
-    except Exception:
-        return ""
+def _unread_part(path: Path) -> str:
+    """Returns which part of a model onnx_ir lacks, or "".
+
+    These are maps, sequences of them (classifiers of scikit-learn) and sparse tensors in attributes.
+    """
+    proto = load_model(path).proto
+    for each in custom_nodes(proto, lambda node: True):
+        if sparse := [one.name for one in each.proto.attribute if one.type in _SPARSE]:
+            return f"attribute {sparse[0]} of {each.label} is a sparse tensor (make it dense)"
+    graph = proto.graph
     kinds = [("input", value) for value in graph.input] + [("output", value) for value in graph.output]
     for what, value in [*kinds, *(("value", each) for each in graph.value_info)]:
         if value.type.HasField("map_type"):

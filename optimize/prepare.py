@@ -1,5 +1,6 @@
 """Brings a model into the form that the rewrites match: fp32, constants folded, shapes known."""
 
+import re
 from collections import Counter
 from collections.abc import Mapping
 
@@ -12,10 +13,12 @@ from onnx_ir.passes.common import (
     ShapeInferencePass,
 )
 
-from twinop.errors import ExportError, option
+from twinop.deploy.ort_runs import NotRunnable, run
+from twinop.errors import ExportError, TwinopError, option
 from twinop.export.attach import OPSETS
 from twinop.export.folding import fold_constants
 from twinop.export.schema import registered_schemas
+from twinop.names import BUILT_IN
 from twinop.op_spec import OpSpec
 from twinop.quiet import quiet
 
@@ -54,13 +57,16 @@ def prepare(model: ir.Model, records: Mapping[str, OpSpec]) -> None:
 def inline_functions(model: ir.Model, records: Mapping[str, OpSpec], own: OwnOps) -> None:
     """Removes the bodies of twinop's and of the user's own ops, and inlines all other functions.
 
-    The bodies are attached again. `own` gets the numbers of the nodes that were inlined.
+    The bodies are attached again. Those of ops that ONNX Runtime has itself go: it ignores them. `own` gets
+    the numbers of the nodes that were inlined.
 
     Raises:
         ExportError: the functions call each other in a circle, or have other opsets than the model.
     """
     ours = {record.node_type for record in records.values()}
     bodies = {key: model.functions.pop(key) for key in [*model.functions] if key[:2] in ours}
+    for key in [each for each in model.functions if _is_registered(model, *each[:2])]:
+        del model.functions[key]
     try:
         done = InlinePass(lambda function: function.domain not in own.domains)(model)
     except Exception as error:
@@ -71,6 +77,19 @@ def inline_functions(model: ir.Model, records: Mapping[str, OpSpec], own: OwnOps
         ) from error
     own.count_inlined(done.id_count)  # type: ignore[attr-defined]
     own.detach(model, records, bodies)
+
+
+def _is_registered(model: ir.Model, domain: str, name: str) -> bool:
+    """Whether ONNX Runtime has an op of this name: then its error is about the inputs that are missing."""
+    if domain and not BUILT_IN.fullmatch(domain):
+        return False
+    graph = ir.Graph([], [], nodes=[ir.node(name, [], domain=domain)], opset_imports=model.opset_imports)
+    proto = ir.to_proto(ir.Model(graph, ir_version=model.ir_version))
+    try:
+        run(proto.SerializeToString(), False)
+    except (NotRunnable, TwinopError) as error:
+        return not re.search("is not a registered function/op|No Op registered for", str(error))
+    return True
 
 
 def _convert_opset(model: ir.Model) -> None:
@@ -109,8 +128,8 @@ def _copy_meta(before: ir.Graph, after: ir.Graph) -> None:
         if node.meta and read:
             if read[0] not in makers:
                 raise ExportError(
-                    f"opset {before.opset_imports.get('')}: onnx's converter renames {read[0]}, the result of "
-                    f"{node.op_type}. Export the model again with opset {OPSETS[0]} to {OPSETS[-1]}"
+                    f"opset {before.opset_imports.get('')}: onnx's converter renames {read[0]}, the result "
+                    f"of {node.op_type}. Export the model again with opset {OPSETS[0]} to {OPSETS[-1]}"
                 )
             makers[read[0]].meta.update(node.meta)
 

@@ -12,10 +12,12 @@ from optimizing import nodes, optimized, parsed, weights
 
 from twinop import deploy
 from twinop.deploy.errors import FeedError
+from twinop.errors import ExportError
 from twinop.optimize import branches, decoders, equivalence
 from twinop.optimize.graph import subgraphs
 from twinop.optimize.growing_caches import FUSED
 from twinop.optimize.load import load, load_weights, separate_names
+from twinop.optimize.prepare import _copy_meta
 
 
 class Decoder:
@@ -152,7 +154,7 @@ def test_nodes_return_to_their_branches() -> None:
 @pytest.mark.parametrize("dtype", [None, "float16"])
 @pytest.mark.parametrize("opset", [13, 17, 20, 26])
 def test_only_one_branch_runs_in_any_opset(opset: int, dtype: str | None, tmp_path: Path) -> None:
-    """What onnx's converter makes of the graph knows which nodes are of a branch: the first one fails elsewhere."""
+    """onnx's conversion keeps which nodes are of a branch; the first one fails for other inputs."""
     text = """(float[N, 8] x) => (y) {
         rows = Shape (x) n = Gather (rows, zero) c = Equal (n, four)
         y = If (c) <
@@ -172,6 +174,14 @@ def test_only_one_branch_runs_in_any_opset(opset: int, dtype: str | None, tmp_pa
         feeds = {"x": weights(rows, 8)}
         expected, found = (deploy.session(each).run(feeds)["y"] for each in (report.source, report.path))
         np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6)
+
+
+def test_a_conversion_that_renames_results_is_refused() -> None:
+    texts = [f"(float[N] x) => (float[N] y) {{ {a} = Neg (x) y = Abs ({a}) }}" for a in "ac"]
+    before, after = (ir.from_proto(parsed(text)).graph for text in texts)
+    before[0].meta["mark"] = True
+    with pytest.raises(ExportError, match="onnx's converter renames a, the result of Neg. Export the model"):
+        _copy_meta(before, after)
 
 
 def test_wrong_caches(tmp_path: Path) -> None:

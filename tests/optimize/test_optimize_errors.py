@@ -130,6 +130,7 @@ def test_inputs_that_break_a_promise(tmp_path: Path) -> None:
             "draws random numbers (RandomNormalLike)",
         ),
         ("d = Dropout (x, half, yes) y = MatMul (d, w)", 20, "draws random numbers (Dropout)"),
+        ("d = Dropout (x, half, t) y = MatMul (d, w)", 20, "draws random numbers (Dropout)"),
         (
             'c = Relu (x) y = Resize <mode = "linear"> (c, twice)',
             10,
@@ -139,10 +140,44 @@ def test_inputs_that_break_a_promise(tmp_path: Path) -> None:
 )
 def test_results_that_differ_without_any_rewrite(text: str, opset: int, message: str, tmp_path: Path) -> None:
     constants = {"half": np.float32(0.5), "yes": np.array(True), "twice": np.array([1, 2], np.float32)}
-    model = parsed(f"(float[3, 8] x) => (float[3, N] y) {{ {text} }}", w=weights(8, 4), **constants)
+    model = parsed(f"(float[3, 8] x, bool t) => (float[3, N] y) {{ {text} }}", w=weights(8, 4), **constants)
     model.opset_import[0].version = opset
     onnx.save(model, tmp_path / "old.onnx")
     assert message in refused(tmp_path / "old.onnx", tmp_path / "new.onnx")
+
+
+_RELU = onnx.helper.make_node("Relu", ["x"], ["y"])
+_AGAIN = onnx.helper.make_node("Neg", ["x"], ["y"])
+_SPARSE = onnx.helper.make_sparse_tensor(
+    onnx.numpy_helper.from_array(np.ones(1, np.float32), "numbers"),
+    onnx.numpy_helper.from_array(np.zeros(1, np.int64), "indices"),
+    [4],
+)
+
+
+@pytest.mark.parametrize(
+    ("made", "change", "message"),
+    [
+        (
+            [onnx.helper.make_node("Constant", [], ["w"], sparse_value=_SPARSE)],
+            {},
+            "attribute sparse_value of node 0 (Constant) is a sparse tensor (make it dense), which",
+        ),
+        ([_RELU, _AGAIN], {}, "cannot read it: Output 'y' is redeclared in the current graph scope"),
+        ([_RELU], {"data_type": 77, "dims": [1]}, "cannot read it: 77 is not a valid DataType. Check"),
+    ],
+    ids=["sparse", "redeclared", "dtype"],
+)
+def test_what_onnx_ir_cannot_read_is_named(
+    made: list[onnx.NodeProto], change: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    proto = parsed("(float[4] x) => (float[4] y) { y = Relu (x) }")
+    del proto.graph.node[:]
+    proto.graph.node.extend(made)
+    proto.graph.initializer.extend([onnx.TensorProto(name="t", **change)] if change else [])
+    onnx.save(proto, tmp_path / "old.onnx")
+    said = refused(tmp_path / "old.onnx", tmp_path / "new.onnx")
+    assert message in said and "is not an ONNX model" not in said
 
 
 def test_an_output_that_is_listed_twice(tmp_path: Path) -> None:

@@ -241,6 +241,31 @@ def test_an_input_that_is_an_output(tmp_path: Path) -> None:
         assert model.graph.inputs[0].dtype is ir.DataType[(dtype or "float").upper()]
 
 
+@pytest.mark.parametrize(
+    ("domain", "name", "kept"),
+    [
+        ("com.microsoft", "QuickGelu", "QuickGelu"),
+        ("com.microsoft", "QuickGelus", "Neg"),
+        ("ai.onnx.ml", "Binarizer", "Binarizer"),
+        ("", "Abs", "Abs"),
+    ],
+)
+@pytest.mark.parametrize("opset", [17, 20])
+def test_function_named_as_an_op(domain: str, name: str, kept: str, opset: int, tmp_path: Path) -> None:
+    """ONNX Runtime ignores the body where it has an op of that name itself."""
+    op = f"{domain}.{name}" if domain else name
+    text = f"(float[N, 8] x) => (float[N, 3] y) {{ a = {op} (x) y = MatMul (a, w) }}"
+    proto = parsed(text, w=weights(8, 3))
+    proto.opset_import[0].version = opset
+    proto.opset_import.extend([onnx.helper.make_opsetid(domain, 1)] if domain == "ai.onnx.ml" else [])
+    body = [onnx.helper.make_node("Neg", ["x"], ["y"])]
+    opsets = [onnx.helper.make_opsetid("", opset)]
+    proto.functions.append(onnx.helper.make_function(domain, name, ["x"], ["y"], body, opsets))
+    report, model = optimized(proto, tmp_path)
+    assert report.made == {"linear": 1} and kept in types(model)
+    assert all(key[0] == "custom_domain" for key in model.functions)
+
+
 SHARED_NAMES = {
     "If": """t = If (c) <
         then_branch = a () => (float[K] o) { r = Relu (h) s = Shape (r) f = Reshape (r, minus) o = Neg (f) },
