@@ -201,9 +201,9 @@ def _multi_head(
         for index, piece in enumerate(np.split(row, np.cumsum(widths)[:-1])):
             part = g.initializer(context.graph, piece, f"{bias.name}_part")
             parts[index] = g.add(node, "Add", [parts[index], part])
-    names = ("num_heads", "unidirectional", "scale")
-    attributes = {name: node.attributes[name].value for name in names if name in node.attributes}
     rank = g.rank(mask) if mask is not None else 1
+    names = ("num_heads", "unidirectional", "scale", *(("mask_filter_value",) if rank == 1 else ()))
+    attributes = {name: node.attributes[name].value for name in names if name in node.attributes}
     if rank == 2:
         assert mask is not None
         hiding = padding_bias(mask, g.attribute(node, "mask_filter_value", _HIDDEN), parts[0], node)
@@ -212,6 +212,8 @@ def _multi_head(
         added, mask = spread(hiding, parts[0], parts[1], node), None
     elif rank != 1:
         raise g.UnsupportedPattern(f"a mask of {rank} dimensions")
+    elif mask is not None and not g.same_dims(g.dims(mask), (g.dims(parts[0]) or [])[:1]):
+        raise g.UnsupportedPattern("a mask that is not known to be one length for each sequence")
     inputs = [*parts, None, mask, added]
     shape = [*(g.dims(parts[0]) or [None, None])[:2], g.last_dim(parts[2])]
     new = g.add(node, "MultiHeadAttention", inputs, attributes, domain=g.MICROSOFT, shape=shape)

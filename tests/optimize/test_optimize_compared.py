@@ -137,15 +137,21 @@ def test_special_inputs_have_a_say_in_16_bits(
         assert not (tmp_path / "fast.onnx").exists()
 
 
-@pytest.mark.parametrize("attribute", ["", ", mask_filter_value=-5000.0"])
+@pytest.mark.parametrize("number", [None, -5000.0, float(np.finfo(np.float32).min)])
 @pytest.mark.parametrize("kind", ["Attention", "MultiHeadAttention"])
-def test_rows_of_a_mask_that_hides_everything(kind: str, attribute: str, tmp_path: Path) -> None:
-    given = "x, w, b, mask" if kind == "Attention" else "x, x, x, b, mask"
+@pytest.mark.parametrize("hidden", ["mask", "lengths"])
+def test_rows_of_a_mask_that_hides_everything(
+    hidden: str, kind: str, number: float | None, tmp_path: Path
+) -> None:
+    attribute = "" if number is None else f", mask_filter_value={number}"
+    given = f"x, w, b, {hidden}" if kind == "Attention" else f"x, x, x, b, {hidden}"
     text = f"""(float[N, S, 8] x, int32[N, S] mask) => (float[N, S, 8] y) {{
+        lengths = ReduceSum <keepdims=0> (mask, one)
         z = com.microsoft.{kind} <num_heads=2{attribute}> ({given}) y = MatMul (z, v) }}"""
-    _, model = optimized(parsed(text, w=weights(8, 24), b=weights(24), v=weights(8, 8)), tmp_path)
+    constants = {"w": weights(8, 24), "b": weights(24), "v": weights(8, 8), "one": np.array([1])}
+    _, model = optimized(parsed(text, **constants), tmp_path)
     [node] = nodes(model, "MultiHeadAttention")
-    assert len(node.inputs) == 6 and node.inputs[4] is None
+    assert [value is None for value in node.inputs[4:]] == ([True, False] if hidden == "mask" else [False])
     x = np.random.default_rng(3).standard_normal((4, 5, 8)).astype(np.float32) * 2
     mask = np.array([[0] * 5, [1] * 5, [1, 0, 1, 1, 0], [0, 0, 1, 1, 1]], np.int32)
     files = (tmp_path / "old.onnx", tmp_path / "fast.onnx")
@@ -153,6 +159,18 @@ def test_rows_of_a_mask_that_hides_everything(kind: str, attribute: str, tmp_pat
         deploy.session(file, ["CPUExecutionProvider"]).run({"x": x, "mask": mask})["y"] for file in files
     )
     np.testing.assert_allclose(new, old, rtol=2e-3, atol=2e-3)
+
+
+def test_a_mask_of_starts_and_ends_stays_with_its_attention(tmp_path: Path) -> None:
+    text = """(float[N, S, 8] x, int32[N, S] mask) => (float[N, S, 8] y) {
+        ends = ReduceSum <keepdims=0> (mask, one) starts = Sub (ends, ends)
+        both = Concat <axis=0> (ends, starts)
+        z = com.microsoft.Attention <num_heads=2> (x, w, b, both) y = MatMul (z, v) }"""
+    constants = {"w": weights(8, 24), "b": weights(24), "v": weights(8, 8), "one": np.array([1])}
+    report, model = optimized(parsed(text, **constants), tmp_path)
+    assert nodes(model, "Attention") and not nodes(model, "MultiHeadAttention")
+    reason = "a mask that is not known to be one length for each sequence"
+    assert report.left == {f"Attention: {reason}": 1}
 
 
 @pytest.mark.parametrize("declared", ["1, seqlen", "N, 7, 8", "1, 4, 8", "N, 4, 8, 1"])
