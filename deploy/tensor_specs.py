@@ -13,6 +13,11 @@ from .errors import FeedError
 
 RIGHT_PADDED = "twinop.right_padded"
 """The metadata that names the mask of a model made with `twinop optimize --padding right`."""
+WITHOUT_MAPS = (
+    "Converters of classifiers add maps with ZipMap: convert the model again with zipmap=False (skl2onnx: "
+    "options={'zipmap': False}), and it returns a tensor"
+)
+"""How a model without maps is made."""
 
 
 @dataclass(frozen=True)

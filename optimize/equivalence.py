@@ -300,8 +300,7 @@ def _nudged(array: np.ndarray, by: float = _ULPS) -> np.ndarray:
     if array.dtype != np.float32:
         return array
     signs = np.random.default_rng(0).random(array.shape, np.float32) < 0.5
-    smaller: np.ndarray = array * np.where(signs, np.float32(1 - by), np.float32(1))  # larger may be infinite
-    return smaller
+    return np.asarray(array * np.where(signs, np.float32(1 - by), np.float32(1)))  # larger may be infinite
 
 
 def _require_loadable(original: Path, library: deploy.Libraries) -> None:

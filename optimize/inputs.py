@@ -138,7 +138,7 @@ def special(model: ir.Model, case: Case, hidden: Sequence[str]) -> dict[str, Cas
     }
     found = {}
     for name, change in _SPECIAL.items() if numbers else ():
-        found[name] = case | {key: change(array) for key, array in numbers.items()}
+        found[name] = case | {key: np.asarray(change(array)) for key, array in numbers.items()}
     for hide in hidden if masks else ():
         found[f"a mask that hides {_HIDES.get(hide, hide)}"] = case | {
             key: (padding_mask([*array.shape], hide) != _is_inverted(key, array.dtype)).astype(array.dtype)

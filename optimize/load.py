@@ -9,6 +9,7 @@ import onnx_ir as ir
 from onnx_ir.passes.common import LiftConstantsToInitializersPass
 
 from twinop.deploy.custom_nodes import custom_nodes, load_model
+from twinop.deploy.tensor_specs import WITHOUT_MAPS
 from twinop.errors import ExportError, TwinopError
 from twinop.export.calls import name_standard_domain
 from twinop.quiet import quiet
@@ -34,7 +35,7 @@ def load(path: Path) -> ir.Model:
             graph.sort()  # ONNX Runtime takes nodes in any order, and its converter to float16 writes them so
     except Exception as error:
         if unread := _unread_part(path):
-            raise ExportError(f"{path}: {unread}, which twinop does not read") from error
+            raise ExportError(f"{path}: {unread}") from error
         cause: BaseException = error
         while cause.__cause__ is not None:  # onnx_ir names each message that it was reading
             cause = cause.__cause__
@@ -74,14 +75,14 @@ def _unread_part(path: Path) -> str:
     proto = load_model(path).proto
     for each in custom_nodes(proto, lambda node: True):
         if sparse := [one.name for one in each.proto.attribute if one.type in _SPARSE]:
-            return f"attribute {sparse[0]} of {each.label} is a sparse tensor (make it dense)"
+            return f"attribute {sparse[0]} of {each.label} is a sparse tensor, which twinop does not read. Make it dense"
     graph = proto.graph
     kinds = [("input", value) for value in graph.input] + [("output", value) for value in graph.output]
     for what, value in [*kinds, *(("value", each) for each in graph.value_info)]:
         if value.type.HasField("map_type"):
-            return f"{what} {value.name} is a map"
+            return f"{what} {value.name} is a map, which twinop does not read. {WITHOUT_MAPS}"
         if value.type.sequence_type.elem_type.HasField("map_type"):
-            return f"{what} {value.name} is a sequence of maps"
+            return f"{what} {value.name} is a sequence of maps, which twinop does not read. {WITHOUT_MAPS}"
     return ""
 
 

@@ -71,9 +71,12 @@ def is_foreign_to_numpy(element: int) -> bool:
 
 
 def to_array(tensor: Any) -> np.ndarray:
-    """Returns a torch tensor as a contiguous numpy array, and a numpy array as it is."""
-    if isinstance(tensor, np.ndarray):
-        return tensor
+    """Returns a torch tensor as a contiguous numpy array, and a numpy array as it is.
+
+    A numpy scalar, which arithmetic on an array of rank 0 gives, becomes such an array again.
+    """
+    if isinstance(tensor, np.ndarray | np.generic):
+        return np.asarray(tensor)
     import torch
 
     tensor = tensor.detach().cpu().contiguous()

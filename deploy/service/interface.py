@@ -3,7 +3,7 @@
 from collections.abc import Iterable
 
 from ..errors import ModelError
-from ..tensor_specs import Spec
+from ..tensor_specs import WITHOUT_MAPS, Spec
 from .datatypes import DATATYPES, datatype_of
 
 
@@ -12,10 +12,11 @@ def require_servable(model: str, inputs: Iterable[Spec], outputs: Iterable[Spec]
     for kind, specs in (("input", inputs), ("output", outputs)):
         for spec in specs:
             if datatype_of(spec.numpy_dtype) is None:
+                cure = "Put a Cast or an operator that makes one tensor of it into the model"
                 raise ModelError(
                     f"{model}: {kind} {spec.name} is {spec.type}, which the Open Inference Protocol cannot "
-                    f"carry: it has tensors of {', '.join(DATATYPES)}. Put a Cast or an operator that makes "
-                    "one tensor of it into the model"
+                    f"carry: it has tensors of {', '.join(DATATYPES)}. "
+                    f"{WITHOUT_MAPS if 'map(' in spec.type else cure}"
                 )
             if batched and not has_rows(spec):
                 raise ModelError(

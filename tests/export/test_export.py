@@ -274,3 +274,18 @@ def test_an_op_without_body_needs_the_library(tmp_path: Path, monkeypatch: pytes
     monkeypatch.delitem(bodies.BODIES, "relu")
     report = export(torch_op.CustomReLU(), torch.randn(3), tmp_path / "m.onnx", exporter="torchscript")
     assert report.parity is not None and "no function body: CustomRelu" in report.without_reason
+
+
+@each_exporter
+def test_a_number_as_input(exporter: str, tmp_path: Path) -> None:
+    """It has rank 0. The special inputs are made of it, too."""
+
+    class Scaled(torch.nn.Module):
+        def forward(self, x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+            return torch.relu(x * scale)
+
+    given = (torch.randn(2, 3), torch.tensor(0.5))
+    path = tmp_path / "model.onnx"
+    report = export(Scaled(), given, path, exporter=exporter, optimize=True, device="cpu")
+    assert report.parity is not None and report.parity.error == 0.0 and not report.notes
+    assert deploy.session(path, CPU).inputs["scale"].shape == ()

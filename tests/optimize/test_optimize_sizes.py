@@ -4,13 +4,14 @@ from pathlib import Path
 
 import numpy as np
 import onnx
+import onnx_ir as ir
 import pytest
 from optimizing import nodes, optimized, parsed, weights
 from other_sizes import assert_same
 
 from twinop.deploy.ort_runs import run
 from twinop.errors import ExportError
-from twinop.optimize import inputs, masks, optimize
+from twinop.optimize import equivalence, inputs, masks, optimize
 from twinop.optimize.dimensions import expressions
 
 
@@ -147,6 +148,24 @@ def test_long_masks_do_not_enlarge_images_and_heads(tmp_path: Path, monkeypatch:
         report = optimize(tmp_path / "old.onnx", tmp_path / "fast.onnx", inputs_file=given)
         assert report.made["attention"] == 1
     assert max(elements) < 2**25
+
+
+@pytest.mark.parametrize("dtype", ["float", "float16", "double", "int64"])
+def test_inputs_of_rank_0(dtype: str, tmp_path: Path) -> None:
+    """Arithmetic of numpy makes scalars of arrays of rank 0; generated and nudged inputs stay arrays."""
+    proto = parsed(f"({dtype}[N, 4] x, {dtype} s) => ({dtype}[N, 4] y) {{ m = Mul (x, s) y = Neg (m) }}")
+    optimized(proto, tmp_path)
+    np.savez(tmp_path / "in.npz", x=np.ones((2, 4), {"float": "f4", "double": "f8"}.get(dtype, dtype)), s=3)
+    given = dict(np.load(tmp_path / "in.npz"))
+    np.savez(tmp_path / "in.npz", **given | {"s": given["s"].astype(given["x"].dtype)})
+    optimized(proto, tmp_path, inputs_file=tmp_path / "in.npz")
+    if dtype == "float":
+        optimized(proto, tmp_path, dtype="float16")
+        model = ir.load(tmp_path / "old.onnx")
+        case = inputs.generate(model, inputs.SIZES[0], hide="nothing")
+        found = equivalence.reference(tmp_path / "old.onnx", model, None, [case])
+        [[error], *_] = equivalence.noise(tmp_path / "old.onnx", None, found)
+        assert 0 < error < 1e-6 and "large inputs" in found.special
 
 
 DECLARED = {

@@ -172,7 +172,16 @@ def test_what_the_protocol_cannot_carry(tmp_path: Path) -> None:
         [service_models.info("x", "FP32", (2,))],
         [helper.make_tensor_sequence_value_info("y", TensorProto.FLOAT, None)],
     )
-    with pytest.raises(ModelError, match=r"output y is seq\(tensor\(float\)\), which the Open Inference"):
+    with pytest.raises(ModelError, match=r"output y is seq\(tensor\(float\)\), .* Put a Cast or an operator"):
+        loaded(tmp_path, model)
+    maps = helper.make_map_type_proto(TensorProto.INT64, helper.make_tensor_type_proto(TensorProto.FLOAT, []))
+    model = service_models.make(
+        [node("ZipMap", ["x"], ["y"], domain="ai.onnx.ml", classlabels_int64s=[0, 1])],
+        [service_models.info("x", "FP32", (None, 2))],
+        [helper.make_value_info("y", helper.make_sequence_type_proto(maps))],
+    )
+    model.opset_import.append(helper.make_opsetid("ai.onnx.ml", 3))
+    with pytest.raises(ModelError, match=r"output y is seq\(map\(int64,tensor\(float\)\)\).*zipmap=False"):
         loaded(tmp_path, model)
     model = service_models.make(
         [node("Cast", ["x"], ["y"], domain="", to=TensorProto.FLOAT)],
