@@ -161,7 +161,7 @@ _SPARSE = onnx.helper.make_sparse_tensor(
         (
             [onnx.helper.make_node("Constant", [], ["w"], sparse_value=_SPARSE)],
             {},
-            "attribute sparse_value of node 0 (Constant) is a sparse tensor, which twinop does not read. Make it dense",
+            "attribute sparse_value of node 0 (Constant) is a sparse tensor, which twinop does not read",
         ),
         ([_RELU, _AGAIN], {}, "cannot read it: Output 'y' is redeclared in the current graph scope"),
         ([_RELU], {"data_type": 77, "dims": [1]}, "cannot read it: 77 is not a valid DataType. Check"),
