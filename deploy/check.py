@@ -1,11 +1,12 @@
 """`twinop check`: do what `twinop serve` does before it serves a model, and end."""
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from twinop.console import clear_errors, out
+from twinop.console import Timeout, clear_errors, out
 from twinop.errors import TwinopError
 
 from .service.options import settings_of, takes_settings
@@ -20,6 +21,7 @@ from .service.settings import FILE
 def main(
     models: Annotated[Path, typer.Argument(help="An .onnx file, or a folder of models.")],
     config: Annotated[Path | None, typer.Option(help=f"Default: {FILE} in the folder.")] = None,
+    timeout: Timeout = 600,
     **given: Any,
 ) -> None:
     """Check models as twinop serve does before it serves them.
@@ -39,19 +41,28 @@ def main(
     """
     with clear_errors():
         settings = settings_of(models, config, given)
+        from .ort_process import SERVER, time_limit
         from .service.folders import scan
-        from .service.loading import load
 
         problems = []
         for name, folder in scan(models).items():
             try:
                 asked = folder.settings(settings)
                 for where in folder.wanted(asked.versions).values():
-                    loaded = load(where, asked, settings.server, settings.policy)
-                    line = f"{name} version {where.version} can be served: {loaded.summary()}"
+                    with time_limit(timeout):
+                        [summary] = SERVER.run(_load, where, asked, settings.server, settings.policy)
+                    line = f"{name} version {where.version} can be served: {summary}"
                     out.print(line, soft_wrap=True)
-                    loaded.close()
             except TwinopError as error:
                 problems.append(f"model {name}: {error}")
         if problems:
             raise TwinopError("\n".join(problems))
+
+
+def _load(*version: Any) -> Iterator[str]:
+    """Yields how a version would be served, in another process."""
+    from .service.loading import load
+
+    loaded = load(*version)
+    yield loaded.summary()
+    loaded.close()

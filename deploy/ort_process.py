@@ -1,77 +1,59 @@
-"""Runs models in ONNX Runtime in a process of their own, so that a crash does not end the export.
+"""Runs models in a process of its own: one that crashes or never ends is then an error of the caller's.
 
-A server process imports ONNX Runtime once and forks for each request. A request then starts in milliseconds,
-sees the current library files, and crashes alone.
+A server process imports ONNX Runtime once and forks for each call, which then starts in milliseconds and sees
+the current library files. All of it is one process group, which ends with the process that started it.
 """
 
 import atexit
+import ctypes
+import io
 import os
 import pickle
+import select
 import signal
 import subprocess
 import sys
 import threading
 import traceback
 import warnings
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from math import inf
-from pathlib import Path
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
+from contextvars import ContextVar
 from typing import Any
 
 from twinop import child
-from twinop.errors import ExportError, TwinopError
-from twinop.library import Library
+from twinop.errors import TwinopError, TwinopWarning, command_line, in_command, option
 
-from . import registration
-from .choose_library import Libraries
-from .create_session import session as open_session
-
-
-@dataclass(frozen=True)
-class Request:
-    """One model to open on the CPU provider, and the inputs of each run.
-
-    Attributes:
-        model: a path or the bytes of a model.
-        library: as in `deploy.session`.
-        cases: numpy arrays by input name; names that the model does not have are left out.
-        optimize: whether ONNX Runtime may run its own graph optimizations.
-        until_one_runs: end with the first case that runs; those that fail before it have no outputs.
-        required: how many of the cases must run; others that fail have no outputs.
-    """
-
-    model: Path | bytes
-    library: Libraries | bool
-    cases: Sequence[Mapping[str, Any]] = ()
-    optimize: bool = True
-    until_one_runs: bool = False
-    required: float = inf
-    environment: Mapping[str, str] = field(default_factory=lambda: dict(os.environ))
-    folder: str = field(default_factory=os.getcwd)
-
-
-@dataclass(frozen=True)
-class Answer:
-    """What ONNX Runtime made of a request.
-
-    Attributes:
-        libraries: those that were registered.
-        outputs: of each case, as numpy arrays in the model's order.
-        note: what a user should know about the runs, or "".
-    """
-
-    libraries: Sequence[Library]
-    outputs: list[list[Any]]
-    note: str = ""
+_PR_SET_PDEATHSIG = 1
+_seconds: ContextVar[float] = ContextVar("seconds", default=600.0)
 
 
 class OrtCrash(Exception):
     """ONNX Runtime ended its process; the text names the signal."""
 
 
+class Endless(Exception):
+    """A call did not go on within its time."""
+
+    answers: list[Any]  # that came before
+
+
+@contextmanager
+def time_limit(seconds: float) -> Iterator[None]:
+    """Limits the time without progress of the calls in its block; TwinopError: it is over, or a crash."""
+    before = _seconds.set(seconds)
+    try:
+        yield
+    except OrtCrash as crash:
+        raise TwinopError(f"ONNX Runtime crashes on this model ({crash})") from crash
+    except Endless as error:
+        raise TwinopError(str(error)) from error
+    finally:
+        _seconds.reset(before)
+
+
 class Server:
-    """The process that forks for each request. It is started by the first one, and again if it has ended."""
+    """The process that forks for each call. It is started by the first one, and again if it has ended."""
 
     def __init__(self) -> None:
         self.process: subprocess.Popen[bytes] | None = None
@@ -79,116 +61,133 @@ class Server:
         self._lock = threading.Lock()
         atexit.register(self.close)
 
-    def run(self, request: Request) -> Answer:
-        """Opens the model in another process and runs its cases.
+    def run(self, function: Callable[..., Iterable[Any]], *arguments: Any) -> list[Any]:
+        """Returns what a module's function yields in another process. Each item is progress.
 
         Raises:
-            TwinopError: the session cannot be made; as `deploy.session` raises it.
-            ExportError: a run failed.
-            OrtCrash: the process ended before it answered.
+            TwinopError: the function raised it.
+            OrtCrash: the process ended before the function did.
+            Endless: the next item took more than the `time_limit`.
         """
+        answers: list[Any] = []
         with self._lock:
             process = self._started()
-            assert process.stdin is not None and process.stdout is not None
+            assert process.stdin is not None
             try:
-                pickle.dump(request, process.stdin)
+                call = function, arguments, dict(os.environ), os.getcwd(), in_command()
+                pickle.dump(call, process.stdin)
                 process.stdin.flush()
-                answer = pickle.load(process.stdout)
+                while (answer := pickle.load(self._answers))[0] == "item":
+                    answers.append(answer[1])
             except (BrokenPipeError, EOFError, pickle.UnpicklingError):
-                raise OrtCrash(f"exit code {process.wait()}") from None
-            except BaseException:  # interrupted: the next request would get the answer that is still to come
                 self.close()
+                status = process.returncode
+                ended_by = [each.name for each in signal.Signals if each in (-status, status - 128)]
+                raise OrtCrash(ended_by[0] if ended_by else f"exit code {status}") from None
+            except BaseException as error:  # the next call would get the answers that are still to come
+                self.close()
+                if isinstance(error, Endless):
+                    error.answers = answers
                 raise
-        if isinstance(answer, Exception):
-            raise answer
-        return answer
+        kind, value, said = answer
+        for each in said:
+            warnings.warn(each, TwinopWarning, stacklevel=2)
+        if kind == "error":
+            raise value
+        return answers
 
     def _started(self) -> "subprocess.Popen[bytes]":
         if self.process is None or self._owner != os.getpid() or self.process.poll() is not None:
             self._owner = os.getpid()
-            self.process = subprocess.Popen(
-                child.python(f"from {__name__} import serve; serve()"),
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                start_new_session=True,  # Ctrl-C is the caller's
-            )
+            command = child.python(f"from {__name__} import serve; serve({os.getpid()})")
+            pipe = subprocess.PIPE  # in a session of its own: Ctrl-C is the caller's
+            self.process = subprocess.Popen(command, stdin=pipe, stdout=pipe, start_new_session=True)
+            self._answers = io.BufferedReader(_Answers(self.process.stdout))
         return self.process
 
     def close(self) -> None:
-        """Ends the process."""
+        """Ends the process, and what it has started."""
         if self.process is not None and self._owner == os.getpid():
-            self.process.kill()
-            self.process.communicate()
+            with suppress(BrokenPipeError), self.process:
+                if self.process.poll() is None:
+                    os.killpg(self.process.pid, signal.SIGKILL)
 
 
 SERVER = Server()
 
 
+class _Answers(io.RawIOBase):
+    """What comes from the other process, each part of it within the time limit."""
+
+    def __init__(self, pipe: Any) -> None:
+        self._pipe, self._poll = pipe.fileno(), select.poll()
+        self._poll.register(self._pipe, select.POLLIN)
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        if not self._poll.poll(1000 * (seconds := _seconds.get())):
+            raise Endless(
+                f"the model does not come to an end: no progress in {seconds:g} s. Allow more with "
+                f"{option('timeout')}, or give other inputs if they say how long it runs"
+            )
+        return os.readv(self._pipe, [buffer])
+
+
 # -------------------------------------------------------------------- in the other process
 
 
-def serve() -> None:
-    """Answers requests from standard input until it ends."""
-    # Before the first fork, so that no request pays for them.
-    import onnxruntime  # noqa: F401
+def serve(parent: int) -> None:
+    """Answers calls from standard input until it ends, or the process `parent` does."""
 
-    answers = os.fdopen(os.dup(1), "wb")
-    os.dup2(2, 1)  # keeps what ONNX Runtime prints out of the answers
+    def end(*_: Any) -> None:  # the signal comes for the end of any thread of the parent's
+        if os.getppid() != parent:
+            os.killpg(0, signal.SIGKILL)
+
+    signal.signal(signal.SIGUSR1, end)
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGUSR1)
+    end()
+    import onnxruntime  # noqa: F401  # before the first fork, so that no call pays for it
+
+    answers, server = os.fdopen(os.dup(1), "wb"), os.getpid()
+    os.dup2(2, 1)  # keeps what models and ONNX Runtime print out of the answers
     while True:
         try:
-            request = pickle.load(sys.stdin.buffer)
+            call = pickle.load(sys.stdin.buffer)
         except EOFError:
             return
-        child = os.fork()
-        if child == 0:
+        if (forked := os.fork()) == 0:
             try:
-                answers.write(pickle.dumps(_answer(request)))
-                answers.flush()
-                os._exit(0)
+                ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+                if os.getppid() == server:
+                    _answer(answers, call)
+                    os._exit(0)
             except BaseException:
                 traceback.print_exc()
             finally:
                 os._exit(1)  # never an ordinary exit: there ONNX Runtime waits for threads that a fork lacks
-        status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-        if status != 0:
-            name = signal.Signals(-status).name if status < 0 else f"exit code {status}"
-            pickle.dump(OrtCrash(name), answers)
-            answers.flush()
+        status = os.waitstatus_to_exitcode(os.waitpid(forked, 0)[1])
+        if status != 0:  # perhaps in the middle of an answer, so the next call needs another pipe
+            os._exit(status if status > 0 else 128 - status)
 
 
-def _answer(request: Request) -> Answer | Exception:
-    import onnxruntime
+def _answer(pipe: Any, call: Any) -> None:
+    function, arguments, environment, folder, is_command = call
 
-    os.chdir(request.folder)
+    def send(*answer: Any) -> None:
+        pickle.dump(answer, pipe)
+        pipe.flush()
+
+    os.chdir(folder)
     os.environ.clear()
-    os.environ.update(request.environment)
-    registration.may_end = True  # this process ends anyway, and another one would take longer than a run
-    options = onnxruntime.SessionOptions()
-    options.log_severity_level = 4  # errors come back as exceptions
-    options.add_session_config_entry("session.intra_op.allow_spinning", "0")  # nobody waits for a next run
-    if not request.optimize:
-        options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", RuntimeWarning)  # no library found: the caller reports it
-            session = open_session(
-                request.model, ["CPUExecutionProvider"], request.library, session_options=options
-            )
-        outputs = []
-        for index, case in enumerate(request.cases):
-            feeds = {name: array for name, array in case.items() if name in session.inputs}
-            try:
-                outputs.append(list(session.run(feeds).values()))
-                if request.until_one_runs:
-                    break
-            except TwinopError as error:
-                if request.until_one_runs or index >= request.required:
-                    outputs.append([])
-                    continue
-                shapes = ", ".join(f"{name} {array.shape}" for name, array in case.items())
-                raise ExportError(
-                    f"the exported model fails in ONNX Runtime for {shapes}: {error}"
-                ) from error
-        return Answer(session.libraries, outputs)
-    except TwinopError as error:
-        return error
+    os.environ.update(environment)
+    last: tuple[str, Any] = ("end", None)
+    with command_line(is_command), warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", TwinopWarning)
+        try:
+            for item in function(*arguments):
+                send("item", item)
+        except TwinopError as error:
+            last = ("error", error)
+    send(*last, [str(each.message) for each in caught if issubclass(each.category, TwinopWarning)])

@@ -1,8 +1,10 @@
 """Runs models in ONNX Runtime on the CPU, in another process, so that results can be compared."""
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
+import warnings
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -10,11 +12,14 @@ import numpy as np
 import onnxruntime as ort
 
 from twinop.dtypes import to_array
-from twinop.errors import ExportError, option
+from twinop.errors import ExportError, TwinopError, option
+from twinop.library import Library
 
+from . import registration
 from .choose_library import Libraries
+from .create_session import session as open_session
 from .errors import RunError
-from .ort_process import SERVER, Answer, OrtCrash, Request
+from .ort_process import SERVER, Endless, OrtCrash
 
 NOISE = 2.0
 """How many times the original's own error is accepted."""
@@ -22,37 +27,70 @@ LOST = 0.1
 """An error of the original with which its numbers are of no use."""
 
 
+@dataclass(frozen=True)
+class Answer:
+    """What ONNX Runtime made of a model.
+
+    Attributes:
+        libraries: those that were registered.
+        outputs: of each case, as numpy arrays in the model's order; none of a case that failed.
+        note: what a user should know about the runs, or "".
+    """
+
+    libraries: Sequence[Library]
+    outputs: list[list[Any]]
+    note: str = ""
+
+
 class NotRunnable(Exception):
     """ONNX Runtime cannot run the model on this machine's CPU; the model itself may be right."""
 
 
 def run(
-    model: Path | bytes, library: Libraries | bool, cases: Sequence[Mapping[str, Any]] = (), **options: Any
+    model: Path | bytes,
+    library: Libraries | bool,
+    cases: Sequence[Mapping[str, Any]] = (),
+    *,
+    optimize: bool = True,
+    until_one_runs: bool = False,
+    required: float = inf,
 ) -> Answer:
     """Runs a model on the CPU provider in another process, so that a crash of ONNX Runtime is reported.
 
     Args:
+        library: as in `deploy.session`.
         cases: the inputs of each run, tensors or arrays. Inputs that the model does not have are ignored: an
             exporter removes those that it finds to be unused.
-        options: other fields of a `Request`.
+        optimize: whether ONNX Runtime may run its own graph optimizations.
+        until_one_runs: end with the first case that runs; those that fail before it have no outputs.
+        required: how many of the cases must run; others that fail, or do not end, have no outputs.
 
     Raises:
         NotRunnable: an operator of the model has no kernel there, or ONNX Runtime crashes.
         ExportError: ONNX Runtime refuses the model or a run for another reason.
         TwinopError: the library is missing, damaged, or not the one that the model needs.
+        Endless: the model does not come to an end (`ort_process.time_limit`).
     """
     arrays = [{name: to_array(tensor) for name, tensor in case.items()} for case in cases]
-    request = Request(model, library, arrays, **options)
-    name = f"ONNX Runtime {ort.__version__}"
+    name, note = f"ONNX Runtime {ort.__version__}", ""
+
+    def attempt(optimize: bool) -> list[Any]:
+        try:
+            return SERVER.run(_runs, model, library, arrays, optimize, until_one_runs, required)
+        except Endless as error:
+            if not required < len(error.answers) <= len(arrays):  # the first answer is the libraries
+                raise
+            return error.answers + [[]] * (1 + len(arrays) - len(error.answers))
+
     try:
         try:
-            return SERVER.run(request)
+            libraries, *outputs = attempt(optimize)
         except OrtCrash as crash:
             note = (
                 f"{name} crashes ({crash}) when it optimizes this model for the CPU: compared without its "
                 "optimizations. Where it runs on the CPU, set graph_optimization_level to ORT_DISABLE_ALL"
             )
-            return replace(SERVER.run(replace(request, optimize=False)), note=note)
+            libraries, *outputs = attempt(False)
     except OrtCrash as crash:
         raise NotRunnable(f"{name} crashes ({crash}) on this model on the CPU") from crash
     except RunError as error:
@@ -60,6 +98,41 @@ def run(
             op = re.search(r"implementation for (?:\S+:)?(\w+)\(\d+\)", str(error))
             raise NotRunnable(f"{name} has no CPU kernel for {op[1] if op else error}") from error
         raise ExportError(str(error)) from error
+    return Answer(libraries, outputs, note)
+
+
+def _runs(
+    model: Path | bytes,
+    library: Libraries | bool,
+    cases: Sequence[Mapping[str, Any]],
+    optimize: bool,
+    until_one_runs: bool,
+    required: float,
+) -> Iterator[Any]:
+    """Yields the libraries, and then the outputs of each case, in the other process."""
+    registration.may_end = True  # this process ends anyway, and another one would take longer than a run
+    options = ort.SessionOptions()
+    options.log_severity_level = 4  # errors come back as exceptions
+    options.add_session_config_entry("session.intra_op.allow_spinning", "0")  # nobody waits for a next run
+    if not optimize:
+        options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", RuntimeWarning)  # no library found: the caller reports it
+        session = open_session(model, ["CPUExecutionProvider"], library, session_options=options)
+    yield session.libraries
+    for index, case in enumerate(cases):
+        feeds = {name: array for name, array in case.items() if name in session.inputs}
+        try:
+            yield list(session.run(feeds).values())
+            if until_one_runs:
+                return
+        except TwinopError as error:
+            if not until_one_runs and index < required:
+                shapes = ", ".join(f"{name} {array.shape}" for name, array in case.items())
+                raise ExportError(
+                    f"the exported model fails in ONNX Runtime for {shapes}: {error}"
+                ) from error
+            yield []
 
 
 def has_wrong_types(error: Exception) -> bool:

@@ -3,8 +3,9 @@
 import importlib.util
 import sys
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 if __name__ == "__main__":  # as a script: import from the root, not from this folder
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
@@ -19,13 +20,14 @@ import typer
 from rich.table import Column, Table
 from rich.text import Text
 
-from twinop.console import clear_errors, out, print_note, program
+from twinop.console import Timeout, clear_errors, out, print_note, program
 from twinop.deploy.create_session import PROVIDERS, Provider, session
 from twinop.deploy.custom_nodes import custom_nodes, is_custom
 from twinop.deploy.errors import FeedError
 from twinop.deploy.inference_session import Session
 from twinop.deploy.node_parity import Comparison, compare, observed
 from twinop.deploy.node_providers import NodeRun
+from twinop.deploy.ort_process import SERVER, time_limit
 from twinop.deploy.tensor_specs import named_sizes
 from twinop.dtypes import to_tensor
 from twinop.library import Library, in_use
@@ -57,6 +59,7 @@ def main(
         list[str] | None, typer.Option(help="Sizes of an input, such as x=2,3. Default: dynamic sizes are 4.")
     ] = None,
     seed: Annotated[int, typer.Option(help="The seed of the random inputs.")] = 0,
+    timeout: Timeout = 600,
 ) -> None:
     """Run an exported model on random inputs.
 
@@ -72,7 +75,7 @@ def main(
 
         twinop run custom_relu.onnx --shape x=8,1024
     """
-    with clear_errors():
+    with clear_errors(), time_limit(timeout):
         same = _run(model, provider, library or None, allow_model_libraries, shape or [], seed)
     if not same:
         raise typer.Exit(1)
@@ -81,17 +84,15 @@ def main(
 def _run(
     path: Path, provider: str, library: list[Path] | None, allow: bool, shapes: list[str], seed: int
 ) -> bool:
-    opened = session(path, PROVIDERS[provider], library, profile=True, allow_model_libraries=allow)
+    libraries, where, *rest = SERVER.run(_open_and_run, path, provider, library, allow, shapes, seed)
     model = observed(onnx.load(path, "protobuf", load_external_data=False))
-    used = in_use(opened.libraries, {node.node_type for node in custom_nodes(model)})
+    used = in_use(libraries, {node.node_type for node in custom_nodes(model)})
     out.print(f"{path}: {_library_text(used)}")
-    for unused in opened.libraries:
+    for unused in libraries:
         if unused not in used:
             print_note(f"--library {unused.path}: no node of the model uses it ({unused.domain})")
-    out.print(f"runs on {opened.device} ({opened.reason})")
-    feeds = _random_feeds(opened, _parse_shapes(shapes, opened), seed)
-    outputs = opened.run(feeds)
-    ran = opened.executed_on(custom_only=False)
+    out.print(f"runs on {where}")
+    feeds, outputs, ran = rest
     out.print(_node_table(model, ran))
     for name, value in outputs.items():
         out.print(f"output {name}: {value.dtype}{list(value.shape)}")
@@ -105,6 +106,19 @@ def _run(
     if where := ", ".join(inner):
         out.print(f"not compared, since not in the main graph: {where}")
     return all(each.equal is not False for each in comparisons)
+
+
+def _open_and_run(
+    path: Path, provider: str, library: list[Path] | None, allow: bool, shapes: list[str], seed: int
+) -> Iterator[Any]:
+    """Yields the libraries, the device, the inputs, the outputs and the nodes' runs, in another process."""
+    opened = session(path, PROVIDERS[provider], library, profile=True, allow_model_libraries=allow)
+    yield opened.libraries
+    yield f"{opened.device} ({opened.reason})"
+    feeds = _random_feeds(opened, _parse_shapes(shapes, opened), seed)
+    yield feeds
+    yield opened.run(feeds)
+    yield opened.executed_on(custom_only=False)
 
 
 def _compare_with_torch(
@@ -211,4 +225,6 @@ def _providers(ran: list[NodeRun]) -> dict[str, str]:
 
 
 if __name__ == "__main__":
-    program(main)()
+    from twinop.deploy import run_onnx  # another process finds its functions under that name
+
+    program(run_onnx.main)()

@@ -22,6 +22,7 @@ from onnx_ir.passes.common import ClearMetadataAndDocStringPass, ShapeInferenceP
 import twinop
 from twinop import deploy, torch_op
 from twinop.deploy.choose_library import library_paths
+from twinop.deploy.ort_process import time_limit
 from twinop.deploy.ort_runs import check_shown
 from twinop.dtypes import FLOATING, to_array, to_tensor
 from twinop.errors import ExportError, LibraryError, TwinopError
@@ -57,6 +58,7 @@ def export(
     device: str = "cuda",
     library: deploy.Libraries = None,
     external_data_bytes: int = EXTERNAL_DATA_BYTES,
+    timeout: float = 600,
     progress: Callable[[str], None] = lambda step: None,
 ) -> ExportReport:
     """Exports a torch model that uses twinop's ops, and keeps the file only if it passes every check.
@@ -87,6 +89,7 @@ def export(
         device: what the file is optimised for, "cuda" or "cpu". It runs on both.
         library: the libraries for the comparison, one or several. For each other domain of the model it is
             the one that torch has loaded, and for twinop's own the smallest one that is found with the ops.
+        timeout: the seconds that the file may run in ONNX Runtime without progress, before it is ended.
         progress: called with the name of each step.
 
     Raises:
@@ -106,7 +109,7 @@ def export(
     inputs = bind_inputs(model, args, kwargs)
     axes = check_dynamic(dynamic, inputs.tensors)
     report = ExportReport(target, exporter, bodies=bodies)
-    with evaluation(model), work_folder(target) as folder:
+    with time_limit(timeout), evaluation(model), work_folder(target) as folder:
         progress("running the model in torch")
         lost: list[str] = []
         expected = _outputs(model, inputs, inputs.tensors, lost)
@@ -139,7 +142,7 @@ def export(
             compare_with_torch(report, files[-1], exported, libraries, calls, cases)
         if optimize:
             progress("optimizing")
-            options = {"device": device, "allow_uncompared": allow_uncompared}
+            options = {"device": device, "allow_uncompared": allow_uncompared, "timeout": timeout}
             files = _optimized(files, inputs.tensors, libraries, calls, report, cases, options)
         publish(files, target.parent)
     report.data_path = target.parent / files[0].name if len(files) > 1 else None

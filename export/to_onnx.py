@@ -22,7 +22,7 @@ from rich.filesize import decimal
 from rich.table import Column, Table
 from rich.text import Text
 
-from twinop.console import clear_errors, err, out, program
+from twinop.console import Timeout, clear_errors, err, out, program
 from twinop.errors import ExportError
 
 if TYPE_CHECKING:
@@ -95,6 +95,7 @@ def main(
         ),
     ] = None,
     device: Annotated[str, typer.Option(help="Optimise for cuda or cpu. The file runs on both.")] = "cuda",
+    timeout: Timeout = 600,
 ) -> None:
     """Export a torch model with twinop's ops to ONNX.
 
@@ -154,6 +155,7 @@ def main(
             optimize=model is not None and bodies if optimize is None else optimize,
             device=device,
             library=library,
+            timeout=timeout,
             progress=status.update,
         )
     out.print(str(report.path), style="bold", soft_wrap=True)

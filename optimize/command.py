@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from twinop.console import clear_errors, err, out
+from twinop.console import Timeout, clear_errors, err, out
 
 
 def main(
@@ -66,6 +66,7 @@ def main(
     library: Annotated[
         list[Path] | None, typer.Option(help="A library of ops that the model needs; repeat it for others.")
     ] = None,
+    timeout: Timeout = 600,
 ) -> None:
     """Optimise an ONNX file for ONNX Runtime.
 
@@ -98,6 +99,7 @@ def main(
             replace=replace or (),
             allow_uncompared=allow_uncompared,
             library=library,
+            timeout=timeout,
             progress=status.update,
         )
     out.print(str(report), soft_wrap=True)

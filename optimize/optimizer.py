@@ -8,6 +8,7 @@ from pathlib import Path
 import onnx_ir as ir
 
 from twinop import deploy
+from twinop.deploy.ort_process import time_limit
 from twinop.dtypes import dtype_name
 from twinop.errors import ExportError, option
 from twinop.export.files import check_target, publish, work_folder
@@ -92,6 +93,7 @@ def optimize(
     allow_uncompared: bool = False,
     library: deploy.Libraries = None,
     kept: Iterable[OpSpec] = (),
+    timeout: float = 600,
     progress: Callable[[str], None] = lambda step: None,
 ) -> OptimizeReport:
     """Optimises an ONNX file, and keeps the result only if it computes what the original computes.
@@ -117,6 +119,7 @@ def optimize(
         library: libraries of custom ops that the original needs. Those of other domains are found as
             `deploy.session` finds them. The nodes of all of them stay as they are.
         kept: ops whose nodes stay although no library may have them.
+        timeout: the seconds that a model may run without progress, before it is ended.
         progress: called with the name of each step.
 
     Raises:
@@ -159,10 +162,11 @@ def optimize(
             f"{option('dtype')}, or export the model in float32"
         )
     if (narrow_types := convert_to_fp32(model)) or is_changed:
-        equivalence.require_types(source, own.libraries or None)
+        with time_limit(timeout):
+            equivalence.require_types(source, own.libraries or None)
     decoders.set_sizes(model)
     own.convert_to_fp32(model, report.dtype, report.dtype != own_dtype)
-    with work_folder(target) as folder:
+    with time_limit(timeout), work_folder(target) as folder:
         original = source if not (narrow_types or is_changed) else None
         found = {own_dtype, *map(dtype_name, (*narrow_types, *interface.values()))}
         unchanged = source if not invariant and (dtype is None or found == {dtype}) else None

@@ -9,7 +9,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -21,6 +21,10 @@ if TYPE_CHECKING:
 out: "Console"
 err: "Console"
 
+Timeout = Annotated[
+    float, typer.Option(min=1, help="Seconds that a model may run without progress, before it is ended.")
+]
+"""The option `--timeout` of commands that run models in another process."""
 _PIPE_WIDTH = 10_000
 """Columns where the output is not a terminal: tables and lines keep their words and paths whole."""
 

@@ -8,10 +8,10 @@ _in_command = False
 
 
 @contextmanager
-def command_line() -> Iterator[None]:
+def command_line(in_command: bool = True) -> Iterator[None]:
     """Lets messages name a command's options, not the keywords of Python functions."""
     global _in_command
-    before, _in_command = _in_command, True
+    before, _in_command = _in_command, in_command
     try:
         yield
     finally:
@@ -53,6 +53,9 @@ class RecordSyntaxError(RecordError):
         line = before.rpartition("\n")[2] + after.partition("\n")[0]
         caret = " " * len(before.rpartition("\n")[2]) + "^"
         super().__init__(f"{what}: {problem}\n  {line}\n  {caret}")
+
+    def __reduce__(self) -> tuple[type[RecordError], tuple[object, ...]]:  # for another process
+        return RecordError, self.args
 
 
 class LibraryError(TwinopError):

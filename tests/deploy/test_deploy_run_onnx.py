@@ -143,9 +143,10 @@ def test_without_torch_nothing_is_compared(tmp_path: Path, monkeypatch: pytest.M
     assert result.exit_code == 0 and "torch is not installed: nothing to compare with" in result.output
 
 
-def test_a_body_instead_of_a_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("twinop.find.library_folders", list)
-    graph = model([node("CustomRelu")], [value("x")], [value("y")], functions=[relu_body()])
+def test_a_body_instead_of_a_library(tmp_path: Path) -> None:
+    (body := relu_body()).domain = "in.no.library"
+    nodes = [node("CustomRelu", domain=body.domain)]
+    graph = model(nodes, [value("x")], [value("y")], domains=[body.domain], functions=[body])
     result = run_command(graph, tmp_path)
     assert result.exit_code == 0, result.output
     said = " ".join(result.output.split())

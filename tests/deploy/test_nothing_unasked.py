@@ -41,7 +41,7 @@ def hostile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_children_take_no_module_of_the_current_folder(
     hostile: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from twinop.deploy import ort_process, registration, session
+    from twinop.deploy import ort_process, ort_runs, registration, session
     from twinop.deploy.doctor.facts import _ask
 
     monkeypatch.syspath_prepend("")  # as in a notebook
@@ -50,7 +50,7 @@ def test_children_take_no_module_of_the_current_folder(
     assert "version" in answer and not problem
     server = ort_process.Server()
     model = make_model("CustomRelu").SerializeToString()
-    assert server.run(ort_process.Request(model, None)).libraries
+    assert server.run(ort_runs._runs, model, None, [], True, False, 0) != [[]]
     server.close()
     monkeypatch.setattr(registration, "_registered", {})  # a library is registered in a child first
     assert session(make_model("CustomRelu"), ["CPUExecutionProvider"]).library
