@@ -51,6 +51,8 @@ def _known_rows(value: ir.Value | None) -> np.ndarray | None:
     gather = g.producer(value, "Gather")
     if gather is None or g.attribute(gather, "axis", 0) != 0:
         return None
+    if not g.has_only(gather.inputs[0], gather.graph, "Gather"):  # else the table stays beside its rows
+        return None
     table = g.constant(gather.inputs[0])
     if table is None or table.ndim != 2 or not np.issubdtype(table.dtype, np.floating):
         return None

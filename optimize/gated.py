@@ -12,7 +12,15 @@ import numpy as np
 import onnx_ir as ir
 
 from . import graph as g
-from .linear import LAYOUT, Linear, activation_of, bias_vector, supported_linear, weight_nk
+from .linear import (
+    LAYOUT,
+    Linear,
+    activation_of,
+    bias_vector,
+    is_replaceable,
+    oriented_weight,
+    supported_linear,
+)
 
 
 def rewrite(context: g.RewriteContext) -> None:
@@ -60,17 +68,22 @@ def _linear_swiglu(
         whole = _linear_of(parts[0])
         if whole is None or whole.width % 2:
             return False
-        weight, bias = weight_nk(context, whole), bias_vector(context, whole.bias)
-        if parts[1] == 1:
-            weight, bias = _concatenated(context, [(whole, 1), (whole, 0)])
+        is_swapped = parts[1] == 1
+        if is_swapped and not is_replaceable(whole, context.graph):
+            return False
+        (weight, layout), bias = oriented_weight(context, whole), bias_vector(context, whole.bias)
+        if is_swapped:
+            (weight, bias), layout = _concatenated(context, [(whole, 1), (whole, 0)]), LAYOUT
     else:
         whole, second = _linear_of(gate), _linear_of(up)
         if whole is None or second is None or whole.x is not second.x or whole.width != second.width:
             return False
-        weight, bias = _concatenated(context, [(whole, None), (second, None)])
+        if not all(is_replaceable(each, context.graph) for each in (whole, second)):
+            return False
+        (weight, bias), layout = _concatenated(context, [(whole, None), (second, None)]), LAYOUT
     shape = g.dims(node.outputs[0])
     inputs = [whole.x, weight, bias]
-    new = context.add_op(node, "linear_swiglu", inputs, shape, activation=activation, layout=LAYOUT)
+    new = context.add_op(node, "linear_swiglu", inputs, shape, activation=activation, layout=layout)
     g.replace(node.outputs[0], new)
     return True
 

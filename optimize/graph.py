@@ -210,6 +210,16 @@ def is_read(value: ir.Value) -> bool:
     return bool(value.uses()) or value.is_graph_output()
 
 
+def has_only(value: ir.Value | None, graph: ir.Graph | None, *op_types: str) -> bool:
+    """Whether only nodes of these types in a graph, and none of its subgraphs, read a value.
+
+    Then a constant goes where these nodes get another one: the model does not hold both.
+    """
+    if value is None or value.is_graph_output():
+        return False
+    return all(use.node.op_type in op_types and use.node.graph is graph for use in value.uses())
+
+
 def other_input(node: ir.Node, value: ir.Value) -> ir.Value | None:
     """Returns the input of a node with two inputs that is not `value`."""
     first, second = node.inputs

@@ -2,7 +2,8 @@
 
 Matches: MatMul and Gemm with a constant weight [K, N] or its transpose, a bias [N] that is added, and an
 activation after it (relu, gelu, gelu_tanh, silu).
-Writes: CustomLinear with each weight as [N, K]: a model holds one function body for all nodes of an op.
+Writes: CustomLinear with each weight as [N, K], unless other nodes, such as a Loop, read the weight, too:
+then the model would hold it twice.
 Leaves alone: weights of other ranks, dimensions of size 0, Gemm with alpha or beta other than 1.
 """
 
@@ -169,19 +170,41 @@ def _replace(context: g.RewriteContext, linear: Linear, with_bias: bool) -> None
         assert linear.weight.dtype is not None
         zeros = np.zeros(linear.width, linear.weight.dtype.numpy())
         bias = g.initializer(context.graph, zeros, f"zeros_{linear.width}")
-    inputs = [linear.x, weight_nk(context, linear), bias]
+    weight, layout = oriented_weight(context, linear)
+    inputs = [linear.x, weight, bias]
     shape, last = g.dims(output) or [*(g.dims(linear.x) or [])[:-1], linear.width], g.maker(output)
-    g.replace(output, context.add_op(last, "linear", inputs, shape, activation=activation, layout=LAYOUT))
+    g.replace(output, context.add_op(last, "linear", inputs, shape, activation=activation, layout=layout))
     parts = ["linear"] + ["bias"] * (linear.bias is not None) + [activation] * (activation != "none")
     context.made["+".join(parts)] += 1
 
 
-def weight_nk(context: g.RewriteContext, linear: Linear) -> ir.Value:
-    """Returns the weight as [N, K]. Products with the same weight share the constant."""
-    if linear.layout == LAYOUT:
-        return linear.weight
+def is_replaceable(product: Linear, graph: ir.Graph, by_transpose: bool = False) -> bool:
+    """Whether a weight goes where products get another one: only products of a layout in a graph read it.
+
+    Args:
+        by_transpose: the other one is its transpose, which may also take the place of Transpose nodes.
+    """
+    weight, found = product.weight, set[str]()
+    for user in weight.consumers():
+        is_transpose = (user.domain, user.op_type, user.graph) == ("", "Transpose", graph)
+        for reader in user.outputs[0].consumers() if is_transpose else [user]:
+            linear = supported_linear(reader) if reader.graph is graph else None
+            if linear is not None and linear.weight is weight:
+                found.add(linear.layout)
+            else:
+                found.add("transposed" if is_transpose else "other")
+    allowed = {product.layout, "transposed"} if by_transpose else {product.layout}
+    return found <= allowed and not weight.is_graph_output()
+
+
+def oriented_weight(context: g.RewriteContext, linear: Linear) -> tuple[ir.Value, str]:
+    """Returns the weight and its layout: [N, K], which products with the same weight share, if it goes."""
     known = context.weights_nk.get(linear.weight)
+    if linear.layout == LAYOUT:
+        return linear.weight, LAYOUT
     if known is None or known.graph is not context.graph:  # unread ones are removed after each rewrite
+        if not is_replaceable(linear, context.graph, by_transpose=True):
+            return linear.weight, linear.layout
         weight = g.constant(linear.weight)
         assert weight is not None
         known = g.initializer(context.graph, weight.T, f"{linear.weight.name}_nk")
@@ -189,7 +212,7 @@ def weight_nk(context: g.RewriteContext, linear: Linear) -> ir.Value:
         for user in linear.weight.consumers():  # the table of an embedding that shares the weight
             if user.op_type == "Transpose" and not user.domain and user.graph is context.graph:
                 g.replace(user.outputs[0], known)
-    return known
+    return known, LAYOUT
 
 
 def slice_columns(

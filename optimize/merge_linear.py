@@ -44,6 +44,7 @@ def is_plain(node: ir.Node) -> bool:
         and g.attribute(node, "layout", LAYOUT) == LAYOUT
         and len(constants) <= 2
         and all(g.is_constant(each) for each in constants)
+        and g.has_only(constants[0], node.graph, node.op_type)
     )
 
 

@@ -154,7 +154,10 @@ def _gated(
     first, second = found.get(gate), found.get(up)
     if first is None or second is None or first is second:
         return [], ""
-    is_alone = g.only_user(first.output) and g.only_user(second.output)
+    is_alone = all(
+        g.only_user(each.output) and g.has_only(each.node.inputs[1], context.graph, PRODUCT)
+        for each in (first, second)
+    )
     is_alike = first.sizes == second.sizes and _kind(first) == _kind(second)
     return [first, second] if is_alone and is_alike else [], activation
 
@@ -210,6 +213,8 @@ def merge(context: g.RewriteContext, before: ir.Node, values: list[ir.Value]) ->
         return None
     first, width = found[0].node, sum(each.sizes["n"] for each in found)
     parts = zip(*([*each.node.inputs, None][1:4] for each in found), strict=True)
+    if not all(g.has_only(each.node.inputs[1], context.graph, PRODUCT) for each in found):
+        return None
     joined = [None if None in part else join(context, part) for part in parts]
     attributes = {name: each.value for name, each in first.attributes.items()} | {"N": width}
     shape = [*(g.dims(values[0]) or [])[:-1], width]

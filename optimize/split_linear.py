@@ -3,13 +3,14 @@
 Matches: a product with a constant weight, whose readers are only Splits and Slices of the last dimension; a
 Split of a constant, such as the packed weight of cross attention in nn.MultiheadAttention.
 Writes: a product for each part, with its columns of the weight; a constant for each part.
-Leaves alone: products that GroupQueryAttention reads: one of few rows takes less time than three.
+Leaves alone: products that GroupQueryAttention reads: one of few rows takes less time than three; weights
+that other nodes read, too, and so stay beside their parts.
 """
 
 import onnx_ir as ir
 
 from . import graph as g
-from .linear import Linear, plain_product, slice_columns, supported_linear
+from .linear import Linear, is_replaceable, plain_product, slice_columns, supported_linear
 
 
 def rewrite(context: g.RewriteContext) -> None:
@@ -18,7 +19,7 @@ def rewrite(context: g.RewriteContext) -> None:
     for node in context.nodes("MatMul", "Gemm"):
         linear = supported_linear(node) if node.graph is not None else None
         parts = _parts(linear) if linear is not None else None
-        if linear is None or parts is None:
+        if linear is None or parts is None or not is_replaceable(linear, context.graph):
             continue
         for value, start, stop in parts:
             weight, bias = slice_columns(context, linear, start, stop)
@@ -29,7 +30,9 @@ def rewrite(context: g.RewriteContext) -> None:
 
 def _split_constant(context: g.RewriteContext, node: ir.Node) -> None:
     whole, axis = g.constant(node.inputs[0]), g.attribute(node, "axis", 0)
-    if whole is None or any(value.is_graph_output() for value in node.outputs):
+    if whole is None or not g.has_only(node.inputs[0], context.graph, "Split"):
+        return
+    if any(value.is_graph_output() for value in node.outputs):
         return
     parts = [(value, g.part_of(value, axis)) for value in node.outputs if value.uses()]
     for value, part in parts:

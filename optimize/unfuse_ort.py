@@ -160,6 +160,8 @@ def _attention(context: g.RewriteContext, node: ir.Node) -> None:
         raise g.UnsupportedPattern("it has a KV cache or unknown attributes")
     if x is None or weight is None or not g.is_constant(weight):
         raise g.UnsupportedPattern("its weight is not constant")
+    if not g.has_only(weight, context.graph, node.op_type):
+        raise g.UnsupportedPattern("other nodes read its weight, too")
     array = g.constant(weight)
     assert array is not None
     widths = g.attribute(node, "qkv_hidden_sizes", [array.shape[1] // 3] * 3)

@@ -242,3 +242,47 @@ def test_an_embedding_shares_the_weight_of_the_last_product(tmp_path: Path) -> N
     report, model = optimized(proto, tmp_path)
     assert report.made == {"linear": 1}
     assert [tuple(value.shape or ()) for value in model.graph.initializers.values()] == [(3000, 16)]
+
+
+FORMS = {
+    "product": "h = MatMul (x, w)",
+    "transposed": "h = Gemm <transB=1> (x, w)",
+    "gate": "p1 = MatMul (x, w) p2 = MatMul (x, u) p3 = Sigmoid (p1) p4 = Mul (p1, p3) h = Mul (p4, p2)",
+    "halves": """p1 = MatMul (x, w) p2, p3 = Split <axis=-1, num_outputs=2> (p1) p4 = Sigmoid (p3)
+        p5 = Mul (p3, p4) h = Mul (p2, p5)""",
+    "parts": "p1 = MatMul (x, w) p2, p3 = Split <axis=-1, num_outputs=2> (p1) h = Sub (p2, p3)",
+    "constants": """p1, p2 = Split <axis=-1, num_outputs=2> (w) p3 = MatMul (x, p1) p4 = MatMul (x, p2)
+        h = Sub (p3, p4)""",
+    "attention": "p1 = Unsqueeze (x, axis) h = com.microsoft.Attention <num_heads=2> (p1, w, bias)",
+    "rows": "p1 = Gather (w, places) h = Add (x, p1)",
+}
+READERS = {
+    "carried": """v, z = Loop (three, , x, w) <body = l (int64 i, bool m, float[8, 128] s, float[128, K] r)
+        => (bool n, float[8, 128] t, float[128, K] q) { n = Identity (m) t = Tanh (s) q = Sin (r) }>""",
+    "captured": """v = Loop (three, , x) <body = l (int64 i, bool m, float[8, 128] s)
+        => (bool n, float[8, 128] t) { n = Identity (m) d = ReduceSum (w) t = Mul (s, d) }> z = Neg (v)""",
+    "branch": """e = ReduceSum (x) z = If (c) <then_branch = a () => (float[128, K] o) { o = Mul (w, e) },
+        else_branch = b () => (float[128, K] r) { r = Add (w, e) }>""",
+    "other": "e = ReduceSum (x) z = Mul (w, e)",
+    "transposed": "e = Transpose <perm=[1, 0]> (w) f = Sin (x) z = MatMul (f, e)",
+}
+
+
+@pytest.mark.parametrize("reader", READERS)
+@pytest.mark.parametrize("form", FORMS)
+def test_a_weight_that_others_read_is_stored_once(form: str, reader: str, tmp_path: Path) -> None:
+    rows = "1, 8" if form == "attention" else "8"
+    columns = {"attention": 384, "constants": 256}.get(form, 128)
+    if reader == "transposed" and columns != 128:
+        return  # x has 128 columns
+    signature = f"(float[8, 128] x, bool c) => (float[{rows}, N] h, float[K, L] z)"
+    given = {"w": weights(128, columns), "three": np.array(3)}
+    given |= {"u": weights(128, 128, seed=1)} if form == "gate" else {}
+    given |= {"places": np.arange(8)} if form == "rows" else {}
+    given |= {"bias": weights(384), "axis": np.array([0])} if form == "attention" else {}
+    proto = parsed(f"{signature} {{ {FORMS[form]} {READERS[reader]} }}", **given)
+    report, model = optimized(proto, tmp_path)
+    tensors = [each.const_value for each in model.graph.initializers.values()]
+    found = [each.size for each in tensors if each is not None and each.size > 512]
+    assert sum(found) == sum(each.size for each in given.values() if each.size > 512), str(report)
+    assert form not in ("product", "transposed", "gate") or report.made["linear"] >= 1
