@@ -29,11 +29,12 @@ from twinop.errors import ExportError, LibraryError, TwinopError
 from twinop.find import package_key, package_of
 from twinop.library import read_library
 from twinop.op_spec import DOMAIN, OpSpec
+from twinop.publish import publish
 from twinop.tolerance import difference
 
 from .attach import attach_to_calls
 from .calls import Call, find_calls
-from .files import EXTERNAL_DATA_BYTES, publish, save, work_folder
+from .files import EXTERNAL_DATA_BYTES, save, work_folder
 from .inputs import Dynamic, Inputs, as_module, bind_inputs, check_dynamic, check_opset, leaves, resized
 from .report import ExportReport
 from .routes import ROUTES, Source, quiet_torch, run_route
@@ -75,7 +76,7 @@ def export(
         model: a module or a function; `torch_op.replace_modules(model)` puts twinop's ops into it.
         args: example inputs, a tensor or a tuple.
         path: the file to write; an existing one is replaced. Weights of `external_data_bytes` or more go to
-            `<path>.data` beside it.
+            a file beside it, whose name ends in their checksum.
         kwargs: example inputs by name.
         exporter: "dynamo" (torch.export) or "torchscript" (tracing).
         dynamic: axes whose size stays open, by input: `{"x": [0]}`, or with names of one's own
@@ -144,8 +145,8 @@ def export(
             progress("optimizing")
             options = {"device": device, "allow_uncompared": allow_uncompared, "timeout": timeout}
             files = _optimized(files, inputs.tensors, libraries, calls, report, cases, options)
-        publish(files, target.parent)
-    report.data_path = target.parent / files[0].name if len(files) > 1 else None
+        files = publish(files, target)
+    report.data_path = files[0] if len(files) > 1 else None
     return report
 
 
@@ -215,7 +216,7 @@ def _optimized(
             report.without_library, report.without_reason = checked.without_library, checked.without_reason
             report.unsupported = checked.unsupported
         _describe(ir.load(path), report)
-        files = [file for file in (path.with_name(f"{path.name}.data"), path) if file.exists()]
+        files = [*folder.glob("*.data"), path]
         report.size = sum(file.stat().st_size for file in files)
     return files
 

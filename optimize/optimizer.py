@@ -11,9 +11,10 @@ from twinop import deploy
 from twinop.deploy.ort_process import time_limit
 from twinop.dtypes import dtype_name
 from twinop.errors import ExportError, option
-from twinop.export.files import check_target, publish, work_folder
+from twinop.export.files import check_target, work_folder
 from twinop.library import find_library, read_library
 from twinop.op_spec import OpSpec
+from twinop.publish import publish
 
 from . import (
     activations,
@@ -192,7 +193,7 @@ def optimize(
                 report.notes = notes
                 files = check.finish(faster, target.name)
         report.bytes_after = sum(map(os.path.getsize, files))
-        publish(files, target.parent)
+        publish(files, target)
     return report
 
 

@@ -189,13 +189,27 @@ def _damaged(path: Path) -> LibraryError:
     return LibraryError(f"{path}: the file is damaged or cut short. Copy or build it again")
 
 
+_checksums: dict[tuple[int, ...], str] = {}
+
+
 def checksum(path: Path) -> str:
     """Returns a file's SHA-256 as hex digits."""
     digest = hashlib.sha256()
     with path.open("rb") as file:
+        if known := _checksums.get(_stamp(os.fstat(file.fileno()))):
+            return known
         while part := file.read(1 << 20):
             digest.update(part)
     return digest.hexdigest()
+
+
+def keep_checksum(path: Path, sha256: str) -> None:
+    """Spares `checksum` a pass over a file that this process has just written, also where it is moved."""
+    _checksums[_stamp(path.stat())] = sha256
+
+
+def _stamp(status: os.stat_result) -> tuple[int, ...]:
+    return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
 
 
 def needed_libraries(path: str | os.PathLike[str]) -> list[str]:

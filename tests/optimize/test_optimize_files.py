@@ -48,7 +48,7 @@ def test_external_data(limit: int, tmp_path: Path, monkeypatch: pytest.MonkeyPat
     source = external(tmp_path, parsed(text, w=weights(4, 3), b=weights(3)))
     (tmp_path / "new").mkdir()
     optimize(source, tmp_path / "new" / "fast.onnx")
-    assert (tmp_path / "new" / "fast.onnx.data").exists() == (limit == 0)
+    assert len([*(tmp_path / "new").glob("fast.*.data")]) == (limit == 0)
     assert types(ir.load(tmp_path / "new" / "fast.onnx")) == {"CustomLinear": 1}
 
 
@@ -74,17 +74,15 @@ def test_external_data_of_a_model_that_stays_as_it_is(tmp_path: Path) -> None:
 def test_a_target_that_must_not_be_replaced(tmp_path: Path) -> None:
     source = external(tmp_path, parsed(TEXT, w=weights(4, 3)))
     assert "old.data: belongs to the input; name another" in message(source, tmp_path / "old.data")
-    (tmp_path / "new.onnx.data").symlink_to("old.data")
-    assert "new.onnx.data: belongs to the input" in message(source, tmp_path / "new.onnx")
+    (tmp_path / "new.onnx").symlink_to("old.data")
+    assert "new.onnx: belongs to the input" in message(source, tmp_path / "new.onnx")
     os.mkfifo(tmp_path / "pipe")
     assert "pipe: is a pipe, a socket or a device; expected a new file" in message(source, tmp_path / "pipe")
-    (tmp_path / "a.onnx.data").mkdir()
-    assert "a.onnx.data: cannot be written: is a folder" in message(source, tmp_path / "a.onnx")
     with socket.socket(socket.AF_UNIX) as one:
         one.bind(str(tmp_path / "s"))
         assert "is a pipe, a socket or a device" in message(source, tmp_path / "s")
     assert "File name too long. Name another file" in message(source, tmp_path / ("a" * 300))
-    assert "File name too long" in message(tmp_path / ("a" * 300), tmp_path / "new.onnx")
+    assert "File name too long" in message(tmp_path / ("a" * 300), tmp_path / "other.onnx")
 
 
 def test_a_model_that_onnx_does_not_allow(tmp_path: Path) -> None:
