@@ -56,7 +56,7 @@ def export(
     verify: bool = True,
     allow_uncompared: bool = False,
     optimize: bool = False,
-    device: str = "cuda",
+    device: str | None = None,
     library: deploy.Libraries = None,
     external_data_bytes: int = EXTERNAL_DATA_BYTES,
     timeout: float = 600,
@@ -87,7 +87,8 @@ def export(
         allow_uncompared: keep the file although an output is empty or NaN for the example inputs.
         optimize: optimise the file for ONNX Runtime as `twinop optimize` does, and compare it with the file
             that the exporter wrote. Where that fails the file stays as it is, and the report says why.
-        device: what the file is optimised for, "cuda" or "cpu". It runs on both.
+        device: what the file is optimised for, "cuda" or "cpu"; by default what this machine has. It runs on
+            both.
         library: the libraries for the comparison, one or several. For each other domain of the model it is
             the one that torch has loaded, and for twinop's own the smallest one that is found with the ops.
         timeout: the seconds that the file may run in ONNX Runtime without progress, before it is ended.
@@ -97,14 +98,14 @@ def export(
         ExportError: wrong arguments, a model that cannot be exported, or a file that does not give torch's
             results.
     """
-    from twinop.optimize import check_device  # above this room: the export's last step calls it
+    from twinop.optimize import chosen_device  # above this room: the export's last step calls it
 
     target = Path(path)
     if exporter not in ROUTES:
         raise ExportError(f"exporter {exporter!r} is not known; expected one of: {', '.join(ROUTES)}")
     if optimize and not bodies:
         raise ExportError("optimising needs function bodies: the file is compared without the library")
-    check_device(device)
+    device = chosen_device(device)
     check_opset(opset)
     model = as_module(model)
     inputs = bind_inputs(model, args, kwargs)
@@ -143,6 +144,7 @@ def export(
             compare_with_torch(report, files[-1], exported, libraries, calls, cases)
         if optimize:
             progress("optimizing")
+            report.device = device
             options = {"device": device, "allow_uncompared": allow_uncompared, "timeout": timeout}
             files = _optimized(files, inputs.tensors, libraries, calls, report, cases, options)
         files = publish(files, target)

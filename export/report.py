@@ -43,6 +43,7 @@ class ExportReport:
     without_library: Parity | None = None  # of the function bodies; None: `without_reason` says why
     without_reason: str = ""
     unsupported: list[str] = field(default_factory=list)  # ops and dtypes that need the library
+    device: str = ""  # what it was optimised for, if it was to be
     optimized: Any = None  # the `twinop.optimize.OptimizeReport`, if it found anything
     notes: list[str] = field(default_factory=list)
 

@@ -94,7 +94,13 @@ def main(
             "for other runtimes. Default: on, but for --no-bodies.",
         ),
     ] = None,
-    device: Annotated[str, typer.Option(help="Optimise for cuda or cpu. The file runs on both.")] = "cuda",
+    device: Annotated[
+        str | None,
+        typer.Option(
+            help="Optimise for cuda or cpu. The file runs on both. Default: cuda where a GPU is to be seen, "
+            "else cpu."
+        ),
+    ] = None,
     timeout: Timeout = 600,
 ) -> None:
     """Export a torch model with twinop's ops to ONNX.
@@ -180,7 +186,7 @@ def _table(report: "ExportReport") -> Table:
         row(name, "\n".join(f"{key}: {value}" for key, value in values.items()))
     row("nodes", ", ".join(f"{name} x {count}" for name, count in report.nodes.items()))
     if report.optimized is not None:
-        headline, *lines = str(report.optimized).splitlines()
+        headline, *lines, _ = str(report.optimized).splitlines()  # the last one is the table's
         row("optimised", "\n".join([headline.partition(": ")[2], *(line.strip() for line in lines)]))
     row("opsets", ", ".join(f"{domain} {version}" for domain, version in report.opsets.items()))
     row("exporter", f"{report.exporter}; onnx.checker passed")
@@ -203,6 +209,10 @@ def _table(report: "ExportReport") -> Table:
         row("without the library", "not tried (--no-verify)", "yellow")
     for note in report.notes:
         row("note", note, "yellow")
+    if report.device:
+        from twinop.optimize.report import prepared_for
+
+        row("device", prepared_for(report.device))
     return table
 
 

@@ -96,7 +96,7 @@ def optimized(source: Path, target: Path, inputs: Mapping[str, Tensor], **option
     """Optimises an export, compares both on these inputs, and returns what the optimizer says."""
     inputs_file = target.with_suffix(".npz")
     np.savez(inputs_file, **{name: x.numpy() for name, x in inputs.items()})  # type: ignore[arg-type]
-    said = asdict(optimize(source, target, inputs_file=inputs_file, **options))
+    said = asdict(optimize(source, target, inputs_file=inputs_file, **{"device": "cuda"} | options))
     return {name: said[name] for name in FACTS}
 
 

@@ -14,19 +14,19 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from .genai import optimize_folder as optimize_folder
-    from .optimizer import check_device as check_device
+    from .optimizer import chosen_device as chosen_device
     from .optimizer import optimize as optimize
     from .report import OptimizeReport as OptimizeReport
 
-__all__ = ["OptimizeReport", "check_device", "optimize", "optimize_folder"]
+__all__ = ["OptimizeReport", "chosen_device", "optimize", "optimize_folder"]
 
 
 def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"twinop.optimize has no attribute {name!r}")
     from .genai import optimize_folder
-    from .optimizer import check_device, optimize
+    from .optimizer import chosen_device, optimize
     from .report import OptimizeReport
 
-    found = (OptimizeReport, check_device, optimize, optimize_folder)
+    found = (OptimizeReport, chosen_device, optimize, optimize_folder)
     return {each.__name__: each for each in found}[name]

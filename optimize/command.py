@@ -21,7 +21,13 @@ def main(
             "most weights."
         ),
     ] = None,
-    device: Annotated[str, typer.Option(help="Optimise for cuda or cpu. The file runs on both.")] = "cuda",
+    device: Annotated[
+        str | None,
+        typer.Option(
+            help="Optimise for cuda or cpu. The file runs on both. Default: cuda where a GPU is to be seen, "
+            "else cpu; for a folder that names CUDA, cuda."
+        ),
+    ] = None,
     padding: Annotated[
         str | None,
         typer.Option(

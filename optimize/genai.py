@@ -27,7 +27,7 @@ from twinop.errors import ExportError, LibraryError
 from twinop.library import read_library
 
 from .load import read_proto
-from .optimizer import check_device, optimize
+from .optimizer import chosen_device, optimize
 from .report import OptimizeReport
 
 CONFIG = "genai_config.json"
@@ -71,7 +71,7 @@ def optimize_folder(
     source: str | os.PathLike[str],
     target: str | os.PathLike[str],
     *,
-    device: str = "cuda",
+    device: str | None = None,
     library: deploy.Libraries = None,
     **options: Any,
 ) -> OptimizeReport:
@@ -80,7 +80,8 @@ def optimize_folder(
     Args:
         source: the folder with genai_config.json.
         target: the folder to write; it may not exist, or is empty.
-        device: what the decoder runs on, "cuda" or "cpu". The other one's provider options are removed.
+        device: what the decoder runs on, "cuda" or "cpu"; by default "cuda" where genai_config.json names it,
+            else what this machine has. The other one's provider options are removed.
         library: as in `optimize`. A library that genai_config.json names already is used, too.
         options: of `optimize`.
 
@@ -89,7 +90,7 @@ def optimize_folder(
             already.
     """
     source, target = Path(source), Path(target).resolve()
-    check_device(device)
+    chosen = chosen_device(device)
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise ExportError(f"{target}: exists already. Name a new folder, or an empty one")
     if target.is_relative_to(source.resolve()):
@@ -98,6 +99,8 @@ def optimize_folder(
     decoder = _decoder(source, config)
     model = source / decoder["filename"]
     settings = decoder.setdefault("session_options", {})
+    entries = [each for each in settings.get("provider_options", []) if "cuda" in map(str.lower, each)]
+    device = "cuda" if device is None and (entries or options.get("invariant")) else chosen
     own = [*library_paths(library), *_named_library(source, settings)]
     proto = read_proto(model)
     _require_no_ops_of_cuda(model, proto)
@@ -123,8 +126,6 @@ def optimize_folder(
             settings.pop(_LIBRARY, None)
             if report.libraries:
                 settings[_LIBRARY] = _place_libraries(report.libraries, folder)
-            providers = settings.get("provider_options", [])
-            entries = [each for each in providers if "cuda" in map(str.lower, each)]
             entries = entries or [{"cuda": {"enable_cuda_graph": "0"}}]
             settings["provider_options"] = entries if device == "cuda" else []
             (folder / CONFIG).write_text(json.dumps(config, indent=4) + "\n", encoding="utf-8")

@@ -8,6 +8,7 @@ from pathlib import Path
 import onnx_ir as ir
 
 from twinop import deploy
+from twinop.deploy.cuda import has_gpu
 from twinop.deploy.ort_process import time_limit
 from twinop.dtypes import dtype_name
 from twinop.errors import ExportError, option
@@ -84,7 +85,7 @@ def optimize(
     target: str | os.PathLike[str],
     *,
     dtype: str | None = None,
-    device: str = "cuda",
+    device: str | None = None,
     padding: str | None = None,
     shared_caches: bool = False,
     invariant: bool = False,
@@ -109,7 +110,8 @@ def optimize(
         target: the file to write.
         dtype: "float16" or "bfloat16", also of inputs and outputs. By default these keep their dtypes, and
             the rest has the dtype of most weights.
-        device: what the model is optimised for, "cuda" or "cpu". The result runs on both.
+        device: what the model is optimised for, "cuda" or "cpu"; by default what this machine has. The result
+            runs on both.
         padding: "right" promises that masks hide nothing but the end of each sequence.
         shared_caches: promises that past and present share memory, which has rows for the whole context.
         invariant: a prompt's logits on CUDA do not depend on its batch; the report names nodes that may.
@@ -127,7 +129,8 @@ def optimize(
         ExportError: wrong arguments, or a model that cannot be read, run or converted.
     """
     source, target = Path(source), Path(target)
-    _check(dtype, device, padding, without)
+    _check(dtype, padding, without)
+    device = chosen_device("cuda" if invariant and device is None else device)
     progress("reading the model")
     model = load(source)
     data = data_files(model)
@@ -204,20 +207,26 @@ def _interface(model: ir.Model) -> dict[str, ir.DataType]:
     return {str(each.name): each.dtype for each in values if each.dtype in converted}
 
 
-def check_device(device: str) -> None:
-    """Raises ExportError unless the device is one that models can be optimised for."""
+def chosen_device(device: str | None) -> str:
+    """Returns the device to optimise for: by default "cuda" where a GPU is to be seen, else "cpu".
+
+    Raises:
+        ExportError: models cannot be optimised for the given one.
+    """
+    if device is None:
+        return "cuda" if has_gpu() else "cpu"
     if device not in DEVICES:
         raise ExportError(f"{option('device', device)}: expected one of: {', '.join(DEVICES)}")
+    return device
 
 
-def _check(dtype: str | None, device: str, padding: str | None, without: Sequence[str]) -> None:
+def _check(dtype: str | None, padding: str | None, without: Sequence[str]) -> None:
     if dtype is not None and dtype.startswith(("float8", "fp8")):
         raise ExportError(f"{option('dtype', dtype)}: fp8 is not supported yet; expected float16 or bfloat16")
     if dtype not in (None, "float32", *precision.DTYPES):
         raise ExportError(
             f"{option('dtype', dtype)}: expected one of: float32, {', '.join(precision.DTYPES)}"
         )
-    check_device(device)
     if padding not in (None, "right"):
         raise ExportError(
             f"{option('padding', padding)}: expected right, or no {option('padding')} for masks of any form"

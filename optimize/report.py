@@ -82,4 +82,11 @@ class OptimizeReport:
             lines.append(f"  {self.dtype} takes longer here than the dtype of the original")
         lines += [f"  no time was measured: {self.untimed}"] if self.untimed else []
         lines += [f"  note: {note}" for note in self.notes]
+        lines.append(f"  {prepared_for(self.device)}")
         return "\n".join(lines)
+
+
+def prepared_for(device: str) -> str:
+    """Returns for which device a file was prepared, and how it is prepared for the other one."""
+    other = "cpu" if device == "cuda" else "cuda"
+    return f"prepared for {device}; {option('device', other)} prepares it for {other}"

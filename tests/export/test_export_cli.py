@@ -148,13 +148,15 @@ def test_options_for_the_example(folder: Path) -> None:
 
 def test_models_of_ones_own(folder: Path) -> None:
     mlp = ("--model", "my_factories.models:mlp", "-o", "mlp.onnx")
-    output = succeed(*mlp, "--dynamic", "input:0")
+    output = succeed(*mlp, "--dynamic", "input:0", "--device", "cuda")
     assert "libcustom" in output and node_types("mlp.onnx") == ["CustomLinear"]
     assert "2 nodes -> 1; same outputs" in output and "1 linear+bias+relu" in output
     for plain in ("--no-optimize", "--no-bodies"):
         assert "optimised" not in succeed(*mlp, plain)
         assert node_types("mlp.onnx") == ["Gemm", "CustomRelu"]
-    succeed(*mlp, "--device", "cpu")
+    assert "prepared for cuda; --device cpu prepares it for cpu" in output
+    output = succeed(*mlp, "--device", "cpu")  # nothing is recognised
+    assert "prepared for cpu; --device cuda prepares it for cuda" in output.splitlines()[-2]
     assert node_types("mlp.onnx") == ["Gemm", "CustomRelu"]  # ONNX Runtime's products are the fastest there
     output = succeed(
         *("--model", "my_factories.models:by_name", "-o", "two.onnx", *QUICK),

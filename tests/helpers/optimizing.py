@@ -33,12 +33,12 @@ def parsed(text: str, **constants: np.ndarray) -> onnx.ModelProto:
 
 
 def optimized(model: onnx.ModelProto | Path, folder: Path, **options: Any) -> tuple[OptimizeReport, ir.Model]:
-    """Optimises a model and returns the report and the new model."""
+    """Optimises a model, for CUDA unless `device` says otherwise; returns the report and the new model."""
     source = model if isinstance(model, Path) else folder / "old.onnx"
     if not isinstance(model, Path):
         onnx.save(model, source)
     with UNTIMED:
-        report = optimize(source, folder / "fast.onnx", **options)
+        report = optimize(source, folder / "fast.onnx", **{"device": "cuda"} | options)
     assert not report.reverted, report.reverted
     assert not Path("sym_shape_infer_temp.onnx").exists()  # ONNX Runtime's inference leaves it in this folder
     return report, ir.load(folder / "fast.onnx")

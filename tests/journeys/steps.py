@@ -218,7 +218,7 @@ class User:
         assert losses[0] > losses[1] > losses[2] and error < 1e-3, (losses, error)
 
     def exports(self, file: str = "net.onnx", *options: str, code: int = 0) -> str:
-        return self.twinop("export", "model.py:Net", "-o", file, *options, code=code)
+        return self.twinop("export", "model.py:Net", "-o", file, "--device", "cuda", *options, code=code)
 
     def runs(self, file: str) -> list[Path]:
         """`twinop run`: each custom node has torch's bits, if it has a kernel. Returns their libraries."""

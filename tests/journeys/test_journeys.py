@@ -487,7 +487,7 @@ def stock_file(user: User) -> None:
     np.savez(user.folder / "inputs.npz", x=x)
     np.savez(user.folder / "exact.npz", y)
     for file, *options in ["net.onnx"], ["half.onnx", "--dtype", "float16"]:
-        said = user.twinop("optimize", "stock.onnx", "-o", file, *options)
+        said = user.twinop("optimize", "stock.onnx", "-o", file, "--device", "cuda", *options)
         assert "libcustom_ops.so" in said and "same outputs" in said
         found = content(user.folder / file)
         assert found.nodes == [LINEAR, LINEAR, "custom_domain::CustomAddLayerNorm"]

@@ -336,11 +336,19 @@ def options_of(folder: Path) -> dict[str, Any]:
         ("cuda", [{"cuda": {"enable_cuda_graph": "1"}}], [{"cuda": {"enable_cuda_graph": "1"}}]),
         ("cuda", [], [{"cuda": {"enable_cuda_graph": "0"}}]),
         ("cuda", [{"CUDA": {"device_id": "1"}}], [{"CUDA": {"device_id": "1"}}]),
+        (None, [{"CUDA": {"device_id": "1"}}], [{"CUDA": {"device_id": "1"}}]),
+        (None, [], []),
     ],
 )
 def test_the_edits_of_genai_config(
-    device: str, given: list[Any], expected: list[Any], tmp_path: Path
+    device: str | None,
+    given: list[Any],
+    expected: list[Any],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    """Without a device, a folder that names CUDA stays one for CUDA, also where there is no GPU."""
+    monkeypatch.setattr("twinop.optimize.optimizer.has_gpu", lambda: False)
     source = folder_of(normed(), tmp_path / "old", provider_options=given, log_id="mine")
     (source / "adapter").mkdir()
     (source / "adapter/encoder.onnx").write_text("kept")

@@ -41,7 +41,8 @@ def test_an_output_that_is_never_compared_is_refused(text: str, tmp_path: Path) 
 def test_inputs_for_which_there_is_something_to_compare(tmp_path: Path) -> None:
     onnx.save(parsed(NOTHING["one empty output"], **GIVEN), tmp_path / "in.onnx")
     np.savez(tmp_path / "x.npz", x=np.full((3, 8), 1e5, np.float32) * np.sign(GIVEN["w"].sum(1)))
-    report = optimize(tmp_path / "in.onnx", tmp_path / "out.onnx", inputs_file=tmp_path / "x.npz")
+    given = tmp_path / "x.npz"
+    report = optimize(tmp_path / "in.onnx", tmp_path / "out.onnx", inputs_file=given, device="cuda")
     assert not report.notes and report.made
 
 

@@ -228,9 +228,8 @@ def test_nothing_recognised(tmp_path: Path) -> None:
 
 def test_command(model: Path, tmp_path: Path) -> None:
     target = tmp_path / "new.onnx"
-    result = CliRunner().invoke(
-        app, ["optimize", str(model), "-o", str(target), "--dtype", "float16", "--without", "norm"]
-    )
+    options = ["--dtype", "float16", "--device", "cuda", "--without", "norm"]
+    result = CliRunner().invoke(app, ["optimize", str(model), "-o", str(target), *options])
     assert result.exit_code == 0, result.output
     assert "old.onnx -> new.onnx: 1 nodes -> 1; same outputs" in result.output and "1 linear" in result.output
     assert [node.op_type for node in onnx.load(target).graph.node] == ["CustomLinear"]
@@ -239,7 +238,7 @@ def test_command(model: Path, tmp_path: Path) -> None:
 def test_export_optimises(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In Python only if asked; a file that cannot be optimised is written as it is."""
     layers, given, path = torch.nn.Sequential(torch.nn.Linear(4, 3)), torch.randn(2, 4), tmp_path / "net.onnx"
-    options: dict[str, Any] = {"exporter": "torchscript", "dynamic": {"input": [0]}}
+    options: dict[str, Any] = {"exporter": "torchscript", "dynamic": {"input": [0]}, "device": "cuda"}
     assert list(export(layers, given, path, **options).nodes) == ["Gemm"]
     for dtype in (torch.float32, torch.bfloat16, torch.float64):
         report = export(layers.to(dtype), given.to(dtype), path, optimize=True, **options)
@@ -284,7 +283,7 @@ def test_a_rewrite_that_changes_the_results_is_reverted(
         "(float[N, 4, 4, 4] x) => (float[N, 4, 4, 4] y) { a = Relu (x) b = MatMul (a, w) y = Identity (b) }"
     )
     onnx.save(parsed(text, w=weights(4, 4)), tmp_path / "old.onnx")
-    report = optimize(tmp_path / "old.onnx", tmp_path / "new.onnx")
+    report = optimize(tmp_path / "old.onnx", tmp_path / "new.onnx", device="cuda")
     assert list(report.reverted) == ["broken"]
     assert "this is a defect of twinop" in report.reverted["broken"]
     assert "reverted: broken" in str(report)

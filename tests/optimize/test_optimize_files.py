@@ -14,12 +14,13 @@ import onnx
 import onnx_ir as ir
 import onnxruntime as ort
 import pytest
+import torch
 from onnxscript.rewriter._matcher import SimplePatternMatcher
-from optimizing import nodes, optimized, parsed, types, weights
+from optimizing import UNTIMED, nodes, optimized, parsed, types, weights
 
 from twinop import deploy
 from twinop.errors import ExportError
-from twinop.export import files
+from twinop.export import export, files
 from twinop.export.attach import attach_bodies
 from twinop.export.folding import fold_constants
 from twinop.optimize import optimize
@@ -47,7 +48,7 @@ def test_external_data(limit: int, tmp_path: Path, monkeypatch: pytest.MonkeyPat
     text = "(float[N, 4] x) => (float[N, 3] y) { a = MatMul (x, w) y = Add (a, b) }"
     source = external(tmp_path, parsed(text, w=weights(4, 3), b=weights(3)))
     (tmp_path / "new").mkdir()
-    optimize(source, tmp_path / "new" / "fast.onnx")
+    optimize(source, tmp_path / "new" / "fast.onnx", device="cuda")
     assert len([*(tmp_path / "new").glob("fast.*.data")]) == (limit == 0)
     assert types(ir.load(tmp_path / "new" / "fast.onnx")) == {"CustomLinear": 1}
 
@@ -58,14 +59,15 @@ def test_external_data_behind_links(tmp_path: Path) -> None:
         (tmp_path / "blobs").mkdir(exist_ok=True)
         (tmp_path / "snapshot").mkdir(exist_ok=True)
         (tmp_path / "snapshot" / file.name).symlink_to(file.rename(tmp_path / "blobs" / file.suffix[1:]))
-    assert optimize(tmp_path / "snapshot" / "old.onnx", tmp_path / "fast.onnx").made == {"linear": 1}
+    report = optimize(tmp_path / "snapshot" / "old.onnx", tmp_path / "fast.onnx", device="cuda")
+    assert report.made == {"linear": 1}
 
 
 def test_external_data_of_a_model_that_stays_as_it_is(tmp_path: Path) -> None:
     text = "(float[N, 4] x) => (float[N, 4] y) { y = Mul (x, w) }"
     source = external(tmp_path, parsed(text, w=weights(4)))
     (tmp_path / "new").mkdir()
-    optimize(source, tmp_path / "new" / "fast.onnx")
+    optimize(source, tmp_path / "new" / "fast.onnx", device="cuda")
     for file in (source, tmp_path / "old.data"):
         file.unlink()
     assert ort.InferenceSession(tmp_path / "new" / "fast.onnx").run(None, {"x": np.ones((1, 4), np.float32)})
@@ -164,7 +166,7 @@ def test_external_data_of_a_constant_node(tmp_path: Path) -> None:
         size_threshold=0,
         convert_attribute=True,
     )
-    optimize(tmp_path / "in" / "old.onnx", tmp_path / "fast.onnx")
+    optimize(tmp_path / "in" / "old.onnx", tmp_path / "fast.onnx", device="cuda")
     found = ort.InferenceSession(tmp_path / "fast.onnx").run(None, {"x": np.zeros((1, 4), np.float32)})
     assert np.array_equal(found[0][0], weights(4))
 
@@ -366,7 +368,7 @@ def test_weights_are_written_once(limit: int, tmp_path: Path, monkeypatch: pytes
     monkeypatch.setattr("twinop.optimize.rewrite_check.save", save)
     monkeypatch.setattr("twinop.optimize.optimizer.convert_to_fp32", convert_to_fp32)
     source = external(tmp_path, parsed(TEXT, w=weights(4, 3)))
-    report = optimize(source, tmp_path / "fast.onnx")
+    report = optimize(source, tmp_path / "fast.onnx", device="cuda")
     assert len(saved) == 1 and report.made == {"linear": 1}
     assert not read[0].flags.writeable  # a view of the file
     x = np.ones((2, 4), np.float32)
@@ -402,3 +404,24 @@ def test_measuring_ends_after_one_run(tmp_path: Path, monkeypatch: pytest.Monkey
     path = tmp_path / "old.onnx"
     times, _ = milliseconds([path, path], {"x": np.ones((1, 4), np.float32)}, "cpu", None, stop=0.0)
     assert len(runs) == 2 and np.isfinite(times).all()
+
+
+@pytest.mark.parametrize(("has_gpu", "device", "other"), [(False, "cpu", "cuda"), (True, "cuda", "cpu")])
+def test_the_device_is_what_the_machine_has(
+    has_gpu: bool, device: str, other: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A file for CUDA takes longer on a CPU. The last line of the report says which one it is for."""
+    monkeypatch.setattr("twinop.optimize.optimizer.has_gpu", lambda: has_gpu)
+    onnx.save(parsed(TEXT, w=weights(4, 3)), tmp_path / "old.onnx")
+    with UNTIMED:
+        report = optimize(tmp_path / "old.onnx", tmp_path / "new.onnx")
+        assert report.device == device and ("linear" in report.made) == has_gpu
+        said = f"  prepared for {device}; device='{other}' prepares it for {other}"
+        assert str(report).splitlines()[-1] == said
+        asked = optimize(tmp_path / "old.onnx", tmp_path / "new.onnx", device=other)
+        assert str(asked).splitlines()[-1].startswith(f"  prepared for {other}; ")
+        half = optimize(tmp_path / "old.onnx", tmp_path / "new.onnx", dtype="float16", invariant=True)
+        assert half.device == "cuda"  # the only one with that promise
+    layer = torch.nn.Linear(8, 8)
+    report = export(layer, torch.randn(2, 8), tmp_path / "net.onnx", optimize=True, exporter="torchscript")
+    assert (report.optimized is not None) == has_gpu

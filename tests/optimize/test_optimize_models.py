@@ -324,6 +324,7 @@ def test_times_of_the_source_and_the_result(
 
 @pytest.mark.skipif(has_gpu(), reason="this machine has the device")
 def test_no_times_of_another_device(tmp_path: Path) -> None:
-    report = optimize(exported("bert", "eager", "torchscript", tmp_path), tmp_path / "fast.onnx")
+    source = exported("bert", "eager", "torchscript", tmp_path)
+    report = optimize(source, tmp_path / "fast.onnx", device="cuda")
     assert report.times is None and " ms " not in str(report)
     assert "no time was measured: no NVIDIA" in str(report)

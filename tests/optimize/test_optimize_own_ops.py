@@ -130,9 +130,9 @@ def library(project: Path) -> Path:
 def optimized(
     model: onnx.ModelProto, folder: Path, library: Path | None, **options: Any
 ) -> tuple[OptimizeReport, ir.Model]:
-    """Optimises a model for the CPU runtime here, and compares the result with it in a session."""
+    """Optimises a model for CUDA, and compares the result with it in a session."""
     onnx.save(model, folder / "old.onnx")
-    report = optimize(folder / "old.onnx", folder / "new.onnx", library=library, **options)
+    report = optimize(folder / "old.onnx", folder / "new.onnx", device="cuda", library=library, **options)
     assert not report.reverted
     new = ir.load(folder / "new.onnx")
     assert not any(node.overload for node in new.graph.all_nodes())
