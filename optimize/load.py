@@ -75,7 +75,8 @@ def _unread_part(path: Path) -> str:
     proto = load_model(path).proto
     for each in custom_nodes(proto, lambda node: True):
         if sparse := [one.name for one in each.proto.attribute if one.type in _SPARSE]:
-            return f"attribute {sparse[0]} of {each.label} is a sparse tensor, which twinop does not read. Make it dense"
+            what = f"attribute {sparse[0]} of {each.label} is a sparse tensor"
+            return f"{what}, which twinop does not read. Make it dense"
     graph = proto.graph
     kinds = [("input", value) for value in graph.input] + [("output", value) for value in graph.output]
     for what, value in [*kinds, *(("value", each) for each in graph.value_info)]:
