@@ -4,7 +4,7 @@ onnxscript's optimizer, which torch's dynamo exporter calls too, takes constants
 within 1e-5 of 1 for 1: log(x + 1e-10) becomes log(x), which is -inf at 0. Here only 0 and 1 do nothing.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from copy import copy
 from typing import Any
 
@@ -89,10 +89,12 @@ def fold_constants(
 ) -> None:
     """Folds constants, removes operators that do nothing and joins equal ones, in place.
 
+    Initializers that are inputs, too, are no constants: callers may replace them.
+
     Args:
         should_fold: whether a node of constants is folded; None leaves it to onnxscript.
     """
-    names = [value.name for value in model.graph.inputs]
+    names, defaults = [value.name for value in model.graph.inputs], take_defaults(model.graph)
     rules_of_types = [*map(_of_its_type, _RULES)]
     for _ in range(_TIMES):
         fold_constants_ir(model, onnx_shape_inference=True, should_fold=should_fold)
@@ -110,6 +112,29 @@ def fold_constants(
     passes.NameFixPass()(model)
     _restore_names(model.graph, names)
     _register_constants(model)
+    restore_defaults(model.graph, defaults)
+
+
+def take_defaults(graph: ir.Graph) -> dict[str, ir.TensorProtocol]:
+    """Removes the values of inputs that are initializers, too, and returns them by name.
+
+    onnx's inference and onnxscript's rules take them for constants.
+    """
+    found = {}
+    for value in graph.inputs:
+        if value.is_initializer() and value.const_value is not None:
+            found[str(value.name)] = value.const_value
+            del graph.initializers[str(value.name)]
+            value.const_value = None
+    return found
+
+
+def restore_defaults(graph: ir.Graph, defaults: Mapping[str, ir.TensorProtocol]) -> None:
+    """Undoes `take_defaults`."""
+    for value in graph.inputs:
+        if str(value.name) in defaults:
+            value.const_value = defaults[str(value.name)]
+            graph.register_initializer(value)
 
 
 def _restore_names(graph: ir.Graph, names: Sequence[str | None]) -> None:

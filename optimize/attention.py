@@ -187,7 +187,7 @@ def _is_cached(heads: ir.Value) -> bool:
         if value in seen:
             continue
         seen.add(value)
-        if value.is_graph_input() and not value.is_initializer():
+        if value.is_graph_input():
             rank = g.rank(value)
             if rank > 3 or (grows and rank == 3):
                 return True

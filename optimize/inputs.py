@@ -23,6 +23,7 @@ _RANDOM = {
     "Bernoulli", "Multinomial", "RandomNormal", "RandomNormalLike", "RandomUniform", "RandomUniformLike",
 }  # fmt: skip
 MOST = 18_000_000  # elements of all inputs, of which there are several cases; or of a mask
+_MOST_OVERRIDDEN = 2**20  # elements of an initializer that is an input, too
 _LEAST = 3  # what a difference of two dimensions is raised to, if it would be empty
 _SPECIAL: Mapping[str, Callable[[np.ndarray], np.ndarray]] = {
     "inputs of zeros": np.zeros_like,
@@ -139,12 +140,29 @@ def special(model: ir.Model, case: Case, hidden: Sequence[str]) -> dict[str, Cas
     found = {}
     for name, change in _SPECIAL.items() if numbers else ():
         found[name] = case | {key: np.asarray(change(array)) for key, array in numbers.items()}
+    defaults = {
+        str(value.name): value.const_value.numpy()
+        for value in model.graph.inputs
+        if value.const_value is not None and value.const_value.size <= _MOST_OVERRIDDEN
+    }
+    kinds = {"floats": "f", "integers": "iub"}
+    for kind, letters in kinds.items():
+        other = {name: _other(array) for name, array in defaults.items() if array.dtype.kind in letters}
+        if other:
+            found[f"other {kind} in place of initializers"] = case | other
     for hide in hidden if masks else ():
         found[f"a mask that hides {_HIDES.get(hide, hide)}"] = case | {
             key: (padding_mask([*array.shape], hide) != _is_inverted(key, array.dtype)).astype(array.dtype)
             for key, array in masks.items()
         }
     return found
+
+
+def _other(array: np.ndarray) -> np.ndarray:
+    """Returns other values than those of an array."""
+    if array.dtype.kind == "f":
+        return array * array.dtype.type(1.5) + array.dtype.type(0.25)
+    return ~array if array.dtype.kind == "b" else array + array.dtype.type(1)
 
 
 def shapes(model: ir.Model, sizes: Sizes) -> dict[str, list[int]]:

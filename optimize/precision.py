@@ -85,9 +85,6 @@ def convert(model: ir.Model, dtype: ir.DataType, kept: Mapping[str, ir.DataType]
     for given in graph.inputs:
         if given in floats:
             wanted = kept.get(str(given.name), dtype)
-            if given.const_value is not None:  # a default that callers may override
-                array = narrow(given.const_value.numpy(), wanted)
-                given.const_value = ir.tensor(array, dtype=wanted, name=given.name)
             _set_dtype(given, wanted, dtypes)
     casts: Casts = {}
     for node in list(graph):

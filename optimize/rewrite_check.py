@@ -26,6 +26,7 @@ from twinop.errors import ExportError, TwinopError, option
 from twinop.export.attach import attach_to_calls
 from twinop.export.calls import find_calls, paths_in_use
 from twinop.export.files import EXTERNAL_DATA_BYTES, rename, save
+from twinop.export.folding import restore_defaults, take_defaults
 from twinop.library import Library
 from twinop.op_spec import OpSpec
 from twinop.quiet import quiet
@@ -98,6 +99,7 @@ class RewriteCheck:
         self.registered: Sequence[Library] = []  # the libraries of the last run
         self.written: tuple[ir.Model, list[Path]] | None = None  # the last model in fp32, and its files
         self.base, self.opset = model, model.graph.opset_imports.get("")
+        self.defaults: Mapping[str, ir.TensorProtocol] = {}  # of inputs, while rewrites run
 
     def make_cases(self, inputs_file: str | os.PathLike[str] | None, allow_uncompared: bool) -> None:
         """Runs the original on the given inputs, or on generated ones, and prepares the model.
@@ -124,6 +126,7 @@ class RewriteCheck:
         self.report.notes += self.reference.uncompared(self.base.graph, allow_uncompared)
         self.noise = cache(partial(self._noise, self.base.clone()))
         equivalence.confirm_shapes(self.base, self.reference)
+        self.defaults = take_defaults(self.base.graph)
         self.progress("folding constants, inferring shapes")
         prepare(self.base, {**self.records, **self.own.records})
         context = g.RewriteContext(self.base, self.report.device, self.records)
@@ -220,6 +223,14 @@ class RewriteCheck:
 
     def _save(self, model: ir.Model, name: str) -> list[Path]:
         branches.move_back(model)
+        kinds = {str(value.name): value.dtype for value in model.graph.inputs}
+        defaults = {
+            each: ir.tensor(precision.narrow(tensor.numpy(), kind), dtype=kind, name=each)
+            if (kind := kinds[each]) is not None and kind is not tensor.dtype
+            else tensor
+            for each, tensor in self.defaults.items()
+        }
+        restore_defaults(model.graph, defaults)
         return save(self.own.attach(model), self.folder / name, EXTERNAL_DATA_BYTES)
 
     def drop_slow(

@@ -61,6 +61,19 @@ def test_special_inputs_are_compared() -> None:
     assert not found["a mask that hides everything"]["mask"].any()
 
 
+def test_initializers_that_are_inputs_get_other_values() -> None:
+    proto = parsed(
+        "(float[2] x, float s, int64[1] axis, bool b) => (float[2] y) { y = Mul (x, s) }",
+        s=np.float32(1), axis=np.array([0]), b=np.array(True),
+    )  # fmt: skip
+    found = inputs.special(equivalence.ir.from_proto(proto), {"x": weights(2)}, [])
+    other = {name: case for name, case in found.items() if name.startswith("other ")}
+    assert [*other] == ["other floats in place of initializers", "other integers in place of initializers"]
+    assert [set(case) - {"x"} for case in other.values()] == [{"s"}, {"axis", "b"}]
+    floats, integers = other.values()
+    assert floats["s"] != 1 and integers["axis"] != 0 and not integers["b"]
+
+
 def reference() -> equivalence.Reference:
     x = np.linspace(1, 2, 100, dtype=np.float32)
     return equivalence.Reference([{}, {}], [[x], [0 * x]], ["inputs of zeros"], [1.5])

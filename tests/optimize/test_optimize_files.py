@@ -233,6 +233,51 @@ def test_inputs_with_a_value_take_other_sizes(rank: int, tmp_path: Path) -> None
         np.testing.assert_allclose(new.run(None, feeds)[0], old.run(None, feeds)[0], rtol=1e-5)
 
 
+OVERRIDDEN: Any = {  # what computes, an initializer that is an input, and another value of it
+    "times 1": ("a = Mul (x, s)", "float", 1.0, 3.0),
+    "over 1": ("a = Div (x, s)", "float", 1.0, 3.0),
+    "plus 0": ("a = Add (s, x)", "float", 0.0, 3.0),
+    "minus 0": ("a = Sub (x, s)", "float", 0.0, 3.0),
+    "bound": ("b = Max (x, low) a = Max (b, s)", "float", -1.0, 0.5),
+    "clip": ("b = Relu (x) a = Clip (b, s)", "float", 0.0, 0.5),
+    "Gemm": ("a = Gemm (x, square, s)", "float[8]", np.zeros(8), np.ones(8)),
+    "Conv": ("c = Unsqueeze (x, last) d = Conv (c, cube, s) a = Squeeze (d, last)",
+             "float[8]", np.zeros(8), np.ones(8)),
+    "weight": ("a = MatMul (x, s)", "float[8, 8]", np.eye(8), weights(8, 8)),
+    "norm": ("a = LayerNormalization (x, s)", "float[8]", np.ones(8), weights(8)),
+    "reshape": ("b = Reshape (x, s) a = ReduceSum (b, first)", "int64[2]", [-1, 8], [-1, 4]),
+    "slice": ("b = Slice (x, s, end, last) a = ReduceSum <keepdims=1> (b, last)", "int64[1]", [0], [4]),
+    "dropout": ("a, m = Dropout (x, s) ", "float", 0.0, 0.5),
+    "sizes": ("b = Expand (x, s) a = ReduceSum <keepdims=0> (b, first)", "int64[3]", [1, 1, 8], [2, 1, 8]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("device", "dtype"), [("cpu", None), ("cuda", None), ("cuda", "float16")])
+@pytest.mark.parametrize("name", OVERRIDDEN)
+def test_initializers_that_are_inputs_are_no_constants(
+    name: str, device: str, dtype: str | None, tmp_path: Path
+) -> None:
+    text, kind, default, other = OVERRIDDEN[name]
+    arrays: dict[str, Any] = {"low": np.float32(-2), "square": weights(8, 8), "cube": weights(8, 8, 1)}
+    arrays |= {"last": np.array([-1]), "end": np.array([8]), "first": np.array([0]), "w": weights(8, 8)}
+    number = np.int64 if kind.startswith("int") else np.float32
+    arrays["s"] = np.array(default, number)
+    proto = parsed(f"(float[8, 8] x, {kind} s) => (float[M, N] y) {{ {text} y = MatMul (a, w) }}", **arrays)
+    if name in ("slice", "reshape", "sizes"):
+        proto.graph.node[-1].CopyFrom(onnx.helper.make_node("Relu", ["a"], ["y"]))
+        proto.graph.node.append(onnx.helper.make_node("LayerNormalization", ["x", "v"], ["z"]))
+        proto.graph.initializer.append(onnx.numpy_helper.from_array(weights(8), "v"))
+        proto.graph.output.append(onnx.helper.make_tensor_value_info("z", 1, [8, 8]))
+    report, model = optimized(proto, tmp_path, device=device, dtype=dtype)
+    assert "s" in {value.name for value in model.graph.inputs} and "s" in model.graph.initializers
+    x = weights(8, 8, seed=3)
+    for feeds in ({"x": x}, {"x": x, "s": np.array(other, number)}):
+        want = deploy.session(report.source, ["CPUExecutionProvider"]).run(feeds)["y"]
+        given = {n: a.astype(np.float16) if dtype and a.dtype == np.float32 else a for n, a in feeds.items()}
+        found = deploy.session(report.path, ["CPUExecutionProvider"]).run(given)["y"]
+        np.testing.assert_allclose(found, want, rtol=1e-5, atol=2e-2 if dtype else 1e-5)
+
+
 def test_an_input_that_is_an_output(tmp_path: Path) -> None:
     text = "(float[N, 4] x) => (float[N, 3] y, float[N, 4] x) { y = MatMul (x, w) }"
     for dtype in (None, "float16"):
