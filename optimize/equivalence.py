@@ -1,6 +1,7 @@
 """Compares an optimised model with the original."""
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from math import inf
 from pathlib import Path
@@ -28,7 +29,7 @@ Errors = list[list[float]]
 ACCEPTED = {"float32": 1e-4, "float64": 1e-9, "float16": 2e-3, "bfloat16": 1.6e-2}
 """The relative error that is always accepted: sums in another order have as much."""
 _LARGE, _TIMES_TYPICAL = 1e4, 1e3  # numbers that hide scores and logits are far larger than the rest
-_ULPS = 2.0**-22  # two fp32 numbers beside each other, twice
+LAST_BITS = 2.0**-22  # two fp32 numbers beside each other, twice
 _FEW = 16  # constants of no more elements are sizes and bounds, where the last bits decide
 _BESIDE_10000 = 2.0**-10  # what an fp32 score keeps to which a mask has added -10000
 
@@ -38,11 +39,20 @@ class NotEquivalent(Exception):
 
     Attributes:
         rewrite: the name of the rewrite that is the cause, if it is known.
+        place: the case and the output that differ too much, if they were compared.
+        error, accepted: of that output.
     """
 
-    def __init__(self, text: str, rewrite: str = "") -> None:
+    def __init__(
+        self,
+        text: str,
+        rewrite: str = "",
+        place: tuple[int, int] | None = None,
+        error: float = inf,
+        accepted: float = 0.0,
+    ) -> None:
         super().__init__(text)
-        self.rewrite = rewrite
+        self.rewrite, self.place, self.error, self.accepted = rewrite, place, error, accepted
 
 
 def relative_error(expected: Any, found: Any, typical: float = 0.0) -> float:
@@ -156,7 +166,8 @@ class Reference:
                 if not error <= accepted:
                     where = f" for {self.special[index - self.usual]}" if is_special else ""
                     text = f"relative error {error:.1e}, accepted {accepted:.1e}"
-                    raise NotEquivalent(f"differs from the original{where}: {text}")
+                    text = f"differs from the original{where}: {text}"
+                    raise NotEquivalent(text, "", (index, output), error, accepted)
         return self.largest(errors)
 
     def largest(self, errors: Errors) -> float:
@@ -257,50 +268,58 @@ def _is_float(value: Any) -> bool:
     return isinstance(value, np.ndarray) and value.dtype.kind == "f"
 
 
-def nudge_weights(model: ir.Model) -> ir.Model:
+def nudge_weights(model: ir.Model, by: float = LAST_BITS) -> ir.Model:
     """Changes the last bits of a model's weights in place, but for the largest ones."""
     for value in model.graph.initializers.values():
         tensor = value.const_value
         is_float = tensor is not None and tensor.dtype is ir.DataType.FLOAT
         if tensor is not None and is_float and _FEW < tensor.size <= MOST_ELEMENTS:
-            value.const_value = ir.tensor(_nudged(tensor.numpy()), name=value.name)
+            value.const_value = ir.tensor(_nudged(tensor.numpy(), by), name=value.name)
     return model
 
 
-def noise(nudged: Path, library: deploy.Libraries, reference: Reference) -> Errors:
+def noise(nudged: Path, library: deploy.Libraries, reference: Reference, by: float = LAST_BITS) -> Errors:
     """Returns by how much the original differs from itself where the last bits of its numbers differ.
 
     ONNX Runtime runs it with its graph optimisations and without. The inputs are nudged, too.
 
     Args:
         nudged: the file of the original with nudged weights.
+        by: the relative change of the inputs' numbers; 0 shows what differs from run to run.
     """
     near = [
         {
-            name: _nudged(array, _BESIDE_10000 if inputs.hides_all(case) else _ULPS)
+            name: _nudged(array, _BESIDE_10000 if by and inputs.hides_all(case) else by)
             for name, array in case.items()
         }
         for case in reference.cases
     ]
-    try:
-        return largest_of(
-            [reference.errors(run(nudged, library, near, optimize=each).outputs) for each in (True, False)]
-        )
-    except (TwinopError, NotRunnable):
-        return [[0.0] * len(each) for each in reference.outputs]
+    runs = [[[0.0] * len(each) for each in reference.outputs]]
+    for optimize in (True, False):
+        with suppress(TwinopError, NotRunnable):
+            runs.append(reference.errors(run(nudged, library, near, optimize=optimize).outputs))
+    return largest_of(runs)
 
 
 def largest_of(runs: Sequence[Errors]) -> Errors:
-    """Returns the larger one of two runs' errors, each."""
-    return [[*map(max, *pair)] for pair in zip(*runs, strict=True)]
+    """Returns the largest one of several runs' errors, each."""
+    return [[max(each) for each in zip(*rows, strict=True)] for rows in zip(*runs, strict=True)]
 
 
-def _nudged(array: np.ndarray, by: float = _ULPS) -> np.ndarray:
+def _nudged(array: np.ndarray, by: float = LAST_BITS) -> np.ndarray:
     """Changes the last bits of numbers: a result that depends on them is not certain."""
     if array.dtype != np.float32:
         return array
     signs = np.random.default_rng(0).random(array.shape, np.float32) < 0.5
     return np.asarray(array * np.where(signs, np.float32(1 - by), np.float32(1)))  # larger may be infinite
+
+
+def numbers_for_nan(expected: Any, found: Any, accepted: float) -> bool:
+    """Whether an output differs from the original's only where that is NaN, as for a row that is hidden."""
+    if not _is_float(expected) or not _is_float(found) or expected.shape != found.shape:
+        return False
+    is_nan = np.isnan(expected)
+    return bool(is_nan.any() and relative_error(expected[~is_nan], found[~is_nan]) <= accepted)
 
 
 def _require_loadable(original: Path, library: deploy.Libraries) -> None:

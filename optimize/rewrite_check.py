@@ -5,12 +5,13 @@ import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from functools import cache, partial
+from functools import cache
 from math import inf
 from pathlib import Path
 
 import numpy as np
 import onnx_ir as ir
+import onnxruntime as ort
 from onnx_ir.passes.common import (
     CommonSubexpressionEliminationPass,
     LiftConstantsToInitializersPass,
@@ -20,7 +21,7 @@ from onnx_ir.passes.common import (
 
 import twinop
 from twinop.deploy.cuda import obstacles
-from twinop.deploy.ort_runs import LOST, NotRunnable, has_wrong_types, run
+from twinop.deploy.ort_runs import LOST, NOISE, NotRunnable, has_wrong_types, run
 from twinop.deploy.tensor_specs import RIGHT_PADDED
 from twinop.errors import ExportError, TwinopError, option
 from twinop.export.attach import attach_to_calls
@@ -57,6 +58,8 @@ Rewrite = Callable[[g.RewriteContext], None]
 Rewrites = Mapping[str, Rewrite]
 _SLOWER = 1.05  # less is noise
 _ATTEMPTS = 3  # to find the result no slower than the source
+_NEAR = 4.0  # times the accepted error: sums in another order may have as much
+_SMALL = 1e-6  # a change of numbers that no result should hang on
 _SECONDS = 20.0  # after so long, nothing more is measured
 
 
@@ -124,7 +127,7 @@ class RewriteCheck:
                 text = f"the original cannot be run on the CPU: {text}"
             raise ExportError(text) from error
         self.report.notes += self.reference.uncompared(self.base.graph, allow_uncompared)
-        self.noise = cache(partial(self._noise, self.base.clone()))
+        self.unprepared, self.noise = self.base.clone(), cache(self._noise)
         equivalence.confirm_shapes(self.base, self.reference)
         self.defaults = take_defaults(self.base.graph)
         self.progress("folding constants, inferring shapes")
@@ -132,10 +135,10 @@ class RewriteCheck:
         context = g.RewriteContext(self.base, self.report.device, self.records)
         masks.classify(context, sizes, self.padding)
 
-    def _noise(self, original: ir.Model) -> equivalence.Errors:
+    def _noise(self, by: float = equivalence.LAST_BITS) -> equivalence.Errors:
         self.progress("comparing the original with itself")
-        nudged = self._save(equivalence.nudge_weights(original), "nudged.onnx")[-1]
-        return equivalence.noise(nudged, self.library, self.reference)
+        nudged = self._save(equivalence.nudge_weights(self.unprepared.clone(), by), "nudged.onnx")[-1]
+        return equivalence.noise(nudged, self.library, self.reference, by)
 
     def apply(self, rewrites: Rewrites) -> g.RewriteContext:
         """Applies rewrites to a copy of the model; raises NotEquivalent if one of them fails."""
@@ -167,10 +170,11 @@ class RewriteCheck:
                 self.report.error = self._verify_fp32(context.model)
                 return kept, context
             except equivalence.NotEquivalent as reason:
+                why = self._cause(reason)
                 if len(kept) == len(rewrites):
                     self._verify_unchanged()
                 name = reason.rewrite or self._first_wrong(kept)
-                self.report.reverted[name] = f"{reason}: this is a defect of twinop, please report it"
+                self.report.reverted[name] = f"{reason}: {why}"
                 del kept[name]
 
     def _verify_unchanged(self) -> None:
@@ -180,12 +184,39 @@ class RewriteCheck:
         except equivalence.NotEquivalent as reason:
             random = [node.op_type for node in self.base.graph.all_nodes() if draws_random(node)]
             opset, target = self.opset, self.base.graph.opset_imports.get("")
-            why = "this is a defect of twinop, please report it"
             if random:
                 why = f"it draws random numbers ({random[0]}). Export it in eval mode, or without that node"
             elif opset != target:
                 why = f"onnx's conversion of opset {opset} changes it. Export it with opset {target}"
+            else:
+                why = self._cause(reason)
             raise ExportError(f"the model without any rewrite {reason}: {why}") from None
+
+    def _cause(self, reason: equivalence.NotEquivalent) -> str:
+        """Returns why the last model that ran is not equivalent: a defect of twinop where nothing else is."""
+        defect, runtime = "this is a defect of twinop, please report it", f"ONNX Runtime {ort.__version__}"
+        if reason.rewrite or self.written is None:
+            return defect
+        if reason.place is not None:
+            index, output = reason.place
+            others, outputs = f"Give other inputs with {option('inputs_file')}", self.reference.outputs[index]
+            if reason.error <= _NEAR * reason.accepted:
+                return f"so little may be rounding. {others}"
+            for by, text in (
+                (0.0, f"another run of the original, or one without {runtime}'s optimizations, differs, too"),
+                (_SMALL, f"the original itself does where its numbers change by {_SMALL:.0e}"),
+            ):
+                own = self.noise(by)[index][output]
+                if not own <= LOST or own * NOISE >= reason.error:
+                    return f"{text}. {others}"
+            if equivalence.numbers_for_nan(outputs[output], self.found[index][output], reason.accepted):
+                return f"only where the original is NaN, as for rows that a mask hides. {others}"
+        try:
+            found = run(self.written[1][-1], self.library, self.reference.cases, optimize=False).outputs
+            self.reference.check(self.reference.errors(found), self.noise, "float32")
+        except (equivalence.NotEquivalent, NotRunnable, TwinopError):
+            return defect
+        return f"{runtime} breaks it with its own optimizations. Try a newer one"
 
     def _first_wrong(self, rewrites: Rewrites) -> str:
         """Returns the first rewrite that changes the results."""
@@ -203,12 +234,12 @@ class RewriteCheck:
         try:
             self.written = model, self._write(model.clone(), "rewritten.onnx")
             answer = run(self.written[1][-1], self.library, self.reference.cases)
-            found, self.registered = answer.outputs, answer.libraries
+            self.found, self.registered = answer.outputs, answer.libraries
         except NotRunnable as reason:
             raise equivalence.NotEquivalent(f"cannot be run on the CPU: {reason}") from reason
         except TwinopError as failure:
             raise equivalence.NotEquivalent(f"fails: {failure}") from failure
-        return self.reference.check(self.reference.errors(found), self.noise, "float32")
+        return self.reference.check(self.reference.errors(self.found), self.noise, "float32")
 
     def _write(self, model: ir.Model, name: str) -> list[Path]:
         """Attaches the function bodies and writes a model."""
@@ -244,7 +275,7 @@ class RewriteCheck:
         report, stop = self.report, time.monotonic() + _SECONDS
         reason = (obstacles(0, []) or [""])[0] if report.device == "cuda" else ""
         if reason:
-            report.untimed = f"{reason}. {option('device', 'cpu')} optimises for the CPU"
+            report.untimed = reason
             return best
         found = best
         self.progress("measuring")

@@ -1,22 +1,28 @@
 """Tests of `twinop optimize` with input that is wrong: each message, and that no file is written."""
 
+import itertools
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
 
 import numpy as np
 import onnx
+import onnx_ir as ir
 import pytest
 import torch
 from optimizing import parsed, weights
 from typer.testing import CliRunner
 
 from twinop.cli import app
+from twinop.deploy import ort_runs
+from twinop.deploy.ort_runs import Answer
 from twinop.errors import ExportError
 from twinop.export import export
-from twinop.optimize import norms, optimize, optimizer
+from twinop.optimize import equivalence, norms, optimize, optimizer, rewrite_check
+from twinop.optimize import graph as g
 
 TEXT = "(float[N, 4] x) => (float[N, 3] y) { y = MatMul (x, w) }"
 
@@ -288,6 +294,94 @@ def test_a_rewrite_that_changes_the_results_is_reverted(
     assert "this is a defect of twinop" in report.reverted["broken"]
     assert "reverted: broken" in str(report)
     assert report.made == {"linear": 1}
+
+
+def shown(work: Any) -> None:
+    """Gives rows of NaN the number 0, as fused attentions do."""
+    for node in work.nodes("Neg"):
+        is_nan = g.add(node, "IsNaN", node.inputs, dtype=ir.DataType.BOOL)
+        node.replace_input_with(
+            0,
+            g.add(
+                node, "Where", [is_nan, g.initializer(work.graph, np.float32(0.0), "number"), node.inputs[0]]
+            ),
+        )
+
+
+def rounded(work: Any) -> None:
+    for node in work.nodes("Neg"):
+        node.replace_input_with(
+            0, g.add(node, "Mul", [node.inputs[0], g.initializer(work.graph, np.float32(1.0002), "number")])
+        )
+
+
+def nudged(work: Any) -> None:
+    for node in work.nodes("Sin"):
+        node.replace_input_with(
+            0, g.add(node, "Mul", [node.inputs[0], g.initializer(work.graph, np.float32(1.000001), "number")])
+        )
+
+
+def unreadable(work: Any) -> None:
+    """Writes what the optimizer of ONNX Runtime 1.31 breaks: a product with a folded 1 after a Cast."""
+    for node in work.nodes("Neg"):
+        one = g.initializer(work.graph, np.float32(1.0), "number")
+        mid = g.add(node, "Cast", [node.inputs[0]], {"to": 1})
+        wrapped = g.add(node, "Mul", [mid, g.add(node, "Div", [one, one])])
+        node.replace_input_with(
+            0, g.add(node, "Add", [wrapped, g.initializer(work.graph, np.float32(0.0), "number")])
+        )
+
+
+_ROWS = "h = Where (m, x, low) s = Softmax (h) y = Neg (s)"
+_CHAOS = "big = Mul (x, large) z = Sin (big) c = Greater (z, zero) n = NonZero (c) y = Neg (n)"
+
+
+@pytest.mark.parametrize(
+    ("nodes", "rewrite", "why"),
+    [
+        (_ROWS, shown, "only where the original is NaN, as for rows that a mask hides"),
+        ("y = Neg (x)", rounded, "so little may be rounding"),
+        (_CHAOS, nudged, "the original itself does where its numbers change by 1e-06"),
+        ("y = Neg (x)", unreadable, "breaks it with its own optimizations. Try a newer one"),
+    ],
+)
+def test_other_causes_than_a_defect(
+    nodes: str, rewrite: Callable[[Any], None], why: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A rewrite that is not twinop's fault is left out all the same, and the report says why."""
+    monkeypatch.setattr(optimizer, "REWRITES", {"other": rewrite})
+    kind = "int64[M, K]" if nodes == _CHAOS else "float[N, 4]"
+    proto = parsed(
+        f"(float[N, 4] x, bool[N, 4] m) => ({kind} y, bool[N, 4] k) {{ {nodes} k = Not (m) }}",
+        low=np.float32(-np.inf), large=np.float32(1e7), zero=np.float32(0),
+    )  # fmt: skip
+    onnx.save(proto, tmp_path / "old.onnx")
+    np.savez(tmp_path / "in.npz", x=weights(64, 4), m=np.arange(256).reshape(64, 4) > 3)
+    report = optimize(
+        tmp_path / "old.onnx", tmp_path / "new.onnx", device="cpu", inputs_file=tmp_path / "in.npz",
+        allow_uncompared=True,
+    )  # fmt: skip
+    assert why in report.reverted["other"] and "defect of twinop" not in str(report)
+
+
+@pytest.mark.parametrize("has_rewrite", [False, True])
+def test_a_runtime_that_is_wrong_itself(
+    has_rewrite: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Such as MatMulNBits with blocks of 512 in ONNX Runtime 1.23, which reads other memory each time."""
+    numbers = itertools.count()
+
+    def run(*args: Any, **options: Any) -> Answer:
+        answer = ort_runs.run(*args, **options)
+        return replace(answer, outputs=[[y + next(numbers) for y in ys] for ys in answer.outputs])
+
+    for module in (equivalence, rewrite_check):
+        monkeypatch.setattr(module, "run", run)
+    monkeypatch.setattr(optimizer, "REWRITES", {"other": wrong} if has_rewrite else {})
+    onnx.save(parsed("(float[N, 4] x) => (float[N, 4] y) { y = Relu (x) }"), tmp_path / "old.onnx")
+    said = refused(tmp_path / "old.onnx", tmp_path / "new.onnx", device="cpu")
+    assert "the model without any rewrite differs" in said and "another run of the original" in said
 
 
 _PRODUCT = "com.microsoft.MatMulNBits <K=32, N=32, bits=4, block_size=32, accuracy_level=4> (t, b, s)"
