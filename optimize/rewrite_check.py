@@ -96,13 +96,13 @@ class RewriteCheck:
         self.own, self.library, self.progress = own, own.libraries or None, progress
         self.dtype = precision.DTYPES.get(report.dtype, ir.DataType.FLOAT)
         self.converts = {self.dtype, *interface.values()} != {ir.DataType.FLOAT}
+        self.defaults: Mapping[str, ir.TensorProtocol] = {}  # of inputs, while rewrites run
         self.original = original or self._save(model.clone(), "original.onnx")[-1]
         self.acting = set[str]()  # the rewrites that changed something
         self.longest_measurement = 0.0  # seconds
         self.registered: Sequence[Library] = []  # the libraries of the last run
         self.written: tuple[ir.Model, list[Path]] | None = None  # the last model in fp32, and its files
         self.base, self.opset = model, model.graph.opset_imports.get("")
-        self.defaults: Mapping[str, ir.TensorProtocol] = {}  # of inputs, while rewrites run
 
     def make_cases(self, inputs_file: str | os.PathLike[str] | None, allow_uncompared: bool) -> None:
         """Runs the original on the given inputs, or on generated ones, and prepares the model.
