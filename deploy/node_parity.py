@@ -7,8 +7,9 @@ from typing import Any
 import numpy as np
 import onnx
 
-from twinop.dtypes import described, to_array
+from twinop.dtypes import described, to_array, torch_name
 from twinop.op_spec import OpSpec
+from twinop.tolerance import TOLERANCE, difference
 
 from .custom_nodes import is_custom
 
@@ -110,13 +111,10 @@ def _verdicts(
 
 def _compare_bodies(value: Any, expected: Any) -> tuple[bool | None, str]:
     """Compares what two runtimes computed with their own operators: a small difference is none of ours."""
-    import torch
-
     equal, detail = compare_bits(value, expected)
     if equal or value.shape != expected.shape or not expected.is_floating_point():
         return equal, detail
-    accepted = max(1e-4, 8 * torch.finfo(expected.dtype).eps) * max(1, expected.abs().max().item())
-    close = torch.allclose(value.double(), expected.double(), 0, accepted, equal_nan=True)
+    close = difference(expected, value) <= TOLERANCE.get(torch_name(expected.dtype), 0.0)
     return (None if close else False), f"no CPU kernel, each runtime's own operators: {detail}"
 
 

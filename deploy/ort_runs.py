@@ -21,11 +21,6 @@ from .create_session import session as open_session
 from .errors import RunError
 from .ort_process import SERVER, Endless, OrtCrash
 
-NOISE = 2.0
-"""How many times the original's own error is accepted."""
-LOST = 0.1
-"""An error of the original with which its numbers are of no use."""
-
 
 @dataclass(frozen=True)
 class Answer:

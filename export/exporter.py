@@ -30,7 +30,7 @@ from twinop.find import package_key, package_of
 from twinop.library import read_library
 from twinop.op_spec import DOMAIN, OpSpec
 from twinop.publish import publish
-from twinop.tolerance import difference
+from twinop.tolerance import difference, nudged, scale_of
 
 from .attach import attach_to_calls
 from .calls import Call, find_calls
@@ -38,7 +38,7 @@ from .files import EXTERNAL_DATA_BYTES, save, work_folder
 from .inputs import Dynamic, Inputs, as_module, bind_inputs, check_dynamic, check_opset, leaves, resized
 from .report import ExportReport
 from .routes import ROUTES, Source, quiet_torch, run_route
-from .state import evaluation, kept_buffers
+from .state import changed_weights, evaluation, kept_buffers
 from .verify import Case
 from .verify import verify as compare_with_torch
 
@@ -130,7 +130,7 @@ def export(
         cases: list[Case] = []
         if verify:
             progress("comparing with torch in ONNX Runtime")
-            cases.append(Case(inputs.tensors, list(expected.values())))
+            cases.append(_case(model, inputs, inputs.tensors, expected))
             if axes:
                 try:
                     cases.append(_larger_case(model, inputs, axes))
@@ -140,7 +140,7 @@ def export(
             shown = [each.expected for each in cases]
             cure = "Give example inputs for which it has finite numbers"
             report.notes += check_shown(exported.graph, shown, allow_uncompared, cure)
-            cases += _special_cases(model, inputs, exported)
+            cases += _special_cases(model, inputs, exported, [*map(scale_of, cases[0].expected)])
             compare_with_torch(report, files[-1], exported, libraries, calls, cases)
         if optimize:
             progress("optimizing")
@@ -304,13 +304,27 @@ def _larger_case(model: torch.nn.Module, inputs: Inputs, axes: Mapping[str, Mapp
     """
     larger = resized(inputs.tensors, axes, fresh=True)
     try:
-        return Case(larger, list(_outputs(model, inputs, larger).values()))
+        return _case(model, inputs, larger)
     except ExportError:  # values that depend on each other, such as sorted offsets
-        larger = resized(inputs.tensors, axes, fresh=False)
-        return Case(larger, list(_outputs(model, inputs, larger).values()))
+        return _case(model, inputs, resized(inputs.tensors, axes, fresh=False))
 
 
-def _special_cases(model: torch.nn.Module, inputs: Inputs, exported: ir.Model) -> Iterator[Case]:
+def _case(
+    model: torch.nn.Module,
+    inputs: Inputs,
+    tensors: Mapping[str, torch.Tensor],
+    outputs: Mapping[str, torch.Tensor] | None = None,
+    special: str = "",
+    scales: Sequence[float] = (),
+) -> Case:
+    expected = list((outputs or _outputs(model, inputs, tensors)).values())
+    noise = cache(partial(_noise, model, inputs, tensors, expected, bool(special), scales))
+    return Case(tensors, expected, noise, special, scales)
+
+
+def _special_cases(
+    model: torch.nn.Module, inputs: Inputs, exported: ir.Model, scales: Sequence[float]
+) -> Iterator[Case]:
     """Yields numbers that are all 0, all 1 or large, and torch's outputs, where torch runs the model."""
     from twinop.optimize.inputs import special as special_cases
 
@@ -318,9 +332,7 @@ def _special_cases(model: torch.nn.Module, inputs: Inputs, exported: ir.Model) -
     for special, case in special_cases(exported, arrays, ()).items():
         tensors = {name: to_tensor(array).to(inputs.tensors[name].device) for name, array in case.items()}
         with suppress(ExportError):
-            expected = list(_outputs(model, inputs, tensors).values())
-            noise = cache(partial(_noise, model, inputs, tensors, expected))
-            yield Case(tensors, expected, special, noise)
+            yield _case(model, inputs, tensors, None, special, scales)
 
 
 def _noise(
@@ -328,30 +340,29 @@ def _noise(
     inputs: Inputs,
     tensors: Mapping[str, torch.Tensor],
     expected: Sequence[torch.Tensor],
+    special: bool,
+    scales: Sequence[float],
 ) -> list[float]:
-    """Returns by how much each of torch's outputs changes with the last bits of the inputs.
+    """Returns by how much each of torch's outputs changes with the last bits of the inputs and the weights.
 
-    Zeros become tiny numbers, which shows what is a choice among equals; that NaN becomes a number there is
-    no noise. Infinity is in fp16: ONNX Runtime keeps results in fp32, which do not overflow.
+    Zeros of special inputs become tiny numbers, which shows what is a choice among equals; that NaN becomes a
+    number there is no noise. Infinity is in fp16: ONNX Runtime keeps results in fp32, which do not overflow.
     """
-    generator = torch.Generator().manual_seed(0)
 
-    def nudged(tensor: torch.Tensor) -> torch.Tensor:
-        signs = (torch.randint(2, tensor.shape, generator=generator) * 2 - 1).to(tensor.device)
-        finfo, wide = torch.finfo(tensor.dtype), tensor.double()
-        near = torch.where(wide == 0, signs * finfo.tiny, wide * (1 + signs * 4 * finfo.eps))
-        return near.to(tensor.dtype)
+    def near(tensor: torch.Tensor, zeros: bool = False) -> torch.Tensor:
+        return to_tensor(nudged(to_array(tensor), zeros=zeros)).to(tensor.device)
 
     numbers = {name: tensor for name, tensor in tensors.items() if tensor.is_floating_point()}
     zeros = not any(tensor.any() for tensor in numbers.values())
     try:
-        near = dict(tensors) | {name: nudged(tensor) for name, tensor in numbers.items()}
-        other = _outputs(model, inputs, near).values()
+        changed = dict(tensors) | {name: near(tensor, special) for name, tensor in numbers.items()}
+        with changed_weights(model, near):
+            other = _outputs(model, inputs, changed).values()
     except ExportError:
         return [inf] * len(expected)
     errors = []
-    for a, b in zip(expected, other, strict=True):
-        error, wide = difference(a, b), a.dtype is not torch.float16
+    for a, b, least in zip(expected, other, scales or [0.0] * len(expected), strict=True):
+        error, wide = difference(a, b, least), a.dtype is not torch.float16
         if wide and zeros and a.is_floating_point() and error == inf:
             error = 0.0
         errors.append(error if wide or a.isfinite().all() else inf)

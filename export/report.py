@@ -10,7 +10,7 @@ class Parity:
     """Outputs compared with torch's.
 
     Attributes:
-        error: the largest |difference| / max(1, |torch's largest|).
+        error: the largest difference, as a share of torch's largest value of that output.
         equal: whether all bits are equal; any NaN equals any other.
         outputs: the number of outputs.
     """

@@ -1,8 +1,8 @@
 """Restores a model and torch's settings after an export."""
 
 import random
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import numpy as np
@@ -32,6 +32,24 @@ def kept_buffers(model: torch.nn.Module) -> Iterator[dict[str, torch.Tensor]]:
                 written[name] = old
                 with torch.no_grad():
                     buffer.copy_(old)
+
+
+@contextmanager
+def changed_weights(model: torch.nn.Module, change: Callable[[torch.Tensor], torch.Tensor]) -> Iterator[None]:
+    """Runs its block with other floating-point weights and buffers, and restores them."""
+    weights = [each for each in (*model.parameters(), *model.buffers()) if each.is_floating_point()]
+    old = [each.detach().clone() for each in weights]
+
+    def write(values: Iterable[torch.Tensor]) -> None:
+        for each, value in zip(weights, values, strict=True):
+            with torch.no_grad(), suppress(RuntimeError):  # of expanded tensors, which cannot be written
+                each.copy_(value)
+
+    try:
+        write(change(each) for each in old)
+        yield
+    finally:
+        write(old)
 
 
 @contextmanager

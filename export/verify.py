@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -10,12 +11,12 @@ import onnx_ir as ir
 import torch
 
 from twinop import deploy
-from twinop.deploy.ort_runs import LOST, NOISE, NotRunnable, run
+from twinop.deploy.ort_runs import NotRunnable, run
 from twinop.dtypes import to_array
 from twinop.errors import ExportError
 from twinop.library import Library
 from twinop.op_spec import OpSpec
-from twinop.tolerance import TOLERANCE, difference, same_bits
+from twinop.tolerance import LOST, accepted, described_error, difference, same_bits, scale_of
 
 from .bodies import find_body
 from .body_model import model_of
@@ -35,22 +36,26 @@ class Case:
     """Inputs, and torch's outputs for them.
 
     Attributes:
+        noise: returns by how much torch's outputs change with the last bits of the inputs and the weights.
         special: what the inputs are, such as "inputs of zeros"; empty for usual ones.
-        noise: of special inputs: returns by how much torch's outputs change with their last bits.
+        scales: of special inputs: the largest value of each output for usual ones.
     """
 
     tensors: Mapping[str, torch.Tensor]
     expected: Sequence[torch.Tensor]
+    noise: Callable[[], Sequence[float]]
     special: str = ""
-    noise: Callable[[], Sequence[float]] = tuple
+    scales: Sequence[float] = ()
 
 
 class Differs(ExportError):
     """The numbers are not torch's."""
 
 
-def compare(case: Case, found: Sequence[Any], what: str) -> Parity:
+def compare(case: Case, found: Sequence[Any], what: str, notes: list[str]) -> Parity:
     """Compares torch's outputs with those of `what`, which are numpy arrays.
+
+    `notes` gets a note for each output that consists of rounding errors.
 
     Raises:
         Differs: numbers differ by more than rounding.
@@ -64,35 +69,38 @@ def compare(case: Case, found: Sequence[Any], what: str) -> Parity:
         if not isinstance(value, np.ndarray) or value.dtype.kind in "OSU":
             raise NotRunnable(f"an output is {type(value).__name__}, not a tensor of numbers")
         reference = to_array(tensor)
-        error, accepted = difference(reference, value), TOLERANCE.get(reference.dtype.name, 0.0)
-        if not error <= accepted and case.special:
+        least = case.scales[index] if case.scales else 0.0
+        error, limit = difference(reference, value, least), accepted(reference.dtype.name, 0.0)
+        if not error <= limit and (case.special or error < inf):
             noise = case.noise()[index]
-            if not noise <= LOST:
+            if case.special and not noise <= LOST:
                 continue
-            accepted = max(accepted, NOISE * noise)
+            limit = accepted(reference.dtype.name, noise)
+            if LOST < noise < inf:
+                change = f"{noise:.0%} of its largest value"
+                notes.append(f"output {index} changes by {change} with the last bits of inputs and weights")
         for name in ("dtype", "shape"):
             if getattr(reference, name) != getattr(value, name):
                 raise ExportError(
                     f"{what}, output {index}{where}: {name} {getattr(value, name)}, torch "
                     f"{getattr(reference, name)}"
                 )
-        if not error <= accepted:
+        if not error <= limit:
             raise Differs(
                 f"{what} differs from torch{where} in output {index} ({reference.dtype}, {reference.shape}): "
-                f"error {error:.2e}, accepted {accepted:.0e} of the largest value"
-                f"{_worst_rows(reference, value)}"
+                f"{described_error(reference, error, limit, least)}"
+                f"{_worst_rows(reference, value, limit * max(scale_of(reference), least))}"
             )
         worst = worst if case.special else max(worst, error)
         equal = equal and same_bits(reference, value)
     return Parity(worst, equal, len(found))
 
 
-def _worst_rows(reference: np.ndarray, value: np.ndarray) -> str:
+def _worst_rows(reference: np.ndarray, value: np.ndarray, accepted: float) -> str:
     """Names the rows that differ most, by the indices of all dimensions but the last."""
     if reference.ndim < 2:
         return ""
     a, b = reference.astype(np.float64), value.astype(np.float64)
-    accepted = TOLERANCE.get(reference.dtype.name, 0.0) * max(np.abs(a[np.isfinite(a)]).max(initial=0), 1)
     # A value that only one of the two has (NaN, infinity) differs more than any number.
     errors = np.where(np.isfinite(a) == np.isfinite(b), np.nan_to_num(np.abs(a - b)), np.inf).max(-1)
     worst = [i for i in np.argsort(-errors, axis=None, kind="stable")[:3] if errors.flat[i] > accepted]
@@ -126,7 +134,7 @@ def verify(
         try:
             for case, outputs in zip(cases, answer.outputs, strict=True):
                 if outputs:
-                    found.append(compare(case, outputs, what))
+                    found.append(compare(case, outputs, what, notes))
                 else:
                     notes.append(f"ONNX Runtime fails for {case.special}, for which torch does not")
         except Differs as error:

@@ -12,8 +12,9 @@ import onnx
 import onnx_ir as ir
 
 from twinop import deploy
-from twinop.deploy.ort_runs import LOST, NOISE, NotRunnable, check_shown, has_wrong_types, run
+from twinop.deploy.ort_runs import NotRunnable, check_shown, has_wrong_types, run
 from twinop.errors import ExportError, TwinopError, option
+from twinop.tolerance import LOST, NOISE
 
 from . import decoders, inputs
 from . import graph as g

@@ -21,7 +21,7 @@ from onnx_ir.passes.common import (
 
 import twinop
 from twinop.deploy.cuda import obstacles
-from twinop.deploy.ort_runs import LOST, NOISE, NotRunnable, has_wrong_types, run
+from twinop.deploy.ort_runs import NotRunnable, has_wrong_types, run
 from twinop.deploy.tensor_specs import RIGHT_PADDED
 from twinop.errors import ExportError, TwinopError, option
 from twinop.export.attach import attach_to_calls
@@ -31,6 +31,7 @@ from twinop.export.folding import restore_defaults, take_defaults
 from twinop.library import Library
 from twinop.op_spec import OpSpec
 from twinop.quiet import quiet
+from twinop.tolerance import LOST, NOISE
 
 from . import (
     branches,

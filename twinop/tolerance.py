@@ -1,7 +1,9 @@
 """Compares the results of two ways to compute one thing: kernels, function bodies, torch."""
 
+from math import inf
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 
 from .dtypes import to_array
@@ -12,15 +14,33 @@ TOLERANCE = {
 }  # fmt: skip
 """The largest accepted `difference` by dtype. Two implementations may sum in different orders."""
 
+NOISE = 2.0
+"""How many times the change is accepted that the last bits of inputs make in the reference (`nudged`)."""
+LOST = 0.1
+"""A change by the last bits with which numbers are of no use."""
 
-def difference(reference: Any, value: Any) -> float:
-    """Returns the largest |reference - value|, divided by the largest |reference| or by 1 if that is larger.
+
+def scale_of(reference: Any) -> float:
+    """Returns the largest finite |reference|, or the dtype's smallest normal number if that is larger.
+
+    It is 0 for a dtype that is not in `TOLERANCE`.
+    """
+    reference = to_array(reference)
+    if reference.dtype.name not in TOLERANCE:
+        return 0.0
+    finite = np.abs(reference[np.isfinite(reference)].astype(np.float64))
+    return float(finite.max(initial=ml_dtypes.finfo(reference.dtype).smallest_normal))
+
+
+def difference(reference: Any, value: Any, least: float = 0.0) -> float:
+    """Returns the largest |reference - value| as a share of the largest |reference|, see `scale_of`.
 
     The result is infinite if shapes, dtypes, NaNs or infinities differ. For a dtype that is not in
     `TOLERANCE` it is 0 or infinite.
 
     Args:
         reference, value: numpy arrays or torch tensors.
+        least: what counts as the largest |reference| where that is smaller.
     """
     reference, value = to_array(reference), to_array(value)
     if reference.dtype != value.dtype or reference.shape != value.shape:
@@ -33,10 +53,47 @@ def difference(reference: Any, value: Any) -> float:
         np.array_equal(finite, np.isfinite(b)) and np.array_equal(a[~finite], b[~finite], equal_nan=True)
     ):
         return float("inf")
-    if not finite.any():
-        return 0.0
-    a, b = a[finite], b[finite]
-    return float(np.abs(a - b).max() / max(np.abs(a).max(), 1.0))
+    largest = float(np.abs(a[finite] - b[finite]).max(initial=0.0))
+    return largest / max(scale_of(reference), least)
+
+
+def accepted(dtype: str, noise: float) -> float:
+    """Returns the largest accepted `difference`.
+
+    Args:
+        noise: the reference's own `difference` for `nudged` inputs.
+    """
+    return max(TOLERANCE.get(dtype, 0.0), NOISE * noise if noise < inf else 0.0)
+
+
+def described_error(reference: Any, error: float, limit: float, least: float = 0.0) -> str:
+    """Returns a `difference` that is not accepted, in words."""
+    reference = to_array(reference)
+    if reference.dtype.name not in TOLERANCE:
+        return "they are not equal"
+    if error == inf:
+        return "NaN or infinities are not at the same places"
+    scale, finite = max(scale_of(reference), least), np.abs(reference[np.isfinite(reference)])
+    largest = f"the largest value is {float(finite.max(initial=0)):.1e}"
+    return f"error {error * scale:.1e} where {largest}, accepted {limit * scale:.1e}"
+
+
+def nudged(array: np.ndarray, by: float = 0.0, zeros: bool = False) -> np.ndarray:
+    """Changes the last bits of numbers: a result that depends on them is not certain.
+
+    Args:
+        by: the relative change, by default four units of the last place.
+        zeros: whether zeros become tiny numbers.
+    """
+    if array.dtype.name not in TOLERANCE:
+        return array
+    limits, wide = ml_dtypes.finfo(array.dtype), array.astype(np.float64)
+    signs = np.random.default_rng(0).choice([-1.0, 1.0], array.shape)
+    near = wide * (1 + signs * (by or 4 * float(limits.eps)))
+    if zeros:
+        near = np.where(wide == 0, signs * float(limits.smallest_normal), near)
+    near = np.clip(near, float(limits.min), float(limits.max))
+    return np.asarray(np.where(np.isfinite(wide), near, wide)).astype(array.dtype)
 
 
 def same_bits(a: Any, b: Any) -> bool:

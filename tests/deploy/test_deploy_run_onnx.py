@@ -106,6 +106,23 @@ def test_bits_are_compared_not_values() -> None:
     assert node_parity.compare_bits(zero, zero[:2]) == (False, "torch gives float32[2]")
 
 
+@pytest.mark.parametrize("scale", [1.0, 1e-5, 1e-30])
+def test_what_both_runtimes_compute_is_compared_at_its_own_scale(scale: float) -> None:
+    import torch
+
+    from twinop.testing.messages import _far
+    from twinop.testing.references import as_close_as_torch_asks
+
+    expected = torch.tensor([1.0, -0.5]) * scale
+    near = expected * (1 + 1e-6)
+    assert node_parity._compare_bodies(near, expected)[0] is None
+    assert node_parity._compare_bodies(torch.zeros(2), expected)[0] is False
+    assert node_parity._compare_bodies(expected, torch.zeros(2))[0] is False
+    assert not _far(near, expected).any() and _far(torch.zeros(2), expected).all()
+    assert as_close_as_torch_asks(near, expected.double()).all()
+    assert not as_close_as_torch_asks(torch.zeros(2), expected.double()).any()
+
+
 def test_the_library_is_loaded_into_torch_too(libraries: dict[str, Path], tmp_path: Path) -> None:
     """In a fresh process, which knows twinop's own ops only."""
     shutil.copy(libraries["test_ops"], tmp_path)

@@ -108,6 +108,56 @@ def test_a_wrong_result_is_refused_and_nothing_is_kept(
     assert path.read_text() == "the file of before" and len(list(tmp_path.iterdir())) == 1
 
 
+class Numbers(torch.nn.Module):
+    def __init__(self, compute: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        super().__init__()
+        self.compute = compute
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.compute(x)
+
+
+@pytest.mark.parametrize("scale", [1e-5, 1e-30])
+def test_a_wrong_result_is_refused_where_all_outputs_are_small(
+    scale: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from twinop.export import bodies
+
+    monkeypatch.setitem(bodies.BODIES, "relu", bodies.Body(lambda op, x: op.Mul(x, 0.0)))
+    with pytest.raises(
+        ExportError, match=r"in output 0 .* error .* where the largest value is .*, acc"
+    ):
+        export(Numbers(lambda x: torch_op.relu(x) * scale), torch.randn(3, 5), tmp_path / "m.onnx")
+
+
+class Score(torch.nn.Module):
+    """A number near zero of ids: the difference of two sums of 512 numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed = torch.nn.Embedding(10, 512)
+        self.embed.weight.data[:, 256:] = -self.embed.weight.data[:, :256].flip(1) * (1 + 1e-6)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return self.embed(ids).sin().sum(-1) * 1e-3
+
+
+@pytest.mark.parametrize(
+    ("model", "example"),
+    [
+        (Score(), torch.tensor([[3, 5]])),
+        (Numbers(lambda x: torch.layer_norm(x, (512,)).mean(-1)), torch.randn(4, 512)),
+        (Numbers(lambda x: torch.softmax(x, -1).mean(0)), torch.randn(4, 30000)),
+    ],
+    ids=["ids only", "mean of a normed row", "shares"],
+)
+def test_outputs_near_zero_have_the_rounding_errors_of_what_cancels(
+    model: torch.nn.Module, example: torch.Tensor, tmp_path: Path
+) -> None:
+    assert export(model, example, tmp_path / "m.onnx").parity is not None
+
+
 def test_a_missing_kernel_in_onnxruntime_is_listed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The library runs the model. The body does not run: ONNX Runtime has no fp64 Erf on the CPU."""
     from twinop.export import bodies
@@ -127,15 +177,6 @@ def test_another_operator_without_a_kernel_stops_the_comparison_only(tmp_path: P
     x = torch.randn(2, 3, dtype=torch.bfloat16)
     report = export(model, x, tmp_path / "m.onnx", exporter="torchscript")
     assert report.parity is None and "has no CPU kernel for" in report.parity_reason
-
-
-class Numbers(torch.nn.Module):
-    def __init__(self, compute: Callable[[torch.Tensor], torch.Tensor]) -> None:
-        super().__init__()
-        self.compute = compute
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.compute(x)
 
 
 WRONG = {  # a body that is right for ordinary numbers

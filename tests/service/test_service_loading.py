@@ -127,6 +127,18 @@ def test_kernels_and_bodies_that_disagree(libraries: dict[str, Path], tmp_path: 
     assert loaded(tmp_path, model, compare_bodies=False).difference is None
 
 
+@pytest.mark.parametrize("scale", [1.0, 1e-5, 1e-30])
+def test_small_outputs_that_disagree(libraries: dict[str, Path], tmp_path: Path, scale: float) -> None:
+    """The kernel's 0 is as wrong for outputs of 1e-5 as for those of 1."""
+    model = service_models.relu(body=False)
+    model.functions.append(service_models.wrong_body())
+    model.graph.node[0].input[0] = "small"
+    model.graph.node.insert(0, helper.make_node("Mul", ["x", "scale"], ["small"]))
+    model.graph.initializer.append(onnx.numpy_helper.from_array(np.float32([-scale]), "scale"))
+    with pytest.raises(ModelError, match="disagree in output y .* error .* where the largest value is [1-9]"):
+        loaded(tmp_path, model)
+
+
 def test_bodies_that_no_kernel_runs(libraries: dict[str, Path], tmp_path: Path) -> None:
     model = service_models.relu("FP16", body=False)
     body = service_models.relu_body("FP16")
@@ -162,6 +174,21 @@ def test_values_that_may_decide_how_long_a_run_takes(
     assert loaded(tmp_path, model).steady is steady
 
 
+@pytest.mark.parametrize("largest", [1e4, 1.0, 1e-5, 1e-30])
+def test_a_difference_is_relative_to_the_largest_value(largest: float) -> None:
+    a = np.array([1.0, -0.5, 0.25], np.float32) * np.float32(largest)
+    assert difference(a, np.zeros_like(a)) == pytest.approx(1)
+    assert difference(a, a * np.float32(1.01)) == pytest.approx(0.01, rel=1e-3)
+    assert difference(np.zeros_like(a), a) > 1 and difference(a, a, largest) == 0
+    assert difference(a * np.float32(1e-3), a, largest) == pytest.approx(1, rel=1e-2)
+
+
+def test_a_difference_of_16_bits_below_the_normal_numbers() -> None:
+    a = np.full(30_000, 1 / 30_000).astype(np.float16)
+    assert difference(a, np.nextafter(a, np.float16(1))) < 2e-3  # the next number that there is
+    assert difference(a, a[::-1] * np.float16(2)) > 0.5 < difference(a, np.zeros_like(a))
+
+
 def test_difference() -> None:
     a = np.array([1.0, np.nan, np.inf, 100], np.float32)
     assert difference(a, a) == 0.0
@@ -186,8 +213,25 @@ def product_of_rows() -> onnx.ModelProto:
     )
 
 
+def small(batch_axis: int, scale: float) -> onnx.ModelProto:
+    """y = Softmax(x) along an axis, made small and, for the batch axis, 0 for a row alone."""
+    nodes = f"""
+        shares = Softmax <axis = {batch_axis}> (x)
+        apart = Sub(shares, one)
+        y = Mul(apart, scale)
+    """
+    one, factor = np.float32([1 - batch_axis]), np.float32([scale])
+    return service_models.parsed(f"(float[N, 4] x) => (float[N, 4] y) {{ {nodes} }}", one=one, scale=factor)
+
+
+@pytest.mark.parametrize("scale", [1.0, 1e-5, 1e-20])
+def test_small_rows_are_joined_only_where_they_are_independent(tmp_path: Path, scale: float) -> None:
+    assert not loaded(tmp_path, small(0, scale), max_batch_size=4).rows_independent
+    assert loaded(tmp_path, small(1, scale), max_batch_size=4).rows_independent
+
+
 DEPENDENT = {
-    "centred": (service_models.centred, "output y is .* of the largest value apart, accepted 1e-04"),
+    "centred": (service_models.centred, "output y differs: error .* where the largest value is .*, accepted"),
     "product": (product_of_rows, r"output y has shape \[2, 2\] for two rows"),
 }
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from twinop.declare import CPU_FUNCTIONS
 from twinop.dtypes import described, torch_name
 from twinop.op_spec import OpSpec
-from twinop.tolerance import TOLERANCE
+from twinop.tolerance import TOLERANCE, scale_of
 
 from .one_node import bits
 from .samples import Sample, called
@@ -62,9 +62,8 @@ def _far(a: Tensor, b: Tensor) -> Tensor:
     """Where numbers differ by more than rounding, as in an export's comparison."""
     finite = a.isfinite() & b.isfinite()
     x, y = (torch.where(finite, each.double(), 0) for each in (a, b))
-    largest = float(y.abs().max()) if y.numel() else 0.0
     tolerance = TOLERANCE.get(torch_name(a.dtype), 0.0)
-    return (x - y).abs() > tolerance * max(largest, 1.0)
+    return (x - y).abs() > (tolerance * scale_of(b) if tolerance else 0.0)
 
 
 def first_difference(

@@ -17,6 +17,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from twinop.tolerance import scale_of
+
 Results = Tensor | tuple[Tensor, ...]
 
 # A value that is rounded once has an error of half a unit; what fp32 adds to that is small in 16 bits.
@@ -28,8 +30,9 @@ TORCH_TOLERANCES = {
     "float16": (1e-3, 1e-5),
     "bfloat16": (1.6e-2, 1e-5),
 }
-"""What torch.testing.assert_close takes as equal: |error| <= atol + rtol * |exact|, as (rtol, atol). Kernels
-written in Python need no more: they compute in their own order and with the compiler's exp and erf."""
+"""What torch.testing.assert_close takes as equal: |error| <= atol + rtol * |exact|, as (rtol, atol). Where
+all are below 1, atol is a share of the largest: it would take zeros for small results. Kernels written
+in Python need no more: they compute in their own order and with the compiler's exp and erf."""
 
 
 @dataclass(frozen=True)
@@ -63,8 +66,9 @@ class Reference:
 
 
 def as_close_as_torch_asks(result: Tensor, exact: Tensor) -> Tensor:
-    """Returns which elements torch.testing.assert_close would take as equal."""
+    """Returns which elements are equal within `TORCH_TOLERANCES`."""
     rtol, atol = TORCH_TOLERANCES[str(result.dtype).removeprefix("torch.")]
+    atol *= min(scale_of(exact), 1.0)
     return torch.isclose(result.cpu().double(), exact.double(), rtol, atol, equal_nan=True)
 
 
