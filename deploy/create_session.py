@@ -3,7 +3,7 @@
 import os
 import warnings
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -281,6 +281,14 @@ def _create(ort: Any, model: Model, options: Any, providers: list[Provider], giv
         return ort.InferenceSession(source, options, providers=providers, enable_fallback=0)
     except Exception as error:
         said = str(error).partition(", inferred types:")[0]  # a list of all types
+        inner = None
+        with suppress(Exception):
+            plain = None if given else plain_options(options)
+            inner = plain and ort.InferenceSession(source, plain, providers=providers, enable_fallback=0)
+        if inner is not None:
+            why = without_optimizations("fails", said)
+            warnings.warn(f"{model.name}: {why}", TwinopWarning, stacklevel=4)
+            return inner
         if where := [node.label for node in model.nodes if " in function " in node.label]:
             said += (
                 f". It infers few types in functions, and {where[0]} is in one: twinop.export.attach_bodies "
@@ -292,6 +300,23 @@ def _create(ort: Any, model: Model, options: Any, providers: list[Provider], giv
                 "domain. Pass fresh options each time, or library=False to use what they have"
             )
         raise RunError(f"{model.name}: ONNX Runtime refuses it: {said}", type(error).__name__) from error
+
+
+def plain_options(options: Any = None) -> Any:
+    """Returns options of a session without ONNX Runtime's own optimizations."""
+    ort = _onnxruntime()
+    options = options or ort.SessionOptions()
+    options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
+    return options
+
+
+def without_optimizations(what: str, error: object = "") -> str:
+    """Returns the note on a valid model that ONNX Runtime breaks when it optimizes it."""
+    return (
+        f"ONNX Runtime {_onnxruntime().__version__} {what} when it optimizes this model, so it ran without "
+        "these optimizations. Where you run it, set graph_optimization_level to ORT_DISABLE_ALL"
+        f"{f' ({error})' if error else ''}"
+    )
 
 
 def _source(ort: Any, model: Model) -> str | bytes:

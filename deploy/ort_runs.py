@@ -17,6 +17,7 @@ from twinop.library import Library
 
 from . import registration
 from .choose_library import Libraries
+from .create_session import plain_options, without_optimizations
 from .create_session import session as open_session
 from .errors import RunError
 from .ort_process import SERVER, Endless, OrtCrash
@@ -49,6 +50,7 @@ def run(
     optimize: bool = True,
     until_one_runs: bool = False,
     required: float = inf,
+    may_skip: bool = False,
 ) -> Answer:
     """Runs a model on the CPU provider in another process, so that a crash of ONNX Runtime is reported.
 
@@ -59,6 +61,8 @@ def run(
         optimize: whether ONNX Runtime may run its own graph optimizations.
         until_one_runs: end with the first case that runs; those that fail before it have no outputs.
         required: how many of the cases must run; others that fail, or do not end, have no outputs.
+        may_skip: where ONNX Runtime refuses the model or a run with its graph optimizations only, run it
+            without them; `Answer.note` says so. After a crash in an optimization that is always done.
 
     Raises:
         NotRunnable: an operator of the model has no kernel there, or ONNX Runtime crashes.
@@ -81,11 +85,16 @@ def run(
         try:
             libraries, *outputs = attempt(optimize)
         except OrtCrash as crash:
-            note = (
-                f"{name} crashes ({crash}) when it optimizes this model for the CPU: compared without its "
-                "optimizations. Where it runs on the CPU, set graph_optimization_level to ORT_DISABLE_ALL"
-            )
             libraries, *outputs = attempt(False)
+            note = without_optimizations(f"crashes ({crash})")
+        except (ExportError, RunError) as error:
+            if not (optimize and may_skip):
+                raise
+            try:
+                libraries, *outputs = attempt(False)
+            except (TwinopError, OrtCrash, Endless):
+                raise error from None
+            note = without_optimizations("fails", str(error).splitlines()[0])
     except OrtCrash as crash:
         raise NotRunnable(f"{name} crashes ({crash}) on this model on the CPU") from crash
     except RunError as error:
@@ -110,7 +119,7 @@ def _runs(
     options.log_severity_level = 4  # errors come back as exceptions
     options.add_session_config_entry("session.intra_op.allow_spinning", "0")  # nobody waits for a next run
     if not optimize:
-        options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
+        plain_options(options)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", RuntimeWarning)  # no library found: the caller reports it
         session = open_session(model, ["CPUExecutionProvider"], library, session_options=options)

@@ -2,8 +2,10 @@
 
 import importlib.util
 import sys
+import warnings
 from collections import Counter
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -21,19 +23,27 @@ from rich.table import Column, Table
 from rich.text import Text
 
 from twinop.console import Timeout, clear_errors, out, print_note, program
-from twinop.deploy.create_session import PROVIDERS, Provider, session
+from twinop.deploy.create_session import (
+    PROVIDERS,
+    Provider,
+    plain_options,
+    session,
+    without_optimizations,
+)
 from twinop.deploy.custom_nodes import custom_nodes, is_custom
-from twinop.deploy.errors import FeedError
+from twinop.deploy.errors import FeedError, RunError
 from twinop.deploy.inference_session import Session
 from twinop.deploy.node_parity import Comparison, compare, observed
 from twinop.deploy.node_providers import NodeRun
 from twinop.deploy.ort_process import SERVER, time_limit
 from twinop.deploy.tensor_specs import named_sizes
 from twinop.dtypes import to_tensor
+from twinop.errors import TwinopError, TwinopWarning
 from twinop.library import Library, in_use
 
 _MANY = 40  # in larger models built-in nodes are counted instead of listed
 _DYNAMIC_SIZE = 4
+_SHOWN = 3  # parts of a sequence or a map
 
 
 def main(
@@ -56,7 +66,10 @@ def main(
         ),
     ] = False,
     shape: Annotated[
-        list[str] | None, typer.Option(help="Sizes of an input, such as x=2,3. Default: dynamic sizes are 4.")
+        list[str] | None,
+        typer.Option(
+            help="Sizes of an input, such as x=2,3. Default: dynamic sizes are 4, or others that fit."
+        ),
     ] = None,
     seed: Annotated[int, typer.Option(help="The seed of the random inputs.")] = 0,
     timeout: Timeout = 600,
@@ -84,7 +97,15 @@ def main(
 def _run(
     path: Path, provider: str, library: list[Path] | None, allow: bool, shapes: list[str], seed: int
 ) -> bool:
-    libraries, where, *rest = SERVER.run(_open_and_run, path, provider, library, allow, shapes, seed)
+    options = (path, provider, library, allow, shapes, seed)
+    try:
+        answers = SERVER.run(_open_and_run, *options)
+    except (RunError, FeedError) as error:
+        if shapes or (fitting := _fitting_feeds(path, library)) is None:
+            raise
+        print_note(f"dynamic sizes of {_DYNAMIC_SIZE} do not fit ({error}): it ran with others")
+        answers = SERVER.run(_open_and_run, *options, fitting)
+    libraries, where, *rest = answers
     model = observed(onnx.load(path, "protobuf", load_external_data=False))
     used = in_use(libraries, {node.node_type for node in custom_nodes(model)})
     out.print(f"{path}: {_library_text(used)}")
@@ -95,9 +116,12 @@ def _run(
     feeds, outputs, ran = rest
     out.print(_node_table(model, ran))
     for name, value in outputs.items():
-        out.print(f"output {name}: {value.dtype}{list(value.shape)}")
+        out.print(f"output {name}: {_described(value)}", markup=False, soft_wrap=True)
     if importlib.util.find_spec("torch") is None:
         out.print("torch is not installed: nothing to compare with")
+        return True
+    if any(array.dtype.kind == "O" for array in feeds.values()):
+        out.print("not compared with torch, which has no strings")
         return True
     comparisons = _compare_with_torch(used, model, feeds, PROVIDERS[provider], path.parent)
     out.print(_parity_table(comparisons, ran))
@@ -109,16 +133,69 @@ def _run(
 
 
 def _open_and_run(
-    path: Path, provider: str, library: list[Path] | None, allow: bool, shapes: list[str], seed: int
+    path: Path,
+    provider: str,
+    library: list[Path] | None,
+    allow: bool,
+    shapes: list[str],
+    seed: int,
+    feeds: dict[str, np.ndarray] | None = None,
 ) -> Iterator[Any]:
     """Yields the libraries, the device, the inputs, the outputs and the nodes' runs, in another process."""
-    opened = session(path, PROVIDERS[provider], library, profile=True, allow_model_libraries=allow)
+
+    def opening(options: Any = None) -> Session:
+        return session(
+            path,
+            PROVIDERS[provider],
+            library,
+            session_options=options,
+            profile=True,
+            allow_model_libraries=allow,
+        )
+
+    opened = opening()
     yield opened.libraries
     yield f"{opened.device} ({opened.reason})"
-    feeds = _random_feeds(opened, _parse_shapes(shapes, opened), seed)
+    feeds = feeds or _random_feeds(opened, _parse_shapes(shapes, opened), seed)
     yield feeds
-    yield opened.run(feeds)
+    try:
+        outputs = opened.run(feeds)
+    except RunError as error:
+        try:
+            opened = opening(plain_options())
+            outputs = opened.run(feeds)
+        except RunError:
+            raise error from None
+        warnings.warn(without_optimizations("fails", error), TwinopWarning, stacklevel=1)
+    yield outputs
     yield opened.executed_on(custom_only=False)
+
+
+def _fitting_feeds(path: Path, library: list[Path] | None) -> dict[str, np.ndarray] | None:
+    """Returns inputs of other sizes that the model takes, as `twinop optimize` generates them, or None."""
+    from twinop.deploy.ort_runs import NotRunnable  # late: torch must be imported before ONNX Runtime
+    from twinop.optimize.equivalence import generated  # the layer above
+    from twinop.optimize.load import load, load_weights
+
+    with suppress(TwinopError, NotRunnable):
+        model = load(path)
+        load_weights(model)
+        found, _ = generated(path, model, None, library)
+        return found.cases[0]
+    return None
+
+
+def _described(value: Any) -> str:
+    """Returns the type of an output: of a tensor, or of the first parts of a sequence or a map."""
+    if isinstance(value, np.ndarray):
+        return f"{'str' if value.dtype.kind == 'O' else value.dtype}{list(value.shape)}"
+    if not isinstance(value, list | dict):
+        return "none" if value is None else type(value).__name__
+    kind = "sequence" if isinstance(value, list) else "map"
+    parts = [_described(each) for each in (value if isinstance(value, list) else value.values())]
+    if isinstance(value, dict):
+        parts = [f"{key!r}: {part}" for key, part in zip(value, parts, strict=True)]
+    return f"{kind} of {len(parts)} ({', '.join(parts[:_SHOWN] + ['...'] * (len(parts) > _SHOWN))})"
 
 
 def _compare_with_torch(
@@ -132,10 +209,13 @@ def _compare_with_torch(
 
     for library in libraries:
         torch_op.load(library.path)
+    if not any(map(is_custom, model.graph.node)):
+        return []
     watched = session(model, providers, [each.path for each in libraries] or False, folder=folder)
     tensors = {name: to_tensor(array).to(watched.device) for name, array in feeds.items()}
     records = {record.node_type: record for each in libraries for record in each.by_onnx_name.values()}
-    return compare(model, watched.run(tensors), records)
+    wanted = {name for node in filter(is_custom, model.graph.node) for name in (*node.input, *node.output)}
+    return compare(model, watched.run(tensors, [name for name in watched.outputs if name in wanted]), records)
 
 
 def _library_text(used: list[Library]) -> str:
@@ -171,13 +251,13 @@ def _random_feeds(opened: Session, shapes: dict[str, tuple[int, ...]], seed: int
     for spec in opened.inputs.values():
         if spec.name not in shapes and spec not in opened.required:
             continue
+        if spec.numpy_dtype is None:
+            raise FeedError(f"input {spec.name} is {spec.type}: there are random inputs for tensors only")
         shape = shapes.get(spec.name, spec.sized(sizes, _DYNAMIC_SIZE))
         if shape is None:
             raise FeedError(
                 f"input {spec.name} has no declared rank: give its sizes with --shape {spec.name}=2,3"
             )
-        if spec.numpy_dtype is None or spec.dtype == "str":
-            raise FeedError(f"input {spec.name} is {spec.type}: there are random inputs for numbers only")
         feeds[spec.name] = spec.random(shape, random)
     return feeds
 

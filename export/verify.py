@@ -129,7 +129,7 @@ def verify(
 
     def compare_run(library: deploy.Libraries | bool, what: str) -> tuple[Parity, Sequence[Library]]:
         usual = sum(not case.special for case in cases)
-        answer = run(draft, library, [case.tensors for case in cases], required=usual)
+        answer = run(draft, library, [case.tensors for case in cases], required=usual, may_skip=True)
         found, notes = list[Parity](), [answer.note]
         try:
             for case, outputs in zip(cases, answer.outputs, strict=True):

@@ -110,12 +110,14 @@ class Reference:
         outputs: the original's, in ONNX Runtime as it is.
         special: what the inputs of the last cases are, such as "zeros".
         sizes: of the typical number of each output in the usual cases.
+        note: what a user should know about the original's runs, or "".
     """
 
     cases: list[Case]
     outputs: Outputs
     special: list[str]
     sizes: list[float]
+    note: str = ""
 
     @property
     def usual(self) -> int:
@@ -132,7 +134,7 @@ class Reference:
         chosen = [index for index, case in enumerate(self.cases) if not is_left_out(case)]
         special = [self.special[index - self.usual] for index in chosen if index >= self.usual]
         cases, outputs = [self.cases[index] for index in chosen], [self.outputs[index] for index in chosen]
-        return Reference(cases, outputs, special, self.sizes)
+        return replace(self, cases=cases, outputs=outputs, special=special)
 
     def errors(self, found: Outputs, dtype: ir.DataType | None = None) -> Errors:
         """Returns the errors of the outputs of all cases.
@@ -253,7 +255,7 @@ def reference(
         TwinopError: the same.
     """
     special = inputs.special(model, usual[-1], hidden)
-    answer = run(original, library, [*usual, *special.values()], required=len(usual))
+    answer = run(original, library, [*usual, *special.values()], required=len(usual), may_skip=True)
     ran = zip(special.items(), answer.outputs[len(usual) :], strict=True)
     special = {name: case for (name, case), found in ran if found}
     outputs = [each for each in answer.outputs if each]
@@ -262,7 +264,7 @@ def reference(
         max((_typical(each[np.isfinite(each)]) for each in values if _is_float(each)), default=0.0)
         for values in zip(*outputs[: len(usual)], strict=True)
     ]
-    return Reference(cases, outputs, list(special), sizes)
+    return Reference(cases, outputs, list(special), sizes, answer.note)
 
 
 def _is_float(value: Any) -> bool:
@@ -325,7 +327,7 @@ def numbers_for_nan(expected: Any, found: Any, accepted: float) -> bool:
 
 def _require_loadable(original: Path, library: deploy.Libraries) -> None:
     try:
-        run(original, library)
+        run(original, library, may_skip=True)
     except (TwinopError, NotRunnable) as error:
         raise ExportError(f"the original cannot be loaded on the CPU: {error}") from error
 

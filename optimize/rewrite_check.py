@@ -127,6 +127,7 @@ class RewriteCheck:
             if isinstance(error, NotRunnable):
                 text = f"the original cannot be run on the CPU: {text}"
             raise ExportError(text) from error
+        self.report.notes += [f"the original: {note}"] if (note := self.reference.note) else []
         self.report.notes += self.reference.uncompared(self.base.graph, allow_uncompared)
         self.unprepared, self.noise = self.base.clone(), cache(self._noise)
         equivalence.confirm_shapes(self.base, self.reference)
@@ -234,8 +235,9 @@ class RewriteCheck:
         self.progress("comparing with the original")
         try:
             self.written = model, self._write(model.clone(), "rewritten.onnx")
-            answer = run(self.written[1][-1], self.library, self.reference.cases)
-            self.found, self.registered = answer.outputs, answer.libraries
+            may_skip = bool(self.reference.note)  # else a rewrite is the cause
+            answer = run(self.written[1][-1], self.library, self.reference.cases, may_skip=may_skip)
+            self.found, self.registered, self.note = answer.outputs, answer.libraries, answer.note
         except NotRunnable as reason:
             raise equivalence.NotEquivalent(f"cannot be run on the CPU: {reason}") from reason
         except TwinopError as failure:
@@ -362,6 +364,7 @@ class RewriteCheck:
             equivalence.confirm_shapes(model, self.reference)
             report.libraries = paths_in_use(model, self.registered)
             return save(model, self.folder / name, EXTERNAL_DATA_BYTES)
+        report.notes += [f"the new file: {self.note}"] if self.note else []
         model = context.model
         report.inlined, report.libraries = self.own.inlined, paths_in_use(model, self.registered)
         if wide := self._convert(model):

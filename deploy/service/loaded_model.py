@@ -23,6 +23,8 @@ class LoadedModel:
         steady: the run time depends on the shapes of the inputs alone, not on their values.
         rows_independent: requests may share a run: each row of the outputs depends on the same row of the
             inputs alone.
+        refused: why the first run at guessed sizes failed, or "".
+        note: what a user should know about how it runs, or "".
     """
 
     name: str
@@ -37,6 +39,8 @@ class LoadedModel:
     load_seconds: float = 0.0
     steady: bool = False
     rows_independent: bool = True
+    refused: str = ""
+    note: str = ""
 
     def summary(self) -> str:
         """Return what runs the model, and what was checked of it, in a line."""
@@ -48,7 +52,7 @@ class LoadedModel:
             parts.append(f"difference from the function bodies: {self.difference or 'not compared'}")
         if self.body_nodes:
             parts.append(f"on function bodies: {', '.join(self.body_nodes)}")
-        return "; ".join(parts)
+        return "; ".join([*parts, *filter(None, [self.note])])
 
     def describe(self) -> dict[str, Any]:
         """Return the inputs and outputs as the protocol lists them, and `parameters`: how the model runs."""

@@ -4,12 +4,13 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
 from twinop.errors import LibraryError, TwinopError
 
-from ..create_session import PROVIDERS, Choice, choose_providers, open_session
+from ..create_session import PROVIDERS, Choice, choose_providers, open_session, without_optimizations
 from ..cuda import has_gpu
 from ..custom_nodes import Model, custom_nodes, load_model
 from ..errors import ModelError, RunError
@@ -28,11 +29,12 @@ from .model_settings import ModelSettings, Provider
 from .runtime_options import set_options, with_options
 from .settings import FILE, Policy, ServerSettings
 from .triton_config import TRITON_FILE, unread_settings
-from .warm_up import compared, joined_differently, make_warmup_inputs, warm_up
+from .warm_up import FirstRunError, compared, joined_differently, make_warmup_inputs, warm_up
 
 _log = logging.getLogger(__name__)
 
 _STRICT = Policy()
+_LEVEL = "graph_optimization_level"
 _QUIET = 4  # severity "fatal" only: ONNX Runtime's errors arrive as exceptions
 
 
@@ -48,13 +50,39 @@ def load(
     """
     started = time.monotonic()
     try:
-        loaded = _load(where, settings, server, policy)
+        loaded = _load_as_it_runs(where, settings, server, policy)
     except TwinopError:
         raise
     except Exception as error:  # a broken model must not end a server that has other models
         _log.exception("model %s version %d: unexpected", where.model, where.version)
         raise ModelError(f"{where.path}: cannot be loaded: {error or type(error).__name__}") from error
     loaded.load_seconds = time.monotonic() - started
+    return loaded
+
+
+def _load_as_it_runs(
+    where: VersionFolder, settings: ModelSettings, server: ServerSettings, policy: Policy
+) -> LoadedModel:
+    """Load a version, without ONNX Runtime's own optimizations if it does not run with them."""
+    loaded: LoadedModel | None = None
+    try:
+        loaded = _load(where, settings, server, policy)
+        refused: str | TwinopError = loaded.refused
+    except (RunError, FirstRunError) as error:
+        refused = error
+    if refused and _LEVEL not in settings.session:
+        plain = settings.model_copy(update={"session": {**settings.session, _LEVEL: "ORT_DISABLE_ALL"}})
+        with suppress(TwinopError):
+            other = _load(where, plain, server, policy)
+            if not other.refused:
+                other.note = without_optimizations("fails", refused)
+                _log.warning("model %s version %d: %s", where.model, where.version, other.note)
+                return other
+    if loaded is None:
+        assert isinstance(refused, TwinopError)
+        raise refused
+    if refused:
+        _log.warning("%s was not warmed up, set warm_up: %s", where.model, refused)
     return loaded
 
 
@@ -165,8 +193,14 @@ def _try(model: Model, loaded: LoadedModel, choice: Choice, sessions: int) -> No
         _log.warning("%s: not warmed up: the rank of an input is unknown, set warm_up", model.name)
         return
     outputs = list(session.outputs)
-    found = warm_up(model.name, loaded.instances[:sessions], warmup, outputs, settings)
-    if found is not None and settings.max_batch_size > 1 and settings.compare_rows:
+    try:
+        found = warm_up(model.name, loaded.instances[:sessions], warmup, outputs, settings)
+    except FirstRunError as error:
+        if not error.guessed:
+            raise
+        loaded.refused = str(error)
+        return
+    if settings.max_batch_size > 1 and settings.compare_rows:
         why = joined_differently(loaded.instances[0], warmup, outputs, session.device)
         loaded.rows_independent = not why
         if why:
@@ -176,7 +210,7 @@ def _try(model: Model, loaded: LoadedModel, choice: Choice, sessions: int) -> No
                 model.name, why,
             )  # fmt: skip
     comparable = bool(model.nodes) and {node.node_type for node in model.nodes} <= model.bodies
-    if found is None or not session.libraries or not comparable or not settings.compare_bodies:
+    if not session.libraries or not comparable or not settings.compare_bodies:
         return
     try:
         bodies = Instance(open_session(model, [], choice, options=_options(settings)))

@@ -1,6 +1,5 @@
 """Run a model before it is served: warm it up, and compare its kernels with its function bodies."""
 
-import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -15,7 +14,11 @@ from .instance import Instance
 from .model_settings import ModelSettings
 from .settings import SettingsError
 
-_log = logging.getLogger(__name__)
+
+class FirstRunError(ModelError):
+    """The first run failed; `guessed`: at sizes that need not be the model's."""
+
+    guessed = False
 
 
 @dataclass(frozen=True)
@@ -68,14 +71,14 @@ def warm_up(
     warmup: WarmupInputs,
     outputs: Sequence[str],
     settings: ModelSettings,
-) -> dict[str, np.ndarray] | None:
+) -> dict[str, np.ndarray]:
     """Run each instance, also at the largest batch size, so that its memory is allocated.
 
     Returns:
-        The outputs for the warmup; None if the model refuses guessed sizes.
+        The outputs for the warmup.
 
     Raises:
-        ModelError: a run failed.
+        FirstRunError: a run failed.
     """
     found: dict[str, np.ndarray] = {}
     runs = [[warmup.feeds]]
@@ -87,10 +90,9 @@ def warm_up(
                 result = instance.run(parts, outputs)
             except ServiceError as error:
                 shapes = warmup.shapes if not found else f"{len(parts)} rows"
-                if warmup.guessed and not found:
-                    _log.warning("%s was not warmed up, set warm_up: at %s it says: %s", model, shapes, error)
-                    return None
-                raise ModelError(f"{model}: its first run, at {shapes}, failed: {error}") from error
+                failed = FirstRunError(f"{model}: its first run, at {shapes}, failed: {error}")
+                failed.guessed = warmup.guessed and not found
+                raise failed from error
             found = found or result
     return found
 

@@ -11,8 +11,8 @@ import onnx
 import pytest
 import warm_python
 from abi_files import c_library
-from models import chain, make_model, model, node, relu_body, value
-from onnx import helper
+from models import REFUSED, chain, make_model, model, node, refused, relu_body, value
+from onnx import helper, numpy_helper
 from run_command import run_command
 
 from twinop.deploy import node_parity, run_onnx
@@ -227,10 +227,71 @@ def test_unknown_rank_needs_a_shape(tmp_path: Path) -> None:
     assert run_command(graph, tmp_path, "--shape", "x=").exit_code == 0, "a scalar"
 
 
-def test_no_random_strings(tmp_path: Path) -> None:
+def test_strings(tmp_path: Path) -> None:
     copy = node("Identity", domain="")
-    result = run_command(model([copy], [value("x", "str", (2,))], [value("y", "str", (2,))]), tmp_path)
-    assert result.exit_code == 1 and "there are random inputs for numbers only" in result.output
+    graph = model([copy], [value("x", "str", ("N",))], [value("y", "str", ("N",))])
+    result = run_command(graph, tmp_path)
+    assert result.exit_code == 0 and "output y: str[4]" in result.output
+    assert "not compared with torch, which has no strings" in result.output
+
+
+def typed(inputs: str, outputs: str, nodes: str) -> onnx.ModelProto:
+    opsets = '["": 20, "ai.onnx.ml": 3, "custom_domain": 1]'
+    return onnx.parser.parse_model(
+        f"<ir_version: 9, opset_import: {opsets}> g ({inputs}) => ({outputs}) {{ {nodes} }}"
+    )
+
+
+def test_outputs_that_are_no_tensors(tmp_path: Path) -> None:
+    x = "float[N, 2] x"
+    maps = typed(x, "map(int64, float) z", "z = ai.onnx.ml.ZipMap <classlabels_int64s = [3, 5]> (x)")
+    of_map = helper.make_map_type_proto(7, helper.make_tensor_type_proto(1, []))
+    maps.graph.output[0].type.CopyFrom(helper.make_sequence_type_proto(of_map))
+    for graph, said in (
+        (maps, "output z: sequence of 4 (map of 2 (3: float, 5: float), map of 2"),
+        (typed(x, "seq(float[1, 2]) y", "r = custom_domain.CustomRelu (x) y = SplitToSequence (r)"),
+         "output y: sequence of 4 (float32[1, 2], float32[1, 2], float32[1, 2], ...)"),
+        (typed(x, "optional(float[N, 2]) y", "y = Optional (x)"), "output y: float32[4, 2]"),
+    ):  # fmt: skip
+        result = run_command(graph, tmp_path, "--provider", "cpu")
+        assert result.exit_code == 0 and said in result.output, result.output
+        assert ("yes" in result.output) == ("CustomRelu" in str(graph))  # custom nodes are compared
+    result = run_command(typed("seq(float[N, 2]) s", "int64 n", "n = SequenceLength (s)"), tmp_path)
+    assert result.exit_code == 1 and "there are random inputs for tensors only" in result.output
+
+
+@pytest.mark.parametrize(
+    ("inputs", "nodes", "wrong"),
+    [
+        ("float[B, C, H, W] x, float[5, 3, 2, 2] w", "y = Conv <strides = [2, 2]> (x, w)", "x=2,4,5,6"),
+        ("float[B, P, 8] p, float[B, S, 8] x, float[B, T, 8] m",
+         "c = Concat <axis = 1> (p, x) y = Add (c, m)", "x=2,3,8"),
+    ],
+    ids=["channels", "a sum"],
+)  # fmt: skip
+def test_sizes_of_4_that_the_model_refuses(inputs: str, nodes: str, wrong: str, tmp_path: Path) -> None:
+    """Others are found as `twinop optimize` finds them, unless sizes are asked for."""
+    graph = typed(inputs, "float[N, M, K, L] y" if "Conv" in nodes else "float[B, T, 8] y", nodes)
+    for each in (*graph.graph.input, *graph.graph.output):
+        for dim in each.type.tensor_type.shape.dim:
+            dim.dim_param = "P + S" if dim.dim_param == "T" else dim.dim_param
+    if "Conv" in nodes:
+        graph.graph.initializer.append(numpy_helper.from_array(np.ones((5, 3, 2, 2), np.float32), "w"))
+        del graph.graph.input[1]
+    result = run_command(graph, tmp_path)
+    said = " ".join(result.output.split())
+    assert result.exit_code == 0 and "output y: float32[" in said, said
+    assert "dynamic sizes of 4 do not fit (" in said and "): it ran with others" in said
+    result = run_command(graph, tmp_path, "--shape", wrong)
+    assert result.exit_code == 1 and "do not fit" not in result.output
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_models_that_onnx_runtime_breaks(what: str, tmp_path: Path) -> None:
+    result = run_command(refused(what), tmp_path)
+    said = " ".join(result.output.split())
+    assert result.exit_code == 0 and "output y: float32[4, " in said, said
+    assert "fails when it optimizes this model, so it ran without these" in said
 
 
 def test_a_bad_model_is_one_message(tmp_path: Path) -> None:

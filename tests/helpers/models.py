@@ -102,3 +102,18 @@ def relu_body() -> onnx.FunctionProto:
 def exported_by(record: OpSpec, version: str = "0.1.0") -> dict[str, str]:
     """The metadata that an export writes."""
     return {"twinop.version": version, f"twinop.schema.{record.onnx_name}": record.schema_hash}
+
+
+REFUSED = {  # valid models that ONNX Runtime 1.23 to 1.32 breaks when it optimizes them
+    "to open": "(float[N, 1] x) => (float[N, 1] y) <float one = {1.0}, float zero = {0.0}> {"
+    " m = Identity (x) f = Div (one, one) w = Mul (m, f) y = Add (w, zero) }",
+    "to run": "(float[N, 1] x) => (float[N, 2] y) <float two = {2.0}, int64[1] axes = {-1},"
+    " float eps = {0.00001}, float[2] scale = {0.5, 2.0}> { p = Pow (x, two)"
+    " m = ReduceMean <keepdims: int = 1> (p, axes) a = Add (m, eps) s = Sqrt (a) d = Div (x, s)"
+    " y = Mul (d, scale) }",
+}
+
+
+def refused(what: str) -> onnx.ModelProto:
+    """Makes one of `REFUSED`."""
+    return onnx.parser.parse_model(f'<ir_version: 9, opset_import: ["": 18]> g {REFUSED[what]}')

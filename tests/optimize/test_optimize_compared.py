@@ -6,11 +6,13 @@ from typing import Any
 import numpy as np
 import onnx
 import pytest
+from models import REFUSED, refused
 from optimizing import nodes, optimized, parsed, weights
 
 from twinop import deploy
 from twinop.errors import ExportError
-from twinop.optimize import equivalence, inputs, optimize
+from twinop.optimize import equivalence, inputs, optimize, optimizer
+from twinop.optimize import graph as g
 from twinop.optimize.rewrite_check import RewriteCheck
 
 DETECTOR = """(float[N, 8] x) => (float[K, 8] boxes OTHERS) { h = MatMul (x, w)
@@ -194,3 +196,36 @@ def test_an_output_whose_declared_shape_is_wrong(declared: str, tmp_path: Path) 
     given = {"w": weights(32, 32), "shape": np.array([-1, 4, 8])}
     report, model = optimized(parsed(text, **given), tmp_path)
     assert report.made and len(model.graph.outputs[0].shape or ()) == 3
+
+
+@pytest.mark.parametrize("given", [False, True])
+@pytest.mark.parametrize("what", REFUSED)
+def test_files_that_onnx_runtime_breaks(what: str, given: bool, tmp_path: Path) -> None:
+    """They are compared without its own optimizations, and the report says so; rewrites are still made."""
+    onnx.save(refused(what), tmp_path / "in.onnx")
+    np.savez(tmp_path / "x.npz", x=weights(3, 1))
+    inputs_file = tmp_path / "x.npz" if given else None
+    report = optimize(tmp_path / "in.onnx", tmp_path / "out.onnx", inputs_file=inputs_file, device="cuda")
+    [note] = [each for each in report.notes if each.startswith("the original: ")]
+    assert "fails when it optimizes this model, so it ran without these" in note and not report.reverted
+    assert report.error < 1e-6
+
+
+def test_a_rewrite_that_onnx_runtime_breaks_is_not_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Only where the original needs it are optimizations left out: users have them on."""
+
+    def breaks(work: Any) -> None:
+        for node in work.nodes("Neg"):
+            one = g.initializer(work.graph, np.float32(1), "one")
+            same = g.add(node, "Identity", [node.inputs[0]])
+            product = g.add(node, "Mul", [same, g.add(node, "Div", [one, one])])
+            node.replace_input_with(
+                0, g.add(node, "Add", [product, g.initializer(work.graph, np.float32(0), "o")])
+            )
+
+    monkeypatch.setattr(optimizer, "REWRITES", {"breaks": breaks})
+    onnx.save(parsed("(float[N, 4] x) => (float[N, 4] y) { y = Neg (x) }"), tmp_path / "in.onnx")
+    report = optimize(tmp_path / "in.onnx", tmp_path / "out.onnx", device="cpu")
+    assert list(report.reverted) == ["breaks"] and not report.notes

@@ -9,11 +9,11 @@ import numpy as np
 import onnx
 import pytest
 import service_models
-from models import node
+from models import REFUSED, node, refused
 from onnx import TensorProto, helper
 from service_loads import loaded
 
-from twinop.deploy.errors import ModelError
+from twinop.deploy.errors import ModelError, RunError
 from twinop.deploy.service.instance import Instance
 from twinop.deploy.service.settings import SettingsError
 from twinop.tolerance import difference
@@ -92,11 +92,29 @@ def test_a_first_run_that_fails(tmp_path: Path, caplog: pytest.LogCaptureFixture
     )
     with caplog.at_level(logging.WARNING):
         served = loaded(tmp_path, model)  # the size 1 for N is only a guess
-    assert "was not warmed up, set warm_up: at x [1] it says" in caplog.text
+    assert re.search(r"was not warmed up, set warm_up: .*its first run, at x \[1\], failed", caplog.text)
     assert served.instances[0].run([{"x": np.ones(8, np.float32)}], ["y"])["y"].shape == (2, 4)
     assert loaded(tmp_path, model, warm_up={"x": (8,)})
     with pytest.raises(ModelError, match=r"its first run, at x \[9\], failed"):
         loaded(tmp_path, model, warm_up={"x": (9,)})
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_models_that_onnx_runtime_breaks_are_served(
+    what: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    said = "fails when it optimizes this model, so it ran without these optimizations"
+    with caplog.at_level(logging.WARNING):
+        served = loaded(tmp_path, refused(what))
+    assert said in caplog.text and said in served.summary()
+    answer = served.instances[0].run([{"x": np.ones((3, 1), np.float32)}], ["y"])
+    assert answer["y"].shape == (3, 1 if what == "to open" else 2)
+    as_asked = {"session": {"graph_optimization_level": "ORT_ENABLE_ALL"}}
+    if what == "to open":
+        with pytest.raises(RunError, match="is not a graph input"):
+            loaded(tmp_path, refused(what), **as_asked)
+    else:
+        assert said not in loaded(tmp_path, refused(what), **as_asked).summary()
 
 
 def test_an_input_of_unknown_rank(
