@@ -134,11 +134,16 @@ def require_none(folder: Path, domain: str, trusted: Collection[Path]) -> None:
             continue
         except LibraryError:  # it may be the one that was meant
             pass
-        raise LibraryError(
-            f"{path} lies in the model's own folder. A library can do all that this process can, so none is "
-            f"loaded from there, and no other one instead of it. Name it ({option('library', path)}), "
-            f"or remove it. If you trust all who can write to the models' folders: {allow()}"
-        )
+        raise refused(path)
+
+
+def refused(path: Path) -> LibraryError:
+    """Returns the error for a library in a model's own folder."""
+    return LibraryError(
+        f"{path} lies in the model's own folder. A library can do all that this process can, so none is "
+        f"loaded from there, and no other one instead of it. Name it ({option('library', path)}), or remove "
+        f"it. If you trust all who can write to the models' folders: {allow()}"
+    )
 
 
 def _candidates(places: Sequence[Path], own: int, confined: bool) -> tuple[list[Library], list[str]]:

@@ -203,7 +203,7 @@ def _optimized(
             model = ir.load(path)
             calls = find_calls(model, torch_op.records())
             compare_with_torch(checked, path, model, libraries, calls, cases)
-    except TwinopError as error:
+    except (TwinopError, OSError) as error:
         report.notes.append(f"not optimised: {error}")
         return files
     except Exception as error:  # the export itself is good

@@ -14,7 +14,7 @@ import onnx_ir as ir
 
 from twinop import publish
 from twinop.deploy.custom_nodes import tensors
-from twinop.errors import ExportError
+from twinop.errors import ExportError, is_disk_error
 from twinop.library import keep_checksum
 
 # protobuf ends at 2 GiB; half a GiB is left for everything that is not a weight.
@@ -51,7 +51,15 @@ def work_folder(target: Path) -> Iterator[Path]:
                 f"{target}: cannot be written, {target.parent}: {error.strerror}. Name another folder, or "
                 "make this one"
             ) from error
-        yield folder
+        try:
+            yield folder
+        except OSError as error:
+            if not is_disk_error(error):
+                raise
+            raise ExportError(
+                f"{target}: cannot be written: {error.strerror}. Free space on its disk, or name another "
+                "folder"
+            ) from error
 
 
 def save(model: ir.Model, path: Path, external_data_bytes: int) -> list[Path]:
@@ -71,8 +79,6 @@ def save(model: ir.Model, path: Path, external_data_bytes: int) -> list[Path]:
             value.metadata_props.clear()
         data = [_write_data(values, path)] if external else []
         ir.save(model, path, format="protobuf")
-    except OSError as error:
-        raise ExportError(f"{path.name}: cannot be written: {error.strerror or error}") from error
     finally:
         for value, shape, kind in kinds:
             value.shape, value.type = shape, kind

@@ -72,6 +72,12 @@ def main(
     library: Annotated[
         list[Path] | None, typer.Option(help="A library of ops that the model needs; repeat it for others.")
     ] = None,
+    allow_model_libraries: Annotated[
+        bool,
+        typer.Option(
+            "--allow-model-libraries", help="Take libraries, which can do anything, from the model's folder."
+        ),
+    ] = False,
     timeout: Timeout = 600,
 ) -> None:
     """Optimise an ONNX file for ONNX Runtime.
@@ -105,6 +111,7 @@ def main(
             replace=replace or (),
             allow_uncompared=allow_uncompared,
             library=library,
+            allow_model_libraries=allow_model_libraries,
             timeout=timeout,
             progress=status.update,
         )

@@ -5,11 +5,13 @@ session options of the decoder get the library. genai takes one library, in the 
 several, a small one is compiled that registers them.
 """
 
+import errno
+import glob
 import json
 import os
 import shutil
+import stat
 import subprocess
-import tempfile
 from collections.abc import Sequence
 from contextlib import suppress
 from functools import reduce
@@ -20,17 +22,20 @@ import onnx
 from onnx import external_data_helper
 
 from twinop import deploy
-from twinop.deploy.choose_library import library_paths
+from twinop.deploy.choose_library import library_paths, refused
 from twinop.deploy.custom_nodes import tensors
 from twinop.deploy.pack.options import MANIFEST
 from twinop.errors import ExportError, LibraryError
 from twinop.library import read_library
+from twinop.publish import replace_folder, work_folder
+from twinop.regular_file import read_regular
 
 from .load import read_proto
 from .optimizer import chosen_device, optimize
 from .report import OptimizeReport
 
 CONFIG = "genai_config.json"
+_MOST_BYTES = 1 << 20  # of that file
 _LIBRARY = "custom_ops_library"
 _DECODER = ".model.decoder"
 _KINDS = {
@@ -73,6 +78,7 @@ def optimize_folder(
     *,
     device: str | None = None,
     library: deploy.Libraries = None,
+    allow_model_libraries: bool = False,
     **options: Any,
 ) -> OptimizeReport:
     """Optimises a folder of onnxruntime-genai, and writes another one, whole or not at all.
@@ -82,7 +88,8 @@ def optimize_folder(
         target: the folder to write; it may not exist, or is empty.
         device: what the decoder runs on, "cuda" or "cpu"; by default "cuda" where genai_config.json names it,
             else what this machine has. The other one's provider options are removed.
-        library: as in `optimize`. A library that genai_config.json names already is used, too.
+        library: as in `optimize`.
+        allow_model_libraries: whether to load the library of the folder that genai_config.json names.
         options: of `optimize`.
 
     Raises:
@@ -96,12 +103,13 @@ def optimize_folder(
     if target.is_relative_to(source.resolve()):
         raise ExportError(f"{target}: is in the folder that it is made of. Name one outside {source}")
     config = _read(source / CONFIG)
+    files = _files(source, target)
     decoder = _decoder(source, config)
     model = source / decoder["filename"]
     settings = decoder.setdefault("session_options", {})
     entries = [each for each in settings.get("provider_options", []) if "cuda" in map(str.lower, each)]
     device = "cuda" if device is None and (entries or options.get("invariant")) else chosen
-    own = [*library_paths(library), *_named_library(source, settings)]
+    own = [*library_paths(library), *_named_library(source, settings, library, allow_model_libraries)]
     proto = read_proto(model)
     _require_no_ops_of_cuda(model, proto)
     data = _data_of(model, proto)
@@ -109,32 +117,31 @@ def optimize_folder(
     if data & of_others:  # whose new data has another name
         decoder["filename"] = str(Path(decoder["filename"]).with_suffix(".twinop.onnx"))
     left_out = {model, *(data - of_others), source / CONFIG, source / MANIFEST}
-
-    def ignored(place: str, names: list[str]) -> list[str]:
-        return [name for name in names if Path(place, name) in left_out]
-
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(prefix=".twinop-genai-", dir=target.parent) as scratch:
-            folder = Path(scratch) / "new"
-            shutil.copytree(source, folder, ignore=ignored, copy_function=shutil.copyfile)
-            (folder / decoder["filename"]).parent.mkdir(parents=True, exist_ok=True)
+        with work_folder(target.parent) as scratch:
+            folder = scratch / "new"
+            folder.mkdir()
+            _copy(source, folder, [each for each in files if source / each not in left_out])
+            written = folder / decoder["filename"]
+            written.parent.mkdir(parents=True, exist_ok=True)
             search = config.get("search", {})  # with several beams genai's caches grow
             shares = bool(search.get("past_present_share_buffer") and search.get("num_beams", 1) == 1)
             options |= {"shared_caches": shares, "device": device, "library": own or None}
-            report = optimize(model, folder / decoder["filename"], **options)
+            report = optimize(model, written, allow_model_libraries=allow_model_libraries, **options)
+            for file in (written, *written.parent.glob(f"{glob.escape(written.stem)}.*.data")):
+                shutil.copymode(model, file)
             settings.pop(_LIBRARY, None)
             if report.libraries:
                 settings[_LIBRARY] = _place_libraries(report.libraries, folder)
             entries = entries or [{"cuda": {"enable_cuda_graph": "0"}}]
             settings["provider_options"] = entries if device == "cuda" else []
             (folder / CONFIG).write_text(json.dumps(config, indent=4) + "\n", encoding="utf-8")
-            if target.exists():
-                target.rmdir()
-            folder.rename(target)
-    except shutil.Error as error:  # of files, such as a link to nothing
-        reason = error.args[0][0][-1]
-        raise ExportError(f"{source}: cannot be copied to {target}: {reason}. Mend or remove that") from error
+            shutil.copymode(source / CONFIG, folder / CONFIG)
+            for each in reversed(files):  # in the end, because a folder may be read-only
+                if (folder / each).is_dir() and not (folder / each).is_symlink():
+                    (folder / each).chmod(stat.S_IMODE((source / each).stat().st_mode) | stat.S_IRWXU)
+            replace_folder(folder, target)
     except OSError as error:
         raise ExportError(f"{target}: cannot be written: {error}. Name another folder") from error
     report.path = target / decoder["filename"]
@@ -143,14 +150,66 @@ def optimize_folder(
 
 def _read(path: Path) -> Any:
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
+        config = json.loads(read_regular(path, _MOST_BYTES))
+        json.dumps(config, indent=4)  # it is not too deep to be written
+        return config
     except (FileNotFoundError, NotADirectoryError) as error:
         raise ExportError(
             f"{path}: no such file. Expected the folder that onnxruntime-genai's builder wrote. `twinop "
             "optimize` also takes one .onnx file"
         ) from error
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ExportError(f"{path}: cannot be read: {error}. Build the folder again") from error
+
+
+def _files(source: Path, target: Path) -> list[Path]:
+    """Returns all files, links and folders of a folder, relative to it; none of its links is followed.
+
+    Raises:
+        ExportError: a link leads out of the folder or to nothing, or a file is not a regular one.
+    """
+    found, root = list[Path](), os.path.realpath(source)
+
+    def refuse(error: OSError) -> None:
+        raise ExportError(f"{source}: cannot be copied to {target}: {error}. Fix or remove that") from error
+
+    for place, folders, names in os.walk(source, onerror=refuse):
+        for each in (Path(place, name) for name in (*folders, *names)):
+            found.append(each.relative_to(source))
+            kind = each.lstat().st_mode
+            if stat.S_ISLNK(kind):
+                to = os.readlink(each)
+                if os.path.isabs(to) or not Path(os.path.realpath(each)).is_relative_to(root):
+                    raise ExportError(
+                        f"{each}: a link that leads out of the folder, to {to}. twinop reads and copies what "
+                        f"is in the folder: copy it with its files first (cp -rL {source} copy)"
+                    )
+                if not os.path.exists(each):
+                    refuse(FileNotFoundError(errno.ENOENT, "No such file or directory", str(each)))
+            elif not stat.S_ISREG(kind) and not stat.S_ISDIR(kind):
+                refuse(OSError(errno.EINVAL, "a pipe, a socket or a device", str(each)))
+    return found
+
+
+def _copy(source: Path, folder: Path, files: Sequence[Path]) -> None:
+    """Copies files as what they are, links as links, with the permissions that they have."""
+    for each in files:
+        if (source / each).is_symlink():
+            (folder / each).symlink_to(os.readlink(source / each))
+        elif (source / each).is_dir():
+            (folder / each).mkdir()
+        else:
+            shutil.copy(source / each, folder / each)
+
+
+def _require_inside(folder: Path, name: str, what: str) -> Path:
+    """Returns the file of a name in genai_config.json; ExportError: it is not in the folder."""
+    path = Path(name)
+    if path.is_absolute() or ".." in path.parts or not name.isprintable():
+        raise ExportError(
+            f"{folder / CONFIG}: its {what} {json.dumps(name)[:200]} is not in the folder. Put it there"
+        )
+    return folder / path
 
 
 def _decoder(folder: Path, config: Any) -> dict[str, Any]:
@@ -178,28 +237,32 @@ def _decoder(folder: Path, config: Any) -> dict[str, Any]:
         raise ExportError(
             f"{folder / CONFIG}: has no model.decoder.filename; twinop optimises decoders of one model"
         )
-    file = folder / decoder["filename"]
-    if not file.resolve().parent.is_relative_to(folder.resolve()) and not file.is_symlink():
-        raise ExportError(f"{folder / CONFIG}: its decoder {file} is not in the folder. Put it there")
+    _require_inside(folder, decoder["filename"], "decoder")
     return decoder
 
 
-def _named_library(folder: Path, settings: dict[str, Any]) -> list[Path]:
-    """Returns the library that the session options name already, if there is one.
+def _named_library(
+    folder: Path, settings: dict[str, Any], library: deploy.Libraries, allow_model_libraries: bool
+) -> list[Path]:
+    """Returns the library that the session options name already, unless the user names one in its place.
 
     Raises:
-        ExportError: it is not twinop's, so its ops would be lost or cannot be compared.
+        ExportError: it may not be loaded, or is not twinop's, so its ops would be lost or cannot be compared.
     """
     if not settings.get(_LIBRARY):
         return []
-    path = folder / settings[_LIBRARY]
+    path = _require_inside(folder, settings[_LIBRARY], "library")
     try:
-        read_library(path)
+        domain = read_library(path).domain
     except LibraryError as error:
         raise ExportError(
             f"{folder / CONFIG}: names {settings[_LIBRARY]} as {_LIBRARY} already, and genai takes one. "
             f"twinop joins libraries that `twinop build` made, and this is none: {error}"
         ) from error
+    if domain in (read_library(each).domain for each in library_paths(library)):
+        return []
+    if not allow_model_libraries:
+        raise ExportError(str(refused(path)))
     return [path]
 
 
@@ -234,6 +297,7 @@ def _place_libraries(libraries: Sequence[Path], folder: Path) -> str:
     if len({*names, _JOINED}) <= len(names):
         raise ExportError(f"{', '.join(map(str, libraries))}: have one name. Rename one (twinop build -o)")
     for path in libraries:
+        (folder / path.name).unlink(missing_ok=True)  # it may be a link to another file
         shutil.copyfile(path, folder / path.name)
     if len(names) == 1:
         return names[0]

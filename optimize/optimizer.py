@@ -94,6 +94,7 @@ def optimize(
     replace: Sequence[str] = (),
     allow_uncompared: bool = False,
     library: deploy.Libraries = None,
+    allow_model_libraries: bool = False,
     kept: Iterable[OpSpec] = (),
     timeout: float = 600,
     progress: Callable[[str], None] = lambda step: None,
@@ -121,6 +122,7 @@ def optimize(
         allow_uncompared: keep the file although an output is empty or NaN for all inputs; the report says so.
         library: libraries of custom ops that the original needs. Those of other domains are found as
             `deploy.session` finds them. The nodes of all of them stay as they are.
+        allow_model_libraries: whether to take libraries, which can do anything, from the model's folder.
         kept: ops whose nodes stay although no library may have them.
         timeout: the seconds that a model may run without progress, before it is ended.
         progress: called with the name of each step.
@@ -136,7 +138,7 @@ def optimize(
     data = data_files(model)
     check_target(target, {source, *data})
     load_weights(model)
-    own = find_own_ops(model, source, library, kept)
+    own = find_own_ops(model, source, library, kept, allow_model_libraries)
     records = dict(read_library(find_library("custom_ops")).records)
     standard_ops.check_ops(replace, records)
     report = OptimizeReport(source, target, device=device)

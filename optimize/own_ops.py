@@ -173,7 +173,11 @@ class OwnOps:
 
 
 def find_own_ops(
-    model: ir.Model, source: Path, library: deploy.Libraries, kept: Iterable[OpSpec] = ()
+    model: ir.Model,
+    source: Path,
+    library: deploy.Libraries,
+    kept: Iterable[OpSpec] = (),
+    allow_model_libraries: bool = False,
 ) -> OwnOps:
     """Finds the libraries of the user's own ops in a model, as a session does.
 
@@ -181,6 +185,7 @@ def find_own_ops(
         model: as it was read from `source`.
         library: libraries that the user names.
         kept: ops that stay although no library may have them.
+        allow_model_libraries: whether to take libraries from the model's folder.
 
     Raises:
         ExportError: an op has neither a library nor a function body, or its library cannot be used.
@@ -191,7 +196,10 @@ def find_own_ops(
     if not domains:
         return own
     try:
-        found = [read_library(each.path) for each in choose_libraries(load_model(source), own.libraries)]
+        chosen = choose_libraries(
+            load_model(source), own.libraries, allow_model_libraries=allow_model_libraries
+        )
+        found = [read_library(each.path) for each in chosen]
     except TwinopError as error:
         raise ExportError(str(error)) from error
     for domain in domains.difference(library.domain for library in found):

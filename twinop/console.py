@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from .errors import TwinopError, TwinopWarning, command_line
+from .errors import TwinopError, TwinopWarning, command_line, is_disk_error
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -79,9 +79,14 @@ def clear_errors() -> Iterator[None]:
         with command_line(), warnings.catch_warnings():
             warnings.showwarning = show
             yield
-    except TwinopError as error:
+    except (TwinopError, OSError) as error:
         from .console import err
 
+        text = str(error)
+        if not isinstance(error, TwinopError):
+            if not is_disk_error(error):
+                raise
+            text = f"{error.filename or 'a file'} cannot be written: {error.strerror}. Free space on its disk"
         err.print("error:", style="bold red", end=" ")
-        err.print(str(error), soft_wrap=True)
+        err.print(text, soft_wrap=True)
         raise typer.Exit(1) from error

@@ -1,5 +1,6 @@
 """The errors that twinop raises on purpose. Each says what was wrong, what was expected, and what to do."""
 
+import errno
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -68,6 +69,12 @@ class ForeignLibraryError(LibraryError):
 
 class ExportError(TwinopError):
     """A model cannot be exported to ONNX, or the exported model does not fulfil the request."""
+
+
+def is_disk_error(error: BaseException) -> bool:
+    """Whether the disk, or a limit of file sizes, does not let a file be written."""
+    of_disk = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO)
+    return isinstance(error, OSError) and error.errno in of_disk
 
 
 class BuildError(TwinopError):

@@ -21,8 +21,7 @@ from pathlib import Path
 from .errors import ExportError
 from .library import checksum
 
-_WORK = ".twinop-work-"
-_FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+_WORK, _LOCK = ".twinop-work-", ".lock"
 _RENAME_EXCHANGE, _HERE = 2, -100
 _HEX = 16
 
@@ -39,7 +38,7 @@ def work_folder(parent: Path) -> Iterator[Path]:
         if is_locked:
             _remove_abandoned(parent)
         folder = Path(tempfile.mkdtemp(prefix=_WORK, dir=parent))
-        lock = os.open(folder, _FOLDER)
+        lock = os.open(folder / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC)
         with suppress(OSError):  # a file system without locks
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     try:
@@ -104,7 +103,7 @@ def _locked(folder: Path) -> Iterator[bool]:
 def _remove_abandoned(parent: Path) -> None:
     for folder in parent.glob(f"{_WORK}*"):
         with suppress(OSError):
-            number = os.open(folder, _FOLDER)
+            number = os.open(folder / _LOCK, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
             try:
                 fcntl.flock(number, fcntl.LOCK_EX | fcntl.LOCK_NB)  # fails as long as its process lives
                 shutil.rmtree(folder, ignore_errors=True)

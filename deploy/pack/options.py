@@ -42,6 +42,9 @@ class Options:
     invariant: Annotated[
         bool, _option("As in twinop optimize, for cuda.", "onnxruntime-genai", "--invariant")
     ] = False
+    timeout: Annotated[
+        float, _option("Seconds that a model may run without progress.", "onnxruntime-genai", min=1)
+    ] = 600
     gpu: Annotated[
         bool | None,
         _option("Where it runs. Default: on a GPU if the library has code for one.", "Image", "--gpu/--cpu"),

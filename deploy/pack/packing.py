@@ -4,7 +4,6 @@ import json
 import os
 import re
 import shutil
-import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
@@ -16,6 +15,7 @@ import onnx
 
 import twinop
 from twinop.library import checksum
+from twinop.publish import replace_folder, work_folder
 
 from ..errors import PackError
 from ..service.model_settings import ModelSettings, Provider
@@ -25,7 +25,9 @@ from .contents import Contents, read_contents, without_bodies
 from .options import MANIFEST, Options
 
 MODELS_IN_CONTAINER = "/mnt/models"  # where KServe mounts what it downloads
-_OF_GENAI = ("model", "output", "force", "library", "genai", "device", "invariant")
+_OF_GENAI = (
+    "model", "output", "force", "library", "allow_model_libraries", "genai", "device", "invariant", "timeout",
+)  # fmt: skip
 TRITON_IMAGE = "nvcr.io/nvidia/tritonserver:26.09-py3"
 PYTHON_IMAGE = "python:3.13.11-slim-trixie"  # the Python that requirements/lock.py locks packages for
 _NOT_SERVING = (
@@ -74,6 +76,8 @@ def pack(options: Options) -> Packed:
     packed = Packed(contents, name, kube_name, image, libraries)
     with _written_whole(options.output) as new:
         _write(new, options, packed)
+        for each in (new, *new.rglob("*")):  # another user reads it in the container
+            each.chmod(0o755 if each.is_dir() else 0o644)
     return packed
 
 
@@ -91,10 +95,9 @@ def pack_genai(options: Options) -> Any:
     _check_output(options)
     if options.output.resolve().is_relative_to(source := options.model.resolve()):
         raise PackError(f"{options.output} is in the folder that it is made of. Name one outside {source}")
+    names = ("device", "library", "allow_model_libraries", "invariant", "timeout")
     with _written_whole(options.output) as root:
-        report = optimize_folder(
-            options.model, root, device=options.device, library=options.library, invariant=options.invariant
-        )
+        report = optimize_folder(options.model, root, **{name: getattr(options, name) for name in names})
         _write_manifest(root, root)
     return report
 
@@ -153,16 +156,14 @@ def _written_whole(output: Path) -> Iterator[Path]:
     try:
         place = output.resolve()
         place.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(prefix=f".{place.name}-", dir=place.parent) as scratch:
-            new = Path(scratch) / "new"
+        with work_folder(place.parent) as scratch:
+            new = scratch / "new"
             yield new
-            for each in (new, *new.rglob("*")):  # another user reads it in the container
-                each.chmod(0o755 if each.is_dir() else 0o644)
-            if place.exists():
-                place.rename(Path(scratch) / "old")
-            new.rename(place)
+            replace_folder(new, place)
     except OSError as error:
-        raise PackError(f"{output}: cannot be written: {error.strerror} ({error.filename})") from error
+        raise PackError(
+            f"{output}: cannot be written: {error.strerror} ({error.filename or place})"
+        ) from error
 
 
 def _write(root: Path, options: Options, packed: Packed) -> None:

@@ -1,6 +1,7 @@
 """`twinop new`: projects that work as they are made, and become wheels."""
 
 import difflib
+import errno
 import os
 import re
 import subprocess
@@ -189,3 +190,23 @@ def test_cuda_only_op_is_found(tmp_path: Path) -> None:
     header.write_text('TWINOP_CUDA_OP(only, Record("only(Tensor x) -> Tensor"), Launch)\n')
     (source,) = find_project([header]).sources
     assert source.ops == (("CUDA_OP", "only"),) and source.has_cuda
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EFBIG])
+def test_a_project_that_cannot_be_written_leaves_nothing(
+    number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain, written = Path.write_text, list[Path]()
+
+    def full(self: Path, *text: Any, **options: Any) -> int:
+        written.append(self)
+        if len(written) > 2:
+            raise OSError(number, os.strerror(number))
+        return plain(self, *text, **options)
+
+    monkeypatch.setattr(Path, "write_text", full)
+    with pytest.raises(BuildError) as error:
+        create_project("mish", parent=tmp_path)
+    said = str(error.value)
+    assert ("disk is full" if number == errno.ENOSPC else "ulimit -f") in said
+    assert "start from another folder" in said and " -o" not in said and not [*tmp_path.iterdir()]

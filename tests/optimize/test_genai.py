@@ -1,9 +1,10 @@
 """Folders of onnxruntime-genai: read, optimised, and opened by genai itself."""
 
 import json
+import os
 import shutil
 from collections.abc import Callable, Iterator
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,9 @@ import pytest
 from genai_models import FAMILIES, PROMPT, STEPS, Decoder, Genai, build
 from optimizing import UNTIMED, nodes, parsed, types, weights
 from samples import RECORDS
+from typer.testing import CliRunner
 
+from twinop.cli import app
 from twinop.deploy.errors import PackError
 from twinop.deploy.pack.options import Options
 from twinop.deploy.pack.packing import pack_genai
@@ -391,7 +394,11 @@ def test_own_ops_and_twinops_in_one_library(is_named: bool, tmp_path: Path) -> N
     )
     if is_named:
         (source / own.name).write_bytes(own.read_bytes())
-    optimized(source, tmp_path / "fast", library=None if is_named else own)
+    if is_named:
+        with pytest.raises(ExportError, match=f"{own.name} lies in the model's own folder.*allow_model_libr"):
+            optimize_folder(source, tmp_path / "fast", device="cpu")
+    library = None if is_named else own
+    optimized(source, tmp_path / "fast", library=library, allow_model_libraries=is_named)
     assert options_of(tmp_path / "fast")["custom_ops_library"] == "libtwinop_genai.so"
     moved = (tmp_path / "fast").rename(tmp_path / "moved")
     options, x = ort.SessionOptions(), np.ones((2, 8), np.float32)
@@ -472,3 +479,116 @@ def test_folders_that_cannot_be_optimised(tmp_path: Path, monkeypatch: pytest.Mo
         optimize_folder(source, target, device="cpu")
     with pytest.raises(PackError, match="already exists, and is not from twinop pack"):
         pack_genai(Options(source, target, genai=True, device="cpu"))
+
+
+def change(entry: str, value: Any, folder: Path) -> None:
+    """Changes an entry of a folder's genai_config.json."""
+    config = json.loads((folder / "genai_config.json").read_text())
+    *parents, name = entry.split(".")
+    place = config
+    for each in parents:
+        place = place.setdefault(each, {})
+    place[name] = value
+    (folder / "genai_config.json").write_text(json.dumps(config))
+
+
+def link_to(place: str) -> Callable[[Path], None]:
+    return lambda folder: (folder / "vocab.txt").symlink_to(place)
+
+
+DEEP = '{"model":' * 50_000 + "1" + "}" * 50_000
+DECODER, LIBRARY = "model.decoder.filename", "model.decoder.session_options.custom_ops_library"
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize(
+    ("spoil", "said"),
+    [
+        (partial(change, DECODER, "../old/model.onnx"), "is not in the folder"),
+        (partial(change, DECODER, "sub/../../old/model.onnx"), "is not in the folder"),
+        (partial(change, DECODER, "/etc/passwd"), "is not in the folder"),
+        (partial(change, DECODER, "a\0.onnx"), "is not in the folder"),
+        (partial(change, DECODER, "\ud800.onnx"), "is not in the folder"),
+        (partial(change, DECODER, "a" * 5000), "File name too long"),
+        (partial(change, DECODER, "."), "a folder, not an .onnx file"),
+        (partial(change, LIBRARY, "../libown.so"), "is not in the folder"),
+        (link_to("/dev/zero"), "leads out of the folder, to /dev/zero"),
+        (link_to("../secret"), "leads out of the folder"),
+        (link_to(".."), "leads out of the folder"),
+        (link_to("sub/../../secret"), "leads out of the folder"),
+        (link_to("vocab.txt"), "No such file"),
+        (lambda folder: os.mkfifo(folder / "pipe"), "a pipe, a socket or a device"),
+        (lambda folder: os.mkfifo(folder / "sub" / "pipe"), "a pipe, a socket or a device"),
+        (lambda folder: _special(folder / "genai_config.json"), "cannot be read"),
+        (lambda folder: (folder / "genai_config.json").write_bytes(b" " * 2_000_000), "larger than"),
+        (lambda folder: (folder / "genai_config.json").write_text(DEEP), "cannot be read"),
+        (lambda folder: (folder / "genai_config.json").write_text("9" * 6000), "cannot be read"),
+        (lambda folder: (folder / "genai_config.json").write_text("[" * 300 + "]" * 300), "it is [["),
+    ],
+)
+@pytest.mark.parametrize("command", ["optimize", "pack"])
+def test_hostile_folders(command: str, spoil: Callable[[Path], object], said: str, tmp_path: Path) -> None:
+    """One message, nothing outside of the folder is read or written, and nothing is left."""
+    source, target = folder_of(normed(), tmp_path / "old"), tmp_path / "fast"
+    (tmp_path / "secret").write_text("secret")
+    (source / "sub").mkdir()
+    spoil(source)
+    before = sorted(each.name for each in tmp_path.iterdir())
+    with pytest.raises(TwinopError) as error:
+        if command == "pack":
+            pack_genai(Options(source, target, genai=True, device="cpu"))
+        else:
+            optimize_folder(source, target, device="cpu")
+    assert said in str(error.value)
+    assert sorted(each.name for each in tmp_path.iterdir()) == before
+
+
+def _special(path: Path) -> None:
+    path.unlink()
+    os.mkfifo(path)
+
+
+@pytest.mark.parametrize("command", ["optimize", "pack"])
+def test_links_and_permissions_stay(command: str, tmp_path: Path) -> None:
+    source, target = folder_of(normed(), tmp_path / "old"), tmp_path / "fast"
+    (source / "sub").mkdir()
+    (source / "sub/own.txt").write_text("mine")
+    (source / "a").symlink_to(".")
+    (source / "b").symlink_to("sub/own.txt")
+    modes = {"sub/own.txt": 0o600, "model.onnx": 0o640, "genai_config.json": 0o600, "sub": 0o500}
+    for name, mode in modes.items():
+        (source / name).chmod(mode)
+    if command == "pack":
+        pack_genai(Options(source, target, genai=True, device="cpu"))
+    else:
+        optimize_folder(source, target, device="cpu")
+    assert os.readlink(target / "a") == "." and os.readlink(target / "b") == "sub/own.txt"
+    assert (target / "b").read_text() == "mine"
+    found = {name: (target / name).stat().st_mode & 0o777 for name in modes}
+    assert found == modes | {"sub": 0o700}
+
+
+def test_a_library_of_the_folder_is_not_loaded(tmp_path: Path) -> None:
+    """As in all commands; by name it is taken, and with permission."""
+    own = find_library("test_cube")
+    source = folder_of(normed(CUBE), tmp_path / "old", custom_ops_library="mine.so")
+    shutil.copy(own, source / "mine.so")
+    for line in (["optimize", str(source)], ["pack", "--genai", str(source)]):
+        target = str(tmp_path / line[0])
+        done = CliRunner().invoke(app, [*line, "-o", target, "--device", "cpu"])
+        assert done.exit_code == 1 and "mine.so lies in the model's own folder." in done.output
+        assert "--allow-model-libraries" in done.output and not Path(target).exists()
+        allowed = [*line, "-o", target, "--device", "cpu", "--allow-model-libraries"]
+        assert CliRunner().invoke(app, allowed).exit_code == 0
+        named = [*line, "-o", f"{target}2", "--device", "cpu", "--library", str(own)]
+        assert CliRunner().invoke(app, named).exit_code == 0
+
+
+def test_a_library_beside_a_file(tmp_path: Path) -> None:
+    """The option that the refusal names is there."""
+    onnx.save(normed(CUBE), tmp_path / "model.onnx")
+    shutil.copy(find_library("test_cube"), tmp_path / "libmine.so")
+    line = ["optimize", str(tmp_path / "model.onnx"), "-o", str(tmp_path / "o.onnx"), "--device", "cpu"]
+    done = CliRunner().invoke(app, line)
+    assert done.exit_code == 1 and "--allow-model-libraries" in done.output
+    assert CliRunner().invoke(app, [*line, "--allow-model-libraries"]).exit_code == 0

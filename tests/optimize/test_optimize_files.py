@@ -1,5 +1,6 @@
 """Tests of `twinop optimize` with files in unusual forms: what it reads, and where it writes."""
 
+import errno
 import os
 import signal
 import socket
@@ -470,3 +471,42 @@ def test_the_device_is_what_the_machine_has(
     layer = torch.nn.Linear(8, 8)
     report = export(layer, torch.randn(2, 8), tmp_path / "net.onnx", optimize=True, exporter="torchscript")
     assert (report.optimized is not None) == has_gpu
+
+
+@pytest.mark.parametrize("kilobytes", [1, 9])
+@pytest.mark.parametrize("command", ["optimize", "pack --genai", "pack"])
+def test_a_limit_of_file_sizes_is_no_defect(command: str, kilobytes: int, tmp_path: Path) -> None:
+    """As a full disk, wherever it is met: one message, exit code 1, and nothing is left."""
+    source = tmp_path / "in"
+    source.mkdir()
+    text = "(float[N, 64] x) => (float[N, 64] y) { a = MatMul (x, w) y = Relu (a) }"
+    onnx.save(parsed(text, w=weights(64, 64)), source / "model.onnx")
+    (source / "genai_config.json").write_text('{"model": {"decoder": {"filename": "model.onnx"}}}')
+    given = source if "genai" in command else source / "model.onnx"
+    device = [] if command == "pack" else ["--device", "cpu"]
+    line = [
+        sys.executable,
+        "-m",
+        "twinop",
+        *command.split(),
+        str(given),
+        "-o",
+        str(tmp_path / "out"),
+        *device,
+    ]
+    limited = f'ulimit -f {kilobytes}; exec "$@"'
+    done = subprocess.run(["bash", "-c", limited, "x", *line], capture_output=True, text=True)
+    assert done.returncode == 1 and "cannot be written: " in done.stderr, done.stderr
+    assert "File too large" in done.stderr and "defect" not in done.stdout + done.stderr
+    assert [each.name for each in tmp_path.iterdir()] == ["in"]
+
+
+def test_a_full_disk_is_no_defect(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: Any, **__: Any) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    onnx.save(parsed(TEXT, w=weights(4, 3)), tmp_path / "old.onnx")
+    monkeypatch.setattr("twinop.export.files.ir.save", full)
+    said = message(tmp_path / "old.onnx", tmp_path / "new.onnx")
+    assert "new.onnx: cannot be written: No space left on device. Free space on its disk" in said
+    assert [each.name for each in tmp_path.iterdir()] == ["old.onnx"]

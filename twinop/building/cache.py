@@ -49,7 +49,7 @@ def digest(*parts: Any) -> str:
 
 
 @contextmanager
-def writing(what: Path) -> Iterator[None]:
+def writing(what: Path, cure: str = "name another file with -o") -> Iterator[None]:
     """Turns a failure to write, as to a full disk or a read-only folder, into one BuildError."""
     try:
         yield
@@ -57,8 +57,10 @@ def writing(what: Path) -> Iterator[None]:
         problem = f"cannot be written: {error.strerror}. Fix its permissions"
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
             problem = "the disk is full. Free some space"
-        in_cache = cache_folder() in (what, *what.parents)
-        cure = "set TWINOP_CACHE to a folder on another disk" if in_cache else "name another file with -o"
+        elif error.errno == errno.EFBIG:
+            problem = "it is larger than the limit of files. Raise that (ulimit -f)"
+        if cache_folder() in (what, *what.parents):
+            cure = "set TWINOP_CACHE to a folder on another disk"
         raise BuildError(f"{what}: {problem}, or {cure}") from error
 
 

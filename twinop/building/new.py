@@ -1,5 +1,6 @@
 """`twinop new`: a project of one op, which works."""
 
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -8,6 +9,7 @@ import typer
 from ..console import clear_errors, out
 from ..errors import BuildError
 from ..names import check_project_name
+from ..publish import work_folder
 from .cache import writing
 
 _TEMPLATES = Path(__file__).parent / "templates"
@@ -41,13 +43,17 @@ def create_project(name: str, kind: Kind = "elementwise", parent: Path | None = 
         )
     if kind == "triton":
         words = {"my_op.h": "my_op.py"} | words
-    with writing(folder):
-        folder.mkdir(parents=True)
+    with writing(folder, "start from another folder"), ExitStack() as stack:
+        if not folder.parent.exists():
+            folder.parent.mkdir(parents=True)
+        scratch = stack.enter_context(work_folder(folder.parent))
+        (draft := scratch / name).mkdir()
         for template in (_TEMPLATES / "pyproject.toml", *sorted((_TEMPLATES / kind).glob("*my_op*.*"))):
             text = template.read_text(encoding="utf-8")
             for word, meant in words.items():
                 text = text.replace(word, meant)
-            (folder / template.name.replace("my_op", name)).write_text(text, encoding="utf-8")
+            (draft / template.name.replace("my_op", name)).write_text(text, encoding="utf-8")
+        draft.rename(folder)
     return folder
 
 
