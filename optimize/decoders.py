@@ -14,12 +14,9 @@ from .symbolic_shapes import infer_shapes
 from .unfuse_ort import rms_norm
 
 ATTENTION = "GroupQueryAttention"
-WIDE_NORMS = "norms in fp32"
-"""In the `meta` of graphs of 16 bits that add and norm in fp32."""
 _ACCURACY = "accuracy_level"
 _BATCH, _PAST, _PROMPT = 3, 9, 7
 _Q_NORM = 14  # the input; that of k follows
-_NORMS = ("SimplifiedLayerNormalization", "SkipSimplifiedLayerNormalization", "LayerNormalization")
 
 
 def set_sizes(model: ir.Model) -> None:
@@ -88,15 +85,6 @@ def _lengths(model: ir.Model, of_masks: bool) -> set[str]:
     return {shape[1] for shape in shapes if len(shape) in ranks and isinstance(shape[1], str)}
 
 
-def mark_wide_norms(model: ir.Model) -> None:
-    """Notes that a model of 16 bits norms in fp32: what it adds up, as Gemma does, may exceed fp16."""
-    norms = [node for node in model.graph if node.op_type in _NORMS]
-    weights = [value for node in norms for value in node.inputs if value is not None and value.const_value]
-    is_wide = weights and all(value.dtype is ir.DataType.FLOAT for value in weights)
-    if is_wide and any(node.op_type == ATTENTION for node in model.graph):
-        model.graph.meta[WIDE_NORMS] = True
-
-
 def set_full_precision(model: ir.Model) -> int:
     """Lets quantised products compute in floats, and returns how many did not.
 
@@ -127,7 +115,7 @@ def split_query_norms(model: ir.Model) -> int:
             apart = g.reshape(node, x, [0, 0, -1, size])
             wide = g.add(node, "Cast", [apart], {"to": ir.DataType.FLOAT})
             normal, _ = rms_norm(node, wide, [-1], g.attribute(node, "qk_norm_epsilon", 1e-6))
-            narrow = g.add(node, "CastLike", [normal, x])
+            narrow = g.add(node, "CastLike", [normal, x], dtype=x.dtype)
             scaled = g.add(node, "Mul", [narrow, weight])
             node.replace_input_with(index, g.reshape(node, scaled, [0, 0, -1]))
             node.replace_input_with(_Q_NORM + index, None)

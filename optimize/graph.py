@@ -1,7 +1,8 @@
 """Helpers of the rewrites: they read the values of a graph and insert nodes."""
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import reduce
 from typing import Any
@@ -18,6 +19,9 @@ _RESULTS = {"LessOrEqual": ir.DataType.BOOL, "Shape": ir.DataType.INT64}
 _ELEMENTWISE = {"Add", "Cast", "Div", "Identity", "LessOrEqual", "Max", "Mul", "Reciprocal", "Sqrt", "Where"}
 
 
+FP32 = "computed in fp32"
+"""In the `meta` of nodes that the file computes in fp32, beside others in 16 bits: the products and weights
+by name. Nodes in their place have it, too: it decides on the precision of the result."""
 OR = "_or_"
 """Joins the names of two sizes of inputs in the name of the size that they broadcast to."""
 
@@ -357,6 +361,7 @@ def add_like(
     while given and given[-1] is None:
         given.pop()
     node = ir.node(op_type, given, dict(attributes or {}), domain=domain, num_outputs=len(likes))
+    _mark_like(node, before)
     for value, like in zip(node.outputs, likes, strict=True):
         value.type, value.shape = like.type, like.shape
     assert before.graph is not None
@@ -455,6 +460,7 @@ def share_constants(graph: ir.Graph) -> None:
 def replace(old: ir.Value, new: ir.Value) -> None:
     """Replaces a value for all its readers, and removes nodes that nothing reads any more."""
     node = maker(old)
+    _mark_like(new.producer(), node)
     if old.is_graph_output():
         if new.is_graph_output() or new.is_graph_input() or new.is_initializer():
             new = add(node, "Identity", [new], shape=dims(new))
@@ -465,6 +471,32 @@ def replace(old: ir.Value, new: ir.Value) -> None:
         new.shape = old.shape
     ir.convenience.replace_all_uses_with(old, new, replace_graph_outputs=True)
     prune(node)
+
+
+def is_border(node: ir.Node) -> bool:
+    """Whether a node is a Sum of one value: what reads it has 16 bits in the file, and the value has fp32."""
+    return node.op_type == "Sum" and len(node.inputs) == 1 and not node.domain and FP32 not in node.meta
+
+
+def has_precision_of(node: ir.Node, user: ir.Node) -> bool:
+    """Whether a node may be fused with one that reads it: not if only the latter is computed in fp32."""
+    return FP32 in node.meta or FP32 not in user.meta
+
+
+def _mark_like(node: ir.Node | None, other: ir.Node) -> None:
+    if node is not None and FP32 in other.meta:
+        node.meta.setdefault(FP32, other.meta[FP32])
+
+
+@contextmanager
+def keeping_marks(model: ir.Model) -> Iterator[None]:
+    """Marks nodes that a pass puts in the place of others with marks: the names of values stay."""
+    marked = {value.name: node for node in model.graph if FP32 in node.meta for value in node.outputs}
+    yield
+    for node in model.graph:
+        for value in node.outputs:
+            if value.name in marked:
+                _mark_like(node, marked[value.name])
 
 
 def prune(node: ir.Node | None) -> None:

@@ -79,7 +79,7 @@ def match_linear(node: ir.Node) -> Linear | None:
             raise g.UnsupportedPattern("it adds a matrix")
     elif (addition := g.only_user(output)) is not None and addition.op_type == "Add":
         other = g.other_input(addition, output)
-        if not addition.domain and _is_bias(other, width, rank):
+        if not addition.domain and _is_bias(other, width, rank) and g.has_precision_of(node, addition):
             bias, output = other, addition.outputs[0]
     return Linear(node, x, weight, bias, layout, output)
 
@@ -162,7 +162,8 @@ def _replace(context: g.RewriteContext, linear: Linear, with_bias: bool) -> None
             op, so either all of them have a bias or none.
     """
     output, activation, user = linear.output, "none", g.only_user(linear.output)
-    if user is not None and (name := activation_of(context, user)):
+    is_alike = user is not None and g.has_precision_of(g.maker(output), user)
+    if user is not None and is_alike and (name := activation_of(context, user)):
         activation, output = name, user.outputs[0]
         context.made[activation] -= 1
     bias = bias_vector(context, linear.bias)

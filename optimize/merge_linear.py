@@ -1,7 +1,7 @@
 """Merges matrix products of one input, such as q, k and v.
 
-Matches: CustomLinear nodes with the same input, without activation and residual, if the number of rows is
-known and small.
+Matches: CustomLinear nodes with the same input and precision, without activation and residual, if the number
+of rows is known and small.
 Writes: one CustomLinear with the concatenated weights, and a Split, which costs less than several products.
 `packed_attention.py` merges q, k and v of any number of rows, because it needs no Split.
 """
@@ -23,12 +23,12 @@ _MAX_ELEMENTS = 3 << 20
 
 
 def rewrite(context: g.RewriteContext) -> None:
-    groups = defaultdict[tuple[ir.Value, int], list[ir.Node]](list)
+    groups = defaultdict[tuple[ir.Value, int, bool], list[ir.Node]](list)
     for node in context.op_nodes("linear"):
         x = node.inputs[0]
         if x is not None and _rows(x) > 0 and is_plain(node):
-            groups[x, len(node.inputs)].append(node)
-    for (x, _), nodes in groups.items():
+            groups[x, len(node.inputs), g.FP32 in node.meta].append(node)
+    for (x, *_), nodes in groups.items():
         width = sum(g.last_dim(node.outputs[0]) or 0 for node in nodes)
         if len(nodes) > 1 and _rows(x) * width <= _MAX_ELEMENTS:
             _replace(context, nodes)
@@ -53,7 +53,7 @@ def products_of_one(context: g.RewriteContext, values: Sequence[ir.Value | None]
     name = context.records["linear"].onnx_name
     found = [g.producer(value, name, domain=DOMAIN) for value in values]
     plain = [each for each in found if each is not None and is_plain(each) and g.only_user(each.outputs[0])]
-    alike = {(each.inputs[0], len(each.inputs)) for each in plain}
+    alike = {(each.inputs[0], len(each.inputs), g.FP32 in each.meta) for each in plain}
     return plain if len({*plain}) == len(values) and len(alike) == 1 else []
 
 

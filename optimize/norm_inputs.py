@@ -26,6 +26,8 @@ def fuse_sums(context: g.RewriteContext) -> None:
             addition = g.producer(total, "Add") or g.producer(total, add, domain=DOMAIN)
             if addition is None or total is None or not _is_fusible(node):
                 continue
+            if not g.has_precision_of(addition, node):
+                continue
             if all(g.same_dims(g.dims(each), g.dims(total)) for each in addition.inputs):
                 _fuse(context, norm, node, total, f"add_{norm}", addition.inputs)
 
@@ -62,7 +64,10 @@ def _fuse(
     record, old = context.records[op], [node.outputs[0], total]
     kept = {name: each.value for name, each in node.attributes.items() if record.attribute(name) is not None}
     fused = g.add_like(node, record.onnx_name, [*inputs, *node.inputs[1:]], kept, old, domain=DOMAIN)
-    for value, new in zip(old, fused, strict=True):
+    normal, total_again = fused
+    if g.FP32 in g.maker(total).meta and g.FP32 not in node.meta:  # the readers of the norm have 16 bits
+        normal = g.add(node, "Sum", [normal], shape=g.dims(normal))
+    for value, new in zip(old, (normal, total_again), strict=True):
         g.replace(value, new)
     context.graph.sort()  # other readers of the sum may stand before the norm
     context.made[norm] -= 1

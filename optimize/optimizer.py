@@ -46,9 +46,10 @@ from . import (
 from . import graph as g
 from .load import data_files, load, load_weights, make_constant, separate_names
 from .own_ops import find_own_ops
-from .prepare import convert_to_fp32, inline_functions, main_dtype
+from .prepare import inline_functions, main_dtype
 from .report import OptimizeReport
 from .rewrite_check import RewriteCheck
+from .widen import convert_to_fp32
 
 REWRITES: Mapping[str, Callable[[g.RewriteContext], None]] = {
     "unfuse_ort": unfuse_ort.rewrite,
@@ -151,9 +152,8 @@ def optimize(
     branches.move_out(model)
     model.graph.meta[cached_attention.SHARED_CACHES] = shared_caches
     model.graph.meta[invariance.INVARIANT] = invariant
-    own_dtype = dtype_name(main_dtype(model))
-    if own_dtype in precision.DTYPES:
-        decoders.mark_wide_norms(model)
+    main = main_dtype(model)
+    own_dtype = dtype_name(main)
     unfuse_ort.split_simplified_norms(model)
     is_changed = decoders.split_query_norms(model) + decoders.set_full_precision(model) > 0
     interface = _interface(model)
@@ -167,7 +167,7 @@ def optimize(
             f"{option('dtype', dtype)}: the model is in float64, which stays. Leave out "
             f"{option('dtype')}, or export the model in float32"
         )
-    if (narrow_types := convert_to_fp32(model)) or is_changed:
+    if (narrow_types := convert_to_fp32(model, main, dtype is not None)) or is_changed:
         with time_limit(timeout):
             equivalence.require_types(source, own.libraries or None)
     decoders.set_sizes(model)
@@ -178,7 +178,18 @@ def optimize(
         unchanged = source if not invariant and (dtype is None or found == {dtype}) else None
         exposed = interface if dtype is None else {}
         check = RewriteCheck(
-            model, original, unchanged, exposed, is_changed, folder, records, report, padding, own, progress
+            model,
+            original,
+            unchanged,
+            exposed,
+            dtype is None,
+            is_changed,
+            folder,
+            records,
+            report,
+            padding,
+            own,
+            progress,
         )
         check.make_cases(inputs_file, allow_uncompared)
         left_out = {*without, *(_CUDA_ONLY if device == "cpu" else ())}

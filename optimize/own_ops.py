@@ -251,11 +251,11 @@ def _cast_around(node: ir.Node, types: Types) -> None:
         if index < len(node.inputs):
             node.replace_input_with(index, g.add(node, "Cast", [value], {"to": dtype}))
         else:
-            _cast_for_readers(value, _FLOAT)
+            cast_for_readers(value, _FLOAT)
             value.type = ir.TensorType(dtype)
 
 
-def _cast_for_readers(value: ir.Value, dtype: ir.DataType) -> None:
+def cast_for_readers(value: ir.Value, dtype: ir.DataType) -> None:
     """Casts the output of a node for everything that reads it. The result has its name."""
     node, cast = value.producer(), ir.node("Cast", [value], {"to": dtype})
     [result] = cast.outputs

@@ -23,22 +23,19 @@ from twinop.op_spec import DOMAIN
 
 from . import graph as g
 from .branches import is_moved
-from .decoders import WIDE_NORMS
 from .inputs import is_mask_name
 from .own_ops import OwnOps, remove_casts
 
 DTYPES = {"float16": ir.DataType.FLOAT16, "bfloat16": ir.DataType.BFLOAT16}
 
-_ELEMENTS = {"Add", "Div", "Mul", "Neg", "Sub"}
+ELEMENTS = {"Add", "Div", "Mul", "Neg", "Sub"}
 _LAYERS = {"Conv", "Gemm", "MatMul"}
-WAS_16_BITS = "was in 16 bits"
-"""In the `meta` of nodes that had an output of 16 bits before the model was converted to fp32."""
-_SHAPES = {
+SHAPES = {
     "Concat", "Expand", "Flatten", "Gather", "GatherElements", "Identity", "Reshape", "ScatterElements",
     "ScatterND", "Shape", "Size", "Slice", "Split", "Squeeze", "Tile", "Transpose", "Trilu", "Unsqueeze",
     "Where",
 }  # fmt: skip
-_ANY_16 = _ELEMENTS | _SHAPES | {
+_ANY_16 = ELEMENTS | SHAPES | {
     "Attention", "ConstantOfShape", "Dropout", "Gelu", "Gemm", "LayerNormalization", "MatMul", "Max", "Min",
     "RMSNormalization", "Relu", "RotaryEmbedding", "Sigmoid", "Softmax", "Sum", "Tanh",
 }  # fmt: skip
@@ -61,23 +58,30 @@ Casts = dict[tuple[ir.Value, ir.DataType], ir.Value]
 """A value in another dtype, by the value and the dtype."""
 
 
-def convert(model: ir.Model, dtype: ir.DataType, kept: Mapping[str, ir.DataType], own: OwnOps) -> int:
+def convert(
+    model: ir.Model, dtype: ir.DataType, kept: Mapping[str, ir.DataType], own: OwnOps, keeps_fp32: bool
+) -> tuple[int, list[str]]:
     """Converts a model in fp32, in place.
 
     Args:
         dtype: of the nodes, and of inputs and outputs.
         kept: the dtypes of inputs and outputs that have another one, by name.
         own: the user's ops.
+        keeps_fp32: nodes that the file computes in fp32 stay in fp32.
 
     Returns:
-        The number of nodes that compute in fp32.
+        The number of nodes that compute in fp32, and the products and weights that no longer do, by name.
     """
     LiftConstantsToInitializersPass(lift_all_constants=True, size_limit=0)(model)
     graph = model.graph
     for node in list(graph):
         if own.types_in_result(node) is not None:
             remove_casts(node)
-    wide = _fp32_nodes(graph, dtype, own) if dtype is not ir.DataType.FLOAT else set()
+    marked = _marked(graph, dtype, kept) if keeps_fp32 else set()
+    wide = _fp32_nodes(graph, dtype, own, marked) if dtype is not ir.DataType.FLOAT else set()
+    narrowed = [
+        node.meta.get(g.FP32) for node in graph if node not in wide and dtype is not ir.DataType.FLOAT
+    ]
     tensors = [*graph.inputs, *(value for node in graph for value in node.outputs)]
     float_tensor = ir.TensorType(ir.DataType.FLOAT)  # sequences and optionals have the same dtype
     floats = {value for value in tensors if value.type == float_tensor}
@@ -89,6 +93,9 @@ def convert(model: ir.Model, dtype: ir.DataType, kept: Mapping[str, ir.DataType]
     casts: Casts = {}
     for node in list(graph):
         wanted = ir.DataType.FLOAT if node in wide else dtype
+        if node.op_type == "Cast" and not node.domain and node in wide:  # from any dtype
+            _set_cast(node, floats, dtypes)
+            continue
         chosen = own.types_in_result(node) or (None,) * (len(node.inputs) + len(node.outputs))
         for index, value in enumerate(node.inputs):
             if value is not None:
@@ -100,9 +107,23 @@ def convert(model: ir.Model, dtype: ir.DataType, kept: Mapping[str, ir.DataType]
             if result in floats:
                 _set_dtype(result, chosen[len(node.inputs) + index] or wanted, dtypes)
         _convert_attributes(node, wanted)
+        if g.is_border(node) and node.inputs[0] is not None:
+            g.replace(node.outputs[0], node.inputs[0])
     _cast_outputs(graph, dtypes, dtype, kept)
     RemoveUnusedNodesPass()(model)  # the weights in fp32
-    return len(wide)
+    wide = {node for node in wide if node.graph is graph and node.op_type != "Cast"}
+    return len(wide), [*dict.fromkeys(filter(None, narrowed))]
+
+
+def _set_cast(node: ir.Node, floats: set[ir.Value], dtypes: dict[ir.Value, ir.DataType]) -> None:
+    """Notes what a Cast returns. One that rounds to the dtype that its input has now goes."""
+    source, [result] = node.inputs[0], node.outputs
+    if result in floats:
+        dtypes[result] = ir.DataType.FLOAT
+    elif (rounded := result.dtype) in DTYPES.values() and rounded is not None and source is not None:
+        dtypes[result] = rounded
+        if dtypes.get(source) is rounded:
+            g.replace(result, source)
 
 
 def _converted(
@@ -112,6 +133,10 @@ def _converted(
     is_constant = value not in dtypes and _is_wide_constant(value)
     if dtype is (ir.DataType.FLOAT if is_constant else dtypes.get(value, dtype)):
         return value
+    cast = g.producer(value, "Cast") if dtype is not ir.DataType.FLOAT else None
+    source = cast.inputs[0] if cast is not None else None
+    if source is not None and dtypes.get(source) is dtype:  # it was cast to fp32
+        return source
     if (value, dtype) not in casts:
         if is_constant:
             assert before.graph is not None and value.const_value is not None
@@ -148,10 +173,29 @@ def _set_dtype(value: ir.Value, dtype: ir.DataType, dtypes: dict[ir.Value, ir.Da
     dtypes[value] = dtype
 
 
-def _fp32_nodes(graph: ir.Graph, dtype: ir.DataType, own: OwnOps) -> set[ir.Node]:
-    """Returns the nodes that stay in fp32."""
+def _marked(graph: ir.Graph, dtype: ir.DataType, kept: Mapping[str, ir.DataType]) -> set[ir.Node]:
+    """Returns the nodes that the file computes in fp32, and those that read what it has in fp32."""
+    found = set[ir.Node]()
+    held = {value for value in graph.inputs if kept.get(str(value.name)) is ir.DataType.FLOAT}
+    for node in graph:
+        reads = not held.isdisjoint(node.inputs) and node.op_type not in ("Cast", "Shape", "Size")
+        reads = reads and not g.is_border(node)
+        hides = node.op_type in ELEMENTS and max(map(_largest, node.inputs)) > float(dtype.max)
+        if g.FP32 in node.meta or (reads and not hides):
+            found.add(node)
+        if g.FP32 in node.meta or (reads and node.op_type in SHAPES):
+            held.update(value for value in node.outputs if value.dtype is ir.DataType.FLOAT)
+    return found
+
+
+def _fp32_nodes(graph: ir.Graph, dtype: ir.DataType, own: OwnOps, marked: set[ir.Node]) -> set[ir.Node]:
+    """Returns the nodes that stay in fp32.
+
+    Args:
+        marked: those that do because the file computes them so.
+    """
     allowed = _ANY_16 | (_FLOAT16_ONLY if dtype is ir.DataType.FLOAT16 else set())
-    wide = _beside_tiny_constants(graph, dtype) | _of_large_integers(graph, dtype)
+    wide = marked | _beside_tiny_constants(graph, dtype) | _of_large_integers(graph, dtype)
     for node in reversed(graph):
         kinds = [value.dtype for value in (*node.inputs, *node.outputs) if value is not None]
         if ir.DataType.FLOAT not in kinds or is_moved(node):
@@ -160,9 +204,6 @@ def _fp32_nodes(graph: ir.Graph, dtype: ir.DataType, own: OwnOps) -> set[ir.Node
             wide = wide - {node} if dtype in types else wide | {node}
             continue
         domain, users = node.domain, [use.node for value in node.outputs for use in value.uses()]
-        is_norm = domain == DOMAIN and node.op_type.endswith("Norm")
-        if is_norm and graph.meta.get(WIDE_NORMS) and not g.producer(node.inputs[0], "Reshape"):
-            wide.add(node)  # but for those of heads, which products in 16 bits have made
         if node in wide or domain == DOMAIN or (domain == g.MICROSOFT and node.op_type in _MICROSOFT):
             continue
         if not domain and node.op_type == "Cast":
@@ -173,7 +214,7 @@ def _fp32_nodes(graph: ir.Graph, dtype: ir.DataType, own: OwnOps) -> set[ir.Node
             is_mean = node.op_type == "ReduceMean" and dtype is ir.DataType.FLOAT16 and _is_pooling(node)
             if is_mean or (node.op_type == "DequantizeLinear" and _is_weight(node, dtype, wide)):
                 continue
-            follows = node.op_type in _ELEMENTS | _SHAPES and users and wide.issuperset(users)
+            follows = node.op_type in ELEMENTS | SHAPES and users and wide.issuperset(users)
             follows = follows and not (node.op_type == "Gather" and g.is_constant(node.inputs[0]))
             if domain or node.op_type not in allowed or follows:
                 wide.add(node)
@@ -219,12 +260,12 @@ def _of_large_integers(graph: ir.Graph, dtype: ir.DataType) -> set[ir.Node]:
         if large.isdisjoint(node.inputs) or node.domain == g.MICROSOFT:
             continue
         number = max(map(_largest, node.inputs))
-        if node.op_type in _ELEMENTS and number > float(dtype.max):
+        if node.op_type in ELEMENTS and number > float(dtype.max):
             continue  # a mask: the number that hides is limited to the dtype's
         found.add(node)
         scales = node.op_type in ("Mul", "Div") and not large.issuperset(node.inputs) and number < 1
         is_product = node.domain == DOMAIN and node.op_type.endswith("Linear")
-        if (node.op_type in _ELEMENTS | _BOUNDS | _SHAPES | _LAYERS or is_product) and not scales:
+        if (node.op_type in ELEMENTS | _BOUNDS | SHAPES | _LAYERS or is_product) and not scales:
             large.update(value for value in node.outputs if value.dtype is ir.DataType.FLOAT)
     return found
 
@@ -238,7 +279,7 @@ def _is_small(value: ir.Value | None) -> bool:
     node = value.producer()
     if node is None or node.domain:
         return node is None and is_mask_name(str(value.name))
-    kept = {"Cast", "Max", "Min", "Mul", "Sub"} | _SHAPES - {"Shape", "Size"}
+    kept = {"Cast", "Max", "Min", "Mul", "Sub"} | SHAPES - {"Shape", "Size"}
     return node.op_type in kept and all(map(_is_small, node.inputs))
 
 
@@ -247,7 +288,7 @@ def _is_pooling(node: ir.Node) -> bool:
 
     ONNX Runtime's sum of many 16-bit numbers may overflow, so a mean is not converted where it was in fp32.
     """
-    return bool(node.meta.get(WAS_16_BITS)) and all(
+    return g.FP32 not in node.meta and all(
         each.op_type in _LAYERS or each.domain == DOMAIN for each in _readers(node.outputs[0])
     )
 
@@ -292,13 +333,14 @@ def narrow(array: np.ndarray, dtype: ir.DataType) -> np.ndarray:
 
 
 def _convert_attributes(node: ir.Node, wanted: ir.DataType) -> None:
+    for name in ("to", "dtype", "output_dtype"):
+        if g.attribute(node, name, None) == ir.DataType.FLOAT:
+            node.attributes[name] = ir.AttrInt64(name, int(wanted))
     if node.op_type == "ConstantOfShape" and wanted is not ir.DataType.FLOAT:
         value = g.attribute(node, "value", ir.tensor(np.zeros(1, np.float32)))
         if value.dtype is ir.DataType.FLOAT:
             tensor = ir.tensor(narrow(value.numpy(), wanted), dtype=wanted)
             node.attributes["value"] = ir.AttrTensor("value", tensor)
-    if node.op_type == "Cast" and ir.DataType(g.attribute(node, "to", 0)) is ir.DataType.FLOAT:
-        node.attributes["to"] = ir.AttrInt64("to", int(wanted))
 
 
 def _cast_outputs(

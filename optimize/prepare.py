@@ -10,11 +10,10 @@ from onnx_ir.passes.common import (
     CommonSubexpressionEliminationPass,
     InlinePass,
     RemoveUnusedNodesPass,
-    ShapeInferencePass,
 )
 
 from twinop.deploy.ort_runs import NotRunnable, run
-from twinop.errors import ExportError, TwinopError, option
+from twinop.errors import ExportError, TwinopError
 from twinop.export.attach import OPSETS
 from twinop.export.folding import fold_constants
 from twinop.export.schema import registered_schemas
@@ -24,8 +23,7 @@ from twinop.quiet import quiet
 
 from . import graph as g
 from .own_ops import FLOATS_16, OwnOps
-from .precision import WAS_16_BITS
-from .symbolic_shapes import infer_shapes
+from .symbolic_shapes import infer_shapes, infer_types
 
 _POSSIBLE_NO_OPS = ("Expand", "Identity", "Reshape")
 
@@ -43,11 +41,13 @@ def prepare(model: ir.Model, records: Mapping[str, OpSpec]) -> None:
         return False if node.domain in own else None
 
     with quiet(), registered_schemas([each for each in records.values() if not each.is_backward]):
-        ShapeInferencePass(check_type=False, strict_mode=False, data_prop=True)(model)
-        fold_constants(model, should_fold)
+        infer_types(model)
+        with g.keeping_marks(model):
+            fold_constants(model, should_fold)
         infer_shapes(model)
         _fold_sizes(model)
-        fold_constants(model, should_fold)  # the sizes that inference finds make more constants
+        with g.keeping_marks(model):
+            fold_constants(model, should_fold)  # the sizes that inference finds make more constants
         _unflatten_softmax(model)
         _remove_no_ops(model)
         CommonSubexpressionEliminationPass()(model)
@@ -224,50 +224,3 @@ def main_dtype(model: ir.Model) -> ir.DataType:
         if 2 * sum(counts[kind] for kind in kinds) > counts.total():
             return max(kinds, key=lambda kind: counts[kind])
     return ir.DataType.FLOAT
-
-
-def convert_to_fp32(model: ir.Model) -> set[ir.DataType]:
-    """Converts every 16-bit float of a model to fp32, in place, and returns the 16-bit types that it had.
-
-    Raises:
-        ExportError: a value is a sequence or an optional of such floats.
-    """
-    found = set[ir.DataType]()
-    means = [node for graph in model.graphs() for node in graph if node.op_type == "ReduceMean"]
-    if any(node.outputs[0].dtype is None for node in means):
-        ShapeInferencePass(check_type=False, strict_mode=False)(model)
-    for node in means:
-        if node.outputs[0].dtype in FLOATS_16:
-            node.meta[WAS_16_BITS] = True
-
-    def widened(tensor: ir.TensorProtocol) -> ir.TensorProtocol:
-        found.add(tensor.dtype)
-        return ir.tensor(tensor.numpy().astype(np.float32), name=tensor.name)
-
-    for graph in model.graphs():
-        for value in [*graph.inputs, *graph.initializers.values()]:
-            _widen_type(value, found)
-            if value.const_value is not None and value.const_value.dtype in FLOATS_16:
-                value.const_value = widened(value.const_value)
-        for node in graph:
-            for value in node.outputs:
-                _widen_type(value, found)
-            for name, each in list(node.attributes.items()):
-                if each.is_ref():
-                    continue
-                if each.type is ir.AttributeType.TENSOR and each.value.dtype in FLOATS_16:
-                    node.attributes[name] = ir.AttrTensor(name, widened(each.value))
-                elif node.op_type == "Cast" and name == "to" and ir.DataType(each.value) in FLOATS_16:
-                    node.attributes[name] = ir.AttrInt64(name, int(ir.DataType.FLOAT))
-    return found
-
-
-def _widen_type(value: ir.Value, found: set[ir.DataType]) -> None:
-    if value.dtype in FLOATS_16:
-        if not isinstance(value.type, ir.TensorType):
-            raise ExportError(
-                f"{value.name} is {value.type}: sequences and optionals of 16 bits are not supported. Export "
-                f"the model in float32, and give {option('dtype')}"
-            )
-        found.add(value.dtype)
-        value.type = ir.TensorType(ir.DataType.FLOAT)

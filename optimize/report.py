@@ -5,6 +5,8 @@ from pathlib import Path
 
 from twinop.errors import option
 
+_NAMES = 64  # of narrowed weights; `narrowed` has the others
+
 
 @dataclass
 class OptimizeReport:
@@ -24,6 +26,7 @@ class OptimizeReport:
         same: the file is the original; nothing was recognised or converted.
         inlined: the number of nodes of each custom op that became standard operators, by domain and type.
         libraries: the files that a session with the result has registered and whose ops it has.
+        narrowed: products and weights that the source has in fp32, and the result in 16 bits, by name.
         needs: operators of the file that only ONNX Runtime has.
     """
 
@@ -46,6 +49,7 @@ class OptimizeReport:
     timed_shape: tuple[int, ...] = ()
     inlined: dict[str, int] = field(default_factory=dict)
     libraries: list[Path] = field(default_factory=list)
+    narrowed: list[str] = field(default_factory=list)
     needs: list[str] = field(default_factory=list)
     same: bool = False
     notes: list[str] = field(default_factory=list)
@@ -73,6 +77,10 @@ class OptimizeReport:
             f"Name one with {option('library')} to keep them"
             for op, count in self.inlined.items()
         ]
+        if self.narrowed:
+            rest = len(self.narrowed) - _NAMES
+            names = [*self.narrowed[:_NAMES], *([f"and {rest} others"] if rest > 0 else [])]
+            lines.append(f"  float32 in the source, {self.dtype} here: {', '.join(names)}")
         lines.append(f"  size: {self.bytes_before / 1e6:.3g} -> {self.bytes_after / 1e6:.3g} MB")
         if self.libraries:
             lines.append(f"  libraries: {', '.join(map(str, self.libraries))}")

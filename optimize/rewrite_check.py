@@ -16,7 +16,6 @@ from onnx_ir.passes.common import (
     CommonSubexpressionEliminationPass,
     LiftConstantsToInitializersPass,
     NameFixPass,
-    ShapeInferencePass,
 )
 
 import twinop
@@ -52,6 +51,7 @@ from .load import load
 from .own_ops import OwnOps
 from .prepare import clean, prepare
 from .report import OptimizeReport
+from .symbolic_shapes import infer_types
 from .timing import milliseconds
 from .unfuse_ort import split_simplified_norms
 
@@ -73,6 +73,7 @@ class RewriteCheck:
         original: Path | None,
         unchanged: Path | None,
         interface: Mapping[str, ir.DataType],
+        keeps_fp32: bool,
         is_changed: bool,
         folder: Path,
         records: Mapping[str, OpSpec],
@@ -88,17 +89,19 @@ class RewriteCheck:
             original: the original's file, if that is in fp32.
             unchanged: the original's file, if the result has the same dtypes.
             interface: the dtypes of inputs and outputs that do not get the report's dtype, by name.
+            keeps_fp32: what the file computes in fp32 stays in fp32: no dtype was asked for.
             is_changed: the model is not what the original's file computes on the CPU (`decoders.py`).
             folder: where files are written.
             own: the user's own ops, and the libraries of all runs.
         """
         self.unchanged, self.interface, self.is_changed = unchanged, interface, is_changed
         self.folder, self.records, self.report, self.padding = folder, records, report, padding
+        self.keeps_fp32 = keeps_fp32
         self.own, self.library, self.progress = own, own.libraries or None, progress
         self.dtype = precision.DTYPES.get(report.dtype, ir.DataType.FLOAT)
         self.converts = {self.dtype, *interface.values()} != {ir.DataType.FLOAT}
         self.defaults: Mapping[str, ir.TensorProtocol] = {}  # of inputs, while rewrites run
-        self.original = original or self._save(model.clone(), "original.onnx")[-1]
+        self.original = original or self._save(model.clone(), "original.onnx", checks=False)[-1]
         self.acting = set[str]()  # the rewrites that changed something
         self.longest_measurement = 0.0  # seconds
         self.registered: Sequence[Library] = []  # the libraries of the last run
@@ -139,7 +142,9 @@ class RewriteCheck:
 
     def _noise(self, by: float = equivalence.LAST_BITS) -> equivalence.Errors:
         self.progress("comparing the original with itself")
-        nudged = self._save(equivalence.nudge_weights(self.unprepared.clone(), by), "nudged.onnx")[-1]
+        nudged = self._save(
+            equivalence.nudge_weights(self.unprepared.clone(), by), "nudged.onnx", checks=False
+        )[-1]
         return equivalence.noise(nudged, self.library, self.reference, by)
 
     def apply(self, rewrites: Rewrites) -> g.RewriteContext:
@@ -250,12 +255,12 @@ class RewriteCheck:
         calls = find_calls(model, self.records)
         attach_to_calls(model, calls, allow_missing=True)
         with quiet():
-            ShapeInferencePass(check_type=False, strict_mode=False)(model)
+            infer_types(model)
         model.metadata_props["twinop.version"] = twinop.__version__
         model.metadata_props.update({record.metadata_key: record.schema_hash for record in calls})
         return self._save(model, name)
 
-    def _save(self, model: ir.Model, name: str) -> list[Path]:
+    def _save(self, model: ir.Model, name: str, checks: bool = True) -> list[Path]:
         branches.move_back(model)
         kinds = {str(value.name): value.dtype for value in model.graph.inputs}
         defaults = {
@@ -265,7 +270,7 @@ class RewriteCheck:
             for each, tensor in self.defaults.items()
         }
         restore_defaults(model.graph, defaults)
-        return save(self.own.attach(model), self.folder / name, EXTERNAL_DATA_BYTES)
+        return save(self.own.attach(model), self.folder / name, EXTERNAL_DATA_BYTES, checks)
 
     def drop_slow(
         self, best: tuple[Rewrites, g.RewriteContext], path: Path
@@ -339,9 +344,11 @@ class RewriteCheck:
         self._undo_changes(model)
         return self._write(model, f"{name}.onnx")[-1]
 
-    def _convert(self, model: ir.Model) -> int:
-        """Converts a model to the wanted dtypes, and returns how many of its nodes compute in fp32."""
-        return precision.convert(model, self.dtype, self.interface, self.own) if self.converts else 0
+    def _convert(self, model: ir.Model) -> tuple[int, list[str]]:
+        """Converts a model to the wanted dtypes; see `precision.convert`."""
+        if not self.converts:
+            return 0, []
+        return precision.convert(model, self.dtype, self.interface, self.own, self.keeps_fp32)
 
     def _milliseconds(self, *paths: Path, stop: float) -> list[float]:
         found = milliseconds(paths, self.reference.cases[0], self.report.device, self.library, stop)
@@ -367,7 +374,8 @@ class RewriteCheck:
         report.notes += [f"the new file: {self.note}"] if self.note else []
         model = context.model
         report.inlined, report.libraries = self.own.inlined, paths_in_use(model, self.registered)
-        if wide := self._convert(model):
+        wide, report.narrowed = self._convert(model)
+        if wide:
             report.notes.append(f"{wide} nodes compute in fp32")
         late = replace(context, made=context.made.copy(), left=context.left.copy())
         self._pack(late)

@@ -10,6 +10,7 @@ from typing import Any
 
 import onnx
 import onnx_ir as ir
+from onnx_ir.passes.common import ShapeInferencePass
 
 from . import graph as g
 
@@ -18,6 +19,34 @@ _BROADCASTS = (
     "Add", "And", "Div", "Equal", "Greater", "GreaterOrEqual", "Less", "LessOrEqual", "Max", "Min", "Mul",
     "Or", "Pow", "Sub", "Sum", "Where",
 )  # fmt: skip
+
+
+_SEQUENCES = {
+    "SequenceConstruct", "SequenceEmpty", "SequenceErase", "SequenceInsert", "SequenceMap", "SplitToSequence",
+}  # fmt: skip
+
+
+def infer_types(model: ir.Model, data_prop: bool = True) -> None:
+    """Infers types and shapes as onnx does, in place.
+
+    onnx_ir gives a sequence without a declared type that of its tensors: here it gets the right one.
+    """
+    graphs = [*model.graphs()]
+    untyped = {value for graph in graphs for node in graph for value in node.outputs if value.type is None}
+    ShapeInferencePass(check_type=False, strict_mode=False, data_prop=data_prop)(model)
+    for graph in graphs[::-1]:  # bodies before their nodes
+        for node in graph:
+            likes = [value for value in node.inputs[:1] if value is not None and node.op_type == "Identity"]
+            for body in g.subgraphs(node):
+                likes = [*body.outputs][1 if node.op_type == "Loop" else 0 :]
+            for index, value in enumerate(node.outputs):
+                like = likes[index] if index < len(likes) and node.op_type != "SequenceMap" else None
+                if value not in untyped or not isinstance(value.type, ir.TensorType):
+                    continue
+                if node.op_type in _SEQUENCES and not node.domain:
+                    value.type = ir.SequenceType(value.type)
+                elif like is not None and isinstance(like.type, ir.SequenceType):
+                    value.type = like.type
 
 
 def infer_shapes(model: ir.Model) -> None:

@@ -1,0 +1,235 @@
+"""Converts a model to fp32, and marks the nodes that its file computes in fp32 on purpose.
+
+The marks (`graph.FP32` in a node's `meta`) decide on the precision of the result if no dtype is asked for. A
+node gets one if it has fp32 weights, or if its fp32 result is read in fp32. One whose result only becomes 16
+bits gets none: an operator in 16 bits, which computes in fp32 inside and rounds once, does the same.
+
+A Cast to 16 bits stays where it changes values that are read in fp32: in a file that is mostly fp32, and
+before a Cast to fp32. Others follow from the precision of the file. Where one reads a node with a mark, a Sum
+of one value stands for it (`graph.is_border`), so that a rewrite of nodes in 16 bits does not take it for a
+reader of fp32.
+"""
+
+from collections.abc import Iterable, Mapping
+
+import numpy as np
+import onnx_ir as ir
+
+from twinop.errors import ExportError, option
+
+from . import graph as g
+from .own_ops import FLOATS_16, cast_for_readers
+from .precision import ELEMENTS, MOST_ELEMENTS, SHAPES, clip, narrow
+from .symbolic_shapes import infer_types
+
+_FLOAT = ir.DataType.FLOAT
+_DTYPE_ATTRIBUTES = (
+    "to", "dtype", "output_dtype", "output_datatype", "precision", "softmax_precision", "stash_type",
+)  # fmt: skip
+_CASTS = ("Cast", "CastLike")
+_MOVES = SHAPES - {"Shape", "Size"}
+_FUSED = ELEMENTS | _MOVES | {"Clip", "Erf", "Gelu", "Relu", "Sigmoid", "Tanh"}
+"""What rewrites fuse with a product before it."""
+_PRODUCTS = {
+    "Attention", "Conv", "ConvTranspose", "Einsum", "FusedMatMul", "GRU", "Gemm", "LSTM", "MatMul",
+    "MultiHeadAttention", "RNN",
+}  # fmt: skip
+_ROUNDS_ALWAYS = {"ReduceMean"}  # ONNX Runtime's sum of many 16-bit numbers may overflow
+
+Kinds = Mapping[ir.Value, ir.DataType | None]
+"""The dtypes of values in the file."""
+
+
+def convert_to_fp32(model: ir.Model, main: ir.DataType, asked: bool) -> set[ir.DataType]:
+    """Converts every 16-bit float of a model to fp32, in place, and returns the 16-bit types that it had.
+
+    Args:
+        main: the dtype of most weights.
+        asked: whether the result gets a dtype that the user names, so that the report says what it changes.
+
+    Raises:
+        ExportError: a value is a sequence or an optional of such floats.
+    """
+    graphs = [*model.graphs()]
+    found = {dtype for graph in graphs for dtype in _dtypes(graph) if dtype in FLOATS_16}
+    values = [value for graph in graphs for node in graph for value in node.outputs]
+    if found and any(value.dtype is None for value in values):
+        infer_types(model)
+        graphs = [*model.graphs()]
+    kinds = _kinds(graphs, bool(found))
+    if found or asked:
+        _mark(model.graph, kinds, main if main in FLOATS_16 else ir.DataType.FLOAT16)
+    narrowing = [node for graph in graphs for node in graph if found and _narrows(node, kinds)]
+    casts = [node for node in narrowing if main not in FLOATS_16 or _is_read_in_fp32(node, kinds)]
+    for node in {*narrowing}.difference(casts) if not asked else ():
+        if (source := node.inputs[0]) is not None and _is_fp32(source, kinds) and node.graph is model.graph:
+            g.replace(node.outputs[0], g.add(node, "Sum", [source], dtype=_FLOAT, shape=g.dims(source)))
+    for graph in graphs:
+        _widen(graph, {*casts})
+    for node in casts:
+        _round(node, kinds[node.outputs[0]])
+    return found
+
+
+def _dtypes(graph: ir.Graph) -> Iterable[ir.DataType | None]:
+    """Yields the dtypes of a graph's values, tensors and attributes."""
+    for value in (*graph.inputs, *graph.initializers.values()):
+        yield value.dtype
+        yield value.const_value.dtype if value.const_value is not None else None
+    for node in graph:
+        yield from (value.dtype for value in node.outputs)
+        for name, each in node.attributes.items():
+            if each.type is ir.AttributeType.TENSOR and not each.is_ref():
+                yield each.value.dtype
+            elif _is_dtype(name, each):
+                yield ir.DataType(each.value)
+
+
+def _is_dtype(name: str, attribute: ir.Attr) -> bool:
+    is_int = attribute.type is ir.AttributeType.INT and not attribute.is_ref()
+    return is_int and name in _DTYPE_ATTRIBUTES
+
+
+def _kinds(graphs: Iterable[ir.Graph], mixed: bool) -> Kinds:
+    """Returns the dtypes of all values; those that are not declared are fp32 in a file without 16 bits."""
+    kinds = dict[ir.Value, ir.DataType | None]()
+    for graph in graphs:
+        kinds |= {value: value.dtype for value in (*graph.inputs, *graph.initializers.values())}
+        for node in graph:
+            likely = [kinds.get(value) for value in node.inputs if value is not None]
+            floats = [kind for kind in likely if kind is not None and kind.is_floating_point()]
+            guess = (floats[0] if floats else None) if mixed else _FLOAT
+            kinds |= {value: value.dtype or guess for value in node.outputs}
+    return kinds
+
+
+def _mark(graph: ir.Graph, kinds: Kinds, narrow_type: ir.DataType) -> None:
+    """Marks the nodes of the main graph that compute in fp32: the marks name products and weights."""
+    weighted, labels = set[ir.Node](), dict[ir.Node, str]()
+    for node in graph:
+        results = [value for value in node.outputs if kinds[value] is _FLOAT]
+        if not results or (node.op_type == "Constant" and not node.domain) or _is_exact_cast(node, kinds):
+            continue
+        inputs = [value for value in node.inputs if value is not None and kinds.get(value) is _FLOAT]
+        constants = [value for value in inputs if g.is_constant(value)]
+        makers = [maker for value in inputs if (maker := value.producer()) and value not in constants]
+        own = [value for value in constants if _needs_fp32(value, narrow_type)]
+        moves = node.op_type in _MOVES and not node.domain
+        if own or (node.op_type in _FUSED and makers and weighted.issuperset(makers)):
+            weighted.add(node)
+        is_product = node.op_type in _PRODUCTS
+        names = [str(value.name) for value in (constants if is_product else own)]
+        label = f"{node.op_type} {node.name or results[0].name}" if is_product or own else ""
+        label += f" ({', '.join(names)})" if names else ""
+        before = [labels.get(maker, "") for maker in makers if node.op_type in _FUSED]
+        labels[node] = ", ".join(filter(None, [*(before if len(before) == 1 else ()), label]))
+        if moves and node not in weighted:
+            is_marked = any(_is_fp32(value, kinds) for value in inputs)
+        else:
+            is_marked = (
+                node in weighted or node.op_type in _ROUNDS_ALWAYS or not _only_narrowed(results, kinds)
+            )
+            is_marked = is_marked and not _hides(constants, narrow_type)
+        if is_marked:
+            node.meta[g.FP32] = labels[node]
+
+
+def _is_fp32(value: ir.Value, kinds: Kinds) -> bool:
+    """Whether the file has a value in fp32: an input, or what a node with a mark computes."""
+    node = value.producer()
+    if node is None:
+        return value.is_graph_input() and not value.is_initializer() and kinds.get(value) is _FLOAT
+    return g.FP32 in node.meta and kinds.get(value) is _FLOAT
+
+
+def _is_exact_cast(node: ir.Node, kinds: Kinds) -> bool:
+    """Whether a node casts 16 bits or truth values to fp32."""
+    source = node.inputs[0] if node.inputs else None
+    exact = (*FLOATS_16, ir.DataType.BOOL)
+    return node.op_type in _CASTS and source is not None and kinds.get(source) in exact
+
+
+def _only_narrowed(values: Iterable[ir.Value], kinds: Kinds) -> bool:
+    """Whether nothing but casts to 16 bits read values, or their elements in another shape."""
+    for value in values:
+        if value.is_graph_output():
+            return False
+        for node in {use.node for use in value.uses()}:
+            is_cast = node.op_type in _CASTS and kinds[node.outputs[0]] in FLOATS_16
+            moves = node.op_type in _MOVES and not node.domain and _only_narrowed(node.outputs, kinds)
+            if not is_cast and not moves and node.op_type not in ("Shape", "Size"):
+                return False
+    return True
+
+
+def _needs_fp32(value: ir.Value, dtype: ir.DataType) -> bool:
+    """Whether a constant is a weight of numbers that 16 bits do not have; the lowest ones of masks count as
+    if they had."""
+    tensor = ir.convenience.get_const_tensor(value)
+    if tensor is None or tensor.size <= 1:
+        return False
+    if tensor.size > MOST_ELEMENTS:
+        return True
+    array = tensor.numpy()
+    return not np.array_equal(narrow(array, dtype).astype(np.float32), clip(array, dtype), equal_nan=True)
+
+
+def _hides(constants: Iterable[ir.Value], dtype: ir.DataType) -> bool:
+    """Whether a node computes a mask, with a number beyond those of a dtype."""
+    numbers = [g.scalar(value) for value in constants]
+    return any(number is not None and abs(number) > float(dtype.max) for number in numbers)
+
+
+def _narrows(node: ir.Node, kinds: Kinds) -> bool:
+    """Whether a node casts numbers to 16 bits that may not have them."""
+    source = node.inputs[0] if node.op_type in _CASTS and not node.domain and node.inputs else None
+    after = kinds[node.outputs[0]]
+    if source is None or after not in FLOATS_16 or g.is_constant(source):
+        return False
+    return kinds.get(source) not in (None, after, ir.DataType.BOOL)
+
+
+def _is_read_in_fp32(node: ir.Node, kinds: Kinds) -> bool:
+    users = [use.node for use in node.outputs[0].uses()]
+    return any(user.op_type in _CASTS and kinds.get(user.outputs[0]) is _FLOAT for user in users)
+
+
+def _round(node: ir.Node, dtype: ir.DataType | None) -> None:
+    """Lets a node cast to 16 bits, and its readers have the result in fp32."""
+    assert dtype is not None
+    node.op_type = "Cast"
+    node.resize_inputs(1)
+    node.attributes["to"] = ir.AttrInt64("to", int(dtype))
+    [value] = node.outputs
+    value.type = ir.TensorType(_FLOAT)
+    cast_for_readers(value, _FLOAT)
+    value.type = ir.TensorType(dtype)
+
+
+def _widen(graph: ir.Graph, kept: set[ir.Node]) -> None:
+    for value in (*graph.inputs, *graph.initializers.values()):
+        _widen_type(value)
+        if value.const_value is not None and value.const_value.dtype in FLOATS_16:
+            value.const_value = _widened(value.const_value)
+    for node in graph:
+        for value in node.outputs if node not in kept else ():
+            _widen_type(value)
+        for name, each in list(node.attributes.items()):
+            if each.type is ir.AttributeType.TENSOR and not each.is_ref() and each.value.dtype in FLOATS_16:
+                node.attributes[name] = ir.AttrTensor(name, _widened(each.value))
+            elif _is_dtype(name, each) and ir.DataType(each.value) in FLOATS_16:
+                node.attributes[name] = ir.AttrInt64(name, int(_FLOAT))
+
+
+def _widened(tensor: ir.TensorProtocol) -> ir.TensorProtocol:
+    return ir.tensor(tensor.numpy().astype(np.float32), name=tensor.name)
+
+
+def _widen_type(value: ir.Value) -> None:
+    if value.dtype in FLOATS_16:
+        if not isinstance(value.type, ir.TensorType):
+            raise ExportError(
+                f"{value.name} is {value.type}: sequences and optionals of 16 bits are not supported. Export "
+                f"the model in float32, and give {option('dtype')}"
+            )
+        value.type = ir.TensorType(_FLOAT)
