@@ -26,7 +26,7 @@ from twinop.deploy.choose_library import library_paths, refused
 from twinop.deploy.custom_nodes import tensors
 from twinop.deploy.pack.options import MANIFEST
 from twinop.errors import ExportError, LibraryError
-from twinop.library import read_library
+from twinop.library import find_library, read_library
 from twinop.op_spec import DOMAIN
 from twinop.publish import replace_folder, work_folder
 from twinop.regular_file import read_regular
@@ -260,8 +260,10 @@ def _named_library(
             f"{folder / CONFIG}: names {settings[_LIBRARY]} as {_LIBRARY} already, and genai takes one. "
             f"twinop joins libraries that `twinop build` made, and this is none: {error}"
         ) from error
-    if domain in (DOMAIN, *(read_library(each).domain for each in library_paths(library))):
-        return []  # the one of this twinop, or the one that the user names
+    if domain in (read_library(each).domain for each in library_paths(library)):
+        return []
+    if domain == DOMAIN:  # the one of this installation has its ops
+        return [find_library("custom_ops")]
     if not allow_model_libraries:
         raise ExportError(str(refused(path)))
     return [path]
