@@ -17,10 +17,7 @@ namespace twinop::elementwise {
 // The second argument of __launch_bounds__: as many blocks as the 64 Ki registers of a
 // multiprocessor serve, or 0, which leaves the registers to the compiler.
 constexpr int BlocksOf(int registers) {
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 800
-  constexpr int kMaxThreads = 1024;
-#elif defined(__CUDA_ARCH__) && __CUDA_ARCH__ != 800 && __CUDA_ARCH__ != 900 && \
-    __CUDA_ARCH__ != 1000
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ != 800 && __CUDA_ARCH__ != 900 && __CUDA_ARCH__ != 1000
   constexpr int kMaxThreads = 1536;
 #else
   constexpr int kMaxThreads = 2048;

@@ -5,7 +5,7 @@
 
 namespace twinop {
 
-inline constexpr int kVectorBytes = 16;  // the widest access to global memory of sm_75 to sm_90
+inline constexpr int kVectorBytes = 16;  // the widest access to global memory before sm_100
 
 struct Architecture {
   int first;                        // 90 for sm_90; the line serves those up to the next one

@@ -22,8 +22,11 @@ inline bool IsAligned(const void* pointer, std::size_t bytes) {
   return reinterpret_cast<std::uintptr_t>(pointer) % bytes == 0;
 }
 
+// Reports a failure, and takes it back from the runtime: who asks cudaGetLastError next would take
+// it for their own.
 inline Status CudaStatus(cudaError_t error, const char* what) {
   if (error == cudaSuccess) return {};
+  cudaGetLastError();
   std::string text = std::string(what) + " failed: " + cudaGetErrorString(error);
   if (error == cudaErrorNoKernelImageForDevice || error == cudaErrorUnsupportedPtxVersion) {
     text += "; the library holds no code for this GPU (built for " TWINOP_CUDA_ARCHS
@@ -52,8 +55,9 @@ Status OnDevice(const Call& call, const Launch& launch) {
   if (error != cudaSuccess)
     return CudaStatus(error, ("choosing CUDA device " + std::to_string(wanted)).c_str());
   Status status = launch(call);
-  if (other) cudaSetDevice(previous);
-  return status;
+  if (!other) return status;
+  Status back = CudaStatus(cudaSetDevice(previous), "choosing the previous CUDA device");
+  return status.ok() ? std::move(back) : std::move(status);
 }
 
 // Gets a fact of a device: query(device, &value) asks once for each device.
@@ -195,9 +199,7 @@ class LaunchConfig {
 // Prints the kernel and its grid.
 inline void TraceKernel(const void* kernel, const Grid& grid, int architecture) {
   const char* name = nullptr;
-#if CUDART_VERSION >= 12030
-  cudaFuncGetName(&name, kernel);
-#endif
+  if (!CudaStatus(cudaFuncGetName(&name, kernel), "asking for a name").ok()) name = nullptr;
   char* const readable =
       name == nullptr ? nullptr : abi::__cxa_demangle(name, nullptr, nullptr, nullptr);
   Trace("  %lld x %u blocks of %u x %u threads, %d bytes of shared memory, clusters of %d: %s",
@@ -226,10 +228,9 @@ Status LaunchKernel(void (*kernel)(Parameters...), const Grid& grid, const Call&
   TWINOP_RETURN_IF_ERROR(launch.Allow(kernel));
   if (__builtin_expect(kIsTraced, false))
     TraceKernel(reinterpret_cast<const void*>(kernel), grid, architecture);
-  cudaError_t error =
-      cudaLaunchKernelEx(&launch.config, kernel, static_cast<Parameters>(arguments)...);
-  cudaError_t last = cudaGetLastError();  // leaves no error for the next call
-  return CudaStatus(error == cudaSuccess ? last : error, "a kernel launch");
+  return CudaStatus(
+      cudaLaunchKernelEx(&launch.config, kernel, static_cast<Parameters>(arguments)...),
+      "a kernel launch");
 }
 
 // Gets the number of clusters of the grid (or of blocks, without clusters) that the device holds at

@@ -23,12 +23,13 @@ inline auto TensorMapEncoder() {
     void* found = nullptr;
     cudaDriverEntryPointQueryResult result;
 #if CUDART_VERSION >= 12050
-    cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &found, 12000, cudaEnableDefault,
-                                     &result);
+    const cudaError_t error = cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &found,
+                                                               12000, cudaEnableDefault, &result);
 #else
-    cudaGetDriverEntryPoint("cuTensorMapEncodeTiled", &found, cudaEnableDefault, &result);
+    const cudaError_t error =
+        cudaGetDriverEntryPoint("cuTensorMapEncodeTiled", &found, cudaEnableDefault, &result);
 #endif
-    cudaGetLastError();  // leaves no error for the next call
+    if (error != cudaSuccess) cudaGetLastError();  // as CudaStatus does
     return reinterpret_cast<decltype(&cuTensorMapEncodeTiled)>(found);
   }();
   return function;

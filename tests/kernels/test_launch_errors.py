@@ -1,0 +1,32 @@
+"""A failure of the CUDA runtime fails one call: none stays for the next one, and none of others is taken."""
+
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+from record_driver import ROOT
+
+FOLDER = ROOT / "tests/kernels"
+
+
+@pytest.mark.skipif(shutil.which("nvcc") is None, reason="no nvcc on this machine")
+def test_errors_of_the_runtime(tmp_path: Path) -> None:
+    command = ["nvcc", "-cudart=none", "-std=c++17", '-DTWINOP_CUDA_ARCHS="90"', "-arch=sm_90"]
+    command += [
+        f"-I{ROOT}/twinop/include",
+        str(FOLDER / "launch_errors.cu"),
+        str(FOLDER / "failing_runtime.cpp"),
+    ]
+    subprocess.run([*command, "-o", str(tmp_path / "errors")], check=True)
+    done = subprocess.run([str(tmp_path / "errors")], capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines() == [
+        "after another's failure: ok, left: 101",
+        "a launch that fails: a kernel launch failed: the reason, left: 0",
+        "the next: ok, left: 0",
+        "memory that is refused: asking for shared memory failed: the reason, left: 0",
+        "the next: ok, left: 0",
+        "a copy that fails: copying a tensor failed: the reason, left: 0",
+        "a question that fails: asking for a property of the device failed: the reason, left: 0",
+        "a device that is missing: choosing CUDA device 1 failed: the reason, left: 0",
+    ]
