@@ -133,7 +133,7 @@ typedef struct twinop_op {
   twinop_launch cpu; /* null: the op does not run on this device */
   twinop_launch cuda;
   /* Computes the bytes of scratch memory that a call needs from the shapes of its inputs, its
-   * attributes and the addresses of its tensors; null: none. It reads no data. */
+   * attributes, the addresses of its tensors and its device; null: none. It reads no data. */
   int32_t (*scratch_size)(const twinop_call* call, int64_t* bytes, twinop_error* error);
   /* Makes the state of one kernel; null: the op has none. A kernel is a node of a session or, in
    * torch, one combination of attributes and device. `call` has the attributes, the context without

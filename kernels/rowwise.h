@@ -34,6 +34,7 @@
 #include "twinop/math/math.h"
 #include "twinop/math/numeric.h"
 #include "twinop/record/registry.h"
+#include "twinop/rowwise/choices.h"
 
 namespace twinop::rowwise {
 
@@ -201,11 +202,16 @@ TWINOP_INLINE void Replay(const F& functor, Values<T, kRow>& row,
 // most kPartials of them, and fewer if there are many columns.
 inline constexpr int kPartials = 528;
 inline constexpr std::int64_t kMaxFunctorBytes = 64;
-constexpr std::int64_t ColumnSumsBytes(std::int64_t rows, std::int64_t columns) {
+constexpr std::int64_t FunctorsBytes(std::int64_t rows, std::int64_t columns,
+                                     std::int64_t element_bytes) {
+  return columns * element_bytes > kOnePassBytes ? kMaxFunctorBytes * rows : 0;
+}
+constexpr std::int64_t ColumnSumsBytes(std::int64_t rows, std::int64_t columns,
+                                       std::int64_t element_bytes) {
   constexpr std::int64_t kPartialBytes = 2 * 8;
   constexpr std::int64_t kFewestPartials = 128;
   constexpr std::int64_t kManyColumns = std::int64_t{18} << 20;
-  return kMaxFunctorBytes * rows +
+  return FunctorsBytes(rows, columns, element_bytes) +
          std::min(kPartials * kPartialBytes * columns,
                   kManyColumns + kFewestPartials * kPartialBytes * columns);
 }
@@ -295,7 +301,8 @@ Status Launcher(const CallOf<Op>& call) {
 template <class F, class Op>
 std::int64_t ScratchBytes(const CallOf<Op>& call) {
   const Rows rows = RowsOf<F>(call);
-  return ColumnSumsBytes(rows.count, rows.columns);
+  const DType dtype = call.inputs[kRowIndices<F, Op>[0]].dtype;
+  return ColumnSumsBytes(rows.count, rows.columns, static_cast<std::int64_t>(Info(dtype).size));
 }
 
 template <class F, class Op>

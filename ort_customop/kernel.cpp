@@ -180,6 +180,8 @@ Status Compute(const Kernel& kernel, OrtKernelContext* context) {
   if (record.schema.WritesInputs() && kernel.body == nullptr)
     TWINOP_RETURN_IF_ERROR(CopyWritten(kernel, context, inputs.tensors, outputs));
   if (kernel.body != nullptr) return LaunchOn(kernel, context, &call);
+  const Context device = ContextOf(kernel);
+  call.context = &device;
   std::int64_t bytes = 0;
   TWINOP_RETURN_IF_ERROR(ScratchBytes(record, call, &bytes));
   TWINOP_RETURN_IF_ERROR(allocate(bytes));

@@ -60,13 +60,13 @@ inline Status Fill(const Call& call, const Operands& at, const Sizes& sizes, DTy
 // Runs another op of the library on dense tensors.
 inline Status RunOp(Status (*launch)(const twinop_call*), const Call& call, const Tensor& x,
                     Tensor y, std::string_view attribute) {
-  Attribute value;
-  value.set_text(attribute);
+  Attribute attributes[kMaxArguments];
+  attributes[0].set_text(attribute);
   Call other = call;
   other.inputs = &x;
   other.input_count = 1;
   other.outputs = &y;
-  other.attributes = &value;
+  other.attributes = attributes;
   return launch(&other);
 }
 
@@ -75,7 +75,7 @@ inline Status Norm(const Call& call, Operands* at, float eps) {
   Tensor tensors[] = {*at->x.tensor, Tensor(), *at->x.tensor};  // x, no weight, y
   tensors[0].data = at->x.data;
   tensors[2].data = at->x.data = at->normed;
-  Attribute attributes[3];  // axis, eps, offset
+  Attribute attributes[kMaxArguments];  // axis, eps, offset
   attributes[0].i = -1;
   attributes[1].f = eps;
   Call other = call;
@@ -142,21 +142,36 @@ Status WithOperands(const CallOf<Op>& call, const Body& compute) {
   return at.y.is_moved() ? CopyTensor(call, y, at.y.tensor->data) : Status();
 }
 
+// Whether the kernels of few rows take a product (few_rows.cuh).
+inline bool AreFewRows(const Sizes& sizes, DType dtype, bool gated, std::int64_t few) {
+  constexpr int kChunk = few_rows::Dense<Half>::kSlices * few_rows::kSlice;
+  return sizes.m <= few && Info(dtype).size == 2 && !sizes.is_kn && sizes.k > 0 &&
+         sizes.k % kChunk == 0 && few_rows::Fits(sizes, gated);
+}
+
+template <bool kHere>
+Status IsOneKernel(const twinop_call* call, const Operands& at, const Sizes& sizes, DType dtype,
+                   std::string_view activation, bool gated, std::int64_t few, bool* is_one) {
+  *is_one = AreFewRows(sizes, dtype, gated, few);
+  if (*is_one) return {};
+  return OnDevice(FromC(call), [&](const Call& call) {
+    return fused::Run(call, at, sizes, dtype, activation, gated, nullptr, is_one);
+  });
+}
+template Status IsOneKernel<InThisPart("linear")>(const twinop_call*, const Operands&, const Sizes&,
+                                                  DType, std::string_view, bool, std::int64_t,
+                                                  bool*);
+
 // Computes all in one kernel; sets `*done` to false, with x normed, where there is none for this
 // call.
 template <class Op>
 Status RunOneKernel(const CallOf<Op>& call, Operands* at, const Sizes& sizes, const Tensor& y,
                     std::string_view activation, bool gated, bool* done) {
-  constexpr int kChunk = few_rows::Dense<Half>::kSlices * few_rows::kSlice;
   const bool is_constant = Constants<Op>::HasWeight(call) && !at->weight.is_moved();
   const auto rms_eps = AttributeOf<float>(call, "rms_eps"_name);
-  const auto is_invariant = AttributeOf<bool>(call, "invariant"_name);
-  const auto few = std::min(kMostRows, AttributeOf<std::int64_t>(call, "few_rows"_name));
-  int major = 0;
-  TWINOP_RETURN_IF_ERROR(DeviceAttribute<cudaDevAttrComputeCapabilityMajor>(&major));
-  *done = major >= 8 && sizes.m <= (is_invariant ? kMostRows : few) && Info(y.dtype).size == 2 &&
-          !sizes.is_kn && sizes.k > 0 && sizes.k % kChunk == 0 && few_rows::Fits(sizes, gated);
+  *done = AreFewRows(sizes, y.dtype, gated, MostFewRows(call));
   if (*done) {
+    constexpr int kChunk = few_rows::Dense<Half>::kSlices * few_rows::kSlice;
     const auto run = [&](auto tag) {
       using T = typename decltype(tag)::Type;
       const few_rows::Dense<T> weight{static_cast<const T*>(at->weight.data), sizes.k};
@@ -167,11 +182,11 @@ Status RunOneKernel(const CallOf<Op>& call, Operands* at, const Sizes& sizes, co
     };
     return y.dtype == DType::kFloat16 ? run(Tag<Half>{}) : run(Tag<BFloat16>{});
   }
-  if (is_invariant)
+  if (AttributeOf<bool>(call, "invariant"_name))
     return Status::Error(
         "K is " + std::to_string(sizes.k) + " and N " + std::to_string(sizes.n) +
         "; an invariant product takes 16-bit types, layout nk, K a multiple of 64 and N of " +
-        (gated ? "16" : "8") + ", on a GPU of compute capability 8.0 or later");
+        (gated ? "16" : "8"));
   if (rms_eps > 0) TWINOP_RETURN_IF_ERROR(Norm(call, at, rms_eps));
   return fused::Run(call, *at, sizes, y.dtype, activation, gated, y.data, done);
 }

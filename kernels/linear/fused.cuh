@@ -289,7 +289,7 @@ Status LaunchIfFaster(const Call& call, const Operands& at, const Sizes& sizes, 
   *done = clusters > 0 && IsFaster(tiling, sizes, clusters) &&
           DescribeMatrix<T>(at.x.data, sizes.m, sizes.k, kRows, &x) &&
           DescribeMatrix<T>(at.weight.data, sizes.n, sizes.k, kColumns / kCluster, &weight);
-  if (!*done) return {};
+  if (!*done || y == nullptr) return {};
   grid.blocks =
       std::min<std::int64_t>(clusters, std::int64_t{tiling.across} * tiling.down) * kCluster;
   return LaunchKernel(kernel, grid, call, x, weight, static_cast<const T*>(at.bias.data),
@@ -310,7 +310,7 @@ Status LaunchFor(const Call& call, const Operands& at, const Sizes& sizes,
 }
 
 // Computes y = activation(x W^T + bias), or if `gated` linear_swiglu's y. Sets `*done` to false,
-// and does nothing, where two kernels are needed or faster.
+// and does nothing, where two kernels are needed or faster. Without a y it only says which.
 inline Status Run(const Call& call, const Operands& at, const Sizes& sizes, DType dtype,
                   std::string_view activation, bool gated, void* y, bool* done) {
   *done = false;

@@ -1,6 +1,7 @@
 // The sizes of a call of `linear`, and the addresses of its operands and of its scratch memory.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 #include <memory>
 #include <string_view>
@@ -80,10 +81,12 @@ struct Operand {
 };
 
 struct Operands {
-  void* workspace;
   Operand x, weight, bias, residual, y;
-  void* packed = nullptr;  // gate and up of linear_swiglu
   void* normed = nullptr;  // x over its root mean square
+  std::int64_t one_kernel_bytes;
+  // After them, where one kernel does not compute all:
+  void* workspace;
+  void* packed = nullptr;  // gate and up of linear_swiglu
   std::int64_t scratch_bytes;
 };
 
@@ -93,25 +96,47 @@ Operands OperandsOf(const CallOf<Op>& call) {
   Operands operands;
   const Sizes sizes = SizesOf(call);
   const auto size = static_cast<std::int64_t>(Info(InputOf(call, "x"_name).dtype).size);
-  operands.workspace = arena.Allocate(kWorkspaceBytes);
   operands.x = Operand(InputOf(call, "x"_name), &arena);
   operands.weight = Operand(InputOf(call, "weight"_name), &arena);
   operands.bias = Operand(InputOf(call, "bias"_name), &arena);
   if (call.outputs != nullptr) operands.y = Operand(OutputOf(call, "y"_name), &arena);
-  if constexpr (Op::kRecord.schema.FindInput("residual") >= 0) {
-    operands.residual = Operand(InputOf(call, "residual"_name), &arena);
-  } else {
-    operands.packed = arena.Allocate(sizes.m * sizes.n * size);
-  }
+  constexpr bool kGated = Op::kRecord.schema.FindInput("residual") < 0;
+  if constexpr (!kGated) operands.residual = Operand(InputOf(call, "residual"_name), &arena);
   if (AttributeOf<float>(call, "rms_eps"_name) > 0)
     operands.normed = arena.Allocate(sizes.m * sizes.k * size);
+  operands.one_kernel_bytes = arena.used;
+  operands.workspace = arena.Allocate(kWorkspaceBytes);
+  if (kGated) operands.packed = arena.Allocate(sizes.m * sizes.n * size);
   operands.scratch_bytes = arena.used;
   return operands;
 }
 
+// Up to so many rows have kernels of their own, if the product suits them.
+template <class Op>
+std::int64_t MostFewRows(const CallOf<Op>& call) {
+  if (AttributeOf<bool>(call, "invariant"_name)) return kMostRows;
+  return std::min(kMostRows, AttributeOf<std::int64_t>(call, "few_rows"_name));
+}
+
+// Whether one kernel computes the call on its device (cuda.cuh).
+template <bool kHere>
+Status IsOneKernel(const twinop_call* call, const Operands& at, const Sizes& sizes, DType dtype,
+                   std::string_view activation, bool gated, std::int64_t few, bool* is_one);
+
 template <class Op>
 std::int64_t ScratchBytes(const CallOf<Op>& call) {
-  return OperandsOf(call).scratch_bytes;
+  const Operands at = OperandsOf(call);
+  bool is_one = false;
+#if defined(TWINOP_WITH_CUDA)
+  constexpr bool kGated = Op::kRecord.schema.FindInput("residual") < 0;
+  const auto activation = AttributeOf<std::string_view>(call, "activation"_name);
+  if (call.context == nullptr ||
+      !IsOneKernel<true>(&call, at, SizesOf(call), InputOf(call, "x"_name).dtype, activation,
+                         kGated, MostFewRows(call), &is_one)
+           .ok())
+    is_one = false;
+#endif
+  return is_one ? at.one_kernel_bytes : at.scratch_bytes;
 }
 
 }  // namespace twinop::linear

@@ -38,7 +38,7 @@ Status RunDense(const CallOf<Op>& call, const Sizes& sizes, const Packing& at) {
   Tensor inputs[4] = {x, Tensor(at.dense, weight_sizes, 2, sizes.n * sizes.k, x.dtype),
                       InputOf(call, "bias"_name)};
   if constexpr (kResidual >= 0) inputs[3] = call.inputs[kResidual];
-  Attribute attributes[5];  // the last ones: rms_eps and few_rows, 0
+  Attribute attributes[kMaxArguments];  // others, such as rms_eps and few_rows: 0
   attributes[0].set_text(AttributeOf<std::string_view>(call, "activation"_name));
   attributes[1].set_text("nk");
   attributes[2].i = AttributeOf<bool>(call, "invariant"_name);

@@ -103,6 +103,10 @@ inline constexpr ResidentChoice kResidentChoices[] = {
     // clang-format on
 };
 
+// A row with column sums of up to so many bytes stays in registers, at every alignment and on every
+// architecture: kSums' last line.
+inline constexpr std::int64_t kOnePassBytes = 1024 * kVectorBytes;
+
 inline constexpr int kGroupThreads = 128;  // of a block that takes several rows
 
 // Blocks of the persistent grid that sums columns, at most. A constant instead of the device's

@@ -78,8 +78,9 @@ struct Launch {
 
   // The partial sums lie behind the rows' functors.
   T* Partials() const {
-    return reinterpret_cast<T*>(static_cast<unsigned char*>(call.scratch) +
-                                kMaxFunctorBytes * arguments.rows.count);
+    return reinterpret_cast<T*>(
+        static_cast<unsigned char*>(call.scratch) +
+        FunctorsBytes(arguments.rows.count, arguments.rows.columns, kOp.bytes));
   }
 
   // ---------------------------------------------------------------------------------- registers

@@ -35,6 +35,8 @@ void Check(const OpTraits& op) {
               std::printf("%d threads for %ld columns\n", choice.threads, long{columns});
           } else {
             sources.insert(choice.source);
+            if (op.sums && columns * op.bytes <= kOnePassBytes)
+              std::printf("%ld columns have no room for their functors\n", long{columns});
             if (choice.source != Source::kGlobal && architecture < 90)
               std::printf("clusters before sm_90\n");
           }

@@ -223,3 +223,33 @@ def test_code_of_one_gpu_on_another(tmp_path: Path) -> None:
     command = configure_linear("80:90", tmp_path)
     assert re.findall(r"--generate-code=(\S+)", command) == ["arch=compute_80,code=sm_90"]
     assert "-DTWINOP_SM90A" not in command and '-DTWINOP_CUDA_ARCHS=\\"80:90\\"' in command
+
+
+def test_families_bring_what_they_call(tmp_path: Path) -> None:
+    """`TWINOP_OPS` names families, and their launchers call ops of others, which must be linked."""
+    family_of = {
+        op: path.stem
+        for path in (ROOT / "kernels/ops").glob("*.h")
+        for op in re.findall(r"^TWINOP_\w+\((\w+),", path.read_text(), re.MULTILINE)
+    }
+    for family, file in (("linear", "cuda.cuh"), ("linear_q", "quantised.cuh")):
+        options = (
+            f"-DTWINOP_OPS={family}",
+            "-DTWINOP_WITH_CUDA=OFF",
+            f"-DPython_EXECUTABLE={sys.executable}",
+        )
+        configured = configure_twinop("cmake", tmp_path, *options)
+        assert configured.returncode == 0, configured.stderr
+        commands = json.loads((tmp_path / "compile_commands.json").read_text())
+        built = {Path(each["file"]).stem for each in commands}
+        called = re.findall(r"TWINOP_LAUNCH_ON_CUDA\((\w+)\)", (ROOT / "kernels/linear" / file).read_text())
+        assert called and {family_of[op] for op in called} <= built, family
+
+
+def test_calls_of_other_ops_have_room_for_all_attributes() -> None:
+    """An op that gets one more attribute reads one more."""
+    sources = (ROOT / "kernels/linear").glob("*.cuh")
+    arrays = [
+        found for path in sources for found in re.findall(r"^ +Attribute \w+(\S*);", path.read_text(), re.M)
+    ]
+    assert arrays and {*arrays} == {"[kMaxArguments]"}
