@@ -196,6 +196,11 @@ class Session:
             if not isinstance(value, np.ndarray) and spec.element is not None:
                 value = _as_array(name, value)
             dtype = spec.numpy_dtype
+            if not value.dtype.isnative:
+                raise FeedError(
+                    f"input {name} has its bytes in the other order ({value.dtype.str}): pass "
+                    f"{name}.astype({name}.dtype.newbyteorder('='))"
+                )
             if dtype is not None and not (_same(value.dtype, dtype) and spec.accepts(value.shape)):
                 raise spec.mismatch(value.dtype.name, value.shape)
             if spec.right_padded:

@@ -23,6 +23,7 @@ from .tensor_specs import Spec, kind_of, unknown_name
 
 # ONNX Runtime's own CUDA kernels load 16 bytes at a time without checking the alignment.
 _ALIGNMENT = 16
+_RELEASED = "has lost its memory: its storage was released or cut, as FSDP does. Gather it before the run"
 _NOT_SYNCHRONIZED = {"disable_synchronize_execution_providers": "1"}
 _MAX_QUEUED = 100  # runs. ONNX Runtime keeps pinned memory of some nodes until it waits for a run.
 Outputs = Mapping[str, torch.Tensor | None]
@@ -130,6 +131,8 @@ class TensorRunner:
         spec = self._inputs.get(name)
         if spec is None:
             raise unknown_name("input", name, self._inputs)
+        if tensor.is_nested:
+            raise FeedError(f"input {name} is nested: pass torch.nested.to_padded_tensor({name}, 0.0)")
         if tensor.layout is not torch.strided:
             raise FeedError(f"input {name} is sparse ({tensor.layout}): pass {name}.to_dense()")
         if tensor.dtype is not self._dtypes[name] or not spec.accepts(tensor.shape):
@@ -139,6 +142,8 @@ class TensorRunner:
         ):  # their data_ptr() is no address
             raise FeedError(f"input {name} has no memory of its own to read: it is a {type(tensor).__name__}")
         try:
+            if _is_released(tensor):
+                raise FeedError(f"input {name} {_RELEASED}")
             if tensor.is_neg():
                 tensor = tensor.resolve_neg()
             if spec.right_padded and device.type == "cpu":  # a GPU's memory takes a synchronization
@@ -185,6 +190,7 @@ class TensorRunner:
     def _require_fit(self, name: str, output: Any, feeds: Mapping[str, torch.Tensor]) -> None:
         spec, shape = self._outputs[name], self._output_shape(name, feeds)
         device, is_tensor = next(iter(feeds.values())).device, isinstance(output, torch.Tensor)
+        is_tensor = is_tensor and output.layout is torch.strided and not output.is_nested
         fits = is_tensor and (output.dtype, output.device) == (self._dtypes[name], device)
         fits = fits and spec.accepts(output.shape) and shape in (None, tuple(output.shape))
         if not fits or not output.is_contiguous():
@@ -193,6 +199,8 @@ class TensorRunner:
                 f"the memory of output {name} is {kind_of(output)}{given}; expected a contiguous torch "
                 f"tensor, {spec.dtype} {shape or spec.shape} on {device}"
             )
+        if _is_released(output):
+            raise FeedError(f"the memory of output {name} {_RELEASED}")
 
     # -------------------------------------------------------------------------------- a run
 
@@ -394,6 +402,19 @@ def _run_options(entries: Mapping[str, str]) -> Any:
     for key, value in entries.items():
         options.add_run_config_entry(key, value)
     return options
+
+
+def _is_released(tensor: torch.Tensor) -> bool:
+    """Whether a tensor's storage was released or cut after it was made.
+
+    On a GPU only the first is looked for: a decoder's step has a hundred caches, and microseconds count.
+    """
+    if not tensor.data_ptr() and tensor.numel():
+        return True
+    if tensor.device.type != "cpu" or not tensor.numel():
+        return False
+    end = 1 + sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True))
+    return tensor.untyped_storage().nbytes() < (tensor.storage_offset() + end) * tensor.itemsize
 
 
 def _memory(tensor: torch.Tensor) -> tuple[int, int]:

@@ -60,6 +60,21 @@ void ReadAttribute(Kind kind, StableIValue value, std::size_t index, Arguments* 
   }
 }
 
+// Refuses a tensor whose storage was released or cut after it was made.
+void RequireMemory(const TorchTensor& tensor, const Tensor& view, const char* name) {
+  if (view.numel == 0) return;
+  std::int64_t bytes = 0, end = tensor.storage_offset() + 1;
+  for (std::size_t i = 0; i < view.rank; ++i)
+    end += (view.sizes[i] - 1) * tensor.strides().data()[i];
+  end *= static_cast<std::int64_t>(Info(view.dtype).size);
+  Check(aoti_torch_get_storage_size(tensor.get(), &bytes), "get_storage_size");
+  if (bytes < end)
+    throw std::runtime_error(std::string("tensor ") + name +
+                             " has lost its memory: its storage has " + std::to_string(bytes) +
+                             " bytes, and its elements end at " + std::to_string(end) +
+                             ". FSDP releases parameters so: gather them before the call");
+}
+
 // Takes over all arguments before anything else, because an exception would leak the others.
 void Unbox(const Record& record, const StableIValue* stack, Arguments* arguments) {
   const Schema& schema = record.schema;
@@ -90,7 +105,9 @@ void Unbox(const Record& record, const StableIValue* stack, Arguments* arguments
     if (!tensors[i]) continue;
     const std::size_t input = std::min(i, schema.input_count - 1);
     if (!tensors[i]->defined()) refuse(input, " is None; it must be a tensor");
-    arguments->views[i] = ViewOf(*tensors[i], schema.input(input).name.text);
+    const char* const name = schema.input(input).name.text;
+    arguments->views[i] = ViewOf(*tensors[i], name);
+    RequireMemory(*tensors[i], arguments->views[i], name);
   }
 }
 
@@ -141,8 +158,7 @@ void CheckRepeated(const Record& record, const Arguments& arguments) {
 }
 
 // Checks that each element of the inputs that the op writes has memory of its own, as mutation.py
-// does for ops without a kernel. Two tensors with gaps, such as the halves of kv[:, 2, :], may lie
-// in one range.
+// does for ops without a kernel.
 void CheckWritten(const Record& record, const Arguments& arguments) {
   const Schema& schema = record.schema;
   const auto range_of = [&](std::size_t i) {
@@ -160,9 +176,7 @@ void CheckWritten(const Record& record, const Arguments& arguments) {
                  "expand(); pass a tensor of its own: .clone()");
     for (std::size_t k = 0; k < arguments.tensors.size(); ++k) {
       if (k == i || !arguments.tensors[k]) continue;
-      const Range other = range_of(k);
-      if (range.begin < other.end && other.begin < range.end &&
-          (range.begin == other.begin || !range.has_gaps || !other.has_gaps))
+      if (!LieApart(range, range_of(k)))
         Refuse(record, arguments,
                written + " is written, and shares its memory with " + InputName(schema, k) +
                    "; pass a copy of one of them: .clone()");

@@ -41,12 +41,14 @@ inline bool IsDense(const Tensor& view, const std::int64_t* strides) {
 // The memory of a tensor.
 struct Range {
   const char *begin, *end;
-  bool has_gaps = false, may_overlap = false;  // between elements; of two elements
+  const Tensor* view;
+  const std::int64_t* strides;
+  bool may_overlap = false;  // two elements
 };
 
 inline Range RangeOf(const Tensor& view, const std::int64_t* strides, const void* data) {
   const auto* begin = static_cast<const char*>(data);
-  if (view.numel == 0) return {begin, begin};
+  if (view.numel == 0) return {begin, begin, &view, strides};
   bool may_overlap = false, used[kMaxRank] = {};
   std::int64_t last = 0;  // element of the dimensions so far, from the smallest stride on
   for (std::size_t step = 0; step < view.rank; ++step) {
@@ -60,7 +62,38 @@ inline Range RangeOf(const Tensor& view, const std::int64_t* strides, const void
     last += (view.sizes[next] - 1) * strides[next];
   }
   const auto size = static_cast<std::int64_t>(Info(view.dtype).size);
-  return {begin, begin + (last + 1) * size, last >= view.numel, may_overlap};
+  return {begin, begin + (last + 1) * size, &view, strides, may_overlap};
+}
+
+// The bytes that a tensor covers of each `step` bytes from its begin on, where all strides from
+// `step` on are multiples of it; else -1.
+inline std::int64_t BytesOfStep(const Range& range, std::int64_t step) {
+  const auto size = static_cast<std::int64_t>(Info(range.view->dtype).size);
+  std::int64_t covered = size;
+  for (std::size_t i = 0; i < range.view->rank; ++i) {
+    const std::int64_t stride = range.strides[i] * size;
+    if (range.view->sizes[i] <= 1) continue;
+    if (stride >= step && stride % step != 0) return -1;
+    if (stride < step) covered += (range.view->sizes[i] - 1) * stride;
+  }
+  return covered;
+}
+
+// Whether no element of two tensors shares memory: their ranges lie apart, or, as those of the
+// halves kv[:, 0] and kv[:, 1], what they cover of each stride does.
+inline bool LieApart(const Range& a, const Range& b) {
+  if (a.end <= b.begin || b.end <= a.begin) return true;
+  for (const Range* range : {&a, &b}) {
+    for (std::size_t i = 0; i < range->view->rank; ++i) {
+      const std::int64_t step =
+          range->strides[i] * static_cast<std::int64_t>(Info(range->view->dtype).size);
+      if (range->view->sizes[i] <= 1 || step == 0) continue;
+      const std::int64_t of_a = BytesOfStep(a, step), of_b = BytesOfStep(b, step);
+      const std::int64_t behind = ((b.begin - a.begin) % step + step) % step;
+      if (of_a >= 0 && of_b >= 0 && of_a <= behind && behind + of_b <= step) return true;
+    }
+  }
+  return false;
 }
 
 // Whether two tensors of one shape have the same order of elements.

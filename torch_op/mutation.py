@@ -4,6 +4,7 @@ The kernel is one. The twin, `put_functional`, runs it on copies of the inputs, 
 record says of the op (derivative, vmap, sharding) is about the twin. The op that mutates has neither.
 """
 
+import math
 from collections.abc import Callable
 from functools import cache
 from typing import Any
@@ -19,24 +20,50 @@ from .rules import as_tuple
 Rule = Callable[..., Any]
 
 
-def _memory(tensor: torch.Tensor) -> tuple[int, int, bool, bool]:
-    """Returns begin and end of a tensor's memory, whether it may have gaps, and whether elements share it."""
-    last, shared, begin, count = 0, False, tensor.data_ptr(), tensor.numel()
+def _overlaps_itself(tensor: torch.Tensor) -> bool:
+    """Whether elements of a tensor may share memory."""
+    last = 0
     for step, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
-        shared |= 1 < size <= count and step <= last
+        if size > 1 and step <= last:
+            return tensor.numel() > 0
         last += (size - 1) * step
-    return begin, begin + (last + 1) * tensor.itemsize * (count > 0), last >= count, shared
+    return False
+
+
+def _lie_apart(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether no element of two tensors shares memory, as LieApart in layout.h."""
+
+    def covered(tensor: torch.Tensor, step: float) -> int:
+        """Returns the bytes that a tensor covers of each `step` bytes; -1 if its strides do not divide so."""
+        size, bytes = tensor.itemsize, tensor.itemsize
+        for stride, count in zip(tensor.stride(), tensor.shape, strict=True):
+            if count > 1 and stride * size >= step and stride * size % step:
+                return -1
+            bytes += max(count - 1, 0) * stride * size * (stride * size < step)
+        return bytes
+
+    behind = b.data_ptr() - a.data_ptr()
+    if not a.numel() or not b.numel() or behind >= covered(a, math.inf) or -behind >= covered(b, math.inf):
+        return True
+    steps = {
+        stride * each.itemsize
+        for each in (a, b)
+        for stride, count in zip(each.stride(), each.shape, strict=True)
+        if count > 1 and stride
+    }
+    return any(0 <= covered(a, n) <= behind % n and 0 <= covered(b, n) <= n - behind % n for n in steps)
 
 
 def _check_written(record: OpSpec, arguments: dict[str, Any]) -> None:
     """Checks that each element which an op writes has memory of its own, as CheckWritten in call.cpp."""
-    tensors = [(name, *_memory(each)) for name, value in arguments.items() for each in tensors_of([value])]
-    for name, begin, end, gaps, shared in tensors:
-        faults = ["elements of it share their memory, as after expand(); pass a tensor of its own"] * shared
+    tensors = [(name, each) for name, value in arguments.items() for each in tensors_of([value])]
+    for name, tensor in tensors:
+        faults = ["elements of it share their memory, as after expand(); pass a tensor of its own"]
+        faults *= _overlaps_itself(tensor)
         faults += [
             f"shares its memory with {other}; pass a copy of one of them"
-            for other, first, last, also, _ in tensors
-            if other != name and begin < last and first < end and (begin == first or not (gaps and also))
+            for other, each in tensors
+            if other != name and not _lie_apart(tensor, each)
         ]
         if faults and name in record.written.values():
             raise RecordError(f"{record.qualified_name}: {name} is written, and {faults[0]}: .clone()")

@@ -65,6 +65,9 @@ _FOREIGN_KEYS = {
     "QuantizedCPU": "quantized",
     "QuantizedCUDA": "quantized",
     "MkldnnCPU": "MKL-DNN",
+    "NestedTensorCPU": "nested",
+    "NestedTensorCUDA": "nested",
+    "AutogradNestedTensor": "nested",
 }
 
 

@@ -472,11 +472,17 @@ def as_tuple(value: Any) -> tuple[torch.Tensor, ...]:
     return tuple(value) if isinstance(value, (tuple, list)) else (value,)
 
 
+_HINTS = {
+    "quantized": "convert it with .dequantize()",
+    "nested": "pad it with torch.nested.to_padded_tensor()",
+}
+
+
 def refuse(record: OpSpec, kind: str) -> Rule:
     """Returns the rule for tensors that no kernel reads: an error that says what they are."""
 
     def rule(*args: Any, **kwargs: Any) -> Any:
-        hint = "convert it with .to_dense()" if kind != "quantized" else "convert it with .dequantize()"
+        hint = _HINTS.get(kind, "convert it with .to_dense()")
         raise RecordError(f"{record.qualified_name}: a {kind} tensor; the op takes dense tensors: {hint}")
 
     return rule

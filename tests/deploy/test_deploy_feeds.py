@@ -84,6 +84,50 @@ def test_tensors_without_readable_memory(relu: Session) -> None:
         torch.func.vmap(lambda row: relu.run({"x": row})["y"])(torch.ones(3, 2, 4))
 
 
+def test_tensors_that_lost_their_memory(relu: Session) -> None:
+    """FSDP releases storages so. Feeds and the memory of outputs would end the process."""
+    x = torch.ones(16, 4)
+    for size, lost in (
+        (0, x.clone()),
+        (100, x.clone()),
+        (0, torch.ones(4, 16).t()),
+        (64, torch.ones(32, 4)[16:]),
+    ):
+        lost.untyped_storage().resize_(size)
+        with pytest.raises(FeedError, match="input x has lost its memory: .* as FSDP does. Gather it"):
+            relu.run({"x": lost})
+        with pytest.raises(
+            FeedError, match="the memory of output y (has lost its|is a torch tensor .* contiguous)"
+        ):
+            relu.run({"x": x}, {"y": lost})
+    empty = torch.ones(0, 4)
+    empty.untyped_storage().resize_(0)
+    assert relu.run({"x": empty})["y"].shape == (0, 4)
+
+
+@pytest.mark.parametrize("layout", [torch.strided, torch.jagged], ids=str)
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_nested_tensors(relu: Session, layout: torch.layout) -> None:
+    nested = torch.nested.nested_tensor([torch.ones(2, 4), torch.ones(3, 4)], layout=layout)
+    with pytest.raises(FeedError, match=r"x is nested: pass torch.nested.to_padded_tensor\(x, 0.0\)"):
+        relu.run({"x": nested})
+    with pytest.raises(FeedError, match="the memory of output y is"):
+        relu.run({"x": torch.ones(2, 4)}, {"y": nested})
+
+
+def test_numbers_of_another_machine(relu: Session) -> None:
+    array = np.ones((2, 4), ">f4")
+    with pytest.raises(FeedError, match=r"x has its bytes in the other order \(>f4\): pass x.astype\("):
+        relu.run({"x": array})
+    assert relu.run({"x": array.astype(array.dtype.newbyteorder("="))})["y"].sum() == 8
+
+
+def test_a_lazy_sign_or_a_gradient(relu: Session) -> None:
+    x = torch.randn(2, 4)
+    for each in (torch._neg_view(x), torch.complex(x, -x).conj().imag, x.clone().requires_grad_()):
+        assert torch.equal(relu.run({"x": each})["y"], torch.relu(each))
+
+
 def test_what_a_kernel_refuses_is_one_message() -> None:
     opened = session(make_model("CustomPadAffine", pads=[-1, 0]))
     for x in (np.ones((2, 4), np.float32), torch.ones(2, 4)):

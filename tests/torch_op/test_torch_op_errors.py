@@ -27,15 +27,61 @@ ROOT = Path(__file__).resolve().parents[2]
         ),
         (lambda d: torch.eye(3, device=d).to_sparse(), r"a sparse tensor.*\.to_dense\(\)"),
         (lambda d: torch.eye(3, device=d).to_sparse_csr(), r"a sparse compressed tensor.*\.to_dense\(\)"),
+        (
+            lambda d: torch.nested.nested_tensor([torch.ones(3, device=d)] * 2),
+            r"a nested tensor.*torch\.nested\.to_padded_tensor\(\)",
+        ),
+        (
+            lambda d: torch.nested.nested_tensor([torch.ones(3, device=d)] * 2, layout=torch.jagged),
+            r"a nested tensor.*torch\.nested\.to_padded_tensor\(\)",
+        ),
         (lambda d: torch.ones((1,) * 33, device=d), r"33 dimensions, at most 32 are supported"),
     ],
-    ids=["int", "sparse", "csr", "rank"],
+    ids=["int", "sparse", "csr", "nested", "jagged", "rank"],
 )
 @pytest.mark.filterwarnings("ignore::UserWarning")
 def test_wrong_tensors(make: Callable[[str], torch.Tensor], message: str, device: str) -> None:
     for relu in (ops.relu, torch_op.relu):
         with pytest.raises((RuntimeError, RecordError), match=message):
             relu(make(device))
+
+
+def cut(tensor: torch.Tensor, size: int) -> torch.Tensor:
+    """Returns a view whose storage gets another size, as FSDP makes it."""
+    tensor.untyped_storage().resize_(size)
+    return tensor
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_tensors_that_lost_their_memory(device: str) -> None:
+    """In any layout, wherever the storage ends; an empty tensor needs none."""
+    lost = {
+        "released": cut(torch.ones(8, 16, device=device), 0),
+        "cut": cut(torch.ones(8, 16, device=device), 500),
+        "a view behind the end": cut(torch.ones(32, 16, device=device)[8:16], 8 * 16 * 4),
+        "strided": cut(torch.ones(16, 8, device=device).t(), 0),
+        "expanded": cut(torch.ones(1, 16, device=device).expand(8, 16), 0),
+    }
+    x = torch.ones(8, 16, device=device)
+    for tensor in lost.values():
+        for call in (
+            lambda t: torch_op.gelu(t),
+            lambda t: torch_op.rms_norm(t),
+            lambda t: torch_op.add(x, t),
+        ):
+            with pytest.raises(RuntimeError, match="has lost its memory: its storage has .* bytes.*FSDP"):
+                call(tensor)
+    assert torch_op.gelu(cut(torch.ones(0, 16, device=device), 0)).shape == (0, 16)
+    enough = cut(torch.ones(32, 16, device=device)[8:16], 16 * 16 * 4)
+    assert torch.equal(torch_op.relu(enough), enough)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_tensors_with_a_lazy_sign_or_a_gradient(device: str) -> None:
+    x = torch.randn(8, 16, device=device)
+    for each in (torch._neg_view(x), torch.complex(x, -x).conj().imag, x.clone().requires_grad_()):
+        assert torch.equal(torch_op.relu(each), torch.relu(each))
+        assert torch.equal(torch_op.relu(each.t()), torch.relu(each.t()))
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")

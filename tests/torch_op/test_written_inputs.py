@@ -82,6 +82,14 @@ def test_views() -> None:
     wanted = torch.stack([halves[1], halves[0]], 1)
     raw.exchange(*halves)  # in one range of memory, without an element in common
     assert torch.equal(keys_and_values, wanted)
+    shape = (2, 4, 3, 5)
+    for axis in range(5):  # halves of any axis, and parts of halves
+        whole = torch.randn(*shape[:axis], 2, *shape[axis:])
+        for cut in (slice(None), slice(0, 1), slice(1, 2)):
+            first, second = (half[:, :, :, cut] for half in whole.unbind(axis))
+            expected_first, expected_second = second.clone(), first.clone()
+            raw.exchange(first, second)
+            assert torch.equal(first, expected_first) and torch.equal(second, expected_second)
 
 
 @pytest.mark.parametrize(
@@ -117,8 +125,13 @@ def test_memory_is_judged_as_for_ops_without_a_kernel() -> None:
             return str(error).partition(" is written, and ")[2][:30]
         return ""
 
+    def elements(view: torch.Tensor) -> list[int]:
+        return (
+            torch.arange(64).as_strided(view.shape, view.stride(), view.storage_offset()).flatten().tolist()
+        )
+
     seen = Counter[str]()
-    for _ in range(400):
+    for _ in range(1000):
         shape = [random.choice([1, 2, 3]) for _ in range(random.randint(1, 3))] + [
             random.choice([0, 1, 2, 2])
         ]
@@ -128,6 +141,9 @@ def test_memory_is_judged_as_for_ops_without_a_kernel() -> None:
         )
         ours = verdict(_check_written, record, {"a": a, "b": b})
         assert ours == verdict(raw.exchange, a, b), (shape, a.stride(), b.stride())
+        own, other = elements(a), elements(b)
+        shares = len({*own}) < len(own) or len({*other}) < len(other) or bool({*own} & {*other})
+        assert ours or not shares, (shape, a.stride(), b.stride())
         seen[ours[:6]] += 1
     assert len(seen) == 3 and min(seen.values()) > 10, seen
 
