@@ -293,15 +293,19 @@ def attention_cached(
     q, k, v = (
         op.Slice(parts, start, stop, [2]) for start, stop in (([0], heads), (heads, of_v), (of_v, every))
     )
-    first = op.Max(op.Sub(op.Add(op.Cast(position, to=7), 1), tokens), 0)
+    length = op.Shape(k_cache, start=2, end=3)
+    limit = length if cos_sin is None else op.Min(length, op.Shape(cos_sin, end=1))
+    last = op.Cast(position, to=7)
+    first = op.Where(op.Less(last, 0), limit, op.Max(op.Sub(op.Add(last, 1), tokens), 0))
     rows = op.Add(op.Unsqueeze(first, [1]), op.Range(0, op.Squeeze(tokens, [0]), 1))  # [B, S]
+    has_place = op.Less(rows, limit)
 
     def prepared(x, index):
         if norms is not None:
             x = op.Mul(_divide_by_rms(op, x, [-1], eps), op.Slice(norms, [index], [index + 1], [0]))
         if cos_sin is not None:
             turning = op.Shape(cos_sin, start=1)
-            angles = op.Unsqueeze(op.Gather(cos_sin, rows), [2])
+            angles = op.Unsqueeze(op.Gather(cos_sin, op.Where(has_place, rows, 0)), [2])
             pairs = op.Div(turning, 2)
             c, s = op.Slice(angles, [0], pairs, [-1]), op.Slice(angles, pairs, turning, [-1])
             start = op.Slice(x, [0], turning, [-1])
@@ -313,14 +317,16 @@ def attention_cached(
         return op.rounded(x, qkv)
 
     sequences = op.Expand(op.Unsqueeze(op.Range(0, op.Squeeze(batch, [0]), 1), [1]), op.Shape(rows))
-    index = op.Concat(op.Unsqueeze(sequences, [2]), op.Unsqueeze(rows, [2]), axis=2)
+    places_of_new = op.Where(has_place, rows, length)  # a row behind the others, which goes again
+    index = op.Concat(op.Unsqueeze(sequences, [2]), op.Unsqueeze(places_of_new, [2]), axis=2)
 
     def written(cache, new):
-        by_row = op.Transpose(cache, perm=[0, 2, 1, 3])
-        return op.Transpose(op.ScatterND(by_row, index, new), perm=[0, 2, 1, 3])
+        by_row = op.Pad(op.Transpose(cache, perm=[0, 2, 1, 3]), [0, 0, 0, 0, 0, 1, 0, 0])
+        by_row = op.Slice(op.ScatterND(by_row, index, new), [0], length, [1])
+        return op.Transpose(by_row, perm=[0, 2, 1, 3])
 
     k_out, v_out = written(k_cache, prepared(k, 1)), written(v_cache, v)
-    places = op.Range(0, op.Squeeze(op.Shape(k_cache, start=2, end=3), [0]), 1)
+    places = op.Range(0, op.Squeeze(length, [0]), 1)
     newest = op.Sub(op.Add(first, tokens), 1)
     exists = op.LessOrEqual(op.Unsqueeze(places, [1]), op.Unsqueeze(newest, [1, 2, 3]))  # [B, 1, L, 1]
     keys, values = (op.Unsqueeze(op.Where(exists, each, 0), [2]) for each in (k_out, v_out))
@@ -344,7 +350,8 @@ def attention_cached(
     weights = op.Slice(op.Softmax(scores, axis=-1), [0], op.Shape(k_cache, start=2, end=3), [-1])
     y = op.Reshape(op.MatMul(weights, values), op.Concat(batch, heads, tokens, size, axis=0))
     together = op.Concat(batch, tokens, op.Mul(heads, size), axis=0)
-    return op.Reshape(op.Transpose(y, perm=[0, 2, 1, 3]), together), k_out, v_out
+    y = op.Reshape(op.Transpose(y, perm=[0, 2, 1, 3]), together)
+    return op.Where(op.Unsqueeze(has_place, [2]), y, math.nan), k_out, v_out
 
 
 @body
@@ -402,7 +409,10 @@ def add_layer_norm(op, x, residual, weight, bias, *, eps):
 
 @body(defaults={"bias": DefaultInput(0)})
 def embed_layer_norm(op, table, ids, rows, weight, bias, *, eps):
-    total = op.rounded(op.Add(op.Gather(table, ids), rows), table)
+    entries, ids = op.Shape(table, end=1), op.Cast(ids, to=7)
+    has_row = op.And(op.GreaterOrEqual(ids, op.Neg(entries)), op.Less(ids, entries))
+    total = op.rounded(op.Add(op.Gather(table, op.Where(has_row, ids, 0)), rows), table)
+    total = op.Where(op.Unsqueeze(has_row, [-1]), total, math.nan)
     return _layer_normed(op, total, [-1], weight, bias, eps), total
 
 

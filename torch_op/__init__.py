@@ -35,9 +35,8 @@ the process's cuBLASLt computes the product; in 16 bits, layout "nk", K a multip
 to `few_rows` rows a kernel in which a row's bits do not depend on the others. TF32 is used for fp32 only if
 the environment says TWINOP_TF32=1 before the first product.
 
-The ids of `embed_layer_norm` are -V to V - 1 for a table of V rows, as in ONNX's Gather. Others are an error
-on the CPU and in the function body. A CUDA kernel cannot report one without waiting for the GPU: it reads the
-first or the last row instead, never other memory.
+The ids of `embed_layer_norm` are -V to V - 1 for a table of V rows, as in ONNX's Gather. Of others the result
+is NaN: docs/guide/api.md has the rule for all ids and positions.
 """
 
 if __name__ != "twinop.torch_op":

@@ -40,8 +40,11 @@ def _embed_layer_norm_backward(
         grad_y, sum, weight, bias, grad_sum, -1, eps
     )
     wide = grad if grad.dtype == torch.float64 else grad.float()  # many terms may meet in one row
+    entries = table.shape[0]
+    has_row = ((ids >= -entries) & (ids < entries)).unsqueeze(-1)  # else the result is NaN
+    of_ids = torch.where(has_row, wide, 0).flatten(0, 1)
     of_table = torch.zeros_like(table, dtype=wide.dtype)
-    of_table = of_table.index_add(0, ids.flatten() % table.shape[0], wide.flatten(0, 1)).to(table.dtype)
+    of_table = of_table.index_add(0, ids.flatten() % entries, of_ids).to(table.dtype)
     of_rows = sum_to(wide, rows.shape).to(rows.dtype)
     return of_table, None, of_rows, grad_weight, grad_bias if bias is not None else None
 

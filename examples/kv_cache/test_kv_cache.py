@@ -35,9 +35,14 @@ def test_values(dtype: str, device: str) -> None:
 
 
 def test_a_row_outside_the_cache() -> None:
+    """It is not written; the others are."""
     call = samples("append_kv", "float32", 16)[1]
-    with pytest.raises(RuntimeError, match=r"position\[1\] is 8; the cache has 8 rows for 1 new tokens"):
-        append_kv(**call | {"position": torch.tensor([0, 8])})
+    before = {name: call[name].clone() for name in ("k_cache", "v_cache")}
+    for wrong in (8, -1, 2**40, -(2**63)):
+        given = call | {name: each.clone() for name, each in before.items()}
+        append_kv(**given | {"position": torch.tensor([0, wrong])})
+        for name, each in before.items():
+            assert torch.equal(given[name][1], each[1]) and not torch.equal(given[name][0], each[0])
 
 
 @pytest.fixture(scope="module")

@@ -43,12 +43,18 @@ Number Dot(const Number* a, const T* b, std::int64_t size) {
   return sum;
 }
 
-// The new token `token` of sequence b against the keys that head h of q sees.
+// The new token `token` of sequence b against the keys that head h of q sees; NaN beyond the cache.
 template <class T>
 void Attend(const Problem& p, const Operands<T>& x, std::int64_t b, std::int64_t token,
             std::int64_t h) {
   using Number = Compute<T>;
-  const std::int64_t position = FirstPosition(x.position[b], p.tokens) + token;
+  const std::int64_t position = FirstPosition(p, x.position[b]) + token;
+  T* const y = x.y + ((b * p.tokens + token) * p.heads + h) * p.size;
+  if (position >= p.limit) {
+    for (std::int64_t d = 0; d < p.size; ++d)
+      Round(std::numeric_limits<Number>::quiet_NaN(), &y[d]);
+    return;
+  }
   const std::int64_t from = FirstKey(p, position), count = position + 1 - from;
   const std::int64_t first = (b * p.kv_heads + h / (p.heads / p.kv_heads)) * p.rows + from;
   const T* const k = x.k_cache + first * p.size;
@@ -74,7 +80,6 @@ void Attend(const Problem& p, const Operands<T>& x, std::int64_t b, std::int64_t
     for (std::int64_t d = 0; d < p.size; ++d)
       sums[d] += weights[i] * Number(ToCompute(v[i * p.size + d]));
   }
-  T* const y = x.y + ((b * p.tokens + token) * p.heads + h) * p.size;
   for (std::int64_t d = 0; d < p.size; ++d) Round(sums[d] / total, &y[d]);
 }
 
@@ -82,12 +87,6 @@ template <class Op>
 Status Run(const CallOf<Op>& call) {
   Problem p;
   TWINOP_RETURN_IF_ERROR(ProblemOf(call, &p));
-  const auto* const position = InputData<std::int32_t>(call, "position"_name);
-  for (std::int64_t b = 0; b < p.batches; ++b)
-    if (position[b] < 0 || FirstPosition(position[b], p.tokens) + p.tokens > p.limit)
-      return Status::Error("position[" + std::to_string(b) + "] is " + std::to_string(position[b]) +
-                           "; the caches and cos_sin have " + std::to_string(p.limit) +
-                           " rows, and there are " + std::to_string(p.tokens) + " new tokens");
   return Dispatch<float, Half, BFloat16, double>(call.outputs[0].dtype, [&](auto tag) {
     using T = typename decltype(tag)::Type;
     const auto x = OperandsOf<T>(call);
@@ -96,7 +95,8 @@ Status Run(const CallOf<Op>& call) {
       for (std::int64_t i = begin; i < end; ++i)
         for (std::int64_t h = 0; h < 2 * p.kv_heads; ++h) {
           const std::int64_t b = i / p.tokens;
-          const std::int64_t row = FirstPosition(x.position[b], p.tokens) + i % p.tokens;
+          const std::int64_t row = FirstPosition(p, x.position[b]) + i % p.tokens;
+          if (row >= p.limit) continue;
           const bool is_k = h < p.kv_heads;
           T* const cache = is_k ? x.k_cache : x.v_cache;
           TurnHead(p, x, x.qkv + i * p.Width() + (p.heads + h) * p.size, is_k ? 1 : 2, row,

@@ -23,7 +23,7 @@ __global__ void __launch_bounds__(32 * kQueryWarps)
   const std::int64_t i = static_cast<std::int64_t>(blockIdx.x) * kQueryWarps + threadIdx.x / 32;
   const std::int64_t h = i % p.heads, token = i / p.heads, b = token / p.tokens;
   if (b >= p.batches) return;
-  const std::int64_t position = FirstPosition(x.position[b], p.tokens) + token % p.tokens;
+  const std::int64_t position = FirstPosition(p, x.position[b]) + token % p.tokens;
   const std::int64_t rows = (b * p.kv_heads + h / (p.heads / p.kv_heads)) * p.rows;
   const auto element = [&](const T* head, int e) {
     const std::int64_t d = lane + 32 * e;

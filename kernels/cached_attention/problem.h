@@ -38,9 +38,11 @@ struct Operands {
 };
 
 // The position of the first new token: the last one's is `position`. More new tokens than that end
-// in padding.
-TWINOP_INLINE std::int64_t FirstPosition(std::int64_t position, std::int64_t tokens) {
-  return position + 1 > tokens ? position + 1 - tokens : 0;
+// in padding. A sequence without a token has a negative position, as last_position makes it of a
+// mask without ones: its new tokens lie beyond the cache, as those do whose position is too large.
+TWINOP_INLINE std::int64_t FirstPosition(const Problem& p, std::int64_t position) {
+  if (position < 0) return p.limit;
+  return position + 1 > p.tokens ? position + 1 - p.tokens : 0;
 }
 
 // The first key that the token at this position sees.

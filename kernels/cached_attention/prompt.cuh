@@ -26,7 +26,7 @@ __global__ void __launch_bounds__(32 * kPromptWarps)
   const std::int64_t tile = (blocks - 1 - blockIdx.x % blocks) * kPromptWarps + threadIdx.x / 32;
   const std::int64_t h = blockIdx.x / blocks % p.heads, b = blockIdx.x / blocks / p.heads;
   if (tile >= tiles) return;
-  const std::int64_t start = FirstPosition(x.position[b], p.tokens), first = tile * kQueries;
+  const std::int64_t start = FirstPosition(p, x.position[b]), first = tile * kQueries;
   const std::int64_t rows = (b * p.kv_heads + h / (p.heads / p.kv_heads)) * p.rows;
   const T* const k_rows = x.k_cache + rows * kSize + 8 * t;
   const T* const v_rows = x.v_cache + rows * kSize + kColumns * g;
@@ -40,8 +40,8 @@ __global__ void __launch_bounds__(32 * kPromptWarps)
           turned_q + ((b * p.tokens + own[i]) * p.heads + h) * kSize + 32 * c + 8 * t,
           own[i] < p.tokens, q[i][c]);
   float highest[2] = {-INFINITY, -INFINITY}, totals[2] = {}, values[kColumns][4] = {};
-  const std::int64_t end =
-      min(start + min(first + kQueries, p.tokens), p.limit);  // of the keys that one of them sees
+  const std::int64_t end =  // of the keys that one of them sees
+      start < p.limit ? min(start + min(first + kQueries, p.tokens), p.limit) : 0;
   const float scale = static_cast<float>(p.scale) * kLog2E, softcap = p.softcap * kLog2E;
   for (std::int64_t key = FirstKey(p, start + first) / kKeys * kKeys; key < end; key += kKeys) {
     std::uint32_t k[kGroups][kChunks][4], v[kKeys / 16][4][kColumns / 2];

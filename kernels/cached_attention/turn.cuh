@@ -54,7 +54,7 @@ __global__ void __launch_bounds__(32 * kTurnWarps)
   const std::int64_t all = p.heads + 2 * p.kv_heads, token = i / all, h = i % all;
   if (token >= p.batches * p.tokens) return;
   const std::int64_t b = token / p.tokens;
-  const std::int64_t row = FirstPosition(x.position[b], p.tokens) + token % p.tokens;
+  const std::int64_t row = FirstPosition(p, x.position[b]) + token % p.tokens;
   if (row >= p.limit) return;
   const int part = h < p.heads ? 0 : h < p.heads + p.kv_heads ? 1 : 2;
   const std::int64_t kv_head = (h - p.heads) % p.kv_heads;

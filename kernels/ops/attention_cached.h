@@ -17,13 +17,14 @@ namespace twinop {
 // qkv [B, S, (H + 2 Hkv) D] has the heads of q, k and v of the S new tokens. Of both caches
 // [B, Hkv, L, D], rows up to the position of the newest token count; what others hold, NaN too,
 // does not matter. position [B] is that of the last new token, counted from 0; with more new tokens
-// than position + 1, the first is at 0 and the last ones are padding. total [] or [1], in host
-// memory, is the largest position + 1: a call with a total beyond the cache is refused. Without it,
-// CUDA writes nothing beyond, and the result of such a sequence is NaN. cos_sin [>= L, 2 pairs] has
-// a row for each position, the cosines before the sines; heads may have more elements than pairs.
-// norms [2, D] are the weights of the RMS norms of q and of k. sinks [H] are scores without values.
-// Each token sees `window` keys (0: all). A softcap c makes c tanh(score / c) of a score. scale 0
-// is 1 / sqrt(D).
+// than position + 1, the first is at 0 and the last ones are padding. A new token without a place
+// in the caches or in cos_sin is written nowhere, and its result is NaN: those beyond the last row,
+// and all of a sequence with a negative position, such as last_position gives for a mask without
+// ones. total [] or [1], in host memory, is the largest position + 1: a call with a total beyond
+// the cache is refused. cos_sin [>= L, 2 pairs] has a row for each position, the cosines before the
+// sines; heads may have more elements than pairs. norms [2, D] are the weights of the RMS norms of
+// q and of k. sinks [H] are scores without values. Each token sees `window` keys (0: all). A
+// softcap c makes c tanh(score / c) of a score. scale 0 is 1 / sqrt(D).
 //
 // The bits of a sequence's result do not depend on the other sequences of the batch, nor on L.
 // clang-format off

@@ -16,14 +16,20 @@ struct Gather {
   std::int64_t ids_columns, ids_stride;  // S, and the elements from one sequence to the next
   std::int64_t input_rows[2];            // of the table and of the second input
 
-  // Negative ids count from the table's end. Others outside of it never get here on the CPU, and
-  // read the first or last row on CUDA.
+  // Negative ids count from the table's end.
+  TWINOP_INLINE std::int64_t Id(std::int64_t row) const {
+    const std::int64_t place = row / ids_columns * ids_stride + row % ids_columns;
+    const std::int64_t id = ids_are_32_bits ? static_cast<const std::int32_t*>(ids)[place]
+                                            : static_cast<const std::int64_t*>(ids)[place];
+    return id < 0 ? id + input_rows[0] : id;
+  }
+  TWINOP_INLINE bool HasRow(std::int64_t row) const {
+    return static_cast<std::uint64_t>(Id(row)) < static_cast<std::uint64_t>(input_rows[0]);
+  }
+  // Of an id outside of the table, its first or last row.
   TWINOP_INLINE std::int64_t Row(int j, std::int64_t row) const {
     if (j == 1) return row % input_rows[1];
-    const std::int64_t place = row / ids_columns * ids_stride + row % ids_columns;
-    std::int64_t id = ids_are_32_bits ? static_cast<const std::int32_t*>(ids)[place]
-                                      : static_cast<const std::int64_t*>(ids)[place];
-    if (id < 0) id += input_rows[0];
+    const std::int64_t id = Id(row);
     return id < 0 ? 0 : id < input_rows[0] ? id : input_rows[0] - 1;
   }
 };
@@ -62,6 +68,13 @@ struct Arguments : MoreArguments<F> {
     } else {
       return row;
     }
+  }
+
+  // The functor with which a row begins.
+  TWINOP_INLINE F FunctorOf(const F& functor, std::int64_t row) const {
+    F own = functor;
+    if constexpr (F::kGathers) own.has_row = this->HasRow(row < rows.count ? row : rows.count - 1);
+    return own;
   }
 
   // The column input of a row, or of the last one; null: absent.

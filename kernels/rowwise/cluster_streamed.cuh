@@ -206,7 +206,7 @@ class StreamedRows
   }
 
   __device__ __forceinline__ void Row(std::int64_t row, const PipelineState& state, F* states) {
-    F functor = functor_;
+    F functor = arguments_.FunctorOf(functor_, row);
     const int stage = state.stage;
     if constexpr (kSource == Source::kPipeline) Base::WaitForStage(state);
     ReducePhase<0>(&functor, row, state, [&] {

@@ -226,7 +226,7 @@ struct RowWorker {
   TWINOP_INLINE void RunRow(std::int64_t row, std::integer_sequence<int, P...>) {
     Begin(row);
     constexpr bool kRead = !kBuffered || F::kEpilogueInputs > 0;
-    F functor = initial;
+    F functor = arguments.FunctorOf(initial, row);
     (Reduce<P, kBuffered>(&functor), ...);
     const SharedFunctor<F> functors{functor};
     for (std::int64_t c = 0; c < body; c += kLanes) {

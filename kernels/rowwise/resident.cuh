@@ -265,6 +265,7 @@ class ResidentRows {
   // result is written at once.
   __device__ __forceinline__ void LoadFused(std::int64_t row, bool exists, MovedRow* raw) const {
     static_assert(kEarlyInputs<F> == 2);
+    const F functor = arguments_.FunctorOf(functor_, row);
     if constexpr (kDirect) {
       if (exists) {
         LoadInput(0, row, raw);
@@ -280,7 +281,7 @@ class ResidentRows {
           for (int i = 0; i < kChunk; ++i) {
             if (Remaining(first + i) <= 0) continue;
             auto& vector = raw->vectors[first + i];
-            vector = FusedSum(vector, others[i]);
+            vector = FusedSum(functor, vector, others[i]);
             if (S* const output = arguments_.outputs[F::kFusedSumOutput])
               Store<false>(vector, Output(F::kFusedSumOutput, row), first + i);
           }
@@ -295,17 +296,19 @@ class ResidentRows {
       for (int j = 0; j < 2; ++j) Realign(j, row, exists, j > 0, &pieces[j]);
 #pragma unroll
       for (int k = 0; k < kVectors; ++k)
-        raw->vectors[k] = FusedSum(pieces[0].vectors[k], pieces[1].vectors[k]);
+        raw->vectors[k] = FusedSum(functor, pieces[0].vectors[k], pieces[1].vectors[k]);
     }
   }
 
-  __device__ __forceinline__ static Vector<S, kWidth> FusedSum(const Vector<S, kWidth>& first,
+  __device__ __forceinline__ static Vector<S, kWidth> FusedSum(const F& functor,
+                                                               const Vector<S, kWidth>& first,
                                                                const Vector<S, kWidth>& second) {
     ElementCompute<S> values[2][kWidth];
     Unpack(first, values[0]);
     Unpack(second, values[1]);
 #pragma unroll
-    for (int i = 0; i < kWidth; ++i) values[0][i] = F::FusedSum({{values[0][i], values[1][i]}});
+    for (int i = 0; i < kWidth; ++i)
+      values[0][i] = functor.FusedSum({{values[0][i], values[1][i]}});
     return Pack<S>(values[0]);
   }
 

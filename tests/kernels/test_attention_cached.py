@@ -11,8 +11,9 @@ from onnx import helper
 from samples import DEVICES, RECORDS
 
 from twinop import torch_op
+from twinop.export.attach import attach_bodies
 from twinop.library import find_library
-from twinop.testing.one_node import make_session, one_node_model
+from twinop.testing.one_node import body_session, make_session, one_node_model
 
 ROUNDING = {torch.float32: 4e-6, torch.float16: 2e-3, torch.bfloat16: 1.6e-2, torch.float64: 1e-13}
 each_device = pytest.mark.parametrize("device", DEVICES)
@@ -239,6 +240,74 @@ def test_a_captured_graph_serves_every_context() -> None:
     assert y.isnan().all() and torch.equal(full, call["k_cache"])
 
 
+PLACES = [3, -1, 15, 16, 17, 40, -(2**31), 2**31 - 1, 5]  # of caches with 16 rows
+
+
+def without_place(position: int, tokens: int, limit: int) -> list[bool]:
+    first = limit if position < 0 else max(position + 1 - tokens, 0)
+    return [first + i >= limit for i in range(tokens)]
+
+
+def calls_without_places(
+    tokens: int, size: int, dtype: torch.dtype, device: str, table: int
+) -> dict[str, Any]:
+    """Sequences with and without places for their new tokens; the caches are full."""
+    call = make_call([15] * len(PLACES), tokens, 4, 2, size, 16)
+    call |= {name: torch.randn_like(call[name]) for name in ("k_cache", "v_cache")}
+    if table:
+        call["cos_sin"] = torch.randn(table, size, dtype=torch.float64)
+    return to(call | {"position": torch.tensor(PLACES, dtype=torch.int32)}, dtype, device)
+
+
+def check_places(call: dict[str, Any], y: Any, k: Any, v: Any, before: dict[str, Any]) -> None:
+    """A token without a place is not written, and its result is NaN; others are as in a call of their own."""
+    tokens, limit = y.shape[1], min(16, len(call.get("cos_sin", range(16))))
+    for b, position in enumerate(PLACES):
+        missing = torch.tensor(without_place(position, tokens, limit), device=y.device)
+        assert torch.equal(y[b].isnan().all(-1), missing), position
+        assert torch.equal(y[b].isnan().any(-1), missing), position
+        first = limit if position < 0 else max(position + 1 - tokens, 0)
+        new = slice(min(first, limit), min(first + tokens, limit))
+        for cache, name in ((k, "k_cache"), (v, "v_cache")):
+            changed = (cache[b] != before[name][b]).any(-1).all(0)
+            assert changed.nonzero().flatten().tolist() == list(range(16))[new], (position, name)
+            assert torch.equal((cache[b] != before[name][b]).any(-1).any(0), changed)
+
+
+@each_device
+@pytest.mark.parametrize("dtype", ROUNDING, ids=str)
+@pytest.mark.parametrize("tokens", [1, 3, 17, 40])
+@pytest.mark.parametrize("table", [0, 16, 12])
+def test_tokens_without_a_place(table: int, tokens: int, dtype: torch.dtype, device: str) -> None:
+    """Negative positions, as of a mask without ones, and those beyond the caches or the table."""
+    for size in (24, 64, 128, 256):
+        call = calls_without_places(tokens, size, dtype, device, table)
+        before = {name: call[name].clone() for name in ("k_cache", "v_cache")}
+        y = run(call)
+        check_places(call, y, call["k_cache"], call["v_cache"], before)
+        for b in (0, 8):  # those with places
+            names = ("qkv", "position")
+            alone = call | {name: call[name][b : b + 1] for name in names}
+            alone |= {name: each[b : b + 1].clone() for name, each in before.items()}
+            assert torch.equal(run(alone).nan_to_num(9), y[b : b + 1].nan_to_num(9)), size
+
+
+@pytest.mark.parametrize("tokens", [1, 3, 17])
+@pytest.mark.parametrize("table", [0, 12])
+def test_tokens_without_a_place_in_onnxruntime(table: int, tokens: int) -> None:
+    """The kernel and the function body have one rule."""
+    record = RECORDS["attention_cached"]
+    call = calls_without_places(tokens, 24, torch.float32, "cpu", table)
+    names = [*(each.name for each in record.inputs), *record.outputs]
+    types = dict.fromkeys(names, "float32") | {"position": "int32", "total": "int32"}
+    model = one_node_model(record, types, [each.name in call for each in record.inputs], {})
+    feeds = {name: each.numpy() for name, each in call.items()}
+    in_kernel = make_session(model, find_library("custom_ops"), "cpu").run(None, feeds)
+    in_body = body_session(attach_bodies(model)).run(feeds)
+    for y, k, v in (map(torch.from_numpy, in_kernel), map(torch.as_tensor, in_body.values())):
+        check_places(call, y, k, v, call)
+
+
 def group_query_attention(call: dict[str, Any], total: int, provider: str) -> list[Any]:
     """What ONNX Runtime's own operator computes."""
     attributes = {
@@ -299,11 +368,6 @@ def test_it_is_group_query_attention(variant: str) -> None:
             r"v_cache has shape \[1, 2, 15, 8\], expected .*\[1, 2, 16, 8\]",
         ),
         ({"v_cache": torch.zeros(1, 2, 16, 8).half()}, r"v_cache.*float16"),
-        (
-            {"position": torch.tensor([16], dtype=torch.int32)},
-            r"position\[0\] is 16; the caches and cos_sin have 16 rows",
-        ),
-        ({"position": torch.tensor([-1], dtype=torch.int32)}, r"position\[0\] is -1"),
         (
             {"total": torch.tensor([17], dtype=torch.int32)},
             r"has 17 tokens; the caches have 16 rows.* past and present",

@@ -3,10 +3,13 @@
 import pytest
 import torch
 from linear_calls import random
-from samples import DEVICES
+from samples import ALL, DEVICES
 
 from twinop import torch_op
 from twinop.errors import RecordError
+from twinop.export.attach import attach_bodies
+from twinop.library import find_library
+from twinop.testing.one_node import body_session, make_session, one_node_model
 
 ENTRIES = 19
 WIDTHS = (1, 33, 64, 512, 768, 1152, 2049, 4096, 5120, 20000)  # each way to hold a row
@@ -49,20 +52,68 @@ def call(
     return torch_op.embed_layer_norm(*given)[1]
 
 
-@pytest.mark.parametrize("wrong", [ENTRIES, -ENTRIES - 1, 2**40])
-def test_ids_outside_of_the_table(wrong: int) -> None:
-    ids = torch.tensor([[0, 1], [2, wrong]])
-    with pytest.raises(RuntimeError, match=rf"ids\[1, 1\] is {wrong}; the table has 19 rows"):
-        call(ids)
+WRONG = [ENTRIES, -ENTRIES - 1, 2**31 - 1, -(2**31), 2**40, -(2**40), 2**63 - 1, -(2**63)]
 
 
-@pytest.mark.cuda
-def test_ids_outside_of_the_table_read_nothing_else_on_cuda() -> None:
-    table = torch.arange(ENTRIES, device="cuda").float()[:, None].expand(-1, 4).contiguous()
-    ids = torch.tensor([[ENTRIES, 2**40, -ENTRIES - 1, -(2**40)]], device="cuda")
-    rows, weight = torch.zeros(1, 4, 4, device="cuda"), torch.ones(4, device="cuda")
-    total = torch_op.embed_layer_norm(table, ids, rows, weight)[1]
-    assert total[0, :, 0].tolist() == [ENTRIES - 1, ENTRIES - 1, 0, 0]
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("columns", WIDTHS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16, torch.float64], ids=str)
+def test_ids_outside_of_the_table(dtype: torch.dtype, columns: int, device: str) -> None:
+    """Their rows are NaN, others as without them; aligned and not, of both types of ids."""
+    table, rows = (
+        random(ENTRIES, columns, dtype=dtype).to(device),
+        random(1, 9, columns, dtype=dtype).to(device),
+    )
+    weight = random(columns, dtype=dtype).to(device)
+    shifted = torch.cat([table.new_zeros(1), table.flatten()])[1:].view(table.shape)
+    right = torch.tensor([[0, 1, 2, 3, 4, -1, -ENTRIES, ENTRIES - 1, 5]], device=device)
+    for kind, wrong in ((torch.int64, WRONG), (torch.int32, WRONG[:4])):
+        ids = right.to(kind).repeat(2, 1)
+        ids[0, : len(wrong)] = torch.tensor(wrong, device=device).to(kind)
+        ids[1, 8] = wrong[0]
+        for given in (table, shifted):
+            expected = torch_op.embed_layer_norm(given, right.repeat(2, 1), rows, weight)
+            for found, without in zip(
+                torch_op.embed_layer_norm(given, ids, rows, weight), expected, strict=True
+            ):
+                is_wrong = torch.zeros(2, 9, dtype=torch.bool, device=device)
+                is_wrong[0, : len(wrong)] = is_wrong[1, 8] = True
+                assert found[is_wrong].isnan().all()
+                assert torch.equal(found[~is_wrong], without[~is_wrong])
+
+
+@pytest.mark.parametrize("kind", [torch.int64, torch.int32], ids=str)
+def test_ids_outside_of_the_table_in_onnxruntime(kind: torch.dtype) -> None:
+    """The kernel and the function body have the same rule."""
+    record = ALL["embed_layer_norm"]
+    types = dict.fromkeys(("table", "rows", "weight", "bias", "y", "sum"), "float32")
+    types["ids"] = str(kind).removeprefix("torch.")
+    model = one_node_model(record, types, [1, 1, 1, 1, 0], {})
+    ids = torch.tensor([[0, ENTRIES, -ENTRIES], [-ENTRIES - 1, 2**31 - 1, -1]], dtype=kind)
+    feeds = {"table": random(ENTRIES, 8), "ids": ids, "rows": random(1, 3, 8), "weight": random(8)}
+    expected = torch_op.embed_layer_norm(*feeds.values())
+    assert expected[0].isnan().any(-1).tolist() == [[False, True, False], [True, True, False]]
+    found = make_session(model, find_library("custom_ops"), "cpu").run(
+        None, {name: each.numpy() for name, each in feeds.items()}
+    )
+    assert all(
+        torch.equal(torch.from_numpy(a).nan_to_num(9), b.nan_to_num(9))
+        for a, b in zip(found, expected, strict=True)
+    )
+    in_body = body_session(attach_bodies(model)).run(feeds)
+    for name, wanted in zip(("y", "sum"), expected, strict=True):
+        torch.testing.assert_close(in_body[name], wanted, equal_nan=True)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_gradients_of_ids_outside_of_the_table(device: str) -> None:
+    """They reach no row of the table."""
+    table = random(ENTRIES, 4).to(device).requires_grad_()
+    ids = torch.tensor([[0, ENTRIES, -ENTRIES - 1, 2]], device=device)
+    y, _ = torch_op.embed_layer_norm(table, ids, random(1, 4, 4).to(device), random(4).to(device))
+    (of_table,) = torch.autograd.grad(y[:, [0, 3]].square().sum(), table)
+    changed = of_table.isnan().any(-1) | (of_table != 0).any(-1)
+    assert changed.nonzero().flatten().tolist() == [0, 2] and not of_table.isnan().any()
 
 
 @pytest.mark.parametrize("device", DEVICES)
