@@ -1,6 +1,5 @@
 """ONNX Runtime's options for sessions and providers, under its own names: handed to it as they are."""
 
-import re
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -13,8 +12,29 @@ if TYPE_CHECKING:  # settings are read without NumPy
 
 _PROVIDERS = {"cuda": "CUDAExecutionProvider", "tensorrt": "TensorrtExecutionProvider"}
 _ENUMS = {"graph_optimization_level": "GraphOptimizationLevel", "execution_mode": "ExecutionMode"}
-_REACHES_OUT = re.compile(r"file|folder|path|lib|plugin|external|user_")
+_THREADS = ("intra_op_num_threads", "inter_op_num_threads")
+# What a model's own folder may set: how its own runs compute, and nothing that names or writes files, has
+# code or addresses, fills logs, or concerns other models. Unknown ones are not among them.
+_IN_FOLDERS = frozenset((
+    *_ENUMS, *_THREADS, "enable_mem_pattern", "enable_mem_reuse", "enable_cpu_mem_arena",
+    "use_deterministic_compute", "session.intra_op.allow_spinning", "session.inter_op.allow_spinning",
+    "session.dynamic_block_base", "session.set_denormal_as_zero", "session.disable_prepacking",
+    "session.use_device_allocator_for_initializers", "session.disable_quant_qdq",
+    "session.disable_double_qdq_remover", "session.enable_quant_qdq_cleanup",
+    "session.qdq_matmulnbits_accuracy_level", "optimization.enable_gelu_approximation",
+    "optimization.disable_specified_optimizers", "mlas.enable_gemm_fastmath_arm64_bfloat16",
+    "ep.cuda.fpa_intb_gemm",
+    "gpu_mem_limit", "arena_extend_strategy", "cudnn_conv_algo_search", "cudnn_conv_use_max_workspace",
+    "cudnn_conv1d_pad_to_nc1d", "do_copy_in_default_stream", "use_tf32", "prefer_nhwc", "fuse_conv_bias",
+    "sdpa_kernel", "enable_skip_layer_norm_strict_mode",
+    "trt_fp16_enable", "trt_bf16_enable", "trt_int8_enable", "trt_max_workspace_size",
+    "trt_max_partition_iterations", "trt_min_subgraph_size", "trt_builder_optimization_level",
+    "trt_sparsity_enable", "trt_context_memory_sharing_enable", "trt_layer_norm_fp32_fallback",
+    "trt_build_heuristics_enable", "trt_auxiliary_streams", "trt_profile_min_shapes",
+    "trt_profile_max_shapes", "trt_profile_opt_shapes",
+))  # fmt: skip
 
+MOST_THREADS = 1024
 Value = str | bool | int | float
 Options = Mapping[str, Value]
 
@@ -23,9 +43,18 @@ class OptionError(TwinopError):
     """ONNX Runtime does not take an option of a session."""
 
 
-def reaching_out(*tables: Options) -> list[str]:
-    """Return the options that name files, code or addresses in memory."""
-    return sorted(name for table in tables for name in table if _REACHES_OUT.search(name))
+def not_for_folders(*tables: Options) -> list[str]:
+    """Return the options that a model's own folder may not set."""
+    return sorted({name for table in tables for name in table} - _IN_FOLDERS)
+
+
+def with_threads(session: Options, most: int) -> dict[str, Value]:
+    """Return a folder's session options with at most so many threads; OptionError: a number is impossible."""
+    for name in _THREADS:
+        count = session.get(name, 0)
+        if isinstance(count, bool) or not isinstance(count, int) or not 0 <= count <= MOST_THREADS:
+            raise OptionError(f"{name} should be from 0 to {MOST_THREADS}, not {count!r}")
+    return {name: min(int(value), most) if name in _THREADS else value for name, value in session.items()}
 
 
 def text(value: Value) -> str:

@@ -16,11 +16,10 @@ from twinop.regular_file import read_regular
 from .cores import quota
 from .model_settings import ModelSettings, Section
 from .newer_python import StrEnum, tomllib
-from .runtime_options import reaching_out
+from .runtime_options import OptionError, not_for_folders, with_threads
 
 FILE = "twinop.toml"
 MOST_BYTES = 256 << 10  # of a file with settings
-_MOST_THREADS = 1024
 # tomllib's memory grows with the square of a dotted key's parts.
 _LONG_KEY = re.compile(r"""(?<![\w-])(?:(?:[\w-]+|"[^"\n]*"|'[^'\n]*')[ \t]*\.[ \t]*){32}""")
 
@@ -171,15 +170,10 @@ class Policy(Section):
                 "decide for themselves, with allow_weaker_checks = true under [policy]"
             )
         tables = {"session": [asked.session], "provider_options": asked.provider_options.values()}
-        if names := reaching_out(*(each for name in by_folder & tables.keys() for each in tables[name])):
+        if names := not_for_folders(*(each for name in by_folder & tables.keys() for each in tables[name])):
             raise SettingsError(
-                f"model {name}: its folder sets {', '.join(names)}, which name files, code or addresses: "
-                f"only the server may, under [models.{name}] in its {FILE}"
-            )
-        threads = asked.session.get("inter_op_num_threads", 0)
-        if "session" in by_folder and not (isinstance(threads, int) and 0 <= threads <= _MOST_THREADS):
-            raise SettingsError(
-                f"model {name}: inter_op_num_threads should be from 0 to {_MOST_THREADS}, not {threads!r}"
+                f"model {name}: its folder sets {', '.join(names)}, which name files, code or addresses, or "
+                f"are not known to be harmless: only the server may, under [models.{name}] in its {FILE}"
             )
         most = max(self.max_instances, server.instances)
         if "instances" in by_folder and asked.instances > most:
@@ -216,6 +210,11 @@ class Settings(Section):
         cores = quota() or len(os.sched_getaffinity(0))
         if "intra_op_threads" in by_folder and settings.intra_op_threads > cores:
             settings = settings.model_copy(update={"intra_op_threads": cores})
+        if "session" in by_folder:
+            try:
+                settings = settings.model_copy(update={"session": with_threads(settings.session, cores)})
+            except OptionError as error:
+                raise SettingsError(f"model {name}: {error}") from error
         return settings
 
 

@@ -1,5 +1,6 @@
 """Options of ONNX Runtime's sessions and providers, which are handed to it."""
 
+import os
 import re
 from pathlib import Path
 from typing import Any
@@ -54,6 +55,20 @@ def test_what_a_session_does_not_take_is_one_message(tmp_path: Path, name: str, 
         'provider_options.tensorrt = { trt_extra_plugin_lib_paths = "evil.so" }',
         "provider_options.cuda = { user_compute_stream = 1 }",
         "provider_options.cuda = { gpu_external_alloc = 1 }",
+        "session = { enable_profiling = true }",
+        'session = { profile_file_prefix = "x" }',
+        'session = { "ep.context_enable" = "1" }',
+        'session = { "session.debug_layout_transformation" = "1" }',
+        'session = { "session.intra_op_thread_affinities" = "1;2" }',
+        'session = { logid = "x" }',
+        "session = { log_severity_level = 0 }",
+        "session = { use_per_session_threads = false }",
+        'session = { "some.option.of.the.future" = "1" }',
+        "session = { an_attribute_of_the_future = 1 }",
+        "provider_options.tensorrt = { trt_engine_cache_enable = true }",
+        "provider_options.tensorrt = { trt_dump_subgraphs = true }",
+        "provider_options.tensorrt = { trt_timing_cache_enable = true }",
+        "provider_options.cuda = { device_id = 1 }",
     ],
 )
 def test_a_folder_cannot_name_files_code_or_addresses(tmp_path: Path, option: str) -> None:
@@ -62,6 +77,25 @@ def test_a_folder_cannot_name_files_code_or_addresses(tmp_path: Path, option: st
     with pytest.raises(SettingsError, match="model m: its folder sets .*which name files, code or addresses"):
         Settings().for_model("m", own)
     assert Settings(models={"m": own}).for_model("m").model_dump(exclude_unset=True) == own
+
+
+@pytest.mark.parametrize("name", ["intra_op_num_threads", "inter_op_num_threads"])
+def test_a_folder_gets_no_more_threads_than_cores(name: str) -> None:
+    """Whichever way they are asked for."""
+    cores = len(os.sched_getaffinity(0))
+    asked = Settings().for_model("m", {"session": {name: 1000}, "intra_op_threads": 1000})
+    assert int(asked.session[name]) <= cores and asked.intra_op_threads <= cores
+    for count in (100_000, -1, "2500", True, 2.5):
+        with pytest.raises(SettingsError, match=f"model m: {name} should be from 0 to 1024, not "):
+            Settings().for_model("m", {"session": {name: count}})
+    assert Settings(models={"m": {"session": {name: 1000}}}).for_model("m").session == {name: 1000}
+
+
+def test_what_a_folder_may_set() -> None:
+    session = {"session.disable_prepacking": "1", "enable_mem_pattern": False}
+    options = {"cuda": {"use_tf32": False}, "tensorrt": {"trt_fp16_enable": True}}
+    asked = Settings().for_model("m", {"session": session, "provider_options": options})
+    assert asked.session == session and asked.provider_options == options
 
 
 def test_options_for_all_models_and_for_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
