@@ -5,6 +5,8 @@ their own, which the CPU needs; `cached_attention.join_norms` undoes it for CUDA
 quantised products compute in floats for the comparison.
 """
 
+from collections.abc import Iterable
+
 import onnx_ir as ir
 
 from . import graph as g
@@ -27,7 +29,7 @@ def set_sizes(model: ir.Model) -> None:
     if any(map(grows, model.graph.inputs)):
         for mask in filter(is_mask, model.graph.inputs):
             batch, length = g.dims(mask) or [None, None]
-            if length in _lengths(model, of_masks=False):
+            if length in _new_tokens(model):
                 mask.shape = ir.Shape([batch, f"{mask.name}_1"])
     if not any(node.op_type == ATTENTION for node in model.graph):
         return
@@ -63,7 +65,7 @@ def runs(model: ir.Model) -> tuple[list[Sizes], bool]:
         else:
             past.update(lengths)
     others = {dim for value in model.graph.inputs if g.rank(value) > 2 for dim in g.dims(value) or ()}
-    tokens, total = _lengths(model, of_masks=False), _lengths(model, of_masks=True) - others
+    tokens, total = _new_tokens(model), _lengths(filter(is_mask, model.graph.inputs), 2) - others
 
     def sizes(batch: int, before: int, new: int) -> Sizes:
         length = before + new if model.graph.meta.get(SHARED_CACHES) else before
@@ -78,10 +80,25 @@ def runs(model: ir.Model) -> tuple[list[Sizes], bool]:
     return [*steps, sizes(2, _PAST, _PROMPT)], any(map(is_mask, model.graph.inputs))
 
 
-def _lengths(model: ir.Model, of_masks: bool) -> set[str]:
-    """Returns the names of the lengths of masks, or of other inputs [B, S] or, of embeddings, [B, S, H]."""
-    shapes = [g.dims(value) or [] for value in model.graph.inputs if is_mask(value) == of_masks]
-    ranks = (2,) if of_masks else (2, 3)
+def _new_tokens(model: ir.Model) -> set[str]:
+    """Returns the names of the lengths of new tokens: of what a cache's new rows are computed from.
+
+    The first layer adds its rows before it reads what an encoder has returned.
+    """
+    given = {value for value in model.graph.inputs if not is_mask(value)}
+    joins = [
+        use.node for value in given if grows(value) for use in value.uses() if use.node.op_type == "Concat"
+    ]
+    sources = [
+        set.union(*(g.ancestors(value) for value in join.inputs[1:] if value)) & given for join in joins
+    ]
+    first = sorted(sources, key=len)[:2]  # of keys, and of values
+    return _lengths(set.union(*first) if first else given, 2, 3)
+
+
+def _lengths(values: Iterable[ir.Value], *ranks: int) -> set[str]:
+    """Returns the names of the lengths of masks and ids [B, S] and of embeddings [B, S, H]."""
+    shapes = [g.dims(value) or [] for value in values]
     return {shape[1] for shape in shapes if len(shape) in ranks and isinstance(shape[1], str)}
 
 

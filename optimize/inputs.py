@@ -103,7 +103,7 @@ def generate(
         elif dtype.is_floating_point():
             normal = rng.standard_normal(shape)
             array = np.abs(normal) + 0.1 if positive else normal
-        elif any(use.node.op_type == "If" for use in value.uses()):  # with a cache, or one and then the other
+        elif _chooses(value):  # with a cache, or one and then the other
             caches = [0 not in by_name[str(each.name)] for each in model.graph.inputs if is_cache(each)]
             array = np.full(shape, all(caches) if caches else seed % 2 == 0)
         elif dtype.is_integer():
@@ -119,6 +119,18 @@ def generate(
                 array[..., 1:2, :] = True
         case[value.name] = np.asarray(array, dtype.numpy())
     return case
+
+
+def _chooses(value: ir.Value) -> bool:
+    """Whether an input chooses the branch of an If."""
+    return value.dtype is ir.DataType.BOOL and any(use.node.op_type == "If" for use in value.uses())
+
+
+def other_branch(model: ir.Model, case: Case) -> Case:
+    """Returns a case with the other branches of its Ifs; nothing if no input chooses them."""
+    chosen = {str(value.name) for value in model.graph.inputs if _chooses(value)}
+    changed = {name: np.asarray(~array) for name, array in case.items() if name in chosen}
+    return case | changed if changed else {}
 
 
 def hidden(padding: str | None) -> list[str]:
@@ -161,8 +173,8 @@ def special(model: ir.Model, case: Case, hidden: Sequence[str]) -> dict[str, Cas
 def _other(array: np.ndarray) -> np.ndarray:
     """Returns other values than those of an array."""
     if array.dtype.kind == "f":
-        return array * array.dtype.type(1.5) + array.dtype.type(0.25)
-    return ~array if array.dtype.kind == "b" else array + array.dtype.type(1)
+        return np.asarray(array * array.dtype.type(1.5) + array.dtype.type(0.25))
+    return np.asarray(~array if array.dtype.kind == "b" else array + array.dtype.type(1))
 
 
 def shapes(model: ir.Model, sizes: Sizes) -> dict[str, list[int]]:

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import onnx
 import onnx_ir as ir
 import pytest
 from decoder_files import export_with_cache, write
@@ -132,6 +133,91 @@ def test_what_decoders_are_compared_on(tmp_path: Path) -> None:
     }
     assert found == {(1, 9, True), (1, 18, True), (7, 0, False), (7, 9, True)}
     assert any((case["attention_mask"] == 0).any() for case in reference.cases)
+
+
+_HEADS = "{0}_r = Reshape ({0}_p, heads) {0} = Transpose <perm = [0, 2, 1, 3]> ({0}_r)"
+_ATTENDS = """{0}_kt = Transpose <perm = [0, 1, 3, 2]> ({k}) {0}_s = MatMul ({q}, {0}_kt)
+    {0}_b = Add ({0}_s, {bias}) {0}_w = Softmax ({0}_b) {0}_a = MatMul ({0}_w, {v})
+    {0}_t = Transpose <perm = [0, 2, 1, 3]> ({0}_a) {0}_m = Reshape ({0}_t, joined) {0} = Add ({0}_m, {x})"""
+
+
+def _branch(name: str, has_cache: bool) -> str:
+    """Returns a layer of a decoder with cross-attention, whose keys and values a cache may hold."""
+
+    def heads(x: str, *letters: str) -> str:
+        return " ".join(f"{n}{c}_p = MatMul ({x}, w{c}) {_HEADS.format(n + c)}" for c in letters)
+
+    n, cache = name, has_cache
+    own = [f"Concat <axis = 2> (d{c}, {n}{c})" if cache else f"Identity ({n}{c})" for c in "kv"]
+    cross = [f"Identity (e{c})" if cache else f"Identity ({n}{c.upper()})" for c in "kv"]
+    kept = ["Constant <value = float[0, 2, 1, 8] {}> ()" if cache else f"Identity ({n}c{c})" for c in "kv"]
+    return f"""{n}x = Gather (table, input_ids) {heads(n + "x", "q", "k", "v")}
+        {n}dk = {own[0]} {n}dv = {own[1]}
+        {_ATTENDS.format(n + "o", q=n + "q", k=n + "dk", v=n + "dv", bias="zero", x=n + "x")}
+        {heads(n + "o", "Q")} {"" if cache else heads("encoder_hidden_states", "K", "V")}
+        {n}ck = {cross[0]} {n}cv = {cross[1]}
+        {n}bm = Cast <to = 1> (encoder_attention_mask) {n}bn = Sub ({n}bm, one) {n}bs = Mul ({n}bn, big)
+        {n}bias = Unsqueeze ({n}bs, middle)
+        {_ATTENDS.format(n + "z", q=n + "Q", k=n + "ck", v=n + "cv", bias=n + "bias", x=n + "o")}
+        {n}y = MatMul ({n}z, head) {n}ek = {kept[0]} {n}ev = {kept[1]}"""
+
+
+def merged_encoder_decoder(opset: int) -> onnx.ModelProto:
+    """Makes a decoder as optimum merges T5's: caches of the encoder's come back empty where they are read."""
+    grown, encoded = (
+        "float[B, 2, past_decoder_sequence_length, 8]",
+        "float[B, 2, encoder_sequence_length_out, 8]",
+    )
+    results = ", ".join(f"float[U, 2, P, 8] {{0}}{each}" for each in ("dk", "dv", "ek", "ev"))
+    branches = [
+        f"{name} () => (float[X, Y, 32] {name}y, {results.format(name)}) {{ {_branch(name, name == 'a')} }}"
+        for name in "ab"
+    ]
+    text = f"""(int64[B, encoder_sequence_length] encoder_attention_mask,
+        int64[B, decoder_sequence_length] input_ids,
+        float[B, encoder_sequence_length, 16] encoder_hidden_states,
+        {grown} dk, {grown} dv, {encoded} ek, {encoded} ev, bool[1] use_cache_branch)
+        => (float[B, decoder_sequence_length, 32] y, float[B, 2, T, 8] present_dk,
+            float[B, 2, T, 8] present_dv, {encoded} present_ek, {encoded} present_ev) {{
+        y, present_dk, present_dv, present_ek, present_ev = If (use_cache_branch) <
+            then_branch = {branches[0]}, else_branch = {branches[1]}> }}"""
+    arrays = {f"w{c}": weights(16, 16, seed=ord(c)) for c in "qkvQKV"}
+    arrays |= {"table": weights(32, 16), "head": weights(16, 32, seed=2), "heads": np.array([0, 0, 2, 8])}
+    arrays |= {"joined": np.array([0, 0, 16]), "middle": np.array([1, 2])}
+    arrays |= {name: np.array(number, np.float32) for name, number in (("zero", 0), ("one", 1), ("big", 1e4))}
+    proto = parsed(text, **arrays)
+    proto.opset_import[0].version = opset
+    return proto
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+@pytest.mark.parametrize("opset", [14, 20])
+def test_merged_encoder_decoders(opset: int, device: str, tmp_path: Path) -> None:
+    """Inputs are generated for both branches: the encoder's lengths are alike, and not the decoder's."""
+    proto = merged_encoder_decoder(opset)
+    report, _ = optimized(proto, tmp_path, device=device)
+    assert not report.notes
+    model = load(report.source)
+    load_weights(model)
+    separate_names(model)
+    branches.move_out(model)
+    decoders.set_sizes(model)
+    reference, _ = equivalence.generated(report.source, model, None, None)
+    seen = set()
+    for case in reference.cases[: reference.usual]:
+        lengths = {case[name].shape[axis] for name, axis in (
+            ("encoder_attention_mask", 1), ("encoder_hidden_states", 1), ("ek", 2), ("ev", 2),
+        )}  # fmt: skip
+        assert len(lengths) == 1
+        seen.add((case["input_ids"].shape[1], case["dk"].shape[2], bool(case["use_cache_branch"])))
+    assert seen == {(1, 9, True), (1, 18, True), (7, 0, False), (7, 9, True)}
+    assert any((case["encoder_attention_mask"] == 0).any() for case in reference.cases)
+
+    # Inputs of one branch: the other one is compared, too, where it shows what this one does not.
+    given: dict[str, Any] = case | {"use_cache_branch": np.array([True])}
+    np.savez(tmp_path / "in.npz", **given)
+    report, _ = optimized(proto, tmp_path, device=device, inputs_file=tmp_path / "in.npz")
+    assert not report.notes
 
 
 def test_nodes_return_to_their_branches() -> None:
