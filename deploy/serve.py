@@ -15,7 +15,7 @@ from .service.settings import FILE, Control
 
 @takes_settings(
     Server=(
-        "host", "http_port", "grpc_port", "reuse_port", "admin_port", "control", "token_file",
+        "host", "http_port", "grpc_port", "reuse_port", "admin_port", "control", "strict", "token_file",
         "tls_certificate", "tls_key", "log_level",
     ),
     Models=("library", "library_folders", "allow_model_libraries", "provider", "max_batch_size"),

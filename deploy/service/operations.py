@@ -85,7 +85,8 @@ class Operations:
     def ready(self) -> dict[str, Any]:
         if why := self._repository.why_not_ready():
             raise ServiceError(NOT_READY, f"the server is not ready: {why}")
-        return {"ready": True}
+        missing = self._repository.unavailable()
+        return {"ready": True} | ({"unavailable": missing} if missing else {})
 
     def server(self) -> dict[str, Any]:
         """Return the server's name and version, and the extensions that are on, under Triton's names."""

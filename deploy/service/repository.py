@@ -76,6 +76,11 @@ class Repository:
         """Return why the server is not ready; "" if all initial models are loaded and it is not stopping."""
         return "it is stopping" if self.draining else "" if self._loaded else "its models are loading"
 
+    def unavailable(self) -> list[str]:
+        """Return the models of which no version could be loaded."""
+        tried = {name: {each.state for each in known.values()} for name, known in self._known.items()}
+        return sorted(name for name, states in tried.items() if states == {State.UNAVAILABLE})
+
     def find(self, name: str, version: int | None = None) -> ServedVersion:
         """Return a version of a model, the latest for None; raise ServiceError if it is not ready."""
         versions = self.models.get(name)
@@ -120,8 +125,9 @@ class Repository:
         """Load all models. If a wanted version is broken, an older one is loaded instead.
 
         Raises:
-            TwinopError: the folder holds no model, a model has no loadable version, or there are settings for
-                a model that does not exist and cannot appear later. The message lists all problems.
+            TwinopError: the folder holds no model, none has a loadable version (with `strict`: one has none),
+                or there are settings for a model that does not exist and cannot appear later. The message
+                lists all problems.
         """
         folders = await self._scan()
         problems = []
@@ -133,10 +139,14 @@ class Repository:
                 _log.warning("%s", said)
         tasks = await self._in_turn(folders.values())
         self._began.set()
+        failed = []
         for name, found in zip(folders, await asyncio.gather(*tasks), strict=True):
-            problems += found if not self.models.get(name) else []
-        if problems:
-            raise TwinopError("\n".join(problems))
+            failed += found if not self.models.get(name) else []
+        if problems or (failed and (self.settings.server.strict or not any(self.models.values()))):
+            raise TwinopError("\n".join(problems + failed))
+        if failed:
+            said = "served without %s, which cannot be loaded; --strict would end the server"
+            _log.error(said, ", ".join(self.unavailable()))
         self._loaded = True
 
     async def _in_turn(self, folders: Iterable[ModelFolder]) -> list[asyncio.Task[list[str]]]:

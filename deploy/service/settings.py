@@ -70,6 +70,7 @@ class ServerSettings(Section):
     control: Control = Field(
         Control.NONE, description="what loads models later: none, poll (the folder) or explicit (clients)"
     )
+    strict: bool = Field(False, description="end at the start if a model cannot be loaded, not if all cannot")
     poll_seconds: float = Field(1.0, gt=0)
     library_folders: tuple[Path, ...] = Field(
         (), description="folders to load libraries from, besides those of twinop's installation"

@@ -2,14 +2,18 @@
 
 import asyncio
 import re
+import shutil
 import socket
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import onnx
 import pytest
 import service_models as models
-from service_fixtures import start
+from service_fixtures import serve, start
 from service_loads import refusal_of
+from service_rows import QUICK, ROW
 
 from twinop.deploy.service.addresses import AddressError
 from twinop.deploy.service.budget import Budget
@@ -113,3 +117,59 @@ def test_settings_of_another_model_than_the_file(one_model: Path) -> None:
     settings = read_settings(one_model / "twinop.toml", {})
     with pytest.raises(TwinopError, match="no model 'rellu'; models: model"):
         asyncio.run(Repository(one_model / "relu" / "1" / "model.onnx", settings).load_all())
+
+
+def broken_and_good(folder: Path, how: str) -> None:
+    """Places two models, one of which cannot be loaded."""
+    good, broken = (models.place(folder, name, models.relu()) for name in ("good", "broken"))
+    if how == "cut short":
+        broken.write_bytes(broken.read_bytes()[:-20])
+    elif how == "no model":
+        broken.write_bytes(b"no model")
+    elif how == "settings":
+        (broken.parents[1] / "twinop.toml").write_text("max_queue = -1")
+    elif how == "empty":
+        broken.write_bytes(b"")
+    else:
+        model = onnx.load(good)
+        model.graph.initializer.append(onnx.numpy_helper.from_array(np.zeros(9, np.float32), "w"))
+        onnx.save(model, broken, save_as_external_data=True, location="w.data", size_threshold=0)
+        broken.with_name("w.data").unlink()
+
+
+@pytest.mark.parametrize("how", ["cut short", "no model", "settings", "empty", "missing data"])
+def test_a_broken_model_is_an_error_of_that_model_alone(
+    how: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The others are served, the log names it; --strict ends the server, and so do no models at all."""
+    broken_and_good(tmp_path, how)
+    model = {"provider": "cpu"}
+
+    async def load(**server: Any) -> Repository:
+        repository = Repository(tmp_path, Settings(server=server, model=model))
+        await repository.load_all()
+        return repository
+
+    repository = asyncio.run(load())
+    assert not repository.why_not_ready() and repository.unavailable() == ["broken"]
+    assert repository.find("good") and list(repository.models) == ["good"]
+    assert any("served without broken, which cannot be loaded" in each.message for each in caplog.records)
+    with pytest.raises(TwinopError, match="broken"):
+        asyncio.run(load(strict=True))
+    shutil.rmtree(tmp_path / "good")
+    with pytest.raises(TwinopError, match="broken"):
+        asyncio.run(load())
+
+
+def test_the_probe_names_a_broken_model(tmp_path: Path) -> None:
+    broken_and_good(tmp_path, "cut short")
+    with serve(tmp_path, *QUICK) as served:
+        assert served.infer("good", ROW).status == 200
+        ready = served.ask("GET", "/v2/health/ready")
+        assert ready.status == 200 and ready.json == {"ready": True, "unavailable": ["broken"]}
+        assert served.ask("GET", "/v2/models/broken/ready").status == 503
+    process = start(tmp_path, tmp_path.with_name("log"), *QUICK, "--strict")
+    try:
+        assert process.wait(120) == 1
+    finally:
+        process.kill()
