@@ -25,14 +25,15 @@ from twinop.op_spec import OpSpec
 
 from .attach import OPSETS
 from .bodies import find_body
-from .record_body import BodySetting
+from .record_body import AttributeReference, BodySetting
 
 
-@dataclass(frozen=True)
-class AttributeValue:
-    """An attribute as a body sees it, of one call."""
+class AttributeValue(AttributeReference):
+    """An attribute of one call."""
 
-    value: Any
+    def __init__(self, op: str, name: str, value: Any) -> None:
+        super().__init__(op, name)
+        self.value = value
 
     @property
     def values(self) -> set[Any]:
@@ -73,7 +74,10 @@ def evaluate_body(
     ]
     compute = reduce(torch.promote_types, floating, torch.float32 if floating else first.dtype)
     given = {entry.name: default_of(entry) for entry in record.attributes} | dict(attributes or {})
-    named = {entry.name: AttributeValue(onnx_value(entry, given[entry.name])) for entry in record.attributes}
+    named = {
+        entry.name: AttributeValue(record.name, entry.name, onnx_value(entry, given[entry.name]))
+        for entry in record.attributes
+    }
     op = (ops or TorchOps)(record, compute, stored or first.dtype)
     op.setting = BodySetting(
         tuple(torch_name((first if tensor is None else tensor).dtype) for tensor in inputs),

@@ -20,10 +20,30 @@ from .calls import Call, label_of
 from .schema import ATTRIBUTE_TYPES, ONNX_TYPES
 
 
-class AttributeArgument:
-    """An attribute as a body sees it: a reference to the value of the node that calls the function."""
+class AttributeReference:
+    """An attribute as a body sees it: no Python value, so that `if` and `==` do not decide by it in silence."""
+
+    def __init__(self, op: str, name: str) -> None:
+        self._op, self._name = op, name
+
+    def _refuse(self, *_: Any) -> Any:
+        raise ExportError(
+            f"body {self._op}: attribute {self._name} is used as a Python value; {self._name} is a reference "
+            f"to the node's attribute. Write {self._name}.value for the value itself"
+        )
+
+    __eq__ = __bool__ = __len__ = __iter__ = __getitem__ = __int__ = __float__ = __index__ = _refuse
+    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = __rtruediv__ = __neg__ = (
+        _refuse
+    )
+    __lt__ = __le__ = __gt__ = __ge__ = __hash__ = _refuse
+
+
+class AttributeArgument(AttributeReference):
+    """An attribute of the nodes that call a function."""
 
     def __init__(self, attribute: Attribute, calls: Sequence[Call]) -> None:
+        super().__init__(calls[0].record.name, attribute.name)
         self._record = calls[0].record
         self._attribute = attribute
         self._calls = calls
@@ -53,19 +73,6 @@ class AttributeArgument:
     def reference(self, name: str) -> ir.Attr:
         """Makes an attribute `name` for a node of the body, bound to this one."""
         return ir.RefAttr(name, self._attribute.name, self.type)
-
-    def _refuse(self, *_: Any) -> Any:
-        name = self._attribute.name
-        raise ExportError(
-            f"body {self._record.name}: attribute {name} is used as a Python value; {name} is a reference "
-            f"to the node's attribute. Write {name}.value for the value itself (see twinop/export/bodies.py)"
-        )
-
-    __eq__ = __bool__ = __len__ = __iter__ = __getitem__ = __int__ = __float__ = __index__ = _refuse
-    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = __rtruediv__ = __neg__ = (
-        _refuse
-    )
-    __lt__ = __le__ = __gt__ = __ge__ = __hash__ = _refuse
 
 
 _FLOATS = (*FLOATING, *FLOATS_8)

@@ -11,9 +11,8 @@ second_derivatives.py.
 """
 
 import ast
-import builtins
 import inspect
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -21,8 +20,9 @@ from typing import Any
 import torch
 
 from twinop.declare import DERIVATIVES, SECOND_DERIVATIVES
-from twinop.errors import RecordError, RecordSyntaxError
-from twinop.op_spec import OpSpec
+from twinop.errors import RecordError
+from twinop.op_spec import Gradient, OpSpec
+from twinop.record_checks import names_in
 
 Functions = Mapping[str, Callable[..., Any]]
 
@@ -121,12 +121,24 @@ def _formulas_of(record: OpSpec, functions: Functions) -> list[_Formula]:
         tree = ast.parse(gradient.text, mode="eval")
         code = compile(gradient.text, f"<{record.name}>", "eval")
 
-        def evaluate(scope: dict[str, Any], code: Any = code) -> Any:
-            # The text is the record's own, from a library whose native code runs anyway.
-            return eval(code, {"torch": torch, **functions, **scope})
+        def evaluate(scope: dict[str, Any], code: Any = code, gradient: Gradient = gradient) -> Any:
+            try:  # the text is the record's own, from a library whose native code runs anyway
+                return eval(code, {"torch": torch, **functions, **scope})
+            except Exception as error:
+                said = next(iter(str(error).splitlines()), "")
+                reads = "data-dependent" in said or "aten._local_scalar_dense" in said
+                raise RecordError(
+                    f"{record.qualified_name}: derivative `{', '.join(gradient.names)} = {gradient.text}` fails: "
+                    + (
+                        "it reads a number out of a tensor, which torch.compile cannot follow. Compute with the "
+                        "tensor itself, as torch.arange(n) + position and scatter do"
+                        if reads
+                        else f"{type(error).__name__}: {said}"
+                    )
+                ) from error
 
         # `a.shape` alone needs no more of `a` than that. Broadcasting ops would keep all their inputs alive.
-        result.append(_Formula(gradient.names, _names(tree), _names(tree, but_shapes=True), evaluate))
+        result.append(_Formula(gradient.names, names_in(tree), names_in(tree, but_shapes=True), evaluate))
     if not result and (function := SECOND_DERIVATIVES.get(record.key)):
         result.append(_differentiated(record, function))
     if not result and (function := DERIVATIVES.get(record.key)):
@@ -204,55 +216,3 @@ def in_torch_of_call(
 
 def _wide(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.float() if tensor.dtype.itemsize == 2 else tensor
-
-
-def check_formulas(record: OpSpec, ops: Iterable[str]) -> None:
-    """Checks that the record's formulas are Python, give gradients of its inputs, and use only what there is.
-
-    Args:
-        ops: the ops that a formula may call.
-
-    Raises:
-        RecordError: a formula does not parse, or one of its names is unknown.
-    """
-    inputs = [entry.name for entry in record.inputs]
-    outputs = [f"grad_{name}" for name in record.outputs] if len(record.outputs) > 1 else ["grad"]
-    attributes = [entry.name for entry in record.attributes]
-    known = [*inputs, *record.outputs, *attributes, *outputs]  # in the order of the message
-    for gradient in record.gradients:
-        where = f"{record.domain}::{record.name}: derivative `{', '.join(gradient.names)} = {gradient.text}`"
-        try:
-            tree = ast.parse(gradient.text, mode="eval")
-        except SyntaxError as error:
-            place = (error.offset or 1) - 1
-            raise RecordSyntaxError(
-                f"{where} is not a Python expression", gradient.text, place, error.msg
-            ) from error
-        if wrong := [name for name in gradient.inputs if name not in inputs]:
-            raise RecordError(
-                f"{where} is of {', '.join(wrong)}, expected inputs of the op: {', '.join(inputs)}"
-            )
-        if unknown := sorted(_free_names(tree) - {*known, *ops, "torch", *dir(builtins)}):
-            raise RecordError(
-                f"{where} uses {', '.join(unknown)}, expected {', '.join(known)}, torch, or an op by its name"
-            )
-        known += [f"grad_{name}" for name in gradient.inputs]
-
-
-def _free_names(tree: ast.AST) -> set[str]:
-    """The names that an expression takes from outside, without those of its lambdas and comprehensions."""
-    own = {
-        node.id for node in ast.walk(tree) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)
-    }
-    own |= {node.arg for node in ast.walk(tree) if isinstance(node, ast.arg)}
-    return _names(tree) - own
-
-
-def _names(tree: ast.AST, but_shapes: bool = False) -> set[str]:
-    """The names that an expression uses; with `but_shapes`, other than as `name.shape`."""
-    shapes = {
-        id(node.value)
-        for node in ast.walk(tree)
-        if isinstance(node, ast.Attribute) and node.attr == "shape" and but_shapes
-    }
-    return {node.id for node in ast.walk(tree) if isinstance(node, ast.Name) and id(node) not in shapes}

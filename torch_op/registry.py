@@ -18,9 +18,9 @@ from twinop.errors import LibraryError, RecordError
 from twinop.installation import how_to_build
 from twinop.library import Library, find_library, read_library
 from twinop.op_spec import DOMAIN, OpSpec
+from twinop.record_checks import check_formulas
 
 from .autograd import make_function
-from .formulas import check_formulas
 from .mutation import register_mutating, torch_library
 from .rules import autocast_rule, cpu_rule, fake_rule, refuse, vmap_kernel
 from .sharding import register_sharding_rule

@@ -19,7 +19,8 @@ from twinop.declare import SECOND_DERIVATIVES
 from twinop.errors import LibraryError, RecordError
 from twinop.library import find_library
 from twinop.op_spec import OpSpec
-from twinop.torch_op.formulas import Formulas, check_formulas
+from twinop.record_checks import check_formulas
+from twinop.torch_op.formulas import Formulas
 
 ops = torch.ops.custom_domain
 

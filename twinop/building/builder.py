@@ -4,9 +4,10 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from ..built import mark, note_of
-from ..errors import BuildError
-from ..library import Library, checksum, read_library
+from ..errors import BuildError, LibraryError, RecordError
+from ..library import Library, checksum, find_library, read_library
 from ..names import check_op_name
+from ..record_checks import check_record
 from .cache import cache_folder, digest, write
 from .modules import write_source
 from .objects import check_arguments, check_functions
@@ -78,6 +79,10 @@ def build(
         records = read_library(library).records
         for record in records.values():
             check_op_name(record.name)
+            try:
+                check_record(record, {*records, *_builtin_ops()})
+            except RecordError as error:  # a caret below a formula is more than one line
+                raise BuildError(str(error).partition("\n")[0]) from error
         check_arguments(library, project, records)
         if output is None:
             output = cache_folder() / "libraries" / checksum(library) / file
@@ -91,3 +96,11 @@ def build(
             "here: the ops in C++ run on the CPU only (--cpu says so without this note)"
         )
     return Built(found, done, notes)
+
+
+def _builtin_ops() -> set[str]:
+    """Returns the names of twinop's own ops, which formulas may call; none where their library is not built."""
+    try:
+        return {*read_library(find_library("custom_ops")).records}
+    except LibraryError:
+        return set()

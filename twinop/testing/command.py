@@ -38,7 +38,8 @@ def main(context: typer.Context) -> None:
 
     * refusals of wrong dtypes, devices, shapes and attributes; on a GPU streams and CUDA graphs.
 
-    Then the project's own tests run (test_*.py).
+    Then the project's own tests run (test_*.py). Each cause of a failure is shown once, at the end; --verbose
+    shows every failure where it happens, with its trace.
 
     Examples:
 
@@ -56,6 +57,7 @@ def _run_here(arguments: list[str], left_out: list[str]) -> int:
     """Runs the tests of a target; returns pytest's exit code. TwinopError: it is no target."""
     import pytest
 
+    from . import plugin
     from .target import TARGET, find_target, load
 
     given, options = ".", arguments
@@ -68,5 +70,11 @@ def _run_here(arguments: list[str], left_out: list[str]) -> int:
     own += [f"--twinop-left-out={name}" for name in left_out]
     # A crash is one message of ours; libraries log much at the level DEBUG.
     own += ["-p", "no:faulthandler", "--log-level=WARNING", "-W", "ignore:`torch.jit.script"]  # -W takes text
-    shown = ["-q", "--no-header", "-rfE", f"--rootdir={Path.cwd()}"]
-    return int(pytest.main([*own, *shown, *files, *options]))
+    shown = ["-q", "--no-header", f"--rootdir={Path.cwd()}"]
+    if {"-v", "-vv", "--verbose"} & {*options}:
+        return int(pytest.main([*own, *shown, "-rfE", *files, *options]))
+    causes = plugin.Causes()
+    shown += ["--tb=short", "--show-capture=no", "--no-summary"]
+    code = int(pytest.main([*own, *shown, *files, *options], [causes]))
+    causes.show()
+    return code

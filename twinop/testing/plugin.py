@@ -106,4 +106,46 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> Generator[None, Any, Any]
     except TwinopError as error:
         if not pyfuncitem.function.__module__.startswith(_MATRIX):
             raise
-        pytest.fail(str(error), pytrace=False)
+        said = str(error)
+    pytest.fail(said, pytrace=False)  # here, so that the error is not shown as another one's context
+
+
+class Causes:
+    """Collects the failures of a run by their causes, for `twinop test`: a plugin of pytest."""
+
+    def __init__(self) -> None:
+        self._tests: dict[str, list[str]] = {}
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_makereport(
+        self, item: pytest.Item, call: pytest.CallInfo[None]
+    ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+        report = yield
+        if report.failed and call.excinfo is not None:
+            is_ours = isinstance(item, pytest.Function) and item.function.__module__.startswith(_MATRIX)
+            cause = _cause(call.excinfo.value) if is_ours else report.longreprtext
+            self._tests.setdefault(cause.strip(), []).append(report.nodeid)
+        return report
+
+    def pytest_collectreport(self, report: pytest.CollectReport) -> None:
+        if report.failed:
+            self._tests.setdefault(report.longreprtext.strip(), []).append(report.nodeid)
+
+    def show(self) -> None:
+        """Prints each cause once, behind the tests that fail for it; what most tests fail for comes last."""
+        for cause, tests in sorted(self._tests.items(), key=lambda each: len(each[1])):
+            more = f" and {len(tests) - 1} more" if len(tests) > 1 else ""
+            print(f"\nFAILED {tests[0]}{more}:\n{cause}")
+
+
+def _cause(error: BaseException) -> str:
+    """Returns the message for the user in an error or in what it was raised from, else its first line."""
+    each: BaseException | None = error
+    while each is not None:
+        if isinstance(each, TwinopError):
+            return str(each)
+        each = getattr(each, "inner_exception", None) or each.__cause__ or each.__context__  # of torch.compile
+    if isinstance(error, pytest.fail.Exception):
+        return str(error.msg)
+    lines = [line for line in str(error).splitlines() if line.strip()]
+    return f"{type(error).__name__}: {lines[0] if lines else ''} (--verbose shows where)"

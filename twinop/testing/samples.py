@@ -199,7 +199,7 @@ def make_sample(
     present: Mapping[str, bool] | None = None,
     tame: bool = False,
 ) -> Sample:
-    """Returns a call whose first input has about this shape; at least this width if the op's module gives it.
+    """Returns a call whose first input has about this shape; if the op's module gives calls, one of them.
 
     Args:
         tame: finite numbers of everyday size instead of special values.
@@ -207,8 +207,15 @@ def make_sample(
     Raises:
         NoSamples: the record does not say what inputs fit, nor does the op's module.
     """
-    if why_not_derived(record) or not fits(record, shape, attributes):
-        sample = next(given_samples(record, dtypes, shape[-1] if shape else 1))
+    if is_given(record) or not fits(record, shape, attributes):
+        size = min(shape[-1] if shape else 1, _MOST_GIVEN)
+        calls = (each for wanted in (size, *GIVEN_SIZES[3:]) for each in given_samples(record, dtypes, wanted))
+        if (sample := next(calls, None)) is None:
+            kinds = ", ".join(f"{name} {dtypes[name]}" for name in record.parameters if name in dtypes)
+            raise NoSamples(
+                f"{record.qualified_name}: samples({record.name!r}, dtype, size) in {op_of(record).place} gives "
+                f"no call for {kinds}"
+            )
         inputs = {name: None if present and not present[name] else t for name, t in sample.inputs.items()}
         factor = 1 + seed % 8 / 8
         moved = Sample(inputs, sample.attributes | dict(attributes or {}))
@@ -273,6 +280,7 @@ WIDTHS = (1, 2, 3, 8, 31, 32, 33, 64, 127, 128, 129, 255, 257, 1023, 1024, 1025)
 WIDE = (4095, 4096, 4097, 11008, 16383, 16384, 16385, 20000, 65537, 131080)
 ROW_SHAPES = ((7,), (1, 5), (0, 4), (3, 0), (2, 0, 3), (2, 3, 65), (130, 17))
 GIVEN_SIZES = (0, 1, 2, 7, 33, 65, 128, 257)
+_MOST_GIVEN = 1025  # a module's samples may be squares of this width
 
 
 def samples(record: OpSpec, dtypes: dict[str, str]) -> Iterator[Sample]:
@@ -299,7 +307,7 @@ def is_given(record: OpSpec) -> bool:
 
 def wide_samples(record: OpSpec, dtypes: dict[str, str]) -> Iterator[Sample]:
     """Yields cases with rows of up to 131,080 columns, for row-wise ops."""
-    if record.rows:
+    if record.rows and not is_given(record):
         for seed, width in enumerate(WIDE):
             yield make_sample(record, dtypes, (4 if width < 5000 else 2, width), seed)
 

@@ -189,15 +189,13 @@ def test_both_exporters_carry_the_op(record: OpSpec, exporter: str, tmp_path: Pa
     """The exported file, of fixed sizes, gives torch's bits with the library, and runs without it."""
     if record.has_repeated_input:
         pytest.skip("takes a list of tensors")
-    sample = make_sample(record, record.combinations[0], (3, 4), tame=True)
+    many = (make_sample(record, record.combinations[0], (3, 4), seed, tame=True) for seed in range(8))
+    sample = next((each for each in many if all(y.numel() for y in run_in_torch(record, each))), None)
+    if sample is None:
+        pytest.skip("an output is empty for every input, so there is nothing to compare")
     path = tmp_path / "op.onnx"
     given = tuple(sample.inputs.values())
-    try:
-        report = export(
-            OneOp(record, sample).eval(), given, path, exporter=exporter, library=library_of(record)
-        )
-    except ExportError as error:
-        fail(f"{called(record, sample)}, exporter {exporter}: {error}")
+    report = export(OneOp(record, sample).eval(), given, path, exporter=exporter, library=library_of(record))
     assert report.parity is not None, f"{called(record, sample)}: {report}"
     assert report.parity.equal or record.key in CPU_FUNCTIONS, f"{called(record, sample)}: {report}"
     if find_body(record.key) is not None:

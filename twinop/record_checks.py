@@ -1,0 +1,90 @@
+"""Checks of a library's records that no compiler makes: `twinop build` and the torch adapter run them."""
+
+import ast
+import builtins
+from collections.abc import Iterable
+
+from .call_checks import check_attributes
+from .errors import RecordError, RecordSyntaxError
+from .op_spec import OpSpec
+
+
+def check_record(record: OpSpec, ops: Iterable[str]) -> None:
+    """Checks what follows from a record alone: its formulas, its defaults, which kernel a call selects.
+
+    Args:
+        ops: the ops that a formula may call.
+
+    Raises:
+        RecordError: a formula is wrong, a default is outside its limits, or two combinations of dtypes have the
+            same inputs, so that no call reaches the second one.
+    """
+    check_formulas(record, ops)
+    try:
+        check_attributes(record, {each.name: each.default for each in record.attributes})
+    except RecordError as error:
+        raise RecordError(f"{record.qualified_name}: the default of {error}") from error
+    for wanted in record.combinations:
+        selected = record.combination_of({each.name: wanted[each.name] for each in record.inputs})
+        if selected is not None and selected != wanted:
+            given, gives = (
+                [f"{name} {each[name]}" for name in wanted if (name in record.outputs) == is_output]
+                for each, is_output in ((wanted, False), (wanted, True))
+            )
+            other = [f"{name} {selected[name]}" for name in record.outputs if name in selected]
+            raise RecordError(
+                f"{record.qualified_name}: dtypes: {', '.join(given)} gives both {', '.join(other)} and "
+                f"{', '.join(gives)}; expected combinations that differ in their inputs"
+            )
+
+
+def check_formulas(record: OpSpec, ops: Iterable[str]) -> None:
+    """Checks that the record's formulas are Python, give gradients of its inputs, and use only what there is.
+
+    Args:
+        ops: the ops that a formula may call.
+
+    Raises:
+        RecordError: a formula does not parse, or one of its names is unknown.
+    """
+    inputs = [entry.name for entry in record.inputs]
+    outputs = [f"grad_{name}" for name in record.outputs] if len(record.outputs) > 1 else ["grad"]
+    attributes = [entry.name for entry in record.attributes]
+    known = [*inputs, *record.outputs, *attributes, *outputs]  # in the order of the message
+    for gradient in record.gradients:
+        where = f"{record.domain}::{record.name}: derivative `{', '.join(gradient.names)} = {gradient.text}`"
+        try:
+            tree = ast.parse(gradient.text, mode="eval")
+        except SyntaxError as error:
+            place = (error.offset or 1) - 1
+            raise RecordSyntaxError(
+                f"{where} is not a Python expression", gradient.text, place, error.msg
+            ) from error
+        if wrong := [name for name in gradient.inputs if name not in inputs]:
+            raise RecordError(
+                f"{where} is of {', '.join(wrong)}, expected inputs of the op: {', '.join(inputs)}"
+            )
+        if unknown := sorted(_free_names(tree) - {*known, *ops, "torch", *dir(builtins)}):
+            raise RecordError(
+                f"{where} uses {', '.join(unknown)}, expected {', '.join(known)}, torch, or an op by its name"
+            )
+        known += [f"grad_{name}" for name in gradient.inputs]
+
+
+def _free_names(tree: ast.AST) -> set[str]:
+    """The names that an expression takes from outside, without those of its lambdas and comprehensions."""
+    own = {
+        node.id for node in ast.walk(tree) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)
+    }
+    own |= {node.arg for node in ast.walk(tree) if isinstance(node, ast.arg)}
+    return names_in(tree) - own
+
+
+def names_in(tree: ast.AST, but_shapes: bool = False) -> set[str]:
+    """The names that an expression uses; with `but_shapes`, other than as `name.shape`."""
+    shapes = {
+        id(node.value)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Attribute) and node.attr == "shape" and but_shapes
+    }
+    return {node.id for node in ast.walk(tree) if isinstance(node, ast.Name) and id(node) not in shapes}
