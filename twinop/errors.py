@@ -78,4 +78,8 @@ def is_disk_error(error: BaseException) -> bool:
 
 
 class BuildError(TwinopError):
-    """An op's sources cannot be built into a library."""
+    """An op's sources cannot be built into a library; `output` is all that the compiler said."""
+
+    def __init__(self, message: str, output: str = "") -> None:
+        super().__init__(message)
+        self.output = output

@@ -58,6 +58,7 @@ def build(
     symbol: Annotated[str | None, typer.Option(help="The function. Default: the op's name.")] = None,
     device: Annotated[str | None, typer.Option(help="cpu, cuda or both. Default: by what it calls.")] = None,
     record: Annotated[list[str] | None, typer.Option(help="More of the op's record: 'rows=-1'.")] = None,
+    verbose: Annotated[bool, typer.Option("--verbose", help="Show all that a compiler says of an error.")] = False,
 ) -> None:
     """Build ops into one library for PyTorch and ONNX Runtime.
 
@@ -90,7 +91,13 @@ def build(
         options = Options(archs, cpu, debug, sanitize)
         with err.status("building") as shown:
             target = output or Path("build") / f"lib{project.name}.so"
-            built = build_project(project, target, options, shown.update)
+            try:
+                built = build_project(project, target, options, shown.update)
+            except BuildError as error:
+                if error.output:
+                    said = error.output if verbose else "--verbose shows all that the compiler says"
+                    err.print(said, soft_wrap=True)
+                raise
     for note in built.notes:
         print_note(note)
     show_library(built.library)

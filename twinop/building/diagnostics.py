@@ -57,9 +57,9 @@ _OF_CMAKE = re.compile(r"^CMake Error(?: at .*| in .*)?:(?: +(\S.*)|\n((?:  .*\n
 def build_error(step: str, output: str, sources: Collection[Path]) -> BuildError:
     """Makes the message for a step that failed.
 
-    The message starts with a cure where the cause is known. Else its first line is the first error in the
-    user's own files or, where a header of twinop's refuses something, the user's line that led to it. The
-    compiler's text follows.
+    The message is a cure where the cause is known. Else it is the first error in the user's own files or,
+    where a header of twinop's refuses something, the user's line that led to it. Where neither is found, it
+    is the compiler's text.
 
     Args:
         step: what was done, such as "compiling mish.h".
@@ -69,8 +69,8 @@ def build_error(step: str, output: str, sources: Collection[Path]) -> BuildError
     text = "\n".join(line for line in output.splitlines() if not _GENERATED.search(line)).strip()
     for pattern, cure in _KNOWN:
         if found := pattern.search(output):
-            return BuildError(f"{step}: {cure.format(*found.groups())}\n\n{text}")
-    headline = f"{step} failed"
+            return BuildError(f"{step}: {cure.format(*found.groups())}", text)
+    headline = ""
     if missing := sorted({one or other for one, other in _UNDEFINED.findall(output)}):
         headline = (
             f"{step}: nothing defines {', '.join(missing)}. An object file that wants more than twinop has "
@@ -83,19 +83,19 @@ def build_error(step: str, output: str, sources: Collection[Path]) -> BuildError
         if "constant" in said and (thrown := _THROWN.search(text)):  # the checks of records are constexpr
             said = f"the record does not parse: {_record_mistake(file, line) or thrown[1]}"
         headline = f"{_relative(file)}:{line}: {said}"
-    return BuildError(f"{headline}\n\n{text}")
+    return BuildError(headline, text) if headline else BuildError(f"{text}\n\n{step} failed")
 
 
 def cmake_error(output: str) -> BuildError:
     """Makes the message of a configuration that failed: the first error of CMake, without its frame."""
     for pattern, cure in _KNOWN:
         if found := pattern.search(output):
-            return BuildError(f"{cure.format(*found.groups())}\n\n{output.strip()}")
+            return BuildError(cure.format(*found.groups()), output.strip())
     found = _OF_CMAKE.search(output)
     said = " ".join((found[1] or found[2] if found else output).split())
     said, _, more = said.partition(" It fails with the following output: ")  # CMake's tries of a compiler
     said = said.replace("TWINOP_CUDA_ARCHS=", "--archs ")
-    return BuildError(said + (f"\n\n{output.strip()}" if more else ""))
+    return BuildError(said, output.strip() if more else "")
 
 
 def _first_error(text: str, sources: Collection[Path]) -> tuple[str, int, str] | None:
