@@ -8,7 +8,6 @@ benchmarks run it as torch's own version of an op. Results are differentiable.
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial, reduce
 from typing import Any
 

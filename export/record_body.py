@@ -21,7 +21,7 @@ from .schema import ATTRIBUTE_TYPES, ONNX_TYPES
 
 
 class AttributeReference:
-    """An attribute as a body sees it: no Python value, so that `if` and `==` do not decide by it in silence."""
+    """An attribute as a body sees it. It is no Python value: `==` would be False in silence."""
 
     def __init__(self, op: str, name: str) -> None:
         self._op, self._name = op, name

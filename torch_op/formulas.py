@@ -125,17 +125,14 @@ def _formulas_of(record: OpSpec, functions: Functions) -> list[_Formula]:
             try:  # the text is the record's own, from a library whose native code runs anyway
                 return eval(code, {"torch": torch, **functions, **scope})
             except Exception as error:
-                said = next(iter(str(error).splitlines()), "")
-                reads = "data-dependent" in said or "aten._local_scalar_dense" in said
-                raise RecordError(
-                    f"{record.qualified_name}: derivative `{', '.join(gradient.names)} = {gradient.text}` fails: "
-                    + (
-                        "it reads a number out of a tensor, which torch.compile cannot follow. Compute with the "
-                        "tensor itself, as torch.arange(n) + position and scatter do"
-                        if reads
-                        else f"{type(error).__name__}: {said}"
+                said = f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}"
+                if "data-dependent" in said or "aten._local_scalar_dense" in said:
+                    said = (
+                        "it reads a number out of a tensor, which torch.compile cannot follow. Compute with "
+                        "the tensor itself, as torch.arange(n) + position and scatter do"
                     )
-                ) from error
+                formula = f"{', '.join(gradient.names)} = {gradient.text}"
+                raise RecordError(f"{record.qualified_name}: derivative `{formula}` fails: {said}") from error
 
         # `a.shape` alone needs no more of `a` than that. Broadcasting ops would keep all their inputs alive.
         result.append(_Formula(gradient.names, names_in(tree), names_in(tree, but_shapes=True), evaluate))

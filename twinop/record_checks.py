@@ -16,8 +16,8 @@ def check_record(record: OpSpec, ops: Iterable[str]) -> None:
         ops: the ops that a formula may call.
 
     Raises:
-        RecordError: a formula is wrong, a default is outside its limits, or two combinations of dtypes have the
-            same inputs, so that no call reaches the second one.
+        RecordError: a formula is wrong, a default is outside its limits, or two combinations of dtypes have
+            the same inputs, so that no call reaches the second one.
     """
     check_formulas(record, ops)
     try:

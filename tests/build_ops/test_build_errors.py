@@ -164,7 +164,7 @@ def test_what_compilers_say(said: str, message: str) -> None:
     ],
 )
 def test_an_error_in_the_source(header: Path, old: str, new: str, message: str) -> None:
-    """The message has the user's file and line, and comes last; --verbose shows the compiler's text before."""
+    """The message has the user's file and line, and comes last; --verbose shows the compiler's text."""
     header.write_text(header.read_text().replace(old, new))
     for options in ((), ("--verbose",)):
         done = twinop("build", "times.h", "--cpu", *options, cwd=header.parent, LC_ALL="C.UTF-8")
@@ -202,6 +202,40 @@ def test_the_place_in_a_record(
     _, first, *shown = done.stderr.splitlines()
     assert first.startswith("error: times.h:13: the record does not parse: ") and (problem or "") in first
     assert shown == ([] if text is None else [f"  {text}", f"  {' ' * text.index(place or '')}^"])
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ("2 * grad", "2 * grad *", "derivative `x = 2 * grad *` is not a Python expression: invalid syntax"),
+        (
+            "2 * grad",
+            "2 * gard",
+            "derivative `x = 2 * gard` uses gard, expected x, y, grad, torch, or an op by",
+        ),
+        (
+            'x) -> Tensor").dtypes("float32")',
+            'x, float a=-1.0) -> Tensor").dtypes("float32").limits("a > 0")',
+            "the default of attribute a is -1, expected a finite number > 0",
+        ),
+        (
+            'x) -> Tensor").dtypes("float32")',
+            'x, str a=\\"b\\") -> Tensor").dtypes("float32").choices("a = c | d")',
+            "the default of attribute a is 'b', expected one of c | d",
+        ),
+        (
+            '"float32"',
+            '"float32; float32 y=float64"',
+            "dtypes: x float32 gives both y float32 and y float64; expected combinations that differ in",
+        ),
+    ],
+)
+def test_what_no_compiler_refuses_in_a_record(header: Path, old: str, new: str, message: str) -> None:
+    header.write_text(header.read_text().replace(old, new.replace('\\\\"', '\\"')))
+    done = twinop("build", "times.h", "--cpu", cwd=header.parent)
+    assert done.returncode == 1 and done.stderr.count("\n") == 1, done.stderr
+    assert done.stderr.startswith(f"error: times::times: {message}")
+    assert not (header.parent / "build/libtimes.so").exists()
 
 
 SAID_BY_NVCC = """\

@@ -90,7 +90,46 @@ def test_only_what_is_wrong_fails(wrong: tuple[Path, str]) -> None:
     failed = re.findall(r"^FAILED \S+?::(\w+)(?:\[(\w+)-)?", wrong[1], re.MULTILINE)
     assert {name for name, op in failed if op == "shift"} == {"test_the_kernel_gives_what_the_body_means"}
     assert {name for name, op in failed if op == "twice"} == {"test_gradients_against_fp64", "test_gradcheck"}
-    assert failed[-1] == ("test_of_the_project", "")
+    assert ("test_of_the_project", "") in failed
+
+
+def test_each_cause_is_shown_once_and_last(wrong: tuple[Path, str]) -> None:
+    """Three tests fail for one body: one message with their number, which comes last. --verbose shows all."""
+    folder, said = wrong
+    cause = (
+        "body squared(op, x, y) does not fit the op squared(Tensor x) -> Tensor; expected def squared(op, x)"
+    )
+    assert said.count(cause) == 1 and said.endswith(f" and 2 more:\n{cause}\n"), said
+    _, every = twinop_test(folder, "-k", "squared and float32", "--verbose")
+    assert every.count(cause) > 2
+
+
+@pytest.fixture(scope="module")
+def picky(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A project of ops that are right, but for a body that compares an attribute."""
+    folder = tmp_path_factory.mktemp("picky")
+    for name in ("picky_ops.h", "picky_ops.py"):
+        shutil.copy(HERE / name, folder)
+    done = twinop("build", "picky_ops.h", "--cpu", cwd=folder)
+    assert done.returncode == 0, done.stderr
+    return folder
+
+
+def test_right_ops_with_samples_of_their_own(picky: Path) -> None:
+    """Sizes that come from the data, ties, which have no derivative, and integers, which have none either."""
+    code, said = twinop_test(picky, "-k", "not with_sign and (exporter or gradient or gradcheck or opcheck)")
+    assert code == 0 and re.search(r"\d+ passed", said), said
+
+
+def test_causes_in_a_body_and_in_a_formula(picky: Path) -> None:
+    """A text that a body compares, and a number that a formula reads out of a tensor, are named."""
+    code, said = twinop_test(picky, "-k", "with_sign")
+    assert code == 1 and "Traceback" not in said and 'File "' not in said, said
+    body = "body with_sign: attribute sign is used as a Python value; sign is a reference"
+    formula = (
+        "picky_ops::with_sign: derivative `x = grad * int(x.sum() > 0)` fails: it reads a number out of a"
+    )
+    assert said.count(body) == 1 and said.count(formula) == 1, said
 
 
 def test_a_library_whose_inputs_cannot_be_derived(libraries: dict[str, Path], tmp_path: Path) -> None:

@@ -99,7 +99,7 @@ def build(
 
 
 def _builtin_ops() -> set[str]:
-    """Returns the names of twinop's own ops, which formulas may call; none where their library is not built."""
+    """Returns the names of twinop's own ops, which formulas may call; none if they are not built."""
     try:
         return {*read_library(find_library("custom_ops")).records}
     except LibraryError:

@@ -58,7 +58,9 @@ def build(
     symbol: Annotated[str | None, typer.Option(help="The function. Default: the op's name.")] = None,
     device: Annotated[str | None, typer.Option(help="cpu, cuda or both. Default: by what it calls.")] = None,
     record: Annotated[list[str] | None, typer.Option(help="More of the op's record: 'rows=-1'.")] = None,
-    verbose: Annotated[bool, typer.Option("--verbose", help="Show all that a compiler says of an error.")] = False,
+    verbose: Annotated[
+        bool, typer.Option("--verbose", help="Show all that a compiler says of an error.")
+    ] = False,
 ) -> None:
     """Build ops into one library for PyTorch and ONNX Runtime.
 

@@ -144,7 +144,9 @@ def _cause(error: BaseException) -> str:
     while each is not None:
         if isinstance(each, TwinopError):
             return str(each)
-        each = getattr(each, "inner_exception", None) or each.__cause__ or each.__context__  # of torch.compile
+        each = (
+            getattr(each, "inner_exception", None) or each.__cause__ or each.__context__
+        )  # of torch.compile
     if isinstance(error, pytest.fail.Exception):
         return str(error.msg)
     lines = [line for line in str(error).splitlines() if line.strip()]

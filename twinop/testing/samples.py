@@ -209,12 +209,14 @@ def make_sample(
     """
     if is_given(record) or not fits(record, shape, attributes):
         size = min(shape[-1] if shape else 1, _MOST_GIVEN)
-        calls = (each for wanted in (size, *GIVEN_SIZES[3:]) for each in given_samples(record, dtypes, wanted))
+        calls = (
+            each for wanted in (size, *GIVEN_SIZES[3:]) for each in given_samples(record, dtypes, wanted)
+        )
         if (sample := next(calls, None)) is None:
-            kinds = ", ".join(f"{name} {dtypes[name]}" for name in record.parameters if name in dtypes)
+            wanted = ", ".join(f"{name} {dtypes[name]}" for name in record.parameters if name in dtypes)
             raise NoSamples(
-                f"{record.qualified_name}: samples({record.name!r}, dtype, size) in {op_of(record).place} gives "
-                f"no call for {kinds}"
+                f"{record.qualified_name}: samples({record.name!r}, dtype, size) in {op_of(record).place} "
+                f"gives no call for {wanted}"
             )
         inputs = {name: None if present and not present[name] else t for name, t in sample.inputs.items()}
         factor = 1 + seed % 8 / 8
