@@ -6,6 +6,7 @@ import warnings
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -23,13 +24,7 @@ from rich.table import Column, Table
 from rich.text import Text
 
 from twinop.console import Timeout, clear_errors, out, print_note, program
-from twinop.deploy.create_session import (
-    PROVIDERS,
-    Provider,
-    plain_options,
-    session,
-    without_optimizations,
-)
+from twinop.deploy.create_session import PROVIDERS, Provider, plain_options, session, without_optimizations
 from twinop.deploy.custom_nodes import custom_nodes, is_custom
 from twinop.deploy.errors import FeedError, RunError
 from twinop.deploy.inference_session import Session
@@ -142,17 +137,7 @@ def _open_and_run(
     feeds: dict[str, np.ndarray] | None = None,
 ) -> Iterator[Any]:
     """Yields the libraries, the device, the inputs, the outputs and the nodes' runs, in another process."""
-
-    def opening(options: Any = None) -> Session:
-        return session(
-            path,
-            PROVIDERS[provider],
-            library,
-            session_options=options,
-            profile=True,
-            allow_model_libraries=allow,
-        )
-
+    opening = partial(session, path, PROVIDERS[provider], library, profile=True, allow_model_libraries=allow)
     opened = opening()
     yield opened.libraries
     yield f"{opened.device} ({opened.reason})"
@@ -162,7 +147,7 @@ def _open_and_run(
         outputs = opened.run(feeds)
     except RunError as error:
         try:
-            opened = opening(plain_options())
+            opened = opening(session_options=plain_options())
             outputs = opened.run(feeds)
         except RunError:
             raise error from None
@@ -189,12 +174,12 @@ def _described(value: Any) -> str:
     """Returns the type of an output: of a tensor, or of the first parts of a sequence or a map."""
     if isinstance(value, np.ndarray):
         return f"{'str' if value.dtype.kind == 'O' else value.dtype}{list(value.shape)}"
-    if not isinstance(value, list | dict):
+    if isinstance(value, list):
+        kind, parts = "sequence", [*map(_described, value)]
+    elif isinstance(value, dict):
+        kind, parts = "map", [f"{key!r}: {_described(each)}" for key, each in value.items()]
+    else:
         return "none" if value is None else type(value).__name__
-    kind = "sequence" if isinstance(value, list) else "map"
-    parts = [_described(each) for each in (value if isinstance(value, list) else value.values())]
-    if isinstance(value, dict):
-        parts = [f"{key!r}: {part}" for key, part in zip(value, parts, strict=True)]
     return f"{kind} of {len(parts)} ({', '.join(parts[:_SHOWN] + ['...'] * (len(parts) > _SHOWN))})"
 
 
