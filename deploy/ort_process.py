@@ -69,6 +69,9 @@ class Server:
             OrtCrash: the process ended before the function did.
             Endless: the next item took more than the `time_limit`.
         """
+        if not child.executable():
+            child.warn_unprotected("the model runs in this one, and may end it or never come to an end")
+            return list(function(*arguments))
         answers: list[Any] = []
         with self._lock:
             process = self._started()
@@ -135,11 +138,8 @@ class _Answers(io.RawIOBase):
         return os.readv(self._pipe, [buffer])
 
 
-# -------------------------------------------------------------------- in the other process
-
-
 def serve(parent: int) -> None:
-    """Answers calls from standard input until it ends, or the process `parent` does."""
+    """Answers calls from standard input, in the other process, until it ends or the process `parent` does."""
 
     def end(*_: Any) -> None:  # the signal comes for the end of any thread of the parent's
         if os.getppid() != parent:

@@ -6,8 +6,11 @@ what is checked, hashed and run.
 
 import fcntl
 import hashlib
+import mmap
 import os
+import tempfile
 import weakref
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
@@ -16,7 +19,7 @@ from typing import Any
 import onnx
 
 from twinop.built import warn_if_old
-from twinop.child import SAY_ERROR, python, require_loads
+from twinop.child import SAY_ERROR, require_loads
 from twinop.errors import LibraryError
 from twinop.library import Library, read_library, relative_to_itself
 
@@ -35,7 +38,9 @@ may_end = False
 
 
 class SealedFile:
-    """A sealed copy of a file in memory, which lasts as long as this object.
+    """A copy of a file that nobody can change, which lasts as long as this object.
+
+    It is in memory, and sealed, or where the system runs no code from there, in a file without a name.
 
     Attributes:
         sha256: its SHA-256 as hex digits.
@@ -44,16 +49,59 @@ class SealedFile:
 
     def __init__(self, name: str, data: bytes) -> None:
         self.sha256 = hashlib.sha256(data).hexdigest()
-        self.number = os.memfd_create(name[:200], os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        self.number = _in_memory(name, data) or _in_file(data)
         weakref.finalize(self, os.close, self.number).atexit = False
-        with open(self.number, "wb", closefd=False) as file:
-            file.write(data)
-        fcntl.fcntl(self.number, fcntl.F_ADD_SEALS, _SEALS)
 
     @property
     def path(self) -> Path:
         """Its path with the number of the process, because debuggers open the paths of libraries too."""
         return Path(f"/proc/{os.readlink('/proc/self')}/fd/{self.number}")
+
+
+def _in_memory(name: str, data: bytes) -> int | None:
+    """Copies data into a memfd; None: vm.memfd_noexec or SELinux does not let its code run."""
+    try:
+        number = os.memfd_create(name[:200], os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    except PermissionError:
+        return None
+    try:
+        with open(number, "wb", closefd=False) as file:
+            file.write(data)
+        fcntl.fcntl(number, fcntl.F_ADD_SEALS, _SEALS)
+        if _runs_code(number):
+            return number
+    except BaseException:
+        os.close(number)
+        raise
+    os.close(number)
+    return None
+
+
+def _in_file(data: bytes) -> int:
+    """Copies data into a file that only this process has: it has no name and cannot be written."""
+    folders = list(dict.fromkeys((tempfile.gettempdir(), "/var/tmp", os.path.expanduser("~"))))
+    for folder in folders:
+        with suppress(OSError), tempfile.NamedTemporaryFile(dir=folder, prefix=".twinop-") as file:
+            file.write(data)
+            file.flush()
+            number = os.open(file.name, os.O_RDONLY | os.O_CLOEXEC)
+            if _runs_code(number):
+                return number
+            os.close(number)
+    raise LibraryError(
+        "no code runs from memory here (vm.memfd_noexec, SELinux), and a copy of the library can neither run "
+        f"from {', '.join(folders)}: name a folder that is not mounted noexec with TMPDIR"
+    )
+
+
+def _runs_code(number: int) -> bool:
+    try:
+        mmap.mmap(number, 1, mmap.MAP_PRIVATE, mmap.PROT_READ | mmap.PROT_EXEC).close()
+    except PermissionError:
+        return False
+    except ValueError:  # it is empty
+        pass
+    return True
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,8 +139,8 @@ def register(options: Any, library: SealedLibrary) -> None:
     """Registers a library's copy on session options; raises LibraryError if ONNX Runtime cannot load it."""
     if library.copy.sha256 not in _registered:
         file = f"/proc/self/fd/{library.copy.number}"
-        command = [] if may_end else python(_REGISTER, file, _MODEL.SerializeToString().hex())
-        if problem := require_loads(library.path, file, library.copy.number, command=command):
+        program = [] if may_end else [_REGISTER, file, _MODEL.SerializeToString().hex()]
+        if problem := require_loads(library.path, file, library.copy.number, program=program):
             problem = problem.replace(file, str(library.path))
             raise LibraryError(f"{library.path}: ONNX Runtime cannot load it: {problem}")
     copy = _registered.setdefault(library.copy.sha256, library.copy)

@@ -1,13 +1,15 @@
 """Commands of child processes in Python, which take no code from the current folder as `python -m` does."""
 
 import os
+import re
 import signal
 import subprocess
 import sys
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
 
-from .errors import LibraryError
+from .errors import LibraryError, TwinopError, TwinopWarning
 from .installation import ROOT
 
 SAY_ERROR = (
@@ -28,24 +30,53 @@ def paths() -> list[str]:
     return [path for path in sys.path if path and (path in named or os.path.abspath(path) != os.getcwd())]
 
 
+def executable() -> str:
+    """Returns the file of Python, "" if there is none: an app may be frozen, or have Python in it.
+
+    `sys.executable` is then the app's, which would start once more.
+    """
+    in_prefix = os.path.join(sys.base_prefix, "bin", f"python{sys.version_info[0]}.{sys.version_info[1]}")
+    found = [sys.executable, getattr(sys, "_base_executable", ""), in_prefix]
+    for path in found[1:] if getattr(sys, "frozen", False) else found:
+        if (
+            path
+            and re.match(r"(python|pypy)[\d.]*[a-z]*$", os.path.basename(path))
+            and os.access(path, os.X_OK)
+        ):
+            return path
+    return ""
+
+
+def warn_unprotected(what: str) -> None:
+    """Says what happens in this process, since there is no Python for another one."""
+    warnings.warn(f"no program of Python was found for another process: {what}", TwinopWarning, stacklevel=3)
+
+
+def _python() -> str:
+    if not (found := executable()):
+        raise TwinopError(f"no program of Python was found for another process ({sys.executable} is none)")
+    return found
+
+
 def python(program: str, *arguments: str) -> list[str]:
     """Returns the command that runs a program's text where this process finds its modules (`paths`)."""
     start = f"import sys; sys.path[:] = {[*paths(), str(ROOT)]!r}; {program}"
-    return [sys.executable, "-I", "-c", start, *arguments]
+    return [_python(), "-I", "-c", start, *arguments]
 
 
 def bare(program: str, *arguments: str) -> list[str]:
     """Returns the command that runs a program's text with Python's own modules alone."""
-    return [sys.executable, "-I", "-S", "-c", program, *arguments]
+    return [_python(), "-I", "-S", "-c", program, *arguments]
 
 
-def require_loads(library: Path, file: str, *passed: int, command: Sequence[str] = ()) -> str:
+def require_loads(library: Path, file: str, *passed: int, program: Sequence[str] = ()) -> str:
     """Loads a library in another process first: a damaged one can end the process that loads it, or hang it.
 
     Args:
         library: the name for the message.
         file: the file to load, which may be one of the file descriptors `passed`.
-        command: what loads it. Default: a process that asks the library for its table.
+        program: the text and the arguments of what loads it (`python`). Default: a process that asks the
+            library for its table.
 
     Returns:
         Why the loader refuses it: loaded again, it may end the process. "" where it may be loaded here.
@@ -53,7 +84,10 @@ def require_loads(library: Path, file: str, *passed: int, command: Sequence[str]
     Raises:
         LibraryError: the process is ended by a signal or the loader, or does not end.
     """
-    command = command or bare(_LOAD, file)
+    if not executable():
+        warn_unprotected(f"{library} is loaded without a trial, and if it is damaged, it may end this one")
+        return ""
+    command = python(*program) if program else bare(_LOAD, file)
     try:
         done = subprocess.run(command, pass_fds=passed, capture_output=True, timeout=_SECONDS)
     except subprocess.TimeoutExpired:

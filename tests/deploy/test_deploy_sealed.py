@@ -1,9 +1,12 @@
 """Libraries run from sealed copies: what was checked is what runs, whatever happens to the file."""
 
+import errno
 import hashlib
 import os
 import resource
 import shutil
+import sys
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,8 +16,9 @@ import pytest
 from abi_files import CPU, X, c_library, negate_model
 from models import make_model
 
-from twinop.deploy import session
-from twinop.errors import LibraryError
+from twinop import child
+from twinop.deploy import ort_process, registration, session
+from twinop.errors import LibraryError, TwinopError, TwinopWarning
 
 PLUS = "-DSIGN=1"  # a build that gives x, where the usual one gives -x
 
@@ -176,3 +180,63 @@ def test_constants_of_zeros() -> None:
         "Copy or build",
     ):
         assert part in str(error.value)
+
+
+@pytest.mark.parametrize("how", ["refused", "not executable"])
+def test_memory_that_runs_no_code(how: str, library: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As with vm.memfd_noexec=2, or under SELinux: a file without a name takes its place."""
+    registration._copy.cache_clear()
+    monkeypatch.setattr(registration, "_registered", {})
+    if how == "refused":
+
+        def refuse(*_: Any) -> int:
+            raise PermissionError(errno.EACCES, "Permission denied")
+
+        monkeypatch.setattr(os, "memfd_create", refuse)
+    else:
+        runs = registration._runs_code
+        is_memory = lambda number: "memfd:" in os.readlink(f"/proc/self/fd/{number}")  # noqa: E731
+        monkeypatch.setattr(registration, "_runs_code", lambda number: not is_memory(number) and runs(number))
+    (away := library.with_name("away")).mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(away))
+    opened = session(negate_model(), CPU, library)
+    np.testing.assert_array_equal(opened.run({"x": X})["y"], -X)
+    number = opened.libraries[0].copy.number
+    assert "(deleted)" in os.readlink(f"/proc/self/fd/{number}") and opened.checksums == [sha256(library)]
+    with pytest.raises(OSError):
+        os.write(number, b"x")
+    assert not [*away.iterdir()]
+    monkeypatch.setattr(registration, "_runs_code", lambda number: False)
+    registration._copy.cache_clear()
+    with pytest.raises(
+        LibraryError, match=r"no code runs from memory here \(vm.memfd_noexec.*TMPDIR"
+    ) as error:
+        session(negate_model(), CPU, library)
+    assert "more memory" not in str(error.value)
+    registration._copy.cache_clear()
+
+
+def test_an_app_that_is_not_python_is_not_started(
+    library: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A frozen app, or one with Python in it, would start itself once more."""
+    app = tmp_path / "app"
+    app.write_text(f"#!/bin/sh\ntouch {tmp_path}/started\n")
+    app.chmod(0o755)
+    real = getattr(sys, "_base_executable", sys.executable)
+    monkeypatch.setattr(registration, "_registered", {})
+    for name, path in (("executable", str(app)), ("_base_executable", real)):
+        monkeypatch.setattr(sys, name, path, raising=False)
+    assert child.executable() == real
+    monkeypatch.setattr(sys, "frozen", True, raising=False)
+    monkeypatch.setattr(sys, "_base_executable", str(app), raising=False)
+    monkeypatch.setattr(sys, "base_prefix", str(tmp_path))
+    assert child.executable() == ""
+    with pytest.warns(TwinopWarning, match=f"{library} is loaded without a trial, and if it is damaged"):
+        opened = session(negate_model(), CPU, library)
+    np.testing.assert_array_equal(opened.run({"x": X})["y"], -X)
+    with pytest.warns(TwinopWarning, match="the model runs in this one, and may end it or never come to"):
+        assert ort_process.Server().run(list, [1]) == [1]
+    with pytest.raises(TwinopError, match="no program of Python was found for another process"):
+        child.module("json.tool")
+    assert not (tmp_path / "started").exists()
