@@ -210,12 +210,12 @@ class RewriteCheck:
             if reason.error <= _NEAR * reason.accepted:
                 return f"so little may be rounding. {others}"
             for by, text in (
-                (0.0, f"another run of the original, or one without {runtime}'s optimizations, differs, too"),
+                (0.0, f"another run of the original in {runtime}, or one without its optimizations, differs"),
                 (_SMALL, f"the original itself does where its numbers change by {_SMALL:.0e}"),
             ):
                 own = self.noise(by)[index][output]
                 if not own <= LOST or own * NOISE >= reason.error:
-                    return f"{text}. {others}"
+                    return f"{text}. {others if by else 'Try a newer one'}"
             if equivalence.numbers_for_nan(outputs[output], self.found[index][output], reason.accepted):
                 return f"only where the original is NaN, as for rows that a mask hides. {others}"
         try:
