@@ -30,7 +30,7 @@ from twinop.find import package_key, package_of
 from twinop.library import read_library
 from twinop.op_spec import DOMAIN, OpSpec
 from twinop.publish import publish
-from twinop.tolerance import difference, nudged, scale_of
+from twinop.tolerance import difference, nudged, same_bits, scale_of
 
 from .attach import attach_to_calls
 from .calls import Call, find_calls
@@ -38,7 +38,7 @@ from .files import EXTERNAL_DATA_BYTES, save, work_folder
 from .inputs import Dynamic, Inputs, as_module, bind_inputs, check_dynamic, check_opset, leaves, resized
 from .report import ExportReport
 from .routes import ROUTES, Source, quiet_torch, run_route
-from .state import changed_weights, evaluation, kept_buffers
+from .state import changed_weights, evaluation, kept_state
 from .verify import Case
 from .verify import verify as compare_with_torch
 
@@ -269,14 +269,16 @@ def _outputs(
 ) -> dict[str, torch.Tensor]:
     """Returns the outputs by name. `lost` gets a note for each write that the file does not have.
 
-    Buffers that the model writes have their old values again afterwards: the file has these, too.
+    What the model writes into itself has its old values again afterwards: the file has these, too.
     """
     copies = {name: tensor.clone() for name, tensor in tensors.items()}  # a model may write to its inputs
     try:
-        with torch.no_grad(), kept_buffers(model) as written:
+        with torch.no_grad(), kept_state(model) as written:
             result = inputs.call(model, dict(copies))
-            given = dict(leaves(result))
+            given = dict(leaves(result, outputs=True))
             outputs = {name: value.clone() for name, value in given.items()}  # one may be a view of a buffer
+    except TwinopError:
+        raise
     except Exception as error:
         raise ExportError(f"the model fails on its example inputs, in torch: {error}") from error
     if not outputs:
@@ -291,9 +293,33 @@ def _outputs(
         lost += (
             f"the model writes into its buffer {name}. In the file it is a constant: make it an input that "
             "the model returns"
-            for name in written
+            for name in written.buffers
         )
+        if written.attributes and _keeps_state(model, inputs, tensors, outputs):
+            names = ", ".join(sorted(written.attributes))
+            lost.append(
+                f"the model's outputs depend on what earlier calls left in {names}. The file always computes "
+                "the first call: make it an input that the model returns"
+            )
     return outputs
+
+
+def _keeps_state(
+    model: torch.nn.Module,
+    inputs: Inputs,
+    tensors: Mapping[str, torch.Tensor],
+    outputs: Mapping[str, torch.Tensor],
+) -> bool:
+    """Whether a second call gives other outputs than the first one's."""
+    try:
+        with kept_state(model):
+            for _ in range(2):
+                with torch.no_grad():
+                    result = inputs.call(model, {name: tensor.clone() for name, tensor in tensors.items()})
+            second = dict(leaves(result, outputs=True))
+            return any(not same_bits(second[name], first) for name, first in outputs.items())
+    except Exception:  # such as other sizes
+        return True
 
 
 def _larger_case(model: torch.nn.Module, inputs: Inputs, axes: Mapping[str, Mapping[int, str]]) -> Case:

@@ -2,10 +2,14 @@
 
 import copy
 import inspect
-from collections.abc import Iterable, Mapping, Sequence
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from types import ModuleType
 from typing import Any
 
+import numpy as np
 import torch
+from torch.utils import _pytree as pytree
 
 from twinop.dtypes import FLOATING
 from twinop.errors import ExportError, option
@@ -16,7 +20,7 @@ Dynamic = Mapping[str, Sequence[int] | Mapping[int, str]]
 
 
 class Inputs:
-    """A model's example inputs: tensors, also in lists, tuples and dicts. Other values become constants.
+    """A model's example inputs: tensors, also in containers that torch knows. Other values become constants.
 
     Attributes:
         tensors: by the names that they get in the graph, after the parameters of the model's forward.
@@ -24,11 +28,15 @@ class Inputs:
 
     def __init__(self, bound: inspect.BoundArguments) -> None:
         self._bound = bound
-        self.tensors = {
-            name: tensor
+        found = [
+            each
             for parameter, value in bound.arguments.items()
-            for name, tensor in leaves(value, self._prefix(parameter))
-        }
+            for each in leaves(value, self._prefix(parameter))
+        ]
+        self.tensors = dict(found)
+        if len(self.tensors) < len(found):
+            name = Counter(name for name, _ in found).most_common(1)[0][0]
+            raise ExportError(f"two inputs would be named {name}; rename a key or a parameter")
 
     def _prefix(self, parameter: str) -> str:
         """Returns the prefix of the names of a parameter's tensors; `**kwargs` have names of their own."""
@@ -84,6 +92,10 @@ def as_module(model: Any) -> torch.nn.Module:
             name = getattr(model, "__name__", type(model).__name__)
             raise ExportError(f"the model is {name}; expected a torch.nn.Module or a function of tensors")
         return _Function(model)
+    if any(torch.nn.parameter.is_lazy(each) for each in model.parameters()):
+        raise ExportError(
+            "the model has weights without sizes (Lazy modules): call it once before the export"
+        )
     for name, part in model.named_modules():
         if isinstance(part, torch.jit.ScriptModule):
             raise ExportError(
@@ -117,33 +129,91 @@ def bind_inputs(model: torch.nn.Module, args: Any, kwargs: Mapping[str, Any] | N
     return inputs
 
 
-def leaves(value: Any, name: str = "") -> Iterable[tuple[str, torch.Tensor]]:
-    """Yields the tensors inside lists, tuples and mappings, with names such as `states_0`."""
+def leaves(value: Any, name: str = "", outputs: bool = False) -> Iterable[tuple[str, torch.Tensor]]:
+    """Yields the tensors inside containers, with names such as `states_0`.
+
+    Raises:
+        ExportError: an object holds tensors, and is no container that torch knows.
+    """
     if isinstance(value, torch.Tensor):
         yield name, value
-    else:
-        for key, entry in _entries(value):
-            yield from leaves(entry, _join(name, key))
+        return
+    if (found := _entries(value)) is None and _holds_tensors(value):
+        kind = type(value)
+        where = f"output {name}".strip() if outputs else name
+        if isinstance(value, np.ndarray):
+            raise ExportError(f"{where} is a numpy array; expected a tensor, as torch.from_numpy makes")
+        cure = f"Register it with torch.export.register_dataclass({kind.__name__}), if it is a dataclass, or "
+        cure += "with torch.utils._pytree.register_pytree_node"
+        if kind.__module__.startswith("transformers."):
+            cure += "; transformers.integrations.executorch.register_dynamic_cache_export_support() does it"
+        raise ExportError(
+            f"{where} is {kind.__name__}, which torch's registry of containers (pytree) does not have: its "
+            f"tensors would {'be lost' if outputs else 'become constants'}. {cure}; or "
+            f"{'return' if outputs else 'pass'} the tensors themselves"
+        )
+    for key, entry in found[0] if found else ():
+        yield from leaves(entry, _join(name, key), outputs)
 
 
 def replace_leaves(value: Any, tensors: Mapping[str, torch.Tensor], name: str = "") -> Any:
     """Returns the same structure with other tensors, by the names that `leaves` gives."""
     if isinstance(value, torch.Tensor):
         return tensors[name]
-    entries = {key: replace_leaves(e, tensors, _join(name, key)) for key, e in _entries(value)}
+    if (found := _entries(value)) is None:
+        return value
+    entries, build = found
+    others = [replace_leaves(entry, tensors, _join(name, key)) for key, entry in entries]
+    return value if all(a is b for a, (_, b) in zip(others, entries, strict=True)) else build(others)
+
+
+_Entries = tuple[list[tuple[Any, Any]], Callable[[list[Any]], Any]]
+
+
+def _entries(value: Any) -> _Entries | None:
+    """Returns what a container holds, by name, and how it is made of other entries; None of other objects.
+
+    Containers are those of torch's pytree registry, as for torch's exporter, and lists, tuples and mappings.
+    """
+
+    def is_inside(each: Any) -> bool:
+        return each is not value
+
+    inside, spec = pytree.tree_flatten(value, is_leaf=is_inside)
+    if not (len(inside) == 1 and inside[0] is value):
+        try:
+            paths = [path[-1] for path, _ in pytree.tree_flatten_with_path(value, is_leaf=is_inside)[0]]
+            names = ("idx", "key", "name")  # of a sequence, a mapping, an attribute
+            keys = [next(getattr(key, name) for name in names if hasattr(key, name)) for key in paths]
+        except (ValueError, StopIteration):  # registered without names
+            keys = list(range(len(inside)))
+        return list(zip(keys, inside, strict=True)), lambda entries: pytree.tree_unflatten(entries, spec)
     if isinstance(value, Mapping):
-        return entries
+        return list(value.items()), lambda entries: dict(zip(value, entries, strict=True))
     if isinstance(value, (list, tuple)):
-        if hasattr(value, "_fields"):
-            return type(value)(*entries.values())
-        return type(value)(entries.values())
-    return value
+        is_named = hasattr(value, "_fields")
+        return list(enumerate(value)), lambda each: type(value)(*each) if is_named else type(value)(each)
+    return None
 
 
-def _entries(value: Any) -> Iterable[tuple[Any, Any]]:
-    if isinstance(value, Mapping):
-        return value.items()
-    return enumerate(value) if isinstance(value, (list, tuple)) else ()
+def _holds_tensors(value: Any) -> bool:
+    """Whether there is a tensor or an array in an object that is no module, or in what that refers to."""
+    seen, waiting = dict[int, Any](), [value]
+    while waiting:
+        each = waiting.pop()
+        if isinstance(each, (torch.Tensor, np.ndarray)):
+            return True
+        if id(each) in seen or isinstance(each, (str, bytes, type, ModuleType, torch.nn.Module)):
+            continue
+        seen[id(each)] = each
+        slots = [name for kind in type(each).__mro__ for name in getattr(kind, "__slots__", ())]
+        waiting += [getattr(each, name, None) for name in slots if isinstance(name, str)]
+        waiting += getattr(each, "__dict__", {}).values()
+        if isinstance(each, (Set, list, tuple, deque)):
+            waiting += each
+        elif isinstance(each, Mapping):
+            waiting += each.values()
+    return False
 
 
 def _join(name: str, key: Any) -> str:

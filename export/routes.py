@@ -22,8 +22,8 @@ from twinop.quiet import quiet
 from .calls import infer_types
 from .dynamo import translation_table
 from .folding import fold_constants
-from .inputs import Inputs
-from .state import kept_buffers
+from .inputs import Inputs, leaves
+from .state import kept_state
 from .torchscript import register_symbolics
 
 _TORCHSCRIPT_OPSET = 20  # the newest that the TorchScript exporter writes
@@ -55,18 +55,19 @@ def _dynamo(source: Source) -> ir.Model:
     for op in (torch.ops.aten.gru.input, torch.ops.aten.lstm.input):
         # torch 2.13 caches the decomposed layer there, which would change the next export.
         getattr(op, "_dispatch_cache", {}).clear()
-    program = torch.onnx.export(
-        source.model if inputs.plain else _TensorFunction(source.model, inputs),
-        tuple(inputs.tensors.values()),
-        dynamo=True,
-        opset_version=source.opset,
-        dynamic_shapes=(axes if inputs.plain else {"tensors": axes}) if dynamic else None,
-        input_names=list(inputs.tensors),
-        output_names=list(source.output_names),
-        custom_translation_table=translation_table(source.records),
-        verbose=False,
-        optimize=False,  # it would take small constants for 0
-    )
+    with kept_state(source.model):
+        program = torch.onnx.export(
+            source.model if inputs.plain else _TensorFunction(source.model, inputs),
+            tuple(inputs.tensors.values()),
+            dynamo=True,
+            opset_version=source.opset,
+            dynamic_shapes=(axes if inputs.plain else {"tensors": axes}) if dynamic else None,
+            input_names=list(inputs.tensors),
+            output_names=list(source.output_names),
+            custom_translation_table=translation_table(source.records),
+            verbose=False,
+            optimize=False,  # it would take small constants for 0
+        )
     assert program is not None
     model = program.model
     InlinePass()(model)
@@ -86,26 +87,30 @@ def _torchscript(source: Source) -> ir.Model:
     register_symbolics(source.records)
     path = source.folder / "traced" / "model.onnx"
     path.parent.mkdir()
-    copies = tuple(tensor.clone() for tensor in source.inputs.tensors.values())  # a model may write to them
-    with kept_buffers(source.model) as written:
-        torch.onnx.export(
-            # Given the model itself, torch makes inputs of forward's Python defaults.
-            _TensorFunction(source.model, source.inputs),
-            copies,
-            str(path),  # not into memory: weights over 2 GB are stored beside the file
-            dynamo=False,
-            opset_version=min(source.opset, _TORCHSCRIPT_OPSET),
-            dynamic_axes={name: dict(axes) for name, axes in source.dynamic.items()},
-            input_names=list(source.inputs.tensors),
-            output_names=list(source.output_names),
-            verbose=False,
-        )
+    for folding in (True, False):  # folded constants are of the buffers as the traced run left them
+        copies = tuple(tensor.clone() for tensor in source.inputs.tensors.values())  # it may write to them
+        with kept_state(source.model) as written:
+            torch.onnx.export(
+                # Given the model itself, torch makes inputs of forward's Python defaults.
+                _TensorFunction(source.model, source.inputs),
+                copies,
+                str(path),  # not into memory: weights over 2 GB are stored beside the file
+                dynamo=False,
+                opset_version=min(source.opset, _TORCHSCRIPT_OPSET),
+                dynamic_axes={name: dict(axes) for name, axes in source.dynamic.items()},
+                input_names=list(source.inputs.tensors),
+                output_names=list(source.output_names),
+                do_constant_folding=folding,
+                verbose=False,
+            )
+        if not written.buffers:
+            break
     model = ir.load(path)
     for record in source.records.values():
         if record.domain in model.graph.opset_imports:  # torch writes version 1 of every domain
             model.graph.opset_imports[record.domain] = record.domain_version
     _remove_wrapper_name(model)
-    for name, old in written.items():  # the file has what the traced run wrote
+    for name, old in written.buffers.items():  # the file has what the traced run wrote
         if name in model.graph.initializers:
             model.graph.initializers[name].const_value = ir.tensor(to_array(old), name=name)
     if source.opset > _TORCHSCRIPT_OPSET:
@@ -131,7 +136,8 @@ class _TensorFunction(torch.nn.Module):
         self.training = False  # the TorchScript exporter gives its mode to the whole model afterwards
 
     def forward(self, *tensors: torch.Tensor) -> Any:
-        return self.inputs.call(self.model, dict(zip(self.inputs.tensors, tensors, strict=True)))
+        result = self.inputs.call(self.model, dict(zip(self.inputs.tensors, tensors, strict=True)))
+        return tuple(tensor for _, tensor in leaves(result, outputs=True))
 
 
 def _remove_wrapper_name(model: ir.Model) -> None:
@@ -158,6 +164,24 @@ def _remove_unknown_sizes(model: ir.Model) -> None:
                 None if isinstance(size, ir.SymbolicDim) and size.value not in known else size
                 for size in value.shape
             )
+
+
+def _separate_outputs(model: ir.Model, source: Source) -> None:
+    """Gives each output a value of its own: torch renames an input or another output that is returned."""
+    if len(model.graph.inputs) == len(source.inputs.tensors):
+        for value, name in zip(model.graph.inputs, source.inputs.tensors, strict=True):
+            value.name = name
+    outputs, seen = model.graph.outputs, set[ir.Value]()
+    for index, (value, name) in enumerate(zip(list(outputs), source.output_names, strict=True)):
+        if value.producer() is None or value in seen:
+            if value.is_initializer():
+                value.name = f"{name}_value"
+            node = ir.node("Identity", [value])
+            model.graph.append(node)
+            outputs[index] = node.outputs[0]
+            outputs[index].shape, outputs[index].type = value.shape, value.type
+        seen.add(outputs[index])
+        outputs[index].name = name
 
 
 _FIXED_AXIS = re.compile(r"inferred a static shape of (\d+) for dimension inputs\['(\w+)'\]\.shape\[(\d+)\]")
@@ -192,6 +216,7 @@ def run_route(exporter: str, source: Source) -> tuple[ir.Model, list[str]]:
                 text = f"It does not take quantized modules of torch.ao, as {of_ao[0]}. Export the model "
                 text += "before it is quantized, and quantize the file: onnxruntime.quantization"
             raise ExportError(f"torch's {exporter} exporter cannot export the model. {text}") from error
+    _separate_outputs(model, source)
     for value in model.graph.inputs:
         for axis in source.dynamic.get(str(value.name), {}):
             if value.shape is not None and isinstance(value.shape[axis], int):

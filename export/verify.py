@@ -70,12 +70,12 @@ def compare(case: Case, found: Sequence[Any], what: str, notes: list[str]) -> Pa
             raise NotRunnable(f"an output is {type(value).__name__}, not a tensor of numbers")
         reference = to_array(tensor)
         least = case.scales[index] if case.scales else 0.0
-        error, limit = difference(reference, value, least), accepted(reference.dtype.name, 0.0)
+        error, limit = difference(reference, value, least), accepted(reference.dtype.name)
         if not error <= limit and (case.special or error < inf):
             noise = case.noise()[index]
             if case.special and not noise <= LOST:
                 continue
-            limit = accepted(reference.dtype.name, noise)
+            limit = accepted(reference.dtype.name, noise, scale_of(reference) or 1.0)
             if LOST < noise < inf:
                 change = f"{noise:.0%} of its largest value"
                 notes.append(f"output {index} changes by {change} with the last bits of inputs and weights")

@@ -57,13 +57,17 @@ def difference(reference: Any, value: Any, least: float = 0.0) -> float:
     return largest / max(scale_of(reference), least)
 
 
-def accepted(dtype: str, noise: float) -> float:
+def accepted(dtype: str, noise: float = 0.0, scale: float = 1.0) -> float:
     """Returns the largest accepted `difference`.
 
     Args:
         noise: the reference's own `difference` for `nudged` inputs.
+        scale: of the reference. Numbers that are mere noise must be small beside 1.
     """
-    return max(TOLERANCE.get(dtype, 0.0), NOISE * noise if noise < inf else 0.0)
+    least = TOLERANCE.get(dtype, 0.0)
+    if noise == inf:
+        return least
+    return max(least, NOISE * noise if noise <= LOST else min(NOISE * noise, least / scale))
 
 
 def described_error(reference: Any, error: float, limit: float, least: float = 0.0) -> str:

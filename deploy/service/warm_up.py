@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from twinop.tolerance import LOST, accepted, described_error, difference, nudged
+from twinop.tolerance import LOST, accepted, described_error, difference, nudged, scale_of
 
 from ..errors import ModelError
 from ..tensor_specs import Spec, named_sizes
@@ -164,9 +164,9 @@ def _apart(
         noise: returns that of `nudged` inputs. It is called if the difference is not that of rounding.
     """
     dtype = "float16" if device != "cpu" and value.dtype == np.float32 else value.dtype.name
-    apart, limit = difference(expected, value), accepted(dtype, 0.0)
+    apart, limit = difference(expected, value), accepted(dtype)
     if not apart <= limit:
-        limit = accepted(dtype, noise())
+        limit = accepted(dtype, noise(), scale_of(expected) or 1.0)
     return apart, limit, "" if apart <= limit else described_error(expected, apart, limit)
 
 

@@ -1,5 +1,8 @@
 """Tests that exported models give torch's results: both exporters, with and without the library, any size."""
 
+import collections
+import dataclasses
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -9,9 +12,11 @@ import pytest
 import torch
 from export_models import CPU, EXPORTERS, each_exporter
 from samples import RECORDS, torch_dtype, values
+from torch.utils import _pytree
 
 import twinop
 from twinop import deploy, torch_op
+from twinop.errors import ExportError
 from twinop.export import export
 from twinop.library import checksum
 from twinop.op_spec import DOMAIN
@@ -205,6 +210,122 @@ def test_nested_inputs_constants_and_dicts(exporter: str, tmp_path: Path) -> Non
     a, b = torch.randn(6, 3), torch.randn(6, 3)
     found = run(path, None, pair_0=a, pair_1=b, extra_bias=c)
     assert same_bits(found[0], torch_op.relu(a + b) * 3) and same_bits(found[1], torch_op.relu(c))
+
+
+@dataclasses.dataclass
+class Pair:
+    x: torch.Tensor
+    y: torch.Tensor
+    factor: float = 2.0
+
+
+torch.export.register_dataclass(Pair)
+Named = collections.namedtuple("Named", "k v")
+
+
+class Cache:
+    def __init__(self, k: torch.Tensor, v: torch.Tensor) -> None:
+        self.k, self.v = k, v
+
+
+_pytree.register_pytree_node(
+    Cache,
+    lambda each: ([each.k, each.v], None),
+    lambda entries, _: Cache(*entries),
+    flatten_with_keys_fn=lambda each: (
+        [(_pytree.GetAttrKey("k"), each.k), (_pytree.GetAttrKey("v"), each.v)],
+        None,
+    ),
+)
+A, B = torch.randn(4, 3), torch.randn(4, 3)
+CONTAINERS: dict[str, tuple[Any, Callable[[Any], torch.Tensor], list[str]]] = {
+    "dataclass": (Pair(A, B), lambda b: b.x * b.factor + b.y, ["b_x", "b_y"]),
+    "class": (Cache(A, B), lambda b: b.k * 2 + b.v, ["b_k", "b_v"]),
+    "deque": (collections.deque([A, B]), lambda b: b[0] * 2 + b[-1], ["b_0", "b_1"]),
+    "namedtuple": (Named(A, B), lambda b: b.k * 2 + b.v, ["b_k", "b_v"]),
+    "nested": ({"p": [Pair(A, B)]}, lambda b: b["p"][0].x * 2 + b["p"][0].y, ["b_p_0_x", "b_p_0_y"]),
+    "user's dict": (collections.UserDict(k=A, v=B), lambda b: b["k"] * 2 + b["v"], ["b_k", "b_v"]),
+}
+
+
+class Reads(torch.nn.Module):
+    def __init__(self, read: Callable[[Any], torch.Tensor]) -> None:
+        super().__init__()
+        self.read = read
+
+    def forward(self, u: torch.Tensor, b: Any) -> torch.Tensor:
+        return self.read(b) + u
+
+
+@each_exporter
+@pytest.mark.parametrize("kind", CONTAINERS)
+def test_tensors_in_containers_are_inputs(kind: str, exporter: str, tmp_path: Path) -> None:
+    container, read, names = CONTAINERS[kind]
+    path, u = tmp_path / "m.onnx", torch.randn(4, 3)
+    dynamic = {name: {0: "rows"} for name in ("u", *names)}
+    report = export(Reads(read), (u, container), path, exporter=exporter, dynamic=dynamic)
+    assert report.inputs == dict.fromkeys(("u", *names), "float [rows,3]") and report.resized
+    fresh = {name: torch.randn(6, 3) for name in ("u", *names)}
+    first, second = (fresh[name] for name in names)
+    check_close(run(path, False, **fresh)[0], first * 2 + second + fresh["u"])
+
+
+class Unknown:
+    __slots__ = ("t",)
+
+    def __init__(self, t: torch.Tensor) -> None:
+        self.t = t
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        (Unknown(A), r"b is Unknown, which .*register_dataclass.Unknown.*register_pytree_node"),
+        ([1, {"c": Unknown(A)}], r"b_1_c is Unknown"),
+        ({A}, r"b is set"),
+        (torch.distributions.Normal(A, 1.0), r"b is Normal"),
+        (A.numpy(), r"b is a numpy array; expected a tensor"),
+    ],
+    ids=["object", "inside", "set", "distribution", "array"],
+)
+def test_tensors_that_would_become_constants_are_refused(given: Any, said: str, tmp_path: Path) -> None:
+    with pytest.raises(ExportError, match=said):
+        export(Reads(lambda b: A), (A, given), tmp_path / "m.onnx")
+
+
+def test_outputs_of_unknown_classes_and_equal_names_are_refused(tmp_path: Path) -> None:
+    model: Any = Numbers(lambda x: (x, Unknown(x)))
+    with pytest.raises(ExportError, match="^output 1 is Unknown, .* return the tensors themselves"):
+        export(model, A, tmp_path / "m.onnx")
+    with pytest.raises(ExportError, match="two inputs would be named z_b"):
+        export(CatchAll(), (A, A), tmp_path / "m.onnx", kwargs={"z": {"b": A}, "z_b": A})
+
+
+class Numbers(torch.nn.Module):
+    def __init__(self, compute: Callable[[torch.Tensor], Any]) -> None:
+        super().__init__()
+        self.compute = compute
+        self.weight = torch.nn.Parameter(torch.ones(3))
+        self.dropout = torch.nn.Dropout()
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.compute(x)
+
+
+@each_exporter
+def test_inputs_weights_and_equal_tensors_as_outputs(exporter: str, tmp_path: Path) -> None:
+    """The dynamo exporter renames what it returns: an input would lose its name, an output another's."""
+
+    def compute(x: torch.Tensor) -> Any:
+        y = x + 1
+        return (y, y), x, model.dropout(x), x.detach(), model.weight, torch.ones(2)
+
+    model, path = Numbers(compute).eval(), tmp_path / "m.onnx"
+    report = export(model, A, path, exporter=exporter, dynamic={"x": [0]})
+    assert list(report.inputs) == ["x"] and report.resized and len(report.outputs) == 7
+    x = torch.randn(6, 3)
+    for found, expected in zip(run(path, False, x=x), (x + 1, x + 1, *compute(x)[1:]), strict=True):
+        assert torch.equal(found, expected)
 
 
 class CatchAll(torch.nn.Module):

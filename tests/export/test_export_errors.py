@@ -124,9 +124,7 @@ def test_a_wrong_result_is_refused_where_all_outputs_are_small(
     from twinop.export import bodies
 
     monkeypatch.setitem(bodies.BODIES, "relu", bodies.Body(lambda op, x: op.Mul(x, 0.0)))
-    with pytest.raises(
-        ExportError, match=r"in output 0 .* error .* where the largest value is .*, acc"
-    ):
+    with pytest.raises(ExportError, match=r"in output 0 .* error .* where the largest value is .*, acc"):
         export(Numbers(lambda x: torch_op.relu(x) * scale), torch.randn(3, 5), tmp_path / "m.onnx")
 
 

@@ -101,9 +101,81 @@ def test_what_is_refused_as_a_model(exporter: str, tmp_path: Path) -> None:
         (torch.jit.trace(nn.ReLU(), X), "the model is a ScriptModule"),
         (nn.Sequential(scripted), "0 is a ScriptModule"),
         ({"weight": X}, "the model is dict; expected a torch.nn.Module or a function"),
+        (nn.LazyLinear(3), "the model has weights without sizes"),
         (nn.ReLU, "the model is ReLU; expected a torch.nn.Module or a function"),
         (torch.relu, "the arguments of .* are not known: wrap it in a def"),
     ):
         with pytest.raises(ExportError, match=said) as raised:
             export(model, (X,), tmp_path / "m.onnx", exporter=exporter)  # type: ignore[arg-type]
         assert "\n" not in str(raised.value)
+
+
+class Stateful(nn.Module):
+    """Keeps state by assignment: in a buffer, an attribute, a counter, a submodule, a dict, an object."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.kind, self.linear, self.part = kind, nn.Linear(8, 8), nn.Identity()
+        self.register_buffer("state", torch.zeros(4, 8))
+        self.past: torch.Tensor | None = None
+        self.part.past = None  # type: ignore[assignment]
+        self.calls, self.list, self.dict = 0, [1], {"inner": {"state": torch.zeros(4, 8)}}
+        self.box = Box()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.linear(x)
+        if self.kind == "buffer":
+            self.state = self.state + y
+            return self.state.relu()
+        if self.kind == "buffer in place":
+            self.state.add_(1)
+            return self.state + y
+        if self.kind == "attribute":
+            self.past = y if self.past is None else self.past + y
+            return self.past.relu()
+        if self.kind == "submodule":
+            self.part.past = y if self.part.past is None else self.part.past + y  # type: ignore[assignment]
+            return self.part.past.relu()
+        if self.kind == "dict":
+            self.dict["inner"]["state"] = self.dict["inner"]["state"] + y
+            return self.dict["inner"]["state"].relu()
+        self.calls += 1
+        self.list.append(1)
+        self.box.count += 1
+        return y * {"counter": self.calls, "list": len(self.list), "object": self.box.count}[self.kind]
+
+
+class Box:
+    count = 0
+
+
+KINDS = {
+    "buffer": "writes into its buffer state", "buffer in place": "writes into its buffer state",
+    "attribute": "left in past", "submodule": "left in part.past", "dict": "left in dict",
+    "counter": "left in box, calls, list", "list": "left in box, calls, list",
+    "object": "left in box, calls, list",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("exporter", ["dynamo", "torchscript"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_each_run_starts_from_the_same_state(kind: str, exporter: str, tmp_path: Path) -> None:
+    model = Stateful(kind)
+    old = [model.state, model.list, model.dict["inner"]["state"], model.box]
+    report = export(model, (X,), tmp_path / "m.onnx", exporter=exporter)
+    assert report.parity is not None and report.parity.error < 1e-5
+    assert any(KINDS[kind] in note for note in report.notes), report.notes
+    now = [model.state, model.list, model.dict["inner"]["state"], model.box]
+    assert all(a is b for a, b in zip(now, old, strict=True)) and not model.state.any()  # type: ignore[operator]
+    assert model.past is model.part.past is None and (model.calls, model.list, model.box.count) == (0, [1], 0)
+
+
+def test_what_a_model_only_leaves_behind_gets_no_note(tmp_path: Path) -> None:
+    class Leaves(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.last = super().forward(x)
+            return self.last.relu()
+
+    model = Leaves(8, 8)
+    assert not export(model, (X,), tmp_path / "m.onnx").notes and not hasattr(model, "last")
