@@ -113,13 +113,16 @@ def test_what_is_refused_as_a_model(exporter: str, tmp_path: Path) -> None:
 class Stateful(nn.Module):
     """Keeps state by assignment: in a buffer, an attribute, a counter, a submodule, a dict, an object."""
 
+    state: torch.Tensor
+    part: Any
+
     def __init__(self, kind: str) -> None:
         super().__init__()
         torch.manual_seed(0)
         self.kind, self.linear, self.part = kind, nn.Linear(8, 8), nn.Identity()
         self.register_buffer("state", torch.zeros(4, 8))
         self.past: torch.Tensor | None = None
-        self.part.past = None  # type: ignore[assignment]
+        self.part.past = None
         self.calls, self.list, self.dict = 0, [1], {"inner": {"state": torch.zeros(4, 8)}}
         self.box = Box()
 
@@ -135,7 +138,7 @@ class Stateful(nn.Module):
             self.past = y if self.past is None else self.past + y
             return self.past.relu()
         if self.kind == "submodule":
-            self.part.past = y if self.part.past is None else self.part.past + y  # type: ignore[assignment]
+            self.part.past = y if self.part.past is None else self.part.past + y
             return self.part.past.relu()
         if self.kind == "dict":
             self.dict["inner"]["state"] = self.dict["inner"]["state"] + y
@@ -167,7 +170,7 @@ def test_each_run_starts_from_the_same_state(kind: str, exporter: str, tmp_path:
     assert report.parity is not None and report.parity.error < 1e-5
     assert any(KINDS[kind] in note for note in report.notes), report.notes
     now = [model.state, model.list, model.dict["inner"]["state"], model.box]
-    assert all(a is b for a, b in zip(now, old, strict=True)) and not model.state.any()  # type: ignore[operator]
+    assert all(a is b for a, b in zip(now, old, strict=True)) and not model.state.any()
     assert model.past is model.part.past is None and (model.calls, model.list, model.box.count) == (0, [1], 0)
 
 
