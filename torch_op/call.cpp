@@ -63,9 +63,9 @@ void ReadAttribute(Kind kind, StableIValue value, std::size_t index, Arguments* 
 // Refuses a tensor whose storage was released or cut after it was made.
 void RequireMemory(const TorchTensor& tensor, const Tensor& view, const char* name) {
   if (view.numel == 0) return;
+  const std::int64_t* const strides = tensor.strides().data();
   std::int64_t bytes = 0, end = tensor.storage_offset() + 1;
-  for (std::size_t i = 0; i < view.rank; ++i)
-    end += (view.sizes[i] - 1) * tensor.strides().data()[i];
+  for (std::size_t i = 0; i < view.rank; ++i) end += (view.sizes[i] - 1) * strides[i];
   end *= static_cast<std::int64_t>(Info(view.dtype).size);
   Check(aoti_torch_get_storage_size(tensor.get(), &bytes), "get_storage_size");
   if (bytes < end)
