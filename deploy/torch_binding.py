@@ -405,14 +405,9 @@ def _run_options(entries: Mapping[str, str]) -> Any:
 
 
 def _is_released(tensor: torch.Tensor) -> bool:
-    """Whether a tensor's storage was released or cut after it was made.
-
-    On a GPU only the first is looked for: a decoder's step has a hundred caches, and microseconds count.
-    """
-    if not tensor.data_ptr() and tensor.numel():
-        return True
-    if tensor.device.type != "cpu" or not tensor.numel():
-        return False
+    """Whether a tensor's storage was released or, on the CPU, cut: that look takes a microsecond."""
+    if not tensor.numel() or not tensor.data_ptr() or tensor.device.type != "cpu":
+        return bool(tensor.numel() and not tensor.data_ptr())
     end = 1 + sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True))
     return tensor.untyped_storage().nbytes() < (tensor.storage_offset() + end) * tensor.itemsize
 

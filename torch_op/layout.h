@@ -83,16 +83,15 @@ inline std::int64_t BytesOfStep(const Range& range, std::int64_t step) {
 // halves kv[:, 0] and kv[:, 1], what they cover of each stride does.
 inline bool LieApart(const Range& a, const Range& b) {
   if (a.end <= b.begin || b.end <= a.begin) return true;
-  for (const Range* range : {&a, &b}) {
+  for (const Range* range : {&a, &b})
     for (std::size_t i = 0; i < range->view->rank; ++i) {
+      if (range->view->sizes[i] <= 1 || range->strides[i] == 0) continue;
       const std::int64_t step =
           range->strides[i] * static_cast<std::int64_t>(Info(range->view->dtype).size);
-      if (range->view->sizes[i] <= 1 || step == 0) continue;
       const std::int64_t of_a = BytesOfStep(a, step), of_b = BytesOfStep(b, step);
       const std::int64_t behind = ((b.begin - a.begin) % step + step) % step;
       if (of_a >= 0 && of_b >= 0 && of_a <= behind && behind + of_b <= step) return true;
     }
-  }
   return false;
 }
 

@@ -117,11 +117,7 @@ def nvcc_path() -> str | None:
 
 
 def find_nvcc() -> Nvcc | None:
-    """Returns what `nvcc_path` finds, with its version and architectures.
-
-    Raises:
-        BuildError: it is not nvcc, or too old.
-    """
+    """Returns what `nvcc_path` finds, with its facts; BuildError: it is not nvcc, or too old."""
     path = nvcc_path()
     if path is None:
         return None
