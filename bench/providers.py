@@ -143,7 +143,7 @@ class Providers:
                 continue
             if case.direction == FORWARD or (provider == "Liger" and peer not in peers.OVERWRITES_INPUTS):
                 makers[provider] = partial(_peer, peer, sample)
-        torch._dynamo.reset()  # it compiles one function for at most 8 shapes
+        torch.compiler.reset()  # it compiles one function for at most 8 shapes
         for provider in _MODES:
             if self._compiles(provider, case, entry):
                 makers[provider] = partial(self._compiled, provider, sample)

@@ -248,12 +248,10 @@ class Session:
             if spec.right_padded and value.device_name().lower() == "cpu":
                 spec.require_right_padded(to_numpy(value, spec))
             values[name] = value
-        found = self._run_ort_values(values, names, options)
-        return {name: self._module.OrtValue(value) for name, value in found.items()}
+        return self._run_ort_values(values, names, options)
 
     def _run_ort_values(self, values: Mapping[str, Any], names: list[str], options: Any) -> dict[str, Any]:
-        inner = {name: value._ortvalue for name, value in values.items()}
-        found = guarded(self._inner.run_with_ort_values, inner, names, options)
+        found = guarded(self.ort.run_with_ort_values, names, values, options)
         return dict(zip(names, found, strict=True))
 
 

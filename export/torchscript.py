@@ -37,7 +37,7 @@ def _copy(g: Any, target: Any, source: Any, non_blocking: Any) -> Any:
     """The content of an input that an op has written (`torch_op/mutation.py`), which torch cannot export."""
     types = [(value.type().dtype(), value.type().sizes()) for value in (target, source)]
     if types[0] != types[1]:
-        return torch.onnx.symbolic_helper._unimplemented("aten::copy", "of another dtype or shape")
+        raise torch.onnx.errors.OnnxExporterError("aten::copy of another dtype or shape cannot be exported")
     return source
 
 
@@ -50,7 +50,7 @@ def _symbolic(record: OpSpec) -> Callable[..., Any]:
         arguments = signature.bind(*values).arguments  # the tracer passes all of them, in schema order
         tensors = [arguments[name] for name in inputs]
         if record.has_repeated_input:
-            tensors[-1:] = torch.onnx.symbolic_helper._unpack_list(tensors[-1])
+            tensors[-1:] = tensors[-1].node().inputs()
         tensors = [None if value is None or value.node().mustBeNone() else value for value in tensors]
         attributes = {entry.name: onnx_value(entry, arguments[entry.name]) for entry in record.attributes}
         written = {

@@ -14,7 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 FOLDER = Path(__file__).resolve().parents[2] / "build/compat"
-SUPPORTED = ("1.18.1", "1.20.1", "1.23.2", "1.31.1")
+SUPPORTED = ("1.18.1", "1.20.1", "1.23.2", "1.31.1", "1.32.0")
 TOO_OLD = "1.17.3"
 CMAKE = "cmake-3.25"  # what CMakeLists.txt asks for
 PACKAGES = {  # no further dependency is imported for running a model
@@ -23,6 +23,7 @@ PACKAGES = {  # no further dependency is imported for running a model
     "1.20.1": ("onnxruntime==1.20.1", "numpy==2.4.6"),
     "1.23.2": ("onnxruntime==1.23.2", "numpy==2.4.6"),
     "1.31.1": ("onnxruntime==1.31.1", "numpy==2.4.6"),
+    "1.32.0": ("onnxruntime==1.32.0", "numpy==2.4.6"),
     CMAKE: ("cmake==3.25.2",),
 }
 

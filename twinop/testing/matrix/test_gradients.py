@@ -288,7 +288,7 @@ def test_vmap(record: OpSpec, device: str) -> None:
 def test_compile_without_graph_break(record: OpSpec, device: str) -> None:
     """Forward and backward compile with fixed and dynamic sizes."""
     dtypes = record.combinations[0]
-    torch._dynamo.reset()
+    torch.compiler.reset()
 
     def function(*given: Any, **attributes: Any) -> Any:
         results = op_of(record).function(*given, **attributes)
