@@ -14,7 +14,7 @@ from twinop.installation import version_numbers
 from twinop.library import Library
 from twinop.op_spec import DOMAIN
 
-from . import cuda
+from . import cuda, plugins
 from .check_nodes import require_fit
 from .choose_library import Libraries, choose_libraries
 from .custom_nodes import Model, ModelSource, load_model, read_model
@@ -28,6 +28,7 @@ _STAYS_INSIDE = (1, 27)  # it refuses external data outside of the model's folde
 _CPU = "CPUExecutionProvider"
 PROVIDERS: dict[str, "list[Provider] | None"] = {"auto": None, "cpu": [_CPU], "cuda": [cuda.CUDA, _CPU]}
 _DATA_FOLDER = "session.model_external_initializers_file_folder_path"
+_RECORD_NODES = "session.record_ep_graph_assignment_info"
 Provider = str | tuple[str, dict[str, Any]]
 
 
@@ -66,7 +67,9 @@ def session(
         model: a path, the bytes of a model, or a ModelProto.
         providers: execution providers as ONNX Runtime takes them: names, or pairs of a name and options. A
             provider named here is used, or an error is raised. None chooses CUDA where it works and the CPU
-            otherwise; `Session.reason` says why.
+            otherwise; `Session.reason` says why. One that is a plugin comes from an installed package such as
+            onnxruntime-ep-openvino; `Session.taken` says which nodes it takes, and its option `device_id`
+            chooses among its devices.
         library: the path of a library, or several paths, one for each domain. The libraries of other domains
             are looked for among those that `twinop build` put into `build/` of the current folder, in the
             installed package of the domain (`twinop.find`), and among twinop's own. False registers none: the
@@ -125,8 +128,9 @@ def open_session(
     stream = _torch_stream(device) if device is not None and choice.uses_torch else None
     requested = [_with_cuda_options(each, stream, enable_cuda_graph) for each in choice.providers]
 
+    has_plugin = _add_plugins(ort, options, requested)
     with _current_device_kept(stream):
-        inner = _create(ort, model, options, requested, given)
+        inner = _create(ort, model, options, None if has_plugin else requested, given)
     if choice.automatic and device is not None and cuda.CUDA not in inner.get_providers():
         reason = "ONNX Runtime could not start CUDA (its log above says why)"
         device = stream = None
@@ -145,7 +149,27 @@ def open_session(
         stream=stream,
         cuda_graph=enable_cuda_graph and device is not None,
         profile=record,
+        taken=plugins.nodes_by_provider(inner) if has_plugin else {},
     )
+
+
+def _add_plugins(ort: Any, options: Any, providers: Sequence[Provider]) -> bool:
+    """Puts the providers into the session's options if one of them is a plugin, which it takes there only."""
+    wanted = {name for name, _ in map(_split, providers) if plugins.is_plugin(name)}
+    if not wanted:
+        return False
+    for name, given in map(_split, providers):
+        texts = {key: str(value) for key, value in given.items()}
+        if name not in wanted:
+            if name != _CPU:  # which every session has
+                options.add_provider(name, texts)
+            continue
+        devices, index = plugins.devices_of(name), texts.pop("device_id", "0")
+        if not index.isdecimal() or int(index) >= len(devices):
+            raise ProviderError(f"{name}: device_id is {index}; expected 0 to {len(devices) - 1}")
+        options.add_provider_for_devices([devices[int(index)]], texts)
+    options.add_session_config_entry(_RECORD_NODES, "1")
+    return True
 
 
 def _require_known_sizes(model: Model, libraries: Sequence[SealedLibrary]) -> None:
@@ -204,6 +228,11 @@ def _split(provider: Provider) -> tuple[str, dict[str, Any]]:
     return (provider, {}) if isinstance(provider, str) else provider
 
 
+def providers_named(name: str) -> "list[Provider] | None":
+    """Returns the providers of a setting: auto, cpu, cuda, or a provider's own name."""
+    return PROVIDERS.get(name, [name, _CPU])
+
+
 def choose_providers(
     providers: Sequence[Provider] | None, libraries: Sequence[Library], *, uses_torch: bool = True
 ) -> Choice:
@@ -237,8 +266,12 @@ def choose_providers(
                 raise ProviderError(
                     f"{name} was asked for and cannot be used here (the CPU was not used instead):{lines}"
                 )
-        elif name not in available:
-            raise ProviderError(f"{name} is not in this ONNX Runtime; it has: {', '.join(available)}")
+        elif name not in available and not plugins.devices_of(name):
+            has = ", ".join((*available, *plugins.installed()))
+            raise ProviderError(
+                f"{name} is not in this ONNX Runtime; it has: {has}. Others are packages, such as "
+                f"{plugins.EXAMPLE}"
+            )
     return Choice(list(providers), device, "asked for", False, uses_torch)
 
 
@@ -274,7 +307,7 @@ def _with_cuda_options(provider: Provider, stream: Any, cuda_graph: bool) -> Pro
     return cuda.CUDA, options
 
 
-def _create(ort: Any, model: Model, options: Any, providers: list[Provider], given: bool) -> Any:
+def _create(ort: Any, model: Model, options: Any, providers: list[Provider] | None, given: bool) -> Any:
     source = _source(ort, model)
     try:
         # The fallback would retry on the CPU and only print a message.

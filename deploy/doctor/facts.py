@@ -34,6 +34,8 @@ class Runtime:
     Attributes:
         problem: why it cannot be imported.
         providers: by name, why the provider does not run a node, or "".
+        taken: by name of a provider that is a plugin, which nodes of the given model it takes.
+        cuda_plugin: the version of the CUDA provider where it is a plugin, or "".
         obstacles: what keeps it from using the GPU, with the libraries of the facts.
         model_problem: why it does not run a model with the format and the opsets of the given one.
     """
@@ -41,6 +43,8 @@ class Runtime:
     version: str = ""
     problem: str = ""
     providers: dict[str, str] = field(default_factory=dict)
+    taken: dict[str, str] = field(default_factory=dict)
+    cuda_plugin: str = ""
     obstacles: tuple[str, ...] = ()
     model_problem: str = ""
 
@@ -151,10 +155,22 @@ def _runtime(model: Model | None, libraries: Sequence[Library]) -> Runtime | Non
     if problem:
         return Runtime(problem=problem)
     facts = json.loads(answer.splitlines()[-1])
-    providers = [name for name in facts["providers"] if name not in _ELSEWHERE]
+    names = dict.fromkeys(
+        (*facts["providers"], *facts["plugins"], *([cuda.CUDA] if facts["cuda_plugin"] else []))
+    )
+    providers = {
+        name: _ask("run", name, model=_tiny({"": 14}, 8))[1] for name in names if name not in _ELSEWHERE
+    }
+    taken = {}
+    for name in facts["plugins"] if model is not None and model.path is not None else ():
+        if not providers[name]:
+            answer, problem = _ask("take", name, str(model.path), *(str(each.path) for each in libraries))
+            taken[name] = problem or answer.strip()
     return Runtime(
         version=facts["version"],
-        providers={name: _ask("run", name, model=_tiny({"": 14}, 8))[1] for name in providers},
+        providers=providers,
+        taken=taken,
+        cuda_plugin=facts["cuda_plugin"],
         obstacles=tuple(facts["obstacles"]),
         model_problem="" if model is None else _ask("run", "CPUExecutionProvider", model=_like(model))[1],
     )

@@ -129,7 +129,8 @@ def check_runtime(facts: Environment) -> Iterator[Finding]:
             f"pip install -U 'onnxruntime{gpu}>=1.18'",
         )
     else:
-        has = ", ".join(runtime.providers)
+        plugin = f" (a plugin, {runtime.cuda_plugin})" if runtime.cuda_plugin else ""
+        has = ", ".join(f"{name}{plugin if name == CUDA else ''}" for name in runtime.providers)
         yield ok("onnxruntime", f"onnxruntime {runtime.version} with {has}")
 
 
@@ -141,7 +142,7 @@ def check_providers(facts: Environment) -> Iterator[Finding]:
         yield from_message("warning", CUDA, obstacle, "compare with nvidia-smi")
     for name, problem in runtime.providers.items():
         if not problem:
-            yield ok(name, "runs a node")
+            yield ok(name, runtime.taken.get(name) or "runs a node")
         elif name == CUDA and not facts.gpus:
             yield ok(name, "not used: this machine has no GPU")
         elif name == CUDA and runtime.obstacles:

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from typing import Any
 
+from ..plugins import taken_text
 from ..tensor_specs import Spec
 from .datatypes import datatype_of
 from .instance import Instance, without_paths
@@ -45,6 +46,8 @@ class LoadedModel:
     def summary(self) -> str:
         """Return what runs the model, and what was checked of it, in a line."""
         parts = [f"runs on {self.session.device} ({self.session.reason})"]
+        if self.session.taken:
+            parts.append(taken_text(self.session.taken))
         if self.session.libraries:
             paths = ", ".join(str(library.path) for library in self.session.libraries)
             parts.append(f"{', '.join(self.custom_nodes)} from {paths}")

@@ -10,7 +10,7 @@ from typing import Any
 
 from twinop.errors import LibraryError, TwinopError
 
-from ..create_session import PROVIDERS, Choice, choose_providers, open_session, without_optimizations
+from ..create_session import Choice, choose_providers, open_session, providers_named, without_optimizations
 from ..cuda import has_gpu
 from ..custom_nodes import Model, custom_nodes, load_model
 from ..errors import ModelError, RunError
@@ -159,7 +159,7 @@ def _open(
     model: Model, libraries: Sequence[SealedLibrary], settings: ModelSettings
 ) -> tuple[Choice, list[Session]]:
     """Open a session for each instance on CUDA, so that each has a stream; on the CPU all share one."""
-    choice = choose_providers(PROVIDERS[settings.provider], libraries, uses_torch=False)
+    choice = choose_providers(providers_named(settings.provider), libraries, uses_torch=False)
     if settings.provider_options and choice.device is not None:
         choice = replace(choice, providers=with_options(choice.providers, settings.provider_options))
 

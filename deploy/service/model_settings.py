@@ -3,7 +3,15 @@
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, StringConstraints, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    StringConstraints,
+    model_validator,
+)
 
 from .newer_python import StrEnum
 from .runtime_options import Value
@@ -27,6 +35,14 @@ def _as_several(value: Any) -> Any:
     return (value,) if isinstance(value, str | Path) else value
 
 
+def _as_provider(value: str) -> str:
+    if value not in [*Provider] and not value.endswith("ExecutionProvider"):
+        raise ValueError(
+            f"expected one of: {', '.join(Provider)}, or a plugin's name such as OpenVINOExecutionProvider"
+        )
+    return value
+
+
 _MOST = 2**31 - 1
 _Sha256 = Annotated[str, StringConstraints(pattern=r"^[0-9a-fA-F]{64}$")]
 
@@ -42,7 +58,11 @@ class ModelSettings(Section):
     library_sha256: Annotated[tuple[_Sha256, ...], BeforeValidator(_as_several)] = Field(
         (), description="use libraries only if they have this SHA-256, or one of these"
     )
-    provider: Provider = Field(Provider.AUTO, description="auto takes CUDA if it works")
+    provider: Annotated[str, AfterValidator(_as_provider)] = Field(
+        Provider.AUTO,
+        description="auto (CUDA if it works), cpu, cuda, or a plugin that is installed, such as "
+        "OpenVINOExecutionProvider",
+    )
     session: dict[str, Value] = Field(
         default_factory=dict,
         description="options of ONNX Runtime's sessions, such as graph_optimization_level, under its names",

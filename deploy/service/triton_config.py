@@ -23,7 +23,7 @@ from .protocol import model_config_pb2
 from .settings import MOST_BYTES, SettingsError
 
 TRITON_FILE = "config.pbtxt"
-_KINDS = {Provider.AUTO: "KIND_AUTO", Provider.CPU: "KIND_CPU", Provider.CUDA: "KIND_GPU"}
+_KINDS = {str(Provider.CPU): "KIND_CPU", str(Provider.CUDA): "KIND_GPU"}
 _THREADS = "intra_op_thread_count"  # a parameter of Triton's ONNX Runtime backend
 _OTHERWISE_KNOWN = {"name", "platform", "backend", "input", "output"}
 
@@ -146,7 +146,7 @@ def _write_scheduling(config: Any, settings: ModelSettings) -> None:
         batching.SetInParent()  # an empty message too makes Triton join requests
         batching.max_queue_delay_microseconds = settings.max_queue_delay_us
         batching.default_queue_policy.max_queue_size = settings.max_queue
-    config.instance_group.add(count=settings.instances, kind=_KINDS[settings.provider])
+    config.instance_group.add(count=settings.instances, kind=_KINDS.get(settings.provider, "KIND_AUTO"))
     policy = config.version_policy
     if settings.versions == "all":
         policy.all.SetInParent()
