@@ -8,11 +8,11 @@ from collections.abc import Mapping, Sequence
 from functools import cache
 from typing import Any
 
+from .cuda import CUDA
 from .errors import ProviderError
 
 _PREFIX = "onnxruntime-ep-"
 EXAMPLE = f"{_PREFIX}openvino"
-_BY_NAME = ("CPUExecutionProvider", "CUDAExecutionProvider")
 _lock = threading.Lock()
 
 
@@ -20,7 +20,7 @@ _lock = threading.Lock()
 def installed() -> dict[str, Any]:
     """Returns the modules of the installed packages by the name of the provider that they bring."""
     names = {(each.metadata["Name"] or "").lower() for each in importlib.metadata.distributions()}
-    found = {}
+    found: dict[str, Any] = {}
     for name in sorted(names):
         if name.replace("_", "-").startswith(_PREFIX):
             try:
@@ -35,9 +35,10 @@ def is_plugin(provider: str) -> bool:
     """Whether a session takes a provider by its devices. ONNX Runtime also lists plugins that are loaded."""
     import onnxruntime
 
-    if provider not in onnxruntime.get_available_providers():
-        return True
-    return provider not in _BY_NAME and bool(devices_of(provider))
+    if provider == CUDA:  # by its name, also where it is a plugin
+        return False
+    listed = provider in onnxruntime.get_available_providers()
+    return not listed or (provider != "CPUExecutionProvider" and bool(devices_of(provider)))
 
 
 def devices_of(provider: str) -> list[Any]:
@@ -74,7 +75,7 @@ def _devices(onnxruntime: Any, provider: str) -> list[Any]:
 
 
 def nodes_by_provider(session: Any) -> dict[str, list[tuple[str, str]]]:
-    """Returns the name and type of each node by the provider that takes it; before ONNX Runtime 1.24: {}."""
+    """Returns the name and type of each node by provider; {} where ONNX Runtime is too old."""
     if not hasattr(session, "get_provider_graph_assignment_info"):
         return {}
     found: dict[str, list[tuple[str, str]]] = {}

@@ -32,7 +32,7 @@ from twinop.op_spec import DOMAIN, OpSpec
 from twinop.publish import publish
 from twinop.tolerance import difference, nudged, same_bits, scale_of
 
-from .attach import attach_to_calls
+from .attach import MOST_INLINED, attach_to_calls, inlined_nodes
 from .calls import Call, find_calls
 from .files import EXTERNAL_DATA_BYTES, save, work_folder
 from .inputs import Dynamic, Inputs, as_module, bind_inputs, check_dynamic, check_opset, leaves, resized
@@ -160,6 +160,12 @@ def _run_passes(
     calls = find_calls(model, records)
     if report.bodies:
         attach_to_calls(model, calls, allow_missing=True)
+        if (count := inlined_nodes(model)) > MOST_INLINED:
+            report.notes.append(
+                f"without the library its function bodies are {count:,} nodes: ONNX Runtime 1.31 and later "
+                f"refuse more than {MOST_INLINED:,}, unless the session option "
+                "session.function_expansion_node_limit allows more"
+            )
         for record, found in calls.items():
             dtypes = {dtype for call in found for dtype in call.dtypes.values()}.intersection(FLOATING)
             if "float64" in dtypes and len(dtypes) > 1:

@@ -8,6 +8,9 @@ from twinop.errors import option
 _NAMES = 64  # of narrowed weights; `narrowed` has the others
 
 
+_GAIN = 0.95  # a larger share of the original's time is noise
+
+
 @dataclass
 class OptimizeReport:
     """What `optimize` returns.
@@ -60,7 +63,8 @@ class OptimizeReport:
         times = ""
         if self.times is not None:
             shape = f", first input {list(self.timed_shape)}"
-            times = f"; {self.times[0]:.3g} -> {self.times[1]:.3g} ms on {self.timed_on}{shape}"
+            gained = "" if self.times[1] < self.times[0] * _GAIN else "nothing gained: "
+            times = f"; {gained}{self.times[0]:.3g} -> {self.times[1]:.3g} ms on {self.timed_on}{shape}"
         lines = [
             f"{self.source.name} -> {self.path.name}: {self.nodes_before} nodes -> {self.nodes_after}; same "
             f"outputs (relative error {self.error:.1e}{own}){times}"
@@ -88,6 +92,11 @@ class OptimizeReport:
             lines.append(f"  needs ONNX Runtime: {', '.join(self.needs)}")
         if self.times is not None and self.times[1] > self.times[0] * 1.05:
             lines.append(f"  {self.dtype} takes longer here than the dtype of the original")
+        elif self.times is not None and self.timed_on == "cpu" and self.times[1] >= self.times[0] * _GAIN:
+            lines.append(
+                "  ONNX Runtime runs the original as fast on this CPU. Providers of a CPU's maker may be "
+                "faster: pip install onnxruntime-ep-openvino"
+            )
         lines += [f"  no time was measured: {self.untimed}"] if self.untimed else []
         lines += [f"  note: {note}" for note in self.notes]
         lines.append(f"  {prepared_for(self.device)}")

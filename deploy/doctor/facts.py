@@ -162,9 +162,10 @@ def _runtime(model: Model | None, libraries: Sequence[Library]) -> Runtime | Non
         name: _ask("run", name, model=_tiny({"": 14}, 8))[1] for name in names if name not in _ELSEWHERE
     }
     taken = {}
-    for name in facts["plugins"] if model is not None and model.path is not None else ():
+    path = model.path if model is not None else None
+    for name in facts["plugins"] if path is not None else ():
         if not providers[name]:
-            answer, problem = _ask("take", name, str(model.path), *(str(each.path) for each in libraries))
+            answer, problem = _ask("take", name, str(path), *(str(each.path) for each in libraries))
             taken[name] = problem or answer.strip()
     return Runtime(
         version=facts["version"],

@@ -38,7 +38,7 @@ def _as_several(value: Any) -> Any:
 def _as_provider(value: str) -> str:
     if value not in [*Provider] and not value.endswith("ExecutionProvider"):
         raise ValueError(
-            f"expected one of: {', '.join(Provider)}, or a plugin's name such as OpenVINOExecutionProvider"
+            "expected 'auto', 'cpu' or 'cuda', or a plugin's name such as OpenVINOExecutionProvider"
         )
     return value
 

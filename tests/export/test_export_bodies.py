@@ -1,14 +1,20 @@
 """Tests that function bodies compute what the kernels compute, with each node's own attributes."""
 
+from contextlib import nullcontext
+from pathlib import Path
+
 import numpy as np
 import onnx
 import onnx_ir as ir
+import onnxruntime
 import pytest
 import torch
 from export_models import model_of
 from samples import RECORDS, values
 
-from twinop.export import attach_bodies
+from twinop import torch_op
+from twinop.export import attach_bodies, export
+from twinop.export.attach import inlined_nodes
 from twinop.export.schema import registered_schemas
 from twinop.op_spec import DOMAIN
 from twinop.testing.one_node import body_session, one_node_model
@@ -189,3 +195,51 @@ def test_an_ir_model_is_changed_in_place() -> None:
     model = ir.from_proto(model_of([f"p = {DOMAIN}.CustomRelu(x)"], "float[2] x"))
     assert attach_bodies(model) is model
     assert [name for _, name, _ in model.functions] == ["CustomRelu"]
+
+
+def nested(count: int) -> onnx.ModelProto:
+    """A model whose functions become 8 nodes a pair of calls: Relu, If with three nodes, a call with two."""
+    names = [*(f"v{index}" for index in range(2 * count)), "y"]
+    calls = " ".join(
+        f"{after} = d.F({before}, c)" for before, after in zip(["x", *names], names, strict=False)
+    )
+    return onnx.parser.parse_model(
+        f"""<ir_version: 10, opset_import: ["" : 20, "d" : 1]>
+        net (float[4] x, bool c) => (float[4] y) {{ {calls} }}
+        <domain: "d", opset_import: ["" : 20, "d" : 1]>
+        F (x, c) => (y) {{
+            y = If (c) <
+                then_branch = t () => (r) {{ q = Relu (x) r = d.G (q) }},
+                else_branch = e () => (s) {{ s = Relu (x) }}
+            >
+        }}
+        <domain: "d", opset_import: ["" : 20]>
+        G (x) => (y) {{ a = Relu (x) y = Relu (a) }}"""
+    )
+
+
+def test_nodes_of_functions_are_counted_as_onnx_runtime_does() -> None:
+    proto = nested(2)
+    count = inlined_nodes(ir.from_proto(proto))
+    for limit, fits in ((count, True), (count - 1, False)):
+        options = onnxruntime.SessionOptions()
+        options.add_session_config_entry("session.function_expansion_node_limit", str(limit))
+        with nullcontext() if fits else pytest.raises(Exception, match="cumulative node expansion limit"):
+            onnxruntime.InferenceSession(proto.SerializeToString(), options)
+
+
+def test_an_export_says_that_onnx_runtime_refuses_so_many_nodes_of_bodies(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Twice(torch.nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return torch_op.silu(torch_op.silu(x))
+
+    model = Twice()
+    path, x = tmp_path / "net.onnx", torch.randn(4)
+    report = export(model, x, path, verify=False)
+    count = inlined_nodes(ir.load(path))
+    assert count > 2 and not report.notes
+    monkeypatch.setattr("twinop.export.exporter.MOST_INLINED", count - 1)
+    [note] = export(model, x, path, verify=False).notes
+    assert f"are {count:,} nodes" in note and "session.function_expansion_node_limit" in note

@@ -17,6 +17,7 @@ from twinop import deploy
 from twinop.deploy.cuda import has_gpu
 from twinop.export import export
 from twinop.optimize import optimize
+from twinop.optimize.report import OptimizeReport
 from twinop.optimize.rewrite_check import RewriteCheck
 from twinop.tolerance import difference
 
@@ -319,7 +320,20 @@ def test_times_of_the_source_and_the_result(
     path = exported("bert", "eager", "torchscript", tmp_path, dtype=dtype)
     report = optimize(path, tmp_path / "fast.onnx", device="cpu")
     assert report.times is not None and all(time > 0 for time in report.times)
-    assert re.search(r"; [\d.e+-]+ -> [\d.e+-]+ ms on cpu, first input \[3, 7\]\n", str(report))
+    times = r"; (nothing gained: )?[\d.e+-]+ -> [\d.e+-]+ ms on cpu, first input \[3, 7\]\n"
+    assert re.search(times, str(report))
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda:0"])
+@pytest.mark.parametrize("now", [20.0, 40.9, 60.0])
+def test_the_report_says_where_nothing_was_gained(device: str, now: float) -> None:
+    """A bare time does not: 41.2 -> 40.9 ms is noise."""
+    made = OptimizeReport(Path("net.onnx"), Path("fast.onnx"), made={"Gelu": 1}, timed_on=device)
+    made.times, made.timed_shape = (41.2, now), (1, 16)
+    report = str(made)
+    assert (f"; nothing gained: 41.2 -> {now:.3g} ms on {device}" in report) == (now > 40)
+    assert ("onnxruntime-ep-openvino" in report) == (now == 40.9 and device == "cpu")
+    assert ("takes longer here" in report) == (now == 60)
 
 
 @pytest.mark.skipif(has_gpu(), reason="this machine has the device")
