@@ -31,6 +31,7 @@ ACCEPTED = {"float32": 1e-4, "float64": 1e-9, "float16": 2e-3, "bfloat16": 1.6e-
 """The relative error that is always accepted: sums in another order have as much."""
 _LARGE, _TIMES_TYPICAL = 1e4, 1e3  # numbers that hide scores and logits are far larger than the rest
 LAST_BITS = 2.0**-22  # two fp32 numbers beside each other, twice
+IDS = "the ids of the largest rows"
 _FEW = 16  # constants of no more elements are sizes and bounds, where the last bits decide
 _BESIDE_10000 = 2.0**-10  # what an fp32 score keeps to which a mask has added -10000
 
@@ -135,6 +136,11 @@ class Reference:
         special = [self.special[index - self.usual] for index in chosen if index >= self.usual]
         cases, outputs = [self.cases[index] for index in chosen], [self.outputs[index] for index in chosen]
         return replace(self, cases=cases, outputs=outputs, special=special)
+
+    def with_cases(self, name: str, cases: list[Case], outputs: Outputs) -> "Reference":
+        """Returns the reference with more special cases."""
+        special = [*self.special, *[name] * len(cases)]
+        return replace(self, cases=[*self.cases, *cases], outputs=[*self.outputs, *outputs], special=special)
 
     def errors(self, found: Outputs, dtype: ir.DataType | None = None) -> Errors:
         """Returns the errors of the outputs of all cases.
@@ -278,6 +284,17 @@ def _run_original(
         for values in zip(*outputs[: len(usual)], strict=True)
     ]
     return Reference(cases, outputs, list(special), sizes, answer.note)
+
+
+def with_ids(original: Path, model: ir.Model, library: deploy.Libraries, reference: Reference) -> Reference:
+    """Returns a reference with the ids that may give the largest numbers (`inputs.cases_of_ids`), too."""
+    sizes = [sum(array.size for array in case.values()) for case in reference.cases[: reference.usual]]
+    names, cases = inputs.cases_of_ids(model, reference.cases[sizes.index(max(sizes))])
+    try:
+        outputs = run(original, library, cases).outputs if cases else []
+    except (TwinopError, NotRunnable):  # it does not take so many sequences
+        return reference
+    return reference.with_cases(f"{IDS} of {names}", cases, outputs)
 
 
 def _is_float(value: Any) -> bool:

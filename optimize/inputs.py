@@ -1,7 +1,7 @@
 """Generates inputs for a model from nothing but its graph."""
 
 import math
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -30,7 +30,23 @@ _SPECIAL: Mapping[str, Callable[[np.ndarray], np.ndarray]] = {
     "inputs of ones": np.ones_like,
     "large inputs": lambda array: array * array.dtype.type(1000),
 }
+MASK = "a mask"
+"""In the `meta` of inputs of integers that the graph uses as masks of 0 and 1."""
 _HIDES = {"right": "the end", "left": "the beginning", "holes": "tokens between others"}
+_COMPARES = ("Equal", "Greater", "GreaterOrEqual", "Less", "LessOrEqual")
+_ARITHMETIC = ("Abs", "Add", "Div", "Max", "Min", "Mul", "Neg", "Sub", "Sum")
+_TAKES_NUMBERS = (
+    "Conv", "Gelu", "Gemm", "LayerNormalization", "MatMul", "ReduceMean", "ReduceSum", "Relu", "Shape",
+    "Sigmoid", "Size", "Tanh",
+)  # fmt: skip
+_HIDING = 1000.0  # what a mask is multiplied with is at least so much
+_LARGE_INTEGERS = 100_000  # fp16 ends at 65,504
+_ALL_ROWS = (
+    4096  # of a table of no more rows, all ids are tried; of others those of the `_LARGEST` largest rows
+)
+_LARGEST = 256
+_ENDS = 8  # and so many of the first and the last
+_MOST_REPEATS = 64
 _UNKNOWN_ROWS = 2  # integers of unknown meaning are 0 or 1, like masks and token types
 
 
@@ -162,6 +178,14 @@ def special(model: ir.Model, case: Case, hidden: Sequence[str]) -> dict[str, Cas
         other = {name: _other(array) for name, array in defaults.items() if array.dtype.kind in letters}
         if other:
             found[f"other {kind} in place of initializers"] = case | other
+    rng = np.random.default_rng(0)
+    integers = {
+        name: rng.integers(1, _LARGE_INTEGERS, array.shape).astype(array.dtype)
+        for name, value in values.items()
+        if (array := case[name]).dtype.kind == "i" and array.itemsize >= 4 and _is_number(value)
+    }
+    if integers:
+        found["large integers"] = case | integers
     for hide in hidden if masks else ():
         found[f"a mask that hides {_HIDES.get(hide, hide)}"] = case | {
             key: (padding_mask([*array.shape], hide) != _is_inverted(key, array.dtype)).astype(array.dtype)
@@ -290,19 +314,106 @@ def draws_random(node: ir.Node) -> bool:
     return node.op_type in _RANDOM or (mode is not None and g.scalar(mode) != 0)
 
 
-def table_rows(value: ir.Value, seen: frozenset[ir.Value] = frozenset()) -> int:
+def table_rows(value: ir.Value) -> int:
     """Returns the number of rows of the smallest table that an input of integers indexes."""
-    found = []
+    return min((table.shape[axis] for table, axis in _tables(value)), default=_UNKNOWN_ROWS)
+
+
+def _tables(value: ir.Value, seen: frozenset[ir.Value] = frozenset()) -> Iterator[tuple[np.ndarray, int]]:
+    """Yields the tables that an input of integers indexes, and along which axis."""
     for use in value.uses():
         node = use.node
         if node.op_type in ("Gather", "GatherElements", "EmbedLayerNormalization") and use.idx:
             table = g.constant(node.inputs[0])
             if table is not None:
-                found.append(table.shape[g.attribute(node, "axis", 0)])
+                yield table, g.attribute(node, "axis", 0)
         elif node.op_type in _PASS_THROUGH and use.idx == 0 and node.outputs[0] not in seen:
-            below = table_rows(node.outputs[0], seen | {value})
-            found += [below] if below != _UNKNOWN_ROWS else []
-    return min(found, default=_UNKNOWN_ROWS)
+            yield from _tables(node.outputs[0], seen | {value})
+
+
+def cases_of_ids(model: ir.Model, case: Case) -> tuple[str, list[Case]]:
+    """Returns cases with the ids that may give the largest numbers, and the names of their inputs.
+
+    These are all rows of a small table; of a large one the first and the last rows, where ids of padding and
+    other special ones are, and those of the largest norms and elements. A case holds up to `_MOST_REPEATS`
+    times the sequences of the given one, and its masks hide nothing.
+    """
+    ids, times, batch = dict[str, np.ndarray](), 1, None
+    for value in model.graph.inputs:
+        array = case.get(str(value.name))
+        if array is None or array.dtype.kind != "i" or not array.size or is_mask(value):
+            continue
+        if tables := [*_tables(value)]:
+            rows = min(table.shape[axis] for table, axis in tables)
+            found = {each for table, axis in tables for each in _ids(table, axis, rows)}
+            ids[str(value.name)] = np.array(sorted(found), array.dtype)
+            times, batch = max(times, -(-len(found) // array.size)), (g.dims(value) or [None])[0]
+    repeats = min(times, _MOST_REPEATS) if isinstance(batch, str) else 1
+    whole = dict[str, np.ndarray]()
+    for value in model.graph.inputs:
+        if (name := str(value.name)) in case:
+            array = case[name]
+            if is_mask(value) and array.ndim == 2:
+                shown = padding_mask([*array.shape], "nothing") != _is_inverted(name, array.dtype)
+                array = shown.astype(array.dtype)
+            for axis, dim in enumerate(g.dims(value) or ()):
+                array = np.concatenate([array] * repeats, axis) if dim == batch and repeats > 1 else array
+            whole[name] = array
+    cases = list[Case]()
+    for start in range(0, times, repeats) if ids else ():
+        chosen = {
+            name: np.resize(np.roll(found, -start * case[name].size), whole[name].shape)
+            for name, found in ids.items()
+        }
+        cases.append(whole | chosen)
+    return ", ".join(ids), cases
+
+
+def _ids(table: np.ndarray, axis: int, rows: int) -> Collection[int]:
+    if rows <= _ALL_ROWS:
+        return range(rows)
+    flat = np.moveaxis(table, axis, 0)[:rows].reshape(rows, -1)
+    if flat.dtype.kind != "f":
+        return range(_ENDS)
+    sizes = (np.linalg.norm(flat, axis=1), np.maximum(flat.max(axis=1), -flat.min(axis=1)))
+    largest = np.concatenate([np.argpartition(each, -_LARGEST)[-_LARGEST:] for each in sizes])
+    return {*range(_ENDS), *range(rows - _ENDS, rows), *map(int, largest)}
+
+
+def acts_as_mask(value: ir.Value) -> bool:
+    """Whether the graph uses integers as a mask: (1 - mask) * -10000, or only mask == 0 and the like."""
+    numbers = [
+        (node.op_type, g.scalar(node.inputs[1 - index]) if index >= 0 else None)
+        for node, index in _uses(value)
+    ]
+    hides = any(op_type == "Mul" and abs(number or 0) >= _HIDING for op_type, number in numbers)
+    compares = [op_type in _COMPARES and number in (0.0, 1.0) for op_type, number in numbers]
+    return hides or (bool(compares) and all(compares))
+
+
+def _uses(value: ir.Value) -> Iterator[tuple[ir.Node, int]]:
+    """Yields the nodes that read integers, in whatever shape and dtype, or 1 less them, with the index."""
+    for node, index in value.uses():
+        is_inverse = node.op_type == "Sub" and 1.0 in map(g.scalar, node.inputs)
+        if is_inverse or (node.op_type in _PASS_THROUGH and index == 0):
+            yield from _uses(node.outputs[0])
+        elif node.op_type in _COMPARES or (node.op_type in _ARITHMETIC and len(node.inputs) == 2):
+            yield node, index
+        elif node.op_type not in ("Shape", "Size"):
+            yield node, -1  # without another input
+
+
+def _is_number(value: ir.Value) -> bool:
+    """Whether the graph only computes with integers as numbers: they are no ids, sizes or masks of scores."""
+    waiting, seen = [value], {value}
+    while waiting:
+        for node, index in waiting.pop().uses():
+            if node.op_type in _ARITHMETIC or (node.op_type in _PASS_THROUGH and index == 0):
+                waiting += [each for each in node.outputs if each not in seen]
+                seen.update(node.outputs)
+            elif node.op_type not in _TAKES_NUMBERS:
+                return False
+    return bool(value.uses()) and not acts_as_mask(value)
 
 
 def read_npz(path: str, model: ir.Model, padding: str | None) -> tuple[list[Case], Sizes]:

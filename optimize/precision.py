@@ -23,7 +23,7 @@ from twinop.op_spec import DOMAIN
 
 from . import graph as g
 from .branches import is_moved
-from .inputs import is_mask_name
+from .inputs import MASK
 from .own_ops import OwnOps, remove_casts
 
 DTYPES = {"float16": ir.DataType.FLOAT16, "bfloat16": ir.DataType.BFLOAT16}
@@ -278,7 +278,7 @@ def _is_small(value: ir.Value | None) -> bool:
         return bool(np.abs(value.const_value.numpy().astype(np.float64)).max(initial=0.0) <= _SMALL)
     node = value.producer()
     if node is None or node.domain:
-        return node is None and is_mask_name(str(value.name))
+        return node is None and MASK in value.meta
     kept = {"Cast", "Max", "Min", "Mul", "Sub"} | SHAPES - {"Shape", "Size"}
     return node.op_type in kept and all(map(_is_small, node.inputs))
 

@@ -5,6 +5,7 @@ from typing import Any
 
 import numpy as np
 import onnx
+import onnx_ir as ir
 import pytest
 from models import REFUSED, refused
 from optimizing import nodes, optimized, parsed, weights
@@ -229,3 +230,56 @@ def test_a_rewrite_that_onnx_runtime_breaks_is_not_kept(
     onnx.save(parsed("(float[N, 4] x) => (float[N, 4] y) { y = Neg (x) }"), tmp_path / "in.onnx")
     report = optimize(tmp_path / "in.onnx", tmp_path / "out.onnx", device="cpu")
     assert list(report.reverted) == ["breaks"] and not report.notes
+
+
+@pytest.mark.parametrize(("rows", "batch"), [(3_000, "B"), (5_000, "B"), (3_000, "2")])
+def test_the_largest_rows_of_tables_are_compared(rows: int, batch: str, tmp_path: Path) -> None:
+    """Random ids rarely meet the one row that does not fit."""
+    text = f"""(int64[{batch}, S] ids) => (float[{batch}, S, 4] y) {{ e = Gather (t, ids) a = Mul (e, e)
+        n = LayerNormalization (a, g) y = MatMul (n, w) }}"""
+    table = np.random.default_rng(0).standard_normal((rows, 4)).astype(np.float32)
+    given = {"g": np.ones(4, np.float32), "w": weights(4, 4)}
+    optimized(parsed(text, t=table, **given), tmp_path, dtype="float16")
+    table[rows - 777, 1] = 300  # its square exceeds fp16
+    with pytest.raises(
+        ExportError, match="relative error of inf for the ids of the largest rows of ids: its"
+    ):
+        optimized(parsed(text, t=table, **given), tmp_path, dtype="float16")
+    optimized(tmp_path / "old.onnx", tmp_path, dtype="bfloat16")
+
+
+NUMBERS = "f = Cast <to=1> (i) s = Slice (f, zero, one, one) d = Sub (f, s) m = MatMul (x, w) y = Add (m, d)"
+HIDES = (
+    "f = Cast <to=1> (i) v = Sub (unit, f) h = Mul (v, low) m = MatMul (x, w) a = Add (m, h) y = Softmax (a)"
+)
+
+
+@pytest.mark.parametrize("name", ["padding_lengths", "masked_positions", "lengths"])
+@pytest.mark.parametrize("shape", ["B, 8", "8"])
+def test_no_name_makes_a_mask_of_numbers(name: str, shape: str, tmp_path: Path) -> None:
+    text = f"(float[B, 8] x, int64[{shape}] i) => (float[B, 8] y) {{ {NUMBERS} }}".replace("(i)", f"({name})")
+    text = text.replace("] i)", f"] {name})").replace("s = Slice (f, zero, one, one)", "s = ReduceMin (f)")
+    optimized(parsed(text, w=weights(8, 8)), tmp_path, dtype="float16")
+    numbers = np.broadcast_to(70_001 + np.arange(8), (3, 8) if "," in shape else (8,)).astype(np.int64)
+    x = np.zeros((3, 8), np.float16)
+    session = deploy.session(tmp_path / "fast.onnx", ["CPUExecutionProvider"])
+    assert np.array_equal(session.run({"x": x, name: numbers})["y"][0], np.arange(8))
+
+
+@pytest.mark.parametrize("name", ["attention_mask", "shown"])
+def test_what_hides_scores_is_a_mask_by_any_name(name: str, tmp_path: Path) -> None:
+    text = f"(float[B, 8] x, int64[B, 8] {name}) => (float[B, 8] y) {{ {HIDES} }}".replace("(i)", f"({name})")
+    given = {"unit": np.float32(1), "low": np.float32(-10000)}
+    _, model = optimized(parsed(text, w=weights(8, 8), **given), tmp_path, dtype="float16")
+    kinds = {node.op_type: node.outputs[0].dtype for node in model.graph}
+    assert kinds["Softmax"] is ir.DataType.FLOAT16
+
+
+@pytest.mark.parametrize("device", ["cuda", "cpu"])
+def test_large_inputs_that_overflow_in_the_original_too(device: str, tmp_path: Path) -> None:
+    """The CPU computes x ** 3 + x and the norm in fp32 also where a GPU has fp16."""
+    text = """(float[N, 8] x) => (float[N, 8] y) { p = Pow (x, three) h = Add (p, x)
+        l = LayerNormalization (h, g) y = MatMul (l, w) }"""
+    given = {"three": np.float32(3), "g": weights(8) + 1, "w": weights(8, 8)}
+    report, _ = optimized(parsed(text, **given), tmp_path, dtype="float16", device=device)
+    assert report.error < 2e-3 and report.made["add_layer_norm"] == 1
