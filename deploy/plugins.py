@@ -3,10 +3,13 @@
 import importlib
 import importlib.metadata
 import threading
+import warnings
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from functools import cache
 from typing import Any
+
+from twinop.errors import TwinopWarning
 
 from .cuda import CUDA
 from .errors import ProviderError
@@ -26,8 +29,8 @@ def installed() -> dict[str, Any]:
             try:
                 module = importlib.import_module(name.replace("-", "_"))
                 found |= dict.fromkeys(module.get_ep_names(), module)
-            except Exception as error:
-                raise ProviderError(f"the package {name} cannot be used: {error}") from error
+            except Exception as error:  # it concerns only those who want its provider
+                warnings.warn(f"the package {name} cannot be used: {error}", TwinopWarning, stacklevel=2)
     return found
 
 

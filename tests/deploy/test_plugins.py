@@ -18,6 +18,7 @@ from twinop.deploy import cuda, plugins
 from twinop.deploy.doctor.facts import Environment, Runtime
 from twinop.deploy.doctor.machine_checks import check_providers, check_runtime
 from twinop.deploy.errors import ProviderError
+from twinop.errors import TwinopWarning
 from twinop.library import find_library
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -72,6 +73,13 @@ def test_a_plugin_that_is_not_installed_or_does_not_load(
     monkeypatch.setattr(plugins, "installed", lambda: {"SomeExecutionProvider": broken})
     with pytest.raises(ProviderError, match=r"does not load its plugin .*libsome\.so: "):
         deploy.session(model, ["SomeExecutionProvider"])
+
+
+def test_a_broken_plugin_ends_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    broken = SimpleNamespace(metadata={"Name": "onnxruntime-ep-broken"})
+    monkeypatch.setattr("importlib.metadata.distributions", lambda: [broken])
+    with pytest.warns(TwinopWarning, match="onnxruntime-ep-broken cannot be used: No module"):
+        assert plugins.installed.__wrapped__() == {}
 
 
 def test_doctor_names_plugins() -> None:

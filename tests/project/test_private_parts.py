@@ -95,6 +95,13 @@ def infers_shapes() -> bool:
     return shapes["a"][0].dim_param == "n" and shapes["a"][1].dim_value == 2
 
 
+def flattens() -> bool:
+    from torch.utils import _pytree
+
+    leaves, spec = _pytree.tree_flatten({"a": [1, 2]})
+    return leaves == [1, 2] and _pytree.tree_unflatten(leaves, spec) == {"a": [1, 2]}
+
+
 def limits_rules() -> bool:
     from onnxscript.rewriter.rules.common import successive_relu_rule
 
@@ -333,6 +340,7 @@ PARTS = [
         "the keys of that guard",
         lambda: torch._C.DispatchKey.FuncTorchBatched,
     ),
+    Part("torch", "torch.utils._pytree", "the tensors in an example input's containers", flattens),
     Part(
         "torch",
         "torch._C.TensorType",
@@ -447,11 +455,13 @@ def test_a_private_part_is_there_and_behaves(part: Part) -> None:
 
 
 def bounds() -> dict[str, SpecifierSet]:
-    """What pyproject.toml asks of each package, of all its extras together."""
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    """What pyproject.toml asks of each package, in all its lists together."""
+    settings = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    project, works = settings["project"], settings["dependency-groups"]["works"]
     found: dict[str, SpecifierSet] = {}
     for text in (
         *project["dependencies"],
+        *works,
         *(each for extra in project["optional-dependencies"].values() for each in extra),
     ):
         asked = Requirement(text)
