@@ -24,13 +24,13 @@ from twinop import deploy, torch_op
 from twinop.deploy.choose_library import library_paths
 from twinop.deploy.ort_process import time_limit
 from twinop.deploy.ort_runs import check_shown
-from twinop.dtypes import FLOATING, to_array, to_tensor
+from twinop.dtypes import FLOATING, to_array, to_tensor, torch_name
 from twinop.errors import ExportError, LibraryError, TwinopError
 from twinop.find import package_key, package_of
 from twinop.library import read_library
 from twinop.op_spec import DOMAIN, OpSpec
 from twinop.publish import publish
-from twinop.tolerance import difference, nudged, same_bits, scale_of
+from twinop.tolerance import accepted, difference, nudged, same_bits, scale_of
 
 from .attach import MOST_INLINED, attach_to_calls, inlined_nodes
 from .calls import Call, find_calls
@@ -384,6 +384,14 @@ def _noise(
     def near(tensor: torch.Tensor, zeros: bool = False) -> torch.Tensor:
         return to_tensor(nudged(to_array(tensor), zeros=zeros)).to(tensor.device)
 
+    scales = scales or [0.0] * len(expected)
+    again = _outputs(model, inputs, tensors).values()
+    for index, (a, b, least) in enumerate(zip(expected, again, scales, strict=True)):
+        if not difference(a, b, least) <= accepted(torch_name(a.dtype)):
+            raise ExportError(
+                f"the model draws random numbers: output {index} differs from call to call. Export it with "
+                "dropout off, or make the random numbers an input"
+            )
     numbers = {name: tensor for name, tensor in tensors.items() if tensor.is_floating_point()}
     zeros = not any(tensor.any() for tensor in numbers.values())
     try:
@@ -393,7 +401,7 @@ def _noise(
     except ExportError:
         return [inf] * len(expected)
     errors = []
-    for a, b, least in zip(expected, other, scales or [0.0] * len(expected), strict=True):
+    for a, b, least in zip(expected, other, scales, strict=True):
         error, wide = difference(a, b, least), a.dtype is not torch.float16
         if wide and zeros and a.is_floating_point() and error == inf:
             error = 0.0

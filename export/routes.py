@@ -187,10 +187,20 @@ def _separate_outputs(model: ir.Model, source: Source) -> None:
 _FIXED_AXIS = re.compile(r"inferred a static shape of (\d+) for dimension inputs\['(\w+)'\]\.shape\[(\d+)\]")
 
 
-def fixed_axis(name: str, axis: int, size: object) -> ExportError:
+def fixed_axis(name: str, axis: int, size: object, source: Source) -> ExportError:
     """Makes the error for a dynamic axis that the model specializes."""
+    fixed = [
+        (other, at)
+        for other, tensor in source.inputs.tensors.items()
+        for at, length in enumerate(tensor.shape)
+        if str(length) == str(size) and at not in source.dynamic.get(other, {})
+    ]
+    cure = ""
+    if fixed:
+        other, at = min(fixed, key=lambda each: each[1] != axis)
+        cure = f"Axis {at} of {other} has this size, too: if the two go together, make both dynamic. "
     return ExportError(
-        f"axis {axis} of {name} was to stay dynamic, but the model fixes it to {size}. Leave it out of "
+        f"axis {axis} of {name} was to stay dynamic, but the model fixes it to {size}. {cure}Leave it out of "
         f"{option('dynamic')}, or change the model: a size used as a Python number, such as an op's "
         "attribute, fixes it"
     )
@@ -209,18 +219,20 @@ def run_route(exporter: str, source: Source) -> tuple[ir.Model, list[str]]:
             if isinstance(cause, TwinopError):
                 raise ExportError(str(cause)) from error
             if fixed := _FIXED_AXIS.search(str(cause)):
-                raise fixed_axis(fixed[2], int(fixed[3]), fixed[1]) from error
+                raise fixed_axis(fixed[2], int(fixed[3]), fixed[1], source) from error
             text = f"{type(cause).__name__}: {_shorten(str(cause))}"
             parts = {f"{name} ({type(part).__name__})": part for name, part in source.model.named_modules()}
             if of_ao := [name for name, part in parts.items() if "ao.nn.quant" in type(part).__module__]:
                 text = f"It does not take quantized modules of torch.ao, as {of_ao[0]}. Export the model "
                 text += "before it is quantized, and quantize the file: onnxruntime.quantization"
+            elif exporter == "dynamo":
+                text = f"{text.rstrip('.')}. {option('exporter', 'torchscript')} may export it"
             raise ExportError(f"torch's {exporter} exporter cannot export the model. {text}") from error
     _separate_outputs(model, source)
     for value in model.graph.inputs:
         for axis in source.dynamic.get(str(value.name), {}):
             if value.shape is not None and isinstance(value.shape[axis], int):
-                raise fixed_axis(str(value.name), axis, value.shape[axis])
+                raise fixed_axis(str(value.name), axis, value.shape[axis], source)
     return model, list(dict.fromkeys(_shorten(str(entry.message)) for entry in caught))
 
 

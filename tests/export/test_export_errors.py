@@ -237,3 +237,42 @@ def test_modules_quantized_by_torch_ao(exporter: str, tmp_path: Path) -> None:
         ExportError, match=said + r"model before it is quantized, .*onnxruntime\.quantization$"
     ):
         export(quantized, (torch.ones(2, 4),), tmp_path / "m.onnx", exporter=exporter)
+
+
+DRAWS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "training dropout": lambda x: torch.nn.functional.dropout(x, training=True),
+    "randn_like": lambda x: x + 1e-3 * torch.randn_like(x),
+    "integers": lambda x: torch.multinomial(x.softmax(-1), 1),
+    "a constant of the trace": lambda x: x + torch.randint(0, 1000, (16,)),
+}
+
+
+@pytest.mark.parametrize("kind", DRAWS)
+@pytest.mark.parametrize("exporter", ["dynamo", "torchscript"])
+def test_a_model_that_draws_random_numbers(exporter: str, kind: str, tmp_path: Path) -> None:
+    with pytest.raises(ExportError, match="^the model draws random numbers: output 0 differs from call to c"):
+        export(Numbers(DRAWS[kind]), torch.randn(4, 16), tmp_path / "m.onnx", exporter=exporter)
+
+
+def test_what_only_the_other_exporter_takes(tmp_path: Path) -> None:
+    """torch 2.13 has no function for a number minus integers where the result is floating."""
+    mask, path = torch.tensor([[1, 1, 0], [1, 0, 0]]), tmp_path / "m.onnx"
+    for compute in (
+        lambda m: 1.0 - m,
+        lambda m: torch.nn.functional.scaled_dot_product_attention(*[m.float().reshape(1, 2, 3)] * 3),
+    ):
+        try:
+            assert export(Numbers(compute), mask, path).parity is not None
+        except ExportError as error:
+            assert str(error).endswith("exporter='torchscript' may export it")
+            assert export(Numbers(compute), mask, path, exporter="torchscript").parity is not None
+
+
+def test_an_axis_that_another_input_fixes_is_named(tmp_path: Path) -> None:
+    class Sum(torch.nn.Module):
+        def forward(self, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+            return x + mask
+
+    given = (torch.randn(4, 3), torch.randn(4, 3))
+    with pytest.raises(ExportError, match=r"axis 0 of mask was to stay .* Axis 0 of x has this size, too"):
+        export(Sum(), given, tmp_path / "m.onnx", dynamic={"mask": [0]})
