@@ -67,6 +67,36 @@ def test_an_older_onnxruntime_is_refused(stem: str) -> None:
     assert f"needs ONNX Runtime 1.18 or newer; this is {TOO_OLD}. Upgrade with: pip install" in done.stdout
 
 
+OPSETS = {"1.31.1": (24, 25, 26), "1.32.0": (24, 25, 27, 28)}
+RUN = """
+import sys
+import numpy as np
+import onnxruntime
+for path in sys.argv[2:]:
+    options = onnxruntime.SessionOptions()
+    options.register_custom_ops_library(sys.argv[1])
+    session = onnxruntime.InferenceSession(path, options, providers=["CPUExecutionProvider"])
+    print(session.run(None, {"x": np.array([-1, 2], np.float32)})[0].tolist())
+"""
+
+
+@pytest.mark.parametrize("version", [pytest.param("1.31.1", marks=pytest.mark.slow), pytest.param("1.32.0")])
+def test_the_newest_opsets(version: str, tmp_path: Path) -> None:
+    """A custom node in files of each opset that a release has, up to the newest one."""
+    paths = []
+    for opset in OPSETS[version]:
+        model = onnx.parser.parse_model(
+            f"""<ir_version: 11, opset_import: ["": {opset}, "custom_domain": 1]>
+            net (float[n] x) => (float[n] y) {{ a = custom_domain.CustomRelu (x) y = Add (a, a) }}"""
+        )
+        paths.append(tmp_path / f"net{opset}.onnx")
+        onnx.save(model, paths[-1])
+    command = [str(environment(version)), "-c", RUN, str(find_library("custom_relu")), *map(str, paths)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines() == ["[0.0, 4.0]"] * len(paths)
+
+
 @pytest.mark.parametrize("offline", [True, False])
 def test_environments_that_cannot_be_made(
     offline: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
