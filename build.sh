@@ -190,6 +190,11 @@ if [[ ${1:-} == --cpu && ($command == build || $command == demo) ]]; then
   cuda=(-DTWINOP_WITH_CUDA=OFF)
   shift
 fi
+case $command in # these take no arguments
+  build | demo | check | format | wheel | docs | clean)
+    [[ $# == 0 ]] || { usage >&2; fail "$command: unknown argument: $1"; }
+    ;;
+esac
 case $command in
   build)
     setup base

@@ -79,7 +79,7 @@ def export(
             a file beside it, whose name ends in their checksum.
         kwargs: example inputs by name.
         exporter: "dynamo" (torch.export) or "torchscript" (tracing).
-        dynamic: axes whose size stays open, by input: `{"x": [0]}`, or with names of one's own
+        dynamic: axes whose size stays open, by input: `{"x": 0}`, `{"x": [0, 1]}`, or with names of one's own
             `{"x": {0: "batch"}}`. The rank is fixed.
         opset: the version of the standard operators, 20 to 25.
         bodies: attach the function bodies.

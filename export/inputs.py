@@ -16,7 +16,7 @@ from twinop.errors import ExportError, option
 
 from .attach import OPSETS
 
-Dynamic = Mapping[str, Sequence[int] | Mapping[int, str]]
+Dynamic = Mapping[str, int | Sequence[int] | Mapping[int, str]]
 
 
 class Inputs:
@@ -234,7 +234,13 @@ def check_dynamic(dynamic: Dynamic | None, tensors: Mapping[str, torch.Tensor]) 
                 f"{', '.join(tensors)}"
             )
         shape = tensors[name].shape
-        named = axes if isinstance(axes, Mapping) else dict.fromkeys(axes)
+        given = [axes] if isinstance(axes, int) else axes
+        if not (isinstance(given, Iterable) and all(isinstance(axis, int) for axis in given)):
+            raise ExportError(
+                f"{option('dynamic', name)}: {axes!r} are no axes; expected an axis, a list of them, or names by "
+                'axis, such as 0, [0, 2] or {0: "batch"}'
+            )
+        named = given if isinstance(given, Mapping) else dict.fromkeys(given)
         result[name] = {}
         for axis, label in named.items():
             if not -len(shape) <= axis < len(shape):

@@ -23,6 +23,7 @@ _TORCH = {"aten": "torch's own operators", "prim": "torch's primitive operators"
 
 def check_domain(name: str) -> None:
     """Raises TwinopError unless a domain is of identifiers joined by dots, and not a reserved one."""
+    _refuse_keyword("domain", name)
     if not all(map(_is_identifier, name.split("."))):
         raise TwinopError(
             f"domain {name!r}: expected a name of letters, digits and _, such as my_ops, or several joined "
@@ -39,12 +40,11 @@ def check_domain(name: str) -> None:
 
 def check_op_name(name: str) -> None:
     """Raises TwinopError unless the name of an op is an identifier that formulas can use."""
+    _refuse_keyword("op name", name)
     if not _is_identifier(name):
         raise TwinopError(f"op name {name!r}: expected letters, digits and _, such as my_op")
     if name == "torch":
         raise TwinopError("op name torch: reserved, because formulas use torch. Choose another name")
-    if name in _CPP.split():
-        raise TwinopError(f"op name {name}: a keyword of C++. Choose another name, such as my_{name}")
 
 
 def check_project_name(name: str) -> None:
@@ -56,6 +56,14 @@ def check_project_name(name: str) -> None:
             f"project name {name}: its Python file would hide the module {name}. Choose another name, such "
             f"as my_{name}"
         )
+
+
+def _refuse_keyword(what: str, name: str) -> None:
+    for language, words in (("Python", keyword.kwlist), ("C++", _CPP.split() if what == "op name" else [])):
+        if name in words:
+            raise TwinopError(
+                f"{what} {name}: a keyword of {language}. Choose another name, such as my_{name.lower()}"
+            )
 
 
 def _is_identifier(name: str) -> bool:

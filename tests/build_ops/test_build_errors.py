@@ -335,6 +335,23 @@ def test_an_op_name_that_formulas_cannot_use(tmp_path: Path) -> None:
         build(find_project([tmp_path / "torch.h"], domain="mine"), options=CPU)
 
 
+@pytest.mark.parametrize("character", ['"', ";", "[", "]", "\\"])
+def test_a_folder_that_cmake_cannot_read(character: str, tmp_path: Path) -> None:
+    folder = tmp_path / f"a{character}b"
+    folder.mkdir()
+    (folder / "times.h").write_text(tiny())
+    done = twinop("build", "times.h", "--cpu", cwd=folder)
+    assert done.returncode == 1 and done.stderr.count("\n") == 1, done.stderr
+    assert f"CMake cannot build in or from a path with {character!r}. Rename the folder" in done.stderr
+
+
+def test_a_folder_with_other_signs(tmp_path: Path) -> None:
+    folder = tmp_path / "a $b's (c) #d, e&f@g"
+    folder.mkdir()
+    (folder / "times.h").write_text(tiny())
+    assert twinop("build", "times.h", "--cpu", cwd=folder).returncode == 0
+
+
 # ---------------------------------------------------------------------------- the machine
 
 

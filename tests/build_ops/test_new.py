@@ -155,7 +155,8 @@ def test_a_parent_that_cannot_be_written(tmp_path: Path) -> None:
     ("name", "said"),
     [
         ("my-op", "op name 'my-op': expected letters, digits and _"),
-        ("class", "expected letters, digits and _"),
+        ("class", "op name class: a keyword of Python. Choose another name, such as my_class"),
+        ("None", "op name None: a keyword of Python. Choose another name, such as my_none"),
         ("3op", "expected letters, digits and _"),
         ("../up", "expected letters, digits and _"),
         ("torch", "reserved, because formulas use torch"),

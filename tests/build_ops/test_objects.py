@@ -265,6 +265,8 @@ def test_an_error_is_one_message(mixed: torch_op.Ops, call: object, message: str
             ["--symbol", "nope"],
             "defines __tvm_ffi_nope. There are these functions of tvm-ffi: plain",
         ),
+        (["--symbol", "no::pe"], "--symbol no::pe: expected the name of a C function, such as scale"),
+        (["--symbol", "3d"], "--symbol 3d: expected the name of a C function"),
         (["--device", "tpu"], "--device tpu: expected cpu, cuda, both"),
         (["--record", "dtype=float32"], "--record dtype: expected <name>=<text>, with a name of dtypes, "),
         (["--record", "shapes=y = z"], "z"),

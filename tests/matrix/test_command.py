@@ -13,8 +13,9 @@ import pytest
 import warm_python
 from build_files import tiny, twinop
 
-from twinop.library import find_library
-from twinop.testing import child
+from twinop.library import find_library, read_library
+from twinop.testing import child, under_test
+from twinop.testing.under_test import OpUnderTest
 
 ROOT = Path(__file__).resolve().parents[2]
 HERE = Path(__file__).parent
@@ -262,3 +263,15 @@ def test_without_pytest(tmp_path: Path) -> None:
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, env=env)
     message = "needs the package pytest, which is not installed here: pip install 'twinop[test]'"
     assert done.returncode == 1 and message in done.stderr
+
+
+def test_ops_whose_kernels_did_not_run_are_named(
+    monkeypatch: pytest.MonkeyPatch, libraries: dict[str, Path]
+) -> None:
+    record = read_library(libraries["custom_relu"]).records["relu"]
+    monkeypatch.setattr(under_test, "_ops", {record.key: OpUnderTest(record, Path(), print)})
+    assert under_test.without_kernels() == []
+    monkeypatch.setitem(under_test.CPU_FUNCTIONS, record.key, print)
+    for has_gpu in (False, True):
+        monkeypatch.setattr("torch.cuda.is_available", lambda has_gpu=has_gpu: has_gpu)
+        assert under_test.without_kernels() == ([] if has_gpu else ["relu"])

@@ -211,6 +211,9 @@ def test_all_tests_get_the_image_models(tmp_path, build):
     ("arguments", "env", "message"),
     [
         (["frob"], {}, "unknown command: frob"),
+        (["demo", "--wrng"], {}, "demo: unknown argument: --wrng"),
+        (["build", "--cpu", "--wrng"], {}, "build: unknown argument: --wrng"),
+        (["clean", "all"], {}, "clean: unknown argument: all"),
         (
             ["setup", "tests"],
             {},

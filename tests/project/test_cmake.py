@@ -162,6 +162,11 @@ def test_without_nvcc_the_cpu_part_is_built_and_said(tmp_path: Path) -> None:
     assert "result: cuda=OFF archs=none" in result.stdout
 
 
+def test_cuda_that_is_left_out_is_not_called_missing(tmp_path: Path) -> None:
+    result = configure(tmp_path, "-DTWINOP_WITH_CUDA=OFF")
+    assert "CUDA: TWINOP_WITH_CUDA is off: building the CPU part only" in result.stdout, result.stderr
+
+
 @pytest.fixture(scope="module")
 def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Returns a folder to configure repeatedly. CMake examines nvcc only the first time."""

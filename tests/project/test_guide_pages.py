@@ -1,6 +1,7 @@
 """The front page and docs/guide/ are typed from top to bottom in an empty folder; what is not run is known.
 
-tests/project/test_site.py follows the page of the first op. A block that is not run has a comment above
+tests/project/test_site.py follows the page of the first op, test_all_page.py the one of all
+that one may write. A block that is not run has a comment above
 it, as in test_docs.py. Python finds only the packages that the front page and the page itself install.
 """
 
@@ -17,7 +18,7 @@ from test_docs import ROOT, SITE_CUSTOMIZE, Block, absent_modules, blocks_of
 PAGES = sorted(
     str(path.relative_to(ROOT))
     for path in (ROOT / "docs/index.md", *(ROOT / "docs/guide").glob("*.md"))
-    if path.name not in ("first-op.md", "record.md")
+    if path.name not in ("first-op.md", "record.md", "all.md")
     and re.search("^```(sh|python)", path.read_text(), re.MULTILINE)
 )
 COMMANDS_ONLY = ("docs/guide/cmake.md", "docs/guide/performance.md")  # nothing in them is run here

@@ -30,5 +30,6 @@ def test_it_is_built_and_passes_the_matrix(example: Path, tmp_path: Path) -> Non
     for command in ("build", "test"):
         done = warm_python.run(["-m", "twinop", command, example.name], cwd=tmp_path, env=env)
         assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-3000:]
+    assert ("no GPU here: no kernel of " in done.stderr) == (not torch.cuda.is_available())
     library = read_library(tmp_path / f"build/lib{example.stem}.so")
     assert {record.devices for record in library.by_onnx_name.values()} == {("cpu", "cuda")}

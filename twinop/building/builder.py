@@ -1,5 +1,6 @@
 """Builds a project into a library: checks it, compiles it in a build tree, puts the library in its place."""
 
+import re
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
@@ -61,6 +62,12 @@ def build(
         tree = cache_folder() / "trees" / digest(asdict(project), asdict(options))
     cuda = not options.cpu and any(source.has_cuda for source in project.sources)
     files = [source.path for source in project.sources]
+    for path in (tree.absolute(), *files, *project.objects):
+        if found := re.search(r'["\\;\[\]\n]', str(path)):
+            raise BuildError(
+                f"{path}: CMake cannot build in or from a path with {found[0]!r}. Rename the folder or "
+                "the file"
+            )
     check_functions(project)
     with locked(tree):
         generated = (output.absolute() if output else tree / "lib").with_name(f"{project.name}.generated.cpp")

@@ -74,7 +74,7 @@ def build_error(step: str, output: str, sources: Collection[Path]) -> BuildError
     if missing := sorted({one or other for one, other in _UNDEFINED.findall(output)}):
         headline = (
             f"{step}: nothing defines {', '.join(missing)}. An object file that wants more than twinop has "
-            "(docs/guide/record.md) needs a static library beside it: twinop build kernel.o libruntime.a"
+            "needs a static library beside it: twinop build kernel.o libruntime.a"
         )
     elif found := _NOT_PIC.search(output):
         headline = f"{_relative(found[1])}: compiled without -fPIC. Libraries need code with it"

@@ -105,9 +105,12 @@ def write_header(
         device = "cuda" if any(map(_OF_CUDA.match, symbols_of(objects)[1])) else "cpu"
     if device not in _MACROS:
         raise BuildError(f"--device {device}: expected {', '.join(_MACROS)}")
+    symbol = symbol or record.name
+    if not re.fullmatch(r"[A-Za-z_]\w*", symbol, re.ASCII):
+        raise BuildError(f"--symbol {symbol}: expected the name of a C function, such as scale")
     calls = "".join(f".{name}({json.dumps(text)})" for name, text in given.items())
     text = _HEADER.format(
-        symbol=symbol or record.name,
+        symbol=symbol,
         op=record.name,
         macro=_MACROS[device],
         record=f"Record({json.dumps(record.schema)}){calls}",

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import typer
 
-from twinop.console import clear_errors
+from twinop.console import clear_errors, print_note
 
 from . import child
 
@@ -59,6 +59,7 @@ def _run_here(arguments: list[str], left_out: list[str]) -> int:
 
     from . import plugin
     from .target import TARGET, find_target, load
+    from .under_test import without_kernels
 
     given, options = ".", arguments
     if arguments and not arguments[0].startswith("-"):
@@ -77,4 +78,6 @@ def _run_here(arguments: list[str], left_out: list[str]) -> int:
     shown += ["--tb=short", "--show-capture=no", "--no-summary"]
     code = int(pytest.main([*own, *shown, *files, *options], [causes]))
     causes.show()
+    if untested := without_kernels():
+        print_note(f"no GPU here: no kernel of {', '.join(untested)} ran. Their function bodies did")
     return code

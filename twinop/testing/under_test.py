@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from twinop import torch_op
+from twinop.declare import CPU_FUNCTIONS
 from twinop.errors import TwinopError
 from twinop.kernel_op import DECLARED
 from twinop.op_spec import OpSpec
@@ -67,6 +68,15 @@ def library_of(record: OpSpec) -> Path:
 
 def records_under_test() -> dict[str, OpSpec]:
     return {key: each.record for key, each in _ops.items()}
+
+
+def without_kernels() -> list[str]:
+    """Returns the ops under test whose kernels are for CUDA alone, where there is no GPU."""
+    if torch.cuda.is_available():
+        return []
+    return [
+        each.record.name for key, each in _ops.items() if key in CPU_FUNCTIONS and not each.record.is_backward
+    ]
 
 
 def reference_of(record: OpSpec) -> Reference:

@@ -1,0 +1,34 @@
+"""docs/guide/all.md: its op builds, passes its tests, and the exceptions of its table are there."""
+
+import os
+import re
+from pathlib import Path
+
+import warm_python
+from build_files import twinop as run_twinop
+from test_docs import ROOT, blocks_of
+
+import twinop.deploy
+import twinop.errors
+
+PAGE = "docs/guide/all.md"
+
+
+def test_the_op_of_the_page(tmp_path: Path) -> None:
+    text = {block.language: block.text for block in blocks_of(PAGE)}
+    (tmp_path / "scaled.h").write_text(text["cpp"])
+    (tmp_path / "scaled.py").write_text(text["python"])
+    built = run_twinop("build", "scaled.h", "--cpu", cwd=tmp_path)
+    assert built.returncode == 0, built.stderr
+    chosen = "float32 and (bits or body or gradient or exporter) or first_of"
+    env = os.environ | {"PYTHONPATH": str(ROOT), "COLUMNS": "200"}
+    done = warm_python.run(["-m", "twinop", "test", "-k", chosen], cwd=tmp_path, env=env)
+    assert done.returncode == 0 and re.search(r"\d+ passed", done.stdout), done.stdout + done.stderr
+
+
+def test_the_exceptions_of_the_page() -> None:
+    names = re.findall(r"`(\w+Error)`", (ROOT / PAGE).read_text())
+    assert len(set(names)) >= 8
+    for name in names:
+        found = getattr(twinop.errors, name, None) or getattr(twinop.deploy, name)
+        assert issubclass(found, twinop.errors.TwinopError)
