@@ -140,6 +140,10 @@ class Session:
         self._checked_arrays(feeds)
         return names
 
+    def allow_other_sizes(self) -> None:
+        """Lets axes of one name have several sizes, as ONNX Runtime does; a model may broadcast them."""
+        self._shared_sizes = {}
+
     def run_checked(self, arrays: Mapping[str, Any], names: list[str], options: Any) -> dict[str, Any]:
         """Runs the model with numpy arrays that `check` has accepted; RunError: ONNX Runtime refused it."""
         if self.foreign:

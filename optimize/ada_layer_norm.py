@@ -19,9 +19,14 @@ def rewrite(context: g.RewriteContext) -> None:
         if scaled is None or shifted is None or g.attribute(norm, "axis", -1) != -1 or _has_weights(norm):
             continue
         scale, shift = _scale_of(scaled[1]), shifted[1]
-        if scale is None or not all(_is_per_sequence(each, g.dims(x)) for each in (scale, shift)):
+        if (
+            x is None
+            or scale is None
+            or not all(_is_per_sequence(each, g.dims(x)) for each in (scale, shift))
+        ):
             continue
         rows = [_as_rows(norm, each) for each in (scale, shift)]
+        x, *rows = context.broadcast(norm, [x, *rows], [[0, g.rank(x) - 1], [0, 1], [0, 1]])
         eps = g.attribute(norm, "eps", 1e-5)
         g.replace(shifted[0].outputs[0], context.add_op(norm, "ada_layer_norm", [x, *rows], eps=eps))
         context.made["layer_norm"] -= 1

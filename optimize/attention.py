@@ -118,8 +118,14 @@ def _fuse(context: g.RewriteContext, softmax: ir.Node) -> None:
     finite = bias
     if guarded is not None:  # the softmax of a row of -inf is NaN
         finite = g.add(matmul, "Max", [guarded, g.scalar_constant(matmul, LOWEST, guarded)])
-    added = spread(finite, q3.value, k3.value, matmul) if finite is not None else None
-    inputs = [q_plain, k_plain, v3.value, None, lengths, added]
+    is_exact = not context.may_broadcast(finite, q3.value, k3.value)
+    added = spread(finite, q3.value, k3.value, matmul, is_exact) if finite is not None else None
+    k_plain, v_plain = context.broadcast(matmul, [k_plain, v3.value], [[0, 1]] * 2)
+    given = [q_plain, k_plain, v_plain, *(each for each in (lengths, added) if each is not None)]
+    q_plain, k_plain, v_plain, *masks = context.broadcast(matmul, given, [[0]] * len(given))
+    if lengths is not None:
+        context.lengths[masks[0]], lengths = context.lengths[lengths], masks[0]
+    inputs = [q_plain, k_plain, v_plain, None, lengths, added]  # which may be of one sequence for all
     shape = [*(g.dims(q3.value) or [None, None])[:2], v3.count * v3.size]
     result = g.add(matmul, "MultiHeadAttention", inputs, attributes, domain=g.MICROSOFT, shape=shape)
     if guarded is not None:
@@ -146,6 +152,8 @@ def _fuse_windows(context: g.RewriteContext, scores: Scores, matmul: ir.Node) ->
     *outer, rows, size = shapes[0]
     if not g.has_permutation(transpose, [*range(rank - 2), rank - 1, rank - 2]):
         raise g.UnsupportedPattern("k is not transposed")
+    if context.may_broadcast(q, k, v):
+        raise g.UnsupportedPattern("q, k and v of windows that may differ")
     if any(shape[:-2] != outer for shape in shapes) or None in outer or shapes[1][-1] != size:
         raise g.UnsupportedPattern("q, k and v of windows that may differ")
     named = [each for each in outer if not isinstance(each, int)]
@@ -229,17 +237,24 @@ def masks_of_scores(
     return bias, lengths, any(mask not in added for mask in causal)
 
 
-def spread(bias: ir.Value, q: ir.Value, k: ir.Value, before: ir.Node) -> ir.Value:
-    """Returns a mask as [1 or B, 1 or H, S, T], for q [B, S, ...] and k [B, T, ...]."""
+def spread(bias: ir.Value, q: ir.Value, k: ir.Value, before: ir.Node, is_exact: bool = True) -> ir.Value:
+    """Returns a mask as [1 or B, 1 or H, S, T], for q [B, S, ...] and k [B, T, ...].
+
+    Args:
+        is_exact: its sizes are those of q and k that have the same names.
+    """
     shape, rows, columns = g.dims(bias), (g.dims(q) or [0, None])[1], (g.dims(k) or [0, None])[1]
     if shape is None or len(shape) > 4:
         raise g.UnsupportedPattern("a mask of unknown rank")
-    if len(shape) == 4 and None not in (rows, columns) and shape[2:] == [rows, columns]:
+    if is_exact and len(shape) == 4 and None not in (rows, columns) and shape[2:] == [rows, columns]:
         return bias
     if isinstance(rows, int) and isinstance(columns, int):
         target = g.int_constant(before, [1, 1, rows, columns])
     else:
-        sizes = [g.int_constant(before, [1, 1]), g.length(before, q), g.length(before, k)]
+        lengths = [
+            g.length(before, each) if is_exact else g.sizes_of(before, (each, [1]))[0] for each in (q, k)
+        ]
+        sizes = [g.int_constant(before, [1, 1]), *lengths]
         target = g.add(before, "Concat", sizes, {"axis": 0}, shape=[4])
     outer = [*([1] * (4 - len(shape))), *shape][:2]
     return g.add(before, "Expand", [bias, target], shape=[*outer, rows, columns])

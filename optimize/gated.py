@@ -40,7 +40,8 @@ def rewrite(context: g.RewriteContext) -> None:
             g.replace(node.outputs[0], new)
             context.made["swiglu (packed)"] += 1
         else:
-            g.replace(node.outputs[0], context.add_op(node, "swiglu", [up, gate]))
+            pair = context.broadcast(node, [up, gate], [[*range(g.rank(up))]] * 2)
+            g.replace(node.outputs[0], context.add_op(node, "swiglu", pair))
             context.made["swiglu"] += 1
 
 

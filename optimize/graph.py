@@ -41,6 +41,8 @@ class RewriteContext:
         lengths: the lengths that were made of masks of padding, and the graph input of each.
         weights_nk: constants [N, K] by the constant [K, N] that they were made of.
         joined: constants by those that they join along the first axis.
+        broadcasts: axes of one name may have several sizes, since the original broadcasts them.
+        expanded: what `broadcast` has made of a value and its axes.
     """
 
     model: ir.Model
@@ -51,6 +53,8 @@ class RewriteContext:
     lengths: dict[ir.Value, ir.Value] = field(default_factory=dict)
     weights_nk: dict[ir.Value, ir.Value] = field(default_factory=dict)
     joined: dict[tuple[ir.Value, ...], ir.Value] = field(default_factory=dict)
+    broadcasts: bool = False
+    expanded: dict[tuple[object, ...], ir.Value] = field(default_factory=dict)
 
     @property
     def graph(self) -> ir.Graph:
@@ -63,6 +67,40 @@ class RewriteContext:
         return a != b and all(
             isinstance(each, int) or given.issuperset(str(each).split(OR)) for each in (a, b)
         )
+
+    def sources(self, value: ir.Value | None) -> set[ir.Value]:
+        """Returns the inputs of the graph that give a value its sizes, if these may differ under one name."""
+        if value is None or not self.broadcasts:
+            return set()
+        return {each for each in ancestors(value, of_shapes=True) if each.is_graph_input()}
+
+    def may_broadcast(self, *values: ir.Value | None) -> bool:
+        """Whether axes of one name may differ in size: different inputs give it. Constants have numbers."""
+        found = [sources for value in values if (sources := self.sources(value))]
+        return any(each != found[0] for each in found)
+
+    def broadcast(
+        self, before: ir.Node, values: Sequence[ir.Value], axes: Sequence[Sequence[int]]
+    ) -> list[ir.Value]:
+        """Returns values whose axes of one name have the sizes that these broadcast to.
+
+        Args:
+            axes: of each value, those that are the same for all.
+        """
+        found = [self.sources(value) for value in values]
+        whole = set[ir.Value]().union(*found)
+        result, target = [*values], list[ir.Value]()
+        for index, (value, places) in enumerate(zip(values, axes, strict=True)):
+            key = value, *places
+            known = self.expanded.get(key)
+            if found[index] == whole or (known is not None and self.sources(known) == whole):
+                result[index] = known or value
+                continue
+            target = target or sizes_of(before, *zip(values, axes, strict=True))
+            one = int_constant(before, [1])
+            parts = [target[places.index(i)] if i in places else one for i in range(rank(value))]
+            result[index] = self.expanded[key] = expand(before, value, parts)
+        return result
 
     def nodes(self, *op_types: str, domain: str = "") -> list[ir.Node]:
         """Returns the graph's nodes of these types, in order."""
@@ -415,6 +453,26 @@ def _constant(before: ir.Node, tensor: ir.TensorProtocol) -> ir.Value:
 def length(before: ir.Node, value: ir.Value | None) -> ir.Value:
     """Computes [S], the size of the second dimension of a value [B, S, ...], before a node."""
     return add(before, "Shape", [value], {"start": 1, "end": 2}, shape=[1])
+
+
+def expand(before: ir.Node, value: ir.Value, sizes: Sequence[ir.Value]) -> ir.Value:
+    """Inserts an Expand to sizes [1] before a node. Names of its result would let it reuse memory."""
+    shape = add(before, "Concat", sizes, {"axis": 0}, shape=[len(sizes)])
+    known = [dim if isinstance(dim, int) else None for dim in dims(value) or ()]
+    return add(before, "Expand", [value, shape], shape=known)
+
+
+def sizes_of(before: ir.Node, *values: tuple[ir.Value, Sequence[int]]) -> list[ir.Value]:
+    """Computes the sizes that axes of values broadcast to, before a node: [1] each."""
+    found = []
+    for places in zip(*(axes for _, axes in values), strict=True):
+        pairs = zip(values, places, strict=True)
+        sizes = [
+            add(before, "Shape", [value], {"start": i, "end": i + 1}, shape=[1]) for (value, _), i in pairs
+        ]
+        # ONNX Runtime infers no name through Max: it would take equal names for one size, and reuse memory.
+        found.append(add(before, "Max", [*sizes, int_constant(before, [1])], shape=[1]))
+    return found
 
 
 def initializer(graph: ir.Graph, array: np.ndarray, prefix: str) -> ir.Value:

@@ -51,13 +51,15 @@ def _fuse(context: g.RewriteContext, softmax: ir.Node, whole: dict[ir.Value, ir.
         raise g.UnsupportedPattern
     if bias is not None and bias not in whole:
         ones = [g.int_constant(matmul, each) for each in ([1, 1], [1])]
-        sizes = [ones[0], g.length(matmul, plain), ones[1]]
+        [length] = g.sizes_of(matmul, (plain, [1])) if context.broadcasts else [g.length(matmul, plain)]
+        sizes = [ones[0], length, ones[1]]
         shape = g.add(matmul, "Concat", sizes, {"axis": 0}, shape=[4])
         finite = g.add(matmul, "Max", [bias, g.scalar_constant(matmul, _LOWEST, bias)])
         whole[bias] = g.add(matmul, "Expand", [finite, shape], shape=[None] * 4)
     scale = float(scores.scale * on_q * on_k * before_split)
     attributes = {"q_num_heads": heads.count, "kv_num_heads": new_k.count, "scale": scale}
-    given = [plain, new_k.value, new_v.value, whole[bias] if bias is not None else None, past_k, past_v]
+    plain, k3, v3 = context.broadcast(matmul, [plain, new_k.value, new_v.value], [[0]] * 3)
+    given = [plain, k3, v3, whole[bias] if bias is not None else None, past_k, past_v]
     result, all_k, all_v = g.add_like(matmul, "Attention", given, attributes, (plain, k, v))
     context.graph.opset_imports[""] = max(context.graph.opset_imports[""], _OPSET)
     result.shape = ir.Shape([*(g.dims(plain) or [None, None])[:2], heads.count * new_v.size])

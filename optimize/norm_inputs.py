@@ -28,8 +28,11 @@ def fuse_sums(context: g.RewriteContext) -> None:
                 continue
             if not g.has_precision_of(addition, node):
                 continue
-            if all(g.same_dims(g.dims(each), g.dims(total)) for each in addition.inputs):
-                _fuse(context, norm, node, total, f"add_{norm}", addition.inputs)
+            is_alike = all(g.same_dims(g.dims(each), g.dims(total)) for each in addition.inputs)
+            terms = [each for each in addition.inputs if each is not None]
+            if is_alike and len(terms) == 2:
+                terms = context.broadcast(node, terms, [[*range(g.rank(total))]] * 2)
+                _fuse(context, norm, node, total, f"add_{norm}", terms)
 
 
 def fuse_lookups(context: g.RewriteContext) -> None:
@@ -43,7 +46,11 @@ def fuse_lookups(context: g.RewriteContext) -> None:
         gather = lookup.producer() if lookup is not None and len(terms) > 1 else None
         rows = [term for term in terms if term is not lookup]
         if gather is not None and (rest := _sum_of_terms(norm, rows, shape)) is not None:
-            _fuse(context, "layer_norm", norm, total, "embed_layer_norm", [*gather.inputs, rest])
+            table, ids = gather.inputs
+            assert ids is not None
+            axes = [[0, 1]] * 2 if (g.dims(rest) or [1])[0] != 1 else [[1]] * 2
+            ids, rest = context.broadcast(norm, [ids, rest], axes)
+            _fuse(context, "layer_norm", norm, total, "embed_layer_norm", [table, ids, rest])
 
 
 def _is_fusible(norm: ir.Node) -> bool:

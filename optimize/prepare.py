@@ -25,6 +25,7 @@ from . import graph as g
 from .own_ops import FLOATS_16, OwnOps
 from .symbolic_shapes import infer_shapes, infer_types
 
+_HIDDEN = "hidden"
 _POSSIBLE_NO_OPS = ("Expand", "Identity", "Reshape")
 
 
@@ -37,17 +38,22 @@ def prepare(model: ir.Model, records: Mapping[str, OpSpec]) -> None:
     _convert_opset(model)
     own = {record.domain for record in records.values()}
 
-    def should_fold(node: ir.Node) -> bool | None:
-        return False if node.domain in own else None
+    def fold() -> None:
+        """Folds constants. onnxscript removes an Expand to the sizes of another input of the same names."""
+        for node in model.graph.all_nodes():
+            if (node.domain, node.op_type) == ("", "Expand") and not _keeps_sources(node):
+                node.domain = _HIDDEN
+        with g.keeping_marks(model):
+            fold_constants(model, lambda node: False if node.domain in own else None)
+        for node in model.graph.all_nodes():
+            node.domain = "" if node.domain == _HIDDEN else node.domain
 
     with quiet(), registered_schemas([each for each in records.values() if not each.is_backward]):
         infer_types(model)
-        with g.keeping_marks(model):
-            fold_constants(model, should_fold)
+        fold()
         infer_shapes(model)
         _fold_sizes(model)
-        with g.keeping_marks(model):
-            fold_constants(model, should_fold)  # the sizes that inference finds make more constants
+        fold()  # the sizes that inference finds make more constants
         _unflatten_softmax(model)
         _remove_no_ops(model)
         CommonSubexpressionEliminationPass()(model)
@@ -199,8 +205,19 @@ def _remove_no_ops(model: ir.Model) -> None:
         if source is None or (given and result.is_graph_output()):
             continue
         keeps_shape = not g.is_constant(source) and g.same_dims(g.dims(source), g.dims(result))
+        if keeps_shape and node.op_type == "Expand":
+            keeps_shape = _keeps_sources(node)
         if keeps_shape or node.op_type == "Identity":
             g.replace(result, source)
+
+
+def _keeps_sources(expand: ir.Node) -> bool:
+    """Whether the sizes of an Expand come from what it expands: equal names are equal sizes then."""
+    source, shape = (
+        {each for each in g.ancestors(value, of_shapes=True) if each.is_graph_input()} if value else set()
+        for value in expand.inputs[:2]
+    )
+    return shape <= source
 
 
 def main_dtype(model: ir.Model) -> ir.DataType:

@@ -61,6 +61,7 @@ _SLOWER = 1.05  # less is noise
 _ATTEMPTS = 3  # to find the result no slower than the source
 _NEAR = 4.0  # times the accepted error: sums in another order may have as much
 _SMALL = 1e-6  # a change of numbers that no result should hang on
+_OF_SIZES = 1e-2  # an error of broadcasting is larger
 _SECONDS = 20.0  # after so long, nothing more is measured
 
 
@@ -102,6 +103,7 @@ class RewriteCheck:
         self.converts = {self.dtype, *interface.values()} != {ir.DataType.FLOAT}
         self.defaults: Mapping[str, ir.TensorProtocol] = {}  # of inputs, while rewrites run
         self.original = original or self._save(model.clone(), "original.onnx", checks=False)[-1]
+        self.broadcasts = False  # axes of one name: `RewriteContext.broadcasts`
         self.acting = set[str]()  # the rewrites that changed something
         self.longest_measurement = 0.0  # seconds
         self.registered: Sequence[Library] = []  # the libraries of the last run
@@ -133,6 +135,8 @@ class RewriteCheck:
         self.report.notes += [f"the original: {note}"] if (note := self.reference.note) else []
         self.report.notes += self.reference.uncompared(self.base.graph, allow_uncompared)
         self.unprepared, self.noise = self.base.clone(), cache(self._noise)
+        self.of_size_1 = inputs.of_size_1(self.base, self.reference.cases[0])
+        self.with_size_1 = dict(zip(self.of_size_1, self._run_of_size_1(self.original), strict=True))
         equivalence.confirm_shapes(self.base, self.reference)
         self.defaults = take_defaults(self.base.graph)
         self.progress("folding constants, inferring shapes")
@@ -151,7 +155,9 @@ class RewriteCheck:
 
     def apply(self, rewrites: Rewrites) -> g.RewriteContext:
         """Applies rewrites to a copy of the model; raises NotEquivalent if one of them fails."""
-        context = g.RewriteContext(self.base.clone(), self.report.device, self.records)
+        context = g.RewriteContext(
+            self.base.clone(), self.report.device, self.records, broadcasts=self.broadcasts
+        )
         for name, rewrite in rewrites.items():
             self.progress(f"rewriting: {name}")
             before = Counter(context.made)
@@ -177,7 +183,7 @@ class RewriteCheck:
             try:
                 context = self.apply(kept)
                 self.report.error = self._verify_fp32(context.model)
-                return kept, context
+                return kept, self._broadcasting(kept, context)
             except equivalence.NotEquivalent as reason:
                 why = self._cause(reason)
                 if len(kept) == len(rewrites):
@@ -185,6 +191,51 @@ class RewriteCheck:
                 name = reason.rewrite or self._first_wrong(kept)
                 self.report.reverted[name] = f"{reason}: {why}"
                 del kept[name]
+
+    def _broadcasting(self, rewrites: Rewrites, context: g.RewriteContext) -> g.RewriteContext:
+        """Returns the model, or one that broadcasts axes of one name if the original does and it does not."""
+        failing = self._failing_sizes()
+        if failing:
+            self.broadcasts, plain = True, context
+            try:
+                context = self.apply(rewrites)
+                self.report.error = self._verify_fp32(context.model)
+                still = self._failing_sizes()
+            except equivalence.NotEquivalent:
+                still = failing
+            if len(still) < len(failing):
+                failing = still
+            else:
+                self.broadcasts, context = False, plain
+                self.report.error = self._verify_fp32(context.model)
+        if failing:
+            self.report.notes.append(
+                f"it may fail for {', '.join(failing)}, which the original broadcasts: axes of one name must "
+                "have one size"
+            )
+        return context
+
+    def _failing_sizes(self) -> list[str]:
+        """Returns for which of `of_size_1` the last model that ran fails, and the original does not."""
+        if not any(self.with_size_1.values()) or self.written is None:
+            return []
+        pairs = zip(self.with_size_1.items(), self._run_of_size_1(self.written[1][-1]), strict=True)
+        return [
+            name
+            for (name, own), found in pairs
+            if own and (not found or max(map(equivalence.relative_error, own, found)) > _OF_SIZES)
+        ]
+
+    def _run_of_size_1(self, path: Path) -> equivalence.Outputs:
+        """Returns the outputs for `of_size_1`, none where a run fails.
+
+        ONNX Runtime's own optimizations, which take names for sizes, are off.
+        """
+        try:
+            cases = [*self.of_size_1.values()]
+            return run(path, self.library, cases, required=0, optimize=False).outputs if cases else []
+        except (NotRunnable, TwinopError):
+            return [[] for _ in self.of_size_1]
 
     def _verify_unchanged(self) -> None:
         """Raises ExportError if the model without any rewrite differs: no rewrite is the cause."""

@@ -56,7 +56,7 @@ def rewrite(context: g.RewriteContext) -> None:
 
 
 def _rotations(context: g.RewriteContext) -> Iterator[_Rotation]:
-    extended: _Extended = {}
+    extended, whole_angles = _Extended(), dict[ir.Value, ir.Value]()
     for last in context.nodes("Add", "Concat"):
         match = match_rotation(last) if last.graph is not None else None
         if match is None:
@@ -75,6 +75,8 @@ def _rotations(context: g.RewriteContext) -> Iterator[_Rotation]:
             continue
         node, x = whole or (node, x)
         axis, sizes = 1 if tokens_first else 2, g.dims(cos) or []
+        if context.may_broadcast(x, cos, sin):
+            cos, sin = (_as_large_as(whole_angles, last, each, x, axis) for each in (cos, sin))
         tokens = _rejoined(node, x, axis, 1)
         if tokens is not None and len(sizes) >= 4 - axis and all(isinstance(size, int) for size in sizes):
             count = _size(tokens[1], axis) - _size(x, axis)
@@ -91,6 +93,8 @@ def _can_fuse(context: g.RewriteContext, a: _Rotation, b: _Rotation) -> bool:
     """Whether one node can compute both: they have the same angles, and neither depends on the other."""
     kinds = [(each.heads.size, each.layout, each.rotary_dim, each.tokens_first) for each in (a, b)]
     if a.cos is not b.cos or a.sin is not b.sin or kinds[0] != kinds[1]:
+        return False
+    if context.may_broadcast(a.heads.value, b.heads.value):
         return False
     if context.may_differ(*((g.dims(each.heads.value) or [None])[0] for each in (a, b))):
         return False
@@ -173,6 +177,20 @@ def _extend(
         whole = [*sizes[:axis], count + sizes[axis], *sizes[axis + 1 :]]
         extended[key] = g.add(before, "Concat", [start, value], {"axis": axis}, shape=whole)
     return extended[key]
+
+
+def _as_large_as(
+    known: dict[ir.Value, ir.Value], before: ir.Node, angles: ir.Value, x: ir.Value, tokens: int
+) -> ir.Value:
+    """Returns cos or sin with the tokens and sequences of x, where one of them may stand for all."""
+    if angles not in known:
+        shape = g.dims(angles) or []
+        sizes = [g.int_constant(before, [1])] * len(shape)
+        [sizes[tokens - 4]] = g.sizes_of(before, (x, [tokens]))
+        if len(shape) == 4 and shape[0] != 1:
+            [sizes[0]] = g.sizes_of(before, (x, [0]))
+        known[angles] = g.expand(before, angles, sizes)
+    return known[angles]
 
 
 def _fits(x: list[g.Dim] | None, cos: list[g.Dim] | None, sin: list[g.Dim] | None, tokens: int) -> bool:

@@ -286,3 +286,88 @@ def test_a_weight_that_others_read_is_stored_once(form: str, reader: str, tmp_pa
     found = [each.size for each in tensors if each is not None and each.size > 512]
     assert sum(found) == sum(each.size for each in given.values() if each.size > 512), str(report)
     assert form not in ("product", "transposed", "gate") or report.made["linear"] >= 1
+
+
+_APART = "%sr = Reshape (%s, eight) %sh = Transpose <perm=%s> (%sr)"
+_Q, _K, _V = (
+    _APART % (name, name, name, perm, name)
+    for name, perm in (("q", "[0, 2, 1, 3]"), ("k", "[0, 2, 3, 1]"), ("v", "[0, 2, 1, 3]"))
+)
+_SCORES = f"{_Q} {_K} {_V} a = MatMul (qh, kh) b = Mul (a, half)"
+_END = "p = Softmax (c) o = MatMul (p, vh) t = Transpose <perm=[0, 2, 1, 3]> (o) y = Reshape (t, joined)"
+_PRODUCTS = "q = MatMul (x, w) k = MatMul (x, w) v = MatMul (x, w)"
+BROADCASTS = {
+    "ada_layer_norm": (
+        "float[N, S, 8] x, float[N, 1, 8] m, float[N, 1, 8] n",
+        "l = LayerNormalization (x, ones) s = Add (m, one) a = Mul (l, s) y = Add (a, n)",
+    ),
+    "swiglu": ("float[N, S, 8] x, float[N, S, 8] m", "t = Sigmoid (x) u = Mul (x, t) y = Mul (u, m)"),
+    "add_layer_norm": (
+        "float[N, S, 8] x, float[N, S, 8] m",
+        "a = Add (x, m) y = LayerNormalization (a, ones)",
+    ),
+    "addcmul": ("float[N, S, 8] x, float[N, S, 8] m", "a = Mul (m, x) y = Add (x, a)"),
+    "attention": (
+        "float[N, S, 8] q, float[N, T, 8] k, float[N, T, 8] v, float[N, 1, S, T] m",
+        f"{_SCORES} c = Add (b, m) {_END}",
+    ),
+    "attention of one tensor": (
+        "float[N, S, 8] x, float[N, 1, 1, S] m",
+        f"{_PRODUCTS} {_SCORES} c = Add (b, m) {_END}",
+    ),
+    "attention of ids": (
+        "int64[N, S] i, float[N, 1, 1, S] m",
+        f"x = Gather (w, i) {_PRODUCTS} {_SCORES} c = Add (b, m) {_END}",
+    ),
+    "embed_layer_norm": (
+        "int64[N, S] i, int64[N, S] m",
+        "a = Gather (w, i) e = Gather (w, m) u = Add (a, e) y = LayerNormalization (u, ones)",
+    ),
+    "rotary embedding": (
+        "float[N, S, 8] q, int64[N, S] i",
+        f"""{_Q} f = Cast <to=1> (i) g = Unsqueeze (f, last) h = Mul (g, ones2) m = Cos (h) n = Sin (h)
+        x0 = Slice (qh, zero, two, last) x1 = Slice (qh, two, four, last) x2 = Neg (x1)
+        x3 = Concat <axis=-1> (x2, x0) c0 = Concat <axis=-1> (m, m) c1 = Unsqueeze (c0, axis)
+        s0 = Concat <axis=-1> (n, n) s1 = Unsqueeze (s0, axis) a = Mul (qh, c1) b = Mul (x3, s1)
+        c = Add (a, b) t = Transpose <perm=[0, 2, 1, 3]> (c) y = Reshape (t, joined)""",
+    ),
+    "linear": ("float[N, S, 8] x, float[N, S, 8] m", "h = Shape (x) z = Expand (m, h) y = MatMul (z, w)"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+@pytest.mark.parametrize("made", BROADCASTS)
+def test_equal_names_are_no_equal_sizes(made: str, device: str, tmp_path: Path) -> None:
+    """ONNX Runtime does not enforce them: what the original broadcasts, the result does, too."""
+    if device == "cpu" and made in ("addcmul", "linear"):
+        return  # for CUDA alone
+    given, body = BROADCASTS[made]
+    lists = {"eight": [0, 0, 2, 4], "joined": [0, 0, 8], "zero": [0], "two": [2], "four": [4], "last": [-1]}
+    constants = {name: np.array(numbers) for name, numbers in (lists | {"axis": [1]}).items()}
+    constants |= {"w": weights(8, 8), "ones": np.ones(8, np.float32), "ones2": np.ones(2, np.float32)}
+    constants |= {"one": np.float32(1), "half": np.float32(0.5)}
+    proto = parsed(f"({given}) => (float[N, S, 8] y) {{ {body} }}", **constants)
+    report, _ = optimized(proto, tmp_path, device=device)
+    assert report.made[made.split(" of ")[0]] and not report.notes
+    sizes = {"N": 3, "S": 5, "T": 5}
+    cases = list[dict[str, np.ndarray]]()
+    values = [each for each in proto.graph.input if each.name not in constants]
+    for small in range(-1, len(values)):
+        for axis in (0, 1):
+            case = {}
+            for index, value in enumerate(values):
+                shape = [sizes.get(dim.dim_param, dim.dim_value) for dim in value.type.tensor_type.shape.dim]
+                is_float = value.type.tensor_type.elem_type == 1
+                if index == small and (is_float or index):  # ids of the first input are those of all
+                    shape[axis] = 1
+                array = weights(*shape, seed=index)
+                case[value.name] = array if is_float else (array > 0).astype(np.int64)
+            cases.append(case)
+    old, new = (
+        run(path, report.libraries or None, cases, required=0, optimize=False).outputs
+        for path in (report.source, report.path)
+    )
+    assert sum(map(bool, old)) > 2
+    for expected, found in zip(old, new, strict=True):
+        if expected:
+            np.testing.assert_allclose(found[0], expected[0], rtol=1e-4, atol=1e-5)
