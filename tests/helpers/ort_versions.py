@@ -22,6 +22,7 @@ PACKAGES = {  # no further dependency is imported for running a model
     "1.18.1": ("onnxruntime==1.18.1", "numpy==1.26.4"),  # the first to take numpy 2 is 1.19
     "1.20.1": ("onnxruntime==1.20.1", "numpy==2.4.6"),
     "1.23.2": ("onnxruntime==1.23.2", "numpy==2.4.6"),
+    "1.27.0": ("onnxruntime==1.27.0", "numpy==2.4.6"),  # the last before standard Attention changed
     "1.31.1": ("onnxruntime==1.31.1", "numpy==2.4.6"),
     "1.32.0": ("onnxruntime==1.32.0", "numpy==2.4.6"),
     CMAKE: ("cmake==3.25.2",),

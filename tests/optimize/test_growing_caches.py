@@ -1,5 +1,7 @@
 """Decoders whose caches grow: exports of transformers and optimum, steps of them, and wrong caches."""
 
+import os
+import subprocess
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -10,6 +12,7 @@ import onnx_ir as ir
 import pytest
 from decoder_files import export_with_cache, write
 from optimizing import nodes, optimized, parsed, weights
+from ort_versions import environment
 
 from twinop import deploy
 from twinop.deploy.errors import FeedError
@@ -268,6 +271,65 @@ def test_a_conversion_that_renames_results_is_refused() -> None:
     before[0].meta["mark"] = True
     with pytest.raises(ExportError, match="onnx's converter renames a, the result of Neg. Export the model"):
         _copy_meta(before, after)
+
+
+_STEP = """hq = MatMul (x, wq) hk = MatMul (x, wk) hv = MatMul (x, wv)
+    rq = Reshape (hq, apart) rk = Reshape (hk, apart) rv = Reshape (hv, apart)
+    q = Transpose <perm=[0, 2, 1, 3]> (rq) nk = Transpose <perm=[0, 2, 1, 3]> (rk)
+    nv = Transpose <perm=[0, 2, 1, 3]> (rv) k = Concat <axis=2> (pk, nk) v = Concat <axis=2> (pv, nv)
+    kt = Transpose <perm=[0, 1, 3, 2]> (k) a = MatMul (q, kt) b = Mul (a, half)"""
+_MASKED = {
+    "lowest": "m = Where (shown, zero, lowest) c = Add (b, m) g = Softmax (c)",
+    "infinite": """m = Where (shown, zero, inf) c = Add (b, m) p = Softmax (c) n = IsNaN (p)
+        g = Where (n, zero, p)""",
+    "chosen": "c = Where (shown, b, lowest) g = Softmax (c)",
+    "none": "g = Softmax (b)",
+}
+_RUN_BOTH = """
+import sys
+import numpy, onnxruntime
+old, new, cases, *libraries = sys.argv[1:]
+options = onnxruntime.SessionOptions()
+for library in libraries:
+    options.register_custom_ops_library(library)
+old, new = (onnxruntime.InferenceSession(each, options, ["CPUExecutionProvider"]) for each in (old, new))
+file = numpy.load(cases)
+for index in range(3):
+    feeds = {each.name: file[f"{each.name}{index}"] for each in new.get_inputs()}
+    for expected, found in zip(old.run(None, feeds), new.run(None, feeds)):
+        numpy.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-5)
+print(onnxruntime.__version__)
+"""
+
+
+@pytest.mark.parametrize("version", ["1.23.2", "1.27.0", "1.31.1", "1.32.0"])
+@pytest.mark.parametrize("masked", _MASKED)
+def test_standard_attention_of_each_release(masked: str, version: str, tmp_path: Path) -> None:
+    """It changed between 1.27 and 1.31: which keys rows that a mask hides see, and causal masks."""
+    python = environment(version)
+    signature = """(float[B, S, 8] x, float[B, 2, P, 4] pk, float[B, 2, P, 4] pv, bool[B, 1, S, T] shown)
+        => (float[B, S, 8] y, float[B, 2, T, 4] k, float[B, 2, T, 4] v)"""
+    end = "o = MatMul (g, v) t = Transpose <perm=[0, 2, 1, 3]> (o) y = Reshape (t, joined)"
+    constants = {f"w{name}": weights(8, 8, seed=seed) for seed, name in enumerate("qkv")}
+    constants |= {"apart": np.array([0, 0, 2, 4]), "joined": np.array([0, 0, 8]), "zero": np.float32(0)}
+    lowest = {"lowest": np.finfo(np.float32).min, "inf": np.float32(-np.inf), "half": np.float32(0.5)}
+    proto = parsed(f"{signature} {{ {_STEP} {_MASKED[masked]} {end} }}", **constants, **lowest)
+    cases = dict[str, np.ndarray]()
+    for index, (past, new) in enumerate([(5, 1), (5, 3), (0, 4)]):
+        shown = np.random.default_rng(index).random((2, 1, new, past + new)) < 0.6
+        shown[0, 0, 0], shown[1, 0, -1] = False, True  # a row that sees nothing, and one that sees all
+        caches = [weights(2, 2, past, 4, seed=seed) for seed in (1, 2)]
+        case = {"x": weights(2, new, 8), "pk": caches[0], "pv": caches[1], "shown": shown}
+        cases |= {f"{name}{index}": array for name, array in case.items()}
+    given: Any = {name[:-1]: array for name, array in cases.items() if name.endswith("1")}
+    np.savez(tmp_path / "inputs.npz", **given)
+    np.savez(tmp_path / "cases.npz", **cases)  # type: ignore[arg-type]
+    report, model = optimized(proto, tmp_path, device="cpu", inputs_file=tmp_path / "inputs.npz")
+    assert nodes(model, "Attention") and report.needs == ["1.23 for Attention"]
+    files = [report.source, report.path, tmp_path / "cases.npz", *report.libraries]
+    environ = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    done = subprocess.run([python, "-c", _RUN_BOTH, *files], capture_output=True, text=True, env=environ)
+    assert done.stdout.strip() == version, done.stderr[-2000:]
 
 
 def test_wrong_caches(tmp_path: Path) -> None:
