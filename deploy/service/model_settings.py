@@ -3,15 +3,7 @@
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import (
-    AfterValidator,
-    BaseModel,
-    BeforeValidator,
-    ConfigDict,
-    Field,
-    StringConstraints,
-    model_validator,
-)
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, StringConstraints, model_validator
 
 from .newer_python import StrEnum
 from .runtime_options import Value
@@ -35,8 +27,8 @@ def _as_several(value: Any) -> Any:
     return (value,) if isinstance(value, str | Path) else value
 
 
-def _as_provider(value: str) -> str:
-    if value not in [*Provider] and not value.endswith("ExecutionProvider"):
+def _as_provider(value: Any) -> Any:
+    if value not in [*Provider] and not str(value).endswith("ExecutionProvider"):
         raise ValueError(
             "expected 'auto', 'cpu' or 'cuda', or a plugin's name such as OpenVINOExecutionProvider"
         )
@@ -58,7 +50,7 @@ class ModelSettings(Section):
     library_sha256: Annotated[tuple[_Sha256, ...], BeforeValidator(_as_several)] = Field(
         (), description="use libraries only if they have this SHA-256, or one of these"
     )
-    provider: Annotated[str, AfterValidator(_as_provider)] = Field(
+    provider: Annotated[str, BeforeValidator(_as_provider)] = Field(
         Provider.AUTO,
         description="auto (CUDA if it works), cpu, cuda, or a plugin that is installed, such as "
         "OpenVINOExecutionProvider",
