@@ -237,8 +237,8 @@ def check_dynamic(dynamic: Dynamic | None, tensors: Mapping[str, torch.Tensor]) 
         given = [axes] if isinstance(axes, int) else axes
         if not (isinstance(given, Iterable) and all(isinstance(axis, int) for axis in given)):
             raise ExportError(
-                f"{option('dynamic', name)}: {axes!r} are no axes; expected an axis, a list of them, or names by "
-                'axis, such as 0, [0, 2] or {0: "batch"}'
+                f"{option('dynamic', name)}: {axes!r} are no axes; expected an axis, a list of them, or "
+                'names by axis, such as 0, [0, 2] or {0: "batch"}'
             )
         named = given if isinstance(given, Mapping) else dict.fromkeys(given)
         result[name] = {}

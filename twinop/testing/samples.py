@@ -209,14 +209,15 @@ def make_sample(
     """
     if is_given(record) or not fits(record, shape, attributes):
         size = min(shape[-1] if shape else 1, _MOST_GIVEN)
-        calls = (
-            each for wanted in (size, *GIVEN_SIZES[3:]) for each in given_samples(record, dtypes, wanted)
-        )
+        tried = (size, *GIVEN_SIZES[3:])
+        calls = (each for width in tried for each in given_samples(record, dtypes, width))
         if (sample := next(calls, None)) is None:
-            wanted = ", ".join(f"{name} {dtypes[name]}" for name in record.parameters if name in dtypes)
+            dtypes_of_call = ", ".join(
+                f"{name} {dtypes[name]}" for name in record.parameters if name in dtypes
+            )
             raise NoSamples(
                 f"{record.qualified_name}: samples({record.name!r}, dtype, size) in {op_of(record).place} "
-                f"gives no call for {wanted}"
+                f"gives no call for {dtypes_of_call}"
             )
         inputs = {name: None if present and not present[name] else t for name, t in sample.inputs.items()}
         factor = 1 + seed % 8 / 8
