@@ -17,8 +17,8 @@ def main(
     dtype: Annotated[
         str | None,
         typer.Option(
-            help="Convert the model to float16 or bfloat16. Default: keep the dtypes of inputs, outputs and "
-            "most weights."
+            help="Convert the model to float16 or bfloat16. Default: keep the dtypes of inputs and outputs, "
+            "and the precision of each node."
         ),
     ] = None,
     device: Annotated[

@@ -111,7 +111,7 @@ def optimize(
         source: the ONNX file to optimise.
         target: the file to write.
         dtype: "float16" or "bfloat16", also of inputs and outputs. By default these keep their dtypes, and
-            the rest has the dtype of most weights.
+            each node the precision in which the file computes it.
         device: what the model is optimised for, "cuda" or "cpu"; by default what this machine has. The result
             runs on both.
         padding: "right" promises that masks hide nothing but the end of each sequence.

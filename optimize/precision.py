@@ -9,6 +9,7 @@ bits; so does a weight of DequantizeLinear in blocks, if 16 bits have its scales
 only nodes in fp32 read stays in fp32 with them, but no table. Loop and Scan stay in fp32 with all of their
 subgraphs, and get captured values in fp32; so do an If in a subgraph and what it holds. A user's own op has
 the types that `own_ops.py` has chosen.
+Unless a dtype is asked for, what the file computes in fp32 stays so, too (`widen.py`).
 """
 
 from collections.abc import Iterator, Mapping
@@ -79,9 +80,11 @@ def convert(
             remove_casts(node)
     marked = _marked(graph, dtype, kept) if keeps_fp32 else set()
     wide = _fp32_nodes(graph, dtype, own, marked) if dtype is not ir.DataType.FLOAT else set()
-    narrowed = [
-        node.meta.get(g.FP32) for node in graph if node not in wide and dtype is not ir.DataType.FLOAT
-    ]
+    names = {node: node.meta.get(g.FP32, ()) for node in graph}
+    stay = {name for node in wide for name in names[node]}
+    narrowed = [] if dtype is ir.DataType.FLOAT else [
+        name for node in graph if node not in wide for name in names[node] if name not in stay
+    ]  # fmt: skip
     tensors = [*graph.inputs, *(value for node in graph for value in node.outputs)]
     float_tensor = ir.TensorType(ir.DataType.FLOAT)  # sequences and optionals have the same dtype
     floats = {value for value in tensors if value.type == float_tensor}
@@ -112,7 +115,7 @@ def convert(
     _cast_outputs(graph, dtypes, dtype, kept)
     RemoveUnusedNodesPass()(model)  # the weights in fp32
     wide = {node for node in wide if node.graph is graph and node.op_type != "Cast"}
-    return len(wide), [*dict.fromkeys(filter(None, narrowed))]
+    return len(wide), [*dict.fromkeys(narrowed)]
 
 
 def _set_cast(node: ir.Node, floats: set[ir.Value], dtypes: dict[ir.Value, ir.DataType]) -> None:

@@ -105,7 +105,7 @@ def _kinds(graphs: Iterable[ir.Graph], mixed: bool) -> Kinds:
 
 def _mark(graph: ir.Graph, kinds: Kinds, narrow_type: ir.DataType) -> None:
     """Marks the nodes of the main graph that compute in fp32: the marks name products and weights."""
-    weighted, labels = set[ir.Node](), dict[ir.Node, str]()
+    weighted, labels = set[ir.Node](), dict[ir.Node, tuple[str, ...]]()
     for node in graph:
         results = [value for value in node.outputs if kinds[value] is _FLOAT]
         if not results or (node.op_type == "Constant" and not node.domain) or _is_exact_cast(node, kinds):
@@ -121,8 +121,8 @@ def _mark(graph: ir.Graph, kinds: Kinds, narrow_type: ir.DataType) -> None:
         names = [str(value.name) for value in (constants if is_product else own)]
         label = f"{node.op_type} {node.name or results[0].name}" if is_product or own else ""
         label += f" ({', '.join(names)})" if names else ""
-        before = [labels.get(maker, "") for maker in makers if node.op_type in _FUSED]
-        labels[node] = ", ".join(filter(None, [*(before if len(before) == 1 else ()), label]))
+        before = [labels.get(maker, ()) for maker in makers if node.op_type in _FUSED]
+        labels[node] = (*(before[0] if len(before) == 1 else ()), *([label] if label else ()))
         if moves and node not in weighted:
             is_marked = any(_is_fp32(value, kinds) for value in inputs)
         else:
