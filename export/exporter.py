@@ -55,7 +55,7 @@ def export(
     bodies: bool = True,
     verify: bool = True,
     allow_uncompared: bool = False,
-    optimize: bool = False,
+    optimize: bool | None = None,
     device: str | None = None,
     library: deploy.Libraries = None,
     external_data_bytes: int = EXTERNAL_DATA_BYTES,
@@ -87,6 +87,7 @@ def export(
         allow_uncompared: keep the file although an output is empty or NaN for the example inputs.
         optimize: optimise the file for ONNX Runtime as `twinop optimize` does, and compare it with the file
             that the exporter wrote. Where that fails the file stays as it is, and the report says why.
+            Default: True, but not with `bodies=False`.
         device: what the file is optimised for, "cuda" or "cpu"; by default what this machine has. It runs on
             both.
         library: the libraries for the comparison, one or several. For each other domain of the model it is
@@ -103,6 +104,7 @@ def export(
     target = Path(path)
     if exporter not in ROUTES:
         raise ExportError(f"exporter {exporter!r} is not known; expected one of: {', '.join(ROUTES)}")
+    optimize = bodies if optimize is None else optimize
     if optimize and not bodies:
         raise ExportError("optimising needs function bodies: the file is compared without the library")
     device = chosen_device(device)

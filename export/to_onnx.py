@@ -158,7 +158,7 @@ def main(
             bodies=bodies,
             verify=verify,
             allow_uncompared=allow_uncompared,
-            optimize=model is not None and bodies if optimize is None else optimize,
+            optimize=False if model is None and optimize is None else optimize,
             device=device,
             library=library,
             timeout=timeout,

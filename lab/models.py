@@ -89,7 +89,9 @@ def torch_export(
 ) -> None:
     """Writes torch's own export, with an open batch dimension if it is not `fixed`."""
     dynamic = None if fixed else {name: {0: "batch"} for name in inputs}
-    export(model, tuple(inputs.values()), path, exporter=exporter, dynamic=dynamic, verify=False)
+    export(
+        model, tuple(inputs.values()), path, exporter=exporter, dynamic=dynamic, verify=False, optimize=False
+    )
 
 
 def optimized(source: Path, target: Path, inputs: Mapping[str, Tensor], **options: Any) -> dict[str, Any]:

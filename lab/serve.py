@@ -71,7 +71,7 @@ def mlp(*widths: int) -> Model:
 
 def exported(model: nn.Module, inputs: dict[str, torch.Tensor], path: Path, **options: Any) -> None:
     """Writes a model with twinop's ops and an open batch dimension."""
-    options |= {"exporter": "torchscript", "verify": False}
+    options |= {"exporter": "torchscript", "verify": False, "optimize": False}
     replace_modules(model)
     export(model, tuple(inputs.values()), path, dynamic={name: {0: "batch"} for name in inputs}, **options)
 

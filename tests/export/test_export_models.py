@@ -46,7 +46,9 @@ def test_modes_and_buffers_stay_as_they_were(
     same = dict(model.named_buffers())
     modes = [module.training for module in model.modules()]
     x = torch.randn(4, 3)
-    report = export(model, x, tmp_path / "m.onnx", kwargs=kwargs, exporter=exporter, dynamic={"x": [0]})
+    report = export(
+        model, x, tmp_path / "m.onnx", kwargs=kwargs, exporter=exporter, dynamic={"x": [0]}, optimize=False
+    )
     assert report.parity is not None and report.resized
     assert [module.training for module in model.modules()] == modes and not modes[1]
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
@@ -62,7 +64,7 @@ def test_a_failed_export_leaves_the_model_as_it_was(tmp_path: Path) -> None:
 
     model = Branching().train()
     with pytest.raises(ExportError, match="dynamo exporter cannot export"):
-        export(model, torch.ones(4, 3), tmp_path / "m.onnx")
+        export(model, torch.ones(4, 3), tmp_path / "m.onnx", optimize=False)
     assert model.training and model.norm.training and model.calls == 0
 
 
@@ -99,6 +101,7 @@ def test_python_defaults_are_no_inputs(
         exporter=exporter,
         dynamic={"x": [0]},
         verify=verify,
+        optimize=False,
     )
     graph = onnx.load(path).graph
     assert [value.name for value in graph.input] == ["x"]
@@ -117,7 +120,9 @@ def test_attention_with_padding(exporter: str, frozen: bool, tmp_path: Path) -> 
     padding[1, 3:] = True
     dynamic = {"src": [0], "src_key_padding_mask": [0]}
     kwargs = {"src_key_padding_mask": padding}
-    report = export(model, x, tmp_path / "m.onnx", kwargs=kwargs, exporter=exporter, dynamic=dynamic)
+    report = export(
+        model, x, tmp_path / "m.onnx", kwargs=kwargs, exporter=exporter, dynamic=dynamic, optimize=False
+    )
     assert report.parity is not None and report.resized
 
 
@@ -133,7 +138,12 @@ def test_a_recurrent_layer_keeps_its_time_axis_open(exporter: str, tmp_path: Pat
 
     for _ in range(2):  # the first export must not change the second
         report = export(
-            Recurrent(), torch.randn(2, 3, 8), tmp_path / "m.onnx", exporter=exporter, dynamic={"x": [0, 1]}
+            Recurrent(),
+            torch.randn(2, 3, 8),
+            tmp_path / "m.onnx",
+            exporter=exporter,
+            dynamic={"x": [0, 1]},
+            optimize=False,
         )
     assert report.resized and "GRU" in report.nodes
     assert report.outputs["y"].split(",")[1] != "3"  # torch's dynamo exporter declares it so
@@ -154,8 +164,8 @@ def masked_inputs() -> tuple[torch.Tensor, torch.Tensor]:
 def test_rows_that_a_mask_hides_are_named_and_opset_23_passes(tmp_path: Path) -> None:
     message = r"differs from torch .*most in the rows (\[2, \d, \d\](, |\. )){3}If .*Export with opset 23"
     with pytest.raises(ExportError, match=message):
-        export(Masked(), masked_inputs(), tmp_path / "m.onnx", opset=22)
-    report = export(Masked(), masked_inputs(), tmp_path / "m.onnx", opset=23)
+        export(Masked(), masked_inputs(), tmp_path / "m.onnx", opset=22, optimize=False)
+    report = export(Masked(), masked_inputs(), tmp_path / "m.onnx", opset=23, optimize=False)
     assert report.parity is not None
 
 
@@ -198,7 +208,7 @@ def test_data_that_torch_refuses_falls_back_to_the_examples_own(tmp_path: Path) 
 
     x = torch.arange(12.0).reshape(4, 3)
     x[0] = 3
-    report = export(OneOf(), x, tmp_path / "m.onnx", dynamic={"x": [0]})
+    report = export(OneOf(), x, tmp_path / "m.onnx", dynamic={"x": [0]}, optimize=False)
     assert report.resized and not report.notes
 
 
@@ -214,7 +224,9 @@ def attention_that_crashes_onnxruntime() -> tuple[nn.Module, torch.Tensor]:
 def test_a_crash_of_onnxruntimes_optimizer_is_reported(tmp_path: Path) -> None:
     """ONNX Runtime 1.31.1 crashes in a fusion of fp16 attention on the CPU."""
     model, x = attention_that_crashes_onnxruntime()
-    report = export(torch_op.replace_modules(model), x, tmp_path / "m.onnx", dynamic={"src": [0, 1]})
+    report = export(
+        torch_op.replace_modules(model), x, tmp_path / "m.onnx", dynamic={"src": [0, 1]}, optimize=False
+    )
     assert report.parity is not None and [file.name for file in tmp_path.iterdir()] == ["m.onnx"]
     [note] = report.notes
     assert "crashes (SIGSEGV) when it optimizes this model" in note and "ORT_DISABLE_ALL" in note
@@ -227,13 +239,15 @@ def test_a_crash_in_every_run_leaves_the_model_uncompared(
         raise ort_process.OrtCrash("SIGABRT")
 
     monkeypatch.setattr(ort_process.SERVER, "run", crash)
-    report = export(torch_op.CustomReLU(), torch.randn(3), tmp_path / "m.onnx", exporter="torchscript")
+    report = export(
+        torch_op.CustomReLU(), torch.randn(3), tmp_path / "m.onnx", exporter="torchscript", optimize=False
+    )
     assert report.parity is None and "crashes (SIGABRT) on this model" in report.parity_reason
 
 
 def test_the_server_process_is_started_again(tmp_path: Path) -> None:
     path = tmp_path / "m.onnx"
-    export(torch_op.CustomReLU(), torch.randn(3), path, exporter="torchscript")
+    export(torch_op.CustomReLU(), torch.randn(3), path, exporter="torchscript", optimize=False)
     process = ort_process.SERVER.process
     assert process is not None
     process.kill()
@@ -246,7 +260,7 @@ def test_an_interrupted_comparison_does_not_answer_the_next_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = tmp_path / "m.onnx"
-    export(torch_op.CustomReLU(), torch.randn(3), path, exporter="torchscript")
+    export(torch_op.CustomReLU(), torch.randn(3), path, exporter="torchscript", optimize=False)
 
     def interrupted(stream: Any) -> Any:
         raise KeyboardInterrupt
@@ -267,7 +281,7 @@ def test_a_failing_torchscript_export_prints_nothing(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.WARNING), pytest.raises(ExportError, match=r"aten::_fft_r2c.*not supported"):
-        export(Unsupported(), torch.randn(4, 3), tmp_path / "m.onnx", exporter="torchscript")
+        export(Unsupported(), torch.randn(4, 3), tmp_path / "m.onnx", exporter="torchscript", optimize=False)
     assert capfd.readouterr() == ("", "") and not caplog.records
 
 

@@ -43,7 +43,7 @@ class Call(torch.nn.Module):
 @pytest.mark.parametrize("name", OPS)
 def test_the_inliner_reads_attributes_at_their_defaults(name: str, tmp_path: Path) -> None:
     x, path = torch.tensor([[-1.0, -2.0, 3.0, 0.5]]), tmp_path / "m.onnx"
-    export(Call(name), (x,), path, exporter="torchscript")
+    export(Call(name), (x,), path, exporter="torchscript", optimize=False)
     model = onnx.inliner.inline_local_functions(onnx.load(path))
     session = ort.InferenceSession(model.SerializeToString(), providers=["CPUExecutionProvider"])
     [found] = session.run(None, {"x": x.numpy()})
@@ -65,7 +65,7 @@ def test_quantize_dynamic(exporter: str, optimize: bool, tmp_path: Path) -> None
 @pytest.mark.parametrize("name", OPS)
 def test_bodies_after_a_conversion_to_float16(name: str, tmp_path: Path) -> None:
     x, path = torch.randn(2, 16, generator=torch.Generator().manual_seed(0)), tmp_path / "m.onnx"
-    export(Call(name), (x,), path, exporter="torchscript")
+    export(Call(name), (x,), path, exporter="torchscript", optimize=False)
     half = convert_float_to_float16(onnx.load(path), keep_io_types=True)
     session = ort.InferenceSession(half.SerializeToString(), providers=["CPUExecutionProvider"])
     [found] = session.run(None, {"x": x.numpy()})
@@ -79,7 +79,7 @@ def test_absent_inputs_at_the_end_are_not_named(tmp_path: Path) -> None:
         def forward(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
             return torch_op.layer_norm(x, weight)
 
-    export(Net(), (torch.randn(2, 16), torch.ones(16)), tmp_path / "m.onnx")
+    export(Net(), (torch.randn(2, 16), torch.ones(16)), tmp_path / "m.onnx", optimize=False)
     [node] = onnx.load(tmp_path / "m.onnx").graph.node
     assert node.op_type == "CustomLayerNorm" and len(node.input) == 2
 
@@ -121,7 +121,7 @@ TOOLS = {
 @pytest.mark.parametrize("tool", TOOLS)
 def test_tools_keep_ops_and_bodies(tool: str, tmp_path: Path) -> None:
     x, net = torch.randn(2, 16, generator=torch.Generator().manual_seed(0)), Call("gelu")
-    export(net, (x,), tmp_path / "m.onnx", exporter="torchscript")
+    export(net, (x,), tmp_path / "m.onnx", exporter="torchscript", optimize=False)
     model = TOOLS[tool](tmp_path / "m.onnx")
     assert [node.op_type for node in model.graph.node] == ["CustomGelu"]
     assert max(errors(model, {"x": x.numpy()}, net(x).numpy())) < 1e-5

@@ -66,7 +66,15 @@ def _exported(style: str, attention: str, exporter: str, dtype: torch.dtype) -> 
     model = encoder(style, size_of(exporter), attention=attention).to(dtype)
     with TemporaryDirectory() as folder:
         path = Path(folder) / "model.onnx"
-        export(model, batch(TINY, padding=5), path, exporter=exporter, dynamic=LENGTHS, verify=False)
+        export(
+            model,
+            batch(TINY, padding=5),
+            path,
+            exporter=exporter,
+            dynamic=LENGTHS,
+            verify=False,
+            optimize=False,
+        )
         return path.read_bytes()
 
 

@@ -71,7 +71,7 @@ def test_bert_of_one_length_runs_in_a_cuda_graph(tmp_path: Path) -> None:
     """No node computes with shapes: ONNX Runtime runs such nodes on the CPU."""
     model, path = encoder("bert", size_of("dynamo"), attention="sdpa"), tmp_path / "bert.onnx"
     open_batch = {name: {0: "batch"} for name in ("ids", "mask")}
-    export(model, batch(TINY, padding=5), path, dynamic=open_batch, verify=False)
+    export(model, batch(TINY, padding=5), path, dynamic=open_batch, verify=False, optimize=False)
     kinds = {"CustomEmbedLayerNorm", "CustomAddLayerNorm", "CustomLinear", "MultiHeadAttention"}
     of_masks = {"right": {"Cast", "ReduceSum"}, None: {"Cast", "Where", "Unsqueeze", "Expand"}}
     for padding, of_mask in of_masks.items():
@@ -200,6 +200,7 @@ def test_packed_products(exporter: str, tmp_path: Path) -> None:
         exporter=exporter,
         dynamic={"x": {0: "batch"}},
         verify=False,
+        optimize=False,
     )
     report, model = optimized(path, tmp_path)
     assert report.made["attention"] == 1 and report.made["packed product split"] == 1
@@ -225,6 +226,7 @@ def test_grouped_heads(axes: dict[int, str], tmp_path: Path) -> None:
         path,
         dynamic=dict.fromkeys(("ids", "mask"), axes),
         verify=False,
+        optimize=False,
     )
     report, model = optimized(path, tmp_path)
     assert report.made == of_one_layer("llama")

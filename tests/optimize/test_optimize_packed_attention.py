@@ -29,7 +29,15 @@ def bert(size: Size) -> Encoder:
 def made(size: Size, folder: Path, fixed: bool = True, **options: Any) -> tuple[Any, ir.Model]:
     path = folder / "bert.onnx"
     dynamic = None if fixed else {name: {0: "batch"} for name in ("ids", "mask")}
-    export(bert(size), batch(size, padding=5), path, exporter="torchscript", dynamic=dynamic, verify=False)
+    export(
+        bert(size),
+        batch(size, padding=5),
+        path,
+        exporter="torchscript",
+        dynamic=dynamic,
+        verify=False,
+        optimize=False,
+    )
     return optimized(path, folder, **options)
 
 

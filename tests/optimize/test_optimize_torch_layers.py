@@ -37,7 +37,7 @@ def made(model: torch.nn.Module, folder: Path, is_open: bool, **sizes: tuple[int
         batch = 0 if getattr(model, "batch_first", True) else 1
         options["dynamic"] = {name: {batch: "batch", 1 - batch: f"{name}_length"} for name in sizes}
     args = tuple(torch.randn(size) for size in sizes.values())
-    export(model.eval(), args, folder / "old.onnx", exporter="dynamo", **options)
+    export(model.eval(), args, folder / "old.onnx", exporter="dynamo", **options, optimize=False)
     report, model_made = optimized(folder / "old.onnx", folder)
     assert report.left == {}
     return types(model_made)
