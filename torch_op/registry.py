@@ -130,7 +130,7 @@ def load(path: str | os.PathLike[str], namespace: str | None = None) -> Ops:
     known = functions_by_namespace[space].keys() | functions.keys() | library.records.keys()
     for record in fresh:
         try:
-            check_formulas(record, known)
+            check_formulas(record, known, torch)
         except RecordError as error:
             raise LibraryError(f"{path}: {error}") from error
     if problem := require_loads(path, str(path)):

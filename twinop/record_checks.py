@@ -3,6 +3,7 @@
 import ast
 import builtins
 from collections.abc import Iterable
+from typing import Any
 
 from .call_checks import check_attributes
 from .errors import RecordError, RecordSyntaxError
@@ -38,11 +39,12 @@ def check_record(record: OpSpec, ops: Iterable[str]) -> None:
             )
 
 
-def check_formulas(record: OpSpec, ops: Iterable[str]) -> None:
+def check_formulas(record: OpSpec, ops: Iterable[str], torch: Any = None) -> None:
     """Checks that the record's formulas are Python, give gradients of its inputs, and use only what there is.
 
     Args:
         ops: the ops that a formula may call.
+        torch: the module, where it is imported: then a formula's functions of it are checked, too.
 
     Raises:
         RecordError: a formula does not parse, or one of its names is unknown.
@@ -68,6 +70,10 @@ def check_formulas(record: OpSpec, ops: Iterable[str]) -> None:
             raise RecordError(
                 f"{where} uses {', '.join(unknown)}, expected {', '.join(known)}, torch, or an op by its name"
             )
+        attributes_used = (node for node in ast.walk(tree) if isinstance(node, ast.Attribute))
+        for node in attributes_used if torch else ():
+            if ast.unparse(node.value) == "torch" and not hasattr(torch, node.attr):
+                raise RecordError(f"{where} uses torch.{node.attr}, which this torch has not")
         known += [f"grad_{name}" for name in gradient.inputs]
 
 

@@ -7,14 +7,19 @@ import shutil
 import signal
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+import torch
 import warm_python
 from build_files import tiny, twinop
 
 from twinop.library import find_library, read_library
 from twinop.testing import child, under_test
+from twinop.testing.samples import make_sample
 from twinop.testing.under_test import OpUnderTest
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -263,6 +268,18 @@ def test_without_pytest(tmp_path: Path) -> None:
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, env=env)
     message = "needs the package pytest, which is not installed here: pip install 'twinop[test]'"
     assert done.returncode == 1 and message in done.stderr
+
+
+def test_numbers_that_a_module_gives_stay_as_they_are(
+    monkeypatch: pytest.MonkeyPatch, libraries: dict[str, Path]
+) -> None:
+    """They may be probabilities, which no test makes larger."""
+    record = replace(read_library(libraries["custom_relu"]).records["relu"], domain="mine")
+    module: Any = SimpleNamespace(samples=lambda op, dtype, size: [{"x": torch.ones(size or 1)}])
+    monkeypatch.setattr(under_test, "_ops", {record.key: OpUnderTest(record, Path(), print, module)})
+    for seed in range(8):
+        x = make_sample(record, record.combinations[0], (3, 4), seed).inputs["x"]
+        assert torch.equal(x, torch.ones(4))
 
 
 def test_ops_whose_kernels_did_not_run_are_named(

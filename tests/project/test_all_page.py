@@ -20,6 +20,12 @@ def test_the_op_of_the_page(tmp_path: Path) -> None:
     (tmp_path / "scaled.py").write_text(text["python"])
     built = run_twinop("build", "scaled.h", "--cpu", cwd=tmp_path)
     assert built.returncode == 0, built.stderr
+    calls = "import torch\nfrom scaled import first_of, scaled\n"
+    for call in ("scaled(torch.ones(3), scale=-1.0)", "first_of(torch.ones(0))"):
+        calls += f"try:\n    {call}\nexcept RuntimeError as error:\n    print(error)\n"
+    (tmp_path / "calls.py").write_text(calls)
+    said = warm_python.run(["calls.py"], cwd=tmp_path, env=os.environ | {"PYTHONPATH": str(ROOT)}).stdout
+    assert "attribute scale is -1, expected a finite number > 0" in said and "x has no elements" in said
     chosen = "float32 and (bits or body or gradient or exporter) or first_of"
     env = os.environ | {"PYTHONPATH": str(ROOT), "COLUMNS": "200"}
     done = warm_python.run(["-m", "twinop", "test", "-k", chosen], cwd=tmp_path, env=env)
@@ -27,7 +33,7 @@ def test_the_op_of_the_page(tmp_path: Path) -> None:
 
 
 def test_the_exceptions_of_the_page() -> None:
-    names = re.findall(r"`(\w+Error)`", (ROOT / PAGE).read_text())
+    names = re.findall(r"`(\w+Error)`", (ROOT / PAGE).read_text().partition("| exception |")[2])
     assert len(set(names)) >= 8
     for name in names:
         found = getattr(twinop.errors, name, None) or getattr(twinop.deploy, name)

@@ -91,6 +91,7 @@ def test_float_attributes_beyond_fp32() -> None:
         ("x = relu_backward(grad, z)", " uses z, expected x, y, grad, torch, or an op by its name"),
         ("x = relu_backward(gard, q)", " uses gard, q, expected "),
         ("z = relu_backward(grad, y)", "`z = relu_backward(grad, y)` is of z, expected inputs of the op: x"),
+        ("x = torch.wher(y > 0, 1)", "uses torch.wher, which this torch has not"),
         ("x = relu_backward(grad, y", " is not a Python expression: '(' was never closed"),
     ],
 )

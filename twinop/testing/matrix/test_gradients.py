@@ -315,7 +315,7 @@ def test_opcheck(record: OpSpec, device: str) -> None:
     op = getattr(getattr(torch.ops, record.namespace), record.functional_name).default
 
     def prepared(tensor: torch.Tensor, strided: bool) -> torch.Tensor:
-        if tensor.is_floating_point() and tensor.itemsize > 1:
+        if tensor.is_floating_point() and tensor.itemsize > 1 and not is_given(record):
             tensor = tensor.abs() + 0.5  # positive: log and pow have derivatives everywhere
         if strided:
             tensor = torch.stack([tensor, tensor]).movedim(0, -1)[..., 0]
