@@ -403,11 +403,11 @@ def test_weights_are_written_once(limit: int, tmp_path: Path, monkeypatch: pytes
     """The file that was compared is the result, and external data is mapped, not copied."""
     saved, read = list[Path](), list[np.ndarray]()
 
-    def save(model: ir.Model, path: Path, external_data_bytes: int) -> list[Path]:
+    def save(model: ir.Model, path: Path, external_data_bytes: int, checks: bool) -> list[Path]:
         saved.append(path)
-        return files.save(model, path, limit)
+        return files.save(model, path, limit, checks)
 
-    def convert_to_fp32(model: ir.Model) -> set[ir.DataType]:
+    def convert_to_fp32(model: ir.Model, main: ir.DataType, asked: bool) -> set[ir.DataType]:
         read.append(model.graph.initializers["w"].const_value.numpy())  # type: ignore[union-attr]
         return set()
 
