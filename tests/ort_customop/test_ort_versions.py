@@ -110,7 +110,10 @@ def test_environments_that_cannot_be_made(
     if offline:
         assert f"offline: no environments for {TOO_OLD}, " in said and "error" not in said
     else:
-        assert "error: no route to 1.18.1" in said and "error: 6 environments could not be made" in said
+        assert (
+            "error: no route to 1.18.1" in said
+            and f"error: {len(ort_versions.PACKAGES)} environments could" in said
+        )
         assert "set TWINOP_OFFLINE=1" in said
 
 
