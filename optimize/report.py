@@ -90,12 +90,13 @@ class OptimizeReport:
             lines.append(f"  libraries: {', '.join(map(str, self.libraries))}")
         if self.needs:
             lines.append(f"  needs ONNX Runtime: {', '.join(self.needs)}")
-        if self.times is not None and self.times[1] > self.times[0] * 1.05:
+        slower = self.times[1] / self.times[0] if self.times is not None else 0.0
+        if slower > 1.05:
             lines.append(f"  {self.dtype} takes longer here than the dtype of the original")
-        elif self.times is not None and self.timed_on == "cpu" and self.times[1] >= self.times[0] * _GAIN:
+        elif self.device == "cpu" and (self.same or slower >= _GAIN):
             lines.append(
-                "  ONNX Runtime runs the original as fast on this CPU. Providers of a CPU's maker may be "
-                "faster: pip install onnxruntime-ep-openvino"
+                "  nothing gained: ONNX Runtime runs the original as fast on the CPU. On Intel's, OpenVINO's "
+                "provider may be faster: pip install onnxruntime-ep-openvino"
             )
         lines += [f"  no time was measured: {self.untimed}"] if self.untimed else []
         lines += [f"  note: {note}" for note in self.notes]

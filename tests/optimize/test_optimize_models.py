@@ -331,11 +331,27 @@ def test_times_of_the_source_and_the_result(
 def test_the_report_says_where_nothing_was_gained(device: str, now: float) -> None:
     """A bare time does not: 41.2 -> 40.9 ms is noise."""
     made = OptimizeReport(Path("net.onnx"), Path("fast.onnx"), made={"Gelu": 1}, timed_on=device)
+    made.device = device.partition(":")[0]
     made.times, made.timed_shape = (41.2, now), (1, 16)
     report = str(made)
     assert (f"; nothing gained: 41.2 -> {now:.3g} ms on {device}" in report) == (now > 40)
     assert ("onnxruntime-ep-openvino" in report) == (now == 40.9 and device == "cpu")
     assert ("takes longer here" in report) == (now == 60)
+
+
+@pytest.mark.parametrize("device, op", [("cpu", "MatMul"), ("cpu", "Add"), ("cuda", "Add")])
+def test_the_report_says_that_an_original_gains_nothing_on_the_cpu(
+    device: str, op: str, tmp_path: Path
+) -> None:
+    """Nothing is recognised, so nothing is timed."""
+    model = onnx.parser.parse_model(
+        f"""<ir_version: 10, opset_import: ["": 20]>
+        net (float[2, 2] x) => (float[2, 2] y) <float[2, 2] w = {{1, 2, 3, 4}}> {{ y = {op} (x, w) }}"""
+    )
+    onnx.save(model, tmp_path / "net.onnx")
+    report = optimize(tmp_path / "net.onnx", tmp_path / "fast.onnx", device=device)
+    assert report.same and "the file is the original" in str(report)
+    assert ("  nothing gained: ONNX Runtime runs the original as fast" in str(report)) == (device == "cpu")
 
 
 @pytest.mark.skipif(has_gpu(), reason="this machine has the device")
