@@ -207,7 +207,7 @@ def make_sample(
     Raises:
         NoSamples: the record does not say what inputs fit, nor does the op's module.
     """
-    if is_given(record) or not fits(record, shape, attributes):
+    if takes_given(record) or not fits(record, shape, attributes):
         size = min(shape[-1] if shape else 1, _MOST_GIVEN)
         tried = (size, *GIVEN_SIZES[3:])
         calls = (each for width in tried for each in given_samples(record, dtypes, width))
@@ -309,9 +309,14 @@ def is_given(record: OpSpec) -> bool:
     )
 
 
+def takes_given(record: OpSpec) -> bool:
+    """Whether the module's calls replace derived ones: twinop's own ops have these where they can."""
+    return bool(why_not_derived(record)) or (record.domain != DOMAIN and is_given(record))
+
+
 def wide_samples(record: OpSpec, dtypes: dict[str, str]) -> Iterator[Sample]:
     """Yields cases with rows of up to 131,080 columns, for row-wise ops."""
-    if record.rows and not is_given(record):
+    if record.rows and not takes_given(record):
         for seed, width in enumerate(WIDE):
             yield make_sample(record, dtypes, (4 if width < 5000 else 2, width), seed)
 
