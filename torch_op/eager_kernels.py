@@ -40,8 +40,7 @@ def register(declared: KernelOp, functions: dict[str, Callable[..., Any]]) -> Ca
     Raises:
         BuildError: Triton is missing, or of a version that was not tested.
     """
-    if declared.kind == "triton":
-        check_triton()
+    check_triton()
     record = declared.record
     make = torch.library.triton_op if _is_traced(declared) else torch.library.custom_op
     op: Any = make(record.torch_name, _implementation(declared), mutates_args=())
@@ -61,7 +60,7 @@ def register(declared: KernelOp, functions: dict[str, Callable[..., Any]]) -> Ca
 
 def _is_traced(declared: KernelOp) -> bool:
     """Whether torch.compile takes the launches into its graph. An op that reads sizes is one node there."""
-    return declared.kind == "triton" and not declared.record.sizes
+    return not declared.record.sizes
 
 
 def _implementation(declared: KernelOp, fake: bool = False, mutates: bool = False) -> Callable[..., Any]:
@@ -173,22 +172,14 @@ def _typed_signature(record: OpSpec) -> inspect.Signature:
 
 _Change = Callable[[Any, Any, Any], Any]
 _change: ContextVar[_Change | None] = ContextVar("twinop_launches", default=None)
-_KERNELS = {
-    "triton.runtime.jit": "KernelInterface",
-    "numba.cuda.dispatcher": "CUDADispatcher",
-    "twinop.aot_kernels.nvrtc": "CudaKernel",
-}
-"""The classes of kernels, by module: `kernel[grid](...)` launches one."""
 
 
 @contextmanager
 def _launches(change: _Change) -> Iterator[None]:
     """Changes what a launch is within the block: `change(kernel, grid, launch)`."""
-    for module, name in _KERNELS.items():
-        if module in sys.modules:
-            _watch(getattr(sys.modules[module], name))
-    if "triton.runtime.jit" in sys.modules:
-        _watch_run(sys.modules["triton.runtime.jit"].JITFunction)
+    if triton := sys.modules.get("triton.runtime.jit"):
+        _watch(triton.KernelInterface)
+        _watch_run(triton.JITFunction)
     token = _change.set(change)
     try:
         with helion_kernels():
@@ -228,15 +219,11 @@ def _skipped(kernel: Any, grid: Any, launch: Any) -> Any:
 
 def _launched(kernel: Any, grid: Any, launch: Any) -> Any:
     """Launches at once; where torch traces a `triton_op`, the launch goes into the graph."""
-    if _is_triton(kernel) and torch._library.triton.is_wrap_triton_enabled():
+    if torch._library.triton.is_wrap_triton_enabled():
         return torch.library.wrap_triton(kernel)[grid]
     return _launched_at_once(kernel, grid, launch)
 
 
 def _launched_at_once(kernel: Any, grid: Any, launch: Any) -> Any:
     # As in the library: results have the same bits.
-    return partial(launch, enable_fp_fusion=True) if _is_triton(kernel) else launch
-
-
-def _is_triton(kernel: Any) -> bool:
-    return hasattr(kernel, "run") and hasattr(kernel, "warmup")
+    return partial(launch, enable_fp_fusion=True)

@@ -10,7 +10,6 @@ import os
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from .aot_kernels.nvrtc import cuda_kernel as cuda_kernel
     from .bodies import DefaultInput as DefaultInput
     from .building.compile_source import compile as compile
     from .declare import Op as Op
@@ -18,7 +17,6 @@ if TYPE_CHECKING:
     from .declare import op as op
     from .declare import second_derivative as second_derivative
     from .deploy.check_nodes import libraries_for as libraries_for
-    from .kernel_op import cuda_op as cuda_op
     from .kernel_op import triton_op as triton_op
     from .library import get_cmake_dir as get_cmake_dir
     from .library import get_include as get_include
@@ -32,8 +30,6 @@ _MODULES = {
     "DefaultInput": "bodies",
     "Op": "declare",
     "compile": "building.compile_source",
-    "cuda_kernel": "aot_kernels.nvrtc",
-    "cuda_op": "kernel_op",
     "get_cmake_dir": "library",
     "get_include": "library",
     "get_library_path": "library",

@@ -1,4 +1,4 @@
-"""Declares ops whose kernels are written in Python: `triton_op`, and `cuda_op` for CUDA C++.
+"""Declares ops whose kernels are written in Python: `triton_op`.
 
     @twinop.triton_op("mish(Tensor x) -> Tensor", body=torch.nn.functional.mish)
     def mish(x):
@@ -46,7 +46,6 @@ class KernelOp(Op):
     """An op whose kernels are written in Python. Called with tensors, it runs in torch.
 
     Attributes:
-        kind: what its kernels are written in: "triton" or "cuda".
         launcher: the decorated function.
         record: what the declaration says of the op. The traces of the launcher add the shapes and dtypes of
             the outputs (`twinop/triton/build.py`).
@@ -57,7 +56,6 @@ class KernelOp(Op):
 
     def __init__(
         self,
-        kind: str,
         launcher: Launcher,
         record: OpSpec,
         body: Callable[..., Any],
@@ -65,7 +63,7 @@ class KernelOp(Op):
         samples: Callable[..., Iterable[Any]] | None,
     ) -> None:
         super().__init__(launcher, record.domain)
-        self.name, self.kind, self.launcher, self.record = record.name, kind, launcher, record
+        self.name, self.launcher, self.record = record.name, launcher, record
         self.body, self.backward, self.samples = body, backward, samples
 
     @property
@@ -170,7 +168,6 @@ def triton_op(
     choices: str = "",
     limits: str = "",
     sizes: str = "",
-    kind: str = "triton",
 ) -> Callable[[Launcher], KernelOp]:
     """Makes an op of a function that launches Triton kernels.
 
@@ -222,7 +219,7 @@ def triton_op(
         _check_sizes(launcher, record)
         _check_dtypes(launcher, record, dtypes)
         record = replace(record, gradient=_gradient_text(record, backward))
-        declared = KernelOp(kind, launcher, record, body, backward, samples)
+        declared = KernelOp(launcher, record, body, backward, samples)
         register_body(_builder(declared), domain=place)
         if record.is_backward and declared.body_in_torch is not None:
             SECOND_DERIVATIVES[record.key] = with_signature(declared.body_in_torch, record)
@@ -238,10 +235,6 @@ def triton_op(
         return declared
 
     return declare
-
-
-cuda_op = functools.partial(triton_op, kind="cuda")
-"""As `triton_op`, for kernels in CUDA C++ (`cuda_kernel`), which NVRTC compiles."""
 
 
 def describe_source(files: Iterable[Path]) -> str:

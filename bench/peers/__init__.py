@@ -244,7 +244,7 @@ def entry_of(
         return declared.launch(all_inputs(inputs), given)
 
     declared: Any = DECLARED.get(record.key)
-    in_triton = declared is not None and declared.kind == "triton"
+    in_triton = declared is not None
     return Entry(
         record.key,
         names,

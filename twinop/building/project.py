@@ -11,7 +11,7 @@ from ..errors import BuildError
 from ..names import check_domain
 
 _OPS = re.compile(r"\bTWINOP_(OP|CPU_OP|CUDA_OP|ELEMENTWISE|ROWWISE|UNARY)\s*\(\s*(\w+)")
-_KERNEL_OPS = re.compile(r"^@(?:twinop\.)?(triton|cuda)_op\(", re.MULTILINE)
+_KERNEL_OPS = re.compile(r"^@(?:twinop\.)?triton_op\(", re.MULTILINE)
 OBJECTS = (".o", ".a")
 _SUFFIXES = (".h", ".hpp", ".cuh", ".cu", ".cpp", ".cc")
 _SETTINGS = {"name": str, "sources": list, "domain": str, "domain_version": int}  # of [tool.twinop]

@@ -29,9 +29,6 @@ def compile_plans(
 ) -> tuple[list[Plan[Launch]], list[Kernel]]:
     """Compiles the kernels of plans.
 
-    A kernel in another language has a method `compile_launch(launch, archs, ptx)`, which returns the
-    parameters and the `Kernel` (`aot_kernels/nvrtc.py`).
-
     Args:
         plans: all plans of all ops of a library.
         archs: compute capabilities for which cubins are made: 80, 90.
@@ -47,22 +44,16 @@ def compile_plans(
     launches = [
         (step, plan.guards) for plan in plans for step in plan.steps if isinstance(step, TracedLaunch)
     ]
-    of_triton = [each for each in launches if not hasattr(each[0].kernel, "compile_launch")]
     kernels: dict[Kernel, int] = {}  # of the library, where each is once
 
     def index(kernel: Kernel) -> int:
         return kernels.setdefault(kernel, len(kernels))
 
-    compiled = _compile_variants(of_triton, partial(compile_kernels, archs=archs, ptx=ptx))
+    compiled = _compile_variants(launches, partial(compile_kernels, archs=archs, ptx=ptx))
     made = {
         id(launch): _launch(launch, found, index)
-        for (launch, _), found in zip(of_triton, compiled, strict=True)
+        for (launch, _), found in zip(launches, compiled, strict=True)
     }
-    for launch, _ in launches:
-        if id(launch) not in made:
-            parameters, kernel = launch.kernel.compile_launch(launch, archs, ptx)
-            variant = Variant((), parameters, index(kernel))
-            made[id(launch)] = Launch(launch.grid, launch.arguments, (variant,), launch.block), []
     finished = []
     for plan in plans:
         steps = [made[id(step)] if isinstance(step, TracedLaunch) else (step, []) for step in plan.steps]
@@ -146,4 +137,4 @@ def _launch(
         Variant(variant.requirements, variant.parameters, index(compiled.kernel))
         for variant, compiled in found
     )
-    return Launch(launch.grid, launch.arguments, made, launch.block), limits
+    return Launch(launch.grid, launch.arguments, made), limits

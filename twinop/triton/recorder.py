@@ -84,18 +84,16 @@ class Recorder(TorchDispatchMode):
         arguments: Mapping[str, Any],
         constants: Mapping[str, Any] | None = None,
         options: Mapping[str, Any] | None = None,
-        block: Sequence[Any] | None = None,
     ) -> None:
         """Records a launch.
 
         Args:
-            kernel: what was launched; compilation recognises it.
+            kernel: the `triton.runtime.JITFunction`.
             label: for messages, "mish_kernel, mish.py:7".
             grid: one to three numbers of programs (blocks).
             arguments: tensors and numbers by the names of the kernel's parameters, in their order.
             constants: parameters for each value of which the kernel is compiled, as `constant` returns them.
             options: of the compiler.
-            block: one to three numbers of threads; None: the compiler decides.
 
         Raises:
             BuildError: a library cannot give the kernel such an argument, or an option varies.
@@ -108,10 +106,9 @@ class Recorder(TorchDispatchMode):
                 fixed[name] = None
             else:
                 traced.append(self._argument(label, name, value))
-        sizes = None if block is None else self._three(label, "block", block)
-        grid = self._three(label, "grid", grid)
+        blocks = self._grid(label, grid)
         self.steps.append(
-            TracedLaunch(kernel, label, self.symbols.line(), grid, tuple(traced), fixed, known, sizes)
+            TracedLaunch(kernel, label, self.symbols.line(), blocks, tuple(traced), fixed, known)
         )
 
     def finish(
@@ -244,14 +241,12 @@ class Recorder(TorchDispatchMode):
             f"{label}: {name} is a {kind}; a library can give a kernel tensors and numbers{advice}"
         )
 
-    def _three(
-        self, label: str, what: str, values: Sequence[Any]
-    ) -> tuple[Expression, Expression, Expression]:
+    def _grid(self, label: str, values: Sequence[Any]) -> tuple[Expression, Expression, Expression]:
         if isinstance(values, (int, torch.SymInt)):
             values = (values,)
         if not 1 <= len(values) <= 3 or not all(isinstance(v, (int, torch.SymInt)) for v in values):
             kinds = ", ".join(type(value).__name__ for value in values)
-            raise self.error(f"{label}: its {what} is ({kinds}); expected one to three ints")
+            raise self.error(f"{label}: its grid is ({kinds}); expected one to three ints")
         x, y, z = map(self.expression, (*values, 1, 1)[:3])
         return x, y, z
 

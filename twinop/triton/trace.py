@@ -11,7 +11,6 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from ..aot_kernels.expression import Expression, attribute, size, text_is
-from ..aot_kernels.nvrtc import cuda_launches
 from ..aot_kernels.plan import Plan, Pointer, Refuse
 from ..errors import BuildError, RecordError
 from ..kernel_op import place_of
@@ -234,7 +233,7 @@ class _Tracer:
         fake = FakeTensorMode(shape_env=symbols)
         fake.cache_enabled = False
         launches = triton_launches(recorder, self.choose)
-        with fake, functions_of_symbols(recorder), launches, helion_kernels(), cuda_launches(recorder):
+        with fake, functions_of_symbols(recorder), launches, helion_kernels():
             inputs = self._inputs(recorder, call, attributes)
             if self.listed is not None:
                 inputs[self.listed :] = [inputs[self.listed :]]

@@ -14,14 +14,13 @@ class TracedLaunch:
     """One launch of a kernel.
 
     Attributes:
-        kernel: what was launched: a `triton.runtime.JITFunction`, or whatever called `record_launch`.
+        kernel: the `triton.runtime.JITFunction` that was launched.
         label: the kernel with the line of its definition, "mish_kernel, mish.py:7".
         line: where the launcher launches it, "mish.py:14".
         grid: in programs (blocks).
         arguments: in the order of the kernel's parameters, without those that are constants.
         constants: parameters that are `tl.constexpr`, or None, by name.
         options: of the compiler: num_warps and others, as far as the launch gives them.
-        block: the threads per block; None: the compiler decides.
     """
 
     kernel: Any
@@ -31,7 +30,6 @@ class TracedLaunch:
     arguments: tuple[Pointer | Scalar, ...]
     constants: Mapping[str, Any] = field(default_factory=dict)
     options: Mapping[str, Any] = field(default_factory=dict)
-    block: tuple[Expression, Expression, Expression] | None = None
 
 
 @dataclass(frozen=True)
