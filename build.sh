@@ -12,7 +12,7 @@ usage: ./build.sh [command] [arguments]
   serve     build, add the packages of the service; arguments go to twinop serve
   test      build, run the tests in two processes; arguments go to pytest in their place (-n 0: in one process,
             -k relu: some tests), --all adds the slow tests
-  bench     build, measure ops beside their peers: ./build.sh bench --ops gelu --quick
+  bench     build, measure ops beside torch's and ONNX Runtime's: ./build.sh bench --ops gelu --quick
   check     check the sources without changing them (ruff, clang-format, mypy), and the links of docs/
   format    format and fix the sources (ruff, clang-format)
   setup     set up .venv with the packages of all commands, or of those named (base serve bench lab test lint

@@ -40,7 +40,7 @@ app = typer.Typer(cls=Commands, add_completion=False, pretty_exceptions_enable=F
 
 @app.callback()
 def bench() -> None:
-    """Measure ops beside their peers: tables here, files and plots in bench-results/. Default: report."""
+    """Measure ops beside others: tables here, files and a plot in bench-results/. Default: report."""
 
 
 if __name__ == "__main__":

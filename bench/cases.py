@@ -21,8 +21,8 @@ from twinop.testing.under_test import library_of
 from twinop.torch_op.rules import as_tuple
 
 from .cells import DOUBLE
+from .entries import ENTRIES, Entry, entry_of
 from .measurements import BenchError, chosen
-from .peers import ENTRIES, Entry, entry_of
 from .timing import Run
 
 FORWARD, BACKWARD = "forward", "backward"
@@ -77,7 +77,7 @@ class Case:
 def family_of(record: OpSpec, entry: Entry) -> str:
     """Returns the family of an op: elementwise of one or two inputs, or row-wise.
 
-    swiglu counts as row-wise: it is measured on the rows of a feed-forward layer, as its peers expect.
+    swiglu counts as row-wise: it is measured on the rows of a feed-forward layer.
     """
     if not record.is_elementwise or "swiglu" in record.name:
         return ROWS
@@ -100,7 +100,7 @@ def choose(names: str | None, library: Path | None = None) -> dict[str, Entry]:
 def built_entries() -> dict[str, Entry]:
     """Returns the entries of the built ops.
 
-    An elementwise or row-wise op of floats that the table of peers does not name has an entry derived from
+    An elementwise or row-wise op of floats that `ENTRIES` does not name has an entry derived from
     its record.
     """
     records = torch_op.records()

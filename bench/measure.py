@@ -13,8 +13,8 @@ from twinop.torch_op.rules import as_tuple
 from . import runtime
 from .cases import LATENCY, Case, Sample
 from .cells import AGAIN, COPY, IN_ORT, IN_TORCH
+from .entries import Entry
 from .measurements import reason_of
-from .peers import Entry
 from .providers import Providers, Subject, onnx_nodes
 from .timing import DeviceTimer, Run, Time, host_times_apart
 
@@ -93,7 +93,7 @@ class Machine:
                     replays[name] = self._ort_replay(sample, name)
                 else:
                     replays[name] = captured(subject.run, self.timer.stream).run
-            except Exception as failure:  # a peer that cannot be captured
+            except Exception as failure:  # a provider that cannot be captured
                 missing[name] = reason_of(failure)
         if IN_TORCH in replays:
             replays[IN_TORCH + AGAIN] = replays[IN_TORCH]

@@ -1,7 +1,7 @@
 """Files of measurements: JSON lines, one for each cell, with what was measured side by side, and where.
 
     {"benchmark": "ops", "op": "gelu", ..., "times": {"twinop in torch": {"median_us": 250.3, ...}, ...},
-     "missing": {"Triton": "why it was not measured"}, "machine": "NVIDIA H200", "commit": ..., "torch": ...}
+     "missing": {"ORT Gelu": "why it was not"}, "machine": "NVIDIA H200", "commit": ..., "torch": ...}
 
 A file grows: of several lines about the same cell, the last one counts.
 """

@@ -1,4 +1,4 @@
-"""The report on ops, in torch and in ONNX Runtime, beside their peers: `twinop bench`."""
+"""The report on ops, in torch and in ONNX Runtime, beside these runtimes' own: `twinop bench`."""
 
 import time
 from pathlib import Path
@@ -12,7 +12,7 @@ from twinop.console import clear_errors, err
 from .cases import KINDS, cases_of, choose
 from .figures import draw_ops
 from .measure import Machine
-from .measurements import Device, Measurements, Output, choose_device, chosen, machine_title, read
+from .measurements import Device, Measurements, Output, choose_device, chosen, read
 from .providers import Providers
 from .recorded import compare_with
 from .tables import show
@@ -24,7 +24,7 @@ def main(
         str | None, typer.Option(help="Ops to measure, such as gelu,softmax. Default: all.")
     ] = None,
     providers: Annotated[
-        str | None, typer.Option(help="Parts of providers' names, such as twinop,eager,liger. Default: all.")
+        str | None, typer.Option(help="Parts of providers' names, such as twinop,eager,ort. Default: all.")
     ] = None,
     kinds: Annotated[str, typer.Option(help="What to measure: bandwidth,latency.")] = ",".join(KINDS),
     library: Annotated[
@@ -49,9 +49,9 @@ def main(
     threads: Annotated[int, typer.Option(help="CPU threads of ONNX Runtime and of torch.", min=1)] = 2,
     plots: Annotated[bool, typer.Option(help="Draw the overview.")] = True,
 ) -> None:
-    """Measure every op beside its peers and a plain copy.
+    """Measure every op beside torch's, ONNX Runtime's own and a plain copy.
 
-    Peers: torch eager, torch.compile (also max-autotune), Triton, Liger, ONNX Runtime's own nodes. A provider
+    Providers: twinop in torch and in ONNX Runtime, torch eager, torch.compile, ONNX Runtime's own nodes. One
     that fails, or whose result is wrong against float64, is listed with the reason and not timed.
 
     On a GPU: device time. A read and a memset of 1 GiB precede each run; they hide the host and empty L2. All
@@ -70,7 +70,7 @@ def main(
 
         twinop bench --ops gelu,softmax --quick --output /tmp/report
 
-        twinop bench --ops rms_norm --providers twinop,liger --kinds bandwidth
+        twinop bench --ops rms_norm --providers twinop,eager --kinds bandwidth
 
         twinop bench --library build/libmish.so
     """
@@ -101,8 +101,7 @@ def main(
                 err.print(said)
         show(measured.lines)
         if plots:
-            title = machine_title(measured.facts)
-            draw_ops(read(measured.path), title, measured.path.with_suffix(""))
+            draw_ops(read(measured.path), measured.path.with_suffix(""))
         if old is not None and not compare_with(old, measured.lines):
             raise typer.Exit(1)
 

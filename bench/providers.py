@@ -1,7 +1,6 @@
-"""The providers of a cell: twinop in both runtimes, torch, torch.compile, and the peers."""
+"""The providers of a cell: twinop in both runtimes, torch, torch.compile, and ONNX Runtime's own nodes."""
 
 import time
-import types
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -16,21 +15,17 @@ from twinop.testing.under_test import op_of
 from twinop.torch_op.registry import functions
 from twinop.torch_op.rules import as_tuple
 
-from . import peers, runtime
-from .cases import FORWARD, Case, Sample, backward_run, relative_error
+from . import runtime
+from .cases import FORWARD, Sample, backward_run, relative_error
 from .cells import AGAIN, DOUBLE, IN_ORT, IN_TORCH
+from .entries import Entry
 from .measurements import BenchError, reason_of
-from .peers import Entry
 from .timing import DeviceTimer, Run, host_times_apart
 
-EAGER, COMPILE, AUTOTUNE = "torch eager", "torch.compile", "torch.compile max-autotune"
-_MODES = {COMPILE: "default", AUTOTUNE: "max-autotune-no-cudagraphs"}
+EAGER, COMPILE = "torch eager", "torch.compile"
 
 # A single op rounds less often than the models that the shared table is for.
 TOLERANCE = tolerance.TOLERANCE | {"bfloat16": 2e-2, "float64": 1e-10}
-
-# The shapes that the compiler may autotune, which takes long.
-AUTOTUNED = ((1 << 28,), (1 << 26,), (32768, 4096), (4096, 65536), (64, 4096))
 
 
 @dataclass
@@ -138,15 +133,10 @@ class Providers:
         makers[EAGER] = partial(_in_torch, entry.eager, sample)
         if case.direction == FORWARD:
             makers |= {provider: partial(self._in_ort, provider, sample) for provider in entry.ort}
-        for provider, peer in entry.peers.items():
-            if callable(peer) and self.stream is None:  # a launch on the GPU
-                continue
-            if case.direction == FORWARD or (provider == "Liger" and peer not in peers.OVERWRITES_INPUTS):
-                makers[provider] = partial(_peer, peer, sample)
         torch.compiler.reset()  # it compiles one function for at most 8 shapes
-        for provider in _MODES:
-            if self._compiles(provider, case, entry):
-                makers[provider] = partial(self._compiled, provider, sample)
+        # On the CPU torch.compile is measured where the options name it, and for a user's ops.
+        if self.device.type != "cpu" or self.wanted is not None or entry.library is not None:
+            makers[COMPILE] = partial(self._compiled, sample)
         if case.dtype == DOUBLE:
             makers = {name: make for name, make in makers.items() if name in (IN_TORCH, IN_ORT, EAGER)}
         return makers
@@ -155,19 +145,12 @@ class Providers:
         """Closes the sessions."""
         self._sessions.clear()
 
-    def _compiles(self, provider: str, case: Case, entry: Entry) -> bool:
-        """Whether torch.compile is measured in this cell; it autotunes few shapes, which takes long."""
-        if self.device.type == "cpu" and self.wanted is None and entry.library is None:
-            return False
-        return provider != AUTOTUNE or (case.dtype == "bfloat16" and case.shape in AUTOTUNED)
-
-    def _compiled(self, provider: str, sample: Sample) -> Subject:
+    def _compiled(self, sample: Sample) -> Subject:
         if self.compile_seconds <= 0:
             raise BenchError("not compiled: the time for compilation is spent")
         start = time.perf_counter()
         try:
-            function = _renamed(sample.entry.eager, provider)
-            compiled = torch.compile(function, fullgraph=True, dynamic=False, mode=_MODES[provider])
+            compiled = torch.compile(sample.entry.eager, fullgraph=True, dynamic=False)
             subject = _in_torch(compiled, sample)
             subject.run()
             return subject
@@ -198,24 +181,9 @@ def _in_torch(function: Callable[..., Any], sample: Sample) -> Subject:
     return Subject(backward_run(function, list(sample.inputs.values()), sample.outputs))
 
 
-def _peer(peer: peers.Peer, sample: Sample) -> Subject:
-    return _in_torch(peers.resolve(peer), sample)
-
-
 def onnx_nodes(entry: Entry, provider: str) -> tuple[list[NodeProto], int]:
     """Returns the nodes of a provider in ONNX Runtime, and their opset."""
     if provider == IN_ORT:
         return [runtime.custom_node(torch_op.records()[entry.op], entry.input_names, entry.attributes)], 20
     nodes = runtime.parse_nodes(entry.ort[provider])
     return nodes, 23 if nodes[0].op_type == "RMSNormalization" else 20
-
-
-def _renamed(function: Callable[..., Any], name: str) -> Callable[..., Any]:
-    """Returns a function with its own code object, because the compiler caches its results by code object."""
-
-    def call(*inputs: Tensor) -> Any:
-        return function(*inputs)
-
-    name = "".join(letter if letter.isalnum() else "_" for letter in name)
-    code = call.__code__.replace(co_name=name)
-    return types.FunctionType(code, call.__globals__, name, None, call.__closure__)

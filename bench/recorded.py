@@ -10,7 +10,7 @@ from twinop.console import clear_errors, out
 
 from .cells import OURS, Cell
 from .figures import draw_ops
-from .measurements import BenchError, Output, chosen, machine_title, output_folder, read
+from .measurements import BenchError, Output, output_folder, read
 from .tables import table_of
 
 REGRESSION = 0.03
@@ -58,22 +58,14 @@ def compare(
 
 def draw(
     recorded: Annotated[Path, typer.Argument(metavar="FILE", help="A file that `twinop bench` wrote.")],
-    op: Annotated[
-        str | None, typer.Option(help="Draw the pages of these ops, such as gelu,softmax; or all.")
-    ] = None,
     output: Output = None,
 ) -> None:
-    """Draw measured ops: the overview, or with --op a page for each op.
-
-    A page has a panel for each dtype, forward and backward. Nothing is measured.
+    """Draw measured ops: a panel for each op, forward, in the first dtype of the file. Nothing is measured.
 
     Example:
 
-        twinop bench draw lab/results/ops-nvidia-h200.jsonl --op gelu
+        twinop bench draw lab/results/ops-nvidia-h200.jsonl
     """
     with clear_errors():
         lines = read(recorded, "ops")
-        known = list(dict.fromkeys(line["op"] for line in lines))
-        wanted = chosen("--op", op, [*known, "all"]) if op is not None else []
-        stem = output_folder(output) / recorded.stem
-        draw_ops(lines, machine_title(lines[0]), stem, known if "all" in wanted else wanted)
+        draw_ops(lines, output_folder(output) / recorded.stem)

@@ -21,8 +21,8 @@ from twinop import torch_op
 from twinop.bench import runtime
 from twinop.bench.cases import relative_error
 from twinop.bench.cells import IN_ORT, IN_TORCH
+from twinop.bench.entries import ENTRIES
 from twinop.bench.measurements import Device, Output, chosen, measuring
-from twinop.bench.peers import ENTRIES
 from twinop.bench.providers import Subject, require, side_by_side
 from twinop.bench.timing import DeviceTimer
 

@@ -1,12 +1,7 @@
 """The report on all ops: what it measures and what it refuses. No test asserts a speed."""
 
-import importlib.util
-import os
 import re
-import subprocess
-import sys
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,7 +9,6 @@ import torch
 from torch import Tensor
 
 from twinop import torch_op
-from twinop.bench import peers
 from twinop.bench.cases import (
     BACKWARD,
     FORWARD,
@@ -24,9 +18,9 @@ from twinop.bench.cases import (
     family_of,
 )
 from twinop.bench.cells import IN_ORT, IN_TORCH
+from twinop.bench.entries import ENTRIES, entry_of
 from twinop.bench.measure import Machine
 from twinop.bench.measurements import BenchError
-from twinop.bench.peers import ENTRIES, entry_of
 from twinop.bench.providers import EAGER, Providers, onnx_nodes
 from twinop.library import find_library, read_library
 
@@ -136,20 +130,13 @@ def raising(x: Tensor) -> Tensor:
     [
         (wrong, r"wrong result: relative error [0-9.e+-]+"),
         (raising, "ValueError: no kernel for this"),
-        (None, "ModuleNotFoundError: No module named 'nothing_like_it'"),
     ],
 )
-def test_a_peer_that_fails_is_reported_and_not_timed(
-    function: Any, reason: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def resolve(peer: str) -> Any:
-        return function or __import__("nothing_like_it")
-
-    monkeypatch.setattr(peers, "resolve", resolve)
-    where = on_cpu("eager", "peer")
-    line = where.line(small("relu"), replace(ENTRIES["relu"], peers={"Peer": "module:name"}))
-    assert re.fullmatch(reason, line["missing"].pop("Peer")) and not line["missing"]
-    assert EAGER in line["times"] and "Peer" not in line["times"]
+def test_a_provider_that_fails_is_reported_and_not_timed(function: Any, reason: str) -> None:
+    entry = replace(ENTRIES["relu"], eager=function, reference=lambda x: torch.relu(x.double()))
+    line = on_cpu("twinop in torch", "eager").line(small("relu"), entry)
+    assert re.fullmatch(reason, line["missing"].pop(EAGER)) and not line["missing"]
+    assert IN_TORCH in line["times"] and EAGER not in line["times"]
 
 
 @pytest.mark.parametrize("name", ["gelu", "gelu_tanh"])
@@ -161,30 +148,3 @@ def test_gelus_reference_is_exact_where_torchs_formula_cancels(name: str) -> Non
     torch.testing.assert_close(entry.reference(x), entry.eager(x), rtol=1e-13, atol=1e-16)
     low = entry.reference(torch.tensor([-10.0]))
     assert -1e-20 < float(low) < 0 and float(entry.eager(torch.tensor([-10.0], dtype=torch.float64))) == 0
-
-
-@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
-def test_triton_peers_are_right(tmp_path: Path) -> None:
-    """Uses Triton's interpreter, which needs no GPU. The import of Triton chooses it."""
-
-    program = """
-import torch
-from twinop.bench import peers
-from twinop.bench.cases import Case, make_inputs, relative_error
-from twinop.torch_op.rules import as_tuple
-for name, entry in peers.ENTRIES.items():
-    if "Triton" in entry.peers:
-        case = Case(name, "rows", "float16", (5, 70))
-        inputs = make_inputs(case, entry, torch.device("cpu")).values()
-        found = as_tuple(peers.resolve(entry.peers["Triton"])(*inputs))
-        for a, b in zip(found, as_tuple(entry.eager(*(x.double() for x in inputs))), strict=True):
-            assert relative_error(a, b) < 2e-3, name
-print("all right")
-"""
-    done = subprocess.run(
-        [sys.executable, "-c", program],
-        env=os.environ | {"TRITON_INTERPRET": "1"},
-        capture_output=True,
-        text=True,
-    )
-    assert "all right" in done.stdout, done.stderr

@@ -16,8 +16,6 @@ import warm_python
 from kernel_ops import mish_file
 
 from twinop import torch_op
-from twinop.bench.cases import choose
-from twinop.bench.peers import resolve
 from twinop.building.builder import build
 from twinop.building.options import Options
 from twinop.building.project import find_project
@@ -93,16 +91,6 @@ def test_it_runs_in_torch_and_in_onnx_runtime(library: Library, folder: Path, tm
     report = export(Net(), (x,), tmp_path / "net.onnx", dynamic={"x": [0]}, optimize=False)
     assert report.parity is not None and report.without_library is not None
     assert [each.name for each in onnx.load(tmp_path / "net.onnx").functions] == ["CustomBuiltMish"]
-
-
-def test_its_peer_in_the_bench_is_tritons_own_launch(library: Library, folder: Path) -> None:
-    entry = choose("built_mish", folder / "built_mish.py")["built_mish"]
-    assert list(entry.peers) == ["Triton"]
-    if torch.cuda.is_available():
-        x = torch.randn(1000, device="cuda")
-        assert torch.equal(
-            resolve(entry.peers["Triton"])(x), load_module(folder / "built_mish.py").built_mish(x)
-        )
 
 
 def test_an_outdated_library_is_not_used(library: Library, folder: Path, tmp_path: Path) -> None:

@@ -1,14 +1,10 @@
-"""The table of the ops and their peers.
+"""The table of the ops: the inputs of each, and torch's and ONNX Runtime's own functions beside it.
 
-An op needs no entry: without one, its function body stands for torch's own function, and there are no peers.
-An entry gives the inputs of an op, torch's own function (the eager peer, the input of torch.compile and, in
-float64, the reference) and the op's other implementations. A peer is a function `"module:name"` of this
-package that takes the op's inputs, or nodes of ONNX Runtime's own. If a peer's library is not installed, the
-report says so and measures the others.
+An op needs no entry: without one, its function body stands for torch's own function, which is also what
+torch.compile compiles and, in float64, the reference.
 """
 
-import pkgutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -18,13 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from twinop.export.body_in_torch import evaluate_body
-from twinop.kernel_op import DECLARED
 from twinop.op_spec import OpSpec
-
-Peer = str | Callable[..., Any]
-
-OVERWRITES_INPUTS = ("others:liger_swiglu",)
-"""The peers whose backward overwrites the inputs that forward saved: it can run only once."""
 
 
 @dataclass(frozen=True)
@@ -35,7 +25,6 @@ class Entry:
         op: the op's name in the registry.
         inputs: the names of the inputs to pass.
         eager: torch's own function of these inputs.
-        peers: provider -> "module:function" of this package, or a function.
         ort: provider -> ONNX Runtime's own nodes in ONNX's text format, separated by semicolons; the first
             provider is what a stock export holds.
         backward: measure the gradient too.
@@ -47,7 +36,6 @@ class Entry:
     op: str
     inputs: str
     eager: Callable[..., Any]
-    peers: Mapping[str, Peer] = field(default_factory=dict)
     ort: Mapping[str, str] = field(default_factory=dict)
     attributes: Mapping[str, Any] = field(default_factory=dict)
     backward: bool = False
@@ -107,7 +95,6 @@ ENTRIES: dict[str, Entry] = {
         "gelu",
         "x",
         F.gelu,
-        peers={"Triton": "triton_kernels:gelu"},
         ort={"ORT Gelu": "y = Gelu(x)", "ORT contrib Gelu": "y = com.microsoft.Gelu(x)"},
         backward=True,
         reference=_gelu_exact,
@@ -116,7 +103,6 @@ ENTRIES: dict[str, Entry] = {
         "gelu",
         "x",
         lambda x: F.gelu(x, approximate="tanh"),
-        peers={"Triton": "triton_kernels:gelu_tanh"},
         ort={
             "ORT Gelu": 'y = Gelu<approximate = "tanh">(x)',
             "ORT FastGelu": "y = com.microsoft.FastGelu(x)",
@@ -147,7 +133,6 @@ ENTRIES: dict[str, Entry] = {
         "swiglu",
         "x gate",
         lambda x, gate: F.silu(gate) * x,
-        peers={"Liger": "others:liger_swiglu"},
         ort={
             "ORT Sigmoid, Mul, Mul": f"{_SWIGLU}; y = Mul(t, x)",
             "ORT QuickGelu, Mul": "t = com.microsoft.QuickGelu<alpha = 1.0>(gate); y = Mul(t, x)",
@@ -158,7 +143,6 @@ ENTRIES: dict[str, Entry] = {
         "swiglu_packed",
         "x",
         _swiglu_packed,
-        peers={"Liger": "others:liger_swiglu_packed"},
         ort={
             "ORT Split, Sigmoid, Mul, Mul": (
                 f"gate, value = Split<axis = -1, num_outputs = 2>(x); {_SWIGLU}; y = Mul(t, value)"
@@ -170,7 +154,6 @@ ENTRIES: dict[str, Entry] = {
         "softmax",
         "x",
         lambda x: torch.softmax(x, -1),
-        peers={"Triton": "triton_kernels:softmax", "Liger": "others:liger_softmax"},
         ort={"ORT Softmax": "y = Softmax<axis = -1>(x)"},
         backward=True,
     ),
@@ -178,7 +161,6 @@ ENTRIES: dict[str, Entry] = {
         "layer_norm",
         "x weight bias",
         _layer_norm,
-        peers={"Triton": "triton_kernels:layer_norm", "Liger": "others:liger_layer_norm"},
         ort={"ORT LayerNormalization": f"y = {_LAYER_NORM}(x, weight, bias)"},
         backward=True,
     ),
@@ -186,7 +168,6 @@ ENTRIES: dict[str, Entry] = {
         "rms_norm",
         "x weight",
         _rms_norm,
-        peers={"Triton": "triton_kernels:rms_norm", "Liger": "others:liger_rms_norm"},
         ort={
             "ORT RMSNormalization": f"y = RMSNormalization{_RMS_NORM}",
             "ORT SimplifiedLayerNormalization": f"y = SimplifiedLayerNormalization{_RMS_NORM}",
@@ -211,7 +192,6 @@ ENTRIES: dict[str, Entry] = {
         "add_rms_norm",
         "x residual weight",
         _of_sum(_rms_norm),
-        peers={"Liger": "others:liger_add_rms_norm"},
         ort={"ORT SkipSimplifiedLayerNormalization": f"y, , , sum = com.microsoft.{_ADD_RMS_NORM}"},
         reference=_of_sum(_rms_norm, wide=True),
     ),
@@ -224,38 +204,22 @@ def entry_of(
 ) -> Entry:
     """Returns the entry of an op that the table does not name: torch's own function is its function body.
 
-    The peer of an op whose kernels are in Triton is Triton's own launch of them.
-
     Args:
         names: the inputs to pass; by default all.
     """
     names = names or " ".join(entry.name for entry in record.inputs)
     given = dict(attributes or {})
 
-    def all_inputs(passed: Sequence[Tensor]) -> list[Tensor | None]:
-        by_name = dict(zip(names.split(), passed, strict=True))
-        return [by_name.get(entry.name) for entry in record.inputs]
-
     def eager(*inputs: Tensor) -> Any:
-        results = evaluate_body(record, all_inputs(inputs), given)
+        by_name = dict(zip(names.split(), inputs, strict=True))
+        results = evaluate_body(record, [by_name.get(entry.name) for entry in record.inputs], given)
         return results if len(results) > 1 else results[0]
 
-    def launch(*inputs: Tensor) -> Any:
-        return declared.launch(all_inputs(inputs), given)
-
-    declared: Any = DECLARED.get(record.key)
-    in_triton = declared is not None
     return Entry(
         record.key,
         names,
         eager,
-        peers={"Triton": launch} if in_triton else {},
         attributes=given,
         backward=bool(record.gradient),
         library=library,
     )
-
-
-def resolve(peer: Peer) -> Callable[..., Any]:
-    """Returns the function "module:name", whose import may fail; a function is returned as it is."""
-    return pkgutil.resolve_name(f"{__name__}.{peer}") if isinstance(peer, str) else peer
