@@ -156,14 +156,7 @@ bool Run::Begins(const Dimensions& grid, Int scratch_per_program) {
   if (scratch_per_program != 0)
     kernel_scratch_ = Reserve(scratch_per_program * grid.x * grid.y * grid.z);
   grid_ = grid;
-  block_.reset();
   return launches_;
-}
-
-bool Run::Begins(const Dimensions& grid, const Dimensions& block) {
-  const bool begins = Begins(grid);
-  block_ = block;
-  return begins;
 }
 
 void Run::Launch(int kernel, std::initializer_list<Parameter> parameters) const {
@@ -208,15 +201,6 @@ void Run::Configure(const LoadedKernel& loaded, LaunchConfig* config,
   }
   config->grid[0] *= kernel.cluster;
   config->block[0] = loaded.image->threads;
-  if (block_) {
-    const Int block[] = {block_->x, block_->y, block_->z};
-    for (int i = 0; i < 3; ++i) {
-      if (block[i] < 1 || block[i] > 1024)
-        Fail(std::string(kernel.label) + ": its blocks would have " +
-             std::to_string(Narrow(block[i])) + " threads along a dimension; expected 1 to 1024");
-      config->block[i] = static_cast<unsigned>(block[i]);
-    }
-  }
   config->shared_bytes = loaded.image->shared_bytes;
   config->stream = call_.context->stream;
   config->attributes = attributes;

@@ -113,7 +113,6 @@ class Run : public CallOfPlan {
 
   // Whether a kernel is to be launched with this grid. Then Launch follows.
   bool Begins(const Dimensions& grid, Int scratch_per_program = 0);
-  bool Begins(const Dimensions& grid, const Dimensions& block);
 
   void Launch(int kernel, std::initializer_list<Parameter> parameters) const;
 
@@ -133,7 +132,6 @@ class Run : public CallOfPlan {
   std::optional<CurrentContext> current_;
   std::int64_t scratch_ = 0;
   Dimensions grid_;
-  std::optional<Dimensions> block_;
   std::optional<std::int64_t> kernel_scratch_;  // the offset of the current launch's own
 };
 

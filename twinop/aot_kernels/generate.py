@@ -201,7 +201,6 @@ class _Source:
             if isinstance(step, Launch):
                 grid = "{" + ", ".join(map(code.number, step.grid)) + "}"
                 more = f", {self._scratch(step)}" if self._scratch(step) else ""
-                more += f", {{{', '.join(map(code.number, step.block))}}}" if step.block else ""
                 name, used = self._launcher(code.record, step)
                 arguments = ", ".join(["run", *(code.argument(step.arguments[index]) for index in used)])
                 lines += [f"if (run.Begins({grid}{more}))", f"  {name}({arguments});"]

@@ -71,13 +71,11 @@ class Launch:
 
     Attributes:
         grid: in programs (blocks); a launch of none is left out.
-        block: the threads per block where they depend on the call; None: `Image.threads` along x.
     """
 
     grid: tuple[Expression, Expression, Expression]
     arguments: tuple[Pointer | Scalar, ...]
     variants: tuple[Variant[int], ...]
-    block: tuple[Expression, Expression, Expression] | None = None
 
 
 AnyLaunch = TypeVar("AnyLaunch")
@@ -128,7 +126,7 @@ class Image:
     Attributes:
         arch: "80", "90a".
         code: a cubin, or a text in PTX for GPUs that no cubin serves.
-        threads: per block.
+        threads: per block, along x.
         shared: the bytes of dynamic shared memory.
         global_scratch: bytes for each block, aligned to 256.
     """
