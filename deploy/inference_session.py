@@ -203,7 +203,7 @@ class Session:
             if not isinstance(value, np.ndarray) and spec.element is not None:
                 value = _as_array(name, value)
             dtype = spec.numpy_dtype
-            if not value.dtype.isnative:
+            if isinstance(value, np.ndarray) and not value.dtype.isnative:
                 raise FeedError(
                     f"input {name} has its bytes in the other order ({value.dtype.str}): pass "
                     f"{name}.astype({name}.dtype.newbyteorder('='))"

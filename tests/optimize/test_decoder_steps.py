@@ -249,7 +249,7 @@ def test_a_session_captures_steps_over_the_callers_caches(
 
 @each_device
 def test_nothing_is_written_past_the_end(device: str, precision: str, decoder: Callable[[str], Path]) -> None:
-    """A sequence beyond its caches: an error on the CPU; NaN in a replayed graph, where others stay right."""
+    """A sequence beyond its caches gives NaN, also in a replayed graph; others stay right."""
     steps, batch, rows = Decoder(decoder(precision), device, graph=True), 3, 24
     caches = steps.caches(batch, rows, guard=4096)
     tokens = torch.tensor([[3], [4], [5]], device=device)
@@ -257,14 +257,10 @@ def test_nothing_is_written_past_the_end(device: str, precision: str, decoder: C
     run = steps.bound(tokens, mask, caches)
     expected, whole = run().clone(), {name: each.clone() for name, each in caches.items()}
     mask[1] = 2  # its sum is the length, which the graph reads
-    if device == "cpu":
-        with pytest.raises(Exception, match=r"position\[1\] is 47; the caches .* have 24 rows"):
-            run()
-    else:
-        for _ in range(3):
-            logits = run()
-        assert logits[1].isnan().all()
-        assert torch.equal(logits[::2], expected[::2])
+    for _ in range(3):
+        logits = run()
+    assert logits[1].isnan().all()
+    assert torch.equal(logits[::2], expected[::2])
     for name, each in caches.items():
         assert torch.equal(each, whole[name]), name
         after = each.new_empty(0).set_(each.untyped_storage())[each.numel() :]

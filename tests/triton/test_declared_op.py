@@ -146,7 +146,9 @@ def test_torch_checks_compiles_and_batches_it(mish: KernelOp) -> None:
     torch.library.opcheck(op, (x.clone().requires_grad_(),))
     compiled = torch.compile(lambda x: mish(x) + 1, fullgraph=True, backend="aot_eager")
     torch.testing.assert_close(compiled(x), mish(x) + 1)
-    assert torch.equal(torch.vmap(mish)(x), mish(x))
+    torch.testing.assert_close(
+        torch.vmap(mish)(x), mish(x)
+    )  # on some CPUs torch rounds single rows otherwise
 
 
 @pytest.mark.cuda
