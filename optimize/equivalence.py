@@ -137,11 +137,6 @@ class Reference:
         cases, outputs = [self.cases[index] for index in chosen], [self.outputs[index] for index in chosen]
         return replace(self, cases=cases, outputs=outputs, special=special)
 
-    def with_cases(self, name: str, cases: list[Case], outputs: Outputs) -> "Reference":
-        """Returns the reference with more special cases."""
-        special = [*self.special, *[name] * len(cases)]
-        return replace(self, cases=[*self.cases, *cases], outputs=[*self.outputs, *outputs], special=special)
-
     def errors(self, found: Outputs, dtype: ir.DataType | None = None) -> Errors:
         """Returns the errors of the outputs of all cases.
 
@@ -294,7 +289,12 @@ def with_ids(original: Path, model: ir.Model, library: deploy.Libraries, referen
         outputs = run(original, library, cases).outputs if cases else []
     except (TwinopError, NotRunnable):  # it does not take so many sequences
         return reference
-    return reference.with_cases(f"{IDS} of {names}", cases, outputs)
+    return replace(
+        reference,
+        cases=reference.cases + cases,
+        outputs=reference.outputs + outputs,
+        special=reference.special + [f"{IDS} of {names}"] * len(cases),
+    )
 
 
 def _is_float(value: Any) -> bool:

@@ -43,10 +43,8 @@ _TAKES_NUMBERS = (
 )  # fmt: skip
 _HIDING = 1000.0  # what a mask is multiplied with is at least so much
 _LARGE_INTEGERS = 100_000  # fp16 ends at 65,504
-_ALL_ROWS = (
-    4096  # of a table of no more rows, all ids are tried; of others those of the `_LARGEST` largest rows
-)
-_LARGEST = 256
+_ALL_ROWS = 4096  # of a table of no more rows, all ids are tried
+_LARGEST = 256  # of others those of so many of the largest rows
 _ENDS = 8  # and so many of the first and the last
 _MOST_REPEATS = 64
 _UNKNOWN_ROWS = 2  # integers of unknown meaning are 0 or 1, like masks and token types
@@ -175,8 +173,7 @@ def special(model: ir.Model, case: Case, hidden: Sequence[str]) -> dict[str, Cas
         for value in model.graph.inputs
         if value.const_value is not None and value.const_value.size <= _MOST_OVERRIDDEN
     }
-    kinds = {"floats": "f", "integers": "iub"}
-    for kind, letters in kinds.items():
+    for kind, letters in (("floats", "f"), ("integers", "iub")):
         other = {name: _other(array) for name, array in defaults.items() if array.dtype.kind in letters}
         if other:
             found[f"other {kind} in place of initializers"] = case | other

@@ -567,10 +567,8 @@ class RewriteCheck:
                 wide = ir.node("Cast", [value], {"to": ir.DataType.FLOAT})
                 size = ir.node("Abs", wide.outputs)
                 largest = ir.node("ReduceMax", size.outputs, {"keepdims": 0})
-                largest.outputs[0].type, largest.outputs[0].shape = (
-                    ir.TensorType(ir.DataType.FLOAT),
-                    ir.Shape([]),
-                )
+                largest.outputs[0].type = ir.TensorType(ir.DataType.FLOAT)
+                largest.outputs[0].shape = ir.Shape([])
                 model.graph.extend([wide, size, largest])
                 model.graph.outputs.append(largest.outputs[0])
         path = self._write(model, "inside.onnx", checks=False)[-1]
