@@ -47,6 +47,7 @@ _ALL_ROWS = 4096  # of a table of no more rows, all ids are tried
 _LARGEST = 256  # of others those of so many of the largest rows
 _ENDS = 8  # and so many of the first and the last
 _MOST_REPEATS = 64
+_MOST_LARGE = 8
 _UNKNOWN_ROWS = 2  # integers of unknown meaning are 0 or 1, like masks and token types
 
 
@@ -354,7 +355,8 @@ def cases_of_ids(model: ir.Model, case: Case) -> tuple[str, list[Case]]:
 
     These are all rows of a small table; of a large one the first and the last rows, where ids of padding and
     other special ones are, and those of the largest norms and elements. A case holds up to `_MOST_REPEATS`
-    times the sequences of the given one, and its masks hide nothing.
+    times the sequences of the given one, and its masks hide nothing. Beside large inputs, such as images, so
+    many ids are tried as `_MOST_LARGE` cases of `MOST` elements hold.
     """
     ids, times, batch = dict[str, np.ndarray](), 1, None
     for value in model.graph.inputs:
@@ -366,7 +368,9 @@ def cases_of_ids(model: ir.Model, case: Case) -> tuple[str, list[Case]]:
             found = {each for table, axis in tables for each in _ids(table, axis, rows)}
             ids[str(value.name)] = np.array(sorted(found), array.dtype)
             times, batch = max(times, -(-len(found) // array.size)), (g.dims(value) or [None])[0]
-    repeats = min(times, _MOST_REPEATS) if isinstance(batch, str) else 1
+    fitting = max(1, MOST // sum(array.size for array in case.values()))  # images beside ids are large
+    times = min(times, _MOST_LARGE * fitting)
+    repeats = min(times, _MOST_REPEATS, fitting) if isinstance(batch, str) else 1
     whole = dict[str, np.ndarray]()
     for value in model.graph.inputs:
         if (name := str(value.name)) in case:

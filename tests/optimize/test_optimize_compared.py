@@ -248,6 +248,17 @@ def test_the_largest_rows_of_tables_are_compared(rows: int, batch: str, tmp_path
     optimized(tmp_path / "old.onnx", tmp_path, dtype="bfloat16")
 
 
+def test_ids_beside_images_are_bounded() -> None:
+    """All rows of the table would take 300 images for each of many cases."""
+    text = "(int64[B, 1] ids, float[B, 3, 512, 512] x) => (float[B, 1, 4] e) { e = Gather (t, ids) }"
+    model = ir.from_proto(parsed(text, t=weights(4096, 4)))
+    case = {"ids": np.zeros((1, 1), np.int64), "x": np.zeros((1, 3, 512, 512), np.float32)}
+    names, cases = inputs.cases_of_ids(model, case)
+    assert names == "ids" and max(each["x"].size for each in cases) <= inputs.MOST
+    assert sum(each["x"].size for each in cases) <= 9 * inputs.MOST
+    assert len({int(each) for case in cases for each in case["ids"].flat}) > 100
+
+
 NUMBERS = "f = Cast <to=1> (i) s = Slice (f, zero, one, one) d = Sub (f, s) m = MatMul (x, w) y = Add (m, d)"
 HIDES = (
     "f = Cast <to=1> (i) v = Sub (unit, f) h = Mul (v, low) m = MatMul (x, w) a = Add (m, h) y = Softmax (a)"
