@@ -4,11 +4,8 @@ from collections.abc import Callable
 from operator import itemgetter
 from typing import Any, NamedTuple
 
-from prometheus_client import REGISTRY
-
 from twinop import __version__
 
-from . import triton_tools
 from .datatypes import shown, version_number
 from .errors import BROKEN, NOT_READY, OFF, ServiceError, invalid
 from .instance import without_paths
@@ -53,15 +50,11 @@ class Operations:
         self._repository = repository
 
     def table(self) -> list[Operation]:
-        control, memory = f"{CONTROL}models/{{model}}", "/v2/systemsharedmemory"
-        as_json, as_list = triton_tools.config_as_json, itemgetter("models")
+        control, as_list = f"{CONTROL}models/{{model}}", itemgetter("models")
         return [
-            Operation("GET", "/v2/models/stats", "", self.statistics),  # before it is taken for a model
             Operation("POST", f"{MODEL}/infer", "ModelInfer", None),
             Operation("GET", MODEL, "ModelMetadata", self.model),
             Operation("GET", f"{MODEL}/ready", "ModelReady", self.model_ready, is_question=True),
-            Operation("GET", f"{MODEL}/config", "ModelConfig", self.config, as_rest=as_json),
-            Operation("GET", f"{MODEL}/stats", "ModelStatistics", self.statistics),
             Operation("GET", "/v2/models", "", self.models),
             Operation("GET", "/v2", "ServerMetadata", self.server),
             Operation("GET", OPEN[0], "ServerLive", self.live, is_question=True),
@@ -72,9 +65,6 @@ class Operations:
             Operation("POST", f"{CONTROL}index", "RepositoryIndex", self.index, ("ready",), as_list),
             Operation("POST", f"{control}/load", "RepositoryModelLoad", self.load, ("parameters",)),
             Operation("POST", f"{control}/unload", "RepositoryModelUnload", self.unload),
-            # perf_analyzer begins with these, whether it uses shared memory or not.
-            Operation("POST", f"{memory}/unregister", "SystemSharedMemoryUnregister", dict),
-            Operation("POST", "/v2/cudasharedmemory/unregister", "CudaSharedMemoryUnregister", dict),
         ]
 
     def live(self) -> dict[str, Any]:
@@ -90,7 +80,7 @@ class Operations:
 
     def server(self) -> dict[str, Any]:
         """Return the server's name and version, and the extensions that are on, under Triton's names."""
-        extensions = ["binary_tensor_data", "model_configuration", "statistics"]
+        extensions = ["binary_tensor_data"]
         extensions += ["model_repository"] if self._repository.is_controlled else []
         return {"name": "twinop", "version": __version__, "extensions": extensions}
 
@@ -110,17 +100,6 @@ class Operations:
             "platform": "onnxruntime_onnx",
             **described,
         }
-
-    def config(self, model: str, version: str = "") -> dict[str, Any]:
-        """Return Triton's ModelConfig. A ServiceError says so if Triton has no counterpart of the model."""
-        loaded = self._repository.find(model, version_number(model, version)).loaded
-        return {"config": triton_tools.model_config(loaded)}
-
-    def statistics(self, model: str = "", version: str = "") -> dict[str, Any]:
-        """Return Triton's ModelStatistics of each version of a model; of all models for ""."""
-        if model:
-            self._repository.find(model, version_number(model, version))
-        return {"model_stats": triton_tools.statistics(REGISTRY, model, version)}
 
     async def index(self, ready: bool = False) -> dict[str, Any]:
         """List models and versions with their states."""

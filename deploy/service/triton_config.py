@@ -28,17 +28,6 @@ _THREADS = "intra_op_thread_count"  # a parameter of Triton's ONNX Runtime backe
 _OTHERWISE_KNOWN = {"name", "platform", "backend", "input", "output"}
 
 
-def config_of(loaded: LoadedModel) -> Any:
-    """Returns the ModelConfig of a loaded version; raises SettingsError if Triton has none for it."""
-    session = loaded.session
-    libraries = [library.path.name for library in session.libraries]
-    config = make_config(loaded.name, loaded.settings, session.inputs, session.outputs, libraries=libraries)
-    required = {spec.name for spec in session.required}
-    for each in config.input:  # the others have a default in the model
-        each.optional = each.name not in required
-    return config
-
-
 def unread_settings(folder: Path, loaded: LoadedModel) -> list[str]:
     """Returns what the folder's config.pbtxt, if there is one, says otherwise than the settings."""
     path = folder / TRITON_FILE
@@ -50,8 +39,10 @@ def unread_settings(folder: Path, loaded: LoadedModel) -> list[str]:
         return [f"it cannot be read ({error})"]
     if files := given.model_operations.op_library_filename:
         files[:] = [Path(each).name for each in files]  # their folder is the container's
+    session = loaded.session
+    libraries = [library.path.name for library in session.libraries]
     try:
-        ours = config_of(loaded)
+        ours = make_config(loaded.name, loaded.settings, session.inputs, session.outputs, libraries=libraries)
     except SettingsError:
         ours = model_config_pb2.ModelConfig()
     return list(_differences(given, ours))

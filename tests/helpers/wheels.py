@@ -12,7 +12,7 @@ import pytest
 
 
 def unpacked(requirement: str, prepare: Callable[[Path], None] = lambda folder: None) -> Path:
-    """Return the folder of an unpacked wheel, such as "tritonclient==2.48.0". Skip the test without one.
+    """Return the folder of an unpacked wheel, such as "nvidia-pytriton==0.7.0". Skip the test without one.
 
     `prepare` is called with the folder once, after unpacking.
     """

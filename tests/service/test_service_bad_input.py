@@ -258,6 +258,6 @@ def test_the_repository_extension_is_off(served: Served, stub: Any) -> None:
             call(request)
         assert (error.value.code(), error.value.details()) == (CODES.PERMISSION_DENIED, off)
     assert served.ask("GET", "/v2/models/relu/ready").status == 200  # nothing was unloaded
-    extensions = ["binary_tensor_data", "model_configuration", "statistics"]
+    extensions = ["binary_tensor_data"]
     assert served.ask("GET", "/v2").json["extensions"] == extensions
     assert stub.ServerMetadata(pb.ServerMetadataRequest()).extensions == extensions

@@ -95,8 +95,6 @@ def test_metadata(served: Served) -> None:
     assert metadata["parameters"]["custom_nodes"] == "CustomRelu x1"
     assert served.ask("GET", "/v2").json["extensions"] == [
         "binary_tensor_data",
-        "model_configuration",
-        "statistics",
         "model_repository",
     ]
     assert "relu" in served.ask("GET", "/v2/models").json["models"]
