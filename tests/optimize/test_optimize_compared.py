@@ -252,7 +252,7 @@ def test_ids_beside_images_are_bounded() -> None:
     """All rows of the table would take 300 images for each of many cases."""
     text = "(int64[B, 1] ids, float[B, 3, 512, 512] x) => (float[B, 1, 4] e) { e = Gather (t, ids) }"
     model = ir.from_proto(parsed(text, t=weights(4096, 4)))
-    case = {"ids": np.zeros((1, 1), np.int64), "x": np.zeros((1, 3, 512, 512), np.float32)}
+    case: inputs.Case = {"ids": np.zeros((1, 1), np.int64), "x": np.zeros((1, 3, 512, 512), np.float32)}
     names, cases = inputs.cases_of_ids(model, case)
     assert names == "ids" and max(each["x"].size for each in cases) <= inputs.MOST
     assert sum(each["x"].size for each in cases) <= 9 * inputs.MOST

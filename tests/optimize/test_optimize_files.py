@@ -469,8 +469,8 @@ def test_the_device_is_what_the_machine_has(
         half = optimize(tmp_path / "old.onnx", tmp_path / "new.onnx", dtype="float16", invariant=True)
         assert half.device == "cuda"  # the only one with that promise
     layer = torch.nn.Linear(8, 8)
-    report = export(layer, torch.randn(2, 8), tmp_path / "net.onnx", optimize=True, exporter="torchscript")
-    assert (report.optimized is not None) == has_gpu
+    made = export(layer, torch.randn(2, 8), tmp_path / "net.onnx", optimize=True, exporter="torchscript")
+    assert (made.optimized is not None) == has_gpu
 
 
 @pytest.mark.parametrize("kilobytes", [1, 9])

@@ -109,7 +109,7 @@ def test_models_that_onnx_runtime_breaks_are_served(
     assert said in caplog.text and said in served.summary()
     answer = served.instances[0].run([{"x": np.ones((3, 1), np.float32)}], ["y"])
     assert answer["y"].shape == (3, 1 if what == "to open" else 2)
-    as_asked = {"session": {"graph_optimization_level": "ORT_ENABLE_ALL"}}
+    as_asked: dict[str, Any] = {"session": {"graph_optimization_level": "ORT_ENABLE_ALL"}}
     if what == "to open":
         with pytest.raises(RunError, match="is not a graph input"):
             loaded(tmp_path, refused(what), **as_asked)
@@ -152,7 +152,7 @@ def test_small_outputs_that_disagree(libraries: dict[str, Path], tmp_path: Path,
     model.functions.append(service_models.wrong_body())
     model.graph.node[0].input[0] = "small"
     model.graph.node.insert(0, helper.make_node("Mul", ["x", "scale"], ["small"]))
-    model.graph.initializer.append(onnx.numpy_helper.from_array(np.float32([-scale]), "scale"))
+    model.graph.initializer.append(onnx.numpy_helper.from_array(np.array([-scale], np.float32), "scale"))
     with pytest.raises(ModelError, match="disagree in output y .* error .* where the largest value is [1-9]"):
         loaded(tmp_path, model)
 
@@ -238,7 +238,7 @@ def small(batch_axis: int, scale: float) -> onnx.ModelProto:
         apart = Sub(shares, one)
         y = Mul(apart, scale)
     """
-    one, factor = np.float32([1 - batch_axis]), np.float32([scale])
+    one, factor = np.array([1 - batch_axis], np.float32), np.array([scale], np.float32)
     return service_models.parsed(f"(float[N, 4] x) => (float[N, 4] y) {{ {nodes} }}", one=one, scale=factor)
 
 
