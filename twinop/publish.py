@@ -150,12 +150,13 @@ def _named(model: Path, stem: str) -> set[str] | None:
 
 @contextmanager
 def _until_terminated() -> Iterator[None]:
-    """Lets SIGTERM end the process as an exit does, which removes work folders."""
-    if threading.current_thread() is not threading.main_thread():
+    """Lets SIGTERM end the process as an exit does, which removes work folders; a caller's handler stays."""
+    is_default = signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+    if not is_default or threading.current_thread() is not threading.main_thread():
         yield
         return
-    before = signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, before)
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
