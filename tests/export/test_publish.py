@@ -198,11 +198,17 @@ with work_folder(Path(sys.argv[1])) as folder:
         command = [sys.executable, "-c", program, str(tmp_path), number]
         return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
 
-    with start("9") as dead, start("0") as alive:
-        folders = [Path(each.stdout.readline().strip()) for each in (dead, alive) if each.stdout]
-        assert dead.wait(30) == -signal.SIGKILL and all(folder.exists() for folder in folders)
+    def folder_of(process: "subprocess.Popen[str]") -> Path:
+        assert process.stdout is not None
+        return Path(process.stdout.readline().strip())
+
+    with start("0") as alive:
+        folders = [folder_of(alive)]  # before the other one dies: it would remove that one's folder
+        with start("9") as dead:
+            folders.append(folder_of(dead))
+            assert dead.wait(30) == -signal.SIGKILL and all(folder.exists() for folder in folders)
         write(1, tmp_path / "model.onnx")
-        assert [folder.exists() for folder in folders] == [False, True]
+        assert [folder.exists() for folder in folders] == [True, False]
         alive.communicate()
     assert not [name for name in names(tmp_path) if name.startswith(".")]
 
