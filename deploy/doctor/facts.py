@@ -34,7 +34,8 @@ class Runtime:
     Attributes:
         problem: why it cannot be imported.
         providers: by name, why the provider does not run a node, or "".
-        taken: by name of a provider that is a plugin, which nodes of the given model it takes.
+        taken: by name of a provider that is a plugin, which nodes of the given model it takes, and why it
+            does not open the model, or "".
         cuda_plugin: the version of the CUDA provider where it is a plugin, or "".
         obstacles: what keeps it from using the GPU, with the libraries of the facts.
         model_problem: why it does not run a model with the format and the opsets of the given one.
@@ -43,7 +44,7 @@ class Runtime:
     version: str = ""
     problem: str = ""
     providers: dict[str, str] = field(default_factory=dict)
-    taken: dict[str, str] = field(default_factory=dict)
+    taken: dict[str, tuple[str, str]] = field(default_factory=dict)
     cuda_plugin: str = ""
     obstacles: tuple[str, ...] = ()
     model_problem: str = ""
@@ -161,16 +162,13 @@ def _runtime(model: Model | None, libraries: Sequence[Library]) -> Runtime | Non
     providers = {
         name: _ask("run", name, model=_tiny({"": 14}, 8))[1] for name in names if name not in _ELSEWHERE
     }
-    taken = {}
-    path = model.path if model is not None else None
-    for name in facts["plugins"] if path is not None else ():
-        if not providers[name]:
-            answer, problem = _ask("take", name, str(path), *(str(each.path) for each in libraries))
-            taken[name] = problem or answer.strip()
+    files = [] if model is None else [str(path) for path in (model.path, *(each.path for each in libraries))]
     return Runtime(
         version=facts["version"],
         providers=providers,
-        taken=taken,
+        taken={
+            name: _ask("take", name, *files) for name in facts["plugins"] if files and not providers[name]
+        },
         cuda_plugin=facts["cuda_plugin"],
         obstacles=tuple(facts["obstacles"]),
         model_problem="" if model is None else _ask("run", "CPUExecutionProvider", model=_like(model))[1],

@@ -141,18 +141,20 @@ def check_providers(facts: Environment) -> Iterator[Finding]:
     for obstacle in runtime.obstacles if facts.gpus else ():
         yield from_message("warning", CUDA, obstacle, "compare with nvidia-smi")
     for name, problem in runtime.providers.items():
-        if not problem:
-            yield ok(name, runtime.taken.get(name) or "runs a node")
+        nodes, refused = runtime.taken.get(name, ("runs a node", ""))
+        if not problem and not refused:
+            yield ok(name, one_line(nodes))
         elif name == CUDA and not facts.gpus:
             yield ok(name, "not used: this machine has no GPU")
         elif name == CUDA and runtime.obstacles:
             continue  # that is why
         else:
             level: Level = "error" if name in (CUDA, "CPUExecutionProvider") else "warning"
+            what = "run a node" if problem else "open the model"
             yield Finding(
                 level,
                 name,
-                f"it does not run a node: {one_line(problem)}",
+                f"it does not {what}: {one_line(problem or refused)}",
                 f"install what it needs, or name another one with --provider ({_working(facts)})",
             )
 

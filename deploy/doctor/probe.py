@@ -22,7 +22,7 @@ def describe(*libraries: str) -> None:
     facts = {
         "version": onnxruntime.__version__,
         "providers": onnxruntime.get_available_providers(),
-        "plugins": {name: module.__name__ for name, module in plugins.installed().items()},
+        "plugins": list(plugins.installed()),
         "cuda_plugin": cuda.plugin_version(),
         "obstacles": cuda.obstacles(0, [read_library(library) for library in libraries]),
     }

@@ -86,7 +86,7 @@ def test_doctor_names_plugins() -> None:
     runtime = Runtime(
         "1.32.0",
         providers={cuda.CUDA: "", "OpenVINOExecutionProvider": "", CPU: ""},
-        taken={"OpenVINOExecutionProvider": "OpenVINOExecutionProvider takes 2 nodes: MatMul x2"},
+        taken={"OpenVINOExecutionProvider": ("OpenVINOExecutionProvider takes 2 nodes: MatMul x2\n", "")},
         cuda_plugin="1.0",
     )
     facts = Environment(runtime=runtime)
@@ -94,6 +94,14 @@ def test_doctor_names_plugins() -> None:
     assert "CUDAExecutionProvider (a plugin, 1.0), OpenVINOExecutionProvider, CPU" in found.cause
     said = {each.subject: each.cause for each in check_providers(facts)}
     assert "takes 2 nodes: MatMul x2" in said["OpenVINOExecutionProvider"] and said[CPU] == "runs a node"
+
+
+def test_doctor_warns_of_a_plugin_that_does_not_open_the_model() -> None:
+    name = "OpenVINOExecutionProvider"
+    facts = Environment(runtime=Runtime(providers={name: "", CPU: ""}, taken={name: ("", "no such\nop")}))
+    found = {each.subject: each for each in check_providers(facts)}
+    assert found[name].level == "warning" and "does not open the model: no such op" in found[name].cause
+    assert found[CPU].level == "OK"
 
 
 @pytest.mark.parametrize(
