@@ -1,6 +1,5 @@
 """`twinop new`: a project of one op, which works."""
 
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -43,17 +42,16 @@ def create_project(name: str, kind: Kind = "elementwise", parent: Path | None = 
         )
     if kind == "triton":
         words = {"my_op.h": "my_op.py"} | words
-    with writing(folder, "start from another folder"), ExitStack() as stack:
-        if not folder.parent.exists():
-            folder.parent.mkdir(parents=True)
-        scratch = stack.enter_context(work_folder(folder.parent))
-        (draft := scratch / name).mkdir()
-        for template in (_TEMPLATES / "pyproject.toml", *sorted((_TEMPLATES / kind).glob("*my_op*.*"))):
-            text = template.read_text(encoding="utf-8")
-            for word, meant in words.items():
-                text = text.replace(word, meant)
-            (draft / template.name.replace("my_op", name)).write_text(text, encoding="utf-8")
-        draft.rename(folder)
+    with writing(folder, "start from another folder"):
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        with work_folder(folder.parent) as scratch:
+            (draft := scratch / name).mkdir()
+            for template in (_TEMPLATES / "pyproject.toml", *sorted((_TEMPLATES / kind).glob("*my_op*.*"))):
+                text = template.read_text(encoding="utf-8")
+                for word, meant in words.items():
+                    text = text.replace(word, meant)
+                (draft / template.name.replace("my_op", name)).write_text(text, encoding="utf-8")
+            draft.rename(folder)
     return folder
 
 
