@@ -25,9 +25,8 @@ from .contents import Contents, read_contents, without_bodies
 from .options import MANIFEST, Options
 
 MODELS_IN_CONTAINER = "/mnt/models"  # where KServe mounts what it downloads
-_OF_GENAI = (
-    "model", "output", "force", "library", "allow_model_libraries", "genai", "device", "invariant", "timeout",
-)  # fmt: skip
+_OF_OPTIMIZE = ("device", "library", "allow_model_libraries", "invariant", "timeout")
+_OF_GENAI = ("model", "output", "force", "genai", *_OF_OPTIMIZE)
 TRITON_IMAGE = "nvcr.io/nvidia/tritonserver:26.09-py3"
 PYTHON_IMAGE = "python:3.13.11-slim-trixie"  # the Python that requirements/lock.py locks packages for
 _NOT_SERVING = (
@@ -95,9 +94,9 @@ def pack_genai(options: Options) -> Any:
     _check_output(options)
     if options.output.resolve().is_relative_to(source := options.model.resolve()):
         raise PackError(f"{options.output} is in the folder that it is made of. Name one outside {source}")
-    names = ("device", "library", "allow_model_libraries", "invariant", "timeout")
+    asked = {name: getattr(options, name) for name in _OF_OPTIMIZE}
     with _written_whole(options.output) as root:
-        report = optimize_folder(options.model, root, **{name: getattr(options, name) for name in names})
+        report = optimize_folder(options.model, root, **asked)
         _write_manifest(root, root)
     return report
 
