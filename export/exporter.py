@@ -25,7 +25,7 @@ from twinop.deploy.choose_library import library_paths
 from twinop.deploy.ort_process import time_limit
 from twinop.deploy.ort_runs import check_shown
 from twinop.dtypes import FLOATING, to_array, to_tensor, torch_name
-from twinop.errors import ExportError, LibraryError, TwinopError, in_command
+from twinop.errors import ExportError, LibraryError, TwinopError, in_command, option
 from twinop.find import package_key, package_of
 from twinop.library import read_library
 from twinop.op_spec import DOMAIN, OpSpec
@@ -222,7 +222,8 @@ def _optimized(
     if optimized.made:
         report.optimized = optimized
         if not in_command():  # which shows what was done
-            report.notes.append("optimised for ONNX Runtime; optimize=False keeps the exporter's nodes")
+            keep = f"{option('optimize', False)} keeps the exporter's nodes"
+            report.notes.append(f"optimised for ONNX Runtime; {keep}")
         if checked.parity is not None:  # this machine's CPU runs it
             report.parity, report.libraries = checked.parity, checked.libraries
             report.without_library, report.without_reason = checked.without_library, checked.without_reason
