@@ -43,7 +43,8 @@ def create_project(name: str, kind: Kind = "elementwise", parent: Path | None = 
     if kind == "triton":
         words = {"my_op.h": "my_op.py"} | words
     with writing(folder, "start from another folder"):
-        folder.parent.mkdir(parents=True, exist_ok=True)
+        if not folder.parent.exists():  # a file in its place is no directory
+            folder.parent.mkdir(parents=True)
         with work_folder(folder.parent) as scratch:
             (draft := scratch / name).mkdir()
             for template in (_TEMPLATES / "pyproject.toml", *sorted((_TEMPLATES / kind).glob("*my_op*.*"))):
