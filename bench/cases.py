@@ -12,7 +12,7 @@ from torch import Tensor
 from twinop import torch_op
 from twinop.console import err
 from twinop.errors import TwinopError
-from twinop.export.bodies import find_body
+from twinop.model.bodies import find_body
 from twinop.op_spec import DOMAIN, OpSpec
 from twinop.shapes import output_shapes
 from twinop.testing.samples import input_shapes, make_sample, torch_dtype, why_not_derived

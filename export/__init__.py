@@ -6,7 +6,7 @@
 
 For a `torch.onnx.export` of your own: `translation_table()` (dynamo=True) or `register_symbolics()`
 (dynamo=False), then `attach_bodies(model)`. `@body` gives an op of your own its function body, see
-`bodies.py`.
+`twinop/model/bodies.py`.
 
 Each name is imported when it is first used: `op_schema` and `attach_bodies` need no torch.
 """
@@ -21,25 +21,25 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from twinop.model.attach import attach_bodies as attach_bodies
+    from twinop.model.bodies import DefaultInput as DefaultInput
+    from twinop.model.bodies import body as body
     from twinop.op_schema import op_schema as op_schema
 
-    from .attach import attach_bodies as attach_bodies
-    from .bodies import DefaultInput as DefaultInput
-    from .bodies import body as body
     from .dynamo import translation_table as translation_table
     from .exporter import export as export
     from .report import ExportReport as ExportReport
     from .torchscript import register_symbolics as register_symbolics
 
 _MODULES = {
-    "DefaultInput": "bodies",
-    "ExportReport": "report",
-    "attach_bodies": "attach",
-    "body": "bodies",
-    "export": "exporter",
-    "op_schema": "schema",
-    "register_symbolics": "torchscript",
-    "translation_table": "dynamo",
+    "DefaultInput": "twinop.model.bodies",
+    "ExportReport": "twinop.export.report",
+    "attach_bodies": "twinop.model.attach",
+    "body": "twinop.model.bodies",
+    "export": "twinop.export.exporter",
+    "op_schema": "twinop.op_schema",
+    "register_symbolics": "twinop.export.torchscript",
+    "translation_table": "twinop.export.dynamo",
 }
 
 
@@ -50,4 +50,4 @@ def __dir__() -> list[str]:
 def __getattr__(name: str) -> Any:
     if name not in _MODULES:
         raise AttributeError(f"twinop.export has no attribute {name!r}")
-    return getattr(importlib.import_module(f".{_MODULES[name]}", __name__), name)
+    return getattr(importlib.import_module(_MODULES[name]), name)

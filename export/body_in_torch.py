@@ -19,12 +19,11 @@ from torch.nn import functional as F
 
 from twinop.dtypes import ELEMENT_TYPES, FLOATS_8, dtype_name, torch_name
 from twinop.errors import ExportError
+from twinop.model.attach import OPSETS
+from twinop.model.bodies import find_body
+from twinop.model.record_body import AttributeReference, BodySetting
 from twinop.op_schema import default_of, onnx_value
 from twinop.op_spec import OpSpec
-
-from .attach import OPSETS
-from .bodies import find_body
-from .record_body import AttributeReference, BodySetting
 
 
 class AttributeValue(AttributeReference):
@@ -61,7 +60,7 @@ def evaluate_body(
     body = find_body(record.key)
     if body is None:
         raise ExportError(
-            f"op {record.key} has no function body; add `@body def {record.name}` to export/bodies.py"
+            f"op {record.key} has no function body; add `@body def {record.name}` to model/bodies.py"
         )
     body.check(record)
     first = inputs[0]

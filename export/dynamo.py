@@ -7,11 +7,10 @@ import torch
 from onnxscript.values import Op, Opset
 
 from twinop import torch_op
+from twinop.model.schema import onnx_value
 from twinop.op_schema import op_schema
 from twinop.op_spec import OpSpec
 from twinop.torch_op.arguments import bind, signature_of
-
-from .schema import onnx_value
 
 
 def translation_table(

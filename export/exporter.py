@@ -28,13 +28,16 @@ from twinop.dtypes import FLOATING, to_array, to_tensor, torch_name
 from twinop.errors import ExportError, LibraryError, TwinopError, in_command, option
 from twinop.find import package_key, package_of
 from twinop.library import read_library
+from twinop.model.attach import MOST_INLINED, attach_to_calls, inlined_nodes
+from twinop.model.calls import Call, find_calls
+from twinop.model.files import EXTERNAL_DATA_BYTES, save, work_folder
 from twinop.op_spec import DOMAIN, OpSpec
+from twinop.optimize import chosen_device
+from twinop.optimize import optimize as optimize_file
+from twinop.optimize.inputs import special as special_cases
 from twinop.publish import publish
 from twinop.tolerance import accepted, difference, nudged, same_bits, scale_of
 
-from .attach import MOST_INLINED, attach_to_calls, inlined_nodes
-from .calls import Call, find_calls
-from .files import EXTERNAL_DATA_BYTES, save, work_folder
 from .inputs import Dynamic, Inputs, as_module, bind_inputs, check_dynamic, check_opset, leaves, resized
 from .report import ExportReport
 from .routes import ROUTES, Source, quiet_torch, run_route
@@ -99,8 +102,6 @@ def export(
         ExportError: wrong arguments, a model that cannot be exported, or a file that does not give torch's
             results.
     """
-    from twinop.optimize import chosen_device  # above this room: the export's last step calls it
-
     target = Path(path)
     if exporter not in ROUTES:
         raise ExportError(f"exporter {exporter!r} is not known; expected one of: {', '.join(ROUTES)}")
@@ -193,8 +194,6 @@ def _optimized(
     options: Mapping[str, Any],
 ) -> list[Path]:
     """Optimises a file into a folder of its own, and compares it with torch; returns the files to keep."""
-    from twinop.optimize import optimize as optimize_file
-
     folder = files[-1].parent / "optimized"
     folder.mkdir()
     given, path = folder / "inputs.npz", folder / files[-1].name
@@ -363,8 +362,6 @@ def _special_cases(
     model: torch.nn.Module, inputs: Inputs, exported: ir.Model, scales: Sequence[float]
 ) -> Iterator[Case]:
     """Yields numbers that are all 0, all 1 or large, and torch's outputs, where torch runs the model."""
-    from twinop.optimize.inputs import special as special_cases
-
     arrays = {name: to_array(tensor) for name, tensor in inputs.tensors.items()}
     for special, case in special_cases(exported, arrays, ()).items():
         tensors = {name: to_tensor(array).to(inputs.tensors[name].device) for name, array in case.items()}

@@ -13,8 +13,7 @@ from torch.utils import _pytree as pytree
 
 from twinop.dtypes import FLOATING
 from twinop.errors import ExportError, option
-
-from .attach import OPSETS
+from twinop.model.attach import OPSETS
 
 Dynamic = Mapping[str, int | Sequence[int] | Mapping[int, str]]
 

@@ -16,12 +16,12 @@ from onnxscript import version_converter
 
 from twinop.dtypes import to_array
 from twinop.errors import ExportError, TwinopError, option
+from twinop.model.calls import infer_types
+from twinop.model.folding import fold_constants
 from twinop.op_spec import OpSpec
 from twinop.quiet import quiet
 
-from .calls import infer_types
 from .dynamo import translation_table
-from .folding import fold_constants
 from .inputs import Inputs, leaves
 from .state import kept_state
 from .torchscript import register_symbolics

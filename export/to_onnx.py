@@ -128,9 +128,9 @@ def main(
 
         from twinop import torch_op
         from twinop.export import export
-        from twinop.export.files import check_target
         from twinop.export.inputs import check_opset, floating_dtype, parse_dynamic
         from twinop.export.model_source import load_model
+        from twinop.model.files import check_target
 
         check_opset(opset)
         converted = floating_dtype(dtype) if dtype is not None else None

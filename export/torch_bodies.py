@@ -24,8 +24,8 @@ from torch.overrides import TorchFunctionMode
 from twinop.dtypes import FLOATING, FLOATS_8
 from twinop.errors import ExportError, option
 from twinop.kernel_op import KernelOp
+from twinop.model.record_body import UNKNOWN, BodySetting
 
-from .record_body import UNKNOWN, BodySetting
 from .routes import quiet_torch, root_cause
 
 Ranks = tuple[int | None, ...]
@@ -159,7 +159,7 @@ def _export(
         raise ExportError(
             f"the body of {declared.record.qualified_name} ({declared.place}) cannot be exported to ONNX: "
             f"{_reason(root_cause(error))}. Write it with other functions of torch, or as an ONNX builder "
-            "(twinop/export/bodies.py)"
+            "(twinop/model/bodies.py)"
         ) from error
     InlinePass()(program.model)
     for node in program.model.graph:

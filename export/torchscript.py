@@ -7,12 +7,11 @@ from typing import Any
 import torch
 
 from twinop import torch_op
+from twinop.model.schema import onnx_value
 from twinop.op_schema import Dims, infer_outputs
 from twinop.op_spec import OpSpec
 from twinop.shapes import Unknown
 from twinop.torch_op.arguments import signature_of
-
-from .schema import onnx_value
 
 # torch's letters for a symbolic's arguments (`parse_args`) and for the attributes of `g.op` (`axis_i`).
 _READ = {"int": "i", "float": "f", "bool": "b", "str": "s", "int[]": "is"}

@@ -11,7 +11,7 @@ from onnx_ir.passes.common import LiftConstantsToInitializersPass
 from twinop.deploy.custom_nodes import custom_nodes, load_model
 from twinop.deploy.tensor_specs import WITHOUT_MAPS
 from twinop.errors import ExportError, TwinopError
-from twinop.export.calls import name_standard_domain
+from twinop.model.calls import name_standard_domain
 from twinop.quiet import quiet
 
 from . import graph as g

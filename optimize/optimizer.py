@@ -12,8 +12,8 @@ from twinop.deploy.cuda import has_gpu
 from twinop.deploy.ort_process import time_limit
 from twinop.dtypes import dtype_name
 from twinop.errors import ExportError, option
-from twinop.export.files import check_target, work_folder
 from twinop.library import find_library, read_library
+from twinop.model.files import check_target, work_folder
 from twinop.op_spec import OpSpec
 from twinop.publish import publish
 

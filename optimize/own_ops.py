@@ -17,11 +17,11 @@ from twinop import deploy
 from twinop.deploy.choose_library import choose_libraries, library_paths
 from twinop.deploy.custom_nodes import load_model
 from twinop.errors import ExportError, LibraryError, TwinopError, option
-from twinop.export.attach import OPSETS
-from twinop.export.calls import graphs_of, infer_types, label_of
-from twinop.export.schema import ONNX_TYPES
 from twinop.find import find_library_of
 from twinop.library import read_library
+from twinop.model.attach import OPSETS
+from twinop.model.calls import graphs_of, infer_types, label_of
+from twinop.model.schema import ONNX_TYPES
 from twinop.names import BUILT_IN
 from twinop.op_spec import DOMAIN, OpSpec
 

@@ -14,9 +14,9 @@ from onnx_ir.passes.common import (
 
 from twinop.deploy.ort_runs import NotRunnable, run
 from twinop.errors import ExportError, TwinopError
-from twinop.export.attach import OPSETS
-from twinop.export.folding import fold_constants
-from twinop.export.schema import registered_schemas
+from twinop.model.attach import OPSETS
+from twinop.model.folding import fold_constants
+from twinop.model.schema import registered_schemas
 from twinop.names import BUILT_IN
 from twinop.op_spec import OpSpec
 from twinop.quiet import quiet

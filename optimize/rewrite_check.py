@@ -23,11 +23,11 @@ from twinop.deploy.cuda import obstacles
 from twinop.deploy.ort_runs import NotRunnable, has_wrong_types, run
 from twinop.deploy.tensor_specs import RIGHT_PADDED
 from twinop.errors import ExportError, TwinopError, option
-from twinop.export.attach import attach_to_calls
-from twinop.export.calls import find_calls, paths_in_use
-from twinop.export.files import EXTERNAL_DATA_BYTES, rename, save
-from twinop.export.folding import restore_defaults, take_defaults
 from twinop.library import Library
+from twinop.model.attach import attach_to_calls
+from twinop.model.calls import find_calls, paths_in_use
+from twinop.model.files import EXTERNAL_DATA_BYTES, rename, save
+from twinop.model.folding import restore_defaults, take_defaults
 from twinop.op_spec import OpSpec
 from twinop.quiet import quiet
 from twinop.tolerance import LOST, NOISE

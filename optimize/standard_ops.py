@@ -16,10 +16,10 @@ from onnx.defs import get_schema
 
 from twinop.dtypes import dtype_name
 from twinop.errors import ExportError, option
-from twinop.export.attach import OPSETS
-from twinop.export.bodies import find_body
-from twinop.export.calls import make_call
-from twinop.export.record_body import trace
+from twinop.model.attach import OPSETS
+from twinop.model.bodies import find_body
+from twinop.model.calls import make_call
+from twinop.model.record_body import trace
 from twinop.op_schema import default_of
 from twinop.op_spec import OpSpec
 

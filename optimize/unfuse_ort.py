@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 import numpy as np
 import onnx_ir as ir
 
-from twinop.export.attach import OPSETS
+from twinop.model.attach import OPSETS
 
 from . import graph as g
 from .attention import padding_bias, spread

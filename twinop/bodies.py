@@ -1,6 +1,6 @@
 """The registry of function bodies: what each op means in standard ONNX operators.
 
-`twinop/export/bodies.py` says how a body is written. The registry needs neither onnx nor torch.
+`twinop/model/bodies.py` says how a body is written. The registry needs neither onnx nor torch.
 """
 
 import inspect
@@ -84,7 +84,7 @@ def body(
     defaults: Mapping[str, DefaultInput] | None = None,
     domain: str = DOMAIN,
 ) -> Any:
-    """Registers the function body of the op of the same name (`twinop/export/bodies.py` explains bodies).
+    """Registers the function body of the op of the same name (`twinop/model/bodies.py` explains bodies).
 
     Args:
         defaults: what each omitted optional input stands for, by name. Without a default, nodes that have

@@ -89,7 +89,7 @@ def op(
 ) -> Any:
     """Makes a function the function body of the op of its name, and returns the op.
 
-    `twinop/export/bodies.py` says how a body is written.
+    `twinop/model/bodies.py` says how a body is written.
 
     Args:
         domain: the domain of the op's library. Default: the top-level name of the function's module.

@@ -175,7 +175,7 @@ def triton_op(
         schema: in torch's language: `rms_norm(Tensor x, Tensor weight, float eps=1e-6) -> Tensor`. Kernels
             store to new tensors, which the launcher returns, and to inputs that are `Tensor(a!)`.
         body: what the op means. A torch function of the inputs and, by name, the attributes, or an ONNX
-            builder, whose first parameter is named `op` (`twinop/export/bodies.py`). 16-bit inputs arrive as
+            builder, whose first parameter is named `op` (`twinop/model/bodies.py`). 16-bit inputs arrive as
             float32. It runs on the CPU, and becomes the function body of exported models. It returns all
             outputs, at the end the new content of the inputs that the op writes.
         dtypes: the dtypes of the inputs. Each entry is a dtype for all tensors, or names others:

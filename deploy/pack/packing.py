@@ -31,7 +31,7 @@ TRITON_IMAGE = "nvcr.io/nvidia/tritonserver:26.09-py3"
 PYTHON_IMAGE = "python:3.13.11-slim-trixie"  # the Python that requirements/lock.py locks packages for
 _NOT_SERVING = (
     *("__pycache__", "bench", "building", "aot_kernels", "doctor", "include"),
-    *("export", "lib", "optimize", "pack", "testing", "torch_op", "triton"),
+    *("export", "lib", "model", "optimize", "pack", "testing", "torch_op", "triton"),
 )
 _FILES = {
     "twinop.toml.j2": "models/{name}/twinop.toml",

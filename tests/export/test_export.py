@@ -409,7 +409,7 @@ def test_without_bodies_and_without_verification(tmp_path: Path) -> None:
 
 
 def test_an_op_without_body_needs_the_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from twinop.export import bodies
+    from twinop.model import bodies
 
     monkeypatch.delitem(bodies.BODIES, "relu")
     report = export(

@@ -14,8 +14,8 @@ from samples import RECORDS, values
 
 from twinop import torch_op
 from twinop.export import attach_bodies, export
-from twinop.export.attach import inlined_nodes
-from twinop.export.schema import registered_schemas
+from twinop.model.attach import inlined_nodes
+from twinop.model.schema import registered_schemas
 from twinop.op_spec import DOMAIN
 from twinop.testing.one_node import body_session, one_node_model
 from twinop.tolerance import same_bits

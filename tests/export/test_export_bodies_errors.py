@@ -11,7 +11,7 @@ from samples import RECORDS
 
 from twinop.errors import ExportError
 from twinop.export import DefaultInput, attach_bodies, body
-from twinop.export.bodies import Body
+from twinop.model.bodies import Body
 from twinop.op_spec import DOMAIN, OpSpec
 from twinop.testing.one_node import body_session
 
@@ -30,7 +30,7 @@ def make_record(schema: str, **fields: Any) -> OpSpec:
 
 
 def with_body(monkeypatch: pytest.MonkeyPatch, name: str, build: Any, **defaults: DefaultInput) -> None:
-    from twinop.export import bodies
+    from twinop.model import bodies
 
     monkeypatch.setitem(bodies.BODIES, name, Body(build, defaults))
 

@@ -17,7 +17,7 @@ from torch.onnx._internal.torchscript_exporter import registration
 import twinop.export
 from twinop.errors import ExportError, RecordError
 from twinop.export import attach_bodies, op_schema, register_symbolics, translation_table
-from twinop.export.schema import onnx_value, registered_schemas
+from twinop.model.schema import onnx_value, registered_schemas
 from twinop.op_schema import default_of, infer_outputs
 from twinop.op_spec import DOMAIN, Attribute, OpSpec
 from twinop.shapes import Unknown

@@ -117,7 +117,7 @@ def test_paths_that_cannot_be_written(tmp_path: Path) -> None:
 def test_a_wrong_result_is_refused_and_nothing_is_kept(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from twinop.export import bodies
+    from twinop.model import bodies
 
     path = tmp_path / "m.onnx"
     path.write_text("the file of before")
@@ -141,7 +141,7 @@ class Numbers(torch.nn.Module):
 def test_a_wrong_result_is_refused_where_all_outputs_are_small(
     scale: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from twinop.export import bodies
+    from twinop.model import bodies
 
     monkeypatch.setitem(bodies.BODIES, "relu", bodies.Body(lambda op, x: op.Mul(x, 0.0)))
     with pytest.raises(ExportError, match=r"in output 0 .* error .* where the largest value is .*, acc"):
@@ -183,7 +183,7 @@ def test_outputs_near_zero_have_the_rounding_errors_of_what_cancels(
 
 def test_a_missing_kernel_in_onnxruntime_is_listed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The library runs the model. The body does not run: ONNX Runtime has no fp64 Erf on the CPU."""
-    from twinop.export import bodies
+    from twinop.model import bodies
 
     # 0 * erf(x) does not change the result.
     body = bodies.Body(lambda op, x: op.Where(op.Less(x, op.Mul(op.Erf(x), 0.0)), 0, x))
@@ -213,7 +213,7 @@ WRONG = {  # a body that is right for ordinary numbers
 def test_what_is_wrong_for_special_inputs_only_is_refused(
     special: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from twinop.export import bodies
+    from twinop.model import bodies
 
     monkeypatch.setitem(bodies.BODIES, "relu", bodies.Body(WRONG[special]))
     with pytest.raises(ExportError, match=f"without the library, differs from torch for {special} in output"):

@@ -16,8 +16,8 @@ from onnx import parser
 
 from twinop import deploy, publish
 from twinop.errors import ExportError
-from twinop.export.files import save, work_folder
 from twinop.library import checksum
+from twinop.model.files import save, work_folder
 from twinop.optimize import optimize
 
 X = {"x": np.ones((1, 4), np.float32)}
@@ -36,7 +36,7 @@ def make(number: float) -> ir.Model:
 
 @pytest.fixture(autouse=True)
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("twinop.export.files._SMALL", 0)
+    monkeypatch.setattr("twinop.model.files._SMALL", 0)
     monkeypatch.setattr("twinop.optimize.rewrite_check.EXTERNAL_DATA_BYTES", 0)
 
 
@@ -87,7 +87,7 @@ def test_between_the_renames(moment: int, how: str, tmp_path: Path) -> None:
     onnx.save(ir.to_proto(make(2)), tmp_path / "new.onnx")
     program = f"""
 import os, sys, time
-import twinop.export.files as files, twinop.optimize.rewrite_check as check
+import twinop.model.files as files, twinop.optimize.rewrite_check as check
 from twinop.optimize import optimize
 check.EXTERNAL_DATA_BYTES = files._SMALL = 0
 real, left = os.replace, [{moment}]

@@ -12,7 +12,7 @@ from optimizing import optimized, parsed, types, weights
 
 from twinop import deploy, torch_op
 from twinop.export import export
-from twinop.export.folding import fold_constants
+from twinop.model.folding import fold_constants
 
 ZEROS = np.zeros((2, 3), np.float32)
 NUMBERS = np.random.default_rng(0).standard_normal((2, 3)).astype(np.float32)

@@ -8,12 +8,12 @@ from pathlib import Path
 from abi_files import build_c
 from abi_structures import TEXTS
 
-from twinop.export.attach import OPSETS
-from twinop.export.bodies import find_body
-from twinop.export.body_model import model_of
-from twinop.export.calls import make_call
-from twinop.export.record_body import trace
-from twinop.export.schema import onnx_value
+from twinop.model.attach import OPSETS
+from twinop.model.bodies import find_body
+from twinop.model.body_model import model_of
+from twinop.model.calls import make_call
+from twinop.model.record_body import trace
+from twinop.model.schema import onnx_value
 from twinop.op_schema import default_of
 from twinop.op_spec import OpSpec
 

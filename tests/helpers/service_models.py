@@ -181,7 +181,7 @@ def slow(rounds: int = 200, size: int = 256) -> onnx.ModelProto:
 
 
 def relu_body(datatype: str = "FP32") -> onnx.FunctionProto:
-    """The function body of CustomRelu, computing in fp32 but for fp64 (twinop.export.bodies.relu)."""
+    """The function body of CustomRelu, computing in fp32 but for fp64 (twinop.model.bodies.relu)."""
     kind = TensorProto.DOUBLE if datatype == "FP64" else TensorProto.FLOAT
     zero = helper.make_tensor("zero", kind, [], [0.0])
     return function(

@@ -11,8 +11,8 @@ from onnx import helper
 from samples import DEVICES, RECORDS
 
 from twinop import torch_op
-from twinop.export.attach import attach_bodies
 from twinop.library import find_library
+from twinop.model.attach import attach_bodies
 from twinop.testing.one_node import body_session, make_session, one_node_model
 
 ROUNDING = {torch.float32: 4e-6, torch.float16: 2e-3, torch.bfloat16: 1.6e-2, torch.float64: 1e-13}

@@ -21,9 +21,10 @@ from optimizing import UNTIMED, nodes, optimized, parsed, types, weights
 
 from twinop import deploy
 from twinop.errors import ExportError
-from twinop.export import export, files
-from twinop.export.attach import attach_bodies
-from twinop.export.folding import fold_constants
+from twinop.export import export
+from twinop.model import files
+from twinop.model.attach import attach_bodies
+from twinop.model.folding import fold_constants
 from twinop.optimize import optimize
 from twinop.optimize.timing import milliseconds
 
@@ -204,7 +205,7 @@ def test_sigterm_leaves_nothing_behind(tmp_path: Path) -> None:
     program = """
 import os, signal, sys
 from pathlib import Path
-from twinop.export.files import work_folder
+from twinop.model.files import work_folder
 with work_folder(Path(sys.argv[1])) as folder:
     os.kill(os.getpid(), signal.SIGTERM)
 """
@@ -506,7 +507,7 @@ def test_a_full_disk_is_no_defect(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     onnx.save(parsed(TEXT, w=weights(4, 3)), tmp_path / "old.onnx")
-    monkeypatch.setattr("twinop.export.files.ir.save", full)
+    monkeypatch.setattr("twinop.model.files.ir.save", full)
     said = message(tmp_path / "old.onnx", tmp_path / "new.onnx")
     assert "new.onnx: cannot be written: No space left on device. Free space on its disk" in said
     assert [each.name for each in tmp_path.iterdir()] == ["old.onnx"]

@@ -12,8 +12,8 @@ from linear_calls import linear_node, model_of, random
 from ort_cases import all_cases
 from ort_versions import SUPPORTED, TOO_OLD, environment, is_ready
 
-from twinop.export.attach import attach_bodies
 from twinop.library import find_library
+from twinop.model.attach import attach_bodies
 
 
 @pytest.fixture(scope="module")

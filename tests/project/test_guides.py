@@ -52,8 +52,8 @@ def apply(page: Path, folder: Path) -> None:
 def test_a_page_writes_two_files(page: Path, tmp_path: Path) -> None:
     steps = {step["file"]: step["text"] for step in STEP.finditer(page.read_text())}
     header = f"kernels/ops/{op_of(page)}.h"
-    assert set(steps) - {"torch_op/second_derivatives.py"} == {header, "export/bodies.py"}
-    (function,) = ast.parse(steps["export/bodies.py"]).body
+    assert set(steps) - {"torch_op/second_derivatives.py"} == {header, "model/bodies.py"}
+    (function,) = ast.parse(steps["model/bodies.py"]).body
     assert isinstance(function, ast.FunctionDef) and function.name == op_of(page)
     assert [
         shlex.split(line) for block in COMMANDS.findall(page.read_text()) for line in block.splitlines()

@@ -26,7 +26,7 @@ from packaging.specifiers import SpecifierSet
 from twinop.deploy.service.newer_python import tomllib
 
 ROOT = Path(__file__).resolve().parents[2]
-FOLDERS = ("bench", "deploy", "export", "optimize", "torch_op", "twinop")
+FOLDERS = ("bench", "deploy", "export", "model", "optimize", "torch_op", "twinop")
 OTHERS = ("torch", "onnx", "onnx_ir", "onnxscript", "onnxruntime", "triton", "helion", "uvicorn")
 
 

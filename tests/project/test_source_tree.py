@@ -16,7 +16,7 @@ from twinop.export import export
 from twinop.optimize import optimize
 
 ROOT = Path(__file__).resolve().parents[2]
-LAYERS = ("twinop", "torch_op", "deploy", "export", "optimize", "testing", "bench")
+LAYERS = ("twinop", "torch_op", "deploy", "model", "optimize", "export", "testing", "bench")
 """The folders of Python modules. A module imports from its own folder and from those before it."""
 
 

@@ -9,7 +9,7 @@ import pytest
 from test_docs import ROOT
 
 PAGE = ROOT / "docs/guide/troubleshooting.md"
-FOLDERS = ("twinop", "torch_op", "export", "optimize", "deploy", "kernels", "ort_customop")
+FOLDERS = ("twinop", "torch_op", "export", "model", "optimize", "deploy", "kernels", "ort_customop")
 ROW = re.compile(r"^\| `(?P<message>[^|]+)` \| (?P<cause>[^|]+) \| (?P<cure>[^|]+) \|$", re.MULTILINE)
 
 

@@ -14,8 +14,8 @@ from samples import RECORDS, has_derivative
 
 from twinop import torch_op
 from twinop.export import op_schema, translation_table
-from twinop.export.bodies import find_body
 from twinop.library import find_library, read_library
+from twinop.model.bodies import find_body
 from twinop.op_spec import DOMAIN, DOMAIN_VERSION, OpSpec
 from twinop.testing.one_node import make_session, one_node_model
 

@@ -127,11 +127,11 @@ def _model(record: OpSpec, combination: int, ranks: Sequence[Ranks]) -> bytes:
     """Makes the model of an op's body for calls of these ranks and all values of the attributes."""
     import onnx_ir as ir
 
-    from ..export.attach import OPSETS
-    from ..export.bodies import find_body
-    from ..export.body_model import model_of
-    from ..export.calls import make_call
-    from ..export.record_body import trace as trace_body
+    from ..model.attach import OPSETS
+    from ..model.bodies import find_body
+    from ..model.body_model import model_of
+    from ..model.calls import make_call
+    from ..model.record_body import trace as trace_body
 
     body = find_body(record.key)
     assert body is not None, record

@@ -16,11 +16,11 @@ from twinop.declare import CPU_FUNCTIONS
 from twinop.deploy import Session
 from twinop.errors import ExportError
 from twinop.export import attach_bodies, export
-from twinop.export.attach import OPSETS
-from twinop.export.bodies import find_body
-from twinop.export.calls import make_call
 from twinop.export.verify import unsupported_cell
 from twinop.kernel_op import DECLARED
+from twinop.model.attach import OPSETS
+from twinop.model.bodies import find_body
+from twinop.model.calls import make_call
 from twinop.op_schema import default_of
 from twinop.op_spec import OpSpec
 from twinop.tolerance import same_bits

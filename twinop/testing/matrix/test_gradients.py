@@ -12,7 +12,7 @@ from torch.library import opcheck
 
 from twinop.dtypes import FLOATS_8
 from twinop.errors import RecordError
-from twinop.export.bodies import find_body
+from twinop.model.bodies import find_body
 from twinop.op_spec import DOMAIN, OpSpec
 from twinop.torch_op.rules import PRODUCTS
 

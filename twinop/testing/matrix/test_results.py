@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from twinop.export.bodies import find_body
 from twinop.kernel_op import DECLARED
+from twinop.model.bodies import find_body
 from twinop.op_spec import OpSpec
 
 from ..messages import fail, first_difference, require_same_bits

@@ -92,7 +92,7 @@ def attach_to_calls(
         if body is None and not allow_missing:
             raise ExportError(
                 f"op {record.name} has no function body: {record.onnx_name} would need the library "
-                "everywhere. Write one (see twinop/export/bodies.py), or export without "
+                "everywhere. Write one (see twinop/model/bodies.py), or export without "
                 f"({option('bodies', False)})"
             )
         for call in found:
