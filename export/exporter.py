@@ -7,7 +7,7 @@ An exporter of torch's makes one model in memory (`routes.py`). A list of passes
 import dataclasses
 import os
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import cache, partial
 from math import inf
@@ -35,6 +35,7 @@ from twinop.op_spec import DOMAIN, OpSpec
 from twinop.optimize import chosen_device
 from twinop.optimize import optimize as optimize_file
 from twinop.optimize.inputs import special as special_cases
+from twinop.progress import Progress, silent
 from twinop.publish import publish
 from twinop.tolerance import accepted, difference, nudged, same_bits, scale_of
 
@@ -63,7 +64,7 @@ def export(
     library: deploy.Libraries = None,
     external_data_bytes: int = EXTERNAL_DATA_BYTES,
     timeout: float = 600,
-    progress: Callable[[str], None] = lambda step: None,
+    progress: Progress = silent,
 ) -> ExportReport:
     """Exports a torch model that uses twinop's ops, and keeps the file only if it passes every check.
 
@@ -96,7 +97,7 @@ def export(
         library: the libraries for the comparison, one or several. For each other domain of the model it is
             the one that torch has loaded, and for twinop's own the smallest one that is found with the ops.
         timeout: the seconds that the file may run in ONNX Runtime without progress, before it is ended.
-        progress: called with the name of each step.
+        progress: called at each step, and while it goes on.
 
     Raises:
         ExportError: wrong arguments, a model that cannot be exported, or a file that does not give torch's
@@ -149,6 +150,7 @@ def export(
             progress("optimizing")
             report.device = device
             options = {"device": device, "allow_uncompared": allow_uncompared, "timeout": timeout}
+            options["progress"] = progress
             files = _optimized(files, inputs.tensors, libraries, calls, report, cases, options)
         files = publish(files, target)
     report.data_path = files[0] if len(files) > 1 else None

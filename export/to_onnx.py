@@ -22,7 +22,7 @@ from rich.filesize import decimal
 from rich.table import Column, Table
 from rich.text import Text
 
-from twinop.console import Timeout, clear_errors, err, out, program
+from twinop.console import Timeout, clear_errors, out, program, progress_bar
 from twinop.errors import ExportError
 
 if TYPE_CHECKING:
@@ -119,7 +119,7 @@ def main(
 
       twinop export my_models:make --dynamic input:0 -o model.onnx
     """
-    with clear_errors(), err.status("loading torch") as status:
+    with clear_errors(), progress_bar("loading torch") as progress:
         if source is not None and model is not None:
             raise ExportError(f"MODEL {source} and --model {model}: give one of them")
         output = output or Path(f"{source.rpartition(':')[2].lower()}.onnx" if source else "custom_relu.onnx")
@@ -141,7 +141,7 @@ def main(
             module, args = torch_op.CustomReLU(), (torch.randn(8, 1024),)
         else:
             check_target(output, [Path(model.rpartition(":")[0])])
-            status.update(f"loading {model}")
+            progress(f"loading {model}")
             for path in library or ():
                 torch_op.load(path)
             module, args = load_model(model, what)
@@ -162,7 +162,7 @@ def main(
             device=device,
             library=library,
             timeout=timeout,
-            progress=status.update,
+            progress=progress,
         )
     out.print(str(report.path), style="bold", soft_wrap=True)
     out.print(_table(report))

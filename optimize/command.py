@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from twinop.console import Timeout, clear_errors, err, out
+from twinop.console import Timeout, clear_errors, out, progress_bar
 
 
 def main(
@@ -94,7 +94,7 @@ def main(
 
       twinop optimize genai_model/ -o fast/
     """
-    with clear_errors(), err.status("loading") as status:
+    with clear_errors(), progress_bar("loading") as progress:
         from .genai import optimize_folder
         from .optimizer import optimize
 
@@ -113,6 +113,6 @@ def main(
             library=library,
             allow_model_libraries=allow_model_libraries,
             timeout=timeout,
-            progress=status.update,
+            progress=progress,
         )
     out.print(str(report), soft_wrap=True)

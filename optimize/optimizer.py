@@ -15,6 +15,7 @@ from twinop.errors import ExportError, option
 from twinop.library import find_library, read_library
 from twinop.model.files import check_target, work_folder
 from twinop.op_spec import OpSpec
+from twinop.progress import Progress, silent
 from twinop.publish import publish
 
 from . import (
@@ -98,7 +99,7 @@ def optimize(
     allow_model_libraries: bool = False,
     kept: Iterable[OpSpec] = (),
     timeout: float = 600,
-    progress: Callable[[str], None] = lambda step: None,
+    progress: Progress = silent,
 ) -> OptimizeReport:
     """Optimises an ONNX file, and keeps the result only if it computes what the original computes.
 
@@ -126,7 +127,7 @@ def optimize(
         allow_model_libraries: whether to take libraries, which can do anything, from the model's folder.
         kept: ops whose nodes stay although no library may have them.
         timeout: the seconds that a model may run without progress, before it is ended.
-        progress: called with the name of each step.
+        progress: called at each step, and while it goes on.
 
     Raises:
         ExportError: wrong arguments, or a model that cannot be read, run or converted.

@@ -29,6 +29,7 @@ from twinop.model.calls import find_calls, paths_in_use
 from twinop.model.files import EXTERNAL_DATA_BYTES, rename, save
 from twinop.model.folding import restore_defaults, take_defaults
 from twinop.op_spec import OpSpec
+from twinop.progress import Progress
 from twinop.quiet import quiet
 from twinop.tolerance import LOST, NOISE
 
@@ -81,7 +82,7 @@ class RewriteCheck:
         report: OptimizeReport,
         padding: str | None,
         own: OwnOps,
-        progress: Callable[[str], None],
+        progress: Progress,
     ) -> None:
         """Saves the original in fp32, unless it is in such a file.
 

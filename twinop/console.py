@@ -5,6 +5,7 @@ import os
 import re
 import shutil
 import sys
+import time
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -14,6 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from .errors import TwinopError, TwinopWarning, command_line, is_disk_error
+from .progress import Progress, tree_bytes
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -27,6 +29,8 @@ Timeout = Annotated[
 """The option `--timeout` of commands that run models in another process."""
 _PIPE_WIDTH = 10_000
 """Columns where the output is not a terminal: tables and lines keep their words and paths whole."""
+_BETWEEN = 5.0  # seconds between two lines of progress where the output is not a terminal
+_PARTS = 1 << 20  # a total of more is in bytes
 
 
 def __getattr__(name: str) -> Any:
@@ -90,3 +94,51 @@ def clear_errors() -> Iterator[None]:
         err.print("error:", style="bold red", end=" ")
         err.print(text, soft_wrap=True)
         raise typer.Exit(1) from error
+
+
+@contextmanager
+def progress_bar(first: str) -> Iterator[Progress]:
+    """Shows steps, how much of each is done, and the memory of all processes.
+
+    That is a bar, or lines where there is no terminal: one every five seconds, none of short commands.
+    """
+    from .console import err
+
+    if not err.is_terminal:
+        yield _lines()
+        return
+    from rich.progress import BarColumn, ProgressColumn, SpinnerColumn, Task, TextColumn
+    from rich.progress import Progress as Bar
+    from rich.text import Text
+
+    class Amount(ProgressColumn):
+        def render(self, task: Task) -> Text:
+            return Text(_amount(int(task.completed), int(task.total or 0)))
+
+    columns = (SpinnerColumn(), TextColumn("{task.description}", markup=False), BarColumn(20), Amount())
+    with Bar(*columns, console=err, transient=True, refresh_per_second=4) as bar:
+        task = bar.add_task(first, total=None)
+
+        def show(step: str, done: int = 0, total: int = 0) -> None:
+            bar.update(task, description=step, completed=done, total=total or None)
+
+        yield show
+
+
+def _lines() -> Progress:
+    from .console import err
+
+    last = time.monotonic()
+
+    def show(step: str, done: int = 0, total: int = 0) -> None:
+        nonlocal last
+        if (now := time.monotonic()) - last >= _BETWEEN:
+            last = now
+            err.print(f"{step}: {_amount(done, total)}", soft_wrap=True)
+
+    return show
+
+
+def _amount(done: int, total: int) -> str:
+    parts = f"{done / 1e9:.2f} of {total / 1e9:.2f} GB" if total > _PARTS else f"{done} of {total}"
+    return f"{parts if total else ''}{', ' * bool(total)}memory {tree_bytes() / 1e9:.2f} GB"

@@ -6,7 +6,7 @@ from typing import Any
 from rich.box import ROUNDED
 from rich.table import Column, Table
 
-from twinop.console import clear_errors, err, out
+from twinop.console import clear_errors, err, out, progress_bar
 
 from .options import Options
 
@@ -39,7 +39,9 @@ def main(**given: Any) -> None:
 
         options = Options(**given)
         if options.genai:
-            out.print(str(pack_genai(options)), soft_wrap=True)
+            with progress_bar("loading") as progress:
+                report = pack_genai(options, progress)
+            out.print(str(report), soft_wrap=True)
             return
         packed = pack(options)
     contents, output = packed.contents, options.output

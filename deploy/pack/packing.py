@@ -15,6 +15,7 @@ import onnx
 
 import twinop
 from twinop.library import checksum
+from twinop.progress import Progress, silent
 from twinop.publish import replace_folder, work_folder
 
 from ..errors import PackError
@@ -80,7 +81,7 @@ def pack(options: Options) -> Packed:
     return packed
 
 
-def pack_genai(options: Options) -> Any:
+def pack_genai(options: Options, progress: Progress = silent) -> Any:
     """Optimises a folder of onnxruntime-genai for a device, and returns the report.
 
     Raises:
@@ -96,7 +97,7 @@ def pack_genai(options: Options) -> Any:
         raise PackError(f"{options.output} is in the folder that it is made of. Name one outside {source}")
     asked = {name: getattr(options, name) for name in _OF_OPTIMIZE}
     with _written_whole(options.output) as root:
-        report = optimize_folder(options.model, root, **asked)
+        report = optimize_folder(options.model, root, progress=progress, **asked)
         _write_manifest(root, root)
     return report
 
