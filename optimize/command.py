@@ -1,85 +1,95 @@
 """Implements the command `twinop optimize`. Heavy imports wait until the options have been read."""
 
+import inspect
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from twinop.console import Timeout, clear_errors, out, progress_bar
 
 
-def main(
+def _option(help: str, *names: str) -> Any:
+    return typer.Option(*names, help=help)
+
+
+@dataclass(frozen=True)
+class Options:
+    """What to optimise, and how: the signature of the command."""
+
     source: Annotated[
         Path,
         typer.Argument(metavar="MODEL", help="The ONNX file to optimise, or a folder of onnxruntime-genai."),
-    ],
-    output: Annotated[Path, typer.Option("--output", "-o", help="The file or folder to write.")],
+    ]
+    output: Annotated[Path, _option("The file or folder to write.", "--output", "-o")]
     dtype: Annotated[
         str | None,
-        typer.Option(
-            help="Convert the model to float16 or bfloat16. Default: keep the dtypes of inputs and outputs, "
-            "and the precision of each node."
+        _option(
+            "Convert the model to float16 or bfloat16. Default: keep the dtypes of inputs and outputs, and "
+            "the precision of each node."
         ),
-    ] = None,
+    ] = None
     device: Annotated[
         str | None,
-        typer.Option(
-            help="Optimise for cuda or cpu. The file runs on both. Default: cuda where a GPU is to be seen, "
-            "else cpu; for a folder that names CUDA, cuda."
+        _option(
+            "Optimise for cuda or cpu. The file runs on both. Default: cuda where a GPU is to be seen, else "
+            "cpu; for a folder that names CUDA, cuda."
         ),
-    ] = None,
+    ] = None
     padding: Annotated[
         str | None,
-        typer.Option(
-            help="[bold]right[/]: you promise that masks hide only the end of each sequence. This is faster."
-        ),
-    ] = None,
+        _option("[bold]right[/]: you promise that masks hide only the end of each sequence. This is faster."),
+    ] = None
     shared_caches: Annotated[
         bool,
-        typer.Option(
+        _option(
+            "You promise that past and present share memory, which has rows for the whole context.",
             "--shared-caches",
-            help="You promise that past and present share memory, which has rows for the whole context.",
         ),
-    ] = False,
+    ] = False
     invariant: Annotated[
         bool,
-        typer.Option(
-            "--invariant",
-            help="On CUDA, in 16 bits: a prompt's logits are the same, bit for bit, whatever else is in its "
+        _option(
+            "On CUDA, in 16 bits: a prompt's logits are the same, bit for bit, whatever else is in its "
             "batch. Slower. The report names what may still depend on it.",
+            "--invariant",
         ),
-    ] = False,
-    inputs: Annotated[
+    ] = False
+    inputs_file: Annotated[
         Path | None,
-        typer.Option(help="An .npz file of inputs to compare and measure on. Default: small generated ones."),
-    ] = None,
+        _option("An .npz file of inputs to compare on. Default: small generated ones.", "--inputs"),
+    ] = None
     without: Annotated[
-        list[str] | None,
-        typer.Option(help="A rewrite to leave out, such as attention; repeat it for others."),
-    ] = None,
+        list[str] | None, _option("A rewrite to leave out, such as attention; repeat it for others.")
+    ] = None
     replace: Annotated[
         list[str] | None,
-        typer.Option(
-            help="An op that replaces a standard operator, such as add or softmax; repeat it for others."
-        ),
-    ] = None,
+        _option("An op that replaces a standard operator, such as add or softmax; repeat it for others."),
+    ] = None
     allow_uncompared: Annotated[
         bool,
-        typer.Option(
-            "--allow-uncompared", help="Keep the file although an output is empty or NaN for all inputs."
+        _option("Keep the file although an output is empty or NaN for all inputs.", "--allow-uncompared"),
+    ] = False
+    drop_slow: Annotated[
+        bool,
+        _option(
+            "Measure on this machine, and revert rewrites that are slower here. Without it no time decides, "
+            "and one model gives the same file everywhere.",
+            "--drop-slow",
         ),
-    ] = False,
+    ] = False
     library: Annotated[
-        list[Path] | None, typer.Option(help="A library of ops that the model needs; repeat it for others.")
-    ] = None,
+        list[Path] | None, _option("A library of ops that the model needs; repeat it for others.")
+    ] = None
     allow_model_libraries: Annotated[
         bool,
-        typer.Option(
-            "--allow-model-libraries", help="Take libraries, which can do anything, from the model's folder."
-        ),
-    ] = False,
-    timeout: Timeout = 600,
-) -> None:
+        _option("Take libraries, which can do anything, from the model's folder.", "--allow-model-libraries"),
+    ] = False
+    timeout: Timeout = 600
+
+
+def main(**given: Any) -> None:
     """Optimise an ONNX file for ONNX Runtime.
 
     Matrix products are fused with their biases and activations; attention, norms and gates
@@ -94,25 +104,17 @@ def main(
 
       twinop optimize genai_model/ -o fast/
     """
+    asked = vars(Options(**given))
+    source, output = asked.pop("source"), asked.pop("output")
+    asked |= {name: asked[name] or () for name in ("without", "replace")}
     with clear_errors(), progress_bar("loading") as progress:
         from .genai import optimize_folder
         from .optimizer import optimize
 
         report = (optimize_folder if source.is_dir() else optimize)(
-            source,
-            output,
-            dtype=dtype,
-            device=device,
-            padding=padding,
-            shared_caches=shared_caches,
-            invariant=invariant,
-            inputs_file=inputs,
-            without=without or (),
-            replace=replace or (),
-            allow_uncompared=allow_uncompared,
-            library=library,
-            allow_model_libraries=allow_model_libraries,
-            timeout=timeout,
-            progress=progress,
+            source, output, progress=progress, **asked
         )
     out.print(str(report), soft_wrap=True)
+
+
+main.__signature__ = inspect.signature(Options)  # type: ignore[attr-defined]

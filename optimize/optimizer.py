@@ -95,6 +95,7 @@ def optimize(
     without: Sequence[str] = (),
     replace: Sequence[str] = (),
     allow_uncompared: bool = False,
+    drop_slow: bool = False,
     library: deploy.Libraries = None,
     allow_model_libraries: bool = False,
     kept: Iterable[OpSpec] = (),
@@ -105,8 +106,7 @@ def optimize(
 
     The rewrites run on the model in fp32. The result is compared with the original in fp32 on the CPU, and a
     rewrite that changes the results is reverted. Then the model is converted to the wanted dtype and
-    compared again, if the CPU provider can run it. Where this machine has the device, rewrites that make the
-    model slower are reverted, too.
+    compared again, if the CPU provider can run it. No time decides what is written, unless `drop_slow` asks.
 
     Args:
         source: the ONNX file to optimise.
@@ -122,6 +122,8 @@ def optimize(
         without: names of rewrites to leave out.
         replace: ops that replace standard operators, such as "add" and "softmax" (`standard_ops.py`).
         allow_uncompared: keep the file although an output is empty or NaN for all inputs; the report says so.
+        drop_slow: measure on this machine, and revert rewrites that make the model slower. The same file may
+            then have other bytes elsewhere.
         library: libraries of custom ops that the original needs. Those of other domains are found as
             `deploy.session` finds them. The nodes of all of them stay as they are.
         allow_model_libraries: whether to take libraries, which can do anything, from the model's folder.
@@ -163,6 +165,10 @@ def optimize(
         raise ExportError(
             f"{option('invariant', True)}: is for cuda in float16 or bfloat16, not {device} in {report.dtype}"
         )
+    if invariant and drop_slow:
+        raise ExportError(
+            f"{option('drop_slow', True)}: {option('invariant', True)} keeps slow rewrites, too"
+        )
     if own_dtype == "float64" != report.dtype:
         raise ExportError(
             f"{option('dtype', dtype)}: the model is in float64, which stays. Leave out "
@@ -203,12 +209,13 @@ def optimize(
         best = check.verify(rewrites)
         notes = [*report.notes]
         files = check.finish(best, target.name)
-        report.untimed = f"{option('invariant', True)} keeps slow rewrites, too" if invariant else ""
-        if report.made and not invariant:
-            faster = check.drop_slow(best, files[-1])
-            if faster is not best:
-                report.notes = notes
-                files = check.finish(faster, target.name)
+        if drop_slow and report.made:
+            measured = check.drop_slow(best[0], files[-1])
+            if measured.slow:
+                report.notes, report.reverted = notes, report.reverted | measured.slow
+                best = check.verify({name: best[0][name] for name in best[0] if name not in measured.slow})
+                files = check.finish(best, target.name)
+            report.times, report.untimed = measured.times, measured.untimed
         report.bytes_after = sum(map(os.path.getsize, files))
         publish(files, target)
     return report

@@ -19,12 +19,11 @@ class OptimizeReport:
         bytes_before: the size of the source with its external data; `bytes_after` is that of the result.
         made: the number of new nodes, by what they compute.
         left: the number of patterns that were left alone, by pattern and reason.
-        reverted: by rewrite, why it was reverted: it changed the results, or was slower on this machine.
+        reverted: by rewrite, why it was reverted: it changed the results, or was slower here.
         error: the largest relative error of the outputs, compared with the original in fp32.
         own_error: the same error of the original in 16 bits, if both run on this machine.
-        times: milliseconds of a run of the source and of the result, if this machine has the device.
+        times: milliseconds of a run of the source and of the result, where `drop_slow` measured them.
         untimed: why there are no times.
-        timed_on: the device of these times, such as "cuda:0" or "cpu".
         timed_shape: the shape of the first input in these runs.
         same: the file is the original; nothing was recognised or converted.
         inlined: the number of nodes of each custom op that became standard operators, by domain and type.
@@ -48,7 +47,6 @@ class OptimizeReport:
     times: tuple[float, float] | None = None
     device: str = ""
     untimed: str = ""
-    timed_on: str = ""
     timed_shape: tuple[int, ...] = ()
     inlined: dict[str, int] = field(default_factory=dict)
     libraries: list[Path] = field(default_factory=list)
@@ -64,7 +62,7 @@ class OptimizeReport:
         if self.times is not None:
             shape = f", first input {list(self.timed_shape)}"
             gained = "" if self.times[1] < self.times[0] * _GAIN else "nothing gained: "
-            times = f"; {gained}{self.times[0]:.3g} -> {self.times[1]:.3g} ms on {self.timed_on}{shape}"
+            times = f"; {gained}{self.times[0]:.3g} -> {self.times[1]:.3g} ms on {self.device}{shape}"
         lines = [
             f"{self.source.name} -> {self.path.name}: {self.nodes_before} nodes -> {self.nodes_after}; same "
             f"outputs (relative error {self.error:.1e}{own}){times}"

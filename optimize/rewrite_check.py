@@ -1,7 +1,6 @@
 """Applies rewrites to a model and compares the results with the original."""
 
 import os
-import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -42,6 +41,7 @@ from . import (
     inputs,
     invariance,
     masks,
+    measure,
     normed_products,
     precision,
     quantised,
@@ -53,17 +53,13 @@ from .own_ops import OwnOps
 from .prepare import clean, prepare
 from .report import OptimizeReport
 from .symbolic_shapes import infer_types
-from .timing import milliseconds
 from .unfuse_ort import split_simplified_norms
 
 Rewrite = Callable[[g.RewriteContext], None]
 Rewrites = Mapping[str, Rewrite]
-_SLOWER = 1.05  # less is noise
-_ATTEMPTS = 3  # to find the result no slower than the source
 _NEAR = 4.0  # times the accepted error: sums in another order may have as much
 _SMALL = 1e-6  # a change of numbers that no result should hang on
 _OF_SIZES = 1e-2  # an error of broadcasting is larger
-_SECONDS = 20.0  # after so long, nothing more is measured
 
 
 class RewriteCheck:
@@ -106,7 +102,6 @@ class RewriteCheck:
         self.original = original or self._save(model.clone(), "original.onnx", checks=False)[-1]
         self.broadcasts = False  # axes of one name: `RewriteContext.broadcasts`
         self.acting = set[str]()  # the rewrites that changed something
-        self.longest_measurement = 0.0  # seconds
         self.registered: Sequence[Library] = []  # the libraries of the last run
         self.written: tuple[ir.Model, list[Path]] | None = None  # the last model in fp32, and its files
         self.base, self.opset = model, model.graph.opset_imports.get("")
@@ -326,70 +321,21 @@ class RewriteCheck:
         restore_defaults(model.graph, defaults)
         return save(self.own.attach(model), self.folder / name, EXTERNAL_DATA_BYTES, checks)
 
-    def drop_slow(
-        self, best: tuple[Rewrites, g.RewriteContext], path: Path
-    ) -> tuple[Rewrites, g.RewriteContext]:
-        """Measures the source and the result in `path`, and reverts rewrites that make it slower here.
+    def drop_slow(self, rewrites: Rewrites, path: Path) -> measure.Measured:
+        """Measures the source and the result in `path`, where this machine has the device."""
+        report, case = self.report, self.reference.cases[0]
+        if report.device == "cuda" and (reasons := obstacles(0, [])):
+            return measure.Measured(untimed=reasons[0])
 
-        It stops after `_SECONDS`. A rewrite goes if two measurements in a row show that it is slower. If the
-        rest is still slower than the source, all go.
-        """
-        report, stop = self.report, time.monotonic() + _SECONDS
-        reason = (obstacles(0, []) or [""])[0] if report.device == "cuda" else ""
-        if reason:
-            report.untimed = reason
-            return best
-        found = best
+        def write(names: Sequence[str], folder: Path) -> Path:
+            context = self.apply({name: rewrites[name] for name in names})
+            return self._write_converted(context, f"{folder.name}/model")
+
         self.progress("measuring")
-        try:
-            before, now = self._milliseconds(report.source, path, stop=stop)
-            report.times = (before, now)
-            report.timed_shape = next((array.shape for array in self.reference.cases[0].values()), ())
-            for name in [name for name in best[0] if name in self.acting]:
-                started = time.monotonic()
-                if started + self.longest_measurement > stop:
-                    break
-                self.progress(f"measuring without {name}")
-                less = {other: rewrite for other, rewrite in found[0].items() if other != name}
-                other = self.apply(less)
-                other_path = self._write_converted(other, f"without_{name}")
-                with_it, without = self._slower(path, other_path, stop)
-                self.longest_measurement = max(self.longest_measurement, time.monotonic() - started)
-                if with_it:
-                    report.error = self._verify_fp32(other.model)
-                    report.reverted[name] = f"slower here ({with_it:.3g} ms with it, {without:.3g} without)"
-                    found, path = (less, other), other_path
-            if found is not best:
-                before, now = self._milliseconds(report.source, path, stop=stop)
-                report.times = (before, now)
-            plain = self.unchanged
-            if now > before * _SLOWER and plain is None:  # perhaps because of the dtype
-                plain = self._write_converted(self.apply({}), "plain")
-            for left in reversed(range(_ATTEMPTS)):
-                if now <= before * _SLOWER or plain is None:
-                    break
-                if all(self._slower(path, plain, stop)) or (not left and plain is self.unchanged):
-                    said = f"slower here ({now:.3g} ms with all, {before:.3g} the original)"
-                    report.reverted |= dict.fromkeys((name for name in found[0] if name in self.acting), said)
-                    found, report.times = ({}, self.apply({})), None
-                    report.error = self._verify_fp32(found[1].model)
-                    break
-                before, now = self._milliseconds(report.source, path, stop=stop)
-                report.times = (before, now)
-        except (TwinopError, equivalence.NotEquivalent) as error:
-            if report.times is None or report.times[1] > report.times[0] * _SLOWER:
-                report.times = None
-                report.untimed = str(error).splitlines()[0]
-        return found
-
-    def _slower(self, path: Path, other: Path, stop: float) -> tuple[float, float]:
-        """Returns both times if two measurements in a row show that `path` is slower, else zeros."""
-        times = [0.0, 0.0]
-        for _ in range(2):
-            times = self._milliseconds(path, other, stop=stop)
-            if times[0] <= times[1] * _SLOWER:
-                return 0.0, 0.0
-        return times[0], times[1]
+        report.timed_shape = next((array.shape for array in case.values()), ())
+        clock = measure.Stopwatch(case, report.device, self.library)
+        names = [name for name in rewrites if name in self.acting]
+        return measure.drop_slow(report.source, path, names, write, clock, self.folder, self.progress)
 
     def _write_converted(self, context: g.RewriteContext, name: str) -> Path:
         model = context.model.clone()
@@ -403,11 +349,6 @@ class RewriteCheck:
         if not self.converts:
             return 0, []
         return precision.convert(model, self.dtype, self.interface, self.own, self.keeps_fp32)
-
-    def _milliseconds(self, *paths: Path, stop: float) -> list[float]:
-        found = milliseconds(paths, self.reference.cases[0], self.report.device, self.library, stop)
-        times, self.report.timed_on = found
-        return times
 
     def finish(self, best: tuple[Rewrites, g.RewriteContext], name: str) -> Sequence[Path]:
         """Converts the model, compares it again, writes it and completes the report.

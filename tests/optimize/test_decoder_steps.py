@@ -19,7 +19,6 @@ import pytest
 import torch
 from decoder_graphs import Sizes, stack, write
 from genai_models import build
-from optimizing import UNTIMED
 from torch import Tensor
 from torch_decoder import TorchDecoder
 
@@ -49,8 +48,7 @@ def decoder(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     def folder(precision: str) -> Path:
         if precision not in made:
             root = tmp_path_factory.mktemp(precision)
-            with UNTIMED:
-                report = optimize_folder(write(root / "old", SIZES, precision), root / "new", device="cuda")
+            report = optimize_folder(write(root / "old", SIZES, precision), root / "new", device="cuda")
             assert report.made["attention over a cache"] == 2 and not report.reverted
             graph = onnx.load(root / "new/model.onnx", load_external_data=False).graph
             found = Counter(node.op_type for node in graph.node)
@@ -317,9 +315,8 @@ def test_written_decoders_are_the_builders(family: str, precision: str, ours: st
 @each_device
 def test_prompts_have_the_same_bits_in_every_company(device: str, precision: str, tmp_path: Path) -> None:
     """With `invariant`: alone, in a batch at each place, beside longer ones, and in two parts."""
-    with UNTIMED:
-        folder = write(tmp_path / "old", SIZES, precision)
-        report = optimize_folder(folder, tmp_path / "new", device="cuda", invariant=True)
+    folder = write(tmp_path / "old", SIZES, precision)
+    report = optimize_folder(folder, tmp_path / "new", device="cuda", invariant=True)
     assert report.made["invariant products"] == 9 and not report.left and not report.reverted
     stack(tmp_path / "new", LAYERS, LAYERS - 1)
     model, most, lengths = Decoder(tmp_path / "new", device), 40, (40, 23, 31)

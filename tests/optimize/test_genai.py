@@ -14,7 +14,7 @@ import onnx_ir as ir
 import onnxruntime as ort
 import pytest
 from genai_models import FAMILIES, PROMPT, STEPS, Decoder, Genai, build
-from optimizing import UNTIMED, nodes, parsed, types, weights
+from optimizing import nodes, parsed, types, weights
 from samples import RECORDS
 from typer.testing import CliRunner
 
@@ -32,8 +32,7 @@ slow = pytest.mark.slow
 
 
 def optimized(source: Path, target: Path, device: str = "cpu", **options: Any) -> OptimizeReport:
-    with UNTIMED:
-        report = optimize_folder(source, target, device=device, **options)
+    report = optimize_folder(source, target, device=device, **options)
     assert not report.reverted, report.reverted
     return report
 
@@ -177,8 +176,7 @@ def test_folders_of_twinop(built: Builds, tmp_path: Path) -> None:
     """Those for the CPU can be optimised again, and those for CUDA are named; no checksums stay."""
     for source, device in ((built("Llama"), "cpu"), (built("Llama", "int4", "cuda"), "cuda")):
         folder = tmp_path / device
-        with UNTIMED:
-            pack_genai(Options(source, folder, genai=True, device=device))
+        pack_genai(Options(source, folder, genai=True, device=device))
         assert (folder / "twinop-pack.json").exists()
     optimized(tmp_path / "cpu", tmp_path / "again")
     assert not (tmp_path / "again/twinop-pack.json").exists()
@@ -355,8 +353,7 @@ def test_the_edits_of_genai_config(
     source = folder_of(normed(), tmp_path / "old", provider_options=given, log_id="mine")
     (source / "adapter").mkdir()
     (source / "adapter/encoder.onnx").write_text("kept")
-    with UNTIMED:
-        command.main(source, tmp_path / "fast", device=device)
+    command.main(source=source, output=tmp_path / "fast", device=device)
     assert options_of(tmp_path / "fast") == {
         "provider_options": expected, "log_id": "mine", "custom_ops_library": "libcustom_ops.so",
     }  # fmt: skip

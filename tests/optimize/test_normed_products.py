@@ -6,7 +6,7 @@ import numpy as np
 import onnx_ir as ir
 import pytest
 from decoder_graphs import Sizes, write
-from optimizing import UNTIMED, nodes, parsed, types, weights
+from optimizing import nodes, parsed, types, weights
 from samples import RECORDS
 
 from twinop.deploy import check_model
@@ -22,8 +22,7 @@ def test_norms_of_a_decoder(precision: str, tmp_path: Path, monkeypatch: pytest.
     """All but the last one, which the logits' product reads, go; the file is compared as any other."""
     monkeypatch.setattr(normed_products, "_MOST_ELEMENTS", 1024 * 128)
     source = write(tmp_path / "old", DECODER, precision)
-    with UNTIMED:
-        report = optimize_folder(source, tmp_path / "new")
+    report = optimize_folder(source, tmp_path / "new")
     assert report.made["norms in products"] == 4 and report.made["add_rms_norm"] == 1 and not report.left
     if precision == "float16":
         assert report.own_error is not None and report.error < 2 * report.own_error

@@ -1,7 +1,5 @@
 """Tests that transformers are recognised in the exports of both exporters, and compute the same."""
 
-import re
-from collections import Counter
 from pathlib import Path
 
 import numpy as np
@@ -14,11 +12,8 @@ from torch import nn
 
 from lab.model_zoo import TINY, batch, encoder
 from twinop import deploy
-from twinop.deploy.cuda import has_gpu
 from twinop.export import export
 from twinop.optimize import optimize
-from twinop.optimize.report import OptimizeReport
-from twinop.optimize.rewrite_check import RewriteCheck
 from twinop.tolerance import difference
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -253,92 +248,6 @@ def test_the_result_is_not_optimised_again(tmp_path: Path) -> None:
     assert not report.left
 
 
-@pytest.mark.parametrize(
-    ("slow", "reverted"),
-    [
-        ([], set()),
-        (["MultiHeadAttention"], {"attention"}),
-        (["MultiHeadAttention", "CustomLayerNorm", "CustomAddLayerNorm"], {"attention", "norm"}),
-        (["any"], {"norm", "attention", "add_norm", "embedding"}),
-    ],
-)
-def test_rewrites_that_are_slower_here_are_reverted(
-    slow: list[str], reverted: set[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """If only all rewrites together are slow, the result is the original."""
-
-    def milliseconds(self: RewriteCheck, *paths: Path, stop: float) -> list[float]:
-        found = [{node.op_type for node in onnx.load(path).graph.node} for path in paths]
-        return [10.0 + len(each & {*slow}) + 2 * ("any" in slow and "Softmax" not in each) for each in found]
-
-    monkeypatch.setattr(RewriteCheck, "_milliseconds", milliseconds)
-    if slow == ["any"]:  # without attention, the others are slow
-        monkeypatch.setattr(
-            RewriteCheck,
-            "_slower",
-            lambda self, path, other, stop: (0.0, 0.0) if "without" in other.name else (12.0, 10.0),
-        )
-    path = exported("bert", "eager", "torchscript", tmp_path)
-    report = optimize(path, tmp_path / "fast.onnx", device="cpu")
-    assert report.reverted.keys() >= reverted and bool(report.reverted) == bool(reverted)
-    assert all(text.startswith("slower here (") for text in report.reverted.values())
-    assert report.same == (slow == ["any"]) and bool(report.made) != report.same
-    assert report.times is None if report.same else report.times == (10.0, 10.0)
-
-
-@pytest.mark.parametrize("noisy", [1, 9])
-def test_a_result_that_was_slower_once_is_measured_again(
-    noisy: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """No report says 33 -> 53 ms of a file that is kept: a later time counts, or the original is kept."""
-    measured = Counter[str]()
-
-    def milliseconds(self: RewriteCheck, *paths: Path, stop: float) -> list[float]:
-        measured[paths[0].name] += 1
-        return [33.0, 53.0 if paths[0] == path and measured[path.name] <= noisy else 32.0]
-
-    monkeypatch.setattr(RewriteCheck, "_milliseconds", milliseconds)
-    monkeypatch.setattr(RewriteCheck, "_slower", lambda self, path, other, stop: (0.0, 0.0))
-    path = exported("bert", "eager", "torchscript", tmp_path)
-    report = optimize(path, tmp_path / "fast.onnx", device="cpu")
-    assert report.times == ((33.0, 32.0) if noisy == 1 else None)
-    assert report.same == (noisy == 9)
-
-
-def test_measuring_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("twinop.optimize.rewrite_check._SECONDS", 0.0)
-    monkeypatch.setattr("twinop.optimize.rewrite_check._SLOWER", np.inf)  # noise must not revert a rewrite
-    path = exported("bert", "eager", "torchscript", tmp_path)
-    report = optimize(path, tmp_path / "fast.onnx", device="cpu")
-    assert report.made and report.times is not None and not report.reverted
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-def test_times_of_the_source_and_the_result(
-    dtype: torch.dtype, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """They are in the report without a switch, where this machine has the device."""
-    monkeypatch.setattr("twinop.optimize.rewrite_check._SLOWER", np.inf)  # noise must not revert a rewrite
-    path = exported("bert", "eager", "torchscript", tmp_path, dtype=dtype)
-    report = optimize(path, tmp_path / "fast.onnx", device="cpu")
-    assert report.times is not None and all(time > 0 for time in report.times)
-    times = r"; (nothing gained: )?[\d.e+-]+ -> [\d.e+-]+ ms on cpu, first input \[3, 7\]\n"
-    assert re.search(times, str(report))
-
-
-@pytest.mark.parametrize("device", ["cpu", "cuda:0"])
-@pytest.mark.parametrize("now", [20.0, 40.9, 60.0])
-def test_the_report_says_where_nothing_was_gained(device: str, now: float) -> None:
-    """A bare time does not: 41.2 -> 40.9 ms is noise."""
-    made = OptimizeReport(Path("net.onnx"), Path("fast.onnx"), made={"Gelu": 1}, timed_on=device)
-    made.device = device.partition(":")[0]
-    made.times, made.timed_shape = (41.2, now), (1, 16)
-    report = str(made)
-    assert (f"; nothing gained: 41.2 -> {now:.3g} ms on {device}" in report) == (now > 40)
-    assert ("onnxruntime-ep-openvino" in report) == (now == 40.9 and device == "cpu")
-    assert ("takes longer here" in report) == (now == 60)
-
-
 @pytest.mark.parametrize("device, op", [("cpu", "MatMul"), ("cpu", "Add"), ("cuda", "Add")])
 def test_the_report_says_that_an_original_gains_nothing_on_the_cpu(
     device: str, op: str, tmp_path: Path
@@ -352,11 +261,3 @@ def test_the_report_says_that_an_original_gains_nothing_on_the_cpu(
     report = optimize(tmp_path / "net.onnx", tmp_path / "fast.onnx", device=device)
     assert report.same and "the file is the original" in str(report)
     assert ("  nothing gained: ONNX Runtime runs the original as fast" in str(report)) == (device == "cpu")
-
-
-@pytest.mark.skipif(has_gpu(), reason="this machine has the device")
-def test_no_times_of_another_device(tmp_path: Path) -> None:
-    source = exported("bert", "eager", "torchscript", tmp_path)
-    report = optimize(source, tmp_path / "fast.onnx", device="cuda")
-    assert report.times is None and " ms " not in str(report)
-    assert "no time was measured: no NVIDIA" in str(report)
