@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from .errors import TwinopError, TwinopWarning, command_line, is_disk_error
-from .progress import Progress, tree_bytes
+from .memory import tree_bytes
+from .progress import Progress
 
 if TYPE_CHECKING:
     from rich.console import Console

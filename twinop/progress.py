@@ -1,8 +1,5 @@
-"""The progress of long work: the step, how much of it is done, and the memory that its processes have."""
+"""The progress of long work: the step, and how much of it is done."""
 
-import os
-from contextlib import suppress
-from pathlib import Path
 from typing import Protocol
 
 
@@ -21,24 +18,3 @@ class Progress(Protocol):
 
 def silent(step: str, done: int = 0, total: int = 0) -> None:
     """Shows nothing: the default of functions that take a `Progress`."""
-
-
-def tree_bytes() -> int:
-    """Returns the memory of this process and of those below it, without the files that they have mapped."""
-    children = dict[int, list[int]]()
-    for entry in filter(str.isdigit, os.listdir("/proc")):
-        with suppress(OSError):  # it has ended
-            parent = Path("/proc", entry, "stat").read_text().rpartition(")")[2].split()[1]
-            children.setdefault(int(parent), []).append(int(entry))
-    found = [os.getpid()]
-    for each in found:
-        found += children.get(each, ())
-    return sum(map(_own_bytes, found))
-
-
-def _own_bytes(process: int) -> int:
-    with suppress(OSError):
-        for line in Path(f"/proc/{process}/status").read_text().splitlines():
-            if line.startswith("RssAnon:"):
-                return int(line.split()[1]) * 1024
-    return 0

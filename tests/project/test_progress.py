@@ -3,12 +3,13 @@
 import subprocess
 import sys
 from io import StringIO
+from pathlib import Path
 
 import pytest
 from rich.console import Console
 
 from twinop import console
-from twinop.progress import tree_bytes
+from twinop.memory import free_bytes, tree_bytes
 
 MIB = 1 << 20
 
@@ -53,3 +54,39 @@ def test_the_memory_is_that_of_all_processes() -> None:
         child.stdout.readline()
         assert 240 * MIB < tree_bytes() - before < 400 * MIB
         child.communicate(b"\n")
+
+
+V1, V2 = ("memory.limit_in_bytes", "memory.usage_in_bytes"), ("memory.max", "memory.current")
+
+
+@pytest.mark.parametrize(
+    ("groups", "limits", "free"),
+    [
+        ("0::/", {}, 8000),  # the machine's
+        ("0::/a/b", {"a": (V2, "max", 500), "a/b": (V2, 6000, 5000)}, 1000 + 300),
+        ("0::/a/b", {"a": (V2, 900, 500), "a/b": (V2, 6000, 5000)}, 400 + 300),  # the outer one
+        ("0::/../other", {"": (V2, 700, 500)}, 200 + 300),  # a container sees its own as the mount
+        ("3:cpu:/a\n4:memory:/a/b\n0::/", {"memory/a": (V1, 2000, 900)}, 1100 + 300),
+        ("4:cpu,memory:/a", {"memory/a": (V1, 1000, 2000)}, 0),
+    ],
+)
+def test_free_memory_is_within_the_limit_of_each_cgroup(
+    groups: str, limits: dict[str, tuple[tuple[str, str], object, int]], free: int, tmp_path: Path
+) -> None:
+    """Pages of files, which the kernel can drop, do not count as used."""
+    (tmp_path / "proc/self").mkdir(parents=True)
+    (tmp_path / "proc/meminfo").write_text("MemTotal:  9000000 kB\nMemAvailable:  8000 kB\n")
+    (tmp_path / "proc/self/cgroup").write_text(groups)
+    for name, (files, most, used) in limits.items():
+        folder = tmp_path / "sys/fs/cgroup" / name
+        folder.mkdir(parents=True)
+        for file, value in zip(files, (most, used), strict=True):
+            (folder / file).write_text(f"{value * 1024 if isinstance(value, int) else value}\n")
+        (folder / "memory.stat").write_text(
+            f"anon 5\ninactive_file {300 * 1024}\ntotal_inactive_file {300 * 1024}\n"
+        )
+    assert free_bytes(tmp_path) == free * 1024
+
+
+def test_free_memory_of_this_machine() -> None:
+    assert 0 < free_bytes() < 1 << 50

@@ -1,0 +1,84 @@
+"""How much memory and disk a model takes while it is optimised, before anything of it is written.
+
+What is held at once is a segment, not the model (`segments.py`): its weights as the original's and the
+result's session have them, in fp32 where the CPU lacks their dtype.
+"""
+
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+
+import onnx_ir as ir
+
+from twinop.errors import ExportError
+from twinop.memory import free_bytes
+
+from .segments import MOST_BYTES
+
+_BASE = 600_000_000  # bytes: Python, ONNX Runtime and the graph, in both processes
+_COPIES = 4  # of a segment in fp32: of two sessions, each with its packed weights
+_BESIDE = 200_000_000  # bytes on the disk that are not the result's
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """Bytes that a run takes, and those that are free."""
+
+    memory: int
+    disk: int
+    free_memory: int
+    free_disk: int
+
+    def __str__(self) -> str:
+        """The estimate as a line of text."""
+        memory, disk = (f"{each / 1e9:.1f} GB" for each in (self.memory, self.disk))
+        return (
+            f"takes about {memory} of memory ({self.free_memory / 1e9:.1f} GB are free) and {disk} of disk "
+            f"({self.free_disk / 1e9:.1f} GB are free)"
+        )
+
+    def require(self, source: Path, target: Path) -> None:
+        """Raises ExportError if memory or disk is too small: nothing has been written yet."""
+        if self.memory > self.free_memory:
+            raise ExportError(
+                f"{source}: to optimise it takes about {_gb(self.memory)} of memory, and {_gb(self.free_memory)} "
+                "are free here (the machine's, or what a limit of its cgroup leaves). Raise the limit, or use "
+                "a machine with more"
+            )
+        if self.disk > self.free_disk:
+            raise ExportError(
+                f"{target}: to write it takes {_gb(self.disk)} of disk, and {_gb(self.free_disk)} are free in "
+                f"{target.parent}. Free space, or name another folder"
+            )
+
+
+def estimate(model: ir.Model, target: Path, dtype: ir.DataType | None = None, beside: int = 0) -> Estimate:
+    """Estimates what a model takes.
+
+    Args:
+        model: as its file has it.
+        dtype: what floating-point weights get, if that is not what they have.
+        beside: bytes of other files that are written.
+    """
+    weights = {value: value.const_value for graph in model.graphs() for value in graph.initializers.values()}
+    tensors = [tensor for tensor in weights.values() if tensor is not None]
+    largest = max(map(_wide, tensors), default=0)
+    held = min(sum(map(_wide, tensors)), max(largest, 2 * MOST_BYTES))
+    disk = sum(_written(tensor, dtype) for tensor in tensors) + beside + _BESIDE
+    folder = next(each for each in (target, *target.absolute().parents) if each.is_dir())
+    return Estimate(_BASE + _COPIES * held, disk, free_bytes(), shutil.disk_usage(folder).free)
+
+
+def _wide(tensor: ir.TensorProtocol) -> int:
+    """Returns the bytes of a tensor in the dtype in which the CPU computes."""
+    is_wide = tensor.dtype.is_floating_point() and tensor.dtype.bitwidth >= 16
+    return tensor.size * 4 if is_wide else int(tensor.nbytes)
+
+
+def _written(tensor: ir.TensorProtocol, dtype: ir.DataType | None) -> int:
+    changes = dtype is not None and tensor.dtype.is_floating_point() and tensor.dtype.bitwidth >= 16
+    return tensor.size * dtype.bitwidth // 8 if changes else int(tensor.nbytes)  # type: ignore[union-attr]
+
+
+def _gb(count: int) -> str:
+    return f"{count / 1e9:.1f} GB"
