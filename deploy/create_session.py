@@ -51,7 +51,7 @@ class Choice:
 
 
 def session(
-    model: ModelSource,
+    model: ModelSource | Model,
     providers: Sequence[Provider] | None = None,
     library: Libraries | bool = None,
     *,
@@ -64,7 +64,7 @@ def session(
     """Opens a model with the custom-op libraries that it needs.
 
     Args:
-        model: a path, the bytes of a model, or a ModelProto.
+        model: a path, the bytes of a model, a ModelProto, or what `load_model` has read.
         providers: execution providers as ONNX Runtime takes them: names, or pairs of a name and options. A
             provider named here is used, or an error is raised. None chooses CUDA where it works and the CPU
             otherwise; `Session.reason` says why. One that is a plugin comes from an installed package such as
@@ -89,7 +89,10 @@ def session(
         ProviderError: ONNX Runtime is missing or too old, or a named provider cannot be used.
         RunError: ONNX Runtime refuses the model for another reason.
     """
-    loaded = load_model(model, Path(folder) if folder is not None else None)
+    if isinstance(model, Model):
+        loaded = model
+    else:
+        loaded = load_model(model, Path(folder) if folder is not None else None)
     found = _libraries(loaded, library, allow_model_libraries)
     require_fit(loaded, found)
     choice = choose_providers(providers, found)

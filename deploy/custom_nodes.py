@@ -1,7 +1,7 @@
 """Reads a model to check it: finds its custom nodes, with the element types that are known there."""
 
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -52,6 +52,7 @@ class Model:
         path, data: the file, or the bytes if the model is not a file.
         folder: the folder of external data.
         confined: whether external data outside the folder was refused.
+        given: initializers whose data the session's options have: the model names no file for them.
         has_external_data: whether a tensor lies in another file.
         nodes: the custom nodes.
     """
@@ -62,6 +63,7 @@ class Model:
     data: bytes = b""
     folder: Path | None = None
     confined: bool = False
+    given: Collection[str] = ()
     has_external_data: bool = False
     nodes: list[CustomNode] = field(default_factory=list)
 
@@ -75,13 +77,16 @@ class Model:
         return {entry.key: entry.value for entry in self.proto.metadata_props}
 
 
-def load_model(source: ModelSource, folder: Path | None = None, *, confined: bool = False) -> Model:
+def load_model(
+    source: ModelSource, folder: Path | None = None, *, confined: bool = False, given: Collection[str] = ()
+) -> Model:
     """Reads a model.
 
     Args:
         source: a path, the bytes of a model, or a ModelProto.
         folder: the folder of external data, if `source` is not a path.
         confined: whether to refuse external data outside the model's folder, also behind a symbolic link.
+        given: the initializers that the session's options have (`Model.given`).
 
     Raises:
         ModelError: the file is missing or not a complete ONNX model, or its external data is missing or
@@ -95,7 +100,8 @@ def load_model(source: ModelSource, folder: Path | None = None, *, confined: boo
                 "the model is over 2 GB: save it with external data and pass its path"
             ) from error
     if isinstance(source, bytes):
-        return _parsed(Model("the model", data=source, folder=folder, confined=confined), source)
+        loaded = Model("the model", data=source, folder=folder, confined=confined, given=given)
+        return _parsed(loaded, source)
     path = Path(source)
     model = Model(str(path), path=path, folder=path.parent, confined=confined)
     return _parsed(model, read_model(path))
@@ -133,7 +139,7 @@ def _parsed(model: Model, data: bytes) -> Model:
     try:
         _require_text(model.proto)
         for tensor in tensors(model.proto):
-            if external_data_helper.uses_external_data(tensor):
+            if external_data_helper.uses_external_data(tensor) and tensor.name not in model.given:
                 _check_external(model, tensor)
                 model.has_external_data = True
         model.nodes = list(custom_nodes(model.proto))

@@ -3,15 +3,16 @@
 import re
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import inf
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import onnx
 import onnxruntime as ort
 
-from twinop.dtypes import to_array
+from twinop.dtypes import is_foreign_to_numpy, to_array
 from twinop.errors import ExportError, TwinopError, option
 from twinop.library import Library
 
@@ -19,8 +20,40 @@ from . import registration
 from .choose_library import Libraries
 from .create_session import plain_options, without_optimizations
 from .create_session import session as open_session
+from .custom_nodes import Model, load_model
 from .errors import RunError
+from .ort_calls import takes_numbers
 from .ort_process import SERVER, Endless, OrtCrash
+
+_PACKED = {"float4_e2m1fn", "int2", "int4", "uint2", "uint4"}
+"""Elements of less than a byte."""
+
+
+@dataclass(frozen=True)
+class Parts:
+    """A model in memory without its large weights, which the process that runs it reads.
+
+    Attributes:
+        graph: the bytes of the model. Its large initializers are external data without a file.
+        weights: these initializers by name: arrays, or what `numpy()` makes one of, such as a place in a
+            file. They are sent to the other process, so such an object is small there.
+    """
+
+    graph: bytes
+    weights: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Earlier:
+    """In the place of an input: an output of an earlier case of the same call, such as a cache.
+
+    Attributes:
+        case: its index.
+        output: the name of the output.
+    """
+
+    case: int
+    output: str
 
 
 @dataclass(frozen=True)
@@ -43,11 +76,12 @@ class NotRunnable(Exception):
 
 
 def run(
-    model: Path | bytes,
+    model: Path | bytes | Parts,
     library: Libraries | bool,
     cases: Sequence[Mapping[str, Any]] = (),
     *,
     optimize: bool = True,
+    prepack: bool = True,
     until_one_runs: bool = False,
     required: float = inf,
     may_skip: bool = False,
@@ -56,9 +90,10 @@ def run(
 
     Args:
         library: as in `deploy.session`.
-        cases: the inputs of each run, tensors or arrays. Inputs that the model does not have are ignored: an
-            exporter removes those that it finds to be unused.
+        cases: the inputs of each run: tensors, arrays, or outputs of cases before (`Earlier`). Inputs that
+            the model does not have are ignored: an exporter removes those that it finds to be unused.
         optimize: whether ONNX Runtime may run its own graph optimizations.
+        prepack: whether kernels may keep a copy of their weights in a layout of their own.
         until_one_runs: end with the first case that runs; those that fail before it have no outputs.
         required: how many of the cases must run; others that fail, or do not end, have no outputs.
         may_skip: where ONNX Runtime refuses the model or a run with its graph optimizations only, run it
@@ -70,12 +105,15 @@ def run(
         TwinopError: the library is missing, damaged, or not the one that the model needs.
         Endless: the model does not come to an end (`ort_process.time_limit`).
     """
-    arrays = [{name: to_array(tensor) for name, tensor in case.items()} for case in cases]
+    arrays = [
+        {name: each if isinstance(each, Earlier) else to_array(each) for name, each in case.items()}
+        for case in cases
+    ]
     name, note = f"ONNX Runtime {ort.__version__}", ""
 
     def attempt(optimize: bool) -> list[Any]:
         try:
-            return SERVER.run(_runs, model, library, arrays, optimize, until_one_runs, required)
+            return SERVER.run(_runs, model, library, arrays, optimize, prepack, until_one_runs, required)
         except Endless as error:
             if not required < len(error.answers) <= len(arrays):  # the first answer is the libraries
                 raise
@@ -106,10 +144,11 @@ def run(
 
 
 def _runs(
-    model: Path | bytes,
+    model: Path | bytes | Parts,
     library: Libraries | bool,
     cases: Sequence[Mapping[str, Any]],
     optimize: bool,
+    prepack: bool,
     until_one_runs: bool,
     required: float,
 ) -> Iterator[Any]:
@@ -120,24 +159,64 @@ def _runs(
     options.add_session_config_entry("session.intra_op.allow_spinning", "0")  # nobody waits for a next run
     if not optimize:
         plain_options(options)
+    if not prepack:
+        options.add_session_config_entry("session.disable_prepacking", "1")
+    source, _held = _with_weights(model, options) if isinstance(model, Parts) else (model, [])
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", RuntimeWarning)  # no library found: the caller reports it
-        session = open_session(model, ["CPUExecutionProvider"], library, session_options=options)
+        session = open_session(source, ["CPUExecutionProvider"], library, session_options=options)
     session.allow_other_sizes()
     yield session.libraries
+    wanted = {each for case in cases for each in case.values() if isinstance(each, Earlier)}
+    kept = dict[Earlier, Any]()
     for index, case in enumerate(cases):
-        feeds = {name: array for name, array in case.items() if name in session.inputs}
+        feeds: dict[str, Any] = {
+            name: kept.get(each) if isinstance(each, Earlier) else each
+            for name, each in case.items()
+            if name in session.inputs
+        }
         try:
-            yield list(session.run(feeds).values())
+            if missing := [name for name, each in feeds.items() if each is None]:
+                raise RunError(f"the case before that gives {', '.join(missing)} did not run")
+            found = session.run(feeds)
+            kept |= {each: found[each.output] for each in wanted if each.case == index}
+            yield list(found.values())
             if until_one_runs:
                 return
         except TwinopError as error:
             if not until_one_runs and index < required:
-                shapes = ", ".join(f"{name} {array.shape}" for name, array in case.items())
+                shapes = ", ".join(f"{name} {np.shape(each)}" for name, each in feeds.items())
                 raise ExportError(
                     f"the exported model fails in ONNX Runtime for {shapes}: {error}"
                 ) from error
             yield []
+
+
+def _with_weights(parts: Parts, options: ort.SessionOptions) -> tuple[Model, list[Any]]:
+    """Reads the weights of a model and gives them to a session's options; returns what must outlive it.
+
+    A file that is mapped into memory is not copied. What ONNX Runtime takes from no array becomes a part of
+    the model.
+    """
+    proto, values = onnx.ModelProto(), dict[str, Any]()
+    make: Any = ort.OrtValue
+    for name, weight in parts.weights.items():
+        array = weight if isinstance(weight, np.ndarray) else weight.numpy()
+        array = np.require(array, requirements=["C_CONTIGUOUS", "ALIGNED"])
+        element = onnx.helper.np_dtype_to_tensor_dtype(array.dtype)
+        if not is_foreign_to_numpy(element):
+            values[name] = make.ortvalue_from_numpy(array)
+        elif takes_numbers(ort) and array.dtype.name not in _PACKED:
+            bits = array.view(f"u{array.itemsize}")
+            values[name] = make.ortvalue_from_numpy_with_onnx_type(bits, element)
+        else:
+            if not proto.HasField("graph"):
+                proto.ParseFromString(parts.graph)
+            [stub] = [tensor for tensor in proto.graph.initializer if tensor.name == name]
+            stub.CopyFrom(onnx.numpy_helper.from_array(array, name))
+    options.add_external_initializers([*values], [*values.values()])
+    data = proto.SerializeToString() if proto.HasField("graph") else parts.graph
+    return load_model(data, given=values.keys()), [*values.values()]
 
 
 def has_wrong_types(error: Exception) -> bool:
