@@ -208,7 +208,7 @@ def _optimized(
             files[-1], path, inputs_file=given, library=libraries or None, kept=kept, **options
         )
         checked = dataclasses.replace(report, notes=[], unsupported=[], parity=None, without_library=None)
-        if optimized.made and cases:
+        if optimized.fused and cases:
             model = ir.load(path)
             calls = find_calls(model, torch_op.records())
             compare_with_torch(checked, path, model, libraries, calls, cases)
@@ -220,7 +220,7 @@ def _optimized(
             f"not optimised: {type(error).__name__}: {error}; this is a defect of twinop, please report it"
         )
         return files
-    if optimized.made:
+    if optimized.fused:
         report.optimized = optimized
         if not in_command():  # which shows what was done
             keep = f"{option('optimize', False)} keeps the exporter's nodes"

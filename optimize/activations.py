@@ -16,6 +16,7 @@ import onnx_ir as ir
 
 from . import graph as g
 from .regions import REDUCTIONS, erf, regions
+from .rewrite import Rewrite
 
 _NEAR_0 = np.array([0, 1e-30, -1e-12, 1e-7, -1e-5, 1e-3])
 _X = np.concatenate([_NEAR_0, np.linspace(-12, 12, 192), [-0.3, 0.7, -1e4, -50, 50, 1e4]])
@@ -31,23 +32,47 @@ with np.errstate(over="ignore"):
 _TOLERANCE, _TOLERANCE_16_BITS = 1e-5, 1e-4
 
 
-def rewrite(context: g.RewriteContext) -> None:
-    order = {node: index for index, node in enumerate(context.graph)}
-    for node in reversed(context.nodes("Mul", "Div")):
-        found = _match(node, order) if node.graph is not None else None
-        if found is not None:
-            _replace(context, node, *found)
-    for node in context.nodes("Gelu", "Swish"):
-        name = "gelu_tanh" if g.attribute(node, "approximate", "none") == "tanh" else "gelu"
+class Activations(Rewrite[tuple[str, ir.Value]]):
+    """Finds the name of a function and its x."""
+
+    name = "activation"
+    op_types = ("Mul", "Div", "Gelu", "Swish", "Pow")
+    backwards = True
+
+    def match(self, node: ir.Node) -> tuple[str, ir.Value] | g.Skipped | str:
+        found = self._function(node)
+        if found is None:
+            return "it is the last node of no formula of GELU, SiLU or a square after Relu"
+        name, x = found
+        op = name.removesuffix("_tanh")
+        if name == "quick_gelu":
+            return g.Skipped("ONNX Runtime fuses it", "quick GELU")
+        if op not in self.context.records:
+            return g.Skipped("no op computes it", name)
+        if op == "gelu" and self.context.device == "cpu":
+            return g.Skipped("ONNX Runtime fuses it with the bias before it", name)
+        if name == "silu" and g.producer(x, "Conv", "BatchNormalization", "ConvTranspose"):
+            return g.Skipped("ONNX Runtime fuses it", "silu after a convolution")
+        return found
+
+    def apply(self, node: ir.Node, match: tuple[str, ir.Value]) -> None:
+        name, x = match
+        attributes = {"approximate": "tanh"} if name == "gelu_tanh" else {}
+        new = self.context.add_op(node, name.removesuffix("_tanh"), [x], **attributes)
+        self.replace(node.outputs[0], new, name)
+
+    def _function(self, node: ir.Node) -> tuple[str, ir.Value] | None:
+        x = node.inputs[0]
+        assert x is not None
+        if node.op_type == "Gelu":
+            return "gelu_tanh" if g.attribute(node, "approximate", "none") == "tanh" else "gelu", x
         if node.op_type == "Swish":
-            name = "silu" if g.attribute(node, "alpha", 1.0) == 1.0 else "swish with an alpha"
-        _replace(context, node, name, node.inputs[0])
-    for node in context.nodes("Mul", "Pow") if context.device == "cuda" else ():
-        x, other = node.inputs
-        is_square = other is x if node.op_type == "Mul" else g.scalar(other) == 2
-        if x is not None and is_square and g.producer(x, "Relu") and x.dtype is ir.DataType.FLOAT:
-            g.replace(node.outputs[0], context.add_op(node, "square", [x]))
-            context.made["square"] += 1
+            return "silu" if g.attribute(node, "alpha", 1.0) == 1.0 else "swish with an alpha", x
+        if node.op_type != "Pow" and (found := _match(node, self.order)) is not None:
+            return found
+        is_square = node.inputs[1] is x if node.op_type == "Mul" else g.scalar(node.inputs[1]) == 2
+        is_square = is_square and node.op_type != "Div" and self.context.device == "cuda"
+        return ("square", x) if is_square and g.producer(x, "Relu") and x.dtype is ir.DataType.FLOAT else None
 
 
 def _match(node: ir.Node, order: Mapping[ir.Node, int]) -> tuple[str, ir.Value] | None:
@@ -69,20 +94,3 @@ def _match(node: ir.Node, order: Mapping[ir.Node, int]) -> tuple[str, ir.Value] 
 def _are_16_bits(numbers: np.ndarray) -> bool:
     """Whether fp16 or bfloat16 has all of these numbers exactly."""
     return any((numbers.astype(kind) == numbers).all() for kind in (np.float16, ml_dtypes.bfloat16))
-
-
-def _replace(context: g.RewriteContext, node: ir.Node, name: str, x: ir.Value | None) -> None:
-    assert x is not None
-    op = name.removesuffix("_tanh")
-    if name == "quick_gelu":
-        context.left["quick GELU: ONNX Runtime fuses it"] += 1
-    elif op not in context.records:
-        context.left[f"{name}: no op computes it"] += 1
-    elif op == "gelu" and context.device == "cpu":
-        context.left[f"{name}: ONNX Runtime fuses it with the bias before it"] += 1
-    elif name == "silu" and g.producer(x, "Conv", "BatchNormalization", "ConvTranspose"):
-        context.left["silu after a convolution: ONNX Runtime fuses it"] += 1
-    else:
-        attributes = {"approximate": "tanh"} if name == "gelu_tanh" else {}
-        g.replace(node.outputs[0], context.add_op(node, op, [x], **attributes))
-        context.made[name] += 1

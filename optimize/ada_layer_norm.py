@@ -9,28 +9,36 @@ Leaves alone: one scale and shift for a batch of several sequences, or for each 
 import onnx_ir as ir
 
 from . import graph as g
+from .rewrite import Rewrite
+
+_Match = tuple[ir.Value, ir.Value, ir.Value]  # scale, shift and the result
 
 
-def rewrite(context: g.RewriteContext) -> None:
-    for norm in context.op_nodes("layer_norm"):
-        normal, x = norm.outputs[0], norm.inputs[0]
-        scaled = _other_operand(normal, "Mul")
+class AdaLayerNorm(Rewrite[_Match]):
+    """Finds scale, shift and the result."""
+
+    name = "ada_layer_norm"
+    ops = ("layer_norm",)
+
+    def match(self, node: ir.Node) -> _Match | str:
+        if g.attribute(node, "axis", -1) != -1 or _has_weights(node):
+            return "the norm has weights, or is not over the last dimension"
+        scaled = _other_operand(node.outputs[0], "Mul")
         shifted = _other_operand(scaled[0].outputs[0], "Add") if scaled is not None else None
-        if scaled is None or shifted is None or g.attribute(norm, "axis", -1) != -1 or _has_weights(norm):
-            continue
-        scale, shift = _scale_of(scaled[1]), shifted[1]
-        if (
-            x is None
-            or scale is None
-            or not all(_is_per_sequence(each, g.dims(x)) for each in (scale, shift))
-        ):
-            continue
-        rows = [_as_rows(norm, each) for each in (scale, shift)]
-        x, *rows = context.broadcast(norm, [x, *rows], [[0, g.rank(x) - 1], [0, 1], [0, 1]])
-        eps = g.attribute(norm, "eps", 1e-5)
-        g.replace(shifted[0].outputs[0], context.add_op(norm, "ada_layer_norm", [x, *rows], eps=eps))
-        context.made["layer_norm"] -= 1
-        context.made["ada_layer_norm"] += 1
+        if scaled is None or shifted is None:
+            return "no Mul alone reads the norm, or no Add that Mul"
+        scale, shift, x = _scale_of(scaled[1]), shifted[1], g.dims(node.inputs[0])
+        if scale is None or not all(_is_per_sequence(each, x) for each in (scale, shift)):
+            return "scale and shift are not [B, 1, ..., C] for x [B, ..., C]"
+        return scale, shift, shifted[0].outputs[0]
+
+    def apply(self, node: ir.Node, match: _Match) -> None:
+        x, (*rows, result) = node.inputs[0], match
+        assert x is not None
+        rows = [_as_rows(node, each) for each in rows]
+        x, *rows = self.context.broadcast(node, [x, *rows], [[0, g.rank(x) - 1], [0, 1], [0, 1]])
+        eps = g.attribute(node, "eps", 1e-5)
+        self.replace(result, self.context.add_op(node, self.name, [x, *rows], eps=eps), self.name)
 
 
 def _has_weights(norm: ir.Node) -> bool:

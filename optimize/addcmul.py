@@ -8,18 +8,27 @@ Writes: CustomAddcmul. A norm after the sum stays a node of its own: two passes 
 import onnx_ir as ir
 
 from . import graph as g
+from .rewrite import Rewrite
 
 
-def rewrite(context: g.RewriteContext) -> None:
-    for node in context.nodes("Add"):
+class Addcmul(Rewrite[tuple[ir.Value | None, ir.Node]]):
+    """Finds x and the product."""
+
+    name = "addcmul"
+    op_types = ("Add",)
+    device = "cuda"
+
+    def match(self, node: ir.Node) -> tuple[ir.Value | None, ir.Node] | str:
         result = node.outputs[0]
-        if node.graph is None or result.dtype is not ir.DataType.FLOAT or not g.dims(result):
-            continue
+        if result.dtype is not ir.DataType.FLOAT or not g.dims(result):
+            return "it is no sum of floats of a known shape"
         for product, x in (node.inputs, node.inputs[::-1]):
             multiply = g.producer(product, "Mul")
-            if multiply is None or product is None or g.only_user(product) is not node:
-                continue
-            new = context.add_op(node, "addcmul", [x, *multiply.inputs], g.dims(result))
-            g.replace(result, new)
-            context.made["addcmul"] += 1
-            break
+            if multiply is not None and product is not None and g.only_user(product) is node:
+                return x, multiply
+        return "neither term is a Mul that nothing else reads"
+
+    def apply(self, node: ir.Node, match: tuple[ir.Value | None, ir.Node]) -> None:
+        (x, multiply), result = match, node.outputs[0]
+        new = self.context.add_op(node, "addcmul", [x, *multiply.inputs], g.dims(result))
+        self.replace(result, new, self.name)

@@ -29,11 +29,9 @@ def rewrite(context: g.RewriteContext) -> None:
         if found is None or not g.same_dims(*map(g.dims, found[:2])):
             continue
         gate, up, activation = found
-        context.made[activation] -= 1
         if context.device == "cuda" and _linear_swiglu(context, node, gate, up, activation):
             context.made[f"linear+gate ({activation})"] += 1
         elif activation != "silu":
-            context.made[activation] += 1
             context.left[f"{activation} gate: no products with constant weights"] += 1
         elif (parts := halves(gate, up)) is not None and parts[1] == 0:
             new = context.add_op(node, "swiglu_packed", [parts[0]], g.dims(node.outputs[0]))

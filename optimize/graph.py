@@ -26,8 +26,21 @@ OR = "_or_"
 """Joins the names of two sizes of inputs in the name of the size that they broadcast to."""
 
 
-class UnsupportedPattern(Exception):
-    """The nodes have a rewrite's pattern in a form that it does not support; the text says why."""
+class Skipped(Exception):
+    """Nodes have a rewrite's pattern in a form that it does not support; the text says why.
+
+    `Rewrite.match` returns it, and its helpers raise it. Reports count it.
+
+    Args:
+        pattern: what reports call the pattern; by default what the rewrite calls it.
+    """
+
+    def __init__(self, reason: str = "", pattern: str = "") -> None:
+        super().__init__(reason)
+        self.pattern = pattern
+
+
+UnsupportedPattern = Skipped
 
 
 @dataclass

@@ -165,7 +165,6 @@ def _replace(context: g.RewriteContext, linear: Linear, with_bias: bool) -> None
     is_alike = user is not None and g.has_precision_of(g.maker(output), user)
     if user is not None and is_alike and (name := activation_of(context, user)):
         activation, output = name, user.outputs[0]
-        context.made[activation] -= 1
     bias = bias_vector(context, linear.bias)
     if bias is None and with_bias:
         assert linear.weight.dtype is not None

@@ -9,76 +9,99 @@ Leaves alone: sums that broadcast, such as that with a bias, or of shapes that a
 """
 
 from collections.abc import Sequence
+from functools import reduce
 
 import onnx_ir as ir
 
 from twinop.op_spec import DOMAIN
 
 from . import graph as g
+from .rewrite import Rewrite, label
 
 
-def fuse_sums(context: g.RewriteContext) -> None:
-    """Fuses the sum of two tensors and a norm."""
-    add = context.records["add"].onnx_name
-    for norm in ("layer_norm", "rms_norm"):
-        for node in context.op_nodes(norm):
-            total = node.inputs[0]
-            addition = g.producer(total, "Add") or g.producer(total, add, domain=DOMAIN)
-            if addition is None or total is None or not _is_fusible(node):
-                continue
-            if not g.has_precision_of(addition, node):
-                continue
-            is_alike = all(g.same_dims(g.dims(each), g.dims(total)) for each in addition.inputs)
-            terms = [each for each in addition.inputs if each is not None]
-            if is_alike and len(terms) == 2:
-                terms = context.broadcast(node, terms, [[*range(g.rank(total))]] * 2)
-                _fuse(context, norm, node, total, f"add_{norm}", terms)
+class _NormInput(Rewrite[list[ir.Value]]):
+    """Finds what a norm and the sum before it are computed from."""
+
+    def fuse(self, norm: ir.Node, op: str, inputs: Sequence[ir.Value | None]) -> None:
+        """Puts one node of `op` in the place of a norm and the sum that it reads."""
+        total = norm.inputs[0]
+        assert total is not None
+        record, old = self.context.records[op], [norm.outputs[0], total]
+        kept = {name: each.value for name, each in norm.attributes.items() if record.attribute(name)}
+        new = g.add_like(norm, record.onnx_name, [*inputs, *norm.inputs[1:]], kept, old, domain=DOMAIN)
+        label(g.maker(new[0]), op)
+        normal = new[0]
+        if g.FP32 in g.maker(total).meta and g.FP32 not in norm.meta:  # the readers of the norm have 16 bits
+            normal = g.add(norm, "Sum", [normal], shape=g.dims(normal))
+        self.replace(old[0], normal)
+        self.replace(old[1], new[1])
 
 
-def fuse_lookups(context: g.RewriteContext) -> None:
-    """Fuses a lookup, the sums after it and a layer norm."""
-    for norm in context.op_nodes("layer_norm"):
-        total, shape = norm.inputs[0], g.dims(norm.inputs[0]) or []
-        if total is None or len(shape) != 3 or not _is_fusible(norm):
-            continue
-        terms = _terms(total, norm)
+class AddNorm(_NormInput):
+    """Finds two terms of one shape."""
+
+    name = "add_norm"
+    ops = ("layer_norm", "rms_norm")
+
+    def match(self, node: ir.Node) -> list[ir.Value] | str:
+        total = node.inputs[0]
+        add = self.context.records["add"].onnx_name
+        addition = g.producer(total, "Add") or g.producer(total, add, domain=DOMAIN)
+        if addition is None:
+            return "it norms no sum"
+        if not _is_fusible(node):
+            return "it has no weight, or is not over the last dimension"
+        if not g.has_precision_of(addition, node):
+            return "the sum is computed in 16 bits, and the norm in fp32"
+        terms = [each for each in addition.inputs if each is not None]
+        if len(terms) != 2 or not all(g.same_dims(g.dims(each), g.dims(total)) for each in terms):
+            return "the terms of the sum are not known to have its shape"
+        return terms
+
+    def apply(self, node: ir.Node, match: list[ir.Value]) -> None:
+        terms = self.context.broadcast(node, match, [[*range(g.rank(node.inputs[0]))]] * 2)
+        is_layer_norm = node.op_type == self.context.records["layer_norm"].onnx_name
+        self.fuse(node, "add_layer_norm" if is_layer_norm else "add_rms_norm", terms)
+
+
+class EmbedNorm(_NormInput):
+    """Finds a lookup, and the terms that are added to it."""
+
+    name = "embed_norm"
+    ops = ("layer_norm",)
+
+    def match(self, node: ir.Node) -> list[ir.Value] | str:
+        total, shape = node.inputs[0], g.dims(node.inputs[0]) or []
+        if total is None or len(shape) != 3 or not _is_fusible(node):
+            return "it norms no [B, S, C], has no weight, or is not over the last dimension"
+        terms = _terms(total, node)
         lookup = next((term for term in terms if _is_lookup(term, shape)), None)
-        gather = lookup.producer() if lookup is not None and len(terms) > 1 else None
-        rows = [term for term in terms if term is not lookup]
-        if gather is not None and (rest := _sum_of_terms(norm, rows, shape)) is not None:
-            table, ids = gather.inputs
-            assert ids is not None
-            axes = [[0, 1]] * 2 if (g.dims(rest) or [1])[0] != 1 else [[1]] * 2
-            ids, rest = context.broadcast(norm, [ids, rest], axes)
-            _fuse(context, "layer_norm", norm, total, "embed_layer_norm", [table, ids, rest])
+        rows = sorted((term for term in terms if term is not lookup), key=g.rank)
+        if lookup is None or not rows:
+            return "it norms no sum with a lookup of ids [B, S] that nothing else reads"
+        found = reduce(g.broadcast_dims, map(g.dims, rows))
+        if found != shape[1:] and (found not in (shape, [1, *shape[1:]]) or None in shape):
+            return "what is added to the lookup is not known to be [1 or B, S, C]"
+        return [lookup, *rows]
+
+    def apply(self, node: ir.Node, match: list[ir.Value]) -> None:
+        lookup, rest, *others = match
+        table, ids = g.maker(lookup).inputs
+        assert ids is not None
+        for term in others:
+            rest = g.add(node, "Add", [rest, term])
+        if g.rank(rest) == 2:
+            whole = [1, *(g.dims(rest) or [])]
+            rest = g.add(node, "Unsqueeze", [rest, g.int_constant(node, [0])], shape=whole)
+        axes = [[0, 1]] * 2 if (g.dims(rest) or [1])[0] != 1 else [[1]] * 2
+        ids, rest = self.context.broadcast(node, [ids, rest], axes)
+        self.fuse(node, "embed_layer_norm", [table, ids, rest])
 
 
 def _is_fusible(norm: ir.Node) -> bool:
     """Whether a norm has a weight and is over the last dimension."""
     has_weight = len(norm.inputs) > 1 and norm.inputs[1] is not None
     return has_weight and g.attribute(norm, "axis", -1) in (-1, g.rank(norm.inputs[0]) - 1)
-
-
-def _fuse(
-    context: g.RewriteContext,
-    norm: str,
-    node: ir.Node,
-    total: ir.Value,
-    op: str,
-    inputs: Sequence[ir.Value | None],
-) -> None:
-    """Puts one node of `op` in the place of a norm and the sum that it reads."""
-    record, old = context.records[op], [node.outputs[0], total]
-    kept = {name: each.value for name, each in node.attributes.items() if record.attribute(name) is not None}
-    fused = g.add_like(node, record.onnx_name, [*inputs, *node.inputs[1:]], kept, old, domain=DOMAIN)
-    normal, total_again = fused
-    if g.FP32 in g.maker(total).meta and g.FP32 not in node.meta:  # the readers of the norm have 16 bits
-        normal = g.add(node, "Sum", [normal], shape=g.dims(normal))
-    for value, new in zip(old, (normal, total_again), strict=True):
-        g.replace(value, new)
-    context.graph.sort()  # other readers of the sum may stand before the norm
-    context.made[norm] -= 1
-    context.made[op] += 1
 
 
 def _terms(value: ir.Value, reader: ir.Node) -> list[ir.Value]:
@@ -103,14 +126,3 @@ def _is_lookup(value: ir.Value, shape: list[g.Dim]) -> bool:
     is_alone = g.only_user(value) is not None  # else the lookup would be computed twice
     are_ids = ids is not None and ids.dtype in (ir.DataType.INT64, ir.DataType.INT32)
     return is_alone and are_ids and g.same_dims(g.dims(ids), shape[:2])
-
-
-def _sum_of_terms(before: ir.Node, terms: list[ir.Value], shape: list[g.Dim]) -> ir.Value | None:
-    """Returns the sum of the terms as [1 or B, S, C], or None if it is not known to have this shape."""
-    total, *others = sorted(terms, key=g.rank)
-    for term in others:
-        total = g.add(before, "Add", [total, term])
-    found = g.dims(total)
-    if found == shape[1:]:
-        return g.add(before, "Unsqueeze", [total, g.int_constant(before, [0])], shape=[1, *shape[1:]])
-    return total if found in (shape, [1, *shape[1:]]) and None not in shape else None

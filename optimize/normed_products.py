@@ -25,7 +25,6 @@ def rewrite(context: g.RewriteContext) -> None:
     for op, terms in (("rms_norm", 1), ("add_rms_norm", 2)) if context.op_nodes("attention_cached") else ():
         for norm in context.op_nodes(op):
             if _move(context, norm, terms):
-                context.made[op] -= 1
                 context.made["norms in products"] += 1
 
 

@@ -15,36 +15,70 @@ import onnx_ir as ir
 
 from . import graph as g
 from .regions import REDUCTIONS, Region, regions
+from .rewrite import Rewrite
 
 _SEED = 0
 _LARGEST_EPS = 0.01
-_STANDARD = ("LayerNormalization", "RMSNormalization")
 
 
 @dataclass(frozen=True)
 class _Norm:
-    op: str  # layer_norm or rms_norm
+    """A norm of x.
+
+    Attributes:
+        op: layer_norm or rms_norm.
+        rows: weight and bias; arrays are new constants, unless `constants` has them.
+        constants: those that the norm reads.
+    """
+
+    op: str
     source: ir.Value
     eps: float
-    weight: np.ndarray
-    bias: np.ndarray
-    constants: list[ir.Value]
+    rows: Sequence[ir.Value | np.ndarray | None]
+    constants: Sequence[ir.Value] = ()
 
 
-def rewrite(context: g.RewriteContext) -> None:
-    order = {node: index for index, node in enumerate(context.graph)}
-    for node in reversed(context.nodes("Mul", "Add", "Div")):
-        found = _match(node.outputs[0], order) if node.graph is not None else None
-        if found is not None:
-            weight = _parameter(context, found.weight, found, "weight")
-            rows = [weight] + ([_parameter(context, found.bias, found, "bias")] if found.bias.any() else [])
-            _replace(context, node, found.op, found.source, rows, found.eps)
-    for node in context.nodes(*_STANDARD):
-        source, *parameters = node.inputs
+class Norms(Rewrite[_Norm]):
+    """Finds norms that are one node, and those that are many."""
+
+    name = "norm"
+    op_types = ("Mul", "Add", "Div", "LayerNormalization", "RMSNormalization")
+    backwards = True
+
+    def match(self, node: ir.Node) -> _Norm | g.Skipped | str:
+        if not node.op_type.endswith("Normalization"):
+            return _match(node.outputs[0], self.order) or "it is the last node of no formula of a norm"
+        source, *rows = node.inputs
+        assert source is not None
+        is_last = g.attribute(node, "axis", -1) in (-1, g.rank(source) - 1)
+        if not is_last or any(len(g.dims(row) or [0]) != 1 for row in rows if row is not None):
+            return g.Skipped("over several dimensions")
+        if rows and g.dims(rows[0]) == [1] and g.last_dim(source) != 1:
+            return g.Skipped("one number as weight")
+        if any(map(g.is_read, node.outputs[1:])):
+            return g.Skipped("its statistics are read")
         op = "layer_norm" if node.op_type == "LayerNormalization" else "rms_norm"
-        eps = g.attribute(node, "epsilon", 1e-5)
-        if source is not None:
-            _replace(context, node, op, source, parameters, eps, g.attribute(node, "axis", -1))
+        return _Norm(op, source, float(g.attribute(node, "epsilon", 1e-5)), rows)
+
+    def apply(self, node: ir.Node, match: _Norm) -> None:
+        rows = [
+            self._parameter(row, match, name) if isinstance(row, np.ndarray) else row
+            for row, name in zip(match.rows, ("weight", "bias"), strict=False)
+        ]
+        new = self.context.add_op(node, match.op, [match.source, *rows], eps=match.eps)
+        self.replace(node.outputs[0], new, match.op)
+
+    def _parameter(self, array: np.ndarray, norm: _Norm, name: str) -> ir.Value:
+        """Returns the constant of the model with these values, or a new one."""
+        for value in norm.constants:
+            found = g.constant(value)
+            assert found is not None
+            same_dtype = value.dtype is norm.source.dtype
+            if same_dtype and found.shape == array.shape and np.allclose(found, array, rtol=1e-6, atol=1e-13):
+                return value
+        dtype = norm.source.dtype
+        assert dtype is not None
+        return g.initializer(self.context.graph, array.astype(dtype.numpy()), f"{norm.source.name}_{name}")
 
 
 def _match(output: ir.Value, order: Mapping[ir.Node, int]) -> _Norm | None:
@@ -82,47 +116,11 @@ def _fit(region: Region, width: int) -> _Norm | None:
             expected = centred / np.sqrt(square + 1) * weight + bias
             fits = _close(result, normal * weight + bias) and _close(small, expected)
             if fits and (op == "layer_norm" or not bias.any()):
-                return _Norm(op, region.source, eps, weight, bias, region.constants())
+                found = [weight, bias] if bias.any() else [weight]
+                return _Norm(op, region.source, float(eps), found, region.constants())
     return None
 
 
 def _close(found: np.ndarray, expected: np.ndarray) -> bool:
     """Whether numbers differ no more than a norm's constants do that were rounded to fp32."""
     return np.allclose(found, expected, rtol=1e-5, atol=1e-8 * np.abs(expected).max())
-
-
-def _parameter(context: g.RewriteContext, array: np.ndarray, norm: _Norm, name: str) -> ir.Value:
-    """Returns the constant of the model with these values, or a new one."""
-    for value in norm.constants:
-        found = g.constant(value)
-        assert found is not None
-        same_dtype = value.dtype is norm.source.dtype
-        if same_dtype and found.shape == array.shape and np.allclose(found, array, rtol=1e-6, atol=1e-13):
-            return value
-    dtype = norm.source.dtype
-    assert dtype is not None
-    return g.initializer(context.graph, array.astype(dtype.numpy()), f"{norm.source.name}_{name}")
-
-
-def _replace(
-    context: g.RewriteContext,
-    node: ir.Node,
-    op: str,
-    source: ir.Value,
-    rows: Sequence[ir.Value | None],
-    eps: float,
-    axis: int = -1,
-) -> None:
-    rank = g.rank(source)
-    reason = ""
-    if axis not in (-1, rank - 1) or any(len(g.dims(row) or [0]) != 1 for row in rows if row is not None):
-        reason = "over several dimensions"
-    elif node.op_type in _STANDARD and rows and g.dims(rows[0]) == [1] and g.last_dim(source) != 1:
-        reason = "one number as weight"
-    elif any(map(g.is_read, node.outputs[1:])):
-        reason = "its statistics are read"
-    if reason:
-        context.left[f"{node.op_type}: {reason}"] += 1
-        return
-    g.replace(node.outputs[0], context.add_op(node, op, [source, *rows], eps=float(eps)))
-    context.made[op] += 1

@@ -1,8 +1,7 @@
 """Runs the rewrites on an ONNX file, and keeps those that do not change the results."""
 
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import partial
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import onnx_ir as ir
@@ -19,32 +18,16 @@ from twinop.progress import Progress, silent
 from twinop.publish import publish
 
 from . import (
-    activations,
-    ada_layer_norm,
-    addcmul,
-    attention,
-    batched_heads,
     branches,
     cached_attention,
     decoders,
-    embedding,
     equivalence,
-    gated,
-    growing_caches,
     invariance,
-    linear,
-    merge_linear,
-    norm_inputs,
-    norms,
-    packed_attention,
+    passes,
     precision,
-    rotary,
-    split_linear,
     standard_ops,
-    unflatten,
     unfuse_ort,
 )
-from . import graph as g
 from .load import data_files, load, load_weights, make_constant, separate_names
 from .own_ops import find_own_ops
 from .prepare import inline_functions, main_dtype
@@ -52,33 +35,6 @@ from .report import OptimizeReport
 from .rewrite_check import RewriteCheck
 from .widen import convert_to_fp32
 
-REWRITES: Mapping[str, Callable[[g.RewriteContext], None]] = {
-    "unfuse_ort": unfuse_ort.rewrite,
-    "embedding": embedding.rewrite,
-    "unflatten": unflatten.rewrite,
-    "activation": activations.rewrite,
-    "norm": norms.rewrite,
-    "rotary": rotary.rewrite,
-    "batched_heads": batched_heads.rewrite,
-    "growing_caches": growing_caches.rewrite,
-    "attention": attention.rewrite,
-    "gated": gated.rewrite,
-    "split_linear": split_linear.rewrite,
-    "ada_layer_norm": ada_layer_norm.rewrite,
-    "addcmul": addcmul.rewrite,
-    "linear": linear.rewrite,
-    "merge_linear": merge_linear.rewrite,
-    "packed_attention": packed_attention.rewrite,
-    "cached_attention": cached_attention.rewrite,
-    "embed_norm": norm_inputs.fuse_lookups,
-    "add_norm": norm_inputs.fuse_sums,
-    "replace": standard_ops.rewrite,
-}
-"""The rewrites by name, in the order in which they run."""
-# On the CPU, ONNX Runtime is as fast without these.
-_CUDA_ONLY = (
-    "unflatten", "split_linear", "addcmul", "linear", "merge_linear", "packed_attention", "cached_attention",
-)  # fmt: skip
 DEVICES = ("cuda", "cpu")
 
 
@@ -155,6 +111,7 @@ def optimize(
     branches.move_out(model)
     model.graph.meta[cached_attention.SHARED_CACHES] = shared_caches
     model.graph.meta[invariance.INVARIANT] = invariant
+    model.graph.meta[standard_ops.REPLACED] = (*replace,)
     main = main_dtype(model)
     own_dtype = dtype_name(main)
     unfuse_ort.split_simplified_norms(model)
@@ -199,17 +156,10 @@ def optimize(
             progress,
         )
         check.make_cases(inputs_file, allow_uncompared)
-        left_out = {*without, *(_CUDA_ONLY if device == "cpu" else ())}
-        if report.dtype not in precision.DTYPES:
-            left_out |= {"packed_attention", "cached_attention"}  # they need tensor cores
-        left_out |= {"growing_caches"} if device == "cuda" else set()
-        rewrites = {name: REWRITES[name] for name in REWRITES if name not in left_out}
-        if "replace" in rewrites:
-            rewrites["replace"] = partial(standard_ops.rewrite, ops=replace)
-        best = check.verify(rewrites)
+        best = check.verify({each.name: each for each in passes.chosen(device, report.dtype, without)})
         notes = [*report.notes]
         files = check.finish(best, target.name)
-        if drop_slow and report.made:
+        if drop_slow and report.fused:
             measured = check.drop_slow(best[0], files[-1])
             if measured.slow:
                 report.notes, report.reverted = notes, report.reverted | measured.slow
@@ -252,5 +202,6 @@ def _check(dtype: str | None, padding: str | None, without: Sequence[str]) -> No
         raise ExportError(
             f"{option('padding', padding)}: expected right, or no {option('padding')} for masks of any form"
         )
-    if unknown := [name for name in without if name not in REWRITES]:
-        raise ExportError(f"{option('without', ', '.join(unknown))}: expected some of: {', '.join(REWRITES)}")
+    names = [each.name for each in passes.PASSES]
+    if unknown := [name for name in without if name not in names]:
+        raise ExportError(f"{option('without', ', '.join(unknown))}: expected some of: {', '.join(names)}")

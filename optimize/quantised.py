@@ -106,7 +106,6 @@ def rewrite(context: g.RewriteContext) -> None:
             made = context.made if node.domain or activation == "silu" else context.left
             before = _GATES.get(node.op_type, f"{activation} gate: no products with constant weights")
             made[before] -= 1
-            context.made[activation] -= not node.domain
             _write(context, "linear_q_swiglu", products, node.outputs[0], activation)
             found = {output: each for output, each in found.items() if each not in products}
     for product in found.values():
@@ -114,7 +113,6 @@ def rewrite(context: g.RewriteContext) -> None:
         activation = activation_of(context, user)
         if user is not None and activation:
             output = user.outputs[0]
-            context.made[activation] -= 1
         _write(context, "linear_q", [product], output, activation or "none")
 
 

@@ -17,8 +17,8 @@ class OptimizeReport:
 
     Attributes:
         bytes_before: the size of the source with its external data; `bytes_after` is that of the result.
-        made: the number of new nodes, by what they compute.
-        left: the number of patterns that were left alone, by pattern and reason.
+        fused: the number of nodes that rewrites have written, by what they compute.
+        skipped: the number of patterns that they have not fused, by pattern and reason.
         reverted: by rewrite, why it was reverted: it changed the results, or was slower here.
         error: the largest relative error of the outputs, compared with the original in fp32.
         own_error: the same error of the original in 16 bits, if both run on this machine.
@@ -39,8 +39,8 @@ class OptimizeReport:
     nodes_after: int = 0
     bytes_before: int = 0
     bytes_after: int = 0
-    made: dict[str, int] = field(default_factory=dict)
-    left: dict[str, int] = field(default_factory=dict)
+    fused: dict[str, int] = field(default_factory=dict)
+    skipped: dict[str, int] = field(default_factory=dict)
     reverted: dict[str, str] = field(default_factory=dict)
     error: float = 0.0
     own_error: float | None = None
@@ -67,15 +67,15 @@ class OptimizeReport:
             f"{self.source.name} -> {self.path.name}: {self.nodes_before} nodes -> {self.nodes_after}; same "
             f"outputs (relative error {self.error:.1e}{own}){times}"
         ]
-        if not self.made:
+        if not self.fused:
             lines.append(
                 f"  nothing was recognised: the file is the original{'' if self.same else ', converted'}"
             )
-        lines += [f"  {count} {what}" for what, count in self.made.items()]
-        lines += [f"  left alone: {count} {what}" for what, count in self.left.items()]
+        lines += [f"  {count} {what}" for what, count in self.fused.items()]
+        lines += [f"  not fused: {count} {what}" for what, count in self.skipped.items()]
         lines += [f"  reverted: {name}: {reason}" for name, reason in self.reverted.items()]
         lines += [
-            f"  in standard operators now: {count} {op}: no library of {op.partition('::')[0]} was found. "
+            f"  inlined: {count} {op}: no library of {op.partition('::')[0]} was found. "
             f"Name one with {option('library')} to keep them"
             for op, count in self.inlined.items()
         ]

@@ -2,7 +2,7 @@
 
 import os
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import cache
 from math import inf
@@ -43,6 +43,7 @@ from . import (
     masks,
     measure,
     normed_products,
+    passes,
     precision,
     quantised,
 )
@@ -55,8 +56,7 @@ from .report import OptimizeReport
 from .symbolic_shapes import infer_types
 from .unfuse_ort import split_simplified_norms
 
-Rewrite = Callable[[g.RewriteContext], None]
-Rewrites = Mapping[str, Rewrite]
+Rewrites = Mapping[str, type[passes.Rewrite]]
 _NEAR = 4.0  # times the accepted error: sums in another order may have as much
 _SMALL = 1e-6  # a change of numbers that no result should hang on
 _OF_SIZES = 1e-2  # an error of broadcasting is larger
@@ -154,16 +154,10 @@ class RewriteCheck:
         context = g.RewriteContext(
             self.base.clone(), self.report.device, self.records, broadcasts=self.broadcasts
         )
-        for name, rewrite in rewrites.items():
-            self.progress(f"rewriting: {name}")
-            before = Counter(context.made)
-            try:
-                rewrite(context)
-            except Exception as failure:  # on a graph that it was not written for
-                text = f"fails: {type(failure).__name__}: {failure}"
-                raise equivalence.NotEquivalent(text, name) from failure
-            self.acting |= {name} if context.made != before else set()
-            clean(context.model)
+        try:
+            self.acting |= passes.apply_passes(context, rewrites.values(), self.progress)
+        except passes.RewriteError as failure:
+            raise equivalence.NotEquivalent(str(failure), failure.name) from failure
         CommonSubexpressionEliminationPass()(context.model)
         LiftConstantsToInitializersPass(lift_all_constants=True, size_limit=0)(context.model)
         clean(context.model)
@@ -357,8 +351,8 @@ class RewriteCheck:
             ExportError: the error of the model in 16 bits is too large.
         """
         context, report = best[1], self.report
-        report.made, report.left = dict((+context.made).most_common()), dict((+context.left).most_common())
-        if not report.made and self.unchanged is not None:
+        report.fused, report.skipped = passes.counts(context)
+        if not report.fused and self.unchanged is not None:
             report.nodes_after, report.same = report.nodes_before, True
             model = load(self.unchanged)
             ir.external_data.load_to_model(model)
@@ -374,7 +368,7 @@ class RewriteCheck:
             report.notes.append(f"{wide} nodes compute in fp32")
         late = replace(context, made=context.made.copy(), left=context.left.copy())
         self._pack(late)
-        report.made, report.left = dict((+late.made).most_common()), dict((+late.left).most_common())
+        report.fused, report.skipped = passes.counts(late)
         if any(lengths.uses() for lengths in context.lengths):
             mask = model.metadata_props[RIGHT_PADDED]
             report.notes.append(
@@ -389,7 +383,7 @@ class RewriteCheck:
         report.nodes_after = len([*model.graph.all_nodes()])
         kinds = Counter(node.op_type for node in model.graph.all_nodes() if node.domain == g.MICROSOFT)
         report.needs = [f"{g.MICROSOFT} {kind} x {count}" for kind, count in sorted(kinds.items())]
-        report.needs += ["1.23 for Attention"] if growing_caches.FUSED in report.made else []
+        report.needs += ["1.23 for Attention"] if growing_caches.FUSED in report.fused else []
         if report.dtype in precision.DTYPES:
             self._compare_16_bits(files[-1])
         if self._undo_changes(model):

@@ -25,6 +25,9 @@ from twinop.op_spec import OpSpec
 
 from . import graph as g
 
+REPLACED = "what replaces standard operators"
+"""In the `meta` of a graph: the names of ops."""
+
 
 def standard_node(record: OpSpec) -> ir.Node | None:
     """Returns the one node of the op's function body, or None if the op is not a standard operator.
@@ -54,8 +57,8 @@ def check_ops(ops: Sequence[str], records: Mapping[str, OpSpec]) -> None:
             )
 
 
-def rewrite(context: g.RewriteContext, ops: Sequence[str] = ()) -> None:
-    for op in ops:
+def rewrite(context: g.RewriteContext) -> None:
+    for op in context.graph.meta.get(REPLACED, ()):
         record, standard = context.records[op], standard_node(context.records[op])
         assert standard is not None  # `check_ops` refuses others
         for node in context.nodes(standard.op_type):

@@ -1,6 +1,7 @@
 """Optimises small models for the tests, and reads what came out."""
 
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -15,6 +16,28 @@ import torch
 from lab.model_zoo import TINY, Size, batch, encoder
 from twinop.export import export
 from twinop.optimize import OptimizeReport, optimize
+from twinop.optimize.graph import RewriteContext
+from twinop.optimize.rewrite import Rewrite
+
+
+def pass_of(title: str, function: Callable[[RewriteContext], None]) -> type[Rewrite[None]]:
+    """Makes a rewrite that calls a function."""
+
+    class Calls(Rewrite[None]):
+        name = title
+
+        def match(self, node: ir.Node) -> str:
+            raise NotImplementedError
+
+        def apply(self, node: ir.Node, match: None) -> None:
+            raise NotImplementedError
+
+        def call(self, model: ir.Model) -> ir.passes.PassResult:
+            function(self.context)
+            return ir.passes.PassResult(model, True)
+
+    return Calls
+
 
 LENGTHS = {name: {0: "batch", 1: "length"} for name in ("ids", "mask")}
 

@@ -49,7 +49,7 @@ def decoder(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
         if precision not in made:
             root = tmp_path_factory.mktemp(precision)
             report = optimize_folder(write(root / "old", SIZES, precision), root / "new", device="cuda")
-            assert report.made["attention over a cache"] == 2 and not report.reverted
+            assert report.fused["attention over a cache"] == 2 and not report.reverted
             graph = onnx.load(root / "new/model.onnx", load_external_data=False).graph
             found = Counter(node.op_type for node in graph.node)
             assert found["CustomLastPosition"] == 1 and not {"ReduceSum", "Sub"} & found.keys()
@@ -317,7 +317,7 @@ def test_prompts_have_the_same_bits_in_every_company(device: str, precision: str
     """With `invariant`: alone, in a batch at each place, beside longer ones, and in two parts."""
     folder = write(tmp_path / "old", SIZES, precision)
     report = optimize_folder(folder, tmp_path / "new", device="cuda", invariant=True)
-    assert report.made["invariant products"] == 9 and not report.left and not report.reverted
+    assert report.fused["invariant products"] == 9 and not report.skipped and not report.reverted
     stack(tmp_path / "new", LAYERS, LAYERS - 1)
     model, most, lengths = Decoder(tmp_path / "new", device), 40, (40, 23, 31)
     random = torch.Generator().manual_seed(0)

@@ -76,7 +76,7 @@ def test_genai_computes_the_same(
     source = built(family, precision, "cuda" if precision == "fp16" else "cpu")
     report = optimized(source, tmp_path / "fast")
     norm = "layer_norm" if family == "Phi" else "rms_norm"
-    assert report.made[f"add_{norm}"] == (2 if family == "Phi" else 4) and report.libraries
+    assert report.fused[f"add_{norm}"] == (2 if family == "Phi" else 4) and report.libraries
     levels = [
         node.attributes["accuracy_level"].value
         for node in nodes(ir.load(tmp_path / "fast/model.onnx"), "MatMulNBits")
@@ -108,7 +108,7 @@ def test_several_sequences_of_different_lengths(
     """The CPU runs what is for CUDA, too: our attention over caches, with padding and CUDA graphs' masks."""
     source = built(family, precision, "cuda", enable_cuda_graph=1)
     report = optimized(source, tmp_path / "fast", device)
-    assert ("attention over a cache" in report.made) == (device == "cuda")
+    assert ("attention over a cache" in report.fused) == (device == "cuda")
     other = built(family) if precision == "fp16" else built(family, "int4", accuracy_level=1)  # in fp32
     prompts = [PROMPT, [8, 100, 33], [77, 3, 4, 5, 6, 7, 8]]
     folders = (source, other, tmp_path / "fast")
@@ -151,7 +151,7 @@ def test_decoders_of_embeddings(built: Builds, tmp_path: Path) -> None:
     source = built("Llama", "fp16", "cuda", exclude_embeds="true")
     report = optimized(source, tmp_path / "fast", "cuda")
     assert report.own_error is not None and report.error < 2 * report.own_error
-    assert report.made["attention over a cache"] == 2 and not report.left
+    assert report.fused["attention over a cache"] == 2 and not report.skipped
 
 
 def test_folders_that_stay_as_they_are_for_beams(built: Builds, tmp_path: Path) -> None:
@@ -159,13 +159,13 @@ def test_folders_that_stay_as_they_are_for_beams(built: Builds, tmp_path: Path) 
     config = json.loads((source / "genai_config.json").read_text())
     config["search"]["num_beams"] = 4
     (source / "genai_config.json").write_text(json.dumps(config))
-    assert "attention over a cache" not in optimized(source, tmp_path / "beams", "cuda").made
+    assert "attention over a cache" not in optimized(source, tmp_path / "beams", "cuda").fused
 
 
 def test_what_only_16_bits_have_is_named(built: Builds, tmp_path: Path) -> None:
     report = optimized(built("Llama", "int4"), tmp_path / "wide", "cuda")
     reason = "float32; twinop's kernel is for 16 bits (dtype='float16')"
-    assert report.left == {f"MatMulNBits: {reason}": 11, f"GroupQueryAttention: {reason}": 2}
+    assert report.skipped == {f"MatMulNBits: {reason}": 11, f"GroupQueryAttention: {reason}": 2}
     source = built("Llama", "fp16", "cuda", use_paged_attention="true")
     said = rf"{source}/model.onnx \(in fp32\): ONNX Runtime refuses it: .*operator \(PagedAttention\)"
     with pytest.raises(ExportError, match=said):
@@ -204,20 +204,20 @@ def test_what_cuda_gets_for_int4(
     source = built(family, "int4", "cuda", **extra)
     report = optimized(source, tmp_path / "fast", "cuda")
     assert report.own_error is not None and report.error < 2 * report.own_error
-    assert report.made["attention over a cache"] == 2
-    assert report.made.get("products of one input merged", 0) == merged
+    assert report.fused["attention over a cache"] == 2
+    assert report.fused.get("products of one input merged", 0) == merged
     found = types(ir.load(tmp_path / "fast/model.onnx"))
     assert found.get("Concat", 0) == ("algo_config" in extra)
     assert found["CustomLastPosition"] == 1 and not {"ReduceSum", "Sub"} & found.keys()
     # No weight is there twice: that of the logits is the table of embeddings, too.
     assert report.bytes_after < 1.01 * report.bytes_before
     reasons = {"MatMulNBits: blocks of 64; linear_q has those of 32 and 128": found.get("MatMulNBits", 0)}
-    assert report.left == (reasons if "block_size" in extra else {})
+    assert report.skipped == (reasons if "block_size" in extra else {})
     assert ("MatMulNBits" in found) == ("block_size" in extra)
-    for reason, count in report.left.items():
-        assert f"left alone: {count} {reason}" in str(report)
+    for reason, count in report.skipped.items():
+        assert f"not fused: {count} {reason}" in str(report)
     if "block_size" not in extra:
-        assert found["CustomLinearQSwiglu"] == 2 and not {"swiglu", "silu"} & report.made.keys()
+        assert found["CustomLinearQSwiglu"] == 2 and not {"swiglu", "silu"} & report.fused.keys()
 
 
 @pytest.mark.parametrize(
@@ -246,8 +246,8 @@ def test_products_that_stay_are_named(attributes: str, zero_points: str, reason:
 
 def test_products_of_dequantised_weights_are_named(built: Builds, tmp_path: Path) -> None:
     report = optimized(built("Qwen3", "int4", "cuda", use_qdq="true"), tmp_path / "fast", "cuda")
-    assert report.left == {"DequantizeLinear: a weight; linear_q reads those of MatMulNBits": 11}
-    assert report.made["attention over a cache"] == 2
+    assert report.skipped == {"DequantizeLinear: a weight; linear_q reads those of MatMulNBits": 11}
+    assert report.fused["attention over a cache"] == 2
 
 
 @pytest.mark.parametrize(
@@ -266,7 +266,7 @@ def test_norms_of_gemma_stay_in_fp32(family: str, built: Builds, tmp_path: Path)
     """What it adds up may exceed fp16. Its table of embeddings and norms of heads are in fp16."""
     source = built(family, "fp16", "cuda")
     report = optimized(source, tmp_path / "fast", "cuda")
-    assert report.left == {"GroupQueryAttention: its attribute sliding_window_cache": 1}
+    assert report.skipped == {"GroupQueryAttention: its attribute sliding_window_cache": 1}
     model = ir.load(tmp_path / "fast/model.onnx")
     sums = [node.inputs[0] for node in nodes(model, "CustomAddRmsNorm")]
     products = [node.inputs[0] for node in nodes(model, "CustomLinear")]

@@ -85,10 +85,10 @@ def assert_same_steps(source: Path, target: Path, batch: int, steps: int = 64) -
 def test_64_steps_of_exports(name: str, device: str, tmp_path: Path) -> None:
     report, model = optimized(write(name, tmp_path), tmp_path, device=device)
     is_merged = name == "optimum_llama_merged"  # with two branches
-    assert report.made["add_layer_norm" if "gpt2" in name else "add_rms_norm"] == 2 + 2 * is_merged
-    left = report.left.get("attention: keys or values of a cache", 0)
-    assert (report.made.get(FUSED, 0), left) == ((1, 0) if device == "cpu" else (0, 1))
-    assert report.made.get("attention", 0) == is_merged  # of prompts
+    assert report.fused["add_layer_norm" if "gpt2" in name else "add_rms_norm"] == 2 + 2 * is_merged
+    left = report.skipped.get("attention: keys or values of a cache", 0)
+    assert (report.fused.get(FUSED, 0), left) == ((1, 0) if device == "cpu" else (0, 1))
+    assert report.fused.get("attention", 0) == is_merged  # of prompts
     assert ("1.23 for Attention" in report.needs) == (device == "cpu")
     assert report.bytes_after < 1.1 * report.bytes_before
     assert_same_steps(report.source, report.path, batch=1)
@@ -109,8 +109,8 @@ def test_64_steps_of_transformers(family: str, tmp_path: Path) -> None:
     export_with_cache(family, tmp_path / "old.onnx", **sizes)
     for device in ("cpu", "cuda"):
         report, _ = optimized(tmp_path / "old.onnx", tmp_path, device=device)
-        assert report.made["add_rms_norm"] == 2 and (report.made.get(FUSED) == 1) == (device == "cpu")
-        assert any("rotary" in kind for kind in report.made)
+        assert report.fused["add_rms_norm"] == 2 and (report.fused.get(FUSED) == 1) == (device == "cpu")
+        assert any("rotary" in kind for kind in report.fused)
         assert_same_steps(report.source, report.path, 2)
 
 
@@ -118,7 +118,7 @@ def test_as_many_heads_of_k_as_of_q(tmp_path: Path) -> None:
     """Without heads to repeat, one name of the keys' number says past + new, another new + past."""
     export_with_cache("Llama", tmp_path / "old.onnx", num_key_value_heads=4)
     report, _ = optimized(tmp_path / "old.onnx", tmp_path, device="cpu")
-    assert report.made[FUSED] == 1 and not report.left
+    assert report.fused[FUSED] == 1 and not report.skipped
     assert_same_steps(report.source, report.path, 2)
 
 
@@ -256,7 +256,7 @@ def test_only_one_branch_runs_in_any_opset(opset: int, dtype: str | None, tmp_pa
     proto.opset_import[0].version = opset
     proto.ir_version = 8 if opset < 20 else 10
     report, model = optimized(proto, tmp_path, dtype=dtype)
-    assert report.made["linear+relu"] == 2
+    assert report.fused["linear+relu"] == 2
     [choice] = nodes(model, "If")
     assert [sum(node.op_type == "CustomLinear" for node in each) for each in subgraphs(choice)] == [1, 1]
     for rows in (4, 7) if dtype is None else ():

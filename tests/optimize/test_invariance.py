@@ -43,8 +43,8 @@ def test_every_product_of_a_decoder_gets_it(precision: str, tmp_path: Path) -> N
         assert marks(report.path) == {(name, int(invariant)): count for name, count in names.items()}
         few = 0 if precision == "int4" else 32 if invariant else 64  # integers have no such attribute
         assert marks(report.path, "few_rows") == {(name, few): count for name, count in names.items()}
-        assert not report.left and report.made["attention over a cache"] == 2
-        assert report.made.get("invariant products", 0) == 9 * invariant
+        assert not report.skipped and report.fused["attention over a cache"] == 2
+        assert report.fused.get("invariant products", 0) == 9 * invariant
         check_model(report.path, tmp_path / f"{invariant}/libcustom_ops.so")
 
 
@@ -60,9 +60,9 @@ def test_attention_that_stays_is_named(tmp_path: Path) -> None:
     """Without the promise of shared caches, attention is ONNX Runtime's."""
     source = write(tmp_path / "old", DECODER, "float16") / "model.onnx"
     report, _ = optimized(source, tmp_path, invariant=True)
-    assert report.made["invariant products"] == 9
-    assert report.left[f"GroupQueryAttention: {MAY_DEPEND}"] == 2
-    assert f"left alone: 2 GroupQueryAttention: {MAY_DEPEND}" in str(report)
+    assert report.fused["invariant products"] == 9
+    assert report.skipped[f"GroupQueryAttention: {MAY_DEPEND}"] == 2
+    assert f"not fused: 2 GroupQueryAttention: {MAY_DEPEND}" in str(report)
 
 
 def test_what_may_depend_on_the_batch_is_named() -> None:
@@ -136,7 +136,7 @@ def test_ops_of_others_are_named() -> None:
 def test_a_model_without_rewrites_is_named_too(tmp_path: Path) -> None:
     text = "(float16[M, 64] x, float16[64, 8] w) => (float16[M, 8] y) { y = MatMul (x, w) }"
     report, _ = optimized(parsed(text), tmp_path, invariant=True)
-    assert not report.made and report.left == {f"MatMul: {MAY_DEPEND}": 1}
+    assert not report.fused and report.skipped == {f"MatMul: {MAY_DEPEND}": 1}
 
 
 @pytest.mark.parametrize(
@@ -159,7 +159,7 @@ def test_where_nothing_can_be_invariant(options: dict[str, str], message: str, t
     said = " ".join(found.output.split())
     assert f"--invariant: {message}" in said
     report, _ = optimized(old, tmp_path, invariant=True, dtype="float16")
-    assert report.made["invariant products"] == 1
+    assert report.fused["invariant products"] == 1
 
 
 def test_another_value_is_refused() -> None:

@@ -108,7 +108,7 @@ def test_a_slow_rewrite_is_reverted_where_that_is_asked(
     monkeypatch.setattr(Stopwatch, "__call__", _clock)
     path = exported("bert", "eager", "torchscript", tmp_path)
     report = optimize(path, tmp_path / "fast.onnx", device="cpu", drop_slow=True)
-    assert [*report.reverted] == ["attention"] and report.made and report.times == (10.0, 10.0)
+    assert [*report.reverted] == ["attention"] and report.fused and report.times == (10.0, 10.0)
     assert "reverted: attention: slower here (11 ms with it, 10 without)" in str(report)
     assert "MultiHeadAttention" not in {node.op_type for node in onnx.load(report.path).graph.node}
     assert re.search(r"; nothing gained: 10 -> 10 ms on cpu, first input \[3, 7\]\n", str(report))
@@ -148,7 +148,7 @@ def test_invariant_products_are_not_dropped(tmp_path: Path) -> None:
 @pytest.mark.parametrize("now", [20.0, 40.9, 60.0])
 def test_the_report_says_where_nothing_was_gained(device: str, now: float) -> None:
     """A bare time does not: 41.2 -> 40.9 ms is noise."""
-    made = OptimizeReport(Path("net.onnx"), Path("fast.onnx"), made={"Gelu": 1}, device=device)
+    made = OptimizeReport(Path("net.onnx"), Path("fast.onnx"), fused={"Gelu": 1}, device=device)
     made.times, made.timed_shape = (41.2, now), (1, 16)
     report = str(made)
     assert (f"; nothing gained: 41.2 -> {now:.3g} ms on {device}" in report) == (now > 40)

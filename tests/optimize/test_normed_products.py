@@ -23,7 +23,7 @@ def test_norms_of_a_decoder(precision: str, tmp_path: Path, monkeypatch: pytest.
     monkeypatch.setattr(normed_products, "_MOST_ELEMENTS", 1024 * 128)
     source = write(tmp_path / "old", DECODER, precision)
     report = optimize_folder(source, tmp_path / "new")
-    assert report.made["norms in products"] == 4 and report.made["add_rms_norm"] == 1 and not report.left
+    assert report.fused["norms in products"] == 4 and report.fused["add_rms_norm"] == 1 and not report.skipped
     if precision == "float16":
         assert report.own_error is not None and report.error < 2 * report.own_error
     model = ir.load(report.path)

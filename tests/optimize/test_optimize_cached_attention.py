@@ -124,7 +124,7 @@ def rewritten(model: onnx.ModelProto, folder: Path, size: int) -> tuple[Any, Any
 )
 def test_each_form(form: dict[str, Any], tmp_path: Path) -> None:
     report, model = rewritten(decoder(**form), tmp_path, form.get("size", 64))
-    assert report.made["attention over a cache"] == 2
+    assert report.fused["attention over a cache"] == 2
     found = nodes(model, "CustomAttentionCached")
     assert len(found) == 2
     assert not {"GroupQueryAttention", "CustomRmsNorm", "Concat", "Split"} & types(model).keys()
@@ -155,9 +155,9 @@ def test_promises_outlive_the_conversion_of_opsets(opset: int, tmp_path: Path) -
     np.savez(tmp_path / "inputs.npz", **given)
     promises: dict[str, Any] = {"inputs_file": tmp_path / "inputs.npz", "shared_caches": True}
     report, _ = optimized(proto, tmp_path, **promises)
-    assert report.made["attention over a cache"] == 2 and not report.left
+    assert report.fused["attention over a cache"] == 2 and not report.skipped
     report, _ = optimized(proto, tmp_path, **promises, invariant=True)
-    assert report.made["invariant products"] == 2
+    assert report.fused["invariant products"] == 2
 
 
 @pytest.mark.parametrize(
@@ -174,7 +174,7 @@ def test_promises_outlive_the_conversion_of_opsets(opset: int, tmp_path: Path) -
 def test_layers_may_differ(form: dict[str, Any], index: int, tmp_path: Path) -> None:
     """SmolLM3 has layers without rotary embedding: they call another overload of the function."""
     report, model = rewritten(decoder(**form), tmp_path, form.get("size", 64))
-    assert report.made["attention over a cache"] == 2 and not report.left
+    assert report.fused["attention over a cache"] == 2 and not report.skipped
     first, second = nodes(model, "CustomAttentionCached")
     assert first.inputs[index] is not None and not any(second.inputs[index : index + 1])
     assert first.overload != second.overload == "" and "CustomRmsNorm" not in types(model)

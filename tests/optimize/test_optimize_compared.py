@@ -8,11 +8,11 @@ import onnx
 import onnx_ir as ir
 import pytest
 from models import REFUSED, refused
-from optimizing import nodes, optimized, parsed, weights
+from optimizing import nodes, optimized, parsed, pass_of, weights
 
 from twinop import deploy
 from twinop.errors import ExportError
-from twinop.optimize import equivalence, inputs, optimize, optimizer
+from twinop.optimize import equivalence, inputs, optimize, passes
 from twinop.optimize import graph as g
 from twinop.optimize.rewrite_check import RewriteCheck
 
@@ -46,7 +46,7 @@ def test_inputs_for_which_there_is_something_to_compare(tmp_path: Path) -> None:
     np.savez(tmp_path / "x.npz", x=np.full((3, 8), 1e5, np.float32) * np.sign(GIVEN["w"].sum(1)))
     given = tmp_path / "x.npz"
     report = optimize(tmp_path / "in.onnx", tmp_path / "out.onnx", inputs_file=given, device="cuda")
-    assert not report.notes and report.made
+    assert not report.notes and report.fused
 
 
 def test_special_inputs_are_compared() -> None:
@@ -187,7 +187,7 @@ def test_a_mask_of_starts_and_ends_stays_with_its_attention(tmp_path: Path) -> N
     report, model = optimized(parsed(text, **constants), tmp_path)
     assert nodes(model, "Attention") and not nodes(model, "MultiHeadAttention")
     reason = "a mask that is not known to be one length for each sequence"
-    assert report.left == {f"Attention: {reason}": 1}
+    assert report.skipped == {f"Attention: {reason}": 1}
 
 
 @pytest.mark.parametrize("declared", ["1, seqlen", "N, 7, 8", "1, 4, 8", "N, 4, 8, 1"])
@@ -196,7 +196,7 @@ def test_an_output_whose_declared_shape_is_wrong(declared: str, tmp_path: Path) 
     text = f"(float[N, 32] x) => (float[{declared}] y) {{ p = MatMul (x, w) y = Reshape (p, shape) }}"
     given = {"w": weights(32, 32), "shape": np.array([-1, 4, 8])}
     report, model = optimized(parsed(text, **given), tmp_path)
-    assert report.made and len(model.graph.outputs[0].shape or ()) == 3
+    assert report.fused and len(model.graph.outputs[0].shape or ()) == 3
 
 
 @pytest.mark.parametrize("given", [False, True])
@@ -226,7 +226,7 @@ def test_a_rewrite_that_onnx_runtime_breaks_is_not_kept(
                 0, g.add(node, "Add", [product, g.initializer(work.graph, np.float32(0), "o")])
             )
 
-    monkeypatch.setattr(optimizer, "REWRITES", {"breaks": breaks})
+    monkeypatch.setattr(passes, "PASSES", [pass_of("breaks", breaks)])
     onnx.save(parsed("(float[N, 4] x) => (float[N, 4] y) { y = Neg (x) }"), tmp_path / "in.onnx")
     report = optimize(tmp_path / "in.onnx", tmp_path / "out.onnx", device="cpu")
     assert list(report.reverted) == ["breaks"] and not report.notes
@@ -293,4 +293,4 @@ def test_large_inputs_that_overflow_in_the_original_too(device: str, tmp_path: P
         l = LayerNormalization (h, g) y = MatMul (l, w) }"""
     given = {"three": np.float32(3), "g": weights(8) + 1, "w": weights(8, 8)}
     report, _ = optimized(parsed(text, **given), tmp_path, dtype="float16", device=device)
-    assert report.error < 2e-3 and report.made["add_layer_norm"] == 1
+    assert report.error < 2e-3 and report.fused["add_layer_norm"] == 1

@@ -36,7 +36,7 @@ def test_attention_at_any_length(mask: str, tokens: int, size: int, device: str,
     shapes = {"apart": np.array([0, 0, HEADS, size]), "joined": np.array([0, 0, HEADS * size])}
     dtype = "float32" if device == "cpu" else "float16"
     report, _ = optimized(parsed(text, **shapes), tmp_path, dtype=dtype)
-    assert report.made == {"attention": 1}
+    assert report.fused == {"attention": 1}
     kind, generator = getattr(torch, dtype), torch.Generator().manual_seed(tokens)
     dims = {"B": BATCH, "S": tokens, "T": tokens}
     shape = [dims.get(dim) or int(dim) for dim in mask[6 : mask.find("]")].split(", ")] if mask else []

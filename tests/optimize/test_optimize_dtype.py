@@ -44,7 +44,7 @@ def test_inputs_and_outputs_keep_their_dtypes(
     report, model = optimized(parsed(text, w=w, v=weights(*sizes)), tmp_path)
     assert report.dtype == (narrow.lower() if most else "float32")
     assert report.notes == (["1 nodes compute in fp32"] if most else [])
-    assert report.made == {"linear": 2} and dtypes(model) == [outside, outside]
+    assert report.fused == {"linear": 2} and dtypes(model) == [outside, outside]
     assert inside(model) - {"FLOAT"} == ({narrow} if most else set())
     assert [value.name for value in (*model.graph.inputs, *model.graph.outputs)] == ["x", "y"]
 
@@ -70,7 +70,7 @@ def test_what_the_converter_of_onnxruntime_writes(tmp_path: Path) -> None:
 )
 def test_unusual_values(text: str, found: int, tmp_path: Path) -> None:
     report, model = optimized(parsed(text, w=weights(4, 4)), tmp_path, dtype="float16")
-    assert report.made or "the file is the original, converted" in str(report)
+    assert report.fused or "the file is the original, converted" in str(report)
     assert dtypes(model) == ["FLOAT16"] * found
 
 
@@ -89,7 +89,7 @@ def test_measuring_a_dtype_that_does_not_run(tmp_path: Path, monkeypatch: pytest
     )
     monkeypatch.setattr("twinop.deploy.session", session)
     report = optimize(tmp_path / "o", tmp_path / "fast.onnx", dtype="bfloat16", device="cpu")
-    assert not report.made
+    assert not report.fused
 
 
 def test_float64_stays(tmp_path: Path) -> None:
@@ -194,7 +194,7 @@ def test_a_norm_in_fp32_of_16_bits_is_an_operator_of_16_bits(tmp_path: Path) -> 
     text = T5.replace("h = Add (f, o)", "h = Identity (f)")
     given = {"w": halves(64, 64), "v": halves(64, 64, seed=1), "g": halves(64) + np.float16(1)}
     report, model = optimized(parsed(text, wo=weights(64, 64), **given, **NUMBERS), tmp_path)
-    assert report.made["rms_norm"] == 1 and {*kept(model)["CustomRmsNorm"]} == {"FLOAT16"}
+    assert report.fused["rms_norm"] == 1 and {*kept(model)["CustomRmsNorm"]} == {"FLOAT16"}
     assert "Cast" not in types(model)
 
 
@@ -226,7 +226,7 @@ def test_products_of_one_input_in_two_dtypes_are_not_merged(rows: str, tmp_path:
         str(node.inputs[0].dtype) for node in model.graph if node.op_type == "CustomLinear" and node.inputs[0]
     ]
     assert sorted(found) == ["FLOAT", *["FLOAT16"] * (1 if rows == "2" else 2)]
-    assert report.made.get("products of one input merged", 0) == (rows == "2")
+    assert report.fused.get("products of one input merged", 0) == (rows == "2")
 
 
 def test_a_table_in_fp32_stays(tmp_path: Path) -> None:
@@ -277,7 +277,7 @@ def test_attributes_that_name_a_dtype(maker: str, tmp_path: Path) -> None:
     text = f"""(float16[8, 8] x, int64[8, 8] n) => (float16[8, 8] y) {{
         a = MatMul (x, w) {maker} y = MatMul (s, w) }}"""
     report, model = optimized(parsed(text, w=halves(8, 8), zero=np.array(0)), tmp_path)
-    assert report.made["linear"] == 2 and kept(model)["CustomLinear"] == {"FLOAT16"}
+    assert report.fused["linear"] == 2 and kept(model)["CustomLinear"] == {"FLOAT16"}
     assert dtypes(model)[-1] == "FLOAT16"
 
 
@@ -286,7 +286,7 @@ def test_an_output_without_a_declared_shape(tmp_path: Path) -> None:
         proto = parsed(f"(float16[N, 8] x) => (float16[N, 8] y) {{ {text} }}", w=halves(8, 8))
         proto.graph.output[0].type.tensor_type.ClearField("shape")
         report, model = optimized(proto, tmp_path)
-        assert report.made and [len(value.shape or ()) for value in model.graph.outputs] == [2]
+        assert report.fused and [len(value.shape or ()) for value in model.graph.outputs] == [2]
 
 
 SEQUENCES = {
@@ -302,4 +302,4 @@ def test_sequences_without_declared_types(dtype: str | None, name: str, tmp_path
     text = f"""(float[N, 8] x, bool c) => (float[N, 8] y) {{ a = MatMul (x, w) s = SequenceConstruct (a, a)
         {SEQUENCES[name]} y = SequenceAt (m, zero) }}"""
     report, _ = optimized(parsed(text, w=weights(8, 8), zero=np.array(0)), tmp_path, dtype=dtype)
-    assert report.made["linear"] == 1
+    assert report.fused["linear"] == 1

@@ -13,7 +13,7 @@ import onnx
 import onnx_ir as ir
 import pytest
 import torch
-from optimizing import parsed, weights
+from optimizing import parsed, pass_of, weights
 from typer.testing import CliRunner
 
 from twinop.cli import app
@@ -21,7 +21,7 @@ from twinop.deploy import ort_runs
 from twinop.deploy.ort_runs import Answer
 from twinop.errors import ExportError
 from twinop.export import export
-from twinop.optimize import equivalence, norms, optimize, optimizer, rewrite_check
+from twinop.optimize import equivalence, norms, optimize, optimizer, passes, rewrite_check
 from twinop.optimize import graph as g
 
 TEXT = "(float[N, 4] x) => (float[N, 3] y) { y = MatMul (x, w) }"
@@ -248,7 +248,7 @@ def test_export_optimises(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     assert list(export(layers, given, path, **options, optimize=False).nodes) == ["Gemm"]
     for dtype in (torch.float32, torch.bfloat16, torch.float64):
         report = export(layers.to(dtype), given.to(dtype), path, **options)
-        assert report.optimized is not None and report.optimized.made == {"linear+bias": 1}
+        assert report.optimized is not None and report.optimized.fused == {"linear+bias": 1}
         assert list(report.nodes) == ["custom_domain.CustomLinear"] and report.custom_ops == ["CustomLinear"]
         assert [node.op_type for node in onnx.load(path).graph.node] == ["CustomLinear"]
     assert export(layers, given.double(), path, bodies=False, **options).optimized is None
@@ -284,8 +284,7 @@ def raises(work: Any) -> None:
 def test_a_rewrite_that_changes_the_results_is_reverted(
     broken: Callable[[Any], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    rewrites = {"first": norms.rewrite, "broken": broken, **optimizer.REWRITES}
-    monkeypatch.setattr(optimizer, "REWRITES", rewrites)
+    monkeypatch.setattr(passes, "PASSES", [norms.Norms, pass_of("broken", broken), *passes.PASSES[5:]])
     text = (
         "(float[N, 4, 4, 4] x) => (float[N, 4, 4, 4] y) { a = Relu (x) b = MatMul (a, w) y = Identity (b) }"
     )
@@ -294,7 +293,7 @@ def test_a_rewrite_that_changes_the_results_is_reverted(
     assert list(report.reverted) == ["broken"]
     assert "this is a defect of twinop" in report.reverted["broken"]
     assert "reverted: broken" in str(report)
-    assert report.made == {"linear": 1}
+    assert report.fused == {"linear": 1}
 
 
 def shown(work: Any) -> None:
@@ -351,7 +350,7 @@ def test_other_causes_than_a_defect(
     nodes: str, rewrite: Callable[[Any], None], why: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A rewrite that is not twinop's fault is left out all the same, and the report says why."""
-    monkeypatch.setattr(optimizer, "REWRITES", {"other": rewrite})
+    monkeypatch.setattr(passes, "PASSES", [pass_of("other", rewrite)])
     kind = "int64[M, K]" if nodes == _CHAOS else "float[N, 4]"
     proto = parsed(
         f"(float[N, 4] x, bool[N, 4] m) => ({kind} y, bool[N, 4] k) {{ {nodes} k = Not (m) }}",
@@ -379,7 +378,7 @@ def test_a_runtime_that_is_wrong_itself(
 
     for module in (equivalence, rewrite_check):
         monkeypatch.setattr(module, "run", run)
-    monkeypatch.setattr(optimizer, "REWRITES", {"other": wrong} if has_rewrite else {})
+    monkeypatch.setattr(passes, "PASSES", [pass_of("other", wrong)] if has_rewrite else [])
     onnx.save(parsed("(float[N, 4] x) => (float[N, 4] y) { y = Relu (x) }"), tmp_path / "old.onnx")
     said = refused(tmp_path / "old.onnx", tmp_path / "new.onnx", device="cpu")
     assert "the model without any rewrite differs" in said and "another run of the original" in said

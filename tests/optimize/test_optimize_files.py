@@ -61,7 +61,7 @@ def test_external_data_behind_links(tmp_path: Path) -> None:
         (tmp_path / "snapshot").mkdir(exist_ok=True)
         (tmp_path / "snapshot" / file.name).symlink_to(file.rename(tmp_path / "blobs" / file.suffix[1:]))
     report = optimize(tmp_path / "snapshot" / "old.onnx", tmp_path / "fast.onnx", device="cuda")
-    assert report.made == {"linear": 1}
+    assert report.fused == {"linear": 1}
 
 
 def test_external_data_of_a_model_that_stays_as_it_is(tmp_path: Path) -> None:
@@ -116,7 +116,9 @@ def test_a_function_of_the_user(tmp_path: Path) -> None:
         proto.graph.initializer.append(onnx.numpy_helper.from_array(weights(4, 3).astype(dtype.numpy()), "w"))
         report, model = optimized(proto, tmp_path)
         assert (
-            report.made == {"linear": 1} and not nodes(model, "Mine") and model.graph.inputs[0].dtype is dtype
+            report.fused == {"linear": 1}
+            and not nodes(model, "Mine")
+            and model.graph.inputs[0].dtype is dtype
         )
         assert {key[1] for key in model.functions} == {"CustomLinear"}
 
@@ -135,7 +137,7 @@ def test_ir_version_3(tmp_path: Path) -> None:
     proto = parsed("(float[N, 4] x, float[4, 3] w) => (float[N, 3] y) { y = MatMul (x, w) }", w=weights(4, 3))
     proto.ir_version, proto.opset_import[0].version = 3, 8
     report, model = optimized(proto, tmp_path)
-    assert report.made == {"linear": 1} and [value.name for value in model.graph.inputs] == ["x"]
+    assert report.fused == {"linear": 1} and [value.name for value in model.graph.inputs] == ["x"]
     assert report.notes == ["IR version 3: its 1 initializers are constants, as in ONNX Runtime"]
     assert ort.InferenceSession(tmp_path / "fast.onnx").run(None, {"x": np.ones((1, 4), np.float32)})
 
@@ -308,7 +310,7 @@ def test_function_named_as_an_op(domain: str, name: str, kept: str, opset: int, 
     opsets = [onnx.helper.make_opsetid("", opset)]
     proto.functions.append(onnx.helper.make_function(domain, name, ["x"], ["y"], body, opsets))
     report, model = optimized(proto, tmp_path)
-    assert report.made == {"linear": 1} and kept in types(model)
+    assert report.fused == {"linear": 1} and kept in types(model)
     assert all(key[0] == "custom_domain" for key in model.functions)
 
 
@@ -343,7 +345,7 @@ def test_values_of_one_name_in_several_graphs(body: str, dtype: str | None, tmp_
     text = f"(float[N, 4] x, bool c) => (float[K] y) {{ h = MatMul (x, w) {body} y = Identity (t) }}"
     given = {"w": weights(4, 4), "minus": np.array([-1]), "three": np.array(3)}
     report, _ = optimized(parsed(text, **given), tmp_path, dtype=dtype)
-    assert report.made == {"linear": 1}
+    assert report.fused == {"linear": 1}
     for choice in (True, False) if dtype is None else ():
         feeds = {"x": weights(3, 4, seed=1), "c": np.array(choice)}
         expected, found = (
@@ -374,7 +376,7 @@ def test_maps_and_sequences(tmp_path: Path) -> None:
         assert "input x is " in said and "twinop reads tensors only" in said
     text = "(float[N, 4] x) => (seq(float[N, 3]) y) { a = MatMul (x, w) y = SequenceConstruct (a, a) }"
     report, _ = optimized(parsed(text, w=weights(4, 3)), tmp_path)
-    assert report.made
+    assert report.fused
 
 
 def test_a_packed_weight_that_layers_share_is_stored_once(tmp_path: Path) -> None:
@@ -385,7 +387,7 @@ def test_a_packed_weight_that_layers_share_is_stored_once(tmp_path: Path) -> Non
     text = text.replace("LAYERS", " ".join(layer.format(i, i + 1) for i in range(4)))
     for dtype in (None, "float16"):
         report, model = optimized(parsed(text, w=weights(32, 96), b=weights(96)), tmp_path, dtype=dtype)
-        assert report.made["linear+bias"] == 12
+        assert report.fused["linear+bias"] == 12
         assert len([value for value in model.graph.initializers.values() if len(value.shape or ()) == 2]) == 3
         assert report.bytes_before == (tmp_path / "old.onnx").stat().st_size
         assert report.bytes_after == (tmp_path / "fast.onnx").stat().st_size
@@ -415,7 +417,7 @@ def test_weights_are_written_once(limit: int, tmp_path: Path, monkeypatch: pytes
     monkeypatch.setattr("twinop.optimize.optimizer.convert_to_fp32", convert_to_fp32)
     source = external(tmp_path, parsed(TEXT, w=weights(4, 3)))
     report = optimize(source, tmp_path / "fast.onnx", device="cuda")
-    assert len(saved) == 1 and report.made == {"linear": 1}
+    assert len(saved) == 1 and report.fused == {"linear": 1}
     assert not read[0].flags.writeable  # a view of the file
     x = np.ones((2, 4), np.float32)
     expected, found = (
@@ -449,7 +451,7 @@ def test_the_device_is_what_the_machine_has(
     monkeypatch.setattr("twinop.optimize.optimizer.has_gpu", lambda: has_gpu)
     onnx.save(parsed(TEXT, w=weights(4, 3)), tmp_path / "old.onnx")
     report = optimize(tmp_path / "old.onnx", tmp_path / "new.onnx")
-    assert report.device == device and ("linear" in report.made) == has_gpu
+    assert report.device == device and ("linear" in report.fused) == has_gpu
     said = f"  prepared for {device}; device='{other}' prepares it for {other}"
     assert str(report).splitlines()[-1] == said
     asked = optimize(tmp_path / "old.onnx", tmp_path / "new.onnx", device=other)

@@ -45,8 +45,8 @@ def of_one_layer(style: str) -> dict[str, int]:
 def test_recognised(style: str, attention: str, exporter: str, tmp_path: Path) -> None:
     """Whatever the exporter writes becomes the same nodes, and runs at other sizes than the export's."""
     report, model = optimized(exported(style, attention, exporter, tmp_path), tmp_path)
-    assert report.made == (MADE[style] if exporter == "torchscript" else of_one_layer(style))
-    assert not report.left
+    assert report.fused == (MADE[style] if exporter == "torchscript" else of_one_layer(style))
+    assert not report.skipped
     assert not nodes(model, "MatMul", "Gemm", "Softmax", "Erf", "Sigmoid", "LayerNormalization", "ReduceMean")
     assert not nodes(model, "Transpose")
     assert [str(dim) for dim in model.graph.outputs[0].shape or ()] == ["batch", "length", str(TINY.width)]
@@ -86,7 +86,7 @@ def test_sizes_that_the_inputs_do_not_share(style: str, named: bool, tmp_path: P
             if named:
                 size.dim_param = f"{value.name}_dynamic_axes_{axis + 1}"
     report, _ = optimized(proto, tmp_path)
-    assert report.made == MADE[style] and not report.left
+    assert report.fused == MADE[style] and not report.skipped
     ids, mask = batch(TINY, padding=5)
     found = [deploy.session(tmp_path / f"{name}.onnx", CPU).run({"ids": ids, "mask": mask}) for name in FILES]
     for expected, y in zip(*(each.values() for each in found), strict=True):
@@ -144,7 +144,7 @@ def test_a_model_in_16_bits(tmp_path: Path) -> None:
     """It is rewritten in fp32, and comes out in its own dtype."""
     path = exported("llama", "eager", "torchscript", tmp_path, dtype=torch.float16)
     report, model = optimized(path, tmp_path)
-    assert report.made == MADE["llama"]
+    assert report.fused == MADE["llama"]
     assert report.dtype == "float16"
     assert {value.dtype.name for value in model.graph.outputs if value.dtype} == {"FLOAT16"}
 
@@ -153,7 +153,7 @@ def test_for_the_cpu(tmp_path: Path) -> None:
     """Products stay ONNX Runtime's."""
     report, model = optimized(exported("bert", "eager", "torchscript", tmp_path), tmp_path, device="cpu")
     embedding = {"embedding of known ids": 1}
-    assert report.made == {"attention": 2, "embed_layer_norm": 1, "add_layer_norm": 4} | embedding
+    assert report.fused == {"attention": 2, "embed_layer_norm": 1, "add_layer_norm": 4} | embedding
     assert types(model)["MatMul"] == 12 and "CustomLinear" not in types(model)
 
 
@@ -164,8 +164,8 @@ def test_each_rewrite_has_a_switch(name: str, tmp_path: Path) -> None:
         "attention": "attention", "add_norm": "add_rms_norm",
         "rotary": "rotary embedding of q and k", "gated": "linear+gate (silu)",
     }  # fmt: skip
-    assert gone[name] not in report.made
-    assert len(report.made) > 2
+    assert gone[name] not in report.fused
+    assert len(report.fused) > 2
 
 
 class VisionBlock(nn.Module):
@@ -198,7 +198,7 @@ def test_packed_products(exporter: str, tmp_path: Path) -> None:
         optimize=False,
     )
     report, model = optimized(path, tmp_path)
-    assert report.made["attention"] == 1 and report.made["packed product split"] == 1
+    assert report.fused["attention"] == 1 and report.fused["packed product split"] == 1
     assert types(model)["CustomLinear"] == 6
     assert not nodes(model, "Transpose", "Split", "Gather")
 
@@ -224,7 +224,7 @@ def test_grouped_heads(axes: dict[int, str], tmp_path: Path) -> None:
         optimize=False,
     )
     report, model = optimized(path, tmp_path)
-    assert report.made == of_one_layer("llama")
+    assert report.fused == of_one_layer("llama")
     assert not nodes(model, "Transpose")
     assert len(nodes(model, "CustomMul")) == 2  # of k and of v
 
@@ -234,7 +234,7 @@ def test_inputs_of_a_file(tmp_path: Path) -> None:
     ids, mask = batch(TINY)
     np.savez(tmp_path / "inputs.npz", ids=ids.numpy(), mask=mask.numpy())
     report, _ = optimized(path, tmp_path, inputs_file=tmp_path / "inputs.npz")
-    assert report.made == MADE["bert"]
+    assert report.fused == MADE["bert"]
 
 
 def test_the_result_is_not_optimised_again(tmp_path: Path) -> None:
@@ -245,7 +245,7 @@ def test_the_result_is_not_optimised_again(tmp_path: Path) -> None:
     report, model = optimized(first.path, again)
     assert types(model)["CustomLinear"] == 12
     onnx.checker.check_model(again / "fast.onnx")
-    assert not report.left
+    assert not report.skipped
 
 
 @pytest.mark.parametrize("device, op", [("cpu", "MatMul"), ("cpu", "Add"), ("cuda", "Add")])

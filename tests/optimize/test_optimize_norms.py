@@ -82,7 +82,7 @@ def test_rows_divided_by_their_length(case: tuple[str, int], tmp_path: Path) -> 
 def test_norms_of_other_dimensions_stay(tmp_path: Path) -> None:
     text = f"{UNARY} {{ y = LayerNormalization <axis=1> (x, w) }}"
     report, _ = optimized(parsed(text, w=weights(6, 8)), tmp_path)
-    assert report.made == {} and report.left == {"LayerNormalization: over several dimensions": 1}
+    assert report.fused == {} and report.skipped == {"LayerNormalization: over several dimensions": 1}
 
 
 MODULATED = "n = LayerNormalization <axis=-1, epsilon=0.01> (x, ones)"
@@ -100,7 +100,7 @@ CONSTANTS = {"ones": np.ones(8, np.float32), "middle": np.array([1]), "w": weigh
 def test_scale_and_shift_of_each_sequence(name: str, tmp_path: Path) -> None:
     text = f"{CONDITIONED} {{ {MODULATED} {MODULATIONS[name]} }}"
     report, model = optimized(parsed(text, **CONSTANTS), tmp_path)
-    assert report.made == {"ada_layer_norm": 1}
+    assert report.fused == {"ada_layer_norm": 1}
     [norm] = nodes(model, "CustomAdaLayerNorm")
     assert norm.attributes.get_float("eps", 0) == pytest.approx(0.01)
     if name == "as DiT":
@@ -121,7 +121,7 @@ def test_a_subgraph_that_reads_the_norm(tmp_path: Path) -> None:
     ):
         proto = parsed(f"{inputs} {{ {MODULATED} {text} }}", times=np.array(1), **CONSTANTS)
         report, model = optimized(proto, tmp_path)
-        assert (report.made, types(model)) == (made, kinds)
+        assert (report.fused, types(model)) == (made, kinds)
 
 
 def test_other_scales_of_a_norm_are_a_product_and_a_sum(tmp_path: Path) -> None:
@@ -135,7 +135,7 @@ def test_other_scales_of_a_norm_are_a_product_and_a_sum(tmp_path: Path) -> None:
     ):
         inputs = f"(float[N, 6, 8] x, float[{sizes}] s, float[{sizes}] t) => (float[N, 6, 8] y)"
         report, _ = optimized(parsed(f"{inputs} {{ {norm} {text} }}", **CONSTANTS), tmp_path)
-        assert report.made == {"layer_norm": 1, "addcmul": 1}, (norm, sizes, text)
+        assert report.fused == {"layer_norm": 1, "addcmul": 1}, (norm, sizes, text)
 
 
 EMBEDDINGS = {
@@ -153,7 +153,7 @@ def test_a_lookup_and_the_norm_behind_it(name: str, tmp_path: Path) -> None:
     text = f"(int64[N, 6] ids{kinds}) => (float[N, 6, 8] y) {{ {EMBEDDINGS[name]} }}"
     tables = {"table": weights(9, 8), "types": weights(2, 8, seed=1), "positions": weights(6, 8, seed=2)}
     report, model = optimized(parsed(text, w=weights(8), **tables), tmp_path)
-    assert report.made == {"embed_layer_norm": 1}
+    assert report.fused == {"embed_layer_norm": 1}
     [norm] = nodes(model, "CustomEmbedLayerNorm")
     assert len(norm.outputs) == (2 if name == "the sum is read" else 1)
     assert types(model)["CustomEmbedLayerNorm"] == 1 and types(model).get("Gather", 0) == (
@@ -170,7 +170,7 @@ def test_a_lookup_of_other_ids_stays(tmp_path: Path) -> None:
         body = "a = Gather (table, ids) t = Add (a, x) y = LayerNormalization (t, w)"
         text = f"({inputs}) => (float[N, 6, 8] y) {{ {body} }}"
         report, _ = optimized(parsed(text, w=weights(8), table=weights(*table)), tmp_path)
-        assert "embed_layer_norm" not in report.made
+        assert "embed_layer_norm" not in report.fused
 
 
 EMBEDDED = """(int64[B, S] ids, int64[B, S] types) => (float[B, S, 8] y) {
@@ -189,12 +189,12 @@ TABLES = {
 )
 def test_embeddings_of_known_ids(ids: str, total: str, tmp_path: Path) -> None:
     report, model = optimized(parsed(EMBEDDED % (ids, total), **TABLES), tmp_path)
-    assert types(model) == {"Gather": 1, "Add": 1} and report.made == {"embedding of known ids": 1}
+    assert types(model) == {"Gather": 1, "Add": 1} and report.fused == {"embedding of known ids": 1}
 
 
 def test_embeddings_of_an_input(tmp_path: Path) -> None:
     report, _ = optimized(parsed(EMBEDDED % ("types", "c, d"), **TABLES), tmp_path)
-    assert not report.made
+    assert not report.fused
 
 
 SIMPLIFIED = "n = SimplifiedLayerNormalization <axis=-1, epsilon=1e-6> (x, s) y = MatMul (n, w)"
@@ -210,7 +210,7 @@ def test_simplified_norms_of_onnxruntime(opset: int, kind: str, without: list[st
     proto = parsed(text, w=weights(4, 3).astype(numpy), s=weights(4).astype(numpy))
     proto.opset_import[0].version = opset
     report, model = optimized(proto, tmp_path, without=without)
-    assert report.made == {**({} if without else {"rms_norm": 1}), **({} if without[1:] else {"linear": 1})}
+    assert report.fused == {**({} if without else {"rms_norm": 1}), **({} if without[1:] else {"linear": 1})}
     assert not nodes(model, "SimplifiedLayerNormalization") and report.nodes_before == 2
     proto = onnx.load(tmp_path / "fast.onnx")
     onnx.checker.check_model(proto, full_check=True)
@@ -221,5 +221,5 @@ def test_simplified_norms_over_two_axes(tmp_path: Path) -> None:
         y, r = SimplifiedLayerNormalization <axis=1> (x, s)
         v = com.microsoft.SkipSimplifiedLayerNormalization (x, z, t) }"""
     report, model = optimized(parsed(text, s=weights(2, 4), t=weights(4)), tmp_path, without=["norm"])
-    assert report.made == {"SkipSimplifiedLayerNormalization decomposed": 1}
+    assert report.fused == {"SkipSimplifiedLayerNormalization decomposed": 1}
     assert report.error < 1e-6 and not nodes(model, "SimplifiedLayerNormalization")

@@ -49,7 +49,7 @@ def made(size: Size, folder: Path, fixed: bool = True, **options: Any) -> tuple[
 @pytest.mark.parametrize("padding", ["right", None])
 def test_short_sequences(dtype: str, padding: str | None, device: str, tmp_path: Path) -> None:
     report, model = made(SMALL, tmp_path, dtype=dtype, padding=padding)
-    assert report.made["attention of packed q, k and v"] == SMALL.layers
+    assert report.fused["attention of packed q, k and v"] == SMALL.layers
     attentions = nodes(model, "CustomAttentionPacked")
     assert len(attentions) == SMALL.layers
     assert len({node.inputs[1] for node in attentions}) == 1  # one bias for all layers
@@ -77,7 +77,7 @@ def test_short_sequences(dtype: str, padding: str | None, device: str, tmp_path:
 )
 def test_others_are_left_to_onnxruntime(size: Size, options: dict[str, Any], tmp_path: Path) -> None:
     report, model = made(size, tmp_path, **options)
-    assert report.made["attention"] == size.layers
+    assert report.fused["attention"] == size.layers
     assert len(nodes(model, "MultiHeadAttention")) == size.layers
     assert not nodes(model, "CustomAttentionPacked")
 
@@ -101,7 +101,7 @@ def test_products_of_one_tensor_are_merged(source: str, wanted: int, tmp_path: P
     text = text if source == "x" else text.replace("{", "{ z = Neg (x)", 1)
     values = {name: weights(64, 64) for name in "uvw"} | {"p": weights(64), "bias": weights(1, 2, 49, 49)}
     report, model = optimized(parsed(text, **values), tmp_path, dtype="float16")
-    assert report.made.get("attention of packed q, k and v", 0) == wanted
+    assert report.fused.get("attention of packed q, k and v", 0) == wanted
     assert len(nodes(model, "CustomLinear")) == (1 if wanted else 3)
     assert len(nodes(model, "CustomAttentionPacked")) == wanted
     assert len(nodes(model, "MultiHeadAttention")) == 2 - wanted  # q, k and v of the other are one tensor

@@ -28,7 +28,7 @@ PACKED = "(float[N, 8] x) => (float[N, %d] y) { h = MatMul (x, w) %s }"
 def test_packed_products(width: int, body: str, products: int, tmp_path: Path) -> None:
     model = parsed(PACKED % (width, body), w=weights(8, 12), **INDICES)
     report, made = optimized(model, tmp_path)
-    assert report.made.get("packed product split", 0) == (products > 0)
+    assert report.fused.get("packed product split", 0) == (products > 0)
     assert types(made)["CustomLinear"] == (products or 1)
     assert_same(tmp_path, x=(7, 8))
 
@@ -48,7 +48,7 @@ HALVES = """(float[N, 8] z) => (float[N, 4] y) {
 )
 def test_gates_of_slices(gate: str, up: str, packed: bool, tmp_path: Path) -> None:
     report, _ = optimized(parsed(HALVES % (gate, up), **INDICES), tmp_path)
-    assert report.made == {"swiglu (packed)" if packed else "swiglu": 1}
+    assert report.fused == {"swiglu (packed)" if packed else "swiglu": 1}
     assert_same(tmp_path, z=(7, 8))
 
 
@@ -94,7 +94,7 @@ def test_a_norm_with_one_number_as_weight(tmp_path: Path) -> None:
     proto.opset_import[0].version = 23
     report, model = optimized(proto, tmp_path)
     assert types(model) == {"CustomRmsNorm": 1, "RMSNormalization": 1}
-    assert report.left == {"RMSNormalization: one number as weight": 1}
+    assert report.skipped == {"RMSNormalization: one number as weight": 1}
     assert_same(tmp_path, x=(7, 8))
 
 
@@ -104,7 +104,7 @@ def test_several_flattened_forms_of_a_value(tmp_path: Path) -> None:
         r = Relu (x) a = Flatten <axis=2> (r) b = Flatten <axis=0> (r) s = MatMul (b, a)
         c = Flatten <axis=1> (r) h = MatMul (c, w) y = Add (h, s) }"""
     report, _ = optimized(parsed(text, w=weights(8, 8)), tmp_path)
-    assert report.made["linear"] == 1
+    assert report.fused["linear"] == 1
     assert_same(tmp_path, x=(7, 8))
     branch = """(float[N, 8] x) => (float[N, 8] y) { h = MatMul (x, w) f = ReduceMax <keepdims=0> (h)
         c = Greater (f, zero) y = If (c) <then_branch = a () => (float[N, 8] t) {

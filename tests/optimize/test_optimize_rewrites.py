@@ -38,7 +38,7 @@ SCALARS = {name: np.array(number, np.float32) for name, number in NUMBERS.items(
 def test_gelu_however_it_is_written(body: str, tmp_path: Path) -> None:
     report, model = optimized(parsed(f"{UNARY} {{ {body} }}", **SCALARS), tmp_path)
     assert types(model) == {"CustomGelu": 1}
-    assert set(report.made) == {"gelu_tanh" if "Tanh" in body else "gelu"}
+    assert set(report.fused) == {"gelu_tanh" if "Tanh" in body else "gelu"}
 
 
 def test_silu_and_what_is_no_activation_of_ours(tmp_path: Path) -> None:
@@ -48,8 +48,8 @@ def test_silu_and_what_is_no_activation_of_ours(tmp_path: Path) -> None:
         c = Mul (b, quick) d = Sigmoid (c) e = Mul (b, d)
         f = Conv (e, kernel) g = Sigmoid (f) y = Mul (f, g) }"""
     report, model = optimized(parsed(text, kernel=weights(4, 4, 1, 1), **SCALARS), tmp_path)
-    assert report.made == {"silu": 1}
-    assert report.left == {
+    assert report.fused == {"silu": 1}
+    assert report.skipped == {
         "quick GELU: ONNX Runtime fuses it": 1,
         "silu after a convolution: ONNX Runtime fuses it": 1,
     }
@@ -64,7 +64,7 @@ def test_a_square_after_relu(square: str, dtype: str | None, tmp_path: Path) -> 
     text = f"(float[N, 6, 8] x) => (float[N, 6, 4] y) {{ a = MatMul (x, w) r = Relu (a) y = {square} }}"
     constants = {"w": weights(8, 4), "two": np.array(2, np.float32)}
     report, model = optimized(parsed(text, **constants), tmp_path, dtype=dtype)
-    assert report.made == {"linear+relu": 1, "square": 1}
+    assert report.fused == {"linear+relu": 1, "square": 1}
     assert types(model) == {"CustomLinear": 1, "CustomSquare": 1}
 
 
@@ -73,7 +73,7 @@ def test_a_square_after_relu(square: str, dtype: str | None, tmp_path: Path) -> 
 )
 def test_powers_that_stay(body: str, tmp_path: Path) -> None:
     numbers = SCALARS | {"two": np.array(2, np.float32)}
-    assert not optimized(parsed(f"{UNARY} {{ {body} }}", **numbers), tmp_path)[0].made
+    assert not optimized(parsed(f"{UNARY} {{ {body} }}", **numbers), tmp_path)[0].fused
 
 
 def test_a_gelu_of_others_is_no_activation() -> None:
@@ -104,7 +104,7 @@ MATRIX = {"w": weights(8, 5), "t": weights(5, 8), "b": weights(5, seed=1), "row"
 )
 def test_products(body: str, made: str, tmp_path: Path) -> None:
     report, model = optimized(parsed(f"{LINEAR} {{ {body} }}", **MATRIX), tmp_path)
-    assert report.made == {made: 1}
+    assert report.fused == {made: 1}
     [node] = model.graph
     assert node.op_type == "CustomLinear" and node.attributes.get_string("layout", "nk") == "nk"
 
@@ -115,14 +115,14 @@ def test_products_of_matrices_of_tokens(tmp_path: Path) -> None:
         flat = Reshape (x, to2) a = Gemm (flat, w, b) c = Reshape (a, to3) y = Relu (c) }"""
     shapes = {"to2": np.array([-1, 8]), "to3": np.array([-1, 6, 5])}
     report, model = optimized(parsed(text, **MATRIX, **shapes), tmp_path)
-    assert report.made == {"linear+bias+relu": 1} and types(model) == {"CustomLinear": 1}
+    assert report.fused == {"linear+bias+relu": 1} and types(model) == {"CustomLinear": 1}
 
 
 def test_biases_of_some_products_only(tmp_path: Path) -> None:
     """The function body is one for all nodes, so the others get a bias of zeros."""
     text = f"{LINEAR} {{ a = MatMul (x, v) c = MatMul (a, w) y = Add (c, b) }}"
     report, model = optimized(parsed(text, v=weights(8, 8), **MATRIX), tmp_path)
-    assert report.made == {"linear": 1, "linear+bias": 1}
+    assert report.fused == {"linear": 1, "linear+bias": 1}
     assert [len(node.inputs) for node in model.graph] == [3, 3]
 
 
@@ -137,7 +137,7 @@ def test_products_of_the_same_few_rows(batch: str, tmp_path: Path) -> None:
     given = {"t5": weights(8, 5, seed=2), "w3": weights(8, 3), "last": np.array([-1])}
     report, model = optimized(parsed(QKV % (batch, batch), **MATRIX, **given), tmp_path)
     few = batch == "2"
-    assert report.made.get("products of one input merged", 0) == few
+    assert report.fused.get("products of one input merged", 0) == few
     assert [node.inputs[1].shape.dims for node in nodes(model, "CustomLinear")] == (  # type: ignore[union-attr]
         [(10, 8), (3, 8)] if few else [(5, 8), (5, 8), (3, 8)]
     )
@@ -149,8 +149,8 @@ def test_products_that_stay(tmp_path: Path) -> None:
         y = MatMul (x, batched) f = Reshape (x, to2) z = Gemm <alpha=0.5> (f, w, b) e = MatMul (x, empty) }"""
     given = {"batched": weights(3, 8, 5), "to2": np.array([-1, 8]), "empty": weights(8, 0)}
     report, _ = optimized(parsed(text, **MATRIX, **given), tmp_path)
-    assert report.made == {}
-    assert report.left == {
+    assert report.fused == {}
+    assert report.skipped == {
         "MatMul: a weight of 3 dimensions": 1,
         "Gemm: transA is set, or alpha or beta is not 1": 1,
         "MatMul: a dimension of size 0": 1,
@@ -187,7 +187,7 @@ PACKED = {
 def test_gates(body: str, tmp_path: Path) -> None:
     report, model = optimized(parsed(f"{GATED} {{ {body} }}", **PACKED), tmp_path)
     assert types(model) == {"CustomLinearSwiglu": 1}
-    assert set(report.made) == {f"linear+gate ({'gelu' if 'Gelu' in body else 'silu'})"}
+    assert set(report.fused) == {f"linear+gate ({'gelu' if 'Gelu' in body else 'silu'})"}
     assert_same(tmp_path, x=(5, 6, 8))
 
 
@@ -197,7 +197,7 @@ def test_gates_of_other_tensors(tmp_path: Path) -> None:
         g, u = Split <axis=-1, num_outputs=2> (z) t = Sigmoid (g) c = Mul (g, t) p = Mul (c, u) }"""
     report, model = optimized(parsed(text), tmp_path)
     assert types(model) == {"CustomSwiglu": 1, "CustomSwigluPacked": 1}
-    assert report.made == {"swiglu": 1, "swiglu (packed)": 1}
+    assert report.fused == {"swiglu": 1, "swiglu (packed)": 1}
 
 
 HEADS = """(float[B, S, 8] q, float[B, T, 8] k, float[B, T, 8] v%s) => (float[B, S, 8] y) {
@@ -227,7 +227,7 @@ SCORES = {
 @pytest.mark.parametrize("case", SCORES.values(), ids=list(SCORES))
 def test_attention(case: tuple[str, str], tmp_path: Path) -> None:
     report, model = optimized(parsed(HEADS % case, **SHAPES), tmp_path)
-    assert report.made == {"attention": 1}
+    assert report.fused == {"attention": 1}
     [node] = nodes(model, "MultiHeadAttention")
     assert [value.name for value in node.inputs[:3] if value is not None] == ["q", "k", "v"]
     assert node.attributes.get_int("num_heads", 0) == 2
@@ -247,7 +247,7 @@ def test_softmax_before_opset_13_of_unknown_rank(tmp_path: Path) -> None:
     model = parsed(text, **SHAPES, outer=np.array([0, 1]), split=np.array([2, 4]))
     model.opset_import[0].version, model.ir_version = 12, 7
     report, fast = optimized(model, tmp_path)
-    assert report.made == {"attention": 1} and not nodes(fast, "Softmax", "Flatten")
+    assert report.fused == {"attention": 1} and not nodes(fast, "Softmax", "Flatten")
 
 
 def test_multi_query_attention(tmp_path: Path) -> None:
@@ -259,7 +259,7 @@ def test_multi_query_attention(tmp_path: Path) -> None:
         s = MatMul (qh, kt) t = Mul (s, scale) p = Softmax (t)
         o = MatMul (p, vh) ot = Transpose <perm=[0, 2, 1, 3]> (o) y = Reshape (ot, joined) }"""
     report, model = optimized(parsed(text, **SHAPES, one=np.array([0, 0, 1, 4])), tmp_path)
-    assert report.made == {"attention": 1} and not nodes(model, "Softmax", "MatMul")
+    assert report.fused == {"attention": 1} and not nodes(model, "Softmax", "MatMul")
     assert_same(tmp_path, q=(3, 6, 8), k=(3, 6, 4), v=(3, 6, 4))
 
 
@@ -273,7 +273,7 @@ def test_attention_of_windows(outer: str, tmp_path: Path) -> None:
         r = Mul (q, scale) a = Abs (k) kt = Transpose <perm={perm}> (a)
         s = MatMul (r, kt) p = Softmax (s) y = MatMul (p, v) }}"""
     report, model = optimized(parsed(text, **SHAPES), tmp_path)
-    assert report.made == {"attention": 1} and not nodes(model, "Softmax", "MatMul", "Transpose")
+    assert report.fused == {"attention": 1} and not nodes(model, "Softmax", "MatMul", "Transpose")
     sizes = tuple(3 if size == "B" else int(size) for size in outer.split(", "))
     assert_same(tmp_path, q=(*sizes, 6, 8), k=(*sizes, 4, 8), v=(*sizes, 4, 5))
 
@@ -289,7 +289,7 @@ def test_windows_that_stay(outer: str, reason: str, tmp_path: Path) -> None:
         a = Abs (q) kt = Transpose <perm={[*range(rank + 1), rank + 2, rank + 1]}> (a)
         s = MatMul (q, kt) p = Softmax (s) y = MatMul (p, q) }}"""
     report, _ = optimized(parsed(text, **SHAPES), tmp_path)
-    assert not report.made and reason in next(iter(report.left))
+    assert not report.fused and reason in next(iter(report.skipped))
 
 
 ALIBI = "u = Mul (s, scale) t = Add (alibi, u)"
@@ -316,7 +316,7 @@ def test_attention_with_heads_in_the_batch(batch: str, alibi: str, sums: str, tm
     sizes = dict.fromkeys("qkv", (4, 6, 8)) | {"alibi": (int(alibi), 1, 6), "m": (4, 1, 6, 6)}
     np.savez(npz, **{name: weights(*size) for name, size in sizes.items()})  # type: ignore[arg-type]
     report, model = optimized(parsed(text, **constants), tmp_path, inputs_file=npz)
-    assert report.made == {"attention": 1} and not nodes(model, "Softmax", "MatMul", "Transpose")
+    assert report.fused == {"attention": 1} and not nodes(model, "Softmax", "MatMul", "Transpose")
     assert_same(tmp_path, **sizes)
 
 
@@ -336,7 +336,7 @@ def test_attention_that_reads_the_size_of_its_result(tmp_path: Path) -> None:
     numbers = {"zero": 0, "one": 1, "two": 2, "four": 4, "minus": -1}
     constants = SHAPES | {name: np.array([number]) for name, number in numbers.items()}
     report, model = optimized(parsed(text, **constants), tmp_path)
-    assert report.made == {"attention": 1} and not nodes(model, "Softmax", "MatMul", "Shape")
+    assert report.fused == {"attention": 1} and not nodes(model, "Softmax", "MatMul", "Shape")
     assert_same(tmp_path, q=(4, 6, 8), k=(4, 6, 8), v=(4, 6, 8))
 
 
@@ -345,7 +345,7 @@ def test_scores_that_16_bits_hide(tmp_path: Path) -> None:
     case = (", bool[B, 1, S, T] m", "s = MatMul (qh, kt) t = Where (m, s, low) p = Softmax (t)")
     shapes = SHAPES | {"low": np.array(-65504, np.float32)}
     report, _ = optimized(parsed(HEADS % case, **shapes), tmp_path)
-    assert report.made == {"attention": 1}
+    assert report.fused == {"attention": 1}
 
 
 @pytest.mark.parametrize(
@@ -357,7 +357,7 @@ def test_scores_that_16_bits_hide(tmp_path: Path) -> None:
 )
 def test_attention_that_stays(scores: str, reason: str, tmp_path: Path) -> None:
     report, _ = optimized(parsed(HEADS % ("", scores), **SHAPES), tmp_path)
-    assert not report.made and reason in next(iter(report.left))
+    assert not report.fused and reason in next(iter(report.skipped))
 
 
 def test_attention_with_quantised_probabilities_stays(tmp_path: Path) -> None:
@@ -366,7 +366,7 @@ def test_attention_with_quantised_probabilities_stays(tmp_path: Path) -> None:
     case = ("", f"s = MatMul (qh, kt) t = Mul (s, scale) f = Softmax (t) {rounded}")
     numbers = SHAPES | {"step": np.array(1 / 255, np.float32), "offset": np.array(0, np.uint8)}
     report, model = optimized(parsed(HEADS % case, **numbers), tmp_path)
-    assert not report.made and len(nodes(model, "Softmax", "QuantizeLinear", "DequantizeLinear")) == 3
+    assert not report.fused and len(nodes(model, "Softmax", "QuantizeLinear", "DequantizeLinear")) == 3
 
 
 CACHES = {
@@ -414,7 +414,7 @@ def test_attention_over_a_cache_stays(past: str, made: str, tmp_path: Path) -> N
             "ones": np.array([1]), "twos": np.array([2])}  # fmt: skip
     report, model = optimized(parsed(text, **SHAPES, **more), tmp_path)
     assert not nodes(model, "MultiHeadAttention")
-    assert report.left["attention: keys or values of a cache"] == 1
+    assert report.skipped["attention: keys or values of a cache"] == 1
 
 
 def test_attention_whose_result_is_regrouped(tmp_path: Path) -> None:
@@ -423,7 +423,7 @@ def test_attention_whose_result_is_regrouped(tmp_path: Path) -> None:
         s = MatMul (q, k) p = Softmax <axis=-1> (s) o = MatMul (p, q)
         t = Transpose <perm=[0, 2, 1, 3]> (o) y = Reshape (t, shape) }"""
     report, _ = optimized(parsed(text, shape=np.array([-1, 4, 8])), tmp_path)
-    assert report.made == {"attention": 1}
+    assert report.fused == {"attention": 1}
 
 
 def test_attention_scaled_before_the_heads(tmp_path: Path) -> None:
@@ -523,7 +523,7 @@ def test_what_onnx_runtime_has_fused_is_taken_apart(tmp_path: Path) -> None:
         kinds["CustomLinear"] == 4 and kinds["CustomAddLayerNorm"] == 1 and kinds["MultiHeadAttention"] == 1
     )
     assert not nodes(model, "Attention", "SkipLayerNormalization", "FusedMatMul", "BiasGelu", "FastGelu")
-    assert report.made["Attention decomposed"] == 1
+    assert report.fused["Attention decomposed"] == 1
     [attention] = nodes(model, "MultiHeadAttention")
     assert attention.inputs[4] is None  # a mask [B, T] there is slow
 

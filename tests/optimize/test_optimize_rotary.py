@@ -95,7 +95,7 @@ def test_models_with_neighbours(name: str, exporter: str, more: dict[str, int], 
     model = Encoder(getattr(transformers, f"{name}Model")(config))
     export(model, batch(TINY), path, exporter=exporter, dynamic=axes, verify=False, optimize=False)
     report, made = optimized(path, tmp_path)
-    assert report.made["rotary embedding of q and k"] == 1 and report.made["attention"] == 1
+    assert report.fused["rotary embedding of q and k"] == 1 and report.fused["attention"] == 1
     [rope] = nodes(made, "CustomRope")
     assert rope.attributes.get_string("layout", "half") == "interleaved"
     widths = [value.shape[-1] for value in rope.inputs[:2] if value is not None and value.shape is not None]
@@ -114,7 +114,7 @@ def test_models_that_turn_a_part_of_each_head(name: str, exporter: str, tmp_path
     model = Encoder(getattr(transformers, f"{name}Model")(config))
     export(model, batch(TINY), path, exporter=exporter, dynamic=axes, verify=False, optimize=False)
     report, made = optimized(path, tmp_path)
-    assert report.made["rotary embedding of q and k"] == 1 and report.made["attention"] == 1
+    assert report.fused["rotary embedding of q and k"] == 1 and report.fused["attention"] == 1
     [rope] = nodes(made, "CustomRope")
     assert rope.attributes.get_int("head_size", 0) == 16
     assert not nodes(made, "Neg")
@@ -239,5 +239,5 @@ def test_pairs_with_two_angles_stay(rotated: str, source: str, tmp_path: Path) -
         tables["columns"] = angles[:1]
     text = f"(float[B, 2, 6, 8] x{given}) => (float[B, 2, 6, 8] y) {{ {made} {turned % {'n': 1, 'x': 'x'}} }}"
     report, model = optimized(parsed(text, **tables), tmp_path)
-    assert report.left == {"rotary embedding: the angles of a pair may differ": 1}
+    assert report.skipped == {"rotary embedding: the angles of a pair may differ": 1}
     assert not nodes(model, "RotaryEmbedding")

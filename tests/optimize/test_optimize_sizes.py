@@ -105,7 +105,7 @@ def test_two_inputs_with_sizes_that_weights_fix(tmp_path: Path) -> None:
     text = """(float[B, C, H, W] x, float[B, F] z) => (float[B, 4] y) {
         c = Conv (x, k) g = GlobalAveragePool (c) f = Flatten (g) m = MatMul (z, w) y = Add (f, m) }"""
     report, _ = optimized(parsed(text, k=weights(4, 3, 3, 3), w=weights(6, 4)), tmp_path)
-    assert report.made == {"linear": 1}
+    assert report.fused == {"linear": 1}
 
 
 @pytest.mark.parametrize("shape", ["N, 999999, 999999", "N, 65536, 1024"])
@@ -146,7 +146,7 @@ def test_long_masks_do_not_enlarge_images_and_heads(tmp_path: Path, monkeypatch:
     )  # fmt: skip
     for given in (None, tmp_path / "in.npz"):
         report = optimize(tmp_path / "old.onnx", tmp_path / "fast.onnx", inputs_file=given)
-        assert report.made["attention"] == 1
+        assert report.fused["attention"] == 1
     assert max(elements) < 2**25
 
 
@@ -194,7 +194,7 @@ def test_wrong_shapes_inside_are_not_believed(declared: str, tmp_path: Path) -> 
     if of_weight:
         proto.graph.value_info.append(onnx.helper.make_tensor_value_info("w", onnx.TensorProto.FLOAT, [3]))
     report, _ = optimized(proto, tmp_path)
-    assert report.made == {"linear": 1, "rms_norm": 1} and not report.reverted
+    assert report.fused == {"linear": 1, "rms_norm": 1} and not report.reverted
     assert_same(tmp_path, x=(5, 6, 8))
 
 
@@ -218,7 +218,7 @@ def test_a_decoder_as_onnxruntime_genai_writes_it(tmp_path: Path) -> None:
     given = {name: weights(32, 16, seed=seed) for seed, name in enumerate(("wk", "wv"))}
     given |= {"w": weights(32, 32), "scale": weights(32) + 1, "table": weights(9, 32), "index": np.array(1)}
     report, model = optimized(parsed(text, **given), tmp_path)
-    assert {"rms_norm", "add_rms_norm", "linear"} <= report.made.keys() and not report.reverted
+    assert {"rms_norm", "add_rms_norm", "linear"} <= report.fused.keys() and not report.reverted
     assert nodes(model, "GroupQueryAttention")
 
 
@@ -230,7 +230,7 @@ def test_sizes_of_a_cache_whose_names_do_not_say_that_they_fit(tmp_path: Path) -
         w=weights(8, 8),
     )
     report, _ = optimized(proto, tmp_path)
-    assert report.made == {"linear": 1}, report.left
+    assert report.fused == {"linear": 1}, report.skipped
 
 
 def test_an_embedding_shares_the_weight_of_the_last_product(tmp_path: Path) -> None:
@@ -240,7 +240,7 @@ def test_an_embedding_shares_the_weight_of_the_last_product(tmp_path: Path) -> N
         w=weights(16, 3000),
     )
     report, model = optimized(proto, tmp_path)
-    assert report.made == {"linear": 1}
+    assert report.fused == {"linear": 1}
     assert [tuple(value.shape or ()) for value in model.graph.initializers.values()] == [(3000, 16)]
 
 
@@ -285,7 +285,7 @@ def test_a_weight_that_others_read_is_stored_once(form: str, reader: str, tmp_pa
     tensors = [each.const_value for each in model.graph.initializers.values()]
     found = [each.size for each in tensors if each is not None and each.size > 512]
     assert sum(found) == sum(each.size for each in given.values() if each.size > 512), str(report)
-    assert form not in ("product", "transposed", "gate") or report.made["linear"] >= 1
+    assert form not in ("product", "transposed", "gate") or report.fused["linear"] >= 1
 
 
 _APART = "%sr = Reshape (%s, eight) %sh = Transpose <perm=%s> (%sr)"
@@ -348,7 +348,7 @@ def test_equal_names_are_no_equal_sizes(made: str, device: str, tmp_path: Path) 
     constants |= {"one": np.float32(1), "half": np.float32(0.5)}
     proto = parsed(f"({given}) => (float[N, S, 8] y) {{ {body} }}", **constants)
     report, _ = optimized(proto, tmp_path, device=device)
-    assert report.made[made.split(" of ")[0]] and not report.notes
+    assert report.fused[made.split(" of ")[0]] and not report.notes
     sizes = {"N": 3, "S": 5, "T": 5}
     cases = list[dict[str, np.ndarray]]()
     values = [each for each in proto.graph.input if each.name not in constants]

@@ -49,7 +49,7 @@ def test_a_softmax_and_sums_of_functions(tmp_path: Path) -> None:
         c = Add (x, b) z = custom_domain.CustomLayerNorm (c, w) j = Add (i, i) }"""
     constants = {"one": np.array(1, np.float32), "w": np.ones(4, np.float32)}
     report, model = optimized(parsed(text, **constants), tmp_path, replace=["add", "softmax"])
-    assert report.made == {"add": 2, "softmax": 1, "add_layer_norm": 1}
+    assert report.fused == {"add": 2, "softmax": 1, "add_layer_norm": 1}
     kinds = {"CustomAdd": 2, "CustomSoftmax": 1, "Relu": 1, "CustomAddLayerNorm": 1, "Add": 1}
     assert types(model) == kinds
 

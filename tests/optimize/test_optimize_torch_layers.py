@@ -39,7 +39,7 @@ def made(model: torch.nn.Module, folder: Path, is_open: bool, **sizes: tuple[int
     args = tuple(torch.randn(size) for size in sizes.values())
     export(model.eval(), args, folder / "old.onnx", exporter="dynamo", **options, optimize=False)
     report, model_made = optimized(folder / "old.onnx", folder)
-    assert report.left == {}
+    assert report.skipped == {}
     return types(model_made)
 
 

@@ -11,7 +11,7 @@ WITHOUT = """
 import sys
 sys.modules["torch"] = None  # its import fails
 from twinop.optimize import optimize
-print(optimize(*sys.argv[1:], device="cpu").made)
+print(optimize(*sys.argv[1:], device="cpu").fused)
 """
 
 

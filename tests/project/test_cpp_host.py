@@ -101,7 +101,7 @@ def decoder() -> onnx.ModelProto:
 
 def test_a_decoder_continues_a_prompt(programs: Path, tmp_path: Path) -> None:
     report, _ = optimized(decoder(), tmp_path, device="cpu")
-    assert report.made["add_rms_norm"]
+    assert report.fused["add_rms_norm"]
     session, caches = (
         onnxruntime.InferenceSession(tmp_path / "old.onnx"),
         [np.zeros((1, 2, 0, SIZE), "f")] * 2,

@@ -1,0 +1,125 @@
+"""What all rewrites share: a pass of onnx_ir that matches nodes, and writes others in their place.
+
+A rewrite says what it starts from, and has `match` and `apply`. `Rewrite.call` is the one loop over nodes.
+What reports count stands in the `meta` of nodes: what was fused, and why a pattern was skipped. So what a
+later rewrite absorbs is not counted.
+"""
+
+from abc import abstractmethod
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from functools import cached_property
+from typing import ClassVar, Generic, TypeVar
+
+import onnx_ir as ir
+
+from twinop.op_spec import DOMAIN
+
+from . import graph as g
+from .prepare import clean
+
+LABELS = "what it computes, as reports name it"
+"""In the `meta` of nodes that a rewrite has written: a tuple of names."""
+SKIPPED = "why rewrites leave it"
+"""In the `meta` of nodes: reasons by rewrite."""
+
+Match = TypeVar("Match")
+
+
+class Rewrite(ir.passes.InPlacePass, Generic[Match]):
+    """Matches nodes one after the other, and writes others in their place.
+
+    Attributes:
+        name: what `--without` calls it.
+        op_types, microsoft, ops: the nodes that it starts from: standard ones, ONNX Runtime's, and those of
+            twinop's ops.
+        pattern: what reports call a pattern that was skipped; by default the node's type.
+        device: the only one that it is for, or "" for all.
+        sixteen_bits_only: whether it is only for models in float16 or bfloat16.
+        backwards: it starts from the last nodes.
+        at_once: all nodes are matched before the first match is applied; `matches` has what was found.
+    """
+
+    name: ClassVar[str]
+    op_types: ClassVar[Sequence[str]] = ()
+    microsoft: ClassVar[Sequence[str]] = ()
+    ops: ClassVar[Sequence[str]] = ()
+    pattern: ClassVar[str] = ""
+    device: ClassVar[str] = ""
+    sixteen_bits_only: ClassVar[bool] = False
+    backwards: ClassVar[bool] = False
+    at_once: ClassVar[bool] = False
+
+    def __init__(self, context: g.RewriteContext) -> None:
+        self.context = context
+        self.matches = list[tuple[ir.Node, Match]]()
+        self.watch: Callable[[ir.Node, Match | g.Skipped | str], None] = lambda node, outcome: None
+
+    @cached_property
+    def order(self) -> dict[ir.Node, int]:
+        """The indices of the nodes that the graph has before the first match is applied."""
+        return {node: index for index, node in enumerate(self.context.graph)}
+
+    @abstractmethod
+    def match(self, node: ir.Node) -> Match | g.Skipped | str:
+        """Returns what `apply` takes, else which condition failed; Skipped if reports count that."""
+
+    @abstractmethod
+    def apply(self, node: ir.Node, match: Match) -> None:
+        """Writes other nodes in the place of those that were matched."""
+
+    def candidates(self) -> list[ir.Node]:
+        """Returns the nodes to start from, in order."""
+        own = [self.context.records[op].onnx_name for op in self.ops]
+        starts = {"": self.op_types, g.MICROSOFT: self.microsoft, DOMAIN: own}
+        found = [node for node in self.context.graph if node.op_type in starts.get(node.domain, ())]
+        return found[::-1] if self.backwards else found
+
+    def call(self, model: ir.Model) -> ir.passes.PassResult:
+        """Rewrites the model of the context."""
+        assert model is self.context.model
+        found = self._found()
+        is_changed = False
+        for node, match in list(found) if self.at_once else found:
+            if node.graph is not None:
+                self.apply(node, match)
+                is_changed = True
+        clean(model)
+        return ir.passes.PassResult(model, is_changed)
+
+    def _found(self) -> Iterator[tuple[ir.Node, Match]]:
+        for node in self.candidates():
+            if node.graph is None:  # an earlier match has had it
+                continue
+            try:
+                outcome = self.match(node)
+            except g.Skipped as skipped:
+                outcome = skipped
+            self.watch(node, outcome)
+            if isinstance(outcome, g.Skipped):
+                reason = f"{outcome.pattern or self.pattern or node.op_type}: {outcome}"
+                node.meta[SKIPPED] = {**node.meta.get(SKIPPED, {}), self.name: reason}
+            elif not isinstance(outcome, str):
+                self.matches.append((node, outcome))
+                yield node, outcome
+
+    def replace(self, old: ir.Value, new: ir.Value, *labels: str) -> None:
+        """Puts a value in the place of another one. Labels say what the node that makes it computes."""
+        label(g.maker(new), *labels)
+        g.replace(old, new)
+
+
+def label(node: ir.Node, *labels: str) -> None:
+    """Adds what reports say of a node."""
+    if labels:
+        node.meta[LABELS] = (*node.meta.get(LABELS, ()), *labels)
+
+
+def fused(model: ir.Model) -> Counter[str]:
+    """Returns how many nodes of a model rewrites have written, by what they compute."""
+    return Counter(each for node in model.graph.all_nodes() for each in node.meta.get(LABELS, ()))
+
+
+def skipped(model: ir.Model) -> Counter[str]:
+    """Returns how many patterns of a model rewrites have skipped, by pattern and reason."""
+    return Counter(each for node in model.graph.all_nodes() for each in node.meta.get(SKIPPED, {}).values())
