@@ -1,0 +1,270 @@
+"""Compares every constant of a written file with the source, by NumPy code that knows no rewrite.
+
+A constant of a segment's result must be what constants of the same segment of the original are, one after
+the other: their numbers in the result's dtype, the transpose of a matrix, rows or columns where the original
+itself splits, or these times a norm's gain or a batch norm's scale. Samples of the numbers show which it may
+be; then all numbers are compared, a tile at a time.
+"""
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+from itertools import chain
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import onnx_ir as ir
+
+from twinop.progress import Progress, silent
+
+from .equivalence import NotEquivalent
+from .segments import Segment, extract
+from .weight_pool import Constant, Pool, cast, constants, is_float, pool_of, to_array
+
+_TILE, _PADDING = 512, 32  # padding keeps the lines of a tile apart in the cache
+_SAMPLES, _LIKE, _MOST = 64, 1 / 32, 0.5  # most of a sample that differs little: what is searched
+_NUMBERS, _REPEATED = 1 << 12, 1 << 16  # bytes of integers such as shapes, and of one number again and again
+
+Lines = tuple["_Piece", np.ndarray]
+"""What the original has, and what the result has in its place."""
+
+
+class _Differs(Exception):
+    """A constant is one of the original's but for some of its numbers; the text says where."""
+
+
+@dataclass(frozen=True)
+class _Piece:
+    """Lines of a constant of the original, perhaps times numbers that broadcast."""
+
+    source: Constant
+    axis: int
+    start: int
+    lines: np.ndarray
+    factor: np.ndarray | None = None
+    slack: float | None = None  # as that of a constant
+
+    def expected(self, rows: Any, columns: Any, dtype: np.dtype) -> np.ndarray:
+        """Computes some of the numbers."""
+        found = cast(_apart(self.lines[rows, columns]), dtype)
+        if self.factor is None:
+            return found
+        factor = np.broadcast_to(self.factor, self.lines.shape)[rows, columns]
+        return np.asarray((found.astype(np.float32) if found.itemsize < 4 else found) * factor).astype(dtype)
+
+    def agrees(self, expected: np.ndarray, found: np.ndarray) -> np.ndarray:
+        if self.slack is None:
+            return np.asarray(expected.view(f"u{found.itemsize}") == found.view(f"u{found.itemsize}"))
+        return _near(expected, found, 2 * float(ml_dtypes.finfo(found.dtype).eps), self.slack)
+
+    def likeness(self, found: np.ndarray) -> float:
+        """Returns the share of a sample that is alike; zeros only count where there is nothing else."""
+        rows, columns = _sample(found.shape)
+        expected, given = self.expected(rows, columns, found.dtype), found[rows, columns]
+        is_alike = _near(expected, given, _LIKE) if is_float(found) else expected == given
+        counts = (expected != 0) | (given != 0)
+        return float(is_alike[counts].mean() if counts.any() else is_alike.mean())
+
+    def first_difference(self, found: np.ndarray) -> int | None:
+        """Returns the first of its lines that differs, or None."""
+        count, width = found.shape
+        is_plain = self.lines.flags.c_contiguous and found.flags.c_contiguous
+        step, across = (max(_TILE * _TILE // width, 1), width) if is_plain else (_TILE, _TILE)
+        for i in range(0, count, step):
+            wrong = np.zeros(min(step, count - i), bool)
+            for j in range(0, width, across):
+                place = slice(i, i + step), slice(j, j + across)
+                wrong |= ~self.agrees(self.expected(*place, found.dtype), found[place]).all(1)
+            if wrong.any():
+                return i + int(wrong.argmax())
+        return None
+
+
+def check_weights(
+    source: ir.Model, written: ir.Model, segments: Sequence[Segment], progress: Progress = silent
+) -> list[str]:
+    """Compares all constants of a result with those of the original, segment by segment.
+
+    Args:
+        source: the original as its file has it.
+        written: the result, read again.
+
+    Returns:
+        The names of the result's constants that the original computes in a way that is not known here. Where
+        there are such, also those of the original's weights in the same segment that no other constant holds.
+
+    Raises:
+        NotEquivalent: a constant of the result has other numbers than the original's, or one is missing.
+    """
+    pools = [pool_of(extract(source, each.original)) for each in segments]
+    results = [constants(extract(written, each.result)) for each in segments]
+    total, done = sum(each.nbytes for found in results for each in found.values()), 0
+    unexplained, known = list[str](), dict[int, list[_Piece]]()
+    for index, (segment, found) in enumerate(zip(segments, results, strict=True)):
+        pool = pools[index].with_small(pools[max(index - 1, 0) : index + 2])
+        keys, foreign = {each.key for each in pool.constants}, pools[:index] + pools[index + 1 :]
+        missing, held = list[str](), list[_Piece]()
+        for name, tensor in found.items():
+            progress("checking the weights", done, total)
+            done += tensor.nbytes
+            pieces = known.get(id(tensor))
+            if pieces is None or not keys.issuperset(each.source.key for each in pieces):
+                try:
+                    pieces = _check(to_array(tensor), pool, foreign)
+                except _Differs as reason:
+                    raise NotEquivalent(f"differs in {segment.name}: {name} {reason}") from None
+            if pieces is not None:
+                known[id(tensor)] = pieces
+            missing += [name] if pieces is None else []
+            held += pieces or []
+        unused = [
+            each.name for each in pools[index].constants if each.is_required and not _is_held(each, held)
+        ]
+        if unused and not missing:
+            raise NotEquivalent(f"differs in {segment.name}: it lacks {unused[0]}, or a part of it")
+        unexplained += [*missing, *unused]
+    return [*dict.fromkeys(unexplained)]
+
+
+def _check(found: np.ndarray, pool: Pool, foreign: Sequence[Pool]) -> list[_Piece] | None:
+    """Returns what of the original a constant is, or None; raises _Differs if it is almost that."""
+    is_number = found.dtype.kind == "b" or (found.dtype.kind in "iu" and found.itemsize > 1)
+    if found.size < 2 or (is_number and found.nbytes <= _NUMBERS):
+        return []  # it counts by value where kinds of segments are told apart
+    differs = None
+    for is_turned in (False, True) if found.ndim == 2 else (False,):
+        try:
+            if (pieces := _explain(found, pool, is_turned)) is not None:
+                return pieces
+        except _Differs as reason:
+            differs = differs or reason
+    if found.nbytes <= _REPEATED and (found == found.flat[0]).all():
+        return []  # such as the gain of a norm that had none
+    if differs is not None:
+        raise differs
+    others = Pool([each for pool in foreign for each in pool.constants], [])
+    if (elsewhere := _explain(found, others, False)) is not None:
+        raise _Differs(f"is {elsewhere[0].source.name}, which belongs to another part of the original")
+    return None
+
+
+def _explain(found: np.ndarray, pool: Pool, is_turned: bool) -> list[_Piece] | None:
+    """Returns the pieces of the original that follow each other along the first or, turned, the last axis."""
+    at, pieces = 0, list[_Piece]()
+    while at < found.size:
+        different = ""
+        for piece, lines in _candidates(found, at, is_turned, pool):
+            row = piece.first_difference(lines)
+            if row is None:
+                pieces.append(piece)
+                at += lines.size
+                break
+            is_computed = found.ndim == 1 and found.itemsize > 2
+            if is_computed and replace(piece, slack=0.0).first_difference(lines) is None:
+                return None  # numbers in fp32 that were computed in another order
+            different = different or f"differs from {piece.source.name} in line {row}"
+        else:
+            zeros = _zeros(found, at, pool)
+            if not zeros and (different or pieces):
+                raise _Differs(different or f"holds nothing of the original from element {at} on")
+            if not zeros:
+                return None
+            at += zeros
+    return pieces
+
+
+def _candidates(found: np.ndarray, at: int, is_turned: bool, pool: Pool) -> Iterator[Lines]:
+    """Yields what may stand at an element of a constant, with the lines there; the largest first."""
+    whole = [each for each in pool.constants if each.array.size == found.size and not at]
+    others = [each for each in pool.constants if each.array.size != found.size or at]
+    for group in (whole, others):
+        for is_scaled in (False, True) if is_float(found) else (False,):
+            pairs: Iterable[Lines] = chain.from_iterable(
+                _pieces(found, at, is_turned, each) for each in group
+            )
+            if is_scaled:
+                pairs = chain.from_iterable(_scaled(*each, pool) for each in pairs)
+            scored = [(piece.likeness(lines), piece, lines) for piece, lines in pairs]
+            scored.sort(key=lambda each: (-each[2].size, -each[0]))
+            yield from ((piece, lines) for score, piece, lines in scored if score >= _MOST)
+
+
+def _pieces(found: np.ndarray, at: int, is_turned: bool, source: Constant) -> Iterator[Lines]:
+    """Yields the pieces of a constant of the original that have room at an element of the result's."""
+    if is_float(found) != is_float(source.array) or (
+        not is_float(found) and found.dtype != source.array.dtype
+    ):
+        return
+    for axis, view in source.views():
+        count, width = view.shape
+        if is_turned and found.shape[0] != width:
+            continue
+        for start, stop in source.spans(count):
+            size = (stop - start) * width
+            if at + size <= found.size:
+                flat = found.reshape(-1)[at : at + size].reshape(-1, width)
+                lines = found.T[at // width :][: stop - start] if is_turned else flat
+                yield _Piece(source, axis, start, view[start:stop], slack=source.slack), lines
+
+
+def _scaled(piece: _Piece, lines: np.ndarray, pool: Pool) -> Iterator[Lines]:
+    """Yields a piece times the rows of numbers that it may have been multiplied by."""
+    rows, columns = _sample(lines.shape)
+    before, after = (each.astype(np.float64) for each in (piece.lines[rows, columns], lines[rows, columns]))
+    counts = before != 0
+    for size, at in ((lines.shape[1], columns), (len(piece.lines), rows)):
+        for row, slack in pool.factors(size, lines.dtype) if size > 1 else ():
+            if counts.any() and _near(before * row[at], after, _LIKE)[counts].mean() >= _MOST:
+                yield replace(piece, factor=row if at is columns else row[:, None], slack=slack), lines
+
+
+def _zeros(found: np.ndarray, at: int, pool: Pool) -> int:
+    """Returns how many zeros stand for biases that are not there: up to where another may start."""
+    if found.ndim != 1 or found[at]:
+        return 0
+    rest = np.flatnonzero(found[at:])
+    if not rest.size:
+        return found.size - at
+    leading = [np.flatnonzero(each.array) for each in pool.constants if each.array.ndim == 1]
+    starts = {int(rest[0] - each[0]) for each in leading if each.size and each[0] < rest[0]}
+    return min(starts, default=0)
+
+
+def _is_held(source: Constant, pieces: Sequence[_Piece]) -> bool:
+    """Whether pieces together are a constant, or hold one that is equal to it."""
+    for axis, view in source.views():
+        end = 0
+        for piece in sorted((each for each in pieces if each.axis == axis), key=lambda each: each.start):
+            if piece.source.key == source.key and piece.start <= end:
+                end = max(end, piece.start + len(piece.lines))
+        if end == len(view):
+            return True
+    alike = {each.source for each in pieces if each.source.array.shape == source.array.shape}
+    lines = next(source.views())[1]
+    return any(
+        each.array.dtype == source.array.dtype
+        and _Piece(each, 0, 0, next(each.views())[1]).first_difference(lines) is None
+        for each in alike
+        if each.key != source.key
+    )
+
+
+@cache
+def _sample(shape: tuple[int, int]) -> tuple[np.ndarray, np.ndarray]:
+    rng = np.random.default_rng(0)
+    return rng.integers(0, shape[0], _SAMPLES), rng.integers(0, shape[1], _SAMPLES)
+
+
+def _near(a: np.ndarray, b: np.ndarray, relative: float, absolute: float = 0.0) -> np.ndarray:
+    wide, given = a.astype(np.float64), b.astype(np.float64)
+    return np.asarray((wide == given) | (np.abs(wide - given) <= relative * np.abs(wide) + absolute))
+
+
+def _apart(tile: np.ndarray) -> np.ndarray:
+    """Returns a tile; of a transposed matrix a copy whose lines are not a power of two apart."""
+    if tile.ndim < 2 or tile.strides[-1] <= tile.itemsize:
+        return tile
+    copied = np.empty((tile.shape[1], tile.shape[0] + _PADDING), tile.dtype)[:, : tile.shape[0]]
+    copied[:] = tile.T
+    return copied.T

@@ -1,0 +1,215 @@
+"""The constants of a part of the original, and what its nodes compute from them, for `weight_check`."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from math import prod
+
+import ml_dtypes
+import numpy as np
+import onnx
+import onnx_ir as ir
+from onnx.reference import ReferenceEvaluator
+
+from . import graph as g
+
+_SMALL = 1 << 16  # bytes of what a part may take from its neighbours: a norm may lie behind a cut
+_LARGE = 1 << 12  # bytes of a matrix that a result must hold
+_COMPUTED = 1 << 20  # elements of what is computed here
+_PICKS = {"Gather", "Slice"}  # also from larger constants
+_MOVES = {"Cast", "Flatten", "Identity", "Reshape", "Squeeze", "Transpose", "Unsqueeze"}
+_BETWEEN = _MOVES | {"Add", "Conv", "Gemm", "MatMul", "MatMulNBits"}
+_DEPTH = 5  # nodes between a weight and where its product is split
+
+
+@dataclass(frozen=True, eq=False)
+class Constant:
+    """A constant of the original, or numbers that its nodes compute from constants.
+
+    Attributes:
+        key: of the tensor: parts that share it have the same.
+        cuts: where the original splits it, or a product with it: indices, and numbers of equal parts.
+        is_required: whether a result must hold it.
+        slack: what computed numbers may differ by, beside their last two bits; None: they are equal.
+    """
+
+    name: str
+    key: object
+    array: np.ndarray
+    cuts: tuple[set[int], set[int]] = (set(), set())
+    is_required: bool = False
+    slack: float | None = None
+
+    def views(self) -> Iterator[tuple[int, np.ndarray]]:
+        """Yields its lines along the first axis, and along the last one of a matrix."""
+        yield 0, self.array.reshape(len(self.array), -1)
+        if self.array.ndim == 2 and 1 not in self.array.shape:
+            yield 1, self.array.T
+
+    def spans(self, count: int) -> list[tuple[int, int]]:
+        """Returns all of so many lines, and those between cuts."""
+        at, parts = self.cuts
+        inner = {each % count for each in at if -count < each < count}
+        inner |= {count * i // n for n in parts if count % n == 0 for i in range(1, n)}
+        return [*dict.fromkeys([(0, count), *pairwise(sorted({0, count} | inner))])]
+
+
+@dataclass(frozen=True)
+class Pool:
+    """What the constants of a result may be: these constants, some of them times rows of numbers.
+
+    Attributes:
+        scales: of batch norms, which are computed here.
+    """
+
+    constants: list[Constant]
+    scales: list[np.ndarray]
+
+    def factors(self, size: int, dtype: np.dtype) -> Iterator[tuple[np.ndarray, float | None]]:
+        """Yields the rows of so many numbers that weights may be multiplied by, and the slack of each."""
+        yield from ((each, 0.0) for each in self.scales if each.size == size)
+        for each in self.constants:
+            if each.array.size == size and size in each.array.shape and is_float(each.array):
+                row = each.array.reshape(-1)
+                yield cast(row, dtype).astype(np.float32), None if dtype.itemsize < 4 else 0.0
+                if row.itemsize > dtype.itemsize:
+                    yield row.astype(np.float32), 0.0
+
+    def with_small(self, neighbours: Sequence["Pool"]) -> "Pool":
+        """Returns what there is here, and the small floats of neighbours."""
+        others = [each for pool in neighbours if pool is not self for each in pool.constants]
+        small = [each for each in others if is_float(each.array) and each.array.nbytes <= _SMALL]
+        return Pool([*{each.key: each for each in [*small, *self.constants]}.values()], self.scales)
+
+
+def constants(model: ir.Model) -> dict[str, ir.TensorProtocol]:
+    """Returns the tensors of a model by the names of their values, also those of subgraphs."""
+    given = [value for graph in model.graphs() for value in graph.initializers.values()]
+    given += [node.outputs[0] for node in model.graph.all_nodes() if node.op_type == "Constant"]
+    tensors = {str(value.name): ir.convenience.get_const_tensor(value) for value in given}
+    return {
+        name: each
+        for name, each in tensors.items()
+        if each is not None and each.size and each.dtype is not ir.DataType.STRING
+    }
+
+
+def pool_of(model: ir.Model) -> Pool:
+    """Returns the constants of a part of the original."""
+    tensors, opset = constants(model), model.opset_imports.get("", 1)
+    values = [value for graph in model.graphs() for value in graph.initializers.values()]
+    known = {value: to_array(tensors[str(value.name)]) for value in values if value.name in tensors}
+    stored, computing = {*known}, set[ir.Node]()
+    for node in model.graph:
+        if known.keys() >= {value for value in node.inputs if value is not None} and not node.domain:
+            known |= _computed(node, known, opset)
+            computing |= {node} if known.keys() >= {*node.outputs} else set()
+    found, scales = list[Constant](), list[np.ndarray]()
+    for value, array in known.items():
+        if array.ndim and array.size:
+            readers = {
+                use.node for use in value.uses() if use.node not in computing or use.node.op_type in _MOVES
+            }
+            is_large = value in stored and array.ndim > 1 and array.nbytes >= _LARGE
+            key = id(value.const_value) if value in stored else value
+            found.append(
+                Constant(str(value.name), key, array, _cuts(value, known), is_large and bool(readers))
+            )
+    for node in model.graph:
+        if node.op_type == "BatchNormalization" and known.keys() >= {*node.inputs[1:]}:
+            rows, bias = _batch_norm(node, known)
+            scales, found = [*scales, *rows], [*found, bias]
+    return Pool(found, scales)
+
+
+def _computed(node: ir.Node, known: Mapping[ir.Value, np.ndarray], opset: int) -> dict[ir.Value, np.ndarray]:
+    """Returns what a node computes from constants, if that is little."""
+    given = {str(value.name): known[value] for value in node.inputs if value is not None}
+    is_little = node.op_type in _PICKS or sum(each.size for each in given.values()) <= _COMPUTED
+    if not is_little or not (given or node.op_type == "Constant") or g.subgraphs(node):
+        return {}
+    names = [str(value.name) for value in node.outputs]
+    inputs = [onnx.helper.make_value_info(name, onnx.TypeProto()) for name in given]
+    outputs = [onnx.helper.make_value_info(name, onnx.TypeProto()) for name in names if name]
+    graph = onnx.helper.make_graph([ir.to_proto(node)], "constants", inputs, outputs)
+    model = onnx.helper.make_model(graph, opset_imports=[onnx.helper.make_opsetid("", opset)])
+    try:
+        results = ReferenceEvaluator(model).run(None, given)
+    except Exception:  # it has not all operators and types: then the result's constant is reported
+        return {}
+    pairs = zip((value for value in node.outputs if value.name), results, strict=True)
+    return {value: each for value, each in pairs if isinstance(each, np.ndarray) and each.size <= _COMPUTED}
+
+
+def _batch_norm(node: ir.Node, known: Mapping[ir.Value, np.ndarray]) -> tuple[list[np.ndarray], Constant]:
+    """Returns the scale of a batch norm, as the weights before it may have it, and their bias with it."""
+    gain, shift, mean, variance = (known[each].astype(np.float64) for each in node.inputs[1:] if each)
+    scale = gain / np.sqrt(variance + g.attribute(node, "epsilon", 1e-5))
+    before = node.inputs[0].producer() if node.inputs[0] is not None else None
+    weight, bias = [*(before.inputs[1:] if before is not None else ()), None, None][:2]
+    inner = prod(known[weight].shape[2:]) if weight and weight in known else 1  # of transposed convolutions
+    given = known[bias].astype(np.float64) if bias and bias in known else np.zeros_like(mean)
+    terms = [given * scale, -mean * scale, shift]
+    slack = 1e-6 * sum(float(np.abs(each).max()) for each in terms)
+    constant = Constant(f"the bias of {node.outputs[0].name}", node, sum(terms), slack=slack)
+    return [scale, np.repeat(scale, inner)][: 1 + (inner > 1)], constant
+
+
+def _cuts(value: ir.Value, known: Mapping[ir.Value, np.ndarray]) -> tuple[set[int], set[int]]:
+    """Returns where the nodes behind a constant split it, or what they compute with it."""
+    at, parts, waiting = set[int](), set[int](), [(value, 0)]
+    while waiting:
+        source, depth = waiting.pop()
+        for node in {use.node for use in source.uses()}:
+            rows = [
+                known[each].reshape(-1).tolist()
+                for each in node.inputs[1:4]
+                if each is not None and each in known and known[each].size < 9
+            ]
+            if node.op_type == "Split":
+                sizes = rows[0] if rows else []
+                at |= {*np.cumsum(sizes).tolist()}
+                parts |= {len(node.outputs)} if not sizes else set()
+            elif node.op_type == "Slice":
+                at |= {each for row in rows[:2] for each in row}
+            elif node.op_type in ("Attention", "MultiHeadAttention"):
+                at |= {*np.cumsum(g.attribute(node, "qkv_hidden_sizes", [])).tolist()}
+                parts.add(3)
+            elif node.op_type == "Reshape":
+                parts |= {each for row in rows[:1] for each in row if each in (2, 3, 4)}
+            if node.op_type in _BETWEEN and depth < _DEPTH:
+                waiting += [(each, depth + 1) for each in node.outputs]
+    return at, parts
+
+
+# ------------------------------------------------------------------------------------ numbers
+
+
+def to_array(tensor: ir.TensorProtocol) -> np.ndarray:
+    """Returns the numbers of a tensor, mapped if they lie in a file; those below 8 bits as packed bytes."""
+    shape, bits = [*tensor.shape.numpy()], tensor.dtype.bitwidth
+    path, offset = getattr(tensor, "path", None), getattr(tensor, "offset", 0)
+    if path is None and bits >= 8:
+        return tensor.numpy()
+    if path is None or not tensor.nbytes:
+        raw = np.frombuffer(tensor.tobytes(), np.uint8)
+    else:
+        raw = np.asarray(np.memmap(path, np.uint8, "r", offset or 0, (tensor.nbytes,)))
+    if bits >= 8:
+        return raw.view(tensor.dtype.numpy()).reshape(shape)
+    is_even = bool(shape) and shape[-1] * bits % 8 == 0
+    return raw.reshape([*shape[:-1], shape[-1] * bits // 8] if is_even else [-1])
+
+
+def is_float(array: np.ndarray) -> bool:
+    return array.dtype.kind in "fV"  # bfloat16 is of ml_dtypes
+
+
+def cast(array: np.ndarray, dtype: np.dtype) -> np.ndarray:
+    """Converts numbers to a dtype of the same kind. Finite ones stay finite."""
+    if array.dtype == dtype:
+        return array
+    if not is_float(array) or array.dtype.itemsize < dtype.itemsize:
+        return array.astype(dtype)
+    wide, limit = array.astype(np.promote_types(array.dtype, np.float32)), float(ml_dtypes.finfo(dtype).max)
+    return np.where(np.isfinite(wide), np.clip(wide, -limit, limit), wide).astype(dtype)
