@@ -28,6 +28,7 @@ from twinop.dtypes import FLOATING, to_array, to_tensor, torch_name
 from twinop.errors import ExportError, LibraryError, TwinopError, in_command, option
 from twinop.find import package_key, package_of
 from twinop.library import read_library
+from twinop.model import wire
 from twinop.model.attach import MOST_INLINED, attach_to_calls, inlined_nodes
 from twinop.model.calls import Call, find_calls
 from twinop.model.files import EXTERNAL_DATA_BYTES, save, work_folder
@@ -145,7 +146,7 @@ def export(
             cure = "Give example inputs for which it has finite numbers"
             report.notes += check_shown(exported.graph, shown, allow_uncompared, cure)
             cases += _special_cases(model, inputs, exported, [*map(scale_of, cases[0].expected)])
-            compare_with_torch(report, files[-1], exported, libraries, calls, cases)
+            compare_with_torch(report, wire.view(files[-1]), exported, libraries, calls, cases)
         if optimize:
             progress("optimizing")
             report.device = device
@@ -209,9 +210,10 @@ def _optimized(
         )
         checked = dataclasses.replace(report, notes=[], unsupported=[], parity=None, without_library=None)
         if optimized.fused and cases:
-            model = ir.load(path)
+            view = wire.view(path)
+            model = ir.load(view)
             calls = find_calls(model, torch_op.records())
-            compare_with_torch(checked, path, model, libraries, calls, cases)
+            compare_with_torch(checked, view, model, libraries, calls, cases)
     except (TwinopError, OSError) as error:
         report.notes.append(f"not optimised: {error}")
         return files
@@ -229,7 +231,7 @@ def _optimized(
             report.parity, report.libraries = checked.parity, checked.libraries
             report.without_library, report.without_reason = checked.without_library, checked.without_reason
             report.unsupported = checked.unsupported
-        _describe(ir.load(path), report)
+        _describe(ir.load(wire.view(path)), report)
         files = [*folder.glob("*.data"), path]
         report.size = sum(file.stat().st_size for file in files)
     return files

@@ -3,12 +3,12 @@
 import hashlib
 import os
 import stat
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import onnx
 import onnx_ir as ir
 
@@ -16,6 +16,9 @@ from twinop import publish
 from twinop.deploy.custom_nodes import tensors
 from twinop.errors import ExportError, is_disk_error
 from twinop.library import keep_checksum
+
+from . import wire
+from .weights import LARGE, pieces
 
 # protobuf ends at 2 GiB; half a GiB is left for everything that is not a weight.
 EXTERNAL_DATA_BYTES = 1536 * 1024 * 1024
@@ -82,18 +85,44 @@ def save(model: ir.Model, path: Path, external_data_bytes: int, checks: bool = T
             value.shape = value.type = None
             value.metadata_props.clear()
         data = [_write_data(values, path)] if external else []
-        ir.save(model, path, format="protobuf")
+        _write_model(model, path)
     finally:
         for value, shape, kind in kinds:
             value.shape, value.type = shape, kind
         for value, tensor in zip(values, given, strict=True):
             value.const_value = tensor
+    checked = str(wire.view(path))
     try:
         if checks:
-            onnx.checker.check_model(str(path), full_check=True)
+            onnx.checker.check_model(checked, full_check=True)
     except Exception as error:
         raise ExportError(f"onnx.checker refuses the exported model: {error}") from error
     return [*data, path]
+
+
+def _write_model(model: ir.Model, path: Path) -> None:
+    """Writes a model's file, in which large weights are copied from where they are."""
+    weights = dict[str, tuple[int, Callable[[], Iterable[Any]]]]()
+    for value in model.graph.initializers.values():
+        tensor = value.const_value
+        if tensor is None or tensor.dtype is ir.DataType.STRING or isinstance(tensor, ir.ExternalTensor):
+            continue
+        if tensor.nbytes >= LARGE:
+            weights[str(value.name)] = tensor.nbytes, partial(pieces, tensor)
+            value.const_value = _place(value, tensor, path, 0)
+    proto = ir.to_proto(model)
+    for each in (each for each in proto.graph.initializer if each.name in weights):
+        each.ClearField("external_data")
+        each.ClearField("data_location")
+    with path.open("wb") as file:
+        wire.write(file, proto, weights)
+
+
+def _place(value: ir.Value, tensor: ir.TensorProtocol, path: Path, start: int) -> ir.ExternalTensor:
+    shape, name = ir.Shape(tensor.shape.numpy()), str(value.name)
+    return ir.ExternalTensor(
+        path.name, start, tensor.nbytes, tensor.dtype, shape=shape, name=name, base_dir=path.parent
+    )
 
 
 def _write_data(values: Sequence[ir.Value], path: Path) -> Path:
@@ -105,19 +134,13 @@ def _write_data(values: Sequence[ir.Value], path: Path) -> Path:
             if tensor is None or tensor.dtype is ir.DataType.STRING or tensor.nbytes <= _SMALL:
                 continue
             places.append((value, tensor, file.tell()))
-            is_packed = tensor.dtype.bitwidth < 8
-            piece: Any = tensor.tobytes() if is_packed else np.ascontiguousarray(tensor.numpy())
-            piece = piece if is_packed else piece.reshape(-1).view(np.uint8)
-            digest.update(piece)
-            file.write(piece)
+            for piece in pieces(tensor):
+                digest.update(piece.data)
+                file.write(piece.data)
     data = draft.replace(path.with_name(publish.data_name(path.stem, digest.hexdigest())))
     keep_checksum(data, digest.hexdigest())
     for value, tensor, start in places:
-        shape, size = ir.Shape(tensor.shape.numpy()), tensor.nbytes
-        external = ir.ExternalTensor(
-            data.name, start, size, tensor.dtype, shape=shape, name=str(value.name), base_dir=path.parent
-        )
-        value.const_value = external
+        value.const_value = _place(value, tensor, data, start)
     return data
 
 
