@@ -22,6 +22,8 @@ _ELEMENTWISE = {"Add", "Cast", "Div", "Identity", "LessOrEqual", "Max", "Mul", "
 FP32 = "computed in fp32"
 """In the `meta` of nodes that the file computes in fp32, beside others in 16 bits: the products and weights
 by name. Nodes in their place have it, too: it decides on the precision of the result."""
+_NEW = "the names of new values"
+"""In the `meta` of a graph: what these start with, and how many there are. See `reserve_names`."""
 OR = "_or_"
 """Joins the names of two sizes of inputs in the name of the size that they broadcast to."""
 
@@ -413,13 +415,31 @@ def add_like(
         given.pop()
     node = ir.node(op_type, given, dict(attributes or {}), domain=domain, num_outputs=len(likes))
     _mark_like(node, before)
-    for value, like in zip(node.outputs, likes, strict=True):
-        value.type, value.shape = like.type, like.shape
     assert before.graph is not None
+    for value, like in zip(node.outputs, likes, strict=True):
+        value.name, value.type, value.shape = _new_name(before.graph), like.type, like.shape
     before.graph.insert_before(before, node)
     if domain:
         before.graph.opset_imports.setdefault(domain, 1)
     return node.outputs
+
+
+def reserve_names(model: ir.Model) -> None:
+    """Reserves names for new values, which else could get the name of one of the original that is gone."""
+    names = [str(value.name) for node in model.graph.all_nodes() for value in node.outputs]
+    start = "new_"
+    while any(name.startswith(start) for name in names):
+        start = f"_{start}"
+    model.graph.meta[_NEW] = start, 0
+
+
+def _new_name(graph: ir.Graph) -> str | None:
+    """Returns a name that no value has had, or None for a subgraph."""
+    if _NEW not in graph.meta:
+        return None
+    start, index = graph.meta[_NEW]
+    graph.meta[_NEW] = start, index + 1
+    return f"{start}{index}"
 
 
 def transpose(before: ir.Node, value: ir.Value, permutation: Sequence[int]) -> ir.Value:
@@ -529,15 +549,20 @@ def share_constants(graph: ir.Graph) -> None:
 
 
 def replace(old: ir.Value, new: ir.Value) -> None:
-    """Replaces a value for all its readers, and removes nodes that nothing reads any more."""
+    """Replaces a value for all its readers, and removes nodes that nothing reads any more.
+
+    The new value gets the old one's name, unless it is an input, an output or an initializer: values of one
+    name in the original and in a rewritten graph have the same numbers.
+    """
     node = maker(old)
     _mark_like(new.producer(), node)
+    is_fixed = new.is_graph_output() or new.is_graph_input() or new.is_initializer()
     if old.is_graph_output():
-        if new.is_graph_output() or new.is_graph_input() or new.is_initializer():
-            new = add(node, "Identity", [new], shape=dims(new))
-        old.name, new.name = f"{old.name}_before", old.name
+        new, is_fixed = add(node, "Identity", [new], shape=dims(new)) if is_fixed else new, False
         new.doc_string = old.doc_string
         new.metadata_props.update(old.metadata_props)
+    if not is_fixed:
+        old.name, new.name = f"{old.name}_before", old.name
     if new.shape is None or None in (dims(new) or ()):
         new.shape = old.shape
     ir.convenience.replace_all_uses_with(old, new, replace_graph_outputs=True)

@@ -174,6 +174,7 @@ def separate_names(model: ir.Model) -> None:
                 used[name] += 1
                 value.name = f"{name}_{used[name]}"
             taken |= {str(value.name)} if value.name else set()
+    g.reserve_names(model)
 
 
 def make_constant(model: ir.Model) -> int:

@@ -50,8 +50,9 @@ def _move(context: g.RewriteContext, norm: ir.Node, count: int) -> bool:
         product, [other] = g.maker(x), [term for term in terms if term is not x]
         product.resize_inputs(_RESIDUAL + 1)
         product.replace_input_with(_RESIDUAL, other)
+        x.name = f"{x.name}_sum"  # it is no longer the product alone
         for value in norm.outputs[1:]:
-            ir.convenience.replace_all_uses_with(value, x)
+            g.replace(value, x)
         context.graph.sort()
     g.prune(norm)
     return True

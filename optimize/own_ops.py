@@ -280,8 +280,7 @@ def remove_casts(node: ir.Node) -> None:
         for cast in [use.node for use in value.uses()]:
             if (cast.domain, cast.op_type) == ("", "Cast") and cast.graph is not None:
                 [wide] = cast.outputs
-                if wide.is_graph_output():
-                    value.name, wide.name = wide.name, f"{wide.name}_cast"
+                value.name, wide.name = wide.name, f"{wide.name}_cast"
                 ir.convenience.replace_all_uses_with(wide, value, replace_graph_outputs=True)
                 cast.graph.remove(cast, safe=True)
 

@@ -1,14 +1,30 @@
-"""Cuts a model and its rewritten form into segments that correspond, so that each can run alone."""
+"""Cuts a model and its rewritten form into segments that correspond, so that each can run alone.
 
+Structure decides, never names: an order of the nodes, depth first, in which few values cross; positions where
+only values cross that the original has, too; layers where the kinds of the original's nodes repeat.
+"""
+
+from bisect import bisect_left
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import reduce
+from itertools import pairwise
+from operator import or_
 
+import numpy as np
 import onnx_ir as ir
 
 from . import graph as g
+from .inputs import draws_random
+from .kinds import Kind
 from .symbolic_shapes import infer_shapes, infer_types
 
 MOST_BYTES = 256 << 20
 """The bytes of weights that a segment has, unless one layer or node has more."""
+_SHARED_NODES = 256  # what is computed from the inputs in so many nodes, each segment computes again
+_SHARED_BYTES = 1 << 20  # with weights of so many bytes, or this share of a segment's
+_SHARED_PART = 256
 
 
 @dataclass(frozen=True)
@@ -33,7 +49,7 @@ class Segment:
     Attributes:
         name: for messages: which layer it is, or which nodes.
         original, result: the parts. What `result` reads has the names of values of the original that
-            this or an earlier original part returns.
+            earlier original parts return, and what it returns those that this one or earlier ones return.
         kind: the same for segments that differ in nothing but their weights.
     """
 
@@ -77,16 +93,265 @@ def _needed(outputs: list[ir.Value], given: set[ir.Value]) -> set[ir.Value]:
 
 def reads(node: ir.Node) -> list[ir.Value]:
     """Returns the values that a node reads, also those that its subgraphs take from outside."""
-    inner = [each for graph in g.subgraphs(node) for each in graph.all_nodes()]
-    found = [value for each in (node, *inner) for value in each.inputs if value is not None]
-    found += [value for graph in g.subgraphs(node) for value in graph.outputs]
-    return [value for value in found if value.graph is node.graph] if inner else found
+    found = [value for value in node.inputs if value is not None]
+    for graph in g.subgraphs(node):
+        own = {*graph.inputs, *graph.initializers.values()}
+        own.update(value for inner in graph for value in inner.outputs)
+        inner = [value for each in graph for value in reads(each)]
+        found += [value for value in dict.fromkeys((*inner, *graph.outputs)) if value not in own]
+    return found
 
 
 def cut(original: ir.Model, result: ir.Model, most_bytes: int = MOST_BYTES) -> list[Segment]:
     """Cuts a model and its rewritten form into segments that correspond, in the order in which they run.
 
-    A model whose weights have no more than `most_bytes` is one segment.
+    A model whose weights have no more than `most_bytes` is one segment. So is one for which there is no
+    place to cut: a segment may be larger, but its two parts always correspond.
     """
-    whole = [Part([], [str(value.name) for value in model.graph.outputs]) for model in (original, result)]
-    return [Segment("the model", whole[0], whole[1], "")]
+    before, after = (_Order(model, most_bytes) for model in (original, result))
+    places, names = [(len(before.nodes) - 1, len(after.nodes) - 1)], ["the model"]
+    if max(sum(each.bytes) for each in (before, after)) > most_bytes:
+        cuts = _cuts(before, after)
+        found = [*_Layout(before, cuts, most_bytes).segments()]
+        places = [(end - 1, cuts[end - 1][1]) for end, _ in found[:-1]] + places
+        names = [name for _, name in found]
+    bounds = [*zip(*places, strict=True)]
+    parts = [before.parts(bounds[0]), after.parts(bounds[1])]
+    _return_what_is_read(before, bounds[0], parts)
+    kinds, known, start = list[str](), dict[int, object](), (-1, -1)
+    for stop, *pair in zip(places, *parts, strict=True):
+        kind = Kind(known)
+        for form, first, last, part in zip((before, after), start, stop, pair, strict=True):
+            kind.add(form.nodes[first + 1 : last + 1], part.inputs, part.outputs)
+        kinds.append(str(kind))
+        start = stop
+    return [Segment(*each) for each in zip(names, *parts, kinds, strict=True)]
+
+
+class _Order:
+    """The nodes of a model in an order, depth first, in which few values are alive.
+
+    Attributes:
+        nodes: all that outputs need, but those that each segment computes again: constants, and what few
+            nodes without large weights compute from the inputs.
+        position: where each value is computed in this order.
+        last: where each value is read last.
+        bytes: of the weights that each node reads.
+    """
+
+    def __init__(self, model: ir.Model, most_bytes: int) -> None:
+        self.graph = model.graph
+        self.reads = {node: reads(node) for node in self.graph}
+        self.weights = dict[ir.Node, int]()
+        outputs = dict.fromkeys(value for value in self.graph.outputs if value.producer() is not None)
+        order = self._depth_first(outputs)
+        shared = self._shared(order, min(_SHARED_BYTES, most_bytes // _SHARED_PART))
+        self.nodes = [node for node in self._placed(order, outputs) if node not in shared]
+        self.position = {value: at for at, node in enumerate(self.nodes) for value in node.outputs}
+        self.last = dict[ir.Value, int]()
+        for at, node in enumerate(self.nodes):
+            self.last.update((value, at) for value in self.reads[node] if value in self.position)
+        self.bytes = [self.weights[node] for node in self.nodes]
+        self.named = {str(value.name): value for value in self.position}
+
+    def _depth_first(self, outputs: Iterable[ir.Value], seen: Iterable[ir.Node] = ()) -> list[ir.Node]:
+        """Returns the nodes that compute values, but for those seen, each after those that it reads from."""
+        order, seen = list[ir.Node](), {*seen}
+        for output in outputs:
+            waiting = [(output.producer(), False)]
+            while waiting:
+                node, is_done = waiting.pop()
+                if node is None or (node in seen and not is_done):
+                    continue
+                if is_done:
+                    order.append(node)
+                    continue
+                seen.add(node)
+                waiting.append((node, True))
+                waiting += [(value.producer(), False) for value in reversed(self.reads[node])]
+        return order
+
+    def _placed(self, order: list[ir.Node], outputs: Iterable[ir.Value]) -> list[ir.Node]:
+        """Returns the nodes in an order: those of the deepest output first, those of others among them.
+
+        What only another output needs, such as a cache, follows what it is computed from at once.
+        """
+        depth = dict[ir.Node, int]()
+        for node in order:
+            found = [depth[maker] for value in self.reads[node] if (maker := value.producer()) is not None]
+            depth[node] = max(found, default=0) + 1
+        deepest = sorted(outputs, key=lambda value: -depth[g.maker(value)])
+        place = dict[ir.Node, tuple[int, int]]()
+        for index, output in enumerate(deepest):
+            group = self._depth_first([output], place)
+            makers = [value.producer() for node in group for value in self.reads[node]]
+            after = max((place[node][0] for node in makers if node in place), default=-1)
+            for node in group:
+                place[node] = (len(place), 0) if index == 0 else (after, len(place))
+        return sorted(place, key=lambda node: place[node])
+
+    def _shared(self, order: list[ir.Node], most: int) -> set[ir.Node]:
+        """Returns the nodes of constants, and what few nodes without large weights compute from inputs."""
+        found, constants = dict[ir.Node, int](), set[ir.Node]()  # a bit for each of the nodes that it takes
+        for node in order:
+            read = dict.fromkeys(self.reads[node])
+            makers = [maker for value in read if (maker := value.producer()) is not None]
+            tensors = [each for value in read if (each := _constant(value)) is not None]
+            self.weights[node] = sum(tensor.nbytes for tensor in tensors)
+            self.weights[node] += sum(self.weights[maker] for maker in makers if maker in constants)
+            bits = reduce(or_, (found.get(maker, 0) for maker in makers), 1 << len(found))
+            if draws_random(node):
+                continue
+            if not any(value.is_graph_input() for value in read) and constants.issuperset(makers):
+                constants.add(node)
+            elif (
+                self.weights[node] <= most
+                and bits.bit_count() <= _SHARED_NODES
+                and all(maker in found or maker in constants for maker in makers)
+            ):
+                found[node] = bits
+        return {*found, *constants}
+
+    def alive(self) -> Iterator[list[ir.Value]]:
+        """Yields for each position the values that are computed up to there and read behind it."""
+        ends = defaultdict[int, list[ir.Value]](list)
+        for value, at in self.last.items():
+            ends[at].append(value)
+        alive = dict[ir.Value, None]()
+        for at, node in enumerate(self.nodes):
+            for value in ends[at]:
+                alive.pop(value, None)
+            alive.update((value, None) for value in node.outputs if self.last.get(value, -1) > at)
+            yield [*alive]
+
+    def parts(self, ends: Iterable[int]) -> list[Part]:
+        """Returns the parts, given the last position of each."""
+        found = list[Part]()
+        for start, stop in pairwise([-1, *ends]):
+            nodes = self.nodes[start + 1 : stop + 1]
+            read = dict.fromkeys(value for node in nodes for value in self.reads[node])
+            inputs = [value for value in read if self.position.get(value, stop) <= start]
+            made = [value for node in nodes for value in node.outputs]
+            outputs = [each for each in made if each.is_graph_output() or self.last.get(each, -1) > stop]
+            found.append(Part([str(each.name) for each in inputs], [str(each.name) for each in outputs]))
+        known = {name for part in found for name in part.outputs}
+        found[0].outputs.extend(str(each.name) for each in self.graph.outputs if each.name not in known)
+        return found
+
+
+def _constant(value: ir.Value) -> ir.TensorProtocol | None:
+    return None if value.is_graph_input() else ir.convenience.get_const_tensor(value)
+
+
+def _is_tensor(value: ir.Value) -> bool:
+    return value.type is None or isinstance(value.type, ir.TensorType)
+
+
+def _cuts(original: _Order, result: _Order) -> dict[int, tuple[int, int]]:
+    """Returns where both can be cut: by the original's position, how many values cross and the result's one.
+
+    Only values cross there that the original has computed up to there, too, and outputs are returned there
+    that the original has returned.
+    """
+    shared = {str(value.name) for node in original.graph for value in node.outputs}
+    found, least = list[tuple[int, int, int]](), 0
+    crossing = [[*alive] for alive in original.alive()]
+    for at, (node, alive) in enumerate(zip(result.nodes, result.alive(), strict=True)):
+        given = [str(value.name) for value in node.outputs if value.is_graph_output()]
+        places = [original.position.get(original.named[name], -1) for name in given if name in original.named]
+        least = max([least, *places])
+        if all(str(value.name) in shared and _is_tensor(value) for value in alive):
+            names = [str(value.name) for value in alive]
+            places = [original.position[original.named[name]] for name in names if name in original.named]
+            place = max([least, *places])
+            if all(map(_is_tensor, crossing[place])):
+                found.append((place, len(alive), at))
+    cuts = dict[int, tuple[int, int]]()
+    cuts, bound = dict[int, tuple[int, int]](), len(original.nodes) - 2
+    for place, count, at in reversed(found):
+        if 0 <= place <= bound and at < len(result.nodes) - 1:
+            bound = place  # the order of the original may differ from that of the result
+            cuts[place] = min(cuts.get(place, (count, at)), (count, at))
+    return {place: (count + len(crossing[place]), at) for place, (count, at) in cuts.items()}
+
+
+class _Layout:
+    """Chooses where a model is cut, in the order of the original's nodes: at layers, else by bytes.
+
+    A border is the number of nodes before it.
+    """
+
+    def __init__(self, original: _Order, cuts: dict[int, tuple[int, int]], most_bytes: int) -> None:
+        self.end, self.most_bytes = len(original.nodes), most_bytes
+        self.crossing = {0: 0, self.end: 0} | {place + 1: count for place, (count, _) in cuts.items()}
+        self.borders = sorted(self.crossing)
+        self.sizes = np.concatenate([[0], np.cumsum(original.bytes)])
+        kinds = dict[tuple[str, str], int]()
+        self.kinds = np.array([kinds.setdefault((n.domain, n.op_type), len(kinds)) for n in original.nodes])
+
+    def segments(self) -> Iterator[tuple[int, str]]:
+        """Yields where each segment ends, and its name."""
+        for start, stop, name in self._layers(0, self.end):
+            borders = [start, *self._by_bytes(start, stop)]
+            for index, (before, after) in enumerate(pairwise(borders), 1):
+                part = f"{name}, part {index} of {len(borders) - 1}" if len(borders) > 2 else name
+                yield after, part if name else f"nodes {before + 1} to {after}"
+
+    def _layers(self, start: int, stop: int) -> list[tuple[int, int, str]]:
+        """Returns ranges of nodes: layers where kinds of nodes repeat, and without a name what is between."""
+        borders = self._period(start, stop) if start < stop else {}
+        if len(borders) < 2:
+            return [(start, stop, "")] if start < stop else []
+        first, last, least, count = min(borders), max(borders), min(borders.values()), max(borders.values())
+        layers = [
+            (before, after, f"layer {a - least + 1} of {count - least}")
+            if b == a + 1
+            else (before, after, f"layers {a - least + 1} to {b - least} of {count - least}")
+            for (before, a), (after, b) in pairwise(sorted(borders.items()))
+        ]
+        return [*self._layers(start, first), *layers, *self._layers(last, stop)]
+
+    def _period(self, start: int, stop: int) -> dict[int, int]:
+        """Returns the borders of layers that repeat within nodes, and how many layers are before each."""
+        kinds, best, length = self.kinds[start:stop], (0, 0, 0, 0), stop - start
+        for period in range(1, length // 2 + 1):
+            differ = np.flatnonzero(kinds[:-period] != kinds[period:])
+            edges = np.concatenate([[-1], differ, [length - period]])
+            longest = int(np.diff(edges).argmax())
+            first, nodes = int(edges[longest]) + 1, int(edges[longest + 1] - edges[longest]) - 1 + period
+            whole = nodes - nodes % period
+            if whole >= 2 * period:
+                weight = int(self.sizes[start + first + whole] - self.sizes[start + first])
+                best = max(best, (weight, -period, start + first, nodes))
+        weight, period, first, nodes = best[0], -best[1], *best[2:]
+        if 2 * max(weight / max(self.sizes[stop] - self.sizes[start], 1), nodes / length) < 1 or not weight:
+            return {}
+        tried = []
+        for offset in range(period):
+            places = range(first + offset, first + nodes + 1, period)
+            found = {place: index for index, place in enumerate(places) if place in self.crossing}
+            inner = [self.crossing[place] for place in found if 0 < place < self.end]
+            tried.append((len(found), -sum(inner) / max(len(inner), 1), -offset, found))
+        return max(tried, key=lambda each: each[:3])[-1]
+
+    def _by_bytes(self, start: int, stop: int) -> Iterator[int]:
+        """Yields borders so that nodes between them have at most the wanted bytes, where that is possible."""
+        inner = [border for border in self.borders if start < border < stop]
+        while self.sizes[stop] - self.sizes[start] > self.most_bytes and inner:
+            sizes = {border: int(self.sizes[border] - self.sizes[start]) for border in inner}
+            fitting = [border for border in inner if 0 < sizes[border] <= self.most_bytes]
+            large = [border for border in fitting if 2 * sizes[border] >= self.most_bytes] or fitting[-1:]
+            large = large or [border for border in inner if sizes[border]][:1] or inner[-1:]
+            start = min(reversed(large), key=lambda border: self.crossing[border])
+            inner = [border for border in inner if border > start]
+            if self.sizes[stop] - self.sizes[start] > self.most_bytes // _SHARED_PART:
+                yield start
+        yield stop
+
+
+def _return_what_is_read(original: _Order, ends: Sequence[int], parts: list[list[Part]]) -> None:
+    """Lets the original's parts return what parts of the result return, too."""
+    known = {name for part in parts[0] for name in part.outputs}
+    for name in dict.fromkeys(name for part in parts[1] for name in part.outputs if name not in known):
+        at = original.position[original.named[name]] if name in original.named else -1
+        parts[0][bisect_left(ends, at)].outputs.append(name)

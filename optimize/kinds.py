@@ -1,0 +1,170 @@
+"""Tells which segments differ in nothing but their weights: those are of one kind.
+
+Weights of matrix products and convolutions, packed ones with their scales and zero points, and gains of norms
+count by dtype, shape and the operations that make them. All else counts by value: integers, scalars, tables,
+biases, attributes. Names never count.
+"""
+
+import hashlib
+from collections.abc import Iterable, Mapping, Sequence
+
+import onnx_ir as ir
+
+from twinop.model import weights
+from twinop.op_spec import DOMAIN
+
+from . import graph as g
+
+_WEIGHTS: Mapping[tuple[str, str], Iterable[int]] = {
+    ("", "BatchNormalization"): [1],
+    ("", "Conv"): [1],
+    ("", "ConvTranspose"): [1],
+    ("", "GRU"): [1, 2],
+    ("", "Gemm"): [0, 1],
+    ("", "GroupNormalization"): [1],
+    ("", "InstanceNormalization"): [1],
+    ("", "LSTM"): [1, 2],
+    ("", "LayerNormalization"): [1],
+    ("", "MatMul"): [0, 1],
+    ("", "RMSNormalization"): [1],
+    ("", "RNN"): [1, 2],
+    ("", "SimplifiedLayerNormalization"): [1],
+    (g.MICROSOFT, "Attention"): [1],
+    (g.MICROSOFT, "EmbedLayerNormalization"): [5],
+    (g.MICROSOFT, "FusedConv"): [1],
+    (g.MICROSOFT, "FusedMatMul"): [0, 1],
+    (g.MICROSOFT, "GroupNorm"): [1],
+    (g.MICROSOFT, "GroupQueryAttention"): [14, 15],
+    (g.MICROSOFT, "MatMulBnb4"): [1, 2],
+    (g.MICROSOFT, "MatMulNBits"): [1, 2, 3],
+    (g.MICROSOFT, "MoE"): [2, 4, 6],
+    (g.MICROSOFT, "QMoE"): [2, 3, 5, 6, 8, 9, 11, 12, 13],
+    (g.MICROSOFT, "SkipLayerNormalization"): [2],
+    (g.MICROSOFT, "SkipSimplifiedLayerNormalization"): [2],
+    (DOMAIN, "CustomAddLayerNorm"): [2],
+    (DOMAIN, "CustomAddRmsNorm"): [2],
+    (DOMAIN, "CustomAttentionCached"): [6],
+    (DOMAIN, "CustomEmbedLayerNorm"): [3],
+    (DOMAIN, "CustomLayerNorm"): [1],
+    (DOMAIN, "CustomLinear"): [1],
+    (DOMAIN, "CustomLinearQ"): [1, 2, 3],
+    (DOMAIN, "CustomLinearQSwiglu"): [1, 2, 3],
+    (DOMAIN, "CustomLinearSwiglu"): [1],
+    (DOMAIN, "CustomRmsNorm"): [1],
+}
+"""Which inputs of nodes are weights or gains."""
+_MOVES = {"Cast", "DequantizeLinear", "Identity", "Reshape", "Squeeze", "Transpose", "Unsqueeze"}
+_NORMS = {"InstanceNormalization", "LayerNormalization", "RMSNormalization"}
+_Known = dict[ir.Value, object]
+
+
+class Kind:
+    """The structure of a segment: of its part of the original, and then of its part of the result.
+
+    Args:
+        contents: what `content` has returned, by the identity of tensors, which segments share.
+    """
+
+    def __init__(self, contents: dict[int, object]) -> None:
+        self.contents = contents
+        self.records = list[object]()
+        self.numbers = dict[object, int]()  # of what crosses, of inputs and of sizes, by name
+        self.made = dict[str, object]()  # the original's values by name
+
+    def add(self, nodes: Iterable[ir.Node], inputs: Sequence[str], outputs: Sequence[str]) -> None:
+        """Adds the nodes of a part in order, and the names of the values that cross."""
+        known, crossing = _Known(), set(inputs)
+        for node in nodes:
+            self._node(node, known, crossing)
+        named = {str(value.name): token for value, token in known.items()}
+        self.records.append([(named.get(name), self.made.get(name)) for name in outputs])
+        self.made = self.made or named
+
+    def __str__(self) -> str:
+        return hashlib.sha256(repr(self.records).encode()).hexdigest()[:16]
+
+    def _node(self, node: ir.Node, known: _Known, crossing: set[str]) -> None:
+        read = [
+            self._value(value, is_weight(node, index), known, crossing)
+            for index, value in enumerate(node.inputs)
+        ]
+        attributes = [
+            (name, self._attribute(each, known, crossing)) for name, each in sorted(node.attributes.items())
+        ]
+        results = [value.is_graph_output() for value in node.outputs]
+        self.records.append((node.domain, node.op_type, read, attributes, results))
+        known.update((value, (len(self.records), index)) for index, value in enumerate(node.outputs))
+
+    def _value(self, value: ir.Value | None, is_weight: bool, known: _Known, crossing: set[str]) -> object:
+        if value is None or value in known:
+            return None if value is None else known[value]
+        is_given = value.is_graph_input()
+        tensor = None if is_given else ir.convenience.get_const_tensor(value)
+        if tensor is not None:
+            if is_weight:
+                return self._number("weight", value), form(tensor)
+            if id(tensor) not in self.contents:
+                self.contents[id(tensor)] = content(tensor)
+            return self.contents[id(tensor)]
+        if is_given or str(value.name) in crossing:
+            shape = [self._number("size", each) for each in g.dims(value) or []] if is_given else []
+            known[value] = (self._number("input", value.name), is_given, value.dtype, shape)
+        elif (maker := value.producer()) is not None:  # each segment computes it again
+            self._node(maker, known, crossing)
+        return known.get(value)
+
+    def _number(self, what: str, name: object) -> object:
+        """Returns an integer as it is, and a number for a name."""
+        numbers = self.numbers
+        return name if isinstance(name, int) else (what, numbers.setdefault((what, name), len(numbers)))
+
+    def _attribute(self, attribute: ir.Attr, known: _Known, crossing: set[str]) -> object:
+        if attribute.type is ir.AttributeType.GRAPH:
+            graph: ir.Graph = attribute.as_graph()
+            known.update((value, ("given", index)) for index, value in enumerate(graph.inputs))
+            for node in graph:
+                self._node(node, known, crossing)
+            return [self._value(value, False, known, crossing) for value in graph.outputs]
+        if attribute.type is ir.AttributeType.TENSOR and not attribute.is_ref():
+            return content(attribute.as_tensor())
+        return attribute.type, attribute.value
+
+
+def is_weight(node: ir.Node, index: int) -> bool:
+    """Whether an input of a node, if it is constant, is a weight, its scales, or the gain of a norm."""
+    tensor = ir.convenience.get_const_tensor(value) if (value := node.inputs[index]) is not None else None
+    if tensor is not None and tensor.size == 1:
+        return False
+    key = node.domain, node.op_type
+    if index in _WEIGHTS.get(key, ()):
+        return True
+    if key == ("", "Mul") and len(node.inputs) == 2:
+        return _is_normal(node.inputs[1 - index])
+    uses = node.outputs[0].uses() if node.op_type in _MOVES and not node.domain and node.outputs else ()
+    return bool(uses) and not node.outputs[0].is_graph_output() and all(is_weight(*use) for use in uses)
+
+
+def _is_normal(value: ir.Value | None) -> bool:
+    """Whether a norm computes a value, but for its gain."""
+    while (node := g.producer(value, "Cast", "CastLike", "Reshape")) is not None:
+        value = node.inputs[0]
+    if g.producer(value, *_NORMS) is not None:
+        return True
+    product = g.producer(value, "Div", "Mul")
+    roots = [each for each in product.inputs if each is not None] if product is not None else []
+    return any(g.chain(each, *ends) for each in roots for ends in (("Reciprocal", "Sqrt"), ("Sqrt", "Add")))
+
+
+def form(tensor: ir.TensorProtocol) -> object:
+    """Returns the dtype and shape of a weight, and the operations that make it."""
+    if not isinstance(tensor, weights.Recipe):
+        return tensor.dtype, weights.sizes(tensor)
+    sources = [form(each) if each.size > 1 else content(each) for each in tensor.sources]
+    return tensor.dtype, weights.sizes(tensor), tensor.operation, tensor.parameters, sources
+
+
+def content(tensor: ir.TensorProtocol) -> object:
+    """Returns what tells a tensor from others: its numbers, or of a large one where they come from."""
+    if weights.is_large(tensor):
+        return weights.key(tensor)
+    return tensor.dtype, weights.sizes(tensor), hashlib.sha256(tensor.tobytes()).digest()

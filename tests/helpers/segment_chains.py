@@ -1,0 +1,42 @@
+"""Runs segments one after the other, as a model that is too large to run whole does."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+
+from twinop.deploy.ort_runs import run
+from twinop.optimize.segments import Part, Segment, extract
+
+Values = dict[str, np.ndarray]
+
+
+def run_part(model: ir.Model, part: Part, given: Values, library: Any = None) -> Values:
+    """Runs a part of a model on values by name, and returns its outputs."""
+    taken = extract(model, part)
+    case = {}
+    for value in taken.graph.inputs:
+        array = given[str(value.name)]
+        case[str(value.name)] = array if value.dtype is None else array.astype(value.dtype.numpy())
+    proto = ir.to_proto(taken).SerializeToString()
+    found = run(proto, library, [case], optimize=False).outputs[0]
+    return dict(zip(part.outputs, found, strict=True))
+
+
+def run_chain(model: ir.Model, parts: Sequence[Part], case: Values, library: Any = None) -> Values:
+    """Runs parts of a model in order; returns all that they return."""
+    found = dict(case)
+    for part in parts:
+        found |= run_part(model, part, found, library)
+    return found
+
+
+def run_beside(
+    result: ir.Model, segments: Sequence[Segment], original: Values, library: Any = None
+) -> Values:
+    """Runs each part of the result on what the original's parts have returned so far."""
+    found = Values()
+    for segment in segments:
+        found |= run_part(result, segment.result, original, library)
+    return found
