@@ -157,6 +157,7 @@ def _runs(
     options = ort.SessionOptions()
     options.log_severity_level = 4  # errors come back as exceptions
     options.add_session_config_entry("session.intra_op.allow_spinning", "0")  # nobody waits for a next run
+    options.add_session_config_entry("session.qdq_matmulnbits_accuracy_level", "1")  # floats, not int8
     if not optimize:
         plain_options(options)
     if not prepack:

@@ -86,7 +86,17 @@ class Stored(_Lazy):
     def read(self, window: Window) -> np.ndarray:
         if self.dtype.bitwidth >= 8:
             return self.numpy()[_slices(window)]
-        return _by_range(self._shape, window, self._unpacked)
+        count = 8 // self.dtype.bitwidth
+        if not self._shape or self._shape[-1] % count:
+            return _by_range(self._shape, window, self._unpacked)
+        *rows, (start, stop) = window  # whole bytes have a row: columns are read alone
+        columns = slice(start // count, -(-stop // count))
+        there = self._map(np.dtype(np.uint8), (*self._shape[:-1], self._shape[-1] // count))
+        place = *_slices(rows), columns
+        some = np.array(there[place], order="C")
+        shape = [*some.shape[:-1], some.shape[-1] * count]
+        values = ir.PackedTensor(some.reshape(-1), self.dtype, shape=shape).numpy()
+        return values[..., start % count : start % count + stop - start]
 
     def bytes(self) -> np.ndarray:
         return self._map(np.dtype(np.uint8), (self.nbytes,))
@@ -200,6 +210,17 @@ def reshape(tensor: ir.TensorProtocol, shape: Sequence[int]) -> ir.TensorProtoco
     if isinstance(tensor, Recipe) and tensor.operation == "reshape":
         return reshape(tensor.sources[0], shape)
     return _made("reshape", [tensor], (), tensor.dtype, shape)
+
+
+def packed(tensor: ir.TensorProtocol, shape: Sequence[int]) -> ir.TensorProtocol:
+    """Puts integers [N, K] of 4 or 8 bits into bytes, each row on its own, as MatMulNBits has them.
+
+    Those with a sign lose it: half of their range is added.
+
+    Args:
+        shape: what the bytes of a row [N, ...] get.
+    """
+    return _made("packed", [tensor], (), ir.DataType.UINT8, shape)
 
 
 def nudged(tensor: ir.TensorProtocol, by: float) -> ir.TensorProtocol:
@@ -406,6 +427,19 @@ def _read_elementwise(recipe: Recipe, window: Window) -> np.ndarray:
     return np.asarray(_ELEMENTWISE[recipe.operation](*found), recipe.dtype.numpy())
 
 
+def _read_packed(recipe: Recipe, window: Window) -> np.ndarray:
+    [source] = recipe.sources
+    bits = source.dtype.bitwidth
+    integers = read(source, [window[0], (0, sizes(source)[1])])
+    values = in_c_order(integers.astype(np.int8)).view(np.uint8) & (2**bits - 1)
+    values ^= 2 ** (bits - 1) if source.dtype.is_signed() else 0
+    if bits == 4:
+        values = np.pad(values, ((0, 0), (0, values.shape[1] % 2)))
+        values = values[:, 0::2] | values[:, 1::2] << 4
+    place = slice(None), *_slices(window[1:])
+    return values.reshape(-1, *recipe._shape[1:])[place]
+
+
 def _read_node(recipe: Recipe, window: Window) -> np.ndarray:
     serialized, opset = recipe.parameters
     proto = onnx.NodeProto.FromString(serialized)
@@ -427,7 +461,7 @@ _MOVES: dict[str, Callable[[Recipe, Window], np.ndarray]] = {
 }  # fmt: skip
 _READ = {
     **_MOVES, **dict.fromkeys(_ELEMENTWISE, _read_elementwise),
-    "cast": _read_cast, "nudged": _read_nudged, "node": _read_node,
+    "cast": _read_cast, "nudged": _read_nudged, "node": _read_node, "packed": _read_packed,
 }  # fmt: skip
 
 

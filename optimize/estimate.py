@@ -41,14 +41,14 @@ class Estimate:
         """Raises ExportError if memory or disk is too small: nothing has been written yet."""
         if self.memory > self.free_memory:
             raise ExportError(
-                f"{source}: to optimise it takes about {_gb(self.memory)} of memory, and {_gb(self.free_memory)} "
-                "are free here (the machine's, or what a limit of its cgroup leaves). Raise the limit, or use "
-                "a machine with more"
+                f"{source}: to optimise it takes about {_gb(self.memory)} of memory, and "
+                f"{_gb(self.free_memory)} are free (the machine's, or what the limit of a cgroup leaves). "
+                "Raise the limit, or use a machine with more"
             )
         if self.disk > self.free_disk:
             raise ExportError(
-                f"{target}: to write it takes {_gb(self.disk)} of disk, and {_gb(self.free_disk)} are free in "
-                f"{target.parent}. Free space, or name another folder"
+                f"{target}: to write it takes {_gb(self.disk)} of disk, and {_gb(self.free_disk)} are free "
+                f"in {target.parent}. Free space, or name another folder"
             )
 
 

@@ -508,11 +508,13 @@ def sizes_of(before: ir.Node, *values: tuple[ir.Value, Sequence[int]]) -> list[i
     return found
 
 
-def initializer(graph: ir.Graph, array: np.ndarray, prefix: str) -> ir.Value:
+def initializer(graph: ir.Graph, array: np.ndarray | ir.TensorProtocol, prefix: str) -> ir.Value:
     """Adds an initializer with a unique name that starts with `prefix`."""
     names = (f"{prefix}_{index}" for index in range(len(graph.initializers) + 1))
     name = next(each for each in names if each not in graph.initializers)
-    value = ir.val(name, const_value=ir.tensor(_in_c_order(array), name=name))
+    if isinstance(array, np.ndarray):
+        array = ir.tensor(_in_c_order(array), name=name)
+    value = ir.val(name, const_value=array)
     graph.register_initializer(value)
     return value
 

@@ -11,6 +11,7 @@ from . import (
     attention,
     batched_heads,
     cached_attention,
+    dequantize,
     embedding,
     gated,
     growing_caches,
@@ -54,6 +55,7 @@ def _function(
 
 
 PASSES: Sequence[type[Rewrite]] = (
+    dequantize.Dequantize,
     _function("unfuse_ort", unfuse_ort.rewrite),
     _function("embedding", embedding.rewrite),
     _function("unflatten", unflatten.rewrite, "cuda"),

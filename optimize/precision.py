@@ -260,7 +260,7 @@ def _of_large_integers(graph: ir.Graph, dtype: ir.DataType) -> set[ir.Node]:
                 node.outputs if is_float and source.dtype.is_integer() and not _is_small(source) else ()
             )
             continue
-        if large.isdisjoint(node.inputs) or node.domain == g.MICROSOFT:
+        if large.isdisjoint(node.inputs) or (node.domain == g.MICROSOFT and node.op_type != "MatMulNBits"):
             continue
         number = max(map(_largest, node.inputs))
         if node.op_type in ELEMENTS and number > float(dtype.max):

@@ -4,7 +4,7 @@ Matches: com.microsoft MatMulNBits with constant weights of 4 or 8 bits in block
 added, and an activation after it; two such products of one x and a gate, or one whose halves are gate and up.
 Writes: CustomLinearQ and CustomLinearQSwiglu, which read the same weights, or those of several in one.
 Leaves alone: blocks of other sizes, zero points in floats, columns in another order (g_idx), weights that are
-packed for one kind of GPU (weight_prepacked), and those of DequantizeLinear.
+packed for one kind of GPU (weight_prepacked).
 
 `merge` puts one MatMulNBits in the place of several.
 """
@@ -97,9 +97,6 @@ def rewrite(context: g.RewriteContext) -> None:
         else:
             product.check()
             found[product.output] = product
-    for node in context.nodes("DequantizeLinear"):
-        if g.attribute(node, "block_size", 0) and g.is_constant(node.inputs[0]):
-            context.left["DequantizeLinear: a weight; linear_q reads those of MatMulNBits"] += 1
     for node in [node for node in context.graph if node.op_type in {"Mul", *_GATES}]:
         products, activation = _gated(context, node, found)
         if products:
@@ -123,6 +120,8 @@ def _match(node: ir.Node) -> _Product:
         raise g.UnsupportedPattern("columns in another order (g_idx)")
     if g.attribute(node, "weight_prepacked", 0):  # ONNX Runtime's CPU kernel reads it as if it were not
         raise g.UnsupportedPattern("weights packed for one kind of GPU (weight_prepacked)")
+    if x is not None and x.dtype is ir.DataType.FLOAT and node.outputs[0].dtype is ir.DataType.FLOAT:
+        raise g.UnsupportedPattern("a product in fp32")
     if x is None or arrays[0] is None or arrays[1] is None:
         raise g.UnsupportedPattern("a weight that is not constant")
     if any(array is None and value is not None for array, value in ((arrays[2], zeros), (arrays[3], bias))):

@@ -244,10 +244,12 @@ def test_products_that_stay_are_named(attributes: str, zero_points: str, reason:
     assert context.left == {f"MatMulNBits: {reason}": 1} and types(context.model) == {"MatMulNBits": 1}
 
 
-def test_products_of_dequantised_weights_are_named(built: Builds, tmp_path: Path) -> None:
+def test_products_of_dequantised_weights_are_those_of_quantised_ones(built: Builds, tmp_path: Path) -> None:
     report = optimized(built("Qwen3", "int4", "cuda", use_qdq="true"), tmp_path / "fast", "cuda")
-    assert report.skipped == {"DequantizeLinear: a weight; linear_q reads those of MatMulNBits": 11}
+    assert not report.skipped
     assert report.fused["attention over a cache"] == 2
+    found = types(ir.load(tmp_path / "fast/model.onnx"))
+    assert found["CustomLinearQSwiglu"] == 2 and not {"DequantizeLinear", "MatMul"} & found.keys()
 
 
 @pytest.mark.parametrize(

@@ -48,7 +48,7 @@ def refused(source: Path, target: Path, **options: Any) -> str:
         ({"dtype": "int8"}, "expected one of: float32, float16, bfloat16"),
         ({"device": "tpu"}, "device='tpu': expected one of: cuda, cpu"),
         ({"padding": "left"}, "padding='left': expected right"),
-        ({"without": ["linaer"]}, "without='linaer': expected some of: unfuse_ort, embedding, unflatten"),
+        ({"without": ["linaer"]}, "without='linaer': expected some of: dequantize, unfuse_ort, embedding"),
     ],
 )
 def test_wrong_options(options: dict[str, Any], message: str, model: Path, tmp_path: Path) -> None:

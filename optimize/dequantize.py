@@ -1,0 +1,126 @@
+"""Reads products of weights in blocks that DequantizeLinear makes floats as products of quantised weights.
+
+Matches: DequantizeLinear with a block size, of constant integers of 4 or 8 bits with constant scales and zero
+points, that only MatMul and Gemm read: [K, N] with blocks along the first axis, as ONNX Runtime's quantizer
+writes them, or [N, K] along the last one, which a Transpose or Gemm turns, as genai's builder does.
+Writes: com.microsoft MatMulNBits, which `quantised.py` and what merges products read, and the sum with the
+bias of a Gemm. The integers go into its bytes; zero, if none is given, is the middle of their range.
+Leaves alone: what `linear_q` has no kernel for, and scales that float16 does not have.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+import onnx_ir as ir
+
+from twinop.model import weights
+
+from . import graph as g
+from .quantised import PRODUCT, why_not
+from .rewrite import Rewrite
+
+_KINDS = {
+    ir.DataType.INT4: 4, ir.DataType.UINT4: 4, ir.DataType.INT8: 8, ir.DataType.UINT8: 8,
+}  # fmt: skip
+_NORMAL = 2.0**-14
+"""float16 rounds larger numbers as finely as those near 1."""
+
+
+@dataclass(frozen=True)
+class _Weight:
+    """A weight [N, K], its scales and zero points [N, K / block], and the products that read it."""
+
+    parts: list[ir.TensorProtocol | None]
+    block: int
+    products: list[ir.Node]
+
+
+class Dequantize(Rewrite[_Weight]):
+    """Finds weights in blocks, and rewrites the products that read them."""
+
+    name = "dequantize"
+    op_types = ("DequantizeLinear",)
+    device = "cuda"  # ONNX Runtime's session on the CPU does the same
+    sixteen_bits_only = True
+
+    def match(self, node: ir.Node) -> _Weight | g.Skipped | str:
+        if not g.attribute(node, "block_size", 0) or not g.is_constant(node.inputs[0]):
+            return "its integers are not constant, or not in blocks"
+        return _match(node)
+
+    def apply(self, node: ir.Node, match: _Weight) -> None:
+        integers, scales, zeros = match.parts
+        assert integers is not None and scales is not None
+        bits, (n, k) = _KINDS[integers.dtype], weights.sizes(integers)
+        blocks, name = k // match.block, str(node.inputs[0].name)  # type: ignore[union-attr]
+        of_zeros = n, -(-blocks * bits // 8)
+        packed = [weights.packed(integers, [n, blocks, match.block * bits // 8]), scales]
+        if zeros is not None:
+            packed.append(weights.packed(zeros, of_zeros))
+        elif not integers.dtype.is_signed():
+            packed.append(ir.tensor(np.zeros(of_zeros, np.uint8)))
+        given = [
+            g.initializer(self.context.graph, each, f"{name}_{part}")
+            for each, part in zip(packed, ("blocks", "scales", "zeros"), strict=False)
+        ]
+        attributes = {"K": k, "N": n, "bits": bits, "block_size": match.block}
+        for product in match.products:
+            x, _, *bias = product.inputs
+            shape = g.dims(product.outputs[0]) or [*(g.dims(x) or [])[:-1], n]
+            y = g.add(product, PRODUCT, [x, *given], attributes, domain=g.MICROSOFT, shape=shape)
+            g.maker(y).meta.update(product.meta)
+            if bias and bias[0] is not None:
+                y = g.add(product, "Add", [y, bias[0]], shape=shape)
+            self.replace(product.outputs[0], y, "product of dequantised weights")
+
+
+def _match(node: ir.Node) -> _Weight:
+    tensors = [
+        ir.convenience.get_const_tensor(each) if each is not None and g.is_constant(each) else None
+        for each in node.inputs
+    ]
+    weight, scales, zeros = [*tensors, None][:3]
+    if weight is None or scales is None or (zeros is None and len(tensors) == 3):
+        raise g.Skipped("scales or zero points that are not constant")
+    sizes, axis = weights.sizes(weight), g.attribute(node, "axis", 1) % 2
+    if len(sizes) != 2 or weight.dtype not in _KINDS:
+        raise g.Skipped(f"a weight {[*sizes]} of {weight.dtype.name.lower()}")
+    products = _products(node.outputs[0], axis)
+    if not products:
+        raise g.Skipped("a weight that is read by others than products with blocks along their K")
+    parts = [each if each is None or axis else weights.transpose(each) for each in (weight, scales, zeros)]
+    n, k = sizes if axis else sizes[::-1]
+    block = g.attribute(node, "block_size", 0)
+    if k % block:
+        raise g.Skipped(f"K = {k}, which is no multiple of its blocks of {block}")
+    if reason := why_not(n, k, _KINDS[weight.dtype], block):
+        raise g.Skipped(reason)
+    if not all(map(_has_float16, weights.strips(scales))):
+        raise g.Skipped("scales that float16 does not have")
+    return _Weight(parts, block, products)
+
+
+def _products(weight: ir.Value, axis: int) -> list[ir.Node]:
+    """Returns the products that read a weight, and have their K along this axis; none if others read it."""
+    users, forms = [use.node for use in weight.uses()], [(weight, axis)]
+    if users and all(g.has_permutation(each, [1, 0]) for each in users):
+        forms = [(each.outputs[0], 1 - axis) for each in users]
+    found = [(use.node, use.idx, k) for value, k in forms for use in value.uses()]
+    if weight.is_graph_output() or not all(index == 1 and _is_plain(node, k) for node, index, k in found):
+        return []
+    return [node for node, _, _ in found]
+
+
+def _is_plain(node: ir.Node, k: int) -> bool:
+    """Whether a node is a product x @ weight, or that with a bias, and the weight's axis `k` is summed up."""
+    if node.domain or node.op_type == "MatMul":
+        return not node.domain and k == 0
+    usual = {"alpha": 1.0, "beta": 1.0, "transA": 0}
+    plain = all(g.attribute(node, name, value) == value for name, value in usual.items())
+    return node.op_type == "Gemm" and plain and g.attribute(node, "transB", 0) == k
+
+
+def _has_float16(scales: np.ndarray) -> bool:
+    size = np.abs(scales.astype(np.float32))
+    fits = (size >= _NORMAL) & (size <= np.finfo(np.float16).max)
+    return bool((fits | (size.astype(np.float16).astype(np.float32) == size)).all())

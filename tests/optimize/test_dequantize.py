@@ -1,0 +1,153 @@
+"""Products of weights that DequantizeLinear makes floats run as products of quantised weights."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import onnx_ir as ir
+import pytest
+from onnx import TensorProto, helper, numpy_helper
+from onnxruntime.quantization import matmul_nbits_quantizer as quantizer
+from optimizing import nodes, optimized, parsed, types, weights
+from samples import RECORDS
+
+from twinop.model import weights as lazy
+from twinop.optimize import dequantize
+from twinop.optimize.graph import RewriteContext
+from twinop.optimize.rewrite import skipped
+
+K, N, BLOCK = 128, 64, 32
+KINDS = {"int4": 4, "uint4": 4, "int8": 8, "uint8": 8}
+
+
+def integers(kind: str, *shape: int) -> np.ndarray:
+    bits = KINDS[kind]
+    low = 0 if kind.startswith("u") else -(2 ** (bits - 1))
+    return np.random.default_rng(len(shape)).integers(low, low + 2**bits, shape, np.int16)
+
+
+def model(
+    kind: str, axis: int, *, zero: bool = True, reader: str = "", block: int = BLOCK
+) -> onnx.ModelProto:
+    """x @ dequantised, in fp16: [K, N] with blocks along axis 0, or [N, K] that is turned."""
+    shape, few = ((K, N), (K // block, N)) if axis == 0 else ((N, K), (N, K // block))
+    reader = reader or (
+        "y = MatMul (x, d)" if axis == 0 else "t = Transpose <perm = [1, 0]> (d) y = MatMul (x, t)"
+    )
+    given = "q, s, z" if zero else "q, s"
+    text = f"(float16[M, {K}] x) => (float16[M, {N}] y) "
+    text += f"{{ d = DequantizeLinear <axis = {axis}, block_size = {block}> ({given}) {reader} }}"
+    scales = np.random.default_rng(0).uniform(1e-3, 2e-3, few).astype(np.float16)
+    made = parsed(text, s=scales, bias=weights(N).astype(np.float16))
+    element = TensorProto.DataType.Value(kind.upper())
+    made.graph.initializer.append(helper.make_tensor("q", element, shape, integers(kind, *shape).ravel()))
+    if zero:
+        zeros = integers(kind, *few, 1).ravel()
+        made.graph.initializer.append(helper.make_tensor("z", element, few, zeros))
+    made.opset_import[0].version = 21
+    return made
+
+
+@pytest.mark.parametrize("zero", [True, False])
+@pytest.mark.parametrize("axis", [0, 1, -1])
+@pytest.mark.parametrize("kind", KINDS)
+def test_each_form_is_a_product_of_quantised_weights(
+    kind: str, axis: int, zero: bool, tmp_path: Path
+) -> None:
+    """The comparison with the original in fp32 and in 16 bits has seen each number."""
+    report, made = optimized(model(kind, axis, zero=zero), tmp_path)
+    assert report.fused == {"linear_q": 1} and not report.skipped
+    assert types(made) == {"CustomLinearQ": 1}
+    [product] = nodes(made, "CustomLinearQ")
+    assert product.attributes["bits"].value == KINDS[kind] and product.attributes["block"].value == BLOCK
+    has_zero = len(product.inputs) > 3 and product.inputs[3] is not None
+    assert has_zero == (zero or kind.startswith("u"))
+    assert report.error < 1e-2
+
+
+@pytest.mark.parametrize(
+    ("axis", "reader"),
+    [
+        (0, "y = Gemm (x, d, bias)"),
+        (1, "y = Gemm <transB = 1> (x, d, bias)"),
+        (1, "y = Gemm <transB = 1> (x, d)"),
+    ],
+)
+def test_a_gemm_and_its_bias(axis: int, reader: str, tmp_path: Path) -> None:
+    report, made = optimized(model("int4", axis, reader=reader), tmp_path)
+    assert types(made) == {"CustomLinearQ": 1} and report.fused["linear_q"] == 1
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({"block": 64}, "blocks of 64; linear_q has those of 32 and 128"),
+        ({"reader": "y = Gemm <alpha = 2.0> (x, d)"}, "a weight that is read by others than products"),
+        ({"reader": "w = Neg (d) y = MatMul (x, w)"}, "a weight that is read by others"),
+    ],
+)
+def test_what_stays_is_named(options: dict[str, Any], reason: str) -> None:
+    proto = model("int4", 0, **options)
+    context = RewriteContext(ir.from_proto(proto), "cuda", RECORDS)
+    assert not dequantize.Dequantize(context)(context.model).modified
+    [(said, count)] = skipped(context.model).items()
+    assert said.startswith(f"DequantizeLinear: {reason}") and count == 1
+    assert "DequantizeLinear" in types(context.model)
+
+
+@pytest.mark.parametrize(("scale", "made"), [(2e-3, 1), (1e-7, 0)])
+def test_scales_that_float16_lacks_stay(scale: float, made: int, tmp_path: Path) -> None:
+    proto = model("int8", 0, zero=False)
+    scales = np.random.default_rng(0).uniform(0.5, 1, (K // BLOCK, N)).astype(np.float32) * scale
+    proto.graph.initializer[0].CopyFrom(numpy_helper.from_array(scales, "s"))
+    for value in (*proto.graph.input, *proto.graph.output):
+        value.type.tensor_type.elem_type = TensorProto.FLOAT
+    del proto.graph.initializer[1]
+    report, result = optimized(proto, tmp_path, dtype="float16")
+    assert types(result).get("CustomLinearQ", 0) == made
+    assert report.skipped == ({} if made else {"DequantizeLinear: scales that float16 does not have": 1})
+
+
+def test_a_product_in_fp32_stays(tmp_path: Path) -> None:
+    """Its x may be large: floats of integers."""
+    proto = model("int4", 0, reader="p = CastLike (x, s) c = CastLike (i, s) y = MatMul (c, d)")
+    proto.graph.input[0].type.tensor_type.elem_type = TensorProto.INT64
+    proto.graph.input[0].name = "i"
+    proto.graph.node[1].input[0] = "i"
+    _, made = optimized(proto, tmp_path)
+    assert "CustomLinearQ" not in types(made) and types(made)["MatMulNBits"] == 1
+
+
+@pytest.mark.parametrize("symmetric", [True, False])
+def test_what_the_quantizer_of_onnx_runtime_writes(symmetric: bool, tmp_path: Path) -> None:
+    text = f"(float[M, {K}] x) => (float[M, {N}] y) {{ y = MatMul (x, w) }}"
+    proto = parsed(text, w=weights(K, N))
+    proto.opset_import[0].version = 21
+    form = quantizer.QuantFormat.QDQ
+    made = quantizer.MatMulNBitsQuantizer(proto, block_size=32, is_symmetric=symmetric, quant_format=form)
+    made.process()
+    assert "DequantizeLinear" in [node.op_type for node in made.model.model.graph.node]
+    report, result = optimized(made.model.model, tmp_path, dtype="float16")
+    assert types(result)["CustomLinearQ"] == 1 and not report.skipped
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("columns", [128, 6, 5])
+def test_integers_are_packed_in_strips(
+    kind: str, columns: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also turned ones in a file, of which no strip reads more than it has."""
+    monkeypatch.setattr(lazy, "_STRIP", 64)
+    monkeypatch.setattr(lazy, "LARGE", 0)
+    values = integers(kind, columns, 48)
+    dtype, bits = ir.DataType[kind.upper()], KINDS[kind]
+    (tmp_path / "data").write_bytes(b"12345" + ir.tensor(values.astype(dtype.numpy()), dtype=dtype).tobytes())
+    stored = lazy.Stored(tmp_path / "data", 5, dtype, values.shape)
+    width = -(-columns * bits // 8)
+    found = lazy.packed(lazy.transpose(stored), [48, width]).numpy()
+    codes = (values.T + (0 if kind.startswith("u") else 2 ** (bits - 1))).astype(np.uint8)
+    if bits == 4:
+        codes = np.pad(codes, ((0, 0), (0, columns % 2)))
+        codes = codes[:, ::2] + 16 * codes[:, 1::2]
+    np.testing.assert_array_equal(found, codes)
