@@ -55,7 +55,7 @@ COLUMNS = {
 OF_ARCHITECTURES = {"stock export": STOCK, TWINOP: OURS, "stock export again": STOCK}
 """The stock export has a second session, because each session chooses convolutions by their times."""
 FEW = 2  # exports and comparisons take a batch of two, as the batch dimension stays open
-FACTS = ("nodes_before", "nodes_after", "made", "left", "reverted", "notes", "error", "own_error")
+FACTS = ("nodes_before", "nodes_after", "fused", "skipped", "reverted", "notes", "error", "own_error")
 WRONG = 3.0  # a column whose error is more times torch eager's computes something else
 EXPORTS = 5  # at a time: the rest of 16 cores compiles
 LIMIT = 400  # seconds of a process
@@ -137,7 +137,7 @@ def _by_ort(row: Row, dtype: str, small: bool, folder: Path) -> dict[str, Any]:
     if dtype == "float16":
         made.convert_float_to_float16(keep_io_types=False)
     onnx.save(made.model, str(folder / ORTS))
-    return {"made": {kind: count for kind, count in made.get_fused_operator_statistics().items() if count}}
+    return {"fused": {kind: count for kind, count in made.get_fused_operator_statistics().items() if count}}
 
 
 def _architecture(model: Architecture, dtype: str, small: bool, folder: Path) -> dict[str, Any]:

@@ -8,28 +8,36 @@ Writes: the same operators on four dimensions, without the reshapes.
 import onnx_ir as ir
 
 from . import graph as g
+from .rewrite import Rewrite
 
-_TURNED = [0, 2, 1]
+_ROTATED = [0, 2, 1]
 
 
-def rewrite(context: g.RewriteContext) -> None:
-    for matmul in context.nodes("MatMul"):
-        if g.rank(matmul.outputs[0]) != 3 or None in map(_heads, matmul.inputs):
-            continue
-        _read_sizes_elsewhere(matmul)
-        chain = _to_four_dimensions(matmul)
+class BatchedHeads(Rewrite[tuple[int, list[ir.Node]]]):
+    """Finds the number of heads, and what follows the product."""
+
+    name = "batched_heads"
+    op_types = ("MatMul",)
+
+    def match(self, node: ir.Node) -> tuple[int, list[ir.Node]] | str:
+        if g.rank(node.outputs[0]) != 3 or None in map(_heads, node.inputs):
+            return "its inputs are not heads [B, H, S, D] that were reshaped to [B*H, S, D]"
+        _read_sizes_elsewhere(node)
+        chain = _to_four_dimensions(node)
         heads = (g.dims(chain[-1].outputs[0]) or [])[1] if chain else None
-        if not isinstance(heads, int) or {_heads(value) for value in matmul.inputs} != {heads}:
-            continue
-        *elementwise, last = chain
-        value = matmul.outputs[0]
-        a, b = (_apart(each, matmul) for each in matmul.inputs)
+        if not isinstance(heads, int) or {_heads(value) for value in node.inputs} != {heads}:
+            return "its result is not reshaped to [B, H, S, T]"
+        return heads, chain
+
+    def apply(self, node: ir.Node, match: tuple[int, list[ir.Node]]) -> None:
+        (heads, (*elementwise, last)), value = match, node.outputs[0]
+        a, b = (_apart(each, node) for each in node.inputs)
         shape = [*(g.dims(a) or [])[:2], *(g.dims(value) or [])[1:]]
-        moved = g.add(matmul, "MatMul", [a, b], shape=shape)
-        for node in elementwise:
-            inputs = [moved if each is value else _with_heads(each, heads, node) for each in node.inputs]
-            value, moved = node.outputs[0], g.add(node, node.op_type, inputs, dtype=moved.dtype, shape=shape)
-        g.replace(last.outputs[0], moved)
+        moved = g.add(node, "MatMul", [a, b], shape=shape)
+        for each in elementwise:
+            inputs = [moved if read is value else _with_heads(read, heads, each) for read in each.inputs]
+            value, moved = each.outputs[0], g.add(each, each.op_type, inputs, dtype=moved.dtype, shape=shape)
+        self.replace(last.outputs[0], moved)
 
 
 def _read_sizes_elsewhere(matmul: ir.Node) -> None:
@@ -43,7 +51,7 @@ def _read_sizes_elsewhere(matmul: ir.Node) -> None:
 def _heads(value: ir.Value | None) -> int | None:
     """Returns H of a value [B*H, S, D] that was reshaped from [B, H, S, D], and perhaps transposed."""
     if (transpose := g.producer(value, "Transpose")) is not None:
-        return _heads(transpose.inputs[0]) if g.has_permutation(transpose, _TURNED) else None
+        return _heads(transpose.inputs[0]) if g.has_permutation(transpose, _ROTATED) else None
     reshape = g.producer(value, "Reshape")
     before, after = (g.dims(reshape.inputs[0]), g.dims(value)) if reshape is not None else (None, None)
     if before is None or after is None or len(before) != 4 or before[2:] != after[1:] or None in before:

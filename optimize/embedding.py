@@ -10,14 +10,21 @@ import numpy as np
 import onnx_ir as ir
 
 from . import graph as g
+from .rewrite import Rewrite
 
 _PASS_THROUGH = ("Expand", "GatherElements", "Gather", "Identity", "Reshape", "Slice", "Squeeze", "Unsqueeze")
 
 
-def rewrite(context: g.RewriteContext) -> None:
-    for node in context.nodes("Add"):
-        if node.graph is None:
-            continue
+_Match = tuple[ir.Value, np.ndarray, bool]
+
+
+class Embeddings(Rewrite[_Match]):
+    """Finds what the rows are added to, the rows, and whether they were looked up."""
+
+    name = "embedding"
+    op_types = ("Add",)
+
+    def match(self, node: ir.Node) -> _Match | str:
         for value, other in (node.inputs, node.inputs[::-1]):
             if other is None or not g.same_dims(g.dims(other), g.dims(node.outputs[0])):
                 continue
@@ -26,12 +33,15 @@ def rewrite(context: g.RewriteContext) -> None:
             if before is not None:
                 known = g.constant(value) if rows is None else rows
                 rows, other = None if known is None else before[1] + known, before[0]
-            if rows is None:
-                continue
-            total = g.initializer(context.graph, rows, f"{node.outputs[0].name}_rows")
-            g.replace(node.outputs[0], g.add(node, "Add", [other, total], shape=g.dims(node.outputs[0])))
-            context.made["embedding of known ids"] += looked_up is not None
-            break
+            if rows is not None:
+                return other, rows, looked_up is not None
+        return "neither term is a lookup of constant ids, or a second constant of one sum"
+
+    def apply(self, node: ir.Node, match: _Match) -> None:
+        (other, rows, is_lookup), result = match, node.outputs[0]
+        total = g.initializer(self.context.graph, rows, f"{result.name}_rows")
+        new = g.add(node, "Add", [other, total], shape=g.dims(result))
+        self.replace(result, new, *["embedding of known ids"] * is_lookup)
 
 
 def _constant_term(value: ir.Value, reader: ir.Node) -> tuple[ir.Value, np.ndarray] | None:

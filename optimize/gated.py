@@ -21,26 +21,61 @@ from .linear import (
     oriented_weight,
     supported_linear,
 )
+from .rewrite import Rewrite
+
+_Match = tuple[ir.Value, ir.Value, str, list[tuple[Linear, int | None]]]
 
 
-def rewrite(context: g.RewriteContext) -> None:
-    for node in context.nodes("Mul"):
-        found = gate_of(context, node) if node.graph is not None else None
+class Gates(Rewrite[_Match]):
+    """Finds gate, up, the activation, and the products of gate and up, or the one that has both."""
+
+    name = "gated"
+    op_types = ("Mul",)
+
+    def match(self, node: ir.Node) -> _Match | g.Skipped | str:
+        found = gate_of(self.context, node)
         if found is None or not g.same_dims(*map(g.dims, found[:2])):
-            continue
-        gate, up, activation = found
-        if context.device == "cuda" and _linear_swiglu(context, node, gate, up, activation):
-            context.made[f"linear+gate ({activation})"] += 1
-        elif activation != "silu":
-            context.left[f"{activation} gate: no products with constant weights"] += 1
+            return "it does not multiply a GELU or SiLU that nothing else reads by a tensor of its shape"
+        products = self._products(*found[:2]) if self.context.device == "cuda" else []
+        if not products and found[2] != "silu":
+            return g.Skipped("no products with constant weights", f"{found[2]} gate")
+        return *found, products
+
+    def apply(self, node: ir.Node, match: _Match) -> None:
+        (gate, up, activation, products), result = match, node.outputs[0]
+        if products:
+            (whole, _), *others = products
+            if others:
+                (weight, bias), layout = _concatenated(self.context, products), LAYOUT
+            else:
+                (weight, layout), bias = (
+                    oriented_weight(self.context, whole),
+                    bias_vector(self.context, whole.bias),
+                )
+            inputs, attributes = [whole.x, weight, bias], {"activation": activation, "layout": layout}
+            new = self.context.add_op(node, "linear_swiglu", inputs, g.dims(result), **attributes)
+            self.replace(result, new, f"linear+gate ({activation})")
         elif (parts := halves(gate, up)) is not None and parts[1] == 0:
-            new = context.add_op(node, "swiglu_packed", [parts[0]], g.dims(node.outputs[0]))
-            g.replace(node.outputs[0], new)
-            context.made["swiglu (packed)"] += 1
+            new = self.context.add_op(node, "swiglu_packed", [parts[0]], g.dims(result))
+            self.replace(result, new, "swiglu (packed)")
         else:
-            pair = context.broadcast(node, [up, gate], [[*range(g.rank(up))]] * 2)
-            g.replace(node.outputs[0], context.add_op(node, "swiglu", pair))
-            context.made["swiglu"] += 1
+            pair = self.context.broadcast(node, [up, gate], [[*range(g.rank(up))]] * 2)
+            self.replace(result, self.context.add_op(node, "swiglu", pair), "swiglu")
+
+    def _products(self, gate: ir.Value, up: ir.Value) -> list[tuple[Linear, int | None]]:
+        """Returns what `_concatenated` takes, or one product whose halves are gate and up, or nothing."""
+        if (parts := halves(gate, up)) is not None:
+            whole = _linear_of(parts[0])
+            if whole is None or whole.width % 2:
+                return []
+            if parts[1] == 0:
+                return [(whole, None)]
+            return [(whole, 1), (whole, 0)] if is_replaceable(whole, self.context.graph) else []
+        first, second = _linear_of(gate), _linear_of(up)
+        if first is None or second is None or first.x is not second.x or first.width != second.width:
+            return []
+        is_alone = all(is_replaceable(each, self.context.graph) for each in (first, second))
+        return [(first, None), (second, None)] if is_alone else []
 
 
 def gate_of(context: g.RewriteContext, node: ir.Node) -> tuple[ir.Value, ir.Value, str] | None:
@@ -56,35 +91,6 @@ def gate_of(context: g.RewriteContext, node: ir.Node) -> tuple[ir.Value, ir.Valu
         if up is not None and gate is not None and up is not activated:
             return gate, up, name
     return None
-
-
-def _linear_swiglu(
-    context: g.RewriteContext, node: ir.Node, gate: ir.Value, up: ir.Value, activation: str
-) -> bool:
-    """Writes one product of gate and up, if both are products with constant weights; returns whether."""
-    parts = halves(gate, up)
-    if parts is not None:
-        whole = _linear_of(parts[0])
-        if whole is None or whole.width % 2:
-            return False
-        is_swapped = parts[1] == 1
-        if is_swapped and not is_replaceable(whole, context.graph):
-            return False
-        (weight, layout), bias = oriented_weight(context, whole), bias_vector(context, whole.bias)
-        if is_swapped:
-            (weight, bias), layout = _concatenated(context, [(whole, 1), (whole, 0)]), LAYOUT
-    else:
-        whole, second = _linear_of(gate), _linear_of(up)
-        if whole is None or second is None or whole.x is not second.x or whole.width != second.width:
-            return False
-        if not all(is_replaceable(each, context.graph) for each in (whole, second)):
-            return False
-        (weight, bias), layout = _concatenated(context, [(whole, None), (second, None)]), LAYOUT
-    shape = g.dims(node.outputs[0])
-    inputs = [whole.x, weight, bias]
-    new = context.add_op(node, "linear_swiglu", inputs, shape, activation=activation, layout=layout)
-    g.replace(node.outputs[0], new)
-    return True
 
 
 def _linear_of(value: ir.Value) -> Linear | None:

@@ -14,6 +14,7 @@ import numpy as np
 import onnx_ir as ir
 
 from . import graph as g
+from .rewrite import Rewrite
 
 _ACTIVATIONS = ("relu", "gelu", "silu")
 
@@ -31,11 +32,17 @@ class Linear:
     """
 
     node: ir.Node
-    x: ir.Value
     weight: ir.Value
     bias: ir.Value | None
     layout: str
     output: ir.Value
+
+    @property
+    def x(self) -> ir.Value:
+        """Read late: what computes it may have been replaced."""
+        x = self.node.inputs[0]
+        assert x is not None
+        return x
 
     @property
     def width(self) -> int:
@@ -45,51 +52,52 @@ class Linear:
         return width
 
 
-def match_linear(node: ir.Node) -> Linear | None:
-    """Returns a node's product and bias, or None; raises UnsupportedPattern for what CustomLinear lacks."""
+def match_linear(node: ir.Node) -> Linear | str:
+    """Returns a node's product and bias, or why it is none; raises Skipped for what CustomLinear lacks."""
     if node.domain or node.op_type not in ("MatMul", "Gemm"):
-        return None
+        return "it is no MatMul or Gemm"
     x, weight, *rest = node.inputs
     is_nk = g.attribute(node, "transB", 0)
     if (transpose := g.producer(weight, "Transpose")) is not None and g.is_constant(transpose.inputs[0]):
         if list(g.attribute(transpose, "perm", [1, 0])) != [1, 0]:
-            return None
+            return "its weight is transposed, and not as a matrix is"
         weight, is_nk = transpose.inputs[0], not is_nk
     if x is None or weight is None or not g.is_constant(weight) or g.is_constant(x):
-        return None
+        return "its second input, and only that, must be a constant"
     if weight.dtype is None or not weight.dtype.is_floating_point():
-        return None
+        return "its weight is not of floats"
     shape = g.dims(weight) or []
     if len(shape) != 2:
-        raise g.UnsupportedPattern(f"a weight of {len(shape)} dimensions")
+        raise g.Skipped(f"a weight of {len(shape)} dimensions")
     if 0 in shape:
-        raise g.UnsupportedPattern("a dimension of size 0")
+        raise g.Skipped("a dimension of size 0")
     rank = g.rank(x)
     if rank < 2:
-        raise g.UnsupportedPattern("an input of unknown rank or with fewer than two dimensions")
+        raise g.Skipped("an input of unknown rank or with fewer than two dimensions")
     factors = {g.attribute(node, name, 1.0) for name in ("alpha", "beta")}
     if g.attribute(node, "transA", 0) or factors != {1.0}:
-        raise g.UnsupportedPattern("transA is set, or alpha or beta is not 1")
+        raise g.Skipped("transA is set, or alpha or beta is not 1")
     layout = "nk" if is_nk else "kn"
     width = shape[0 if is_nk else 1]
     assert isinstance(width, int)
     bias, output = rest[0] if rest else None, node.outputs[0]
     if bias is not None:
         if not _is_bias(bias, width, rank):
-            raise g.UnsupportedPattern("it adds a matrix")
+            raise g.Skipped("it adds a matrix")
     elif (addition := g.only_user(output)) is not None and addition.op_type == "Add":
         other = g.other_input(addition, output)
         if not addition.domain and _is_bias(other, width, rank) and g.has_precision_of(node, addition):
             bias, output = other, addition.outputs[0]
-    return Linear(node, x, weight, bias, layout, output)
+    return Linear(node, weight, bias, layout, output)
 
 
 def supported_linear(node: ir.Node) -> Linear | None:
     """Returns the matrix product that a node computes, or None if CustomLinear does not compute it."""
     try:
-        return match_linear(node)
-    except g.UnsupportedPattern:
+        found = match_linear(node)
+    except g.Skipped:
         return None
+    return found if isinstance(found, Linear) else None
 
 
 def plain_product(
@@ -138,44 +146,34 @@ def activation_of(context: g.RewriteContext, node: ir.Node | None) -> str:
     return f"{name}_tanh" if name and g.attribute(node, "approximate", "none") == "tanh" else name
 
 
-def rewrite(context: g.RewriteContext) -> None:
-    found = list[Linear]()
-    for node in context.nodes("MatMul", "Gemm"):
-        try:
-            linear = match_linear(node)
-        except g.UnsupportedPattern as reason:
-            context.left[f"{node.op_type}: {reason}"] += 1
-        else:
-            found += [linear] if linear is not None else []
-    with_bias = any(each.bias is not None for each in found)
-    for each in found:
-        linear = match_linear(each.node)  # again: x may have been replaced
-        assert linear is not None
-        _replace(context, linear, with_bias)
+class Linears(Rewrite[Linear]):
+    """Puts one node in the place of a product, its bias and its activation."""
 
+    name = "linear"
+    op_types = ("MatMul", "Gemm")
+    device = "cuda"
+    at_once = True
 
-def _replace(context: g.RewriteContext, linear: Linear, with_bias: bool) -> None:
-    """Replaces the product, its bias and its activation with one node.
+    def match(self, node: ir.Node) -> Linear | str:
+        return match_linear(node)
 
-    Args:
-        with_bias: add a bias of zeros if there is none. A model holds one function body for all nodes of an
-            op, so either all of them have a bias or none.
-    """
-    output, activation, user = linear.output, "none", g.only_user(linear.output)
-    is_alike = user is not None and g.has_precision_of(g.maker(output), user)
-    if user is not None and is_alike and (name := activation_of(context, user)):
-        activation, output = name, user.outputs[0]
-    bias = bias_vector(context, linear.bias)
-    if bias is None and with_bias:
-        assert linear.weight.dtype is not None
-        zeros = np.zeros(linear.width, linear.weight.dtype.numpy())
-        bias = g.initializer(context.graph, zeros, f"zeros_{linear.width}")
-    weight, layout = oriented_weight(context, linear)
-    inputs = [linear.x, weight, bias]
-    shape, last = g.dims(output) or [*(g.dims(linear.x) or [])[:-1], linear.width], g.maker(output)
-    g.replace(output, context.add_op(last, "linear", inputs, shape, activation=activation, layout=layout))
-    parts = ["linear"] + ["bias"] * (linear.bias is not None) + [activation] * (activation != "none")
-    context.made["+".join(parts)] += 1
+    def apply(self, node: ir.Node, match: Linear) -> None:
+        output, activation, user = match.output, "none", g.only_user(match.output)
+        if user is not None and g.has_precision_of(g.maker(output), user):
+            activation = activation_of(self.context, user) or "none"
+        output = user.outputs[0] if user is not None and activation != "none" else output
+        bias = bias_vector(self.context, match.bias)
+        # A model holds one function body for all nodes of an op: either all of them have a bias or none.
+        if bias is None and any(each.bias is not None for _, each in self.matches):
+            assert match.weight.dtype is not None
+            zeros = np.zeros(match.width, match.weight.dtype.numpy())
+            bias = g.initializer(self.context.graph, zeros, f"zeros_{match.width}")
+        weight, layout = oriented_weight(self.context, match)
+        shape = g.dims(output) or [*(g.dims(match.x) or [])[:-1], match.width]
+        attributes = {"activation": activation, "layout": layout}
+        new = self.context.add_op(g.maker(output), "linear", [match.x, weight, bias], shape, **attributes)
+        parts = ["linear"] + ["bias"] * (match.bias is not None) + [activation] * (activation != "none")
+        self.replace(output, new, "+".join(parts))
 
 
 def is_replaceable(product: Linear, graph: ir.Graph, by_transpose: bool = False) -> bool:

@@ -7,7 +7,6 @@ Writes: one CustomLinear with the concatenated weights, and a Split, which costs
 """
 
 import math
-from collections import defaultdict
 from collections.abc import Sequence
 
 import numpy as np
@@ -17,21 +16,42 @@ from twinop.op_spec import DOMAIN
 
 from . import graph as g
 from .linear import LAYOUT
+from .rewrite import LABELS, Rewrite, label
 
+MERGED = "products of one input merged"
 _MAX_ELEMENTS = 3 << 20
 """Elements of the merged output. With more, the Split costs more than it saves (measured on an H200)."""
 
 
-def rewrite(context: g.RewriteContext) -> None:
-    groups = defaultdict[tuple[ir.Value, int, bool], list[ir.Node]](list)
-    for node in context.op_nodes("linear"):
+class MergeLinear(Rewrite[list[ir.Node]]):
+    """Finds the products of one input, from the first one."""
+
+    name = "merge_linear"
+    ops = ("linear",)
+    device = "cuda"
+
+    def match(self, node: ir.Node) -> list[ir.Node] | str:
         x = node.inputs[0]
-        if x is not None and _rows(x) > 0 and is_plain(node):
-            groups[x, len(node.inputs), g.FP32 in node.meta].append(node)
-    for (x, *_), nodes in groups.items():
-        width = sum(g.last_dim(node.outputs[0]) or 0 for node in nodes)
-        if len(nodes) > 1 and _rows(x) * width <= _MAX_ELEMENTS:
-            _replace(context, nodes)
+        if x is None or not is_plain(node) or not (rows := _rows(x)):
+            return "it has an activation or a weight that others read, or the number of rows is not known"
+        readers = sorted({use.node for use in x.uses()} & {*self.order}, key=self.order.__getitem__)
+        alike = [each for each in readers if _kind(each) == _kind(node) and is_plain(each)]
+        if alike[0] is not node or len(alike) == 1:
+            return "it is not the first of several products of one input"
+        if rows * sum(g.last_dim(each.outputs[0]) or 0 for each in alike) > _MAX_ELEMENTS:
+            return "a Split of so many elements takes longer than several products"
+        return alike
+
+    def apply(self, node: ir.Node, match: list[ir.Node]) -> None:
+        y, old = merge(self.context, match), [each.outputs[0] for each in match]
+        widths = g.int_constant(node, [g.last_dim(each) or 0 for each in old])
+        for value, part in zip(old, g.add_like(node, "Split", [y, widths], {"axis": -1}, old), strict=True):
+            self.replace(value, part)
+
+
+def _kind(node: ir.Node) -> tuple[object, ...]:
+    """Returns what products have in common that can be one."""
+    return node.domain, node.op_type, node.inputs[0], len(node.inputs), g.FP32 in node.meta
 
 
 def is_plain(node: ir.Node) -> bool:
@@ -53,7 +73,7 @@ def products_of_one(context: g.RewriteContext, values: Sequence[ir.Value | None]
     name = context.records["linear"].onnx_name
     found = [g.producer(value, name, domain=DOMAIN) for value in values]
     plain = [each for each in found if each is not None and is_plain(each) and g.only_user(each.outputs[0])]
-    alike = {(each.inputs[0], len(each.inputs), g.FP32 in each.meta) for each in plain}
+    alike = {*map(_kind, plain)}
     return plain if len({*plain}) == len(values) and len(alike) == 1 else []
 
 
@@ -63,8 +83,9 @@ def merge(context: g.RewriteContext, nodes: list[ir.Node]) -> ir.Value:
     parts = zip(*([value for value in node.inputs[1:] if value is not None] for node in nodes), strict=True)
     packed = [join(context, each) for each in parts]
     shape = [*(g.dims(x) or [])[:-1], sum(g.last_dim(node.outputs[0]) or 0 for node in nodes)]
-    context.made["products of one input merged"] += 1
-    return context.add_op(first, "linear", [x, *packed], shape, activation="none", layout=LAYOUT)
+    y = context.add_op(first, "linear", [x, *packed], shape, activation="none", layout=LAYOUT)
+    label(g.maker(y), *first.meta.get(LABELS, ()), MERGED)
+    return y
 
 
 def join(context: g.RewriteContext, parts: tuple[ir.Value, ...]) -> ir.Value:
@@ -80,12 +101,3 @@ def _rows(x: ir.Value) -> int:
     rows = (g.dims(x) or [None])[:-1]
     known = [size for size in rows if isinstance(size, int)]
     return math.prod(known) if 0 < len(known) == len(rows) else 0
-
-
-def _replace(context: g.RewriteContext, nodes: list[ir.Node]) -> None:
-    first, y = nodes[0], merge(context, nodes)
-    widths = [g.last_dim(node.outputs[0]) or 0 for node in nodes]
-    old = [node.outputs[0] for node in nodes]
-    parts = g.add_like(first, "Split", [y, g.int_constant(first, widths)], {"axis": -1}, old)
-    for value, part in zip(old, parts, strict=True):
-        g.replace(value, part)

@@ -21,7 +21,8 @@ from twinop.errors import TwinopError
 from . import graph as g
 from .gated import gate_of, halves
 from .linear import activation_of
-from .merge_linear import join
+from .merge_linear import MERGED, join
+from .rewrite import label
 
 PRODUCT = "MatMulNBits"
 _BITS, _BLOCKS = (4, 8), (32, 128)
@@ -100,9 +101,6 @@ def rewrite(context: g.RewriteContext) -> None:
     for node in [node for node in context.graph if node.op_type in {"Mul", *_GATES}]:
         products, activation = _gated(context, node, found)
         if products:
-            made = context.made if node.domain or activation == "silu" else context.left
-            before = _GATES.get(node.op_type, f"{activation} gate: no products with constant weights")
-            made[before] -= 1
             _write(context, "linear_q_swiglu", products, node.outputs[0], activation)
             found = {output: each for output, each in found.items() if each not in products}
     for product in found.values():
@@ -217,9 +215,9 @@ def merge(context: g.RewriteContext, before: ir.Node, values: list[ir.Value]) ->
     shape = [*(g.dims(values[0]) or [])[:-1], width]
     y = g.add(before, PRODUCT, [first.inputs[0], *joined], attributes, domain=g.MICROSOFT, shape=shape)
     y.producer().meta.update(first.meta)  # type: ignore[union-attr]
+    label(g.maker(y), MERGED)
     if (bias := _bias_of(found)) is not None:
         y = g.add(before, "Add", [y, g.initializer(context.graph, bias, "bias")], shape=shape)
-    context.made["products of one input merged"] += 1
     return y
 
 

@@ -105,14 +105,14 @@ class Rewrite(ir.passes.InPlacePass, Generic[Match]):
 
     def replace(self, old: ir.Value, new: ir.Value, *labels: str) -> None:
         """Puts a value in the place of another one. Labels say what the node that makes it computes."""
-        label(g.maker(new), *labels)
+        if labels:
+            label(g.maker(new), *labels)
         g.replace(old, new)
 
 
 def label(node: ir.Node, *labels: str) -> None:
     """Adds what reports say of a node."""
-    if labels:
-        node.meta[LABELS] = (*node.meta.get(LABELS, ()), *labels)
+    node.meta[LABELS] = (*node.meta.get(LABELS, ()), *labels)
 
 
 def fused(model: ir.Model) -> Counter[str]:

@@ -11,39 +11,53 @@ import onnx_ir as ir
 
 from . import graph as g
 from .linear import Linear, is_replaceable, plain_product, slice_columns, supported_linear
+from .rewrite import Rewrite
+
+_Part = tuple[ir.Value, int, int]  # of the last dimension, or of the axis of a Split: value, start, stop
 
 
-def rewrite(context: g.RewriteContext) -> None:
-    for node in context.nodes("Split"):
-        _split_constant(context, node)
-    for node in context.nodes("MatMul", "Gemm"):
-        linear = supported_linear(node) if node.graph is not None else None
+class SplitLinear(Rewrite[tuple[Linear | None, list[_Part]]]):
+    """Finds the product, or None for a constant, and the parts of it that are read."""
+
+    name = "split_linear"
+    op_types = ("Split", "MatMul", "Gemm")
+    device = "cuda"
+
+    def match(self, node: ir.Node) -> tuple[Linear | None, list[_Part]] | str:
+        if node.op_type == "Split":
+            is_alone = g.has_only(node.inputs[0], self.context.graph, "Split")
+            if not is_alone or not g.is_constant(node.inputs[0]):
+                return "it splits no constant that only Splits read"
+            read, axis = [value for value in node.outputs if value.uses()], g.attribute(node, "axis", 0)
+            if any(value.is_graph_output() for value in node.outputs):
+                return "a part is an output of the graph"
+            return None, [(value, *part[1:]) for value in read if (part := g.part_of(value, axis))]
+        linear = supported_linear(node)
         parts = _parts(linear) if linear is not None else None
-        if linear is None or parts is None or not is_replaceable(linear, context.graph):
-            continue
+        if linear is None or parts is None:
+            return "it is no product with a constant weight of which only parts are read"
+        if not is_replaceable(linear, self.context.graph):
+            return "other nodes read its weight, too"
+        return linear, parts
+
+    def apply(self, node: ir.Node, match: tuple[Linear | None, list[_Part]]) -> None:
+        linear, parts = match
+        whole = g.constant(node.inputs[0]) if linear is None else None
         for value, start, stop in parts:
-            weight, bias = slice_columns(context, linear, start, stop)
-            shape = [*(g.dims(linear.output) or [])[:-1], stop - start]
-            g.replace(value, plain_product(g.maker(value), linear, weight, bias, linear.x, shape))
-        context.made["packed product split"] += 1
+            if linear is None:
+                assert whole is not None
+                array = whole.take(range(start, stop), g.attribute(node, "axis", 0))
+                self.replace(value, g.initializer(self.context.graph, array, str(value.name)))
+            else:
+                weight, bias = slice_columns(self.context, linear, start, stop)
+                shape = [*(g.dims(linear.output) or [])[:-1], stop - start]
+                new = plain_product(g.maker(value), linear, weight, bias, linear.x, shape)
+                self.replace(value, new, "part of a packed product")
 
 
-def _split_constant(context: g.RewriteContext, node: ir.Node) -> None:
-    whole, axis = g.constant(node.inputs[0]), g.attribute(node, "axis", 0)
-    if whole is None or not g.has_only(node.inputs[0], context.graph, "Split"):
-        return
-    if any(value.is_graph_output() for value in node.outputs):
-        return
-    parts = [(value, g.part_of(value, axis)) for value in node.outputs if value.uses()]
-    for value, part in parts:
-        if part is not None:
-            array = whole.take(range(*part[1:]), axis)
-            g.replace(value, g.initializer(context.graph, array, str(value.name)))
-
-
-def _parts(linear: Linear) -> list[tuple[ir.Value, int, int]] | None:
+def _parts(linear: Linear) -> list[_Part] | None:
     """Returns each part of the last dimension as (value, start, stop), if all readers read such parts."""
-    parts: list[tuple[ir.Value, int, int]] = []
+    parts = list[_Part]()
     if linear.output.is_graph_output():
         return None
     for node in {use.node: None for use in linear.output.uses()}:

@@ -10,6 +10,7 @@ compute shapes.
 """
 
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 
 import onnx_ir as ir
 from onnx.defs import get_schema
@@ -24,6 +25,7 @@ from twinop.op_schema import default_of
 from twinop.op_spec import OpSpec
 
 from . import graph as g
+from .rewrite import Rewrite
 
 REPLACED = "what replaces standard operators"
 """In the `meta` of a graph: the names of ops."""
@@ -57,16 +59,31 @@ def check_ops(ops: Sequence[str], records: Mapping[str, OpSpec]) -> None:
             )
 
 
-def rewrite(context: g.RewriteContext) -> None:
-    for op in context.graph.meta.get(REPLACED, ()):
-        record, standard = context.records[op], standard_node(context.records[op])
-        assert standard is not None  # `check_ops` refuses others
-        for node in context.nodes(standard.op_type):
-            if _fits(node, record, standard):
-                new = context.add_op(node, op, node.inputs, g.dims(node.outputs[0]))
-                g.maker(new).attributes.update({each.name: each for each in _attributes(node, standard)})
-                g.replace(node.outputs[0], new)
-                context.made[op] += 1
+class Replace(Rewrite[tuple[str, ir.Node]]):
+    """Finds the op that replaces an operator, and its `standard_node`."""
+
+    name = "replace"
+
+    @cached_property
+    def standard(self) -> dict[str, ir.Node]:
+        """The operators that ops replace, by op."""
+        ops = self.context.graph.meta.get(REPLACED, ())
+        return {op: node for op in ops if (node := standard_node(self.context.records[op])) is not None}
+
+    def candidates(self) -> list[ir.Node]:
+        return self.context.nodes(*(node.op_type for node in self.standard.values()))
+
+    def match(self, node: ir.Node) -> tuple[str, ir.Node] | str:
+        for op, standard in self.standard.items():
+            if standard.op_type == node.op_type and _fits(node, self.context.records[op], standard):
+                return op, standard
+        return "no op that is to replace it has its inputs, dtypes and attributes"
+
+    def apply(self, node: ir.Node, match: tuple[str, ir.Node]) -> None:
+        op, standard = match
+        new = self.context.add_op(node, op, node.inputs, g.dims(node.outputs[0]))
+        g.maker(new).attributes.update({each.name: each for each in _attributes(node, standard)})
+        self.replace(node.outputs[0], new, op)
 
 
 def _fits(node: ir.Node, record: OpSpec, standard: ir.Node) -> bool:

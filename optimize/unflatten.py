@@ -11,53 +11,59 @@ import onnx_ir as ir
 
 from . import graph as g
 from .heads import SWAP_ROWS, SWAP_S_H
-from .linear import bias_vector, plain_product, supported_linear
+from .linear import Linear, bias_vector, plain_product, supported_linear
+from .rewrite import Rewrite
+
+_Match = tuple[Linear, ir.Value, ir.Node]
 
 
-def rewrite(context: g.RewriteContext) -> None:
-    for node in context.nodes("MatMul", "Gemm"):
-        linear = supported_linear(node) if node.graph is not None else None
+class Unflatten(Rewrite[_Match]):
+    """Finds the product, what is reshaped before it, and the Reshape after it."""
+
+    name = "unflatten"
+    op_types = ("MatMul", "Gemm")
+    device = "cuda"
+
+    def match(self, node: ir.Node) -> _Match | str:
+        linear = supported_linear(node)
         before = g.producer(linear.x, "Reshape") if linear is not None else None
         after = g.only_user(linear.output) if linear is not None else None
         if linear is None or before is None or after is None or after.op_type != "Reshape":
-            continue
+            return "it is no product with a constant weight between two Reshapes"
         source, shape = before.inputs[0], g.dims(after.outputs[0]) or []
         outer, width = shape[:-1], g.last_dim(linear.x)
-        if (
-            source is None
-            or len(outer) < 2
-            or not g.same_dims([*outer, linear.width], shape)
-            or width is None
-        ):
-            continue
-        last, heads = after, _heads(source, outer, width)
-        if heads is not None:
-            is_swapped, source = heads
-            if is_swapped:
-                shape = [outer[1], outer[0], linear.width]
-                last = _opposite(after)
-            source = g.reshape(after, source, [0, 0, width], [*(g.dims(source) or [])[:2], width])
-        elif not g.same_dims(g.dims(source), [*outer, width]):
-            continue
-        bias = bias_vector(context, linear.bias)
-        result = plain_product(after, linear, linear.weight, bias, source, shape)
-        if heads is not None and is_swapped and last is after:
-            result = g.transpose(after, result, SWAP_ROWS)
-        g.replace(last.outputs[0], result)
+        if source is None or len(outer) < 2 or not g.same_dims([*outer, linear.width], shape):
+            return "the Reshape after it does not only split the tokens"
+        are_heads = width is not None and _are_heads(source, outer, width)
+        if not are_heads and not g.same_dims(g.dims(source), [*outer, width]):
+            return "the Reshape before it does not only join the tokens, or heads"
+        return linear, source, after
+
+    def apply(self, node: ir.Node, match: _Match) -> None:
+        linear, source, last = match
+        shape, width, is_swapped = g.dims(last.outputs[0]) or [], g.last_dim(linear.x), False
+        assert width is not None
+        if _are_heads(source, shape[:-1], width):
+            transpose, heads = g.producer(source, "Transpose"), g.untransposed(source, [2, 0, 1, 3])
+            is_swapped = transpose is not None and heads is not None
+            if transpose is not None and heads is not None:
+                source = g.transpose(transpose, heads, SWAP_S_H)
+                shape = [shape[1], shape[0], linear.width]
+            source = g.reshape(last, source, [0, 0, width], [*(g.dims(source) or [])[:2], width])
+        bias, opposite = bias_vector(self.context, linear.bias), _opposite(last) if is_swapped else last
+        result = plain_product(last, linear, linear.weight, bias, source, shape)
+        if is_swapped and opposite is last:
+            result = g.transpose(last, result, SWAP_ROWS)
+        self.replace(opposite.outputs[0], result)
 
 
-def _heads(source: ir.Value, outer: list[g.Dim], width: int) -> tuple[bool, ir.Value] | None:
-    """Returns heads with the dimensions outer[0], outer[1], H, D as [B, S, H, D], and whether S was first."""
-    shape = g.dims(source)
-    if shape is None or len(shape) != 4 or not g.same_dims(shape[:2], outer):
-        return None
+def _are_heads(source: ir.Value, outer: list[g.Dim], width: int) -> bool:
+    """Whether a value is heads with the dimensions outer[0], outer[1], H, D."""
+    shape = g.dims(source) or []
+    if len(shape) != 4 or not g.same_dims(shape[:2], outer):
+        return False
     count, size = shape[2:]
-    if not isinstance(count, int) or not isinstance(size, int) or count * size != width:
-        return None
-    transpose, heads = g.producer(source, "Transpose"), g.untransposed(source, [2, 0, 1, 3])
-    if transpose is None or heads is None:
-        return False, source
-    return True, g.transpose(transpose, heads, SWAP_S_H)
+    return isinstance(count, int) and isinstance(size, int) and count * size == width
 
 
 def _opposite(node: ir.Node) -> ir.Node:

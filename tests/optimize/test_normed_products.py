@@ -122,7 +122,7 @@ def test_products_that_are_more_than_sums_are_not_merged(attribute: str) -> None
     text = f"(float[2, 64] x) => (float[2, 64] y, float[2, 64] z) {{ {text} }}"
     proto = parsed(text, w=weights(64, 64), v=weights(64, 64))
     context = RewriteContext(ir.from_proto(proto), "cuda", RECORDS)
-    merge_linear.rewrite(context)
+    merge_linear.MergeLinear(context)(context.model)
     assert types(context.model) == {"CustomLinear": 2}
 
 
