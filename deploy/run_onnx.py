@@ -160,11 +160,10 @@ def _fitting_feeds(path: Path, library: list[Path] | None) -> dict[str, np.ndarr
     """Returns inputs of other sizes that the model takes, as `twinop optimize` generates them, or None."""
     from twinop.deploy.ort_runs import NotRunnable  # late: torch must be imported before ONNX Runtime
     from twinop.optimize.equivalence import generated  # the layer above
-    from twinop.optimize.load import load, load_weights
+    from twinop.optimize.load import load
 
     with suppress(TwinopError, NotRunnable):
         model = load(path)
-        load_weights(model)
         found, _ = generated(path, model, None, library)
         return found.cases[0]
     return None

@@ -2,10 +2,12 @@
 
 import hashlib
 import os
+import shutil
 import stat
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +15,6 @@ import onnx
 import onnx_ir as ir
 
 from twinop import publish
-from twinop.deploy.custom_nodes import tensors
 from twinop.errors import ExportError, is_disk_error
 from twinop.library import keep_checksum
 
@@ -23,6 +24,7 @@ from .weights import LARGE, pieces
 # protobuf ends at 2 GiB; half a GiB is left for everything that is not a weight.
 EXTERNAL_DATA_BYTES = 1536 * 1024 * 1024
 _SMALL = 256  # bytes of a weight that stays in the model
+_ALIGNMENT = 4096  # of large weights in a file of data: ONNX Runtime maps pages
 
 
 def check_target(target: Path, sources: Iterable[Path] = ()) -> None:
@@ -70,10 +72,14 @@ def save(model: ir.Model, path: Path, external_data_bytes: int, checks: bool = T
 
     Args:
         checks: whether onnx's checker sees the model: it refuses outputs without a shape, which run.
+
+    Raises:
+        ExportError: the disk has not enough space, before anything is written; or the checker refuses it.
     """
     weights = [value.const_value for value in model.graph.initializers.values()]
     external = sum(tensor.nbytes for tensor in weights if tensor is not None) >= external_data_bytes
     values = [value for graph in model.graphs() for value in graph.initializers.values()]
+    _require_space(path, sum(tensor.nbytes for tensor in weights if tensor is not None))
     kinds = [
         (value, value.shape, value.type)
         for value in values
@@ -98,6 +104,15 @@ def save(model: ir.Model, path: Path, external_data_bytes: int, checks: bool = T
     except Exception as error:
         raise ExportError(f"onnx.checker refuses the exported model: {error}") from error
     return [*data, path]
+
+
+def _require_space(path: Path, size: int) -> None:
+    free = shutil.disk_usage(path.parent).free
+    if size > free:
+        raise ExportError(
+            f"{path.name} cannot be written: it takes {size / 1e9:.3g} GB, and {free / 1e9:.3g} GB are free "
+            "on its disk. Free space there, or name another folder"
+        )
 
 
 def _write_model(model: ir.Model, path: Path) -> None:
@@ -133,26 +148,13 @@ def _write_data(values: Sequence[ir.Value], path: Path) -> Path:
             tensor = value.const_value
             if tensor is None or tensor.dtype is ir.DataType.STRING or tensor.nbytes <= _SMALL:
                 continue
-            places.append((value, tensor, file.tell()))
-            for piece in pieces(tensor):
-                digest.update(piece.data)
-                file.write(piece.data)
+            gap = -file.tell() % _ALIGNMENT if tensor.nbytes > LARGE else 0
+            places.append((value, tensor, file.tell() + gap))
+            for piece in chain([memoryview(bytes(gap))], pieces(tensor)):
+                digest.update(piece)
+                file.write(piece)
     data = draft.replace(path.with_name(publish.data_name(path.stem, digest.hexdigest())))
     keep_checksum(data, digest.hexdigest())
     for value, tensor, start in places:
         value.const_value = _place(value, tensor, data, start)
     return data
-
-
-def rename(files: Sequence[Path], target: Path) -> list[Path]:
-    """Renames what `save` has written, also within the model."""
-    *data, graph = files
-    renamed = [file.with_name(target.stem + file.name.removeprefix(graph.stem)) for file in data]
-    if data:
-        model = onnx.load(graph, load_external_data=False)
-        for entry in (entry for tensor in tensors(model) for entry in tensor.external_data):
-            entry.value = renamed[0].name if entry.key == "location" else entry.value
-        onnx.save(model, graph)
-    for old, new in zip(files, (*renamed, target), strict=True):
-        os.replace(old, new)
-    return [*renamed, target]

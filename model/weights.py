@@ -289,20 +289,20 @@ def strips(tensor: ir.TensorProtocol) -> Iterator[np.ndarray]:
         yield in_c_order(read(tensor, window))
 
 
-def pieces(tensor: ir.TensorProtocol) -> Iterator[np.ndarray]:
-    """Yields the bytes of a tensor as files have them, in arrays of a few megabytes."""
+def pieces(tensor: ir.TensorProtocol) -> Iterator[memoryview]:
+    """Yields the bytes of a tensor as files have them, a few megabytes at a time."""
     if isinstance(tensor, Stored):
         whole = tensor.bytes()
-        yield from (whole[start : start + _STRIP] for start in range(0, whole.size, _STRIP))
+        yield from (whole[start : start + _STRIP].data for start in range(0, whole.size, _STRIP))
     elif tensor.dtype.bitwidth >= 8:
-        yield from (strip.reshape(-1).view(np.uint8) for strip in strips(tensor))
+        yield from (strip.reshape(-1).view(np.uint8).data for strip in strips(tensor))
     elif isinstance(tensor, Recipe):
-        settled, count = _settled(tensor), tensor.size
-        for start in range(0, count, _STRIP):
-            some = _flat(settled, start, min(start + _STRIP, count))
-            yield np.frombuffer(ir.tensor(some, dtype=tensor.dtype).tobytes(), np.uint8)
+        settled = _settled(tensor)
+        for start in range(0, tensor.size, _STRIP):
+            some = _flat(settled, start, min(start + _STRIP, tensor.size))
+            yield memoryview(ir.tensor(some, dtype=tensor.dtype).tobytes())
     else:
-        yield np.frombuffer(tensor.tobytes(), np.uint8)
+        yield memoryview(tensor.tobytes())
 
 
 def in_c_order(array: np.ndarray) -> np.ndarray:

@@ -14,7 +14,7 @@ from google.protobuf.message import DecodeError
 from .weights import LARGE
 
 # The numbers of fields in onnx.proto. A dict holds those of a message in which tensors lie.
-_TENSOR: dict[int, Any] = {9: None}  # raw_data
+_TENSOR: dict[int, Any] = dict.fromkeys((4, 9, 10))  # float_data, raw_data, double_data: as in memory
 _GRAPH: dict[int, Any] = {5: _TENSOR}  # initializer
 _GRAPH[1] = {5: {5: _TENSOR, 6: _GRAPH}}  # node, its attributes, and what they hold: a tensor, a graph
 _MODEL = {7: _GRAPH}

@@ -11,18 +11,21 @@ from onnx_ir.passes.common import LiftConstantsToInitializersPass
 from twinop.deploy.custom_nodes import custom_nodes, load_model
 from twinop.deploy.tensor_specs import WITHOUT_MAPS
 from twinop.errors import ExportError, TwinopError
+from twinop.model import weights, wire
 from twinop.model.calls import name_standard_domain
+from twinop.model.weights import Stored
 from twinop.quiet import quiet
 
 from . import graph as g
 
 _FP32_COPIES = 4  # of the weights: the original, the new model, a session and its packed weights
 _SPARSE = (onnx.AttributeProto.SPARSE_TENSOR, onnx.AttributeProto.SPARSE_TENSORS)
+_FILES = "files of external data"
 _BODIES_IR_VERSION = 8  # the first with function bodies
 
 
 def load(path: Path) -> ir.Model:
-    """Reads a model, but not yet its external data, and sorts its nodes.
+    """Reads a model, and sorts its nodes. Large weights stay in their files (`Stored`).
 
     Raises:
         ExportError: the file is not a model, or its weights are missing.
@@ -30,7 +33,7 @@ def load(path: Path) -> ir.Model:
     read_proto(path)
     try:
         with quiet():  # onnx_ir warns of what `_check_values` refuses
-            model = ir.load(path)
+            model = ir.from_proto(wire.read(path))
         for graph in [model.graph, *(function.graph for function in model.functions.values())]:
             graph.sort()  # ONNX Runtime takes nodes in any order, and its converter to float16 writes them so
     except Exception as error:
@@ -54,7 +57,7 @@ def load(path: Path) -> ir.Model:
     attributes = (each for node in model.graph.all_nodes() for each in node.attributes.values())
     if any(isinstance(each.value, ir.ExternalTensor) for each in attributes):
         LiftConstantsToInitializersPass(lift_all_constants=True, size_limit=0)(model)
-    _resolve_links(path, model)
+    _place_weights(path, model)
     _check_values(path, model)
     return model
 
@@ -87,26 +90,44 @@ def _unread_part(path: Path) -> str:
     return ""
 
 
-def _resolve_links(path: Path, model: ir.Model) -> None:
-    """Follows links to external data, as Hugging Face's cache has them, and refuses other places."""
-    for holder, tensor in _external(model):
-        file = Path(tensor.path)
-        if not file.is_symlink() and not file.resolve().is_relative_to(path.parent.resolve()):
-            raise ExportError(
-                f"{path}: its weights are in {str(tensor.location)[:200]}, outside of the model's folder. "
-                "Put the file beside the model"
-            )
-        if file.is_symlink():  # onnx_ir refuses links that lead out of the folder
-            real = file.resolve()
-            holder.const_value = ir.ExternalTensor(
-                real.name,
-                tensor.offset,
-                tensor.length,
-                tensor.dtype,
-                shape=tensor.shape,
-                name=tensor.name or "",
-                base_dir=real.parent,
-            )
+def _place_weights(path: Path, model: ir.Model) -> None:
+    """Lets large external data stay in its files, and reads the rest.
+
+    Links are followed, as Hugging Face's cache has them.
+
+    Raises:
+        ExportError: the data lies in another folder, or ends before its tensor does.
+    """
+    files = set[Path]()
+    for value in (value for graph in model.graphs() for value in graph.initializers.values()):
+        if isinstance(tensor := value.const_value, ir.ExternalTensor):
+            value.const_value = _placed(path, tensor, files)
+    for node in (node for function in model.functions.values() for node in function.all_nodes()):
+        for name, attribute in [*node.attributes.items()]:
+            if isinstance(attribute.value, ir.ExternalTensor):
+                node.attributes[name] = ir.AttrTensor(name, _placed(path, attribute.value, files))
+    model.meta[_FILES] = files - {path}
+
+
+def _placed(path: Path, tensor: ir.ExternalTensor, files: set[Path]) -> ir.TensorProtocol:
+    file, start = path.parent / tensor.location, tensor.offset or 0
+    real = file.resolve()
+    if not file.is_symlink() and not real.is_relative_to(path.parent.resolve()):
+        raise ExportError(
+            f"{path}: its weights are in {str(tensor.location)[:200]}, outside of the model's folder. "
+            "Put the file beside the model"
+        )
+    has = min(tensor.nbytes if tensor.length is None else tensor.length, real.stat().st_size - start)
+    if has < tensor.nbytes:
+        raise ExportError(
+            f"{path}: {tensor.name} has {tensor.nbytes} bytes, and {tensor.location} has {has} for it. Copy "
+            "the file again, or export the model again"
+        )
+    files.add(file)
+    stored = Stored(real, start, tensor.dtype, tensor.shape.numpy(), tensor.name)
+    if weights.is_large(stored):
+        return stored
+    return ir.tensor(np.array(stored.numpy()), dtype=stored.dtype, name=stored.name)
 
 
 def _name_sizes(model: ir.Model) -> None:
@@ -194,35 +215,12 @@ def make_constant(model: ir.Model) -> int:
 
 def data_files(model: ir.Model) -> set[Path]:
     """Returns the files of the external data of a model that `load` has read."""
-    return {Path(tensor.path) for _, tensor in _external(model)}
+    found: set[Path] = model.meta[_FILES]
+    return found
 
 
-def _external(model: ir.Model) -> list[tuple[ir.Value, ir.ExternalTensor]]:
-    values = [value for graph in model.graphs() for value in graph.initializers.values()]
-    return [(each, each.const_value) for each in values if isinstance(each.const_value, ir.ExternalTensor)]
-
-
-def load_weights(model: ir.Model) -> None:
-    """Maps external data into memory: folding reads it, and files written elsewhere cannot refer to it.
-
-    Raises:
-        ExportError: the comparison in fp32 needs more memory than is free.
-    """
-    _check_memory(model)
-    files: dict[str, np.ndarray] = {}
-    for value, tensor in _external(model):
-        if tensor.dtype.bitwidth < 8 or not tensor.nbytes:
-            continue
-        path, start = str(tensor.path), tensor.offset or 0
-        if path not in files:
-            files[path] = np.asarray(np.memmap(path, np.uint8, "r"))
-        numbers = files[path][start : start + tensor.nbytes].view(tensor.dtype.numpy())
-        array = numbers.reshape(tensor.shape.numpy())
-        value.const_value = ir.tensor(array, dtype=tensor.dtype, name=tensor.name)
-    ir.external_data.load_to_model(model)
-
-
-def _check_memory(model: ir.Model) -> None:
+def check_memory(model: ir.Model) -> None:
+    """Raises ExportError if the comparison in fp32 needs more memory than is free."""
     elements = sum(value.const_value.size for value in model.graph.initializers.values() if value.const_value)
     needed, free = _FP32_COPIES * 4 * elements, available_bytes()
     if needed > free:

@@ -28,7 +28,7 @@ from . import (
     standard_ops,
     unfuse_ort,
 )
-from .load import data_files, load, load_weights, make_constant, separate_names
+from .load import check_memory, data_files, load, make_constant, separate_names
 from .own_ops import find_own_ops
 from .prepare import inline_functions, main_dtype
 from .report import OptimizeReport
@@ -97,7 +97,7 @@ def optimize(
     model = load(source)
     data = data_files(model)
     check_target(target, {source, *data})
-    load_weights(model)
+    check_memory(model)
     own = find_own_ops(model, source, library, kept, allow_model_libraries)
     records = dict(read_library(find_library("custom_ops")).records)
     standard_ops.check_ops(replace, records)

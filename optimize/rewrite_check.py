@@ -25,7 +25,7 @@ from twinop.errors import ExportError, TwinopError, option
 from twinop.library import Library
 from twinop.model.attach import attach_to_calls
 from twinop.model.calls import find_calls, paths_in_use
-from twinop.model.files import EXTERNAL_DATA_BYTES, rename, save
+from twinop.model.files import EXTERNAL_DATA_BYTES, save
 from twinop.model.folding import restore_defaults, take_defaults
 from twinop.op_spec import OpSpec
 from twinop.progress import Progress
@@ -57,6 +57,7 @@ from .symbolic_shapes import infer_types
 from .unfuse_ort import split_simplified_norms
 
 Rewrites = Mapping[str, type[passes.Rewrite]]
+_FP32 = "fp32"  # the folder of the rewritten model
 _NEAR = 4.0  # times the accepted error: sums in another order may have as much
 _SMALL = 1e-6  # a change of numbers that no result should hang on
 _OF_SIZES = 1e-2  # an error of broadcasting is larger
@@ -282,7 +283,9 @@ class RewriteCheck:
         """Returns the error of a model in fp32; raises NotEquivalent if it fails, or that is too large."""
         self.progress("comparing with the original")
         try:
-            self.written = model, self._write(model.clone(), "rewritten.onnx")
+            (self.folder / _FP32).mkdir(exist_ok=True)
+            path = f"{_FP32}/{self.report.path.name}"  # its name in the end: it may be the result
+            self.written = model, self._write(model.clone(), path)
             may_skip = bool(self.reference.note)  # else a rewrite is the cause
             answer = run(self.written[1][-1], self.library, self.reference.cases, may_skip=may_skip)
             self.found, self.registered, self.note = answer.outputs, answer.libraries, answer.note
@@ -355,7 +358,6 @@ class RewriteCheck:
         if not report.fused and self.unchanged is not None:
             report.nodes_after, report.same = report.nodes_before, True
             model = load(self.unchanged)
-            ir.external_data.load_to_model(model)
             split_simplified_norms(model)
             equivalence.confirm_shapes(model, self.reference)
             report.libraries = paths_in_use(model, self.registered)
@@ -377,7 +379,7 @@ class RewriteCheck:
             )
         self.progress("writing and checking")
         if self.written and self.written[0] is model and not self.converts:
-            files, self.written = rename(self.written[1], self.folder / name), None
+            files, self.written = self.written[1], None
         else:
             files = self._write(model, name)
         report.nodes_after = len([*model.graph.all_nodes()])

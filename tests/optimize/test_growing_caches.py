@@ -20,7 +20,7 @@ from twinop.errors import ExportError
 from twinop.optimize import branches, decoders, equivalence
 from twinop.optimize.graph import subgraphs
 from twinop.optimize.growing_caches import FUSED
-from twinop.optimize.load import load, load_weights, separate_names
+from twinop.optimize.load import load, separate_names
 from twinop.optimize.prepare import _copy_meta
 
 
@@ -125,7 +125,6 @@ def test_as_many_heads_of_k_as_of_q(tmp_path: Path) -> None:
 def test_what_decoders_are_compared_on(tmp_path: Path) -> None:
     path = write("optimum_llama_merged", tmp_path)
     model = load(path)
-    load_weights(model)
     separate_names(model)
     branches.move_out(model)
     decoders.set_sizes(model)
@@ -201,7 +200,6 @@ def test_merged_encoder_decoders(opset: int, device: str, tmp_path: Path) -> Non
     report, _ = optimized(proto, tmp_path, device=device)
     assert not report.notes
     model = load(report.source)
-    load_weights(model)
     separate_names(model)
     branches.move_out(model)
     decoders.set_sizes(model)
