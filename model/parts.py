@@ -2,34 +2,16 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import onnx_ir as ir
 
 from twinop.deploy.ort_runs import Parts
 
+from .weights import Stored, sizes
+
 _LARGE = 16 * 1024  # bytes. Shape inference reads smaller ones (shapes, axes) from the graph.
-
-
-@dataclass(frozen=True)
-class InFile:
-    """A tensor in a file, which the process that asks for it maps into its memory."""
-
-    path: Path
-    offset: int
-    length: int
-    dtype: ir.DataType
-    shape: tuple[int, ...]
-
-    def numpy(self) -> np.ndarray:
-        """Returns the tensor as an array on the file's pages."""
-        shape = ir.Shape(self.shape)
-        return ir.ExternalTensor(
-            self.path, self.offset, self.length, self.dtype, shape=shape, name="", base_dir=""
-        ).numpy()
 
 
 def parts(model: ir.Model) -> Parts:
@@ -108,10 +90,14 @@ def _stub(name: str, tensor: ir.TensorProtocol) -> ir.ExternalTensor:
     return ir.ExternalTensor("given", None, None, tensor.dtype, shape=shape, name=name)
 
 
+def stored(tensor: Any) -> Any:
+    """Returns a tensor of a file that another process can read, too; others as they are."""
+    if isinstance(tensor, ir.ExternalTensor):
+        return Stored(Path(tensor.path).absolute(), tensor.offset or 0, tensor.dtype, sizes(tensor))
+    return tensor
+
+
 def _sent(tensor: Any) -> Any:
     """Returns what the other process makes an array of."""
-    if isinstance(tensor, ir.ExternalTensor):
-        place = Path(tensor.path).absolute(), tensor.offset or 0, tensor.nbytes
-        return InFile(*place, tensor.dtype, tuple(tensor.shape.numpy()))
-    is_held = type(tensor).__module__.startswith("onnx_ir")
-    return tensor.numpy() if is_held else tensor
+    is_held = type(tensor).__module__.startswith("onnx_ir") and not isinstance(tensor, ir.ExternalTensor)
+    return tensor.numpy() if is_held else stored(tensor)

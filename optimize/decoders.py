@@ -5,7 +5,7 @@ their own, which the CPU needs; `cached_attention.join_norms` undoes it for CUDA
 quantised products compute in floats for the comparison.
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import onnx_ir as ir
 
@@ -52,32 +52,66 @@ def runs(model: ir.Model) -> tuple[list[Sizes], bool]:
     not follow a prompt.
     """
     nodes = [node for node in model.graph if node.op_type == ATTENTION]
-    past = {name for value in model.graph.inputs if (name := grows(value))}
-    if not nodes and not past:
+    if (sizes := run_sizes(model)) is None:
         return [], True
-    fixed, window = dict[str, int](), 0
-    for node in nodes:
-        shapes = [shape for cache in node.inputs[3:5] if (shape := g.dims(cache))]
-        lengths = [shape[-2] for shape in shapes if isinstance(shape[-2], str)]
-        if g.attribute(node, "sliding_window_cache", 0):  # the cache holds a window, and nothing else
-            window = g.attribute(node, "local_window_size", 0)
-            fixed |= dict.fromkeys(lengths, window)
-        else:
-            past.update(lengths)
-    others = {dim for value in model.graph.inputs if g.rank(value) > 2 for dim in g.dims(value) or ()}
-    tokens, total = _new_tokens(model), _lengths(filter(is_mask, model.graph.inputs), 2) - others
-
-    def sizes(batch: int, before: int, new: int) -> Sizes:
-        length = before + new if model.graph.meta.get(SHARED_CACHES) else before
-        names = fixed | dict.fromkeys(past, length) | dict.fromkeys(tokens, new)
-        return Sizes(batch, _PROMPT, fixed=(*names.items(), *((name, before + new) for name in total)))
-
-    if window:  # what follows the tokens in one that is not full is not known
+    if window := cache_window(model):  # what follows the tokens in one that is not full is not known
         return [sizes(1, window + _PAST, 1), sizes(1, window, 1)], False
     steps = [sizes(_BATCH, _PAST, 1), sizes(1, 2 * _PAST, 1), sizes(2, 0, _PROMPT)]
     if nodes:
         return steps, False
     return [*steps, sizes(2, _PAST, _PROMPT)], any(map(is_mask, model.graph.inputs))
+
+
+def cache_window(model: ir.Model) -> int:
+    """Returns the window of caches that hold a window, and nothing else; 0 if there are none."""
+    nodes = [node for node in model.graph if node.op_type == ATTENTION]
+    held = [node for node in nodes if g.attribute(node, "sliding_window_cache", 0)]
+    return max((g.attribute(node, "local_window_size", 0) for node in held), default=0)
+
+
+def run_sizes(model: ir.Model) -> Callable[..., Sizes] | None:
+    """Returns what makes sizes of a run, if a model has caches.
+
+    Its arguments are the batch, the number of tokens before and of new ones, and the rows of the caches:
+    by default as many as are needed.
+    """
+    nodes = [node for node in model.graph if node.op_type == ATTENTION]
+    past = {name for value in model.graph.inputs if (name := grows(value))}
+    if not nodes and not past:
+        return None
+    fixed = dict[str, int]()
+    for node in nodes:
+        shapes = [shape for cache in node.inputs[3:5] if (shape := g.dims(cache))]
+        lengths = [shape[-2] for shape in shapes if isinstance(shape[-2], str)]
+        if g.attribute(node, "sliding_window_cache", 0):
+            fixed |= dict.fromkeys(lengths, g.attribute(node, "local_window_size", 0))
+        else:
+            past.update(lengths)
+    others = {dim for value in model.graph.inputs if g.rank(value) > 2 for dim in g.dims(value) or ()}
+    tokens, total = _new_tokens(model), _lengths(filter(is_mask, model.graph.inputs), 2) - others
+
+    def sizes(batch: int, before: int, new: int, rows: int = 0) -> Sizes:
+        length = max(before + new, rows) if model.graph.meta.get(SHARED_CACHES) else before
+        names = fixed | dict.fromkeys(past, length) | dict.fromkeys(tokens, new)
+        return Sizes(batch, _PROMPT, fixed=(*names.items(), *((name, before + new) for name in total)))
+
+    return sizes
+
+
+def caches(model: ir.Model) -> dict[str, str]:
+    """Returns the outputs that are the caches after a run, by the inputs that are those before it."""
+    found = dict[str, str]()
+    for value in model.graph.inputs:
+        for node, index in value.uses():
+            if node.op_type == ATTENTION and index in (3, 4):
+                after = node.outputs[index - 2]
+            elif node.op_type == "Concat" and grows(value) and not index:
+                after = node.outputs[0]
+            else:
+                continue
+            if after.is_graph_output():
+                found[str(value.name)] = str(after.name)
+    return found
 
 
 def _new_tokens(model: ir.Model) -> set[str]:

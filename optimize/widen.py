@@ -65,7 +65,7 @@ def convert_to_fp32(model: ir.Model, main: ir.DataType, asked: bool) -> set[ir.D
         if (source := node.inputs[0]) is not None and _is_fp32(source, kinds) and node.graph is model.graph:
             g.replace(node.outputs[0], g.add(node, "Sum", [source], dtype=_FLOAT, shape=g.dims(source)))
     for graph in graphs:
-        _widen(graph, {*casts})
+        widen(graph, {*casts})
     for node in casts:
         _round(node, kinds[node.outputs[0]])
     return found
@@ -206,7 +206,7 @@ def _round(node: ir.Node, dtype: ir.DataType | None) -> None:
     value.type = ir.TensorType(dtype)
 
 
-def _widen(graph: ir.Graph, kept: set[ir.Node]) -> None:
+def widen(graph: ir.Graph, kept: set[ir.Node]) -> None:
     for value in (*graph.inputs, *graph.initializers.values()):
         _widen_type(value)
         if value.const_value is not None and value.const_value.dtype in FLOATS_16:

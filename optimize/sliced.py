@@ -1,0 +1,292 @@
+"""Runs models some of whose weights are too large for one session: those nodes run alone, slice by slice.
+
+A product is computed for some output rows of its weight at a time: its columns do not depend on each other,
+nor does a bias, an activation or a norm of its input that a rewrite has put into the node. Of a table that
+would have to be computed, only the rows are that the ids name.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+
+from twinop import deploy
+from twinop.deploy import ort_runs
+from twinop.deploy.ort_runs import Earlier
+from twinop.model import weights
+from twinop.model.parts import parts, stored
+from twinop.op_spec import DOMAIN
+
+from . import graph as g
+from .segments import Part, extract, reads
+
+Found = dict[str, np.ndarray]
+"""The outputs of a case by name."""
+MOST_BYTES, _SLICE_BYTES = 500_000_000, 1 << 28
+"""What the weights of one node may take in a session, and what those of a slice take."""
+_COMPUTED_TABLE = 1 << 26  # bytes
+_TABLES = {
+    ("", "Gather"): ((0,), 1),
+    (g.MICROSOFT, "GatherBlockQuantized"): ((0, 2, 3), 1),
+    (DOMAIN, "CustomEmbedLayerNorm"): ((0,), 1),
+}
+"""The inputs that have a row for each id, and that of the ids."""
+
+
+def run(
+    model: ir.Model, cases: Sequence[Mapping[str, Any]], library: deploy.Libraries, *, optimize: bool = True
+) -> list[Found]:
+    """Runs a model, whose graph it changes, on cases as `ort_runs.run` takes them.
+
+    Raises:
+        NotRunnable, TwinopError, Endless: as of `ort_runs.run`.
+    """
+    _fold_moves(model)
+    for node in model.graph:
+        if table := _table_of(node):
+            return _run_around(model, node, table, cases, library, optimize)
+        if (product := _product_of(node)) and product.count > 1:
+            return _run_around(model, node, product, cases, library, optimize)
+    names = [str(value.name) for value in model.graph.outputs]
+    answer = ort_runs.run(parts(model), library, cases, optimize=optimize, may_skip=True)
+    return [dict(zip(names, outputs, strict=True)) for outputs in answer.outputs]
+
+
+def _fold_moves(model: ir.Model) -> None:
+    """Computes with large constants what no session needs to: they are read in another order or shape."""
+    for node in list(model.graph):
+        tensor, found = _tensor(node.inputs[0]) if node.inputs else None, None
+        if node.domain or tensor is None or not weights.is_large(tensor):
+            continue
+        if node.op_type == "Transpose":
+            rank = len(weights.sizes(tensor))
+            found = weights.transpose(tensor, g.attribute(node, "perm", [*range(rank)][::-1]))
+        elif node.op_type == "Reshape" and (shape := g.ints(node, "shape", 1)) and min(shape) > 0:
+            found = weights.reshape(tensor, shape)
+        elif node.op_type == "Identity":
+            found = tensor
+        if found is None or node.outputs[0].is_graph_output():
+            continue
+        value = ir.Value(name=f"{node.outputs[0].name} (constant)", const_value=found)
+        model.graph.register_initializer(value)
+        ir.convenience.replace_all_uses_with(node.outputs[0], value)
+        model.graph.remove(node, safe=True)
+
+
+def _tensor(value: ir.Value | None) -> ir.TensorProtocol | None:
+    is_constant = value is not None and value.is_initializer() and not value.is_graph_input()
+    return stored(value.const_value) if is_constant and value is not None else None
+
+
+@dataclass(frozen=True)
+class _Product:
+    """A node whose output has a column for each row of its weights.
+
+    Attributes:
+        axes: of these rows, by input; some inputs are no constants.
+        rows: how many columns the output has.
+        halves: how many equal parts of the weight's rows give one column: 2 for a gate and what it is for.
+        count: of slices.
+    """
+
+    axes: Mapping[int, int]
+    rows: int
+    halves: int
+    count: int
+
+    def run(self, node: ir.Node, cases: Sequence[Mapping[str, Any]], run: Any) -> list[list[np.ndarray]]:
+        step, found = -(-self.rows // self.count), []
+        step = -(-step // 32) * 32  # kernels take columns in multiples of 8
+        for start in range(0, self.rows, step):
+            stop = min(start + step, self.rows)
+            given, fed = dict[int, ir.TensorProtocol](), [dict(case) for case in cases]
+            for index, value in enumerate(node.inputs):
+                tensor, axis = _tensor(value), self.axes.get(index)
+                if tensor is not None:
+                    given[index] = tensor if axis is None else self._part(tensor, axis, start, stop)
+                elif value is not None and axis is not None:
+                    for case in fed:
+                        array = case[str(value.name)]
+                        if array.shape[axis] > 1:
+                            case[str(value.name)] = array[..., start:stop]
+            attributes = {"N": stop - start} if "N" in node.attributes else {}
+            found.append(run(node, given, fed, attributes))
+        return [
+            [np.concatenate(each, -1) for each in zip(*outputs, strict=True)]
+            for outputs in zip(*found, strict=True)
+        ]
+
+    def _part(self, tensor: ir.TensorProtocol, axis: int, start: int, stop: int) -> ir.TensorProtocol:
+        """Returns the rows of a slice; of a tensor in blocks, each row may be several elements."""
+        size = weights.sizes(tensor)[axis]
+        if size == 1:
+            return tensor
+        times = size // (self.rows * self.halves)
+        begin, end, half = start * times, stop * times, size // self.halves
+        found = [weights.part(tensor, axis, at + begin, at + end) for at in range(0, size, half)]
+        return found[0] if len(found) == 1 else weights.join(found, axis)
+
+
+def _product_of(node: ir.Node) -> _Product | None:
+    """Returns how a product is sliced; None of other nodes."""
+    kn = g.attribute(node, "layout", "nk") == "kn"
+    transposed = bool(g.attribute(node, "transB", 0))
+    axes = {
+        ("", "MatMul"): {1: -1},
+        ("", "Gemm"): {1: 0 if transposed else -1, 2: -1},
+        (g.MICROSOFT, "FusedMatMul"): {1: -2 if transposed else -1},
+        (g.MICROSOFT, "MatMulNBits"): {1: 0, 2: 0, 3: 0, 5: 0},
+        (DOMAIN, "CustomLinear"): {1: -1 if kn else 0, 2: 0, 3: -1},
+        (DOMAIN, "CustomLinearSwiglu"): {1: -1 if kn else 0, 2: 0},
+        (DOMAIN, "CustomLinearQ"): {1: 0, 2: 0, 3: 0, 4: 0, 5: -1},
+        (DOMAIN, "CustomLinearQSwiglu"): {1: 0, 2: 0, 3: 0, 4: 0},
+    }.get((node.domain, node.op_type))
+    weight = _tensor(node.inputs[1]) if axes and len(node.inputs) > 1 else None
+    if axes is None or weight is None or len(weights.sizes(weight)) < 2:
+        return None
+    halves = 2 if node.op_type.endswith("Swiglu") else 1
+    rows = weights.sizes(weight)[axes[1]] // halves
+    # Numbers in 16 bits are widened, and quantised ones are packed for the CPU.
+    needed = weight.size * 4 if weight.dtype.is_floating_point() else weight.nbytes * 2
+    is_matrix = len(weights.sizes(weight)) == 2 or not weight.dtype.is_floating_point()
+    count = -(-needed // _SLICE_BYTES) if needed > MOST_BYTES and is_matrix else 1
+    return _Product(axes, rows, halves, count)
+
+
+@dataclass(frozen=True)
+class _Table:
+    """A node that reads rows of a table that is not in a file as it is."""
+
+    tables: Sequence[int]
+    ids: int
+
+    def run(self, node: ir.Node, cases: Sequence[Mapping[str, Any]], run: Any) -> list[list[np.ndarray]]:
+        ids, fed = str(node.inputs[self.ids].name), [dict(case) for case in cases]  # type: ignore[union-attr]
+        first = _tensor(node.inputs[self.tables[0]])
+        assert first is not None
+        size = weights.sizes(first)[0]
+        found = np.unique(np.concatenate([np.reshape(case[ids], -1) % size for case in cases]))
+        for case in fed:
+            case[ids] = np.searchsorted(found, case[ids] % size).astype(case[ids].dtype)
+        given = dict[int, ir.TensorProtocol]()
+        for index, value in enumerate(node.inputs):
+            if (tensor := _tensor(value)) is not None:
+                some = [weights.part(tensor, 0, int(row), int(row) + 1) for row in found]
+                given[index] = weights.join(some, 0) if index in self.tables else tensor
+        outputs: list[list[np.ndarray]] = run(node, given, fed, {})
+        return outputs
+
+
+def _table_of(node: ir.Node) -> _Table | None:
+    tables, ids = _TABLES.get((node.domain, node.op_type), ((), 0))
+    tensors = [_tensor(node.inputs[index]) for index in tables if index < len(node.inputs)]
+    axes = [g.attribute(node, name, 0) for name in ("axis", "gather_axis")]
+    if not tensors or any(axes) or not isinstance(tensors[0], weights.Recipe):
+        return None
+    is_fed = node.inputs[ids] is not None and _tensor(node.inputs[ids]) is None
+    return _Table(tables, ids) if is_fed and tensors[0].nbytes > _COMPUTED_TABLE else None
+
+
+def _run_around(
+    model: ir.Model,
+    node: ir.Node,
+    large: _Product | _Table,
+    cases: Sequence[Mapping[str, Any]],
+    library: deploy.Libraries,
+    optimize: bool,
+) -> list[Found]:
+    """Runs what comes before a node, the node alone, and what follows it."""
+    behind = _behind(node)
+    outputs = [value for value in model.graph.outputs if value.producer() is not node]
+    read = [*node.inputs, *(value for each in behind for value in reads(each))]
+    given = dict.fromkeys(
+        value
+        for value in (*read, *(each for each in outputs if each.producer() not in behind))
+        if value is not None and value.producer() not in (None, node, *behind)
+    )
+    found: list[dict[str, Any]] = [{} for _ in cases]
+
+    def go_on(inputs: Iterable[ir.Value], wanted: Iterable[ir.Value]) -> None:
+        part = Part(_names(inputs), _names(wanted))
+        if not part.outputs:
+            return
+        known = [
+            {
+                name: found[each.case].get(each.output, each) if isinstance(each, Earlier) else each
+                for name, each in (case | some).items()
+            }
+            for case, some in zip(map(dict, cases), found, strict=True)
+        ]
+        made = run(extract(model, part), known, library, optimize=optimize)
+        for each, some in zip(found, made, strict=True):
+            each.update(some)
+
+    go_on([], given)
+    whole = [{**case, **some} for case, some in zip(cases, found, strict=True)]
+    results = large.run(node, whole, _alone(model, library, optimize))
+    for value, arrays in zip(node.outputs, zip(*results, strict=True), strict=True):
+        value.type = ir.TensorType(ir.DataType.from_numpy(arrays[0].dtype))
+        for some, array in zip(found, arrays, strict=True):
+            some[str(value.name)] = array
+    for value in given:
+        value.type = value.type or ir.TensorType(ir.DataType.from_numpy(found[0][str(value.name)].dtype))
+    go_on([*node.outputs, *given], [value for value in outputs if value.producer() in behind])
+    names = _names(model.graph.outputs)
+    return [
+        {name: (case | some)[name] for name in names}
+        for case, some in zip(map(dict, cases), found, strict=True)
+    ]
+
+
+def _names(values: Iterable[ir.Value]) -> list[str]:
+    return [str(value.name) for value in values]
+
+
+def _behind(node: ir.Node) -> dict[ir.Node, None]:
+    """Returns the nodes of the graph that are computed from what a node returns."""
+    found, graph = dict[ir.Node, None](), node.graph
+    assert graph is not None
+    changed = {*node.outputs}
+    for each in graph:
+        if each is not node and changed.intersection(reads(each)):
+            found[each] = None
+            changed.update(each.outputs)
+    return found
+
+
+def _alone(model: ir.Model, library: deploy.Libraries, optimize: bool) -> Any:
+    """Returns what runs one node with other constants."""
+
+    def run_node(
+        node: ir.Node,
+        given: Mapping[int, ir.TensorProtocol],
+        cases: Sequence[Mapping[str, Any]],
+        attributes: Mapping[str, Any],
+    ) -> list[list[np.ndarray]]:
+        inputs, values = dict[str, ir.Value](), list[ir.Value | None]()
+        for index, value in enumerate(node.inputs):
+            if value is None:
+                values.append(None)
+            elif index in given:
+                values.append(ir.Value(name=f"constant_{index}", const_value=given[index]))
+            else:
+                array = cases[0][str(value.name)]
+                kind = ir.TensorType(ir.DataType.from_numpy(array.dtype))
+                made = ir.Value(name=value.name, type=kind, shape=ir.Shape([None] * array.ndim))
+                values.append(inputs.setdefault(str(value.name), made))
+        alone = ir.Node(
+            node.domain, node.op_type, values, [*node.attributes.values()], num_outputs=len(node.outputs)
+        )
+        for name, number in attributes.items():
+            alone.attributes[name] = ir.AttrInt64(name, number)
+        graph = ir.Graph(
+            [*inputs.values()], alone.outputs, nodes=[alone],
+            initializers=[value for value in values if value is not None and value.const_value is not None],
+            opset_imports=model.graph.opset_imports, name="alone",
+        )  # fmt: skip
+        single = ir.Model(graph, ir_version=model.ir_version, functions=[*model.functions.values()])
+        return ort_runs.run(parts(single), library, cases, optimize=optimize, may_skip=True).outputs
+
+    return run_node

@@ -1,0 +1,474 @@
+"""Compares every segment of a written file with the original, one in memory at a time.
+
+A segment of the original runs once, in its own dtype, and the same one of the result twice: from what the
+original's segments before have returned, so that errors of others hide nothing, and from what its own have,
+so that the outputs show what accumulates. Decoders run a prompt and a step after it.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from math import inf
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import onnx_ir as ir
+
+from twinop import deploy
+from twinop.deploy.ort_process import Endless
+from twinop.deploy.ort_runs import Earlier, NotRunnable
+from twinop.errors import ExportError, TwinopError
+from twinop.model import weights
+from twinop.op_spec import DOMAIN
+from twinop.tolerance import LOST, NOISE, nudged
+
+from . import decoders, inputs, sliced
+from . import graph as g
+from .equivalence import ACCEPTED, LAST_BITS, NotEquivalent, relative_error
+from .inputs import Case, Sizes
+from .segments import Part, Segment, extract
+from .sliced import Found
+from .widen import widen
+
+PROMPT = 16  # tokens
+_MOST_WINDOW = 512  # tokens; larger windows are reduced
+_REDUCED = 5  # tokens
+_HALF_OF_FP16 = 65504 / 2
+_OF_CHANNELS = 4.0  # times what is accepted of a whole value: the largest of many errors
+_WINDOWS = ("local_window_size", "window")
+_ONLY_16 = ("CustomLinearQ", "CustomLinearQSwiglu")  # they have no kernel in fp32
+_SIZES = [Sizes(1, 32), *inputs.SIZES]
+_LARGEST = " (largest)"
+
+State = dict[str, list[np.ndarray]]
+"""Values that cross, by name: of each case."""
+
+
+@dataclass
+class Streamed:
+    """What was found.
+
+    Attributes:
+        error: the largest relative error of a value that a segment computes from the original's values.
+        own_error: that of an output of the graph, from the result's own values.
+        own_noise: that of the original where the last bits of its values differ.
+    """
+
+    error: float = 0.0
+    own_error: float = 0.0
+    own_noise: float = 0.0
+
+
+class _DoesNotRun(ExportError):
+    """The original does not run on the inputs."""
+
+
+@dataclass
+class _Run:
+    """What all segments have in common.
+
+    Attributes:
+        cases: the inputs of the graph: of a prompt and of a step after it, or of the only case.
+        caches: the outputs that a step reads, by its inputs.
+        windows: smaller ones for those that are too large to run.
+        exact, noisy, own: values of the original, of the original where last bits differ, of the result.
+    """
+
+    original: ir.Model
+    result: ir.Model
+    library: deploy.Libraries
+    dtype: str
+    cases: list[Case]
+    caches: Mapping[str, str]
+    windows: Mapping[int, int]
+    streamed: Streamed = field(default_factory=Streamed)
+    exact: State = field(default_factory=dict)
+    noisy: State = field(default_factory=dict)
+    own: State = field(default_factory=dict)
+
+
+def stream(
+    segments: Sequence[Segment],
+    original: ir.Model,
+    result: ir.Model,
+    library: deploy.Libraries,
+    dtype: str,
+    cases: Sequence[Case] = (),
+    progress: Callable[[int, int], None] = lambda index, count: None,
+) -> Streamed:
+    """Runs all segments of both models, and compares what they return.
+
+    Args:
+        original: in its own dtypes.
+        result: as it was written; its large weights are those of the file.
+        dtype: the result's, which decides what is accepted.
+        cases: the inputs of the only case, if they are given; by default inputs are generated.
+        progress: called with the index of each segment and the number of all.
+
+    Raises:
+        NotEquivalent: a segment of the result fails or computes something else; the text names it.
+        NotRunnable: ONNX Runtime cannot run a segment on the CPU.
+        ExportError: the original does not run.
+        Endless: a segment does not come to an end.
+    """
+    reasons = list[str]()
+    for run in _runs(original, result, library, dtype, cases, reasons):
+        try:
+            for index, segment in enumerate(segments):
+                progress(index, len(segments))
+                _compare(run, segment)
+                needed = {name for each in segments[index + 1 :] for name in _read(each)}
+                for state in (run.exact, run.noisy, run.own):
+                    for name in [name for name in state if name not in needed]:
+                        if name not in run.caches.values():
+                            del state[name]
+            return run.streamed
+        except _DoesNotRun as error:
+            reasons.append(str(error))
+    raise ExportError(reasons[0])
+
+
+def _read(segment: Segment) -> list[str]:
+    return segment.original.inputs + segment.result.inputs + segment.result.outputs
+
+
+def _runs(
+    original: ir.Model,
+    result: ir.Model,
+    library: deploy.Libraries,
+    dtype: str,
+    cases: Sequence[Case],
+    reasons: list[str],
+) -> Iterator[_Run]:
+    """Yields runs to try: the sizes of a model's inputs are not always known."""
+    windows = {
+        int(g.attribute(node, name, 0))
+        for model in (original, result)
+        for node in model.graph
+        for name in _WINDOWS
+        if node.op_type in (decoders.ATTENTION, "CustomAttentionCached") and name in node.attributes
+    }
+    large = sorted(each for each in windows if each > _MOST_WINDOW)
+    if any(isinstance((g.dims(value) or [0, 0])[-2:][0], int) for value in _window_caches(original)):
+        large = []  # its size is declared
+    # Each gets a number of its own, so that a window that a rewrite has changed is another one here, too.
+    smaller = {window: _REDUCED + index for index, window in enumerate(large)}
+    if cases:
+        yield _Run(original, result, library, dtype, [dict(cases[0])], {}, {})
+        return
+    sizes = decoders.run_sizes(original)
+    if sizes is not None:
+        if held := decoders.cache_window(original):
+            held = smaller.get(held, held)
+            names = {str(dim) for value in _window_caches(original) for dim in (g.dims(value) or [])[-2:-1]}
+            known = [sizes(1, before, 1) for before in (held + 9, held)]
+            made = [
+                Sizes(each.batch, each.length, each.step, (*each.fixed, *((name, held) for name in names)))
+                for each in known
+            ]
+            steps = [
+                _decoder_case(original, each, before, 1)
+                for each, before in zip(made, (held + 9, held), strict=True)
+            ]
+            yield _Run(original, result, library, dtype, steps, {}, smaller)
+            return
+        longest = max((smaller.get(each, each) for each in windows), default=0)
+        prompt = max(PROMPT, longest + 8)
+        both = [
+            _decoder_case(original, sizes(1, before, new, prompt + 1), before, new)
+            for before, new in ((0, prompt), (prompt, 1))
+        ]
+        yield _Run(original, result, library, dtype, both, decoders.caches(original), smaller)
+        return
+    for each in _SIZES:
+        try:
+            case = inputs.generate(original, each, hide="nothing")
+        except ExportError as error:
+            reasons.append(str(error))
+            continue
+        yield _Run(original, result, library, dtype, [case], {}, smaller)
+
+
+def _window_caches(model: ir.Model) -> list[ir.Value]:
+    nodes = [node for node in model.graph if g.attribute(node, "sliding_window_cache", 0)]
+    return [value for node in nodes for value in node.inputs[3:5] if value is not None]
+
+
+def _decoder_case(model: ir.Model, sizes: Sizes, before: int, new: int) -> Case:
+    """Generates the inputs of new tokens after others: positions and lengths are those of the tokens."""
+    case = inputs.generate(model, sizes, hide="nothing", seed=before)
+    for value in model.graph.inputs:
+        name = str(value.name)
+        if (array := case.get(name)) is None:
+            continue
+        reads = {(use.node.op_type, use.idx) for use in value.uses()}
+        if (decoders.ATTENTION, 5) in reads:
+            case[name] = np.full_like(array, before + new - 1)
+        elif (decoders.ATTENTION, 6) in reads:
+            case[name] = np.full_like(array, before + new)
+        elif array.dtype.kind == "i" and "position" in name.lower() and array.shape[-1:] == (new,):
+            case[name] = np.broadcast_to(np.arange(before, before + new), array.shape).astype(array.dtype)
+        elif inputs.is_cache(value) and not before:
+            case[name] = np.zeros_like(array)  # rows that are not yet written
+    return case
+
+
+# ------------------------------------------------------------------------------------ one segment
+
+
+def _compare(run: _Run, segment: Segment) -> None:
+    """Runs both forms of a segment, compares what they return and keeps what others read."""
+    count = len(run.cases)
+    original = _form(run, run.original, segment.original)
+    exact, noisy = (
+        _given(run, original, state, index * count) for index, state in enumerate((run.exact, run.noisy))
+    )
+    with _naming(segment.name, _DoesNotRun, "the original fails"):
+        found = sliced.run(original.clone(), [*exact, *map(_near(run), noisy)], run.library)
+    _keep(run.exact, found[:count])
+    _keep(run.noisy, found[count:])
+
+    result = _form(run, run.result, segment.result)
+    outputs = [str(value.name) for value in result.graph.outputs]
+    if unknown := [name for name in outputs if name not in run.exact]:
+        raise NotEquivalent(f"{segment.name}: it returns {unknown[0]}, which the original does not compute")
+    own = _given(run, result, run.own, count)
+    given = _given(run, result, run.exact, None)
+    measured = _measure_inside(result, original) if run.dtype == "float16" else []
+    with _naming(segment.name, NotEquivalent, "the result fails"):
+        found = sliced.run(result.clone(), [*given, *own], run.library)
+    _keep(run.own, found[count:])
+    noise: list[Found] = []
+
+    def own_noise() -> list[Found]:
+        """Runs the original where last bits differ, and where each operator rounds to its dtype."""
+        noise.extend(noise or _noise(run, segment, original))
+        return noise
+
+    for case, each in enumerate(found[:count]):
+        for name in outputs:
+            _check(run, segment.name, name, run.exact[name][case], each[name], own_noise, case)
+    _check_outputs(run, segment.name, outputs)
+    _check_inside(run, segment, original, found[:count], measured)
+
+
+def _form(run: _Run, model: ir.Model, part: Part) -> ir.Model:
+    """Returns a part of a model in the form that the CPU can run."""
+    made = extract(model, part)
+    for node in made.graph:
+        for name in _WINDOWS:
+            if (window := g.attribute(node, name, 0)) in run.windows:
+                # The same code compares a place with a number, whatever that is: with a smaller window and
+                # a prompt that is longer than it, the check is the same.
+                node.attributes[name] = ir.AttrInt64(name, run.windows[window])
+    decoders.split_query_norms(made)
+    decoders.set_full_precision(made)
+    if any(tensor.dtype is ir.DataType.BFLOAT16 for tensor in _tensors(made)):
+        narrow = [node for node in made.graph if node.domain == DOMAIN and node.op_type in _ONLY_16]
+        widen(made.graph, set())
+        for node in narrow:
+            _compute_in_bfloat16(node)
+    return made
+
+
+def _tensors(model: ir.Model) -> Iterator[Any]:
+    for value in (*model.graph.inputs, *model.graph.initializers.values()):
+        yield from [
+            each for each in (value, value.const_value) if each is not None and each.dtype is not None
+        ]
+
+
+def _compute_in_bfloat16(node: ir.Node) -> None:
+    """Lets a node without a kernel in fp32 compute in bfloat16, which it has."""
+    for index, value in enumerate(node.inputs):
+        if value is not None and value.dtype is ir.DataType.FLOAT:
+            narrow = g.add(node, "Cast", [value], {"to": int(ir.DataType.BFLOAT16)})
+            node.replace_input_with(index, narrow)
+    [result] = node.outputs
+    assert node.graph is not None
+    wide = ir.node("Cast", [result], {"to": int(ir.DataType.FLOAT)})
+    wide.outputs[0].type, wide.outputs[0].shape = result.type, result.shape
+    ir.convenience.replace_all_uses_with(result, wide.outputs[0], replace_graph_outputs=True)
+    wide.replace_input_with(0, result)
+    result.type, wide.outputs[0].name, result.name = (
+        ir.TensorType(ir.DataType.BFLOAT16), result.name, f"{result.name} (bfloat16)",
+    )  # fmt: skip
+    node.graph.insert_after(node, wide)
+
+
+def _given(run: _Run, model: ir.Model, state: State, first: int | None) -> list[dict[str, Any]]:
+    """Returns the inputs of a segment's cases.
+
+    Args:
+        first: the index of the prompt's case in the call; None if what it returns is in `state`.
+    """
+    outputs, made = {value.name for value in model.graph.outputs}, []
+    for index, case in enumerate(run.cases):
+        given = dict[str, Any]()
+        for value in model.graph.inputs:
+            name = str(value.name)
+            after = run.caches.get(name) if index else None
+            if after in outputs and first is not None:
+                given[name] = Earlier(first, str(after))
+                continue
+            array = (
+                state[after][0] if after in state else state[name][index] if name in state else case.get(name)
+            )
+            if array is None:
+                continue  # an initializer that is an input, too
+            is_other = value.dtype is not None and value.dtype.numpy() != array.dtype
+            given[name] = weights.narrow(array, value.dtype) if is_other and value.dtype else array
+        made.append(given)
+    return made
+
+
+def _keep(state: State, found: Sequence[Found]) -> None:
+    state.update({name: [each[name] for each in found] for name in found[0]})
+
+
+@contextmanager
+def _naming(segment: str, kind: type[Exception], what: str) -> Iterator[None]:
+    """Names the segment in errors of its run."""
+    try:
+        yield
+    except (NotRunnable, Endless) as error:
+        raise type(error)(f"{segment}: {error}") from error
+    except TwinopError as error:
+        raise kind(f"{segment}: {what}: {str(error).splitlines()[0]}") from error
+
+
+# ------------------------------------------------------------------------------------ comparing
+
+
+def _near(run: _Run) -> Callable[[Mapping[str, Any]], dict[str, Any]]:
+    """Returns what changes the last bits of inputs, those of the coarser dtype."""
+    by = LAST_BITS if run.dtype not in ("float16", "bfloat16") else float(ml_dtypes.finfo(run.dtype).eps)
+
+    def near(case: Mapping[str, Any]) -> dict[str, Any]:
+        return {
+            name: nudged(each, by) if isinstance(each, np.ndarray) else each for name, each in case.items()
+        }
+
+    return near
+
+
+def _noise(run: _Run, segment: Segment, original: ir.Model) -> list[Found]:
+    given = _given(run, original, run.exact, None)
+    found = list[Found]()
+    for cases, optimize in ((map(_near(run), given), True), (given, False)):
+        with _naming(segment.name, _DoesNotRun, "the original fails"):
+            found += sliced.run(original.clone(), [*cases], run.library, optimize=optimize)
+    return found
+
+
+def _check(
+    run: _Run,
+    segment: str,
+    name: str,
+    expected: Any,
+    found: Any,
+    noise: Callable[[], list[Found]],
+    case: int,
+) -> None:
+    """Raises NotEquivalent if a value, or a channel of it, differs more than rounding does."""
+    for measure, times in ((relative_error, 1.0), (channel_error, _OF_CHANNELS)):
+        error, accepted = measure(expected, found), times * ACCEPTED[run.dtype]
+        if measure is relative_error:
+            run.streamed.error = max(run.streamed.error, error)
+        if error <= accepted:
+            continue
+        count = len(run.cases)
+        own = max(measure(expected, each[name]) for each in noise()[case::count] if name in each)
+        accepted = max(accepted, NOISE * own if own <= LOST * times else 0.0)
+        if not error <= accepted:
+            where = "" if measure is relative_error else " of one channel"
+            text = f"{segment}: {name} differs from the original: relative error{where} {error:.1e}, accepted"
+            raise NotEquivalent(f"{text} {accepted:.1e}", error=error, accepted=accepted)
+
+
+def channel_error(expected: Any, found: Any) -> float:
+    """Returns the largest error of a channel, relative to its own size or the value's, if that is larger.
+
+    A channel has the numbers of all tokens; one that differs does not show in an error of the whole.
+    """
+    a, b = (np.asarray(each) for each in (expected, found))
+    if a.dtype.kind not in "fV" or a.ndim < 2 or a.shape != b.shape or not a.size:
+        return 0.0
+    a, b = a.astype(np.float32), b.astype(np.float32)
+    finite = np.isfinite(a)
+    if not finite.all():  # `relative_error` compares where
+        a, b = np.where(finite, a, 0), np.where(finite, b, 0)
+    scale = np.abs(a).max(initial=0.0) or np.float32(1)
+    a, b = a / scale, b / scale
+    own = np.sqrt(np.mean(a * a, axis=-2))
+    typical = float(np.sqrt(np.mean(a * a)))
+    error = np.sqrt(np.mean((a - b) ** 2, axis=-2)) / np.maximum(own, typical or 1.0)
+    return float(error.max(initial=0.0)) if np.isfinite(error).all() else inf
+
+
+def _check_outputs(run: _Run, segment: str, outputs: Sequence[str]) -> None:
+    """Compares the graph's outputs where each segment had what those before it have returned."""
+    names = {str(value.name) for value in run.original.graph.outputs}
+    for name in names.intersection(outputs):
+        for exact, noisy, own in zip(run.exact[name], run.noisy[name], run.own[name], strict=True):
+            error, noise = relative_error(exact, own), relative_error(exact, noisy)
+            run.streamed.own_error = max(run.streamed.own_error, error)
+            run.streamed.own_noise = max(run.streamed.own_noise, noise)
+            accepted = max(ACCEPTED[run.dtype], NOISE * noise if noise <= LOST else 0.0)
+            if not error <= accepted:
+                text = (
+                    f"{segment}: {name} differs from the original after all segments before: relative error"
+                )
+                raise NotEquivalent(
+                    f"{text} {error:.1e}, accepted {accepted:.1e}", error=error, accepted=accepted
+                )
+
+
+def _measure_inside(model: ir.Model, other: ir.Model | None = None) -> list[str]:
+    """Lets a model return the largest magnitude of its values in fp16 that another one does not have."""
+    known = {value.name for node in other.graph for value in node.outputs} if other is not None else set()
+    kinds = (None, ir.DataType.FLOAT16, ir.DataType.FLOAT) if other is None else (ir.DataType.FLOAT16,)
+    names = list[str]()
+    for node in list(model.graph):
+        for value in node.outputs:
+            if value.dtype not in kinds or not value.name or value.name in known or value.is_graph_output():
+                continue
+            if value.type is not None and not isinstance(value.type, ir.TensorType):
+                continue
+            wide = ir.node("Cast", [value], {"to": ir.DataType.FLOAT})
+            size = ir.node("Abs", wide.outputs)
+            largest = ir.node("ReduceMax", size.outputs, {"keepdims": 0}, name=f"{value.name}{_LARGEST}")
+            largest.outputs[0].name = f"{value.name}{_LARGEST}"
+            largest.outputs[0].type, largest.outputs[0].shape = ir.TensorType(ir.DataType.FLOAT), ir.Shape([])
+            model.graph.extend([wide, size, largest])
+            model.graph.outputs.append(largest.outputs[0])
+            names.append(str(largest.outputs[0].name))
+    return names
+
+
+def _check_inside(
+    run: _Run, segment: Segment, original: ir.Model, found: Sequence[Found], measured: Sequence[str]
+) -> None:
+    """Refuses what makes numbers near the end of fp16 that the original does not have."""
+    sizes = {name: max(float(each[name]) for each in found) for name in measured}
+    large = {name: size for name, size in sizes.items() if not size <= _HALF_OF_FP16}
+    if not large:
+        return
+    plain = original.clone()
+    names = _measure_inside(plain)
+    with _naming(segment.name, _DoesNotRun, "the original fails"):
+        before = sliced.run(plain, _given(run, original, run.exact, None), run.library)
+    values = [
+        float(np.abs(array.astype(np.float64)).max(initial=0))
+        for each in before
+        for array in each.values()
+        if array.dtype.kind == "f"
+    ]
+    del names
+    if max(values, default=0.0) <= _HALF_OF_FP16:
+        name, size = max(large.items(), key=lambda each: each[1])
+        raise NotEquivalent(
+            f"{segment.name}: {name.removesuffix(_LARGEST)} reaches {size:.0f}, more than half of "
+            f"what float16 has, where the original's numbers stay below {max(values, default=0.0):.0f}"
+        )
