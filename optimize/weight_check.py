@@ -24,7 +24,7 @@ from .weight_pool import Constant, Pool, cast, constants, is_float, pool_of, to_
 
 _TILE, _PADDING = 512, 32  # padding keeps the lines of a tile apart in the cache
 _SAMPLES, _LIKE, _MOST = 64, 1 / 32, 0.5  # most of a sample that differs little: what is searched
-_NUMBERS, _REPEATED = 1 << 12, 1 << 16  # bytes of integers such as shapes, and of one number again and again
+_REPEATED = 1 << 16  # bytes of one number again and again
 
 Lines = tuple["_Piece", np.ndarray]
 """What the original has, and what the result has in its place."""
@@ -41,6 +41,7 @@ class _Piece:
     source: Constant
     axis: int
     start: int
+    of: int  # lines that the constant has
     lines: np.ndarray
     factor: np.ndarray | None = None
     slack: float | None = None  # as that of a constant
@@ -102,7 +103,7 @@ def check_weights(
     total, done = sum(each.nbytes for found in results for each in found.values()), 0
     unexplained, known = list[str](), dict[int, list[_Piece]]()
     for index, (segment, found) in enumerate(zip(segments, results, strict=True)):
-        pool = pools[index].with_small(pools[max(index - 1, 0) : index + 2])
+        pool = pools[index].with_rows(pools[max(index - 1, 0) : index + 2])
         keys, foreign = {each.key for each in pool.constants}, pools[:index] + pools[index + 1 :]
         missing, held = list[str](), list[_Piece]()
         for name, tensor in found.items():
@@ -129,8 +130,7 @@ def check_weights(
 
 def _check(found: np.ndarray, pool: Pool, foreign: Sequence[Pool]) -> list[_Piece] | None:
     """Returns what of the original a constant is, or None; raises _Differs if it is almost that."""
-    is_number = found.dtype.kind == "b" or (found.dtype.kind in "iu" and found.itemsize > 1)
-    if found.size < 2 or (is_number and found.nbytes <= _NUMBERS):
+    if found.size < 2 or found.dtype.kind == "b" or (found.dtype.kind in "iu" and found.itemsize > 1):
         return []  # it counts by value where kinds of segments are told apart
     differs = None
     for is_turned in (False, True) if found.ndim == 2 else (False,):
@@ -151,9 +151,8 @@ def _check(found: np.ndarray, pool: Pool, foreign: Sequence[Pool]) -> list[_Piec
 
 def _explain(found: np.ndarray, pool: Pool, is_turned: bool) -> list[_Piece] | None:
     """Returns the pieces of the original that follow each other along the first or, turned, the last axis."""
-    at, pieces = 0, list[_Piece]()
+    at, pieces, different = 0, list[_Piece](), ""
     while at < found.size:
-        different = ""
         for piece, lines in _candidates(found, at, is_turned, pool):
             row = piece.first_difference(lines)
             if row is None:
@@ -166,7 +165,7 @@ def _explain(found: np.ndarray, pool: Pool, is_turned: bool) -> list[_Piece] | N
             different = different or f"differs from {piece.source.name} in line {row}"
         else:
             zeros = _zeros(found, at, pool)
-            if not zeros and (different or pieces):
+            if not zeros and (different or any(len(each.lines) == each.of for each in pieces)):
                 raise _Differs(different or f"holds nothing of the original from element {at} on")
             if not zeros:
                 return None
@@ -205,7 +204,7 @@ def _pieces(found: np.ndarray, at: int, is_turned: bool, source: Constant) -> It
             if at + size <= found.size:
                 flat = found.reshape(-1)[at : at + size].reshape(-1, width)
                 lines = found.T[at // width :][: stop - start] if is_turned else flat
-                yield _Piece(source, axis, start, view[start:stop], slack=source.slack), lines
+                yield _Piece(source, axis, start, count, view[start:stop], slack=source.slack), lines
 
 
 def _scaled(piece: _Piece, lines: np.ndarray, pool: Pool) -> Iterator[Lines]:
@@ -244,7 +243,7 @@ def _is_held(source: Constant, pieces: Sequence[_Piece]) -> bool:
     lines = next(source.views())[1]
     return any(
         each.array.dtype == source.array.dtype
-        and _Piece(each, 0, 0, next(each.views())[1]).first_difference(lines) is None
+        and _Piece(each, 0, 0, len(lines), next(each.views())[1]).first_difference(lines) is None
         for each in alike
         if each.key != source.key
     )

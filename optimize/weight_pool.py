@@ -1,8 +1,8 @@
 """The constants of a part of the original, and what its nodes compute from them, for `weight_check`."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from itertools import pairwise
+from dataclasses import dataclass, field
+from itertools import chain, pairwise
 from math import prod
 
 import ml_dtypes
@@ -13,7 +13,6 @@ from onnx.reference import ReferenceEvaluator
 
 from . import graph as g
 
-_SMALL = 1 << 16  # bytes of what a part may take from its neighbours: a norm may lie behind a cut
 _LARGE = 1 << 12  # bytes of a matrix that a result must hold
 _COMPUTED = 1 << 20  # elements of what is computed here
 _PICKS = {"Gather", "Slice"}  # also from larger constants
@@ -28,7 +27,7 @@ class Constant:
 
     Attributes:
         key: of the tensor: parts that share it have the same.
-        cuts: where the original splits it, or a product with it: indices, and numbers of equal parts.
+        cuts: where the original splits it, or a product with it.
         is_required: whether a result must hold it.
         slack: what computed numbers may differ by, beside their last two bits; None: they are equal.
     """
@@ -36,7 +35,7 @@ class Constant:
     name: str
     key: object
     array: np.ndarray
-    cuts: tuple[set[int], set[int]] = (set(), set())
+    cuts: set[int] = field(default_factory=set)
     is_required: bool = False
     slack: float | None = None
 
@@ -47,11 +46,10 @@ class Constant:
             yield 1, self.array.T
 
     def spans(self, count: int) -> list[tuple[int, int]]:
-        """Returns all of so many lines, and those between cuts."""
-        at, parts = self.cuts
-        inner = {each % count for each in at if -count < each < count}
-        inner |= {count * i // n for n in parts if count % n == 0 for i in range(1, n)}
-        return [*dict.fromkeys([(0, count), *pairwise(sorted({0, count} | inner))])]
+        """Returns all of so many lines, those between cuts, and halves and thirds, such as q, k and v."""
+        ends = {0, count, *(each % count for each in self.cuts if -count < each < count)}
+        equal = [pairwise(range(0, count + 1, count // n)) for n in (2, 3) if count % n == 0]
+        return [*dict.fromkeys([(0, count), *pairwise(sorted(ends)), *chain(*equal)])]
 
 
 @dataclass(frozen=True)
@@ -69,17 +67,17 @@ class Pool:
         """Yields the rows of so many numbers that weights may be multiplied by, and the slack of each."""
         yield from ((each, 0.0) for each in self.scales if each.size == size)
         for each in self.constants:
-            if each.array.size == size and size in each.array.shape and is_float(each.array):
+            if each.array.size == size and is_row(each.array) and is_float(each.array):
                 row = each.array.reshape(-1)
                 yield cast(row, dtype).astype(np.float32), None if dtype.itemsize < 4 else 0.0
                 if row.itemsize > dtype.itemsize:
                     yield row.astype(np.float32), 0.0
 
-    def with_small(self, neighbours: Sequence["Pool"]) -> "Pool":
-        """Returns what there is here, and the small floats of neighbours."""
+    def with_rows(self, neighbours: Sequence["Pool"]) -> "Pool":
+        """Returns what there is here, and the rows of neighbours: a norm may lie behind a cut."""
         others = [each for pool in neighbours if pool is not self for each in pool.constants]
-        small = [each for each in others if is_float(each.array) and each.array.nbytes <= _SMALL]
-        return Pool([*{each.key: each for each in [*small, *self.constants]}.values()], self.scales)
+        rows = [each for each in others if is_float(each.array) and is_row(each.array)]
+        return Pool([*{each.key: each for each in [*rows, *self.constants]}.values()], self.scales)
 
 
 def constants(model: ir.Model) -> dict[str, ir.TensorProtocol]:
@@ -110,7 +108,8 @@ def pool_of(model: ir.Model) -> Pool:
             readers = {
                 use.node for use in value.uses() if use.node not in computing or use.node.op_type in _MOVES
             }
-            is_large = value in stored and array.ndim > 1 and array.nbytes >= _LARGE
+            is_weight = is_float(array) or array.itemsize == 1
+            is_large = value in stored and array.ndim > 1 and array.nbytes >= _LARGE and is_weight
             key = id(value.const_value) if value in stored else value
             found.append(
                 Constant(str(value.name), key, array, _cuts(value, known), is_large and bool(readers))
@@ -155,31 +154,21 @@ def _batch_norm(node: ir.Node, known: Mapping[ir.Value, np.ndarray]) -> tuple[li
     return [scale, np.repeat(scale, inner)][: 1 + (inner > 1)], constant
 
 
-def _cuts(value: ir.Value, known: Mapping[ir.Value, np.ndarray]) -> tuple[set[int], set[int]]:
+def _cuts(value: ir.Value, known: Mapping[ir.Value, np.ndarray]) -> set[int]:
     """Returns where the nodes behind a constant split it, or what they compute with it."""
-    at, parts, waiting = set[int](), set[int](), [(value, 0)]
+    found, waiting = set[int](), [(value, 0)]
     while waiting:
         source, depth = waiting.pop()
         for node in {use.node for use in source.uses()}:
             rows = [
-                known[each].reshape(-1).tolist()
-                for each in node.inputs[1:4]
-                if each is not None and each in known and known[each].size < 9
+                known[each].reshape(-1)[:9].tolist() for each in node.inputs[1:3] if each and each in known
             ]
-            if node.op_type == "Split":
-                sizes = rows[0] if rows else []
-                at |= {*np.cumsum(sizes).tolist()}
-                parts |= {len(node.outputs)} if not sizes else set()
-            elif node.op_type == "Slice":
-                at |= {each for row in rows[:2] for each in row}
-            elif node.op_type in ("Attention", "MultiHeadAttention"):
-                at |= {*np.cumsum(g.attribute(node, "qkv_hidden_sizes", [])).tolist()}
-                parts.add(3)
-            elif node.op_type == "Reshape":
-                parts |= {each for row in rows[:1] for each in row if each in (2, 3, 4)}
+            sizes = rows[0] if node.op_type == "Split" and rows else g.attribute(node, "qkv_hidden_sizes", [])
+            found |= {sum(sizes[:count]) for count in range(len(sizes))}
+            found |= {each for row in rows for each in row} if node.op_type == "Slice" else set()
             if node.op_type in _BETWEEN and depth < _DEPTH:
                 waiting += [(each, depth + 1) for each in node.outputs]
-    return at, parts
+    return found
 
 
 # ------------------------------------------------------------------------------------ numbers
@@ -199,6 +188,10 @@ def to_array(tensor: ir.TensorProtocol) -> np.ndarray:
         return raw.view(tensor.dtype.numpy()).reshape(shape)
     is_even = bool(shape) and shape[-1] * bits % 8 == 0
     return raw.reshape([*shape[:-1], shape[-1] * bits // 8] if is_even else [-1])
+
+
+def is_row(array: np.ndarray) -> bool:
+    return array.size in array.shape
 
 
 def is_float(array: np.ndarray) -> bool:
