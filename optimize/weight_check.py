@@ -24,6 +24,7 @@ from .weight_pool import Constant, Pool, cast, constants, is_float, pool_of, to_
 
 _TILE, _PADDING = 512, 32  # padding keeps the lines of a tile apart in the cache
 _SAMPLES, _LIKE, _MOST = 64, 1 / 32, 0.5  # most of a sample that differs little: what is searched
+_SHORT = 32  # elements: fewer are alike by chance
 _REPEATED = 1 << 16  # bytes of one number again and again
 
 Lines = tuple["_Piece", np.ndarray]
@@ -162,7 +163,8 @@ def _explain(found: np.ndarray, pool: Pool, is_turned: bool) -> list[_Piece] | N
             is_computed = found.ndim == 1 and found.itemsize > 2
             if is_computed and replace(piece, slack=0.0).first_difference(lines) is None:
                 return None  # numbers in fp32 that were computed in another order
-            different = different or f"differs from {piece.source.name} in line {row}"
+            if lines.size >= _SHORT:
+                different = different or f"differs from {piece.source.name} in line {row}"
         else:
             zeros = _zeros(found, at, pool)
             if not zeros and (different or any(len(each.lines) == each.of for each in pieces)):
@@ -201,7 +203,7 @@ def _pieces(found: np.ndarray, at: int, is_turned: bool, source: Constant) -> It
             continue
         for start, stop in source.spans(count):
             size = (stop - start) * width
-            if at + size <= found.size:
+            if min(_SHORT, found.size) <= size <= found.size - at:
                 flat = found.reshape(-1)[at : at + size].reshape(-1, width)
                 lines = found.T[at // width :][: stop - start] if is_turned else flat
                 yield _Piece(source, axis, start, count, view[start:stop], slack=source.slack), lines

@@ -190,3 +190,9 @@ def test_layers_that_changed_places() -> None:
 
 def test_equal_weights_may_be_one() -> None:
     assert check({"a": Q, "b": Q.copy()}, {"r": Q}) == []
+
+
+def test_single_numbers_are_like_others_by_chance() -> None:
+    """The first number of a computed constant is near one of the original's."""
+    computed = np.exp(Q.astype(np.float32))
+    assert check({"one": computed[:1, 0] * np.float32(1.01), "w": Q}, {"r": computed}) == ["r", "w"]
