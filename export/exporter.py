@@ -387,9 +387,6 @@ def _noise(
     number there is no noise. Infinity is in fp16: ONNX Runtime keeps results in fp32, which do not overflow.
     """
 
-    def near(tensor: torch.Tensor, zeros: bool = False) -> torch.Tensor:
-        return to_tensor(nudged(to_array(tensor), zeros=zeros)).to(tensor.device)
-
     scales = scales or [0.0] * len(expected)
     again = _outputs(model, inputs, tensors).values()
     for index, (a, b, least) in enumerate(zip(expected, again, scales, strict=True)):
@@ -401,9 +398,12 @@ def _noise(
     numbers = {name: tensor for name, tensor in tensors.items() if tensor.is_floating_point()}
     zeros = not any(tensor.any() for tensor in numbers.values())
     try:
-        changed = dict(tensors) | {name: near(tensor, special) for name, tensor in numbers.items()}
-        with changed_weights(model, near):
-            other = _outputs(model, inputs, changed).values()
+        changed = {
+            name: to_tensor(nudged(to_array(tensor), zeros=special)).to(tensor.device)
+            for name, tensor in numbers.items()
+        }
+        with changed_weights(model):
+            other = _outputs(model, inputs, dict(tensors) | changed).values()
     except ExportError:
         return [inf] * len(expected)
     errors = []

@@ -2,9 +2,8 @@
 
 import copy
 import inspect
-from collections import Counter, deque
-from collections.abc import Callable, Iterable, Mapping, Sequence, Set
-from types import ModuleType
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -14,6 +13,8 @@ from torch.utils import _pytree as pytree
 from twinop.dtypes import FLOATING
 from twinop.errors import ExportError, option
 from twinop.model.attach import OPSETS
+
+from .state import walk
 
 Dynamic = Mapping[str, int | Sequence[int] | Mapping[int, str]]
 
@@ -197,22 +198,8 @@ def _entries(value: Any) -> _Entries | None:
 
 def _holds_tensors(value: Any) -> bool:
     """Whether there is a tensor or an array in an object that is no module, or in what that refers to."""
-    seen, waiting = dict[int, Any](), [value]
-    while waiting:
-        each = waiting.pop()
-        if isinstance(each, (torch.Tensor, np.ndarray)):
-            return True
-        if id(each) in seen or isinstance(each, (str, bytes, type, ModuleType, torch.nn.Module)):
-            continue
-        seen[id(each)] = each
-        slots = [name for kind in type(each).__mro__ for name in getattr(kind, "__slots__", ())]
-        waiting += [getattr(each, name, None) for name in slots if isinstance(name, str)]
-        waiting += getattr(each, "__dict__", {}).values()
-        if isinstance(each, (Set, list, tuple, deque)):
-            waiting += each
-        elif isinstance(each, Mapping):
-            waiting += each.values()
-    return False
+    found = walk([("", value)], lambda each: not isinstance(each, torch.nn.Module))
+    return any(isinstance(each, (torch.Tensor, np.ndarray)) for _, each in found)
 
 
 def _join(name: str, key: Any) -> str:

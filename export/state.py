@@ -2,7 +2,7 @@
 
 import random
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from types import FunctionType, ModuleType
@@ -23,8 +23,14 @@ _SETTINGS: tuple[tuple[Any, Any], ...] = (
 
 
 _CONTAINERS = (dict, list, set, deque)
-_STATELESS = (str, bytes, int, float, type(None), type, ModuleType, FunctionType, torch.nn.Parameter)
+_STATELESS = (str, bytes, int, float, type(None), type, ModuleType, FunctionType)
 _INTERNALS = {"torch", "functools", "logging", "threading", "weakref"}
+_STRIP = 1 << 20  # elements
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_FLIPPED = 0b110  # of the last bits of a number: it changes by two or six units of its last place
+
+_copies: dict[int, tuple[int, torch.Tensor]] = {}
+"""The version and a copy of each tensor that a `kept_state` around has copied, by the tensor's id."""
 
 
 @dataclass
@@ -35,6 +41,33 @@ class Written:
     attributes: set[str] = field(default_factory=set)
 
 
+def walk(
+    named: Iterable[tuple[str, Any]], has_parts: Callable[[Any], bool] = lambda each: True
+) -> Iterator[tuple[str, Any]]:
+    """Yields objects and what they refer to, each once, by the name of the attribute.
+
+    Args:
+        named: the objects. The entries of a dict with a name that is empty, or ends in a dot, get their own.
+        has_parts: whether the attributes of an object are followed.
+    """
+    waiting, seen = [*named], dict[int, Any]()
+    while waiting:
+        name, each = waiting.pop()
+        if id(each) in seen or isinstance(each, _STATELESS):
+            continue
+        seen[id(each)] = each
+        yield name, each
+        if isinstance(each, dict):
+            own = not name or name.endswith(".")
+            waiting += [(f"{name}{key}" if own else name, value) for key, value in each.items()]
+        elif isinstance(each, (*_CONTAINERS, tuple, frozenset)):
+            waiting += [(name, value) for value in each]
+        if has_parts(each):
+            slots = [slot for kind in type(each).__mro__ for slot in getattr(kind, "__slots__", ())]
+            waiting += [(name, getattr(each, slot, None)) for slot in slots if isinstance(slot, str)]
+            waiting += [(name, vars(each))] if hasattr(each, "__dict__") else []
+
+
 def _state(model: torch.nn.Module) -> Iterator[tuple[str, Any]]:
     """Yields the tensors and containers in which a model can keep state, by the name of its attribute.
 
@@ -43,22 +76,11 @@ def _state(model: torch.nn.Module) -> Iterator[tuple[str, Any]]:
     # A ScriptModule keeps its state in C++.
     plain = [each for each in model.named_modules() if not isinstance(each[1], torch.jit.ScriptModule)]
     prefixes = [(f"{name}." if name else "", vars(module)) for name, module in plain]
-    waiting: list[tuple[str, Any]] = [*prefixes, *((name, held["_buffers"]) for name, held in prefixes)]
-    seen = set[int]()
-    while waiting:
-        name, each = waiting.pop()
-        if id(each) in seen or isinstance(each, _STATELESS):
-            continue
-        seen.add(id(each))
-        if isinstance(each, (torch.Tensor, *_CONTAINERS)):
+    roots = [*prefixes, *((name, held["_buffers"]) for name, held in prefixes)]
+    for name, each in walk(roots, lambda each: type(each).__module__.partition(".")[0] not in _INTERNALS):
+        is_parameter = isinstance(each, torch.nn.Parameter)
+        if isinstance(each, (torch.Tensor, *_CONTAINERS)) and not is_parameter:
             yield name, each
-        if isinstance(each, dict):
-            is_module = not name or name.endswith(".")
-            waiting += [(f"{name}{key}" if is_module else name, value) for key, value in each.items()]
-        elif isinstance(each, (*_CONTAINERS, tuple)):
-            waiting += [(name, value) for value in each]
-        elif hasattr(each, "__dict__") and type(each).__module__.partition(".")[0] not in _INTERNALS:
-            waiting.append((name, vars(each)))
 
 
 def _contents(container: Any) -> list[int]:
@@ -79,14 +101,20 @@ def kept_state(model: torch.nn.Module) -> Iterator[Written]:
     """
     written, buffers = Written(), {id(each): name for name, each in model.named_buffers()}
     held, tensors = list[tuple[str, Any, Any]](), list[tuple[str, torch.Tensor, int, torch.Tensor]]()
+    around = dict(_copies)
     for name, each in _state(model):
         if isinstance(each, torch.Tensor):
-            tensors.append((name, each, _version(each), each.detach().clone()))
+            version, old = around.get(id(each), (-1, each))
+            if version != _version(each):
+                version, old = _copies[id(each)] = _version(each), each.detach().clone()
+            tensors.append((name, each, version, old))
         else:
             held.append((name, each, dict(each) if isinstance(each, dict) else list(each)))
     try:
         yield written
     finally:
+        _copies.clear()
+        _copies.update(around)
         for name, each, before in held:
             if _contents(each) == _contents(before):
                 continue
@@ -102,7 +130,7 @@ def kept_state(model: torch.nn.Module) -> Iterator[Written]:
             _restore(each, before)
         for name, each, version, old in tensors:
             # Writes to .data have no version.
-            if _version(each) > version or (id(each) in buffers and not same_bits(each, old)):
+            if _version(each) > version or (id(each) in buffers and not _same(each, old)):
                 with torch.no_grad():
                     each.copy_(old)
                 if id(each) in buffers:
@@ -115,22 +143,45 @@ def _version(tensor: torch.Tensor) -> int:
     return 0 if tensor.is_inference() else tensor._version
 
 
+def _strips(tensor: torch.Tensor) -> Sequence[torch.Tensor]:
+    """Returns views of a tensor of few elements each: what is computed of them at once takes no memory."""
+    rows = max(_STRIP * max(len(tensor), 1) // max(tensor.numel(), 1), 1) if tensor.dim() else 0
+    return tensor.split(rows) if rows else [tensor]
+
+
+def _same(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return a.shape == b.shape and all(map(same_bits, _strips(a), _strips(b)))
+
+
 @contextmanager
-def changed_weights(model: torch.nn.Module, change: Callable[[torch.Tensor], torch.Tensor]) -> Iterator[None]:
-    """Runs its block with other floating-point weights and buffers, and restores them."""
+def changed_weights(model: torch.nn.Module) -> Iterator[None]:
+    """Runs its block with other last bits of all floating-point weights and buffers, and restores them.
+
+    They are flipped where they are, which a second time undoes: no weight is copied.
+    """
+    undo = list[tuple[torch.Tensor, torch.dtype, int]]()  # with the version before
     weights = [each for each in (*model.parameters(), *model.buffers()) if each.is_floating_point()]
-    old = [each.detach().clone() for each in weights]
+    with torch.no_grad():
+        try:
+            for each in weights:
+                with suppress(RuntimeError):  # of tensors that cannot be written, such as expanded ones
+                    for strip in _strips(each.view(_INTEGERS[each.itemsize])):
+                        undo.append((strip, each.dtype, _version(strip)))
+                        _flip(strip, each.dtype)
+            yield
+        finally:
+            for strip, dtype, version in undo:
+                if _version(strip) > version:  # Ctrl-C may come before the last one is flipped
+                    _flip(strip, dtype)
 
-    def write(values: Iterable[torch.Tensor]) -> None:
-        for each, value in zip(weights, values, strict=True):
-            with torch.no_grad(), suppress(RuntimeError):  # of expanded tensors, which cannot be written
-                each.copy_(value)
 
-    try:
-        write(change(each) for each in old)
-        yield
-    finally:
-        write(old)
+def _flip(bits: torch.Tensor, dtype: torch.dtype) -> None:
+    """Flips last bits of the normal numbers of a dtype, given as integers, which stay normal."""
+    mantissa = round(1 / torch.finfo(dtype).eps) - 1
+    exponents = (1 << 8 * dtype.itemsize - 1) - 1 & ~mantissa
+    exponent = bits & exponents
+    is_normal = (exponent != 0) & (exponent != exponents)
+    bits.bitwise_xor_(is_normal.to(bits.dtype) * (_FLIPPED & mantissa))
 
 
 @contextmanager
