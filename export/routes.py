@@ -16,6 +16,7 @@ from onnxscript import version_converter
 
 from twinop.dtypes import to_array
 from twinop.errors import ExportError, TwinopError, option
+from twinop.model import wire
 from twinop.model.calls import infer_types
 from twinop.model.folding import fold_constants
 from twinop.op_spec import OpSpec
@@ -105,7 +106,7 @@ def _torchscript(source: Source) -> ir.Model:
             )
         if not written.buffers:
             break
-    model = ir.load(path)
+    model = ir.load(wire.view(path))
     for record in source.records.values():
         if record.domain in model.graph.opset_imports:  # torch writes version 1 of every domain
             model.graph.opset_imports[record.domain] = record.domain_version

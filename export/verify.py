@@ -30,6 +30,9 @@ _HIDDEN_ROWS = (
     "positions, broadcast masks), with the torchscript exporter"
 )
 
+_MOST_PREPACKED = 256 << 20
+"""The bytes of weights of which ONNX Runtime may keep copies in a layout of its own (prepacking)."""
+
 
 @dataclass(frozen=True)
 class Case:
@@ -127,9 +130,13 @@ def verify(
         ExportError: a run fails, or its outputs are not torch's.
     """
 
+    weights = [value.const_value for value in model.graph.initializers.values()]
+    prepack = sum(each.nbytes for each in weights if each is not None) <= _MOST_PREPACKED
+
     def compare_run(library: deploy.Libraries | bool, what: str) -> tuple[Parity, Sequence[Library]]:
         usual = sum(not case.special for case in cases)
-        answer = run(draft, library, [case.tensors for case in cases], required=usual, may_skip=True)
+        given = [case.tensors for case in cases]
+        answer = run(draft, library, given, required=usual, may_skip=True, prepack=prepack)
         found, notes = list[Parity](), [answer.note]
         try:
             for case, outputs in zip(cases, answer.outputs, strict=True):
@@ -145,6 +152,7 @@ def verify(
         equal = all(each.equal for each in found)
         return Parity(max(each.error for each in found), equal, found[0].outputs), answer.libraries
 
+    used: Sequence[Library] = ()
     try:
         report.parity, used = compare_run(library, "the exported model")
         report.libraries = paths_in_use(model, used)
@@ -158,6 +166,9 @@ def verify(
     without = [record.onnx_name for record in calls if find_body(record.key) is None or not report.bodies]
     if without:
         report.without_reason = f"no function body: {', '.join(without)}"
+        return
+    if not calls and not used:
+        report.without_library, report.without_reason = report.parity, report.parity_reason
         return
     try:
         report.without_library, _ = compare_run(False, "the exported model, without the library,")

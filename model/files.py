@@ -91,7 +91,7 @@ def save(model: ir.Model, path: Path, external_data_bytes: int, checks: bool = T
             value.shape = value.type = None
             value.metadata_props.clear()
         data = [_write_data(values, path)] if external else []
-        _write_model(model, path)
+        _write_model(model, path, [] if external else [*model.graph.initializers.values()])
     finally:
         for value, shape, kind in kinds:
             value.shape, value.type = shape, kind
@@ -115,14 +115,12 @@ def _require_space(path: Path, size: int) -> None:
         )
 
 
-def _write_model(model: ir.Model, path: Path) -> None:
-    """Writes a model's file, in which large weights are copied from where they are."""
+def _write_model(model: ir.Model, path: Path, values: Iterable[ir.Value]) -> None:
+    """Writes a model's file, into which the large weights of these values go from where they are."""
     weights = dict[str, tuple[int, Callable[[], Iterable[Any]]]]()
-    for value in model.graph.initializers.values():
+    for value in values:
         tensor = value.const_value
-        if tensor is None or tensor.dtype is ir.DataType.STRING or isinstance(tensor, ir.ExternalTensor):
-            continue
-        if tensor.nbytes >= LARGE:
+        if tensor is not None and tensor.dtype is not ir.DataType.STRING and tensor.nbytes >= LARGE:
             weights[str(value.name)] = tensor.nbytes, partial(pieces, tensor)
             value.const_value = _place(value, tensor, path, 0)
     proto = ir.to_proto(model)
