@@ -5,7 +5,7 @@ Matches: a Mul or Div whose region (`regions.py`) computes GELU (erf or tanh for
 Writes: CustomGelu, CustomSilu, CustomSquare. `linear.py` fuses the first two and Relu with the matrix product
 before them.
 Leaves alone: quick GELU, x * sigmoid(1.702 x), and SiLU after a convolution, because ONNX Runtime fuses them;
-GELU on the CPU, because ONNX Runtime fuses it with the bias.
+on the CPU GELU, and SiLU that is no gate (`slower.py`).
 """
 
 from collections.abc import Callable, Mapping
@@ -17,6 +17,7 @@ import onnx_ir as ir
 from . import graph as g
 from .regions import REDUCTIONS, erf, regions
 from .rewrite import Rewrite
+from .slower import why
 
 _NEAR_0 = np.array([0, 1e-30, -1e-12, 1e-7, -1e-5, 1e-3])
 _X = np.concatenate([_NEAR_0, np.linspace(-12, 12, 192), [-0.3, 0.7, -1e4, -50, 50, 1e4]])
@@ -49,8 +50,8 @@ class Activations(Rewrite[tuple[str, ir.Value]]):
             return g.Skipped("ONNX Runtime fuses it", "quick GELU")
         if op not in self.context.records:
             return g.Skipped("no op computes it", name)
-        if op == "gelu" and self.context.device == "cpu":
-            return g.Skipped("ONNX Runtime fuses it with the bias before it", name)
+        if (reason := why(self.context.device, op)) and not (name == "silu" and _is_gate(node.outputs[0])):
+            return g.Skipped(reason, name)
         if name == "silu" and g.producer(x, "Conv", "BatchNormalization", "ConvTranspose"):
             return g.Skipped("ONNX Runtime fuses it", "silu after a convolution")
         return found
@@ -73,6 +74,14 @@ class Activations(Rewrite[tuple[str, ir.Value]]):
         is_square = node.inputs[1] is x if node.op_type == "Mul" else g.scalar(node.inputs[1]) == 2
         is_square = is_square and node.op_type != "Div" and self.context.device == "cuda"
         return ("square", x) if is_square and g.producer(x, "Relu") and x.dtype is ir.DataType.FLOAT else None
+
+
+def _is_gate(value: ir.Value) -> bool:
+    """Whether a product with a tensor of its shape reads it, which `gated.py` fuses."""
+    user = g.only_user(value)
+    if user is None or user.op_type != "Mul" or user.domain or user.inputs[0] is user.inputs[1]:
+        return False
+    return g.same_dims(*map(g.dims, user.inputs))
 
 
 def _match(node: ir.Node, order: Mapping[ir.Node, int]) -> tuple[str, ir.Value] | None:

@@ -56,6 +56,18 @@ def test_silu_and_what_is_no_activation_of_ours(tmp_path: Path) -> None:
     assert types(model) == {"CustomSilu": 1, "Mul": 3, "Sigmoid": 2, "Conv": 1}
 
 
+@pytest.mark.parametrize("body", ["y = Mul (b, b)", "y = Gelu (b)"])
+def test_what_is_slower_on_the_cpu_stays(body: str, tmp_path: Path) -> None:
+    """A rule says it, and no clock. A gate becomes one node with its product."""
+    text = f"{UNARY} {{ a = Sigmoid (x) b = Mul (a, x) {body} }}"
+    proto = parsed(text)
+    report, _ = optimized(proto, tmp_path, device="cpu")
+    assert not report.fused and "silu: ONNX Runtime fuses it" in report.skipped
+    gate = parsed(f"{UNARY} {{ a = Sigmoid (x) b = Mul (a, x) c = Tanh (x) y = Mul (b, c) }}")
+    report, _ = optimized(gate, tmp_path, device="cpu")
+    assert report.fused == {"swiglu": 1} and not report.skipped
+
+
 @pytest.mark.parametrize(
     ("square", "dtype"), [("Pow (r, two)", None), ("Pow (r, two)", "float16"), ("Mul (r, r)", None)]
 )
