@@ -9,6 +9,7 @@ import errno
 import glob
 import json
 import os
+import re
 import shutil
 import stat
 import subprocess
@@ -36,6 +37,8 @@ from .optimizer import chosen_device, optimize
 from .report import OptimizeReport
 
 CONFIG = "genai_config.json"
+REPORT = "twinop-report.json"
+_ADAPTER = re.compile(r"lora_[ab]\b|lora_[ab](?=[._/])", re.IGNORECASE)  # as peft names its matrices
 _MOST_BYTES = 1 << 20  # of that file
 _LIBRARY = "custom_ops_library"
 _DECODER = ".model.decoder"
@@ -111,13 +114,10 @@ def optimize_folder(
     entries = [each for each in settings.get("provider_options", []) if "cuda" in map(str.lower, each)]
     device = "cuda" if device is None and (entries or options.get("invariant")) else chosen
     own = [*library_paths(library), *_named_library(source, settings, library, allow_model_libraries)]
-    proto = read_proto(model)
-    _require_no_ops_of_cuda(model, proto)
-    data = _data_of(model, proto)
-    of_others = _data_of_others(source, model)
-    if data & of_others:  # whose new data has another name
-        decoder["filename"] = str(Path(decoder["filename"]).with_suffix(".twinop.onnx"))
-    left_out = {model, *(data - of_others), source / CONFIG, source / MANIFEST}
+    search = config.get("search", {})  # with several beams genai's caches grow
+    shares = bool(search.get("past_present_share_buffer") and search.get("num_beams", 1) == 1)
+    options |= {"shared_caches": shares, "device": device, "library": own or None}
+    left_out = _left_out(source, files, decoder)
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         with work_folder(target.parent) as scratch:
@@ -126,9 +126,6 @@ def optimize_folder(
             _copy(source, folder, [each for each in files if source / each not in left_out])
             written = folder / decoder["filename"]
             written.parent.mkdir(parents=True, exist_ok=True)
-            search = config.get("search", {})  # with several beams genai's caches grow
-            shares = bool(search.get("past_present_share_buffer") and search.get("num_beams", 1) == 1)
-            options |= {"shared_caches": shares, "device": device, "library": own or None}
             report = optimize(model, written, allow_model_libraries=allow_model_libraries, **options)
             for file in (written, *written.parent.glob(f"{glob.escape(written.stem)}.*.data")):
                 shutil.copymode(model, file)
@@ -137,16 +134,39 @@ def optimize_folder(
                 settings[_LIBRARY] = _place_libraries(report.libraries, folder)
             entries = entries or [{"cuda": {"enable_cuda_graph": "0"}}]
             settings["provider_options"] = entries if device == "cuda" else []
-            (folder / CONFIG).write_text(json.dumps(config, indent=4) + "\n", encoding="utf-8")
-            shutil.copymode(source / CONFIG, folder / CONFIG)
-            for each in reversed(files):  # in the end, because a folder may be read-only
-                if (folder / each).is_dir() and not (folder / each).is_symlink():
-                    (folder / each).chmod(stat.S_IMODE((source / each).stat().st_mode) | stat.S_IRWXU)
+            _finish(source, folder, files, config, report)
             replace_folder(folder, target)
     except OSError as error:
         raise ExportError(f"{target}: cannot be written: {error}. Name another folder") from error
     report.path = target / decoder["filename"]
     return report
+
+
+def _left_out(source: Path, files: Sequence[Path], decoder: dict[str, Any]) -> set[Path]:
+    """Returns the files that are written anew, and renames the decoder's if others read its data.
+
+    Raises:
+        ExportError: the decoder has ops of CUDA, or adapters.
+    """
+    model = source / decoder["filename"]
+    proto = read_proto(model)
+    _require_no_ops_of_cuda(model, proto)
+    _require_no_adapters(source, files, proto)
+    data = _data_of(model, proto)
+    of_others = _data_of_others(source, model)
+    if data & of_others:  # whose new data has another name
+        decoder["filename"] = str(Path(decoder["filename"]).with_suffix(".twinop.onnx"))
+    return {model, *(data - of_others), *(source / each for each in (CONFIG, MANIFEST, REPORT))}
+
+
+def _finish(source: Path, folder: Path, files: Sequence[Path], config: Any, report: OptimizeReport) -> None:
+    """Writes genai_config.json and the report, and gives folders their permissions."""
+    for name, text in ((CONFIG, json.dumps(config, indent=4)), (REPORT, report.to_json())):
+        (folder / name).write_text(f"{text}\n", encoding="utf-8")
+        shutil.copymode(source / CONFIG, folder / name)
+    for each in reversed(files):  # in the end, because a folder may be read-only
+        if (folder / each).is_dir() and not (folder / each).is_symlink():
+            (folder / each).chmod(stat.S_IMODE((source / each).stat().st_mode) | stat.S_IRWXU)
 
 
 def _read(path: Path) -> Any:
@@ -275,6 +295,19 @@ def _require_no_ops_of_cuda(model: Path, proto: onnx.ModelProto) -> None:
         raise ExportError(
             f"{model}: has {', '.join(sorted(found))}: twinop has optimised it for cuda already. Give the "
             "folder that onnxruntime-genai's builder wrote"
+        )
+
+
+def _require_no_adapters(folder: Path, files: Sequence[Path], proto: onnx.ModelProto) -> None:
+    """Raises ExportError if genai adds LoRA adapters to the weights while it runs."""
+    found = [str(each) for each in files if each.suffix == ".onnx_adapter"]
+    names = [value.name for value in proto.graph.input]
+    found += [f"input {name} of the decoder" for name in names if _ADAPTER.search(name)]
+    if found:
+        raise ExportError(
+            f"{folder}: has LoRA adapters ({found[0]}), which genai adds to the weights while it runs. "
+            "twinop fuses products of constant weights: merge the adapter into them (merge_and_unload of "
+            "peft), and build the folder again"
         )
 
 

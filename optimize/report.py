@@ -1,6 +1,8 @@
 """The report of `twinop optimize`."""
 
-from dataclasses import dataclass, field
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from twinop.errors import option
@@ -30,6 +32,7 @@ class OptimizeReport:
         libraries: the files that a session with the result has registered and whose ops it has.
         narrowed: products and weights that the source has in fp32, and the result in 16 bits, by name.
         needs: operators of the file that only ONNX Runtime has.
+        compared: how much was compared with the original, by what that was, such as "segments run".
     """
 
     source: Path
@@ -52,8 +55,14 @@ class OptimizeReport:
     libraries: list[Path] = field(default_factory=list)
     narrowed: list[str] = field(default_factory=list)
     needs: list[str] = field(default_factory=list)
+    compared: Mapping[str, int] = field(default_factory=dict)
     same: bool = False
     notes: list[str] = field(default_factory=list)
+
+    def to_json(self) -> str:
+        """The report for programs: what was compared, fused, skipped and reverted. It names no folders."""
+        fields = asdict(self) | {"source": self.source.name, "path": self.path.name}
+        return json.dumps(fields | {"libraries": [path.name for path in self.libraries]}, indent=2)
 
     def __str__(self) -> str:
         """The report as lines of text."""
@@ -97,6 +106,10 @@ class OptimizeReport:
                 "provider may be faster: pip install onnxruntime-ep-openvino"
             )
         lines += [f"  no time was measured: {self.untimed}"] if self.untimed else []
+        if self.compared:
+            lines.append(
+                f"  compared: {', '.join(f'{count} {what}' for what, count in self.compared.items())}"
+            )
         lines += [f"  note: {note}" for note in self.notes]
         lines.append(f"  {prepared_for(self.device)}")
         return "\n".join(lines)

@@ -409,6 +409,38 @@ def test_own_ops_and_twinops_in_one_library(is_named: bool, tmp_path: Path) -> N
         ort.SessionOptions().register_custom_ops_library(alone)
 
 
+@pytest.mark.parametrize("name", ["layers.0.q_proj.lora_A.weight", "lora_B_0", "base.model.v.lora_b/MatMul"])
+def test_adapters_are_refused(name: str, tmp_path: Path) -> None:
+    """genai adds them to the weights while it runs, which fused products cannot have."""
+    source = folder_of(
+        parsed("(float[N, 4] x, float[4, 4] a) => (float[N, 4] y) { y = MatMul (x, a) }"), tmp_path / "old"
+    )
+    optimized(source, tmp_path / "plain")
+    (source / "math.onnx_adapter").write_bytes(b"TORT")
+    said = r"has LoRA adapters \(math.onnx_adapter\), which genai adds .*: merge the adapter into them"
+    with pytest.raises(ExportError, match=said):
+        optimize_folder(source, tmp_path / "fast", device="cpu")
+    (source / "math.onnx_adapter").unlink()
+    proto = onnx.load(source / "model.onnx")
+    proto.graph.input[1].name = proto.graph.node[0].input[1] = name
+    onnx.save(proto, source / "model.onnx")
+    with pytest.raises(ExportError, match=rf"has LoRA adapters \(input {name} of the decoder\)"):
+        optimize_folder(source, tmp_path / "fast", device="cpu")
+
+
+def test_the_folder_has_a_report_for_programs(tmp_path: Path) -> None:
+    source = folder_of(normed(), tmp_path / "old")
+    report = optimized(source, tmp_path / "fast")
+    found = json.loads((tmp_path / "fast/twinop-report.json").read_text())
+    assert found["fused"] == report.fused != {} and found["error"] == report.error
+    assert found["path"] == "model.onnx" and str(tmp_path) not in json.dumps(found)
+    optimized(tmp_path / "fast", tmp_path / "again")
+    assert (
+        json.loads((tmp_path / "again/twinop-report.json").read_text())["nodes_before"]
+        == found["nodes_after"]
+    )
+
+
 def test_folders_that_cannot_be_optimised(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source, target = folder_of(normed(), tmp_path / "old"), tmp_path / "fast"
 
