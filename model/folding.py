@@ -4,17 +4,25 @@ onnxscript's optimizer, which torch's dynamo exporter calls too, takes constants
 within 1e-5 of 1 for 1: log(x + 1e-10) becomes log(x), which is -inf at 0. Here only 0 and 1 do nothing.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from copy import copy
 from typing import Any
 
+import numpy as np
 import onnx_ir as ir
 from onnx_ir.passes import common as passes
 from onnxscript.optimizer import fold_constants_ir
 from onnxscript.rewriter import RewritePass, pattern
 from onnxscript.rewriter.rules import common as rules
 
+from . import weights
+from .weights import is_large
+
 _TIMES = 2  # a rewrite makes more constants
+_DENSE = {"ConstantOfShape", "DequantizeLinear", "QuantizeLinear"}  # stay, as in onnxscript
+_RESHAPES = {"Flatten", "Identity", "Reshape", "Squeeze", "Unsqueeze"}
+_RANDOM = {"Bernoulli", "Multinomial", "RandomNormalLike", "RandomUniformLike"}
 
 
 def _exactly(number: float) -> pattern.Constant:
@@ -62,9 +70,6 @@ _RULES: Sequence[pattern.RewriteRule] = (
     rules.no_op_dynamic_scatter_nd_rule,
     rules.normalize_pad_format_conv_rule,
     rules.fuse_pad_into_conv_rule,
-    rules.fuse_batchnorm_into_conv_rule,
-    rules.fuse_batchnorm_into_conv_transpose_rule,
-    rules.fuse_batchnorm_into_gemm_rule,
     rules.remove_optional_bias_from_conv_rule,
     rules.remove_optional_bias_from_conv_transpose_rule,
     rules.remove_optional_bias_from_gemm_rule,
@@ -89,16 +94,20 @@ def fold_constants(
 ) -> None:
     """Folds constants, removes operators that do nothing and joins equal ones, in place.
 
-    Initializers that are inputs, too, are no constants: callers may replace them.
+    Initializers that are inputs, too, are no constants: callers may replace them. What is computed from large
+    constants becomes a recipe.
 
     Args:
         should_fold: whether a node of constants is folded; None leaves it to onnxscript.
     """
     names, defaults = [value.name for value in model.graph.inputs], take_defaults(model.graph)
     rules_of_types = [*map(_of_its_type, _RULES)]
+    passes.LiftConstantsToInitializersPass(size_limit=weights.LARGE // 8)(model)
     for _ in range(_TIMES):
-        fold_constants_ir(model, onnx_shape_inference=True, should_fold=should_fold)
-        changed = RewritePass(rules_of_types)(model).modified
+        with _without_large(model):
+            fold_constants_ir(model, onnx_shape_inference=True, should_fold=should_fold)
+            changed = RewritePass(rules_of_types)(model).modified
+        changed |= _fold_large(model, should_fold)
         passes.RemoveUnusedNodesPass()(model)
         if not changed:
             break
@@ -113,6 +122,145 @@ def fold_constants(
     _restore_names(model.graph, names)
     _register_constants(model)
     restore_defaults(model.graph, defaults)
+
+
+@contextmanager
+def _without_large(model: ir.Model) -> Iterator[None]:
+    """Hides the numbers of large constants from onnxscript, which reads some to compare them with 0 and 1."""
+    values = [value for graph in model.graphs() for value in graph.initializers.values()]
+    hidden = [(value, tensor) for value in values if (tensor := value.const_value) and is_large(tensor)]
+    for value, tensor in hidden:
+        value.shape, value.type = ir.Shape(weights.sizes(tensor)), ir.TensorType(tensor.dtype)
+        value.const_value = None
+    yield
+    for value, tensor in hidden:
+        value.const_value = tensor
+
+
+def _fold_large(model: ir.Model, should_fold: Callable[[ir.Node], bool | None]) -> bool:
+    """Makes recipes of nodes that compute from large constants, and fuses batch norms."""
+    changed = False
+    for node in list(model.graph.all_nodes()):
+        if node.op_type == "BatchNormalization" and not node.domain:
+            changed |= _fuse_batch_norm(node)
+        elif should_fold(node) is not False and (found := _recipe(model, node)) is not None:
+            [old] = node.outputs
+            new = _register(node, found, str(old.name))
+            ir.convenience.replace_all_uses_with(old, new)
+            assert node.graph is not None
+            node.graph.remove(node, safe=True)
+            changed = True
+    return changed
+
+
+def _recipe(model: ir.Model, node: ir.Node) -> ir.TensorProtocol | None:
+    """Returns what a node computes from large constants that only it reads, unless that is larger."""
+    tensors = [_constant(value) for value in node.inputs]
+    known = [each for each in tensors if each is not None]
+    is_open = len(known) < len([value for value in node.inputs if value is not None])
+    if node.domain or node.op_type in _DENSE | _RANDOM or is_open or not any(map(is_large, known)):
+        return None
+    if len(node.outputs) != 1 or node.outputs[0].is_graph_output() or node.outputs[0].dtype is None:
+        return None
+    shape, dtype = node.outputs[0].shape, node.outputs[0].dtype
+    if shape is None or not shape.is_static():
+        return None
+    if any(each.type is ir.AttributeType.GRAPH for each in node.attributes.values()):
+        return None
+    shared = [value for value in node.inputs if value is not None and len({*value.consumers()}) > 1]
+    if any((each := _constant(value)) is not None and is_large(each) for value in shared):
+        return None
+    found = _computed(node, tensors, shape.numpy(), dtype, model.graph.opset_imports.get("", 1))
+    return found if found.nbytes <= sum(each.nbytes for each in known) else None
+
+
+def _computed(
+    node: ir.Node,
+    tensors: Sequence[ir.TensorProtocol | None],
+    shape: Sequence[int],
+    dtype: ir.DataType,
+    opset: int,
+) -> ir.TensorProtocol:
+    first, given = tensors[0], [each for each in tensors if each is not None]
+    if first is not None and node.op_type in _RESHAPES:
+        return weights.reshape(first, shape)
+    if first is not None and node.op_type == "Transpose":
+        rank = len(weights.sizes(first))
+        order = node.attributes["perm"].as_ints() if "perm" in node.attributes else range(rank)[::-1]
+        return weights.transpose(first, order)
+    if node.op_type == "Concat":
+        return weights.join(given, node.attributes["axis"].as_int())
+    if first is not None and node.op_type == "Cast" and dtype.is_floating_point():
+        return weights.cast(first, dtype)
+    return weights.node(node, tensors, opset, dtype, shape)
+
+
+def _constant(value: ir.Value | None) -> ir.TensorProtocol | None:
+    if value is None or not value.is_initializer() or value.is_graph_input() or value.is_graph_output():
+        return None
+    return value.const_value
+
+
+def _fuse_batch_norm(node: ir.Node) -> bool:
+    """Fuses a batch norm into the convolution or product that it reads; returns whether that is possible.
+
+    With scale = gamma / sqrt(variance + epsilon), the weight becomes weight * scale, and the bias
+    (bias - mean) * scale + beta.
+    """
+    source, axes = node.inputs[0], {"Conv": 0, "ConvTranspose": 1, "Gemm": 1}
+    product = source.producer() if source is not None else None
+    if source is None or product is None or product.domain or product.op_type not in axes:
+        return False
+    if source.is_graph_output() or {*source.consumers()} != {node} or any(node.outputs[1:]):
+        return False
+    rows = [_constant(value) for value in node.inputs[1:]]
+    given = [_constant(value) for value in product.inputs[1:] if value is not None]
+    numbers = {name: each.value for name, each in (*node.attributes.items(), *product.attributes.items())}
+    readers = {user for value in product.inputs[1:] if value is not None for user in value.consumers()}
+    if None in rows or None in given or readers != {product} or numbers.get("training_mode", 0):
+        return False
+    gamma, beta, mean, variance = (each.numpy() for each in rows if each is not None)
+    scale, weight = gamma / np.sqrt(variance + numbers.get("epsilon", 1e-5)), given[0]
+    bias = given[1].numpy() if given[1:] and given[1] is not None else np.zeros_like(mean)
+    value = product.inputs[1]
+    assert weight is not None and value is not None
+    shape, groups = weights.sizes(weight), numbers.get("group", 1)
+    if product.op_type == "ConvTranspose":  # [inputs, outputs of a group, ...]
+        if shape[0] % groups:
+            return False
+        split = weights.reshape(weight, [groups, shape[0] // groups, *shape[1:]])
+        ones = [1] * len(shape[2:])
+        scaled = _times(split, scale.reshape(groups, 1, shape[1], *ones))
+        scaled = weights.reshape(scaled, shape)
+    else:
+        axis = 0 if numbers.get("transB", 0) else axes[product.op_type]
+        scaled = _times(weight, scale.reshape([-1 if each == axis else 1 for each in range(len(shape))]))
+    name, row = str(value.name), (numbers.get("beta", 1.0) * bias - mean) * scale + beta
+    product.attributes.pop("beta", None)
+    product.resize_inputs(3)
+    product.replace_input_with(1, _register(product, scaled, f"{name}_scaled"))
+    product.replace_input_with(2, _register(product, ir.tensor(row.astype(mean.dtype)), f"{name}_shifted"))
+    [old] = node.outputs[:1]
+    source.type, source.shape = old.type, old.shape
+    ir.convenience.replace_all_uses_with(old, source, replace_graph_outputs=True)
+    source.name, old.name = old.name, f"{old.name}_before"
+    assert node.graph is not None
+    node.graph.remove(node, safe=True)
+    return True
+
+
+def _times(tensor: ir.TensorProtocol, factor: np.ndarray) -> ir.TensorProtocol:
+    return weights.elementwise("Mul", tensor, ir.tensor(factor.astype(tensor.dtype.numpy())))
+
+
+def _register(node: ir.Node, tensor: ir.TensorProtocol, name: str) -> ir.Value:
+    """Adds an initializer to the main graph, with a new name that starts with another."""
+    graph = node.graph
+    assert isinstance(graph, ir.Graph)
+    names = (name if not index else f"{name}_{index}" for index in range(len(graph.initializers) + 1))
+    value = ir.val(next(each for each in names if each not in graph.initializers), const_value=tensor)
+    graph.register_initializer(value)
+    return value
 
 
 def take_defaults(graph: ir.Graph) -> dict[str, ir.TensorProtocol]:

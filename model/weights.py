@@ -20,7 +20,7 @@ import onnx_ir as ir
 from onnx.reference import ReferenceEvaluator
 
 LARGE = 1 << 20  # bytes
-_STRIP = 4 << 20  # bytes
+_STRIP = 16 << 20  # bytes
 _COLUMNS = 16  # of a transposed matrix are copied at once: 3 times as fast
 _SAMPLE = 64  # elements
 _FLOATS_16 = (ir.DataType.FLOAT16, ir.DataType.BFLOAT16)
@@ -364,8 +364,10 @@ def _flat(tensor: ir.TensorProtocol, start: int, stop: int) -> np.ndarray:
 
 def _settled(tensor: ir.TensorProtocol) -> ir.TensorProtocol:
     """Returns a recipe without operators that compute all or nothing: those are computed now, once."""
-    if not isinstance(tensor, Recipe):
+    if isinstance(tensor, Stored | ir.Tensor):
         return tensor
+    if not isinstance(tensor, Recipe):  # one of protobuf, which copies its bytes for each window
+        return ir.tensor(tensor.numpy(), dtype=tensor.dtype)
     if tensor.operation == "node":
         return ir.tensor(_read_node(tensor, _all(tensor._shape)), dtype=tensor.dtype)
     sources = [_settled(each) for each in tensor.sources]
@@ -480,16 +482,18 @@ def narrow(array: np.ndarray, dtype: ir.DataType) -> np.ndarray:
     """Converts numbers. Finite ones stay finite, such as the lowest one of a mask."""
     with np.errstate(over="ignore"):
         narrowed = np.asarray(array).astype(dtype.numpy())
-    if array.dtype.kind == "f" and dtype.is_floating_point():
+    if array.dtype.kind == "f" and dtype in _FLOATS_16:
         lost = ~np.isfinite(narrowed)
-        lost &= np.isfinite(array) if lost.any() else False
-        narrowed[lost] = np.copysign(float(dtype.max), array[lost])
+        if lost.any():
+            lost &= np.isfinite(array)
+            narrowed[lost] = np.copysign(float(dtype.max), array[lost].astype(np.float64))
     return narrowed
 
 
 def largest(tensor: ir.TensorProtocol) -> float:
     """Returns the largest magnitude, 0 of nothing."""
-    return max((float(np.abs(each).max(initial=0)) for each in strips(tensor)), default=0.0)
+    floats = tensor.dtype.numpy() if tensor.dtype.is_floating_point() else np.dtype(np.float64)
+    return max(float(np.abs(each.astype(floats, copy=False)).max(initial=0)) for each in strips(tensor))
 
 
 def fits(tensor: ir.TensorProtocol, dtype: ir.DataType) -> bool:

@@ -12,6 +12,7 @@ reads the scores.
 import numpy as np
 import onnx_ir as ir
 
+from twinop.model import weights
 from twinop.op_spec import DOMAIN
 
 from . import graph as g
@@ -64,8 +65,8 @@ def _replace(context: g.RewriteContext, node: ir.Node, tables: _Tables) -> None:
     heads, kv_heads = (g.attribute(node, name, 0) for name in ("num_heads", "kv_num_heads"))
     size = g.last_dim(given["past_key"]) or 0
     qkv = _packed(context, node, given, (heads + 2 * kv_heads) * size)
-    weights = [array for name in ("q_norm", "k_norm") if (array := g.constant(given.get(name))) is not None]
-    norms = g.initializer(context.graph, np.stack(weights), "norms") if weights else None
+    gains = [array for name in ("q_norm", "k_norm") if (array := g.constant(given.get(name))) is not None]
+    norms = g.initializer(context.graph, np.stack(gains), "norms") if gains else None
     position = tables.get((given["position"],)) or _positions(context, node, given["position"])
     tables[given["position"],] = position
     cos_sin = _table(node, given, tables) if g.attribute(node, "do_rotary", 0) else None
@@ -168,11 +169,11 @@ def _table(node: ir.Node, given: dict[str, ir.Value], tables: _Tables) -> ir.Val
     """Returns cosines and sines as one table, a constant where they are constants."""
     pair = given["cos"], given["sin"]
     if pair not in tables:
-        arrays = [g.constant(each) for each in pair]
+        tensors = [g.tensor(each) for each in pair]
         graph = node.graph
         assert graph is not None
-        if arrays[0] is not None and arrays[1] is not None:
-            tables[pair] = g.initializer(graph, np.concatenate([arrays[0], arrays[1]], 1), "cos_sin")
+        if tensors[0] is not None and tensors[1] is not None:
+            tables[pair] = g.initializer(graph, weights.join([tensors[0], tensors[1]], 1), "cos_sin")
         else:
             tables[pair] = g.add(node, "Concat", pair, {"axis": 1})
     return tables[pair]

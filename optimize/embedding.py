@@ -9,13 +9,15 @@ Leaves alone: ids that are inputs of the model; `norm_inputs.py` fuses their loo
 import numpy as np
 import onnx_ir as ir
 
+from twinop.model import weights
+
 from . import graph as g
 from .rewrite import Rewrite
 
 _PASS_THROUGH = ("Expand", "GatherElements", "Gather", "Identity", "Reshape", "Slice", "Squeeze", "Unsqueeze")
 
 
-_Match = tuple[ir.Value, np.ndarray, bool]
+_Match = tuple[ir.Value, ir.TensorProtocol, bool]
 
 
 class Embeddings(Rewrite[_Match]):
@@ -31,8 +33,11 @@ class Embeddings(Rewrite[_Match]):
             looked_up, before = _known_rows(value), _constant_term(other, node)
             rows = looked_up
             if before is not None:
-                known = g.constant(value) if rows is None else rows
-                rows, other = None if known is None else before[1] + known, before[0]
+                known = g.tensor(value) if rows is None else rows
+                rows, other = (
+                    None if known is None else weights.elementwise("Add", before[1], known),
+                    before[0],
+                )
             if rows is not None:
                 return other, rows, looked_up is not None
         return "neither term is a lookup of constant ids, or a second constant of one sum"
@@ -44,30 +49,38 @@ class Embeddings(Rewrite[_Match]):
         self.replace(result, new, *["embedding of known ids"] * is_lookup)
 
 
-def _constant_term(value: ir.Value, reader: ir.Node) -> tuple[ir.Value, np.ndarray] | None:
+def _constant_term(value: ir.Value, reader: ir.Node) -> tuple[ir.Value, ir.TensorProtocol] | None:
     """Returns x and the constant of x + constant, if `reader` is its only reader."""
     node = g.producer(value, "Add")
     if node is None or g.only_user(value) is not reader:
         return None
     for x, other in (node.inputs, node.inputs[::-1]):
-        rows = g.constant(other)
+        rows = g.tensor(other)
         if x is not None and rows is not None and g.same_dims(g.dims(x), g.dims(value)):
             return x, rows
     return None
 
 
-def _known_rows(value: ir.Value | None) -> np.ndarray | None:
+def _known_rows(value: ir.Value | None) -> ir.TensorProtocol | None:
     """Returns the rows of a lookup, or rows that broadcast to them, if they are constant."""
     gather = g.producer(value, "Gather")
     if gather is None or g.attribute(gather, "axis", 0) != 0:
         return None
     if not g.has_only(gather.inputs[0], gather.graph, "Gather"):  # else the table stays beside its rows
         return None
-    table = g.constant(gather.inputs[0])
-    if table is None or table.ndim != 2 or not np.issubdtype(table.dtype, np.floating):
+    table = g.tensor(gather.inputs[0])
+    if table is None or len(weights.sizes(table)) != 2 or not table.dtype.is_floating_point():
         return None
     ids = _known_ids(gather.inputs[1])
-    return None if ids is None else table[ids]
+    if ids is None or not ids.size:
+        return None
+    size, width = weights.sizes(table)
+    order = ids.reshape(-1) % size
+    rows = [
+        (int(part[0]), int(part[-1]) + 1) for part in np.split(order, np.flatnonzero(np.diff(order) != 1) + 1)
+    ]
+    found = weights.join([weights.part(table, 0, *each) for each in rows])
+    return weights.reshape(found, [*ids.shape, width])
 
 
 def _known_ids(value: ir.Value | None) -> np.ndarray | None:

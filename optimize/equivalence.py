@@ -14,12 +14,14 @@ import onnx_ir as ir
 from twinop import deploy
 from twinop.deploy.ort_runs import NotRunnable, check_shown, has_wrong_types, run
 from twinop.errors import ExportError, TwinopError, option
+from twinop.model import weights
+from twinop.model.weights import clip
 from twinop.tolerance import LOST, NOISE
 
 from . import decoders, inputs
 from . import graph as g
 from .inputs import Case, Sizes
-from .precision import MOST_ELEMENTS, clip
+from .precision import MOST_ELEMENTS
 from .weight_sizes import fit
 
 Outputs = list[list[Any]]
@@ -307,7 +309,7 @@ def nudge_weights(model: ir.Model, by: float = LAST_BITS) -> ir.Model:
         tensor = value.const_value
         is_float = tensor is not None and tensor.dtype is ir.DataType.FLOAT
         if tensor is not None and is_float and _FEW < tensor.size <= MOST_ELEMENTS:
-            value.const_value = ir.tensor(_nudged(tensor.numpy(), by), name=value.name)
+            value.const_value = weights.nudged(tensor, by)
     return model
 
 

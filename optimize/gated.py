@@ -11,6 +11,8 @@ Leaves alone: GELU gates of other tensors, because no op computes these.
 import numpy as np
 import onnx_ir as ir
 
+from twinop.model import weights
+
 from . import graph as g
 from .linear import (
     LAYOUT,
@@ -110,19 +112,21 @@ def _concatenated(
     Args:
         parts: the product of gate and that of up, and which half of it each is (None for all of it).
     """
-    weights, biases = [], []
+    rows, biases = [], []
     for found, half in parts:
-        weight, bias = g.constant(found.weight), g.constant(found.bias)
+        weight, bias = g.tensor(found.weight), g.tensor(found.bias)
         assert weight is not None
-        weight = weight.T if found.layout == "kn" else weight
-        weights.append(weight if half is None else np.split(weight, 2)[half])
-        row = np.zeros(found.width, weight.dtype) if bias is None else bias.reshape(-1)
-        biases.append(row if half is None else np.split(row, 2)[half])
+        size = found.width if half is None else found.width // 2
+        start, stop = size * (half or 0), size * (half or 0) + size
+        weight = weights.transpose(weight) if found.layout == "kn" else weight
+        rows.append(weights.part(weight, 0, start, stop))
+        row = ir.tensor(np.zeros(found.width, weight.dtype.numpy())) if bias is None else bias
+        biases.append(weights.part(weights.reshape(row, [found.width]), 0, start, stop))
     name = f"{parts[0][0].weight.name}_gate_up"
     bias_value = None
     if any(found.bias is not None for found, _ in parts):
-        bias_value = g.initializer(context.graph, np.concatenate(biases), f"{name}_bias")
-    return g.initializer(context.graph, np.concatenate(weights), name), bias_value
+        bias_value = g.initializer(context.graph, weights.join(biases), f"{name}_bias")
+    return g.initializer(context.graph, weights.join(rows), name), bias_value
 
 
 def halves(gate: ir.Value, up: ir.Value) -> tuple[ir.Value, int] | None:

@@ -10,11 +10,11 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 
+from twinop.model.weights import in_c_order, is_large, same, sample, sizes
 from twinop.op_spec import DOMAIN, OpSpec
 
 MICROSOFT = "com.microsoft"
 Dim = int | str | None
-_STRIP = 16  # columns
 _RESULTS = {"LessOrEqual": ir.DataType.BOOL, "Shape": ir.DataType.INT64}
 _ELEMENTWISE = {"Add", "Cast", "Div", "Identity", "LessOrEqual", "Max", "Mul", "Reciprocal", "Sqrt", "Where"}
 
@@ -192,7 +192,7 @@ def has_permutation(node: ir.Node | None, permutation: Sequence[int]) -> bool:
     return node is not None and [*attribute(node, "perm", ())] == [*permutation] != []
 
 
-def _tensor(value: ir.Value | None) -> ir.TensorProtocol | None:
+def tensor(value: ir.Value | None) -> ir.TensorProtocol | None:
     """Returns the tensor of a Constant or of an initializer that no caller can override, else None."""
     if value is None or value.is_graph_input():
         return None
@@ -200,20 +200,20 @@ def _tensor(value: ir.Value | None) -> ir.TensorProtocol | None:
 
 
 def constant(value: ir.Value | None) -> np.ndarray | None:
-    """Returns the array of a constant, else None."""
-    tensor = _tensor(value)
-    return None if tensor is None else tensor.numpy()
+    """Returns the array of a constant, else None; also of a large one, which only `tensor` returns."""
+    found = tensor(value)
+    return None if found is None or is_large(found) else found.numpy()
 
 
 def is_constant(value: ir.Value | None) -> bool:
-    """Whether `constant` returns an array; does not read it."""
-    return _tensor(value) is not None
+    """Whether `tensor` returns one; does not read it."""
+    return tensor(value) is not None
 
 
 def scalar(value: ir.Value | None) -> float | None:
     """Returns the number of a constant with one element, else None."""
-    tensor = _tensor(value)
-    return float(tensor.numpy().item()) if tensor is not None and tensor.size == 1 else None
+    found = tensor(value)
+    return float(found.numpy().item()) if found is not None and found.size == 1 else None
 
 
 def dims(value: ir.Value | None) -> list[Dim] | None:
@@ -513,41 +513,29 @@ def initializer(graph: ir.Graph, array: np.ndarray | ir.TensorProtocol, prefix: 
     names = (f"{prefix}_{index}" for index in range(len(graph.initializers) + 1))
     name = next(each for each in names if each not in graph.initializers)
     if isinstance(array, np.ndarray):
-        array = ir.tensor(_in_c_order(array), name=name)
+        array = ir.tensor(in_c_order(array), name=name)
     value = ir.val(name, const_value=array)
     graph.register_initializer(value)
     return value
 
 
-def _in_c_order(array: np.ndarray) -> np.ndarray:
-    """Returns an array in C order. A transposed matrix is copied in strips: 3 times as fast."""
-    if np.ndim(array) != 2 or array.flags.c_contiguous:
-        return np.asarray(array, order="C")
-    copied = np.empty(array.shape, array.dtype)
-    for start in range(0, array.shape[1], _STRIP):
-        copied[:, start : start + _STRIP] = array[:, start : start + _STRIP]
-    return copied
-
-
 def share_constants(graph: ir.Graph) -> None:
     """Makes equal initializers one: layers that share a weight share what rewrites have made of it."""
-    known: dict[tuple[object, ...], list[tuple[ir.Value, np.ndarray]]] = {}
+    known: dict[tuple[object, ...], list[tuple[ir.Value, ir.TensorProtocol]]] = {}
     for value in list(graph.initializers.values()):
         tensor = value.const_value
         if tensor is None or value.is_graph_input() or value.is_graph_output() or not tensor.size:
             continue
         if tensor.dtype is ir.DataType.STRING:
             continue
-        numbers = tensor.numpy().reshape(-1)
-        some = numbers[:: max(numbers.size // 64, 1)].tobytes()
-        alike = known.setdefault((tensor.dtype, tuple(tensor.shape), some), [])
-        for other, array in alike:
-            if np.array_equal(array.view(np.uint8), numbers.view(np.uint8)):
+        alike = known.setdefault((tensor.dtype, sizes(tensor), sample(tensor)), [])
+        for other, known_tensor in alike:
+            if same(known_tensor, tensor):
                 ir.convenience.replace_all_uses_with(value, other)
                 del graph.initializers[str(value.name)]
                 break
         else:
-            alike.append((value, numbers))
+            alike.append((value, tensor))
 
 
 def replace(old: ir.Value, new: ir.Value) -> None:

@@ -9,6 +9,7 @@ import numpy as np
 import onnx_ir as ir
 
 from twinop.errors import ExportError, option
+from twinop.model import weights
 
 from . import graph as g
 from .dimensions import expressions
@@ -335,15 +336,17 @@ def draws_random(node: ir.Node) -> bool:
 
 def table_rows(value: ir.Value) -> int:
     """Returns the number of rows of the smallest table that an input of integers indexes."""
-    return min((table.shape[axis] for table, axis in _tables(value)), default=_UNKNOWN_ROWS)
+    return min((weights.sizes(table)[axis] for table, axis in _tables(value)), default=_UNKNOWN_ROWS)
 
 
-def _tables(value: ir.Value, seen: frozenset[ir.Value] = frozenset()) -> Iterator[tuple[np.ndarray, int]]:
+def _tables(
+    value: ir.Value, seen: frozenset[ir.Value] = frozenset()
+) -> Iterator[tuple[ir.TensorProtocol, int]]:
     """Yields the tables that an input of integers indexes, and along which axis."""
     for use in value.uses():
         node = use.node
         if node.op_type in ("Gather", "GatherElements", "EmbedLayerNormalization") and use.idx:
-            table = g.constant(node.inputs[0])
+            table = g.tensor(node.inputs[0])
             if table is not None:
                 yield table, g.attribute(node, "axis", 0)
         elif node.op_type in _PASS_THROUGH and use.idx == 0 and node.outputs[0] not in seen:
@@ -364,7 +367,7 @@ def cases_of_ids(model: ir.Model, case: Case) -> tuple[str, list[Case]]:
         if array is None or array.dtype.kind != "i" or not array.size or is_mask(value):
             continue
         if tables := [*_tables(value)]:
-            rows = min(table.shape[axis] for table, axis in tables)
+            rows = min(weights.sizes(table)[axis] for table, axis in tables)
             found = {each for table, axis in tables for each in _ids(table, axis, rows)}
             ids[str(value.name)] = np.array(sorted(found), array.dtype)
             times, batch = max(times, -(-len(found) // array.size)), (g.dims(value) or [None])[0]
@@ -391,13 +394,12 @@ def cases_of_ids(model: ir.Model, case: Case) -> tuple[str, list[Case]]:
     return ", ".join(ids), cases
 
 
-def _ids(table: np.ndarray, axis: int, rows: int) -> Collection[int]:
+def _ids(table: ir.TensorProtocol, axis: int, rows: int) -> Collection[int]:
     if rows <= _ALL_ROWS:
         return range(rows)
-    flat = np.moveaxis(table, axis, 0)[:rows].reshape(rows, -1)
-    if flat.dtype.kind != "f":
+    if table.dtype.numpy().kind != "f":
         return range(_ENDS)
-    sizes = (np.linalg.norm(flat, axis=1), np.maximum(flat.max(axis=1), -flat.min(axis=1)))
+    sizes = [statistic(table, axis)[:rows] for statistic in (weights.row_norms, weights.row_maxima)]
     largest = np.concatenate([np.argpartition(each, -_LARGEST)[-_LARGEST:] for each in sizes])
     return {*range(_ENDS), *range(rows - _ENDS, rows), *map(int, largest)}
 

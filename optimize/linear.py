@@ -13,6 +13,8 @@ from dataclasses import dataclass
 import numpy as np
 import onnx_ir as ir
 
+from twinop.model import weights
+
 from . import graph as g
 from .rewrite import Rewrite
 
@@ -131,9 +133,9 @@ def bias_vector(context: g.RewriteContext, value: ir.Value | None) -> ir.Value |
     """Returns a constant bias as [N]."""
     if value is None or len(value.shape or ()) == 1:
         return value
-    array = g.constant(value)
-    assert array is not None
-    return g.initializer(context.graph, array.reshape(-1), f"{value.name}_flat")
+    tensor = g.tensor(value)
+    assert tensor is not None
+    return g.initializer(context.graph, weights.reshape(tensor, [tensor.size]), f"{value.name}_flat")
 
 
 def activation_of(context: g.RewriteContext, node: ir.Node | None) -> str:
@@ -203,9 +205,9 @@ def oriented_weight(context: g.RewriteContext, linear: Linear) -> tuple[ir.Value
     if known is None or known.graph is not context.graph:  # unread ones are removed after each rewrite
         if not is_replaceable(linear, context.graph, by_transpose=True):
             return linear.weight, linear.layout
-        weight = g.constant(linear.weight)
+        weight = g.tensor(linear.weight)
         assert weight is not None
-        known = g.initializer(context.graph, weight.T, f"{linear.weight.name}_nk")
+        known = g.initializer(context.graph, weights.transpose(weight), f"{linear.weight.name}_nk")
         context.weights_nk[linear.weight] = known
         for user in linear.weight.consumers():  # the table of an embedding that shares the weight
             if user.op_type == "Transpose" and not user.domain and user.graph is context.graph:
@@ -217,9 +219,11 @@ def slice_columns(
     context: g.RewriteContext, linear: Linear, start: int, stop: int
 ) -> tuple[ir.Value, ir.Value | None]:
     """Returns the output columns from start to stop of the weight and the bias, as new constants."""
-    weight, bias = g.constant(linear.weight), g.constant(linear.bias)
+    weight, bias = g.tensor(linear.weight), g.tensor(linear.bias)
     assert weight is not None
-    part = weight[:, start:stop] if linear.layout == "kn" else weight[start:stop]
-    name = f"{linear.weight.name}_{start}"
-    new = None if bias is None else g.initializer(context.graph, bias.reshape(-1)[start:stop], f"{name}_bias")
-    return g.initializer(context.graph, np.ascontiguousarray(part), name), new
+    name, new = f"{linear.weight.name}_{start}", None
+    if bias is not None:
+        row = weights.part(weights.reshape(bias, [bias.size]), 0, start, stop)
+        new = g.initializer(context.graph, row, f"{name}_bias")
+    part = weights.part(weight, 1 if linear.layout == "kn" else 0, start, stop)
+    return g.initializer(context.graph, part, name), new

@@ -9,9 +9,9 @@ Writes: one CustomLinear with the concatenated weights, and a Split, which costs
 import math
 from collections.abc import Sequence
 
-import numpy as np
 import onnx_ir as ir
 
+from twinop.model import weights
 from twinop.op_spec import DOMAIN
 
 from . import graph as g
@@ -91,8 +91,8 @@ def merge(context: g.RewriteContext, nodes: list[ir.Node]) -> ir.Value:
 def join(context: g.RewriteContext, parts: tuple[ir.Value, ...]) -> ir.Value:
     """Returns a constant that joins others along the first axis."""
     if parts not in context.joined:
-        arrays = [array for each in parts if (array := g.constant(each)) is not None]
-        context.joined[parts] = g.initializer(context.graph, np.concatenate(arrays), "packed")
+        tensors = [tensor for each in parts if (tensor := g.tensor(each)) is not None]
+        context.joined[parts] = g.initializer(context.graph, weights.join(tensors), "packed")
     return context.joined[parts]
 
 

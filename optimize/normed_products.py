@@ -11,6 +11,7 @@ longer than the norm's kernel; weights that others read, too, or whose products 
 import numpy as np
 import onnx_ir as ir
 
+from twinop.model import weights
 from twinop.op_spec import DOMAIN
 
 from . import graph as g
@@ -58,21 +59,27 @@ def _move(context: g.RewriteContext, norm: ir.Node, count: int) -> bool:
     return True
 
 
-def _scaled(context: g.RewriteContext, node: ir.Node, x: ir.Value, row: np.ndarray) -> np.ndarray | None:
+def _scaled(
+    context: g.RewriteContext, node: ir.Node, x: ir.Value, row: np.ndarray
+) -> ir.TensorProtocol | None:
     """Returns the weight of a product times a row, or None if the product cannot norm its input x."""
     names = [context.records[op].onnx_name for op in ("linear", "linear_swiglu")]
     is_product = node.domain == DOMAIN and node.op_type in names and not why_no_product(node)
     if not is_product or g.attribute(node, "rms_eps", 0.0) > 0:
         return None
-    weight, array = node.inputs[1], g.constant(node.inputs[1])
-    if weight is None or array is None or len(weight.uses()) > 1 or array.size >= _MOST_ELEMENTS:
+    weight, tensor = node.inputs[1], g.tensor(node.inputs[1])
+    if weight is None or tensor is None or len(weight.uses()) > 1 or tensor.size >= _MOST_ELEMENTS:
         return None
-    exact = np.multiply(array, row, dtype=np.float32)
+    if [value for value in node.inputs if value is x] != [node.inputs[0]]:
+        return None
+    wide = weights.cast(tensor, ir.DataType.FLOAT)
+    exact = weights.elementwise("Mul", wide, ir.tensor(row))
+    unit, error, size = 2.0 ** (-11 if tensor.dtype is ir.DataType.FLOAT16 else -8), 0.0, 0.0
     with np.errstate(all="ignore"):
-        scaled = exact.astype(array.dtype)
-        error, unit = np.linalg.norm(scaled - exact), 2.0 ** (-11 if array.dtype == np.float16 else -8)
-    is_x_alone = [value for value in node.inputs if value is x] == [node.inputs[0]]
-    return scaled if is_x_alone and error <= unit * np.linalg.norm(exact) else None
+        for strip in weights.strips(exact):
+            error += float(np.square(strip.astype(tensor.dtype.numpy()) - strip).sum())
+            size += float(np.square(strip).sum())
+    return weights.cast(exact, tensor.dtype) if error**0.5 <= unit * size**0.5 else None
 
 
 def _sum(context: g.RewriteContext, norm: ir.Node) -> ir.Value | None:

@@ -13,13 +13,13 @@ Unless a dtype is asked for, what the file computes in fp32 stays so, too (`wide
 """
 
 from collections.abc import Iterator, Mapping
-from typing import Any
 
 import ml_dtypes
 import numpy as np
 import onnx_ir as ir
 from onnx_ir.passes.common import LiftConstantsToInitializersPass, RemoveUnusedNodesPass
 
+from twinop.model import weights
 from twinop.op_spec import DOMAIN
 
 from . import graph as g
@@ -48,6 +48,7 @@ _BOUNDS = {"Add", "Clip", "Max", "Sub", "Sum", "Where"}
 _DIVIDES = {"Div", "Log", "Pow", "Reciprocal"}
 _KEEPS = {"Abs", "Expand", "Reshape", "Sqrt", "Squeeze", "Transpose", "Unsqueeze"}
 _SMALL = 256  # bfloat16 has all integers up to this
+_LARGEST = "largest magnitude"  # in the `meta` of tensors
 MOST_ELEMENTS = 2**20
 """Of weights that are read as a whole, to look at their numbers."""
 _MICROSOFT = {
@@ -143,8 +144,8 @@ def _converted(
     if (value, dtype) not in casts:
         if is_constant:
             assert before.graph is not None and value.const_value is not None
-            array = narrow(value.const_value.numpy(), dtype)
-            casts[value, dtype] = g.initializer(before.graph, array, f"{value.name}_{dtype.name.lower()}")
+            tensor = weights.cast(value.const_value, dtype)
+            casts[value, dtype] = g.initializer(before.graph, tensor, f"{value.name}_{dtype.name.lower()}")
         else:
             casts[value, dtype] = g.add(before, "Cast", [value], {"to": dtype})
     return casts[value, dtype]
@@ -245,8 +246,10 @@ def _largest(value: ir.Value | None) -> float:
     """Returns the largest absolute number of a small constant in fp32, and 0 of other values."""
     if value is None or not _is_wide_constant(value) or value.const_value is None:
         return 0.0
-    is_weight = value.const_value.size > MOST_ELEMENTS
-    return 0.0 if is_weight else float(np.abs(value.const_value.numpy()).max(initial=0.0))
+    tensor = value.const_value
+    if _LARGEST not in tensor.meta:
+        tensor.meta[_LARGEST] = 0.0 if tensor.size > MOST_ELEMENTS else weights.largest(tensor)
+    return float(tensor.meta[_LARGEST])
 
 
 def _of_large_integers(graph: ir.Graph, dtype: ir.DataType) -> set[ir.Node]:
@@ -278,7 +281,7 @@ def _is_small(value: ir.Value | None) -> bool:
     if value is None or (value.dtype is not None and value.dtype.bitwidth <= 8):
         return True
     if value.const_value is not None:
-        return bool(np.abs(value.const_value.numpy().astype(np.float64)).max(initial=0.0) <= _SMALL)
+        return weights.largest(value.const_value) <= _SMALL
     node = value.producer()
     if node is None or node.domain:
         return node is None and MASK in value.meta
@@ -301,11 +304,12 @@ def _is_weight(node: ir.Node, dtype: ir.DataType, wide: set[ir.Node]) -> bool:
 
     A session fuses both, if no cast lies between.
     """
-    scale, users = g.constant(node.inputs[1]), {use.node for use in node.outputs[0].uses()}
+    scale, users = g.tensor(node.inputs[1]), {use.node for use in node.outputs[0].uses()}
     if scale is None or not g.attribute(node, "block_size", 0) or not g.is_constant(node.inputs[0]):
         return False
     is_read = users and all(each.op_type == "MatMul" and each.graph is node.graph for each in users)
-    return bool(is_read and users.isdisjoint(wide) and np.array_equal(narrow(scale, dtype), scale))
+    fits = weights.largest(scale) <= float(dtype.max) and weights.fits(scale, dtype)
+    return bool(is_read and users.isdisjoint(wide) and fits)
 
 
 def _readers(value: ir.Value) -> Iterator[ir.Node]:
@@ -321,20 +325,6 @@ def _is_wide_constant(value: ir.Value) -> bool:
     return value.is_initializer() and value.dtype is ir.DataType.FLOAT
 
 
-def clip(value: Any, dtype: ir.DataType) -> Any:
-    """Limits the finite numbers of an array to those of a dtype; values of other kinds stay."""
-    if not isinstance(value, np.ndarray) or value.dtype.kind != "f":
-        return value
-    limit = float(dtype.max)
-    return np.where(np.isfinite(value), np.clip(value, -limit, limit), value)
-
-
-def narrow(array: np.ndarray, dtype: ir.DataType) -> np.ndarray:
-    """Converts numbers. Finite ones stay finite, such as the lowest one of a mask."""
-    narrowed: np.ndarray = clip(array, dtype).astype(dtype.numpy())
-    return narrowed
-
-
 def _convert_attributes(node: ir.Node, wanted: ir.DataType) -> None:
     for name in ("to", "dtype", "output_dtype"):
         if g.attribute(node, name, None) == ir.DataType.FLOAT:
@@ -342,8 +332,7 @@ def _convert_attributes(node: ir.Node, wanted: ir.DataType) -> None:
     if node.op_type == "ConstantOfShape" and wanted is not ir.DataType.FLOAT:
         value = g.attribute(node, "value", ir.tensor(np.zeros(1, np.float32)))
         if value.dtype is ir.DataType.FLOAT:
-            tensor = ir.tensor(narrow(value.numpy(), wanted), dtype=wanted)
-            node.attributes["value"] = ir.AttrTensor("value", tensor)
+            node.attributes["value"] = ir.AttrTensor("value", weights.cast(value, wanted))
 
 
 def _cast_outputs(

@@ -17,6 +17,7 @@ import numpy as np
 import onnx_ir as ir
 
 from twinop.errors import TwinopError
+from twinop.model import weights
 
 from . import graph as g
 from .gated import gate_of, halves
@@ -52,7 +53,7 @@ class _Product:
     """A product with a quantised weight, and the sum with its bias."""
 
     node: ir.Node
-    arrays: tuple[np.ndarray, np.ndarray, np.ndarray | None]  # B, scales, zero points
+    tensors: tuple[ir.TensorProtocol, ir.TensorProtocol, ir.TensorProtocol | None]  # B, scales, zero points
     bias: np.ndarray | None
     output: ir.Value
 
@@ -69,18 +70,20 @@ class _Product:
 
     @property
     def shapes(self) -> list[tuple[int, ...]]:
-        """Those of `arrays`, as linear_q takes them."""
+        """Those of `tensors`, as linear_q takes them."""
         n, k, bits, block = self.sizes.values()
         blocks = -(-k // block)
         return [(n, blocks, block * bits // 8), (n, blocks), (n, -(-blocks * bits // 8))]
 
     def check(self) -> None:
-        """Raises TwinopError if an array has another number of elements than the attributes say."""
-        for name, array, shape in zip(("B", "scales", "zero_points"), self.arrays, self.shapes, strict=True):
-            if array is not None and array.size != math.prod(shape):
+        """Raises TwinopError if a tensor has another number of elements than the attributes say."""
+        for name, tensor, shape in zip(
+            ("B", "scales", "zero_points"), self.tensors, self.shapes, strict=True
+        ):
+            if tensor is not None and tensor.size != math.prod(shape):
                 n, k, bits, block = self.sizes.values()
                 raise TwinopError(
-                    f"{PRODUCT}: {name} has {array.size} elements, expected {math.prod(shape)}: N = {n}, "
+                    f"{PRODUCT}: {name} has {tensor.size} elements, expected {math.prod(shape)}: N = {n}, "
                     f"K = {k}, {bits} bits, blocks of {block}"
                 )
 
@@ -90,8 +93,9 @@ def rewrite(context: g.RewriteContext) -> None:
     for node in context.nodes(PRODUCT, domain=g.MICROSOFT):
         try:
             product = _match(node)
-            dtype = np.dtype(np.uint8) if product.arrays[2] is None else product.arrays[2].dtype
-            if reason := why_not(**product.sizes, zero_points=dtype):
+            zeros = product.tensors[2]
+            dtype = ir.DataType.UINT8 if zeros is None else zeros.dtype
+            if reason := why_not(**product.sizes, zero_points=dtype.numpy()):
                 raise g.UnsupportedPattern(reason)
         except g.UnsupportedPattern as reason:
             context.left[f"{PRODUCT}: {reason}"] += 1
@@ -113,23 +117,23 @@ def rewrite(context: g.RewriteContext) -> None:
 
 def _match(node: ir.Node) -> _Product:
     x, b, scales, zeros, order, bias = [*node.inputs, *[None] * 6][:6]
-    arrays = [g.constant(each) for each in (b, scales, zeros, bias)]
+    tensors, row = [g.tensor(each) for each in (b, scales, zeros)], g.constant(bias)
     if order is not None:
         raise g.UnsupportedPattern("columns in another order (g_idx)")
     if g.attribute(node, "weight_prepacked", 0):  # ONNX Runtime's CPU kernel reads it as if it were not
         raise g.UnsupportedPattern("weights packed for one kind of GPU (weight_prepacked)")
     if x is not None and x.dtype is ir.DataType.FLOAT and node.outputs[0].dtype is ir.DataType.FLOAT:
         raise g.UnsupportedPattern("a product in fp32")
-    if x is None or arrays[0] is None or arrays[1] is None:
+    if x is None or tensors[0] is None or tensors[1] is None:
         raise g.UnsupportedPattern("a weight that is not constant")
-    if any(array is None and value is not None for array, value in ((arrays[2], zeros), (arrays[3], bias))):
+    if (zeros is not None and tensors[2] is None) or (bias is not None and row is None):
         raise g.UnsupportedPattern("zero points or a bias that are not constant")
     output = node.outputs[0]
-    product = _Product(node, (arrays[0], arrays[1], arrays[2]), arrays[3], output)
+    product = _Product(node, (tensors[0], tensors[1], tensors[2]), row, output)
     if (add := g.only_user(output)) is not None and add.op_type == "Add" and not add.domain and bias is None:
         row = g.constant(g.other_input(add, output))
         if row is not None and row.shape == (product.sizes["n"],):
-            return _Product(node, product.arrays, row, add.outputs[0])
+            return _Product(node, product.tensors, row, add.outputs[0])
     return product
 
 
@@ -164,21 +168,19 @@ def _write(
     first, sizes = products[0], products[0].sizes
     name = str(first.node.inputs[1].name)  # type: ignore[union-attr]
 
-    def joined(index: int) -> ir.Value | np.ndarray | None:
+    def joined(index: int, part: str) -> ir.Value | None:
         """Returns an input of MatMulNBits, as it is if one product has it in the shape of linear_q."""
-        stored = [part for each in products if (part := each.arrays[index]) is not None]
+        stored = [tensor for each in products if (tensor := each.tensors[index]) is not None]
         if not stored:
             return None
-        if len(products) == 1 and stored[0].shape == first.shapes[index]:
+        if len(products) == 1 and weights.sizes(stored[0]) == first.shapes[index]:
             return first.node.inputs[index + 1]
-        return np.concatenate([part.reshape(first.shapes[index]) for part in stored])
+        whole = weights.join([weights.reshape(tensor, first.shapes[index]) for tensor in stored])
+        return g.initializer(context.graph, whole, f"{name}_{part}")
 
-    weight, scale, zero = map(joined, range(3))
-    values = [weight, scale, zero, _bias_of(products)]
-    given = [
-        g.initializer(context.graph, each, f"{name}_{part}") if isinstance(each, np.ndarray) else each
-        for each, part in zip(values, ("blocks", "scale", "zero", "bias"), strict=True)
-    ]
+    bias = _bias_of(products)
+    given = [joined(index, part) for index, part in enumerate(("blocks", "scale", "zero"))]
+    given.append(None if bias is None else g.initializer(context.graph, bias, f"{name}_bias"))
     is_gated = op == "linear_q_swiglu"
     width = sum(each.sizes["n"] for each in products) // (1 + is_gated)
     shape = g.dims(output) or [*(g.dims(first.x) or [])[:-1], width]
@@ -190,7 +192,8 @@ def _write(
 def _bias_of(products: list[_Product]) -> np.ndarray | None:
     if all(each.bias is None for each in products):
         return None
-    rows = [np.zeros(p.sizes["n"], p.arrays[1].dtype) if p.bias is None else p.bias for p in products]
+    dtype = products[0].tensors[1].dtype.numpy()
+    rows = [np.zeros(each.sizes["n"], dtype) if each.bias is None else each.bias for each in products]
     return np.concatenate(rows)
 
 
@@ -235,5 +238,5 @@ def _product_of(value: ir.Value) -> _Product | None:
 def _kind(product: _Product) -> list[object]:
     """Returns what two products have in common if their weights can be one."""
     attributes = {name: each.value for name, each in product.node.attributes.items() if name != "N"}
-    forms = [None if array is None else (array.dtype, array.shape[1:]) for array in product.arrays]
+    forms = [None if each is None else (each.dtype, weights.sizes(each)[1:]) for each in product.tensors]
     return [product.x, attributes, product.node.meta.get("accuracy_level"), *forms]

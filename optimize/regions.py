@@ -140,4 +140,5 @@ def _restores(node: ir.Node) -> bool:
 def _is_row(value: ir.Value) -> bool:
     """Whether a constant is one number or one row of numbers."""
     shape = g.dims(value)
-    return g.scalar(value) is not None or (shape is not None and all(dim == 1 for dim in shape[:-1]))
+    is_row = shape is not None and all(dim == 1 for dim in shape[:-1])
+    return g.scalar(value) is not None or (is_row and g.constant(value) is not None)

@@ -27,6 +27,7 @@ from twinop.model.attach import attach_to_calls
 from twinop.model.calls import find_calls, paths_in_use
 from twinop.model.files import EXTERNAL_DATA_BYTES, save
 from twinop.model.folding import restore_defaults, take_defaults
+from twinop.model.weights import narrow
 from twinop.op_spec import OpSpec
 from twinop.progress import Progress
 from twinop.quiet import quiet
@@ -310,7 +311,7 @@ class RewriteCheck:
         branches.move_back(model)
         kinds = {str(value.name): value.dtype for value in model.graph.inputs}
         defaults = {
-            each: ir.tensor(precision.narrow(tensor.numpy(), kind), dtype=kind, name=each)
+            each: ir.tensor(narrow(tensor.numpy(), kind), dtype=kind, name=each)
             if (kind := kinds[each]) is not None and kind is not tensor.dtype
             else tensor
             for each, tensor in self.defaults.items()
@@ -523,7 +524,7 @@ class RewriteCheck:
         """Returns inputs in the dtypes of the result."""
         return [
             {
-                n: precision.narrow(a, self.interface.get(n, self.dtype)) if a.dtype == np.float32 else a
+                n: narrow(a, self.interface.get(n, self.dtype)) if a.dtype == np.float32 else a
                 for n, a in case.items()
             }
             for case in cases

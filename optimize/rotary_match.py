@@ -5,6 +5,8 @@ from dataclasses import dataclass
 import numpy as np
 import onnx_ir as ir
 
+from twinop.model import weights
+
 from . import graph as g
 
 _ELEMENTWISE = ("Add", "Cast", "Cos", "Div", "Identity", "Mul", "Neg", "Sin", "Sub")
@@ -141,25 +143,27 @@ def _source_of_interleaved(value: ir.Value | None) -> ir.Value | None:
     return x if is_pairs and flat[-1] == width and len(flat) == len(shape) else None
 
 
-def _constant_part(value: ir.Value | None) -> np.ndarray | None:
+def _constant_part(value: ir.Value | None) -> ir.TensorProtocol | None:
     """Returns a constant, or columns of one."""
     if (part := g.part_of(value, -1)) is None:
-        return g.constant(value)
+        return g.tensor(value)
     source, start, stop = part
-    whole = g.constant(source)
-    return None if whole is None else whole[..., start:stop]
+    whole = g.tensor(source)
+    return None if whole is None else weights.part(whole, -1, start, stop)
 
 
 def has_equal_pairs(value: ir.Value | None, layout: str) -> bool:
     """Whether both elements of each pair of the last dimension are known to be equal."""
-    array, width = _constant_part(value), g.last_dim(value)
-    if array is not None and array.ndim and array.shape[-1] > 1:
-        if array.shape[-1] % 2:
+    tensor, width = _constant_part(value), g.last_dim(value)
+    last = (weights.sizes(tensor) or (0,))[-1] if tensor is not None else 0
+    if tensor is not None and last > 1:
+        if last % 2:
             return False
-        first, second = array[..., ::2], array[..., 1::2]
         if layout == "half":
-            first, second = np.split(array, 2, -1)
-        return np.array_equal(first, second)
+            return weights.same(
+                *(weights.part(tensor, -1, start, start + last // 2) for start in (0, last // 2))
+            )
+        return all(np.array_equal(each[..., ::2], each[..., 1::2]) for each in weights.strips(tensor))
     if width == 1 or g.dims(value) == []:
         return True
     node = value.producer() if value is not None else None

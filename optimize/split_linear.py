@@ -9,6 +9,8 @@ that other nodes read, too, and so stay beside their parts.
 
 import onnx_ir as ir
 
+from twinop.model import weights
+
 from . import graph as g
 from .linear import Linear, is_replaceable, plain_product, slice_columns, supported_linear
 from .rewrite import Rewrite
@@ -42,12 +44,12 @@ class SplitLinear(Rewrite[tuple[Linear | None, list[_Part]]]):
 
     def apply(self, node: ir.Node, match: tuple[Linear | None, list[_Part]]) -> None:
         linear, parts = match
-        whole = g.constant(node.inputs[0]) if linear is None else None
+        whole = g.tensor(node.inputs[0]) if linear is None else None
         for value, start, stop in parts:
             if linear is None:
                 assert whole is not None
-                array = whole.take(range(start, stop), g.attribute(node, "axis", 0))
-                self.replace(value, g.initializer(self.context.graph, array, str(value.name)))
+                part = weights.part(whole, g.attribute(node, "axis", 0), start, stop)
+                self.replace(value, g.initializer(self.context.graph, part, str(value.name)))
             else:
                 weight, bias = slice_columns(self.context, linear, start, stop)
                 shape = [*(g.dims(linear.output) or [])[:-1], stop - start]

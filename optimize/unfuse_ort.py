@@ -9,10 +9,12 @@ Leaves alone: attention with a KV cache, and nodes with attributes that standard
 """
 
 from collections.abc import Callable, Mapping
+from itertools import accumulate
 
 import numpy as np
 import onnx_ir as ir
 
+from twinop.model import weights
 from twinop.model.attach import OPSETS
 
 from . import graph as g
@@ -162,12 +164,13 @@ def _attention(context: g.RewriteContext, node: ir.Node) -> None:
         raise g.UnsupportedPattern("its weight is not constant")
     if not g.has_only(weight, context.graph, node.op_type):
         raise g.UnsupportedPattern("other nodes read its weight, too")
-    array = g.constant(weight)
-    assert array is not None
-    widths = g.attribute(node, "qkv_hidden_sizes", [array.shape[1] // 3] * 3)
+    tensor = g.tensor(weight)
+    assert tensor is not None
+    widths = g.attribute(node, "qkv_hidden_sizes", [weights.sizes(tensor)[1] // 3] * 3)
     parts = list[ir.Value]()
-    for columns in np.split(array, np.cumsum(widths)[:-1], 1):
-        shape: list[g.Dim] = [*(g.dims(x) or [])[:-1], columns.shape[1]]
+    for width, stop in zip(widths, accumulate(widths), strict=True):
+        shape: list[g.Dim] = [*(g.dims(x) or [])[:-1], width]
+        columns = weights.part(tensor, 1, stop - width, stop)
         part = g.initializer(context.graph, columns, f"{weight.name}_part")
         parts.append(g.add(node, "MatMul", [x, part], shape=shape))
     _multi_head(context, node, parts, bias, mask, added)

@@ -12,14 +12,14 @@ reader of fp32.
 
 from collections.abc import Iterable, Mapping
 
-import numpy as np
 import onnx_ir as ir
 
 from twinop.errors import ExportError, option
+from twinop.model import weights
 
 from . import graph as g
 from .own_ops import FLOATS_16, cast_for_readers
-from .precision import ELEMENTS, MOST_ELEMENTS, SHAPES, clip, narrow
+from .precision import ELEMENTS, MOST_ELEMENTS, SHAPES
 from .symbolic_shapes import infer_types
 
 _FLOAT = ir.DataType.FLOAT
@@ -168,10 +168,7 @@ def _needs_fp32(value: ir.Value, dtype: ir.DataType) -> bool:
     tensor = ir.convenience.get_const_tensor(value)
     if tensor is None or tensor.size <= 1:
         return False
-    if tensor.size > MOST_ELEMENTS:
-        return True
-    array = tensor.numpy()
-    return not np.array_equal(narrow(array, dtype).astype(np.float32), clip(array, dtype), equal_nan=True)
+    return tensor.size > MOST_ELEMENTS or not weights.fits(tensor, dtype)
 
 
 def _hides(constants: Iterable[ir.Value], dtype: ir.DataType) -> bool:
@@ -210,19 +207,15 @@ def widen(graph: ir.Graph, kept: set[ir.Node]) -> None:
     for value in (*graph.inputs, *graph.initializers.values()):
         _widen_type(value)
         if value.const_value is not None and value.const_value.dtype in FLOATS_16:
-            value.const_value = _widened(value.const_value)
+            value.const_value = weights.cast(value.const_value, _FLOAT)
     for node in graph:
         for value in node.outputs if node not in kept else ():
             _widen_type(value)
         for name, each in list(node.attributes.items()):
             if each.type is ir.AttributeType.TENSOR and not each.is_ref() and each.value.dtype in FLOATS_16:
-                node.attributes[name] = ir.AttrTensor(name, _widened(each.value))
+                node.attributes[name] = ir.AttrTensor(name, weights.cast(each.value, _FLOAT))
             elif _is_dtype(name, each) and ir.DataType(each.value) in FLOATS_16:
                 node.attributes[name] = ir.AttrInt64(name, int(_FLOAT))
-
-
-def _widened(tensor: ir.TensorProtocol) -> ir.TensorProtocol:
-    return ir.tensor(tensor.numpy().astype(np.float32), name=tensor.name)
 
 
 def _widen_type(value: ir.Value) -> None:
