@@ -107,7 +107,7 @@ def check_weights(
         pool = pools[index].with_rows(pools[max(index - 1, 0) : index + 2])
         keys, foreign = {each.key for each in pool.constants}, pools[:index] + pools[index + 1 :]
         missing, held = list[str](), list[_Piece]()
-        for name, tensor in found.items():
+        for value, tensor in found.items():
             progress("checking the weights", done, total)
             done += tensor.nbytes
             pieces = known.get(id(tensor))
@@ -115,10 +115,10 @@ def check_weights(
                 try:
                     pieces = _check(to_array(tensor), pool, foreign)
                 except _Differs as reason:
-                    raise NotEquivalent(f"differs in {segment.name}: {name} {reason}") from None
+                    raise NotEquivalent(f"differs in {segment.name}: {value.name} {reason}") from None
             if pieces is not None:
                 known[id(tensor)] = pieces
-            missing += [name] if pieces is None else []
+            missing += [str(value.name)] if pieces is None else []
             held += pieces or []
         unused = [
             each.name for each in pools[index].constants if each.is_required and not _is_held(each, held)

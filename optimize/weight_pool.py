@@ -80,24 +80,22 @@ class Pool:
         return Pool([*{each.key: each for each in [*rows, *self.constants]}.values()], self.scales)
 
 
-def constants(model: ir.Model) -> dict[str, ir.TensorProtocol]:
-    """Returns the tensors of a model by the names of their values, also those of subgraphs."""
+def constants(model: ir.Model) -> dict[ir.Value, ir.TensorProtocol]:
+    """Returns the tensors of a model, also those of subgraphs."""
     given = [value for graph in model.graphs() for value in graph.initializers.values()]
     given += [node.outputs[0] for node in model.graph.all_nodes() if node.op_type == "Constant"]
-    tensors = {str(value.name): ir.convenience.get_const_tensor(value) for value in given}
+    tensors = {value: ir.convenience.get_const_tensor(value) for value in given}
     return {
-        name: each
-        for name, each in tensors.items()
+        value: each
+        for value, each in tensors.items()
         if each is not None and each.size and each.dtype is not ir.DataType.STRING
     }
 
 
 def pool_of(model: ir.Model) -> Pool:
     """Returns the constants of a part of the original."""
-    tensors, opset = constants(model), model.opset_imports.get("", 1)
-    values = [value for graph in model.graphs() for value in graph.initializers.values()]
-    known = {value: to_array(tensors[str(value.name)]) for value in values if value.name in tensors}
-    stored, computing = {*known}, set[ir.Node]()
+    opset, computing, stored = model.opset_imports.get("", 1), set[ir.Node](), constants(model)
+    known = {value: to_array(tensor) for value, tensor in stored.items()}
     for node in model.graph:
         if known.keys() >= {value for value in node.inputs if value is not None} and not node.domain:
             known |= _computed(node, known, opset)
@@ -110,7 +108,7 @@ def pool_of(model: ir.Model) -> Pool:
             }
             is_weight = is_float(array) or array.itemsize == 1
             is_large = value in stored and array.ndim > 1 and array.nbytes >= _LARGE and is_weight
-            key = id(value.const_value) if value in stored else value
+            key = id(stored[value]) if value in stored else value
             found.append(
                 Constant(str(value.name), key, array, _cuts(value, known), is_large and bool(readers))
             )
