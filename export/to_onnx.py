@@ -3,7 +3,9 @@
 Heavy imports wait until the options have been read.
 """
 
+import inspect
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -29,9 +31,17 @@ if TYPE_CHECKING:
     import torch
 
     from twinop.export.report import ExportReport
+    from twinop.progress import Progress
 
 
-def main(
+def _option(help: str, *names: str) -> Any:
+    return typer.Option(*names, help=help)
+
+
+@dataclass(frozen=True)
+class Options:
+    """What to export, and how: the signature of the command."""
+
     source: Annotated[
         str | None,
         typer.Argument(
@@ -40,69 +50,67 @@ def main(
             "without arguments that returns (module, example inputs), the inputs as a tensor, a tuple, or a "
             "dict by name; or a Module class with a method example_inputs(). Without it: one CustomReLU.",
         ),
-    ] = None,
+    ] = None
     output: Annotated[
         Path | None,
-        typer.Option(
+        _option(
+            "The file to write. Default: the name in MODEL in lower case, else custom_relu.onnx.",
             "--output",
             "-o",
-            help="The file to write. Default: the name in MODEL in lower case, else custom_relu.onnx.",
         ),
-    ] = None,
-    model: Annotated[str | None, typer.Option(help="The same as MODEL, as an option.")] = None,
-    exporter: Annotated[
-        str, typer.Option(help="[bold]dynamo[/] (torch.export) or [bold]torchscript[/] (tracing).")
-    ] = "dynamo",
+    ] = None
+    model: Annotated[str | None, _option("The same as MODEL, as an option.")] = None
+    exporter: Annotated[str, _option("[bold]dynamo[/] (torch.export) or [bold]torchscript[/] (tracing).")] = (
+        "dynamo"
+    )
     dynamic: Annotated[
         list[str] | None,
-        typer.Option(
-            help="Axes whose size stays open: [bold]x:0[/], [bold]x:0,2[/], or with names "
+        _option(
+            "Axes whose size stays open: [bold]x:0[/], [bold]x:0,2[/], or with names "
             "[bold]x:0=batch[/]; repeat it for further inputs; [bold]none[/] fixes all. Default: x:0=batch "
             "for CustomReLU, none for a MODEL."
         ),
-    ] = None,
+    ] = None
     dtype: Annotated[
         str | None,
-        typer.Option(
-            help="float32, float16, bfloat16 or float64: the model and its floating inputs are converted. "
+        _option(
+            "float32, float16, bfloat16 or float64: the model and its floating inputs are converted. "
             "Default: float32 for CustomReLU, no conversion for a MODEL."
         ),
-    ] = None,
-    opset: Annotated[int, typer.Option(help="Version of the standard operators, 20 to 25.")] = 20,
+    ] = None
+    opset: Annotated[int, _option("Version of the standard operators, 20 to 25.")] = 20
     library: Annotated[
         list[Path] | None,
-        typer.Option(
-            help="A custom-op library, once for each domain: loaded into torch, and used for the comparison. "
+        _option(
+            "A custom-op library, once for each domain: loaded into torch, and used for the comparison. "
             "Default: those that the model loads, and the smallest one found with twinop's ops."
         ),
-    ] = None,
-    bodies: Annotated[
-        bool, typer.Option(help="Attach function bodies, for runtimes without the library.")
-    ] = True,
-    verify: Annotated[bool, typer.Option(help="Run the file and compare it with torch.")] = True,
+    ] = None
+    bodies: Annotated[bool, _option("Attach function bodies, for runtimes without the library.")] = True
+    verify: Annotated[bool, _option("Run the file and compare it with torch.")] = True
     allow_uncompared: Annotated[
         bool,
-        typer.Option(
-            "--allow-uncompared", help="Keep the file although an output is empty or NaN for the inputs."
-        ),
-    ] = False,
+        _option("Keep the file although an output is empty or NaN for the inputs.", "--allow-uncompared"),
+    ] = False
     optimize: Annotated[
         bool | None,
-        typer.Option(
-            "--optimize/--no-optimize",
-            help="Optimise a MODEL for ONNX Runtime: fewer nodes, same outputs. [bold]--no-optimize[/] is "
+        _option(
+            "Optimise a MODEL for ONNX Runtime: fewer nodes, same outputs. [bold]--no-optimize[/] is "
             "for other runtimes. Default: on, but for --no-bodies.",
+            "--optimize/--no-optimize",
         ),
-    ] = None,
+    ] = None
     device: Annotated[
         str | None,
-        typer.Option(
-            help="Optimise for cuda or cpu. The file runs on both. Default: cuda where a GPU is to be seen, "
+        _option(
+            "Optimise for cuda or cpu. The file runs on both. Default: cuda where a GPU is to be seen, "
             "else cpu."
         ),
-    ] = None,
-    timeout: Timeout = 600,
-) -> None:
+    ] = None
+    timeout: Timeout = 600
+
+
+def main(**given: Any) -> None:
     """Export a torch model with twinop's ops to ONNX.
 
     The file is checked, run in ONNX Runtime and compared with torch before it is
@@ -119,53 +127,57 @@ def main(
 
       twinop export my_models:make --dynamic input:0 -o model.onnx
     """
+    asked = Options(**given)
     with clear_errors(), progress_bar("loading torch") as progress:
-        if source is not None and model is not None:
-            raise ExportError(f"MODEL {source} and --model {model}: give one of them")
-        output = output or Path(f"{source.rpartition(':')[2].lower()}.onnx" if source else "custom_relu.onnx")
-        what, model = (f"--model {model}", model) if source is None else (f"MODEL {source}", source)
-        import torch
-
-        from twinop import torch_op
+        if asked.source is not None and asked.model is not None:
+            raise ExportError(f"MODEL {asked.source} and --model {asked.model}: give one of them")
+        name = asked.source or asked.model
+        stem = asked.source.rpartition(":")[2].lower() if asked.source else "custom_relu"
+        output = asked.output or Path(f"{stem}.onnx")
         from twinop.export import export
         from twinop.export.inputs import check_opset, floating_dtype, parse_dynamic
-        from twinop.export.model_source import load_model
-        from twinop.model.files import check_target
 
-        check_opset(opset)
-        converted = floating_dtype(dtype) if dtype is not None else None
-        axes = {} if dynamic == ["none"] else parse_dynamic(dynamic or ([] if model else ["x:0=batch"]))
-        module: torch.nn.Module
-        if model is None:
-            torch.manual_seed(0)
-            module, args = torch_op.CustomReLU(), (torch.randn(8, 1024),)
-        else:
-            check_target(output, [Path(model.rpartition(":")[0])])
-            progress(f"loading {model}")
-            for path in library or ():
-                torch_op.load(path)
-            module, args = load_model(model, what)
-        if converted is not None:
-            module, args = _convert(module, args, converted)
+        check_opset(asked.opset)
+        dtype = floating_dtype(asked.dtype) if asked.dtype is not None else None
+        axes = asked.dynamic or ([] if name else ["x:0=batch"])
+        dynamic = {} if axes == ["none"] else parse_dynamic(axes)
+        module, args = _loaded(asked, output, progress)
+        if dtype is not None:
+            module, args = _convert(module, args, dtype)
+        passed = ("exporter", "opset", "bodies", "verify", "allow_uncompared", "device", "library", "timeout")
         report = export(
             module,
             () if isinstance(args, dict) else args,
             output,
             kwargs=args if isinstance(args, dict) else None,
-            exporter=exporter,
-            dynamic=axes,
-            opset=opset,
-            bodies=bodies,
-            verify=verify,
-            allow_uncompared=allow_uncompared,
-            optimize=False if model is None and optimize is None else optimize,
-            device=device,
-            library=library,
-            timeout=timeout,
+            dynamic=dynamic,
+            optimize=False if name is None and asked.optimize is None else asked.optimize,
             progress=progress,
+            **{each: getattr(asked, each) for each in passed},
         )
     out.print(str(report.path), style="bold", soft_wrap=True)
     out.print(_table(report))
+
+
+main.__signature__ = inspect.signature(Options)  # type: ignore[attr-defined]
+
+
+def _loaded(asked: Options, output: Path, progress: "Progress") -> "tuple[torch.nn.Module, Any]":
+    """Returns the model and its example inputs."""
+    import torch
+
+    from twinop import torch_op
+    from twinop.export.model_source import load_model
+    from twinop.model.files import check_target
+
+    if (name := asked.source or asked.model) is None:
+        torch.manual_seed(0)
+        return torch_op.CustomReLU(), (torch.randn(8, 1024),)
+    check_target(output, [Path(name.rpartition(":")[0])])
+    progress(f"loading {name}")
+    for path in asked.library or ():
+        torch_op.load(path)
+    return load_model(name, f"--model {name}" if asked.source is None else f"MODEL {name}")
 
 
 def _convert(module: "torch.nn.Module", args: Any, dtype: "torch.dtype") -> "tuple[torch.nn.Module, Any]":

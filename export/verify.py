@@ -123,38 +123,15 @@ def verify(
 
     Args:
         draft: the file of `model`.
-        calls: the model's calls of each op.
+        calls: the model's calls of each op. Without any, the file runs once.
         cases: inputs, and torch's outputs for them. Special ones that ONNX Runtime refuses become a note.
 
     Raises:
         ExportError: a run fails, or its outputs are not torch's.
     """
-
-    weights = [value.const_value for value in model.graph.initializers.values()]
-    prepack = sum(each.nbytes for each in weights if each is not None) <= _MOST_PREPACKED
-
-    def compare_run(library: deploy.Libraries | bool, what: str) -> tuple[Parity, Sequence[Library]]:
-        usual = sum(not case.special for case in cases)
-        given = [case.tensors for case in cases]
-        answer = run(draft, library, given, required=usual, may_skip=True, prepack=prepack)
-        found, notes = list[Parity](), [answer.note]
-        try:
-            for case, outputs in zip(cases, answer.outputs, strict=True):
-                if outputs:
-                    found.append(compare(case, outputs, what, notes))
-                else:
-                    notes.append(f"ONNX Runtime fails for {case.special}, for which torch does not")
-        except Differs as error:
-            if report.exporter == "dynamo" and report.opset < 23 and _masks_by_lowest_number(model):
-                raise ExportError(f"{error}. {_HIDDEN_ROWS}") from error
-            raise
-        report.notes += [note for note in notes if note and note not in report.notes]
-        equal = all(each.equal for each in found)
-        return Parity(max(each.error for each in found), equal, found[0].outputs), answer.libraries
-
     used: Sequence[Library] = ()
     try:
-        report.parity, used = compare_run(library, "the exported model")
+        report.parity, used = _compare_run(report, draft, model, library, cases, "the exported model")
         report.libraries = paths_in_use(model, used)
         known = {record for each in used for record in each.by_onnx_name.values()}
         if foreign := [record.onnx_name for record in calls if record not in known]:
@@ -166,12 +143,22 @@ def verify(
     without = [record.onnx_name for record in calls if find_body(record.key) is None or not report.bodies]
     if without:
         report.without_reason = f"no function body: {', '.join(without)}"
-        return
-    if not calls and not used:
+    elif not calls and not used:
         report.without_library, report.without_reason = report.parity, report.parity_reason
-        return
+    else:
+        _verify_bodies(report, draft, model, calls, cases)
+
+
+def _verify_bodies(
+    report: ExportReport,
+    draft: Path,
+    model: ir.Model,
+    calls: Mapping[OpSpec, Sequence[Call]],
+    cases: Sequence[Case],
+) -> None:
+    what = "the exported model, without the library,"
     try:
-        report.without_library, _ = compare_run(False, "the exported model, without the library,")
+        report.without_library, _ = _compare_run(report, draft, model, False, cases, what)
     except NotRunnable as error:
         report.without_reason = str(error)
         for call in (call for each in calls.values() for call in each):
@@ -179,6 +166,35 @@ def verify(
             cell = f"{call.record.onnx_name} {call.dtypes[call.record.inputs[0].name]}: {reason}"
             if reason and cell not in report.unsupported:
                 report.unsupported.append(cell)
+
+
+def _compare_run(
+    report: ExportReport,
+    draft: Path,
+    model: ir.Model,
+    library: deploy.Libraries | bool,
+    cases: Sequence[Case],
+    what: str,
+) -> tuple[Parity, Sequence[Library]]:
+    usual = sum(not case.special for case in cases)
+    weights = [value.const_value for value in model.graph.initializers.values()]
+    prepack = sum(each.nbytes for each in weights if each is not None) <= _MOST_PREPACKED
+    given = [case.tensors for case in cases]
+    answer = run(draft, library, given, required=usual, may_skip=True, prepack=prepack)
+    found, notes = list[Parity](), [answer.note]
+    try:
+        for case, outputs in zip(cases, answer.outputs, strict=True):
+            if outputs:
+                found.append(compare(case, outputs, what, notes))
+            else:
+                notes.append(f"ONNX Runtime fails for {case.special}, for which torch does not")
+    except Differs as error:
+        if report.exporter == "dynamo" and report.opset < 23 and _masks_by_lowest_number(model):
+            raise ExportError(f"{error}. {_HIDDEN_ROWS}") from error
+        raise
+    report.notes += [note for note in notes if note and note not in report.notes]
+    equal = all(each.equal for each in found)
+    return Parity(max(each.error for each in found), equal, found[0].outputs), answer.libraries
 
 
 def _masks_by_lowest_number(model: ir.Model) -> bool:

@@ -267,22 +267,9 @@ def attention_packed(op, qkv, bias, *, heads, scale, causal):
 
 @body
 def attention_cached(
-    op,
-    qkv,
-    k_cache,
-    v_cache,
-    position,
-    total,
-    cos_sin,
-    norms,
-    sinks,
-    *,
-    scale,
-    window,
-    softcap,
-    interleaved,
+    op, qkv, k_cache, v_cache, position, total, cos_sin, norms, sinks, *, scale, window, softcap, interleaved,
     eps,
-):
+):  # fmt: skip
     size, kv_heads = op.Shape(k_cache, start=3), op.Shape(k_cache, start=1, end=2)
     every = op.Div(op.Shape(qkv, start=2), size)
     heads = op.Sub(every, op.Mul(kv_heads, 2))
@@ -304,45 +291,21 @@ def attention_cached(
         if norms is not None:
             x = op.Mul(_divide_by_rms(op, x, [-1], eps), op.Slice(norms, [index], [index + 1], [0]))
         if cos_sin is not None:
-            turning = op.Shape(cos_sin, start=1)
-            angles = op.Unsqueeze(op.Gather(cos_sin, op.Where(has_place, rows, 0)), [2])
-            pairs = op.Div(turning, 2)
-            c, s = op.Slice(angles, [0], pairs, [-1]), op.Slice(angles, pairs, turning, [-1])
-            start = op.Slice(x, [0], turning, [-1])
-            layouts = {0: "half", 1: "interleaved"}
-            new = _by_value(
-                op, interleaved, lambda op, value: _turned(op, start, c, s, turning, layouts[int(value)])
-            )
-            x = op.Concat(new, op.Slice(x, turning, size, [-1]), axis=-1)
+            x = _turned_by_row(op, x, size, cos_sin, has_place, rows, interleaved)
         return op.rounded(x, qkv)
 
     sequences = op.Expand(op.Unsqueeze(op.Range(0, op.Squeeze(batch, [0]), 1), [1]), op.Shape(rows))
     places_of_new = op.Where(has_place, rows, length)  # a row behind the others, which goes again
     index = op.Concat(op.Unsqueeze(sequences, [2]), op.Unsqueeze(places_of_new, [2]), axis=2)
-
-    def written(cache, new):
-        by_row = op.Pad(op.Transpose(cache, perm=[0, 2, 1, 3]), [0, 0, 0, 0, 0, 1, 0, 0])
-        by_row = op.Slice(op.ScatterND(by_row, index, new), [0], length, [1])
-        return op.Transpose(by_row, perm=[0, 2, 1, 3])
-
-    k_out, v_out = written(k_cache, prepared(k, 1)), written(v_cache, v)
+    k_out = _written(op, k_cache, index, prepared(k, 1), length)
+    v_out = _written(op, v_cache, index, v, length)
     places = op.Range(0, op.Squeeze(length, [0]), 1)
     newest = op.Sub(op.Add(first, tokens), 1)
     exists = op.LessOrEqual(op.Unsqueeze(places, [1]), op.Unsqueeze(newest, [1, 2, 3]))  # [B, 1, L, 1]
     keys, values = (op.Unsqueeze(op.Where(exists, each, 0), [2]) for each in (k_out, v_out))
     apart = op.Concat(batch, kv_heads, shared, tokens, size, axis=0)
     queries = op.Reshape(op.Transpose(prepared(q, 0), perm=[0, 2, 1, 3]), apart)
-    usual = op.Reciprocal(op.Sqrt(op.CastLike(size, queries)))
-    factor = _by_value(op, scale, lambda op, value: usual if value == 0 else op.CastLike(value, queries))
-    scores = op.Mul(op.MatMul(queries, op.Transpose(keys, perm=[0, 1, 2, 4, 3])), factor)
-    raw = scores
-    scores = _by_value(op, softcap, lambda op, cap: op.Mul(op.Tanh(op.Div(raw, cap)), cap) if cap else raw)
-    own = op.Unsqueeze(rows, [1, 2, 4])
-    seen = op.LessOrEqual(places, own)
-    if window.values != {0}:
-        width = op.CastLike(window, own)
-        seen = op.And(seen, op.Or(op.Greater(places, op.Sub(own, width)), op.Equal(width, 0)))
-    scores = op.Where(seen, scores, -math.inf)
+    scores = _masked_scores(op, queries, keys, size, places, rows, scale, window, softcap)
     if sinks is not None:
         rest = op.Concat(op.Shape(scores, end=4), [1], axis=0)
         sink = op.Expand(op.Reshape(sinks, op.Concat(kv_heads, shared, [1], [1], axis=0)), rest)
@@ -352,6 +315,41 @@ def attention_cached(
     together = op.Concat(batch, tokens, op.Mul(heads, size), axis=0)
     y = op.Reshape(op.Transpose(y, perm=[0, 2, 1, 3]), together)
     return op.Where(op.Unsqueeze(has_place, [2]), y, math.nan), k_out, v_out
+
+
+def _turned_by_row(op, x, size, cos_sin, has_place, rows, interleaved):
+    """Turns the start of each head by the angles in its row of cos_sin."""
+    turning = op.Shape(cos_sin, start=1)
+    angles = op.Unsqueeze(op.Gather(cos_sin, op.Where(has_place, rows, 0)), [2])
+    pairs = op.Div(turning, 2)
+    c, s = op.Slice(angles, [0], pairs, [-1]), op.Slice(angles, pairs, turning, [-1])
+    start = op.Slice(x, [0], turning, [-1])
+    layouts = {0: "half", 1: "interleaved"}
+
+    def of_layout(op, value):
+        return _turned(op, start, c, s, turning, layouts[int(value)])
+
+    return op.Concat(_by_value(op, interleaved, of_layout), op.Slice(x, turning, size, [-1]), axis=-1)
+
+
+def _written(op, cache, index, new, length):
+    """Writes rows into a cache; those without a place go into a row behind it."""
+    by_row = op.Pad(op.Transpose(cache, perm=[0, 2, 1, 3]), [0, 0, 0, 0, 0, 1, 0, 0])
+    by_row = op.Slice(op.ScatterND(by_row, index, new), [0], length, [1])
+    return op.Transpose(by_row, perm=[0, 2, 1, 3])
+
+
+def _masked_scores(op, queries, keys, size, places, rows, scale, window, softcap):
+    usual = op.Reciprocal(op.Sqrt(op.CastLike(size, queries)))
+    factor = _by_value(op, scale, lambda op, value: usual if value == 0 else op.CastLike(value, queries))
+    raw = op.Mul(op.MatMul(queries, op.Transpose(keys, perm=[0, 1, 2, 4, 3])), factor)
+    scores = _by_value(op, softcap, lambda op, cap: op.Mul(op.Tanh(op.Div(raw, cap)), cap) if cap else raw)
+    own = op.Unsqueeze(rows, [1, 2, 4])
+    seen = op.LessOrEqual(places, own)
+    if window.values != {0}:
+        width = op.CastLike(window, own)
+        seen = op.And(seen, op.Or(op.Greater(places, op.Sub(own, width)), op.Equal(width, 0)))
+    return op.Where(seen, scores, -math.inf)
 
 
 @body

@@ -242,24 +242,17 @@ def trace(body: Body, calls: Sequence[Call], opset: int, *, by_rank: bool = Fals
     record = calls[0].record
     dtypes = {name: {call.dtypes[name] for call in calls} for name in calls[0].dtypes}
     floating = set().union(*dtypes.values()).intersection(_FLOATS)
-    compute = None
-    if floating:  # the widest type in the model, to which the narrower ones convert without loss
-        compute = ir.DataType.DOUBLE if "float64" in floating else ir.DataType.FLOAT
+    widest = ir.DataType.DOUBLE if "float64" in floating else ir.DataType.FLOAT
+    compute = widest if floating else None  # to which the narrower types convert without loss
 
     def run(builder: Any, *inputs: ir.Value, any_float: bool) -> list[ir.Value]:
         ops = BodyOps(builder, calls, opset, compute, by_rank)
-        arguments: list[ir.Value | None] = []
-        for value in inputs:
-            found = dtypes[str(value.name)]
-            floats = {ONNX_TYPES[dtype] for dtype in found.intersection(_FLOATS)}
-            if value.name not in calls[0].inputs:
-                arguments.append(None)
-            elif floats and (any_float or floats != {compute}):
-                if found.difference(_FLOATS):  # a cast could change an integer
-                    raise _mixed_error(record, str(value.name), found)
-                arguments.append(ops.computed(value))
-            else:
-                arguments.append(value)
+        arguments = [
+            _argument(ops, record, value, dtypes[str(value.name)], compute, any_float)
+            if value.name in calls[0].inputs
+            else None
+            for value in inputs
+        ]
         attributes = {entry.name: AttributeArgument(entry, calls) for entry in record.attributes}
         result = body.build(ops, *arguments, **attributes)
         outputs = list(result) if isinstance(result, (tuple, list)) else [result]
@@ -294,6 +287,23 @@ def trace(body: Body, calls: Sequence[Call], opset: int, *, by_rank: bool = Fals
         function = build(any_float=True)
     _rename(function, record)
     return function
+
+
+def _argument(
+    ops: BodyOps,
+    record: OpSpec,
+    value: ir.Value,
+    dtypes: set[str],
+    compute: ir.DataType | None,
+    any_float: bool,
+) -> ir.Value:
+    """Returns what a body sees of an input that has these dtypes in the model."""
+    floats = {ONNX_TYPES[dtype] for dtype in dtypes.intersection(_FLOATS)}
+    if not floats or (not any_float and floats == {compute}):
+        return value
+    if dtypes.difference(_FLOATS):  # a cast could change an integer
+        raise _mixed_error(record, str(value.name), dtypes)
+    return ops.computed(value)
 
 
 def _names_floats(function: ir.Function) -> bool:

@@ -116,7 +116,8 @@ def python(*arguments: str, **environment: str) -> "subprocess.CompletedProcess[
 def test_the_script_runs_from_anywhere(folder: Path) -> None:
     """Without PYTHONPATH, from another folder; nothing but the table is printed."""
     done = python(str(ROOT / "export" / "to_onnx.py"), PYTHONPATH="")
-    assert done.returncode == 0 and done.stderr == "", done.stderr
+    said = [line for line in done.stderr.splitlines() if ": memory " not in line]  # of a step that takes long
+    assert done.returncode == 0 and said == [], done.stderr
     assert len(done.stdout.splitlines()) < 15
     for text in (
         "custom_relu.onnx",

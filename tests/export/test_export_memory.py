@@ -1,9 +1,5 @@
 """An export copies no parameter, and leaves each with its bits."""
 
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 from torch import nn

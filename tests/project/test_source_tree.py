@@ -101,6 +101,23 @@ def test_no_layer_imports_from_a_higher_one(imports: set[tuple[str, str]]) -> No
     assert not upward(imports)
 
 
+MOST_LINES = 60
+LONGER = {  # until they are rewritten
+    "optimize/equivalence.py generated", "optimize/genai.py optimize_folder",
+    "optimize/optimizer.py optimize", "optimize/symbolic_shapes.py _inference",
+}  # fmt: skip
+
+
+def test_functions_fit_on_a_screen(files: list[str]) -> None:
+    found = set()
+    for file in (each for each in files if re.match(r"(export|model|optimize)/.*\.py$", each)):
+        nodes = ast.walk(ast.parse((ROOT / file).read_text()))
+        for node in (each for each in nodes if isinstance(each, ast.FunctionDef)):
+            if (node.end_lineno or 0) - node.lineno >= MOST_LINES:
+                found.add(f"{file} {node.name}")
+    assert found <= LONGER
+
+
 def test_messages_name_options_as_their_reader_gives_them(files: list[str]) -> None:
     """`bodies=False` in Python is `--no-bodies` to a command: messages ask `twinop.errors.option`."""
     functions = (export, optimize, session)
