@@ -168,19 +168,18 @@ def _runs(
         session = open_session(source, ["CPUExecutionProvider"], library, session_options=options)
     session.allow_other_sizes()
     yield session.libraries
-    wanted = {each for case in cases for each in case.values() if isinstance(each, Earlier)}
+    fed = [{name: each for name, each in case.items() if name in session.inputs} for case in cases]
+    wanted = {each for case in fed for each in case.values() if isinstance(each, Earlier)}
     kept = dict[Earlier, Any]()
-    for index, case in enumerate(cases):
+    for index, case in enumerate(fed):
         feeds: dict[str, Any] = {
-            name: kept.get(each) if isinstance(each, Earlier) else each
-            for name, each in case.items()
-            if name in session.inputs
+            name: kept.get(each) if isinstance(each, Earlier) else each for name, each in case.items()
         }
         try:
             if missing := [name for name, each in feeds.items() if each is None]:
                 raise RunError(f"the case before that gives {', '.join(missing)} did not run")
             found = session.run(feeds)
-            kept |= {each: found[each.output] for each in wanted if each.case == index}
+            kept |= {each: found.get(each.output) for each in wanted if each.case == index}
             yield list(found.values())
             if until_one_runs:
                 return

@@ -27,6 +27,7 @@ Found = dict[str, np.ndarray]
 MOST_BYTES, _SLICE_BYTES = 500_000_000, 1 << 28
 """What the weights of one node may take in a session, and what those of a slice take."""
 _COMPUTED_TABLE = 1 << 26  # bytes
+_PACKED = ("MatMulNBits", "QMoE", "CustomLinearQ", "CustomLinearQSwiglu")
 _TABLES = {
     ("", "Gather"): ((0,), 1),
     (g.MICROSOFT, "GatherBlockQuantized"): ((0, 2, 3), 1),
@@ -43,18 +44,27 @@ def run(
     Raises:
         NotRunnable, TwinopError, Endless: as of `ort_runs.run`.
     """
-    _fold_moves(model)
+    fold_moves(model)
     for node in model.graph:
         if table := _table_of(node):
             return _run_around(model, node, table, cases, library, optimize)
         if (product := _product_of(node)) and product.count > 1:
             return _run_around(model, node, product, cases, library, optimize)
     names = [str(value.name) for value in model.graph.outputs]
-    answer = ort_runs.run(parts(model), library, cases, optimize=optimize, may_skip=True)
-    return [dict(zip(names, outputs, strict=True)) for outputs in answer.outputs]
+    return [dict(zip(names, outputs, strict=True)) for outputs in _run(model, cases, library, optimize)]
 
 
-def _fold_moves(model: ir.Model) -> None:
+def _run(
+    model: ir.Model, cases: Sequence[Mapping[str, Any]], library: deploy.Libraries, optimize: bool
+) -> list[list[Any]]:
+    # A session runs a few times. Packing pays for quantised weights: 0.25 s, not 2.6 s, for 16 tokens and
+    # a layer of 8B. For others it takes a fifth of the time, 0.15 of 0.9 s.
+    prepack = any(node.op_type in _PACKED for node in model.graph)
+    made = parts(model)
+    return ort_runs.run(made, library, cases, optimize=optimize, prepack=prepack, may_skip=True).outputs
+
+
+def fold_moves(model: ir.Model) -> None:
     """Computes with large constants what no session needs to: they are read in another order or shape."""
     for node in list(model.graph):
         tensor, found = _tensor(node.inputs[0]) if node.inputs else None, None
@@ -69,7 +79,8 @@ def _fold_moves(model: ir.Model) -> None:
             found = tensor
         if found is None or node.outputs[0].is_graph_output():
             continue
-        value = ir.Value(name=f"{node.outputs[0].name} (constant)", const_value=found)
+        name, sizes = f"{node.outputs[0].name} (constant)", ir.Shape(weights.sizes(found))
+        value = ir.Value(name=name, const_value=found, shape=sizes)
         model.graph.register_initializer(value)
         ir.convenience.replace_all_uses_with(node.outputs[0], value)
         model.graph.remove(node, safe=True)
@@ -287,6 +298,6 @@ def _alone(model: ir.Model, library: deploy.Libraries, optimize: bool) -> Any:
             opset_imports=model.graph.opset_imports, name="alone",
         )  # fmt: skip
         single = ir.Model(graph, ir_version=model.ir_version, functions=[*model.functions.values()])
-        return ort_runs.run(parts(single), library, cases, optimize=optimize, may_skip=True).outputs
+        return _run(single, cases, library, optimize)
 
     return run_node

@@ -8,6 +8,8 @@ so that the outputs show what accumulates. Decoders run a prompt and a step afte
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cache
+from itertools import product
 from math import inf
 from typing import Any
 
@@ -29,6 +31,7 @@ from .equivalence import ACCEPTED, LAST_BITS, NotEquivalent, relative_error
 from .inputs import Case, Sizes
 from .segments import Part, Segment, extract
 from .sliced import Found
+from .symbolic_shapes import infer_types
 from .widen import widen
 
 PROMPT = 16  # tokens
@@ -40,6 +43,7 @@ _WINDOWS = ("local_window_size", "window")
 _ONLY_16 = ("CustomLinearQ", "CustomLinearQSwiglu")  # they have no kernel in fp32
 _SIZES = [Sizes(1, 32), *inputs.SIZES]
 _LARGEST = " (largest)"
+_MIXTURES, _TABLE = ("MoE", "QMoE"), "GatherBlockQuantized"
 
 State = dict[str, list[np.ndarray]]
 """Values that cross, by name: of each case."""
@@ -142,6 +146,11 @@ def _runs(
     reasons: list[str],
 ) -> Iterator[_Run]:
     """Yields runs to try: the sizes of a model's inputs are not always known."""
+    if cases:
+        yield _Run(original, result, library, dtype, [dict(cases[0])], {}, {})
+        return
+    whole = original.clone()
+    sliced.fold_moves(whole)  # tables show how many rows they have
     windows = {
         int(g.attribute(node, name, 0))
         for model in (original, result)
@@ -154,9 +163,6 @@ def _runs(
         large = []  # its size is declared
     # Each gets a number of its own, so that a window that a rewrite has changed is another one here, too.
     smaller = {window: _REDUCED + index for index, window in enumerate(large)}
-    if cases:
-        yield _Run(original, result, library, dtype, [dict(cases[0])], {}, {})
-        return
     sizes = decoders.run_sizes(original)
     if sizes is not None:
         if held := decoders.cache_window(original):
@@ -168,7 +174,7 @@ def _runs(
                 for each in known
             ]
             steps = [
-                _decoder_case(original, each, before, 1)
+                _decoder_case(whole, each, before, 1)
                 for each, before in zip(made, (held + 9, held), strict=True)
             ]
             yield _Run(original, result, library, dtype, steps, {}, smaller)
@@ -176,14 +182,14 @@ def _runs(
         longest = max((smaller.get(each, each) for each in windows), default=0)
         prompt = max(PROMPT, longest + 8)
         both = [
-            _decoder_case(original, sizes(1, before, new, prompt + 1), before, new)
+            _decoder_case(whole, sizes(1, before, new, prompt + 1), before, new)
             for before, new in ((0, prompt), (prompt, 1))
         ]
         yield _Run(original, result, library, dtype, both, decoders.caches(original), smaller)
         return
     for each in _SIZES:
         try:
-            case = inputs.generate(original, each, hide="nothing")
+            case = inputs.generate(whole, each, hide="nothing")
         except ExportError as error:
             reasons.append(str(error))
             continue
@@ -202,11 +208,14 @@ def _decoder_case(model: ir.Model, sizes: Sizes, before: int, new: int) -> Case:
         name = str(value.name)
         if (array := case.get(name)) is None:
             continue
-        reads = {(use.node.op_type, use.idx) for use in value.uses()}
+        reads = {(use.node.op_type, use.idx): use.node for use in value.uses()}
+        table = g.dims(reads[_TABLE, 1].inputs[0]) if (_TABLE, 1) in reads else None
         if (decoders.ATTENTION, 5) in reads:
             case[name] = np.full_like(array, before + new - 1)
         elif (decoders.ATTENTION, 6) in reads:
             case[name] = np.full_like(array, before + new)
+        elif table and isinstance(table[0], int):
+            case[name] = np.random.default_rng(before).integers(0, table[0], array.shape).astype(array.dtype)
         elif array.dtype.kind == "i" and "position" in name.lower() and array.shape[-1:] == (new,):
             case[name] = np.broadcast_to(np.arange(before, before + new), array.shape).astype(array.dtype)
         elif inputs.is_cache(value) and not before:
@@ -219,38 +228,33 @@ def _decoder_case(model: ir.Model, sizes: Sizes, before: int, new: int) -> Case:
 
 def _compare(run: _Run, segment: Segment) -> None:
     """Runs both forms of a segment, compares what they return and keeps what others read."""
-    count = len(run.cases)
-    original = _form(run, run.original, segment.original)
-    exact, noisy = (
-        _given(run, original, state, index * count) for index, state in enumerate((run.exact, run.noisy))
-    )
-    with _naming(segment.name, _DoesNotRun, "the original fails"):
-        found = sliced.run(original.clone(), [*exact, *map(_near(run), noisy)], run.library)
+    count, name = len(run.cases), segment.name
+    original, result = _form(run, run.original, segment.original), _form(run, run.result, segment.result)
+    routers = _routers(original, result)
+    for each in routers:  # their sizes are those of what is fed in their place
+        original.graph.outputs.extend([] if each.is_graph_output() else [each])
+    exact, noisy = (_given(run, original, state, at) for state, at in ((run.exact, 0), (run.noisy, count)))
+    near = _near(run)
+    with _naming(name, _DoesNotRun, "the original fails"):
+        found = sliced.run(original.clone(), [*exact, *map(near, noisy)], run.library)
     _keep(run.exact, found[:count])
     _keep(run.noisy, found[count:])
 
-    result = _form(run, run.result, segment.result)
     outputs = [str(value.name) for value in result.graph.outputs]
-    if unknown := [name for name in outputs if name not in run.exact]:
-        raise NotEquivalent(f"{segment.name}: it returns {unknown[0]}, which the original does not compute")
-    own = _given(run, result, run.own, count)
-    given = _given(run, result, run.exact, None)
+    if unknown := [each for each in outputs if each not in run.exact]:
+        raise NotEquivalent(f"{name}: it returns {unknown[0]}, which the original does not compute")
+    given, own = _given(run, result, run.exact, None), _given(run, result, run.own, count)
     measured = _measure_inside(result, original) if run.dtype == "float16" else []
-    with _naming(segment.name, NotEquivalent, "the result fails"):
+    with _naming(name, NotEquivalent, "the result fails"):
         found = sliced.run(result.clone(), [*given, *own], run.library)
     _keep(run.own, found[count:])
-    noise: list[Found] = []
-
-    def own_noise() -> list[Found]:
-        """Runs the original where last bits differ, and where each operator rounds to its dtype."""
-        noise.extend(noise or _noise(run, segment, original))
-        return noise
-
-    for case, each in enumerate(found[:count]):
-        for name in outputs:
-            _check(run, segment.name, name, run.exact[name][case], each[name], own_noise, case)
-    _check_outputs(run, segment.name, outputs)
+    exact = _given(run, original, run.exact, None)
+    expected = [{each: run.exact[each][case] for each in outputs} for case in range(count)]
+    _check(run, name, expected, found[:count], _noise(run, name, original, exact))
+    _check_outputs(run, name, outputs)
     _check_inside(run, segment, original, found[:count], measured)
+    if routers:
+        _force_experts(run, segment, routers, exact[0], given[0])
 
 
 def _form(run: _Run, model: ir.Model, part: Part) -> ir.Model:
@@ -353,37 +357,45 @@ def _near(run: _Run) -> Callable[[Mapping[str, Any]], dict[str, Any]]:
     return near
 
 
-def _noise(run: _Run, segment: Segment, original: ir.Model) -> list[Found]:
-    given = _given(run, original, run.exact, None)
-    found = list[Found]()
-    for cases, optimize in ((map(_near(run), given), True), (given, False)):
-        with _naming(segment.name, _DoesNotRun, "the original fails"):
-            found += sliced.run(original.clone(), [*cases], run.library, optimize=optimize)
-    return found
+def _noise(
+    run: _Run, segment: str, original: ir.Model, cases: Sequence[Mapping[str, Any]]
+) -> Callable[[int], list[Found]]:
+    """Returns what runs the original where last bits differ, and where each operator rounds to its dtype.
+
+    It does so once, when it is first called: with the index of a case, whose outputs it returns.
+    """
+
+    @cache
+    def variants() -> list[list[Found]]:
+        found, near = list[list[Found]](), _near(run)
+        for some, optimize in (([*map(near, cases)], True), (cases, False)):
+            with _naming(segment, _DoesNotRun, "the original fails"):
+                found.append(sliced.run(original.clone(), some, run.library, optimize=optimize))
+        return found
+
+    return lambda case: [each[case] for each in variants()]
 
 
 def _check(
     run: _Run,
     segment: str,
-    name: str,
-    expected: Any,
-    found: Any,
-    noise: Callable[[], list[Found]],
-    case: int,
+    expected: Sequence[Found],
+    found: Sequence[Found],
+    noise: Callable[[int], list[Found]],
 ) -> None:
     """Raises NotEquivalent if a value, or a channel of it, differs more than rounding does."""
-    for measure, times in ((relative_error, 1.0), (channel_error, _OF_CHANNELS)):
-        error, accepted = measure(expected, found), times * ACCEPTED[run.dtype]
+    measures = ((relative_error, 1.0, ""), (channel_error, _OF_CHANNELS, " of a channel"))
+    values = [(case, name) for case, outputs in enumerate(expected) for name in outputs]
+    for (case, name), (measure, times, what) in product(values, measures):
+        error, accepted = measure(expected[case][name], found[case][name]), times * ACCEPTED[run.dtype]
         if measure is relative_error:
             run.streamed.error = max(run.streamed.error, error)
         if error <= accepted:
             continue
-        count = len(run.cases)
-        own = max(measure(expected, each[name]) for each in noise()[case::count] if name in each)
+        own = max(measure(expected[case][name], each[name]) for each in noise(case))
         accepted = max(accepted, NOISE * own if own <= LOST * times else 0.0)
         if not error <= accepted:
-            where = "" if measure is relative_error else " of one channel"
-            text = f"{segment}: {name} differs from the original: relative error{where} {error:.1e}, accepted"
+            text = f"{segment}: {name} differs from the original: relative error{what} {error:.1e}, accepted"
             raise NotEquivalent(f"{text} {accepted:.1e}", error=error, accepted=accepted)
 
 
@@ -428,8 +440,10 @@ def _check_outputs(run: _Run, segment: str, outputs: Sequence[str]) -> None:
 def _measure_inside(model: ir.Model, other: ir.Model | None = None) -> list[str]:
     """Lets a model return the largest magnitude of its values in fp16 that another one does not have."""
     known = {value.name for node in other.graph for value in node.outputs} if other is not None else set()
-    kinds = (None, ir.DataType.FLOAT16, ir.DataType.FLOAT) if other is None else (ir.DataType.FLOAT16,)
+    kinds = (ir.DataType.FLOAT16, ir.DataType.FLOAT) if other is None else (ir.DataType.FLOAT16,)
     names = list[str]()
+    if any(value.dtype is None for node in model.graph for value in node.outputs):
+        infer_types(model)
     for node in list(model.graph):
         for value in node.outputs:
             if value.dtype not in kinds or not value.name or value.name in known or value.is_graph_output():
@@ -456,7 +470,7 @@ def _check_inside(
     if not large:
         return
     plain = original.clone()
-    names = _measure_inside(plain)
+    _measure_inside(plain)
     with _naming(segment.name, _DoesNotRun, "the original fails"):
         before = sliced.run(plain, _given(run, original, run.exact, None), run.library)
     values = [
@@ -465,10 +479,77 @@ def _check_inside(
         for array in each.values()
         if array.dtype.kind == "f"
     ]
-    del names
     if max(values, default=0.0) <= _HALF_OF_FP16:
         name, size = max(large.items(), key=lambda each: each[1])
         raise NotEquivalent(
             f"{segment.name}: {name.removesuffix(_LARGEST)} reaches {size:.0f}, more than half of "
             f"what float16 has, where the original's numbers stay below {max(values, default=0.0):.0f}"
         )
+
+
+# ------------------------------------------------------------------------------------ mixture of experts
+
+
+def _routers(original: ir.Model, result: ir.Model) -> list[ir.Value]:
+    """Returns the values of the original that choose experts, and that the result has, too."""
+    known = {value.name for node in result.graph for value in node.outputs}
+    found = dict[ir.Value, None]()
+    for node in original.graph:
+        if node.op_type == "TopK" and not node.domain:
+            value = node.inputs[0]
+        elif node.op_type in _MIXTURES and node.domain == g.MICROSOFT:
+            value = node.inputs[1]
+        else:
+            continue
+        if value is not None and value.name in known:
+            found[value] = None
+    return [*found]
+
+
+def _force_experts(
+    run: _Run,
+    segment: Segment,
+    routers: Sequence[ir.Value],
+    exact: Mapping[str, Any],
+    given: Mapping[str, Any],
+) -> None:
+    """Compares both forms once with each expert, whatever the tokens are: what chooses experts is fed."""
+    names = [str(value.name) for value in routers]
+    models = []
+    for model, part in ((run.original, segment.original), (run.result, segment.result)):
+        types = {str(value.name): value.type for value in routers}
+        for value in [value for node in model.graph for value in node.outputs if value.name in types]:
+            value.type = value.type or types[str(value.name)]
+        outputs = [each for each in segment.result.outputs if each not in names]
+        models.append(_form(run, model, Part([*part.inputs, *names], outputs)))
+    first = run.exact[names[0]][0]
+    experts, tokens = first.shape[-1], first.size // first.shape[-1]
+    cases = list[dict[str, np.ndarray]]()
+    for start in range(0, experts, tokens):
+        order = (np.arange(tokens)[:, None] + start + np.arange(experts)) % experts  # the best one first
+        logits = np.zeros((tokens, experts), np.float32)
+        np.put_along_axis(logits, order, np.linspace(4, -4, experts, dtype=np.float32)[None, :], 1)
+        shares = np.exp(logits) / np.exp(logits).sum(axis=1, keepdims=True)
+        fed = {}
+        for name in names:
+            before = run.exact[name][0]
+            is_share = bool((before >= 0).all() and (before <= 1).all())
+            fed[name] = (shares if is_share else logits).reshape(before.shape).astype(before.dtype)
+        cases.append(fed)
+    original, result = models
+    fed_original = [{**exact, **fed} for fed in cases]
+    with _naming(segment.name, _DoesNotRun, "the original fails"):
+        expected = sliced.run(original.clone(), fed_original, run.library)
+    with _naming(segment.name, NotEquivalent, "the result fails"):
+        kinds = {str(value.name): value.dtype for value in result.graph.inputs}
+        fed_result = [
+            {
+                **given,
+                **{
+                    name: weights.narrow(each, kinds[name] or ir.DataType.FLOAT) for name, each in fed.items()
+                },
+            }
+            for fed in cases
+        ]
+        found = sliced.run(result, fed_result, run.library)
+    _check(run, segment.name, expected, found, _noise(run, segment.name, original, fed_original))

@@ -1,6 +1,7 @@
 """optimize/stream.py: every segment of a written file is compared with the original's, one at a time."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -8,7 +9,9 @@ import decoder_graphs
 import numpy as np
 import onnx_ir as ir
 import pytest
+from optimizing import parsed
 
+from twinop.errors import ExportError
 from twinop.optimize import decoders
 from twinop.optimize.cached_attention import SHARED_CACHES
 from twinop.optimize.equivalence import NotEquivalent
@@ -160,3 +163,195 @@ def test_a_defect_is_found_and_its_layer_named(folder: Callable[[str], Path], de
     spoil(result)
     with pytest.raises(NotEquivalent, match=f"^{where}: "):
         stream(segments_of_decoder(), original, result, None, DTYPES[precision])
+
+
+# ------------------------------------------------------------------------------------ windows
+
+
+@pytest.mark.parametrize(("window", "changed"), [(12, 13), (1024, 1023)])
+def test_a_window_is_shorter_than_the_prompt(
+    folder: Callable[[str], Path], window: int, changed: int
+) -> None:
+    original, result = pair(folder("float16"))
+    for model in (original, result):
+        another_number(model, ATTENTION, "local_window_size", window)
+    assert stream(segments_of_decoder(), original, result, None, "float16").error == 0
+    another_number(result, ATTENTION, "local_window_size", changed)
+    with pytest.raises(NotEquivalent, match="^layer 1: "):
+        stream(segments_of_decoder(), original, result, None, "float16")
+    assert node(original, ATTENTION).attributes["local_window_size"].value == window
+
+
+# ------------------------------------------------------------------------------------ other models
+
+WIDTH, TOKENS = 64, 300
+rng = np.random.default_rng(0)
+
+
+def normal(*shape: int, dtype: Any = np.float32) -> np.ndarray:
+    return (rng.standard_normal(shape) / max(shape[-1], 1) ** 0.5).astype(dtype)
+
+
+def cut_at(model: ir.Model, *names: Sequence[str]) -> list[Segment]:
+    """Cuts a model where some values cross."""
+    borders = [[], *map(list, names), [str(value.name) for value in model.graph.outputs]]
+    parts = [Part(before, after) for before, after in pairwise(borders)]
+    return [Segment(f"part {index}", part, part, "") for index, part in enumerate(parts)]
+
+
+def an_encoder() -> tuple[ir.Model, list[Segment]]:
+    """A BERT of two layers: ids and a mask, attention and products."""
+    text, constants = "t = Gather(table, ids)\n", {"table": normal(TOKENS, WIDTH)}
+    text += "m = Cast<to=1>(mask)\n n = Sub(m, one)\n o = Mul(n, large)\n hidden = Unsqueeze(o, axes)\n"
+    constants |= {
+        "one": np.array([1], np.float32),
+        "large": np.array([10000], np.float32),
+        "axes": np.array([1], np.int64),
+    }
+    x = "t"
+    for i in range(2):
+        for name in "qkvo":
+            constants[f"{name}{i}"] = normal(WIDTH, WIDTH)
+        constants |= {f"g{i}": 1 + normal(WIDTH), f"b{i}": normal(WIDTH)}
+        text += f"""
+            qy{i} = MatMul({x}, q{i})  ky{i} = MatMul({x}, k{i})  vy{i} = MatMul({x}, v{i})
+            kt{i} = Transpose<perm=[0, 2, 1]>(ky{i})  s{i} = MatMul(qy{i}, kt{i})  h{i} = Add(s{i}, hidden)
+            p{i} = Softmax<axis=-1>(h{i})  a{i} = MatMul(p{i}, vy{i})  z{i} = MatMul(a{i}, o{i})
+            r{i} = Add({x}, z{i})  x{i} = LayerNormalization<axis=-1, epsilon=0.00001>(r{i}, g{i}, b{i})
+        """
+        x = f"x{i}"
+    head = f"(int64[B, S] ids, int64[B, S] mask) => (float[B, S, {WIDTH}] y)"
+    model = ir.from_proto(parsed(f"{head} {{ {text} y = Relu({x}) }}", **constants))
+    return model, cut_at(model, ["t"], ["x0"], ["x1"])
+
+
+def a_unet() -> tuple[ir.Model, list[Segment]]:
+    """Down and up again, with a skip: sizes must be even."""
+    constants = {
+        "w0": normal(8, 4, 3, 3) / 2, "w1": normal(16, 8, 3, 3) / 2, "w2": normal(16, 8, 2, 2) / 2,
+        "w3": normal(4, 16, 3, 3) / 2, "scale": 1 + normal(16), "bias": normal(16),
+    }  # fmt: skip
+    text = """
+        a = Conv<pads=[1, 1, 1, 1]>(x, w0)  b = Relu(a)
+        c = Conv<pads=[1, 1, 1, 1], strides=[2, 2]>(b, w1)
+        n = InstanceNormalization(c, scale, bias)  d = Sigmoid(n)  e = Mul(n, d)
+        f = ConvTranspose<strides=[2, 2]>(e, w2)  s = Concat<axis=1>(f, b)
+        y = Conv<pads=[1, 1, 1, 1]>(s, w3)
+    """
+    model = ir.from_proto(parsed(f"(float[B, 4, H, W] x) => (float[B, 4, H, W] y) {{ {text} }}", **constants))
+    return model, cut_at(model, ["b"], ["e", "b"])
+
+
+MODELS: dict[str, tuple[Callable[[], tuple[ir.Model, list[Segment]]], str, str]] = {
+    "an encoder": (an_encoder, "v1", "part 2"),
+    "a UNet": (a_unet, "w2", "part 2"),
+}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_other_models_run_on_one_case(name: str) -> None:
+    make, weight_name, where = MODELS[name]
+    original, segments = make()
+    result = original.clone()
+    found = stream(segments, original, result, None, "float32")
+    assert found.error == found.own_error == 0 < found.own_noise < 1e-4
+    change(result, weight_name, lambda array: swapped_rows(array, 3))
+    with pytest.raises(NotEquivalent, match=f"^{where}: "):
+        stream(segments, original, result, None, "float32")
+
+
+def test_sizes_are_tried_until_the_original_runs() -> None:
+    original, segments = a_unet()
+    value = original.graph.inputs[0]
+    value.shape = ir.Shape(["B", 4, "S", "S"])
+    text = "(float[B, 4, 7, 7] x) => (float[B, 4, 7, 7] y) { y = Relu(x) }"
+    seen = list[int]()
+    stream(segments, original, original, None, "float32", progress=lambda index, count: seen.append(index))
+    assert seen == [0, 1, 2]  # 32 is even
+    odd = ir.from_proto(parsed(text))
+    with pytest.raises(ExportError, match="the original fails"):
+        wrong = {"x": np.zeros((1, 4, 6, 7), np.float32)}
+        stream(cut_at(odd, ["y"])[:1], odd, odd, None, "float32", cases=[wrong])
+
+
+# ------------------------------------------------------------------------------------ experts
+
+EXPERTS = 24
+
+
+def experts() -> ir.Model:
+    """Two of many experts are chosen for each token; some are chosen for none."""
+    text = """
+        logits = MatMul(x, router)  biased = Add(logits, few)  shares = Softmax<axis=-1>(biased)
+        top, index = TopK(shares, two)  w = Gather(weights, index)
+        u = Unsqueeze(x, axes)  v = MatMul(u, w)  share = Unsqueeze(top, last)
+        scaled = Mul(v, share)  y = ReduceSum<keepdims=0>(scaled, last2)
+    """
+    few = np.where(np.arange(EXPERTS) < 4, 0, -100).astype(np.float32)
+    constants = {
+        "router": normal(WIDTH, EXPERTS), "few": few, "two": np.array([2], np.int64),
+        "weights": normal(EXPERTS, WIDTH, WIDTH),
+        "axes": np.array([1, 2], np.int64), "last": np.array([2, 3], np.int64), "last2": np.array([1, 2], np.int64),
+    }  # fmt: skip
+    return ir.from_proto(parsed(f"(float[B, {WIDTH}] x) => (float[B, {WIDTH}] y) {{ {text} }}", **constants))
+
+
+def test_each_expert_is_forced_once() -> None:
+    original = experts()
+    segments, result = cut_at(original), original.clone()
+    stream(segments, original, result, None, "float32")
+    change(result, "weights", lambda array: np.concatenate([array[:21], swapped_rows(array[21:], 0)]))
+    with pytest.raises(NotEquivalent, match="^part 0: "):
+        stream(segments, original, result, None, "float32")
+
+
+# ------------------------------------------------------------------------------------ numbers and errors
+
+
+def half(text: str, **constants: np.ndarray) -> ir.Model:
+    return ir.from_proto(
+        parsed(f"(float16[B, {WIDTH}] x) => (float16[B, {WIDTH}] y) {{ {text} }}", **constants)
+    )
+
+
+def test_numbers_near_the_end_of_fp16_are_refused() -> None:
+    one = {"one": np.float16(1)}
+    original = half("a = Mul(x, one)  y = Relu(a)", **one)
+    for scale, is_refused in ((2000.0, False), (15000.0, True)):
+        scales = {"up": np.float16(scale), "down": np.float16(1 / scale)}
+        result = half("b = Mul(x, up)  c = Mul(b, down)  y = Relu(c)", **scales)
+        if not is_refused:
+            stream(cut_at(original), original, result, None, "float16")
+            continue
+        with pytest.raises(NotEquivalent, match="part 0: b reaches .* more than half of what float16 has"):
+            stream(cut_at(original), original, result, None, "float16")
+    large = half("a = Mul(x, up)  b = Mul(a, down)  y = Relu(b)", **scales)  # the original has them, too
+    other = half("d = Mul(x, up)  b = Mul(d, down)  y = Relu(b)", **scales)
+    stream(cut_at(large), large, other, None, "float16")
+
+
+def test_what_fails_is_named() -> None:
+    original = half("y = Relu(x)")
+    fails = half("z = Concat<axis=1>(x, x)  w = MatMul(z, x)  y = Relu(w)")
+    with pytest.raises(NotEquivalent, match="^part 0: the result fails: "):
+        stream(cut_at(original), original, fails, None, "float16")
+    refused = half("y = com.microsoft.NoSuchOperator(x)")
+    with pytest.raises(NotEquivalent, match="^part 0: the result fails: "):
+        stream(cut_at(original), original, refused, None, "float16")
+    with pytest.raises(ExportError, match="^part 0: the original fails: "):
+        stream(cut_at(original), refused, original, None, "float16")
+    lacks = half("z = Neg(x)  y = Neg(z)")
+    segments = cut_at(lacks, ["z"])
+    with pytest.raises(NotEquivalent, match="^part 0: it returns z, which the original does not compute"):
+        whole = Part([], ["y"])
+        stream([Segment("part 0", whole, segments[0].result, "")], original, lacks, None, "float16")
+
+
+def test_what_accumulates_is_compared_at_the_outputs() -> None:
+    """Each part has an error that is accepted, and all of them together do not."""
+    names = [f"v{i}" for i in range(12)]
+    text = "".join(f" {b} = Mul({a}, one)" for a, b in pairwise(["x", *names]))
+    original = half(f"{text} y = Abs(v11)", one=np.float16(1))
+    result = half(f"{text} y = Abs(v11)", one=np.float16(1.00195))
+    with pytest.raises(NotEquivalent, match="part .*: y differs .* after all segments before"):
+        stream(cut_at(original, *([name] for name in names)), original, result, None, "float16")
