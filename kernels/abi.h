@@ -155,7 +155,7 @@ typedef struct twinop_op {
    * have two dimensions. Inputs that are constant become initializers, which ONNX Runtime packs for
    * its own kernels. 2: every part y[i] of the outputs comes from x[i], and from the part of each
    * input that has as many; the work on a part is its elements times x's second dimension. */
-  int32_t row_body;
+  int32_t row_body; /* `call` has the data of constants, and sizes: null or -1 where not known */
   /* Sizes of outputs that come from the data, with their bounds: "n <= x[0]"; null or "": none. The
    * launcher writes them to call->counts. The caller reads them on the stream, and waits for it. */
   const char* sizes;

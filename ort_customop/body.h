@@ -3,12 +3,14 @@
 #pragma once
 
 #include <atomic>
+#include <map>
 #include <memory>
 #include <mutex>
 #include <string>
 #include <vector>
 
 #include "ort_customop/api.h"
+#include "twinop/record/node_proto.h"
 
 namespace twinop::ort {
 
@@ -73,15 +75,26 @@ class RowBody : public Body {
   Status Run(OrtKernelContext* context, const Call& call) override;
 
  private:
-  explicit RowBody(const Op& op);
-  Status RunRows(const Call& call, std::int64_t rows, std::int64_t begin, std::int64_t end) const;
+  RowBody(const Op& op, const Attribute* attributes);
+  // Finds or opens the session for inputs of these sizes.
+  Status Open(const Tensor* inputs, OrtSession** session);
+  Status Sized(const Tensor* inputs, OrtSession** session);
+  Status RunRows(OrtSession* session, const Call& call, std::int64_t rows, std::int64_t begin,
+                 std::int64_t end) const;
 
+  const Attribute* attributes_;
   const bool is_batch_;
   bool has_rows_[kMaxArguments] = {};     // the input has a row for each row of the first
   bool is_constant_[kMaxArguments] = {};  // an initializer of the session
+  Tensor described_[kMaxArguments];       // data of constants; sizes as far as they are known
+  std::int64_t sizes_[kMaxArguments][kMaxRank];
+  Message graph_;  // the inputs and initializers
   std::shared_ptr<OrtMemoryInfo> memory_;
   std::vector<std::shared_ptr<OrtValue>> constants_;
-  std::shared_ptr<OrtSession> session_;
+  std::vector<const char*> names_;  // of the constants
+  OrtSession* session_ = nullptr;   // for all calls; null: each call's sizes decide
+  std::mutex mutex_;                // of `sessions_`
+  std::map<const void*, std::shared_ptr<OrtSession>> sessions_;  // by the address of the model
   std::atomic<int> runs_alone_{0};  // the last runs in which one thread did everything
 };
 

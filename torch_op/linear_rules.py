@@ -16,6 +16,7 @@ from twinop.declare import CPU_FUNCTIONS, DERIVATIVES, SECOND_DERIVATIVES
 from .registry import functions
 
 _Maybe = Tensor | None
+_SLICE = 1 << 23  # elements of a weight of integers that are dense at a time
 _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "none": lambda x: x,
     "relu": F.relu,
@@ -37,18 +38,25 @@ def _product(x: Tensor, weight: Tensor, bias: Tensor | None, layout: str) -> Ten
     return (y if bias is None else y + bias.unsqueeze(1)).unflatten(1, x.shape[1:-1])
 
 
+def _activated(y: Tensor, residual: _Maybe, activation: str) -> Tensor:
+    return _ACTIVATIONS[activation](y if residual is None else y + residual)
+
+
+def _gated(y: Tensor, activation: str) -> Tensor:
+    gate, others = y.chunk(2, -1)
+    return _ACTIVATIONS[activation](gate) * others
+
+
 def _on_cpu(
     x: Tensor, weight: Tensor, bias: _Maybe, residual: _Maybe, activation: str, layout: str, **options: Any
 ) -> Tensor:
-    y = _product(_normed(x, **options), weight, bias, layout)
-    return _ACTIVATIONS[activation](y if residual is None else y + residual)
+    return _activated(_product(_normed(x, **options), weight, bias, layout), residual, activation)
 
 
 def _swiglu_on_cpu(
     x: Tensor, weight: Tensor, bias: _Maybe, activation: str, layout: str, **options: Any
 ) -> Tensor:
-    gate, others = _product(_normed(x, **options), weight, bias, layout).chunk(2, -1)
-    return _ACTIVATIONS[activation](gate) * others
+    return _gated(_product(_normed(x, **options), weight, bias, layout), activation)
 
 
 def dequantised(weight: Tensor, scale: Tensor, zero: Tensor | None, k: int, bits: int, block: int) -> Tensor:
@@ -62,6 +70,16 @@ def dequantised(weight: Tensor, scale: Tensor, zero: Tensor | None, k: int, bits
 
     middle = 2 ** (bits - 1) if zero is None else of_columns(integers(zero))
     return (integers(weight)[:, :k].to(scale.dtype) - middle) * of_columns(scale)
+
+
+def _quantised_product(
+    x: Tensor, weight: Tensor, scale: Tensor, zero: _Maybe, bias: _Maybe, bits: int, block: int
+) -> Tensor:
+    """Multiplies by the weight of `linear_q`, of which only a slice of rows is dense at a time."""
+    rows, k = max(1, _SLICE // max(1, x.shape[-1])), x.shape[-1]
+    parts = [[None] * -(-len(weight) // rows) if each is None else each.split(rows) for each in (zero, bias)]
+    slices = zip(weight.split(rows), scale.split(rows), *parts, strict=True)
+    return torch.cat([F.linear(x, dequantised(w, s, z, k, bits, block), b) for w, s, z, b in slices], -1)
 
 
 def _activation_backward(grad: Tensor, before: Callable[[], Tensor], y: Tensor, activation: str) -> Tensor:
@@ -130,12 +148,10 @@ CPU_FUNCTIONS["linear"] = _on_cpu
 CPU_FUNCTIONS["linear_swiglu"] = _swiglu_on_cpu
 for table in (CPU_FUNCTIONS, SECOND_DERIVATIVES):  # which torch differentiates
     table["linear_q"] = lambda x, weight, scale, zero, bias, residual, bits, block, activation, invariant: (
-        _on_cpu(
-            x, dequantised(weight, scale, zero, x.shape[-1], bits, block), bias, residual, activation, "nk"
-        )
+        _activated(_quantised_product(x, weight, scale, zero, bias, bits, block), residual, activation)
     )
     table["linear_q_swiglu"] = lambda x, weight, scale, zero, bias, bits, block, activation, invariant: (
-        _swiglu_on_cpu(x, dequantised(weight, scale, zero, x.shape[-1], bits, block), bias, activation, "nk")
+        _gated(_quantised_product(x, weight, scale, zero, bias, bits, block), activation)
     )
 DERIVATIVES["linear"] = _linear_backward
 DERIVATIVES["linear_swiglu"] = _linear_swiglu_backward

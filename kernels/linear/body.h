@@ -20,19 +20,17 @@ inline std::string_view AddActivation(BodyWriter* body, std::string_view value,
                    TextAttribute("approximate", activation == "gelu_tanh" ? "tanh" : "none"));
 }
 
-// Multiplies x by the weight and adds what the op has.
-template <class Op>
-const std::string* FinishBody(const CallOf<Op>& call, BodyWriter* body, std::string_view weight,
-                              bool transposed) {
+// Writes what the op has around its product: `multiply` gives that of x and the weight, with the
+// bias.
+template <class Op, class Multiply>
+const std::string* FinishBody(const CallOf<Op>& call, BodyWriter* body, Multiply&& multiply) {
   constexpr int kResidual = Op::kRecord.schema.FindInput("residual");
   const auto activation = AttributeOf<std::string_view>(call, "activation"_name);
   std::string_view x = body->Input("x");
   if constexpr (Op::kRecord.schema.FindAttribute("rms_eps") >= 0)
     if (const auto eps = AttributeOf<float>(call, "rms_eps"_name); eps > 0)
       x = body->Add("CustomRmsNorm", {x}, FloatAttribute("eps", eps));
-  std::vector<std::string_view> factors = {x, weight};
-  if (InputOf(call, "bias"_name).present) factors.push_back(body->Input("bias"));
-  std::string_view y = body->Add("Gemm", factors, IntAttribute("transB", transposed ? 1 : 0));
+  std::string_view y = multiply(x);
   if constexpr (kResidual >= 0) {
     if (call.inputs[kResidual].present) y = body->Add("Add", {y, body->Input("residual")});
     y = AddActivation(body, y, activation);
@@ -48,8 +46,12 @@ const std::string* FinishBody(const CallOf<Op>& call, BodyWriter* body, std::str
 template <class Op>
 Status Body(const CallOf<Op>& call, const std::string** model) {
   BodyWriter body(InputOf(call, "x"_name).dtype);
-  const bool transposed = AttributeOf<std::string_view>(call, "layout"_name) == "nk";
-  *model = FinishBody(call, &body, body.Input("weight"), transposed);
+  *model = FinishBody(call, &body, [&](std::string_view x) {
+    std::vector<std::string_view> factors = {x, body.Input("weight")};
+    if (InputOf(call, "bias"_name).present) factors.push_back(body.Input("bias"));
+    const bool transposed = AttributeOf<std::string_view>(call, "layout"_name) == "nk";
+    return body.Add("Gemm", factors, IntAttribute("transB", transposed ? 1 : 0));
+  });
   return {};
 }
 

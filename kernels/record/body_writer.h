@@ -39,8 +39,8 @@ inline Message TextAttribute(std::string_view name, std::string_view value) {
   return AttributeProto(name, Kind::kString, attribute);
 }
 
-// A graph under construction, of standard operators and of ops of twinop's own library. 16-bit
-// inputs are computed in fp32.
+// A graph under construction, of standard operators, ONNX Runtime's MatMulNBits, and ops of
+// twinop's own library. 16-bit inputs are computed in fp32.
 class BodyWriter {
  public:
   explicit BodyWriter(DType dtype) : dtype_(dtype), is_narrow_(Info(dtype).size == 2) {}
@@ -53,12 +53,13 @@ class BodyWriter {
     AddNode(op, inputs, {name}, std::vector<Message>{attributes...});
     return name;
   }
-  // Splits the columns of a value into equal parts.
-  std::vector<std::string_view> Split(std::string_view value, int count) {
+  // Splits a value along an axis into equal parts, of which the last may be smaller.
+  std::vector<std::string_view> Split(std::string_view value, std::int64_t count,
+                                      std::int64_t axis = -1) {
     std::vector<std::string_view> parts;
-    for (int i = 0; i < count; ++i) parts.push_back(NewName());
+    for (std::int64_t i = 0; i < count; ++i) parts.push_back(NewName());
     AddNode("Split", {value}, parts,
-            {IntAttribute("axis", -1), IntAttribute("num_outputs", count)});
+            {IntAttribute("axis", axis), IntAttribute("num_outputs", count)});
     return parts;
   }
   std::string_view Ints(std::initializer_list<std::int64_t> values) {
@@ -85,14 +86,14 @@ class BodyWriter {
     graph_.Add(kGraphName, "body");
     graph_.Add(kGraphOutput, ValueProto("y", dtype_));
     enum : unsigned { kDomainOfOpset = 1, kVersionOfOpset = 2 };
-    Message model, standard, own;
-    standard.Add(kDomainOfOpset, "");
-    standard.AddInt(kVersionOfOpset, 20);
-    own.Add(kDomainOfOpset, kOwnDomain);
-    own.AddInt(kVersionOfOpset, 1);
+    Message model;
     model.AddInt(kModelIrVersion, 10);
-    model.Add(kModelOpset, standard);
-    model.Add(kModelOpset, own);
+    for (const char* domain : {"", kOwnDomain, kMicrosoft}) {
+      Message opset;
+      opset.Add(kDomainOfOpset, domain);
+      opset.AddInt(kVersionOfOpset, *domain == '\0' ? 20 : 1);
+      model.Add(kModelOpset, opset);
+    }
     model.Add(kModelGraph, graph_);
     static std::mutex mutex;
     static auto& models = *new std::set<std::string>;
@@ -108,11 +109,14 @@ class BodyWriter {
   void AddNode(std::string_view op, const std::vector<std::string_view>& inputs,
                const std::vector<std::string_view>& outputs,
                const std::vector<Message>& attributes) {
-    const std::string_view domain = op.substr(0, 6) == "Custom" ? kOwnDomain : "";
+    const std::string_view domain = op.substr(0, 6) == "Custom" ? kOwnDomain
+                                    : op == "MatMulNBits"       ? kMicrosoft
+                                                                : "";
     graph_.Add(kGraphNode, NodeProto(op, domain, inputs, outputs, attributes));
   }
 
   static constexpr const char* kOwnDomain = "custom_domain";
+  static constexpr const char* kMicrosoft = "com.microsoft";
 
   DType dtype_;
   bool is_narrow_;

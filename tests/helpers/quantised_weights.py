@@ -34,7 +34,10 @@ def weight_of(
 
     middle = zeros if with_zero else np.full_like(zeros, 2 ** (bits - 1))
     dense = (codes.astype(float) - middle.repeat(block, 1)) * scales.double().numpy().repeat(block, 1)
-    stored = {"B": bytes_of(codes).reshape(n, blocks, -1), "scales": scales.float().numpy().reshape(-1)}
+    stored = {
+        "B": bytes_of(codes).reshape(n, blocks, block * bits // 8),
+        "scales": scales.float().numpy().reshape(-1),
+    }
     if with_zero:
         stored["zero_points"] = bytes_of(zeros).reshape(-1)
     given = {"weight": torch.from_numpy(stored["B"]), "scale": scales}

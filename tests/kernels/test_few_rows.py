@@ -1,6 +1,9 @@
 """Products of few rows on a GPU: values, and the same bits in every company. Weights of integers."""
 
 import itertools
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -11,7 +14,7 @@ import torch
 from gpu_code import needs_hopper_kernels
 from linear_calls import ACTIVATIONS, linear_node, model_of, random
 from onnx import TensorProto, helper, numpy_helper
-from quantised_weights import weight_of
+from quantised_weights import Weight, weight_of
 from samples import ALL
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -107,6 +110,81 @@ def test_weights_of_4_and_8_bits_in_one_body() -> None:
         value.type.tensor_type.elem_type = TensorProto.FLOAT16
     y = body_session(attach_bodies(model)).run({"x": x})["y"]
     assert (y.double() - expected).norm() < 2e-3 * expected.norm()
+
+
+def constant_weight_session(op: str, shape: list[Any], weight: Weight, bits: int, block: int) -> Any:
+    """Returns a session of one node that adds a bias of ones and has a constant weight."""
+    given = {**weight.given, "bias": torch.ones(len(weight.dense), dtype=torch.float16)}
+    names = ["x", "weight", "scale", "zero" if "zero" in given else "", "bias"]
+    node = helper.make_node(op, names, ["y"], domain="custom_domain", bits=bits, block=block)
+    model = model_of([node], shape, given)
+    for value in (*model.graph.input, *model.graph.output):
+        value.type.tensor_type.elem_type = TensorProto.FLOAT16
+    return make_session(model, LIBRARY, "cpu")
+
+
+@pytest.mark.parametrize("shape", [["B", "K"], [5, 160]], ids=["open", "known"])
+@pytest.mark.parametrize(("bits", "block", "with_zero"), FORMS)
+def test_a_constant_weight(bits: int, block: int, with_zero: bool, shape: list[Any]) -> None:
+    """ONNX Runtime packs it. The width of x, which is no multiple of a block, is known or not."""
+    weight, x = weight_of(16, 160, bits, block, with_zero), random(5, 160, dtype=torch.float16)
+    expected = x.double() @ weight.dense.mT + 1
+    size = x.double().abs() @ weight.dense.abs().mT + 1
+    session = constant_weight_session("CustomLinearQ", shape, weight, bits, block)
+    for rows in (5, 1):
+        (y,) = session.run(None, {"x": x[:rows].numpy()}) if shape[0] == "B" or rows == 5 else (None,)
+        assert y is None or close(torch.from_numpy(y), expected[:rows], size[:rows])
+    gate, up = expected.chunk(2, -1)
+    session = constant_weight_session("CustomLinearQSwiglu", shape, weight, bits, block)
+    (y,) = session.run(None, {"x": x.numpy()})
+    assert np.abs(y - (F.silu(gate) * up).numpy()).max() < 4e-3 * size.max().item()
+
+
+@pytest.mark.parametrize(("n", "k"), [(0, 64), (16, 0)])
+def test_a_constant_weight_without_elements(n: int, k: int) -> None:
+    session = constant_weight_session("CustomLinearQ", ["B", k], weight_of(n, k, 4, 32, True), 4, 32)
+    (y,) = session.run(None, {"x": np.ones((3, k), np.float16)})
+    assert y.shape == (3, n) and (y == 1).all()
+
+
+def test_slices_of_a_large_weight() -> None:
+    """Weights of 8 bits are dense a slice at a time, here in ONNX Runtime and in torch: two and a rest."""
+    n, k = 2 * (1 << 23) // 4096 + 3, 4096
+    weight, x = weight_of(n, k, 8, 128, True), random(3, k, dtype=torch.float16)
+    expected, size = x.double() @ weight.dense.mT, x.double().abs() @ weight.dense.abs().mT
+    assert close(torch_op.linear_q(x, **weight.given, bits=8, block=128), expected, size)
+    session = constant_weight_session("CustomLinearQ", ["B", k], weight, 8, 128)
+    (y,) = session.run(None, {"x": x.numpy()})
+    assert close(torch.from_numpy(y), expected + 1, size + 1)
+
+
+_PEAK = """
+import resource, sys
+import numpy, onnxruntime
+options = onnxruntime.SessionOptions()
+options.register_custom_ops_library(sys.argv[1])
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+session = onnxruntime.InferenceSession(sys.argv[2], options, providers=["CPUExecutionProvider"])
+for rows in (16, 1):
+    session.run(None, {"x": numpy.ones((rows, 2048), numpy.float16)})
+print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
+"""
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_no_weight_is_dense_on_the_cpu(bits: int, tmp_path: Path) -> None:
+    """The session and its runs take little more than the weight: in fp32 it has 134 MB."""
+    n, k = 16384, 2048
+    codes = np.random.default_rng(0).integers(0, 256, (n, k // 32, 4 * bits), np.uint8)
+    given = {"weight": torch.from_numpy(codes), "scale": torch.full((n, k // 32), 0.01, dtype=torch.float16)}
+    node = helper.make_node("CustomLinearQ", ["x", *given], ["y"], domain="custom_domain", bits=bits)
+    model = model_of([node], ["B", k], given)
+    for value in (*model.graph.input, *model.graph.output):
+        value.type.tensor_type.elem_type = TensorProto.FLOAT16
+    onnx.save(model, tmp_path / "m.onnx")
+    command = [sys.executable, "-c", _PEAK, str(LIBRARY), str(tmp_path / "m.onnx")]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert int(done.stdout) * 1024 < 134e6 + (n * k if bits == 8 else 0), "with ONNX Runtime's own copies"
 
 
 def test_shapes_of_a_quantised_weight() -> None:
