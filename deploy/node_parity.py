@@ -33,11 +33,12 @@ class Comparison:
 
 
 def observed(proto: onnx.ModelProto) -> onnx.ModelProto:
-    """Adds the inputs and outputs of the main graph's custom nodes to the model's outputs, and returns it.
+    """Adds what the main graph's custom nodes read and write to the model's outputs, and returns it.
 
-    Nodes without a name get the name that they have in ONNX Runtime's profile.
+    Constants are none of these: they may be as large as the file. Nodes without a name get the name that they
+    have in ONNX Runtime's profile.
     """
-    shown = {value.name for value in proto.graph.output}
+    shown = {value.name for value in (*proto.graph.output, *proto.graph.initializer)}
     for index, node in enumerate(proto.graph.node):
         if not is_custom(node):
             continue
@@ -57,7 +58,7 @@ def compare(
 
     Args:
         proto: an `observed` model.
-        values: its outputs as torch tensors.
+        values: its outputs and initializers as torch tensors.
         records: the libraries' records by `OpSpec.node_type`.
     """
     comparisons = []

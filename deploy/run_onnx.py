@@ -4,7 +4,7 @@ import importlib.util
 import sys
 import warnings
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -32,12 +32,18 @@ from twinop.deploy.node_parity import Comparison, compare, observed
 from twinop.deploy.node_providers import NodeRun
 from twinop.deploy.ort_process import SERVER, time_limit
 from twinop.deploy.tensor_specs import named_sizes
+from twinop.deploy.type_inference import sizes_of_weights
+from twinop.dimensions import sizes_of
 from twinop.dtypes import to_tensor
-from twinop.errors import TwinopError, TwinopWarning
+from twinop.errors import TwinopWarning
 from twinop.library import Library, in_use
 
 _MANY = 40  # in larger models built-in nodes are counted instead of listed
 _DYNAMIC_SIZE = 4
+_OTHER_SIZES = [
+    (batch, length, step) for batch, length in ((3, 7), (1, 13), (2, 64), (1, 224)) for step in (2, 0)
+]
+"""To try: of the batch, of the first length, and by how much the length of the next name is larger."""
 _SHOWN = 3  # parts of a sequence or a map
 
 
@@ -92,14 +98,7 @@ def main(
 def _run(
     path: Path, provider: str, library: list[Path] | None, allow: bool, shapes: list[str], seed: int
 ) -> bool:
-    options = (path, provider, library, allow, shapes, seed)
-    try:
-        answers = SERVER.run(_open_and_run, *options)
-    except (RunError, FeedError) as error:
-        if shapes or (fitting := _fitting_feeds(path, library)) is None:
-            raise
-        print_note(f"dynamic sizes of {_DYNAMIC_SIZE} do not fit ({error}): it ran with others")
-        answers = SERVER.run(_open_and_run, *options, fitting)
+    answers = SERVER.run(_open_and_run, path, provider, library, allow, shapes, seed)
     libraries, where, *rest = answers
     model = observed(onnx.load(path, "protobuf", load_external_data=False))
     used = in_use(libraries, {node.node_type for node in custom_nodes(model)})
@@ -108,7 +107,9 @@ def _run(
         if unused not in used:
             print_note(f"--library {unused.path}: no node of the model uses it ({unused.domain})")
     out.print(f"runs on {where}")
-    feeds, outputs, ran = rest
+    feeds, outputs, ran, refused = rest
+    if refused:
+        print_note(f"dynamic sizes of {_DYNAMIC_SIZE} do not fit ({refused}): it ran with others")
     out.print(_node_table(model, ran))
     for name, value in outputs.items():
         out.print(f"output {name}: {_described(value)}", markup=False, soft_wrap=True)
@@ -128,44 +129,50 @@ def _run(
 
 
 def _open_and_run(
-    path: Path,
-    provider: str,
-    library: list[Path] | None,
-    allow: bool,
-    shapes: list[str],
-    seed: int,
-    feeds: dict[str, np.ndarray] | None = None,
+    path: Path, provider: str, library: list[Path] | None, allow: bool, shapes: list[str], seed: int
 ) -> Iterator[Any]:
-    """Yields the libraries, the device, the inputs, the outputs and the nodes' runs, in another process."""
+    """Yields the libraries, the device, the inputs, the outputs, the nodes' runs, and why sizes are others.
+
+    It does so in another process.
+    """
     opening = partial(session, path, PROVIDERS[provider], library, profile=True, allow_model_libraries=allow)
     opened = opening()
     yield opened.libraries
     yield f"{opened.device} ({opened.reason})"
-    feeds = feeds or _random_feeds(opened, _parse_shapes(shapes, opened), seed)
-    yield feeds
+    feeds, refused = _random_feeds(opened, _parse_shapes(shapes, opened), seed), ""
     try:
         outputs = opened.run(feeds)
-    except RunError as error:
+    except (RunError, FeedError) as error:
         try:
+            if isinstance(error, FeedError):
+                raise
+            del opened  # two sessions would hold two packed copies of the weights
             opened = opening(session_options=plain_options())
             outputs = opened.run(feeds)
-        except RunError:
-            raise error from None
-        warnings.warn(without_optimizations("fails", error), TwinopWarning, stacklevel=1)
+            warnings.warn(without_optimizations("fails", error), TwinopWarning, stacklevel=1)
+        except (RunError, FeedError):
+            found = None if shapes else _fitting(path, opened, seed)
+            if found is None:
+                raise error from None
+            feeds, outputs, refused = *found, str(error)
+    yield feeds
     yield outputs
     yield opened.executed_on(custom_only=False)
+    yield refused
 
 
-def _fitting_feeds(path: Path, library: list[Path] | None) -> dict[str, np.ndarray] | None:
-    """Returns inputs of other sizes that the model takes, as `twinop optimize` generates them, or None."""
-    from twinop.deploy.ort_runs import NotRunnable  # late: torch must be imported before ONNX Runtime
-    from twinop.optimize.equivalence import generated  # the layer above
-    from twinop.optimize.load import load
-
-    with suppress(TwinopError, NotRunnable):
-        model = load(path)
-        found, _ = generated(path, model, None, library)
-        return found.cases[0]
+def _fitting(path: Path, opened: Session, seed: int) -> tuple[dict[str, Any], dict[str, Any]] | None:
+    """Returns inputs of other sizes that the model takes, and its outputs; None if none were found."""
+    proto = onnx.load(path, "protobuf", load_external_data=False)
+    axes = dict[str, int]()
+    for spec in opened.inputs.values():
+        for axis, dim in enumerate(spec.shape or ()):
+            axes.setdefault(dim, axis) if isinstance(dim, str) else None
+    known = sizes_of_weights(proto)
+    for batch, length, step in _OTHER_SIZES:
+        feeds = _random_feeds(opened, {}, seed, sizes_of(axes, batch, length, step, known))
+        with suppress(RunError, FeedError):
+            return feeds, opened.run(feeds)
     return None
 
 
@@ -199,7 +206,23 @@ def _compare_with_torch(
     tensors = {name: to_tensor(array).to(watched.device) for name, array in feeds.items()}
     records = {record.node_type: record for each in libraries for record in each.by_onnx_name.values()}
     wanted = {name for node in filter(is_custom, model.graph.node) for name in (*node.input, *node.output)}
-    return compare(model, watched.run(tensors, [name for name in watched.outputs if name in wanted]), records)
+    outputs = watched.run(tensors, [name for name in watched.outputs if name in wanted])
+    device = watched.device
+    del watched  # and its packed weights
+    return compare(model, _Values(outputs, model, folder, device), records)
+
+
+class _Values(dict[str, Any]):
+    """The outputs of a run, and initializers, which are read when they are asked for and are not kept."""
+
+    def __init__(self, outputs: Mapping[str, Any], model: onnx.ModelProto, folder: Path, device: str) -> None:
+        super().__init__(outputs)
+        self._constants = {tensor.name: tensor for tensor in model.graph.initializer}
+        self._folder, self._device = str(folder), device
+
+    def __missing__(self, name: str) -> Any:
+        array = onnx.numpy_helper.to_array(self._constants[name], self._folder)
+        return to_tensor(np.array(array)).to(self._device)  # a copy: torch wants memory that it may write
 
 
 def _library_text(used: list[Library]) -> str:
@@ -227,10 +250,12 @@ def _parse_shapes(texts: list[str], opened: Session) -> dict[str, tuple[int, ...
     return shapes
 
 
-def _random_feeds(opened: Session, shapes: dict[str, tuple[int, ...]], seed: int) -> dict[str, np.ndarray]:
-    """Draws the inputs. Dynamic dimensions of one name get one size."""
+def _random_feeds(
+    opened: Session, shapes: dict[str, tuple[int, ...]], seed: int, known: Mapping[str, int] | None = None
+) -> dict[str, np.ndarray]:
+    """Draws the inputs. Dynamic dimensions of one name get one size, which may be known."""
     random = np.random.default_rng(seed)
-    sizes = named_sizes(opened.inputs, shapes)
+    sizes = {**named_sizes(opened.inputs, shapes), **(known or {})}
     feeds = {}
     for spec in opened.inputs.values():
         if spec.name not in shapes and spec not in opened.required:

@@ -8,11 +8,11 @@ from dataclasses import dataclass, replace
 import numpy as np
 import onnx_ir as ir
 
+from twinop.dimensions import sizes_of
 from twinop.errors import ExportError, option
 from twinop.model import weights
 
 from . import graph as g
-from .dimensions import expressions
 
 Case = dict[str, np.ndarray]
 _PASS_THROUGH = (
@@ -27,7 +27,6 @@ _RANDOM = {
 MOST = 18_000_000  # elements of all inputs, of which there are several cases; or of a mask
 _MOST_OVERRIDDEN = 2**20  # elements of an initializer that is an input, too
 _MOST_OF_SIZE_1 = 16  # cases
-_LEAST = 3  # what a difference of two dimensions is raised to, if it would be empty
 _SPECIAL: Mapping[str, Callable[[np.ndarray], np.ndarray]] = {
     "inputs of zeros": np.zeros_like,
     "inputs of ones": np.ones_like,
@@ -235,29 +234,12 @@ def shapes(model: ir.Model, sizes: Sizes) -> dict[str, list[int]]:
 
 
 def sizes_by_name(model: ir.Model, sizes: Sizes) -> dict[str, int]:
-    """Returns the sizes of the dimensions of inputs. The first use of a name decides whether it is a batch.
-
-    Names that are expressions of others have the values of these.
-    """
+    """Returns the sizes of the dimensions of inputs. The first use of a name says whether it is a batch."""
     axes: dict[str, int] = {}
     for value in model.graph.inputs:
         for axis, dim in enumerate(g.dims(value) or []):
             axes.setdefault(dim, axis) if isinstance(dim, str) else None
-    found, fixed = expressions(axes), dict(sizes.fixed)
-    inner = {name: axes[dim] for dim, each in found.items() for name in each.names.values()}
-    by_name, lengths = dict[str, int](), 0
-    for name, axis in {**{dim: axis for dim, axis in axes.items() if dim not in found}, **inner}.items():
-        axis = axes.get(name, axis)
-        by_name[name] = sizes.length + sizes.step * lengths if axis else sizes.batch
-        lengths += axis > 0
-    by_name |= fixed
-    for each in found.values():  # a difference needs a larger first number
-        for name in each.names.values():
-            size = each(by_name)
-            raised = {**by_name, name: by_name[name] + _LEAST - size}
-            if size < 1 and name not in fixed and each(raised) > size:
-                by_name = raised
-    return by_name | {dim: max(each(by_name), 1) for dim, each in found.items()} | fixed
+    return sizes_of(axes, sizes.batch, sizes.length, sizes.step, dict(sizes.fixed))
 
 
 def _is_inverted(name: str, dtype: np.dtype) -> bool:

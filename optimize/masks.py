@@ -15,12 +15,12 @@ import numpy as np
 import onnx_ir as ir
 
 from twinop.deploy.ort_runs import NotRunnable, run
+from twinop.dimensions import expressions
 from twinop.errors import TwinopError
 
 from . import graph as g
 from . import inputs
 from .attention import attentions, masks_of
-from .dimensions import expressions
 from .scores import KNOWN, KnownMask
 
 _HIDDEN = -1e4  # exp() of this or less is 0, in fp16 too

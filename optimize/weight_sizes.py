@@ -15,11 +15,11 @@ from onnx_ir.passes.common import ShapeInferencePass
 
 from twinop import deploy
 from twinop.deploy.ort_runs import NotRunnable, run
+from twinop.dimensions import expressions
 from twinop.errors import TwinopError
 
 from . import graph as g
 from . import inputs
-from .dimensions import expressions
 from .inputs import Sizes
 from .masks import given_of, model_of
 

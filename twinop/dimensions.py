@@ -15,6 +15,7 @@ from typing import Any
 
 _LONGEST = 500  # characters; longer names are no expressions
 _LARGEST = 2**31
+_LEAST = 3  # what a difference of two dimensions is raised to, if it would be empty
 _TOTAL = "total_sequence_length"  # onnxruntime-genai's name for the sum of two others
 
 
@@ -76,6 +77,33 @@ def expressions(names: Collection[str]) -> dict[str, Expression]:
         found[_TOTAL] = total
     plain = {*names} - found.keys()  # now also those such as sequence-length, which may be parts of others
     return found | {name: each for name in plain if (each := _parse(name, plain - {name}))}
+
+
+def sizes_of(
+    axes: Mapping[str, int], batch: int, length: int, step: int = 0, fixed: Mapping[str, int] | None = None
+) -> dict[str, int]:
+    """Returns the sizes of dimensions by name. Names that are expressions of others have their values.
+
+    Args:
+        axes: the axis of an input of which each name is; that of a batch is 0.
+        length: of the other dimensions; each has `step` more than the one before it.
+        fixed: those that are known.
+    """
+    found, fixed = expressions(axes), dict(fixed or {})
+    inner = {name: axes[dim] for dim, each in found.items() for name in each.names.values()}
+    by_name, lengths = dict[str, int](), 0
+    for name, axis in {**{dim: axis for dim, axis in axes.items() if dim not in found}, **inner}.items():
+        axis = axes.get(name, axis)
+        by_name[name] = length + step * lengths if axis else batch
+        lengths += axis > 0
+    by_name |= fixed
+    for each in found.values():  # a difference needs a larger first number
+        for name in each.names.values():
+            size = each(by_name)
+            raised = {**by_name, name: by_name[name] + _LEAST - size}
+            if size < 1 and name not in fixed and each(raised) > size:
+                by_name = raised
+    return by_name | {dim: max(each(by_name), 1) for dim, each in found.items()} | fixed
 
 
 def _parse(name: str, known: Collection[str]) -> Expression | None:
