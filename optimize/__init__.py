@@ -7,7 +7,7 @@
 `load.py` reads a model. `prepare.py` converts it to fp32, folds constants and infers shapes. Then the
 rewrites run, in the order of `REWRITES` in `optimizer.py`. Each is a module whose docstring says what it
 matches and what it writes.
-`rewrite_check.py` compares the result with the original, and `precision.py` converts it to 16 bits.
+`verifier.py` compares the result with the original, and `precision.py` converts it to 16 bits.
 """
 
 from typing import TYPE_CHECKING, Any

@@ -12,7 +12,7 @@ import onnx
 import onnx_ir as ir
 
 from twinop import deploy
-from twinop.deploy.ort_runs import NotRunnable, check_shown, has_wrong_types, run
+from twinop.deploy.ort_runs import NotRunnable, Parts, check_shown, has_wrong_types, run
 from twinop.errors import ExportError, TwinopError, option
 from twinop.model import weights
 from twinop.model.weights import clip
@@ -22,6 +22,7 @@ from . import decoders, inputs
 from . import graph as g
 from .inputs import Case, Sizes
 from .precision import MOST_ELEMENTS
+from .symbolic_shapes import infer_types
 from .weight_sizes import fit
 
 Outputs = list[list[Any]]
@@ -57,6 +58,11 @@ class NotEquivalent(Exception):
     ) -> None:
         super().__init__(text)
         self.rewrite, self.place, self.error, self.accepted = rewrite, place, error, accepted
+
+    def within(self, segment: str) -> "NotEquivalent":
+        """Returns the same of a segment, which the text names."""
+        text = f"{segment}: {self}" if segment else str(self)
+        return NotEquivalent(text, self.rewrite, self.place, self.error, self.accepted)
 
 
 def relative_error(expected: Any, found: Any, typical: float = 0.0) -> float:
@@ -182,12 +188,12 @@ class Reference:
 
 
 def generated(
-    original: Path, model: ir.Model, padding: str | None, library: deploy.Libraries
+    original: Path | Parts, model: ir.Model, padding: str | None, library: deploy.Libraries
 ) -> tuple[Reference, Sizes]:
     """Generates inputs that the original accepts and for which its outputs can be compared, and runs it.
 
     Args:
-        original: the file of the model in fp32.
+        original: the model in fp32, as it runs.
         padding: "right" if masks hide nothing but the end of a sequence.
 
     Returns:
@@ -246,7 +252,11 @@ def generated(
 
 
 def reference(
-    original: Path, model: ir.Model, library: deploy.Libraries, usual: list[Case], hidden: Sequence[str] = ()
+    original: Path | Parts,
+    model: ir.Model,
+    library: deploy.Libraries,
+    usual: list[Case],
+    hidden: Sequence[str] = (),
 ) -> Reference:
     """Runs the original on cases, and on special ones that are made of the last of them.
 
@@ -269,7 +279,7 @@ def reference(
 
 
 def _run_original(
-    original: Path, library: deploy.Libraries, usual: list[Case], special: dict[str, Case]
+    original: Path | Parts, library: deploy.Libraries, usual: list[Case], special: dict[str, Case]
 ) -> Reference:
     answer = run(original, library, [*usual, *special.values()], required=len(usual), may_skip=True)
     ran = zip(special.items(), answer.outputs[len(usual) :], strict=True)
@@ -283,7 +293,9 @@ def _run_original(
     return Reference(cases, outputs, list(special), sizes, answer.note)
 
 
-def with_ids(original: Path, model: ir.Model, library: deploy.Libraries, reference: Reference) -> Reference:
+def with_ids(
+    original: Path | Parts, model: ir.Model, library: deploy.Libraries, reference: Reference
+) -> Reference:
     """Returns a reference with the ids that may give the largest numbers (`inputs.cases_of_ids`), too."""
     sizes = [sum(array.size for array in case.values()) for case in reference.cases[: reference.usual]]
     names, cases = inputs.cases_of_ids(model, reference.cases[sizes.index(max(sizes))])
@@ -303,6 +315,23 @@ def _is_float(value: Any) -> bool:
     return isinstance(value, np.ndarray) and value.dtype.kind == "f"
 
 
+def with_magnitudes(model: ir.Model, dtype: ir.DataType) -> ir.Model:
+    """Makes the largest magnitude of each value of a dtype that nodes compute the outputs of a model."""
+    infer_types(model)
+    inner = [value for node in model.graph for value in node.outputs if value.dtype is dtype]
+    model.graph.outputs.clear()
+    for value in inner:
+        if isinstance(value.type, ir.TensorType):
+            wide = ir.node("Cast", [value], {"to": ir.DataType.FLOAT})
+            size = ir.node("Abs", wide.outputs)
+            largest = ir.node("ReduceMax", size.outputs, {"keepdims": 0})
+            largest.outputs[0].type = ir.TensorType(ir.DataType.FLOAT)
+            largest.outputs[0].shape = ir.Shape([])
+            model.graph.extend([wide, size, largest])
+            model.graph.outputs.append(largest.outputs[0])
+    return model
+
+
 def nudge_weights(model: ir.Model, by: float = LAST_BITS) -> ir.Model:
     """Changes the last bits of a model's weights in place, but for the largest ones."""
     for value in model.graph.initializers.values():
@@ -313,13 +342,15 @@ def nudge_weights(model: ir.Model, by: float = LAST_BITS) -> ir.Model:
     return model
 
 
-def noise(nudged: Path, library: deploy.Libraries, reference: Reference, by: float = LAST_BITS) -> Errors:
+def noise(
+    nudged: Path | Parts, library: deploy.Libraries, reference: Reference, by: float = LAST_BITS
+) -> Errors:
     """Returns by how much the original differs from itself where the last bits of its numbers differ.
 
     ONNX Runtime runs it with its graph optimisations and without. The inputs are nudged, too.
 
     Args:
-        nudged: the file of the original with nudged weights.
+        nudged: the original with nudged weights.
         by: the relative change of the inputs' numbers; 0 shows what differs from run to run.
     """
     near = [
@@ -357,7 +388,7 @@ def numbers_for_nan(expected: Any, found: Any, accepted: float) -> bool:
     return bool(is_nan.any() and relative_error(expected[~is_nan], found[~is_nan]) <= accepted)
 
 
-def _require_loadable(original: Path, library: deploy.Libraries) -> None:
+def _require_loadable(original: Path | Parts, library: deploy.Libraries) -> None:
     try:
         run(original, library, may_skip=True)
     except (TwinopError, NotRunnable) as error:

@@ -58,6 +58,7 @@ class RewriteContext:
         joined: constants by those that they join along the first axis.
         broadcasts: axes of one name may have several sizes, since the original broadcasts them.
         expanded: what `broadcast` has made of a value and its axes.
+        acting: the names of the rewrites that changed something.
     """
 
     model: ir.Model
@@ -70,6 +71,7 @@ class RewriteContext:
     joined: dict[tuple[ir.Value, ...], ir.Value] = field(default_factory=dict)
     broadcasts: bool = False
     expanded: dict[tuple[object, ...], ir.Value] = field(default_factory=dict)
+    acting: set[str] = field(default_factory=set)
 
     @property
     def graph(self) -> ir.Graph:

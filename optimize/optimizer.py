@@ -1,41 +1,47 @@
-"""Runs the rewrites on an ONNX file, and keeps those that do not change the results."""
+"""Optimises an ONNX file: load, prepare, rewrite, convert, write, verify, publish."""
 
 import os
+from collections import Counter
 from collections.abc import Iterable, Sequence
+from functools import partial
 from pathlib import Path
 
 import onnx_ir as ir
+from onnx_ir.passes.common import CommonSubexpressionEliminationPass, LiftConstantsToInitializersPass
 
 from twinop import deploy
-from twinop.deploy.cuda import has_gpu
+from twinop.deploy.cuda import has_gpu, obstacles
 from twinop.deploy.ort_process import time_limit
-from twinop.dtypes import dtype_name
+from twinop.deploy.tensor_specs import RIGHT_PADDED
 from twinop.errors import ExportError, option
-from twinop.library import find_library, read_library
-from twinop.model.files import check_target, work_folder
+from twinop.model.calls import paths_in_use
+from twinop.model.files import EXTERNAL_DATA_BYTES, save, work_folder
+from twinop.model.folding import take_defaults
 from twinop.op_spec import OpSpec
 from twinop.progress import Progress, silent
 from twinop.publish import publish
 
 from . import (
-    branches,
     cached_attention,
     decoders,
     equivalence,
+    growing_caches,
+    inputs,
     invariance,
+    masks,
+    measure,
+    normed_products,
     passes,
     precision,
-    standard_ops,
+    quantised,
     unfuse_ort,
 )
-from .load import check_memory, data_files, load, make_constant, separate_names
-from .own_ops import find_own_ops
-from .prepare import inline_functions, main_dtype
+from . import graph as g
+from .load import load
+from .prepare import clean, prepare
 from .report import OptimizeReport
-from .rewrite_check import RewriteCheck
-from .widen import convert_to_fp32
-
-DEVICES = ("cuda", "cpu")
+from .source import DEVICES, Options, Source, read_source
+from .verifier import Verifier
 
 
 def optimize(
@@ -90,92 +96,178 @@ def optimize(
     Raises:
         ExportError: wrong arguments, or a model that cannot be read, run or converted.
     """
-    source, target = Path(source), Path(target)
-    _check(dtype, padding, without)
-    device = chosen_device("cuda" if invariant and device is None else device)
-    progress("reading the model")
-    model = load(source)
-    data = data_files(model)
-    check_target(target, {source, *data})
-    check_memory(model)
-    own = find_own_ops(model, source, library, kept, allow_model_libraries)
-    records = dict(read_library(find_library("custom_ops")).records)
-    standard_ops.check_ops(replace, records)
-    report = OptimizeReport(source, target, device=device)
-    report.nodes_before = len([*model.graph.all_nodes()])
-    report.bytes_before = sum(map(os.path.getsize, (source, *data)))
-    if constants := make_constant(model):
-        report.notes.append(f"IR version 3: its {constants} initializers are constants, as in ONNX Runtime")
-    inline_functions(model, records, own)
-    separate_names(model)
-    branches.move_out(model)
-    model.graph.meta[cached_attention.SHARED_CACHES] = shared_caches
-    model.graph.meta[invariance.INVARIANT] = invariant
-    model.graph.meta[standard_ops.REPLACED] = (*replace,)
-    main = main_dtype(model)
-    own_dtype = dtype_name(main)
+    options = Options(
+        dtype, chosen_device("cuda" if invariant and device is None else device), padding, shared_caches,
+        invariant, inputs_file, without, replace, allow_uncompared, drop_slow, library, allow_model_libraries,
+        kept,
+    )  # fmt: skip
+    with time_limit(timeout):
+        progress("reading the model")
+        read = read_source(Path(source), Path(target), options)
+        verifier = Verifier(read, partial(_rewritten, read, progress), progress)
+        _prepare(read, verifier, progress)
+        with work_folder(read.report.path) as folder:
+            files = _write_verified(read, verifier, folder, progress)
+            read.report.bytes_after = sum(map(os.path.getsize, files))
+            publish(files, read.report.path)
+    return read.report
+
+
+def _prepare(source: Source, verifier: Verifier, progress: Progress) -> None:
+    """Runs the original, and brings its form in fp32 into the form that the rewrites match."""
+    sizes = verifier.run_original()
+    progress("folding constants, inferring shapes")
+    base = source.base
+    source.defaults = take_defaults(base.graph)
+    prepare(base, {**source.records, **source.own.records})
+    for value in filter(inputs.acts_as_mask, base.graph.inputs):
+        value.meta[inputs.MASK] = True
+    context = g.RewriteContext(base, source.report.device, source.records)
+    masks.classify(context, sizes, source.options.padding)
+
+
+def _rewritten(source: Source, progress: Progress, names: Sequence[str]) -> g.RewriteContext:
+    """Applies rewrites to a copy of the model; raises NotEquivalent if one of them fails."""
+    report = source.report
+    context = g.RewriteContext(
+        source.base.clone(), report.device, source.records, broadcasts=source.broadcasts
+    )
+    chosen = [each for each in passes.chosen(report.device, report.dtype) if each.name in names]
+    try:
+        context.acting = passes.apply_passes(context, chosen, progress)
+    except passes.RewriteError as failure:
+        raise equivalence.NotEquivalent(str(failure), failure.name) from failure
+    CommonSubexpressionEliminationPass()(context.model)
+    LiftConstantsToInitializersPass(lift_all_constants=True, size_limit=0)(context.model)
+    clean(context.model)
+    g.share_constants(context.graph)
+    if masks_shown := {str(shown.name) for lengths, shown in context.lengths.items() if lengths.uses()}:
+        [context.model.metadata_props[RIGHT_PADDED]] = masks_shown
+    return context
+
+
+def _write_verified(source: Source, verifier: Verifier, folder: Path, progress: Progress) -> list[Path]:
+    """Rewrites, converts and writes the model, and compares the file; returns its files, the model last.
+
+    Raises:
+        ExportError: what was written is not what the original computes.
+    """
+    report, options = source.report, source.options
+    chosen = passes.chosen(report.device, report.dtype, options.without)
+    names, context = verifier.verify([each.name for each in chosen])
+    report.fused, report.skipped = passes.counts(context)
+    if not report.fused and source.is_unconverted:
+        return _write_original(source, verifier, folder)
+    notes = [*report.notes]
+    files = _write(source, verifier, context, folder, progress)
+    if options.drop_slow:
+        acting = [name for name in names if name in context.acting]
+        measured = _measured(source, verifier, acting, files[-1], folder, progress)
+        report.times, report.untimed = measured.times, measured.untimed
+        if measured.slow:
+            report.notes, report.reverted = notes, report.reverted | measured.slow
+            names, context = verifier.verify([name for name in names if name not in measured.slow])
+            files = _write(source, verifier, context, folder, progress)
+    return files
+
+
+def _write(
+    source: Source, verifier: Verifier, context: g.RewriteContext, folder: Path, progress: Progress
+) -> list[Path]:
+    """Converts a rewritten model, writes it and compares the file with the original."""
+    report, path = source.report, folder / source.report.path.name
+    model = _converted(source, context)
+    progress("writing")
+    files = save(model, path, EXTERNAL_DATA_BYTES)
+    try:
+        verifier.verify_written(path, _as_run(ir.load(path)))
+    except equivalence.NotEquivalent as reason:
+        if not source.converts:
+            text = f"what was written {reason}: this is a defect of twinop, please report it"
+            raise ExportError(text) from None
+        acting = ", ".join(sorted(context.acting)) or "all"
+        raise ExportError(
+            f"the model in {report.dtype} {reason}. Leave rewrites out with {option('without')} (these act: "
+            f"{acting}), or keep its dtype"
+        ) from None
+    return files
+
+
+def _measured(
+    source: Source, verifier: Verifier, names: Sequence[str], path: Path, folder: Path, progress: Progress
+) -> measure.Measured:
+    """Measures the source and the result in `path`, where this machine has the device."""
+    report, case = source.report, verifier.typical_case()
+    if report.device == "cuda" and (reasons := obstacles(0, [])):
+        return measure.Measured(untimed=reasons[0])
+
+    def write(names: Sequence[str], folder: Path) -> Path:
+        return save(_converted(source, verifier.apply(names)), folder / path.name, EXTERNAL_DATA_BYTES)[-1]
+
+    progress("measuring")
+    report.timed_shape = next((array.shape for array in case.values()), ())
+    clock = measure.Stopwatch(case, report.device, source.own.libraries or None)
+    return measure.drop_slow(report.source, path, names, write, clock, folder, progress)
+
+
+def _converted(source: Source, context: g.RewriteContext) -> ir.Model:
+    """Converts the rewritten model to the wanted dtypes, and gives it the form of the device."""
+    report, model = source.report, context.model
+    report.inlined = source.own.inlined
+    wide, report.narrowed = source.convert(model)
+    report.add_note(f"{wide} nodes compute in fp32" if wide else "")
+    if report.device == "cuda":
+        _pack(context, report)
+    report.fused, report.skipped = passes.counts(context)
+    if any(lengths.uses() for lengths in context.lengths):
+        mask = model.metadata_props[RIGHT_PADDED]
+        report.add_note(
+            f"{option('padding', 'right')} promised that {mask} hides nothing but the end of each sequence"
+        )
+    report.nodes_after = len([*model.graph.all_nodes()])
+    kinds = Counter(node.op_type for node in model.graph.all_nodes() if node.domain == g.MICROSOFT)
+    report.needs = [f"{g.MICROSOFT} {kind} x {count}" for kind, count in sorted(kinds.items())]
+    report.needs += ["1.23 for Attention"] if growing_caches.FUSED in report.fused else []
+    decoders.restore_precision(model)
+    if source.is_changed and report.device == "cuda":
+        for node in [node for node in model.graph if node.op_type == decoders.ATTENTION]:
+            cached_attention.join_norms(node)
+    model = source.finished(model)
+    report.libraries = paths_in_use(model, source.registered)
+    return model
+
+
+def _pack(context: g.RewriteContext, report: OptimizeReport) -> None:
+    """Replaces matmuls of quantised weights, which only exist in 16 bits."""
+    if report.dtype not in precision.DTYPES:
+        for kind in (quantised.PRODUCT, decoders.ATTENTION):
+            reason = f"{report.dtype}; twinop's kernel is for 16 bits ({option('dtype', 'float16')})"
+            context.left[f"{kind}: {reason}"] += len(context.nodes(kind, domain=g.MICROSOFT))
+        return
+    quantised.rewrite(context)
+    normed_products.rewrite(context)
+    invariance.rewrite(context)
+    clean(context.model)
+    g.share_constants(context.graph)
+
+
+def _as_run(model: ir.Model) -> ir.Model:
+    """Gives a file's nodes the form that the CPU runs, in place."""
+    decoders.split_query_norms(model)
+    decoders.set_full_precision(model)
+    return model
+
+
+def _write_original(source: Source, verifier: Verifier, folder: Path) -> list[Path]:
+    """Writes the file as it is: nothing was recognised."""
+    report = source.report
+    report.nodes_after, report.same = report.nodes_before, True
+    model = load(source.path)
     unfuse_ort.split_simplified_norms(model)
-    is_changed = decoders.split_query_norms(model) + decoders.set_full_precision(model) > 0
-    interface = _interface(model)
-    report.dtype = dtype or own_dtype
-    if invariant and (device != "cuda" or report.dtype not in precision.DTYPES):
-        raise ExportError(
-            f"{option('invariant', True)}: is for cuda in float16 or bfloat16, not {device} in {report.dtype}"
-        )
-    if invariant and drop_slow:
-        raise ExportError(
-            f"{option('drop_slow', True)}: {option('invariant', True)} keeps slow rewrites, too"
-        )
-    if own_dtype == "float64" != report.dtype:
-        raise ExportError(
-            f"{option('dtype', dtype)}: the model is in float64, which stays. Leave out "
-            f"{option('dtype')}, or export the model in float32"
-        )
-    if (narrow_types := convert_to_fp32(model, main, dtype is not None)) or is_changed:
-        with time_limit(timeout):
-            equivalence.require_types(source, own.libraries or None)
-    decoders.set_sizes(model)
-    own.convert_to_fp32(model, report.dtype, report.dtype != own_dtype)
-    with time_limit(timeout), work_folder(target) as folder:
-        original = source if not (narrow_types or is_changed) else None
-        found = {own_dtype, *map(dtype_name, (*narrow_types, *interface.values()))}
-        unchanged = source if not invariant and (dtype is None or found == {dtype}) else None
-        exposed = interface if dtype is None else {}
-        check = RewriteCheck(
-            model,
-            original,
-            unchanged,
-            exposed,
-            dtype is None,
-            is_changed,
-            folder,
-            records,
-            report,
-            padding,
-            own,
-            progress,
-        )
-        check.make_cases(inputs_file, allow_uncompared)
-        best = check.verify({each.name: each for each in passes.chosen(device, report.dtype, without)})
-        notes = [*report.notes]
-        files = check.finish(best, target.name)
-        if drop_slow and report.fused:
-            measured = check.drop_slow(best[0], files[-1])
-            if measured.slow:
-                report.notes, report.reverted = notes, report.reverted | measured.slow
-                best = check.verify({name: best[0][name] for name in best[0] if name not in measured.slow})
-                files = check.finish(best, target.name)
-            report.times, report.untimed = measured.times, measured.untimed
-        report.bytes_after = sum(map(os.path.getsize, files))
-        publish(files, target)
-    return report
-
-
-def _interface(model: ir.Model) -> dict[str, ir.DataType]:
-    """Returns the dtypes of the inputs and outputs that `precision.convert` can change, by name."""
-    values = (*model.graph.inputs, *model.graph.outputs)
-    converted = (ir.DataType.FLOAT, *precision.DTYPES.values())
-    return {str(each.name): each.dtype for each in values if each.dtype in converted}
+    if verifier.whole is not None:
+        equivalence.confirm_shapes(model, verifier.whole.reference)
+    report.libraries = paths_in_use(model, source.registered)
+    return save(model, folder / report.path.name, EXTERNAL_DATA_BYTES)
 
 
 def chosen_device(device: str | None) -> str:
@@ -189,19 +281,3 @@ def chosen_device(device: str | None) -> str:
     if device not in DEVICES:
         raise ExportError(f"{option('device', device)}: expected one of: {', '.join(DEVICES)}")
     return device
-
-
-def _check(dtype: str | None, padding: str | None, without: Sequence[str]) -> None:
-    if dtype is not None and dtype.startswith(("float8", "fp8")):
-        raise ExportError(f"{option('dtype', dtype)}: fp8 is not supported yet; expected float16 or bfloat16")
-    if dtype not in (None, "float32", *precision.DTYPES):
-        raise ExportError(
-            f"{option('dtype', dtype)}: expected one of: float32, {', '.join(precision.DTYPES)}"
-        )
-    if padding not in (None, "right"):
-        raise ExportError(
-            f"{option('padding', padding)}: expected right, or no {option('padding')} for masks of any form"
-        )
-    names = [each.name for each in passes.PASSES]
-    if unknown := [name for name in without if name not in names]:
-        raise ExportError(f"{option('without', ', '.join(unknown))}: expected some of: {', '.join(names)}")

@@ -64,6 +64,11 @@ class OptimizeReport:
         fields = asdict(self) | {"source": self.source.name, "path": self.path.name}
         return json.dumps(fields | {"libraries": [path.name for path in self.libraries]}, indent=2)
 
+    def add_note(self, note: str) -> None:
+        """Adds a note, once; an empty one is none."""
+        if note and note not in self.notes:
+            self.notes.append(note)
+
     def __str__(self) -> str:
         """The report as lines of text."""
         own = f"; the original in {self.dtype}: {self.own_error:.1e}" if self.own_error is not None else ""

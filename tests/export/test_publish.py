@@ -37,7 +37,7 @@ def make(number: float) -> ir.Model:
 @pytest.fixture(autouse=True)
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("twinop.model.files._SMALL", 0)
-    monkeypatch.setattr("twinop.optimize.rewrite_check.EXTERNAL_DATA_BYTES", 0)
+    monkeypatch.setattr("twinop.optimize.optimizer.EXTERNAL_DATA_BYTES", 0)
 
 
 def write(number: float, target: Path) -> Path:
@@ -87,7 +87,7 @@ def test_between_the_renames(moment: int, how: str, tmp_path: Path) -> None:
     onnx.save(ir.to_proto(make(2)), tmp_path / "new.onnx")
     program = f"""
 import os, sys, time
-import twinop.model.files as files, twinop.optimize.rewrite_check as check
+import twinop.model.files as files, twinop.optimize.optimizer as check
 from twinop.optimize import optimize
 check.EXTERNAL_DATA_BYTES = files._SMALL = 0
 real, left = os.replace, [{moment}]

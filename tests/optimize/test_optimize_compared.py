@@ -14,7 +14,8 @@ from twinop import deploy
 from twinop.errors import ExportError
 from twinop.optimize import equivalence, inputs, optimize, passes
 from twinop.optimize import graph as g
-from twinop.optimize.rewrite_check import RewriteCheck
+from twinop.optimize.comparison import Comparison
+from twinop.optimize.source import Form
 
 DETECTOR = """(float[N, 8] x) => (float[K, 8] boxes OTHERS) { h = MatMul (x, w)
     s = ReduceMax <keepdims=0> (h, last) k = Greater (s, threshold) i = NonZero (k)
@@ -138,13 +139,13 @@ def test_special_inputs_have_a_say_in_16_bits(
     own: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Unless the original in 16 bits fails for them, too."""
-    real = RewriteCheck._errors_in
+    real = Comparison._errors_in
 
-    def found(self: RewriteCheck, path: Path, *options: Any) -> equivalence.Errors:
-        errors = real(self, path, *options)
-        return [*errors[:-1], [own if path.name == "plain.onnx" else 0.5]]
+    def found(self: Comparison, form: Form, *options: Any) -> equivalence.Errors:
+        errors = real(self, form, *options)
+        return [*errors[:-1], [0.5 if isinstance(form.what, Path) else own]]
 
-    monkeypatch.setattr(RewriteCheck, "_errors_in", found)
+    monkeypatch.setattr(Comparison, "_errors_in", found)
     model = parsed("(float[N, 8] x) => (float[N, 8] y) { y = MatMul (x, w) }", w=weights(8, 8))
     if own:
         assert optimized(model, tmp_path, dtype="float16")[0].own_error is not None

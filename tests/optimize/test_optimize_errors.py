@@ -21,7 +21,7 @@ from twinop.deploy import ort_runs
 from twinop.deploy.ort_runs import Answer
 from twinop.errors import ExportError
 from twinop.export import export
-from twinop.optimize import equivalence, norms, optimize, optimizer, passes, rewrite_check
+from twinop.optimize import comparison, equivalence, norms, optimize, passes
 from twinop.optimize import graph as g
 
 TEXT = "(float[N, 4] x) => (float[N, 3] y) { y = MatMul (x, w) }"
@@ -259,7 +259,7 @@ def test_export_optimises(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
         (ExportError("it cannot be read"), "not optimised: it cannot be read"),
         (KeyError("x"), "not optimised: KeyError: 'x'; this is a defect of twinop, please report it"),
     ):
-        monkeypatch.setattr(optimizer, "load", Mock(side_effect=error))
+        monkeypatch.setattr("twinop.optimize.source.load", Mock(side_effect=error))
         report = export(layers, given.double(), path, optimize=True, **options)
         assert report.optimized is None and report.notes[-1] == note
     assert [node.op_type for node in onnx.load(path).graph.node] == ["Gemm"]
@@ -376,7 +376,7 @@ def test_a_runtime_that_is_wrong_itself(
         answer = ort_runs.run(*args, **options)
         return replace(answer, outputs=[[y + next(numbers) for y in ys] for ys in answer.outputs])
 
-    for module in (equivalence, rewrite_check):
+    for module in (equivalence, comparison):
         monkeypatch.setattr(module, "run", run)
     monkeypatch.setattr(passes, "PASSES", [pass_of("other", wrong)] if has_rewrite else [])
     onnx.save(parsed("(float[N, 4] x) => (float[N, 4] y) { y = Relu (x) }"), tmp_path / "old.onnx")

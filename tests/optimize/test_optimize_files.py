@@ -46,7 +46,7 @@ def message(source: Path, target: Path) -> str:
 @pytest.mark.parametrize("limit", [0, 10**9])
 def test_external_data(limit: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It is written again from the limit on; below, the weights are in the file."""
-    monkeypatch.setattr("twinop.optimize.rewrite_check.EXTERNAL_DATA_BYTES", limit)
+    monkeypatch.setattr("twinop.optimize.optimizer.EXTERNAL_DATA_BYTES", limit)
     text = "(float[N, 4] x) => (float[N, 3] y) { a = MatMul (x, w) y = Add (a, b) }"
     source = external(tmp_path, parsed(text, w=weights(4, 3), b=weights(3)))
     (tmp_path / "new").mkdir()
@@ -407,16 +407,16 @@ def test_weights_are_written_once(limit: int, tmp_path: Path, monkeypatch: pytes
     monkeypatch.setattr("twinop.model.weights.LARGE", 0)
     saved, read = list[Path](), list[object]()
 
-    def save(model: ir.Model, path: Path, external_data_bytes: int, checks: bool) -> list[Path]:
+    def save(model: ir.Model, path: Path, external_data_bytes: int) -> list[Path]:
         saved.append(path)
-        return files.save(model, path, limit, checks)
+        return files.save(model, path, limit)
 
     def convert_to_fp32(model: ir.Model, main: ir.DataType, asked: bool) -> set[ir.DataType]:
         read.append(model.graph.initializers["w"].const_value)
         return set()
 
-    monkeypatch.setattr("twinop.optimize.rewrite_check.save", save)
-    monkeypatch.setattr("twinop.optimize.optimizer.convert_to_fp32", convert_to_fp32)
+    monkeypatch.setattr("twinop.optimize.optimizer.save", save)
+    monkeypatch.setattr("twinop.optimize.source.convert_to_fp32", convert_to_fp32)
     source = external(tmp_path, parsed(TEXT, w=weights(4, 3)))
     report = optimize(source, tmp_path / "fast.onnx", device="cuda")
     assert len(saved) == 1 and report.fused == {"linear": 1}

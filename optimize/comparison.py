@@ -1,0 +1,242 @@
+"""Compares forms of a model, or of a part of it, with the original: in fp32, and in 16 bits."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from math import inf
+
+import numpy as np
+import onnx_ir as ir
+import onnxruntime as ort
+
+from twinop.deploy.ort_runs import NotRunnable, has_wrong_types, run
+from twinop.errors import ExportError, TwinopError, option
+from twinop.model.weights import narrow
+from twinop.tolerance import LOST, NOISE
+
+from . import equivalence, inputs
+from .inputs import hides_left
+from .source import Form, Source
+
+_NEAR = 4.0  # times the accepted error: sums in another order may have as much
+_SMALL = 1e-6  # a change of numbers that no result should hang on
+_OF_SIZES = 1e-2  # an error of broadcasting is larger
+
+
+@dataclass
+class Comparison:
+    """An original in fp32, inputs for it, and what it computes for them.
+
+    Attributes:
+        model: the original, or an extracted part of it.
+        original: the same as it runs.
+        last: the form that ran last.
+    """
+
+    source: Source
+    model: ir.Model
+    original: Form
+    reference: equivalence.Reference
+    of_size_1: Mapping[str, inputs.Case] = field(default_factory=dict)
+    last: Form | None = None
+
+    def __post_init__(self) -> None:
+        self.noise, self.library = cache(self._noise), self.source.own.libraries or None
+        self.with_size_1 = dict(zip(self.of_size_1, self._run_of_size_1(self.original), strict=True))
+
+    def _noise(self, by: float = equivalence.LAST_BITS) -> equivalence.Errors:
+        nudged = self.source.form(equivalence.nudge_weights(self.model.clone(), by))
+        return equivalence.noise(nudged.what, self.library, self.reference, by)
+
+    def check(self, result: Form) -> float:
+        """Returns the error of a form in fp32.
+
+        Raises:
+            NotEquivalent: it fails, or the error is too large.
+        """
+        self.last = result
+        may_skip = bool(self.reference.note)  # else a rewrite is the cause
+        try:
+            answer = run(result.what, self.library, self.reference.cases, may_skip=may_skip)
+        except NotRunnable as reason:
+            raise equivalence.NotEquivalent(f"cannot be run on the CPU: {reason}") from reason
+        except TwinopError as failure:
+            raise equivalence.NotEquivalent(f"fails: {failure}") from failure
+        self.found, self.note, self.source.registered = answer.outputs, answer.note, answer.libraries
+        return self.reference.check(self.reference.errors(self.found), self.noise, "float32")
+
+    def cause(self, reason: equivalence.NotEquivalent) -> str:
+        """Returns why the form that ran last differs: a defect of twinop where nothing else is."""
+        defect, runtime = "this is a defect of twinop, please report it", f"ONNX Runtime {ort.__version__}"
+        if reason.rewrite or self.last is None:
+            return defect
+        if reason.place is not None:
+            index, output = reason.place
+            others, outputs = f"Give other inputs with {option('inputs_file')}", self.reference.outputs[index]
+            if reason.error <= _NEAR * reason.accepted:
+                return f"so little may be rounding. {others}"
+            for by, text in (
+                (0.0, f"another run of the original in {runtime}, or one without its optimizations, differs"),
+                (_SMALL, f"the original itself does where its numbers change by {_SMALL:.0e}"),
+            ):
+                own = self.noise(by)[index][output]
+                if not own <= LOST or own * NOISE >= reason.error:
+                    return f"{text}. {others if by else 'Try a newer one'}"
+            if equivalence.numbers_for_nan(outputs[output], self.found[index][output], reason.accepted):
+                return f"only where the original is NaN, as for rows that a mask hides. {others}"
+        try:
+            found = run(self.last.what, self.library, self.reference.cases, optimize=False).outputs
+            self.reference.check(self.reference.errors(found), self.noise, "float32")
+        except (equivalence.NotEquivalent, NotRunnable, TwinopError):
+            return defect
+        return f"{runtime} breaks it with its own optimizations. Try a newer one"
+
+    def failing_sizes(self) -> list[str]:
+        """Returns for which of `of_size_1` the form that ran last fails, and the original does not."""
+        if not any(self.with_size_1.values()) or self.last is None:
+            return []
+        pairs = zip(self.with_size_1.items(), self._run_of_size_1(self.last), strict=True)
+        return [
+            name
+            for (name, own), found in pairs
+            if own and (not found or max(map(equivalence.relative_error, own, found)) > _OF_SIZES)
+        ]
+
+    def _run_of_size_1(self, form: Form) -> equivalence.Outputs:
+        """Returns the outputs for `of_size_1`, none where a run fails.
+
+        ONNX Runtime's own optimizations, which take names for sizes, are off.
+        """
+        try:
+            cases = [*self.of_size_1.values()]
+            return run(form.what, self.library, cases, required=0, optimize=False).outputs if cases else []
+        except (NotRunnable, TwinopError):
+            return [[] for _ in self.of_size_1]
+
+    def check_16_bits(self, result: Form, plain: ir.Model | None, plain_form: Form | None) -> float | None:
+        """Compares a form in 16 bits, and the original in 16 bits, with the original in fp32.
+
+        Args:
+            plain: the original in 16 bits, for the numbers inside of it; None where it is not known.
+            plain_form: the same as it runs.
+
+        Returns:
+            The error, and that of the original in 16 bits in `own_error`. None where it does not run, with
+            `note`.
+
+        Raises:
+            ExportError: the original has no usable result in 16 bits, or a value no known dtype.
+            NotEquivalent: the error is too large.
+        """
+        report, self.note = self.source.report, ""
+        self.own_error: float | None = None
+        # The result of a row of which a mask hides everything is the mean of all values only if the mask's
+        # lowest number absorbs every score, as in fp32. The comparison in fp32 has these cases.
+        reference = self.reference.without(hides_left)
+        if not reference.cases:
+            self.note = "compared in its fp32 form: all inputs have a mask that hides the first token"
+            return None
+        reference = equivalence.with_ids(self.original.what, self.model, self.library, reference)
+        try:
+            errors = self._errors_in(result, reference)
+        except NotRunnable as refused:
+            self.note = f"compared in its fp32 form: {refused}"
+            return None
+        except TwinopError as failure:
+            raise _unknown_types(report.dtype, failure) from failure
+        noise = self._noise_in_16_bits(plain_form, reference)
+        for index in self._overflowing(reference, errors, plain):
+            noise[index] = [inf] * len(noise[index])
+        self._require_fitting(noise, reference)
+        reference.check(errors, lambda: noise, report.dtype)
+        return reference.largest(errors)
+
+    def _noise_in_16_bits(self, plain: Form | None, reference: equivalence.Reference) -> equivalence.Errors:
+        try:
+            if plain is None:
+                raise NotRunnable("unknown")
+            # Without graph optimisations the CPU rounds each result to 16 bits, as torch does.
+            runs = [self._errors_in(plain, reference, optimize) for optimize in (True, False)]
+        except (NotRunnable, TwinopError):
+            return [
+                [inf if index >= reference.usual else 0.0 for _ in row]
+                for index, row in enumerate(reference.outputs)
+            ]
+        noise = equivalence.largest_of(runs)
+        self.own_error = reference.largest(noise)
+        return noise
+
+    def _require_fitting(self, noise: equivalence.Errors, reference: equivalence.Reference) -> None:
+        """Raises ExportError if the original has no usable result in 16 bits, also for some ids only."""
+        own, where, usual = self.own_error or 0.0, "", reference.usual
+        if own <= LOST and self.own_error is not None and not self.source.keeps_fp32:
+            for name, row in zip(reference.special, noise[usual:], strict=True):
+                if name.startswith(equivalence.IDS) and max(row, default=0.0) > own:
+                    own, where = max(row), f" for {name}"
+        if own > LOST:
+            raise ExportError(
+                f"the original in {self.source.report.dtype} has a relative error of {own:.1e}{where}: its "
+                "numbers do not fit. Keep float32, or give the other of float16 and bfloat16"
+            )
+
+    def _overflowing(
+        self, reference: equivalence.Reference, errors: equivalence.Errors, plain: ir.Model | None
+    ) -> list[int]:
+        """Returns the special cases that make numbers inside the original too large for fp16.
+
+        Typical ones do not. ONNX Runtime computes much of it in fp32 on the CPU, where these do not show in
+        the outputs. Only cases of ids, and those with errors, are looked at.
+        """
+        source, dtype = self.source, self.source.dtype
+        indices = [
+            index
+            for index, name in enumerate(reference.special, reference.usual)
+            if max(errors[index], default=0.0) > equivalence.ACCEPTED[source.report.dtype]
+            or (name.startswith(equivalence.IDS) and not source.keeps_fp32)
+        ]
+        if dtype is not ir.DataType.FLOAT16 or not indices or plain is None:
+            return []
+        form = source.form(equivalence.with_magnitudes(plain.clone(), dtype))
+        cases = self._narrowed(form, [reference.cases[index] for index in (0, *indices)])
+        try:
+            answer = run(form.what, self.library, cases, optimize=False)
+        except (NotRunnable, TwinopError):
+            return []
+        usual, *found = np.array(answer.outputs)
+        most = float(dtype.max)
+        overflows = [bool(((usual <= most) & ~(large <= most)).any()) for large in found]
+        return [index for index, each in zip(indices, overflows, strict=True) if each]
+
+    def _narrowed(self, form: Form, cases: Sequence[Mapping[str, np.ndarray]]) -> list[equivalence.Case]:
+        """Returns inputs in the dtypes of a form."""
+        return [
+            {
+                name: narrow(array, form.dtypes[name])
+                if array.dtype == np.float32 and name in form.dtypes
+                else array
+                for name, array in case.items()
+            }
+            for case in cases
+        ]
+
+    def _errors_in(
+        self, form: Form, reference: equivalence.Reference, optimize: bool = True
+    ) -> equivalence.Errors:
+        """Returns the errors of a form in 16 bits."""
+        try:
+            found = run(
+                form.what, self.library, self._narrowed(form, reference.cases), optimize=optimize
+            ).outputs
+        except TwinopError as error:
+            if has_wrong_types(error):
+                raise
+            raise NotRunnable(str(error).splitlines()[0]) from error
+        return reference.errors(found, self.source.dtype)
+
+
+def _unknown_types(dtype: str, failure: TwinopError) -> ExportError:
+    reason = str(failure).splitlines()[0].rpartition("Type Error: ")[2].rstrip(".")
+    return ExportError(
+        f"{option('dtype', dtype)}: the dtypes of some values are not known, so they could not be converted "
+        f"({reason}). Leave out {option('dtype')}, or declare these values (value_info)"
+    )

@@ -1,0 +1,264 @@
+"""The model that is optimised, in the forms that the steps of `optimizer.py` need."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import onnx_ir as ir
+from onnx_ir.passes.common import NameFixPass
+
+import twinop
+from twinop import deploy
+from twinop.deploy.ort_runs import Parts
+from twinop.dtypes import dtype_name
+from twinop.errors import ExportError, option
+from twinop.library import Library, find_library, read_library
+from twinop.model.attach import attach_to_calls
+from twinop.model.calls import find_calls
+from twinop.model.files import check_target
+from twinop.model.folding import restore_defaults
+from twinop.model.parts import parts
+from twinop.model.weights import narrow
+from twinop.op_spec import OpSpec
+from twinop.quiet import quiet
+
+from . import (
+    branches,
+    cached_attention,
+    decoders,
+    equivalence,
+    invariance,
+    passes,
+    precision,
+    standard_ops,
+    unfuse_ort,
+)
+from .load import check_memory, data_files, load, make_constant, separate_names
+from .own_ops import OwnOps, find_own_ops
+from .prepare import inline_functions, main_dtype
+from .report import OptimizeReport
+from .symbolic_shapes import infer_types
+from .widen import convert_to_fp32
+
+DEVICES = ("cuda", "cpu")
+
+
+@dataclass(frozen=True)
+class Options:
+    """The arguments of `optimize`, which checks and describes them."""
+
+    dtype: str | None
+    device: str
+    padding: str | None
+    shared_caches: bool
+    invariant: bool
+    inputs_file: Any
+    without: Sequence[str]
+    replace: Sequence[str]
+    allow_uncompared: bool
+    drop_slow: bool
+    library: deploy.Libraries
+    allow_model_libraries: bool
+    kept: Iterable[OpSpec]
+
+    def __post_init__(self) -> None:
+        """Raises ExportError for values that no model can be optimised with."""
+        dtype, padding = self.dtype, self.padding
+        if dtype is not None and dtype.startswith(("float8", "fp8")):
+            raise ExportError(
+                f"{option('dtype', dtype)}: fp8 is not supported yet; expected float16 or bfloat16"
+            )
+        if dtype not in (None, "float32", *precision.DTYPES):
+            raise ExportError(
+                f"{option('dtype', dtype)}: expected one of: float32, {', '.join(precision.DTYPES)}"
+            )
+        names = [each.name for each in passes.PASSES]
+        if unknown := [name for name in self.without if name not in names]:
+            raise ExportError(
+                f"{option('without', ', '.join(unknown))}: expected some of: {', '.join(names)}"
+            )
+        if padding not in (None, "right"):
+            raise ExportError(
+                f"{option('padding', padding)}: expected right, or no {option('padding')} for masks of any "
+                "form"
+            )
+
+
+@dataclass(frozen=True)
+class Form:
+    """A form of the model, or of a part of it, that ONNX Runtime can load.
+
+    Attributes:
+        dtypes: of its inputs.
+    """
+
+    what: Path | Parts
+    dtypes: Mapping[str, ir.DataType]
+
+
+@dataclass
+class Source:
+    """A model, and what its forms are made with.
+
+    Attributes:
+        loaded: as the file has it, with functions inlined, in the file's dtypes.
+        original: the same in fp32.
+        base: the same in fp32, prepared (`prepare.py`): what the rewrites get a copy of.
+        own: the user's own ops, and the libraries of all runs.
+        interface: the dtypes of inputs and outputs that do not get the report's dtype, by name.
+        is_changed: `loaded` is not what the file computes on CUDA (`decoders.py`).
+        is_fp32: the file is in fp32, so it is its own fp32 form.
+        is_unconverted: the result has the dtypes of the file.
+        defaults: the values of inputs that are initializers, too, while rewrites run.
+        broadcasts: axes of one name may have several sizes: `RewriteContext.broadcasts`.
+        registered: the libraries of the last run of a rewritten form.
+    """
+
+    path: Path
+    options: Options
+    records: Mapping[str, OpSpec]
+    report: OptimizeReport
+    loaded: ir.Model
+    original: ir.Model
+    base: ir.Model
+    own: OwnOps
+    interface: Mapping[str, ir.DataType]
+    is_changed: bool
+    is_fp32: bool
+    is_unconverted: bool
+    defaults: Mapping[str, ir.TensorProtocol] = field(default_factory=dict)
+    broadcasts: bool = False
+    registered: Sequence[Library] = ()
+
+    @property
+    def dtype(self) -> ir.DataType:
+        """The dtype of most nodes of the result."""
+        return precision.DTYPES.get(self.report.dtype, ir.DataType.FLOAT)
+
+    @property
+    def converts(self) -> bool:
+        """Whether the result, its inputs or outputs are not in fp32."""
+        return {self.dtype, *self.interface.values()} != {ir.DataType.FLOAT}
+
+    @property
+    def keeps_fp32(self) -> bool:
+        """Whether what the file computes in fp32 stays so: no dtype was asked for."""
+        return self.options.dtype is None
+
+    def form(self, model: ir.Model) -> "Form":
+        """Returns a form of the model, or a part of one (`segments.extract`), as it runs.
+
+        It gets function bodies, in place.
+        """
+        return form_of(self.finished(model))
+
+    def finished(self, model: ir.Model) -> ir.Model:
+        """Makes of a form of the model what ONNX Runtime loads, in place: function bodies are attached."""
+        branches.move_back(model)
+        NameFixPass()(model)  # a cloned graph does not know which names are taken
+        calls = find_calls(model, self.records)
+        attach_to_calls(model, calls, allow_missing=True)
+        with quiet():
+            infer_types(model)
+        model.metadata_props["twinop.version"] = twinop.__version__
+        model.metadata_props.update({record.metadata_key: record.schema_hash for record in calls})
+        kinds = {str(value.name): value.dtype for value in model.graph.inputs}
+        defaults = {
+            name: ir.tensor(narrow(tensor.numpy(), kind), dtype=kind, name=name)
+            if (kind := kinds[name]) is not None and kind is not tensor.dtype
+            else tensor
+            for name, tensor in self.defaults.items()
+            if name in kinds
+        }
+        restore_defaults(model.graph, defaults)
+        return self.own.attach(model)
+
+    def convert(self, model: ir.Model) -> tuple[int, list[str]]:
+        """Converts a form in fp32 to the result's dtypes, in place; see `precision.convert`."""
+        if not self.converts:
+            return 0, []
+        return precision.convert(model, self.dtype, self.interface, self.own, self.keeps_fp32)
+
+
+def form_of(model: ir.Model) -> Form:
+    """Returns a model that has its function bodies, or a part of it, as it runs."""
+    dtypes = {str(value.name): value.dtype for value in model.graph.inputs if value.dtype is not None}
+    return Form(parts(model), dtypes)
+
+
+def read_source(path: Path, target: Path, options: Options) -> Source:
+    """Reads a model and makes its form in fp32; the weights stay in their files.
+
+    Raises:
+        ExportError: it cannot be read, `target` is one of its files, or an option does not fit it.
+    """
+    model = load(path)
+    data = data_files(model)
+    check_target(target, {path, *data})
+    check_memory(model)
+    own = find_own_ops(model, path, options.library, options.kept, options.allow_model_libraries)
+    records = dict(read_library(find_library("custom_ops")).records)
+    standard_ops.check_ops(options.replace, records)
+    report = OptimizeReport(path, target, device=options.device)
+    report.nodes_before = len([*model.graph.all_nodes()])
+    report.bytes_before = sum(each.stat().st_size for each in {path, *data})
+    if constants := make_constant(model):
+        report.notes.append(f"IR version 3: its {constants} initializers are constants, as in ONNX Runtime")
+    inline_functions(model, records, own)
+    separate_names(model)
+    branches.move_out(model)
+    model.graph.meta[cached_attention.SHARED_CACHES] = options.shared_caches
+    model.graph.meta[invariance.INVARIANT] = options.invariant
+    model.graph.meta[standard_ops.REPLACED] = (*options.replace,)
+    main, asked = main_dtype(model), options.dtype
+    unfuse_ort.split_simplified_norms(model)
+    is_changed = decoders.split_query_norms(model) + decoders.set_full_precision(model) > 0
+    report.dtype = asked or dtype_name(main)
+    _check_dtypes(dtype_name(main), options, report.dtype)
+    interface = _interface(model)
+    loaded = model.clone()
+    narrow_types = convert_to_fp32(model, main, asked is not None)
+    if narrow_types or is_changed:
+        equivalence.require_types(path, own.libraries or None)
+    decoders.set_sizes(model)
+    own.convert_to_fp32(model, report.dtype, report.dtype != dtype_name(main))
+    found = {dtype_name(main), *map(dtype_name, (*narrow_types, *interface.values()))}
+    return Source(
+        path,
+        options,
+        records,
+        report,
+        loaded,
+        original=model,
+        base=model.clone(),
+        own=own,
+        interface=interface if asked is None else {},
+        is_changed=is_changed,
+        is_fp32=not narrow_types,
+        is_unconverted=not options.invariant and (asked is None or found == {asked}),
+    )
+
+
+def _check_dtypes(own: str, options: Options, dtype: str) -> None:
+    if options.invariant and (options.device != "cuda" or dtype not in precision.DTYPES):
+        raise ExportError(
+            f"{option('invariant', True)}: is for cuda in float16 or bfloat16, not {options.device} in "
+            f"{dtype}"
+        )
+    if options.invariant and options.drop_slow:
+        raise ExportError(
+            f"{option('drop_slow', True)}: {option('invariant', True)} keeps slow rewrites, too"
+        )
+    if own == "float64" != dtype:
+        raise ExportError(
+            f"{option('dtype', options.dtype)}: the model is in float64, which stays. Leave out "
+            f"{option('dtype')}, or export the model in float32"
+        )
+
+
+def _interface(model: ir.Model) -> dict[str, ir.DataType]:
+    """Returns the dtypes of the inputs and outputs that `precision.convert` can change, by name."""
+    values = (*model.graph.inputs, *model.graph.outputs)
+    converted = (ir.DataType.FLOAT, *precision.DTYPES.values())
+    return {str(each.name): each.dtype for each in values if each.dtype in converted}

@@ -1,0 +1,278 @@
+"""Compares rewritten forms of a model with the original, and reverts the rewrite that changes a result.
+
+A model of few weights is compared whole. One of more is cut into segments (`segments.py`); of each kind of
+segment one is compared in the same way (`comparison.py`). When the result is written, all of its segments run
+once more, one at a time (`stream.py`), and its weights are compared with the source's (`weight_check.py`).
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import onnx_ir as ir
+
+from twinop.deploy.ort_runs import NotRunnable
+from twinop.errors import ExportError, TwinopError
+from twinop.progress import Progress
+
+from . import decoders, equivalence, inputs
+from . import graph as g
+from .comparison import Comparison
+from .inputs import draws_random, read_npz
+from .segments import Segment, cut, extract
+from .source import Form, Source, form_of
+
+Names = Sequence[str]
+
+
+class Verifier:
+    """Compares what `apply` makes of the source with the source.
+
+    Attributes:
+        apply: applies the passes of these names to a copy of the source's base.
+        error: the largest relative error so far; `own_error` is that of the original in 16 bits.
+    """
+
+    def __init__(
+        self, source: Source, apply: Callable[[Names], g.RewriteContext], progress: Progress
+    ) -> None:
+        self.source, self.apply, self.progress = source, apply, progress
+        self.opset = source.base.graph.opset_imports.get("")
+        self.comparisons = dict[tuple[str, ...], Comparison]()
+        self.failed: Comparison | None = None  # that of the last NotEquivalent
+
+    # --------------------------------------------------------------------------------- the original
+
+    def run_original(self) -> inputs.Sizes:
+        """Runs the original, if it is one segment; returns sizes of inputs that it accepts.
+
+        Raises:
+            ExportError: it does not run, or returns nothing that can be compared.
+        """
+        source, options = self.source, self.source.options
+        given = None
+        if options.inputs_file is not None:
+            given = read_npz(str(options.inputs_file), source.original, options.padding)
+        if len(cut(source.loaded, source.loaded)) > 1:
+            steps, _ = decoders.runs(source.original)
+            self.sizes = given[1] if given else steps[0] if steps else inputs.SIZES[0]
+            return self.sizes
+        self.progress("running the original")
+        form = self._original_form()
+        try:
+            if given:
+                reference = equivalence.reference(
+                    form.what, source.original, self._library, given[0], inputs.hidden(options.padding)
+                )
+                sizes = given[1]
+            else:
+                reference, sizes = equivalence.generated(
+                    form.what, source.original, options.padding, self._library
+                )
+        except (TwinopError, NotRunnable) as error:
+            text = str(error)
+            if not isinstance(form.what, Path):
+                text = text.replace("the model: ", f"{source.path} (in fp32): ")
+            if isinstance(error, NotRunnable):
+                text = f"the original cannot be run on the CPU: {text}"
+            raise ExportError(text) from error
+        self.comparisons[()] = self._comparison(source.original.clone(), form, reference)
+        equivalence.confirm_shapes(source.base, reference)
+        return sizes
+
+    @property
+    def whole(self) -> Comparison | None:
+        """The comparison of the whole model, if it is one segment."""
+        return self.comparisons.get(())
+
+    def typical_case(self) -> inputs.Case:
+        """Returns inputs of the whole model that it accepts."""
+        if self.whole is not None:
+            return self.whole.reference.cases[0]
+        return inputs.generate(self.source.original, self.sizes, hide="nothing")
+
+    @property
+    def _library(self) -> Sequence[Path] | None:
+        return self.source.own.libraries or None
+
+    def _original_form(self) -> Form:
+        """Returns the whole original in fp32 as it runs: the file, where that is it."""
+        source = self.source
+        if source.is_fp32 and not source.is_changed:
+            return Form(source.path, {})
+        return source.form(source.original.clone())
+
+    def _comparison(self, model: ir.Model, form: Form, reference: equivalence.Reference) -> Comparison:
+        source, report = self.source, self.source.report
+        report.add_note(f"the original: {reference.note}" if reference.note else "")
+        for note in reference.uncompared(model.graph, source.options.allow_uncompared):
+            report.add_note(note)
+        of_inputs = {str(value.name) for value in source.original.graph.inputs}
+        of_size_1 = inputs.of_size_1(model, {k: v for k, v in reference.cases[0].items() if k in of_inputs})
+        cases = {name: reference.cases[0] | case for name, case in of_size_1.items()}
+        return Comparison(source, model, form, reference, cases)
+
+    def _comparison_of(self, segment: Segment) -> Comparison:
+        """Returns the comparison of a segment's original, which runs on generated inputs."""
+        key = (*segment.original.inputs, "", *segment.original.outputs)
+        if key not in self.comparisons:
+            self.progress(f"running the original: {segment.name}")
+            model = extract(self.source.original, segment.original)
+            form = self.source.form(model.clone())
+            reference, _ = equivalence.generated(form.what, model, self.source.options.padding, self._library)
+            self.comparisons[key] = self._comparison(model, form, reference)
+        return self.comparisons[key]
+
+    def _pairs(self, result: ir.Model) -> Iterator[tuple[str, Segment, Comparison, ir.Model]]:
+        """Yields one segment of each kind: its name, "" for a whole model, it, and its part of a form."""
+        segments = cut(self.source.loaded, result)
+        if self.whole is not None:
+            yield "", segments[0], self.whole, result.clone()
+            return
+        first = {each.kind: each for each in reversed(segments)}
+        for segment in sorted(first.values(), key=segments.index):
+            yield segment.name, segment, self._comparison_of(segment), extract(result, segment.result)
+
+    # ------------------------------------------------------------------------------ the form in fp32
+
+    def verify(self, names: Names) -> tuple[Names, g.RewriteContext]:
+        """Returns the passes that keep the results, and what they make; the report names the others."""
+        kept = [*names]
+        while True:
+            try:
+                context = self.apply(kept)
+                self.source.report.error = self._error_of(context.model)
+                return kept, self._broadcasting(kept, context)
+            except equivalence.NotEquivalent as reason:
+                why = self._cause(reason)
+                if len(kept) == len(names):
+                    self._verify_unchanged()
+                name = reason.rewrite or self._first_wrong(kept)
+                self.source.report.reverted[name] = f"{reason}: {why}"
+                kept.remove(name)
+
+    def _error_of(self, model: ir.Model) -> float:
+        """Returns the error of a form in fp32; raises NotEquivalent if it fails, or that is too large."""
+        self.failed, largest = None, 0.0
+        for label, _, comparison, part in self._pairs(model):
+            self.progress(f"comparing with the original{label and ': '}{label}")
+            try:
+                largest = max(largest, comparison.check(self.source.form(part)))
+            except equivalence.NotEquivalent as reason:
+                self.failed = comparison
+                raise reason.within(label) from reason
+        return largest
+
+    def _cause(self, reason: equivalence.NotEquivalent) -> str:
+        comparison = self.failed or next(iter(self.comparisons.values()))
+        return comparison.cause(reason)
+
+    def _first_wrong(self, names: Names) -> str:
+        """Returns the first pass that changes the results."""
+        for count in range(1, len(names)):
+            try:
+                self._error_of(self.apply(names[:count]).model)
+            except equivalence.NotEquivalent:
+                return names[count - 1]
+        return names[-1]
+
+    def _verify_unchanged(self) -> None:
+        """Raises ExportError if the model without any rewrite differs: no rewrite is the cause."""
+        try:
+            self._error_of(self.apply([]).model)
+        except equivalence.NotEquivalent as reason:
+            base = self.source.base
+            random = [node.op_type for node in base.graph.all_nodes() if draws_random(node)]
+            opset, target = self.opset, base.graph.opset_imports.get("")
+            if random:
+                why = f"it draws random numbers ({random[0]}). Export it in eval mode, or without that node"
+            elif opset != target:
+                why = f"onnx's conversion of opset {opset} changes it. Export it with opset {target}"
+            else:
+                why = self._cause(reason)
+            raise ExportError(f"the model without any rewrite {reason}: {why}") from None
+
+    def _broadcasting(self, names: Names, context: g.RewriteContext) -> g.RewriteContext:
+        """Returns the form, or one that broadcasts axes of one name if the original does and it does not."""
+        failing = self._failing_sizes()
+        if failing:
+            self.source.broadcasts, plain = True, context
+            try:
+                context = self.apply(names)
+                self.source.report.error = self._error_of(context.model)
+                still = self._failing_sizes()
+            except equivalence.NotEquivalent:
+                still = failing
+            if len(still) < len(failing):
+                failing = still
+            else:
+                self.source.broadcasts, context = False, plain
+                self.source.report.error = self._error_of(context.model)
+        if failing:
+            self.source.report.add_note(
+                f"it may fail for {', '.join(failing)}, which the original broadcasts: axes of one name must "
+                "have one size"
+            )
+        return context
+
+    def _failing_sizes(self) -> list[str]:
+        return [name for each in self.comparisons.values() for name in each.failing_sizes()]
+
+    # ----------------------------------------------------------------------------- what was written
+
+    def verify_written(self, path: Path, written: ir.Model) -> None:
+        """Compares a file with the original, and completes the report.
+
+        Args:
+            written: the file's model in the form that the CPU runs; its weights are those in the file.
+
+        Raises:
+            NotEquivalent: it differs.
+            ExportError: the original has no usable result in the file's dtype.
+        """
+        source, report = self.source, self.source.report
+        narrow = self._original_in_16_bits() if source.dtype is not ir.DataType.FLOAT else None
+        errors = list[float]()
+        for label, segment, comparison, part in self._pairs(written):
+            self.progress(f"comparing what was written{label and ': '}{label}")
+            form = form_of(part)
+            if not label and not source.is_changed:
+                form = replace(form, what=path)
+            try:
+                if narrow is not None:
+                    errors += self._check_16_bits(segment, comparison, form, narrow)
+                elif not label:
+                    errors.append(comparison.check(form))
+            except equivalence.NotEquivalent as reason:
+                self.failed = comparison
+                raise reason.within(label) from reason
+            if note := comparison.note:
+                report.add_note(note if narrow is not None else f"the new file: {note}")
+        report.error = max(errors, default=report.error)
+
+    def _original_in_16_bits(self) -> ir.Model:
+        """Returns the original in the dtypes of the result."""
+        source = self.source
+        if source.is_unconverted:
+            return source.loaded
+        model = source.base.clone()
+        source.convert(model)
+        return model
+
+    def _check_16_bits(
+        self, segment: Segment, comparison: Comparison, form: Form, narrow: ir.Model
+    ) -> list[float]:
+        """Compares a form in 16 bits with the original; returns the error, if the CPU runs it."""
+        source, report = self.source, self.source.report
+        is_whole = comparison is self.whole
+        try:
+            plain = narrow.clone() if is_whole else extract(narrow, segment.original)
+        except KeyError:  # preparing the model has removed a value
+            plain = None
+        plain_form = None if plain is None else source.form(plain.clone())
+        if plain_form is not None and is_whole and source.is_unconverted and not source.is_changed:
+            plain_form = replace(plain_form, what=source.path)
+        error = comparison.check_16_bits(form, plain, plain_form)
+        if comparison.own_error is not None:
+            report.own_error = max(report.own_error or 0.0, comparison.own_error)
+        return [] if error is None else [error]
