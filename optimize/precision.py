@@ -52,8 +52,8 @@ _LARGEST = "largest magnitude"  # in the `meta` of tensors
 MOST_ELEMENTS = 2**20
 """Of weights that are read as a whole, to look at their numbers."""
 _MICROSOFT = {
-    "FusedMatMul", "GatherBlockQuantized", "GroupQueryAttention", "MatMulNBits", "MultiHeadAttention",
-    "QuickGelu", "RotaryEmbedding",
+    "FusedMatMul", "GatherBlockQuantized", "GroupQueryAttention", "MatMulNBits", "MoE", "MultiHeadAttention",
+    "QMoE", "QuickGelu", "RotaryEmbedding",
 }  # fmt: skip
 
 Casts = dict[tuple[ir.Value, ir.DataType], ir.Value]

@@ -113,6 +113,7 @@ def _inference() -> Any:
             for op_type in _BROADCASTS:
                 self.dispatcher_[op_type] = partial(self._broadcast, self.dispatcher_.get(op_type))
             self.dispatcher_["GatherBlockQuantized"] = self._infer_quantised_rows
+            self.dispatcher_["QMoE"] = self._pass_on_shape_and_type
             if not self.auto_merge_:
                 for op_type, infer in self.dispatcher_.items():
                     self.dispatcher_[op_type] = partial(self._name_unknown, infer)
