@@ -5,7 +5,7 @@ points, that only MatMul and Gemm read: [K, N] with blocks along the first axis,
 writes them, or [N, K] along the last one, which a Transpose or Gemm turns, as genai's builder does.
 Writes: com.microsoft MatMulNBits, which `quantised.py` and what merges products read, and the sum with the
 bias of a Gemm. The integers go into its bytes; zero, if none is given, is the middle of their range.
-Leaves alone: what `linear_q` has no kernel for, and scales that float16 does not have.
+Leaves alone: what `linear_q` has no kernel for, scales that float16 does not have, and mixtures of experts.
 """
 
 from dataclasses import dataclass
@@ -39,11 +39,13 @@ class Dequantize(Rewrite[_Weight]):
     """Finds weights in blocks, and rewrites the products that read them."""
 
     name = "dequantize"
-    op_types = ("DequantizeLinear",)
+    op_types, microsoft = ("DequantizeLinear",), ("MoE", "QMoE")
     device = "cuda"  # ONNX Runtime's session on the CPU does the same
     sixteen_bits_only = True
 
     def match(self, node: ir.Node) -> _Weight | g.Skipped | str:
+        if node.domain:
+            return g.Skipped("a mixture of experts stays as it is")
         if not g.attribute(node, "block_size", 0) or not g.is_constant(node.inputs[0]):
             return "its integers are not constant, or not in blocks"
         return _match(node)

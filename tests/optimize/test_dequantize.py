@@ -119,6 +119,23 @@ def test_a_product_in_fp32_stays(tmp_path: Path) -> None:
     assert "CustomLinearQ" not in types(made) and types(made)["MatMulNBits"] == 1
 
 
+def test_a_mixture_of_experts_stays_as_it_is(tmp_path: Path) -> None:
+    """In its 16 bits, and what follows it is fused."""
+    random, half = np.random.default_rng(0), np.float16
+    text = """(float16[M, 32] x) => (float16[M, 32] y) { r = MatMul (x, w)
+        e = com.microsoft.QMoE <k = 2, activation_type = "silu", normalize_routing_weights = 1>
+            (x, r, w1, s1, , w2, s2)
+        a = Add (e, x) y = LayerNormalization <axis = -1> (a, g) }"""
+    given = {f"w{i}": random.integers(0, 256, (4, 32, 16), np.uint8) for i in (1, 2)}
+    scales = {f"s{i}": random.uniform(1e-3, 2e-3, (4, 32)).astype(half) for i in (1, 2)}
+    proto = parsed(text, w=weights(32, 4).astype(half), g=weights(32).astype(half), **given, **scales)
+    proto.graph.value_info.append(helper.make_tensor_value_info("e", TensorProto.FLOAT16, ["M", 32]))
+    report, made = optimized(proto, tmp_path)
+    assert types(made) == {"CustomLinear": 1, "QMoE": 1, "CustomAddLayerNorm": 1}
+    assert report.skipped == {"QMoE: a mixture of experts stays as it is": 1}
+    assert "needs ONNX Runtime: com.microsoft QMoE x 1" in str(report)
+
+
 @pytest.mark.parametrize("symmetric", [True, False])
 def test_what_the_quantizer_of_onnx_runtime_writes(symmetric: bool, tmp_path: Path) -> None:
     text = f"(float[M, {K}] x) => (float[M, {N}] y) {{ y = MatMul (x, w) }}"

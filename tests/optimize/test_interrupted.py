@@ -85,7 +85,7 @@ def test_a_run_that_ends_at_a_step(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_command_that_is_ended_at_ten_moments(tmp_path: Path) -> None:
-    """100 MB of weights; Ctrl-C and SIGKILL in turns. Nothing stays in the folder for temporary files, too."""
+    """100 MB of weights; Ctrl-C and SIGKILL in turns. No temporary file stays elsewhere."""
     source, target = write_model(tmp_path / "source", 2048, 6), tmp_path / "new/fast.onnx"
     (scratch := tmp_path / "tmp").mkdir()
     command = [sys.executable, "-m", "twinop", "optimize", str(source), "-o", str(target)]
