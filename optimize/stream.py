@@ -269,11 +269,17 @@ def _form(run: _Run, model: ir.Model, part: Part) -> ir.Model:
     decoders.split_query_norms(made)
     decoders.set_full_precision(made)
     if any(tensor.dtype is ir.DataType.BFLOAT16 for tensor in _tensors(made)):
+        _require_types(made)
         narrow = [node for node in made.graph if node.domain == DOMAIN and node.op_type in _ONLY_16]
         widen(made.graph, set())
         for node in narrow:
             _compute_in_bfloat16(node)
     return made
+
+
+def _require_types(model: ir.Model) -> None:
+    if any(value.dtype is None for node in model.graph for value in node.outputs):
+        infer_types(model)
 
 
 def _tensors(model: ir.Model) -> Iterator[Any]:
@@ -442,8 +448,7 @@ def _measure_inside(model: ir.Model, other: ir.Model | None = None) -> list[str]
     known = {value.name for node in other.graph for value in node.outputs} if other is not None else set()
     kinds = (ir.DataType.FLOAT16, ir.DataType.FLOAT) if other is None else (ir.DataType.FLOAT16,)
     names = list[str]()
-    if any(value.dtype is None for node in model.graph for value in node.outputs):
-        infer_types(model)
+    _require_types(model)
     for node in list(model.graph):
         for value in node.outputs:
             if value.dtype not in kinds or not value.name or value.name in known or value.is_graph_output():

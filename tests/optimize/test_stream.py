@@ -6,17 +6,19 @@ from pathlib import Path
 from typing import Any
 
 import decoder_graphs
+import ml_dtypes
 import numpy as np
 import onnx_ir as ir
 import pytest
 from optimizing import parsed
+from quantised_weights import weight_of
 
 from twinop.errors import ExportError
-from twinop.optimize import decoders
+from twinop.optimize import decoders, optimize
 from twinop.optimize.cached_attention import SHARED_CACHES
 from twinop.optimize.equivalence import NotEquivalent
 from twinop.optimize.load import load
-from twinop.optimize.segments import Part, Segment
+from twinop.optimize.segments import Part, Segment, cut
 from twinop.optimize.stream import stream
 
 LAYERS = 3
@@ -291,7 +293,8 @@ def experts() -> ir.Model:
     constants = {
         "router": normal(WIDTH, EXPERTS), "few": few, "two": np.array([2], np.int64),
         "weights": normal(EXPERTS, WIDTH, WIDTH),
-        "axes": np.array([1, 2], np.int64), "last": np.array([2, 3], np.int64), "last2": np.array([1, 2], np.int64),
+        "axes": np.array([1, 2], np.int64), "last": np.array([2, 3], np.int64),
+        "last2": np.array([1, 2], np.int64),
     }  # fmt: skip
     return ir.from_proto(parsed(f"(float[B, {WIDTH}] x) => (float[B, {WIDTH}] y) {{ {text} }}", **constants))
 
@@ -355,3 +358,98 @@ def test_what_accumulates_is_compared_at_the_outputs() -> None:
     result = half(f"{text} y = Abs(v11)", one=np.float16(1.00195))
     with pytest.raises(NotEquivalent, match="part .*: y differs .* after all segments before"):
         stream(cut_at(original, *([name] for name in names)), original, result, None, "float16")
+
+
+# ------------------------------------------------------------------------------------ optimised files
+
+
+@pytest.fixture(scope="module")
+def optimised(
+    folder: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory
+) -> Callable[[str], tuple[ir.Model, ir.Model, list[Segment]]]:
+    """Returns a decoder, its optimised file and their segments, by the precision."""
+    target = tmp_path_factory.mktemp("optimised")
+
+    def made(precision: str) -> tuple[ir.Model, ir.Model, list[Segment]]:
+        path = target / f"{precision}.onnx"
+        if not path.exists():
+            optimize(folder(precision), path, device="cuda", shared_caches=True)
+        original, result = load(folder(precision)), load(path)
+        decoders.set_sizes(original)
+        original.graph.meta[SHARED_CACHES] = True
+        return original, result, cut(original, result, most_bytes=400_000)
+
+    return made
+
+
+def custom(model: ir.Model, op_type: str, index: int) -> ir.Node:
+    return [each for each in model.graph if each.op_type == op_type][index]
+
+
+def swapped_inputs(a: ir.Node, b: ir.Node, *indices: int) -> None:
+    for index in indices:
+        first, second = a.inputs[index], b.inputs[index]
+        a.replace_input_with(index, second)
+        b.replace_input_with(index, first)
+
+
+def of_weight(model: ir.Model, op_type: str, at: int, index: int, by: Callable[[Any], Any]) -> None:
+    value = custom(model, op_type, at).inputs[index]
+    assert value is not None
+    change(model, str(value.name), by)
+
+
+def one_more(array: np.ndarray) -> np.ndarray:
+    array.reshape(-1)[7] += np.asarray(0.25, array.dtype)
+    return array
+
+
+CACHED, PRODUCT = "CustomAttentionCached", {"float16": "CustomLinear", "int4": "CustomLinearQ"}
+OF_RESULTS: dict[str, Callable[[ir.Model, str], None]] = {
+    "a window": lambda m, product: attribute(custom(m, CACHED, 1), "window", 9),
+    "a scale": lambda m, product: attribute(custom(m, CACHED, 1), "scale", 0.2),
+    "caches exchanged": lambda m, product: swapped_inputs(custom(m, CACHED, 1), custom(m, CACHED, 2), 1, 2),
+    "layers' products exchanged": lambda m, product: swapped_inputs(
+        custom(m, product, 2), custom(m, product, 5), 1, 2
+    ),
+    "two rows": lambda m, product: of_weight(m, product, 3, 1, lambda a: swapped_rows(a, 3)),
+    "one number of a table": lambda m, product: of_weight(m, CACHED, 1, 5, lambda a: swapped_rows(a, 6)),
+}
+
+
+def attribute(node: ir.Node, name: str, number: Any) -> None:
+    kind = ir.AttrFloat32 if isinstance(number, float) else ir.AttrInt64
+    node.attributes[name] = kind(name, number)
+
+
+@pytest.mark.parametrize("precision", ["float16", "int4"])
+def test_an_optimised_decoder(optimised: Any, precision: str) -> None:
+    original, result, segments = optimised(precision)
+    assert len(segments) > LAYERS
+    found = stream(segments, original, result, None, "float16")
+    assert 0 < found.error < 2e-3 and 0 < found.own_error < 4e-3
+    for spoil in OF_RESULTS.values():
+        _, result, _ = optimised(precision)
+        spoil(result, PRODUCT[precision])
+        with pytest.raises(NotEquivalent, match="differs from the original"):
+            stream(segments, original, result, None, "float16")
+
+
+def test_quantised_products_in_bfloat16(tmp_path: Path) -> None:
+    """The CPU has no bfloat16: all but these products is widened."""
+    weight = weight_of(WIDTH, WIDTH, 4, 32, False)
+    constants = {
+        "w": weight.stored["B"], "s": weight.stored["scales"].reshape(WIDTH, -1).astype(ml_dtypes.bfloat16)
+    }  # fmt: skip
+    head = f"(bfloat16[B, {WIDTH}] x) => (bfloat16[B, {WIDTH}] y)"
+    form = f"com.microsoft.MatMulNBits<K={WIDTH}, N={WIDTH}, bits=4, block_size=32>"
+    original = ir.from_proto(
+        parsed(f"{head} {{ a = Mul(x, x)  b = {form}(a, w, s)  y = Relu(b) }}", **constants)
+    )
+    form = 'custom_domain.CustomLinearQ<bits=4, block=32, activation="relu">'
+    result = ir.from_proto(parsed(f"{head} {{ a = Mul(x, x)  y = {form}(a, w, s) }}", **constants))
+    found = stream(cut_at(original), original, result, None, "bfloat16")
+    assert 0 < found.error < 1.6e-2
+    change(result, "s", lambda array: array[::-1].copy())
+    with pytest.raises(NotEquivalent):
+        stream(cut_at(original), original, result, None, "bfloat16")
