@@ -3,8 +3,7 @@
     python lab/decoder_tokens.py --output lab/results
     python lab/decoder_tokens.py --models qwen3-8b --dtypes int4 --batches 1,8 --contexts 4096
 
-The files are those of onnxruntime-genai's builder, of random weights. Two layers are optimised and compared;
-then the second one is repeated in both files.
+The files are those of onnxruntime-genai's builder, of random weights, each layer with its own.
 """
 
 import json
@@ -29,7 +28,7 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests/helpers"))
-from decoder_graphs import BLOCK, Sizes, stack, write
+from decoder_graphs import BLOCK, Sizes, write
 from torch_decoder import TorchDecoder
 
 from lab.decoder_linear import read_bandwidth
@@ -46,7 +45,7 @@ ORT, COMPILE = "ORT", "torch.compile"
 FILES = {ORT: "original", IN_ORT: "twinop"}
 INVARIANT = "twinop --invariant"  # twinop's file but for an attribute
 PROMPT, NEW = 1024, 128
-MAKERS = 3  # models that are made at a time, each in up to 30 GB
+MAKERS = 3  # models that are made at a time
 DTYPES = ("float16", "bfloat16", "int4")
 
 
@@ -55,13 +54,11 @@ class Model:
     """A decoder.
 
     Attributes:
-        distinct: layers after the first one with weights of their own; they share them in turn.
         context: for which torch and genai are measured, too, with BESIDE sequences.
     """
 
     sizes: Sizes
     layers: int
-    distinct: int
     context: int
     dtypes: tuple[str, ...] = DTYPES
 
@@ -79,8 +76,8 @@ Feeds = dict[str, Tensor]
 Maker = Callable[..., Subject]
 LLAMA = Sizes(2048, 8192, 32, 8, 64, 128256, context=8192)
 QWEN = Sizes(4096, 12288, 32, 8, 128, 151936, context=8192, norms=True, table=1024)
-MODELS = {"llama-1.2b": Model(LLAMA, 16, 15, 1024), "qwen3-8b": Model(QWEN, 36, 4, 4096, DTYPES[1:])}
-SMALL = {"small": Model(Sizes(), 4, 2, 16)}
+MODELS = {"llama-1.2b": Model(LLAMA, 16, 1024), "qwen3-8b": Model(QWEN, 36, 4096, DTYPES[1:])}
+SMALL = {"small": Model(Sizes(), 4, 16)}
 BESIDE = (1, 8)
 
 
@@ -101,12 +98,10 @@ def make(model: Model, dtype: str, folder: Path, stop: float) -> Path:
     if time.monotonic() > stop:
         raise BenchError("the time is over")
     shutil.rmtree(folder, ignore_errors=True)
-    old, new = write(folder / FILES[ORT], model.sizes, dtype, graph=True), folder / "new"
+    old, new = write(folder / FILES[ORT], model.sizes, dtype, model.layers, graph=True), folder / "new"
     command = ["-m", "twinop", "optimize", str(old), "-o", str(new)]
     hidden = {"CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": os.pathsep.join(sys.path)}
     print(run(command, os.environ | hidden, stop))
-    for each in (old, new):
-        stack(each, model.layers, model.distinct)
     proto = onnx.load(new / "model.onnx", load_external_data=False)
     attributes = chain.from_iterable(node.attribute for node in proto.graph.node)
     marks = [each for each in attributes if each.name == "invariant"]

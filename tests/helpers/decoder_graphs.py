@@ -1,11 +1,9 @@
 """Decoders of any size with the nodes that onnxruntime-genai's builder writes, without the builder.
 
-The weights are random. Machines without the network need it, and models of many layers: `stack` makes them
-from two layers, before or after these have been optimised.
+The weights are random, other ones in each layer. Machines without the network need it.
 """
 
 import json
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -241,80 +239,3 @@ def _config(s: Sizes, layers: int, graph: bool) -> dict[str, Any]:
     model |= {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 2, "decoder": decoder}
     search = {"max_length": s.context, "do_sample": False, "past_present_share_buffer": True}
     return {"model": model, "search": search}
-
-
-def stack(folder: Path, layers: int, distinct: int) -> None:
-    """Repeats the second of a model's two layers, in place. Copies have their weights at one place of a file.
-
-    Args:
-        layers: how many there are then.
-        distinct: copies whose weights get memory of their own; further ones share it in turn.
-    """
-    model = onnx.load(folder / "model.onnx", load_external_data=False)
-    if not any(each.external_data for each in model.graph.initializer):  # the optimizer made one file
-        onnx.save(model, folder / "model.onnx", save_as_external_data=True, location=DATA)
-    graph, nodes = model.graph, list(model.graph.node)
-    makers = {name: index for index, node in enumerate(nodes) for name in node.output if name}
-
-    def needed(index: int) -> set[int]:
-        found, waiting = {index}, [index]
-        while waiting:
-            new = {makers[name] for name in nodes[waiting.pop()].input if name in makers} - found
-            found |= new
-            waiting += new
-        return found
-
-    first, last = (
-        next(index for index, node in enumerate(nodes) if f"past_key_values.{i}.key" in node.input)
-        for i in (0, 1)
-    )
-    before = needed(first)
-    layer = sorted(needed(last) - before)
-    rest = [index for index in range(len(nodes)) if index not in before and index not in layer]
-    read = {name for index in layer for name in nodes[index].input}
-    made = {name for index in layer for name in nodes[index].output if name}
-    elsewhere = {name for index in (*before, *rest) for name in nodes[index].input}
-    weights = [each for each in graph.initializer if each.name in read - elsewhere]
-    own = {each.name for each in weights}
-    # A layer hands on the result of its attention, and the sum that its last product is added to.
-    shared = {*nodes[first].input, *(node.output[0] for node in nodes if node.op_type == "Constant")}
-    [start] = [name for name in read - shared if makers.get(name, first) in before - {first}]
-    [end] = {name for index in rest for name in nodes[index].input if name in made - {*nodes[last].output}}
-    handed = {start: end, nodes[first].output[0]: nodes[last].output[0]}
-
-    def renamed(name: str, i: int) -> str:
-        if name in handed and i > 1:
-            return renamed(handed[name], i - 1)
-        if name.startswith(("past_key_values.1.", "present.1.")):
-            return name.replace(".1.", f".{i}.")
-        copy = 1 + (i - 1) % distinct if name in own else i
-        return f"{name}~{copy}" if copy > 1 and name in own | made else name
-
-    def copies(messages: list[Any], i: int) -> Iterator[Any]:
-        for message in messages:
-            copy = type(message).FromString(message.SerializeToString())
-            copy.name = f"{copy.name}~{i}" if isinstance(copy, NodeProto) else renamed(copy.name, i)
-            for names in [copy.input, copy.output] if isinstance(copy, NodeProto) else []:
-                names[:] = [renamed(name, i) for name in names]
-            yield copy
-
-    del graph.node[:], graph.value_info[:]
-    graph.node.extend([nodes[index] for index in sorted(before)])
-    for values in (graph.input, graph.output):
-        second = [value for value in values if ".1." in value.name]
-        for i in range(2, layers):
-            values.extend(copies(second, i))
-    for i in range(1, layers):
-        graph.node.extend(copies([nodes[index] for index in layer], i))
-        if 1 < i <= distinct:
-            graph.initializer.extend(copies(weights, i))
-    for node in (nodes[index] for index in rest):
-        node.input[:] = [
-            renamed(name, layers - 1) if name in handed.values() else name for name in node.input
-        ]
-        graph.node.append(node)
-    onnx.save(model, folder / "model.onnx")
-    path = folder / "genai_config.json"
-    config = json.loads(path.read_text())
-    config["model"]["decoder"]["num_hidden_layers"] = layers
-    path.write_text(json.dumps(config, indent=4))

@@ -58,7 +58,7 @@ class Mutated:
         self.weights[name].CopyFrom(numpy_helper.from_array(array, name))
 
     def hidden(self, layer: int) -> list[str]:
-        """Returns what a layer reads of the one before: the sum so far, and its norm where a node computes it."""
+        """Returns what a layer reads of the one before: its norm where a node computes it, and the sum."""
         first = self.layer(layer)[0]
         maker = self.maker(first.input[0])
         return [first.input[0], *([maker.output[1]] if maker.op_type == "CustomAddRmsNorm" else [])]

@@ -37,7 +37,7 @@ def layer(x: Tensor, w: Weights, k_cache: Tensor, v_cache: Tensor, position: Ten
 
 
 class TorchDecoder:
-    """A model of two layers that `stack` may have repeated, with weights as nn.Linear has them."""
+    """A model of `decoder_graphs`, with weights as nn.Linear has them."""
 
     def __init__(self, folder: Path, device: str | torch.device = "cpu") -> None:
         self.weights: dict[str, Tensor] = {}
@@ -46,21 +46,13 @@ class TorchDecoder:
             tensor = to_tensor(to_array(each, str(folder)).copy()).to(device)
             self.weights[each.name] = tensor.T.contiguous() if "MatMul" in each.name else tensor
         count = sum(node.op_type == "GroupQueryAttention" for node in graph.node)
-        self.layers = [self._layer(i, count) for i in range(count)]
+        self.layers = [self._layer(i) for i in range(count)]
 
-    def _layer(self, i: int, count: int) -> Weights:
-        """Finds the weights of a layer. What `stack` repeats ends with the attention of a layer."""
-        copies = sum(name.startswith("model.layers.1.input_layernorm") for name in self.weights)
-        found = {name: self.weights[name] for name in ("cos_cache", "sin_cache")}
-        for name in self.weights:
-            part = name.removeprefix("model.layers.0.")
-            if part == name or "~" in name:
-                continue
-            is_head = part.startswith(("input", "attn.q", "attn.k"))
-            place, turn = (min(i, 1), i) if is_head else (int(i == count - 1), (i + 1) % count)
-            copy = 1 + (turn - 1) % copies if turn > 0 else 1
-            found[part] = self.weights[f"model.layers.{place}.{part}" + (f"~{copy}" if copy > 1 else "")]
-        return found
+    def _layer(self, i: int) -> Weights:
+        """Returns the weights of a layer by what follows its number in their names."""
+        start = f"model.layers.{i}."
+        own = {name[len(start) :]: each for name, each in self.weights.items() if name.startswith(start)}
+        return {name: self.weights[name] for name in ("cos_cache", "sin_cache")} | own
 
     def step(self, feeds: Weights, compiles: bool = False) -> Callable[[], Tensor]:
         """Returns a step, which returns the logits. One compiled layer serves all of them.

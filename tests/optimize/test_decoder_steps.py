@@ -17,7 +17,7 @@ from typing import Any
 import onnx
 import pytest
 import torch
-from decoder_graphs import Sizes, stack, write
+from decoder_graphs import Sizes, write
 from genai_models import build
 from torch import Tensor
 from torch_decoder import TorchDecoder
@@ -48,13 +48,14 @@ def decoder(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     def folder(precision: str) -> Path:
         if precision not in made:
             root = tmp_path_factory.mktemp(precision)
-            report = optimize_folder(write(root / "old", SIZES, precision), root / "new", device="cuda")
-            assert report.fused["attention over a cache"] == 2 and not report.reverted
+            report = optimize_folder(
+                write(root / "old", SIZES, precision, LAYERS), root / "new", device="cuda"
+            )
+            assert report.fused["attention over a cache"] == LAYERS and not report.reverted
             graph = onnx.load(root / "new/model.onnx", load_external_data=False).graph
             found = Counter(node.op_type for node in graph.node)
             assert found["CustomLastPosition"] == 1 and not {"ReduceSum", "Sub"} & found.keys()
             assert found["Cast"] == 1 + (precision == "bfloat16")  # of the mask's length; of the logits
-            stack(root / "new", LAYERS, LAYERS - 1)
             made[precision] = root / "new"
         return made[precision]
 
@@ -269,9 +270,8 @@ def test_nothing_is_written_past_the_end(device: str, precision: str, decoder: C
 
 
 @pytest.mark.parametrize("table", [0, 32])
-def test_stacked_decoders_are_those_in_torch(table: int, tmp_path: Path) -> None:
-    folder = write(tmp_path / "small", Sizes(table=table), "float32")
-    stack(folder, 5, 3)
+def test_written_decoders_are_those_in_torch(table: int, tmp_path: Path) -> None:
+    folder = write(tmp_path / "small", Sizes(table=table), "float32", layers=5)
     session = open_session(folder / "model.onnx", torch.device("cpu"), cpu_threads=1, optimize=True)
     feeds = {"input_ids": torch.tensor([[3], [4]]), "attention_mask": torch.ones(2, 9, dtype=torch.int64)}
     caches = {
@@ -315,10 +315,9 @@ def test_written_decoders_are_the_builders(family: str, precision: str, ours: st
 @each_device
 def test_prompts_have_the_same_bits_in_every_company(device: str, precision: str, tmp_path: Path) -> None:
     """With `invariant`: alone, in a batch at each place, beside longer ones, and in two parts."""
-    folder = write(tmp_path / "old", SIZES, precision)
+    folder = write(tmp_path / "old", SIZES, precision, LAYERS)
     report = optimize_folder(folder, tmp_path / "new", device="cuda", invariant=True)
-    assert report.fused["invariant products"] == 9 and not report.skipped and not report.reverted
-    stack(tmp_path / "new", LAYERS, LAYERS - 1)
+    assert report.fused["invariant products"] == 4 * LAYERS + 1 and not report.skipped and not report.reverted
     model, most, lengths = Decoder(tmp_path / "new", device), 40, (40, 23, 31)
     random = torch.Generator().manual_seed(0)
     tokens = torch.randint(3, SIZES.vocab, (3, most), generator=random).to(device)
