@@ -13,6 +13,7 @@ from twinop.names import BUILT_IN
 from twinop.op_spec import DOMAIN
 from twinop.regular_file import read_regular
 
+from . import wire
 from .errors import ModelError
 
 _MOST_BYTES = 2 << 30  # of a protobuf message
@@ -104,11 +105,11 @@ def load_model(
         return _parsed(loaded, source)
     path = Path(source)
     model = Model(str(path), path=path, folder=path.parent, confined=confined)
-    return _parsed(model, read_model(path))
+    return _parsed(model, read_model(path, wire.without_weights))
 
 
-def read_model(path: Path) -> bytes:
-    """Returns the bytes of a model's file.
+def read_model(path: Path, read: Callable[..., bytes] = read_regular) -> bytes:
+    """Returns the bytes of a model's file, or what `read` makes of them.
 
     Raises:
         ModelError: it is missing, not a regular file, or too large.
@@ -118,7 +119,7 @@ def read_model(path: Path) -> bytes:
         what = "a folder, not an .onnx file" if path.is_dir() else what
         raise ModelError(f"{path}: {what}. Expected a model such as export/to_onnx.py writes")
     try:
-        return read_regular(path, _MOST_BYTES)
+        return read(path, most=_MOST_BYTES)
     except OSError as error:
         raise ModelError(f"{path}: cannot be read: {error.strerror}") from error
 

@@ -19,6 +19,7 @@ from onnx_ir.passes.common import ClearMetadataAndDocStringPass, ShapeInferenceP
 
 import twinop
 from twinop import deploy, torch_op
+from twinop.deploy import wire
 from twinop.deploy.choose_library import library_paths
 from twinop.deploy.ort_process import time_limit
 from twinop.deploy.ort_runs import check_shown
@@ -26,7 +27,6 @@ from twinop.dtypes import FLOATING, to_array
 from twinop.errors import ExportError, LibraryError, TwinopError, in_command, option
 from twinop.find import package_key, package_of
 from twinop.library import read_library
-from twinop.model import wire
 from twinop.model.attach import MOST_INLINED, attach_to_calls, inlined_nodes
 from twinop.model.calls import Call, find_calls
 from twinop.model.files import EXTERNAL_DATA_BYTES, save, work_folder

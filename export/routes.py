@@ -14,9 +14,9 @@ import torch
 from onnx_ir.passes.common import InlinePass
 from onnxscript import version_converter
 
+from twinop.deploy import wire
 from twinop.dtypes import to_array
 from twinop.errors import ExportError, TwinopError, option
-from twinop.model import wire
 from twinop.model.calls import infer_types
 from twinop.model.folding import fold_constants
 from twinop.op_spec import OpSpec

@@ -15,10 +15,10 @@ import onnx
 import onnx_ir as ir
 
 from twinop import publish
+from twinop.deploy import wire
 from twinop.errors import ExportError, is_disk_error
 from twinop.library import keep_checksum
 
-from . import wire
 from .weights import LARGE, pieces
 
 # protobuf ends at 2 GiB; half a GiB is left for everything that is not a weight.

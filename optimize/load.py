@@ -8,10 +8,11 @@ import onnx
 import onnx_ir as ir
 from onnx_ir.passes.common import LiftConstantsToInitializersPass
 
+from twinop.deploy import wire
 from twinop.deploy.custom_nodes import custom_nodes, load_model
 from twinop.deploy.tensor_specs import WITHOUT_MAPS
 from twinop.errors import ExportError, TwinopError
-from twinop.model import weights, wire
+from twinop.model import weights
 from twinop.model.calls import name_standard_domain
 from twinop.model.weights import Stored
 from twinop.quiet import quiet

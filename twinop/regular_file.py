@@ -4,17 +4,27 @@ import errno
 import os
 import stat
 from pathlib import Path
+from typing import BinaryIO
+
+
+def open_regular(path: Path, most: int) -> BinaryIO:
+    """Opens a regular file, or raises OSError: a FIFO would keep the caller waiting."""
+    handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    status = os.fstat(handle)
+    problem = (errno.EFBIG, f"larger than {most} bytes") if status.st_size > most else None
+    if not stat.S_ISREG(status.st_mode):
+        problem = errno.EINVAL, "not a regular file"
+    if problem is not None:
+        os.close(handle)
+        raise OSError(*problem, str(path))
+    return os.fdopen(handle, "rb")
 
 
 def read_regular(path: Path, most: int) -> bytes:
-    """Returns the content of a regular file, or raises OSError: a FIFO would keep the caller waiting."""
-    with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
-        status = os.fstat(file.fileno())
-        if not stat.S_ISREG(status.st_mode):
-            raise OSError(errno.EINVAL, "not a regular file", str(path))
-        if status.st_size > most:
-            raise OSError(errno.EFBIG, f"larger than {most} bytes", str(path))
-        data = file.read(status.st_size + 1)
-        if len(data) > status.st_size:
+    """Returns the content of a regular file, or raises OSError."""
+    with open_regular(path, most) as file:
+        size = os.fstat(file.fileno()).st_size
+        data = file.read(size + 1)
+        if len(data) > size:
             raise OSError(errno.EBUSY, "it grows while it is read", str(path))
         return data

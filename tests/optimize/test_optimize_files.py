@@ -498,7 +498,7 @@ def test_a_full_disk_is_no_defect(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     onnx.save(parsed(TEXT, w=weights(4, 3)), tmp_path / "old.onnx")
-    monkeypatch.setattr("twinop.model.wire.write", full)
+    monkeypatch.setattr("twinop.deploy.wire.write", full)
     said = message(tmp_path / "old.onnx", tmp_path / "new.onnx")
     assert "new.onnx: cannot be written: No space left on device. Free space on its disk" in said
     assert [each.name for each in tmp_path.iterdir()] == ["old.onnx"]

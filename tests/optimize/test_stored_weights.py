@@ -27,7 +27,7 @@ def large(monkeypatch: pytest.MonkeyPatch) -> None:
     """The matrix counts as large, the bias does not."""
     monkeypatch.setattr("twinop.model.weights.LARGE", 1000)
     monkeypatch.setattr("twinop.model.files.LARGE", 1000)
-    monkeypatch.setattr("twinop.model.wire.LARGE", 1000)
+    monkeypatch.setattr("twinop.deploy.wire.LARGE", 1000)
     monkeypatch.setattr(lazy, "_STRIP", 512)
 
 

@@ -3,15 +3,17 @@
 Protobuf's fields stand one after another, each with its length: a field is written, or skipped, alone.
 """
 
-import mmap
+import os
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import onnx
-from google.protobuf.message import DecodeError
 
-from .weights import LARGE
+from twinop.regular_file import open_regular
+
+LARGE = 1 << 20
+"""The bytes from which a tensor stays in its file."""
 
 # The numbers of fields in onnx.proto. A dict holds those of a message in which tensors lie.
 _TENSOR: dict[int, Any] = dict.fromkeys((4, 9, 10))  # float_data, raw_data, double_data: as in memory
@@ -59,13 +61,25 @@ def read(path: Path) -> onnx.ModelProto:
     """Reads a model without its large tensors: these become external data, which lies in this same file.
 
     Raises:
-        DecodeError: the file is not a whole model.
+        OSError: the file cannot be read.
+        DecodeError: it is not a whole model.
     """
-    with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
+    return onnx.ModelProto.FromString(without_weights(path, path.name))
+
+
+def without_weights(path: Path, location: str = "", most: int = 1 << 62) -> bytes:
+    """Returns the bytes of a model without those of its large tensors; of what is no model, all of them.
+
+    Args:
+        location: the file in which the tensors are external data then; by default they have no data.
+        most: the size of a file that is refused with OSError if it is larger.
+    """
+    with open_regular(path, most) as file:
         try:
-            return onnx.ModelProto.FromString(_without_large(data, 0, len(data), _MODEL, path.name))
-        except (IndexError, KeyError) as error:
-            raise DecodeError("the file ends within a field, or is no protobuf") from error
+            return _without_large(file, os.fstat(file.fileno()).st_size, _MODEL, location)
+        except (IndexError, KeyError):  # it ends within a field, or is no protobuf
+            file.seek(0)
+            return file.read()
 
 
 def view(path: Path) -> Path:
@@ -73,39 +87,41 @@ def view(path: Path) -> Path:
 
     They lie in the file itself. A model without any is returned as it is.
     """
-    model = read(path)
-    if model.ByteSize() == path.stat().st_size:
+    model = without_weights(path, path.name)
+    if len(model) == path.stat().st_size:
         return path
     other = path.with_name(f"{path.stem}.view{path.suffix}")
-    other.write_bytes(model.SerializeToString())
+    other.write_bytes(model)
     return other
 
 
-def _without_large(data: mmap.mmap, at: int, stop: int, fields: Mapping[int, Any], name: str) -> bytes:
+def _without_large(file: BinaryIO, stop: int, fields: Mapping[int, Any], location: str) -> bytes:
     parts = []
-    while at < stop:
-        start, (key, at) = at, _number(data, at)
-        size, begin = _number(data, at) if key & 7 in (0, _OF_BYTES) else (_SIZES[key & 7], at)
-        at = begin + (size if key & 7 else 0)
-        if at > stop:
+    while file.tell() < stop:
+        kind, field = (key := _number(file)) & 7, key >> 3
+        if kind == 0:
+            parts.append(_varint(key) + _varint(_number(file)))
+            continue
+        size = _number(file) if kind == _OF_BYTES else _SIZES[kind]
+        if (end := file.tell() + size) > stop:
             raise IndexError
-        if key & 7 != _OF_BYTES or size < LARGE or key >> 3 not in fields:
-            parts.append(data[start:at])
-        elif (inner := fields[key >> 3]) is not None:
-            found = _without_large(data, begin, at, inner, name)
-            parts.append(_header(key >> 3, len(found)) + found)
+        if kind != _OF_BYTES or size < LARGE or field not in fields:
+            parts.append((_header(field, size) if kind == _OF_BYTES else _varint(key)) + file.read(size))
+        elif (inner := fields[field]) is not None:
+            found = _without_large(file, end, inner, location)
+            parts.append(_header(field, len(found)) + found)
         else:
             external = onnx.TensorProto(data_location=onnx.TensorProto.EXTERNAL)
-            for entry in (("location", name), ("offset", str(begin)), ("length", str(size))):
+            for entry in (("location", location), ("offset", str(file.tell())), ("length", str(size))):
                 external.external_data.add(key=entry[0], value=entry[1])
-            parts.append(external.SerializeToString())
+            parts.append(external.SerializeToString() if location else b"")
+            file.seek(end)
     return b"".join(parts)
 
 
-def _number(data: mmap.mmap, at: int) -> tuple[int, int]:
-    """Reads an integer, of 7 bits in each byte; returns it and where it ends."""
-    found, shift = data[at] & 127, 7
-    while data[at] > 127:
-        at += 1
-        found, shift = found | (data[at] & 127) << shift, shift + 7
-    return found, at + 1
+def _number(file: BinaryIO) -> int:
+    """Reads an integer, of 7 bits in each byte."""
+    found = shift = 0
+    while (byte := file.read(1)[0]) > 127:
+        found, shift = found | (byte & 127) << shift, shift + 7
+    return found | byte << shift

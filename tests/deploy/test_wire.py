@@ -1,4 +1,4 @@
-"""twinop/model/wire.py: a file of one protobuf message is written and read without its weights in memory."""
+"""twinop/deploy/wire.py: a file of one protobuf message is written and read without its weights in memory."""
 
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,8 @@ import pytest
 from google.protobuf.message import DecodeError
 from onnx import TensorProto, helper, numpy_helper
 
-from twinop.model import wire
+from twinop.deploy import wire
+from twinop.deploy.custom_nodes import load_model
 from twinop.model.files import save
 
 ROWS = 600  # 600 x 512 floats are 1.2 MB
@@ -82,3 +83,9 @@ def test_a_file_that_ends_too_early(share: float, tmp_path: Path) -> None:
     path.write_bytes(data[: int(len(data) * share)])
     with pytest.raises(DecodeError):
         wire.read(path)
+
+
+def test_a_model_is_checked_without_its_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    [path] = save(made(numbers(), numbers().T.copy()), tmp_path / "model.onnx", 1 << 40)
+    monkeypatch.setattr("twinop.deploy.custom_nodes.read_regular", None)
+    assert load_model(path).proto.ByteSize() < 4096 and not load_model(path).has_external_data
