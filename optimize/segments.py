@@ -76,6 +76,7 @@ def extract(model: ir.Model, part: Part) -> ir.Model:
     found = ir.convenience.extract(graph, bounded, [values[name] for name in part.outputs])
     extracted = ir.Model(found, ir_version=model.ir_version, functions=[*model.functions.values()])
     extracted.metadata_props.update(model.metadata_props)
+    extracted.graph.meta.update(graph.meta)
     return extracted
 
 
