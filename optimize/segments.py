@@ -109,7 +109,8 @@ def cut(original: ir.Model, result: ir.Model, most_bytes: int = MOST_BYTES) -> l
     A model whose weights have no more than `most_bytes` is one segment. So is one for which there is no
     place to cut: a segment may be larger, but its two parts always correspond.
     """
-    before, after = (_Order(model, most_bytes) for model in (original, result))
+    after = _Order(result, most_bytes)
+    before = _Order(original, most_bytes, after)
     places, names = [(len(before.nodes) - 1, len(after.nodes) - 1)], ["the model"]
     if max(sum(each.bytes) for each in (before, after)) > most_bytes:
         cuts = _cuts(before, after)
@@ -132,6 +133,9 @@ def cut(original: ir.Model, result: ir.Model, most_bytes: int = MOST_BYTES) -> l
 class _Order:
     """The nodes of a model in an order, depth first, in which few values are alive.
 
+    Args:
+        like: of the rewritten form: a value that both compute is computed as soon as there.
+
     Attributes:
         nodes: all that outputs need, but those that each segment computes again: constants, and what few
             nodes without large weights compute from the inputs.
@@ -140,14 +144,28 @@ class _Order:
         bytes: of the weights that each node reads.
     """
 
-    def __init__(self, model: ir.Model, most_bytes: int) -> None:
+    def __init__(self, model: ir.Model, most_bytes: int, like: "_Order | None" = None) -> None:
         self.graph = model.graph
         self.reads = {node: reads(node) for node in self.graph}
         self.weights = dict[ir.Node, int]()
+        self.sources = {
+            node: [maker for value in dict.fromkeys(read) if (maker := value.producer()) is not None]
+            for node, read in self.reads.items()
+        }
         outputs = dict.fromkeys(value for value in self.graph.outputs if value.producer() is not None)
         order = self._depth_first(outputs)
+        depth = dict[ir.Node, int]()
+        for node in order:  # what takes most comes first: an encoder before the queries that read it
+            depth[node] = max((depth[maker] for maker in self.sources[node]), default=0) + 1
+            self.sources[node].sort(key=lambda maker: -depth[maker])
         shared = self._shared(order, min(_SHARED_BYTES, most_bytes // _SHARED_PART))
-        self.nodes = [node for node in self._placed(order, outputs) if node not in shared]
+        if like is None:
+            placed = self._placed(sorted(outputs, key=lambda value: -depth[g.maker(value)]))
+        else:
+            values = {str(value.name): value for node in order for value in node.outputs}
+            first = [str(value.name) for node in like.nodes for value in node.outputs]
+            placed = self._depth_first([*(values[name] for name in first if name in values), *outputs])
+        self.nodes: list[ir.Node] = [node for node in placed if node not in shared]
         self.position = {value: at for at, node in enumerate(self.nodes) for value in node.outputs}
         self.last = dict[ir.Value, int]()
         for at, node in enumerate(self.nodes):
@@ -169,23 +187,18 @@ class _Order:
                     continue
                 seen.add(node)
                 waiting.append((node, True))
-                waiting += [(value.producer(), False) for value in reversed(self.reads[node])]
+                waiting += [(maker, False) for maker in reversed(self.sources[node])]
         return order
 
-    def _placed(self, order: list[ir.Node], outputs: Iterable[ir.Value]) -> list[ir.Node]:
-        """Returns the nodes in an order: those of the deepest output first, those of others among them.
+    def _placed(self, outputs: Iterable[ir.Value]) -> list[ir.Node]:
+        """Returns the nodes in an order: those of the first output, and those of others among them.
 
         What only another output needs, such as a cache, follows what it is computed from at once.
         """
-        depth = dict[ir.Node, int]()
-        for node in order:
-            found = [depth[maker] for value in self.reads[node] if (maker := value.producer()) is not None]
-            depth[node] = max(found, default=0) + 1
-        deepest = sorted(outputs, key=lambda value: -depth[g.maker(value)])
         place = dict[ir.Node, tuple[int, int]]()
-        for index, output in enumerate(deepest):
+        for index, output in enumerate(outputs):
             group = self._depth_first([output], place)
-            makers = [value.producer() for node in group for value in self.reads[node]]
+            makers = [maker for node in group for maker in self.sources[node]]
             after = max((place[node][0] for node in makers if node in place), default=-1)
             for node in group:
                 place[node] = (len(place), 0) if index == 0 else (after, len(place))
@@ -195,8 +208,7 @@ class _Order:
         """Returns the nodes of constants, and what few nodes without large weights compute from inputs."""
         found, constants = dict[ir.Node, int](), set[ir.Node]()  # a bit for each of the nodes that it takes
         for node in order:
-            read = dict.fromkeys(self.reads[node])
-            makers = [maker for value in read if (maker := value.producer()) is not None]
+            read, makers = dict.fromkeys(self.reads[node]), self.sources[node]
             tensors = [each for value in read if (each := _constant(value)) is not None]
             self.weights[node] = sum(tensor.nbytes for tensor in tensors)
             self.weights[node] += sum(self.weights[maker] for maker in makers if maker in constants)
@@ -283,7 +295,7 @@ class _Layout:
     """
 
     def __init__(self, original: _Order, cuts: dict[int, tuple[int, int]], most_bytes: int) -> None:
-        self.end, self.most_bytes = len(original.nodes), most_bytes
+        self.original, self.end, self.most_bytes = original, len(original.nodes), most_bytes
         self.crossing = {0: 0, self.end: 0} | {place + 1: count for place, (count, _) in cuts.items()}
         self.borders = sorted(self.crossing)
         self.sizes = np.concatenate([[0], np.cumsum(original.bytes)])
@@ -296,7 +308,9 @@ class _Layout:
             borders = [start, *self._by_bytes(start, stop)]
             for index, (before, after) in enumerate(pairwise(borders), 1):
                 part = f"{name}, part {index} of {len(borders) - 1}" if len(borders) > 2 else name
-                yield after, part if name else f"nodes {before + 1} to {after}"
+                largest = max(range(before, after), key=lambda at: self.original.bytes[at])
+                label = self.original.nodes[largest].name or self.original.nodes[largest].outputs[0].name
+                yield after, f"{part if name else f'nodes {before + 1} to {after}'} ({label})"
 
     def _layers(self, start: int, stop: int) -> list[tuple[int, int, str]]:
         """Returns ranges of nodes: layers where kinds of nodes repeat, and without a name what is between."""

@@ -1,16 +1,23 @@
 """A model and its rewritten form are cut into segments that correspond."""
 
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import onnx_ir as ir
 import pytest
+import torch
 from decoder_graphs import Sizes, write
-from optimizing import parsed, weights
-from same_names import accepted_case
+from optimizing import nodes, optimized, parsed, weights
+from same_names import accepted_case, errors_by_name
 from segment_chains import run_beside, run_chain, run_part
+from torch import Tensor, nn
+from torch.nn import functional
 
 from twinop.deploy.ort_runs import run
+from twinop.export import export
+from twinop.optimize import graph as g
 from twinop.optimize import optimize_folder
 from twinop.optimize.equivalence import relative_error
 from twinop.optimize.load import load
@@ -61,10 +68,202 @@ def test_layers_of_a_decoder(precision: str, device: str, layer: int, tmp_path: 
     original, result = (load(path) for path in (source / "model.onnx", report.path))
     segments = cut(original, result, layer)
     assert_same_results(original, result, segments)
-    names = [segment.name for segment in segments]
+    names = [segment.name.partition(" (")[0] for segment in segments]
     assert [name for name in names if "layer" in name] == [f"layer {i} of 4" for i in range(1, 5)], names
     kinds = [segment.kind for segment in segments if "layer" in segment.name]
     assert len({*kinds}) == 2 and len({*kinds[1:3]}) == 1, kinds
+    errors = errors_by_name(source / "model.onnx", report.path)
+    assert len(errors) > 20 and max(errors.values()) < (1e-4 if precision == "float32" else 2e-2), errors
+
+
+def changed(model: ir.Model, change: Callable[[ir.Node], None], op_type: str, index: int) -> ir.Model:
+    """Returns a copy of a model with one node changed."""
+    other = model.clone()
+    change(nodes(other, op_type)[index])
+    return other
+
+
+def _other_weight(node: ir.Node) -> None:
+    assert node.inputs[1] is not None and node.inputs[1].const_value is not None
+    tensor = node.inputs[1].const_value
+    node.inputs[1].const_value = ir.tensor(tensor.numpy()[::-1].copy())
+
+
+def _attribute(name: str, number: float | int) -> Callable[[ir.Node], None]:
+    def change(node: ir.Node) -> None:
+        node.attributes[name] = ir.convenience.convert_attribute(name, number)
+
+    return change
+
+
+def _other_table(node: ir.Node) -> None:
+    assert node.inputs[7] is not None and node.inputs[7].const_value is not None
+    array = node.inputs[7].const_value.numpy() * np.float32(0.5)
+    node.replace_input_with(7, g.initializer(node.graph, array, "other"))  # type: ignore[arg-type]
+
+
+def _bias(node: ir.Node) -> None:
+    """Adds a bias in each layer, to this node another one."""
+    graph = node.graph
+    assert graph is not None
+    for each in [each for each in graph if each.op_type == "MatMul"][1:-1:5]:
+        row = g.initializer(graph, np.full(128, 0.25 + (each is node), np.float32), "row")
+        [use] = each.outputs[0].uses()
+        use.node.replace_input_with(use.idx, g.add(use.node, "Add", [each.outputs[0], row]))
+
+
+GQA, NORM = "GroupQueryAttention", "SkipSimplifiedLayerNormalization"
+
+
+@pytest.mark.parametrize(
+    ("change", "op_type", "index", "others"),
+    [
+        (_other_weight, "MatMul", 6, 0),
+        (_attribute("local_window_size", 16), GQA, 1, 1),
+        (_attribute("epsilon", 1e-3), NORM, 2, 1),
+        (_other_table, GQA, 1, 1),
+        (_bias, "MatMul", 6, 1),
+    ],
+    ids=["a weight", "a window", "a scalar", "a table", "a bias"],
+)
+@pytest.mark.parametrize("form", ["original", "result"])
+def test_kinds(
+    change: Callable[[ir.Node], None], op_type: str, index: int, others: int, form: str, decoder: ir.Model
+) -> None:
+    """Layers differ in their weights only, until one of them has another scalar, window, table or bias."""
+    one, two = changed(decoder, change, op_type, index), decoder.clone()
+    segments = cut(*((one, two) if form == "original" else (two, one)), most_bytes=800 * _KIB)
+    kinds = [each.kind for each in segments if "layer" in each.name]
+    assert len(kinds) == 6 and kinds[0] == kinds[2] == kinds[3] == kinds[4], [each.name for each in segments]
+    assert (kinds[1] != kinds[0]) == bool(others)
+
+
+def test_names_decide_nothing(decoder: ir.Model) -> None:
+    """The same model with other names, and its nodes in another order, is cut at the same places."""
+    names = dict[str, str]()
+    other = decoder.clone()
+    for value in (*other.graph.initializers.values(), *(v for node in other.graph for v in node.outputs)):
+        if value.name and not value.is_graph_output():
+            names[f"v{len(names) * 7919 % 1009}"] = value.name
+            value.name = f"v{(len(names) - 1) * 7919 % 1009}"
+    for index, node in enumerate(other.graph):
+        node.name = f"n{index * 7919 % 1009}"
+    moved = [*other.graph]
+    other.graph.remove(moved)
+    other.graph.extend(moved[::-1])
+    other.graph.sort()
+    cuts = [cut(each, each.clone(), 800 * _KIB) for each in (decoder, other)]
+    for one, two in zip(*cuts, strict=True):
+        assert one.name.partition(" (")[0] == two.name.partition(" (")[0] and one.kind == two.kind
+        renamed = [names.get(each, each) for each in (*two.result.inputs, *two.result.outputs)]
+        assert {*one.result.inputs, *one.result.outputs} == {*renamed}
+
+
+@pytest.fixture(scope="module")
+def decoder(tmp_path_factory: pytest.TempPathFactory) -> ir.Model:
+    folder = write(tmp_path_factory.mktemp("decoder") / "old", DECODER, "float32", layers=6)
+    model = load(folder / "model.onnx")
+    ir.external_data.load_to_model(model)
+    return model
+
+
+class UNet(nn.Module):
+    """Convolutions with skip connections around a transformer's layer, and an embedding that all read."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.time, self.first = nn.Linear(8, 16), nn.Conv2d(4, 16, 3, padding=1)
+        self.down = nn.ModuleList([nn.Conv2d(16 << i, 32 << i, 3, 2, 1) for i in range(2)])
+        self.middle = nn.TransformerEncoderLayer(64, 4, 64, batch_first=True)
+        self.up = nn.ModuleList([nn.Conv2d(48 << i, 16 << i, 3, padding=1) for i in (1, 0)])
+
+    def forward(self, x: Tensor, time: Tensor) -> Tensor:
+        embedded = functional.silu(self.time(torch.cos(time[:, None] * torch.arange(8))))
+        x, skips = self.first(x) + embedded[:, :, None, None], list[Tensor]()
+        for each in self.down:
+            skips.append(x)
+            x = functional.silu(each(x)) + embedded.mean()
+        shape = x.shape
+        x = self.middle(x.flatten(2).transpose(1, 2)).transpose(1, 2).reshape(shape)
+        for each in self.up:
+            x = functional.interpolate(x, scale_factor=2.0)
+            x = functional.silu(each(torch.cat([x, skips.pop()], 1))) + embedded.mean()
+        return x
+
+
+class Translator(nn.Module):
+    """An encoder and a decoder, each layer of which reads what the encoder returns."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Transformer(32, 2, 2, 2, 64, batch_first=True)
+
+    def forward(self, source: Tensor, target: Tensor) -> Tensor:
+        found: Tensor = self.body(source, target)
+        return found
+
+
+TORCH = {
+    "unet": (UNet(), {"x": torch.randn(2, 4, 16, 16), "time": torch.rand(2)}, {}, 100 * _KIB),
+    "translator": (
+        Translator(),
+        {"source": torch.randn(2, 7, 32), "target": torch.randn(2, 5, 32)},
+        {name: {0: "batch", 1: f"{name}_length"} for name in ("source", "target")},
+        40 * _KIB,
+    ),
+    "of one kind of layer": (
+        nn.TransformerEncoder(nn.TransformerEncoderLayer(32, 2, 64, batch_first=True), 4),
+        {"src": torch.randn(2, 5, 32)},
+        {"src": {0: "batch", 1: "length"}},
+        40 * _KIB,
+    ),
+    "nothing repeats": (
+        nn.Sequential(nn.Linear(16, 40), nn.ReLU(), nn.LayerNorm(40), nn.Linear(40, 24), nn.Sigmoid(),
+                      nn.Linear(24, 64), nn.Softmax(-1), nn.Linear(64, 8), nn.Tanh(), nn.Linear(8, 99)),
+        {"input": torch.randn(3, 16)},
+        {},
+        6 * _KIB,
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", TORCH)
+def test_models_of_torch(name: str, tmp_path: Path) -> None:
+    model, given, sizes, most = TORCH[name]
+    options: dict[str, Any] = {"dynamic": sizes} if sizes else {}
+    path, args = tmp_path / "old.onnx", tuple(given.values())
+    export(model.eval(), args, path, exporter="dynamo", verify=False, optimize=False, **options)
+    optimized(path, tmp_path)
+    original, result = load(path), load(tmp_path / "fast.onnx")
+    segments = cut(original, result, most)
+    assert len(segments) > 3
+    assert_same_results(original, result, segments)
+    errors = errors_by_name(path, tmp_path / "fast.onnx")
+    assert len(errors) > 3 and max(errors.values()) < 1e-4, errors
+
+
+def test_what_subgraphs_read_crosses() -> None:
+    """A branch of an If reads a value that is computed long before, and one of a Loop, too."""
+    model = ir.from_proto(
+        parsed(
+            """(float[N, 8] x, bool c) => (float[N, 8] y) {
+            a = MatMul(x, w1)
+            b = MatMul(a, w2)
+            d = Tanh(b)
+            e = If(c) <then_branch = g1 () => (float[N, 8] p) { q = MatMul(a, w3) p = Add(q, d) },
+                       else_branch = g2 () => (float[N, 8] r) { r = Relu(a) }>
+            f = MatMul(e, w4)
+            y = Add(f, a)
+        }""",
+            **{f"w{i}": weights(8, 8, seed=i) for i in range(1, 5)},
+        )
+    )
+    segments = cut(model, model.clone(), 256)
+    assert [each.original.inputs for each in segments] == [[], ["a"], ["b", "a"], ["e", "a"]]
+    case = {"x": weights(3, 8), "c": np.array(True)}
+    whole = run_part(model, Part([], ["y"]), case)
+    chain = run_chain(model, [each.original for each in segments], case)
+    assert np.array_equal(chain["y"], whole["y"])
 
 
 def assert_same_results(original: ir.Model, result: ir.Model, segments: list[Segment]) -> None:
