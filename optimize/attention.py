@@ -14,7 +14,6 @@ keys or values of a cache, quantised probabilities, which the node would not rou
 """
 
 import math
-from collections.abc import Iterator
 from math import inf
 
 import onnx_ir as ir
@@ -22,6 +21,7 @@ from onnx_ir.passes.common import CommonSubexpressionEliminationPass
 
 from . import graph as g
 from .heads import SWAP_S_H, Heads, merged_heads, repeat_heads, split_heads, without_repeats
+from .rewrite import Rewrite, label
 from .scores import LOWEST, Scores, known_of, scores_of, unscaled, untransposed
 
 _GROWS = {"Concat", "ScatterElements", "ScatterND", "TensorScatter", "Where"}
@@ -35,33 +35,52 @@ _MAX_BATCH = 65_535
 """Sequences of one launch of attention kernels on CUDA. A size that is not known counts as 64."""
 
 
-def rewrite(context: g.RewriteContext) -> None:
-    found = list(attentions(context))
-    if others := len(context.nodes("Softmax")) - len(found):
-        context.left["softmax: no MatMul reads it"] += others
-    for softmax in found:
-        try:
-            _fuse(context, softmax)
-        except g.UnsupportedPattern as reason:
-            context.left[f"attention: {reason}"] += 1
-    CommonSubexpressionEliminationPass()(context.model)  # what was moved before the products of q, k and v
+class Attention(Rewrite[ir.Node]):
+    """Finds the product with v."""
+
+    name = "attention"
+    op_types = ("Softmax",)
+    pattern = "attention"
+
+    def match(self, node: ir.Node) -> ir.Node | g.Skipped:
+        if not is_attention(node):
+            return g.Skipped("no MatMul reads it", "softmax")
+        return match_attention(node)
+
+    def apply(self, node: ir.Node, match: ir.Node) -> None:
+        if g.rank(node.outputs[0]) == 4:
+            _fuse(self, node, match)
+        else:
+            _fuse_windows(self, scores_of(node, match), match)
+
+    def call(self, model: ir.Model) -> ir.passes.PassResult:
+        result = super().call(model)
+        CommonSubexpressionEliminationPass()(model)  # what was moved before the products of q, k and v
+        return result
 
 
-def attentions(context: g.RewriteContext) -> Iterator[ir.Node]:
-    """Yields each softmax over the last dimension whose result a MatMul reads."""
-    for node in context.nodes("Softmax"):
-        rank = g.rank(node.outputs[0])
-        if node.graph is not None and g.attribute(node, "axis", -1) in (-1, rank - 1):
-            value = after_nan_guard(node)
-            if any(use.node.op_type == "MatMul" for use in value.uses()):
-                yield node
+def is_attention(softmax: ir.Node) -> bool:
+    """Whether a softmax is over the last dimension, and a MatMul reads its result."""
+    value = after_nan_guard(softmax)
+    is_last = g.attribute(softmax, "axis", -1) in (-1, g.rank(softmax.outputs[0]) - 1)
+    return is_last and any(use.node.op_type == "MatMul" for use in value.uses())
+
+
+def match_attention(softmax: ir.Node) -> ir.Node:
+    """Returns the product with v of an attention; raises Skipped for forms that are not supported."""
+    probabilities = after_nan_guard(softmax)
+    matmul = g.only_user(probabilities)
+    if matmul is None or matmul.inputs[0] is not probabilities:
+        raise g.Skipped("the softmax has other readers")
+    scores_of(softmax, softmax)
+    return matmul
 
 
 def masks_of(softmax: ir.Node) -> list[ir.Value]:
     """Returns the masks of an attention, or none if its form is not supported."""
     try:
         return scores_of(softmax, softmax).masks
-    except g.UnsupportedPattern:
+    except g.Skipped:
         return []
 
 
@@ -76,16 +95,10 @@ def after_nan_guard(softmax: ir.Node) -> ir.Value:
     return choice.outputs[0] if guards else value
 
 
-def _fuse(context: g.RewriteContext, softmax: ir.Node) -> None:
+def _fuse(rewrite: Attention, softmax: ir.Node, matmul: ir.Node) -> None:
     """Replaces the attention around a softmax with one node."""
-    probabilities = after_nan_guard(softmax)
-    matmul = g.only_user(probabilities)
-    if matmul is None or matmul.inputs[0] is not probabilities:
-        raise g.UnsupportedPattern("the softmax has other readers")
-    scores = scores_of(softmax, matmul)
-    if g.rank(softmax.outputs[0]) != 4:
-        _fuse_windows(context, scores, matmul)
-        return
+    context, scores = rewrite.context, scores_of(softmax, matmul)
+    probabilities = matmul.inputs[0]
     q, on_q = unscaled(scores.product.inputs[0])
     k, on_k = untransposed(scores.product.inputs[1])
     scale = scores.scale * on_q * on_k
@@ -95,7 +108,7 @@ def _fuse(context: g.RewriteContext, softmax: ir.Node) -> None:
     (k, times), (v, times_of_v) = without_repeats(k), without_repeats(v)
     parts = [merged_heads(each, matmul) for each in (q, k, v)]
     if parts[0] is None or parts[1] is None or parts[2] is None:
-        raise g.UnsupportedPattern("the number or size of the heads is not known")
+        raise g.Skipped("the number or size of the heads is not known")
     if parts[1].count == 1:  # multi-query attention: MatMul broadcasts the head
         times = parts[0].count
     if parts[2].count == 1:
@@ -103,11 +116,11 @@ def _fuse(context: g.RewriteContext, softmax: ir.Node) -> None:
     q3, k3 = parts[0], repeat_heads(context, parts[1], times, matmul)
     v3 = repeat_heads(context, parts[2], times_of_v, matmul)
     if not q3.count == k3.count == v3.count or q3.size != k3.size:
-        raise g.UnsupportedPattern("q, k and v differ in the number or size of heads")
+        raise g.Skipped("q, k and v differ in the number or size of heads")
     (q_plain, on_q), (k_plain, on_k) = unscaled(q3.value), unscaled(k3.value)  # before the split into heads
     batches, rows = zip(*((g.dims(each.value) or [None, None])[:2] for each in (q3, k3)), strict=True)
     if context.may_differ(*batches):
-        raise g.UnsupportedPattern("q and k of batches that may differ")
+        raise g.Skipped("q and k of batches that may differ")
     bias, lengths, causal = masks_of_scores(
         context, scores.masks, matmul, square=not context.may_differ(*rows)
     )
@@ -128,13 +141,13 @@ def _fuse(context: g.RewriteContext, softmax: ir.Node) -> None:
     inputs = [q_plain, k_plain, v_plain, None, lengths, added]  # which may be of one sequence for all
     shape = [*(g.dims(q3.value) or [None, None])[:2], v3.count * v3.size]
     result = g.add(matmul, "MultiHeadAttention", inputs, attributes, domain=g.MICROSOFT, shape=shape)
+    label(g.maker(result), "attention")
     if guarded is not None:
         result = zero_hidden_rows(guarded, result, matmul)
     replace_output(matmul.outputs[0], result, v3)
-    context.made["attention"] += 1
 
 
-def _fuse_windows(context: g.RewriteContext, scores: Scores, matmul: ir.Node) -> None:
+def _fuse_windows(rewrite: Attention, scores: Scores, matmul: ir.Node) -> None:
     """Replaces attention on [..., S, D], such as windows [B, H, W, S, D] or [B*H, S, D], without a mask.
 
     Each element of the dimensions before S becomes a sequence with one head, so nothing is transposed.
@@ -146,41 +159,41 @@ def _fuse_windows(context: g.RewriteContext, scores: Scores, matmul: ir.Node) ->
     shapes = [g.dims(each) or [] for each in (q, k, v)]
     rank = len(shapes[0])
     if scores.masks or rank < 3 or any(len(shape) != rank for shape in shapes):
-        raise g.UnsupportedPattern("scores that are not [B, H, S, T]")
+        raise g.Skipped("scores that are not [B, H, S, T]")
     assert transpose is not None and k is not None and v is not None
     _refuse_cache(q, k, v)
     *outer, rows, size = shapes[0]
     if not g.has_permutation(transpose, [*range(rank - 2), rank - 1, rank - 2]):
-        raise g.UnsupportedPattern("k is not transposed")
-    if context.may_broadcast(q, k, v):
-        raise g.UnsupportedPattern("q, k and v of windows that may differ")
+        raise g.Skipped("k is not transposed")
+    if rewrite.context.may_broadcast(q, k, v):
+        raise g.Skipped("q, k and v of windows that may differ")
     if any(shape[:-2] != outer for shape in shapes) or None in outer or shapes[1][-1] != size:
-        raise g.UnsupportedPattern("q, k and v of windows that may differ")
+        raise g.Skipped("q, k and v of windows that may differ")
     named = [each for each in outer if not isinstance(each, int)]
     known = math.prod(each for each in outer if isinstance(each, int))
     if not isinstance(rows, int) or len(named) > 1 or known > (_MAX_BATCH >> 6 if named else _MAX_BATCH):
-        raise g.UnsupportedPattern("windows of an unknown number or size")
+        raise g.Skipped("windows of an unknown number or size")
     inputs = list[ir.Value | None]()
     for each, shape in zip((q, k, v), shapes, strict=True):
         tokens, width = shape[-2:]
         if not isinstance(tokens, int) or not isinstance(width, int):
-            raise g.UnsupportedPattern("windows of an unknown number or size")
+            raise g.Skipped("windows of an unknown number or size")
         inputs.append(each if rank == 3 else g.reshape(matmul, each, [-1, tokens, width]))
     attributes = {"num_heads": 1, "scale": scores.scale * on_q * on_k}
     shape = [*outer, rows, shapes[2][-1]]
     result = g.add(
         matmul, "MultiHeadAttention", inputs, attributes, domain=g.MICROSOFT, shape=[None, *shape[-2:]]
     )
+    label(g.maker(result), "attention")
     if rank != 3:
         sizes = [each if isinstance(each, int) else -1 for each in shape]
         result = g.reshape(matmul, result, sizes, shape)
     g.replace(matmul.outputs[0], result)
-    context.made["attention"] += 1
 
 
 def _refuse_cache(q: ir.Value, k: ir.Value, v: ir.Value) -> None:
     if not _is_cached(q) and (_is_cached(k) or _is_cached(v)):
-        raise g.UnsupportedPattern("keys or values of a cache")
+        raise g.Skipped("keys or values of a cache")
 
 
 def _is_cached(heads: ir.Value) -> bool:
@@ -245,7 +258,7 @@ def spread(bias: ir.Value, q: ir.Value, k: ir.Value, before: ir.Node, is_exact: 
     """
     shape, rows, columns = g.dims(bias), (g.dims(q) or [0, None])[1], (g.dims(k) or [0, None])[1]
     if shape is None or len(shape) > 4:
-        raise g.UnsupportedPattern("a mask of unknown rank")
+        raise g.Skipped("a mask of unknown rank")
     if is_exact and len(shape) == 4 and None not in (rows, columns) and shape[2:] == [rows, columns]:
         return bias
     if isinstance(rows, int) and isinstance(columns, int):
@@ -273,7 +286,7 @@ def zero_hidden_rows(mask: ir.Value, result: ir.Value, before: ir.Node) -> ir.Va
     """Sets the rows of the result to 0 that a mask hides with -inf altogether, as the NaN guard did."""
     shape = g.dims(mask) or []
     if len(shape) != 4 or shape[1] != 1:
-        raise g.UnsupportedPattern("a mask that may hide whole rows of some heads")
+        raise g.Skipped("a mask that may hide whole rows of some heads")
     lowest, zero = (g.scalar_constant(before, number, mask) for number in (-inf, 0.0))
     largest = g.add(before, "ReduceMax", [mask, g.int_constant(before, [3])], shape=[*shape[:3], 1])
     inputs = [largest, g.int_constant(before, [1])]

@@ -18,6 +18,7 @@ from twinop.op_spec import DOMAIN
 from . import graph as g
 from . import quantised
 from .merge_linear import merge, products_of_one
+from .rewrite import Rewrite, label
 
 SHARED_CACHES = "past and present share memory"
 """In the `meta` of a graph: its caches have rows for the whole context."""
@@ -33,13 +34,24 @@ _Tables = dict[tuple[ir.Value | None, ...], ir.Value]
 """What was made of values for one attention, for the next one."""
 
 
-def rewrite(context: g.RewriteContext) -> None:
-    tables = _Tables()
-    for node in context.nodes("GroupQueryAttention", domain=g.MICROSOFT):
-        if reason := _why_not(context, node):
-            context.left[f"GroupQueryAttention: {reason}"] += 1
-        else:
-            _replace(context, node, tables)
+class CachedAttention(Rewrite[bool]):
+    """Puts the op in the place of GroupQueryAttention."""
+
+    name = "cached_attention"
+    microsoft = ("GroupQueryAttention",)
+    device = "cuda"
+    sixteen_bits_only = True
+
+    def __init__(self, context: g.RewriteContext) -> None:
+        super().__init__(context)
+        self.tables = _Tables()
+
+    def match(self, node: ir.Node) -> bool | g.Skipped:
+        reason = _why_not(self.context, node)
+        return g.Skipped(reason) if reason else True
+
+    def apply(self, node: ir.Node, match: bool) -> None:
+        _replace(self.context, node, self.tables)
 
 
 def _why_not(context: g.RewriteContext, node: ir.Node) -> str:
@@ -84,12 +96,12 @@ def _replace(context: g.RewriteContext, node: ir.Node, tables: _Tables) -> None:
     inputs = [qkv, *past, position, given["total"], cos_sin, norms, sinks]
     name, likes = context.records["attention_cached"].onnx_name, [node.outputs[0], *past]
     made = g.add_like(node, name, inputs, attributes, likes, domain=DOMAIN)
+    label(g.maker(made[0]), "attention over a cache")
     made[0].type = made[0].type or qkv.type
     for old, new in list(zip(node.outputs, made, strict=False)):
         if g.is_read(old):
             g.replace(old, new)
     g.prune(node)
-    context.made["attention over a cache"] += 1
 
 
 def _given(node: ir.Node) -> dict[str, ir.Value]:

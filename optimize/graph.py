@@ -1,6 +1,5 @@
 """Helpers of the rewrites: they read the values of a graph and insert nodes."""
 
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -42,17 +41,12 @@ class Skipped(Exception):
         self.pattern = pattern
 
 
-UnsupportedPattern = Skipped
-
-
 @dataclass
 class RewriteContext:
-    """The model that the rewrites change, and what the report counts.
+    """The model that the rewrites change, and what they know of it.
 
     Attributes:
         records: twinop's ops by name.
-        made: the number of new nodes by what they compute.
-        left: the number of patterns that were left alone, by pattern and reason.
         lengths: the lengths that were made of masks of padding, and the graph input of each.
         weights_nk: constants [N, K] by the constant [K, N] that they were made of.
         joined: constants by those that they join along the first axis.
@@ -64,8 +58,6 @@ class RewriteContext:
     model: ir.Model
     device: str
     records: Mapping[str, OpSpec]
-    made: Counter[str] = field(default_factory=Counter)
-    left: Counter[str] = field(default_factory=Counter)
     lengths: dict[ir.Value, ir.Value] = field(default_factory=dict)
     weights_nk: dict[ir.Value, ir.Value] = field(default_factory=dict)
     joined: dict[tuple[ir.Value, ...], ir.Value] = field(default_factory=dict)

@@ -6,14 +6,13 @@ Writes: Attention, which joins past and new tokens, and neither repeats nor tran
 Leaves alone: caches of other layouts. On CUDA it was not measured.
 """
 
-from contextlib import suppress
-
 import onnx_ir as ir
 
 from . import graph as g
-from .attention import after_nan_guard, attentions, masks_of_scores, replace_output, zero_hidden_rows
+from .attention import is_attention, masks_of_scores, match_attention, replace_output, zero_hidden_rows
 from .heads import Heads, merged_heads, without_repeats
 from .inputs import grows
+from .rewrite import Rewrite, label
 from .scores import known_of, scores_of, unscaled, untransposed
 
 FUSED = "attention over a growing cache"
@@ -21,20 +20,29 @@ _OPSET = 23
 _LOWEST = -1e30  # the kernel takes lower ones for -inf, and rows of them have no mean
 
 
-def rewrite(context: g.RewriteContext) -> None:
-    whole = dict[ir.Value, ir.Value]()  # masks with all S rows, by what they were
-    if context.nodes("GroupNormalization"):  # another operator since opset 21
-        return
-    for softmax in list(attentions(context)):
-        with suppress(g.UnsupportedPattern):  # `attention.py` says which
-            _fuse(context, softmax, whole)
+class GrowingCaches(Rewrite[ir.Node]):
+    """Finds the product with v. `attention.py` says why another attention is not fused."""
+
+    name = "growing_caches"
+    op_types = ("Softmax",)
+    device = "cpu"
+    reports = False
+
+    def __init__(self, context: g.RewriteContext) -> None:
+        super().__init__(context)
+        self.whole = dict[ir.Value, ir.Value]()  # masks with all S rows, by what they were
+
+    def match(self, node: ir.Node) -> ir.Node | str:
+        if self.context.nodes("GroupNormalization"):  # another operator since opset 21
+            return f"the model has GroupNormalization, which opset {_OPSET} has in another form"
+        return match_attention(node) if is_attention(node) else "no MatMul reads it"
+
+    def apply(self, node: ir.Node, match: ir.Node) -> None:
+        _fuse(self, node, match)
 
 
-def _fuse(context: g.RewriteContext, softmax: ir.Node, whole: dict[ir.Value, ir.Value]) -> None:
-    probabilities = after_nan_guard(softmax)
-    matmul = g.only_user(probabilities)
-    if matmul is None or matmul.inputs[0] is not probabilities:
-        raise g.UnsupportedPattern
+def _fuse(rewrite: GrowingCaches, softmax: ir.Node, matmul: ir.Node) -> None:
+    context, whole, probabilities = rewrite.context, rewrite.whole, matmul.inputs[0]
     scores = scores_of(softmax, matmul)
     (q, on_q), (k, on_k) = unscaled(scores.product.inputs[0]), untransposed(scores.product.inputs[1])
     assert matmul.inputs[1] is not None
@@ -42,13 +50,13 @@ def _fuse(context: g.RewriteContext, softmax: ir.Node, whole: dict[ir.Value, ir.
     (past_k, new_k), (past_v, new_v) = (_joined(each, matmul, scores.masks) for each in (k, v))
     heads = merged_heads(q, matmul)
     if heads is None or {new_k.count * times, new_v.count * times_of_v} != {heads.count}:
-        raise g.UnsupportedPattern
+        raise g.Skipped("q, k and v differ in the number of heads")
     if new_k.count != new_v.count or new_k.size != heads.size:
-        raise g.UnsupportedPattern
+        raise g.Skipped("q, k and v differ in the number or size of heads")
     plain, before_split = unscaled(heads.value)
     bias, lengths, _ = masks_of_scores(context, scores.masks, matmul, square=False)
     if lengths is not None or (bias is not None and g.dims(bias) is None):
-        raise g.UnsupportedPattern
+        raise g.Skipped("a mask of lengths, or of unknown rank")
     if bias is not None and bias not in whole:
         ones = [g.int_constant(matmul, each) for each in ([1, 1], [1])]
         [length] = g.sizes_of(matmul, (plain, [1])) if context.broadcasts else [g.length(matmul, plain)]
@@ -61,6 +69,7 @@ def _fuse(context: g.RewriteContext, softmax: ir.Node, whole: dict[ir.Value, ir.
     plain, k3, v3 = context.broadcast(matmul, [plain, new_k.value, new_v.value], [[0]] * 3)
     given = [plain, k3, v3, whole[bias] if bias is not None else None, past_k, past_v]
     result, all_k, all_v = g.add_like(matmul, "Attention", given, attributes, (plain, k, v))
+    label(g.maker(result), FUSED)
     context.graph.opset_imports[""] = max(context.graph.opset_imports[""], _OPSET)
     result.shape = ir.Shape([*(g.dims(plain) or [None, None])[:2], heads.count * new_v.size])
     is_finite = probabilities is softmax.outputs[0] or all(known_of(each).is_finite for each in scores.masks)
@@ -69,18 +78,17 @@ def _fuse(context: g.RewriteContext, softmax: ir.Node, whole: dict[ir.Value, ir.
     replace_output(matmul.outputs[0], result, Heads(result, heads.count, new_v.size))
     g.replace(k, all_k)
     g.replace(v, all_v)
-    context.made[FUSED] += 1
 
 
 def _joined(value: ir.Value, before: ir.Node, masks: list[ir.Value]) -> tuple[ir.Value, Heads]:
     """Returns the past [B, H, P, D] and the new heads of a cache that no mask is computed from."""
     join = g.producer(value, "Concat")
     if join is None or len(join.inputs) != 2 or g.attribute(join, "axis", 0) not in (-2, 2):
-        raise g.UnsupportedPattern
+        raise g.Skipped("k or v is no Concat of past and new rows")
     past, new = join.inputs
     heads = merged_heads(new, before) if new is not None else None
     if past is None or heads is None or not grows(past) or g.rank(past) != 4:
-        raise g.UnsupportedPattern
+        raise g.Skipped("k or v is no Concat of past and new rows, [B, H, S, D] each")
     if any(value in g.ancestors(mask, of_shapes=True) for mask in masks):
-        raise g.UnsupportedPattern
+        raise g.Skipped("a mask is computed from the cache")
     return past, heads

@@ -15,25 +15,39 @@ from twinop.op_spec import DOMAIN
 
 from . import graph as g
 from .precision import DTYPES
+from .rewrite import Rewrite, label
 
 INVARIANT = "products of one order of sums"  # in the `meta` of a graph: whether they are wanted
 _SUMS = re.compile("Attention|Conv|Einsum|Gemm|GRU|LSTM|MatMul|MoE|(?<!Max)Pool|Reduce|RNN")
 _OF_INTEGERS = re.compile("Integer$|^QLinear")
 
 
-def rewrite(context: g.RewriteContext) -> None:
-    if not context.graph.meta.get(INVARIANT):
-        for op in ("linear", "linear_swiglu") if context.op_nodes("attention_cached") else ():
-            for node in context.op_nodes(op):
-                node.attributes["few_rows"] = ir.AttrInt64("few_rows", 64)
-        return
-    for node in context.graph.all_nodes():
+class Invariance(Rewrite[bool]):
+    """Sets an attribute of products. Finds whether they are to be invariant."""
+
+    name = "invariance"
+    device = "cuda"
+    sixteen_bits_only = True
+
+    def candidates(self) -> list[ir.Node]:
+        if self.context.graph.meta.get(INVARIANT):
+            return [*self.context.graph.all_nodes()]
+        ops = ("linear", "linear_swiglu") if self.context.op_nodes("attention_cached") else ()
+        return [node for op in ops for node in self.context.op_nodes(op)]
+
+    def match(self, node: ir.Node) -> bool | g.Skipped | str:
+        if not self.context.graph.meta.get(INVARIANT):
+            return False
         is_product = node.domain == DOMAIN and node.op_type.startswith("CustomLinear")
         if reason := why_no_product(node) if is_product else _why_not(node):
-            context.left[f"{node.op_type}: not invariant: {reason}"] += 1
-        elif is_product:
-            node.attributes["invariant"] = ir.AttrInt64("invariant", 1)
-            context.made["invariant products"] += 1
+            return g.Skipped(f"not invariant: {reason}")
+        return is_product or "it is no product, and does not depend on the batch"
+
+    def apply(self, node: ir.Node, match: bool) -> None:
+        name, value = ("invariant", 1) if match else ("few_rows", 64)
+        node.attributes[name] = ir.AttrInt64(name, value)
+        if match:
+            label(node, "invariant products")
 
 
 def why_no_product(node: ir.Node) -> str:

@@ -20,7 +20,7 @@ from twinop.errors import TwinopError
 
 from . import graph as g
 from . import inputs
-from .attention import attentions, masks_of
+from .attention import is_attention, masks_of
 from .scores import KNOWN, KnownMask
 
 _HIDDEN = -1e4  # exp() of this or less is 0, in fp16 too
@@ -49,7 +49,8 @@ def classify(context: g.RewriteContext, sizes: inputs.Sizes, padding: str | None
     Args:
         sizes: a batch of several sequences and lengths that the model accepts.
     """
-    values = dict.fromkeys(mask for softmax in attentions(context) for mask in masks_of(softmax))
+    softmaxes = filter(is_attention, context.nodes("Softmax"))
+    values = dict.fromkeys(mask for softmax in softmaxes for mask in masks_of(softmax))
     masks = [
         _Mask(value) for value in values
         if value.dtype is ir.DataType.FLOAT and g.rank(value) in (2, 4) and _is_known(value)

@@ -16,47 +16,62 @@ from twinop.op_spec import DOMAIN
 
 from . import graph as g
 from .invariance import why_no_product
+from .rewrite import Rewrite, label
 
 _MOST_ELEMENTS = 1 << 26
 """Of a weight. For more and one row of x, the norm's kernel costs less (measured on an H200)."""
 _RESIDUAL = 3  # the input of CustomLinear
 
 
-def rewrite(context: g.RewriteContext) -> None:
-    for op, terms in (("rms_norm", 1), ("add_rms_norm", 2)) if context.op_nodes("attention_cached") else ():
-        for norm in context.op_nodes(op):
-            if _move(context, norm, terms):
-                context.made["norms in products"] += 1
+_Match = tuple[ir.Value, list[np.ndarray]]
 
 
-def _move(context: g.RewriteContext, norm: ir.Node, count: int) -> bool:
-    """Lets the readers of a norm compute it, given the number of its terms; returns whether they can."""
-    terms, (weight, *bias) = norm.inputs[:count], [*norm.inputs, None][count:]
-    output, eps, row = norm.outputs[0], g.attribute(norm, "eps", 1e-6), g.constant(weight)
-    readers = [use.node for use in output.uses()]
-    is_last = g.attribute(norm, "axis", -1) in (-1, g.rank(terms[0]) - 1)
-    if row is None or any(bias) or eps == 0 or not is_last or output.is_graph_output() or not readers:
-        return False
-    row = row.astype(np.float32) + g.attribute(norm, "offset", 0)
-    x = terms[0] if count == 1 else _sum(context, norm)
-    found = [_scaled(context, node, output, row) for node in readers] if x is not None else []
-    weights = [array for array in found if array is not None]
-    if x is None or len(weights) < len(readers):
-        return False
-    for node, array in zip(readers, weights, strict=True):
-        node.replace_input_with(1, g.initializer(context.graph, array, f"{output.name}_weight"))
-        node.replace_input_with(0, x)
-        node.attributes["rms_eps"] = ir.AttrFloat32("rms_eps", eps)
-    if count == 2:
-        product, [other] = g.maker(x), [term for term in terms if term is not x]
-        product.resize_inputs(_RESIDUAL + 1)
-        product.replace_input_with(_RESIDUAL, other)
-        x.name = f"{x.name}_sum"  # it is no longer the product alone
-        for value in norm.outputs[1:]:
-            g.replace(value, x)
-        context.graph.sort()
-    g.prune(norm)
-    return True
+class NormedProducts(Rewrite[_Match]):
+    """Finds what the products are to norm, and their new weights."""
+
+    name = "normed_products"
+    ops = ("rms_norm", "add_rms_norm")
+    device = "cuda"
+    sixteen_bits_only = True
+
+    def match(self, node: ir.Node) -> _Match | str:
+        if not self.context.op_nodes("attention_cached"):
+            return "the model has no attention over a cache"
+        count = self._terms(node)
+        terms, (weight, *bias) = node.inputs[:count], [*node.inputs, None][count:]
+        output, row = node.outputs[0], g.constant(weight)
+        is_last = g.attribute(node, "axis", -1) in (-1, g.rank(terms[0]) - 1)
+        if row is None or any(bias) or not is_last or g.attribute(node, "eps", 1e-6) == 0:
+            return "it has no constant weight, a bias or no eps, or is not over the last dimension"
+        if output.is_graph_output() or not output.uses():
+            return "it is an output of the graph"
+        row = row.astype(np.float32) + g.attribute(node, "offset", 0)
+        x = terms[0] if count == 1 else _sum(self.context, node)
+        if x is None:
+            return "no term is a product to which the other one can be added"
+        found = [_scaled(self.context, use.node, output, row) for use in output.uses()]
+        if any(array is None for array in found):
+            return "a reader is no product that can norm its input"
+        return x, [array for array in found if array is not None]
+
+    def apply(self, node: ir.Node, match: _Match) -> None:
+        (x, weights), output = match, node.outputs[0]
+        for reader, array in zip([use.node for use in output.uses()], weights, strict=True):
+            new = g.initializer(self.context.graph, array, f"{output.name}_weight")
+            reader.replace_input_with(1, new)
+            reader.replace_input_with(0, x)
+            reader.attributes["rms_eps"] = ir.AttrFloat32("rms_eps", g.attribute(node, "eps", 1e-6))
+            label(reader, "norms in products")
+        if self._terms(node) == 2:
+            product, [other] = g.maker(x), [term for term in node.inputs[:2] if term is not x]
+            product.resize_inputs(_RESIDUAL + 1)
+            product.replace_input_with(_RESIDUAL, other)
+            for value in node.outputs[1:]:
+                ir.convenience.replace_all_uses_with(value, x)
+        g.prune(node)
+
+    def _terms(self, norm: ir.Node) -> int:
+        return 2 if norm.op_type == self.context.records["add_rms_norm"].onnx_name else 1
 
 
 def _scaled(

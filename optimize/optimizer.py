@@ -27,10 +27,8 @@ from . import (
     equivalence,
     growing_caches,
     inputs,
-    invariance,
     masks,
     measure,
-    normed_products,
     passes,
     precision,
     quantised,
@@ -40,6 +38,7 @@ from . import graph as g
 from .load import load
 from .prepare import clean, prepare
 from .report import OptimizeReport
+from .rewrite import fused, skip, skipped
 from .source import DEVICES, Options, Source, read_source
 from .verifier import Verifier
 
@@ -155,7 +154,7 @@ def _write_verified(source: Source, verifier: Verifier, folder: Path, progress: 
     report, options = source.report, source.options
     chosen = passes.chosen(report.device, report.dtype, options.without)
     names, context = verifier.verify([each.name for each in chosen])
-    report.fused, report.skipped = passes.counts(context)
+    report.fused, report.skipped = fused(context.model), skipped(context.model)
     if not report.fused and source.is_unconverted:
         return _write_original(source, verifier, folder)
     notes = [*report.notes]
@@ -218,7 +217,7 @@ def _converted(source: Source, context: g.RewriteContext) -> ir.Model:
     report.add_note(f"{wide} nodes compute in fp32" if wide else "")
     if report.device == "cuda":
         _pack(context, report)
-    report.fused, report.skipped = passes.counts(context)
+    report.fused, report.skipped = fused(context.model), skipped(context.model)
     if any(lengths.uses() for lengths in context.lengths):
         mask = model.metadata_props[RIGHT_PADDED]
         report.add_note(
@@ -240,14 +239,12 @@ def _converted(source: Source, context: g.RewriteContext) -> ir.Model:
 def _pack(context: g.RewriteContext, report: OptimizeReport) -> None:
     """Replaces matmuls of quantised weights, which only exist in 16 bits."""
     if report.dtype not in precision.DTYPES:
-        for kind in (quantised.PRODUCT, decoders.ATTENTION):
-            reason = f"{report.dtype}; twinop's kernel is for 16 bits ({option('dtype', 'float16')})"
-            context.left[f"{kind}: {reason}"] += len(context.nodes(kind, domain=g.MICROSOFT))
+        reason = f"{report.dtype}; twinop's kernel is for 16 bits ({option('dtype', 'float16')})"
+        for node in context.nodes(quantised.PRODUCT, decoders.ATTENTION, domain=g.MICROSOFT):
+            skip(node, "dtype", f"{node.op_type}: {reason}")
         return
-    quantised.rewrite(context)
-    normed_products.rewrite(context)
-    invariance.rewrite(context)
-    clean(context.model)
+    for each in passes.LATE:
+        each(context)(context.model)
     g.share_constants(context.graph)
 
 

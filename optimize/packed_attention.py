@@ -12,6 +12,7 @@ import onnx_ir as ir
 from . import graph as g
 from .attention import padding_bias
 from .merge_linear import merge, products_of_one
+from .rewrite import Rewrite
 from .scores import LOWEST
 
 _HEAD_SIZES = (32, 64, 128)
@@ -23,39 +24,48 @@ _MAX_PRODUCTS = 24_576 * 16 * 128
 faster."""
 
 
-def rewrite(context: g.RewriteContext) -> None:
-    for node in context.nodes("MultiHeadAttention", domain=g.MICROSOFT):
+_Match = tuple[ir.Value | None, list[ir.Node], ir.Value | None]
+
+
+class PackedAttention(Rewrite[_Match]):
+    """Finds the tensor with q, k and v, or their products; and the mask to add, or that of tokens [B, T]."""
+
+    name = "packed_attention"
+    microsoft = ("MultiHeadAttention",)
+    device = "cuda"
+    sixteen_bits_only = True
+
+    def match(self, node: ir.Node) -> _Match | str:
         sizes, parts = _sizes(node), node.inputs[:3]
         if sizes is None:
-            continue
-        batch, tokens, width = sizes
-        qkv, products = g.whole_of(parts, -1), products_of_one(context, parts)
-        if (qkv is None and not products) or {g.last_dim(each) for each in parts} != {width}:
-            continue
+            return "its heads or its number of tokens are not those of the kernel, or not known"
+        qkv, products = g.whole_of(parts, -1), products_of_one(self.context, parts)
+        if (qkv is None and not products) or {g.last_dim(each) for each in parts} != {sizes[2]}:
+            return "q, k and v are not the thirds of one tensor, nor products of one tensor"
         given = {index: value for index, value in enumerate(node.inputs) if value is not None}
-        bias = given.pop(5, None)
-        lengths = given.pop(4, None)
+        bias, lengths = given.pop(5, None), given.pop(4, None)
         if given.keys() != {0, 1, 2} or (bias is not None and lengths is not None):
-            continue
-        heads = g.attribute(node, "num_heads", 0)
+            return "it has a cache, a bias, or two masks"
         if lengths is not None:
-            shown = context.lengths.get(lengths)
-            if shown is None:
-                continue
-            bias = padding_bias(shown, LOWEST, node.outputs[0], node)
+            bias = self.context.lengths.get(lengths)
         elif bias is not None:
-            bias = _smallest(bias, [batch, heads, tokens])
-            if bias is None:
-                continue
+            bias = _smallest(bias, [*sizes[:1], g.attribute(node, "num_heads", 0), sizes[1]])
+        if bias is None and any(node.inputs[4:]):
+            return "its mask is not of a form that the op takes"
+        return qkv, products, bias
+
+    def apply(self, node: ir.Node, match: _Match) -> None:
+        (qkv, products, bias), result = match, node.outputs[0]
+        if bias is not None and any(node.inputs[4:5]):
+            bias = padding_bias(bias, LOWEST, result, node)
         attributes = {
-            "heads": heads,
+            "heads": g.attribute(node, "num_heads", 0),
             "scale": g.attribute(node, "scale", 0.0),
             "causal": g.attribute(node, "unidirectional", 0),
         }
-        inputs = [qkv if qkv is not None else merge(context, products), bias]
-        result = context.add_op(node, "attention_packed", inputs, [batch, tokens, width], **attributes)
-        g.replace(node.outputs[0], result)
-        context.made["attention of packed q, k and v"] += 1
+        inputs = [qkv if qkv is not None else merge(self.context, products), bias]
+        new = self.context.add_op(node, "attention_packed", inputs, g.dims(node.inputs[0]), **attributes)
+        self.replace(result, new, "attention of packed q, k and v")
 
 
 def _sizes(node: ir.Node) -> tuple[g.Dim, int, int] | None:

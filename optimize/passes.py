@@ -2,8 +2,6 @@
 
 from collections.abc import Callable, Iterable, Sequence
 
-import onnx_ir as ir
-
 from . import (
     activations,
     ada_layer_norm,
@@ -15,12 +13,15 @@ from . import (
     embedding,
     gated,
     growing_caches,
+    invariance,
     linear,
     merge_linear,
     norm_inputs,
+    normed_products,
     norms,
     packed_attention,
     precision,
+    quantised,
     rotary,
     split_linear,
     standard_ops,
@@ -28,56 +29,39 @@ from . import (
     unfuse_ort,
 )
 from . import graph as g
-from .prepare import clean
-from .rewrite import Rewrite, fused, skipped
-
-
-def _function(
-    title: str, function: Callable[[g.RewriteContext], None], only: str = "", is_half: bool = False
-) -> type[Rewrite]:
-    class Function(Rewrite[None]):
-        name = title
-        device = only
-        sixteen_bits_only = is_half
-
-        def match(self, node: ir.Node) -> str:
-            return ""
-
-        def apply(self, node: ir.Node, match: None) -> None: ...
-
-        def call(self, model: ir.Model) -> ir.passes.PassResult:
-            before = dict(self.context.made)
-            function(self.context)
-            clean(model)
-            return ir.passes.PassResult(model, before != self.context.made)
-
-    return Function
-
+from .rewrite import Rewrite
 
 PASSES: Sequence[type[Rewrite]] = (
     dequantize.Dequantize,
-    _function("unfuse_ort", unfuse_ort.rewrite),
+    unfuse_ort.UnfuseOrt,
     embedding.Embeddings,
     unflatten.Unflatten,
     activations.Activations,
     norms.Norms,
-    _function("rotary", rotary.rewrite),
+    rotary.Rotary,
     batched_heads.BatchedHeads,
-    _function("growing_caches", growing_caches.rewrite, "cpu"),
-    _function("attention", attention.rewrite),
+    growing_caches.GrowingCaches,
+    attention.Attention,
     gated.Gates,
     split_linear.SplitLinear,
     ada_layer_norm.AdaLayerNorm,
     addcmul.Addcmul,
     linear.Linears,
     merge_linear.MergeLinear,
-    _function("packed_attention", packed_attention.rewrite, "cuda", True),
-    _function("cached_attention", cached_attention.rewrite, "cuda", True),
+    packed_attention.PackedAttention,
+    cached_attention.CachedAttention,
     norm_inputs.EmbedNorm,
     norm_inputs.AddNorm,
     standard_ops.Replace,
 )
 """In the order in which they run. Those with a `device` are no faster than ONNX Runtime on another one."""
+LATE: Sequence[type[Rewrite]] = (
+    quantised.QuantisedGates,
+    quantised.Quantised,
+    normed_products.NormedProducts,
+    invariance.Invariance,
+)
+"""Those that run on the model in 16 bits."""
 
 
 def chosen(device: str, dtype: str, without: Iterable[str] = ()) -> list[type[Rewrite]]:
@@ -117,9 +101,3 @@ def apply_passes(
         except Exception as failure:
             raise RewriteError(each.name, failure) from failure
     return acting
-
-
-def counts(context: g.RewriteContext) -> tuple[dict[str, int], dict[str, int]]:
-    """Returns what was fused and what was skipped, the most frequent first."""
-    found = fused(context.model) + context.made, skipped(context.model) + context.left
-    return dict(found[0].most_common()), dict(found[1].most_common())

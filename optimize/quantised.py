@@ -10,6 +10,7 @@ packed for one kind of GPU (weight_prepacked).
 """
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,11 +24,10 @@ from . import graph as g
 from .gated import gate_of, halves
 from .linear import activation_of
 from .merge_linear import MERGED, join
-from .rewrite import label
+from .rewrite import LABELS, SKIPPED, Rewrite, label
 
 PRODUCT = "MatMulNBits"
 _BITS, _BLOCKS = (4, 8), (32, 128)
-_GATES = {"CustomSwiglu": "swiglu", "CustomSwigluPacked": "swiglu (packed)"}  # and what reports call them
 
 
 def why_not(n: int, k: int, bits: int, block: int, zero_points: Any = np.uint8) -> str:
@@ -88,46 +88,86 @@ class _Product:
                 )
 
 
-def rewrite(context: g.RewriteContext) -> None:
-    found = dict[ir.Value, _Product]()
-    for node in context.nodes(PRODUCT, domain=g.MICROSOFT):
-        try:
-            product = _match(node)
-            zeros = product.tensors[2]
-            dtype = ir.DataType.UINT8 if zeros is None else zeros.dtype
-            if reason := why_not(**product.sizes, zero_points=dtype.numpy()):
-                raise g.UnsupportedPattern(reason)
-        except g.UnsupportedPattern as reason:
-            context.left[f"{PRODUCT}: {reason}"] += 1
-        else:
-            product.check()
-            found[product.output] = product
-    for node in [node for node in context.graph if node.op_type in {"Mul", *_GATES}]:
-        products, activation = _gated(context, node, found)
-        if products:
-            _write(context, "linear_q_swiglu", products, node.outputs[0], activation)
-            found = {output: each for output, each in found.items() if each not in products}
-    for product in found.values():
-        output, user = product.output, g.only_user(product.output)
-        activation = activation_of(context, user)
-        if user is not None and activation:
-            output = user.outputs[0]
-        _write(context, "linear_q", [product], output, activation or "none")
+class QuantisedGates(Rewrite[tuple[list[_Product], str]]):
+    """Finds the products of gate and up, or the one that has both, and the activation of the gate."""
+
+    name = "quantised_gates"
+    op_types = ("Mul",)
+    ops = ("swiglu", "swiglu_packed")
+    device = "cuda"
+    sixteen_bits_only = True
+
+    def match(self, node: ir.Node) -> tuple[list[_Product], str] | str:
+        match = (node.inputs[-1], node.inputs[0], "silu") if node.domain else gate_of(self.context, node)
+        gate, up, activation = match or (None, None, "")
+        if gate is None or up is None:
+            return "it does not multiply a GELU or SiLU that nothing else reads"
+        parts = halves(gate, up)
+        is_one = len(node.inputs) == 1 or (parts is not None and parts[1] == 0)
+        if is_one and (whole := _supported(parts[0] if parts else gate)) is not None:
+            fits = g.only_user(whole.output) and whole.sizes["n"] % 16 == 0
+            return ([whole], activation) if fits else "others read the product, or N is no multiple of 16"
+        first, second = _supported(gate), _supported(up)
+        if first is None or second is None or first is second:
+            return "gate and up are not two products that linear_q computes"
+        is_alone = all(
+            g.only_user(each.output) and g.has_only(each.node.inputs[1], self.context.graph, PRODUCT)
+            for each in (first, second)
+        )
+        if not is_alone or first.sizes != second.sizes or _kind(first) != _kind(second):
+            return "gate and up differ in x or in the kind of weight, or others read them"
+        return [first, second], activation
+
+    def apply(self, node: ir.Node, match: tuple[list[_Product], str]) -> None:
+        node.meta.pop(SKIPPED, None)  # `gated.py` knows no such products
+        new = _write(self.context, "linear_q_swiglu", match[0], node.outputs[0], match[1])
+        self.replace(node.outputs[0], new, "linear_q_swiglu")
+
+
+class Quantised(Rewrite[_Product]):
+    """Puts one node in the place of a product, its bias and its activation."""
+
+    name = "quantised"
+    microsoft = (PRODUCT,)
+    device = "cuda"
+    sixteen_bits_only = True
+
+    def match(self, node: ir.Node) -> _Product:
+        return _checked(node)
+
+    def apply(self, node: ir.Node, match: _Product) -> None:
+        output, user = match.output, g.only_user(match.output)
+        activation = activation_of(self.context, user)
+        output = user.outputs[0] if user is not None and activation else output
+        new = _write(self.context, "linear_q", [match], output, activation or "none")
+        merged = [MERGED] * (MERGED in node.meta.get(LABELS, ()))
+        self.replace(output, new, f"linear_q+{activation}" if activation else "linear_q", *merged)
+
+
+def _checked(node: ir.Node) -> _Product:
+    """Returns a product; raises Skipped if linear_q has no kernel for it, and TwinopError if it is broken."""
+    product = _match(node)
+    zeros = product.tensors[2]
+    dtype = ir.DataType.UINT8 if zeros is None else zeros.dtype
+    if reason := why_not(**product.sizes, zero_points=dtype.numpy()):
+        raise g.Skipped(reason)
+    product.check()
+    return product
 
 
 def _match(node: ir.Node) -> _Product:
     x, b, scales, zeros, order, bias = [*node.inputs, *[None] * 6][:6]
     tensors, row = [g.tensor(each) for each in (b, scales, zeros)], g.constant(bias)
     if order is not None:
-        raise g.UnsupportedPattern("columns in another order (g_idx)")
+        raise g.Skipped("columns in another order (g_idx)")
     if g.attribute(node, "weight_prepacked", 0):  # ONNX Runtime's CPU kernel reads it as if it were not
-        raise g.UnsupportedPattern("weights packed for one kind of GPU (weight_prepacked)")
+        raise g.Skipped("weights packed for one kind of GPU (weight_prepacked)")
     if x is not None and x.dtype is ir.DataType.FLOAT and node.outputs[0].dtype is ir.DataType.FLOAT:
-        raise g.UnsupportedPattern("a product in fp32")
+        raise g.Skipped("a product in fp32")
     if x is None or tensors[0] is None or tensors[1] is None:
-        raise g.UnsupportedPattern("a weight that is not constant")
+        raise g.Skipped("a weight that is not constant")
     if (zeros is not None and tensors[2] is None) or (bias is not None and row is None):
-        raise g.UnsupportedPattern("zero points or a bias that are not constant")
+        raise g.Skipped("zero points or a bias that are not constant")
     output = node.outputs[0]
     product = _Product(node, (tensors[0], tensors[1], tensors[2]), row, output)
     if (add := g.only_user(output)) is not None and add.op_type == "Add" and not add.domain and bias is None:
@@ -137,34 +177,10 @@ def _match(node: ir.Node) -> _Product:
     return product
 
 
-def _gated(
-    context: g.RewriteContext, node: ir.Node, found: dict[ir.Value, _Product]
-) -> tuple[list[_Product], str]:
-    """Returns the products of gate and up, or the one that has both, and the activation of the gate."""
-    match = (node.inputs[-1], node.inputs[0], "silu") if node.domain else gate_of(context, node)
-    gate, up, activation = match or (None, None, "")
-    if gate is None or up is None:
-        return [], ""
-    parts = halves(gate, up)
-    is_one = len(node.inputs) == 1 or (parts is not None and parts[1] == 0)
-    if is_one and (whole := found.get(parts[0] if parts else gate)) is not None:
-        fits = g.only_user(whole.output) and whole.sizes["n"] % 16 == 0
-        return [whole] if fits else [], activation
-    first, second = found.get(gate), found.get(up)
-    if first is None or second is None or first is second:
-        return [], ""
-    is_alone = all(
-        g.only_user(each.output) and g.has_only(each.node.inputs[1], context.graph, PRODUCT)
-        for each in (first, second)
-    )
-    is_alike = first.sizes == second.sizes and _kind(first) == _kind(second)
-    return [first, second] if is_alone and is_alike else [], activation
-
-
 def _write(
     context: g.RewriteContext, op: str, products: list[_Product], output: ir.Value, activation: str
-) -> None:
-    """Puts one node in the place of products and of what follows them, up to an output."""
+) -> ir.Value:
+    """Writes one node for products and what follows them, up to an output."""
     first, sizes = products[0], products[0].sizes
     name = str(first.node.inputs[1].name)  # type: ignore[union-attr]
 
@@ -185,8 +201,7 @@ def _write(
     width = sum(each.sizes["n"] for each in products) // (1 + is_gated)
     shape = g.dims(output) or [*(g.dims(first.x) or [])[:-1], width]
     numbers = {"bits": sizes["bits"], "block": sizes["block"], "activation": activation}
-    g.replace(output, context.add_op(g.maker(output), op, [first.x, *given], shape, **numbers))
-    context.made[op if activation == "none" or is_gated else f"{op}+{activation}"] += 1
+    return context.add_op(g.maker(output), op, [first.x, *given], shape, **numbers)
 
 
 def _bias_of(products: list[_Product]) -> np.ndarray | None:
@@ -206,7 +221,7 @@ def merge(context: g.RewriteContext, before: ir.Node, values: list[ir.Value]) ->
     Returns:
         The output, in which the values follow each other; None if there are other values.
     """
-    found = [each for value in values if (each := _product_of(value)) is not None]
+    found = [each for value in values if g.only_user(value) and (each := _product_of(value, _match))]
     if len(found) < len(values) or any(_kind(each) != _kind(found[0]) for each in found):
         return None
     first, width = found[0].node, sum(each.sizes["n"] for each in found)
@@ -224,15 +239,20 @@ def merge(context: g.RewriteContext, before: ir.Node, values: list[ir.Value]) ->
     return y
 
 
-def _product_of(value: ir.Value) -> _Product | None:
-    """Returns the product whose output, with its bias, is a value that one node reads."""
+def _product_of(value: ir.Value, of: Callable[[ir.Node], _Product]) -> _Product | None:
+    """Returns the product whose output, with its bias, is a value; `of` makes it of its node."""
     add = g.producer(value, "Add")
     makers = [g.producer(each, PRODUCT, domain=g.MICROSOFT) for each in (add.inputs if add else [value])]
     try:
-        found = next((_match(each) for each in makers if each is not None), None)
-    except g.UnsupportedPattern:
+        found = next((of(each) for each in makers if each is not None), None)
+    except g.Skipped:
         return None
-    return found if found is not None and found.output is value and g.only_user(value) else None
+    return found if found is not None and found.output is value else None
+
+
+def _supported(value: ir.Value) -> _Product | None:
+    """Returns the product that a value is, if linear_q computes it."""
+    return _product_of(value, _checked)
 
 
 def _kind(product: _Product) -> list[object]:

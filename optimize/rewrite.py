@@ -34,6 +34,7 @@ class Rewrite(ir.passes.InPlacePass, Generic[Match]):
         op_types, microsoft, ops: the nodes that it starts from: standard ones, ONNX Runtime's, and those of
             twinop's ops.
         pattern: what reports call a pattern that was skipped; by default the node's type.
+        reports: whether they count it; not if another rewrite says the same.
         device: the only one that it is for, or "" for all.
         sixteen_bits_only: whether it is only for models in float16 or bfloat16.
         backwards: it starts from the last nodes.
@@ -45,6 +46,7 @@ class Rewrite(ir.passes.InPlacePass, Generic[Match]):
     microsoft: ClassVar[Sequence[str]] = ()
     ops: ClassVar[Sequence[str]] = ()
     pattern: ClassVar[str] = ""
+    reports: ClassVar[bool] = True
     device: ClassVar[str] = ""
     sixteen_bits_only: ClassVar[bool] = False
     backwards: ClassVar[bool] = False
@@ -66,7 +68,11 @@ class Rewrite(ir.passes.InPlacePass, Generic[Match]):
 
     @abstractmethod
     def apply(self, node: ir.Node, match: Match) -> None:
-        """Writes other nodes in the place of those that were matched."""
+        """Writes other nodes in the place of those that were matched.
+
+        Raises:
+            Skipped: what only shows while they are written.
+        """
 
     def candidates(self) -> list[ir.Node]:
         """Returns the nodes to start from, in order."""
@@ -78,12 +84,14 @@ class Rewrite(ir.passes.InPlacePass, Generic[Match]):
     def call(self, model: ir.Model) -> ir.passes.PassResult:
         """Rewrites the model of the context."""
         assert model is self.context.model
-        found = self._found()
-        is_changed = False
+        found, is_changed = self._found(), False
         for node, match in list(found) if self.at_once else found:
             if node.graph is not None:
-                self.apply(node, match)
-                is_changed = True
+                try:
+                    self.apply(node, match)
+                    is_changed = True
+                except g.Skipped as reason:
+                    self._note(node, reason)
         clean(model)
         return ir.passes.PassResult(model, is_changed)
 
@@ -93,20 +101,26 @@ class Rewrite(ir.passes.InPlacePass, Generic[Match]):
                 continue
             try:
                 outcome = self.match(node)
-            except g.Skipped as skipped:
-                outcome = skipped
-            self.watch(node, outcome)
-            if isinstance(outcome, g.Skipped):
-                reason = f"{outcome.pattern or self.pattern or node.op_type}: {outcome}"
-                node.meta[SKIPPED] = {**node.meta.get(SKIPPED, {}), self.name: reason}
-            elif not isinstance(outcome, str):
+            except g.Skipped as reason:
+                outcome = reason
+            self._note(node, outcome)
+            if not isinstance(outcome, g.Skipped | str):
                 self.matches.append((node, outcome))
                 yield node, outcome
 
+    def _note(self, node: ir.Node, outcome: Match | g.Skipped | str) -> None:
+        self.watch(node, outcome)
+        if isinstance(outcome, g.Skipped) and self.reports:
+            skip(node, self.name, f"{outcome.pattern or self.pattern or node.op_type}: {outcome}")
+
     def replace(self, old: ir.Value, new: ir.Value, *labels: str) -> None:
-        """Puts a value in the place of another one. Labels say what the node that makes it computes."""
-        if labels:
-            label(g.maker(new), *labels)
+        """Puts a value in the place of another one. Labels say what the node that makes it computes.
+
+        Reasons of other rewrites go with the value: a sum may be fused, and the rotation that it ends is not.
+        """
+        if (node := new.producer()) is not None:
+            node.meta[LABELS] = (*node.meta.get(LABELS, ()), *labels)
+            node.meta[SKIPPED] = {**g.maker(old).meta.get(SKIPPED, {}), **node.meta.get(SKIPPED, {})}
         g.replace(old, new)
 
 
@@ -115,11 +129,18 @@ def label(node: ir.Node, *labels: str) -> None:
     node.meta[LABELS] = (*node.meta.get(LABELS, ()), *labels)
 
 
-def fused(model: ir.Model) -> Counter[str]:
+def skip(node: ir.Node, name: str, reason: str) -> None:
+    """Notes why a rewrite does not fuse a node."""
+    node.meta[SKIPPED] = {**node.meta.get(SKIPPED, {}), name: reason}
+
+
+def fused(model: ir.Model) -> dict[str, int]:
     """Returns how many nodes of a model rewrites have written, by what they compute."""
-    return Counter(each for node in model.graph.all_nodes() for each in node.meta.get(LABELS, ()))
+    found = Counter(each for node in model.graph.all_nodes() for each in node.meta.get(LABELS, ()))
+    return dict(found.most_common())
 
 
-def skipped(model: ir.Model) -> Counter[str]:
+def skipped(model: ir.Model) -> dict[str, int]:
     """Returns how many patterns of a model rewrites have skipped, by pattern and reason."""
-    return Counter(each for node in model.graph.all_nodes() for each in node.meta.get(SKIPPED, {}).values())
+    found = Counter(each for node in model.graph.all_nodes() for each in node.meta.get(SKIPPED, {}).values())
+    return dict(found.most_common())

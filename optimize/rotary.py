@@ -12,7 +12,7 @@ Leaves alone: other orders of the pairs; cos and sin with D columns that are not
 elements of each pair.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import onnx_ir as ir
@@ -21,6 +21,7 @@ from twinop.op_spec import DOMAIN
 
 from . import graph as g
 from .heads import Heads, merged_heads, merged_tokens, split_heads, split_tokens
+from .rewrite import Rewrite, label
 from .rotary_match import has_equal_pairs, match_rotation
 
 _Extended = dict[tuple[ir.Value, int, float, int], ir.Value]
@@ -38,55 +39,65 @@ class _Rotation:
     tokens_first: bool  # the result is [B, S, H, D], not [B, H, S, D]
 
 
-def rewrite(context: g.RewriteContext) -> None:
-    found = list(_rotations(context))
-    while found:
-        first = found.pop(0)
-        second = next(
-            (each for each in found if context.device == "cuda" and _can_fuse(context, first, each)), None
-        )
-        if second is None:
-            _replace(first, _single(first))
-            context.made["rotary embedding"] += 1
-        else:
-            found.remove(second)
-            for rotation, result in zip((first, second), _fused(context, first, second), strict=True):
-                _replace(rotation, result)
-            context.made["rotary embedding of q and k"] += 1
+class Rotary(Rewrite[_Rotation]):
+    """Fuses a rotation, and on CUDA another one of the same angles with it."""
 
+    name = "rotary"
+    op_types = ("Add", "Concat")
+    pattern = "rotary embedding"
+    at_once = True
 
-def _rotations(context: g.RewriteContext) -> Iterator[_Rotation]:
-    extended, whole_angles = _Extended(), dict[ir.Value, ir.Value]()
-    for last in context.nodes("Add", "Concat"):
-        match = match_rotation(last) if last.graph is not None else None
+    def __init__(self, context: g.RewriteContext) -> None:
+        super().__init__(context)
+        self.extended, self.whole_angles = _Extended(), dict[ir.Value, ir.Value]()
+
+    def match(self, node: ir.Node) -> _Rotation | g.Skipped | str:
+        match = match_rotation(node)
         if match is None:
-            continue
-        node, x, cos, sin = match.node, match.x, match.cos, match.sin
-        rotary_dim, whole = g.last_dim(x), _rejoined(node, x, -1, 0)
+            return "it is not the last node of x * cos + rotated(x) * sin"
+        last, x, cos, sin = match.node, match.x, match.cos, match.sin
+        rotary_dim, whole = g.last_dim(x), _rejoined(last, x, -1, 0)
         shapes = g.dims(x), g.dims(cos), g.dims(sin)
         tokens_first = not _fits(*shapes, 2) and _fits(*shapes, 1)
         if rotary_dim is None or not (tokens_first or _fits(*shapes, 2)):
-            context.left["rotary embedding: of another layout than [B, H, S, D] or [B, S, H, D]"] += 1
-            continue
-        if g.last_dim(cos) == rotary_dim and not all(
-            has_equal_pairs(each, match.layout) for each in (cos, sin)
-        ):
-            context.left["rotary embedding: the angles of a pair may differ"] += 1
-            continue
-        node, x = whole or (node, x)
+            return g.Skipped("of another layout than [B, H, S, D] or [B, S, H, D]")
+        is_twice = g.last_dim(cos) == rotary_dim
+        if is_twice and not all(has_equal_pairs(each, match.layout) for each in (cos, sin)):
+            return g.Skipped("the angles of a pair may differ")
+        last, x = whole or (last, x)
         axis, sizes = 1 if tokens_first else 2, g.dims(cos) or []
-        if context.may_broadcast(x, cos, sin):
-            cos, sin = (_as_large_as(whole_angles, last, each, x, axis) for each in (cos, sin))
-        tokens = _rejoined(node, x, axis, 1)
+        if self.context.may_broadcast(x, cos, sin):
+            cos, sin = (_as_large_as(self.whole_angles, node, each, x, axis) for each in (cos, sin))
+        tokens = _rejoined(last, x, axis, 1)
         if tokens is not None and len(sizes) >= 4 - axis and all(isinstance(size, int) for size in sizes):
             count = _size(tokens[1], axis) - _size(x, axis)
-            cos, sin = (_extend(extended, last, each, count, axis) for each in ((cos, 1.0), (sin, 0.0)))
-            node, x = tokens
-        heads = merged_tokens(x, node) if tokens_first else merged_heads(x, node)
+            cos, sin = (_extend(self.extended, node, each, count, axis) for each in ((cos, 1.0), (sin, 0.0)))
+            last, x = tokens
+        heads = merged_tokens(x, last) if tokens_first else merged_heads(x, last)
         if heads is None:
-            context.left["rotary embedding: the number of heads is not known"] += 1
-        else:
-            yield _Rotation(node, heads, cos, sin, match.layout, rotary_dim, tokens_first)
+            return g.Skipped("the number of heads is not known")
+        return _Rotation(last, heads, cos, sin, match.layout, rotary_dim, tokens_first)
+
+    def apply(self, node: ir.Node, match: _Rotation) -> None:
+        if match.node.graph is None:  # it was fused with another one
+            return
+        others = [each for _, each in self.matches if each.node.graph is not None and each is not match]
+        others = others if self.context.device == "cuda" else []
+        second = next((each for each in others if _can_fuse(self.context, match, each)), None)
+        if second is None:
+            result = _single(match)
+            label(g.maker(result), "rotary embedding")
+            self._put(match, result)
+            return
+        first, other = _fused(self.context, match, second)
+        label(g.maker(first), "rotary embedding of q and k")
+        self._put(match, first)
+        self._put(second, other)
+
+    def _put(self, rotation: _Rotation, result: ir.Value) -> None:
+        node, heads = rotation.node, rotation.heads
+        split = split_tokens if rotation.tokens_first else split_heads
+        self.replace(node.outputs[0], split(result, heads.count, heads.size, node))
 
 
 def _can_fuse(context: g.RewriteContext, a: _Rotation, b: _Rotation) -> bool:
@@ -123,12 +134,6 @@ def _single(rotation: _Rotation) -> ir.Value:
         "rotary_embedding_dim": rotation.rotary_dim if _head_size(rotation) else 0,
     }
     return g.add(node, "RotaryEmbedding", inputs, attributes, domain=g.MICROSOFT, shape=g.dims(heads.value))
-
-
-def _replace(rotation: _Rotation, result: ir.Value) -> None:
-    node, heads = rotation.node, rotation.heads
-    split = split_tokens if rotation.tokens_first else split_heads
-    g.replace(node.outputs[0], split(result, heads.count, heads.size, node))
 
 
 def _head_size(rotation: _Rotation) -> int:

@@ -56,16 +56,16 @@ def scores_of(softmax: ir.Node, after: ir.Node) -> Scores:
         after: where nodes for masks are inserted; the softmax itself to insert none.
 
     Raises:
-        UnsupportedPattern: there is no such product, or something unknown before the softmax.
+        Skipped: there is no such product, or something unknown before the softmax.
     """
     value, found_scale, masks = softmax.inputs[0], 1.0, list[ir.Value]()
     while True:
         node = value.producer() if value is not None else None
         if node is None or node.domain:
-            raise g.UnsupportedPattern("no product of q and k")
+            raise g.Skipped("no product of q and k")
         if node.op_type == "MatMul":
             if any(map(g.is_constant, node.inputs)):
-                raise g.UnsupportedPattern("no product of q and k")
+                raise g.Skipped("no product of q and k")
             return Scores(node, found_scale, masks)
         if node.op_type in ("Mul", "Div") and (factor := _factor(node)) is not None:
             found_scale *= factor[1]
@@ -73,7 +73,7 @@ def scores_of(softmax: ir.Node, after: ir.Node) -> Scores:
         elif node.op_type == "Add" and found_scale == 1.0:
             sides = [each for each in node.inputs if _leads_to_product(each)]
             if len(sides) != 1 or sides[0] is None:
-                raise g.UnsupportedPattern("no product of q and k")
+                raise g.Skipped("no product of q and k")
             mask = g.other_input(node, sides[0])
             assert mask is not None
             value, masks = sides[0], [*masks, mask]
@@ -81,9 +81,9 @@ def scores_of(softmax: ir.Node, after: ir.Node) -> Scores:
             value, mask = _mask_of_where(node, after)
             masks = [*masks, mask]
         elif node.op_type == "Tanh" or g.producer(value, "Mul", "Div", "Tanh"):
-            raise g.UnsupportedPattern("the scores are capped or scaled by a tensor")
+            raise g.Skipped("the scores are capped or scaled by a tensor")
         else:
-            raise g.UnsupportedPattern(f"{node.op_type} between the product and the softmax")
+            raise g.Skipped(f"{node.op_type} between the product and the softmax")
 
 
 def _leads_to_product(value: ir.Value | None) -> bool:
@@ -113,7 +113,7 @@ def _mask_of_where(node: ir.Node, before: ir.Node) -> tuple[ir.Value, ir.Value]:
     number = g.scalar(a) if g.scalar(a) is not None else g.scalar(b)
     scores = b if g.scalar(a) is not None else a
     if hidden is None or scores is None or number is None or number > _HIDDEN:
-        raise g.UnsupportedPattern("Where replaces scores with a number that does not hide them")
+        raise g.Skipped("Where replaces scores with a number that does not hide them")
     if before.op_type == "Softmax":  # `masks_of` inserts no nodes
         return scores, hidden
     # The sum of a score and the lowest number is that number, as Where returns one number for all scores.
@@ -158,7 +158,7 @@ def untransposed(value: ir.Value | None) -> tuple[ir.Value, float]:
     nodes = g.chain(value, "Reshape", "Transpose")
     perm = list(g.attribute(nodes[1], "perm", ())) if nodes and len(shape) == 4 else []
     if perm not in ([0, 2, 1], [1, 2, 0]):
-        raise g.UnsupportedPattern("k is not transposed")
+        raise g.Skipped("k is not transposed")
     middle, rows = nodes[1], nodes[1].inputs[0]
     assert rows is not None
     wanted, inner = [shape[0], shape[1], shape[3], shape[2]], g.producer(rows, "Reshape")
@@ -170,4 +170,4 @@ def untransposed(value: ir.Value | None) -> tuple[ir.Value, float]:
     sizes = [each if isinstance(each, int) else -1 for each in wanted]
     if sizes.count(-1) < 2:
         return g.reshape(middle, rows, sizes, wanted), scale
-    raise g.UnsupportedPattern("k is not transposed")
+    raise g.Skipped("k is not transposed")

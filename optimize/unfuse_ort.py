@@ -19,21 +19,29 @@ from twinop.model.attach import OPSETS
 
 from . import graph as g
 from .attention import padding_bias, spread
+from .rewrite import Rewrite
 
 _HIDDEN = -10000.0  # what ONNX Runtime adds to a hidden score, also where a row has no other
 _TANH = {"approximate": "tanh"}  # the form of FastGelu
 
 
-def rewrite(context: g.RewriteContext) -> None:
-    for node in context.nodes(*_RULES, domain=g.MICROSOFT):
-        try:
-            _RULES[node.op_type](context, node)
-            context.made[f"{node.op_type} decomposed"] += 1
-        except g.UnsupportedPattern as reason:
-            context.left[f"{node.op_type}: {reason}"] += bool(str(reason))
+class UnfuseOrt(Rewrite[bool]):
+    """Splits nodes by `_RULES`, if `_CHECKS` find no reason against it."""
+
+    name = "unfuse_ort"
+
+    def candidates(self) -> list[ir.Node]:
+        return self.context.nodes(*_RULES, domain=g.MICROSOFT)
+
+    def match(self, node: ir.Node) -> bool | str:
+        check = _CHECKS.get(node.op_type)
+        return (check(self.context, node) if check is not None else "") or True
+
+    def apply(self, node: ir.Node, match: bool) -> None:
+        self.replace(node.outputs[0], _RULES[node.op_type](self.context, node), f"{node.op_type} decomposed")
 
 
-def _skip_norm(context: g.RewriteContext, node: ir.Node) -> None:
+def _skip_norm(context: g.RewriteContext, node: ir.Node) -> ir.Value:
     """y = norm(input + skip + bias)."""
     simple = node.op_type == "SkipSimplifiedLayerNormalization"
     x, skip, *rows = node.inputs
@@ -45,15 +53,13 @@ def _skip_norm(context: g.RewriteContext, node: ir.Node) -> None:
         g.replace(node.outputs[3], total)
     if simple:
         normal, _ = rms_norm(node, total, [-1], g.attribute(node, "epsilon", 1e-12))
-        g.replace(node.outputs[0], g.add(node, "Mul", [normal, *rows]))
-    else:
-        _norm(node, total, rows)
+        return g.add(node, "Mul", [normal, *rows])
+    return _norm(node, total, rows)
 
 
-def _norm(node: ir.Node, x: ir.Value, rows: list[ir.Value | None]) -> None:
+def _norm(node: ir.Node, x: ir.Value, rows: list[ir.Value | None]) -> ir.Value:
     attributes = {"axis": -1, "epsilon": g.attribute(node, "epsilon", 1e-12)}
-    normal = g.add(node, "LayerNormalization", [x, *rows], attributes, shape=g.dims(node.outputs[0]))
-    g.replace(node.outputs[0], normal)
+    return g.add(node, "LayerNormalization", [x, *rows], attributes, shape=g.dims(node.outputs[0]))
 
 
 def split_simplified_norms(model: ir.Model) -> None:
@@ -103,7 +109,14 @@ def rms_norm(
     return g.add(node, "Div", [x, root]), root
 
 
-def _embed_norm(context: g.RewriteContext, node: ir.Node) -> None:
+def _check_embedding(context: g.RewriteContext, node: ir.Node) -> str:
+    """Raises Skipped."""
+    if any(map(g.is_read, node.outputs[1:2])) and not any(node.inputs[7:8]):
+        raise g.Skipped("its mask index is read and it has no mask")
+    return ""
+
+
+def _embed_norm(context: g.RewriteContext, node: ir.Node) -> ir.Value:
     """y = norm(word[ids] + segment[types] + position)."""
     ids, types, word, position, segment, *rest = node.inputs
     rows, rest = rest[:2], rest[2:]
@@ -118,32 +131,35 @@ def _embed_norm(context: g.RewriteContext, node: ir.Node) -> None:
         places = g.add(node, "Slice", inputs, shape=(shape or [None] * 3)[1:])
     total = g.add(node, "Add", [total, places], shape=shape)
     if len(node.outputs) > 1 and g.is_read(node.outputs[1]):
-        if not rest or rest[0] is None:
-            raise g.UnsupportedPattern("its mask index is read and it has no mask")
         inputs = [rest[0], g.int_constant(node, [1])]
         lengths = g.add(node, "ReduceSum", inputs, {"keepdims": 0}, shape=(shape or [None])[:1])
         g.replace(node.outputs[1], g.add(node, "Cast", [lengths], {"to": ir.DataType.INT32}))
-    _norm(node, total, rows)
+    return _norm(node, total, rows)
 
 
-def _gelu(context: g.RewriteContext, node: ir.Node) -> None:
+def _gelu(context: g.RewriteContext, node: ir.Node) -> ir.Value:
     x, shape = node.inputs[0], g.dims(node.outputs[0])
     if len(node.inputs) > 1 and node.inputs[1] is not None:
         x = g.add(node, "Add", node.inputs, shape=shape)
     form = _TANH if node.op_type == "FastGelu" else {}
-    g.replace(node.outputs[0], g.add(node, "Gelu", [x], form, shape=shape))
+    return g.add(node, "Gelu", [x], form, shape=shape)
 
 
-def _matmul(context: g.RewriteContext, node: ir.Node) -> None:
+def _check_matmul(context: g.RewriteContext, node: ir.Node) -> str:
+    """Raises Skipped."""
     if g.attribute(node, "transBatchA", 0) or g.attribute(node, "transBatchB", 0):
-        raise g.UnsupportedPattern("its batch is transposed")
+        raise g.Skipped("its batch is transposed")
+    flags = (g.attribute(node, name, 0) for name in ("transA", "transB"))
+    if any(flag and not g.rank(value) for flag, value in zip(flags, node.inputs, strict=True)):
+        raise g.Skipped("an input of unknown rank")
+    return ""
+
+
+def _matmul(context: g.RewriteContext, node: ir.Node) -> ir.Value:
     sides = []
     for value, flag in zip(node.inputs, ("transA", "transB"), strict=True):
-        if g.attribute(node, flag, 0):
-            found = g.dims(value)
-            if value is None or found is None:
-                raise g.UnsupportedPattern("an input of unknown rank")
-            *outer, rows, columns = range(len(found))
+        if value is not None and g.attribute(node, flag, 0):
+            *outer, rows, columns = range(g.rank(value))
             value = g.transpose(node, value, [*outer, columns, rows])
         sides.append(value)
     shape = g.dims(node.outputs[0])
@@ -151,21 +167,28 @@ def _matmul(context: g.RewriteContext, node: ir.Node) -> None:
     if (alpha := g.attribute(node, "alpha", 1.0)) != 1.0:
         number = g.initializer(context.graph, np.array(alpha, np.float32), "alpha")
         result = g.add(node, "Mul", [result, number])
-    g.replace(node.outputs[0], result)
+    return result
 
 
-def _attention(context: g.RewriteContext, node: ir.Node) -> None:
-    """Attention that computes q, k and v from x itself."""
+def _check_attention(context: g.RewriteContext, node: ir.Node) -> str:
+    """Raises Skipped."""
     x, weight, bias, mask, past, added = [*node.inputs, *[None] * 6][:6]
     known = {"num_heads", "unidirectional", "scale", "mask_filter_value", "qkv_hidden_sizes"}
     if past is not None or not set(node.attributes) <= known:
-        raise g.UnsupportedPattern("it has a KV cache or unknown attributes")
-    if x is None or weight is None or not g.is_constant(weight):
-        raise g.UnsupportedPattern("its weight is not constant")
+        raise g.Skipped("it has a KV cache or unknown attributes")
+    if x is None or not g.is_constant(weight):
+        raise g.Skipped("its weight is not constant")
     if not g.has_only(weight, context.graph, node.op_type):
-        raise g.UnsupportedPattern("other nodes read its weight, too")
+        raise g.Skipped("other nodes read its weight, too")
+    _check_heads(x, bias, mask, added)
+    return ""
+
+
+def _attention(context: g.RewriteContext, node: ir.Node) -> ir.Value:
+    """Attention that computes q, k and v from x itself."""
+    x, weight, bias, mask, _, added = [*node.inputs, *[None] * 6][:6]
     tensor = g.tensor(weight)
-    assert tensor is not None
+    assert x is not None and weight is not None and tensor is not None
     widths = g.attribute(node, "qkv_hidden_sizes", [weights.sizes(tensor)[1] // 3] * 3)
     parts = list[ir.Value]()
     for width, stop in zip(widths, accumulate(widths), strict=True):
@@ -173,18 +196,41 @@ def _attention(context: g.RewriteContext, node: ir.Node) -> None:
         columns = weights.part(tensor, 1, stop - width, stop)
         part = g.initializer(context.graph, columns, f"{weight.name}_part")
         parts.append(g.add(node, "MatMul", [x, part], shape=shape))
-    _multi_head(context, node, parts, bias, mask, added)
+    return _multi_head(context, node, parts, bias, mask, added)
 
 
-def _multi_head_attention(context: g.RewriteContext, node: ir.Node) -> None:
+def _check_multi_head_attention(context: g.RewriteContext, node: ir.Node) -> str:
+    """Raises Skipped."""
     q, k, v, bias, mask, added, *past = [*node.inputs, *[None] * 6][: max(6, len(node.inputs))]
-    if q is None or k is None or v is None or any(each is not None for each in past):
-        raise g.UnsupportedPattern("it has a KV cache or packed inputs")
+    if q is None or k is None or v is None or any(past):
+        raise g.Skipped("it has a KV cache or packed inputs")
     if bias is None and (mask is None or g.rank(mask) != 2):
-        raise g.UnsupportedPattern  # it has the form that the other rewrites match
+        return "it has the form that the other rewrites match"
     if any(g.rank(each) != 3 for each in (q, k, v)):
-        raise g.UnsupportedPattern("q, k or v is not [B, T, H*D]")
-    _multi_head(context, node, [q, k, v], bias, mask, added)
+        raise g.Skipped("q, k or v is not [B, T, H*D]")
+    _check_heads(q, bias, mask, added)
+    if bias is not None and None in map(g.last_dim, (q, k, v)):
+        raise g.Skipped("an unknown number of columns")
+    return ""
+
+
+def _multi_head_attention(context: g.RewriteContext, node: ir.Node) -> ir.Value:
+    q, k, v, bias, mask, added = [*node.inputs, *[None] * 6][:6]
+    assert q is not None and k is not None and v is not None
+    return _multi_head(context, node, [q, k, v], bias, mask, added)
+
+
+def _check_heads(x: ir.Value, bias: ir.Value | None, mask: ir.Value | None, added: ir.Value | None) -> None:
+    """Raises Skipped for what `_multi_head` does not take; x [B, T, C] has the queries."""
+    rank = g.rank(mask) if mask is not None else 1
+    if bias is not None and not g.is_constant(bias):
+        raise g.Skipped("its bias is not constant")
+    if rank not in (1, 2):
+        raise g.Skipped(f"a mask of {rank} dimensions")
+    if rank == 2 and added is not None and g.dims(added) is None:
+        raise g.Skipped("a mask of unknown rank")
+    if rank == 1 and mask is not None and not g.same_dims(g.dims(mask), (g.dims(x) or [])[:1]):
+        raise g.Skipped("a mask that is not known to be one length for each sequence")
 
 
 def _multi_head(
@@ -194,38 +240,34 @@ def _multi_head(
     bias: ir.Value | None,
     mask: ir.Value | None,
     added: ir.Value | None,
-) -> None:
+) -> ir.Value:
     """Writes the attention of q, k and v with a bias; a mask [B, T] of 0 and 1 becomes an additive one."""
-    if bias is not None:
-        row = g.constant(bias)
-        widths = [width for part in parts if (width := g.last_dim(part)) is not None]
-        if row is None:
-            raise g.UnsupportedPattern("its bias is not constant")
-        if len(widths) < len(parts):
-            raise g.UnsupportedPattern("an unknown number of columns")
+    row = g.constant(bias)
+    if bias is not None and row is not None:
+        widths = [g.last_dim(part) or 0 for part in parts]
         for index, piece in enumerate(np.split(row, np.cumsum(widths)[:-1])):
             part = g.initializer(context.graph, piece, f"{bias.name}_part")
             parts[index] = g.add(node, "Add", [parts[index], part])
-    rank = g.rank(mask) if mask is not None else 1
-    names = ("num_heads", "unidirectional", "scale", *(("mask_filter_value",) if rank == 1 else ()))
+    has_rows = mask is not None and g.rank(mask) == 2
+    names = ("num_heads", "unidirectional", "scale", *(() if has_rows else ("mask_filter_value",)))
     attributes = {name: node.attributes[name].value for name in names if name in node.attributes}
-    if rank == 2:
-        assert mask is not None
+    if mask is not None and has_rows:
         hiding = padding_bias(mask, g.attribute(node, "mask_filter_value", _HIDDEN), parts[0], node)
         if added is not None:
             hiding = g.add(node, "Add", [hiding, added])
         added, mask = spread(hiding, parts[0], parts[1], node), None
-    elif rank != 1:
-        raise g.UnsupportedPattern(f"a mask of {rank} dimensions")
-    elif mask is not None and not g.same_dims(g.dims(mask), (g.dims(parts[0]) or [])[:1]):
-        raise g.UnsupportedPattern("a mask that is not known to be one length for each sequence")
     inputs = [*parts, None, mask, added]
     shape = [*(g.dims(parts[0]) or [None, None])[:2], g.last_dim(parts[2])]
-    new = g.add(node, "MultiHeadAttention", inputs, attributes, domain=g.MICROSOFT, shape=shape)
-    g.replace(node.outputs[0], new)
+    return g.add(node, "MultiHeadAttention", inputs, attributes, domain=g.MICROSOFT, shape=shape)
 
 
-_RULES: Mapping[str, Callable[[g.RewriteContext, ir.Node], None]] = {
+_CHECKS: Mapping[str, Callable[[g.RewriteContext, ir.Node], str]] = {
+    "Attention": _check_attention,
+    "EmbedLayerNormalization": _check_embedding,
+    "FusedMatMul": _check_matmul,
+    "MultiHeadAttention": _check_multi_head_attention,
+}
+_RULES: Mapping[str, Callable[[g.RewriteContext, ir.Node], ir.Value]] = {
     "Attention": _attention,
     "BiasGelu": _gelu,
     "EmbedLayerNormalization": _embed_norm,

@@ -13,6 +13,7 @@ from twinop.deploy import check_model
 from twinop.optimize import graph as g
 from twinop.optimize import merge_linear, normed_products, optimize_folder
 from twinop.optimize.graph import RewriteContext
+from twinop.optimize.rewrite import fused
 
 DECODER = Sizes(width=128, inner=256, heads=2, kv_heads=1, vocab=1024)
 
@@ -52,7 +53,7 @@ def rewritten(text: str, outputs: str = "float16[M, 64] y", **arrays: np.ndarray
     given_arrays = {"w": weights(64, 64), "v": weights(64, 64), "row": 1 + weights(64)} | arrays
     proto = parsed(text, **{name: each.astype(np.float16) for name, each in given_arrays.items()})
     context = RewriteContext(ir.from_proto(proto), "cuda", RECORDS)
-    normed_products.rewrite(context)
+    normed_products.NormedProducts(context)(context.model)
     return context
 
 
@@ -65,7 +66,7 @@ def test_a_weight_of_gemma_counts_from_one() -> None:
     weight, eps = product.inputs[1].const_value.numpy(), product.attributes["rms_eps"].as_float()  # type: ignore[union-attr]
     row, w = (each.astype(np.float16).astype(np.float32) for each in (weights(64), weights(64, 64)))
     assert eps == 0.5 and np.array_equal(weight, (w * (row + 1)).astype(np.float16))
-    assert context.made["norms in products"] == 1 and "CustomRmsNorm" not in types(context.model)
+    assert fused(context.model)["norms in products"] == 1 and "CustomRmsNorm" not in types(context.model)
 
 
 def test_a_sum_is_added_to_the_product_before() -> None:
@@ -80,7 +81,7 @@ def test_a_sum_is_added_to_the_product_before() -> None:
     first, second = nodes(context.model, "CustomLinear")
     assert first.inputs[3].producer().op_type == "Relu" and second.inputs[0] is first.outputs[0]  # type: ignore[union-attr]
     assert first.outputs[0] in nodes(context.model, "Add")[0].inputs
-    assert context.made["norms in products"] == 1
+    assert fused(context.model)["norms in products"] == 1
 
 
 @pytest.mark.parametrize(
@@ -107,13 +108,13 @@ def test_a_sum_is_added_to_the_product_before() -> None:
 )
 def test_norms_that_stay(text: str) -> None:
     context = rewritten(text, large=np.full(64, 6e4), small=np.full(64, 2e-5))
-    assert "norms in products" not in context.made
+    assert not fused(context.model)
     assert all(g.attribute(node, "rms_eps", 0.5) == 0.5 for node in nodes(context.model, "CustomLinear"))
 
 
 def test_a_sum_that_nothing_reads() -> None:
     text = f"p = {LINEAR} (x, v) n = custom_domain.CustomAddRmsNorm (x, p, row) y = {LINEAR} (n, w)"
-    assert rewritten(text).made["norms in products"] == 1
+    assert fused(rewritten(text).model)["norms in products"] == 1
 
 
 @pytest.mark.parametrize("attribute", ["rms_eps = 0.5", "invariant = 1", "few_rows = 64"])
@@ -128,6 +129,6 @@ def test_products_that_are_more_than_sums_are_not_merged(attribute: str) -> None
 
 def test_norms_that_are_outputs_stay() -> None:
     outputs = "float16[M, 64] y, float16[M, 64] n"
-    assert not rewritten(f"n = {NORM} (x, row) y = {LINEAR} (n, w)", outputs).made
+    assert not fused(rewritten(f"n = {NORM} (x, row) y = {LINEAR} (n, w)", outputs).model)
     text = f"p = {LINEAR} (x, v) m, n = custom_domain.CustomAddRmsNorm (x, p, row) y = {LINEAR} (m, w)"
-    assert not rewritten(text, outputs).made
+    assert not fused(rewritten(text, outputs).model)

@@ -14,8 +14,9 @@ from samples import RECORDS
 
 from twinop import deploy
 from twinop.deploy.errors import FeedError, RunError
-from twinop.optimize.cached_attention import SHARED_CACHES, rewrite
+from twinop.optimize.cached_attention import SHARED_CACHES, CachedAttention
 from twinop.optimize.graph import RewriteContext
+from twinop.optimize.rewrite import skipped
 
 HEADS, KV_HEADS, WIDTH, ROWS = 4, 2, 96, 24
 
@@ -197,8 +198,8 @@ def test_tables_and_norms_of_one_layer_alone() -> None:
         model = ir.from_proto(each)
         model.graph.meta[SHARED_CACHES] = True
         context = RewriteContext(model, "cuda", RECORDS)
-        rewrite(context)
-        assert not context.left and types(model)["CustomAttentionCached"] == 2
+        CachedAttention(context)(model)
+        assert not skipped(model) and types(model)["CustomAttentionCached"] == 2
 
 
 @pytest.mark.parametrize(
@@ -214,9 +215,9 @@ def test_what_is_left_alone_is_named(change: dict[str, Any], reason: str) -> Non
     model = ir.from_proto(decoder(**change))
     model.graph.meta[SHARED_CACHES] = bool(change)
     context = RewriteContext(model, "cuda", RECORDS)
-    rewrite(context)
+    CachedAttention(context)(model)
     assert types(model)["GroupQueryAttention"] == 2
-    assert context.left == {f"GroupQueryAttention: {reason}": 2}
+    assert skipped(model) == {f"GroupQueryAttention: {reason}": 2}
 
 
 @pytest.mark.parametrize("of_q", [{}, {"eps": 1e-4}, {"offset": 1.0}, {"axis": -2}], ids=str)
@@ -229,7 +230,7 @@ def test_norms_that_attention_cannot_compute_stay(of_q: dict[str, Any]) -> None:
             node.CopyFrom(new)
     model = ir.from_proto(proto)
     model.graph.meta[SHARED_CACHES] = True
-    rewrite(RewriteContext(model, "cuda", RECORDS))
+    CachedAttention(RewriteContext(model, "cuda", RECORDS))(model)
     assert types(model)["CustomAttentionCached"] == 2
     assert types(model).get("CustomRmsNorm", 0) == (4 if of_q else 0)
 
@@ -276,7 +277,7 @@ def test_positions_counted_in_a_mask(positions: str, change: dict[str, Any], lef
     )
     model = ir.from_proto(onnx.shape_inference.infer_shapes(proto))
     model.graph.meta[SHARED_CACHES] = True
-    rewrite(RewriteContext(model, "cuda", RECORDS))
+    CachedAttention(RewriteContext(model, "cuda", RECORDS))(model)
     found = types(model)
     assert found["CustomAttentionCached"] == (1 if given["of_first"] else 2)
     assert found.get("CustomLastPosition", 0) == (left is not None)
@@ -303,7 +304,7 @@ def test_parts_of_a_wider_tensor_are_joined(more: int) -> None:
     )
     model = ir.from_proto(onnx.shape_inference.infer_shapes(proto))
     model.graph.meta[SHARED_CACHES] = True
-    rewrite(RewriteContext(model, "cuda", RECORDS))
+    CachedAttention(RewriteContext(model, "cuda", RECORDS))(model)
     (node,) = nodes(model, "CustomAttentionCached")
     assert (node.inputs[0] is model.graph.inputs[0]) == (more == 0)
     assert types(model).get("Concat", 0) == (1 if more else 0)
