@@ -1,6 +1,11 @@
 """The rewrites in the order in which they run, and the driver that runs them."""
 
 from collections.abc import Callable, Iterable, Sequence
+from difflib import get_close_matches
+
+import onnx_ir as ir
+
+from twinop.errors import ExportError, option
 
 from . import (
     activations,
@@ -101,3 +106,38 @@ def apply_passes(
         except Exception as failure:
             raise RewriteError(each.name, failure) from failure
     return acting
+
+
+def explain(context: g.RewriteContext, name: str, passes: Iterable[type[Rewrite]]) -> str:
+    """Applies rewrites, and says which condition failed in each that starts from a node or its readers.
+
+    Args:
+        name: of the node, or of one of its outputs.
+
+    Raises:
+        ExportError: the model has no such node.
+    """
+    nodes = {str(each.name): node for node in context.graph for each in (*node.outputs, node)}
+    if (found := nodes.get(name)) is None:
+        near = ", ".join(get_close_matches(name, nodes, cutoff=0.3)) or "none"
+        raise ExportError(
+            f"{option('explain', name)}: no node or value has this name, after constants were folded; alike "
+            f"are: {near}"
+        )
+    names, lines = {str(each.name) for each in found.outputs}, [f"{found.op_type} {name}:"]
+    for each in passes:
+        rewrite = each(context)
+
+        def watch(node: ir.Node, outcome: object, rewrite: Rewrite = rewrite) -> None:
+            is_start = not names.isdisjoint(str(value.name) for value in node.outputs)
+            is_reader = not names.isdisjoint(str(value.name) for value in node.inputs if value is not None)
+            why = str(outcome) if isinstance(outcome, g.Skipped | str) else "matches"
+            if is_start or (is_reader and not isinstance(outcome, str)):
+                where = "" if is_start else f" from {node.op_type} {node.outputs[0].name}"
+                lines.append(f"  {rewrite.name}{where}: {why}")
+
+        rewrite.watch = watch
+        rewrite(context.model)
+        if names.isdisjoint(str(value.name) for node in context.graph for value in node.outputs):
+            return "\n".join([*lines, f"  {rewrite.name}: its value is inside of what this has written"])
+    return "\n".join(lines if lines[1:] else [*lines, "  no rewrite starts from it, or from what reads it"])

@@ -1,0 +1,332 @@
+"""Each rewrite alone on a small graph: what it writes, what it skips and why, and what `explain` says."""
+
+import re
+from typing import NamedTuple
+
+import numpy as np
+import onnx_ir as ir
+import pytest
+from optimizing import parsed, types, weights
+from quantised_weights import weight_of
+from samples import RECORDS
+
+from twinop.model.schema import registered_schemas
+from twinop.optimize import graph as g
+from twinop.optimize import invariance, passes
+from twinop.optimize.cached_attention import SHARED_CACHES
+from twinop.optimize.rewrite import Rewrite, fused, skipped
+from twinop.optimize.standard_ops import REPLACED
+from twinop.optimize.symbolic_shapes import infer_shapes, infer_types
+
+X = "(float[2, 6, 8] x, float[2, 6, 8] z) => (float[2, 6, 8] y)"
+HEADS = "(float[2, 4, 6, 8] q, float[2, 4, 6, 8] k, float[2, 4, 6, 8] v) => (float[2, 4, 6, 8] y)"
+ATTENTION = "t = Transpose <perm = [0, 1, 3, 2]> (k) s = MatMul (q, t) p = Softmax (s) y = MatMul (p, v)"
+CACHES = (
+    "(float[2, 4, 1, 8] q, float[2, 4, P, 8] old_k, float[2, 4, P, 8] old_v, float[2, 4, 1, 8] new_k, "
+    "float[2, 4, 1, 8] new_v) => (float[2, 4, 1, 8] y, float[2, 4, T, 8] k, float[2, 4, T, 8] v)"
+)
+GROWN = "k = Concat <axis = 2> (old_k, new_k) v = Concat <axis = 2> (old_v, new_v)"
+HALVES = "(float[1, 4, 6, 8] x, float[1, 1, 6, 4] c, float[1, 1, 6, 4] s) => (float[1, 4, 6, 8] y)"
+ROTATION = (
+    "a, b = Split <axis = -1, num_outputs = 2> (x) ac = Mul (a, c) bs = Mul (b, s) bc = Mul (b, c) "
+    "as = Mul (a, s) first = Sub (ac, bs) second = Add (bc, as) y = Concat <axis = -1> (first, second)"
+)
+QKV = "(float16[2, 8, 192] x) => (float16[2, 8, 64] y)"
+THIRDS = "q, k, v = Split <axis = -1, num_outputs = 3> (x)"
+PACKED = "y = com.microsoft.MultiHeadAttention <num_heads = 2> (q, k, v)"
+CACHE = (
+    "(float16[1, 1, 192] x, float16[1, 1, 8, 64] old, int32[1] place, int32 total, float16[4, 64] rows) => "
+    "(float16[1, 1, 64] a, float16[1, 1, 8, 64] k, float16[1, 1, 8, 64] v, float16[4, 64] y)"
+)
+GROUPED = (
+    "a, k, v = com.microsoft.GroupQueryAttention <num_heads = 1, kv_num_heads = 1%s> "
+    "(x, , , old, old, place, total) y = Relu (rows)"
+)
+CACHED = "a, k, v = custom_domain.CustomAttentionCached (x, old, old, place, total)"
+BLOCKS = "g = com.microsoft.MatMulNBits <K = 64, N = 64, bits = 4, block_size = 32> (rows, BYTES, SCALES)"
+HALF = "(float16[4, 64] rows) => (float16[4, 64] y)"
+STORED = weight_of(64, 64, 4, 32, False).stored
+CONSTANTS = {
+    "W": weights(8, 8),
+    "U": weights(8, 8, seed=1),
+    "WIDE": weights(8, 16),
+    "C": weights(8),
+    "M": weights(6, 8),
+    "TABLE": weights(9, 8),
+    "IDS": np.arange(6),
+    "FLAT": np.array([12, 8]),
+    "APART": np.array([2, 6, 8]),
+    "MERGED": np.array([8, 6, 8]),
+    "FOUR": np.array([2, 4, 6, 6]),
+    "ONE": np.array(1, np.float32),
+    "STACK": weights(2, 8, 8),
+    "W16": weights(64, 64).astype(np.float16),
+    "TWO": np.array(2, np.float16),
+    "ROW16": 1 + weights(64).astype(np.float16),
+    "BYTES": STORED["B"],
+    "SCALES": STORED["scales"].astype(np.float16),
+    "CODES": np.ones((64, 64), np.uint8),
+    "STEPS": np.ones((2, 64), np.float16),
+}
+LINEAR, NORM = "custom_domain.CustomLinear", "custom_domain.CustomRmsNorm"
+BATCHED = (
+    "(float[2, 4, 6, 8] q, float[2, 4, 6, 8] k) => (float[2, 4, 6, 6] y) { a = Reshape (q, %s) "
+    "c = Reshape (k, MERGED) t = Transpose <perm = [0, 2, 1]> (c) p = MatMul (a, t) y = Reshape (p, %s) }"
+)
+DEQUANTIZED = "d = DequantizeLinear <axis = 0, block_size = 32> (CODES, STEPS)"
+MODULATED = (
+    "(float[2, 6, 8] x, float[2, 1, 8] scale, float[2, 1, 8] shift) => (float[2, 6, 8] y) "
+    "{ n = custom_domain.CustomLayerNorm (x%s) f = Add (scale, ONE) m = Mul (n, f) y = Add (m, shift) }"
+)
+
+
+class Case(NamedTuple):
+    """A rewrite and two graphs: one that it rewrites, and one that lacks a condition.
+
+    Attributes:
+        reason: what `match` says of the first node of the second graph, or what reports count.
+    """
+
+    name: str
+    text: str
+    fused: dict[str, int]
+    written: set[str]
+    other: str
+    reason: str
+
+
+CASES = [
+    Case(
+        "unfuse_ort",
+        f"{X} {{ y = com.microsoft.FastGelu (x) }}",
+        {"FastGelu decomposed": 1},
+        {"Gelu"},
+        f"{X} {{ y = com.microsoft.FusedMatMul <transBatchA = 1> (x, M) }}",
+        "FusedMatMul: its batch is transposed",
+    ),
+    Case(
+        "embedding",
+        f"{X} {{ r = Gather (TABLE, IDS) y = Add (x, r) }}",
+        {"embedding of known ids": 1},
+        {"Add"},
+        f"{X} {{ y = Add (x, z) }}",
+        "neither term is a lookup of constant ids",
+    ),
+    Case(
+        "unflatten",
+        f"{X} {{ f = Reshape (x, FLAT) p = MatMul (f, W) y = Reshape (p, APART) }}",
+        {},
+        {"MatMul"},
+        f"{X} {{ y = MatMul (x, W) }}",
+        "between two Reshapes",
+    ),
+    Case(
+        "activation",
+        f"{X} {{ s = Sigmoid (x) y = Mul (s, x) }}",
+        {"silu": 1},
+        {"CustomSilu"},
+        f"{X} {{ y = Mul (x, z) }}",
+        "no formula of GELU, SiLU",
+    ),
+    Case(
+        "norm",
+        f"{X} {{ y = LayerNormalization (x, C) }}",
+        {"layer_norm": 1},
+        {"CustomLayerNorm"},
+        f"{X} {{ y = LayerNormalization <axis = 1> (x, M) }}",
+        "LayerNormalization: over several dimensions",
+    ),
+    Case(
+        "rotary",
+        f"{HALVES} {{ {ROTATION} }}",
+        {"rotary embedding": 1},
+        {"RotaryEmbedding"},
+        f"{X} {{ y = Add (x, z) }}",
+        "it is not the last node of x * cos + rotated(x) * sin",
+    ),
+    Case(
+        "batched_heads",
+        BATCHED % ("MERGED", "FOUR"),
+        {},
+        {"MatMul"},
+        f"{X} {{ y = MatMul (x, W) }}",
+        "its inputs are not heads",
+    ),
+    Case(
+        "growing_caches",
+        f"{CACHES} {{ {GROWN} {ATTENTION} }}",
+        {"attention over a growing cache": 1},
+        {"Attention"},
+        f"{HEADS} {{ {ATTENTION} }}",
+        "k or v is no Concat of past and new rows",
+    ),
+    Case(
+        "attention",
+        f"{HEADS} {{ {ATTENTION} }}",
+        {"attention": 1},
+        {"MultiHeadAttention"},
+        f"{HEADS} {{ {ATTENTION.replace('p = Softmax (s)', 'c = Tanh (s) p = Softmax (c)')} }}",
+        "attention: the scores are capped or scaled by a tensor",
+    ),
+    Case(
+        "gated",
+        f"{X} {{ s = custom_domain.CustomSilu (x) y = Mul (s, z) }}",
+        {"swiglu": 1},
+        {"CustomSwiglu"},
+        f"{X} {{ s = custom_domain.CustomGelu (x) y = Mul (s, z) }}",
+        "gelu gate: no products with constant weights",
+    ),
+    Case(
+        "split_linear",
+        f"{X} {{ h = MatMul (x, WIDE) a, c = Split <axis = -1, num_outputs = 2> (h) y = Mul (a, c) }}",
+        {"part of a packed product": 2},
+        {"MatMul"},
+        f"{X} {{ y = MatMul (x, W) }}",
+        "of which only parts are read",
+    ),
+    Case(
+        "ada_layer_norm",
+        MODULATED % "",
+        {"ada_layer_norm": 1},
+        {"CustomAdaLayerNorm"},
+        MODULATED % ", C",
+        "the norm has weights",
+    ),
+    Case(
+        "addcmul",
+        f"{X} {{ p = Mul (x, z) y = Add (x, p) }}",
+        {"addcmul": 1},
+        {"CustomAddcmul"},
+        f"{X} {{ y = Add (x, z) }}",
+        "neither term is a Mul that nothing else reads",
+    ),
+    Case(
+        "linear",
+        f"{X} {{ p = MatMul (x, W) a = Add (p, C) y = Relu (a) }}",
+        {"linear+bias+relu": 1},
+        {"CustomLinear"},
+        f"{X} {{ y = MatMul (x, STACK) }}",
+        "MatMul: a weight of 3 dimensions",
+    ),
+    Case(
+        "merge_linear",
+        f"{X} {{ p = {LINEAR} (x, W) q = {LINEAR} (x, U) y = Mul (p, q) }}",
+        {"products of one input merged": 1},
+        {"CustomLinear", "Split"},
+        f"{X} {{ y = {LINEAR} (x, W) }}",
+        "it is not the first of several products of one input",
+    ),
+    Case(
+        "packed_attention",
+        f"{QKV} {{ {THIRDS} {PACKED} }}",
+        {"attention of packed q, k and v": 1},
+        {"CustomAttentionPacked"},
+        f"{QKV} {{ {THIRDS} {PACKED.replace('(q, k, v)', '(q, v, k)')} }}",
+        "q, k and v are not the thirds of one tensor",
+    ),
+    Case(
+        "cached_attention",
+        f"{CACHE} {{ {GROUPED % ''} }}",
+        {"attention over a cache": 1},
+        {"CustomAttentionCached"},
+        f"{CACHE} {{ {GROUPED % ', sliding_window_cache = 1'} }}",
+        "GroupQueryAttention: its attribute sliding_window_cache",
+    ),
+    Case(
+        "embed_norm",
+        f"{X.replace('float[2, 6, 8] z', 'int64[2, 6] z')} {{ e = Gather (TABLE, z) "
+        "a = Add (e, M) y = custom_domain.CustomLayerNorm (a, C) }",
+        {"embed_layer_norm": 1},
+        {"CustomEmbedLayerNorm"},
+        f"{X} {{ a = Add (x, z) y = custom_domain.CustomLayerNorm (a, C) }}",
+        "no sum with a lookup of ids",
+    ),
+    Case(
+        "add_norm",
+        f"{X} {{ a = Add (x, z) y = custom_domain.CustomRmsNorm (a, C) }}",
+        {"add_rms_norm": 1},
+        {"CustomAddRmsNorm"},
+        f"{X} {{ a = Add (x, C) y = custom_domain.CustomRmsNorm (a, C) }}",
+        "the terms of the sum are not known to have its shape",
+    ),
+    Case(
+        "replace",
+        f"{X} {{ y = Add (x, z) }}",
+        {"add": 1},
+        {"CustomAdd"},
+        "(int64[2] x, int64[2] z) => (int64[2] y) { y = Add (x, z) }",
+        "no op that is to replace it has its inputs",
+    ),
+    Case(
+        "quantised_gates",
+        f"{HALF} {{ {BLOCKS} u = {BLOCKS[4:]} s = custom_domain.CustomSilu (g) y = Mul (s, u) }}",
+        {"linear_q_swiglu": 1},
+        {"CustomLinearQSwiglu"},
+        f"{HALF} {{ y = Mul (rows, rows) }}",
+        "it does not multiply a GELU or SiLU",
+    ),
+    Case(
+        "quantised",
+        f"{HALF} {{ {BLOCKS} y = Relu (g) }}",
+        {"linear_q+relu": 1},
+        {"CustomLinearQ"},
+        f"{HALF} {{ {BLOCKS.replace('block_size = 32', 'block_size = 64')} y = Relu (g) }}",
+        "MatMulNBits: blocks of 64; linear_q has those of 32 and 128",
+    ),
+    Case(
+        "normed_products",
+        f"{CACHE} {{ {CACHED} n = {NORM} (rows, ROW16) y = {LINEAR} (n, W16) }}",
+        {"norms in products": 1},
+        {"CustomLinear"},
+        f"{HALF} {{ y = {NORM} (rows, ROW16) }}",
+        "the model has no attention over a cache",
+    ),
+    Case(
+        "invariance",
+        f"{HALF} {{ y = {LINEAR} (rows, W16) }}",
+        {"invariant products": 1},
+        {"CustomLinear"},
+        f"{HALF} {{ y = MatMul (rows, W16) }}",
+        "MatMul: not invariant: its sums may depend on the batch",
+    ),
+    Case(
+        "dequantize",
+        f"{HALF} {{ {DEQUANTIZED} y = MatMul (rows, d) }}",
+        {"product of dequantised weights": 1},
+        {"MatMulNBits"},
+        f"{HALF} {{ d = DequantizeLinear (CODES, TWO) f = Cast <to = 10> (d) y = MatMul (rows, f) }}",
+        "its integers are not constant, or not in blocks",
+    ),
+]
+ALL = {each.name: each for each in (*passes.PASSES, *passes.LATE)}
+
+
+def context_of(name: str, text: str) -> g.RewriteContext:
+    used = {key: array for key, array in CONSTANTS.items() if re.search(rf"\b{key}\b", text)}
+    model = ir.from_proto(parsed(text, **used))
+    model.graph.meta.update({SHARED_CACHES: True, REPLACED: ("add",), invariance.INVARIANT: True})
+    with registered_schemas([each for each in RECORDS.values() if not each.is_backward]):
+        infer_types(model)
+        infer_shapes(model)
+    return g.RewriteContext(model, ALL[name].device or ("cpu" if name == "rotary" else "cuda"), RECORDS)
+
+
+def test_each_rewrite_has_a_case() -> None:
+    assert sorted(case.name for case in CASES) == sorted(ALL)
+
+
+@pytest.mark.parametrize("case", CASES, ids=[case.name for case in CASES])
+def test_what_a_rewrite_writes_and_skips(case: Case) -> None:
+    context = context_of(case.name, case.text)
+    assert ALL[case.name](context)(context.model).modified
+    assert fused(context.model) == case.fused and not skipped(context.model)
+    assert case.written <= types(context.model).keys()
+    context = context_of(case.name, case.other)
+    said = list[str]()
+    rewrite: Rewrite = ALL[case.name](context)
+    rewrite.watch = lambda node, outcome: said.append(str(outcome))
+    before = types(context.model)
+    assert not rewrite(context.model).modified and types(context.model) == before
+    assert not fused(context.model)
+    counted = [*skipped(context.model)]
+    assert case.reason in counted or (not counted and any(case.reason in each for each in said)), said
