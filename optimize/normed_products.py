@@ -23,7 +23,7 @@ _MOST_ELEMENTS = 1 << 26
 _RESIDUAL = 3  # the input of CustomLinear
 
 
-_Match = tuple[ir.Value, list[np.ndarray]]
+_Match = tuple[ir.Value, list[ir.TensorProtocol]]
 
 
 class NormedProducts(Rewrite[_Match]):
@@ -50,14 +50,14 @@ class NormedProducts(Rewrite[_Match]):
         if x is None:
             return "no term is a product to which the other one can be added"
         found = [_scaled(self.context, use.node, output, row) for use in output.uses()]
-        if any(array is None for array in found):
+        if any(tensor is None for tensor in found):
             return "a reader is no product that can norm its input"
-        return x, [array for array in found if array is not None]
+        return x, [tensor for tensor in found if tensor is not None]
 
     def apply(self, node: ir.Node, match: _Match) -> None:
         (x, weights), output = match, node.outputs[0]
-        for reader, array in zip([use.node for use in output.uses()], weights, strict=True):
-            new = g.initializer(self.context.graph, array, f"{output.name}_weight")
+        for reader, tensor in zip([use.node for use in output.uses()], weights, strict=True):
+            new = g.initializer(self.context.graph, tensor, f"{output.name}_weight")
             reader.replace_input_with(1, new)
             reader.replace_input_with(0, x)
             reader.attributes["rms_eps"] = ir.AttrFloat32("rms_eps", g.attribute(node, "eps", 1e-6))

@@ -117,7 +117,8 @@ def explain(context: g.RewriteContext, name: str, passes: Iterable[type[Rewrite]
     Raises:
         ExportError: the model has no such node.
     """
-    nodes = {str(each.name): node for node in context.graph for each in (*node.outputs, node)}
+    nodes = {str(value.name): node for node in context.graph for value in node.outputs}
+    nodes |= {str(node.name): node for node in context.graph}
     if (found := nodes.get(name)) is None:
         near = ", ".join(get_close_matches(name, nodes, cutoff=0.3)) or "none"
         raise ExportError(

@@ -147,6 +147,8 @@ class Quantised(Rewrite[_Product]):
 def _checked(node: ir.Node) -> _Product:
     """Returns a product; raises Skipped if linear_q has no kernel for it, and TwinopError if it is broken."""
     product = _match(node)
+    if {value.dtype for value in (*node.inputs[:1], *node.outputs) if value} == {ir.DataType.FLOAT}:
+        raise g.Skipped("a product in fp32")
     zeros = product.tensors[2]
     dtype = ir.DataType.UINT8 if zeros is None else zeros.dtype
     if reason := why_not(**product.sizes, zero_points=dtype.numpy()):
@@ -162,8 +164,6 @@ def _match(node: ir.Node) -> _Product:
         raise g.Skipped("columns in another order (g_idx)")
     if g.attribute(node, "weight_prepacked", 0):  # ONNX Runtime's CPU kernel reads it as if it were not
         raise g.Skipped("weights packed for one kind of GPU (weight_prepacked)")
-    if x is not None and x.dtype is ir.DataType.FLOAT and node.outputs[0].dtype is ir.DataType.FLOAT:
-        raise g.Skipped("a product in fp32")
     if x is None or tensors[0] is None or tensors[1] is None:
         raise g.Skipped("a weight that is not constant")
     if (zeros is not None and tensors[2] is None) or (bias is not None and row is None):
