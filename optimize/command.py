@@ -86,6 +86,10 @@ class Options:
         bool,
         _option("Take libraries, which can do anything, from the model's folder.", "--allow-model-libraries"),
     ] = False
+    dry_run: Annotated[
+        bool,
+        _option("Write nothing: show the rewrites, and how much memory and disk they take.", "--dry-run"),
+    ] = False
     timeout: Timeout = 600
 
 

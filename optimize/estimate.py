@@ -31,10 +31,10 @@ class Estimate:
 
     def __str__(self) -> str:
         """The estimate as a line of text."""
-        memory, disk = (f"{each / 1e9:.1f} GB" for each in (self.memory, self.disk))
+        memory, disk = _gb(self.memory), _gb(self.disk)
         return (
-            f"takes about {memory} of memory ({self.free_memory / 1e9:.1f} GB are free) and {disk} of disk "
-            f"({self.free_disk / 1e9:.1f} GB are free)"
+            f"takes about {memory} of memory ({_gb(self.free_memory)} are free) and {disk} of disk "
+            f"({_gb(self.free_disk)} are free)"
         )
 
     def require(self, source: Path, target: Path) -> None:
@@ -52,32 +52,32 @@ class Estimate:
             )
 
 
-def estimate(model: ir.Model, target: Path, dtype: ir.DataType | None = None, beside: int = 0) -> Estimate:
+def estimate(model: ir.Model, target: Path, dtype: str = "") -> Estimate:
     """Estimates what a model takes.
 
     Args:
         model: as its file has it.
-        dtype: what floating-point weights get, if that is not what they have.
-        beside: bytes of other files that are written.
+        dtype: what floating-point weights get, "" if they keep theirs.
     """
     weights = {value: value.const_value for graph in model.graphs() for value in graph.initializers.values()}
     tensors = [tensor for tensor in weights.values() if tensor is not None]
     largest = max(map(_wide, tensors), default=0)
     held = min(sum(map(_wide, tensors)), max(largest, 2 * MOST_BYTES))
-    disk = sum(_written(tensor, dtype) for tensor in tensors) + beside + _BESIDE
+    bits = int(dtype[-2:]) if dtype else 0
+    disk = sum(_written(tensor, bits) for tensor in tensors) + _BESIDE
     folder = next(each for each in (target, *target.absolute().parents) if each.is_dir())
     return Estimate(_BASE + _COPIES * held, disk, free_bytes(), shutil.disk_usage(folder).free)
 
 
 def _wide(tensor: ir.TensorProtocol) -> int:
     """Returns the bytes of a tensor in the dtype in which the CPU computes."""
-    is_wide = tensor.dtype.is_floating_point() and tensor.dtype.bitwidth >= 16
-    return tensor.size * 4 if is_wide else int(tensor.nbytes)
+    return _written(tensor, 32)
 
 
-def _written(tensor: ir.TensorProtocol, dtype: ir.DataType | None) -> int:
-    changes = dtype is not None and tensor.dtype.is_floating_point() and tensor.dtype.bitwidth >= 16
-    return tensor.size * dtype.bitwidth // 8 if changes else int(tensor.nbytes)  # type: ignore[union-attr]
+def _written(tensor: ir.TensorProtocol, bits: int) -> int:
+    """Returns the bytes of a tensor, if its numbers get so many bits, where they are floats."""
+    changes = bits and tensor.dtype.is_floating_point() and tensor.dtype.bitwidth >= 16
+    return tensor.size * bits // 8 if changes else int(tensor.nbytes)
 
 
 def _gb(count: int) -> str:

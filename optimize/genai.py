@@ -13,9 +13,9 @@ import re
 import shutil
 import stat
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
-from functools import reduce
+from functools import partial, reduce
 from pathlib import Path
 from typing import Any
 
@@ -102,10 +102,7 @@ def optimize_folder(
     """
     source, target = Path(source), Path(target).resolve()
     chosen = chosen_device(device)
-    if target.exists() and (not target.is_dir() or any(target.iterdir())):
-        raise ExportError(f"{target}: exists already. Name a new folder, or an empty one")
-    if target.is_relative_to(source.resolve()):
-        raise ExportError(f"{target}: is in the folder that it is made of. Name one outside {source}")
+    _check_target(source, target)
     config = _read(source / CONFIG)
     files = _files(source, target)
     decoder = _decoder(source, config)
@@ -117,29 +114,36 @@ def optimize_folder(
     search = config.get("search", {})  # with several beams genai's caches grow
     shares = bool(search.get("past_present_share_buffer") and search.get("num_beams", 1) == 1)
     options |= {"shared_caches": shares, "device": device, "library": own or None}
+    options["allow_model_libraries"] = allow_model_libraries
+    run: Callable[..., OptimizeReport] = partial(optimize, **options)
     left_out = _left_out(source, files, decoder)
+    if options.get("dry_run"):
+        return run(model, target / decoder["filename"])
+    entries = entries or [{"cuda": {"enable_cuda_graph": "0"}}]
+    settings["provider_options"] = entries if device == "cuda" else []
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         with work_folder(target.parent) as scratch:
-            folder = scratch / "new"
-            folder.mkdir()
+            (folder := scratch / "new").mkdir()
             _copy(source, folder, [each for each in files if source / each not in left_out])
             written = folder / decoder["filename"]
             written.parent.mkdir(parents=True, exist_ok=True)
-            report = optimize(model, written, allow_model_libraries=allow_model_libraries, **options)
+            report = run(model, written)
             for file in (written, *written.parent.glob(f"{glob.escape(written.stem)}.*.data")):
                 shutil.copymode(model, file)
-            settings.pop(_LIBRARY, None)
-            if report.libraries:
-                settings[_LIBRARY] = _place_libraries(report.libraries, folder)
-            entries = entries or [{"cuda": {"enable_cuda_graph": "0"}}]
-            settings["provider_options"] = entries if device == "cuda" else []
             _finish(source, folder, files, config, report)
             replace_folder(folder, target)
     except OSError as error:
         raise ExportError(f"{target}: cannot be written: {error}. Name another folder") from error
     report.path = target / decoder["filename"]
     return report
+
+
+def _check_target(source: Path, target: Path) -> None:
+    if target.exists() and (not target.is_dir() or any(target.iterdir())):
+        raise ExportError(f"{target}: exists already. Name a new folder, or an empty one")
+    if target.is_relative_to(source.resolve()):
+        raise ExportError(f"{target}: is in the folder that it is made of. Name one outside {source}")
 
 
 def _left_out(source: Path, files: Sequence[Path], decoder: dict[str, Any]) -> set[Path]:
@@ -160,7 +164,11 @@ def _left_out(source: Path, files: Sequence[Path], decoder: dict[str, Any]) -> s
 
 
 def _finish(source: Path, folder: Path, files: Sequence[Path], config: Any, report: OptimizeReport) -> None:
-    """Writes genai_config.json and the report, and gives folders their permissions."""
+    """Places libraries, writes genai_config.json and the report, and gives folders their permissions."""
+    settings = config["model"]["decoder"]["session_options"]
+    settings.pop(_LIBRARY, None)
+    if report.libraries:
+        settings[_LIBRARY] = _place_libraries(report.libraries, folder)
     for name, text in ((CONFIG, json.dumps(config, indent=4)), (REPORT, report.to_json())):
         (folder / name).write_text(f"{text}\n", encoding="utf-8")
         shutil.copymode(source / CONFIG, folder / name)

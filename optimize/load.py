@@ -19,7 +19,6 @@ from twinop.quiet import quiet
 
 from . import graph as g
 
-_FP32_COPIES = 4  # of the weights: the original, the new model, a session and its packed weights
 _SPARSE = (onnx.AttributeProto.SPARSE_TENSOR, onnx.AttributeProto.SPARSE_TENSORS)
 _FILES = "files of external data"
 _BODIES_IR_VERSION = 8  # the first with function bodies
@@ -218,20 +217,3 @@ def data_files(model: ir.Model) -> set[Path]:
     """Returns the files of the external data of a model that `load` has read."""
     found: set[Path] = model.meta[_FILES]
     return found
-
-
-def check_memory(model: ir.Model) -> None:
-    """Raises ExportError if the comparison in fp32 needs more memory than is free."""
-    elements = sum(value.const_value.size for value in model.graph.initializers.values() if value.const_value)
-    needed, free = _FP32_COPIES * 4 * elements, available_bytes()
-    if needed > free:
-        raise ExportError(
-            f"comparing the model in fp32 takes about {needed / 1e9:.3g} GB of memory, and "
-            f"{free / 1e9:.3g} GB are free. Optimise it on a machine with more"
-        )
-
-
-def available_bytes() -> int:
-    """Returns how much memory new processes can take, as Linux estimates it."""
-    lines = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
-    return int(lines["MemAvailable"].split()[0]) * 1024

@@ -35,6 +35,7 @@ from . import (
     unfuse_ort,
 )
 from . import graph as g
+from .estimate import Estimate, estimate
 from .load import load
 from .prepare import clean, prepare
 from .report import OptimizeReport
@@ -60,6 +61,7 @@ def optimize(
     library: deploy.Libraries = None,
     allow_model_libraries: bool = False,
     kept: Iterable[OpSpec] = (),
+    dry_run: bool = False,
     timeout: float = 600,
     progress: Progress = silent,
 ) -> OptimizeReport:
@@ -89,6 +91,7 @@ def optimize(
             `deploy.session` finds them. The nodes of all of them stay as they are.
         allow_model_libraries: whether to take libraries, which can do anything, from the model's folder.
         kept: ops whose nodes stay although no library may have them.
+        dry_run: write nothing; the report has the rewrites, and an estimate of memory and disk.
         timeout: the seconds that a model may run without progress, before it is ended.
         progress: called at each step, and while it goes on.
 
@@ -104,12 +107,31 @@ def optimize(
         progress("reading the model")
         read = read_source(Path(source), Path(target), options)
         verifier = Verifier(read, partial(_rewritten, read, progress), progress)
+        needs = estimate(read.loaded, read.report.path, read.report.dtype if dtype else "")
+        if not dry_run:
+            needs.require(read.path, read.report.path)
         _prepare(read, verifier, progress)
+        if dry_run:
+            return _tried(read, progress, needs)
         with work_folder(read.report.path) as folder:
             files = _write_verified(read, verifier, folder, progress)
             read.report.bytes_after = sum(map(os.path.getsize, files))
             publish(files, read.report.path)
     return read.report
+
+
+def _tried(source: Source, progress: Progress, needs: Estimate) -> OptimizeReport:
+    """Rewrites and converts the model, and writes nothing."""
+    report = source.report
+    chosen = passes.chosen(report.device, report.dtype, source.options.without)
+    try:
+        _converted(source, _rewritten(source, progress, [each.name for each in chosen]))
+    except equivalence.NotEquivalent as reason:
+        raise ExportError(
+            f"{option('without', reason.rewrite)}: leave this rewrite out, it {reason}"
+        ) from reason
+    report.estimate = str(needs)
+    return report
 
 
 def _prepare(source: Source, verifier: Verifier, progress: Progress) -> None:

@@ -27,6 +27,7 @@ class OptimizeReport:
         times: milliseconds of a run of the source and of the result, where `drop_slow` measured them.
         untimed: why there are no times.
         timed_shape: the shape of the first input in these runs.
+        estimate: of memory and disk, where nothing was written: `dry_run`.
         same: the file is the original; nothing was recognised or converted.
         inlined: the number of nodes of each custom op that became standard operators, by domain and type.
         libraries: the files that a session with the result has registered and whose ops it has.
@@ -57,6 +58,7 @@ class OptimizeReport:
     needs: list[str] = field(default_factory=list)
     compared: Mapping[str, int] = field(default_factory=dict)
     same: bool = False
+    estimate: str = ""
     notes: list[str] = field(default_factory=list)
 
     def to_json(self) -> str:
@@ -77,9 +79,10 @@ class OptimizeReport:
             shape = f", first input {list(self.timed_shape)}"
             gained = "" if self.times[1] < self.times[0] * _GAIN else "nothing gained: "
             times = f"; {gained}{self.times[0]:.3g} -> {self.times[1]:.3g} ms on {self.device}{shape}"
+        same = f"same outputs (relative error {self.error:.1e}{own}){times}"
         lines = [
-            f"{self.source.name} -> {self.path.name}: {self.nodes_before} nodes -> {self.nodes_after}; same "
-            f"outputs (relative error {self.error:.1e}{own}){times}"
+            f"{self.source.name} -> {self.path.name}: {self.nodes_before} nodes -> {self.nodes_after}; "
+            f"{'nothing was compared or written' if self.estimate else same}"
         ]
         if not self.fused:
             lines.append(
@@ -97,7 +100,8 @@ class OptimizeReport:
             rest = len(self.narrowed) - _NAMES
             names = [*self.narrowed[:_NAMES], *([f"and {rest} others"] if rest > 0 else [])]
             lines.append(f"  float32 in the source, {self.dtype} here: {', '.join(names)}")
-        lines.append(f"  size: {self.bytes_before / 1e6:.3g} -> {self.bytes_after / 1e6:.3g} MB")
+        size = f"size: {self.bytes_before / 1e6:.3g} -> {self.bytes_after / 1e6:.3g} MB"
+        lines.append(f"  {self.estimate or size}")
         if self.libraries:
             lines.append(f"  libraries: {', '.join(map(str, self.libraries))}")
         if self.needs:

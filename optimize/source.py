@@ -34,7 +34,7 @@ from . import (
     standard_ops,
     unfuse_ort,
 )
-from .load import check_memory, data_files, load, make_constant, separate_names
+from .load import data_files, load, make_constant, separate_names
 from .own_ops import OwnOps, find_own_ops
 from .prepare import inline_functions, main_dtype
 from .report import OptimizeReport
@@ -196,7 +196,6 @@ def read_source(path: Path, target: Path, options: Options) -> Source:
     model = load(path)
     data = data_files(model)
     check_target(target, {path, *data})
-    check_memory(model)
     own = find_own_ops(model, path, options.library, options.kept, options.allow_model_libraries)
     records = dict(read_library(find_library("custom_ops")).records)
     standard_ops.check_ops(options.replace, records)

@@ -55,14 +55,6 @@ def test_wrong_options(options: dict[str, Any], message: str, model: Path, tmp_p
     assert message in refused(model, tmp_path / "new.onnx", **options)
 
 
-def test_more_memory_than_is_free(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("twinop.optimize.load.available_bytes", lambda: 4 * 4 * 12 - 1)
-    said = refused(model, tmp_path / "new.onnx")
-    assert "takes about 1.92e-07 GB of memory, and 1.91e-07 GB are free. Optimise it on a machine" in said
-    monkeypatch.setattr("twinop.optimize.load.available_bytes", lambda: 4 * 4 * 12)
-    optimize(model, tmp_path / "new.onnx")
-
-
 def test_wrong_places(model: Path, tmp_path: Path) -> None:
     assert "belongs to the input; name another file" in refused(model, model)
     assert "is a folder; expected a file name" in refused(model, tmp_path)
