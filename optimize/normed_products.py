@@ -66,7 +66,9 @@ class NormedProducts(Rewrite[_Match]):
             product, [other] = g.maker(x), [term for term in node.inputs[:2] if term is not x]
             product.resize_inputs(_RESIDUAL + 1)
             product.replace_input_with(_RESIDUAL, other)
+            x.name = f"{x.name}_and_residual"  # it is no longer what the original calls so
             for value in node.outputs[1:]:
+                value.name, x.name = f"{value.name}_before", value.name
                 ir.convenience.replace_all_uses_with(value, x)
         g.prune(node)
 

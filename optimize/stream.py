@@ -342,10 +342,9 @@ def _naming(segment: str, kind: type[Exception], what: str) -> Iterator[None]:
 def _near(run: _Run) -> Callable[[Mapping[str, Any]], dict[str, Any]]:
     """Returns what changes the last bits of inputs, those of the coarser dtype."""
     by = LAST_BITS if run.dtype == "float32" else float(ml_dtypes.finfo(run.dtype).eps)
-    kinds = {
-        value.const_value.dtype for value in run.original.graph.initializers.values() if value.const_value
-    }
-    if not any(kind.numpy() == np.dtype(getattr(ml_dtypes, run.dtype, run.dtype)) for kind in kinds):
+    tensors = [value.const_value for value in run.original.graph.initializers.values()]
+    kind = ir.DataType[run.dtype.replace("float32", "float").replace("float64", "double").upper()]
+    if not any(tensor is not None and tensor.dtype is kind for tensor in tensors):
         by *= _OF_CONVERTED
 
     def near(case: Mapping[str, Any]) -> dict[str, Any]:
