@@ -13,9 +13,9 @@ import re
 import shutil
 import stat
 import subprocess
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
-from functools import partial, reduce
+from functools import reduce
 from pathlib import Path
 from typing import Any
 
@@ -115,10 +115,9 @@ def optimize_folder(
     shares = bool(search.get("past_present_share_buffer") and search.get("num_beams", 1) == 1)
     options |= {"shared_caches": shares, "device": device, "library": own or None}
     options["allow_model_libraries"] = allow_model_libraries
-    run: Callable[..., OptimizeReport] = partial(optimize, **options)
     left_out = _left_out(source, files, decoder)
     if options.get("dry_run"):
-        return run(model, target / decoder["filename"])
+        return optimize(model, target / decoder["filename"], **options)
     entries = entries or [{"cuda": {"enable_cuda_graph": "0"}}]
     settings["provider_options"] = entries if device == "cuda" else []
     try:
@@ -128,7 +127,7 @@ def optimize_folder(
             _copy(source, folder, [each for each in files if source / each not in left_out])
             written = folder / decoder["filename"]
             written.parent.mkdir(parents=True, exist_ok=True)
-            report = run(model, written)
+            report = optimize(model, written, **options)
             for file in (written, *written.parent.glob(f"{glob.escape(written.stem)}.*.data")):
                 shutil.copymode(model, file)
             _finish(source, folder, files, config, report)
