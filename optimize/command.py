@@ -10,8 +10,8 @@ import typer
 from twinop.console import Timeout, clear_errors, out, progress_bar
 
 
-def _option(help: str, *names: str) -> Any:
-    return typer.Option(*names, help=help)
+def _option(help: str, *names: str, **shown: Any) -> Any:
+    return typer.Option(*names, help=help, **shown)
 
 
 @dataclass(frozen=True)
@@ -90,6 +90,10 @@ class Options:
         bool,
         _option("Write nothing: show the rewrites, and how much memory and disk they take.", "--dry-run"),
     ] = False
+    explain: Annotated[
+        str | None,
+        _option("Write nothing: say which condition of each rewrite failed at this node.", metavar="NODE"),
+    ] = None
     timeout: Timeout = 600
 
 

@@ -62,6 +62,7 @@ def optimize(
     allow_model_libraries: bool = False,
     kept: Iterable[OpSpec] = (),
     dry_run: bool = False,
+    explain: str | None = None,
     timeout: float = 600,
     progress: Progress = silent,
 ) -> OptimizeReport:
@@ -92,6 +93,8 @@ def optimize(
         allow_model_libraries: whether to take libraries, which can do anything, from the model's folder.
         kept: ops whose nodes stay although no library may have them.
         dry_run: write nothing; the report has the rewrites, and an estimate of memory and disk.
+        explain: the name of a node or of its output: the report says which condition failed in each rewrite
+            that starts there, and nothing is written.
         timeout: the seconds that a model may run without progress, before it is ended.
         progress: called at each step, and while it goes on.
 
@@ -108,11 +111,12 @@ def optimize(
         read = read_source(Path(source), Path(target), options)
         verifier = Verifier(read, partial(_rewritten, read, progress), progress)
         needs = estimate(read.loaded, read.report.path, read.report.dtype if dtype else "")
-        if not dry_run:
+        is_tried = dry_run or explain is not None
+        if not is_tried:
             needs.require(read.path, read.report.path)
         _prepare(read, verifier, progress)
-        if dry_run:
-            return _tried(read, progress, needs)
+        if is_tried:
+            return _tried(read, progress, needs, explain)
         with work_folder(read.report.path) as folder:
             files = _write_verified(read, verifier, folder, progress)
             read.report.bytes_after = sum(map(os.path.getsize, files))
@@ -120,10 +124,14 @@ def optimize(
     return read.report
 
 
-def _tried(source: Source, progress: Progress, needs: Estimate) -> OptimizeReport:
-    """Rewrites and converts the model, and writes nothing."""
+def _tried(source: Source, progress: Progress, needs: Estimate, explain: str | None) -> OptimizeReport:
+    """Rewrites and converts the model, or explains the rewrites at a node, and writes nothing."""
     report = source.report
     chosen = passes.chosen(report.device, report.dtype, source.options.without)
+    if explain is not None:
+        context = g.RewriteContext(source.base.clone(), report.device, source.records)
+        report.explained = passes.explain(context, explain, chosen)
+        return report
     try:
         _converted(source, _rewritten(source, progress, [each.name for each in chosen]))
     except equivalence.NotEquivalent as reason:

@@ -28,6 +28,7 @@ class OptimizeReport:
         untimed: why there are no times.
         timed_shape: the shape of the first input in these runs.
         estimate: of memory and disk, where nothing was written: `dry_run`.
+        explained: which condition of each rewrite failed at a node: `explain`. It is then all that is shown.
         same: the file is the original; nothing was recognised or converted.
         inlined: the number of nodes of each custom op that became standard operators, by domain and type.
         libraries: the files that a session with the result has registered and whose ops it has.
@@ -59,6 +60,7 @@ class OptimizeReport:
     compared: Mapping[str, int] = field(default_factory=dict)
     same: bool = False
     estimate: str = ""
+    explained: str = ""
     notes: list[str] = field(default_factory=list)
 
     def to_json(self) -> str:
@@ -73,6 +75,8 @@ class OptimizeReport:
 
     def __str__(self) -> str:
         """The report as lines of text."""
+        if self.explained:
+            return self.explained
         own = f"; the original in {self.dtype}: {self.own_error:.1e}" if self.own_error is not None else ""
         times = ""
         if self.times is not None:

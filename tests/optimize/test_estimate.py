@@ -72,3 +72,12 @@ def test_a_dry_run_shows_the_rewrites_and_the_estimate(model: Path, tmp_path: Pa
     for text in ("3 nodes -> 1; nothing was compared or written", "1 linear+bias+relu", "takes about 0."):
         assert text in ran.output
     assert [each.name for each in tmp_path.iterdir()] == ["old.onnx"]
+
+
+def test_a_node_is_explained(model: Path, tmp_path: Path) -> None:
+    options = [str(model), "-o", str(tmp_path / "fast.onnx"), "--device", "cuda"]
+    ran = CliRunner().invoke(app, ["optimize", *options, "--explain", "m"])
+    assert ran.exit_code == 0 and ran.output.startswith("MatMul m:\n") and "  linear: matches" in ran.output
+    missing = CliRunner().invoke(app, ["optimize", *options, "--explain", "mm"])
+    assert missing.exit_code == 1 and "--explain mm: no node or value has this name" in missing.output
+    assert [each.name for each in tmp_path.iterdir()] == ["old.onnx"]
