@@ -9,14 +9,14 @@ _V1 = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
 _V2 = ("memory.max", "memory.current", "inactive_file")
 
 
-def tree_bytes() -> int:
-    """Returns the memory of this process and of those below it, without the files that they have mapped."""
+def tree_bytes(process: int | None = None) -> int:
+    """Returns the memory of a process, by default this one, and of those below it, without mapped files."""
     children = dict[int, list[int]]()
     for entry in filter(str.isdigit, os.listdir("/proc")):
         with suppress(OSError):  # it has ended
             parent = Path("/proc", entry, "stat").read_text().rpartition(")")[2].split()[1]
             children.setdefault(int(parent), []).append(int(entry))
-    found = [os.getpid()]
+    found = [process or os.getpid()]
     for each in found:
         found += children.get(each, ())
     return sum(_fields(Path(f"/proc/{each}/status")).get("RssAnon:", 0) * 1024 for each in found)

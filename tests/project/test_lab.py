@@ -67,6 +67,16 @@ def test_tokens_of_a_decoder_are_measured(tmp_path: Path) -> None:
     assert (tmp_path / "plot.png").stat().st_size > 10_000
 
 
+@pytest.mark.slow
+def test_models_of_real_sizes_are_measured(tmp_path: Path) -> None:
+    options = ("--quick", "--rows=llama-8b-int4,export", f"--work={tmp_path}", f"--output={tmp_path}")
+    run("lab/real_sizes", *options)
+    (path,) = tmp_path.glob("real-sizes-quick-*.jsonl")
+    for line in read(path, "real-sizes"):
+        assert line["now"].keys() == {"wall_s", "cpu_s", "memory_gb", "disk_beyond_gb"}, line
+        assert 0 < line["now"]["memory_gb"] < 2 and line["command"].startswith("python -")
+
+
 def test_the_pages_say_what_was_recorded() -> None:
     lines = read(ROOT / "lab/results/models-nvidia-h200.jsonl", "models")
     assert table(lines) in (ROOT / "docs/guide/performance.md").read_text()

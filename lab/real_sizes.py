@@ -1,0 +1,173 @@
+"""What models of real sizes take to be optimised: memory of all processes, time, and disk beyond the result.
+
+    python lab/real_sizes.py --output lab/results
+    python lab/real_sizes.py --rows llama-8b-int4,export --work /tmp/twinop-sizes
+    python lab/real_sizes.py --rows bert,vit,whisper --before ~/twinop-0.3/.venv/bin/python
+
+The models have random weights, other ones in each layer. A line has the command and the bars of two cores.
+A file on the disk of --work takes three times the size of its model.
+"""
+
+import os
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import typer
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests/helpers"))
+from decoder_graphs import Sizes, write
+
+from lab.model_zoo import ROWS as ZOO
+from lab.models import torch_export
+from twinop.bench.measurements import Measurements, Output, chosen
+from twinop.console import clear_errors, out
+from twinop.memory import tree_bytes
+
+_POLL = 0.05  # seconds
+_DISK_TEST = 1 << 30  # bytes
+_EXPORT = """
+import sys, torch
+from twinop.export import export
+torch.manual_seed(0)
+count, width = map(int, sys.argv[2:])
+layers = [torch.nn.Linear(width, width, bias=False) for _ in range(count)]
+export(torch.nn.Sequential(*layers).eval(), (torch.randn(2, width),), sys.argv[1])
+"""
+Command = Sequence[str]
+
+
+@dataclass(frozen=True)
+class Row:
+    """A command and its bars, for two cores.
+
+    Attributes:
+        make: writes the source into a folder, unless it is there; returns the arguments of Python that write
+            what `new` in it is named. Of a quick look it writes a tiny model.
+        seconds, gigabytes: at most so many; 0 where there is no bar.
+    """
+
+    make: Callable[[Path, bool], Command]
+    seconds: float = 0.0
+    gigabytes: float = 0.0
+
+
+def decoder(sizes: Sizes, precision: str, layers: int, folder: Path, quick: bool) -> Command:
+    if not (folder / "old").exists():
+        shutil.rmtree(folder / "draft", ignore_errors=True)
+        given = (Sizes(), precision, 2) if quick else (sizes, precision, layers)
+        write(folder / "draft", *given, graph=True).rename(folder / "old")
+    return ["-m", "twinop", "pack", "--genai", f"{folder}/old", "-o", f"{folder}/new", "--device", "cuda"]
+
+
+def encoder(name: str, folder: Path, quick: bool) -> Command:
+    row = ZOO[name]
+    if not (folder / "old.onnx").exists():
+        torch_export(row.make(quick, row.model.exported), row.batch(quick, 2), folder / "old.onnx")
+    return ["-m", "twinop", "optimize", f"{folder}/old.onnx", "-o", f"{folder}/new.onnx", "--device", "cuda"]
+
+
+def export(folder: Path, quick: bool) -> Command:
+    return ["-c", _EXPORT, f"{folder}/new.onnx", *(("2", "64") if quick else ("16", "4096"))]
+
+
+_LLAMA_1B = Sizes(2048, 8192, 32, 8, 64, 128256, context=8192)
+_LLAMA_8B = Sizes(4096, 14336, 32, 8, 128, 128256, context=8192)
+_LLAMA_70B = Sizes(8192, 28672, 64, 8, 128, 128256, context=8192)
+ROWS = {
+    "llama-1.2b-int4": Row(partial(decoder, _LLAMA_1B, "int4", 16), 60, 1.5),
+    "llama-8b-int4": Row(partial(decoder, _LLAMA_8B, "int4", 32), 180, 2.5),
+    "llama-8b-fp16": Row(partial(decoder, _LLAMA_8B, "float16", 32), 480, 3.5),
+    "llama-8b-int4-4-layers": Row(partial(decoder, _LLAMA_8B, "int4", 4)),
+    "llama-8b-fp16-4-layers": Row(partial(decoder, _LLAMA_8B, "float16", 4)),
+    "llama-70b-int4-4-layers": Row(partial(decoder, _LLAMA_70B, "int4", 4), 0, 4),
+    "bert": Row(partial(encoder, "bert-fp16")),
+    "vit": Row(partial(encoder, "vit")),
+    "whisper": Row(partial(encoder, "whisper")),
+    "export": Row(export, 45, 2.8),
+}  # fmt: skip
+
+
+def measure(command: Command, folder: Path) -> dict[str, Any]:
+    """Runs a command, and returns what it and all of its processes take; raises RuntimeError if it fails."""
+    before, start, memory, disk = used(folder), time.monotonic(), 0, 0
+    with (folder / "log").open("w") as log:
+        process = subprocess.Popen(command, stdout=log, stderr=log)
+        while True:
+            ended, status, usage = os.wait4(process.pid, os.WNOHANG)
+            if ended:
+                break
+            memory, disk = max(memory, tree_bytes(process.pid)), max(disk, used(folder) - before)
+            time.sleep(_POLL)
+    process.returncode = os.waitstatus_to_exitcode(status)
+    if process.returncode:
+        raise RuntimeError(f"it ended with {process.returncode}: {(folder / 'log').read_text()[-400:]}")
+    numbers = {"wall_s": time.monotonic() - start, "cpu_s": usage.ru_utime + usage.ru_stime}
+    numbers |= {"memory_gb": memory / 1e9, "disk_beyond_gb": max(disk - used(folder) + before, 0) / 1e9}
+    return {name: round(number, 2) for name, number in numbers.items()}
+
+
+def used(folder: Path) -> int:
+    """Returns the bytes that a folder's files take."""
+    total = 0
+    for place, _, names in os.walk(folder):
+        for name in names:
+            try:
+                total += os.lstat(os.path.join(place, name)).st_blocks * 512
+            except OSError:  # it is gone
+                continue
+    return total
+
+
+def disk_rate(folder: Path) -> float:
+    """Returns how many gigabytes a second the disk writes."""
+    file, block, start = folder / "disk-test", os.urandom(1 << 24), time.monotonic()
+    with file.open("wb") as target:
+        for _ in range(_DISK_TEST // len(block)):
+            target.write(block)
+        os.fsync(target.fileno())
+    file.unlink()
+    return round(_DISK_TEST / 1e9 / (time.monotonic() - start), 2)
+
+
+def main(
+    rows: Annotated[str, typer.Option(help="Default: all.")] = "",
+    work: Annotated[Path, typer.Option(help="Keeps the sources.")] = Path("/tmp/twinop-sizes"),
+    before: Annotated[
+        str, typer.Option(help="A Python with an older twinop, which runs after each row.")
+    ] = "",
+    quick: Annotated[bool, typer.Option("--quick", help="A quick look: tiny models.")] = False,
+    output: Output = None,
+) -> None:
+    """Measure the memory, time and disk of optimising models of real sizes."""
+    with clear_errors():
+        names = chosen("--rows", rows or ",".join(ROWS), list(ROWS))
+        measured = Measurements("real-sizes", torch.device("cpu"), output, quick)
+        for name in names:
+            row, folder = ROWS[name], work / f"{name}{'-quick' * quick}"
+            folder.mkdir(parents=True, exist_ok=True)
+            arguments = row.make(folder, quick)
+            bars = {"seconds": row.seconds, "gigabytes": row.gigabytes}
+            line: dict[str, Any] = {"op": name, "command": " ".join(["python", *arguments]), "bars": bars}
+            line |= {"source_gb": round(used(folder) / 1e9, 2), "disk_gb_s": disk_rate(folder), "times": {}}
+            for key, python in [("now", sys.executable), *([("before", before)] if before else [])]:
+                for old in folder.glob("new*"):
+                    shutil.rmtree(old) if old.is_dir() else old.unlink()
+                try:
+                    line[key] = measure([python, *arguments], folder)
+                except RuntimeError as error:
+                    line[key] = {"failure": str(error)}
+                out.print(f"{name}, {key}: {line[key]}", markup=False, soft_wrap=True)
+            measured.add(line)
+
+
+if __name__ == "__main__":
+    typer.run(main)
