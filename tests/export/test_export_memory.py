@@ -1,10 +1,19 @@
 """An export copies no parameter, and leaves each with its bits."""
 
+import os
+import subprocess
+import sys
+import time
+from contextlib import suppress
+from pathlib import Path
+
 import pytest
 import torch
 from torch import nn
 
-from twinop.export import state
+from twinop.export import export, state
+
+ROOT = Path(__file__).resolve().parents[2]
 
 DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e5m2)
 
@@ -78,3 +87,72 @@ def test_weights_are_whole_after_an_end_between_two_of_them(monkeypatch: pytest.
             with state.changed_weights(model):
                 pass
         assert bits(model) == before, after
+
+
+def test_a_weight_of_several_modules_is_written_once(tmp_path: Path) -> None:
+    class Tied(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embed, self.head = nn.Embedding(600, 512), nn.Linear(512, 600, bias=False)
+            self.head.weight = self.embed.weight
+
+        def forward(self, ids: torch.Tensor) -> torch.Tensor:
+            return self.head(self.embed(ids))
+
+    report = export(Tied(), (torch.arange(4)[None],), tmp_path / "m.onnx", optimize=False)
+    assert report.size < 1.1 * 600 * 512 * 4
+
+
+def test_a_large_buffer_is_copied_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    clone, copies = torch.Tensor.clone, list[int]()
+
+    def counted(tensor: torch.Tensor, **options: object) -> torch.Tensor:
+        if tensor.numel() >= 512 * 600:
+            copies.append(tensor.numel())
+        return clone(tensor, **options)  # type: ignore[arg-type]
+
+    model = nn.Linear(512, 600)
+    model.register_buffer("table", torch.ones(600, 512))
+    monkeypatch.setattr(torch.Tensor, "clone", counted)
+    export(model, (torch.ones(2, 512),), tmp_path / "m.onnx", optimize=False)
+    assert len(copies) == 1, "of the table, which may be written; of the weight none"
+
+
+PROGRAM = """
+import sys, torch
+from twinop.export import export
+model = torch.nn.Sequential(*[torch.nn.Linear(2048, 2048) for _ in range(16)])
+print("ready", flush=True)
+sys.stdin.readline()
+export(model, (torch.ones(2, 2048),), sys.argv[1], optimize=False)
+"""
+WEIGHTS = 16 * 2048 * 2049 * 4  # bytes: 268 MB
+
+
+def anonymous(root: int) -> int:
+    """Returns the bytes that a process and those below it hold, files that are mapped apart."""
+    total, waiting = 0, [root]
+    while waiting:
+        pid = waiting.pop()
+        with suppress(OSError, IndexError):  # it has ended
+            status = Path(f"/proc/{pid}/status").read_text()
+            total += 1024 * int(status.partition("RssAnon:")[2].split()[0])
+            for task in Path(f"/proc/{pid}/task").iterdir():
+                waiting += map(int, (task / "children").read_text().split())
+    return total
+
+
+def test_no_parameter_is_copied(tmp_path: Path) -> None:
+    line = [sys.executable, "-c", PROGRAM, str(tmp_path / "m.onnx")]
+    env, most = os.environ | {"PYTHONPATH": str(ROOT)}, 0
+    with subprocess.Popen(line, env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        assert process.stdin is not None and process.stdout is not None
+        assert process.stdout.readline() == b"ready\n"
+        before = anonymous(process.pid)
+        process.stdin.close()
+        while process.poll() is None:
+            most = max(most, anonymous(process.pid))
+            time.sleep(0.01)
+    assert process.returncode == 0 and before > WEIGHTS
+    # torch's exporter, ONNX Runtime and its process take 160 MB; one copy of all weights would not fit.
+    assert most - before < 0.9 * WEIGHTS
