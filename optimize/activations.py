@@ -33,12 +33,13 @@ with np.errstate(over="ignore"):
 _TOLERANCE, _TOLERANCE_16_BITS = 1e-5, 1e-4
 
 
-class Activations(Rewrite[tuple[str, ir.Value]]):
+class Activations(
+    Rewrite[tuple[str, ir.Value]],
+    name="activation",
+    op_types=("Mul", "Div", "Gelu", "Swish", "Pow"),
+    backwards=True,
+):
     """Finds the name of a function and its x."""
-
-    name = "activation"
-    op_types = ("Mul", "Div", "Gelu", "Swish", "Pow")
-    backwards = True
 
     def match(self, node: ir.Node) -> tuple[str, ir.Value] | g.Skipped | str:
         found = self._function(node)

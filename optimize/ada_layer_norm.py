@@ -14,11 +14,8 @@ from .rewrite import Rewrite
 _Match = tuple[ir.Value, ir.Value, ir.Value]  # scale, shift and the result
 
 
-class AdaLayerNorm(Rewrite[_Match]):
+class AdaLayerNorm(Rewrite[_Match], name="ada_layer_norm", ops=("layer_norm",)):
     """Finds scale, shift and the result."""
-
-    name = "ada_layer_norm"
-    ops = ("layer_norm",)
 
     def match(self, node: ir.Node) -> _Match | str:
         if g.attribute(node, "axis", -1) != -1 or _has_weights(node):

@@ -11,12 +11,8 @@ from . import graph as g
 from .rewrite import Rewrite
 
 
-class Addcmul(Rewrite[tuple[ir.Value | None, ir.Node]]):
+class Addcmul(Rewrite[tuple[ir.Value | None, ir.Node]], name="addcmul", op_types=("Add",), device="cuda"):
     """Finds x and the product."""
-
-    name = "addcmul"
-    op_types = ("Add",)
-    device = "cuda"
 
     def match(self, node: ir.Node) -> tuple[ir.Value | None, ir.Node] | str:
         result = node.outputs[0]

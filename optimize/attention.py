@@ -35,12 +35,8 @@ _MAX_BATCH = 65_535
 """Sequences of one launch of attention kernels on CUDA. A size that is not known counts as 64."""
 
 
-class Attention(Rewrite[ir.Node]):
+class Attention(Rewrite[ir.Node], name="attention", op_types=("Softmax",), pattern="attention"):
     """Finds the product with v."""
-
-    name = "attention"
-    op_types = ("Softmax",)
-    pattern = "attention"
 
     def match(self, node: ir.Node) -> ir.Node | g.Skipped:
         if not is_attention(node):

@@ -13,11 +13,8 @@ from .rewrite import Rewrite
 _ROTATED = [0, 2, 1]
 
 
-class BatchedHeads(Rewrite[tuple[int, list[ir.Node]]]):
+class BatchedHeads(Rewrite[tuple[int, list[ir.Node]]], name="batched_heads", op_types=("MatMul",)):
     """Finds the number of heads, and what follows the product."""
-
-    name = "batched_heads"
-    op_types = ("MatMul",)
 
     def match(self, node: ir.Node) -> tuple[int, list[ir.Node]] | str:
         if g.rank(node.outputs[0]) != 3 or None in map(_heads, node.inputs):

@@ -34,13 +34,14 @@ _Tables = dict[tuple[ir.Value | None, ...], ir.Value]
 """What was made of values for one attention, for the next one."""
 
 
-class CachedAttention(Rewrite[bool]):
+class CachedAttention(
+    Rewrite[bool],
+    name="cached_attention",
+    microsoft=("GroupQueryAttention",),
+    device="cuda",
+    sixteen_bits_only=True,
+):
     """Puts the op in the place of GroupQueryAttention."""
-
-    name = "cached_attention"
-    microsoft = ("GroupQueryAttention",)
-    device = "cuda"
-    sixteen_bits_only = True
 
     def __init__(self, context: g.RewriteContext) -> None:
         super().__init__(context)

@@ -20,11 +20,8 @@ _PASS_THROUGH = ("Expand", "GatherElements", "Gather", "Identity", "Reshape", "S
 _Match = tuple[ir.Value, ir.TensorProtocol, bool]
 
 
-class Embeddings(Rewrite[_Match]):
+class Embeddings(Rewrite[_Match], name="embedding", op_types=("Add",)):
     """Finds what the rows are added to, the rows, and whether they were looked up."""
-
-    name = "embedding"
-    op_types = ("Add",)
 
     def match(self, node: ir.Node) -> _Match | str:
         for value, other in (node.inputs, node.inputs[::-1]):

@@ -28,11 +28,8 @@ from .rewrite import Rewrite
 _Match = tuple[ir.Value, ir.Value, str, list[tuple[Linear, int | None]]]
 
 
-class Gates(Rewrite[_Match]):
+class Gates(Rewrite[_Match], name="gated", op_types=("Mul",)):
     """Finds gate, up, the activation, and the products of gate and up, or the one that has both."""
-
-    name = "gated"
-    op_types = ("Mul",)
 
     def match(self, node: ir.Node) -> _Match | g.Skipped | str:
         found = gate_of(self.context, node)

@@ -20,13 +20,10 @@ _OPSET = 23
 _LOWEST = -1e30  # the kernel takes lower ones for -inf, and rows of them have no mean
 
 
-class GrowingCaches(Rewrite[ir.Node]):
+class GrowingCaches(
+    Rewrite[ir.Node], name="growing_caches", op_types=("Softmax",), device="cpu", reports=False
+):
     """Finds the product with v. `attention.py` says why another attention is not fused."""
-
-    name = "growing_caches"
-    op_types = ("Softmax",)
-    device = "cpu"
-    reports = False
 
     def __init__(self, context: g.RewriteContext) -> None:
         super().__init__(context)

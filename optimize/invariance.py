@@ -22,12 +22,8 @@ _SUMS = re.compile("Attention|Conv|Einsum|Gemm|GRU|LSTM|MatMul|MoE|(?<!Max)Pool|
 _OF_INTEGERS = re.compile("Integer$|^QLinear")
 
 
-class Invariance(Rewrite[bool]):
+class Invariance(Rewrite[bool], name="invariance", device="cuda", sixteen_bits_only=True):
     """Sets an attribute of products. Finds whether they are to be invariant."""
-
-    name = "invariance"
-    device = "cuda"
-    sixteen_bits_only = True
 
     def candidates(self) -> list[ir.Node]:
         if self.context.graph.meta.get(INVARIANT):

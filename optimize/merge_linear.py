@@ -23,12 +23,8 @@ _MAX_ELEMENTS = 3 << 20
 """Elements of the merged output. With more, the Split costs more than it saves (measured on an H200)."""
 
 
-class MergeLinear(Rewrite[list[ir.Node]]):
+class MergeLinear(Rewrite[list[ir.Node]], name="merge_linear", ops=("linear",), device="cuda"):
     """Finds the products of one input, from the first one."""
-
-    name = "merge_linear"
-    ops = ("linear",)
-    device = "cuda"
 
     def match(self, node: ir.Node) -> list[ir.Node] | str:
         x = node.inputs[0]

@@ -37,11 +37,8 @@ class _NormInput(Rewrite[list[ir.Value]]):
         self.replace(old[1], new[1])
 
 
-class AddNorm(_NormInput):
+class AddNorm(_NormInput, name="add_norm", ops=("layer_norm", "rms_norm")):
     """Finds two terms of one shape."""
-
-    name = "add_norm"
-    ops = ("layer_norm", "rms_norm")
 
     def match(self, node: ir.Node) -> list[ir.Value] | str:
         total = node.inputs[0]
@@ -64,11 +61,8 @@ class AddNorm(_NormInput):
         self.fuse(node, "add_layer_norm" if is_layer_norm else "add_rms_norm", terms)
 
 
-class EmbedNorm(_NormInput):
+class EmbedNorm(_NormInput, name="embed_norm", ops=("layer_norm",)):
     """Finds a lookup, and the terms that are added to it."""
-
-    name = "embed_norm"
-    ops = ("layer_norm",)
 
     def match(self, node: ir.Node) -> list[ir.Value] | str:
         total, shape = node.inputs[0], g.dims(node.inputs[0]) or []

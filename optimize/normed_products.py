@@ -26,13 +26,14 @@ _RESIDUAL = 3  # the input of CustomLinear
 _Match = tuple[ir.Value, list[ir.TensorProtocol]]
 
 
-class NormedProducts(Rewrite[_Match]):
+class NormedProducts(
+    Rewrite[_Match],
+    name="normed_products",
+    ops=("rms_norm", "add_rms_norm"),
+    device="cuda",
+    sixteen_bits_only=True,
+):
     """Finds what the products are to norm, and their new weights."""
-
-    name = "normed_products"
-    ops = ("rms_norm", "add_rms_norm")
-    device = "cuda"
-    sixteen_bits_only = True
 
     def match(self, node: ir.Node) -> _Match | str:
         if not self.context.op_nodes("attention_cached"):

@@ -38,12 +38,13 @@ class _Norm:
     constants: Sequence[ir.Value] = ()
 
 
-class Norms(Rewrite[_Norm]):
+class Norms(
+    Rewrite[_Norm],
+    name="norm",
+    op_types=("Mul", "Add", "Div", "LayerNormalization", "RMSNormalization"),
+    backwards=True,
+):
     """Finds norms that are one node, and those that are many."""
-
-    name = "norm"
-    op_types = ("Mul", "Add", "Div", "LayerNormalization", "RMSNormalization")
-    backwards = True
 
     def match(self, node: ir.Node) -> _Norm | g.Skipped | str:
         if not node.op_type.endswith("Normalization"):

@@ -27,13 +27,14 @@ faster."""
 _Match = tuple[ir.Value | None, list[ir.Node], ir.Value | None]
 
 
-class PackedAttention(Rewrite[_Match]):
+class PackedAttention(
+    Rewrite[_Match],
+    name="packed_attention",
+    microsoft=("MultiHeadAttention",),
+    device="cuda",
+    sixteen_bits_only=True,
+):
     """Finds the tensor with q, k and v, or their products; and the mask to add, or that of tokens [B, T]."""
-
-    name = "packed_attention"
-    microsoft = ("MultiHeadAttention",)
-    device = "cuda"
-    sixteen_bits_only = True
 
     def match(self, node: ir.Node) -> _Match | str:
         sizes, parts = _sizes(node), node.inputs[:3]

@@ -16,6 +16,7 @@ from . import (
     cached_attention,
     dequantize,
     embedding,
+    equivalence,
     gated,
     growing_caches,
     invariance,
@@ -80,14 +81,6 @@ def chosen(device: str, dtype: str, without: Iterable[str] = ()) -> list[type[Re
     ]
 
 
-class RewriteError(Exception):
-    """A rewrite fails on a graph that it was not written for."""
-
-    def __init__(self, name: str, failure: Exception) -> None:
-        super().__init__(f"fails: {type(failure).__name__}: {failure}")
-        self.name = name
-
-
 def apply_passes(
     context: g.RewriteContext,
     passes: Iterable[type[Rewrite]],
@@ -96,7 +89,7 @@ def apply_passes(
     """Applies rewrites to the model of a context; returns the names of those that changed it.
 
     Raises:
-        RewriteError: one fails.
+        NotEquivalent: one fails, on a graph that it was not written for.
     """
     acting = set[str]()
     for each in passes:
@@ -104,7 +97,8 @@ def apply_passes(
         try:
             acting |= {each.name} if each(context)(context.model).modified else set()
         except Exception as failure:
-            raise RewriteError(each.name, failure) from failure
+            text = f"fails: {type(failure).__name__}: {failure}"
+            raise equivalence.NotEquivalent(text, each.name) from failure
     return acting
 
 

@@ -88,14 +88,15 @@ class _Product:
                 )
 
 
-class QuantisedGates(Rewrite[tuple[list[_Product], str]]):
+class QuantisedGates(
+    Rewrite[tuple[list[_Product], str]],
+    name="quantised_gates",
+    op_types=("Mul",),
+    ops=("swiglu", "swiglu_packed"),
+    device="cuda",
+    sixteen_bits_only=True,
+):
     """Finds the products of gate and up, or the one that has both, and the activation of the gate."""
-
-    name = "quantised_gates"
-    op_types = ("Mul",)
-    ops = ("swiglu", "swiglu_packed")
-    device = "cuda"
-    sixteen_bits_only = True
 
     def match(self, node: ir.Node) -> tuple[list[_Product], str] | str:
         match = (node.inputs[-1], node.inputs[0], "silu") if node.domain else gate_of(self.context, node)
@@ -124,13 +125,10 @@ class QuantisedGates(Rewrite[tuple[list[_Product], str]]):
         self.replace(node.outputs[0], new, "linear_q_swiglu")
 
 
-class Quantised(Rewrite[_Product]):
+class Quantised(
+    Rewrite[_Product], name="quantised", microsoft=(PRODUCT,), device="cuda", sixteen_bits_only=True
+):
     """Puts one node in the place of a product, its bias and its activation."""
-
-    name = "quantised"
-    microsoft = (PRODUCT,)
-    device = "cuda"
-    sixteen_bits_only = True
 
     def match(self, node: ir.Node) -> _Product:
         return _checked(node)

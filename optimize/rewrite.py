@@ -29,6 +29,8 @@ Match = TypeVar("Match")
 class Rewrite(ir.passes.InPlacePass, Generic[Match]):
     """Matches nodes one after the other, and writes others in their place.
 
+    The attributes are given as arguments of the class: `class Addcmul(Rewrite[...], name="addcmul")`.
+
     Attributes:
         name: what `--without` calls it.
         op_types, microsoft, ops: the nodes that it starts from: standard ones, ONNX Runtime's, and those of
@@ -51,6 +53,10 @@ class Rewrite(ir.passes.InPlacePass, Generic[Match]):
     sixteen_bits_only: ClassVar[bool] = False
     backwards: ClassVar[bool] = False
     at_once: ClassVar[bool] = False
+
+    def __init_subclass__(cls, **attributes: object) -> None:
+        for name, value in attributes.items():
+            setattr(cls, name, value)
 
     def __init__(self, context: g.RewriteContext) -> None:
         self.context = context

@@ -39,13 +39,10 @@ class _Rotation:
     tokens_first: bool  # the result is [B, S, H, D], not [B, H, S, D]
 
 
-class Rotary(Rewrite[_Rotation]):
+class Rotary(
+    Rewrite[_Rotation], name="rotary", op_types=("Add", "Concat"), pattern="rotary embedding", at_once=True
+):
     """Fuses a rotation, and on CUDA another one of the same angles with it."""
-
-    name = "rotary"
-    op_types = ("Add", "Concat")
-    pattern = "rotary embedding"
-    at_once = True
 
     def __init__(self, context: g.RewriteContext) -> None:
         super().__init__(context)

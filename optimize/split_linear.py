@@ -18,12 +18,13 @@ from .rewrite import Rewrite
 _Part = tuple[ir.Value, int, int]  # of the last dimension, or of the axis of a Split: value, start, stop
 
 
-class SplitLinear(Rewrite[tuple[Linear | None, list[_Part]]]):
+class SplitLinear(
+    Rewrite[tuple[Linear | None, list[_Part]]],
+    name="split_linear",
+    op_types=("Split", "MatMul", "Gemm"),
+    device="cuda",
+):
     """Finds the product, or None for a constant, and the parts of it that are read."""
-
-    name = "split_linear"
-    op_types = ("Split", "MatMul", "Gemm")
-    device = "cuda"
 
     def match(self, node: ir.Node) -> tuple[Linear | None, list[_Part]] | str:
         if node.op_type == "Split":

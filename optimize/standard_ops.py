@@ -59,10 +59,8 @@ def check_ops(ops: Sequence[str], records: Mapping[str, OpSpec]) -> None:
             )
 
 
-class Replace(Rewrite[tuple[str, ir.Node]]):
+class Replace(Rewrite[tuple[str, ir.Node]], name="replace"):
     """Finds the op that replaces an operator, and its `standard_node`."""
-
-    name = "replace"
 
     @cached_property
     def standard(self) -> dict[str, ir.Node]:

@@ -17,12 +17,8 @@ from .rewrite import Rewrite
 _Match = tuple[Linear, ir.Value, ir.Node]
 
 
-class Unflatten(Rewrite[_Match]):
+class Unflatten(Rewrite[_Match], name="unflatten", op_types=("MatMul", "Gemm"), device="cuda"):
     """Finds the product, what is reshaped before it, and the Reshape after it."""
-
-    name = "unflatten"
-    op_types = ("MatMul", "Gemm")
-    device = "cuda"
 
     def match(self, node: ir.Node) -> _Match | str:
         linear = supported_linear(node)

@@ -25,10 +25,8 @@ _HIDDEN = -10000.0  # what ONNX Runtime adds to a hidden score, also where a row
 _TANH = {"approximate": "tanh"}  # the form of FastGelu
 
 
-class UnfuseOrt(Rewrite[bool]):
+class UnfuseOrt(Rewrite[bool], name="unfuse_ort"):
     """Splits nodes by `_RULES`, if `_CHECKS` find no reason against it."""
-
-    name = "unfuse_ort"
 
     def candidates(self) -> list[ir.Node]:
         return self.context.nodes(*_RULES, domain=g.MICROSOFT)

@@ -18,7 +18,7 @@ from twinop.library import find_library, read_library
 from twinop.model import files, folding
 from twinop.model import weights as lazy
 from twinop.model.weights import Recipe, Stored
-from twinop.optimize import decoders, invariance, normed_products, passes, precision, quantised, unfuse_ort
+from twinop.optimize import decoders, passes, precision, unfuse_ort
 from twinop.optimize import graph as g
 from twinop.optimize.load import load, separate_names
 from twinop.optimize.own_ops import find_own_ops
@@ -82,9 +82,7 @@ def _rewritten(source: Path, dtype: str | None, device: str, target: Path) -> ir
     kept = {} if dtype else {n: t for n, t in interface.items() if t is not None and t.is_floating_point()}
     precision.convert(model, precision.DTYPES.get(wanted, ir.DataType.FLOAT), kept, own, dtype is None)
     if device == "cuda" and wanted in precision.DTYPES:
-        for rewrite in (quantised.rewrite, normed_products.rewrite, invariance.rewrite):
-            rewrite(context)
-        clean(model)
+        passes.apply_passes(context, passes.LATE)
         g.share_constants(model.graph)
     files.save(model, target, 0, checks=False)
     return model

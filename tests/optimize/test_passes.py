@@ -10,6 +10,7 @@ from optimizing import parsed, types, weights
 from quantised_weights import weight_of
 from samples import RECORDS
 
+from twinop.errors import ExportError
 from twinop.model.schema import registered_schemas
 from twinop.optimize import graph as g
 from twinop.optimize import invariance, passes
@@ -330,3 +331,45 @@ def test_what_a_rewrite_writes_and_skips(case: Case) -> None:
     assert not fused(context.model)
     counted = [*skipped(context.model)]
     assert case.reason in counted or (not counted and any(case.reason in each for each in said)), said
+
+
+@pytest.mark.parametrize(
+    ("body", "name", "said"),
+    [
+        ("y = MatMul (x, STACK)", "y", ["MatMul y:", "  linear: a weight of 3 dimensions"]),
+        (
+            "p = MatMul (x, W) y = Relu (p)",
+            "p",
+            ["  linear: matches", "  linear: its value is inside of what this has"],
+        ),
+        (
+            "t = Tanh (x) s = Mul (t, z) y = Softmax (s)",
+            "s",
+            ["  attention from Softmax y: no MatMul reads it"],
+        ),
+        (
+            "p = Mul (x, z) y = Add (p, C)",
+            "p",
+            ["  addcmul from Add y: matches", "  gated: it does not multiply a GELU"],
+        ),
+        ("y = Cos (x)", "y", ["Cos y:", "  no rewrite starts from it, or from what reads it"]),
+    ],
+)
+def test_explain_says_which_condition_failed(body: str, name: str, said: list[str]) -> None:
+    context = context_of("linear", f"{X} {{ {body} }}")
+    lines = passes.explain(context, name, passes.chosen("cuda", "float32")).splitlines()
+    assert all(any(line.startswith(each) for line in lines) for each in said), lines
+
+
+def test_explain_names_what_is_alike() -> None:
+    context = context_of("linear", f"{X} {{ scores = MatMul (x, W) y = Relu (scores) }}")
+    with pytest.raises(ExportError, match=r"explain='score': no node or value .* alike are: scores"):
+        passes.explain(context, "score", passes.chosen("cuda", "float32"))
+
+
+def test_a_pass_says_what_later_ones_left() -> None:
+    """What a later rewrite absorbs is not counted; a reason stays with the value."""
+    context = context_of("linear", f"{X} {{ s = Sigmoid (x) a = Mul (s, x) y = Mul (a, z) }}")
+    for name in ("activation", "gated"):
+        assert passes.apply_passes(context, [ALL[name]]) == {name}
+    assert fused(context.model) == {"swiglu": 1}
