@@ -9,13 +9,14 @@ import numpy as np
 import onnx_ir as ir
 import onnxruntime as ort
 
-from twinop.deploy.ort_runs import NotRunnable, has_wrong_types, run
+from twinop.deploy.ort_runs import NotRunnable, has_wrong_types
 from twinop.errors import ExportError, TwinopError, option
 from twinop.model.weights import narrow
 from twinop.tolerance import LOST, NOISE
 
 from . import equivalence, inputs
 from .inputs import hides_left
+from .sliced import run_any as run
 from .source import Form, Source
 
 _NEAR = 4.0  # times the accepted error: sums in another order may have as much
@@ -62,7 +63,9 @@ class Comparison:
             raise equivalence.NotEquivalent(f"cannot be run on the CPU: {reason}") from reason
         except TwinopError as failure:
             raise equivalence.NotEquivalent(f"fails: {failure}") from failure
-        self.found, self.note, self.source.registered = answer.outputs, answer.note, answer.libraries
+        self.found, self.note, self.source.registered = (
+            answer.outputs, answer.note, answer.libraries or self.source.registered,
+        )  # fmt: skip
         return self.reference.check(self.reference.errors(self.found), self.noise, "float32")
 
     def cause(self, reason: equivalence.NotEquivalent) -> str:

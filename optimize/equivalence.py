@@ -12,7 +12,7 @@ import onnx
 import onnx_ir as ir
 
 from twinop import deploy
-from twinop.deploy.ort_runs import NotRunnable, Parts, check_shown, has_wrong_types, run
+from twinop.deploy.ort_runs import NotRunnable, check_shown, has_wrong_types
 from twinop.errors import ExportError, TwinopError, option
 from twinop.model import weights
 from twinop.model.weights import clip
@@ -22,6 +22,8 @@ from . import decoders, inputs
 from . import graph as g
 from .inputs import Case, Sizes
 from .precision import MOST_ELEMENTS
+from .sliced import Runnable
+from .sliced import run_any as run
 from .symbolic_shapes import infer_types
 from .weight_sizes import fit
 
@@ -188,7 +190,7 @@ class Reference:
 
 
 def generated(
-    original: Path | Parts, model: ir.Model, padding: str | None, library: deploy.Libraries
+    original: Runnable, model: ir.Model, padding: str | None, library: deploy.Libraries
 ) -> tuple[Reference, Sizes]:
     """Generates inputs that the original accepts and for which its outputs can be compared, and runs it.
 
@@ -252,7 +254,7 @@ def generated(
 
 
 def reference(
-    original: Path | Parts,
+    original: Runnable,
     model: ir.Model,
     library: deploy.Libraries,
     usual: list[Case],
@@ -279,7 +281,7 @@ def reference(
 
 
 def _run_original(
-    original: Path | Parts, library: deploy.Libraries, usual: list[Case], special: dict[str, Case]
+    original: Runnable, library: deploy.Libraries, usual: list[Case], special: dict[str, Case]
 ) -> Reference:
     answer = run(original, library, [*usual, *special.values()], required=len(usual), may_skip=True)
     ran = zip(special.items(), answer.outputs[len(usual) :], strict=True)
@@ -294,7 +296,7 @@ def _run_original(
 
 
 def with_ids(
-    original: Path | Parts, model: ir.Model, library: deploy.Libraries, reference: Reference
+    original: Runnable, model: ir.Model, library: deploy.Libraries, reference: Reference
 ) -> Reference:
     """Returns a reference with the ids that may give the largest numbers (`inputs.cases_of_ids`), too."""
     sizes = [sum(array.size for array in case.values()) for case in reference.cases[: reference.usual]]
@@ -342,9 +344,7 @@ def nudge_weights(model: ir.Model, by: float = LAST_BITS) -> ir.Model:
     return model
 
 
-def noise(
-    nudged: Path | Parts, library: deploy.Libraries, reference: Reference, by: float = LAST_BITS
-) -> Errors:
+def noise(nudged: Runnable, library: deploy.Libraries, reference: Reference, by: float = LAST_BITS) -> Errors:
     """Returns by how much the original differs from itself where the last bits of its numbers differ.
 
     ONNX Runtime runs it with its graph optimisations and without. The inputs are nudged, too.
@@ -388,7 +388,7 @@ def numbers_for_nan(expected: Any, found: Any, accepted: float) -> bool:
     return bool(is_nan.any() and relative_error(expected[~is_nan], found[~is_nan]) <= accepted)
 
 
-def _require_loadable(original: Path | Parts, library: deploy.Libraries) -> None:
+def _require_loadable(original: Runnable, library: deploy.Libraries) -> None:
     try:
         run(original, library, may_skip=True)
     except (TwinopError, NotRunnable) as error:

@@ -7,6 +7,7 @@ would have to be computed, only the rows are that the ids name.
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,7 +15,7 @@ import onnx_ir as ir
 
 from twinop import deploy
 from twinop.deploy import ort_runs
-from twinop.deploy.ort_runs import Earlier
+from twinop.deploy.ort_runs import Answer, Earlier, Parts
 from twinop.model import weights
 from twinop.model.parts import parts, stored
 from twinop.op_spec import DOMAIN
@@ -52,6 +53,28 @@ def run(
             return _run_around(model, node, product, cases, library, optimize)
     names = [str(value.name) for value in model.graph.outputs]
     return [dict(zip(names, outputs, strict=True)) for outputs in _run(model, cases, library, optimize)]
+
+
+Runnable = Path | Parts | ir.Model
+"""A file, a model in memory, or one some of whose weights are too large for one session."""
+
+
+def runnable(model: ir.Model) -> Runnable:
+    """Returns a model as `run_any` takes it."""
+    folded = model.clone()
+    fold_moves(folded)
+    is_large = any(_table_of(node) or _is_sliced(node) for node in folded.graph)
+    return folded if is_large else parts(model)
+
+
+def run_any(
+    model: Runnable, library: deploy.Libraries, cases: Sequence[Mapping[str, Any]] = (), **options: Any
+) -> Answer:
+    """Does what `ort_runs.run` does; all cases of a model with large weights must run."""
+    if not isinstance(model, ir.Model):
+        return ort_runs.run(model, library, cases, **options)
+    found = run(model.clone(), cases, library, optimize=options.get("optimize", True)) if cases else []
+    return Answer((), [[*outputs.values()] for outputs in found])
 
 
 def _run(
@@ -164,6 +187,10 @@ def _product_of(node: ir.Node) -> _Product | None:
     is_matrix = len(weights.sizes(weight)) == 2 or not weight.dtype.is_floating_point()
     count = -(-needed // _SLICE_BYTES) if needed > MOST_BYTES and is_matrix else 1
     return _Product(axes, rows, halves, count)
+
+
+def _is_sliced(node: ir.Node) -> bool:
+    return (product := _product_of(node)) is not None and product.count > 1
 
 
 @dataclass(frozen=True)

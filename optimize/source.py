@@ -10,7 +10,6 @@ from onnx_ir.passes.common import NameFixPass
 
 import twinop
 from twinop import deploy
-from twinop.deploy.ort_runs import Parts
 from twinop.dtypes import dtype_name
 from twinop.errors import ExportError, option
 from twinop.library import Library, find_library, read_library
@@ -18,7 +17,6 @@ from twinop.model.attach import attach_to_calls
 from twinop.model.calls import find_calls
 from twinop.model.files import check_target
 from twinop.model.folding import restore_defaults
-from twinop.model.parts import parts
 from twinop.model.weights import narrow
 from twinop.op_spec import OpSpec
 from twinop.quiet import quiet
@@ -38,6 +36,7 @@ from .load import data_files, load, make_constant, separate_names
 from .own_ops import OwnOps, find_own_ops
 from .prepare import inline_functions, main_dtype
 from .report import OptimizeReport
+from .sliced import Runnable, runnable
 from .symbolic_shapes import infer_types
 from .widen import convert_to_fp32
 
@@ -93,7 +92,7 @@ class Form:
         dtypes: of its inputs.
     """
 
-    what: Path | Parts
+    what: Runnable
     dtypes: Mapping[str, ir.DataType]
 
 
@@ -184,7 +183,7 @@ class Source:
 def form_of(model: ir.Model) -> Form:
     """Returns a model that has its function bodies, or a part of it, as it runs."""
     dtypes = {str(value.name): value.dtype for value in model.graph.inputs if value.dtype is not None}
-    return Form(parts(model), dtypes)
+    return Form(runnable(model), dtypes)
 
 
 def read_source(path: Path, target: Path, options: Options) -> Source:

@@ -14,6 +14,7 @@ import onnx_ir as ir
 from twinop.deploy.ort_runs import NotRunnable
 from twinop.errors import ExportError, TwinopError
 from twinop.progress import Progress
+from twinop.quiet import quiet
 
 from . import decoders, equivalence, inputs
 from . import graph as g
@@ -21,6 +22,9 @@ from .comparison import Comparison
 from .inputs import draws_random, read_npz
 from .segments import Segment, cut, extract
 from .source import Form, Source, form_of
+from .stream import stream
+from .symbolic_shapes import infer_shapes, infer_types
+from .weight_check import check_weights
 
 Names = Sequence[str]
 
@@ -54,6 +58,9 @@ class Verifier:
         if options.inputs_file is not None:
             given = read_npz(str(options.inputs_file), source.original, options.padding)
         if len(cut(source.loaded, source.loaded)) > 1:
+            with quiet():  # values that cross have shapes
+                infer_types(source.original)
+                infer_shapes(source.original)
             steps, _ = decoders.runs(source.original)
             self.sizes = given[1] if given else steps[0] if steps else inputs.SIZES[0]
             return self.sizes
@@ -123,9 +130,10 @@ class Verifier:
             self.comparisons[key] = self._comparison(model, form, reference)
         return self.comparisons[key]
 
-    def _pairs(self, result: ir.Model) -> Iterator[tuple[str, Segment, Comparison, ir.Model]]:
+    def _pairs(
+        self, result: ir.Model, segments: Sequence[Segment]
+    ) -> Iterator[tuple[str, Segment, Comparison, ir.Model]]:
         """Yields one segment of each kind: its name, "" for a whole model, it, and its part of a form."""
-        segments = cut(self.source.loaded, result)
         if self.whole is not None:
             yield "", segments[0], self.whole, result.clone()
             return
@@ -154,7 +162,7 @@ class Verifier:
     def _error_of(self, model: ir.Model) -> float:
         """Returns the error of a form in fp32; raises NotEquivalent if it fails, or that is too large."""
         self.failed, largest = None, 0.0
-        for label, _, comparison, part in self._pairs(model):
+        for label, _, comparison, part in self._pairs(model, cut(self.source.loaded, model)):
             self.progress(f"comparing with the original{label and ': '}{label}")
             try:
                 largest = max(largest, comparison.check(self.source.form(part)))
@@ -231,9 +239,11 @@ class Verifier:
             ExportError: the original has no usable result in the file's dtype.
         """
         source, report = self.source, self.source.report
+        original = source.finished(source.loaded.clone())
+        segments = cut(original, written)
         narrow = self._original_in_16_bits() if source.dtype is not ir.DataType.FLOAT else None
         errors = list[float]()
-        for label, segment, comparison, part in self._pairs(written):
+        for label, segment, comparison, part in self._pairs(written, segments):
             self.progress(f"comparing what was written{label and ': '}{label}")
             form = form_of(part)
             if not label and not source.is_changed:
@@ -249,6 +259,24 @@ class Verifier:
             if note := comparison.note:
                 report.add_note(note if narrow is not None else f"the new file: {note}")
         report.error = max(errors, default=report.error)
+        if len(segments) > 1:
+            self._verify_segments(segments, original, written)
+
+    def _verify_segments(self, segments: Sequence[Segment], original: ir.Model, written: ir.Model) -> None:
+        """Compares all weights of a file, and runs all of its segments."""
+        source, report = self.source, self.source.report
+        report.unexplained = check_weights(original, written, segments, self.progress)
+        cases = list[inputs.Case]()
+        if source.options.inputs_file is not None:
+            cases, _ = read_npz(str(source.options.inputs_file), source.original, source.options.padding)
+        count = len(segments)
+        streamed = stream(
+            segments, original, written, self._library, report.dtype, cases,
+            lambda index, count: self.progress("running all segments", index, count),
+        )  # fmt: skip
+        report.error, report.segments = max(report.error, streamed.error), count
+        if report.own_error is not None:
+            report.own_error = max(report.own_error, streamed.own_noise)
 
     def _original_in_16_bits(self) -> ir.Model:
         """Returns the original in the dtypes of the result."""
