@@ -17,6 +17,7 @@ from twinop.op_spec import DOMAIN
 from . import cuda, plugins
 from .check_nodes import require_fit
 from .choose_library import Libraries, choose_libraries
+from .cpu_memory import require_memory
 from .custom_nodes import Model, ModelSource, load_model, read_model
 from .errors import ModelError, ProviderError, RunError
 from .inference_session import Session
@@ -131,6 +132,8 @@ def open_session(
     stream = _torch_stream(device) if device is not None and choice.uses_torch else None
     requested = [_with_cuda_options(each, stream, enable_cuda_graph) for each in choice.providers]
 
+    if choice.providers == [_CPU]:
+        require_memory(model, libraries)
     has_plugin = _add_plugins(ort, options, requested)
     with _current_device_kept(stream):
         inner = _create(ort, model, options, None if has_plugin else requested, given)

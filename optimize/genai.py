@@ -25,11 +25,10 @@ from onnx import external_data_helper
 from twinop import deploy
 from twinop.deploy.choose_library import library_paths, refused
 from twinop.deploy.custom_nodes import tensors
-from twinop.deploy.pack.options import MANIFEST
 from twinop.errors import ExportError, LibraryError
 from twinop.library import find_library, read_library
 from twinop.op_spec import DOMAIN
-from twinop.publish import replace_folder, work_folder
+from twinop.publish import MANIFEST, replace_folder, work_folder
 from twinop.regular_file import read_regular
 
 from .load import read_proto

@@ -21,6 +21,7 @@ from pathlib import Path
 from .errors import ExportError
 from .library import checksum
 
+MANIFEST = "twinop-pack.json"  # in a packed folder: a checksum of each file
 _WORK, _LOCK = ".twinop-work-", ".lock"
 _RENAME_EXCHANGE, _HERE = 2, -100
 _HEX = 16

@@ -6,8 +6,6 @@ from typing import Annotated, Any
 
 import typer
 
-MANIFEST = "twinop-pack.json"  # in the folder: a checksum of each file
-
 
 def _option(help: str, panel: str, *names: str, **checks: Any) -> Any:
     return typer.Option(*names, help=help, rich_help_panel=panel, **checks)

@@ -16,14 +16,14 @@ import onnx
 import twinop
 from twinop.library import checksum
 from twinop.progress import Progress, silent
-from twinop.publish import replace_folder, work_folder
+from twinop.publish import MANIFEST, replace_folder, work_folder
 
 from ..errors import PackError
 from ..service.model_settings import ModelSettings, Provider
 from ..service.settings import checked
 from ..service.triton_config import make_config, write_config
 from .contents import Contents, read_contents, without_bodies
-from .options import MANIFEST, Options
+from .options import Options
 
 MODELS_IN_CONTAINER = "/mnt/models"  # where KServe mounts what it downloads
 _OF_OPTIMIZE = ("device", "library", "allow_model_libraries", "invariant", "timeout")
@@ -87,7 +87,7 @@ def pack_genai(options: Options, progress: Progress = silent) -> Any:
     Raises:
         TwinopError: the folder, the library or an option does not fit, or the folder may not be written.
     """
-    from twinop.optimize import optimize_folder  # the layer above
+    from twinop.optimize import optimize_folder  # late: pack without --genai needs no onnx_ir
 
     given = [each.name for each in fields(options) if getattr(options, each.name) != each.default]
     if others := [name for name in given if name not in _OF_GENAI]:

@@ -10,6 +10,7 @@ from typing import Any
 
 from twinop.errors import LibraryError, TwinopError
 
+from ..cpu_memory import body_bytes
 from ..create_session import Choice, choose_providers, open_session, providers_named, without_optimizations
 from ..cuda import has_gpu
 from ..custom_nodes import Model, custom_nodes, load_model
@@ -34,6 +35,7 @@ from .warm_up import FirstRunError, compared, joined_differently, make_warmup_in
 _log = logging.getLogger(__name__)
 
 _STRICT = Policy()
+_MOST_OF_BODIES = 2 << 30  # bytes of dense weights
 _LEVEL = "graph_optimization_level"
 _QUIET = 4  # severity "fatal" only: ONNX Runtime's errors arrive as exceptions
 
@@ -211,6 +213,9 @@ def _try(model: Model, loaded: LoadedModel, choice: Choice, sessions: int) -> No
             )  # fmt: skip
     comparable = bool(model.nodes) and {node.node_type for node in model.nodes} <= model.bodies
     if not session.libraries or not comparable or not settings.compare_bodies:
+        return
+    if (needed := body_bytes(model)) > _MOST_OF_BODIES:
+        loaded.difference = f"not compared: the function bodies take about {needed / 1e9:.3g} GB of memory"
         return
     try:
         bodies = Instance(open_session(model, [], choice, options=_options(settings)))

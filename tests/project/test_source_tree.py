@@ -4,7 +4,7 @@ import ast
 import inspect
 import re
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
@@ -16,8 +16,10 @@ from twinop.export import export
 from twinop.optimize import optimize
 
 ROOT = Path(__file__).resolve().parents[2]
-LAYERS = ("twinop", "torch_op", "deploy", "model", "optimize", "export", "testing", "bench")
+LAYERS = ("twinop", "torch_op", "deploy", "model", "optimize", "export", "deploy.pack", "testing", "bench")
 """The folders of Python modules. A module imports from its own folder and from those before it."""
+INSIDE = ("deploy", "model", "optimize", "export")
+"""Those in which it does so in functions as well."""
 
 
 @pytest.fixture(scope="module")
@@ -30,17 +32,19 @@ def files() -> list[str]:
     return [name for name in names if (ROOT / name).is_file() and not (ROOT / name).is_symlink()]
 
 
-def imports_of(texts: dict[str, str]) -> set[tuple[str, str]]:
+def imports_of(texts: dict[str, str], inside: bool = False) -> set[tuple[str, str]]:
     """Returns (importer, imported) for the module-level imports of these files by each other.
 
     Args:
         texts: by path. Each folder of LAYERS is a subpackage of `twinop`.
+        inside: whether imports in functions and classes count, too.
     """
     programs = {module_of(name): (name, ast.parse(text)) for name, text in texts.items()}
     found = set()
     for importer, (name, program) in programs.items():
         package = importer if name.endswith("__init__.py") else importer.rpartition(".")[0]
-        for imported in imported_names(package, program):
+        statements = ast.walk(program) if inside else program.body
+        for imported in imported_names(package, statements):
             while imported and imported not in programs:
                 imported = imported.rpartition(".")[0]  # the name of a function, say
             if imported:
@@ -53,9 +57,9 @@ def module_of(name: str) -> str:
     return ".".join(parts if parts[0] == "twinop" else ["twinop", *parts])
 
 
-def imported_names(package: str, program: ast.Module) -> Iterator[str]:
-    """Returns the full names that the statements outside functions and classes import."""
-    for statement in program.body:
+def imported_names(package: str, statements: Iterable[ast.AST]) -> Iterator[str]:
+    """Returns the full names that statements import."""
+    for statement in statements:
         if isinstance(statement, ast.Import):
             yield from (alias.name for alias in statement.names)
         elif isinstance(statement, ast.ImportFrom):
@@ -68,8 +72,9 @@ def upward(imports: set[tuple[str, str]]) -> list[str]:
     """Returns the imports of a higher layer by a lower one."""
 
     def layer(module: str) -> int:
-        folder = module.split(".")[1:2]
-        return LAYERS.index(folder[0]) if folder and folder[0] in LAYERS else 0
+        parts = module.split(".")
+        inner, outer = ".".join(parts[1:3]), ".".join(parts[1:2])
+        return LAYERS.index(inner if inner in LAYERS else outer) if outer in LAYERS else 0
 
     return [f"{a} imports {b}" for a, b in sorted(imports) if layer(a) < layer(b)]
 
@@ -87,18 +92,37 @@ def cycle(imports: set[tuple[str, str]]) -> list[str]:
 
 
 @pytest.fixture(scope="module")
-def imports(files: list[str]) -> set[tuple[str, str]]:
+def texts(files: list[str]) -> dict[str, str]:
     modules = [name for name in files if name.endswith(".py") and name.partition("/")[0] in LAYERS]
-    return imports_of({name: (ROOT / name).read_text() for name in modules})
+    return {name: (ROOT / name).read_text() for name in modules}
+
+
+@pytest.fixture(scope="module")
+def imports(texts: dict[str, str]) -> set[tuple[str, str]]:
+    return imports_of(texts)
 
 
 def test_modules_do_not_import_each_other_in_a_circle(imports: set[tuple[str, str]]) -> None:
     assert not cycle(imports)
 
 
-def test_no_layer_imports_from_a_higher_one(imports: set[tuple[str, str]]) -> None:
+def test_no_layer_imports_from_a_higher_one(imports: set[tuple[str, str]], texts: dict[str, str]) -> None:
     assert len(imports) > 200
     assert not upward(imports)
+    everywhere = imports_of(texts, inside=True)
+    assert len(everywhere) > len(imports)
+    assert not [each for each in upward(everywhere) if each.split(".")[1] in INSIDE]
+
+
+def test_an_import_in_a_function_is_found() -> None:
+    texts = {
+        "deploy/run.py": "def run():\n    from twinop.optimize.load import load",
+        "deploy/pack/packing.py": "def pack():\n    from twinop.optimize import load",
+        "deploy/serve.py": "from .pack import packing",
+        "optimize/load.py": "",
+    }
+    assert upward(imports_of(texts)) == ["twinop.deploy.serve imports twinop.deploy.pack.packing"]
+    assert len(upward(imports_of(texts, inside=True))) == 2
 
 
 MOST_LINES = 60

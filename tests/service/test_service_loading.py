@@ -14,6 +14,7 @@ from onnx import TensorProto, helper
 from service_loads import loaded
 
 from twinop.deploy.errors import ModelError, RunError
+from twinop.deploy.service import loading
 from twinop.deploy.service.instance import Instance
 from twinop.deploy.service.settings import SettingsError
 from twinop.tolerance import difference
@@ -143,6 +144,15 @@ def test_kernels_and_bodies_that_disagree(libraries: dict[str, Path], tmp_path: 
     with pytest.raises(ModelError, match=r"kernels and the model's function bodies disagree in output y"):
         loaded(tmp_path, model)
     assert loaded(tmp_path, model, compare_bodies=False).difference is None
+
+
+def test_bodies_that_would_take_much_memory(
+    libraries: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They make weights dense: a model that fits may not fit twice."""
+    monkeypatch.setattr(loading, "body_bytes", lambda model: 3 << 30)
+    said = "not compared: the function bodies take about 3.22 GB of memory"
+    assert loaded(tmp_path, service_models.relu()).difference == said
 
 
 @pytest.mark.parametrize("scale", [1.0, 1e-5, 1e-30])

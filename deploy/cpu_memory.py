@@ -1,0 +1,55 @@
+"""Estimates what a model takes on the CPU beside its file, which ONNX Runtime maps into memory."""
+
+import math
+from collections.abc import Sequence
+
+import onnx
+
+from twinop.library import Library
+from twinop.memory import free_bytes
+
+from .custom_nodes import Model, custom_nodes, is_custom
+from .errors import ModelError
+
+_SMALL = 1 << 30  # bytes that are not worth a look at what is free
+_HALF = (onnx.TensorProto.FLOAT16, onnx.TensorProto.BFLOAT16)
+_PACK = ("Gemm", "MatMul", "MatMulNBits")
+_LOOK_UP = "CustomEmbedLayerNorm"
+
+
+def cpu_bytes(model: Model) -> int:
+    """Returns what ONNX Runtime's CPU kernels copy of the weights that matmuls read.
+
+    They pack weights of integers and of fp32. Those of 16 bits are packed in fp32.
+    """
+    nodes = custom_nodes(
+        model.proto, lambda node: node.op_type in _PACK or (is_custom(node) and node.op_type != _LOOK_UP)
+    )
+    read = {name for node in nodes for name in node.proto.input}
+    weights = [each for each in model.proto.graph.initializer if len(each.dims) > 1 and each.name in read]
+    return sum(math.prod(each.dims) * (4 if each.data_type in _HALF else _size(each)) for each in weights)
+
+
+def body_bytes(model: Model) -> int:
+    """Returns what the function bodies of a model make dense of its weights in fp32, copies included."""
+    read = {name for node in model.nodes for name in node.proto.input}
+    large = [each for each in model.proto.graph.initializer if each.name in read and len(each.dims) > 1]
+    return sum(math.prod(each.dims) * (16 if each.data_type in _HALF else 64) for each in large)
+
+
+def require_memory(model: Model, libraries: Sequence[Library]) -> None:
+    """Raises ModelError if a model takes more on the CPU than is free."""
+    needed = cpu_bytes(model)
+    if needed <= _SMALL or needed <= (free := free_bytes()):
+        return
+    cure = "Run it on a GPU or on a machine with more"
+    if libraries and model.nodes:
+        cure += ", or make one for the CPU of the original: twinop optimize --device cpu"
+    raise ModelError(
+        f"{model.name} takes about {needed / 1e9:.3g} GB of memory on the CPU, where matmuls pack their "
+        f"weights, those of 16 bits in fp32, and {free / 1e9:.3g} GB are free. {cure}"
+    )
+
+
+def _size(tensor: onnx.TensorProto) -> int:
+    return int(onnx.helper.tensor_dtype_to_np_dtype(tensor.data_type).itemsize)
