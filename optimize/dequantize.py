@@ -73,7 +73,7 @@ class Dequantize(Rewrite[_Weight]):
             g.maker(y).meta.update(product.meta)
             if bias and bias[0] is not None:
                 y = g.add(product, "Add", [y, bias[0]], shape=shape)
-            self.replace(product.outputs[0], y, "product of dequantised weights")
+            self.replace(product.outputs[0], y, "matmul of dequantised weights")
 
 
 def _match(node: ir.Node) -> _Weight:

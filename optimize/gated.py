@@ -37,7 +37,7 @@ class Gates(Rewrite[_Match], name="gated", op_types=("Mul",)):
             return "it does not multiply a GELU or SiLU that nothing else reads by a tensor of its shape"
         products = self._products(*found[:2]) if self.context.device == "cuda" else []
         if not products and found[2] != "silu":
-            return g.Skipped("no products with constant weights", f"{found[2]} gate")
+            return g.Skipped("no matmuls with constant weights", f"{found[2]} gate")
         return *found, products
 
     def apply(self, node: ir.Node, match: _Match) -> None:

@@ -43,7 +43,7 @@ class Invariance(Rewrite[bool], name="invariance", device="cuda", sixteen_bits_o
         name, value = ("invariant", 1) if match else ("few_rows", 64)
         node.attributes[name] = ir.AttrInt64(name, value)
         if match:
-            label(node, "invariant products")
+            label(node, "invariant matmuls")
 
 
 def why_no_product(node: ir.Node) -> str:

@@ -18,7 +18,7 @@ from . import graph as g
 from .linear import LAYOUT
 from .rewrite import LABELS, Rewrite, label
 
-MERGED = "products of one input merged"
+MERGED = "matmuls of one input merged"
 _MAX_ELEMENTS = 3 << 20
 """Elements of the merged output. With more, the Split costs more than it saves (measured on an H200)."""
 

@@ -62,7 +62,7 @@ class NormedProducts(
             reader.replace_input_with(1, new)
             reader.replace_input_with(0, x)
             reader.attributes["rms_eps"] = ir.AttrFloat32("rms_eps", g.attribute(node, "eps", 1e-6))
-            label(reader, "norms in products")
+            label(reader, "norms in matmuls")
         if self._terms(node) == 2:
             product, [other] = g.maker(x), [term for term in node.inputs[:2] if term is not x]
             product.resize_inputs(_RESIDUAL + 1)

@@ -55,7 +55,7 @@ class SplitLinear(
                 weight, bias = slice_columns(self.context, linear, start, stop)
                 shape = [*(g.dims(linear.output) or [])[:-1], stop - start]
                 new = plain_product(g.maker(value), linear, weight, bias, linear.x, shape)
-                self.replace(value, new, "part of a packed product")
+                self.replace(value, new, "part of a packed matmul")
 
 
 def _parts(linear: Linear) -> list[_Part] | None:

@@ -564,7 +564,7 @@ def genai_folder(user: User) -> None:
         "twinop-pack.json",
     }  # fmt: skip
     build("Llama", "fp16", "cuda", folder=user.folder / "half")
-    assert "norms in products" in user.twinop("pack", "--genai", "half/genai", "-o", "half/gpu")
+    assert "norms in matmuls" in user.twinop("pack", "--genai", "half/genai", "-o", "half/gpu")
     found = content(user.folder / "half/gpu/model.onnx")
     own = Counter(each.partition("::Custom")[2] for each in found.nodes if "::" in each)
     wanted = {"AttentionCached": 2, "LastPosition": 1, "Linear": 7, "LinearSwiglu": 2, "AddRmsNorm": 1}

@@ -399,7 +399,7 @@ def test_rows_that_do_not_fit_are_named() -> None:
         torch_op.linear_q(x, **{name: each.cuda() for name, each in weight.items()})
 
 
-# ---------------------------------------------------------------------------- invariant products
+# ---------------------------------------------------------------------------- invariant matmuls
 
 
 @pytest.mark.parametrize("kind", ["dense", "4 32 1"])

@@ -317,7 +317,7 @@ def test_prompts_have_the_same_bits_in_every_company(device: str, precision: str
     """With `invariant`: alone, in a batch at each place, beside longer ones, and in two parts."""
     folder = write(tmp_path / "old", SIZES, precision, LAYERS)
     report = optimize_folder(folder, tmp_path / "new", device="cuda", invariant=True)
-    assert report.fused["invariant products"] == 4 * LAYERS + 1 and not report.skipped and not report.reverted
+    assert report.fused["invariant matmuls"] == 4 * LAYERS + 1 and not report.skipped and not report.reverted
     model, most, lengths = Decoder(tmp_path / "new", device), 40, (40, 23, 31)
     random = torch.Generator().manual_seed(0)
     tokens = torch.randint(3, SIZES.vocab, (3, most), generator=random).to(device)

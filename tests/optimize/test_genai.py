@@ -206,7 +206,7 @@ def test_what_cuda_gets_for_int4(
     report = optimized(source, tmp_path / "fast", "cuda")
     assert report.own_error is not None and report.error < 2 * report.own_error
     assert report.fused["attention over a cache"] == 2
-    assert report.fused.get("products of one input merged", 0) == merged
+    assert report.fused.get("matmuls of one input merged", 0) == merged
     before, after = (ir.load(folder / "model.onnx") for folder in (source, tmp_path / "fast"))
     found = types(after)
     assert found.get("Concat", 0) == ("algo_config" in extra)

@@ -45,7 +45,7 @@ def test_every_product_of_a_decoder_gets_it(precision: str, tmp_path: Path) -> N
         few = 0 if precision == "int4" else 32 if invariant else 64  # integers have no such attribute
         assert marks(report.path, "few_rows") == {(name, few): count for name, count in names.items()}
         assert not report.skipped and report.fused["attention over a cache"] == 2
-        assert report.fused.get("invariant products", 0) == 9 * invariant
+        assert report.fused.get("invariant matmuls", 0) == 9 * invariant
         check_model(report.path, tmp_path / f"{invariant}/libcustom_ops.so")
 
 
@@ -61,7 +61,7 @@ def test_attention_that_stays_is_named(tmp_path: Path) -> None:
     """Without the promise of shared caches, attention is ONNX Runtime's."""
     source = write(tmp_path / "old", DECODER, "float16") / "model.onnx"
     report, _ = optimized(source, tmp_path, invariant=True)
-    assert report.fused["invariant products"] == 9
+    assert report.fused["invariant matmuls"] == 9
     assert report.skipped[f"GroupQueryAttention: {MAY_DEPEND}"] == 2
     assert f"not fused: 2 GroupQueryAttention: {MAY_DEPEND}" in str(report)
 
@@ -122,7 +122,7 @@ def test_what_may_depend_on_the_batch_is_named() -> None:
         f"CustomLinear: not invariant: N = 8 and K = 96 as nk in FLOAT16; {takes}": 1,
         f"CustomLinearSwiglu: not invariant: N = 24 and K = 64 as nk in FLOAT16; {gated}": 1,
     }
-    assert fused(context.model) == {"invariant products": 1}
+    assert fused(context.model) == {"invariant matmuls": 1}
 
 
 def test_ops_of_others_are_named() -> None:
@@ -160,7 +160,7 @@ def test_where_nothing_can_be_invariant(options: dict[str, str], message: str, t
     said = " ".join(found.output.split())
     assert f"--invariant: {message}" in said
     report, _ = optimized(old, tmp_path, invariant=True, dtype="float16")
-    assert report.fused["invariant products"] == 1
+    assert report.fused["invariant matmuls"] == 1
 
 
 def test_another_value_is_refused() -> None:

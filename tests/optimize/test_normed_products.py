@@ -24,7 +24,7 @@ def test_norms_of_a_decoder(precision: str, tmp_path: Path, monkeypatch: pytest.
     monkeypatch.setattr(normed_products, "_MOST_ELEMENTS", 1024 * 128)
     source = write(tmp_path / "old", DECODER, precision)
     report = optimize_folder(source, tmp_path / "new")
-    assert report.fused["norms in products"] == 4 and report.fused["add_rms_norm"] == 1 and not report.skipped
+    assert report.fused["norms in matmuls"] == 4 and report.fused["add_rms_norm"] == 1 and not report.skipped
     if precision == "float16":
         assert report.own_error is not None and report.error < 2 * report.own_error
     model = ir.load(report.path)
@@ -66,7 +66,7 @@ def test_a_weight_of_gemma_counts_from_one() -> None:
     weight, eps = product.inputs[1].const_value.numpy(), product.attributes["rms_eps"].as_float()  # type: ignore[union-attr]
     row, w = (each.astype(np.float16).astype(np.float32) for each in (weights(64), weights(64, 64)))
     assert eps == 0.5 and np.array_equal(weight, (w * (row + 1)).astype(np.float16))
-    assert fused(context.model)["norms in products"] == 1 and "CustomRmsNorm" not in types(context.model)
+    assert fused(context.model)["norms in matmuls"] == 1 and "CustomRmsNorm" not in types(context.model)
 
 
 def test_a_sum_is_added_to_the_product_before() -> None:
@@ -81,7 +81,7 @@ def test_a_sum_is_added_to_the_product_before() -> None:
     first, second = nodes(context.model, "CustomLinear")
     assert first.inputs[3].producer().op_type == "Relu" and second.inputs[0] is first.outputs[0]  # type: ignore[union-attr]
     assert first.outputs[0] in nodes(context.model, "Add")[0].inputs
-    assert fused(context.model)["norms in products"] == 1
+    assert fused(context.model)["norms in matmuls"] == 1
 
 
 @pytest.mark.parametrize(
@@ -114,7 +114,7 @@ def test_norms_that_stay(text: str) -> None:
 
 def test_a_sum_that_nothing_reads() -> None:
     text = f"p = {LINEAR} (x, v) n = custom_domain.CustomAddRmsNorm (x, p, row) y = {LINEAR} (n, w)"
-    assert fused(rewritten(text).model)["norms in products"] == 1
+    assert fused(rewritten(text).model)["norms in matmuls"] == 1
 
 
 @pytest.mark.parametrize("attribute", ["rms_eps = 0.5", "invariant = 1", "few_rows = 64"])

@@ -226,7 +226,7 @@ def test_products_of_one_input_in_two_dtypes_are_not_merged(rows: str, tmp_path:
         str(node.inputs[0].dtype) for node in model.graph if node.op_type == "CustomLinear" and node.inputs[0]
     ]
     assert sorted(found) == ["FLOAT", *["FLOAT16"] * (1 if rows == "2" else 2)]
-    assert report.fused.get("products of one input merged", 0) == (rows == "2")
+    assert report.fused.get("matmuls of one input merged", 0) == (rows == "2")
 
 
 def test_a_table_in_fp32_stays(tmp_path: Path) -> None:

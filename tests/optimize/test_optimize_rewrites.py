@@ -149,7 +149,7 @@ def test_products_of_the_same_few_rows(batch: str, tmp_path: Path) -> None:
     given = {"t5": weights(8, 5, seed=2), "w3": weights(8, 3), "last": np.array([-1])}
     report, model = optimized(parsed(QKV % (batch, batch), **MATRIX, **given), tmp_path)
     few = batch == "2"
-    assert report.fused.get("products of one input merged", 0) == few
+    assert report.fused.get("matmuls of one input merged", 0) == few
     assert [node.inputs[1].shape.dims for node in nodes(model, "CustomLinear")] == (  # type: ignore[union-attr]
         [(10, 8), (3, 8)] if few else [(5, 8), (5, 8), (3, 8)]
     )

@@ -175,12 +175,12 @@ CASES = [
         {"swiglu": 1},
         {"CustomSwiglu"},
         f"{X} {{ s = custom_domain.CustomGelu (x) y = Mul (s, z) }}",
-        "gelu gate: no products with constant weights",
+        "gelu gate: no matmuls with constant weights",
     ),
     Case(
         "split_linear",
         f"{X} {{ h = MatMul (x, WIDE) a, c = Split <axis = -1, num_outputs = 2> (h) y = Mul (a, c) }}",
-        {"part of a packed product": 2},
+        {"part of a packed matmul": 2},
         {"MatMul"},
         f"{X} {{ y = MatMul (x, W) }}",
         "of which only parts are read",
@@ -212,7 +212,7 @@ CASES = [
     Case(
         "merge_linear",
         f"{X} {{ p = {LINEAR} (x, W) q = {LINEAR} (x, U) y = Mul (p, q) }}",
-        {"products of one input merged": 1},
+        {"matmuls of one input merged": 1},
         {"CustomLinear", "Split"},
         f"{X} {{ y = {LINEAR} (x, W) }}",
         "it is not the first of several products of one input",
@@ -277,7 +277,7 @@ CASES = [
     Case(
         "normed_products",
         f"{CACHE} {{ {CACHED} n = {NORM} (rows, ROW16) y = {LINEAR} (n, W16) }}",
-        {"norms in products": 1},
+        {"norms in matmuls": 1},
         {"CustomLinear"},
         f"{HALF} {{ y = {NORM} (rows, ROW16) }}",
         "the model has no attention over a cache",
@@ -285,7 +285,7 @@ CASES = [
     Case(
         "invariance",
         f"{HALF} {{ y = {LINEAR} (rows, W16) }}",
-        {"invariant products": 1},
+        {"invariant matmuls": 1},
         {"CustomLinear"},
         f"{HALF} {{ y = MatMul (rows, W16) }}",
         "MatMul: not invariant: its sums may depend on the batch",
@@ -293,7 +293,7 @@ CASES = [
     Case(
         "dequantize",
         f"{HALF} {{ {DEQUANTIZED} y = MatMul (rows, d) }}",
-        {"product of dequantised weights": 1},
+        {"matmul of dequantised weights": 1},
         {"MatMulNBits"},
         f"{HALF} {{ d = DequantizeLinear (CODES, TWO) f = Cast <to = 10> (d) y = MatMul (rows, f) }}",
         "its integers are not constant, or not in blocks",
