@@ -12,11 +12,12 @@ import onnx_ir as ir
 from twinop.model import weights
 
 from . import graph as g
-from .rewrite import Rewrite
+from .rewrite import LABELS, Rewrite
 
 _PASS_THROUGH = ("Expand", "GatherElements", "Gather", "Identity", "Reshape", "Slice", "Squeeze", "Unsqueeze")
 
 
+_LABEL = "embedding of known ids"
 _Match = tuple[ir.Value, ir.TensorProtocol, bool]
 
 
@@ -31,19 +32,17 @@ class Embeddings(Rewrite[_Match], name="embedding", op_types=("Add",)):
             rows = looked_up
             if before is not None:
                 known = g.tensor(value) if rows is None else rows
-                rows, other = (
-                    None if known is None else weights.elementwise("Add", before[1], known),
-                    before[0],
-                )
+                rows = None if known is None else weights.elementwise("Add", before[1], known)
             if rows is not None:
-                return other, rows, looked_up is not None
+                has_label = before is not None and _LABEL in g.maker(other).meta.get(LABELS, ())
+                return before[0] if before else other, rows, looked_up is not None or has_label
         return "neither term is a lookup of constant ids, or a second constant of one sum"
 
     def apply(self, node: ir.Node, match: _Match) -> None:
         (other, rows, is_lookup), result = match, node.outputs[0]
         total = g.initializer(self.context.graph, rows, f"{result.name}_rows")
         new = g.add(node, "Add", [other, total], shape=g.dims(result))
-        self.replace(result, new, *["embedding of known ids"] * is_lookup)
+        self.replace(result, new, *[_LABEL] * is_lookup)
 
 
 def _constant_term(value: ir.Value, reader: ir.Node) -> tuple[ir.Value, ir.TensorProtocol] | None:

@@ -220,11 +220,11 @@ def test_a_rewrite_that_onnx_runtime_breaks_is_not_kept(
 
     def breaks(work: Any) -> None:
         for node in work.nodes("Neg"):
-            one = g.initializer(work.graph, np.float32(1), "one")
+            one = g.initializer(work.graph, np.array(1, np.float32), "one")
             same = g.add(node, "Identity", [node.inputs[0]])
             product = g.add(node, "Mul", [same, g.add(node, "Div", [one, one])])
             node.replace_input_with(
-                0, g.add(node, "Add", [product, g.initializer(work.graph, np.float32(0), "o")])
+                0, g.add(node, "Add", [product, g.initializer(work.graph, np.array(0, np.float32), "o")])
             )
 
     monkeypatch.setattr(passes, "PASSES", [pass_of("breaks", breaks)])
