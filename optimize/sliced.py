@@ -25,7 +25,7 @@ from .segments import Part, extract, reads
 
 Found = dict[str, np.ndarray]
 """The outputs of a case by name."""
-MOST_BYTES, _SLICE_BYTES = 500_000_000, 1 << 28
+MOST_BYTES, _SLICE_BYTES = 500_000_000, 1 << 27
 """What the weights of one node may take in a session, and what those of a slice take."""
 _COMPUTED_TABLE = 1 << 26  # bytes
 _PACKED = ("MatMulNBits", "QMoE", "CustomLinearQ", "CustomLinearQSwiglu")

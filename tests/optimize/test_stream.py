@@ -13,8 +13,10 @@ import pytest
 from optimizing import parsed
 from quantised_weights import weight_of
 
+from twinop.deploy.ort_process import Endless
+from twinop.deploy.ort_runs import NotRunnable
 from twinop.errors import ExportError
-from twinop.optimize import decoders, optimize
+from twinop.optimize import decoders, optimize, sliced
 from twinop.optimize.cached_attention import SHARED_CACHES
 from twinop.optimize.equivalence import NotEquivalent
 from twinop.optimize.load import load
@@ -480,3 +482,20 @@ def test_quantised_products_in_bfloat16(tmp_path: Path) -> None:
     change(result, "s", lambda array: array[::-1].copy())
     with pytest.raises(NotEquivalent):
         stream(cut_at(original), original, result, None, "bfloat16")
+
+
+@pytest.mark.parametrize("error", [Endless("no progress"), NotRunnable("no kernel")])
+def test_a_segment_that_never_ends_or_cannot_run_is_named(
+    error: Exception, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    original = half("a = Abs(x)  y = Neg(a)")
+
+    def run(model: ir.Model, *arguments: Any, **options: Any) -> list[dict[str, np.ndarray]]:
+        if any(node.op_type == "Neg" for node in model.graph):
+            raise error
+        return whole(model, *arguments, **options)
+
+    whole = sliced.run
+    monkeypatch.setattr(sliced, "run", run)
+    with pytest.raises(type(error), match=f"^part 1: {error}"):
+        stream(cut_at(original, ["a"]), original, original, None, "float16")
