@@ -125,6 +125,9 @@ class Verifier:
         if key not in self.comparisons:
             self.progress(f"running the original: {segment.name}")
             model = extract(self.source.original, segment.original)
+            known = {each.name: each for node in self.source.base.graph for each in node.outputs}
+            for value in (each for each in model.graph.inputs if each.shape is None):
+                value.shape = known[value.name].shape if value.name in known else None
             form = self.source.form(model.clone())
             reference, _ = equivalence.generated(form.what, model, self.source.options.padding, self._library)
             self.comparisons[key] = self._comparison(model, form, reference)

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from twinop.export import export, state
+from twinop.optimize.segments import cut
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -156,3 +157,19 @@ def test_no_parameter_is_copied(tmp_path: Path) -> None:
     assert process.returncode == 0 and before > WEIGHTS
     # torch's exporter, ONNX Runtime and its process take 160 MB; one copy of all weights would not fit.
     assert most - before < 0.9 * WEIGHTS
+
+
+def test_layers_whose_inputs_have_fixed_sizes_are_compared(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """The sizes of values between layers are inferred: the file's own may be wrong."""
+    for module in ("verifier", "stream"):
+        name = f"twinop.optimize.{module}.cut"
+        monkeypatch.setattr(name, lambda a, b: cut(a, b, 20 << 10), raising=False)
+    model = nn.Sequential(*(each for _ in range(4) for each in (nn.Linear(64, 64), nn.GELU())))
+    steps = list[str]()
+    report = export(
+        model, (torch.ones(2, 64),), tmp_path / "m.onnx", progress=lambda step, *_: steps.append(step)
+    )
+    assert any("layer 2 of" in step for step in steps)
+    assert not any("not optimised" in note for note in report.notes), report.notes
