@@ -215,11 +215,11 @@ def read_source(path: Path, target: Path, options: Options) -> Source:
     report.dtype = asked or dtype_name(main)
     _check_dtypes(dtype_name(main), options, report.dtype)
     interface = _interface(model)
+    decoders.set_sizes(model)
     loaded = model.clone()
     narrow_types = convert_to_fp32(model, main, asked is not None)
     if narrow_types or is_changed:
         equivalence.require_types(path, own.libraries or None)
-    decoders.set_sizes(model)
     own.convert_to_fp32(model, report.dtype, report.dtype != dtype_name(main))
     found = {dtype_name(main), *map(dtype_name, (*narrow_types, *interface.values()))}
     return Source(
