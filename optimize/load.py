@@ -62,6 +62,13 @@ def load(path: Path) -> ir.Model:
     return model
 
 
+def reopen(path: Path) -> ir.Model:
+    """Reads a model that twinop has written, as it is; large weights stay in their files, as in `load`."""
+    model = ir.from_proto(wire.read(path))
+    _place_weights(path, model)
+    return model
+
+
 def read_proto(path: Path) -> onnx.ModelProto:
     """Reads a model without its weights, with the checks that a session makes; ExportError: they fail."""
     try:

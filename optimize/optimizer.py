@@ -36,7 +36,7 @@ from . import (
 )
 from . import graph as g
 from .estimate import Estimate, estimate
-from .load import load
+from .load import load, reopen
 from .prepare import clean, prepare
 from .report import OptimizeReport
 from .rewrite import fused, skip, skipped
@@ -206,7 +206,7 @@ def _write(
     progress("writing")
     files = save(model, path, EXTERNAL_DATA_BYTES)
     try:
-        verifier.verify_written(path, _as_run(ir.load(path)))
+        verifier.verify_written(path, _as_run(reopen(path)))
     except equivalence.NotEquivalent as reason:
         if not source.converts:
             text = f"what was written {reason}: this is a defect of twinop, please report it"
