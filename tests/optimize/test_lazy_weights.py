@@ -10,20 +10,16 @@ import numpy as np
 import onnx
 import onnx_ir as ir
 import pytest
-from onnx_ir.passes.common import LiftConstantsToInitializersPass
 from optimizing import exported, parsed, weights
 
-from twinop.dtypes import dtype_name
-from twinop.library import find_library, read_library
 from twinop.model import files, folding
 from twinop.model import weights as lazy
 from twinop.model.weights import Recipe, Stored
-from twinop.optimize import decoders, passes, precision, unfuse_ort
 from twinop.optimize import graph as g
-from twinop.optimize.load import load, separate_names
-from twinop.optimize.own_ops import find_own_ops
-from twinop.optimize.prepare import clean, inline_functions, main_dtype, prepare
-from twinop.optimize.widen import convert_to_fp32
+from twinop.optimize import optimizer, passes
+from twinop.optimize.prepare import prepare
+from twinop.optimize.source import Options, read_source
+from twinop.progress import silent
 
 _LIMIT = 4200  # bytes; onnx_ir joins equal constants of up to 1024 elements
 _TENSORS = (Stored, Recipe, ir.Tensor, ir.PackedTensor, ir.serde.TensorProtoTensor)
@@ -33,7 +29,7 @@ def _large(monkeypatch: pytest.MonkeyPatch, limit: int) -> None:
     """Lets tensors of more bytes count as large."""
     monkeypatch.setattr(lazy, "LARGE", limit)
     monkeypatch.setattr(files, "LARGE", limit)
-    monkeypatch.setattr("twinop.model.wire.LARGE", limit)
+    monkeypatch.setattr("twinop.deploy.wire.LARGE", limit)
 
 
 @pytest.fixture
@@ -59,31 +55,16 @@ def guarded(monkeypatch: pytest.MonkeyPatch) -> None:
             guard(kind, name)
 
 
-def _rewritten(source: Path, dtype: str | None, device: str, target: Path) -> ir.Model:
+def _rewritten(path: Path, dtype: str | None, device: str, target: Path) -> ir.Model:
     """Takes a model through all steps that change it, without a run, and writes it."""
-    model = load(source)
-    own = find_own_ops(model, source, None, (), False)
-    records = dict(read_library(find_library("custom_ops")).records)
-    inline_functions(model, records, own)
-    separate_names(model)
-    main = main_dtype(model)
-    unfuse_ort.split_simplified_norms(model)
-    decoders.split_query_norms(model)
-    decoders.set_full_precision(model)
-    interface = {str(each.name): each.dtype for each in (*model.graph.inputs, *model.graph.outputs)}
-    convert_to_fp32(model, main, dtype is not None)
-    decoders.set_sizes(model)
-    prepare(model, records)
-    context, wanted = g.RewriteContext(model, device, records), dtype or dtype_name(main)
-    passes.apply_passes(context, passes.chosen(device, wanted))
-    LiftConstantsToInitializersPass(lift_all_constants=True, size_limit=0)(model)
-    clean(model)
-    g.share_constants(model.graph)
-    kept = {} if dtype else {n: t for n, t in interface.items() if t is not None and t.is_floating_point()}
-    precision.convert(model, precision.DTYPES.get(wanted, ir.DataType.FLOAT), kept, own, dtype is None)
-    if device == "cuda" and wanted in precision.DTYPES:
-        passes.apply_passes(context, passes.LATE)
-        g.share_constants(model.graph)
+    options = Options(
+        dtype, device, None, False, False, None, (), (), False, False, library=None,
+        allow_model_libraries=False, kept=(),
+    )  # fmt: skip
+    source = read_source(path, target, options)
+    prepare(source.base, {**source.records, **source.own.records})
+    names = [each.name for each in passes.chosen(device, source.report.dtype)]
+    model = optimizer._converted(source, optimizer._rewritten(source, silent, names))
     files.save(model, target, 0, checks=False)
     return model
 
