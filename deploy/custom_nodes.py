@@ -1,5 +1,6 @@
 """Reads a model to check it: finds its custom nodes, with the element types that are known there."""
 
+import errno
 import os
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -121,7 +122,10 @@ def read_model(path: Path, read: Callable[..., bytes] = read_regular) -> bytes:
     try:
         return read(path, most=_MOST_BYTES)
     except OSError as error:
-        raise ModelError(f"{path}: cannot be read: {error.strerror}") from error
+        cure = ""
+        if error.errno == errno.EFBIG:  # protobuf's limit
+            cure = ". An ONNX file ends at 2 GB: save it with its weights in another file (external data)"
+        raise ModelError(f"{path}: cannot be read: {error.strerror}{cure}") from error
 
 
 def _parsed(model: Model, data: bytes) -> Model:

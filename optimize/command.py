@@ -102,7 +102,10 @@ def main(**given: Any) -> None:
 
     Matrix products are fused with their biases and activations; attention, norms and gates
     become one node each. The result is compared with the original before it is kept; what
-    was not compared is named.
+    was not compared is named. Of a model with more than 256 MiB of weights each layer runs,
+    layers of each kind are compared with more inputs, and each byte is compared with the
+    source. Memory is needed for one such layer, or the largest weight, not for the model;
+    --dry-run shows how much.
 
     Examples:
 

@@ -66,7 +66,9 @@ def estimate(model: ir.Model, target: Path, dtype: str = "") -> Estimate:
     bits = int(dtype[-2:]) if dtype else 0
     disk = sum(_written(tensor, bits) for tensor in tensors) + _BESIDE
     folder = next(each for each in (target, *target.absolute().parents) if each.is_dir())
-    return Estimate(_BASE + _COPIES * held, disk, free_bytes(), shutil.disk_usage(folder).free)
+    usage = shutil.disk_usage(folder)
+    free = usage.free if usage.total else disk  # a file system without sizes says itself what it cannot write
+    return Estimate(_BASE + _COPIES * held, disk, free_bytes(), free)
 
 
 def _wide(tensor: ir.TensorProtocol) -> int:

@@ -6,6 +6,7 @@ from pathlib import Path
 import numpy as np
 import onnx
 import onnx_ir as ir
+import onnxruntime as ort
 import pytest
 from optimizing import parsed, weights
 from typer.testing import CliRunner
@@ -16,7 +17,7 @@ from twinop.optimize import estimate, optimize
 from twinop.optimize.segments import MOST_BYTES
 
 TEXT = "(float[N, 64] x) => (float[N, 64] y) { m = MatMul (x, w) a = Add (m, b) y = Relu (a) }"
-_Usage = namedtuple("_Usage", "free")
+_Usage = namedtuple("_Usage", "total free")
 
 
 @pytest.fixture
@@ -58,11 +59,47 @@ def test_too_little_is_refused_before_anything_is_written(
             r"old.onnx: to optimise it takes about 0\.\d GB of memory, and 0\.1 GB are free .*Raise the limit"
         )
     else:
-        monkeypatch.setattr(estimate.shutil, "disk_usage", lambda path: _Usage(200_000_000))
+        monkeypatch.setattr(estimate.shutil, "disk_usage", lambda path: _Usage(1 << 40, 200_000_000))
         said = r"new.onnx: to write it takes 0\.2 GB of disk, and 0\.2 GB are free in .*Free space, or name"
     with pytest.raises(ExportError, match=said):
         optimize(model, tmp_path / "new.onnx", device="cpu")
     assert [each.name for each in tmp_path.iterdir()] == ["old.onnx"]
+
+
+def test_a_file_system_that_takes_no_files(model: Path) -> None:
+    with pytest.raises(ExportError, match=r"/sys/new.onnx: cannot be written, /sys: .*\. Name ano"):
+        optimize(model, "/sys/new.onnx", device="cpu")
+
+
+def test_a_file_above_2_gb_without_external_data(tmp_path: Path) -> None:
+    """It is not read: the file has no blocks on the disk."""
+    with (tmp_path / "old.onnx").open("wb") as file:
+        file.truncate((2 << 30) + 1)
+    said = r"old.onnx: cannot be read: larger than 2147483648 bytes. An ONNX file ends at 2 GB: save it with"
+    with pytest.raises(ExportError, match=said):
+        optimize(tmp_path / "old.onnx", tmp_path / "new.onnx", device="cpu")
+
+
+def test_data_that_two_models_share(model: Path, tmp_path: Path) -> None:
+    """The result has data of its own, and the other model still runs."""
+    proto = onnx.load(model)
+    for name in ("old.onnx", "other.onnx"):
+        given = onnx.ModelProto.FromString(proto.SerializeToString())
+        external = {"save_as_external_data": True, "location": "both.data", "size_threshold": 0}
+        onnx.save(given, tmp_path / name, **external)
+        if name == "old.onnx":
+            (tmp_path / "both.data").rename(tmp_path / "kept.data")
+    (tmp_path / "kept.data").replace(tmp_path / "both.data")
+    before = (tmp_path / "both.data").read_bytes()
+    optimize(tmp_path / "old.onnx", tmp_path / "new.onnx", device="cpu")
+    assert (tmp_path / "both.data").read_bytes() == before
+    x = np.ones((2, 64), np.float32)
+    both = [
+        ort.InferenceSession(tmp_path / f"{name}.onnx").run(None, {"x": x})[0] for name in ("old", "other")
+    ]
+    np.testing.assert_array_equal(*both)
+    with pytest.raises(ExportError, match=r"both.data: belongs to the input; name another file"):
+        optimize(tmp_path / "old.onnx", tmp_path / "both.data", device="cpu")
 
 
 def test_a_dry_run_shows_the_rewrites_and_the_estimate(model: Path, tmp_path: Path) -> None:
