@@ -99,7 +99,7 @@ class Kind:
         if value is None or value in known:
             return None if value is None else known[value]
         is_given = value.is_graph_input()
-        tensor = None if is_given else ir.convenience.get_const_tensor(value)
+        tensor = constant_of(value)
         if tensor is not None:
             if is_weight:
                 return self._number("weight", value), form(tensor)
@@ -130,12 +130,19 @@ class Kind:
         return attribute.type, attribute.value
 
 
+def constant_of(value: ir.Value) -> ir.TensorProtocol | None:
+    """Returns the tensor of a constant."""
+    if value.const_value is not None or g.producer(value, "Constant") is None:
+        return None if value.is_graph_input() else value.const_value
+    return ir.convenience.get_const_tensor(value)
+
+
 def is_weight(node: ir.Node, index: int) -> bool:
     """Whether an input of a node, if it is constant, is a weight, its scales, or the gain of a norm."""
-    tensor = ir.convenience.get_const_tensor(value) if (value := node.inputs[index]) is not None else None
-    if tensor is not None and tensor.size == 1:
+    key, value = (node.domain, node.op_type), node.inputs[index]
+    tensor = None if value is None else constant_of(value)
+    if value is None or (tensor is not None and tensor.size == 1):
         return False
-    key = node.domain, node.op_type
     if index in _WEIGHTS.get(key, ()):
         return True
     if key == ("", "Mul") and len(node.inputs) == 2:

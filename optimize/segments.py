@@ -4,7 +4,7 @@ Structure decides, never names: an order of the nodes, depth first, in which few
 only values cross that the original has, too; layers where the kinds of the original's nodes repeat.
 """
 
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -17,7 +17,7 @@ import onnx_ir as ir
 
 from . import graph as g
 from .inputs import draws_random
-from .kinds import Kind
+from .kinds import Kind, constant_of
 from .symbolic_shapes import infer_shapes, infer_types
 
 MOST_BYTES = 256 << 20
@@ -114,9 +114,12 @@ def cut(original: ir.Model, result: ir.Model, most_bytes: int = MOST_BYTES) -> l
     places, names = [(len(before.nodes) - 1, len(after.nodes) - 1)], ["the model"]
     if max(sum(each.bytes) for each in (before, after)) > most_bytes:
         cuts = _cuts(before, after)
-        found = [*_Layout(before, cuts, most_bytes).segments()]
-        places = [(end - 1, cuts[end - 1][1]) for end, _ in found[:-1]] + places
-        names = [name for _, name in found]
+        found = {
+            cuts.get(end - 1, (0, places[0][1]))[1]: (end - 1, name)
+            for end, name in _Layout(before, cuts, most_bytes).segments()
+        }
+        places = [(end, at) for at, (end, _) in found.items()]
+        names = [name for _, name in found.values()]
     bounds = [*zip(*places, strict=True)]
     parts = [before.parts(bounds[0]), after.parts(bounds[1])]
     _return_what_is_read(before, bounds[0], parts)
@@ -142,6 +145,7 @@ class _Order:
         position: where each value is computed in this order.
         last: where each value is read last.
         bytes: of the weights that each node reads.
+        small: how many of these a node may have that each segment computes again.
     """
 
     def __init__(self, model: ir.Model, most_bytes: int, like: "_Order | None" = None) -> None:
@@ -158,7 +162,8 @@ class _Order:
         for node in order:  # what takes most comes first: an encoder before the queries that read it
             depth[node] = max((depth[maker] for maker in self.sources[node]), default=0) + 1
             self.sources[node].sort(key=lambda maker: -depth[maker])
-        shared = self._shared(order, min(_SHARED_BYTES, most_bytes // _SHARED_PART))
+        self.small = min(_SHARED_BYTES, most_bytes // _SHARED_PART)
+        shared = self._shared(order, self.small)
         if like is None:
             placed = self._placed(sorted(outputs, key=lambda value: -depth[g.maker(value)]))
         else:
@@ -173,9 +178,9 @@ class _Order:
         self.bytes = [self.weights[node] for node in self.nodes]
         self.named = {str(value.name): value for value in self.position}
 
-    def _depth_first(self, outputs: Iterable[ir.Value], seen: Iterable[ir.Node] = ()) -> list[ir.Node]:
-        """Returns the nodes that compute values, but for those seen, each after those that it reads from."""
-        order, seen = list[ir.Node](), {*seen}
+    def _depth_first(self, outputs: Iterable[ir.Value], seen: set[ir.Node] | None = None) -> list[ir.Node]:
+        """Returns the nodes that compute values, each after what it reads, and adds them to `seen`."""
+        order, seen = list[ir.Node](), set() if seen is None else seen
         for output in outputs:
             waiting = [(output.producer(), False)]
             while waiting:
@@ -195,9 +200,9 @@ class _Order:
 
         What only another output needs, such as a cache, follows what it is computed from at once.
         """
-        place = dict[ir.Node, tuple[int, int]]()
+        place, seen = dict[ir.Node, tuple[int, int]](), set[ir.Node]()
         for index, output in enumerate(outputs):
-            group = self._depth_first([output], place)
+            group = self._depth_first([output], seen)
             makers = [maker for node in group for maker in self.sources[node]]
             after = max((place[node][0] for node in makers if node in place), default=-1)
             for node in group:
@@ -209,7 +214,7 @@ class _Order:
         found, constants = dict[ir.Node, int](), set[ir.Node]()  # a bit for each of the nodes that it takes
         for node in order:
             read, makers = dict.fromkeys(self.reads[node]), self.sources[node]
-            tensors = [each for value in read if (each := _constant(value)) is not None]
+            tensors = [each for value in read if (each := constant_of(value)) is not None]
             self.weights[node] = sum(tensor.nbytes for tensor in tensors)
             self.weights[node] += sum(self.weights[maker] for maker in makers if maker in constants)
             bits = reduce(or_, (found.get(maker, 0) for maker in makers), 1 << len(found))
@@ -252,10 +257,6 @@ class _Order:
         return found
 
 
-def _constant(value: ir.Value) -> ir.TensorProtocol | None:
-    return None if value.is_graph_input() else ir.convenience.get_const_tensor(value)
-
-
 def _is_tensor(value: ir.Value) -> bool:
     return value.type is None or isinstance(value.type, ir.TensorType)
 
@@ -279,12 +280,21 @@ def _cuts(original: _Order, result: _Order) -> dict[int, tuple[int, int]]:
             place = max([least, *places])
             if all(map(_is_tensor, crossing[place])):
                 found.append((place, len(alive), at))
-    cuts = dict[int, tuple[int, int]]()
     cuts, bound = dict[int, tuple[int, int]](), len(original.nodes) - 2
     for place, count, at in reversed(found):
         if 0 <= place <= bound and at < len(result.nodes) - 1:
             bound = place  # the order of the original may differ from that of the result
             cuts[place] = min(cuts.get(place, (count, at)), (count, at))
+    for place in sorted(cuts):  # the original may compute more before: a norm that the next product computes
+        later = place + 1
+        while (
+            later < len(original.nodes) - 1
+            and later not in cuts
+            and original.bytes[later] <= original.small
+            and all(map(_is_tensor, crossing[later]))
+        ):
+            cuts[later] = cuts[place]
+            later += 1
     return {place: (count + len(crossing[place]), at) for place, (count, at) in cuts.items()}
 
 
@@ -351,7 +361,7 @@ class _Layout:
 
     def _by_bytes(self, start: int, stop: int) -> Iterator[int]:
         """Yields borders so that nodes between them have at most the wanted bytes, where that is possible."""
-        inner = [border for border in self.borders if start < border < stop]
+        inner = self.borders[bisect_right(self.borders, start) : bisect_left(self.borders, stop)]
         while self.sizes[stop] - self.sizes[start] > self.most_bytes and inner:
             sizes = {border: int(self.sizes[border] - self.sizes[start]) for border in inner}
             fitting = [border for border in inner if 0 < sizes[border] <= self.most_bytes]
