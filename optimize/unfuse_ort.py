@@ -26,14 +26,25 @@ _TANH = {"approximate": "tanh"}  # the form of FastGelu
 
 
 class UnfuseOrt(Rewrite[bool], name="unfuse_ort"):
-    """Splits nodes by `_RULES`, if `_CHECKS` find no reason against it."""
+    """Splits nodes by `_RULES`."""
 
     def candidates(self) -> list[ir.Node]:
         return self.context.nodes(*_RULES, domain=g.MICROSOFT)
 
-    def match(self, node: ir.Node) -> bool | str:
-        check = _CHECKS.get(node.op_type)
-        return (check(self.context, node) if check is not None else "") or True
+    def match(self, node: ir.Node) -> bool | g.Skipped | str:
+        if node.op_type == "EmbedLayerNormalization" and any(map(g.is_read, node.outputs[1:2])):
+            return any(node.inputs[7:8]) or g.Skipped("its mask index is read and it has no mask")
+        if node.op_type == "FusedMatMul":
+            if g.attribute(node, "transBatchA", 0) or g.attribute(node, "transBatchB", 0):
+                return g.Skipped("its batch is transposed")
+            flags = (g.attribute(node, name, 0) for name in ("transA", "transB"))
+            if any(flag and not g.rank(value) for flag, value in zip(flags, node.inputs, strict=True)):
+                return g.Skipped("an input of unknown rank")
+        if node.op_type == "Attention":
+            _check_attention(node)
+        if node.op_type == "MultiHeadAttention" and not _has_other_form(node):
+            return "it has the form that the other rewrites match"
+        return True
 
     def apply(self, node: ir.Node, match: bool) -> None:
         self.replace(node.outputs[0], _RULES[node.op_type](self.context, node), f"{node.op_type} decomposed")
@@ -107,13 +118,6 @@ def rms_norm(
     return g.add(node, "Div", [x, root]), root
 
 
-def _check_embedding(context: g.RewriteContext, node: ir.Node) -> str:
-    """Raises Skipped."""
-    if any(map(g.is_read, node.outputs[1:2])) and not any(node.inputs[7:8]):
-        raise g.Skipped("its mask index is read and it has no mask")
-    return ""
-
-
 def _embed_norm(context: g.RewriteContext, node: ir.Node) -> ir.Value:
     """y = norm(word[ids] + segment[types] + position)."""
     ids, types, word, position, segment, *rest = node.inputs
@@ -143,16 +147,6 @@ def _gelu(context: g.RewriteContext, node: ir.Node) -> ir.Value:
     return g.add(node, "Gelu", [x], form, shape=shape)
 
 
-def _check_matmul(context: g.RewriteContext, node: ir.Node) -> str:
-    """Raises Skipped."""
-    if g.attribute(node, "transBatchA", 0) or g.attribute(node, "transBatchB", 0):
-        raise g.Skipped("its batch is transposed")
-    flags = (g.attribute(node, name, 0) for name in ("transA", "transB"))
-    if any(flag and not g.rank(value) for flag, value in zip(flags, node.inputs, strict=True)):
-        raise g.Skipped("an input of unknown rank")
-    return ""
-
-
 def _matmul(context: g.RewriteContext, node: ir.Node) -> ir.Value:
     sides = []
     for value, flag in zip(node.inputs, ("transA", "transB"), strict=True):
@@ -168,18 +162,17 @@ def _matmul(context: g.RewriteContext, node: ir.Node) -> ir.Value:
     return result
 
 
-def _check_attention(context: g.RewriteContext, node: ir.Node) -> str:
-    """Raises Skipped."""
+def _check_attention(node: ir.Node) -> None:
+    """Raises Skipped for what `_attention` does not take."""
     x, weight, bias, mask, past, added = [*node.inputs, *[None] * 6][:6]
     known = {"num_heads", "unidirectional", "scale", "mask_filter_value", "qkv_hidden_sizes"}
     if past is not None or not set(node.attributes) <= known:
         raise g.Skipped("it has a KV cache or unknown attributes")
     if x is None or not g.is_constant(weight):
         raise g.Skipped("its weight is not constant")
-    if not g.has_only(weight, context.graph, node.op_type):
+    if not g.has_only(weight, node.graph, node.op_type):
         raise g.Skipped("other nodes read its weight, too")
     _check_heads(x, bias, mask, added)
-    return ""
 
 
 def _attention(context: g.RewriteContext, node: ir.Node) -> ir.Value:
@@ -197,19 +190,19 @@ def _attention(context: g.RewriteContext, node: ir.Node) -> ir.Value:
     return _multi_head(context, node, parts, bias, mask, added)
 
 
-def _check_multi_head_attention(context: g.RewriteContext, node: ir.Node) -> str:
-    """Raises Skipped."""
+def _has_other_form(node: ir.Node) -> bool:
+    """Whether a node has what other rewrites do not match; raises Skipped if this one does not, either."""
     q, k, v, bias, mask, added, *past = [*node.inputs, *[None] * 6][: max(6, len(node.inputs))]
     if q is None or k is None or v is None or any(past):
         raise g.Skipped("it has a KV cache or packed inputs")
-    if bias is None and (mask is None or g.rank(mask) != 2):
-        return "it has the form that the other rewrites match"
+    if bias is None and g.rank(mask) != 2:
+        return False
     if any(g.rank(each) != 3 for each in (q, k, v)):
         raise g.Skipped("q, k or v is not [B, T, H*D]")
     _check_heads(q, bias, mask, added)
     if bias is not None and None in map(g.last_dim, (q, k, v)):
         raise g.Skipped("an unknown number of columns")
-    return ""
+    return True
 
 
 def _multi_head_attention(context: g.RewriteContext, node: ir.Node) -> ir.Value:
@@ -259,12 +252,6 @@ def _multi_head(
     return g.add(node, "MultiHeadAttention", inputs, attributes, domain=g.MICROSOFT, shape=shape)
 
 
-_CHECKS: Mapping[str, Callable[[g.RewriteContext, ir.Node], str]] = {
-    "Attention": _check_attention,
-    "EmbedLayerNormalization": _check_embedding,
-    "FusedMatMul": _check_matmul,
-    "MultiHeadAttention": _check_multi_head_attention,
-}
 _RULES: Mapping[str, Callable[[g.RewriteContext, ir.Node], ir.Value]] = {
     "Attention": _attention,
     "BiasGelu": _gelu,
