@@ -104,7 +104,7 @@ def stream(
     """Runs all segments of both models, and compares what they return.
 
     Args:
-        original: in its own dtypes.
+        original: in its own dtypes; sizes of its caches are numbers (`decoders.set_sizes`).
         result: as it was written; its large weights are those of the file.
         dtype: the result's, which decides what is accepted.
         cases: the inputs of the only case, if they are given; by default inputs are generated.
