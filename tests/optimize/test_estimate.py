@@ -2,6 +2,7 @@
 
 from collections import namedtuple
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import onnx
@@ -85,7 +86,9 @@ def test_data_that_two_models_share(model: Path, tmp_path: Path) -> None:
     proto = onnx.load(model)
     for name in ("old.onnx", "other.onnx"):
         given = onnx.ModelProto.FromString(proto.SerializeToString())
-        external = {"save_as_external_data": True, "location": "both.data", "size_threshold": 0}
+        external: dict[str, Any] = {
+            "save_as_external_data": True, "location": "both.data", "size_threshold": 0
+        }  # fmt: skip
         onnx.save(given, tmp_path / name, **external)
         if name == "old.onnx":
             (tmp_path / "both.data").rename(tmp_path / "kept.data")
