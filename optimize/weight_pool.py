@@ -100,7 +100,9 @@ def pool_of(model: ir.Model) -> Pool:
         if known.keys() >= {value for value in node.inputs if value is not None} and not node.domain:
             known |= _computed(node, known, opset)
             computing |= {node} if known.keys() >= {*node.outputs} else set()
-    found, scales = list[Constant](), list[np.ndarray]()
+    scales = list[np.ndarray]()
+    found = [each for node in model.graph for each in _in_bytes(node, stored)]
+    in_bytes = {each.key for each in found}
     for value, array in known.items():
         if array.ndim and array.size:
             readers = {
@@ -109,14 +111,33 @@ def pool_of(model: ir.Model) -> Pool:
             is_weight = is_float(array) or array.itemsize == 1
             is_large = value in stored and array.ndim > 1 and array.nbytes >= _LARGE and is_weight
             key = id(stored[value]) if value in stored else value
-            found.append(
-                Constant(str(value.name), key, array, _cuts(value, known), is_large and bool(readers))
-            )
+            is_required = is_large and bool(readers) and ("in bytes", key) not in in_bytes
+            found.append(Constant(str(value.name), key, array, _cuts(value, known), is_required))
     for node in model.graph:
         if node.op_type == "BatchNormalization" and known.keys() >= {*node.inputs[1:]}:
             rows, bias = _batch_norm(node, known)
             scales, found = [*scales, *rows], [*found, bias]
     return Pool(found, scales)
+
+
+def _in_bytes(node: ir.Node, stored: Mapping[ir.Value, ir.TensorProtocol]) -> Iterator[Constant]:
+    """Yields the integers of a DequantizeLinear in blocks as MatMulNBits has them: [N, K], without a sign."""
+    is_blocked = node.op_type == "DequantizeLinear" and g.attribute(node, "block_size", 0)
+    for value in (*node.inputs[:1], *node.inputs[2:]) if is_blocked else ():
+        tensor = stored.get(value) if value is not None else None
+        if tensor is None or (raw := to_array(tensor)).ndim != 2:
+            continue
+        is_packed = tensor.dtype.bitwidth == 4
+        raw = raw.view(np.uint8)
+        raw = raw ^ np.uint8(0x88 if is_packed else 0x80) if tensor.dtype.is_signed() else raw
+        if g.attribute(node, "axis", 1) == 0 and is_packed:
+            raw = np.pad(raw, ((0, len(raw) % 2), (0, 0)))
+            even, odd = raw[0::2].T, raw[1::2].T
+            turned = [even & 15 | odd << 4, even >> 4 | odd & 0xF0]
+            raw = np.stack(turned, 1).reshape(-1, even.shape[1])
+        elif g.attribute(node, "axis", 1) == 0:
+            raw = raw.T
+        yield Constant(str(value.name), ("in bytes", id(tensor)), raw)  # type: ignore[union-attr]
 
 
 def _computed(node: ir.Node, known: Mapping[ir.Value, np.ndarray], opset: int) -> dict[ir.Value, np.ndarray]:

@@ -14,8 +14,11 @@ from samples import RECORDS
 
 from twinop.model import weights as lazy
 from twinop.optimize import dequantize
+from twinop.optimize.equivalence import NotEquivalent
 from twinop.optimize.graph import RewriteContext
 from twinop.optimize.rewrite import skipped
+from twinop.optimize.segments import cut
+from twinop.optimize.weight_check import check_weights
 
 K, N, BLOCK = 128, 64, 32
 KINDS = {"int4": 4, "uint4": 4, "int8": 8, "uint8": 8}
@@ -134,6 +137,23 @@ def test_a_mixture_of_experts_stays_as_it_is(tmp_path: Path) -> None:
     assert types(made) == {"CustomLinear": 1, "QMoE": 1, "CustomAddLayerNorm": 1}
     assert report.skipped == {"QMoE: a mixture of experts stays as it is": 1}
     assert "needs ONNX Runtime: com.microsoft QMoE x 1" in str(report)
+
+
+@pytest.mark.parametrize("axis", [0, 1])
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_bytes_are_compared_with_the_source(kind: str, axis: int, tmp_path: Path) -> None:
+    """Also one that is off is found."""
+    _, made = optimized(model(kind, axis), tmp_path)
+    source = ir.load(tmp_path / "old.onnx")
+    assert not check_weights(source, made, cut(source, made))
+    [name] = [name for name in made.graph.initializers if "blocks" in name]
+    tensor = made.graph.initializers[name].const_value
+    assert tensor is not None
+    array = tensor.numpy().copy()
+    array.reshape(-1)[7] ^= 1
+    made.graph.initializers[name].const_value = ir.tensor(array)
+    with pytest.raises(NotEquivalent, match="differs from q in line"):
+        check_weights(source, made, cut(source, made))
 
 
 @pytest.mark.parametrize("symmetric", [True, False])
