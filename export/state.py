@@ -145,8 +145,8 @@ def _version(tensor: torch.Tensor) -> int:
 
 def _strips(tensor: torch.Tensor) -> Sequence[torch.Tensor]:
     """Returns views of a tensor of few elements each: what is computed of them at once takes no memory."""
-    rows = max(_STRIP * max(len(tensor), 1) // max(tensor.numel(), 1), 1) if tensor.dim() else 0
-    return tensor.split(rows) if rows else [tensor]
+    length = max(_STRIP * max(len(tensor), 1) // max(tensor.numel(), 1), 1) if tensor.dim() else 0
+    return tensor.split(length) if length else [tensor]
 
 
 def _same(a: torch.Tensor, b: torch.Tensor) -> bool:

@@ -111,7 +111,7 @@ def test_an_op_has_one_body() -> None:
     def relu(op: Any, x: Any) -> Any:
         return x
 
-    with pytest.raises(ExportError, match=r"op relu has a body already, from twinop\.export\.bodies\.relu"):
+    with pytest.raises(ExportError, match=r"op relu has a body already, from twinop\.model\.bodies\.relu"):
         body(relu)
 
 
