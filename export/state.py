@@ -175,13 +175,13 @@ def changed_weights(model: torch.nn.Module) -> Iterator[None]:
                     _flip(strip, dtype)
 
 
-def _flip(bits: torch.Tensor, dtype: torch.dtype) -> None:
+def _flip(integers: torch.Tensor, dtype: torch.dtype) -> None:
     """Flips last bits of the normal numbers of a dtype, given as integers, which stay normal."""
     mantissa = round(1 / torch.finfo(dtype).eps) - 1
     exponents = (1 << 8 * dtype.itemsize - 1) - 1 & ~mantissa
-    exponent = bits & exponents
+    exponent = integers & exponents
     is_normal = (exponent != 0) & (exponent != exponents)
-    bits.bitwise_xor_(is_normal.to(bits.dtype) * (_FLIPPED & mantissa))
+    integers.bitwise_xor_(is_normal.to(integers.dtype) * (_FLIPPED & mantissa))
 
 
 @contextmanager
