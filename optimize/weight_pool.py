@@ -105,8 +105,10 @@ def pool_of(model: ir.Model) -> Pool:
     in_bytes = {each.key for each in found}
     for value, array in known.items():
         if array.ndim and array.size:
-            readers = {
-                use.node for use in value.uses() if use.node not in computing or use.node.op_type in _MOVES
+            readers = {  # a result may hold nothing of a table but the row that all ids name
+                use.node
+                for use in value.uses()
+                if (use.node not in computing or use.node.op_type in _MOVES) and use.node.op_type != "Gather"
             }
             is_weight = is_float(array) or array.itemsize == 1
             is_large = value in stored and array.ndim > 1 and array.nbytes >= _LARGE and is_weight
