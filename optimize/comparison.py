@@ -16,6 +16,7 @@ from twinop.tolerance import LOST, NOISE
 
 from . import equivalence, inputs
 from .inputs import hides_left
+from .segments import Part
 from .sliced import run_any as run
 from .source import Form, Source
 
@@ -30,6 +31,7 @@ class Comparison:
 
     Attributes:
         model: the original, or an extracted part of it.
+        part: which part it is; None for the whole.
         original: the same as it runs.
         last: the form that ran last.
     """
@@ -39,6 +41,7 @@ class Comparison:
     original: Form
     reference: equivalence.Reference
     of_size_1: Mapping[str, inputs.Case] = field(default_factory=dict)
+    part: Part | None = None
     last: Form | None = None
 
     def __post_init__(self) -> None:

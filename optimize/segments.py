@@ -103,12 +103,28 @@ def reads(node: ir.Node) -> list[ir.Value]:
     return found
 
 
-def cut(original: ir.Model, result: ir.Model, most_bytes: int = MOST_BYTES) -> list[Segment]:
+def is_shared(value: ir.Value, given: set[ir.Value]) -> bool:
+    """Whether a value is computed from inputs of the graph, given values and shapes, but no large weight."""
+    waiting, seen = [value], {*given}
+    while waiting:
+        each = waiting.pop()
+        if each in seen:
+            continue
+        seen.add(each)
+        if each.const_value is not None and each.const_value.nbytes > MOST_BYTES // _SHARED_PART:
+            return False
+        node = each.producer()
+        waiting += reads(node) if node is not None and node.op_type not in ("Shape", "Size") else []
+    return True
+
+
+def cut(original: ir.Model, result: ir.Model, most_bytes: int | None = None) -> list[Segment]:
     """Cuts a model and its rewritten form into segments that correspond, in the order in which they run.
 
-    A model whose weights have no more than `most_bytes` is one segment. So is one for which there is no
-    place to cut: a segment may be larger, but its two parts always correspond.
+    A model whose weights have no more than `most_bytes`, by default `MOST_BYTES`, is one segment. So is one
+    for which there is no place to cut: a segment may be larger, but its two parts always correspond.
     """
+    most_bytes = MOST_BYTES if most_bytes is None else most_bytes
     after = _Order(result, most_bytes)
     before = _Order(original, most_bytes, after)
     places, names = [(len(before.nodes) - 1, len(after.nodes) - 1)], ["the model"]

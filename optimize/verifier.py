@@ -20,13 +20,37 @@ from . import decoders, equivalence, inputs
 from . import graph as g
 from .comparison import Comparison
 from .inputs import draws_random, read_npz
-from .segments import Segment, cut, extract
+from .segments import Part, Segment, cut, extract, is_shared
 from .source import Form, Source, form_of
 from .stream import stream
 from .symbolic_shapes import infer_shapes, infer_types
 from .weight_check import check_weights
 
 Names = Sequence[str]
+
+
+def _part_of_both(original: ir.Model, segment: Segment) -> tuple[Part, list[str]]:
+    """Returns the part of the original that computes what a segment's result does, from what that reads.
+
+    One node may compute a value that only the original reads, such as a normalised sum, and the sum, which
+    the result reads: then the part begins before that node.
+
+    Returns:
+        The part, and values that the result reads and the part computes.
+    """
+    values = ir.convenience.create_value_mapping(original.graph, include_subgraphs=False)
+    read = {values[name] for name in segment.result.inputs}
+    given, computed = dict.fromkeys(segment.result.inputs), dict[str, None]()
+    for name in segment.original.inputs:
+        node = values[name].producer()
+        if name in given or node is None or is_shared(values[name], read):
+            continue
+        computed |= {str(each.name): None for each in node.outputs if each in read}
+        given |= {
+            str(each.name): None for each in node.inputs if each is not None and each.producer() is not None
+        }
+    inputs = [name for name in given if name not in computed]
+    return Part(inputs, segment.result.outputs), [*computed]
 
 
 class Verifier:
@@ -109,7 +133,9 @@ class Verifier:
             return Form(source.path, {})
         return source.form(source.original.clone())
 
-    def _comparison(self, model: ir.Model, form: Form, reference: equivalence.Reference) -> Comparison:
+    def _comparison(
+        self, model: ir.Model, form: Form, reference: equivalence.Reference, part: Part | None = None
+    ) -> Comparison:
         source, report = self.source, self.source.report
         report.add_note(f"the original: {reference.note}" if reference.note else "")
         for note in reference.uncompared(model.graph, source.options.allow_uncompared):
@@ -117,32 +143,38 @@ class Verifier:
         of_inputs = {str(value.name) for value in source.original.graph.inputs}
         of_size_1 = inputs.of_size_1(model, {k: v for k, v in reference.cases[0].items() if k in of_inputs})
         cases = {name: reference.cases[0] | case for name, case in of_size_1.items()}
-        return Comparison(source, model, form, reference, cases)
+        return Comparison(source, model, form, reference, cases, part)
 
     def _comparison_of(self, segment: Segment) -> Comparison:
         """Returns the comparison of a segment's original, which runs on generated inputs."""
-        key = (*segment.original.inputs, "", *segment.original.outputs)
+        part, computed = _part_of_both(self.source.original, segment)
+        key = (*part.inputs, "", *part.outputs)
         if key not in self.comparisons:
             self.progress(f"running the original: {segment.name}")
-            model = extract(self.source.original, segment.original)
-            known = {each.name: each for node in self.source.base.graph for each in node.outputs}
-            for value in (each for each in model.graph.inputs if each.shape is None):
-                value.shape = known[value.name].shape if value.name in known else None
-            form = self.source.form(model.clone())
-            reference, _ = equivalence.generated(form.what, model, self.source.options.padding, self._library)
-            self.comparisons[key] = self._comparison(model, form, reference)
+            source, count = self.source, len(part.outputs)
+            model = extract(source.original, Part(part.inputs, [*part.outputs, *computed]))
+            form = source.form(model.clone())
+            found, _ = equivalence.generated(form.what, model, source.options.padding, self._library)
+            cases = [
+                case | dict(zip(computed, outputs[count:], strict=True))
+                for case, outputs in zip(found.cases, found.outputs, strict=True)
+            ]
+            outputs = [each[:count] for each in found.outputs]
+            found = replace(found, cases=cases, outputs=outputs, sizes=found.sizes[:count])
+            model = extract(source.original, part)
+            self.comparisons[key] = self._comparison(model, source.form(model.clone()), found, part)
         return self.comparisons[key]
 
     def _pairs(
         self, result: ir.Model, segments: Sequence[Segment]
-    ) -> Iterator[tuple[str, Segment, Comparison, ir.Model]]:
-        """Yields one segment of each kind: its name, "" for a whole model, it, and its part of a form."""
+    ) -> Iterator[tuple[str, Comparison, ir.Model]]:
+        """Yields one segment of each kind: its name, "" for a whole model, its comparison, its part."""
         if self.whole is not None:
-            yield "", segments[0], self.whole, result.clone()
+            yield "", self.whole, result.clone()
             return
         first = {each.kind: each for each in reversed(segments)}
         for segment in sorted(first.values(), key=segments.index):
-            yield segment.name, segment, self._comparison_of(segment), extract(result, segment.result)
+            yield segment.name, self._comparison_of(segment), extract(result, segment.result)
 
     # ------------------------------------------------------------------------------ the form in fp32
 
@@ -165,7 +197,7 @@ class Verifier:
     def _error_of(self, model: ir.Model) -> float:
         """Returns the error of a form in fp32; raises NotEquivalent if it fails, or that is too large."""
         self.failed, largest = None, 0.0
-        for label, _, comparison, part in self._pairs(model, cut(self.source.loaded, model)):
+        for label, comparison, part in self._pairs(model, cut(self.source.loaded, model)):
             self.progress(f"comparing with the original{label and ': '}{label}")
             try:
                 largest = max(largest, comparison.check(self.source.form(part)))
@@ -246,14 +278,14 @@ class Verifier:
         segments = cut(original, written)
         narrow = self._original_in_16_bits() if source.dtype is not ir.DataType.FLOAT else None
         errors = list[float]()
-        for label, segment, comparison, part in self._pairs(written, segments):
+        for label, comparison, part in self._pairs(written, segments):
             self.progress(f"comparing what was written{label and ': '}{label}")
             form = form_of(part)
             if not label and not source.is_changed:
                 form = replace(form, what=path)
             try:
                 if narrow is not None:
-                    errors += self._check_16_bits(segment, comparison, form, narrow)
+                    errors += self._check_16_bits(comparison, form, narrow)
                 elif not label:
                     errors.append(comparison.check(form))
             except equivalence.NotEquivalent as reason:
@@ -290,14 +322,12 @@ class Verifier:
         source.convert(model)
         return model
 
-    def _check_16_bits(
-        self, segment: Segment, comparison: Comparison, form: Form, narrow: ir.Model
-    ) -> list[float]:
+    def _check_16_bits(self, comparison: Comparison, form: Form, narrow: ir.Model) -> list[float]:
         """Compares a form in 16 bits with the original; returns the error, if the CPU runs it."""
         source, report = self.source, self.source.report
-        is_whole = comparison is self.whole
+        is_whole = comparison.part is None
         try:
-            plain = narrow.clone() if is_whole else extract(narrow, segment.original)
+            plain = extract(narrow, comparison.part) if comparison.part else narrow.clone()
         except KeyError:  # preparing the model has removed a value
             plain = None
         plain_form = None if plain is None else source.form(plain.clone())
