@@ -52,8 +52,11 @@ class Comparison:
         nudged = self.source.form(equivalence.nudge_weights(self.model.clone(), by))
         return equivalence.noise(nudged.what, self.library, self.reference, by)
 
-    def check(self, result: Form) -> float:
-        """Returns the error of a form in fp32.
+    def check(self, result: Form, dtype: str = "float32") -> float:
+        """Returns the error of a form that computes in fp32.
+
+        Args:
+            dtype: the coarsest one of its inputs and outputs.
 
         Raises:
             NotEquivalent: it fails, or the error is too large.
@@ -61,7 +64,8 @@ class Comparison:
         self.last = result
         may_skip = bool(self.reference.note)  # else a rewrite is the cause
         try:
-            answer = run(result.what, self.library, self.reference.cases, may_skip=may_skip)
+            cases = self._narrowed(result, self.reference.cases)
+            answer = run(result.what, self.library, cases, may_skip=may_skip)
         except NotRunnable as reason:
             raise equivalence.NotEquivalent(f"cannot be run on the CPU: {reason}") from reason
         except TwinopError as failure:
@@ -69,7 +73,7 @@ class Comparison:
         self.found, self.note, self.source.registered = (
             answer.outputs, answer.note, answer.libraries or self.source.registered,
         )  # fmt: skip
-        return self.reference.check(self.reference.errors(self.found), self.noise, "float32")
+        return self.reference.check(self.reference.errors(self.found), self.noise, dtype)
 
     def cause(self, reason: equivalence.NotEquivalent) -> str:
         """Returns why the form that ran last differs: a defect of twinop where nothing else is."""

@@ -198,13 +198,12 @@ def generated(
         original: the model in fp32, as it runs.
         padding: "right" if masks hide nothing but the end of a sequence.
 
-    Returns:
-        The reference, and sizes that the original accepts.
+    Returns the reference, and sizes that the original accepts.
 
     Raises:
         ExportError: the original cannot be loaded, or does not run on the inputs that were tried.
     """
-    reasons: list[str] = []
+    reasons = list[str]()
     best: tuple[Reference, Sizes] | None = None
     hidden = inputs.hidden(padding) if any(map(inputs.is_mask, model.graph.inputs)) else ["right", "left"]
 
@@ -241,9 +240,8 @@ def generated(
         if found := tried(steps[0], hidden if may_hide else (), steps[:count]):
             return found[0], steps[count - 1]
     for sizes in inputs.SIZES:
-        if found := tried(sizes):
-            return found
-        if not sizes.step and (fitting := fit(model, sizes, library)) and (found := tried(fitting)):
+        fitting = None if (found := tried(sizes)) or sizes.step else fit(model, sizes, library)
+        if found or (fitting and (found := tried(fitting))):
             return found
     if best is not None:
         return best

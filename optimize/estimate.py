@@ -13,10 +13,11 @@ import onnx_ir as ir
 from twinop.errors import ExportError
 from twinop.memory import free_bytes
 
+from . import sliced
 from .segments import MOST_BYTES
 
-_BASE = 600_000_000  # bytes: Python, ONNX Runtime and the graph, in both processes
-_COPIES = 4  # of a segment in fp32: of two sessions, each with its packed weights
+_BASE = 500_000_000  # bytes: Python, ONNX Runtime and the graph, in both processes
+_COPIES = 2  # of a segment in fp32: one session at a time, with its packed weights
 _BESIDE = 200_000_000  # bytes on the disk that are not the result's
 
 
@@ -61,7 +62,7 @@ def estimate(model: ir.Model, target: Path, dtype: str = "") -> Estimate:
     """
     weights = {value: value.const_value for graph in model.graphs() for value in graph.initializers.values()}
     tensors = [tensor for tensor in weights.values() if tensor is not None]
-    largest = max(map(_wide, tensors), default=0)
+    largest = min(max(map(_wide, tensors), default=0), sliced.MOST_BYTES)
     held = min(sum(map(_wide, tensors)), max(largest, 2 * MOST_BYTES))
     bits = int(dtype[-2:]) if dtype else 0
     disk = sum(_written(tensor, bits) for tensor in tensors) + _BESIDE

@@ -68,35 +68,19 @@ def optimize(
 ) -> OptimizeReport:
     """Optimises an ONNX file, and keeps the result only if it computes what the original computes.
 
-    The rewrites run on the model in fp32. The result is compared with the original in fp32 on the CPU, and a
-    rewrite that changes the results is reverted. Then the model is converted to the wanted dtype and
-    compared again, if the CPU provider can run it. No time decides what is written, unless `drop_slow` asks.
+    The result is compared with the original on the CPU, and a rewrite that changes the results is reverted.
+    No time decides what is written, unless `drop_slow` asks. The weights stay in their files until they are
+    written: the memory that it takes depends on the largest layer.
 
     Args:
         source: the ONNX file to optimise.
         target: the file to write.
-        dtype: "float16" or "bfloat16", also of inputs and outputs. By default these keep their dtypes, and
-            each node the precision in which the file computes it.
-        device: what the model is optimised for, "cuda" or "cpu"; by default what this machine has. The result
-            runs on both.
-        padding: "right" promises that masks hide nothing but the end of each sequence.
-        shared_caches: promises that past and present share memory, which has rows for the whole context.
-        invariant: a prompt's logits on CUDA do not depend on its batch; the report names nodes that may.
-        inputs_file: an .npz file of inputs for the comparison; by default they are generated.
-        without: names of rewrites to leave out.
-        replace: ops that replace standard operators, such as "add" and "softmax" (`standard_ops.py`).
-        allow_uncompared: keep the file although an output is empty or NaN for all inputs; the report says so.
-        drop_slow: measure on this machine, and revert rewrites that make the model slower. The same file may
-            then have other bytes elsewhere.
-        library: libraries of custom ops that the original needs. Those of other domains are found as
-            `deploy.session` finds them. The nodes of all of them stay as they are.
-        allow_model_libraries: whether to take libraries, which can do anything, from the model's folder.
-        kept: ops whose nodes stay although no library may have them.
         dry_run: write nothing; the report has the rewrites, and an estimate of memory and disk.
         explain: the name of a node or of its output: the report says which condition failed in each rewrite
             that starts there, and nothing is written.
         timeout: the seconds that a model may run without progress, before it is ended.
         progress: called at each step, and while it goes on.
+        kept: and the others are those of `source.Options`, which describes them.
 
     Raises:
         ExportError: wrong arguments, or a model that cannot be read, run or converted.
@@ -106,11 +90,23 @@ def optimize(
         invariant, inputs_file, without, replace, allow_uncompared, drop_slow, library, allow_model_libraries,
         kept,
     )  # fmt: skip
+    return _optimized(Path(source), Path(target), options, dry_run, explain, timeout, progress)
+
+
+def _optimized(
+    source: Path,
+    target: Path,
+    options: Options,
+    dry_run: bool,
+    explain: str | None,
+    timeout: float,
+    progress: Progress,
+) -> OptimizeReport:
     with time_limit(timeout):
         progress("reading the model")
-        read = read_source(Path(source), Path(target), options)
+        read = read_source(source, target, options)
         verifier = Verifier(read, partial(_rewritten, read, progress), progress)
-        needs = estimate(read.loaded, read.report.path, read.report.dtype if dtype else "")
+        needs = estimate(read.loaded, read.report.path, read.report.dtype if options.dtype else "")
         is_tried = dry_run or explain is not None
         if not is_tried:
             needs.require(read.path, read.report.path)

@@ -33,8 +33,6 @@ class OptimizeReport:
         inlined: the number of nodes of each custom op that became standard operators, by domain and type.
         libraries: the files that a session with the result has registered and whose ops it has.
         narrowed: products and weights that the source has in fp32, and the result in 16 bits, by name.
-        segments: the number of parts in which the file was compared: all of them ran.
-        unexplained: weights whose bytes are computed in a way that the comparison does not know.
         needs: operators of the file that only ONNX Runtime has.
         compared: how much was compared with the original, by what that was, such as "segments run".
     """
@@ -63,8 +61,6 @@ class OptimizeReport:
     same: bool = False
     estimate: str = ""
     explained: str = ""
-    segments: int = 1
-    unexplained: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
 
     def to_json(self) -> str:

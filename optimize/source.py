@@ -45,7 +45,27 @@ DEVICES = ("cuda", "cpu")
 
 @dataclass(frozen=True)
 class Options:
-    """The arguments of `optimize`, which checks and describes them."""
+    """What `optimize` is asked for.
+
+    Attributes:
+        dtype: "float16" or "bfloat16", also of inputs and outputs. By default these keep their dtypes, and
+            each node the precision in which the file computes it.
+        device: what the model is optimised for, "cuda" or "cpu"; by default what this machine has. The result
+            runs on both.
+        padding: "right" promises that masks hide nothing but the end of each sequence.
+        shared_caches: promises that past and present share memory, which has rows for the whole context.
+        invariant: a prompt's logits on CUDA do not depend on its batch; the report names nodes that may.
+        inputs_file: an .npz file of inputs for the comparison; by default they are generated.
+        without: names of rewrites to leave out.
+        replace: ops that replace standard operators, such as "add" and "softmax" (`standard_ops.py`).
+        allow_uncompared: keep the file although an output is empty or NaN for all inputs; the report says so.
+        drop_slow: measure on this machine, and revert rewrites that make the model slower. The same file may
+            then have other bytes elsewhere.
+        library: libraries of custom ops that the original needs. Those of other domains are found as
+            `deploy.session` finds them. The nodes of all of them stay as they are.
+        allow_model_libraries: whether to take libraries, which can do anything, from the model's folder.
+        kept: ops whose nodes stay although no library may have them.
+    """
 
     dtype: str | None
     device: str

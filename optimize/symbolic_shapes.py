@@ -98,6 +98,18 @@ def _symbolic_shapes(
     return inference.out_mp_ if complete else None, inference.suggested_merge_
 
 
+def _infer_quantised_rows(inference: Any, node: onnx.NodeProto) -> None:
+    """Infers GatherBlockQuantized of a table [rows, columns], perhaps two numbers a byte."""
+    table, ids = (inference._get_shape(node, index) for index in (0, 1))
+    values = [inference.known_vi_[node.input[index]].type.tensor_type.elem_type for index in (0, 2)]
+    number = {"bits": 4, "gather_axis": 0} | {each.name: each.i for each in node.attribute}
+    packs = 8 // number["bits"] if values[0] == onnx.TensorProto.UINT8 else 1
+    if len(table) == 2 and number["gather_axis"] == 0:
+        shape = [*ids, table[1] * packs]
+        info = onnx.helper.make_tensor_value_info(node.output[0], values[1], shape)
+        inference.known_vi_[node.output[0]].CopyFrom(info)
+
+
 @cache
 def _inference() -> Any:
     """Returns ONNX Runtime's inference, changed so that sizes of inputs stay apart where they are summed.
@@ -112,22 +124,11 @@ def _inference() -> Any:
             super().__init__(*args)
             for op_type in _BROADCASTS:
                 self.dispatcher_[op_type] = partial(self._broadcast, self.dispatcher_.get(op_type))
-            self.dispatcher_["GatherBlockQuantized"] = self._infer_quantised_rows
+            self.dispatcher_["GatherBlockQuantized"] = partial(_infer_quantised_rows, self)
             self.dispatcher_["QMoE"] = self._pass_on_shape_and_type
             if not self.auto_merge_:
                 for op_type, infer in self.dispatcher_.items():
                     self.dispatcher_[op_type] = partial(self._name_unknown, infer)
-
-        def _infer_quantised_rows(self, node: onnx.NodeProto) -> None:
-            """Infers GatherBlockQuantized of a table [rows, columns], perhaps two numbers a byte."""
-            table, ids = (self._get_shape(node, index) for index in (0, 1))
-            values = [self.known_vi_[node.input[index]].type.tensor_type.elem_type for index in (0, 2)]
-            number = {"bits": 4, "gather_axis": 0} | {each.name: each.i for each in node.attribute}
-            packs = 8 // number["bits"] if values[0] == onnx.TensorProto.UINT8 else 1
-            if len(table) == 2 and number["gather_axis"] == 0:
-                shape = [*ids, table[1] * packs]
-                info = onnx.helper.make_tensor_value_info(node.output[0], values[1], shape)
-                self.known_vi_[node.output[0]].CopyFrom(info)
 
         def _name_unknown(self, infer: Callable[[Any], None], node: onnx.NodeProto) -> None:
             """Names each size that is not found: at one without a name the inference would end."""

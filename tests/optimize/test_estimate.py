@@ -37,12 +37,12 @@ def sized(*shapes: tuple[int, int], dtype: ir.DataType = ir.DataType.FLOAT16) ->
 
 
 def test_what_a_model_takes_does_not_grow_with_its_layers(tmp_path: Path) -> None:
-    """Memory is what a segment takes, or the largest weight; the disk has the whole result."""
+    """Memory is what a segment takes, and a large weight runs in slices; the disk has the whole result."""
     layer = [(4096, 4096)] * 4 + [(4096, 14336)] * 3
     some, many = (estimate.estimate(sized(*layer * count), tmp_path / "a") for count in (4, 32))
     assert some.memory == many.memory and many.disk > 7 * some.disk
     head = estimate.estimate(sized(*layer * 4, (4096, 128256)), tmp_path / "none/of/these/a")
-    assert head.memory > 2 * some.memory
+    assert head.memory == some.memory
     half = estimate.estimate(sized((4096, 4096)), tmp_path / "a")
     wide = estimate.estimate(sized((4096, 4096)), tmp_path / "a", "float32")
     assert wide.disk - half.disk == 2 * 4096 * 4096
