@@ -76,7 +76,7 @@ Feeds = dict[str, Tensor]
 Maker = Callable[..., Subject]
 LLAMA = Sizes(2048, 8192, 32, 8, 64, 128256, context=8192)
 QWEN = Sizes(4096, 12288, 32, 8, 128, 151936, context=8192, norms=True, table=1024)
-MODELS = {"llama-1.2b": Model(LLAMA, 16, 1024), "qwen3-8b": Model(QWEN, 36, 4096, DTYPES[1:])}
+MODELS = {"llama-1.2b": Model(LLAMA, 16, 1024), "qwen3-8b": Model(QWEN, 36, 4096)}
 SMALL = {"small": Model(Sizes(), 4, 16)}
 BESIDE = (1, 8)
 

@@ -166,7 +166,7 @@ def split_query_norms(model: ir.Model) -> int:
             apart = g.reshape(node, x, [0, 0, -1, size])
             wide = g.add(node, "Cast", [apart], {"to": ir.DataType.FLOAT})
             normal, _ = rms_norm(node, wide, [-1], g.attribute(node, "qk_norm_epsilon", 1e-6))
-            narrow = g.add(node, "CastLike", [normal, x], dtype=x.dtype)
+            narrow = g.add(node, "CastLike", [normal, x], dtype=weight.dtype)  # that of x need not be known
             scaled = g.add(node, "Mul", [narrow, weight])
             node.replace_input_with(index, g.reshape(node, scaled, [0, 0, -1]))
             node.replace_input_with(_Q_NORM + index, None)
