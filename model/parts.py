@@ -8,7 +8,6 @@ from typing import Any
 import onnx_ir as ir
 
 from twinop.deploy.ort_runs import Parts
-from twinop.quiet import quiet
 
 from .weights import Stored, sizes
 
@@ -21,7 +20,7 @@ def parts(model: ir.Model) -> Parts:
         model = model.clone()
         _move_to_main_graph(model)
     weights = {str(value.name): value.const_value for value in _large(model.graph)}
-    with quiet(), _replaced(model, {name: _stub(name, tensor) for name, tensor in weights.items() if tensor}):
+    with _replaced(model, {name: _stub(name, tensor) for name, tensor in weights.items() if tensor}):
         proto = ir.to_proto(model)
     unread = {name for name in weights if not _is_read(model.graph.initializers[name])}
     for index in reversed(range(len(proto.graph.initializer))):  # ONNX Runtime does not know these any more

@@ -20,6 +20,7 @@ from twinop.model.folding import take_defaults
 from twinop.op_spec import OpSpec
 from twinop.progress import Progress, silent
 from twinop.publish import publish
+from twinop.quiet import silent_loggers
 
 from . import (
     cached_attention,
@@ -102,7 +103,7 @@ def _optimized(
     timeout: float,
     progress: Progress,
 ) -> OptimizeReport:
-    with time_limit(timeout):
+    with time_limit(timeout), silent_loggers():
         progress("reading the model")
         read = read_source(source, target, options)
         verifier = Verifier(read, partial(_rewritten, read, progress), progress)

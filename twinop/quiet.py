@@ -11,16 +11,22 @@ _LOGGERS = (
 
 
 @contextmanager
-def quiet() -> Iterator[list[warnings.WarningMessage]]:
-    """Silences loggers and warnings; yields the list into which warnings go."""
+def silent_loggers() -> Iterator[None]:
+    """Silences the loggers of the packages that models are read and made with."""
     loggers = [logging.getLogger(name) for name in _LOGGERS]
     levels = [logger.level for logger in loggers]
     try:
         for logger in loggers:
             logger.setLevel(logging.CRITICAL)
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            yield caught
+        yield
     finally:
         for logger, level in zip(loggers, levels, strict=True):
             logger.setLevel(level)
+
+
+@contextmanager
+def quiet() -> Iterator[list[warnings.WarningMessage]]:
+    """Silences loggers and warnings; yields the list into which warnings go."""
+    with silent_loggers(), warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        yield caught
