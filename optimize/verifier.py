@@ -295,7 +295,8 @@ class Verifier:
         source, report = self.source, self.source.report
         original = source.finished(source.loaded.clone())
         segments = cut(original, written)
-        unknown = check_weights(original, written, segments, self.progress) if len(segments) > 1 else []
+        is_cut = self.whole is None
+        unknown = check_weights(original, written, segments, self.progress) if is_cut else []
         pairs = [*self._pairs(written, segments, unknown)]
         narrow = self._original_in_16_bits() if source.dtype is not ir.DataType.FLOAT else None
         errors = list[float]()
@@ -315,7 +316,7 @@ class Verifier:
             if note := comparison.note:
                 report.add_note(note if narrow is not None else f"the new file: {note}")
         report.error = max(errors, default=report.error)
-        if len(segments) > 1:
+        if is_cut:
             self._run_segments(segments, original, written)
             report.compared = {
                 "kinds of segments with generated and edge inputs": len(pairs),
