@@ -506,7 +506,7 @@ def initializer(graph: ir.Graph, array: np.ndarray | ir.TensorProtocol, prefix: 
     """Adds an initializer with a unique name that starts with `prefix`."""
     names = (f"{prefix}_{index}" for index in range(len(graph.initializers) + 1))
     name = next(each for each in names if each not in graph.initializers)
-    if isinstance(array, np.ndarray):
+    if isinstance(array, (np.ndarray, np.generic)):
         array = ir.tensor(in_c_order(array), name=name)
     value = ir.val(name, const_value=array)
     graph.register_initializer(value)

@@ -562,6 +562,7 @@ def genai_folder(user: User) -> None:
     assert {path.name for path in (user.folder / "gpu").iterdir()} == {
         "genai_config.json", "libcustom_ops.so", "model.onnx", "tokenizer.json", "tokenizer_config.json",
         "twinop-pack.json",
+        "twinop-report.json",
     }  # fmt: skip
     build("Llama", "fp16", "cuda", folder=user.folder / "half")
     assert "norms in matmuls" in user.twinop("pack", "--genai", "half/genai", "-o", "half/gpu")

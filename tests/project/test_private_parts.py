@@ -298,6 +298,7 @@ PARTS = [
         Part("onnxruntime", name, "symbolic shapes that onnx does not infer", infers_shapes)
         for name in (
             "._infer_impl",
+            "._pass_on_shape_and_type",
             "._preprocess",
             "._get_shape",
             "._new_symbolic_dim_from_output",
