@@ -20,6 +20,7 @@ from .segments import Part
 from .sliced import run_any as run
 from .source import Form, Source
 
+DEFECT = "this is a defect of twinop, please report it"
 _NEAR = 4.0  # times the accepted error: sums in another order may have as much
 _SMALL = 1e-6  # a change of numbers that no result should hang on
 _OF_SIZES = 1e-2  # an error of broadcasting is larger
@@ -77,9 +78,9 @@ class Comparison:
 
     def cause(self, reason: equivalence.NotEquivalent) -> str:
         """Returns why the form that ran last differs: a defect of twinop where nothing else is."""
-        defect, runtime = "this is a defect of twinop, please report it", f"ONNX Runtime {ort.__version__}"
+        runtime = f"ONNX Runtime {ort.__version__}"
         if reason.rewrite or self.last is None:
-            return defect
+            return DEFECT
         if reason.place is not None:
             index, output = reason.place
             others, outputs = f"Give other inputs with {option('inputs_file')}", self.reference.outputs[index]
@@ -98,7 +99,7 @@ class Comparison:
             found = run(self.last.what, self.library, self.reference.cases, optimize=False).outputs
             self.reference.check(self.reference.errors(found), self.noise, "float32")
         except (equivalence.NotEquivalent, NotRunnable, TwinopError):
-            return defect
+            return DEFECT
         return f"{runtime} breaks it with its own optimizations. Try a newer one"
 
     def failing_sizes(self) -> list[str]:

@@ -19,7 +19,7 @@ from twinop.quiet import quiet
 
 from . import decoders, equivalence, inputs
 from . import graph as g
-from .comparison import Comparison
+from .comparison import DEFECT, Comparison
 from .inputs import draws_random, read_npz
 from .segments import Part, Segment, cut, extract, is_shared
 from .source import Form, Source, form_of
@@ -201,6 +201,7 @@ class Verifier:
         """Returns the passes that keep the results, and what they make; the report names the others."""
         kept = [*names]
         while True:
+            self.failed = None
             try:
                 context = self.apply(kept)
                 self.source.report.error = self._error_of(context.model)
@@ -216,7 +217,8 @@ class Verifier:
     def _error_of(self, model: ir.Model) -> float:
         """Returns the error of a form in fp32; raises NotEquivalent if it fails, or that is too large."""
         self.failed, largest = None, 0.0
-        for label, comparison, part in self._pairs(model, cut(self.source.loaded, model)):
+        segments = [] if self.whole else cut(self.source.loaded, model)
+        for label, comparison, part in self._pairs(model, segments):
             self.progress(f"comparing with the original{label and ': '}{label}")
             try:
                 largest = max(largest, comparison.check(self.source.form(part)))
@@ -226,8 +228,7 @@ class Verifier:
         return largest
 
     def _cause(self, reason: equivalence.NotEquivalent) -> str:
-        comparison = self.failed or next(iter(self.comparisons.values()))
-        return comparison.cause(reason)
+        return DEFECT if self.failed is None else self.failed.cause(reason)
 
     def _first_wrong(self, names: Names) -> str:
         """Returns the first pass that changes the results."""
@@ -293,10 +294,11 @@ class Verifier:
             ExportError: the original has no usable result in the file's dtype.
         """
         source, report = self.source, self.source.report
-        original = source.finished(source.loaded.clone())
-        segments = cut(original, written)
-        is_cut = self.whole is None
-        unknown = check_weights(original, written, segments, self.progress) if is_cut else []
+        segments, unknown = list[Segment](), list[str]()
+        if self.whole is None:
+            original = source.finished(source.loaded.clone())
+            segments = cut(original, written)
+            unknown = check_weights(original, written, segments, self.progress)
         pairs = [*self._pairs(written, segments, unknown)]
         narrow = self._original_in_16_bits() if source.dtype is not ir.DataType.FLOAT else None
         errors = list[float]()
@@ -316,7 +318,7 @@ class Verifier:
             if note := comparison.note:
                 report.add_note(note if narrow is not None else f"the new file: {note}")
         report.error = max(errors, default=report.error)
-        if is_cut:
+        if segments:
             self._run_segments(segments, original, written)
             report.compared = {
                 "kinds of segments with generated and edge inputs": len(pairs),

@@ -300,6 +300,23 @@ def shown(work: Any) -> None:
         )
 
 
+@pytest.mark.parametrize("most_bytes", [100, 1 << 20])
+def test_a_rewrite_that_fails_is_reverted(
+    most_bytes: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where nothing has been compared yet: a model of several segments."""
+
+    def fails(work: Any) -> None:
+        raise KeyError("x")
+
+    monkeypatch.setattr("twinop.optimize.segments.MOST_BYTES", most_bytes)
+    monkeypatch.setattr(passes, "PASSES", [pass_of("other", fails)])
+    text = "(float[N, 8] x) => (float[N, 8] y) { a = MatMul (x, w) b = Relu (a) y = MatMul (b, v) }"
+    onnx.save(parsed(text, w=weights(8, 8), v=weights(8, 8, seed=1)), tmp_path / "old.onnx")
+    report = optimize(tmp_path / "old.onnx", tmp_path / "new.onnx", device="cpu")
+    assert report.reverted == {"other": "fails: KeyError: 'x': this is a defect of twinop, please report it"}
+
+
 def rounded(work: Any) -> None:
     for node in work.nodes("Neg"):
         node.replace_input_with(
