@@ -11,14 +11,16 @@ _V2 = ("memory.max", "memory.current", "inactive_file")
 
 def tree_bytes(process: int | None = None) -> int:
     """Returns the memory of a process, by default this one, and of those below it, without mapped files."""
-    children = dict[int, list[int]]()
+    children, stacks = dict[int, list[int]](), dict[int, str]()
     for entry in filter(str.isdigit, os.listdir("/proc")):
         with suppress(OSError):  # it has ended
-            parent = Path("/proc", entry, "stat").read_text().rpartition(")")[2].split()[1]
-            children.setdefault(int(parent), []).append(int(entry))
+            fields = Path("/proc", entry, "stat").read_text().rpartition(")")[2].split()
+            children.setdefault(int(fields[1]), []).append(int(entry))
+            stacks[int(entry)] = fields[25]
     found = [process or os.getpid()]
     for each in found:
-        found += children.get(each, ())
+        # A child with its parent's stack has not begun its program yet: its memory is its parent's.
+        found += (child for child in children.get(each, ()) if stacks[child] != stacks.get(each))
     return sum(_fields(Path(f"/proc/{each}/status")).get("RssAnon:", 0) * 1024 for each in found)
 
 

@@ -4,7 +4,6 @@ import os
 import subprocess
 import sys
 import time
-from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -12,6 +11,7 @@ import torch
 from torch import nn
 
 from twinop.export import export, state
+from twinop.memory import tree_bytes
 from twinop.optimize.segments import cut
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -130,29 +130,16 @@ export(model, (torch.ones(2, 2048),), sys.argv[1], optimize=False)
 WEIGHTS = 16 * 2048 * 2049 * 4  # bytes: 268 MB
 
 
-def anonymous(root: int) -> int:
-    """Returns the bytes that a process and those below it hold, files that are mapped apart."""
-    total, waiting = 0, [root]
-    while waiting:
-        pid = waiting.pop()
-        with suppress(OSError, IndexError):  # it has ended
-            status = Path(f"/proc/{pid}/status").read_text()
-            total += 1024 * int(status.partition("RssAnon:")[2].split()[0])
-            for task in Path(f"/proc/{pid}/task").iterdir():
-                waiting += map(int, (task / "children").read_text().split())
-    return total
-
-
 def test_no_parameter_is_copied(tmp_path: Path) -> None:
     line = [sys.executable, "-c", PROGRAM, str(tmp_path / "m.onnx")]
     env, most = os.environ | {"PYTHONPATH": str(ROOT)}, 0
     with subprocess.Popen(line, env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
         assert process.stdin is not None and process.stdout is not None
         assert process.stdout.readline() == b"ready\n"
-        before = anonymous(process.pid)
+        before = tree_bytes(process.pid)
         process.stdin.close()
         while process.poll() is None:
-            most = max(most, anonymous(process.pid))
+            most = max(most, tree_bytes(process.pid))
             time.sleep(0.01)
     assert process.returncode == 0 and before > WEIGHTS
     # torch's exporter, ONNX Runtime and its process take 160 MB; one copy of all weights would not fit.

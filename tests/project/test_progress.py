@@ -56,6 +56,26 @@ def test_the_memory_is_that_of_all_processes() -> None:
         child.communicate(b"\n")
 
 
+def test_a_child_that_was_just_forked_has_no_memory_of_its_own() -> None:
+    program = f"""
+import os
+held = bytes(1) * {256 * MIB}
+if os.fork():
+    print(flush=True)
+input()
+"""
+    with subprocess.Popen(
+        [sys.executable, "-c", program],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+    ) as child:
+        assert child.stdout is not None
+        child.stdout.readline()
+        assert 240 * MIB < tree_bytes(child.pid) < 400 * MIB
+        child.communicate(b"\n\n")
+
+
 V1, V2 = ("memory.limit_in_bytes", "memory.usage_in_bytes"), ("memory.max", "memory.current")
 
 
