@@ -3,17 +3,13 @@
 A table of what passes comes after the tests; CONTRIBUTING.md says how it is recorded.
 """
 
-import importlib.util
-import json
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import architectures_table as table
 import pytest
-import torch
 from architectures import ARCHITECTURES, check, missing
-from export_models import EXPORTERS, each_exporter
+from export_models import each_exporter
 from torch import nn
 
 from twinop import torch_op
@@ -71,66 +67,3 @@ def test_export(
 def recorded(name: str, exporter: str) -> str:
     """Returns the recorded outcome: a model that torch no longer exports deserves attention, too."""
     return table.load().get(name, {}).get(exporter, {}).get("outcome", "")
-
-
-def test_the_recorded_table_has_every_architecture() -> None:
-    found = table.load()
-    assert found.keys() == ARCHITECTURES.keys()
-    outcomes = {
-        name: {exporter: rows[exporter]["outcome"] for exporter in EXPORTERS} for name, rows in found.items()
-    }
-    assert not [name for name, each in outcomes.items() if table.FAILS in each.values()]
-    assert sum(set(each.values()) == {table.PASSES} for each in outcomes.values()) >= 40
-
-
-def report(outcome: str, when: str = "call", message: str = "", **row: Any) -> Any:
-    """Makes a report as pytest passes it to its hooks."""
-    return SimpleNamespace(
-        user_properties=[(table.PROPERTY, row | {"outcome": outcome})] if row else [],
-        when=when,
-        failed=bool(message),
-        longrepr=SimpleNamespace(reprcrash=SimpleNamespace(message=message)),
-    )
-
-
-def test_the_table(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """The cause of a failure comes from pytest's report, because the test did not finish."""
-    passed = {"architecture": "b", "exporter": "dynamo"}
-    reports = [
-        report(table.PASSES, **passed),
-        report(table.PASSES, "teardown", **passed),
-        report(table.FAILS, message="output 0 differs\nmore", architecture="a", exporter="dynamo"),
-        report(table.TORCH_CANNOT, architecture="a", exporter="torchscript", reason="no [diff]"),
-        report(table.PASSES),
-        SimpleNamespace(),
-    ]
-    monkeypatch.setenv(table.OUTPUT, str(tmp_path / "table.json"))
-    table.pytest_terminal_summary(SimpleNamespace(stats={"passed": reports[:2], "": reports[2:]}))
-    shown = capsys.readouterr().out
-    for text in (
-        "a",
-        "fails: output 0 differs",
-        "torch cannot: no [diff]",
-        "1 passes, 1 torch cannot, 1 fails",
-    ):
-        assert text in shown
-    document = json.loads((tmp_path / "table.json").read_text())
-    assert document["versions"]["torch"] == torch.__version__
-    assert document["architectures"]["b"] == {"dynamo": {"outcome": "passes"}}
-    assert document["architectures"]["a"]["dynamo"]["reason"] == "output 0 differs"
-
-
-def test_no_table_without_architectures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(table.OUTPUT, str(tmp_path / "table.json"))
-    table.pytest_terminal_summary(SimpleNamespace(stats={"passed": [report(table.PASSES)]}))
-    assert not list(tmp_path.iterdir())
-
-
-def test_a_missing_library_says_what_to_type(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    assert missing("timm") == (
-        "no timm; ./build.sh test --all installs it, as does "
-        f"pip install --no-deps --target {table.SITE} -r requirements/architectures.txt"
-    )

@@ -1,6 +1,5 @@
 """Tests that the exporters follow from the records: no file repeats an op's arguments, which bind by name."""
 
-import ast
 import warnings
 from pathlib import Path
 from typing import Any
@@ -14,41 +13,12 @@ from onnx import TensorProto, helper
 from samples import RECORDS
 from torch.onnx._internal.torchscript_exporter import registration
 
-import twinop.export
 from twinop.errors import ExportError, RecordError
 from twinop.export import attach_bodies, op_schema, register_symbolics, translation_table
 from twinop.model.schema import onnx_value, registered_schemas
 from twinop.op_schema import default_of, infer_outputs
 from twinop.op_spec import DOMAIN, Attribute, OpSpec
 from twinop.shapes import Unknown
-
-FOLDER = Path(twinop.export.__file__).resolve().parent
-GENERIC = {"axis", "dim", "add", "table"}  # and single letters: names that any code has
-
-
-def words(path: Path) -> set[str]:
-    """Returns all that could name an argument in a file: identifiers, parameters, keywords, whole strings."""
-    found: set[str] = set()
-    for node in ast.walk(ast.parse(path.read_text())):
-        match node:
-            case ast.Name(id=name) | ast.arg(arg=name) | ast.FunctionDef(name=name):
-                found.add(name)
-            case ast.keyword(arg=str(name)) | ast.Constant(value=str(name)):
-                found.add(name)
-    return found
-
-
-def test_no_op_and_no_argument_is_named_twice() -> None:
-    # The bodies are checked against the records; body_in_torch.py names the arguments of ONNX's operators.
-    paths = [path for path in FOLDER.glob("*.py") if path.name not in ("bodies.py", "body_in_torch.py")]
-    files = {path.name: words(path) for path in paths}
-    assert len(files) > 8
-    for record in RECORDS.values():
-        arguments = {entry.name for entry in record.inputs} | {entry.name for entry in record.attributes}
-        telling = {name for name in {record.name, *arguments} - GENERIC if len(name) > 1}
-        for file, found in files.items():
-            repeated = ({record.onnx_name} | telling) & found
-            assert not repeated, f"{file} names {repeated} of {record.schema}"
 
 
 def test_every_op_has_a_translation_and_a_symbolic() -> None:

@@ -30,9 +30,6 @@ from pathlib import Path
 import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
-from typer.testing import CliRunner
-
-from twinop.cli import app
 
 ROOT = Path(__file__).resolve().parents[2]
 GUIDES = "adding-|from-a-"  # the blocks of these pages are parts of an op: other tests apply them
@@ -292,16 +289,3 @@ def test_blocks(document: str, tmp_path: Path) -> None:
         [said] = [text for first, text in reader.said.items() if first.startswith(".venv/bin/twinop export ")]
         assert (drawn := [line for line in shown.splitlines() if line[0] in "╭│╰┏┃┡└"])
         assert [line for line in drawn if line not in said] == []
-
-
-@pytest.mark.parametrize("command", ["run", "serve"])
-def test_examples_of_the_help_are_in_the_documents(command: str) -> None:
-    """The test above runs the documents, so it runs the examples of the help."""
-    said = CliRunner().invoke(app, [command, "--help"], env={"COLUMNS": "100"}).output
-    examples = re.findall(r"^ *(?:\S*twinop|curl) .*?(?= *$)", said.partition("Examples:")[2], re.MULTILINE)
-    assert len(examples) >= 2
-    text = "".join(
-        block.text for document in DOCUMENTS for block in blocks_of(document) if block.language == "sh"
-    )
-    typed = {line.partition("  #")[0].strip().removeprefix(".venv/bin/") for line in text.splitlines()}
-    assert {re.sub(r"^\S*/twinop", "twinop", example.strip()) for example in examples} <= typed

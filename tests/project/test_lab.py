@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 import warm_python
 
-from lab.models import share, table
 from twinop.bench.measurements import read
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -75,10 +74,3 @@ def test_models_of_real_sizes_are_measured(tmp_path: Path) -> None:
     for line in read(path, "real-sizes"):
         assert line["now"].keys() == {"wall_s", "cpu_s", "memory_gb", "disk_beyond_gb"}, line
         assert 0 < line["now"]["memory_gb"] < 2 and line["command"].startswith("python -")
-
-
-def test_the_pages_say_what_was_recorded() -> None:
-    lines = read(ROOT / "lab/results/models-nvidia-h200.jsonl", "models")
-    assert table(lines) in (ROOT / "docs/guide/performance.md").read_text()
-    shares = [share(line)[0] for line in lines]
-    assert f"{min(shares):.2f} to {max(shares):.2f} of the time" in (ROOT / "README.md").read_text()

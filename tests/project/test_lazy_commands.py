@@ -113,13 +113,3 @@ def test_a_shell_completes(typed: str, completions: list[str]) -> None:
         text=True,
     )
     assert done.stdout.split() == completions and not done.stderr
-
-
-def test_twinop_compile_imports_only_what_it_uses() -> None:
-    """What builds kernels in Python is not imported for an op in C++, nor what reads projects."""
-    code = (
-        "import sys, twinop.building.compile_source; "
-        "print({'tomllib', 'tomli', 'torch', 'twinop.aot_kernels.generate'} & set(sys.modules))"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert (done.returncode, done.stdout) == (0, "set()\n"), done.stderr

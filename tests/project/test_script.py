@@ -60,17 +60,3 @@ def test_before_the_first_build(bare: Path, script: str, command: str, tmp_path:
     assert done.returncode == 1 and done.stdout == "" and "typer" in done.stderr
     message = f". Run {command} in {tmp_path}: it sets up .venv, which is then used\n"
     assert done.stderr.startswith(f"error: {bare} lacks ") and done.stderr.endswith(message)
-
-
-@in_checkout
-def test_examples_are_typed_as_they_stand_in_the_help() -> None:
-    twinop = str(ROOT / ".venv/bin/twinop")
-    for command, example in (("export", "export --dtype float16"), ("run", "run custom_relu.onnx")):
-        said = run(Path(twinop), command, "--help", cwd=ROOT).stdout
-        assert (
-            f" .venv/bin/twinop {example}" in said
-            and f" twinop {command}" not in said.partition("Examples")[2]
-        )
-    env = {"PATH": f"{ROOT}/.venv/bin:/usr/bin:/bin", "COLUMNS": "200"}
-    done = subprocess.run(["twinop", "run", "--help"], capture_output=True, text=True, env=env, cwd="/")
-    assert " twinop run custom_relu.onnx" in done.stdout and ".venv" not in done.stdout

@@ -1,7 +1,6 @@
 """The sources stay readable: no import cycles, no imports from a higher layer."""
 
 import ast
-import inspect
 import re
 import subprocess
 from collections.abc import Iterable, Iterator
@@ -10,10 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from twinop.deploy import session
 from twinop.errors import command_line, option
-from twinop.export import export
-from twinop.optimize import optimize
 
 ROOT = Path(__file__).resolve().parents[2]
 LAYERS = ("twinop", "torch_op", "deploy", "model", "optimize", "export", "deploy.pack", "testing", "bench")
@@ -115,17 +111,6 @@ def test_no_layer_imports_from_a_higher_one(imports: set[tuple[str, str]], texts
     assert not [each for each in upward(everywhere) if each.startswith(inside)]
 
 
-def test_an_import_in_a_function_is_found() -> None:
-    texts = {
-        "deploy/run.py": "def run():\n    from twinop.optimize.load import load",
-        "deploy/pack/packing.py": "def pack():\n    from twinop.optimize import load",
-        "deploy/serve.py": "from .pack import packing",
-        "optimize/load.py": "",
-    }
-    assert upward(imports_of(texts)) == ["twinop.deploy.serve imports twinop.deploy.pack.packing"]
-    assert len(upward(imports_of(texts, inside=True))) == 2
-
-
 MOST_LINES = 60
 
 
@@ -137,28 +122,6 @@ def test_functions_fit_on_a_screen(files: list[str]) -> None:
             if (node.end_lineno or 0) - node.lineno >= MOST_LINES:
                 found.add(f"{file} {node.name}")
     assert not found
-
-
-def test_messages_name_options_as_their_reader_gives_them(files: list[str]) -> None:
-    """`bodies=False` in Python is `--no-bodies` to a command: messages ask `twinop.errors.option`."""
-    functions = (export, optimize, session)
-    names = {name for function in functions for name in inspect.signature(function).parameters}
-    said = re.compile(rf"(?<![\w-])({'|'.join(names)})=|--({'|'.join(names)})\b".replace("_", "[_-]"))
-    python_only = re.compile(
-        r"library=True: |with profile=True|library=False|twinop optimize|^import |ort\.InferenceSession\("
-    )  # of a session, or a program
-    commands = re.compile("command|to_onnx|run_onnx|service|pack|doctor|check.py|serve.py")
-    wrong = []
-    for file in files:
-        if not re.match(r"(export|optimize|deploy)/[\w/]+\.py$", file) or commands.search(file):
-            continue
-        program = ast.parse((ROOT / file).read_text())
-        documented = {ast.unparse(node) for node in ast.walk(program) if isinstance(node, ast.Expr)}
-        for node in ast.walk(program):
-            text = node.value if isinstance(node, ast.Constant) and isinstance(node.value, str) else ""
-            if said.search(text) and ast.unparse(node) not in documented and not python_only.search(text):
-                wrong.append(f"{file}: {text}")
-    assert wrong == []
 
 
 def test_an_option_in_python_and_in_a_command() -> None:
