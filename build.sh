@@ -7,7 +7,7 @@ usage() {
 usage: ./build.sh [command] [arguments]
 
   build     (default) set up .venv, compile into build/, install .venv/bin/twinop
-  demo      build, export custom_relu.onnx, run it and compare with torch
+  demo      build the op relu alone, export custom_relu.onnx, run it and compare with torch
             --cpu behind build or demo leaves the CUDA kernels out; ./build.sh clean takes that back
   serve     build, add the packages of the service; arguments go to twinop serve
   test      build, run the tests in two processes; arguments go to pytest in their place (-n 0: in one process,
@@ -47,8 +47,12 @@ venv=$root/.venv
 python=$(command -v "${TWINOP_PYTHON:-python3}" || true) # before .venv's own comes first
 export PATH="$venv/bin:$PATH" # cmake and ninja come from there
 export PIP_DISABLE_PIP_VERSION_CHECK=1
+# Python's byte code is written where it is first needed, also where the environment says otherwise: of all packages it
+# takes pip a minute.
+export PIP_COMPILE=0 PYTHONDONTWRITEBYTECODE=''
 
 everything=(base serve bench lab test lint wheel docs)
+all_ops_take="about six minutes with nvcc on two cores, two with --cpu" # twinop/installation.py says it, too
 
 device() {
   local device=${TWINOP_DEVICE:-}
@@ -81,7 +85,7 @@ setup() {
   for purpose in "$@"; do
     files=("requirements/$purpose.txt")
     [[ -f ${files[0]} ]] || fail "no ${files[0]}: expected some of ${everything[*]}"
-    if [[ $purpose == base ]]; then files+=("requirements/$device.txt"); fi
+    if [[ $purpose == base ]]; then files+=(requirements/compile.txt "requirements/$device.txt"); fi
     wanted[$purpose]=$(cat requirements/constraints.txt "${files[@]}" | sha256sum)
     if [[ -f $stamps/$purpose && $(<"$stamps/$purpose") == "${wanted[$purpose]}" ]]; then
       unset "wanted[$purpose]"
@@ -90,7 +94,7 @@ setup() {
     fi
   done
   if [[ ${#wanted[@]} == 0 ]]; then return; fi
-  say "setting up .venv for $device (the first time takes minutes)"
+  say "installing packages into .venv: $*"
   if [[ ! -d $venv ]]; then
     "$python" -m venv "$venv" ||
       fail "$python cannot make a virtual environment (Debian, Ubuntu: install python3-venv)."
@@ -103,23 +107,34 @@ setup() {
   for purpose in "${!wanted[@]}"; do echo "${wanted[$purpose]}" >"$stamps/$purpose"; done
 }
 
-# Compiles with a build preset of CMakePresets.json and installs the result into .venv.
+# Compiles with a build preset of CMakePresets.json.
 build() {
-  if [[ ! -f build/CMakeCache.txt ]]; then
-    say "the first build takes minutes: on two cores 4 for the CPU, and 10 where nvcc builds the CUDA kernels, too"
-    if [[ $(device) == cpu && ${#cuda[@]} == 0 ]] && command -v nvcc >/dev/null; then
-      say "without a GPU, ./build.sh demo --cpu leaves them out"
-    fi
-  fi
+  if [[ ! -e build/libcustom_ops.so ]]; then say "the first build of all ops takes $all_ops_take"; fi
   cmake --preset default "${cuda[@]}"
   cmake --build --preset "$1"
-  # The editable install copies the libraries from build/ and knows the modules by name.
+  install
+}
+
+# The editable install has the modules, which it knows by name, and `twinop`. The libraries stay in build/.
+install() {
   local stamp=$venv/twinop/installed want
-  want=$({ cat pyproject.toml CMakeLists.txt build/*.so && find -L twinop -name '*.py' | sort; } | sha256sum)
+  want=$({ cat pyproject.toml && find -L twinop -name '*.py' | sort; } | sha256sum)
   if [[ -f $stamp && $(<"$stamp") == "$want" ]]; then return; fi
-  say "installing into .venv (editable)"
-  "$venv/bin/python" -m pip install --quiet --no-index --no-build-isolation --no-deps --editable .
+  "$venv/bin/python" -m pip install --quiet --no-index --no-build-isolation --no-deps \
+    --config-settings=wheel.cmake=false --editable .
   echo "$want" >"$stamp"
+}
+
+# Builds relu's library while packages are installed; torch's adapter needs torch.
+demo() {
+  setup compile
+  setup base &
+  trap wait EXIT # also where compiling fails: nothing goes on installing
+  TWINOP_TORCH_COMES=1 cmake --preset default "${cuda[@]}"
+  cmake --build --preset default --target custom_relu
+  wait $!
+  cmake --build --preset demo
+  install
 }
 
 # The wheel and the source archive, as an index takes them: for every Linux with glibc 2.34, checked.
@@ -179,8 +194,7 @@ run_tests() {
     if [[ $argument == --all ]]; then arguments+=(-m ""); image_models; else arguments+=("$argument"); fi
   done
   python tests/helpers/ort_versions.py # the ONNX Runtime releases that one .so file must serve
-  # Many tests start processes: Python's byte code is kept, also where the environment says otherwise.
-  PYTHONDONTWRITEBYTECODE='' python -m pytest "${arguments[@]}"
+  python -m pytest "${arguments[@]}"
 }
 
 command=${1:-build}
@@ -202,10 +216,10 @@ case $command in
     say "done; .venv/bin/twinop export writes a first model, .venv/bin/twinop --help lists the commands"
     ;;
   demo)
-    setup base
-    build default
+    if [[ -e build/libcustom_ops.so ]]; then setup base && build default; else demo; fi # all ops: none may be an old one
     python export/to_onnx.py
     python deploy/run_onnx.py custom_relu.onnx
+    [[ -e build/libcustom_ops.so ]] || say "done; this built relu alone. ./build.sh builds all ops: $all_ops_take"
     ;;
   serve)
     setup base serve

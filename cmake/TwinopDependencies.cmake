@@ -15,8 +15,11 @@ target_include_directories(twinop_ort_headers SYSTEM INTERFACE "${ort_include}")
 # ---- LibTorch. Not find_package(Torch): a CUDA build of torch would ask for its whole toolkit, and the
 # stable ABI needs two libraries only.
 execute_process(COMMAND "${Python_EXECUTABLE}" -c "import os, importlib.util as u; \
-s = u.find_spec('torch'); print(os.path.dirname(s.origin) if s else '')"
+s = u.find_spec('torch'); print(os.path.dirname(s.origin) if s and s.origin else '')"
                 OUTPUT_VARIABLE torch OUTPUT_STRIP_TRAILING_WHITESPACE)
+if(NOT torch AND DEFINED ENV{TWINOP_TORCH_COMES})  # ./build.sh demo installs it meanwhile
+  set(torch "${Python_SITEARCH}/torch")
+endif()
 if(NOT torch)
   message(FATAL_ERROR "PyTorch is not installed for ${Python_EXECUTABLE}. "
                       "./build.sh installs it into .venv. pip hides it from what it builds: "

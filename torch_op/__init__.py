@@ -5,9 +5,10 @@
     y = torch_op.relu(x)                 # = torch.ops.custom_domain.relu(x); works under torch.func as well
     model = torch_op.replace_modules(model)   # nn.ReLU -> CustomReLU, nn.LayerNorm -> CustomLayerNorm ...
 
-Importing this package loads `libcustom_ops.so`. Each of its ops is a function here (`torch_op.<name>`), with
-autograd, a fake for torch.compile and export, a vmap rule and clear errors, all derived from the op's record
-(`kernels/ops`). `load(path)` does the same for another library and returns its ops:
+Importing this package loads `libcustom_ops.so`, or `libcustom_relu.so` where only `./build.sh demo` has run.
+Each of its ops is a function here (`torch_op.<name>`), with autograd, a fake for torch.compile and export, a
+vmap rule and clear errors, all derived from the op's record (`kernels/ops`). `load(path)` does the same for
+another library and returns its ops:
 
     mish = torch_op.load("build/libmish.so")
     y = mish.mish(x)                 # = torch.ops.mish.mish(x); the library's domain is the namespace
@@ -66,7 +67,7 @@ from .modules import (
     CustomSwiGLU,
     CustomTanh,
 )
-from .registry import Ops, functions, library_of, load, records
+from .registry import Ops, functions, library_of, load, missing_op, records
 from .replacement import Replacement, replace_modules
 
 __all__ = [
@@ -91,7 +92,7 @@ __all__ = [
     "replace_modules",
 ]
 
-load(find_library("custom_ops"))
+load(find_library("custom_ops", "custom_relu"))
 
 
 def load_domain(domain: str) -> Ops:
@@ -106,4 +107,4 @@ def load_domain(domain: str) -> Ops:
 def __getattr__(name: str) -> Callable[..., Any]:
     if name in functions:
         return functions[name]
-    raise AttributeError(f"twinop.torch_op has no op {name!r}; loaded ops: {', '.join(sorted(functions))}")
+    raise AttributeError(missing_op(name))

@@ -27,8 +27,14 @@ from .sharding import register_sharding_rule
 
 Function = Callable[..., Any]
 
+
+class _OwnOps(dict[str, Function]):
+    def __missing__(self, name: str) -> Function:
+        raise LibraryError(missing_op(name))
+
+
 functions_by_namespace: dict[str, dict[str, Function]] = defaultdict(dict)  # and op name
-functions: dict[str, Function] = functions_by_namespace[DOMAIN]
+functions: dict[str, Function] = functions_by_namespace.setdefault(DOMAIN, _OwnOps())
 """The ops of twinop's own domain as Python functions, by name. Unlike `torch.ops.custom_domain.*`, they work
 under torch.func."""
 
@@ -83,6 +89,14 @@ def library_of(record: OpSpec) -> Path | None:
     """Returns the library from which torch has an op."""
     _, path = _owners.get(record.torch_name, (None, None))
     return path
+
+
+def missing_op(name: str) -> str:
+    """Returns what to say of an op of twinop's own domain that no loaded library has."""
+    said = f"twinop.torch_op has no op {name!r}; loaded ops: {', '.join(sorted(functions))}"
+    loaded = {path.stem for _, path in _owners.values()}
+    only_relu = "libcustom_relu" in loaded and "libcustom_ops" not in loaded
+    return said + (f". ./build.sh demo builds relu alone. {how_to_build()}" if only_relu else "")
 
 
 def runs_on_cpu(record: OpSpec) -> bool:

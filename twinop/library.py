@@ -248,13 +248,15 @@ def library_folders() -> list[Path]:
     return [*named, Path(str(resources.files("twinop") / "lib")), ROOT / "build"]
 
 
-def find_library(stem: str) -> Path:
-    """Returns the path of `lib<stem>.so`; raises LibraryError if no folder has it."""
-    for folder in (folders := library_folders()):
-        if (path := folder / f"lib{stem}.so").is_file():
-            return path
+def find_library(*stems: str) -> Path:
+    """Returns the path of the first `lib<stem>.so` that a folder has; raises LibraryError if none has one."""
+    folders = library_folders()
+    for stem in stems:
+        for folder in folders:
+            if (path := folder / f"lib{stem}.so").is_file():
+                return path
     raise LibraryError(
-        f"lib{stem}.so not found; searched {', '.join(map(str, folders))}. {how_to_build()}. "
+        f"lib{stems[0]}.so not found; searched {', '.join(map(str, folders))}. {how_to_build()}. "
         "TWINOP_LIBRARY_DIR names another folder"
     )
 

@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from twinop.installation import ALL_OPS_TAKE
+
 ROOT = Path(__file__).resolve().parents[2]
 PYTHON = """\
 #!/bin/sh
@@ -74,9 +76,9 @@ def test_the_second_run_needs_no_network(tmp_path, build):
     assert build().returncode == 0
     first = log(tmp_path)
     assert len(first) == 4
-    assert first[0].endswith(" -r requirements/base.txt -r requirements/cpu.txt")
+    assert first[0].endswith(" -r requirements/base.txt -r requirements/compile.txt -r requirements/cpu.txt")
     assert first[1:3] == ["cmake --preset default ORT_ROOT=", "cmake --build --preset default ORT_ROOT="]
-    assert "--no-index --no-build-isolation --no-deps --editable ." in first[3]
+    assert "--no-deps --config-settings=wheel.cmake=false --editable ." in first[3]
     (tmp_path / "programs/cmake").write_text("")  # build.sh uses only the one in .venv
     (tmp_path / "a tree/.venv/bin/cmake").write_text('#!/bin/sh\necho cmake >>"$LOG"\n')
     assert build().returncode == 0
@@ -86,13 +88,43 @@ def test_the_second_run_needs_no_network(tmp_path, build):
 def test_the_cuda_kernels_can_be_left_out(tmp_path, build):
     (tmp_path / "programs" / "nvcc").symlink_to(tmp_path / "programs" / "c++")
     done = build("build")
-    assert "the first build takes minutes: on two cores 4 for the CPU, and 10 where nvcc" in done.stderr
-    assert "without a GPU, ./build.sh demo --cpu leaves them out" in done.stderr
+    assert f"the first build of all ops takes {ALL_OPS_TAKE}\n" in done.stderr
     assert not any("TWINOP_WITH_CUDA" in line for line in log(tmp_path))
     for command in ("build", "demo"):
-        done = build(command, "--cpu")
-        assert "leaves them out" not in done.stderr
+        build(command, "--cpu")
         assert [line for line in log(tmp_path) if "--preset default -DTWINOP_WITH_CUDA=OFF" in line]
+
+
+def test_the_demo_builds_relu_alone(tmp_path, build):
+    """It compiles while packages are installed, and a build of all ops stays one."""
+    done = build("demo")
+    assert done.returncode == 0
+    assert done.stderr.endswith(f"done; this built relu alone. ./build.sh builds all ops: {ALL_OPS_TAKE}\n")
+    calls = log(tmp_path)
+    assert calls[0].endswith("pip install --quiet -r requirements/compile.txt")
+    order = [re.sub(" ORT_ROOT=$", "", line) for line in calls if line.startswith("cmake")]
+    relu = "cmake --build --preset default --target custom_relu"
+    assert order == ["cmake --preset default", relu, "cmake --build --preset demo"]
+    packages = next(line for line in calls if "requirements/base.txt" in line)
+    assert calls.index(packages) < calls.index(f"{order[2]} ORT_ROOT=")
+    (tmp_path / "a tree/build/libcustom_ops.so").touch()
+    done = build("demo")
+    assert "cmake --build --preset default ORT_ROOT=" in log(tmp_path) and "relu alone" not in done.stderr
+
+
+@pytest.mark.parametrize("wrong", ["cmake", "pip"])
+def test_a_demo_that_fails_ends(tmp_path, build, wrong):
+    """Where compiling fails, it ends after pip; where pip fails, torch's adapter is not compiled."""
+    if wrong == "cmake":
+        cmake = tmp_path / "programs/cmake"
+        cmake.write_text(cmake.read_text() + 'case "$*" in *custom_relu) exit 1 ;; esac\n')
+    else:
+        (tmp_path / "fail pip").touch()
+    done = build("demo", FAIL_PIP_FOR="requirements/base.txt")
+    calls = log(tmp_path)
+    assert done.returncode == 1 and any("requirements/base.txt" in line for line in calls)
+    assert not any("--preset demo" in line for line in calls)
+    assert ("the packages in requirements/ could not be installed" in done.stderr) == (wrong == "pip")
 
 
 def change(path: Path) -> None:
@@ -113,14 +145,14 @@ def test_what_changed_is_done_again(tmp_path, build):
     keep.touch()
     change(tmp_path / "a tree/requirements/base.txt")
     build()
-    assert installed(tmp_path) == [["base", "cpu"]] and keep.exists()
+    assert installed(tmp_path) == [["base", "compile", "cpu"]] and keep.exists()
     build(TWINOP_DEVICE="cuda")
-    assert installed(tmp_path) == [["base", "cuda"]] and not keep.exists()
+    assert installed(tmp_path) == [["base", "compile", "cuda"]] and not keep.exists()
 
 
 def test_a_command_installs_what_it_needs(tmp_path, build):
     build("demo")
-    assert installed(tmp_path) == [["base", "cpu"]]
+    assert installed(tmp_path) == [["compile"], ["base", "compile", "cpu"]]
     build("bench", "--quick")
     assert installed(tmp_path) == [["bench"]]
     build("serve")
@@ -143,7 +175,8 @@ def test_a_command_installs_what_it_needs(tmp_path, build):
     assert installed(tmp_path) == [["serve", "lab", "wheel"]]
     change(tmp_path / "a tree/requirements/constraints.txt")
     build("setup")
-    assert installed(tmp_path) == [["base", "cpu", "serve", "bench", "lab", "test", "lint", "wheel", "docs"]]
+    everything = ["base", "compile", "cpu", "serve", "bench", "lab", "test", "lint", "wheel", "docs"]
+    assert installed(tmp_path) == [everything]
 
 
 def test_serve_passes_its_arguments_on(tmp_path, build):

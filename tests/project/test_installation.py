@@ -21,7 +21,8 @@ def wheel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_in_the_source_tree() -> None:
-    assert how_to_build() == "Build it with ./build.sh"
+    assert how_to_build() == f"Build it with ./build.sh, which builds all ops ({installation.ALL_OPS_TAKE})"
+    assert f'all_ops_take="{installation.ALL_OPS_TAKE}"' in (installation.ROOT / "build.sh").read_text()
     assert how_to_build(archs="90") == "Build it with TWINOP_CUDA_ARCHS=90 ./build.sh"
     assert how_to_build(needs_cuda=True) == "Build it with ./build.sh where nvcc is on PATH"
     assert how_to_build("mish", "90") == "Build it with twinop build --archs 90"
