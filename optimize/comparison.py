@@ -46,7 +46,7 @@ class Comparison:
     last: Form | None = None
 
     def __post_init__(self) -> None:
-        self.noise, self.library = cache(self._noise), self.source.own.libraries or None
+        self.noise, self.library = cache(self._noise), self.source.user_ops.libraries or None
         self.with_size_1 = dict(zip(self.of_size_1, self._run_of_size_1(self.original), strict=True))
 
     def _noise(self, by: float = equivalence.LAST_BITS) -> equivalence.Errors:

@@ -145,7 +145,7 @@ def _prepare(source: Source, verifier: Verifier, progress: Progress) -> None:
     progress("folding constants, inferring shapes")
     base = source.base
     source.defaults = take_defaults(base.graph)
-    prepare(base, {**source.records, **source.own.records})
+    prepare(base, {**source.records, **source.user_ops.records})
     for value in filter(inputs.acts_as_mask, base.graph.inputs):
         value.meta[inputs.MASK] = True
     context = g.RewriteContext(base, source.report.device, source.records)
@@ -229,14 +229,14 @@ def _measured(
 
     progress("measuring")
     report.timed_shape = next((array.shape for array in case.values()), ())
-    clock = measure.Stopwatch(case, report.device, source.own.libraries or None)
+    clock = measure.Stopwatch(case, report.device, source.user_ops.libraries or None)
     return measure.drop_slow(report.source, path, names, write, clock, folder, progress)
 
 
 def _converted(source: Source, context: g.RewriteContext) -> ir.Model:
     """Converts the rewritten model to the wanted dtypes, and gives it the form of the device."""
     report, model = source.report, context.model
-    report.inlined = source.own.inlined
+    report.inlined = source.user_ops.inlined
     wide, report.narrowed = source.convert(model)
     report.add_note(f"{wide} nodes compute in fp32" if wide else "")
     if report.device == "cuda":

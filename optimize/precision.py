@@ -8,7 +8,7 @@ by them. A mean that was in 16 bits before, and that pools what one layer comput
 bits; so does a weight of DequantizeLinear in blocks, if 16 bits have its scales. An elementwise operator that
 only nodes in fp32 read stays in fp32 with them, but no table. Loop and Scan stay in fp32 with all of their
 subgraphs, and get captured values in fp32; so do an If in a subgraph and what it holds. A user's own op has
-the types that `own_ops.py` has chosen.
+the types that `user_ops.py` has chosen.
 Unless a dtype is asked for, what the file computes in fp32 stays so, too (`widen.py`).
 """
 
@@ -25,7 +25,7 @@ from twinop.op_spec import DOMAIN
 from . import graph as g
 from .branches import is_moved
 from .inputs import MASK
-from .own_ops import OwnOps, remove_casts
+from .user_ops import UserOps, remove_casts
 
 DTYPES = {"float16": ir.DataType.FLOAT16, "bfloat16": ir.DataType.BFLOAT16}
 
@@ -61,14 +61,14 @@ Casts = dict[tuple[ir.Value, ir.DataType], ir.Value]
 
 
 def convert(
-    model: ir.Model, dtype: ir.DataType, kept: Mapping[str, ir.DataType], own: OwnOps, keeps_fp32: bool
+    model: ir.Model, dtype: ir.DataType, kept: Mapping[str, ir.DataType], user_ops: UserOps, keeps_fp32: bool
 ) -> tuple[int, list[str]]:
     """Converts a model in fp32, in place.
 
     Args:
         dtype: of the nodes, and of inputs and outputs.
         kept: the dtypes of inputs and outputs that have another one, by name.
-        own: the user's ops.
+        user_ops: the user's ops.
         keeps_fp32: nodes that the file computes in fp32 stay in fp32.
 
     Returns:
@@ -77,10 +77,10 @@ def convert(
     LiftConstantsToInitializersPass(lift_all_constants=True, size_limit=0)(model)
     graph = model.graph
     for node in list(graph):
-        if own.types_in_result(node) is not None:
+        if user_ops.types_in_result(node) is not None:
             remove_casts(node)
     marked = _marked(graph, dtype, kept) if keeps_fp32 else set()
-    wide = _fp32_nodes(graph, dtype, own, marked) if dtype is not ir.DataType.FLOAT else set()
+    wide = _fp32_nodes(graph, dtype, user_ops, marked) if dtype is not ir.DataType.FLOAT else set()
     names = {node: node.meta.get(g.FP32, ()) for node in graph}
     stay = {name for node in wide for name in names[node]}
     narrowed = [] if dtype is ir.DataType.FLOAT else [
@@ -100,7 +100,7 @@ def convert(
         if node.op_type == "Cast" and not node.domain and node in wide:  # from any dtype
             _set_cast(node, floats, dtypes)
             continue
-        chosen = own.types_in_result(node) or (None,) * (len(node.inputs) + len(node.outputs))
+        chosen = user_ops.types_in_result(node) or (None,) * (len(node.inputs) + len(node.outputs))
         for index, value in enumerate(node.inputs):
             if value is not None:
                 to = chosen[index] or wanted
@@ -192,7 +192,7 @@ def _marked(graph: ir.Graph, dtype: ir.DataType, kept: Mapping[str, ir.DataType]
     return found
 
 
-def _fp32_nodes(graph: ir.Graph, dtype: ir.DataType, own: OwnOps, marked: set[ir.Node]) -> set[ir.Node]:
+def _fp32_nodes(graph: ir.Graph, dtype: ir.DataType, user_ops: UserOps, marked: set[ir.Node]) -> set[ir.Node]:
     """Returns the nodes that stay in fp32.
 
     Args:
@@ -204,7 +204,7 @@ def _fp32_nodes(graph: ir.Graph, dtype: ir.DataType, own: OwnOps, marked: set[ir
         kinds = [value.dtype for value in (*node.inputs, *node.outputs) if value is not None]
         if ir.DataType.FLOAT not in kinds or is_moved(node):
             continue
-        if (types := own.types_in_result(node)) is not None:
+        if (types := user_ops.types_in_result(node)) is not None:
             wide = wide - {node} if dtype in types else wide | {node}
             continue
         domain, users = node.domain, [use.node for value in node.outputs for use in value.uses()]

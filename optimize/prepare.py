@@ -22,8 +22,8 @@ from twinop.op_spec import OpSpec
 from twinop.quiet import quiet
 
 from . import graph as g
-from .own_ops import FLOATS_16, OwnOps
 from .symbolic_shapes import infer_shapes, infer_types
+from .user_ops import FLOATS_16, UserOps
 
 _HIDDEN = "hidden"
 _POSSIBLE_NO_OPS = ("Expand", "Identity", "Reshape")
@@ -60,11 +60,11 @@ def prepare(model: ir.Model, records: Mapping[str, OpSpec]) -> None:
         clean(model)
 
 
-def inline_functions(model: ir.Model, records: Mapping[str, OpSpec], own: OwnOps) -> None:
+def inline_functions(model: ir.Model, records: Mapping[str, OpSpec], user_ops: UserOps) -> None:
     """Removes the bodies of twinop's and of the user's own ops, and inlines all other functions.
 
-    The bodies are attached again. Those of ops that ONNX Runtime has itself go: it ignores them. `own` gets
-    the numbers of the nodes that were inlined.
+    The bodies are attached again. Those of ops that ONNX Runtime has itself go: it ignores them. `user_ops`
+    gets the numbers of the nodes that were inlined.
 
     Raises:
         ExportError: the functions call each other in a circle, or have other opsets than the model.
@@ -74,15 +74,15 @@ def inline_functions(model: ir.Model, records: Mapping[str, OpSpec], own: OwnOps
     for key in [each for each in model.functions if _is_registered(model, *each[:2])]:
         del model.functions[key]
     try:
-        done = InlinePass(lambda function: function.domain not in own.domains)(model)
+        done = InlinePass(lambda function: function.domain not in user_ops.domains)(model)
     except Exception as error:
         reason = error.__cause__ or error
         raise ExportError(
             f"the model's functions cannot be inlined: {reason}. Inline them first, with "
             "onnx.inliner.inline_local_functions(model, convert_version=True)"
         ) from error
-    own.count_inlined(done.id_count)  # type: ignore[attr-defined]
-    own.detach(model, records, bodies)
+    user_ops.count_inlined(done.id_count)  # type: ignore[attr-defined]
+    user_ops.detach(model, records, bodies)
 
 
 def _is_registered(model: ir.Model, domain: str, name: str) -> bool:

@@ -33,11 +33,11 @@ from . import (
     unfuse_ort,
 )
 from .load import data_files, load, make_constant, separate_names
-from .own_ops import OwnOps, find_own_ops
 from .prepare import inline_functions, main_dtype
 from .report import OptimizeReport
 from .sliced import Runnable, runnable
 from .symbolic_shapes import infer_types
+from .user_ops import UserOps, find_user_ops
 from .widen import convert_to_fp32
 
 DEVICES = ("cuda", "cpu")
@@ -124,7 +124,7 @@ class Source:
         loaded: as the file has it, with functions inlined, in the file's dtypes.
         original: the same in fp32.
         base: the same in fp32, prepared (`prepare.py`): what the rewrites get a copy of.
-        own: the user's own ops, and the libraries of all runs.
+        user_ops: the user's own ops, and the libraries of all runs.
         interface: the dtypes of inputs and outputs that do not get the report's dtype, by name.
         is_changed: `loaded` is not what the file computes on CUDA (`decoders.py`).
         is_fp32: the file is in fp32, so it is its own fp32 form.
@@ -141,7 +141,7 @@ class Source:
     loaded: ir.Model
     original: ir.Model
     base: ir.Model
-    own: OwnOps
+    user_ops: UserOps
     interface: Mapping[str, ir.DataType]
     is_changed: bool
     is_fp32: bool
@@ -191,13 +191,13 @@ class Source:
             if name in kinds
         }
         restore_defaults(model.graph, defaults)
-        return self.own.attach(model)
+        return self.user_ops.attach(model)
 
     def convert(self, model: ir.Model) -> tuple[int, list[str]]:
         """Converts a form in fp32 to the result's dtypes, in place; see `precision.convert`."""
         if not self.converts:
             return 0, []
-        return precision.convert(model, self.dtype, self.interface, self.own, self.keeps_fp32)
+        return precision.convert(model, self.dtype, self.interface, self.user_ops, self.keeps_fp32)
 
 
 def form_of(model: ir.Model) -> Form:
@@ -215,7 +215,7 @@ def read_source(path: Path, target: Path, options: Options) -> Source:
     model = load(path)
     data = data_files(model)
     check_target(target, {path, *data})
-    own = find_own_ops(model, path, options.library, options.kept, options.allow_model_libraries)
+    user_ops = find_user_ops(model, path, options.library, options.kept, options.allow_model_libraries)
     records = dict(read_library(find_library("custom_ops")).records)
     standard_ops.check_ops(options.replace, records)
     report = OptimizeReport(path, target, device=options.device)
@@ -223,7 +223,7 @@ def read_source(path: Path, target: Path, options: Options) -> Source:
     report.bytes_before = sum(each.stat().st_size for each in {path, *data})
     if constants := make_constant(model):
         report.notes.append(f"IR version 3: its {constants} initializers are constants, as in ONNX Runtime")
-    inline_functions(model, records, own)
+    inline_functions(model, records, user_ops)
     separate_names(model)
     branches.move_out(model)
     model.graph.meta[cached_attention.SHARED_CACHES] = options.shared_caches
@@ -239,8 +239,8 @@ def read_source(path: Path, target: Path, options: Options) -> Source:
     loaded = model.clone()
     narrow_types = convert_to_fp32(model, main, asked is not None)
     if narrow_types or is_changed:
-        equivalence.require_types(path, own.libraries or None)
-    own.convert_to_fp32(model, report.dtype, report.dtype != dtype_name(main))
+        equivalence.require_types(path, user_ops.libraries or None)
+    user_ops.convert_to_fp32(model, report.dtype, report.dtype != dtype_name(main))
     found = {dtype_name(main), *map(dtype_name, (*narrow_types, *interface.values()))}
     return Source(
         path,
@@ -250,7 +250,7 @@ def read_source(path: Path, target: Path, options: Options) -> Source:
         loaded,
         original=model,
         base=model.clone(),
-        own=own,
+        user_ops=user_ops,
         interface=interface if asked is None else {},
         is_changed=is_changed,
         is_fp32=not narrow_types,

@@ -130,7 +130,7 @@ class Verifier:
 
     @property
     def _library(self) -> Sequence[Path] | None:
-        return self.source.own.libraries or None
+        return self.source.user_ops.libraries or None
 
     def _original_form(self) -> Form:
         """Returns the whole original in fp32 as it runs: the file, where that is it."""

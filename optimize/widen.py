@@ -18,9 +18,9 @@ from twinop.errors import ExportError, option
 from twinop.model import weights
 
 from . import graph as g
-from .own_ops import FLOATS_16, cast_for_readers
 from .precision import ELEMENTS, MOST_ELEMENTS, SHAPES
 from .symbolic_shapes import infer_types
+from .user_ops import FLOATS_16, cast_for_readers
 
 _FLOAT = ir.DataType.FLOAT
 _DTYPE_ATTRIBUTES = (

@@ -36,14 +36,14 @@ def _cuda_devices() -> int:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    def own_ops() -> Any:
+    def builtin_ops() -> Any:
         from samples import ALL
 
         return ALL.values()
 
     from twinop.testing import plugin
 
-    config.stash[plugin.RECORDS] = own_ops
+    config.stash[plugin.RECORDS] = builtin_ops
 
 
 @cache

@@ -82,7 +82,7 @@ class Sums(torch.nn.Module):
 
 
 @pytest.mark.parametrize("exporter", ["dynamo", "torchscript"])
-@pytest.mark.parametrize("own", [True, False], ids=["own op", "no own op"])
+@pytest.mark.parametrize("own", [True, False], ids=["user op", "no user op"])
 def test_an_export_keeps_them(own: bool, exporter: str, tmp_path: Path) -> None:
     model, path = Sums(own), tmp_path / "m.onnx"
     export(model, (torch.rand(2, 3) + 0.5,), path, exporter=exporter, optimize=True, device="cpu")

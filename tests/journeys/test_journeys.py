@@ -101,7 +101,7 @@ def deploys(
 
 
 def exports(user: User, own: str, library: Path, bits: str = "") -> str:
-    """Exports the model, in 16 bits too if they are named. The own op stays between what is rewritten."""
+    """Exports the model, in 16 bits too if they are named. The user op stays between what is rewritten."""
     file = f"net{bits}.onnx"
     said = user.exports(file, *(["--dtype", bits] if bits else []))
     assert library.name in said and "torch = ONNX Runtime" in said

@@ -6,7 +6,7 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
-from own_ops import cube_package, cube_project, output_of, run_python
+from user_ops import cube_package, cube_project, output_of, run_python
 
 import twinop
 from twinop import declare, names

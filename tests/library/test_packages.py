@@ -9,7 +9,7 @@ import onnx
 import onnxruntime
 import pytest
 from abi_files import CPU, X, c_library, negate_model
-from own_ops import cube_package, cube_project, describe_package, negate_package, put_in_build, three_nodes
+from user_ops import cube_package, cube_project, describe_package, negate_package, put_in_build, three_nodes
 
 import twinop
 from twinop import deploy

@@ -395,7 +395,7 @@ CUBE = "y = test_cube.CustomCube (n)"
 
 
 @pytest.mark.parametrize("is_named", [True, False])
-def test_own_ops_and_twinops_in_one_library(is_named: bool, tmp_path: Path) -> None:
+def test_user_ops_and_twinops_in_one_library(is_named: bool, tmp_path: Path) -> None:
     own = find_library("test_cube")
     source = folder_of(
         normed(CUBE), tmp_path / "old", **({"custom_ops_library": own.name} if is_named else {})

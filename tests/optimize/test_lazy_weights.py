@@ -62,7 +62,7 @@ def _rewritten(path: Path, dtype: str | None, device: str, target: Path) -> ir.M
         allow_model_libraries=False, kept=(),
     )  # fmt: skip
     source = read_source(path, target, options)
-    prepare(source.base, {**source.records, **source.own.records})
+    prepare(source.base, {**source.records, **source.user_ops.records})
     names = [each.name for each in passes.chosen(device, source.report.dtype)]
     model = optimizer._converted(source, optimizer._rewritten(source, silent, names))
     files.save(model, target, 0, checks=False)

@@ -11,10 +11,10 @@ from pathlib import Path
 import onnx
 import pytest
 from abi_files import ROOT, c_library
-from own_ops import cube_package, cube_project, describe_package, negate_package, put_in_build, three_nodes
 from service_fixtures import serve, tensor
 from service_loads import loaded
 from service_models import place
+from user_ops import cube_package, cube_project, describe_package, negate_package, put_in_build, three_nodes
 
 from twinop.deploy.errors import ModelError
 from twinop.deploy.pack.packing import Options, pack

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from kernel_ops import mish_file
-from own_ops import output_of
+from user_ops import output_of
 
 import twinop
 from twinop.errors import ExportError, RecordError, TwinopError

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from own_ops import ROOT, run_python
+from user_ops import ROOT, run_python
 
 from twinop.aot_kernels.expression import size
 from twinop.errors import BuildError

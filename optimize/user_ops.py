@@ -45,7 +45,7 @@ class _Node:
 
 
 @dataclass
-class OwnOps:
+class UserOps:
     """The user's own ops in a model.
 
     Attributes:
@@ -172,13 +172,13 @@ class OwnOps:
         )
 
 
-def find_own_ops(
+def find_user_ops(
     model: ir.Model,
     source: Path,
     library: deploy.Libraries,
     kept: Iterable[OpSpec] = (),
     allow_model_libraries: bool = False,
-) -> OwnOps:
+) -> UserOps:
     """Finds the libraries of the user's own ops in a model, as a session does.
 
     Args:
@@ -190,14 +190,15 @@ def find_own_ops(
     Raises:
         ExportError: an op has neither a library nor a function body, or its library cannot be used.
     """
-    own = OwnOps(library_paths(library), {record.key: record for record in kept if record.domain != DOMAIN})
+    records = {record.key: record for record in kept if record.domain != DOMAIN}
+    user_ops = UserOps(library_paths(library), records)
     domains = {node.domain for graph in graphs_of(model) for node in graph.all_nodes()} - {DOMAIN}
     domains = set(filter(_may_have_library, domains))
     if not domains:
-        return own
+        return user_ops
     try:
         chosen = choose_libraries(
-            load_model(source), own.libraries, allow_model_libraries=allow_model_libraries
+            load_model(source), user_ops.libraries, allow_model_libraries=allow_model_libraries
         )
         found = [read_library(each.path) for each in chosen]
     except TwinopError as error:
@@ -209,9 +210,9 @@ def find_own_ops(
             continue
     for other in found:
         if other.domain != DOMAIN and other.exports_ort:
-            own.libraries += [] if other.path in own.libraries else [other.path]
-            own.records.update({record.key: record for record in other.records.values()})
-    return own
+            user_ops.libraries += [] if other.path in user_ops.libraries else [other.path]
+            user_ops.records.update({record.key: record for record in other.records.values()})
+    return user_ops
 
 
 def _may_have_library(domain: str) -> bool:

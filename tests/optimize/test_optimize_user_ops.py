@@ -165,7 +165,7 @@ def check_values(
             np.testing.assert_allclose(a.astype(np.float32), b.astype(np.float32), accepted, accepted)
 
 
-def test_rewrites_around_an_own_op(tmp_path: Path, library: Path) -> None:
+def test_rewrites_around_a_user_op(tmp_path: Path, library: Path) -> None:
     report, model = optimized(made(NET, bump()), tmp_path, library)
     assert [node.op_type for node in model.graph] == ["CustomLinear", "CustomBump", "CustomLayerNorm"]
     [node] = nodes(model, "CustomBump")
@@ -274,7 +274,7 @@ CustomTwice (x) => (y)
 """
 
 
-def test_inlined_function_exposes_an_own_op(tmp_path: Path, library: Path) -> None:
+def test_inlined_function_exposes_a_user_op(tmp_path: Path, library: Path) -> None:
     text = NET.replace("mine.CustomBump <scale: float = 0.25>", "other.CustomTwice")
     report, model = optimized(made(text, WRAPPER, bump()), tmp_path, library)
     assert own(model) == ["CustomBump"] and bodies(model) == {"CustomBump"}
@@ -283,7 +283,7 @@ def test_inlined_function_exposes_an_own_op(tmp_path: Path, library: Path) -> No
 
 
 def test_body_that_calls_other_functions(tmp_path: Path, library: Path) -> None:
-    """What has a library stays, also in the body of an own op; the rest of the body is inlined."""
+    """What has a library stays, also in the body of a user op; the rest of the body is inlined."""
     relu = """
     < domain: "custom_domain", opset_import: ["" : 20] >
     CustomRelu (x) => (y) { y = Relu (x) }
@@ -451,7 +451,7 @@ def test_an_output_of_the_model(tmp_path: Path, library: Path) -> None:
         check_values(tmp_path, library, accepted=1e-1 if options else 1e-2)
 
 
-def test_mask_that_an_own_op_computes(tmp_path: Path, library: Path) -> None:
+def test_mask_that_a_user_op_computes(tmp_path: Path, library: Path) -> None:
     """It is not computed in order to classify it, and stays."""
     text = """
     (float[2, 4, 8, 16] q, float[2, 4, 8, 16] k, float[2, 4, 8, 16] v, float[2, 1, 8, 8] m)
@@ -470,7 +470,7 @@ def test_mask_that_an_own_op_computes(tmp_path: Path, library: Path) -> None:
     assert own(model) == ["CustomBump"]
 
 
-def test_domain_of_an_own_op_with_a_name_of_twinops(tmp_path: Path, library: Path) -> None:
+def test_domain_of_a_user_op_with_a_name_of_twinops(tmp_path: Path, library: Path) -> None:
     """An own CustomLinear is no linear of twinop's."""
     linear = """
     < domain: "mine", opset_import: ["" : 20] >
