@@ -10,7 +10,7 @@ import onnx
 import op_bodies  # noqa: F401 (the test ops)
 import pytest
 import torch
-from export_models import CPU, EXPORTERS, each_exporter
+from export_models import CPU, EXPORTERS, each_by_one_exporter, each_exporter
 from samples import RECORDS, torch_dtype, values
 from torch.utils import _pytree
 
@@ -22,8 +22,8 @@ from twinop.library import checksum
 from twinop.op_spec import DOMAIN
 from twinop.tolerance import same_bits
 
-# The dynamo exporter is slower, and its graph is the same for every dtype.
-DTYPES = {"dynamo": ("float32", "bfloat16"), "torchscript": ("float32", "float16", "bfloat16", "float64")}
+# The graph is the same for every dtype, and the dynamo exporter is slower.
+DTYPES = {"dynamo": ("bfloat16",), "torchscript": ("float32", "float16", "float64")}
 each_dtype = pytest.mark.parametrize(
     ("exporter", "dtype"), [(exporter, dtype) for exporter in DTYPES for dtype in DTYPES[exporter]]
 )
@@ -136,7 +136,7 @@ class LayersAndOps(torch.nn.Module):
         return self.layers(x), *self.ops(x)
 
 
-@pytest.mark.parametrize("opset", [20, 23, 24, 25])
+@pytest.mark.parametrize("opset", [20, 25])
 def test_both_exporters_agree_at_every_opset(opset: int, tmp_path: Path) -> None:
     torch.manual_seed(0)
     model, x, larger = LayersAndOps(), torch.randn(4, 6), torch.randn(31, 6)
@@ -265,8 +265,7 @@ class Reads(torch.nn.Module):
         return self.read(b) + u
 
 
-@each_exporter
-@pytest.mark.parametrize("kind", CONTAINERS)
+@each_by_one_exporter("kind", CONTAINERS)
 def test_tensors_in_containers_are_inputs(kind: str, exporter: str, tmp_path: Path) -> None:
     container, read, names = CONTAINERS[kind]
     path, u = tmp_path / "m.onnx", torch.randn(4, 3)

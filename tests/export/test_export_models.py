@@ -8,7 +8,7 @@ from typing import Any
 import onnx
 import pytest
 import torch
-from export_models import each_exporter
+from export_models import each_by_one_exporter, each_exporter
 from torch import nn
 
 from twinop import torch_op
@@ -35,11 +35,9 @@ class Frozen(nn.Module):
         return self.relu(self.drop(self.norm(x)))
 
 
-@each_exporter
-@pytest.mark.parametrize(("training", "kwargs"), [(False, {}), (True, {"flag": False})])
-def test_modes_and_buffers_stay_as_they_were(
-    exporter: str, training: bool, kwargs: dict[str, Any], tmp_path: Path
-) -> None:
+@each_by_one_exporter("training", [False, True])
+def test_modes_and_buffers_stay_as_they_were(exporter: str, training: bool, tmp_path: Path) -> None:
+    kwargs = {"flag": False} if training else {}
     model = Frozen().train(training)
     model.norm.eval()
     before = {name: value.clone() for name, value in model.state_dict().items()}
@@ -87,12 +85,9 @@ class Defaults(nn.Module):
         return self.head(torch_op.relu(x[:, keep]))
 
 
-@pytest.mark.parametrize(("verify", "kwargs"), [(True, {}), (False, {"use_cache": False})])
-@each_exporter
-def test_python_defaults_are_no_inputs(
-    exporter: str, kwargs: dict[str, Any], verify: bool, tmp_path: Path
-) -> None:
-    path = tmp_path / "m.onnx"
+@each_by_one_exporter("verify", [True, False])
+def test_python_defaults_are_no_inputs(exporter: str, verify: bool, tmp_path: Path) -> None:
+    path, kwargs = tmp_path / "m.onnx", {} if verify else {"use_cache": False}
     export(
         Defaults().eval(),
         torch.randn(2, 4, 3),

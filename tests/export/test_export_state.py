@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from export_models import each_by_one_exporter, each_exporter
 from torch import nn
 
 from twinop import torch_op
@@ -54,8 +55,7 @@ def state_of(net: Net) -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize("exporter", ["dynamo", "torchscript"])
-@pytest.mark.parametrize("error", [None, ValueError, KeyboardInterrupt])
+@each_by_one_exporter("error", [ValueError, KeyboardInterrupt, None])
 def test_model_and_torch_are_as_before(
     error: type[BaseException] | None, exporter: str, tmp_path: Path
 ) -> None:
@@ -74,8 +74,7 @@ def scale(x: torch.Tensor, factor: float = 2.0) -> torch.Tensor:
     return torch_op.gelu(x) * factor
 
 
-@pytest.mark.parametrize("exporter", ["dynamo", "torchscript"])
-@pytest.mark.parametrize("kind", ["function", "partial", "method", "closure", "compiled", "data parallel"])
+@each_by_one_exporter("kind", ["function", "partial", "method", "closure", "compiled", "data parallel"])
 def test_what_is_taken_as_a_model(kind: str, exporter: str, tmp_path: Path) -> None:
     net = nn.Sequential(nn.Linear(8, 8), nn.Dropout(), torch_op.CustomGELU()).train()
     models: dict[str, Any] = {
@@ -90,7 +89,7 @@ def test_what_is_taken_as_a_model(kind: str, exporter: str, tmp_path: Path) -> N
     assert report.nodes["custom_domain.CustomGelu"] == 1 and report.parity is not None and net.training
 
 
-@pytest.mark.parametrize("exporter", ["dynamo", "torchscript"])
+@each_exporter
 def test_what_is_refused_as_a_model(exporter: str, tmp_path: Path) -> None:
     program = torch.export.export(nn.ReLU(), (X,))
     scripted = torch.jit.script(nn.ReLU())
@@ -161,8 +160,7 @@ KINDS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("exporter", ["dynamo", "torchscript"])
-@pytest.mark.parametrize("kind", KINDS)
+@each_by_one_exporter("kind", KINDS)
 def test_each_run_starts_from_the_same_state(kind: str, exporter: str, tmp_path: Path) -> None:
     model = Stateful(kind)
     old = [model.state, model.list, model.dict["inner"]["state"], model.box]

@@ -1,6 +1,8 @@
 """What the tests of the export share: the exporters, and small ONNX models without types or bodies."""
 
 from collections import Counter
+from collections.abc import Iterable
+from typing import Any
 
 import onnx
 import onnx_ir as ir
@@ -31,3 +33,15 @@ def model_of(nodes: list[str], inputs: str, opset: int = 20) -> onnx.ModelProto:
                 helper.make_empty_tensor_value_info(name) for name in node.output if name
             )
     return model
+
+
+def each_by_one_exporter(name: str, kinds: Iterable[Any]) -> pytest.MarkDecorator:
+    """Parametrizes by kind and exporter. In CI each kind meets one exporter; slow tests have both."""
+    return pytest.mark.parametrize(
+        (name, "exporter"),
+        [
+            pytest.param(kind, exporter, marks=() if (i + j) % 2 == 0 else pytest.mark.slow)
+            for i, kind in enumerate(kinds)
+            for j, exporter in enumerate(EXPORTERS)
+        ],
+    )

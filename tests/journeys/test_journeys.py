@@ -492,7 +492,7 @@ def stock_file(user: User) -> None:
         found = content(user.folder / file)
         assert found.nodes == [LINEAR, LINEAR, "custom_domain::CustomAddLayerNorm"]
         assert found.bodies == set(found.nodes) and found.attributes[LINEAR]["activation"] == b"relu"
-    deploys(user, "net.onnx")
+    deploys(user, "net.onnx", in_hurry=True)
     answers(user, "half.onnx", accepted=5e-3)
 
 
@@ -593,8 +593,8 @@ def genai_folder(user: User) -> None:
 each_way = pytest.mark.parametrize(
     "way",
     [
-        *(elementwise, rowwise, kernel, written_input, triton, stock_file, transformers_model, genai_folder),
-        pytest.param(object_file, marks=pytest.mark.slow),
+        *(elementwise, rowwise, written_input, triton, stock_file, transformers_model, genai_folder),
+        *(pytest.param(way, marks=pytest.mark.slow) for way in (kernel, object_file)),
     ],
     ids=lambda way: way.__name__,
 )

@@ -107,7 +107,7 @@ def check_strides(record: OpSpec, tensors: list[torch.Tensor], results: Sequence
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("record", ELEMENTWISE, ids=lambda record: record.name)
 def test_any_layout_gives_the_same_bits(record: OpSpec, device: str) -> None:
-    @settings(max_examples=40, deadline=None)
+    @settings(max_examples=15, deadline=None)
     @given(st.data())
     def check(data: st.DataObject) -> None:
         shape = data.draw(shapes())
@@ -128,7 +128,7 @@ def test_any_layout_gives_the_same_bits(record: OpSpec, device: str) -> None:
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("record", BROADCASTING, ids=lambda record: record.name)
 def test_broadcasting(record: OpSpec, device: str) -> None:
-    @settings(max_examples=80, deadline=None)
+    @settings(max_examples=40, deadline=None)
     @given(st.data())
     def check(data: st.DataObject) -> None:
         drawn = data.draw(broadcast_shapes(len(record.inputs)))

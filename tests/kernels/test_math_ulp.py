@@ -115,7 +115,7 @@ FUNCTIONS = {
 }
 
 
-def inputs(dtype: torch.dtype, count: int = 1 << 20) -> Tensor:
+def inputs(dtype: torch.dtype, count: int = 1 << 18) -> Tensor:
     """Returns all numbers of a 16-bit type. Other types get all exponents, dense intervals and edge cases."""
     if dtype in HALVES:
         return torch.arange(65536).to(torch.int32).to(torch.int16).view(dtype)

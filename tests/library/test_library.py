@@ -166,7 +166,7 @@ def test_unreadable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         read_library(LIBRARY)
 
 
-@settings(max_examples=300, deadline=None, derandomize=True)
+@settings(max_examples=100, deadline=None, derandomize=True)
 @given(st.data())
 def test_any_damage_to_the_tables(data: st.DataObject) -> None:
     """Random bytes in the headers or the records give a Library or a clear error."""

@@ -33,6 +33,12 @@ from packaging.utils import canonicalize_name
 
 ROOT = Path(__file__).resolve().parents[2]
 GUIDES = "adding-|from-a-"  # the blocks of these pages are parts of an op: other tests apply them
+SERVERS = {
+    "README.md",
+    "docs/serving.md",
+    "docs/existing-service.md",
+    "docs/trust.md",
+}  # take 10 to 40 s each
 SITE = {"index.md"}  # written for an installation; test_site.py follows its longer version
 DOCUMENTS = (
     "README.md",
@@ -274,10 +280,7 @@ def follow(reader: Reader, document: str) -> None:
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(
     "document",
-    [
-        pytest.param(name, marks=pytest.mark.slow) if name == "README.md" else name  # 40 s on an idle machine
-        for name in DOCUMENTS
-    ],
+    [pytest.param(name, marks=pytest.mark.slow) if name in SERVERS else name for name in DOCUMENTS],
 )
 def test_blocks(document: str, tmp_path: Path) -> None:
     if not (ROOT / ".venv/bin/twinop").exists():

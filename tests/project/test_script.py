@@ -40,9 +40,7 @@ def test_a_new_shell_runs_a_model(bare: Path, tmp_path: Path) -> None:
 
 
 @in_checkout
-@pytest.mark.parametrize(
-    "arguments", [*((script,) for script in SCRIPTS), ("-m", "twinop"), ("-m", "twinop.bench")]
-)
+@pytest.mark.parametrize("arguments", [*((script,) for script in SCRIPTS), ("-m", "twinop")])
 def test_any_python_will_do(bare: Path, arguments: tuple[str, ...]) -> None:
     done = run(bare, *arguments, "--help", cwd=ROOT)
     assert done.returncode == 0 and "Usage:" in done.stdout and done.stderr == ""

@@ -81,7 +81,7 @@ CALLS = st.tuples(
 def test_cpp_and_python_say_the_same(name: str) -> None:
     outcomes = set()
 
-    @settings(max_examples=300, deadline=None, derandomize=True)
+    @settings(max_examples=80, deadline=None, derandomize=True)
     @given(CALLS, st.booleans(), st.booleans())
     def check(call: Any, matching: bool, all_given: bool) -> None:
         shapes = dict(zip("xwb", call[:3], strict=True))

@@ -140,7 +140,7 @@ def _as_cpp(kind: str, default: Any) -> str:
     )
 
 
-@settings(max_examples=200, deadline=None, derandomize=True)
+@settings(max_examples=100, deadline=None, derandomize=True)
 @given(schemas(), st.data())
 def test_what_our_parser_takes_torch_reads_the_same(text: str, data: st.DataObject) -> None:
     """If our parser accepts a text with one changed character, torch reads the same schema."""

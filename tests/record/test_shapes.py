@@ -170,14 +170,14 @@ def test_inferred_values(text: str, expected: tuple[int | str, ...] | str) -> No
     assert ask_cpp(text, shapes, {"n": -7, "t": True, "p": [5, 6]}) == expected
 
 
-@settings(max_examples=400, deadline=None, derandomize=True)
+@settings(max_examples=150, deadline=None, derandomize=True)
 @given(expressions(), SCOPES)
 def test_cpp_and_python_agree(text: str, scope: Any) -> None:
     cpp = ask_cpp(text, *scope)
     assert isinstance(cpp, str) or ask_python(text, *scope) == cpp
 
 
-@settings(max_examples=400, deadline=None, derandomize=True)
+@settings(max_examples=150, deadline=None, derandomize=True)
 @given(expressions(), SCOPES, st.data())
 def test_unknown_sizes_never_become_wrong_ones(text: str, scope: Any, data: st.DataObject) -> None:
     """Unknown input sizes may make output sizes unknown. They do not change known output sizes."""
