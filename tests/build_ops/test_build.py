@@ -80,13 +80,13 @@ def test_only_what_changed_is_compiled(times: Built, tmp_path: Path) -> None:
     assert read_library(output).records.keys() == {"times"}
 
 
-@pytest.mark.parametrize("damage", ["CMakeLists.txt", "ninja/build.ninja", "ninja/.ninja_log"])
-def test_a_damaged_build_tree_is_built_again(tmp_path: Path, damage: str) -> None:
+def test_a_damaged_build_tree_is_built_again(tmp_path: Path) -> None:
     header, output = tmp_path / "times.h", tmp_path / "build/libtimes.so"
     header.write_text(tiny(factor="4"))
     build(find_project([header]), output, CPU)
-    (tmp_path / "build/.libtimes" / damage).unlink()
-    assert "compiling times.h" in build(find_project([header]), output, CPU).compiled
+    for damage in ("CMakeLists.txt", "ninja/build.ninja", "ninja/.ninja_log"):
+        (tmp_path / "build/.libtimes" / damage).unlink()
+        assert "compiling times.h" in build(find_project([header]), output, CPU).compiled, damage
 
 
 def test_an_older_file_in_the_place_of_a_newer_one(tmp_path: Path) -> None:

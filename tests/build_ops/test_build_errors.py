@@ -17,7 +17,9 @@ from twinop.building.diagnostics import build_error, cmake_error
 from twinop.building.options import Options
 from twinop.building.project import find_project
 from twinop.building.toolchain import find_installation
-from twinop.errors import BuildError, TwinopError
+from twinop.errors import BuildError, RecordError, TwinopError
+from twinop.record_checks import check_record
+from twinop.schema_text import record_of
 
 CPU = Options(cpu=True)
 
@@ -166,7 +168,7 @@ def test_what_compilers_say(said: str, message: str) -> None:
 def test_an_error_in_the_source(header: Path, old: str, new: str, message: str) -> None:
     """The message has the user's file and line, and comes last; --verbose shows the compiler's text."""
     header.write_text(header.read_text().replace(old, new))
-    for options in ((), ("--verbose",)):
+    for options in ((), ("--verbose",)) if "wrong" in new else ((),):
         done = twinop("build", "times.h", "--cpu", *options, cwd=header.parent, LC_ALL="C.UTF-8")
         before, found, said = done.stderr.rpartition("error: ")
         assert done.returncode == 1 and found and said.startswith(message), done.stderr
@@ -194,46 +196,51 @@ def test_an_error_in_the_source(header: Path, old: str, new: str, message: str) 
     ],
 )
 def test_the_place_in_a_record(
-    header: Path, old: str, new: str, text: str | None, place: str | None, problem: str | None
+    header: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    old: str,
+    new: str,
+    text: str | None,
+    place: str | None,
+    problem: str | None,
 ) -> None:
     """A text of a record is shown with a caret under the place that does not parse."""
+    monkeypatch.chdir(header.parent)
     header.write_text(header.read_text().replace(old, new, 1))
-    done = twinop("build", "times.h", "--cpu", cwd=header.parent, LC_ALL="C.UTF-8")
-    _, first, *shown = done.stderr.splitlines()
-    assert first.startswith("error: times.h:13: the record does not parse: ") and (problem or "") in first
+    said = says(f'#include "{header}"\n', header.parent)
+    first, *shown = str(build_error("compiling times.h", said, [header])).splitlines()
+    assert first.startswith("times.h:13: the record does not parse: ") and (problem or "") in first
     assert shown == ([] if text is None else [f"  {text}", f"  {' ' * text.index(place or '')}^"])
 
 
 @pytest.mark.parametrize(
-    ("old", "new", "message"),
+    ("arguments", "texts", "message"),
     [
-        ("2 * grad", "2 * grad *", "derivative `x = 2 * grad *` is not a Python expression: invalid syntax"),
+        ("", {"gradient": "x = 2 * gard"}, "derivative `x = 2 * gard` uses gard, expected x, y, grad, torch"),
         (
-            "2 * grad",
-            "2 * gard",
-            "derivative `x = 2 * gard` uses gard, expected x, y, grad, torch, or an op by",
-        ),
-        (
-            'x) -> Tensor").dtypes("float32")',
-            'x, float a=-1.0) -> Tensor").dtypes("float32").limits("a > 0")',
+            ", float a=-1.0",
+            {"limits": "a > 0"},
             "the default of attribute a is -1, expected a finite number > 0",
         ),
+        (', str a="b"', {"choices": "a = c | d"}, "the default of attribute a is 'b', expected one of c | d"),
         (
-            'x) -> Tensor").dtypes("float32")',
-            'x, str a=\\"b\\") -> Tensor").dtypes("float32").choices("a = c | d")',
-            "the default of attribute a is 'b', expected one of c | d",
-        ),
-        (
-            '"float32"',
-            '"float32; float32 y=float64"',
+            "",
+            {"dtypes": "float32; float32 y=float64"},
             "dtypes: x float32 gives both y float32 and y float64; expected combinations that differ in",
         ),
     ],
 )
-def test_what_no_compiler_refuses_in_a_record(header: Path, old: str, new: str, message: str) -> None:
-    header.write_text(header.read_text().replace(old, new.replace('\\\\"', '\\"')))
+def test_what_no_compiler_refuses_in_a_record(arguments: str, texts: dict[str, str], message: str) -> None:
+    record = record_of(f"times(Tensor x{arguments}) -> Tensor", "times", **{"dtypes": "float32"} | texts)
+    with pytest.raises(RecordError, match=f"^times::times: {re.escape(message)}"):
+        check_record(record, {"times"})
+
+
+def test_a_formula_that_is_no_python_ends_a_build(header: Path) -> None:
+    header.write_text(header.read_text().replace("2 * grad", "2 * grad *"))
     done = twinop("build", "times.h", "--cpu", cwd=header.parent)
     assert done.returncode == 1 and done.stderr.count("\n") == 1, done.stderr
+    message = "derivative `x = 2 * grad *` is not a Python expression: invalid syntax"
     assert done.stderr.startswith(f"error: times::times: {message}")
     assert not (header.parent / "build/libtimes.so").exists()
 
