@@ -1,0 +1,33 @@
+"""Which tests of twinop's own matrix wait for `./build.sh test --all`: their neighbours show the same."""
+
+from typing import Any
+
+import pytest
+
+from twinop.model.attach import OPSETS
+
+
+@pytest.hookimpl(tryfirst=True)  # before pytest leaves the slow ones out
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if isinstance(item, pytest.Function) and hasattr(item, "callspec"):
+            if is_repeated(item.originalname, item.callspec.params):
+                item.add_marker(pytest.mark.slow)
+
+
+def is_repeated(test: str, given: dict[str, Any]) -> bool:
+    """Each op goes through one of the two exporters, its body runs in the first and the last opset.
+
+    What does not depend on the dtype is shown for the first and the last one.
+    """
+    if test == "test_both_exporters_carry_the_op":
+        return given["exporter"] != ("dynamo", "torchscript")[sum(given["record"].name.encode()) % 2]
+    if test == "test_the_body_in_every_opset":
+        return given["opset"] not in (OPSETS[0], OPSETS[-1])
+    if test in (
+        "test_any_number_of_threads_gives_the_same_bits",
+        "test_the_body_runs_with_and_without_optional_inputs",
+    ):
+        combinations = given["record"].combinations
+        return given["dtypes"] not in (combinations[0], combinations[-1])
+    return False
