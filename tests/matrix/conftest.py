@@ -10,9 +10,9 @@ from twinop.model.attach import OPSETS
 @pytest.hookimpl(tryfirst=True)  # before pytest leaves the slow ones out
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
-        if isinstance(item, pytest.Function) and hasattr(item, "callspec"):
-            if is_repeated(item.originalname, item.callspec.params):
-                item.add_marker(pytest.mark.slow)
+        given = getattr(item, "callspec", None)
+        if given is not None and is_repeated(item.name.partition("[")[0], given.params):
+            item.add_marker(pytest.mark.slow)
 
 
 def is_repeated(test: str, given: dict[str, Any]) -> bool:
