@@ -6,6 +6,7 @@ An exporter of torch's makes one model in memory (`routes.py`). A list of passes
 
 import dataclasses
 import os
+import shutil
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
@@ -13,14 +14,17 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import onnx
 import onnx_ir as ir
 import torch
+from onnx.external_data_helper import uses_external_data
 from onnx_ir.passes.common import ClearMetadataAndDocStringPass, ShapeInferencePass
 
 import twinop
 from twinop import deploy, torch_op
 from twinop.deploy import wire
 from twinop.deploy.choose_library import library_paths
+from twinop.deploy.custom_nodes import tensors
 from twinop.deploy.ort_process import time_limit
 from twinop.deploy.ort_runs import check_shown
 from twinop.dtypes import FLOATING, to_array
@@ -30,6 +34,7 @@ from twinop.library import read_library
 from twinop.model.attach import MOST_INLINED, attach_to_calls, inlined_nodes
 from twinop.model.calls import Call, find_calls
 from twinop.model.files import EXTERNAL_DATA_BYTES, save, work_folder
+from twinop.model.weights import Held
 from twinop.op_spec import DOMAIN, OpSpec
 from twinop.optimize import chosen_device
 from twinop.optimize import optimize as optimize_file
@@ -43,6 +48,10 @@ from .routes import ROUTES, Source, quiet_torch, run_route
 from .state import evaluation
 from .verify import Case
 from .verify import verify as compare_with_torch
+
+_OPTIMIZED = "optimized"
+_FREED = 200_000_000
+"""The bytes of a file that does not stay on the disk until the optimised one is written, too."""
 
 
 def export(
@@ -101,7 +110,12 @@ def export(
         if optimize:
             progress("optimizing")
             options |= {"progress": progress, "kept": calls, "library": libraries or None}
-            files = _optimized(files, reference.inputs.tensors, report, cases, options)
+            source, options["held"] = _held(exported, files)
+            found = _optimized(source, reference.inputs.tensors, report, cases, options)
+            if not found and options["held"]:
+                shutil.rmtree(folder / _OPTIMIZED)
+                found = save(exported, files[-1], external_data_bytes)
+            files = found or files
         files = publish(files, report.path)
     report.data_path = files[0] if len(files) > 1 else None
     return report
@@ -175,24 +189,43 @@ def _run_passes(
     return calls
 
 
+def _held(model: ir.Model, files: Sequence[Path]) -> tuple[Path, dict[str, Held]]:
+    """Gives the disk of a large file back, whose weights torch has in memory: what is optimised needs it.
+
+    Returns:
+        The file to optimise, and its weights. It keeps its graph and its size, not its numbers.
+    """
+    path = wire.view(files[-1])
+    proto = onnx.load(path, load_external_data=False)
+    external = [*filter(uses_external_data, tensors(proto))]
+    is_whole = len(external) == sum(map(uses_external_data, proto.graph.initializer))
+    if (size := files[0].stat().st_size) < _FREED or not is_whole:
+        return files[-1], {}
+    values = {name: each.const_value for name, each in model.graph.initializers.items() if each.const_value}
+    held = {each.name: Held(values[each.name]) for each in external}
+    for length in (0, size):
+        os.truncate(files[0], length)
+    return path, held
+
+
 def _optimized(
-    files: list[Path],
+    source: Path,
     tensors: Mapping[str, torch.Tensor],
     report: ExportReport,
     cases: Sequence[Case],
     options: Mapping[str, Any],
 ) -> list[Path]:
-    """Optimises a file into a folder of its own, and compares it with torch; returns the files to keep."""
+    """Optimises a file into a folder of its own, and compares it with torch; returns the files if they do."""
     report.device = options["device"]
-    folder = files[-1].parent / "optimized"
+    folder = source.parent / _OPTIMIZED
     folder.mkdir()
-    given, path = folder / "inputs.npz", folder / files[-1].name
+    given, path = folder / "inputs.npz", folder / report.path.name
     # numpy does not save bfloat16.
     wide = {name: each.float() if each.dtype is torch.bfloat16 else each for name, each in tensors.items()}
     arrays: dict[str, Any] = {name: to_array(tensor) for name, tensor in wide.items()}
     np.savez(given, **arrays)
     try:
-        optimized = optimize_file(files[-1], path, inputs_file=given, **options)
+        optimized = optimize_file(source, path, inputs_file=given, **options)
         checked = dataclasses.replace(report, notes=[], unsupported=[], parity=None, without_library=None)
         if optimized.fused and cases:
             view = wire.view(path)
@@ -201,14 +234,14 @@ def _optimized(
             compare_with_torch(checked, view, model, options["library"] or [], calls, cases)
     except (TwinopError, OSError) as error:
         report.notes.append(f"not optimised: {error}")
-        return files
+        return []
     except Exception as error:  # the export itself is good
         report.notes.append(
             f"not optimised: {type(error).__name__}: {error}; this is a defect of twinop, please report it"
         )
-        return files
+        return []
     if optimized.fused:
-        report.optimized = optimized
+        report.optimized, optimized.source = optimized, report.path
         if not in_command():  # which shows what was done
             keep = f"{option('optimize', False)} keeps the exporter's nodes"
             report.notes.append(f"optimised for ONNX Runtime; {keep}")
@@ -219,7 +252,8 @@ def _optimized(
         _describe(ir.load(wire.view(path)), report)
         files = [*folder.glob("*.data"), path]
         report.size = sum(file.stat().st_size for file in files)
-    return files
+        return files
+    return []
 
 
 def _packages(records: Iterable[OpSpec]) -> dict[str, str]:

@@ -9,7 +9,7 @@ import onnx_ir as ir
 
 from twinop.deploy.ort_runs import Parts
 
-from .weights import Stored, sizes
+from .weights import Stored, is_held, sizes
 
 _LARGE = 16 * 1024  # bytes. Shape inference reads smaller ones (shapes, axes) from the graph.
 
@@ -99,5 +99,4 @@ def stored(tensor: Any) -> Any:
 
 def _sent(tensor: Any) -> Any:
     """Returns what the other process makes an array of."""
-    is_held = type(tensor).__module__.startswith("onnx_ir") and not isinstance(tensor, ir.ExternalTensor)
-    return tensor.numpy() if is_held else stored(tensor)
+    return tensor.numpy() if is_held(tensor) else stored(tensor)

@@ -1,7 +1,9 @@
 """Reads a model's file, and refuses what twinop cannot optimise."""
 
 from collections import Counter
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 
 import numpy as np
 import onnx
@@ -22,10 +24,14 @@ from . import graph as g
 _SPARSE = (onnx.AttributeProto.SPARSE_TENSOR, onnx.AttributeProto.SPARSE_TENSORS)
 _FILES = "files of external data"
 _BODIES_IR_VERSION = 8  # the first with function bodies
+Held = Mapping[str, weights.Held]
 
 
-def load(path: Path) -> ir.Model:
+def load(path: Path, held: Held = MappingProxyType({})) -> ir.Model:
     """Reads a model, and sorts its nodes. Large weights stay in their files (`Stored`).
+
+    Args:
+        held: weights by name that are in memory: the file has no numbers for them.
 
     Raises:
         ExportError: the file is not a model, or its weights are missing.
@@ -57,7 +63,7 @@ def load(path: Path) -> ir.Model:
     attributes = (each for node in model.graph.all_nodes() for each in node.attributes.values())
     if any(isinstance(each.value, ir.ExternalTensor) for each in attributes):
         LiftConstantsToInitializersPass(lift_all_constants=True, size_limit=0)(model)
-    _place_weights(path, model)
+    _place_weights(path, model, held)
     _check_values(path, model)
     return model
 
@@ -97,7 +103,7 @@ def _unread_part(path: Path) -> str:
     return ""
 
 
-def _place_weights(path: Path, model: ir.Model) -> None:
+def _place_weights(path: Path, model: ir.Model, held: Held = MappingProxyType({})) -> None:
     """Lets large external data stay in its files, and reads the rest.
 
     Links are followed, as Hugging Face's cache has them.
@@ -108,7 +114,7 @@ def _place_weights(path: Path, model: ir.Model) -> None:
     files = set[Path]()
     for value in (value for graph in model.graphs() for value in graph.initializers.values()):
         if isinstance(tensor := value.const_value, ir.ExternalTensor):
-            value.const_value = _placed(path, tensor, files)
+            value.const_value = _placed(path, tensor, files, held.get(str(value.name)))
     for node in (node for function in model.functions.values() for node in function.all_nodes()):
         for name, attribute in [*node.attributes.items()]:
             if isinstance(attribute.value, ir.ExternalTensor):
@@ -116,7 +122,9 @@ def _place_weights(path: Path, model: ir.Model) -> None:
     model.meta[_FILES] = files - {path}
 
 
-def _placed(path: Path, tensor: ir.ExternalTensor, files: set[Path]) -> ir.TensorProtocol:
+def _placed(
+    path: Path, tensor: ir.ExternalTensor, files: set[Path], held: weights.Held | None = None
+) -> ir.TensorProtocol:
     file, start = path.parent / tensor.location, tensor.offset or 0
     real = file.resolve()
     if not file.is_symlink() and not real.is_relative_to(path.parent.resolve()):
@@ -131,7 +139,7 @@ def _placed(path: Path, tensor: ir.ExternalTensor, files: set[Path]) -> ir.Tenso
             "the file again, or export the model again"
         )
     files.add(file)
-    stored = Stored(real, start, tensor.dtype, tensor.shape.numpy(), tensor.name)
+    stored = held or Stored(real, start, tensor.dtype, tensor.shape.numpy(), tensor.name)
     if weights.is_large(stored):
         return stored
     return ir.tensor(np.array(stored.numpy()), dtype=stored.dtype, name=stored.name)

@@ -5,6 +5,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 
 import onnx_ir as ir
 from onnx_ir.passes.common import CommonSubexpressionEliminationPass, LiftConstantsToInitializersPass
@@ -37,7 +38,7 @@ from . import (
 )
 from . import graph as g
 from .estimate import Estimate, estimate
-from .load import load, reopen
+from .load import Held, load, reopen
 from .prepare import clean, prepare
 from .report import OptimizeReport
 from .rewrite import fused, skip, skipped
@@ -62,6 +63,7 @@ def optimize(
     library: deploy.Libraries = None,
     allow_model_libraries: bool = False,
     kept: Iterable[OpSpec] = (),
+    held: Held = MappingProxyType({}),
     dry_run: bool = False,
     explain: str | None = None,
     timeout: float = 600,
@@ -81,7 +83,7 @@ def optimize(
             that starts there, and nothing is written.
         timeout: the seconds that a model may run without progress, before it is ended.
         progress: called at each step, and while it goes on.
-        kept: and the others are those of `source.Options`, which describes them.
+        kept, held: and the others are those of `source.Options`, which describes them.
 
     Raises:
         ExportError: wrong arguments, or a model that cannot be read, run or converted.
@@ -89,7 +91,7 @@ def optimize(
     options = Options(
         dtype, chosen_device("cuda" if invariant and device is None else device), padding, shared_caches,
         invariant, inputs_file, without, replace, allow_uncompared, drop_slow, library, allow_model_libraries,
-        kept,
+        kept, held,
     )  # fmt: skip
     return _optimized(Path(source), Path(target), options, dry_run, explain, timeout, progress)
 
@@ -283,7 +285,7 @@ def _write_original(source: Source, verifier: Verifier, folder: Path) -> list[Pa
     """Writes the file as it is: nothing was recognised."""
     report = source.report
     report.nodes_after, report.same = report.nodes_before, True
-    model = load(source.path)
+    model = load(source.path, source.options.held)
     unfuse_ort.split_simplified_norms(model)
     if verifier.whole is not None:
         equivalence.confirm_shapes(model, verifier.whole.reference)

@@ -32,7 +32,7 @@ from . import (
     standard_ops,
     unfuse_ort,
 )
-from .load import data_files, load, make_constant, separate_names
+from .load import Held, data_files, load, make_constant, separate_names
 from .prepare import inline_functions, main_dtype
 from .report import OptimizeReport
 from .sliced import Runnable, runnable
@@ -65,6 +65,7 @@ class Options:
             `deploy.session` finds them. The nodes of all of them stay as they are.
         allow_model_libraries: whether to take libraries, which can do anything, from the model's folder.
         kept: ops whose nodes stay although no library may have them.
+        held: weights by name that are in memory, and that the file only names.
     """
 
     dtype: str | None
@@ -80,6 +81,7 @@ class Options:
     library: deploy.Libraries
     allow_model_libraries: bool
     kept: Iterable[OpSpec]
+    held: Held
 
     def __post_init__(self) -> None:
         """Raises ExportError for values that no model can be optimised with."""
@@ -156,6 +158,11 @@ class Source:
         return precision.DTYPES.get(self.report.dtype, ir.DataType.FLOAT)
 
     @property
+    def runs_as_file(self) -> bool:
+        """Whether the CPU can run the file itself, as far as its dtypes allow."""
+        return not self.is_changed and not self.options.held
+
+    @property
     def converts(self) -> bool:
         """Whether the result, its inputs or outputs are not in fp32."""
         return {self.dtype, *self.interface.values()} != {ir.DataType.FLOAT}
@@ -212,7 +219,7 @@ def read_source(path: Path, target: Path, options: Options) -> Source:
     Raises:
         ExportError: it cannot be read, `target` is one of its files, or an option does not fit it.
     """
-    model = load(path)
+    model = load(path, options.held)
     data = data_files(model)
     check_target(target, {path, *data})
     user_ops = find_user_ops(model, path, options.library, options.kept, options.allow_model_libraries)

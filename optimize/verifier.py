@@ -135,7 +135,7 @@ class Verifier:
     def _original_form(self) -> Form:
         """Returns the whole original in fp32 as it runs: the file, where that is it."""
         source = self.source
-        if source.is_fp32 and not source.is_changed:
+        if source.is_fp32 and source.runs_as_file:
             return Form(source.path, {})
         return source.form(source.original.clone())
 
@@ -368,7 +368,7 @@ class Verifier:
         except KeyError:  # preparing the model has removed a value
             plain = None
         plain_form = None if plain is None else source.form(plain.clone())
-        if plain_form is not None and is_whole and source.is_unconverted and not source.is_changed:
+        if plain_form is not None and is_whole and source.is_unconverted and source.runs_as_file:
             plain_form = replace(plain_form, what=source.path)
         error = comparison.check_16_bits(form, plain, plain_form)
         if comparison.own_error is not None:
