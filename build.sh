@@ -10,7 +10,7 @@ usage: ./build.sh [command] [arguments]
   demo      build the op relu alone, export custom_relu.onnx, run it and compare with torch
             --cpu behind build or demo leaves the CUDA kernels out; ./build.sh clean takes that back
   serve     build, add the packages of the service; arguments go to twinop serve
-  test      build, run the tests in two processes; arguments go to pytest in their place (-n 0: in one process,
+  test      build, run the tests in three processes; arguments go to pytest in their place (-n 0: in one process,
             -k relu: some tests), --all adds the slow tests
   bench     build, measure ops beside torch's and ONNX Runtime's: ./build.sh bench --ops gelu --quick
   check     check the sources without changing them (ruff, clang-format, mypy), and the links of docs/
@@ -189,7 +189,7 @@ image_models() {
 
 run_tests() {
   local arguments=() argument
-  if [[ -z ${1:-} || $* == --all ]]; then arguments=(-n 2 --dist worksteal); fi # a worker keeps to its files
+  if [[ -z ${1:-} || $* == --all ]]; then arguments=(-n 3 --dist worksteal); fi # some wait; a worker keeps to its files
   for argument in "$@"; do # `-m ''` takes back pyproject.toml's -m 'not slow'
     if [[ $argument == --all ]]; then arguments+=(-m ""); image_models; else arguments+=("$argument"); fi
   done

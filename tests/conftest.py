@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 from architectures_table import pytest_terminal_summary  # noqa: F401 (a hook)
+from own_matrix import pytest_collection_modifyitems  # noqa: F401 (a hook)
 
 from twinop.library import find_library
 

@@ -210,8 +210,8 @@ def test_paths_are_relative_to_the_caller(tmp_path, build):
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [
-        ((), ["-n", "2", "--dist", "worksteal"]),
-        (("--all",), ["-n", "2", "--dist", "worksteal", "-m", ""]),
+        ((), ["-n", "3", "--dist", "worksteal"]),
+        (("--all",), ["-n", "3", "--dist", "worksteal", "-m", ""]),
         (("-n", "0"), ["-n", "0"]),
         (("--all", "-k", "a or b"), ["-m", "", "-k", "a or b"]),
         (("tests/x y.py",), ["tests/x y.py"]),
