@@ -9,8 +9,8 @@ if __name__ == "__main__":
 
 import typer
 
-from twinop.console import err
-from twinop.lazy_commands import LazyGroup
+from twinop.cli.console import err
+from twinop.cli.lazy_commands import LazyGroup
 
 TAKES = "report: with the default options this takes about 2 minutes on two CPU cores, 11 on an H200"
 

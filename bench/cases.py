@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 
 from twinop import torch_op
-from twinop.console import err
+from twinop.cli.console import err
 from twinop.errors import TwinopError
 from twinop.model.bodies import find_body
-from twinop.op_spec import DOMAIN, OpSpec
-from twinop.shapes import output_shapes
+from twinop.record.op_spec import DOMAIN, OpSpec
+from twinop.record.shapes import output_shapes
 from twinop.testing.samples import input_shapes, make_sample, torch_dtype, why_not_derived
 from twinop.testing.target import load
 from twinop.testing.under_test import library_of

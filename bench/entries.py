@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from twinop.export.body_in_torch import evaluate_body
-from twinop.op_spec import OpSpec
+from twinop.record.op_spec import OpSpec
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from twinop.console import out
+from twinop.cli.console import out
 
 from .cells import COPY, IN_ORT, IN_TORCH, Cell, providers_of
 from .measurements import machine_title

@@ -22,7 +22,7 @@ import torch
 import typer
 
 from twinop import __version__
-from twinop.console import clear_errors, out
+from twinop.cli.console import clear_errors, out
 from twinop.errors import TwinopError
 
 from .timing import DeviceTimer, Time, timer_on

@@ -7,7 +7,7 @@ from typing import Annotated
 import torch
 import typer
 
-from twinop.console import clear_errors, err
+from twinop.cli.console import clear_errors, err
 
 from .cases import KINDS, cases_of, choose
 from .figures import draw_ops

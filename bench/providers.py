@@ -10,7 +10,8 @@ import torch
 from onnx import NodeProto
 from torch import Tensor
 
-from twinop import tolerance, torch_op
+from twinop import torch_op
+from twinop.record import tolerance
 from twinop.testing.under_test import op_of
 from twinop.torch_op.registry import functions
 from twinop.torch_op.rules import as_tuple

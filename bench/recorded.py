@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 import typer
 
-from twinop.console import clear_errors, out
+from twinop.cli.console import clear_errors, out
 
 from .cells import OURS, Cell
 from .figures import draw_ops

@@ -12,8 +12,8 @@ import onnx.parser
 import torch  # before onnxruntime, so that both use the same CUDA libraries
 from onnx import NodeProto, helper
 
-from twinop.library import find_library
-from twinop.op_spec import OpSpec
+from twinop.libraries.library import find_library
+from twinop.record.op_spec import OpSpec
 from twinop.testing import one_node
 from twinop.testing.one_node import onnx_type
 

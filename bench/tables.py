@@ -6,7 +6,7 @@ from typing import Any
 
 from rich.table import Table
 
-from twinop.console import out
+from twinop.cli.console import out
 
 from .cells import COPY, OURS, Cell, providers_of
 

@@ -90,7 +90,8 @@ function(_twinop_add_library name)
   target_link_libraries(${name} PRIVATE twinop_kernels_api twinop_link_options ${arg_OPS} ${objects} twinop_ort twinop_cuda_runtime dl)
   set_target_properties(${name} PROPERTIES CUDA_ARCHITECTURES "${TWINOP_CUDA_ARCHITECTURES}")
   twinop_place_library(${name})
-  # twinop loads a library from build/ of the current folder only if this file is there (twinop/find.py).
+  # twinop loads a library from build/ of the current folder only if this file is there
+  # (twinop/libraries/find.py).
   file(TOUCH "${PROJECT_BINARY_DIR}/.lib${name}.so.built")
 endfunction()
 

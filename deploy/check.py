@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 import typer
 
-from twinop.console import Timeout, clear_errors, out
+from twinop.cli.console import Timeout, clear_errors, out
 from twinop.errors import TwinopError
 
 from .service.options import settings_of, takes_settings

@@ -6,12 +6,12 @@ from typing import Any
 
 import onnx
 
-from twinop.call_checks import check_attributes
-from twinop.dtypes import dtype_name
 from twinop.errors import RecordError
-from twinop.library import Library
-from twinop.op_schema import ATTRIBUTE_TYPES
-from twinop.op_spec import Attribute, OpSpec
+from twinop.libraries.library import Library
+from twinop.record.call_checks import check_attributes
+from twinop.record.dtypes import dtype_name
+from twinop.record.op_schema import ATTRIBUTE_TYPES
+from twinop.record.op_spec import Attribute, OpSpec
 
 from .choose_library import Libraries, choose_libraries
 from .custom_nodes import Model, ModelSource, load_model

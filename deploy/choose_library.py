@@ -5,10 +5,10 @@ from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 
 from twinop.errors import ForeignLibraryError, LibraryError, option
-from twinop.find import package_key, places_of, searched
 from twinop.installation import how_to_build
-from twinop.library import Library, read_library
-from twinop.op_spec import DOMAIN
+from twinop.libraries.find import package_key, places_of, searched
+from twinop.libraries.library import Library, read_library
+from twinop.record.op_spec import DOMAIN
 
 from .custom_nodes import Model
 from .errors import ModelError

@@ -5,8 +5,8 @@ from collections.abc import Sequence
 
 import onnx
 
-from twinop.library import Library
-from twinop.memory import free_bytes
+from twinop.libraries.library import Library
+from twinop.system.memory import free_bytes
 
 from .custom_nodes import Model, custom_nodes, is_custom
 from .errors import ModelError

@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from twinop.errors import LibraryError, TwinopWarning, in_command, option
-from twinop.find import package_key
 from twinop.installation import version_numbers
-from twinop.library import Library
-from twinop.op_spec import DOMAIN
+from twinop.libraries.find import package_key
+from twinop.libraries.library import Library
+from twinop.record.op_spec import DOMAIN
 
 from . import cuda, plugins
 from .check_nodes import require_fit
@@ -73,8 +73,8 @@ def session(
             chooses among its devices.
         library: the path of a library, or several paths, one for each domain. The libraries of other domains
             are looked for among those that `twinop build` put into `build/` of the current folder, in the
-            installed package of the domain (`twinop.find`), and among twinop's own. False registers none: the
-            model's function bodies run, or ops that are registered on `session_options`.
+            installed package of the domain (`twinop.libraries.find`), and among twinop's own. False registers
+            none: the model's function bodies run, or ops that are registered on `session_options`.
         session_options: an `onnxruntime.SessionOptions` to start from. The library is registered on it, so
             that it can be used for one call only.
         enable_cuda_graph: whether to capture the run once per combination of input shapes and of places of

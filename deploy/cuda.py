@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from twinop.installation import how_to_build
-from twinop.library import Library, needed_libraries
+from twinop.libraries.library import Library, needed_libraries
 
 CUDA = "CUDAExecutionProvider"
 

@@ -10,9 +10,9 @@ import onnx
 from google.protobuf.message import DecodeError, Message
 from onnx import external_data_helper
 
-from twinop.names import BUILT_IN
-from twinop.op_spec import DOMAIN
-from twinop.regular_file import read_regular
+from twinop.record.names import BUILT_IN
+from twinop.record.op_spec import DOMAIN
+from twinop.system.regular_file import read_regular
 
 from . import wire
 from .errors import ModelError

@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from twinop.dtypes import dtype_name, element_type, is_foreign_to_numpy
-from twinop.op_spec import entries
+from twinop.record.dtypes import dtype_name, element_type, is_foreign_to_numpy
+from twinop.record.op_spec import entries
 
 from .custom_nodes import Model, nodes_of_graph
 from .errors import FeedError, RunError

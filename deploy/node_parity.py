@@ -7,9 +7,9 @@ from typing import Any
 import numpy as np
 import onnx
 
-from twinop.dtypes import described, to_array, torch_name
-from twinop.op_spec import OpSpec
-from twinop.tolerance import TOLERANCE, difference
+from twinop.record.dtypes import described, to_array, torch_name
+from twinop.record.op_spec import OpSpec
+from twinop.record.tolerance import TOLERANCE, difference
 
 from .custom_nodes import is_custom
 

@@ -6,8 +6,8 @@ from typing import Any
 
 import numpy as np
 
-from twinop.dtypes import is_foreign_to_numpy
 from twinop.installation import version_numbers
+from twinop.record.dtypes import is_foreign_to_numpy
 
 from .errors import RunError
 from .tensor_specs import Spec

@@ -21,8 +21,8 @@ from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from typing import Any
 
-from twinop import child
 from twinop.errors import TwinopError, TwinopWarning, command_line, in_command, option
+from twinop.system import python_child
 
 _PR_SET_PDEATHSIG = 1
 _seconds: ContextVar[float] = ContextVar("seconds", default=600.0)
@@ -69,8 +69,10 @@ class Server:
             OrtCrash: the process ended before the function did.
             Endless: the next item took more than the `time_limit`.
         """
-        if not child.executable():
-            child.warn_unprotected("the model runs in this one, and may end it or never come to an end")
+        if not python_child.executable():
+            python_child.warn_unprotected(
+                "the model runs in this one, and may end it or never come to an end"
+            )
             return list(function(*arguments))
         answers: list[Any] = []
         with self._lock:
@@ -102,7 +104,7 @@ class Server:
     def _started(self) -> "subprocess.Popen[bytes]":
         if self.process is None or self._owner != os.getpid() or self.process.poll() is not None:
             self._owner = os.getpid()
-            command = child.python(f"from {__name__} import serve; serve({os.getpid()})")
+            command = python_child.python(f"from {__name__} import serve; serve({os.getpid()})")
             pipe = subprocess.PIPE  # in a session of its own: Ctrl-C is the caller's
             self.process = subprocess.Popen(command, stdin=pipe, stdout=pipe, start_new_session=True)
             self._answers = io.BufferedReader(_Answers(self.process.stdout))

@@ -12,9 +12,9 @@ import numpy as np
 import onnx
 import onnxruntime as ort
 
-from twinop.dtypes import is_foreign_to_numpy, to_array
 from twinop.errors import ExportError, TwinopError, option
-from twinop.library import Library
+from twinop.libraries.library import Library
+from twinop.record.dtypes import is_foreign_to_numpy, to_array
 
 from . import registration
 from .choose_library import Libraries

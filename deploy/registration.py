@@ -18,10 +18,10 @@ from typing import Any
 
 import onnx
 
-from twinop.built import warn_if_old
-from twinop.child import SAY_ERROR, require_loads
 from twinop.errors import LibraryError
-from twinop.library import Library, read_library, relative_to_itself
+from twinop.libraries.built import warn_if_old
+from twinop.libraries.library import Library, read_library, relative_to_itself
+from twinop.system.python_child import SAY_ERROR, require_loads
 
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE | fcntl.F_SEAL_SEAL
 # A session has ONNX Runtime ask each op of the library for its inputs, outputs and attributes.

@@ -23,7 +23,7 @@ import typer
 from rich.table import Column, Table
 from rich.text import Text
 
-from twinop.console import Timeout, clear_errors, out, print_note, program
+from twinop.cli.console import Timeout, clear_errors, out, print_note, program
 from twinop.deploy.create_session import PROVIDERS, Provider, plain_options, session, without_optimizations
 from twinop.deploy.custom_nodes import custom_nodes, is_custom
 from twinop.deploy.errors import FeedError, RunError
@@ -33,10 +33,10 @@ from twinop.deploy.node_providers import NodeRun
 from twinop.deploy.ort_process import SERVER, time_limit
 from twinop.deploy.tensor_specs import named_sizes
 from twinop.deploy.type_inference import sizes_of_weights
-from twinop.dimensions import sizes_of
-from twinop.dtypes import to_tensor
 from twinop.errors import TwinopWarning
-from twinop.library import Library, in_use
+from twinop.libraries.library import Library, in_use
+from twinop.record.dimensions import sizes_of
+from twinop.record.dtypes import to_tensor
 
 _MANY = 40  # in larger models built-in nodes are counted instead of listed
 _DYNAMIC_SIZE = 4

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from twinop.console import clear_errors
+from twinop.cli.console import clear_errors
 
 from .service.options import settings_of, takes_settings
 from .service.settings import FILE, Control

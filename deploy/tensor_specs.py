@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import onnx
 
-from twinop.dtypes import dtype_name, element_type, numpy_dtype
+from twinop.record.dtypes import dtype_name, element_type, numpy_dtype
 
 from .errors import FeedError
 

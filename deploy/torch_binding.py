@@ -15,7 +15,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from twinop.dtypes import to_array, to_tensor, torch_name
+from twinop.record.dtypes import to_array, to_tensor, torch_name
 
 from .errors import FeedError, RunError
 from .ort_calls import NOWHERE, guarded, require_numbers, takes_numbers, to_numpy

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 
 import onnx
 
-from twinop.op_schema import make_schema
-from twinop.op_spec import OpSpec
+from twinop.record.op_schema import make_schema
+from twinop.record.op_spec import OpSpec
 
 from .custom_nodes import CustomNode, custom_nodes, is_custom
 

@@ -10,7 +10,7 @@ from typing import Any, BinaryIO
 
 import onnx
 
-from twinop.regular_file import open_regular
+from twinop.system.regular_file import open_regular
 
 LARGE = 1 << 20
 """The bytes from which a tensor stays in its file."""

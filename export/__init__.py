@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from twinop.model.attach import attach_bodies as attach_bodies
     from twinop.model.bodies import DefaultInput as DefaultInput
     from twinop.model.bodies import body as body
-    from twinop.op_schema import op_schema as op_schema
+    from twinop.record.op_schema import op_schema as op_schema
 
     from .dynamo import translation_table as translation_table
     from .exporter import export as export
@@ -37,7 +37,7 @@ _MODULES = {
     "attach_bodies": "twinop.model.attach",
     "body": "twinop.model.bodies",
     "export": "twinop.export.exporter",
-    "op_schema": "twinop.op_schema",
+    "op_schema": "twinop.record.op_schema",
     "register_symbolics": "twinop.export.torchscript",
     "translation_table": "twinop.export.dynamo",
 }

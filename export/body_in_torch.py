@@ -17,13 +17,13 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from twinop.dtypes import ELEMENT_TYPES, FLOATS_8, dtype_name, torch_name
 from twinop.errors import ExportError
 from twinop.model.attach import OPSETS
 from twinop.model.bodies import find_body
 from twinop.model.record_body import AttributeReference, BodySetting
-from twinop.op_schema import default_of, onnx_value
-from twinop.op_spec import OpSpec
+from twinop.record.dtypes import ELEMENT_TYPES, FLOATS_8, dtype_name, torch_name
+from twinop.record.op_schema import default_of, onnx_value
+from twinop.record.op_spec import OpSpec
 
 
 class AttributeValue(AttributeReference):

@@ -8,8 +8,8 @@ from onnxscript.values import Op, Opset
 
 from twinop import torch_op
 from twinop.model.schema import onnx_value
-from twinop.op_schema import op_schema
-from twinop.op_spec import OpSpec
+from twinop.record.op_schema import op_schema
+from twinop.record.op_spec import OpSpec
 from twinop.torch_op.arguments import bind, signature_of
 
 

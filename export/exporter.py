@@ -27,19 +27,19 @@ from twinop.deploy.choose_library import library_paths
 from twinop.deploy.custom_nodes import tensors
 from twinop.deploy.ort_process import time_limit
 from twinop.deploy.ort_runs import check_shown
-from twinop.dtypes import FLOATING, to_array
 from twinop.errors import ExportError, LibraryError, TwinopError, in_command, option
-from twinop.find import package_key, package_of
-from twinop.library import read_library
+from twinop.libraries.find import package_key, package_of
+from twinop.libraries.library import read_library
 from twinop.model.attach import MOST_INLINED, attach_to_calls, inlined_nodes
 from twinop.model.calls import Call, find_calls
 from twinop.model.files import EXTERNAL_DATA_BYTES, save, work_folder
 from twinop.model.weights import Held
-from twinop.op_spec import DOMAIN, OpSpec
 from twinop.optimize import chosen_device
 from twinop.optimize import optimize as optimize_file
-from twinop.progress import Progress, silent
-from twinop.publish import publish
+from twinop.record.dtypes import FLOATING, to_array
+from twinop.record.op_spec import DOMAIN, OpSpec
+from twinop.system.progress import Progress, silent
+from twinop.system.publish import publish
 
 from .inputs import Dynamic, check_opset
 from .reference import Reference

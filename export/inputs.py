@@ -10,9 +10,9 @@ import numpy as np
 import torch
 from torch.utils import _pytree as pytree
 
-from twinop.dtypes import FLOATING
 from twinop.errors import ExportError, option
 from twinop.model.attach import OPSETS
+from twinop.record.dtypes import FLOATING
 
 from .state import walk
 

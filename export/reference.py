@@ -9,10 +9,10 @@ from typing import Any
 import onnx_ir as ir
 import torch
 
-from twinop.dtypes import to_array, to_tensor, torch_name
 from twinop.errors import ExportError, TwinopError
 from twinop.optimize.inputs import special as special_cases
-from twinop.tolerance import accepted, difference, nudged, same_bits, scale_of
+from twinop.record.dtypes import to_array, to_tensor, torch_name
+from twinop.record.tolerance import accepted, difference, nudged, same_bits, scale_of
 
 from .inputs import Dynamic, as_module, bind_inputs, check_dynamic, leaves, resized
 from .state import changed_weights, kept_state

@@ -15,12 +15,12 @@ from onnx_ir.passes.common import InlinePass
 from onnxscript import version_converter
 
 from twinop.deploy import wire
-from twinop.dtypes import to_array
 from twinop.errors import ExportError, TwinopError, option
 from twinop.model.calls import infer_types
 from twinop.model.folding import fold_constants
-from twinop.op_spec import OpSpec
-from twinop.quiet import quiet
+from twinop.record.dtypes import to_array
+from twinop.record.op_spec import OpSpec
+from twinop.system.quiet import quiet
 
 from .dynamo import translation_table
 from .inputs import Inputs, leaves

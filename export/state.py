@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from twinop.tolerance import same_bits
+from twinop.record.tolerance import same_bits
 
 _SETTINGS: tuple[tuple[Any, Any], ...] = (
     (torch.backends.mha.get_fastpath_enabled, torch.backends.mha.set_fastpath_enabled),

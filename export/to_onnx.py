@@ -24,14 +24,14 @@ from rich.filesize import decimal
 from rich.table import Column, Table
 from rich.text import Text
 
-from twinop.console import Timeout, clear_errors, out, program, progress_bar
+from twinop.cli.console import Timeout, clear_errors, out, program, progress_bar
 from twinop.errors import ExportError
 
 if TYPE_CHECKING:
     import torch
 
     from twinop.export.report import ExportReport
-    from twinop.progress import Progress
+    from twinop.system.progress import Progress
 
 
 def _option(help: str, *names: str) -> Any:

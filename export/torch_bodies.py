@@ -21,10 +21,10 @@ from onnx_ir.passes.common import InlinePass
 from torch.fx.experimental import _config
 from torch.overrides import TorchFunctionMode
 
-from twinop.dtypes import FLOATING, FLOATS_8
 from twinop.errors import ExportError, option
-from twinop.kernel_op import KernelOp
+from twinop.libraries.kernel_op import KernelOp
 from twinop.model.record_body import UNKNOWN, BodySetting
+from twinop.record.dtypes import FLOATING, FLOATS_8
 
 from .routes import quiet_torch, root_cause
 

@@ -8,9 +8,9 @@ import torch
 
 from twinop import torch_op
 from twinop.model.schema import onnx_value
-from twinop.op_schema import Dims, infer_outputs
-from twinop.op_spec import OpSpec
-from twinop.shapes import Unknown
+from twinop.record.op_schema import Dims, infer_outputs
+from twinop.record.op_spec import OpSpec
+from twinop.record.shapes import Unknown
 from twinop.torch_op.arguments import signature_of
 
 # torch's letters for a symbolic's arguments (`parse_args`) and for the attributes of `g.op` (`axis_i`).

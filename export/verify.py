@@ -12,15 +12,15 @@ import torch
 
 from twinop import deploy
 from twinop.deploy.ort_runs import NotRunnable, run
-from twinop.dtypes import to_array
 from twinop.errors import ExportError
-from twinop.library import Library
+from twinop.libraries.library import Library
 from twinop.model.bodies import find_body
 from twinop.model.body_model import model_of
 from twinop.model.calls import Call, make_call, paths_in_use
 from twinop.model.record_body import trace
-from twinop.op_spec import OpSpec
-from twinop.tolerance import LOST, accepted, described_error, difference, same_bits, scale_of
+from twinop.record.dtypes import to_array
+from twinop.record.op_spec import OpSpec
+from twinop.record.tolerance import LOST, accepted, described_error, difference, same_bits, scale_of
 
 from .report import ExportReport, Parity
 

@@ -39,7 +39,7 @@ from twinop.bench.measurements import BenchError, Device, Output, chosen, measur
 from twinop.bench.providers import Subject, require, side_by_side
 from twinop.bench.runtime import bind, open_session
 from twinop.bench.timing import DeviceTimer, Time
-from twinop.console import out
+from twinop.cli.console import out
 
 ORT, COMPILE = "ORT", "torch.compile"
 FILES = {ORT: "original", IN_ORT: "twinop"}

@@ -13,7 +13,7 @@ import typer
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from lab.models import ROWS, milliseconds
 from twinop.bench.measurements import machine_title, read
-from twinop.console import clear_errors
+from twinop.cli.console import clear_errors
 
 FLOOR = "the memory's time"
 DECODERS = {"twinop in ORT": "b-o", "ORT": "C1-s", "torch.compile": "C2D", FLOOR: "k--"}

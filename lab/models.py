@@ -35,11 +35,11 @@ from twinop.bench.measure import captured
 from twinop.bench.measurements import Device, Measurements, Output, choose_device, chosen, read, reason_of
 from twinop.bench.providers import Subject, checked
 from twinop.bench.timing import host_times, timer_on
-from twinop.console import clear_errors
-from twinop.dtypes import dtype_name
+from twinop.cli.console import clear_errors
 from twinop.errors import ExportError
 from twinop.export import export
 from twinop.optimize import optimize
+from twinop.record.dtypes import dtype_name
 
 STOCK, ORTS, OURS = "stock.onnx", "ort-optimizer.onnx", "twinop.onnx"
 EAGER, COMPILE, AUTOTUNE, TWINOP = "torch eager", "torch.compile", "max-autotune", "twinop"

@@ -29,8 +29,8 @@ from decoder_graphs import Sizes, write
 from lab.model_zoo import ROWS as ZOO
 from lab.models import torch_export
 from twinop.bench.measurements import Measurements, Output, chosen
-from twinop.console import clear_errors, out
-from twinop.memory import tree_bytes
+from twinop.cli.console import clear_errors, out
+from twinop.system.memory import tree_bytes
 
 _POLL = 0.05  # seconds
 _DISK_TEST = 1 << 30  # bytes

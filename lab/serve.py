@@ -27,11 +27,11 @@ from torch import nn
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from lab.model_zoo import Size, batch, encoder
 from lab.servers import GRPC, METHOD, REST, Server, session, started
-from twinop import child
 from twinop.bench.measurements import BenchError, Device, Measurements, Output, choose_device, chosen
-from twinop.console import clear_errors
+from twinop.cli.console import clear_errors
 from twinop.deploy.service.protocol import pb
 from twinop.export import export
+from twinop.system import python_child
 from twinop.torch_op import replace_modules
 
 OURS, KSERVE, FASTAPI = "twinop", "KServe", "FastAPI"
@@ -93,7 +93,7 @@ MODELS: dict[str, Callable[[], Model]] = {
 
 
 def start(stack: ExitStack, server: str, name: str, model: Model, path: Path, provider: str) -> Server:
-    ours = child.module("twinop", "serve", str(path), "--provider", provider, "--log-level", "warning")
+    ours = python_child.module("twinop", "serve", str(path), "--provider", provider, "--log-level", "warning")
     environments: list[dict[str, str]] = [{}]
     if server in (KSERVE, FASTAPI):
         ours = [sys.executable, PLAIN, server.lower(), str(path), provider]

@@ -93,7 +93,7 @@ def session(path: str | Path, provider: str) -> Any:
     """Opens a session of ONNX Runtime's own, with twinop's library registered."""
     import onnxruntime as ort
 
-    from twinop.library import find_library
+    from twinop.libraries.library import find_library
 
     options = ort.SessionOptions()
     options.register_custom_ops_library(str(find_library("custom_ops")))

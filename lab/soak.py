@@ -32,11 +32,11 @@ import typer
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from lab.servers import GRPC, METHOD, REST, Server, started
-from twinop import child
 from twinop.bench.measurements import Measurements, Output
-from twinop.console import clear_errors
+from twinop.cli.console import clear_errors
 from twinop.deploy.service.protocol import pb
-from twinop.op_spec import DOMAIN, DOMAIN_VERSION
+from twinop.record.op_spec import DOMAIN, DOMAIN_VERSION
+from twinop.system import python_child
 
 NAME = "soak"  # the model
 CLIENTS = 32
@@ -301,7 +301,7 @@ def service(
 ) -> AbstractContextManager[tuple[Server, subprocess.Popen[bytes]]]:
     """Starts the service on a folder of models. Yields it and its process when the soak's model is ready."""
     options = ["--provider", "cpu", "--control", "poll", "--max-batch-size", "32", "--log-level", "warning"]
-    return started("twinop", child.module("twinop", "serve", str(models), *options, *more), NAME, log)
+    return started("twinop", python_child.module("twinop", "serve", str(models), *options, *more), NAME, log)
 
 
 async def _watch(pid: int, outcome: Outcome) -> None:

@@ -20,15 +20,15 @@ from onnx import helper
 from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from twinop import child
 from twinop.bench import runtime
 from twinop.bench.cells import IN_ORT, IN_TORCH
 from twinop.bench.measurements import Output, measuring
 from twinop.bench.providers import Subject, require, side_by_side
 from twinop.bench.timing import DeviceTimer, host_times
-from twinop.library import find_library
-from twinop.load_module import load_module
-from twinop.op_spec import DOMAIN
+from twinop.libraries.library import find_library
+from twinop.libraries.load_module import load_module
+from twinop.record.op_spec import DOMAIN
+from twinop.system import python_child
 from twinop.torch_op import load
 
 EXAMPLES = Path(__file__).resolve().parents[1] / "examples/triton"
@@ -106,7 +106,8 @@ class Machine:
         path = self.folder / f"lib{op}.so"
         if not path.is_file():
             subprocess.run(
-                child.module("twinop", "build", str(EXAMPLES / f"{op}.py"), "-o", str(path)), check=True
+                python_child.module("twinop", "build", str(EXAMPLES / f"{op}.py"), "-o", str(path)),
+                check=True,
             )
         return path
 

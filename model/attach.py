@@ -10,7 +10,7 @@ import onnx_ir as ir
 from onnx_ir.passes.common import InlinePass
 
 from twinop.errors import ExportError, option
-from twinop.op_spec import OpSpec
+from twinop.record.op_spec import OpSpec
 
 from .bodies import Body, DefaultInput, find_body
 from .calls import Call, find_calls, graphs_of, name_standard_domain

@@ -27,7 +27,7 @@ that takes the inputs (positional) and the attributes (keyword-only) of the op's
 
 import math
 
-from twinop.bodies import BODIES, Body, DefaultInput, body
+from twinop.record.body_registry import BODIES, Body, DefaultInput, body
 
 
 def find_body(name: str) -> Body | None:

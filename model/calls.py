@@ -10,11 +10,11 @@ import onnx_ir as ir
 from onnx_ir.passes.common import ShapeInferencePass
 
 from twinop.deploy.check_nodes import node_problems
-from twinop.dtypes import dtype_name
 from twinop.errors import ExportError
-from twinop.library import Library, in_use
-from twinop.op_schema import default_of
-from twinop.op_spec import DOMAIN, Attribute, OpSpec
+from twinop.libraries.library import Library, in_use
+from twinop.record.dtypes import dtype_name
+from twinop.record.op_schema import default_of
+from twinop.record.op_spec import DOMAIN, Attribute, OpSpec
 
 from .schema import ATTRIBUTE_TYPES, ONNX_TYPES, onnx_value, registered_schemas
 

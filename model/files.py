@@ -14,10 +14,10 @@ from typing import Any
 import onnx
 import onnx_ir as ir
 
-from twinop import publish
 from twinop.deploy import wire
 from twinop.errors import ExportError, is_disk_error
-from twinop.library import keep_checksum
+from twinop.libraries.library import keep_checksum
+from twinop.system import publish
 
 from .weights import LARGE, pieces
 

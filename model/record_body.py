@@ -10,10 +10,10 @@ import onnx
 import onnx_ir as ir
 from onnxscript import build_function, build_graph
 
-from twinop.dtypes import FLOATING, FLOATS_8, dtype_name
 from twinop.errors import ExportError, option
-from twinop.op_schema import default_of
-from twinop.op_spec import Attribute, OpSpec
+from twinop.record.dtypes import FLOATING, FLOATS_8, dtype_name
+from twinop.record.op_schema import default_of
+from twinop.record.op_spec import Attribute, OpSpec
 
 from .bodies import Body
 from .calls import Call, label_of

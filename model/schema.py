@@ -7,12 +7,12 @@ from typing import Any
 import onnx
 import onnx_ir as ir
 
-from twinop.dtypes import ELEMENT_TYPES
 from twinop.errors import ExportError
-from twinop.op_schema import ATTRIBUTE_TYPES as ATTRIBUTE_NUMBERS
-from twinop.op_schema import onnx_value as constant_value
-from twinop.op_schema import op_schema
-from twinop.op_spec import Attribute, OpSpec
+from twinop.record.dtypes import ELEMENT_TYPES
+from twinop.record.op_schema import ATTRIBUTE_TYPES as ATTRIBUTE_NUMBERS
+from twinop.record.op_schema import onnx_value as constant_value
+from twinop.record.op_schema import op_schema
+from twinop.record.op_spec import Attribute, OpSpec
 
 ONNX_TYPES = {name: ir.DataType(element) for name, element in ELEMENT_TYPES.items()}
 """The element types by the names that records use."""

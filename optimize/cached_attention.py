@@ -13,7 +13,7 @@ import numpy as np
 import onnx_ir as ir
 
 from twinop.model import weights
-from twinop.op_spec import DOMAIN
+from twinop.record.op_spec import DOMAIN
 
 from . import graph as g
 from . import quantised

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from twinop.console import Timeout, clear_errors, out, progress_bar
+from twinop.cli.console import Timeout, clear_errors, out, progress_bar
 
 
 def _option(help: str, *names: str, **shown: Any) -> Any:

@@ -12,7 +12,7 @@ import onnxruntime as ort
 from twinop.deploy.ort_runs import NotRunnable, has_wrong_types
 from twinop.errors import ExportError, TwinopError, option
 from twinop.model.weights import narrow
-from twinop.tolerance import LOST, NOISE
+from twinop.record.tolerance import LOST, NOISE
 
 from . import equivalence, inputs
 from .inputs import hides_left

@@ -16,7 +16,7 @@ from twinop.deploy.ort_runs import NotRunnable, check_shown, has_wrong_types
 from twinop.errors import ExportError, TwinopError, option
 from twinop.model import weights
 from twinop.model.weights import clip
-from twinop.tolerance import LOST, NOISE
+from twinop.record.tolerance import LOST, NOISE
 
 from . import decoders, inputs
 from . import graph as g

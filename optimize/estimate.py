@@ -11,7 +11,7 @@ from pathlib import Path
 import onnx_ir as ir
 
 from twinop.errors import ExportError
-from twinop.memory import free_bytes
+from twinop.system.memory import free_bytes
 
 from . import sliced
 from .segments import MOST_BYTES

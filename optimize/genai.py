@@ -26,10 +26,10 @@ from twinop import deploy
 from twinop.deploy.choose_library import library_paths, refused
 from twinop.deploy.custom_nodes import tensors
 from twinop.errors import ExportError, LibraryError
-from twinop.library import find_library, read_library
-from twinop.op_spec import DOMAIN
-from twinop.publish import MANIFEST, replace_folder, work_folder
-from twinop.regular_file import read_regular
+from twinop.libraries.library import find_library, read_library
+from twinop.record.op_spec import DOMAIN
+from twinop.system.publish import MANIFEST, replace_folder, work_folder
+from twinop.system.regular_file import read_regular
 
 from .load import read_proto
 from .optimizer import chosen_device, optimize

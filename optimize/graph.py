@@ -10,7 +10,7 @@ import numpy as np
 import onnx_ir as ir
 
 from twinop.model.weights import in_c_order, is_large, same, sample, sizes
-from twinop.op_spec import DOMAIN, OpSpec
+from twinop.record.op_spec import DOMAIN, OpSpec
 
 MICROSOFT = "com.microsoft"
 Dim = int | str | None

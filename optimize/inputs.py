@@ -8,9 +8,9 @@ from dataclasses import dataclass, replace
 import numpy as np
 import onnx_ir as ir
 
-from twinop.dimensions import sizes_of
 from twinop.errors import ExportError, option
 from twinop.model import weights
+from twinop.record.dimensions import sizes_of
 
 from . import graph as g
 

@@ -11,7 +11,7 @@ import re
 
 import onnx_ir as ir
 
-from twinop.op_spec import DOMAIN
+from twinop.record.op_spec import DOMAIN
 
 from . import graph as g
 from .precision import DTYPES

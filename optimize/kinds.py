@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 import onnx_ir as ir
 
 from twinop.model import weights
-from twinop.op_spec import DOMAIN
+from twinop.record.op_spec import DOMAIN
 
 from . import graph as g
 

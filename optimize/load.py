@@ -17,7 +17,7 @@ from twinop.errors import ExportError, TwinopError
 from twinop.model import weights
 from twinop.model.calls import name_standard_domain
 from twinop.model.weights import Stored
-from twinop.quiet import quiet
+from twinop.system.quiet import quiet
 
 from . import graph as g
 

@@ -15,8 +15,8 @@ import numpy as np
 import onnx_ir as ir
 
 from twinop.deploy.ort_runs import NotRunnable, run
-from twinop.dimensions import expressions
 from twinop.errors import TwinopError
+from twinop.record.dimensions import expressions
 
 from . import graph as g
 from . import inputs

@@ -14,7 +14,7 @@ import numpy as np
 from twinop import deploy
 from twinop.deploy.create_session import PROVIDERS
 from twinop.errors import TwinopError
-from twinop.progress import Progress, silent
+from twinop.system.progress import Progress, silent
 
 from .inputs import Case
 

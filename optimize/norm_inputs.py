@@ -13,7 +13,7 @@ from functools import reduce
 
 import onnx_ir as ir
 
-from twinop.op_spec import DOMAIN
+from twinop.record.op_spec import DOMAIN
 
 from . import graph as g
 from .rewrite import Rewrite, label

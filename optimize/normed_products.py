@@ -12,7 +12,7 @@ import numpy as np
 import onnx_ir as ir
 
 from twinop.model import weights
-from twinop.op_spec import DOMAIN
+from twinop.record.op_spec import DOMAIN
 
 from . import graph as g
 from .invariance import why_no_product

@@ -18,10 +18,10 @@ from twinop.errors import ExportError, option
 from twinop.model.calls import paths_in_use
 from twinop.model.files import EXTERNAL_DATA_BYTES, save, work_folder
 from twinop.model.folding import take_defaults
-from twinop.op_spec import OpSpec
-from twinop.progress import Progress, silent
-from twinop.publish import publish
-from twinop.quiet import silent_loggers
+from twinop.record.op_spec import OpSpec
+from twinop.system.progress import Progress, silent
+from twinop.system.publish import publish
+from twinop.system.quiet import silent_loggers
 
 from . import (
     cached_attention,

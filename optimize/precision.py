@@ -20,7 +20,7 @@ import onnx_ir as ir
 from onnx_ir.passes.common import LiftConstantsToInitializersPass, RemoveUnusedNodesPass
 
 from twinop.model import weights
-from twinop.op_spec import DOMAIN
+from twinop.record.op_spec import DOMAIN
 
 from . import graph as g
 from .branches import is_moved

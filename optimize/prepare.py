@@ -17,9 +17,9 @@ from twinop.errors import ExportError, TwinopError
 from twinop.model.attach import OPSETS
 from twinop.model.folding import fold_constants
 from twinop.model.schema import registered_schemas
-from twinop.names import BUILT_IN
-from twinop.op_spec import OpSpec
-from twinop.quiet import quiet
+from twinop.record.names import BUILT_IN
+from twinop.record.op_spec import OpSpec
+from twinop.system.quiet import quiet
 
 from . import graph as g
 from .symbolic_shapes import infer_shapes, infer_types

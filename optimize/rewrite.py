@@ -13,7 +13,7 @@ from typing import ClassVar, Generic, TypeVar
 
 import onnx_ir as ir
 
-from twinop.op_spec import DOMAIN
+from twinop.record.op_spec import DOMAIN
 
 from . import graph as g
 from .prepare import clean

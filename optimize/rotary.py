@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 import onnx_ir as ir
 
-from twinop.op_spec import DOMAIN
+from twinop.record.op_spec import DOMAIN
 
 from . import graph as g
 from .heads import Heads, merged_heads, merged_tokens, split_heads, split_tokens

@@ -18,7 +18,7 @@ from twinop.deploy import ort_runs
 from twinop.deploy.ort_runs import Answer, Earlier, Parts
 from twinop.model import weights
 from twinop.model.parts import parts, stored
-from twinop.op_spec import DOMAIN
+from twinop.record.op_spec import DOMAIN
 
 from . import graph as g
 from .segments import Part, extract, reads

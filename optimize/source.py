@@ -10,16 +10,16 @@ from onnx_ir.passes.common import NameFixPass
 
 import twinop
 from twinop import deploy
-from twinop.dtypes import dtype_name
 from twinop.errors import ExportError, option
-from twinop.library import Library, find_library, read_library
+from twinop.libraries.library import Library, find_library, read_library
 from twinop.model.attach import attach_to_calls
 from twinop.model.calls import find_calls
 from twinop.model.files import check_target
 from twinop.model.folding import restore_defaults
 from twinop.model.weights import narrow
-from twinop.op_spec import OpSpec
-from twinop.quiet import quiet
+from twinop.record.dtypes import dtype_name
+from twinop.record.op_spec import OpSpec
+from twinop.system.quiet import quiet
 
 from . import (
     branches,

@@ -15,14 +15,14 @@ from functools import cached_property
 import onnx_ir as ir
 from onnx.defs import get_schema
 
-from twinop.dtypes import dtype_name
 from twinop.errors import ExportError, option
 from twinop.model.attach import OPSETS
 from twinop.model.bodies import find_body
 from twinop.model.calls import make_call
 from twinop.model.record_body import trace
-from twinop.op_schema import default_of
-from twinop.op_spec import OpSpec
+from twinop.record.dtypes import dtype_name
+from twinop.record.op_schema import default_of
+from twinop.record.op_spec import OpSpec
 
 from . import graph as g
 from .rewrite import Rewrite

@@ -22,8 +22,8 @@ from twinop.deploy.ort_process import Endless
 from twinop.deploy.ort_runs import Earlier, NotRunnable
 from twinop.errors import ExportError, TwinopError
 from twinop.model import weights
-from twinop.op_spec import DOMAIN
-from twinop.tolerance import LOST, NOISE, nudged
+from twinop.record.op_spec import DOMAIN
+from twinop.record.tolerance import LOST, NOISE, nudged
 
 from . import decoders, inputs, sliced
 from . import graph as g

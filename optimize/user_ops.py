@@ -17,13 +17,13 @@ from twinop import deploy
 from twinop.deploy.choose_library import choose_libraries, library_paths
 from twinop.deploy.custom_nodes import load_model
 from twinop.errors import ExportError, LibraryError, TwinopError, option
-from twinop.find import find_library_of
-from twinop.library import read_library
+from twinop.libraries.find import find_library_of
+from twinop.libraries.library import read_library
 from twinop.model.attach import OPSETS
 from twinop.model.calls import graphs_of, infer_types, label_of
 from twinop.model.schema import ONNX_TYPES
-from twinop.names import BUILT_IN
-from twinop.op_spec import DOMAIN, OpSpec
+from twinop.record.names import BUILT_IN
+from twinop.record.op_spec import DOMAIN, OpSpec
 
 from . import graph as g
 

@@ -12,10 +12,10 @@ from pathlib import Path
 import onnx_ir as ir
 
 from twinop.deploy.ort_runs import NotRunnable
-from twinop.dtypes import dtype_name
 from twinop.errors import ExportError, TwinopError
-from twinop.progress import Progress
-from twinop.quiet import quiet
+from twinop.record.dtypes import dtype_name
+from twinop.system.progress import Progress
+from twinop.system.quiet import quiet
 
 from . import decoders, equivalence, inputs
 from . import graph as g

@@ -16,7 +16,7 @@ import ml_dtypes
 import numpy as np
 import onnx_ir as ir
 
-from twinop.progress import Progress, silent
+from twinop.system.progress import Progress, silent
 
 from .equivalence import NotEquivalent
 from .segments import Segment, extract

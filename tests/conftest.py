@@ -16,7 +16,7 @@ import pytest
 from architectures_table import pytest_terminal_summary  # noqa: F401 (a hook)
 from own_matrix import pytest_collection_modifyitems  # noqa: F401 (a hook)
 
-from twinop.library import find_library
+from twinop.libraries.library import find_library
 
 # Waiting threads of torch would spin and slow other test processes down. torch reads this at its import.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")

@@ -87,7 +87,7 @@ def versions() -> dict[str, Any]:
 
     import onnxruntime  # isort: skip  (after torch: one set of CUDA libraries)
 
-    from twinop.library import find_library, read_library
+    from twinop.libraries.library import find_library, read_library
 
     library = read_library(find_library("custom_ops"))
     query = "--query-gpu=name,driver_version"

@@ -13,7 +13,7 @@ another library and returns its ops:
     mish = torch_op.load("build/libmish.so")
     y = mish.mish(x)                 # = torch.ops.mish.mish(x); the library's domain is the namespace
 
-`load_domain("mish")` finds the library (`twinop.find`) and loads it.
+`load_domain("mish")` finds the library (`twinop.libraries.find`) and loads it.
 
 A package that AOTInductor compiled names ops as `torch.ops` does, without their libraries. The process that
 loads the package first loads these libraries: with `from twinop import torch_op`, and with
@@ -49,8 +49,8 @@ if __name__ != "twinop.torch_op":
 from collections.abc import Callable
 from typing import Any
 
-from twinop.find import find_library_of
-from twinop.library import find_library
+from twinop.libraries.find import find_library_of
+from twinop.libraries.library import find_library
 
 from . import attention_rules, linear_rules, norm_rules, second_derivatives  # noqa: F401 (rules of ops)
 from .declared import load_declared

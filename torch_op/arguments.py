@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from twinop.errors import RecordError
-from twinop.op_spec import OpSpec
+from twinop.record.op_spec import OpSpec
 
 _NUMBERS = (int, float, torch.SymInt, torch.SymFloat)
 

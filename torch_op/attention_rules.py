@@ -3,8 +3,8 @@
 import torch
 from torch import Tensor
 
-from twinop.declare import CPU_FUNCTIONS, DERIVATIVES
 from twinop.errors import RecordError
+from twinop.libraries.declare import CPU_FUNCTIONS, DERIVATIVES
 
 from .rules import sum_to
 

@@ -9,7 +9,7 @@ from torch._functorch.pyfunctorch import retrieve_current_functorch_interpreter
 from torch.autograd import forward_ad
 
 from twinop.errors import RecordError
-from twinop.op_spec import DOMAIN, OpSpec
+from twinop.record.op_spec import DOMAIN, OpSpec
 
 from .arguments import bind, completion_of, empty_list_error, numbers_as_tensors, signature_of, tensors_of
 from .formulas import Formulas

@@ -5,11 +5,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from twinop.declare import library_beside
 from twinop.errors import LibraryError, TwinopWarning
-from twinop.find import find_library_of
-from twinop.kernel_op import DECLARED, KernelOp, describe_source
-from twinop.library import read_library
+from twinop.libraries.declare import library_beside
+from twinop.libraries.find import find_library_of
+from twinop.libraries.kernel_op import DECLARED, KernelOp, describe_source
+from twinop.libraries.library import read_library
 
 from . import eager_kernels
 from .registry import functions_by_namespace, load

@@ -16,9 +16,9 @@ from typing import Any
 import torch
 
 from twinop.errors import ExportError, RecordError
-from twinop.kernel_op import KernelOp
-from twinop.op_spec import OpSpec
-from twinop.shapes import largest_sizes, output_shapes
+from twinop.libraries.kernel_op import KernelOp
+from twinop.record.op_spec import OpSpec
+from twinop.record.shapes import largest_sizes, output_shapes
 from twinop.triton.helion import helion_kernels
 from twinop.triton.installed import check_triton
 

@@ -19,10 +19,10 @@ from typing import Any
 
 import torch
 
-from twinop.declare import DERIVATIVES, SECOND_DERIVATIVES
 from twinop.errors import RecordError
-from twinop.op_spec import Gradient, OpSpec
-from twinop.record_checks import names_in
+from twinop.libraries.declare import DERIVATIVES, SECOND_DERIVATIVES
+from twinop.record.op_spec import Gradient, OpSpec
+from twinop.record.record_checks import names_in
 
 Functions = Mapping[str, Callable[..., Any]]
 

@@ -10,9 +10,9 @@ from typing import Any
 
 import torch
 
-from twinop.declare import SECOND_DERIVATIVES
 from twinop.errors import RecordError
-from twinop.op_spec import OpSpec
+from twinop.libraries.declare import SECOND_DERIVATIVES
+from twinop.record.op_spec import OpSpec
 
 from .formulas import Formulas, in_torch_of_call
 

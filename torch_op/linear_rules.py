@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from twinop.declare import CPU_FUNCTIONS, DERIVATIVES, SECOND_DERIVATIVES
+from twinop.libraries.declare import CPU_FUNCTIONS, DERIVATIVES, SECOND_DERIVATIVES
 
 from .registry import functions
 

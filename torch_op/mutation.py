@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from twinop.errors import RecordError
-from twinop.op_spec import OpSpec
+from twinop.record.op_spec import OpSpec
 
 from .arguments import bind, completion_of, signature_of, tensors_of
 from .rules import as_tuple

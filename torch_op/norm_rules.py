@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from twinop.declare import DERIVATIVES
+from twinop.libraries.declare import DERIVATIVES
 
 from .registry import functions
 from .rules import sum_to

@@ -11,14 +11,14 @@ from typing import Any
 
 import torch
 
-from twinop.built import warn_if_old
-from twinop.child import require_loads
-from twinop.declare import cpu_function
 from twinop.errors import LibraryError, RecordError
 from twinop.installation import how_to_build
-from twinop.library import Library, find_library, read_library
-from twinop.op_spec import DOMAIN, OpSpec
-from twinop.record_checks import check_formulas
+from twinop.libraries.built import warn_if_old
+from twinop.libraries.declare import cpu_function
+from twinop.libraries.library import Library, find_library, read_library
+from twinop.record.op_spec import DOMAIN, OpSpec
+from twinop.record.record_checks import check_formulas
+from twinop.system.python_child import require_loads
 
 from .autograd import make_function
 from .mutation import register_mutating, torch_library

@@ -9,12 +9,12 @@ from typing import Any
 
 import torch
 
-from twinop.call_checks import check_attributes, check_shapes, describe, infer_shapes
-from twinop.declare import CPU_FUNCTIONS, cpu_function
-from twinop.dtypes import torch_name
 from twinop.errors import RecordError
-from twinop.op_spec import OpSpec, entries
-from twinop.shapes import known, largest_sizes
+from twinop.libraries.declare import CPU_FUNCTIONS, cpu_function
+from twinop.record.call_checks import check_attributes, check_shapes, describe, infer_shapes
+from twinop.record.dtypes import torch_name
+from twinop.record.op_spec import OpSpec, entries
+from twinop.record.shapes import known, largest_sizes
 
 from .arguments import bind, completion_of, empty_list_error, signature_of
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from twinop.declare import SECOND_DERIVATIVES
+from twinop.libraries.declare import SECOND_DERIVATIVES
 
 aten = torch.ops.aten
 

@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from twinop.call_checks import infer_shapes
 from twinop.errors import RecordError
-from twinop.op_spec import OpSpec, entries
-from twinop.shapes import Unknown, evaluate
+from twinop.record.call_checks import infer_shapes
+from twinop.record.op_spec import OpSpec, entries
+from twinop.record.shapes import Unknown, evaluate
 
 from .arguments import bind, signature_of
 from .rules import PRODUCTS

@@ -10,34 +10,34 @@ import os
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from .bodies import DefaultInput as DefaultInput
     from .building.compile_source import compile as compile
-    from .declare import Op as Op
-    from .declare import library_beside as library_beside
-    from .declare import op as op
-    from .declare import second_derivative as second_derivative
     from .deploy.check_nodes import libraries_for as libraries_for
-    from .kernel_op import triton_op as triton_op
-    from .library import get_cmake_dir as get_cmake_dir
-    from .library import get_include as get_include
-    from .library import get_library_path as get_library_path
+    from .libraries.declare import Op as Op
+    from .libraries.declare import library_beside as library_beside
+    from .libraries.declare import op as op
+    from .libraries.declare import second_derivative as second_derivative
+    from .libraries.kernel_op import triton_op as triton_op
+    from .libraries.library import get_cmake_dir as get_cmake_dir
+    from .libraries.library import get_include as get_include
+    from .libraries.library import get_library_path as get_library_path
+    from .record.body_registry import DefaultInput as DefaultInput
 
 __version__ = "0.3.0"
 
 os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")  # ONNX Runtime reads it at its import
 
 _MODULES = {
-    "DefaultInput": "bodies",
-    "Op": "declare",
+    "DefaultInput": "record.body_registry",
+    "Op": "libraries.declare",
     "compile": "building.compile_source",
-    "get_cmake_dir": "library",
-    "get_include": "library",
-    "get_library_path": "library",
+    "get_cmake_dir": "libraries.library",
+    "get_include": "libraries.library",
+    "get_library_path": "libraries.library",
     "libraries_for": "deploy.check_nodes",
-    "library_beside": "declare",
-    "op": "declare",
-    "second_derivative": "declare",
-    "triton_op": "kernel_op",
+    "library_beside": "libraries.declare",
+    "op": "libraries.declare",
+    "second_derivative": "libraries.declare",
+    "triton_op": "libraries.kernel_op",
 }
 _PACKAGES = ("bench", "deploy", "export", "torch_op")
 

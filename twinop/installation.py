@@ -3,7 +3,7 @@
 import re
 from pathlib import Path
 
-from .op_spec import DOMAIN
+from .record.op_spec import DOMAIN
 
 ROOT = Path(__file__).resolve().parent.parent
 ALL_OPS_TAKE = "about six minutes with nvcc on two cores, two with --cpu"  # as build.sh says

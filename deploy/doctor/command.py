@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from twinop.console import out
+from twinop.cli.console import out
 
 from . import library_checks, machine_checks
 from .facts import Environment, collect

@@ -12,11 +12,11 @@ from typing import Any, TypeVar
 
 from onnx import TensorProto, helper
 
-from twinop import child
 from twinop.building.toolchain import Compiler, Gpu, Nvcc, find_compiler, find_gpus, find_nvcc
 from twinop.errors import ForeignLibraryError, TwinopError, TwinopWarning
-from twinop.find import Package, installed_packages, project_libraries
-from twinop.library import Library, library_folders, read_library
+from twinop.libraries.find import Package, installed_packages, project_libraries
+from twinop.libraries.library import Library, library_folders, read_library
+from twinop.system import python_child
 
 from .. import cuda
 from ..choose_library import choose_libraries
@@ -194,7 +194,7 @@ def _tiny(opsets: dict[str, int], ir_version: int) -> bytes:
 
 def _ask(*arguments: str, model: bytes = b"") -> tuple[str, str]:
     """Runs `probe`. Returns its answer, and what went wrong."""
-    command = child.module("twinop.deploy.doctor.probe", *arguments)
+    command = python_child.module("twinop.deploy.doctor.probe", *arguments)
     try:
         done = subprocess.run(command, input=model, capture_output=True, timeout=_SECONDS, check=False)
     except subprocess.TimeoutExpired:

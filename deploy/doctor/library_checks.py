@@ -3,9 +3,9 @@
 from collections.abc import Iterator
 from itertools import groupby
 
-from twinop.built import changed_since
-from twinop.find import package_key
-from twinop.library import in_use
+from twinop.libraries.built import changed_since
+from twinop.libraries.find import package_key
+from twinop.libraries.library import in_use
 
 from ..check_nodes import misfits
 from .facts import Environment

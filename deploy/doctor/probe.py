@@ -14,7 +14,7 @@ import onnxruntime
 
 from twinop.deploy import cuda, plugins
 from twinop.deploy.create_session import session as open_session
-from twinop.library import read_library
+from twinop.libraries.library import read_library
 
 
 def describe(*libraries: str) -> None:

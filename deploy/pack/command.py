@@ -6,7 +6,7 @@ from typing import Any
 from rich.box import ROUNDED
 from rich.table import Column, Table
 
-from twinop.console import clear_errors, err, out, progress_bar
+from twinop.cli.console import clear_errors, err, out, progress_bar
 
 from .options import Options
 

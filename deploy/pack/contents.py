@@ -12,7 +12,7 @@ from onnx import external_data_helper
 
 from twinop.errors import LibraryError
 from twinop.installation import how_to_build
-from twinop.library import Library, checksum
+from twinop.libraries.library import Library, checksum
 
 from ..check_nodes import require_fit
 from ..choose_library import choose_libraries

@@ -14,9 +14,9 @@ import jinja2
 import onnx
 
 import twinop
-from twinop.library import checksum
-from twinop.progress import Progress, silent
-from twinop.publish import MANIFEST, replace_folder, work_folder
+from twinop.libraries.library import checksum
+from twinop.system.progress import Progress, silent
+from twinop.system.publish import MANIFEST, replace_folder, work_folder
 
 from ..errors import PackError
 from ..service.model_settings import ModelSettings, Provider

@@ -5,7 +5,7 @@ import socket
 import grpc
 
 from twinop.errors import TwinopError
-from twinop.regular_file import read_regular
+from twinop.system.regular_file import read_regular
 
 from .settings import ServerSettings
 

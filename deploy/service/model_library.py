@@ -4,9 +4,9 @@ from collections.abc import Collection, Sequence
 from pathlib import Path
 
 from twinop.errors import LibraryError
-from twinop.find import places_of, project_libraries
-from twinop.library import library_folders
-from twinop.op_spec import DOMAIN
+from twinop.libraries.find import places_of, project_libraries
+from twinop.libraries.library import library_folders
+from twinop.record.op_spec import DOMAIN
 
 from ..check_nodes import require_fit
 from ..choose_library import allow, choose_libraries

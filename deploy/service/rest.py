@@ -13,7 +13,7 @@ from starlette.applications import Starlette
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-from twinop.regular_file import read_regular
+from twinop.system.regular_file import read_regular
 
 from . import ids, logs, metrics
 from .addresses import MOST_PEM_BYTES, bound, tls_error

@@ -11,7 +11,7 @@ from typing import Any, Literal, TypeVar
 from pydantic import Field, PrivateAttr, SecretStr, ValidationError, model_validator
 
 from twinop.errors import TwinopError
-from twinop.regular_file import read_regular
+from twinop.system.regular_file import read_regular
 
 from .cores import quota
 from .model_settings import ModelSettings, Section

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from pydantic import SecretStr
 
-from twinop.regular_file import read_regular
+from twinop.system.regular_file import read_regular
 
 from .operations import CONTROL, OPEN
 from .settings import MOST_BYTES, ServerSettings, SettingsError

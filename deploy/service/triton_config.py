@@ -13,7 +13,7 @@ from typing import Any
 from google.protobuf import text_format
 from google.protobuf.message import Message
 
-from twinop.regular_file import read_regular
+from twinop.system.regular_file import read_regular
 
 from ..tensor_specs import Spec
 from .datatypes import datatype_of

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from twinop.tolerance import LOST, accepted, described_error, difference, nudged, scale_of
+from twinop.record.tolerance import LOST, accepted, described_error, difference, nudged, scale_of
 
 from ..errors import ModelError
 from ..tensor_specs import Spec, named_sizes

@@ -24,7 +24,7 @@ from twinop.bench.measure import captured, device_work
 from twinop.bench.measurements import BenchError, Device, Output, measuring
 from twinop.bench.providers import Subject, side_by_side
 from twinop.bench.timing import DeviceTimer, Run
-from twinop.library import find_library
+from twinop.libraries.library import find_library
 
 BY_HAND, GRAPH, COPIED = "kernel by hand", f"{IN_ORT}, CUDA graph", f"{IN_ORT}, other memory"
 SHAPES = ((8, 1, 8, 128, 4096), (8, 512, 8, 128, 4096), (1, 1, 8, 128, 4096))

@@ -22,7 +22,7 @@ from twinop.bench.cells import IN_ORT, IN_TORCH
 from twinop.bench.measurements import BenchError, Device, Output, measuring
 from twinop.bench.providers import Subject, side_by_side
 from twinop.bench.timing import DeviceTimer
-from twinop.library import find_library
+from twinop.libraries.library import find_library
 
 THRESHOLD = 0.5
 SIZES = {"sparse": 3000.0, "crowded": 300.0}

@@ -9,7 +9,7 @@ from nms import in_numpy, library_path, nms, samples
 
 from twinop import deploy, export
 from twinop.deploy.cuda import runtime_has_cuda
-from twinop.library import read_library
+from twinop.libraries.library import read_library
 
 CPU = ["CPUExecutionProvider"]
 HAS_CUDA = torch.cuda.is_available() and "cuda" in read_library(library_path()).records["nms"].devices

@@ -27,7 +27,7 @@ from twinop.aot_kernels.plan import (
     Scalar,
     Variant,
 )
-from twinop.schema_text import record_of
+from twinop.record.schema_text import record_of
 
 THREADS, ARCHS = 256, (80, 90)
 

@@ -1,6 +1,6 @@
 // Writes a record as JSON at compile time. The text lies in the library's ELF section `.twinop`,
 // from which tools read ops, dtypes and architectures without loading the library
-// (twinop/library.py).
+// (twinop/libraries/library.py).
 #pragma once
 
 #include <array>

@@ -2,7 +2,7 @@
 // custom op, both exporters and the JSON in the library are derived from it.
 //
 // A record is texts and functions. The library's table (kernels/abi.h) and the JSON in its file
-// hold the texts. The adapters and Python (twinop/op_spec.py) parse them again.
+// hold the texts. The adapters and Python (twinop/record/op_spec.py) parse them again.
 #pragma once
 
 #include <cstddef>

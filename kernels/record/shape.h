@@ -1,5 +1,5 @@
 // Shape expressions: the small closed language in which a record gives the shapes of its outputs
-// and inputs. It is a subset of Python's expressions over lists, as which twinop/shapes.py
+// and inputs. It is a subset of Python's expressions over lists, as which twinop/record/shapes.py
 // evaluates the same text on symbolic sizes.
 //
 //   shape   := term ('+' term)*

@@ -21,7 +21,7 @@ from twinop.aot_kernels.plan import (
     Scalar,
     Variant,
 )
-from twinop.op_spec import Attribute
+from twinop.record.op_spec import Attribute
 
 N = (
     *range(1, 34), 255, 256, 1000, 1008, 2**20, 2**31 - 17, 2**31 - 16, 2**31 - 1, 2**31, 2**31 + 1,

@@ -13,7 +13,7 @@ from device_calls import At, Request, run
 
 from twinop.aot_kernels.expression import ARCH, FUNCTIONS, Expression, attribute, constant, size, text_is
 from twinop.aot_kernels.plan import DeviceOp, Kernel, Launch, Plan, Scalar, Variant
-from twinop.op_spec import Attribute
+from twinop.record.op_spec import Attribute
 
 ATTRIBUTES = (
     Attribute("case", "int"),

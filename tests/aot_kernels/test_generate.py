@@ -23,8 +23,8 @@ from twinop.aot_kernels.plan import (
     Variant,
 )
 from twinop.errors import BuildError
-from twinop.library import needed_libraries, read_library
-from twinop.op_spec import Attribute, Input
+from twinop.libraries.library import needed_libraries, read_library
+from twinop.record.op_spec import Attribute, Input
 
 LAUNCH = Launch((ONE, ONE, ONE), (), (GENERAL,))
 X = Request([At((5,))])

@@ -13,7 +13,7 @@ import warm_python
 from twinop.bench.cases import BACKWARD, FORWARD, Case, Sample, cases_of, choose
 from twinop.bench.measurements import BenchError, read
 from twinop.bench.ops_report import project_here
-from twinop.bodies import BODIES
+from twinop.record.body_registry import BODIES
 from twinop.testing.under_test import op_of
 from twinop.torch_op import records
 

@@ -22,7 +22,7 @@ from twinop.bench.entries import ENTRIES, entry_of
 from twinop.bench.measure import Machine
 from twinop.bench.measurements import BenchError
 from twinop.bench.providers import EAGER, Providers, onnx_nodes
-from twinop.library import find_library, read_library
+from twinop.libraries.library import find_library, read_library
 
 CPU = torch.device("cpu")
 BUILT = built_entries()

@@ -20,11 +20,11 @@ from onnx import helper
 from twinop.building.builder import Built, build
 from twinop.building.options import Options
 from twinop.building.project import find_project
-from twinop.built import changed_since
-from twinop.declare import library_beside
 from twinop.deploy.registration import sealed
 from twinop.errors import BuildError, TwinopWarning
-from twinop.library import read_library
+from twinop.libraries.built import changed_since
+from twinop.libraries.declare import library_beside
+from twinop.libraries.library import read_library
 
 CPU = Options(cpu=True)
 MODULE = """

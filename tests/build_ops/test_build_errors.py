@@ -18,8 +18,8 @@ from twinop.building.options import Options
 from twinop.building.project import find_project
 from twinop.building.toolchain import find_installation
 from twinop.errors import BuildError, RecordError, TwinopError
-from twinop.record_checks import check_record
-from twinop.schema_text import record_of
+from twinop.record.record_checks import check_record
+from twinop.record.schema_text import record_of
 
 CPU = Options(cpu=True)
 

@@ -24,7 +24,7 @@ from twinop.building.options import Options
 from twinop.building.project import find_project
 from twinop.building.toolchain import find_nvcc
 from twinop.cli import app
-from twinop.library import needed_libraries
+from twinop.libraries.library import needed_libraries
 
 tvm_ffi = pytest.importorskip("tvm_ffi", reason="./build.sh test installs apache-tvm-ffi")
 

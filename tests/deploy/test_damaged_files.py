@@ -13,11 +13,11 @@ from models import make_model, model, node, value
 from onnx import helper
 
 from twinop import torch_op
+from twinop.cli.library_table import show_library
 from twinop.deploy import ModelError, check_model, session
 from twinop.deploy.custom_nodes import load_model
 from twinop.errors import LibraryError
-from twinop.library import needed_libraries, read_library, relative_to_itself
-from twinop.library_table import show_library
+from twinop.libraries.library import needed_libraries, read_library, relative_to_itself
 
 CPU = ["CPUExecutionProvider"]
 

@@ -10,7 +10,7 @@ from models import ORT_VERSION, chain, exported_by, function, make_model, model,
 from onnx import helper
 
 from twinop.deploy import ModelError, RunError, check_model, session
-from twinop.library import read_library
+from twinop.libraries.library import read_library
 
 RELU = {"op_type": "CustomRelu"}
 GELU = {"op_type": "CustomGelu"}
@@ -289,7 +289,7 @@ def test_a_body_alone_runs_with_a_warning(tmp_path: Path, monkeypatch: pytest.Mo
     graph = model([node("CustomRelu")], [value("x")], [value("y")], functions=[relu_body()])
     x = np.array([[-1, 2, -3, 4]], np.float32)
     assert session(graph).library is not None  # the library wins over the body
-    monkeypatch.setattr("twinop.find.library_folders", lambda: [tmp_path])
+    monkeypatch.setattr("twinop.libraries.find.library_folders", lambda: [tmp_path])
     with pytest.warns(RuntimeWarning, match="no custom-op library found, so its function bodies run instead"):
         opened = session(graph, profile=True)
     np.testing.assert_array_equal(opened.run({"x": x})["y"], np.maximum(x, 0))

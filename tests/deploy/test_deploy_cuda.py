@@ -18,7 +18,7 @@ from models import chain, make_model, model, node, value
 from run_command import run_command
 
 from twinop.deploy import FeedError, ProviderError, RunError, Session, cuda, session
-from twinop.library import Library, read_library
+from twinop.libraries.library import Library, read_library
 
 pytestmark = pytest.mark.cuda
 

@@ -24,7 +24,7 @@ def two_library_model() -> onnx.ModelProto:
 
 
 def only_these(monkeypatch: pytest.MonkeyPatch, *folders: Path) -> None:
-    monkeypatch.setattr("twinop.find.library_folders", lambda: list(folders))
+    monkeypatch.setattr("twinop.libraries.find.library_folders", lambda: list(folders))
 
 
 def test_the_smallest_library_that_has_all_ops_is_taken(libraries: dict[str, Path]) -> None:

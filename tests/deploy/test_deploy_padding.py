@@ -10,7 +10,7 @@ from onnxruntime import OrtValue
 
 from twinop.deploy import FeedError, Session, session
 from twinop.deploy.tensor_specs import RIGHT_PADDED
-from twinop.dtypes import to_tensor
+from twinop.record.dtypes import to_tensor
 
 
 def ort_value(mask: np.ndarray) -> OrtValue:

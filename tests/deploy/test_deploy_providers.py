@@ -14,7 +14,7 @@ import pytest
 from models import make_model
 
 from twinop.deploy import ProviderError, cuda, session
-from twinop.library import Library, read_library
+from twinop.libraries.library import Library, read_library
 
 MODEL = make_model("CustomRelu")
 X = np.array([[-1, 2, -3, 4]], np.float32)

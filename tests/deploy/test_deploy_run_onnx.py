@@ -76,7 +76,7 @@ def test_outputs_left_out(tmp_path: Path) -> None:
 
 def test_an_op_without_a_cpu_kernel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each runtime computes it with its own operators: last bits may differ, not more."""
-    from twinop.declare import CPU_FUNCTIONS
+    from twinop.libraries.declare import CPU_FUNCTIONS
 
     linear = CPU_FUNCTIONS["linear"]
     inputs, outputs = [value("x", shape=(3, 4))], [value("y", shape=(3, 4))]

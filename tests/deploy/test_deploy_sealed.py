@@ -16,9 +16,9 @@ import pytest
 from abi_files import CPU, X, c_library, negate_model
 from models import make_model
 
-from twinop import child
 from twinop.deploy import ort_process, registration, session
 from twinop.errors import LibraryError, TwinopError, TwinopWarning
+from twinop.system import python_child
 
 PLUS = "-DSIGN=1"  # a build that gives x, where the usual one gives -x
 
@@ -227,16 +227,16 @@ def test_an_app_that_is_not_python_is_not_started(
     monkeypatch.setattr(registration, "_registered", {})
     for name, path in (("executable", str(app)), ("_base_executable", real)):
         monkeypatch.setattr(sys, name, path, raising=False)
-    assert child.executable() == real
+    assert python_child.executable() == real
     monkeypatch.setattr(sys, "frozen", True, raising=False)
     monkeypatch.setattr(sys, "_base_executable", str(app), raising=False)
     monkeypatch.setattr(sys, "base_prefix", str(tmp_path))
-    assert child.executable() == ""
+    assert python_child.executable() == ""
     with pytest.warns(TwinopWarning, match=f"{library} is loaded without a trial, and if it is damaged"):
         opened = session(negate_model(), CPU, library)
     np.testing.assert_array_equal(opened.run({"x": X})["y"], -X)
     with pytest.warns(TwinopWarning, match="the model runs in this one, and may end it or never come to"):
         assert ort_process.Server().run(list, [1]) == [1]
     with pytest.raises(TwinopError, match="no program of Python was found for another process"):
-        child.module("json.tool")
+        python_child.module("json.tool")
     assert not (tmp_path / "started").exists()

@@ -13,7 +13,7 @@ from models import BINDS_BFLOAT16, chain, make_model, model, node, value
 from onnx import helper
 
 from twinop.deploy import FeedError, RunError, Session, session
-from twinop.dtypes import FLOATING
+from twinop.record.dtypes import FLOATING
 
 # ------------------------------------------------------------------------------------------- numpy
 

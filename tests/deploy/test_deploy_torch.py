@@ -11,7 +11,7 @@ from models import make_model, model, node, value
 
 from twinop.deploy import Session, session
 from twinop.deploy.torch_binding import TensorRunner
-from twinop.dtypes import FLOATING
+from twinop.record.dtypes import FLOATING
 
 
 @pytest.mark.parametrize("dtype", FLOATING)

@@ -12,9 +12,9 @@ from twinop.building.toolchain import Compiler, Gpu, Nvcc
 from twinop.deploy.custom_nodes import Model, load_model
 from twinop.deploy.doctor.command import check
 from twinop.deploy.doctor.facts import Environment, Runtime, Torch
-from twinop.find import Package
-from twinop.library import Library
-from twinop.op_spec import Attribute, Input, OpSpec
+from twinop.libraries.find import Package
+from twinop.libraries.library import Library
+from twinop.record.op_spec import Attribute, Input, OpSpec
 
 CPU, CUDA = "CPUExecutionProvider", "CUDAExecutionProvider"
 MISH = OpSpec(

@@ -10,9 +10,9 @@ import pytest
 from models import make_model
 
 import twinop
-from twinop import child
 from twinop.building.cache import cache_folder, make_folder
 from twinop.errors import BuildError
+from twinop.system import python_child
 
 TAKEN = "import posix\nposix.mkdir(__file__.rpartition('/')[0] + '/taken')\nraise SystemExit(3)\n"
 
@@ -54,7 +54,7 @@ def test_children_take_no_module_of_the_current_folder(
     server.close()
     monkeypatch.setattr(registration, "_registered", {})  # a library is registered in a child first
     assert session(make_model("CustomRelu"), ["CPUExecutionProvider"]).library
-    said = subprocess.run(child.module("json.tool"), input=b"[1]", capture_output=True)
+    said = subprocess.run(python_child.module("json.tool"), input=b"[1]", capture_output=True)
     assert said.returncode == 0 and said.stdout.split() == [b"[", b"1", b"]"]
     assert not (hostile / "taken").exists()
 
@@ -63,9 +63,9 @@ def test_what_pythonpath_names_is_searched(tmp_path: Path, monkeypatch: pytest.M
     (tmp_path / "mine.py").write_text("print('found')")
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
-    assert subprocess.run(child.python("import mine"), capture_output=True).returncode == 1
+    assert subprocess.run(python_child.python("import mine"), capture_output=True).returncode == 1
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    assert subprocess.run(child.python("import mine"), capture_output=True).stdout == b"found\n"
+    assert subprocess.run(python_child.python("import mine"), capture_output=True).stdout == b"found\n"
 
 
 @pytest.mark.parametrize(("setting", "writes"), [(None, False), ("0", True)])
@@ -96,7 +96,7 @@ def test_what_starts_processes() -> None:
     ]
     found = {str(file.relative_to(root)) for file in files if starts.search(file.read_text())}
     again = "twinop/script.py"  # a file that the user starts, again with the Python of .venv
-    assert found == {"twinop/child.py", again}
+    assert found == {"twinop/system/python_child.py", again}
 
 
 @pytest.mark.slow

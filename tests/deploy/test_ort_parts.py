@@ -13,9 +13,9 @@ import pytest
 from twinop.deploy import ort_runs
 from twinop.deploy.ort_runs import Earlier, Parts
 from twinop.errors import ExportError
-from twinop.library import find_library
+from twinop.libraries.library import find_library
 from twinop.model.parts import parts
-from twinop.op_spec import DOMAIN
+from twinop.record.op_spec import DOMAIN
 
 N = 160  # a weight [N, N] is a large one, also in 8 bits
 rng = np.random.default_rng(0)

@@ -19,7 +19,7 @@ from twinop.deploy.doctor.facts import Environment, Runtime
 from twinop.deploy.doctor.machine_checks import check_providers, check_runtime
 from twinop.deploy.errors import ProviderError
 from twinop.errors import TwinopWarning
-from twinop.library import find_library
+from twinop.libraries.library import find_library
 
 ROOT = Path(__file__).resolve().parents[2]
 CPU = "CPUExecutionProvider"

@@ -18,9 +18,9 @@ import twinop
 from twinop import deploy, torch_op
 from twinop.errors import ExportError
 from twinop.export import export
-from twinop.library import checksum
-from twinop.op_spec import DOMAIN
-from twinop.tolerance import same_bits
+from twinop.libraries.library import checksum
+from twinop.record.op_spec import DOMAIN
+from twinop.record.tolerance import same_bits
 
 # The graph is the same for every dtype, and the dynamo exporter is slower.
 DTYPES = {"dynamo": ("bfloat16",), "torchscript": ("float32", "float16", "float64")}

@@ -16,9 +16,9 @@ from twinop import torch_op
 from twinop.export import attach_bodies, export
 from twinop.model.attach import inlined_nodes
 from twinop.model.schema import registered_schemas
-from twinop.op_spec import DOMAIN
+from twinop.record.op_spec import DOMAIN
+from twinop.record.tolerance import same_bits
 from twinop.testing.one_node import body_session, one_node_model
-from twinop.tolerance import same_bits
 
 OPSETS = (20, 23, 24, 25)
 

@@ -12,7 +12,7 @@ from samples import RECORDS
 from twinop.errors import ExportError
 from twinop.export import DefaultInput, attach_bodies, body
 from twinop.model.bodies import Body
-from twinop.op_spec import DOMAIN, OpSpec
+from twinop.record.op_spec import DOMAIN, OpSpec
 from twinop.testing.one_node import body_session
 
 

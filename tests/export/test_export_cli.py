@@ -13,7 +13,7 @@ from onnx import TensorProto
 from typer.testing import CliRunner, Result
 
 from twinop.cli import app
-from twinop.library import find_library
+from twinop.libraries.library import find_library
 
 ROOT = Path(__file__).resolve().parents[2]
 QUICK = ("--exporter", "torchscript")  # where the exporter does not matter

@@ -16,9 +16,9 @@ from torch.onnx._internal.torchscript_exporter import registration
 from twinop.errors import ExportError, RecordError
 from twinop.export import attach_bodies, op_schema, register_symbolics, translation_table
 from twinop.model.schema import onnx_value, registered_schemas
-from twinop.op_schema import default_of, infer_outputs
-from twinop.op_spec import DOMAIN, Attribute, OpSpec
-from twinop.shapes import Unknown
+from twinop.record.op_schema import default_of, infer_outputs
+from twinop.record.op_spec import DOMAIN, Attribute, OpSpec
+from twinop.record.shapes import Unknown
 
 
 def test_every_op_has_a_translation_and_a_symbolic() -> None:

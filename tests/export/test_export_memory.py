@@ -14,9 +14,9 @@ from torch import nn
 
 from twinop.errors import ExportError
 from twinop.export import export, exporter, state
-from twinop.memory import tree_bytes
 from twinop.model.files import EXTERNAL_DATA_BYTES
 from twinop.optimize.segments import cut
+from twinop.system.memory import tree_bytes
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -1,4 +1,4 @@
-"""twinop/publish.py: a reader finds the old model or the new one, and only data of twinop's goes."""
+"""twinop/system/publish.py: a reader finds the old model or the new one, and only data of twinop's goes."""
 
 import hashlib
 import os
@@ -14,11 +14,12 @@ import onnx_ir as ir
 import pytest
 from onnx import parser
 
-from twinop import deploy, publish
+from twinop import deploy
 from twinop.errors import ExportError
-from twinop.library import checksum
+from twinop.libraries.library import checksum
 from twinop.model.files import save, work_folder
 from twinop.optimize import optimize
+from twinop.system import publish
 
 X = {"x": np.ones((1, 4), np.float32)}
 FOREIGN = "model.0123456789abcdef.data"
@@ -58,7 +59,7 @@ def names(folder: Path) -> set[str]:
 def test_the_name_of_data_is_its_checksum(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     data = write(1, tmp_path / "model.onnx")
     with monkeypatch.context() as patch:
-        patch.setattr("twinop.library.hashlib.sha256", lambda: None)
+        patch.setattr("twinop.libraries.library.hashlib.sha256", lambda: None)
         known = checksum(data)  # from the pass that wrote it
     checked = hashlib.sha256(data.read_bytes()).hexdigest()
     assert (
@@ -183,7 +184,7 @@ def test_work_folders_of_dead_processes_go(tmp_path: Path) -> None:
     program = """
 import os, signal, sys
 from pathlib import Path
-from twinop.publish import work_folder
+from twinop.system.publish import work_folder
 with work_folder(Path(sys.argv[1])) as folder:
     (folder / "big").write_bytes(b"1")
     print(folder, flush=True)

@@ -14,7 +14,7 @@ from torch import nn
 from lab.model_zoo import TINY, Encoder, batch, encoder
 from twinop import deploy, torch_op
 from twinop.export import ExportReport, export
-from twinop.tolerance import TOLERANCE, difference
+from twinop.record.tolerance import TOLERANCE, difference
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 CPU, CUDA = "CPUExecutionProvider", "CUDAExecutionProvider"

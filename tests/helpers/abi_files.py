@@ -15,7 +15,7 @@ import warm_python
 from onnx import TensorProto, helper
 from record_driver import ROOT, compiler
 
-from twinop.library import find_library
+from twinop.libraries.library import find_library
 
 CPU = ["CPUExecutionProvider"]
 FLOAT, INT64, INT32, INT8 = TensorProto.FLOAT, TensorProto.INT64, TensorProto.INT32, TensorProto.INT8

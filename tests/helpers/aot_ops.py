@@ -16,8 +16,8 @@ from twinop.aot_kernels.expression import as_expression
 from twinop.aot_kernels.generate import generate
 from twinop.aot_kernels.plan import Contents, DeviceOp, Image, Kernel, Launch, Plan, Variant
 from twinop.building.toolchain import find_installation
-from twinop.library import get_include
-from twinop.op_spec import Attribute, Input, OpSpec
+from twinop.libraries.library import get_include
+from twinop.record.op_spec import Attribute, Input, OpSpec
 
 InProcess = Callable[..., Any]
 """Runs a function of device_calls.py where the CUDA driver is the stand-in."""

@@ -14,8 +14,8 @@ from twinop.model.body_model import model_of
 from twinop.model.calls import make_call
 from twinop.model.record_body import trace
 from twinop.model.schema import onnx_value
-from twinop.op_schema import default_of
-from twinop.op_spec import OpSpec
+from twinop.record.op_schema import default_of
+from twinop.record.op_spec import OpSpec
 
 # What a body's function compares; kernels/abi.h has these numbers.
 DTYPES = {"float32": 1, "float16": 2, "bfloat16": 3, "float64": 4, "int64": 8}

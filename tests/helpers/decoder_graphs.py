@@ -13,7 +13,7 @@ import torch
 from onnx import NodeProto, TensorProto, helper
 from torch import Tensor
 
-from twinop.dtypes import ELEMENT_TYPES
+from twinop.record.dtypes import ELEMENT_TYPES
 
 DATA, BLOCK = "model.onnx.data", 32
 _MICROSOFT = "com.microsoft"

@@ -10,7 +10,7 @@ import op_bodies  # noqa: F401 (the test ops)
 import pytest
 from onnx import helper
 
-from twinop.op_spec import DOMAIN
+from twinop.record.op_spec import DOMAIN
 
 EXPORTERS = ("dynamo", "torchscript")
 each_exporter = pytest.mark.parametrize("exporter", EXPORTERS)

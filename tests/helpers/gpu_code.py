@@ -5,7 +5,7 @@ import re
 import pytest
 import torch
 
-from twinop.library import find_library, read_library
+from twinop.libraries.library import find_library, read_library
 
 _ARCHS = read_library(find_library("custom_ops")).cuda_archs
 _HAS_HOPPERS = re.search(r"(^|,)90a?(-real)?(,|$)", _ARCHS) is not None

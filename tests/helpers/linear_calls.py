@@ -7,7 +7,7 @@ import torch
 from onnx import helper, numpy_helper
 from torch.nn import functional as F
 
-from twinop.dtypes import ELEMENT_TYPES
+from twinop.record.dtypes import ELEMENT_TYPES
 
 ACTIVATIONS = {
     "none": lambda x: x,

@@ -8,8 +8,8 @@ import onnx
 import onnxruntime
 from onnx import helper, numpy_helper
 
-from twinop.dtypes import ELEMENT_TYPES
-from twinop.op_spec import DOMAIN, DOMAIN_VERSION, OpSpec
+from twinop.record.dtypes import ELEMENT_TYPES
+from twinop.record.op_spec import DOMAIN, DOMAIN_VERSION, OpSpec
 
 ORT_VERSION = tuple(int(part) for part in onnxruntime.__version__.split(".")[:2])
 BINDS_BFLOAT16 = ORT_VERSION >= (1, 20)

@@ -10,7 +10,7 @@ from torch.nn import functional as F
 
 from twinop import torch_op
 from twinop.export import DefaultInput, body
-from twinop.library import find_library
+from twinop.libraries.library import find_library
 from twinop.testing.references import Reference, narrow, ulps
 
 

@@ -7,7 +7,7 @@ import op_bodies
 import pytest
 import torch
 
-from twinop.op_spec import OpSpec
+from twinop.record.op_spec import OpSpec
 from twinop.testing import builtin_references
 from twinop.testing.samples import (
     Sample,

@@ -10,8 +10,8 @@ import onnx
 from models import exported_by, function, node
 from onnx import TensorProto, helper, numpy_helper
 
-from twinop.library import find_library, read_library
-from twinop.op_spec import DOMAIN, DOMAIN_VERSION
+from twinop.libraries.library import find_library, read_library
+from twinop.record.op_spec import DOMAIN, DOMAIN_VERSION
 
 # The Open Inference Protocol's data types, and ONNX's.
 ELEMENTS = {

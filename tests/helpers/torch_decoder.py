@@ -9,7 +9,7 @@ from onnx.numpy_helper import to_array
 from torch import Tensor
 from torch.nn import functional as F
 
-from twinop.dtypes import to_tensor
+from twinop.record.dtypes import to_tensor
 
 Weights = Mapping[str, Tensor]
 

@@ -11,8 +11,8 @@ import warm_python
 from abi_files import FLOAT, ROOT, c_library
 from onnx import helper
 
-from twinop.built import mark
-from twinop.library import find_library
+from twinop.libraries.built import mark
+from twinop.libraries.library import find_library
 
 CUBE = '''
 import twinop

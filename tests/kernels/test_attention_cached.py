@@ -11,7 +11,7 @@ from onnx import helper
 from samples import DEVICES, RECORDS
 
 from twinop import torch_op
-from twinop.library import find_library
+from twinop.libraries.library import find_library
 from twinop.model.attach import attach_bodies
 from twinop.testing.one_node import body_session, make_session, one_node_model
 

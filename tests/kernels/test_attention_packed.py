@@ -13,7 +13,7 @@ from samples import DEVICES, RECORDS
 
 from twinop import torch_op
 from twinop.errors import TwinopError
-from twinop.library import find_library
+from twinop.libraries.library import find_library
 from twinop.testing.one_node import make_session, one_node_model, run_bound
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16, torch.float64]

@@ -14,7 +14,7 @@ from samples import DEVICES, library_of, values
 from torch.autograd import gradcheck, gradgradcheck
 
 from twinop import torch_op
-from twinop.op_spec import DOMAIN, OpSpec
+from twinop.record.op_spec import DOMAIN, OpSpec
 from twinop.testing.one_node import make_session, one_node_model, run_bound
 from twinop.torch_op import records
 

@@ -17,7 +17,7 @@ from samples import (
 )
 
 from twinop import torch_op
-from twinop.declare import CPU_FUNCTIONS
+from twinop.libraries.declare import CPU_FUNCTIONS
 
 DTYPES = ("float32", "float16", "bfloat16", "float64")
 LEVELS = ("baseline", "avx2")

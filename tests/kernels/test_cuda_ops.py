@@ -6,7 +6,7 @@ from same_bits import assert_same_bits
 from samples import ALL, RECORDS, Sample, library_of, make_sample
 
 from twinop import torch_op
-from twinop.op_spec import OpSpec
+from twinop.record.op_spec import OpSpec
 from twinop.testing.one_node import make_session, one_node_model, run_bound
 from twinop.testing.samples import why_not_derived
 from twinop.torch_op.rules import as_tuple

@@ -13,7 +13,7 @@ from samples import ALL, DEVICES
 from torch.nn import functional as F
 
 from twinop import torch_op
-from twinop.library import find_library
+from twinop.libraries.library import find_library
 from twinop.model.attach import attach_bodies
 from twinop.testing.one_node import body_session, make_session, one_node_model, run_bound
 

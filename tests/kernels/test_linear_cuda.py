@@ -13,7 +13,7 @@ from linear_calls import ACTIVATIONS, linear_node, model_of, random
 from torch.nn import functional as F
 
 from twinop import torch_op
-from twinop.library import find_library
+from twinop.libraries.library import find_library
 from twinop.testing.one_node import make_session, run_bound
 
 pytestmark = pytest.mark.cuda

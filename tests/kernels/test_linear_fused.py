@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from twinop import torch_op
-from twinop.library import find_library
+from twinop.libraries.library import find_library
 from twinop.testing.one_node import make_session, run_bound
 
 pytestmark = [pytest.mark.cuda, needs_hopper_kernels]

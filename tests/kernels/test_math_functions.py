@@ -25,7 +25,7 @@ from torch import Tensor
 from ulps import errors
 
 from twinop import torch_op
-from twinop.library import find_library
+from twinop.libraries.library import find_library
 
 UNARY: list[tuple[str, Callable[[Tensor], Tensor], Callable[[Any], Any]]] = [
     ("Sin", torch.sin, mpmath.sin),

@@ -13,8 +13,8 @@ from samples import DEVICES
 from torch import Tensor
 
 from twinop import deploy, torch_op
-from twinop.dtypes import to_array
-from twinop.library import find_library
+from twinop.libraries.library import find_library
+from twinop.record.dtypes import to_array
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 each_device = pytest.mark.parametrize("device", DEVICES)

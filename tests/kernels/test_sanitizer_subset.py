@@ -12,7 +12,7 @@ from same_bits import assert_same_bits
 from samples import ALL, RECORDS, library_of, make_sample, run_in_torch, samples, values
 
 from twinop import torch_op
-from twinop.op_spec import OpSpec
+from twinop.record.op_spec import OpSpec
 from twinop.testing.one_node import make_session, one_node_model, run_bound
 from twinop.torch_op.rules import as_tuple
 

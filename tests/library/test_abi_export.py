@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from abi_files import in_torch
 
-from twinop.library import find_library
+from twinop.libraries.library import find_library
 
 BODIES = """
 from twinop import deploy, export

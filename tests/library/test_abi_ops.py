@@ -9,7 +9,7 @@ from abi_files import CPU, FLOAT, INT8, INT32, INT64, X, in_torch, model
 from onnx import TensorProto, helper
 
 from twinop import deploy
-from twinop.library import find_library
+from twinop.libraries.library import find_library
 
 FACTORS = np.array([2, 3], np.int64)
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from elf import Elf
 
-from twinop.library import find_library, read_library
+from twinop.libraries.library import find_library, read_library
 from twinop.testing.one_node import make_session, one_node_model
 
 LIBRARIES = ("custom_relu", "custom_ops", "test_ops", "test_abi")

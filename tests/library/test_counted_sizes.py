@@ -14,7 +14,7 @@ from torch._dynamo import config
 
 from twinop import deploy, export, torch_op
 from twinop.errors import RecordError
-from twinop.library import find_library, read_library
+from twinop.libraries.library import find_library, read_library
 
 X = torch.tensor([[1.0, -2.0, 3.0, 0.0], [-1.0, 5.0, -6.0, 7.0]])
 KEEP = torch.tensor([True, False])
@@ -196,8 +196,8 @@ def test_the_body_runs_without_the_library(ops: Any, library: Path, tmp_path: Pa
 
 
 def test_onnx_infers_no_size() -> None:
-    from twinop.op_schema import infer_outputs
-    from twinop.shapes import Unknown
+    from twinop.record.op_schema import infer_outputs
+    from twinop.record.shapes import Unknown
 
     record = read_library(find_library("test_counted")).records["split_rows"]
     inferred = infer_outputs(record, {"x": ("float32", (3, 4)), "keep": ("bool", (3,))}, {"error": 0})

@@ -9,10 +9,11 @@ import pytest
 from user_ops import cube_package, cube_project, output_of, run_python
 
 import twinop
-from twinop import declare, names
-from twinop.bodies import BODIES
 from twinop.errors import ExportError, LibraryError, TwinopError
-from twinop.library import find_library
+from twinop.libraries import declare
+from twinop.libraries.library import find_library
+from twinop.record import names
+from twinop.record.body_registry import BODIES
 
 LIGHT = """
 import sys

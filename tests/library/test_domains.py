@@ -12,7 +12,7 @@ from onnx import helper
 
 from twinop import deploy
 from twinop.errors import LibraryError
-from twinop.library import find_library
+from twinop.libraries.library import find_library
 
 
 def three_domains() -> onnx.ModelProto:

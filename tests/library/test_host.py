@@ -6,7 +6,7 @@ import onnx
 from abi_files import FLOAT, in_torch, model
 from onnx import helper
 
-from twinop.library import find_library
+from twinop.libraries.library import find_library
 
 KINDS = {
     "error": "an error of one piece",

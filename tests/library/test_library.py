@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from twinop.errors import ForeignLibraryError, LibraryError
-from twinop.library import ABI_VERSION, find_library, read_library
-from twinop.op_spec import OpSpec
+from twinop.libraries.library import ABI_VERSION, find_library, read_library
+from twinop.record.op_spec import OpSpec
 
 ROOT = Path(__file__).resolve().parents[2]
 LIBRARY = find_library("custom_relu")

@@ -13,11 +13,11 @@ from user_ops import cube_package, cube_project, describe_package, negate_packag
 
 import twinop
 from twinop import deploy
-from twinop.built import mark
 from twinop.deploy.errors import ModelError
 from twinop.errors import LibraryError
-from twinop.find import find_library_of, package_key, package_of
-from twinop.library import find_library
+from twinop.libraries.built import mark
+from twinop.libraries.find import find_library_of, package_key, package_of
+from twinop.libraries.library import find_library
 
 ROW = np.array([[-1, 2, -3, 0.5]], np.float32)
 

@@ -9,7 +9,7 @@ import torch
 from abi_structures import SET, Attribute, Call, Context, Error, Tensor, read_table
 
 from twinop import torch_op
-from twinop.library import find_library, read_library
+from twinop.libraries.library import find_library, read_library
 
 LIBRARY = find_library("custom_ops")
 SCRATCH = ctypes.CFUNCTYPE(

@@ -15,8 +15,8 @@ from torch import Tensor
 from twinop.errors import ExportError
 from twinop.export import body
 from twinop.export.body_in_torch import TorchOps
-from twinop.op_spec import OpSpec
-from twinop.schema_text import record_of
+from twinop.record.op_spec import OpSpec
+from twinop.record.schema_text import record_of
 from twinop.testing import under_test
 from twinop.testing.references import ONE_ROUNDING
 from twinop.testing.rounding import OrtRoundingOps

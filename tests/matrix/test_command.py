@@ -17,7 +17,7 @@ import torch
 import warm_python
 from build_files import tiny, twinop
 
-from twinop.library import find_library, read_library
+from twinop.libraries.library import find_library, read_library
 from twinop.testing import child, under_test
 from twinop.testing.samples import make_sample
 from twinop.testing.under_test import OpUnderTest

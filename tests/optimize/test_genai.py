@@ -23,7 +23,7 @@ from twinop.deploy.errors import PackError
 from twinop.deploy.pack.options import Options
 from twinop.deploy.pack.packing import pack_genai
 from twinop.errors import ExportError, TwinopError
-from twinop.library import find_library
+from twinop.libraries.library import find_library
 from twinop.optimize import OptimizeReport, command, decoders, equivalence, optimize_folder, quantised
 from twinop.optimize.graph import RewriteContext
 from twinop.optimize.rewrite import skipped

@@ -13,7 +13,7 @@ import onnx
 import pytest
 from optimizing import parsed, weights
 
-from twinop.child import python
+from twinop.system.python_child import python
 
 ENDS = (("rewriting", signal.SIGTERM), ("comparing", signal.SIGINT), ("writing", signal.SIGKILL))
 _KILLED_AT = """

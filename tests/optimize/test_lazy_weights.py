@@ -19,7 +19,7 @@ from twinop.optimize import graph as g
 from twinop.optimize import optimizer, passes
 from twinop.optimize.prepare import prepare
 from twinop.optimize.source import Options, read_source
-from twinop.progress import silent
+from twinop.system.progress import silent
 
 _LIMIT = 4200  # bytes; onnx_ir joins equal constants of up to 1024 elements
 _TENSORS = (Stored, Recipe, ir.Tensor, ir.PackedTensor, ir.serde.TensorProtoTensor)

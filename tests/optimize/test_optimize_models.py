@@ -14,7 +14,7 @@ from lab.model_zoo import TINY, batch, encoder
 from twinop import deploy
 from twinop.export import export
 from twinop.optimize import optimize
-from twinop.tolerance import difference
+from twinop.record.tolerance import difference
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 MADE = {

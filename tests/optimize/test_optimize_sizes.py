@@ -10,9 +10,9 @@ from optimizing import nodes, optimized, parsed, weights
 from other_sizes import assert_same
 
 from twinop.deploy.ort_runs import run
-from twinop.dimensions import expressions
 from twinop.errors import ExportError
 from twinop.optimize import equivalence, inputs, masks, optimize
+from twinop.record.dimensions import expressions
 
 
 @pytest.mark.parametrize(

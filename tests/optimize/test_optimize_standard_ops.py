@@ -12,7 +12,7 @@ from other_sizes import assert_same
 
 from twinop import deploy
 from twinop.errors import ExportError
-from twinop.library import find_library, read_library
+from twinop.libraries.library import find_library, read_library
 from twinop.optimize import optimize
 from twinop.optimize.standard_ops import standard_node
 

@@ -10,7 +10,7 @@ from quantised_weights import weight_of
 
 from twinop.deploy import ort_runs
 from twinop.deploy.ort_runs import Earlier
-from twinop.library import find_library
+from twinop.libraries.library import find_library
 from twinop.model import weights
 from twinop.model.parts import parts
 from twinop.optimize import sliced

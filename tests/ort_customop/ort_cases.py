@@ -12,10 +12,10 @@ from onnx import TensorProto, helper
 from samples import RECORDS, Sample, samples, torch_dtype, values
 
 from twinop import torch_op
-from twinop.declare import CPU_FUNCTIONS
-from twinop.dtypes import ELEMENT_TYPES
-from twinop.library import find_library
-from twinop.op_spec import DOMAIN, DOMAIN_VERSION, OpSpec
+from twinop.libraries.declare import CPU_FUNCTIONS
+from twinop.libraries.library import find_library
+from twinop.record.dtypes import ELEMENT_TYPES
+from twinop.record.op_spec import DOMAIN, DOMAIN_VERSION, OpSpec
 
 Dims = Sequence[int | str | None] | None
 DIMS: dict[str, Dims] = {
@@ -346,6 +346,6 @@ def all_cases() -> Cases:
 
 
 def _probe() -> Iterator[tuple[str, OpSpec]]:
-    from twinop.library import read_library
+    from twinop.libraries.library import read_library
 
     yield "probe", read_library(find_library("test_probe")).records["probe"]

@@ -17,7 +17,7 @@ from ort_versions import SUPPORTED, environment
 from samples import RECORDS, Sample, combinations, presence_patterns, samples
 
 from twinop.export import attach_bodies
-from twinop.op_spec import OpSpec
+from twinop.record.op_spec import OpSpec
 
 NAMES = (
     "relu",

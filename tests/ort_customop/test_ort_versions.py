@@ -12,7 +12,7 @@ from linear_calls import linear_node, model_of, random
 from ort_cases import all_cases
 from ort_versions import SUPPORTED, TOO_OLD, environment, is_ready
 
-from twinop.library import find_library
+from twinop.libraries.library import find_library
 from twinop.model.attach import attach_bodies
 
 

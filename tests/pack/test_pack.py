@@ -162,7 +162,7 @@ def test_damaged_model(tmp_path: Path) -> None:
 
 
 def test_library_missing_though_bodies_would_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("twinop.find.library_folders", list)
+    monkeypatch.setattr("twinop.libraries.find.library_folders", list)
     with pytest.raises(ModelError, match="no library has custom_domain::CustomRelu"):
         packed(tmp_path)
     assert nothing_written(tmp_path)
@@ -170,7 +170,7 @@ def test_library_missing_though_bodies_would_run(tmp_path: Path, monkeypatch: py
 
 def test_gpu_without_gpu_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from twinop.deploy.pack import contents
-    from twinop.library import Library
+    from twinop.libraries.library import Library
 
     def built_without(*_: Any, **__: Any) -> list[Library]:
         return [Library(Path("libx.so"), "0.1.0", "none", "", {}, True)]

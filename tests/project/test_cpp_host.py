@@ -14,7 +14,7 @@ import pytest
 from optimizing import optimized, parsed, weights
 from record_driver import ROOT, compiler
 
-from twinop.library import find_library, read_library
+from twinop.libraries.library import find_library, read_library
 from twinop.testing.one_node import one_node_model
 
 EXAMPLE = ROOT / "examples/cpp"

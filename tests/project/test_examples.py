@@ -12,8 +12,8 @@ import warm_python
 from record_driver import ROOT
 
 from twinop import torch_op
-from twinop.built import mark
-from twinop.library import read_library
+from twinop.libraries.built import mark
+from twinop.libraries.library import read_library
 
 EXAMPLES = sorted(
     path.parent for path in (ROOT / "examples").glob("*/CMakeLists.txt") if path.parent.name != "numba"

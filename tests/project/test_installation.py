@@ -10,7 +10,7 @@ from twinop.building.toolchain import find_installation
 from twinop.deploy import session
 from twinop.errors import TwinopError
 from twinop.installation import how_to_build
-from twinop.library import find_library
+from twinop.libraries.library import find_library
 
 WHEEL = "Install twinop's wheel again: pip install --force-reinstall <path of the wheel>"
 
@@ -38,7 +38,7 @@ def test_with_a_wheel() -> None:
 
 @pytest.mark.usefixtures("wheel")
 def test_messages_to_the_user_of_a_wheel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in ("twinop.building.toolchain", "twinop.find"):
+    for module in ("twinop.building.toolchain", "twinop.libraries.find"):
         monkeypatch.setattr(f"{module}.library_folders", lambda: [tmp_path])
     for call in (lambda: find_library("none"), find_installation, lambda: session(make_model("CustomRelu"))):
         with pytest.raises(TwinopError, match="pip install --force-reinstall") as error:

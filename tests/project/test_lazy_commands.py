@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 from twinop import cli
 from twinop.bench import __main__ as bench
-from twinop.lazy_commands import LazyGroup
+from twinop.cli.lazy_commands import LazyGroup
 
 GROUPS = [
     pytest.param(cli.app, cli.Commands, id="twinop"),
@@ -84,7 +84,7 @@ def test_a_package_that_is_missing(tmp_path: Path, arguments: list[str], package
 
 
 def test_nothing_was_built() -> None:
-    code = "import twinop.library as library; library.library_folders = lambda: []"
+    code = "import twinop.libraries.library as library; library.library_folders = lambda: []"
     done = twinop("bench", "report", code=code)
     assert done.returncode == 1 and done.stdout == ""
     _, error = done.stderr.splitlines()  # the first line says how long it takes

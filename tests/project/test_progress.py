@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from twinop import console
-from twinop.memory import free_bytes, tree_bytes
+from twinop.cli import console
+from twinop.system.memory import free_bytes, tree_bytes
 
 MIB = 1 << 20
 
@@ -36,7 +36,7 @@ def test_a_terminal_shows_the_step_how_much_is_done_and_the_memory(said: StringI
 @pytest.mark.parametrize("said", [False], indirect=True)
 def test_without_a_terminal_there_are_few_lines(said: StringIO, monkeypatch: pytest.MonkeyPatch) -> None:
     clock = [0.0]
-    monkeypatch.setattr("twinop.console.time.monotonic", lambda: clock[0])
+    monkeypatch.setattr("twinop.cli.console.time.monotonic", lambda: clock[0])
     with console.progress_bar("loading") as progress:
         for clock[0] in (1.0, 6.0, 7.0, 12.0):
             progress(f"step {clock[0]:g}", 1, 2)

@@ -10,7 +10,7 @@ import pytest
 from record_driver import ROOT
 from test_guides import COMMANDS, PROGRAM, STEP
 
-from twinop.library import read_library
+from twinop.libraries.library import read_library
 
 PAGE = (ROOT / "docs/from-a-pytorch-extension.md").read_text()
 STEPS = {step["file"]: step["text"] for step in STEP.finditer(PAGE)}

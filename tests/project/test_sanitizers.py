@@ -12,7 +12,7 @@ import pytest
 from elf import Elf
 from record_driver import ROOT, compiler
 
-from twinop.library import read_library
+from twinop.libraries.library import read_library
 from twinop.testing.one_node import one_node_model
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]

@@ -8,7 +8,7 @@ from pathlib import Path
 import onnx
 import pytest
 
-from twinop.library import find_library, read_library
+from twinop.libraries.library import find_library, read_library
 from twinop.testing.one_node import one_node_model
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from twinop import __version__
-from twinop.library import read_library
+from twinop.libraries.library import read_library
 
 ROOT = Path(__file__).resolve().parents[2]
 LIBRARIES = {

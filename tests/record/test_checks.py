@@ -11,11 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from record_driver import driver
 
-from twinop.call_checks import check_attributes, check_shapes, describe
 from twinop.errors import RecordError
-from twinop.op_schema import infer_outputs
-from twinop.op_spec import DOMAIN, OpSpec
-from twinop.shapes import Unknown, output_shapes
+from twinop.record.call_checks import check_attributes, check_shapes, describe
+from twinop.record.op_schema import infer_outputs
+from twinop.record.op_spec import DOMAIN, OpSpec
+from twinop.record.shapes import Unknown, output_shapes
 
 SCHEMA = "f(Tensor x, Tensor? w=None, Tensor? b=None, int axis=-1, float eps=1e-5, int offset=0) -> Tensor"
 

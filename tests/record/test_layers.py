@@ -14,9 +14,9 @@ from samples import RECORDS, has_derivative
 
 from twinop import torch_op
 from twinop.export import op_schema, translation_table
-from twinop.library import find_library, read_library
+from twinop.libraries.library import find_library, read_library
 from twinop.model.bodies import find_body
-from twinop.op_spec import DOMAIN, DOMAIN_VERSION, OpSpec
+from twinop.record.op_spec import DOMAIN, DOMAIN_VERSION, OpSpec
 from twinop.testing.one_node import make_session, one_node_model
 
 ALL = torch_op.records()  # with the backward ops

@@ -12,8 +12,8 @@ from record_driver import driver
 
 from twinop import torch_op
 from twinop.errors import RecordError
-from twinop.library import find_library, read_library
-from twinop.op_spec import OpSpec, entries
+from twinop.libraries.library import find_library, read_library
+from twinop.record.op_spec import OpSpec, entries
 
 LIBRARIES = ("custom_ops", "test_ops")
 TORCH_TYPES = {"List[int]": "int[]", "Optional[Tensor]": "Tensor?", "List[Tensor]": "Tensor[]"}

@@ -13,8 +13,8 @@ from samples import RECORDS, samples
 
 from twinop import torch_op
 from twinop.errors import RecordError
-from twinop.op_spec import DOMAIN, OpSpec
-from twinop.shapes import evaluate, output_shapes
+from twinop.record.op_spec import DOMAIN, OpSpec
+from twinop.record.shapes import evaluate, output_shapes
 
 TENSORS = "Tensor a, Tensor b, Tensor? c=None"
 SCHEMA = f'f({TENSORS}, int n=1, bool t=True, int[] p=[1, 2], float e=1, str s="x") -> Tensor'

@@ -23,7 +23,7 @@ from twinop.deploy.service.errors import BROKEN, RUN_FAILED, RUN_TOO_LONG, Servi
 from twinop.deploy.service.instance import Instance
 from twinop.deploy.service.model_settings import ModelSettings
 from twinop.deploy.service.request import Request
-from twinop.library import find_library
+from twinop.libraries.library import find_library
 
 TRUSTING = ("--allow-model-libraries",)  # the library lies beside the model
 STALLS = 1000.0  # test.stall sleeps x milliseconds on the CPU and asserts on CUDA if x is larger

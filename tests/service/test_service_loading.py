@@ -17,7 +17,7 @@ from twinop.deploy.errors import ModelError, RunError
 from twinop.deploy.service import loading
 from twinop.deploy.service.instance import Instance
 from twinop.deploy.service.settings import SettingsError
-from twinop.tolerance import difference
+from twinop.record.tolerance import difference
 
 # -------------------------------------------------------------------------------------- what is loaded
 

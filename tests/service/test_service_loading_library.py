@@ -16,7 +16,7 @@ from twinop.deploy.service.loading import load
 from twinop.deploy.service.model_settings import ModelSettings
 from twinop.deploy.service.settings import ServerSettings
 from twinop.errors import LibraryError, TwinopError
-from twinop.library import needed_libraries
+from twinop.libraries.library import needed_libraries
 
 
 def test_a_library_beside_the_versions(libraries: dict[str, Path], tmp_path: Path) -> None:

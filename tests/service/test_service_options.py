@@ -17,7 +17,7 @@ from service_rows import QUICK, ROW, in_flight
 
 from twinop.cli import app
 from twinop.errors import TwinopError
-from twinop.library import find_library
+from twinop.libraries.library import find_library
 
 
 @pytest.fixture

@@ -24,7 +24,7 @@ from twinop.deploy.service.model_settings import ModelSettings
 from twinop.deploy.service.newer_python import tomllib
 from twinop.deploy.service.settings import Policy, ServerSettings
 from twinop.errors import LibraryError
-from twinop.library import find_library
+from twinop.libraries.library import find_library
 
 NET = """
 import other_ops, test_cube, torch

@@ -12,9 +12,9 @@ from samples import RECORDS
 
 import twinop
 from twinop import torch_op
-from twinop.bodies import BODIES, body
-from twinop.declare import CPU_FUNCTIONS
 from twinop.errors import RecordError
+from twinop.libraries.declare import CPU_FUNCTIONS
+from twinop.record.body_registry import BODIES, body
 
 DOMAIN = "test_cpu_function"
 

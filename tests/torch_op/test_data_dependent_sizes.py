@@ -14,7 +14,7 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from twinop import deploy, export, torch_op
 from twinop.errors import RecordError
-from twinop.op_spec import OpSpec
+from twinop.record.op_spec import OpSpec
 from twinop.testing.samples import is_given
 
 FLOAT = {

@@ -9,7 +9,7 @@ PROGRAM = """
 import torch
 from twinop import torch_op
 from twinop.errors import RecordError
-from twinop.library import find_library
+from twinop.libraries.library import find_library
 
 probe = torch_op.load(find_library("test_probe")).probe
 x = torch.tensor([1.0, float("nan")])

@@ -6,12 +6,12 @@ import sys
 from pathlib import Path
 
 from twinop.installation import ALL_OPS_TAKE
-from twinop.library import find_library
+from twinop.libraries.library import find_library
 
 SCRIPT = """
-import sys, torch, twinop.library
+import sys, torch, twinop.libraries.library
 from pathlib import Path
-twinop.library.library_folders = lambda: [Path(sys.argv[1])]
+twinop.libraries.library.library_folders = lambda: [Path(sys.argv[1])]
 from twinop import torch_op
 from twinop.errors import TwinopError
 

@@ -16,7 +16,7 @@ from torch.torch_version import TorchVersion
 
 import twinop
 from twinop import torch_op
-from twinop.library import find_library
+from twinop.libraries.library import find_library
 
 WHOLE = Replicate()
 SPLITS = [Replicate(), Shard(0), Shard(1), Shard(2)]

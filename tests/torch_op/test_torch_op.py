@@ -14,7 +14,7 @@ from torch.autograd import gradcheck, gradgradcheck
 
 from twinop import torch_op
 from twinop.errors import RecordError
-from twinop.library import find_library
+from twinop.libraries.library import find_library
 
 ops = torch.ops.custom_domain
 RELU = [pytest.param(ops.relu, id="torch.ops"), pytest.param(torch_op.relu, id="function")]

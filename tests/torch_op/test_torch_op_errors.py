@@ -11,7 +11,7 @@ from samples import DEVICES  # and registers the ops that only the tests use
 
 from twinop import torch_op
 from twinop.errors import LibraryError, RecordError
-from twinop.library import find_library
+from twinop.libraries.library import find_library
 
 ops = torch.ops.custom_domain
 ROOT = Path(__file__).resolve().parents[2]

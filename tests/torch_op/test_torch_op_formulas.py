@@ -15,11 +15,11 @@ from samples import ALL, make_sample, run_in_torch
 from torch.profiler import ProfilerActivity, profile
 
 from twinop import torch_op
-from twinop.declare import SECOND_DERIVATIVES
 from twinop.errors import LibraryError, RecordError
-from twinop.library import find_library
-from twinop.op_spec import OpSpec
-from twinop.record_checks import check_formulas
+from twinop.libraries.declare import SECOND_DERIVATIVES
+from twinop.libraries.library import find_library
+from twinop.record.op_spec import OpSpec
+from twinop.record.record_checks import check_formulas
 from twinop.torch_op.formulas import Formulas
 
 ops = torch.ops.custom_domain

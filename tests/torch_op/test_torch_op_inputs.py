@@ -12,7 +12,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from twinop import torch_op
 from twinop.errors import RecordError
-from twinop.op_spec import OpSpec
+from twinop.record.op_spec import OpSpec
 
 ops = torch.ops.custom_domain
 

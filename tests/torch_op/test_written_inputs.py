@@ -27,8 +27,8 @@ from twinop.deploy.custom_nodes import Model
 from twinop.deploy.inference_session import _shareable
 from twinop.deploy.torch_binding import TensorRunner
 from twinop.errors import ExportError, RecordError, RecordSyntaxError
-from twinop.library import find_library
-from twinop.schema_text import record_of
+from twinop.libraries.library import find_library
+from twinop.record.schema_text import record_of
 from twinop.torch_op.mutation import _check_written
 
 LIBRARY = find_library("test_written")

@@ -10,7 +10,7 @@ import triton.language as tl
 from triton.runtime.jit import JITFunction
 
 from twinop.aot_kernels.plan import Fill, Plan, Pointer, Refuse, Scalar
-from twinop.op_spec import Attribute, Input, OpSpec
+from twinop.record.op_spec import Attribute, Input, OpSpec
 from twinop.triton.trace import SAMPLE_SIZES
 from twinop.triton.traced import TracedLaunch, TracedOp
 

@@ -21,9 +21,9 @@ from twinop.building.options import Options
 from twinop.building.project import find_project
 from twinop.errors import BuildError, TwinopError
 from twinop.export import export
-from twinop.kernel_op import describe_source
-from twinop.library import Library, needed_libraries
-from twinop.load_module import load_module
+from twinop.libraries.kernel_op import describe_source
+from twinop.libraries.library import Library, needed_libraries
+from twinop.libraries.load_module import load_module
 from twinop.testing.one_node import make_session, one_node_model
 
 pytest.importorskip("triton", reason="kernels in Python need it")

@@ -9,7 +9,7 @@ from launchers import pointers, record, sized
 from record_driver import ROOT
 
 from twinop.errors import BuildError, RecordError
-from twinop.load_module import load_module
+from twinop.libraries.load_module import load_module
 from twinop.triton.trace import trace
 from twinop.triton.traced import TracedLaunch
 

@@ -19,7 +19,7 @@ from twinop.building.builder import build
 from twinop.building.options import Options
 from twinop.building.project import find_project
 from twinop.errors import BuildError, TwinopError
-from twinop.load_module import load_module
+from twinop.libraries.load_module import load_module
 from twinop.triton.trace import trace
 
 pytest.importorskip("triton", reason="kernels in Python need it")

@@ -17,8 +17,8 @@ from twinop.building.builder import Built, build
 from twinop.building.options import Options
 from twinop.building.project import find_project
 from twinop.errors import BuildError
-from twinop.library import read_library
-from twinop.load_module import load_module
+from twinop.libraries.library import read_library
+from twinop.libraries.load_module import load_module
 
 pytest.importorskip("triton", reason="kernels in Python need it")
 

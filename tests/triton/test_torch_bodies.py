@@ -10,11 +10,11 @@ import pytest
 import torch
 
 import twinop
-from twinop.dtypes import ELEMENT_TYPES
 from twinop.errors import ExportError
 from twinop.export import attach_bodies
 from twinop.export.body_in_torch import evaluate_body
-from twinop.kernel_op import KernelOp
+from twinop.libraries.kernel_op import KernelOp
+from twinop.record.dtypes import ELEMENT_TYPES
 
 
 def norm_body(x: torch.Tensor, *, eps: float, kind: str) -> torch.Tensor:

@@ -10,7 +10,7 @@ import warm_python
 from record_driver import ROOT
 
 from twinop.installation import version_numbers
-from twinop.library import read_library
+from twinop.libraries.library import read_library
 
 EXAMPLES = sorted((ROOT / "examples/triton").glob("*.py"))
 

@@ -10,7 +10,7 @@ from samples import DEVICES
 from twinop.building.builder import build
 from twinop.building.options import Options
 from twinop.building.project import find_project
-from twinop.library import Library
+from twinop.libraries.library import Library
 from twinop.testing.one_node import make_session, one_node_model, run_bound
 
 pytest.importorskip("triton", reason="kernels in Python need it")

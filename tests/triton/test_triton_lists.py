@@ -12,8 +12,8 @@ from user_ops import ROOT, run_python
 
 from twinop.aot_kernels.expression import size
 from twinop.errors import BuildError
-from twinop.kernel_op import DECLARED
-from twinop.load_module import load_module
+from twinop.libraries.kernel_op import DECLARED
+from twinop.libraries.load_module import load_module
 from twinop.triton.trace import trace
 
 pytest.importorskip("triton", reason="kernels in Python need it")

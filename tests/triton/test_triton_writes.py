@@ -10,8 +10,8 @@ from torch.library import opcheck
 
 import twinop
 from twinop.errors import BuildError, RecordError
-from twinop.kernel_op import DECLARED, KernelOp
-from twinop.load_module import load_module
+from twinop.libraries.kernel_op import DECLARED, KernelOp
+from twinop.libraries.load_module import load_module
 
 pytest.importorskip("triton", reason="kernels in Python need it")
 
@@ -100,7 +100,7 @@ def launcher(change: Any) -> Any:
     ],
 )
 def test_what_a_launcher_may_not_do(change: Any, message: str) -> None:
-    from twinop.schema_text import record_of
+    from twinop.record.schema_text import record_of
     from twinop.triton.trace import trace
 
     record = record_of(

@@ -17,7 +17,7 @@ from typing import Any
 
 from ..building.cache import write
 from ..errors import BuildError
-from ..op_spec import OpSpec
+from ..record.op_spec import OpSpec
 from .expression import FUNCTIONS, Expression
 from .plan import ZERO, Contents, DeviceOp, Fill, Kernel, Launch, Plan, Pointer, Scalar, Variant
 

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
-from ..op_spec import OpSpec
+from ..record.op_spec import OpSpec
 from .expression import Expression, constant
 
 POINTER = "pointer"

@@ -4,11 +4,11 @@ import re
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-from ..built import mark, note_of
 from ..errors import BuildError, LibraryError, RecordError
-from ..library import Library, checksum, find_library, read_library
-from ..names import check_op_name
-from ..record_checks import check_record
+from ..libraries.built import mark, note_of
+from ..libraries.library import Library, checksum, find_library, read_library
+from ..record.names import check_op_name
+from ..record.record_checks import check_record
 from .cache import cache_folder, digest, write
 from .modules import write_source
 from .objects import check_arguments, check_functions

@@ -7,11 +7,11 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..bodies import BODIES, Body, DefaultInput
-from ..built import changed_since, mark
 from ..errors import BuildError
-from ..library import get_include
-from ..op_spec import key_of
+from ..libraries.built import changed_since, mark
+from ..libraries.library import get_include
+from ..record.body_registry import BODIES, Body, DefaultInput
+from ..record.op_spec import key_of
 from .builder import build
 from .cache import cache_folder, digest, write
 from .options import Options

@@ -7,7 +7,7 @@ from collections.abc import Collection
 from pathlib import Path
 
 from ..errors import BuildError, RecordError
-from ..schema_text import record_of
+from ..record.schema_text import record_of
 
 # "mish.h:12:5: error: ..." (GCC, Clang) and "mish.h(12): error: ..." (nvcc).
 _PLACE = re.compile(r"^(?P<file>[^\s:(][^:(\n]*)(?::(?P<line>\d+)(?::\d+)?:|\((?P<nv>\d+)\):) *(?P<text>.*)$")

@@ -10,9 +10,9 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from ..built import file_hash
 from ..errors import BuildError
-from ..library import get_cmake_dir
+from ..libraries.built import file_hash
+from ..libraries.library import get_cmake_dir
 from .cache import digest, write
 from .options import Options
 from .project import Project

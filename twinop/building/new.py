@@ -5,10 +5,10 @@ from typing import Annotated, Literal
 
 import typer
 
-from ..console import clear_errors, out
+from ..cli.console import clear_errors, out
 from ..errors import BuildError
-from ..names import check_project_name
-from ..publish import work_folder
+from ..record.names import check_project_name
+from ..system.publish import work_folder
 from .cache import writing
 
 _TEMPLATES = Path(__file__).parent / "templates"

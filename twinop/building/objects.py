@@ -7,12 +7,12 @@ import subprocess
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from ..child import bare
 from ..errors import BuildError
-from ..library import sections_of
-from ..names import check_op_name
-from ..op_spec import OpSpec
-from ..schema_text import record_of
+from ..libraries.library import sections_of
+from ..record.names import check_op_name
+from ..record.op_spec import OpSpec
+from ..record.schema_text import record_of
+from ..system.python_child import bare
 from .cache import write
 from .project import Project
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import BuildError
-from ..names import check_domain
+from ..record.names import check_domain
 
 _OPS = re.compile(r"\bTWINOP_(OP|CPU_OP|CUDA_OP|ELEMENTWISE|ROWWISE|UNARY)\s*\(\s*(\w+)")
 _KERNEL_OPS = re.compile(r"^@(?:twinop\.)?triton_op\(", re.MULTILINE)

@@ -14,7 +14,7 @@ import twinop
 
 from ..errors import BuildError
 from ..installation import how_to_build, version_numbers
-from ..library import library_folders
+from ..libraries.library import library_folders
 
 _OLDEST = {"GCC": 11, "Clang": 14}
 _OLDEST_NVCC = "12.4"  # as in TwinopCuda.cmake

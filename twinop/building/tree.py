@@ -13,9 +13,9 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from ..built import file_hash
 from ..errors import BuildError
-from ..library import get_cmake_dir, get_include
+from ..libraries.built import file_hash
+from ..libraries.library import get_cmake_dir, get_include
 from .cache import make_folder, write, writing
 from .diagnostics import build_error, cmake_error
 from .options import Options

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from twinop.library import find_library
+from twinop.libraries.library import find_library
 from twinop.torch_op.linear_rules import dequantised
 
 from .references import ONE_ROUNDING, Reference, narrow, ulps

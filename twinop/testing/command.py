@@ -5,7 +5,7 @@ from pathlib import Path
 
 import typer
 
-from twinop.console import clear_errors, print_note
+from twinop.cli.console import clear_errors, print_note
 
 from . import child
 

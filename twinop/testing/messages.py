@@ -7,10 +7,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from twinop.declare import CPU_FUNCTIONS
-from twinop.dtypes import described, torch_name
-from twinop.op_spec import OpSpec
-from twinop.tolerance import TOLERANCE, scale_of
+from twinop.libraries.declare import CPU_FUNCTIONS
+from twinop.record.dtypes import described, torch_name
+from twinop.record.op_spec import OpSpec
+from twinop.record.tolerance import TOLERANCE, scale_of
 
 from .one_node import bits
 from .samples import Sample, called

@@ -12,8 +12,8 @@ from onnx import helper
 from twinop.deploy.create_session import session
 from twinop.deploy.inference_session import Session
 from twinop.deploy.ort_calls import NOWHERE
-from twinop.dtypes import ELEMENT_TYPES, torch_name
-from twinop.op_spec import OpSpec
+from twinop.record.dtypes import ELEMENT_TYPES, torch_name
+from twinop.record.op_spec import OpSpec
 
 PROVIDERS = {"cpu": "CPUExecutionProvider", "cuda": "CUDAExecutionProvider"}
 

@@ -4,7 +4,7 @@ from typing import Any
 
 import torch
 
-from twinop.op_spec import OpSpec
+from twinop.record.op_spec import OpSpec
 
 from .one_node import make_session, one_node_model, run_bound
 from .samples import Sample

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from twinop.errors import TwinopError
-from twinop.op_spec import OpSpec
+from twinop.record.op_spec import OpSpec
 
 from . import child
 from .target import TARGET, load

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from twinop.tolerance import scale_of
+from twinop.record.tolerance import scale_of
 
 Results = Tensor | tuple[Tensor, ...]
 

@@ -11,12 +11,12 @@ from typing import Any
 
 import torch
 
-from twinop.call_checks import check_attributes
-from twinop.declare import DERIVATIVES, SECOND_DERIVATIVES
-from twinop.dtypes import described
 from twinop.errors import RecordError, TwinopError
-from twinop.op_spec import DOMAIN, OpSpec
-from twinop.shapes import input_shapes as shapes_of_inputs
+from twinop.libraries.declare import DERIVATIVES, SECOND_DERIVATIVES
+from twinop.record.call_checks import check_attributes
+from twinop.record.dtypes import described
+from twinop.record.op_spec import DOMAIN, OpSpec
+from twinop.record.shapes import input_shapes as shapes_of_inputs
 from twinop.torch_op.rules import as_tuple
 
 from . import child

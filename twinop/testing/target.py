@@ -5,10 +5,10 @@ from pathlib import Path
 from typing import Any
 
 from twinop.errors import TwinopError
-from twinop.find import project_libraries
-from twinop.library import read_library
-from twinop.load_module import load_module
-from twinop.op_spec import DOMAIN
+from twinop.libraries.find import project_libraries
+from twinop.libraries.library import read_library
+from twinop.libraries.load_module import load_module
+from twinop.record.op_spec import DOMAIN
 
 TARGET = "--twinop-target"
 """pytest's option for what to test."""

@@ -7,10 +7,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from twinop.declare import CPU_FUNCTIONS
-from twinop.dtypes import torch_name
 from twinop.export.body_in_torch import evaluate_body
-from twinop.op_spec import OpSpec
+from twinop.libraries.declare import CPU_FUNCTIONS
+from twinop.record.dtypes import torch_name
+from twinop.record.op_spec import OpSpec
 from twinop.torch_op.arguments import tensors_of
 from twinop.torch_op.rules import as_tuple
 

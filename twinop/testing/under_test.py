@@ -9,10 +9,10 @@ from typing import Any
 import torch
 
 from twinop import torch_op
-from twinop.declare import CPU_FUNCTIONS
 from twinop.errors import TwinopError
-from twinop.kernel_op import DECLARED
-from twinop.op_spec import OpSpec
+from twinop.libraries.declare import CPU_FUNCTIONS
+from twinop.libraries.kernel_op import DECLARED
+from twinop.record.op_spec import OpSpec
 
 from .references import Reference
 

@@ -10,9 +10,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from ..aot_kernels.plan import Body, Contents, DeviceOp
 from ..errors import BuildError, ExportError
-from ..kernel_op import DECLARED, KernelOp, describe_source
-from ..load_module import load_module
-from ..op_spec import OpSpec
+from ..libraries.kernel_op import DECLARED, KernelOp, describe_source
+from ..libraries.load_module import load_module
+from ..record.op_spec import OpSpec
 from .launches import compile_plans
 from .trace import SAMPLE_SIZES, Ranks, trace, values_of
 from .traced import TracedOp
@@ -150,7 +150,7 @@ def _model(record: OpSpec, combination: int, ranks: Sequence[Ranks]) -> bytes:
 
 def _attributes(record: OpSpec) -> list[dict[str, Any]]:
     """Returns attributes in which each has all its values, or two where there are too many."""
-    from ..op_schema import onnx_value
+    from ..record.op_schema import onnx_value
 
     values = []
     for entry in record.attributes:

@@ -6,10 +6,10 @@ from random import Random
 from typing import Any
 
 from ..aot_kernels.expression import Expression
-from ..dtypes import ELEMENT_TYPES
 from ..errors import BuildError, RecordError
-from ..op_spec import OpSpec, entries
-from ..shapes import evaluate, largest_sizes
+from ..record.dtypes import ELEMENT_TYPES
+from ..record.op_spec import OpSpec, entries
+from ..record.shapes import evaluate, largest_sizes
 from .recorder import Output
 from .symbols import Call
 

@@ -12,10 +12,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..aot_kernels.expression import Expression, as_expression
 from ..aot_kernels.plan import Fill, Pointer, Scalar
-from ..dtypes import torch_name
 from ..errors import BuildError
-from ..kernel_op import place_of
-from ..op_spec import OpSpec
+from ..libraries.kernel_op import place_of
+from ..record.dtypes import torch_name
+from ..record.op_spec import OpSpec
 from .symbols import SYMBOLIC, Symbols, Varying
 from .traced import TracedLaunch
 

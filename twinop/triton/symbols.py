@@ -16,7 +16,7 @@ from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 
 from ..aot_kernels.expression import FUNCTIONS, Expression
 from ..errors import BuildError
-from ..op_spec import OpSpec
+from ..record.op_spec import OpSpec
 from .expressions import translate
 
 MOST_ELEMENTS = 2**16

@@ -13,9 +13,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from ..aot_kernels.expression import Expression, attribute, size, text_is
 from ..aot_kernels.plan import Plan, Pointer, Refuse
 from ..errors import BuildError, RecordError
-from ..kernel_op import place_of
-from ..op_spec import Attribute, OpSpec, entries
-from ..shapes import evaluate
+from ..libraries.kernel_op import place_of
+from ..record.op_spec import Attribute, OpSpec, entries
+from ..record.shapes import evaluate
 from .expressions import NotAnExpression
 from .helion import helion_kernels
 from .intercept import Choose, Indexing, first_configuration, functions_of_symbols, triton_launches

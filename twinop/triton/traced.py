@@ -6,7 +6,7 @@ from typing import Any
 
 from ..aot_kernels.expression import Expression
 from ..aot_kernels.plan import Plan, Pointer, Scalar
-from ..op_spec import OpSpec
+from ..record.op_spec import OpSpec
 
 
 @dataclass(frozen=True)

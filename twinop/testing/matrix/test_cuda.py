@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from twinop.op_spec import OpSpec
+from twinop.record.op_spec import OpSpec
 
 from ..messages import fail, require_same_bits
 from ..samples import Sample, call, called, make_sample

@@ -6,9 +6,9 @@ from typing import Any
 import pytest
 import torch
 
-from twinop.call_checks import check_shapes
 from twinop.errors import RecordError
-from twinop.op_spec import OpSpec
+from twinop.record.call_checks import check_shapes
+from twinop.record.op_spec import OpSpec
 
 from ..messages import fail
 from ..samples import Sample, call, called, make_sample, torch_dtype

@@ -12,18 +12,18 @@ import onnxruntime as ort
 import pytest
 import torch
 
-from twinop.declare import CPU_FUNCTIONS
 from twinop.deploy import Session
 from twinop.errors import ExportError
 from twinop.export import attach_bodies, export
 from twinop.export.verify import unsupported_cell
-from twinop.kernel_op import DECLARED
+from twinop.libraries.declare import CPU_FUNCTIONS
+from twinop.libraries.kernel_op import DECLARED
 from twinop.model.attach import OPSETS
 from twinop.model.bodies import find_body
 from twinop.model.calls import make_call
-from twinop.op_schema import default_of
-from twinop.op_spec import OpSpec
-from twinop.tolerance import same_bits
+from twinop.record.op_schema import default_of
+from twinop.record.op_spec import OpSpec
+from twinop.record.tolerance import same_bits
 
 from ..messages import fail, first_difference
 from ..one_node import body_session, one_node_model

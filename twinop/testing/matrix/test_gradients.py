@@ -10,10 +10,10 @@ from torch.autograd import gradcheck, gradgradcheck
 from torch.autograd.gradcheck import GradcheckError
 from torch.library import opcheck
 
-from twinop.dtypes import FLOATS_8
 from twinop.errors import RecordError
 from twinop.model.bodies import find_body
-from twinop.op_spec import DOMAIN, OpSpec
+from twinop.record.dtypes import FLOATS_8
+from twinop.record.op_spec import DOMAIN, OpSpec
 from twinop.torch_op.rules import PRODUCTS
 
 from ..messages import fail, first_difference, require_same_bits, runs_body

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import torch
 
-from twinop.kernel_op import DECLARED
+from twinop.libraries.kernel_op import DECLARED
 from twinop.model.bodies import find_body
-from twinop.op_spec import OpSpec
+from twinop.record.op_spec import OpSpec
 
 from ..messages import fail, first_difference, require_same_bits
 from ..ort_runner import OrtRunner, poisoned

@@ -14,9 +14,9 @@ from typing import Any, BinaryIO
 
 import twinop
 
-from .errors import ForeignLibraryError, LibraryError, RecordError
-from .installation import ROOT, how_to_build
-from .op_spec import DOMAIN, DOMAIN_VERSION, OpSpec, check_kind
+from ..errors import ForeignLibraryError, LibraryError, RecordError
+from ..installation import ROOT, how_to_build
+from ..record.op_spec import DOMAIN, DOMAIN_VERSION, OpSpec, check_kind
 
 ABI_VERSION = 1
 """The version of the interface between libraries and adapters (`kernels/abi.h`) that this code reads."""
@@ -272,11 +272,11 @@ def get_library_path() -> str:
 
 def get_include() -> str:
     """Returns the folder for the compiler's option -I, under which ops include `"twinop/elementwise.h"`."""
-    return str(Path(__file__).resolve().parent / "include")
+    return str(Path(__file__).resolve().parents[1] / "include")
 
 
 def get_cmake_dir() -> str:
     """Returns the folder of twinop's CMake package, for `twinop_DIR`."""
-    package = Path(__file__).resolve().parent
+    package = Path(__file__).resolve().parents[1]
     installed = package / "cmake"
     return str(installed if installed.is_dir() else package.parent / "cmake")

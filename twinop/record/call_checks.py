@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from .errors import RecordError
+from ..errors import RecordError
 from .op_spec import OpSpec, entries
 from .shapes import broadcast, evaluate, output_shapes, too_few_dimensions
 

@@ -9,8 +9,8 @@ import warnings
 from collections.abc import Sequence
 from pathlib import Path
 
-from .errors import LibraryError, TwinopError, TwinopWarning
-from .installation import ROOT
+from ..errors import LibraryError, TwinopError, TwinopWarning
+from ..installation import ROOT
 
 SAY_ERROR = (
     "sys.excepthook = lambda _, error, __: sys.stdout.buffer.write(str(error).encode(errors='replace')); "

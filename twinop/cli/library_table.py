@@ -2,8 +2,8 @@
 
 from rich.table import Table
 
+from ..libraries.library import Library
 from .console import out
-from .library import Library
 
 
 def show_library(library: Library) -> None:

@@ -19,11 +19,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from .bodies import BODIES, DefaultInput, body
+from ..errors import LibraryError, TwinopError
+from ..record.body_registry import BODIES, DefaultInput, body
+from ..record.names import check_domain, check_op_name
+from ..record.op_spec import OpSpec, key_of
 from .built import warn_if_old
-from .errors import LibraryError, TwinopError
-from .names import check_domain, check_op_name
-from .op_spec import OpSpec, key_of
 
 SECOND_DERIVATIVES: dict[str, Callable[..., Any]] = {}
 """Backward ops in torch's operators by `OpSpec.key`; `torch_op/second_derivatives.py` explains them."""
@@ -48,7 +48,7 @@ def cpu_function(record: OpSpec) -> Callable[..., Any] | None:
 
 def body_on_cpu(record: OpSpec, *inputs: Any, **attributes: Any) -> Any:
     """Computes the outputs of an op from its body."""
-    from .export.body_in_torch import evaluate_body
+    from ..export.body_in_torch import evaluate_body
 
     return evaluate_body(record, inputs, attributes)
 
@@ -57,7 +57,7 @@ class Op:
     """An op of one's own: called with tensors, it runs in torch.
 
     The first call loads torch and the library: the `library_path()` of the defining module, or else the one
-    that is found for the domain (`twinop.find`).
+    that is found for the domain (`twinop.libraries.find`).
 
     Attributes:
         name, domain: the op is `torch.ops.<domain>.<name>`, with "_" for "." in the domain.

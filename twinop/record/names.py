@@ -4,7 +4,7 @@ import keyword
 import re
 import sys
 
-from .errors import TwinopError
+from ..errors import TwinopError
 from .op_spec import DOMAIN
 
 BUILT_IN = re.compile(r"(ai\.onnx|com\.microsoft|com\.ms|org\.pytorch)(\..*)?")

@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from .errors import TwinopError, TwinopWarning, command_line, is_disk_error
-from .memory import tree_bytes
-from .progress import Progress
+from ..errors import TwinopError, TwinopWarning, command_line, is_disk_error
+from ..system.memory import tree_bytes
+from ..system.progress import Progress
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -37,7 +37,7 @@ _PARTS = 1 << 20  # a total of more is in bytes
 def __getattr__(name: str) -> Any:
     """Makes a console when it is first used: the service starts without importing rich."""
     if name not in ("out", "err"):
-        raise AttributeError(f"twinop.console has no attribute {name!r}")
+        raise AttributeError(f"twinop.cli.console has no attribute {name!r}")
     from rich.console import Console
 
     globals()[name] = console = Console(stderr=name == "err", emoji=False, markup=False, highlight=False)

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from .errors import ExportError
+from ..errors import ExportError
 from .op_spec import DOMAIN, OpSpec, key_of
 
 Builder = Callable[..., Any]

@@ -7,9 +7,9 @@ import warnings
 from collections.abc import Mapping
 from pathlib import Path
 
-from .errors import TwinopWarning
+from ..errors import TwinopWarning
+from ..system.regular_file import read_regular
 from .library import checksum
-from .regular_file import read_regular
 
 _MOST_BYTES = 1 << 30  # of a source file or a note
 _warned: set[tuple[Path, str]] = set()

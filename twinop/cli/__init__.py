@@ -5,9 +5,9 @@ from typing import Annotated, ClassVar
 
 import typer
 
+from ..libraries.library import find_library, read_library
 from .console import clear_errors
 from .lazy_commands import LazyGroup
-from .library import find_library, read_library
 
 
 class Commands(LazyGroup):
@@ -15,8 +15,8 @@ class Commands(LazyGroup):
 
     modules: ClassVar = {
         "new": "twinop.building.new:new",
-        "build": "twinop.building.command:build",
-        "tune": "twinop.triton.command:tune",
+        "build": "twinop.building.build_command:build",
+        "tune": "twinop.triton.tune_command:tune",
         "test": "twinop.testing.command:main",
         "bench": "twinop.bench.__main__:bench",
         "export": "twinop.export.to_onnx:main",
@@ -40,7 +40,7 @@ app = typer.Typer(
 
 def _show_version(wanted: bool) -> None:
     if wanted:
-        from . import __version__
+        from .. import __version__
 
         typer.echo(f"twinop {__version__}")
         raise typer.Exit

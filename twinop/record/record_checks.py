@@ -5,8 +5,8 @@ import builtins
 from collections.abc import Iterable
 from typing import Any
 
+from ..errors import RecordError, RecordSyntaxError
 from .call_checks import check_attributes
-from .errors import RecordError, RecordSyntaxError
 from .op_spec import OpSpec
 
 

@@ -6,9 +6,9 @@ from typing import Annotated
 
 import typer
 
-from ..console import clear_errors, err, out, print_note
+from ..cli.console import clear_errors, err, out, print_note
+from ..cli.library_table import show_library
 from ..errors import BuildError
-from ..library_table import show_library
 from .builder import build as build_project
 from .objects import write_header
 from .options import Options

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from types import CodeType
 from typing import Any
 
-from .errors import RecordError, RecordSyntaxError
+from ..errors import RecordError, RecordSyntaxError
 from .op_spec import OpSpec, entries
 
 ABSENT = (0,)

@@ -5,7 +5,7 @@ import sys
 from pathlib import Path
 from types import ModuleType
 
-from .errors import TwinopError
+from ..errors import TwinopError
 
 
 def load_module(path: Path) -> ModuleType:

@@ -4,7 +4,7 @@ import ast
 import re
 from collections.abc import Iterator
 
-from .errors import RecordSyntaxError
+from ..errors import RecordSyntaxError
 from .op_spec import Attribute, Input, OpSpec
 from .shapes import check_texts
 

@@ -10,9 +10,9 @@ from onnx import AttributeProto
 from onnx.defs import OpSchema
 from onnx.shape_inference import InferenceContext, InferenceError
 
+from ..errors import RecordError
 from .call_checks import check_attributes, check_shapes
 from .dtypes import ELEMENT_TYPES, dtype_name, onnx_name
-from .errors import RecordError
 from .op_spec import Attribute, OpSpec
 from .shapes import Unknown, output_shapes
 

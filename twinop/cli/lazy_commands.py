@@ -10,9 +10,9 @@ from typing import Any, ClassVar
 import typer
 from typer.core import TyperCommand, TyperGroup
 
+from ..errors import TwinopError
+from ..installation import is_source_tree
 from .console import clear_errors, program
-from .errors import TwinopError
-from .installation import is_source_tree
 
 # The extra of twinop that has a package, and that a command needs.
 _EXTRA_OF = {"matplotlib": "bench", "triton": "triton", "pytest": "test"}
@@ -69,7 +69,7 @@ def _packages(ctx: Any) -> Iterator[None]:
 
 def _docstring(entry: str) -> str | None:
     module, _, function = entry.partition(":")
-    source = Path(__file__).parent.joinpath(*module.split(".")[1:]).with_suffix(".py").read_text("utf-8")
+    source = Path(__file__).parents[1].joinpath(*module.split(".")[1:]).with_suffix(".py").read_text("utf-8")
     nodes = ast.parse(source).body
     found = next(node for node in nodes if isinstance(node, ast.FunctionDef) and node.name == function)
     return ast.get_docstring(found)

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from typing import Any
 
-from .errors import RecordSyntaxError
+from ..errors import RecordSyntaxError
 
 DOMAIN = "custom_domain"
 """The domain of twinop's own ops. Other libraries have other domains (`OpSpec.domain`)."""

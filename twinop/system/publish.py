@@ -18,8 +18,8 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from .errors import ExportError
-from .library import checksum
+from ..errors import ExportError
+from ..libraries.library import checksum
 
 MANIFEST = "twinop-pack.json"  # in a packed folder: a checksum of each file
 _WORK, _LOCK = ".twinop-work-", ".lock"

@@ -23,13 +23,13 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from .bodies import body as register_body
-from .bodies import misfit
+from ..errors import RecordError, TwinopError
+from ..record.body_registry import body as register_body
+from ..record.body_registry import misfit
+from ..record.names import check_domain, check_op_name
+from ..record.op_spec import OpSpec, entries
+from ..record.schema_text import record_of
 from .declare import CPU_FUNCTIONS, DERIVATIVES, SECOND_DERIVATIVES, Op, body_on_cpu, declared_domain
-from .errors import RecordError, TwinopError
-from .names import check_domain, check_op_name
-from .op_spec import OpSpec, entries
-from .schema_text import record_of
 
 Launcher = Callable[..., Any]
 
@@ -358,7 +358,7 @@ def _builder(declared: KernelOp) -> Callable[..., Any]:
     else:
 
         def build(op: Any, *inputs: Any, **attributes: Any) -> Any:
-            from .export.torch_bodies import replay
+            from ..export.torch_bodies import replay
 
             return replay(declared, op, inputs, attributes)
 

@@ -14,11 +14,11 @@ from dataclasses import dataclass
 from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
 
+from ..errors import LibraryError
+from ..record.op_spec import DOMAIN
 from .built import mark
 from .declare import library_beside
-from .errors import LibraryError
 from .library import library_folders, read_library
-from .op_spec import DOMAIN
 
 GROUP = "twinop.libraries"
 

@@ -6,9 +6,9 @@ from typing import Annotated, Any
 
 import typer
 
-from ..console import clear_errors, err, out, print_note
+from ..cli.console import clear_errors, err, out, print_note
 from ..errors import BuildError
-from ..kernel_op import KernelOp
+from ..libraries.kernel_op import KernelOp
 from .tuning import Entry, Tuning, tuning_file
 
 _SIZES = (256, 1024, 4096)

@@ -1,0 +1,1 @@
+"""Libraries of ops: what a file holds, where it lies, and ops that Python declares."""

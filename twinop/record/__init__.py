@@ -1,0 +1,1 @@
+"""Op records: schemas, shapes, dtypes, and the checks of a call."""

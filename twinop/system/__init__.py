@@ -1,0 +1,1 @@
+"""The machine: processes, memory, files, and what is shown of long work."""
