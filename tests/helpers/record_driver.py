@@ -19,6 +19,15 @@ def compiler() -> str:
     return found
 
 
+def read_by_compiler(source: str, *flags: str) -> subprocess.CompletedProcess[str]:
+    """What the compiler says of a C++ text, without making code."""
+    command = [compiler(), "-std=c++17", f"-I{ROOT}", f"-I{ROOT}/twinop/include", *flags]
+    command += ["-fsyntax-only", "-x", "c++", "-"]
+    return subprocess.run(
+        command, input=source, text=True, capture_output=True, env=os.environ | {"LC_ALL": "C"}
+    )
+
+
 @cache
 def _program() -> Path:
     folder = Path(tempfile.mkdtemp(prefix="twinop-driver-"))

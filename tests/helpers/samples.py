@@ -56,6 +56,3 @@ def combinations(records: Mapping[str, OpSpec]) -> list[Any]:
         for record in records.values()
         for dtypes in record.combinations
     ]
-
-
-each_combination = pytest.mark.parametrize(("record", "dtypes"), combinations(RECORDS))

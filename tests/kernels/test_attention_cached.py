@@ -280,7 +280,7 @@ def check_places(call: dict[str, Any], y: Any, k: Any, v: Any, before: dict[str,
 @pytest.mark.parametrize("table", [0, 16, 12])
 def test_tokens_without_a_place(table: int, tokens: int, dtype: torch.dtype, device: str) -> None:
     """Negative positions, as of a mask without ones, and those beyond the caches or the table."""
-    for size in (24, 64, 128, 256):
+    for size in (24, 64, 128, 256) if device == "cuda" else (24, 128):
         call = calls_without_places(tokens, size, dtype, device, table)
         before = {name: call[name].clone() for name in ("k_cache", "v_cache")}
         y = run(call)

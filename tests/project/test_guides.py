@@ -14,7 +14,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from record_driver import ROOT, compiler
+from record_driver import ROOT, read_by_compiler
 
 PAGES = sorted((ROOT / "docs").glob("adding-*.md"))
 each_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
@@ -49,7 +49,7 @@ def apply(page: Path, folder: Path) -> None:
 
 
 @each_page
-def test_a_page_writes_two_files(page: Path, tmp_path: Path) -> None:
+def test_a_page_writes_two_files(page: Path) -> None:
     steps = {step["file"]: step["text"] for step in STEP.finditer(page.read_text())}
     header = f"kernels/ops/{op_of(page)}.h"
     assert set(steps) - {"torch_op/second_derivatives.py"} == {header, "model/bodies.py"}
@@ -61,18 +61,7 @@ def test_a_page_writes_two_files(page: Path, tmp_path: Path) -> None:
         ["./build.sh"],
         ["./build.sh", "test", "-k", op_of(page)],
     ]
-    (tmp_path / "op.cpp").write_text(steps[header].replace("#pragma once\n", ""))
-    command = [
-        compiler(),
-        "-std=c++17",
-        f"-I{ROOT}",
-        f"-I{ROOT}/twinop/include",
-        "-fsyntax-only",
-        "-Wall",
-        "-Wextra",
-        "-Werror",
-    ]
-    done = subprocess.run([*command, str(tmp_path / "op.cpp")], capture_output=True, text=True)
+    done = read_by_compiler(steps[header].replace("#pragma once\n", ""), "-Wall", "-Wextra", "-Werror")
     assert done.returncode == 0, done.stderr[:3000]
 
 

@@ -28,6 +28,7 @@ def test_products_are_measured_side_by_side(tmp_path: Path) -> None:
     assert {line["commit"] for line in lines} == {"abc"} and not any(line["missing"] for line in lines)
 
 
+@pytest.mark.slow
 def test_nms_is_measured_beside_torchvision(tmp_path: Path) -> None:
     run("examples/nms/measure_nms", "--device=cpu", "--quick", f"--output={tmp_path}")
     (path,) = tmp_path.glob("nms-quick-*.jsonl")
@@ -36,6 +37,7 @@ def test_nms_is_measured_beside_torchvision(tmp_path: Path) -> None:
         assert line["missing"].keys() <= {"torchvision"}
 
 
+@pytest.mark.slow
 def test_appends_to_a_cache_are_measured(tmp_path: Path) -> None:
     run("examples/kv_cache/measure_kv_cache", "--device=cpu", "--quick", f"--output={tmp_path}")
     (path,) = tmp_path.glob("kv-cache-quick-*.jsonl")
@@ -44,6 +46,7 @@ def test_appends_to_a_cache_are_measured(tmp_path: Path) -> None:
     assert line["times"].keys() >= ours and not line["missing"]
 
 
+@pytest.mark.slow
 def test_products_of_few_rows_are_measured(tmp_path: Path) -> None:
     run("lab/decoder_linear", "--device=cpu", "--quick", "--rows=2", f"--output={tmp_path}")
     (path,) = tmp_path.glob("decoder-linear-quick-*.jsonl")

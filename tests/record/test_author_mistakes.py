@@ -1,9 +1,7 @@
 """A mistake in an op gives one compiler error, which names the mistake."""
 
-import subprocess
-
 import pytest
-from record_driver import ROOT, compiler
+from record_driver import read_by_compiler
 
 ELEMENTWISE = """
 #include "twinop/elementwise.h"
@@ -109,18 +107,7 @@ MISTAKES = [
 
 
 def compile_errors(source: str) -> list[str]:
-    command = [
-        compiler(),
-        "-std=c++17",
-        f"-I{ROOT}",
-        f"-I{ROOT}/twinop/include",
-        "-fsyntax-only",
-        "-x",
-        "c++",
-        "-",
-    ]
-    done = subprocess.run(command, input=source, text=True, capture_output=True, env={"LC_ALL": "C"})
-    return [line for line in done.stderr.splitlines() if "error:" in line]
+    return [line for line in read_by_compiler(source).stderr.splitlines() if "error:" in line]
 
 
 @pytest.mark.parametrize("source", [ELEMENTWISE, ROWWISE, KERNEL], ids=["elementwise", "row-wise", "kernel"])

@@ -3,7 +3,7 @@
 import subprocess
 
 import pytest
-from record_driver import ROOT, compiler, driver
+from record_driver import driver, read_by_compiler
 
 MALFORMED_SCHEMAS = {
     "": "a name is missing",
@@ -160,18 +160,7 @@ def test_well_formed_records(field: tuple[str, ...]) -> None:
 def compiled(record: str) -> subprocess.CompletedProcess[str]:
     include = '#include "twinop/record/registry.h"\n'
     launcher = "inline Status Launch(const Call&) { return {}; }"
-    source = f"{include}namespace twinop {{ {launcher} TWINOP_OP(g, {record}, Launch) }}\n"
-    command = [
-        compiler(),
-        "-std=c++17",
-        f"-I{ROOT}",
-        f"-I{ROOT}/twinop/include",
-        "-fsyntax-only",
-        "-x",
-        "c++",
-        "-",
-    ]
-    return subprocess.run(command, input=source, text=True, capture_output=True)
+    return read_by_compiler(f"{include}namespace twinop {{ {launcher} TWINOP_OP(g, {record}, Launch) }}\n")
 
 
 def test_a_well_formed_record_compiles() -> None:
