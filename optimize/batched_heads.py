@@ -19,7 +19,6 @@ class BatchedHeads(Rewrite[tuple[int, list[ir.Node]]], name="batched_heads", op_
     def match(self, node: ir.Node) -> tuple[int, list[ir.Node]] | str:
         if g.rank(node.outputs[0]) != 3 or None in map(_heads, node.inputs):
             return "its inputs are not heads [B, H, S, D] that were reshaped to [B*H, S, D]"
-        _read_sizes_elsewhere(node)
         chain = _to_four_dimensions(node)
         heads = (g.dims(chain[-1].outputs[0]) or [])[1] if chain else None
         if not isinstance(heads, int) or {_heads(value) for value in node.inputs} != {heads}:
@@ -28,6 +27,8 @@ class BatchedHeads(Rewrite[tuple[int, list[ir.Node]]], name="batched_heads", op_
 
     def apply(self, node: ir.Node, match: tuple[int, list[ir.Node]]) -> None:
         (heads, (*elementwise, last)), value = match, node.outputs[0]
+        for each in _shapes(node):
+            each.replace_input_with(0, node.inputs[1])
         a, b = (_apart(each, node) for each in node.inputs)
         shape = [*(g.dims(a) or [])[:2], *(g.dims(value) or [])[1:]]
         moved = g.add(node, "MatMul", [a, b], shape=shape)
@@ -37,12 +38,11 @@ class BatchedHeads(Rewrite[tuple[int, list[ir.Node]]], name="batched_heads", op_
         self.replace(last.outputs[0], moved)
 
 
-def _read_sizes_elsewhere(matmul: ir.Node) -> None:
-    """Lets each Shape of a product, which TorchScript's exporter writes, read v, if v has the same one."""
-    v, product = matmul.inputs[1], matmul.outputs[0]
-    if g.same_dims(g.dims(v), g.dims(product)):
-        for node in [use.node for use in product.uses() if use.node.op_type == "Shape"]:
-            node.replace_input_with(0, v)
+def _shapes(matmul: ir.Node) -> list[ir.Node]:
+    """Returns each Shape of a product, which TorchScript's exporter writes, that v has, too."""
+    if not g.same_dims(*map(g.dims, (matmul.inputs[1], matmul.outputs[0]))):
+        return []
+    return [node for node in matmul.outputs[0].consumers() if node.op_type == "Shape"]
 
 
 def _heads(value: ir.Value | None) -> int | None:
@@ -68,7 +68,8 @@ def _apart(value: ir.Value | None, before: ir.Node) -> ir.Value:
 def _to_four_dimensions(matmul: ir.Node) -> list[ir.Node]:
     """Returns what follows a product up to the Reshape to [B, H, S, T], or nothing if there is none."""
     chain, shape = list[ir.Node](), g.dims(matmul.outputs[0]) or []
-    node = g.only_user(matmul.outputs[0])
+    users = [each for each in matmul.outputs[0].consumers() if each not in _shapes(matmul)]
+    node = users[0] if len(users) == 1 and not matmul.outputs[0].is_graph_output() else None
     while node is not None and node.op_type in ("Add", "Div", "Mul", "Sub") and not node.domain:
         if g.dims(node.outputs[0]) != shape:
             return []

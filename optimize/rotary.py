@@ -20,23 +20,43 @@ import onnx_ir as ir
 from twinop.record.op_spec import DOMAIN
 
 from . import graph as g
-from .heads import Heads, merged_heads, merged_tokens, split_heads, split_tokens
+from .heads import merged_heads, merged_tokens, split_heads, split_tokens
 from .rewrite import Rewrite, label
-from .rotary_match import has_equal_pairs, match_rotation
-
-_Extended = dict[tuple[ir.Value, int, float, int], ir.Value]
-"""cos or sin for more tokens, by the original, the number of these tokens, what they get and their axis."""
+from .rotary_match import RotaryMatch, flattened, has_equal_pairs, match_rotation
 
 
 @dataclass(frozen=True)
 class _Rotation:
-    node: ir.Node  # its output is the result
-    heads: Heads
-    cos: ir.Value
-    sin: ir.Value
-    layout: str  # as in CustomRope
-    rotary_dim: int  # the first elements of a head, which are rotated
-    tokens_first: bool  # the result is [B, S, H, D], not [B, H, S, D]
+    """A rotation of heads.
+
+    Attributes:
+        match: cos and sin are those of the model.
+        node: its output is the result.
+        heads: what is rotated in part, [B, H, S, D] or [B, S, H, D].
+        more: the number of tokens in front that stay as they are.
+        tokens_first: the heads are [B, S, H, D].
+    """
+
+    match: RotaryMatch
+    node: ir.Node
+    heads: ir.Value
+    more: int
+    tokens_first: bool
+
+    @property
+    def count(self) -> int:
+        """The number of heads."""
+        return _size(self.heads, 2 if self.tokens_first else 1)
+
+    @property
+    def size(self) -> int:
+        """That of a head."""
+        return _size(self.heads, 3)
+
+    @property
+    def width(self) -> int:
+        """The number of the first elements of a head, which are rotated."""
+        return _size(self.match.x, 3)
 
 
 class Rotary(
@@ -46,96 +66,116 @@ class Rotary(
 
     def __init__(self, context: g.RewriteContext) -> None:
         super().__init__(context)
-        self.extended, self.whole_angles = _Extended(), dict[ir.Value, ir.Value]()
+        self.angles = dict[tuple[object, ...], ir.Value]()
 
     def match(self, node: ir.Node) -> _Rotation | g.Skipped | str:
         match = match_rotation(node)
         if match is None:
             return "it is not the last node of x * cos + rotated(x) * sin"
-        last, x, cos, sin = match.node, match.x, match.cos, match.sin
-        rotary_dim, whole = g.last_dim(x), _rejoined(last, x, -1, 0)
-        shapes = g.dims(x), g.dims(cos), g.dims(sin)
+        x, width, shapes = match.x, g.last_dim(match.x), [*map(g.dims, (match.x, match.cos, match.sin))]
         tokens_first = not _fits(*shapes, 2) and _fits(*shapes, 1)
-        if rotary_dim is None or not (tokens_first or _fits(*shapes, 2)):
+        if width is None or not (tokens_first or _fits(*shapes, 2)):
             return g.Skipped("of another layout than [B, H, S, D] or [B, S, H, D]")
-        is_twice = g.last_dim(cos) == rotary_dim
-        if is_twice and not all(has_equal_pairs(each, match.layout) for each in (cos, sin)):
+        is_twice = g.last_dim(match.cos) == width
+        if is_twice and not all(has_equal_pairs(each, match.layout) for each in (match.cos, match.sin)):
             return g.Skipped("the angles of a pair may differ")
-        last, x = whole or (last, x)
-        axis, sizes = 1 if tokens_first else 2, g.dims(cos) or []
-        if self.context.may_broadcast(x, cos, sin):
-            cos, sin = (_as_large_as(self.whole_angles, node, each, x, axis) for each in (cos, sin))
-        tokens = _rejoined(last, x, axis, 1)
+        last, heads = _rejoined(match.node, x, -1, 0) or (match.node, x)
+        axis, sizes = 1 if tokens_first else 2, shapes[1] or []
+        tokens, more = _rejoined(last, heads, axis, 1), 0
         if tokens is not None and len(sizes) >= 4 - axis and all(isinstance(size, int) for size in sizes):
-            count = _size(tokens[1], axis) - _size(x, axis)
-            cos, sin = (_extend(self.extended, node, each, count, axis) for each in ((cos, 1.0), (sin, 0.0)))
-            last, x = tokens
-        heads = merged_tokens(x, last) if tokens_first else merged_heads(x, last)
-        if heads is None:
+            more = _size(tokens[1], axis) - _size(heads, axis)
+            last, heads = tokens
+        if not all(isinstance(size, int) for size in (g.dims(heads) or [])[3 - axis :: axis]):
             return g.Skipped("the number of heads is not known")
-        return _Rotation(last, heads, cos, sin, match.layout, rotary_dim, tokens_first)
+        return _Rotation(match, last, heads, more, tokens_first)
 
     def apply(self, node: ir.Node, match: _Rotation) -> None:
-        if match.node.graph is None:  # it was fused with another one
-            return
         others = [each for _, each in self.matches if each.node.graph is not None and each is not match]
         others = others if self.context.device == "cuda" else []
-        second = next((each for each in others if _can_fuse(self.context, match, each)), None)
-        if second is None:
-            result = _single(match)
-            label(g.maker(result), "rotary embedding")
-            self._put(match, result)
-            return
-        first, other = _fused(self.context, match, second)
-        label(g.maker(first), "rotary embedding of q and k")
-        self._put(match, first)
-        self._put(second, other)
+        pair = [match, *[each for each in others if _can_fuse(self.context, match, each)][:1]]
+        heads = [_merged(each) for each in pair]
+        angles = [
+            self._angles(match, value, number)
+            for value, number in ((match.match.cos, 1.0), (match.match.sin, 0.0))
+        ]
+        if len(pair) == 1:
+            results: Sequence[ir.Value] = [_single(match, heads[0], angles)]
+        else:
+            inputs = [*heads, *(_sequences(match, each) for each in angles)]
+            attributes: dict[str, str | int] = {"layout": match.match.layout, "head_size": _head_size(match)}
+            name = self.context.records["rope"].onnx_name
+            results = g.add_like(pair[1].node, name, inputs, attributes, heads, domain=DOMAIN)
+        label(g.maker(results[0]), "rotary embedding" + " of q and k" * (len(pair) == 2))
+        for each, result in zip(pair, results, strict=True):
+            split = split_tokens if each.tokens_first else split_heads
+            old = flattened(each.node, each.match.x)
+            self.replace(old, split(result, each.count, each.size, g.maker(old)))
 
-    def _put(self, rotation: _Rotation, result: ir.Value) -> None:
-        node, heads = rotation.node, rotation.heads
-        split = split_tokens if rotation.tokens_first else split_heads
-        self.replace(node.outputs[0], split(result, heads.count, heads.size, node))
+    def _angles(self, rotation: _Rotation, value: ir.Value, number: float) -> ir.Value:
+        """Returns cos or sin for all tokens of the heads; those in front get a number."""
+        x, node, tokens = rotation.match.x, rotation.node, 1 if rotation.tokens_first else 2
+        key = value, rotation.more, tokens
+        if key not in self.angles:
+            if self.context.may_broadcast(x, rotation.match.cos, rotation.match.sin):
+                value = _as_large_as(node, value, x, tokens)
+            if rotation.more:
+                sizes, axis = [_size(value, i) for i in range(g.rank(value))], tokens - 4 + g.rank(value)
+                first, whole = (
+                    [*sizes[:axis], size, *sizes[axis + 1 :]]
+                    for size in (rotation.more, rotation.more + sizes[axis])
+                )
+                row = g.scalar_constant(node, number, value)
+                start = g.add(node, "Expand", [row, g.int_constant(node, first)], shape=first)
+                value = g.add(node, "Concat", [start, value], {"axis": axis}, shape=whole)
+            self.angles[key] = value
+        return self.angles[key]
+
+
+def _merged(rotation: _Rotation) -> ir.Value:
+    """Returns the heads as [B, S, H * D]."""
+    merge = merged_tokens if rotation.tokens_first else merged_heads
+    found = merge(rotation.heads, rotation.node)
+    assert found is not None
+    return found.value
 
 
 def _can_fuse(context: g.RewriteContext, a: _Rotation, b: _Rotation) -> bool:
     """Whether one node can compute both: they have the same angles, and neither depends on the other."""
-    kinds = [(each.heads.size, each.layout, each.rotary_dim, each.tokens_first) for each in (a, b)]
-    if a.cos is not b.cos or a.sin is not b.sin or kinds[0] != kinds[1]:
+    kinds = [
+        (
+            each.match.cos,
+            each.match.sin,
+            each.match.layout,
+            each.size,
+            each.width,
+            each.more,
+            each.tokens_first,
+        )
+        for each in (a, b)
+    ]
+    if kinds[0] != kinds[1] or context.may_broadcast(a.heads, b.heads):
         return False
-    if context.may_broadcast(a.heads.value, b.heads.value):
+    if context.may_differ(*((g.dims(each.heads) or [None])[0] for each in (a, b))):
         return False
-    if context.may_differ(*((g.dims(each.heads.value) or [None])[0] for each in (a, b))):
-        return False
-    return not any(
-        set(x.node.outputs) & g.ancestors(y.heads.value, of_shapes=True) for x, y in ((a, b), (b, a))
-    )
+    return not any(set(x.node.outputs) & g.ancestors(y.heads, of_shapes=True) for x, y in ((a, b), (b, a)))
 
 
-def _fused(context: g.RewriteContext, a: _Rotation, b: _Rotation) -> Sequence[ir.Value]:
-    """Inserts CustomRope for two rotations, and returns its outputs."""
-    angles = [_angles(a, each) for each in (a.cos, a.sin)]
-    inputs = [a.heads.value, b.heads.value, *angles]
-    attributes: dict[str, str | int] = {"layout": a.layout, "head_size": _head_size(a)}
-    name = context.records["rope"].onnx_name
-    return g.add_like(b.node, name, inputs, attributes, inputs[:2], domain=DOMAIN)
-
-
-def _single(rotation: _Rotation) -> ir.Value:
+def _single(rotation: _Rotation, heads: ir.Value, angles: Sequence[ir.Value]) -> ir.Value:
     """Inserts RotaryEmbedding for one rotation, and returns its output."""
-    node, heads = rotation.node, rotation.heads
-    caches = [_cache(rotation, each) for each in (rotation.cos, rotation.sin)]
-    inputs = [heads.value, _positions(node, rotation), *caches]
+    node, half = rotation.node, rotation.width // 2
+    caches = [g.reshape(node, _one_per_pair(rotation, each), [-1, half]) for each in angles]
+    inputs = [heads, _positions(node, angles[0], 1 if rotation.tokens_first else 2), *caches]
     attributes = {
-        "num_heads": heads.count,
-        "interleaved": int(rotation.layout == "interleaved"),
-        "rotary_embedding_dim": rotation.rotary_dim if _head_size(rotation) else 0,
+        "num_heads": rotation.count,
+        "interleaved": int(rotation.match.layout == "interleaved"),
+        "rotary_embedding_dim": rotation.width if _head_size(rotation) else 0,
     }
-    return g.add(node, "RotaryEmbedding", inputs, attributes, domain=g.MICROSOFT, shape=g.dims(heads.value))
+    return g.add(node, "RotaryEmbedding", inputs, attributes, domain=g.MICROSOFT, shape=g.dims(heads))
 
 
 def _head_size(rotation: _Rotation) -> int:
     """Returns the size of a head of which only a part is rotated, else 0."""
-    return rotation.heads.size if rotation.heads.size != rotation.rotary_dim else 0
+    return rotation.size if rotation.size != rotation.width else 0
 
 
 def _rejoined(node: ir.Node, x: ir.Value, axis: int, position: int) -> tuple[ir.Node, ir.Value] | None:
@@ -164,35 +204,14 @@ def _size(value: ir.Value, axis: int) -> int:
     return size
 
 
-def _extend(
-    extended: _Extended, before: ir.Node, angles: tuple[ir.Value, float], count: int, tokens: int
-) -> ir.Value:
-    """Returns cos or sin with `count` tokens in front of its own, which get the number beside it."""
-    value, number = angles
-    key = value, count, number, tokens
-    if key not in extended:
-        sizes = [_size(value, axis) for axis in range(g.rank(value))]
-        axis = tokens - 4 + len(sizes)
-        first = [*sizes[:axis], count, *sizes[axis + 1 :]]
-        row = g.scalar_constant(before, number, value)
-        start = g.add(before, "Expand", [row, g.int_constant(before, first)], shape=first)
-        whole = [*sizes[:axis], count + sizes[axis], *sizes[axis + 1 :]]
-        extended[key] = g.add(before, "Concat", [start, value], {"axis": axis}, shape=whole)
-    return extended[key]
-
-
-def _as_large_as(
-    known: dict[ir.Value, ir.Value], before: ir.Node, angles: ir.Value, x: ir.Value, tokens: int
-) -> ir.Value:
+def _as_large_as(before: ir.Node, angles: ir.Value, x: ir.Value, tokens: int) -> ir.Value:
     """Returns cos or sin with the tokens and sequences of x, where one of them may stand for all."""
-    if angles not in known:
-        shape = g.dims(angles) or []
-        sizes = [g.int_constant(before, [1])] * len(shape)
-        [sizes[tokens - 4]] = g.sizes_of(before, (x, [tokens]))
-        if len(shape) == 4 and shape[0] != 1:
-            [sizes[0]] = g.sizes_of(before, (x, [0]))
-        known[angles] = g.expand(before, angles, sizes)
-    return known[angles]
+    shape = g.dims(angles) or []
+    sizes = [g.int_constant(before, [1])] * len(shape)
+    [sizes[tokens - 4]] = g.sizes_of(before, (x, [tokens]))
+    if len(shape) == 4 and shape[0] != 1:
+        [sizes[0]] = g.sizes_of(before, (x, [0]))
+    return g.expand(before, angles, sizes)
 
 
 def _fits(x: list[g.Dim] | None, cos: list[g.Dim] | None, sin: list[g.Dim] | None, tokens: int) -> bool:
@@ -208,16 +227,16 @@ def _fits(x: list[g.Dim] | None, cos: list[g.Dim] | None, sin: list[g.Dim] | Non
 
 def _one_per_pair(rotation: _Rotation, value: ir.Value) -> ir.Value:
     """Returns cos or sin as [..., D / 2], one element for each pair."""
-    node, size = rotation.node, rotation.rotary_dim
+    node, size = rotation.node, rotation.width
     if g.last_dim(value) == size // 2:
         return value
-    start_stop_step = (0, size // 2, 1) if rotation.layout == "half" else (0, size, 2)
+    start_stop_step = (0, size // 2, 1) if rotation.match.layout == "half" else (0, size, 2)
     start, stop, step = (g.int_constant(node, [each]) for each in start_stop_step)
     inputs = [value, start, stop, g.int_constant(node, [-1]), step]
     return g.add(node, "Slice", inputs, shape=[*(g.dims(value) or [])[:-1], size // 2])
 
 
-def _angles(rotation: _Rotation, value: ir.Value) -> ir.Value:
+def _sequences(rotation: _Rotation, value: ir.Value) -> ir.Value:
     """Returns cos or sin as [1 or B, S, D / 2], for CustomRope."""
     node, single = rotation.node, _one_per_pair(rotation, value)
     shape = g.dims(single) or []
@@ -230,15 +249,8 @@ def _angles(rotation: _Rotation, value: ir.Value) -> ir.Value:
     return single
 
 
-def _cache(rotation: _Rotation, value: ir.Value) -> ir.Value:
-    """Returns cos or sin as [rows, D / 2], for RotaryEmbedding."""
-    node, half = rotation.node, rotation.rotary_dim // 2
-    return g.reshape(node, _one_per_pair(rotation, value), [-1, half])
-
-
-def _positions(before: ir.Node, rotation: _Rotation) -> ir.Value:
-    """Returns position_ids for `_cache`: [1] with the first row, or [B, S] if each sequence has its rows."""
-    cos, tokens = rotation.cos, 1 if rotation.tokens_first else 2
+def _positions(before: ir.Node, cos: ir.Value, tokens: int) -> ir.Value:
+    """Returns position_ids of cos: [1] with the first row, or [B, S] if each sequence has its rows."""
     shape = g.dims(cos) or []
     if len(shape) < 4 or shape[0] == 1:
         return g.int_constant(before, [0])

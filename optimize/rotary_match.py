@@ -18,7 +18,7 @@ class RotaryMatch:
     """A rotation of x by the angles in cos and sin: one for each pair, or the same one twice.
 
     Attributes:
-        node: its output is the result.
+        node: its output is the result, which `flattened` returns.
         layout: as in CustomRope.
     """
 
@@ -75,9 +75,8 @@ def _in_parts(node: ir.Node) -> RotaryMatch | None:
                 continue
             if layout == "half" and axis in (-1, rank - 1):
                 return RotaryMatch(node, x, cos, sin, layout)
-            flat = _flattened(node, x) if layout == "interleaved" else None
-            if flat is not None:
-                return RotaryMatch(flat, x, cos, sin, layout)
+            if layout == "interleaved" and (last := _last(node, x)) is not None:
+                return RotaryMatch(last, x, cos, sin, layout)
     return None
 
 
@@ -100,22 +99,35 @@ def _every_second(value: ir.Value | None, start: int) -> ir.Value | None:
     return x if found == [[start], [2]] and g.ints(node, "axes", 3) in ([-1], [len(shape) - 1]) else None
 
 
-def _flattened(stack: ir.Node, x: ir.Value) -> ir.Node | None:
-    """Returns the Reshape of [..., D / 2, 2] to the shape of x. All readers then read this."""
-    pairs, shape = stack.outputs[0], g.dims(x)
-    width, readers = g.last_dim(x), list(dict.fromkeys(use.node for use in pairs.uses()))
-    if shape is None or width is None or g.dims(pairs) != [*shape[:-1], width // 2, 2]:
+def _last(stack: ir.Node, x: ir.Value) -> ir.Node | None:
+    """Returns the Reshape of [..., D / 2, 2] to the shape of x, or the stack for `flattened`; else None."""
+    pairs, shape, width = stack.outputs[0], g.dims(x), g.last_dim(x)
+    readers = pairs.consumers()
+    if shape is None or width is None or g.dims(pairs) != [*shape[:-1], width // 2, 2] or not readers:
         return None
-    if pairs.is_graph_output() or any(each.op_type != "Reshape" for each in readers) or not readers:
+    if pairs.is_graph_output() or any(each.op_type != "Reshape" for each in readers):
         return None
+    is_flat = len(readers) == 1 and g.dims(readers[0].outputs[0]) == shape
+    return readers[0] if is_flat else stack
+
+
+def flattened(last: ir.Node, x: ir.Value) -> ir.Value:
+    """Returns the result of a rotation in the shape of x, which the readers of stacked pairs then read.
+
+    The exporter has joined the Reshape to this shape with others.
+    """
+    pairs, shape = last.outputs[0], g.dims(x) or []
+    if g.rank(pairs) == len(shape):
+        return pairs
+    readers = pairs.consumers()
     kept = [size if isinstance(size, int) else 0 for size in shape[:-1]]
-    flat = g.reshape(readers[0], pairs, [*kept, width], shape)
+    flat = g.reshape(readers[0], pairs, [*kept, g.last_dim(x) or 0], shape)
     for reader in readers:
         if g.dims(reader.outputs[0]) == shape:
             g.replace(reader.outputs[0], flat)
-        else:  # the exporter has joined two Reshapes
+        else:
             reader.replace_input_with(0, flat)
-    return flat.producer()
+    return flat
 
 
 def _source_of_halves(value: ir.Value | None) -> ir.Value | None:
