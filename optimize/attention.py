@@ -1,7 +1,7 @@
 """Fuses attention into one node of ONNX Runtime.
 
 Matches: softmax(q @ k^T * scale + mask) @ v on heads [B, H, S, D], as torch's eager code and its exporters
-write it. The scale may be before or after the product, on q, on k or on both. Masks are added or selected by
+write it. The scale may be before or after the matmul, on q, on k or on both. Masks are added or selected by
 Where, and there may be several. k and v may be repeated for groups of heads. A guard may replace the NaN of
 fully masked rows.
 Writes: com.microsoft MultiHeadAttention with q, k and v as [B, S, H*D], the layout with the fast kernels. The
@@ -36,7 +36,7 @@ _MAX_BATCH = 65_535
 
 
 class Attention(Rewrite[ir.Node], name="attention", op_types=("Softmax",), pattern="attention"):
-    """Finds the product with v."""
+    """Finds the matmul with v."""
 
     def match(self, node: ir.Node) -> ir.Node | g.Skipped:
         if not is_attention(node):
@@ -51,7 +51,7 @@ class Attention(Rewrite[ir.Node], name="attention", op_types=("Softmax",), patte
 
     def call(self, model: ir.Model) -> ir.passes.PassResult:
         result = super().call(model)
-        CommonSubexpressionEliminationPass()(model)  # what was moved before the products of q, k and v
+        CommonSubexpressionEliminationPass()(model)  # what was moved before the matmuls of q, k and v
         return result
 
 
@@ -63,7 +63,7 @@ def is_attention(softmax: ir.Node) -> bool:
 
 
 def match_attention(softmax: ir.Node) -> ir.Node:
-    """Returns the product with v of an attention; raises Skipped for forms that are not supported."""
+    """Returns the matmul with v of an attention; raises Skipped for forms that are not supported."""
     probabilities = after_nan_guard(softmax)
     matmul = g.only_user(probabilities)
     if matmul is None or matmul.inputs[0] is not probabilities:
@@ -95,8 +95,8 @@ def _fuse(rewrite: Attention, softmax: ir.Node, matmul: ir.Node) -> None:
     """Replaces the attention around a softmax with one node."""
     context, scores = rewrite.context, scores_of(softmax, matmul)
     probabilities = matmul.inputs[0]
-    q, on_q = unscaled(scores.product.inputs[0])
-    k, on_k = untransposed(scores.product.inputs[1])
+    q, on_q = unscaled(scores.matmul.inputs[0])
+    k, on_k = untransposed(scores.matmul.inputs[1])
     scale = scores.scale * on_q * on_k
     v = matmul.inputs[1]
     assert v is not None
@@ -148,8 +148,8 @@ def _fuse_windows(rewrite: Attention, scores: Scores, matmul: ir.Node) -> None:
 
     Each element of the dimensions before S becomes a sequence with one head, so nothing is transposed.
     """
-    q, on_q = unscaled(scores.product.inputs[0])
-    turned, on_k = unscaled(scores.product.inputs[1])
+    q, on_q = unscaled(scores.matmul.inputs[0])
+    turned, on_k = unscaled(scores.matmul.inputs[1])
     transpose, v = g.producer(turned, "Transpose"), matmul.inputs[1]
     k = transpose.inputs[0] if transpose is not None else None
     shapes = [g.dims(each) or [] for each in (q, k, v)]

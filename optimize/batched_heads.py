@@ -1,4 +1,4 @@
-"""Moves matrix products of [B*H, S, D] to heads [B, H, S, D], the form that `attention.py` matches.
+"""Moves matmuls of [B*H, S, D] to heads [B, H, S, D], the form that `attention.py` matches.
 
 Matches: torch.bmm and baddbmm on heads that were reshaped from [B, H, S, D], perhaps transposed; then numbers
 and tensors that are multiplied and added, such as BLOOM's ALiBi; then a reshape back to four dimensions.
@@ -14,7 +14,7 @@ _ROTATED = [0, 2, 1]
 
 
 class BatchedHeads(Rewrite[tuple[int, list[ir.Node]]], name="batched_heads", op_types=("MatMul",)):
-    """Finds the number of heads, and what follows the product."""
+    """Finds the number of heads, and what follows the matmul."""
 
     def match(self, node: ir.Node) -> tuple[int, list[ir.Node]] | str:
         if g.rank(node.outputs[0]) != 3 or None in map(_heads, node.inputs):
@@ -39,7 +39,7 @@ class BatchedHeads(Rewrite[tuple[int, list[ir.Node]]], name="batched_heads", op_
 
 
 def _shapes(matmul: ir.Node) -> list[ir.Node]:
-    """Returns each Shape of a product, which TorchScript's exporter writes, that v has, too."""
+    """Returns each Shape of a matmul, which TorchScript's exporter writes, that v has, too."""
     if not g.same_dims(*map(g.dims, (matmul.inputs[1], matmul.outputs[0]))):
         return []
     return [node for node in matmul.outputs[0].consumers() if node.op_type == "Shape"]
@@ -66,7 +66,7 @@ def _apart(value: ir.Value | None, before: ir.Node) -> ir.Value:
 
 
 def _to_four_dimensions(matmul: ir.Node) -> list[ir.Node]:
-    """Returns what follows a product up to the Reshape to [B, H, S, T], or nothing if there is none."""
+    """Returns what follows a matmul up to the Reshape to [B, H, S, T], or nothing if there is none."""
     chain, shape = list[ir.Node](), g.dims(matmul.outputs[0]) or []
     users = [each for each in matmul.outputs[0].consumers() if each not in _shapes(matmul)]
     node = users[0] if len(users) == 1 and not matmul.outputs[0].is_graph_output() else None

@@ -1,7 +1,7 @@
 """Replaces the attention of decoders by twinop's own, which norms, turns, caches and attends in one kernel.
 
 Matches: GroupQueryAttention in 16 bits over caches that past and present share (`shared_caches` promises
-it), with heads of 64, 96, 128 or 256. q, k and v are one tensor, or its parts, or products of one tensor,
+it), with heads of 64, 96, 128 or 256. q, k and v are one tensor, or its parts, or matmuls of one tensor,
 which are merged; others are joined. RMS norms of q and k, which lie between, go along.
 Writes: CustomAttentionCached. The caches that it returns are its inputs, with the new rows. Positions that
 the builder counts in a mask of padding come from CustomLastPosition.
@@ -17,7 +17,7 @@ from twinop.record.op_spec import DOMAIN
 
 from . import graph as g
 from . import quantised
-from .merge_linear import merge, products_of_one
+from .merge_linear import matmuls_of_one, merge
 from .rewrite import Rewrite, label
 
 SHARED_CACHES = "past and present share memory"
@@ -116,8 +116,8 @@ def _packed(context: g.RewriteContext, node: ir.Node, given: dict[str, ir.Value]
     values = [given[name] for name in ("query", "key", "value")]
     if (whole := g.whole_of(values, -1)) is not None:
         return whole
-    if products := products_of_one(context, values):
-        return merge(context, products)
+    if matmuls := matmuls_of_one(context, values):
+        return merge(context, matmuls)
     shape = [*(g.dims(values[0]) or [None])[:-1], width]
     merged = quantised.merge(context, node, values)
     return merged or g.add(node, "Concat", values, {"axis": -1}, shape=shape)

@@ -2,7 +2,7 @@
 
 `runs` returns sizes of inputs that fit each other. `split_query_norms` writes norms of q and k as nodes of
 their own, which the CPU needs; `cached_attention.join_norms` undoes it for CUDA. `set_full_precision` lets
-quantised products compute in floats for the comparison.
+quantised matmuls compute in floats for the comparison.
 """
 
 from collections.abc import Callable, Iterable
@@ -137,7 +137,7 @@ def _lengths(values: Iterable[ir.Value], *ranks: int) -> set[str]:
 
 
 def set_full_precision(model: ir.Model) -> int:
-    """Lets quantised products compute in floats, and returns how many did not.
+    """Lets quantised matmuls compute in floats, and returns how many did not.
 
     Integers in their place would turn last bits into steps, which no comparison can tell from defects.
     """
@@ -148,7 +148,7 @@ def set_full_precision(model: ir.Model) -> int:
 
 
 def restore_precision(model: ir.Model) -> int:
-    """Undoes `set_full_precision`, and returns the number of products."""
+    """Undoes `set_full_precision`, and returns the number of matmuls."""
     nodes = [node for node in model.graph if _ACCURACY in node.meta]
     for node in nodes:
         node.attributes[_ACCURACY] = node.meta[_ACCURACY]

@@ -1,9 +1,9 @@
-"""Reads products of weights in blocks that DequantizeLinear makes floats as products of quantised weights.
+"""Reads matmuls of weights in blocks that DequantizeLinear makes floats as matmuls of quantised weights.
 
 Matches: DequantizeLinear with a block size, of constant integers of 4 or 8 bits with constant scales and zero
 points, that only MatMul and Gemm read: [K, N] with blocks along the first axis, as ONNX Runtime's quantizer
 writes them, or [N, K] along the last one, which a Transpose or Gemm turns, as genai's builder does.
-Writes: com.microsoft MatMulNBits, which `quantised.py` and what merges products read, and the sum with the
+Writes: com.microsoft MatMulNBits, which `quantised.py` and what merges matmuls read, and the sum with the
 bias of a Gemm. The integers go into its bytes; zero, if none is given, is the middle of their range.
 Leaves alone: what `linear_q` has no kernel for, scales that float16 does not have, and mixtures of experts.
 """
@@ -16,7 +16,7 @@ import onnx_ir as ir
 from twinop.model import weights
 
 from . import graph as g
-from .quantised import PRODUCT, why_not
+from .quantised import MATMUL_NBITS, why_not
 from .rewrite import Rewrite
 
 _KINDS = {
@@ -28,15 +28,15 @@ _NORMAL = 2.0**-14
 
 @dataclass(frozen=True)
 class _Weight:
-    """A weight [N, K], its scales and zero points [N, K / block], and the products that read it."""
+    """A weight [N, K], its scales and zero points [N, K / block], and the matmuls that read it."""
 
     parts: list[ir.TensorProtocol | None]
     block: int
-    products: list[ir.Node]
+    matmuls: list[ir.Node]
 
 
 class Dequantize(Rewrite[_Weight]):
-    """Finds weights in blocks, and rewrites the products that read them."""
+    """Finds weights in blocks, and rewrites the matmuls that read them."""
 
     name = "dequantize"
     op_types, microsoft = ("DequantizeLinear",), ("MoE", "QMoE")
@@ -66,14 +66,14 @@ class Dequantize(Rewrite[_Weight]):
             for each, part in zip(packed, ("blocks", "scales", "zeros"), strict=False)
         ]
         attributes = {"K": k, "N": n, "bits": bits, "block_size": match.block}
-        for product in match.products:
-            x, _, *bias = product.inputs
-            shape = g.dims(product.outputs[0]) or [*(g.dims(x) or [])[:-1], n]
-            y = g.add(product, PRODUCT, [x, *given], attributes, domain=g.MICROSOFT, shape=shape)
-            g.maker(y).meta.update(product.meta)
+        for matmul in match.matmuls:
+            x, _, *bias = matmul.inputs
+            shape = g.dims(matmul.outputs[0]) or [*(g.dims(x) or [])[:-1], n]
+            y = g.add(matmul, MATMUL_NBITS, [x, *given], attributes, domain=g.MICROSOFT, shape=shape)
+            g.maker(y).meta.update(matmul.meta)
             if bias and bias[0] is not None:
-                y = g.add(product, "Add", [y, bias[0]], shape=shape)
-            self.replace(product.outputs[0], y, "matmul of dequantised weights")
+                y = g.add(matmul, "Add", [y, bias[0]], shape=shape)
+            self.replace(matmul.outputs[0], y, "matmul of dequantised weights")
 
 
 def _match(node: ir.Node) -> _Weight:
@@ -87,9 +87,9 @@ def _match(node: ir.Node) -> _Weight:
     sizes, axis = weights.sizes(weight), g.attribute(node, "axis", 1) % 2
     if len(sizes) != 2 or weight.dtype not in _KINDS:
         raise g.Skipped(f"a weight {[*sizes]} of {weight.dtype.name.lower()}")
-    products = _products(node.outputs[0], axis)
-    if not products:
-        raise g.Skipped("a weight that is read by others than products with blocks along their K")
+    matmuls = _matmuls(node.outputs[0], axis)
+    if not matmuls:
+        raise g.Skipped("a weight that is read by others than matmuls with blocks along their K")
     parts = [each if each is None or axis else weights.transpose(each) for each in (weight, scales, zeros)]
     n, k = sizes if axis else sizes[::-1]
     block = g.attribute(node, "block_size", 0)
@@ -99,11 +99,11 @@ def _match(node: ir.Node) -> _Weight:
         raise g.Skipped(reason)
     if not all(map(_has_float16, weights.strips(scales))):
         raise g.Skipped("scales that float16 does not have")
-    return _Weight(parts, block, products)
+    return _Weight(parts, block, matmuls)
 
 
-def _products(weight: ir.Value, axis: int) -> list[ir.Node]:
-    """Returns the products that read a weight, and have their K along this axis; none if others read it."""
+def _matmuls(weight: ir.Value, axis: int) -> list[ir.Node]:
+    """Returns the matmuls that read a weight, and have their K along this axis; none if others read it."""
     users, forms = [use.node for use in weight.uses()], [(weight, axis)]
     if users and all(g.has_permutation(each, [1, 0]) for each in users):
         forms = [(each.outputs[0], 1 - axis) for each in users]
@@ -114,7 +114,7 @@ def _products(weight: ir.Value, axis: int) -> list[ir.Node]:
 
 
 def _is_plain(node: ir.Node, k: int) -> bool:
-    """Whether a node is a product x @ weight, or that with a bias, and the weight's axis `k` is summed up."""
+    """Whether a node is a matmul x @ weight, or that with a bias, and the weight's axis `k` is summed up."""
     if node.domain or node.op_type == "MatMul":
         return not node.domain and k == 0
     usual = {"alpha": 1.0, "beta": 1.0, "transA": 0}

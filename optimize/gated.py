@@ -1,7 +1,7 @@
-"""Fuses gated products: activation(gate) * up.
+"""Fuses gated matmuls: activation(gate) * up.
 
-Matches: a SiLU or GELU times a tensor of its shape. Gate and up may be two matrix products of one x with
-constant weights, the halves of one such product, or any tensors. Halves may be parts of the last dimension,
+Matches: a SiLU or GELU times a tensor of its shape. Gate and up may be two matmuls of one x with
+constant weights, the halves of one such matmul, or any tensors. Halves may be parts of the last dimension,
 or of [..., 2, N] that it was reshaped to.
 Writes: CustomLinearSwiglu, whose weight holds gate and up; for other tensors CustomSwiglu or
 CustomSwigluPacked (SiLU only).
@@ -29,23 +29,23 @@ _Match = tuple[ir.Value, ir.Value, str, list[tuple[Linear, int | None]]]
 
 
 class Gates(Rewrite[_Match], name="gated", op_types=("Mul",)):
-    """Finds gate, up, the activation, and the products of gate and up, or the one that has both."""
+    """Finds gate, up, the activation, and the matmuls of gate and up, or the one that has both."""
 
     def match(self, node: ir.Node) -> _Match | g.Skipped | str:
         found = gate_of(self.context, node)
         if found is None or not g.same_dims(*map(g.dims, found[:2])):
             return "it does not multiply a GELU or SiLU that nothing else reads by a tensor of its shape"
-        products = self._products(*found[:2]) if self.context.device == "cuda" else []
-        if not products and found[2] != "silu":
+        matmuls = self._matmuls(*found[:2]) if self.context.device == "cuda" else []
+        if not matmuls and found[2] != "silu":
             return g.Skipped("no matmuls with constant weights", f"{found[2]} gate")
-        return *found, products
+        return *found, matmuls
 
     def apply(self, node: ir.Node, match: _Match) -> None:
-        (gate, up, activation, products), result = match, node.outputs[0]
-        if products:
-            (whole, _), *others = products
+        (gate, up, activation, matmuls), result = match, node.outputs[0]
+        if matmuls:
+            (whole, _), *others = matmuls
             if others:
-                (weight, bias), layout = _concatenated(self.context, products), LAYOUT
+                (weight, bias), layout = _concatenated(self.context, matmuls), LAYOUT
             else:
                 (weight, layout), bias = (
                     oriented_weight(self.context, whole),
@@ -61,8 +61,8 @@ class Gates(Rewrite[_Match], name="gated", op_types=("Mul",)):
             pair = self.context.broadcast(node, [up, gate], [[*range(g.rank(up))]] * 2)
             self.replace(result, self.context.add_op(node, "swiglu", pair), "swiglu")
 
-    def _products(self, gate: ir.Value, up: ir.Value) -> list[tuple[Linear, int | None]]:
-        """Returns what `_concatenated` takes, or one product whose halves are gate and up, or nothing."""
+    def _matmuls(self, gate: ir.Value, up: ir.Value) -> list[tuple[Linear, int | None]]:
+        """Returns what `_concatenated` takes, or one matmul whose halves are gate and up, or nothing."""
         if (parts := halves(gate, up)) is not None:
             whole = _linear_of(parts[0])
             if whole is None or whole.width % 2:
@@ -93,7 +93,7 @@ def gate_of(context: g.RewriteContext, node: ir.Node) -> tuple[ir.Value, ir.Valu
 
 
 def _linear_of(value: ir.Value) -> Linear | None:
-    """Returns the product with a constant weight whose output, with its bias, is the value."""
+    """Returns the matmul with a constant weight whose output, with its bias, is the value."""
     node = value.producer()
     if node is not None and node.op_type == "Add":
         node = next((matmul for each in node.inputs if (matmul := g.producer(each, "MatMul"))), None)
@@ -107,7 +107,7 @@ def _concatenated(
     """Returns gate and up in one weight [2N, K] and one bias.
 
     Args:
-        parts: the product of gate and that of up, and which half of it each is (None for all of it).
+        parts: the matmul of gate and that of up, and which half of it each is (None for all of it).
     """
     rows, biases = [], []
     for found, half in parts:

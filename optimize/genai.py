@@ -312,7 +312,7 @@ def _require_no_adapters(folder: Path, files: Sequence[Path], proto: onnx.ModelP
     if found:
         raise ExportError(
             f"{folder}: has LoRA adapters ({found[0]}), which genai adds to the weights while it runs. "
-            "twinop fuses products of constant weights: merge the adapter into them (merge_and_unload of "
+            "twinop fuses matmuls of constant weights: merge the adapter into them (merge_and_unload of "
             "peft), and build the folder again"
         )
 

@@ -19,7 +19,7 @@ _ELEMENTWISE = {"Add", "Cast", "Div", "Identity", "LessOrEqual", "Max", "Mul", "
 
 
 FP32 = "computed in fp32"
-"""In the `meta` of nodes that the file computes in fp32, beside others in 16 bits: the products and weights
+"""In the `meta` of nodes that the file computes in fp32, beside others in 16 bits: the matmuls and weights
 by name. Nodes in their place have it, too: it decides on the precision of the result."""
 _NEW = "the names of new values"
 """In the `meta` of a graph: what these start with, and how many there are. See `reserve_names`."""

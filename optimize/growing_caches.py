@@ -23,7 +23,7 @@ _LOWEST = -1e30  # the kernel takes lower ones for -inf, and rows of them have n
 class GrowingCaches(
     Rewrite[ir.Node], name="growing_caches", op_types=("Softmax",), device="cpu", reports=False
 ):
-    """Finds the product with v. `attention.py` says why another attention is not fused."""
+    """Finds the matmul with v. `attention.py` says why another attention is not fused."""
 
     def __init__(self, context: g.RewriteContext) -> None:
         super().__init__(context)
@@ -41,7 +41,7 @@ class GrowingCaches(
 def _fuse(rewrite: GrowingCaches, softmax: ir.Node, matmul: ir.Node) -> None:
     context, whole, probabilities = rewrite.context, rewrite.whole, matmul.inputs[0]
     scores = scores_of(softmax, matmul)
-    (q, on_q), (k, on_k) = unscaled(scores.product.inputs[0]), untransposed(scores.product.inputs[1])
+    (q, on_q), (k, on_k) = unscaled(scores.matmul.inputs[0]), untransposed(scores.matmul.inputs[1])
     assert matmul.inputs[1] is not None
     (k, times), (v, times_of_v) = without_repeats(k), without_repeats(matmul.inputs[1])
     (past_k, new_k), (past_v, new_v) = (_joined(each, matmul, scores.masks) for each in (k, v))

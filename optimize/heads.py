@@ -72,7 +72,7 @@ def _rows_of_torch(value: ir.Value, shape: list[g.Dim]) -> ir.Value | None:
 def _swapped(value: ir.Value, before: ir.Node) -> ir.Value:
     """Returns [S, B, C] as [B, S, C].
 
-    The transpose moves before the product that computes the value: models whose tensors are [B, S, C] have
+    The transpose moves before the matmul that computes the value: models whose tensors are [B, S, C] have
     the opposite one there, and for others one transpose of x is enough for q, k and v.
     """
     if (source := g.untransposed(value, SWAP_ROWS)) is not None:
@@ -82,7 +82,7 @@ def _swapped(value: ir.Value, before: ir.Node) -> ir.Value:
     if (part := _part_of_rows(value)) is not None:
         packed, start, width = part
         return g.columns(before, _swapped(packed, before), start, start + width)
-    if node is not None and g.only_user(value) is not None:  # else the product would be computed twice
+    if node is not None and g.only_user(value) is not None:  # else the matmul would be computed twice
         x, other = node.inputs
         if node.op_type != "MatMul" and g.rank(x) < 2:
             x, other = other, x
@@ -99,9 +99,9 @@ def _is_per_column(node: ir.Node, other: ir.Value) -> bool:
 
 
 def _part_of_rows(value: ir.Value) -> tuple[ir.Value, int, int] | None:
-    """Returns the packed product [S, B, 3*C] of q, k or v [S, B, C], where the part starts, and C.
+    """Returns the packed matmul [S, B, 3*C] of q, k or v [S, B, C], where the part starts, and C.
 
-    nn.MultiheadAttention reshapes the product to [S, B, 3, C], adds a dimension in front, swaps it with that
+    nn.MultiheadAttention reshapes the matmul to [S, B, 3, C], adds a dimension in front, swaps it with that
     of the parts, removes it again and indexes the first dimension.
     """
     element = g.element_of(value, 0)
@@ -178,9 +178,9 @@ def repeat_heads(context: g.RewriteContext, heads: Heads, times: int, before: ir
 
 
 def _part_of_packed(value: ir.Value, count: int, size: int) -> tuple[ir.Value, int] | None:
-    """Returns the packed product [B, S, 3*H*D] that q, k or v is a part of, and where the part starts.
+    """Returns the packed matmul [B, S, 3*H*D] that q, k or v is a part of, and where the part starts.
 
-    Vision transformers reshape this product to [B, S, 3, H, D], permute it to [3, B, H, S, D] and index the
+    Vision transformers reshape this matmul to [B, S, 3, H, D], permute it to [3, B, H, S, D] and index the
     first dimension.
     """
     element = g.element_of(value, 0)

@@ -1,9 +1,9 @@
-"""Lets products add up in one order for any number of rows: `twinop optimize --invariant`.
+"""Lets matmuls add up in one order for any number of rows: `twinop optimize --invariant`.
 
 Matches: CustomLinear, CustomLinearSwiglu, CustomLinearQ and CustomLinearQSwiglu, in the model in 16 bits.
 Writes: their attribute `invariant`. Without the option, in models with attention over a cache, `few_rows` of
 the first two, so that a step of up to 64 sequences has one order; the other two have it anyway.
-Leaves alone, and names: products without such a kernel, and other nodes whose sums or choices may depend on
+Leaves alone, and names: matmuls without such a kernel, and other nodes whose sums or choices may depend on
 the batch.
 """
 
@@ -17,13 +17,13 @@ from . import graph as g
 from .precision import DTYPES
 from .rewrite import Rewrite, label
 
-INVARIANT = "products of one order of sums"  # in the `meta` of a graph: whether they are wanted
+INVARIANT = "matmuls of one order of sums"  # in the `meta` of a graph: whether they are wanted
 _SUMS = re.compile("Attention|Conv|Einsum|Gemm|GRU|LSTM|MatMul|MoE|(?<!Max)Pool|Reduce|RNN")
 _OF_INTEGERS = re.compile("Integer$|^QLinear")
 
 
 class Invariance(Rewrite[bool], name="invariance", device="cuda", sixteen_bits_only=True):
-    """Sets an attribute of products. Finds whether they are to be invariant."""
+    """Sets an attribute of matmuls. Finds whether they are to be invariant."""
 
     def candidates(self) -> list[ir.Node]:
         if self.context.graph.meta.get(INVARIANT):
@@ -34,10 +34,10 @@ class Invariance(Rewrite[bool], name="invariance", device="cuda", sixteen_bits_o
     def match(self, node: ir.Node) -> bool | g.Skipped | str:
         if not self.context.graph.meta.get(INVARIANT):
             return False
-        is_product = node.domain == DOMAIN and node.op_type.startswith("CustomLinear")
-        if reason := why_no_product(node) if is_product else _why_not(node):
+        is_matmul = node.domain == DOMAIN and node.op_type.startswith("CustomLinear")
+        if reason := why_not_invariant(node) if is_matmul else _why_not(node):
             return g.Skipped(f"not invariant: {reason}")
-        return is_product or "it is no product, and does not depend on the batch"
+        return is_matmul or "it is no matmul, and does not depend on the batch"
 
     def apply(self, node: ir.Node, match: bool) -> None:
         name, value = ("invariant", 1) if match else ("few_rows", 64)
@@ -46,8 +46,8 @@ class Invariance(Rewrite[bool], name="invariance", device="cuda", sixteen_bits_o
             label(node, "invariant matmuls")
 
 
-def why_no_product(node: ir.Node) -> str:
-    """Returns why a product has no kernel for any number of rows, or "" if it has one."""
+def why_not_invariant(node: ir.Node) -> str:
+    """Returns why a matmul has no kernel for any number of rows, or "" if it has one."""
     weight, layout = node.inputs[1], g.attribute(node, "layout", "nk")
     if weight is None or weight.dtype is ir.DataType.UINT8:  # linear_q has one for each weight that it takes
         return ""

@@ -1,4 +1,4 @@
-"""Fuses matrix products with a constant weight.
+"""Fuses matmuls with a constant weight.
 
 Matches: MatMul and Gemm with a constant weight [K, N] or its transpose, a bias [N] that is added, and an
 activation after it (relu, gelu, gelu_tanh, silu).
@@ -25,7 +25,7 @@ LAYOUT = "nk"
 
 @dataclass(frozen=True)
 class Linear:
-    """A matrix product with a constant weight, x @ weight + bias.
+    """A matmul with a constant weight, x @ weight + bias.
 
     Attributes:
         weight: a constant [K, N], or [N, K] if `layout` is "nk".
@@ -55,7 +55,7 @@ class Linear:
 
 
 def match_linear(node: ir.Node) -> Linear | str:
-    """Returns a node's product and bias, or why it is none; raises Skipped for what CustomLinear lacks."""
+    """Returns a node's matmul and bias, or why it is none; raises Skipped for what CustomLinear lacks."""
     if node.domain or node.op_type not in ("MatMul", "Gemm"):
         return "it is no MatMul or Gemm"
     x, weight, *rest = node.inputs
@@ -94,7 +94,7 @@ def match_linear(node: ir.Node) -> Linear | str:
 
 
 def supported_linear(node: ir.Node) -> Linear | None:
-    """Returns the matrix product that a node computes, or None if CustomLinear does not compute it."""
+    """Returns the matmul that a node computes, or None if CustomLinear does not compute it."""
     try:
         found = match_linear(node)
     except g.Skipped:
@@ -102,7 +102,7 @@ def supported_linear(node: ir.Node) -> Linear | None:
     return found if isinstance(found, Linear) else None
 
 
-def plain_product(
+def plain_matmul(
     before: ir.Node,
     linear: Linear,
     weight: ir.Value,
@@ -110,7 +110,7 @@ def plain_product(
     x: ir.Value,
     shape: Sequence[g.Dim],
 ) -> ir.Value:
-    """Inserts MatMul and, for a bias [N], Add: x times a weight in the layout of another product."""
+    """Inserts MatMul and, for a bias [N], Add: x times a weight in the layout of another matmul."""
     if linear.layout == "nk":
         weight = g.transpose(before, weight, [1, 0])
     result = g.add(before, "MatMul", [x, weight], shape=shape)
@@ -118,7 +118,7 @@ def plain_product(
 
 
 def _is_bias(value: ir.Value | None, width: int, rank: int) -> bool:
-    """Whether a constant is one row that is added to each row of a product of this rank."""
+    """Whether a constant is one row that is added to each row of a matmul of this rank."""
     shape = g.dims(value)
     return (
         shape is not None
@@ -149,7 +149,7 @@ def activation_of(context: g.RewriteContext, node: ir.Node | None) -> str:
 
 
 class Linears(Rewrite[Linear], name="linear", op_types=("MatMul", "Gemm"), device="cuda", at_once=True):
-    """Puts one node in the place of a product, its bias and its activation."""
+    """Puts one node in the place of a matmul, its bias and its activation."""
 
     def match(self, node: ir.Node) -> Linear | str:
         return match_linear(node)
@@ -173,13 +173,13 @@ class Linears(Rewrite[Linear], name="linear", op_types=("MatMul", "Gemm"), devic
         self.replace(output, new, "+".join(parts))
 
 
-def is_replaceable(product: Linear, graph: ir.Graph, by_transpose: bool = False) -> bool:
-    """Whether a weight goes where products get another one: only products of a layout in a graph read it.
+def is_replaceable(matmul: Linear, graph: ir.Graph, by_transpose: bool = False) -> bool:
+    """Whether a weight goes where matmuls get another one: only matmuls of a layout in a graph read it.
 
     Args:
         by_transpose: the other one is its transpose, which may also take the place of Transpose nodes.
     """
-    weight, found = product.weight, set[str]()
+    weight, found = matmul.weight, set[str]()
     for user in weight.consumers():
         is_transpose = (user.domain, user.op_type, user.graph) == ("", "Transpose", graph)
         for reader in user.outputs[0].consumers() if is_transpose else [user]:
@@ -188,12 +188,12 @@ def is_replaceable(product: Linear, graph: ir.Graph, by_transpose: bool = False)
                 found.add(linear.layout)
             else:
                 found.add("transposed" if is_transpose else "other")
-    allowed = {product.layout, "transposed"} if by_transpose else {product.layout}
+    allowed = {matmul.layout, "transposed"} if by_transpose else {matmul.layout}
     return found <= allowed and not weight.is_graph_output()
 
 
 def oriented_weight(context: g.RewriteContext, linear: Linear) -> tuple[ir.Value, str]:
-    """Returns the weight and its layout: [N, K], which products with the same weight share, if it goes."""
+    """Returns the weight and its layout: [N, K], which matmuls with the same weight share, if it goes."""
     known = context.weights_nk.get(linear.weight)
     if linear.layout == LAYOUT:
         return linear.weight, LAYOUT

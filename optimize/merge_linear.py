@@ -1,8 +1,8 @@
-"""Merges matrix products of one input, such as q, k and v.
+"""Merges matmuls of one input, such as q, k and v.
 
 Matches: CustomLinear nodes with the same input and precision, without activation and residual, if the number
 of rows is known and small.
-Writes: one CustomLinear with the concatenated weights, and a Split, which costs less than several products.
+Writes: one CustomLinear with the concatenated weights, and a Split, which costs less than several matmuls.
 `packed_attention.py` merges q, k and v of any number of rows, because it needs no Split.
 """
 
@@ -24,7 +24,7 @@ _MAX_ELEMENTS = 3 << 20
 
 
 class MergeLinear(Rewrite[list[ir.Node]], name="merge_linear", ops=("linear",), device="cuda"):
-    """Finds the products of one input, from the first one."""
+    """Finds the matmuls of one input, from the first one."""
 
     def match(self, node: ir.Node) -> list[ir.Node] | str:
         x = node.inputs[0]
@@ -33,9 +33,9 @@ class MergeLinear(Rewrite[list[ir.Node]], name="merge_linear", ops=("linear",), 
         readers = sorted({use.node for use in x.uses()} & {*self.order}, key=self.order.__getitem__)
         alike = [each for each in readers if _kind(each) == _kind(node) and is_plain(each)]
         if alike[0] is not node or len(alike) == 1:
-            return "it is not the first of several products of one input"
+            return "it is not the first of several matmuls of one input"
         if rows * sum(g.last_dim(each.outputs[0]) or 0 for each in alike) > _MAX_ELEMENTS:
-            return "a Split of so many elements takes longer than several products"
+            return "a Split of so many elements takes longer than several matmuls"
         return alike
 
     def apply(self, node: ir.Node, match: list[ir.Node]) -> None:
@@ -46,7 +46,7 @@ class MergeLinear(Rewrite[list[ir.Node]], name="merge_linear", ops=("linear",), 
 
 
 def _kind(node: ir.Node) -> tuple[object, ...]:
-    """Returns what products have in common that can be one."""
+    """Returns what matmuls have in common that can be one."""
     return node.domain, node.op_type, node.inputs[0], len(node.inputs), g.FP32 in node.meta
 
 
@@ -64,8 +64,8 @@ def is_plain(node: ir.Node) -> bool:
     )
 
 
-def products_of_one(context: g.RewriteContext, values: Sequence[ir.Value | None]) -> list[ir.Node]:
-    """Returns the products that compute values from one tensor, if nothing else reads these; else none."""
+def matmuls_of_one(context: g.RewriteContext, values: Sequence[ir.Value | None]) -> list[ir.Node]:
+    """Returns the matmuls that compute values from one tensor, if nothing else reads these; else none."""
     name = context.records["linear"].onnx_name
     found = [g.producer(value, name, domain=DOMAIN) for value in values]
     plain = [each for each in found if each is not None and is_plain(each) and g.only_user(each.outputs[0])]
@@ -74,7 +74,7 @@ def products_of_one(context: g.RewriteContext, values: Sequence[ir.Value | None]
 
 
 def merge(context: g.RewriteContext, nodes: list[ir.Node]) -> ir.Value:
-    """Inserts one product in place of several of the same x, before the first one, and returns its output."""
+    """Inserts one matmul in place of several of the same x, before the first one, and returns its output."""
     first, x = nodes[0], nodes[0].inputs[0]
     parts = zip(*([value for value in node.inputs[1:] if value is not None] for node in nodes), strict=True)
     packed = [join(context, each) for each in parts]

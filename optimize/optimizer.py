@@ -266,7 +266,7 @@ def _pack(context: g.RewriteContext, report: OptimizeReport) -> None:
     """Replaces matmuls of quantised weights, which only exist in 16 bits."""
     if report.dtype not in precision.DTYPES:
         reason = f"{report.dtype}; twinop's kernel is for 16 bits ({option('dtype', 'float16')})"
-        for node in context.nodes(quantised.PRODUCT, decoders.ATTENTION, domain=g.MICROSOFT):
+        for node in context.nodes(quantised.MATMUL_NBITS, decoders.ATTENTION, domain=g.MICROSOFT):
             skip(node, "dtype", f"{node.op_type}: {reason}")
         return
     for each in passes.LATE:

@@ -1,7 +1,7 @@
-"""Replaces attention over short sequences by twinop's own, which reads q, k and v where one product put them.
+"""Replaces attention over short sequences by twinop's own, which reads q, k and v where one matmul put them.
 
 Matches: MultiHeadAttention in 16 bits, with few tokens of known number. q, k and v are the thirds of one
-tensor, or products of one tensor, which are merged. A mask is an additive one, or the lengths that
+tensor, or matmuls of one tensor, which are merged. A mask is an additive one, or the lengths that
 `attention.py` made of a mask: the mask itself is then added, which needs no promise of padding on the right.
 Writes: CustomAttentionPacked. It saves the copies of q, k and v, and the memory that ONNX Runtime's attention
 sets in each run. More tokens are left to cuDNN.
@@ -11,7 +11,7 @@ import onnx_ir as ir
 
 from . import graph as g
 from .attention import padding_bias
-from .merge_linear import merge, products_of_one
+from .merge_linear import matmuls_of_one, merge
 from .rewrite import Rewrite
 from .scores import LOWEST
 
@@ -19,7 +19,7 @@ _HEAD_SIZES = (32, 64, 128)
 _SMALL_HEAD = 64 * 32
 """Numbers in the q of a head. With at most so many, as in the windows of Swin, cuDNN is slower for any number
 of sequences (docs/tuning.md)."""
-_MAX_PRODUCTS = 24_576 * 16 * 128
+_MAX_MULTIPLICATIONS = 24_576 * 16 * 128
 """Multiplications of q and k of larger heads, in whole tiles of 16 queries and 128 keys. With more, cuDNN is
 faster."""
 
@@ -34,15 +34,15 @@ class PackedAttention(
     device="cuda",
     sixteen_bits_only=True,
 ):
-    """Finds the tensor with q, k and v, or their products; and the mask to add, or that of tokens [B, T]."""
+    """Finds the tensor with q, k and v, or their matmuls; and the mask to add, or that of tokens [B, T]."""
 
     def match(self, node: ir.Node) -> _Match | str:
         sizes, parts = _sizes(node), node.inputs[:3]
         if sizes is None:
             return "its heads or its number of tokens are not those of the kernel, or not known"
-        qkv, products = g.whole_of(parts, -1), products_of_one(self.context, parts)
-        if (qkv is None and not products) or {g.last_dim(each) for each in parts} != {sizes[2]}:
-            return "q, k and v are not the thirds of one tensor, nor products of one tensor"
+        qkv, matmuls = g.whole_of(parts, -1), matmuls_of_one(self.context, parts)
+        if (qkv is None and not matmuls) or {g.last_dim(each) for each in parts} != {sizes[2]}:
+            return "q, k and v are not the thirds of one tensor, nor matmuls of one tensor"
         given = {index: value for index, value in enumerate(node.inputs) if value is not None}
         bias, lengths = given.pop(5, None), given.pop(4, None)
         if given.keys() != {0, 1, 2} or (bias is not None and lengths is not None):
@@ -53,10 +53,10 @@ class PackedAttention(
             bias = _smallest(bias, [*sizes[:1], g.attribute(node, "num_heads", 0), sizes[1]])
         if bias is None and any(node.inputs[4:]):
             return "its mask is not of a form that the op takes"
-        return qkv, products, bias
+        return qkv, matmuls, bias
 
     def apply(self, node: ir.Node, match: _Match) -> None:
-        (qkv, products, bias), result = match, node.outputs[0]
+        (qkv, matmuls, bias), result = match, node.outputs[0]
         if bias is not None and any(node.inputs[4:5]):
             bias = padding_bias(bias, LOWEST, result, node)
         attributes = {
@@ -64,7 +64,7 @@ class PackedAttention(
             "scale": g.attribute(node, "scale", 0.0),
             "causal": g.attribute(node, "unidirectional", 0),
         }
-        inputs = [qkv if qkv is not None else merge(self.context, products), bias]
+        inputs = [qkv if qkv is not None else merge(self.context, matmuls), bias]
         new = self.context.add_op(node, "attention_packed", inputs, g.dims(node.inputs[0]), **attributes)
         self.replace(result, new, "attention of packed q, k and v")
 
@@ -80,7 +80,7 @@ def _sizes(node: ir.Node) -> tuple[g.Dim, int, int] | None:
         return None
     if tokens * size > _SMALL_HEAD:
         tiles = -(-tokens // 16) * -(-tokens // 128)
-        if not isinstance(batch, int) or batch * tiles * 16 * 128 * width > _MAX_PRODUCTS:
+        if not isinstance(batch, int) or batch * tiles * 16 * 128 * width > _MAX_MULTIPLICATIONS:
             return None
     return batch, tokens, width
 

@@ -23,7 +23,7 @@ from . import (
     linear,
     merge_linear,
     norm_inputs,
-    normed_products,
+    norm_into_matmul,
     norms,
     packed_attention,
     precision,
@@ -64,7 +64,7 @@ PASSES: Sequence[type[Rewrite]] = (
 LATE: Sequence[type[Rewrite]] = (
     quantised.QuantisedGates,
     quantised.Quantised,
-    normed_products.NormedProducts,
+    norm_into_matmul.NormIntoMatmul,
     invariance.Invariance,
 )
 """Those that run on the model in 16 bits."""

@@ -3,7 +3,7 @@
 Operators are converted if their CUDA kernels take 16 bits and compute sums, norms and softmax in fp32. All
 others stay in fp32, between casts: statistics (ReduceMean, Pow, Sqrt), positions (Range, Cos, Sin, integers
 cast to floats). So do, also with twinop's ops: what computes with integers that may be large, because sums of
-int8 products exceed fp16; and sums with constants that 16 bits do not have, such as 1e-10, and what divides
+int8 matmuls exceed fp16; and sums with constants that 16 bits do not have, such as 1e-10, and what divides
 by them. A mean that was in 16 bits before, and that pools what one layer computes for the next, stays in 16
 bits; so does a weight of DequantizeLinear in blocks, if 16 bits have its scales. An elementwise operator that
 only nodes in fp32 read stays in fp32 with them, but no table. Loop and Scan stay in fp32 with all of their
@@ -72,7 +72,7 @@ def convert(
         keeps_fp32: nodes that the file computes in fp32 stay in fp32.
 
     Returns:
-        The number of nodes that compute in fp32, and the products and weights that no longer do, by name.
+        The number of nodes that compute in fp32, and the matmuls and weights that no longer do, by name.
     """
     LiftConstantsToInitializersPass(lift_all_constants=True, size_limit=0)(model)
     graph = model.graph
@@ -270,8 +270,8 @@ def _of_large_integers(graph: ir.Graph, dtype: ir.DataType) -> set[ir.Node]:
             continue  # a mask: the number that hides is limited to the dtype's
         found.add(node)
         scales = node.op_type in ("Mul", "Div") and not large.issuperset(node.inputs) and number < 1
-        is_product = node.domain == DOMAIN and node.op_type.endswith("Linear")
-        if (node.op_type in ELEMENTS | _BOUNDS | SHAPES | _LAYERS or is_product) and not scales:
+        is_matmul = node.domain == DOMAIN and node.op_type.endswith("Linear")
+        if (node.op_type in ELEMENTS | _BOUNDS | SHAPES | _LAYERS or is_matmul) and not scales:
             large.update(value for value in node.outputs if value.dtype is ir.DataType.FLOAT)
     return found
 
@@ -300,7 +300,7 @@ def _is_pooling(node: ir.Node) -> bool:
 
 
 def _is_weight(node: ir.Node, dtype: ir.DataType, wide: set[ir.Node]) -> bool:
-    """Returns whether only products of 16 bits read a weight in blocks, and 16 bits have its scales.
+    """Returns whether only matmuls of 16 bits read a weight in blocks, and 16 bits have its scales.
 
     A session fuses both, if no cast lies between.
     """

@@ -1,7 +1,7 @@
-"""Replaces ONNX Runtime's products with quantised weights on CUDA. Runs on the model in 16 bits.
+"""Replaces ONNX Runtime's matmuls with quantised weights on CUDA. Runs on the model in 16 bits.
 
 Matches: com.microsoft MatMulNBits with constant weights of 4 or 8 bits in blocks of 32 or 128, a bias that is
-added, and an activation after it; two such products of one x and a gate, or one whose halves are gate and up.
+added, and an activation after it; two such matmuls of one x and a gate, or one whose halves are gate and up.
 Writes: CustomLinearQ and CustomLinearQSwiglu, which read the same weights, or those of several in one.
 Leaves alone: blocks of other sizes, zero points in floats, columns in another order (g_idx), weights that are
 packed for one kind of GPU (weight_prepacked).
@@ -26,7 +26,7 @@ from .linear import activation_of
 from .merge_linear import MERGED, join
 from .rewrite import LABELS, SKIPPED, Rewrite, label
 
-PRODUCT = "MatMulNBits"
+MATMUL_NBITS = "MatMulNBits"
 _BITS, _BLOCKS = (4, 8), (32, 128)
 
 
@@ -49,8 +49,8 @@ def why_not(n: int, k: int, bits: int, block: int, zero_points: Any = np.uint8) 
 
 
 @dataclass(frozen=True)
-class _Product:
-    """A product with a quantised weight, and the sum with its bias."""
+class _Matmul:
+    """A matmul with a quantised weight, and the sum with its bias."""
 
     node: ir.Node
     tensors: tuple[ir.TensorProtocol, ir.TensorProtocol, ir.TensorProtocol | None]  # B, scales, zero points
@@ -59,7 +59,7 @@ class _Product:
 
     @property
     def x(self) -> ir.Value | None:
-        """Read late: other products may have been replaced."""
+        """Read late: other matmuls may have been replaced."""
         return self.node.inputs[0]
 
     @property
@@ -83,22 +83,22 @@ class _Product:
             if tensor is not None and tensor.size != math.prod(shape):
                 n, k, bits, block = self.sizes.values()
                 raise TwinopError(
-                    f"{PRODUCT}: {name} has {tensor.size} elements, expected {math.prod(shape)}: N = {n}, "
-                    f"K = {k}, {bits} bits, blocks of {block}"
+                    f"{MATMUL_NBITS}: {name} has {tensor.size} elements, expected {math.prod(shape)}: "
+                    f"N = {n}, K = {k}, {bits} bits, blocks of {block}"
                 )
 
 
 class QuantisedGates(
-    Rewrite[tuple[list[_Product], str]],
+    Rewrite[tuple[list[_Matmul], str]],
     name="quantised_gates",
     op_types=("Mul",),
     ops=("swiglu", "swiglu_packed"),
     device="cuda",
     sixteen_bits_only=True,
 ):
-    """Finds the products of gate and up, or the one that has both, and the activation of the gate."""
+    """Finds the matmuls of gate and up, or the one that has both, and the activation of the gate."""
 
-    def match(self, node: ir.Node) -> tuple[list[_Product], str] | str:
+    def match(self, node: ir.Node) -> tuple[list[_Matmul], str] | str:
         match = (node.inputs[-1], node.inputs[0], "silu") if node.domain else gate_of(self.context, node)
         gate, up, activation = match or (None, None, "")
         if gate is None or up is None:
@@ -107,33 +107,37 @@ class QuantisedGates(
         is_one = len(node.inputs) == 1 or (parts is not None and parts[1] == 0)
         if is_one and (whole := _supported(parts[0] if parts else gate)) is not None:
             fits = g.only_user(whole.output) and whole.sizes["n"] % 16 == 0
-            return ([whole], activation) if fits else "others read the product, or N is no multiple of 16"
+            return ([whole], activation) if fits else "others read the matmul, or N is no multiple of 16"
         first, second = _supported(gate), _supported(up)
         if first is None or second is None or first is second:
-            return "gate and up are not two products that linear_q computes"
+            return "gate and up are not two matmuls that linear_q computes"
         is_alone = all(
-            g.only_user(each.output) and g.has_only(each.node.inputs[1], self.context.graph, PRODUCT)
+            g.only_user(each.output) and g.has_only(each.node.inputs[1], self.context.graph, MATMUL_NBITS)
             for each in (first, second)
         )
         if not is_alone or first.sizes != second.sizes or _kind(first) != _kind(second):
             return "gate and up differ in x or in the kind of weight, or others read them"
         return [first, second], activation
 
-    def apply(self, node: ir.Node, match: tuple[list[_Product], str]) -> None:
-        node.meta.pop(SKIPPED, None)  # `gated.py` knows no such products
+    def apply(self, node: ir.Node, match: tuple[list[_Matmul], str]) -> None:
+        node.meta.pop(SKIPPED, None)  # `gated.py` knows no such matmuls
         new = _write(self.context, "linear_q_swiglu", match[0], node.outputs[0], match[1])
         self.replace(node.outputs[0], new, "linear_q_swiglu")
 
 
 class Quantised(
-    Rewrite[_Product], name="quantised", microsoft=(PRODUCT,), device="cuda", sixteen_bits_only=True
+    Rewrite[_Matmul],
+    name="quantised",
+    microsoft=(MATMUL_NBITS,),
+    device="cuda",
+    sixteen_bits_only=True,
 ):
-    """Puts one node in the place of a product, its bias and its activation."""
+    """Puts one node in the place of a matmul, its bias and its activation."""
 
-    def match(self, node: ir.Node) -> _Product:
+    def match(self, node: ir.Node) -> _Matmul:
         return _checked(node)
 
-    def apply(self, node: ir.Node, match: _Product) -> None:
+    def apply(self, node: ir.Node, match: _Matmul) -> None:
         output, user = match.output, g.only_user(match.output)
         activation = activation_of(self.context, user)
         output = user.outputs[0] if user is not None and activation else output
@@ -142,20 +146,20 @@ class Quantised(
         self.replace(output, new, f"linear_q+{activation}" if activation else "linear_q", *merged)
 
 
-def _checked(node: ir.Node) -> _Product:
-    """Returns a product; raises Skipped if linear_q has no kernel for it, and TwinopError if it is broken."""
-    product = _match(node)
+def _checked(node: ir.Node) -> _Matmul:
+    """Returns a matmul; raises Skipped if linear_q has no kernel for it, and TwinopError if it is broken."""
+    matmul = _match(node)
     if {value.dtype for value in (*node.inputs[:1], *node.outputs) if value} == {ir.DataType.FLOAT}:
-        raise g.Skipped("a product in fp32")
-    zeros = product.tensors[2]
+        raise g.Skipped("a matmul in fp32")
+    zeros = matmul.tensors[2]
     dtype = ir.DataType.UINT8 if zeros is None else zeros.dtype
-    if reason := why_not(**product.sizes, zero_points=dtype.numpy()):
+    if reason := why_not(**matmul.sizes, zero_points=dtype.numpy()):
         raise g.Skipped(reason)
-    product.check()
-    return product
+    matmul.check()
+    return matmul
 
 
-def _match(node: ir.Node) -> _Product:
+def _match(node: ir.Node) -> _Matmul:
     x, b, scales, zeros, order, bias = [*node.inputs, *[None] * 6][:6]
     tensors, row = [g.tensor(each) for each in (b, scales, zeros)], g.constant(bias)
     if order is not None:
@@ -167,69 +171,69 @@ def _match(node: ir.Node) -> _Product:
     if (zeros is not None and tensors[2] is None) or (bias is not None and row is None):
         raise g.Skipped("zero points or a bias that are not constant")
     output = node.outputs[0]
-    product = _Product(node, (tensors[0], tensors[1], tensors[2]), row, output)
+    matmul = _Matmul(node, (tensors[0], tensors[1], tensors[2]), row, output)
     if (add := g.only_user(output)) is not None and add.op_type == "Add" and not add.domain and bias is None:
         row = g.constant(g.other_input(add, output))
-        if row is not None and row.shape == (product.sizes["n"],):
-            return _Product(node, product.tensors, row, add.outputs[0])
-    return product
+        if row is not None and row.shape == (matmul.sizes["n"],):
+            return _Matmul(node, matmul.tensors, row, add.outputs[0])
+    return matmul
 
 
 def _write(
-    context: g.RewriteContext, op: str, products: list[_Product], output: ir.Value, activation: str
+    context: g.RewriteContext, op: str, matmuls: list[_Matmul], output: ir.Value, activation: str
 ) -> ir.Value:
-    """Writes one node for products and what follows them, up to an output."""
-    first, sizes = products[0], products[0].sizes
+    """Writes one node for matmuls and what follows them, up to an output."""
+    first, sizes = matmuls[0], matmuls[0].sizes
     name = str(first.node.inputs[1].name)  # type: ignore[union-attr]
 
     def joined(index: int, part: str) -> ir.Value | None:
-        """Returns an input of MatMulNBits, as it is if one product has it in the shape of linear_q."""
-        stored = [tensor for each in products if (tensor := each.tensors[index]) is not None]
+        """Returns an input of MatMulNBits, as it is if one matmul has it in the shape of linear_q."""
+        stored = [tensor for each in matmuls if (tensor := each.tensors[index]) is not None]
         if not stored:
             return None
-        if len(products) == 1 and weights.sizes(stored[0]) == first.shapes[index]:
+        if len(matmuls) == 1 and weights.sizes(stored[0]) == first.shapes[index]:
             return first.node.inputs[index + 1]
         whole = weights.join([weights.reshape(tensor, first.shapes[index]) for tensor in stored])
         return g.initializer(context.graph, whole, f"{name}_{part}")
 
-    bias = _bias_of(products)
+    bias = _bias_of(matmuls)
     given = [joined(index, part) for index, part in enumerate(("blocks", "scale", "zero"))]
     given.append(None if bias is None else g.initializer(context.graph, bias, f"{name}_bias"))
     is_gated = op == "linear_q_swiglu"
-    width = sum(each.sizes["n"] for each in products) // (1 + is_gated)
+    width = sum(each.sizes["n"] for each in matmuls) // (1 + is_gated)
     shape = g.dims(output) or [*(g.dims(first.x) or [])[:-1], width]
     numbers = {"bits": sizes["bits"], "block": sizes["block"], "activation": activation}
     return context.add_op(g.maker(output), op, [first.x, *given], shape, **numbers)
 
 
-def _bias_of(products: list[_Product]) -> np.ndarray | None:
-    if all(each.bias is None for each in products):
+def _bias_of(matmuls: list[_Matmul]) -> np.ndarray | None:
+    if all(each.bias is None for each in matmuls):
         return None
-    dtype = products[0].tensors[1].dtype.numpy()
-    rows = [np.zeros(each.sizes["n"], dtype) if each.bias is None else each.bias for each in products]
+    dtype = matmuls[0].tensors[1].dtype.numpy()
+    rows = [np.zeros(each.sizes["n"], dtype) if each.bias is None else each.bias for each in matmuls]
     return np.concatenate(rows)
 
 
 def merge(context: g.RewriteContext, before: ir.Node, values: list[ir.Value]) -> ir.Value | None:
-    """Inserts one product in the place of several, if their x and the kind of their weights are the same.
+    """Inserts one matmul in the place of several, if their x and the kind of their weights are the same.
 
     Args:
-        values: the outputs of the products and of the sums with their biases, which one node reads.
+        values: the outputs of the matmuls and of the sums with their biases, which one node reads.
 
     Returns:
         The output, in which the values follow each other; None if there are other values.
     """
-    found = [each for value in values if g.only_user(value) and (each := _product_of(value, _match))]
+    found = [each for value in values if g.only_user(value) and (each := _matmul_of(value, _match))]
     if len(found) < len(values) or any(_kind(each) != _kind(found[0]) for each in found):
         return None
     first, width = found[0].node, sum(each.sizes["n"] for each in found)
     parts = zip(*([*each.node.inputs, None][1:4] for each in found), strict=True)
-    if not all(g.has_only(each.node.inputs[1], context.graph, PRODUCT) for each in found):
+    if not all(g.has_only(each.node.inputs[1], context.graph, MATMUL_NBITS) for each in found):
         return None
     joined = [None if None in part else join(context, part) for part in parts]
     attributes = {name: each.value for name, each in first.attributes.items()} | {"N": width}
     shape = [*(g.dims(values[0]) or [])[:-1], width]
-    y = g.add(before, PRODUCT, [first.inputs[0], *joined], attributes, domain=g.MICROSOFT, shape=shape)
+    y = g.add(before, MATMUL_NBITS, [first.inputs[0], *joined], attributes, domain=g.MICROSOFT, shape=shape)
     y.producer().meta.update(first.meta)  # type: ignore[union-attr]
     label(g.maker(y), MERGED)
     if (bias := _bias_of(found)) is not None:
@@ -237,10 +241,10 @@ def merge(context: g.RewriteContext, before: ir.Node, values: list[ir.Value]) ->
     return y
 
 
-def _product_of(value: ir.Value, of: Callable[[ir.Node], _Product]) -> _Product | None:
-    """Returns the product whose output, with its bias, is a value; `of` makes it of its node."""
+def _matmul_of(value: ir.Value, of: Callable[[ir.Node], _Matmul]) -> _Matmul | None:
+    """Returns the matmul whose output, with its bias, is a value; `of` makes it of its node."""
     add = g.producer(value, "Add")
-    makers = [g.producer(each, PRODUCT, domain=g.MICROSOFT) for each in (add.inputs if add else [value])]
+    makers = [g.producer(each, MATMUL_NBITS, domain=g.MICROSOFT) for each in (add.inputs if add else [value])]
     try:
         found = next((of(each) for each in makers if each is not None), None)
     except g.Skipped:
@@ -248,13 +252,13 @@ def _product_of(value: ir.Value, of: Callable[[ir.Node], _Product]) -> _Product 
     return found if found is not None and found.output is value else None
 
 
-def _supported(value: ir.Value) -> _Product | None:
-    """Returns the product that a value is, if linear_q computes it."""
-    return _product_of(value, _checked)
+def _supported(value: ir.Value) -> _Matmul | None:
+    """Returns the matmul that a value is, if linear_q computes it."""
+    return _matmul_of(value, _checked)
 
 
-def _kind(product: _Product) -> list[object]:
-    """Returns what two products have in common if their weights can be one."""
-    attributes = {name: each.value for name, each in product.node.attributes.items() if name != "N"}
-    forms = [None if each is None else (each.dtype, weights.sizes(each)[1:]) for each in product.tensors]
-    return [product.x, attributes, product.node.meta.get("accuracy_level"), *forms]
+def _kind(matmul: _Matmul) -> list[object]:
+    """Returns what two matmuls have in common if their weights can be one."""
+    attributes = {name: each.value for name, each in matmul.node.attributes.items() if name != "N"}
+    forms = [None if each is None else (each.dtype, weights.sizes(each)[1:]) for each in matmul.tensors]
+    return [matmul.x, attributes, matmul.node.meta.get("accuracy_level"), *forms]

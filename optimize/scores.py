@@ -1,4 +1,4 @@
-"""Walks from the softmax of an attention back to the product of q and k."""
+"""Walks from the softmax of an attention back to the matmul of q and k."""
 
 from dataclasses import dataclass, field
 
@@ -16,9 +16,9 @@ _HIDDEN = -6e4  # a score of this or less is 0 after the softmax; -65504 is fp16
 
 @dataclass
 class Scores:
-    """What a softmax reads: the product of q and k^T, times `scale`, plus the masks."""
+    """What a softmax reads: the matmul of q and k^T, times `scale`, plus the masks."""
 
-    product: ir.Node
+    matmul: ir.Node
     scale: float = 1.0
     masks: list[ir.Value] = field(default_factory=list)
 
@@ -50,30 +50,30 @@ def known_of(mask: ir.Value) -> KnownMask:
 
 
 def scores_of(softmax: ir.Node, after: ir.Node) -> Scores:
-    """Walks from a softmax back to the product of q and k.
+    """Walks from a softmax back to the matmul of q and k.
 
     Args:
         after: where nodes for masks are inserted; the softmax itself to insert none.
 
     Raises:
-        Skipped: there is no such product, or something unknown before the softmax.
+        Skipped: there is no such matmul, or something unknown before the softmax.
     """
     value, found_scale, masks = softmax.inputs[0], 1.0, list[ir.Value]()
     while True:
         node = value.producer() if value is not None else None
         if node is None or node.domain:
-            raise g.Skipped("no product of q and k")
+            raise g.Skipped("no matmul of q and k")
         if node.op_type == "MatMul":
             if any(map(g.is_constant, node.inputs)):
-                raise g.Skipped("no product of q and k")
+                raise g.Skipped("no matmul of q and k")
             return Scores(node, found_scale, masks)
         if node.op_type in ("Mul", "Div") and (factor := _factor(node)) is not None:
             found_scale *= factor[1]
             value = factor[0]
         elif node.op_type == "Add" and found_scale == 1.0:
-            sides = [each for each in node.inputs if _leads_to_product(each)]
+            sides = [each for each in node.inputs if _leads_to_matmul(each)]
             if len(sides) != 1 or sides[0] is None:
-                raise g.Skipped("no product of q and k")
+                raise g.Skipped("no matmul of q and k")
             mask = g.other_input(node, sides[0])
             assert mask is not None
             value, masks = sides[0], [*masks, mask]
@@ -83,10 +83,10 @@ def scores_of(softmax: ir.Node, after: ir.Node) -> Scores:
         elif node.op_type == "Tanh" or g.producer(value, "Mul", "Div", "Tanh"):
             raise g.Skipped("the scores are capped or scaled by a tensor")
         else:
-            raise g.Skipped(f"{node.op_type} between the product and the softmax")
+            raise g.Skipped(f"{node.op_type} between the matmul and the softmax")
 
 
-def _leads_to_product(value: ir.Value | None) -> bool:
+def _leads_to_matmul(value: ir.Value | None) -> bool:
     """Whether a value is a MatMul of two tensors that are not constant, perhaps scaled or masked."""
     for _ in range(6):
         node = value.producer() if value is not None else None
@@ -99,7 +99,7 @@ def _leads_to_product(value: ir.Value | None) -> bool:
         elif node.op_type == "Tanh":
             value = node.inputs[0]
         elif node.op_type == "Add":
-            return any(_leads_to_product(each) for each in node.inputs)
+            return any(_leads_to_matmul(each) for each in node.inputs)
         elif node.op_type == "Where":
             value = node.inputs[2] if g.scalar(node.inputs[1]) is not None else node.inputs[1]
         else:

@@ -1,9 +1,9 @@
-"""Splits a matrix product whose parts are read, such as packed q, k and v: attention takes these one by one.
+"""Splits a matmul whose parts are read, such as packed q, k and v: attention takes these one by one.
 
-Matches: a product with a constant weight, whose readers are only Splits and Slices of the last dimension; a
+Matches: a matmul with a constant weight, whose readers are only Splits and Slices of the last dimension; a
 Split of a constant, such as the packed weight of cross attention in nn.MultiheadAttention.
-Writes: a product for each part, with its columns of the weight; a constant for each part.
-Leaves alone: products that GroupQueryAttention reads: one of few rows takes less time than three; weights
+Writes: a matmul for each part, with its columns of the weight; a constant for each part.
+Leaves alone: matmuls that GroupQueryAttention reads: one of few rows takes less time than three; weights
 that other nodes read, too, and so stay beside their parts.
 """
 
@@ -12,7 +12,7 @@ import onnx_ir as ir
 from twinop.model import weights
 
 from . import graph as g
-from .linear import Linear, is_replaceable, plain_product, slice_columns, supported_linear
+from .linear import Linear, is_replaceable, plain_matmul, slice_columns, supported_linear
 from .rewrite import Rewrite
 
 _Part = tuple[ir.Value, int, int]  # of the last dimension, or of the axis of a Split: value, start, stop
@@ -24,7 +24,7 @@ class SplitLinear(
     op_types=("Split", "MatMul", "Gemm"),
     device="cuda",
 ):
-    """Finds the product, or None for a constant, and the parts of it that are read."""
+    """Finds the matmul, or None for a constant, and the parts of it that are read."""
 
     def match(self, node: ir.Node) -> tuple[Linear | None, list[_Part]] | str:
         if node.op_type == "Split":
@@ -38,7 +38,7 @@ class SplitLinear(
         linear = supported_linear(node)
         parts = _parts(linear) if linear is not None else None
         if linear is None or parts is None:
-            return "it is no product with a constant weight of which only parts are read"
+            return "it is no matmul with a constant weight of which only parts are read"
         if not is_replaceable(linear, self.context.graph):
             return "other nodes read its weight, too"
         return linear, parts
@@ -54,7 +54,7 @@ class SplitLinear(
             else:
                 weight, bias = slice_columns(self.context, linear, start, stop)
                 shape = [*(g.dims(linear.output) or [])[:-1], stop - start]
-                new = plain_product(g.maker(value), linear, weight, bias, linear.x, shape)
+                new = plain_matmul(g.maker(value), linear, weight, bias, linear.x, shape)
                 self.replace(value, new, "part of a packed matmul")
 
 

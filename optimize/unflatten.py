@@ -1,31 +1,31 @@
-"""Removes the reshapes around matrix products of flattened tokens.
+"""Removes the reshapes around matmuls of flattened tokens.
 
 Matches: x [B, S, K] or heads [B, S, H, D] reshaped to [B*S, K], a MatMul or Gemm with a constant weight, the
 result reshaped to [B, S, N].
 Writes: MatMul and Add on [B, S, K], so that other rewrites match what follows: activations, attention, sums.
-nn.MultiheadAttention computes this product with the tokens first, [S, B, H, D]. The transpose moves behind
-the product. If the model has the opposite one there, both disappear.
+nn.MultiheadAttention computes this matmul with the tokens first, [S, B, H, D]. The transpose moves behind
+the matmul. If the model has the opposite one there, both disappear.
 """
 
 import onnx_ir as ir
 
 from . import graph as g
 from .heads import SWAP_ROWS, SWAP_S_H
-from .linear import Linear, bias_vector, plain_product, supported_linear
+from .linear import Linear, bias_vector, plain_matmul, supported_linear
 from .rewrite import Rewrite
 
 _Match = tuple[Linear, ir.Value, ir.Node]
 
 
 class Unflatten(Rewrite[_Match], name="unflatten", op_types=("MatMul", "Gemm"), device="cuda"):
-    """Finds the product, what is reshaped before it, and the Reshape after it."""
+    """Finds the matmul, what is reshaped before it, and the Reshape after it."""
 
     def match(self, node: ir.Node) -> _Match | str:
         linear = supported_linear(node)
         before = g.producer(linear.x, "Reshape") if linear is not None else None
         after = g.only_user(linear.output) if linear is not None else None
         if linear is None or before is None or after is None or after.op_type != "Reshape":
-            return "it is no product with a constant weight between two Reshapes"
+            return "it is no matmul with a constant weight between two Reshapes"
         source, shape = before.inputs[0], g.dims(after.outputs[0]) or []
         outer, width = shape[:-1], g.last_dim(linear.x)
         if source is None or len(outer) < 2 or not g.same_dims([*outer, linear.width], shape):
@@ -47,7 +47,7 @@ class Unflatten(Rewrite[_Match], name="unflatten", op_types=("MatMul", "Gemm"), 
                 shape = [shape[1], shape[0], linear.width]
             source = g.reshape(last, source, [0, 0, width], [*(g.dims(source) or [])[:2], width])
         bias, opposite = bias_vector(self.context, linear.bias), _opposite(last) if is_swapped else last
-        result = plain_product(last, linear, linear.weight, bias, source, shape)
+        result = plain_matmul(last, linear, linear.weight, bias, source, shape)
         if is_swapped and opposite is last:
             result = g.transpose(last, result, SWAP_ROWS)
         self.replace(opposite.outputs[0], result)

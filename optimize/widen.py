@@ -29,8 +29,8 @@ _DTYPE_ATTRIBUTES = (
 _CASTS = ("Cast", "CastLike")
 _MOVES = SHAPES - {"Shape", "Size"}
 _FUSED = ELEMENTS | _MOVES | {"Clip", "Erf", "Gelu", "Relu", "Sigmoid", "Tanh"}
-"""What rewrites fuse with a product before it."""
-_PRODUCTS = {
+"""What rewrites fuse with a matmul before it."""
+_MATMULS = {
     "Attention", "Conv", "ConvTranspose", "Einsum", "FusedMatMul", "GRU", "Gemm", "LSTM", "MatMul",
     "MultiHeadAttention", "RNN",
 }  # fmt: skip
@@ -104,7 +104,7 @@ def _kinds(graphs: Iterable[ir.Graph], mixed: bool) -> Kinds:
 
 
 def _mark(graph: ir.Graph, kinds: Kinds, narrow_type: ir.DataType) -> None:
-    """Marks the nodes of the main graph that compute in fp32: the marks name products and weights."""
+    """Marks the nodes of the main graph that compute in fp32: the marks name matmuls and weights."""
     weighted, labels = set[ir.Node](), dict[ir.Node, tuple[str, ...]]()
     for node in graph:
         results = [value for value in node.outputs if kinds[value] is _FLOAT]
@@ -117,9 +117,9 @@ def _mark(graph: ir.Graph, kinds: Kinds, narrow_type: ir.DataType) -> None:
         moves = node.op_type in _MOVES and not node.domain
         if own or (node.op_type in _FUSED and makers and weighted.issuperset(makers)):
             weighted.add(node)
-        is_product = node.op_type in _PRODUCTS
-        names = [str(value.name) for value in (constants if is_product else own)]
-        label = f"{node.op_type} {node.name or results[0].name}" if is_product or own else ""
+        is_matmul = node.op_type in _MATMULS
+        names = [str(value.name) for value in (constants if is_matmul else own)]
+        label = f"{node.op_type} {node.name or results[0].name}" if is_matmul or own else ""
         label += f" ({', '.join(names)})" if names else ""
         before = [labels.get(maker, ()) for maker in makers if node.op_type in _FUSED]
         labels[node] = (*(before[0] if len(before) == 1 else ()), *([label] if label else ()))

@@ -86,7 +86,7 @@ def test_a_gemm_and_its_bias(axis: int, reader: str, tmp_path: Path) -> None:
     ("options", "reason"),
     [
         ({"block": 64}, "blocks of 64; linear_q has those of 32 and 128"),
-        ({"reader": "y = Gemm <alpha = 2.0> (x, d)"}, "a weight that is read by others than products"),
+        ({"reader": "y = Gemm <alpha = 2.0> (x, d)"}, "a weight that is read by others than matmuls"),
         ({"reader": "w = Neg (d) y = MatMul (x, w)"}, "a weight that is read by others"),
     ],
 )

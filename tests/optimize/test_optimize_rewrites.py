@@ -364,7 +364,7 @@ def test_scores_that_16_bits_hide(tmp_path: Path) -> None:
     ("scores", "reason"),
     [
         ("s = MatMul (qh, kt) c = Tanh (s) t = Mul (c, cap) p = Softmax (t)", "capped"),
-        ("s = MatMul (qh, kt) t = Abs (s) p = Softmax (t)", "Abs between the product and the softmax"),
+        ("s = MatMul (qh, kt) t = Abs (s) p = Softmax (t)", "Abs between the matmul and the softmax"),
     ],
 )
 def test_attention_that_stays(scores: str, reason: str, tmp_path: Path) -> None:

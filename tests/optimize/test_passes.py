@@ -57,8 +57,8 @@ CONSTANTS = {
     "IDS": np.arange(6),
     "FLAT": np.array([12, 8]),
     "APART": np.array([2, 6, 8]),
-    "MERGED": np.array([8, 6, 8]),
-    "FOUR": np.array([2, 4, 6, 6]),
+    "MERGED": np.array([8, 8, 8]),
+    "FOUR": np.array([2, 4, 8, 8]),
     "ONE": np.array(1, np.float32),
     "STACK": weights(2, 8, 8),
     "W16": weights(64, 64).astype(np.float16),
@@ -71,8 +71,9 @@ CONSTANTS = {
 }
 LINEAR, NORM = "custom_domain.CustomLinear", "custom_domain.CustomRmsNorm"
 BATCHED = (
-    "(float[2, 4, 6, 8] q, float[2, 4, 6, 8] k) => (float[2, 4, 6, 6] y) { a = Reshape (q, %s) "
-    "c = Reshape (k, MERGED) t = Transpose <perm = [0, 2, 1]> (c) p = MatMul (a, t) y = Reshape (p, %s) }"
+    "(float[2, 4, 8, 8] q, float[2, 4, 8, 8] k) => (float[2, 4, 8, 8] y, int64[3] z) { a = Reshape (q, %s) "
+    "c = Reshape (k, MERGED) t = Transpose <perm = [0, 2, 1]> (c) p = MatMul (a, t) y = Reshape (p, %s) "
+    "z = Shape (p) }"
 )
 DEQUANTIZED = "d = DequantizeLinear <axis = 0, block_size = 32> (CODES, STEPS)"
 MODULATED = (
@@ -215,7 +216,7 @@ CASES = [
         {"matmuls of one input merged": 1},
         {"CustomLinear", "Split"},
         f"{X} {{ y = {LINEAR} (x, W) }}",
-        "it is not the first of several products of one input",
+        "it is not the first of several matmuls of one input",
     ),
     Case(
         "packed_attention",
@@ -275,7 +276,7 @@ CASES = [
         "MatMulNBits: blocks of 64; linear_q has those of 32 and 128",
     ),
     Case(
-        "normed_products",
+        "norm_into_matmul",
         f"{CACHE} {{ {CACHED} n = {NORM} (rows, ROW16) y = {LINEAR} (n, W16) }}",
         {"norms in matmuls": 1},
         {"CustomLinear"},
@@ -331,6 +332,14 @@ def test_what_a_rewrite_writes_and_skips(case: Case) -> None:
     assert not fused(context.model)
     counted = [*skipped(context.model)]
     assert case.reason in counted or (not counted and any(case.reason in each for each in said)), said
+
+
+@pytest.mark.parametrize("case", CASES, ids=[case.name for case in CASES])
+def test_match_changes_nothing(case: Case) -> None:
+    context = context_of(case.name, case.text)
+    before = ir.to_proto(context.model)
+    assert [*ALL[case.name](context)._found()]
+    assert ir.to_proto(context.model) == before
 
 
 @pytest.mark.parametrize(

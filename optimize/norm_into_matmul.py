@@ -1,11 +1,11 @@
-"""Lets products norm what they read, instead of a kernel before them. Runs on the model in 16 bits.
+"""Lets matmuls norm what they read, instead of a kernel before them. Runs on the model in 16 bits.
 
 Matches: CustomRmsNorm and CustomAddRmsNorm with a constant weight, in models with attention over a cache.
 Only CustomLinear and CustomLinearSwiglu read it, with weights for which they have kernels of few rows.
-Writes: the attribute `rms_eps` of these products, whose weights have been multiplied by that of the norm. The
-sum before a norm becomes the residual of a product that is its term.
-Leaves alone: large products, whose many blocks would each norm x; weights of integers, where this takes
-longer than the norm's kernel; weights that others read, too, or whose products 16 bits do not have.
+Writes: the attribute `rms_eps` of these matmuls, whose weights have been multiplied by that of the norm. The
+sum before a norm becomes the residual of a matmul that is its term.
+Leaves alone: large matmuls, whose many blocks would each norm x; weights of integers, where this takes
+longer than the norm's kernel; weights that others read, too, or whose matmuls 16 bits do not have.
 """
 
 import numpy as np
@@ -15,7 +15,7 @@ from twinop.model import weights
 from twinop.record.op_spec import DOMAIN
 
 from . import graph as g
-from .invariance import why_no_product
+from .invariance import why_not_invariant
 from .rewrite import Rewrite, label
 
 _MOST_ELEMENTS = 1 << 26
@@ -26,14 +26,14 @@ _RESIDUAL = 3  # the input of CustomLinear
 _Match = tuple[ir.Value, list[ir.TensorProtocol]]
 
 
-class NormedProducts(
+class NormIntoMatmul(
     Rewrite[_Match],
-    name="normed_products",
+    name="norm_into_matmul",
     ops=("rms_norm", "add_rms_norm"),
     device="cuda",
     sixteen_bits_only=True,
 ):
-    """Finds what the products are to norm, and their new weights."""
+    """Finds what the matmuls are to norm, and their new weights."""
 
     def match(self, node: ir.Node) -> _Match | str:
         if not self.context.op_nodes("attention_cached"):
@@ -49,10 +49,10 @@ class NormedProducts(
         row = row.astype(np.float32) + g.attribute(node, "offset", 0)
         x = terms[0] if count == 1 else _sum(self.context, node)
         if x is None:
-            return "no term is a product to which the other one can be added"
+            return "no term is a matmul to which the other one can be added"
         found = [_scaled(self.context, use.node, output, row) for use in output.uses()]
         if any(tensor is None for tensor in found):
-            return "a reader is no product that can norm its input"
+            return "a reader is no matmul that can norm its input"
         return x, [tensor for tensor in found if tensor is not None]
 
     def apply(self, node: ir.Node, match: _Match) -> None:
@@ -64,9 +64,9 @@ class NormedProducts(
             reader.attributes["rms_eps"] = ir.AttrFloat32("rms_eps", g.attribute(node, "eps", 1e-6))
             label(reader, "norms in matmuls")
         if self._terms(node) == 2:
-            product, [other] = g.maker(x), [term for term in node.inputs[:2] if term is not x]
-            product.resize_inputs(_RESIDUAL + 1)
-            product.replace_input_with(_RESIDUAL, other)
+            matmul, [other] = g.maker(x), [term for term in node.inputs[:2] if term is not x]
+            matmul.resize_inputs(_RESIDUAL + 1)
+            matmul.replace_input_with(_RESIDUAL, other)
             x.name = f"{x.name}_and_residual"  # it is no longer what the original calls so
             for value in node.outputs[1:]:
                 value.name, x.name = f"{value.name}_before", value.name
@@ -80,10 +80,10 @@ class NormedProducts(
 def _scaled(
     context: g.RewriteContext, node: ir.Node, x: ir.Value, row: np.ndarray
 ) -> ir.TensorProtocol | None:
-    """Returns the weight of a product times a row, or None if the product cannot norm its input x."""
+    """Returns the weight of a matmul times a row, or None if the matmul cannot norm its input x."""
     names = [context.records[op].onnx_name for op in ("linear", "linear_swiglu")]
-    is_product = node.domain == DOMAIN and node.op_type in names and not why_no_product(node)
-    if not is_product or g.attribute(node, "rms_eps", 0.0) > 0:
+    is_matmul = node.domain == DOMAIN and node.op_type in names and not why_not_invariant(node)
+    if not is_matmul or g.attribute(node, "rms_eps", 0.0) > 0:
         return None
     weight, tensor = node.inputs[1], g.tensor(node.inputs[1])
     if weight is None or tensor is None or len(weight.uses()) > 1 or tensor.size >= _MOST_ELEMENTS:
@@ -101,14 +101,14 @@ def _scaled(
 
 
 def _sum(context: g.RewriteContext, norm: ir.Node) -> ir.Value | None:
-    """Returns the term of a norm's sum that is a product to which the other one can be added, or None."""
+    """Returns the term of a norm's sum that is a matmul to which the other one can be added, or None."""
     terms, name = norm.inputs[:2], context.records["linear"].onnx_name
     if terms[0] is terms[1] or any(value.is_graph_output() for value in norm.outputs[1:]):
         return None
     for term in terms:
-        product = g.producer(term, name, domain=DOMAIN)
-        if term is None or product is None or g.only_user(term) is not norm:
+        matmul = g.producer(term, name, domain=DOMAIN)
+        if term is None or matmul is None or g.only_user(term) is not norm:
             continue
-        if g.attribute(product, "activation", "none") == "none" and not any(product.inputs[_RESIDUAL:]):
+        if g.attribute(matmul, "activation", "none") == "none" and not any(matmul.inputs[_RESIDUAL:]):
             return term
     return None

@@ -11,7 +11,7 @@ from samples import RECORDS
 
 from twinop.deploy import check_model
 from twinop.optimize import graph as g
-from twinop.optimize import merge_linear, normed_products, optimize_folder
+from twinop.optimize import merge_linear, norm_into_matmul, optimize_folder
 from twinop.optimize.graph import RewriteContext
 from twinop.optimize.rewrite import fused
 
@@ -21,7 +21,7 @@ DECODER = Sizes(width=128, inner=256, heads=2, kv_heads=1, vocab=1024)
 @pytest.mark.parametrize("precision", ["float16", "bfloat16"])
 def test_norms_of_a_decoder(precision: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """All but the last one, which the logits' product reads, go; the file is compared as any other."""
-    monkeypatch.setattr(normed_products, "_MOST_ELEMENTS", 1024 * 128)
+    monkeypatch.setattr(norm_into_matmul, "_MOST_ELEMENTS", 1024 * 128)
     source = write(tmp_path / "old", DECODER, precision)
     report = optimize_folder(source, tmp_path / "new")
     assert report.fused["norms in matmuls"] == 4 and report.fused["add_rms_norm"] == 1 and not report.skipped
@@ -53,7 +53,7 @@ def rewritten(text: str, outputs: str = "float16[M, 64] y", **arrays: np.ndarray
     given_arrays = {"w": weights(64, 64), "v": weights(64, 64), "row": 1 + weights(64)} | arrays
     proto = parsed(text, **{name: each.astype(np.float16) for name, each in given_arrays.items()})
     context = RewriteContext(ir.from_proto(proto), "cuda", RECORDS)
-    normed_products.NormedProducts(context)(context.model)
+    norm_into_matmul.NormIntoMatmul(context)(context.model)
     return context
 
 
