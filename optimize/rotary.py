@@ -72,7 +72,8 @@ class Rotary(
         match = match_rotation(node)
         if match is None:
             return "it is not the last node of x * cos + rotated(x) * sin"
-        x, width, shapes = match.x, g.last_dim(match.x), [*map(g.dims, (match.x, match.cos, match.sin))]
+        x, width = match.x, g.last_dim(match.x)
+        shapes = g.dims(x), g.dims(match.cos), g.dims(match.sin)
         tokens_first = not _fits(*shapes, 2) and _fits(*shapes, 1)
         if width is None or not (tokens_first or _fits(*shapes, 2)):
             return g.Skipped("of another layout than [B, H, S, D] or [B, S, H, D]")
