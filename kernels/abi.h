@@ -161,7 +161,7 @@ typedef struct twinop_op {
   const char* sizes;
   /* Not 0: the launcher runs twice with one scratch memory: first with `counts`, then without, and
    * with outputs of these sizes. 0: it runs once, with outputs of the largest sizes. */
-  int32_t counts_first;
+  int32_t two_pass;
 } twinop_op;
 
 /* What a library holds. */

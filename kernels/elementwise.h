@@ -157,10 +157,10 @@ Status Cuda(const AnyCall& call);
 
 namespace twinop::elementwise {
 
-// Is compiled on the CPU, and never called: a functor of ReducedFloat, which CUDA takes for 16-bit
+// Is compiled on the CPU, and never called: a functor of ApproxFloat, which CUDA takes for 16-bit
 // types. A build without nvcc so refuses what one with nvcc would.
 template <class F, class Op, int kInputs>
-auto CompileReduced(const CallOf<Op>& call, ReducedFloat x) {
+auto CompileReduced(const CallOf<Op>& call, ApproxFloat x) {
   const F functor = MakeFunctor<F>(call);
   if constexpr (kInputs == 1) return functor(x);
   if constexpr (kInputs == 2) return functor(x, x);
@@ -188,7 +188,7 @@ Status Launcher(const CallOf<Op>& call) {
 #if defined(__CUDACC__)
     return Cuda<F>(call);
 #else
-    if constexpr (Op::kIsOnCuda) static_cast<void>(&CompileReduced<F<ReducedFloat>, Op, kArity<F>>);
+    if constexpr (Op::kIsOnCuda) static_cast<void>(&CompileReduced<F<ApproxFloat>, Op, kArity<F>>);
     return Cpu<F>(call);
 #endif
   }

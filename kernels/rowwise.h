@@ -291,7 +291,7 @@ Status Launcher(const CallOf<Op>& call) {
 #if defined(__CUDACC__)
     return Cuda<F>(call);
 #else
-    if constexpr (Op::kIsOnCuda) static_cast<void>(&CompileReduced<F<ReducedFloat>, Op>);
+    if constexpr (Op::kIsOnCuda) static_cast<void>(&CompileReduced<F<ApproxFloat>, Op>);
     return Cpu<F>(call);
 #endif
   }

@@ -20,7 +20,7 @@
 
 // TWINOP_AOT_OP(mish, record), in namespace twinop, registers an op. The namespace mish_op has
 //
-//   void Plan(aot_kernels::Run& run)                  describes a call
+//   void Plan(aot_kernels::PlanRunner& run)                  describes a call
 //   const Device& Load(const twinop_call& call)       loads the kernels of such calls
 #define TWINOP_AOT_OP(id, record)                                                \
   TWINOP_RECORD(id, (record).state<aot_kernels::StateOf<id##_op::Load>>(), true) \
@@ -36,17 +36,17 @@ struct StateOf : State {
   }
 };
 
-template <void (*kPlan)(Run&)>
+template <void (*kPlan)(PlanRunner&)>
 Status Launch(const twinop_call* call) {
-  Run run(*call, Run::Mode::kLaunch);
+  PlanRunner run(*call, PlanRunner::Mode::kLaunch);
   kPlan(run);
   return {};
 }
 
 // For Record::scratch.
-template <void (*kPlan)(Run&)>
+template <void (*kPlan)(PlanRunner&)>
 std::int64_t ScratchBytes(const Call& call) {
-  Run run(call, Run::Mode::kScratch);
+  PlanRunner run(call, PlanRunner::Mode::kScratch);
   kPlan(run);
   return run.scratch();
 }

@@ -103,7 +103,7 @@ void CallOfPlan::RefuseBody() {
       "samples of these");
 }
 
-Run::Run(const twinop_call& call, Mode mode)
+PlanRunner::PlanRunner(const twinop_call& call, Mode mode)
     : CallOfPlan(call),
       device_(*static_cast<const State*>(call.state)->device),
       driver_(GetDriver()),
@@ -111,16 +111,16 @@ Run::Run(const twinop_call& call, Mode mode)
   if (launches_) current_.emplace(driver_, device_.context);
 }
 
-void Run::LimitInput(int index, std::int64_t elements, const char* kernel) const {
+void PlanRunner::LimitInput(int index, std::int64_t elements, const char* kernel) const {
   CheckLimit(call_.inputs[index], "input ", index, elements, kernel);
 }
 
-void Run::LimitOutput(int index, std::int64_t elements, const char* kernel) const {
+void PlanRunner::LimitOutput(int index, std::int64_t elements, const char* kernel) const {
   CheckLimit(call_.outputs[index], "output ", index, elements, kernel);
 }
 
-void Run::CheckLimit(const twinop_tensor& tensor, const char* what, int index,
-                     std::int64_t elements, const char* kernel) const {
+void PlanRunner::CheckLimit(const twinop_tensor& tensor, const char* what, int index,
+                            std::int64_t elements, const char* kernel) const {
   if (!launches_ || tensor.present == 0 || tensor.numel <= elements) return;
   Fail(std::string(kernel) + ": " + what + std::to_string(index) + " has " +
        std::to_string(tensor.numel) + " elements; the kernel's offsets of 32 bits reach " +
@@ -129,7 +129,7 @@ void Run::CheckLimit(const twinop_tensor& tensor, const char* what, int index,
 }
 
 // Adds an aligned block to the scratch memory and returns its offset.
-std::int64_t Run::Reserve(Int bytes) {
+std::int64_t PlanRunner::Reserve(Int bytes) {
   if (bytes < 0)
     Fail("a temporary tensor of the launch has " + std::to_string(Narrow(bytes)) + " bytes");
   const std::int64_t begin = scratch_;
@@ -137,20 +137,20 @@ std::int64_t Run::Reserve(Int bytes) {
   return begin;
 }
 
-Pointer Run::Temporary(Int bytes) { return At(call_.scratch) + Reserve(bytes); }
+Pointer PlanRunner::Temporary(Int bytes) { return At(call_.scratch) + Reserve(bytes); }
 
-void Run::Fill(Pointer pointer, Int bytes, unsigned char value) const {
+void PlanRunner::Fill(Pointer pointer, Int bytes, unsigned char value) const {
   if (!launches_ || bytes <= 0) return;
   Check(driver_.MemsetD8Async(pointer.address, value, static_cast<std::size_t>(bytes),
                               call_.context->stream),
         "filling a tensor");
 }
 
-void Run::Refuse(const char* message) const {
+void PlanRunner::Refuse(const char* message) const {
   if (launches_) Fail(message);
 }
 
-bool Run::Begins(const Dimensions& grid, Int scratch_per_program) {
+bool PlanRunner::Begins(const Dimensions& grid, Int scratch_per_program) {
   if (grid.x == 0 || grid.y == 0 || grid.z == 0) return false;
   kernel_scratch_.reset();
   if (scratch_per_program != 0)
@@ -159,7 +159,7 @@ bool Run::Begins(const Dimensions& grid, Int scratch_per_program) {
   return launches_;
 }
 
-void Run::Launch(int kernel, std::initializer_list<Parameter> parameters) const {
+void PlanRunner::Launch(int kernel, std::initializer_list<Parameter> parameters) const {
   const LoadedKernel& loaded = device_.kernels[kernel];
   if (loaded.function == nullptr) Fail("a kernel is not loaded for these dtypes");
   std::uint64_t storage[kMaxParameters];
@@ -187,8 +187,8 @@ void Run::Launch(int kernel, std::initializer_list<Parameter> parameters) const 
         loaded.kernel->label);
 }
 
-void Run::Configure(const LoadedKernel& loaded, LaunchConfig* config,
-                    LaunchAttribute* attributes) const {
+void PlanRunner::Configure(const LoadedKernel& loaded, LaunchConfig* config,
+                           LaunchAttribute* attributes) const {
   const Kernel& kernel = *loaded.kernel;
   const Int grid[] = {grid_.x, grid_.y, grid_.z};
   for (int i = 0; i < 3; ++i) {

@@ -87,11 +87,11 @@ class CallOfPlan {
   const twinop_call& call_;
 };
 
-class Run : public CallOfPlan {
+class PlanRunner : public CallOfPlan {
  public:
   enum class Mode { kScratch, kLaunch };
 
-  Run(const twinop_call& call, Mode mode);
+  PlanRunner(const twinop_call& call, Mode mode);
 
   Int Arch() const { return device_.architecture; }
   Pointer Input(int index) const { return At(call_.inputs[index].data); }

@@ -50,12 +50,12 @@ struct Launch {
 
   // Blocks for a thread of which takes `each` elements.
   static Grid GridOf(std::int64_t count, std::int64_t each) {
-    return Dependent(GridOver((count + each - 1) / each, kThreads));
+    return WithPdl(GridOver((count + each - 1) / each, kThreads));
   }
 
   // The L2 hint for operands none of which is broadcast.
-  static Reads ReadsOf(std::int64_t count) {
-    return Reads(count * kOperands * static_cast<std::int64_t>(sizeof(T)));
+  static L2ReadPolicy ReadPolicyOf(std::int64_t count) {
+    return L2ReadPolicy(count * kOperands * static_cast<std::int64_t>(sizeof(T)));
   }
 
   Status RunFlat(const Out& out, const In& in) const {
@@ -77,7 +77,7 @@ struct Launch {
   Status LaunchFlat(const Out& out, const In& in) const {
     const std::int64_t count = call.outputs[0].numel;
     return LaunchKernel(FlatKernel<F, T, kEach, kOutputs, kInputs>, GridOf(count, kEach * kWidth),
-                        call, functor, count, out, in, ReadsOf(count));
+                        call, functor, count, out, in, ReadPolicyOf(count));
   }
 
   // Whether a vector of the output is one of the operand, too, and aligned.
@@ -112,7 +112,7 @@ struct Launch {
     const auto launch = [&](auto strided_kernel, int each) {
       return LaunchKernel(strided_kernel, GridOf(layout.numel, each), call, functor,
                           static_cast<std::uint32_t>(layout.numel), out, in, accesses,
-                          Strides<kOperands>(layout), ReadsOf(layout.numel));
+                          Strides<kOperands>(layout), ReadPolicyOf(layout.numel));
     };
     if constexpr (sizeof(T) < 8) {
       if (kernel == Kernel::kGathered)
@@ -158,8 +158,8 @@ Status RunMixed(const Call& call, const F& functor, Layout<kOutputs + kInputs> l
         IsAligned(operands.data[k], kMixedWidth * Info(operands.dtypes[k]).size) &&
         layout.HasVectors(k, kMixedWidth);
   const std::int64_t threads = (layout.numel + kMixedWidth - 1) / kMixedWidth;
-  return LaunchKernel(MixedKernel<F, kOutputs, kInputs>, Dependent(GridOver(threads, kThreads)),
-                      call, functor, static_cast<std::uint32_t>(layout.numel), operands,
+  return LaunchKernel(MixedKernel<F, kOutputs, kInputs>, WithPdl(GridOver(threads, kThreads)), call,
+                      functor, static_cast<std::uint32_t>(layout.numel), operands,
                       Strides<kOperands>(layout));
 }
 

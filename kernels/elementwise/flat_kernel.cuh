@@ -97,11 +97,11 @@ __global__ void __launch_bounds__(kThreads, kLoads <= 2 || sizeof(T) == 8
                                                 ? BlocksOf(kTuning<F>.registers)
                                                 : 0)
     FlatKernel(F functor, std::int64_t count, Outputs<T, kOutputs> out, Inputs<T, kInputs> in,
-               Reads reads) {
+               L2ReadPolicy reads) {
   constexpr int kWidth = kVectorBytes / sizeof(T);
   using V = Vector<T, kWidth>;
   constexpr auto kIndices = std::make_index_sequence<kInputs>{};
-  WaitForPreviousKernel();
+  PdlTriggerAndWait();
   const std::int64_t vectors = count / kWidth;
   const std::int64_t first =
       static_cast<std::int64_t>(blockIdx.x) * (kThreads * kLoads) + static_cast<int>(threadIdx.x);

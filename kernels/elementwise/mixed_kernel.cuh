@@ -35,7 +35,7 @@ __global__ void __launch_bounds__(kThreads)
     MixedKernel(F functor, std::uint32_t count, MixedOperands<kOutputs + kInputs> operands,
                 Strides<kOutputs + kInputs> strides) {
   constexpr int kOperands = kOutputs + kInputs;
-  WaitForPreviousKernel();
+  PdlTriggerAndWait();
   const std::uint32_t first = (blockIdx.x * kThreads + threadIdx.x) * kMixedWidth;
   if (first >= count) return;
   const int left = static_cast<int>(min(count - first, std::uint32_t{kMixedWidth}));

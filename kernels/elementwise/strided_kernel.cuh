@@ -123,11 +123,12 @@ __global__ void __launch_bounds__(kThreads,
                                       ? BlocksOf(std::max(kStridedRegisters, kTuning<F>.registers))
                                       : 0)
     StridedKernel(F functor, std::uint32_t count, Outputs<T, kOutputs> out, Inputs<T, kInputs> in,
-                  Accesses<kInputs> accesses, Strides<kOutputs + kInputs> strides, Reads reads) {
+                  Accesses<kInputs> accesses, Strides<kOutputs + kInputs> strides,
+                  L2ReadPolicy reads) {
   using V = Vector<T, kWidth>;
   constexpr int kOperands = kOutputs + kInputs;
   constexpr auto kIndices = std::make_index_sequence<kInputs>{};
-  WaitForPreviousKernel();
+  PdlTriggerAndWait();
   const std::uint32_t vectors = count / kWidth;
   const std::uint32_t first = blockIdx.x * (kThreads * kLoads) + threadIdx.x;
 

@@ -61,7 +61,7 @@ TWINOP_INLINE float Pow(float a, float b) {
   return static_cast<float>((a == 1) | (b == 0) ? 1.0 : y);
 }
 TWINOP_INLINE double Pow(double a, double b) { return std::pow(a, b); }
-TWINOP_INLINE ReducedFloat Pow(ReducedFloat a, ReducedFloat b) { return Pow(a.value, b.value); }
+TWINOP_INLINE ApproxFloat Pow(ApproxFloat a, ApproxFloat b) { return Pow(a.value, b.value); }
 
 // The C library's functions of double have the same last digits on nearly every CPU; once rounded
 // to float, on all of them.

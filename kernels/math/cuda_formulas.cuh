@@ -60,7 +60,7 @@ inline constexpr float kMaxPower = 0x1p+33f;
 TWINOP_INLINE bool IsRegularBase(float a) {
   return (a >= Format<float>::kMinNormal) & (a < kInfinity<float>);
 }
-TWINOP_INLINE bool IsRegularBase(ReducedFloat a) { return IsRegularBase(a.value); }
+TWINOP_INLINE bool IsRegularBase(ApproxFloat a) { return IsRegularBase(a.value); }
 
 // 2^r of |r| <= 1/2: 1 + r ln 2 in two parts, so that only the last addition rounds.
 TWINOP_INLINE float PreciseExp2(float r) {
@@ -124,7 +124,7 @@ TWINOP_INLINE ReducedPower PowerOf(Parts a, float b) {
 }
 
 // 2^integer in two factors, as the result may be subnormal.
-TWINOP_INLINE float RegularPow(Parts a, ReducedFloat b) {
+TWINOP_INLINE float RegularPow(Parts a, ApproxFloat b) {
   using F = Format<float>;
   const ReducedPower power = PowerOf<true>(a, b.value);
   const std::uint32_t n = BitsOf(power.integer) - BitsOf(F::kToInteger) + 2 * F::kBias;
@@ -136,7 +136,7 @@ TWINOP_INLINE FastPower<float> TryFastPow(float a, float b) {
   return {RegularPow(PartsOf(a), b), std::fabs(b) <= kMaxPower};
 }
 // RegularPow, where that is normal: four instructions of 33 less.
-TWINOP_INLINE FastPower<ReducedFloat> TryFastPow(ReducedFloat a, ReducedFloat b) {
+TWINOP_INLINE FastPower<ApproxFloat> TryFastPow(ApproxFloat a, ApproxFloat b) {
   const ReducedPower power = PowerOf<false>(PartsOf(a.value), b.value);
   const std::uint32_t shift = BitsOf(power.integer) << Format<float>::kFraction;
   return {ValueOf(BitsOf(FlushingExp2(power.fraction)) + shift), std::fabs(power.n) <= 120.0f};
@@ -145,7 +145,7 @@ TWINOP_INLINE FastPower<ReducedFloat> TryFastPow(ReducedFloat a, ReducedFloat b)
 // ---------------------------------------------------------------------------------- special cases
 
 // With C's special cases, as torch's: pow(x, 0) = pow(1, y) = 1 even of NaN; NaN for a negative
-// base and an exponent that is no integer. (`Exponent`: ReducedFloat or float.)
+// base and an exponent that is no integer. (`Exponent`: ApproxFloat or float.)
 template <class Exponent>
 TWINOP_INLINE float PowOf(float a, float b) {
   using F = Format<float>;
@@ -167,8 +167,8 @@ TWINOP_INLINE float PowOf(float a, float b) {
 }
 
 TWINOP_INLINE float Pow(float a, float b) { return PowOf<float>(a, b); }
-TWINOP_INLINE ReducedFloat Pow(ReducedFloat a, ReducedFloat b) {
-  return PowOf<ReducedFloat>(a.value, b.value);
+TWINOP_INLINE ApproxFloat Pow(ApproxFloat a, ApproxFloat b) {
+  return PowOf<ApproxFloat>(a.value, b.value);
 }
 TWINOP_INLINE double Pow(double a, double b) { return std::pow(a, b); }
 

@@ -22,8 +22,8 @@ struct Gelu {
 // function of the hardware is enough. The error before rounding is 0.02 units at most, for every x.
 // 2^24 keeps Phi(-|x|) normal as far as y is one of bfloat16.
 template <>
-struct Gelu<ReducedFloat> {
-  TWINOP_INLINE ReducedFloat operator()(ReducedFloat x) const {
+struct Gelu<ApproxFloat> {
+  TWINOP_INLINE ApproxFloat operator()(ApproxFloat x) const {
     const float t = std::fmin(std::fabs(x.value), 15.0f);  // beyond, Phi(-t) is 0
     const float tail = FlushingExp2(Polynomial(
         t, 0x1.6ffff8p+4f, -0x1.26b6c2p+0f, -0x1.d55430p-2f, -0x1.bcc3bcp-5f, 0x1.1fe7d8p-7f,
@@ -71,11 +71,11 @@ TWINOP_INLINE SigmoidParts<T> TanhGeluParts(T x) {
       Fma(F::kCubic.high, square.low, Fma(F::kCubic.low, square.high, cut + F::kLinear.low));
   return {x < T(0), ScaledExp2(-t, Sum<T>{high, low})};
 }
-TWINOP_INLINE SigmoidParts<ReducedFloat> TanhGeluParts(ReducedFloat x) {
+TWINOP_INLINE SigmoidParts<ApproxFloat> TanhGeluParts(ApproxFloat x) {
   const float slope = Fma(0x1.a5a7dp-4f * x.value, x.value, 0x1.26aec2p+1f);
   return {x.value < 0, HardwareExp2(-std::fabs(x.value) * slope)};
 }
-TWINOP_INLINE ReducedFloat ClampTanhGelu(ReducedFloat x) {
+TWINOP_INLINE ApproxFloat ClampTanhGelu(ApproxFloat x) {
   return x.value > 30 ? 30 : x.value < -30 ? -30 : x.value;
 }
 

@@ -1,4 +1,4 @@
-// The approximations of NVIDIA's hardware, which math.h's functions of ReducedFloat use.
+// The approximations of NVIDIA's hardware, which math.h's functions of ApproxFloat use.
 #pragma once
 
 #include <cmath>

@@ -1,5 +1,5 @@
-// Mathematical functions of the compute types: float, double, and on CUDA ReducedFloat, a float
-// whose value will be rounded to 16 bits (math/reduced.h).
+// Mathematical functions of the compute types: float, double, and on CUDA ApproxFloat, a float
+// whose value will be rounded to 16 bits (math/approx.h).
 //
 // Exp, Log, Pow, Tanh, Sigmoid, Softplus, Sqrt, Rsqrt, Fma: the formulas have no branches, so that
 // the compiler vectorises loops over them, and are the same on both devices.
@@ -23,7 +23,7 @@
 #else
 #include "twinop/math/cpu.h"
 #endif
-#include "twinop/math/reduced.h"
+#include "twinop/math/approx.h"
 
 namespace twinop {
 
@@ -187,7 +187,7 @@ template <class T>
 TWINOP_INLINE T Reciprocal(T x) {
   return T(1) / x;
 }
-// a / b, given 1 / b. (For ReducedFloat a product.)
+// a / b, given 1 / b. (For ApproxFloat a product.)
 template <class T>
 TWINOP_INLINE T Quotient(T a, T b, T) {
   return a / b;
@@ -232,7 +232,7 @@ TWINOP_INLINE T Max(T a, T b) {
     return std::name(x, static_cast<double>(more)...);                                        \
   }                                                                                           \
   template <class... X>                                                                       \
-  TWINOP_INLINE ReducedFloat Name(ReducedFloat x, X... more) {                                \
+  TWINOP_INLINE ApproxFloat Name(ApproxFloat x, X... more) {                                  \
     return Name(x.value, static_cast<float>(more)...);                                        \
   }
 TWINOP_FUNCTION(Abs, fabs, float)

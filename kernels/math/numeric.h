@@ -164,36 +164,36 @@ TWINOP_INLINE void Round(float value, T* result) {
 }
 
 // A float32 whose value will be rounded to a 16-bit type: on CUDA, the T of functors of these
-// types. Functions of it may use the hardware's approximations (math/reduced.h). It does what a
+// types. Functions of it may use the hardware's approximations (math/approx.h). It does what a
 // float does, but becomes a plain number only where it is asked to: float(x).
-struct ReducedFloat {
+struct ApproxFloat {
   float value;
 
-  ReducedFloat() = default;
-  TWINOP_INLINE constexpr ReducedFloat(float v) : value(v) {}
+  ApproxFloat() = default;
+  TWINOP_INLINE constexpr ApproxFloat(float v) : value(v) {}
   template <class T, class = std::enable_if_t<std::is_arithmetic_v<T>>>
   TWINOP_INLINE constexpr explicit operator T() const {
     return static_cast<T>(value);
   }
 };
 
-TWINOP_INLINE constexpr ReducedFloat operator+(ReducedFloat a) { return a; }
-TWINOP_INLINE constexpr ReducedFloat operator-(ReducedFloat a) { return -a.value; }
-#define TWINOP_OPERATOR(op)                                                                  \
-  TWINOP_INLINE constexpr ReducedFloat operator op(ReducedFloat a, ReducedFloat b) {         \
-    return a.value op b.value;                                                               \
-  }                                                                                          \
-  TWINOP_INLINE constexpr ReducedFloat& operator op## = (ReducedFloat & a, ReducedFloat b) { \
-    return a = a op b;                                                                       \
+TWINOP_INLINE constexpr ApproxFloat operator+(ApproxFloat a) { return a; }
+TWINOP_INLINE constexpr ApproxFloat operator-(ApproxFloat a) { return -a.value; }
+#define TWINOP_OPERATOR(op)                                                               \
+  TWINOP_INLINE constexpr ApproxFloat operator op(ApproxFloat a, ApproxFloat b) {         \
+    return a.value op b.value;                                                            \
+  }                                                                                       \
+  TWINOP_INLINE constexpr ApproxFloat& operator op## = (ApproxFloat & a, ApproxFloat b) { \
+    return a = a op b;                                                                    \
   }
 TWINOP_OPERATOR(+)
 TWINOP_OPERATOR(-)
 TWINOP_OPERATOR(*)
 TWINOP_OPERATOR(/)
 #undef TWINOP_OPERATOR
-#define TWINOP_OPERATOR(op)                                                  \
-  TWINOP_INLINE constexpr bool operator op(ReducedFloat a, ReducedFloat b) { \
-    return a.value op b.value;                                               \
+#define TWINOP_OPERATOR(op)                                                \
+  TWINOP_INLINE constexpr bool operator op(ApproxFloat a, ApproxFloat b) { \
+    return a.value op b.value;                                             \
   }
 TWINOP_OPERATOR(<)
 TWINOP_OPERATOR(>)
@@ -204,7 +204,7 @@ TWINOP_OPERATOR(!=)
 #undef TWINOP_OPERATOR
 
 template <class S>
-TWINOP_INLINE void Round(ReducedFloat value, S* result) {
+TWINOP_INLINE void Round(ApproxFloat value, S* result) {
   Round(value.value, result);
 }
 
@@ -214,7 +214,7 @@ using Compute = decltype(ToCompute(std::declval<T>()));
 // The type that functors compute with.
 #if defined(__CUDACC__)
 template <class T>
-using ElementCompute = std::conditional_t<sizeof(T) == 2, ReducedFloat, Compute<T>>;
+using ElementCompute = std::conditional_t<sizeof(T) == 2, ApproxFloat, Compute<T>>;
 #else
 template <class T>
 using ElementCompute = Compute<T>;
@@ -287,15 +287,15 @@ TWINOP_INLINE void WithStorage(DType dtype, const Body& body) {
 
 }  // namespace twinop
 
-// Functors call the functions of <cmath> for any T, so they exist for ReducedFloat too.
+// Functors call the functions of <cmath> for any T, so they exist for ApproxFloat too.
 namespace std {
 
 template <>
-struct numeric_limits<twinop::ReducedFloat> : numeric_limits<float> {};
+struct numeric_limits<twinop::ApproxFloat> : numeric_limits<float> {};
 
 // clang-format off
 #define TWINOP_FUNCTION(name) \
-  TWINOP_INLINE twinop::ReducedFloat name(twinop::ReducedFloat x) { return std::name(x.value); }
+  TWINOP_INLINE twinop::ApproxFloat name(twinop::ApproxFloat x) { return std::name(x.value); }
 TWINOP_FUNCTION(abs) TWINOP_FUNCTION(fabs) TWINOP_FUNCTION(ceil) TWINOP_FUNCTION(floor)
 TWINOP_FUNCTION(trunc) TWINOP_FUNCTION(round) TWINOP_FUNCTION(rint) TWINOP_FUNCTION(nearbyint)
 TWINOP_FUNCTION(sqrt) TWINOP_FUNCTION(cbrt) TWINOP_FUNCTION(exp) TWINOP_FUNCTION(exp2)
@@ -307,20 +307,20 @@ TWINOP_FUNCTION(atanh) TWINOP_FUNCTION(erf) TWINOP_FUNCTION(erfc) TWINOP_FUNCTIO
 TWINOP_FUNCTION(tgamma)
 #undef TWINOP_FUNCTION
 #define TWINOP_FUNCTION(name)                                                               \
-  TWINOP_INLINE twinop::ReducedFloat name(twinop::ReducedFloat a, twinop::ReducedFloat b) { \
+  TWINOP_INLINE twinop::ApproxFloat name(twinop::ApproxFloat a, twinop::ApproxFloat b) { \
     return std::name(a.value, b.value);                                                     \
   }
 TWINOP_FUNCTION(pow) TWINOP_FUNCTION(fmod) TWINOP_FUNCTION(remainder) TWINOP_FUNCTION(atan2)
 TWINOP_FUNCTION(hypot) TWINOP_FUNCTION(fmin) TWINOP_FUNCTION(fmax) TWINOP_FUNCTION(copysign)
 #undef TWINOP_FUNCTION
 #define TWINOP_FUNCTION(name) \
-  TWINOP_INLINE bool name(twinop::ReducedFloat x) { return std::name(x.value); }
+  TWINOP_INLINE bool name(twinop::ApproxFloat x) { return std::name(x.value); }
 TWINOP_FUNCTION(isnan) TWINOP_FUNCTION(isinf) TWINOP_FUNCTION(isfinite) TWINOP_FUNCTION(signbit)
 #undef TWINOP_FUNCTION
     // clang-format on
 
-    TWINOP_INLINE twinop::ReducedFloat
-    fma(twinop::ReducedFloat a, twinop::ReducedFloat b, twinop::ReducedFloat c) {
+    TWINOP_INLINE twinop::ApproxFloat
+    fma(twinop::ApproxFloat a, twinop::ApproxFloat b, twinop::ApproxFloat c) {
   return std::fma(a.value, b.value, c.value);
 }
 

@@ -4,8 +4,8 @@
 #include <cmath>
 #include <string>
 
+#include "twinop/ops/layer_norm/functor.h"
 #include "twinop/rowwise.h"
-#include "twinop/rowwise/layer_norm.h"
 
 namespace twinop {
 

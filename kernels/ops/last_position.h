@@ -21,8 +21,8 @@ static __global__ void __launch_bounds__(kMaskThreads)
   if (threadIdx.x == 0) total = ~0u;  // -1
   __syncthreads();
   const T* const row = mask + blockIdx.x * stride;
-  MoveToL2(row, length * sizeof(T));
-  WaitForPreviousKernel();
+  PrefetchL2(row, length * sizeof(T));
+  PdlTriggerAndWait();
   std::uint32_t sum = 0;
   for (std::int64_t first = threadIdx.x; first < length; first += kMaskThreads * kMaskLoads) {
 #pragma unroll
@@ -47,7 +47,7 @@ Status LastPositions(const CallOf<Op>& call) {
     const T* const first = InputData<T>(call, "mask"_name);
 #if defined(__CUDACC__)
     if (rows == 0) return Status();
-    return LaunchKernel(LastPositionKernel<T>, Dependent({rows, dim3(kMaskThreads)}), call, first,
+    return LaunchKernel(LastPositionKernel<T>, WithPdl({rows, dim3(kMaskThreads)}), call, first,
                         stride, length, position);
 #else
     call.context->ParallelFor(rows, (1 << 15) / (length + 1) + 1, [&](auto begin, auto end) {

@@ -2,7 +2,7 @@
 #pragma once
 
 #include "twinop/elementwise.h"
-#include "twinop/elementwise/packed.h"
+#include "twinop/elementwise/gate_up_view.h"
 #include "twinop/math/math.h"
 
 namespace twinop {
@@ -25,7 +25,7 @@ struct SwigluBackward {
 
 template <class Op>
 Status LaunchSwigluPacked(const CallOf<Op>& call) {
-  const Packed packed(InputOf(call, "x"_name));
+  const GateUpView packed(InputOf(call, "x"_name));
   const Tensor inputs[] = {packed.value, packed.gate};
   Call halves = call;
   halves.inputs = inputs;
@@ -34,8 +34,8 @@ Status LaunchSwigluPacked(const CallOf<Op>& call) {
 
 template <class Op>
 Status LaunchSwigluPackedBackward(const CallOf<Op>& call) {
-  const Packed packed(InputOf(call, "x"_name));
-  const Packed grad(OutputOf(call, "grad_x"_name));
+  const GateUpView packed(InputOf(call, "x"_name));
+  const GateUpView grad(OutputOf(call, "grad_x"_name));
   const Tensor inputs[] = {InputOf(call, "grad_y"_name), packed.value, packed.gate};
   Tensor outputs[] = {grad.value, grad.gate};
   Call halves = call;

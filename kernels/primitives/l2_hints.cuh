@@ -11,9 +11,9 @@ namespace twinop {
 // next, but it does to the memory: the lines that were written then leave soon, in about the order
 // of their addresses. Lines that are kept outlive the kernel and cost the following ones, so calls
 // that move less than 64 MiB have no hint. docs/tuning.md has the measurements.
-class Reads {
+class L2ReadPolicy {
  public:
-  explicit Reads(std::int64_t bytes) {
+  explicit L2ReadPolicy(std::int64_t bytes) {
     constexpr std::int64_t kMinBytes = 64 << 20;
     if (bytes >= kMinBytes) property_ = cuda::access_property::persisting{};
   }
@@ -39,16 +39,16 @@ class Reads {
 };
 
 // Moves a sector of 32 bytes to L2. Others may write it meanwhile, so a kernel may ask for it
-// before WaitForPreviousKernel(): a step of a decoder finds no weight in L2 that only one layer
+// before PdlTriggerAndWait(): a step of a decoder finds no weight in L2 that only one layer
 // reads.
-__device__ __forceinline__ void MoveToL2(const void* place) {
+__device__ __forceinline__ void PrefetchL2(const void* place) {
   asm volatile("prefetch.global.L2 [%0];" ::"l"(place));
 }
 // The same with all threads of a block, for what lies in a row.
-__device__ __forceinline__ void MoveToL2(const void* first, std::int64_t bytes) {
+__device__ __forceinline__ void PrefetchL2(const void* first, std::int64_t bytes) {
   constexpr int kSector = 32;
   for (std::int64_t i = threadIdx.x * kSector; i < bytes; i += blockDim.x * kSector)
-    MoveToL2(static_cast<const char*>(first) + i);
+    PrefetchL2(static_cast<const char*>(first) + i);
 }
 
 }  // namespace twinop

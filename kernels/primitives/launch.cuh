@@ -87,16 +87,16 @@ Status DeviceAttribute(int* value) {
 }
 
 // Programmatic dependent launch (PDL; CUDA C++ Programming Guide, section of that name; sm_90): a
-// kernel of few blocks that begins with WaitForPreviousKernel() is launched while the kernel before
+// kernel of few blocks that begins with PdlTriggerAndWait() is launched while the kernel before
 // it on the stream still runs. It lets the next kernel be launched, and waits until the one before
 // is done and its memory is written: before, no result depends on anything but constants of the
 // model. In larger grids the additional instruction of each block mostly costs more than the
-// overlap saves (docs/tuning.md). A kernel's kMost is the `most` of its Dependent(): in a larger
+// overlap saves (docs/tuning.md). A kernel's kMost is the `most` of its WithPdl(): in a larger
 // grid it does not wait.
-inline constexpr int kMaxDependentBlocks = 1024;
+inline constexpr int kMaxPdlBlocks = 1024;
 
-template <int kMost = kMaxDependentBlocks>
-__device__ __forceinline__ void WaitForPreviousKernel() {
+template <int kMost = kMaxPdlBlocks>
+__device__ __forceinline__ void PdlTriggerAndWait() {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
   if (gridDim.x > kMost) return;
   asm volatile("griddepcontrol.launch_dependents;");
@@ -125,9 +125,9 @@ struct Grid {
   std::int64_t blocks;
   dim3 threads;
   unsigned blocks_y = 1;
-  int shared_bytes = 0;          // dynamic
-  int cluster = 1;               // blocks; more than one needs sm_90
-  int max_dependent_blocks = 0;  // PDL: up to so many blocks the kernel waits for the one before
+  int shared_bytes = 0;    // dynamic
+  int cluster = 1;         // blocks; more than one needs sm_90
+  int max_pdl_blocks = 0;  // PDL: up to so many blocks the kernel waits for the one before
 };
 
 // Blocks of `threads` threads, one thread for each of `count` elements.
@@ -135,9 +135,9 @@ inline Grid GridOver(std::int64_t count, int threads) {
   return {(count + threads - 1) / threads, dim3(static_cast<unsigned>(threads))};
 }
 
-// The kernel begins with WaitForPreviousKernel<most>().
-inline Grid Dependent(Grid grid, int most = kMaxDependentBlocks) {
-  grid.max_dependent_blocks = most;
+// The kernel begins with PdlTriggerAndWait<most>().
+inline Grid WithPdl(Grid grid, int most = kMaxPdlBlocks) {
+  grid.max_pdl_blocks = most;
   return grid;
 }
 
@@ -176,7 +176,7 @@ class LaunchConfig {
   LaunchConfig(const LaunchConfig&) = delete;
   LaunchConfig& operator=(const LaunchConfig&) = delete;
 
-  void LaunchDependent() {
+  void AllowPdl() {
     cudaLaunchAttribute& dependent = attributes_[config.numAttrs++];
     dependent.id = cudaLaunchAttributeProgrammaticStreamSerialization;
     dependent.val.programmaticStreamSerializationAllowed = 1;
@@ -224,7 +224,7 @@ Status LaunchKernel(void (*kernel)(Parameters...), const Grid& grid, const Call&
   LaunchConfig launch(grid, static_cast<cudaStream_t>(call.context->stream));
   int architecture = 0;
   TWINOP_RETURN_IF_ERROR(CompiledArchitecture(call, &architecture));
-  if (grid.blocks <= grid.max_dependent_blocks && architecture >= 90) launch.LaunchDependent();
+  if (grid.blocks <= grid.max_pdl_blocks && architecture >= 90) launch.AllowPdl();
   TWINOP_RETURN_IF_ERROR(launch.Allow(kernel));
   if (__builtin_expect(kIsTraced, false))
     TraceKernel(reinterpret_cast<const void*>(kernel), grid, architecture);

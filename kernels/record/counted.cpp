@@ -67,7 +67,7 @@ Status RunCounted(const Record& record, twinop_launch launch, const DType* types
   Tensor largest[kMaxOutputs];
   std::int64_t sizes[kMaxOutputs][kMaxRank];
   call.outputs = largest;
-  if (is_empty || !record.counts_first) {
+  if (is_empty || !record.two_pass) {
     TWINOP_RETURN_IF_ERROR(DescribeOutputs(record, types, call, bounds, largest, sizes));
     is_empty = is_empty && AllEmpty(record, largest);
   }
@@ -83,13 +83,13 @@ Status RunCounted(const Record& record, twinop_launch launch, const DType* types
     TWINOP_RETURN_IF_ERROR(ScratchBytes(record, call, &scratch));
     reserve(scratch);
     const std::int64_t counts_begin = reserve(sizeof(counts));
-    for (std::size_t i = 0; i < output_count && !record.counts_first; ++i)
+    for (std::size_t i = 0; i < output_count && !record.two_pass; ++i)
       begins[i] = reserve(largest[i].bytes());
     void* data = nullptr;
     TWINOP_RETURN_IF_ERROR(memory.temporary(bytes, &data));
     call.scratch = scratch > 0 ? data : nullptr;
     call.counts = reinterpret_cast<std::int64_t*>(static_cast<char*>(data) + counts_begin);
-    for (std::size_t i = 0; i < output_count && !record.counts_first; ++i)
+    for (std::size_t i = 0; i < output_count && !record.two_pass; ++i)
       largest[i].data = static_cast<char*>(data) + begins[i];
     TWINOP_RETURN_IF_ERROR(Launch(record, launch, call));
     (on_cuda ? aot_kernels::CopyToHost : CopyOnHost)(
@@ -104,7 +104,7 @@ Status RunCounted(const Record& record, twinop_launch launch, const DType* types
   TWINOP_RETURN_IF_ERROR(CheckAliases(record, call));
   if (AllEmpty(record, outputs)) return {};
   call.counts = nullptr;
-  if (record.counts_first) return Launch(record, launch, call);
+  if (record.two_pass) return Launch(record, launch, call);
   const auto copy = on_cuda ? aot_kernels::CopyOnDevice : CopyOnHost;
   for (std::size_t i = 0; i < output_count; ++i)
     if (outputs[i].data != nullptr && outputs[i].numel > 0)

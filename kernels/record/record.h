@@ -72,7 +72,7 @@ struct Record {
   twinop_launch cpu_launch = nullptr;
   twinop_launch cuda_launch = nullptr;
   Launcher count_launch = nullptr;  // of this compiler; the others call it (registry.h)
-  bool counts_first = false;        // twinop_op.counts_first
+  bool two_pass = false;            // twinop_op.two_pass
   decltype(twinop_op::scratch_size) scratch_size = nullptr;
   decltype(twinop_op::create) create_state = nullptr;
   decltype(twinop_op::destroy) destroy_state = nullptr;
@@ -147,7 +147,7 @@ struct Record {
   // sizes of `sizes` to call.counts. Both get the same scratch memory. Both compilers compile it.
   template <auto kCount>
   constexpr Record count() const {
-    Record copy = With(&Record::counts_first, true);
+    Record copy = With(&Record::two_pass, true);
     copy.count_launch = [](const twinop_call* call) { return Invoke(kCount, FromC(call)); };
     return copy;
   }

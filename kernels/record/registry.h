@@ -53,7 +53,7 @@
     Status LaunchOnCuda(const twinop_call* call) {                                  \
       if constexpr (kHere) {                                                        \
         return OnDevice(FromC(call), [](const Call& call) {                         \
-          if constexpr (kHere && kRecord.counts_first)                              \
+          if constexpr (kHere && kRecord.two_pass)                                  \
             if (call.counts != nullptr) return kRecord.count_launch(&call);         \
           return __VA_ARGS__(NamedCall<std::conditional_t<kHere, Op, void>>(call)); \
         });                                                                         \
@@ -90,7 +90,7 @@
       return __VA_ARGS__(call);                                                      \
     };                                                                               \
     inline Status LaunchOnCpu(const twinop_call* call) {                             \
-      if constexpr (kRecord.counts_first)                                            \
+      if constexpr (kRecord.two_pass)                                                \
         if (call->counts != nullptr) return kRecord.count_launch(call);              \
       return CallLauncher(kLauncher, NamedCall<Op>(FromC(call)));                    \
     }                                                                                \
@@ -171,7 +171,7 @@ constexpr twinop_op OpOf(const Record& record) {
           record.body_model,
           record.body_pieces,
           record.sizes_text.data(),
-          record.counts_first};
+          record.two_pass};
 }
 
 }  // namespace twinop

@@ -24,9 +24,9 @@ Record ReadRecord(const twinop_table& table, const twinop_op& op) {
   record.choices_text = op.choices;
   record.rows_text = op.rows;
   record.memory_text = op.memory;
-  if (op.struct_size > offsetof(twinop_op, counts_first)) {
+  if (op.struct_size > offsetof(twinop_op, two_pass)) {
     if (op.sizes != nullptr) record.sizes_text = op.sizes;
-    record.counts_first = op.counts_first != 0;
+    record.two_pass = op.two_pass != 0;
   }
   record.is_elementwise = std::string_view(op.layout) == "elementwise";
   record.ReadTexts();

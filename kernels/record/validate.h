@@ -50,7 +50,7 @@ constexpr int CountedSizes(const ShapeTrees& trees, std::int8_t at) {
 // "n <= x[0]; m"
 constexpr void ValidateSizes(const Record& record) {
   if (record.sizes_counted.count == 0) {
-    if (record.counts_first) throw "a record with count names what is counted: sizes(\"n\")";
+    if (record.two_pass) throw "a record with count names what is counted: sizes(\"n\")";
     return;
   }
   if (record.is_elementwise || !record.rows_text.empty() || !record.in_place_text.empty() ||
@@ -60,7 +60,7 @@ constexpr void ValidateSizes(const Record& record) {
   for (std::size_t i = 0; i < record.schema.output_count; ++i) {
     const int here = CountedSizes(record.shape_trees, record.output_trees[i]);
     counted += here;
-    if (record.counts_first || here == 0) continue;
+    if (record.two_pass || here == 0) continue;
     std::int8_t first = record.output_trees[i];
     while (record.shape_trees[first].operation == ShapeNode::kConcat)
       first = record.shape_trees[first].a;
@@ -70,7 +70,7 @@ constexpr void ValidateSizes(const Record& record) {
       throw "without count, a size from data is an output's first dimension: y = [n] + x[1:]";
   }
   if (counted == 0) throw "a record's sizes are those of its outputs: shapes(\"y = [n]\")";
-  for (std::size_t i = 0; i < record.sizes_counted.count && !record.counts_first; ++i)
+  for (std::size_t i = 0; i < record.sizes_counted.count && !record.two_pass; ++i)
     if (record.bound_trees[i] < 0)
       throw "a size has a bound, \"n <= x[0]\", or the op has a count<Count>()";
 }

@@ -99,7 +99,7 @@ constexpr bool CheckFunctor() {
 // Is compiled on the CPU, and never called (elementwise.h).
 template <class F, class Op>
 void CompileReduced(const CallOf<Op>& call, const Rows& rows) {
-  using T = ReducedFloat;
+  using T = ApproxFloat;
   F functor = MakeFunctor<F>(call, rows);
   Values<T, kRowInputs<F>> row{};
   const Values<T, kColumnInputs<F>> column{};

@@ -40,7 +40,7 @@ enum class RowAccess {
 // What a kernel for rows in registers is tuned for.
 enum class Tuning {
   kThroughput,
-  kPacked,   // a 16-bit row stays as it is stored, in half the registers; each phase unpacks it
+  kRaw16,    // a 16-bit row stays as it is stored, in half the registers; each phase unpacks it
              // again
   kLatency,  // few rows: the column inputs are loaded before the first use, too
 };
@@ -77,7 +77,7 @@ inline constexpr ResidentChoice kResidentChoices[] = {
     {kSums,                            8, kAnyRows, kMisaligned,      8, 1, 1, Tuning::kThroughput},
     {kRows16 | kRows32 | kSums,       32, kAnyRows, kAligned,        32, 1, 1, Tuning::kThroughput},
     {kRows16 | kRows32,              128,      512, kAligned,        32, 4, 1, Tuning::kLatency},
-    {kTwoRows16,                     128, kAnyRows, kVectorOrder,    32, 4, 1, Tuning::kPacked},
+    {kTwoRows16,                     128, kAnyRows, kVectorOrder,    32, 4, 1, Tuning::kRaw16},
     {kNorm16 | kPlain16 | kFused16,  128, kAnyRows, kVectorOrder,    32, 4, 1, Tuning::kThroughput},
     {kRows32,                        128, kAnyRows, kEveryAccess,    32, 4, 1, Tuning::kThroughput},
     {kSums,                           64, kAnyRows, kVectorOrder,    32, 2, 1, Tuning::kThroughput},
@@ -85,16 +85,16 @@ inline constexpr ResidentChoice kResidentChoices[] = {
     {kRows16,                        512,      512, kAligned,         0, 2, 1, Tuning::kLatency},
     {kRows16 & ~kNorm16,            1024,      132, kAligned,         0, 2, 1, Tuning::kLatency},
     {kNorm16,                        512, kAnyRows, kAligned,         0, 4, 2, Tuning::kThroughput},
-    {kNorm16,                        512, kAnyRows, kMisaligned,      0, 4, 2, Tuning::kPacked},
+    {kNorm16,                        512, kAnyRows, kMisaligned,      0, 4, 2, Tuning::kRaw16},
     {kNorm16,                       2048,      132, kAligned,         0, 4, 1, Tuning::kLatency},
-    {kNorm16,                       2048, kAnyRows, kAligned,         0, 8, 2, Tuning::kPacked},
-    {kNorm16,                       2048, kAnyRows, kMisaligned,      0, 4, 1, Tuning::kPacked},
+    {kNorm16,                       2048, kAnyRows, kAligned,         0, 8, 2, Tuning::kRaw16},
+    {kNorm16,                       2048, kAnyRows, kMisaligned,      0, 4, 1, Tuning::kRaw16},
     {kPlain16,                       896, kAnyRows, kAligned,         0, 4, 2, Tuning::kThroughput},
-    {kPlain16,                      2048, kAnyRows, kVectorOrder,     0, 4, 2, Tuning::kPacked},
+    {kPlain16,                      2048, kAnyRows, kVectorOrder,     0, 4, 2, Tuning::kRaw16},
     {kFused16,                      2048, kAnyRows, kVectorOrder,     0, 4, 2, Tuning::kThroughput},
-    {kTwoRows16,                    1024, kAnyRows, kAligned,         0, 2, 1, Tuning::kPacked},
-    {kTwoRows16,                    2048, kAnyRows, kMisaligned,      0, 2, 1, Tuning::kPacked},
-    {kTwoRows16,                    2048, kAnyRows, kAligned,         0, 4, 2, Tuning::kPacked},
+    {kTwoRows16,                    1024, kAnyRows, kAligned,         0, 2, 1, Tuning::kRaw16},
+    {kTwoRows16,                    2048, kAnyRows, kMisaligned,      0, 2, 1, Tuning::kRaw16},
+    {kTwoRows16,                    2048, kAnyRows, kAligned,         0, 4, 2, Tuning::kRaw16},
     {kRows32,                       4096, kAnyRows, kInterleaved,     0, 4, 1, Tuning::kThroughput},
     {kOneRow32 | kOneRow64,         2048, kAnyRows, kVectorOrder,     0, 4, 1, Tuning::kThroughput},
     {kOneRow32,                     4096, kAnyRows, kVectorOrder,     0, 8, 1, Tuning::kThroughput},

@@ -79,7 +79,7 @@ constexpr int RegisterLimit(const OpTraits& op, const ResidentChoice& line, RowA
   if (op.rows == 2 && line.each > 4 && realigns) return 128 + more;
   if (op.columns > 0 && op.column_bytes > op.bytes)
     return (op.rows == 1 && blocks && realigns ? 64 : 80) + more;
-  if (line.tuning == Tuning::kPacked && line.each * op.rows <= 4)
+  if (line.tuning == Tuning::kRaw16 && line.each * op.rows <= 4)
     return (op.columns > 0 && realigns ? 48 : 40) + more;
   if (op.bytes == 2 && line.lanes == 32 && line.each > 1 && !realigns && op.columns > 0)
     return 72 + more;

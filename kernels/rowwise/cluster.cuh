@@ -22,14 +22,14 @@ using SlicesFrom = std::conditional_t<
 
 template <class F, class S, class W, Source kSource>
 __global__ void __launch_bounds__(kClusterThreads, 1)
-    ClusterKernel(F functor, Arguments<F, S, W> arguments, ClusterSettings settings, Reads reads,
-                  F* states, Compute<S>* partials) {
+    ClusterKernel(F functor, Arguments<F, S, W> arguments, ClusterSettings settings,
+                  L2ReadPolicy reads, F* states, Compute<S>* partials) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 900
   if constexpr (kSource != Source::kGlobal) return;  // it is never launched
 #endif
   extern __shared__ __align__(128) unsigned char memory[];
   __shared__ SliceStorage<F, S> storage;
-  WaitForPreviousKernel();
+  PdlTriggerAndWait();
   SlicesFrom<F, S, W, kSource>(functor, arguments, settings, reads, &storage, memory)
       .Run(states, partials);
 }

@@ -51,7 +51,7 @@ class RowSlices {
   static constexpr int kPhaseCount = kPhases<F>;
 
   __device__ RowSlices(const Arguments<F, S, W>& arguments, const ClusterSettings& settings,
-                       const Reads& reads, Storage* storage, unsigned char* memory)
+                       const L2ReadPolicy& reads, Storage* storage, unsigned char* memory)
       : arguments_(arguments),
         settings_(settings),
         reads_(reads),
@@ -235,7 +235,7 @@ class RowSlices {
 
   const Arguments<F, S, W>& arguments_;
   const ClusterSettings& settings_;
-  const Reads& reads_;
+  const L2ReadPolicy& reads_;
   Storage* const storage_;
   const int rank_;
   int threads_;  // of a group

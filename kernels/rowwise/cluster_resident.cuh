@@ -22,8 +22,8 @@ class ResidentSlices : RowSlices<F, S, W, kAligned ? Pipeline::kAligned : Pipeli
   static_assert(F::kEpilogueInputs == 0 && F::kColumnReductions == 0);
 
   __device__ ResidentSlices(const F& functor, const Arguments<F, S, W>& arguments,
-                            const ClusterSettings& settings, const Reads& reads, Storage* storage,
-                            unsigned char* memory)
+                            const ClusterSettings& settings, const L2ReadPolicy& reads,
+                            Storage* storage, unsigned char* memory)
       : Base(arguments, settings, reads, storage, memory),
         functor_(functor),
         vectors_(static_cast<int>((length_ + kWidth - 1) / kWidth)),

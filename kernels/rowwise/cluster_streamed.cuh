@@ -32,8 +32,8 @@ class StreamedRows
   using BatchSums = Sum[F::kColumnReductions + 1][kBatch][kWidth];
 
   __device__ StreamedRows(const F& functor, const Arguments<F, S, W>& arguments,
-                          const ClusterSettings& settings, const Reads& reads, Storage* storage,
-                          unsigned char* memory)
+                          const ClusterSettings& settings, const L2ReadPolicy& reads,
+                          Storage* storage, unsigned char* memory)
       : Base(arguments, settings, reads, storage, memory), functor_(functor) {}
 
   __device__ __forceinline__ void Run(F* states, Sum* partials) {

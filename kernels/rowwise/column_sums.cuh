@@ -21,7 +21,7 @@ template <class F, class S, class W, bool kVectorised>
 __global__ void __launch_bounds__(kSumThreads)
     ColumnSumsKernel(Arguments<F, S, W> arguments, unsigned groups, const F* states,
                      Compute<S>* partials) {
-  WaitForPreviousKernel();
+  PdlTriggerAndWait();
   using T = ElementCompute<S>;
   constexpr int kWidth = kVectorised ? kVectorBytes / sizeof(S) : 1;
   constexpr int kInputs = kRowInputs<F>;
@@ -69,7 +69,7 @@ inline constexpr int kFinishSlices = 16;
 template <class T, class W>
 __global__ void __launch_bounds__(32 * kFinishSlices)
     FinishSumsKernel(const T* partials, int count, std::int64_t columns, W* first, W* second) {
-  WaitForPreviousKernel();
+  PdlTriggerAndWait();
   W* const out = blockIdx.y == 0 ? first : second;
   if (out == nullptr) return;
   __shared__ T slices[kFinishSlices][32];
@@ -97,7 +97,7 @@ inline constexpr int kStridedRowThreads = 256;
 template <class F, class S>
 __global__ void __launch_bounds__(kStridedRowThreads)
     StridedRowsKernel(F initial, Arguments<F, S, S> arguments) {
-  WaitForPreviousKernel();
+  PdlTriggerAndWait();
   using T = ElementCompute<S>;
   constexpr int kInputs = kRowInputs<F>;
   const Rows rows = arguments.rows;

@@ -70,10 +70,10 @@ struct Launch {
     return aligned;
   }
 
-  Reads AllReads() const {
+  L2ReadPolicy ReadPolicy() const {
     constexpr int kOperands = kRowInputs<F> + F::kRowOutputs;
-    return Reads(arguments.rows.count * arguments.rows.columns * kOperands *
-                 static_cast<std::int64_t>(sizeof(S)));
+    return L2ReadPolicy(arguments.rows.count * arguments.rows.columns * kOperands *
+                        static_cast<std::int64_t>(sizeof(S)));
   }
 
   // The partial sums lie behind the rows' functors.
@@ -113,8 +113,8 @@ struct Launch {
     const int lanes = Traits::kLanes > 0 ? Traits::kLanes : threads;
     const int bytes = Traits::kGroups * ResidentRows<Traits>::SharedBytesOf(lanes);
     TWINOP_RETURN_IF_ERROR(LaunchKernel(ResidentKernel<Traits>,
-                                        Dependent({blocks, dim3(threads), 1, bytes}), call, functor,
-                                        arguments, AllReads(), Partials()));
+                                        WithPdl({blocks, dim3(threads), 1, bytes}), call, functor,
+                                        arguments, ReadPolicy(), Partials()));
     return FinishSums(static_cast<int>(blocks));
   }
 
@@ -135,8 +135,8 @@ struct Launch {
       if (!kSums) TWINOP_RETURN_IF_ERROR(ResidentClusters(kernel, grid, &clusters));
       clusters = static_cast<int>(std::min<std::int64_t>(clusters, rows.count));
       grid.blocks = std::int64_t{clusters} * settings.cluster;
-      TWINOP_RETURN_IF_ERROR(LaunchKernel(kernel, Dependent(grid), call, functor, arguments,
-                                          settings, AllReads(), states, Partials()));
+      TWINOP_RETURN_IF_ERROR(LaunchKernel(kernel, WithPdl(grid), call, functor, arguments, settings,
+                                          ReadPolicy(), states, Partials()));
       if constexpr (kSums) return FinishSums(clusters * settings.groups);
     }
     return {};
@@ -149,8 +149,8 @@ struct Launch {
     const std::int64_t outer = rows.count / rows.inner;
     const std::int64_t blocks = outer * ((rows.inner + across - 1) / across);
     return LaunchKernel(StridedRowsKernel<F, S>,
-                        Dependent({blocks, dim3(across, kStridedRowThreads / across)}), call,
-                        functor, arguments);
+                        WithPdl({blocks, dim3(across, kStridedRowThreads / across)}), call, functor,
+                        arguments);
   }
 
   // ---------------------------------------------------------------------------------- column sums
@@ -187,7 +187,7 @@ struct Launch {
     }
     TWINOP_RETURN_IF_ERROR(
         LaunchKernel(ColumnSumsKernel<F, S, W, kVectorised>,
-                     Dependent({across, dim3(kSumThreads), static_cast<unsigned>(down)}), call,
+                     WithPdl({across, dim3(kSumThreads), static_cast<unsigned>(down)}), call,
                      arguments, groups, static_cast<const F*>(call.scratch), Partials()));
     return FinishSums(static_cast<int>(down));
   }
@@ -198,7 +198,7 @@ struct Launch {
     if constexpr (kOp.sums) {
       const std::int64_t across = (arguments.rows.columns + 31) / 32;
       if (across == 0 || !WantsSums()) return {};
-      return LaunchKernel(FinishSumsKernel<T, W>, Dependent({across, dim3(32, kFinishSlices), 2}),
+      return LaunchKernel(FinishSumsKernel<T, W>, WithPdl({across, dim3(32, kFinishSlices), 2}),
                           call, static_cast<const T*>(Partials()), count, arguments.rows.columns,
                           arguments.sums[0], arguments.sums[1]);
     }

@@ -9,7 +9,7 @@
 namespace twinop::rowwise {
 
 // The float or double in a compute type.
-__device__ __forceinline__ float Unwrap(ReducedFloat value) { return value.value; }
+__device__ __forceinline__ float Unwrap(ApproxFloat value) { return value.value; }
 __device__ __forceinline__ float Unwrap(float value) { return value; }
 __device__ __forceinline__ double Unwrap(double value) { return value; }
 

@@ -54,7 +54,7 @@ class ResidentRows {
   static constexpr int kGroups = Traits::kGroups;
   static constexpr Tuning kTuning = Traits::kTuning;
   static constexpr RowAccess kAccess = Traits::kAccess;
-  static constexpr bool kPacked = kTuning == Tuning::kPacked;
+  static constexpr bool kRaw16 = kTuning == Tuning::kRaw16;
   static constexpr int kWidth = kVectorBytes / sizeof(S);
   static constexpr int kInputs = kRowInputs<F>;
   static constexpr int kLoaded = kEarlyInputs<F>;
@@ -79,8 +79,8 @@ class ResidentRows {
   using RowValues = Values<T, kInputs>[kVectors][kWidth];
   using Results = RowVectors[F::kRowOutputs];  // of a misaligned row
 
-  __device__ ResidentRows(const F& functor, const Arguments<F, S, W>& arguments, const Reads& reads,
-                          unsigned char* shared)
+  __device__ ResidentRows(const F& functor, const Arguments<F, S, W>& arguments,
+                          const L2ReadPolicy& reads, unsigned char* shared)
       : arguments_(arguments),
         reads_(reads),
         columns_(static_cast<int>(arguments.rows.columns)),
@@ -428,7 +428,7 @@ class ResidentRows {
 
   // Hides that the words are the same as before, so that values are unpacked from them again.
   __device__ __forceinline__ static void Forget(RawRow& raw) {
-    if constexpr (kPacked) {
+    if constexpr (kRaw16) {
 #pragma unroll
       for (auto& input : raw)
 #pragma unroll
@@ -488,7 +488,7 @@ class ResidentRows {
     ThreadTotals<kOp, Total, kChains> sums[kTotals];
     Forget(raw);
     ForEachVector(exists, [&](int k, auto whole) {
-      if constexpr (kPacked) VectorValues<kPhase>(*functor, raw, k, values[k]);
+      if constexpr (kRaw16) VectorValues<kPhase>(*functor, raw, k, values[k]);
       // In the phases, only ops that sum columns look at the column inputs.
       Values<T, kColumns> columns[kWidth];
       if constexpr (kSums > 0) ColumnValues(resident_columns_[k], columns);
@@ -528,7 +528,7 @@ class ResidentRows {
     ThreadTotals<kSquares, One, kChains> squares[kTotals];
     Forget(raw);
     ForEachVector(exists, [&](int k, auto whole) {
-      if constexpr (kPacked) VectorValues<0>(*functor, raw, k, values[k]);
+      if constexpr (kRaw16) VectorValues<0>(*functor, raw, k, values[k]);
 #pragma unroll
       for (int i = 0; i < kWidth; ++i) {
         const One term = functor->Term(Phase<0>{}, values[k][i], {});
@@ -551,7 +551,7 @@ class ResidentRows {
     // False for NaN. The squares of large bfloat16 numbers may be infinite.
     if (Unwrap(all) <= kMostCancelled * Unwrap(left) && Unwrap(all) < INFINITY) {
       functor->Finish(Phase<1>{}, One{{left}});
-      if constexpr (!kPacked) {  // the values as the phase would leave them
+      if constexpr (!kRaw16) {  // the values as the phase would leave them
 #pragma unroll
         for (auto& vector : values)
 #pragma unroll
@@ -588,7 +588,7 @@ class ResidentRows {
 #pragma unroll
       for (int j = 0; j < kResident; ++j) Realign(j, row, exists, j > 0 || kSums > 0, &raw[j]);
     }
-    if constexpr (!kPacked) {
+    if constexpr (!kRaw16) {
 #pragma unroll
       for (int k = 0; k < kVectors; ++k) VectorValues<0>(functor, raw, k, values[k]);
       if constexpr (kHidesAddresses) Pin(values);
@@ -632,7 +632,7 @@ class ResidentRows {
 #pragma unroll
     for (int k = 0; k < kVectors; ++k) {
       if constexpr (kBeforeUnpacking) load_ahead(k + 1);
-      if constexpr (kPacked) VectorValues<kPhases<F>>(functor, raw, k, values[k]);
+      if constexpr (kRaw16) VectorValues<kPhases<F>>(functor, raw, k, values[k]);
 #pragma unroll
       for (int j = kLoaded; kEpilogue && j < kInputs; ++j) {
         if (!exists) continue;
@@ -719,7 +719,7 @@ class ResidentRows {
   static constexpr int kWholeRemaining = kDirect ? (kWidth - 1) * kLaneStride : 2 * kWidth - 1;
 
   const Arguments<F, S, W>& arguments_;
-  const Reads& reads_;
+  const L2ReadPolicy& reads_;
   const int columns_, lanes_, lane_, group_;
   // All threads of the warp have whole vectors; behind those of a realigned row lies another one.
   const bool whole_;
@@ -735,16 +735,16 @@ template <class Traits>
 __global__ void __maxnreg__(Traits::kRegisters)
     ResidentKernel(typename Traits::F functor,
                    Arguments<typename Traits::F, typename Traits::S, typename Traits::W> arguments,
-                   Reads reads, Compute<typename Traits::S>* partials) {
+                   L2ReadPolicy reads, Compute<typename Traits::S>* partials) {
   extern __shared__ __align__(128) unsigned char memory[];
   if constexpr (Traits::kTuning == Tuning::kLatency && !Traits::F::kColumnsOfBatch) {
     const std::int64_t bytes =
         blockIdx.x > 0 ? 0 : arguments.rows.columns * sizeof(typename Traits::W);
 #pragma unroll
     for (int c = 0; c < kColumnInputs<typename Traits::F>; ++c)
-      if (arguments.columns[c] != nullptr) MoveToL2(arguments.columns[c], bytes);
+      if (arguments.columns[c] != nullptr) PrefetchL2(arguments.columns[c], bytes);
   }
-  WaitForPreviousKernel();
+  PdlTriggerAndWait();
   ResidentRows<Traits> rows(functor, arguments, reads, memory);
   if constexpr (Traits::F::kColumnReductions > 0) {
     rows.RunAndSum(partials);

@@ -486,7 +486,7 @@ TWINOP_ROWWISE(odd, Odd, Record("odd(Tensor x) -> Tensor").rows("-1"))
 def test_a_build_for_the_cpu_refuses_what_cuda_cannot_compile(source: str) -> None:
     """On CUDA, the T of 16-bit types is no float: a function of floats alone does not take it."""
     said = read_by_compiler(source.replace("EXPRESSION", "Own(x)")).stderr
-    assert re.search(r"error: .*Own\(.*ReducedFloat", said), said[:2000]
+    assert re.search(r"error: .*Own\(.*ApproxFloat", said), said[:2000]
     wanted = "std::sin(x) + T(float(x)) * std::pow(x, T(2)) + Erf(x) + Max(x, T(1)) + T(0.5 * double(x))"
     assert read_by_compiler(source.replace("EXPRESSION", wanted)).stderr == ""
 

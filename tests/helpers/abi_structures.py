@@ -93,7 +93,7 @@ class Op(Structure):
         *((name, c_void_p) for name in ("scratch_size", "create", "destroy", "body")),
         ("row_body", c_int32),
         ("sizes", c_char_p),
-        ("counts_first", c_int32),
+        ("two_pass", c_int32),
     ]
 
 

@@ -63,7 +63,7 @@ def test_empty_products(dtype: torch.dtype, device: str) -> None:
 
 DRIVER = """
 #include <cstdio>
-#include "twinop/linear/cublaslt.h"
+#include "twinop/ops/linear/cublaslt.h"
 int main() {
   const twinop::linear::CublasLt* functions = nullptr;
   const twinop::Status status = twinop::linear::GetCublasLt(&functions);

@@ -197,8 +197,8 @@ SOURCE = """
 #define FORMULA(name, expression)                                             \\
   extern "C" void name(const float* values, float* y, long count) {           \\
     for (long i = 0; i < count; ++i) {                                        \\
-      const twinop::ReducedFloat x = values[i];                               \\
-      y[i] = float(twinop::ReducedFloat(expression));                         \\
+      const twinop::ApproxFloat x = values[i];                               \\
+      y[i] = float(twinop::ApproxFloat(expression));                         \\
     }                                                                         \\
   }
 FORMULA(f_exp, twinop::Exp(x))
@@ -207,8 +207,8 @@ FORMULA(f_sigmoid, twinop::Sigmoid(x))
 FORMULA(f_silu, twinop::Sigmoid(x, x))
 FORMULA(f_tanh, twinop::Tanh(x))
 FORMULA(f_softplus, twinop::Softplus(x))
-FORMULA(f_gelu, twinop::Gelu<twinop::ReducedFloat>{}(x))
-FORMULA(f_gelu_tanh, twinop::TanhGelu<twinop::ReducedFloat>{}(x))
+FORMULA(f_gelu, twinop::Gelu<twinop::ApproxFloat>{}(x))
+FORMULA(f_gelu_tanh, twinop::TanhGelu<twinop::ApproxFloat>{}(x))
 """
 
 

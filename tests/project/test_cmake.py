@@ -234,7 +234,7 @@ def test_families_bring_what_they_call(tmp_path: Path) -> None:
     """`TWINOP_OPS` names families, and their launchers call ops of others, which must be linked."""
     family_of = {
         op: path.stem
-        for path in (ROOT / "kernels/ops").glob("*.h")
+        for path in (ROOT / "kernels/ops").rglob("*.h")
         for op in re.findall(r"^TWINOP_\w+\((\w+),", path.read_text(), re.MULTILINE)
     }
     for family, file in (("linear", "cuda.cuh"), ("linear_q", "quantised.cuh")):
@@ -247,13 +247,13 @@ def test_families_bring_what_they_call(tmp_path: Path) -> None:
         assert configured.returncode == 0, configured.stderr
         commands = json.loads((tmp_path / "compile_commands.json").read_text())
         built = {Path(each["file"]).stem for each in commands}
-        called = re.findall(r"TWINOP_LAUNCH_ON_CUDA\((\w+)\)", (ROOT / "kernels/linear" / file).read_text())
+        called = re.findall(r"TWINOP_LAUNCH_ON_CUDA\((\w+)\)", (ROOT / "kernels/ops" / family / file).read_text())
         assert called and {family_of[op] for op in called} <= built, family
 
 
 def test_calls_of_other_ops_have_room_for_all_attributes() -> None:
     """An op that gets one more attribute reads one more."""
-    sources = (ROOT / "kernels/linear").glob("*.cuh")
+    sources = (ROOT / "kernels/ops").glob("linear*/*.cuh")
     arrays = [
         found for path in sources for found in re.findall(r"^ +Attribute \w+(\S*);", path.read_text(), re.M)
     ]

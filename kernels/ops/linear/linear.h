@@ -1,0 +1,56 @@
+// linear, linear_swiglu -> torch.ops.custom_domain.linear, CustomLinear ...
+#pragma once
+
+#include "twinop/ops/linear/body.h"
+#include "twinop/ops/linear/buffers.h"
+#include "twinop/record/registry.h"
+#if defined(__CUDACC__)
+#include "twinop/ops/linear/cuda.cuh"
+#endif
+
+namespace twinop {
+
+// y = activation(x W + bias + residual). W is `weight`, as torch's layers have it ([N, K], layout
+// "nk") or as ONNX has it ([K, N], "kn"). On CUDA cuBLASLt computes the product, or a kernel of
+// twinop that has the activation in it (linear/few_rows.cuh, linear/fused.cuh); on the CPU the
+// framework does. On CUDA the sums of `invariant` products have one order for any number of rows:
+// in 16 bits, layout "nk", K a multiple of 64, N of 8, or of 16 with a gate; others are refused.
+// If it is false, such products have that order for up to `few_rows` rows.
+// If `rms_eps` is not 0, each row of x is first divided by sqrt(mean(x^2) + rms_eps): an RMS norm
+// whose weight W may have in it.
+//
+// linear_swiglu: the first half of the columns of x W is a gate; y = activation(gate) * the others.
+// clang-format off
+TWINOP_CUDA_OP(linear,
+               Record("linear(Tensor x, Tensor weight, Tensor? bias=None, Tensor? residual=None, "
+                      "str activation=\"none\", str layout=\"nk\", bool invariant=False, float rms_eps=0.0, int few_rows=32) -> Tensor")
+                   .shapes("y = x[:-1] + [weight[1] if layout == \"kn\" else weight[0]]")
+                   .input_shapes("weight = [x[-1] if layout == \"kn\" else weight[0], "
+                                 "weight[1] if layout == \"kn\" else x[-1]]; "
+                                 "bias = [weight[1] if layout == \"kn\" else weight[0]]; "
+                                 "residual = x[:-1] + [weight[1] if layout == \"kn\" else weight[0]]")
+                   .limits("rms_eps >= 0; few_rows >= 0")
+                   .choices("activation = none | relu | gelu | gelu_tanh | silu; layout = nk | kn")
+                   .autocast("lower")
+                   .scratch<linear::ScratchBytes<Op>>()
+                   .state<linear::Constants<Op>>()
+                   .row_body<linear::Body<Op>>(),
+               linear::Cuda)
+
+TWINOP_CUDA_OP(linear_swiglu,
+               Record("linear_swiglu(Tensor x, Tensor weight, Tensor? bias=None, "
+                      "str activation=\"silu\", str layout=\"nk\", bool invariant=False, float rms_eps=0.0, int few_rows=32) -> Tensor")
+                   .shapes("y = x[:-1] + [(weight[1] if layout == \"kn\" else weight[0]) // 2]")
+                   .input_shapes("weight = [x[-1] if layout == \"kn\" else weight[0] // 2 * 2, "
+                                 "weight[1] // 2 * 2 if layout == \"kn\" else x[-1]]; "
+                                 "bias = [weight[1] if layout == \"kn\" else weight[0]]")
+                   .limits("rms_eps >= 0; few_rows >= 0")
+                   .choices("activation = silu | gelu | gelu_tanh; layout = nk | kn")
+                   .autocast("lower")
+                   .scratch<linear::ScratchBytes<Op>>()
+                   .state<linear::Constants<Op>>()
+                   .row_body<linear::Body<Op>>(),
+               linear::CudaSwiglu)
+// clang-format on
+
+}  // namespace twinop
