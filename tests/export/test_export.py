@@ -436,7 +436,7 @@ def test_export_in_python_optimises_and_says_so(tmp_path: Path) -> None:
     model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.LayerNorm(8), torch.nn.GELU())
     given, path = torch.randn(3, 8), tmp_path / "model.onnx"
     said = "optimised for ONNX Runtime; optimize=False keeps the exporter's nodes"
-    report = export(model, given, path, device="cpu")
+    report = export(model, given, path, exporter="torchscript", device="cpu")
     assert report.optimized is not None and said in report.notes
-    report = export(model, given, path, optimize=False)
+    report = export(model, given, path, exporter="torchscript", optimize=False)
     assert report.optimized is None and said not in report.notes

@@ -237,9 +237,9 @@ def test_an_export_says_that_onnx_runtime_refuses_so_many_nodes_of_bodies(
 
     model = Twice()
     path, x = tmp_path / "net.onnx", torch.randn(4)
-    report = export(model, x, path, verify=False, optimize=False)
+    report = export(model, x, path, exporter="torchscript", verify=False, optimize=False)
     count = inlined_nodes(ir.load(path))
     assert count > 2 and not report.notes
     monkeypatch.setattr("twinop.export.exporter.MOST_INLINED", count - 1)
-    [note] = export(model, x, path, verify=False, optimize=False).notes
+    [note] = export(model, x, path, exporter="torchscript", verify=False, optimize=False).notes
     assert f"are {count:,} nodes" in note and "session.function_expansion_node_limit" in note

@@ -153,7 +153,7 @@ def test_models_of_ones_own(folder: Path) -> None:
     assert "libcustom" in output and node_types("mlp.onnx") == ["CustomLinear"]
     assert "2 nodes -> 1; same outputs" in output and "1 linear+bias+relu" in output
     for plain in ("--no-optimize", "--no-bodies"):
-        assert "optimised" not in succeed(*mlp, plain)
+        assert "optimised" not in succeed(*mlp, plain, *QUICK)
         assert node_types("mlp.onnx") == ["Gemm", "CustomRelu"]
     assert "prepared for cuda; --device cpu prepares it for cpu" in output
     output = succeed(*mlp, "--device", "cpu")  # nothing is recognised
