@@ -15,8 +15,8 @@ usage: ./build.sh [command] [arguments]
   bench     build, measure ops beside torch's and ONNX Runtime's: ./build.sh bench --ops gelu --quick
   check     check the sources without changing them (ruff, clang-format, mypy), and the links of docs/
   format    format and fix the sources (ruff, clang-format)
-  setup     set up .venv with the packages of all commands, or of those named (base serve bench lab test lint
-            wheel docs)
+  setup     set up .venv with the packages of all commands, or of those named (base serve bench test lint wheel
+            docs)
   wheel     build, write the wheel and the source archive to dist/, check them
   docs      build the pages of docs/ into build/site/, with every link checked
   clean     remove build/, build-*/, .venv/ and the tools' caches
@@ -51,7 +51,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK=1
 # takes pip a minute.
 export PIP_COMPILE=0 PYTHONDONTWRITEBYTECODE=''
 
-everything=(base serve bench lab test lint wheel docs)
+everything=(base serve bench test lint wheel docs)
 all_ops_take="about six minutes with nvcc on two cores, two with --cpu" # twinop/installation.py says it, too
 
 device() {

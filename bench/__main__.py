@@ -1,47 +1,124 @@
-"""The command `twinop bench`, also `python -m twinop.bench`."""
+"""The command `twinop bench`, also `python -m twinop.bench`.
 
-from typing import Any, ClassVar
+Heavy imports wait until the options have been read.
+"""
 
 if __name__ == "__main__":
     from twinop.script import require
 
     require("matplotlib", "rich", "torch", "typer", command="./build.sh setup bench")
 
+import time
+from pathlib import Path
+from typing import Annotated
+
 import typer
 
-from twinop.cli.console import err
-from twinop.cli.lazy_commands import LazyGroup
+from twinop.cli.console import clear_errors, err, program
 
-TAKES = "report: with the default options this takes about 2 minutes on two CPU cores, 11 on an H200"
+from . import Device, Output
 
-
-class Commands(LazyGroup):
-    """The commands. Options without a command belong to `report`."""
-
-    modules: ClassVar = {
-        "report": "twinop.bench.ops_report:main",
-        "compare": "twinop.bench.recorded:compare",
-        "draw": "twinop.bench.recorded:draw",
-    }
-
-    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Inserts `report` if no command is given, and says at once how long it takes."""
-        if ctx.resilient_parsing:  # a shell asks for completions
-            return super().parse_args(ctx, args)
-        if not args or (args[0].startswith("-") and args[0] != "--help"):
-            args = ["report", *args]
-        if args[0] == "report" and "--help" not in args:  # before the import of torch, which takes seconds
-            err.print(TAKES, soft_wrap=True)
-        return super().parse_args(ctx, args)
+TAKES = "with the default options this takes about 2 minutes on two CPU cores, 11 on an H200"
 
 
-app = typer.Typer(cls=Commands, add_completion=False, pretty_exceptions_enable=False, rich_markup_mode="rich")
+def main(
+    ops: Annotated[
+        str | None, typer.Option(help="Ops to measure, such as gelu,softmax. Default: all.")
+    ] = None,
+    providers: Annotated[
+        str | None, typer.Option(help="Parts of providers' names, such as twinop,eager,ort. Default: all.")
+    ] = None,
+    library: Annotated[
+        Path | None,
+        typer.Option(
+            help="Ops of your own: a library, the Python file of an op, or a project. Default: the project "
+            "in this folder; elsewhere twinop's ops."
+        ),
+    ] = None,
+    device: Device = "auto",
+    quick: Annotated[
+        bool, typer.Option("--quick", help="A quick look: bfloat16, few shapes, few runs.")
+    ] = False,
+    output: Output = None,
+    compare: Annotated[
+        Path | None,
+        typer.Option(help="An older report. Exit code 1 if a cell of twinop's lost more than 3 %."),
+    ] = None,
+    compile_seconds: Annotated[
+        int, typer.Option(help="Seconds for torch.compile in all, divided among the ops.", min=0)
+    ] = 200,
+    threads: Annotated[int, typer.Option(help="CPU threads of ONNX Runtime and of torch.", min=1)] = 2,
+) -> None:
+    """Measure every op beside torch's, ONNX Runtime's own and a plain copy: tables here, files and a plot.
+
+    Providers: twinop in torch and in ONNX Runtime, torch eager, torch.compile, ONNX Runtime's own nodes. One
+    that fails, or whose result is wrong against float64, is listed with the reason and not timed.
+
+    On a GPU: device time. A read and a memset of 1 GiB precede each run; they hide the host and empty L2. All
+    providers of a cell run in turn, in one process, on random data; the report keeps medians. The copy and
+    twinop's op run twice, and the tolerance is the difference between the two runs, at least 1 %.
+
+    On a CPU: wall time, float32.
+
+    Each cell is a line of JSON with the machine, the commit and the versions, written at once. A file grows:
+    if a cell is measured again, its last line counts. So a report can be split with --ops.
+
+    Examples:
+
+        twinop bench
+
+        twinop bench --ops gelu,softmax --quick --output /tmp/report
+
+        twinop bench --ops rms_norm --providers twinop,eager
+
+        twinop bench --library build/libmish.so
+    """
+    err.print(TAKES, soft_wrap=True)
+    with clear_errors():
+        import torch
+
+        from .cases import cases_of, choose
+        from .figures import draw_ops
+        from .measure import Machine
+        from .measurements import Measurements, choose_device, read
+        from .providers import Providers
+        from .tables import is_slower, show
+        from .timing import timer_on
+
+        where = choose_device(device)
+        entries = choose(ops, library or project_here())
+        wanted = [part.strip() for part in providers.split(",")] if providers else None
+        old = read(compare, "ops") if compare else None
+        rounds, seconds = (7, 0.2) if quick else (15, 1.0)
+        if where.type == "cpu":
+            rounds = 51 if quick else 1001
+            torch.set_num_threads(threads)
+        measured = Measurements("ops", where, output, quick)
+        with torch.no_grad(), timer_on(where) as timer:
+            who = Providers(where, timer.stream if timer is not None else None, threads, wanted)
+            machine = Machine(who, timer, rounds=rounds, seconds=seconds)
+            for name, entry in entries.items():
+                who.compile_seconds = compile_seconds / len(entries)
+                started = time.monotonic()
+                cells = cases_of(name, entry, where.type, quick=quick)
+                for case in cells:
+                    measured.add(machine.line(case, entry))
+                who.close()
+                if timer is not None:
+                    torch.cuda.empty_cache()
+                err.print(f"{name}: {len(cells)} cells, {time.monotonic() - started:.0f} s")
+        show(measured.lines)
+        draw_ops(read(measured.path), measured.path.with_suffix(""))
+        if old is not None and is_slower(old, measured.lines):
+            raise typer.Exit(1)
 
 
-@app.callback()
-def bench() -> None:
-    """Measure ops beside others: tables here, files and a plot in bench-results/. Default: report."""
+def project_here() -> Path | None:
+    """Returns the current folder if it is the project of an op (`twinop new`)."""
+    path = Path("pyproject.toml")
+    is_project = path.is_file() and "twinop.libraries" in path.read_text(encoding="utf-8")
+    return Path.cwd() if is_project else None
 
 
 if __name__ == "__main__":
-    app(prog_name="python -m twinop.bench")
+    program(main, "python -m twinop.bench")()

@@ -20,25 +20,19 @@ from twinop.testing.target import load
 from twinop.testing.under_test import library_of
 from twinop.torch_op.rules import as_tuple
 
-from .cells import DOUBLE
 from .entries import ENTRIES, Entry, entry_of
 from .measurements import BenchError, chosen
 from .timing import Run
 
 FORWARD, BACKWARD = "forward", "backward"
-BANDWIDTH, LATENCY = "bandwidth", "latency"
-KINDS = (BANDWIDTH, LATENCY)
 DTYPES = ("bfloat16", "float16", "float32")
 
-UNARY, BINARY, ROWS = "unary", "binary", "rows"
+ROWS = "rows"
 
 SIZES = tuple(1 << exponent for exponent in (28, 27, 26, 25, 24))
-DOUBLE_SIZE = 1 << 26
 # Rows x columns.
 BACKWARD_SHAPES = ((32768, 4096), (32768, 1024), (8192, 16384), (16384, 11008))
 SHAPES = (*BACKWARD_SHAPES, (4096, 65536), (32768, 4095), (32768, 5120))
-LATENCY_ROWS = (1, 8, 64)
-LATENCY_COLUMNS = 4096
 CPU_SIZES = (1 << 16, 1 << 20, 1 << 24)
 CPU_SHAPES = ((64, 1024), (512, 4096), (256, 16384))
 
@@ -55,7 +49,6 @@ class Case:
     dtype: str
     shape: tuple[int, ...]
     direction: str = FORWARD
-    kind: str = BANDWIDTH
 
     @property
     def torch_dtype(self) -> torch.dtype:
@@ -69,19 +62,14 @@ class Case:
 
     def label(self) -> dict[str, Any]:
         """Returns the fields that name this cell in a file."""
-        same = ("kind", "family", "direction", "dtype")
+        same = ("family", "direction", "dtype")
         names = {"op": self.entry, "shape": self.shape_name}
         return {name: getattr(self, name) for name in same} | names
 
 
-def family_of(record: OpSpec, entry: Entry) -> str:
-    """Returns the family of an op: elementwise of one or two inputs, or row-wise.
-
-    swiglu counts as row-wise: it is measured on the rows of a feed-forward layer.
-    """
-    if not record.is_elementwise or "swiglu" in record.name:
-        return ROWS
-    return UNARY if len(entry.input_names) == 1 else BINARY
+def family_of(record: OpSpec) -> str:
+    """Returns whether an op is row-wise or elementwise. swiglu counts as row-wise: a layer has rows."""
+    return ROWS if not record.is_elementwise or "swiglu" in record.name else "elementwise"
 
 
 def choose(names: str | None, library: Path | None = None) -> dict[str, Entry]:
@@ -143,42 +131,26 @@ def entries_of(target: Path) -> dict[str, Entry]:
     return found
 
 
-def cases_of(
-    name: str, entry: Entry, device: str, *, quick: bool = False, kinds: Sequence[str] = KINDS
-) -> list[Case]:
-    """Returns the cells of an op of these kinds, the most important first. A CPU has no latencies."""
+def cases_of(name: str, entry: Entry, device: str, *, quick: bool = False) -> list[Case]:
+    """Returns the cells of an op, the most important first. On a CPU backward is that of a user's ops."""
     record = torch_op.records()[entry.op]
-    family = family_of(record, entry)
-    cases = _bandwidths(name, family, entry, device, quick) if BANDWIDTH in kinds else []
+    family = family_of(record)
+    rows, on_cpu = family == ROWS, device == "cpu"
+    of_rows = CPU_SHAPES if on_cpu else QUICK_SHAPES if quick else SHAPES
+    sizes = CPU_SIZES if on_cpu else QUICK_SIZES if quick else SIZES
+    shapes: Sequence[tuple[int, ...]] = of_rows if rows else [(size,) for size in sizes]
+    back: Sequence[tuple[int, ...]] = BACKWARD_SHAPES if rows else [(1 << 28,), (1 << 26,)]
+    if on_cpu:
+        shapes = shapes[1:2] if quick else shapes
+        back = shapes if entry.library is not None else []
+    dtypes = ("float32",) if on_cpu else DTYPES[:1] if quick else DTYPES
+    cases = [Case(name, family, dtype, shape) for dtype in dtypes for shape in shapes]
+    if entry.backward:
+        back = back[:1] if quick else back
+        cases += [Case(name, family, dtype, shape, BACKWARD) for dtype in dtypes for shape in back]
     if entry.library is not None:
         taken = {c[record.inputs[0].name] for c in record.combinations}
         cases = [case for case in cases if case.dtype in taken]
-    if LATENCY in kinds and device == "cuda":
-        counts = LATENCY_ROWS[-1:] if quick else LATENCY_ROWS
-        shapes = [(count, LATENCY_COLUMNS) for count in reversed(counts)]
-        cases += [Case(name, family, "bfloat16", shape, kind=LATENCY) for shape in shapes]
-    return cases
-
-
-def _bandwidths(name: str, family: str, entry: Entry, device: str, quick: bool) -> list[Case]:
-    rows = family == ROWS
-    if device == "cpu":
-        shapes: Sequence[tuple[int, ...]] = CPU_SHAPES if rows else [(size,) for size in CPU_SIZES]
-        shapes = shapes[1:2] if quick else shapes
-        cases = [Case(name, family, "float32", shape) for shape in shapes]
-        if entry.library is not None and entry.backward:
-            cases += [Case(name, family, "float32", shape, BACKWARD) for shape in shapes]
-        return cases
-    sizes = QUICK_SIZES if quick else SIZES
-    shapes = (QUICK_SHAPES if quick else SHAPES) if rows else [(size,) for size in sizes]
-    dtypes = DTYPES[:1] if quick else DTYPES
-    cases = [Case(name, family, dtype, shape) for dtype in dtypes for shape in shapes]
-    if not (rows or quick):
-        cases.append(Case(name, family, DOUBLE, (DOUBLE_SIZE,)))
-    if entry.backward:
-        shapes = BACKWARD_SHAPES if rows else [(1 << 28,), (1 << 26,)]
-        shapes = shapes[:1] if quick else shapes
-        cases += [Case(name, family, dtype, shape, BACKWARD) for dtype in dtypes for shape in shapes]
     return cases
 
 
@@ -247,8 +219,6 @@ class Sample:
 
     def exact(self) -> tuple[Tensor, ...]:
         """Computes the outputs, or the gradients of the inputs, in float64."""
-        if self.entry.reference is not None and self.case.direction == FORWARD:
-            return as_tuple(self.entry.reference(*self.inputs.values()))
         inputs = [t.double() if t.is_floating_point() else t for t in self.inputs.values()]
         if self.case.direction == BACKWARD:
             grads = [tensor.double() for tensor in self.outputs]

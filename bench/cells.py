@@ -6,12 +6,9 @@ from typing import Any
 
 COPY = "torch copy_"
 AGAIN = " again"  # the same run, measured twice per round: the difference between the two is noise
-IN_TORCH, IN_ORT = "twinop in torch", "twinop in ORT"
+IN_TORCH, IN_ORT, BUILT_IN = "twinop in torch", "twinop in ORT", "ORT built-in"
 OURS = (IN_TORCH, IN_ORT)
 LEAST_TOLERANCE = 0.01
-
-DOUBLE = "float64"
-"""Measured beside torch eager only."""
 
 
 class Cell:
@@ -21,18 +18,13 @@ class Cell:
         self.line, self.times = line, line["times"]
 
     def __getattr__(self, name: str) -> Any:
-        if name in ("kind", "device", "op", "family", "direction", "dtype", "shape"):
+        if name in ("device", "op", "family", "direction", "dtype", "shape"):
             return self.line[name]
         raise AttributeError(name)
 
     @property
     def key(self) -> tuple[str, ...]:
-        return tuple(str(self.line[name]) for name in ("kind", "op", "direction", "dtype", "shape"))
-
-    @property
-    def name(self) -> str:
-        backward = " backward" if self.direction == "backward" else ""
-        return f"{self.op}{backward}, {self.dtype}, {self.shape}"
+        return tuple(str(self.line[name]) for name in ("op", "direction", "dtype", "shape"))
 
     @property
     def size(self) -> int:

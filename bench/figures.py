@@ -7,30 +7,24 @@ from typing import Any
 
 from twinop.cli.console import out
 
-from .cells import COPY, IN_ORT, IN_TORCH, Cell, providers_of
+from .cells import BUILT_IN, COPY, IN_ORT, IN_TORCH, Cell, providers_of
 from .measurements import machine_title
 
-_ORT = "ORT built-in"
-
-# Strong colours for twinop's two runtimes, pale ones for the others, dashes for the copy. The last three are
-# those of recorded files: reports no longer measure them.
+# Strong colours for twinop's two runtimes, pale ones for the others, dashes for the copy.
 _OPS_STYLES: Mapping[str, Mapping[str, Any]] = {
     COPY: {"color": "black", "linestyle": "--", "linewidth": 1.4, "marker": "", "zorder": 1},
     IN_TORCH: {"color": "#1f4e9e", "marker": "o", "linewidth": 2.0, "zorder": 4},
     IN_ORT: {"color": "#0b8a5f", "marker": "^", "linewidth": 2.0, "zorder": 3},
     "torch eager": {"color": "#c65d21", "marker": "s"},
     "torch.compile": {"color": "#e8a33d", "marker": "D"},
-    _ORT: {"color": "#8c2f6b", "marker": "s"},
-    "torch.compile max-autotune": {"color": "#a97200", "marker": "d"},
-    "Triton": {"color": "#7b5cb8", "marker": "v"},
-    "Liger": {"color": "#d6569a", "marker": "P"},
+    BUILT_IN: {"color": "#8c2f6b", "marker": "s"},
 }
 _LETTERING: Any = {"font.size": 9, "axes.spines.top": False, "axes.spines.right": False}
 
 
 def draw_ops(lines: Sequence[Mapping[str, Any]], stem: Path) -> None:
     """Draws `stem`-overview.png: forward bandwidths in the first dtype of the file, a panel for each op."""
-    cells = [c for c in map(Cell, lines) if c.kind == "bandwidth" and c.direction == "forward"]
+    cells = [cell for cell in map(Cell, lines) if cell.direction == "forward"]
     if not cells:
         return
     dtype = cells[0].dtype
@@ -40,23 +34,10 @@ def draw_ops(lines: Sequence[Mapping[str, Any]], stem: Path) -> None:
             panels.setdefault(cell.op, []).append(cell)
     how = "device time, cold L2" if cells[0].device == "cuda" else "wall time"
     _draw(
-        {op: _one_of_ort(mine) for op, mine in panels.items()},
+        panels,
         f"{dtype}, forward, {how}: {machine_title(lines[0])}",
         stem.with_name(f"{stem.name}-overview.png"),
     )
-
-
-def _one_of_ort(cells: Sequence[Cell]) -> list[Cell]:
-    """Returns the cells with the fastest of ONNX Runtime's own ops only, and without variants of ours."""
-    names = [name for name in providers_of(cells) if name.startswith("ORT")]
-    best = min(names, key=lambda n: sum(c.us(n) for c in cells if n in c.times), default="")
-    hidden = {*names, *(name for name in providers_of(cells) if name.startswith("twinop") and "," in name)}
-    found = []
-    for cell in cells:
-        times = {name: time for name, time in cell.times.items() if name not in hidden}
-        times |= {_ORT: cell.times[best]} if best in cell.times else {}
-        found.append(Cell({**cell.line, "times": times}))
-    return found
 
 
 def _panel(axis: Any, cells: Sequence[Cell]) -> None:

@@ -1,6 +1,5 @@
 """Measuring of cells: all providers of a cell in one process, in turn."""
 
-from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -10,19 +9,14 @@ from torch.profiler import ProfilerActivity, profile
 
 from twinop.torch_op.rules import as_tuple
 
-from . import runtime
-from .cases import LATENCY, Case, Sample
+from .cases import Case, Sample
 from .cells import AGAIN, COPY, IN_ORT, IN_TORCH
 from .entries import Entry
-from .measurements import reason_of
-from .providers import Providers, Subject, onnx_nodes
+from .providers import Providers, Subject
 from .timing import DeviceTimer, Run, Time, host_times_apart
 
 SHORT_BYTES = 512 << 20
 """Cells that move less than this take 0.13 ms on an H200 and are noisier: they get three times the rounds."""
-
-CALLS = 100
-"""The calls in the CUDA graph of a latency cell, one after another."""
 
 
 class Machine:
@@ -47,11 +41,8 @@ class Machine:
         """Builds, checks and measures all providers of a cell, and returns the line about it."""
         sample = Sample.drawn(case, entry, self.device)
         subjects, missing = self.providers.subjects(sample)
-        if case.kind == LATENCY:
-            times = self._latencies(sample, subjects, missing)
-        else:
-            runs = {name: subject.run for name, subject in subjects.items()}
-            times = self._times(runs, sample.bytes, case.torch_dtype)
+        runs = {name: subject.run for name, subject in subjects.items()}
+        times = self._times(runs, sample.bytes, case.torch_dtype)
         return case.label() | {"bytes": sample.bytes, "times": times, "missing": missing}
 
     def _copy(self, moved: int, dtype: torch.dtype) -> Run:
@@ -75,52 +66,9 @@ class Machine:
             runs[IN_ORT + AGAIN] = runs[IN_ORT]
         return host_times_apart(runs, rounds=self.rounds, seconds=self.seconds)
 
-    # ------------------------------------------------------------------------------------ latency
 
-    def _latencies(
-        self, sample: Sample, subjects: Mapping[str, Subject], missing: dict[str, str]
-    ) -> dict[str, Time]:
-        """Measures the device time of one call in a CUDA graph, where launches cost and the host does not.
-
-        torch's providers are captured: a graph holds CALLS calls of the same function. ONNX Runtime captures
-        by itself: a model holds CALLS nodes that read the same inputs.
-        """
-        assert self.timer is not None
-        replays: dict[str, Run] = {}
-        for name, subject in subjects.items():
-            try:
-                if subject.bound:
-                    replays[name] = self._ort_replay(sample, name)
-                else:
-                    replays[name] = captured(subject.run, self.timer.stream).run
-            except Exception as failure:  # a provider that cannot be captured
-                missing[name] = reason_of(failure)
-        if IN_TORCH in replays:
-            replays[IN_TORCH + AGAIN] = replays[IN_TORCH]
-        times = self.timer.times(replays, rounds=self.rounds)
-        return {name: each / CALLS for name, each in times.items()}
-
-    def _ort_replay(self, sample: Sample, provider: str) -> Run:
-        """Returns a run of a session with ONNX Runtime's own CUDA graph, which its first runs capture."""
-        nodes, opset = onnx_nodes(sample.entry, provider)
-        copies = runtime.repeat(nodes, CALLS)
-        model = runtime.one_op(copies, sample.inputs, sample.bound, opset, fixed=True)
-        session = runtime.open_session(
-            model,
-            self.device,
-            library=sample.entry.library or "custom_ops",
-            cpu_threads=self.providers.threads,
-            stream=self.providers.stream,
-            cuda_graph=True,
-        )
-        first = runtime.bind(session, sample.inputs, sample.bound)
-        for _ in range(3):
-            first()
-        return runtime.bind(session, sample.inputs, sample.bound, synchronize=False)
-
-
-def captured(run: Run, stream: torch.cuda.Stream, calls: int = CALLS) -> Subject:
-    """Returns the replay of a CUDA graph of many calls, with the results of the last one, if there are any.
+def captured(run: Run, stream: torch.cuda.Stream) -> Subject:
+    """Returns the replay of a CUDA graph of a call, with its results, if there are any.
 
     It does not use torch.cuda.graph(), which collects garbage for each of hundreds of graphs.
     """
@@ -130,8 +78,7 @@ def captured(run: Run, stream: torch.cuda.Stream, calls: int = CALLS) -> Subject
     graph = torch.cuda.CUDAGraph()
     graph.capture_begin(capture_error_mode="thread_local")  # of the current stream, which is `stream`
     try:
-        for _ in range(calls):
-            result: Any = run()
+        result: Any = run()
     finally:
         graph.capture_end()
 

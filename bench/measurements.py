@@ -16,20 +16,19 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import datetime, timezone
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import torch
-import typer
 
 from twinop import __version__
 from twinop.cli.console import clear_errors, out
 from twinop.errors import TwinopError
 
+from . import Device as Device
+from . import Output as Output
 from .timing import DeviceTimer, Time, timer_on
 
 FOLDER = Path("bench-results")
-Device = Annotated[str, typer.Option(help="auto (the GPU if there is one), cpu or cuda.")]
-Output = Annotated[Path | None, typer.Option(help="Folder for the files. Default: bench-results/.")]
 
 _NOT_OF_THE_CELL = {"benchmark", "machine", "cpu_cores", "date", "commit", "driver", "python"}
 _NOT_OF_THE_CELL |= {"twinop", "torch", "onnxruntime", "bytes"}

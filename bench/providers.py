@@ -18,7 +18,7 @@ from twinop.torch_op.rules import as_tuple
 
 from . import runtime
 from .cases import FORWARD, Sample, backward_run, relative_error
-from .cells import AGAIN, DOUBLE, IN_ORT, IN_TORCH
+from .cells import AGAIN, BUILT_IN, IN_ORT, IN_TORCH
 from .entries import Entry
 from .measurements import BenchError, reason_of
 from .timing import DeviceTimer, Run, host_times_apart
@@ -132,14 +132,12 @@ class Providers:
         if case.direction == FORWARD:
             makers[IN_ORT] = partial(self._in_ort, IN_ORT, sample)
         makers[EAGER] = partial(_in_torch, entry.eager, sample)
-        if case.direction == FORWARD:
-            makers |= {provider: partial(self._in_ort, provider, sample) for provider in entry.ort}
+        if case.direction == FORWARD and entry.ort:
+            makers[BUILT_IN] = partial(self._in_ort, BUILT_IN, sample)
         torch.compiler.reset()  # it compiles one function for at most 8 shapes
         # On the CPU torch.compile is measured where the options name it, and for a user's ops.
         if self.device.type != "cpu" or self.wanted is not None or entry.library is not None:
             makers[COMPILE] = partial(self._compiled, sample)
-        if case.dtype == DOUBLE:
-            makers = {name: make for name, make in makers.items() if name in (IN_TORCH, IN_ORT, EAGER)}
         return makers
 
     def close(self) -> None:
@@ -169,7 +167,7 @@ class Providers:
                 library=sample.entry.library or "custom_ops",
                 cpu_threads=self.threads,
                 stream=self.stream,
-                optimize=not provider.startswith(IN_ORT),
+                optimize=provider == BUILT_IN,
             )
         synchronize = self.stream is None
         run = runtime.bind(self._sessions[key], sample.inputs, sample.bound, synchronize=synchronize)
@@ -186,5 +184,5 @@ def onnx_nodes(entry: Entry, provider: str) -> tuple[list[NodeProto], int]:
     """Returns the nodes of a provider in ONNX Runtime, and their opset."""
     if provider == IN_ORT:
         return [runtime.custom_node(torch_op.records()[entry.op], entry.input_names, entry.attributes)], 20
-    nodes = runtime.parse_nodes(entry.ort[provider])
+    nodes = runtime.parse_nodes(entry.ort)
     return nodes, 23 if nodes[0].op_type == "RMSNormalization" else 20

@@ -84,21 +84,6 @@ def one_op(
     return helper.make_model(graph, opset_imports=opsets, ir_version=10)
 
 
-def repeat(nodes: Sequence[NodeProto], times: int) -> list[NodeProto]:
-    """Copies the nodes many times over the same inputs. The last copy keeps the names of the outputs."""
-    inner = {name for node in nodes for name in node.output if name}
-    copies = []
-    for i in range(times):
-        for j, node in enumerate(nodes):
-            copy = NodeProto()
-            copy.CopyFrom(node)
-            copy.name = f"copy{i}_{j}"
-            for names in (copy.input, copy.output) if i < times - 1 else ():
-                names[:] = [f"{name}_{i}" if name in inner else name for name in names]
-            copies.append(copy)
-    return copies
-
-
 # ------------------------------------------------------------------------------------------- sessions
 
 

@@ -20,7 +20,7 @@ from twinop.bench import runtime
 from twinop.bench.cases import relative_error
 from twinop.bench.cells import IN_ORT, IN_TORCH
 from twinop.bench.measure import captured
-from twinop.bench.measurements import Device, Output, chosen, measuring
+from twinop.bench.measurements import Device, Output, measuring
 from twinop.bench.providers import Subject, require, side_by_side
 from twinop.bench.timing import DeviceTimer
 
@@ -91,7 +91,7 @@ def in_torch(multiply: Callable[[Mapping[str, Tensor]], Tensor], weights: list[W
         return [multiply(weight) for weight in weights]
 
     is_cuda = weights[0]["dense"].is_cuda
-    return captured(run, torch.cuda.current_stream(), 1) if is_cuda else Subject(run)
+    return captured(run, torch.cuda.current_stream()) if is_cuda else Subject(run)
 
 
 def measure(
@@ -120,15 +120,8 @@ def measure(
     return found | {"times": {name: time / len(weights) for name, time in found["times"].items()}}
 
 
-def read_bandwidth(timer: DeviceTimer) -> float:
-    """Measures the bytes a second of a sum over 2 GiB."""
-    tensor = torch.zeros(1 << 29, device=timer.stream.device)
-    return tensor.nbytes / timer.times({"sum": lambda: tensor.sum()}, rounds=15)["sum"].median
-
-
 def main(
     rows: Annotated[str, typer.Option(help="Numbers of rows of x.")] = "1,2,4,8,16,32,64",
-    products: Annotated[str, typer.Option(help="Names of products.")] = ",".join(SHAPES),
     device: Device = "auto",
     quick: Annotated[bool, typer.Option("--quick", help="A quick look: a small product.")] = False,
     output: Output = None,
@@ -136,23 +129,14 @@ def main(
     """Measure products of few rows: on a GPU in CUDA graphs with an empty L2, on a CPU wall time."""
     with measuring("decoder-linear", device, output, quick) as (measured, where, timer):
         torch.manual_seed(0)
-        bandwidth = read_bandwidth(timer) if timer is not None else None
-        names = chosen("--products", products, list(SHAPES))
-        shapes = {"small": (64, 128)} if quick else {name: SHAPES[name] for name in names}
-        for name, (n, k) in shapes.items():
+        for name, (n, k) in ({"small": (64, 128)} if quick else SHAPES).items():
             for form, size in FORMS.items():
                 copies = 1 if quick else max(2, int(6e8 / (n * k * size)))
                 weights = [weight_of(form, n, k, where) for _ in range(copies)]
                 for m in map(int, rows.split(",")):
                     x = torch.randn(m, k, device=where).half()
-                    line = measure(form, m, x, weights, timer, 5 if quick else 21)
-                    cell: dict[str, Any] = {"op": name, "dtype": form, "shape": f"{m}x{k}x{n}"}
-                    if bandwidth is not None:
-                        cell["of_bandwidth"] = {
-                            each: round(n * k * size / time.median / bandwidth, 3)
-                            for each, time in line["times"].items()
-                        }
-                    measured.say(cell | line)
+                    label = {"op": name, "dtype": form, "shape": f"{m}x{k}x{n}"}
+                    measured.say(label | measure(form, m, x, weights, timer, 5 if quick else 21))
 
 
 if __name__ == "__main__":

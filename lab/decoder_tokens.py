@@ -6,10 +6,8 @@
 The files are those of onnxruntime-genai's builder, of random weights, each layer with its own.
 """
 
-import json
 import os
 import shutil
-import site
 import subprocess
 import sys
 import time
@@ -17,11 +15,10 @@ from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
-from itertools import chain, product
+from itertools import product
 from pathlib import Path
 from typing import Annotated, Any
 
-import onnx
 import torch
 import typer
 from torch import Tensor
@@ -31,20 +28,18 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests/helpers"))
 from decoder_graphs import BLOCK, Sizes, write
 from torch_decoder import TorchDecoder
 
-from lab.decoder_linear import read_bandwidth
 from twinop.bench.cases import relative_error
 from twinop.bench.cells import IN_ORT
 from twinop.bench.measure import captured, device_work
 from twinop.bench.measurements import BenchError, Device, Output, chosen, measuring, reason_of
 from twinop.bench.providers import Subject, require, side_by_side
 from twinop.bench.runtime import bind, open_session
-from twinop.bench.timing import DeviceTimer, Time
+from twinop.bench.timing import DeviceTimer
 from twinop.cli.console import out
 
 ORT, COMPILE = "ORT", "torch.compile"
 FILES = {ORT: "original", IN_ORT: "twinop"}
-INVARIANT = "twinop --invariant"  # twinop's file but for an attribute
-PROMPT, NEW = 1024, 128
+PROMPT = 1024
 MAKERS = 3  # models that are made at a time
 DTYPES = ("float16", "bfloat16", "int4")
 
@@ -54,7 +49,7 @@ class Model:
     """A decoder.
 
     Attributes:
-        context: for which torch and genai are measured, too, with BESIDE sequences.
+        context: for which torch is measured, too, with BESIDE sequences.
     """
 
     sizes: Sizes
@@ -93,7 +88,7 @@ def run(command: list[str], env: dict[str, str], stop: float) -> str:
 
 def make(model: Model, dtype: str, folder: Path, stop: float) -> Path:
     """Writes both files, if they are not there. No GPU is used: what it measured would disturb others."""
-    if (folder / FILES[IN_ORT] / "invariant.onnx").exists():
+    if (folder / FILES[IN_ORT]).exists():
         return folder
     if time.monotonic() > stop:
         raise BenchError("the time is over")
@@ -102,13 +97,6 @@ def make(model: Model, dtype: str, folder: Path, stop: float) -> Path:
     command = ["-m", "twinop", "optimize", str(old), "-o", str(new)]
     hidden = {"CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": os.pathsep.join(sys.path)}
     print(run(command, os.environ | hidden, stop))
-    proto = onnx.load(new / "model.onnx", load_external_data=False)
-    attributes = chain.from_iterable(node.attribute for node in proto.graph.node)
-    marks = [each for each in attributes if each.name == "invariant"]
-    assert marks, "the optimizer writes the attribute of each product"
-    for each in marks:
-        each.i = 1
-    onnx.save(proto, new / "invariant.onnx")
     new.rename(folder / FILES[IN_ORT])
     return folder
 
@@ -124,7 +112,7 @@ def in_ort(session: Any, graph: int, feeds: Feeds, logits: Tensor, timer: Device
 
 def in_torch(decoder: TorchDecoder, feeds: Feeds, _: Tensor, timer: DeviceTimer | None) -> Subject:
     run = decoder.step(feeds, compiles=timer is not None)
-    return Subject(run) if timer is None else captured(run, timer.stream, 1)
+    return Subject(run) if timer is None else captured(run, timer.stream)
 
 
 def draw(model: Model, cell: Cell, dtype: torch.dtype, device: torch.device) -> tuple[Feeds, Tensor]:
@@ -161,34 +149,19 @@ def measure(
     return found | {"errors": errors, "work": work}
 
 
-def in_genai(folder: Path, package: Path, context: int, stop: float) -> Iterator[dict[str, Any]]:
-    """Yields the times of a step in onnxruntime-genai's own loop, and tokens a second."""
-    libraries = [str(each) for path in site.getsitepackages() for each in Path(path).glob("nvidia/*/lib")]
-    libraries += filter(None, [os.environ.get("LD_LIBRARY_PATH")])
-    env = os.environ | {"PYTHONPATH": str(package), "LD_LIBRARY_PATH": ":".join(libraries)}
-    program = Path(__file__).with_name("genai_loop.py")
-    for batch in BESIDE:
-        numbers, folders = (batch, context, min(NEW, context)), [folder / file for file in FILES.values()]
-        try:
-            said = run([*map(str, (program, *numbers, *folders))], env, stop)
-        except (BenchError, subprocess.TimeoutExpired) as error:  # steps alone may be measured
-            out.print(f"{folder.name}: not measured in onnxruntime-genai: {error}", markup=False)
-            continue
-        told = json.loads(said.splitlines()[-1])
-        samples = zip(FILES, told["us"].values(), strict=True)
-        times = {name: Time.of([us * 1e-6 for us in each]) for name, each in samples}
-        rate = {name: round(batch / time.median, 1) for name, time in times.items()}
-        line = {"shape": f"{batch}x{context}", "times": times, "tokens_per_second": rate}
-        yield line | {"cuda_graphs": dict(zip(FILES, told["graphs"].values(), strict=True))}
+def read_bandwidth(timer: DeviceTimer) -> float:
+    """Measures the bytes a second of a sum over 2 GiB."""
+    tensor = torch.zeros(1 << 29, device=timer.stream.device)
+    return tensor.nbytes / timer.times({"sum": lambda: tensor.sum()}, rounds=15)["sum"].median
 
 
-def cells_of(model: Model, batches: str, contexts: str) -> tuple[list[Cell], list[Cell]]:
-    """Returns the cells that are measured first, those with torch and a prompt, and the others."""
+def cells_of(model: Model, batches: str, contexts: str) -> list[Cell]:
+    """Returns the cells: those with torch come first, then a prompt, then the others."""
     lengths = dict.fromkeys([model.context, *map(int, filter(None, contexts.split(",")))])
     grid = [(batch, 1, context) for batch, context in product(map(int, batches.split(",")), lengths)]
     first = [cell for cell in grid if cell[0] in BESIDE and cell[2] == model.context]
     prompt = min(PROMPT, model.sizes.context)
-    return [*first, (1, prompt, prompt)], [cell for cell in grid if cell not in first]
+    return [*first, (1, prompt, prompt), *(cell for cell in grid if cell not in first)]
 
 
 def steps(
@@ -213,9 +186,6 @@ def steps(
         made: dict[str, Maker] = {name: partial(in_ort, each, number) for name, each in sessions.items()}
         if decoder is not None and is_step and batch in BESIDE and context == model.context:
             made[COMPILE if timer is not None else "torch"] = partial(in_torch, decoder)
-        if not is_step:
-            invariant = open_session(folder / FILES[IN_ORT] / "invariant.onnx", **options)
-            made[INVARIANT] = partial(in_ort, invariant, -1)
         line |= measure(*draw(model, (batch, tokens, context), kind, device), made, timer)
         if bandwidth is not None and is_step:
             line |= {"bandwidth": bandwidth, "floor_us": round(total / bandwidth * 1e6, 1)}
@@ -229,7 +199,6 @@ def main(
     contexts: Annotated[str, typer.Option(help="Keys, beside the model's own.")] = "1,128,1024,8192",
     seconds: Annotated[float, typer.Option(help="Begin nothing after so long.")] = 540,
     work: Annotated[Path, typer.Option(help="Keeps the models.")] = Path("/tmp/twinop-decoders"),
-    genai: Annotated[Path | None, typer.Option(help="An unpacked onnxruntime-genai, as a column.")] = None,
     device: Device = "auto",
     quick: Annotated[bool, typer.Option("--quick", help="A quick look: tiny models.")] = False,
     output: Output = None,
@@ -243,15 +212,11 @@ def main(
         keys = [(name, kind) for name in names for kind in (wanted if dtypes else known[name].dtypes)]
         with ThreadPoolExecutor(MAKERS) as pool:  # it would disturb measurements: it ends before they begin
             made = [pool.submit(make, known[key[0]], key[1], work / "-".join(key), stop) for key in keys]
-        for turn, ((name, kind), folder) in product((0, 1), zip(keys, made, strict=True)):
-            model, label = known[name], {"op": name, "dtype": kind}
+        for (name, kind), folder in zip(keys, made, strict=True):
+            cells = cells_of(known[name], batches, contexts)
             try:
-                if not turn and genai is not None and not model.sizes.table and kind != "bfloat16":
-                    for line in in_genai(folder.result(), genai, model.context, stop):
-                        measured.say(label | {"op": f"{name}, onnxruntime-genai"} | line)
-                cells = cells_of(model, batches, contexts)[turn]
-                for line in steps(model, kind, folder.result(), cells, where, timer) if cells else ():
-                    measured.say(label | line)
+                for line in steps(known[name], kind, folder.result(), cells, where, timer):
+                    measured.say({"op": name, "dtype": kind} | line)
                     if time.monotonic() > stop:
                         raise BenchError("the time is over")
             except Exception as error:  # others may not meet it

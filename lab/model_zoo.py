@@ -1,12 +1,11 @@
 """Models with random weights: whole models for lab/models.py, small ones for the tests.
 
-torch and transformers make most of them; timm and torchvision have some of the architectures.
+torch and transformers make them.
 """
 
-import importlib
 import pkgutil
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -126,7 +125,7 @@ def cast(inputs: Mapping[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
 
 # A smaller vocabulary than BERT's: embeddings are read by row, and a large table only makes large files.
 BASE = Size(vocabulary=2000)
-RIGHT, ANY = "right", "any"
+RIGHT = "right"
 
 
 @dataclass(frozen=True)
@@ -134,16 +133,14 @@ class Model:
     """A model of any size.
 
     Attributes:
-        title: what the documentation calls it.
         make: (size, attention implementation) -> the model in float32.
-        inputs: (size, padding) -> inputs of forward by name.
+        inputs: size -> inputs of forward by name.
         model_type: what ONNX Runtime's optimizer is told.
         exported: the attention implementation in the dynamo exports.
     """
 
-    title: str
     make: Callable[[Size, str], nn.Module]
-    inputs: Callable[[Size, str], dict[str, Tensor]]
+    inputs: Callable[[Size], dict[str, Tensor]]
     model_type: str
     exported: str = "sdpa"
 
@@ -153,8 +150,7 @@ class Row:
     """A row of the table.
 
     Attributes:
-        padding: where the mask has zeros, "" for models without a mask.
-        autotune: whether there is a column for max-autotune.
+        padding: "right" where the mask has zeros there, None for models without a mask.
         graph: run as a CUDA graph where a column can; then the wall time counts.
     """
 
@@ -162,18 +158,8 @@ class Row:
     model: Model
     dtype: str
     size: Size
-    padding: str = ""
-    autotune: bool = False
+    padding: str | None = None
     graph: bool = False
-
-    @property
-    def title(self) -> str:
-        """What the documentation calls it."""
-        sides = [_side(self.size)] * 2 if self.model.inputs is pixels else [self.size.tokens]
-        shape = " x ".join(map(str, [self.size.batch, *sides]))
-        mask = {RIGHT: ", right padding", ANY: ", any mask", "": ""}[self.padding]
-        dtype = {"float16": "fp16", "bfloat16": "bf16"}[self.dtype]
-        return f"{self.model.title}, {shape}{mask}, {dtype}" + (", as a CUDA graph" if self.graph else "")
 
     def make(self, small: bool, attention: str = "sdpa") -> nn.Module:
         """Returns the model in float32 and eval mode; always with the same weights."""
@@ -187,22 +173,19 @@ class Row:
             count: the batch size, if not the row's own.
         """
         size = TINY if small else self.size
-        return self.model.inputs(replace(size, batch=count or size.batch), self.padding)
+        return self.model.inputs(replace(size, batch=count or size.batch))
 
 
 # ------------------------------------------------------------------------------------------- inputs
 
 
-def text(size: Size, padding: str) -> dict[str, Tensor]:
-    """Token ids and a mask: a quarter of the last sentence hidden, or tokens here and there in all."""
+def text(size: Size) -> dict[str, Tensor]:
+    """Token ids and a mask: a quarter of the last sentence hidden."""
     ids, mask = batch(size, padding=size.tokens // 4)
-    if padding == ANY:
-        generator = torch.Generator().manual_seed(1)
-        mask = (torch.rand(mask.shape, generator=generator) > 0.1).long()
     return {"ids": ids, "mask": mask}
 
 
-def pixels(size: Size, padding: str) -> dict[str, Tensor]:
+def pixels(size: Size) -> dict[str, Tensor]:
     return {"values": normal(size.batch, 3, _side(size), _side(size))}
 
 
@@ -211,11 +194,11 @@ def _side(size: Size) -> int:
     return 16 * round(size.tokens**0.5)
 
 
-def spectra(size: Size, padding: str) -> dict[str, Tensor]:
+def spectra(size: Size) -> dict[str, Tensor]:
     return {"values": normal(size.batch, 80, 2 * size.tokens)}
 
 
-def latents(size: Size, padding: str) -> dict[str, Tensor]:
+def latents(size: Size) -> dict[str, Tensor]:
     return {
         "values": normal(size.batch, size.tokens, size.width),
         "condition": normal(size.batch, size.width, seed=1),
@@ -283,16 +266,15 @@ def _dit(size: Size, attention: str) -> nn.Module:
 
 # ------------------------------------------------------------------------------------------- rows
 
-BERT = Model("BERT base", partial(_encoder, "bert"), text, "bert")
+BERT = Model(partial(_encoder, "bert"), text, "bert")
 # ONNX Runtime's optimizer has no type for Llama: its own conversion of Llama passes gpt2.
-LLAMA = Model("Llama-like, 12 layers of 768", partial(_encoder, "llama"), text, "gpt2")
-_BLOCK = "Llama-like, 4 layers of 2048, 8 heads for k and v"
-LLAMA_BLOCK = replace(LLAMA, title=_BLOCK, make=partial(_encoder, "llama", grouped=4))
-VIT = Model("ViT-B/16", _vit, pixels, "vit")
-WHISPER = Model("Whisper-small encoder", _whisper, spectra, "bart")
+LLAMA = Model(partial(_encoder, "llama"), text, "gpt2")
+LLAMA_BLOCK = replace(LLAMA, make=partial(_encoder, "llama", grouped=4))
+VIT = Model(_vit, pixels, "vit")
+WHISPER = Model(_whisper, spectra, "bart")
 # With sdpa, torch's exporter makes views that do not fit.
-T5 = Model("T5-base encoder", _t5, text, "t5", exported="eager")
-DIT = Model("DiT block", _dit, latents, "mmdit")
+T5 = Model(_t5, text, "t5", exported="eager")
+DIT = Model(_dit, latents, "mmdit")
 
 _BLOCK_SIZE = Size(layers=4, width=2048, heads=32, vocabulary=2000, batch=8, tokens=1024)
 _SENTENCE = replace(BASE, batch=1, tokens=128)
@@ -301,114 +283,16 @@ _DIT_SIZE = Size(layers=1, width=1024, heads=16, batch=8, tokens=1024)
 ROWS = {
     row.name: row
     for row in (
-        Row("bert-fp16", BERT, "float16", BASE, RIGHT, autotune=True),
+        Row("bert-fp16", BERT, "float16", BASE, RIGHT),
         Row("bert-bf16", BERT, "bfloat16", BASE, RIGHT),
-        Row("bert-any-mask", BERT, "float16", BASE, ANY),
-        Row("llama-bf16", LLAMA, "bfloat16", BASE, RIGHT, autotune=True),
+        Row("llama-bf16", LLAMA, "bfloat16", BASE, RIGHT),
         Row("llama-fp16", LLAMA, "float16", BASE, RIGHT),
-        Row("llama-block", LLAMA_BLOCK, "bfloat16", _BLOCK_SIZE, RIGHT, autotune=True),
+        Row("llama-block", LLAMA_BLOCK, "bfloat16", _BLOCK_SIZE, RIGHT),
         Row("vit", VIT, "float16", replace(BASE, batch=64, tokens=196)),
         Row("whisper", WHISPER, "float16", replace(BASE, batch=8, tokens=1500)),
         Row("t5", T5, "bfloat16", replace(BASE, batch=16), RIGHT),
         Row("dit", DIT, "float16", _DIT_SIZE),
         # Last, when no export runs beside it any more: its wall time counts.
-        Row("bert-1x128", BERT, "float16", _SENTENCE, RIGHT, autotune=True, graph=True),
+        Row("bert-1x128", BERT, "float16", _SENTENCE, RIGHT, graph=True),
     )
 }
-
-
-# ------------------------------------------------------------------------------------------- architectures
-
-WIDE = Size(layers=4, width=256, heads=4, vocabulary=2000, batch=8, tokens=128)
-
-
-@dataclass(frozen=True)
-class Architecture:
-    """A model by its name in a library.
-
-    Attributes:
-        kind: transformers' class, or timm's or torchvision's name.
-        options: of its configuration, beside the size.
-        image: takes images instead of token ids and a mask.
-        sized: has the sizes of the report; else it keeps its configuration's own.
-    """
-
-    kind: str
-    options: Mapping[str, Any] = field(default_factory=dict)
-    library: str = "transformers"
-    image: bool = False
-    sized: bool = True
-
-    def make(self, small: bool) -> nn.Module:
-        """Returns the model in float32 and eval mode; always with the same weights."""
-        torch.manual_seed(0)
-        if self.library == "timm":
-            body = importlib.import_module("timm").create_model(self.kind, pretrained=False)
-        elif self.library == "torchvision":
-            body = importlib.import_module("torchvision.models").get_model(self.kind, weights=None)
-        else:
-            sizes = (TINY if small else WIDE).options() if self.sized else {}
-            body = from_transformers(self.kind, {**sizes, **self.options})
-        return perturbed(Values(body) if self.image else Encoder(body)).eval()
-
-    def batch(self, small: bool, count: int | None = None) -> dict[str, Tensor]:
-        """Returns inputs by name, for `count` images or sentences if it is given."""
-        size = TINY if small else WIDE
-        size = replace(size, batch=count or size.batch)
-        return {"values": normal(size.batch, 3, 224, 224)} if self.image else text(size, RIGHT)
-
-
-# Without a cache of keys and values, which is not a tensor.
-_DECODER = {
-    "use_cache": False, "num_key_value_heads": 2, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
-}  # fmt: skip
-_VISION = {"image_size": 224, "patch_size": 16}
-_EAGER = {"attn_implementation": "eager"}  # with sdpa, torch's exporters make views that do not fit
-
-
-def _images(library: str, *names: str) -> dict[str, Architecture]:
-    return {f"{library} {name}": Architecture(name, library=library, image=True) for name in names}
-
-
-ARCHITECTURES = {
-    "bert": Architecture("BertModel"),
-    "distilbert": Architecture("DistilBertModel"),
-    "roberta": Architecture("RobertaModel", {"max_position_embeddings": 514}),
-    "electra": Architecture("ElectraModel", {"embedding_size": 128}),
-    "albert": Architecture("AlbertModel", {"embedding_size": 128}),
-    "mpnet": Architecture("MPNetModel", {"max_position_embeddings": 514}),
-    "deberta_v2": Architecture(
-        "DebertaV2Model", {"relative_attention": True, "pos_att_type": ["p2c", "c2p"]}
-    ),
-    "modernbert": Architecture(
-        "ModernBertModel",
-        {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "cls_token_id": 1, "sep_token_id": 2},
-    ),
-    "gpt2": Architecture("GPT2Model", {"use_cache": False}),
-    "gpt_neox": Architecture("GPTNeoXModel", {"use_cache": False}),
-    "opt": Architecture("OPTModel", _DECODER),
-    "llama": Architecture("LlamaModel", _DECODER),
-    "mistral": Architecture("MistralModel", _DECODER | {"sliding_window": 64}),
-    "granite": Architecture("GraniteModel", _DECODER),
-    "qwen2": Architecture("Qwen2Model", _DECODER),
-    "qwen3": Architecture("Qwen3Model", _DECODER | {"head_dim": 64}),
-    "olmo2": Architecture("Olmo2Model", _DECODER),
-    "gemma": Architecture("GemmaModel", _DECODER | {"head_dim": 64}),
-    "gemma2": Architecture("Gemma2Model", _DECODER | {"head_dim": 64}),
-    "phi3": Architecture("Phi3Model", _DECODER),
-    "t5_encoder": Architecture("T5EncoderModel", _EAGER),
-    "bart": Architecture("BartModel", {"use_cache": False} | _EAGER),
-    "clip_text": Architecture("CLIPTextModel", _DECODER | {"num_key_value_heads": None}),
-    "clip_vision": Architecture("CLIPVisionModel", _VISION, image=True),
-    "vit": Architecture("ViTModel", _VISION, image=True),
-    "deit": Architecture("DeiTModel", _VISION, image=True),
-    "dinov2": Architecture("Dinov2Model", _VISION, image=True),
-    "swin": Architecture("SwinModel", _EAGER, image=True, sized=False),
-    "convnext": Architecture("ConvNextModel", image=True, sized=False),
-    "segformer": Architecture("SegformerModel", image=True, sized=False),
-    **_images(
-        "timm", "vit_tiny_patch16_224", "deit3_small_patch16_224", "eva02_tiny_patch14_224",
-        "mixer_s16_224", "convnext_atto", "efficientnet_b0",
-    ),
-    **_images("torchvision", "resnet18", "mobilenet_v3_small", "densenet121", "vit_b_16"),
-}  # fmt: skip

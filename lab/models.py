@@ -1,8 +1,6 @@
 """Whole models in torch and in ONNX Runtime, exported, with its own optimizer and with `twinop optimize`.
 
     python lab/models.py --models bert-fp16,vit
-    python lab/models.py --architectures --models bert,vit
-    python lab/models.py --table lab/results/models-nvidia-h200.jsonl
 
 Each model is exported in a process of its own while others are measured, and measured in another one.
 """
@@ -13,9 +11,8 @@ import subprocess
 import sys
 import tempfile
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
-from contextlib import suppress
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
@@ -28,35 +25,29 @@ import typer
 from torch import Tensor, nn
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from lab.model_zoo import ARCHITECTURES, RIGHT, ROWS, TINY, Architecture, Row, cast
+from lab.model_zoo import ROWS, TINY, Row, cast
 from twinop.bench import runtime
 from twinop.bench.cases import relative_error
 from twinop.bench.measure import captured
-from twinop.bench.measurements import Device, Measurements, Output, choose_device, chosen, read, reason_of
+from twinop.bench.measurements import Device, Measurements, Output, choose_device, chosen, reason_of
 from twinop.bench.providers import Subject, checked
 from twinop.bench.timing import host_times, timer_on
 from twinop.cli.console import clear_errors
-from twinop.errors import ExportError
 from twinop.export import export
 from twinop.optimize import optimize
 from twinop.record.dtypes import dtype_name
 
 STOCK, ORTS, OURS = "stock.onnx", "ort-optimizer.onnx", "twinop.onnx"
-EAGER, COMPILE, AUTOTUNE, TWINOP = "torch eager", "torch.compile", "max-autotune", "twinop"
 COLUMNS = {
-    EAGER: "",
-    COMPILE: "default",
-    AUTOTUNE: "max-autotune-no-cudagraphs",
+    "torch eager": "",
+    "torch.compile": "default",
     "ORT stock": STOCK,
     "ORT optimizer": ORTS,
-    TWINOP: OURS,
+    "twinop": OURS,
 }
 """The columns: torch.compile's mode, or the export."""
-OF_ARCHITECTURES = {"stock export": STOCK, TWINOP: OURS, "stock export again": STOCK}
-"""The stock export has a second session, because each session chooses convolutions by their times."""
 FEW = 2  # exports and comparisons take a batch of two, as the batch dimension stays open
 FACTS = ("nodes_before", "nodes_after", "fused", "skipped", "reverted", "notes", "error", "own_error")
-WRONG = 3.0  # a column whose error is more times torch eager's computes something else
 EXPORTS = 5  # at a time: the rest of 16 cores compiles
 LIMIT = 400  # seconds of a process
 
@@ -65,16 +56,12 @@ LIMIT = 400  # seconds of a process
 
 def export_all(name: str, dtype: str, small: bool, folder: Path) -> dict[str, Any]:
     """Writes the exports of a model. Returns what the optimizers say of each, or why it failed."""
-    model = ROWS.get(name) or ARCHITECTURES[name]
-    makers: dict[str, Callable[[], dict[str, Any]]]
-    if isinstance(model, Row):
-        makers = {
-            STOCK: partial(_stock, model, dtype, small, folder / STOCK),
-            ORTS: partial(_by_ort, model, dtype, small, folder),
-            OURS: partial(_by_us, model, dtype, small, folder),
-        }
-    else:
-        makers = {STOCK: partial(_architecture, model, dtype, small, folder)}
+    row = ROWS[name]
+    makers: dict[str, Callable[[], dict[str, Any]]] = {
+        STOCK: partial(_stock, row, dtype, small, folder / STOCK),
+        ORTS: partial(_by_ort, row, dtype, small, folder),
+        OURS: partial(_by_us, row, dtype, small, folder),
+    }
     found = {}
     for file, make in makers.items():
         try:
@@ -112,8 +99,7 @@ def _stock(row: Row, dtype: str, small: bool, path: Path) -> dict[str, Any]:
 def _by_us(row: Row, dtype: str, small: bool, folder: Path) -> dict[str, Any]:
     source, inputs = folder / "wide.onnx", row.batch(small, None if row.graph else FEW)
     torch_export(row.make(small, row.model.exported), inputs, source, fixed=row.graph)
-    padding = RIGHT if row.padding == RIGHT else None
-    return optimized(source, folder / OURS, inputs, dtype=dtype, padding=padding)
+    return optimized(source, folder / OURS, inputs, dtype=dtype, padding=row.padding)
 
 
 def _by_ort(row: Row, dtype: str, small: bool, folder: Path) -> dict[str, Any]:
@@ -140,28 +126,13 @@ def _by_ort(row: Row, dtype: str, small: bool, folder: Path) -> dict[str, Any]:
     return {"fused": {kind: count for kind, count in made.get_fused_operator_statistics().items() if count}}
 
 
-def _architecture(model: Architecture, dtype: str, small: bool, folder: Path) -> dict[str, Any]:
-    """Writes the stock export and the one that twinop makes of it."""
-    narrow, few, whole = getattr(torch, dtype), model.batch(small, FEW), model.batch(small)
-    made = model.make(small).to(narrow)
-    # Swin's views fix the batch, and BART in float16 branches on its values.
-    for inputs, exporter in ((few, "dynamo"), (whole, "dynamo"), (few, "torchscript")):
-        with suppress(ExportError):
-            torch_export(made, cast(inputs, narrow), folder / STOCK, exporter, fixed=inputs is whole)
-            return optimized(folder / STOCK, folder / OURS, inputs)
-    raise ExportError("no exporter takes it")
-
-
 # ------------------------------------------------------------------------------------------- runs
 
 
-def measure(
-    name: str, dtype: str, small: bool, device: torch.device, columns: Sequence[str], folder: Path
-) -> dict[str, Any]:
+def measure(name: str, dtype: str, small: bool, device: torch.device, folder: Path) -> dict[str, Any]:
     """Measures the columns of a model, in turn, and returns the line about it."""
-    model = ROWS.get(name) or ARCHITECTURES[name]
-    known = COLUMNS if isinstance(model, Row) else OF_ARCHITECTURES
-    graph = isinstance(model, Row) and model.graph and device.type == "cuda"
+    model = ROWS[name]
+    graph = model.graph and device.type == "cuda"
     exports = json.loads((folder / "exports.json").read_text())
     times: dict[str, Any] = {}
     with torch.no_grad(), timer_on(device) as timer:
@@ -171,14 +142,13 @@ def measure(
             expected = module(*wide.values()).double()
         module, inputs = module.to(getattr(torch, dtype)), cast(wide, getattr(torch, dtype))
         made: dict[str, Callable[..., Subject]] = {}
-        for column in columns:
-            source = known[column]
+        for column, source in COLUMNS.items():
             make: Callable[..., Subject] = partial(in_torch, module, source, tuple(inputs.values()))
             if source.endswith(".onnx"):
                 make = partial(in_ort, folder / source, inputs, expected)
             made[column] = partial(with_error, make, expected, wide.get("mask"), graph)
         subjects, missing = checked(made, lambda column, subject: None)
-        said = {column: exports.get(known[column], {}).get("failure") for column in missing}
+        said = {column: exports.get(COLUMNS[column], {}).get("failure") for column in missing}
         missing |= {column: why for column, why in said.items() if why}
         runs = {column: subject.run for column, subject in subjects.items()}
         rounds = 5 if small else 21
@@ -218,7 +188,7 @@ def in_torch(model: nn.Module, mode: str, inputs: tuple[Tensor, ...], graph: boo
     call = torch.compile(model, dynamic=False, mode=mode) if mode else model
     run = partial(call, *inputs)
     if graph:
-        return captured(run, torch.cuda.current_stream(), 1)
+        return captured(run, torch.cuda.current_stream())
     for _ in range(3):
         run()
     return Subject(run)
@@ -252,35 +222,6 @@ def in_ort(path: Path, inputs: Mapping[str, Tensor], expected: Tensor, graph: bo
     return Subject(run, (output,), {"nodes": dict(Counter(nodes).most_common())})
 
 
-# ------------------------------------------------------------------------------------------- the table
-
-
-def milliseconds(line: Mapping[str, Any]) -> dict[str, float]:
-    """Returns a model's times, wall time for a CUDA graph, without columns that compute something else."""
-    times, row = line["times"], ROWS.get(line["op"])
-    limit = WRONG * times[EAGER]["error"] if EAGER in times else float("inf")
-    counts = "wall_us" if row is not None and row.graph else "median_us"
-    return {column: each[counts] * 1e-3 for column, each in times.items() if each["error"] <= limit}
-
-
-def share(line: Mapping[str, Any]) -> tuple[float, str]:
-    """Returns twinop's time divided by that of the fastest other column, and its name."""
-    ms = milliseconds(line)
-    best = min((column for column in ms if not column.startswith(TWINOP)), key=ms.__getitem__)
-    return ms[TWINOP] / ms[best], best
-
-
-def table(lines: Iterable[Mapping[str, Any]]) -> str:
-    """Returns the table of docs/guide/performance.md."""
-    shown = (COMPILE, "ORT optimizer", TWINOP)
-    rows = ["| model | " + " | ".join(shown) + " | of the fastest other |", "|---" * (len(shown) + 2) + "|"]
-    for line in lines:
-        ms, (of_best, best) = milliseconds(line), share(line)
-        times = " | ".join(f"{ms[column]:.2f}" if column in ms else "-" for column in shown)
-        rows.append(f"| {ROWS[line['op']].title} | {times} | {of_best:.2f} ({best}) |")
-    return "\n".join(rows)
-
-
 # ------------------------------------------------------------------------------------------- all models
 
 
@@ -298,13 +239,8 @@ def run_step(step: str, name: str, arguments: Sequence[str]) -> str:
 
 def main(
     models: Annotated[str, typer.Option(help="Models to measure. Default: all.")] = "",
-    columns: Annotated[str, typer.Option(help="What to measure them in. Default: all.")] = "",
-    architectures: Annotated[
-        bool, typer.Option("--architectures", help="40 architectures before and after `twinop optimize`.")
-    ] = False,
     device: Device = "auto",
     small: Annotated[bool, typer.Option("--small", help="Tiny models: shows that everything runs.")] = False,
-    table_of: Annotated[Path | None, typer.Option("--table", help="Only print the table of a file.")] = None,
     output: Output = None,
     dtype: Annotated[str, typer.Option(hidden=True)] = "",
     step: Annotated[str, typer.Option(hidden=True)] = "",
@@ -313,38 +249,27 @@ def main(
     """Measure whole models in torch, in ONNX Runtime with its own optimizer, and with twinop's.
 
     It is device time behind a cold L2, wall time, and the error against float32 in torch, of models with
-    random weights. All models take about 12 minutes on an H200, the architectures 5.
+    random weights. All models take about 12 minutes on an H200.
     """
     with clear_errors():
-        if table_of is not None:
-            print(table(read(table_of, "models")))
-            return
         if step == "export":  # in a process that sees no GPU
             said = export_all(models, dtype, small, folder)
             (folder / "exports.json").write_text(json.dumps(said))
             return
-        where, known = choose_device(device), ARCHITECTURES if architectures else ROWS
-        names = chosen("--models", models, list(known)) if models else list(known)
+        where = choose_device(device)
+        names = chosen("--models", models, list(ROWS)) if models else list(ROWS)
         if step == "measure":
-            ways = OF_ARCHITECTURES if architectures else COLUMNS
-            wanted = chosen("--columns", columns, list(ways)) if columns else list(ways)
-            if not columns and models in ROWS and not ROWS[models].autotune:
-                wanted.remove(AUTOTUNE)
-            kind = "architectures" if architectures else "models"
-            measured = Measurements(kind, where, output, small)
-            measured.say(measure(models, dtype, small, where, wanted, folder))
+            measured = Measurements("models", where, output, small)
+            measured.say(measure(models, dtype, small, where, folder))
             return
-        given = ["--architectures"] * architectures + ["--small"] * small
-        to = [f"--device={where.type}", f"--columns={columns}"]
-        to += [f"--output={output}"] if output else []
+        to = [f"--device={where.type}", *([f"--output={output}"] if output else [])]
         with tempfile.TemporaryDirectory() as work, ThreadPoolExecutor(EXPORTS) as pool:
             steps = {}
             for name in names:
                 # A CPU's kernels of 16 bits are slow.
-                kind = (
-                    (ROWS[name].dtype if name in ROWS else "float16") if where.type == "cuda" else "float32"
-                )
-                steps[name] = [*given, f"--dtype={kind}", f"--folder={tempfile.mkdtemp(dir=work)}"]
+                kind = ROWS[name].dtype if where.type == "cuda" else "float32"
+                folder = Path(tempfile.mkdtemp(dir=work))
+                steps[name] = [*["--small"] * small, f"--dtype={kind}", f"--folder={folder}"]
             exports = {name: pool.submit(run_step, "export", name, each) for name, each in steps.items()}
             if where.type == "cpu":
                 wait(exports.values())

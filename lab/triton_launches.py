@@ -7,7 +7,7 @@ import itertools
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -38,25 +38,18 @@ PRODUCTS = ((4096, 4096, 4096), (16384, 768, 3072))  # M, K, N
 ATTENTIONS = ((32, 12, 512, 64), (4, 32, 4096, 128))  # batch, heads, tokens, head size
 CHAIN = 50
 OWN_LAUNCH = "Triton"
-CUDA_OP, GEMM = "twinop's CUDA op", "ORT Gemm and Gelu"
+CUDA_OP = "twinop's CUDA op"
 TOLERANCE = 2e-2  # bfloat16, relative to the largest value
 
 
 @dataclass
 class Cell:
-    """An op on given inputs.
-
-    Attributes:
-        others: ONNX Runtime's own nodes by provider, in ONNX's text format.
-        layouts: how a provider wants its inputs, and gives its output, if not as the op.
-    """
+    """An op on given inputs."""
 
     op: str
     inputs: dict[str, Tensor]
     reference: Callable[..., Tensor]
     attributes: dict[str, Any] = field(default_factory=dict)
-    others: Mapping[str, str] = field(default_factory=dict)
-    layouts: Mapping[str, Callable[[Tensor], Tensor]] = field(default_factory=dict)
 
     @property
     def shape(self) -> str:
@@ -80,17 +73,13 @@ def cells(device: torch.device) -> Iterator[Cell]:
             {"a": draw(m, k), "b": draw(k, n) / k**0.5, "bias": draw(n)},
             lambda a, b, bias: F.gelu(torch.addmm(bias, a, b)),
             {"activation": "gelu"},
-            others={GEMM: "p = Gemm(a, b, bias); out = Gelu(p)"},
         )
     for batch, heads, tokens, size in ATTENTIONS:
-        multi_head = f"out = com.microsoft.MultiHeadAttention<num_heads={heads}>(q, k, v)"
         yield Cell(
             "flash_attention",
             {name: draw(batch, heads, tokens, size) for name in "qkv"},
             F.scaled_dot_product_attention,
             {"scale": size**-0.5},
-            others={"ORT Attention": "out = Attention(q, k, v)", "ORT MultiHeadAttention": multi_head},
-            layouts={"ORT MultiHeadAttention": lambda x: x.transpose(1, 2).flatten(2)},
         )
 
 
@@ -125,26 +114,21 @@ class Machine:
         makers: dict[str, Callable[[], Subject]] = {
             name: partial(Subject, partial(function, *inputs)) for name, function in functions.items()
         }
-        makers |= {name: partial(self._in_ort, cell, name, expected) for name in (IN_ORT, *cell.others)}
+        makers[IN_ORT] = partial(self._in_ort, cell, expected)
 
-        def check(name: str, subject: Subject) -> None:
-            wanted = cell.layouts.get(name, Tensor.contiguous)(expected)
-            error = (subject.result()[0].float() - wanted).abs().max() / wanted.abs().max()
+        def check(_: str, subject: Subject) -> None:
+            error = (subject.result()[0].float() - expected).abs().max() / expected.abs().max()
             require(float(error), TOLERANCE)
 
         label = {"time": "device", "op": cell.op, "shape": cell.shape}
         return label | side_by_side(makers, check, self.timer, rounds=self.rounds, again=())
 
-    def _in_ort(self, cell: Cell, provider: str, expected: Tensor) -> Subject:
-        layout = cell.layouts.get(provider, Tensor.contiguous)
-        inputs = {name: layout(tensor) for name, tensor in cell.inputs.items()}
-        optimize, library = provider != IN_ORT, self.library(cell.op)
-        record = load(library).records[cell.op]
-        ours = runtime.custom_node(record, cell.inputs, cell.attributes)
-        nodes = runtime.parse_nodes(cell.others[provider]) if optimize else [ours]
-        shape = layout(expected).shape
-        out = {nodes[-1].output[0]: torch.empty(shape, dtype=torch.bfloat16, device=self.device)}
-        run = runtime.run_of(nodes, inputs, out, self.timer, opset=23, library=library, optimize=optimize)
+    def _in_ort(self, cell: Cell, expected: Tensor) -> Subject:
+        library = self.library(cell.op)
+        node = runtime.custom_node(load(library).records[cell.op], cell.inputs, cell.attributes)
+        out = {node.output[0]: torch.empty(expected.shape, dtype=torch.bfloat16, device=self.device)}
+        inputs = {name: tensor.contiguous() for name, tensor in cell.inputs.items()}
+        run = runtime.run_of([node], inputs, out, self.timer, library=library)
         return Subject(run, tuple(out.values()))
 
     def chain(self) -> dict[str, Any]:
@@ -171,8 +155,7 @@ class Machine:
 def main(rounds: int = 51, output: Output = None) -> None:
     """Measure the kernels of examples/triton in ONNX Runtime, as torch's ops, and as Triton launches them.
 
-    It is device time with an empty L2 cache, beside ONNX Runtime's own products and attention; a chain of
-    nodes of one element shows the host's work.
+    It is device time with an empty L2 cache; a chain of nodes of one element shows the host's work.
     """
     with (
         tempfile.TemporaryDirectory() as folder,

@@ -169,7 +169,7 @@ class _CallHandler:
             if not self._tokens.allow(path, headers.get("authorization", "").encode()):
                 said = "this server wants a token: send the metadata authorization: Bearer <token>"
                 raise ServiceError(UNAUTHENTICATED, said)
-            _log.debug("accepted")  # lab/soak.py compares these lines with the answers
+            _log.debug("accepted")  # tests/service/service_load.py compares these lines with the answers
             if self.draining and path not in OPEN:
                 raise ServiceError(NOT_READY, "the server is stopping: send the request to another")
             data = await self._message(context)

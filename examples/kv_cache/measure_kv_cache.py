@@ -118,7 +118,7 @@ def measure(
     def subject(function: Callable[[dict[str, Tensor]], object], graph: bool = False) -> Subject:
         tensors = own()
         run: Run = partial(function, tensors)
-        run = captured(run, timer.stream, 1).run if graph and timer is not None else run
+        run = captured(run, timer.stream).run if graph and timer is not None else run
         return Subject(run, facts={"caches": (tensors["k_cache"], tensors["v_cache"])})
 
     makers: dict[str, Callable[[], Subject]] = {

@@ -15,7 +15,6 @@ def line_of(
 ) -> dict[str, Any]:
     line: dict[str, Any] = {
         "benchmark": "ops",
-        "kind": "bandwidth",
         "op": op,
         "family": "rows" if "x" in shape else "unary",
         "direction": "forward",

@@ -24,7 +24,7 @@ def run(*command: str, **environment: str) -> subprocess.CompletedProcess[str]:
 def test_the_time_that_it_takes_is_said_before_anything_is_imported() -> None:
     """The import of torch alone takes seconds."""
     missing = "import sys; sys.modules.update(dict.fromkeys(('torch', 'onnxruntime', 'numpy', 'onnx')))"
-    command = [sys.executable, "-c", f"{missing}; from twinop.bench.__main__ import app; app(['report'])"]
+    command = [sys.executable, "-c", f"{missing}; from twinop.cli import app; app(['bench'])"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 1 and done.stderr.splitlines()[0] == TAKES
 

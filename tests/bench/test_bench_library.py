@@ -10,9 +10,9 @@ import pytest
 import torch
 import warm_python
 
+from twinop.bench.__main__ import project_here
 from twinop.bench.cases import BACKWARD, FORWARD, Case, Sample, cases_of, choose
 from twinop.bench.measurements import BenchError, read
-from twinop.bench.ops_report import project_here
 from twinop.record.body_registry import BODIES
 from twinop.testing.under_test import op_of
 from twinop.torch_op import records
@@ -80,7 +80,7 @@ def test_the_project_in_this_folder(project: Path, tmp_path: Path, monkeypatch: 
 
 
 def test_a_report(project: Path) -> None:
-    command = ["-m", "twinop", "bench", "--ops", "twice", "--quick", "--kinds", "bandwidth"]
+    command = ["-m", "twinop", "bench", "--ops", "twice", "--quick"]
     env = os.environ | {"PYTHONPATH": str(ROOT), "COLUMNS": "200"}
     command += ["--providers", "twinop,eager"]
     done = warm_python.run(command, cwd=project, env=env)

@@ -9,9 +9,8 @@ from pathlib import Path
 import onnx
 import pytest
 import service_models
+from service_fixtures import free_ports
 from wheels import installed
-
-from lab.servers import free_ports
 
 ROOT = Path(__file__).resolve().parents[2]
 DRIVER = """

@@ -10,7 +10,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -204,6 +204,13 @@ def start(
     command = (str(python), *program, "serve", str(models), *ports, *options)
     with log_path.open("wb") as log:
         return subprocess.Popen(command, stdout=log, stderr=log, env={**os.environ, **(env or {})}, cwd=cwd)
+
+
+def free_ports(count: int) -> list[int]:
+    """Return ports of the loopback interface that nobody uses now."""
+    with ExitStack() as stack:
+        sockets = [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(count)]
+        return [each.getsockname()[1] for each in sockets]
 
 
 def wait_until(is_so: Callable[[], bool], seconds: float = 60) -> None:

@@ -14,9 +14,7 @@ from typing import Any
 
 import pytest
 from pack_fixtures import CASES, packed_case
-from service_fixtures import serve, start, tensor
-
-from lab.servers import free_ports
+from service_fixtures import free_ports, serve, start, tensor
 
 BIN = Path(sys.executable).parent
 REQUIREMENTS = Path(__file__).resolve().parents[2] / "requirements"

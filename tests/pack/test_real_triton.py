@@ -13,9 +13,9 @@ import pytest
 import service_models as models
 import tritonclient.http as http_client
 from pack_fixtures import packed, saved
+from service_fixtures import free_ports
 from triton_server import running
 
-from lab.servers import free_ports
 from twinop.deploy.create_session import session
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]

@@ -172,10 +172,10 @@ def test_a_command_installs_what_it_needs(tmp_path, build):
     build("setup", "base", "bench")
     assert installed(tmp_path) == []
     build("setup")
-    assert installed(tmp_path) == [["serve", "lab", "wheel"]]
+    assert installed(tmp_path) == [["serve", "wheel"]]
     change(tmp_path / "a tree/requirements/constraints.txt")
     build("setup")
-    everything = ["base", "compile", "cpu", "serve", "bench", "lab", "test", "lint", "wheel", "docs"]
+    everything = ["base", "compile", "cpu", "serve", "bench", "test", "lint", "wheel", "docs"]
     assert installed(tmp_path) == [everything]
 
 
@@ -250,7 +250,7 @@ def test_all_tests_get_the_image_models(tmp_path, build):
         (
             ["setup", "tests"],
             {},
-            "no requirements/tests.txt: expected some of base serve bench lab test lint wheel docs",
+            "no requirements/tests.txt: expected some of base serve bench test lint wheel docs",
         ),
         ([], {"TWINOP_DEVICE": "tpu"}, "TWINOP_DEVICE=tpu: expected cpu or cuda"),
         (

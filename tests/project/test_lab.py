@@ -65,8 +65,6 @@ def test_tokens_of_a_decoder_are_measured(tmp_path: Path) -> None:
     assert found == {*product(("float16", "int4"), ("1x16", "2x16", "a prompt of 256"))}
     assert not any(line["missing"] for line in lines) and "torch" in lines[0]["times"]
     assert all(line["errors"]["twinop in ORT"] < 1e-2 for line in lines)
-    run("lab/draw", str(path), f"--plot={tmp_path}/plot.png")
-    assert (tmp_path / "plot.png").stat().st_size > 10_000
 
 
 @pytest.mark.slow

@@ -7,17 +7,9 @@ import sys
 from pathlib import Path
 
 import pytest
-import typer
 from typer.testing import CliRunner
 
 from twinop import cli
-from twinop.bench import __main__ as bench
-from twinop.cli.lazy_commands import LazyGroup
-
-GROUPS = [
-    pytest.param(cli.app, cli.Commands, id="twinop"),
-    pytest.param(bench.app, bench.Commands, id="bench"),
-]
 
 
 def twinop(*arguments: str, code: str = "", **environment: str) -> subprocess.CompletedProcess[str]:
@@ -27,12 +19,9 @@ def twinop(*arguments: str, code: str = "", **environment: str) -> subprocess.Co
     return subprocess.run(command, capture_output=True, text=True, env=env, timeout=280)
 
 
-@pytest.mark.parametrize(("app", "commands"), GROUPS)
-def test_help_lists_each_command_with_the_first_sentence_of_its_own(
-    app: typer.Typer, commands: type[LazyGroup]
-) -> None:
-    listed = CliRunner().invoke(app, ["--help"], env={"COLUMNS": "300"}).output
-    for name, entry in commands.modules.items():
+def test_help_lists_each_command_with_the_first_sentence_of_its_own() -> None:
+    listed = CliRunner().invoke(cli.app, ["--help"], env={"COLUMNS": "300"}).output
+    for name, entry in cli.Commands.modules.items():
         module, _, function = entry.partition(":")
         said = (
             getattr(importlib.import_module(module), function).__doc__.split("\n\n")[0].replace("\n    ", " ")
@@ -64,7 +53,7 @@ def test_help_needs_neither_packages_nor_libraries(arguments: list[str]) -> None
     ("arguments", "package", "install"),
     [
         (["export"], "torch", "torch"),
-        (["bench", "report"], "torch", "torch"),
+        (["bench"], "torch", "torch"),
         (["serve", "models"], "grpc", "'twinop[serve]'"),  # pip knows it by another name
         (["serve", "models"], "starlette", "'twinop[serve]'"),
         (["pack", "model.onnx", "-o", "repo"], "jinja2", "'twinop[serve]'"),
@@ -85,15 +74,13 @@ def test_a_package_that_is_missing(tmp_path: Path, arguments: list[str], package
 
 def test_nothing_was_built() -> None:
     code = "import twinop.libraries.library as library; library.library_folders = lambda: []"
-    done = twinop("bench", "report", code=code)
+    done = twinop("bench", code=code)
     assert done.returncode == 1 and done.stdout == ""
     _, error = done.stderr.splitlines()  # the first line says how long it takes
     assert error.startswith("error: libcustom_ops.so not found") and "./build.sh" in error
 
 
-@pytest.mark.parametrize(
-    ("arguments", "meant"), [(["expor"], "export"), (["bench", "drwa"], "draw"), (["op"], "ops")]
-)
+@pytest.mark.parametrize(("arguments", "meant"), [(["expor"], "export"), (["op"], "ops")])
 def test_a_command_that_there_is_not(arguments: list[str], meant: str) -> None:
     done = CliRunner().invoke(cli.app, arguments, env={"COLUMNS": "200"})
     assert done.exit_code == 2 and f"No such command '{arguments[-1]}'. Did you mean '{meant}'" in done.stderr
@@ -101,7 +88,7 @@ def test_a_command_that_there_is_not(arguments: list[str], meant: str) -> None:
 
 @pytest.mark.parametrize(
     ("typed", "completions"),
-    [("twinop se", ["serve"]), ("twinop bench re", ["report"]), ("twinop export --li", ["--library"])],
+    [("twinop se", ["serve"]), ("twinop export --li", ["--library"])],
 )
 def test_a_shell_completes(typed: str, completions: list[str]) -> None:
     words = typed.split()

@@ -11,18 +11,17 @@ from typing import Any
 import grpc
 import onnx
 import pytest
-from service_fixtures import Served, receive, start, wait_until
+from service_fixtures import Served, free_ports, receive, start, wait_until
 from service_held import held
 from service_models import place, relu
 from service_rows import QUICK, ROW, call, in_flight
 from tritonclient.grpc.service_pb2_grpc import GRPCInferenceServiceStub
 
-from lab.servers import free_ports
 from twinop.deploy.service.protocol import pb
 
 
 def test_nothing_slow_is_imported(tmp_path: Path) -> None:
-    """On a machine with a GPU neither, which the script pretends to be. (lab/serve.py measures the time.)"""
+    """On a machine with a GPU neither, which the script pretends to be."""
     onnx.save(relu(), tmp_path / "m.onnx")
     script = (
         "import sys, threading, os, signal, time\n"

@@ -13,12 +13,11 @@ import grpc
 import pytest
 import service_models as models
 import yaml
-from service_fixtures import Answer, Served, serve, start, wait_until
+from service_fixtures import Answer, Served, free_ports, serve, start, wait_until
 from service_held import held
 from service_loads import repository_of
 from service_rows import QUICK, ROW, message, y_of
 
-from lab.servers import free_ports
 from twinop.deploy.service.protocol import pb
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples/serving"

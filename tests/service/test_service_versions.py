@@ -1,6 +1,7 @@
 """Versions and models appear, change and disappear under a running server, and its answers follow."""
 
 import asyncio
+import os
 import shutil
 import time
 from collections.abc import Iterator
@@ -8,11 +9,10 @@ from pathlib import Path
 
 import grpc
 import pytest
+import service_load
 from service_fixtures import Served, serve, wait_until
 from service_models import place, relu
 from service_rows import QUICK, ROW, call, scaled, y_of
-
-from lab import soak
 
 
 @pytest.fixture(scope="module")
@@ -163,16 +163,18 @@ def test_load_and_unload_by_request(tmp_path: Path) -> None:
 
 
 def test_no_request_is_lost_or_wrong_while_versions_are_swapped(tmp_path: Path) -> None:
-    """A short version of lab/soak.py."""
-    soak.write_version(tmp_path / "models", 1)
-    (tmp_path / "models" / "twinop.toml").write_text("[server]\ncontrol = 'poll'\npoll_seconds = 0.05")
-    service = soak.service(tmp_path / "models", tmp_path / "log")
-    with service as (server, running):
-        run = soak.soak(server, running.pid, tmp_path / "models", 2500, 0.5, seconds=4)
+    """TWINOP_SOAK=200000 makes a soak of it, which counts the server's open files, too."""
+    requests = int(os.environ.get("TWINOP_SOAK", "2500"))
+    service_load.write_version(tmp_path, 1)
+    (tmp_path / "twinop.toml").write_text("[server]\ncontrol = 'poll'\npoll_seconds = 0.05")
+    with serve(tmp_path, *service_load.OPTIONS) as served:
+        before = served.files
+        run = service_load.swapped_under_load(served, tmp_path, requests, 0.5)
         outcome = asyncio.run(run)
+        wait_until(lambda: served.files <= before + 10)  # of connections and of models
     assert outcome.lost == outcome.wrong == [] and outcome.refused == 0
-    assert outcome.requests >= 2500
-    assert {protocol for protocol, _ in outcome.answered} == {"REST", "gRPC"}
+    assert outcome.answered.total() >= requests
+    assert outcome.answered.keys() == {"REST", "gRPC"}
     assert len(outcome.swapped) >= 2 and set(outcome.swapped) <= outcome.versions.keys()
     assert outcome.broken and set(outcome.broken.values()) == {"unavailable"}
     assert not set(outcome.broken) & outcome.versions.keys()

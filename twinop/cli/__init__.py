@@ -18,7 +18,7 @@ class Commands(LazyGroup):
         "build": "twinop.building.build_command:build",
         "tune": "twinop.triton.tune_command:tune",
         "test": "twinop.testing.command:main",
-        "bench": "twinop.bench.__main__:bench",
+        "bench": "twinop.bench.__main__:main",
         "export": "twinop.export.to_onnx:main",
         "optimize": "twinop.optimize.command:main",
         "run": "twinop.deploy.run_onnx:main",
