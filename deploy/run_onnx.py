@@ -20,6 +20,7 @@ if __name__ == "__main__":  # as a script: import from the root, not from this f
 import numpy as np
 import onnx
 import typer
+from onnx.external_data_helper import ExternalDataInfo, uses_external_data
 from rich.table import Column, Table
 from rich.text import Text
 
@@ -218,10 +219,17 @@ class _Values(dict[str, Any]):
     def __init__(self, outputs: Mapping[str, Any], model: onnx.ModelProto, folder: Path, device: str) -> None:
         super().__init__(outputs)
         self._constants = {tensor.name: tensor for tensor in model.graph.initializer}
-        self._folder, self._device = str(folder), device
+        self._folder, self._device = folder, device
 
     def __missing__(self, name: str) -> Any:
-        array = onnx.numpy_helper.to_array(self._constants[name], self._folder)
+        tensor = self._constants[name]
+        if uses_external_data(tensor):  # onnx refuses files with links, which ONNX Runtime takes
+            place = ExternalDataInfo(tensor)
+            with (self._folder / place.location).open("rb") as file:
+                file.seek(place.offset or 0)
+                data = file.read(place.length or -1)
+            tensor = onnx.TensorProto(data_type=tensor.data_type, dims=tensor.dims, raw_data=data)
+        array = onnx.numpy_helper.to_array(tensor)
         return to_tensor(np.array(array)).to(self._device)  # a copy: torch wants memory that it may write
 
 

@@ -5,7 +5,7 @@
     python lab/real_sizes.py --rows bert,vit,whisper --before ~/twinop-0.3/.venv/bin/python
 
 The models have random weights, other ones in each layer. A line has the command and the bars of two cores.
-A file on the disk of --work takes three times the size of its model.
+A file on the disk of --work takes three times the size of its model. generate needs onnxruntime-genai.
 """
 
 import os
@@ -34,6 +34,7 @@ from twinop.system.memory import tree_bytes
 
 _POLL = 0.05  # seconds
 _DISK_TEST = 1 << 30  # bytes
+_DISK = 0.2  # the bar of all rows, in GB
 _EXPORT = """
 import sys, torch
 from twinop.export import export
@@ -60,12 +61,43 @@ class Row:
     gigabytes: float = 0.0
 
 
-def decoder(sizes: Sizes, precision: str, layers: int, folder: Path, quick: bool) -> Command:
+def decoder(
+    sizes: Sizes,
+    precision: str,
+    layers: int,
+    folder: Path,
+    quick: bool,
+    device: str = "cuda",
+    dtype: str = "",
+) -> Command:
     if not (folder / "old").exists():
         shutil.rmtree(folder / "draft", ignore_errors=True)
         given = (Sizes(), precision, 2) if quick else (sizes, precision, layers)
         write(folder / "draft", *given, graph=True).rename(folder / "old")
-    return ["-m", "twinop", "pack", "--genai", f"{folder}/old", "-o", f"{folder}/new", "--device", "cuda"]
+    command = ["-m", "twinop", "pack", "--genai", f"{folder}/old", "-o", f"{folder}/new", "--device", device]
+    return [*command, *(["--dtype", dtype] if dtype else [])]
+
+
+def optimised(folder: Path, quick: bool, device: str) -> Path:
+    """Returns the folder of the decoder of 8B in int4 that was made for a device; it is made once."""
+    folder = folder.with_name(f"llama-8b-int4{'-quick' * quick}")
+    if not (made := folder / f"made-{device}").exists():
+        command = decoder(_LLAMA_8B, "int4", 32, folder, quick, device)
+        shutil.rmtree(folder / "new", ignore_errors=True)
+        subprocess.run([sys.executable, *command], check=True)
+        (folder / "new").rename(made)
+    return made
+
+
+def on_cpu(name: str, device: str, folder: Path, quick: bool) -> Command:
+    model = optimised(folder, quick, device) / "model.onnx"
+    provider = [] if name == "doctor" else ["--provider", "cpu"]
+    return ["-m", "twinop", name, f"{model}", "--allow-model-libraries", *provider]
+
+
+def generate(folder: Path, quick: bool) -> Command:
+    made = optimised(folder, quick, "cpu")
+    return [f"{Path(__file__).with_name('genai_tokens.py')}", f"{made.with_name('old')}", f"{made}"]
 
 
 def encoder(name: str, folder: Path, quick: bool) -> Command:
@@ -89,6 +121,14 @@ ROWS = {
     "llama-8b-int4-4-layers": Row(partial(decoder, _LLAMA_8B, "int4", 4)),
     "llama-8b-fp16-4-layers": Row(partial(decoder, _LLAMA_8B, "float16", 4)),
     "llama-70b-int4-4-layers": Row(partial(decoder, _LLAMA_70B, "int4", 4), 0, 4),
+    "llama-8b-int4-for-cpu": Row(partial(decoder, _LLAMA_8B, "int4", 32, device="cpu"), 0, 2.5),
+    "llama-1.2b-bf16-to-fp16": Row(partial(decoder, _LLAMA_1B, "bfloat16", 16, dtype="float16"), 0, 3.5),
+    **{
+        f"{name}-8b-int4-for-{device}": Row(partial(on_cpu, name, device), 0, 10.4)
+        for name in ("run", "check", "doctor")
+        for device in ("cpu", "cuda")
+    },
+    "generate-8b-int4-for-cpu": Row(generate, 0, 10.4),
     "bert": Row(partial(encoder, "bert-fp16")),
     "vit": Row(partial(encoder, "vit")),
     "whisper": Row(partial(encoder, "whisper")),
@@ -110,9 +150,10 @@ def measure(command: Command, folder: Path) -> dict[str, Any]:
     process.returncode = os.waitstatus_to_exitcode(status)
     if process.returncode:
         raise RuntimeError(f"it ended with {process.returncode}: {(folder / 'log').read_text()[-400:]}")
+    says = ["", *(folder / "log").read_text().splitlines()][-1][:300]
     numbers = {"wall_s": time.monotonic() - start, "cpu_s": usage.ru_utime + usage.ru_stime}
     numbers |= {"memory_gb": memory / 1e9, "disk_beyond_gb": max(disk - used(folder) + before, 0) / 1e9}
-    return {name: round(number, 2) for name, number in numbers.items()}
+    return {name: round(number, 2) for name, number in numbers.items()} | {"says": says}
 
 
 def used(folder: Path) -> int:
@@ -155,7 +196,7 @@ def main(
             row, folder = ROWS[name], work / f"{name}{'-quick' * quick}"
             folder.mkdir(parents=True, exist_ok=True)
             arguments = row.make(folder, quick)
-            bars = {"seconds": row.seconds, "gigabytes": row.gigabytes}
+            bars = {"seconds": row.seconds, "gigabytes": row.gigabytes, "disk_beyond_gb": _DISK}
             line: dict[str, Any] = {"op": name, "command": " ".join(["python", *arguments]), "bars": bars}
             line |= {"source_gb": round(used(folder) / 1e9, 2), "disk_gb_s": disk_rate(folder), "times": {}}
             for key, python in [("now", sys.executable), *([("before", before)] if before else [])]:

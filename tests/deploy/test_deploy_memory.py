@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+import numpy as np
 import onnx
 import pytest
 from onnx import TensorProto, helper
@@ -10,6 +11,7 @@ from twinop import deploy
 from twinop.deploy import cpu_memory, node_parity
 from twinop.deploy.custom_nodes import load_model
 from twinop.deploy.errors import ModelError
+from twinop.deploy.run_onnx import _Values
 
 _ROWS, _COLUMNS = 1 << 17, 1 << 12
 
@@ -64,3 +66,15 @@ def test_a_comparison_with_torch_copies_no_weights(tmp_path: Path) -> None:
     path = stored(tmp_path, "CustomLinear", "custom_domain", TensorProto.FLOAT16, _ROWS, _COLUMNS)
     model = node_parity.observed(onnx.load(path, load_external_data=False))
     assert [each.name for each in model.graph.output] == ["y", "x"]
+
+
+@pytest.mark.parametrize("length", [{}, {"length": "8"}])
+def test_a_comparison_with_torch_reads_data_behind_links(length: dict[str, str], tmp_path: Path) -> None:
+    """ONNX Runtime takes a data file with a second name, which onnx takes for an attack."""
+    (tmp_path / "m.data").write_bytes(b"skip" + np.array([1, 2], np.float32).tobytes())
+    (tmp_path / "other.data").hardlink_to(tmp_path / "m.data")
+    weight = TensorProto(name="w", data_type=TensorProto.FLOAT, dims=[2], data_location=TensorProto.EXTERNAL)
+    for key, value in ({"location": "m.data", "offset": "4"} | length).items():
+        weight.external_data.add(key=key, value=value)
+    values = _Values({}, onnx.ModelProto(graph=onnx.GraphProto(initializer=[weight])), tmp_path, "cpu")
+    assert values["w"].tolist() == [1, 2]
