@@ -74,8 +74,10 @@ def decoder(
         shutil.rmtree(folder / "draft", ignore_errors=True)
         given = (Sizes(), precision, 2) if quick else (sizes, precision, layers)
         write(folder / "draft", *given, graph=True).rename(folder / "old")
-    command = ["-m", "twinop", "pack", "--genai", f"{folder}/old", "-o", f"{folder}/new", "--device", device]
-    return [*command, *(["--dtype", dtype] if dtype else [])]
+    command, old, new = ["pack", "--genai"], f"{folder}/old", f"{folder}/new"
+    if dtype:
+        command, old, new = ["optimize", "--dtype", dtype], f"{old}/model.onnx", f"{new}.onnx"
+    return ["-m", "twinop", *command, old, "-o", new, "--device", device]
 
 
 def optimised(folder: Path, quick: bool, device: str) -> Path:
