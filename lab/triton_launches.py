@@ -107,14 +107,11 @@ class Machine:
         declared = getattr(load_module(EXAMPLES / f"{cell.op}.py"), cell.op)
         defaults = {entry.name: entry.default for entry in declared.record.attributes}
         in_torch = load(self.library(cell.op)).functions[cell.op]
-        functions: dict[str, Callable[..., Any]] = {
-            OWN_LAUNCH: partial(declared.launcher, **defaults | cell.attributes),
-            IN_TORCH: partial(in_torch, **cell.attributes),
-        }
         makers: dict[str, Callable[[], Subject]] = {
-            name: partial(Subject, partial(function, *inputs)) for name, function in functions.items()
+            OWN_LAUNCH: partial(Subject, partial(declared.launcher, *inputs, **defaults | cell.attributes)),
+            IN_TORCH: partial(Subject, partial(in_torch, *inputs, **cell.attributes)),
+            IN_ORT: partial(self._in_ort, cell, expected),
         }
-        makers[IN_ORT] = partial(self._in_ort, cell, expected)
 
         def check(_: str, subject: Subject) -> None:
             error = (subject.result()[0].float() - expected).abs().max() / expected.abs().max()
