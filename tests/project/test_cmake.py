@@ -247,7 +247,9 @@ def test_families_bring_what_they_call(tmp_path: Path) -> None:
         assert configured.returncode == 0, configured.stderr
         commands = json.loads((tmp_path / "compile_commands.json").read_text())
         built = {Path(each["file"]).stem for each in commands}
-        called = re.findall(r"TWINOP_LAUNCH_ON_CUDA\((\w+)\)", (ROOT / "kernels/ops" / family / file).read_text())
+        called = re.findall(
+            r"TWINOP_LAUNCH_ON_CUDA\((\w+)\)", (ROOT / "kernels/ops" / family / file).read_text()
+        )
         assert called and {family_of[op] for op in called} <= built, family
 
 

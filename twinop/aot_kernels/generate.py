@@ -240,7 +240,9 @@ class _Source:
         if key not in self._launchers:
             kernel = self._contents.kernels[launch.variants[-1].kernel]
             name = f"launch_{_word(kernel.name)}_{len(self._launchers)}"
-            taken = ", ".join(["const PlanRunner& run", *(f"{kinds[index]} {names[index]}" for index in used)])
+            taken = ", ".join(
+                ["const PlanRunner& run", *(f"{kinds[index]} {names[index]}" for index in used)]
+            )
             lines = [f"// {_literal(kernel.label)[1:-1]}", f"void {name}({taken}) {{"]
             for variant in launch.variants:
                 lines += (f"  {line}" for line in self._variant(launch, variant, names))
