@@ -12,7 +12,7 @@ class ProviderError(TwinopError):
 
 
 class PackError(TwinopError):
-    """An option of `twinop pack` does not fit, or something is missing for the image."""
+    """An option of `twinop pack` does not fit, or the folder cannot be written."""
 
 
 class FeedError(TwinopError):

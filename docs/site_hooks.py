@@ -17,7 +17,7 @@ AREAS = {
     "Exporting": ("export/*.py",),
     "Sessions and checks": ("deploy/*.py",),
     "The service": ("deploy/service/*.py",),
-    "Files for a cluster": ("deploy/pack/*.py",),
+    "Packing": ("deploy/pack/*.py",),
 }
 
 

@@ -1,4 +1,4 @@
-"""Writes deploy/pack/requirements-*.txt: what the image of `twinop pack` installs, with hashes.
+"""Writes examples/serving/requirements-*.txt: what examples/serving/Dockerfile installs, with hashes.
 
     pip install uv==0.13.9 && python requirements/lock.py  # after a change in this folder
 
@@ -15,7 +15,7 @@ from packaging.tags import Tag, compatible_tags, cpython_tags
 from packaging.utils import parse_wheel_filename
 
 HERE = Path(__file__).parent
-TARGET = HERE.parent / "deploy/pack"
+TARGET = HERE.parent / "examples/serving"
 PYTHON = (3, 13)
 GLIBC = 28  # manylinux_2_28 and older
 RUNTIMES = {"cpu": "cpu.txt", "gpu": "cuda.txt"}

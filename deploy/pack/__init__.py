@@ -1,4 +1,1 @@
-"""`twinop pack`: packs a model and its library as a Triton repository, an image and KServe manifests.
-
-The files are made from templates/ and from what the model and the library describe.
-"""
+"""`twinop pack`: packs a model and its libraries as a repository of models, for `twinop serve` or Triton."""

@@ -14,28 +14,28 @@ from .options import Options
 def main(**given: Any) -> None:
     """Pack a model and its custom-op library for deployment.
 
-    Writes a folder of models for twinop serve, a Dockerfile of the service, one
-    manifest for Kubernetes and one for KServe, and a README.md that says how to
-    run each. With --triton it writes a model repository for Triton. The model is
-    opened once with its library, so that a model that does not load here is
-    refused. The folder is written whole or not at all. With --genai it optimises
-    a folder of onnxruntime-genai, and puts the library into it.
+    Writes a repository of models for twinop serve: the model, its data, its
+    libraries, and settings with their checksums. With --triton it writes one for
+    Triton. The model is opened once with its library, so that a model that does
+    not load here is refused. The folder is written whole or not at all. With
+    --genai it optimises a folder of onnxruntime-genai, and puts the library into
+    it. examples/serving has a Dockerfile and manifests for Kubernetes.
 
     Examples:
 
         twinop pack custom_relu.onnx -o repo/
 
         twinop pack model.onnx -o repo/ --name ranker --version 3
-        --max-batch-size 64 --gpu --image registry.example.com/ranker:3
+        --max-batch-size 64 --gpu
 
         twinop pack model.onnx -o triton/ --triton
 
         twinop pack --genai genai_model/ -o fast/ --device cuda
     """
     with clear_errors():
-        # Imported late, because --help needs neither ONNX Runtime nor jinja2.
+        # Imported late, because --help needs no ONNX Runtime.
         from ..cuda import has_gpu
-        from .packing import pack, pack_genai
+        from .packing import MODELS_IN_CONTAINER, TRITON_IMAGE, pack, pack_genai
 
         options = Options(**given)
         if options.genai:
@@ -55,8 +55,6 @@ def main(**given: Any) -> None:
         table.add_row("library", f"{each.path}\nin the container {place}")
         table.add_row("SHA-256", digest)
     table.add_row("runs on", _place(contents))
-    if not options.triton:
-        table.add_row("image", packed.image)
     for note in contents.notes:
         table.add_row("note", note, style="yellow")
     if contents.gpu and options.gpu is None and not has_gpu():
@@ -64,12 +62,14 @@ def main(**given: Any) -> None:
             "note", "this machine has no GPU to serve it on; --cpu packs for the CPU", style="yellow"
         )
     out.print(table)
-    commands = [f"twinop serve {output}/models --allow-model-libraries"]
-    if not options.triton:
-        commands += [f"docker build -t {packed.image} {output}", f"kubectl apply -f {output}/kubernetes/"]
-    for line in commands:
-        err.print(line, soft_wrap=True)
-    err.print(f"{output}/README.md has the rest", soft_wrap=True)
+    command = f"twinop serve {output}/models --allow-model-libraries"
+    if options.triton:
+        mount = f"-v {output.resolve()}/models:{MODELS_IN_CONTAINER}:ro"
+        gpus = "--gpus all " if contents.gpu else ""
+        ports = " ".join(f"-p 127.0.0.1:{port}:{port}" for port in (8000, 8001, 8002))
+        server = f"{TRITON_IMAGE} tritonserver --model-repository={MODELS_IN_CONTAINER}"
+        command = f"docker run --rm {gpus}-e ORT_DISABLE_TELEMETRY=1 {ports} {mount} {server}"
+    err.print(command, soft_wrap=True)
 
 
 main.__signature__ = inspect.signature(Options)  # type: ignore[attr-defined]

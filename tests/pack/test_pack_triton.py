@@ -8,17 +8,21 @@ import onnx
 import onnxruntime
 import pytest
 import service_models as models
+import typer
 from google.protobuf import text_format
 from models import node
 from pack_fixtures import packed, saved
+from typer.testing import CliRunner
 
 from twinop.deploy.errors import ModelError, RunError
-from twinop.deploy.pack import contents
+from twinop.deploy.pack import command, contents
 from twinop.deploy.pack.options import Options
 from twinop.deploy.service.protocol import model_config_pb2
 from twinop.errors import TwinopError
 
 Tensor = tuple[str, str, list[int]]
+APP = typer.Typer()
+APP.command()(command.main)
 
 
 def plain(datatype: str, shape: Any, op: str = "Relu") -> onnx.ModelProto:
@@ -115,8 +119,8 @@ def test_what_is_different_in_triton_is_said(
     model: onnx.ModelProto, batch: int, note: str, tmp_path: Path
 ) -> None:
     assert not packed(tmp_path, model, max_batch_size=batch)[1].contents.notes
-    repo, _ = packed(tmp_path, model, max_batch_size=batch, triton=True, force=True)
-    assert note in (repo / "README.md").read_text()
+    _, said = packed(tmp_path, model, max_batch_size=batch, triton=True, force=True)
+    assert any(note in each for each in said.contents.notes)
 
 
 def test_models_that_config_pbtxt_cannot_describe(tmp_path: Path) -> None:
@@ -164,7 +168,7 @@ def test_a_repository_without_bodies(tmp_path: Path) -> None:
     model.functions.add().CopyFrom(model.functions[0])
     model.functions[1].domain, model.functions[1].name = "theirs", "Other"
     repo, _ = packed(tmp_path, model, triton=True)
-    assert sorted(path.name for path in repo.iterdir()) == ["README.md", "models", "twinop-pack.json"]
+    assert sorted(path.name for path in repo.iterdir()) == ["models", "twinop-pack.json"]
     assert [path.name for path in (repo / "models").iterdir()] == ["custom_relu"]
     assert {path.name for path in (repo / "models/custom_relu").iterdir()} == {"config.pbtxt", "1"}
     written = onnx.load(repo / "models/custom_relu/1/model.onnx")
@@ -179,10 +183,10 @@ def test_without_the_library_the_model_does_not_load(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("gpu", [False, True])
-def test_triton_readme(gpu: bool, tmp_path: Path) -> None:
-    said = (packed(tmp_path, models.relu(), triton=True, gpu=gpu)[0] / "README.md").read_text()
-    published = re.findall(r"-p (\S+)", said[: said.index("```", said.index("docker run"))])
+def test_the_command_for_triton(gpu: bool, tmp_path: Path) -> None:
+    arguments = [str(saved(tmp_path)), "-o", str(tmp_path / "repo"), "--triton", "--gpu" if gpu else "--cpu"]
+    said = CliRunner().invoke(APP, arguments, env={"COLUMNS": "160", "TERM": "dumb"}).output
+    published = re.findall(r"-p (\S+)", said)
     assert len(published) == 3 and all(each.startswith("127.0.0.1:") for each in published)
-    assert '-v "$PWD/models:/mnt/models:ro"' in said and "--model-repository=/mnt/models" in said
-    assert "/mnt/models/custom_relu/1/lib" in said and "KIND_GPU but no GPUs" in said
-    assert ("docker run --rm --gpus all -e ORT_DISABLE_TELEMETRY=1 -p" in said) == gpu
+    assert f"-v {tmp_path}/repo/models:/mnt/models:ro" in said and "--model-repository=/mnt/models" in said
+    assert "/mnt/models/custom_relu/1/lib" in said and ("--gpus all" in said) == gpu

@@ -56,7 +56,6 @@ def test_help_needs_neither_packages_nor_libraries(arguments: list[str]) -> None
         (["bench"], "torch", "torch"),
         (["serve", "models"], "grpc", "'twinop[serve]'"),  # pip knows it by another name
         (["serve", "models"], "starlette", "'twinop[serve]'"),
-        (["pack", "model.onnx", "-o", "repo"], "jinja2", "'twinop[serve]'"),
     ],
 )
 def test_a_package_that_is_missing(tmp_path: Path, arguments: list[str], package: str, install: str) -> None:
