@@ -258,7 +258,7 @@ def choose_providers(
         cuda.import_torch()
     available = _onnxruntime().get_available_providers()
     if providers is None:
-        if found := cuda.obstacles(0, libraries):
+        if found := cuda.unavailable_reasons(0, libraries):
             # Only the first: without a GPU, the wheel for the CPU is the right one.
             return Choice([_CPU], None, found[0], True, uses_torch)
         return Choice([cuda.CUDA, _CPU], 0, "CUDA works here", True, uses_torch)
@@ -267,7 +267,7 @@ def choose_providers(
         name, options = _split(provider)
         if name == cuda.CUDA:
             device = int(options.get("device_id", 0))
-            if found := cuda.obstacles(device, libraries):
+            if found := cuda.unavailable_reasons(device, libraries):
                 lines = "".join(f"\n  - {text}" for text in found)
                 raise ProviderError(
                     f"{name} was asked for and cannot be used here (the CPU was not used instead):{lines}"

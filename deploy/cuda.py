@@ -169,11 +169,11 @@ def has_gpu() -> bool:
     return device_count()[0] > 0
 
 
-def obstacles(device: int, libraries: Sequence[Library]) -> list[str]:
+def unavailable_reasons(device: int, libraries: Sequence[Library]) -> list[str]:
     """Returns every reason why CUDA cannot be used on a device, with what to do about it."""
-    found = _driver_obstacles(device)
+    found = _driver_reasons(device)
     if not runtime_has_cuda():
-        found.append(_wheel_obstacle())
+        found.append(_wheel_reason())
     elif not found:
         preload()
         if missing := missing_libraries():
@@ -186,11 +186,11 @@ def obstacles(device: int, libraries: Sequence[Library]) -> list[str]:
     usable = device if not found else None
     for library in libraries:
         if library.by_onnx_name:
-            found += _library_obstacles(library, usable)
+            found += _library_reasons(library, usable)
     return found
 
 
-def _driver_obstacles(device: int) -> list[str]:
+def _driver_reasons(device: int) -> list[str]:
     version = driver_version()
     if version is None:
         return ["no NVIDIA driver: libcuda.so.1 cannot be loaded. In a container, start it with --gpus all"]
@@ -216,7 +216,7 @@ def _driver_obstacles(device: int) -> list[str]:
     return []
 
 
-def _wheel_obstacle() -> str:
+def _wheel_reason() -> str:
     wheels = installed_wheels()
     if len(wheels) > 1:
         return (
@@ -231,7 +231,7 @@ def _wheel_obstacle() -> str:
     )
 
 
-def _library_obstacles(library: Library, device: int | None) -> list[str]:
+def _library_reasons(library: Library, device: int | None) -> list[str]:
     archs = library.cuda_archs
     if archs in ("", "none"):
         return [

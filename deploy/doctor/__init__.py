@@ -1,1 +1,1 @@
-"""`twinop doctor`: `facts` looks at the machine, `checks` judges what it found, `command` shows that."""
+"""`twinop doctor`: `facts` looks at the machine, `checks` judges that, `command` shows it."""

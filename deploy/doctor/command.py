@@ -9,23 +9,9 @@ import typer
 
 from twinop.cli.console import out
 
-from . import library_checks, machine_checks
+from .checks import CHECKS, Finding
 from .facts import Environment, collect
-from .finding import Finding
 
-_CHECKS = (
-    machine_checks.check_driver,
-    machine_checks.check_compilers,
-    machine_checks.check_gcc_and_nvcc,
-    machine_checks.check_torch,
-    machine_checks.check_runtime,
-    machine_checks.check_providers,
-    library_checks.check_packages,
-    library_checks.check_libraries,
-    library_checks.check_model,
-    library_checks.check_opsets,
-    library_checks.check_nodes,
-)
 _STYLES = {"OK": "green", "warning": "yellow", "error": "bold red"}
 
 
@@ -41,9 +27,8 @@ def main(
 
     Looks at the NVIDIA driver, the compilers, torch, ONNX Runtime and its
     providers, the custom-op libraries and the installed packages of ops. A
-    model is compared with them: its opsets, and its custom nodes. Changes
-    nothing, and needs neither torch nor ONNX Runtime. The exit code is 1 if
-    there is an error.
+    model's custom nodes are compared with them. Changes nothing, and needs
+    neither torch nor ONNX Runtime. The exit code is 1 if there is an error.
 
     Examples:
 
@@ -69,7 +54,7 @@ def main(
 
 
 def check(environment: Environment) -> list[Finding]:
-    return [finding for each in _CHECKS for finding in each(environment)]
+    return [finding for each in CHECKS for finding in each(environment)]
 
 
 def _show(findings: list[Finding]) -> None:

@@ -10,8 +10,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
-from onnx import TensorProto, helper
-
 from twinop.building.toolchain import Compiler, Gpu, Nvcc, find_compiler, find_gpus, find_nvcc
 from twinop.errors import ForeignLibraryError, TwinopError, TwinopWarning
 from twinop.libraries.find import Package, installed_packages, project_libraries
@@ -34,20 +32,15 @@ class Runtime:
     Attributes:
         problem: why it cannot be imported.
         providers: by name, why the provider does not run a node, or "".
-        taken: by name of a provider that is a plugin, which nodes of the given model it takes, and why it
-            does not open the model, or "".
         cuda_plugin: the version of the CUDA provider where it is a plugin, or "".
-        obstacles: what keeps it from using the GPU, with the libraries of the facts.
-        model_problem: why it does not run a model with the format and the opsets of the given one.
+        unavailable_reasons: why it cannot use the GPU, with the libraries of the facts.
     """
 
     version: str = ""
     problem: str = ""
     providers: dict[str, str] = field(default_factory=dict)
-    taken: dict[str, tuple[str, str]] = field(default_factory=dict)
     cuda_plugin: str = ""
-    obstacles: tuple[str, ...] = ()
-    model_problem: str = ""
+    unavailable_reasons: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -65,7 +58,6 @@ class Environment:
     Attributes:
         driver_cuda: the newest CUDA that the driver serves (13000 is 13.0), or None without a driver.
         smi_problem: why nvidia-smi does not list the GPUs.
-        newest_gcc: the newest major version of GCC that nvcc accepts.
         libraries: those that a session of the model would register; without a model, all that are found.
         named: the library that the user named.
         broken: the messages about libraries that cannot be read or found.
@@ -78,7 +70,6 @@ class Environment:
     compiler_problem: str = ""
     nvcc: Nvcc | None = None
     nvcc_problem: str = ""
-    newest_gcc: int | None = None
     torch: Torch | None = None
     runtime: Runtime | None = None
     packages: tuple[Package, ...] = ()
@@ -96,7 +87,6 @@ def collect(
     loaded, model_problem = _tried(load_model, model) if model is not None else (None, "")
     compiler, compiler_problem = _tried(find_compiler)
     nvcc, nvcc_problem = _tried(find_nvcc)
-    newest_gcc, toolkit_problem = _tried(_newest_gcc, nvcc) if nvcc is not None else (None, "")
     gpus, smi_problem = find_gpus()
     if loaded is not None:
         chosen, problem = _tried(_choose, loaded, library, allow_model_libraries)
@@ -110,10 +100,9 @@ def collect(
         compiler=compiler,
         compiler_problem=compiler_problem,
         nvcc=nvcc,
-        nvcc_problem=nvcc_problem or toolkit_problem,
-        newest_gcc=newest_gcc,
+        nvcc_problem=nvcc_problem,
         torch=_torch(),
-        runtime=_runtime(loaded, libraries),
+        runtime=_runtime(libraries),
         packages=tuple(installed_packages()),
         libraries=libraries,
         named=library,
@@ -131,13 +120,6 @@ def _tried(function: Callable[..., T], *arguments: Any) -> tuple[T | None, str]:
         return None, str(error)
 
 
-def _newest_gcc(nvcc: Nvcc) -> int | None:
-    header = nvcc.library_folder.parent / "include/crt/host_config.h"
-    text = header.read_text(errors="replace") if header.is_file() else ""
-    newest = re.search(r"gcc versions later than (\d+) are not supported", text)
-    return int(newest[1]) if newest else None
-
-
 def _torch() -> Torch | None:
     """Reads the module of torch that holds its version: an import of torch takes seconds, and may fail."""
     spec = importlib.util.find_spec("torch")
@@ -149,7 +131,7 @@ def _torch() -> Torch | None:
     return Torch(said.get("__version__", "unknown"), said.get("cuda", ""))
 
 
-def _runtime(model: Model | None, libraries: Sequence[Library]) -> Runtime | None:
+def _runtime(libraries: Sequence[Library]) -> Runtime | None:
     if importlib.util.find_spec("onnxruntime") is None:
         return None
     answer, problem = _ask("describe", *(str(library.path) for library in libraries))
@@ -159,44 +141,19 @@ def _runtime(model: Model | None, libraries: Sequence[Library]) -> Runtime | Non
     names = dict.fromkeys(
         (*facts["providers"], *facts["plugins"], *([cuda.CUDA] if facts["cuda_plugin"] else []))
     )
-    providers = {
-        name: _ask("run", name, model=_tiny({"": 14}, 8))[1] for name in names if name not in _ELSEWHERE
-    }
-    files = [] if model is None else [str(path) for path in (model.path, *(each.path for each in libraries))]
     return Runtime(
         version=facts["version"],
-        providers=providers,
-        taken={
-            name: _ask("take", name, *files) for name in facts["plugins"] if files and not providers[name]
-        },
+        providers={name: _ask("run", name)[1] for name in names if name not in _ELSEWHERE},
         cuda_plugin=facts["cuda_plugin"],
-        obstacles=tuple(facts["obstacles"]),
-        model_problem="" if model is None else _ask("run", "CPUExecutionProvider", model=_like(model))[1],
+        unavailable_reasons=tuple(facts["unavailable_reasons"]),
     )
 
 
-def _like(model: Model) -> bytes:
-    """Returns a model of one node with a model's format and standard opsets."""
-    opsets = {
-        entry.domain.removeprefix("ai.onnx") and entry.domain: entry.version
-        for entry in model.proto.opset_import
-        if not entry.domain or entry.domain.startswith("ai.onnx")
-    }
-    return _tiny({"": 14} | opsets, model.proto.ir_version)
-
-
-def _tiny(opsets: dict[str, int], ir_version: int) -> bytes:
-    x, y = (helper.make_tensor_value_info(name, TensorProto.FLOAT, [4]) for name in "xy")
-    graph = helper.make_graph([helper.make_node("Add", ["x", "x"], ["y"])], "probe", [x], [y])
-    imports = [helper.make_opsetid(domain, version) for domain, version in opsets.items()]
-    return helper.make_model(graph, opset_imports=imports, ir_version=ir_version).SerializeToString()
-
-
-def _ask(*arguments: str, model: bytes = b"") -> tuple[str, str]:
+def _ask(*arguments: str) -> tuple[str, str]:
     """Runs `probe`. Returns its answer, and what went wrong."""
     command = python_child.module("twinop.deploy.doctor.probe", *arguments)
     try:
-        done = subprocess.run(command, input=model, capture_output=True, timeout=_SECONDS, check=False)
+        done = subprocess.run(command, capture_output=True, timeout=_SECONDS, check=False)
     except subprocess.TimeoutExpired:
         return "", f"no answer within {_SECONDS} s"
     if done.returncode < 0:

@@ -9,7 +9,7 @@ from pathlib import Path
 from build_files import program
 from models import make_model
 
-from twinop.deploy.doctor.finding import Finding
+from twinop.deploy.doctor.checks import Finding
 
 
 def doctor(
@@ -35,16 +35,6 @@ def test_this_machine(libraries: dict[str, Path], tmp_path: Path) -> None:
     about_model = [each for each in found if each.subject == "model"]
     assert {each.level for each in about_model} == {"OK"}, about_model
     assert about_model[-1].cause == f"its nodes of custom_domain fit {libraries['custom_relu']}"
-
-
-def test_opset_and_format_of_the_future(tmp_path: Path) -> None:
-    future = make_model("CustomRelu")
-    future.opset_import[0].version = 99
-    (tmp_path / "model.onnx").write_bytes(future.SerializeToString())
-    result = doctor("model.onnx", cwd=tmp_path)
-    assert result.returncode == 1
-    assert "does not run its opsets (format 10)" in result.stdout
-    assert "99" in next(line for line in result.stdout.splitlines() if line.startswith("error: model"))
 
 
 def test_named_files_that_are_not_what_they_should_be(tmp_path: Path) -> None:
@@ -90,13 +80,8 @@ def test_a_machine_with_a_new_gpu_and_an_old_toolkit(libraries: dict[str, Path],
         "--list-gpu-arch) echo compute_80; echo compute_90 ;;",
         "esac",
     )
-    for name, text in {
-        "lib64/libcudart_static.a": "",
-        "include/crt/host_config.h": "#error -- gcc versions later than 9 are not supported!",
-    }.items():
-        file = tmp_path / "cuda" / name
-        file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_text(text)
+    (tmp_path / "cuda/lib64").mkdir()
+    (tmp_path / "cuda/lib64/libcudart_static.a").touch()
     result = doctor(
         libraries["custom_relu"],
         cwd=tmp_path,
@@ -108,6 +93,5 @@ def test_a_machine_with_a_new_gpu_and_an_old_toolkit(libraries: dict[str, Path],
     )
     assert result.returncode == 1
     errors = [line for line in result.stdout.splitlines() if line.startswith("error")]
-    assert any("unsupported gpu architecture 'compute_120' | install CUDA 12.8" in line for line in errors)
+    assert any("unsupported gpu architecture 'compute_120' | install a newer CUDA" in line for line in errors)
     assert not (tmp_path / "cache").exists()
-    assert any("gcc versions later than 9 are not supported | install g++-9" in line for line in errors)
