@@ -19,9 +19,9 @@ from twinop.system.publish import MANIFEST, replace_folder, work_folder
 from ..errors import PackError
 from ..service.model_settings import ModelSettings, Provider
 from ..service.settings import checked
-from ..service.triton_config import make_config, write_config
 from .contents import Contents, read_contents, without_bodies
 from .options import Options
+from .triton_config import make_config, write_config
 
 MODELS_IN_CONTAINER = (
     "/mnt/models"  # as in examples/serving/Dockerfile; KServe mounts what it downloads there

@@ -28,8 +28,7 @@ from .loaded_model import LoadedModel
 from .model_library import libraries_for
 from .model_settings import ModelSettings, Provider
 from .runtime_options import set_options, with_options
-from .settings import FILE, Policy, ServerSettings
-from .triton_config import TRITON_FILE, unread_settings
+from .settings import Policy, ServerSettings
 from .warm_up import FirstRunError, compared, joined_differently, make_warmup_inputs, warm_up
 
 _log = logging.getLogger(__name__)
@@ -121,11 +120,6 @@ def _load(
         _counted(node.proto.op_type for node in model.nodes if node.node_type not in records),
     )
     loaded.steady = _is_steady(model, inputs)
-    if where.model_folder is not None and (unread := unread_settings(where.model_folder, loaded)):
-        _log.warning(
-            "model %s: %s is not read, and says what the settings do not: %s. Write in %s what of it matters",
-            where.model, TRITON_FILE, ", ".join(unread), FILE,
-        )  # fmt: skip
     _try(model, loaded, choice, len(sessions))
     # Warn: the user may expect the GPU to be used.
     unused = first.device == "cpu" and settings.provider == Provider.AUTO and has_gpu()

@@ -14,10 +14,13 @@ from models import node
 from pack_fixtures import packed, saved
 from typer.testing import CliRunner
 
+from twinop.deploy import session
 from twinop.deploy.errors import ModelError, RunError
 from twinop.deploy.pack import command, contents
 from twinop.deploy.pack.options import Options
+from twinop.deploy.pack.triton_config import make_config, write_config
 from twinop.deploy.service.protocol import model_config_pb2
+from twinop.deploy.service.settings import Settings, SettingsError
 from twinop.errors import TwinopError
 
 Tensor = tuple[str, str, list[int]]
@@ -143,7 +146,7 @@ def test_what_no_graph_can_say(tmp_path: Path) -> None:
 
 
 def test_the_graph_and_the_session_say_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def session(*_: Any) -> Any:
+    def refuses(*_: Any) -> Any:
         raise RunError("no kernel here")
 
     made = [models.mlp(8, 16, 4), models.optional_scale(), models.two_outputs(), models.slow()]
@@ -153,7 +156,7 @@ def test_the_graph_and_the_session_say_the_same(tmp_path: Path, monkeypatch: pyt
         options = Options(saved(tmp_path, model), tmp_path / "repo", gpu=True)
         opened = contents.read_contents(options)
         with monkeypatch.context() as patched:
-            patched.setattr(contents, "session", session)
+            patched.setattr(contents, "session", refuses)
             read = contents.read_contents(options)
         assert (opened.inputs, opened.outputs) == (read.inputs, read.outputs)
         assert len(read.notes) == 1 and not opened.notes
@@ -190,3 +193,18 @@ def test_the_command_for_triton(gpu: bool, tmp_path: Path) -> None:
     assert len(published) == 3 and all(each.startswith("127.0.0.1:") for each in published)
     assert f"-v {tmp_path}/repo/models:/mnt/models:ro" in said and "--model-repository=/mnt/models" in said
     assert "/mnt/models/custom_relu/1/lib" in said and ("--gpus all" in said) == gpu
+
+
+def test_what_cannot_be_written() -> None:
+    opened = session(models.relu(shape=None), ["CPUExecutionProvider"])
+    with pytest.raises(SettingsError, match="and config.pbtxt needs a known rank"):
+        write_config(make_config("relu", Settings().model, opened.inputs, opened.outputs))
+    for inputs, outputs, lacking in (({}, opened.outputs, "inputs"), (opened.inputs, {}, "outputs")):
+        if inputs:
+            inputs = session(models.relu(), ["CPUExecutionProvider"]).inputs
+        with pytest.raises(SettingsError, match=f"no {lacking}, without which Triton completes config.pbtxt"):
+            write_config(make_config("relu", Settings().model, inputs, outputs))
+    scalar = session(models.identity("FP32", ()), ["CPUExecutionProvider"])
+    batched = Settings(model={"max_batch_size": 4}).model
+    with pytest.raises(SettingsError, match=r"x is float32\[\]: config.pbtxt needs .* rows if batched"):
+        write_config(make_config("relu", batched, scalar.inputs, scalar.outputs))

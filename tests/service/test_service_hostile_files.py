@@ -15,7 +15,6 @@ import pytest
 import service_models
 from fuzzing import WORDS, counts, mutated, survive
 from google.protobuf.message import DecodeError
-from service_loads import loaded
 from service_rows import scaled
 from typer.testing import CliRunner
 
@@ -88,13 +87,6 @@ def each_is_that_models_own(root: Path, file: str) -> None:
 def test_what_is_no_regular_file(tmp_path: Path, make: Callable[[Path], Any]) -> None:
     make(placed(tmp_path) / "twinop.toml")
     each_is_that_models_own(tmp_path, "twinop.toml")
-
-
-def test_a_config_that_is_no_regular_file(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    service_models.place(tmp_path, "m", scaled(1))
-    os.mkfifo(tmp_path / "m" / "config.pbtxt")
-    loaded(tmp_path, scaled(1))
-    assert "it cannot be read" in caplog.text
 
 
 @pytest.mark.parametrize("text", TEXTS.values(), ids=TEXTS)

@@ -1,63 +1,23 @@
-"""Writes Triton's config.pbtxt from the settings of a model, and says what one has that they lack.
+"""Writes Triton's config.pbtxt from the settings of a model.
 
 The file always lists inputs and outputs. Otherwise Triton's ONNX Runtime backend completes it from the
 model and, if all first dimensions are dynamic, joins requests up to 4 rows (default-max-batch-size). It does
 so even with `max_batch_size: 0`, which protobuf does not distinguish from a missing field.
 """
 
-import os
-from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from google.protobuf import text_format
-from google.protobuf.message import Message
 
-from twinop.system.regular_file import read_regular
-
+from ..service.datatypes import datatype_of
+from ..service.model_settings import ModelSettings, Provider
+from ..service.protocol import model_config_pb2
+from ..service.settings import SettingsError
 from ..tensor_specs import Spec
-from .datatypes import datatype_of
-from .loaded_model import LoadedModel
-from .model_settings import ModelSettings, Provider
-from .protocol import model_config_pb2
-from .settings import MOST_BYTES, SettingsError
 
-TRITON_FILE = "config.pbtxt"
 _KINDS = {str(Provider.CPU): "KIND_CPU", str(Provider.CUDA): "KIND_GPU"}
 _THREADS = "intra_op_thread_count"  # a parameter of Triton's ONNX Runtime backend
-_OTHERWISE_KNOWN = {"name", "platform", "backend", "input", "output"}
-
-
-def unread_settings(folder: Path, loaded: LoadedModel) -> list[str]:
-    """Returns what the folder's config.pbtxt, if there is one, says otherwise than the settings."""
-    path = folder / TRITON_FILE
-    if not os.path.lexists(path):
-        return []
-    try:
-        given = text_format.Parse(read_regular(path, MOST_BYTES).decode(), model_config_pb2.ModelConfig())
-    except Exception as error:  # no problem of the model
-        return [f"it cannot be read ({error})"]
-    if files := given.model_operations.op_library_filename:
-        files[:] = [Path(each).name for each in files]  # their folder is the container's
-    session = loaded.session
-    libraries = [library.path.name for library in session.libraries]
-    try:
-        ours = make_config(loaded.name, loaded.settings, session.inputs, session.outputs, libraries=libraries)
-    except SettingsError:
-        ours = model_config_pb2.ModelConfig()
-    return list(_differences(given, ours))
-
-
-def _differences(given: Message, ours: Message, prefix: str = "") -> Iterator[str]:
-    """Yields the fields that are set in `given` and have another value in `ours`."""
-    for field, value in given.ListFields():
-        name, other = prefix + field.name, getattr(ours, field.name)
-        if name in _OTHERWISE_KNOWN:
-            continue
-        if isinstance(value, Message) and ours.HasField(field.name):
-            yield from _differences(value, other, f"{name}.")
-        elif isinstance(value, Message) or value != other:
-            yield name
 
 
 def write_config(config: Any) -> str:
