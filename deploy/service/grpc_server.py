@@ -16,9 +16,9 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
 from . import codec_grpc, ids, logs, metrics
 from .addresses import address_error, grpc_credentials
-from .budget import Budget, RequestMemory
 from .datatypes import version_number
 from .errors import BROKEN, INTERNAL, INVALID, NOT_READY, TOO_SLOW, UNAUTHENTICATED, ServiceError, invalid
+from .limits import Budget, RequestMemory
 from .newer_python import timeout
 from .operations import CONTROL, OPEN, Operation, Operations, no_control_here
 from .protocol import SERVICE, pb

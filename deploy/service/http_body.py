@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 from starlette.requests import ClientDisconnect, Request
 
-from .budget import RequestMemory
 from .datatypes import shown
 from .errors import TOO_LARGE, TOO_SLOW, WRONG_MEDIA, ServiceError, invalid
+from .limits import RequestMemory
 from .newer_python import timeout
 
 _ENCODINGS = {"gzip": 31, "x-gzip": 31, "deflate": 15}  # zlib's wbits

@@ -15,9 +15,9 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from . import codec_rest, http_body, ids, logs, metrics
-from .budget import Budget, RequestMemory
 from .datatypes import shown, version_number
 from .errors import CANCELLED, INTERNAL, NO_METHOD, NOT_FOUND, ServiceError, invalid
+from .limits import Budget, RequestMemory
 from .operations import MODEL, Operation, Operations
 from .repository import Repository
 from .request import in_thread_if_large

@@ -17,9 +17,9 @@ from twinop.system.regular_file import read_regular
 
 from . import ids, logs, metrics
 from .addresses import MOST_PEM_BYTES, bound, tls_error
-from .budget import Budget
 from .errors import NOT_READY, UNAUTHENTICATED, ServiceError
 from .http_endpoints import FAILURES, Endpoints, as_json
+from .limits import Budget
 from .operations import CONTROL, no_control_here
 from .repository import Repository
 from .tokens import Tokens

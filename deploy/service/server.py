@@ -12,8 +12,8 @@ from typing import Any
 
 import uvloop
 
-from .budget import Budget
 from .grpc_server import GrpcServer
+from .limits import Budget
 from .newer_python import Runner, timeout
 from .repository import Repository
 from .rest import RestServer

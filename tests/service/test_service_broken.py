@@ -17,7 +17,7 @@ from service_fixtures import Served, receive, serve, tensor, wait_until
 from service_rows import ROW
 
 from twinop.deploy.errors import RunError
-from twinop.deploy.service import run_limit
+from twinop.deploy.service import limits
 from twinop.deploy.service.batching import Batcher
 from twinop.deploy.service.errors import BROKEN, RUN_FAILED, RUN_TOO_LONG, ServiceError
 from twinop.deploy.service.instance import Instance
@@ -198,7 +198,7 @@ def test_a_batch_that_broke_the_gpu_is_not_run_again() -> None:
 
 def test_each_run_of_a_batch_has_the_whole_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """A batch that fails is run again, request by request: only one that takes too long is ended."""
-    monkeypatch.setattr(run_limit, "HANGS_AFTER", 60.0)
+    monkeypatch.setattr(limits, "HANGS_AFTER", 60.0)
 
     class Failing:
         ended = threading.Event()

@@ -14,8 +14,8 @@ from grpc_health.v1.health_pb2 import HealthCheckRequest
 from grpc_health.v1.health_pb2_grpc import HealthStub
 from service_fixtures import Answer, Served, serve, tensor, wait_until
 
-from twinop.deploy.service.budget import Budget, RequestMemory
 from twinop.deploy.service.errors import OVER_BUDGET, ServiceError
+from twinop.deploy.service.limits import Budget, RequestMemory
 from twinop.deploy.service.protocol import SERVICE, pb
 from twinop.deploy.service.settings import ServerSettings
 

@@ -16,8 +16,8 @@ from service_loads import refusal_of
 from service_rows import QUICK, ROW
 
 from twinop.deploy.service.addresses import AddressError
-from twinop.deploy.service.budget import Budget
 from twinop.deploy.service.grpc_server import GrpcServer
+from twinop.deploy.service.limits import Budget
 from twinop.deploy.service.repository import Repository
 from twinop.deploy.service.rest import RestServer
 from twinop.deploy.service.settings import Settings, read_settings

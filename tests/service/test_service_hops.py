@@ -12,7 +12,7 @@ import twinop
 PROGRAM = """
 import json, sys, traceback
 from twinop.cli import app
-from twinop.deploy.service import instance, short_runs
+from twinop.deploy.service import instance, limits
 from twinop.deploy.inference_session import Session
 
 class Noting:
@@ -29,7 +29,7 @@ def made(self, session):
     session._inner = Noting(session)
 
 original, instance.Instance.__init__ = instance.Instance.__init__, made
-short_runs.SHORT_SECONDS = 1.0
+limits.SHORT_SECONDS = 1.0
 app(sys.argv[1:])
 """
 

@@ -12,7 +12,7 @@ import service_models
 from service_batches import Doubler, Y, batcher, failure_of, request, run
 from service_loads import loaded
 
-from twinop.deploy.service import short_runs
+from twinop.deploy.service import limits
 from twinop.deploy.service.batching import Batcher
 from twinop.deploy.service.errors import DEADLINE, INVALID
 from twinop.deploy.service.instance import Instance
@@ -30,7 +30,7 @@ async def ask(queue: Batcher, *rows: int) -> None:
 @pytest.fixture(autouse=True)
 def generous(monkeypatch: pytest.MonkeyPatch) -> None:
     """Raise the limit: on a busy machine NumPy's doubling may take longer than SHORT_SECONDS."""
-    monkeypatch.setattr(short_runs, "SHORT_SECONDS", 1.0)
+    monkeypatch.setattr(limits, "SHORT_SECONDS", 1.0)
 
 
 def test_after_a_short_run_none_that_is_no_larger_is_handed_to_a_thread() -> None:
@@ -80,7 +80,7 @@ def test_on_a_gpu_and_where_runs_wait_or_are_watched_none_is_made_here(settings:
 
 
 def test_runs_that_are_not_short_go_to_the_thread(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(short_runs, "SHORT_SECONDS", 0.0)
+    monkeypatch.setattr(limits, "SHORT_SECONDS", 0.0)
 
     async def test() -> None:
         runner = Doubler()
@@ -97,7 +97,7 @@ def test_a_model_that_blocked_the_loop_once_never_does_again() -> None:
         runner = Doubler()
         queue = batcher(runner, may_run_on_loop=True)
         await ask(queue, 1, 1)
-        runner.seconds = 2 * short_runs.LONG_SECONDS
+        runner.seconds = 2 * limits.LONG_SECONDS
         await ask(queue, 1)
         runner.seconds = 0.0
         await ask(queue, 1, 1, 1)
