@@ -168,7 +168,6 @@ def test_a_packed_model_with_several_libraries(packed: Path, tmp_path: Path) -> 
     assert len(libraries) == 3
     settings = tomllib.loads((packed / "models/net/twinop.toml").read_text())
     assert sorted(settings["library_sha256"]) == sorted(map(sha256, libraries))
-    assert all(path.name in (packed / "README.md").read_text() for path in libraries)
     shutil.rmtree(tmp_path / "site")
     said = twinop("check", f"{packed}/models", "--allow-model-libraries")
     assert str(version / "libother_ops.so") in said
