@@ -6,9 +6,9 @@ from functools import partial
 from itertools import groupby
 from typing import Literal
 
+from twinop.installation import version_numbers
 from twinop.libraries.built import changed_since
 from twinop.libraries.find import package_key
-from twinop.installation import version_numbers
 from twinop.libraries.library import in_use
 
 from ..check_nodes import misfits
