@@ -11,7 +11,7 @@ import onnx_ir as ir
 from onnx_ir.passes.common import CommonSubexpressionEliminationPass, LiftConstantsToInitializersPass
 
 from twinop import deploy
-from twinop.deploy.cuda import has_gpu, obstacles
+from twinop.deploy.cuda import has_gpu, unavailable_reasons
 from twinop.deploy.ort_process import time_limit
 from twinop.deploy.tensor_specs import RIGHT_PADDED
 from twinop.errors import ExportError, option
@@ -223,7 +223,7 @@ def _measured(
 ) -> measure.Measured:
     """Measures the source and the result in `path`, where this machine has the device."""
     report, case = source.report, verifier.typical_case()
-    if report.device == "cuda" and (reasons := obstacles(0, [])):
+    if report.device == "cuda" and (reasons := unavailable_reasons(0, [])):
         return measure.Measured(untimed=reasons[0])
 
     def write(names: Sequence[str], folder: Path) -> Path:
