@@ -80,23 +80,12 @@ def save(model: ir.Model, path: Path, external_data_bytes: int, checks: bool = T
     external = sum(tensor.nbytes for tensor in weights if tensor is not None) >= external_data_bytes
     values = [value for graph in model.graphs() for value in graph.initializers.values()]
     _require_space(path, sum(tensor.nbytes for tensor in weights if tensor is not None))
-    kinds = [
-        (value, value.shape, value.type)
-        for value in values
-        if not value.is_graph_input() and not value.is_graph_output()
-    ]
-    given = [value.const_value for value in values]
-    try:
-        for value, *_ in kinds:  # tools that change weights, such as quantize_dynamic, keep their value_info
-            value.shape = value.type = None
-            value.metadata_props.clear()
+    with other_weights(model):
+        for value in values:
+            if not value.is_graph_input() and not value.is_graph_output():
+                value.metadata_props.clear()
         data = [_write_data(values, path)] if external else []
         _write_model(model, path, [] if external else [*model.graph.initializers.values()])
-    finally:
-        for value, shape, kind in kinds:
-            value.shape, value.type = shape, kind
-        for value, tensor in zip(values, given, strict=True):
-            value.const_value = tensor
     checked = str(wire.view(path))
     try:
         if checks:
@@ -104,6 +93,25 @@ def save(model: ir.Model, path: Path, external_data_bytes: int, checks: bool = T
     except Exception as error:
         raise ExportError(f"onnx.checker refuses the exported model: {error}") from error
     return [*data, path]
+
+
+@contextmanager
+def other_weights(model: ir.Model) -> Iterator[None]:
+    """Gives a model its tensors again that its block replaces, to write it.
+
+    Declared types of initializers go meanwhile: tools that change weights, such as quantize_dynamic, leave
+    old ones behind.
+    """
+    values = [value for graph in model.graphs() for value in graph.initializers.values()]
+    before = [(value.const_value, value.shape, value.type) for value in values]
+    try:
+        for value in values:
+            if not value.is_graph_input() and not value.is_graph_output():
+                value.shape = value.type = None
+        yield
+    finally:
+        for value, (tensor, shape, kind) in zip(values, before, strict=True):
+            value.const_value, value.shape, value.type = tensor, shape, kind
 
 
 def _require_space(path: Path, size: int) -> None:
