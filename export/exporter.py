@@ -102,22 +102,16 @@ def export(
     with time_limit(timeout), evaluation(reference.model), work_folder(report.path) as folder:
         exported, calls = _exported(reference, report, opset, folder, progress)
         files = save(exported, folder / report.path.name, external_data_bytes)
-        report.size = sum(file.stat().st_size for file in files)
         libraries = _libraries(library, calls) if verify or optimize else []
         cases = _cases(reference, exported, report, allow_uncompared, progress) if verify else []
         if cases:
             compare_with_torch(report, wire.view(files[-1]), exported, libraries, calls, cases)
         if optimize:
-            progress("optimizing")
-            options |= {"progress": progress, "kept": calls, "library": libraries or None}
-            source, options["held"] = _held(exported, files)
+            source, held = _held(exported, files)
+            options |= {"progress": progress, "kept": calls, "library": libraries or None, "held": held}
             found = _optimized(source, reference.inputs.tensors, report, cases, options)
-            if not found and options["held"]:
-                shutil.rmtree(folder / _OPTIMIZED)
-                found = save(exported, files[-1], external_data_bytes)
-            files = found or files
-        files = publish(files, report.path)
-    report.data_path = files[0] if len(files) > 1 else None
+            files = found or _as_exported(exported, files, held, external_data_bytes)
+        report.take_files(publish(files, report.path))
     return report
 
 
@@ -208,6 +202,16 @@ def _held(model: ir.Model, files: Sequence[Path]) -> tuple[Path, dict[str, Held]
     return path, held
 
 
+def _as_exported(
+    model: ir.Model, files: list[Path], held: Mapping[str, Held], external_data_bytes: int
+) -> list[Path]:
+    """Returns the files of a model that is not optimised, written again if `_held` gave their disk back."""
+    if not held:
+        return files
+    shutil.rmtree(files[-1].parent / _OPTIMIZED)
+    return save(model, files[-1], external_data_bytes)
+
+
 def _optimized(
     source: Path,
     tensors: Mapping[str, torch.Tensor],
@@ -216,6 +220,7 @@ def _optimized(
     options: Mapping[str, Any],
 ) -> list[Path]:
     """Optimises a file into a folder of its own, and compares it with torch; returns the files if they do."""
+    options["progress"]("optimizing")
     report.device = options["device"]
     folder = source.parent / _OPTIMIZED
     folder.mkdir()
@@ -250,9 +255,7 @@ def _optimized(
             report.without_library, report.without_reason = checked.without_library, checked.without_reason
             report.unsupported = checked.unsupported
         _describe(ir.load(wire.view(path)), report)
-        files = [*folder.glob("*.data"), path]
-        report.size = sum(file.stat().st_size for file in files)
-        return files
+        return [*folder.glob("*.data"), path]
     return []
 
 
