@@ -48,61 +48,51 @@ class CachedAttention(
         self.tables = _Tables()
 
     def match(self, node: ir.Node) -> bool | g.Skipped:
-        reason = _why_not(self.context, node)
-        return g.Skipped(reason) if reason else True
+        given, size = _given(node), g.last_dim(_given(node).get("past_key"))
+        if not self.context.graph.meta.get(SHARED_CACHES):
+            return g.Skipped("caches that grow (past and present are not known to share memory)")
+        if unknown := [name for name in ("position_ids", "attention_bias", "k_scale") if name in given]:
+            return g.Skipped(f"an input {unknown[0]}")
+        if other := [name for name, value in _ONLY.items() if g.attribute(node, name, value) != value]:
+            return g.Skipped(f"its attribute {other[0]}")
+        if size not in HEAD_SIZES or "past_value" not in given or len(node.outputs) > 3:
+            return g.Skipped(f"heads of {size} with {len(node.outputs)} outputs")
+        if any(name in given and not g.is_constant(given[name]) for name in ("q_norm", "k_norm")):
+            return g.Skipped("norms whose weights the model computes")
+        return True
 
     def apply(self, node: ir.Node, match: bool) -> None:
-        _replace(self.context, node, self.tables)
-
-
-def _why_not(context: g.RewriteContext, node: ir.Node) -> str:
-    """Returns why the op cannot take a node's place, or "" if it can."""
-    given, size = _given(node), g.last_dim(_given(node).get("past_key"))
-    if not context.graph.meta.get(SHARED_CACHES):
-        return "caches that grow (past and present are not known to share memory)"
-    if unknown := [name for name in ("position_ids", "attention_bias", "k_scale") if name in given]:
-        return f"an input {unknown[0]}"
-    if other := [name for name, value in _ONLY.items() if g.attribute(node, name, value) != value]:
-        return f"its attribute {other[0]}"
-    if size not in HEAD_SIZES or "past_value" not in given or len(node.outputs) > 3:
-        return f"heads of {size} with {len(node.outputs)} outputs"
-    if any(name in given and not g.is_constant(given[name]) for name in ("q_norm", "k_norm")):
-        return "norms whose weights the model computes"
-    return ""
-
-
-def _replace(context: g.RewriteContext, node: ir.Node, tables: _Tables) -> None:
-    """Puts the op in the place of a node."""
-    join_norms(node)
-    given = _given(node)
-    heads, kv_heads = (g.attribute(node, name, 0) for name in ("num_heads", "kv_num_heads"))
-    size = g.last_dim(given["past_key"]) or 0
-    qkv = _packed(context, node, given, (heads + 2 * kv_heads) * size)
-    gains = [array for name in ("q_norm", "k_norm") if (array := g.constant(given.get(name))) is not None]
-    norms = g.initializer(context.graph, np.stack(gains), "norms") if gains else None
-    position = tables.get((given["position"],)) or _positions(context, node, given["position"])
-    tables[given["position"],] = position
-    cos_sin = _table(node, given, tables) if g.attribute(node, "do_rotary", 0) else None
-    sinks = given.get("sinks")
-    if sinks is None and g.attribute(node, "smooth_softmax", 0):  # one key more, of score 0
-        sinks = g.initializer(context.graph, np.zeros(heads, np.float32), "sinks")
-    past = [given["past_key"], given["past_value"]]
-    attributes = {
-        "scale": g.attribute(node, "scale", 0.0),
-        "window": max(g.attribute(node, "local_window_size", -1), 0),
-        "softcap": g.attribute(node, "softcap", 0.0),
-        "interleaved": g.attribute(node, "rotary_interleaved", 0),
-        "eps": g.attribute(node, "qk_norm_epsilon", 1e-6),
-    }
-    inputs = [qkv, *past, position, given["total"], cos_sin, norms, sinks]
-    name, likes = context.records["attention_cached"].onnx_name, [node.outputs[0], *past]
-    made = g.add_like(node, name, inputs, attributes, likes, domain=DOMAIN)
-    label(g.maker(made[0]), "attention over a cache")
-    made[0].type = made[0].type or qkv.type
-    for old, new in list(zip(node.outputs, made, strict=False)):
-        if g.is_read(old):
-            g.replace(old, new)
-    g.prune(node)
+        context, tables = self.context, self.tables
+        join_norms(node)
+        given = _given(node)
+        heads, kv_heads = (g.attribute(node, name, 0) for name in ("num_heads", "kv_num_heads"))
+        size = g.last_dim(given["past_key"]) or 0
+        qkv = _packed(context, node, given, (heads + 2 * kv_heads) * size)
+        gains = [array for name in ("q_norm", "k_norm") if (array := g.constant(given.get(name))) is not None]
+        norms = g.initializer(context.graph, np.stack(gains), "norms") if gains else None
+        position = tables.get((given["position"],)) or _positions(context, node, given["position"])
+        tables[given["position"],] = position
+        cos_sin = _table(node, given, tables) if g.attribute(node, "do_rotary", 0) else None
+        sinks = given.get("sinks")
+        if sinks is None and g.attribute(node, "smooth_softmax", 0):  # one key more, of score 0
+            sinks = g.initializer(context.graph, np.zeros(heads, np.float32), "sinks")
+        past = [given["past_key"], given["past_value"]]
+        attributes = {
+            "scale": g.attribute(node, "scale", 0.0),
+            "window": max(g.attribute(node, "local_window_size", -1), 0),
+            "softcap": g.attribute(node, "softcap", 0.0),
+            "interleaved": g.attribute(node, "rotary_interleaved", 0),
+            "eps": g.attribute(node, "qk_norm_epsilon", 1e-6),
+        }
+        inputs = [qkv, *past, position, given["total"], cos_sin, norms, sinks]
+        name, likes = context.records["attention_cached"].onnx_name, [node.outputs[0], *past]
+        made = g.add_like(node, name, inputs, attributes, likes, domain=DOMAIN)
+        label(g.maker(made[0]), "attention over a cache")
+        made[0].type = made[0].type or qkv.type
+        for old, new in list(zip(node.outputs, made, strict=False)):
+            if g.is_read(old):
+                g.replace(old, new)
+        g.prune(node)
 
 
 def _given(node: ir.Node) -> dict[str, ir.Value]:
@@ -123,11 +113,11 @@ def _packed(context: g.RewriteContext, node: ir.Node, given: dict[str, ir.Value]
     return merged or g.add(node, "Concat", values, {"axis": -1}, shape=shape)
 
 
-def join_norms(node: ir.Node) -> bool:
-    """Gives attention the norms of q and k that are nodes of their own; returns whether there are such."""
-    found = _norms_of(node)
-    if not found:
-        return False
+def join_norms(node: ir.Node) -> None:
+    """Gives attention the norms of q and k that are nodes of their own, if it can compute both."""
+    found = [norm for value in node.inputs[:2] if (norm := _norm_of(value)) is not None]
+    if len(found) != 2 or len({g.attribute(norm, "eps", 1e-6) for norm in found}) != 1:
+        return
     first = _NAMES.index("q_norm")
     node.resize_inputs(first + 2)
     eps = g.attribute(found[0], "eps", 1e-6)
@@ -137,14 +127,6 @@ def join_norms(node: ir.Node) -> bool:
         node.replace_input_with(first + index, weight)
         node.replace_input_with(index, apart.producer().inputs[0])  # type: ignore[union-attr]
         g.prune(last.producer())  # type: ignore[union-attr]
-    return True
-
-
-def _norms_of(node: ir.Node) -> list[ir.Node]:
-    """Returns the norms of q and k that are nodes of their own, if attention can compute both."""
-    found = [norm for value in node.inputs[:2] if (norm := _norm_of(value)) is not None]
-    eps = {g.attribute(norm, "eps", 1e-6) for norm in found}
-    return found if len(found) == 2 and len(eps) == 1 else []
 
 
 def _norm_of(value: ir.Value | None) -> ir.Node | None:

@@ -147,12 +147,11 @@ def set_full_precision(model: ir.Model) -> int:
     return len(nodes)
 
 
-def restore_precision(model: ir.Model) -> int:
-    """Undoes `set_full_precision`, and returns the number of matmuls."""
-    nodes = [node for node in model.graph if _ACCURACY in node.meta]
-    for node in nodes:
-        node.attributes[_ACCURACY] = node.meta[_ACCURACY]
-    return len(nodes)
+def restore_precision(model: ir.Model) -> None:
+    """Undoes `set_full_precision`."""
+    for node in model.graph:
+        if _ACCURACY in node.meta:
+            node.attributes[_ACCURACY] = node.meta[_ACCURACY]
 
 
 def split_query_norms(model: ir.Model) -> int:

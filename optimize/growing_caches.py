@@ -35,46 +35,42 @@ class GrowingCaches(
         return match_attention(node) if is_attention(node) else "no MatMul reads it"
 
     def apply(self, node: ir.Node, match: ir.Node) -> None:
-        _fuse(self, node, match)
-
-
-def _fuse(rewrite: GrowingCaches, softmax: ir.Node, matmul: ir.Node) -> None:
-    context, whole, probabilities = rewrite.context, rewrite.whole, matmul.inputs[0]
-    scores = scores_of(softmax, matmul)
-    (q, on_q), (k, on_k) = unscaled(scores.matmul.inputs[0]), untransposed(scores.matmul.inputs[1])
-    assert matmul.inputs[1] is not None
-    (k, times), (v, times_of_v) = without_repeats(k), without_repeats(matmul.inputs[1])
-    (past_k, new_k), (past_v, new_v) = (_joined(each, matmul, scores.masks) for each in (k, v))
-    heads = merged_heads(q, matmul)
-    if heads is None or {new_k.count * times, new_v.count * times_of_v} != {heads.count}:
-        raise g.Skipped("q, k and v differ in the number of heads")
-    if new_k.count != new_v.count or new_k.size != heads.size:
-        raise g.Skipped("q, k and v differ in the number or size of heads")
-    plain, before_split = unscaled(heads.value)
-    bias, lengths, _ = masks_of_scores(context, scores.masks, matmul, square=False)
-    if lengths is not None or (bias is not None and g.dims(bias) is None):
-        raise g.Skipped("a mask of lengths, or of unknown rank")
-    if bias is not None and bias not in whole:
-        ones = [g.int_constant(matmul, each) for each in ([1, 1], [1])]
-        [length] = g.sizes_of(matmul, (plain, [1])) if context.broadcasts else [g.length(matmul, plain)]
-        sizes = [ones[0], length, ones[1]]
-        shape = g.add(matmul, "Concat", sizes, {"axis": 0}, shape=[4])
-        finite = g.add(matmul, "Max", [bias, g.scalar_constant(matmul, _LOWEST, bias)])
-        whole[bias] = g.add(matmul, "Expand", [finite, shape], shape=[None] * 4)
-    scale = float(scores.scale * on_q * on_k * before_split)
-    attributes = {"q_num_heads": heads.count, "kv_num_heads": new_k.count, "scale": scale}
-    plain, k3, v3 = context.broadcast(matmul, [plain, new_k.value, new_v.value], [[0]] * 3)
-    given = [plain, k3, v3, whole[bias] if bias is not None else None, past_k, past_v]
-    result, all_k, all_v = g.add_like(matmul, "Attention", given, attributes, (plain, k, v))
-    label(g.maker(result), FUSED)
-    context.graph.opset_imports[""] = max(context.graph.opset_imports[""], _OPSET)
-    result.shape = ir.Shape([*(g.dims(plain) or [None, None])[:2], heads.count * new_v.size])
-    is_finite = probabilities is softmax.outputs[0] or all(known_of(each).is_finite for each in scores.masks)
-    if bias is not None and not is_finite:
-        result = zero_hidden_rows(bias, result, matmul)
-    replace_output(matmul.outputs[0], result, Heads(result, heads.count, new_v.size))
-    g.replace(k, all_k)
-    g.replace(v, all_v)
+        context, whole, probabilities = self.context, self.whole, match.inputs[0]
+        scores = scores_of(node, match)
+        (q, on_q), (k, on_k) = unscaled(scores.matmul.inputs[0]), untransposed(scores.matmul.inputs[1])
+        assert match.inputs[1] is not None
+        (k, times), (v, times_of_v) = without_repeats(k), without_repeats(match.inputs[1])
+        (past_k, new_k), (past_v, new_v) = (_joined(each, match, scores.masks) for each in (k, v))
+        heads = merged_heads(q, match)
+        if heads is None or {new_k.count * times, new_v.count * times_of_v} != {heads.count}:
+            raise g.Skipped("q, k and v differ in the number of heads")
+        if new_k.count != new_v.count or new_k.size != heads.size:
+            raise g.Skipped("q, k and v differ in the number or size of heads")
+        plain, before_split = unscaled(heads.value)
+        bias, lengths, _ = masks_of_scores(context, scores.masks, match, square=False)
+        if lengths is not None or (bias is not None and g.dims(bias) is None):
+            raise g.Skipped("a mask of lengths, or of unknown rank")
+        if bias is not None and bias not in whole:
+            ones = [g.int_constant(match, each) for each in ([1, 1], [1])]
+            [length] = g.sizes_of(match, (plain, [1])) if context.broadcasts else [g.length(match, plain)]
+            sizes = [ones[0], length, ones[1]]
+            shape = g.add(match, "Concat", sizes, {"axis": 0}, shape=[4])
+            finite = g.add(match, "Max", [bias, g.scalar_constant(match, _LOWEST, bias)])
+            whole[bias] = g.add(match, "Expand", [finite, shape], shape=[None] * 4)
+        scale = float(scores.scale * on_q * on_k * before_split)
+        attributes = {"q_num_heads": heads.count, "kv_num_heads": new_k.count, "scale": scale}
+        plain, k3, v3 = context.broadcast(match, [plain, new_k.value, new_v.value], [[0]] * 3)
+        given = [plain, k3, v3, whole[bias] if bias is not None else None, past_k, past_v]
+        result, all_k, all_v = g.add_like(match, "Attention", given, attributes, (plain, k, v))
+        label(g.maker(result), FUSED)
+        context.graph.opset_imports[""] = max(context.graph.opset_imports[""], _OPSET)
+        result.shape = ir.Shape([*(g.dims(plain) or [None, None])[:2], heads.count * new_v.size])
+        is_finite = probabilities is node.outputs[0] or all(known_of(each).is_finite for each in scores.masks)
+        if bias is not None and not is_finite:
+            result = zero_hidden_rows(bias, result, match)
+        replace_output(match.outputs[0], result, Heads(result, heads.count, new_v.size))
+        g.replace(k, all_k)
+        g.replace(v, all_v)
 
 
 def _joined(value: ir.Value, before: ir.Node, masks: list[ir.Value]) -> tuple[ir.Value, Heads]:

@@ -54,7 +54,6 @@ def prepare(model: ir.Model, records: Mapping[str, OpSpec]) -> None:
         infer_shapes(model)
         _fold_sizes(model)
         fold()  # the sizes that inference finds make more constants
-        _unflatten_softmax(model)
         _remove_no_ops(model)
         CommonSubexpressionEliminationPass()(model)
         clean(model)
@@ -107,6 +106,9 @@ def _convert_opset(model: ir.Model) -> None:
 
     try:
         with quiet():
+            if opset < 13:  # onnx's converter writes Flatten around a Softmax of unknown rank
+                infer_types(model)
+                infer_shapes(model)
             version_converter.convert_version(model, target, fallback=True)
     except Exception as error:
         raise ExportError(f"opset {opset} cannot be converted to {target}: {error}") from error
@@ -138,29 +140,6 @@ def _copy_meta(before: ir.Graph, after: ir.Graph) -> None:
                     f"of {node.op_type}. Export the model again with opset {OPSETS[0]} to {OPSETS[-1]}"
                 )
             makers[read[0]].meta.update(node.meta)
-
-
-def _unflatten_softmax(model: ir.Model) -> None:
-    """Removes the Flatten and Reshape around a Softmax over the last dimension.
-
-    onnx's conversion of opset 12 writes them where it does not know the number of dimensions.
-    """
-    for node in model.graph:
-        flatten = g.producer(node.inputs[0], "Flatten") if node.op_type == "Softmax" else None
-        reshape = g.only_user(node.outputs[0])
-        if flatten is None or reshape is None or reshape.op_type != "Reshape" or node.domain:
-            continue
-        source = flatten.inputs[0]
-        shape, axis = g.dims(source), g.attribute(flatten, "axis", 1)
-        is_last = (
-            shape is not None and axis in (-1, len(shape) - 1) and g.attribute(node, "axis", -1) in (-1, 1)
-        )
-        if is_last and g.same_dims(shape, g.dims(reshape.outputs[0])):
-            assert shape is not None
-            node.replace_input_with(0, source)
-            node.attributes["axis"] = ir.AttrInt64("axis", -1)
-            node.outputs[0].shape = ir.Shape(shape)
-            g.replace(reshape.outputs[0], node.outputs[0])
 
 
 def clean(model: ir.Model) -> None:
