@@ -22,7 +22,7 @@ from . import decoders, inputs
 from . import graph as g
 from .inputs import Case, Sizes
 from .precision import MOST_ELEMENTS
-from .sliced import Runnable
+from .sliced import Chain, Runnable
 from .sliced import run_any as run
 from .symbolic_shapes import infer_types
 from .weight_sizes import fit
@@ -240,8 +240,9 @@ def generated(
         if found := tried(steps[0], hidden if may_hide else (), steps[:count]):
             return found[0], steps[count - 1]
     for sizes in inputs.SIZES:
-        fitting = None if (found := tried(sizes)) or sizes.step else fit(model, sizes, library)
-        if found or (fitting and (found := tried(fitting))):
+        if not (found := tried(sizes)) and not sizes.step and not isinstance(original, Chain):
+            found = tried(fitting) if (fitting := fit(model, sizes, library)) else None
+        if found:
             return found
     if best is not None:
         return best

@@ -13,6 +13,7 @@ import onnx_ir as ir
 from twinop.errors import ExportError
 from twinop.system.memory import free_bytes
 
+from . import graph as g
 from . import sliced
 from .segments import MOST_BYTES
 
@@ -60,8 +61,7 @@ def estimate(model: ir.Model, target: Path, dtype: str = "") -> Estimate:
         model: as its file has it.
         dtype: what floating-point weights get, "" if they keep theirs.
     """
-    weights = {value: value.const_value for graph in model.graphs() for value in graph.initializers.values()}
-    tensors = [tensor for tensor in weights.values() if tensor is not None]
+    tensors = g.tensors(model)
     largest = min(max(map(_wide, tensors), default=0), sliced.MOST_BYTES)
     stored, wide = sum(int(each.nbytes) for each in tensors), sum(map(_wide, tensors))
     held = min(wide, max(largest, MOST_BYTES * wide // max(stored, 1)))

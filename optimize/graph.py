@@ -193,6 +193,12 @@ def tensor(value: ir.Value | None) -> ir.TensorProtocol | None:
     return ir.convenience.get_const_tensor(value)
 
 
+def tensors(model: ir.Model) -> list[ir.TensorProtocol]:
+    """Returns the tensors of all initializers, those of subgraphs too."""
+    values = [value for graph in model.graphs() for value in graph.initializers.values()]
+    return [value.const_value for value in values if value.const_value is not None]
+
+
 def constant(value: ir.Value | None) -> np.ndarray | None:
     """Returns the array of a constant, else None; also of a large one, which only `tensor` returns."""
     found = tensor(value)

@@ -1,6 +1,7 @@
 """Optimises an ONNX file: load, prepare, rewrite, convert, write, verify, publish."""
 
 import os
+from bisect import bisect_left
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from functools import partial
@@ -180,42 +181,77 @@ def _write_verified(source: Source, verifier: Verifier, folder: Path, progress: 
     report, options = source.report, source.options
     chosen = passes.chosen(report.device, report.dtype, options.without)
     names, context = verifier.verify([each.name for each in chosen])
-    report.fused, report.skipped = fused(context.model), skipped(context.model)
-    if not report.fused and source.is_unconverted:
-        return _write_original(source, verifier, folder)
     notes = [*report.notes]
-    files = _write(source, verifier, context, folder, progress)
-    if options.drop_slow:
+    names, files = _write(source, verifier, names, context, folder, progress)
+    if options.drop_slow and not report.same:
         acting = [name for name in names if name in context.acting]
         measured = _measured(source, verifier, acting, files[-1], folder, progress)
         report.times, report.untimed = measured.times, measured.untimed
         if measured.slow:
             report.notes, report.reverted = notes, report.reverted | measured.slow
             names, context = verifier.verify([name for name in names if name not in measured.slow])
-            files = _write(source, verifier, context, folder, progress)
+            _, files = _write(source, verifier, names, context, folder, progress)
     return files
 
 
 def _write(
-    source: Source, verifier: Verifier, context: g.RewriteContext, folder: Path, progress: Progress
-) -> list[Path]:
-    """Converts a rewritten model, writes it and compares the file with the original."""
-    report, path = source.report, folder / source.report.path.name
-    model = _converted(source, context)
-    progress("writing")
-    files = save(model, path, EXTERNAL_DATA_BYTES)
-    try:
+    source: Source,
+    verifier: Verifier,
+    names: Sequence[str],
+    context: g.RewriteContext,
+    folder: Path,
+    progress: Progress,
+) -> tuple[Sequence[str], list[Path]]:
+    """Converts a rewritten model, writes it and compares the file with the original.
+
+    A rewrite that only fails there is reverted. Returns the rewrites that are kept, and the files.
+
+    Raises:
+        ExportError: the file also fails without that rewrite, or without any.
+    """
+    report, notes = source.report, [*source.report.notes]
+    acting = [name for name in names if name in context.acting]
+
+    def written(context: g.RewriteContext) -> list[Path]:
+        report.notes, report.fused, report.skipped = [*notes], fused(context.model), skipped(context.model)
+        report.same = not report.fused and source.is_unconverted
+        if report.same:
+            return _write_original(source, verifier, folder)
+        model, path = _converted(source, context), folder / report.path.name
+        progress("writing")
+        files = save(model, path, EXTERNAL_DATA_BYTES)
         verifier.verify_written(path, _as_run(reopen(path)))
+        return files
+
+    def fails(count: int) -> bool:
+        try:
+            written(verifier.apply(acting[:count]))
+        except equivalence.NotEquivalent:
+            return True
+        return False
+
+    try:
+        return names, written(context)
     except equivalence.NotEquivalent as reason:
-        if not source.converts:
-            text = f"what was written {reason}: this is a defect of twinop, please report it"
-            raise ExportError(text) from None
-        acting = ", ".join(sorted(context.acting)) or "all"
-        raise ExportError(
-            f"the model in {report.dtype} {reason}. Leave rewrites out with {option('without')} (these act: "
-            f"{acting}), or keep its dtype"
-        ) from None
-    return files
+        if not acting or fails(0):
+            raise _failure(source, acting, reason) from None
+        wrong = acting[bisect_left(range(1, len(acting)), True, key=fails)]
+        report.reverted |= {wrong: f"what was written {reason}"}
+    kept = [name for name in names if name != wrong]
+    try:
+        return kept, written(verifier.apply(kept))
+    except equivalence.NotEquivalent as reason:
+        raise _failure(source, [name for name in acting if name != wrong], reason) from None
+
+
+def _failure(source: Source, acting: Sequence[str], reason: equivalence.NotEquivalent) -> ExportError:
+    """Returns the error of a file that differs from the original."""
+    if not source.converts:
+        return ExportError(f"what was written {reason}: this is a defect of twinop, please report it")
+    return ExportError(
+        f"the model in {source.report.dtype} {reason}. Leave rewrites out with {option('without')} (these "
+        f"act: {', '.join(acting) or 'none'}), or keep its dtype"
+    )
 
 
 def _measured(
@@ -284,7 +320,7 @@ def _as_run(model: ir.Model) -> ir.Model:
 def _write_original(source: Source, verifier: Verifier, folder: Path) -> list[Path]:
     """Writes the file as it is: nothing was recognised."""
     report = source.report
-    report.nodes_after, report.same = report.nodes_before, True
+    report.nodes_after = report.nodes_before
     model = load(source.path, source.options.held)
     unfuse_ort.split_simplified_norms(model)
     if verifier.whole is not None:

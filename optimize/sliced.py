@@ -55,7 +55,15 @@ def run(
     return [dict(zip(names, outputs, strict=True)) for outputs in _run(model, cases, library, optimize)]
 
 
-Runnable = Path | Parts | ir.Model
+@dataclass(frozen=True)
+class Chain:
+    """Parts of a model that run one after the other: each reads what those before it have returned."""
+
+    models: Sequence[ir.Model]
+    outputs: Sequence[str]
+
+
+Runnable = Path | Parts | ir.Model | Chain
 """A file, a model in memory, or one some of whose weights are too large for one session."""
 
 
@@ -70,11 +78,16 @@ def runnable(model: ir.Model) -> Runnable:
 def run_any(
     model: Runnable, library: deploy.Libraries, cases: Sequence[Mapping[str, Any]] = (), **options: Any
 ) -> Answer:
-    """Does what `ort_runs.run` does; all cases of a model with large weights must run."""
-    if not isinstance(model, ir.Model):
+    """Does what `ort_runs.run` does; all cases of a chain, or of a model with large weights, must run."""
+    if not isinstance(model, ir.Model | Chain):
         return ort_runs.run(model, library, cases, **options)
-    found = run(model.clone(), cases, library, optimize=options.get("optimize", True)) if cases else []
-    return Answer((), [[*outputs.values()] for outputs in found])
+    if isinstance(model, ir.Model):
+        model = Chain([model], [str(value.name) for value in model.graph.outputs])
+    known = [dict(case) for case in cases]
+    for part in model.models if cases else ():
+        found = run(part.clone(), known, library, optimize=options.get("optimize", True))
+        known = [before | outputs for before, outputs in zip(known, found, strict=True)]
+    return Answer((), [[case[name] for name in model.outputs] for case in known])
 
 
 def _run(

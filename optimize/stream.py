@@ -256,7 +256,8 @@ def _form(run: _Run, model: ir.Model, part: Part) -> ir.Model:
     _reduce_windows(made, run.windows)
     decoders.split_query_norms(made)
     decoders.set_full_precision(made)
-    if any(tensor.dtype is ir.DataType.BFLOAT16 for tensor in _tensors(made)):
+    kinds = {value.dtype for value in made.graph.inputs} | {each.dtype for each in g.tensors(made)}
+    if ir.DataType.BFLOAT16 in kinds:
         _require_types(made)
         narrow = [node for node in made.graph if node.domain == DOMAIN and node.op_type in _ONLY_16]
         widen(made.graph, set())
@@ -268,13 +269,6 @@ def _form(run: _Run, model: ir.Model, part: Part) -> ir.Model:
 def _require_types(model: ir.Model) -> None:
     if any(value.dtype is None for node in model.graph for value in node.outputs):
         infer_types(model)
-
-
-def _tensors(model: ir.Model) -> Iterator[Any]:
-    for value in (*model.graph.inputs, *model.graph.initializers.values()):
-        yield from [
-            each for each in (value, value.const_value) if each is not None and each.dtype is not None
-        ]
 
 
 def _compute_in_bfloat16(node: ir.Node) -> None:

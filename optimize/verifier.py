@@ -22,6 +22,7 @@ from . import graph as g
 from .comparison import DEFECT, Comparison
 from .inputs import draws_random, read_npz
 from .segments import Part, Segment, cut, extract, is_shared
+from .sliced import Chain, Runnable
 from .source import Form, Source, form_of
 from .stream import stream
 from .symbolic_shapes import infer_shapes, infer_types
@@ -54,11 +55,6 @@ def _part_of_both(original: ir.Model, segment: Segment) -> tuple[Part, list[str]
     return Part(inputs, segment.result.outputs), [*computed]
 
 
-def _tensors(model: ir.Model) -> Iterator[ir.TensorProtocol]:
-    for graph in model.graphs():
-        yield from (each.const_value for each in graph.initializers.values() if each.const_value is not None)
-
-
 class Verifier:
     """Compares what `apply` makes of the source with the source.
 
@@ -74,6 +70,7 @@ class Verifier:
         self.opset = source.base.graph.opset_imports.get("")
         self.comparisons = dict[tuple[str, ...], Comparison]()
         self.failed: Comparison | None = None  # that of the last NotEquivalent
+        self.given: tuple[list[inputs.Case], inputs.Sizes] | None = None  # the user's inputs
 
     # --------------------------------------------------------------------------------- the original
 
@@ -84,28 +81,19 @@ class Verifier:
             ExportError: it does not run, or returns nothing that can be compared.
         """
         source, options = self.source, self.source.options
-        given = None
         if options.inputs_file is not None:
-            given = read_npz(str(options.inputs_file), source.original, options.padding)
+            self.given = read_npz(str(options.inputs_file), source.original, options.padding)
         if len(cut(source.loaded, source.loaded)) > 1:
             with quiet():  # values that cross have shapes
                 infer_types(source.original)
                 infer_shapes(source.original)
             steps, _ = decoders.runs(source.original)
-            self.sizes = given[1] if given else steps[0] if steps else inputs.SIZES[0]
+            self.sizes = self.given[1] if self.given else steps[0] if steps else inputs.SIZES[0]
             return self.sizes
         self.progress("running the original")
         form = self._original_form()
         try:
-            if given:
-                reference = equivalence.reference(
-                    form.what, source.original, self._library, given[0], inputs.hidden(options.padding)
-                )
-                sizes = given[1]
-            else:
-                reference, sizes = equivalence.generated(
-                    form.what, source.original, options.padding, self._library
-                )
+            reference, sizes = self._reference(form.what, source.original)
         except (TwinopError, NotRunnable) as error:
             text = str(error)
             if not isinstance(form.what, Path):
@@ -116,6 +104,15 @@ class Verifier:
         self.comparisons[()] = self._comparison(source.original.clone(), form, reference)
         equivalence.confirm_shapes(source.base, reference)
         return sizes
+
+    def _reference(self, original: Runnable, model: ir.Model) -> tuple[equivalence.Reference, inputs.Sizes]:
+        """Runs the original from its inputs on: on the user's, else on generated ones."""
+        padding = self.source.options.padding
+        if self.given is None:
+            return equivalence.generated(original, model, padding, self._library)
+        cases, sizes = self.given
+        hidden = inputs.hidden(padding)
+        return equivalence.reference(original, model, self._library, cases, hidden), sizes
 
     @property
     def whole(self) -> Comparison | None:
@@ -144,31 +141,52 @@ class Verifier:
     ) -> Comparison:
         source, report = self.source, self.source.report
         report.add_note(f"the original: {reference.note}" if reference.note else "")
-        for note in reference.uncompared(model.graph, source.options.allow_uncompared):
+        results = {value.name for value in source.original.graph.outputs}
+        is_inside = part is not None and results.isdisjoint(part.outputs)
+        for note in reference.uncompared(model.graph, source.options.allow_uncompared or is_inside):
             report.add_note(note)
         of_inputs = {str(value.name) for value in source.original.graph.inputs}
         of_size_1 = inputs.of_size_1(model, {k: v for k, v in reference.cases[0].items() if k in of_inputs})
         cases = {name: reference.cases[0] | case for name, case in of_size_1.items()}
         return Comparison(source, model, form, reference, cases, part)
 
-    def _comparison_of(self, segment: Segment) -> Comparison:
-        """Returns the comparison of a segment's original, which runs on generated inputs."""
-        part, computed = _part_of_both(self.source.original, segment)
+    def _comparison_of(self, segments: Sequence[Segment]) -> Comparison | None:
+        """Returns the comparison of the last one of segments; None where the original does not run.
+
+        It takes generated inputs. Where these belong together, so that it does not run on them, or has
+        nothing to compare, it takes what the segments before return for inputs of the whole model.
+        """
+        source, segment = self.source, segments[-1]
+        part, computed = _part_of_both(source.original, segment)
         key = (*part.inputs, "", *part.outputs)
-        if key not in self.comparisons:
-            self.progress(f"running the original: {segment.name}")
-            source, count = self.source, len(part.outputs)
-            model = extract(source.original, Part(part.inputs, [*part.outputs, *computed]))
-            form = source.form(model.clone())
-            found, _ = equivalence.generated(form.what, model, source.options.padding, self._library)
-            cases = [
-                case | dict(zip(computed, outputs[count:], strict=True))
-                for case, outputs in zip(found.cases, found.outputs, strict=True)
-            ]
-            outputs = [each[:count] for each in found.outputs]
-            found = replace(found, cases=cases, outputs=outputs, sizes=found.sizes[:count])
-            model = extract(source.original, part)
-            self.comparisons[key] = self._comparison(model, source.form(model.clone()), found, part)
+        if key in self.comparisons:
+            return self.comparisons[key]
+        self.progress(f"running the original: {segment.name}")
+        model = extract(source.original, Part(part.inputs, [*part.outputs, *computed]))
+        form, padding = source.form(model.clone()), source.options.padding
+        try:
+            found, _ = equivalence.generated(form.what, model, padding, self._library)
+            runs = not found.uncompared(model.graph)
+        except ExportError:
+            runs = False
+        if not runs:
+            computed = [*dict.fromkeys(segment.original.inputs + segment.result.inputs)]
+            part = Part(computed, part.outputs)
+            parts, names = [*(each.original for each in segments[:-1]), part], [*part.outputs, *computed]
+            chain = Chain([source.finished(extract(source.original, each)) for each in parts], names)
+            try:
+                found, _ = self._reference(chain, extract(source.original, Part([], names)))
+            except (TwinopError, NotRunnable):
+                return None
+        count = len(part.outputs)
+        cases = [
+            case | dict(zip(computed, outputs[count:], strict=True))
+            for case, outputs in zip(found.cases, found.outputs, strict=True)
+        ]
+        outputs = [each[:count] for each in found.outputs]
+        found = replace(found, cases=cases, outputs=outputs, sizes=found.sizes[:count])
+        model = extract(source.original, part)
+        self.comparisons[key] = self._comparison(model, source.form(model.clone()), found, part)
         return self.comparisons[key]
 
     def _pairs(
@@ -183,17 +201,16 @@ class Verifier:
             yield "", self.whole, result.clone()
             return
         kinds = set[str]()
-        for segment in segments:
+        for index, segment in enumerate(segments):
             part = extract(result, segment.result)
             if segment.kind in kinds and part.graph.initializers.keys().isdisjoint(unknown):
                 continue
             kinds.add(segment.kind)
-            try:
-                comparison = self._comparison_of(segment)
-            except ExportError:  # it takes values that belong together: `stream` has such
+            comparison = self._comparison_of(segments[: index + 1])
+            if comparison is not None:
+                yield segment.name, comparison, part
+            else:  # `stream` tries other inputs
                 self.source.report.add_note(f"{segment.name}: compared on typical inputs only")
-                continue
-            yield segment.name, comparison, part
 
     # ------------------------------------------------------------------------------ the form in fp32
 
@@ -310,10 +327,9 @@ class Verifier:
             try:
                 if narrow is not None:
                     errors += self._check_16_bits(comparison, form, narrow)
-                elif not label:
+                elif not label or comparison.last is None:  # else it was compared before, in fp32
                     errors.append(comparison.check(form, self._coarsest()))
             except equivalence.NotEquivalent as reason:
-                self.failed = comparison
                 raise reason.within(label) from reason
             if note := comparison.note:
                 report.add_note(note if narrow is not None else f"the new file: {note}")
@@ -325,18 +341,15 @@ class Verifier:
                 "segments on a prompt and a step" if decoders.run_sizes(original) else "segments": len(
                     segments
                 ),
-                "bytes of weights": sum(each.nbytes for each in _tensors(written)),
+                "bytes of weights": sum(each.nbytes for each in g.tensors(written)),
             }
 
     def _run_segments(self, segments: Sequence[Segment], original: ir.Model, written: ir.Model) -> None:
         """Runs all segments of a file, one at a time."""
-        source, report = self.source, self.source.report
-        cases = list[inputs.Case]()
-        if source.options.inputs_file is not None:
-            cases, _ = read_npz(str(source.options.inputs_file), source.original, source.options.padding)
+        report = self.source.report
         try:
             streamed = stream(
-                segments, original, written, self._library, report.dtype, cases,
+                segments, original, written, self._library, report.dtype, self.given[0] if self.given else (),
                 lambda index, count: self.progress("running all segments", index, count),
             )  # fmt: skip
         except NotRunnable as error:

@@ -4,6 +4,7 @@ import itertools
 import re
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -21,7 +22,7 @@ from twinop.deploy import ort_runs
 from twinop.deploy.ort_runs import Answer
 from twinop.errors import ExportError
 from twinop.export import export
-from twinop.optimize import comparison, equivalence, norms, optimize, passes
+from twinop.optimize import comparison, equivalence, norms, optimize, passes, segments, verifier
 from twinop.optimize import graph as g
 
 TEXT = "(float[N, 4] x) => (float[N, 3] y) { y = MatMul (x, w) }"
@@ -315,6 +316,41 @@ def test_a_rewrite_that_fails_is_reverted(
     onnx.save(parsed(text, w=weights(8, 8), v=weights(8, 8, seed=1)), tmp_path / "old.onnx")
     report = optimize(tmp_path / "old.onnx", tmp_path / "new.onnx", device="cpu")
     assert report.reverted == {"other": "fails: KeyError: 'x': this is a defect of twinop, please report it"}
+
+
+@pytest.mark.parametrize("is_seen", [True, False])
+def test_a_rewrite_that_only_fails_in_the_written_file_is_reverted(
+    is_seen: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Layers of one kind: one is compared before it is written. Its bytes show it, or that it runs."""
+
+    def damages(work: Any) -> None:
+        weight = work.op_nodes("linear")[2].inputs[1]
+        changed = np.array(weight.const_value.numpy())
+        changed[0, 0] *= -1.5
+        weight.const_value = ir.tensor(changed)
+
+    def harmless(work: Any) -> None:
+        for node in work.nodes("Relu"):
+            node.replace_input_with(0, g.add(node, "Identity", [node.inputs[0]]))
+
+    monkeypatch.setattr("twinop.optimize.segments.MOST_BYTES", 100)
+    monkeypatch.setattr(verifier, "cut", partial(segments.cut, most_bytes=100))
+    if not is_seen:
+        monkeypatch.setattr(verifier, "check_weights", lambda *given: [])
+    rewrites = [pass_of("harmless", harmless), *passes.PASSES, pass_of("damages", damages)]
+    monkeypatch.setattr(passes, "PASSES", rewrites)
+    layers = [f"a{i} = MatMul (h{i}, w{i}) h{i + 1} = Relu (a{i})" for i in range(4)]
+    text = f"(float[N, 8] h0) => (float[N, 8] h4) {{ {' '.join(layers)} }}"
+    proto = parsed(text, **{f"w{i}": weights(8, 8, seed=i) for i in range(4)})
+    onnx.save(proto, tmp_path / "old.onnx")
+    report = optimize(tmp_path / "old.onnx", tmp_path / "new.onnx", device="cuda")
+    assert [*report.reverted] == ["damages"] and report.fused == {"linear": 4}, report
+    said = "differs in layer 3 of 4" if is_seen else "layer 3 of 4"
+    assert f"what was written {said}" in report.reverted["damages"]
+    monkeypatch.setattr(passes, "PASSES", [*rewrites, pass_of("again", damages)])
+    said = refused(tmp_path / "old.onnx", tmp_path / "other.onnx", device="cuda")
+    assert "layer 3 of 4" in said and "this is a defect of twinop" in said
 
 
 def rounded(work: Any) -> None:
