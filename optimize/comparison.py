@@ -207,7 +207,10 @@ class Comparison:
         ]
         if dtype is not ir.DataType.FLOAT16 or not indices or plain is None:
             return []
-        form = source.form(equivalence.with_magnitudes(plain.clone(), dtype))
+        measured = plain.clone()
+        measured.graph.outputs.clear()
+        equivalence.add_magnitudes(measured, [dtype])
+        form = source.form(measured)
         cases = self._narrowed(form, [reference.cases[index] for index in (0, *indices)])
         try:
             answer = run(form.what, self.library, cases, optimize=False)

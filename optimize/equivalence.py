@@ -1,6 +1,6 @@
 """Compares an optimised model with the original."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from math import inf
@@ -39,6 +39,15 @@ LAST_BITS = 2.0**-22  # two fp32 numbers beside each other, twice
 IDS = "the ids of the largest rows"
 _FEW = 16  # constants of no more elements are sizes and bounds, where the last bits decide
 _BESIDE_10000 = 2.0**-10  # what an fp32 score keeps to which a mask has added -10000
+
+
+def accepted_error(dtype: str, own: float, times: float = 1.0) -> float:
+    """Returns the largest accepted error of a result, given the original's own where last bits differ.
+
+    Args:
+        times: how many times what is accepted of a whole value.
+    """
+    return max(times * ACCEPTED[dtype], NOISE * own if own <= LOST * times else 0.0)
 
 
 class NotEquivalent(Exception):
@@ -176,7 +185,7 @@ class Reference:
                 own, is_special = noise()[index][output], index >= self.usual
                 if is_special and not own <= LOST:
                     continue
-                accepted = max(ACCEPTED[dtype], NOISE * (own if own <= LOST else 0.0))
+                accepted = accepted_error(dtype, own)
                 if not error <= accepted:
                     where = f" for {self.special[index - self.usual]}" if is_special else ""
                     text = f"relative error {error:.1e}, accepted {accepted:.1e}"
@@ -316,21 +325,34 @@ def _is_float(value: Any) -> bool:
     return isinstance(value, np.ndarray) and value.dtype.kind == "f"
 
 
-def with_magnitudes(model: ir.Model, dtype: ir.DataType) -> ir.Model:
-    """Makes the largest magnitude of each value of a dtype that nodes compute the outputs of a model."""
-    infer_types(model)
-    inner = [value for node in model.graph for value in node.outputs if value.dtype is dtype]
-    model.graph.outputs.clear()
-    for value in inner:
-        if isinstance(value.type, ir.TensorType):
+def add_magnitudes(
+    model: ir.Model, dtypes: Collection[ir.DataType], known: Collection[str | None] = ()
+) -> dict[str, str]:
+    """Adds outputs to a model, in place: the largest magnitude of each value that its nodes compute.
+
+    Args:
+        dtypes: of these values.
+        known: names of values to leave out.
+
+    Returns the names of these values, by that of the output.
+    """
+    values, found = [value for node in model.graph for value in node.outputs], dict[str, str]()
+    if any(value.dtype is None for value in values):
+        infer_types(model)
+    for value in [value for value in values if value.dtype in dtypes]:
+        is_tensor = value.name and isinstance(value.type, ir.TensorType)
+        if is_tensor and value.name not in known and not value.is_graph_output():
             wide = ir.node("Cast", [value], {"to": ir.DataType.FLOAT})
             size = ir.node("Abs", wide.outputs)
-            largest = ir.node("ReduceMax", size.outputs, {"keepdims": 0})
-            largest.outputs[0].type = ir.TensorType(ir.DataType.FLOAT)
-            largest.outputs[0].shape = ir.Shape([])
+            largest = ir.node("ReduceMax", size.outputs, {"keepdims": 0}, name=f"{value.name} (largest)")
+            [output] = largest.outputs
+            output.name, output.type, output.shape = (
+                largest.name, ir.TensorType(ir.DataType.FLOAT), ir.Shape([]),
+            )  # fmt: skip
             model.graph.extend([wide, size, largest])
-            model.graph.outputs.append(largest.outputs[0])
-    return model
+            model.graph.outputs.append(output)
+            found[str(output.name)] = str(value.name)
+    return found
 
 
 def nudge_weights(model: ir.Model, by: float = LAST_BITS) -> ir.Model:

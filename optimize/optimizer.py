@@ -1,7 +1,6 @@
 """Optimises an ONNX file: load, prepare, rewrite, convert, write, verify, publish."""
 
 import os
-from bisect import bisect_left
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from functools import partial
@@ -223,19 +222,14 @@ def _write(
         verifier.verify_written(path, _as_run(reopen(path)))
         return files
 
-    def fails(count: int) -> bool:
-        try:
-            written(verifier.apply(acting[:count]))
-        except equivalence.NotEquivalent:
-            return True
-        return False
-
     try:
         return names, written(context)
     except equivalence.NotEquivalent as reason:
-        if not acting or fails(0):
+        try:
+            written(verifier.apply([]))
+        except equivalence.NotEquivalent:
             raise _failure(source, acting, reason) from None
-        wrong = acting[bisect_left(range(1, len(acting)), True, key=fails)]
+        wrong = verifier.first_wrong(acting, written)
         report.reverted |= {wrong: f"what was written {reason}"}
     kept = [name for name in names if name != wrong]
     try:

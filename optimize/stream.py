@@ -23,11 +23,18 @@ from twinop.deploy.ort_runs import Earlier, NotRunnable
 from twinop.errors import ExportError, TwinopError
 from twinop.model import weights
 from twinop.record.op_spec import DOMAIN
-from twinop.record.tolerance import LOST, NOISE, nudged
+from twinop.record.tolerance import nudged
 
 from . import decoders, inputs, sliced
 from . import graph as g
-from .equivalence import ACCEPTED, LAST_BITS, NotEquivalent, relative_error
+from .equivalence import (
+    ACCEPTED,
+    LAST_BITS,
+    NotEquivalent,
+    accepted_error,
+    add_magnitudes,
+    relative_error,
+)
 from .inputs import Case, Sizes
 from .segments import Part, Segment, extract
 from .sliced import Found
@@ -42,7 +49,6 @@ _OF_CONVERTED = 4.0  # times a last bit, where a result has another dtype: all i
 _OF_CHANNELS = 4.0  # times what is accepted of a whole value: the largest of many errors
 _ONLY_16 = ("CustomLinearQ", "CustomLinearQSwiglu")  # they have no kernel in fp32
 _SIZES = [Sizes(1, 32), *inputs.SIZES]
-_LARGEST = " (largest)"
 _MIXTURES, _TABLE = ("MoE", "QMoE"), "GatherBlockQuantized"
 
 State = dict[str, list[np.ndarray]]
@@ -237,7 +243,9 @@ def _compare(run: _Run, segment: Segment) -> None:
     if unknown := [each for each in outputs if each not in run.exact]:
         raise NotEquivalent(f"{name}: it returns {unknown[0]}, which the original does not compute")
     given, own = _given(run, result, run.exact, None), _given(run, result, run.own, count)
-    measured = _measure_inside(result, original) if run.dtype == "float16" else []
+    known = {value.name for node in original.graph for value in node.outputs}
+    is_narrow = run.dtype == "float16"
+    measured = add_magnitudes(result, [ir.DataType.FLOAT16], known) if is_narrow else {}
     with _naming(name, NotEquivalent, "the result fails"):
         found = sliced.run(result.clone(), [*given, *own], run.library)
     _keep(run.own, found[count:])
@@ -258,17 +266,13 @@ def _form(run: _Run, model: ir.Model, part: Part) -> ir.Model:
     decoders.set_full_precision(made)
     kinds = {value.dtype for value in made.graph.inputs} | {each.dtype for each in g.tensors(made)}
     if ir.DataType.BFLOAT16 in kinds:
-        _require_types(made)
+        if any(value.dtype is None for node in made.graph for value in node.outputs):
+            infer_types(made)
         narrow = [node for node in made.graph if node.domain == DOMAIN and node.op_type in _ONLY_16]
         widen(made.graph, set())
         for node in narrow:
             _compute_in_bfloat16(node)
     return made
-
-
-def _require_types(model: ir.Model) -> None:
-    if any(value.dtype is None for node in model.graph for value in node.outputs):
-        infer_types(model)
 
 
 def _compute_in_bfloat16(node: ir.Node) -> None:
@@ -385,7 +389,7 @@ def _check(
         if error <= accepted:
             continue
         own = max(measure(expected[case][name], each[name]) for each in noise(case))
-        accepted = max(accepted, NOISE * own if own <= LOST * times else 0.0)
+        accepted = accepted_error(run.dtype, own, times)
         if not error <= accepted:
             text = f"{segment}: {name} differs from the original: relative error{what} {error:.1e}, accepted"
             raise NotEquivalent(f"{text} {accepted:.1e}", error=error, accepted=accepted)
@@ -421,7 +425,7 @@ def _check_outputs(run: _Run, segment: str, outputs: Sequence[str]) -> None:
             error, noise = relative_error(exact, own), relative_error(exact, noisy)
             run.streamed.own_error = max(run.streamed.own_error, error)
             run.streamed.own_noise = max(run.streamed.own_noise, noise)
-            accepted = max(ACCEPTED[run.dtype], NOISE * noise if noise <= LOST else 0.0)
+            accepted = accepted_error(run.dtype, noise)
             if not error <= accepted:
                 text = (
                     f"{segment}: {name} differs from the original after all segments before: relative error"
@@ -431,39 +435,16 @@ def _check_outputs(run: _Run, segment: str, outputs: Sequence[str]) -> None:
                 )
 
 
-def _measure_inside(model: ir.Model, other: ir.Model | None = None) -> list[str]:
-    """Lets a model return the largest magnitude of its values in fp16 that another one does not have."""
-    known = {value.name for node in other.graph for value in node.outputs} if other is not None else set()
-    kinds = (ir.DataType.FLOAT16, ir.DataType.FLOAT) if other is None else (ir.DataType.FLOAT16,)
-    names = list[str]()
-    _require_types(model)
-    for node in list(model.graph):
-        for value in node.outputs:
-            if value.dtype not in kinds or not value.name or value.name in known or value.is_graph_output():
-                continue
-            if value.type is not None and not isinstance(value.type, ir.TensorType):
-                continue
-            wide = ir.node("Cast", [value], {"to": ir.DataType.FLOAT})
-            size = ir.node("Abs", wide.outputs)
-            largest = ir.node("ReduceMax", size.outputs, {"keepdims": 0}, name=f"{value.name}{_LARGEST}")
-            largest.outputs[0].name = f"{value.name}{_LARGEST}"
-            largest.outputs[0].type, largest.outputs[0].shape = ir.TensorType(ir.DataType.FLOAT), ir.Shape([])
-            model.graph.extend([wide, size, largest])
-            model.graph.outputs.append(largest.outputs[0])
-            names.append(str(largest.outputs[0].name))
-    return names
-
-
 def _check_inside(
-    run: _Run, segment: Segment, original: ir.Model, found: Sequence[Found], measured: Sequence[str]
+    run: _Run, segment: Segment, original: ir.Model, found: Sequence[Found], measured: Mapping[str, str]
 ) -> None:
     """Refuses what makes numbers near the end of fp16 that the original does not have."""
-    sizes = {name: max(float(each[name]) for each in found) for name in measured}
+    sizes = {name: max(float(each[output]) for each in found) for output, name in measured.items()}
     large = {name: size for name, size in sizes.items() if not size <= _HALF_OF_FP16}
     if not large:
         return
     plain = original.clone()
-    _measure_inside(plain)
+    add_magnitudes(plain, [ir.DataType.FLOAT16, ir.DataType.FLOAT])
     with _naming(segment.name, _DoesNotRun, "the original fails"):
         before = sliced.run(plain, _given(run, original, run.exact, None), run.library)
     values = [
@@ -475,7 +456,7 @@ def _check_inside(
     if max(values, default=0.0) <= _HALF_OF_FP16:
         name, size = max(large.items(), key=lambda each: each[1])
         raise NotEquivalent(
-            f"{segment.name}: {name.removesuffix(_LARGEST)} reaches {size:.0f}, more than half of "
+            f"{segment.name}: {name} reaches {size:.0f}, more than half of "
             f"what float16 has, where the original's numbers stay below {max(values, default=0.0):.0f}"
         )
 

@@ -5,6 +5,7 @@ segment one is compared in the same way (`comparison.py`). When the result is wr
 once more, one at a time (`stream.py`), and its weights are compared with the source's (`weight_check.py`).
 """
 
+from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -221,19 +222,19 @@ class Verifier:
             self.failed = None
             try:
                 context = self.apply(kept)
-                self.source.report.error = self._error_of(context.model)
+                self.source.report.error = self._error_of(context)
                 return kept, self._broadcasting(kept, context)
             except equivalence.NotEquivalent as reason:
                 why = self._cause(reason)
                 if len(kept) == len(names):
                     self._verify_unchanged()
-                name = reason.rewrite or self._first_wrong(kept)
+                name = reason.rewrite or self.first_wrong(kept, self._error_of)
                 self.source.report.reverted[name] = f"{reason}: {why}"
                 kept.remove(name)
 
-    def _error_of(self, model: ir.Model) -> float:
+    def _error_of(self, context: g.RewriteContext) -> float:
         """Returns the error of a form in fp32; raises NotEquivalent if it fails, or that is too large."""
-        self.failed, largest = None, 0.0
+        self.failed, largest, model = None, 0.0, context.model
         segments = [] if self.whole else cut(self.source.loaded, model)
         for label, comparison, part in self._pairs(model, segments):
             self.progress(f"comparing with the original{label and ': '}{label}")
@@ -247,19 +248,22 @@ class Verifier:
     def _cause(self, reason: equivalence.NotEquivalent) -> str:
         return DEFECT if self.failed is None else self.failed.cause(reason)
 
-    def _first_wrong(self, names: Names) -> str:
-        """Returns the first pass that changes the results."""
-        for count in range(1, len(names)):
+    def first_wrong(self, names: Names, check: Callable[[g.RewriteContext], object]) -> str:
+        """Returns the pass with which `check` fails and without which it does not; it fails with all."""
+
+        def fails(count: int) -> bool:
             try:
-                self._error_of(self.apply(names[:count]).model)
+                check(self.apply(names[:count]))
             except equivalence.NotEquivalent:
-                return names[count - 1]
-        return names[-1]
+                return True
+            return False
+
+        return names[bisect_left(range(1, len(names)), True, key=fails)]
 
     def _verify_unchanged(self) -> None:
         """Raises ExportError if the model without any rewrite differs: no rewrite is the cause."""
         try:
-            self._error_of(self.apply([]).model)
+            self._error_of(self.apply([]))
         except equivalence.NotEquivalent as reason:
             base = self.source.base
             random = [node.op_type for node in base.graph.all_nodes() if draws_random(node)]
@@ -279,7 +283,7 @@ class Verifier:
             self.source.broadcasts, plain = True, context
             try:
                 context = self.apply(names)
-                self.source.report.error = self._error_of(context.model)
+                self.source.report.error = self._error_of(context)
                 still = self._failing_sizes()
             except equivalence.NotEquivalent:
                 still = failing
@@ -287,7 +291,7 @@ class Verifier:
                 failing = still
             else:
                 self.source.broadcasts, context = False, plain
-                self.source.report.error = self._error_of(context.model)
+                self.source.report.error = self._error_of(context)
         if failing:
             self.source.report.add_note(
                 f"it may fail for {', '.join(failing)}, which the original broadcasts: axes of one name must "

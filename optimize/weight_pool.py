@@ -11,6 +11,8 @@ import onnx
 import onnx_ir as ir
 from onnx.reference import ReferenceEvaluator
 
+from twinop.model.weights import Stored
+
 from . import graph as g
 
 _LARGE = 1 << 12  # bytes of a matrix that a result must hold
@@ -198,15 +200,9 @@ def _cuts(value: ir.Value, known: Mapping[ir.Value, np.ndarray]) -> set[int]:
 def to_array(tensor: ir.TensorProtocol) -> np.ndarray:
     """Returns the numbers of a tensor, mapped if they lie in a file; those below 8 bits as packed bytes."""
     shape, bits = [*tensor.shape.numpy()], tensor.dtype.bitwidth
-    path, offset = getattr(tensor, "path", None), getattr(tensor, "offset", 0)
-    if path is None and bits >= 8:
-        return tensor.numpy()
-    if path is None or not tensor.nbytes:
-        raw = np.frombuffer(tensor.tobytes(), np.uint8)
-    else:
-        raw = np.asarray(np.memmap(path, np.uint8, "r", offset or 0, (tensor.nbytes,)))
     if bits >= 8:
-        return raw.view(tensor.dtype.numpy()).reshape(shape)
+        return tensor.numpy()
+    raw = tensor.bytes() if isinstance(tensor, Stored) else np.frombuffer(tensor.tobytes(), np.uint8)
     is_even = bool(shape) and shape[-1] * bits % 8 == 0
     return raw.reshape([*shape[:-1], shape[-1] * bits // 8] if is_even else [-1])
 
