@@ -125,7 +125,7 @@ GQA, NORM = "GroupQueryAttention", "SkipSimplifiedLayerNormalization"
         (_attribute("local_window_size", 16), GQA, 1, 1),
         (_attribute("epsilon", 1e-3), NORM, 2, 1),
         (_other_table, GQA, 1, 1),
-        (_bias, "MatMul", 6, 1),
+        (_bias, "MatMul", 6, 0),
     ],
     ids=["a weight", "a window", "a scalar", "a table", "a bias"],
 )
@@ -133,7 +133,7 @@ GQA, NORM = "GroupQueryAttention", "SkipSimplifiedLayerNormalization"
 def test_kinds(
     change: Callable[[ir.Node], None], op_type: str, index: int, others: int, form: str, decoder: ir.Model
 ) -> None:
-    """Layers differ in their weights only, until one of them has another scalar, window, table or bias."""
+    """Layers differ in weights and biases only, until one of them has another scalar, window or table."""
     one, two = changed(decoder, change, op_type, index), decoder.clone()
     segments = cut(*((one, two) if form == "original" else (two, one)), most_bytes=800 * _KIB)
     kinds = [each.kind for each in segments if "layer" in each.name]
