@@ -6,10 +6,12 @@ itself splits, or these times a norm's gain or a batch norm's scale. Samples of 
 be; then all numbers are compared, a tile at a time.
 """
 
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from itertools import chain
+from math import prod
 from typing import Any
 
 import ml_dtypes
@@ -177,13 +179,14 @@ def _explain(found: np.ndarray, pool: Pool, is_turned: bool) -> list[_Piece] | N
 
 def _candidates(found: np.ndarray, at: int, is_turned: bool, pool: Pool) -> Iterator[Lines]:
     """Yields what may stand at an element of a constant, with the lines there; the largest first."""
+    yield from _copies(found, at, is_turned, pool)
     whole = [each for each in pool.constants if each.array.size == found.size and not at]
     others = [each for each in pool.constants if each.array.size != found.size or at]
     for group in (whole, others):
         for is_scaled in (False, True) if is_float(found) else (False,):
-            pairs: Iterable[Lines] = chain.from_iterable(
-                _pieces(found, at, is_turned, each) for each in group
-            )
+            pieces = [piece for each in group for piece in _pieces(found.dtype, each)]
+            placed = [(each, _lines(found, at, is_turned, each.lines.shape)) for each in pieces]
+            pairs: Iterable[Lines] = ((piece, lines) for piece, lines in placed if lines is not None)
             if is_scaled:
                 pairs = chain.from_iterable(_scaled(*each, pool) for each in pairs)
             scored = [(piece.likeness(lines), piece, lines) for piece, lines in pairs]
@@ -191,22 +194,40 @@ def _candidates(found: np.ndarray, at: int, is_turned: bool, pool: Pool) -> Iter
             yield from ((piece, lines) for score, piece, lines in scored if score >= _MOST)
 
 
-def _pieces(found: np.ndarray, at: int, is_turned: bool, source: Constant) -> Iterator[Lines]:
-    """Yields the pieces of a constant of the original that have room at an element of the result's."""
-    if is_float(found) != is_float(source.array) or (
-        not is_float(found) and found.dtype != source.array.dtype
-    ):
-        return
-    for axis, view in source.views():
-        count, width = view.shape
-        if is_turned and found.shape[0] != width:
-            continue
-        for start, stop in source.spans(count):
-            size = (stop - start) * width
-            if min(_SHORT, found.size) <= size <= found.size - at:
-                flat = found.reshape(-1)[at : at + size].reshape(-1, width)
-                lines = found.T[at // width :][: stop - start] if is_turned else flat
-                yield _Piece(source, axis, start, count, view[start:stop], slack=source.slack), lines
+def _copies(found: np.ndarray, at: int, is_turned: bool, pool: Pool) -> Iterator[Lines]:
+    """Yields the pieces that agree in a sample of their numbers: most are, and need no search among all."""
+    if found.dtype not in pool.samples:
+        pool.samples[found.dtype] = _samples(pool, found.dtype)
+    for shape, pieces in pool.samples[found.dtype].items():
+        lines = _lines(found, at, is_turned, shape)
+        if lines is not None:
+            yield from ((piece, lines) for piece in pieces.get(lines[_sample(shape)].tobytes(), ()))
+
+
+def _samples(pool: Pool, dtype: np.dtype) -> dict[tuple[int, int], dict[bytes, list[_Piece]]]:
+    """Returns all pieces in a dtype by their shapes, the largest first, and by a sample of their numbers."""
+    found = defaultdict[tuple[int, int], dict[bytes, list[_Piece]]](lambda: defaultdict(list))
+    for source in pool.constants:
+        for piece in _pieces(dtype, source):
+            shape = (len(piece.lines), piece.lines.shape[1])
+            found[shape][piece.expected(*_sample(shape), dtype).tobytes()].append(piece)
+    return {shape: found[shape] for shape in sorted(found, key=prod, reverse=True)}
+
+
+def _pieces(dtype: np.dtype, source: Constant) -> Iterator[_Piece]:
+    """Yields the pieces of a constant of the original that a constant of a dtype may hold."""
+    is_wanted = source.array.dtype.kind in "fV" if dtype.kind in "fV" else dtype == source.array.dtype
+    for axis, view in source.views() if is_wanted else ():
+        for start, stop in source.spans(len(view)):
+            yield _Piece(source, axis, start, len(view), view[start:stop], slack=source.slack)
+
+
+def _lines(found: np.ndarray, at: int, is_turned: bool, shape: tuple[int, int]) -> np.ndarray | None:
+    """Returns the lines of a constant that begin at an element, if it has room for so many there."""
+    (count, width), size = shape, prod(shape)
+    if (is_turned and found.shape[0] != width) or not min(_SHORT, found.size) <= size <= found.size - at:
+        return None
+    return found.T[at // width :][:count] if is_turned else found.reshape(-1)[at : at + size].reshape(shape)
 
 
 def _scaled(piece: _Piece, lines: np.ndarray, pool: Pool) -> Iterator[Lines]:

@@ -4,6 +4,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain, pairwise
 from math import prod
+from typing import Any
 
 import ml_dtypes
 import numpy as np
@@ -60,10 +61,12 @@ class Pool:
 
     Attributes:
         scales: of batch norms, which are computed here.
+        samples: for `weight_check`, by dtype.
     """
 
     constants: list[Constant]
     scales: list[np.ndarray]
+    samples: dict[np.dtype, Any] = field(default_factory=dict)
 
     def factors(self, size: int, dtype: np.dtype) -> Iterator[tuple[np.ndarray, float | None]]:
         """Yields the rows of so many numbers that weights may be multiplied by, and the slack of each."""

@@ -7,6 +7,7 @@ import onnx_ir as ir
 import pytest
 from optimizing import parsed
 
+from twinop.optimize import weight_check
 from twinop.optimize.equivalence import NotEquivalent
 from twinop.optimize.segments import Part, Segment
 from twinop.optimize.weight_check import check_weights
@@ -186,6 +187,16 @@ def test_layers_that_changed_places() -> None:
     assert check_weights(source, layers(first, second), segments) == []
     with pytest.raises(NotEquivalent, match="differs in layer 0: w0 is w1, which belongs to another part"):
         check_weights(source, layers(second, first), segments)
+
+
+def test_copies_are_found_without_a_search(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of hundreds of constants in one segment, each would be compared with all."""
+    source = {f"w{i}": draw(32, 48) for i in range(9)} | {f"b{i}": draw(48) for i in range(3)}
+    searched = list[object]()
+    monkeypatch.setattr(weight_check._Piece, "likeness", lambda piece, found: searched.append(found) or 0.0)
+    result = {name: array.T.astype(np.float32) for name, array in source.items()}
+    result["joined"] = np.concatenate([source["w0"], source["w7"], source["w3"]])
+    assert check(source, result) == [] and not searched
 
 
 def test_equal_weights_may_be_one() -> None:
