@@ -14,8 +14,9 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 import onnx_ir as ir
 
-from twinop.deploy.ort_runs import NotRunnable, run
+from twinop.deploy.ort_runs import NotRunnable, Parts, run
 from twinop.errors import TwinopError
+from twinop.model.parts import parts
 from twinop.record.dimensions import expressions
 
 from . import graph as g
@@ -95,7 +96,8 @@ def _try(model: ir.Model, masks: Sequence[_Mask], sizes: inputs.Sizes, name: str
             for seed, (size, hide) in enumerate(kinds)
         ]
         part = model_of(model, [mask.value for mask in masks])
-        found = [run(part, False, [case]).outputs[0] for case in cases]  # one by one: masks may be large
+        runs = [cases] if batch else [[case] for case in cases]  # one by one: long masks may be large
+        found = [arrays for each in runs for arrays in run(part, False, each).outputs]
     except (NotRunnable, TwinopError):
         return False
     for case, arrays in zip(cases, found, strict=True):
@@ -212,12 +214,13 @@ def _is_of_kind(array: np.ndarray, kind: MaskKind, shown: np.ndarray | None) -> 
     return bool(is_binary and ((wide == 0) == expected).all())
 
 
-def model_of(model: ir.Model, values: Sequence[ir.Value]) -> bytes:
-    """Returns a model that computes some values of a model."""
+def model_of(model: ir.Model, values: Sequence[ir.Value]) -> Parts:
+    """Returns a model that computes some values of a model; large weights whose shapes they need stay where
+    they are."""
     given = given_of(*values)
     graph = ir.convenience.extract(
         model.graph, [each for each in model.graph.inputs if each in given], values
     )
     for value in graph.outputs:
         value.shape = None
-    return ir.to_proto(ir.Model(graph, ir_version=model.ir_version)).SerializeToString()
+    return parts(ir.Model(graph, ir_version=model.ir_version))

@@ -5,13 +5,15 @@ from typing import Any
 
 import numpy as np
 import onnx
+import onnx_ir as ir
 import pytest
 from export_models import CPU
 from optimizing import nodes, optimized, parsed, pass_of, weights
 
 from twinop import deploy
+from twinop.deploy.ort_runs import run
 from twinop.errors import ExportError
-from twinop.optimize import optimize
+from twinop.optimize import masks, optimize
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 LOWEST = float(np.finfo(np.float32).min)
@@ -260,3 +262,13 @@ def test_inverted_masks_in_16_bits(tmp_path: Path) -> None:
     model = attention(f"{mask} p = Softmax (r)", ", bool[B, S] padding_mask")
     report, _ = optimized(model, tmp_path, dtype="float16")
     assert 0 < report.error < 1e-2
+
+
+def test_a_table_whose_shape_a_mask_needs_is_not_copied() -> None:
+    """Each run would take all of an embedding of gigabytes along."""
+    text = "(int64[B, S] ids) => (int64[3] y) { h = Gather (table, ids) y = Shape (h) }"
+    model = ir.from_proto(parsed(text, table=weights(64, 512)))
+    part = masks.model_of(model, [*model.graph.outputs])
+    assert len(part.graph) < 4096 and [*part.weights] == ["table"]
+    [[shape]] = run(part, False, [{"ids": np.zeros((2, 3), np.int64)}]).outputs
+    assert [*shape] == [2, 3, 512]
