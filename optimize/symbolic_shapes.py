@@ -6,10 +6,13 @@ of the TorchScript exporter with open lengths, which compute shapes from sums an
 
 from collections.abc import Callable
 from functools import cache, partial, reduce
+from importlib.util import module_from_spec, spec_from_file_location
+from pathlib import Path
 from typing import Any
 
 import onnx
 import onnx_ir as ir
+import onnxruntime
 from onnx_ir.passes.common import ShapeInferencePass
 
 from . import graph as g
@@ -110,6 +113,16 @@ def _infer_quantised_rows(inference: Any, node: onnx.NodeProto) -> None:
         inference.known_vi_[node.output[0]].CopyFrom(info)
 
 
+def _module() -> Any:
+    """Returns ONNX Runtime's module of the inference. Its package imports torch where that is installed."""
+    name = "onnxruntime.tools.symbolic_shape_infer"
+    spec = spec_from_file_location(name, Path(onnxruntime.__file__).parent / "tools/symbolic_shape_infer.py")
+    assert spec is not None and spec.loader is not None
+    module = module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
 @cache
 def _inference() -> Any:
     """Returns ONNX Runtime's inference, changed so that sizes of inputs stay apart where they are summed.
@@ -117,7 +130,8 @@ def _inference() -> Any:
     One of the two may be 1. The sum's size has the names of both.
     """
     import sympy  # type: ignore[import-untyped]
-    from onnxruntime.tools import symbolic_shape_infer as original
+
+    original = _module()
 
     class Inference(original.SymbolicShapeInference):
         def __init__(self, *args: Any) -> None:
