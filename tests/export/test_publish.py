@@ -70,6 +70,18 @@ def test_the_name_of_data_is_its_checksum(tmp_path: Path, monkeypatch: pytest.Mo
     assert write(1, tmp_path / "model.onnx") == data and names(tmp_path) == {"model.onnx", data.name}
 
 
+def test_models_are_read_only_where_old_data_may_go(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They may have gigabytes."""
+    seen = list[Path]()
+    named = publish._named
+    monkeypatch.setattr(publish, "_named", lambda model, stem: seen.append(model) or named(model, stem))
+    write(1, tmp_path / "other.onnx")
+    write(1, tmp_path / "model.onnx")
+    assert not seen
+    write(2, tmp_path / "model.onnx")
+    assert seen
+
+
 def test_one_former_generation_stays(tmp_path: Path) -> None:
     target = tmp_path / "model.onnx"
     first, old = write(1, target), target.read_bytes()

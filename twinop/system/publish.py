@@ -61,7 +61,7 @@ def publish(files: Sequence[Path], target: Path) -> list[Path]:
     *data, _ = files
     places = [*(target.with_name(file.name) for file in data), target]
     with _locked(target.parent) as is_locked:
-        former = _named(target, target.stem)
+        former = _named(target, target.stem) if _data_files(target) else set()
         for file, place in zip(files, places, strict=True):
             try:
                 with file.open("rb") as written:
@@ -114,18 +114,25 @@ def _remove_abandoned(parent: Path) -> None:
 
 def _remove_unused(target: Path, kept: set[str]) -> None:
     """Removes data of earlier models, if its content shows that twinop wrote it and no model names it."""
-    stem, folder = target.stem, target.parent
-    named = set(kept)
-    for model in folder.glob("*.onnx"):
+    others = [file for file in _data_files(target) if file.name not in kept]
+    if not others:
+        return  # without reading models, which may be large
+    stem, named = target.stem, set[str]()
+    for model in target.parent.glob("*.onnx"):
         if (names := _named(model, stem)) is None:
             return
         named |= names
-    for file in folder.iterdir():
-        found = re.fullmatch(_pattern(stem), os.fsencode(file.name))
-        if found and file.name not in named and stat.S_ISREG(file.lstat().st_mode):
+    for file in others:
+        if file.name not in named and stat.S_ISREG(file.lstat().st_mode):
             with suppress(OSError):
                 if data_name(stem, checksum(file)) == file.name:
                     file.unlink()
+
+
+def _data_files(target: Path) -> list[Path]:
+    """Returns what is named as data of a model is."""
+    pattern = re.compile(_pattern(target.stem))
+    return [file for file in target.parent.iterdir() if pattern.fullmatch(os.fsencode(file.name))]
 
 
 def _pattern(stem: str) -> bytes:
