@@ -5,9 +5,12 @@
     python lab/real_sizes.py --rows bert,vit,whisper --before ~/twinop-0.3/.venv/bin/python
 
 The models have random weights, other ones in each layer. A line has the command and the bars of two cores.
-A file on the disk of --work takes three times the size of its model. generate needs onnxruntime-genai.
+A file on the disk of --work takes three times the size of its model. generate needs onnxruntime-genai, unet
+diffusers (pip install --no-deps diffusers).
 """
 
+import importlib
+import math
 import os
 import shutil
 import subprocess
@@ -21,12 +24,14 @@ from typing import Annotated, Any
 
 import torch
 import typer
+from torch import Tensor, nn
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests/helpers"))
 from decoder_graphs import Sizes, write
 
 from lab.model_zoo import ROWS as ZOO
+from lab.model_zoo import normal
 from lab.models import torch_export
 from twinop.bench.measurements import Measurements, Output, chosen
 from twinop.cli.console import clear_errors, out
@@ -109,6 +114,53 @@ def encoder(name: str, folder: Path, quick: bool) -> Command:
     return ["-m", "twinop", "optimize", f"{folder}/old.onnx", "-o", f"{folder}/new.onnx", "--device", "cuda"]
 
 
+class UNet(nn.Module):
+    """SDXL's, of its public configuration, in fp16 with random weights."""
+
+    def __init__(self, quick: bool) -> None:
+        super().__init__()
+        self.widths = (64, 128, 128) if quick else (320, 640, 1280)
+        self.text, self.pooled, self.id_width = (64, 32, 8) if quick else (2048, 1280, 256)
+        with torch.device("meta"):
+            body = importlib.import_module("diffusers").UNet2DConditionModel(
+                down_block_types=("DownBlock2D", "CrossAttnDownBlock2D", "CrossAttnDownBlock2D"),
+                up_block_types=("CrossAttnUpBlock2D", "CrossAttnUpBlock2D", "UpBlock2D"),
+                block_out_channels=self.widths,
+                layers_per_block=2,
+                transformer_layers_per_block=(1, 2, 2 if quick else 10),
+                attention_head_dim=[width // 64 for width in self.widths],  # how many heads there are
+                cross_attention_dim=self.text,
+                use_linear_projection=True,
+                addition_embed_type="text_time",
+                addition_time_embed_dim=self.id_width,
+                projection_class_embeddings_input_dim=self.pooled + 6 * self.id_width,
+            )
+        self.body = body.half().to_empty(device="cpu").eval().requires_grad_(False)
+        torch.manual_seed(0)
+        for name, weight in self.body.named_parameters():
+            if weight.dim() > 1:
+                weight.normal_(0, 0.7 / math.sqrt(weight[0].numel()))
+            else:
+                weight.normal_(float(name.endswith("weight")), 0.1)
+
+    def forward(self, sample: Tensor, timestep: Tensor, text: Tensor, pooled: Tensor, ids: Tensor) -> Tensor:
+        given = {"text_embeds": pooled, "time_ids": ids}
+        return self.body(sample, timestep, text, added_cond_kwargs=given, return_dict=False)[0]
+
+    def example(self) -> dict[str, Tensor]:
+        shapes = {"sample": (2, 4, 32, 32), "text": (2, 77, self.text), "pooled": (2, self.pooled)}
+        inputs = {name: normal(*shape).half() for name, shape in shapes.items()}
+        inputs |= {"timestep": torch.tensor([500, 500]), "ids": torch.full((2, 6), 256.0).half()}
+        return {name: inputs[name] for name in ("sample", "timestep", "text", "pooled", "ids")}
+
+
+def unet(folder: Path, quick: bool) -> Command:
+    if not (folder / "old.onnx").exists():
+        model = UNet(quick)
+        torch_export(model, model.example(), folder / "old.onnx")
+    return ["-m", "twinop", "optimize", f"{folder}/old.onnx", "-o", f"{folder}/new.onnx", "--device", "cuda"]
+
+
 def export(folder: Path, quick: bool) -> Command:
     return ["-c", _EXPORT, f"{folder}/new.onnx", *(("2", "64") if quick else ("16", "4096"))]
 
@@ -134,6 +186,7 @@ ROWS = {
     "bert": Row(partial(encoder, "bert-fp16")),
     "vit": Row(partial(encoder, "vit")),
     "whisper": Row(partial(encoder, "whisper")),
+    "unet": Row(unet, 600, 3.5),
     "export": Row(export, 45, 2.8),
 }  # fmt: skip
 
@@ -142,7 +195,8 @@ def measure(command: Command, folder: Path) -> dict[str, Any]:
     """Runs a command, and returns what it and all of its processes take; raises RuntimeError if it fails."""
     before, start, memory, disk = used(folder), time.monotonic(), 0, 0
     with (folder / "log").open("w") as log:
-        process = subprocess.Popen(command, stdout=log, stderr=log)
+        # In its folder: Python would import the twinop of the folder where this is started.
+        process = subprocess.Popen(command, stdout=log, stderr=log, cwd=folder)
         while True:
             ended, status, usage = os.wait4(process.pid, os.WNOHANG)
             if ended:
@@ -195,7 +249,7 @@ def main(
         names = chosen("--rows", rows or ",".join(ROWS), list(ROWS))
         measured = Measurements("real-sizes", torch.device("cpu"), output, quick)
         for name in names:
-            row, folder = ROWS[name], work / f"{name}{'-quick' * quick}"
+            row, folder = ROWS[name], work.absolute() / f"{name}{'-quick' * quick}"
             folder.mkdir(parents=True, exist_ok=True)
             arguments = row.make(folder, quick)
             bars = {"seconds": row.seconds, "gigabytes": row.gigabytes, "disk_beyond_gb": _DISK}
