@@ -16,7 +16,7 @@ import onnx_ir as ir
 from twinop.record.op_spec import DOMAIN
 
 from . import graph as g
-from .rewrite import Rewrite, label
+from .rewrite import LABELS, Rewrite, label
 
 
 class _NormInput(Rewrite[list[ir.Value]]):
@@ -29,7 +29,7 @@ class _NormInput(Rewrite[list[ir.Value]]):
         record, old = self.context.records[op], [norm.outputs[0], total]
         kept = {name: each.value for name, each in norm.attributes.items() if record.attribute(name)}
         new = g.add_like(norm, record.onnx_name, [*inputs, *norm.inputs[1:]], kept, old, domain=DOMAIN)
-        label(g.maker(new[0]), op)
+        label(g.maker(new[0]), op, *_labels_of(total))
         normal = new[0]
         if g.FP32 in g.maker(total).meta and g.FP32 not in norm.meta:  # the readers of the norm have 16 bits
             normal = g.add(norm, "Sum", [normal], shape=g.dims(normal))
@@ -90,6 +90,15 @@ class EmbedNorm(_NormInput, name="embed_norm", ops=("layer_norm",)):
         axes = [[0, 1]] * 2 if (g.dims(rest) or [1])[0] != 1 else [[1]] * 2
         ids, rest = self.context.broadcast(node, [ids, rest], axes)
         self.fuse(node, "embed_layer_norm", [table, ids, rest])
+
+
+def _labels_of(total: ir.Value) -> list[str]:
+    """Returns what reports say of the nodes of a sum."""
+    node = g.producer(total, "Add")
+    if node is None:
+        return []
+    terms = [each for each in node.inputs if each is not None and g.only_user(each) is node]
+    return [*node.meta.get(LABELS, ()), *(name for each in terms for name in _labels_of(each))]
 
 
 def _is_fusible(norm: ir.Node) -> bool:

@@ -192,6 +192,14 @@ def test_embeddings_of_known_ids(ids: str, total: str, tmp_path: Path) -> None:
     assert types(model) == {"Gather": 1, "Add": 1} and report.fused == {"embedding of known ids": 1}
 
 
+def test_a_norm_that_takes_embeddings_of_known_ids_along_counts_both(tmp_path: Path) -> None:
+    text = EMBEDDED.replace("B, S", "B, 6") % ("k", "c, d)  y = LayerNormalization (t, w")
+    tables = TABLES | {"known": np.array([[0, 1, 2, 3, 4, 0]])}
+    proto = parsed(text.replace("y = Add (c", "t = Add (c"), w=weights(8), **tables)
+    report, _ = optimized(proto, tmp_path)
+    assert report.fused == {"embedding of known ids": 1, "embed_layer_norm": 1}
+
+
 def test_embeddings_of_an_input(tmp_path: Path) -> None:
     report, _ = optimized(parsed(EMBEDDED % ("types", "c, d"), **TABLES), tmp_path)
     assert not report.fused
