@@ -72,9 +72,13 @@ def test_the_name_of_data_is_its_checksum(tmp_path: Path, monkeypatch: pytest.Mo
 
 def test_models_are_read_only_where_old_data_may_go(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """They may have gigabytes."""
-    seen = list[Path]()
-    named = publish._named
-    monkeypatch.setattr(publish, "_named", lambda model, stem: seen.append(model) or named(model, stem))
+    seen, named = list[Path](), publish._named
+
+    def watched(model: Path, stem: str) -> set[str] | None:
+        seen.append(model)
+        return named(model, stem)
+
+    monkeypatch.setattr(publish, "_named", watched)
     write(1, tmp_path / "other.onnx")
     write(1, tmp_path / "model.onnx")
     assert not seen

@@ -192,8 +192,13 @@ def test_layers_that_changed_places() -> None:
 def test_copies_are_found_without_a_search(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of hundreds of constants in one segment, each would be compared with all."""
     source = {f"w{i}": draw(32, 48) for i in range(9)} | {f"b{i}": draw(48) for i in range(3)}
-    searched = list[object]()
-    monkeypatch.setattr(weight_check._Piece, "likeness", lambda piece, found: searched.append(found) or 0.0)
+    searched = list[np.ndarray]()
+
+    def likeness(piece: weight_check._Piece, found: np.ndarray) -> float:
+        searched.append(found)
+        return 0.0
+
+    monkeypatch.setattr(weight_check._Piece, "likeness", likeness)
     result = {name: array.T.astype(np.float32) for name, array in source.items()}
     result["joined"] = np.concatenate([source["w0"], source["w7"], source["w3"]])
     assert check(source, result) == [] and not searched
