@@ -133,7 +133,7 @@ def _inference() -> Any:
 
     original = _module()
 
-    class Inference(original.SymbolicShapeInference):
+    class Inference(original.SymbolicShapeInference):  # type: ignore[name-defined]  # of a module without types
         def __init__(self, *args: Any) -> None:
             super().__init__(*args)
             for op_type in _BROADCASTS:
