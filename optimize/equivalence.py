@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from math import inf
 from pathlib import Path
 from typing import Any
+from typing import cast as typed
 
 import numpy as np
 import onnx
@@ -210,10 +211,9 @@ def generated(
     Returns the reference, and sizes that the original accepts.
 
     Raises:
-        ExportError: the original cannot be loaded, or does not run on the inputs that were tried.
+        ExportError: the original cannot be loaded, or runs on no inputs that were tried.
     """
-    reasons = list[str]()
-    best: tuple[Reference, Sizes] | None = None
+    reasons, best = list[str](), typed(tuple[Reference, Sizes] | None, None)
     hidden = inputs.hidden(padding) if any(map(inputs.is_mask, model.graph.inputs)) else ["right", "left"]
 
     def tried(
@@ -249,9 +249,9 @@ def generated(
         if found := tried(steps[0], hidden if may_hide else (), steps[:count]):
             return found[0], steps[count - 1]
     for sizes in inputs.SIZES:
-        if not (found := tried(sizes)) and not sizes.step and not isinstance(original, Chain):
-            found = tried(fitting) if (fitting := fit(model, sizes, library)) else None
-        if found:
+        is_last = (found := tried(sizes)) or sizes.step or isinstance(original, Chain)
+        fitting = None if is_last else fit(model, sizes, library)
+        if found or (fitting and (found := tried(fitting))):
             return found
     if best is not None:
         return best
