@@ -100,11 +100,11 @@ def _covering(
     libraries, skipped = _candidates(places, len(own), confined)
     libraries = [library for library in libraries if library.domain == domain]
     owners = {op: [library for library in libraries if op in library.by_onnx_name] for op in needed}
-    homeless = [
+    unresolved_domains = [
         op for op, found in owners.items() if not found and not (bodies and (domain, op) in model.bodies)
     ]
-    if homeless:
-        raise ModelError(_no_library(model, domain, homeless, places, libraries, skipped))
+    if unresolved_domains:
+        raise ModelError(_no_library(model, domain, unresolved_domains, places, libraries, skipped))
     owned = {op: found[0] for op, found in owners.items() if found}  # the rest runs on function bodies
     if not owned:
         return None
@@ -194,7 +194,7 @@ def _no_library(
     found = [f"{library.path} ({', '.join(library.by_onnx_name)})" for library in libraries]
     text += f". Found: {'; '.join(found) or 'no library'}. Searched: {searched(domain, places)}."
     if skipped:
-        text += f" Passed over: {'; '.join(skipped)}."
+        text += f" Skipped: {'; '.join(skipped)}."
     if domain == DOMAIN:
         return f"{text} {how_to_build()}, or name the library ({option('library')})"
     if package := model.metadata.get(package_key(domain)):

@@ -153,7 +153,8 @@ def _runs(
     required: float,
 ) -> Iterator[Any]:
     """Yields the libraries, and then the outputs of each case, in the other process."""
-    registration.may_end = True  # this process ends anyway, and another one would take longer than a run
+    # This process ends anyway, and another one would take longer than a run.
+    registration.skip_subprocess_probe = True
     options = ort.SessionOptions()
     options.log_severity_level = 4  # errors come back as exceptions
     options.add_session_config_entry("session.intra_op.allow_spinning", "0")  # nobody waits for a next run

@@ -33,7 +33,7 @@ _REGISTER = (
 _MODEL = onnx.parser.parse_model(
     '<ir_version: 8, opset_import: ["": 13]> m (float x) => (float y) { y = Identity(x) }'
 )
-may_end = False
+skip_subprocess_probe = False
 """Whether a damaged library may end this process, which then only checks that the loader takes it."""
 
 
@@ -124,7 +124,7 @@ def sealed(path: Path) -> SealedLibrary:
     try:
         copy = _copy(path, *_stamp(path.stat()))
     except OSError as error:
-        raise LibraryError(f"{path}: cannot be read: {error.strerror}. Put it there again") from error
+        raise LibraryError(f"{path}: cannot be read: {error.strerror}. Restore the file") from error
     library = read_library(path, copy.path)
     warn_if_old(path)
     if found := relative_to_itself(copy.path):
@@ -139,7 +139,7 @@ def register(options: Any, library: SealedLibrary) -> None:
     """Registers a library's copy on session options; raises LibraryError if ONNX Runtime cannot load it."""
     if library.copy.sha256 not in _registered:
         file = f"/proc/self/fd/{library.copy.number}"
-        program = [] if may_end else [_REGISTER, file, _MODEL.SerializeToString().hex()]
+        program = [] if skip_subprocess_probe else [_REGISTER, file, _MODEL.SerializeToString().hex()]
         if problem := require_loads(library.path, file, library.copy.number, program=program):
             problem = problem.replace(file, str(library.path))
             raise LibraryError(f"{library.path}: ONNX Runtime cannot load it: {problem}")

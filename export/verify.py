@@ -20,7 +20,14 @@ from twinop.model.calls import Call, make_call, paths_in_use
 from twinop.model.record_body import trace
 from twinop.record.dtypes import to_array
 from twinop.record.op_spec import OpSpec
-from twinop.record.tolerance import LOST, accepted, described_error, difference, same_bits, scale_of
+from twinop.record.tolerance import (
+    MAX_USABLE_ERROR,
+    accepted,
+    described_error,
+    difference,
+    same_bits,
+    scale_of,
+)
 
 from .report import ExportReport, Parity
 
@@ -76,10 +83,10 @@ def compare(case: Case, found: Sequence[Any], what: str, notes: list[str]) -> Pa
         error, limit = difference(reference, value, least), accepted(reference.dtype.name)
         if not error <= limit:
             noise = case.noise()[index]
-            if case.special and not noise <= LOST:
+            if case.special and not noise <= MAX_USABLE_ERROR:
                 continue
             limit = accepted(reference.dtype.name, noise, scale_of(reference) or 1.0)
-            if LOST < noise < inf:
+            if MAX_USABLE_ERROR < noise < inf:
                 change = f"{noise:.0%} of its largest value"
                 notes.append(f"output {index} changes by {change} with the last bits of inputs and weights")
         for name in ("dtype", "shape"):

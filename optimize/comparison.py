@@ -12,7 +12,7 @@ import onnxruntime as ort
 from twinop.deploy.ort_runs import NotRunnable, has_wrong_types
 from twinop.errors import ExportError, TwinopError, option
 from twinop.model.weights import narrow
-from twinop.record.tolerance import LOST, NOISE
+from twinop.record.tolerance import MAX_USABLE_ERROR, NOISE_FACTOR
 
 from . import equivalence, inputs
 from .inputs import hides_left
@@ -91,7 +91,7 @@ class Comparison:
                 (_SMALL, f"the original itself does where its numbers change by {_SMALL:.0e}"),
             ):
                 own = self.noise(by)[index][output]
-                if not own <= LOST or own * NOISE >= reason.error:
+                if not own <= MAX_USABLE_ERROR or own * NOISE_FACTOR >= reason.error:
                     return f"{text}. {others if by else 'Try a newer one'}"
             if equivalence.numbers_for_nan(outputs[output], self.found[index][output], reason.accepted):
                 return f"only where the original is NaN, as for rows that a mask hides. {others}"
@@ -180,11 +180,11 @@ class Comparison:
     def _require_fitting(self, noise: equivalence.Errors, reference: equivalence.Reference) -> None:
         """Raises ExportError if the original has no usable result in 16 bits, also for some ids only."""
         own, where, usual = self.own_error or 0.0, "", reference.usual
-        if own <= LOST and self.own_error is not None and not self.source.keeps_fp32:
+        if own <= MAX_USABLE_ERROR and self.own_error is not None and not self.source.keeps_fp32:
             for name, row in zip(reference.special, noise[usual:], strict=True):
                 if name.startswith(equivalence.IDS) and max(row, default=0.0) > own:
                     own, where = max(row), f" for {name}"
-        if own > LOST:
+        if own > MAX_USABLE_ERROR:
             raise ExportError(
                 f"the original in {self.source.report.dtype} has a relative error of {own:.1e}{where}: its "
                 "numbers do not fit. Keep float32, or give the other of float16 and bfloat16"

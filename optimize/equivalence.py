@@ -17,7 +17,7 @@ from twinop.deploy.ort_runs import NotRunnable, check_shown, has_wrong_types
 from twinop.errors import ExportError, TwinopError, option
 from twinop.model import weights
 from twinop.model.weights import clip
-from twinop.record.tolerance import LOST, NOISE
+from twinop.record.tolerance import MAX_USABLE_ERROR, NOISE_FACTOR
 
 from . import decoders, inputs
 from . import graph as g
@@ -48,7 +48,7 @@ def accepted_error(dtype: str, own: float, times: float = 1.0) -> float:
     Args:
         times: how many times what is accepted of a whole value.
     """
-    return max(times * ACCEPTED[dtype], NOISE * own if own <= LOST * times else 0.0)
+    return max(times * ACCEPTED[dtype], NOISE_FACTOR * own if own <= MAX_USABLE_ERROR * times else 0.0)
 
 
 class NotEquivalent(Exception):
@@ -184,7 +184,7 @@ class Reference:
                 if error <= ACCEPTED[dtype]:
                     continue
                 own, is_special = noise()[index][output], index >= self.usual
-                if is_special and not own <= LOST:
+                if is_special and not own <= MAX_USABLE_ERROR:
                     continue
                 accepted = accepted_error(dtype, own)
                 if not error <= accepted:

@@ -52,7 +52,7 @@ class QueuedRequest:
         key = outputs, frozenset((name, array.dtype, array.shape[1:]) for name, array in inputs.items())
         return cls(request, outputs, rows, key, future)
 
-    def gone(self, now: float) -> bool:
+    def is_abandoned(self, now: float) -> bool:
         """Return whether nobody waits for the answer any more."""
         if self.future.done():
             return True
@@ -280,7 +280,7 @@ class Batcher:
     def _take(self) -> Batch:
         """Remove the requests of the next run from the queue. Return nothing to wait for more."""
         now = time.monotonic()
-        while self._waiting and self._waiting[0].gone(now):
+        while self._waiting and self._waiting[0].is_abandoned(now):
             self._waiting.popleft()
         if not self._waiting:
             return []
@@ -302,7 +302,7 @@ class Batcher:
         batches: defaultdict[Any, list[QueuedRequest]] = defaultdict(list)
         rows: Counter[Any] = Counter()
         for member in self._waiting:
-            if rows[member.key] + member.rows <= limit and not member.gone(now):
+            if rows[member.key] + member.rows <= limit and not member.is_abandoned(now):
                 batches[member.key].append(member)
                 rows[member.key] += member.rows
         for key, batch in batches.items():  # in the order of their oldest requests

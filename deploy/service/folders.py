@@ -186,7 +186,7 @@ def _entries(folder: Path) -> list[Path]:
     except OSError as error:
         raise FolderError(f"{folder}: cannot be read: {error.strerror}") from error
     if strange := [name for name in names if not name.isprintable()]:  # such as bytes that are not UTF-8
-        log_once(f"{folder}: names with characters that cannot be printed are passed over: {strange!a}")
+        log_once(f"{folder}: names with characters that cannot be printed are skipped: {strange!a}")
     names = [name for name in names if name.isprintable()]
     return [folder / name for name in names if not name.startswith(".") and name != "lost+found"]
 

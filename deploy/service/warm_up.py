@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from twinop.record.tolerance import LOST, accepted, described_error, difference, nudged, scale_of
+from twinop.record.tolerance import MAX_USABLE_ERROR, accepted, described_error, difference, nudged, scale_of
 
 from ..errors import ModelError
 from ..tensor_specs import Spec, named_sizes
@@ -118,7 +118,8 @@ def joined_differently(instance: Instance, warmup: WarmupInputs, outputs: Sequen
         def noise(name: str = name, reference: np.ndarray = reference) -> float:
             near = [instance.run([_nudged(feeds, device)], [name])[name] for feeds in rows]
             error = difference(reference, np.concatenate(near))
-            return error if error <= LOST else 0.0  # rows of mere rounding errors show nothing: not joined
+            # Rows of mere rounding errors show nothing: they are not joined.
+            return error if error <= MAX_USABLE_ERROR else 0.0
 
         if said := _apart(reference, value, device, noise)[2]:
             return f"output {name} differs: {said}"

@@ -39,7 +39,7 @@ def test_the_smallest_library_that_has_all_ops_is_taken(libraries: dict[str, Pat
 def test_a_library_beside_the_model_needs_permission(libraries: dict[str, Path], tmp_path: Path) -> None:
     path = tmp_path / "model.onnx"
     path.write_bytes(make_model("CustomRelu").SerializeToString())
-    shutil.copy(foreign_library(), tmp_path / "libsomething.so")  # passed over
+    shutil.copy(foreign_library(), tmp_path / "libsomething.so")  # skipped
     beside = tmp_path / "libmine.so"
     shutil.copy(libraries["custom_relu"], beside)
     for opens in (session, check_model, twinop.libraries_for):
@@ -115,9 +115,7 @@ def test_a_library_that_was_passed_over_is_named(
 ) -> None:
     (tmp_path / "libcustom_relu.so").write_bytes(libraries["custom_relu"].read_bytes()[:5000])
     only_these(monkeypatch, tmp_path)
-    with pytest.raises(
-        ModelError, match="Passed over: .*libcustom_relu.so: the file is damaged or cut short"
-    ):
+    with pytest.raises(ModelError, match="Skipped: .*libcustom_relu.so: the file is damaged or cut short"):
         session(make_model("CustomRelu"))
 
 

@@ -30,7 +30,7 @@ def zeroed(data: bytes) -> bytes:
 def test_a_damaged_library_beside_a_model_is_an_error(
     libraries: dict[str, Path], tmp_path: Path, place: str
 ) -> None:
-    """It is not passed over for the installed one."""
+    """It is not skipped for the installed one."""
     service_models.place(tmp_path, "m", service_models.relu())
     beside = tmp_path / "m" / place / "libcustom_relu.so"
     beside.write_bytes(cut(libraries["custom_relu"].read_bytes()))

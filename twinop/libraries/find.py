@@ -111,7 +111,7 @@ def project_libraries() -> list[Path]:
 
 
 def searched(domain: str, places: Sequence[Path]) -> str:
-    """Returns places as a message lists them, and what in `build/` was passed over."""
+    """Returns places as a message lists them, and what in `build/` was skipped."""
     build = Path.cwd() / "build"
     names = [str(place) for place in places if place.parent != build]
     if domain == DOMAIN:
@@ -156,7 +156,7 @@ def find_library_of(domain: str) -> str:
                     return str(path)
             except LibraryError as error:
                 skipped.append(str(error))
-    passed = f" Passed over: {'; '.join(skipped)}." if skipped else ""
+    passed = f" Skipped: {'; '.join(skipped)}." if skipped else ""
     raise LibraryError(
         f"no library of the domain {domain} found; searched {searched(domain, places)}.{passed} Build "
         "it (twinop build), or install the package that has it"
