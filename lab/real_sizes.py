@@ -144,7 +144,7 @@ class UNet(nn.Module):
                 weight.normal_(float(name.endswith("weight")), 0.1)
 
     def forward(self, sample: Tensor, timestep: Tensor, text: Tensor, pooled: Tensor, ids: Tensor) -> Tensor:
-        # diffusers concatenates it with embeddings in fp32, and torch's exporter does not promote one of them.
+        # diffusers concatenates it with embeddings in fp32, and torch's exporter promotes none.
         given = {"text_embeds": pooled.float(), "time_ids": ids}
         return self.body(sample, timestep, text, added_cond_kwargs=given, return_dict=False)[0]
 

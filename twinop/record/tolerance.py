@@ -14,9 +14,9 @@ TOLERANCE = {
 }  # fmt: skip
 """The largest accepted `difference` by dtype. Two implementations may sum in different orders."""
 
-NOISE = 2.0
+NOISE_FACTOR = 2.0
 """How many times the change is accepted that the last bits of inputs make in the reference (`nudged`)."""
-LOST = 0.1
+MAX_USABLE_ERROR = 0.1
 """A change by the last bits with which numbers are of no use."""
 
 
@@ -67,7 +67,9 @@ def accepted(dtype: str, noise: float = 0.0, scale: float = 1.0) -> float:
     least = TOLERANCE.get(dtype, 0.0)
     if noise == inf:
         return least
-    return max(least, NOISE * noise if noise <= LOST else min(NOISE * noise, least / scale))
+    return max(
+        least, NOISE_FACTOR * noise if noise <= MAX_USABLE_ERROR else min(NOISE_FACTOR * noise, least / scale)
+    )
 
 
 def described_error(reference: Any, error: float, limit: float, least: float = 0.0) -> str:
