@@ -72,6 +72,7 @@ def _dynamo(source: Source) -> ir.Model:
     assert program is not None
     model = program.model
     InlinePass()(model)
+    _promote_concatenated(model)
     fold_constants(model)
     nodes = list(model.graph.all_nodes())
     if any(node.op_type in ("GRU", "LSTM", "RNN") for node in nodes):
@@ -82,6 +83,25 @@ def _dynamo(source: Source) -> ir.Model:
     if not inputs.plain:
         _remove_wrapper_name(model)
     return model
+
+
+def _promote_concatenated(model: ir.Model) -> None:
+    """Casts what `torch.stack` and `torch.concat` promote: torch's exporter leaves the dtypes apart."""
+    for node in list(model.graph.all_nodes()):
+        dtype = node.outputs[0].dtype
+        if node.op_type != "Concat" or dtype is None:
+            continue
+        for index, value in enumerate(node.inputs):
+            if value is None:
+                continue
+            known = (
+                value.dtype or getattr(value.producer(), "inputs", [value])[0].dtype
+            )  # of what is unsqueezed
+            if known not in (None, dtype):
+                cast = ir.node("Cast", [value], {"to": dtype})
+                cast.outputs[0].dtype, cast.outputs[0].shape = dtype, value.shape
+                node.prepend(cast)
+                node.replace_input_with(index, cast.outputs[0])
 
 
 def _torchscript(source: Source) -> ir.Model:

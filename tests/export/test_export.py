@@ -284,6 +284,19 @@ class Unknown:
         self.t = t
 
 
+@pytest.mark.parametrize("join", [torch.stack, torch.concat, torch.cat])
+@pytest.mark.parametrize("other", [torch.float32, torch.int64])
+def test_tensors_that_torch_promotes_when_it_joins_them(
+    join: Any, other: torch.dtype, tmp_path: Path
+) -> None:
+    class Joined(torch.nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return join([x, x.to(other)])  # type: ignore[no-any-return]
+
+    report = export(Joined(), (torch.randn(3, 4).half(),), tmp_path / "m.onnx", optimize=False)
+    assert report.parity is not None and report.parity.equal
+
+
 @pytest.mark.parametrize(
     ("given", "said"),
     [
