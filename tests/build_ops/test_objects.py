@@ -122,7 +122,7 @@ class Page:
 def page(tmp_path_factory: pytest.TempPathFactory) -> Page:
     folder = tmp_path_factory.mktemp("page")
     section = (ROOT / PAGE).read_text().partition("## Object files")[2].partition("\n## ")[0]
-    source, commands, header = re.findall(r"(?ms)^```[^\n]+\n(.*?)^```$", section)
+    source, commands = re.findall(r"(?ms)^```[^\n]+\n(.*?)^```$", section)
     (folder / "kernel.cpp").write_text(source)
     for line in commands.replace("\\\n", " ").splitlines():
         words = shlex.split(line.replace("$(tvm-ffi-config --cxxflags)", ""))
@@ -132,8 +132,7 @@ def page(tmp_path_factory: pytest.TempPathFactory) -> Page:
         else:
             done = twinop(*words[1:], cwd=folder)
             assert done.returncode == 0 and "rms_norm" in done.stdout, done.stderr
-    written = (folder / "build/rms_norm.generated.h").read_text()
-    assert re.sub(r"\s|//.*", "", written) == re.sub(r"\s|//.*", "", header)
+    assert "CallTvmFfi<__tvm_ffi_rms_norm>" in (folder / "build/rms_norm.generated.h").read_text()
     return Page(folder, folder / "kernel.o", folder / "build/librms_norm.so")
 
 

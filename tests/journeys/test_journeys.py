@@ -593,8 +593,8 @@ def genai_folder(user: User) -> None:
 each_way = pytest.mark.parametrize(
     "way",
     [
-        *(elementwise, rowwise, written_input, triton, stock_file, transformers_model, genai_folder),
-        *(pytest.param(way, marks=pytest.mark.slow) for way in (kernel, object_file)),
+        *(elementwise, written_input, triton, stock_file, transformers_model, genai_folder),
+        *(pytest.param(way, marks=pytest.mark.slow) for way in (rowwise, kernel, object_file)),
     ],
     ids=lambda way: way.__name__,
 )

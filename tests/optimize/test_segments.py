@@ -230,7 +230,9 @@ TORCH = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", TORCH)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.slow) if name == "translator" else name for name in TORCH]
+)
 def test_models_of_torch(name: str, tmp_path: Path) -> None:
     model, given, sizes, most = TORCH[name]
     options: dict[str, Any] = {"dynamic": sizes} if sizes else {}

@@ -4,6 +4,7 @@ import os
 import re
 from pathlib import Path
 
+import pytest
 import warm_python
 from build_files import twinop as run_twinop
 from test_docs import ROOT, blocks_of
@@ -11,6 +12,7 @@ from test_docs import ROOT, blocks_of
 PAGE = "docs/guide/all.md"
 
 
+@pytest.mark.slow
 def test_the_op_of_the_page(tmp_path: Path) -> None:
     text = {block.language: block.text for block in blocks_of(PAGE)}
     (tmp_path / "scaled.h").write_text(text["cpp"])
