@@ -11,8 +11,8 @@
 #define TWINOP_TEXT_OF(token) #token
 #define TWINOP_EXPANDED_TEXT_OF(token) TWINOP_TEXT_OF(token)
 
-// The Python files of the library's kernels with their hashes (twinop/libraries/kernel_op.py), if it has
-// some.
+// The Python files of the library's kernels with their hashes (twinop/libraries/kernel_op.py), if
+// it has some.
 #if !defined(TWINOP_SOURCE)
 #define TWINOP_SOURCE ""
 #endif
