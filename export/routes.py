@@ -94,9 +94,10 @@ def _promote_concatenated(model: ir.Model) -> None:
         for index, value in enumerate(node.inputs):
             if value is None:
                 continue
-            known = (
-                value.dtype or getattr(value.producer(), "inputs", [value])[0].dtype
-            )  # of what is unsqueezed
+            maker = value.producer()
+            is_unsqueezed = maker is not None and maker.op_type == "Unsqueeze"  # its type is not declared
+            source = maker.inputs[0] if maker is not None and is_unsqueezed else value
+            known = None if source is None else source.dtype
             if known not in (None, dtype):
                 cast = ir.node("Cast", [value], {"to": dtype})
                 cast.outputs[0].dtype, cast.outputs[0].shape = dtype, value.shape
