@@ -2,10 +2,11 @@
 // Every element is computed alone, so that its bits do not depend on the kernel.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 
 #include "twinop/elementwise/choices.h"
-#include "twinop/primitives/architectures.h"
+#include "twinop/primitives/target.h"
 
 namespace twinop::elementwise {
 
@@ -41,11 +42,11 @@ constexpr const char* NameOf(Kernel kernel) {
 
 // `element_bytes`: of the dtype. float64 has vectors of two elements: one kernel for flat tensors
 // is enough, and others are taken element by element.
-constexpr Kernel Choose(const CallShape& call, int element_bytes, int architecture) {
-  const Architecture& gpu = ArchitectureOf(architecture);
+constexpr Kernel Choose(const CallShape& call, int element_bytes, const Target& target) {
   if (call.is_flat) {
-    if (element_bytes == 8 || call.bytes > gpu.cached_max_bytes) return Kernel::kFlat;
-    return call.bytes < gpu.cached_min_bytes ? Kernel::kFlatSmall : Kernel::kFlatCached;
+    if (element_bytes == 8 || call.bytes > std::min(kMaxCachedBytes, target.l2_bytes))
+      return Kernel::kFlat;
+    return call.bytes < kMinCachedBytes ? Kernel::kFlatSmall : Kernel::kFlatCached;
   }
   const int others = call.shifted + call.gathered;
   // A vector that is gathered may lie in two rows, but not in three.

@@ -41,9 +41,9 @@ struct Launch {
   }
 
   Status ChooseKernel(const CallShape& shape, Kernel* kernel) const {
-    int architecture = 0;
-    TWINOP_RETURN_IF_ERROR(CompiledArchitecture(call, &architecture));
-    *kernel = Choose(shape, sizeof(T), architecture);
+    const Target* target = nullptr;
+    TWINOP_RETURN_IF_ERROR(TargetOf(call, &target));
+    *kernel = Choose(shape, sizeof(T), *target);
     if (__builtin_expect(kIsTraced, false)) Trace("  %s", NameOf(*kernel));
     return {};
   }

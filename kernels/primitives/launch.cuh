@@ -12,7 +12,7 @@
 #include <string>
 #include <utility>
 
-#include "twinop/primitives/architectures.h"
+#include "twinop/primitives/target.h"
 #include "twinop/record/record.h"
 #include "twinop/record/trace.h"
 
@@ -60,32 +60,6 @@ Status OnDevice(const Call& call, const Launch& launch) {
   return status.ok() ? std::move(back) : std::move(status);
 }
 
-// Gets a fact of a device: query(device, &value) asks once for each device.
-template <class Query>
-Status DeviceFact(int device, const Query& query, int* value) {
-  static std::atomic<int> known[64];
-  std::atomic<int>& fact = known[device % 64];
-  *value = fact.load(std::memory_order_relaxed);
-  if (*value != 0) return {};
-  const cudaError_t error = query(device, value);
-  if (error == cudaSuccess && device < 64) fact.store(*value, std::memory_order_relaxed);
-  return CudaStatus(error, "asking for a property of the device");
-}
-
-// The same for the current device.
-template <class Query>
-Status DeviceFact(const Query& query, int* value) {
-  int device = 0;
-  TWINOP_RETURN_IF_ERROR(CudaStatus(cudaGetDevice(&device), "asking for the device"));
-  return DeviceFact(device, query, value);
-}
-
-template <cudaDeviceAttr kAttribute>
-Status DeviceAttribute(int* value) {
-  return DeviceFact(
-      [](int device, int* v) { return cudaDeviceGetAttribute(v, kAttribute, device); }, value);
-}
-
 // Programmatic dependent launch (PDL; CUDA C++ Programming Guide, section of that name; sm_90): a
 // kernel of few blocks that begins with PdlTriggerAndWait() is launched while the kernel before
 // it on the stream still runs. It lets the next kernel be launched, and waits until the one before
@@ -102,23 +76,6 @@ __device__ __forceinline__ void PdlTriggerAndWait() {
   asm volatile("griddepcontrol.launch_dependents;");
   asm volatile("griddepcontrol.wait;" ::: "memory");
 #endif
-}
-
-// Tells which code the device took.
-static __global__ void ArchitectureKernel() {}
-
-// The architecture that the kernels in use on the call's device were compiled for, 90 for sm_90:
-// code for an older one, compiled by the driver on a newer device, has none of the newer one's
-// instructions.
-template <auto kKernel = ArchitectureKernel>
-Status CompiledArchitecture(const Call& call, int* architecture) {
-  const auto ask = [](int, int* value) {
-    cudaFuncAttributes attributes{};
-    const cudaError_t error = cudaFuncGetAttributes(&attributes, kKernel);
-    *value = attributes.ptxVersion;
-    return error;
-  };
-  return DeviceFact(call.context->device_index, ask, architecture);
 }
 
 struct Grid {
@@ -196,8 +153,74 @@ class LaunchConfig {
   int shared_bytes_;
 };
 
+// Gets the number of clusters of the grid (or of blocks, without clusters) that the device holds at
+// once.
+template <class Kernel>
+Status ResidentClusters(Kernel kernel, const Grid& grid, int multiprocessors, int* count) {
+  const LaunchConfig launch(grid, nullptr);
+  TWINOP_RETURN_IF_ERROR(launch.Allow(kernel));
+  if (grid.cluster > 1)
+    return CudaStatus(cudaOccupancyMaxActiveClusters(count, kernel, &launch.config),
+                      "asking how many clusters the device holds");
+  int blocks = 0;
+  TWINOP_RETURN_IF_ERROR(CudaStatus(
+      cudaOccupancyMaxActiveBlocksPerMultiprocessor(
+          &blocks, kernel, static_cast<int>(grid.threads.x), launch.config.dynamicSmemBytes),
+      "asking how many blocks the device holds"));
+  *count = blocks * multiprocessors;
+  return {};
+}
+
+// Tells which code the device took, and which clusters it holds.
+static __global__ void ProbeKernel() {}
+
+static inline Status AskDevice(int device, Target* target) {
+  cudaFuncAttributes probe{};
+  cudaError_t error = cudaFuncGetAttributes(&probe, ProbeKernel);
+  const auto ask = [&](cudaDeviceAttr attribute) {
+    int value = 0;
+    if (error == cudaSuccess) error = cudaDeviceGetAttribute(&value, attribute, device);
+    return value;
+  };
+  const int major = ask(cudaDevAttrComputeCapabilityMajor);
+  target->capability = 10 * major + ask(cudaDevAttrComputeCapabilityMinor);
+  target->code = probe.ptxVersion;
+  target->has_wgmma = major == 9;
+  target->multiprocessors = target->clusters[0] = ask(cudaDevAttrMultiProcessorCount);
+  target->block_bytes = ask(cudaDevAttrMaxSharedMemoryPerBlockOptin);
+  target->l2_bytes = ask(cudaDevAttrL2CacheSize);
+  TWINOP_RETURN_IF_ERROR(CudaStatus(error, "asking for a property of the device"));
+  for (int i = 1; i < 4 && target->code >= 90; ++i) {
+    const Grid grid{1 << i, dim3(32), 1, static_cast<int>(target->block_bytes), 1 << i};
+    int* const count = &target->clusters[i];
+    if (!ResidentClusters(ProbeKernel, grid, 0, count).ok()) *count = 0;
+  }
+  const char* const name = std::getenv("TWINOP_TARGET");
+  return name == nullptr ? Status() : LimitTo(name, target);
+}
+
+// Gets what kernels on the call's device are chosen for. The device is asked once.
+static inline Status TargetOf(const Call& call, const Target** target) {
+  struct Known {
+    std::atomic<bool> is_asked;
+    Target target;
+  };
+  static Known known[64];
+  static std::mutex mutex;
+  Known& own = known[call.context->device_index % 64];
+  *target = &own.target;
+  if (own.is_asked.load(std::memory_order_acquire)) return {};
+  const std::lock_guard<std::mutex> lock(mutex);
+  if (own.is_asked) return {};
+  Target asked{};
+  TWINOP_RETURN_IF_ERROR(AskDevice(call.context->device_index, &asked));
+  own.target = asked;
+  own.is_asked.store(true, std::memory_order_release);
+  return {};
+}
+
 // Prints the kernel and its grid.
-inline void TraceKernel(const void* kernel, const Grid& grid, int architecture) {
+inline void TraceKernel(const void* kernel, const Grid& grid, const Target& target) {
   const char* name = nullptr;
   if (!CudaStatus(cudaFuncGetName(&name, kernel), "asking for a name").ok()) name = nullptr;
   char* const readable =
@@ -209,9 +232,30 @@ inline void TraceKernel(const void* kernel, const Grid& grid, int architecture) 
         : name != nullptr   ? name
                             : "(CUDA names no kernel)");
   std::free(readable);
-  if (!ArchitectureOf(architecture).is_measured)
-    Trace("  its settings are those measured on 9.0: %d.%d has none of its own", architecture / 10,
-          architecture % 10);
+  if (!target.IsMeasured())
+    Trace("  its settings for %d.%d (code of %d.%d) are reasoned from those measured on 9.0",
+          target.capability / 10, target.capability % 10, target.code / 10, target.code % 10);
+}
+
+// Says in words what the device lacks for a launch.
+[[gnu::cold]] inline Status DoesNotFit(const Grid& grid, const Target& target) {
+  return Status::Error("a kernel launch needs " + std::to_string(grid.shared_bytes) +
+                       " bytes of shared memory in clusters of " + std::to_string(grid.cluster) +
+                       "; this GPU has " + std::to_string(target.block_bytes) +
+                       " bytes a block and clusters of at most " +
+                       std::to_string(target.MaxCluster()));
+}
+[[gnu::cold]] inline Status LaunchError(cudaError_t error, const void* kernel, const Grid& grid) {
+  Status status = CudaStatus(error, "a kernel launch");
+  const unsigned threads = grid.threads.x * grid.threads.y;
+  cudaFuncAttributes attributes{};
+  if (!CudaStatus(cudaFuncGetAttributes(&attributes, kernel), "asking for registers").ok() ||
+      threads <= static_cast<unsigned>(attributes.maxThreadsPerBlock))
+    return status;
+  return Status::Error(status.message() + "; its blocks have " + std::to_string(threads) +
+                       " threads of " + std::to_string(attributes.numRegs) +
+                       " registers, and this GPU has registers for " +
+                       std::to_string(attributes.maxThreadsPerBlock));
 }
 
 template <class... Parameters, class... Arguments>
@@ -222,34 +266,18 @@ Status LaunchKernel(void (*kernel)(Parameters...), const Grid& grid, const Call&
   if (grid.blocks > INT32_MAX)
     return Status::Error("the tensor is too large for one kernel launch");
   LaunchConfig launch(grid, static_cast<cudaStream_t>(call.context->stream));
-  int architecture = 0;
-  TWINOP_RETURN_IF_ERROR(CompiledArchitecture(call, &architecture));
-  if (grid.blocks <= grid.max_pdl_blocks && architecture >= 90) launch.AllowPdl();
+  const Target* target = nullptr;
+  TWINOP_RETURN_IF_ERROR(TargetOf(call, &target));
+  if (grid.shared_bytes > target->block_bytes || target->ClustersOf(grid.cluster) == 0)
+    return DoesNotFit(grid, *target);
+  if (grid.blocks <= grid.max_pdl_blocks && target->code >= 90) launch.AllowPdl();
   TWINOP_RETURN_IF_ERROR(launch.Allow(kernel));
   if (__builtin_expect(kIsTraced, false))
-    TraceKernel(reinterpret_cast<const void*>(kernel), grid, architecture);
-  return CudaStatus(
-      cudaLaunchKernelEx(&launch.config, kernel, static_cast<Parameters>(arguments)...),
-      "a kernel launch");
-}
-
-// Gets the number of clusters of the grid (or of blocks, without clusters) that the device holds at
-// once.
-template <class Kernel>
-Status ResidentClusters(Kernel kernel, const Grid& grid, int* count) {
-  const LaunchConfig launch(grid, nullptr);
-  TWINOP_RETURN_IF_ERROR(launch.Allow(kernel));
-  if (grid.cluster > 1)
-    return CudaStatus(cudaOccupancyMaxActiveClusters(count, kernel, &launch.config),
-                      "asking how many clusters the device holds");
-  int blocks = 0, processors = 0;
-  TWINOP_RETURN_IF_ERROR(CudaStatus(
-      cudaOccupancyMaxActiveBlocksPerMultiprocessor(
-          &blocks, kernel, static_cast<int>(grid.threads.x), launch.config.dynamicSmemBytes),
-      "asking how many blocks the device holds"));
-  TWINOP_RETURN_IF_ERROR(DeviceAttribute<cudaDevAttrMultiProcessorCount>(&processors));
-  *count = blocks * processors;
-  return {};
+    TraceKernel(reinterpret_cast<const void*>(kernel), grid, *target);
+  const cudaError_t error =
+      cudaLaunchKernelEx(&launch.config, kernel, static_cast<Parameters>(arguments)...);
+  if (error == cudaSuccess) return {};
+  return LaunchError(error, reinterpret_cast<const void*>(kernel), grid);
 }
 
 }  // namespace twinop

@@ -7,7 +7,7 @@
 #include <type_traits>
 
 #include "twinop/math/numeric.h"
-#include "twinop/primitives/architectures.h"
+#include "twinop/primitives/target.h"
 
 namespace twinop {
 

@@ -5,7 +5,7 @@
 #include <cstdint>
 #include <limits>
 
-#include "twinop/primitives/architectures.h"
+#include "twinop/primitives/target.h"
 
 namespace twinop::rowwise {
 
@@ -108,6 +108,14 @@ inline constexpr ResidentChoice kResidentChoices[] = {
 inline constexpr std::int64_t kOnePassBytes = 1024 * kVectorBytes;
 
 inline constexpr int kGroupThreads = 128;  // of a block that takes several rows
+
+// The multiprocessors of an H200 that a persistent grid fills, and those that clusters of more than
+// two blocks fill. The grids that sum columns have this size on all architectures: it decides the
+// order of the additions and the size of the scratch memory.
+struct SumGrid {
+  int multiprocessors, cluster_multiprocessors;
+};
+inline constexpr SumGrid kSumGrid{132, 128};
 
 // Blocks of the persistent grid that sums columns, at most. A constant instead of the device's
 // count, because the scratch memory holds a row of sums for each.

@@ -67,10 +67,10 @@ constexpr int BlockThreads(const OpTraits& op, const ResidentChoice& line, std::
   return static_cast<int>((vectors + warp - 1) / warp) * 32 * shares;
 }
 
-// The register limit of a thread. Fewer registers mean more rows in flight; each limit is the
-// lowest at which the kernel does not spill. Addresses that depend on a table's ids or on a batch's
+// The registers that a thread uses. Fewer registers mean more rows in flight; this is the lowest
+// number at which the kernel does not spill. Addresses that depend on a table's ids or on a batch's
 // entry take more of them. With kLatency a block of 512 threads leaves no more.
-constexpr int RegisterLimit(const OpTraits& op, const ResidentChoice& line, RowAccess access) {
+constexpr int FewestRegisters(const OpTraits& op, const ResidentChoice& line, RowAccess access) {
   if (line.tuning == Tuning::kLatency) return 128;
   const int more = op.extends ? 16 : 0;
   if (op.sums) return 128 + more;
@@ -84,6 +84,13 @@ constexpr int RegisterLimit(const OpTraits& op, const ResidentChoice& line, RowA
   if (op.bytes == 2 && line.lanes == 32 && line.each > 1 && !realigns && op.columns > 0)
     return 72 + more;
   return (op.rows == 1 && op.bytes == 4 && blocks && line.each <= 4 ? 48 : 64) + more;
+}
+
+// The register limit of a thread: those of all threads of the line's largest block fit.
+constexpr int RegisterLimit(const OpTraits& op, const ResidentChoice& line, RowAccess access) {
+  constexpr int kRegisters = 64 << 10;  // of a block, since sm_80
+  const int threads = line.lanes > 0 ? kGroupThreads : BlockThreads(op, line, line.vectors);
+  return std::min(FewestRegisters(op, line, access), kRegisters / threads / 8 * 8);
 }
 
 // ---------------------------------------------------------------------------------- slices
@@ -131,18 +138,19 @@ constexpr bool HasKernel(const OpTraits& op, Source source) {
 // A slice gets as many threads as hold it, and a block as many groups of them as fit: while one
 // group waits for the blocks that share its row, others work. Of equal choices the largest cluster
 // wins.
-constexpr ClusterSettings ResidentCluster(const OpTraits& op, std::int64_t shared_bytes,
+constexpr ClusterSettings ResidentCluster(const OpTraits& op, const Target& target,
                                           std::int64_t columns, int each) {
   const int width = op.Width();
   ClusterSettings best{1, 1, kClusterThreads, 0};
   std::int64_t most = 0;
-  for (int cluster = 1; cluster <= kMaxCluster; cluster *= 2) {
+  for (int cluster = 1; cluster <= target.MaxCluster(); cluster *= 2) {
     const std::int64_t vectors = SliceVectors(columns, width, cluster);
     const std::int64_t warp = std::int64_t{32} * each;
     const std::int64_t threads = (vectors + warp - 1) / warp * 32;
     const std::int64_t stage = vectors * width * op.rows * op.bytes;
     const std::int64_t column_bytes = vectors * width * op.columns * op.column_bytes;
-    const std::int64_t stages = (PipelineCapacity(shared_bytes, width) - column_bytes) / stage;
+    const std::int64_t stages =
+        (PipelineCapacity(target.block_bytes, width) - column_bytes) / stage;
     const std::int64_t groups =
         std::min({kClusterThreads / threads, std::int64_t{kMaxGroups}, stages});
     if (groups < 1 || groups * vectors < most) continue;
@@ -156,13 +164,13 @@ constexpr ClusterSettings ResidentCluster(const OpTraits& op, std::int64_t share
 
 // The settings for rows whose slices stay in shared memory: they are too wide for registers, or the
 // registers hold column sums. With sums the smallest cluster wins.
-constexpr ClusterSettings PipelineCluster(const OpTraits& op, std::int64_t shared_bytes,
+constexpr ClusterSettings PipelineCluster(const OpTraits& op, const Target& target,
                                           std::int64_t columns) {
-  const int width = op.Width();
+  const int width = op.Width(), max_cluster = target.MaxCluster();
   const auto settings = [&](int cluster, int groups) {
     const std::int64_t vectors = SliceVectors(columns, width, cluster);
-    const std::int64_t capacity =
-        PipelineCapacity(shared_bytes, width) - vectors * width * op.columns * op.column_bytes;
+    const std::int64_t capacity = PipelineCapacity(target.block_bytes, width) -
+                                  vectors * width * op.columns * op.column_bytes;
     const std::int64_t stages = capacity / (vectors * width * op.rows * op.bytes * groups);
     const bool fits = stages >= 2 && (!op.sums || groups * vectors <= ClusterSumVectors(op.bytes) *
                                                                           kClusterThreads);
@@ -170,15 +178,15 @@ constexpr ClusterSettings PipelineCluster(const OpTraits& op, std::int64_t share
                            fits ? static_cast<int>(std::min(stages, std::int64_t{kMaxStages})) : 0};
   };
   if (op.sums) {
-    for (int cluster = 1; cluster <= kMaxCluster; cluster *= 2)
+    for (int cluster = 1; cluster <= max_cluster; cluster *= 2)
       for (int groups : {4, 2, 1})
         if (settings(cluster, groups).stages > 0) return settings(cluster, groups);
   } else {
     for (int groups : {8, 4, 2, 1})
-      for (int cluster = 1; cluster <= kMaxCluster; cluster *= 2)
+      for (int cluster = 1; cluster <= max_cluster; cluster *= 2)
         if (settings(cluster, groups).stages > 0) return settings(cluster, groups);
   }
-  return {kMaxCluster, 1, kClusterThreads, 0};
+  return {max_cluster, 1, kClusterThreads, 0};
 }
 
 // Bytes of shared memory of a block. A misaligned slice shares vectors with its neighbours, and its
@@ -228,23 +236,23 @@ constexpr const char* HowItMoves(const Choice& choice) {
   return few ? kOfFewRows : kNames[static_cast<int>(choice.access)];
 }
 
-constexpr Choice ChooseSlices(const OpTraits& op, const RowShape& shape, int architecture) {
+constexpr Choice ChooseSlices(const OpTraits& op, const RowShape& shape, const Target& target) {
   const bool aligned = shape.is_aligned && !op.Interleaves(shape.columns);
   const auto choose = [&](Source source, const ClusterSettings& settings) {
     const RowAccess access = aligned ? RowAccess::kVectors : RowAccess::kMisaligned;
     return Choice{nullptr, access, 0, HasKernel(op, source) ? source : Source::kGlobal, settings};
   };
-  const std::int64_t shared = ArchitectureOf(architecture).block_shared_bytes;
-  if (shared == 0 || op.bytes == 8 || op.extends)
+  if (target.code < 90 || op.bytes == 8 || op.extends)
     return choose(Source::kGlobal, {1, 1, kClusterThreads, 0});
   if (HasKernel(op, Source::kRegisters)) {
     const ClusterSettings settings =
-        ResidentCluster(op, shared, shape.columns, VectorsPerThread(op.rows, false));
+        ResidentCluster(op, target, shape.columns, VectorsPerThread(op.rows, false));
     if (settings.stages > 0 && aligned) return choose(Source::kRegisters, settings);
     if (settings.stages > 0) {
       ClusterSettings fewer = settings;  // stages, as the results need shared memory too
-      while (fewer.stages > 0 && SharedBytes(op, Source::kRegistersUnaligned, fewer,
-                                             shape.columns) > PipelineCapacity(shared, op.Width()))
+      while (fewer.stages > 0 &&
+             SharedBytes(op, Source::kRegistersUnaligned, fewer, shape.columns) >
+                 PipelineCapacity(target.block_bytes, op.Width()))
         --fewer.stages;
       return HasKernel(op, Source::kRegistersUnaligned) && fewer.stages > 0
                  ? choose(Source::kRegistersUnaligned, fewer)
@@ -253,15 +261,15 @@ constexpr Choice ChooseSlices(const OpTraits& op, const RowShape& shape, int arc
   }
   if (HasKernel(op, Source::kRegistersLong)) {
     const ClusterSettings settings =
-        ResidentCluster(op, shared, shape.columns, VectorsPerThread(op.rows, true));
+        ResidentCluster(op, target, shape.columns, VectorsPerThread(op.rows, true));
     if (settings.stages > 0)
       return choose(aligned ? Source::kRegistersLong : Source::kGlobal, settings);
   }
-  const ClusterSettings settings = PipelineCluster(op, shared, shape.columns);
+  const ClusterSettings settings = PipelineCluster(op, target, shape.columns);
   return choose(settings.stages > 0 && aligned ? Source::kPipeline : Source::kGlobal, settings);
 }
 
-constexpr Choice Choose(const OpTraits& op, const RowShape& shape, int architecture) {
+constexpr Choice Choose(const OpTraits& op, const RowShape& shape, const Target& target) {
   const RowAccess access = AccessOf(op, shape);
   const std::int64_t vectors = (shape.columns + op.Width() - 1) / op.Width();
   for (const ResidentChoice& line : kResidentChoices) {
@@ -269,7 +277,7 @@ constexpr Choice Choose(const OpTraits& op, const RowShape& shape, int architect
     const int threads = line.lanes > 0 ? kGroupThreads : BlockThreads(op, line, vectors);
     return {&line, access, threads, Source::kGlobal, {}};
   }
-  return ChooseSlices(op, shape, architecture);
+  return ChooseSlices(op, shape, target);
 }
 
 }  // namespace twinop::rowwise

@@ -29,24 +29,24 @@ struct Launch {
     if constexpr (kOp.IsPlain()) {
       if (rows.inner != 1) return RunStrided();
     }
-    int architecture = 0;
-    TWINOP_RETURN_IF_ERROR(CompiledArchitecture(call, &architecture));
-    const Choice choice = Choose(kOp, {rows.count, rows.columns, IsAligned()}, architecture);
+    const Target* target = nullptr;
+    TWINOP_RETURN_IF_ERROR(TargetOf(call, &target));
+    const Choice choice = Choose(kOp, {rows.count, rows.columns, IsAligned()}, *target);
     if (__builtin_expect(kIsTraced, false))
       Trace("  %lld rows of %lld columns: %s, %s", static_cast<long long>(rows.count),
             static_cast<long long>(rows.columns), WhoTakesARow(choice), HowItMoves(choice));
     if (choice.line != nullptr) return RunResident(choice);
     switch (choice.source) {
       case Source::kRegisters:
-        return RunCluster<Source::kRegisters>(choice.cluster);
+        return RunCluster<Source::kRegisters>(choice.cluster, *target);
       case Source::kRegistersLong:
-        return RunCluster<Source::kRegistersLong>(choice.cluster);
+        return RunCluster<Source::kRegistersLong>(choice.cluster, *target);
       case Source::kRegistersUnaligned:
-        return RunCluster<Source::kRegistersUnaligned>(choice.cluster);
+        return RunCluster<Source::kRegistersUnaligned>(choice.cluster, *target);
       case Source::kPipeline:
-        return RunCluster<Source::kPipeline>(choice.cluster);
+        return RunCluster<Source::kPipeline>(choice.cluster, *target);
       default:
-        TWINOP_RETURN_IF_ERROR(RunCluster<Source::kGlobal>(choice.cluster));
+        TWINOP_RETURN_IF_ERROR(RunCluster<Source::kGlobal>(choice.cluster, *target));
         return SumColumns(choice);
     }
   }
@@ -95,8 +95,8 @@ struct Launch {
       if constexpr (HasKernel(kOp, line, kAccess)) {
         if (choice.line == &line && choice.access == kAccess)
           return LaunchResident<
-              ResidentTraits<F, S, W, line.lanes, line.each, line.totals, line.tuning, kAccess>>(
-              choice.threads);
+              ResidentTraits<F, S, W, line.lanes, line.each, line.totals, line.tuning, kAccess,
+                             RegisterLimit(kOp, line, kAccess)>>(choice.threads);
       }
       return RunResident<kKernel + 1>(choice);
     }
@@ -121,7 +121,7 @@ struct Launch {
   // ---------------------------------------------------------------------------------- slices
 
   template <Source kSource>
-  Status RunCluster(const ClusterSettings& settings) const {
+  Status RunCluster(const ClusterSettings& settings, const Target& target) const {
     if constexpr (HasKernel(kOp, kSource)) {
       constexpr bool kSums = kOp.sums && kSource == Source::kPipeline;  // on the way
       const Rows& rows = arguments.rows;
@@ -132,8 +132,10 @@ struct Launch {
                 static_cast<int>(SharedBytes(kOp, kSource, settings, rows.columns)),
                 settings.cluster};
       int clusters = SumClusters(settings.cluster);
-      if (!kSums) TWINOP_RETURN_IF_ERROR(ResidentClusters(kernel, grid, &clusters));
-      clusters = static_cast<int>(std::min<std::int64_t>(clusters, rows.count));
+      if (!kSums)
+        TWINOP_RETURN_IF_ERROR(ResidentClusters(kernel, grid, target.multiprocessors, &clusters));
+      // One that the device does not hold is refused in words.
+      clusters = static_cast<int>(std::clamp<std::int64_t>(rows.count, 1, std::max(clusters, 1)));
       grid.blocks = std::int64_t{clusters} * settings.cluster;
       TWINOP_RETURN_IF_ERROR(LaunchKernel(kernel, WithPdl(grid), call, functor, arguments, settings,
                                           ReadPolicy(), states, Partials()));

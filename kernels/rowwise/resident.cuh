@@ -25,7 +25,7 @@ inline constexpr OpTraits kTraitsOf{kEarlyInputs<F>,
 
 // The template arguments of a register-resident kernel: types, and a line of kResidentChoices.
 template <class Functor, class Storage, class ColumnStorage, int kRowLanes, int kThreadVectors,
-          int kThreadTotals, Tuning kTunedFor, RowAccess kRowAccess>
+          int kThreadTotals, Tuning kTunedFor, RowAccess kRowAccess, int kRegisterLimit>
 struct ResidentTraits {
   using F = Functor;
   using S = Storage;                               // of rows
@@ -36,8 +36,7 @@ struct ResidentTraits {
   static constexpr Tuning kTuning = kTunedFor;
   static constexpr RowAccess kAccess = kRowAccess;
   static constexpr int kGroups = kLanes > 0 ? kGroupThreads / kLanes : 1;
-  static constexpr int kRegisters = RegisterLimit(
-      kTraitsOf<F, S, W>, ResidentChoice{0, 0, 0, 0, kLanes, kVectors, kTotals, kTuning}, kAccess);
+  static constexpr int kRegisters = kRegisterLimit;
 };
 
 template <class Traits>

@@ -1,44 +1,85 @@
-// Goes through the choices of the row-wise kernels and prints what contradicts them.
+// Goes through the choices of the kernels and prints what contradicts them.
 #include <cstdio>
 #include <iterator>
 #include <map>
 #include <set>
 #include <tuple>
 
+#include "twinop/elementwise/choose.h"
+#include "twinop/ops/attention_cached/choose.h"
 #include "twinop/rowwise/choose.h"
 
-using namespace twinop::rowwise;
+using twinop::Target;
 
 namespace {
 
+constexpr Target On(const char* name, Target target) {
+  for (const twinop::GpuLimits& gpu : twinop::kGpus)
+    if (gpu.name == name) return twinop::Within(target, gpu);
+  return target;
+}
+constexpr Target Part(Target target, int multiprocessors, int pairs) {
+  target.multiprocessors = target.clusters[0] = multiprocessors;
+  target.clusters[1] = pairs, target.clusters[2] = target.clusters[3] = 0;
+  return target;
+}
+constexpr Target kH200{90, 90, true, 132, 227 << 10, 60 << 20, {132, 66, 32, 16}};
+constexpr Target kOldCode{90, 80, true, 132, 227 << 10, 60 << 20, {132, 0, 0, 0}};
+// The last two are parts of a GPU that hold clusters of two blocks, and none.
+constexpr Target kTargets[] = {kH200,
+                               kOldCode,
+                               On("8.0", kOldCode),
+                               On("8.6", kOldCode),
+                               On("8.9", kH200),
+                               On("10.0", kH200),
+                               On("12.0", kH200),
+                               Part(kH200, 16, 7),
+                               Part(kH200, 16, 0)};
+
+// On one GPU in all of its sizes; elsewhere most numbers decide the same.
+std::int64_t Next(std::int64_t size, const Target& target) {
+  return size + (size >= 18000 ? 7777 : &target == kTargets ? 1 : 7);
+}
+
+}  // namespace
+
+namespace twinop::rowwise {
+
 // What decides the order of the additions of a row: the threads that share it, or its slices. (A
 // lane without a vector adds nothing. The lanes of interleaved rows take other elements.)
-std::tuple<int, int, bool> Order(const Choice& choice) {
+static std::tuple<int, int, bool> Order(const Choice& choice) {
   const bool interleaved = choice.access == RowAccess::kInterleaved;
   if (choice.line == nullptr) return {choice.cluster.cluster, -choice.cluster.threads, false};
   return {choice.line->lanes > 0 ? 32 : choice.threads * choice.line->totals, 0, interleaved};
 }
 
-void Check(const OpTraits& op) {
+static void Check(const OpTraits& op) {
   std::set<std::pair<const ResidentChoice*, RowAccess>> chosen;
   std::set<Source> sources;
-  for (int architecture : {80, 90, 100, 120}) {
-    for (std::int64_t columns = 1; columns < 600000; columns += columns < 18000 ? 1 : 7777) {
+  for (const Target& target : kTargets) {
+    for (std::int64_t columns = 1; columns < 600000; columns = Next(columns, target)) {
       std::set<std::tuple<int, int, bool>> orders;
       for (std::int64_t rows : {1, 200, 1000}) {
         for (bool aligned : {false, columns % op.Width() == 0}) {
-          const Choice choice = Choose(op, {rows, columns, aligned}, architecture);
+          const Choice choice = Choose(op, {rows, columns, aligned}, target);
           orders.insert(Order(choice));
           if (choice.line != nullptr) {
             chosen.insert({choice.line, choice.access});
-            if (choice.threads % 32 != 0 || choice.threads > 1024)
-              std::printf("%d threads for %ld columns\n", choice.threads, long{columns});
+            const int threads = choice.threads;
+            if (threads % 32 != 0 || threads > 1024 ||
+                threads * RegisterLimit(op, *choice.line, choice.access) > 65536)
+              std::printf("%d threads for %ld columns do not run\n", threads, long{columns});
           } else {
             sources.insert(choice.source);
             if (op.sums && columns * op.bytes <= kOnePassBytes)
               std::printf("%ld columns have no room for their functors\n", long{columns});
-            if (choice.source != Source::kGlobal && architecture < 90)
-              std::printf("clusters before sm_90\n");
+            if (choice.source != Source::kGlobal && target.code < 90)
+              std::printf("bulk copies before sm_90\n");
+            if (target.ClustersOf(choice.cluster.cluster) == 0)
+              std::printf("clusters of %d where none is\n", choice.cluster.cluster);
+            if (SharedBytes(op, choice.source, choice.cluster, columns) >
+                PipelineCapacity(target.block_bytes, op.Width()))
+              std::printf("%ld columns do not fit into shared memory\n", long{columns});
           }
         }
       }
@@ -58,9 +99,7 @@ void Check(const OpTraits& op) {
       std::printf("source %d is compiled and never chosen\n", source);
 }
 
-}  // namespace
-
-int main() {
+static void CheckAll() {
   for (int bytes : {2, 4, 8})
     for (int columns : {0, 1, 2})
       for (int column_bytes : {bytes, bytes == 2 ? 4 : bytes})
@@ -70,5 +109,50 @@ int main() {
           Check({2, false, columns, false, extends, bytes, column_bytes});
           if (!extends) Check({2, false, columns, true, false, bytes, column_bytes});
         }
+}
+
+}  // namespace twinop::rowwise
+
+namespace twinop::attention_cached {
+
+static void CheckAll() {
+  for (int size : {64, 96, 128, 256})
+    for (const Target& target : kTargets) {
+      const int splits = ChooseStep({size, 1, 1}, target).splits;
+      if (splits < 2) std::printf("heads of %d: a step takes the kernel for prompts\n", size);
+      if (target.block_bytes == kH200.block_bytes && splits != kKvSplits)
+        std::printf("heads of %d: %d splits\n", size, splits);
+      for (std::int64_t blocks = 1; blocks < 600; ++blocks)
+        for (std::int64_t rows : {1, 128, 129, 256, 257, 512, 1024, 1025, 9999}) {
+          const StepPlan plan = ChooseStep({size, blocks, rows}, target);
+          if (plan.splits != splits) std::printf("heads of %d: the bits depend on more\n", size);
+          if (plan.shared_bytes + StaticBytes(size) > target.block_bytes)
+            std::printf("heads of %d do not fit into shared memory\n", size);
+          if (plan.cluster * plan.teams > plan.splits || plan.cluster * plan.teams < 1 ||
+              target.ClustersOf(plan.cluster) == 0 || (plan.teams > 1 && size > 64))
+            std::printf("clusters of %d with %d teams\n", plan.cluster, plan.teams);
+        }
+    }
+}
+
+}  // namespace twinop::attention_cached
+
+int main(int count, char** arguments) {
+  if (count > 1) {
+    Target target = kH200;
+    const twinop::Status status = twinop::LimitTo(arguments[1], &target);
+    std::printf("%s\n", status.ok() ? "known" : status.message().c_str());
+    return 0;
+  }
+  twinop::rowwise::CheckAll();
+  twinop::attention_cached::CheckAll();
+  for (const Target& target : kTargets)
+    for (std::int64_t bytes = 1 << 20; bytes < 200 << 20; bytes += 1 << 20) {
+      twinop::elementwise::CallShape call{};
+      call.is_flat = true, call.bytes = bytes;
+      if (Choose(call, 2, target) == twinop::elementwise::Kernel::kFlatCached &&
+          bytes > target.l2_bytes)
+        std::printf("%ld bytes do not stay in L2\n", long{bytes});
+    }
   std::printf("checked\n");
 }

@@ -30,9 +30,18 @@ cudaError_t cudaLaunchKernel(const void*, dim3, dim3, void**, size_t, cudaStream
 }
 cudaError_t cudaLaunchKernelExC(const cudaLaunchConfig_t*, const void*, void**) { return Answer(); }
 cudaError_t cudaFuncSetAttribute(const void*, cudaFuncAttribute, int) { return Answer(); }
-cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr, int) {
-  *value = 1;
+cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, int) {
+  *value = attribute == cudaDevAttrMaxSharedMemoryPerBlockOptin ? 99 << 10 : 1;
   return Answer();
+}
+cudaError_t cudaOccupancyMaxActiveClusters(int* clusters, const void*, const cudaLaunchConfig_t*) {
+  *clusters = 0;
+  return cudaSuccess;
+}
+cudaError_t cudaOccupancyMaxActiveBlocksPerMultiprocessorWithFlags(int* blocks, const void*, int,
+                                                                   size_t, unsigned) {
+  *blocks = 1;
+  return cudaSuccess;
 }
 cudaError_t cudaMemcpyAsync(void*, const void*, size_t, cudaMemcpyKind, cudaStream_t) {
   return Answer();
@@ -40,6 +49,8 @@ cudaError_t cudaMemcpyAsync(void*, const void*, size_t, cudaMemcpyKind, cudaStre
 cudaError_t cudaFuncGetAttributes(cudaFuncAttributes* attributes, const void*) {
   *attributes = {};
   attributes->ptxVersion = 90;
+  attributes->numRegs = 80;
+  attributes->maxThreadsPerBlock = 816;
   return cudaSuccess;
 }
 cudaError_t cudaGetDevice(int* device) { return *device = 0, cudaSuccess; }

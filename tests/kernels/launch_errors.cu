@@ -14,10 +14,8 @@ int main() {
   const auto say = [](const char* what, const Status& status) {
     std::printf("%s: %s, left: %d\n", what, status.ok() ? "ok" : status.message().c_str(), last);
   };
-  const auto launch = [&](int shared) {
-    Grid grid{1, dim3(32)};
-    grid.shared_bytes = shared;
-    return LaunchKernel(Kernel, grid, call);
+  const auto launch = [&](int shared, int cluster = 1, int threads = 32) {
+    return LaunchKernel(Kernel, {1, dim3(threads), 1, shared, cluster}, call);
   };
   last = cudaErrorInvalidDevice;  // of another library
   say("after another's failure", launch(0));
@@ -28,13 +26,17 @@ int main() {
   next = cudaErrorInvalidValue;
   say("memory that is refused", launch(64 << 10));
   say("the next", launch(64 << 10));
+  say("memory that no block has", launch(100 << 10));
+  say("a cluster that nothing holds", launch(0, 2));
+  next = cudaErrorLaunchOutOfResources;
+  say("too many registers", launch(0, 1, 1024));
   Tensor tensor;
   next = cudaErrorInvalidValue;
   say("a copy that fails", CopyTensor(call, tensor, nullptr));
-  int value = 0;
-  next = cudaErrorInvalidDevice;
-  say("a question that fails", DeviceAttribute<cudaDevAttrMultiProcessorCount>(&value));
   context.device_index = 1;
+  next = cudaErrorInvalidDevice;
+  say("a question that fails", launch(0));
+  say("the next", launch(0));
   next = cudaErrorInvalidDevice;
   say("a device that is missing", OnDevice(call, [](const Call&) { return Status(); }));
 }

@@ -1,5 +1,6 @@
 """A failure of the CUDA runtime fails one call: none stays for the next one, and none of others is taken."""
 
+import os
 import shutil
 import subprocess
 from pathlib import Path
@@ -19,14 +20,29 @@ def test_errors_of_the_runtime(tmp_path: Path) -> None:
         str(FOLDER / "failing_runtime.cpp"),
     ]
     subprocess.run([*command, "-o", str(tmp_path / "errors")], check=True)
-    done = subprocess.run([str(tmp_path / "errors")], capture_output=True, text=True, check=True)
-    assert done.stdout.splitlines() == [
+
+    def lines(**environment: str) -> list[str]:
+        command, env = [str(tmp_path / "errors")], os.environ | environment
+        return subprocess.run(
+            command, capture_output=True, text=True, check=True, env=env
+        ).stdout.splitlines()
+
+    refused = 'after another\'s failure: TWINOP_TARGET is "8.8"; expected one of 8.0, 8.6, 8.9, 9.0, '
+    assert lines(TWINOP_TARGET="8.8")[0].startswith(refused)
+    has = "; this GPU has 101376 bytes a block and clusters of at most 1, left: 0"
+    assert lines() == [
         "after another's failure: ok, left: 101",
         "a launch that fails: a kernel launch failed: the reason, left: 0",
         "the next: ok, left: 0",
         "memory that is refused: asking for shared memory failed: the reason, left: 0",
         "the next: ok, left: 0",
+        "memory that no block has: a kernel launch needs 102400 bytes of shared memory in clusters of 1"
+        + has,
+        "a cluster that nothing holds: a kernel launch needs 0 bytes of shared memory in clusters of 2" + has,
+        "too many registers: a kernel launch failed: the reason; its blocks have 1024 threads of 80 "
+        "registers, and this GPU has registers for 816, left: 0",
         "a copy that fails: copying a tensor failed: the reason, left: 0",
         "a question that fails: asking for a property of the device failed: the reason, left: 0",
+        "the next: ok, left: 0",
         "a device that is missing: choosing CUDA device 1 failed: the reason, left: 0",
     ]

@@ -63,9 +63,12 @@ Status Run(const CallOf<Op>& call) {
     if constexpr (sizeof(T) == 2) {
       const auto launch = [&](auto size) {
         constexpr int kSize = decltype(size)::value;
-        int most = 0;
-        TWINOP_RETURN_IF_ERROR(DeviceAttribute<cudaDevAttrMaxSharedMemoryPerBlockOptin>(&most));
-        if (p.tokens == 1 && kMostStepBytes<kSize> <= most) return LaunchStep<T, kSize>(call, p, x);
+        const Target* target = nullptr;
+        TWINOP_RETURN_IF_ERROR(TargetOf(call, &target));
+        const std::int64_t turns = (p.heads / p.kv_heads + kHeads - 1) / kHeads;
+        const std::int64_t blocks = p.batches * p.kv_heads * turns;
+        const StepPlan plan = ChooseStep({kSize, blocks, p.rows}, *target);
+        if (p.tokens == 1 && plan.splits > 0) return LaunchStep<T, kSize>(call, p, x, plan, blocks);
         TWINOP_RETURN_IF_ERROR(LaunchNormAndRotate(call, p, x, q));
         return LaunchPrompt<T, kSize>(call, p, x, q);
       };

@@ -1,11 +1,12 @@
 // One new token of each sequence with tensor cores: one kernel, at the bandwidth of the memory.
 //
-// The keys of a sequence lie in chunks of kKvChunk. Split i of kKvSplits takes the chunks i, i +
-// kKvSplits, ... and each of the kWarps warps of a team the same part of each chunk. What the warps
-// of the splits have added up is merged as a tree over the splits, i with i + kKvSplits / 2 first,
-// and then over the warps. A cluster has 1 to kKvSplits blocks of one team each, and a block of two
-// teams is alone. Of n teams, team r takes the splits r, r + n, ...: this moves work, but no bit of
-// a result depends on it.
+// The keys of a sequence lie in chunks of kKvChunk. Split i of n (choose.h) takes the chunks i, i +
+// n,
+// ... and each of the kWarps warps of a team the same part of each chunk. What the warps of the
+// splits have added up is merged as a tree over the splits, i with i + n / 2 first, and then over
+// the warps. A cluster has 1 to n blocks of one team each, and a block of two teams is alone. Of n
+// teams, team r takes the splits r, r + n, ...: this moves work, but no bit of a result depends on
+// it.
 //
 // Products are transposed: rows are keys (or elements of v) and the 8 columns are heads of q that
 // share a key. As in attention/tensor_cores.cuh, lanes multiply what they have loaded: a sum over a
@@ -18,6 +19,7 @@
 #include <type_traits>
 
 #include "twinop/math/hardware.h"
+#include "twinop/ops/attention_cached/choose.h"
 #include "twinop/ops/attention_cached/norm_and_rotate.cuh"
 #include "twinop/ops/attention_packed/tensor_cores.cuh"
 #include "twinop/primitives/hopper.cuh"
@@ -28,12 +30,6 @@ namespace twinop::attention_cached {
 
 using attention_packed::kLog2E;
 using attention_packed::Pair;
-
-inline constexpr int kWarps = 8;     // of a team
-inline constexpr int kKvSplits = 8;  // at most: the teams of a cluster
-inline constexpr int kHeads = 8;     // of q, which a block takes at a time
-template <int kSize>
-inline constexpr int kBlocksPerProcessor = kSize <= 64 ? 2 : 1;  // as the registers allow
 
 // What is taken from scores before the power: after only -inf the difference would be NaN.
 __device__ __forceinline__ float Base(float highest) { return highest == -INFINITY ? 0 : highest; }
@@ -89,8 +85,7 @@ __device__ __forceinline__ std::uint32_t Transposed(std::uint32_t matrix) {
 template <int kSize>
 struct SoftmaxState {
   static constexpr int kTiles = kSize / 16;
-  // In shared memory: a lane's values, of each tile, and its weights.
-  static constexpr int kVectors = 32 * (kTiles + 1);
+  static constexpr int kVectors = StateVectors(kSize);  // in shared memory
   float values[kTiles][4], highest[2], totals[2];
 
   __device__ __forceinline__ void Clear() {
@@ -129,9 +124,9 @@ struct SoftmaxState {
 // A warp's keys of a chunk, and what it does with them.
 template <class T, int kSize>
 struct KvFragment {
-  static constexpr int kGroups = kSize <= 128 ? 2 : 1;  // of 16 keys
+  static constexpr int kGroups = KeyGroups(kSize);
   static constexpr int kCount = 16 * kGroups;
-  static constexpr int kKvChunk = kWarps * kCount;
+  static constexpr int kKvChunk = KvChunk(kSize);
   static constexpr int kChunks = kSize / 32;             // of k: 8 elements of each lane
   static constexpr int kWide = kSize % 64 == 0 ? 8 : 4;  // elements of v that a lane loads at once
   static constexpr int kParts = kSize / 8 / kWide;
@@ -257,23 +252,9 @@ struct KvFragment {
   }
 };
 
-// What a warp sends to one of a cluster's blocks: weights, and its tiles.
-constexpr int SentVectors(int tiles, int blocks) {
-  return 4 + 32 * ((tiles + blocks - 1) / blocks);
-}
-constexpr int MostSentVectors(int tiles, int cluster) {
-  int most = 0;
-  for (int active = 2; active <= cluster; ++active)
-    most = std::max(most, active * kWarps * SentVectors(tiles, active));
-  return most;
-}
-
-// What a team with this many splits merges in shared memory before the others see it.
-constexpr int Levels(int splits) { return splits > 4 ? 3 : splits > 2 ? 2 : 1; }
-
 template <class T, int kSize, int kTeams, bool kInCluster>
-__global__ void __launch_bounds__(32 * kWarps * kTeams, kBlocksPerProcessor<kSize> / kTeams)
-    StepKernel(AttentionParams p, Buffers<T> x, int cluster, bool is_ahead) {
+__global__ void __launch_bounds__(32 * kWarps * kTeams, BlocksPerProcessor(kSize) / kTeams)
+    StepKernel(AttentionParams p, Buffers<T> x, int all_splits, int cluster, bool is_ahead) {
   using KvFragment = attention_cached::KvFragment<T, kSize>;
   using SoftmaxState = attention_cached::SoftmaxState<kSize>;
   extern __shared__ __align__(16) float4 slots[];  // SoftmaxState of the warps, for each level
@@ -302,11 +283,11 @@ __global__ void __launch_bounds__(32 * kWarps * kTeams, kBlocksPerProcessor<kSiz
   T* const k_rows = x.k_cache + b_and_k * (p.rows * kSize);
   T* const v_rows = x.v_cache + b_and_k * (p.rows * kSize);
   T* const y = x.y + (std::int64_t{b} * p.heads + first_head) * kSize;
-  const int splits = kKvSplits / (cluster * kTeams);
+  const int splits = all_splits / (cluster * kTeams);
   int from, skipped, chunks;  // the first key; chunks before it in all splits, and all of them
   const auto plan = [&](int position) {
     from = static_cast<int>(FirstKey(p, position));
-    skipped = from / (KvFragment::kKvChunk * kKvSplits) * kKvSplits;
+    skipped = (from / KvFragment::kKvChunk) & -all_splits;
     chunks = position / KvFragment::kKvChunk + 1;
   };
   // Of this warp. A chunk without keys that are seen begins after all.
@@ -380,9 +361,9 @@ __global__ void __launch_bounds__(32 * kWarps * kTeams, kBlocksPerProcessor<kSiz
 #pragma unroll 1
   while (split < splits) {
     const int first = first_of(chunk);
-    int next_split = split, next = chunk + kKvSplits;
+    int next_split = split, next = chunk + all_splits;
     while (next >= chunks && ++next_split < splits)
-      next = skipped + rank + static_cast<int>(__brev(next_split) >> 29);
+      next = skipped + rank + (static_cast<int>(__brev(next_split) >> 29) * all_splits >> 3);
     if (is_ahead && next < chunks) move_to_l2(next, last);
     float scores[KvFragment::kGroups][4] = {};
     if (first <= last) {
@@ -511,58 +492,21 @@ __global__ void __launch_bounds__(32 * kWarps * kTeams, kBlocksPerProcessor<kSiz
   }
 }
 
-// Dynamic shared memory of a block.
-template <int kSize>
-constexpr int StepBytes(int cluster, int teams) {
-  return 16 *
-         (Levels(kKvSplits / (cluster * teams)) * kWarps * teams * SoftmaxState<kSize>::kVectors +
-          MostSentVectors(SoftmaxState<kSize>::kTiles, cluster));
-}
-// Of a block that is alone, with more than its static memory: others have less. 99 KiB are all that
-// a GPU of 8.6, 8.9 or 12.0 has.
-template <int kSize>
-constexpr int kMostStepBytes = StepBytes<kSize>(1, 1) + 4 * kHeads * (kSize + 8);
-
 template <class T, int kSize>
-Status LaunchStep(const Call& call, const AttentionParams& p, const Buffers<T>& x) {
-  using KvFragment = attention_cached::KvFragment<T, kSize>;
-  const std::int64_t shared = p.heads / p.kv_heads, turns = (shared + kHeads - 1) / kHeads;
-  const std::int64_t blocks = p.batches * p.kv_heads * turns;
-  int processors = 0, architecture = 0;
-  TWINOP_RETURN_IF_ERROR(DeviceAttribute<cudaDevAttrMultiProcessorCount>(&processors));
-  TWINOP_RETURN_IF_ERROR(CompiledArchitecture(call, &architecture));
-  // Two blocks for a head of k if the device holds them all at once; more if they take at most half
-  // of what it holds (docs/tuning.md).
-  constexpr int kHeld = kBlocksPerProcessor<kSize>;
-  int cluster = 1;
-  const auto grows = [&] {
-    return 2 * cluster * blocks <= kHeld * processors / (cluster == 1 ? 1 : 2);
-  };
-  while (architecture >= 90 && cluster < kKvSplits && cluster * KvFragment::kKvChunk < p.rows &&
-         grows())
-    cluster *= 2;
-  constexpr int kMost = StepBytes<kSize>(1, 1);
-  static_assert(StepBytes<kSize>(2, 1) <= kMost && StepBytes<kSize>(4, 1) <= kMost &&
-                StepBytes<kSize>(8, 1) <= kMost);
+Status LaunchStep(const Call& call, const AttentionParams& p, const Buffers<T>& x,
+                  const StepPlan& plan, std::int64_t blocks) {
   const auto launch = [&](auto teams, auto in_cluster) {
     constexpr int kTeams = decltype(teams)::value;
-    Grid grid{blocks * cluster, dim3(32 * kWarps * kTeams)};
-    grid.cluster = cluster;
-    grid.shared_bytes = StepBytes<kSize>(cluster, kTeams);
-    // Few blocks do not have enough memory under way; more under way slows many down.
-    const bool is_ahead = grid.blocks <= processors / 2;
+    Grid grid{blocks * plan.cluster, dim3(32 * kWarps * kTeams)};
+    grid.cluster = plan.cluster;
+    grid.shared_bytes = plan.shared_bytes;
     return LaunchKernel(StepKernel<T, kSize, kTeams, decltype(in_cluster)::value>, WithPdl(grid),
-                        call, p, x, cluster, is_ahead);
+                        call, p, x, plan.splits, plan.cluster, plan.is_ahead);
   };
   constexpr std::integral_constant<int, 1> kOneTeam{};
-  if constexpr (kHeld == 2) {
-    // Where clusters of two would nearly fill the device, one block of two teams is faster.
-    static_assert(StepBytes<kSize>(1, 2) + 4 * kHeads * (kSize + 8) <= 99 << 10);
-    if (cluster == 2 && 5 * blocks >= 2 * processors) {
-      cluster = 1;
-      return launch(std::integral_constant<int, 2>{}, std::false_type{});
-    }
-    if (cluster == 1) return launch(kOneTeam, std::false_type{});
+  if constexpr (BlocksPerProcessor(kSize) == 2) {
+    if (plan.teams == 2) return launch(std::integral_constant<int, 2>{}, std::false_type{});
+    if (plan.cluster == 1) return launch(kOneTeam, std::false_type{});
   }
   return launch(kOneTeam, std::true_type{});
 }

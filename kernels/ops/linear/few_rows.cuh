@@ -360,8 +360,9 @@ int SplitKOf(const Blocks<T, kBits, kHasZero>&, const Task<T>& task) {
 // A block of four tiles reads as much of x as of the weight.
 template <int kTiles, class T>
 Status LaunchTiles(const Call& call, const Dense<T>& weight, const Task<T>& task) {
-  int most = 0;
-  TWINOP_RETURN_IF_ERROR(DeviceAttribute<cudaDevAttrMaxSharedMemoryPerBlockOptin>(&most));
+  const Target* target = nullptr;
+  TWINOP_RETURN_IF_ERROR(TargetOf(call, &target));
+  const std::int64_t most = target->block_bytes;
   const bool has_room = most >= 16 * kWarpBytes<Dense<T>, 4, 2, 2>;
   const bool is_narrow = task.n < 3072, is_short = task.chunks <= 32;
   const int split_k = SplitKOf(weight, task, has_room);
@@ -402,8 +403,9 @@ template <int kTiles, class T, int kBits, bool kHasZero>
 Status LaunchTiles(const Call& call, const Blocks<T, kBits, kHasZero>& weight,
                    const Task<T>& task) {
   constexpr bool kHas4Bits = kBits == 4;
-  int processors = 0;
-  TWINOP_RETURN_IF_ERROR(DeviceAttribute<cudaDevAttrMultiProcessorCount>(&processors));
+  const Target* target = nullptr;
+  TWINOP_RETURN_IF_ERROR(TargetOf(call, &target));
+  const int processors = target->multiprocessors;
   const int parts = (task.m + 8 * kTiles - 1) / (8 * kTiles);
   // Blocks of a processor, of so many rows of the weight.
   const auto each = [&](int rows) {

@@ -231,15 +231,15 @@ static __global__ void __launch_bounds__(kWideThreads, 2)
 template <class T>
 Status LaunchWide(const Call& call, const Dense<T>& weight, const Task<T>& task, int split_k,
                   bool* done) {
-  int major = 0, processors = 0;
-  TWINOP_RETURN_IF_ERROR(DeviceAttribute<cudaDevAttrComputeCapabilityMajor>(&major));
-  TWINOP_RETURN_IF_ERROR(DeviceAttribute<cudaDevAttrMultiProcessorCount>(&processors));
+  const Target* target = nullptr;
+  TWINOP_RETURN_IF_ERROR(TargetOf(call, &target));
+  const int processors = target->multiprocessors;
   const std::int64_t parts = (task.m + 63) / 64;
   const int blocks = InFours(task.n) ? split_k / 4 : 1;
   Grid grid{(task.n + 127) / 128 * parts * blocks, dim3(kWideThreads)};
   constexpr auto kFetched = CU_TENSOR_MAP_L2_PROMOTION_L2_128B;  // what lies beside is read later
   CUtensorMap x, rows;
-  *done = major == 9 && 2 * grid.blocks >= processors &&
+  *done = target->has_wgmma && 2 * grid.blocks >= processors && target->ClustersOf(blocks) > 0 &&
           DescribeMatrix<T>(task.x, task.m, task.k, 64, &x) &&
           DescribeMatrix<T>(weight.weight, task.n, task.k, 64, &rows, kFetched);
   if (!*done) return {};
@@ -247,17 +247,6 @@ Status LaunchWide(const Call& call, const Dense<T>& weight, const Task<T>& task,
   const int stages = grid.blocks <= (blocks == 1 ? processors : processors * 3 / 4) ? 6 : 3;
   grid.shared_bytes = WideBytes(stages);
   grid.cluster = blocks;
-  const auto ask = [&](int, int* count) {  // a part of a GPU may hold no cluster
-    Grid largest = grid;
-    largest.blocks = largest.cluster = 8;
-    largest.shared_bytes = WideBytes(kMostStages);
-    return ResidentClusters(WideKernel<T>, largest, count).ok() ? cudaSuccess : cudaErrorUnknown;
-  };
-  int resident = 1;
-  if (blocks > 1 && !DeviceFact(ask, &resident).ok())
-    TWINOP_RETURN_IF_ERROR(ResidentClusters(WideKernel<T>, grid, &resident));  // says what is wrong
-  *done = resident > 0;
-  if (!*done) return {};
   return LaunchKernel(WideKernel<T>, WithPdl(grid, INT32_MAX), call, x, rows, task, split_k, stages,
                       blocks);
 }

@@ -278,15 +278,12 @@ Status LaunchIfFaster(const Call& call, const GemmBuffers& at, const Sizes& size
   Grid grid{kCluster, dim3(kThreads)};
   grid.shared_bytes = kSharedBytes;
   grid.cluster = kCluster;
-  int clusters = 0;
-  const auto ask = [&](int, int* count) {
-    return ResidentClusters(kernel, grid, count).ok() ? cudaSuccess : cudaErrorUnknown;
-  };
-  if (!DeviceFact(ask, &clusters).ok())
-    TWINOP_RETURN_IF_ERROR(ResidentClusters(kernel, grid, &clusters));  // says what is wrong
+  const Target* target = nullptr;
+  TWINOP_RETURN_IF_ERROR(TargetOf(call, &target));
+  const int clusters = target->ClustersOf(kCluster);  // a block takes a multiprocessor
   const Tiling tiling(sizes, kGated);
   CUtensorMap x, weight;
-  *done = clusters > 0 && IsFaster(tiling, sizes, clusters) &&
+  *done = target->has_wgmma && clusters > 0 && IsFaster(tiling, sizes, clusters) &&
           DescribeMatrix<T>(at.x.data, sizes.m, sizes.k, kRows, &x) &&
           DescribeMatrix<T>(at.weight.data, sizes.n, sizes.k, kColumns / kCluster, &weight);
   if (!*done || y == nullptr) return {};
@@ -315,9 +312,7 @@ inline Status Run(const Call& call, const GemmBuffers& at, const Sizes& sizes, D
                   std::string_view activation, bool gated, void* y, bool* done) {
   *done = false;
   if (!gated && activation != "gelu" && activation != "silu") return {};
-  int major = 0;
-  TWINOP_RETURN_IF_ERROR(DeviceAttribute<cudaDevAttrComputeCapabilityMajor>(&major));
-  if (major != 9 || !Takes(at, sizes, dtype, gated)) return {};
+  if (!Takes(at, sizes, dtype, gated)) return {};
   return dtype == DType::kFloat16
              ? LaunchFor<Half>(call, at, sizes, activation, gated, y, done)
              : LaunchFor<BFloat16>(call, at, sizes, activation, gated, y, done);
