@@ -70,6 +70,7 @@ class Verifier:
         self.source, self.apply, self.progress = source, apply, progress
         self.opset = source.base.graph.opset_imports.get("")
         self.comparisons = dict[tuple[str, ...], Comparison]()
+        self.accepted = dict[str, float]()  # the errors of kinds of segments in fp32
         self.failed: Comparison | None = None  # that of the last NotEquivalent
         self.given: tuple[list[inputs.Case], inputs.Sizes] | None = None  # the user's inputs
 
@@ -192,14 +193,14 @@ class Verifier:
 
     def _pairs(
         self, result: ir.Model, segments: Sequence[Segment], unknown: Sequence[str] = ()
-    ) -> Iterator[tuple[str, Comparison, ir.Model]]:
-        """Yields one segment of each kind: its name, "" for a whole model, its comparison, its part.
+    ) -> Iterator[tuple[Segment | None, Comparison, ir.Model]]:
+        """Yields one segment of each kind, None for a whole model, its comparison and its part.
 
         Args:
             unknown: weights whose segments are all compared.
         """
         if self.whole is not None:
-            yield "", self.whole, result.clone()
+            yield None, self.whole, result.clone()
             return
         kinds = set[str]()
         for index, segment in enumerate(segments):
@@ -209,7 +210,7 @@ class Verifier:
             kinds.add(segment.kind)
             comparison = self._comparison_of(segments[: index + 1])
             if comparison is not None:
-                yield segment.name, comparison, part
+                yield segment, comparison, part
             else:  # `stream` tries other inputs
                 self.source.report.add_note(f"{segment.name}: compared on typical inputs only")
 
@@ -236,13 +237,17 @@ class Verifier:
         """Returns the error of a form in fp32; raises NotEquivalent if it fails, or that is too large."""
         self.failed, largest, model = None, 0.0, context.model
         segments = [] if self.whole else cut(self.source.loaded, model)
-        for label, comparison, part in self._pairs(model, segments):
-            self.progress(f"comparing with the original{label and ': '}{label}")
-            try:
-                largest = max(largest, comparison.check(self.source.form(part)))
-            except equivalence.NotEquivalent as reason:
-                self.failed = comparison
-                raise reason.within(label) from reason
+        for segment, comparison, part in self._pairs(model, segments):
+            label = segment.name if segment else ""
+            if segment is None or segment.kind not in self.accepted:
+                self.progress(f"comparing with the original{label and ': '}{label}")
+                try:
+                    error = comparison.check(self.source.form(part))
+                except equivalence.NotEquivalent as reason:
+                    self.failed = comparison
+                    raise reason.within(label) from reason
+                self.accepted |= {segment.kind: error} if segment else {}
+            largest = max(largest, self.accepted[segment.kind] if segment else error)
         return largest
 
     def _cause(self, reason: equivalence.NotEquivalent) -> str:
@@ -323,7 +328,8 @@ class Verifier:
         pairs = [*self._pairs(written, segments, unknown)]
         narrow = self._original_in_16_bits() if source.dtype is not ir.DataType.FLOAT else None
         errors = list[float]()
-        for label, comparison, part in pairs:
+        for segment, comparison, part in pairs:
+            label = segment.name if segment else ""
             self.progress(f"comparing what was written{label and ': '}{label}")
             form = form_of(part)
             if not label and not source.is_changed:

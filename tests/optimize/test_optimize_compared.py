@@ -319,3 +319,13 @@ def test_values_that_belong_together_come_from_the_inputs(
     report = optimize(tmp_path / "old.onnx", tmp_path / "new.onnx", device="cpu")
     assert "differs from the original for large inputs" in report.reverted["limited"], report
     assert not report.notes
+
+
+def test_an_edge_case_may_differ_by_more_of_the_noise_than_a_typical_one() -> None:
+    case, outputs = {"x": np.ones(4, np.float32)}, [[np.ones(4, np.float32)]] * 2
+    reference = equivalence.Reference([case, case], outputs, ["large inputs"], [1.0])
+    noise = [[1e-3], [1e-3]]
+    assert reference.check([[2e-3], [4e-3]], lambda: noise, "float32") == 2e-3
+    for errors in ([[2.1e-3], [0.0]], [[0.0], [4.1e-3]]):
+        with pytest.raises(equivalence.NotEquivalent, match="relative error"):
+            reference.check(errors, lambda: noise, "float32")

@@ -2,6 +2,7 @@
 
 import itertools
 import re
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -24,6 +25,7 @@ from twinop.errors import ExportError
 from twinop.export import export
 from twinop.optimize import comparison, equivalence, norms, optimize, passes, segments, verifier
 from twinop.optimize import graph as g
+from twinop.optimize.comparison import Comparison
 
 TEXT = "(float[N, 4] x) => (float[N, 3] y) { y = MatMul (x, w) }"
 
@@ -316,6 +318,35 @@ def test_a_rewrite_that_fails_is_reverted(
     onnx.save(parsed(text, w=weights(8, 8), v=weights(8, 8, seed=1)), tmp_path / "old.onnx")
     report = optimize(tmp_path / "old.onnx", tmp_path / "new.onnx", device="cpu")
     assert report.reverted == {"other": "fails: KeyError: 'x': this is a defect of twinop, please report it"}
+
+
+def test_what_a_reverted_rewrite_leaves_as_it_is_is_compared_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of several segments, those that have another form without the rewrite are compared again."""
+
+    def broken(work: Any) -> None:
+        for node in work.nodes("Softplus"):
+            node.op_type = "Softsign"
+
+    compared, check = list[str](), Comparison.check
+
+    def counted(self: Comparison, *given: Any) -> float:
+        assert self.part is not None
+        compared.append(self.part.outputs[0])
+        return check(self, *given)
+
+    monkeypatch.setattr(Comparison, "check", counted)
+    monkeypatch.setattr("twinop.optimize.segments.MOST_BYTES", 100)
+    monkeypatch.setattr(verifier, "cut", partial(segments.cut, most_bytes=100))
+    monkeypatch.setattr(passes, "PASSES", [*passes.PASSES, pass_of("broken", broken)])
+    text = """(float[N, 8] x) => (float[N, 8] y) { a = MatMul (x, w) b = Tanh (a) c = MatMul (b, v)
+        y = Softplus (c) }"""
+    onnx.save(parsed(text, w=weights(8, 8), v=weights(8, 8, seed=1)), tmp_path / "old.onnx")
+    report = optimize(tmp_path / "old.onnx", tmp_path / "new.onnx", device="cuda")
+    assert [*report.reverted] == ["broken"] and report.fused == {"linear": 2}, report
+    once, again = Counter(compared).most_common()[::-1][0], Counter(compared)["y"]
+    assert once[1] == 2 and again > 2, compared  # as rewritten, and without any rewrite
 
 
 @pytest.mark.parametrize("is_seen", [True, False])
