@@ -233,7 +233,7 @@ def check_shown(graph: Any, outputs: Iterable[Sequence[Any]], allowed: bool, cur
 
     Args:
         graph: the model's, of onnx_ir. Outputs that never have elements are left out.
-        outputs: of each usual case.
+        outputs: of each typical case.
         cure: how other inputs are given.
 
     Raises:

@@ -151,7 +151,7 @@ def _cases(
     cure = "Give example inputs for which it has finite numbers"
     shown = [each.expected for each in cases]
     report.notes += check_shown(exported.graph, shown, allowed, cure)
-    return [*cases, *reference.special_cases(exported)]
+    return [*cases, *reference.edge_cases(exported)]
 
 
 def _run_passes(

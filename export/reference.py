@@ -10,7 +10,7 @@ import onnx_ir as ir
 import torch
 
 from twinop.errors import ExportError, TwinopError
-from twinop.optimize.inputs import special as special_cases
+from twinop.optimize.inputs import edge_cases
 from twinop.record.dtypes import to_array, to_tensor, torch_name
 from twinop.record.tolerance import accepted, difference, nudged, same_bits, scale_of
 
@@ -59,15 +59,15 @@ class Reference:
                 notes.append(f"not compared at other sizes: {error}")
         return found
 
-    def special_cases(self, exported: ir.Model) -> Iterator[Case]:
+    def edge_cases(self, exported: ir.Model) -> Iterator[Case]:
         """Yields numbers that are all 0, all 1 or large, with outputs, where torch runs the model."""
         scales = [*map(scale_of, self.expected.values())]
         arrays = {name: to_array(tensor) for name, tensor in self.inputs.tensors.items()}
-        for special, case in special_cases(exported, arrays, ()).items():
+        for edge, case in edge_cases(exported, arrays, ()).items():
             device = {name: tensor.device for name, tensor in self.inputs.tensors.items()}
             tensors = {name: to_tensor(array).to(device[name]) for name, array in case.items()}
             with suppress(ExportError):
-                yield self._case(tensors, None, special, scales)
+                yield self._case(tensors, None, edge, scales)
 
     def _larger_case(self) -> Case:
         """Returns inputs with one more entry on each dynamic axis, and torch's outputs.
@@ -84,23 +84,23 @@ class Reference:
         self,
         tensors: Mapping[str, torch.Tensor],
         outputs: Outputs | None = None,
-        special: str = "",
+        edge: str = "",
         scales: Sequence[float] = (),
     ) -> Case:
         expected = list((outputs or self._outputs(tensors)).values())
-        noise = cache(partial(self._noise, tensors, expected, bool(special), scales))
-        return Case(tensors, expected, noise, special, scales)
+        noise = cache(partial(self._noise, tensors, expected, bool(edge), scales))
+        return Case(tensors, expected, noise, edge, scales)
 
     def _noise(
         self,
         tensors: Mapping[str, torch.Tensor],
         expected: Sequence[torch.Tensor],
-        special: bool,
+        edge: bool,
         scales: Sequence[float],
     ) -> list[float]:
         """Returns by how much each output changes with the last bits of the inputs and the weights.
 
-        Zeros of special inputs become tiny numbers, which shows what is a choice among equals; that NaN
+        Zeros of edge inputs become tiny numbers, which shows what is a choice among equals; that NaN
         becomes a number there is no noise. Infinity is in fp16: ONNX Runtime keeps results in fp32, which do
         not overflow.
         """
@@ -117,7 +117,7 @@ class Reference:
         zeros = not any(tensor.any() for tensor in numbers.values())
         try:
             changed = {
-                name: to_tensor(nudged(to_array(tensor), zeros=special)).to(tensor.device)
+                name: to_tensor(nudged(to_array(tensor), zeros=edge)).to(tensor.device)
                 for name, tensor in numbers.items()
             }
             with changed_weights(self.model):

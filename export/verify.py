@@ -47,14 +47,14 @@ class Case:
 
     Attributes:
         noise: returns by how much torch's outputs change with the last bits of the inputs and the weights.
-        special: what the inputs are, such as "inputs of zeros"; empty for usual ones.
-        scales: of special inputs: the largest value of each output for usual ones.
+        edge: what the inputs are, such as "inputs of zeros"; empty for typical ones.
+        scales: of edge inputs: the largest value of each output for typical ones.
     """
 
     tensors: Mapping[str, torch.Tensor]
     expected: Sequence[torch.Tensor]
     noise: Callable[[], Sequence[float]]
-    special: str = ""
+    edge: str = ""
     scales: Sequence[float] = ()
 
 
@@ -74,7 +74,7 @@ def compare(case: Case, found: Sequence[Any], what: str, notes: list[str]) -> Pa
     """
     if len(case.expected) != len(found):
         raise ExportError(f"{what} has {len(found)} outputs, torch {len(case.expected)}")
-    worst, equal, where = 0.0, True, f" for {case.special}" if case.special else ""
+    worst, equal, where = 0.0, True, f" for {case.edge}" if case.edge else ""
     for index, (tensor, value) in enumerate(zip(case.expected, found, strict=True)):
         if not isinstance(value, np.ndarray) or value.dtype.kind in "OSU":
             raise NotRunnable(f"an output is {type(value).__name__}, not a tensor of numbers")
@@ -83,7 +83,7 @@ def compare(case: Case, found: Sequence[Any], what: str, notes: list[str]) -> Pa
         error, limit = difference(reference, value, least), accepted(reference.dtype.name)
         if not error <= limit:
             noise = case.noise()[index]
-            if case.special and not noise <= MAX_USABLE_ERROR:
+            if case.edge and not noise <= MAX_USABLE_ERROR:
                 continue
             limit = accepted(reference.dtype.name, noise, scale_of(reference) or 1.0)
             if MAX_USABLE_ERROR < noise < inf:
@@ -101,7 +101,7 @@ def compare(case: Case, found: Sequence[Any], what: str, notes: list[str]) -> Pa
                 f"{described_error(reference, error, limit, least)}"
                 f"{_worst_rows(reference, value, limit * max(scale_of(reference), least))}"
             )
-        worst = worst if case.special else max(worst, error)
+        worst = worst if case.edge else max(worst, error)
         equal = equal and same_bits(reference, value)
     return Parity(worst, equal, len(found))
 
@@ -183,18 +183,18 @@ def _compare_run(
     cases: Sequence[Case],
     what: str,
 ) -> tuple[Parity, Sequence[Library]]:
-    usual = sum(not case.special for case in cases)
+    typical = sum(not case.edge for case in cases)
     weights = [value.const_value for value in model.graph.initializers.values()]
     prepack = sum(each.nbytes for each in weights if each is not None) <= _MOST_PREPACKED
     given = [case.tensors for case in cases]
-    answer = run(draft, library, given, required=usual, may_skip=True, prepack=prepack)
+    answer = run(draft, library, given, required=typical, may_skip=True, prepack=prepack)
     found, notes = list[Parity](), [answer.note]
     try:
         for case, outputs in zip(cases, answer.outputs, strict=True):
             if outputs:
                 found.append(compare(case, outputs, what, notes))
             else:
-                notes.append(f"ONNX Runtime fails for {case.special}, for which torch does not")
+                notes.append(f"ONNX Runtime fails for {case.edge}, for which torch does not")
     except Differs as error:
         if report.exporter == "dynamo" and report.opset < 23 and _masks_by_lowest_number(model):
             raise ExportError(f"{error}. {_HIDDEN_ROWS}") from error

@@ -170,7 +170,7 @@ class Comparison:
             runs = [self._errors_in(plain, reference, optimize) for optimize in (True, False)]
         except (NotRunnable, TwinopError):
             return [
-                [inf if index >= reference.usual else 0.0 for _ in row]
+                [inf if index >= reference.typical else 0.0 for _ in row]
                 for index, row in enumerate(reference.outputs)
             ]
         noise = equivalence.largest_of(runs)
@@ -179,9 +179,9 @@ class Comparison:
 
     def _require_fitting(self, noise: equivalence.Errors, reference: equivalence.Reference) -> None:
         """Raises ExportError if the original has no usable result in 16 bits, also for some ids only."""
-        own, where, usual = self.own_error or 0.0, "", reference.usual
+        own, where, typical = self.own_error or 0.0, "", reference.typical
         if own <= MAX_USABLE_ERROR and self.own_error is not None and not self.source.keeps_fp32:
-            for name, row in zip(reference.special, noise[usual:], strict=True):
+            for name, row in zip(reference.edge, noise[typical:], strict=True):
                 if name.startswith(equivalence.IDS) and max(row, default=0.0) > own:
                     own, where = max(row), f" for {name}"
         if own > MAX_USABLE_ERROR:
@@ -193,7 +193,7 @@ class Comparison:
     def _overflowing(
         self, reference: equivalence.Reference, errors: equivalence.Errors, plain: ir.Model | None
     ) -> list[int]:
-        """Returns the special cases that make numbers inside the original too large for fp16.
+        """Returns the edge cases that make numbers inside the original too large for fp16.
 
         Typical ones do not. ONNX Runtime computes much of it in fp32 on the CPU, where these do not show in
         the outputs. Only cases of ids, and those with errors, are looked at.
@@ -201,7 +201,7 @@ class Comparison:
         source, dtype = self.source, self.source.dtype
         indices = [
             index
-            for index, name in enumerate(reference.special, reference.usual)
+            for index, name in enumerate(reference.edge, reference.typical)
             if max(errors[index], default=0.0) > equivalence.ACCEPTED[source.report.dtype]
             or (name.startswith(equivalence.IDS) and not source.keeps_fp32)
         ]
@@ -216,9 +216,9 @@ class Comparison:
             answer = run(form.what, self.library, cases, optimize=False)
         except (NotRunnable, TwinopError):
             return []
-        usual, *found = np.array(answer.outputs)
+        typical, *found = np.array(answer.outputs)
         most = float(dtype.max)
-        overflows = [bool(((usual <= most) & ~(large <= most)).any()) for large in found]
+        overflows = [bool(((typical <= most) & ~(large <= most)).any()) for large in found]
         return [index for index, each in zip(indices, overflows, strict=True) if each]
 
     def _narrowed(self, form: Form, cases: Sequence[Mapping[str, np.ndarray]]) -> list[equivalence.Case]:

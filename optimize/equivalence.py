@@ -128,35 +128,35 @@ class Reference:
     """Inputs, and what the original computes for them.
 
     Attributes:
-        cases: the usual ones, and then special ones.
+        cases: typical ones, and then edge cases.
         outputs: the original's, in ONNX Runtime as it is.
-        special: what the inputs of the last cases are, such as "zeros".
-        sizes: of the typical number of each output in the usual cases.
+        edge: what the inputs of the last cases are, such as "zeros".
+        sizes: of the typical number of each output in the typical cases.
         note: what a user should know about the original's runs, or "".
     """
 
     cases: list[Case]
     outputs: Outputs
-    special: list[str]
+    edge: list[str]
     sizes: list[float]
     note: str = ""
 
     @property
-    def usual(self) -> int:
-        """The number of usual cases."""
-        return len(self.cases) - len(self.special)
+    def typical(self) -> int:
+        """The number of typical cases."""
+        return len(self.cases) - len(self.edge)
 
     def uncompared(self, graph: ir.Graph, allowed: bool = True) -> list[str]:
-        """Returns a note for each output with nothing to compare in the usual cases; see `check_shown`."""
+        """Returns a note for each output with nothing to compare in the typical cases; see `check_shown`."""
         cure = f"Give inputs for which it has finite numbers with {option('inputs_file')}"
-        return check_shown(graph, self.outputs[: self.usual], allowed, cure)
+        return check_shown(graph, self.outputs[: self.typical], allowed, cure)
 
     def without(self, is_left_out: Callable[[Case], bool]) -> "Reference":
         """Returns the reference without some of its cases."""
         chosen = [index for index, case in enumerate(self.cases) if not is_left_out(case)]
-        special = [self.special[index - self.usual] for index in chosen if index >= self.usual]
+        edge = [self.edge[index - self.typical] for index in chosen if index >= self.typical]
         cases, outputs = [self.cases[index] for index in chosen], [self.outputs[index] for index in chosen]
-        return replace(self, cases=cases, outputs=outputs, special=special)
+        return replace(self, cases=cases, outputs=outputs, edge=edge)
 
     def errors(self, found: Outputs, dtype: ir.DataType | None = None) -> Errors:
         """Returns the errors of the outputs of all cases.
@@ -167,12 +167,12 @@ class Reference:
         errors = []
         for index, (own, outputs) in enumerate(zip(self.outputs, found, strict=True)):
             expected = [a if dtype is None else clip(a, dtype) for a in own]
-            typical = self.sizes if index >= self.usual else [0.0] * len(own)
+            typical = self.sizes if index >= self.typical else [0.0] * len(own)
             errors.append([*map(relative_error, expected, outputs, typical)])
         return errors
 
     def check(self, errors: Errors, noise: Callable[[], Errors], dtype: str) -> float:
-        """Returns the largest error of the usual cases.
+        """Returns the largest error of the typical cases.
 
         Args:
             noise: returns those of the original. It is called if an error is not rounding.
@@ -184,20 +184,20 @@ class Reference:
             for output, error in enumerate(row):
                 if error <= ACCEPTED[dtype]:
                     continue
-                own, is_special = noise()[index][output], index >= self.usual
-                if is_special and not own <= MAX_USABLE_ERROR:
+                own, is_edge = noise()[index][output], index >= self.typical
+                if is_edge and not own <= MAX_USABLE_ERROR:
                     continue
-                accepted = max(accepted_error(dtype, own), _TIMES_EDGE * own if is_special else 0.0)
+                accepted = max(accepted_error(dtype, own), _TIMES_EDGE * own if is_edge else 0.0)
                 if not error <= accepted:
-                    where = f" for {self.special[index - self.usual]}" if is_special else ""
+                    where = f" for {self.edge[index - self.typical]}" if is_edge else ""
                     text = f"relative error {error:.1e}, accepted {accepted:.1e}"
                     text = f"differs from the original{where}: {text}"
                     raise NotEquivalent(text, "", (index, output), error, accepted)
         return self.largest(errors)
 
     def largest(self, errors: Errors) -> float:
-        """Returns the largest error of the usual cases."""
-        return max((error for each in errors[: self.usual] for error in each), default=0.0)
+        """Returns the largest error of the typical cases."""
+        return max((error for each in errors[: self.typical] for error in each), default=0.0)
 
 
 def generated(
@@ -266,49 +266,49 @@ def reference(
     original: Runnable,
     model: ir.Model,
     library: deploy.Libraries,
-    usual: list[Case],
+    typical: list[Case],
     hidden: Sequence[str] = (),
 ) -> Reference:
-    """Runs the original on cases, and on special ones that are made of the last of them.
+    """Runs the original on cases, and on edge cases that are made of the last of them.
 
     Where an output has nothing to compare in them, the first case runs with the other branches of an If, too:
     a decoder returns empty caches of an encoder in the branch that reads them.
 
     Args:
-        hidden: what other masks hide in some of the special cases; see `inputs.generate`.
+        hidden: what other masks hide in some of the edge cases; see `inputs.generate`.
 
     Raises:
         NotRunnable: the original does not run on the cases.
         TwinopError: the same.
     """
-    special = inputs.special(model, usual[-1], hidden)
-    found = _run_original(original, library, usual, special)
-    if found.uncompared(model.graph) and (other := inputs.other_branch(model, usual[0])):
+    edge = inputs.edge_cases(model, typical[-1], hidden)
+    found = _run_original(original, library, typical, edge)
+    if found.uncompared(model.graph) and (other := inputs.other_branch(model, typical[0])):
         with suppress(TwinopError, NotRunnable):
-            return _run_original(original, library, [other, *usual], special)
+            return _run_original(original, library, [other, *typical], edge)
     return found
 
 
 def _run_original(
-    original: Runnable, library: deploy.Libraries, usual: list[Case], special: dict[str, Case]
+    original: Runnable, library: deploy.Libraries, typical: list[Case], edge: dict[str, Case]
 ) -> Reference:
-    answer = run(original, library, [*usual, *special.values()], required=len(usual), may_skip=True)
-    ran = zip(special.items(), answer.outputs[len(usual) :], strict=True)
-    special = {name: case for (name, case), found in ran if found}
+    answer = run(original, library, [*typical, *edge.values()], required=len(typical), may_skip=True)
+    ran = zip(edge.items(), answer.outputs[len(typical) :], strict=True)
+    edge = {name: case for (name, case), found in ran if found}
     outputs = [each for each in answer.outputs if each]
-    cases = [*usual, *special.values()]
+    cases = [*typical, *edge.values()]
     sizes = [
         max((_typical(each[np.isfinite(each)]) for each in values if _is_float(each)), default=0.0)
-        for values in zip(*outputs[: len(usual)], strict=True)
+        for values in zip(*outputs[: len(typical)], strict=True)
     ]
-    return Reference(cases, outputs, list(special), sizes, answer.note)
+    return Reference(cases, outputs, list(edge), sizes, answer.note)
 
 
 def with_ids(
     original: Runnable, model: ir.Model, library: deploy.Libraries, reference: Reference
 ) -> Reference:
     """Returns a reference with the ids that may give the largest numbers (`inputs.cases_of_ids`), too."""
-    sizes = [sum(array.size for array in case.values()) for case in reference.cases[: reference.usual]]
+    sizes = [sum(array.size for array in case.values()) for case in reference.cases[: reference.typical]]
     names, cases = inputs.cases_of_ids(model, reference.cases[sizes.index(max(sizes))])
     try:
         outputs = run(original, library, cases).outputs if cases else []
@@ -318,7 +318,7 @@ def with_ids(
         reference,
         cases=reference.cases + cases,
         outputs=reference.outputs + outputs,
-        special=reference.special + [f"{IDS} of {names}"] * len(cases),
+        edge=reference.edge + [f"{IDS} of {names}"] * len(cases),
     )
 
 

@@ -27,7 +27,7 @@ _RANDOM = {
 MOST = 18_000_000  # elements of all inputs, of which there are several cases; or of a mask
 _MOST_OVERRIDDEN = 2**20  # elements of an initializer that is an input, too
 _MOST_OF_SIZE_1 = 16  # cases
-_SPECIAL: Mapping[str, Callable[[np.ndarray], np.ndarray]] = {
+_EDGE: Mapping[str, Callable[[np.ndarray], np.ndarray]] = {
     "inputs of zeros": np.zeros_like,
     "inputs of ones": np.ones_like,
     "large inputs": lambda array: array * array.dtype.type(1000),
@@ -155,7 +155,7 @@ def hidden(padding: str | None) -> list[str]:
     return ["right"] if padding == "right" else ["right", "left", "holes", "everything"]
 
 
-def special(model: ir.Model, case: Case, hidden: Sequence[str]) -> dict[str, Case]:
+def edge_cases(model: ir.Model, case: Case, hidden: Sequence[str]) -> dict[str, Case]:
     """Returns a case again, by what differs: numbers that are all 0 or 1 or large, and other masks."""
     values = {str(value.name): value for value in model.graph.inputs if value.name in case}
     masks = {name: case[name] for name, value in values.items() if is_mask(value) and case[name].ndim == 2}
@@ -167,7 +167,7 @@ def special(model: ir.Model, case: Case, hidden: Sequence[str]) -> dict[str, Cas
         and not (is_mask_name(name) or is_cache(value))
     }
     found = {}
-    for name, change in _SPECIAL.items() if numbers else ():
+    for name, change in _EDGE.items() if numbers else ():
         found[name] = case | {key: np.asarray(change(array)) for key, array in numbers.items()}
     defaults = {
         str(value.name): value.const_value.numpy()
@@ -339,7 +339,7 @@ def cases_of_ids(model: ir.Model, case: Case) -> tuple[str, list[Case]]:
     """Returns cases with the ids that may give the largest numbers, and the names of their inputs.
 
     These are all rows of a small table; of a large one the first and the last rows, where ids of padding and
-    other special ones are, and those of the largest norms and elements. A case holds up to `_MOST_REPEATS`
+    other edge cases are, and those of the largest norms and elements. A case holds up to `_MOST_REPEATS`
     times the sequences of the given one, and its masks hide nothing. Beside large inputs, such as images, so
     many ids are tried as `_MOST_LARGE` cases of `MOST` elements hold.
     """

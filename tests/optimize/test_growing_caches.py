@@ -205,7 +205,7 @@ def test_merged_encoder_decoders(opset: int, device: str, tmp_path: Path) -> Non
     decoders.set_sizes(model)
     reference, _ = equivalence.generated(report.source, model, None, None)
     seen = set()
-    for case in reference.cases[: reference.usual]:
+    for case in reference.cases[: reference.typical]:
         lengths = {case[name].shape[axis] for name, axis in (
             ("encoder_attention_mask", 1), ("encoder_hidden_states", 1), ("ek", 2), ("ev", 2),
         )}  # fmt: skip

@@ -56,7 +56,7 @@ def test_special_inputs_are_compared() -> None:
     model = parsed(f"{given} => (float[N, 8] y) {{ y = Relu (x) }}")
     ir_model = equivalence.ir.from_proto(model)
     case = inputs.generate(ir_model, inputs.Sizes(3, 8), hide="nothing")
-    found = inputs.special(ir_model, case, inputs.hidden(None))
+    found = inputs.edge_cases(ir_model, case, inputs.hidden(None))
     assert not found["inputs of zeros"]["x"].any() and (found["inputs of ones"]["x"] == 1).all()
     assert np.abs(found["large inputs"]["x"]).max() > 1000
     assert all(each["ids"] is case["ids"] for each in found.values())
@@ -70,7 +70,7 @@ def test_initializers_that_are_inputs_get_other_values() -> None:
         "(float[2] x, float s, int64[1] axis, bool b) => (float[2] y) { y = Mul (x, s) }",
         s=np.float32(1), axis=np.array([0]), b=np.array(True),
     )  # fmt: skip
-    found = inputs.special(equivalence.ir.from_proto(proto), {"x": weights(2)}, [])
+    found = inputs.edge_cases(equivalence.ir.from_proto(proto), {"x": weights(2)}, [])
     other = {name: case for name, case in found.items() if name.startswith("other ")}
     assert [*other] == ["other floats in place of initializers", "other integers in place of initializers"]
     assert [set(case) - {"x"} for case in other.values()] == [{"s"}, {"axis", "b"}]

@@ -165,7 +165,7 @@ def test_inputs_of_rank_0(dtype: str, tmp_path: Path) -> None:
         case = inputs.generate(model, inputs.SIZES[0], hide="nothing")
         found = equivalence.reference(tmp_path / "old.onnx", model, None, [case])
         [[error], *_] = equivalence.noise(tmp_path / "old.onnx", None, found)
-        assert 0 < error < 1e-6 and "large inputs" in found.special
+        assert 0 < error < 1e-6 and "large inputs" in found.edge
 
 
 DECLARED = {
