@@ -52,8 +52,9 @@ def model(
     return made
 
 
-@pytest.mark.parametrize("zero", [True, False])
-@pytest.mark.parametrize("axis", [0, 1, -1])
+@pytest.mark.parametrize(
+    ("axis", "zero"), [(0, True), (1, False), pytest.param(-1, True, marks=pytest.mark.slow)]
+)
 @pytest.mark.parametrize("kind", KINDS)
 def test_each_form_is_a_product_of_quantised_weights(
     kind: str, axis: int, zero: bool, tmp_path: Path
@@ -139,8 +140,7 @@ def test_a_mixture_of_experts_stays_as_it_is(tmp_path: Path) -> None:
     assert "needs ONNX Runtime: com.microsoft QMoE x 1" in str(report)
 
 
-@pytest.mark.parametrize("axis", [0, 1])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("kind", "axis"), zip(KINDS, (0, 1, 0, 1), strict=True))
 def test_the_bytes_are_compared_with_the_source(kind: str, axis: int, tmp_path: Path) -> None:
     """Also one that is off is found."""
     _, made = optimized(model(kind, axis), tmp_path)

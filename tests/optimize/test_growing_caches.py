@@ -192,8 +192,7 @@ def merged_encoder_decoder(opset: int) -> onnx.ModelProto:
     return proto
 
 
-@pytest.mark.parametrize("device", ["cpu", "cuda"])
-@pytest.mark.parametrize("opset", [14, 20])
+@pytest.mark.parametrize(("opset", "device"), [(14, "cpu"), (20, "cuda")])
 def test_merged_encoder_decoders(opset: int, device: str, tmp_path: Path) -> None:
     """Inputs are generated for both branches: the encoder's lengths are alike, and not the decoder's."""
     proto = merged_encoder_decoder(opset)
@@ -238,8 +237,7 @@ def test_nodes_return_to_their_branches() -> None:
     assert sorted(found) == [["Abs", "Mul"], ["Neg", "Loop"]]
 
 
-@pytest.mark.parametrize("dtype", [None, "float16"])
-@pytest.mark.parametrize("opset", [13, 17, 20, 26])
+@pytest.mark.parametrize(("opset", "dtype"), [(13, None), (17, "float16"), (20, None), (26, "float16")])
 def test_only_one_branch_runs_in_any_opset(opset: int, dtype: str | None, tmp_path: Path) -> None:
     """onnx's conversion keeps which nodes are of a branch; the first one fails for other inputs."""
     text = """(float[N, 8] x) => (y) {

@@ -101,12 +101,17 @@ def _images(folder: Path) -> Path:
     return folder / "images.onnx"
 
 
-@pytest.mark.parametrize("device", ["cuda", "cpu"])
-@pytest.mark.parametrize("dtype", [None, "float16"])
 @pytest.mark.parametrize(
-    "make",
-    [_decoder("float32"), _decoder("float16"), _decoder("int4"), _encoder, _llama, _images],
-    ids=["decoder in fp32", "decoder in fp16", "decoder in int4", "encoder", "llama", "images"],
+    ("make", "dtype", "device"),
+    [
+        pytest.param(_decoder("float32"), "float16", "cuda", id="decoder in fp32"),
+        pytest.param(_decoder("float16"), None, "cuda", id="decoder in fp16"),
+        pytest.param(_decoder("int4"), None, "cuda", id="decoder in int4"),
+        pytest.param(_decoder("int4"), None, "cpu", id="decoder in int4 on the CPU"),
+        pytest.param(_encoder, "float16", "cuda", id="encoder"),
+        pytest.param(_llama, None, "cpu", id="llama"),
+        pytest.param(_images, "float16", "cpu", id="images"),
+    ],
 )
 def test_no_step_reads_a_large_weight(
     make: Callable[[Path], Path],

@@ -26,9 +26,14 @@ def inside(model: ir.Model) -> set[str]:
     return {str(value.dtype) for value in found if not value.is_graph_output()}
 
 
-@pytest.mark.parametrize("narrow", ["FLOAT16", "BFLOAT16"])
 @pytest.mark.parametrize(
-    ("outside", "most"), [("FLOAT", True), ("FLOAT", False), (None, True), (None, False)]
+    ("outside", "most", "narrow"),
+    [
+        ("FLOAT", True, "FLOAT16"),
+        ("FLOAT", False, "BFLOAT16"),
+        (None, True, "BFLOAT16"),
+        (None, False, "FLOAT16"),
+    ],
 )
 def test_inputs_and_outputs_keep_their_dtypes(
     outside: str | None, most: bool, narrow: str, tmp_path: Path

@@ -7,6 +7,7 @@ import socket
 import subprocess
 import sys
 from collections import Counter
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
@@ -256,8 +257,13 @@ OVERRIDDEN: Any = {  # what computes, an initializer that is an input, and anoth
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(("device", "dtype"), [("cpu", None), ("cuda", None), ("cuda", "float16")])
-@pytest.mark.parametrize("name", OVERRIDDEN)
+@pytest.mark.parametrize(
+    ("name", "device", "dtype"),
+    [
+        (name, *form)
+        for name, form in zip(OVERRIDDEN, cycle([("cuda", None), ("cuda", "float16"), ("cpu", None)]))
+    ],
+)
 def test_initializers_that_are_inputs_are_no_constants(
     name: str, device: str, dtype: str | None, tmp_path: Path
 ) -> None:
@@ -339,7 +345,7 @@ SHARED_NAMES = {
 }
 
 
-@pytest.mark.parametrize("dtype", [None, "float16"])
+@pytest.mark.parametrize("dtype", [None, pytest.param("float16", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("body", SHARED_NAMES.values(), ids=SHARED_NAMES)
 def test_values_of_one_name_in_several_graphs(body: str, dtype: str | None, tmp_path: Path) -> None:
     """They may have other ranks and dtypes, as in optimum's merged decoders."""
@@ -465,8 +471,7 @@ def test_the_device_is_what_the_machine_has(
     assert (made.optimized is not None) == has_gpu
 
 
-@pytest.mark.parametrize("kilobytes", [1, 9])
-@pytest.mark.parametrize("command", ["optimize", "pack --genai", "pack"])
+@pytest.mark.parametrize(("command", "kilobytes"), [("optimize", 9), ("pack --genai", 1), ("pack", 9)])
 def test_a_limit_of_file_sizes_is_no_defect(command: str, kilobytes: int, tmp_path: Path) -> None:
     """As a full disk, wherever it is met: one message, exit code 1, and nothing is left."""
     source = tmp_path / "in"
