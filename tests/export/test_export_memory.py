@@ -166,8 +166,9 @@ def test_layers_whose_inputs_have_fixed_sizes_are_compared(
     assert not any("not optimised" in note for note in report.notes), report.notes
 
 
-@pytest.mark.parametrize("data", [1, EXTERNAL_DATA_BYTES])
-@pytest.mark.parametrize("outcome", ["fused", "nothing", "failure"])
+@pytest.mark.parametrize(
+    ("outcome", "data"), [("fused", 1), ("nothing", EXTERNAL_DATA_BYTES), ("failure", 1)]
+)
 def test_the_disk_has_the_weights_of_a_large_file_once(
     outcome: str, data: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

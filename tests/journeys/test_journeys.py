@@ -171,7 +171,7 @@ def triton(user: User) -> None:
     user.tests()
     user.writes(model=net("twice", "x.square()"))
     user.trains()
-    deploys(user, exports(user, "twice::CustomTwice", library), library)
+    deploys(user, exports(user, "twice::CustomTwice", library), library, in_hurry=True)
 
 
 AVERAGE = """// An op that writes into an input, and one with an output whose size is counted.
@@ -540,7 +540,7 @@ def transformers_model(user: User) -> None:
         "custom_domain::CustomAddLayerNorm": 2 * 2,
     }
     assert set(found.nodes) <= {*found.bodies, "com.microsoft::MultiHeadAttention", *OF_THE_MASK, "Split"}
-    deploys(user, "net.onnx", accepted=1e-4)
+    deploys(user, "net.onnx", accepted=1e-4, in_hurry=True)
     if user.has_time:
         user.exports("half.onnx", "--dtype", "float16")
         answers(user, "half.onnx", accepted=1e-2)

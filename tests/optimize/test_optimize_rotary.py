@@ -103,7 +103,9 @@ def test_models_with_neighbours(name: str, exporter: str, more: dict[str, int], 
 
 
 @pytest.mark.usefixtures("one_thread")
-@pytest.mark.parametrize(("name", "exporter"), [("GPTNeoX", "dynamo"), ("Phi", "torchscript")])
+@pytest.mark.parametrize(
+    ("name", "exporter"), [pytest.param("GPTNeoX", "dynamo", marks=pytest.mark.slow), ("Phi", "torchscript")]
+)
 def test_models_that_turn_a_part_of_each_head(name: str, exporter: str, tmp_path: Path) -> None:
     import transformers
 

@@ -43,8 +43,15 @@ def made(model: torch.nn.Module, folder: Path, is_open: bool, **sizes: tuple[int
     return types(model_made)
 
 
-@pytest.mark.parametrize("is_open", [False, True], ids=["fixed", "open"])
-@pytest.mark.parametrize("batch_first", [False, True], ids=["tokens first", "batch first"])
+@pytest.mark.parametrize(
+    ("batch_first", "is_open"),
+    [
+        pytest.param(False, False, id="tokens first, fixed"),
+        pytest.param(True, True, id="batch first, open"),
+        pytest.param(False, True, id="tokens first, open", marks=pytest.mark.slow),
+        pytest.param(True, False, id="batch first, fixed", marks=pytest.mark.slow),
+    ],
+)
 def test_encoder_layer(batch_first: bool, is_open: bool, tmp_path: Path) -> None:
     """If tokens are first, one transpose before q, k and v and one behind the attention remain."""
     layer = torch.nn.TransformerEncoderLayer(16, 2, 32, batch_first=batch_first)
@@ -57,7 +64,13 @@ def test_encoder_layer(batch_first: bool, is_open: bool, tmp_path: Path) -> None
         assert_same(tmp_path, src=size)
 
 
-@pytest.mark.parametrize("batch_first", [False, True], ids=["tokens first", "batch first"])
+@pytest.mark.parametrize(
+    "batch_first",
+    [
+        pytest.param(False, id="tokens first"),
+        pytest.param(True, id="batch first", marks=pytest.mark.slow),
+    ],
+)
 def test_cross_attention(batch_first: bool, tmp_path: Path) -> None:
     other = (2, 7, 16) if batch_first else (7, 5, 16)
     kinds = made(Cross(batch_first), tmp_path, True, x=(2, 5, 16), other=other)

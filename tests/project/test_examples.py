@@ -19,13 +19,6 @@ EXAMPLES = sorted(
     path.parent for path in (ROOT / "examples").glob("*/CMakeLists.txt") if path.parent.name != "numba"
 )
 each_example = pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.name)
-quick_or_slow = pytest.mark.parametrize(
-    "example",
-    [
-        pytest.param(path, id=path.name, marks=() if path.name == "cuda_kernel" else pytest.mark.slow)
-        for path in EXAMPLES
-    ],
-)
 
 
 def build(example: Path, folder: Path, *options: str) -> Path:
@@ -48,7 +41,8 @@ def run_tests(folder: Path, **more: str) -> None:
     assert done.returncode == 0 and "passed" in done.stdout, done.stdout[-5000:] + done.stderr[-3000:]
 
 
-@quick_or_slow
+@pytest.mark.slow
+@each_example
 @pytest.mark.timeout(600)
 def test_an_example_on_the_cpu(example: Path, tmp_path: Path) -> None:
     folder = tmp_path / example.name

@@ -1,12 +1,11 @@
 """In a pipe, commands print whole words and paths, without escape codes and spinners."""
 
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import onnx
 import pytest
+import warm_python
 from models import make_model
 
 FOLDER = "a folder whose name is longer than the lines of a narrow terminal"
@@ -38,12 +37,10 @@ def test_output_in_a_pipe(
     onnx.save(make_model("CustomRelu"), model)
     names = {"model": model, "library": libraries["custom_relu"]}
     env = {name: value for name, value in os.environ.items() if name not in ("FORCE_COLOR", "TTY_COMPATIBLE")}
-    done = subprocess.run(
-        [sys.executable, "-m", "twinop", *(each.format(**names) for each in arguments)],
+    done = warm_python.run(
+        ["-m", "twinop", *(each.format(**names) for each in arguments)],
         cwd=tmp_path,
         env=env | {"COLUMNS": "40", "TERM": "xterm-256color"},
-        capture_output=True,
-        text=True,
     )
     said = done.stdout + done.stderr
     assert done.returncode == int(any(each.startswith("error") for each in expected)), said

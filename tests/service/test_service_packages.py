@@ -3,13 +3,13 @@
 import hashlib
 import os
 import shutil
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import onnx
 import pytest
+import warm_python
 from abi_files import ROOT, c_library
 from service_fixtures import serve, tensor
 from service_loads import loaded
@@ -56,9 +56,7 @@ def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def twinop(*arguments: str) -> str:
-    command = [sys.executable, "-m", "twinop", *arguments]
-    environment = os.environ | {"COLUMNS": "200"}
-    done = subprocess.run(command, capture_output=True, text=True, env=environment)
+    done = warm_python.run(["-m", "twinop", *arguments], env=os.environ | {"COLUMNS": "200"})
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 
