@@ -4,6 +4,7 @@
     .venv/bin/python tests/gpu_report.py --output tests/results/gpu-tests.json --commit $(git rev-parse HEAD)
 
 Exit code 0 means no failed test and no sanitizer report. The sanitizers watch twinop's own kernels only.
+With --target and --kernels a run is a row of a matrix: the ops with the kernels that another GPU would run.
 """
 
 import json
@@ -29,6 +30,7 @@ from rich.console import Console
 
 ROOT = Path(__file__).resolve().parent.parent
 TOOLS = ("memcheck", "racecheck", "initcheck", "synccheck")
+OF_KERNELS = ["tests/kernels", "tests/matrix", "tests/library", "tests/record"]
 
 
 def run_pytest(marker: str, prefix: list[str], log: Path, extra: list[str]) -> dict[str, Any]:
@@ -120,6 +122,8 @@ def main(
     only: Annotated[list[str] | None, typer.Option(help="A test file; repeat it. Else all.")] = None,
     sanitizers: Annotated[bool, typer.Option(help="Run compute-sanitizer too.")] = True,
     workers: Annotated[int, typer.Option(help="Processes for the tests (pytest-xdist), if not one.")] = 1,
+    target: Annotated[str, typer.Option(help="The GPU whose limits kernels keep: TWINOP_TARGET.")] = "",
+    kernels: Annotated[bool, typer.Option("--kernels", help="Only the tests of kernels and ops.")] = False,
 ) -> None:
     """Run the CUDA tests and the sanitizers on this machine's GPU."""
     console = Console(width=120)
@@ -128,7 +132,16 @@ def main(
     os.environ["PYTHONPATH"] = f"{path}:{ROOT}" if path else str(ROOT)
     sys.path.insert(0, str(ROOT))
     parallel = [f"--numprocesses={workers}"] if workers > 1 else []
-    facts = {**versions(), "commit": commit, "date": time.strftime("%Y-%m-%d", time.gmtime())}
+    if target:
+        os.environ["TWINOP_TARGET"] = target
+    if kernels:
+        only, sanitizers = OF_KERNELS, False
+    facts = {
+        **versions(),
+        "target": target or "the GPU",
+        "commit": commit,
+        "date": time.strftime("%Y-%m-%d", time.gmtime()),
+    }
     runs = {"tests": run_pytest(marker, [], logs / "tests.log", [*parallel, *(only or [])])}
     _write(output, facts, runs)  # whatever becomes of the sanitizers
     if sanitizers:

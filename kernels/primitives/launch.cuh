@@ -8,6 +8,7 @@
 #include <cstdint>
 #include <cstdlib>
 #include <map>
+#include <memory>
 #include <mutex>
 #include <string>
 #include <utility>
@@ -69,13 +70,23 @@ Status OnDevice(const Call& call, const Launch& launch) {
 // grid it does not wait.
 inline constexpr int kMaxPdlBlocks = 1024;
 
-template <int kMost = kMaxPdlBlocks>
-__device__ __forceinline__ void PdlTriggerAndWait() {
+// A kernel that has work to do between the two calls these.
+__device__ __forceinline__ void PdlTrigger() {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
-  if (gridDim.x > kMost) return;
   asm volatile("griddepcontrol.launch_dependents;");
+#endif
+}
+__device__ __forceinline__ void PdlWait() {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.wait;" ::: "memory");
 #endif
+}
+
+template <int kMost = kMaxPdlBlocks>
+__device__ __forceinline__ void PdlTriggerAndWait() {
+  if (gridDim.x > kMost) return;
+  PdlTrigger();
+  PdlWait();
 }
 
 struct Grid {
@@ -101,6 +112,8 @@ inline Grid WithPdl(Grid grid, int most = kMaxPdlBlocks) {
 // Allows the kernel this much dynamic shared memory. The limit never falls, because the launch of
 // another thread may be about to need it.
 inline Status AllowSharedBytes(const void* kernel, int bytes) {
+  constexpr int kAllowedBytes = 32 << 10;  // with static memory, of which there is less, 48 KiB
+  if (bytes <= kAllowedBytes) return {};
   int device = 0;
   TWINOP_RETURN_IF_ERROR(CudaStatus(cudaGetDevice(&device), "asking for the device"));
   static std::mutex mutex;
@@ -116,57 +129,42 @@ inline Status AllowSharedBytes(const void* kernel, int bytes) {
 }
 
 // A grid as the runtime takes it.
-class LaunchConfig {
- public:
-  LaunchConfig(const Grid& grid, cudaStream_t stream) : shared_bytes_(grid.shared_bytes) {
-    config.gridDim = dim3(static_cast<unsigned>(grid.blocks), grid.blocks_y);
-    config.blockDim = grid.threads;
-    config.dynamicSmemBytes = static_cast<std::size_t>(grid.shared_bytes);
-    config.stream = stream;
-    config.attrs = attributes_;
+struct LaunchConfig : cudaLaunchConfig_t {
+  LaunchConfig(const Grid& grid, void* on, bool is_pdl) : cudaLaunchConfig_t{} {
+    gridDim = dim3(static_cast<unsigned>(grid.blocks), grid.blocks_y);
+    blockDim = grid.threads;
+    dynamicSmemBytes = static_cast<std::size_t>(grid.shared_bytes);
+    stream = static_cast<cudaStream_t>(on);
+    attrs = attributes;
     if (grid.cluster > 1) {
-      cudaLaunchAttribute& cluster = attributes_[config.numAttrs++];
-      cluster.id = cudaLaunchAttributeClusterDimension;
-      cluster.val.clusterDim = {static_cast<unsigned>(grid.cluster), 1, 1};
+      attributes[numAttrs].id = cudaLaunchAttributeClusterDimension;
+      attributes[numAttrs++].val.clusterDim = {static_cast<unsigned>(grid.cluster), 1, 1};
+    }
+    if (is_pdl) {
+      attributes[numAttrs].id = cudaLaunchAttributeProgrammaticStreamSerialization;
+      attributes[numAttrs++].val.programmaticStreamSerializationAllowed = 1;
     }
   }
   LaunchConfig(const LaunchConfig&) = delete;
-  LaunchConfig& operator=(const LaunchConfig&) = delete;
 
-  void AllowPdl() {
-    cudaLaunchAttribute& dependent = attributes_[config.numAttrs++];
-    dependent.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-    dependent.val.programmaticStreamSerializationAllowed = 1;
-  }
-
-  template <class Kernel>
-  Status Allow(Kernel kernel) const {
-    constexpr int kAllowedBytes = 32 << 10;  // with static memory, of which there is less, 48 KiB
-    if (shared_bytes_ <= kAllowedBytes) return {};
-    return AllowSharedBytes(reinterpret_cast<const void*>(kernel), shared_bytes_);
-  }
-
-  cudaLaunchConfig_t config{};
-
- private:
-  cudaLaunchAttribute attributes_[2] = {};
-  int shared_bytes_;
+  cudaLaunchAttribute attributes[2] = {};
 };
 
 // Gets the number of clusters of the grid (or of blocks, without clusters) that the device holds at
 // once.
 template <class Kernel>
 Status ResidentClusters(Kernel kernel, const Grid& grid, int multiprocessors, int* count) {
-  const LaunchConfig launch(grid, nullptr);
-  TWINOP_RETURN_IF_ERROR(launch.Allow(kernel));
+  const LaunchConfig launch(grid, nullptr, false);
+  TWINOP_RETURN_IF_ERROR(
+      AllowSharedBytes(reinterpret_cast<const void*>(kernel), grid.shared_bytes));
   if (grid.cluster > 1)
-    return CudaStatus(cudaOccupancyMaxActiveClusters(count, kernel, &launch.config),
+    return CudaStatus(cudaOccupancyMaxActiveClusters(count, kernel, &launch),
                       "asking how many clusters the device holds");
   int blocks = 0;
-  TWINOP_RETURN_IF_ERROR(CudaStatus(
-      cudaOccupancyMaxActiveBlocksPerMultiprocessor(
-          &blocks, kernel, static_cast<int>(grid.threads.x), launch.config.dynamicSmemBytes),
-      "asking how many blocks the device holds"));
+  TWINOP_RETURN_IF_ERROR(
+      CudaStatus(cudaOccupancyMaxActiveBlocksPerMultiprocessor(
+                     &blocks, kernel, static_cast<int>(grid.threads.x), launch.dynamicSmemBytes),
+                 "asking how many blocks the device holds"));
   *count = blocks * multiprocessors;
   return {};
 }
@@ -201,21 +199,13 @@ static inline Status AskDevice(int device, Target* target) {
 
 // Gets what kernels on the call's device are chosen for. The device is asked once.
 static inline Status TargetOf(const Call& call, const Target** target) {
-  struct Known {
-    std::atomic<bool> is_asked;
-    Target target;
-  };
-  static Known known[64];
-  static std::mutex mutex;
-  Known& own = known[call.context->device_index % 64];
-  *target = &own.target;
-  if (own.is_asked.load(std::memory_order_acquire)) return {};
-  const std::lock_guard<std::mutex> lock(mutex);
-  if (own.is_asked) return {};
-  Target asked{};
-  TWINOP_RETURN_IF_ERROR(AskDevice(call.context->device_index, &asked));
-  own.target = asked;
-  own.is_asked.store(true, std::memory_order_release);
+  static std::atomic<const Target*> known[64];
+  std::atomic<const Target*>& own = known[call.context->device_index % 64];
+  *target = own.load(std::memory_order_acquire);
+  if (*target != nullptr) return {};
+  auto asked = std::make_unique<Target>();  // it stays
+  TWINOP_RETURN_IF_ERROR(AskDevice(call.context->device_index, asked.get()));
+  own.store(*target = asked.release(), std::memory_order_release);
   return {};
 }
 
@@ -237,25 +227,24 @@ inline void TraceKernel(const void* kernel, const Grid& grid, const Target& targ
           target.capability / 10, target.capability % 10, target.code / 10, target.code % 10);
 }
 
-// Says in words what the device lacks for a launch.
-[[gnu::cold]] inline Status DoesNotFit(const Grid& grid, const Target& target) {
-  return Status::Error("a kernel launch needs " + std::to_string(grid.shared_bytes) +
-                       " bytes of shared memory in clusters of " + std::to_string(grid.cluster) +
-                       "; this GPU has " + std::to_string(target.block_bytes) +
-                       " bytes a block and clusters of at most " +
-                       std::to_string(target.MaxCluster()));
-}
-[[gnu::cold]] inline Status LaunchError(cudaError_t error, const void* kernel, const Grid& grid) {
-  Status status = CudaStatus(error, "a kernel launch");
-  const unsigned threads = grid.threads.x * grid.threads.y;
-  cudaFuncAttributes attributes{};
-  if (!CudaStatus(cudaFuncGetAttributes(&attributes, kernel), "asking for registers").ok() ||
-      threads <= static_cast<unsigned>(attributes.maxThreadsPerBlock))
-    return status;
-  return Status::Error(status.message() + "; its blocks have " + std::to_string(threads) +
-                       " threads of " + std::to_string(attributes.numRegs) +
-                       " registers, and this GPU has registers for " +
-                       std::to_string(attributes.maxThreadsPerBlock));
+// Adds what the device lacks for a launch that fails.
+[[gnu::cold]] inline Status LaunchError(const Status& status, const void* kernel, const Grid& grid,
+                                        const Target& target) {
+  const int threads = static_cast<int>(grid.threads.x * grid.threads.y);
+  cudaFuncAttributes has{};
+  TWINOP_RETURN_IF_ERROR(CudaStatus(cudaFuncGetAttributes(&has, kernel), "a kernel launch"));
+  std::string lacks;
+  if (threads > has.maxThreadsPerBlock)
+    lacks = std::to_string(threads) + " threads of " + std::to_string(has.numRegs) +
+            " registers a block, and this GPU has registers for " +
+            std::to_string(has.maxThreadsPerBlock);
+  if (grid.shared_bytes > target.block_bytes)
+    lacks = std::to_string(grid.shared_bytes) +
+            " bytes of shared memory a block, and this GPU has " +
+            std::to_string(target.block_bytes);
+  if (target.ClustersOf(grid.cluster) == 0)
+    lacks = "clusters of " + std::to_string(grid.cluster) + " blocks, and this GPU has none";
+  return Status::Error(status.message() + (lacks.empty() ? "" : "; it needs " + lacks));
 }
 
 template <class... Parameters, class... Arguments>
@@ -265,19 +254,19 @@ Status LaunchKernel(void (*kernel)(Parameters...), const Grid& grid, const Call&
                 "the kernel has another number of parameters than LaunchKernel got arguments");
   if (grid.blocks > INT32_MAX)
     return Status::Error("the tensor is too large for one kernel launch");
-  LaunchConfig launch(grid, static_cast<cudaStream_t>(call.context->stream));
   const Target* target = nullptr;
   TWINOP_RETURN_IF_ERROR(TargetOf(call, &target));
+  const void* const function = reinterpret_cast<const void*>(kernel);
   if (grid.shared_bytes > target->block_bytes || target->ClustersOf(grid.cluster) == 0)
-    return DoesNotFit(grid, *target);
-  if (grid.blocks <= grid.max_pdl_blocks && target->code >= 90) launch.AllowPdl();
-  TWINOP_RETURN_IF_ERROR(launch.Allow(kernel));
-  if (__builtin_expect(kIsTraced, false))
-    TraceKernel(reinterpret_cast<const void*>(kernel), grid, *target);
-  const cudaError_t error =
-      cudaLaunchKernelEx(&launch.config, kernel, static_cast<Parameters>(arguments)...);
-  if (error == cudaSuccess) return {};
-  return LaunchError(error, reinterpret_cast<const void*>(kernel), grid);
+    return LaunchError(Status::Error("a kernel launch failed"), function, grid, *target);
+  TWINOP_RETURN_IF_ERROR(AllowSharedBytes(function, grid.shared_bytes));
+  if (__builtin_expect(kIsTraced, false)) TraceKernel(function, grid, *target);
+  const bool is_pdl = grid.blocks <= grid.max_pdl_blocks && target->code >= 90;
+  const LaunchConfig launch(grid, call.context->stream, is_pdl);
+  const Status status =
+      CudaStatus(cudaLaunchKernelEx(&launch, kernel, static_cast<Parameters>(arguments)...),
+                 "a kernel launch");
+  return status.ok() ? Status() : LaunchError(status, function, grid, *target);
 }
 
 }  // namespace twinop

@@ -112,14 +112,11 @@ inline constexpr int kGroupThreads = 128;  // of a block that takes several rows
 // The multiprocessors of an H200 that a persistent grid fills, and those that clusters of more than
 // two blocks fill. The grids that sum columns have this size on all architectures: it decides the
 // order of the additions and the size of the scratch memory.
-struct SumGrid {
-  int multiprocessors, cluster_multiprocessors;
-};
-inline constexpr SumGrid kSumGrid{132, 128};
+inline constexpr int kSumProcessors = 132, kSumClusterProcessors = 128;
 
 // Blocks of the persistent grid that sums columns, at most. A constant instead of the device's
 // count, because the scratch memory holds a row of sums for each.
-constexpr int SumBlocks(int threads) { return kSumGrid.multiprocessors * (512 / threads); }
+constexpr int SumBlocks(int threads) { return kSumProcessors * (512 / threads); }
 
 // ---------------------------------------------------------------------------------- slices
 
@@ -148,7 +145,7 @@ constexpr std::int64_t PipelineCapacity(std::int64_t block_shared_bytes, int wid
 
 // Clusters of the grid that sums columns: a constant, as SumBlocks.
 constexpr int SumClusters(int cluster) {
-  return (cluster <= 2 ? kSumGrid.multiprocessors : kSumGrid.cluster_multiprocessors) / cluster;
+  return (cluster <= 2 ? kSumProcessors : kSumClusterProcessors) / cluster;
 }
 
 }  // namespace twinop::rowwise

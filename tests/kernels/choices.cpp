@@ -7,6 +7,7 @@
 
 #include "twinop/elementwise/choose.h"
 #include "twinop/ops/attention_cached/choose.h"
+#include "twinop/ops/linear/choose.h"
 #include "twinop/rowwise/choose.h"
 
 using twinop::Target;
@@ -137,6 +138,46 @@ static void CheckAll() {
 
 }  // namespace twinop::attention_cached
 
+namespace twinop::linear::few_rows {
+
+static void CheckAll() {
+  std::set<std::tuple<const Line*, WeightKind, int>> chosen;
+  constexpr WeightKind kKinds[] = {kPlain, kNormed, k4Bits, k4BitsZero, k8Bits, k8BitsZero};
+  for (const Target& target : kTargets)
+    for (WeightKind kind : kKinds)
+      for (int n = 8; n < 140000; n = static_cast<int>(Next(n / 8, target)) * 8)
+        for (int chunks : {1, 16, 17, 32, 33, 63, 64, 127, 128}) {
+          const int k = 64 * chunks, split_k = SplitKOf({kind, 1, n, k, chunks}, target);
+          for (int m : {1, 2, 9, 16, 17, 32, 33, 200}) {
+            const ProductShape shape{kind, m, n, k, chunks};
+            const Line* const line = Choose(shape, target);
+            if (line == nullptr) {
+              std::printf("no line for %d x %d\n", m, n);
+              continue;
+            }
+            chosen.insert({line, kind, TilesOf(m)});
+            if (line->SplitK() != split_k) std::printf("%d rows, other bits\n", m);
+            if (SharedBytes(*line, TilesOf(m)) > target.block_bytes)
+              std::printf("%d x %d does not fit into shared memory\n", m, n);
+            const WidePlan wide = ChooseWide(shape, target);
+            if (wide.stages > 0 && (!target.has_wgmma || target.ClustersOf(wide.blocks) == 0))
+              std::printf("%d x %d takes wgmma\n", m, n);
+          }
+        }
+  for (const Line& line : kLines) {
+    if (line.warps * line.blocks > 48)  // as many has a multiprocessor of 8.6, 8.9 and 12.0
+      std::printf("line %td wants too many warps\n", &line - kLines);
+    for (WeightKind kind : kKinds)
+      for (int tiles : {1, 2, 4})
+        if ((line.weights & kind) != 0 && (line.tiles & tiles) != 0 &&
+            chosen.count({&line, kind, tiles}) == 0)
+          std::printf("line %td is compiled for weight %d and %d tiles and never chosen\n",
+                      &line - kLines, kind, tiles);
+  }
+}
+
+}  // namespace twinop::linear::few_rows
+
 int main(int count, char** arguments) {
   if (count > 1) {
     Target target = kH200;
@@ -146,6 +187,7 @@ int main(int count, char** arguments) {
   }
   twinop::rowwise::CheckAll();
   twinop::attention_cached::CheckAll();
+  twinop::linear::few_rows::CheckAll();
   for (const Target& target : kTargets)
     for (std::int64_t bytes = 1 << 20; bytes < 200 << 20; bytes += 1 << 20) {
       twinop::elementwise::CallShape call{};

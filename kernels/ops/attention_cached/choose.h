@@ -66,11 +66,9 @@ constexpr StepPlan ChooseStep(const StepShape& shape, const Target& target) {
   };
   while (plan.splits > 1 && !fits(1)) plan.splits /= 2;
   if (plan.splits == 1) return {};
-  // A multiprocessor has 1 KiB more than a block may have, and each block takes 1 KiB more.
-  const auto held = static_cast<int>(std::min<std::int64_t>(
-      BlocksPerProcessor(shape.size),
-      (target.block_bytes + 1024) /
-          (StepBytes(shape.size, plan.splits, 1, 1) + StaticBytes(shape.size) + 1024)));
+  // A multiprocessor has 1 KiB more than a block may have, which each block takes, too.
+  const int block = StepBytes(shape.size, plan.splits, 1, 1) + StaticBytes(shape.size) + 1024;
+  const int held = 2 * block <= target.block_bytes + 1024 ? BlocksPerProcessor(shape.size) : 1;
   const auto grows = [&] {
     return 2 * plan.cluster * shape.blocks <=
            held * target.multiprocessors / (plan.cluster == 1 ? 1 : 2);

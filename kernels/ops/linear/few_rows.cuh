@@ -7,21 +7,22 @@
 //
 // The columns are divided into `split_k` parts: part v sums the chunks v, v + split_k, ..., and the
 // parts' sums are added up in order, in 16 bits four by four where the weight has few rows. split_k
-// depends on n, k, the kind of weight and the device, so a row of y has the same bits whatever else
-// is in x. Each part is a warp's, so that all processors read, but for many rows a warp may take
-// two.
+// (choose.h) does not depend on m, so a row of y has the same bits whatever else is in x. Each part
+// is a warp's, so that all processors read, but for many rows a warp may take two.
 #pragma once
 
 #include <algorithm>
 #include <cstdint>
+#include <iterator>
 #include <string_view>
+#include <type_traits>
 
 #include "twinop/math/gelu.h"
 #include "twinop/ops/linear/buffers.h"
+#include "twinop/ops/linear/choose.h"
 #include "twinop/ops/linear/few_rows_weights.cuh"
 #include "twinop/primitives/l2_hints.cuh"
 #include "twinop/primitives/launch.cuh"
-#include "twinop/primitives/pdl.cuh"
 #include "twinop/primitives/tensor_core.cuh"
 
 namespace twinop::linear::few_rows {
@@ -34,9 +35,6 @@ inline Active ActiveOf(std::string_view name) {
   constexpr std::string_view kNames[] = {"none", "relu", "gelu", "gelu_tanh", "silu"};
   return static_cast<Active>(std::find(kNames, kNames + 5, name) - kNames);
 }
-
-// Whether the sums of four parts are added up first: blocks of few_rows_hopper.cuh share those out.
-__device__ __host__ constexpr bool InFours(int n) { return n < 8192; }
 
 template <class T>
 struct Task {
@@ -103,15 +101,6 @@ __device__ __forceinline__ void AddSquares(const uint4& x, float (&sums)[4]) {
   MultiplyAdd<T>(second, x.z, x.w, sums);
 }
 
-// Shared memory of a part's sums, whose rows begin in other banks.
-template <int kGroups, int kTiles>
-inline constexpr int kSumsBytes = 8 * kTiles * (8 * kGroups + 4) * 4;
-
-// Shared memory of a warp: what its lanes copy, and then its sums.
-template <class Weight, int kGroups, int kTiles, int kStages>
-inline constexpr int kWarpBytes =
-    std::max(kStages * kGroups * Weight::kCopies * 512, kSumsBytes<kGroups, kTiles>);
-
 // A block has 8 kGroups rows of the weight and 8 kTiles rows of x. A warp has kPasses parts, one
 // after the other: part, part + kWarps. kStages: chunks that a warp has under way. kIsEager: it has
 // another one, which it makes dense before the kernel before this one ends. Lanes without a row of
@@ -123,7 +112,8 @@ static __global__ void __launch_bounds__(kWarps * 32, kBlocks)
   using T = typename Weight::Type;
   constexpr int kSlices = Weight::kSlices, kRows = kTiles * 8;
   constexpr int kWidth = 8 * kGroups + 4, kSplitK = kWarps * kPasses;
-  constexpr int kBytes = kWarpBytes<Weight, kGroups, kTiles, kStages>;
+  constexpr int kBytes = WarpBytes(Weight::kCopies, kGroups, kTiles, kStages);
+  constexpr int kSumsBytes = SumsBytes(kGroups, kTiles);
   constexpr bool kIsCopied = Weight::kCopies > 0;
   static_assert(kPasses <= 2 && (kPasses == 1 || kIsCopied) && !(kIsEager && kIsCopied));
   extern __shared__ __align__(16) char memory[];
@@ -224,8 +214,7 @@ static __global__ void __launch_bounds__(kWarps * 32, kBlocks)
   const auto sums_of = [&](int v) {
     constexpr int kFirst = (kPasses - 1) * kWarps;
     return reinterpret_cast<float*>(
-        memory +
-        (v < kFirst ? kWarps * kBytes + v * kSumsBytes<kGroups, kTiles> : (v - kFirst) * kBytes));
+        memory + (v < kFirst ? kWarps * kBytes + v * kSumsBytes : (v - kFirst) * kBytes));
   };
   const auto keep_sums = [&](int v) {
 #pragma unroll
@@ -319,151 +308,57 @@ static __global__ void __launch_bounds__(kWarps * 32, kBlocks)
   }
 }
 
-// ------------------------------------------------------------------- the choice
+// ------------------------------------------------------------------- the launch
 
-template <int kGroups, int kTiles, int kWarps, int kStages, int kBlocks, int kPasses = 1,
-          bool kIsEager = false, class Weight>
-Status LaunchNarrow(const Call& call, const Weight& weight,
-                    const Task<typename Weight::Type>& task) {
-  constexpr int kWidth = 8 * kGroups, kRows = 8 * kTiles;
-  const std::int64_t parts = (task.m + kRows - 1) / kRows;
-  Grid grid{(task.n + kWidth - 1) / kWidth * parts, dim3(kWarps * 32)};
-  grid.shared_bytes = kWarps * (kWarpBytes<Weight, kGroups, kTiles, kStages> +
-                                (kPasses - 1) * kSumsBytes<kGroups, kTiles>);
-  const auto launch = [&](auto normed) {
-    return LaunchKernel(NarrowKernel<Weight, kGroups, kTiles, kWarps, kStages, kBlocks, kPasses,
-                                     kIsEager, decltype(normed)::value>,
-                        WithPdl(grid, INT32_MAX), call, weight, task);
-  };
-  if constexpr (Weight::kCopies > 0)
-    if (task.rms_eps > 0) return launch(std::true_type{});
-  return launch(std::false_type{});
-}
-
-inline constexpr int kVocabulary = 65536;  // as many rows has the logits' weight, or more
-
-// split_k decides the bits: it does not depend on m. On some devices 32 parts have too little
-// memory.
-template <class T>
-int SplitKOf(const Dense<T>&, const Task<T>& task, bool has_room) {
-  if (task.n > 4608) return task.n < 8192 || task.n >= kVocabulary || task.chunks >= 64 ? 8 : 4;
-  return has_room && task.n < 3072 && task.chunks >= 128 ? 32 : 16;
-}
-
-template <class T, int kBits, bool kHasZero>
-int SplitKOf(const Blocks<T, kBits, kHasZero>&, const Task<T>& task) {
-  if (task.n >= 8192) return 4;
-  return task.n >= 3072 && (task.n > 4224 || task.k < 4096) ? 8 : 16;
-}
-
-// The other settings are as measured on an H200 (docs/tuning.md). They change how fast a call is.
-// A block of four tiles reads as much of x as of the weight.
-template <int kTiles, class T>
-Status LaunchTiles(const Call& call, const Dense<T>& weight, const Task<T>& task) {
-  const Target* target = nullptr;
-  TWINOP_RETURN_IF_ERROR(TargetOf(call, &target));
-  const std::int64_t most = target->block_bytes;
-  const bool has_room = most >= 16 * kWarpBytes<Dense<T>, 4, 2, 2>;
-  const bool is_narrow = task.n < 3072, is_short = task.chunks <= 32;
-  const int split_k = SplitKOf(weight, task, has_room);
-  if constexpr (kTiles == 4) {
-#if defined(TWINOP_SM90A)
-    bool done = false;  // in few_rows_hopper.cuh
-    if (task.m > 32) TWINOP_RETURN_IF_ERROR(LaunchWide(call, weight, task, split_k, &done));
-    if (done) return {};
-#endif
-    if (split_k == 4) return LaunchNarrow<4, kTiles, 4, 2, 4>(call, weight, task);
-    if (split_k == 8)
-      return task.n < 8192 || task.n >= kVocabulary
-                 ? LaunchNarrow<4, kTiles, 8, 2, 2>(call, weight, task)
-                 : LaunchNarrow<4, kTiles, 4, 2, 3, 2>(call, weight, task);
-    if (split_k == 32) return LaunchNarrow<2, kTiles, 16, 2, 1, 2>(call, weight, task);
-    return has_room ? LaunchNarrow<4, kTiles, 16, 2, 1>(call, weight, task)
-                    : LaunchNarrow<2, kTiles, 16, 2, 1>(call, weight, task);
-  } else {
-    if (split_k == 4) return LaunchNarrow<4, kTiles, 4, kTiles == 1 ? 3 : 2, 4>(call, weight, task);
-    if (split_k == 8)
-      return kTiles == 1 && task.n < 8192 ? LaunchNarrow<2, 1, 8, 4, 2>(call, weight, task)
-                                          : LaunchNarrow<4, kTiles, 8, 2, 2>(call, weight, task);
-    if (split_k == 32) return LaunchNarrow<2, kTiles, 32, 2, 1>(call, weight, task);
-    // 64 registers, beside attention; too few for squares, too.
-    if (has_room && is_short && (is_narrow || (task.m == 1 && task.rms_eps == 0)))
-      return LaunchNarrow<4, kTiles, 16, 2, kTiles == 1 ? 2 : 1>(call, weight, task);
-    if (!is_short && !is_narrow && most >= 16 * kWarpBytes<Dense<T>, 4, kTiles, 3>)
-      return LaunchNarrow<4, kTiles, 16, 3, 1>(call, weight, task);
-    return is_short && !is_narrow ? LaunchNarrow<2, kTiles, 16, 2, 2>(call, weight, task)
-                                  : LaunchNarrow<2, kTiles, 16, 3, 2>(call, weight, task);
+// Launches the chosen line: each that the weight has is compiled, and no other.
+template <bool kIsNormed, std::size_t kLine = 0, class Weight>
+Status LaunchLine(const Call& call, const Weight& weight, const Task<typename Weight::Type>& task,
+                  const Line* chosen) {
+  if constexpr (kLine < std::size(kLines)) {
+    constexpr const Line& line = kLines[kLine];
+    if constexpr ((line.weights & (kIsNormed ? kNormed : Weight::kKind)) != 0) {
+      const auto launch = [&](auto tiles) {
+        constexpr int kTiles = decltype(tiles)::value;
+        const std::int64_t parts = (task.m + 8 * kTiles - 1) / (8 * kTiles);
+        const std::int64_t across = (task.n + 8 * line.groups - 1) / (8 * line.groups);
+        const Grid grid{across * parts, dim3(line.warps * 32), 1, SharedBytes(line, kTiles)};
+        return LaunchKernel(NarrowKernel<Weight, line.groups, kTiles, line.warps, line.stages,
+                                         line.blocks, line.passes, line.is_eager, kIsNormed>,
+                            WithPdl(grid, INT32_MAX), call, weight, task);
+      };
+      const int tiles = chosen == &line ? TilesOf(task.m) : 0;
+      if constexpr ((line.tiles & 1) != 0)
+        if (tiles == 1) return launch(std::integral_constant<int, 1>());
+      if constexpr ((line.tiles & 2) != 0)
+        if (tiles == 2) return launch(std::integral_constant<int, 2>());
+      if constexpr ((line.tiles & 4) != 0)
+        if (tiles == 4) return launch(std::integral_constant<int, 4>());
+    }
+    return LaunchLine<kIsNormed, kLine + 1>(call, weight, task, chosen);
   }
-}
-
-// A block makes its integers dense once for all its rows of x. With several tiles, more blocks at
-// once hide more than more chunks under way. With split_k 4 the processors take all blocks at once,
-// if registers allow it: blocks that wait for the first ones to end cost a whole wave.
-template <int kTiles, class T, int kBits, bool kHasZero>
-Status LaunchTiles(const Call& call, const Blocks<T, kBits, kHasZero>& weight,
-                   const Task<T>& task) {
-  constexpr bool kHas4Bits = kBits == 4;
-  const Target* target = nullptr;
-  TWINOP_RETURN_IF_ERROR(TargetOf(call, &target));
-  const int processors = target->multiprocessors;
-  const int parts = (task.m + 8 * kTiles - 1) / (8 * kTiles);
-  // Blocks of a processor, of so many rows of the weight.
-  const auto each = [&](int rows) {
-    const std::int64_t blocks = std::int64_t{(task.n + rows - 1) / rows} * parts;
-    return static_cast<int>((blocks + processors - 1) / processors);
-  };
-  const bool is_narrow = task.n < 3072, is_few = task.n <= 4224;  // for all processors
-  const bool is_short = task.chunks <= 32;
-  const int split_k = SplitKOf(weight, task);
-  if constexpr (kTiles == 1) {
-    if (split_k == 4) {
-      if (each(32) <= (kHas4Bits ? 4 : 5))
-        return LaunchNarrow<4, 1, 4, 1, 4, 1, true>(call, weight, task);
-      if (each(32) == 6) return LaunchNarrow<4, kTiles, 4, 1, 6>(call, weight, task);
-      return each(32) == 7 ? LaunchNarrow<4, kTiles, 4, 1, 7>(call, weight, task)
-                           : LaunchNarrow<4, kTiles, 4, 1, 4>(call, weight, task);
-    }
-    if constexpr (kHas4Bits) {
-      if (split_k == 8 && (!is_few || task.chunks <= 16))
-        return LaunchNarrow<4, 1, 8, 1, 2, 1, true>(call, weight, task);
-      if (split_k == 16 && is_short)
-        return LaunchNarrow<4, 1, 16, 1, 1, 1, true>(call, weight, task);
-      // Few registers, so that the next kernels begin beside this one.
-      if (split_k == 16 && !is_narrow) return LaunchNarrow<2, kTiles, 16, 2, 2>(call, weight, task);
-    }
-    return split_k == 8 ? LaunchNarrow<2, kTiles, 8, 4, 2>(call, weight, task)
-                        : LaunchNarrow<2, kTiles, 16, kHas4Bits ? 4 : 2, 1>(call, weight, task);
-  } else {
-    const bool is_many = task.m > 32;
-    if (split_k == 4) {
-      if constexpr (kTiles == 2)
-        return each(64) == 3 || (each(64) > 4 && !kHasZero)
-                   ? LaunchNarrow<8, kTiles, 4, 1, 3>(call, weight, task)
-                   : LaunchNarrow<4, kTiles, 4, 1, 4>(call, weight, task);
-      if (each(32) != 3) {
-        if (each(64) == 3) return LaunchNarrow<8, kTiles, 4, 1, 3>(call, weight, task);
-        if constexpr (kHas4Bits) return LaunchNarrow<8, kTiles, 4, 1, 2>(call, weight, task);
-      }
-      return LaunchNarrow<4, kTiles, 4, 1, 3>(call, weight, task);
-    }
-    if (split_k == 8) {
-      if constexpr (!kHas4Bits && kTiles == 2)
-        return LaunchNarrow<2, kTiles, 8, 2, 2>(call, weight, task);
-      else
-        return is_few && !is_many ? LaunchNarrow<4, kTiles, 8, 2, 1>(call, weight, task)
-                                  : LaunchNarrow<4, kTiles, 8, 1, 2>(call, weight, task);
-    }
-    return !is_narrow || (kTiles == 2 ? is_short : is_many)
-               ? LaunchNarrow<4, kTiles, 16, 4 / kTiles, 1>(call, weight, task)
-               : LaunchNarrow<2, kTiles, 16, 2, 1>(call, weight, task);
-  }
+  return Status::Error("no kernel of few rows fits into this GPU's shared memory");
 }
 
 template <class Weight>
 Status Launch(const Call& call, const Weight& weight, const Task<typename Weight::Type>& task) {
   if (task.m == 0) return {};
-  if (task.m <= 8) return LaunchTiles<1>(call, weight, task);
-  return task.m <= 16 ? LaunchTiles<2>(call, weight, task) : LaunchTiles<4>(call, weight, task);
+  const Target* target = nullptr;
+  TWINOP_RETURN_IF_ERROR(TargetOf(call, &target));
+  constexpr bool kIsDense = Weight::kKind == kPlain;
+  const bool is_normed = kIsDense && task.rms_eps > 0;
+  const ProductShape shape{is_normed ? kNormed : Weight::kKind, task.m, task.n, task.k,
+                           task.chunks};
+#if defined(TWINOP_SM90A)
+  if constexpr (kIsDense) {
+    bool done = false;  // in few_rows_hopper.cuh
+    TWINOP_RETURN_IF_ERROR(LaunchWide(call, weight, task, shape, *target, &done));
+    if (done) return {};
+  }
+#endif
+  const Line* const line = Choose(shape, *target);
+  if constexpr (kIsDense)
+    if (is_normed) return LaunchLine<true>(call, weight, task, line);
+  return LaunchLine<false>(call, weight, task, line);
 }
 
 // Describes a call; `sizes.n` is that of the weight.

@@ -17,7 +17,7 @@ inline constexpr int kWideWarps = 8, kWideThreads = 32 * kWideWarps;
 inline constexpr int kWideTiles = 8;             // of 8 rows of x
 inline constexpr int kXStep = kWideTiles * 128;  // bytes of 8 columns of x
 inline constexpr int kBoxBytes = 64 * kBoxRowBytes, kStageBytes = 3 * kBoxBytes;
-inline constexpr int kMostStages = 6, kSwizzleBytes = 1024;
+inline constexpr int kSwizzleBytes = 1024;
 
 inline constexpr int WideBytes(int stages) {
   return kSwizzleBytes + stages * kStageBytes + 2 * kBoxBytes + (kMostStages + 1) * 8;
@@ -227,28 +227,19 @@ static __global__ void __launch_bounds__(kWideThreads, 2)
 #endif
 }
 
-// Sets `*done` to false where the other kernels are faster: blocks are few.
+// Sets `*done` to false where the other kernels are faster.
 template <class T>
-Status LaunchWide(const Call& call, const Dense<T>& weight, const Task<T>& task, int split_k,
-                  bool* done) {
-  const Target* target = nullptr;
-  TWINOP_RETURN_IF_ERROR(TargetOf(call, &target));
-  const int processors = target->multiprocessors;
-  const std::int64_t parts = (task.m + 63) / 64;
-  const int blocks = InFours(task.n) ? split_k / 4 : 1;
-  Grid grid{(task.n + 127) / 128 * parts * blocks, dim3(kWideThreads)};
+Status LaunchWide(const Call& call, const Dense<T>& weight, const Task<T>& task,
+                  const ProductShape& shape, const Target& target, bool* done) {
+  const WidePlan plan = ChooseWide(shape, target);
   constexpr auto kFetched = CU_TENSOR_MAP_L2_PROMOTION_L2_128B;  // what lies beside is read later
   CUtensorMap x, rows;
-  *done = target->has_wgmma && 2 * grid.blocks >= processors && target->ClustersOf(blocks) > 0 &&
-          DescribeMatrix<T>(task.x, task.m, task.k, 64, &x) &&
+  *done = plan.stages > 0 && DescribeMatrix<T>(task.x, task.m, task.k, 64, &x) &&
           DescribeMatrix<T>(weight.weight, task.n, task.k, 64, &rows, kFetched);
   if (!*done) return {};
-  // With 6 a processor has one block, which is best if they all begin at once.
-  const int stages = grid.blocks <= (blocks == 1 ? processors : processors * 3 / 4) ? 6 : 3;
-  grid.shared_bytes = WideBytes(stages);
-  grid.cluster = blocks;
-  return LaunchKernel(WideKernel<T>, WithPdl(grid, INT32_MAX), call, x, rows, task, split_k, stages,
-                      blocks);
+  const Grid grid{plan.grid, dim3(kWideThreads), 1, WideBytes(plan.stages), plan.blocks};
+  return LaunchKernel(WideKernel<T>, WithPdl(grid, INT32_MAX), call, x, rows, task,
+                      SplitKOf(shape, target), plan.stages, plan.blocks);
 }
 
 }  // namespace twinop::linear::few_rows

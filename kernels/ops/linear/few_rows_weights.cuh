@@ -8,6 +8,7 @@
 #include <type_traits>
 
 #include "twinop/math/numeric.h"
+#include "twinop/ops/linear/choose.h"
 #include "twinop/primitives/l2_hints.cuh"
 
 namespace twinop::linear::few_rows {
@@ -43,9 +44,11 @@ inline constexpr int kSlice = 32;  // columns of x that four threads hold, 8 eac
 template <class T>
 struct Dense {
   using Type = T;
+  static constexpr WeightKind kKind = kPlain;
   static constexpr int kSlices = 2;  // of a chunk
   // What a lane has of a row of a chunk: vectors in shared memory, and a fragment in registers.
-  static constexpr int kCopies = kSlices;
+  static constexpr int kCopies = kDenseCopies;
+  static_assert(kCopies == kSlices);
   struct Fragment {};
   // Where rows begin.
   struct Row {
@@ -82,6 +85,8 @@ template <class T, int kBits, bool kHasZero>
 struct Blocks {
   using Type = T;
   using Pair = std::conditional_t<std::is_same_v<T, Half>, __half2, __nv_bfloat162>;
+  static constexpr WeightKind kKind =
+      kBits == 4 ? (kHasZero ? k4BitsZero : k4Bits) : (kHasZero ? k8BitsZero : k8Bits);
   static constexpr int kSlices = 16 / kBits, kCopies = 0;
   struct Fragment {
     uint4 words;

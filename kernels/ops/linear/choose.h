@@ -1,0 +1,181 @@
+// Chooses the kernel for a product of few rows (few_rows.cuh, few_rows_hopper.cuh). What decides
+// the bits, split_k, depends on the weight and the GPU alone; all else, how fast a call is.
+#pragma once
+
+#include <algorithm>
+#include <climits>
+#include <cstdint>
+
+#include "twinop/primitives/target.h"
+
+namespace twinop::linear::few_rows {
+
+enum WeightKind : unsigned {
+  kPlain = 1,   // in T
+  kNormed = 2,  // in T, and x is divided by its root mean square
+  k4Bits = 4,
+  k4BitsZero = 8,  // with zero points
+  k8Bits = 16,
+  k8BitsZero = 32,
+
+  kDense = kPlain | kNormed,
+  kAny4Bits = k4Bits | k4BitsZero,
+  kAny8Bits = k8Bits | k8BitsZero,
+  kNoZeros = k4Bits | k8Bits,
+  kIntegers = kAny4Bits | kAny8Bits,
+};
+
+struct ProductShape {
+  WeightKind kind;
+  int m, n, k;
+  int chunks;  // of k
+};
+
+// From and to, both included.
+struct Range {
+  int from, to;
+  constexpr bool Has(int value) const { return from <= value && value <= to; }
+};
+constexpr Range From(int value) { return {value, INT_MAX}; }
+constexpr Range To(int value) { return {0, value}; }
+inline constexpr Range kAny{0, INT_MAX};
+
+struct Line {
+  unsigned weights;  // WeightKind
+  unsigned tiles;    // of 8 rows of x that a block takes: 1, 2 or 4, or several of them
+  Range m, n, chunks;
+  Range each;  // blocks of a multiprocessor
+  // Of a block: groups of 8 rows of the weight, warps, chunks that a warp has under way; blocks
+  // that the registers leave room for; parts that a warp takes, and whether it is eager.
+  int groups, warps, stages, blocks, passes = 1;
+  bool is_eager = false;
+  constexpr int SplitK() const { return warps * passes; }
+};
+
+inline constexpr int kVocabulary = 65536;  // as many rows has the logits' weight, or more
+
+// The first line that fits, also into shared memory, is the choice (docs/tuning.md).
+//
+// A block of four tiles reads as much of x as of the weight. A block makes its integers dense once
+// for all its rows of x: with several tiles, more blocks at once hide more than more chunks under
+// way. With split_k 4 the processors take all blocks at once, if registers allow it: blocks that
+// wait for the first ones to end cost a whole wave. Few registers let the next kernels begin beside
+// this one: 64 of them do with one row, and are too few for squares, too.
+inline constexpr Line kLines[] = {
+    // clang-format off
+    // weights  tiles  m         n              chunks    each     groups warps stages blocks passes
+    {kDense,    1,     kAny,     kAny,          kAny,     kAny,    4,  4, 3, 4},
+    {kDense,    2|4,   kAny,     kAny,          kAny,     kAny,    4,  4, 2, 4},
+    {kDense,    1,     kAny,     To(8191),      kAny,     kAny,    2,  8, 4, 2},
+    {kDense,    4,     kAny,     {8192, 65535}, kAny,     kAny,    4,  4, 2, 3, 2},
+    {kDense,    1|2|4, kAny,     kAny,          kAny,     kAny,    4,  8, 2, 2},
+    {kDense,    1|2,   kAny,     kAny,          kAny,     kAny,    2, 32, 2, 1},
+    {kDense,    4,     kAny,     kAny,          kAny,     kAny,    2, 16, 2, 1, 2},
+    {kDense,    1,     kAny,     To(3071),      To(32),   kAny,    4, 16, 2, 2},
+    {kPlain,    1,     To(1),    kAny,          To(32),   kAny,    4, 16, 2, 2},
+    {kDense,    2,     kAny,     To(3071),      To(32),   kAny,    4, 16, 2, 1},
+    {kDense,    1|2,   kAny,     From(3072),    From(33), kAny,    4, 16, 3, 1},
+    {kDense,    1|2,   kAny,     From(3072),    To(32),   kAny,    2, 16, 2, 2},
+    {kDense,    1|2,   kAny,     kAny,          kAny,     kAny,    2, 16, 3, 2},
+    {kDense,    4,     kAny,     kAny,          kAny,     kAny,    4, 16, 2, 1},
+    {kDense,    4,     kAny,     kAny,          kAny,     kAny,    2, 16, 2, 1},
+
+    {kAny4Bits, 1,     kAny,     kAny,          kAny,     To(4),   4,  4, 1, 4, 1, true},
+    {kAny8Bits, 1,     kAny,     kAny,          kAny,     To(5),   4,  4, 1, 4, 1, true},
+    {kIntegers, 1,     kAny,     kAny,          kAny,     {6, 6},  4,  4, 1, 6},
+    {kIntegers, 1,     kAny,     kAny,          kAny,     {7, 7},  4,  4, 1, 7},
+    {kIntegers, 1,     kAny,     kAny,          kAny,     kAny,    4,  4, 1, 4},
+    {kIntegers, 2,     kAny,     kAny,          kAny,     {3, 3},  8,  4, 1, 3},
+    {kNoZeros,  2,     kAny,     kAny,          kAny,     From(5), 8,  4, 1, 3},
+    {kIntegers, 2,     kAny,     kAny,          kAny,     kAny,    4,  4, 1, 4},
+    {kIntegers, 4,     kAny,     kAny,          kAny,     {3, 3},  4,  4, 1, 3},
+    {kIntegers, 4,     kAny,     kAny,          kAny,     {3, 3},  8,  4, 1, 3},
+    {kAny4Bits, 4,     kAny,     kAny,          kAny,     kAny,    8,  4, 1, 2},
+    {kAny8Bits, 4,     kAny,     kAny,          kAny,     kAny,    4,  4, 1, 3},
+    {kAny4Bits, 1,     kAny,     From(4225),    kAny,     kAny,    4,  8, 1, 2, 1, true},
+    {kAny4Bits, 1,     kAny,     kAny,          To(16),   kAny,    4,  8, 1, 2, 1, true},
+    {kIntegers, 1,     kAny,     kAny,          kAny,     kAny,    2,  8, 4, 2},
+    {kAny8Bits, 2,     kAny,     kAny,          kAny,     kAny,    2,  8, 2, 2},
+    {kAny4Bits, 2,     kAny,     To(4224),      kAny,     kAny,    4,  8, 2, 1},
+    {kAny4Bits, 2,     kAny,     kAny,          kAny,     kAny,    4,  8, 1, 2},
+    {kIntegers, 4,     To(32),   To(4224),      kAny,     kAny,    4,  8, 2, 1},
+    {kIntegers, 4,     kAny,     kAny,          kAny,     kAny,    4,  8, 1, 2},
+    {kAny4Bits, 1,     kAny,     kAny,          To(32),   kAny,    4, 16, 1, 1, 1, true},
+    {kAny4Bits, 1,     kAny,     From(3072),    kAny,     kAny,    2, 16, 2, 2},
+    {kAny4Bits, 1,     kAny,     kAny,          kAny,     kAny,    2, 16, 4, 1},
+    {kAny8Bits, 1,     kAny,     kAny,          kAny,     kAny,    2, 16, 2, 1},
+    {kIntegers, 2,     kAny,     From(3072),    kAny,     kAny,    4, 16, 2, 1},
+    {kIntegers, 2,     kAny,     kAny,          To(32),   kAny,    4, 16, 2, 1},
+    {kIntegers, 4,     kAny,     From(3072),    kAny,     kAny,    4, 16, 1, 1},
+    {kIntegers, 4,     From(33), kAny,          kAny,     kAny,    4, 16, 1, 1},
+    {kIntegers, 2|4,   kAny,     kAny,          kAny,     kAny,    2, 16, 2, 1},
+    // clang-format on
+};
+
+// Shared memory of a part's sums, whose rows begin in other banks.
+constexpr int SumsBytes(int groups, int tiles) { return 8 * tiles * (8 * groups + 4) * 4; }
+// Shared memory of a warp: what its lanes copy, `copies` vectors of a row, and then its sums.
+constexpr int WarpBytes(int copies, int groups, int tiles, int stages) {
+  return std::max(stages * groups * copies * 512, SumsBytes(groups, tiles));
+}
+// Vectors of a row of a dense weight that a lane copies of a chunk; integers wait in registers.
+inline constexpr int kDenseCopies = 2;
+
+constexpr int SharedBytes(const Line& line, int tiles) {
+  const int copies = line.weights & kDense ? kDenseCopies : 0;
+  return line.warps * (WarpBytes(copies, line.groups, tiles, line.stages) +
+                       (line.passes - 1) * SumsBytes(line.groups, tiles));
+}
+
+// On some devices 32 parts have too little memory.
+constexpr int SplitKOf(const ProductShape& shape, const Target& target) {
+  const int n = shape.n;
+  if ((shape.kind & kDense) == 0)
+    return n >= 8192 ? 4 : n >= 3072 && (n > 4224 || shape.k < 4096) ? 8 : 16;
+  if (n > 4608) return n < 8192 || n >= kVocabulary || shape.chunks >= 64 ? 8 : 4;
+  const bool has_room = target.block_bytes >= 32 * WarpBytes(kDenseCopies, 2, 2, 2);
+  return has_room && n < 3072 && shape.chunks >= 128 ? 32 : 16;
+}
+
+constexpr int TilesOf(int m) { return m <= 8 ? 1 : m <= 16 ? 2 : 4; }
+
+constexpr const Line* Choose(const ProductShape& shape, const Target& target) {
+  const int tiles = TilesOf(shape.m), split_k = SplitKOf(shape, target);
+  for (const Line& line : kLines) {
+    const auto each = [&] {
+      const std::int64_t parts = (shape.m + 8 * tiles - 1) / (8 * tiles), rows = 8 * line.groups;
+      const std::int64_t blocks = (shape.n + rows - 1) / rows * parts;
+      return static_cast<int>((blocks + target.multiprocessors - 1) / target.multiprocessors);
+    };
+    if ((line.weights & shape.kind) != 0 && (line.tiles & tiles) != 0 && line.SplitK() == split_k &&
+        line.m.Has(shape.m) && line.n.Has(shape.n) && line.chunks.Has(shape.chunks) &&
+        line.each.Has(each()) && SharedBytes(line, tiles) <= target.block_bytes)
+      return &line;
+  }
+  return nullptr;
+}
+
+// Whether the sums of four parts are added up first: a cluster's blocks share those out.
+constexpr bool InFours(int n) { return n < 8192; }
+
+inline constexpr int kMostStages = 6;
+
+// What few_rows_hopper.cuh takes of more than 32 rows.
+struct WidePlan {
+  std::int64_t grid;
+  int blocks;  // of a cluster
+  int stages;  // chunks under way; 0: the other kernels are faster, as blocks are few
+};
+constexpr WidePlan ChooseWide(const ProductShape& shape, const Target& target) {
+  const int blocks = InFours(shape.n) ? SplitKOf(shape, target) / 4 : 1;
+  const int processors = target.multiprocessors;
+  const std::int64_t grid = (std::int64_t{shape.n} + 127) / 128 * ((shape.m + 63) / 64) * blocks;
+  if ((shape.kind & kDense) == 0 || shape.m <= 32 || !target.has_wgmma || 2 * grid < processors ||
+      target.ClustersOf(blocks) == 0)
+    return {};
+  // With 6 a processor has one block, which is best if they all begin at once.
+  const bool at_once = grid <= (blocks == 1 ? processors : processors * 3 / 4);
+  return {grid, blocks, at_once ? kMostStages : 3};
+}
+
+}  // namespace twinop::linear::few_rows
