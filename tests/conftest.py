@@ -2,6 +2,7 @@
 
 import copy
 import fcntl
+import gc
 import importlib.util
 import os
 import sys
@@ -47,9 +48,16 @@ def pytest_configure(config: pytest.Config) -> None:
     config.stash[plugin.RECORDS] = builtin_ops
 
 
+def pytest_collection_finish() -> None:
+    """The garbage collector took a tenth of the time: what is imported stays, and need not be looked at."""
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(10_000, 10, 10)
+
+
 @cache
-def _keep_operator_tables(torch_registry: Any, onnx_schemas: Any) -> None:
-    """What torch reads anew for each export, and onnxscript for each node, is read once by a test process."""
+def _keep_functions(torch_registry: Any) -> None:
+    """What torch reads anew for each export is read once by a test process."""
     build = cache(torch_registry.ONNXRegistry.from_torchlib)  # parses 500 functions: half a second
 
     def from_torchlib(opset_version: int) -> Any:
@@ -57,6 +65,12 @@ def _keep_operator_tables(torch_registry: Any, onnx_schemas: Any) -> None:
         registry.functions = {target: [*found] for target, found in registry.functions.items()}
         return registry
 
+    torch_registry.ONNXRegistry.from_torchlib = staticmethod(from_torchlib)
+
+
+@cache
+def _keep_signatures(onnx_schemas: Any) -> None:
+    """What onnxscript reads anew for each node is read once by a test process."""
     signature = onnx_schemas.OpSignature
     read = signature.from_op_schema
     kept: dict[tuple[str, str, int], Any] = {}
@@ -67,14 +81,14 @@ def _keep_operator_tables(torch_registry: Any, onnx_schemas: Any) -> None:
             kept[key] = read(schema)
         return kept[key]
 
-    torch_registry.ONNXRegistry.from_torchlib = staticmethod(from_torchlib)
     signature.from_op_schema = staticmethod(from_op_schema)
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    names = ("torch.onnx._internal.exporter._registration", "onnx_ir.schemas")
-    if all(name in sys.modules for name in names):  # imported by the first export
-        _keep_operator_tables(*(sys.modules[name] for name in names))
+    if module := sys.modules.get("torch.onnx._internal.exporter._registration"):
+        _keep_functions(module)
+    if module := sys.modules.get("onnx_ir.schemas"):
+        _keep_signatures(module)
     if "torch" in sys.modules:  # a test that fails fails again, whatever ran before it
         sys.modules["torch"].manual_seed(zlib.crc32(item.nodeid.encode()))
     if item.get_closest_marker("cuda") is not None and _cuda_devices() == 0:

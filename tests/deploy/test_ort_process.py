@@ -106,7 +106,7 @@ def server() -> Iterator[ort_process.Server]:
     server.close()
 
 
-@pytest.mark.parametrize("command", ["run", "check", "optimize"])
+@pytest.mark.parametrize("command", ["run", pytest.param("check", marks=pytest.mark.slow), "optimize"])
 def test_commands_end_a_model_that_does_not(command: str, path: Path) -> None:
     ort_process.SERVER.run(list, ())  # the start of the server is not the model's time
     group = ort_process.SERVER.process
@@ -123,8 +123,10 @@ def test_commands_end_a_model_that_does_not(command: str, path: Path) -> None:
     assert [each.name for each in path.parent.iterdir()] == ["loop.onnx"]
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
-@pytest.mark.parametrize("command", ["run", "optimize"])
+@pytest.mark.parametrize(
+    ("command", "number"),
+    [("run", signal.SIGINT), ("optimize", signal.SIGTERM), ("optimize", signal.SIGKILL)],
+)
 def test_a_signal_ends_all_processes_at_once(number: signal.Signals, command: str, path: Path) -> None:
     more = {"optimize": ["-o", str(path.with_name("o.onnx")), "--device", "cpu"]}.get(command, [])
     with subprocess.Popen(
