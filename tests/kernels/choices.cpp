@@ -121,7 +121,7 @@ static void CheckAll() {
     for (const Target& target : kTargets) {
       const int splits = ChooseStep({size, 1, 1}, target).splits;
       if (splits < 2) std::printf("heads of %d: a step takes the kernel for prompts\n", size);
-      if (target.block_bytes == kH200.block_bytes && splits != kKvSplits)
+      if ((target.block_bytes == kH200.block_bytes || size <= 96) && splits != kKvSplits)
         std::printf("heads of %d: %d splits\n", size, splits);
       for (std::int64_t blocks = 1; blocks < 600; ++blocks)
         for (std::int64_t rows : {1, 128, 129, 256, 257, 512, 1024, 1025, 9999}) {

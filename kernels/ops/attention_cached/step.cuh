@@ -265,7 +265,8 @@ __global__ void __launch_bounds__(32 * kWarps * kTeams, BlocksPerProcessor(kSize
   const int lane = static_cast<int>(threadIdx.x) % 32;
   const int warp_of_block = static_cast<int>(threadIdx.x) / 32;
   const int team = kTeams == 1 ? 0 : warp_of_block / kWarps, warp = warp_of_block - team * kWarps;
-  if (!kInCluster) cluster = 1;  // which makes a shorter kernel
+  if (!kInCluster) cluster = 1;             // which makes a shorter kernel
+  if (kSize <= 96) all_splits = kKvSplits;  // each GPU has the memory, and registers are scarce
   if (cluster > 1) {
     if (lane == 0) hopper::Init(&received[warp], 1);
     hopper::FenceInit();
