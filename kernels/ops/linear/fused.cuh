@@ -274,10 +274,6 @@ inline bool IsFaster(const Tiling& tiling, const Sizes& sizes, int clusters) {
 template <class T, class Activation, bool kGated>
 Status LaunchIfFaster(const Call& call, const GemmBuffers& at, const Sizes& sizes, void* y,
                       bool* done) {
-  const auto kernel = Kernel<T, Activation, kGated>;
-  Grid grid{kCluster, dim3(kThreads)};
-  grid.shared_bytes = kSharedBytes;
-  grid.cluster = kCluster;
   const Target* target = nullptr;
   TWINOP_RETURN_IF_ERROR(TargetOf(call, &target));
   const int clusters = target->ClustersOf(kCluster);  // a block takes a multiprocessor
@@ -287,23 +283,11 @@ Status LaunchIfFaster(const Call& call, const GemmBuffers& at, const Sizes& size
           DescribeMatrix<T>(at.x.data, sizes.m, sizes.k, kRows, &x) &&
           DescribeMatrix<T>(at.weight.data, sizes.n, sizes.k, kColumns / kCluster, &weight);
   if (!*done || y == nullptr) return {};
-  grid.blocks =
-      std::min<std::int64_t>(clusters, std::int64_t{tiling.across} * tiling.down) * kCluster;
-  return LaunchKernel(kernel, grid, call, x, weight, static_cast<const T*>(at.bias.data),
-                      static_cast<T*>(y), tiling);
-}
-
-template <class T>
-Status LaunchFor(const Call& call, const GemmBuffers& at, const Sizes& sizes,
-                 std::string_view activation, bool gated, void* y, bool* done) {
-  const bool is_silu = activation == "silu";
-  if (!gated)
-    return is_silu ? LaunchIfFaster<T, Silu, false>(call, at, sizes, y, done)
-                   : LaunchIfFaster<T, Gelu<ApproxFloat>, false>(call, at, sizes, y, done);
-  if (activation == "gelu_tanh")
-    return LaunchIfFaster<T, TanhGelu<ApproxFloat>, true>(call, at, sizes, y, done);
-  return is_silu ? LaunchIfFaster<T, Silu, true>(call, at, sizes, y, done)
-                 : LaunchIfFaster<T, Gelu<ApproxFloat>, true>(call, at, sizes, y, done);
+  const std::int64_t tiles = std::int64_t{tiling.across} * tiling.down;
+  const Grid grid{std::min<std::int64_t>(clusters, tiles) * kCluster, dim3(kThreads), 1,
+                  kSharedBytes, kCluster};
+  return LaunchKernel(Kernel<T, Activation, kGated>, grid, call, x, weight,
+                      static_cast<const T*>(at.bias.data), static_cast<T*>(y), tiling);
 }
 
 // Computes y = activation(x W^T + bias), or if `gated` linear_swiglu's y. Sets `*done` to false,
@@ -311,11 +295,19 @@ Status LaunchFor(const Call& call, const GemmBuffers& at, const Sizes& sizes,
 inline Status Run(const Call& call, const GemmBuffers& at, const Sizes& sizes, DType dtype,
                   std::string_view activation, bool gated, void* y, bool* done) {
   *done = false;
-  if (!gated && activation != "gelu" && activation != "silu") return {};
-  if (!Takes(at, sizes, dtype, gated)) return {};
-  return dtype == DType::kFloat16
-             ? LaunchFor<Half>(call, at, sizes, activation, gated, y, done)
-             : LaunchFor<BFloat16>(call, at, sizes, activation, gated, y, done);
+  const bool is_silu = activation == "silu";
+  if ((!gated && activation != "gelu" && !is_silu) || !Takes(at, sizes, dtype, gated)) return {};
+  const auto launch = [&](auto tag) {
+    using T = typename decltype(tag)::Type;
+    if (!gated)
+      return is_silu ? LaunchIfFaster<T, Silu, false>(call, at, sizes, y, done)
+                     : LaunchIfFaster<T, Gelu<ApproxFloat>, false>(call, at, sizes, y, done);
+    if (activation == "gelu_tanh")
+      return LaunchIfFaster<T, TanhGelu<ApproxFloat>, true>(call, at, sizes, y, done);
+    return is_silu ? LaunchIfFaster<T, Silu, true>(call, at, sizes, y, done)
+                   : LaunchIfFaster<T, Gelu<ApproxFloat>, true>(call, at, sizes, y, done);
+  };
+  return dtype == DType::kFloat16 ? launch(Tag<Half>{}) : launch(Tag<BFloat16>{});
 }
 
 }  // namespace twinop::linear::fused
