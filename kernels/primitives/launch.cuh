@@ -170,11 +170,11 @@ Status ResidentClusters(Kernel kernel, const Grid& grid, int multiprocessors, in
 }
 
 // Tells which code the device took, and which clusters it holds.
-static __global__ void ProbeKernel() {}
+static __global__ void CodeProbeKernel() {}
 
 static inline Status AskDevice(int device, Target* target) {
   cudaFuncAttributes probe{};
-  cudaError_t error = cudaFuncGetAttributes(&probe, ProbeKernel);
+  cudaError_t error = cudaFuncGetAttributes(&probe, CodeProbeKernel);
   const auto ask = [&](cudaDeviceAttr attribute) {
     int value = 0;
     if (error == cudaSuccess) error = cudaDeviceGetAttribute(&value, attribute, device);
@@ -191,7 +191,7 @@ static inline Status AskDevice(int device, Target* target) {
   for (int i = 1; i < 4 && target->code >= 90; ++i) {
     const Grid grid{1 << i, dim3(32), 1, static_cast<int>(target->block_bytes), 1 << i};
     int* const count = &target->clusters[i];
-    if (!ResidentClusters(ProbeKernel, grid, 0, count).ok()) *count = 0;
+    if (!ResidentClusters(CodeProbeKernel, grid, 0, count).ok()) *count = 0;
   }
   const char* const name = std::getenv("TWINOP_TARGET");
   return name == nullptr ? Status() : LimitTo(name, target);
