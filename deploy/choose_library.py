@@ -97,8 +97,7 @@ def _covering(
     """Returns the first library with all ops of a domain; None if no library has any and bodies cover all."""
     needed = sorted({node.proto.op_type for node in model.nodes if node.proto.domain == domain})
     places = [*own, *others]
-    libraries, skipped = _candidates(places, len(own), confined)
-    libraries = [library for library in libraries if library.domain == domain]
+    libraries, skipped = _candidates(domain, places, len(own), confined)
     owners = {op: [library for library in libraries if op in library.by_onnx_name] for op in needed}
     unresolved_domains = [
         op for op, found in owners.items() if not found and not (bodies and (domain, op) in model.bodies)
@@ -128,8 +127,9 @@ def require_none(folder: Path, domain: str, trusted: Collection[Path]) -> None:
     """Raises LibraryError if a model's own folder holds a library of the domain, or one that is damaged."""
     for path in () if folder.resolve() in trusted else sorted(folder.glob("lib*.so")):
         try:
-            if path.resolve() in trusted or read_library(path).domain != domain:
+            if path.resolve() in trusted:
                 continue
+            read_library(path, domain=domain)
         except ForeignLibraryError:
             continue
         except LibraryError:  # it may be the one that was meant
@@ -146,8 +146,10 @@ def refused(path: Path) -> LibraryError:
     )
 
 
-def _candidates(places: Sequence[Path], own: int, confined: bool) -> tuple[list[Library], list[str]]:
-    """Returns usable libraries in the order of preference, and why others were skipped.
+def _candidates(
+    domain: str, places: Sequence[Path], own: int, confined: bool
+) -> tuple[list[Library], list[str]]:
+    """Returns usable libraries of a domain in the order of preference, and why others were skipped.
 
     Raises:
         LibraryError: one in the first `own` places cannot be read.
@@ -161,7 +163,7 @@ def _candidates(places: Sequence[Path], own: int, confined: bool) -> tuple[list[
             try:
                 if confined and not path.resolve().is_relative_to(folder):
                     raise LibraryError(f"{path}: a symbolic link to {path.resolve()}, out of the folder")
-                here.append(read_library(path))
+                here.append(read_library(path, domain=domain))
             except ForeignLibraryError:
                 continue
             except LibraryError as error:

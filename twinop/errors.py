@@ -64,7 +64,7 @@ class LibraryError(TwinopError):
 
 
 class ForeignLibraryError(LibraryError):
-    """A shared library that was not built by twinop."""
+    """A shared library that was not built by twinop, or has no op of the wanted domain."""
 
 
 class ExportError(TwinopError):

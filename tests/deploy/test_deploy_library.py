@@ -2,8 +2,9 @@
 
 import importlib.util
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import onnx
@@ -14,6 +15,8 @@ from models import make_model, model, node, value
 import twinop
 from twinop.deploy import ModelError, RunError, check_model, session
 from twinop.errors import LibraryError
+from twinop.libraries import library
+from twinop.record.op_spec import OpSpec
 
 X = np.array([[-1, 2, -3, 4]], np.float32)
 
@@ -34,6 +37,20 @@ def test_the_smallest_library_that_has_all_ops_is_taken(libraries: dict[str, Pat
 
     assert chosen(make_model("CustomRelu")) == "libcustom_relu.so"
     assert chosen(make_model("CustomPadAffine")) == "libtest_ops.so"
+
+
+def test_only_records_of_the_domain_are_read_and_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    read, parse = list[str](), OpSpec.from_json
+
+    def counted(fields: Mapping[str, Any]) -> OpSpec:
+        read.append(f"{fields['domain']}::{fields['name']}, {fields['schema']}")
+        return parse(fields)
+
+    monkeypatch.setattr(OpSpec, "from_json", counted)
+    library._record.cache_clear()
+    for _ in range(2):
+        check_model(make_model("CustomRelu"))
+    assert {each.partition("::")[0] for each in read} == {"custom_domain"} and len({*read}) == len(read)
 
 
 def test_a_library_beside_the_model_needs_permission(libraries: dict[str, Path], tmp_path: Path) -> None:

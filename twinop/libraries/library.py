@@ -7,7 +7,7 @@ import platform
 import struct
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from importlib import resources
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -62,17 +62,20 @@ def in_use(libraries: Iterable[Library], nodes: Collection[tuple[str, str]]) -> 
     return [each for each in libraries if any((each.domain, name) in nodes for name in each.by_onnx_name)]
 
 
-def read_library(path: str | os.PathLike[str], copy: str | os.PathLike[str] | None = None) -> Library:
+def read_library(
+    path: str | os.PathLike[str], copy: str | os.PathLike[str] | None = None, domain: str | None = None
+) -> Library:
     """Reads the records and the build description from a library's ELF section `.twinop`.
 
     Args:
         path: the library.
         copy: the file to read instead, a copy of the library.
+        domain: the only domain that is wanted. The records of others are not read.
 
     Raises:
         LibraryError: no such file, not an ELF file, damaged, for another machine, or with records of another
             version.
-        ForeignLibraryError: it has no twinop records.
+        ForeignLibraryError: it has no twinop records, or those of another domain.
     """
     path = Path(path)
     if not path.is_file():
@@ -87,13 +90,15 @@ def read_library(path: str | os.PathLike[str], copy: str | os.PathLike[str] | No
             "Expected one built by twinop, such as build/libcustom_relu.so"
         )
     try:
-        texts = [json.loads(text) for text in filter(None, section.split(b"\0"))]
-        build: dict[str, Any] = next((fields for fields in texts if "twinop" in fields), {})
+        texts = [*filter(None, section.split(b"\0"))]
+        described = next((text for text in texts if "twinop" in json.loads(text)), b"{}")
+        build: dict[str, Any] = json.loads(described)
         _require_abi(path, build)
         place = {name: build[name] for name in ("domain", "domain_version")}
-        records = {
-            fields["name"]: OpSpec.from_json(fields | place) for fields in texts if fields is not build
-        }
+        if domain not in (None, place["domain"]):
+            raise ForeignLibraryError(f"{path}: has ops of the domain {place['domain']}, not of {domain}")
+        parsed = [_record(text, **place) for text in texts if text is not described]
+        records = {record.name: record for record in parsed}
         version, cuda_archs, cuda_version, _, source = (
             check_kind(name, build.get(name, ""), str)
             for name in ("twinop", "cuda_archs", "cuda_version", "domain", "source")
@@ -112,6 +117,12 @@ def read_library(path: str | os.PathLike[str], copy: str | os.PathLike[str] | No
         exports_ort=_EXPORT + b"\0" in exports,
         source=source,
     )
+
+
+@lru_cache(4096)
+def _record(text: bytes, domain: str, domain_version: int) -> OpSpec:
+    """Parses a record once: each session looks at all libraries of a folder."""
+    return OpSpec.from_json(json.loads(text) | {"domain": domain, "domain_version": domain_version})
 
 
 def _require_abi(path: Path, build: Mapping[str, Any]) -> None:
