@@ -71,6 +71,9 @@ class Answer:
     note: str = ""
 
 
+_loaded = set[str]()  # SHA-256 of libraries that a model has run with: the next process need not try them
+
+
 class NotRunnable(Exception):
     """ONNX Runtime cannot run the model on this machine's CPU; the model itself may be right."""
 
@@ -113,7 +116,8 @@ def run(
 
     def attempt(optimize: bool) -> list[Any]:
         try:
-            return SERVER.run(_runs, model, library, arrays, optimize, prepack, until_one_runs, required)
+            given = (model, library, arrays, optimize, prepack, until_one_runs, required)
+            return SERVER.run(_runs, *given, frozenset(_loaded))
         except Endless as error:
             if not required < len(error.answers) <= len(arrays):  # the first answer is the libraries
                 raise
@@ -121,15 +125,15 @@ def run(
 
     try:
         try:
-            libraries, *outputs = attempt(optimize)
+            (libraries, loaded), *outputs = attempt(optimize)
         except OrtCrash as crash:
-            libraries, *outputs = attempt(False)
+            (libraries, loaded), *outputs = attempt(False)
             note = without_optimizations(f"crashes ({crash})")
         except (ExportError, RunError) as error:
             if not (optimize and may_skip):
                 raise
             try:
-                libraries, *outputs = attempt(False)
+                (libraries, loaded), *outputs = attempt(False)
             except (TwinopError, OrtCrash, Endless):
                 raise error from None
             note = without_optimizations("fails", str(error).splitlines()[0])
@@ -140,6 +144,7 @@ def run(
             op = re.search(r"implementation for (?:\S+:)?(\w+)\(\d+\)", str(error))
             raise NotRunnable(f"{name} has no CPU kernel for {op[1] if op else error}") from error
         raise ExportError(str(error)) from error
+    _loaded.update(loaded)
     return Answer(libraries, outputs, note)
 
 
@@ -151,10 +156,11 @@ def _runs(
     prepack: bool,
     until_one_runs: bool,
     required: float,
+    loaded_before: frozenset[str],
 ) -> Iterator[Any]:
-    """Yields the libraries, and then the outputs of each case, in the other process."""
+    """Yields the libraries, and their SHA-256, then the outputs of each case, in the other process."""
     # This process ends anyway, and another one would take longer than a run.
-    registration.skip_subprocess_probe = True
+    registration.skip_subprocess_probe, registration.loaded_before = True, loaded_before
     options = ort.SessionOptions()
     options.log_severity_level = 4  # errors come back as exceptions
     options.add_session_config_entry("session.intra_op.allow_spinning", "0")  # nobody waits for a next run
@@ -168,7 +174,7 @@ def _runs(
         warnings.simplefilter("ignore", RuntimeWarning)  # no library found: the caller reports it
         session = open_session(source, ["CPUExecutionProvider"], library, session_options=options)
     session.allow_other_sizes()
-    yield session.libraries
+    yield session.libraries, registration.registered()
     fed = [{name: each for name, each in case.items() if name in session.inputs} for case in cases]
     wanted = {each for case in fed for each in case.values() if isinstance(each, Earlier)}
     kept = dict[Earlier, Any]()

@@ -35,6 +35,8 @@ _MODEL = onnx.parser.parse_model(
 )
 skip_subprocess_probe = False
 """Whether a damaged library may end this process, which then only checks that the loader takes it."""
+loaded_before: frozenset[str] = frozenset()
+"""SHA-256 of libraries that other processes have loaded: these are not tried once more."""
 
 
 class SealedFile:
@@ -111,6 +113,11 @@ class SealedLibrary(Library):
     copy: SealedFile = field(compare=False, repr=False)
 
 
+def registered() -> frozenset[str]:
+    """Returns the SHA-256 of the libraries that this process has loaded."""
+    return frozenset(_registered)
+
+
 # The loader knows the copies by path. These stay open, so that no other copy gets the path of one of them.
 _registered: dict[str, SealedFile] = {}
 
@@ -137,7 +144,7 @@ def sealed(path: Path) -> SealedLibrary:
 
 def register(options: Any, library: SealedLibrary) -> None:
     """Registers a library's copy on session options; raises LibraryError if ONNX Runtime cannot load it."""
-    if library.copy.sha256 not in _registered:
+    if library.copy.sha256 not in loaded_before.union(_registered):
         file = f"/proc/self/fd/{library.copy.number}"
         program = [] if skip_subprocess_probe else [_REGISTER, file, _MODEL.SerializeToString().hex()]
         if problem := require_loads(library.path, file, library.copy.number, program=program):

@@ -13,7 +13,7 @@ import pytest
 from models import make_model, model, node, value
 
 import twinop
-from twinop.deploy import ModelError, RunError, check_model, session
+from twinop.deploy import ModelError, RunError, check_model, ort_runs, registration, session
 from twinop.errors import LibraryError
 from twinop.libraries import library
 from twinop.record.op_spec import OpSpec
@@ -51,6 +51,22 @@ def test_only_records_of_the_domain_are_read_and_once(monkeypatch: pytest.Monkey
     for _ in range(2):
         check_model(make_model("CustomRelu"))
     assert {each.partition("::")[0] for each in read} == {"custom_domain"} and len({*read}) == len(read)
+
+
+def test_what_a_process_has_loaded_the_next_one_does_not_try(monkeypatch: pytest.MonkeyPatch) -> None:
+    tried, model = list[Path](), make_model("CustomRelu").SerializeToString()
+    for name, start in (
+        ("skip_subprocess_probe", False),
+        ("loaded_before", frozenset()),
+        ("_registered", {}),
+    ):
+        monkeypatch.setattr(registration, name, start)
+    monkeypatch.setattr(registration, "require_loads", lambda path, *_, **__: tried.append(path))
+    before = frozenset[str]()
+    for _ in range(2):
+        registration._registered.clear()
+        [(_, before)] = ort_runs._runs(model, None, [], True, True, False, 0, before)
+    assert [path.name for path in tried] == ["libcustom_relu.so"] and len(before) == 1
 
 
 def test_a_library_beside_the_model_needs_permission(libraries: dict[str, Path], tmp_path: Path) -> None:

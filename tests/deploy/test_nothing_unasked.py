@@ -50,7 +50,7 @@ def test_children_take_no_module_of_the_current_folder(
     assert "version" in answer and not problem
     server = ort_process.Server()
     model = make_model("CustomRelu").SerializeToString()
-    assert server.run(ort_runs._runs, model, None, [], True, True, False, 0) != [[]]
+    assert server.run(ort_runs._runs, model, None, [], True, True, False, 0, frozenset()) != [[]]
     server.close()
     monkeypatch.setattr(registration, "_registered", {})  # a library is registered in a child first
     assert session(make_model("CustomRelu"), ["CPUExecutionProvider"]).library
