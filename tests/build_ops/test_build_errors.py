@@ -282,6 +282,7 @@ def test_errors_of_nvcc_have_the_headline_of_those_of_gcc(
     assert found.startswith(expected)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(shutil.which("nvcc") is None, reason="needs nvcc")
 def test_nvcc_and_gcc_say_the_same_of_a_record(header: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(header.parent)

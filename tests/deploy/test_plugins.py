@@ -104,17 +104,6 @@ def test_the_cuda_provider_may_be_a_plugin(info: str, version: str, monkeypatch:
     assert cuda.runtime_has_cuda() == bool(version)
 
 
-def test_openvino_is_skipped_where_it_cannot_be_installed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    missing = tmp_path / "openvino-1.whl"
-    monkeypatch.setattr(ort_versions, "FOLDER", tmp_path / "compat")
-    monkeypatch.setattr(ort_versions, "OPENVINO", (str(missing),))
-    monkeypatch.delenv("TWINOP_OFFLINE", raising=False)
-    with pytest.raises(pytest.skip.Exception, match=r"openvino-1\.whl cannot be installed here: ."):
-        ort_versions.openvino()
-
-
 SCRIPT = """
 import sys
 import numpy as np

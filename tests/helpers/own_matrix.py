@@ -1,4 +1,7 @@
-"""Which tests of twinop's own matrix wait for `./build.sh test --all`: their neighbours show the same."""
+"""The order of tests, and which of twinop's own matrix wait for `./build.sh test --all`.
+
+Their neighbours show the same.
+"""
 
 from typing import Any
 
@@ -12,6 +15,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             continue
         if is_repeated(item.originalname, item.callspec.params):
             item.add_marker(pytest.mark.slow)
+    # Tests that wait come first, in one process, while others compute: at the end all would wait.
+    items.sort(key=lambda item: not item.nodeid.startswith(("tests/service/", "tests/journeys/")))
 
 
 def is_repeated(test: str, given: dict[str, Any]) -> bool:

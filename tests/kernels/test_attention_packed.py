@@ -49,7 +49,8 @@ def test_values(size: int, dtype: torch.dtype, device: str) -> None:
     """Numbers of tokens around those of a tile and of all warps, aligned and not, in few and many batches."""
     few = [(2, 3, tokens) for tokens in (1, 15, 16, 17, 31, 33)]
     long = [(1, 2, tokens) for tokens in (127, 128, 129, 200)]
-    for batch, heads, tokens in [*few, *long, (800, 1, 7), (260, 3, 16), (100, 2, 49), (96, 2, 64)]:
+    many = [(800, 1, 7), (260, 3, 16), (100, 2, 49), (96, 2, 64)]  # more than a GPU computes at once
+    for batch, heads, tokens in [*few, *long, *(many if device == "cuda" else many[2:3])]:
         qkv = random(batch, tokens, 3 * heads * size, dtype=dtype)
         biases = [
             None,

@@ -60,7 +60,11 @@ _KIB = 1 << 10
 
 @pytest.mark.parametrize(
     ("precision", "device", "layer"),
-    [("float16", "cuda", 400 * _KIB), ("int4", "cuda", 130 * _KIB), ("float32", "cpu", 800 * _KIB)],
+    [
+        ("float16", "cuda", 400 * _KIB),
+        ("float32", "cpu", 800 * _KIB),
+        pytest.param("int4", "cuda", 130 * _KIB, marks=pytest.mark.slow),  # test_mutations.py has such layers
+    ],
 )
 def test_layers_of_a_decoder(precision: str, device: str, layer: int, tmp_path: Path) -> None:
     source = write(tmp_path / "old", DECODER, precision, layers=4)
@@ -231,7 +235,11 @@ TORCH = {
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=pytest.mark.slow) if name == "translator" else name for name in TORCH]
+    "name",
+    [
+        pytest.param(name, marks=() if name in ("unet", "nothing repeats") else pytest.mark.slow)
+        for name in TORCH
+    ],
 )
 def test_models_of_torch(name: str, tmp_path: Path) -> None:
     model, given, sizes, most = TORCH[name]

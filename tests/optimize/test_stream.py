@@ -458,7 +458,7 @@ def attribute(node: ir.Node, name: str, number: Any) -> None:
     node.attributes[name] = kind(name, number)
 
 
-@pytest.mark.parametrize("precision", ["float16", "int4"])
+@pytest.mark.parametrize("precision", ["float16", pytest.param("int4", marks=pytest.mark.slow)])
 def test_an_optimised_decoder(optimised: Any, precision: str) -> None:
     original, result, segments = optimised(precision)
     assert len(segments) > LAYERS

@@ -6,11 +6,10 @@ import subprocess
 from pathlib import Path
 
 import onnx
-import ort_versions
 import pytest
 from linear_calls import linear_node, model_of, random
 from ort_cases import all_cases
-from ort_versions import SUPPORTED, TOO_OLD, environment, is_ready
+from ort_versions import SUPPORTED, TOO_OLD, environment
 
 from twinop.libraries.library import find_library
 from twinop.model.attach import attach_bodies
@@ -95,26 +94,6 @@ def test_the_newest_opsets(version: str, tmp_path: Path) -> None:
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines() == ["[0.0, 4.0]"] * len(paths)
-
-
-@pytest.mark.parametrize("offline", [True, False])
-def test_environments_that_cannot_be_made(
-    offline: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(ort_versions, "FOLDER", tmp_path)
-    monkeypatch.setattr(ort_versions, "make", lambda version: f"no route to {version}")
-    monkeypatch.setenv("TWINOP_OFFLINE", "1" if offline else "")
-    assert not any(map(is_ready, ort_versions.PACKAGES))
-    assert ort_versions.main() == (0 if offline else 1)
-    said = capsys.readouterr().err
-    if offline:
-        assert f"offline: no environments for {TOO_OLD}, " in said and "error" not in said
-    else:
-        assert (
-            "error: no route to 1.18.1" in said
-            and f"error: {len(ort_versions.PACKAGES)} environments could" in said
-        )
-        assert "set TWINOP_OFFLINE=1" in said
 
 
 BODIES = """
