@@ -147,6 +147,10 @@ struct Defaults {
   // mean.
   static constexpr bool kMoments = false;
 
+  // Whether models have rows of all widths: of less than a warp's vectors, of a vocabulary, and of
+  // an odd number of elements (softmax). CUDA kernels for these are compiled for such an op only.
+  static constexpr bool kAnyWidth = false;
+
   // If all later steps use one value computed from an element's row inputs, and that value is an
   // output too (a residual sum): the output's index. FusedSum(row) computes the value. Rounded as
   // in the output, it then replaces the first of the row's values.
@@ -204,7 +208,8 @@ inline constexpr int kPartials = 528;
 inline constexpr std::int64_t kMaxFunctorBytes = 64;
 constexpr std::int64_t FunctorsBytes(std::int64_t rows, std::int64_t columns,
                                      std::int64_t element_bytes) {
-  return columns * element_bytes > kOnePassBytes ? kMaxFunctorBytes * rows : 0;
+  const bool one_pass = columns * element_bytes <= kOnePassBytes && element_bytes < 8;
+  return one_pass ? 0 : kMaxFunctorBytes * rows;
 }
 constexpr std::int64_t ColumnSumsBytes(std::int64_t rows, std::int64_t columns,
                                        std::int64_t element_bytes) {

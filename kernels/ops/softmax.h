@@ -13,6 +13,7 @@ struct Softmax : rowwise::Defaults {
   static constexpr auto kRows = rowwise::Names("x");
   using Phases = rowwise::Reductions<rowwise::kMax, rowwise::kSum>;
   static constexpr bool kReplacesValues = true;
+  static constexpr bool kAnyWidth = true;
   using X = rowwise::Values<T, 1>;
   using None = rowwise::Values<T, 0>;
 
@@ -36,6 +37,7 @@ template <class T>
 struct SoftmaxBackward : rowwise::Defaults {
   static constexpr auto kRows = rowwise::Names("grad_y", "y");
   using Phases = rowwise::Reductions<rowwise::kSum>;
+  static constexpr bool kAnyWidth = true;
   using Row = rowwise::Values<T, 2>;
   using One = rowwise::Values<T, 1>;
   using None = rowwise::Values<T, 0>;

@@ -12,19 +12,22 @@ namespace twinop::rowwise {
 // ---------------------------------------------------------------------------------- registers
 
 // Ops whose kernels have the same settings. They differ in what a thread must hold: the row inputs
-// that the reductions need, and column sums.
+// that the reductions need, and column sums. Ops of float64 are none of these: their rows are taken
+// slice by slice.
 enum OpKind : unsigned {
-  kNorm16 = 1,     // one row of a 16-bit type, with column inputs
-  kPlain16 = 2,    // one row of a 16-bit type, without
-  kFused16 = 4,    // two rows of which a sum is left (kFusedSumOutput)
-  kTwoRows16 = 8,  // two rows that are both needed to the end
-  kOneRow32 = 16,  // one row of float32, or a sum of two
-  kTwoRows32 = 32,
-  kSums = 64,       // two rows and column sums, of a 16-bit type or float32
-  kOneRow64 = 128,  // float64 without column sums
-  kSums64 = 256,
+  kFloat64 = 0,
+  kNorm16 = 1,      // one row of a 16-bit type, with column inputs of that type
+  kMixed16 = 2,     // one row of a 16-bit type, with column inputs of float32
+  kPlain16 = 4,     // one row of a 16-bit type, without column inputs
+  kFused16 = 8,     // two rows of which a sum is left (kFusedSumOutput)
+  kTwoRows16 = 16,  // two rows that are both needed to the end
+  kOneRow32 = 32,   // one row of float32, or a sum of two
+  kTwoRows32 = 64,
+  kSums = 128,  // two rows and column sums, of a 16-bit type or float32
 
-  kRows16 = kNorm16 | kPlain16 | kFused16 | kTwoRows16,
+  kAnyWidth = 256,  // with one of the others: only ops whose functor has kAnyWidth
+
+  kRows16 = kNorm16 | kMixed16 | kPlain16 | kFused16 | kTwoRows16,
   kRows32 = kOneRow32 | kTwoRows32,
 };
 
@@ -69,37 +72,33 @@ inline constexpr unsigned kEveryAccess = kVectorOrder | kInterleaved;
 // need no barrier, and many are in flight. Few rows are done when the slowest one is: nothing is
 // loaded late, and a row gets twice the threads. They are few as long as the multiprocessors hold
 // most of them at once. Few large blocks on a multiprocessor wait at the same time: long 16-bit
-// rows are packed, and more blocks fit.
+// rows are packed, and more blocks fit. A line is here if it wins 3 % or more in shapes of models.
 inline constexpr ResidentChoice kResidentChoices[] = {
     // clang-format off
-    // op                        vectors  rows      accesses      lanes each totals
-    {kRows16 | kRows32 | kSums,        8, kAnyRows, kAligned,         8, 1, 1, Tuning::kThroughput},
-    {kSums,                            8, kAnyRows, kMisaligned,      8, 1, 1, Tuning::kThroughput},
-    {kRows16 | kRows32 | kSums,       32, kAnyRows, kAligned,        32, 1, 1, Tuning::kThroughput},
-    {kRows16 | kRows32,              128,      512, kAligned,        32, 4, 1, Tuning::kLatency},
-    {kTwoRows16,                     128, kAnyRows, kVectorOrder,    32, 4, 1, Tuning::kRaw16},
-    {kNorm16 | kPlain16 | kFused16,  128, kAnyRows, kVectorOrder,    32, 4, 1, Tuning::kThroughput},
-    {kRows32,                        128, kAnyRows, kEveryAccess,    32, 4, 1, Tuning::kThroughput},
-    {kSums,                           64, kAnyRows, kVectorOrder,    32, 2, 1, Tuning::kThroughput},
+    // op                      vectors  rows      accesses      lanes each totals
+    {kRows16 | kAnyWidth,            8, kAnyRows, kAligned,         8, 1, 1, Tuning::kThroughput},
+    {kRows16 | kRows32,             32, kAnyRows, kAligned,        32, 1, 1, Tuning::kThroughput},
+    {kNorm16 | kOneRow32,          128,      512, kAligned,        32, 4, 1, Tuning::kLatency},
+    {kTwoRows16,                   128, kAnyRows, kVectorOrder,    32, 4, 1, Tuning::kRaw16},
+    {kNorm16 | kPlain16,           128, kAnyRows, kVectorOrder,    32, 4, 1, Tuning::kThroughput},
+    {kRows32,                      128, kAnyRows, kEveryAccess,    32, 4, 1, Tuning::kThroughput},
+    {kSums,                         64, kAnyRows, kVectorOrder,    32, 2, 1, Tuning::kThroughput},
 
-    {kRows16,                        512,      512, kAligned,         0, 2, 1, Tuning::kLatency},
-    {kRows16 & ~kNorm16,            1024,      132, kAligned,         0, 2, 1, Tuning::kLatency},
-    {kNorm16,                        512, kAnyRows, kAligned,         0, 4, 2, Tuning::kThroughput},
-    {kNorm16,                        512, kAnyRows, kMisaligned,      0, 4, 2, Tuning::kRaw16},
-    {kNorm16,                       2048,      132, kAligned,         0, 4, 1, Tuning::kLatency},
-    {kNorm16,                       2048, kAnyRows, kAligned,         0, 8, 2, Tuning::kRaw16},
-    {kNorm16,                       2048, kAnyRows, kMisaligned,      0, 4, 1, Tuning::kRaw16},
-    {kPlain16,                       896, kAnyRows, kAligned,         0, 4, 2, Tuning::kThroughput},
-    {kPlain16,                      2048, kAnyRows, kVectorOrder,     0, 4, 2, Tuning::kRaw16},
-    {kFused16,                      2048, kAnyRows, kVectorOrder,     0, 4, 2, Tuning::kThroughput},
-    {kTwoRows16,                    1024, kAnyRows, kAligned,         0, 2, 1, Tuning::kRaw16},
-    {kTwoRows16,                    2048, kAnyRows, kMisaligned,      0, 2, 1, Tuning::kRaw16},
-    {kTwoRows16,                    2048, kAnyRows, kAligned,         0, 4, 2, Tuning::kRaw16},
-    {kRows32,                       4096, kAnyRows, kInterleaved,     0, 4, 1, Tuning::kThroughput},
-    {kOneRow32 | kOneRow64,         2048, kAnyRows, kVectorOrder,     0, 4, 1, Tuning::kThroughput},
-    {kOneRow32,                     4096, kAnyRows, kVectorOrder,     0, 8, 1, Tuning::kThroughput},
-    {kTwoRows32,                    4096, kAnyRows, kVectorOrder,     0, 4, 1, Tuning::kThroughput},
-    {kSums | kSums64,               1024, kAnyRows, kVectorOrder,     0, 2, 1, Tuning::kThroughput},
+    {kRows16,                      512,      512, kAligned,         0, 2, 1, Tuning::kLatency},
+    {kRows16 & ~kNorm16,          1024,      132, kAligned,         0, 2, 1, Tuning::kLatency},
+    {kNorm16,                      512, kAnyRows, kAligned,         0, 4, 2, Tuning::kThroughput},
+    {kNorm16,                     2048,      132, kAligned,         0, 4, 1, Tuning::kLatency},
+    {kNorm16,                     2048, kAnyRows, kAligned,         0, 8, 2, Tuning::kRaw16},
+    {kMixed16,                    2048, kAnyRows, kAligned,         0, 4, 2, Tuning::kRaw16},
+    {kPlain16 | kFused16,         2048, kAnyRows, kAligned,         0, 4, 2, Tuning::kThroughput},
+    {kPlain16,                    2048, kAnyRows, kMisaligned,      0, 4, 2, Tuning::kRaw16},
+    {kTwoRows16,                  2048, kAnyRows, kAligned,         0, 4, 2, Tuning::kRaw16},
+    {kTwoRows16,                  2048, kAnyRows, kMisaligned,      0, 2, 1, Tuning::kRaw16},
+    {kRows32,                     4096, kAnyRows, kInterleaved,     0, 4, 1, Tuning::kThroughput},
+    {kRows32,                     2048, kAnyRows, kVectorOrder,     0, 4, 1, Tuning::kThroughput},
+    {kOneRow32,                   4096, kAnyRows, kVectorOrder,     0, 8, 1, Tuning::kThroughput},
+    {kTwoRows32 | kAnyWidth,      4096, kAnyRows, kVectorOrder,     0, 4, 1, Tuning::kThroughput},
+    {kSums,                       1024, kAnyRows, kVectorOrder,     0, 2, 1, Tuning::kThroughput},
     // clang-format on
 };
 

@@ -17,25 +17,28 @@ struct OpTraits {
   int columns;              // column inputs
   bool sums;                // has column sums
   bool extends;             // rows of a table, or column inputs of a batch
+  bool any_width;           // kAnyWidth of the functor; neither columns nor fuses
   int bytes, column_bytes;  // of an element of a row, and of a column input
 
   constexpr int Width() const { return kVectorBytes / bytes; }
   constexpr bool IsOneRow() const { return rows == 1 || fuses; }
-  // A norm has column inputs. Rows without them may lie over a vocabulary.
   constexpr bool IsPlain() const { return columns == 0 && !sums; }
+  // Misaligned rows of other ops are read from global memory, by as many threads as the registers
+  // of aligned ones: models have none.
+  constexpr bool HasMisaligned() const { return any_width || sums; }
 
   constexpr OpKind Kind() const {
-    if (sums) return bytes < 8 ? kSums : kSums64;
-    if (bytes == 8) return kOneRow64;
+    if (bytes == 8) return kFloat64;
+    if (sums) return kSums;
     if (bytes == 4) return IsOneRow() ? kOneRow32 : kTwoRows32;
-    if (rows == 1) return columns > 0 ? kNorm16 : kPlain16;
-    return fuses ? kFused16 : kTwoRows16;
+    if (rows == 2) return fuses ? kFused16 : kTwoRows16;
+    return columns == 0 ? kPlain16 : column_bytes > bytes ? kMixed16 : kNorm16;
   }
   // How many totals a thread of a block keeps, or as many threads with half its vectors.
   constexpr int Totals() const { return bytes == 2 && !sums ? 2 : 1; }
   // Elements of 4 bytes fill a warp's access; those of 2 bytes fill half of it.
   constexpr bool Interleaves(std::int64_t row) const {
-    return bytes == 4 && !sums && row % Width() != 0;
+    return bytes == 4 && any_width && !sums && row % Width() != 0;
   }
 };
 
@@ -50,6 +53,8 @@ struct RowShape {
 // few rows would be the one for many.)
 constexpr bool HasKernel(const OpTraits& op, const ResidentChoice& line, RowAccess access) {
   if ((line.kinds & op.Kind()) == 0 || (line.accesses & BitOf(access)) == 0) return false;
+  if ((line.kinds & kAnyWidth) != 0 && !op.any_width) return false;
+  if (access != RowAccess::kVectors && !op.HasMisaligned()) return false;
   if (line.lanes == 32 && line.tuning == Tuning::kLatency && op.columns == 0) return false;
   return access != RowAccess::kInterleaved || op.Interleaves(1);
 }
@@ -70,27 +75,21 @@ constexpr int BlockThreads(const OpTraits& op, const ResidentChoice& line, std::
 // The registers that a thread uses. Fewer registers mean more rows in flight; this is the lowest
 // number at which the kernel does not spill. Addresses that depend on a table's ids or on a batch's
 // entry take more of them. With kLatency a block of 512 threads leaves no more.
-constexpr int FewestRegisters(const OpTraits& op, const ResidentChoice& line, RowAccess access) {
+constexpr int FewestRegisters(const OpTraits& op, const ResidentChoice& line) {
   if (line.tuning == Tuning::kLatency) return 128;
   const int more = op.extends ? 16 : 0;
   if (op.sums) return 128 + more;
-  const bool realigns = access == RowAccess::kMisaligned && op.bytes == 2;
-  const bool blocks = line.lanes == 0;
-  if (op.rows == 2 && line.each > 4 && realigns) return 128 + more;
-  if (op.columns > 0 && op.column_bytes > op.bytes)
-    return (op.rows == 1 && blocks && realigns ? 64 : 80) + more;
-  if (line.tuning == Tuning::kRaw16 && line.each * op.rows <= 4)
-    return (op.columns > 0 && realigns ? 48 : 40) + more;
-  if (op.bytes == 2 && line.lanes == 32 && line.each > 1 && !realigns && op.columns > 0)
-    return 72 + more;
-  return (op.rows == 1 && op.bytes == 4 && blocks && line.each <= 4 ? 48 : 64) + more;
+  if (op.columns > 0 && op.column_bytes > op.bytes) return 80 + more;
+  if (line.tuning == Tuning::kRaw16 && line.each * op.rows <= 4) return 40 + more;
+  if (op.bytes == 2 && line.lanes == 32 && line.each > 1 && op.columns > 0) return 72 + more;
+  return (op.rows == 1 && op.bytes == 4 && line.lanes == 0 && line.each <= 4 ? 48 : 64) + more;
 }
 
 // The register limit of a thread: those of all threads of the line's largest block fit.
-constexpr int RegisterLimit(const OpTraits& op, const ResidentChoice& line, RowAccess access) {
+constexpr int RegisterLimit(const OpTraits& op, const ResidentChoice& line) {
   constexpr int kRegisters = 64 << 10;  // of a block, since sm_80
   const int threads = line.lanes > 0 ? kGroupThreads : BlockThreads(op, line, line.vectors);
-  return std::min(FewestRegisters(op, line, access), kRegisters / threads / 8 * 8);
+  return std::min(FewestRegisters(op, line), kRegisters / threads / 8 * 8);
 }
 
 // ---------------------------------------------------------------------------------- slices
@@ -113,20 +112,20 @@ constexpr std::int64_t SliceVectors(std::int64_t columns, int width, int cluster
   return (vectors + cluster - 1) / cluster;
 }
 
-// Whether the op has kernels for sm_90. Norms have them for the widths of models. Only rows over a
-// vocabulary are wider than registers, or wide and misaligned. Wide float64 rows, and those of a
-// table or with column inputs of a batch, come from global memory.
+// Whether the op has kernels for sm_90, for rows that are wider than registers. Only rows over a
+// vocabulary are (kAnyWidth), and rows that leave no registers for column sums. All others come
+// from global memory.
 constexpr bool HasKernel(const OpTraits& op, Source source) {
   const bool clusters = op.bytes < 8 && !op.extends;
+  const bool wide = clusters && op.any_width && op.IsPlain();
   switch (source) {
     case Source::kRegisters:
-      return clusters && !op.sums;
-    case Source::kRegistersLong:
-      return clusters && op.IsPlain() && op.rows == 1 && op.bytes == 4;
     case Source::kRegistersUnaligned:
-      return clusters && op.IsPlain();
+      return wide;
+    case Source::kRegistersLong:
+      return wide && op.rows == 1 && op.bytes == 4;
     case Source::kPipeline:
-      return clusters && (op.sums || (op.IsPlain() && op.rows == 2));
+      return (clusters && op.sums) || (wide && op.rows == 2);
     default:
       return true;
   }
@@ -148,9 +147,7 @@ constexpr ClusterSettings ResidentCluster(const OpTraits& op, const Target& targ
     const std::int64_t warp = std::int64_t{32} * each;
     const std::int64_t threads = (vectors + warp - 1) / warp * 32;
     const std::int64_t stage = vectors * width * op.rows * op.bytes;
-    const std::int64_t column_bytes = vectors * width * op.columns * op.column_bytes;
-    const std::int64_t stages =
-        (PipelineCapacity(target.block_bytes, width) - column_bytes) / stage;
+    const std::int64_t stages = PipelineCapacity(target.block_bytes, width) / stage;
     const std::int64_t groups =
         std::min({kClusterThreads / threads, std::int64_t{kMaxGroups}, stages});
     if (groups < 1 || groups * vectors < most) continue;
@@ -225,7 +222,7 @@ constexpr const char* WhoTakesARow(const Choice& choice) {
   constexpr const char* kNames[] = {
       "slices of wide rows in registers", "slices of wide rows in twice the registers",
       "slices of wide rows in registers, misaligned", "slices of wide rows in shared memory",
-      "slices of wide rows from global memory"};
+      "slices of rows from global memory"};
   return kNames[static_cast<int>(choice.source)];
 }
 constexpr const char* HowItMoves(const Choice& choice) {
@@ -236,14 +233,28 @@ constexpr const char* HowItMoves(const Choice& choice) {
   return few ? kOfFewRows : kNames[static_cast<int>(choice.access)];
 }
 
+// The threads that take a row from global memory as those of the table's line would add it up: a
+// warp, one of several groups of a block, or a block, whose threads keep op.Totals() totals.
+constexpr ClusterSettings GlobalGroups(const OpTraits& op, const RowShape& shape) {
+  const std::int64_t vectors = (shape.columns + op.Width() - 1) / op.Width();
+  const ClusterSettings warps{1, kGroupThreads / 32, 32, 0};
+  if (op.bytes == 8 && vectors <= kGroupThreads) return warps;
+  for (const ResidentChoice& line : kResidentChoices) {
+    if (vectors > line.vectors || !HasKernel(op, line, RowAccess::kVectors)) continue;
+    if (line.lanes > 0) return warps;
+    return {1, 1, BlockThreads(op, line, vectors) * line.totals / op.Totals(), 0};
+  }
+  return {1, 1, kClusterThreads, 0};
+}
+
 constexpr Choice ChooseSlices(const OpTraits& op, const RowShape& shape, const Target& target) {
   const bool aligned = shape.is_aligned && !op.Interleaves(shape.columns);
   const auto choose = [&](Source source, const ClusterSettings& settings) {
     const RowAccess access = aligned ? RowAccess::kVectors : RowAccess::kMisaligned;
     return Choice{nullptr, access, 0, HasKernel(op, source) ? source : Source::kGlobal, settings};
   };
-  if (target.code < 90 || op.bytes == 8 || op.extends)
-    return choose(Source::kGlobal, {1, 1, kClusterThreads, 0});
+  if (!op.HasMisaligned() || op.bytes == 8) return choose(Source::kGlobal, GlobalGroups(op, shape));
+  if (target.code < 90 || op.extends) return choose(Source::kGlobal, {1, 1, kClusterThreads, 0});
   if (HasKernel(op, Source::kRegisters)) {
     const ClusterSettings settings =
         ResidentCluster(op, target, shape.columns, VectorsPerThread(op.rows, false));

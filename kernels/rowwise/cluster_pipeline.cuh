@@ -103,27 +103,19 @@ class RowSlices {
 
   // Loads the column inputs into shared memory, where they stay.
   __device__ __forceinline__ void LoadColumns() const {
-    if constexpr (kPipeline == Pipeline::kAligned) {
-      if (threadIdx.x == 0) {
-        const std::uint32_t bytes = static_cast<std::uint32_t>(length_) * sizeof(W);
-        std::uint32_t all = 0;
+    if (threadIdx.x == 0) {
+      const std::uint32_t bytes = static_cast<std::uint32_t>(length_) * sizeof(W);
+      std::uint32_t all = 0;
 #pragma unroll
-        for (int c = 0; c < kColumns; ++c) all += arguments_.columns[c] != nullptr ? bytes : 0;
-        hopper::ArriveExpecting(&storage_->columns, all);
+      for (int c = 0; c < kColumns; ++c) all += arguments_.columns[c] != nullptr ? bytes : 0;
+      hopper::ArriveExpecting(&storage_->columns, all);
 #pragma unroll
-        for (int c = 0; c < kColumns; ++c)
-          if (arguments_.columns[c] != nullptr && bytes > 0)
-            hopper::BulkLoad(Column(c), arguments_.columns[c] + begin_, bytes, &storage_->columns,
-                             reads_.Policy());
-      }
-      hopper::Wait(&storage_->columns, 0);
-    } else {
       for (int c = 0; c < kColumns; ++c)
-        if (arguments_.columns[c] != nullptr)
-          for (int i = threadIdx.x; i < length_; i += blockDim.x)
-            Column(c)[i] = arguments_.columns[c][begin_ + i];
-      __syncthreads();
+        if (arguments_.columns[c] != nullptr && bytes > 0)
+          hopper::BulkLoad(Column(c), arguments_.columns[c] + begin_, bytes, &storage_->columns,
+                           reads_.Policy());
     }
+    hopper::Wait(&storage_->columns, 0);
   }
   __device__ __forceinline__ W* Column(int c) const {
     return reinterpret_cast<W*>(memory_) + c * slice_;

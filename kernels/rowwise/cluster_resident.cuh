@@ -18,8 +18,7 @@ class ResidentSlices : RowSlices<F, S, W, kAligned ? Pipeline::kAligned : Pipeli
   using typename Base::T;
   static constexpr int kWidth = Base::kWidth;
   static constexpr int kResident = Base::kResident;
-  static constexpr int kColumns = Base::kColumns;
-  static_assert(F::kEpilogueInputs == 0 && F::kColumnReductions == 0);
+  static_assert(F::kEpilogueInputs == 0 && kTraitsOf<F, S, W>.IsPlain());
 
   __device__ ResidentSlices(const F& functor, const Arguments<F, S, W>& arguments,
                             const ClusterSettings& settings, const L2ReadPolicy& reads,
@@ -143,7 +142,7 @@ class ResidentSlices : RowSlices<F, S, W, kAligned ? Pipeline::kAligned : Pipeli
     ForEachVector([&](int k, auto whole) {
 #pragma unroll
       for (int i = 0; i < kWidth; ++i) {
-        const auto term = functor->Term(Phase<kPhase>{}, values[k][i], Values<T, kColumns>{});
+        const auto term = functor->Term(Phase<kPhase>{}, values[k][i], Values<T, 0>{});
         if (whole || (kAligned ? Index(k) < vectors_ : i < Remaining(k))) totals.Add(i, term);
       }
     });
@@ -155,7 +154,7 @@ class ResidentSlices : RowSlices<F, S, W, kAligned ? Pipeline::kAligned : Pipeli
     if constexpr (kAligned) {
       ForEachVector([&](int k, auto whole) {
         T out[F::kRowOutputs][kWidth];
-        Results<whole>(functor, values, k, out);
+        Results(functor, values, k, out);
 #pragma unroll
         for (int o = 0; o < F::kRowOutputs; ++o)
           if (arguments_.outputs[o] != nullptr && (whole || Index(k) < vectors_))
@@ -169,7 +168,7 @@ class ResidentSlices : RowSlices<F, S, W, kAligned ? Pipeline::kAligned : Pipeli
 #pragma unroll
         for (int k = 0; k < kVectors; ++k) {
           T out[F::kRowOutputs][kWidth];
-          Results<false>(functor, values, k, out);
+          Results(functor, values, k, out);
           results[k] = Pack<S>(out[o]);
         }
         S* const slice = Base::Output(o, row);
@@ -183,24 +182,11 @@ class ResidentSlices : RowSlices<F, S, W, kAligned ? Pipeline::kAligned : Pipeli
     }
   }
 
-  template <bool kWhole>
-  __device__ __forceinline__ void Results(const F& functor, const RowValues& values, int k,
-                                          T (&out)[F::kRowOutputs][kWidth]) const {
-    Values<T, kColumns> columns[kWidth];
-#pragma unroll
-    for (int c = 0; c < kColumns; ++c) {
-      const bool present = arguments_.columns[c] != nullptr;
-      Vector<W, kWidth> vector{};
-      if (present) LoadAligned(Base::Column(c) + Place<kWhole>(k), &vector);
-      T unpacked[kWidth];
-      Unpack(vector, unpacked);
-#pragma unroll
-      for (int i = 0; i < kWidth; ++i)
-        columns[i][c] = present ? unpacked[i] : T(functor.ColumnDefault(c));
-    }
+  __device__ __forceinline__ static void Results(const F& functor, const RowValues& values, int k,
+                                                 T (&out)[F::kRowOutputs][kWidth]) {
 #pragma unroll
     for (int i = 0; i < kWidth; ++i) {
-      const auto result = functor.Result(values[k][i], columns[i]);
+      const auto result = functor.Result(values[k][i], Values<T, 0>{});
 #pragma unroll
       for (int o = 0; o < F::kRowOutputs; ++o) out[o][i] = result[o];
     }

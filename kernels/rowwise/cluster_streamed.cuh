@@ -3,6 +3,7 @@
 // the columns on the way; without, the rows' functors are stored for a second pass.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 
 #include "twinop/rowwise/cluster_pipeline.cuh"
@@ -15,14 +16,20 @@ class StreamedRows
   using Base =
       RowSlices<F, S, W, kSource == Source::kPipeline ? Pipeline::kAligned : Pipeline::kNone>;
   using Base::arguments_, Base::settings_, Base::thread_, Base::threads_, Base::group_;
-  using Base::begin_, Base::length_, Base::rank_;
+  using Base::begin_, Base::length_, Base::rank_, Base::storage_;
   using Base::kWidth, Base::kResident, Base::kColumns, Base::kPhaseCount;
   static constexpr int kInputs = kRowInputs<F>;
   static constexpr bool kSums = F::kColumnReductions > 0 && kSource == Source::kPipeline;
+  static constexpr OpTraits kOp = kTraitsOf<F, S, W>;
+  // Adds rows up in the order of ResidentRows, which takes the same rows where they are aligned.
+  static constexpr bool kAsResident = !kOp.HasMisaligned();
+  static constexpr int kChains = kAsResident ? std::min(kWidth, 4) : kWidth;
+  static constexpr int kTotals = kAsResident ? kOp.Totals() : 1;
+  static constexpr bool kMoments = kAsResident && F::kMoments && sizeof(S) == 2;
   // Vectors of a thread in a batch. With sums there are few registers and few batches; the last
   // batch is full more often with one.
-  static constexpr int kBatch =
-      kSums || (kSource == Source::kGlobal && kEarlyInputs<F> > 1) ? 1 : 2;
+  static constexpr bool kOneByOne = kSums || (kSource == Source::kGlobal && kEarlyInputs<F> > 1);
+  static constexpr int kBatch = kOneByOne && !kAsResident ? 1 : 2;
 
  public:
   using typename Base::Storage;
@@ -209,13 +216,20 @@ class StreamedRows
     F functor = arguments_.FunctorOf(functor_, row);
     const int stage = state.stage;
     if constexpr (kSource == Source::kPipeline) Base::WaitForStage(state);
-    ReducePhase<0>(&functor, row, state, [&] {
-      // All threads of the group are done with the row before.
-      const int last = settings_.stages - 1;
-      if (kSource == Source::kPipeline && thread_ == Base::Producer() && state.count > 0)
-        Base::Produce(row + last * Base::row_stride_, stage == 0 ? last : stage - 1);
-    });
-    if constexpr (kPhaseCount > 1) ReducePhase<1>(&functor, row, state, [] {});
+    bool all_phases = false;
+    if (kMoments && settings_.groups == 1) {
+      if constexpr (kMoments) all_phases = ReduceMoments(&functor, row);
+    } else {
+      ReducePhase<0>(&functor, row, state, [&] {
+        // All threads of the group are done with the row before.
+        const int last = settings_.stages - 1;
+        if (kSource == Source::kPipeline && thread_ == Base::Producer() && state.count > 0)
+          Base::Produce(row + last * Base::row_stride_, stage == 0 ? last : stage - 1);
+      });
+    }
+    if constexpr (kPhaseCount > 1) {
+      if (!all_phases) ReducePhase<1>(&functor, row, state, [] {});
+    }
     static_assert(kPhaseCount <= 2);
     if constexpr (kSums) {
 #pragma unroll
@@ -235,7 +249,7 @@ class StreamedRows
   __device__ __forceinline__ void ReducePhase(F* functor, std::int64_t row,
                                               const PipelineState& state, const Between& between) {
     using Total = Terms<F, T, kPhase>;
-    ThreadTotals<F::Phases::At(kPhase), Total, kWidth> totals;
+    ThreadTotals<F::Phases::At(kPhase), Total, kChains> totals[kTotals];
     ForEachBatch([&](std::int64_t first, auto whole) {
       // In the phases, only ops that sum columns look at the column inputs.
       const Batch batch = LoadBatch<whole, (F::kColumnReductions > 0)>(row, state.stage, first);
@@ -246,11 +260,59 @@ class StreamedRows
 #pragma unroll
         for (int i = 0; i < kWidth; ++i) {
           const auto term = functor->Term(Phase<kPhase>{}, values.row[i], values.columns[i]);
-          if (kSource == Source::kPipeline || i < Remaining(first, b)) totals.Add(i, term);
+          if (kSource != Source::kPipeline && i >= Remaining(first, b)) continue;
+          // The lanes of a warp have one total.
+          if (kTotals > 1 && b > 0 && settings_.groups == 1) {
+            totals[kTotals - 1].Add(i, term);
+          } else {
+            totals[0].Add(i, term);
+          }
         }
       }
     });
-    functor->Finish(Phase<kPhase>{}, Base::template Reduce<kPhase>(totals.Sum(), state, between));
+    if constexpr (kAsResident) {
+      Total sums[kTotals];
+#pragma unroll
+      for (int t = 0; t < kTotals; ++t) sums[t] = totals[t].Sum();
+      functor->Finish(Phase<kPhase>{}, ReduceGroup<F::Phases::At(kPhase)>(sums));
+    } else {
+      functor->Finish(Phase<kPhase>{},
+                      Base::template Reduce<kPhase>(totals[0].Sum(), state, between));
+    }
+  }
+
+  // Runs both phases of F::kMoments at once, as ResidentRows does.
+  __device__ __forceinline__ bool ReduceMoments(F* functor, std::int64_t row) {
+    using One = Values<T, 1>;
+    ThreadTotals<kSum, One, kChains> sums[kTotals];
+    ThreadTotals<kSquares, One, kChains> squares[kTotals];
+    ForEachBatch([&](std::int64_t first, auto whole) {
+      const Batch batch = LoadBatch<whole, false>(row, 0, first);
+#pragma unroll
+      for (int b = 0; b < kBatch; ++b) {
+        if (Remaining(first, b) <= 0) continue;
+        VectorValues values = Read<0>(*functor, batch, b);
+#pragma unroll
+        for (int i = 0; i < kWidth; ++i) {
+          const One term = functor->Term(Phase<0>{}, values.row[i], values.columns[i]);
+          if (i >= Remaining(first, b)) continue;
+          sums[b % kTotals].Add(i, term);
+          squares[b % kTotals].Add(i, term);
+        }
+      }
+    });
+    Values<T, 2> totals[kTotals];
+#pragma unroll
+    for (int t = 0; t < kTotals; ++t) totals[t] = {{sums[t].Sum()[0], squares[t].Sum()[0]}};
+    return FinishMoments(functor, ReduceGroup<kSum>(totals));
+  }
+
+  // Two places alternate: a fast warp's next reduction must not overwrite what a slow one reads.
+  template <Reduction kOp, int N>
+  __device__ __forceinline__ Values<T, N> ReduceGroup(const Values<T, N> (&totals)[kTotals]) {
+    reduction_ ^= 1;
+    return ReduceBlock<kOp>(totals, thread_, threads_, 1 + group_,
+                            &storage_->block[group_][reduction_]);
   }
 
   template <bool kWhole>
@@ -320,6 +382,7 @@ class StreamedRows
   }
 
   const F& functor_;
+  int reduction_ = 0;
   BatchSums sums_[kSumBatches + 1] = {};
 };
 

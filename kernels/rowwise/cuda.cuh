@@ -94,9 +94,9 @@ struct Launch {
       constexpr auto kAccess = static_cast<RowAccess>(kKernel % 3);
       if constexpr (HasKernel(kOp, line, kAccess)) {
         if (choice.line == &line && choice.access == kAccess)
-          return LaunchResident<
-              ResidentTraits<F, S, W, line.lanes, line.each, line.totals, line.tuning, kAccess,
-                             RegisterLimit(kOp, line, kAccess)>>(choice.threads);
+          return LaunchResident<ResidentTraits<F, S, W, line.lanes, line.each, line.totals,
+                                               line.tuning, kAccess, RegisterLimit(kOp, line)>>(
+              choice.threads);
       }
       return RunResident<kKernel + 1>(choice);
     }

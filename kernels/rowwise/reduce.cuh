@@ -8,6 +8,16 @@
 
 namespace twinop::rowwise {
 
+template <class F, class S, class W>
+inline constexpr OpTraits kTraitsOf{kEarlyInputs<F>,
+                                    F::kFusedSumOutput >= 0,
+                                    kColumnInputs<F>,
+                                    F::kColumnReductions > 0,
+                                    F::kGathers || F::kColumnsOfBatch,
+                                    F::kAnyWidth && kColumnInputs<F> == 0 && F::kFusedSumOutput < 0,
+                                    sizeof(S),
+                                    sizeof(W)};
+
 // The float or double in a compute type.
 __device__ __forceinline__ float Unwrap(ApproxFloat value) { return value.value; }
 __device__ __forceinline__ float Unwrap(float value) { return value; }
@@ -76,6 +86,22 @@ struct ThreadTotals {
     return totals[0];
   }
 };
+
+// Ends both phases of F::kMoments with the sum of a row's values and that of their squares. These
+// cancel only where most of them belong to the mean; then the second phase must run: false.
+template <class F, class T>
+__device__ __forceinline__ bool FinishMoments(F* functor, const Values<T, 2>& totals) {
+  const T sum = totals[0], all = totals[1];
+  functor->Finish(Phase<0>{}, Values<T, 1>{{sum}});
+  Values<T, kRowInputs<F>> zero = {};
+  const T minus_mean = functor->Term(Phase<1>{}, zero, {})[0];
+  const T left = Fma(sum, minus_mean, all);
+  constexpr float kMostCancelled = 64;  // 6 of 24 bits
+  // False for NaN. The squares of large bfloat16 numbers may be infinite.
+  if (!(Unwrap(all) <= kMostCancelled * Unwrap(left) && Unwrap(all) < INFINITY)) return false;
+  functor->Finish(Phase<1>{}, Values<T, 1>{{left}});
+  return true;
+}
 
 // Reduces over kLanes neighbouring lanes. All of them get the result.
 template <int kLanes, Reduction kOp, class T, int N>

@@ -14,15 +14,6 @@
 
 namespace twinop::rowwise {
 
-template <class F, class S, class W>
-inline constexpr OpTraits kTraitsOf{kEarlyInputs<F>,
-                                    F::kFusedSumOutput >= 0,
-                                    kColumnInputs<F>,
-                                    F::kColumnReductions > 0,
-                                    F::kGathers || F::kColumnsOfBatch,
-                                    sizeof(S),
-                                    sizeof(W)};
-
 // The template arguments of a register-resident kernel: types, and a line of kResidentChoices.
 template <class Functor, class Storage, class ColumnStorage, int kRowLanes, int kThreadVectors,
           int kThreadTotals, Tuning kTunedFor, RowAccess kRowAccess, int kRegisterLimit>
@@ -186,8 +177,8 @@ class ResidentRows {
   __device__ __forceinline__ const S* Input(int j, std::int64_t row) const {
     const S* const input =
         Offset(arguments_.inputs[j], arguments_.InputRow(j, row) * arguments_.strides[j]);
-    // The L2 hint slows down the reads of one realigned row, and speeds up those of two.
-    return kDirect || F::kFusedSumOutput >= 0 ? reads_.Of(input) : input;
+    // The L2 hint slows down the reads of a realigned row.
+    return kDirect ? reads_.Of(input) : input;
   }
   __device__ __forceinline__ S* Output(int o, std::int64_t row) const {
     return Offset(arguments_.outputs[o], row * arguments_.rows.columns);
@@ -213,10 +204,8 @@ class ResidentRows {
 
   // Where rows follow rows. A warp's misaligned vectors would spill.
   static constexpr bool kHidesAddresses = F::kColumnReductions > 0 && (kLanes == 0 || kDirect);
-  // Where rows follow rows in a block, its threads are no more than a row's vectors, except in
-  // float64, whose blocks take rows of all widths.
-  static constexpr bool kHasFirst = F::kColumnReductions > 0 && kLanes == 0 && kDirect &&
-                                    sizeof(S) < 8;
+  // Where rows follow rows in a block, its threads are no more than a row's vectors.
+  static constexpr bool kHasFirst = F::kColumnReductions > 0 && kLanes == 0 && kDirect;
   __device__ __forceinline__ bool HasVector(int k) const {
     return (kHasFirst && k == 0) || Remaining(k) > 0;
   }
@@ -260,42 +249,29 @@ class ResidentRows {
     realigner.Get(pieces);
   }
 
-  // Loads two rows of which only F::FusedSum of each pair is needed, and keeps that. An aligned
-  // result is written at once.
+  // Loads two rows of which only F::FusedSum of each pair is needed, keeps that, and writes it at
+  // once.
   __device__ __forceinline__ void LoadFused(std::int64_t row, bool exists, MovedRow* raw) const {
-    static_assert(kEarlyInputs<F> == 2);
+    static_assert(kEarlyInputs<F> == 2 && kAccess == RowAccess::kVectors);
     const F functor = arguments_.FunctorOf(functor_, row);
-    if constexpr (kDirect) {
-      if (exists) {
-        LoadInput(0, row, raw);
-        // With 8 vectors of a thread, registers are left for two vectors of the other row.
-        constexpr int kChunk = kVectors > 4 ? 2 : kVectors;
+    if (!exists) return;
+    LoadInput(0, row, raw);
+    // With 8 vectors of a thread, registers are left for two vectors of the other row.
+    constexpr int kChunk = kVectors > 4 ? 2 : kVectors;
 #pragma unroll
-        for (int first = 0; first < kVectors; first += kChunk) {
-          Vector<S, kWidth> others[kChunk];
+    for (int first = 0; first < kVectors; first += kChunk) {
+      Vector<S, kWidth> others[kChunk];
 #pragma unroll
-          for (int i = 0; i < kChunk; ++i)
-            if (NeedsAccess(first + i)) Load<false>(Input(1, row), first + i, columns_, &others[i]);
+      for (int i = 0; i < kChunk; ++i)
+        if (NeedsAccess(first + i)) Load<false>(Input(1, row), first + i, columns_, &others[i]);
 #pragma unroll
-          for (int i = 0; i < kChunk; ++i) {
-            if (Remaining(first + i) <= 0) continue;
-            auto& vector = raw->vectors[first + i];
-            vector = FusedSum(functor, vector, others[i]);
-            if (S* const output = arguments_.outputs[F::kFusedSumOutput])
-              Store<false>(vector, Output(F::kFusedSumOutput, row), first + i);
-          }
-        }
+      for (int i = 0; i < kChunk; ++i) {
+        if (Remaining(first + i) <= 0) continue;
+        auto& vector = raw->vectors[first + i];
+        vector = FusedSum(functor, vector, others[i]);
+        if (S* const output = arguments_.outputs[F::kFusedSumOutput])
+          Store<false>(vector, Output(F::kFusedSumOutput, row), first + i);
       }
-    } else {
-      MovedRow pieces[2] = {};
-#pragma unroll
-      for (int j = 0; j < 2; ++j)
-        if (exists) LoadInput(j, row, &pieces[j]);
-#pragma unroll
-      for (int j = 0; j < 2; ++j) Realign(j, row, exists, j > 0, &pieces[j]);
-#pragma unroll
-      for (int k = 0; k < kVectors; ++k)
-        raw->vectors[k] = FusedSum(functor, pieces[0].vectors[k], pieces[1].vectors[k]);
     }
   }
 
@@ -324,10 +300,8 @@ class ResidentRows {
   __device__ __forceinline__ bool UncheckedColumns(std::int64_t row) const {
     bool unchecked = kAccess == RowAccess::kVectors || whole_;
 #pragma unroll
-    for (int c = 0; c < kColumns; ++c) {
-      const auto place = reinterpret_cast<std::uintptr_t>(arguments_.Column(c, row));
-      unchecked = unchecked && place != 0 && (kDirect || place % kVectorBytes == 0);
-    }
+    for (int c = 0; c < kColumns; ++c)
+      unchecked = unchecked && arguments_.Column(c, row) != nullptr;
     return unchecked;
   }
 
@@ -517,9 +491,8 @@ class ResidentRows {
     functor->Finish(Phase<kPhase>{}, totals[0]);
   }
 
-  // Runs both phases of F::kMoments at once: the squares of the values as they are take one pass
-  // and one barrier. They cancel only where most of them belong to the mean; then the second phase
-  // runs after all.
+  // Runs both phases of F::kMoments at once, which takes one pass and one barrier. If the squares
+  // cancel, the second phase runs after all.
   __device__ __forceinline__ void ReduceMoments(F* functor, RowValues& values, bool exists,
                                                 RawRow& raw) {
     using One = Values<T, 1>;
@@ -541,15 +514,7 @@ class ResidentRows {
     for (int t = 0; t < kTotals; ++t) totals[t] = {{sums[t].Sum()[0], squares[t].Sum()[0]}};
     __shared__ BlockStorage<T> storage;
     totals[0] = ReduceBlock<kSum>(totals, threadIdx.x, blockDim.x, 0, &storage);
-    const T sum = totals[0][0], all = totals[0][1];
-    functor->Finish(Phase<0>{}, One{{sum}});
-    Values<T, kInputs> zero = {};
-    const T minus_mean = functor->Term(Phase<1>{}, zero, {})[0];
-    const T left = Fma(sum, minus_mean, all);
-    constexpr float kMostCancelled = 64;  // 6 of 24 bits
-    // False for NaN. The squares of large bfloat16 numbers may be infinite.
-    if (Unwrap(all) <= kMostCancelled * Unwrap(left) && Unwrap(all) < INFINITY) {
-      functor->Finish(Phase<1>{}, One{{left}});
+    if (FinishMoments(functor, totals[0])) {
       if constexpr (!kRaw16) {  // the values as the phase would leave them
 #pragma unroll
         for (auto& vector : values)
@@ -574,7 +539,7 @@ class ResidentRows {
   }
 
   __device__ __forceinline__ bool IsWrittenLast(int o) const {
-    return (!kDirect || o != F::kFusedSumOutput) && arguments_.outputs[o] != nullptr;
+    return o != F::kFusedSumOutput && arguments_.outputs[o] != nullptr;
   }
 
   // load_next() runs once the row is in registers.
@@ -583,7 +548,7 @@ class ResidentRows {
                                       const LoadNext& load_next) {
     F functor = functor_;
     RowValues values;
-    if constexpr (!kDirect && !kFuses) {
+    if constexpr (!kDirect) {
 #pragma unroll
       for (int j = 0; j < kResident; ++j) Realign(j, row, exists, j > 0 || kSums > 0, &raw[j]);
     }
@@ -625,12 +590,8 @@ class ResidentRows {
       if (!kKeepsColumns && k < kVectors) LoadColumns<kUnchecked>(functor_, row, k, ahead[k % 2]);
     };
     load_ahead(0);
-    // The next vector is loaded before this one is unpacked: over the branches of a misaligned
-    // load, unpacked values take more registers than words.
-    constexpr bool kBeforeUnpacking = !kDirect && sizeof(S) == 2;
 #pragma unroll
     for (int k = 0; k < kVectors; ++k) {
-      if constexpr (kBeforeUnpacking) load_ahead(k + 1);
       if constexpr (kRaw16) VectorValues<kPhases<F>>(functor, raw, k, values[k]);
 #pragma unroll
       for (int j = kLoaded; kEpilogue && j < kInputs; ++j) {
@@ -647,7 +608,7 @@ class ResidentRows {
         ColumnValues(resident_columns_[k], columns);
       } else {
         ColumnValues(ahead[k % 2], columns);
-        if constexpr (!kBeforeUnpacking) load_ahead(k + 1);
+        load_ahead(k + 1);
       }
       T out[F::kRowOutputs][kWidth];
 #pragma unroll

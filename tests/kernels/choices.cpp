@@ -48,9 +48,12 @@ namespace twinop::rowwise {
 
 // What decides the order of the additions of a row: the threads that share it, or its slices. (A
 // lane without a vector adds nothing. The lanes of interleaved rows take other elements.)
-static std::tuple<int, int, bool> Order(const Choice& choice) {
+static std::tuple<int, int, bool> Order(const OpTraits& op, const Choice& choice) {
   const bool interleaved = choice.access == RowAccess::kInterleaved;
-  if (choice.line == nullptr) return {choice.cluster.cluster, -choice.cluster.threads, false};
+  const auto& [cluster, groups, threads, stages] = choice.cluster;
+  if (choice.line == nullptr && !op.HasMisaligned())  // as rows in registers
+    return {groups > 1 ? 32 : threads * op.Totals(), 0, false};
+  if (choice.line == nullptr) return {cluster, -threads, false};
   return {choice.line->lanes > 0 ? 32 : choice.threads * choice.line->totals, 0, interleaved};
 }
 
@@ -63,17 +66,22 @@ static void Check(const OpTraits& op) {
       for (std::int64_t rows : {1, 200, 1000}) {
         for (bool aligned : {false, columns % op.Width() == 0}) {
           const Choice choice = Choose(op, {rows, columns, aligned}, target);
-          orders.insert(Order(choice));
+          orders.insert(Order(op, choice));
           if (choice.line != nullptr) {
             chosen.insert({choice.line, choice.access});
             const int threads = choice.threads;
             if (threads % 32 != 0 || threads > 1024 ||
-                threads * RegisterLimit(op, *choice.line, choice.access) > 65536)
+                threads * RegisterLimit(op, *choice.line) > 65536)
               std::printf("%d threads for %ld columns do not run\n", threads, long{columns});
           } else {
             sources.insert(choice.source);
-            if (op.sums && columns * op.bytes <= kOnePassBytes)
+            if (op.sums && columns * op.bytes <= kOnePassBytes && op.bytes < 8)
               std::printf("%ld columns have no room for their functors\n", long{columns});
+            const int threads = choice.cluster.groups * choice.cluster.threads;
+            if (threads % 32 != 0 || threads > kClusterThreads ||
+                choice.cluster.groups > kMaxGroups)
+              std::printf("%d threads for slices of %ld columns do not run\n", threads,
+                          long{columns});
             if (choice.source != Source::kGlobal && target.code < 90)
               std::printf("bulk copies before sm_90\n");
             if (target.ClustersOf(choice.cluster.cluster) == 0)
@@ -101,15 +109,17 @@ static void Check(const OpTraits& op) {
 }
 
 static void CheckAll() {
-  for (int bytes : {2, 4, 8})
+  for (int bytes : {2, 4, 8}) {
     for (int columns : {0, 1, 2})
       for (int column_bytes : {bytes, bytes == 2 ? 4 : bytes})
         for (bool extends : {false, true}) {
-          Check({1, false, columns, false, extends, bytes, column_bytes});
-          Check({2, true, columns, false, extends, bytes, column_bytes});
-          Check({2, false, columns, false, extends, bytes, column_bytes});
-          if (!extends) Check({2, false, columns, true, false, bytes, column_bytes});
+          Check({1, false, columns, false, extends, false, bytes, column_bytes});
+          Check({2, true, columns, false, extends, false, bytes, column_bytes});
+          Check({2, false, columns, false, extends, false, bytes, column_bytes});
+          if (!extends) Check({2, false, columns, true, false, false, bytes, column_bytes});
         }
+    for (int rows : {1, 2}) Check({rows, false, 0, false, false, true, bytes, bytes});
+  }
 }
 
 }  // namespace twinop::rowwise
