@@ -150,7 +150,10 @@ def serve(parent: int) -> None:
     signal.signal(signal.SIGUSR1, end)
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGUSR1)
     end()
+    import onnx
     import onnxruntime  # noqa: F401  # before the first fork, so that no call pays for it
+
+    onnx.defs.has("Relu")  # makes the table of operators
 
     answers, server = os.fdopen(os.dup(1), "wb"), os.getpid()
     os.dup2(2, 1)  # keeps what models and ONNX Runtime print out of the answers
