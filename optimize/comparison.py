@@ -19,6 +19,7 @@ from .inputs import hides_left
 from .segments import Part
 from .sliced import run_any as run
 from .source import Form, Source
+from .widen import round_results
 
 DEFECT = "this is a defect of twinop, please report it"
 _NEAR = 4.0  # times the accepted error: sums in another order may have as much
@@ -155,27 +156,41 @@ class Comparison:
             return None
         except TwinopError as failure:
             raise _unknown_types(report.dtype, failure) from failure
-        noise = self._noise_in_16_bits(plain_form, reference)
-        for index in self._overflowing(reference, errors, plain):
-            noise[index] = [inf] * len(noise[index])
+        noise = self._noise_in_16_bits(plain, plain_form, reference)
         self._require_fitting(noise, reference)
         reference.check(errors, lambda: noise, report.dtype)
         return reference.largest(errors)
 
-    def _noise_in_16_bits(self, plain: Form | None, reference: equivalence.Reference) -> equivalence.Errors:
+    def _noise_in_16_bits(
+        self, plain: ir.Model | None, form: Form | None, reference: equivalence.Reference
+    ) -> equivalence.Errors:
+        """Returns the errors of the original in 16 bits.
+
+        They are infinite for edge cases that make numbers inside of it too large for float16, where typical
+        ones do not: ONNX Runtime computes much of it in fp32 on the CPU, where these do not show.
+        """
+        typical = reference.typical
         try:
-            if plain is None:
+            if plain is None or form is None:
                 raise NotRunnable("unknown")
-            # Without graph optimisations the CPU rounds each result to 16 bits, as torch does.
-            runs = [self._errors_in(plain, reference, optimize) for optimize in (True, False)]
+            own = self._errors_in(form, reference)
+            self.own_error = reference.largest(own)
+            rounded = self._errors_in(self.source.form(round_results(plain.clone())), reference, False)
         except (NotRunnable, TwinopError):
+            if self.own_error is not None:
+                return own
             return [
-                [inf if index >= reference.typical else 0.0 for _ in row]
-                for index, row in enumerate(reference.outputs)
+                [inf if index >= typical else 0.0 for _ in row] for index, row in enumerate(reference.outputs)
             ]
-        noise = equivalence.largest_of(runs)
-        self.own_error = reference.largest(noise)
-        return noise
+        fits = all(error < inf for row in rounded[:typical] for error in row)
+        self.own_error = reference.largest(rounded) if fits else self.own_error
+        return [
+            [
+                max(pair) if pair[1] < inf or (fits and index >= typical) else pair[0]
+                for pair in zip(*rows, strict=True)
+            ]
+            for index, rows in enumerate(zip(own, rounded, strict=True))
+        ]
 
     def _require_fitting(self, noise: equivalence.Errors, reference: equivalence.Reference) -> None:
         """Raises ExportError if the original has no usable result in 16 bits, also for some ids only."""
@@ -189,37 +204,6 @@ class Comparison:
                 f"the original in {self.source.report.dtype} has a relative error of {own:.1e}{where}: its "
                 "numbers do not fit. Keep float32, or give the other of float16 and bfloat16"
             )
-
-    def _overflowing(
-        self, reference: equivalence.Reference, errors: equivalence.Errors, plain: ir.Model | None
-    ) -> list[int]:
-        """Returns the edge cases that make numbers inside the original too large for fp16.
-
-        Typical ones do not. ONNX Runtime computes much of it in fp32 on the CPU, where these do not show in
-        the outputs. Only cases of ids, and those with errors, are looked at.
-        """
-        source, dtype = self.source, self.source.dtype
-        indices = [
-            index
-            for index, name in enumerate(reference.edge, reference.typical)
-            if max(errors[index], default=0.0) > equivalence.ACCEPTED[source.report.dtype]
-            or (name.startswith(equivalence.IDS) and not source.keeps_fp32)
-        ]
-        if dtype is not ir.DataType.FLOAT16 or not indices or plain is None:
-            return []
-        measured = plain.clone()
-        measured.graph.outputs.clear()
-        equivalence.add_magnitudes(measured, [dtype])
-        form = source.form(measured)
-        cases = self._narrowed(form, [reference.cases[index] for index in (0, *indices)])
-        try:
-            answer = run(form.what, self.library, cases, optimize=False)
-        except (NotRunnable, TwinopError):
-            return []
-        typical, *found = np.array(answer.outputs)
-        most = float(dtype.max)
-        overflows = [bool(((typical <= most) & ~(large <= most)).any()) for large in found]
-        return [index for index, each in zip(indices, overflows, strict=True) if each]
 
     def _narrowed(self, form: Form, cases: Sequence[Mapping[str, np.ndarray]]) -> list[equivalence.Case]:
         """Returns inputs in the dtypes of a form."""

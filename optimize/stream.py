@@ -39,7 +39,7 @@ from .inputs import Case, Sizes
 from .segments import Part, Segment, extract
 from .sliced import Found
 from .symbolic_shapes import infer_types
-from .widen import widen
+from .widen import round_results, widen
 
 PROMPT = 16  # tokens
 _MOST_WINDOW = 512  # tokens; larger windows are reduced
@@ -363,13 +363,19 @@ def _noise(
 
     @cache
     def variants() -> list[list[Found]]:
-        found, near = list[list[Found]](), _near(run)
-        for some, optimize in (([*map(near, cases)], True), (cases, False)):
+        found, rounded = list[list[Found]](), round_results(original.clone())
+        wide = [{name: _in_fp32(each) for name, each in case.items()} for case in cases]
+        for model, some in ((original.clone(), [*map(_near(run), cases)]), (rounded, wide)):
             with _naming(segment, _DoesNotRun, "the original fails"):
-                found.append(sliced.run(original.clone(), some, run.library, optimize=optimize))
+                found.append(sliced.run(model, some, run.library, optimize=model is not rounded))
         return found
 
     return lambda case: [each[case] for each in variants()]
+
+
+def _in_fp32(given: Any) -> Any:
+    is_half = isinstance(given, np.ndarray) and given.dtype == np.float16
+    return given.astype(np.float32) if is_half else given
 
 
 def _check(

@@ -11,11 +11,14 @@ from models import REFUSED, refused
 from optimizing import nodes, optimized, parsed, pass_of, weights
 
 from twinop import deploy
+from twinop.deploy.ort_runs import run
 from twinop.errors import ExportError
+from twinop.model.parts import parts
 from twinop.optimize import equivalence, inputs, optimize, passes
 from twinop.optimize import graph as g
 from twinop.optimize.comparison import Comparison
 from twinop.optimize.source import Form
+from twinop.optimize.widen import round_results
 
 DETECTOR = """(float[N, 8] x) => (float[K, 8] boxes OTHERS) { h = MatMul (x, w)
     s = ReduceMax <keepdims=0> (h, last) k = Greater (s, threshold) i = NonZero (k)
@@ -99,7 +102,7 @@ def test_twice_the_noise_of_the_original_is_accepted(noise: float, error: float,
 
 
 @pytest.mark.parametrize("wrong", [np.nan, 0.1])
-def test_special_inputs_have_a_say(wrong: float) -> None:
+def test_edge_cases_have_a_say(wrong: float) -> None:
     usual = reference()
     x = usual.outputs[0][0]
     usual.check(
@@ -135,7 +138,7 @@ def test_the_last_bits_of_weights_change_and_nothing_else() -> None:
 
 
 @pytest.mark.parametrize("own", [0.0, np.inf])
-def test_special_inputs_have_a_say_in_16_bits(
+def test_edge_cases_have_a_say_in_16_bits(
     own: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Unless the original in 16 bits fails for them, too."""
@@ -336,3 +339,15 @@ def test_an_edge_case_may_differ_by_more_of_the_noise_than_a_typical_one() -> No
     for errors in ([[2.1e-3], [0.0]], [[0.0], [4.1e-3]]):
         with pytest.raises(equivalence.NotEquivalent, match="relative error"):
             reference.check(errors, lambda: noise, "float32")
+
+
+@pytest.mark.parametrize("dtype", [ir.DataType.FLOAT16, ir.DataType.BFLOAT16])
+def test_what_the_original_rounds_in_16_bits(dtype: ir.DataType) -> None:
+    """ONNX Runtime's CPU provider removes the casts that it has put between nodes."""
+    name = dtype.name.lower()
+    text = f"({name}[8] x, {name} one) => ({name}[8] y) {{ a = Add (x, one) y = Sub (a, one) }}"
+    model = round_results(ir.from_proto(parsed(text)))
+    x = np.linspace(0.001, 0.1, 8, dtype=np.float32)
+    case = {"x": x, "one": np.float32(1)}
+    [[found]] = run(parts(model), None, [case], optimize=False).outputs
+    np.testing.assert_array_equal(found, (x + 1).astype(dtype.numpy()).astype(np.float32) - 1)
