@@ -25,8 +25,9 @@ def model(norm: str, body: str, kind: str = "float", given: str = "", made: str 
     return parsed(text, **{name: array.astype(numpy) for name, array in constants.items()})
 
 
-@pytest.mark.parametrize("add", ["Add", "custom_domain.CustomAdd"])
-@pytest.mark.parametrize("kind", ["float", "float16", "double"])
+@pytest.mark.parametrize(
+    ("kind", "add"), [("float", "Add"), ("float16", "custom_domain.CustomAdd"), ("double", "Add")]
+)
 @each_norm
 def test_no_bit_changes(norm: str, kind: str, add: str, tmp_path: Path) -> None:
     body = PAIR.replace("Add (", f"{add} (")

@@ -268,8 +268,14 @@ READERS = {
 }
 
 
-@pytest.mark.parametrize("reader", READERS)
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize(
+    ("form", "reader"),
+    [
+        pytest.param(form, reader, marks=() if i == 0 or j == i % len(READERS) else pytest.mark.slow)
+        for i, form in enumerate(FORMS)
+        for j, reader in enumerate(READERS)
+    ],
+)
 def test_a_weight_that_others_read_is_stored_once(form: str, reader: str, tmp_path: Path) -> None:
     rows = "1, 8" if form == "attention" else "8"
     columns = {"attention": 384, "constants": 256}.get(form, 128)
@@ -335,7 +341,7 @@ BROADCASTS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("device", ["cpu", "cuda"])
+@pytest.mark.parametrize("device", ["cuda", pytest.param("cpu", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("made", BROADCASTS)
 def test_equal_names_are_no_equal_sizes(made: str, device: str, tmp_path: Path) -> None:
     """ONNX Runtime does not enforce them: what the original broadcasts, the result does, too."""

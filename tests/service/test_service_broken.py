@@ -217,10 +217,10 @@ def test_each_run_of_a_batch_has_the_whole_time(monkeypatch: pytest.MonkeyPatch)
 
     async def test() -> None:
         runner: Any = Failing()
-        queue = Batcher("m", 1, [runner], ModelSettings(max_batch_size=16, run_timeout_seconds=2))
+        queue = Batcher("m", 1, [runner], ModelSettings(max_batch_size=16, run_timeout_seconds=1))
         first = asyncio.create_task(queue.submit(request(0), ("y",)))
-        asked = [queue.submit(request(value), ("y",)) for value in range(1, 13)]
-        assert len(await asyncio.gather(first, *asked)) == 13
+        asked = [queue.submit(request(value), ("y",)) for value in range(1, 8)]
+        assert len(await asyncio.gather(first, *asked)) == 8
         with pytest.raises(ServiceError) as caught:
             await queue.submit(request(-1), ("y",))
         assert caught.value.failure is RUN_TOO_LONG
