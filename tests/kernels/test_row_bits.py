@@ -106,11 +106,11 @@ def test_backward_and_column_sums(name: str, dtypes: tuple[torch.dtype, ...]) ->
         weight, bias = weights_of(columns, dtypes[1])
         all_rows = as_tuple(BACKWARD[name](x, grad, weight, bias))[0]
         for few in (*COUNTS, count):
-            of_few = [each[count - few :] for each in (x, grad)]
-            aligned = as_tuple(BACKWARD[name](*of_few, weight, bias))
+            tensors = [x[count - few :], grad[count - few :], weight, bias]
+            aligned = as_tuple(BACKWARD[name](*tensors))
             what = f"{few} of {count} rows of {columns}"
             assert_same_bits(aligned[0], all_rows[count - few :], what)
             for by in (1, 4):
-                given = [moved(each, by) for each in (*of_few, weight, bias)]
+                given = [moved(each, by) for each in tensors]
                 for a, e in zip(as_tuple(BACKWARD[name](*given)), aligned, strict=True):
                     assert_same_bits(a, e, f"{what}, {by} elements behind an aligned address")
