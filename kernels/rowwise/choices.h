@@ -77,6 +77,7 @@ inline constexpr ResidentChoice kResidentChoices[] = {
     // clang-format off
     // op                      vectors  rows      accesses      lanes each totals
     {kRows16 | kAnyWidth,            8, kAnyRows, kAligned,         8, 1, 1, Tuning::kThroughput},
+    {kNorm16,                        8, kAnyRows, kAligned,         8, 1, 1, Tuning::kThroughput},
     {kRows16 | kRows32,             32, kAnyRows, kAligned,        32, 1, 1, Tuning::kThroughput},
     {kNorm16 | kOneRow32,          128,      512, kAligned,        32, 4, 1, Tuning::kLatency},
     {kTwoRows16,                   128, kAnyRows, kVectorOrder,    32, 4, 1, Tuning::kRaw16},
