@@ -339,7 +339,7 @@ def cases_of_ids(model: ir.Model, case: Case) -> tuple[str, list[Case]]:
     """Returns cases with the ids that may give the largest numbers, and the names of their inputs.
 
     These are all rows of a small table; of a large one the first and the last rows, where ids of padding and
-    other edge cases are, and those of the largest norms and elements. A case holds up to `_MOST_REPEATS`
+    other reserved ids are, and those of the largest norms and elements. A case holds up to `_MOST_REPEATS`
     times the sequences of the given one, and its masks hide nothing. Beside large inputs, such as images, so
     many ids are tried as `_MOST_LARGE` cases of `MOST` elements hold.
     """

@@ -238,16 +238,18 @@ class Verifier:
         self.failed, largest, model = None, 0.0, context.model
         segments = [] if self.whole else cut(self.source.loaded, model)
         for segment, comparison, part in self._pairs(model, segments):
-            label = segment.name if segment else ""
-            if segment is None or segment.kind not in self.accepted:
+            error = self.accepted.get(segment.kind) if segment else None
+            if error is None:
+                label = segment.name if segment else ""
                 self.progress(f"comparing with the original{label and ': '}{label}")
                 try:
                     error = comparison.check(self.source.form(part))
                 except equivalence.NotEquivalent as reason:
                     self.failed = comparison
                     raise reason.within(label) from reason
-                self.accepted |= {segment.kind: error} if segment else {}
-            largest = max(largest, self.accepted[segment.kind] if segment else error)
+                if segment:
+                    self.accepted[segment.kind] = error
+            largest = max(largest, error)
         return largest
 
     def _cause(self, reason: equivalence.NotEquivalent) -> str:

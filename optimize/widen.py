@@ -213,14 +213,17 @@ def round_results(model: ir.Model) -> ir.Model:
         infer_types(model)
     graphs = [*model.graphs()]
     computed = [value for graph in graphs for node in graph for value in node.outputs]
-    narrow = {value: value.dtype for value in computed if value.dtype in FLOATS_16}
+    narrow = {
+        value: value.dtype for value in computed if value.dtype is not None and value.dtype in FLOATS_16
+    }
     for graph in graphs:
         widen(graph, set())
     for value, dtype in narrow.items():
         node = g.maker(value)
-        if node.op_type in _MOVES or node.graph is None:
+        if node.op_type in _MOVES:
             continue
-        rounded = ir.node("Cast", [value], {"to": int(dtype or _FLOAT)})
+        assert node.graph is not None
+        rounded = ir.node("Cast", [value], {"to": int(dtype)})
         wide = ir.node("Cast", rounded.outputs, {"to": int(_FLOAT)})
         wide.outputs[0].type, wide.outputs[0].shape = value.type, value.shape
         ir.convenience.replace_all_uses_with(value, wide.outputs[0], replace_graph_outputs=True)

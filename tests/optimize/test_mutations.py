@@ -68,13 +68,7 @@ def optimised(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Optimised]:
         yield optimise
 
 
-# test_stream.py has the layers in float16.
-each_precision = pytest.mark.parametrize(
-    "precision", ["int4", pytest.param("float16", marks=pytest.mark.slow)]
-)
-
-
-@each_precision
+@pytest.mark.parametrize("precision", ["float16", "int4"])
 @pytest.mark.parametrize("name", MUTATIONS)
 def test_a_mutation_is_found(name: str, precision: str, optimised: Optimised, tmp_path: Path) -> None:
     path, verify = optimised(precision)
@@ -86,7 +80,7 @@ def test_a_mutation_is_found(name: str, precision: str, optimised: Optimised, tm
     assert str(found.value).startswith("differs in ") or name not in BYTES, found.value
 
 
-@each_precision
+@pytest.mark.parametrize("precision", ["float16", "int4"])
 def test_the_same_file_passes(precision: str, optimised: Optimised, tmp_path: Path) -> None:
     path, verify = optimised(precision)
     Mutated(path).save(tmp_path / "model.onnx")

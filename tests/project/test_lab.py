@@ -1,0 +1,78 @@
+"""The measurements in lab/ and of examples: they start, and the pages say what was recorded."""
+
+import os
+from itertools import product
+from pathlib import Path
+
+import pytest
+import warm_python
+
+from twinop.bench.measurements import read
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def run(script: str, *options: str) -> str:
+    env = os.environ | {"COLUMNS": "200", "TWINOP_COMMIT": "abc"}
+    done = warm_python.run([f"{script}.py", *options], cwd=ROOT, env=env)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_products_are_measured_side_by_side(tmp_path: Path) -> None:
+    run("lab/linear", "--device=cpu", "--quick", f"--output={tmp_path}")
+    (path,) = tmp_path.glob("linear-quick-*.jsonl")
+    lines = read(path, "linear")
+    providers = {"twinop in ORT", "twinop in torch", "torch", "torch again", "ORT", "ORT again"}
+    assert len(lines) == 3 and all(line["times"].keys() >= providers for line in lines)
+    assert {line["commit"] for line in lines} == {"abc"} and not any(line["missing"] for line in lines)
+
+
+@pytest.mark.slow
+def test_nms_is_measured_beside_torchvision(tmp_path: Path) -> None:
+    run("examples/nms/measure_nms", "--device=cpu", "--quick", f"--output={tmp_path}")
+    (path,) = tmp_path.glob("nms-quick-*.jsonl")
+    for line in read(path, "nms"):
+        assert line["times"].keys() >= {"twinop in ORT", "twinop in torch"} and 0 < line["kept"] < 500
+        assert line["missing"].keys() <= {"torchvision"}
+
+
+@pytest.mark.slow
+def test_appends_to_a_cache_are_measured(tmp_path: Path) -> None:
+    run("examples/kv_cache/measure_kv_cache", "--device=cpu", "--quick", f"--output={tmp_path}")
+    (path,) = tmp_path.glob("kv-cache-quick-*.jsonl")
+    (line,) = read(path, "kv-cache")
+    ours = {"twinop in ORT", "twinop in ORT, other memory", "twinop in torch", "torch"}
+    assert line["times"].keys() >= ours and not line["missing"]
+
+
+@pytest.mark.slow
+def test_products_of_few_rows_are_measured(tmp_path: Path) -> None:
+    run("lab/decoder_linear", "--device=cpu", "--quick", "--rows=2", f"--output={tmp_path}")
+    (path,) = tmp_path.glob("decoder-linear-quick-*.jsonl")
+    dense, int4 = read(path, "decoder-linear")
+    assert dense["times"].keys() >= {"twinop in ORT", "twinop in torch", "torch"}
+    assert int4["times"].keys() >= {"twinop in torch", "torch", "ORT"}
+
+
+@pytest.mark.slow
+def test_tokens_of_a_decoder_are_measured(tmp_path: Path) -> None:
+    sizes = ("--dtypes=float16,int4", "--batches=1,2", "--contexts=16")
+    run("lab/decoder_tokens", "--device=cpu", "--quick", *sizes, f"--work={tmp_path}", f"--output={tmp_path}")
+    (path,) = tmp_path.glob("decoder-tokens-quick-*.jsonl")
+    lines = read(path, "decoder-tokens")
+    found = {(line["dtype"], line["shape"]) for line in lines}
+    assert found == {*product(("float16", "int4"), ("1x16", "2x16", "a prompt of 256"))}
+    assert not any(line["missing"] for line in lines) and "torch" in lines[0]["times"]
+    assert all(line["errors"]["twinop in ORT"] < 1e-2 for line in lines)
+
+
+@pytest.mark.slow
+def test_models_of_real_sizes_are_measured(tmp_path: Path) -> None:
+    rows = "llama-1.2b-bf16-to-fp16,check-8b-int4-for-cpu,export"
+    options = ("--quick", f"--rows={rows}", f"--work={tmp_path}", f"--output={tmp_path}")
+    run("lab/real_sizes", *options)
+    (path,) = tmp_path.glob("real-sizes-quick-*.jsonl")
+    for line in read(path, "real-sizes"):
+        assert line["now"].keys() == {"wall_s", "cpu_s", "memory_gb", "disk_beyond_gb", "says"}, line
+        assert 0 < line["now"]["memory_gb"] < 2 and line["command"].startswith("python -")
