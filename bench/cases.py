@@ -117,7 +117,7 @@ def entries_of(target: Path) -> dict[str, Entry]:
             continue
         try:
             if record.sizes:
-                raise BenchError(f"{record.qualified_name}: the sizes of its outputs come from the data")
+                raise BenchError(f"{record.qualified_name}: its output shapes are data-dependent")
             if find_body(record.key) is None:
                 raise BenchError(f"{record.qualified_name} has no function body: nothing to compare it with")
             sample = make_sample(record, record.combinations[0], (4, 4), tame=True)

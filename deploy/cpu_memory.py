@@ -47,10 +47,10 @@ def require_memory(model: Model, libraries: Sequence[Library]) -> None:
         return
     cure = "Run it on a GPU or on a machine with more"
     if libraries and model.nodes:
-        cure += ", or make one for the CPU of the original: twinop optimize --device cpu"
+        cure += ", or optimise the original for the CPU: twinop optimize --device cpu"
     raise ModelError(
-        f"{model.name} takes about {needed / 1e9:.3g} GB of memory on the CPU, where matmuls pack their "
-        f"weights, those of 16 bits in fp32, and {free / 1e9:.3g} GB are free. {cure}"
+        f"{model.name} takes about {needed / 1e9:.3g} GB of memory on the CPU, where matmuls repack their "
+        f"weights (16-bit ones as fp32), and {free / 1e9:.3g} GB are free. {cure}"
     )
 
 

@@ -184,8 +184,8 @@ def _require_known_sizes(model: Model, libraries: Sequence[SealedLibrary]) -> No
     for node in model.nodes:
         if (record := records.get(node.node_type)) and record.sizes:
             raise ModelError(
-                f"{node.label}: the sizes of its outputs come from the data, so a run waits for the GPU, "
-                "which a CUDA graph cannot. Open the session without enable_cuda_graph"
+                f"{node.label}: its output shapes are data-dependent, so a run synchronizes with the GPU, "
+                "which a CUDA graph cannot capture. Open the session without enable_cuda_graph"
             )
 
 

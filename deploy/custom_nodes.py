@@ -192,7 +192,7 @@ def _check_external(model: Model, tensor: onnx.TensorProto) -> None:
         end = (info.offset or 0) + (info.length or 0)
     except ValueError as error:
         raise ModelError(
-            f"{model.name}: the place of its external data is damaged ({what}): {error}. Export it again"
+            f"{model.name}: its external_data entry is invalid ({what}): {error}. Export it again"
         ) from error
     if model.folder is None:
         raise ModelError(

@@ -128,7 +128,7 @@ class Session:
             runner = self._tensors or self._tensor_runner()
             return runner.run(feeds, outputs if isinstance(outputs, Mapping) else dict.fromkeys(names))
         if isinstance(outputs, Mapping):
-            raise FeedError("memory for outputs is taken with torch tensors only: give the outputs' names")
+            raise FeedError("output tensors need torch tensors as inputs: pass a list of output names")
         options = options or self._options
         if isinstance(first, self._module.OrtValue):
             return self._run_values(feeds, names, options)

@@ -261,7 +261,7 @@ def check_shown(graph: Any, outputs: Iterable[Sequence[Any]], allowed: bool, cur
         text = f"output {output.name} {reason} for any of the inputs"
         if not allowed:
             raise ExportError(
-                f"{text}, so it cannot be compared. {cure}, or keep the file all the same with "
+                f"{text}, so it cannot be compared. {cure}, or keep the file anyway with "
                 f"{option('allow_uncompared', True)}"
             )
         notes.append(f"{text}: it was not compared")

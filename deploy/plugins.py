@@ -68,7 +68,7 @@ def devices_of(provider: str) -> list[Any]:
             return found
         seen = {f"{each.device.type.name} of {each.device.vendor}" for each in onnxruntime.get_ep_devices()}
         raise ProviderError(
-            f"{provider} is installed, and finds no device here that it runs on; this machine has: "
+            f"{provider} is installed, but supports no device of this machine, which has: "
             f"{', '.join(sorted(seen))}"
         )
 

@@ -91,8 +91,8 @@ def _in_file(data: bytes) -> int:
                 return number
             os.close(number)
     raise LibraryError(
-        "no code runs from memory here (vm.memfd_noexec, SELinux), and a copy of the library can neither run "
-        f"from {', '.join(folders)}: name a folder that is not mounted noexec with TMPDIR"
+        "this system does not let code run from memory (vm.memfd_noexec, SELinux), nor from "
+        f"{', '.join(folders)}: set TMPDIR to a folder that is not mounted noexec"
     )
 
 
@@ -126,7 +126,7 @@ def sealed(path: Path) -> SealedLibrary:
     """Copies a library and reads the records of the copy.
 
     Raises:
-        LibraryError: it cannot be read or copied, is damaged, or finds other libraries by its own place.
+        LibraryError: it cannot be read or copied, is damaged, or finds others relative to its own file.
     """
     try:
         copy = _copy(path, *_stamp(path.stat()))
@@ -136,8 +136,9 @@ def sealed(path: Path) -> SealedLibrary:
     warn_if_old(path)
     if found := relative_to_itself(copy.path):
         raise LibraryError(
-            f"{path}: finds other libraries by its own place ({', '.join(found)}), but a copy in memory "
-            "runs. Link them statically, or with an absolute path: patchelf --set-rpath /opt/libraries"
+            f"{path}: finds other libraries relative to its own file ({', '.join(found)}), but twinop loads "
+            "a copy in memory. Link them statically, or set an absolute path: "
+            "patchelf --set-rpath /opt/libraries"
         )
     return SealedLibrary(**vars(library), copy=copy)
 
@@ -174,7 +175,7 @@ def _copy(path: Path, *stamp: int) -> SealedFile:
                 f"{path}: cannot be copied into memory ({len(data)} bytes): {error.strerror}. Allow the "
                 "process more memory"
             ) from error
-    raise LibraryError(f"{path}: changes while it is read. Try again when the copying or building has ended")
+    raise LibraryError(f"{path}: changed while it was read. Try again once the copy or build has finished")
 
 
 def _stamp(status: os.stat_result) -> tuple[int, ...]:

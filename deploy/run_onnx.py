@@ -64,7 +64,8 @@ def main(
     allow_model_libraries: Annotated[
         bool,
         typer.Option(
-            "--allow-model-libraries", help="Take libraries, which can do anything, from the model's folder."
+            "--allow-model-libraries",
+            help="Also load libraries, which can run any code, from the model's folder.",
         ),
     ] = False,
     shape: Annotated[
@@ -110,7 +111,7 @@ def _run(
     out.print(f"runs on {where}")
     feeds, outputs, ran, refused = rest
     if refused:
-        print_note(f"dynamic sizes of {_DYNAMIC_SIZE} do not fit ({refused}): it ran with others")
+        print_note(f"dynamic sizes of {_DYNAMIC_SIZE} do not fit ({refused}): the model ran with other sizes")
     out.print(_node_table(model, ran))
     for name, value in outputs.items():
         out.print(f"output {name}: {_described(value)}", markup=False, soft_wrap=True)

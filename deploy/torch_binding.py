@@ -140,7 +140,7 @@ class TensorRunner:
         if type(tensor) is not torch.Tensor and (
             isinstance(tensor, FakeTensor) or is_traceable_wrapper_subclass(tensor)
         ):  # their data_ptr() is no address
-            raise FeedError(f"input {name} has no memory of its own to read: it is a {type(tensor).__name__}")
+            raise FeedError(f"input {name} has no storage that can be read: it is a {type(tensor).__name__}")
         try:
             if _is_released(tensor):
                 raise FeedError(f"input {name} {_RELEASED}")
@@ -153,7 +153,7 @@ class TensorRunner:
             if tensor.data_ptr() % _ALIGNMENT and device.type == "cuda":
                 return tensor.clone()
         except RuntimeError as error:  # torch.func's wrappers
-            raise FeedError(f"input {name} has no memory of its own to read: {error}") from error
+            raise FeedError(f"input {name} has no storage that can be read: {error}") from error
         return tensor
 
     def _shared(self, feeds: Mapping[str, torch.Tensor], wanted: Outputs) -> dict[str, str]:
@@ -180,9 +180,9 @@ class TensorRunner:
             first, last, to = spans[at]
             if (first, last) != (start, end) or self._shareable.get(to) != name:
                 raise FeedError(
-                    f"output {to} has memory of input {name}, which a run may overwrite before it is "
-                    f"read: the node of {to} does not write into {name}, or another node reads {name} as "
-                    "well. Give the output memory of its own"
+                    f"output {to} shares memory with input {name}, which a run may overwrite before it is "
+                    f"read: the node of {to} does not compute in place on {name}, or another node reads "
+                    f"{name} as well. Give the output its own memory"
                 )
             shared[to] = name
         return shared

@@ -84,7 +84,7 @@ def export(
         args, kwargs: example inputs: a tensor or a tuple, and others by name.
         path: the file to write. Weights of `external_data_bytes` or more go to a file beside it.
         exporter, opset: "dynamo" (torch.export) or "torchscript" (tracing); 20 to 25.
-        dynamic: axes whose size stays open, by input: `{"x": 0}`, `{"x": [0, 1]}` or `{"x": {0: "batch"}}`.
+        dynamic: the dynamic axes, by input: `{"x": 0}`, `{"x": [0, 1]}` or `{"x": {0: "batch"}}`.
         bodies, verify: attach the function bodies; compare with torch in ONNX Runtime.
         allow_uncompared: keep the file although an output is empty or NaN for the example inputs.
         optimize, device: optimise the file as `twinop optimize` does, for "cuda" or "cpu"; where that fails

@@ -86,7 +86,9 @@ def as_module(model: Any) -> torch.nn.Module:
         name = "module" if isinstance(model, wrappers) else next(n for n in compiled if hasattr(model, n))
         model = getattr(model, name)
     if isinstance(model, torch.export.ExportedProgram) or "_guards_fn" in getattr(model, "_modules", {}):
-        raise ExportError("an ExportedProgram is fixed already: export the module that it was made from")
+        raise ExportError(
+            "the model is an ExportedProgram, which cannot be exported again: pass the original module"
+        )
     if not isinstance(model, torch.nn.Module):
         if not callable(model) or isinstance(model, type):
             name = getattr(model, "__name__", type(model).__name__)
@@ -94,7 +96,7 @@ def as_module(model: Any) -> torch.nn.Module:
         return _Function(model)
     if any(torch.nn.parameter.is_lazy(each) for each in model.parameters()):
         raise ExportError(
-            "the model has weights without sizes (Lazy modules): call it once before the export"
+            "the model has uninitialized parameters (Lazy modules): call it once before the export"
         )
     for name, part in model.named_modules():
         if isinstance(part, torch.jit.ScriptModule):
@@ -115,7 +117,7 @@ def bind_inputs(model: torch.nn.Module, args: Any, kwargs: Mapping[str, Any] | N
     try:
         signature = inspect.signature(model.forward)
     except ValueError as error:  # a function of C++
-        raise ExportError(f"the arguments of {model.forward} are not known: wrap it in a def") from error
+        raise ExportError(f"the signature of {model.forward} is not known: wrap it in a def") from error
     try:
         inputs = Inputs(signature.bind(*args, **(kwargs or {})))
     except TypeError as error:
@@ -223,7 +225,7 @@ def check_dynamic(dynamic: Dynamic | None, tensors: Mapping[str, torch.Tensor]) 
         given = [axes] if isinstance(axes, int) else axes
         if not (isinstance(given, Iterable) and all(isinstance(axis, int) for axis in given)):
             raise ExportError(
-                f"{option('dynamic', name)}: {axes!r} are no axes; expected an axis, a list of them, or "
+                f"{option('dynamic', name)}: {axes!r} is not an axis; expected an axis, a list of axes, or "
                 'names by axis, such as 0, [0, 2] or {0: "batch"}'
             )
         named = given if isinstance(given, Mapping) else dict.fromkeys(given)

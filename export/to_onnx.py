@@ -66,7 +66,7 @@ class Options:
     dynamic: Annotated[
         list[str] | None,
         _option(
-            "Axes whose size stays open: [bold]x:0[/], [bold]x:0,2[/], or with names "
+            "Dynamic axes: [bold]x:0[/], [bold]x:0,2[/], or with names "
             "[bold]x:0=batch[/]; repeat it for further inputs; [bold]none[/] fixes all. Default: x:0=batch "
             "for CustomReLU, none for a MODEL."
         ),
@@ -103,8 +103,7 @@ class Options:
     device: Annotated[
         str | None,
         _option(
-            "Optimise for cuda or cpu. The file runs on both. Default: cuda where a GPU is to be seen, "
-            "else cpu."
+            "Optimise for cuda or cpu. The file runs on both. Default: cuda where a GPU is visible, else cpu."
         ),
     ] = None
     timeout: Timeout = 600
@@ -114,7 +113,7 @@ def main(**given: Any) -> None:
     """Export a torch model with twinop's ops to ONNX.
 
     The file is checked, run in ONNX Runtime and compared with torch before it is
-    kept. The table at the end says what was found, and what was not compared: the
+    kept. The table at the end shows the results, and what was not compared: the
     CPU may have no kernel for a node.
 
     Examples:

@@ -93,9 +93,9 @@ def _by_ranks(
     varying = [index for index, ranks in enumerate(zip(*setting.ranks, strict=True)) if len(set(ranks)) > 1]
     if not setting.by_rank or any((ranks[index] or 0) < 1 for ranks in setting.ranks for index in varying):
         raise ExportError(
-            f"the body of {declared.record.onnx_name} is not the same for inputs of {_dimensions(first)} "
-            f"and of {_dimensions(different[0])} dimensions, and the nodes share one body. Give the "
-            "model's inputs shapes with at least one dimension, write the body without the rank, or export "
+            f"the body of {declared.record.onnx_name} differs between inputs of {_dimensions(first)} and of "
+            f"{_dimensions(different[0])} dimensions, but the nodes share one body. Give the model's inputs "
+            "shapes with at least one dimension, write a body that does not depend on the rank, or export "
             f"without bodies ({option('bodies', False)})"
         )
     return [({index: ranks[index] or 0 for index in varying}, other, own) for ranks, other, own in found]

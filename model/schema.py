@@ -28,7 +28,7 @@ def onnx_value(attribute: Attribute, value: Any) -> int | float | str | tuple[in
     except (TypeError, ValueError) as error:
         raise ExportError(
             f"attribute {attribute.name} depends on the input: {value}. ONNX attributes are constants: "
-            "pass a number, or leave the axis that it comes from out of the dynamic ones"
+            "pass a number, or make the axis that it comes from static"
         ) from error
 
 

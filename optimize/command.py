@@ -33,18 +33,20 @@ class Options:
     device: Annotated[
         str | None,
         _option(
-            "Optimise for cuda or cpu. The file runs on both. Default: cuda where a GPU is to be seen, else "
+            "Optimise for cuda or cpu. The file runs on both. Default: cuda where a GPU is visible, else "
             "cpu; for a folder that names CUDA, cuda."
         ),
     ] = None
     padding: Annotated[
         str | None,
-        _option("[bold]right[/]: you promise that masks hide only the end of each sequence. This is faster."),
+        _option(
+            "[bold]right[/]: promise right padding: masks hide only the end of each sequence. This is faster."
+        ),
     ] = None
     shared_caches: Annotated[
         bool,
         _option(
-            "You promise that past and present share memory, which has rows for the whole context.",
+            "Promise that past and present of the KV cache share memory, allocated for the whole context.",
             "--shared-caches",
         ),
     ] = False
@@ -74,8 +76,8 @@ class Options:
     drop_slow: Annotated[
         bool,
         _option(
-            "Measure on this machine, and revert rewrites that are slower here. Without it no time decides, "
-            "and one model gives the same file everywhere.",
+            "Measure on this machine, and revert rewrites that are slower here. Without it no measurement "
+            "decides, and one model gives the same file everywhere.",
             "--drop-slow",
         ),
     ] = False
@@ -84,7 +86,9 @@ class Options:
     ] = None
     allow_model_libraries: Annotated[
         bool,
-        _option("Take libraries, which can do anything, from the model's folder.", "--allow-model-libraries"),
+        _option(
+            "Also load libraries, which can run any code, from the model's folder.", "--allow-model-libraries"
+        ),
     ] = False
     dry_run: Annotated[
         bool,
@@ -92,7 +96,7 @@ class Options:
     ] = False
     explain: Annotated[
         str | None,
-        _option("Write nothing: say which condition of each rewrite failed at this node.", metavar="NODE"),
+        _option("Write nothing: print which condition of each rewrite failed at this node.", metavar="NODE"),
     ] = None
     timeout: Timeout = 600
 

@@ -198,7 +198,7 @@ class Comparison:
         if own > MAX_USABLE_ERROR:
             raise ExportError(
                 f"the original in {self.source.report.dtype} has a relative error of {own:.1e}{where}: its "
-                "numbers do not fit. Keep float32, or give the other of float16 and bfloat16"
+                "values exceed the range or precision of the dtype. Keep float32, or try the other 16-bit one"
             )
 
     def _narrowed(self, form: Form, cases: Sequence[Mapping[str, np.ndarray]]) -> list[equivalence.Case]:

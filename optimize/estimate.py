@@ -43,7 +43,7 @@ class Estimate:
         """Raises ExportError if memory or disk is too small: nothing has been written yet."""
         if self.memory > self.free_memory:
             raise ExportError(
-                f"{source}: to optimise it takes about {_gb(self.memory)} of memory, and "
+                f"{source}: optimising it takes about {_gb(self.memory)} of memory, and "
                 f"{_gb(self.free_memory)} are free (the machine's, or what the limit of a cgroup leaves). "
                 "Raise the limit, or use a machine with more"
             )

@@ -141,7 +141,7 @@ def _check_target(source: Path, target: Path) -> None:
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise ExportError(f"{target}: exists already. Name a new folder, or an empty one")
     if target.is_relative_to(source.resolve()):
-        raise ExportError(f"{target}: is in the folder that it is made of. Name one outside {source}")
+        raise ExportError(f"{target}: lies inside the source folder. Choose one outside {source}")
 
 
 def _left_out(source: Path, files: Sequence[Path], decoder: dict[str, Any]) -> set[Path]:
@@ -198,7 +198,7 @@ def _files(source: Path, target: Path) -> list[Path]:
     found, root = list[Path](), os.path.realpath(source)
 
     def refuse(error: OSError) -> None:
-        raise ExportError(f"{source}: cannot be copied to {target}: {error}. Fix or remove that") from error
+        raise ExportError(f"{source}: cannot be copied to {target}: {error}. Fix or remove it") from error
 
     for place, folders, names in os.walk(source, onerror=refuse):
         for each in (Path(place, name) for name in (*folders, *names)):
@@ -234,7 +234,7 @@ def _require_inside(folder: Path, name: str, what: str) -> Path:
     path = Path(name)
     if path.is_absolute() or ".." in path.parts or not name.isprintable():
         raise ExportError(
-            f"{folder / CONFIG}: its {what} {json.dumps(name)[:200]} is not in the folder. Put it there"
+            f"{folder / CONFIG}: its {what} {json.dumps(name)[:200]} is not in the folder. Copy it there"
         )
     return folder / path
 
@@ -283,8 +283,8 @@ def _named_library(
         domain = read_library(path).domain
     except LibraryError as error:
         raise ExportError(
-            f"{folder / CONFIG}: names {settings[_LIBRARY]} as {_LIBRARY} already, and genai takes one. "
-            f"twinop joins libraries that `twinop build` made, and this is none: {error}"
+            f"{folder / CONFIG}: {_LIBRARY} already names {settings[_LIBRARY]}, and genai loads one library. "
+            f"twinop can combine only libraries that `twinop build` made, and this one was not: {error}"
         ) from error
     if domain in (read_library(each).domain for each in library_paths(library)):
         return []
@@ -350,9 +350,9 @@ def _place_libraries(libraries: Sequence[Path], folder: Path) -> str:
         done = subprocess.run([*command, "-ldl"], input=text, capture_output=True, text=True)
     except OSError as error:
         raise ExportError(
-            f"genai takes one library, and the model needs {', '.join(names)}. A small one that registers "
-            f"them has to be compiled, and {command[0]} cannot be run: {error.strerror}. Install a C "
-            "compiler, or name one with CC"
+            f"genai loads one library, and the model needs {', '.join(names)}. twinop compiles a library "
+            f"that registers them, but {command[0]} cannot be run: {error.strerror}. Install a C compiler, "
+            "or set CC to one"
         ) from error
     if done.returncode:
         raise ExportError(f"{command[0]} fails: {done.stderr.strip()[-500:]}")

@@ -191,8 +191,8 @@ def _check_values(path: Path, model: ir.Model) -> None:
             if used is None or used.producer() or used.is_graph_input() or used.is_initializer():
                 continue
             raise ExportError(
-                f"{path}: {node.op_type} reads {used.name}, which is no input, no initializer and no result "
-                "of a node. If it is a sparse initializer: twinop does not read those; make it dense"
+                f"{path}: {node.op_type} reads {used.name}, which is no graph input, initializer or node "
+                "output. twinop does not support sparse initializers: if it is one, make it dense"
             )
 
 

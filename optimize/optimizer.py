@@ -230,7 +230,7 @@ def _write(
         except equivalence.NotEquivalent:
             raise _failure(source, acting, reason) from None
         wrong = verifier.first_wrong(acting, written)
-        report.reverted |= {wrong: f"what was written {reason}"}
+        report.reverted |= {wrong: f"the written model {reason}"}
     kept = [name for name in names if name != wrong]
     try:
         return kept, written(verifier.apply(kept))
@@ -241,10 +241,10 @@ def _write(
 def _failure(source: Source, acting: Sequence[str], reason: equivalence.NotEquivalent) -> ExportError:
     """Returns the error of a file that differs from the original."""
     if not source.converts:
-        return ExportError(f"what was written {reason}: this is a defect of twinop, please report it")
+        return ExportError(f"the written model {reason}: this is a defect of twinop, please report it")
     return ExportError(
-        f"the model in {source.report.dtype} {reason}. Leave rewrites out with {option('without')} (these "
-        f"act: {', '.join(acting) or 'none'}), or keep its dtype"
+        f"the model in {source.report.dtype} {reason}. Leave rewrites out with {option('without')} "
+        f"(applied: {', '.join(acting) or 'none'}), or keep its dtype"
     )
 
 
@@ -324,7 +324,7 @@ def _write_original(source: Source, verifier: Verifier, folder: Path) -> list[Pa
 
 
 def chosen_device(device: str | None) -> str:
-    """Returns the device to optimise for: by default "cuda" where a GPU is to be seen, else "cpu".
+    """Returns the device to optimise for: by default "cuda" where a GPU is visible, else "cpu".
 
     Raises:
         ExportError: models cannot be optimised for the given one.

@@ -116,8 +116,8 @@ def explain(context: g.RewriteContext, name: str, passes: Iterable[type[Rewrite]
     if (found := nodes.get(name)) is None:
         near = ", ".join(get_close_matches(name, nodes, cutoff=0.3)) or "none"
         raise ExportError(
-            f"{option('explain', name)}: no node or value has this name, after constants were folded; alike "
-            f"are: {near}"
+            f"{option('explain', name)}: no node or value has this name after constant folding; similar "
+            f"names: {near}"
         )
     names, lines = {str(each.name) for each in found.outputs}, [f"{found.op_type} {name}:"]
     for each in passes:
@@ -134,5 +134,5 @@ def explain(context: g.RewriteContext, name: str, passes: Iterable[type[Rewrite]
         rewrite.watch = watch
         rewrite(context.model)
         if names.isdisjoint(str(value.name) for node in context.graph for value in node.outputs):
-            return "\n".join([*lines, f"  {rewrite.name}: its value is inside of what this has written"])
+            return "\n".join([*lines, f"  {rewrite.name}: fused, so its value is internal to the new node"])
     return "\n".join(lines if lines[1:] else [*lines, "  no rewrite starts from it, or from what reads it"])

@@ -89,9 +89,7 @@ class OptimizeReport:
             f"{'nothing was compared or written' if self.estimate else same}"
         ]
         if not self.fused:
-            lines.append(
-                f"  nothing was recognised: the file is the original{'' if self.same else ', converted'}"
-            )
+            lines.append(f"  nothing was fused: the file is the original{'' if self.same else ', converted'}")
         lines += [f"  {count} {what}" for what, count in self.fused.items()]
         lines += [f"  not fused: {count} {what}" for what, count in self.skipped.items()]
         lines += [f"  reverted: {name}: {reason}" for name, reason in self.reverted.items()]
@@ -129,6 +127,6 @@ class OptimizeReport:
 
 
 def prepared_for(device: str) -> str:
-    """Returns for which device a file was prepared, and how it is prepared for the other one."""
+    """Returns for which device a file was optimised, and how to optimise it for the other one."""
     other = "cpu" if device == "cuda" else "cuda"
-    return f"prepared for {device}; {option('device', other)} prepares it for {other}"
+    return f"optimised for {device}; {option('device', other)} optimises it for {other}"

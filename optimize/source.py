@@ -63,7 +63,7 @@ class Options:
             then have other bytes elsewhere.
         library: libraries of custom ops that the original needs. Those of other domains are found as
             `deploy.session` finds them. The nodes of all of them stay as they are.
-        allow_model_libraries: whether to take libraries, which can do anything, from the model's folder.
+        allow_model_libraries: whether to load libraries, which can run any code, from the model's folder.
         kept: ops whose nodes stay although no library may have them.
         held: weights by name that are in memory, and that the file only names.
     """
@@ -268,12 +268,12 @@ def read_source(path: Path, target: Path, options: Options) -> Source:
 def _check_dtypes(own: str, options: Options, dtype: str) -> None:
     if options.invariant and (options.device != "cuda" or dtype not in precision.DTYPES):
         raise ExportError(
-            f"{option('invariant', True)}: is for cuda in float16 or bfloat16, not {options.device} in "
+            f"{option('invariant', True)}: needs cuda and float16 or bfloat16, not {options.device} and "
             f"{dtype}"
         )
     if options.invariant and options.drop_slow:
         raise ExportError(
-            f"{option('drop_slow', True)}: {option('invariant', True)} keeps slow rewrites, too"
+            f"{option('drop_slow', True)}: {option('invariant', True)} keeps slow rewrites. Leave one out"
         )
     if own == "float64" != dtype:
         raise ExportError(

@@ -54,8 +54,8 @@ def check_ops(ops: Sequence[str], records: Mapping[str, OpSpec]) -> None:
         if op not in records or standard_node(records[op]) is None:
             known = ", ".join(name for name, record in records.items() if standard_node(record))
             raise ExportError(
-                f"{option('replace', op)}: no standard operator is replaced by an op '{op}'; there are: "
-                f"{known}"
+                f"{option('replace', op)}: twinop has no op '{op}' that replaces a standard operator; "
+                f"expected one of: {known}"
             )
 
 

@@ -128,7 +128,7 @@ def make_function(
             if torch._C._are_functorch_transforms_active():
                 place = "" if record.domain == DOMAIN else "load(path)."
                 raise RecordError(
-                    f"torch.func transforms do not see through {record.torch_path}: call "
+                    f"torch.func transforms do not support {record.torch_path}: call "
                     f"twinop.torch_op.{place}{record.functional_name} instead"
                 )
             return OpFunction.apply(*flatten(arguments))

@@ -77,16 +77,16 @@ def _implementation(declared: KernelOp, fake: bool = False, mutates: bool = Fals
             register_sharding_rule(record)  # DTensor runs the fake before it looks for the rule
         if "torch.onnx" in sys.modules and torch.onnx.is_in_onnx_export():
             raise ExportError(
-                f"{record.name} ({declared.place}) has no library yet, and its node is made from one. Build "
-                f"it: twinop build {declared.file.name}"
+                f"{record.name} ({declared.place}) has no library yet, which the exporter needs to write its "
+                f"node. Build it: twinop build {declared.file.name}"
             )
         arguments = list(bind(signature, args, kwargs).items())
         inputs, attributes = [value for _, value in arguments[:count]], dict(arguments[count:])
         on_cpu = not fake and tensors_of(inputs)[0].device.type == "cpu"
         if record.sizes and not fake and not on_cpu and torch.cuda.is_current_stream_capturing():
             raise RecordError(
-                f"{record.qualified_name}: the sizes of its outputs come from the data, so the call waits "
-                "for the GPU, which a CUDA graph cannot. Run it outside the graph"
+                f"{record.qualified_name}: its output shapes are data-dependent, so the call synchronizes "
+                "with the GPU, which a CUDA graph cannot capture. Run it outside the graph"
             )
         given, written = list(inputs), []
         for i, entry in enumerate(record.inputs):

@@ -147,7 +147,7 @@ def vmap_kernel(record: OpSpec, op: Rule) -> Rule:
     problem = "takes a list of tensors and does not work under vmap" if record.has_repeated_input else ""
     if record.sizes:
         problem = (
-            "has outputs whose sizes come from the data, which differ between the examples of torch.vmap. "
+            "has data-dependent output shapes, which differ between the examples of torch.vmap. "
             "Call the op for each example, without vmap"
         )
 

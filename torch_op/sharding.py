@@ -51,7 +51,7 @@ def register_sharding_rule(record: OpSpec) -> None:
         return [_strategy(record, arguments, {}, {}), *found]
 
     def refuse(*args: Any, **kwargs: Any) -> Any:
-        raise RecordError(f"{record.qualified_name} writes, and takes no DTensors. Call {record.torch_path}")
+        raise RecordError(f"{record.qualified_name} mutates, and takes no DTensors. Call {record.torch_path}")
 
     for name, each in {record.name: refuse, record.functional_name: rule}.items():
         register_sharding(getattr(getattr(torch.ops, record.namespace), name).default)(each)

@@ -28,7 +28,7 @@ class Options:
         bool, _option("Take libraries from the model's own folder.", "Model", "--allow-model-libraries")
     ] = False
     max_batch_size: Annotated[
-        int, _option("Join requests into runs of at most so many rows. 0: never.", "Model", min=0)
+        int, _option("Batch requests, up to so many rows. 0: never.", "Model", min=0)
     ] = 0
     triton: Annotated[
         bool, _option("Write a model repository for Triton, and nothing else.", "Triton", "--triton")

@@ -73,10 +73,10 @@ def pack_genai(options: Options, progress: Progress = silent) -> Any:
 
     given = [each.name for each in fields(options) if getattr(options, each.name) != each.default]
     if others := [name for name in given if name not in _OF_GENAI]:
-        raise PackError(f"--{others[0].replace('_', '-')} says nothing of a folder for --genai: leave it out")
+        raise PackError(f"--{others[0].replace('_', '-')} does not apply to --genai: leave it out")
     _check_output(options)
     if options.output.resolve().is_relative_to(source := options.model.resolve()):
-        raise PackError(f"{options.output} is in the folder that it is made of. Name one outside {source}")
+        raise PackError(f"{options.output}: lies inside the source folder. Choose one outside {source}")
     asked = {name: getattr(options, name) for name in _OF_OPTIMIZE}
     with _written_whole(options.output) as root:
         report = optimize_folder(options.model, root, progress=progress, **asked)

@@ -127,8 +127,8 @@ class BatchRuns:
                 if self.rows_independent:
                     self.rows_independent = False
                     _log.warning(
-                        "model %s: output %s has shape %s for %d rows, so requests are no longer joined. Its "
-                        "max_batch_size should be 0",
+                        "model %s: output %s has shape %s for %d rows, so requests are no longer "
+                        "batched. Set max_batch_size to 0",
                         self._name, name, list(array.shape), rows,
                     )  # fmt: skip
                 return False

@@ -201,8 +201,8 @@ def _try(model: Model, loaded: LoadedModel, choice: Choice, sessions: int) -> No
         loaded.rows_independent = not why
         if why:
             _log.warning(
-                "%s: its rows depend on each other, so requests are not joined: %s. Set max_batch_size to 0, "
-                "or compare_rows to false to join them all the same",
+                "%s: its rows depend on each other, so requests are not batched: %s. Set max_batch_size to "
+                "0, or compare_rows to false to batch them anyway",
                 model.name, why,
             )  # fmt: skip
     comparable = bool(model.nodes) and {node.node_type for node in model.nodes} <= model.bodies

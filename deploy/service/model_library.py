@@ -104,6 +104,6 @@ def _require_checksum(library: SealedLibrary, expected: Collection[str]) -> None
     found, allowed = library.copy.sha256, [each.lower() for each in expected]
     if found not in allowed:
         raise LibraryError(
-            f"{library.path}: its SHA-256 is {found}, library_sha256 says {', '.join(allowed)}: it is not "
-            "the library that was meant. Put the right one there, or correct the setting"
+            f"{library.path}: its SHA-256 is {found}, but library_sha256 is {', '.join(allowed)}: it is not "
+            "the expected library. Restore that one, or correct the setting"
         )

@@ -64,7 +64,9 @@ class ModelSettings(Section):
         description="tables cuda and tensorrt with options of these providers, under ONNX Runtime's names",
     )
     allow_fallback: bool = Field(False, description="run function bodies if the library cannot be used")
-    max_batch_size: int = Field(0, ge=0, le=_MOST, description="most rows in one run; 0 never joins requests")
+    max_batch_size: int = Field(
+        0, ge=0, le=_MOST, description="most rows in one batch; 0 never batches requests"
+    )
     max_queue_delay_us: int = Field(
         0, ge=0, le=_MOST, description="how long an idle instance waits for more rows"
     )
@@ -112,7 +114,7 @@ class ModelSettings(Section):
     @model_validator(mode="after")
     def _fits(self) -> "ModelSettings":
         if self.max_queue_delay_us and not self.max_batch_size:
-            raise ValueError("max_queue_delay_us needs max_batch_size: without it requests are never joined")
+            raise ValueError("max_queue_delay_us needs max_batch_size: without it requests are never batched")
         if self.provider_options and self.provider == Provider.CPU:
             raise ValueError("provider_options need provider cuda or auto, not cpu")
         if self.run_on_event_loop and self.run_timeout_seconds is not None:

@@ -82,7 +82,7 @@ class Server:
                 ports = {name: port for server in servers for name, port in server.ports.items()}
                 _log.info("ready", extra={"grpc_port": None} | ports)
                 if self._settings.control == Control.NONE:
-                    _log.info("later changes of %s are not followed: --control poll does", repository.root)
+                    _log.info("changes in %s are not watched: --control poll does so", repository.root)
                 await asked
         finally:
             for task in background:

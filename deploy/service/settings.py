@@ -135,7 +135,7 @@ class Policy(Section):
     """What the folders of models may bring and ask for. Settings in these folders cannot change it."""
 
     allow_model_libraries: bool = Field(
-        False, description="also load libraries, which can do anything, from the models' own folders"
+        False, description="also load libraries, which can run any code, from the models' own folders"
     )
     allow_weaker_checks: bool = Field(
         False,

@@ -68,7 +68,7 @@ def test_an_op_without_a_body(libraries: dict[str, Path], capsys: pytest.Capture
 
 def test_an_op_with_sizes_from_data(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
     choose(None, project)
-    said = "not measured: wrong_ops::too_many: the sizes of its outputs come from the data"
+    said = "not measured: wrong_ops::too_many: its output shapes are data-dependent"
     assert said in capsys.readouterr().err
 
 

@@ -292,11 +292,11 @@ def test_bad_input(tmp_path: Path, options: list[str], message: str) -> None:
         (["plain.o"], "plain.o: registers no op. Expected a header"),
         (
             ["plain.o", "--symbol", "plain"],
-            "--symbol, --device and --record say more of a --schema, which is",
+            "--symbol, --device and --record need --schema, which is",
         ),
         (
             ["gone.o", "--schema", "op(Tensor x) -> Tensor"],
-            "--schema: the schema is of an object file, and gone.o, which does not exist, is none. Name",
+            "--schema: needs an object file, such as kernel.o, and gone.o, which does not exist, is none",
         ),
     ],
 )

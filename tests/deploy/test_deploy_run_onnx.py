@@ -281,7 +281,7 @@ def test_sizes_of_4_that_the_model_refuses(inputs: str, nodes: str, wrong: str, 
     result = run_command(graph, tmp_path)
     said = " ".join(result.output.split())
     assert result.exit_code == 0 and "output y: float32[" in said, said
-    assert "dynamic sizes of 4 do not fit (" in said and "): it ran with others" in said
+    assert "dynamic sizes of 4 do not fit (" in said and "): the model ran with other sizes" in said
     result = run_command(graph, tmp_path, "--shape", wrong)
     assert result.exit_code == 1 and "do not fit" not in result.output
 

@@ -105,7 +105,8 @@ def test_a_library_that_finds_others_by_its_place() -> None:
         found = c_library("plain_c", link=f"-Wl,-rpath,{path}")
         with pytest.raises(LibraryError) as error:
             session(negate_model(), CPU, found)
-        for part in (str(found), f"finds other libraries by its own place ({path})", "--set-rpath /opt"):
+        said = f"finds other libraries relative to its own file ({path})"
+        for part in (str(found), said, "--set-rpath /opt"):
             assert part in str(error.value)
     session(negate_model(), CPU, c_library("plain_c", link="-Wl,-rpath,/opt/libraries"))
 
@@ -118,7 +119,7 @@ def test_a_library_that_changes_while_it_is_read(library: Path, monkeypatch: pyt
         return fstat(number)
 
     monkeypatch.setattr(os, "fstat", moving)
-    with pytest.raises(LibraryError, match=r"libplain_c\.so: changes while it is read\. Try again when"):
+    with pytest.raises(LibraryError, match=r"libplain_c\.so: changed while it was read\. Try again once"):
         session(negate_model(), CPU, library)
 
 
@@ -209,7 +210,7 @@ def test_memory_that_runs_no_code(how: str, library: Path, monkeypatch: pytest.M
     monkeypatch.setattr(registration, "_runs_code", lambda number: False)
     registration._copy.cache_clear()
     with pytest.raises(
-        LibraryError, match=r"no code runs from memory here \(vm.memfd_noexec.*TMPDIR"
+        LibraryError, match=r"does not let code run from memory \(vm.memfd_noexec.*set TMPDIR"
     ) as error:
         session(negate_model(), CPU, library)
     assert "more memory" not in str(error.value)
@@ -237,6 +238,6 @@ def test_an_app_that_is_not_python_is_not_started(
     np.testing.assert_array_equal(opened.run({"x": X})["y"], -X)
     with pytest.warns(TwinopWarning, match="the model runs in this one, and may end it or never come to"):
         assert ort_process.Server().run(list, [1]) == [1]
-    with pytest.raises(TwinopError, match="no program of Python was found for another process"):
+    with pytest.raises(TwinopError, match="no Python interpreter was found for a child process"):
         python_child.module("json.tool")
     assert not (tmp_path / "started").exists()

@@ -155,9 +155,9 @@ def test_models_of_ones_own(folder: Path) -> None:
     for plain in ("--no-optimize", "--no-bodies"):
         assert "optimised" not in succeed(*mlp, plain, *QUICK)
         assert node_types("mlp.onnx") == ["Gemm", "CustomRelu"]
-    assert "prepared for cuda; --device cpu prepares it for cpu" in output
+    assert "optimised for cuda; --device cpu optimises it for cpu" in output
     output = succeed(*mlp, "--device", "cpu")  # nothing is recognised
-    assert "prepared for cpu; --device cuda prepares it for cuda" in output.splitlines()[-2]
+    assert "optimised for cpu; --device cuda optimises it for cuda" in output.splitlines()[-2]
     assert node_types("mlp.onnx") == ["Gemm", "CustomRelu"]  # ONNX Runtime's products are the fastest there
     output = succeed(
         *("--model", "my_factories.models:by_name", "-o", "two.onnx", *QUICK),

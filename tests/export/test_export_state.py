@@ -94,15 +94,15 @@ def test_what_is_refused_as_a_model(exporter: str, tmp_path: Path) -> None:
     program = torch.export.export(nn.ReLU(), (X,))
     scripted = torch.jit.script(nn.ReLU())
     for model, said in (
-        (program, "an ExportedProgram is fixed already"),
-        (program.module(), "an ExportedProgram is fixed already"),
+        (program, "the model is an ExportedProgram, which cannot be exported again"),
+        (program.module(), "the model is an ExportedProgram, which cannot be exported again"),
         (scripted, "the model is a ScriptModule"),
         (torch.jit.trace(nn.ReLU(), X), "the model is a ScriptModule"),
         (nn.Sequential(scripted), "0 is a ScriptModule"),
         ({"weight": X}, "the model is dict; expected a torch.nn.Module or a function"),
-        (nn.LazyLinear(3), "the model has weights without sizes"),
+        (nn.LazyLinear(3), "the model has uninitialized parameters"),
         (nn.ReLU, "the model is ReLU; expected a torch.nn.Module or a function"),
-        (torch.relu, "the arguments of .* are not known: wrap it in a def"),
+        (torch.relu, "the signature of .* is not known: wrap it in a def"),
     ):
         with pytest.raises(ExportError, match=said) as raised:
             export(model, (X,), tmp_path / "m.onnx", exporter=exporter, optimize=False)  # type: ignore[arg-type]

@@ -78,7 +78,7 @@ def test_a_script_has_the_domain_of_its_name(tmp_path: Path) -> None:
     done = subprocess.run([sys.executable, script], capture_output=True, text=True)
     assert done.stdout == "<op my_script::act>\n", done.stderr
     done = run_python("import twinop\n@twinop.op\ndef act(op, x): ...", tmp_path)
-    assert 'its domain is its module\'s name, and here is none. Give it one: domain="my_ops"' in (done.stderr)
+    assert 'its domain is its module\'s name, and this module has none. Pass domain="my_ops"' in (done.stderr)
 
 
 def test_names_of_the_package() -> None:

@@ -134,7 +134,7 @@ def test_a_foreign_library() -> None:
 def test_an_op_with_the_name_of_a_twin(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(OpSpec, "functional_name", "exchange")
     with pytest.raises(
-        LibraryError, match="exchange is an op, and the name of another op's twin. Rename one"
+        LibraryError, match="exchange is both an op and the functional variant of another. Rename one of them"
     ):
         read_library(find_library("test_written"))
 

@@ -57,7 +57,7 @@ def test_too_little_is_refused_before_anything_is_written(
     if what == "memory":
         monkeypatch.setattr(estimate, "free_bytes", lambda: 100_000_000)
         said = (
-            r"old.onnx: to optimise it takes about 0\.\d GB of memory, and 0\.1 GB are free .*Raise the limit"
+            r"old.onnx: optimising it takes about 0\.\d GB of memory, and 0\.1 GB are free .*Raise the limit"
         )
     else:
         monkeypatch.setattr(estimate.shutil, "disk_usage", lambda path: _Usage(1 << 40, 200_000_000))

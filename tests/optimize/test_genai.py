@@ -486,7 +486,7 @@ def test_folders_that_cannot_be_optimised(tmp_path: Path, monkeypatch: pytest.Mo
     for library in ("libother.so", "text.so"):
         (source / "text.so").write_text("no library")
         configure_decoder(session_options={"custom_ops_library": library})
-        assert f"names {library} as custom_ops_library already, and genai takes one" in refusal()
+        assert f"custom_ops_library already names {library}, and genai loads one library" in refusal()
     for text in ("{}", '{"model": {"decoder": {"pipeline": [{"prompt": {"filename": "model.onnx"}}]}}}'):
         configure(text)
         assert "has no model.decoder.filename; twinop optimises decoders of one model" in refusal()
@@ -500,7 +500,7 @@ def test_folders_that_cannot_be_optimised(tmp_path: Path, monkeypatch: pytest.Mo
         configure_decoder(session_options={"provider_options": [entry]})
         assert f"provider_options has {json.dumps(entry)}; expected objects with a provider's" in refusal()
     configure(kept.replace("model.onnx", "../model.onnx"))
-    assert "is not in the folder. Put it there" in refusal()
+    assert "is not in the folder. Copy it there" in refusal()
     configure(kept.replace("model.onnx", "missing.onnx"))
     assert "missing.onnx: no such file" in refusal()
     configure("{")
@@ -508,10 +508,10 @@ def test_folders_that_cannot_be_optimised(tmp_path: Path, monkeypatch: pytest.Mo
     (source / "genai_config.json").unlink()
     assert "no such file. Expected the folder that onnxruntime-genai's builder wrote. `twinop" in refusal()
     configure(kept)
-    with pytest.raises(ExportError, match="inside: is in the folder that it is made of. Name one outside"):
+    with pytest.raises(ExportError, match="inside: lies inside the source folder. Choose one outside"):
         optimize_folder(source, source / "inside", device="cpu")
     with pytest.raises(
-        PackError, match=f"inside is in the folder that it is made of. Name one outside {source}"
+        PackError, match=f"inside: lies inside the source folder. Choose one outside {source}"
     ):
         pack_genai(Options(source, source / "inside", genai=True, device="cpu"))
     with pytest.raises(ExportError, match=r"model.onnx/genai_config.json: no such file. Expected the folder"):

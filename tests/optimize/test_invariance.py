@@ -53,7 +53,7 @@ def test_a_packed_folder_of_genai_gets_it(tmp_path: Path) -> None:
     source = write(tmp_path / "old", DECODER, "float16")
     pack_genai(Options(source, tmp_path / "new", genai=True, invariant=True))
     assert marks(tmp_path / "new/model.onnx") == {("CustomLinear", 1): 7, ("CustomLinearSwiglu", 1): 2}
-    with pytest.raises(ExportError, match="invariant=True.*: is for cuda"):
+    with pytest.raises(ExportError, match="invariant=True.*: needs cuda"):
         pack_genai(Options(source, tmp_path / "cpu", genai=True, invariant=True, device="cpu"))
 
 
@@ -143,8 +143,8 @@ def test_a_model_without_rewrites_is_named_too(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({}, "is for cuda in float16 or bfloat16, not cuda in float32"),
-        ({"device": "cpu", "dtype": "float16"}, "is for cuda in float16 or bfloat16, not cpu in float16"),
+        ({}, "needs cuda and float16 or bfloat16, not cuda and float32"),
+        ({"device": "cpu", "dtype": "float16"}, "needs cuda and float16 or bfloat16, not cpu and float16"),
     ],
 )
 def test_where_nothing_can_be_invariant(options: dict[str, str], message: str, tmp_path: Path) -> None:

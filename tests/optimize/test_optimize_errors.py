@@ -223,7 +223,7 @@ def test_nothing_recognised(tmp_path: Path) -> None:
         app, ["optimize", str(tmp_path / "old.onnx"), "-o", str(tmp_path / "new.onnx")]
     )
     assert result.exit_code == 0, result.output
-    assert "nothing was recognised: the file is the original" in result.output
+    assert "nothing was fused: the file is the original" in result.output
     assert [node.op_type for node in onnx.load(tmp_path / "new.onnx").graph.node] == ["Identity", "Neg"]
 
 
@@ -378,7 +378,7 @@ def test_a_rewrite_that_only_fails_in_the_written_file_is_reverted(
     report = optimize(tmp_path / "old.onnx", tmp_path / "new.onnx", device="cuda")
     assert [*report.reverted] == ["damages"] and report.fused == {"linear": 4}, report
     said = "differs in layer 3 of 4" if is_seen else "layer 3 of 4"
-    assert f"what was written {said}" in report.reverted["damages"]
+    assert f"the written model {said}" in report.reverted["damages"]
     monkeypatch.setattr(passes, "PASSES", [*rewrites, pass_of("again", damages)])
     said = refused(tmp_path / "old.onnx", tmp_path / "other.onnx", device="cuda")
     assert "layer 3 of 4" in said and "this is a defect of twinop" in said

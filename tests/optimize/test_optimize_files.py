@@ -99,7 +99,10 @@ def test_a_model_that_onnx_does_not_allow(tmp_path: Path) -> None:
         onnx.numpy_helper.from_array(np.arange(2)),
     )
     sparse.graph.sparse_initializer.append(onnx.helper.make_sparse_tensor(numbers, places, [4, 3]))
-    for model, text in ((untyped, "input x has no type"), (sparse, "MatMul reads w, which is no input")):
+    for model, text in (
+        (untyped, "input x has no type"),
+        (sparse, "MatMul reads w, which is no graph input"),
+    ):
         onnx.save(model, tmp_path / "old.onnx")
         assert text in message(tmp_path / "old.onnx", tmp_path / "new.onnx")
 
@@ -460,10 +463,10 @@ def test_the_device_is_what_the_machine_has(
     onnx.save(parsed(TEXT, w=weights(4, 3)), tmp_path / "old.onnx")
     report = optimize(tmp_path / "old.onnx", tmp_path / "new.onnx")
     assert report.device == device and ("linear" in report.fused) == has_gpu
-    said = f"  prepared for {device}; device='{other}' prepares it for {other}"
+    said = f"  optimised for {device}; device='{other}' optimises it for {other}"
     assert str(report).splitlines()[-1] == said
     asked = optimize(tmp_path / "old.onnx", tmp_path / "new.onnx", device=other)
-    assert str(asked).splitlines()[-1].startswith(f"  prepared for {other}; ")
+    assert str(asked).splitlines()[-1].startswith(f"  optimised for {other}; ")
     half = optimize(tmp_path / "old.onnx", tmp_path / "new.onnx", dtype="float16", invariant=True)
     assert half.device == "cuda"  # the only one with that promise
     layer = torch.nn.Linear(8, 8)

@@ -57,6 +57,6 @@ def test_a_softmax_and_sums_of_functions(tmp_path: Path) -> None:
 @pytest.mark.parametrize("op", ["relu", "silu", "layer_norm", "nothing"])
 def test_an_op_without_a_standard_operator_is_refused(op: str, tmp_path: Path) -> None:
     onnx.save(parsed("(float[N] x) => (float[N] y) { y = Relu (x) }"), tmp_path / "in.onnx")
-    message = f"no standard operator is replaced by an op '{op}'; there are: add"
+    message = f"twinop has no op '{op}' that replaces a standard operator; expected one of: add"
     with pytest.raises(ExportError, match=message):
         optimize(tmp_path / "in.onnx", tmp_path / "out.onnx", replace=[op])

@@ -349,7 +349,7 @@ def test_match_changes_nothing(case: Case) -> None:
         (
             "p = MatMul (x, W) y = Relu (p)",
             "p",
-            ["  linear: matches", "  linear: its value is inside of what this has"],
+            ["  linear: matches", "  linear: fused, so its value is internal to the"],
         ),
         (
             "t = Tanh (x) s = Mul (t, z) y = Softmax (s)",
@@ -372,7 +372,7 @@ def test_explain_says_which_condition_failed(body: str, name: str, said: list[st
 
 def test_explain_names_what_is_alike() -> None:
     context = context_of("linear", f"{X} {{ scores = MatMul (x, W) y = Relu (scores) }}")
-    with pytest.raises(ExportError, match=r"explain='score': no node or value .* alike are: scores"):
+    with pytest.raises(ExportError, match=r"explain='score': no node or value .* similar names: scores"):
         passes.explain(context, "score", passes.chosen("cuda", "float32"))
 
 

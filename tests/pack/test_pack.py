@@ -132,9 +132,7 @@ def test_options_that_do_not_fit(options: dict[str, Any], message: str, tmp_path
 
 
 def test_a_folder_of_genai(tmp_path: Path) -> None:
-    with pytest.raises(
-        PackError, match="--max-batch-size says nothing of a folder for --genai: leave it out"
-    ):
+    with pytest.raises(PackError, match="--max-batch-size does not apply to --genai: leave it out"):
         pack_genai(Options(tmp_path, tmp_path / "repo", genai=True, device="cpu", max_batch_size=2))
     with pytest.raises(PackError, match=r"/proc/no/repo: cannot be written: No such file"):
         pack_genai(Options(tmp_path, Path("/proc/no/repo"), genai=True))

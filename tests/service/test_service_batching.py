@@ -86,10 +86,10 @@ def test_outputs_with_other_rows_are_run_one_by_one(caplog: pytest.LogCaptureFix
         assert [result.outputs["y"].item() for result in results] == [0, 4, 8]
         assert runner.batches == [[2], [2, 2], [2], [2]]
         await behind_a_run(runner, queue, *requests)
-        assert runner.batches[4:] == [[2], [2], [2]]  # no longer joined
+        assert runner.batches[4:] == [[2], [2], [2]]  # no longer batched
 
     run(test)
-    assert "max_batch_size should be 0" in caplog.text
+    assert "Set max_batch_size to 0" in caplog.text
 
 
 def test_a_request_without_inputs_and_a_scalar_have_one_row() -> None:

@@ -270,6 +270,6 @@ def test_rows_that_depend_on_each_other_are_not_joined(
 ) -> None:
     model, words = DEPENDENT[name]
     assert not loaded(tmp_path, model(), max_batch_size=4).rows_independent
-    assert re.search(f"its rows depend on each other, so requests are not joined: {words}", caplog.text)
+    assert re.search(f"its rows depend on each other, so requests are not batched: {words}", caplog.text)
     assert loaded(tmp_path, model(), max_batch_size=4, compare_rows=False).rows_independent
     assert loaded(tmp_path, service_models.relu(), max_batch_size=4).rows_independent

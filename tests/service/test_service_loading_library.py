@@ -56,7 +56,7 @@ def test_a_named_library(libraries: dict[str, Path], tmp_path: Path) -> None:
 def test_checksum(libraries: dict[str, Path], tmp_path: Path) -> None:
     right = hashlib.sha256(libraries["custom_relu"].read_bytes()).hexdigest()
     assert loaded(tmp_path, service_models.relu(), library_sha256=right.upper()).session.library
-    with pytest.raises(LibraryError, match=f"its SHA-256 is {right}, library_sha256 says {'0' * 64}"):
+    with pytest.raises(LibraryError, match=f"its SHA-256 is {right}, but library_sha256 is {'0' * 64}"):
         loaded(tmp_path, service_models.relu(), library_sha256="0" * 64)
 
 

@@ -99,7 +99,7 @@ def test_named_libraries(tmp_path: Path, libraries: dict[str, Path]) -> None:
     right = [sha256(library.path) for library in model.session.libraries]
     assert loaded(tmp_path, three_nodes(), server, library=named, library_sha256=right).session.libraries
     with pytest.raises(
-        LibraryError, match=f"libtest_cube.so: its SHA-256 is .*, library_sha256 says {right[0]}"
+        LibraryError, match=f"libtest_cube.so: its SHA-256 is .*, but library_sha256 is {right[0]}"
     ):
         loaded(tmp_path, three_nodes(), server, library=named, library_sha256=right[:1])
     shutil.copy(cube, folder / "libagain.so")

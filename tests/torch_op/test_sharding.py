@@ -133,7 +133,7 @@ def _rank(rank: int, file: str) -> None:
                 context,
                 pytest.raises(
                     RuntimeError,
-                    match="bump writes, and takes no DTensors. Call torch.ops.test_written.bump_functional",
+                    match="bump mutates, and takes no DTensors. Call torch.ops.test_written.bump_functional",
                 ),
             ):
                 ops.bump(cache, cache + 1)

@@ -346,15 +346,17 @@ def test_a_session_refuses_one_memory_that_another_node_reads() -> None:
     assert opened.shareable == {"cache_out": "cache"}
     result = opened.run(feeds, {"cache_out": cache})["cache_out"]
     assert result is cache and torch.equal(cache, wanted)
-    with pytest.raises(FeedError, match="output cache_out has memory of input rows"):
+    with pytest.raises(FeedError, match="output cache_out shares memory with input rows"):
         opened.run(feeds | {"rows": cache[:2]}, {"cache_out": cache})
     with pytest.raises(FeedError, match="expected a contiguous torch tensor, float32"):
         opened.run(feeds, {"cache_out": cache.T})
-    with pytest.raises(FeedError, match="with torch tensors only"):
+    with pytest.raises(FeedError, match="output tensors need torch tensors as inputs"):
         opened.run({name: each.numpy() for name, each in feeds.items()}, {"cache_out": cache})
     late = helper.make_node("Neg", ["cache"], ["late"])
     opened = deploy.session(put_model(others=(late,), late=FLOAT), CPU, LIBRARY)
-    with pytest.raises(FeedError, match="or another node reads cache as well. Give the output memory"):
+    with pytest.raises(
+        FeedError, match="or another node reads cache as well. Give the output its own memory"
+    ):
         opened.run(feeds, {"cache_out": cache})
     assert not deploy.session(put_model(cache=FLOAT), CPU, LIBRARY).shareable  # it is an output, too
     found = opened.run(feeds, {"cache_out": torch.empty(6, 3), "late": torch.empty(6, 3)})

@@ -137,7 +137,7 @@ def test_what_cannot_be_built(tmp_path: Path) -> None:
     assert "--archs sm_90: expected native, all, or a list" in refused(
         tmp_path, "refused_mish", mish, "sm_90"
     )
-    with pytest.raises(BuildError, match="--cpu: kernels in Python are for CUDA"):
+    with pytest.raises(BuildError, match="--cpu: kernels in Python run on CUDA only"):
         build(find_project([tmp_path / "refused_mish.py"]), options=Options(cpu=True))
     said = refused(tmp_path, "refused_mish", mish, "90", domain="other")
     assert "refused_mish has the domain refused_mish, the library other" in said

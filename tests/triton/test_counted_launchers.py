@@ -78,7 +78,7 @@ def test_a_wrong_count_and_cuda_graphs(tmp_path: Any) -> None:
     x, mask = calls("cuda")[0]
     EXAMPLE.masked_compact(x, mask)
     with (
-        pytest.raises(RecordError, match="come from the data, so the call waits for the GPU"),
+        pytest.raises(RecordError, match="are data-dependent, so the call synchronizes with the GPU"),
         torch.cuda.graph(torch.cuda.CUDAGraph()),
     ):
         EXAMPLE.masked_compact(x, mask)
@@ -149,5 +149,5 @@ def test_an_op_does_not_write_inputs_too() -> None:
         sizes="n <= x[0]",
         shapes="y = [n]",
     )
-    with pytest.raises(RecordError, match="f has sizes from data, so it writes no input"):
+    with pytest.raises(RecordError, match="f has data-dependent shapes, so it cannot write to an input"):
         declare(without_sizes)

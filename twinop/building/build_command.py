@@ -88,7 +88,7 @@ def build(
             header = write_header(folder, sources or (), schema, symbol, device, record or ())
             sources, name = [header, *(sources or ())], name or header.name.partition(".")[0]
         elif symbol or device or record:
-            raise BuildError("--symbol, --device and --record say more of a --schema, which is missing")
+            raise BuildError("--symbol, --device and --record need --schema, which is missing")
         project = find_project(sources or (), name, domain)
         options = Options(archs, cpu, debug, sanitize)
         with err.status("building") as shown:

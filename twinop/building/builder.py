@@ -51,7 +51,7 @@ def build(
     options = options or Options()
     if project.modules and options.cpu:
         raise BuildError(
-            "--cpu: kernels in Python are for CUDA; on the CPU their function bodies run. Leave it out"
+            "--cpu: kernels in Python run on CUDA only; on the CPU their function bodies run. Leave out --cpu"
         )
     file = f"lib{project.name}.so"
     if output is not None and output.is_dir():

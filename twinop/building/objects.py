@@ -94,7 +94,7 @@ def write_header(
     objects = [path for path in paths if path.suffix == ".o" and path.is_file()]
     if not objects:
         said = ", ".join(f"{p}{'' if p.exists() else ', which does not exist,'}" for p in paths) or "no file"
-        raise BuildError(f"--schema: the schema is of an object file, and {said} is none. Name one: kernel.o")
+        raise BuildError(f"--schema: needs an object file, such as kernel.o, and {said} is none")
     parts = (text.partition("=") for text in texts)
     given = {name.strip(): value.strip() for name, _, value in parts}
     if unknown := [name for name, text in given.items() if name not in TEXTS or not text]:

@@ -179,7 +179,7 @@ def declared_domain(function: Callable[..., Any], domain: str | None) -> str:
     file = getattr(sys.modules["__main__"], "__file__", None)  # it is run as a script
     if file is None:
         raise TwinopError(
-            f"op {function.__name__}: its domain is its module's name, and here is none. Give it one: "
+            f"op {function.__name__}: its domain is its module's name, and this module has none. Pass "
             'domain="my_ops"'
         )
     return Path(file).stem

@@ -276,7 +276,8 @@ def _check_sizes(launcher: Launcher, record: OpSpec) -> None:
         first = [re.match(rf"\[ *{name} *[],]", text) and text.count(name) == 1 for text in used]
         if record.written:
             raise RecordError(
-                f"{place_of(launcher)}: {record.name} has sizes from data, so it writes no input"
+                f"{place_of(launcher)}: {record.name} has data-dependent shapes, so it cannot write to "
+                "an input"
             )
         if not bound or not used or not all(first):
             raise RecordError(

@@ -106,7 +106,9 @@ def read_library(
     except (AttributeError, KeyError, TypeError, ValueError, RecursionError, RecordError) as error:
         raise LibraryError(f"{path}: its op records do not parse: {error}. Copy or build it again") from error
     if taken := {each.functional_name for each in records.values() if each.written} & records.keys():
-        raise LibraryError(f"{path}: {taken.pop()} is an op, and the name of another op's twin. Rename one")
+        raise LibraryError(
+            f"{path}: {taken.pop()} is both an op and the functional variant of another. Rename one of them"
+        )
     return Library(
         path=path,
         version=version,

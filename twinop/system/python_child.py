@@ -49,12 +49,12 @@ def executable() -> str:
 
 def warn_unprotected(what: str) -> None:
     """Says what happens in this process, since there is no Python for another one."""
-    warnings.warn(f"no program of Python was found for another process: {what}", TwinopWarning, stacklevel=3)
+    warnings.warn(f"no Python interpreter was found for a child process: {what}", TwinopWarning, stacklevel=3)
 
 
 def _python() -> str:
     if not (found := executable()):
-        raise TwinopError(f"no program of Python was found for another process ({sys.executable} is none)")
+        raise TwinopError(f"no Python interpreter was found for a child process ({sys.executable} is none)")
     return found
 
 
