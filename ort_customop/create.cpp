@@ -79,7 +79,7 @@ OrtStatusPtr CreateKernel(const OrtCustomOp* ort_op, const OrtApi* api, const Or
     if (status.ok())
       status = op.launch != nullptr
                    ? CreateState(info, kernel.get())
-                   : Body::Create(op, kernel->attributes.get(), info, &kernel->body);
+                   : CpuGraph::Create(op, kernel->attributes.get(), info, &kernel->cpu_graph);
     if (!status.ok()) return ToOrt(api, AtNode(*kernel, status));
     *result = kernel.release();
     return static_cast<OrtStatusPtr>(nullptr);

@@ -142,7 +142,7 @@ TWINOP_INLINE Status LaunchOn(const Kernel& kernel, OrtKernelContext* ort_contex
     TWINOP_RETURN_IF_ORT_ERROR(
         api, api->KernelContext_GetGPUComputeStream(ort_context, &context.stream));
   call->context = &context;
-  if (kernel.body != nullptr) return kernel.body->Run(ort_context, *call);
+  if (kernel.cpu_graph != nullptr) return kernel.cpu_graph->Run(ort_context, *call);
   const Op& op = *kernel.op;
   if (memory != nullptr) return RunCounted(*op.record, op.launch, op.output_types, *call, *memory);
   return Launch(*op.record, op.launch, *call);
@@ -177,9 +177,9 @@ Status Compute(const Kernel& kernel, OrtKernelContext* context) {
   TWINOP_RETURN_IF_ERROR(CheckAliases(record, call));
 
   if (AllEmpty(record, outputs)) return {};
-  if (record.schema.WritesInputs() && kernel.body == nullptr)
+  if (record.schema.WritesInputs() && kernel.cpu_graph == nullptr)
     TWINOP_RETURN_IF_ERROR(CopyWritten(kernel, context, inputs.tensors, outputs));
-  if (kernel.body != nullptr) return LaunchOn(kernel, context, &call);
+  if (kernel.cpu_graph != nullptr) return LaunchOn(kernel, context, &call);
   const Context device = ContextOf(kernel);
   call.context = &device;
   std::int64_t bytes = 0;

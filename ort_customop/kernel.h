@@ -5,7 +5,7 @@
 #include <string>
 
 #include "ort_customop/api.h"
-#include "ort_customop/body.h"
+#include "ort_customop/cpu_graph.h"
 
 namespace twinop::ort {
 
@@ -20,7 +20,7 @@ struct Kernel {
   std::int32_t device_index = 0;
   std::unique_ptr<AttributeStorage[]> storage;  // of the attributes
   std::string node;                             // its name in the model
-  std::unique_ptr<Body> body;                   // where the op has no launcher
+  std::unique_ptr<CpuGraph> cpu_graph;          // where the op has no launcher
 
   ~Kernel() {
     if (state != nullptr) op->record->destroy_state(state);

@@ -18,7 +18,7 @@ struct Op : OrtCustomOp {
   const Record* record;
   std::int32_t domain_version;
   bool on_cuda;
-  twinop_launch launch;  // null: the function body runs instead (body.h)
+  twinop_launch launch;  // null: a graph runs instead (cpu_graph.h)
   DType input_types[kMaxArguments];
   DType output_types[kMaxOutputs];
   const OrtApi* api;

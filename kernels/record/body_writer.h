@@ -14,31 +14,6 @@
 
 namespace twinop {
 
-inline Message IntAttribute(std::string_view name, std::int64_t value) {
-  Attribute attribute;
-  attribute.i = value;
-  return AttributeProto(name, Kind::kInt, attribute);
-}
-
-inline Message FloatAttribute(std::string_view name, double value) {
-  Attribute attribute;
-  attribute.f = value;
-  return AttributeProto(name, Kind::kFloat, attribute);
-}
-
-inline Message IntsAttribute(std::string_view name, std::initializer_list<std::int64_t> values) {
-  Attribute attribute;
-  attribute.ints = values.begin();
-  attribute.count = values.size();
-  return AttributeProto(name, Kind::kIntList, attribute);
-}
-
-inline Message TextAttribute(std::string_view name, std::string_view value) {
-  Attribute attribute;
-  attribute.set_text(value);
-  return AttributeProto(name, Kind::kString, attribute);
-}
-
 // A graph under construction, of standard operators, ONNX Runtime's MatMulNBits, and ops of
 // twinop's own library. 16-bit inputs are computed in fp32.
 class BodyWriter {
@@ -83,18 +58,18 @@ class BodyWriter {
   const std::string* Finish(std::string_view value) {
     if (is_narrow_) value = Cast(value, dtype_);
     AddNode("Identity", {value}, {"y"}, {});
-    graph_.Add(kGraphName, "body");
-    graph_.Add(kGraphOutput, ValueProto("y", dtype_));
+    graph_.Add(GraphField::kName, "body");
+    graph_.Add(GraphField::kOutput, ValueProto("y", dtype_));
     enum : unsigned { kDomainOfOpset = 1, kVersionOfOpset = 2 };
     Message model;
-    model.AddInt(kModelIrVersion, 10);
+    model.AddInt(ModelField::kIrVersion, 10);
     for (const char* domain : {"", kOwnDomain, kMicrosoft}) {
       Message opset;
       opset.Add(kDomainOfOpset, domain);
       opset.AddInt(kVersionOfOpset, *domain == '\0' ? 20 : 1);
-      model.Add(kModelOpset, opset);
+      model.Add(ModelField::kOpset, opset);
     }
-    model.Add(kModelGraph, graph_);
+    model.Add(ModelField::kGraph, graph_);
     static std::mutex mutex;
     static auto& models = *new std::set<std::string>;
     const std::lock_guard<std::mutex> lock(mutex);
@@ -112,7 +87,7 @@ class BodyWriter {
     const std::string_view domain = op.substr(0, 6) == "Custom" ? kOwnDomain
                                     : op == "MatMulNBits"       ? kMicrosoft
                                                                 : "";
-    graph_.Add(kGraphNode, NodeProto(op, domain, inputs, outputs, attributes));
+    graph_.Add(GraphField::kNode, NodeProto(op, domain, inputs, outputs, attributes));
   }
 
   static constexpr const char* kOwnDomain = "custom_domain";

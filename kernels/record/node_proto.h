@@ -2,12 +2,12 @@
 // read as one that has the fields of both, so bytes behind a model add to its graph.
 #pragma once
 
-#include <cstring>
+#include <cstdint>
 #include <string>
 #include <string_view>
 #include <vector>
 
-#include "twinop/record/record.h"
+#include "twinop/record/call.h"
 
 namespace twinop {
 
@@ -36,25 +36,43 @@ struct Message {
   void Add(unsigned field, const Message& message) { Add(field, message.bytes); }
 };
 
-inline Message AttributeProto(std::string_view name, Kind kind, const Attribute& value) {
-  enum : unsigned { kName = 1, kF = 2, kI = 3, kS = 4, kInts = 8, kType = 20 };
-  enum { kFloatType = 1, kIntType = 2, kStringType = 3, kIntsType = 7 };
-  Message message;
-  message.Add(kName, name);
-  if (kind == Kind::kFloat) {
-    message.AddInt(kType, kFloatType);
-    message.AddFloat(kF, static_cast<float>(value.f));
-  } else if (kind == Kind::kString) {
-    message.AddInt(kType, kStringType);
-    message.Add(kS, value.text());
-  } else if (kind == Kind::kIntList) {
-    message.AddInt(kType, kIntsType);
-    for (std::size_t i = 0; i < value.count; ++i) message.AddInt(kInts, value.ints[i]);
-  } else {  // bool is an int in ONNX
-    message.AddInt(kType, kIntType);
-    message.AddInt(kI, value.i);
-  }
-  return message;
+// Numbers of fields.
+struct ModelField {
+  enum : unsigned { kIrVersion = 1, kGraph = 7, kOpset = 8 };
+};
+struct GraphField {
+  enum : unsigned { kNode = 1, kName = 2, kInitializer = 5, kInput = 11, kOutput = 12 };
+};
+struct AttributeField {
+  enum : unsigned { kName = 1, kFloat = 2, kInt = 3, kText = 4, kInts = 8, kType = 20 };
+};
+
+// An attribute without a value. Its type is a number of AttributeProto.AttributeType.
+inline Message AttributeOfType(std::string_view name, int type) {
+  Message attribute;
+  attribute.Add(AttributeField::kName, name);
+  attribute.AddInt(AttributeField::kType, type);
+  return attribute;
+}
+inline Message FloatAttribute(std::string_view name, double value) {
+  Message attribute = AttributeOfType(name, 1);
+  attribute.AddFloat(AttributeField::kFloat, static_cast<float>(value));
+  return attribute;
+}
+inline Message IntAttribute(std::string_view name, std::int64_t value) {
+  Message attribute = AttributeOfType(name, 2);
+  attribute.AddInt(AttributeField::kInt, value);
+  return attribute;
+}
+inline Message TextAttribute(std::string_view name, std::string_view value) {
+  Message attribute = AttributeOfType(name, 3);
+  attribute.Add(AttributeField::kText, value);
+  return attribute;
+}
+inline Message IntsAttribute(std::string_view name, const std::vector<std::int64_t>& values) {
+  Message attribute = AttributeOfType(name, 7);
+  for (const std::int64_t value : values) attribute.AddInt(AttributeField::kInts, value);
+  return attribute;
 }
 
 inline Message NodeProto(std::string_view op, std::string_view domain,
@@ -69,38 +87,6 @@ inline Message NodeProto(std::string_view op, std::string_view domain,
   node.Add(kDomain, domain);
   for (const Message& attribute : attributes) node.Add(kAttribute, attribute);
   return node;
-}
-
-enum : unsigned {  // fields of GraphProto and ModelProto
-  kGraphNode = 1,
-  kGraphName = 2,
-  kGraphInitializer = 5,
-  kGraphInput = 11,
-  kGraphOutput = 12,
-  kModelIrVersion = 1,
-  kModelGraph = 7,
-  kModelOpset = 8
-};
-
-// The model whose graph has the op's node. The tensors have the schema's names.
-inline std::string ModelOfNode(const Record& record, const Tensor* inputs,
-                               const Attribute* values) {
-  const Schema& schema = record.schema;
-  std::vector<std::string_view> given, outputs;
-  std::vector<Message> attributes;
-  for (std::size_t i = 0; i < schema.input_count; ++i)
-    given.push_back(inputs[i].present ? schema.input(i).name.view() : "");
-  for (std::size_t i = 0; i < schema.output_count; ++i) outputs.push_back(schema.outputs[i].view());
-  for (std::size_t i = 0; i < schema.attribute_count; ++i) {
-    const Argument& argument = schema.attribute(i);
-    attributes.push_back(AttributeProto(argument.name.view(), argument.kind, values[i]));
-  }
-  Message graph;
-  graph.Add(kGraphNode,
-            NodeProto(schema.onnx_name.view(), record.domain, given, outputs, attributes));
-  Message model;
-  model.Add(kModelGraph, graph);
-  return model.bytes;
 }
 
 // An input or output of a graph, of any shape.

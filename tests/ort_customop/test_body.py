@@ -168,6 +168,29 @@ def test_no_output_takes_the_memory_of_an_input(tmp_path: Path) -> None:
     assert again.tolist() == [[2] * 3] * 2 and total.tolist() == [3, 3]
 
 
+@pytest.mark.parametrize("size", [1000, 2**18], ids=["whole", "in pieces"])
+def test_a_user_binds_an_output_to_the_memory_of_an_input(size: int, tmp_path: Path) -> None:
+    record = replace(
+        RECORDS["double_and_sum"],
+        layout="elementwise",
+        shapes="doubled = x; total = x",
+        in_place="doubled = x",
+    )
+    nodes_of_body = "doubled = Add(x, x) zero = Sub(doubled, doubled) total = Add(x, zero)"
+    body = BodyOp(record, {"b": wrapped(nodes_of_body, "CustomDoubleAndSum", "doubled, total")})
+    values = dict.fromkeys(("doubled", "total"), ("float32", ("n",)))
+    model = graph([custom(record, ["x"], list(values))], {"x": ("float32", ("n",))}, values)
+    x, total = np.arange(size, dtype=np.float32), np.empty(size, np.float32)
+    opened = session(model, body_library(tmp_path, [body]))
+    binding = opened.io_binding()
+    binding.bind_input("x", "cpu", 0, x.dtype, x.shape, x.ctypes.data)
+    for name, array in (("doubled", x), ("total", total)):
+        binding.bind_output(name, "cpu", 0, x.dtype, x.shape, array.ctypes.data)
+    opened.run_with_iobinding(binding)
+    np.testing.assert_array_equal(total, np.arange(size))
+    np.testing.assert_array_equal(x, 2 * total)
+
+
 def test_a_body_without_a_model_for_a_call(tmp_path: Path) -> None:
     record = RECORDS["layer_norm"]
     path = body_library(tmp_path, [body_op(record, [["x"]])])
