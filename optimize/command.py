@@ -104,12 +104,11 @@ class Options:
 def main(**given: Any) -> None:
     """Optimise an ONNX file for ONNX Runtime.
 
-    Matrix products are fused with their biases and activations; attention, norms and gates
-    become one node each. The result is compared with the original before it is kept; what
-    was not compared is named. Of a model with more than 256 MiB of weights each layer runs,
-    layers of each kind are compared with more inputs, and each byte is compared with the
-    source. Memory is needed for one such layer, or the largest weight, not for the model;
-    --dry-run shows how much.
+    Fuses matmuls with their biases and activations, and attention, norms and gates into one
+    node each. Compares the outputs with the original's before it keeps the file, and names
+    what was not compared. In a model with more than 256 MiB of weights every layer runs, one
+    layer of each kind is compared on more inputs, and every byte is compared with the source.
+    Peak memory is that of one such layer, or of the largest weight; --dry-run shows it.
 
     Examples:
 
