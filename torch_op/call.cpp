@@ -161,26 +161,25 @@ void CheckRepeated(const Record& record, const Arguments& arguments) {
 // does for ops without a kernel.
 void CheckWritten(const Record& record, const Arguments& arguments) {
   const Schema& schema = record.schema;
-  const auto range_of = [&](std::size_t i) {
-    const TorchTensor& tensor = *arguments.tensors[i];
-    return RangeOf(arguments.views[i], tensor.strides().data(), tensor.const_data_ptr());
-  };
+  std::vector<Tensor> views = arguments.views;
+  for (std::size_t i = 0; i < views.size(); ++i) {
+    if (!arguments.tensors[i]) continue;
+    views[i].strides = arguments.tensors[i]->strides().data();
+    views[i].data = const_cast<void*>(arguments.tensors[i]->const_data_ptr());
+  }
   for (std::size_t i = 0; i < schema.input_count; ++i) {
     if (schema.input(i).alias == '\0') continue;
-    const std::string written(schema.input(i).name.view());
-    const Range range = range_of(i);
-    if (range.may_overlap)
+    const std::string written = InputName(schema, i) + " is written, and ";
+    if (OverlapsItself(views[i]))
       Refuse(record, arguments,
              written +
-                 " is written, and elements of it share their memory, as after "
-                 "expand(); pass a tensor of its own: .clone()");
-    for (std::size_t k = 0; k < arguments.tensors.size(); ++k) {
-      if (k == i || !arguments.tensors[k]) continue;
-      if (!LieApart(range, range_of(k)))
+                 "elements of it share their memory, as after expand(); pass a tensor of its "
+                 "own: .clone()");
+    for (std::size_t k = 0; k < views.size(); ++k)
+      if (k != i && views[k].present && !LieApart(views[i], views[k]))
         Refuse(record, arguments,
-               written + " is written, and shares its memory with " + InputName(schema, k) +
+               written + "shares its memory with " + InputName(schema, k) +
                    "; pass a copy of one of them: .clone()");
-    }
   }
 }
 

@@ -1,6 +1,10 @@
 // Tests of strides, and the strides of outputs.
 #pragma once
 
+#include <algorithm>
+#include <limits>
+#include <utility>
+
 #include "twinop/record/record.h"
 
 namespace twinop::torch_op {
@@ -38,59 +42,51 @@ inline bool IsDense(const Tensor& view, const std::int64_t* strides) {
   return true;
 }
 
-// The memory of a tensor.
-struct Range {
-  const char *begin, *end;
-  const Tensor* view;
-  const std::int64_t* strides;
-  bool may_overlap = false;  // two elements
-};
-
-inline Range RangeOf(const Tensor& view, const std::int64_t* strides, const void* data) {
-  const auto* begin = static_cast<const char*>(data);
-  if (view.numel == 0) return {begin, begin, &view, strides};
-  bool may_overlap = false, used[kMaxRank] = {};
-  std::int64_t last = 0;  // element of the dimensions so far, from the smallest stride on
-  for (std::size_t step = 0; step < view.rank; ++step) {
-    std::size_t next = view.rank;
-    for (std::size_t i = 0; i < view.rank; ++i)
-      if (!used[i] && view.sizes[i] > 1 && (next == view.rank || strides[i] < strides[next]))
-        next = i;
-    if (next == view.rank) break;
-    used[next] = true;
-    may_overlap = may_overlap || strides[next] <= last;
-    last += (view.sizes[next] - 1) * strides[next];
+// Whether two elements of a tensor may share memory.
+inline bool OverlapsItself(const Tensor& tensor) {
+  std::pair<std::int64_t, std::int64_t> dimensions[kMaxRank];  // strides and sizes
+  for (std::size_t i = 0; i < tensor.rank; ++i)
+    dimensions[i] = {tensor.strides[i], tensor.sizes[i]};
+  std::sort(dimensions, dimensions + tensor.rank);
+  std::int64_t last = 0;  // element of the dimensions so far
+  for (std::size_t i = 0; i < tensor.rank; ++i) {
+    const auto [stride, size] = dimensions[i];
+    if (size > 1 && stride <= last) return tensor.numel > 0;
+    last += (size - 1) * stride;
   }
-  const auto size = static_cast<std::int64_t>(Info(view.dtype).size);
-  return {begin, begin + (last + 1) * size, &view, strides, may_overlap};
+  return false;
 }
 
-// The bytes that a tensor covers of each `step` bytes from its begin on, where all strides from
-// `step` on are multiples of it; else -1.
-inline std::int64_t BytesOfStep(const Range& range, std::int64_t step) {
-  const auto size = static_cast<std::int64_t>(Info(range.view->dtype).size);
+// The bytes that a tensor covers of each `step` bytes from its begin on, or -1 where a larger
+// stride is no multiple of `step`.
+inline std::int64_t CoveredBytes(const Tensor& tensor, std::int64_t step) {
+  const auto size = static_cast<std::int64_t>(Info(tensor.dtype).size);
   std::int64_t covered = size;
-  for (std::size_t i = 0; i < range.view->rank; ++i) {
-    const std::int64_t stride = range.strides[i] * size;
-    if (range.view->sizes[i] <= 1) continue;
+  for (std::size_t i = 0; i < tensor.rank; ++i) {
+    const std::int64_t stride = tensor.strides[i] * size;
+    if (tensor.sizes[i] <= 1) continue;
     if (stride >= step && stride % step != 0) return -1;
-    if (stride < step) covered += (range.view->sizes[i] - 1) * stride;
+    if (stride < step) covered += (tensor.sizes[i] - 1) * stride;
   }
   return covered;
 }
 
-// Whether no element of two tensors shares memory: their ranges lie apart, or, as those of the
-// halves kv[:, 0] and kv[:, 1], what they cover of each stride does.
-inline bool LieApart(const Range& a, const Range& b) {
-  if (a.end <= b.begin || b.end <= a.begin) return true;
-  for (const Range* range : {&a, &b})
-    for (std::size_t i = 0; i < range->view->rank; ++i) {
-      if (range->view->sizes[i] <= 1 || range->strides[i] == 0) continue;
+// Whether no element of two tensors shares memory: they lie behind each other, or, as the halves
+// kv[:, 0] and kv[:, 1], what they cover of each stride does.
+inline bool LieApart(const Tensor& a, const Tensor& b) {
+  constexpr std::int64_t kAll = std::numeric_limits<std::int64_t>::max();
+  const std::int64_t behind = b.as<char>() - a.as<char>();
+  if (a.numel == 0 || b.numel == 0 || behind >= CoveredBytes(a, kAll) ||
+      -behind >= CoveredBytes(b, kAll))
+    return true;
+  for (const Tensor* tensor : {&a, &b})
+    for (std::size_t i = 0; i < tensor->rank; ++i) {
+      if (tensor->sizes[i] <= 1 || tensor->strides[i] == 0) continue;
       const std::int64_t step =
-          range->strides[i] * static_cast<std::int64_t>(Info(range->view->dtype).size);
-      const std::int64_t of_a = BytesOfStep(a, step), of_b = BytesOfStep(b, step);
-      const std::int64_t behind = ((b.begin - a.begin) % step + step) % step;
-      if (of_a >= 0 && of_b >= 0 && of_a <= behind && behind + of_b <= step) return true;
+          tensor->strides[i] * static_cast<std::int64_t>(Info(tensor->dtype).size);
+      const std::int64_t of_a = CoveredBytes(a, step), of_b = CoveredBytes(b, step);
+      const std::int64_t offset = (behind % step + step) % step;
+      if (of_a >= 0 && of_b >= 0 && of_a <= offset && offset + of_b <= step) return true;
     }
   return false;
 }
