@@ -14,7 +14,7 @@ from twinop.record.op_spec import DOMAIN, OpSpec
 from .arguments import bind, completion_of, empty_list_error, numbers_as_tensors, signature_of, tensors_of
 from .formulas import Formulas
 from .forward_mode import tangents_of
-from .rules import narrow
+from .rules import as_tuple, narrow
 
 
 def make_function(
@@ -64,8 +64,7 @@ def make_function(
         @staticmethod
         def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
             arguments = named(inputs)
-            outputs = output if isinstance(output, tuple) else (output,)
-            results = dict(zip(record.outputs, outputs, strict=True))
+            results = dict(zip(record.outputs, as_tuple(output), strict=True))
             ctx.attributes = {entry.name: narrow(arguments[entry.name]) for entry in record.attributes}
             ctx.shapes = {
                 name: None if arguments[name] is None else SimpleNamespace(shape=arguments[name].shape)

@@ -24,6 +24,8 @@ from twinop.libraries.declare import DERIVATIVES, SECOND_DERIVATIVES
 from twinop.record.op_spec import Gradient, OpSpec
 from twinop.record.record_checks import names_in
 
+from .rules import as_tuple, widened
+
 Functions = Mapping[str, Callable[..., Any]]
 
 
@@ -149,8 +151,7 @@ def _given(record: OpSpec, function: Callable[..., Any]) -> _Formula:
     used = set(inspect.signature(function).parameters)
 
     def compute(scope: dict[str, Any]) -> Any:
-        result = function(**{name: scope[name] for name in used})
-        results = tuple(result) if isinstance(result, list | tuple) else (result,)
+        results = as_tuple(function(**{name: scope[name] for name in used}))
         if len(results) != len(names):
             raise RecordError(
                 f"{record.qualified_name}: its backward returned {len(results)} gradients; expected one for "
@@ -201,15 +202,10 @@ def in_torch_of_call(
     fixed = {name: scope[name] for name in used if name not in given}
 
     def outputs_of(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        wide = {name: _wide(tensor) for name, tensor in tensors.items()}
+        wide = {name: widened(tensor) for name, tensor in tensors.items()}
         outputs = function(**fixed, **wide)
         if isinstance(outputs, dict):
             return outputs
-        results = tuple(outputs) if isinstance(outputs, list | tuple) else (outputs,)
-        return dict(zip(record.outputs, results, strict=True))
+        return dict(zip(record.outputs, as_tuple(outputs), strict=True))
 
     return outputs_of, given
-
-
-def _wide(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.float() if tensor.dtype.itemsize == 2 else tensor

@@ -420,14 +420,6 @@ def run_body(
     Raises:
         RecordError: the function gives other shapes than those of the outputs.
     """
-
-    def widened(given: Any) -> Any:
-        if isinstance(given, (list, tuple)):
-            return [widened(each) for each in given]
-        return (
-            given.float() if given is not None and given.is_floating_point() and given.itemsize < 4 else given
-        )
-
     given = {name: narrow(value) for name, value in attributes.items()}
     results = as_tuple(CPU_FUNCTIONS[record.key](*map(widened, inputs), **given))
     if not len(results) == len(outputs) == len(record.outputs):
@@ -446,6 +438,13 @@ def run_body(
     for output, result in zip(outputs, results, strict=True):
         output.copy_(_stored(result, output.dtype))
     return tuple(outputs)
+
+
+def widened(value: Any) -> Any:
+    """Returns a tensor, or the tensors of a list, in at least fp32 where they are floating."""
+    if isinstance(value, (list, tuple)):
+        return [widened(each) for each in value]
+    return value.float() if value is not None and value.is_floating_point() and value.itemsize < 4 else value
 
 
 def _stored(result: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
