@@ -24,7 +24,12 @@ from functools import cache
 from pathlib import Path
 from typing import Any, TextIO
 
-IMPORTED = ("torch._dynamo", "torch.onnx._internal.exporter._core", "onnxscript", "onnx_ir")
+IMPORTED = (
+    "torch._dynamo", "torch._functorch.aot_autograd", "torch._decomp.decompositions_for_jvp",
+    "torch.export._trace", "torch.distributed.tensor.experimental", "torch.onnx._internal.exporter._core",
+    "onnxscript.function_libs.torch_lib.ops", "onnx_ir", "onnxruntime", "pytest", "typer.main",
+    "typer._adapters", "rich.table", "rich.progress",
+)  # fmt: skip
 
 
 class _Server:
