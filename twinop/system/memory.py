@@ -10,18 +10,26 @@ _V2 = ("memory.max", "memory.current", "inactive_file")
 
 
 def tree_bytes(process: int | None = None) -> int:
-    """Returns the memory of a process, by default this one, and of those below it, without mapped files."""
-    children, stacks = dict[int, list[int]](), dict[int, str]()
+    """Returns the memory of a process, by default this one, and of those below it, without mapped files.
+
+    Pages that a forked child shares with its parent count once.
+    """
+    children = dict[int, list[int]]()
     for entry in filter(str.isdigit, os.listdir("/proc")):
         with suppress(OSError):  # it has ended
             fields = Path("/proc", entry, "stat").read_text().rpartition(")")[2].split()
             children.setdefault(int(fields[1]), []).append(int(entry))
-            stacks[int(entry)] = fields[25]
     found = [process or os.getpid()]
     for each in found:
-        # A child with its parent's stack has not begun its program yet: its memory is its parent's.
-        found += (child for child in children.get(each, ()) if stacks[child] != stacks.get(each))
-    return sum(_fields(Path(f"/proc/{each}/status")).get("RssAnon:", 0) * 1024 for each in found)
+        found += children.get(each, ())
+    return sum(map(_bytes_of, found))
+
+
+def _bytes_of(process: int) -> int:
+    shared = _fields(Path(f"/proc/{process}/smaps_rollup"))
+    if "Pss_Anon:" not in shared:  # before Linux 5.2: shared pages count in each process
+        return _fields(Path(f"/proc/{process}/status")).get("RssAnon:", 0) * 1024
+    return (shared["Pss_Anon:"] + shared["Pss_Shmem:"]) * 1024
 
 
 def free_bytes(root: Path = Path("/")) -> int:
