@@ -243,6 +243,11 @@ def packed(tensor: ir.TensorProtocol, shape: Sequence[int]) -> ir.TensorProtocol
     return _made("packed", [tensor], (), ir.DataType.UINT8, shape)
 
 
+def dequantized(parts: Sequence[ir.TensorProtocol], axis: int, block: int) -> ir.TensorProtocol:
+    """Computes DequantizeLinear of integers, their scales and any zero points, in blocks along an axis."""
+    return _made("dequantized", parts, (axis, block), parts[1].dtype, sizes(parts[0]))
+
+
 def nudged(tensor: ir.TensorProtocol, by: float) -> ir.TensorProtocol:
     """Changes the last bits of half of the numbers in fp32, the same ones each time."""
     return _made("nudged", [tensor], (by,), tensor.dtype, sizes(tensor))
@@ -462,6 +467,20 @@ def _read_packed(recipe: Recipe, window: Window) -> np.ndarray:
     return values.reshape(-1, *recipe._shape[1:])[place]
 
 
+def _read_dequantized(recipe: Recipe, window: Window) -> np.ndarray:
+    axis, block = recipe.parameters
+    (start, stop), blocks = window[axis], [*window]
+    blocks[axis] = start // block, -(-stop // block)
+    found = read(recipe.sources[0], window).astype(np.float32)
+    of_block = np.arange(start, stop) // block - blocks[axis][0]
+    scales, *zeros = (
+        read(each, blocks).astype(np.float32).take(of_block, axis) for each in recipe.sources[1:]
+    )
+    for each in zeros:
+        found -= each
+    return narrow(found * scales, recipe.dtype)
+
+
 def _read_node(recipe: Recipe, window: Window) -> np.ndarray:
     serialized, opset = recipe.parameters
     proto = onnx.NodeProto.FromString(serialized)
@@ -483,7 +502,8 @@ _MOVES: dict[str, Callable[[Recipe, Window], np.ndarray]] = {
 }  # fmt: skip
 _READ = {
     **_MOVES, **dict.fromkeys(_ELEMENTWISE, _read_elementwise),
-    "cast": _read_cast, "nudged": _read_nudged, "node": _read_node, "packed": _read_packed,
+    "cast": _read_cast, "dequantized": _read_dequantized, "nudged": _read_nudged, "node": _read_node,
+    "packed": _read_packed,
 }  # fmt: skip
 
 

@@ -113,6 +113,14 @@ def fold_moves(model: ir.Model) -> None:
             found = weights.reshape(tensor, shape)
         elif node.op_type == "Identity":
             found = tensor
+        elif tensor.size * 4 <= MOST_BYTES:
+            pass  # a session computes it
+        elif node.op_type == "Cast":
+            found = weights.cast(tensor, ir.DataType(g.attribute(node, "to", 1)))
+        elif node.op_type == "DequantizeLinear":
+            given = [found for each in node.inputs if (found := _tensor(each)) is not None]
+            if (block := g.attribute(node, "block_size", 0)) and len(given) == len(node.inputs):
+                found = weights.dequantized(given, g.attribute(node, "axis", 1), block)
         if found is None or node.outputs[0].is_graph_output():
             continue
         name, sizes = f"{node.outputs[0].name} (constant)", ir.Shape(weights.sizes(found))

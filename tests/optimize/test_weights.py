@@ -106,6 +106,20 @@ def test_nudged_numbers_are_those_of_the_whole_array(store: Callable[..., Stored
     _check(weights.transpose(weights.nudged(store(array), 1e-6)), expected.T)
 
 
+@pytest.mark.parametrize("axis", [0, 1])
+@pytest.mark.parametrize("has_zeros", [True, False])
+def test_dequantised(store: Callable[..., Stored], axis: int, has_zeros: bool) -> None:
+    integers, sizes = RNG.integers(0, 16, (6, 8)).astype(np.uint8), (3, 8) if axis == 0 else (6, 4)
+    scales = RNG.standard_normal(sizes).astype(np.float16)
+    zeros = RNG.integers(0, 16, sizes).astype(np.uint8)
+    given = [store(integers, ir.DataType.UINT4), store(scales), store(zeros, ir.DataType.UINT4)]
+    less = zeros.repeat(2, axis).astype(np.float32) if has_zeros else 0
+    expected = ((integers - less) * scales.repeat(2, axis).astype(np.float32)).astype(np.float16)
+    tensor = weights.dequantized(given if has_zeros else given[:2], axis, 2)
+    _check(tensor, expected)
+    _check(weights.transpose(tensor), expected.T)
+
+
 def test_an_operator_is_computed_once_for_all_strips(
     store: Callable[..., Stored], monkeypatch: pytest.MonkeyPatch
 ) -> None:
