@@ -21,7 +21,8 @@ from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from typing import Any
 
-from twinop.errors import TwinopError, TwinopWarning, command_line, in_command, option
+from twinop.errors import LibraryError, TwinopError, TwinopWarning, command_line, in_command, option
+from twinop.libraries.library import find_library, read_library
 from twinop.system import python_child
 
 _PR_SET_PDEATHSIG = 1
@@ -154,6 +155,8 @@ def serve(parent: int) -> None:
     import onnxruntime  # noqa: F401  # before the first fork, so that no call pays for it
 
     onnx.defs.has("Relu")  # makes the table of operators
+    with suppress(LibraryError):
+        read_library(find_library("custom_ops"))  # keeps the records that it parses
 
     answers, server = os.fdopen(os.dup(1), "wb"), os.getpid()
     os.dup2(2, 1)  # keeps what models and ONNX Runtime print out of the answers
