@@ -17,6 +17,7 @@ import onnx_ir as ir
 import onnxruntime as ort
 import pytest
 import torch
+import warm_python
 from onnxscript.rewriter._matcher import SimplePatternMatcher
 from optimizing import nodes, optimized, parsed, types, weights
 
@@ -484,18 +485,10 @@ def test_a_limit_of_file_sizes_is_no_defect(command: str, kilobytes: int, tmp_pa
     (source / "genai_config.json").write_text('{"model": {"decoder": {"filename": "model.onnx"}}}')
     given = source if "genai" in command else source / "model.onnx"
     device = [] if command == "pack" else ["--device", "cpu"]
-    line = [
-        sys.executable,
-        "-m",
-        "twinop",
-        *command.split(),
-        str(given),
-        "-o",
-        str(tmp_path / "out"),
-        *device,
-    ]
-    limited = f'ulimit -f {kilobytes}; PYTHONDONTWRITEBYTECODE=1 exec "$@"'  # no cut .pyc
-    done = subprocess.run(["bash", "-c", limited, "x", *line], capture_output=True, text=True)
+    limit = f"resource.setrlimit(resource.RLIMIT_FSIZE, ({kilobytes << 10}, {kilobytes << 10}))"
+    code = f"import resource, sys\nsys.dont_write_bytecode = True\n{limit}\nfrom twinop.cli import app\napp()"
+    line = [*command.split(), given, "-o", tmp_path / "out", *device]
+    done = warm_python.run(["-c", code, *line])
     assert done.returncode == 1 and "cannot be written: " in done.stderr, done.stderr
     assert "File too large" in done.stderr and "defect" not in done.stdout + done.stderr
     assert [each.name for each in tmp_path.iterdir()] == ["in"]

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.torch_version import TorchVersion
+from user_ops import output_of
 
 import twinop
 from twinop import torch_op
@@ -104,6 +104,7 @@ def twice(x: torch.Tensor) -> torch.Tensor:
 
 
 def _rank(rank: int, file: str) -> None:
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     dist.init_process_group("gloo", init_method=f"file://{file}", rank=rank, world_size=2)
     try:
         mesh = dist.device_mesh.init_device_mesh("cpu", (2,))
@@ -158,5 +159,8 @@ def _rank(rank: int, file: str) -> None:
 
 @pytest.mark.skipif(not dist.is_available(), reason="torch without torch.distributed")
 def test_two_processes_compute_what_one_computes(tmp_path: Path) -> None:
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    mp.spawn(_rank, (str(tmp_path / "store"),), 2)
+    """Two processes that need not import torch: a process forks them, which has run nothing yet."""
+    rank = f"test_sharding._rank, ({str(tmp_path / 'store')!r},), 2"
+    code = f"import torch, test_sharding\ntorch.multiprocessing.start_processes({rank}, start_method='fork')"
+    here = Path(__file__).parent
+    output_of(code, tmp_path, here, here.parent / "helpers")
