@@ -154,9 +154,11 @@ def serve(parent: int) -> None:
     import onnx
     import onnxruntime  # noqa: F401  # before the first fork, so that no call pays for it
 
+    from .registration import copied
+
     onnx.defs.has("Relu")  # makes the table of operators
-    with suppress(LibraryError):
-        read_library(find_library("custom_ops"))  # keeps the records that it parses
+    with suppress(LibraryError):  # the copy and the records serve each run, as long as the file is the same
+        read_library(own := find_library("custom_ops"), copied(own).path)
 
     answers, server = os.fdopen(os.dup(1), "wb"), os.getpid()
     os.dup2(2, 1)  # keeps what models and ONNX Runtime print out of the answers

@@ -128,10 +128,7 @@ def sealed(path: Path) -> SealedLibrary:
     Raises:
         LibraryError: it cannot be read or copied, is damaged, or finds others relative to its own file.
     """
-    try:
-        copy = _copy(path, *_stamp(path.stat()))
-    except OSError as error:
-        raise LibraryError(f"{path}: cannot be read: {error.strerror}. Restore the file") from error
+    copy = copied(path)
     library = read_library(path, copy.path)
     warn_if_old(path)
     if found := relative_to_itself(copy.path):
@@ -141,6 +138,14 @@ def sealed(path: Path) -> SealedLibrary:
             "patchelf --set-rpath /opt/libraries"
         )
     return SealedLibrary(**vars(library), copy=copy)
+
+
+def copied(path: Path) -> SealedFile:
+    """Returns a copy of a library's file, the same one until the file changes."""
+    try:
+        return _copy(path, *_stamp(path.stat()))
+    except OSError as error:
+        raise LibraryError(f"{path}: cannot be read: {error.strerror}. Restore the file") from error
 
 
 def register(options: Any, library: SealedLibrary) -> None:
