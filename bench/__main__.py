@@ -18,16 +18,13 @@ from twinop.cli.console import clear_errors, err, program
 
 from . import Device, Output
 
+COMPILE_SECONDS = 200  # for torch.compile in all, divided among the ops
 TAKES = "with the default options this takes about 2 minutes on two CPU cores, 11 on an H200"
 
 
 def main(
-    ops: Annotated[
-        str | None, typer.Option(help="Ops to measure, such as gelu,softmax. Default: all.")
-    ] = None,
-    providers: Annotated[
-        str | None, typer.Option(help="Parts of providers' names, such as twinop,eager,ort. Default: all.")
-    ] = None,
+    ops: Annotated[str, typer.Option(help="Ops to measure, such as gelu,softmax. Default: all.")] = "",
+    providers: Annotated[str, typer.Option(help="Parts of names: twinop,eager,ort. Default: all.")] = "",
     library: Annotated[
         Path | None,
         typer.Option(
@@ -36,17 +33,12 @@ def main(
         ),
     ] = None,
     device: Device = "auto",
-    quick: Annotated[
-        bool, typer.Option("--quick", help="A quick look: bfloat16, few shapes, few runs.")
-    ] = False,
+    quick: Annotated[bool, typer.Option("--quick", help="A quick look: few shapes, few runs.")] = False,
     output: Output = None,
     compare: Annotated[
         Path | None,
         typer.Option(help="An older report. Exit code 1 if a cell of twinop's lost more than 3 %."),
     ] = None,
-    compile_seconds: Annotated[
-        int, typer.Option(help="Seconds for torch.compile in all, divided among the ops.", min=0)
-    ] = 200,
     threads: Annotated[int, typer.Option(help="CPU threads of ONNX Runtime and of torch.", min=1)] = 2,
 ) -> None:
     """Measure every op beside torch's, ONNX Runtime's own and a plain copy: tables here, files and a plot.
@@ -67,48 +59,32 @@ def main(
 
         twinop bench
 
-        twinop bench --ops gelu,softmax --quick --output /tmp/report
-
-        twinop bench --ops rms_norm --providers twinop,eager
+        twinop bench --ops gelu,softmax --providers twinop,eager --quick --output /tmp/report
 
         twinop bench --library build/libmish.so
     """
     err.print(TAKES, soft_wrap=True)
     with clear_errors():
-        import torch
-
         from .cases import cases_of, choose
-        from .figures import draw_ops
-        from .measure import Machine
-        from .measurements import Measurements, choose_device, read
+        from .measurements import measuring, read
         from .providers import Providers
-        from .tables import is_slower, show
-        from .timing import timer_on
+        from .report import draw, is_slower, show
 
-        where = choose_device(device)
         entries = choose(ops, library or project_here())
         wanted = [part.strip() for part in providers.split(",")] if providers else None
         old = read(compare, "ops") if compare else None
-        rounds, seconds = (7, 0.2) if quick else (15, 1.0)
-        if where.type == "cpu":
-            rounds = 51 if quick else 1001
-            torch.set_num_threads(threads)
-        measured = Measurements("ops", where, output, quick)
-        with torch.no_grad(), timer_on(where) as timer:
-            who = Providers(where, timer.stream if timer is not None else None, threads, wanted)
-            machine = Machine(who, timer, rounds=rounds, seconds=seconds)
+        with measuring("ops", device, output, quick, threads) as (measured, where, timer):
+            rounds = 1001 if timer is None else 7 if quick else 15
+            who = Providers(where, timer, threads, wanted, rounds, seconds=0.2 if quick else 1.0)
             for name, entry in entries.items():
-                who.compile_seconds = compile_seconds / len(entries)
+                who.compile_seconds = COMPILE_SECONDS / len(entries)
                 started = time.monotonic()
                 cells = cases_of(name, entry, where.type, quick=quick)
                 for case in cells:
-                    measured.add(machine.line(case, entry))
-                who.close()
-                if timer is not None:
-                    torch.cuda.empty_cache()
+                    measured.add(who.line(case))
                 err.print(f"{name}: {len(cells)} cells, {time.monotonic() - started:.0f} s")
         show(measured.lines)
-        draw_ops(read(measured.path), measured.path.with_suffix(""))
+        draw(read(measured.path), measured.path.with_name(f"{measured.path.stem}-overview.png"))
         if old is not None and is_slower(old, measured.lines):
             raise typer.Exit(1)
 

@@ -25,55 +25,50 @@ from .measurements import BenchError, chosen
 from .timing import Run
 
 FORWARD, BACKWARD = "forward", "backward"
-DTYPES = ("bfloat16", "float16", "float32")
-
-ROWS = "rows"
-
-SIZES = tuple(1 << exponent for exponent in (28, 27, 26, 25, 24))
-# Rows x columns.
-BACKWARD_SHAPES = ((32768, 4096), (32768, 1024), (8192, 16384), (16384, 11008))
-SHAPES = (*BACKWARD_SHAPES, (4096, 65536), (32768, 4095), (32768, 5120))
-CPU_SIZES = (1 << 16, 1 << 20, 1 << 24)
-CPU_SHAPES = ((64, 1024), (512, 4096), (256, 16384))
-
-QUICK_SIZES = (1 << 28, 1 << 24)
-QUICK_SHAPES = (*BACKWARD_SHAPES[:3], (4096, 65536))
+ROWS, ELEMENTWISE = "rows", "elementwise"
+ROW_SHAPES = ((32768, 4096), (32768, 1024), (8192, 16384), (16384, 11008))  # rows x columns
+SHAPES = {  # the most important first
+    ("cuda", ROWS): (*ROW_SHAPES, (4096, 65536), (32768, 4095), (32768, 5120)),
+    ("cuda", ELEMENTWISE): tuple((1 << exponent,) for exponent in (28, 26, 27, 25, 24)),
+    ("cpu", ROWS): ((512, 4096), (64, 1024), (256, 16384)),
+    ("cpu", ELEMENTWISE): tuple((1 << exponent,) for exponent in (20, 16, 24)),
+}
+BACKWARD_SHAPES = {ROWS: len(ROW_SHAPES), ELEMENTWISE: 2}  # how many
 
 
 @dataclass(frozen=True)
 class Case:
     """One cell to measure: an op on one shape and dtype. `shape` is the shape of the first output."""
 
-    entry: str
-    family: str
+    name: str
+    entry: Entry
     dtype: str
     shape: tuple[int, ...]
     direction: str = FORWARD
 
     @property
-    def torch_dtype(self) -> torch.dtype:
-        return torch_dtype(self.dtype)
+    def record(self) -> OpSpec:
+        return torch_op.records()[self.entry.op]
 
-    @property
-    def shape_name(self) -> str:
-        elements, exponent = self.shape[0], self.shape[0].bit_length() - 1
-        is_power = len(self.shape) == 1 and elements == 1 << exponent
-        return f"2^{exponent}" if is_power else "x".join(map(str, self.shape))
-
-    def label(self) -> dict[str, Any]:
+    def label(self) -> dict[str, str]:
         """Returns the fields that name this cell in a file."""
-        same = ("family", "direction", "dtype")
-        names = {"op": self.entry, "shape": self.shape_name}
-        return {name: getattr(self, name) for name in same} | names
+        exponent = self.shape[0].bit_length() - 1
+        return {
+            "family": family_of(self.record),
+            "direction": self.direction,
+            "dtype": self.dtype,
+            "op": self.name,
+            "shape": f"2^{exponent}" if self.shape == (1 << exponent,) else "x".join(map(str, self.shape)),
+        }
 
 
 def family_of(record: OpSpec) -> str:
     """Returns whether an op is row-wise or elementwise. swiglu counts as row-wise: a layer has rows."""
-    return ROWS if not record.is_elementwise or "swiglu" in record.name else "elementwise"
+    return ROWS if not record.is_elementwise or "swiglu" in record.name else ELEMENTWISE
 
 
-def choose(names: str | None, library: Path | None = None) -> dict[str, Entry]:
-    """Returns the entries with these comma-separated names, or all entries of the built ops.
+def choose(names: str, library: Path | None = None) -> dict[str, Entry]:
+    """Returns the entries with these comma-separated names, or without names all of the built ops.
 
     Args:
         library: instead of twinop's ops, those of this library, Python file of an op, or project.
@@ -82,14 +77,13 @@ def choose(names: str | None, library: Path | None = None) -> dict[str, Entry]:
         BenchError: a name is unknown, or its op is not in the built libraries.
     """
     built = built_entries() if library is None else entries_of(library)
-    return built if names is None else {name: built[name] for name in chosen("--ops", names, list(built))}
+    return {name: built[name] for name in chosen("--ops", names, list(built))} if names else built
 
 
 def built_entries() -> dict[str, Entry]:
     """Returns the entries of the built ops.
 
-    An elementwise or row-wise op of floats that `ENTRIES` does not name has an entry derived from
-    its record.
+    Ops of floats, elementwise or row-wise, that `ENTRIES` does not name have one derived from their record.
     """
     records = torch_op.records()
     found = {name: entry for name, entry in ENTRIES.items() if entry.op in records}
@@ -133,49 +127,20 @@ def entries_of(target: Path) -> dict[str, Entry]:
 
 def cases_of(name: str, entry: Entry, device: str, *, quick: bool = False) -> list[Case]:
     """Returns the cells of an op, the most important first. On a CPU backward is that of a user's ops."""
-    record = torch_op.records()[entry.op]
+    record, on_cpu = torch_op.records()[entry.op], device == "cpu"
     family = family_of(record)
-    rows, on_cpu = family == ROWS, device == "cpu"
-    of_rows = CPU_SHAPES if on_cpu else QUICK_SHAPES if quick else SHAPES
-    sizes = CPU_SIZES if on_cpu else QUICK_SIZES if quick else SIZES
-    shapes: Sequence[tuple[int, ...]] = of_rows if rows else [(size,) for size in sizes]
-    back: Sequence[tuple[int, ...]] = BACKWARD_SHAPES if rows else [(1 << 28,), (1 << 26,)]
-    if on_cpu:
-        shapes = shapes[1:2] if quick else shapes
-        back = shapes if entry.library is not None else []
-    dtypes = ("float32",) if on_cpu else DTYPES[:1] if quick else DTYPES
-    cases = [Case(name, family, dtype, shape) for dtype in dtypes for shape in shapes]
-    if entry.backward:
-        back = back[:1] if quick else back
-        cases += [Case(name, family, dtype, shape, BACKWARD) for dtype in dtypes for shape in back]
+    shapes: Sequence[tuple[int, ...]] = SHAPES[device, family]
+    back = shapes if on_cpu else shapes[: BACKWARD_SHAPES[family]]
+    if not entry.backward or (on_cpu and entry.library is None):
+        back = ()
+    dtypes: tuple[str, ...] = ("float32",) if on_cpu else ("bfloat16", "float16", "float32")
     if entry.library is not None:
         taken = {c[record.inputs[0].name] for c in record.combinations}
-        cases = [case for case in cases if case.dtype in taken]
-    return cases
-
-
-# ------------------------------------------------------------------------------------------- tensors
-
-
-def make_inputs(case: Case, entry: Entry, device: torch.device) -> dict[str, Tensor]:
-    """Draws inputs by name from the normal distribution; weights lie around one, as trained ones do.
-
-    Where the record of an op that is not twinop's does not say what inputs fit, its module gives them.
-    """
-    record = torch_op.records()[entry.op]
-    if entry.library is not None and why_not_derived(record):
-        dtypes = next(c for c in record.combinations if c[record.inputs[0].name] == case.dtype)
-        given = make_sample(record, dtypes, case.shape).tensors()
-        return {name: tensor.to(device) for name, tensor in given.items()}
-    first = (*case.shape[:-1], 2 * case.shape[-1]) if entry.op == "swiglu_packed" else case.shape
-    shapes = input_shapes(record, first, entry.attributes)
-    inputs = {}
-    for name in entry.input_names:
-        tensor = torch.randn(shapes[name], dtype=case.torch_dtype, device=device)
-        if name == "weight":
-            tensor = 1 + tensor / 8
-        inputs[name] = tensor.abs() + 0.01 if name in entry.positive else tensor
-    return inputs
+        dtypes = tuple(dtype for dtype in dtypes if dtype in taken)
+    if quick:
+        shapes, back, dtypes = shapes[: 1 if on_cpu else 2], back[:1], dtypes[:1]
+    ways = ((FORWARD, shapes), (BACKWARD, back))
+    return [Case(name, entry, dtype, shape, way) for way, each in ways for dtype in dtypes for shape in each]
 
 
 @dataclass
@@ -184,50 +149,70 @@ class Sample:
 
     Attributes:
         inputs: by name.
-        outputs: the outputs to overwrite, or the gradients that backward starts from.
+        outputs: by name, to be overwritten; or the gradients that backward starts from.
     """
 
     case: Case
-    entry: Entry
     inputs: dict[str, Tensor]
-    outputs: tuple[Tensor, ...]
+    outputs: dict[str, Tensor]
 
     @classmethod
-    def drawn(cls, case: Case, entry: Entry, device: torch.device) -> "Sample":
+    def drawn(cls, case: Case, device: torch.device) -> "Sample":
         """Draws random tensors."""
-        record, inputs = torch_op.records()[entry.op], make_inputs(case, entry, device)
+        record, inputs = case.record, _draw_inputs(case, device)
         given = {
             each.name: list(inputs[each.name].shape) if each.name in inputs else None
             for each in record.inputs
         }
-        attributes = {each.name: each.default for each in record.attributes} | dict(entry.attributes)
-        shapes = output_shapes(record, given, attributes).values()
-        outputs = (torch.randn(shape, dtype=case.torch_dtype, device=device) for shape in shapes)
-        return cls(case, entry, inputs, tuple(outputs))
+        attributes = {each.name: each.default for each in record.attributes} | dict(case.entry.attributes)
+        shapes, dtype = output_shapes(record, given, attributes), torch_dtype(case.dtype)
+        outputs = {name: torch.randn(shapes[name], dtype=dtype, device=device) for name in record.outputs}
+        return cls(case, inputs, outputs)
 
     @property
     def bytes(self) -> int:
         """Each tensor once. Backward reads the inputs and gradients and writes gradients of the inputs."""
-        tensors = [*self.inputs.values(), *self.outputs]
+        tensors = [*self.inputs.values(), *self.outputs.values()]
         tensors += self.inputs.values() if self.case.direction == BACKWARD else ()
         return sum(tensor.nbytes for tensor in tensors)
-
-    @property
-    def bound(self) -> dict[str, Tensor]:
-        """The outputs by name."""
-        return dict(zip(torch_op.records()[self.entry.op].outputs, self.outputs, strict=True))
 
     def exact(self) -> tuple[Tensor, ...]:
         """Computes the outputs, or the gradients of the inputs, in float64."""
         inputs = [t.double() if t.is_floating_point() else t for t in self.inputs.values()]
-        if self.case.direction == BACKWARD:
-            grads = [tensor.double() for tensor in self.outputs]
-            return as_tuple(backward_run(self.entry.eager, inputs, grads)())
-        return as_tuple(self.entry.eager(*inputs))
+        grads = [tensor.double() for tensor in self.outputs.values()]
+        return as_tuple(run_of(self.case, self.case.entry.eager, inputs, grads)())
 
 
-def backward_run(function: Callable[..., Any], inputs: Sequence[Tensor], grads: Sequence[Tensor]) -> Run:
-    """Returns a run of backward alone, for gradients of the outputs; forward has run once before."""
+def _draw_inputs(case: Case, device: torch.device) -> dict[str, Tensor]:
+    """Draws inputs by name from the normal distribution; weights lie around one, as trained ones do.
+
+    Where the record of an op that is not twinop's does not say what inputs fit, its module gives them.
+    """
+    record, entry = case.record, case.entry
+    if entry.library is not None and why_not_derived(record):
+        dtypes = next(c for c in record.combinations if c[record.inputs[0].name] == case.dtype)
+        return make_sample(record, dtypes, case.shape).to(str(device)).tensors()
+    first = (*case.shape[:-1], 2 * case.shape[-1]) if entry.op == "swiglu_packed" else case.shape
+    shapes = input_shapes(record, first, entry.attributes)
+    inputs = {}
+    for name in entry.input_names:
+        tensor = torch.randn(shapes[name], dtype=torch_dtype(case.dtype), device=device)
+        if name == "weight":
+            tensor = 1 + tensor / 8
+        inputs[name] = tensor.abs() + 0.01 if name in entry.positive else tensor
+    return inputs
+
+
+def run_of(
+    case: Case, function: Callable[..., Any], inputs: Sequence[Tensor], grads: Sequence[Tensor]
+) -> Run:
+    """Returns a run of a function in torch; that of backward alone, if the case is backward.
+
+    Args:
+        grads: of the outputs, from which backward starts.
+    """
+    if case.direction == FORWARD:
+        return partial(function, *inputs)
     given = [tensor.detach().requires_grad_(tensor.is_floating_point()) for tensor in inputs]
     with torch.enable_grad():
         outputs = as_tuple(function(*given))

@@ -67,20 +67,19 @@ def _add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor) -> tuple[Tensor, 
     return _rms_norm(total := x + residual, weight), total
 
 
+_TANH = {"approximate": "tanh"}
+_GELU_TANH = 'y = Gelu<approximate = "tanh">(x)'
 _SWIGLU = "s = Sigmoid(gate); t = Mul(gate, s); y = Mul(t, x)"
+_PACKED = "gate, value = Split<axis = -1, num_outputs = 2>(x); " + _SWIGLU.replace("(t, x)", "(t, value)")
+_LAYER_NORM = "y = LayerNormalization<axis = -1, epsilon = 1e-5>(x, weight, bias)"
+_RMS_NORM = "y = RMSNormalization<axis = -1, epsilon = 1e-6>(x, weight)"
+_SOFTMAX = "y = Softmax<axis = -1>(x)"
 _SKIP = "y, , , sum = com.microsoft.Skip{}LayerNormalization<epsilon = {}>(x, residual, weight"
 
 ENTRIES: dict[str, Entry] = {
     "relu": Entry("relu", "x", torch.relu, "y = Relu(x)"),
     "gelu": Entry("gelu", "x", F.gelu, "y = Gelu(x)", backward=True),
-    "gelu_tanh": Entry(
-        "gelu",
-        "x",
-        partial(F.gelu, approximate="tanh"),
-        'y = Gelu<approximate = "tanh">(x)',
-        attributes={"approximate": "tanh"},
-        backward=True,
-    ),
+    "gelu_tanh": Entry("gelu", "x", partial(F.gelu, approximate="tanh"), _GELU_TANH, _TANH, backward=True),
     "silu": Entry("silu", "x", F.silu, "s = Sigmoid(x); y = Mul(x, s)"),
     "sigmoid": Entry("sigmoid", "x", torch.sigmoid, "y = Sigmoid(x)"),
     "tanh": Entry("tanh", "x", torch.tanh, "y = Tanh(x)"),
@@ -92,30 +91,10 @@ ENTRIES: dict[str, Entry] = {
     "mul": Entry("mul", "a b", torch.mul, "y = Mul(a, b)"),
     "pow": Entry("pow", "a b", torch.pow, "y = Pow(a, b)", positive=("a",)),
     "swiglu": Entry("swiglu", "x gate", lambda x, gate: F.silu(gate) * x, _SWIGLU, backward=True),
-    "swiglu_packed": Entry(
-        "swiglu_packed",
-        "x",
-        _swiglu_packed,
-        "gate, value = Split<axis = -1, num_outputs = 2>(x); " + _SWIGLU.replace("(t, x)", "(t, value)"),
-        backward=True,
-    ),
-    "softmax": Entry(
-        "softmax", "x", partial(torch.softmax, dim=-1), "y = Softmax<axis = -1>(x)", backward=True
-    ),
-    "layer_norm": Entry(
-        "layer_norm",
-        "x weight bias",
-        _layer_norm,
-        "y = LayerNormalization<axis = -1, epsilon = 1e-5>(x, weight, bias)",
-        backward=True,
-    ),
-    "rms_norm": Entry(
-        "rms_norm",
-        "x weight",
-        _rms_norm,
-        "y = RMSNormalization<axis = -1, epsilon = 1e-6>(x, weight)",
-        backward=True,
-    ),
+    "swiglu_packed": Entry("swiglu_packed", "x", _swiglu_packed, _PACKED, backward=True),
+    "softmax": Entry("softmax", "x", partial(torch.softmax, dim=-1), _SOFTMAX, backward=True),
+    "layer_norm": Entry("layer_norm", "x weight bias", _layer_norm, _LAYER_NORM, backward=True),
+    "rms_norm": Entry("rms_norm", "x weight", _rms_norm, _RMS_NORM, backward=True),
     "add_layer_norm": Entry(
         "add_layer_norm", "x residual weight bias", _add_layer_norm, _SKIP.format("", "1e-5") + ", bias)"
     ),
@@ -142,11 +121,5 @@ def entry_of(
         results = evaluate_body(record, [by_name.get(entry.name) for entry in record.inputs], given)
         return results if len(results) > 1 else results[0]
 
-    return Entry(
-        record.key,
-        names,
-        eager,
-        attributes=given,
-        backward=bool(record.gradient),
-        library=library,
-    )
+    has_gradient = bool(record.gradient)
+    return Entry(record.key, names, eager, attributes=given, backward=has_gradient, library=library)

@@ -1,86 +1,95 @@
-"""Measuring of cells: all providers of a cell in one process, in turn."""
+"""Measuring of what is compared: made, checked and timed side by side, in one process."""
 
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch._functorch import config as functorch_config
 from torch.profiler import ProfilerActivity, profile
 
 from twinop.torch_op.rules import as_tuple
 
-from .cases import Case, Sample
-from .cells import AGAIN, COPY, IN_ORT, IN_TORCH
-from .entries import Entry
-from .providers import Providers, Subject
-from .timing import DeviceTimer, Run, Time, host_times_apart
+from .measurements import BenchError, reason_of
+from .timing import DeviceTimer, Run, host_times_apart
 
-SHORT_BYTES = 512 << 20
-"""Cells that move less than this take 0.13 ms on an H200 and are noisier: they get three times the rounds."""
+COPY = "torch copy_"
+AGAIN = " again"  # the same run, measured twice per round: the difference between the two is noise
+IN_TORCH, IN_ORT, BUILT_IN = "twinop in torch", "twinop in ORT", "ORT built-in"
+OURS = (IN_TORCH, IN_ORT)
 
 
-class Machine:
-    """Measures cells on a device.
+@dataclass
+class Subject:
+    """A run, the tensors that it writes if it does not return them, and facts about it for its row."""
+
+    run: Run
+    bound: tuple[Tensor, ...] = ()
+    facts: dict[str, Any] = field(default_factory=dict)
+
+    def result(self) -> tuple[Tensor, ...]:
+        """Runs once and returns the outputs."""
+        for tensor in self.bound:
+            tensor.fill_(float("nan"))
+        returned = self.run()
+        return self.bound or as_tuple(returned)
+
+
+def checked(
+    makers: Mapping[str, Callable[[], Subject]], check: Callable[[str, Subject], None]
+) -> tuple[dict[str, Subject], dict[str, str]]:
+    """Makes subjects by name. Returns those that `check` accepts, and why the others are missing."""
+    good, missing = {}, {}
+    for name, make in makers.items():
+        try:
+            subject = make()
+            check(name, subject)
+            good[name] = subject
+        except Exception as failure:  # a missing library or kernel, a compiler's error, a wrong result
+            missing[name] = reason_of(failure)
+    return good, missing
+
+
+def side_by_side(
+    makers: Mapping[str, Callable[[], Subject]],
+    check: Callable[[str, Subject], None],
+    timer: DeviceTimer | None,
+    *,
+    rounds: int,
+    again: Sequence[str],
+    seconds: float = 1.0,
+) -> dict[str, Any]:
+    """Makes, checks and measures subjects: device time, or wall time where there is no timer.
 
     Args:
-        timer: None on a CPU.
-        rounds: on a GPU, of each cell; on a CPU, at most.
-        seconds: of each cell on a CPU, at most.
+        again: those that are measured twice.
+
+    Returns:
+        "times" and "missing" of a line.
     """
+    subjects, missing = checked(makers, check)
+    runs = {name: subject.run for name, subject in subjects.items()}
+    runs |= {name + AGAIN: runs[name] for name in again if name in runs}
+    if timer is not None:
+        times = timer.times(runs, rounds=rounds)
+    else:
+        times = host_times_apart(runs, rounds=rounds, seconds=seconds)
+    return {"times": times, "missing": missing}
 
-    def __init__(
-        self, providers: Providers, timer: DeviceTimer | None, *, rounds: int, seconds: float
-    ) -> None:
-        functorch_config.donated_buffer = False  # backward runs many times on what forward saved
-        self.device, self.providers = providers.device, providers
-        self.rounds, self.seconds = rounds, seconds
-        self.timer = timer
-        self._sources: dict[torch.dtype, Tensor] = {}
 
-    def line(self, case: Case, entry: Entry) -> dict[str, Any]:
-        """Builds, checks and measures all providers of a cell, and returns the line about it."""
-        sample = Sample.drawn(case, entry, self.device)
-        subjects, missing = self.providers.subjects(sample)
-        runs = {name: subject.run for name, subject in subjects.items()}
-        times = self._times(runs, sample.bytes, case.torch_dtype)
-        return case.label() | {"bytes": sample.bytes, "times": times, "missing": missing}
-
-    def _copy(self, moved: int, dtype: torch.dtype) -> Run:
-        """Returns a copy_ that moves as many bytes."""
-        size = max(moved // 2 // dtype.itemsize, 1)
-        if dtype not in self._sources or self._sources[dtype].numel() < size:
-            self._sources[dtype] = torch.randn(size, dtype=dtype, device=self.device)
-        source = self._sources[dtype][:size]
-        target = torch.empty_like(source)
-        return lambda: target.copy_(source)
-
-    def _times(self, runs: dict[str, Run], moved: int, dtype: torch.dtype) -> dict[str, Time]:
-        """Measures the runs, the copy, and twinop and the copy a second time."""
-        if IN_TORCH in runs:
-            runs[IN_TORCH + AGAIN] = runs[IN_TORCH]
-        runs[COPY] = self._copy(moved, dtype)
-        runs[COPY + AGAIN] = runs[COPY]
-        if self.timer is not None:
-            return self.timer.times(runs, rounds=self.rounds * (3 if moved < SHORT_BYTES else 1))
-        if IN_ORT in runs:
-            runs[IN_ORT + AGAIN] = runs[IN_ORT]
-        return host_times_apart(runs, rounds=self.rounds, seconds=self.seconds)
+def require(error: float, tolerance: float) -> None:
+    """Raises BenchError if the relative error of a result is larger than `tolerance`."""
+    if not error <= tolerance:
+        raise BenchError(f"wrong result: relative error {error:.1e}")
 
 
 def captured(run: Run, stream: torch.cuda.Stream) -> Subject:
-    """Returns the replay of a CUDA graph of a call, with its results, if there are any.
-
-    It does not use torch.cuda.graph(), which collects garbage for each of hundreds of graphs.
-    """
+    """Returns the replay of a CUDA graph of a call, with its results, if there are any."""
     for _ in range(3):
         run()
-    torch.cuda.synchronize(stream.device)
     graph = torch.cuda.CUDAGraph()
-    graph.capture_begin(capture_error_mode="thread_local")  # of the current stream, which is `stream`
-    try:
+    with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
         result: Any = run()
-    finally:
-        graph.capture_end()
 
     def replay() -> None:
         graph.replay()

@@ -1,7 +1,6 @@
 """Files of measurements: JSON lines, one for each cell, with what was measured side by side, and where.
 
-    {"benchmark": "ops", "op": "gelu", ..., "times": {"twinop in torch": {"median_us": 250.3, ...}, ...},
-     "missing": {"ORT Gelu": "why it was not"}, "machine": "NVIDIA H200", "commit": ..., "torch": ...}
+    {"benchmark": "ops", "op": "gelu", "times": {"twinop in torch": {"median_us": 250.3}}, "machine": ...}
 
 A file grows: of several lines about the same cell, the last one counts.
 """
@@ -26,9 +25,10 @@ from twinop.errors import TwinopError
 
 from . import Device as Device
 from . import Output as Output
-from .timing import DeviceTimer, Time, timer_on
+from .timing import DeviceTimer, timer_on
 
-FOLDER = Path("bench-results")
+_GIT = ("git", "-C", str(Path(__file__).resolve().parent))
+_COMMIT = (*_GIT, "describe", "--always", "--abbrev=40", "--exclude=*", "--dirty=-changed")
 
 _NOT_OF_THE_CELL = {"benchmark", "machine", "cpu_cores", "date", "commit", "driver", "python"}
 _NOT_OF_THE_CELL |= {"twinop", "torch", "onnxruntime", "bytes"}
@@ -42,12 +42,16 @@ def choose_device(name: str) -> torch.device:
     """Returns the device for `--device`; raises BenchError if there is no such name or no GPU."""
     if name not in ("auto", "cpu", "cuda"):
         raise BenchError(f"--device {name}: expected auto, cpu or cuda")
-    if name == "cuda" and not torch.cuda.is_available():
+    has_gpu = torch.cuda.is_available()
+    if name == "cuda" and not has_gpu:
         raise BenchError(
             f"--device cuda: torch {torch.__version__} sees no GPU. Use --device cpu, or a machine with a GPU"
         )
-    use_cuda = name != "cpu" and torch.cuda.is_available()
-    return torch.device("cuda", torch.cuda.current_device()) if use_cuda else torch.device("cpu")
+    return (
+        torch.device("cuda", torch.cuda.current_device())
+        if has_gpu and name != "cpu"
+        else torch.device("cpu")
+    )
 
 
 def chosen(option: str, names: str, known: Sequence[str]) -> list[str]:
@@ -66,9 +70,6 @@ def reason_of(failure: Exception) -> str:
     return re.sub(r"^.*?\[ONNXRuntimeError\] : \d+ : (\w+) : ", r"\1: ", text)[:300]
 
 
-# ------------------------------------------------------------------------------------------- the machine
-
-
 def environment(device: torch.device) -> dict[str, Any]:
     """Returns the machine, the versions and the commit (TWINOP_COMMIT, if git cannot tell it)."""
     import onnxruntime
@@ -80,7 +81,7 @@ def environment(device: torch.device) -> dict[str, Any]:
         "device": device.type,
         "cpu_cores": len(os.sched_getaffinity(0)),
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-        "commit": os.environ.get("TWINOP_COMMIT") or _git_commit(),
+        "commit": os.environ.get("TWINOP_COMMIT") or _output(*_COMMIT) or "unknown",
         "twinop": __version__,
         "torch": torch.__version__,
         "onnxruntime": onnxruntime.__version__,
@@ -90,13 +91,6 @@ def environment(device: torch.device) -> dict[str, Any]:
         drivers = _output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
         facts["driver"] = drivers.partition("\n")[0]
     return facts
-
-
-def _git_commit() -> str:
-    root = str(Path(__file__).resolve().parents[1])
-    commit = _output("git", "-C", root, "rev-parse", "HEAD")
-    changed = commit and _output("git", "-C", root, "status", "--porcelain", "--untracked-files=no")
-    return f"{commit}-changed" if changed else commit or "unknown"
 
 
 def _output(*command: str) -> str:
@@ -110,9 +104,6 @@ def _output(*command: str) -> str:
 def machine_title(line: Mapping[str, Any]) -> str:
     """Returns the machine of a measurement for titles and, in other letters, for names of files."""
     return line["machine"] if line["device"] == "cuda" else f"{line['machine']}, {line['cpu_cores']} cores"
-
-
-# ------------------------------------------------------------------------------------------- files
 
 
 class Measurements:
@@ -138,8 +129,7 @@ class Measurements:
 
     def add(self, line: Mapping[str, Any]) -> None:
         """Adds a line: the fields of its cell, the "times" by provider, and why others are "missing"."""
-        times = {name: time.row() if isinstance(time, Time) else time for name, time in line["times"].items()}
-        whole = {"benchmark": self.benchmark, "missing": {}, **line, "times": times, **self.facts}
+        whole = {"benchmark": self.benchmark, "missing": {}, **line, **self.facts}
         self.lines.append(whole)
         with self.path.open("a") as file:
             file.write(json.dumps(whole) + "\n")
@@ -157,20 +147,20 @@ class Measurements:
 
 @contextmanager
 def measuring(
-    benchmark: str, device: str, output: Path | None, quick: bool
+    benchmark: str, device: str, output: Path | None, quick: bool, threads: int = 1
 ) -> Iterator[tuple[Measurements, torch.device, DeviceTimer | None]]:
-    """Opens a command's file, with the device, and the timer of a GPU. torch has one thread of the CPU.
+    """Opens a command's file, with the device, and the timer of a GPU.
 
     An error of twinop ends the command with one message.
     """
     with clear_errors(), torch.no_grad(), timer_on(where := choose_device(device)) as timer:
-        torch.set_num_threads(1)
+        torch.set_num_threads(threads)
         yield Measurements(benchmark, where, output, quick), where, timer
 
 
 def output_folder(folder: Path | None) -> Path:
     """Creates the folder for results, before anything is measured; BenchError: it cannot be written to."""
-    folder = folder or FOLDER
+    folder = folder or Path("bench-results")
     try:
         folder.mkdir(parents=True, exist_ok=True)
         tempfile.TemporaryFile(dir=folder).close()

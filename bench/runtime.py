@@ -28,8 +28,7 @@ share_pool = True
 def onnxruntime(cpu_threads: int) -> Any:
     """Returns the module, with a pool of `cpu_threads` threads for all sessions (see `share_pool`).
 
-    The threads of separate pools would spin for a while after each run, on the cores that the next session
-    needs. Once the shared pool exists, the process cannot open a session with a pool of its own.
+    Threads of separate pools would spin for a while after each run, on the cores that the next session needs.
     """
     ort = one_node.onnxruntime()
     if share_pool:
@@ -37,15 +36,9 @@ def onnxruntime(cpu_threads: int) -> Any:
     return ort
 
 
-# ------------------------------------------------------------------------------------------- models
-
-
 def parse_nodes(text: str) -> list[NodeProto]:
-    """Returns nodes from ONNX's text format, with names; semicolons separate them."""
-    nodes = [onnx.parser.parse_node(node) for node in text.split(";")]
-    for number, node in enumerate(nodes):
-        node.name = f"node{number}"
-    return nodes
+    """Returns nodes from ONNX's text format; semicolons separate them."""
+    return [onnx.parser.parse_node(node) for node in text.split(";")]
 
 
 def custom_node(record: OpSpec, given: Container[str], attributes: Mapping[str, Any]) -> NodeProto:
@@ -59,18 +52,16 @@ def one_op(
     inputs: Mapping[str, torch.Tensor],
     outputs: Mapping[str, torch.Tensor],
     opset: int = 20,
-    fixed: bool = False,
     constants: Mapping[str, torch.Tensor] | None = None,
 ) -> onnx.ModelProto:
     """Returns a model of these nodes, whose inputs and outputs have these tensors' dtypes and ranks.
 
     Args:
-        fixed: give the model these tensors' sizes too, instead of dynamic dimensions.
         constants: tensors that the model holds itself, by name.
     """
 
     def value(name: str, tensor: torch.Tensor) -> onnx.ValueInfoProto:
-        shape = list(tensor.shape) if fixed else [f"{name}_{axis}" for axis in range(tensor.dim())]
+        shape = [f"{name}_{axis}" for axis in range(tensor.dim())]
         return helper.make_tensor_value_info(name, onnx_type(tensor), shape)
 
     first, last = ([value(*each) for each in tensors.items()] for tensors in (inputs, outputs))
@@ -79,20 +70,18 @@ def one_op(
         content = tensor.cpu().contiguous().view(torch.uint8).numpy().tobytes()
         made = helper.make_tensor(name, onnx_type(tensor), tensor.shape, content, raw=True)
         graph.initializer.append(made)
-    domains = {node.domain for node in nodes if node.domain}
-    opsets = [helper.make_opsetid("", opset), *(helper.make_opsetid(name, 1) for name in sorted(domains))]
-    return helper.make_model(graph, opset_imports=opsets, ir_version=10)
-
-
-# ------------------------------------------------------------------------------------------- sessions
+    opsets = {"": opset} | {node.domain: 1 for node in nodes if node.domain}
+    return helper.make_model(
+        graph, opset_imports=[helper.make_opsetid(*each) for each in opsets.items()], ir_version=10
+    )
 
 
 def open_session(
     model: onnx.ModelProto | Path,
     device: torch.device,
     *,
-    library: str | Path = "custom_ops",
-    cpu_threads: int,
+    library: Path | None = None,
+    cpu_threads: int = 1,
     stream: torch.cuda.Stream | None = None,
     cuda_graph: bool = False,
     optimize: bool = False,
@@ -103,6 +92,7 @@ def open_session(
 
     Args:
         model: of a file, which may be of any size, the nodes that run are not known.
+        library: of the custom ops, by default twinop's.
         optimize: let ONNX Runtime optimise the graph fully, which may change its nodes.
         fallback: allow nodes on the CPU beside the GPU.
         planned_nodes: receives the types of the nodes that will run.
@@ -115,8 +105,7 @@ def open_session(
     options.use_per_session_threads = not share_pool
     level = ort.GraphOptimizationLevel
     options.graph_optimization_level = level.ORT_ENABLE_ALL if optimize else level.ORT_DISABLE_ALL
-    path = find_library(library) if isinstance(library, str) else library
-    options.register_custom_ops_library(str(path))
+    options.register_custom_ops_library(str(library or find_library("custom_ops")))
     provider = one_node.PROVIDERS[device.type]
     provider_options = {}
     if device.type == "cuda":
@@ -208,7 +197,6 @@ def run_of(
     session = open_session(
         one_op(nodes, inputs, outputs, opset, constants=constants),
         next(iter(inputs.values())).device,
-        cpu_threads=1,
         stream=None if timer is None else timer.stream,
         **options,
     )

@@ -6,22 +6,20 @@ python lab/decoder_linear.py --output lab/results
 import sys
 from collections.abc import Callable, Mapping
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Annotated, Any
 
 import torch
 import typer
-from onnx import NodeProto, helper
 from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from twinop import torch_op
 from twinop.bench import runtime
 from twinop.bench.cases import relative_error
-from twinop.bench.cells import IN_ORT, IN_TORCH
-from twinop.bench.measure import captured
+from twinop.bench.measure import IN_ORT, IN_TORCH, Subject, captured, require, side_by_side
 from twinop.bench.measurements import Device, Output, measuring
-from twinop.bench.providers import Subject, require, side_by_side
 from twinop.bench.timing import DeviceTimer
 
 TORCH, ORT = "torch", "ORT"
@@ -35,6 +33,13 @@ SHAPES = {  # [N, K] of a Llama of 1.2 billion weights
 }
 BLOCK = 32
 FORMS = {"float16": 2.0, "int4": 0.5 + 2 / BLOCK}  # bytes of a weight
+NODES = {
+    ("float16", IN_ORT): "y{i} = custom_domain.CustomLinear(x, dense{i})",
+    ("float16", ORT): "y{i} = Gemm<transB = 1>(x, dense{i})",
+    ("int4", IN_ORT): "y{i} = custom_domain.CustomLinearQ<block = {block}>(x, weight{i}, scale{i})",
+    ("int4", ORT): "y{i} = com.microsoft.MatMulNBits<K = {k}, N = {n}, bits = 4, block_size = {block}>"
+    "(x, weight{i}, scale{i})",
+}
 
 
 def weight_of(form: str, n: int, k: int, device: torch.device) -> Weight:
@@ -49,38 +54,15 @@ def weight_of(form: str, n: int, k: int, device: torch.device) -> Weight:
     return {"dense": dense, "weight": weight, "scale": scale}
 
 
-def our_node(form: str) -> tuple[NodeProto, tuple[str, ...]]:
-    if form == "float16":
-        return runtime.custom_node(torch_op.records()["linear"], ("x", "weight"), {}), ("dense",)
-    given = ("x", "weight", "scale")
-    return runtime.custom_node(torch_op.records()["linear_q"], given, {"block": BLOCK}), given[1:]
-
-
-def ort_node(form: str, n: int, k: int) -> tuple[NodeProto, tuple[str, ...]]:
-    if form == "float16":
-        return helper.make_node("Gemm", ["x", "dense"], ["y"], "node0", transB=1), ("dense",)
-    sizes: dict[str, Any] = {"K": k, "N": n, "bits": 4, "block_size": BLOCK}
-    names = ("weight", "scale")
-    node = helper.make_node("MatMulNBits", ["x", *names], ["y"], "node0", domain="com.microsoft", **sizes)
-    return node, names
-
-
-def in_ort(
-    made: tuple[NodeProto, tuple[str, ...]], x: Tensor, weights: list[Weight], timer: DeviceTimer | None
-) -> Subject:
+def in_ort(form: str, provider: str, x: Tensor, weights: list[Weight], timer: DeviceTimer | None) -> Subject:
     """Opens a session of a product for each weight; on a GPU a run is the replay of a CUDA graph."""
-    node, names = made
-    outputs = {f"y{i}": x.new_empty(len(x), len(weight["dense"])) for i, weight in enumerate(weights)}
+    n, k = weights[0]["dense"].shape
+    names = ("dense",) if form == "float16" else ("weight", "scale")
     constants = {f"{name}{i}": weight[name] for i, weight in enumerate(weights) for name in names}
-    nodes: list[NodeProto] = []
-    for i, y in enumerate(outputs):
-        copy = NodeProto()
-        copy.CopyFrom(node)
-        copy.name, copy.output[:] = f"node{i}", [y]
-        copy.input[1:] = [f"{name}{i}" for name in names]
-        nodes.append(copy)
-    captures = timer is not None
-    run = runtime.run_of(nodes, {"x": x}, outputs, timer, constants=constants, cuda_graph=captures)
+    outputs = {f"y{i}": x.new_empty(len(x), n) for i in range(len(weights))}
+    texts = (NODES[form, provider].format(i=i, n=n, k=k, block=BLOCK) for i in range(len(weights)))
+    options: dict[str, Any] = {"constants": constants, "cuda_graph": timer is not None}
+    run = runtime.run_of(runtime.parse_nodes("; ".join(texts)), {"x": x}, outputs, timer, **options)
     return Subject(run, tuple(outputs.values()))
 
 
@@ -98,7 +80,6 @@ def measure(
     form: str, m: int, x: Tensor, weights: list[Weight], timer: DeviceTimer | None, rounds: int
 ) -> dict[str, Any]:
     """Returns the times of one product, and why a provider is missing."""
-    n, k = weights[0]["dense"].shape
     expected = x.double() @ weights[-1]["dense"].double().mT
 
     def ours(weight: Mapping[str, Tensor]) -> Tensor:
@@ -107,9 +88,9 @@ def measure(
         return torch_op.linear_q(x, weight["weight"], weight["scale"], block=BLOCK)
 
     makers: dict[str, Callable[[], Subject]] = {
-        IN_ORT: partial(in_ort, our_node(form), x, weights, timer),
+        IN_ORT: partial(in_ort, form, IN_ORT, x, weights, timer),
         IN_TORCH: partial(in_torch, ours, weights),
-        ORT: partial(in_ort, ort_node(form, n, k), x, weights, timer),
+        ORT: partial(in_ort, form, ORT, x, weights, timer),
         TORCH: partial(in_torch, lambda weight: x @ weight["dense"].mT, weights),
     }
 
@@ -117,7 +98,9 @@ def measure(
         require(relative_error(each.result()[-1], expected), 4e-3)
 
     found = side_by_side(makers, check, timer, rounds=rounds, again=(TORCH,), seconds=0.3)
-    return found | {"times": {name: time / len(weights) for name, time in found["times"].items()}}
+    for time, field in product(found["times"].values(), ("median_us", "low_us")):
+        time[field] = round(time[field] / len(weights), 3)
+    return found
 
 
 def main(

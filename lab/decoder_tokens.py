@@ -10,7 +10,6 @@ import os
 import shutil
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -29,10 +28,8 @@ from decoder_graphs import BLOCK, Sizes, write
 from torch_decoder import TorchDecoder
 
 from twinop.bench.cases import relative_error
-from twinop.bench.cells import IN_ORT
-from twinop.bench.measure import captured, device_work
-from twinop.bench.measurements import BenchError, Device, Output, chosen, measuring, reason_of
-from twinop.bench.providers import Subject, require, side_by_side
+from twinop.bench.measure import IN_ORT, Subject, captured, device_work, require, side_by_side
+from twinop.bench.measurements import Device, Output, chosen, measuring, reason_of
 from twinop.bench.runtime import bind, open_session
 from twinop.bench.timing import DeviceTimer
 from twinop.cli.console import out
@@ -55,7 +52,6 @@ class Model:
     sizes: Sizes
     layers: int
     context: int
-    dtypes: tuple[str, ...] = DTYPES
 
     def bytes_read(self, dtype: str, batch: int, context: int) -> float:
         """Returns the bytes of the weights and of the caches that a step reads."""
@@ -76,28 +72,15 @@ SMALL = {"small": Model(Sizes(), 4, 16)}
 BESIDE = (1, 8)
 
 
-def run(command: list[str], env: dict[str, str], stop: float) -> str:
-    """Runs a Python program that may take until `stop`, and returns what it says."""
-    left, program = max(stop - time.monotonic(), 1), [sys.executable, *command]
-    done = subprocess.run(program, env=env, capture_output=True, text=True, timeout=left)
-    if done.returncode:
-        said = done.stderr.strip() or f"it ended with {done.returncode}"
-        raise BenchError(f"{' '.join(command[:3])}: {said.splitlines()[-1][-300:]}")
-    return done.stdout
-
-
-def make(model: Model, dtype: str, folder: Path, stop: float) -> Path:
+def make(model: Model, dtype: str, folder: Path) -> Path:
     """Writes both files, if they are not there. No GPU is used: what it measured would disturb others."""
-    if (folder / FILES[IN_ORT]).exists():
-        return folder
-    if time.monotonic() > stop:
-        raise BenchError("the time is over")
-    shutil.rmtree(folder, ignore_errors=True)
-    old, new = write(folder / FILES[ORT], model.sizes, dtype, model.layers, graph=True), folder / "new"
-    command = ["-m", "twinop", "optimize", str(old), "-o", str(new)]
-    hidden = {"CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": os.pathsep.join(sys.path)}
-    print(run(command, os.environ | hidden, stop))
-    new.rename(folder / FILES[IN_ORT])
+    if not (folder / FILES[IN_ORT]).exists():
+        shutil.rmtree(folder, ignore_errors=True)
+        old, new = write(folder / FILES[ORT], model.sizes, dtype, model.layers, graph=True), folder / "new"
+        command = [sys.executable, "-m", "twinop", "optimize", str(old), "-o", str(new)]
+        hidden = {"CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": os.pathsep.join(sys.path)}
+        subprocess.run(command, env=os.environ | hidden, check=True)
+        new.rename(folder / FILES[IN_ORT])
     return folder
 
 
@@ -149,12 +132,6 @@ def measure(
     return found | {"errors": errors, "work": work}
 
 
-def read_bandwidth(timer: DeviceTimer) -> float:
-    """Measures the bytes a second of a sum over 2 GiB."""
-    tensor = torch.zeros(1 << 29, device=timer.stream.device)
-    return tensor.nbytes / timer.times({"sum": lambda: tensor.sum()}, rounds=15)["sum"].median
-
-
 def cells_of(model: Model, batches: str, contexts: str) -> list[Cell]:
     """Returns the cells: those with torch come first, then a prompt, then the others."""
     lengths = dict.fromkeys([model.context, *map(int, filter(None, contexts.split(",")))])
@@ -168,7 +145,8 @@ def steps(
     model: Model, dtype: str, folder: Path, cells: list[Cell], device: torch.device, timer: DeviceTimer | None
 ) -> Iterator[dict[str, Any]]:
     """Measures the cells of a model: yields a line for each."""
-    bandwidth = read_bandwidth(timer) if timer is not None else None
+    read = torch.zeros(1 << 29 if timer is not None else 0, device=device)
+    sums = timer.times({"sum": read.sum}, rounds=15) if timer is not None else {}
     options: dict[str, Any] = {"device": device, "cpu_threads": 2, "optimize": True, "fallback": True}
     options |= {"cuda_graph": True, "stream": timer.stream} if timer is not None else {}
     sessions = {name: open_session(folder / file / "model.onnx", **options) for name, file in FILES.items()}
@@ -187,38 +165,34 @@ def steps(
         if decoder is not None and is_step and batch in BESIDE and context == model.context:
             made[COMPILE if timer is not None else "torch"] = partial(in_torch, decoder)
         line |= measure(*draw(model, (batch, tokens, context), kind, device), made, timer)
-        if bandwidth is not None and is_step:
+        if sums and is_step:
+            bandwidth = read.nbytes * 1e6 / sums["sum"]["median_us"]
             line |= {"bandwidth": bandwidth, "floor_us": round(total / bandwidth * 1e6, 1)}
         yield line
 
 
 def main(
     models: Annotated[str, typer.Option(help="Default: all.")] = "",
-    dtypes: Annotated[str, typer.Option(help="Default: the model's of float16, bfloat16 and int4.")] = "",
+    dtypes: Annotated[str, typer.Option(help="Of the weights.")] = ",".join(DTYPES),
     batches: Annotated[str, typer.Option(help="Numbers of sequences.")] = "1,2,4,8,16,32,64",
     contexts: Annotated[str, typer.Option(help="Keys, beside the model's own.")] = "1,128,1024,8192",
-    seconds: Annotated[float, typer.Option(help="Begin nothing after so long.")] = 540,
     work: Annotated[Path, typer.Option(help="Keeps the models.")] = Path("/tmp/twinop-decoders"),
     device: Device = "auto",
     quick: Annotated[bool, typer.Option("--quick", help="A quick look: tiny models.")] = False,
     output: Output = None,
 ) -> None:
     """Measure a token: on a GPU device time in CUDA graphs with an empty L2, on a CPU wall time."""
-    stop = time.monotonic() + seconds
     known = SMALL if quick else MODELS
     with measuring("decoder-tokens", device, output, quick) as (measured, where, timer):
         names = chosen("--models", models or ",".join(known), list(known))
-        wanted = chosen("--dtypes", dtypes or ",".join(DTYPES), DTYPES)
-        keys = [(name, kind) for name in names for kind in (wanted if dtypes else known[name].dtypes)]
+        keys = list(product(names, chosen("--dtypes", dtypes, DTYPES)))
         with ThreadPoolExecutor(MAKERS) as pool:  # it would disturb measurements: it ends before they begin
-            made = [pool.submit(make, known[key[0]], key[1], work / "-".join(key), stop) for key in keys]
+            made = [pool.submit(make, known[key[0]], key[1], work / "-".join(key)) for key in keys]
         for (name, kind), folder in zip(keys, made, strict=True):
             cells = cells_of(known[name], batches, contexts)
             try:
                 for line in steps(known[name], kind, folder.result(), cells, where, timer):
                     measured.say({"op": name, "dtype": kind} | line)
-                    if time.monotonic() > stop:
-                        raise BenchError("the time is over")
             except Exception as error:  # others may not meet it
                 out.print(f"{name} {kind}: not measured further: {reason_of(error)}", markup=False)
 

@@ -20,10 +20,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from twinop import torch_op
 from twinop.bench import runtime
 from twinop.bench.cases import relative_error
-from twinop.bench.cells import IN_ORT, IN_TORCH
 from twinop.bench.entries import ENTRIES
+from twinop.bench.measure import IN_ORT, IN_TORCH, Subject, require, side_by_side
 from twinop.bench.measurements import Device, Output, chosen, measuring
-from twinop.bench.providers import Subject, require, side_by_side
 from twinop.bench.timing import DeviceTimer
 
 TORCH, ORT, TWO_KERNELS = "torch", "ORT", f"{IN_TORCH}, two kernels"
@@ -49,10 +48,6 @@ class Cell:
     @property
     def op(self) -> str:
         return "linear_swiglu" if self.activation == "silu" else "linear"
-
-    @property
-    def shape(self) -> str:
-        return f"{self.m}x{self.k}x{self.n}"
 
     @property
     def attributes(self) -> dict[str, str]:
@@ -92,29 +87,9 @@ CELLS = (
 SMALL = (Cell(128, 768, 768), Cell(64, 768, 3072, "gelu"), Cell(1, 768, 768))
 
 
-@dataclass(frozen=True)
-class Activation:
-    """What follows a product: in torch, as a kernel of ours, and as nodes that compute y of z."""
-
-    in_torch: Callable[[Tensor], Tensor]
-    ours: Callable[[Tensor], Tensor]
-    nodes: str
-
-
-ACTIVATIONS = {
-    "relu": Activation(F.relu, lambda y: torch_op.relu(y), "y = Relu (z)"),
-    "gelu": Activation(F.gelu, lambda y: torch_op.gelu(y), "y = Gelu (z)"),
-    "gelu_tanh": Activation(
-        partial(F.gelu, approximate="tanh"),
-        lambda y: torch_op.gelu(y, approximate="tanh"),
-        'y = Gelu <approximate = "tanh"> (z)',
-    ),
-    "silu": Activation(
-        ENTRIES["swiglu_packed"].eager,
-        lambda y: torch_op.swiglu_packed(y),
-        "g, u = Split <axis = -1, num_outputs = 2> (z); s = Sigmoid (g); a = Mul (g, s); y = Mul (a, u)",
-    ),
-}
+# The entries of `twinop bench` have each activation in torch, as an op of ours, and as nodes.
+ACTIVATIONS = {name: ENTRIES[name] for name in ("relu", "gelu", "gelu_tanh")}
+ACTIVATIONS["silu"] = ENTRIES["swiglu_packed"]
 
 
 def reference(cell: Cell, t: Mapping[str, Tensor]) -> Tensor:
@@ -122,7 +97,7 @@ def reference(cell: Cell, t: Mapping[str, Tensor]) -> Tensor:
     wide = {name: tensor.double() for name, tensor in t.items()}
     y = wide["x"] @ cell.columns(wide["weight"])
     y += sum(wide[name] for name in ("bias", "residual") if name in wide)
-    return y if cell.activation == "none" else ACTIVATIONS[cell.activation].in_torch(y)
+    return y if cell.activation == "none" else ACTIVATIONS[cell.activation].eager(y)
 
 
 def in_torch(cell: Cell, t: Mapping[str, Tensor]) -> Callable[[], Tensor]:
@@ -133,7 +108,7 @@ def in_torch(cell: Cell, t: Mapping[str, Tensor]) -> Callable[[], Tensor]:
         use_gelu = cell.activation == "gelu_tanh"
         return partial(torch.ops.aten._addmm_activation, bias, x, columns, use_gelu=use_gelu)
     if cell.activation != "none":
-        behind = ACTIVATIONS[cell.activation].in_torch
+        behind = ACTIVATIONS[cell.activation].eager
         return lambda: behind(F.linear(x, columns.mT, bias))
     added = t.get("residual", bias)
     return partial(torch.mm, x, columns) if added is None else partial(torch.addmm, added, x, columns)
@@ -141,7 +116,8 @@ def in_torch(cell: Cell, t: Mapping[str, Tensor]) -> Callable[[], Tensor]:
 
 def two_kernels(cell: Cell, t: Mapping[str, Tensor]) -> Tensor:
     """Computes the product with its bias, then our kernel of the activation."""
-    return ACTIVATIONS[cell.activation].ours(torch_op.linear(**t, layout=cell.layout))
+    entry = ACTIVATIONS[cell.activation]
+    return getattr(torch_op, entry.op)(torch_op.linear(**t, layout=cell.layout), **entry.attributes)
 
 
 def stock_nodes(cell: Cell) -> list[NodeProto]:
@@ -150,7 +126,8 @@ def stock_nodes(cell: Cell) -> list[NodeProto]:
     product = f"Gemm <transB = {int(cell.layout == 'nk')}> (x, weight{added})"
     if cell.activation == "none":
         return runtime.parse_nodes(f"y = {product}")
-    return runtime.parse_nodes(f"z = {product}; {ACTIVATIONS[cell.activation].nodes}")
+    activation = ACTIVATIONS[cell.activation].ort.replace("(x)", "(z)")
+    return runtime.parse_nodes(f"z = {product}; {activation}")
 
 
 def in_ort(
@@ -200,7 +177,7 @@ def main(
         kinds = chosen("--dtypes", dtypes or default, ("bfloat16", "float16", "float32"))
         for kind in kinds:
             for cell in CELLS if timer is not None and not quick else SMALL:
-                label = {"op": str(cell), "dtype": kind, "shape": cell.shape}
+                label = {"op": str(cell), "dtype": kind, "shape": f"{cell.m}x{cell.k}x{cell.n}"}
                 measured.say(label | measure(cell, getattr(torch, kind), timer, 7 if quick else 41))
 
 

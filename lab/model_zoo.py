@@ -37,8 +37,18 @@ class Size:
             "vocab_size": self.vocabulary,
             "d_kv": self.width // self.heads,
             "max_position_embeddings": max(512, self.tokens),
+            "max_source_positions": self.tokens,
+            "image_size": self.side,
+            "patch_size": 16,
+            "hidden_dropout_prob attention_probs_dropout_prob": 0.0,
+            "use_cache": False,
         }
         return {name: value for several, value in names.items() for name in several.split()}
+
+    @property
+    def side(self) -> int:
+        """Returns the height of a square image with a token for each 16 x 16 pixels."""
+        return 16 * round(self.tokens**0.5)
 
 
 TINY = Size(layers=2, width=64, heads=4, vocabulary=101, batch=2, tokens=16)
@@ -58,48 +68,40 @@ class Encoder(nn.Module):
 
 
 class Values(nn.Module):
-    """Maps floats to the last hidden state, or to the output of a model that has no other."""
+    """Maps floats to the last hidden state."""
 
     def __init__(self, body: nn.Module) -> None:
         super().__init__()
         self.body = body
 
     def forward(self, values: Tensor) -> Tensor:
-        found = self.body(values)
-        return found if isinstance(found, Tensor) else found.last_hidden_state
+        return self.body(values).last_hidden_state
 
 
-def from_transformers(name: str, options: Mapping[str, Any], **arguments: Any) -> nn.Module:
+def transformer(
+    name: str, kind: type[nn.Module], size: Size, attention: str, *, grouped: int = 1, **arguments: Any
+) -> nn.Module:
     """Returns a model of transformers with random weights.
 
     Args:
         name: of its class, behind the name of a module that is not the package itself.
-        options: of its configuration.
+        kind: what wraps it.
+        grouped: heads that share keys and values.
+        arguments: of the class.
     """
     model = pkgutil.resolve_name(f"transformers.{name}")
-    return model(model.config_class(**options), **arguments)
+    options = {"attn_implementation": attention, "num_key_value_heads": size.heads // grouped}
+    return kind(model(model.config_class(**size.options() | options), **arguments))
 
 
-def perturbed(model: nn.Module) -> nn.Module:
-    """Changes norms and biases in place; transformers makes them 1 and 0, which would hide errors."""
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.dim() == 1:
-                parameter.add_(0.1 * torch.randn_like(parameter))
-    return model
-
-
-def encoder(style: str, size: Size, attention: str = "eager") -> Encoder:
+def encoder(style: str, size: Size, attention: str = "eager") -> nn.Module:
     """Returns a float32 model in eval mode, always with the same weights.
 
     Args:
         style: "bert" (layer norms after the sum, GELU) or "llama" (RMS norms before, SwiGLU, causal).
         attention: "eager" (MatMul and Softmax in ONNX) or "sdpa" (one Attention node from opset 23 on).
     """
-    torch.manual_seed(0)
-    model = _encoder(style, size, attention)
-    perturbed(model)
-    return model.eval()
+    return {"bert": BERT, "llama": LLAMA}[style].drawn(size, attention)
 
 
 def batch(size: Size, seed: int = 0, padding: int = 0) -> tuple[Tensor, Tensor]:
@@ -121,11 +123,8 @@ def cast(inputs: Mapping[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
     return {name: x.to(dtype) if x.is_floating_point() else x for name, x in inputs.items()}
 
 
-# ------------------------------------------------------------------------------------------- whole models
-
 # A smaller vocabulary than BERT's: embeddings are read by row, and a large table only makes large files.
 BASE = Size(vocabulary=2000)
-RIGHT = "right"
 
 
 @dataclass(frozen=True)
@@ -144,27 +143,33 @@ class Model:
     model_type: str
     exported: str = "sdpa"
 
+    def drawn(self, size: Size, attention: str) -> nn.Module:
+        """Returns the model in float32 and eval mode; always with the same weights."""
+        torch.manual_seed(0)
+        model = self.make(size, attention)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                if parameter.dim() == 1:  # a norm is 1 and a bias 0, which would hide errors
+                    parameter.add_(0.1 * torch.randn_like(parameter))
+        return model.eval()
+
 
 @dataclass(frozen=True)
 class Row:
     """A row of the table.
 
     Attributes:
-        padding: "right" where the mask has zeros there, None for models without a mask.
         graph: run as a CUDA graph where a column can; then the wall time counts.
     """
 
-    name: str
     model: Model
     dtype: str
     size: Size
-    padding: str | None = None
     graph: bool = False
 
     def make(self, small: bool, attention: str = "sdpa") -> nn.Module:
         """Returns the model in float32 and eval mode; always with the same weights."""
-        torch.manual_seed(0)
-        return perturbed(self.model.make(TINY if small else self.size, attention)).eval()
+        return self.model.drawn(TINY if small else self.size, attention)
 
     def batch(self, small: bool, count: int | None = None) -> dict[str, Tensor]:
         """Returns inputs by name, the same each time, floats in float32.
@@ -176,9 +181,6 @@ class Row:
         return self.model.inputs(replace(size, batch=count or size.batch))
 
 
-# ------------------------------------------------------------------------------------------- inputs
-
-
 def text(size: Size) -> dict[str, Tensor]:
     """Token ids and a mask: a quarter of the last sentence hidden."""
     ids, mask = batch(size, padding=size.tokens // 4)
@@ -186,12 +188,7 @@ def text(size: Size) -> dict[str, Tensor]:
 
 
 def pixels(size: Size) -> dict[str, Tensor]:
-    return {"values": normal(size.batch, 3, _side(size), _side(size))}
-
-
-def _side(size: Size) -> int:
-    """Returns the height of a square image with a token for each 16 x 16 pixels."""
-    return 16 * round(size.tokens**0.5)
+    return {"values": normal(size.batch, 3, size.side, size.side)}
 
 
 def spectra(size: Size) -> dict[str, Tensor]:
@@ -203,9 +200,6 @@ def latents(size: Size) -> dict[str, Tensor]:
         "values": normal(size.batch, size.tokens, size.width),
         "condition": normal(size.batch, size.width, seed=1),
     }
-
-
-# ------------------------------------------------------------------------------------------- models
 
 
 class DiTBlock(nn.Module):
@@ -233,66 +227,31 @@ class DiTBlock(nn.Module):
         return values + gate2 * self.mlp(x)
 
 
-def _encoder(style: str, size: Size, attention: str, grouped: int = 1) -> Encoder:
-    """`grouped` heads share keys and values."""
-    options = size.options() | {"attn_implementation": attention}
-    if style == "bert":
-        options |= {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
-        return Encoder(from_transformers("BertModel", options, add_pooling_layer=False))
-    options |= {"use_cache": False, "num_key_value_heads": size.heads // grouped}
-    return Encoder(from_transformers("LlamaModel", options))
-
-
-def _vit(size: Size, attention: str) -> nn.Module:
-    options = {"image_size": _side(size), "patch_size": 16, "attn_implementation": attention}
-    return Values(from_transformers("ViTModel", size.options() | options, add_pooling_layer=False))
-
-
-def _whisper(size: Size, attention: str) -> nn.Module:
-    options = {"max_source_positions": size.tokens, "attn_implementation": attention}
-    return Values(
-        from_transformers("models.whisper.modeling_whisper.WhisperEncoder", size.options() | options)
-    )
-
-
-def _t5(size: Size, attention: str) -> nn.Module:
-    options = size.options() | {"attn_implementation": attention}
-    return Encoder(from_transformers("T5EncoderModel", options))
-
-
-def _dit(size: Size, attention: str) -> nn.Module:
-    return DiTBlock(size.width, size.heads)
-
-
-# ------------------------------------------------------------------------------------------- rows
-
-BERT = Model(partial(_encoder, "bert"), text, "bert")
+BERT = Model(partial(transformer, "BertModel", Encoder, add_pooling_layer=False), text, "bert")
 # ONNX Runtime's optimizer has no type for Llama: its own conversion of Llama passes gpt2.
-LLAMA = Model(partial(_encoder, "llama"), text, "gpt2")
-LLAMA_BLOCK = replace(LLAMA, make=partial(_encoder, "llama", grouped=4))
-VIT = Model(_vit, pixels, "vit")
-WHISPER = Model(_whisper, spectra, "bart")
+LLAMA = Model(partial(transformer, "LlamaModel", Encoder), text, "gpt2")
+LLAMA_BLOCK = replace(LLAMA, make=partial(transformer, "LlamaModel", Encoder, grouped=4))
+VIT = Model(partial(transformer, "ViTModel", Values, add_pooling_layer=False), pixels, "vit")
+_WHISPER = "models.whisper.modeling_whisper.WhisperEncoder"
+WHISPER = Model(partial(transformer, _WHISPER, Values), spectra, "bart")
 # With sdpa, torch's exporter makes views that do not fit.
-T5 = Model(_t5, text, "t5", exported="eager")
-DIT = Model(_dit, latents, "mmdit")
+T5 = Model(partial(transformer, "T5EncoderModel", Encoder), text, "t5", exported="eager")
+DIT = Model(lambda size, attention: DiTBlock(size.width, size.heads), latents, "mmdit")
 
 _BLOCK_SIZE = Size(layers=4, width=2048, heads=32, vocabulary=2000, batch=8, tokens=1024)
 _SENTENCE = replace(BASE, batch=1, tokens=128)
 _DIT_SIZE = Size(layers=1, width=1024, heads=16, batch=8, tokens=1024)
 
 ROWS = {
-    row.name: row
-    for row in (
-        Row("bert-fp16", BERT, "float16", BASE, RIGHT),
-        Row("bert-bf16", BERT, "bfloat16", BASE, RIGHT),
-        Row("llama-bf16", LLAMA, "bfloat16", BASE, RIGHT),
-        Row("llama-fp16", LLAMA, "float16", BASE, RIGHT),
-        Row("llama-block", LLAMA_BLOCK, "bfloat16", _BLOCK_SIZE, RIGHT),
-        Row("vit", VIT, "float16", replace(BASE, batch=64, tokens=196)),
-        Row("whisper", WHISPER, "float16", replace(BASE, batch=8, tokens=1500)),
-        Row("t5", T5, "bfloat16", replace(BASE, batch=16), RIGHT),
-        Row("dit", DIT, "float16", _DIT_SIZE),
-        # Last, when no export runs beside it any more: its wall time counts.
-        Row("bert-1x128", BERT, "float16", _SENTENCE, RIGHT, graph=True),
-    )
+    "bert-fp16": Row(BERT, "float16", BASE),
+    "bert-bf16": Row(BERT, "bfloat16", BASE),
+    "llama-bf16": Row(LLAMA, "bfloat16", BASE),
+    "llama-fp16": Row(LLAMA, "float16", BASE),
+    "llama-block": Row(LLAMA_BLOCK, "bfloat16", _BLOCK_SIZE),
+    "vit": Row(VIT, "float16", replace(BASE, batch=64, tokens=196)),
+    "whisper": Row(WHISPER, "float16", replace(BASE, batch=8, tokens=1500)),
+    "t5": Row(T5, "bfloat16", replace(BASE, batch=16)),
+    "dit": Row(DIT, "float16", _DIT_SIZE),
+    # Last, when no export runs beside it any more: its wall time counts.
+    "bert-1x128": Row(BERT, "float16", _SENTENCE, graph=True),
 }

@@ -13,7 +13,7 @@ import tempfile
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
@@ -28,9 +28,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from lab.model_zoo import ROWS, TINY, Row, cast
 from twinop.bench import runtime
 from twinop.bench.cases import relative_error
-from twinop.bench.measure import captured
+from twinop.bench.measure import Subject, captured, checked
 from twinop.bench.measurements import Device, Measurements, Output, choose_device, chosen, reason_of
-from twinop.bench.providers import Subject, checked
 from twinop.bench.timing import host_times, timer_on
 from twinop.cli.console import clear_errors
 from twinop.export import export
@@ -50,22 +49,16 @@ FEW = 2  # exports and comparisons take a batch of two, as the batch dimension s
 FACTS = ("nodes_before", "nodes_after", "fused", "skipped", "reverted", "notes", "error", "own_error")
 EXPORTS = 5  # at a time: the rest of 16 cores compiles
 LIMIT = 400  # seconds of a process
-
-# ------------------------------------------------------------------------------------------- exports
+Inputs = Mapping[str, Tensor]
 
 
 def export_all(name: str, dtype: str, small: bool, folder: Path) -> dict[str, Any]:
     """Writes the exports of a model. Returns what the optimizers say of each, or why it failed."""
-    row = ROWS[name]
-    makers: dict[str, Callable[[], dict[str, Any]]] = {
-        STOCK: partial(_stock, row, dtype, small, folder / STOCK),
-        ORTS: partial(_by_ort, row, dtype, small, folder),
-        OURS: partial(_by_us, row, dtype, small, folder),
-    }
-    found = {}
-    for file, make in makers.items():
+    row, found = ROWS[name], {}
+    inputs = row.batch(small, None if row.graph else FEW)
+    for file, make in {STOCK: _stock, ORTS: _by_ort, OURS: _by_us}.items():
         try:
-            found[file] = make()
+            found[file] = make(row, inputs, dtype, small, folder)
         except Exception as failure:  # of an exporter or an optimizer: it is the column's result
             found[file] = {"failure": reason_of(failure)}
     return found
@@ -81,32 +74,27 @@ def torch_export(
     )
 
 
-def optimized(source: Path, target: Path, inputs: Mapping[str, Tensor], **options: Any) -> dict[str, Any]:
-    """Optimises an export, compares both on these inputs, and returns what the optimizer says."""
-    inputs_file = target.with_suffix(".npz")
-    np.savez(inputs_file, **{name: x.numpy() for name, x in inputs.items()})  # type: ignore[arg-type]
-    said = asdict(optimize(source, target, inputs_file=inputs_file, **{"device": "cuda"} | options))
-    return {name: said[name] for name in FACTS}
-
-
-def _stock(row: Row, dtype: str, small: bool, path: Path) -> dict[str, Any]:
+def _stock(row: Row, inputs: Inputs, dtype: str, small: bool, folder: Path) -> dict[str, Any]:
     model, narrow = row.make(small, row.model.exported), getattr(torch, dtype)
-    inputs = row.batch(small, None if row.graph else FEW)
-    torch_export(model.to(narrow), cast(inputs, narrow), path, fixed=row.graph)
+    torch_export(model.to(narrow), cast(inputs, narrow), folder / STOCK, fixed=row.graph)
     return {}
 
 
-def _by_us(row: Row, dtype: str, small: bool, folder: Path) -> dict[str, Any]:
-    source, inputs = folder / "wide.onnx", row.batch(small, None if row.graph else FEW)
+def _by_us(row: Row, inputs: Inputs, dtype: str, small: bool, folder: Path) -> dict[str, Any]:
+    source, inputs_file = folder / "wide.onnx", folder / "inputs.npz"
     torch_export(row.make(small, row.model.exported), inputs, source, fixed=row.graph)
-    return optimized(source, folder / OURS, inputs, dtype=dtype, padding=row.padding)
+    np.savez(inputs_file, **{name: x.numpy() for name, x in inputs.items()})  # type: ignore[arg-type]
+    padding = "right" if "mask" in inputs else None
+    options: dict[str, Any] = {"device": "cuda", "dtype": dtype, "padding": padding}
+    said = asdict(optimize(source, folder / OURS, inputs_file=inputs_file, **options))
+    return {name: said[name] for name in FACTS}
 
 
-def _by_ort(row: Row, dtype: str, small: bool, folder: Path) -> dict[str, Any]:
+def _by_ort(row: Row, inputs: Inputs, dtype: str, small: bool, folder: Path) -> dict[str, Any]:
     """ONNX Runtime's own optimizer, whose conversion knows float16 only: bfloat16 is exported as such."""
     from onnxruntime.transformers import optimizer
 
-    source, inputs = folder / "torchscript.onnx", row.batch(small, None if row.graph else FEW)
+    source = folder / "torchscript.onnx"
     model = row.make(small, attention="eager")  # the form that it recognises
     if dtype == "bfloat16":
         model, inputs = model.to(torch.bfloat16), cast(inputs, torch.bfloat16)
@@ -126,9 +114,6 @@ def _by_ort(row: Row, dtype: str, small: bool, folder: Path) -> dict[str, Any]:
     return {"fused": {kind: count for kind, count in made.get_fused_operator_statistics().items() if count}}
 
 
-# ------------------------------------------------------------------------------------------- runs
-
-
 def measure(name: str, dtype: str, small: bool, device: torch.device, folder: Path) -> dict[str, Any]:
     """Measures the columns of a model, in turn, and returns the line about it."""
     model = ROWS[name]
@@ -141,46 +126,31 @@ def measure(name: str, dtype: str, small: bool, device: torch.device, folder: Pa
         with torch.backends.cudnn.flags(enabled=True, allow_tf32=False):  # convolutions in float32 proper
             expected = module(*wide.values()).double()
         module, inputs = module.to(getattr(torch, dtype)), cast(wide, getattr(torch, dtype))
-        made: dict[str, Callable[..., Subject]] = {}
+        made: dict[str, Callable[[], Subject]] = {}
         for column, source in COLUMNS.items():
-            make: Callable[..., Subject] = partial(in_torch, module, source, tuple(inputs.values()))
+            made[column] = partial(in_torch, module, source, tuple(inputs.values()), graph)
             if source.endswith(".onnx"):
-                make = partial(in_ort, folder / source, inputs, expected)
-            made[column] = partial(with_error, make, expected, wide.get("mask"), graph)
-        subjects, missing = checked(made, lambda column, subject: None)
+                made[column] = partial(in_ort, folder / source, inputs, expected, graph)
+        shown = wide["mask"][..., None] if "mask" in wide else 1  # the tokens that count
+
+        def check(_: str, subject: Subject) -> None:
+            subject.facts["error"] = relative_error(subject.result()[0] * shown, expected * shown)
+            subject.facts |= {"graph": True} if graph else {}
+
+        subjects, missing = checked(made, check)
         said = {column: exports.get(COLUMNS[column], {}).get("failure") for column in missing}
         missing |= {column: why for column, why in said.items() if why}
         runs = {column: subject.run for column, subject in subjects.items()}
         rounds = 5 if small else 21
         after = partial(torch.cuda.synchronize, device) if timer is not None else None
-        queued = timer.times(runs, rounds=rounds) if timer is not None else None
         wall = host_times(runs, rounds=rounds, seconds=2.0, after=after)
+        queued = timer.times(runs, rounds=rounds) if timer is not None else wall
         for column, subject in subjects.items():
-            waited = {"wall_us": round(wall[column].median * 1e6, 1)}
-            times[column] = (queued or wall)[column].row() | waited | subject.facts
+            waited = {"wall_us": round(wall[column]["median_us"], 1)}
+            times[column] = queued[column] | waited | subject.facts
     shape = "x".join(map(str, next(iter(inputs.values())).shape))
     line = {"op": name, "dtype": dtype, "shape": shape, "times": times, "missing": missing}
     return line | {"exports": exports}
-
-
-def with_error(make: Callable[..., Subject], expected: Tensor, mask: Tensor | None, graph: bool) -> Subject:
-    """Returns a subject with its error among its facts.
-
-    Args:
-        make: takes whether the run is to be a CUDA graph.
-        mask: the tokens that count, if not all.
-        graph: make a CUDA graph of it if that works.
-    """
-    facts: dict[str, Any] = {"graph": True} if graph else {}
-    try:
-        subject = make(graph=graph)
-    except Exception as failure:  # a model that waits for the GPU
-        if not graph:
-            raise
-        subject, facts = make(graph=False), {"no_graph": reason_of(failure)}
-    shown = mask[..., None] if mask is not None else 1
-    error = relative_error(subject.result()[0] * shown, expected * shown)
-    return replace(subject, facts={"error": error} | subject.facts | facts)
 
 
 def in_torch(model: nn.Module, mode: str, inputs: tuple[Tensor, ...], graph: bool) -> Subject:
@@ -220,9 +190,6 @@ def in_ort(path: Path, inputs: Mapping[str, Tensor], expected: Tensor, graph: bo
     if stream is not None:
         torch.cuda.synchronize(stream.device)
     return Subject(run, (output,), {"nodes": dict(Counter(nodes).most_common())})
-
-
-# ------------------------------------------------------------------------------------------- all models
 
 
 def run_step(step: str, name: str, arguments: Sequence[str]) -> str:

@@ -16,14 +16,12 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 import typer
-from onnx import helper
 from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from twinop.bench import runtime
-from twinop.bench.cells import IN_ORT, IN_TORCH
+from twinop.bench.measure import IN_ORT, IN_TORCH, Subject, require, side_by_side
 from twinop.bench.measurements import Output, measuring
-from twinop.bench.providers import Subject, require, side_by_side
 from twinop.bench.timing import DeviceTimer, host_times
 from twinop.libraries.library import find_library
 from twinop.libraries.load_module import load_module
@@ -36,7 +34,7 @@ SIZES = tuple(1 << exponent for exponent in (20, 22, 24, 26, 28))
 ROWS = ((1024, 1024), (4096, 4096), (32768, 4096), (65536, 4096))
 PRODUCTS = ((4096, 4096, 4096), (16384, 768, 3072))  # M, K, N
 ATTENTIONS = ((32, 12, 512, 64), (4, 32, 4096, 128))  # batch, heads, tokens, head size
-CHAIN = 50
+CHAIN, ROUNDS = 50, 51
 OWN_LAUNCH = "Triton"
 CUDA_OP = "twinop's CUDA op"
 TOLERANCE = 2e-2  # bfloat16, relative to the largest value
@@ -86,18 +84,15 @@ def cells(device: torch.device) -> Iterator[Cell]:
 class Machine:
     """Builds, checks and times the providers of cells on one GPU. The libraries lie in `folder`."""
 
-    def __init__(self, timer: DeviceTimer, folder: Path, rounds: int) -> None:
-        self.timer, self.folder, self.rounds = timer, folder, rounds
-        self.stream, self.device = timer.stream, timer.stream.device
+    def __init__(self, timer: DeviceTimer, folder: Path) -> None:
+        self.timer, self.folder = timer, folder
 
     def library(self, op: str) -> Path:
         """Returns the example's library for this GPU. It is built at the first call."""
         path = self.folder / f"lib{op}.so"
         if not path.is_file():
-            subprocess.run(
-                python_child.module("twinop", "build", str(EXAMPLES / f"{op}.py"), "-o", str(path)),
-                check=True,
-            )
+            build = ("twinop", "build", str(EXAMPLES / f"{op}.py"), "-o", str(path))
+            subprocess.run(python_child.module(*build), check=True)
         return path
 
     def cell(self, cell: Cell) -> dict[str, Any]:
@@ -118,38 +113,32 @@ class Machine:
             require(float(error), TOLERANCE)
 
         label = {"time": "device", "op": cell.op, "shape": cell.shape}
-        return label | side_by_side(makers, check, self.timer, rounds=self.rounds, again=())
+        return label | side_by_side(makers, check, self.timer, rounds=ROUNDS, again=())
 
     def _in_ort(self, cell: Cell, expected: Tensor) -> Subject:
         library = self.library(cell.op)
         node = runtime.custom_node(load(library).records[cell.op], cell.inputs, cell.attributes)
-        out = {node.output[0]: torch.empty(expected.shape, dtype=torch.bfloat16, device=self.device)}
-        inputs = {name: tensor.contiguous() for name, tensor in cell.inputs.items()}
-        run = runtime.run_of([node], inputs, out, self.timer, library=library)
+        out = {node.output[0]: torch.empty_like(expected, dtype=torch.bfloat16)}
+        run = runtime.run_of([node], cell.inputs, out, self.timer, library=library)
         return Subject(run, tuple(out.values()))
 
     def chain(self) -> dict[str, Any]:
         """Measures chains of one-element nodes, where the host's work is what counts."""
-        x = torch.randn(1, device=self.device)
+        x = torch.randn(1, device=self.timer.stream.device)
         y = torch.empty_like(x)
         runs = {}
-        for provider, op, domain, library in (
-            (IN_ORT, "CustomSquare", "square", self.library("square")),
-            (CUDA_OP, "CustomRelu", DOMAIN, find_library("custom_relu")),
+        names = ["x", *(f"t{i}" for i in range(1, CHAIN)), "y"]
+        for provider, op, library in (
+            (IN_ORT, "square.CustomSquare", self.library("square")),
+            (CUDA_OP, f"{DOMAIN}.CustomRelu", find_library("custom_relu")),
         ):
-            names = ["x", *(f"t{i}" for i in range(1, CHAIN)), "y"]
-            pairs = list(itertools.pairwise(names))
-            nodes = [helper.make_node(op, [a], [b], f"node_{b}", domain=domain) for a, b in pairs]
-            model = runtime.one_op(nodes, {"x": x}, {"y": y}, fixed=True)
-            session = runtime.open_session(
-                model, self.device, library=library, cpu_threads=1, stream=self.stream
-            )
-            runs[provider] = runtime.bind(session, {"x": x}, {"y": y})
-        times = host_times(runs, rounds=501, seconds=5.0, after=self.stream.synchronize)
+            nodes = runtime.parse_nodes("; ".join(f"{b} = {op}({a})" for a, b in itertools.pairwise(names)))
+            runs[provider] = runtime.run_of(nodes, {"x": x}, {"y": y}, self.timer, library=library)
+        times = host_times(runs, rounds=501, seconds=5.0, after=self.timer.stream.synchronize)
         return {"time": "wall", "op": f"{CHAIN} nodes", "shape": "1", "times": times}
 
 
-def main(rounds: int = 51, output: Output = None) -> None:
+def main(output: Output = None) -> None:
     """Measure the kernels of examples/triton in ONNX Runtime, as torch's ops, and as Triton launches them.
 
     It is device time with an empty L2 cache; a chain of nodes of one element shows the host's work.
@@ -159,7 +148,7 @@ def main(rounds: int = 51, output: Output = None) -> None:
         measuring("triton", "cuda", output, quick=False) as (measured, where, timer),
     ):
         assert timer is not None
-        machine = Machine(timer, Path(folder), rounds)
+        machine = Machine(timer, Path(folder))
         measured.say(machine.chain())
         for cell in cells(where):
             measured.say(machine.cell(cell))

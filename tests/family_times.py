@@ -17,7 +17,7 @@ import typer
 
 from lab.decoder_tokens import FILES, Feeds, in_ort
 from lab.decoder_tokens import measure as step_times
-from twinop.bench.cells import IN_ORT
+from twinop.bench.measure import IN_ORT
 from twinop.bench.measurements import Device, Output, measuring
 from twinop.bench.runtime import open_session
 

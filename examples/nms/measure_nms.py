@@ -18,9 +18,8 @@ from nms import in_numpy  # type: ignore[import-not-found]
 
 from twinop import torch_op
 from twinop.bench import runtime
-from twinop.bench.cells import IN_ORT, IN_TORCH
+from twinop.bench.measure import IN_ORT, IN_TORCH, Subject, side_by_side
 from twinop.bench.measurements import BenchError, Device, Output, measuring
-from twinop.bench.providers import Subject, side_by_side
 from twinop.bench.timing import DeviceTimer
 from twinop.libraries.library import find_library
 

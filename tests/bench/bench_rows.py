@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from twinop.bench.cells import IN_TORCH
+from twinop.bench.measure import IN_TORCH
 from twinop.bench.providers import EAGER
 
 COPY = {"torch copy_": 100.0, "torch copy_ again": 100.5}

@@ -35,13 +35,13 @@ def project(libraries: dict[str, Path], tmp_path_factory: pytest.TempPathFactory
 
 def test_cases_follow_from_the_record(project: Path) -> None:
     """Forward and backward, beside the function body in torch, whose float64 result is the exact one."""
-    entries = choose(None, project)
+    entries = choose("", project)
     assert list(entries) == ["shift", "squared", "twice"]
     entry = choose("twice", project)["twice"]
     cases = cases_of("twice", entry, "cpu")
     assert {case.direction for case in cases} == {FORWARD, BACKWARD}
     assert {case.dtype for case in cases} == {"float32"}
-    sample = Sample.drawn(cases[0], entry, torch.device("cpu"))
+    sample = Sample.drawn(cases[0], torch.device("cpu"))
     (x,) = sample.inputs.values()
     function = op_of(records()[entry.op]).function
     assert torch.equal(function(x), 2 * x) and torch.equal(entry.eager(x), 2 * x)
@@ -52,7 +52,7 @@ def test_cases_follow_from_the_record(project: Path) -> None:
 def test_integers_beside_floats(direction: str, project: Path) -> None:
     entry = replace(choose("twice", project)["twice"], eager=lambda x, i: x.index_select(0, i))
     inputs = {"x": torch.randn(4, 3), "i": torch.tensor([2, 0])}
-    sample = Sample(Case("twice", "rows", "float32", (2, 3), direction), entry, inputs, (torch.ones(2, 3),))
+    sample = Sample(Case("twice", entry, "float32", (2, 3), direction), inputs, {"y": torch.ones(2, 3)})
     (found,) = sample.exact()
     expected = (
         inputs["x"][inputs["i"]] if direction == FORWARD else torch.tensor([1, 0, 1, 0])[:, None].expand(4, 3)
@@ -62,12 +62,12 @@ def test_integers_beside_floats(direction: str, project: Path) -> None:
 
 def test_an_op_without_a_body(libraries: dict[str, Path], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(BenchError, match=r"libtest_abi.so: it has no op that can be measured"):
-        choose(None, libraries["test_abi"])
+        choose("", libraries["test_abi"])
     assert "test.abi::spread has no function body: nothing to compare it with" in capsys.readouterr().err
 
 
 def test_an_op_with_sizes_from_data(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    choose(None, project)
+    choose("", project)
     said = "not measured: wrong_ops::too_many: its output shapes are data-dependent"
     assert said in capsys.readouterr().err
 

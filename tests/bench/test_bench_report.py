@@ -10,11 +10,11 @@ from bench_rows import FAST, line_of
 from typer.testing import CliRunner
 
 from twinop.bench.__main__ import main
-from twinop.bench.cells import BUILT_IN, IN_ORT, IN_TORCH
+from twinop.bench.measure import BUILT_IN, IN_ORT, IN_TORCH
 from twinop.bench.measurements import BenchError, Measurements, read
 from twinop.bench.providers import EAGER
-from twinop.bench.tables import is_slower
-from twinop.bench.timing import Time
+from twinop.bench.report import is_slower
+from twinop.bench.timing import time_of
 from twinop.cli.console import program
 
 FACTS = {"machine", "device", "cpu_cores", "date", "commit", "twinop", "torch", "onnxruntime", "python"}
@@ -44,7 +44,7 @@ def test_a_file_grows_and_the_last_line_about_a_cell_counts(tmp_path: Path) -> N
     for us in (5e-6, 7e-6):
         measured = Measurements("ops", torch.device("cpu"), tmp_path)
         for op in ("relu", "gelu"):
-            measured.add({"op": op, "times": {IN_TORCH: Time.of([us])}, "missing": {EAGER: "no GPU"}})
+            measured.add({"op": op, "times": {IN_TORCH: time_of([us])}, "missing": {EAGER: "no GPU"}})
         assert len(measured.lines) == 2
     lines = read(measured.path, "ops")
     assert len(measured.path.read_text().splitlines()) == 4 and [line["op"] for line in lines] == [

@@ -11,7 +11,7 @@ import torch
 from export_models import each_exporter
 from torch import nn
 
-from lab.model_zoo import TINY, Encoder, batch, encoder
+from lab.model_zoo import TINY, batch, encoder
 from twinop import deploy, torch_op
 from twinop.export import ExportReport, export
 from twinop.record.tolerance import TOLERANCE, difference
@@ -25,7 +25,7 @@ OPS = {
 each_style = pytest.mark.parametrize("style", list(OPS))
 
 
-def pair(style: str, dtype: torch.dtype = torch.float32) -> tuple[Encoder, Encoder]:
+def pair(style: str, dtype: torch.dtype = torch.float32) -> tuple[nn.Module, nn.Module]:
     """Returns torch's own model, and one with twinop's ops and the same weights."""
     models = encoder(style, TINY).to(dtype), encoder(style, TINY).to(dtype)
     torch_op.replace_modules(models[1])
@@ -135,7 +135,7 @@ def test_other_activations(name: str) -> None:
 # ----------------------------------------------------------------------------- training
 
 
-def losses(model: Encoder, device: str) -> list[float]:
+def losses(model: nn.Module, device: str) -> list[float]:
     """Returns the losses of ten steps towards random targets."""
     model.to(device).train()
     torch.manual_seed(1)
@@ -248,7 +248,7 @@ def test_the_torchscript_exporter_needs_the_mask(tmp_path: Path) -> None:
     class Maskless(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.body = model.body
+            self.body: Any = model.body
 
         def forward(self, ids: torch.Tensor) -> torch.Tensor:
             return self.body(input_ids=ids).last_hidden_state

@@ -11,7 +11,7 @@ import torch
 from export_models import CPU
 from optimizing import nodes, optimized, parsed, types, weights
 
-from lab.model_zoo import Encoder, Size, batch, encoder
+from lab.model_zoo import Size, batch, encoder
 from twinop import deploy
 from twinop.bench.cases import relative_error
 from twinop.deploy.tensor_specs import RIGHT_PADDED
@@ -22,7 +22,7 @@ DTYPES = ["float16", "bfloat16"]
 PROVIDERS: dict[str, list[Any]] = {"cpu": CPU, "cuda": ["CUDAExecutionProvider", *CPU]}
 
 
-def bert(size: Size) -> Encoder:
+def bert(size: Size) -> torch.nn.Module:
     return encoder("bert", size, "sdpa")
 
 

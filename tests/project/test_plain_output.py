@@ -25,7 +25,11 @@ FOLDER = "a folder whose name is longer than the lines of a narrow terminal"
             ["{model}: registered {library}", "CustomRelu"],
             marks=pytest.mark.slow,
         ),
-        pytest.param(["bench", "draw", "{model}"], ["error: {model}: "], marks=pytest.mark.slow),
+        pytest.param(
+            ["bench", "--ops", "relu", "--compare", "{model}"],
+            ["error: {model}: not a file of measurements"],
+            marks=pytest.mark.slow,
+        ),
     ],
     ids=lambda value: value[0] if value[0].isalpha() else None,
 )
