@@ -32,8 +32,8 @@ def _in_turn(runs: Mapping[str, Run], rounds: range) -> Iterator[tuple[int, str,
     """Yields each run once a round, and begins each round with a different one."""
     names = list(runs)
     for i in rounds:
-        first = i % len(names)
-        for name in names[first:] + names[:first]:
+        for j in range(len(names)):
+            name = names[(i + j) % len(names)]
             yield i, name, runs[name]
 
 
