@@ -144,7 +144,9 @@ def test_one_function_serves_several_ranks(known: bool) -> None:
 
 
 def test_several_ranks_that_are_unknown_are_refused() -> None:
-    message = r"CustomCentred is not the same for .*Give the model's inputs shapes.*bodies=False"
+    message = (
+        "the body of CustomCentred differs between inputs of .*Give the model's inputs shapes.*bodies=False"
+    )
     with pytest.raises(ExportError, match=message):
         model(centred, [{}, {}], None, ["a", "b", "c"])
 

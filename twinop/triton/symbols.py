@@ -6,6 +6,7 @@ import sys
 import traceback
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -214,6 +215,7 @@ class Symbols(ShapeEnv):
         return held
 
 
+@lru_cache(4096)
 def _for_sizes_above_1(question: Any) -> bool | None:
     """Answers whether a product of sizes is 1 or less, in whatever form; None: it is another question."""
     for modulo in question.atoms(sympy.Function):
