@@ -121,5 +121,5 @@ def entry_of(
         results = evaluate_body(record, [by_name.get(entry.name) for entry in record.inputs], given)
         return results if len(results) > 1 else results[0]
 
-    has_gradient = bool(record.gradient)
+    has_gradient = bool(record.gradients)
     return Entry(record.key, names, eager, attributes=given, backward=has_gradient, library=library)

@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 
 from twinop.record.dtypes import dtype_name, element_type, is_foreign_to_numpy
-from twinop.record.op_spec import entries
 
 from .custom_nodes import Model, nodes_of_graph
 from .errors import FeedError, RunError
@@ -326,7 +325,7 @@ def _shareable(model: Model, libraries: Sequence[SealedLibrary]) -> dict[str, st
             continue
         values = dict(zip((entry.name for entry in record.inputs), node.input, strict=False))
         values |= zip(record.outputs, node.output, strict=False)
-        for output, name in (entries(record.in_place) | record.written).items():
+        for output, name in record.in_place.items():
             if output in values and name in values and reads[values[name]] == 1:
                 found[values[output]] = values[name]
     return found

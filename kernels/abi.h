@@ -18,6 +18,7 @@
 #ifdef __cplusplus
 namespace twinop {
 enum class DType : int32_t;
+enum class Kind : int32_t;
 struct Tensor;
 struct Attribute;
 struct Context;
@@ -30,7 +31,7 @@ extern "C" {
 
 /* Changes when a caller of the previous version would misread a structure. A field that is added at
  * the end of twinop_op or twinop_table does not change it: struct_size says whether it is there. */
-#define TWINOP_ABI_VERSION 1
+#define TWINOP_ABI_VERSION 2
 
 /* Element types (twinop_tensor.dtype). */
 enum {
@@ -116,20 +117,148 @@ typedef struct twinop_error {
 /* Queues the work and returns. It neither allocates device memory nor synchronizes. */
 typedef int32_t (*twinop_launch)(const twinop_call* call, twinop_error* error);
 
-/* One op. Texts are NUL-terminated and never null. kernels/record/record.h documents them. */
+/* What an op is: its arguments, dtypes, shapes and limits, as its library's compiler parsed them
+ * from the texts of its record (kernels/record/record.h). A name is NUL-terminated. A text is a
+ * part of the record's texts. Only messages and torch, which has the schema, read texts. */
+enum {
+  TWINOP_MAX_ARGUMENTS = 16, /* of one op, tensors and attributes together */
+  TWINOP_MAX_OUTPUTS = 8,
+  TWINOP_MAX_COMBINATIONS = 16,
+  TWINOP_MAX_LIST = 8, /* entries of an int[] attribute: axes, pads, strides */
+  TWINOP_MAX_LIMITS = 48,
+  TWINOP_MAX_NAME = 48,
+  TWINOP_MAX_NODES = 96,
+  TWINOP_MAX_SIZES = 4
+};
+
+typedef struct twinop_text {
+  const char* data;
+  size_t size;
+} twinop_text;
+
+/* Kinds of arguments: Tensor, Tensor?, Tensor[], int, float, bool, str, int[]. */
+enum {
+  TWINOP_TENSOR = 0,
+  TWINOP_OPTIONAL_TENSOR = 1,
+  TWINOP_TENSOR_LIST = 2,
+  TWINOP_INT = 3,
+  TWINOP_FLOAT = 4,
+  TWINOP_FLAG = 5,
+  TWINOP_STR = 6,
+  TWINOP_INT_LIST = 7
+};
+
+typedef struct twinop_argument {
+  char name[TWINOP_MAX_NAME];
+  TWINOP_TYPE(twinop::Kind, int32_t) kind;
+  int32_t is_written;     /* Tensor(a!): an output <name>_out has its memory */
+  int32_t on_host;        /* it lies in host memory on every device */
+  int32_t shape;          /* that it must have: a node; -1: any */
+  twinop_text shape_text; /* the same for messages */
+  int32_t has_default;
+  int64_t default_int; /* bool as 0 or 1 */
+  double default_float;
+  int64_t default_ints[TWINOP_MAX_LIST];
+  size_t default_count;     /* of default_ints */
+  twinop_text default_text; /* of a str; of other kinds as written, for the schema of torch */
+} twinop_argument;
+
+typedef struct twinop_output {
+  char name[TWINOP_MAX_NAME];
+  int32_t shape; /* a node */
+  twinop_text shape_text;
+  int32_t in_place;    /* the input that it may overwrite or, if written, is; -1: none */
+  int32_t is_optional; /* the launcher does not write it where its data is null */
+} twinop_output;
+
+/* An expression is a tree of nodes. Links to nodes that there are not are -1. */
+enum {
+  /* shapes */
+  TWINOP_SHAPE = 0,     /* of the input `index` */
+  TWINOP_SLICE = 1,     /* its dimensions from a to b */
+  TWINOP_LIST = 2,      /* the size a, then the list b */
+  TWINOP_CONCAT = 3,    /* a + b */
+  TWINOP_BROADCAST = 4, /* of a and b */
+  /* sizes */
+  TWINOP_NUMBER = 5,    /* value */
+  TWINOP_ATTRIBUTE = 6, /* of the int or bool `index` */
+  TWINOP_ENTRY = 7,     /* the entry a of the int[] `index` */
+  TWINOP_SIZE = 8,      /* the size `index` of those that come from the data */
+  TWINOP_DIMENSION = 9, /* the size of the dimension a of the input `index` */
+  TWINOP_LEN = 10,      /* of the shape a */
+  TWINOP_NUMEL = 11,
+  TWINOP_ADD = 12,
+  TWINOP_SUBTRACT = 13,
+  TWINOP_MULTIPLY = 14,
+  TWINOP_DIVIDE = 15,
+  TWINOP_IF = 16 /* a if the str `index` is `text`, else b */
+};
+
+typedef struct twinop_node {
+  int8_t operation, index, a, b;
+  int64_t value; /* of TWINOP_SLICE and TWINOP_DIMENSION: how many dimensions the input must have */
+  twinop_text text;
+} twinop_node;
+
+/* What an attribute must be: a dimension of the input `value`; a number within a bound; one of the
+ * values of all its limits TWINOP_ONE_OF. */
+enum {
+  TWINOP_DIMENSION_OF = 0,
+  TWINOP_ABOVE = 1,
+  TWINOP_AT_LEAST = 2,
+  TWINOP_BELOW = 3,
+  TWINOP_AT_MOST = 4,
+  TWINOP_ONE_OF = 5
+};
+
+typedef struct twinop_limit {
+  int32_t attribute, rule;
+  int64_t value;    /* of an int */
+  double number;    /* of a float */
+  twinop_text text; /* of a str; of other kinds as written, for messages */
+} twinop_limit;
+
+/* A size of outputs that comes from the data. The launcher writes these to call->counts. The caller
+ * reads them on the stream, and waits for them. */
+typedef struct twinop_size {
+  char name[TWINOP_MAX_NAME];
+  int32_t bound; /* a node, the shape of this one size; -1: none */
+  twinop_text bound_text;
+} twinop_size;
+
+/* Where rows lie. The launcher reads rows which may be at any distance from each other. */
+typedef struct twinop_rows {
+  int32_t given;
+  int32_t to_the_end; /* a row is all dimensions from this one on */
+  int32_t attribute;  /* the dimension is its value; -1: it is `value` */
+  int64_t value;
+} twinop_rows;
+
 typedef struct twinop_op {
   size_t struct_size; /* sizeof(twinop_op) when the library was compiled */
-  const char* schema;
-  const char* dtypes;
-  const char* shapes;
-  const char* input_shapes;
-  const char* limits;
-  const char* in_place;
-  const char* choices;
-  const char* rows;
-  const char* layout; /* "elementwise" or "contiguous" */
-  const char*
-      memory; /* inputs in host memory, outputs that may be absent: "n = host; s = optional" */
+  const char* schema; /* in torch's language */
+  const char* dtypes; /* the combinations, for messages */
+  const char* domain; /* the library's */
+  char name[TWINOP_MAX_NAME];
+  char onnx_name[TWINOP_MAX_NAME];
+  twinop_argument arguments[TWINOP_MAX_ARGUMENTS]; /* inputs, then attributes */
+  size_t input_count;
+  size_t attribute_count;
+  twinop_output outputs[TWINOP_MAX_OUTPUTS]; /* those returned, then the written inputs */
+  size_t output_count;
+  size_t returned_count;
+  /* The element types of all tensors in each allowed combination. */
+  TWINOP_TYPE(twinop::DType, int32_t) input_types[TWINOP_MAX_COMBINATIONS][TWINOP_MAX_ARGUMENTS];
+  TWINOP_TYPE(twinop::DType, int32_t) output_types[TWINOP_MAX_COMBINATIONS][TWINOP_MAX_OUTPUTS];
+  size_t combination_count;
+  twinop_limit limits[TWINOP_MAX_LIMITS];
+  size_t limit_count;
+  twinop_node nodes[TWINOP_MAX_NODES];
+  size_t node_count;
+  twinop_size sizes[TWINOP_MAX_SIZES];
+  size_t size_count;
+  int32_t is_elementwise;
+  twinop_rows rows;
   twinop_launch cpu; /* null: the op does not run on this device */
   twinop_launch cuda;
   /* Computes the bytes of scratch memory that a call needs from the shapes of its inputs, its
@@ -156,9 +285,6 @@ typedef struct twinop_op {
    * its own kernels. 2: every part y[i] of the outputs comes from x[i], and from the part of each
    * input that has as many; the work on a part is its elements times x's second dimension. */
   int32_t row_body; /* `call` has the data of constants, and sizes: null or -1 where not known */
-  /* Sizes of outputs that come from the data, with their bounds: "n <= x[0]"; null or "": none. The
-   * launcher writes them to call->counts. The caller reads them on the stream, and waits for it. */
-  const char* sizes;
   /* Not 0: the launcher runs twice with one scratch memory: first with `counts`, then without, and
    * with outputs of these sizes. 0: it runs once, with outputs of the largest sizes. */
   int32_t two_pass;

@@ -115,11 +115,11 @@ struct Mixed {
 };
 template <class Op>
 constexpr Mixed FindMixed() {
-  constexpr const Record& kRecord = Op::kRecord;
-  constexpr int kInputs = static_cast<int>(kRecord.schema.input_count);
-  constexpr int kOperands = kInputs + static_cast<int>(kRecord.schema.output_count);
+  constexpr const OpSpec& kRecord = Op::kRecord;
+  constexpr int kInputs = static_cast<int>(kRecord.input_count);
+  constexpr int kOperands = kInputs + static_cast<int>(kRecord.output_count);
   Mixed mixed;
-  for (std::size_t i = 0; i < kRecord.CombinationCount(); ++i) {
+  for (std::size_t i = 0; i < kRecord.combination_count; ++i) {
     const auto of = [i](int k) {
       return k < kInputs ? Op::kRecord.input_types[i][k] : Op::kRecord.output_types[i][k - kInputs];
     };
@@ -171,7 +171,7 @@ auto CompileReduced(const CallOf<Op>& call, ApproxFloat x) {
 // record.
 template <template <class> class F, class Op>
 Status Launcher(const CallOf<Op>& call) {
-  constexpr const Schema& kSchema = Op::kRecord.schema;
+  constexpr const OpSpec& kRecord = Op::kRecord;
   static_assert(Op::kRecord.is_elementwise, "the record of an elementwise op says .elementwise()");
   static_assert(
       !kMixed<CallOf<Op>>.wrong,
@@ -180,9 +180,9 @@ Status Launcher(const CallOf<Op>& call) {
   static_assert(kArity<F> > 0,
                 "an elementwise functor has `T operator()(T, ...) const` of 1 to 3 values");
   if constexpr (kArity<F> > 0) {
-    static_assert(kArity<F> == static_cast<int>(kSchema.input_count),
+    static_assert(kArity<F> == static_cast<int>(kRecord.input_count),
                   "the functor takes another number of values than the op's schema has tensors");
-    static_assert(kResults<F> == static_cast<int>(kSchema.output_count),
+    static_assert(kResults<F> == static_cast<int>(kRecord.output_count),
                   "the functor returns another number of values than the op's schema has outputs "
                   "(elementwise::Results<T, 2> returns two)");
 #if defined(__CUDACC__)

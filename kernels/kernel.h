@@ -24,8 +24,8 @@ namespace twinop {
 
 // Whether the record's dtypes give T to the input or output of this index.
 template <class T>
-constexpr bool HasType(const Record& record, bool is_output, int index) {
-  for (std::size_t i = 0; i < record.CombinationCount(); ++i)
+constexpr bool HasType(const OpSpec& record, bool is_output, int index) {
+  for (std::size_t i = 0; i < record.combination_count; ++i)
     if ((is_output ? record.output_types[i][index] : record.input_types[i][index]) == DTypeOf<T>())
       return true;
   return false;
@@ -34,7 +34,7 @@ constexpr bool HasType(const Record& record, bool is_output, int index) {
 // The elements of an input; null where an optional input is absent.
 template <class T, class Op, class Name>
 const T* InputData(const CallOf<Op>& call, Name name) {
-  constexpr int kIndex = Op::kRecord.schema.FindInput(Name::view());
+  constexpr int kIndex = Op::kRecord.FindInput(Name::view());
   if constexpr (kIndex >= 0)
     static_assert(HasType<T>(Op::kRecord, false, kIndex),
                   "the record's dtypes do not have this type for the input");
@@ -43,7 +43,7 @@ const T* InputData(const CallOf<Op>& call, Name name) {
 
 template <class T, class Op, class Name>
 T* OutputData(const CallOf<Op>& call, Name name) {
-  constexpr int kIndex = Op::kRecord.schema.FindOutput(Name::view());
+  constexpr int kIndex = Op::kRecord.FindOutput(Name::view());
   if constexpr (kIndex >= 0)
     static_assert(HasType<T>(Op::kRecord, true, kIndex),
                   "the record's dtypes do not have this type for the output");

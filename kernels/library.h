@@ -22,6 +22,8 @@
   /* Bounds of the section, provided by the linker for each shared library. */                 \
   [[gnu::visibility("hidden")]] extern const twinop_op* const __start_twinop_ops[];            \
   [[gnu::visibility("hidden")]] extern const twinop_op* const __stop_twinop_ops[];             \
+  [[gnu::visibility("hidden")]] extern const char twinop_domain[];                             \
+  const char twinop_domain[] = domain;                                                         \
   }                                                                                            \
   [[gnu::section(".twinop"), gnu::used]] static constexpr char kTwinopLibraryText[] =          \
       "{\"twinop\":\"" TWINOP_VERSION "\",\"abi\":" TWINOP_EXPANDED_TEXT_OF(                   \

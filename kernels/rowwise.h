@@ -237,7 +237,7 @@ template <class Op, std::size_t kCount>
 constexpr std::array<int, kCount + 1> Indices(const std::array<std::string_view, kCount>& names) {
   std::array<int, kCount + 1> indices{};
   int* index = indices.data();
-  for (std::string_view name : names) *index++ = Op::kRecord.schema.FindInput(name);
+  for (std::string_view name : names) *index++ = Op::kRecord.FindInput(name);
   return indices;
 }
 template <class F, class Op>
@@ -248,11 +248,10 @@ inline constexpr auto kColumnIndices = Indices<Op>(F::kColumns);
 // The rows of the functor's first row input, as the record's `rows` says.
 template <class F, class Op>
 Rows RowsOf(const CallOf<Op>& call) {
-  constexpr RowDimension kDimension = Op::kRecord.row_dimension;
   const Tensor& first = call.inputs[kRowIndices<F, Op>[0]];
   if constexpr (F::kGathers) return {InputOf(call, "ids"_name).numel, first.sizes[1], 1};
-  const std::int64_t axis = kDimension.Of(call.attributes);
-  return kDimension.to_the_end ? RowsBehind(first, axis) : RowsAlong(first, axis);
+  const std::int64_t axis = Op::kRecord.RowDimension(call.attributes);
+  return Op::kRecord.rows.to_the_end ? RowsBehind(first, axis) : RowsAlong(first, axis);
 }
 
 // Makes the functor of a call, from the call and its rows if the functor has such a constructor.

@@ -18,15 +18,15 @@
 namespace twinop {
 
 namespace tvm_ffi {
-Status Run(Function function, const Record& record, const twinop_call& call);
+Status Run(Function function, const OpSpec& record, const twinop_call& call);
 }  // namespace tvm_ffi
 
 template <tvm_ffi::Function kCpu, tvm_ffi::Function kCuda = kCpu, class Op>
 Status CallTvmFfi(const CallOf<Op>& call) {
-  constexpr std::size_t kInputs = Op::kRecord.schema.input_count;
-  static_assert(Op::kRecord.schema.input(kInputs - 1).kind != Kind::kTensorList,
+  constexpr std::size_t kInputs = Op::kRecord.input_count;
+  static_assert(Op::kRecord.input(kInputs - 1).kind != Kind::kTensorList,
                 "a function of tvm-ffi cannot get a Tensor[]; name the tensors");
-  static_assert(Op::kRecord.sizes_text.empty(),
+  static_assert(Op::kRecord.size_count == 0,
                 "a function of tvm-ffi cannot count the sizes of outputs; count in a launcher");
   return tvm_ffi::Run(call.context->device_type == TWINOP_CUDA ? kCuda : kCpu, Op::kRecord, call);
 }

@@ -74,7 +74,7 @@ def _attributes(record: OpSpec, node: ir.Node) -> dict[str, Any]:
         if values[entry.name] == () and default_of(entry) != ():
             raise ExportError(
                 f"{label_of(node)}: attribute {entry.name} is an empty list, which ONNX Runtime cannot tell "
-                f"from a missing one (default {entry.default_text}). Pass the default, or make an empty list "
+                f"from a missing one (default {entry.default}). Pass the default, or make an empty list "
                 "the default"
             )
     return values

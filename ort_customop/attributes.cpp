@@ -63,12 +63,11 @@ const Reader& ReaderOf(Kind kind) {
 
 }  // namespace
 
-Status ReadAttributes(const Record& record, const OrtApi* api, const OrtKernelInfo* info,
+Status ReadAttributes(const OpSpec& record, const OrtApi* api, const OrtKernelInfo* info,
                       Attribute* values, AttributeStorage* storage) {
-  const Schema& schema = record.schema;
-  for (std::size_t i = 0; i < schema.attribute_count; ++i) {
-    const Argument& argument = schema.attribute(i);
-    const std::string name(argument.name.view());
+  for (std::size_t i = 0; i < record.attribute_count; ++i) {
+    const Argument& argument = record.attribute(i);
+    const std::string name(argument.name);
     const Reader& wanted = ReaderOf(argument.kind);
     if (!wanted.get(api, info, name.c_str(), &values[i], &storage[i])) {
       // ORT has one error code for a missing attribute and for one of another type. Try all types.
@@ -82,7 +81,7 @@ Status ReadAttributes(const Record& record, const OrtApi* api, const OrtKernelIn
       if (!argument.has_default)
         return Status::Error("attribute " + name + " (" + std::string(KindName(argument.kind)) +
                              ") is missing and has no default");
-      TWINOP_RETURN_IF_ERROR(ParseDefault(record, i, &values[i], &storage[i]));
+      SetDefault(argument, &values[i], &storage[i]);
     }
     TWINOP_RETURN_IF_ERROR(CheckAttribute(record, i, values[i]));
   }

@@ -51,7 +51,7 @@ bool ReadInput(const Op& op, const OrtKernelInfo* info, std::size_t i, std::int6
 }
 
 Message AttributeOf(const Argument& argument, const Attribute& value) {
-  const std::string_view name = argument.name.view();
+  const std::string_view name = argument.name;
   if (argument.kind == Kind::kFloat) return FloatAttribute(name, value.f);
   if (argument.kind == Kind::kString) return TextAttribute(name, value.text());
   if (argument.kind == Kind::kIntList)
@@ -60,16 +60,15 @@ Message AttributeOf(const Argument& argument, const Attribute& value) {
 }
 
 // The node that calls a function body. The tensors have the schema's names.
-Message NodeOf(const Record& record, const Tensor* inputs, const Attribute* values) {
-  const Schema& schema = record.schema;
+Message NodeOf(const OpSpec& record, const Tensor* inputs, const Attribute* values) {
   std::vector<std::string_view> given, outputs;
   std::vector<Message> attributes;
-  for (std::size_t i = 0; i < schema.input_count; ++i)
-    given.push_back(inputs[i].present ? schema.input(i).name.view() : "");
-  for (std::size_t i = 0; i < schema.output_count; ++i) outputs.push_back(schema.outputs[i].view());
-  for (std::size_t i = 0; i < schema.attribute_count; ++i)
-    attributes.push_back(AttributeOf(schema.attribute(i), values[i]));
-  return NodeProto(schema.onnx_name.view(), record.domain, given, outputs, attributes);
+  for (std::size_t i = 0; i < record.input_count; ++i)
+    given.push_back(inputs[i].present ? record.input(i).name : "");
+  for (std::size_t i = 0; i < record.output_count; ++i) outputs.push_back(record.outputs[i].name);
+  for (std::size_t i = 0; i < record.attribute_count; ++i)
+    attributes.push_back(AttributeOf(record.attribute(i), values[i]));
+  return NodeProto(record.onnx_name, record.domain, given, outputs, attributes);
 }
 
 // Copies an output that the session has made to the node's output `i`.
@@ -108,7 +107,7 @@ Status CpuGraph::Create(const Op& op, const Attribute* attributes, const OrtKern
 
 Status CpuGraph::ReadNode(const OrtKernelInfo* info) {
   const OrtApi* api = op_.api;
-  const Schema& schema = op_.record->schema;
+  const OpSpec& schema = *op_.record;
   TWINOP_RETURN_IF_ORT_ERROR(api, api->GetAllocatorWithDefaultOptions(&allocator_));
   TWINOP_RETURN_IF_ORT_ERROR(api, api->AllocatorGetInfo(allocator_, &memory_));
   OrtSessionOptions* options = nullptr;
@@ -118,7 +117,6 @@ Status CpuGraph::ReadNode(const OrtKernelInfo* info) {
   TWINOP_RETURN_IF_ORT_ERROR(api, api->SetIntraOpNumThreads(options, 1));
   if (cut_ != Cut::kWhole)  // a function body has the name of its op
     TWINOP_RETURN_IF_ORT_ERROR(api, api->AddCustomOpDomain(options, op_.domain));
-  const std::string rows = std::string(schema.input(0).name.view()) + "[:-1]";
   Message graph, model;
   bool is_decided = true;  // all calls have the same model
   for (std::size_t i = 0; i < schema.input_count; ++i) {
@@ -129,7 +127,7 @@ Status CpuGraph::ReadNode(const OrtKernelInfo* info) {
       is_decided = is_decided && input.rank > 0;
       continue;
     }
-    has_rows_[i] = i == 0 || op_.record->input_shape_texts[i].substr(0, rows.size()) == rows;
+    has_rows_[i] = i == 0 || schema.BeginsWithRows(i);
     if (cut_ == Cut::kRows && !has_rows_[i]) {
       int is_constant = 0;
       const OrtValue* value = nullptr;
@@ -141,7 +139,7 @@ Status CpuGraph::ReadNode(const OrtKernelInfo* info) {
       }
       is_decided = is_decided && has_known_sizes;
     }
-    graph.Add(GraphField::kInput, ValueProto(schema.input(i).name.view(), input.dtype));
+    graph.Add(GraphField::kInput, ValueProto(schema.input(i).name, input.dtype));
   }
   if (cut_ == Cut::kWhole) graph.Add(GraphField::kNode, NodeOf(*op_.record, inputs_, attributes_));
   model.Add(ModelField::kGraph, graph);
@@ -154,7 +152,7 @@ Status CpuGraph::AddConstant(std::size_t i, const OrtValue* value, Message* grap
   enum : unsigned { kDims = 1, kDataType = 2, kName = 8, kExternalData = 13, kLocation = 14 };
   enum : unsigned { kKey = 1, kValue = 2 };
   const OrtApi* api = op_.api;
-  const char* name = op_.record->schema.input(i).name.text;
+  const char* name = op_.record->input(i).name;
   Tensor& input = inputs_[i];
   TWINOP_RETURN_IF_ERROR(ReadShape(api, nullptr, value, sizes_[i], &input));
   TWINOP_RETURN_IF_ORT_ERROR(api, api->GetTensorMutableData(const_cast<OrtValue*>(value),
@@ -185,7 +183,7 @@ Status CpuGraph::AddConstant(std::size_t i, const OrtValue* value, Message* grap
 // The op's model decides: it has one for some ranks of a function body, for some sizes of a weight.
 Status CpuGraph::Find(const Tensor* inputs, OrtSession** session) {
   Tensor described[kMaxArguments];
-  for (std::size_t i = 0; i < op_.record->schema.input_count; ++i) {
+  for (std::size_t i = 0; i < op_.record->input_count; ++i) {
     described[i] = inputs_[i];
     if (is_constant_[i]) continue;
     described[i].rank = inputs[i].rank;
@@ -193,12 +191,12 @@ Status CpuGraph::Find(const Tensor* inputs, OrtSession** session) {
   }
   Call call;
   call.inputs = described;
-  call.input_count = op_.record->schema.input_count;
+  call.input_count = op_.record->input_count;
   call.attributes = attributes_;
   const void* model = nullptr;
   std::size_t size = 0;
   ErrorText error;
-  if (op_.record->body_model(&call, &model, &size, &error) != 0)
+  if (op_.record->body(&call, &model, &size, &error) != 0)
     return Status::Error((cut_ == Cut::kWhole ? kNoModel : "") + error.text);
   const std::lock_guard<std::mutex> lock(mutex_);
   std::shared_ptr<OrtSession>& found = sessions_[model];
@@ -244,7 +242,7 @@ Status CpuGraph::OpenOwn(std::string_view model, std::shared_ptr<OrtSession>* se
 
 Status CpuGraph::Run(OrtKernelContext* context, const Call& call) {
   Work work = Divide(context, call);
-  for (std::size_t i = 0; i < op_.record->schema.input_count && cut_ == Cut::kWhole; ++i)
+  for (std::size_t i = 0; i < op_.record->input_count && cut_ == Cut::kWhole; ++i)
     if (call.inputs[i].rank != inputs_[i].rank) work.session = nullptr;  // not what the model says
   if (work.session == nullptr) TWINOP_RETURN_IF_ERROR(Find(call.inputs, &work.session));
   const int alone = runs_alone_.load(std::memory_order_relaxed);
@@ -276,8 +274,8 @@ CpuGraph::Work CpuGraph::Divide(OrtKernelContext* context, const Call& call) con
   Work work{context, call, session_, cut_, 1, 1};
   const Tensor &x = call.inputs[0], &y = call.outputs[0];
   if (cut_ == Cut::kWhole) {
-    const Record& record = *op_.record;
-    if (!record.is_elementwise || record.broadcasts || y.numel <= kPieceElements) return work;
+    const OpSpec& record = *op_.record;
+    if (!record.is_elementwise || record.Broadcasts() || y.numel <= kPieceElements) return work;
     work.cut = Cut::kElements;
     work.units = y.numel;
     work.pieces = (y.numel + kPieceElements - 1) / kPieceElements;
@@ -296,18 +294,18 @@ CpuGraph::Work CpuGraph::Divide(OrtKernelContext* context, const Call& call) con
 // Runs the session on the units [begin, end).
 Status CpuGraph::RunPiece(const Work& work, std::int64_t begin, std::int64_t end) const {
   const OrtApi* api = op_.api;
-  const Schema& schema = op_.record->schema;
+  const OpSpec& schema = *op_.record;
   std::shared_ptr<OrtValue> owned[kMaxArguments], owned_outputs[kMaxOutputs];
   const char *input_names[kMaxArguments], *output_names[kMaxOutputs];
   OrtValue *inputs[kMaxArguments], *outputs[kMaxOutputs] = {};
   std::size_t count = 0;
   for (std::size_t i = 0; i < schema.input_count; ++i) {
     if (!work.call.inputs[i].present || is_constant_[i]) continue;
-    input_names[count] = schema.input(i).name.text;
+    input_names[count] = schema.input(i).name;
     TWINOP_RETURN_IF_ERROR(FindValue(work, i, begin, end, &inputs[count++], &owned[i]));
   }
   for (std::size_t i = 0; i < schema.output_count; ++i) {
-    output_names[i] = schema.outputs[i].text;
+    output_names[i] = schema.outputs[i].name;
     if (work.call.outputs[i].present)
       TWINOP_RETURN_IF_ERROR(
           FindValue(work, schema.input_count + i, begin, end, &outputs[i], &owned_outputs[i]));
@@ -317,7 +315,7 @@ Status CpuGraph::RunPiece(const Work& work, std::int64_t begin, std::int64_t end
   for (std::size_t i = 0; i < schema.output_count; ++i)  // the session makes those without memory
     if (!work.call.outputs[i].present) owned_outputs[i].reset(outputs[i], api->ReleaseValue);
   if (status != nullptr) return InBody(TakeError(api, status));
-  if (op_.record->sizes_counted.count > 0)
+  if (op_.record->size_count > 0)
     for (std::size_t i = 0; i < schema.output_count; ++i)
       TWINOP_RETURN_IF_ERROR(CopyOutput(op_, work.context, i, outputs[i]));
   return {};
@@ -329,7 +327,7 @@ Status CpuGraph::RunPiece(const Work& work, std::int64_t begin, std::int64_t end
 Status CpuGraph::FindValue(const Work& work, std::size_t i, std::int64_t begin, std::int64_t end,
                            OrtValue** value, std::shared_ptr<OrtValue>* owned) const {
   const OrtApi* api = op_.api;
-  const Schema& schema = op_.record->schema;
+  const OpSpec& schema = *op_.record;
   const Tensor* const outputs = work.call.outputs;
   const bool is_input = i < schema.input_count;
   const Tensor& tensor = is_input ? work.call.inputs[i] : outputs[i - schema.input_count];

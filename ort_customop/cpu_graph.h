@@ -47,7 +47,7 @@ class CpuGraph {
   };
 
   CpuGraph(const Op& op, const Attribute* attributes)
-      : op_(op), attributes_(attributes), cut_(static_cast<Cut>(op.record->body_pieces)) {}
+      : op_(op), attributes_(attributes), cut_(static_cast<Cut>(op.record->row_body)) {}
   Status ReadNode(const OrtKernelInfo* info);
   Status AddConstant(std::size_t i, const OrtValue* value, Message* graph);
 

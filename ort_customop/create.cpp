@@ -15,7 +15,7 @@ Status FindDevice(const OrtKernelInfo* info, Kernel* kernel) {
   const OrtApi* api = kernel->api;
   const bool has_scratch =
       kernel->op->launch != nullptr &&
-      (kernel->op->record->scratch_size != nullptr || kernel->op->record->sizes_counted.count > 0);
+      (kernel->op->record->scratch_size != nullptr || kernel->op->record->size_count > 0);
   if (!kernel->op->on_cuda && !has_scratch) return {};
   TWINOP_RETURN_IF_ORT_ERROR(
       api, api->KernelInfoGetAllocator(info, OrtMemTypeDefault, &kernel->allocator));
@@ -31,11 +31,11 @@ Status FindDevice(const OrtKernelInfo* info, Kernel* kernel) {
 // Makes the op's state. The constant inputs are the initializers of the model.
 Status CreateState(const OrtKernelInfo* info, Kernel* kernel) {
   const OrtApi* api = kernel->api;
-  const Record& record = *kernel->op->record;
-  if (record.create_state == nullptr) return {};
+  const OpSpec& record = *kernel->op->record;
+  if (record.create == nullptr) return {};
   std::size_t given = 0;
   TWINOP_RETURN_IF_ORT_ERROR(api, api->KernelInfo_GetInputCount(info, &given));
-  const std::size_t listed = record.schema.input_count;
+  const std::size_t listed = record.input_count;
   std::vector<Tensor> inputs(std::max(given, listed));
   std::unique_ptr<Sizes[]> sizes(new Sizes[inputs.size()]);
   for (std::size_t i = 0; i < inputs.size(); ++i)
@@ -70,8 +70,8 @@ OrtStatusPtr CreateKernel(const OrtCustomOp* ort_op, const OrtApi* api, const Or
     kernel->node.resize(size);
     if (size > 0) OwnedStatus(api, api->KernelInfo_GetNodeName(info, kernel->node.data(), &size));
     if (!kernel->node.empty()) kernel->node.pop_back();  // the NUL
-    kernel->attributes = std::make_unique<Attribute[]>(op.record->schema.attribute_count);
-    kernel->storage = std::make_unique<AttributeStorage[]>(op.record->schema.attribute_count);
+    kernel->attributes = std::make_unique<Attribute[]>(op.record->attribute_count);
+    kernel->storage = std::make_unique<AttributeStorage[]>(op.record->attribute_count);
     Status status =
         ReadAttributes(*op.record, api, info, kernel->attributes.get(), kernel->storage.get());
     if (!status.ok()) return ToOrt(api, AtNode(*kernel, status), ORT_INVALID_GRAPH);

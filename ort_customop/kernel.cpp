@@ -30,7 +30,7 @@ struct Inputs {
 
   Status Read(const Kernel& kernel, OrtKernelContext* context) {
     const OrtApi* api = kernel.api;
-    const std::size_t listed = kernel.op->record->schema.input_count;
+    const std::size_t listed = kernel.op->record->input_count;
     Sizes* sizes = few_sizes;
     std::size_t given = 0;  // a node may omit optional inputs at its end
     TWINOP_RETURN_IF_ORT_ERROR(api, api->KernelContext_GetInputCount(context, &given));
@@ -55,8 +55,8 @@ struct Inputs {
 Status AllocateOutputs(const Kernel& kernel, OrtKernelContext* context, const Tensor* inputs,
                        Tensor* outputs, std::int64_t (*sizes)[kMaxRank],
                        const std::int64_t* counts = nullptr) {
-  const Record& record = *kernel.op->record;
-  for (std::size_t i = 0; i < record.schema.output_count; ++i) {
+  const OpSpec& record = *kernel.op->record;
+  for (std::size_t i = 0; i < record.output_count; ++i) {
     std::size_t rank = 0;
     OrtValue* value = nullptr;
     void* data = nullptr;
@@ -74,11 +74,11 @@ Status AllocateOutputs(const Kernel& kernel, OrtKernelContext* context, const Te
 // Copies the inputs that the launcher writes to their outputs, unless they are one memory.
 Status CopyWritten(const Kernel& kernel, OrtKernelContext* context, Tensor* inputs,
                    const Tensor* outputs) {
-  const Schema& schema = kernel.op->record->schema;
-  for (std::size_t i = schema.returned_count; i < schema.output_count; ++i) {
-    Tensor& input = inputs[schema.WrittenInput(i)];
+  const OpSpec& record = *kernel.op->record;
+  for (std::size_t i = record.returned_count; i < record.output_count; ++i) {
+    Tensor& input = inputs[record.WrittenInput(i)];
     if (!outputs[i].present)
-      return Status::Error(std::string("the node has no output ") + schema.outputs[i].text +
+      return Status::Error(std::string("the node has no output ") + record.outputs[i].name +
                            "; give it a name");
     const auto bytes = static_cast<std::size_t>(input.bytes());
     void* from = std::exchange(input.data, outputs[i].data);
@@ -149,7 +149,7 @@ TWINOP_INLINE Status LaunchOn(const Kernel& kernel, OrtKernelContext* ort_contex
 }
 
 Status Compute(const Kernel& kernel, OrtKernelContext* context) {
-  const Record& record = *kernel.op->record;
+  const OpSpec& record = *kernel.op->record;
   Inputs inputs;
   Tensor outputs[kMaxOutputs];
   std::int64_t output_sizes[kMaxOutputs][kMaxRank];
@@ -161,7 +161,7 @@ Status Compute(const Kernel& kernel, OrtKernelContext* context) {
     return scratch.Allocate(kernel.api, context, kernel.op->on_cuda,
                             static_cast<std::size_t>(bytes));
   };
-  if (record.sizes_counted.count > 0) {
+  if (record.size_count > 0) {
     const CountedMemory memory{[&](std::int64_t bytes, void** data) {
                                  Status status = allocate(bytes);
                                  *data = scratch.data();
@@ -177,7 +177,7 @@ Status Compute(const Kernel& kernel, OrtKernelContext* context) {
   TWINOP_RETURN_IF_ERROR(CheckAliases(record, call));
 
   if (AllEmpty(record, outputs)) return {};
-  if (record.schema.WritesInputs() && kernel.cpu_graph == nullptr)
+  if (record.WritesInputs() && kernel.cpu_graph == nullptr)
     TWINOP_RETURN_IF_ERROR(CopyWritten(kernel, context, inputs.tensors, outputs));
   if (kernel.cpu_graph != nullptr) return LaunchOn(kernel, context, &call);
   const Context device = ContextOf(kernel);
@@ -238,12 +238,11 @@ OrtStatusPtr ComputeUnary(void* data, OrtKernelContext* context) {
 }  // namespace
 
 ComputeFunction FindCompute(const Op& op) {
-  const Record& record = *op.record;
-  const Schema& schema = record.schema;
-  const bool unary = schema.input_count == 1 && !schema.HasOptionalInput() &&
-                     !schema.HasRepeatedInput() && schema.output_count == 1 &&
-                     record.same_shape_inputs[0] == 0 && record.scratch_size == nullptr &&
-                     !schema.WritesInputs();
+  const OpSpec& record = *op.record;
+  const bool unary = record.input_count == 1 && !record.HasOptionalInput() &&
+                     !record.HasRepeatedInput() && record.output_count == 1 &&
+                     record.SameShapeInput(0) == 0 && record.scratch_size == nullptr &&
+                     !record.WritesInputs();
   return unary && op.launch != nullptr && op.api24 != nullptr ? ComputeUnary : ComputeKernel;
 }
 

@@ -23,15 +23,15 @@ struct Kernel {
   std::unique_ptr<CpuGraph> cpu_graph;          // where the op has no launcher
 
   ~Kernel() {
-    if (state != nullptr) op->record->destroy_state(state);
+    if (state != nullptr) op->record->destroy(state);
     if (allocator != nullptr) api->ReleaseAllocator(allocator);
   }
 };
 
 inline Status AtNode(const Kernel& kernel, const Status& status) {
   const char* provider = kernel.op->on_cuda ? "CUDA" : "CPU";
-  return Status::Error(std::string(kernel.op->record->schema.onnx_name.view()) + " node '" +
-                       kernel.node + "' (" + provider + "): " + status.message());
+  return Status::Error(std::string(kernel.op->record->onnx_name) + " node '" + kernel.node + "' (" +
+                       provider + "): " + status.message());
 }
 
 // Reads the dimensions of a tensor: in ORT's own memory, or copied to `buffer` by runtimes before

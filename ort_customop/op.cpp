@@ -45,9 +45,9 @@ MayInplaceFunction MayInplaceAt(std::size_t index, std::index_sequence<kIndices.
 }
 
 // Returns the function for the pairs that the record allows, or null.
-MayInplaceFunction FindMayInplace(const Record& record) {
+MayInplaceFunction FindMayInplace(const OpSpec& record) {
   Pairs pairs{};
-  for (std::size_t output = 0; output < record.schema.output_count; ++output) {
+  for (std::size_t output = 0; output < record.output_count; ++output) {
     if (record.InPlaceInput(output) < 0) continue;
     pairs.inputs[pairs.count] = record.InPlaceInput(output);
     pairs.outputs[pairs.count++] = static_cast<int>(output);
@@ -64,39 +64,36 @@ MayInplaceFunction FindMayInplace(const Record& record) {
 
 }  // namespace
 
-Op MakeOp(const Record& record, std::int32_t domain_version, std::size_t combination, bool on_cuda,
+Op MakeOp(const OpSpec& record, std::int32_t domain_version, std::size_t combination, bool on_cuda,
           const OrtApi* api, const OrtApi* api24, int runtime_minor) {
   Op op{};
-  const Schema& schema = record.schema;
   op.record = &record;
   op.domain_version = domain_version;
   op.on_cuda = on_cuda;
-  op.launch = on_cuda ? record.cuda_launch : record.cpu_launch;
+  op.launch = on_cuda ? record.cuda : record.cpu;
   op.api = api;
   op.api24 = api24;
   op.runtime_minor = runtime_minor;
-  for (std::size_t i = 0; i < schema.input_count; ++i)
+  for (std::size_t i = 0; i < record.input_count; ++i)
     op.input_types[i] = record.input_types[combination][i];
-  for (std::size_t i = 0; i < schema.output_count; ++i)
+  for (std::size_t i = 0; i < record.output_count; ++i)
     op.output_types[i] = record.output_types[combination][i];
 
   op.version = kApiVersion;
-  op.GetName = [](const OrtCustomOp* op) { return Self(op).record->schema.onnx_name.text; };
+  op.GetName = [](const OrtCustomOp* op) { return Self(op).record->onnx_name; };
   op.GetExecutionProviderType = [](const OrtCustomOp* op) {
     return Self(op).on_cuda ? "CUDAExecutionProvider" : "CPUExecutionProvider";
   };
   op.GetInputType = [](const OrtCustomOp* op, std::size_t i) {
     return OnnxType(Self(op).input_types[i]);
   };
-  op.GetInputTypeCount = [](const OrtCustomOp* op) { return Self(op).record->schema.input_count; };
+  op.GetInputTypeCount = [](const OrtCustomOp* op) { return Self(op).record->input_count; };
   op.GetOutputType = [](const OrtCustomOp* op, std::size_t i) {
     return OnnxType(Self(op).output_types[i]);
   };
-  op.GetOutputTypeCount = [](const OrtCustomOp* op) {
-    return Self(op).record->schema.output_count;
-  };
+  op.GetOutputTypeCount = [](const OrtCustomOp* op) { return Self(op).record->output_count; };
   op.GetInputCharacteristic = [](const OrtCustomOp* op, std::size_t i) {
-    const Kind kind = Self(op).record->schema.input(i).kind;
+    const Kind kind = Self(op).record->input(i).kind;
     return kind == Kind::kOptionalTensor ? INPUT_OUTPUT_OPTIONAL
            : kind == Kind::kTensorList   ? INPUT_OUTPUT_VARIADIC
                                          : INPUT_OUTPUT_REQUIRED;
@@ -104,10 +101,10 @@ Op MakeOp(const Record& record, std::int32_t domain_version, std::size_t combina
   op.GetVariadicInputMinArity = [](const OrtCustomOp*) { return 1; };
   op.GetVariadicInputHomogeneity = [](const OrtCustomOp*) { return 1; };  // one dtype
   op.GetOutputCharacteristic = [](const OrtCustomOp* op, std::size_t i) {
-    return Self(op).record->optional_outputs[i] ? INPUT_OUTPUT_OPTIONAL : INPUT_OUTPUT_REQUIRED;
+    return Self(op).record->outputs[i].is_optional ? INPUT_OUTPUT_OPTIONAL : INPUT_OUTPUT_REQUIRED;
   };
   op.GetInputMemoryType = [](const OrtCustomOp* op, std::size_t i) {
-    return Self(op).record->host_inputs[i] ? OrtMemTypeCPUInput : OrtMemTypeDefault;
+    return Self(op).record->input(i).on_host ? OrtMemTypeCPUInput : OrtMemTypeDefault;
   };
   op.GetStartVersion = [](const OrtCustomOp* op) { return Self(op).domain_version; };
   op.GetEndVersion = [](const OrtCustomOp* op) { return Self(op).domain_version; };
@@ -115,7 +112,7 @@ Op MakeOp(const Record& record, std::int32_t domain_version, std::size_t combina
   op.KernelComputeV2 = FindCompute(op);
   op.KernelDestroy = DestroyKernel;
   // Before 1.24, ORT crashes if a node omits an input in the middle and this callback exists.
-  if (!schema.HasOptionalInput() || runtime_minor >= 24) op.InferOutputShapeFn = InferShapes;
+  if (!record.HasOptionalInput() || runtime_minor >= 24) op.InferOutputShapeFn = InferShapes;
   // A function body may read an input after it has written an output.
   op.GetMayInplace = op.launch != nullptr ? FindMayInplace(record) : nullptr;
   if (op.GetMayInplace != nullptr) op.ReleaseMayInplace = ReleaseMayInplace;

@@ -15,7 +15,7 @@ namespace twinop::ort {
 inline constexpr std::uint32_t kApiVersion = 18;
 
 struct Op : OrtCustomOp {
-  const Record* record;
+  const OpSpec* record;
   std::int32_t domain_version;
   bool on_cuda;
   twinop_launch launch;  // null: a graph runs instead (cpu_graph.h)
@@ -27,7 +27,7 @@ struct Op : OrtCustomOp {
   OrtCustomOpDomain* domain;  // the op is in
 };
 
-Op MakeOp(const Record& record, std::int32_t domain_version, std::size_t combination, bool on_cuda,
+Op MakeOp(const OpSpec& record, std::int32_t domain_version, std::size_t combination, bool on_cuda,
           const OrtApi* api, const OrtApi* api24, int runtime_minor);
 
 // Callbacks in files of their own.
@@ -44,7 +44,7 @@ inline ONNXTensorElementDataType OnnxType(DType dtype) {
 }
 
 // Reads the node's attributes (attributes.cpp).
-Status ReadAttributes(const Record& record, const OrtApi* api, const OrtKernelInfo* info,
+Status ReadAttributes(const OpSpec& record, const OrtApi* api, const OrtKernelInfo* info,
                       Attribute* values, AttributeStorage* storage);
 
 }  // namespace twinop::ort

@@ -5,7 +5,6 @@
 #include <mutex>
 
 #include "ort_customop/api.h"
-#include "twinop/record/table.h"
 
 namespace twinop::ort {
 namespace {
@@ -23,12 +22,12 @@ class Library {
   Status Build(const twinop_table& table, const OrtApiBase* base, const OrtApi* api) {
     const OrtApi* api24 = RuntimeMinor(base) >= 24 ? base->GetApi(24) : nullptr;
     for (std::size_t i = 0; i < table.op_count; ++i) {
-      const Record& record = records_.emplace_back(ReadRecord(table, *table.ops[i]));
-      if (record.schema.IsBackward()) continue;
-      for (std::size_t c = 0; c < record.CombinationCount(); ++c) {
+      const OpSpec& record = FromC(*table.ops[i]);
+      if (record.IsBackward()) continue;
+      for (std::size_t c = 0; c < record.combination_count; ++c) {
         for (bool on_cuda : {false, true}) {
-          const bool runs = on_cuda ? record.cuda_launch != nullptr
-                                    : record.cpu_launch != nullptr || record.body_model != nullptr;
+          const bool runs =
+              on_cuda ? record.cuda != nullptr : record.cpu != nullptr || record.body != nullptr;
           if (!runs) continue;
           ops_.push_back(
               MakeOp(record, table.domain_version, c, on_cuda, api, api24, RuntimeMinor(base)));
@@ -45,7 +44,6 @@ class Library {
   OrtCustomOpDomain* domain() const { return domain_; }
 
  private:
-  std::deque<Record> records_;
   std::deque<Op> ops_;
   OrtCustomOpDomain* domain_ = nullptr;
 };

@@ -28,14 +28,15 @@ Status ReadInput(const OrtApi* api, OrtShapeInferContext* context, std::size_t i
   return {};
 }
 
-Status ReadAttribute(const OrtApi* api, OrtShapeInferContext* context, const Record& record,
+Status ReadAttribute(const OrtApi* api, OrtShapeInferContext* context, const OpSpec& record,
                      std::size_t index, Attribute* value, AttributeStorage* storage) {
-  const Argument& argument = record.schema.attribute(index);
+  const Argument& argument = record.attribute(index);
   const OrtOpAttr* attribute = nullptr;
-  OwnedStatus found(api,
-                    api->ShapeInferContext_GetAttribute(context, argument.name.text, &attribute));
-  if (!found.ok() || attribute == nullptr)
-    return argument.has_default ? ParseDefault(record, index, value, storage) : Status();
+  OwnedStatus found(api, api->ShapeInferContext_GetAttribute(context, argument.name, &attribute));
+  if (!found.ok() || attribute == nullptr) {
+    SetDefault(argument, value, storage);
+    return {};
+  }
   // Shapes depend on ints and strings.
   std::size_t bytes = 0;
   if (argument.kind == Kind::kInt || argument.kind == Kind::kBool) {
@@ -47,9 +48,9 @@ Status ReadAttribute(const OrtApi* api, OrtShapeInferContext* context, const Rec
     value->ints = storage->ints;
     value->count = bytes / sizeof(std::int64_t);
   } else if (argument.kind == Kind::kString) {
-    storage->text.resize(kMaxName);  // longer ones are no choice of the op
+    storage->text.resize(TWINOP_MAX_NAME);  // longer ones are no choice of the op
     const OwnedStatus read(api, api->ReadOpAttr(attribute, ORT_OP_ATTR_STRING, storage->text.data(),
-                                                kMaxName, &bytes));
+                                                TWINOP_MAX_NAME, &bytes));
     storage->text.resize(read.ok() ? bytes : 0);
     value->set_text(storage->text.c_str());
   }
@@ -81,12 +82,11 @@ Status SetOutput(const OrtApi* api, OrtShapeInferContext* context, std::size_t o
 }
 
 // The output's type for these input types, some of which may be unknown (UNDEFINED), or kNone.
-DType OutputType(const Record& record, const ONNXTensorElementDataType* inputs,
+DType OutputType(const OpSpec& record, const ONNXTensorElementDataType* inputs,
                  std::size_t output) {
-  const Schema& schema = record.schema;
-  for (std::size_t c = 0; c < record.CombinationCount(); ++c) {
+  for (std::size_t c = 0; c < record.combination_count; ++c) {
     bool matches = true;
-    for (std::size_t i = 0; i < schema.input_count; ++i)
+    for (std::size_t i = 0; i < record.input_count; ++i)
       matches = matches && (inputs[i] == ONNX_TENSOR_ELEMENT_DATA_TYPE_UNDEFINED ||
                             inputs[i] == OnnxType(record.input_types[c][i]));
     if (matches) return record.output_types[c][output];
@@ -98,31 +98,31 @@ DType OutputType(const Record& record, const ONNXTensorElementDataType* inputs,
 // the node's inputs and not from `op`.
 Status Infer(const Op& op, OrtShapeInferContext* context) {
   const OrtApi* api = op.api;
-  const Record& record = *op.record;
-  const Schema& schema = record.schema;
+  const OpSpec& record = *op.record;
   std::size_t given = 0;
   TWINOP_RETURN_IF_ORT_ERROR(api, api->ShapeInferContext_GetInputCount(context, &given));
   Shape shapes[kMaxArguments];
   const Shape* inputs[kMaxArguments] = {};
   ONNXTensorElementDataType types[kMaxArguments] = {};
   // Optional inputs are unknown, because ORT fails when it is asked for an absent one.
-  for (std::size_t i = 0; i < schema.input_count; ++i) {
+  for (std::size_t i = 0; i < record.input_count; ++i) {
     inputs[i] = &shapes[i];
-    shapes[i].known_rank = schema.input(i).kind != Kind::kOptionalTensor;
+    shapes[i].known_rank = record.input(i).kind != Kind::kOptionalTensor;
   }
-  for (std::size_t i = 0; i < given && i < schema.input_count; ++i) {
-    if (schema.input(i).kind == Kind::kOptionalTensor) continue;
+  for (std::size_t i = 0; i < given && i < record.input_count; ++i) {
+    if (record.input(i).kind == Kind::kOptionalTensor) continue;
     TWINOP_RETURN_IF_ERROR(ReadInput(api, context, i, &types[i], &shapes[i]));
   }
   Attribute attributes[kMaxArguments];
   AttributeStorage storage[kMaxArguments];
-  for (std::size_t i = 0; i < schema.attribute_count; ++i)
+  for (std::size_t i = 0; i < record.attribute_count; ++i)
     TWINOP_RETURN_IF_ERROR(ReadAttribute(api, context, record, i, &attributes[i], &storage[i]));
-  const ShapeScope scope{record.shape_trees, inputs, attributes};
-  for (std::size_t i = 0; i < schema.output_count; ++i) {
-    Shape shape = scope.Evaluate(record.output_trees[i]);
+  const ShapeScope scope{record.nodes, inputs, attributes};
+  for (std::size_t i = 0; i < record.output_count; ++i) {
+    Shape shape = scope.Evaluate(record.outputs[i].shape);
     Status status = SetOutput(api, context, i, OutputType(record, types, i), shape);
-    if (!status.ok() && !record.optional_outputs[i]) return status;  // ORT fails for an absent one
+    if (!status.ok() && !record.outputs[i].is_optional)
+      return status;  // ORT fails for an absent one
   }
   return {};
 }
@@ -134,10 +134,10 @@ OrtStatusPtr InferShapes(const OrtCustomOp* ort_op, OrtShapeInferContext* contex
   return Guard(op.api, [&] {
     Status status = Infer(op, context);
     if (status.ok()) return static_cast<OrtStatusPtr>(nullptr);
-    return ToOrt(op.api,
-                 Status::Error(std::string(op.record->schema.onnx_name.view()) +
-                               ": shape inference: " + status.message()),
-                 ORT_INVALID_GRAPH);
+    return ToOrt(
+        op.api,
+        Status::Error(std::string(op.record->onnx_name) + ": shape inference: " + status.message()),
+        ORT_INVALID_GRAPH);
   });
 }
 

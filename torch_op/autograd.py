@@ -150,12 +150,18 @@ def make_function(
     function.__doc__ = (
         f"{record.domain}::{record.schema}\n\nDtypes: {record.dtypes}."
         + "".join(f" Returns {output}, the new {name}." for output, name in record.written.items())
-        + (f" Limits: {record.limits}." if record.limits else "")
+        + (f" Limits: {_limits(record)}." if record.limits else "")
         + _views(record)
         + (" The inputs broadcast; one may be a Python number." if record.broadcasts else "")
     )
     function.__signature__ = signature  # type: ignore[attr-defined]
     return function, kernel, OpFunction
+
+
+def _limits(record: OpSpec) -> str:
+    limits = [f"{name} {word} {value}" for name, word, value in record.limits if word != "in"]
+    choices = [f"{name} in {' | '.join(map(str, values))}" for name, values in record.choices.items()]
+    return "; ".join(limits + choices)
 
 
 def _are_transforms_active_but_vmap() -> bool:

@@ -76,13 +76,12 @@ void RequireMemory(const TorchTensor& tensor, const Tensor& view, const char* na
 }
 
 // Takes over all arguments before anything else, because an exception would leak the others.
-void Unbox(const Record& record, const StableIValue* stack, Arguments* arguments) {
-  const Schema& schema = record.schema;
+void Unbox(const OpSpec& record, const StableIValue* stack, Arguments* arguments) {
   std::vector<std::optional<TorchTensor>>& tensors = arguments->tensors;
-  tensors.reserve(schema.input_count);
+  tensors.reserve(record.input_count);
   std::size_t attribute = 0;
-  for (std::size_t i = 0; i < schema.argument_count; ++i) {
-    Kind kind = schema.arguments[i].kind;
+  for (std::size_t i = 0; i < record.input_count + record.attribute_count; ++i) {
+    Kind kind = record.arguments[i].kind;
     if (kind == Kind::kTensor) {
       tensors.emplace_back(to<TorchTensor>(stack[i]));
     } else if (kind == Kind::kOptionalTensor) {
@@ -95,51 +94,50 @@ void Unbox(const Record& record, const StableIValue* stack, Arguments* arguments
     }
   }
   const auto refuse = [&](std::size_t i, const char* what) {
-    throw std::runtime_error(std::string(record.domain) + "::" + schema.name.text + ": " +
-                             schema.input(i).name.text + what);
+    throw std::runtime_error(std::string(record.domain) + "::" + record.name + ": " +
+                             record.input(i).name + what);
   };
-  if (tensors.size() < schema.input_count)
-    refuse(schema.input_count - 1, " is an empty list; it must have at least one tensor");
+  if (tensors.size() < record.input_count)
+    refuse(record.input_count - 1, " is an empty list; it must have at least one tensor");
   arguments->views.resize(tensors.size());
   for (std::size_t i = 0; i < tensors.size(); ++i) {
     if (!tensors[i]) continue;
-    const std::size_t input = std::min(i, schema.input_count - 1);
+    const std::size_t input = std::min(i, record.input_count - 1);
     if (!tensors[i]->defined()) refuse(input, " is None; it must be a tensor");
-    const char* const name = schema.input(input).name.text;
+    const char* const name = record.input(input).name;
     arguments->views[i] = ViewOf(*tensors[i], name);
     RequireMemory(*tensors[i], arguments->views[i], name);
   }
 }
 
 // The name of the input to which a tensor belongs.
-std::string InputName(const Schema& schema, std::size_t tensor) {
-  return std::string(schema.input(std::min(tensor, schema.input_count - 1)).name.view());
+std::string InputName(const OpSpec& record, std::size_t tensor) {
+  return std::string(record.input(std::min(tensor, record.input_count - 1)).name);
 }
 
-[[noreturn]] void Refuse(const Record& record, const Arguments& arguments, std::string message) {
+[[noreturn]] void Refuse(const OpSpec& record, const Arguments& arguments, std::string message) {
   throw std::runtime_error(Failure(record, arguments.views.data(), message).message());
 }
 
 // Returns the device of the first tensor. All others must be there, except those in host memory.
-Device CheckDevices(const Record& record, const Arguments& arguments, bool on_cuda) {
-  const Schema& schema = record.schema;
+Device CheckDevices(const OpSpec& record, const Arguments& arguments, bool on_cuda) {
   std::optional<Device> first;
   for (std::size_t i = 0; i < arguments.tensors.size(); ++i) {
     if (!arguments.tensors[i]) continue;
     Device device = DeviceOf(*arguments.tensors[i]);
-    if (record.host_inputs[std::min(i, schema.input_count - 1)]) {
+    if (record.input(std::min(i, record.input_count - 1)).on_host) {
       if (device.type == aoti_torch_device_type_cpu()) continue;
       Refuse(record, arguments,
-             InputName(schema, i) + " is on " + DeviceName(device) +
+             InputName(record, i) + " is on " + DeviceName(device) +
                  "; the op reads it on the host: move it there with .cpu()");
     }
     if (!first) first = device;
     if (!(device == *first))
       Refuse(record, arguments,
-             "all tensors must be on one device; " + InputName(schema, i) + " is on " +
+             "all tensors must be on one device; " + InputName(record, i) + " is on " +
                  DeviceName(device) + ", the first on " + DeviceName(*first));
   }
-  if ((on_cuda ? record.cuda_launch : record.cpu_launch) == nullptr)
+  if ((on_cuda ? record.cuda : record.cpu) == nullptr)
     Refuse(record, arguments,
            "this library was built without CUDA; rebuild it with nvcc on the PATH, or move the "
            "tensors to the CPU");
@@ -147,29 +145,28 @@ Device CheckDevices(const Record& record, const Arguments& arguments, bool on_cu
 }
 
 // The entries of a Tensor[] have one dtype.
-void CheckRepeated(const Record& record, const Arguments& arguments) {
-  const std::size_t last = record.schema.input_count - 1;
+void CheckRepeated(const OpSpec& record, const Arguments& arguments) {
+  const std::size_t last = record.input_count - 1;
   const std::vector<Tensor>& views = arguments.views;
   for (std::size_t i = last + 1; i < views.size(); ++i)
     if (views[i].dtype != views[last].dtype)
       Refuse(record, arguments,
-             "the tensors of " + InputName(record.schema, last) + " must have one dtype; entry " +
+             "the tensors of " + InputName(record, last) + " must have one dtype; entry " +
                  std::to_string(i - last) + " is " + std::string(Info(views[i].dtype).name));
 }
 
 // Checks that each element of the inputs that the op writes has memory of its own, as mutation.py
 // does for ops without a kernel.
-void CheckWritten(const Record& record, const Arguments& arguments) {
-  const Schema& schema = record.schema;
+void CheckWritten(const OpSpec& record, const Arguments& arguments) {
   std::vector<Tensor> views = arguments.views;
   for (std::size_t i = 0; i < views.size(); ++i) {
     if (!arguments.tensors[i]) continue;
     views[i].strides = arguments.tensors[i]->strides().data();
     views[i].data = const_cast<void*>(arguments.tensors[i]->const_data_ptr());
   }
-  for (std::size_t i = 0; i < schema.input_count; ++i) {
-    if (schema.input(i).alias == '\0') continue;
-    const std::string written = InputName(schema, i) + " is written, and ";
+  for (std::size_t i = 0; i < record.input_count; ++i) {
+    if (!record.input(i).is_written) continue;
+    const std::string written = InputName(record, i) + " is written, and ";
     if (OverlapsItself(views[i]))
       Refuse(record, arguments,
              written +
@@ -178,7 +175,7 @@ void CheckWritten(const Record& record, const Arguments& arguments) {
     for (std::size_t k = 0; k < views.size(); ++k)
       if (k != i && views[k].present && !LieApart(views[i], views[k]))
         Refuse(record, arguments,
-               written + "shares its memory with " + InputName(schema, k) +
+               written + "shares its memory with " + InputName(record, k) +
                    "; pass a copy of one of them: .clone()");
   }
 }
@@ -186,7 +183,7 @@ void CheckWritten(const Record& record, const Arguments& arguments) {
 // Lays out the inputs as the launcher takes them: with any strides for an elementwise op, with
 // those of its rows for an op with rows, and contiguous for others. Copies tensors that have other
 // strides. The strides of contiguous tensors stay null.
-void LayOut(const Record& record, Arguments* arguments) {
+void LayOut(const OpSpec& record, Arguments* arguments) {
   const std::size_t rank = arguments->views[0].rank;
   for (std::size_t i = 0; i < arguments->tensors.size(); ++i) {
     if (!arguments->tensors[i]) continue;
@@ -195,11 +192,11 @@ void LayOut(const Record& record, Arguments* arguments) {
     const std::int64_t* strides = tensor.strides().data();
     if (record.is_elementwise) {
       view.strides = strides;
-    } else if (record.schema.input(std::min(i, record.schema.input_count - 1)).alias != '\0') {
+    } else if (record.input(std::min(i, record.input_count - 1)).is_written) {
       continue;  // AllocateOutputs finds its memory
     } else if (!IsContiguous(view, strides) && view.numel > 0) {
-      if (record.row_dimension.given && view.rank == rank &&
-          AreRows(record.row_dimension, arguments->attributes, view, strides)) {
+      if (record.rows.given && view.rank == rank &&
+          AreRows(record, arguments->attributes, view, strides)) {
         view.strides = strides;
       } else {
         tensor = torch::stable::contiguous(tensor);
@@ -213,10 +210,10 @@ void LayOut(const Record& record, Arguments* arguments) {
 // The strides of an elementwise op's output: those of the first input that has its shape and is
 // dense, else those of torch.empty_like of the first input that has its shape, else contiguous. The
 // fake does the same (rules.py).
-void ElementwiseStrides(const Record& record, const Arguments& arguments, const std::int64_t* sizes,
+void ElementwiseStrides(const OpSpec& record, const Arguments& arguments, const std::int64_t* sizes,
                         std::size_t rank, std::int64_t* strides) {
   const TorchTensor* like = nullptr;
-  for (std::size_t i = 0; i < record.schema.input_count; ++i) {
+  for (std::size_t i = 0; i < record.input_count; ++i) {
     const Tensor& view = arguments.views[i];
     if (!view.present || !view.HasSizes(sizes, rank)) continue;
     if (IsDense(view, view.strides)) {
@@ -232,19 +229,19 @@ void ElementwiseStrides(const Record& record, const Arguments& arguments, const 
 
 // Allocates the outputs. That of a written input is the input itself if the op mutates it and the
 // launcher takes its strides, else a copy. The input then has the memory of the output.
-std::vector<TorchTensor> AllocateOutputs(const Record& record, bool mutates, Arguments* inputs,
+std::vector<TorchTensor> AllocateOutputs(const OpSpec& record, bool mutates, Arguments* inputs,
                                          std::size_t combination, const Device& device,
                                          Tensor* views, const std::int64_t* counts = nullptr) {
   const Arguments& arguments = *inputs;
   std::vector<TorchTensor> outputs;
-  outputs.reserve(record.schema.output_count);
-  for (std::size_t i = 0; i < record.schema.output_count; ++i) {
+  outputs.reserve(record.output_count);
+  for (std::size_t i = 0; i < record.output_count; ++i) {
     std::int64_t sizes[kMaxRank];
     std::int64_t strides[kMaxRank];
     std::size_t rank = 0;
     Check(
         OutputShape(record, i, arguments.views.data(), arguments.attributes, sizes, &rank, counts));
-    const int written = record.schema.WrittenInput(i);
+    const int written = record.WrittenInput(i);
     const TorchTensor* input = written < 0 ? nullptr : &*arguments.tensors[written];
     if (mutates && input != nullptr &&
         (record.is_elementwise ||
@@ -260,7 +257,7 @@ std::vector<TorchTensor> AllocateOutputs(const Record& record, bool mutates, Arg
           EmptyStrided(sizes, strides, rank, record.output_types[combination][i], device));
       if (input != nullptr) torch::stable::copy_(outputs.back(), *input);
     }
-    views[i] = ViewOf(outputs.back(), record.schema.outputs[i].text);
+    views[i] = ViewOf(outputs.back(), record.outputs[i].name);
     if (record.is_elementwise) views[i].strides = outputs.back().strides().data();
     views[i].data = outputs.back().mutable_data_ptr();
     if (input != nullptr) inputs->views[written] = views[i];
@@ -270,18 +267,18 @@ std::vector<TorchTensor> AllocateOutputs(const Record& record, bool mutates, Arg
 
 // Clears the strides of an elementwise call's tensors if all have one shape and one dense order:
 // they are then flat sequences.
-void Flatten(const Schema& schema, Tensor* inputs, Tensor* outputs) {
+void Flatten(const OpSpec& record, Tensor* inputs, Tensor* outputs) {
   const Tensor& first = outputs[0];
   bool flat = IsDense(first, first.strides);
-  for (std::size_t i = 0; i < schema.output_count && flat; ++i)
+  for (std::size_t i = 0; i < record.output_count && flat; ++i)
     flat = outputs[i].HasSizes(first.sizes, first.rank) &&
            SameOrder(first, first.strides, outputs[i].strides);
-  for (std::size_t i = 0; i < schema.input_count && flat; ++i)
+  for (std::size_t i = 0; i < record.input_count && flat; ++i)
     flat = !inputs[i].present || (inputs[i].HasSizes(first.sizes, first.rank) &&
                                   SameOrder(first, first.strides, inputs[i].strides));
   if (!flat) return;
-  for (std::size_t i = 0; i < schema.output_count; ++i) outputs[i].strides = nullptr;
-  for (std::size_t i = 0; i < schema.input_count; ++i) inputs[i].strides = nullptr;
+  for (std::size_t i = 0; i < record.output_count; ++i) outputs[i].strides = nullptr;
+  for (std::size_t i = 0; i < record.input_count; ++i) inputs[i].strides = nullptr;
 }
 
 void ParallelFor(void*, std::int64_t count, std::int64_t grain, Context::Range range,
@@ -300,8 +297,8 @@ TorchTensor ScratchMemory(std::int64_t bytes, const Device& device) {
 
 void LaunchOn(LoadedOp* op, bool on_cuda, const Arguments& arguments, const Device& device,
               Tensor* outputs, std::size_t combination, const CountedMemory* memory = nullptr) {
-  const Record& record = op->record;
-  const twinop_launch launch = on_cuda ? record.cuda_launch : record.cpu_launch;
+  const OpSpec& record = op->record;
+  const twinop_launch launch = on_cuda ? record.cuda : record.cpu;
   Context context;
   context.device_type = on_cuda ? TWINOP_CUDA : TWINOP_CPU;
   context.device_index = on_cuda ? device.index : 0;
@@ -319,7 +316,7 @@ void LaunchOn(LoadedOp* op, bool on_cuda, const Arguments& arguments, const Devi
   call.attributes = arguments.attributes;
   call.context = &context;
   std::shared_ptr<void> state;
-  if (record.create_state != nullptr) {
+  if (record.create != nullptr) {
     const Status status = op->states.GetOrCreate(record, call, &state);
     if (!status.ok()) Check(Failure(record, call.inputs, status.message()));
     call.state = state.get();
@@ -346,10 +343,10 @@ struct States::Entry {
   std::shared_ptr<void> state;
   bool is_captured = false;
 
-  Entry(const Record& record, const Call& call)
+  Entry(const OpSpec& record, const Call& call)
       : device_type(call.context->device_type),
         device_index(call.context->device_index),
-        count(record.schema.attribute_count) {
+        count(record.attribute_count) {
     for (std::size_t i = 0; i < count; ++i) {
       Attribute& value = attributes[i] = call.attributes[i];
       storage[i].text = value.text();
@@ -371,7 +368,7 @@ struct States::Entry {
   }
 };
 
-Status States::GetOrCreate(const Record& record, const Call& call, std::shared_ptr<void>* state) {
+Status States::GetOrCreate(const OpSpec& record, const Call& call, std::shared_ptr<void>* state) {
   std::shared_ptr<void> oldest;  // is destroyed without the mutex
   const bool is_captured = IsCaptured(*call.context);
   const std::lock_guard<std::mutex> lock(mutex_);
@@ -387,7 +384,7 @@ Status States::GetOrCreate(const Record& record, const Call& call, std::shared_p
     creation.context = &context;
     void* made = nullptr;
     TWINOP_RETURN_IF_ERROR(CreateState(record, creation, &made));
-    const auto destroy = record.destroy_state;
+    const auto destroy = record.destroy;
     const std::shared_ptr<void> owned(made, [destroy](void* each) {
       if (each != nullptr) destroy(each);
     });
@@ -407,12 +404,11 @@ Status States::GetOrCreate(const Record& record, const Call& call, std::shared_p
   return {};
 }
 
-LoadedOp::LoadedOp(const Record& record, bool mutates, std::string_view space)
+LoadedOp::LoadedOp(const OpSpec& record, bool mutates, std::string_view space)
     : record(record), mutates(mutates), space(space), states(*new States()) {}
 
 void CallBoxed(LoadedOp* op, bool on_cuda, StableIValue* stack) {
-  const Record& record = op->record;
-  const Schema& schema = record.schema;
+  const OpSpec& record = op->record;
   Arguments arguments;
   Unbox(record, stack, &arguments);
   const Device device = CheckDevices(record, arguments, on_cuda);
@@ -420,14 +416,14 @@ void CallBoxed(LoadedOp* op, bool on_cuda, StableIValue* stack) {
   std::size_t combination = 0;
   Check(FindCombination(record, inputs, &combination));
   CheckRepeated(record, arguments);
-  for (std::size_t i = 0; i < schema.attribute_count; ++i)
+  for (std::size_t i = 0; i < record.attribute_count; ++i)
     Check(CheckAttribute(record, i, arguments.attributes[i]));
   Check(CheckShapes(record, inputs, arguments.attributes));
   if (op->mutates) CheckWritten(record, arguments);
 
   LayOut(record, &arguments);
   std::vector<TorchTensor> outputs;
-  if (record.sizes_counted.count > 0) {
+  if (record.size_count > 0) {
     std::optional<TorchTensor> temporary;
     const CountedMemory memory{[&](std::int64_t bytes, void** data) {
                                  temporary = ScratchMemory(bytes, device);
@@ -443,12 +439,12 @@ void CallBoxed(LoadedOp* op, bool on_cuda, StableIValue* stack) {
   } else {
     Tensor views[kMaxOutputs];
     outputs = AllocateOutputs(record, op->mutates, &arguments, combination, device, views);
-    if (record.is_elementwise) Flatten(schema, arguments.views.data(), views);
+    if (record.is_elementwise) Flatten(record, arguments.views.data(), views);
     if (!AllEmpty(record, views)) LaunchOn(op, on_cuda, arguments, device, views, combination);
   }
-  const std::size_t count = op->mutates ? schema.returned_count : schema.output_count;
-  for (std::size_t i = count; i < schema.output_count; ++i) {
-    TorchTensor& input = *arguments.tensors[schema.WrittenInput(i)];
+  const std::size_t count = op->mutates ? record.returned_count : record.output_count;
+  for (std::size_t i = count; i < record.output_count; ++i) {
+    TorchTensor& input = *arguments.tensors[record.WrittenInput(i)];
     if (input.get() != outputs[i].get()) torch::stable::copy_(input, outputs[i]);
   }
   for (std::size_t i = 0; i < count; ++i) stack[i] = from(outputs[i]);

@@ -8,7 +8,7 @@
 #include <mutex>
 #include <string_view>
 
-#include "twinop/record/record.h"
+#include "twinop/record/op_spec.h"
 
 namespace twinop::torch_op {
 
@@ -19,7 +19,7 @@ class States {
   static constexpr std::size_t kMost = 64;
 
   // Finds or makes the state for a call. The caller holds it until the work is queued.
-  Status GetOrCreate(const Record& record, const Call& call, std::shared_ptr<void>* state);
+  Status GetOrCreate(const OpSpec& record, const Call& call, std::shared_ptr<void>* state);
 
  private:
   struct Entry;
@@ -29,9 +29,9 @@ class States {
 
 // An op of a library that is loaded.
 struct LoadedOp {
-  LoadedOp(const Record& record, bool mutates, std::string_view space);
+  LoadedOp(const OpSpec& record, bool mutates, std::string_view space);
 
-  const Record record;
+  const OpSpec& record;
   const bool mutates;            // it writes into inputs; its functional twin is another op
   const std::string_view space;  // the namespace in torch
   States& states;                // never deleted: at the end of the process CUDA is gone

@@ -124,7 +124,7 @@ def _without_counts(declared: KernelOp, returned: Any) -> tuple[tuple[torch.Tens
         raise RecordError(
             f"{declared.place}: {record.name} returns {len(outputs) + 1} tensors, the last one of "
             f"{counts.dtype}; expected those of {record.schema} and, last, an int64 tensor for: "
-            f"{record.sizes}"
+            f"{record.texts['sizes']}"
         )
     return tuple(outputs), counts
 
@@ -145,12 +145,13 @@ def _of_true_sizes(
     if counts is None:
         sizes = unbacked_sizes(record, shapes, attributes)
     else:
-        sizes = dict(zip(record.size_bounds, counts.tolist(), strict=True))
+        sizes = dict(zip(record.sizes, counts.tolist(), strict=True))
         for name, most in largest_sizes(record, shapes, attributes).items():
             if not 0 <= sizes[name] <= most:
+                bound = getattr(record.sizes[name], "text", "")
                 raise RecordError(
                     f"{record.qualified_name}: its kernel counted {name} = {sizes[name]}, expected 0 to "
-                    f"{record.size_bounds[name]} = {most}: a defect of the kernel"
+                    f"{bound} = {most}: a defect of the kernel"
                 )
     found = zip(outputs, output_shapes(record, shapes, attributes | sizes).values(), strict=True)
     return tuple(y.new_empty(shape) if counts is None else y[: shape[0]].clone() for y, shape in found)

@@ -5,7 +5,7 @@
 #include <limits>
 #include <utility>
 
-#include "twinop/record/record.h"
+#include "twinop/record/op_spec.h"
 
 namespace twinop::torch_op {
 
@@ -99,15 +99,15 @@ inline bool SameOrder(const Tensor& view, const std::int64_t* a, const std::int6
 }
 
 // Whether rows are contiguous and lie at a constant distance from each other (Record::rows_text).
-inline bool AreRows(const RowDimension& rows, const Attribute* attributes, const Tensor& view,
+inline bool AreRows(const OpSpec& record, const Attribute* attributes, const Tensor& view,
                     const std::int64_t* strides) {
   if (IsContiguous(view, strides)) return true;
   const auto rank = static_cast<std::int64_t>(view.rank);
-  std::int64_t axis = rows.Of(attributes);
+  std::int64_t axis = record.RowDimension(attributes);
   if (axis < 0) axis += rank;
   if (axis < 0 || axis >= rank || !IsContiguous(view, strides, static_cast<std::size_t>(axis)))
     return false;
-  for (std::int64_t i = axis + 1; i < rank && !rows.to_the_end; ++i)
+  for (std::int64_t i = axis + 1; i < rank && !record.rows.to_the_end; ++i)
     if (view.sizes[i] > 1) return false;
   std::int64_t expected = -1;  // of the next leading dimension
   for (std::int64_t i = axis; i-- > 0;) {

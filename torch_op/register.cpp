@@ -9,7 +9,7 @@
 #include <vector>
 
 #include "torch_op/call.h"
-#include "twinop/record/table.h"
+#include "twinop/record/check.h"
 
 namespace twinop::torch_op {
 namespace {
@@ -46,38 +46,40 @@ BoxedFunction BoxedAt(std::size_t index, std::index_sequence<kIndices...>) {
 }
 
 // Whether an op is loaded. Throws if its name is, with another schema.
-bool IsLoaded(const Record& record, std::string_view space) {
+bool IsLoaded(const OpSpec& record, std::string_view space) {
   for (std::size_t i = 0; i < loaded_count; ++i) {
-    const Record& other = loaded_ops[i]->record;
-    if (other.domain != record.domain || other.schema.name.view() != record.schema.name.view() ||
-        loaded_ops[i]->space != space)
+    const OpSpec& other = loaded_ops[i]->record;
+    if (std::string_view(other.domain) != record.domain ||
+        std::string_view(other.name) != record.name || loaded_ops[i]->space != space)
       continue;
-    if (other.schema.text == record.schema.text) return true;
-    throw std::runtime_error("op " + std::string(record.domain) + "::" + record.schema.name.text +
-                             " already exists, as " + std::string(other.schema.text));
+    if (std::string_view(other.schema) == record.schema) return true;
+    throw std::runtime_error(std::string("op ") + record.domain + "::" + record.name +
+                             " already exists, as " + other.schema);
   }
   return false;
 }
 
 // The schema of the twin of an op that writes inputs, which returns their new content instead.
-std::string FunctionalSchema(const Schema& schema) {
-  std::string text(schema.text.substr(0, schema.text.rfind("->")));
-  for (std::size_t i; (i = text.find("Tensor(")) != text.npos;) {
-    const std::size_t begin = i + std::string_view("Tensor").size();
-    text.erase(begin, text.find(')', begin) + 1 - begin);
+std::string FunctionalSchema(const OpSpec& record) {
+  std::string text = record.name + std::string(kFunctional);
+  for (std::size_t i = 0; i < record.input_count + record.attribute_count; ++i) {
+    const Argument& argument = record.arguments[i];
+    text += (i == 0 ? "(" : ", ") + std::string(KindName(argument.kind)) + " " + argument.name;
+    const std::string_view value = View(argument.default_text);
+    const bool has_quote = value.find('"') != value.npos;
+    const char* const quote = argument.kind != Kind::kString ? "" : has_quote ? "'" : "\"";
+    if (argument.has_default) text += "=" + (quote + std::string(value)) + quote;
   }
-  text.insert(text.find(schema.name.view()) + schema.name.size, kFunctional);
-  for (std::size_t i = 0; i < schema.output_count; ++i)
-    text += (i == 0 ? "-> (Tensor " : ", Tensor ") + std::string(schema.outputs[i].view());
+  for (std::size_t i = 0; i < record.output_count; ++i)
+    text += (i == 0 ? ") -> (Tensor " : ", Tensor ") + std::string(record.outputs[i].name);
   return text + ")";
 }
 
 void RegisterAll(const twinop_table& table, const char* space) {
-  std::vector<Record> records;
-  for (std::size_t i = 0; i < table.op_count; ++i) {
-    Record record = ReadRecord(table, *table.ops[i]);
-    if (!IsLoaded(record, space)) records.push_back(record);
-  }
+  std::vector<const OpSpec*> records;
+  for (std::size_t i = 0; i < table.op_count; ++i)
+    if (const OpSpec& record = FromC(*table.ops[i]); !IsLoaded(record, space))
+      records.push_back(&record);
   if (records.empty()) return;
   if (loaded_count + 2 * records.size() > kMaxOps)
     throw std::runtime_error("a process holds at most " + std::to_string(kMaxOps) +
@@ -92,22 +94,20 @@ void RegisterAll(const twinop_table& table, const char* space) {
   StableLibrary* definitions = make(StableLibrary::Kind::FRAGMENT, "");
   StableLibrary* cpu = make(StableLibrary::Kind::IMPL, "CPU");
   StableLibrary* cuda = make(StableLibrary::Kind::IMPL, "CUDA");
-  const auto define = [&](const Record& record, const std::string& op, const std::string& schema,
+  const auto define = [&](const OpSpec& record, const std::string& op, const std::string& text,
                           bool mutates) {
     const std::size_t index = loaded_count;
     loaded_ops[index] = std::make_unique<LoadedOp>(record, mutates, *name);
-    definitions->def(schema.c_str());
+    definitions->def(text.c_str());
     // Without a CPU kernel, Python registers what runs or refuses (rules.py).
-    if (record.cpu_launch != nullptr) cpu->impl(op.c_str(), BoxedAt<false>(index, kIndices));
+    if (record.cpu != nullptr) cpu->impl(op.c_str(), BoxedAt<false>(index, kIndices));
     cuda->impl(op.c_str(), BoxedAt<true>(index, kIndices));
     ++loaded_count;
   };
-  for (const Record& record : records) {
-    const Schema& schema = record.schema;
-    const std::string op(schema.name.view());
-    define(record, op, std::string(schema.text), schema.WritesInputs());
-    if (schema.WritesInputs())
-      define(record, op + std::string(kFunctional), FunctionalSchema(schema), false);
+  for (const OpSpec* record : records) {
+    define(*record, record->name, record->schema, record->WritesInputs());
+    if (record->WritesInputs())
+      define(*record, record->name + std::string(kFunctional), FunctionalSchema(*record), false);
   }
 }
 
@@ -129,8 +129,6 @@ extern "C" __attribute__((visibility("default"))) const char* twinop_torch_regis
     return nullptr;
   } catch (const std::exception& exception) {
     error = exception.what();
-  } catch (const char* reason) {
-    error = std::string("a record does not parse: ") + reason;
   } catch (...) {
     error = "an exception that is not a std::exception";
   }

@@ -2,7 +2,6 @@
 
 import ctypes
 import functools
-import re
 from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache, partial
 from typing import Any
@@ -13,13 +12,12 @@ from twinop.errors import RecordError
 from twinop.libraries.declare import CPU_FUNCTIONS, cpu_function
 from twinop.record.call_checks import check_attributes, check_shapes, describe, infer_shapes
 from twinop.record.dtypes import torch_name
-from twinop.record.op_spec import OpSpec, entries
-from twinop.record.shapes import known, largest_sizes
+from twinop.record.op_spec import OpSpec
+from twinop.record.shapes import first_part, known, largest_sizes
 
 from .arguments import bind, completion_of, empty_list_error, signature_of
 
 Rule = Callable[..., Any]
-_OF_ROWS = re.compile(r"\w+(\[:-1\].*)?")  # the shape of an input with rows, as `x` or `x[:-1] + [1]`
 PRODUCTS = ("linear", "linear_swiglu")  # compute each row alone, though their records name no rows
 _ENTRIES = {  # ops that compute each entry of a batch alone: the inputs that have one
     "attention_cached": ("qkv", "k_cache", "v_cache", "position"),
@@ -92,7 +90,7 @@ def unbacked_sizes(
 ) -> dict[str, torch.SymInt]:
     """Makes a symbol for each size that comes from the data."""
     context = torch.library.get_ctx()
-    found = {name: context.new_dynamic_size() for name in record.size_bounds}
+    found = {name: context.new_dynamic_size() for name in record.sizes}
     for name, most in largest_sizes(record, shapes, attributes).items():
         torch._check(found[name] <= most)
     return found
@@ -260,16 +258,16 @@ def _rows_of_batch(
     record: OpSpec, arguments: dict[str, Any], mapped: dict[str, int], steps: dict[str, Rule]
 ) -> dict[str, Rule] | None:
     """Returns what becomes of the arguments in one call if the op computes each row alone, else None."""
-    first, axis = record.inputs[0].name, record.rows.rstrip(":")
+    first, (axis, _) = record.inputs[0].name, record.rows or (-1, False)
     names = _tensor_names(record, arguments)
-    texts = {first: first} | entries(record.input_shapes)
-    columns = {name for name in names if not _OF_ROWS.fullmatch(texts.get(name, ""))}
+    trees = {first: first} | {name: each.tree for name, each in record.input_shapes.items()}
+    columns = {name for name in names if not _has_rows(trees.get(name, 0))}
     if not (record.rows or record.key in PRODUCTS) or columns & mapped.keys():
         return None
     steps = {name: step for name, step in steps.items() if name not in columns}
     whole = arguments | {name: step(arguments[name]) for name, step in steps.items()}
     rank = whole[first].dim() - 1
-    if arguments.get(axis, -1) >= 0:
+    if isinstance(axis, str) and arguments[axis] >= 0:
         whole[axis] -= rank
         steps[axis] = lambda axis: axis - rank
     shapes = {entry.name: getattr(whole[entry.name], "shape", None) for entry in record.inputs}
@@ -287,6 +285,12 @@ def _rows_of_batch(
     return steps if rank > 0 and all(alike) else None
 
 
+def _has_rows(tree: Any) -> bool:
+    """Whether a shape is that of an input, or begins with its rows, as `x[:-1] + [1]`."""
+    begin = first_part(tree)
+    return isinstance(tree, str) or (isinstance(begin, list) and begin[2:] == [None, -1])
+
+
 def _entries_of_batch(
     record: OpSpec, arguments: dict[str, Any], mapped: dict[str, int], steps: dict[str, Rule]
 ) -> tuple[dict[str, Rule], Any] | None:
@@ -298,12 +302,13 @@ def _entries_of_batch(
     """
     names = _tensor_names(record, arguments)
     first = record.inputs[0].name
-    texts = {first: f"{first}[:1]"} | entries(record.input_shapes)
-    heads = [name for name in names if texts.get(name, "").startswith(f"{first}[:1]")]
-    heads += [name for name in names if texts.get(name) in heads]
+    entries = ["slice", first, None, 1]
+    trees = {first: entries} | {name: each.tree for name, each in record.input_shapes.items()}
+    heads = [name for name in names if first_part(trees.get(name, 0)) == entries]
+    heads += [name for name in names if trees.get(name) in heads]
     if record.key in _ENTRIES:
         heads = [name for name in names if name in _ENTRIES[record.key]]
-    elif record.rows != "-1" or {*heads} != {*names}:
+    elif record.rows != (-1, False) or {*heads} != {*names}:
         return None
     if mapped.keys() - {*heads}:
         return None
@@ -379,7 +384,7 @@ def autocast_rule(record: OpSpec, op: Rule, device: str) -> Rule:
 def cpu_rule(record: OpSpec) -> Rule:
     """Returns the rule for CPU tensors of an op without a CPU kernel: its function in `CPU_FUNCTIONS`."""
     complete = completion_of(signature_of(record))
-    make_outputs = fake_rule(record, lambda *_: dict.fromkeys(record.size_bounds, 0))
+    make_outputs = fake_rule(record, lambda *_: dict.fromkeys(record.sizes, 0))
     count, names = len(record.inputs), [entry.name for entry in record.attributes]
     made: Rule = lru_cache(_MOST_KEPT)(lambda form: [])  # the forms of outputs by those of arguments that fit
 

@@ -4,7 +4,6 @@ For each dimension of a mesh a rule lists what DTensor may choose: the placement
 the inputs that give them. DTensor redistributes inputs that have other placements.
 """
 
-import re
 import sys
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
@@ -13,8 +12,8 @@ import torch
 
 from twinop.errors import RecordError
 from twinop.record.call_checks import infer_shapes
-from twinop.record.op_spec import OpSpec, entries
-from twinop.record.shapes import Unknown, evaluate
+from twinop.record.op_spec import OpSpec
+from twinop.record.shapes import Unknown, evaluate, nodes_of
 
 from .arguments import bind, signature_of
 from .rules import PRODUCTS
@@ -126,11 +125,14 @@ def _of_rows(
     """
     from torch.distributed.tensor import Partial, Shard
 
-    declared = entries(record.input_shapes)
-    uses = {name: set(re.findall(r"[a-z_]\w*", declared.get(name, ""))) & shapes.keys() for name in shapes}
+    assert record.rows is not None
+    dimension, to_the_end = record.rows
+    declared = record.input_shapes
+    names = {name: [n for n in nodes_of(each.tree) if isinstance(n, str)] for name, each in declared.items()}
+    uses = {name: {*names.get(name, ())} & shapes.keys() for name in shapes}
     base = next(name for name in shapes if uses[name] <= {name})  # its sizes are those of the others
     rank = len(shapes[base])
-    axis = arguments.get(record.rows.rstrip(":"), -1) % max(rank, 1)
+    axis = (dimension if isinstance(dimension, int) else arguments[dimension]) % max(rank, 1)
     attributes = {entry.name: arguments[entry.name] for entry in record.attributes}
     marks = tuple(Unknown(str(i)) for i in range(rank))
     marked: dict[str, Any] = {entry.name: shapes.get(entry.name) for entry in record.inputs}
@@ -139,7 +141,7 @@ def _of_rows(
         if uses[name] - {name}:
             marked[name] = evaluate(record, declared[name], marked, attributes)
     results = infer_shapes(record, marked, attributes)
-    for i in range(axis if record.rows.endswith(":") else rank):
+    for i in range(axis if to_the_end else rank):
         inputs = {name: Shard(marked[name].index(marks[i])) for name in shapes if marks[i] in marked[name]}
         outputs = {name: Shard(shape.index(marks[i])) for name, shape in results.items() if marks[i] in shape}
         sums = {f"grad_{name}": Partial() for name in record.parameters if name not in inputs}

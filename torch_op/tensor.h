@@ -7,7 +7,7 @@
 #include <stdexcept>
 #include <string>
 
-#include "twinop/record/record.h"
+#include "twinop/record/op_spec.h"
 
 namespace twinop::torch_op {
 

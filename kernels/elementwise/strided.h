@@ -5,7 +5,7 @@
 #include <algorithm>
 #include <cstdint>
 
-#include "twinop/record/record.h"
+#include "twinop/record/op_spec.h"
 
 namespace twinop::elementwise {
 

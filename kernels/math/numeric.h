@@ -10,7 +10,7 @@
 #include <type_traits>
 #include <utility>
 
-#include "twinop/record/record.h"
+#include "twinop/record/op_spec.h"
 
 #if defined(__CUDACC__)
 #include <cuda_bf16.h>

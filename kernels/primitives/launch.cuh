@@ -14,7 +14,7 @@
 #include <utility>
 
 #include "twinop/primitives/target.h"
-#include "twinop/record/record.h"
+#include "twinop/record/op_spec.h"
 #include "twinop/record/trace.h"
 
 namespace twinop {

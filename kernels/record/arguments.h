@@ -14,7 +14,7 @@
 #include <string_view>
 #include <type_traits>
 
-#include "twinop/record/record.h"
+#include "twinop/record/op_spec.h"
 
 namespace twinop {
 
@@ -56,13 +56,13 @@ constexpr Kind KindOf() {
 // IntList (int[]).
 template <class T, class Op, class Name>
 T AttributeOf(const CallOf<Op>& call, Name) {
-  constexpr int kIndex = Op::kRecord.schema.FindAttribute(Name::view());
+  constexpr int kIndex = Op::kRecord.FindAttribute(Name::view());
   static_assert(kIndex >= 0, "the op's schema has no attribute of this name");
   static_assert(KindOf<T>() != Kind::kTensor,
                 "an attribute is a std::int64_t (int), float, bool, std::string_view (str) or "
                 "twinop::IntList (int[])");
   if constexpr (kIndex >= 0 && KindOf<T>() != Kind::kTensor) {
-    static_assert(Op::kRecord.schema.attribute(kIndex).kind == KindOf<T>(),
+    static_assert(Op::kRecord.attribute(kIndex).kind == KindOf<T>(),
                   "the op's schema declares this attribute with another kind");
     const Attribute& value = call.attributes[kIndex];
     if constexpr (std::is_same_v<T, std::int64_t>) return value.i;
@@ -75,14 +75,14 @@ T AttributeOf(const CallOf<Op>& call, Name) {
 
 template <class Op, class Name>
 const Tensor& InputOf(const CallOf<Op>& call, Name) {
-  constexpr int kIndex = Op::kRecord.schema.FindInput(Name::view());
+  constexpr int kIndex = Op::kRecord.FindInput(Name::view());
   static_assert(kIndex >= 0, "the op's schema has no input of this name");
   return call.inputs[kIndex];
 }
 
 template <class Op, class Name>
 Tensor& OutputOf(const CallOf<Op>& call, Name) {
-  constexpr int kIndex = Op::kRecord.schema.FindOutput(Name::view());
+  constexpr int kIndex = Op::kRecord.FindOutput(Name::view());
   static_assert(kIndex >= 0, "the op's schema has no output of this name (one without is y)");
   return call.outputs[kIndex];
 }

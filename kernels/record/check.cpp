@@ -1,7 +1,6 @@
 #include "twinop/record/check.h"
 
 #include <algorithm>
-#include <charconv>
 #include <cmath>
 #include <cstdio>
 
@@ -13,9 +12,9 @@ namespace {
 std::string Quote(std::string_view text) { return "'" + std::string(text) + "'"; }
 
 // An error that does not depend on the inputs.
-Status WrongAttribute(const Record& record, const Argument& argument, const std::string& message) {
-  return Status::Error(std::string(record.domain) + "::" + std::string(record.schema.name.view()) +
-                       ": attribute " + std::string(argument.name.view()) + " " + message);
+Status WrongAttribute(const OpSpec& record, const Argument& argument, const std::string& message) {
+  return Status::Error(std::string(record.domain) + "::" + std::string(record.name) +
+                       ": attribute " + std::string(argument.name) + " " + message);
 }
 
 std::string Number(double value) {
@@ -24,43 +23,24 @@ std::string Number(double value) {
   return text;
 }
 
-// Whether a number is finite and within the bounds. Bounds of floats are fp32, as attributes are.
+// Whether a number keeps to a bound.
 template <class T>
-bool IsWithin(const Limit& limit, T value) {
-  auto number = [](std::string_view text) {
-    T result = 0;
-    std::from_chars(text.data(), text.data() + text.size(), result);
-    return result;
-  };
-  if (!std::isfinite(static_cast<double>(value))) return false;
-  if (!limit.lower.empty()) {
-    const T lower = number(limit.lower);
-    if (limit.above ? !(value > lower) : !(value >= lower)) return false;
-  }
-  if (limit.upper.empty()) return true;
-  const T upper = number(limit.upper);
-  return limit.below ? value < upper : value <= upper;
-}
-
-// ">= 0 and < 1"
-std::string BoundsText(const Limit& limit) {
-  std::string text;
-  if (!limit.lower.empty()) text = (limit.above ? "> " : ">= ") + std::string(limit.lower);
-  if (limit.upper.empty()) return text;
-  return (text.empty() ? "" : text + " and ") + (limit.below ? "< " : "<= ") +
-         std::string(limit.upper);
+bool IsWithin(int rule, T value, T bound) {
+  return rule == TWINOP_ABOVE      ? value > bound
+         : rule == TWINOP_AT_LEAST ? value >= bound
+         : rule == TWINOP_BELOW    ? value < bound
+                                   : value <= bound;
 }
 
 // "custom_domain::gelu(x: float32[2, 3], approximate=none)"; without attributes if they are null.
-std::string CallText(const Record& record, const Tensor* inputs, const Attribute* attributes) {
-  const Schema& schema = record.schema;
-  std::string text = std::string(record.domain) + "::" + std::string(schema.name.view()) + "(";
-  for (std::size_t i = 0; i < schema.input_count; ++i)
-    text += (i > 0 ? ", " : "") + Describe(schema.input(i).name.view(), inputs[i]);
-  for (std::size_t i = 0; attributes != nullptr && i < schema.attribute_count; ++i) {
-    const Argument& argument = schema.attribute(i);
+std::string CallText(const OpSpec& record, const Tensor* inputs, const Attribute* attributes) {
+  std::string text = std::string(record.domain) + "::" + std::string(record.name) + "(";
+  for (std::size_t i = 0; i < record.input_count; ++i)
+    text += (i > 0 ? ", " : "") + Describe(record.input(i).name, inputs[i]);
+  for (std::size_t i = 0; attributes != nullptr && i < record.attribute_count; ++i) {
+    const Argument& argument = record.attribute(i);
     const Attribute& value = attributes[i];
-    text += ", " + std::string(argument.name.view()) + "=" +
+    text += ", " + std::string(argument.name) + "=" +
             (argument.kind == Kind::kFloat     ? Number(value.f)
              : argument.kind == Kind::kString  ? std::string(value.text())
              : argument.kind == Kind::kIntList ? SizesText(value.ints, value.count)
@@ -70,6 +50,16 @@ std::string CallText(const Record& record, const Tensor* inputs, const Attribute
 }
 
 }  // namespace
+
+Status CheckTable(const twinop_table* table, const char* reader) {
+  if (table == nullptr) return Status::Error("the library has no table of ops. Build it again");
+  if (table->abi_version == TWINOP_ABI_VERSION) return {};
+  return Status::Error("the library's ops have version " + std::to_string(table->abi_version) +
+                       " of twinop's binary interface, " + reader + " reads version " +
+                       std::to_string(TWINOP_ABI_VERSION) +
+                       ". Build the library again with this twinop (" TWINOP_VERSION
+                       "), or use the twinop that built it");
+}
 
 std::string SizesText(const std::int64_t* sizes, std::size_t rank) {
   std::string text = "[";
@@ -83,11 +73,11 @@ std::string Describe(std::string_view name, const Tensor& tensor) {
          SizesText(tensor.sizes, tensor.rank);
 }
 
-Status Failure(const Record& record, const Tensor* inputs, std::string_view message) {
+Status Failure(const OpSpec& record, const Tensor* inputs, std::string_view message) {
   return Status::Error(CallText(record, inputs, nullptr) + ": " + std::string(message));
 }
 
-void TraceCall(const Record& record, const Call& call) {
+void TraceCall(const OpSpec& record, const Call& call) {
   static constexpr const char* kLevels[] = {"baseline", "AVX2", "AVX-512"};
   const bool on_cuda = call.context->device_type == TWINOP_CUDA;
   Trace("%s on %s", CallText(record, call.inputs, call.attributes).c_str(),
@@ -95,78 +85,65 @@ void TraceCall(const Record& record, const Call& call) {
                 : (std::string("the CPU, ") + kLevels[static_cast<int>(CpuLevel())]).c_str());
 }
 
-Status ParseDefault(const Record& record, std::size_t index, Attribute* value,
-                    AttributeStorage* storage) {
-  const Argument& argument = record.schema.attribute(index);
-  std::string_view text = argument.default_text;
-  auto number = [](std::string_view digits, auto* result) {
-    auto [end, error] = std::from_chars(digits.data(), digits.data() + digits.size(), *result);
-    return error == std::errc() && end == digits.data() + digits.size();
-  };
-  bool ok = true;
-  switch (argument.kind) {
-    case Kind::kInt:
-      ok = number(text, &value->i);
-      break;
-    case Kind::kBool:
-      value->i = text == "True";
-      break;
-    case Kind::kFloat: {
-      ok = number(text, &value->f);
-      value->f = static_cast<float>(value->f);
-      break;
-    }
-    case Kind::kString:
-      storage->text = text.substr(1, text.size() - 2);
-      value->set_text(storage->text);
-      break;
-    default: {  // int[]: "[1, 2]"
-      Scanner scan(text);
-      scan.Expect("[");
-      value->ints = storage->ints;
-      value->count = 0;
-      while (!scan.Accept("]")) {
-        if (value->count > 0) scan.Expect(",");
-        storage->ints[value->count++] = scan.Integer();
-      }
-    }
-  }
-  if (ok) return {};
-  return Status::Error("schema " + std::string(record.schema.text) + ": the default of " +
-                       std::string(argument.name.view()) + " does not parse");
+void SetDefault(const Argument& argument, Attribute* value, AttributeStorage* storage) {
+  value->i = argument.default_int;
+  value->f = argument.default_float;
+  value->ints = argument.default_ints;
+  value->count = argument.default_count;
+  storage->text = View(argument.default_text);
+  value->set_text(storage->text);
 }
 
-Status CheckAttribute(const Record& record, std::size_t index, const Attribute& value) {
-  const Argument& argument = record.schema.attribute(index);
+Status CheckAttribute(const OpSpec& record, std::size_t index, const Attribute& value) {
+  static constexpr const char* kSigns[] = {"", "> ", ">= ", "< ", "<= ", ""};
+  const Argument& argument = record.attribute(index);
   if (value.count > kMaxList)
     return WrongAttribute(record, argument,
                           "has " + std::to_string(value.count) + " entries, at most " +
                               std::to_string(kMaxList) + " are taken");
-  const Limit& limit = record.limit_table[index];
-  if (limit.kind == Limit::Kind::kBounds) {
-    const bool whole = argument.kind == Kind::kInt;
-    if (!(whole ? IsWithin(limit, value.i) : IsWithin(limit, static_cast<float>(value.f))))
-      return WrongAttribute(record, argument,
-                            "is " + (whole ? std::to_string(value.i) : Number(value.f)) +
-                                ", expected a " + (whole ? "" : "finite ") + "number " +
-                                BoundsText(limit));
+  const bool is_float = argument.kind == Kind::kFloat, is_text = argument.kind == Kind::kString;
+  const auto number = static_cast<float>(value.f);
+  bool fits = true, has_choices = false, is_choice = false;
+  const twinop_limit* own[TWINOP_MAX_LIMITS];
+  std::size_t count = 0;
+  for (std::size_t i = 0; i < record.limit_count; ++i) {
+    const twinop_limit& limit = record.limits[i];
+    if (limit.attribute != static_cast<int>(index) || limit.rule == TWINOP_DIMENSION_OF) continue;
+    own[count++] = &limit;
+    has_choices = limit.rule == TWINOP_ONE_OF;
+    if (has_choices)
+      is_choice |= is_text ? View(limit.text) == value.text() : limit.value == value.i;
+    else
+      fits &= is_float ? std::isfinite(number) &&
+                             IsWithin(limit.rule, number, static_cast<float>(limit.number))
+                       : IsWithin(limit.rule, value.i, limit.value);
   }
-  if (limit.kind != Limit::Kind::kOneOf) return {};
-  const bool is_text = argument.kind == Kind::kString;
-  Scanner scan(limit.choices);
-  do {
-    if (is_text ? scan.Word() == value.text() : scan.Integer() == value.i) return {};
-  } while (scan.Accept("|"));
+  if (fits && (is_choice || !has_choices)) return {};
+  // Bounds from below come first.
+  std::stable_sort(own, own + count, [](auto* a, auto* b) {
+    return a->rule <= TWINOP_AT_LEAST && b->rule > TWINOP_AT_LEAST;
+  });
+  std::string expected = has_choices ? "one of " : is_float ? "a finite number " : "a number ";
+  for (std::size_t i = 0; i < count; ++i)
+    expected += (i == 0        ? ""
+                 : has_choices ? " | "
+                               : " and ") +
+                std::string(kSigns[own[i]->rule]) +
+                (is_text    ? std::string(View(own[i]->text))
+                 : is_float ? Number(own[i]->number)
+                            : std::to_string(own[i]->value));
   return WrongAttribute(record, argument,
-                        "is " + (is_text ? Quote(value.text()) : std::to_string(value.i)) +
-                            ", expected one of " + std::string(limit.choices));
+                        "is " +
+                            (is_text    ? Quote(value.text())
+                             : is_float ? Number(value.f)
+                                        : std::to_string(value.i)) +
+                            ", expected " + expected);
 }
 
-Status FindCombination(const Record& record, const Tensor* inputs, std::size_t* combination) {
-  const Schema& schema = record.schema;
-  for (std::size_t c = 0; c < record.CombinationCount(); ++c) {
+Status FindCombination(const OpSpec& record, const Tensor* inputs, std::size_t* combination) {
+  for (std::size_t c = 0; c < record.combination_count; ++c) {
     bool matches = true;
-    for (std::size_t i = 0; i < schema.input_count && matches; ++i)
+    for (std::size_t i = 0; i < record.input_count && matches; ++i)
       matches = !inputs[i].present || inputs[i].dtype == record.input_types[c][i];
     if (matches) {
       *combination = c;
@@ -174,12 +151,11 @@ Status FindCombination(const Record& record, const Tensor* inputs, std::size_t* 
     }
   }
   return Failure(record, inputs,
-                 "no kernel takes these dtypes; the inputs must have one of: " +
-                     std::string(record.dtypes_text) +
-                     " (all inputs the same but where one is named)");
+                 std::string("no kernel takes these dtypes; the inputs must have one of: ") +
+                     record.dtypes + " (all inputs the same but where one is named)");
 }
 
-Status ScratchBytes(const Record& record, const Call& call, std::int64_t* bytes) {
+Status ScratchBytes(const OpSpec& record, const Call& call, std::int64_t* bytes) {
   *bytes = 0;
   if (record.scratch_size == nullptr) return {};
   ErrorText error;
@@ -190,23 +166,22 @@ Status ScratchBytes(const Record& record, const Call& call, std::int64_t* bytes)
                  "the op asks for " + std::to_string(*bytes) + " bytes of scratch memory");
 }
 
-Status CreateState(const Record& record, const Call& call, void** state) {
+Status CreateState(const OpSpec& record, const Call& call, void** state) {
   *state = nullptr;
-  if (record.create_state == nullptr) return {};
+  if (record.create == nullptr) return {};
   ErrorText error;
-  if (record.create_state(&call, state, &error) == 0) return {};
+  if (record.create(&call, state, &error) == 0) return {};
   *state = nullptr;
   return Status::Error("creating its state failed: " + error.text);
 }
 
-bool AllEmpty(const Record& record, const Tensor* outputs) {
-  for (std::size_t i = 0; i < record.schema.output_count; ++i)
+bool AllEmpty(const OpSpec& record, const Tensor* outputs) {
+  for (std::size_t i = 0; i < record.output_count; ++i)
     if (outputs[i].numel > 0) return false;
   return true;
 }
 
-Status CheckAliases(const Record& record, const Call& call) {
-  const Schema& schema = record.schema;
+Status CheckAliases(const OpSpec& record, const Call& call) {
   const Tensor* inputs = call.inputs;
   const Tensor* outputs = call.outputs;
   auto overlap = [](const Tensor& a, const Tensor& b) {
@@ -214,17 +189,17 @@ Status CheckAliases(const Record& record, const Call& call) {
     const char* q = b.as<char>();
     return a.numel > 0 && b.numel > 0 && p < q + b.bytes() && q < p + a.bytes();
   };
-  for (std::size_t o = 0; o < schema.output_count; ++o) {
+  for (std::size_t o = 0; o < record.output_count; ++o) {
     if (!outputs[o].present) continue;
     for (std::size_t i = 0; i < call.input_count; ++i) {
       if (!inputs[i].present || !overlap(inputs[i], outputs[o])) continue;
       bool same = inputs[i].data == outputs[o].data && inputs[i].bytes() == outputs[o].bytes();
       if (same && record.InPlaceInput(o) == static_cast<int>(i)) continue;
-      return Failure(
-          record, inputs,
-          "output " + std::string(schema.outputs[o].view()) + " overlaps the memory of input " +
-              std::string(schema.input(std::min(i, schema.input_count - 1)).name.view()) +
-              "; give the output memory of its own");
+      return Failure(record, inputs,
+                     "output " + std::string(record.outputs[o].name) +
+                         " overlaps the memory of input " +
+                         std::string(record.input(std::min(i, record.input_count - 1)).name) +
+                         "; give the output memory of its own");
     }
   }
   return {};

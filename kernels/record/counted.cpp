@@ -14,22 +14,22 @@ void CopyOnHost(void* to, const void* from, std::size_t bytes, void*) {
   std::memcpy(to, from, bytes);
 }
 
-Status CheckCount(const Record& record, const Call& call, std::size_t i, std::int64_t count,
+Status CheckCount(const OpSpec& record, const Call& call, std::size_t i, std::int64_t count,
                   std::int64_t bound) {
   if (count >= 0 && count <= bound) return {};
-  const std::string text(record.bound_texts[i]);
+  const std::string text(View(record.sizes[i].bound_text));
   return Failure(record, call.inputs,
-                 "its kernel counted " + std::string(record.sizes_counted.names[i]) + " = " +
+                 "its kernel counted " + std::string(record.sizes[i].name) + " = " +
                      std::to_string(count) + ", expected 0 " +
                      (text.empty() ? "or more" : "to " + text + " = " + std::to_string(bound)) +
                      ": a defect of the kernel");
 }
 
 // The outputs with these sizes, without data.
-Status DescribeOutputs(const Record& record, const DType* types, const Call& call,
+Status DescribeOutputs(const OpSpec& record, const DType* types, const Call& call,
                        const std::int64_t* counts, Tensor* outputs,
                        std::int64_t (*sizes)[kMaxRank]) {
-  for (std::size_t i = 0; i < record.schema.output_count; ++i) {
+  for (std::size_t i = 0; i < record.output_count; ++i) {
     std::size_t rank = 0;
     TWINOP_RETURN_IF_ERROR(
         OutputShape(record, i, call.inputs, call.attributes, sizes[i], &rank, counts));
@@ -46,18 +46,18 @@ bool IsCaptured(const Context& context) {
   return aot_kernels::GetDriver().StreamIsCapturing(context.stream, &status) != 0 || status != 0;
 }
 
-Status RunCounted(const Record& record, twinop_launch launch, const DType* types, Call call,
+Status RunCounted(const OpSpec& record, twinop_launch launch, const DType* types, Call call,
                   const CountedMemory& memory) {
   const Context& context = *call.context;
   const bool on_cuda = context.device_type == TWINOP_CUDA;
-  const std::size_t size_count = record.sizes_counted.count;
-  const std::size_t output_count = record.schema.output_count;
+  const std::size_t size_count = record.size_count;
+  const std::size_t output_count = record.output_count;
   if (IsCaptured(context))
     return Failure(
         record, call.inputs,
         "the sizes of its outputs come from the data, so the call waits for the GPU, which "
         "a CUDA graph cannot. Run it outside the graph, or without CUDA graphs");
-  std::int64_t bounds[kMaxSizes], counts[kMaxSizes] = {};
+  std::int64_t bounds[TWINOP_MAX_SIZES], counts[TWINOP_MAX_SIZES] = {};
   bool is_empty = true;
   for (std::size_t i = 0; i < size_count; ++i) {
     TWINOP_RETURN_IF_ERROR(SizeBound(record, i, call.inputs, call.attributes, &bounds[i]));

@@ -18,7 +18,7 @@ struct CountedMemory {
 // Runs the launcher, reads the sizes on the call's stream, and waits for them. `call` has no
 // outputs, which have the dtypes `types`, and no scratch memory yet. Fails, before anything is
 // queued, while the stream is captured in a CUDA graph.
-Status RunCounted(const Record& record, twinop_launch launch, const DType* types, Call call,
+Status RunCounted(const OpSpec& record, twinop_launch launch, const DType* types, Call call,
                   const CountedMemory& memory);
 
 // Whether a CUDA graph is captured on the call's stream, or may be.

@@ -10,8 +10,7 @@
 
 #include "twinop/record/arguments.h"
 #include "twinop/record/json.h"
-#include "twinop/record/record.h"
-#include "twinop/record/validate.h"
+#include "twinop/record/parse.h"
 #if defined(__CUDACC__)
 #include "twinop/primitives/launch.cuh"
 #endif
@@ -27,15 +26,17 @@
 // TWINOP_CPU_OP registers an op without a CUDA kernel, TWINOP_CUDA_OP one without a CPU kernel,
 // whose launcher only nvcc compiles. The macros of kernels/elementwise.h and kernels/rowwise.h
 // derive the launcher from a functor; kernels/kernel.h has what other launchers need.
-#define TWINOP_RECORD(id, record, is_on_cuda)                                                    \
-  namespace id##_op {                                                                            \
-    struct Op;                                                                                   \
-    constexpr Record kRecord = record;                                                           \
-    struct Op {                                                                                  \
-      static constexpr const Record& kRecord = id##_op::kRecord;                                 \
-      static constexpr bool kIsOnCuda = is_on_cuda;                                              \
-    };                                                                                           \
-    static_assert(kRecord.schema.name.view() == #id, "the schema has another name than the op"); \
+#define TWINOP_RECORD(id, record, is_on_cuda)                    \
+  namespace id##_op {                                            \
+    struct Op;                                                   \
+    constexpr Record kTexts = record;                            \
+    constexpr OpSpec kRecord = Parse(kTexts);                    \
+    struct Op {                                                  \
+      static constexpr const OpSpec& kRecord = id##_op::kRecord; \
+      static constexpr bool kIsOnCuda = is_on_cuda;              \
+    };                                                           \
+    static_assert(std::string_view(kRecord.name) == #id,         \
+                  "the schema has another name than the op");    \
   }
 
 // Declares the CUDA launcher of an op, which other ops of its library may call.
@@ -54,7 +55,7 @@
       if constexpr (kHere) {                                                        \
         return OnDevice(FromC(call), [](const Call& call) {                         \
           if constexpr (kHere && kRecord.two_pass)                                  \
-            if (call.counts != nullptr) return kRecord.count_launch(&call);         \
+            if (call.counts != nullptr) return kTexts.count_launch(&call);          \
           return __VA_ARGS__(NamedCall<std::conditional_t<kHere, Op, void>>(call)); \
         });                                                                         \
       } else {                                                                      \
@@ -91,21 +92,19 @@
     };                                                                               \
     inline Status LaunchOnCpu(const twinop_call* call) {                             \
       if constexpr (kRecord.two_pass)                                                \
-        if (call->counts != nullptr) return kRecord.count_launch(call);              \
+        if (call->counts != nullptr) return kTexts.count_launch(call);               \
       return CallLauncher(kLauncher, NamedCall<Op>(FromC(call)));                    \
     }                                                                                \
   }
-#define TWINOP_ENTRY(id, cpu_launcher, cuda_launcher)                                              \
-  namespace id##_op {                                                                              \
-    constexpr Record kEntry = kRecord.cpu(CLaunch<cpu_launcher>()).cuda(CLaunch<cuda_launcher>()); \
-    static_assert(                                                                                 \
-        kEntry.cpu_launch != nullptr || kEntry.cuda_launch != nullptr || kEntry.body_pieces != 0,  \
-        "a TWINOP_CUDA_OP has no kernel in a build without CUDA: nvcc is missing");                \
-    static_assert(Validate(kEntry));                                                               \
-    constexpr JsonWriter kJson = WriteJson(kEntry);                                                \
-    [[gnu::section(".twinop"), gnu::used]] constexpr auto kText = CutJson<kJson.size()>(kJson);    \
-    constexpr twinop_op kOp = OpOf(kEntry);                                                        \
-    [[gnu::section("twinop_ops"), gnu::used]] const twinop_op* const kPlace = &kOp;                \
+#define TWINOP_ENTRY(id, cpu_launcher, cuda_launcher)                                           \
+  namespace id##_op {                                                                           \
+    constexpr OpSpec kOp =                                                                      \
+        WithLaunchers(kRecord, CLaunch<cpu_launcher>(), CLaunch<cuda_launcher>());              \
+    static_assert(kOp.cpu != nullptr || kOp.cuda != nullptr || kOp.row_body != 0,               \
+                  "a TWINOP_CUDA_OP has no kernel in a build without CUDA: nvcc is missing");   \
+    constexpr JsonWriter kJson = WriteJson(kTexts, kOp);                                        \
+    [[gnu::section(".twinop"), gnu::used]] constexpr auto kText = CutJson<kJson.size()>(kJson); \
+    [[gnu::section("twinop_ops"), gnu::used]] const twinop_op* const kPlace = &kOp;             \
   }
 #endif
 
@@ -150,28 +149,15 @@ constexpr twinop_launch CLaunch() {
   }
 }
 
+// The domain of the library, which its TWINOP_LIBRARY (library.h) defines.
+extern "C" [[gnu::weak, gnu::visibility("hidden")]] const char twinop_domain[];
+
 // The entry of an op in the library's table.
-constexpr twinop_op OpOf(const Record& record) {
-  return {sizeof(twinop_op),
-          record.schema.text.data(),
-          record.dtypes_text.data(),
-          record.shapes_text.data(),
-          record.input_shapes_text.data(),
-          record.limits_text.data(),
-          record.in_place_text.data(),
-          record.choices_text.data(),
-          record.rows_text.data(),
-          record.is_elementwise ? "elementwise" : "contiguous",
-          record.memory_text.data(),
-          record.cpu_launch,
-          record.cuda_launch,
-          record.scratch_size,
-          record.create_state,
-          record.destroy_state,
-          record.body_model,
-          record.body_pieces,
-          record.sizes_text.data(),
-          record.two_pass};
+constexpr OpSpec WithLaunchers(OpSpec op, twinop_launch cpu, twinop_launch cuda) {
+  op.domain = twinop_domain;
+  op.cpu = cpu;
+  op.cuda = cuda;
+  return op;
 }
 
 }  // namespace twinop

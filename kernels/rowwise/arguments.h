@@ -127,7 +127,7 @@ Arguments<F, S, W> MakeArguments(const CallOf<Op>& call, const Rows& rows) {
 // Whether the record has 16-bit rows with column inputs of float32.
 template <class F, class Op>
 constexpr bool HasFloatColumns() {
-  for (std::size_t i = 0; i < Op::kRecord.CombinationCount(); ++i) {
+  for (std::size_t i = 0; i < Op::kRecord.combination_count; ++i) {
     const auto& types = Op::kRecord.input_types[i];
     if (kColumnInputs<F> > 0 && Info(types[kRowIndices<F, Op>[0]]).size == 2 &&
         types[kColumnIndices<F, Op>[0]] == DType::kFloat32)

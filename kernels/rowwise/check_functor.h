@@ -39,7 +39,7 @@ constexpr bool AllFound(const std::array<int, kCount>& indices) {
 // Whether the rows and the results have one dtype that the skeleton has kernels for.
 template <class F, class Op>
 constexpr bool HaveOneType() {
-  for (std::size_t i = 0; i < Op::kRecord.CombinationCount(); ++i) {
+  for (std::size_t i = 0; i < Op::kRecord.combination_count; ++i) {
     const DType type = Op::kRecord.output_types[i][0];
     if (type == DType::kFloat64 ? false : !IsStorage(type) || Info(type).size == 1) return false;
     for (int k = 0; k < kRowInputs<F>; ++k)
@@ -54,21 +54,21 @@ constexpr bool HaveOneType() {
 // message names the functor and the op.
 template <class F, class T, class Op>
 constexpr bool CheckFunctor() {
-  constexpr const Record& kRecord = Op::kRecord;
+  constexpr const OpSpec& kRecord = Op::kRecord;
   constexpr bool kSums = F::kColumnReductions > 0;
   static_assert(kRowInputs<F> > 0, "kRows names at least one input");
   static_assert(AllFound(kRowIndices<F, Op>), "kRows names an input that the schema does not have");
   static_assert(AllFound(kColumnIndices<F, Op>),
                 "kColumns names an input that the schema does not have");
   static_assert(
-      F::kRowOutputs + F::kColumnReductions == static_cast<int>(kRecord.schema.output_count),
+      F::kRowOutputs + F::kColumnReductions == static_cast<int>(kRecord.output_count),
       "kRowOutputs and kColumnReductions together are the number of the schema's outputs");
   if constexpr (AllFound(kRowIndices<F, Op>))
     static_assert(HaveOneType<F, Op>(),
                   "the rows and the results of a row-wise op have one dtype, float32, float16, "
                   "bfloat16 or float64. Write other dtypes in an op after it, which may be "
                   "elementwise, or in a launcher of your own");
-  static_assert(kRecord.row_dimension.given, "the record of a row-wise op has .rows(...)");
+  static_assert(kRecord.rows.given, "the record of a row-wise op has .rows(...)");
   static_assert(kPhases<F> == 1 || kPhases<F> == 2, "Phases are one or two reductions");
   static_assert(kHasPhase<F, T, 0> && kHasPhase<F, T, kPhases<F> - 1>,
                 "each phase has `Values<T, N> Term(Phase<i>, Values<T, rows>&, const Values<T, "
@@ -90,8 +90,8 @@ constexpr bool CheckFunctor() {
                   "a functor without column inputs sums one term in each phase");
   }
   // (The kernels for rows along an inner dimension have neither.)
-  static_assert((kColumnInputs<F> == 0 && !kSums) || kRecord.row_dimension.to_the_end ||
-                    (kRecord.row_dimension.attribute < 0 && kRecord.row_dimension.value == -1),
+  static_assert((kColumnInputs<F> == 0 && !kSums) || kRecord.rows.to_the_end ||
+                    (kRecord.rows.attribute < 0 && kRecord.rows.value == -1),
                 "an op with column inputs or column sums has .rows(\"axis:\") or .rows(\"-1\")");
   return true;
 }

@@ -17,12 +17,12 @@ struct Arguments {
   Any values[kMaxArguments + kMaxOutputs];
   std::int32_t count = 0;
 
-  Arguments(const Record& record, const twinop_call& call) : context_(*call.context) {
-    const Schema& schema = record.schema;
-    for (std::size_t i = 0; i < schema.input_count; ++i) Add(call.inputs[i], record.host_inputs[i]);
-    for (std::size_t i = 0; i < schema.attribute_count; ++i)
-      Add(call.attributes[i], schema.attribute(i).kind);
-    for (std::size_t i = 0; i < schema.returned_count; ++i) Add(call.outputs[i], false);
+  Arguments(const OpSpec& record, const twinop_call& call) : context_(*call.context) {
+    for (std::size_t i = 0; i < record.input_count; ++i)
+      Add(call.inputs[i], record.input(i).on_host);
+    for (std::size_t i = 0; i < record.attribute_count; ++i)
+      Add(call.attributes[i], record.attribute(i).kind);
+    for (std::size_t i = 0; i < record.returned_count; ++i) Add(call.outputs[i], false);
   }
 
  private:
@@ -73,7 +73,7 @@ struct Arguments {
 
 }  // namespace
 
-Status Run(Function function, const Record& record, const twinop_call& call) {
+Status Run(Function function, const OpSpec& record, const twinop_call& call) {
   const Arguments arguments(record, call);
   Any result;
   void* const before = SetStream(call.context->stream);

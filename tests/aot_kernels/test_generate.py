@@ -24,18 +24,18 @@ from twinop.aot_kernels.plan import (
 )
 from twinop.errors import BuildError
 from twinop.libraries.library import needed_libraries, read_library
-from twinop.record.op_spec import Attribute, Input
+from twinop.record.op_spec import Attribute
+from twinop.record.schema_text import record_of
 
 LAUNCH = Launch((ONE, ONE, ONE), (), (GENERAL,))
 X = Request([At((5,))])
 
 
 def test_what_tools_read(library_of: LibraryOf) -> None:
-    attributes = (Attribute("n", "int"), Attribute("eps", "float", "1e-5"))
-    full = replace(
-        record(2, attributes),
-        schema="k(Tensor x0, Tensor? x1, int n, float eps=1e-5) -> Tensor",
-        inputs=(Input("x0"), Input("x1", optional=True)),
+    full = record_of(
+        "k(Tensor x0, Tensor? x1, int n, float eps=1e-5) -> Tensor",
+        "aot",
+        dtypes="float32; float16",
         gradient="x0 = grad",
         shapes="y = x0[:-1]",
         limits="n >= 0",

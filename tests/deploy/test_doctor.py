@@ -14,19 +14,10 @@ from twinop.deploy.doctor.command import check
 from twinop.deploy.doctor.facts import Environment, Runtime, Torch
 from twinop.libraries.find import Package
 from twinop.libraries.library import Library
-from twinop.record.op_spec import Attribute, Input, OpSpec
+from twinop.record.schema_text import record_of
 
 CPU, CUDA = "CPUExecutionProvider", "CUDAExecutionProvider"
-MISH = OpSpec(
-    name="mish",
-    onnx_name="CustomMish",
-    schema="mish(Tensor x, *, float beta=1.0) -> Tensor",
-    inputs=(Input("x"),),
-    attributes=(Attribute("beta", "float", "1.0"),),
-    outputs=("y",),
-    dtypes="float32; float16",
-    domain="mish",
-)
+MISH = record_of("mish(Tensor x, float beta=1.0) -> Tensor", "mish", dtypes="float32; float16")
 LIBRARY = Library(
     Path("build/libmish.so"), "0.3.0", "90", "13.0", {"mish": MISH}, exports_ort=True, domain="mish"
 )

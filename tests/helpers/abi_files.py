@@ -73,21 +73,13 @@ def c_library(name: str, *definitions: str, link: str = "") -> Path:
 
 
 def build_c(source: Path, library: Path, *definitions: str, link: str = "") -> Path:
-    """Builds a library of a C file and the archive."""
-    strict = [
-        "-x",
-        "c",
-        "-std=c99",
-        "-pedantic",
-        "-Wall",
-        "-Wextra",
-        "-Werror",
-        f"-I{ROOT}",
-        f"-I{ROOT}/twinop/include",
-    ]
+    """Builds a library of a file in C, or C++, and the archive."""
+    of_c = [c_compiler(), "-x", "c", "-std=c99", "-pedantic"]
+    language = of_c if source.suffix == ".c" else [compiler(), "-std=c++17"]
+    strict = [*language, "-Wall", "-Wextra", "-Werror", f"-I{ROOT}", f"-I{ROOT}/twinop/include"]
     hidden = ["-fPIC", "-O2", "-fvisibility=hidden"]
     compiled = library.with_suffix(".o")
-    subprocess.run([c_compiler(), *strict, *hidden, *definitions, "-c", source, "-o", compiled], check=True)
+    subprocess.run([*strict, *hidden, *definitions, "-c", source, "-o", compiled], check=True)
     map_file = ROOT / "ort_customop/exports.map"
     linked = [f"-Wl,--version-script={map_file},--undefined=RegisterCustomOps,-Bsymbolic,--no-undefined"]
     command: list[str | Path] = [

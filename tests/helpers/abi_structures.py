@@ -1,7 +1,19 @@
 """kernels/abi.h in ctypes. It calls a library's launcher like a runtime's adapter."""
 
 import ctypes
-from ctypes import POINTER, Structure, c_char_p, c_double, c_int32, c_int64, c_size_t, c_uint32, c_void_p
+from ctypes import (
+    POINTER,
+    Structure,
+    c_char,
+    c_char_p,
+    c_double,
+    c_int8,
+    c_int32,
+    c_int64,
+    c_size_t,
+    c_uint32,
+    c_void_p,
+)
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -70,29 +82,89 @@ class Error(Structure):
 
 
 LAUNCH = ctypes.CFUNCTYPE(c_int32, POINTER(Call), POINTER(Error))
-TEXTS = [
-    "schema",
-    "dtypes",
-    "shapes",
-    "input_shapes",
-    "limits",
-    "in_place",
-    "choices",
-    "rows",
-    "layout",
-    "memory",
-]
+NAME, TEXT = c_char * 48, c_char_p * 2  # a text: its data and, as a pointer, its size
+
+
+class Argument(Structure):
+    _fields_: ClassVar = [
+        ("name", NAME),
+        *((name, c_int32) for name in ("kind", "is_written", "on_host", "shape")),
+        ("shape_text", TEXT),
+        ("has_default", c_int32),
+        ("default_int", c_int64),
+        ("default_float", c_double),
+        ("default_ints", c_int64 * 8),
+        ("default_count", c_size_t),
+        ("default_text", TEXT),
+    ]
+
+
+class Output(Structure):
+    _fields_: ClassVar = [
+        ("name", NAME),
+        ("shape", c_int32),
+        ("shape_text", TEXT),
+        ("in_place", c_int32),
+        ("is_optional", c_int32),
+    ]
+
+
+class Limit(Structure):
+    _fields_: ClassVar = [
+        ("attribute", c_int32),
+        ("rule", c_int32),
+        ("value", c_int64),
+        ("number", c_double),
+        ("text", TEXT),
+    ]
+
+
+class Node(Structure):
+    _fields_: ClassVar = [
+        *((name, c_int8) for name in ("operation", "index", "a", "b")),
+        ("value", c_int64),
+        ("text", TEXT),
+    ]
+
+
+class Size(Structure):
+    _fields_: ClassVar = [("name", NAME), ("bound", c_int32), ("bound_text", TEXT)]
+
+
+class Rows(Structure):
+    _fields_: ClassVar = [
+        *((name, c_int32) for name in ("given", "to_the_end", "attribute")),
+        ("value", c_int64),
+    ]
 
 
 class Op(Structure):
     _fields_: ClassVar = [
         ("struct_size", c_size_t),
-        *((name, c_char_p) for name in TEXTS),
+        *((name, c_char_p) for name in ("schema", "dtypes", "domain")),
+        ("name", NAME),
+        ("onnx_name", NAME),
+        ("arguments", Argument * 16),
+        ("input_count", c_size_t),
+        ("attribute_count", c_size_t),
+        ("outputs", Output * 8),
+        ("output_count", c_size_t),
+        ("returned_count", c_size_t),
+        ("input_types", c_int32 * 16 * 16),
+        ("output_types", c_int32 * 8 * 16),
+        ("combination_count", c_size_t),
+        ("limits", Limit * 48),
+        ("limit_count", c_size_t),
+        ("nodes", Node * 96),
+        ("node_count", c_size_t),
+        ("sizes", Size * 4),
+        ("size_count", c_size_t),
+        ("is_elementwise", c_int32),
+        ("rows", Rows),
         ("cpu", LAUNCH),
         ("cuda", LAUNCH),
         *((name, c_void_p) for name in ("scratch_size", "create", "destroy", "body")),
         ("row_body", c_int32),
-        ("sizes", c_char_p),
         ("two_pass", c_int32),
     ]
 
@@ -113,7 +185,7 @@ class Table(Structure):
 def read_table(library: Path) -> Any:
     function = ctypes.CDLL(str(library)).twinop_library
     function.restype = POINTER(Table)
-    return function(1).contents
+    return function(2).contents
 
 
 def launch_unary(op: Any, x: torch.Tensor, y: torch.Tensor, stream: int = 0) -> str:

@@ -17,7 +17,8 @@ from twinop.aot_kernels.generate import generate
 from twinop.aot_kernels.plan import Contents, DeviceOp, Image, Kernel, Launch, Plan, Variant
 from twinop.building.toolchain import find_installation
 from twinop.libraries.library import get_include
-from twinop.record.op_spec import Attribute, Input, OpSpec
+from twinop.record.op_spec import Attribute, OpSpec
+from twinop.record.schema_text import record_of
 
 InProcess = Callable[..., Any]
 """Runs a function of device_calls.py where the CUDA driver is the stand-in."""
@@ -73,19 +74,9 @@ def contents_of(op: DeviceOp, *kernels: Kernel) -> Contents:
 def record(
     inputs: int = 1, attributes: tuple[Attribute, ...] = (), dtypes: str = "float32; float16"
 ) -> OpSpec:
-    names = [f"x{i}" for i in range(inputs)]
-    texts = [f"Tensor {name}" for name in names]
+    texts = [f"Tensor x{i}" for i in range(inputs)]
     texts += [f"{entry.kind} {entry.name}" for entry in attributes]
-    return OpSpec(
-        name="k",
-        onnx_name="CustomK",
-        schema=f"k({', '.join(texts)}) -> Tensor",
-        inputs=tuple(map(Input, names)),
-        attributes=attributes,
-        outputs=("y",),
-        dtypes=dtypes,
-        domain="aot",
-    )
+    return record_of(f"k({', '.join(texts)}) -> Tensor", "aot", dtypes=dtypes)
 
 
 def plan_of(launch: Launch, rank: int = 1, **fields: Any) -> Plan:

@@ -1,12 +1,11 @@
-"""Builds libraries, from C, whose ops have function bodies in place of CPU kernels."""
+"""Builds libraries whose ops have function bodies in place of CPU kernels."""
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
 from abi_files import build_c
-from abi_structures import TEXTS
 
 from twinop.model.attach import OPSETS
 from twinop.model.bodies import find_body
@@ -21,35 +20,26 @@ from twinop.record.op_spec import OpSpec
 DTYPES = {"float32": 1, "float16": 2, "bfloat16": 3, "float64": 4, "int64": 8}
 
 SOURCE = """
-#include <string.h>
-#include "twinop/abi.h"
+#include <string>
 
-typedef struct { const char* dtypes; const void* model; size_t size; } Model;
+#include "twinop/library.h"
+#include "twinop/record/registry.h"
 
-static int32_t Fail(twinop_error* error, const char* text) {
-  error->set(error, text, strlen(text));
-  return 1;
-}
-static int32_t OnCuda(const twinop_call* call, twinop_error* error) {
-  (void)call;
-  return Fail(error, "this test has no kernel");
-}
+namespace twinop {
+struct Model { const char* dtypes; const unsigned char* model; std::size_t size; };
+
 /* The model of a call is found by its inputs' dtypes, ' ' for an absent one. */
-static int32_t Find(const Model* models, const twinop_call* call, const void** model, size_t* size,
-                    twinop_error* error) {
-  char dtypes[16] = {0};
-  for (size_t i = 0; i < call->input_count; ++i) {
-    if (call->inputs[i].data != NULL || call->inputs[i].sizes != NULL)
-      return Fail(error, "data where there is none");
-    dtypes[i] = (char)(call->inputs[i].present ? 'a' + call->inputs[i].dtype : ' ');
+template <std::size_t kCount>
+std::string_view Find(const Model (&models)[kCount], const Call& call) {
+  std::string dtypes;
+  for (std::size_t i = 0; i < call.input_count; ++i) {
+    const Tensor& input = call.inputs[i];
+    if (input.data != nullptr || input.sizes != nullptr) throw "data where there is none";
+    dtypes += input.present ? static_cast<char>('a' + static_cast<int>(input.dtype)) : ' ';
   }
-  for (; models->dtypes != NULL; ++models) {
-    if (strcmp(models->dtypes, dtypes) != 0) continue;
-    *model = models->model;
-    *size = models->size;
-    return 0;
-  }
-  return Fail(error, "no body for these inputs");
+  for (const Model& each : models)
+    if (dtypes == each.dtypes) return {reinterpret_cast<const char*>(each.model), each.size};
+  throw "no body for these inputs";
 }
 """
 
@@ -85,50 +75,52 @@ def body_op(record: OpSpec, presences: Sequence[Sequence[str]] | None = None, **
 
 def body_library(folder: Path, ops: Sequence[BodyOp]) -> Path:
     """Builds lib<domain>.so in a folder."""
-    first = ops[0].record
-    lines, sections = [SOURCE], [json.dumps(_library_fields(first))]
+    first, lines = ops[0].record, [SOURCE]
     for op in ops:
-        name, record = op.record.name, op.record
+        name, record, body = op.record.name, op.record, ""
         for i, model in enumerate(op.models.values()):
-            lines.append(f"static const unsigned char {name}_{i}[] = {{{','.join(map(str, model))}}};")
-        entries = [f'{{"{key}", {name}_{i}, sizeof({name}_{i})}},' for i, key in enumerate(op.models)]
-        lines.append(f"static const Model {name}_models[] = {{{' '.join(entries)} {{NULL, NULL, 0}}}};")
-        lines.append(
-            f"static int32_t {name}_body(const twinop_call* call, const void** model, size_t* size,"
-            f" twinop_error* error) {{ return Find({name}_models, call, model, size, error); }}"
-        )
-        texts = ", ".join(json.dumps(getattr(record, text)) for text in TEXTS)
-        functions = f'NULL, OnCuda, NULL, NULL, NULL, {name}_body, 0, "", 0'
-        lines.append(f"static const twinop_op {name}_op = {{sizeof(twinop_op), {texts}, {functions}}};")
-        fields = {
-            key: value for key, value in asdict(record).items() if not key.startswith(("domain", "torch"))
-        }
-        attributes = [
-            {key.removesuffix("_text"): value for key, value in entry.items() if value is not None}
-            for entry in fields["attributes"]
+            lines.append(f"constexpr unsigned char {name}_{i}[] = {{{','.join(map(str, model))}}};")
+        if op.models:
+            entries = [f'{{"{key}", {name}_{i}, sizeof({name}_{i})}}' for i, key in enumerate(op.models)]
+            lines.append(f"constexpr Model {name}_models[] = {{{', '.join(entries)}}};")
+            lines.append(
+                f"std::string_view {name}_body(const Call& call) {{ return Find({name}_models, call); }}"
+            )
+            body = f".body<{name}_body>()"
+        texts = "".join(f".{text}({json.dumps(value)})" for text, value in texts_of(record).items() if value)
+        refuse = 'return Status::Error("this test has no kernel");'
+        lines += [
+            f"namespace {name}_op {{",
+            f"template <bool> Status LaunchOnCuda(const twinop_call*) {{ {refuse} }}",
+            "}",
+            f"TWINOP_CUDA_OP({name}, Record({json.dumps(record.schema)}){texts}"
+            + f"{'.elementwise()' * record.is_elementwise}{body}, )",
         ]
-        sections.append(json.dumps(fields | {"attributes": attributes, "devices": ["cuda"]}))
-    table = ", ".join(f"&{op.record.name}_op" for op in ops)
-    lines.append(f"static const twinop_op* const ops[] = {{{table}}};")
-    lines.append(
-        f'static const twinop_table table = {{1, sizeof(twinop_table), "0.1.0", {json.dumps(first.domain)},'
-        f' {first.domain_version}, "none", {len(ops)}, ops}};'
-    )
-    lines.append("const twinop_table* twinop_library(uint32_t wanted) { (void)wanted; return &table; }")
-    for i, text in enumerate(sections):
-        place = f'__attribute__((section(".twinop"), used)) static const char text_{i}[]'
-        lines.append(f"{place} = {json.dumps(text)};")
-    source = folder / f"{first.domain}.c"
+    lines.append(f"}}\nTWINOP_LIBRARY({json.dumps(first.domain)}, {first.domain_version})\n")
+    source = folder / f"{first.domain}.cpp"
     source.write_text("\n".join(lines))
-    return build_c(source, folder / f"lib{first.domain}.so", "-Wno-overlength-strings")
+    versions = ("VERSION", "0.1.0"), ("CUDA_ARCHS", "none"), ("CUDA_VERSION", "")
+    definitions = [f'-DTWINOP_{name}="{value}"' for name, value in versions]
+    return build_c(source, folder / f"lib{first.domain}.so", "-DTWINOP_WITH_CUDA", *definitions)
 
 
-def _library_fields(record: OpSpec) -> dict[str, object]:
-    return {
-        "twinop": "0.1.0",
-        "abi": 1,
-        "domain": record.domain,
-        "domain_version": record.domain_version,
-        "cuda_archs": "none",
-        "cuda_version": "",
+def texts_of(record: OpSpec) -> dict[str, str]:
+    """Returns the texts of a record that was read from a library."""
+    choices = [f"{name} = {' | '.join(v)}" for name, v in record.choices.items() if isinstance(v[0], str)]
+    limits = [f"{name} {word} {value}" for name, word, value in record.limits if word != "in"]
+    limits += [
+        f"{name} in {' | '.join(map(str, v))}" for name, v in record.choices.items() if isinstance(v[0], int)
+    ]
+    memory = [f"{name} = host" for name in record.host_inputs]
+    entries = {
+        "shapes": [f"{n} = {each.text}" for n, each in record.shapes.items() if n not in record.written],
+        "input_shapes": [f"{name} = {each.text}" for name, each in record.input_shapes.items()],
+        "in_place": [f"{n} = {each}" for n, each in record.in_place.items() if n not in record.written],
+        "gradient": [f"{', '.join(each.names)} = {each.text}" for each in record.gradients],
+        "memory": memory + [f"{name} = optional" for name in record.optional_outputs],
+        "choices": choices,
+        "limits": limits,
     }
+    rows = "" if record.rows is None else f"{record.rows[0]}{':' * record.rows[1]}"
+    texts = {name: "; ".join(parts) for name, parts in entries.items()}
+    return {**texts, "dtypes": record.dtypes, "rows": rows, "autocast": record.autocast}

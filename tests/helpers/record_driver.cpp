@@ -1,7 +1,7 @@
 // The C++ side of a record as a filter, so that tests can compare it with torch's parser and with
 // Python's evaluator on texts that no op of ours has. One request a line, fields separated by tabs:
 //
-//   schema <text>                                             -> the record's JSON
+//   schema <text> <field> <value> ...                         -> the record's JSON
 //   validate <text> <field> <value> ...                       -> "valid"; fields: dtypes shapes ...
 //   shape <text> <expression> <shapes> <values>               -> the shape, "2,3,?"; "*" where the
 //                                                                rank is not known
@@ -22,7 +22,7 @@
 #include "twinop/primitives/cpu_features.h"
 #include "twinop/record/check.h"
 #include "twinop/record/json.h"
-#include "twinop/record/validate.h"
+#include "twinop/record/parse.h"
 
 namespace twinop {
 namespace {
@@ -44,7 +44,7 @@ std::vector<std::string> SplitList(const std::string& text, char separator) {
 }
 
 std::string Json(const Record& record) {
-  JsonWriter json = WriteJson(record);
+  JsonWriter json = WriteJson(record, Parse(record));
   std::string text;
   for (std::size_t i = 0; i < json.size(); ++i) text += json[i];
   return text;
@@ -72,11 +72,11 @@ Record WithFields(const std::string& schema, const std::vector<std::string>& req
   return record;
 }
 
-void ReadValues(const Schema& schema, const std::string& text, Attribute* attributes,
+void ReadValues(const OpSpec& record, const std::string& text, Attribute* attributes,
                 AttributeStorage* storage) {
   std::vector<std::string> values = Split(text, ';');
-  for (std::size_t i = 0; i < schema.attribute_count; ++i) {
-    Kind kind = schema.attribute(i).kind;
+  for (std::size_t i = 0; i < record.attribute_count; ++i) {
+    Kind kind = record.attribute(i).kind;
     if (kind == Kind::kInt || kind == Kind::kBool) attributes[i].i = std::stoll(values.at(i));
     if (kind == Kind::kFloat && !values.at(i).empty()) attributes[i].f = std::stod(values[i]);
     if (kind != Kind::kIntList) continue;
@@ -88,11 +88,11 @@ void ReadValues(const Schema& schema, const std::string& text, Attribute* attrib
 
 // What a binding checks of the attributes and shapes, and the outputs' shapes.
 std::string CheckCall(const std::vector<std::string>& request) {
-  const Record record = WithFields(request.at(1), request, 4);
+  const OpSpec record = Parse(WithFields(request.at(1), request, 4));
   std::vector<std::string> texts = Split(request.at(2), ';');
   std::int64_t sizes[kMaxArguments][kMaxRank];
   Tensor inputs[kMaxArguments];
-  for (std::size_t i = 0; i < record.schema.input_count; ++i) {
+  for (std::size_t i = 0; i < record.input_count; ++i) {
     if (texts.at(i) == "-") continue;
     inputs[i].present = 1;
     inputs[i].dtype = DType::kFloat32;
@@ -102,13 +102,13 @@ std::string CheckCall(const std::vector<std::string>& request) {
   }
   Attribute attributes[kMaxArguments] = {};
   AttributeStorage storage[kMaxArguments];
-  ReadValues(record.schema, request.at(3), attributes, storage);
-  for (std::size_t i = 0; i < record.schema.attribute_count; ++i)
+  ReadValues(record, request.at(3), attributes, storage);
+  for (std::size_t i = 0; i < record.attribute_count; ++i)
     if (Status status = CheckAttribute(record, i, attributes[i]); !status.ok())
       return status.message();
   if (Status status = CheckShapes(record, inputs, attributes); !status.ok())
     return status.message();
-  for (std::size_t i = 0; i < record.schema.output_count; ++i) {
+  for (std::size_t i = 0; i < record.output_count; ++i) {
     std::int64_t output[kMaxRank];
     std::size_t rank = 0;
     Status status = OutputShape(record, i, inputs, attributes, output, &rank);
@@ -118,11 +118,11 @@ std::string CheckCall(const std::vector<std::string>& request) {
 }
 
 std::string EvaluateShape(const std::vector<std::string>& request) {
-  Schema schema = ParseSchema(request.at(1));
+  OpSpec record = Parse(Record(request.at(1)));
   Shape shapes[kMaxArguments];
   const Shape* inputs[kMaxArguments] = {};
   std::vector<std::string> texts = Split(request.at(3), ';');
-  for (std::size_t i = 0; i < schema.input_count; ++i) {
+  for (std::size_t i = 0; i < record.input_count; ++i) {
     if (texts.at(i) == "-") continue;
     inputs[i] = &shapes[i];
     shapes[i].known_rank = texts[i] != "*";
@@ -132,10 +132,9 @@ std::string EvaluateShape(const std::vector<std::string>& request) {
   }
   Attribute attributes[kMaxArguments] = {};
   AttributeStorage storage[kMaxArguments];
-  ReadValues(schema, request.at(4), attributes, storage);
-  ShapeTrees trees;
-  const std::int8_t root = ShapeParser(request.at(2), schema, -1, &trees).Parse();
-  const Shape result = ShapeScope{trees, inputs, attributes}.Evaluate(root);
+  ReadValues(record, request.at(4), attributes, storage);
+  const int root = ShapeParser(request.at(2), &record).Parse();
+  const Shape result = ShapeScope{record.nodes, inputs, attributes}.Evaluate(root);
   if (!result.known_rank) return "*";
   std::string text;
   for (std::size_t i = 0; i < result.rank; ++i) {
@@ -145,16 +144,15 @@ std::string EvaluateShape(const std::vector<std::string>& request) {
   return text;
 }
 
-std::string Defaults(const Record& record) {
+std::string Defaults(const OpSpec& record) {
   std::string text;
-  for (std::size_t i = 0; i < record.schema.attribute_count; ++i) {
+  for (std::size_t i = 0; i < record.attribute_count; ++i) {
     text += i > 0 ? "|" : "";
-    if (!record.schema.attribute(i).has_default) continue;
+    if (!record.attribute(i).has_default) continue;
     Attribute value;
     AttributeStorage storage;
-    Status status = ParseDefault(record, i, &value, &storage);
-    if (!status.ok()) return "error " + status.message();
-    switch (record.schema.attribute(i).kind) {
+    SetDefault(record.attribute(i), &value, &storage);
+    switch (record.attribute(i).kind) {
       case Kind::kString:
         text += value.text();
         break;
@@ -176,13 +174,24 @@ std::string Defaults(const Record& record) {
 }
 
 std::string Answer(const std::vector<std::string>& request) {
-  if (request[0] == "schema") return Json(Record(request.at(1)));
-  if (request[0] == "validate")
-    return Validate(WithFields(request.at(1), request, 2)) ? "valid" : "not valid";
+  if (request[0] == "schema") return Json(WithFields(request.at(1), request, 2));
+  if (request[0] == "validate") {
+    Json(WithFields(request.at(1), request, 2));
+    return "valid";
+  }
   if (request[0] == "check") return CheckCall(request);
   if (request[0] == "shape") return EvaluateShape(request);
-  if (request[0] == "entry") return std::string(Entry(request.at(1), request.at(2)));
-  if (request[0] == "defaults") return Defaults(Record(request.at(1)));
+  if (request[0] == "entry") {
+    std::string found;
+    int next = 0;
+    ReadEntries(
+        request.at(1), [&](std::string_view name) { return name == request.at(2) ? 0 : ++next; },
+        [&](int i, std::string_view value) {
+          if (i == 0) found = value;
+        });
+    return found;
+  }
+  if (request[0] == "defaults") return Defaults(Parse(Record(request.at(1))));
   if (request[0] == "level")
     return CpuLevel() == Level::kBaseline ? "baseline"
            : CpuLevel() == Level::kAvx2   ? "avx2"

@@ -29,12 +29,13 @@ def read_by_compiler(source: str, *flags: str) -> subprocess.CompletedProcess[st
 
 
 @cache
-def _program() -> Path:
+def program() -> Path:
     folder = Path(tempfile.mkdtemp(prefix="twinop-driver-"))
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     names = ("tests/helpers/record_driver.cpp", "kernels/record/check.cpp", "kernels/record/check_shapes.cpp")
     sources = [str(ROOT / name) for name in names]
-    flags = ["-std=c++17", f"-I{ROOT}", f"-I{ROOT}/twinop/include", *os.environ.get("CXXFLAGS", "").split()]
+    flags = ["-std=c++17", f"-I{ROOT}", f"-I{ROOT}/twinop/include", '-DTWINOP_VERSION="0"']
+    flags += os.environ.get("CXXFLAGS", "").split()
     subprocess.run([compiler(), *flags, *sources, "-o", str(folder / "driver")], check=True)
     return folder / "driver"
 
@@ -44,7 +45,7 @@ class Driver:
 
     def __init__(self, **env: str) -> None:
         self.process = subprocess.Popen(
-            [_program()],
+            [program()],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,

@@ -21,7 +21,7 @@ from twinop.torch_op import records
 DTYPES = [torch.float32, torch.float16, torch.bfloat16, torch.float64]
 # This includes the backward ops, which have up to three inputs and two outputs.
 ELEMENTWISE = [record for record in records().values() if record.is_elementwise]
-BROADCASTING = [record for record in ELEMENTWISE if "broadcast(" in record.shapes]
+BROADCASTING = [record for record in ELEMENTWISE if record.broadcasts]
 EXACT: dict[str, Callable[..., torch.Tensor]] = {"add": torch.add, "mul": torch.mul}
 
 

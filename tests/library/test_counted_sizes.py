@@ -15,6 +15,7 @@ from torch._dynamo import config
 from twinop import deploy, export, torch_op
 from twinop.errors import RecordError
 from twinop.libraries.library import find_library, read_library
+from twinop.record.op_spec import Expression
 
 X = torch.tensor([[1.0, -2.0, 3.0, 0.0], [-1.0, 5.0, -6.0, 7.0]])
 KEEP = torch.tensor([True, False])
@@ -32,9 +33,10 @@ def ops(library: Path) -> Any:
 
 def test_record(library: Path) -> None:
     records = read_library(library).records
-    assert records["positive"].size_bounds == {"n": "numel(x)"}
-    assert records["repeated"].size_bounds == {"n": ""}
-    assert records["split_rows"].size_bounds == {"n": "x[0]", "m": "x[0]"}
+    rows = Expression("x[0]", ["at", "x", 0])
+    assert records["positive"].sizes == {"n": Expression("numel(x)", ["numel", "x"])}
+    assert records["repeated"].sizes == {"n": None}
+    assert records["split_rows"].sizes == {"n": rows, "m": rows}
 
 
 @pytest.mark.parametrize("x", [X, -X, X.abs() + 1, -X.abs(), X[:0], X[0, 0]], ids=range(6))

@@ -50,7 +50,7 @@ def test_the_version_of_the_interface(damaged: Callable[[bytes], Path]) -> None:
     assert DATA.count(text) == 1
     with pytest.raises(
         LibraryError,
-        match=r"built by twinop .*, with version 7 of the binary interface; twinop .* reads version 1\.",
+        match=r"built by twinop .*, with version 7 of the binary interface; twinop .* reads version 2\.",
     ):
         read_library(damaged(DATA.replace(text, b'"abi":7,')))
     with pytest.raises(LibraryError, match=r"was built by twinop .*, before libraries served torch; "):
@@ -145,9 +145,9 @@ def test_an_op_with_the_name_of_a_twin(monkeypatch: pytest.MonkeyPatch) -> None:
         (b'{"name":"relu"', b'["name","relu"'),
         (b'"name":"relu"', b'"nome":"relu"'),
         (b'"devices"', b'"gadgets"'),
-        (b'"inputs":[{', b'"inputs":[ '),
+        (b'"arguments":[["x"', b'"arguments":[ "x"'),
         (b'"schema":"relu', b'"schema":"\xff\xfe\xfd\xfc'),
-        (b'"attributes":[', b'"attributes":7,'),
+        (b'"outputs":[', b'"outputs":7,'),
     ],
 )
 def test_damaged_records(damaged: Callable[[bytes], Path], before: bytes, after: bytes) -> None:

@@ -46,8 +46,32 @@ static int32_t Negate(const twinop_call* call, twinop_error* error) {
 }
 
 static const twinop_op kNegate = {
-    sizeof(twinop_op), kSchema, "float32", "",   "",   "times >= 0", "y = x", "",   "",
-    "contiguous",      "",      Negate,    NULL, NULL, NULL,         NULL,    NULL, 0, "", 0};
+    .struct_size = sizeof(twinop_op),
+    .schema = kSchema,
+    .dtypes = "float32",
+    .domain = DOMAIN,
+    .name = "negate",
+    .onnx_name = "CustomNegate",
+    .arguments = {{.name = "x", .kind = TWINOP_TENSOR, .shape = -1},
+                  {.name = "times",
+                   .kind = TWINOP_FLOAT,
+                   .has_default = 1,
+                   .default_float = 1.0,
+                   .default_text = {"1.0", 3}}},
+    .input_count = 1,
+    .attribute_count = 1,
+    .outputs = {{.name = "y", .shape = 0, .in_place = 0}},
+    .output_count = 1,
+    .returned_count = 1,
+    .input_types = {{TWINOP_FLOAT32}},
+    .output_types = {{TWINOP_FLOAT32}},
+    .combination_count = 1,
+    .limits = {{.attribute = 0, .rule = TWINOP_AT_LEAST, .number = 0}},
+    .limit_count = 1,
+    .nodes = {{.operation = TWINOP_SHAPE, .index = 0, .a = -1, .b = -1}},
+    .node_count = 1,
+    .rows = {.attribute = -1},
+    .cpu = Negate};
 static const twinop_op* const kOps[] = {&kNegate};
 static const twinop_table kTable = {
     TABLE_VERSION, sizeof(twinop_table), "0.1.0", DOMAIN, 1, "none", 1, kOps};
@@ -59,12 +83,13 @@ const twinop_table* twinop_library(uint32_t wanted_abi) {
 
 /* What tools read from the file. */
 __attribute__((section(".twinop"), used)) static const char kLibraryText[] =
-    "{\"twinop\":\"0.1.0\",\"abi\":1,\"domain\":\"" DOMAIN
+    "{\"twinop\":\"0.1.0\",\"abi\":2,\"domain\":\"" DOMAIN
     "\",\"domain_version\":1,\"cuda_archs\":\"none\",\"cuda_version\":\"\"}";
 __attribute__((section(".twinop"), used)) static const char kNegateText[] =
     "{\"name\":\"negate\",\"onnx_name\":\"CustomNegate\","
     "\"schema\":\"negate(Tensor x, float times=1.0) -> Tensor\","
-    "\"inputs\":[{\"name\":\"x\",\"optional\":false}],"
-    "\"attributes\":[{\"name\":\"times\",\"kind\":\"float\",\"default\":\"1.0\"}],"
-    "\"outputs\":[\"y\"],\"dtypes\":\"float32\",\"limits\":\"times >= 0\",\"in_place\":\"y = x\","
-    "\"devices\":[\"cpu\"]}";
+    "\"arguments\":[[\"x\",\"Tensor\"],[\"times\",\"float\",1.0]],\"outputs\":[\"y\"],"
+    "\"dtypes\":\"float32\",\"combinations\":[[\"float32\",\"float32\"]],"
+    "\"shapes\":[[\"x\",\"x\"]],\"input_shapes\":[null],\"sizes\":[],"
+    "\"limits\":[[\"times\",\">=\",0]],\"in_place\":[\"x\"],\"host_inputs\":[false],"
+    "\"optional_outputs\":[false],\"gradients\":[],\"devices\":[\"cpu\"]}";

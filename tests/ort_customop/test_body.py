@@ -17,7 +17,7 @@ from ort_versions import SUPPORTED, environment
 from samples import RECORDS, Sample, combinations, presence_patterns, samples
 
 from twinop.export import attach_bodies
-from twinop.record.op_spec import OpSpec
+from twinop.record.op_spec import Expression, OpSpec
 
 NAMES = (
     "relu",
@@ -154,7 +154,7 @@ def wrapped(nodes: str, op: str = "CustomRelu", outputs: str = "y") -> bytes:
 
 def test_no_output_takes_the_memory_of_an_input(tmp_path: Path) -> None:
     """A body may read an input after it has written an output, also where the record says "in place"."""
-    record = replace(RECORDS["double_and_sum"], in_place="doubled = x")
+    record = replace(RECORDS["double_and_sum"], in_place={"doubled": "x"})
     nodes_of_body = """doubled = Add(x, x) zero = Sub(doubled, doubled) same = Add(x, zero)
                        axes = Constant<value_ints=[-1]>() total = ReduceSum<keepdims=0>(same, axes)"""
     body = BodyOp(record, {"b": wrapped(nodes_of_body, "CustomDoubleAndSum", "doubled, total")})
@@ -172,9 +172,9 @@ def test_no_output_takes_the_memory_of_an_input(tmp_path: Path) -> None:
 def test_a_user_binds_an_output_to_the_memory_of_an_input(size: int, tmp_path: Path) -> None:
     record = replace(
         RECORDS["double_and_sum"],
-        layout="elementwise",
-        shapes="doubled = x; total = x",
-        in_place="doubled = x",
+        is_elementwise=True,
+        shapes=dict.fromkeys(("doubled", "total"), Expression("x", "x")),
+        in_place={"doubled": "x"},
     )
     nodes_of_body = "doubled = Add(x, x) zero = Sub(doubled, doubled) total = Add(x, zero)"
     body = BodyOp(record, {"b": wrapped(nodes_of_body, "CustomDoubleAndSum", "doubled, total")})

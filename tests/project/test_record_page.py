@@ -11,8 +11,8 @@ PAGE = "docs/guide/record.md"
 def test_the_records_compile() -> None:
     records = [block.text.strip() for block in blocks_of(PAGE) if block.language == "cpp"]
     assert len(records) >= 5
-    checks = "\n".join(f"static_assert(Validate({text}));" for text in records)
-    source = f'#include "twinop/record/validate.h"\nnamespace twinop {{\n{checks}\n}}\n'
+    checks = "\n".join(f"static_assert(Parse({text}).input_count > 0);" for text in records)
+    source = f'#include "twinop/record/parse.h"\nnamespace twinop {{\n{checks}\n}}\n'
     done = read_by_compiler(source)
     assert done.returncode == 0, done.stderr
 

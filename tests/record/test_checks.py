@@ -1,6 +1,5 @@
 """C++ (kernels, ONNX Runtime) and Python (fakes, export) check a call with the same result."""
 
-import json
 import math
 from dataclasses import replace
 from functools import cache
@@ -15,6 +14,7 @@ from twinop.errors import RecordError
 from twinop.record.call_checks import check_attributes, check_shapes, describe
 from twinop.record.op_schema import infer_outputs
 from twinop.record.op_spec import DOMAIN, OpSpec
+from twinop.record.schema_text import record_of
 from twinop.record.shapes import Unknown, output_shapes
 
 SCHEMA = "f(Tensor x, Tensor? w=None, Tensor? b=None, int axis=-1, float eps=1e-5, int offset=0) -> Tensor"
@@ -22,8 +22,13 @@ SCHEMA = "f(Tensor x, Tensor? w=None, Tensor? b=None, int axis=-1, float eps=1e-
 
 @cache
 def base() -> OpSpec:
-    """The record without its texts. The driver is compiled for a test, not where tests are collected."""
-    return OpSpec.from_json(json.loads(driver().ask("schema", SCHEMA)))
+    """The record without its texts."""
+    return record_of(SCHEMA, DOMAIN)
+
+
+def with_texts(record: dict[str, str]) -> OpSpec:
+    texts = {name: text for name, text in record.items() if name != "layout"}
+    return replace(record_of(SCHEMA, DOMAIN, **texts), is_elementwise="layout" in record)
 
 
 NORM = {
@@ -53,7 +58,7 @@ def ask_cpp(record: dict[str, str], shapes: dict[str, Any], attributes: dict[str
 
 
 def ask_python(record: dict[str, str], shapes: dict[str, Any], attributes: dict[str, Any]) -> str:
-    wanted = replace(base(), **record)  # type: ignore[arg-type]
+    wanted = with_texts(record)
     try:
         check_attributes(wanted, attributes)
     except RecordError as error:
@@ -162,13 +167,13 @@ def test_messages(name: str, shapes: dict[str, Any], attributes: dict[str, Any],
 
 
 def test_sizes_that_are_no_numbers_are_left_to_the_kernel() -> None:
-    record = replace(base(), **NORM)  # type: ignore[arg-type]
+    record = with_texts(NORM)
     attributes = {"axis": -1, "eps": 1e-5, "offset": 0}
     check_shapes(record, {"x": [2, Unknown("n")], "w": [5], "b": None}, attributes)
     check_shapes(record, {"w": [5], "b": None}, attributes)  # nothing is known of x
     with pytest.raises(RecordError, match=r"w has shape \[5, 1\], expected x\[axis:\]"):  # the rank is known
         check_shapes(record, {"x": [2, Unknown("n")], "w": [5, 1], "b": None}, attributes)
-    elementwise = replace(base(), layout="elementwise")
+    elementwise = with_texts({"layout": "elementwise"})
     check_shapes(elementwise, {"x": [2, Unknown()], "w": [2, 3], "b": [2, 3]}, attributes)
     with pytest.raises(RecordError, match=r"one shape: x has \[2, 3\], w has \[3, 3\]"):
         check_shapes(elementwise, {"x": [2, 3], "w": [3, 3], "b": None}, attributes)
@@ -205,7 +210,7 @@ INFERRED: dict[str, tuple[dict[str, tuple[str, Any]], dict[str, Any], Any]] = {
 @pytest.mark.parametrize("name", INFERRED)
 def test_inference_of_nodes(name: str) -> None:
     inputs, attributes, expected = INFERRED[name]
-    record = replace(base(), **{**NORM, "input_shapes": "w = x[axis:]; b = x[axis:]"})  # type: ignore[arg-type]
+    record = with_texts({**NORM, "input_shapes": "w = x[axis:]; b = x[axis:]"})
     given = {"axis": -1, "eps": 1e-5, "offset": 0} | attributes
     if isinstance(expected, str):
         with pytest.raises(RecordError, match=expected):
@@ -229,7 +234,12 @@ BROADCASTS: list[tuple[list[Any], list[Any], list[Any]]] = [
 
 @pytest.mark.parametrize(("a", "b", "expected"), BROADCASTS)
 def test_inference_of_broadcast_operands(a: list[Any], b: list[Any], expected: list[Any]) -> None:
-    record = replace(base(), inputs=base().inputs[:2], layout="elementwise", shapes="y = broadcast(x, w)")
+    record = record_of(
+        "f(Tensor x, Tensor? w=None, int axis=-1, float eps=1e-5, int offset=0) -> Tensor",
+        DOMAIN,
+        shapes="y = broadcast(x, w)",
+    )
+    record = replace(record, is_elementwise=True)
     attributes = {"axis": -1, "eps": 1e-5, "offset": 0}
     for pair in ((a, b), (b, a)):
         inputs = dict(zip("xw", (of(*dims) for dims in pair), strict=True))

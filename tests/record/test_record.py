@@ -13,7 +13,8 @@ from record_driver import driver
 from twinop import torch_op
 from twinop.errors import RecordError
 from twinop.libraries.library import find_library, read_library
-from twinop.record.op_spec import OpSpec, entries
+from twinop.record.op_spec import OpSpec
+from twinop.record.schema_text import entries, record_of
 
 LIBRARIES = ("custom_ops", "test_ops")
 TORCH_TYPES = {"List[int]": "int[]", "Optional[Tensor]": "Tensor?", "List[Tensor]": "Tensor[]"}
@@ -180,30 +181,65 @@ def test_wrong_entries_are_refused(text: str) -> None:
         entries(text)
 
 
+def both(schema: str, **texts: str) -> tuple[OpSpec, OpSpec]:
+    """Returns the records that C++ and Python make of the same texts, which are equal."""
+    fields = [field for item in texts.items() for field in item]
+    found = OpSpec.from_json(json.loads(driver().ask("schema", schema, *fields)))
+    expected = record_of(schema, found.domain, **texts)
+    assert found == expected
+    return found, expected
+
+
 def test_combinations() -> None:
-    record = parse("f(Tensor x, Tensor? w=None) -> Tensor")
-    assert record
     text = "float32; float16 w=float32;bfloat16 w = float32 y=float64"
-    wide = OpSpec(**{**vars(record), "dtypes": text})
-    assert driver().ask("validate", record.schema, "dtypes", text) == "valid"
-    assert wide.combinations == (
-        {"x": "float32", "w": "float32", "y": "float32"},
-        {"x": "float16", "w": "float32", "y": "float16"},
-        {"x": "bfloat16", "w": "float32", "y": "float64"},
-    )
+    for record in both("f(Tensor x, Tensor? w=None) -> Tensor", dtypes=text):
+        assert record.combinations == (
+            {"x": "float32", "w": "float32", "y": "float32"},
+            {"x": "float16", "w": "float32", "y": "float16"},
+            {"x": "bfloat16", "w": "float32", "y": "float64"},
+        )
 
 
 def test_gradients_and_limits() -> None:
-    record = parse("f(Tensor x, Tensor? w=None, int n=1, float e=1) -> Tensor")
-    assert record
-    text = "x, w, _ = f(grad, n == 1, 'a; b = c') ; w = grad_x;"
-    record = OpSpec(**{**vars(record), "gradient": text, "limits": "n of x; e >= 0 ; e<.5;"})
-    assert [(gradient.names, gradient.text) for gradient in record.gradients] == [
-        (("x", "w", "_"), "f(grad, n == 1, 'a; b = c')"),
-        (("w",), "grad_x"),
-    ]
-    assert record.gradients[0].inputs == ("x", "w")
-    assert record.attribute_limits == (("n", "of", "x"), ("e", ">=", "0"), ("e", "<", ".5"))
+    schema = "f(Tensor x, Tensor w, Tensor? b=None, int n=1, float e=1, str s='a', int k=0) -> Tensor"
+    gradient = "x, w, _ = f(grad, n == 1, 'a; b = c') ; b = grad_x;"
+    limits = "n of x; e >= 0 ; e<.5; k in -1 | 7;"
+    for record in both(schema, gradient=gradient, limits=limits, choices="s = a | b_2"):
+        assert [(gradient.names, gradient.text) for gradient in record.gradients] == [
+            (("x", "w", "_"), "f(grad, n == 1, 'a; b = c')"),
+            (("b",), "grad_x"),
+        ]
+        assert record.gradients[0].inputs == ("x", "w")
+        assert record.limits == (
+            *(("s", "in", "a"), ("s", "in", "b_2"), ("n", "of", "x"), ("e", ">=", 0), ("e", "<", 0.5)),
+            *(("k", "in", -1), ("k", "in", 7)),
+        )
+        assert record.choices == {"s": ("a", "b_2"), "k": (-1, 7)}
+
+
+def test_trees() -> None:
+    """All of the language of shapes, and the small texts."""
+    tensors, attributes = "Tensor x, Tensor(a!) c, Tensor? w=None", "str m='a', int[] p=[1, -2], int n=3"
+    schema = f"f({tensors}, {attributes}) -> (Tensor y, Tensor z)"
+    shapes = 'y = x[:-1] + [(x[-1] + n) // 2 * p[0] - len(w), -n, numel(c[n:])]; z = [n if m == "a" else 0]'
+    texts = {"shapes": shapes, "memory": "w = host; z = optional", "in_place": "y = x"}
+    record, _ = both(schema, **texts, input_shapes="w = broadcast(x, c) + []")
+    of_last = ["-", ["*", ["//", ["+", ["at", "x", -1], "n"], 2], ["at", "p", 0]], ["len", "w"]]
+    numel = ["numel", ["slice", "c", "n", None]]
+    assert record.shapes["y"].tree == ["+", ["slice", "x", None, -1], ["list", of_last, ["-", 0, "n"], numel]]
+    assert record.shapes["z"].tree == ["list", ["if", "m", "a", "n", 0]]
+    assert record.shapes["c_out"].tree == "c" and record.in_place == {"y": "x", "c_out": "c"}
+    assert record.host_inputs == {"w"} and record.optional_outputs == {"z"}
+    for rows, found in (("n:", ("n", True)), ("-1", (-1, False)), ("n", ("n", False))):
+        assert both("f(Tensor x, int n=1) -> Tensor", rows=rows)[0].rows == found
+    counted = both("f(Tensor x) -> Tensor", shapes="y = [k] + x[1:]", sizes="k <= x[0] * 2")[0]
+    assert counted.sizes["k"] and counted.sizes["k"].tree == ["*", ["at", "x", 0], 2]
+
+
+@pytest.mark.parametrize("text", ["1", "-0.5", ".5", "5.", "-0.25e-3", "1E+4", "1e-6", "-.5"])
+def test_numbers_in_json(text: str) -> None:
+    answer = json.loads(driver().ask("schema", f"f(Tensor x, float n={text}) -> Tensor"))
+    assert answer["arguments"][1][2] == float(text)
 
 
 def test_the_schema_hash_follows_the_signature() -> None:

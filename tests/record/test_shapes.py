@@ -14,6 +14,7 @@ from samples import RECORDS, samples
 from twinop import torch_op
 from twinop.errors import RecordError
 from twinop.record.op_spec import DOMAIN, OpSpec
+from twinop.record.schema_text import parse_shape
 from twinop.record.shapes import evaluate, output_shapes
 
 TENSORS = "Tensor a, Tensor b, Tensor? c=None"
@@ -40,7 +41,9 @@ def ask_cpp(text: str, shapes: dict[str, Any], attributes: dict[str, Any]) -> tu
 def ask_python(text: str, shapes: dict[str, Any], attributes: dict[str, Any]) -> tuple[Any, ...] | None:
     """Returns the shape, or None if it is refused. Exceptions other than RecordError fail the test."""
     try:
-        return evaluate(base(), text, shapes, attributes | {"e": 1.0, "s": "x"})
+        return evaluate(
+            base(), parse_shape(text, base().parameters), shapes, attributes | {"e": 1.0, "s": "x"}
+        )
     except RecordError:
         return None
 
@@ -223,7 +226,7 @@ def test_nothing_else_of_python(text: str) -> None:
 def test_errors_say_what_does_not_fit(text: str, reason: str) -> None:
     shapes = {"a": [2], "b": [3], "c": None}
     with pytest.raises(RecordError, match=reason) as error:
-        evaluate(base(), text, shapes, {"n": 1, "t": True, "p": [1, 2]})
+        evaluate(base(), parse_shape(text, base().parameters), shapes, {"n": 1, "t": True, "p": [1, 2]})
     assert text in str(error.value) and "a=(2,), b=(3,), c=None, n=1" in str(error.value)
 
 

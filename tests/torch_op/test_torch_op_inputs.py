@@ -73,10 +73,10 @@ def row_views(
         ("transposed", VIEWS["transposed"], True, {}),
         ("every second column", VIEWS["steps"], True, {}),
     ]
-    if "axis" in record.rows:  # a row is all behind the axis
+    if record.rows == ("axis", True):  # a row is all behind the axis
         views.append(("planes", lambda t: torch.cat([t, t], 1)[:, : t.shape[1]], False, {"axis": 1}))
         views.append(("columns of planes", VIEWS["columns"], True, {"axis": 1}))
-    if record.rows == "dim":  # rows side by side
+    if record.rows == ("dim", False):  # rows side by side
         views.append(("planes", lambda t: torch.cat([t, t], 1)[:, : t.shape[1]], True, {"dim": 1}))
     return views
 

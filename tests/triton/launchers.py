@@ -10,7 +10,8 @@ import triton.language as tl
 from triton.runtime.jit import JITFunction
 
 from twinop.aot_kernels.plan import Fill, Plan, Pointer, Refuse, Scalar
-from twinop.record.op_spec import Attribute, Input, OpSpec
+from twinop.record.op_spec import OpSpec
+from twinop.record.schema_text import record_of
 from twinop.triton.trace import SAMPLE_SIZES
 from twinop.triton.traced import TracedLaunch, TracedOp
 
@@ -23,15 +24,14 @@ def record(
     **texts: Any,
 ) -> OpSpec:
     """Makes a record. `attributes`: kind and default by name; an input "x?" is optional."""
-    return OpSpec(
-        name,
-        name.title(),
-        f"{name}(...)",
-        tuple(Input(text.rstrip("?"), text.endswith("?")) for text in inputs),
-        tuple(Attribute(key, *value) for key, value in (attributes or {}).items()),
-        tuple(outputs),
-        **{"dtypes": "float32", **texts},
-    )
+    tensors = [f"Tensor? {each[:-1]}" if each.endswith("?") else f"Tensor {each}" for each in inputs]
+    others = [
+        f"{kind} {key}" + f"={default}" * (default is not None)
+        for key, (kind, default) in (attributes or {}).items()
+    ]
+    returned = "Tensor" if outputs == ("y",) else f"({', '.join(f'Tensor {each}' for each in outputs)})"
+    schema = f"{name}({', '.join(tensors + others)}) -> {returned}"
+    return record_of(schema, "custom_domain", **{"dtypes": "float32", **texts})
 
 
 def sized(**shapes: tuple[int | None, ...]) -> list[dict[str, torch.Tensor]]:

@@ -88,7 +88,7 @@ def test_its_plans_write_the_sizes_of_the_call() -> None:
     op = EXAMPLE.masked_compact
     samples = [*op.calls("float32", 48), *sized(x=(None,), mask=(None,))]
     traced = trace(op.record, op.launcher, samples)
-    assert traced.record.shapes == "y = [n]" and traced.record.sizes == "n <= numel(x)"
+    assert traced.record.texts["shapes"] == "y = [n]" and traced.record.texts["sizes"] == "n <= numel(x)"
     *_, last = traced.plans[0].steps
     assert isinstance(last, TracedLaunch)
     assert pointers(last) == [("input", 0), ("input", 1), ("temporary", 0), ("output", 0), ("counts", 0)]

@@ -81,7 +81,7 @@ def test_the_plan_stores_to_the_output(put_rows: KernelOp) -> None:
     (step,) = found.plans[0].steps
     assert isinstance(step, TracedLaunch)
     places = [(a.base, a.index) for a in step.arguments if isinstance(a, Pointer)]
-    assert places == [("output", 0), ("input", 1), ("input", 2)] and found.record.shapes == ""
+    assert places == [("output", 0), ("input", 1), ("input", 2)] and found.record.texts["shapes"] == ""
 
 
 def launcher(change: Any) -> Any:

@@ -175,8 +175,8 @@ class _Source:
             yield from ["  CallOfPlan::RefuseBody();", "}", ""]
         yield f"}}  // namespace {record.name}_op"
         scratch = any(plan.temporaries or any(map(self._scratch, _launches(plan))) for plan in op.plans)
-        texts = [f".{name}({_literal(text)})" for name in TEXTS if (text := getattr(record, name))]
-        texts += [".elementwise()"] * (record.layout == "elementwise")
+        texts = [f".{name}({_literal(text)})" for name in TEXTS if (text := record.texts.get(name))]
+        texts += [".elementwise()"] * record.is_elementwise
         texts += [f".scratch<ScratchBytes<{record.name}_op::Plan>>()"] * scratch
         texts += [f".body<{record.name}_op::Body>()"] * bool(op.bodies)
         yield f"TWINOP_AOT_OP({record.name}, Record({_literal(record.schema)})"

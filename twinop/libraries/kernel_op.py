@@ -16,7 +16,6 @@ This module imports neither torch nor triton.
 import functools
 import hashlib
 import inspect
-import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
@@ -27,8 +26,9 @@ from ..errors import RecordError, TwinopError
 from ..record.body_registry import body as register_body
 from ..record.body_registry import misfit
 from ..record.names import check_domain, check_op_name
-from ..record.op_spec import OpSpec, entries
-from ..record.schema_text import record_of
+from ..record.op_spec import OpSpec
+from ..record.schema_text import record_of, redeclared
+from ..record.shapes import first_part, nodes_of
 from .declare import CPU_FUNCTIONS, DERIVATIVES, SECOND_DERIVATIVES, Op, body_on_cpu, declared_domain
 
 Launcher = Callable[..., Any]
@@ -212,13 +212,13 @@ def triton_op(
         check_op_name(record.name)
         first, *others = (entry.name for entry in record.inputs)
         if input_shapes is None and samples is None:
-            record = replace(record, input_shapes="; ".join(f"{name} = {first}" for name in others))
+            record = redeclared(record, input_shapes="; ".join(f"{name} = {first}" for name in others))
         record = replace(record, devices=("cuda",))
         if wrong := misfit(launcher, record):
             raise RecordError(wrong)
         _check_sizes(launcher, record)
         _check_dtypes(launcher, record, dtypes)
-        record = replace(record, gradient=_gradient_text(record, backward))
+        record = redeclared(record, gradient=_gradient_text(record, backward))
         declared = KernelOp(launcher, record, body, backward, samples)
         register_body(_builder(declared), domain=place)
         if record.is_backward and declared.body_in_torch is not None:
@@ -254,26 +254,20 @@ def place_of(launcher: Launcher) -> str:
 
 def _check_dtypes(launcher: Launcher, record: OpSpec, dtypes: Sequence[str]) -> None:
     tensors = {*(entry.name for entry in record.inputs), *record.outputs}
-    for text in dtypes:
-        first, *others = text.split() or [""]
-        named = dict(part.partition("=")[::2] for part in others)
-        if unknown := [name for name in named if name not in tensors]:
-            raise RecordError(
-                f"{place_of(launcher)}: {text!r} in dtypes of {record.name}: {unknown[0]} is not a tensor of "
-                f"{record.schema}"
-            )
-        if unknown := [dtype for dtype in (first, *named.values()) if dtype not in _DTYPES]:
-            raise RecordError(
-                f"{place_of(launcher)}: {text!r} in dtypes of {record.name}: {unknown[0] or 'nothing'} is "
-                f"not supported; expected one of {', '.join(_DTYPES)}"
-            )
+    for text, each in zip(dtypes, record.combinations, strict=True):
+        where = f"{place_of(launcher)}: {text!r} in dtypes of {record.name}"
+        if unknown := sorted(each.keys() - tensors):
+            raise RecordError(f"{where}: {unknown[0]} is not a tensor of {record.schema}")
+        if unknown := sorted({*each.values()} - {*_DTYPES}):
+            said = f"{unknown[0] or 'nothing'} is not supported; expected one of {', '.join(_DTYPES)}"
+            raise RecordError(f"{where}: {said}")
 
 
 def _check_sizes(launcher: Launcher, record: OpSpec) -> None:
-    texts = entries(record.shapes).values()
-    for name, bound in record.size_bounds.items():
-        used = [text for text in texts if re.search(rf"\b{name}\b", text)]
-        first = [re.match(rf"\[ *{name} *[],]", text) and text.count(name) == 1 for text in used]
+    for name, bound in record.sizes.items():
+        named = [(tree, [*nodes_of(tree)].count(name)) for tree in (s.tree for s in record.shapes.values())]
+        used = [(tree, count) for tree, count in named if count]
+        first = [count == 1 and first_part(tree)[:2] == ["list", name] for tree, count in used]
         if record.written:
             raise RecordError(
                 f"{place_of(launcher)}: {record.name} has data-dependent shapes, so it cannot write to "

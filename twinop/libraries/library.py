@@ -18,7 +18,7 @@ from ..errors import ForeignLibraryError, LibraryError, RecordError
 from ..installation import ROOT, how_to_build
 from ..record.op_spec import DOMAIN, DOMAIN_VERSION, OpSpec, check_kind
 
-ABI_VERSION = 1
+ABI_VERSION = 2
 """The version of the interface between libraries and adapters (`kernels/abi.h`) that this code reads."""
 
 _SECTION = ".twinop"

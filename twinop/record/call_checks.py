@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from ..errors import RecordError
-from .op_spec import OpSpec, entries
+from .op_spec import OpSpec
 from .shapes import broadcast, evaluate, output_shapes, too_few_dimensions
 
 _BOUNDS = {">=": operator.ge, ">": operator.gt, "<=": operator.le, "<": operator.lt}
@@ -34,31 +34,28 @@ def check_attributes(record: OpSpec, attributes: Mapping[str, Any]) -> None:
         RecordError: an attribute does not fit. The caller adds the op to the message: "attribute eps is -1.0,
             expected a finite number >= 0".
     """
-    for name, choices in record.attribute_choices.items():
-        if name in attributes and attributes[name] not in choices:
-            raise RecordError(
-                f"attribute {name} is {attributes[name]!r}, expected one of {' | '.join(choices)}"
-            )
-    for name, word, limit in record.attribute_limits:
-        value = attributes.get(name)
-        if not isinstance(value, int | float):  # omitted or symbolic
+    for entry in record.attributes:
+        name, value = entry.name, attributes.get(entry.name)
+        if not isinstance(value, str if entry.kind == "str" else int | float):  # omitted or symbolic
             continue
-        whole = getattr(record.attribute(name), "kind", "") == "int"
-        if word in _BOUNDS and not _is_within(word, value, limit, whole):
-            bounds = (f"{sign} {text}" for each, sign, text in record.attribute_limits if each == name)
+        if value not in record.choices.get(name, (value,)):
+            choices = " | ".join(map(str, record.choices[name]))
+            raise RecordError(f"attribute {name} is {value!r}, expected one of {choices}")
+        whole = entry.kind == "int"
+        limits = [(word, limit) for each, word, limit in record.limits if each == name and word in _BOUNDS]
+        if not all(_is_within(word, value, limit, whole) for word, limit in limits):
+            texts = (f"{word} {limit}" if whole else f"{word} {limit:g}" for word, limit in limits)
+            bounds = sorted(texts, reverse=True)
             shown, kind = (str(value), "") if whole else (f"{value:g}", "finite ")
-            raise RecordError(
-                f"attribute {name} is {shown}, expected a {kind}number "
-                + " and ".join(sorted(bounds, reverse=True))  # ">" comes before "<"
+            raise RecordError(  # ">" comes before "<"
+                f"attribute {name} is {shown}, expected a {kind}number {' and '.join(bounds)}"
             )
-        if word == "in" and value not in [int(choice) for choice in limit.split("|")]:
-            raise RecordError(f"attribute {name} is {value}, expected one of {limit}")
 
 
-def _is_within(word: str, value: int | float, bound: str, whole: bool) -> bool:
+def _is_within(word: str, value: Any, bound: int | float, whole: bool) -> bool:
     """Whether a number is finite and within a bound. Bounds of floats are fp32, as attributes are."""
     if whole:
-        return bool(_BOUNDS[word](value, int(bound)))
+        return bool(_BOUNDS[word](value, bound))
     with np.errstate(over="ignore"):
         narrow = np.float32(value)
     return bool(np.isfinite(narrow) and _BOUNDS[word](narrow, np.float32(bound)))
@@ -78,20 +75,21 @@ def check_shapes(record: OpSpec, shapes: Shapes, attributes: Mapping[str, Any]) 
             shape [5], expected x[axis:] = [8]".
     """
     _check_elementwise(record, shapes)
-    for name, word, source in record.attribute_limits:
-        shape, value = shapes.get(source), attributes[name]
-        if word != "of" or shape is None or not isinstance(value, int):
+    for name, word, source in record.limits:
+        if word != "of" or (shape := shapes.get(source)) is None:
+            continue
+        if not isinstance(value := attributes[name], int):
             continue
         rank = max(len(shape), 1)  # as in torch, a scalar has the dimensions 0 and -1
         if not -rank <= value < rank:
             raise RecordError(
                 f"attribute {name} is {value}, expected a dimension of {source}: {-rank} to {rank - 1}"
             )
-    for name, text in entries(record.input_shapes).items():
+    for name, required in record.input_shapes.items():
         if (shape := shapes.get(name)) is None:
             continue
         try:
-            expected = evaluate(record, text, shapes, attributes)
+            expected = evaluate(record, required, shapes, attributes)
         except RecordError:
             if set(shapes) != {entry.name for entry in record.inputs}:
                 continue  # it depends on a shape that is not known
@@ -101,7 +99,7 @@ def check_shapes(record: OpSpec, shapes: Shapes, attributes: Mapping[str, Any]) 
         if not _may_be_equal(shape, expected):
             raise RecordError(
                 too_few_dimensions(record, shapes)
-                or f"{name} has shape {_sizes(shape)}, expected {text} = {_sizes(expected)}"
+                or f"{name} has shape {_sizes(shape)}, expected {required.text} = {_sizes(expected)}"
             )
 
 

@@ -1,28 +1,17 @@
 """The op record of `kernels/record/record.h` in Python, read from a library or made by hand.
 
-A record is text, so that both C++ and Python can make one. Every adapter is derived from it: torch
-registration, exporters, checks of models.
+Every adapter is derived from it: torch registration, exporters, checks of models.
 """
 
-import ast
 import hashlib
-import re
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
-from functools import cache, cached_property
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
-
-from ..errors import RecordSyntaxError
 
 DOMAIN = "custom_domain"
 """The domain of twinop's own ops. Other libraries have other domains (`OpSpec.domain`)."""
 DOMAIN_VERSION = 1
-
-
-_LIMIT = re.compile(
-    r"\s*(?P<name>[A-Za-z_]\w*)\s*(?P<word>\bof\b|\bin\b|[<>]=?)\s*(?P<value>[^<>=\s](?:[^<>=]*[^<>=\s])?)\s*"
-)
-_NUMBERS = {"int": r"-?\d+", "float": r"-?(?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d+)?"}
 
 
 @dataclass(frozen=True)
@@ -41,24 +30,28 @@ class Input:
 
 @dataclass(frozen=True)
 class Attribute:
-    """An attribute of the schema. `kind`: int, float, bool, str or int[]. `default_text`: a literal."""
+    """An attribute of the schema. `kind`: int, float, bool, str or int[]. `default` None: it is required."""
 
     name: str
     kind: str
-    default_text: str | None = None
+    default: Any = field(default=None, hash=False)
 
     @property
     def required(self) -> bool:
         """Whether a call must give the attribute."""
-        return self.default_text is None
+        return self.default is None
 
-    @property
-    def default(self) -> Any:
-        """The default as a Python value, or None for a required attribute."""
-        if self.default_text is None:
-            return None
-        value = ast.literal_eval(self.default_text)
-        return float(value) if self.kind == "float" else value
+
+@dataclass(frozen=True)
+class Expression:
+    """A shape: the text, which messages show, and the tree that `shapes.evaluate` evaluates.
+
+    A tree is a number, the name of an input, an attribute or a size, or a list: an operation, then what it
+    works on. ["slice", "x", "axis", None] is x[axis:], ["at", "x", -1] is x[-1].
+    """
+
+    text: str
+    tree: Any
 
 
 @dataclass(frozen=True)
@@ -76,7 +69,22 @@ class Gradient:
 
 @dataclass(frozen=True)
 class OpSpec:
-    """One op. `kernels/record/record.h` explains each of the texts."""
+    """One op.
+
+    Attributes:
+        dtypes: the combinations as messages show them.
+        combinations: the allowed dtypes: in each combination a dtype by the name of every input and output.
+        shapes: those of the outputs, by name.
+        input_shapes: those that inputs must have, by name.
+        sizes: the sizes of outputs that come from the data, by name, with their bounds.
+        limits: attribute, word, value: ("dim", "of", "x"), ("n", "in", 0), ("n", "in", 1), ("eps", ">", 0).
+        in_place: the inputs that outputs may overwrite or, if they are written, are, by the outputs' names.
+        gradients: the derivative formulas, in the order of their evaluation.
+        rows: the dimension of rows, a number or an attribute's name; whether they go on to the last one.
+        host_inputs: the inputs that are in host memory on every device.
+        optional_outputs: the outputs that a node may omit.
+        texts: what a declaration in Python says, by the names of `kernels/record/record.h`.
+    """
 
     name: str
     onnx_name: str
@@ -84,52 +92,69 @@ class OpSpec:
     inputs: tuple[Input, ...]
     attributes: tuple[Attribute, ...]
     outputs: tuple[str, ...]
-    dtypes: str = "float32; float16; bfloat16; float64"
-    shapes: str = ""
-    input_shapes: str = ""
-    limits: str = ""
-    in_place: str = ""
-    choices: str = ""
-    gradient: str = ""
+    dtypes: str
+    combinations: tuple[dict[str, str], ...]
+    shapes: dict[str, Expression]
+    input_shapes: dict[str, Expression] = field(default_factory=dict)
+    sizes: dict[str, Expression | None] = field(default_factory=dict)
+    limits: tuple[tuple[str, str, Any], ...] = ()
+    in_place: dict[str, str] = field(default_factory=dict)
+    gradients: tuple[Gradient, ...] = ()
     autocast: str = "keep"
-    layout: str = "contiguous"
-    rows: str = ""
-    memory: str = ""
-    sizes: str = ""
+    is_elementwise: bool = False
+    rows: tuple[str | int, bool] | None = None
+    host_inputs: frozenset[str] = frozenset()
+    optional_outputs: frozenset[str] = frozenset()
     devices: tuple[str, ...] = ()
     domain: str = DOMAIN
     domain_version: int = DOMAIN_VERSION
     torch_namespace: str = ""  # where it is not the domain's
+    texts: Mapping[str, str] = field(default_factory=dict, compare=False)
+
+    def __hash__(self) -> int:
+        return hash((self.domain, self.schema))
 
     @classmethod
     def from_json(cls, fields: Mapping[str, Any]) -> "OpSpec":
         """Reads a record from a library's JSON (`kernels/record/json.h`), to which its domain was added.
 
         Raises:
-            KeyError, TypeError, ValueError, RecordError: it is damaged.
+            KeyError, TypeError, ValueError: it is damaged.
         """
-        special = {
-            "inputs": tuple(Input(**entry) for entry in fields["inputs"]),
-            "attributes": tuple(
-                Attribute(entry["name"], entry["kind"], entry.get("default"))
-                for entry in fields["attributes"]
-            ),
-            "outputs": tuple(fields["outputs"]),
+        found, inputs, attributes = dict(fields), list[Input](), list[Attribute]()
+        for name, kind, *default in found.pop("arguments"):
+            if kind.startswith("Tensor"):
+                inputs.append(Input(name, kind == "Tensor?", kind == "Tensor[]", kind == "Tensor(a!)"))
+            else:
+                values = map(float, default) if kind == "float" else default
+                attributes.append(Attribute(name, kind, *values))
+        names, outputs = [entry.name for entry in inputs], fields["outputs"]
+
+        def of(keys: list[str], field: str) -> Iterator[tuple[str, Any]]:
+            return ((key, each) for key, each in zip(keys, fields[field], strict=True) if each)
+
+        tensors = names + outputs
+        found |= {
+            "inputs": tuple(inputs),
+            "attributes": tuple(attributes),
+            "outputs": tuple(outputs),
             "devices": tuple(fields["devices"]),
+            "combinations": tuple(dict(zip(tensors, each, strict=True)) for each in fields["combinations"]),
+            "shapes": {name: Expression(*each) for name, each in of(outputs, "shapes")},
+            "input_shapes": {name: Expression(*each) for name, each in of(names, "input_shapes")},
+            "sizes": {name: each and Expression(*each) for name, each in fields["sizes"]},
+            "limits": tuple((name, word, value) for name, word, value in fields["limits"]),
+            "in_place": dict(of(outputs, "in_place")),
+            "gradients": tuple(Gradient(tuple(each), text) for each, text in fields["gradients"]),
+            "rows": tuple(fields["rows"]) if "rows" in fields else None,
+            "host_inputs": frozenset(name for name, _ in of(names, "host_inputs")),
+            "optional_outputs": frozenset(name for name, _ in of(outputs, "optional_outputs")),
         }
-        record = cls(**{**fields, **special})
-        for name, value in vars(record).items():
-            check_kind(name, value, {"domain_version": int}.get(name, tuple if name in special else str))
-        kinds = [attribute.kind for attribute in record.attributes]
-        for text in (*record.parameters, *record.outputs, *record.devices, *kinds):
+        record = cls(**found)
+        texts = [record.name, record.onnx_name, record.schema, record.dtypes, record.domain, record.autocast]
+        for text in (*texts, *record.parameters, *record.outputs, *record.devices):
             check_kind("name", text, str)
-        try:  # what is parsed when it is needed must parse
-            copy = cls(**vars(record))
-            _ = [attribute.default for attribute in copy.attributes], copy.combinations, copy.gradients
-            _ = copy.attribute_choices, copy.attribute_limits, copy.host_inputs, copy.optional_outputs
-            _ = copy.size_bounds
-        except (SyntaxError, MemoryError, RecursionError) as error:
-            raise ValueError(str(error)) from error
+        check_kind("domain_version", record.domain_version, int)
         return record
 
     @property
@@ -189,11 +214,6 @@ class OpSpec:
         return self.name.endswith("_backward")
 
     @property
-    def is_elementwise(self) -> bool:
-        """Whether the op runs on the elementwise skeleton."""
-        return self.layout == "elementwise"
-
-    @property
     def schema_hash(self) -> str:
         """A hash of the op's signature (16 hex digits), which exported models carry."""
         return hashlib.sha256(self.schema.encode()).hexdigest()[:16]
@@ -201,22 +221,14 @@ class OpSpec:
     @property
     def former_hashes(self) -> set[str]:
         """The hashes without the last attributes, whose defaults do what the op did before it had them."""
-        schema, found = self.schema, set[str]()
+        schema, arrow, results = self.schema.rpartition("->")
+        found = set[str]()
         for each in reversed(self.attributes):
-            schema = schema.replace(f", {each.kind} {each.name}={each.default_text})", ")")
-            found.add(replace(self, schema=schema).schema_hash)
+            if each.required:
+                break
+            schema = schema[: schema.rindex(f", {each.kind} {each.name}=")] + ") "
+            found.add(replace(self, schema=schema + arrow + results).schema_hash)
         return found
-
-    @cached_property
-    def combinations(self) -> tuple[dict[str, str], ...]:
-        """The allowed dtypes: in each combination a dtype by the name of every input and output."""
-        names = [entry.name for entry in self.inputs] + list(self.outputs)
-        result = []
-        for text in self.dtypes.split(";"):
-            first, _, rest = text.strip().partition(" ")
-            found = dict.fromkeys(names, first) | dict(re.findall(r"(\w+) *= *(\w+)", rest))
-            result.append(found | {output: found[name] for output, name in self.written.items()})
-        return tuple(result)
 
     def combination_of(self, given: Mapping[str, str]) -> dict[str, str] | None:
         """Returns the first dtype combination with these dtypes (by tensor name), or None."""
@@ -226,75 +238,10 @@ class OpSpec:
         return None
 
     @cached_property
-    def gradients(self) -> tuple[Gradient, ...]:
-        """The derivative formulas, in the order of their evaluation."""
-        result = []
-        for part in filter(str.strip, _parts(self.gradient)):
-            names, _, text = part.partition("=")
-            result.append(Gradient(tuple(map(str.strip, names.split(","))), text.strip()))
-        return tuple(result)
-
-    @cached_property
-    def attribute_choices(self) -> dict[str, tuple[str, ...]]:
-        """The allowed values of str attributes, by name."""
-        return {name: tuple(map(str.strip, text.split("|"))) for name, text in entries(self.choices).items()}
-
-    @cached_property
-    def attribute_limits(self) -> tuple[tuple[str, str, str], ...]:
-        """The limits: attribute, word, value: ("dim", "of", "x"), ("n", "in", "0 | 1"), ("eps", ">", "0").
-
-        Raises:
-            RecordSyntaxError: the text does not parse.
-        """
-        found = []
-        for part in re.finditer(r"[^;]*[^;\s][^;]*", self.limits):
-            limit = _LIMIT.fullmatch(part[0])
-            if limit is None or not self._is_limit(**limit.groupdict()):
-                problem = (
-                    "expected `axis of x` or `n in 0 | 1` for an int, or a bound of an int or a float: "
-                    "`eps > 0`, `p <= 0.5`"
-                )
-                raise RecordSyntaxError("limits", self.limits, part.start(), problem)
-            found.append((limit["name"], limit["word"], limit["value"]))
-        return tuple(found)
-
-    def _is_limit(self, name: str, word: str, value: str) -> bool:
-        kind = getattr(self.attribute(name), "kind", "")
-        if word == "of":
-            return kind == "int" and any(value == entry.name for entry in self.inputs)
-        if word == "in":
-            return kind == "int" and re.fullmatch(r"-?\d+( *\| *-?\d+)*", value) is not None
-        return kind in _NUMBERS and re.fullmatch(_NUMBERS[kind], value) is not None
-
-    @cached_property
-    def host_inputs(self) -> frozenset[str]:
-        """The inputs that are in host memory on every device."""
-        return frozenset(name for name, place in entries(self.memory).items() if place == "host")
-
-    @cached_property
-    def optional_outputs(self) -> frozenset[str]:
-        """The outputs that a node may omit."""
-        return frozenset(name for name, what in entries(self.memory).items() if what == "optional")
-
-    @cached_property
-    def size_bounds(self) -> dict[str, str]:
-        """The sizes of outputs that come from the data, by name: the bound in the language of shapes, or "".
-
-        Raises:
-            RecordSyntaxError: the text does not parse, or a name is taken.
-        """
-        found: dict[str, str] = {}
-        for part in re.finditer(r"[^;]*[^;\s][^;]*", self.sizes):
-            name, sign, bound = (text.strip() for text in part[0].partition("<="))
-            if not name.isidentifier() or bool(sign) != bool(bound):
-                problem = "expected names with bounds, `n <= x[0]; m`"
-            elif name in found or name in self.parameters or name in self.outputs:
-                problem = f"{name} is an argument, an output or another size already"
-            else:
-                found[name] = bound
-                continue
-            raise RecordSyntaxError("sizes", self.sizes, part.start(), problem)
-        return found
+    def choices(self) -> dict[str, tuple[Any, ...]]:
+        """The allowed values of attributes that must have one of some, by name."""
+        found = [(name, value) for name, word, value in self.limits if word == "in"]
+        return {name: tuple(value for each, value in found if each == name) for name, _ in found}
 
     @property
     def has_repeated_input(self) -> bool:
@@ -304,7 +251,8 @@ class OpSpec:
     @property
     def broadcasts(self) -> bool:
         """Whether this is an elementwise op whose inputs broadcast."""
-        return self.is_elementwise and "broadcast(" in self.shapes
+        tree = self.shapes[self.outputs[0]].tree
+        return self.is_elementwise and isinstance(tree, list) and tree[0] == "broadcast"
 
     def attribute(self, name: str) -> Attribute | None:
         return next((entry for entry in self.attributes if entry.name == name), None)
@@ -320,28 +268,3 @@ def check_kind(name: str, value: Any, kind: type) -> Any:
 def key_of(domain: str, name: str) -> str:
     """Returns an op's `OpSpec.key`."""
     return name if domain == DOMAIN else f"{domain}::{name}"
-
-
-@cache
-def entries(text: str) -> dict[str, str]:
-    """Parses `"y = x; s = x[:-1]"` into a dict, which is kept. A value may contain "=" and, in quotes, ";".
-
-    Raises:
-        RecordSyntaxError: an entry is not `name = value`, or a name occurs twice.
-    """
-    result: dict[str, str] = {}
-    *parts, last = _parts(text)
-    begin = 0
-    for part in [*parts, last] if last.strip() else parts:
-        name, _, value = map(str.strip, part.partition("="))
-        if not name.isidentifier() or not value or name in result:
-            begin += len(part) - len(part.lstrip())
-            raise RecordSyntaxError("record", text, begin, "expected entries `name = value`, each name once")
-        result[name] = value
-        begin += len(part) + 1
-    return result
-
-
-def _parts(text: str) -> list[str]:
-    """Splits at the semicolons outside quotes."""
-    return re.split(r""";(?=(?:[^"']|"[^"]*"|'[^']*')*$)""", text)

@@ -1,12 +1,15 @@
-"""Makes records by hand: parses op schemas as `kernels/record/schema.h` does in C++."""
+"""Makes records by hand: parses the texts of a record as `kernels/record/parse.h` does in C++."""
 
 import ast
 import re
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import replace
+from functools import cache
+from typing import Any
 
-from ..errors import RecordSyntaxError
-from .op_spec import Attribute, Input, OpSpec
-from .shapes import check_texts
+from ..errors import RecordError, RecordSyntaxError
+from .op_spec import Attribute, Expression, Gradient, Input, OpSpec
+from .shapes import evaluate
 
 _ARGUMENT = re.compile(
     r"(Tensor\??|Tensor\[\]|Tensor\([A-Za-z]!\)|int|float|bool|str|int\[\])"
@@ -16,6 +19,12 @@ _SCHEMA = re.compile(r"\s*([A-Za-z_]\w*)\s*\((.*)\)\s*->\s*(.+?)\s*", re.DOTALL)
 _BEGIN = re.compile(r"\s*(?:[A-Za-z_]\w*\s*(?:\((?:.*\)\s*(?:->\s*)?)?)?)?", re.DOTALL)
 """As much of a schema as there is."""
 _LITERALS = {"int": int, "bool": bool, "str": str, "float": (int, float), "int[]": list}
+_LIMIT = re.compile(
+    r"\s*(?P<name>[A-Za-z_]\w*)\s*(?P<word>\bof\b|\bin\b|[<>]=?)\s*(?P<value>[^<>=\s](?:[^<>=]*[^<>=\s])?)\s*"
+)
+_NUMBERS = {"int": r"-?\d+", "float": r"-?(?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d+)?"}
+_ARITIES = {"len": 1, "numel": 1, "broadcast": 2}
+_SIGNS = {ast.Add: "+", ast.Sub: "-", ast.Mult: "*", ast.FloorDiv: "//"}
 _LONGEST = 47  # characters of a name
 _MOST = {"arguments": 16, "outputs": 8}
 
@@ -74,6 +83,13 @@ def record_of(schema: str, domain: str, **texts: str) -> OpSpec:
     if longest := next((each for each in (name, *names) if len(each) > _LONGEST), None):
         place = (_words(schema, longest) or _words(schema, longest.removesuffix("_out")))[0]
         raise _error(schema, place, f"the name {longest} has more than {_LONGEST} characters")
+    writes = {f"{entry.name}_out": entry.name for entry in inputs if entry.written}
+    dtypes = texts.get("dtypes", "float32; float16; bfloat16; float64")
+    memory = entries(texts.get("memory", ""))
+    values = {**dict.fromkeys((e.name for e in inputs), "input"), **{e.name: e.kind for e in attributes}}
+    bounds = _bounds(texts.get("sizes", ""), {*names})
+    where = f"op {name}, shape"
+    given = dict.fromkeys(outputs, "") | writes | entries(texts.get("shapes", ""))
     record = OpSpec(
         name,
         f"Custom{re.sub('(?:^|_)(.?)', lambda part: part[1].upper(), name)}",
@@ -81,11 +97,166 @@ def record_of(schema: str, domain: str, **texts: str) -> OpSpec:
         tuple(inputs),
         tuple(attributes),
         outputs,
+        dtypes,
+        _combinations(dtypes, [*(entry.name for entry in inputs), *outputs], writes),
+        {n: parse_shape(text or inputs[0].name, {*values, *bounds}, where) for n, text in given.items()},
+        {n: parse_shape(t, {*values}, where) for n, t in entries(texts.get("input_shapes", "")).items()},
+        {n: parse_shape(text, {*values}, where) if text else None for n, text in bounds.items()},
+        _limits(texts.get("choices", ""), texts.get("limits", ""), values),
+        writes | entries(texts.get("in_place", "")),
+        tuple(
+            Gradient(tuple(map(str.strip, names.split(","))), text.strip())
+            for names, _, text in (part.partition("=") for part in _parts(texts.get("gradient", "")))
+            if names.strip()
+        ),
+        texts.get("autocast", "keep"),
+        rows=_rows(texts.get("rows", "")),
+        host_inputs=frozenset(name for name, place in memory.items() if place == "host"),
+        optional_outputs=frozenset(name for name, what in memory.items() if what == "optional"),
         domain=domain,
-        **texts,  # type: ignore[arg-type]
+        texts=texts,
     )
-    check_texts(record)
+    _check_shapes(record)
     return record
+
+
+def redeclared(record: OpSpec, **texts: str) -> OpSpec:
+    """Returns a record made by hand with other texts. Raises RecordSyntaxError if one does not parse."""
+    again = record_of(record.schema, record.domain, **{**record.texts, **texts})
+    return replace(again, devices=record.devices, domain_version=record.domain_version)
+
+
+@cache
+def entries(text: str) -> dict[str, str]:
+    """Parses `"y = x; s = x[:-1]"` into a dict, which is kept. A value may contain "=" and, in quotes, ";".
+
+    Raises:
+        RecordSyntaxError: an entry is not `name = value`, or a name occurs twice.
+    """
+    result: dict[str, str] = {}
+    *parts, last = _parts(text)
+    begin = 0
+    for part in [*parts, last] if last.strip() else parts:
+        name, _, value = map(str.strip, part.partition("="))
+        if not name.isidentifier() or not value or name in result:
+            begin += len(part) - len(part.lstrip())
+            raise RecordSyntaxError("record", text, begin, "expected entries `name = value`, each name once")
+        result[name] = value
+        begin += len(part) + 1
+    return result
+
+
+def _parts(text: str) -> list[str]:
+    """Splits at the semicolons outside quotes."""
+    return re.split(r""";(?=(?:[^"']|"[^"]*"|'[^']*')*$)""", text)
+
+
+def _combinations(text: str, tensors: list[str], written: Mapping[str, str]) -> tuple[dict[str, str], ...]:
+    result = []
+    for part in text.split(";"):
+        first, _, rest = part.strip().partition(" ")
+        found = dict.fromkeys(tensors, first) | dict(re.findall(r"(\w+) *= *(\w+)", rest))
+        result.append(found | {output: found[name] for output, name in written.items()})
+    return tuple(result)
+
+
+def _rows(text: str) -> tuple[str | int, bool] | None:
+    found = re.fullmatch(r"\s*(?:(-?\d+)|(\w+))\s*(:?)\s*", text)
+    return found and (int(found[1]) if found[1] else found[2], bool(found[3]))
+
+
+def _bounds(text: str, taken: Collection[str]) -> dict[str, str]:
+    """Parses `"n <= x[0]; m"`. A size without a bound has ""."""
+    found: dict[str, str] = {}
+    for part in re.finditer(r"[^;]*[^;\s][^;]*", text):
+        name, sign, bound = (each.strip() for each in part[0].partition("<="))
+        if not name.isidentifier() or bool(sign) != bool(bound):
+            problem = "expected names with bounds, `n <= x[0]; m`"
+        elif name in found or name in taken:
+            problem = f"{name} is an argument, an output or another size already"
+        else:
+            found[name] = bound
+            continue
+        raise RecordSyntaxError("sizes", text, part.start(), problem)
+    return found
+
+
+def _limits(choices: str, limits: str, kinds: Mapping[str, str]) -> tuple[tuple[str, str, Any], ...]:
+    """Parses limits; `kinds` are those of the attributes by name, and "input"."""
+    found: list[tuple[str, str, Any]] = [
+        (name, "in", choice.strip()) for name, text in entries(choices).items() for choice in text.split("|")
+    ]
+    for part in re.finditer(r"[^;]*[^;\s][^;]*", limits):
+        limit = _LIMIT.fullmatch(part[0])
+        name, word, value = limit.groups() if limit else ("", "", "")
+        kind = kinds.get(name, "")
+        if word == "of" and kind == "int" and kinds.get(value) == "input":
+            found.append((name, word, value))
+        elif word == "in" and kind == "int" and re.fullmatch(r"-?\d+( *\| *-?\d+)*", value):
+            found += ((name, word, int(each)) for each in value.split("|"))
+        elif word not in ("", "of", "in") and re.fullmatch(_NUMBERS.get(kind, "$^"), value):
+            found.append((name, word, ast.literal_eval(value)))
+        else:
+            problem = (
+                "expected `axis of x` or `n in 0 | 1` for an int, or a bound of an int or a float: "
+                "`eps > 0`, `p <= 0.5`"
+            )
+            raise RecordSyntaxError("limits", limits, part.start(), problem)
+    return tuple(found)
+
+
+def parse_shape(text: str, names: Collection[str], where: str = "shape") -> Expression:
+    """Parses a shape expression, which may have these names, in the language of `kernels/record/shape.h`.
+
+    Raises:
+        RecordSyntaxError: it does not parse.
+    """
+
+    def tree(node: ast.expr) -> Any:
+        match node:
+            case ast.Constant(value=int(value)) if not isinstance(value, bool):
+                return value
+            case ast.Name(id=name) if name in names:
+                return name
+            case ast.Name(id=name) if name.isascii():
+                problem = f"{name} is not an input or an attribute"
+                raise RecordSyntaxError(where, text, node.col_offset, problem)
+            case ast.List(elts=sizes):
+                return ["list", *map(tree, sizes)]
+            case ast.UnaryOp(op=ast.USub(), operand=operand):
+                value = tree(operand)
+                return -value if isinstance(value, int) else ["-", 0, value]
+            case ast.BinOp(left=left, op=op, right=right) if type(op) in _SIGNS:
+                return [_SIGNS[type(op)], tree(left), tree(right)]
+            case ast.Subscript(value=ast.Name() as name, slice=ast.Slice(lower=begin, upper=end, step=None)):
+                return ["slice", tree(name), begin and tree(begin), end and tree(end)]
+            case ast.Subscript(value=ast.Name() as name, slice=index):
+                return ["at", tree(name), tree(index)]
+            case ast.Call(func=ast.Name(id=name), args=args, keywords=[]) if _ARITIES.get(name) == len(args):
+                return [name, *map(tree, args)]
+            case ast.IfExp(test=ast.Compare(ast.Name() as name, [ast.Eq()], [ast.Constant(str(of))])):
+                return ["if", tree(name), of, tree(node.body), tree(node.orelse)]
+        raise RecordSyntaxError(where, text, node.col_offset, "this is not in the language of shapes")
+
+    try:
+        return Expression(text, tree(ast.parse(text, mode="eval").body))
+    except SyntaxError as error:
+        raise RecordSyntaxError(where, text, (error.offset or 1) - 1, error.msg) from error
+
+
+def _check_shapes(record: OpSpec) -> None:
+    """Raises RecordSyntaxError unless the shape expressions are shapes."""
+    shapes = {entry.name: (1,) * 32 for entry in record.inputs}
+    values = {"int": 1, "bool": True, "float": 1.0, "str": "", "int[]": [1] * 8}
+    attributes = {entry.name: values[entry.kind] for entry in record.attributes}
+    bounds = [Expression(bound.text, ["list", bound.tree]) for bound in record.sizes.values() if bound]
+    for each in (*record.shapes.values(), *record.input_shapes.values(), *bounds):
+        try:
+            evaluate(record, each, shapes, attributes)
+        except RecordSyntaxError:
+            raise
+        except RecordError:
+            pass  # it parses; the sizes above do not fit it
 
 
 def _words(schema: str, name: str) -> list[int]:
@@ -99,7 +270,7 @@ def _arguments(text: str, begin: int) -> Iterator[tuple[int, str]]:
         yield begin + found.start(1), found[1].strip()
 
 
-def _parse_argument(schema: str, place: int, text: str) -> tuple[str, str, str | None]:
+def _parse_argument(schema: str, place: int, text: str) -> tuple[str, str, Any]:
     found = _ARGUMENT.fullmatch(text)
     if found is None:
         raise _error(
@@ -120,7 +291,8 @@ def _parse_argument(schema: str, place: int, text: str) -> tuple[str, str, str |
         is_bool_elsewhere = isinstance(value, bool) and kind != "bool"
         if not isinstance(value, _LITERALS[kind]) or is_bool_elsewhere:  # type: ignore[arg-type]
             raise _error(schema, place + found.start(3), f"{text!r}: its default is not of type {kind}")
-    return kind, name, default
+        return kind, name, float(value) if kind == "float" else value
+    return kind, name, None
 
 
 def _outputs(schema: str, results: str, begin: int) -> tuple[tuple[str, ...], list[int]]:

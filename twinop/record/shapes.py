@@ -1,18 +1,13 @@
-"""Evaluates shape expressions. Their language (`kernels/record/shape.h`) is a part of Python, over lists.
+"""Evaluates the trees of shape expressions (`Expression`), on numbers, torch SymInts or `Unknown`."""
 
-Sizes are numbers, torch SymInts or `Unknown`.
-"""
-
-import functools
 import math
-import re
-from collections.abc import Mapping, Sequence
+import operator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from types import CodeType
 from typing import Any
 
 from ..errors import RecordError, RecordSyntaxError
-from .op_spec import OpSpec, entries
+from .op_spec import Expression, OpSpec
 
 ABSENT = (0,)
 """The shape of an absent optional input, and of its gradient: no elements."""
@@ -32,19 +27,39 @@ class Unknown:
 
 
 _TOO_LARGE = 2**63  # the C++ code counts in 64 bits
-_TOKENS = re.compile(r"(?:[\[\](),:+ -]|\*(?!\*)|//?|==|\"\w+\"|[A-Za-z_]\w*|\d+(?!\w))*", re.ASCII)
-"""What shapes consist of. Without a dot, no expression reaches more than the names that it is given."""
+_OPERATORS = {"+": operator.add, "-": operator.sub, "*": operator.mul, "//": operator.floordiv}
 
 
-@functools.cache
-def _code(text: str) -> CodeType:
-    if (read := _TOKENS.match(text).end()) < len(text):  # type: ignore[union-attr]
-        raise SyntaxError("this is not in the language of shapes", ("", 1, read + 1, None))
-    return compile(text, "<shape>", "eval")
+def _value(tree: Any, scope: Mapping[str, Any]) -> Any:
+    """Returns the value of a tree: a list for a shape, else a size. `scope`: what names stand for."""
+    match tree:
+        case str():
+            return scope[tree]
+        case ["list", *sizes]:
+            return [_value(size, scope) for size in sizes]
+        case ["slice", name, begin, end]:
+            begin, end = (None if each is None else _value(each, scope) for each in (begin, end))
+            return scope[name][begin:end]
+        case ["at", name, index]:
+            return scope[name][_value(index, scope)]
+        case ["len", shape]:
+            return len(_value(shape, scope))
+        case ["numel", shape]:
+            return math.prod(_value(shape, scope))
+        case ["broadcast", a, b]:
+            return broadcast(_value(a, scope), _value(b, scope))
+        case ["if", name, text, a, b]:
+            return _value(a if scope[name] == text else b, scope)
+        case [sign, a, b]:
+            return _OPERATORS[sign](_value(a, scope), _value(b, scope))
+    return tree
 
 
 def evaluate(
-    record: OpSpec, text: str, shapes: Mapping[str, Sequence[Any] | None], attributes: Mapping[str, Any]
+    record: OpSpec,
+    expression: Expression,
+    shapes: Mapping[str, Sequence[Any] | None],
+    attributes: Mapping[str, Any],
 ) -> tuple[Any, ...]:
     """Returns the shape that an expression describes.
 
@@ -54,15 +69,14 @@ def evaluate(
             are known.
 
     Raises:
-        RecordSyntaxError: the expression does not parse, or is not a shape.
+        RecordSyntaxError: the expression is not a shape.
         RecordError: it does not fit the call.
     """
     given = {name: [*(ABSENT if shape is None else shape)] for name, shape in shapes.items()}
-    functions = {"__builtins__": {}, "len": len, "numel": math.prod, "broadcast": broadcast}
-    counted = {} if not record.sizes else dict.fromkeys(record.size_bounds, Unknown())
-    where = f"op {record.name}, shape"
+    counted = dict.fromkeys(record.sizes, Unknown())
+    text = expression.text
     try:
-        shape = eval(_code(text), functions, {**counted, **attributes, **given})
+        shape = _value(expression.tree, {**counted, **attributes, **given})
         if not isinstance(shape, list) or any(isinstance(size, list | str | float) for size in shape):
             raise TypeError(f"{text} is not a list of ints")
         sizes = [int(size) for size in shape if isinstance(size, int)]
@@ -71,35 +85,27 @@ def evaluate(
         if math.prod(filter(None, sizes)) * 16 >= _TOO_LARGE:
             raise ValueError("a tensor would have too many elements")
         return tuple(int(size) if isinstance(size, bool) else size for size in shape)
-    except SyntaxError as error:
-        raise RecordSyntaxError(where, text, (error.offset or 1) - 1, error.msg) from error
     except TypeError as error:
-        raise RecordSyntaxError(where, text, 0, f"this is not a shape: {error}") from error
-    except NameError as error:
-        if any(entry.name == error.name for entry in record.inputs):
-            raise RecordError(f"op {record.name}: the shape of {error.name} is not known") from error
-        problem = f"{error.name} is not an input or an attribute"
-        raise RecordSyntaxError(where, text, text.index(str(error.name)), problem) from error
+        where, problem = f"op {record.name}, shape", f"this is not a shape: {error}"
+        raise RecordSyntaxError(where, text, 0, problem) from error
+    except KeyError as error:
+        raise RecordError(f"op {record.name}: the shape of {error.args[0]} is not known") from error
     except (IndexError, ValueError, ZeroDivisionError) as error:
         values = {name: shape and tuple(shape) for name, shape in shapes.items()} | dict(attributes)
         named = ", ".join(f"{name}={value}" for name, value in values.items())
         raise RecordError(f"op {record.name}: {text!r} does not fit {named}: {error}") from error
 
 
-def check_texts(record: OpSpec) -> None:
-    """Raises RecordSyntaxError unless the record's entries, limits and shape expressions parse."""
-    _ = record.attribute_choices, record.attribute_limits, record.host_inputs
-    shapes = {entry.name: (1,) * 32 for entry in record.inputs}
-    values = {"int": 1, "bool": True, "float": 1.0, "str": "", "int[]": [1] * 8}
-    attributes = {entry.name: values[entry.kind] for entry in record.attributes}
-    bounds = [f"[{bound}]" for bound in record.size_bounds.values() if bound]
-    for text in (*entries(record.shapes).values(), *entries(record.input_shapes).values(), *bounds):
-        try:
-            evaluate(record, text, shapes, attributes)
-        except RecordSyntaxError:
-            raise
-        except RecordError:
-            pass  # it parses; the sizes above do not fit it
+def nodes_of(tree: Any) -> Iterator[Any]:
+    """Yields a tree and all trees in it."""
+    yield tree
+    for part in tree[1:] if isinstance(tree, list) else ():
+        yield from nodes_of(part)
+
+
+def first_part(tree: Any) -> Any:
+    """Returns what a shape begins with: its first term."""
+    return first_part(tree[1]) if isinstance(tree, list) and tree[0] == "+" else tree
 
 
 def output_shapes(
@@ -115,19 +121,18 @@ def output_shapes(
     Raises:
         RecordError: the shapes do not fit the record's expressions.
     """
-    texts = entries(record.shapes) | record.written
-    first = record.inputs[0].name
-    return {
-        output: evaluate(record, texts.get(output, first), shapes, attributes) for output in record.outputs
-    }
+    return {name: evaluate(record, each, shapes, attributes) for name, each in record.shapes.items()}
 
 
 def largest_sizes(
     record: OpSpec, shapes: Mapping[str, Sequence[Any] | None], attributes: Mapping[str, Any]
 ) -> dict[str, Any]:
     """Returns the bounds of the sizes that come from the data, by name, of those that have one."""
-    bounds = record.size_bounds.items() if record.sizes else ()
-    return {name: evaluate(record, f"[{bound}]", shapes, attributes)[0] for name, bound in bounds if bound}
+    return {
+        name: evaluate(record, Expression(bound.text, ["list", bound.tree]), shapes, attributes)[0]
+        for name, bound in record.sizes.items()
+        if bound
+    }
 
 
 def input_shapes(
@@ -139,22 +144,24 @@ def input_shapes(
         first: about the shape of the first input. An odd width may become even.
         attributes: the value of every attribute by name.
     """
-    texts = entries(record.input_shapes)
+    like_first = Expression(record.inputs[0].name, record.inputs[0].name)
     shapes = {entry.name: tuple(first) for entry in record.inputs}
     for name in [*shapes, *shapes]:  # twice: an input may depend on a later one
-        text = texts.get(name, record.inputs[0].name)
-        shapes[name] = evaluate(record, text, shapes, attributes)
+        shapes[name] = evaluate(record, record.input_shapes.get(name, like_first), shapes, attributes)
     return shapes
 
 
 def too_few_dimensions(record: OpSpec, shapes: Mapping[str, Sequence[Any] | None]) -> str | None:
     """Describes the first input that has fewer dimensions than the record's shapes need, if there is one."""
+    trees = [each.tree for each in (*record.shapes.values(), *record.input_shapes.values())]
+    nodes = [node for tree in trees for node in nodes_of(tree)]
     for name, shape in shapes.items():
-        own = re.search(rf"(?:^|;) *{name} *=([^;]*)", record.input_shapes)
         # x[-2] needs two dimensions. So does `x[:-2] + ...` as the required shape of x.
-        indices = re.findall(rf"\b{name}\[(-?\d+)\]", f"{record.shapes};{record.input_shapes}")
-        indices += re.findall(rf"\b{name}\[:(-\d+)\]", own[1] if own else "")
-        needed = max((-i if i < 0 else i + 1 for i in map(int, indices)), default=0)
+        indices = [node[2] for node in nodes if isinstance(node, list) and node[:2] == ["at", name]]
+        needed = max((-i if i < 0 else i + 1 for i in indices if isinstance(i, int)), default=0)
+        if own := record.input_shapes.get(name):
+            ends = [n[3] for n in nodes_of(own.tree) if isinstance(n, list) and n[:2] == ["slice", name]]
+            needed = max([needed, *(-end for end in ends if isinstance(end, int))])
         if shape is not None and len(shape) < needed:
             plural = "" if len(shape) == 1 else "s"
             return (

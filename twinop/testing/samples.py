@@ -76,7 +76,7 @@ def torch_dtype(name: str) -> torch.dtype:
 
 def has_derivative(record: OpSpec) -> bool:
     """Whether the op can be differentiated; a backward op need not."""
-    return bool(record.gradient or record.key in SECOND_DERIVATIVES or record.key in DERIVATIVES)
+    return bool(record.gradients or record.key in SECOND_DERIVATIVES or record.key in DERIVATIVES)
 
 
 def run_in_torch(record: OpSpec, sample: Sample) -> tuple[torch.Tensor, ...]:
@@ -143,27 +143,27 @@ def input_shapes(
 def attribute_variants(record: OpSpec, rank: int) -> list[dict[str, Any]]:
     """Returns sets of attributes: each one away from its default, and axes at every dimension."""
     found: list[dict[str, Any]] = [{}]
-    for name, choices in record.attribute_choices.items():
-        default = record.attribute(name)
-        found += [{name: choice} for choice in choices if default is None or choice != default.default]
-    for name, word, rest in record.attribute_limits:
+    for name, choices in record.choices.items():
+        default = getattr(record.attribute(name), "default", None)
+        if isinstance(choices[0], str):
+            found += [{name: choice} for choice in choices if choice != default]
+        else:  # the first ones: a device may not have what the largest tile or block needs
+            found += [{name: choice} for choice in choices[:3]]
+    for name, word, rest in record.limits:
         if word == "of":
             found += [{name: axis} for axis in (*range(-rank, -1), *range(rank))]
-        elif word == "in":
-            # The first ones: a device may not have what the largest tile or block needs.
-            found += [{name: int(choice)} for choice in rest.split("|")[:3]]
-        else:
+        elif word != "in":
             found += [{name: value} for value in _near(record, name, rest)]
     if len(found) > 2:  # and two at once
         found.append(found[1] | found[-1])
     return found
 
 
-def _near(record: OpSpec, name: str, bound: str) -> list[Any]:
+def _near(record: OpSpec, name: str, bound: int | float) -> list[Any]:
     """Returns a number near a bound of an attribute that all its limits allow, if there is one."""
     whole = getattr(record.attribute(name), "kind", "float") == "int"
     steps = (1, -1, 0) if whole else (0.25, -0.25, 2**-10, -(2**-10), 0.0)
-    for value in ((int(bound) if whole else float(bound)) + step for step in steps):
+    for value in ((bound if whole else float(bound)) + step for step in steps):
         try:
             check_attributes(record, {name: value})
         except RecordError:

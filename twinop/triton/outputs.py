@@ -1,14 +1,14 @@
 """Says in the language of records which shapes and dtypes the outputs of traced launchers have."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
 from random import Random
 from typing import Any
 
 from ..aot_kernels.expression import Expression
 from ..errors import BuildError, RecordError
 from ..record.dtypes import ELEMENT_TYPES
-from ..record.op_spec import OpSpec, entries
+from ..record.op_spec import OpSpec
+from ..record.schema_text import entries, parse_shape, redeclared
 from ..record.shapes import evaluate, largest_sizes
 from .recorder import Output
 from .symbols import Call
@@ -46,12 +46,12 @@ def with_dtypes(record: OpSpec, combination: int, traced: Sequence[tuple[Output,
                     f"dtypes={texts[combination]!r} says {expected}"
                 )
             texts[combination] += f" {name}={found[0]}"
-    return replace(record, dtypes="; ".join(texts))
+    return redeclared(record, dtypes="; ".join(texts))
 
 
 def with_shapes(record: OpSpec, traced: Traced, place: str) -> OpSpec:
     """Adds the shapes of the outputs; BuildError: the record names others, or the language has none."""
-    given = entries(record.shapes)
+    given = entries(record.texts.get("shapes", ""))
     found = {}
     for index, name in enumerate(record.outputs):
         if name in record.written:
@@ -67,7 +67,7 @@ def with_shapes(record: OpSpec, traced: Traced, place: str) -> OpSpec:
             )
         found[name] = text
     first = record.inputs[0].name
-    return replace(
+    return redeclared(
         record, shapes="; ".join(f"{name} = {text}" for name, text in found.items() if text != first)
     )
 
@@ -121,6 +121,7 @@ def _text(record: OpSpec, size: Expression, ranks: tuple[int | None, ...], from_
 def _fits(record: OpSpec, text: str, traced: Traced, output: int) -> bool:
     """Whether a text gives the shapes of all traces, for several sizes."""
     random = Random(0)
+    expression = parse_shape(text, {*record.parameters, *record.sizes})
     for ranks, paths in traced.items():
         # Products of all sizes stay below the number of elements that a tensor may have.
         dimensions = max(sum(rank or 0 for rank in ranks), *(len(path[output].shape) for path in paths), 1)
@@ -132,12 +133,12 @@ def _fits(record: OpSpec, text: str, traced: Traced, output: int) -> bool:
             attributes = tuple(random.randrange(2, 9) for _ in record.attributes)
             shapes: dict[str, Any] = dict(zip((entry.name for entry in record.inputs), sizes, strict=True))
             named = dict(zip((entry.name for entry in record.attributes), attributes, strict=True))
-            for name, required in entries(record.input_shapes).items():
+            for name, required in record.input_shapes.items():
                 if shapes[name] is not None:
                     shapes[name] = evaluate(record, required, shapes, named)
             call = Call(tuple(shapes.values()), attributes)
             try:
-                shape = evaluate(record, text, shapes, named | largest_sizes(record, shapes, named))
+                shape = evaluate(record, expression, shapes, named | largest_sizes(record, shapes, named))
                 if any(shape != tuple(map(call.value, path[output].shape)) for path in paths):
                     return False
             except (RecordError, ArithmeticError, IndexError):

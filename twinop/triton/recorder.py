@@ -127,11 +127,12 @@ class Recorder(TorchDispatchMode):
         Raises:
             BuildError: the launcher did not return so many new tensors.
         """
-        count, counted = len(record.outputs) - len(record.written), len(record.size_bounds)
+        count, counted = len(record.outputs) - len(record.written), len(record.sizes)
         returned = returned if returned is not None or count else ()
         returned = tuple(returned) if isinstance(returned, (tuple, list)) else (returned,)
         at = f"{place_of(self.symbols.launcher)}: {self.symbols.launcher.__name__}"
-        said = f" and, behind them, an int64 tensor of {counted} for: {record.sizes}" * bool(counted)
+        text = record.texts.get("sizes")
+        said = f" and, behind them, an int64 tensor of {counted} for: {text}" * bool(counted)
         if len(returned) != count + bool(counted) or not all(
             isinstance(tensor, torch.Tensor) for tensor in returned
         ):

@@ -1,7 +1,6 @@
 """Traces launchers: runs them with symbolic sizes, and makes plans of what they do."""
 
 import itertools
-import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -14,7 +13,7 @@ from ..aot_kernels.expression import Expression, attribute, size, text_is
 from ..aot_kernels.plan import Plan, Pointer, Refuse
 from ..errors import BuildError, RecordError
 from ..libraries.kernel_op import place_of
-from ..record.op_spec import Attribute, OpSpec, entries
+from ..record.op_spec import Attribute, OpSpec
 from ..record.shapes import evaluate
 from .expressions import NotAnExpression
 from .helion import helion_kernels
@@ -122,11 +121,9 @@ def _with_single_tensors(record: OpSpec, count: int) -> OpSpec:
     """Returns the record with so many tensors, xs, xs_1, xs_2, in the place of the list xs."""
     *others, last = record.inputs
     names = [last.name, *(f"{last.name}_{i}" for i in range(1, count))]
-    dtypes = re.sub(
-        rf"\b{last.name} *= *(\w+)", lambda found: " ".join(f"{n}={found[1]}" for n in names), record.dtypes
-    )
+    combinations = tuple(each | dict.fromkeys(names, each[last.name]) for each in record.combinations)
     inputs = (*others, *(replace(last, name=name, repeated=False) for name in names))
-    return replace(record, inputs=inputs, dtypes=dtypes)
+    return replace(record, inputs=inputs, combinations=combinations)
 
 
 @dataclass
@@ -248,7 +245,7 @@ class _Tracer:
                 return recorder.finish(returned, self.record)
 
     def _inputs(self, recorder: Recorder, call: Call, attributes: Mapping[str, Any]) -> list[Any]:
-        dtypes, required = self.record.combinations[self.combination], entries(self.record.input_shapes)
+        dtypes, required = self.record.combinations[self.combination], self.record.input_shapes
         shapes: dict[str, Any] = {
             entry.name: sizes and tuple(recorder.symbols.number(size(index, d)) for d in range(len(sizes)))
             for index, (entry, sizes) in enumerate(zip(self.record.inputs, call.sizes, strict=True))
@@ -311,10 +308,10 @@ def values_of(record: OpSpec, entry: Attribute, given: Mapping[str, Any]) -> Seq
     if entry.kind == "bool":
         return (False, True)
     if entry.kind == "str":
-        if entry.name not in record.attribute_choices:
+        if entry.name not in record.choices:
             raise BuildError(
                 f'{record.name}: {entry.name} is a str; name its values: choices="{entry.name} = a | b"'
             )
-        return record.attribute_choices[entry.name]
+        return record.choices[entry.name]
     start = given.get(entry.name, 1 if entry.default is None else entry.default)
     return (float(start) if entry.kind == "float" else start,)

@@ -24,10 +24,10 @@ inline std::string_view AddActivation(BodyWriter* body, std::string_view value,
 // bias.
 template <class Op, class Multiply>
 const std::string* FinishBody(const CallOf<Op>& call, BodyWriter* body, Multiply&& multiply) {
-  constexpr int kResidual = Op::kRecord.schema.FindInput("residual");
+  constexpr int kResidual = Op::kRecord.FindInput("residual");
   const auto activation = AttributeOf<std::string_view>(call, "activation"_name);
   std::string_view x = body->Input("x");
-  if constexpr (Op::kRecord.schema.FindAttribute("rms_eps") >= 0)
+  if constexpr (Op::kRecord.FindAttribute("rms_eps") >= 0)
     if (const auto eps = AttributeOf<float>(call, "rms_eps"_name); eps > 0)
       x = body->Add("CustomRmsNorm", {x}, FloatAttribute("eps", eps));
   std::string_view y = multiply(x);

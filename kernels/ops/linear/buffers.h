@@ -40,14 +40,14 @@ struct Constants {
 
   static Status Create(const CallOf<Op>& call, std::unique_ptr<Constants>* state) {
     *state = std::make_unique<Constants>();
-    for (std::size_t i = 0; i < Op::kRecord.schema.input_count; ++i)
+    for (std::size_t i = 0; i < Op::kRecord.input_count; ++i)
       (*state)->known[i] = call.inputs[i].present != 0;
     return {};
   }
   static bool HasWeight(const CallOf<Op>& call) {
     const auto* const constants = static_cast<const Constants*>(call.state);
     for (const char* name : {"weight", "scale", "zero"}) {
-      const int i = Op::kRecord.schema.FindInput(name);
+      const int i = Op::kRecord.FindInput(name);
       if (i >= 0 && call.inputs[i].present && (constants == nullptr || !constants->known[i]))
         return false;
     }
@@ -100,7 +100,7 @@ GemmBuffers BuffersOf(const CallOf<Op>& call) {
   buffers.weight = Operand(InputOf(call, "weight"_name), &arena);
   buffers.bias = Operand(InputOf(call, "bias"_name), &arena);
   if (call.outputs != nullptr) buffers.y = Operand(OutputOf(call, "y"_name), &arena);
-  constexpr bool kGated = Op::kRecord.schema.FindInput("residual") < 0;
+  constexpr bool kGated = Op::kRecord.FindInput("residual") < 0;
   if constexpr (!kGated) buffers.residual = Operand(InputOf(call, "residual"_name), &arena);
   if (AttributeOf<float>(call, "rms_eps"_name) > 0)
     buffers.normed = arena.Allocate(sizes.m * sizes.k * size);
@@ -128,7 +128,7 @@ std::int64_t ScratchBytes(const CallOf<Op>& call) {
   const GemmBuffers at = BuffersOf(call);
   bool is_one = false;
 #if defined(TWINOP_WITH_CUDA)
-  constexpr bool kGated = Op::kRecord.schema.FindInput("residual") < 0;
+  constexpr bool kGated = Op::kRecord.FindInput("residual") < 0;
   const auto activation = AttributeOf<std::string_view>(call, "activation"_name);
   if (call.context == nullptr ||
       !IsOneKernel<true>(&call, at, SizesOf(call), InputOf(call, "x"_name).dtype, activation,

@@ -32,7 +32,7 @@ static __global__ void DenseKernel(const Weight weight, typename Weight::Type* d
 // Runs linear, or linear_swiglu, with the weight in dense form.
 template <class Op>
 Status RunDense(const CallOf<Op>& call, const Sizes& sizes, const QuantScratch& at) {
-  constexpr int kResidual = Op::kRecord.schema.FindInput("residual");
+  constexpr int kResidual = Op::kRecord.FindInput("residual");
   const std::int64_t weight_sizes[] = {sizes.n, sizes.k};
   const Tensor& x = InputOf(call, "x"_name);
   Tensor inputs[4] = {x, Tensor(at.dense, weight_sizes, 2, sizes.n * sizes.k, x.dtype),
@@ -55,7 +55,7 @@ Status RunDense(const CallOf<Op>& call, const Sizes& sizes, const QuantScratch& 
 template <class T, int kBits, bool kHasZero, class Op>
 Status RunWith(const CallOf<Op>& call) {
   using Weight = few_rows::Blocks<T, kBits, kHasZero>;
-  constexpr int kResidual = Op::kRecord.schema.FindInput("residual");
+  constexpr int kResidual = Op::kRecord.FindInput("residual");
   constexpr bool kGated = kResidual < 0;
   const Sizes sizes = quantised::SizesOf(call);
   if (sizes.k % few_rows::kSlice != 0)

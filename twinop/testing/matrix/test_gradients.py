@@ -216,7 +216,7 @@ def checked(record: OpSpec, sample: Sample, said: str, check: Callable[[], bool]
 def has_second_derivative(record: OpSpec) -> bool:
     """Returns whether the backward ops in the op's formulas have formulas."""
     by_name = {each.name: each for each in records_under_test().values() if each.domain == record.domain}
-    named = re.findall(r"\w+_backward", record.gradient)
+    named = [n for each in record.gradients for n in re.findall(r"\w+_backward", each.text)]
     return all(has_derivative(by_name[name]) for name in named if name in by_name)
 
 
