@@ -487,7 +487,7 @@ def test_a_limit_of_file_sizes_is_no_defect(command: str, kilobytes: int, tmp_pa
     device = [] if command == "pack" else ["--device", "cpu"]
     limit = f"resource.setrlimit(resource.RLIMIT_FSIZE, ({kilobytes << 10}, {kilobytes << 10}))"
     code = f"import resource, sys\nsys.dont_write_bytecode = True\n{limit}\nfrom twinop.cli import app\napp()"
-    line = [*command.split(), given, "-o", tmp_path / "out", *device]
+    line: list[str | Path] = [*command.split(), given, "-o", tmp_path / "out", *device]
     done = warm_python.run(["-c", code, *line])
     assert done.returncode == 1 and "cannot be written: " in done.stderr, done.stderr
     assert "File too large" in done.stderr and "defect" not in done.stdout + done.stderr
