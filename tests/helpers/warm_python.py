@@ -20,6 +20,7 @@ import threading
 import traceback
 import types
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from typing import Any, TextIO
@@ -135,7 +136,8 @@ def _main() -> None:
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what an import prints is no answer
     for name in IMPORTED:
-        __import__(name)
+        with suppress(ImportError):  # another release has no such module
+            __import__(name)
     del sys.path[0]  # of this file
     gc.freeze()  # what is imported stays: children share its pages
     code = _code_of(_serve(answers)["command"])
