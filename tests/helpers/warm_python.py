@@ -35,9 +35,9 @@ IMPORTED = (
 
 class _Server:
     def __init__(self) -> None:
-        pipe, env = subprocess.PIPE, {name: each for name, each in os.environ.items() if name != "PYTHONPATH"}
+        pipe = subprocess.PIPE
         self.process = subprocess.Popen(
-            [sys.executable, __file__], stdin=pipe, stdout=pipe, text=True, start_new_session=True, env=env
+            [sys.executable, __file__], stdin=pipe, stdout=pipe, text=True, start_new_session=True
         )
         atexit.register(self.end)
 
@@ -138,7 +138,9 @@ def _main() -> None:
     for name in IMPORTED:
         with suppress(ImportError):  # another release has no such module
             __import__(name)
-    del sys.path[0]  # of this file
+    # Packages are those of the tests. A command has the folders of its own PYTHONPATH alone.
+    of_tests = {str(Path(__file__).parent), *os.environ.get("PYTHONPATH", "").split(os.pathsep)}
+    sys.path[:] = [folder for folder in sys.path if folder not in of_tests]
     gc.freeze()  # what is imported stays: children share its pages
     code = _code_of(_serve(answers)["command"])
     threading._shutdown()  # type: ignore[attr-defined]
