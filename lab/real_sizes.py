@@ -37,7 +37,7 @@ from twinop.bench.measurements import Measurements, Output, chosen
 from twinop.cli.console import clear_errors, out
 from twinop.system.memory import tree_bytes
 
-_POLL = 0.05  # seconds
+_POLL = 0.25  # seconds; to look takes 18 ms for each GB
 _DISK_TEST = 1 << 30  # bytes
 _DISK = 0.2  # the bar of all rows, in GB
 _EXPORT = """

@@ -117,7 +117,7 @@ def progress_bar(first: str) -> Iterator[Progress]:
             return Text(_amount(int(task.completed), int(task.total or 0)))
 
     columns = (SpinnerColumn(), TextColumn("{task.description}", markup=False), BarColumn(20), Amount())
-    with Bar(*columns, console=err, transient=True, refresh_per_second=4) as bar:
+    with Bar(*columns, console=err, transient=True, refresh_per_second=2) as bar:
         task = bar.add_task(first, total=None)
 
         def show(step: str, done: int = 0, total: int = 0) -> None:
