@@ -12,31 +12,15 @@ from samples import RECORDS
 from twinop.errors import ExportError
 from twinop.export import DefaultInput, attach_bodies, body
 from twinop.model.bodies import Body
-from twinop.record.op_spec import DOMAIN, OpSpec
+from twinop.record.op_spec import DOMAIN
+from twinop.record.schema_text import record_of
 from twinop.testing.one_node import body_session
-
-
-def make_record(schema: str, **fields: Any) -> OpSpec:
-    """Makes the record of an op by hand, as a Python author would."""
-    name = schema.partition("(")[0]
-    base = {
-        "name": name,
-        "onnx_name": "Custom" + name.title(),
-        "schema": schema,
-        "outputs": ["y"],
-        "devices": ["cpu"],
-    }
-    return OpSpec.from_json(base | {"inputs": [{"name": "x"}], "attributes": []} | fields)
 
 
 def with_body(monkeypatch: pytest.MonkeyPatch, name: str, build: Any, **defaults: DefaultInput) -> None:
     from twinop.model import bodies
 
     monkeypatch.setitem(bodies.BODIES, name, Body(build, defaults))
-
-
-def int_attribute(name: str, default: str | None = None) -> dict[str, str]:
-    return {"name": name, "kind": "int"} | ({"default": default} if default else {})
 
 
 def attach(
@@ -46,7 +30,7 @@ def attach(
 
 
 def test_a_value_needed_in_python_must_be_one_for_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
-    record = make_record("twice(Tensor x, int times=2) -> Tensor", attributes=[int_attribute("times", "2")])
+    record = record_of("twice(Tensor x, int times=2) -> Tensor", DOMAIN)
 
     def twice(op: Any, x: Any, *, times: Any) -> Any:
         for _ in range(times.value):
@@ -64,7 +48,7 @@ def test_a_value_needed_in_python_must_be_one_for_the_model(monkeypatch: pytest.
 
 
 def test_an_attribute_used_as_a_python_value_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    record = make_record("twice(Tensor x, int times=2) -> Tensor", attributes=[int_attribute("times", "2")])
+    record = record_of("twice(Tensor x, int times=2) -> Tensor", DOMAIN)
     with_body(monkeypatch, "twice", lambda op, x, *, times: op.Mul(x, x) if times == 2 else x)
     with pytest.raises(ExportError, match=r"times is used as a Python value.*Write times\.value"):
         attach(f"p = {DOMAIN}.CustomTwice(x)", records={"twice": record})
@@ -72,9 +56,7 @@ def test_an_attribute_used_as_a_python_value_is_refused(monkeypatch: pytest.Monk
 
 def test_mixed_presence_without_a_default(monkeypatch: pytest.MonkeyPatch) -> None:
     """Such nodes call overloads of the function, which IR 10 has; alike nodes need none."""
-    record = make_record(
-        "maybe(Tensor x, Tensor? w=None) -> Tensor", inputs=[{"name": "x"}, {"name": "w", "optional": True}]
-    )
+    record = record_of("maybe(Tensor x, Tensor? w=None) -> Tensor", DOMAIN)
     with_body(monkeypatch, "maybe", lambda op, x, w: op.Identity(x) if w is None else op.Mul(x, w))
     nodes = [f"p = {DOMAIN}.CustomMaybe(x)", f"q = {DOMAIN}.CustomMaybe(x, p)"]
     mixed = attach(*nodes, records={"maybe": record})
@@ -85,10 +67,7 @@ def test_mixed_presence_without_a_default(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_a_body_that_does_not_fit_its_record(monkeypatch: pytest.MonkeyPatch) -> None:
-    record = make_record(
-        "scale(Tensor x, float by=1.0) -> Tensor",
-        attributes=[{"name": "by", "kind": "float", "default": "1.0"}],
-    )
+    record = record_of("scale(Tensor x, float by=1.0) -> Tensor", DOMAIN)
     call = f"p = {DOMAIN}.CustomScale(x)"
     for build, message in (
         (lambda op, x: x, r"does not fit the op scale.*expected def scale\(op, x, \*, by\)"),
@@ -116,7 +95,7 @@ def test_an_op_has_one_body() -> None:
 
 
 def test_an_op_without_body() -> None:
-    record = make_record("plain(Tensor x) -> Tensor")
+    record = record_of("plain(Tensor x) -> Tensor", DOMAIN)
     with pytest.raises(ExportError, match=r"op plain has no function body.*bodies\.py.*bodies=False"):
         attach(f"p = {DOMAIN}.CustomPlain(x)", records={"plain": record})
     model = model_of([f"p = {DOMAIN}.CustomPlain(x)"], "float[N] x")
@@ -155,7 +134,7 @@ def test_empty_list_and_missing_attribute() -> None:
         ExportError, match=r"pads is an empty list, which ONNX Runtime cannot tell from a missing"
     ):
         attach_bodies(model, RECORDS)
-    record = make_record("need(Tensor x, int n) -> Tensor", attributes=[int_attribute("n")])
+    record = record_of("need(Tensor x, int n) -> Tensor", DOMAIN)
     with pytest.raises(ExportError, match=r"attribute n \(int\) is missing and has no default"):
         attach(f"p = {DOMAIN}.CustomNeed(x)", records={"need": record})
 
