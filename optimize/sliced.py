@@ -101,7 +101,10 @@ def _run(
 
 
 def fold_moves(model: ir.Model) -> None:
-    """Computes with large constants what no session needs to: they are read in another order or shape."""
+    """Computes with large constants what no session needs to: they are read in another order or shape.
+
+    Of those that are too large for a session once they are dense, dtypes and integers in blocks are, too.
+    """
     for node in list(model.graph):
         tensor, found = _tensor(node.inputs[0]) if node.inputs else None, None
         if node.domain or tensor is None or not weights.is_large(tensor):
@@ -116,7 +119,9 @@ def fold_moves(model: ir.Model) -> None:
         elif tensor.size * 4 <= MOST_BYTES:
             pass  # a session computes it
         elif node.op_type == "Cast":
-            found = weights.cast(tensor, ir.DataType(g.attribute(node, "to", 1)))
+            dtype = ir.DataType(g.attribute(node, "to", 1))
+            if dtype.is_floating_point() and weights.largest(tensor) <= float(dtype.max):  # else Cast has inf
+                found = weights.cast(tensor, dtype)
         elif node.op_type == "DequantizeLinear":
             given = [found for each in node.inputs if (found := _tensor(each)) is not None]
             if (block := g.attribute(node, "block_size", 0)) and len(given) == len(node.inputs):

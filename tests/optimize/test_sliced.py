@@ -99,6 +99,18 @@ def test_slices_are_the_whole(name: str, small: None, monkeypatch: pytest.Monkey
             np.testing.assert_allclose(joined.astype(np.float32), whole.astype(np.float32), atol=1e-2)
 
 
+def test_a_cast_that_overflows_is_the_session_s(small: None) -> None:
+    """A recipe would clip the numbers."""
+    text = f"(float[B, {K}] x) => (float[B, M] y)"
+    body = "h = Cast<to=10>(w) f = Cast<to=1>(h) y = MatMul(x, f)"
+    model = model_of(f"{text} {{ {body} }}", {"w": normal(K, N, dtype=np.float32) * 1e6})
+    case = {"x": np.ones((1, K), np.float32)}
+    [[expected]] = ort_runs.run(parts(model), None, [case]).outputs
+    [found] = sliced.run(model, [case], None)
+    assert not np.isfinite(expected).all()
+    np.testing.assert_array_equal(found["y"], expected)
+
+
 def test_values_around_a_large_product_are_computed_once(
     small: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
