@@ -107,7 +107,7 @@ Status CpuGraph::Create(const Op& op, const Attribute* attributes, const OrtKern
 
 Status CpuGraph::ReadNode(const OrtKernelInfo* info) {
   const OrtApi* api = op_.api;
-  const OpSpec& schema = *op_.record;
+  const OpSpec& spec = *op_.record;
   TWINOP_RETURN_IF_ORT_ERROR(api, api->GetAllocatorWithDefaultOptions(&allocator_));
   TWINOP_RETURN_IF_ORT_ERROR(api, api->AllocatorGetInfo(allocator_, &memory_));
   OrtSessionOptions* options = nullptr;
@@ -119,7 +119,7 @@ Status CpuGraph::ReadNode(const OrtKernelInfo* info) {
     TWINOP_RETURN_IF_ORT_ERROR(api, api->AddCustomOpDomain(options, op_.domain));
   Message graph, model;
   bool is_decided = true;  // all calls have the same model
-  for (std::size_t i = 0; i < schema.input_count; ++i) {
+  for (std::size_t i = 0; i < spec.input_count; ++i) {
     Tensor& input = inputs_[i];
     const bool has_known_sizes = ReadInput(op_, info, i, sizes_[i], &input);
     if (!input.present) continue;
@@ -127,7 +127,7 @@ Status CpuGraph::ReadNode(const OrtKernelInfo* info) {
       is_decided = is_decided && input.rank > 0;
       continue;
     }
-    has_rows_[i] = i == 0 || schema.BeginsWithRows(i);
+    has_rows_[i] = i == 0 || spec.BeginsWithRows(i);
     if (cut_ == Cut::kRows && !has_rows_[i]) {
       int is_constant = 0;
       const OrtValue* value = nullptr;
@@ -139,9 +139,9 @@ Status CpuGraph::ReadNode(const OrtKernelInfo* info) {
       }
       is_decided = is_decided && has_known_sizes;
     }
-    graph.Add(GraphField::kInput, ValueProto(schema.input(i).name, input.dtype));
+    graph.Add(GraphField::kInput, ValueProto(spec.input(i).name, input.dtype));
   }
-  if (cut_ == Cut::kWhole) graph.Add(GraphField::kNode, NodeOf(*op_.record, inputs_, attributes_));
+  if (cut_ == Cut::kWhole) graph.Add(GraphField::kNode, NodeOf(spec, inputs_, attributes_));
   model.Add(ModelField::kGraph, graph);
   added_ = model.bytes;
   return is_decided ? Find(inputs_, &session_) : Status();
@@ -294,29 +294,29 @@ CpuGraph::Work CpuGraph::Divide(OrtKernelContext* context, const Call& call) con
 // Runs the session on the units [begin, end).
 Status CpuGraph::RunPiece(const Work& work, std::int64_t begin, std::int64_t end) const {
   const OrtApi* api = op_.api;
-  const OpSpec& schema = *op_.record;
+  const OpSpec& spec = *op_.record;
   std::shared_ptr<OrtValue> owned[kMaxArguments], owned_outputs[kMaxOutputs];
   const char *input_names[kMaxArguments], *output_names[kMaxOutputs];
   OrtValue *inputs[kMaxArguments], *outputs[kMaxOutputs] = {};
   std::size_t count = 0;
-  for (std::size_t i = 0; i < schema.input_count; ++i) {
+  for (std::size_t i = 0; i < spec.input_count; ++i) {
     if (!work.call.inputs[i].present || is_constant_[i]) continue;
-    input_names[count] = schema.input(i).name;
+    input_names[count] = spec.input(i).name;
     TWINOP_RETURN_IF_ERROR(FindValue(work, i, begin, end, &inputs[count++], &owned[i]));
   }
-  for (std::size_t i = 0; i < schema.output_count; ++i) {
-    output_names[i] = schema.outputs[i].name;
+  for (std::size_t i = 0; i < spec.output_count; ++i) {
+    output_names[i] = spec.outputs[i].name;
     if (work.call.outputs[i].present)
       TWINOP_RETURN_IF_ERROR(
-          FindValue(work, schema.input_count + i, begin, end, &outputs[i], &owned_outputs[i]));
+          FindValue(work, spec.input_count + i, begin, end, &outputs[i], &owned_outputs[i]));
   }
   OrtStatus* status = api->Run(work.session, nullptr, input_names, inputs, count, output_names,
-                               schema.output_count, outputs);
-  for (std::size_t i = 0; i < schema.output_count; ++i)  // the session makes those without memory
+                               spec.output_count, outputs);
+  for (std::size_t i = 0; i < spec.output_count; ++i)  // the session makes those without memory
     if (!work.call.outputs[i].present) owned_outputs[i].reset(outputs[i], api->ReleaseValue);
   if (status != nullptr) return InBody(TakeError(api, status));
-  if (op_.record->size_count > 0)
-    for (std::size_t i = 0; i < schema.output_count; ++i)
+  if (spec.size_count > 0)
+    for (std::size_t i = 0; i < spec.output_count; ++i)
       TWINOP_RETURN_IF_ERROR(CopyOutput(op_, work.context, i, outputs[i]));
   return {};
 }
@@ -327,19 +327,19 @@ Status CpuGraph::RunPiece(const Work& work, std::int64_t begin, std::int64_t end
 Status CpuGraph::FindValue(const Work& work, std::size_t i, std::int64_t begin, std::int64_t end,
                            OrtValue** value, std::shared_ptr<OrtValue>* owned) const {
   const OrtApi* api = op_.api;
-  const OpSpec& schema = *op_.record;
+  const OpSpec& spec = *op_.record;
   const Tensor* const outputs = work.call.outputs;
-  const bool is_input = i < schema.input_count;
-  const Tensor& tensor = is_input ? work.call.inputs[i] : outputs[i - schema.input_count];
+  const bool is_input = i < spec.input_count;
+  const Tensor& tensor = is_input ? work.call.inputs[i] : outputs[i - spec.input_count];
   const bool is_overwritten =
       is_input && tensor.numel > 0 &&
-      std::any_of(outputs, outputs + schema.output_count,
+      std::any_of(outputs, outputs + spec.output_count,
                   [&](const Tensor& output) { return output.data == tensor.data; });
   if (work.cut == Cut::kWhole && !is_overwritten) {
     TWINOP_RETURN_IF_ORT_ERROR(
         api, is_input
                  ? api->KernelContext_GetInput(work.context, i, const_cast<const OrtValue**>(value))
-                 : api->KernelContext_GetOutput(work.context, i - schema.input_count, tensor.sizes,
+                 : api->KernelContext_GetOutput(work.context, i - spec.input_count, tensor.sizes,
                                                 tensor.rank, value));
     return {};
   }

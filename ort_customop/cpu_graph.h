@@ -29,8 +29,8 @@ class CpuGraph {
   // What the pieces of a call are made of: elements in large calls of elementwise ops, otherwise
   // what twinop_op.row_body says, whose numbers these are.
   enum class Cut { kWhole, kRows, kBatch, kElements };
-  static constexpr std::int64_t kPieceElements =
-      1 << 16;  // their intermediate tensors fit in a cache
+  // The intermediate tensors of so many elements fit in a cache.
+  static constexpr std::int64_t kPieceElements = 1 << 16;
 
   struct Work {
     OrtKernelContext* context;
