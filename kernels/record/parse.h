@@ -16,82 +16,11 @@
 #include <string_view>
 
 #include "twinop/record/op_spec.h"
+#include "twinop/record/parse_shape.h"
 #include "twinop/record/record.h"
+#include "twinop/record/scanner.h"
 
 namespace twinop {
-
-// A cursor over text, for all the small languages of a record.
-class Scanner {
- public:
-  constexpr explicit Scanner(std::string_view text) : text_(text) {}
-
-  constexpr void SkipSpace() {
-    while (position_ < text_.size() && text_[position_] == ' ') ++position_;
-  }
-  constexpr char Peek() {
-    SkipSpace();
-    return position_ < text_.size() ? text_[position_] : '\0';
-  }
-  constexpr bool AtEnd() { return Peek() == '\0'; }
-  constexpr bool Accept(std::string_view token) {
-    SkipSpace();
-    if (text_.substr(position_, token.size()) != token) return false;
-    position_ += token.size();
-    return true;
-  }
-  constexpr void Expect(std::string_view token) {
-    if (!Accept(token)) throw "a record's text does not parse: a token is missing";
-  }
-  static constexpr bool IsDigit(char c) { return c >= '0' && c <= '9'; }
-  static constexpr bool IsWord(char c) {
-    return (c >= 'a' && c <= 'z') || (c >= 'A' && c <= 'Z') || IsDigit(c) || c == '_';
-  }
-  constexpr std::string_view Word() {
-    SkipSpace();
-    std::size_t begin = position_;
-    while (position_ < text_.size() && IsWord(text_[position_])) ++position_;
-    if (begin == position_) throw "a record's text does not parse: a name is missing";
-    return text_.substr(begin, position_ - begin);
-  }
-  constexpr std::int64_t Integer() {
-    SkipSpace();
-    bool negative = Accept("-");
-    std::int64_t value = 0;
-    std::string_view digits = Word();
-    if (digits.size() > 18 || (digits.size() > 1 && digits[0] == '0'))
-      throw "a record's text does not parse: a number is too long or starts with 0";
-    for (char c : digits) {
-      if (!IsDigit(c)) throw "a record's text does not parse: a number is wanted";
-      value = value * 10 + (c - '0');
-    }
-    return negative ? -value : value;
-  }
-  // The text up to one of `stops` outside quotes and brackets, without trailing spaces.
-  constexpr std::string_view Until(std::string_view stops) {
-    SkipSpace();
-    std::size_t begin = position_;
-    int depth = 0;
-    char quote = '\0';
-    for (; position_ < text_.size(); ++position_) {
-      char c = text_[position_];
-      if (quote != '\0') {
-        if (c == quote) quote = '\0';
-        continue;
-      }
-      if (depth == 0 && stops.find(c) != std::string_view::npos) break;
-      if (c == '"' || c == '\'') quote = c;
-      if (c == '[' || c == '(') ++depth;
-      if (c == ']' || c == ')') --depth;
-    }
-    std::size_t end = position_;
-    while (end > begin && text_[end - 1] == ' ') --end;
-    return text_.substr(begin, end - begin);
-  }
-
- private:
-  std::string_view text_;
-  std::size_t position_ = 0;
-};
 
 constexpr Kind ParseKind(Scanner& scan, char* alias) {
   std::string_view word = scan.Word();
@@ -114,8 +43,6 @@ constexpr Kind ParseKind(Scanner& scan, char* alias) {
   if (word == "str") return Kind::kString;
   throw "a schema's argument is not Tensor, Tensor?, Tensor[], int, float, bool, str or int[]";
 }
-
-constexpr twinop_text Text(std::string_view text) { return {text.data(), text.size()}; }
 
 // Reads a decimal number. It is exact up to 10^22, and beyond that as far as fp32 shows it.
 constexpr bool ReadFloat(std::string_view text, double* value) {
@@ -198,172 +125,6 @@ constexpr void SetName(char (&to)[TWINOP_MAX_NAME], std::string_view name,
   for (char c : name) to[size++] = c;
   for (char c : suffix) to[size++] = c;
 }
-
-// Parses one shape expression (shape.h). Returns its root.
-class ShapeParser {
- public:
-  // `own` is the input whose required shape this is, or -1. `size_count` sizes that come from the
-  // data may occur.
-  constexpr ShapeParser(std::string_view text, OpSpec* op, int own = kNone,
-                        std::size_t size_count = 0)
-      : scan_(text), op_(*op), own_(own), size_count_(size_count) {}
-
-  constexpr int Parse() {
-    const int root = ParseShape();
-    if (!scan_.AtEnd()) throw "a shape expression goes on after its end";
-    return root;
-  }
-
-  // A size, as the shape that has only this one.
-  constexpr int ParseSize() {
-    const int size = ParseInt();
-    if (!scan_.AtEnd()) throw "a size expression goes on after its end";
-    const int end = Add(TWINOP_LIST);
-    return Add(TWINOP_LIST, -1, size, end);
-  }
-
- private:
-  constexpr int ParseShape() {
-    int result = ParseTerm();
-    while (scan_.Accept("+")) {
-      const int more = ParseTerm();
-      result = Add(TWINOP_CONCAT, -1, result, more);
-    }
-    return result;
-  }
-
-  constexpr int ParseTerm() {
-    if (scan_.Accept("(")) {
-      const int result = ParseShape();
-      scan_.Expect(")");
-      return result;
-    }
-    if (scan_.Accept("[")) return ParseList();
-    const std::string_view name = scan_.Word();
-    if (name == "broadcast") {
-      scan_.Expect("(");
-      const int a = ParseShape();
-      scan_.Expect(",");
-      const int b = ParseShape();
-      scan_.Expect(")");
-      return Add(TWINOP_BROADCAST, -1, a, b);
-    }
-    const int input = Input(name);
-    if (!scan_.Accept("[")) return Add(TWINOP_SHAPE, input);
-    const int begin = scan_.Peek() == ':' ? kNone : ParseInt();
-    scan_.Expect(":");
-    const int end = scan_.Peek() == ']' ? kNone : ParseInt();
-    scan_.Expect("]");
-    // `x[:-2] + ...` as the shape of x itself needs two dimensions.
-    const bool needs = input == own_ && end != kNone && op_.nodes[end].operation == TWINOP_NUMBER;
-    const std::int64_t needed = needs && op_.nodes[end].value < 0 ? -op_.nodes[end].value : 0;
-    return Add(TWINOP_SLICE, input, begin, end, needed);
-  }
-
-  constexpr int ParseList() {
-    if (scan_.Accept("]")) return Add(TWINOP_LIST);
-    const int size = ParseInt();
-    if (scan_.Peek() != ']') scan_.Expect(",");
-    const int rest = ParseList();
-    return Add(TWINOP_LIST, -1, size, rest);
-  }
-
-  constexpr int ParseInt() {
-    const int result = ParseSum();
-    if (!scan_.Accept("if")) return result;
-    const int index = op_.FindAttribute(scan_.Word());
-    if (index == OpSpec::kNotFound || op_.attribute(index).kind != Kind::kString)
-      throw "a shape expression compares what is no str attribute";
-    scan_.Expect("==");
-    scan_.Expect("\"");
-    const std::string_view text = scan_.Word();
-    scan_.Expect("\"");
-    scan_.Expect("else");
-    const int other = ParseInt();
-    return Add(TWINOP_IF, index, result, other, 0, text);
-  }
-
-  // Products of atoms, or sums of products.
-  constexpr int ParseSum(bool is_product = false) {
-    int result = is_product ? ParseAtom() : ParseSum(true);
-    for (;;) {
-      const int sign = is_product          ? scan_.Accept("*")    ? TWINOP_MULTIPLY
-                                             : scan_.Accept("//") ? TWINOP_DIVIDE
-                                                                  : kNone
-                       : scan_.Accept("+") ? TWINOP_ADD
-                       : scan_.Accept("-") ? TWINOP_SUBTRACT
-                                           : kNone;
-      if (sign == kNone) return result;
-      const int more = is_product ? ParseAtom() : ParseSum(true);
-      result = Add(sign, -1, result, more);
-    }
-  }
-
-  constexpr int ParseAtom() {
-    if (scan_.Accept("(")) {
-      const int result = ParseInt();
-      scan_.Expect(")");
-      return result;
-    }
-    if (scan_.Accept("-")) {
-      if (Scanner::IsDigit(scan_.Peek())) return Number(-scan_.Integer());
-      const int zero = Number(0), atom = ParseAtom();
-      return Add(TWINOP_SUBTRACT, -1, zero, atom);
-    }
-    if (Scanner::IsDigit(scan_.Peek())) return Number(scan_.Integer());
-    const std::string_view name = scan_.Word();
-    if (name == "len" || name == "numel") {
-      scan_.Expect("(");
-      const int shape = ParseShape();
-      scan_.Expect(")");
-      return Add(name == "len" ? TWINOP_LEN : TWINOP_NUMEL, -1, shape);
-    }
-    if (const int index = OpSpec::Find(op_.sizes, size_count_, name); index != OpSpec::kNotFound)
-      return Add(TWINOP_SIZE, index);
-    if (const int index = op_.FindAttribute(name); index != OpSpec::kNotFound) {
-      const Kind kind = op_.attribute(index).kind;
-      if (kind == Kind::kInt || kind == Kind::kBool) return Add(TWINOP_ATTRIBUTE, index);
-      if (kind != Kind::kIntList)
-        throw "a shape expression names an attribute that is no int, bool or int[]";
-      const int entry = ParseIndex();
-      return Add(TWINOP_ENTRY, index, entry);
-    }
-    const int input = Input(name), axis = ParseIndex();
-    const std::int64_t i = op_.nodes[axis].operation == TWINOP_NUMBER ? op_.nodes[axis].value : -1;
-    const bool is_number = op_.nodes[axis].operation == TWINOP_NUMBER;
-    return Add(TWINOP_DIMENSION, input, axis, kNone, !is_number ? 0 : i < 0 ? -i : i + 1);
-  }
-
-  constexpr int ParseIndex() {
-    scan_.Expect("[");
-    const int index = ParseInt();
-    scan_.Expect("]");
-    return index;
-  }
-
-  constexpr int Number(std::int64_t value) { return Add(TWINOP_NUMBER, -1, kNone, kNone, value); }
-
-  constexpr int Add(int operation, int index = kNone, int a = kNone, int b = kNone,
-                    std::int64_t value = 0, std::string_view text = {}) {
-    if (op_.node_count == TWINOP_MAX_NODES) throw "the shapes of a record are too long";
-    const auto link = [](int at) { return static_cast<std::int8_t>(at); };
-    op_.nodes[op_.node_count] = {link(operation), link(index), link(a), link(b), value, Text(text)};
-    return static_cast<int>(op_.node_count++);
-  }
-
-  constexpr int Input(std::string_view name) const {
-    const int index = op_.FindInput(name);
-    if (index == OpSpec::kNotFound)
-      throw "a shape expression names no input or attribute of its op, and no size of .sizes before it";
-    return index;
-  }
-
-  static constexpr int kNone = -1;
-  Scanner scan_;
-  OpSpec& op_;
-  int own_;
-  std::size_t size_count_;
-};
 
 // Calls set(index, value) for each entry of "y = x; s = x[:-1]". `find` gives the index of a name.
 template <class Find, class Set>
@@ -581,13 +342,11 @@ class Parser {
           op_.outputs[i].shape_text = Text(text);
           op_.outputs[i].shape = ShapeParser(text, &op_, -1, op_.size_count).Parse();
         });
-    for (std::size_t i = 0; i < op_.output_count; ++i)
-      if (op_.outputs[i].shape < 0)
-        op_.outputs[i].shape =
-            ShapeParser(
-                i < op_.returned_count ? op_.input(0).name : op_.input(op_.WrittenInput(i)).name,
-                &op_)
-                .Parse();
+    for (std::size_t i = 0; i < op_.output_count; ++i) {
+      if (op_.outputs[i].shape >= 0) continue;
+      const int like = i < op_.returned_count ? 0 : op_.WrittenInput(i);
+      op_.outputs[i].shape = ShapeParser(op_.input(like).name, &op_).Parse();
+    }
     ReadEntries(
         record_.input_shapes_text, [&](std::string_view name) { return op_.FindInput(name); },
         [&](int i, std::string_view text) {

@@ -23,7 +23,7 @@ def test_no_source_of_an_adapter_includes_the_parser(source: Path) -> None:
     command = [compiler(), "-std=c++17", f"-I{ROOT}", f"-I{ROOT}/twinop/include", "-MM", "-MG", str(source)]
     found = subprocess.run(command, text=True, capture_output=True, check=True).stdout
     assert "twinop/record/op_spec.h" in found
-    assert not re.findall(r"record/(?:parse|record|json|registry)\.h", found)
+    assert not re.findall(r"record/(?:parse|parse_shape|scanner|record|json|registry)\.h", found)
 
 
 def test_no_object_has_code_of_the_parser() -> None:
