@@ -134,17 +134,22 @@ def _normalize(call: Call) -> None:
 def _omit_outputs(record: OpSpec, calls: Sequence[Call], function: ir.Function) -> None:
     """Removes optional outputs at the end that no node's reader reads: then the kernel does not write them.
 
-    Where one node has readers, all keep the output: the callers of a function name all of its outputs.
+    Where one node has readers, all keep the output: the callers of a function name its last one. Others
+    before it that nothing reads have no name.
     """
-    for name in reversed(record.outputs):
-        last = [call.node.outputs[-1] for call in calls]
-        if name not in record.optional_outputs or any(
-            value.uses() or value.is_graph_output() for value in last
-        ):
-            break
+
+    def is_read(index: int) -> list[bool]:
+        values = [call.node.outputs[index] for call in calls]
+        return [bool(value.uses()) or value.is_graph_output() for value in values]
+
+    while record.outputs[len(function.outputs) - 1] in record.optional_outputs and not any(is_read(-1)):
         for call in calls:
             call.node.resize_outputs(len(call.node.outputs) - 1)
         function.outputs.pop()
+    for index, name in enumerate(record.outputs[: len(function.outputs) - 1]):
+        for call, has_reader in zip(calls, is_read(index), strict=True):
+            if name in record.optional_outputs and not has_reader:
+                call.node.outputs[index].name = ""
 
 
 def _by_inputs(calls: Sequence[Call]) -> dict[str, list[Call]]:

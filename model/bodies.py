@@ -395,8 +395,7 @@ def ada_layer_norm(op, x, scale, shift, *, eps):
 
 @body(defaults={"weight": DefaultInput(lambda attributes: 1 - attributes["offset"], "axis")})
 def rms_norm(op, x, weight, *, axis, eps, offset):
-    normal = _divide_by_rms(op, x, _trailing_axes(op, x, axis), eps)
-    return _affine(op, normal, None if weight is None else op.Add(weight, op.CastLike(offset, weight)))
+    return _rms_normed(op, x, _trailing_axes(op, x, axis), weight, None, eps, offset)
 
 
 @body(defaults={"bias": DefaultInput(0)})
@@ -417,8 +416,7 @@ def embed_layer_norm(op, table, ids, rows, weight, bias, *, eps):
 @body(defaults={"bias": DefaultInput(0)})
 def add_rms_norm(op, x, residual, weight, bias, *, eps, offset):
     total = op.rounded(op.Add(x, residual), x)
-    weight = op.Add(weight, op.CastLike(offset, weight))
-    return _affine(op, _divide_by_rms(op, total, [-1], eps), weight, bias), total
+    return _rms_normed(op, total, [-1], weight, bias, eps, offset), total
 
 
 def _trailing_axes(op, x, axis):
@@ -431,6 +429,11 @@ def _layer_normed(op, x, axes, weight, bias, eps):
     return _affine(op, _divide_by_rms(op, centred, axes, eps), weight, bias)
 
 
+def _rms_normed(op, x, axes, weight, bias, eps, offset):
+    weight = None if weight is None else op.Add(weight, op.CastLike(offset, weight))
+    return _affine(op, _divide_by_rms(op, x, axes, eps), weight, bias)
+
+
 def _divide_by_rms(op, x, axes, eps):
     return op.Div(x, op.Sqrt(op.Add(op.ReduceMean(op.Mul(x, x), axes), eps)))
 
@@ -438,3 +441,58 @@ def _divide_by_rms(op, x, axes, eps):
 def _affine(op, x, weight=None, bias=None):
     y = x if weight is None else op.Mul(x, weight)
     return y if bias is None else op.Add(y, bias)
+
+
+# ------------------------------------------------------------------------------ matmuls in 8 bits
+
+
+@body
+def quantize_rows(op, x):
+    largest = op.ReduceMax(op.Abs(x), [-1])
+    scale = op.Div(op.Max(largest, 2.0**-60), 448.0)  # e4m3 ends at 448, and the cast of q saturates there
+    # ONNX Runtime makes x / scale of x (1 / scale), which has other bits; the halves are exact.
+    q = op.Mul(op.Mul(x, 0.5), op.Div(2.0, scale))
+    return q, op.Gather(scale, op.Constant(value_int=0), axis=-1)  # of 0 rows ReduceMax keeps the columns
+
+
+def _quantized(op, x, y, *others):
+    """Rounds y to the type of x, and puts its rows in 8 bits and their scales before it."""
+    y = op.rounded(y, x)
+    return *quantize_rows(op, y), y, *others
+
+
+@body(defaults={"weight": DefaultInput(1), "bias": DefaultInput(0)})
+def layer_norm_fp8(op, x, weight, bias, *, eps):
+    return _quantized(op, x, _layer_normed(op, x, [-1], weight, bias, eps))
+
+
+@body(defaults={"bias": DefaultInput(0)})
+def add_layer_norm_fp8(op, x, residual, weight, bias, *, eps):
+    return _quantized(op, x, *add_layer_norm(op, x, residual, weight, bias, eps=eps))
+
+
+@body(defaults={"weight": DefaultInput(lambda attributes: 1 - attributes["offset"])})
+def rms_norm_fp8(op, x, weight, *, eps, offset):
+    return _quantized(op, x, _rms_normed(op, x, [-1], weight, None, eps, offset))
+
+
+@body(defaults={"bias": DefaultInput(0)})
+def add_rms_norm_fp8(op, x, residual, weight, bias, *, eps, offset):
+    return _quantized(op, x, *add_rms_norm(op, x, residual, weight, bias, eps=eps, offset=offset))
+
+
+@body
+def gelu_fp8(op, x, *, approximate):
+    return _quantized(op, x, gelu(op, x, approximate=approximate))
+
+
+@body
+def swiglu_packed_fp8(op, x):
+    return _quantized(op, x, swiglu_packed(op, x))
+
+
+@body
+def linear_fp8(op, x, x_scale, weight, weight_scale, bias, residual, *, activation):
+    product = op.MatMul(x, op.Transpose(weight, perm=[1, 0]))
+    y = op.Mul(op.Mul(product, op.Unsqueeze(x_scale, [-1])), weight_scale)
+    return _activated(op, op.Add(y, bias), residual, activation)
