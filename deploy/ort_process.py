@@ -102,6 +102,12 @@ class Server:
             raise value
         return answers
 
+    def start(self) -> None:
+        """Starts the process now, so that the first call need not wait for its imports."""
+        with self._lock:
+            if python_child.executable():
+                self._started()
+
     def _started(self) -> "subprocess.Popen[bytes]":
         if self.process is None or self._owner != os.getpid() or self.process.poll() is not None:
             self._owner = os.getpid()
@@ -158,7 +164,7 @@ def serve(parent: int) -> None:
 
     onnx.defs.has("Relu")  # makes the table of operators
     with suppress(LibraryError):  # the copy and the records serve each run, as long as the file is the same
-        read_library(own := find_library("custom_ops"), copied(own).path)
+        read_library(own := find_library("custom_ops").resolve(), copied(own).path)
 
     answers, server = os.fdopen(os.dup(1), "wb"), os.getpid()
     os.dup2(2, 1)  # keeps what models and ONNX Runtime print out of the answers
@@ -177,6 +183,7 @@ def serve(parent: int) -> None:
                 traceback.print_exc()
             finally:
                 os._exit(1)  # never an ordinary exit: there ONNX Runtime waits for threads that a fork lacks
+        del call  # its arrays; the fork has them
         status = os.waitstatus_to_exitcode(os.waitpid(forked, 0)[1])
         if status != 0:  # perhaps in the middle of an answer, so the next call needs another pipe
             os._exit(status if status > 0 else 128 - status)

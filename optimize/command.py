@@ -1,5 +1,6 @@
 """Implements the command `twinop optimize`. Heavy imports wait until the options have been read."""
 
+import gc
 import inspect
 from dataclasses import dataclass
 from pathlib import Path
@@ -118,6 +119,7 @@ def main(**given: Any) -> None:
 
       twinop optimize genai_model/ -o fast/
     """
+    gc.set_threshold(20_000)  # graphs are many small objects: looking through them so often took 5 %
     asked = vars(Options(**given))
     source, output = asked.pop("source"), asked.pop("output")
     asked |= {name: asked[name] or () for name in ("without", "replace")}

@@ -1,7 +1,7 @@
 """Compares forms of a model, or of a part of it, with the original: in fp32, and in 16 bits."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from math import inf
 
@@ -63,6 +63,7 @@ class Comparison:
         Raises:
             NotEquivalent: it fails, or the error is too large.
         """
+        assert not self.is_forgotten
         self.last = result
         may_skip = bool(self.reference.note)  # else a rewrite is the cause
         try:
@@ -75,7 +76,17 @@ class Comparison:
         self.found, self.note, self.source.registered = (
             answer.outputs, answer.note, answer.libraries or self.source.registered,
         )  # fmt: skip
-        return self.reference.check(self.reference.errors(self.found), self.noise, dtype)
+        error = self.reference.check(self.reference.errors(self.found), self.noise, dtype)
+        self.found = []  # only `cause` reads it
+        return error
+
+    def forget(self) -> None:
+        """Frees the inputs and outputs; `is_forgotten` then."""
+        self.reference = replace(self.reference, cases=[], outputs=[], edge=[])
+
+    @property
+    def is_forgotten(self) -> bool:
+        return not self.reference.cases
 
     def cause(self, reason: equivalence.NotEquivalent) -> str:
         """Returns why the form that ran last differs: a defect of twinop where nothing else is."""

@@ -107,6 +107,8 @@ def relative_error(expected: Any, found: Any, typical: float = 0.0) -> float:
     if not np.array_equal(a[~finite], b[~finite], equal_nan=True) or not np.isfinite(b[finite]).all():
         return inf
     a, b = a[finite], b[finite]
+    if np.abs(a).max(initial=0.0) < _LARGE:
+        return _norm_error(a, b, typical)
     large = np.abs(a) >= max(_LARGE, _TIMES_TYPICAL * _typical(a))
     return max(_norm_error(a[part], b[part], typical) for part in (large, ~large))
 

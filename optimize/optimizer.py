@@ -12,7 +12,7 @@ from onnx_ir.passes.common import CommonSubexpressionEliminationPass, LiftConsta
 
 from twinop import deploy
 from twinop.deploy.cuda import has_gpu, unavailable_reasons
-from twinop.deploy.ort_process import time_limit
+from twinop.deploy.ort_process import SERVER, time_limit
 from twinop.deploy.tensor_specs import RIGHT_PADDED
 from twinop.errors import ExportError, option
 from twinop.model.calls import paths_in_use
@@ -107,6 +107,7 @@ def _optimized(
 ) -> OptimizeReport:
     with time_limit(timeout), silent_loggers():
         progress("reading the model")
+        SERVER.start()  # it imports ONNX Runtime meanwhile
         read = read_source(source, target, options)
         verifier = Verifier(read, partial(_rewritten, read, progress), progress)
         needs = estimate(read.loaded, read.report.path, read.report.dtype if options.dtype else "")

@@ -152,17 +152,24 @@ class Verifier:
         cases = {name: reference.cases[0] | case for name, case in of_size_1.items()}
         return Comparison(source, model, form, reference, cases, part)
 
-    def _comparison_of(self, segments: Sequence[Segment]) -> Comparison | None:
-        """Returns the comparison of the last one of segments; None where the original does not run.
+    def _comparison_of(self, segments: Sequence[Segment], again: bool = True) -> Comparison | None:
+        """Returns the comparison of the last one of segments, by default of the whole model.
 
         It takes generated inputs. Where these belong together, so that it does not run on them, or has
-        nothing to compare, it takes what the segments before return for inputs of the whole model.
+        nothing to compare, it takes what the segments before return for inputs of the whole model. It returns
+        None where the original does not run: `stream` tries other inputs.
+
+        Args:
+            again: whether to make it again if it was forgotten.
         """
+        if not segments:
+            return self.whole
         source, segment = self.source, segments[-1]
         part, computed = _part_of_both(source.original, segment)
         key = (*part.inputs, "", *part.outputs)
-        if key in self.comparisons:
-            return self.comparisons[key]
+        known = self.comparisons.get(key)
+        if known is not None and not (again and known.is_forgotten):
+            return known
         self.progress(f"running the original: {segment.name}")
         model = extract(source.original, Part(part.inputs, [*part.outputs, *computed]))
         form, padding = source.form(model.clone()), source.options.padding
@@ -179,6 +186,7 @@ class Verifier:
             try:
                 found, _ = self._reference(chain, extract(source.original, Part([], names)))
             except (TwinopError, NotRunnable):
+                source.report.add_note(f"{segment.name}: compared on typical inputs only")
                 return None
         count = len(part.outputs)
         cases = [
@@ -191,28 +199,22 @@ class Verifier:
         self.comparisons[key] = self._comparison(model, source.form(model.clone()), found, part)
         return self.comparisons[key]
 
-    def _pairs(
+    def _kinds(
         self, result: ir.Model, segments: Sequence[Segment], unknown: Sequence[str] = ()
-    ) -> Iterator[tuple[Segment | None, Comparison, ir.Model]]:
-        """Yields one segment of each kind, None for a whole model, its comparison and its part.
+    ) -> Iterator[tuple[Sequence[Segment], ir.Model]]:
+        """Yields the segments up to one of each kind, none of a whole model, and the part of the last one.
 
         Args:
             unknown: weights whose segments are all compared.
         """
         if self.whole is not None:
-            yield None, self.whole, result.clone()
-            return
+            yield [], result.clone()
         kinds = set[str]()
         for index, segment in enumerate(segments):
             part = extract(result, segment.result)
-            if segment.kind in kinds and part.graph.initializers.keys().isdisjoint(unknown):
-                continue
-            kinds.add(segment.kind)
-            comparison = self._comparison_of(segments[: index + 1])
-            if comparison is not None:
-                yield segment, comparison, part
-            else:  # `stream` tries other inputs
-                self.source.report.add_note(f"{segment.name}: compared on typical inputs only")
+            if segment.kind not in kinds or not part.graph.initializers.keys().isdisjoint(unknown):
+                kinds.add(segment.kind)
+                yield segments[: index + 1], part
 
     # ------------------------------------------------------------------------------ the form in fp32
 
@@ -237,18 +239,22 @@ class Verifier:
         """Returns the error of a form in fp32; raises NotEquivalent if it fails, or that is too large."""
         self.failed, largest, model = None, 0.0, context.model
         segments = [] if self.whole else cut(self.source.loaded, model)
-        for segment, comparison, part in self._pairs(model, segments):
-            error = self.accepted.get(segment.kind) if segment else None
+        for before, part in self._kinds(model, segments):
+            kind, label = (before[-1].kind, before[-1].name) if before else ("", "")
+            error = self.accepted.get(kind)
             if error is None:
-                label = segment.name if segment else ""
+                if (comparison := self._comparison_of(before)) is None:
+                    continue
                 self.progress(f"comparing with the original{label and ': '}{label}")
                 try:
                     error = comparison.check(self.source.form(part))
                 except equivalence.NotEquivalent as reason:
                     self.failed = comparison
                     raise reason.within(label) from reason
-                if segment:
-                    self.accepted[segment.kind] = error
+                if before:
+                    self.accepted[kind] = error
+                    if self.source.dtype is ir.DataType.FLOAT:
+                        comparison.forget()
             largest = max(largest, error)
         return largest
 
@@ -327,11 +333,12 @@ class Verifier:
             original = source.finished(source.loaded.clone())
             segments = cut(original, written)
             unknown = check_weights(original, written, segments, self.progress)
-        pairs = [*self._pairs(written, segments, unknown)]
         narrow = self._original_in_16_bits() if source.dtype is not ir.DataType.FLOAT else None
-        errors = list[float]()
-        for segment, comparison, part in pairs:
-            label = segment.name if segment else ""
+        errors, count = list[float](), 0
+        for before, part in self._kinds(written, segments, unknown):
+            if (comparison := self._comparison_of(before, narrow is not None)) is None:
+                continue
+            label, count = before[-1].name if before else "", count + 1
             self.progress(f"comparing what was written{label and ': '}{label}")
             form = form_of(part)
             if not label and not source.is_changed:
@@ -345,11 +352,13 @@ class Verifier:
                 raise reason.within(label) from reason
             if note := comparison.note:
                 report.add_note(note if narrow is not None else f"the new file: {note}")
+            if before:
+                comparison.forget()
         report.error = max(errors, default=report.error)
         if segments:
             self._run_segments(segments, original, written)
             report.compared = {
-                "kinds of segments with generated and edge inputs": len(pairs),
+                "kinds of segments with generated and edge inputs": count,
                 "segments on a prompt and a step" if decoders.run_sizes(original) else "segments": len(
                     segments
                 ),
