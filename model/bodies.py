@@ -448,7 +448,8 @@ def _affine(op, x, weight=None, bias=None):
 
 @body
 def quantize_rows(op, x):
-    largest = op.ReduceMax(op.Abs(x), [-1])
+    is_nan = op.ReduceMax(op.Cast(op.IsNaN(x), to=1), [-1])  # that of x may pass over NaN
+    largest = op.Where(op.Greater(is_nan, 0), math.nan, op.ReduceMax(op.Abs(x), [-1]))
     scale = op.Div(op.Max(largest, 2.0**-60), 448.0)  # e4m3 ends at 448, and the cast of q saturates there
     # ONNX Runtime makes x / scale of x (1 / scale), which has other bits; the halves are exact.
     q = op.Mul(op.Mul(x, 0.5), op.Div(2.0, scale))

@@ -1,5 +1,6 @@
 """The bodies of the ops that quantise to 8 bits, and of the matmul that reads them, against NumPy."""
 
+import itertools
 from typing import Any
 
 import ml_dtypes
@@ -7,51 +8,19 @@ import numpy as np
 import pytest
 import torch
 from export_models import model_of
-from samples import RECORDS
+from fp8_records import RECORDS
 
 from twinop.export import attach_bodies
-from twinop.record.dtypes import to_array
+from twinop.record.dtypes import to_array, to_tensor
 from twinop.record.op_spec import DOMAIN
-from twinop.record.schema_text import record_of
 from twinop.testing.one_node import body_session
 
-_Q = "q=float8_e4m3fn scale=float32"
-_W = "x=float8_e4m3fn x_scale=float32 weight=float8_e4m3fn weight_scale=float32"
-_NORM = "(Tensor q, Tensor scale, Tensor y)"
-_SUM = "(Tensor q, Tensor scale, Tensor y, Tensor sum)"
-_ADDED = "Tensor x, Tensor residual, Tensor weight, Tensor? bias=None"
-_RECORDS = dict(RECORDS)
-for _schema in (
-    "quantize_rows(Tensor x) -> (Tensor q, Tensor scale)",
-    f"layer_norm_fp8(Tensor x, Tensor? weight=None, Tensor? bias=None, float eps=1e-5) -> {_NORM}",
-    f"add_layer_norm_fp8({_ADDED}, float eps=1e-5) -> {_SUM}",
-    f"rms_norm_fp8(Tensor x, Tensor? weight=None, float eps=1e-6, int offset=0) -> {_NORM}",
-    f"add_rms_norm_fp8({_ADDED}, float eps=1e-6, int offset=0) -> {_SUM}",
-    f'gelu_fp8(Tensor x, str approximate="none") -> {_NORM}',
-    f"swiglu_packed_fp8(Tensor x) -> {_NORM}",
-):
-    _made = record_of(
-        _schema,
-        DOMAIN,
-        dtypes=f"float16 {_Q}; bfloat16 {_Q}",
-        memory="; ".join(f"{name} = optional" for name in ("y", "sum") if f"Tensor {name}" in _schema),
-    )
-    _RECORDS.setdefault(_made.name, _made)
-_RECORDS.setdefault(
-    "linear_fp8",
-    record_of(
-        "linear_fp8(Tensor x, Tensor x_scale, Tensor weight, Tensor weight_scale, Tensor bias, "
-        'Tensor? residual=None, str activation="none") -> Tensor',
-        DOMAIN,
-        dtypes=f"float16 {_W}; bfloat16 {_W}",
-    ),
-)
 each_dtype = pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=["fp16", "bf16"])
 
 
 def run(nodes: list[str], inputs: str, **given: Any) -> dict[str, np.ndarray]:
     """Runs nodes without the library, on their function bodies."""
-    model = attach_bodies(model_of(nodes, inputs), _RECORDS)
+    model = attach_bodies(model_of(nodes, inputs), RECORDS)
     return {name: to_array(each) for name, each in body_session(model).run(given).items()}
 
 
@@ -121,7 +90,7 @@ def test_rows_of_zeros_of_nothing_and_of_what_is_no_number() -> None:
     with np.errstate(invalid="ignore"):
         wide = found["q"].astype(np.float32) * found["s"][:, None]
     assert np.array_equal(found["s"][[0, 4]], np.float32([2.0**-60 / 448] * 2)) and not wide[0].any()
-    assert np.isnan(wide[1]).any() and np.isnan(wide[2]).any()
+    assert np.isnan(wide[1]).all() and np.isnan(found["s"][1]) and np.isnan(wide[2]).all()
     assert np.allclose(wide[3], 3e38, rtol=0.01) and found["q"][4, 0] == 448 * 1e-30 // 2.0**-60
     empty = run(node, "bfloat16[N, 32] x", x=x[:0])
     assert empty["q"].shape == (0, 32) and empty["s"].shape == (0,)
@@ -168,7 +137,30 @@ def test_an_output_that_nothing_reads_has_no_name() -> None:
     kept = [each for each in model.graph.output if each.name in "qspvu"]
     del model.graph.output[:]
     model.graph.output.extend(kept)
-    attached = attach_bodies(model, _RECORDS)
+    attached = attach_bodies(model, RECORDS)
     assert [list(each.output) for each in attached.graph.node] == [list("qsyt"), ["p", "v", "", "u"]]
     x = torch.randn(3, 16).half()
     assert list(body_session(attached).run({"x": x, "r": x, "w": x[0]})) == list("qspvu")
+
+
+def test_tokens_and_channels_of_other_magnitudes() -> None:
+    """All tokens and channels keep an error of about 4 %; one scale for a tensor loses the small ones."""
+    rng = np.random.default_rng(0)
+    gains = np.where(np.arange(256) % 64, 1, 6)
+    x = rng.standard_normal((32, 256)) * gains * 10.0 ** np.repeat([0, -4], 16)[:, None]
+    x = x.astype(ml_dtypes.bfloat16)
+    w = (rng.standard_normal((64, 256)) * 10.0 ** np.repeat([0, -3], 32)[:, None]).astype(np.float32)
+    nodes = [f"q, s = {DOMAIN}.CustomQuantizeRows (x)", f"y = {DOMAIN}.CustomLinearFp8 (q, s, w, v, b)"]
+    inputs = "bfloat16[M, 256] x, float8e4m3fn[64, 256] w, float[64] v, bfloat16[64] b"
+    p, v = quantized(w)
+    given = {"x": to_tensor(x), "w": to_tensor(p), "v": torch.from_numpy(v)}
+    each = run(nodes, inputs, **given, b=torch.zeros(64).bfloat16())["y"].astype(float)
+
+    def of_a_tensor(array: np.ndarray) -> np.ndarray:
+        q, scale = quantized(array.reshape(1, -1))
+        return (q.astype(float) * scale).reshape(array.shape)
+
+    exact, one = x.astype(float) @ w.T.astype(float), of_a_tensor(x) @ of_a_tensor(w).T
+    for i, j in itertools.product((slice(16), slice(16, 32)), (slice(32), slice(32, 64))):
+        errors = [np.linalg.norm((y - exact)[i, j]) / np.linalg.norm(exact[i, j]) for y in (each, one)]
+        assert 0.02 < errors[0] < 0.05 and (not i.start or errors[1] > 3 * errors[0])
