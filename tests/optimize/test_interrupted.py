@@ -11,20 +11,33 @@ from pathlib import Path
 import numpy as np
 import onnx
 import pytest
+import warm_python
 from optimizing import parsed, weights
 
-from twinop.system.python_child import python
-
-ENDS = (("rewriting", signal.SIGTERM), ("comparing", signal.SIGINT), ("writing", signal.SIGKILL))
+ENDS = (
+    ("reading the model", signal.SIGINT),
+    ("folding constants", signal.SIGKILL),
+    ("rewriting", signal.SIGTERM),
+    ("running the original", signal.SIGKILL),
+    ("comparing with the original", signal.SIGINT),
+    ("writing", signal.SIGKILL),
+    ("checking the weights", signal.SIGTERM),
+    ("comparing what was written", signal.SIGKILL),
+    ("running all segments", signal.SIGINT),
+    ("running all segments", signal.SIGKILL),
+)  # fmt: skip
 _KILLED_AT = """
-import os, signal, sys
-from twinop.optimize import optimize
-steps = []
+import os, sys
+from functools import partial
+from twinop.optimize import optimize, segments, verifier
+verifier.cut = partial(segments.cut, most_bytes=100)
 def progress(step, done=0, total=0):
-    steps.append(step)
     if step.startswith(sys.argv[3]):
         os.kill(os.getpid(), int(sys.argv[4]))
-optimize(sys.argv[1], sys.argv[2], device="cpu", progress=progress)
+try:
+    optimize(sys.argv[1], sys.argv[2], device="cpu", progress=progress)
+except KeyboardInterrupt:
+    sys.exit(130)
 """
 
 
@@ -73,8 +86,7 @@ def test_a_run_that_ends_at_a_step(tmp_path: Path) -> None:
     source, target = write_model(tmp_path / "source", 64, 2), tmp_path / "new/fast.onnx"
 
     def run(at: str = "nothing", how: int = 0) -> int:
-        command = python(_KILLED_AT, str(source), str(target), at, str(how))
-        return subprocess.run(command, capture_output=True).returncode
+        return warm_python.run(["-c", _KILLED_AT, source, target, at, str(how)]).returncode
 
     def interrupt(index: int) -> None:
         step, how = ENDS[index]
