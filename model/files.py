@@ -19,7 +19,7 @@ from twinop.errors import ExportError, is_disk_error
 from twinop.libraries.library import keep_checksum
 from twinop.system import publish
 
-from .weights import LARGE, pieces
+from .weights import pieces
 
 # protobuf ends at 2 GiB; half a GiB is left for everything that is not a weight.
 EXTERNAL_DATA_BYTES = 1536 * 1024 * 1024
@@ -128,7 +128,7 @@ def _write_model(model: ir.Model, path: Path, values: Iterable[ir.Value]) -> Non
     weights = dict[str, tuple[int, Callable[[], Iterable[Any]]]]()
     for value in values:
         tensor = value.const_value
-        if tensor is not None and tensor.dtype is not ir.DataType.STRING and tensor.nbytes >= LARGE:
+        if tensor is not None and tensor.dtype is not ir.DataType.STRING and tensor.nbytes >= wire.LARGE:
             weights[str(value.name)] = tensor.nbytes, partial(pieces, tensor)
             value.const_value = _place(value, tensor, path, 0)
     proto = ir.to_proto(model)
@@ -154,7 +154,7 @@ def _write_data(values: Sequence[ir.Value], path: Path) -> Path:
             tensor = value.const_value
             if tensor is None or tensor.dtype is ir.DataType.STRING or tensor.nbytes <= _SMALL:
                 continue
-            gap = -file.tell() % _ALIGNMENT if tensor.nbytes > LARGE else 0
+            gap = -file.tell() % _ALIGNMENT if tensor.nbytes > wire.LARGE else 0
             places.append((value, tensor, file.tell() + gap))
             for piece in chain([memoryview(bytes(gap))], pieces(tensor)):
                 digest.update(piece)

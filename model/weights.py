@@ -19,7 +19,7 @@ import onnx
 import onnx_ir as ir
 from onnx.reference import ReferenceEvaluator
 
-LARGE = 1 << 20  # bytes
+LARGE = 1 << 16  # bytes
 _STRIP = 16 << 20  # bytes
 _COLUMNS = 16  # of a transposed matrix are copied at once: 3 times as fast
 _SAMPLE = 64  # elements

@@ -17,6 +17,7 @@ from twinop.model import weights as lazy
 from twinop.model.weights import Recipe, Stored
 from twinop.optimize import graph as g
 from twinop.optimize import optimizer, passes
+from twinop.optimize.load import load
 from twinop.optimize.prepare import prepare
 from twinop.optimize.source import Options, read_source
 from twinop.system.progress import silent
@@ -28,7 +29,6 @@ _TENSORS = (Stored, Recipe, ir.Tensor, ir.PackedTensor, ir.serde.TensorProtoTens
 def _large(monkeypatch: pytest.MonkeyPatch, limit: int) -> None:
     """Lets tensors of more bytes count as large."""
     monkeypatch.setattr(lazy, "LARGE", limit)
-    monkeypatch.setattr(files, "LARGE", limit)
     monkeypatch.setattr("twinop.deploy.wire.LARGE", limit)
 
 
@@ -136,6 +136,14 @@ def test_no_step_reads_a_large_weight(
     found, wanted = (onnx.load(tmp_path / name).graph.initializer for name in ("found.onnx", "expected.onnx"))
     contents = [{each.name: each.raw_data for each in tensors} for tensors in (found, wanted)]
     assert contents[0] == contents[1]
+
+
+def test_scales_that_each_layer_has_stay_in_the_file(tmp_path: Path) -> None:
+    """Of a decoder of 8B in blocks of 128: 1 MB a layer, in as many layers as it has."""
+    text, scales = "(float16[N, 1024] x) => (float16[N, 1024] y) { y = Mul (x, s) }", weights(64, 1024)
+    proto = parsed(text, s=scales.astype(np.float16))
+    onnx.save(proto, tmp_path / "old.onnx", save_as_external_data=True, location="old.data")
+    assert isinstance(load(tmp_path / "old.onnx").graph.initializers["s"].const_value, Stored)
 
 
 def _folded(text: str, **constants: np.ndarray) -> ir.Model:

@@ -26,7 +26,6 @@ GIVEN = {"w": weights(40, 30), "b": weights(30)}
 def large(monkeypatch: pytest.MonkeyPatch) -> None:
     """The matrix counts as large, the bias does not."""
     monkeypatch.setattr("twinop.model.weights.LARGE", 1000)
-    monkeypatch.setattr("twinop.model.files.LARGE", 1000)
     monkeypatch.setattr("twinop.deploy.wire.LARGE", 1000)
     monkeypatch.setattr(lazy, "_STRIP", 512)
 
