@@ -156,6 +156,11 @@ struct Defaults {
   // in the output, it then replaces the first of the row's values.
   static constexpr int kFusedSumOutput = -1;
 
+  // Whether the first result is also written in 8 bits, with a scale a row (rowwise/quantised.h).
+  static constexpr bool kQuantises = false;
+  // Whether the two row inputs are the halves of the rows of one tensor.
+  static constexpr bool kHalves = false;
+
   // The value of an absent column input. (An absent row input is zero.)
   TWINOP_INLINE static float ColumnDefault(int) { return 0; }
 };
@@ -251,7 +256,9 @@ Rows RowsOf(const CallOf<Op>& call) {
   const Tensor& first = call.inputs[kRowIndices<F, Op>[0]];
   if constexpr (F::kGathers) return {InputOf(call, "ids"_name).numel, first.sizes[1], 1};
   const std::int64_t axis = Op::kRecord.RowDimension(call.attributes);
-  return Op::kRecord.rows.to_the_end ? RowsBehind(first, axis) : RowsAlong(first, axis);
+  Rows rows = Op::kRecord.rows.to_the_end ? RowsBehind(first, axis) : RowsAlong(first, axis);
+  if constexpr (F::kHalves) rows.columns /= 2;
+  return rows;
 }
 
 // Makes the functor of a call, from the call and its rows if the functor has such a constructor.

@@ -356,7 +356,7 @@ Status CpuGraph::FindValue(const Work& work, std::size_t i, std::int64_t begin, 
     data += begin * bytes_of_unit;
     bytes = count * bytes_of_unit;
     if (work.cut == Cut::kRows) {  // of two dimensions
-      sizes[1] = sizes[rank - 1];
+      sizes[1] = tensor.numel / work.units;
       rank = 2;
     }
     if (work.cut == Cut::kElements) std::fill_n(sizes, rank, 1);

@@ -1,4 +1,4 @@
-"""`linear` and `linear_swiglu` in torch: their derivatives, and what they run on CPU tensors.
+"""`linear` and its relatives in torch: their derivatives, and what they run on CPU tensors.
 
 The products are torch's own; the derivatives of activations are our kernels. The value before an activation
 is computed again, with one more product, because the op does not keep it.
@@ -70,6 +70,20 @@ def dequantised(weight: Tensor, scale: Tensor, zero: Tensor | None, k: int, bits
 
     middle = 2 ** (bits - 1) if zero is None else of_columns(integers(zero))
     return (integers(weight)[:, :k].to(scale.dtype) - middle) * of_columns(scale)
+
+
+def _float8_on_cpu(
+    x: Tensor,
+    x_scale: Tensor,
+    weight: Tensor,
+    weight_scale: Tensor,
+    bias: Tensor,
+    residual: _Maybe,
+    activation: str,
+) -> Tensor:
+    """Computes `linear_fp8` in fp32, and rounds the result to the dtype of the bias."""
+    sums = F.linear(x.float(), weight.float()) * x_scale.unsqueeze(-1) * weight_scale
+    return _activated(sums + bias, residual, activation).to(bias.dtype)
 
 
 def _quantised_product(
@@ -146,6 +160,7 @@ def _linear_swiglu_backward(
 
 CPU_FUNCTIONS["linear"] = _on_cpu
 CPU_FUNCTIONS["linear_swiglu"] = _swiglu_on_cpu
+CPU_FUNCTIONS["linear_fp8"] = _float8_on_cpu
 for table in (CPU_FUNCTIONS, SECOND_DERIVATIVES):  # which torch differentiates
     table["linear_q"] = lambda x, weight, scale, zero, bias, residual, bits, block, activation, invariant: (
         _activated(_quantised_product(x, weight, scale, zero, bias, bits, block), residual, activation)

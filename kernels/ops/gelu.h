@@ -1,8 +1,9 @@
-// gelu -> torch.ops.custom_domain.gelu, CustomGelu.
+// gelu -> torch.ops.custom_domain.gelu, CustomGelu; gelu_fp8.
 #pragma once
 
 #include "twinop/elementwise.h"
 #include "twinop/math/gelu.h"
+#include "twinop/rowwise/quantised.h"
 
 namespace twinop {
 
@@ -45,6 +46,42 @@ TWINOP_OP(gelu,
               .in_place("y = x")
               .gradient("x = gelu_backward(grad, x, approximate)"),
           LaunchApproximate<Gelu, TanhGelu>)
+
+template <template <class> class F>
+struct ElementwiseRow {
+  template <class T>
+  struct Functor : rowwise::Defaults {
+    static constexpr auto kRows = rowwise::Names("x");
+    using Phases = rowwise::Reductions<>;
+    using One = rowwise::Values<T, 1>;
+    TWINOP_INLINE One Result(const One& x, const rowwise::Values<T, 0>&) const {
+      return {F<T>{}(x[0])};
+    }
+  };
+};
+
+template <template <class> class F, class Op>
+Status LaunchGeluFp8With(const CallOf<Op>& call) {
+  return rowwise::LaunchQuantising<ElementwiseRow<F>::template Functor>(
+      call, [](const Call& plain) { return elementwise::Launcher<F>(plain); });
+}
+template <class Op>
+Status LaunchGeluFp8(const CallOf<Op>& call) {
+  return AttributeOf<std::string_view>(call, "approximate"_name) == "tanh"
+             ? LaunchGeluFp8With<TanhGelu>(call)
+             : LaunchGeluFp8With<Gelu>(call);
+}
+
+TWINOP_OP(gelu_fp8,
+          Record("gelu_fp8(Tensor x, str approximate=\"none\") -> "
+                 "(Tensor q, Tensor scale, Tensor y)")
+              .dtypes(rowwise::kQuantisedDtypes)
+              .rows("-1")
+              .shapes("scale = x[:-1]")
+              .choices("approximate = none | tanh")
+              .memory("y = optional")
+              .scratch<rowwise::QuantisedScratchBytes<Op>>(),
+          LaunchGeluFp8)
 
 TWINOP_OP(
     gelu_backward,

@@ -1,9 +1,10 @@
-// rms_norm -> torch.ops.custom_domain.rms_norm, CustomRmsNorm; add_rms_norm with it.
+// rms_norm -> torch.ops.custom_domain.rms_norm, CustomRmsNorm; add_rms_norm and forms in 8 bits.
 #pragma once
 
 #include "twinop/math/math.h"
 #include "twinop/rowwise.h"
 #include "twinop/rowwise/norm.h"
+#include "twinop/rowwise/quantised.h"
 
 namespace twinop {
 
@@ -134,6 +135,30 @@ TWINOP_ROWWISE(add_rms_norm, AddRmsNorm,
               .memory("sum = optional")
               .gradient("x, weight, bias = rms_norm_backward(grad_y, sum, weight, bias, grad_sum, -1, eps, offset); "
                         "residual = grad_x"))
+
+TWINOP_OP(rms_norm_fp8,
+          Record("rms_norm_fp8(Tensor x, Tensor? weight=None, float eps=1e-6, int offset=0)"
+                 " -> (Tensor q, Tensor scale, Tensor y)")
+              .dtypes(rowwise::kQuantisedDtypes)
+              .rows("-1")
+              .shapes("scale = x[:-1]")
+              .input_shapes("weight = x[-1:]")
+              .limits("eps >= 0; offset in 0 | 1")
+              .memory("y = optional")
+              .scratch<rowwise::QuantisedScratchBytes<Op>>(),
+          rowwise::LaunchQuantisingRows<RmsNorm>)
+
+TWINOP_OP(add_rms_norm_fp8,
+          Record("add_rms_norm_fp8(Tensor x, Tensor residual, Tensor weight, Tensor? bias=None, float eps=1e-6, "
+                 "int offset=0) -> (Tensor q, Tensor scale, Tensor y, Tensor sum)")
+              .dtypes(rowwise::kQuantisedDtypes)
+              .rows("-1")
+              .shapes("scale = x[:-1]")
+              .input_shapes("residual = x; weight = x[-1:]; bias = x[-1:]")
+              .limits("eps >= 0; offset in 0 | 1")
+              .memory("y = optional; sum = optional")
+              .scratch<rowwise::QuantisedScratchBytes<Op>>(),
+          rowwise::LaunchQuantisingRows<AddRmsNorm>)
 
 TWINOP_ROWWISE(rms_norm_backward, RmsNormBackward,
           NormBackward("rms_norm_backward(Tensor grad_y, Tensor x, Tensor? weight=None, Tensor? bias=None, "

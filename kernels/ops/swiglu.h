@@ -1,9 +1,10 @@
-// swiglu, swiglu_packed -> torch.ops.custom_domain.swiglu, CustomSwiglu ...
+// swiglu, swiglu_packed, swiglu_packed_fp8 -> torch.ops.custom_domain.swiglu, CustomSwiglu ...
 #pragma once
 
 #include "twinop/elementwise.h"
 #include "twinop/elementwise/gate_up_view.h"
 #include "twinop/math/math.h"
+#include "twinop/rowwise/quantised.h"
 
 namespace twinop {
 
@@ -61,6 +62,31 @@ TWINOP_OP(swiglu_packed,
               .rows("-1")
               .gradient("x = swiglu_packed_backward(grad, x)"),
           LaunchSwigluPacked)
+
+template <class T>
+struct SwigluRow : rowwise::Defaults {
+  static constexpr auto kRows = rowwise::Names("x", "x");  // the gate, and what it multiplies
+  static constexpr bool kHalves = true;
+  using Phases = rowwise::Reductions<>;
+  TWINOP_INLINE rowwise::Values<T, 1> Result(const rowwise::Values<T, 2>& row,
+                                             const rowwise::Values<T, 0>&) const {
+    return {Swiglu<T>{}(row[1], row[0])};
+  }
+};
+template <class Op>
+Status LaunchSwigluPackedFp8(const CallOf<Op>& call) {
+  return rowwise::LaunchQuantising<SwigluRow>(call, LaunchSwigluPacked<Op>);
+}
+
+TWINOP_OP(swiglu_packed_fp8,
+          Record("swiglu_packed_fp8(Tensor x) -> (Tensor q, Tensor scale, Tensor y)")
+              .dtypes(rowwise::kQuantisedDtypes)
+              .shapes("q = x[:-1] + [x[-1] // 2]; scale = x[:-1]; y = x[:-1] + [x[-1] // 2]")
+              .input_shapes("x = x[:-1] + [x[-1] // 2 * 2]")
+              .rows("-1")
+              .memory("y = optional")
+              .scratch<rowwise::QuantisedScratchBytes<Op>>(),
+          LaunchSwigluPackedFp8)
 
 TWINOP_OP(swiglu_packed_backward,
           Record("swiglu_packed_backward(Tensor grad_y, Tensor x) -> Tensor grad_x")

@@ -41,11 +41,18 @@ struct BatchColumns {
   std::int64_t column_strides[kColumns];  // elements to the values of the next rows
 };
 
+// What a functor with kQuantises also writes.
+struct Quantised {
+  Float8E4M3* q;
+  float* scale;
+};
+
 struct NoMore {};
 template <class F>
-using MoreArguments = std::conditional_t<
-    F::kGathers, Gather,
-    std::conditional_t<F::kColumnsOfBatch, BatchColumns<kColumnInputs<F>>, NoMore>>;
+using MoreArguments =
+    std::conditional_t<F::kGathers, Gather,
+                       std::conditional_t<F::kColumnsOfBatch, BatchColumns<kColumnInputs<F>>,
+                                          std::conditional_t<F::kQuantises, Quantised, NoMore>>>;
 
 // The tensors of a call: rows have element type S, column inputs and column sums have W.
 template <class F, class S, class W>
@@ -94,8 +101,10 @@ Arguments<F, S, W> MakeArguments(const CallOf<Op>& call, const Rows& rows) {
   arguments.rows = rows;
   for (int i = 0; i < kRowInputs<F>; ++i) {
     const Tensor& input = call.inputs[kRowIndices<F, Op>[i]];
+    const Rows whole{rows.count, F::kHalves ? 2 * rows.columns : rows.columns, rows.inner};
     arguments.inputs[i] = input.template as<const S>();
-    arguments.strides[i] = input.data == nullptr ? 0 : RowStride(input, rows);
+    if (F::kHalves && i == 1) arguments.inputs[i] += rows.columns;
+    arguments.strides[i] = input.data == nullptr ? 0 : RowStride(input, whole);
   }
   for (int i = 0; i < kColumnInputs<F>; ++i) {
     const Tensor& input = call.inputs[kColumnIndices<F, Op>[i]];
@@ -140,7 +149,7 @@ constexpr bool HasFloatColumns() {
 // if the rows have 16-bit types, float32.
 template <template <class> class F, class Op, class Body>
 [[gnu::always_inline]] inline Status DispatchRows(const CallOf<Op>& call, Body&& body) {
-  return DispatchFloat(call.outputs[0].dtype, [&](auto tag) {
+  const auto run = [&](auto tag) {
     using S = typename decltype(tag)::Type;
     using Functor = F<ElementCompute<S>>;
     const Rows rows = RowsOf<Functor>(call);
@@ -157,7 +166,13 @@ template <template <class> class F, class Op, class Body>
           return body(functor, MakeArguments<Functor, S, float>(call, rows));
     }
     return body(functor, MakeArguments<Functor, S, S>(call, rows));
-  });
+  };
+  const DType dtype = call.outputs[0].dtype;
+  if constexpr (F<float>::kQuantises) {
+    return Dispatch<Half, BFloat16>(dtype, run);
+  } else {
+    return DispatchFloat(dtype, run);
+  }
 }
 
 }  // namespace twinop::rowwise

@@ -103,6 +103,9 @@ inline constexpr ResidentChoice kResidentChoices[] = {
     // clang-format on
 };
 
+// Vectors of a row that is also written in 8 bits in the same kernel: more than, and up to.
+inline constexpr int kQuantisedFrom = 32, kQuantisedTo = 2048;
+
 // A row with column sums of up to so many bytes stays in registers, at every alignment and on every
 // architecture: kSums' last line.
 inline constexpr std::int64_t kOnePassBytes = 1024 * kVectorBytes;

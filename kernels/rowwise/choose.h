@@ -19,6 +19,7 @@ struct OpTraits {
   bool extends;             // rows of a table, or column inputs of a batch
   bool any_width;           // kAnyWidth of the functor; neither columns nor fuses
   int bytes, column_bytes;  // of an element of a row, and of a column input
+  bool quantises = false;   // kQuantises of the functor
 
   constexpr int Width() const { return kVectorBytes / bytes; }
   constexpr bool IsOneRow() const { return rows == 1 || fuses; }
@@ -54,9 +55,19 @@ struct RowShape {
 constexpr bool HasKernel(const OpTraits& op, const ResidentChoice& line, RowAccess access) {
   if ((line.kinds & op.Kind()) == 0 || (line.accesses & BitOf(access)) == 0) return false;
   if ((line.kinds & kAnyWidth) != 0 && !op.any_width) return false;
+  if (op.quantises && (access != RowAccess::kVectors || line.tuning == Tuning::kLatency ||
+                       line.vectors <= kQuantisedFrom))
+    return false;
   if (access != RowAccess::kVectors && !op.HasMisaligned()) return false;
   if (line.lanes == 32 && line.tuning == Tuning::kLatency && op.columns == 0) return false;
   return access != RowAccess::kInterleaved || op.Interleaves(1);
+}
+
+// Whether one kernel also quantises rows of 16 bits. (It has the order of the op without 8 bits.)
+constexpr bool QuantisesInOneKernel(std::int64_t columns) {
+  constexpr int kWidth = kVectorBytes / 2;
+  return columns % kWidth == 0 && columns / kWidth > kQuantisedFrom &&
+         columns / kWidth <= kQuantisedTo;
 }
 
 constexpr RowAccess AccessOf(const OpTraits& op, const RowShape& shape) {

@@ -51,6 +51,18 @@ struct Launch {
     }
   }
 
+  // Also quantises the first result; sets `*done` to false, and does nothing, where no one kernel
+  // does for these rows.
+  Status RunQuantised(bool* done) const {
+    const Rows& rows = arguments.rows;
+    *done = QuantisesInOneKernel(rows.columns) && rows.inner == 1 && IsAligned() &&
+            twinop::IsAligned(arguments.q, kOp.Width());
+    if (!*done) return {};
+    const Target* target = nullptr;
+    TWINOP_RETURN_IF_ERROR(TargetOf(call, &target));
+    return RunResident(Choose(kOp, {rows.count, rows.columns, true}, *target));
+  }
+
   // Whether each vector is one access in all tensors.
   bool IsAligned() const {
     constexpr int kWidth = kOp.Width();

@@ -16,7 +16,8 @@ inline constexpr OpTraits kTraitsOf{kEarlyInputs<F>,
                                     F::kGathers || F::kColumnsOfBatch,
                                     F::kAnyWidth && kColumnInputs<F> == 0 && F::kFusedSumOutput < 0,
                                     sizeof(S),
-                                    sizeof(W)};
+                                    sizeof(W),
+                                    F::kQuantises};
 
 // The float or double in a compute type.
 __device__ __forceinline__ float Unwrap(ApproxFloat value) { return value.value; }

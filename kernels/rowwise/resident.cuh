@@ -10,6 +10,7 @@
 #include "twinop/primitives/l2_hints.cuh"
 #include "twinop/primitives/launch.cuh"
 #include "twinop/primitives/realigner.cuh"
+#include "twinop/rowwise/float8.h"
 #include "twinop/rowwise/reduce.cuh"
 
 namespace twinop::rowwise {
@@ -571,6 +572,7 @@ class ResidentRows {
     } else {
       Write<false, false>(functor, values, row, exists, raw, results);
     }
+    if constexpr (F::kQuantises) Quantise(row, exists, results[0]);
     if constexpr (!kDirect) {
 #pragma unroll
       for (int o = 0; o < F::kRowOutputs; ++o)
@@ -620,6 +622,7 @@ class ResidentRows {
           if (exists) AddToSums(k, i, functor.ColumnTerm(values[k][i]));
         }
       }
+      if constexpr (F::kQuantises) results[0][k] = Pack<S>(out[0]);
 #pragma unroll
       for (int o = 0; o < F::kRowOutputs; ++o) {
         if (!IsWrittenLast(o)) continue;
@@ -630,6 +633,29 @@ class ResidentRows {
         }
       }
     }
+  }
+
+  // Writes a row of results, which are 16-bit words, in 8 bits, and its scale.
+  __device__ __forceinline__ void Quantise(std::int64_t row, bool exists,
+                                           const RowVectors& results) const {
+    static_assert(sizeof(S) == 2 && kLanes % 32 == 0 && kAccess == RowAccess::kVectors);
+    std::uint32_t largest = 0;  // magnitudes of two, as integers: that of NaN is the largest
+#pragma unroll
+    for (int k = 0; k < kVectors; ++k)
+      if (exists && HasVector(k))
+#pragma unroll
+        for (const std::uint32_t word : results[k].words)
+          largest = __vmaxu2(largest, word & 0x7FFF7FFFu);
+    largest = LargestOfLanes<kLanes>(max(largest & 0xFFFFu, largest >> 16));
+    const float scale =
+        ScaleOf(BitsOf(ToCompute(SameBits<S>(static_cast<std::uint16_t>(largest)))));
+    const float inverse = 1 / scale;
+    if (!exists) return;
+    if (lane_ == 0) arguments_.scale[row] = scale;
+#pragma unroll
+    for (int k = 0; k < kVectors; ++k)
+      if (HasVector(k))
+        StoreFloat8(results[k], inverse, At(arguments_.q + row * arguments_.rows.columns, k));
   }
 
   // ---------------------------------------------------------------------------------- column sums

@@ -96,6 +96,15 @@ static void Check(const OpTraits& op) {
         std::printf("%ld columns are added in several orders\n", long{columns});
     }
   }
+  OpTraits quantising = op;
+  quantising.quantises = true;
+  for (std::int64_t columns = 1; op.bytes == 2 && !op.sums && columns < 20000; ++columns)
+    if (QuantisesInOneKernel(columns)) {
+      const RowShape shape{200, columns, true};
+      if (Order(quantising, Choose(quantising, shape, kH200)) !=
+          Order(op, Choose(op, shape, kH200)))
+        std::printf("%ld columns in 8 bits are added in another order\n", long{columns});
+    }
   for (const ResidentChoice& line : kResidentChoices)
     for (int access = 0; access < 3; ++access)
       if (HasKernel(op, line, static_cast<RowAccess>(access)) &&

@@ -35,6 +35,7 @@ def test_torch_has_the_op(record: OpSpec) -> None:
     assert [parameter.name for parameter in parameters] == declared
     kinds = {getattr(torch, dtypes[name]) for dtypes in record.combinations for name in record.outputs}
     has_none = record.is_backward or record.written or not any(kind.is_floating_point for kind in kinds)
+    has_none = has_none or any("float8_e4m3fn" in dtypes.values() for dtypes in record.combinations)
     derived = has_derivative(record) or has_none
     assert derived and record.devices[0] == "cpu"
 

@@ -1,4 +1,4 @@
-// layer_norm, add_layer_norm, ada_layer_norm -> torch.ops.custom_domain.layer_norm,
+// layer_norm, add_layer_norm, their forms in 8 bits, ada_layer_norm -> torch.ops.custom_domain.layer_norm,
 // CustomLayerNorm ...
 #pragma once
 
@@ -6,6 +6,7 @@
 #include "twinop/ops/layer_norm/functor.h"
 #include "twinop/rowwise.h"
 #include "twinop/rowwise/norm.h"
+#include "twinop/rowwise/quantised.h"
 
 namespace twinop {
 
@@ -98,6 +99,30 @@ TWINOP_ROWWISE(add_layer_norm, AddLayerNorm,
               .memory("sum = optional")
               .gradient("x, weight, bias = layer_norm_backward(grad_y, sum, weight, bias, grad_sum, -1, eps); "
                         "residual = grad_x"))
+
+TWINOP_OP(layer_norm_fp8,
+          Record("layer_norm_fp8(Tensor x, Tensor? weight=None, Tensor? bias=None, float eps=1e-5)"
+                 " -> (Tensor q, Tensor scale, Tensor y)")
+              .dtypes(rowwise::kQuantisedDtypes)
+              .rows("-1")
+              .shapes("scale = x[:-1]")
+              .input_shapes("weight = x[-1:]; bias = x[-1:]")
+              .limits("eps >= 0")
+              .memory("y = optional")
+              .scratch<rowwise::QuantisedScratchBytes<Op>>(),
+          rowwise::LaunchQuantisingRows<LayerNorm>)
+
+TWINOP_OP(add_layer_norm_fp8,
+          Record("add_layer_norm_fp8(Tensor x, Tensor residual, Tensor weight, Tensor? bias=None, float eps=1e-5)"
+                 " -> (Tensor q, Tensor scale, Tensor y, Tensor sum)")
+              .dtypes(rowwise::kQuantisedDtypes)
+              .rows("-1")
+              .shapes("scale = x[:-1]")
+              .input_shapes("residual = x; weight = x[-1:]; bias = x[-1:]")
+              .limits("eps >= 0")
+              .memory("y = optional; sum = optional")
+              .scratch<rowwise::QuantisedScratchBytes<Op>>(),
+          rowwise::LaunchQuantisingRows<AddLayerNorm>)
 
 TWINOP_ROWWISE(ada_layer_norm, AdaLayerNorm,
           Record("ada_layer_norm(Tensor x, Tensor scale, Tensor shift, float eps=1e-6) -> Tensor")

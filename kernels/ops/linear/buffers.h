@@ -82,7 +82,9 @@ struct Operand {
 
 struct GemmBuffers {
   Operand x, weight, bias, residual, y;
-  void* normed = nullptr;  // x over its root mean square
+  Operand x_scale, weight_scale;  // of float8
+  DType operands;                 // of x and weight
+  void* normed = nullptr;         // x over its root mean square
   std::int64_t one_kernel_bytes;
   // After them, where one kernel does not compute all:
   void* workspace;
@@ -97,6 +99,7 @@ GemmBuffers BuffersOf(const CallOf<Op>& call) {
   const Sizes sizes = SizesOf(call);
   const auto size = static_cast<std::int64_t>(Info(InputOf(call, "x"_name).dtype).size);
   buffers.x = Operand(InputOf(call, "x"_name), &arena);
+  buffers.operands = InputOf(call, "x"_name).dtype;
   buffers.weight = Operand(InputOf(call, "weight"_name), &arena);
   buffers.bias = Operand(InputOf(call, "bias"_name), &arena);
   if (call.outputs != nullptr) buffers.y = Operand(OutputOf(call, "y"_name), &arena);

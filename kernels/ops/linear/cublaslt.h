@@ -29,9 +29,28 @@ struct LtHeuristicResult {
   int reserved[4];
 };
 
-enum LtType { kLtFloat32 = 0, kLtFloat64 = 1, kLtFloat16 = 2, kLtBFloat16 = 14 };
+enum LtType {
+  kLtFloat32 = 0,
+  kLtFloat64 = 1,
+  kLtFloat16 = 2,
+  kLtBFloat16 = 14,
+  kLtFloat8E4M3 = 28
+};
 enum LtCompute { kLtCompute32 = 68, kLtCompute64 = 70, kLtComputeTf32 = 77 };
-enum LtProductAttribute { kLtTransposeA = 3, kLtEpilogue = 7, kLtBiasPointer = 8 };
+enum LtProductAttribute {
+  kLtTransposeA = 3,
+  kLtEpilogue = 7,
+  kLtBiasPointer = 8,
+  kLtScalePointerA = 17,
+  kLtScalePointerB = 18,
+  kLtFastAccumulation = 25,
+  kLtBiasType = 26,
+  kLtScaleModeA = 31,
+  kLtScaleModeB = 32
+};
+// A scale for each row of A and of B, from this version on; on 9.0 only.
+inline constexpr std::int32_t kLtOuterVector = 3;
+inline constexpr std::size_t kLtHasOuterVector = 120900;
 // Bits of an epilogue; kLtDefault is no epilogue.
 inline constexpr std::uint32_t kLtDefault = 1, kLtRelu = 2, kLtBias = 4, kLtTanhGelu = 32;
 enum LtPreferenceAttribute { kLtWorkspaceBytes = 1, kLtReductions = 3, kLtAlignments = 5 };
@@ -41,6 +60,7 @@ inline constexpr std::uint32_t kLtWideReductions = 2;
 inline constexpr int kLtOperands = 4;  // with an alignment each: weight, x, residual, y
 
 struct CublasLt : DynamicLibrary {
+  std::size_t (*Version)() = Find("cublasLtGetVersion");
   LtStatus (*Create)(LtHandle*) = Find("cublasLtCreate");
   LtStatus (*ProductCreate)(LtProduct*, int compute,
                             int scale_type) = Find("cublasLtMatmulDescCreate");

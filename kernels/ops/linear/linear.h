@@ -1,11 +1,13 @@
-// linear, linear_swiglu -> torch.ops.custom_domain.linear, CustomLinear ...
+// linear, linear_swiglu, linear_fp8 -> torch.ops.custom_domain.linear, CustomLinear ...
 #pragma once
 
 #include "twinop/ops/linear/body.h"
 #include "twinop/ops/linear/buffers.h"
+#include "twinop/ops/linear/float8.h"
 #include "twinop/record/registry.h"
 #if defined(__CUDACC__)
 #include "twinop/ops/linear/cuda.cuh"
+#include "twinop/ops/linear/float8.cuh"
 #endif
 
 namespace twinop {
@@ -51,6 +53,22 @@ TWINOP_CUDA_OP(linear_swiglu,
                    .state<linear::Constants<Op>>()
                    .row_body<linear::Body<Op>>(),
                linear::CudaSwiglu)
+
+// y = activation(x W^T x_scale weight_scale + bias + residual), of operands in 8 bits with a scale
+// a row. The bias has the dtype of y.
+TWINOP_CUDA_OP(linear_fp8,
+               Record("linear_fp8(Tensor x, Tensor x_scale, Tensor weight, Tensor weight_scale, Tensor bias, "
+                      "Tensor? residual=None, str activation=\"none\") -> Tensor")
+                   .dtypes("float8_e4m3fn x_scale=float32 weight_scale=float32 bias=float16 residual=float16 y=float16; "
+                           "float8_e4m3fn x_scale=float32 weight_scale=float32 bias=bfloat16 residual=bfloat16 "
+                           "y=bfloat16")
+                   .shapes("y = x[:-1] + [weight[0]]")
+                   .input_shapes("x_scale = x[:-1]; weight = [weight[0], x[-1]]; weight_scale = [weight[0]]; "
+                                 "bias = [weight[0]]; residual = x[:-1] + [weight[0]]")
+                   .choices("activation = none | relu | gelu | gelu_tanh | silu")
+                   .scratch<linear::float8::ScratchBytes<Op>>()
+                   .row_body<linear::float8::Body<Op>>(),
+               linear::float8::Cuda)
 // clang-format on
 
 }  // namespace twinop

@@ -1,0 +1,79 @@
+// linear_fp8: its buffers, and what ONNX Runtime runs on the CPU.
+#pragma once
+
+#include <cstdint>
+#include <string>
+#include <string_view>
+
+#include "twinop/ops/linear/body.h"
+#include "twinop/ops/linear/buffers.h"
+
+namespace twinop::linear::float8 {
+
+template <class Op>
+Sizes SizesOf(const CallOf<Op>& call) {
+  const Tensor& x = InputOf(call, "x"_name);
+  return {Numel(x.sizes, x.rank - 1), InputOf(call, "weight"_name).sizes[0], x.sizes[x.rank - 1],
+          false};
+}
+
+// How a product is computed: in one call of cuBLASLt with both scales; as sums, which a kernel
+// scales; or so from operands in 16 bits, which have every number of 8 bits.
+enum class Way { kScaled, kSums, kWide };
+
+struct Buffers : GemmBuffers {
+  void *sums = nullptr, *wide_x = nullptr, *wide_weight = nullptr;
+};
+
+template <class Op>
+Buffers BuffersOf(const CallOf<Op>& call, Way way) {
+  Arena arena{static_cast<char*>(call.scratch)};
+  Buffers at{};
+  const Sizes sizes = float8::SizesOf(call);
+  at.x = Operand(InputOf(call, "x"_name), &arena);
+  at.weight = Operand(InputOf(call, "weight"_name), &arena);
+  at.x_scale = Operand(InputOf(call, "x_scale"_name), &arena);
+  at.weight_scale = Operand(InputOf(call, "weight_scale"_name), &arena);
+  at.bias = Operand(InputOf(call, "bias"_name), &arena);
+  at.residual = Operand(InputOf(call, "residual"_name), &arena);
+  if (call.outputs != nullptr) at.y = Operand(OutputOf(call, "y"_name), &arena);
+  at.operands = DType::kFloat8E4M3;
+  at.workspace = arena.Allocate(kWorkspaceBytes);
+  if (way != Way::kScaled) at.sums = arena.Allocate(Times(sizes.m, sizes.n) * 4);
+  if (way == Way::kWide) {
+    at.wide_x = arena.Allocate(Times(sizes.m, sizes.k) * 2);
+    at.wide_weight = arena.Allocate(Times(sizes.n, sizes.k) * 2);
+  }
+  at.scratch_bytes = arena.used;
+  return at;
+}
+
+// Which way the call's device takes (float8.cuh).
+template <bool kHere>
+Status WayOf(const twinop_call* call, const Sizes& sizes, Way* way);
+
+template <class Op>
+std::int64_t ScratchBytes(const CallOf<Op>& call) {
+  Way way = Way::kWide;
+#if defined(TWINOP_WITH_CUDA)
+  if (call.context == nullptr || !WayOf<true>(&call, float8::SizesOf(call), &way).ok())
+    way = Way::kWide;
+#endif
+  return BuffersOf(call, way).scratch_bytes;
+}
+
+template <class Op>
+Status Body(const CallOf<Op>& call, const std::string** model) {
+  BodyWriter body(InputOf(call, "bias"_name).dtype);
+  const std::string_view x = body.Cast("x", DType::kFloat32);
+  const std::string_view weight = body.Cast("weight", DType::kFloat32);
+  std::string_view y = body.Add("Gemm", {x, weight}, IntAttribute("transB", 1));
+  y = body.Add("Mul", {body.Add("Mul", {y, "x_scale"}), "weight_scale"});
+  y = body.Add("Add", {y, body.Input("bias")});
+  if (InputOf(call, "residual"_name).present) y = body.Add("Add", {y, body.Input("residual")});
+  *model =
+      body.Finish(AddActivation(&body, y, AttributeOf<std::string_view>(call, "activation"_name)));
+  return {};
+}
+
+}  // namespace twinop::linear::float8

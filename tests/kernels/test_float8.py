@@ -1,0 +1,187 @@
+"""Rows and products in 8 bits: quantize_rows, the ops that quantise their results, linear_fp8."""
+
+import os
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import torch
+from same_bits import assert_same_bits
+from samples import DEVICES
+from torch import Tensor
+from torch.nn import functional as F
+
+from twinop import torch_op
+from twinop.errors import RecordError
+
+E4M3 = torch.float8_e4m3fn
+each_device = pytest.mark.parametrize("device", DEVICES)
+each_dtype = pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+ROUNDED = {torch.float16: 2e-3, torch.bfloat16: 6e-3}
+"""The relative error of a product whose operands are given in 8 bits."""
+
+
+def numbers(*shape: int, dtype: torch.dtype, device: str) -> Tensor:
+    generator = torch.Generator().manual_seed(sum(shape))
+    x = torch.randn(*shape, generator=generator)
+    x[..., ::7] *= 40
+    return x.to(device, dtype)
+
+
+def formula(x: Tensor) -> tuple[Tensor, Tensor]:
+    """The definition in NumPy's fp32, whose divisions are exact."""
+    wide = x.float().cpu().numpy()
+    largest = np.maximum(np.abs(wide).max(-1, initial=0), np.float32(2.0**-60))
+    scale = largest / np.float32(448)
+    q = torch.from_numpy(wide * (np.float32(1) / scale)[..., None]).clamp(-448, 448).to(E4M3)
+    return q, torch.from_numpy(scale)
+
+
+def dense(q: Tensor, scale: Tensor) -> Tensor:
+    return q.double() * scale.double().unsqueeze(-1)
+
+
+def error(found: Tensor, expected: Tensor) -> float:
+    return float((found.double() - expected).norm() / expected.norm())
+
+
+@each_device
+@each_dtype
+@pytest.mark.parametrize("columns", [0, 1, 8, 256, 264, 1000, 1024, 4096, 16384, 20000])
+def test_the_formula(columns: int, dtype: torch.dtype, device: str) -> None:
+    """Of one row, several and none; of rows of a wider tensor, also at an address of any alignment."""
+    wide = numbers(5, columns + 3, dtype=dtype, device=device)
+    for x in (wide[:, :columns].contiguous(), wide[:, :columns], wide[:1, 3:], wide[:0, 3:]):
+        for found, expected in zip(torch_op.quantize_rows(x), formula(x), strict=True):
+            assert_same_bits(found.cpu(), expected, f"{x.shape}")
+
+
+PRODUCERS = {
+    "rms_norm": ("x", "weight"),
+    "layer_norm": ("x", "weight", "bias"),
+    "add_rms_norm": ("x", "residual", "weight", "bias"),
+    "add_layer_norm": ("x", "residual", "weight"),
+    "gelu": ("x",),
+    "swiglu_packed": ("packed",),
+}
+
+
+@each_device
+@each_dtype
+@pytest.mark.parametrize("name", PRODUCERS)
+@pytest.mark.parametrize("columns", [2, 264, 768, 1032, 2048, 4104, 16384, 16392])
+def test_they_are_the_op_and_quantize_rows(name: str, columns: int, dtype: torch.dtype, device: str) -> None:
+    """Bit for bit, for rows that one kernel takes and for others."""
+    shapes = {"weight": (columns,), "bias": (columns,), "packed": (3, 2 * columns)}
+    given = [numbers(*shapes.get(each, (3, columns)), dtype=dtype, device=device) for each in PRODUCERS[name]]
+    for attributes in ({"approximate": "none"}, {"approximate": "tanh"}) if name == "gelu" else ({},):
+        results = getattr(torch_op, name)(*given, **attributes)
+        results = results if isinstance(results, tuple) else (results,)
+        expected = (*torch_op.quantize_rows(results[0]), *results)
+        found = getattr(torch_op, f"{name}_fp8")(*given, **attributes)
+        for i, (a, b) in enumerate(zip(found, expected, strict=True)):
+            assert_same_bits(a, b, f"{name} {attributes}, output {i}")
+
+
+def operands(m: int, n: int, k: int, dtype: torch.dtype, device: str) -> tuple[Tensor, ...]:
+    x, weight = numbers(m, k, dtype=dtype, device=device), numbers(n, k, dtype=dtype, device=device) / k
+    bias = numbers(n, dtype=dtype, device=device)
+    return *torch_op.quantize_rows(x), *torch_op.quantize_rows(weight), bias
+
+
+def check_product(m: int, n: int, k: int, dtype: torch.dtype, device: str) -> None:
+    x, x_scale, weight, weight_scale, bias = given = operands(m, n, k, dtype, device)
+    product = dense(x, x_scale) @ dense(weight, weight_scale).mT + bias.double()
+    residual = numbers(m, n, dtype=dtype, device=device)
+    activations = {"none": lambda y: y, "relu": F.relu, "gelu": F.gelu, "silu": F.silu}
+    activations["gelu_tanh"] = lambda y: F.gelu(y, approximate="tanh")
+    for activation, function in activations.items():
+        for added in (None, residual):
+            found = torch_op.linear_fp8(*given, added, activation)
+            expected = function(product if added is None else product + added.double())
+            assert found.dtype == dtype and error(found, expected) < ROUNDED[dtype], (m, n, k, activation)
+
+
+@each_device
+@each_dtype
+@pytest.mark.parametrize("sizes", [(1, 16, 16), (7, 48, 64), (300, 256, 1024), (64, 768, 3072)], ids=str)
+def test_products(sizes: tuple[int, int, int], dtype: torch.dtype, device: str) -> None:
+    check_product(*sizes, dtype, device)
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("target", ["8.9", "8.0"])
+def test_products_for_other_gpus(target: str) -> None:
+    """Sums that a kernel scales, and operands that are made 16 bits wide."""
+    check = "from test_float8 import *; [check_product(300, 256, 1024, d, 'cuda') for d in ROUNDED]"
+    environment = os.environ | {"TWINOP_TARGET": target, "TWINOP_TRACE": "1"}
+    environment["PYTHONPATH"] = os.pathsep.join(["tests/kernels", "tests/helpers", *sys.path])
+    done = subprocess.run([sys.executable, "-c", check], env=environment, capture_output=True, text=True)
+    said = "8 bits, sums scaled" if target == "8.9" else "8 bits made 16"
+    assert done.returncode == 0 and said in done.stderr, done.stderr[-2000:]
+
+
+@each_device
+def test_a_scale_a_row_holds_tokens_and_channels_of_other_magnitudes(device: str) -> None:
+    """Where one scale a tensor loses what is small: tokens by 10^4, channels by 10^3."""
+    x = numbers(64, 256, dtype=torch.bfloat16, device=device)
+    weight = numbers(128, 256, dtype=torch.bfloat16, device=device)
+    x[1::2] *= 1e-4
+    weight[1::2] *= 1e-3
+    weight[:, ::7] = 0  # of x's columns, those that are large in all rows
+    expected = x.double() @ weight.double().mT
+    bias = torch.zeros(128, dtype=torch.bfloat16, device=device)
+    found = torch_op.linear_fp8(*torch_op.quantize_rows(x), *torch_op.quantize_rows(weight), bias)
+    scales = [float(each.abs().max()) / 448 for each in (x, weight)]
+    one = [(each.float() / s).to(E4M3).double() * s for each, s in zip((x, weight), scales, strict=True)]
+    small = (slice(1, None, 2), slice(1, None, 2))
+    assert (
+        error(found[small], expected[small])
+        < 0.05
+        < 0.3
+        < error((one[0] @ one[1].mT)[small], expected[small])
+    )
+
+
+@each_device
+def test_rows_without_numbers(device: str) -> None:
+    """NaN and infinity make their rows NaN; the others keep their bits. Rows and columns of zeros give 0."""
+    x = numbers(4, 512, dtype=torch.float16, device=device)
+    weight = numbers(64, 512, dtype=torch.float16, device=device)
+    weight[5] = 0
+    bias = torch.zeros(64, dtype=torch.float16, device=device)
+    columns = torch_op.quantize_rows(weight)
+    expected = torch_op.linear_fp8(*torch_op.quantize_rows(x), *columns, bias)
+    assert torch.equal(expected[:, 5], torch.zeros_like(expected[:, 5]))
+    x[1, 7], x[2, 9], x[3] = torch.nan, torch.inf, 0
+    found = torch_op.linear_fp8(*torch_op.quantize_rows(x), *columns, bias)
+    assert_same_bits(found[0], expected[0], "another row")
+    assert found[1:3].isnan().all() and not found[3].any()
+    assert torch_op.linear_fp8(*torch_op.quantize_rows(x[:0]), *columns, bias).shape == (0, 64)
+
+
+@pytest.mark.cuda
+def test_sizes_that_no_gpu_multiplies() -> None:
+    with pytest.raises(RuntimeError, match="K is 24 and N 16; expected multiples of 16"):
+        torch_op.linear_fp8(*operands(4, 16, 24, torch.float16, "cuda"))
+
+
+def test_it_has_no_gradient() -> None:
+    x = torch.randn(2, 16, dtype=torch.float16, requires_grad=True)
+    with pytest.raises(RecordError, match="quantize_rows has no derivative; detach its inputs"):
+        torch_op.quantize_rows(x)[1].sum().backward()
+
+
+@each_device
+def test_opcheck(device: str) -> None:
+    given = operands(5, 32, 64, torch.bfloat16, device)
+    ops = torch.ops.custom_domain
+    checks = (
+        "test_faketensor",
+        "test_aot_dispatch_static",
+        "test_aot_dispatch_dynamic",
+    )  # others compute in e4m3
+    torch.library.opcheck(ops.linear_fp8.default, (*given, None, "gelu"), test_utils=checks)
+    x = numbers(3, 64, dtype=torch.float16, device=device)
+    torch.library.opcheck(ops.rms_norm_fp8.default, (x,), test_utils=checks)
