@@ -211,6 +211,8 @@ class Verifier:
             yield [], result.clone()
         kinds = set[str]()
         for index, segment in enumerate(segments):
+            if segment.kind in kinds and not unknown:
+                continue
             part = extract(result, segment.result)
             if segment.kind not in kinds or not part.graph.initializers.keys().isdisjoint(unknown):
                 kinds.add(segment.kind)
