@@ -248,6 +248,17 @@ def dequantized(parts: Sequence[ir.TensorProtocol], axis: int, block: int) -> ir
     return _made("dequantized", parts, (axis, block), parts[1].dtype, sizes(parts[0]))
 
 
+def row_scales(matrix: ir.TensorProtocol) -> ir.TensorProtocol:
+    """Returns the scale in e4m3 of each row, in fp32, as the op quantize_rows computes it."""
+    largest = row_maxima(matrix, 0).astype(np.float32)
+    return ir.tensor(np.maximum(largest, np.float32(2.0**-60)) / np.float32(448))
+
+
+def quantized(matrix: ir.TensorProtocol, scales: ir.TensorProtocol) -> ir.TensorProtocol:
+    """Divides the rows of a matrix by their scales, and rounds them to e4m3, which ends at 448."""
+    return _made("quantized", [matrix, scales], (), ir.DataType.FLOAT8E4M3FN, sizes(matrix))
+
+
 def nudged(tensor: ir.TensorProtocol, by: float) -> ir.TensorProtocol:
     """Changes the last bits of half of the numbers in fp32, the same ones each time."""
     return _made("nudged", [tensor], (by,), tensor.dtype, sizes(tensor))
@@ -481,6 +492,12 @@ def _read_dequantized(recipe: Recipe, window: Window) -> np.ndarray:
     return narrow(found * scales, recipe.dtype)
 
 
+def _read_quantized(recipe: Recipe, window: Window) -> np.ndarray:
+    matrix, scales = recipe.sources
+    factors = np.float32(1) / read(scales, window[:1])[:, None]
+    return (read(matrix, window).astype(np.float32) * factors).astype(recipe.dtype.numpy())
+
+
 def _read_node(recipe: Recipe, window: Window) -> np.ndarray:
     serialized, opset = recipe.parameters
     proto = onnx.NodeProto.FromString(serialized)
@@ -503,7 +520,7 @@ _MOVES: dict[str, Callable[[Recipe, Window], np.ndarray]] = {
 _READ = {
     **_MOVES, **dict.fromkeys(_ELEMENTWISE, _read_elementwise),
     "cast": _read_cast, "dequantized": _read_dequantized, "nudged": _read_nudged, "node": _read_node,
-    "packed": _read_packed,
+    "packed": _read_packed, "quantized": _read_quantized,
 }  # fmt: skip
 
 

@@ -25,7 +25,7 @@ from onnx import external_data_helper
 from twinop import deploy
 from twinop.deploy.choose_library import library_paths, refused
 from twinop.deploy.custom_nodes import tensors
-from twinop.errors import ExportError, LibraryError
+from twinop.errors import ExportError, LibraryError, option
 from twinop.libraries.library import find_library, read_library
 from twinop.record.op_spec import DOMAIN
 from twinop.system.publish import MANIFEST, replace_folder, work_folder
@@ -34,6 +34,7 @@ from twinop.system.regular_file import read_regular
 from .load import read_proto
 from .optimizer import chosen_device, optimize
 from .report import OptimizeReport
+from .source import FLOAT8
 
 CONFIG = "genai_config.json"
 REPORT = "twinop-report.json"
@@ -101,7 +102,7 @@ def optimize_folder(
     """
     source, target = Path(source), Path(target).resolve()
     chosen = chosen_device(device)
-    _check_target(source, target)
+    _check_target(source, target, options.get("dtype"))
     config = _read(source / CONFIG)
     files = _files(source, target)
     decoder = _decoder(source, config)
@@ -137,7 +138,12 @@ def optimize_folder(
     return report
 
 
-def _check_target(source: Path, target: Path) -> None:
+def _check_target(source: Path, target: Path, dtype: str | None) -> None:
+    if dtype == FLOAT8:
+        raise ExportError(
+            f"{option('dtype', FLOAT8)}: not for folders of onnxruntime-genai: a step has few rows, and no "
+            "kernel in 8 bits is for these. Take float16 or bfloat16"
+        )
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise ExportError(f"{target}: exists already. Name a new folder, or an empty one")
     if target.is_relative_to(source.resolve()):

@@ -3,6 +3,7 @@
 import os
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
@@ -27,6 +28,7 @@ from . import (
     cached_attention,
     decoders,
     equivalence,
+    float8,
     growing_caches,
     inputs,
     masks,
@@ -40,9 +42,9 @@ from . import graph as g
 from .estimate import Estimate, estimate
 from .load import Held, load, reopen
 from .prepare import clean, prepare
-from .report import OptimizeReport
+from .report import Float8, OptimizeReport
 from .rewrite import fused, skip, skipped
-from .source import DEVICES, Options, Source, read_source
+from .source import DEVICES, FLOAT8, Options, Source, read_source
 from .verifier import Verifier
 
 
@@ -60,6 +62,8 @@ def optimize(
     replace: Sequence[str] = (),
     allow_uncompared: bool = False,
     drop_slow: bool = False,
+    rows: int = 2048,
+    max_error: float = 0.1,
     library: deploy.Libraries = None,
     allow_model_libraries: bool = False,
     kept: Iterable[OpSpec] = (),
@@ -72,6 +76,7 @@ def optimize(
     """Optimises an ONNX file, and keeps the result only if it computes what the original computes.
 
     The result is compared with the original on the CPU, and a rewrite that changes the results is reverted.
+    With `dtype="float8"` this holds of the file in 16 bits, whose matmuls then get 8 bits (`float8.py`).
     No time decides what is written, unless `drop_slow` asks. The weights stay in their files until they are
     written: the memory that it takes depends on the largest layer.
 
@@ -88,10 +93,11 @@ def optimize(
     Raises:
         ExportError: wrong arguments, or a model that cannot be read, run or converted.
     """
+    of_cuda = device is None and (invariant or dtype == FLOAT8)
     options = Options(
-        dtype, chosen_device("cuda" if invariant and device is None else device), padding, shared_caches,
-        invariant, inputs_file, without, replace, allow_uncompared, drop_slow, library, allow_model_libraries,
-        kept, held,
+        dtype, chosen_device("cuda" if of_cuda else device), padding, shared_caches, invariant, inputs_file,
+        without, replace, allow_uncompared, drop_slow, library, allow_model_libraries, kept, held, rows,
+        max_error,
     )  # fmt: skip
     return _optimized(Path(source), Path(target), options, dry_run, explain, timeout, progress)
 
@@ -111,6 +117,8 @@ def _optimized(
         read = read_source(source, target, options)
         verifier = Verifier(read, partial(_rewritten, read, progress), progress)
         needs = estimate(read.loaded, read.report.path, read.report.dtype if options.dtype else "")
+        if options.dtype == FLOAT8:  # the file in 16 bits lies beside it meanwhile
+            needs = replace(needs, disk=needs.disk * 3 // 2)
         is_tried = dry_run or explain is not None
         if not is_tried:
             needs.require(read.path, read.report.path)
@@ -119,6 +127,8 @@ def _optimized(
             return _tried(read, progress, needs, explain)
         with work_folder(read.report.path) as folder:
             files = _write_verified(read, verifier, folder, progress)
+            if options.dtype == FLOAT8:
+                files = float8.quantize(read, verifier, files, folder, progress)
             read.report.bytes_after = sum(map(os.path.getsize, files))
             publish(files, read.report.path)
     return read.report
@@ -133,11 +143,14 @@ def _tried(source: Source, progress: Progress, needs: Estimate, explain: str | N
         report.explained = passes.explain(context, explain, chosen)
         return report
     try:
-        _converted(source, _rewritten(source, progress, [each.name for each in chosen]))
+        model = _converted(source, _rewritten(source, progress, [each.name for each in chosen]))
     except equivalence.NotEquivalent as reason:
         raise ExportError(
             f"{option('without', reason.rewrite)}: leave this rewrite out, it {reason}"
         ) from reason
+    if source.options.dtype == FLOAT8:
+        names, kept = float8.matmuls(model, source.options.rows)
+        report.float8 = Float8(dict.fromkeys(names, 0.0), kept=kept)
     report.estimate = str(needs)
     return report
 

@@ -14,6 +14,37 @@ _GAIN = 0.95  # a larger share of the original's time is noise
 
 
 @dataclass
+class Float8:
+    """Which matmuls `dtype="float8"` has put in 8 bits, and how close the file is to the original.
+
+    Attributes:
+        layers: those in 8 bits by the names of their outputs: the relative error of the result for the x of
+            the file in 16 bits; 0 where nothing was measured (`dry_run`).
+        returned: those that have gone back to 16 bits, to keep `max_error`.
+        kept: the number of those that stay in 16 bits, by reason.
+        error: the largest relative error of an output, compared with the original in fp32; `error_16` is
+            that of the same file in 16 bits.
+        max_error: the largest one that was allowed.
+    """
+
+    layers: dict[str, float] = field(default_factory=dict)
+    returned: dict[str, float] = field(default_factory=dict)
+    kept: dict[str, int] = field(default_factory=dict)
+    error: float = 0.0
+    error_16: float = 0.0
+    max_error: float = 0.0
+
+    def lines(self) -> list[str]:
+        """Returns the matmuls as lines of text."""
+        largest = max(self.layers.values(), default=0.0)
+        worst = f"; the largest error of one: {largest:.1e}" if largest else ""
+        back = ", ".join(f"{name} {error:.1e}" for name, error in self.returned.items())
+        back = f"  back in 16 bits, for an error of at most {self.max_error:g}: {back}" if back else ""
+        kept = [f"  in 16 bits: {count} {reason}" for reason, count in self.kept.items()]
+        return [each for each in (f"  in 8 bits: {len(self.layers)} matmuls{worst}", back, *kept) if each]
+
+
+@dataclass
 class OptimizeReport:
     """What `optimize` returns.
 
@@ -34,6 +65,8 @@ class OptimizeReport:
         libraries: the files that a session with the result has registered and whose ops it has.
         narrowed: products and weights that the source has in fp32, and the result in 16 bits, by name.
         needs: operators of the file that only ONNX Runtime has.
+        float8: of `dtype="float8"`, which matmuls are in 8 bits. Everything else is said of the same file in
+            16 bits, from which it was made.
         compared: how much was compared with the original, by what that was, such as "segments run".
     """
 
@@ -58,6 +91,7 @@ class OptimizeReport:
     narrowed: list[str] = field(default_factory=list)
     needs: list[str] = field(default_factory=list)
     compared: Mapping[str, int] = field(default_factory=dict)
+    float8: Float8 | None = None
     same: bool = False
     estimate: str = ""
     explained: str = ""
@@ -84,6 +118,11 @@ class OptimizeReport:
             gained = "" if self.times[1] < self.times[0] * _GAIN else "nothing gained: "
             times = f"; {gained}{self.times[0]:.3g} -> {self.times[1]:.3g} ms on {self.device}{shape}"
         same = f"same outputs (relative error {self.error:.1e}{own}){times}"
+        if self.float8 is not None and self.float8.layers:
+            same = (
+                f"outputs are close, not the same: relative error {self.float8.error:.1e}; the same file in "
+                f"{self.dtype}: {self.float8.error_16:.1e}"
+            )
         lines = [
             f"{self.source.name} -> {self.path.name}: {self.nodes_before} nodes -> {self.nodes_after}; "
             f"{'nothing was compared or written' if self.estimate else same}"
@@ -98,6 +137,7 @@ class OptimizeReport:
             f"Name one with {option('library')} to keep them"
             for op, count in self.inlined.items()
         ]
+        lines += self.float8.lines() if self.float8 is not None else []
         if self.narrowed:
             rest = len(self.narrowed) - _NAMES
             names = [*self.narrowed[:_NAMES], *([f"and {rest} others"] if rest > 0 else [])]

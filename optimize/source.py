@@ -18,7 +18,7 @@ from twinop.model.files import check_target
 from twinop.model.folding import restore_defaults
 from twinop.model.weights import narrow
 from twinop.record.dtypes import dtype_name
-from twinop.record.op_spec import OpSpec
+from twinop.record.op_spec import DOMAIN, OpSpec
 from twinop.system.quiet import quiet
 
 from . import (
@@ -41,6 +41,7 @@ from .user_ops import UserOps, find_user_ops
 from .widen import convert_to_fp32
 
 DEVICES = ("cuda", "cpu")
+FLOAT8 = "float8"
 
 
 @dataclass(frozen=True)
@@ -49,7 +50,8 @@ class Options:
 
     Attributes:
         dtype: "float16" or "bfloat16", also of inputs and outputs. By default these keep their dtypes, and
-            each node the precision in which the file computes it.
+            each node the precision in which the file computes it. "float8" converts to 16 bits, those of the
+            file or float16, and then puts matmuls in 8 bits: the outputs are close, and not the same.
         device: what the model is optimised for, "cuda" or "cpu"; by default what this machine has. The result
             runs on both.
         padding: "right" promises that masks hide nothing but the end of each sequence.
@@ -66,6 +68,10 @@ class Options:
         allow_model_libraries: whether to load libraries, which can run any code, from the model's folder.
         kept: ops whose nodes stay although no library may have them.
         held: weights by name that are in memory, and that the file only names.
+        rows: for float8, that matmuls get, such as the tokens of a batch: those that 8 bits make slower stay
+            in 16 bits. 0 takes all.
+        max_error: for float8, the largest relative error of an output: matmuls go back to 16 bits until it is
+            kept.
     """
 
     dtype: str | None
@@ -82,18 +88,30 @@ class Options:
     allow_model_libraries: bool
     kept: Iterable[OpSpec]
     held: Held
+    rows: int = 2048
+    max_error: float = 0.1
 
     def __post_init__(self) -> None:
         """Raises ExportError for values that no model can be optimised with."""
         dtype, padding = self.dtype, self.padding
-        if dtype is not None and dtype.startswith(("float8", "fp8")):
+        if dtype not in (None, "float32", *precision.DTYPES, FLOAT8):
             raise ExportError(
-                f"{option('dtype', dtype)}: fp8 is not supported yet; expected float16 or bfloat16"
+                f"{option('dtype', dtype)}: expected one of: float32, {', '.join(precision.DTYPES)}, {FLOAT8}"
             )
-        if dtype not in (None, "float32", *precision.DTYPES):
+        if self.rows < 0 or not self.max_error > 0:
             raise ExportError(
-                f"{option('dtype', dtype)}: expected one of: float32, {', '.join(precision.DTYPES)}"
+                f"{option('rows', self.rows)}, {option('max_error', self.max_error)}: expected a number of "
+                "rows, 0 or more, and an error above 0"
             )
+        reasons = {
+            option("device", "cpu"): self.device == "cpu" and "CPUs have no matmuls in 8 bits",
+            option("invariant", True): self.invariant and "sums in 8 bits have no fixed order",
+            option("drop_slow", True): self.drop_slow
+            and f"it measures 16 bits; {option('rows')} says enough",
+        }
+        for given, reason in reasons.items():
+            if dtype == FLOAT8 and reason:
+                raise ExportError(f"{given}: not with {option('dtype', dtype)}: {reason}. Leave one out")
         names = [each.name for each in passes.PASSES]
         if unknown := [name for name in self.without if name not in names]:
             raise ExportError(
@@ -236,7 +254,11 @@ def read_source(path: Path, target: Path, options: Options) -> Source:
     model.graph.meta[cached_attention.SHARED_CACHES] = options.shared_caches
     model.graph.meta[invariance.INVARIANT] = options.invariant
     model.graph.meta[standard_ops.REPLACED] = (*options.replace,)
-    main, asked = main_dtype(model), options.dtype
+    main = main_dtype(model)
+    _require_no_8_bits(path, model, options.dtype == FLOAT8)
+    asked = options.dtype
+    if asked == FLOAT8:
+        asked = dtype_name(main) if main in precision.DTYPES.values() else "float16"
     unfuse_ort.split_simplified_norms(model)
     is_changed = decoders.split_query_norms(model) + decoders.set_full_precision(model) > 0
     report.dtype = asked or dtype_name(main)
@@ -263,6 +285,19 @@ def read_source(path: Path, target: Path, options: Options) -> Source:
         is_fp32=not narrow_types,
         is_unconverted=not options.invariant and (asked is None or found == {asked}),
     )
+
+
+def _require_no_8_bits(path: Path, model: ir.Model, asked: bool) -> None:
+    """Raises ExportError if matmuls are in 8 bits by twinop or, if that is asked for, weights by others."""
+    found = [each.op_type for each in model.graph.all_nodes() if each.domain == DOMAIN]
+    found = [each for each in found if each.endswith("Fp8")]
+    tensors = (value.dtype for graph in model.graphs() for value in graph.initializers.values() if asked)
+    found += [dtype.name for dtype in tensors if dtype is not None and dtype.name.startswith("FLOAT8")]
+    if found:
+        raise ExportError(
+            f"{path}: is in 8 bits already, it has {found[0]}. Give the file in 16 or 32 bits that it was "
+            "made of"
+        )
 
 
 def _check_dtypes(own: str, options: Options, dtype: str) -> None:

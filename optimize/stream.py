@@ -47,7 +47,8 @@ _REDUCED = 5  # tokens
 _HALF_OF_FP16 = 65504 / 2
 _OF_CONVERTED = 4.0  # times a last bit, where a result has another dtype: all in a segment is rounded
 _OF_CHANNELS = 4.0  # times what is accepted of a whole value: the largest of many errors
-_ONLY_16 = ("CustomLinearQ", "CustomLinearQSwiglu")  # they have no kernel in fp32
+ONLY_16 = ("CustomLinearQ", "CustomLinearQSwiglu")
+"""Nodes that have no kernel in fp32."""
 _SIZES = [Sizes(1, 32), *inputs.SIZES]
 _MIXTURES, _TABLE = ("MoE", "QMoE"), "GatherBlockQuantized"
 
@@ -268,29 +269,32 @@ def _form(run: _Run, model: ir.Model, part: Part) -> ir.Model:
     if ir.DataType.BFLOAT16 in kinds:
         if any(value.dtype is None for node in made.graph for value in node.outputs):
             infer_types(made)
-        narrow = [node for node in made.graph if node.domain == DOMAIN and node.op_type in _ONLY_16]
+        narrow = [node for node in made.graph if node.domain == DOMAIN and node.op_type in ONLY_16]
         widen(made.graph, set())
         for node in narrow:
-            _compute_in_bfloat16(node)
+            compute_in(ir.DataType.BFLOAT16, node)
     return made
 
 
-def _compute_in_bfloat16(node: ir.Node) -> None:
-    """Lets a node without a kernel in fp32 compute in bfloat16, which it has."""
+def compute_in(dtype: ir.DataType, node: ir.Node, given: int = 0, made: int = 0) -> None:
+    """Lets a node without a kernel in fp32 compute in 16 bits, which it has.
+
+    Args:
+        given, made: the inputs and outputs from these on have that dtype.
+    """
     for index, value in enumerate(node.inputs):
-        if value is not None and value.dtype is ir.DataType.FLOAT:
-            narrow = g.add(node, "Cast", [value], {"to": int(ir.DataType.BFLOAT16)})
-            node.replace_input_with(index, narrow)
-    [result] = node.outputs
+        if index >= given and value is not None and value.dtype is ir.DataType.FLOAT:
+            node.replace_input_with(index, g.add(node, "Cast", [value], {"to": int(dtype)}))
     assert node.graph is not None
-    wide = ir.node("Cast", [result], {"to": int(ir.DataType.FLOAT)})
-    wide.outputs[0].type, wide.outputs[0].shape = result.type, result.shape
-    ir.convenience.replace_all_uses_with(result, wide.outputs[0], replace_graph_outputs=True)
-    wide.replace_input_with(0, result)
-    result.type, wide.outputs[0].name, result.name = (
-        ir.TensorType(ir.DataType.BFLOAT16), result.name, f"{result.name} (bfloat16)",
-    )  # fmt: skip
-    node.graph.insert_after(node, wide)
+    for result in node.outputs[made:]:
+        wide = ir.node("Cast", [result], {"to": int(ir.DataType.FLOAT)})
+        wide.outputs[0].type, wide.outputs[0].shape = result.type, result.shape
+        ir.convenience.replace_all_uses_with(result, wide.outputs[0], replace_graph_outputs=True)
+        wide.replace_input_with(0, result)
+        result.type, wide.outputs[0].name, result.name = (
+            ir.TensorType(dtype), result.name, f"{result.name} (16 bits)",
+        )  # fmt: skip
+        node.graph.insert_after(node, wide)
 
 
 def _given(run: _Run, model: ir.Model, state: State, first: int | None) -> list[dict[str, Any]]:

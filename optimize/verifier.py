@@ -95,7 +95,7 @@ class Verifier:
         self.progress("running the original")
         form = self._original_form()
         try:
-            reference, sizes = self._reference(form.what, source.original)
+            reference, sizes = self.reference(form.what, source.original)
         except (TwinopError, NotRunnable) as error:
             text = str(error)
             if not isinstance(form.what, Path):
@@ -107,7 +107,7 @@ class Verifier:
         equivalence.confirm_shapes(source.base, reference)
         return sizes
 
-    def _reference(self, original: Runnable, model: ir.Model) -> tuple[equivalence.Reference, inputs.Sizes]:
+    def reference(self, original: Runnable, model: ir.Model) -> tuple[equivalence.Reference, inputs.Sizes]:
         """Runs the original from its inputs on: on the user's, else on generated ones."""
         padding = self.source.options.padding
         if self.given is None:
@@ -184,7 +184,7 @@ class Verifier:
             parts, names = [*(each.original for each in segments[:-1]), part], [*part.outputs, *computed]
             chain = Chain([source.finished(extract(source.original, each)) for each in parts], names)
             try:
-                found, _ = self._reference(chain, extract(source.original, Part([], names)))
+                found, _ = self.reference(chain, extract(source.original, Part([], names)))
             except (TwinopError, NotRunnable):
                 source.report.add_note(f"{segment.name}: compared on typical inputs only")
                 return None

@@ -7,7 +7,7 @@ be; then all numbers are compared, a tile at a time.
 """
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from itertools import chain
@@ -18,6 +18,7 @@ import ml_dtypes
 import numpy as np
 import onnx_ir as ir
 
+from twinop.model.weights import same
 from twinop.system.progress import Progress, silent
 
 from .equivalence import NotEquivalent
@@ -129,6 +130,52 @@ def check_weights(
             raise NotEquivalent(f"differs in {segment.name}: it lacks {unused[0]}, or a part of it")
         unexplained += [*missing, *unused]
     return [*dict.fromkeys(unexplained)]
+
+
+def check_quantized(
+    source: ir.Model, written: ir.Model, sources: Mapping[str, tuple[str, str, bool]]
+) -> None:
+    """Compares all constants of a file in 8 bits with those of the file in 16 bits that it was made of.
+
+    Args:
+        sources: of each constant in e4m3: its scales, the weight in 16 bits, and whether that is turned.
+
+    Raises:
+        NotEquivalent: a constant has other numbers.
+    """
+    before = {str(value.name): tensor for value, tensor in constants(source).items()}
+    after = {str(value.name): tensor for value, tensor in constants(written).items()}
+    scales = {name for name, _, _ in sources.values()}
+    for name in after.keys() - scales:
+        if name in sources:
+            of_rows, weight, is_turned = sources[name]
+            matrix = to_array(before[weight])
+            is_equal = _is_e4m3(
+                to_array(after[name]), to_array(after[of_rows]), matrix.T if is_turned else matrix
+            )
+        elif name in before:
+            is_equal = same(before[name], after[name])
+        else:  # the bias of a matmul that had none
+            is_equal = not to_array(after[name]).any()
+        if not is_equal:
+            raise NotEquivalent(f"differs: {name} is not what the file in 16 bits has")
+
+
+def _is_e4m3(found: np.ndarray, scales: np.ndarray, matrix: np.ndarray) -> bool:
+    """Whether rows in e4m3, times their scales, are nearest to those of a matrix; of two the even ones."""
+    rows, is_equal = max(_TILE * _TILE // matrix.shape[1], 1), True
+    for start in range(0, len(matrix), rows):
+        part = np.ascontiguousarray(_apart(matrix[start : start + rows])).astype(np.float32)
+        sizes = np.abs(part)
+        given = np.fmax(sizes.max(1), np.float32(2.0**-60)) / np.float32(448)
+        sizes = np.minimum(sizes * (np.float32(1) / given)[:, None], np.float32(448))
+        bits = sizes.view(np.uint32)  # 8 bits of exponent, 3 that e4m3 has, 20 others
+        normal = ((bits + 0x7FFFF + (bits >> 20 & 1)) >> 20) - (120 << 3)
+        code = np.where(sizes < 2.0**-6, np.rint(sizes * 2.0**9), normal).astype(np.uint8)
+        code |= np.signbit(part).astype(np.uint8) << 7
+        is_equal &= np.array_equal(scales[start : start + rows], given)
+        is_equal &= np.array_equal(found[start : start + rows].view(np.uint8), code)
+    return is_equal
 
 
 def _check(found: np.ndarray, pool: Pool, foreign: Sequence[Pool]) -> list[_Piece] | None:

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 from export_models import model_of
-from fp8_records import RECORDS
+from samples import RECORDS
 
 from twinop.export import attach_bodies
 from twinop.record.dtypes import to_array, to_tensor

@@ -46,9 +46,7 @@ def refused(source: Path, target: Path, **options: Any) -> str:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"dtype": "float8e4m3fn"}, "fp8 is not supported yet; expected float16 or bfloat16"),
-        ({"dtype": "fp8"}, "fp8 is not supported yet; expected float16 or bfloat16"),
-        ({"dtype": "int8"}, "expected one of: float32, float16, bfloat16"),
+        ({"dtype": "fp8"}, "expected one of: float32, float16, bfloat16, float8"),
         ({"device": "tpu"}, "device='tpu': expected one of: cuda, cpu"),
         ({"padding": "left"}, "padding='left': expected right"),
         ({"without": ["linaer"]}, "without='linaer': expected some of: dequantize, unfuse_ort, embedding"),

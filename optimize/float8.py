@@ -1,0 +1,357 @@
+"""Puts the matmuls of a file in 16 bits in 8 bits, with a scale for each row: `--dtype float8`.
+
+Matches: CustomLinear and CustomLinearSwiglu with a constant weight, in a file in 16 bits that has been
+compared with its original.
+Writes: CustomLinearFp8, whose weight in e4m3 has a scale for each output channel. Norms, GELU and gates
+before it return their result in 8 bits, with a scale for each row; what others return goes through
+CustomQuantizeRows.
+Leaves alone: the first and the last matmuls, and those that 8 bits make slower.
+Such a file is close to the original, and never equal. What 8 bits do to the result of each matmul and to the
+outputs is measured on the CPU. Where that is too much, the matmuls with the largest errors go back.
+"""
+
+from bisect import bisect_left
+from collections import Counter
+from collections.abc import Collection, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import onnx_ir as ir
+
+from twinop.deploy.ort_runs import NotRunnable
+from twinop.errors import ExportError, TwinopError, option
+from twinop.model import weights
+from twinop.model.files import EXTERNAL_DATA_BYTES, save
+from twinop.record.op_spec import DOMAIN
+from twinop.system.progress import Progress
+
+from . import decoders, equivalence
+from . import graph as g
+from .comparison import DEFECT
+from .inputs import hides_left
+from .load import reopen
+from .precision import DTYPES
+from .prepare import clean
+from .report import Float8
+from .segments import cut, extract, reads
+from .sliced import Chain, Runnable, run_any, runnable
+from .source import FLOAT8, Source
+from .stream import ONLY_16, compute_in
+from .verifier import Verifier
+from .weight_check import check_quantized
+from .widen import round_results
+
+_FASTER = ((2048, 768), (512, 2048))
+"""From so many rows on, 8 bits are faster if K and N have at least so much (a layer's matmuls on an H200,
+issue 58). Layers of 768 and 1,024 lose at 512 rows; fewer rows and smaller layers were not measured."""
+_STEP = 16  # of K and N
+_MATMULS = {"Conv", "ConvTranspose", "FusedMatMul", "Gemm", "MatMul", "MatMulNBits"}
+_PRODUCERS = (
+    "CustomAddLayerNorm", "CustomAddRmsNorm", "CustomGelu", "CustomLayerNorm", "CustomRmsNorm",
+    "CustomSwigluPacked",
+)  # fmt: skip
+_GELUS = {"gelu": "none", "gelu_tanh": "tanh"}
+_LINEAR, _GATED, LINEAR_8, QUANTIZE = (
+    "CustomLinear", "CustomLinearSwiglu", "CustomLinearFp8", "CustomQuantizeRows",
+)  # fmt: skip
+
+
+# ------------------------------------------------------------------------------------ which matmuls
+
+
+def matmuls(model: ir.Model, rows: int) -> tuple[list[str], dict[str, int]]:
+    """Returns the matmuls that can be in 8 bits, by their outputs' names, and how many cannot, by reason.
+
+    Args:
+        rows: that they get; 0 takes those, too, that 8 bits make slower.
+    """
+    inner, names, kept = _between(model.graph), list[str](), Counter[str]()
+    for node in filter(_is_matmul, model.graph):
+        reason = _why_not(node, rows) if node in inner else "the first or the last one"
+        names += [] if reason else [str(node.outputs[0].name)]
+        kept.update([f"{node.op_type}: {reason}"] if reason else [])
+    return names, dict(kept)
+
+
+def _is_matmul(node: ir.Node) -> bool:
+    is_known = node.op_type in _MATMULS and g.is_constant(node.inputs[1])
+    return node.op_type.startswith(_LINEAR) if node.domain == DOMAIN else is_known
+
+
+def _between(graph: ir.Graph) -> set[ir.Node]:
+    """Returns the nodes that have a matmul before them, and one behind them."""
+    found, before, after = set[ir.Node](), set[ir.Value](), set[ir.Value]()
+    for node in graph:
+        if not before.isdisjoint(reads(node)):
+            found.add(node)
+        if node in found or _is_matmul(node):
+            before.update(node.outputs)
+    for node in reversed(graph):
+        is_before = not after.isdisjoint(node.outputs)
+        found -= set() if is_before else {node}
+        if is_before or _is_matmul(node):
+            after.update(reads(node))
+    return found
+
+
+def _why_not(node: ir.Node, rows: int) -> str:
+    """Returns why a matmul stays in 16 bits, or ""."""
+    if node.domain != DOMAIN or node.op_type not in (_LINEAR, _GATED):
+        return "no op has it in 8 bits"
+    tensor = g.tensor(node.inputs[1])
+    kinds = {value.dtype for value in node.inputs if value is not None}
+    if tensor is None or len(kinds) > 1 or not kinds.issubset(DTYPES.values()):
+        return "its weight is not constant, or not all of it is in 16 bits"
+    if node.op_type == _GATED and g.attribute(node, "activation", "silu") != "silu":
+        return "a gate of GELU"
+    shape = weights.sizes(tensor)
+    if any(size % _STEP for size in shape):
+        return f"K or N is no multiple of {_STEP}"
+    if rows and not any(rows >= least and min(shape) >= size for least, size in _FASTER):
+        return f"8 bits are no faster for {rows} rows and a weight of {' x '.join(map(str, shape))}"
+    return ""
+
+
+# ------------------------------------------------------------------------------------ rewriting
+
+
+def rewrite(model: ir.Model, names: Collection[str]) -> dict[str, tuple[str, str, bool]]:
+    """Puts the matmuls whose outputs have these names in 8 bits, in place.
+
+    Returns of each constant in e4m3 its scales, the weight it was made of, and whether it is the transpose.
+    """
+    g.reserve_names(model)
+    linears = {node: None for node in model.graph if node.outputs[0].name in names}
+    _norm_before(linears)
+    for node in [*linears]:
+        _split(node, linears)
+    readers = dict[ir.Value | None, list[ir.Node]]()
+    for node in [node for node in model.graph if node in linears]:
+        readers.setdefault(node.inputs[0], []).append(node)
+    sources = dict[str, tuple[str, str, bool]]()
+    for nodes in readers.values():
+        q, scale = _quantize(nodes)
+        for node in nodes:
+            sources |= _write(node, q, scale)
+    clean(model)
+    g.share_constants(model.graph)
+    model.ir_version = max(model.ir_version, 9)  # the first with e4m3
+    return sources
+
+
+def _norm_before(linears: Collection[ir.Node]) -> None:
+    """Lets a norm normalise what matmuls do themselves in 16 bits, once for all that read it."""
+    known = dict[tuple[ir.Value | None, float], ir.Value]()
+    for node in linears:
+        x, eps = node.inputs[0], g.attribute(node, "rms_eps", 0.0)
+        if eps > 0 and (x, eps) not in known:
+            attributes, shape = {"eps": eps, "axis": -1, "offset": 0}, g.dims(x)
+            known[x, eps] = g.add(node, "CustomRmsNorm", [x], attributes, domain=DOMAIN, shape=shape)
+        node.replace_input_with(0, known.get((x, eps), x))
+
+
+def _split(node: ir.Node, linears: dict[ir.Node, None]) -> None:
+    """Parts a matmul from its gate; from its GELU, if that is read in 8 bits only."""
+    [y], activation = node.outputs, g.attribute(node, "activation", "none")
+    is_gated, layout = node.op_type == _GATED, g.attribute(node, "layout", "nk")
+    if not is_gated and (activation not in _GELUS or _has_others(y, linears)):
+        return
+    shape = [*(g.dims(y) or [])[:-1], (g.dims(node.inputs[1]) or [0, 0])[1 if layout == "kn" else 0]]
+    like = ir.Value(type=y.type, shape=None if y.shape is None else ir.Shape(shape))
+    plain = {"activation": "none", "layout": layout}
+    [wide] = g.add_like(node, _LINEAR, node.inputs, plain, [like], domain=DOMAIN)
+    op_type = "CustomSwigluPacked" if is_gated else "CustomGelu"
+    attributes = {} if is_gated else {"approximate": _GELUS[activation]}
+    [new] = g.add_like(node, op_type, [wide], attributes, [y], domain=DOMAIN)
+    del linears[node]
+    linears[g.maker(wide)] = None
+    g.replace(y, new)
+
+
+def _has_others(x: ir.Value, linears: Collection[ir.Node]) -> bool:
+    """Whether something reads a value that is not one of the matmuls, as its x."""
+    return x.is_graph_output() or any(use.node not in linears or use.idx for use in x.uses())
+
+
+def _producer(x: ir.Value) -> ir.Node | None:
+    """Returns the node that computes a value, if it can return it in 8 bits."""
+    node = g.producer(x, *_PRODUCERS, domain=DOMAIN)
+    if node is None or node.outputs[0] is not x or g.attribute(node, "axis", -1) not in (-1, g.rank(x) - 1):
+        return None
+    return node if {each.dtype for each in node.inputs if each is not None} == {x.dtype} else None
+
+
+def _quantize(nodes: list[ir.Node]) -> Sequence[ir.Value]:
+    """Returns what matmuls read in 8 bits in the place of their x, and its scales."""
+    x = nodes[0].inputs[0]
+    assert x is not None
+    rows, maker = None if x.shape is None else ir.Shape([*x.shape][:-1]), _producer(x)
+    q = ir.Value(type=ir.TensorType(ir.DataType.FLOAT8E4M3FN), shape=x.shape)
+    likes = [q, ir.Value(type=ir.TensorType(ir.DataType.FLOAT), shape=rows)]
+    if maker is None:
+        return g.add_like(nodes[0], QUANTIZE, [x], {}, likes, domain=DOMAIN)
+    attributes = {name: each.value for name, each in maker.attributes.items() if name != "axis"}
+    likes, op_type = [*likes, *maker.outputs], f"{maker.op_type}Fp8"
+    made = g.add_like(maker, op_type, maker.inputs, attributes, likes, domain=DOMAIN)
+    for old, new in zip(likes[2:], made[2:], strict=True):
+        g.replace(old, new)
+    return made[:2]
+
+
+def _write(node: ir.Node, q: ir.Value, scale: ir.Value) -> dict[str, tuple[str, str, bool]]:
+    """Puts a matmul in 8 bits in the place of one in 16."""
+    [y], (_, weight, bias, residual) = node.outputs, [*node.inputs, None, None][:4]
+    tensor, is_kn = g.tensor(weight), g.attribute(node, "layout", "nk") == "kn"
+    assert tensor is not None and weight is not None and y.dtype is not None and node.graph is not None
+    matrix = weights.transpose(tensor) if is_kn else tensor
+    scales, name = weights.row_scales(matrix), f"{weight.name}_fp8"
+    made = [g.initializer(node.graph, each, name) for each in (weights.quantized(matrix, scales), scales)]
+    if bias is None:
+        bias = g.initializer(node.graph, np.zeros(scales.size, y.dtype.numpy()), "zeros")
+    attributes = {"activation": g.attribute(node, "activation", "none")}
+    [new] = g.add_like(node, LINEAR_8, [q, scale, *made, bias, residual], attributes, [y], domain=DOMAIN)
+    g.replace(y, new)
+    return {str(made[0].name): (str(made[1].name), str(weight.name), is_kn)}
+
+
+# ------------------------------------------------------------------------------------ measuring
+
+
+class _Trial:
+    """Runs forms of a file on the CPU, on the inputs on which it was compared with its original."""
+
+    def __init__(self, source: Source, verifier: Verifier, model: ir.Model) -> None:
+        self.source, self.model = source, model
+        if verifier.whole is not None:
+            found = verifier.whole.reference
+        else:
+            original = _what(source.finished(source.original.clone()))
+            found, _ = verifier.reference(original, source.original)
+        found = found.without(hides_left) if not all(map(hides_left, found.cases)) else found
+        count = found.typical
+        self.reference = replace(found, cases=found.cases[:count], outputs=found.outputs[:count], edge=[])
+
+    def finished(self, model: ir.Model) -> ir.Model:
+        """Gives a model the function bodies of the nodes that it has now, in place."""
+        domains = {record.domain for record in self.source.records.values()}
+        for node in [node for node in model.graph.all_nodes() if node.domain in domains]:
+            node.overload = ""
+        for key in [key for key in model.functions if key[0] in domains]:
+            del model.functions[key]
+        return self.source.finished(model)
+
+    def error(self, names: Collection[str]) -> float:
+        """Returns the largest error of an output, with these matmuls in 8 bits."""
+        rewrite(model := self.model.clone(), names)
+        return self._run(model)[0]
+
+    def errors(self, names: Sequence[str]) -> tuple[float, dict[str, float]]:
+        """Returns the error of the file as it is, and what 8 bits change in the result of each matmul."""
+        model, copies = self.model.clone(), list[str]()
+        g.reserve_names(model)
+        for node in [node for node in model.graph if node.outputs[0].name in names]:
+            attributes = {name: each.value for name, each in node.attributes.items()}
+            [y] = g.add_like(node, node.op_type, node.inputs, attributes, node.outputs, domain=node.domain)
+            _compare(model, node.outputs[0], y)
+            copies.append(str(y.name))
+        rewrite(model, copies)
+        error, found = self._run(model)
+        largest = np.nan_to_num(np.array(found), nan=0).max(0)  # 0 / 0
+        return error, dict(zip(names, map(float, largest), strict=True))
+
+    def _run(self, model: ir.Model) -> tuple[float, list[list[np.ndarray]]]:
+        """Returns the error of a model's outputs, and the others that it has.
+
+        It computes in fp32, and each result is rounded to 16 bits, as on GPUs.
+
+        Raises:
+            ExportError: the CPU does not run it.
+        """
+        decoders.split_query_norms(model)
+        decoders.set_full_precision(model)
+        round_results(model)
+        for node in [node for node in model.graph if node.domain == DOMAIN]:
+            is_8 = node.op_type.endswith("Fp8") or node.op_type == QUANTIZE
+            if is_8 or node.op_type in ONLY_16:
+                given, made = (4, 0) if node.op_type == LINEAR_8 else (0, 2 if is_8 else 0)
+                compute_in(self.source.dtype, node, given, made)
+        what, library = _what(self.finished(model)), self.source.user_ops.libraries or None
+        try:
+            found = run_any(what, library, self.reference.cases, may_skip=True).outputs
+        except (NotRunnable, TwinopError) as error:
+            raise ExportError(
+                f"{option('dtype', FLOAT8)}: its error cannot be measured on the CPU: {error}. Take float16"
+            ) from error
+        count = len(self.reference.outputs[0])
+        errors = self.reference.errors([each[:count] for each in found], self.source.dtype)
+        return self.reference.largest(errors), [each[count:] for each in found]
+
+
+def _what(model: ir.Model) -> Runnable:
+    """Returns a model as it runs: one that is large in segments, one after the other."""
+    segments = cut(model, model)
+    if len(segments) < 2:
+        return runnable(model)
+    names = [str(value.name) for value in model.graph.outputs]
+    return Chain([extract(model, each.result) for each in segments], names)
+
+
+def _compare(model: ir.Model, a: ir.Value, b: ir.Value) -> None:
+    """Adds an output to a model: the 2-norm of b - a, as a part of that of a."""
+    nodes = [ir.node("Cast", [value], {"to": int(ir.DataType.FLOAT)}) for value in (a, b)]
+    nodes.append(ir.node("Sub", [nodes[1].outputs[0], nodes[0].outputs[0]]))
+    nodes += [ir.node("ReduceL2", nodes[index].outputs, {"keepdims": 0}) for index in (2, 0)]
+    nodes.append(ir.node("Div", [node.outputs[0] for node in nodes[3:]]))
+    for index, node in enumerate(nodes):
+        node.outputs[0].name, node.outputs[0].type = f"{b.name} {index}", ir.TensorType(ir.DataType.FLOAT)
+    model.graph.extend(nodes)
+    model.graph.outputs.append(nodes[-1].outputs[0])
+
+
+# ------------------------------------------------------------------------------------ the file
+
+
+def quantize(
+    source: Source, verifier: Verifier, files: list[Path], folder: Path, progress: Progress
+) -> list[Path]:
+    """Writes a file in 16 bits again, with matmuls in 8 bits; returns the new files, the model last.
+
+    Returns the given ones if no matmul can be in 8 bits, or none may because of `max_error`.
+
+    Raises:
+        ExportError: the CPU does not run it, or a constant is not what the file in 16 bits has.
+    """
+    report, options = source.report, source.options
+    names, kept = matmuls(before := reopen(files[-1]), options.rows)
+    report.float8 = result = Float8(kept=kept, max_error=options.max_error)
+    if not names:
+        return files
+    progress("measuring the matmuls in 8 bits")
+    trial = _Trial(source, verifier, before)
+    result.error_16, errors = trial.errors(names)
+    order, found = sorted(names, key=lambda name: -errors[name]), dict[int, float]()
+
+    def is_close(count: int) -> bool:
+        """Whether the outputs are close enough if so many matmuls go back."""
+        progress("measuring the outputs in 8 bits")
+        found[count] = trial.error(order[count:])
+        return found[count] <= options.max_error
+
+    count = 0 if is_close(0) else 1 + bisect_left(range(1, len(order)), True, key=is_close)
+    result.error = found.get(count, result.error_16)
+    result.returned = {name: errors[name] for name in order[:count]}
+    result.layers = {name: errors[name] for name in names if name not in result.returned}
+    if not result.layers:
+        return files
+    progress("writing in 8 bits")
+    (folder := folder / "float8").mkdir()
+    sources = rewrite(model := before.clone(), order[count:])
+    trial.finished(model)
+    report.nodes_after = len([*model.graph.all_nodes()])
+    written = save(model, folder / files[-1].name, EXTERNAL_DATA_BYTES)
+    try:
+        check_quantized(before, reopen(written[-1]), sources)
+    except equivalence.NotEquivalent as reason:
+        raise ExportError(f"the written model {reason}: {DEFECT}") from reason
+    return written

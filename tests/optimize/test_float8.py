@@ -1,0 +1,420 @@
+"""`twinop optimize --dtype float8`: which matmuls get 8 bits, what the file holds, and how close it is."""
+
+import json
+from math import log2
+from pathlib import Path
+from typing import Any
+from unittest.mock import Mock
+
+import ml_dtypes
+import numpy as np
+import onnx
+import onnx_ir as ir
+import pytest
+from decoder_graphs import Sizes, write
+from optimizing import exported, parsed, types, weights
+from typer.testing import CliRunner
+
+from lab.model_zoo import TINY, batch
+from twinop import deploy
+from twinop.cli import app
+from twinop.deploy.ort_runs import NotRunnable
+from twinop.errors import ExportError
+from twinop.model import weights as stored
+from twinop.optimize import OptimizeReport, float8, optimize, optimize_folder, optimizer, segments
+from twinop.optimize.equivalence import NotEquivalent, relative_error
+from twinop.optimize.load import reopen
+from twinop.optimize.weight_check import check_quantized
+
+OPS = "CustomAddLayerNormFp8", "CustomAddRmsNormFp8", "CustomGeluFp8", "CustomSwigluPackedFp8"
+
+
+def stack(folder: Path, layers: int = 3) -> Path:
+    """Writes layers of LayerNormalization, MatMul, GELU, MatMul and a sum, in fp32."""
+    lines = [
+        f"""n{i} = LayerNormalization (x{i}, row)
+        a{i} = MatMul (n{i}, up{i}) b{i} = Gelu (a{i})
+        c{i} = MatMul (b{i}, down{i}) x{i + 1} = Add (x{i}, c{i})"""
+        for i in range(layers)
+    ]
+    given = {f"up{i}": weights(64, 128, seed=i) for i in range(layers)}
+    given |= {f"down{i}": weights(128, 64, seed=9 + i) for i in range(layers)} | {"row": 1 + weights(64)}
+    text = f"(float[N, 64] x0) => (float[N, 64] x{layers}) {{ {' '.join(lines)} }}"
+    folder.mkdir(exist_ok=True)
+    onnx.save(parsed(text, **given), folder / "stack.onnx")
+    return folder / "stack.onnx"
+
+
+def optimized(folder: Path, **options: Any) -> OptimizeReport:
+    """Puts the four inner matmuls of a stack in 8 bits."""
+    return optimize(stack(folder), folder / "new.onnx", **{"dtype": "float8", "rows": 0} | options)
+
+
+def error_of(report: OptimizeReport, **given: np.ndarray) -> float:
+    """Returns the error of a file on inputs, without the optimizer."""
+    sessions = [deploy.session(path, ["CPUExecutionProvider"]) for path in (report.source, report.path)]
+    kinds = {value.name: value.dtype.numpy() for value in ir.load(report.path).graph.inputs}  # type: ignore[union-attr]
+    narrow = {name: array.astype(kinds[name]) for name, array in given.items()}
+    found = [session.run(case) for session, case in zip(sessions, (given, narrow), strict=True)]
+    return relative_error(*(np.asarray(next(iter(each.values()))) for each in found))
+
+
+# ------------------------------------------------------------------------------------ whole models
+
+
+@pytest.mark.parametrize(
+    ("style", "dtype"),
+    [("bert", "float32"), ("bert", "bfloat16"), ("llama", "float16"), ("llama", "bfloat16")],
+)
+def test_models(style: str, dtype: str, tmp_path: Path) -> None:
+    """All matmuls but the first and the last: only what attention returns has a kernel that quantises."""
+    source = exported(style, "sdpa", "torchscript", tmp_path)
+    if dtype != "float32":
+        source = optimize(source, tmp_path / "narrow.onnx", dtype=dtype, device="cuda").path
+    report = optimize(source, tmp_path / "new.onnx", dtype="float8", rows=0)
+    result, model = report.float8, ir.load(report.path)
+    assert result is not None and not result.returned and len(result.layers) == 8
+    assert result.kept == {"CustomLinear: the first or the last one": 4}
+    assert report.dtype == ("bfloat16" if dtype == "bfloat16" else "float16")
+    kinds = types(model)
+    found = [kinds.get(each, 0) for each in ("CustomLinearFp8", "CustomLinear", "CustomQuantizeRows", *OPS)]
+    assert found == ([8, 4, 2, 3, 0, 1, 0] if style == "bert" else [8, 4, 2, 0, 3, 0, 1])
+    norms = [node for node in model.graph if node.op_type in OPS[:2]]
+    names = [[bool(value.name) for value in node.outputs] for node in norms]
+    assert names == [[True] * 3] * 3 if style == "bert" else [[True, True, False, True]] * 3
+    assert model.ir_version >= 9 and {each.dtype for each in model.graph.outputs} == {
+        ir.DataType[report.dtype.upper()]
+    }
+    onnx.checker.check_model(report.path, full_check=True)
+    assert result.error_16 < result.error < 0.1 and all(0.001 < each < 0.1 for each in result.layers.values())
+    lines = str(report).splitlines()
+    assert f"outputs are close, not the same: relative error {result.error:.1e}" in lines[0]
+    assert any(line.startswith("  in 8 bits: 8 matmuls; the largest error of one: ") for line in lines)
+    assert json.loads(report.to_json())["float8"]["error"] == result.error
+    if dtype == "float32":
+        ids, mask = (each.numpy() for each in batch(TINY))
+        assert result.error / 3 < error_of(report, ids=ids, mask=mask) < result.error * 3
+
+
+def test_in_segments(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A large model runs one segment after the other, to the same errors."""
+    whole = optimized(tmp_path).float8
+    monkeypatch.setattr(segments, "MOST_BYTES", 70_000)
+    report = optimized(tmp_path)
+    assert report.compared["segments"] == 3 and whole is not None and report.float8 is not None
+    assert len(report.float8.layers) == 4 and report.float8.error == pytest.approx(whole.error, rel=0.5)
+    assert report.float8.layers == pytest.approx(whole.layers, rel=0.5)
+
+
+def test_on_the_users_inputs(tmp_path: Path) -> None:
+    x = np.random.default_rng(5).standard_normal((40, 64)).astype(np.float32) * np.float32(0.01)
+    np.savez(tmp_path / "given.npz", x0=x)
+    report = optimized(tmp_path, inputs_file=tmp_path / "given.npz")
+    assert report.float8 is not None and report.float8.error == pytest.approx(
+        error_of(report, x0=x), rel=0.05
+    )
+
+
+def test_external_data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (optimizer, float8):
+        monkeypatch.setattr(module, "EXTERNAL_DATA_BYTES", 1)
+    report = optimized(tmp_path)
+    [data] = tmp_path.glob("*.data")
+    assert report.bytes_after == data.stat().st_size + report.path.stat().st_size
+    assert types(ir.load(report.path))["CustomLinearFp8"] == 4
+    assert error_of(report, x0=weights(5, 64)) < 0.1
+
+
+# ------------------------------------------------------------------------------------ too large errors
+
+
+def test_the_largest_errors_go_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    full = optimized(tmp_path).float8
+    assert full is not None
+    tried, error = [], float8._Trial.error
+    monkeypatch.setattr(float8._Trial, "error", lambda self, names: tried.append(names) or error(self, names))
+    report = optimized(tmp_path, max_error=full.error * 0.7)
+    result = report.float8
+    assert result is not None and result.returned and result.layers and result.error <= full.error * 0.7
+    assert min(result.returned.values()) >= max(result.layers.values())
+    assert len(tried) <= log2(4) + 1
+    fewer = [*result.layers, min(result.returned, key=lambda name: result.returned[name])]
+    assert any(set(names) == {*fewer} for names in tried), "with one more it is too large"
+    assert types(ir.load(report.path))["CustomLinearFp8"] == len(result.layers)
+    shown = f"back in 16 bits, for an error of at most {full.error * 0.7:g}: {next(iter(result.returned))}"
+    assert shown in str(report)
+
+
+def test_all_go_back(tmp_path: Path) -> None:
+    report = optimized(tmp_path, max_error=1e-6)
+    assert report.float8 is not None and not report.float8.layers and len(report.float8.returned) == 4
+    assert report.float8.error == report.float8.error_16 < 1e-2 and "same outputs" in str(report)
+    assert "CustomLinearFp8" not in types(ir.load(report.path))
+
+
+# ------------------------------------------------------------------------------------ which matmuls
+
+LINEAR, GATED, NORM = (
+    "custom_domain.CustomLinear",
+    "custom_domain.CustomLinearSwiglu",
+    "custom_domain.CustomRmsNorm",
+)
+
+
+def model_of(text: str, **arrays: np.ndarray) -> ir.Model:
+    """Makes a model in fp16 with a matmul before and one behind a part of it, from h to y."""
+    given = {
+        "w": weights(64, 64),
+        "v": weights(64, 64, seed=1),
+        "wide": weights(128, 64),
+        "row": weights(64),
+    } | arrays
+    text = f"""(float16[M, 64] x, float16[64, 64] fed) => (float16[M, 64] z) {{
+        h = {LINEAR} (x, w)
+        {text}
+        z = {LINEAR} (y, v)
+    }}"""
+    return ir.from_proto(parsed(text, **{name: each.astype(np.float16) for name, each in given.items()}))
+
+
+def rewritten(text: str, **arrays: np.ndarray) -> tuple[dict[str, int], dict[str, int], ir.Model]:
+    model = model_of(text, **arrays)
+    for value in (value for node in model.graph for value in node.outputs):
+        value.type = ir.TensorType(ir.DataType.FLOAT16)
+    names, kept = float8.matmuls(model, 0)
+    kept.pop("CustomLinear: the first or the last one")
+    float8.rewrite(model, names)
+    return types(model), kept, model
+
+
+def test_a_norm_in_matmuls_becomes_one_for_all() -> None:
+    kinds, _, model = rewritten(f"""
+        a = {LINEAR} <rms_eps = 0.5> (h, w)
+        b = {LINEAR} <rms_eps = 0.5> (h, v)
+        c = {LINEAR} <rms_eps = 0.25> (h, v)
+        d = Add (a, b)
+        y = Add (d, c)""")
+    assert kinds == {"CustomLinear": 2, "CustomRmsNormFp8": 2, "CustomLinearFp8": 3, "Add": 2}
+    norms = [node for node in model.graph if node.op_type == "CustomRmsNormFp8"]
+    assert [(len(each.inputs), each.attributes["eps"].as_float()) for each in norms] == [(1, 0.5), (1, 0.25)]
+
+
+def test_matmuls_share_what_they_read() -> None:
+    """x, in 8 bits, and a weight of two matmuls; the one of another layout has a constant of its own."""
+    kinds, _, model = rewritten(f"""
+        a = {LINEAR} (h, v)
+        b = {LINEAR} (h, v, row)
+        c = {LINEAR} <layout = "kn"> (h, v)
+        d = Add (a, b)
+        y = Add (d, c)""")
+    assert kinds == {"CustomLinear": 2, "CustomQuantizeRows": 1, "CustomLinearFp8": 3, "Add": 2}
+    linears = [node for node in model.graph if node.op_type == "CustomLinearFp8"]
+    assert len({node.inputs[2] for node in linears}) == 2 and len({node.inputs[0] for node in linears}) == 1
+    found = [value.const_value.numpy() for value in linears[2].inputs[2:4]]  # type: ignore[union-attr]
+    exact = weights(64, 64, seed=1).astype(np.float16).astype(np.float32).T
+    assert np.allclose(found[0].astype(np.float32) * found[1][:, None], exact, rtol=0.07, atol=1e-2)
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        (  # a GELU that another node reads stays in the matmul
+            f'a = {LINEAR} <activation = "gelu"> (h, w) b = {LINEAR} (a, v) y = Add (a, b)',
+            {"CustomQuantizeRows": 2, "CustomLinearFp8": 2, "Add": 1},
+        ),
+        (  # also if that is a matmul in 8 bits, which adds it
+            f'a = {LINEAR} <activation = "gelu"> (h, w) y = {LINEAR} (a, v, row, a)',
+            {"CustomQuantizeRows": 2, "CustomLinearFp8": 2},
+        ),
+        (
+            f'a = {LINEAR} <activation = "gelu_tanh"> (h, w) y = {LINEAR} (a, v)',
+            {"CustomQuantizeRows": 1, "CustomLinearFp8": 2, "CustomGeluFp8": 1},
+        ),
+        (
+            f"a = {GATED} (h, wide) b = {LINEAR} (a, v) y = Add (a, b)",
+            {"CustomQuantizeRows": 1, "CustomLinearFp8": 2, "CustomSwigluPackedFp8": 1, "Add": 1},
+        ),
+        (
+            f"c = {NORM} (h, row) d = {LINEAR} (c, v) y = Add (c, d)",
+            {"CustomRmsNormFp8": 1, "CustomLinearFp8": 1, "Add": 1},
+        ),
+    ],
+)  # fmt: skip
+def test_what_reads_and_returns_8_bits(text: str, expected: dict[str, int]) -> None:
+    kinds, kept, _ = rewritten(text)
+    assert kinds == {"CustomLinear": 2} | expected and not kept
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        (f"y = {LINEAR} (h, fed)", "its weight is not constant, or not all of it is in 16 bits"),
+        (f'y = {GATED} <activation = "gelu"> (h, wide)', "a gate of GELU"),
+        (f"a = {LINEAR} (h, odd) y = MatMul (a, back)", "K or N is no multiple of 16"),
+    ],
+)
+def test_what_stays_in_16_bits(text: str, reason: str) -> None:
+    kinds, kept, _ = rewritten(text, odd=weights(24, 64), back=weights(24, 64))
+    kept.pop("MatMul: no op has it in 8 bits", None)
+    assert [each.partition(": ")[2] for each in kept] == [reason]
+    assert not any(kind.endswith("Fp8") for kind in kinds)
+
+
+@pytest.mark.parametrize(
+    ("rows", "size", "is_faster"),
+    [
+        (0, 16, True),
+        (128, 2048, False),
+        (512, 1024, False),
+        (512, 2048, True),
+        (2048, 768, True),
+        (16384, 512, False),
+    ],
+)
+def test_the_table_decides(rows: int, size: int, is_faster: bool) -> None:
+    model = model_of(
+        f"a = {LINEAR} (h, up) y = {LINEAR} (a, down)", up=np.zeros((size, 64)), down=np.zeros((64, size))
+    )
+    for value in (value for node in model.graph for value in node.outputs):
+        value.type = ir.TensorType(ir.DataType.FLOAT16)
+    square = np.zeros((size, size), np.float16)
+    for node in [*model.graph][1:3]:
+        node.inputs[1].const_value = ir.tensor(square)  # type: ignore[union-attr]
+    names, kept = float8.matmuls(model, rows)
+    assert names == (["a", "y"] if is_faster else [])
+    slow = f"CustomLinear: 8 bits are no faster for {rows} rows and a weight of {size} x {size}"
+    assert kept == {"CustomLinear: the first or the last one": 2} | ({} if is_faster else {slow: 2})
+
+
+def test_a_table_without_matmuls_gives_16_bits(tmp_path: Path) -> None:
+    report = optimized(tmp_path, rows=2048)
+    assert report.float8 is not None and not report.float8.layers and "in 8 bits: 0 matmuls" in str(report)
+    slow = "CustomLinear: 8 bits are no faster for 2048 rows and a weight of"
+    assert report.float8.kept == {
+        "CustomLinear: the first or the last one": 2, f"{slow} 64 x 128": 2, f"{slow} 128 x 64": 2,
+    }  # fmt: skip
+    assert "CustomLinearFp8" not in types(ir.load(report.path))
+
+
+def test_nothing_is_written_when_it_is_only_tried(tmp_path: Path) -> None:
+    report = optimized(tmp_path, dry_run=True)
+    assert report.float8 is not None and len(report.float8.layers) == 4 and not report.path.exists()
+    assert "in 8 bits: 4 matmuls\n" in str(report) and "nothing was compared or written" in str(report)
+
+
+# ------------------------------------------------------------------------------------ weights
+
+
+def quantized(weight: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    wide = weight.astype(np.float32)
+    scale = np.maximum(np.abs(wide).max(1), np.float32(2.0**-60)) / np.float32(448)
+    q = np.clip(wide * (np.float32(1) / scale)[:, None], -448, 448)
+    return q.astype(ml_dtypes.float8_e4m3fn).view(np.uint8), scale
+
+
+@pytest.mark.parametrize("dtype", [np.float16, ml_dtypes.bfloat16], ids=["fp16", "bf16"])
+@pytest.mark.parametrize("shape", [(32, 48), (1040, 1024)], ids=["small", "large"])
+def test_weights_have_a_scale_for_each_channel(shape: tuple[int, int], dtype: Any) -> None:
+    weight = (weights(*shape) * 10.0 ** np.linspace(-4, 3, shape[0])[:, None]).astype(dtype)
+    weight[3] = 0
+    given = stored.Held(ir.tensor(weight))
+    scales = stored.row_scales(given)
+    found = stored.quantized(given, scales)
+    q, scale = quantized(weight)
+    assert isinstance(found, stored.Recipe) == (shape[0] > 64) and found.dtype is ir.DataType.FLOAT8E4M3FN
+    assert np.array_equal(found.numpy().view(np.uint8), q) and np.array_equal(scales.numpy(), scale)
+    if shape[0] > 64:
+        assert np.array_equal(found.rows(7, 19).view(np.uint8), q[7:19])
+        turned = stored.quantized(stored.transpose(given), stored.row_scales(stored.transpose(given)))
+        assert np.array_equal(turned.numpy().view(np.uint8), quantized(weight.T)[0])
+
+
+@pytest.fixture
+def written(tmp_path: Path) -> tuple[ir.Model, ir.Model, dict[str, tuple[str, str, bool]]]:
+    """The file in 16 bits, that in 8 bits, and the sources of its constants."""
+    text = f'a = {LINEAR} (h, v) b = {LINEAR} <layout = "kn"> (h, big) y = Add (a, b)'
+    model = model_of(text, big=weights(64, 64, seed=3) * np.float32(10) ** np.arange(-4, 4).repeat(8))
+    for value in (value for node in model.graph for value in node.outputs):
+        value.type = ir.TensorType(ir.DataType.FLOAT16)
+    sources = float8.rewrite(new := model.clone(), float8.matmuls(model, 0)[0])
+    ir.save(new, tmp_path / "new.onnx")
+    return model, reopen(tmp_path / "new.onnx"), sources
+
+
+def test_every_byte_is_compared(written: Any) -> None:
+    before, after, sources = written
+    check_quantized(before, after, sources)
+    assert {weight for _, weight, _ in sources.values()} == {"v", "big"}
+    assert "v" in after.graph.initializers and "big" not in after.graph.initializers
+    for name, value in after.graph.initializers.items():
+        kept = value.const_value
+        for place in (0, -1):
+            raw = bytearray(kept.tobytes())
+            raw[place] ^= 1
+            array = np.frombuffer(bytes(raw), kept.dtype.numpy()).reshape(kept.shape.numpy())
+            value.const_value = ir.Tensor(array, dtype=kept.dtype, name=name)
+            with pytest.raises(NotEquivalent, match="is not what the file in 16 bits has"):
+                check_quantized(before, after, sources)
+        value.const_value = kept
+
+
+# ------------------------------------------------------------------------------------ wrong input
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"device": "cpu"}, "device='cpu': not with dtype='float8': CPUs have no matmuls in 8 bits"),
+        ({"invariant": True}, "invariant=True: not with dtype='float8': sums in 8 bits have no fixed order"),
+        ({"drop_slow": True}, "drop_slow=True: not with dtype='float8': it measures 16 bits"),
+        ({"rows": -1}, "rows=-1, max_error=0.1: expected a number of rows, 0 or more, and an error above 0"),
+        ({"max_error": 0.0}, "rows=0, max_error=0.0: expected a number of rows"),
+        ({"max_error": float("nan")}, "max_error=nan: expected"),
+    ],
+)
+def test_wrong_options(options: dict[str, Any], message: str, tmp_path: Path) -> None:
+    with pytest.raises(ExportError) as error:
+        optimized(tmp_path, **options)
+    assert message in str(error.value) and not (tmp_path / "new.onnx").exists()
+
+
+def test_a_file_in_8_bits_is_refused(tmp_path: Path) -> None:
+    report = optimized(tmp_path)
+    for dtype in ("float8", "float16", None):
+        with pytest.raises(
+            ExportError, match=r"is in 8 bits already, it has Custom\w+Fp8\. Give the file in 16"
+        ):
+            optimize(report.path, tmp_path / "again.onnx", dtype=dtype)
+    text = "(float[N, 4] x) => (float[N, 4] y) { d = DequantizeLinear (w, s) y = MatMul (x, d) }"
+    model = parsed(text, s=np.array(0.5, np.float32))
+    model.graph.initializer.append(
+        onnx.numpy_helper.from_array(np.ones((4, 4), ml_dtypes.float8_e4m3fn), "w")
+    )
+    onnx.save(model, tmp_path / "other.onnx")
+    with pytest.raises(ExportError, match="is in 8 bits already, it has FLOAT8E4M3FN"):
+        optimize(tmp_path / "other.onnx", tmp_path / "again.onnx", dtype="float8")
+
+
+def test_what_the_cpu_does_not_run_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(float8, "run_any", Mock(side_effect=NotRunnable("it has no CPU kernel for Net")))
+    with pytest.raises(
+        ExportError, match="error cannot be measured on the CPU: it has no CPU kernel for Net. Take"
+    ):
+        optimized(tmp_path)
+    assert not (tmp_path / "new.onnx").exists()
+
+
+def test_a_folder_of_genai_is_refused(tmp_path: Path) -> None:
+    folder = write(tmp_path / "old", Sizes(), "float16")
+    with pytest.raises(ExportError, match="dtype='float8': not for folders of onnxruntime-genai"):
+        optimize_folder(folder, tmp_path / "new", dtype="float8")
+    assert not (tmp_path / "new").exists()
+
+
+def test_the_command(tmp_path: Path) -> None:
+    given = stack(tmp_path)
+    options = ["--dtype", "float8", "--rows", "0", "--max-error", "0.2"]
+    found = CliRunner().invoke(app, ["optimize", str(given), "-o", str(tmp_path / "new.onnx"), *options])
+    assert found.exit_code == 0 and "in 8 bits: 4 matmuls" in found.output
+    refused = CliRunner().invoke(app, ["optimize", str(given), "-o", str(given), *options, "--invariant"])
+    assert refused.exit_code and "--invariant: not with --dtype float8" in refused.output
