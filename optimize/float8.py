@@ -99,16 +99,19 @@ def _why_not(node: ir.Node, rows: int) -> str:
     """Returns why a matmul stays in 16 bits, or ""."""
     if node.domain != DOMAIN or node.op_type not in (_LINEAR, _GATED):
         return "no op has it in 8 bits"
-    tensor = g.tensor(node.inputs[1])
+    x, tensor = node.inputs[0], g.tensor(node.inputs[1])
     kinds = {value.dtype for value in node.inputs if value is not None}
-    if tensor is None or len(kinds) > 1 or not kinds.issubset(DTYPES.values()):
+    if x is None or tensor is None or len(kinds) > 1 or not kinds.issubset(DTYPES.values()):
         return "its weight is not constant, or not all of it is in 16 bits"
     if node.op_type == _GATED and g.attribute(node, "activation", "silu") != "silu":
         return "a gate of GELU"
     shape = weights.sizes(tensor)
     if any(size % _STEP for size in shape):
         return f"K or N is no multiple of {_STEP}"
-    if rows and not any(rows >= least and min(shape) >= size for least, size in _FASTER):
+    alike = [use.node for use in x.uses() if use.node.op_type in (_LINEAR, _GATED) and not use.idx]
+    found = [g.tensor(each.inputs[1]) for each in alike]  # narrow k and v read what q reads, in 8 bits
+    smallest = max(min(weights.sizes(each)) for each in found if each is not None)
+    if rows and not any(rows >= least and smallest >= size for least, size in _FASTER):
         return f"8 bits are no faster for {rows} rows and a weight of {' x '.join(map(str, shape))}"
     return ""
 

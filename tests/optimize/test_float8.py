@@ -22,6 +22,7 @@ from twinop.deploy.ort_runs import NotRunnable
 from twinop.errors import ExportError
 from twinop.model import weights as stored
 from twinop.optimize import OptimizeReport, float8, optimize, optimize_folder, optimizer, segments
+from twinop.optimize import graph as g
 from twinop.optimize.equivalence import NotEquivalent, relative_error
 from twinop.optimize.load import reopen
 from twinop.optimize.weight_check import check_quantized
@@ -284,6 +285,19 @@ def test_the_table_decides(rows: int, size: int, is_faster: bool) -> None:
     assert names == (["a", "y"] if is_faster else [])
     slow = f"CustomLinear: 8 bits are no faster for {rows} rows and a weight of {size} x {size}"
     assert kept == {"CustomLinear: the first or the last one": 2} | ({} if is_faster else {slow: 2})
+
+
+def test_narrow_matmuls_go_with_wide_ones() -> None:
+    """k and v of grouped-query attention: x is in 8 bits for q."""
+    text = f"q = {LINEAR} (h, w) k = {LINEAR} (h, v) a = Add (q, k)"
+    model = model_of(f"{text} g = Relu (h) l = {LINEAR} (g, v) y = Add (a, l)")
+    sizes = {"q": (2048, 2048), "k": (512, 2048), "l": (512, 2048)}
+    for node in model.graph:
+        node.outputs[0].type = ir.TensorType(ir.DataType.FLOAT16)
+        if (name := str(node.outputs[0].name)) in sizes:
+            tensor = ir.tensor(np.zeros(sizes[name], np.float16))
+            node.replace_input_with(1, g.initializer(model.graph, tensor, name))
+    assert float8.matmuls(model, 2048)[0] == ["q", "k"]
 
 
 def test_a_table_without_matmuls_gives_16_bits(tmp_path: Path) -> None:
