@@ -30,17 +30,17 @@ from twinop.optimize.weight_check import check_quantized
 OPS = "CustomAddLayerNormFp8", "CustomAddRmsNormFp8", "CustomGeluFp8", "CustomSwigluPackedFp8"
 
 
-def stack(folder: Path, layers: int = 3) -> Path:
+def stack(folder: Path, outputs: str = "float[N, 64] x3") -> Path:
     """Writes layers of LayerNormalization, MatMul, GELU, MatMul and a sum, in fp32."""
     lines = [
         f"""n{i} = LayerNormalization (x{i}, row)
         a{i} = MatMul (n{i}, up{i}) b{i} = Gelu (a{i})
         c{i} = MatMul (b{i}, down{i}) x{i + 1} = Add (x{i}, c{i})"""
-        for i in range(layers)
+        for i in range(3)
     ]
-    given = {f"up{i}": weights(64, 128, seed=i) for i in range(layers)}
-    given |= {f"down{i}": weights(128, 64, seed=9 + i) for i in range(layers)} | {"row": 1 + weights(64)}
-    text = f"(float[N, 64] x0) => (float[N, 64] x{layers}) {{ {' '.join(lines)} }}"
+    given = {f"up{i}": weights(64, 128, seed=i) for i in range(3)}
+    given |= {f"down{i}": weights(128, 64, seed=9 + i) for i in range(3)} | {"row": 1 + weights(64)}
+    text = f"(float[N, 64] x0) => ({outputs}) {{ {' '.join(lines)} }}"
     folder.mkdir(exist_ok=True)
     onnx.save(parsed(text, **given), folder / "stack.onnx")
     return folder / "stack.onnx"
@@ -116,13 +116,18 @@ def test_on_the_users_inputs(tmp_path: Path) -> None:
     )
 
 
-def test_external_data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_external_data_and_outputs_within(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for module in (optimizer, float8):
         monkeypatch.setattr(module, "EXTERNAL_DATA_BYTES", 1)
-    report = optimized(tmp_path)
+    given = stack(tmp_path, outputs="float[N, 64] x3, float[N, 64] n1")
+    report = optimize(given, tmp_path / "new.onnx", dtype="float8", rows=0)
     [data] = tmp_path.glob("*.data")
     assert report.bytes_after == data.stat().st_size + report.path.stat().st_size
-    assert types(ir.load(report.path))["CustomLinearFp8"] == 4
+    model = ir.load(report.path)
+    assert types(model)["CustomLinearFp8"] == 4 and [each.name for each in model.graph.outputs] == [
+        "x3",
+        "n1",
+    ]
     assert error_of(report, x0=weights(5, 64)) < 0.1
 
 
