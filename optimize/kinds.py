@@ -91,8 +91,7 @@ class Kind:
         attributes = [
             (name, self._attribute(each, known, crossing)) for name, each in sorted(node.attributes.items())
         ]
-        results = [value.is_graph_output() for value in node.outputs]
-        self.records.append((node.domain, node.op_type, read, attributes, results))
+        self.records.append((node.domain, node.op_type, read, attributes, len(node.outputs)))
         known.update((value, (len(self.records), index)) for index, value in enumerate(node.outputs))
 
     def _value(self, value: ir.Value | None, is_weight: bool, known: _Known, crossing: set[str]) -> object:

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from functools import cache, partial
 from itertools import product
 from math import inf
+from types import SimpleNamespace
 from typing import Any
 
 import ml_dtypes
@@ -19,7 +20,7 @@ import onnx_ir as ir
 
 from twinop import deploy
 from twinop.deploy.ort_process import Endless
-from twinop.deploy.ort_runs import Earlier, NotRunnable
+from twinop.deploy.ort_runs import Earlier, NotRunnable, check_shown
 from twinop.errors import ExportError, TwinopError
 from twinop.model import weights
 from twinop.record.op_spec import DOMAIN
@@ -64,11 +65,13 @@ class Streamed:
         error: the largest relative error of a value that a segment computes from the original's values.
         own_error: that of an output of the graph, from the result's own values.
         own_noise: that of the original where the last bits of its values differ.
+        notes: on outputs of the graph that show nothing to compare.
     """
 
     error: float = 0.0
     own_error: float = 0.0
     own_noise: float = 0.0
+    notes: list[str] = field(default_factory=list)
 
 
 class _DoesNotRun(ExportError):
@@ -429,8 +432,10 @@ def channel_error(expected: Any, found: Any) -> float:
 
 def _check_outputs(run: _Run, segment: str, outputs: Sequence[str]) -> None:
     """Compares the graph's outputs where each segment had what those before it have returned."""
-    names = {str(value.name) for value in run.original.graph.outputs}
-    for name in names.intersection(outputs):
+    values = {str(value.name): value for value in run.original.graph.outputs}
+    for name in (each for each in outputs if each in values):
+        graph, shown = SimpleNamespace(outputs=[values[name]]), [[each] for each in run.exact[name]]
+        run.streamed.notes += check_shown(graph, shown, True, "")
         for exact, noisy, own in zip(run.exact[name], run.noisy[name], run.own[name], strict=True):
             error, noise = relative_error(exact, own), relative_error(exact, noisy)
             run.streamed.own_error = max(run.streamed.own_error, error)

@@ -378,6 +378,8 @@ class Verifier:
         except NotRunnable as error:
             raise ExportError(f"it cannot be run on the CPU: {error}") from error
         report.error = max(report.error, streamed.error)
+        for note in streamed.notes:
+            report.add_note(note)
         if report.own_error is not None:
             report.own_error = max(report.own_error, streamed.own_noise)
 

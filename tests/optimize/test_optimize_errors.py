@@ -347,6 +347,29 @@ def test_what_a_reverted_rewrite_leaves_as_it_is_is_compared_once(
     assert once[1] == 2 and again > 2, compared  # as rewritten, and without any rewrite
 
 
+def test_an_output_that_shows_nothing_in_a_layer_of_a_known_kind(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The last layer is not compared on other inputs: its weights alone differ."""
+    compared, check = list[str](), Comparison.check
+
+    def counted(self: Comparison, *given: Any) -> float:
+        assert self.part is not None
+        compared.append(self.part.outputs[0])
+        return check(self, *given)
+
+    monkeypatch.setattr(Comparison, "check", counted)
+    monkeypatch.setattr("twinop.optimize.segments.MOST_BYTES", 100)
+    monkeypatch.setattr(verifier, "cut", partial(segments.cut, most_bytes=100))
+    layers = [f"a{i} = MatMul (h{i}, w{i}) h{i + 1} = Tanh (a{i})" for i in range(4)]
+    text = f"(float[N, 8] h0) => (float[N, 8] h4) {{ {' '.join(layers)} }}"
+    given = {f"w{i}": weights(8, 8, seed=i) for i in range(4)}
+    onnx.save(parsed(text, **given | {"w3": np.full((8, 8), np.nan, np.float32)}), tmp_path / "old.onnx")
+    report = optimize(tmp_path / "old.onnx", tmp_path / "new.onnx", device="cuda")
+    assert "h4" not in compared and report.fused == {"linear": 4}, compared
+    assert report.notes == ["output h4 has no finite number for any of the inputs: it was not compared"]
+
+
 @pytest.mark.parametrize("is_seen", [True, False])
 def test_a_rewrite_that_only_fails_in_the_written_file_is_reverted(
     is_seen: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
