@@ -8,6 +8,7 @@
 #include "twinop/elementwise/choose.h"
 #include "twinop/ops/attention_cached/choose.h"
 #include "twinop/ops/linear/choose.h"
+#include "twinop/ops/linear/float8.h"
 #include "twinop/rowwise/choose.h"
 
 using twinop::Target;
@@ -157,6 +158,24 @@ static void CheckAll() {
 
 }  // namespace twinop::attention_cached
 
+namespace twinop::linear::float8 {
+
+static void CheckAll() {
+  for (const Target& target : kTargets)
+    for (std::int64_t m : {1, 512, 16384})
+      for (std::int64_t k : {768, 3072, 14336}) {
+        const Way way = ChooseWay({m, 768, k, false}, target, true);
+        if (ChooseWay({m, 768, k, false}, target, false) == Way::kScaled ||
+            (way == Way::kScaled && target.capability != 90) ||
+            (way == Way::kWide) != (target.capability < 89))
+          std::printf("%ld rows of %ld in 8 bits: another way\n", long{m}, long{k});
+      }
+  static_assert(ChooseWay({512, 768, 3072, false}, kH200, true) == Way::kSums);
+  static_assert(ChooseWay({2048, 768, 3072, false}, kH200, true) == Way::kScaled);
+}
+
+}  // namespace twinop::linear::float8
+
 namespace twinop::linear::few_rows {
 
 static void CheckAll() {
@@ -206,6 +225,7 @@ int main(int count, char** arguments) {
   }
   twinop::rowwise::CheckAll();
   twinop::attention_cached::CheckAll();
+  twinop::linear::float8::CheckAll();
   twinop::linear::few_rows::CheckAll();
   for (const Target& target : kTargets)
     for (std::int64_t bytes = 1 << 20; bytes < 200 << 20; bytes += 1 << 20) {

@@ -10,15 +10,6 @@
 
 namespace twinop::linear::float8 {
 
-// cuBLASLt splits no product with scales a row into parts of K: where its tiles leave most
-// multiprocessors idle, sums and a kernel that scales them are faster (docs/tuning.md).
-constexpr Way ChooseWay(const Sizes& sizes, const Target& target, bool has_outer_vector) {
-  if (target.capability < 89) return Way::kWide;
-  if (target.capability != 90 || !has_outer_vector) return Way::kSums;
-  const std::int64_t tiles = (sizes.m + 127) / 128 * ((sizes.n + 127) / 128);
-  return 2 * tiles <= target.multiprocessors && sizes.k >= 3072 ? Way::kSums : Way::kScaled;
-}
-
 template <bool kHere>
 Status WayOf(const twinop_call* call, const Sizes& sizes, Way* way) {
   return OnDevice(FromC(call), [&](const Call& call) {
@@ -26,7 +17,10 @@ Status WayOf(const twinop_call* call, const Sizes& sizes, Way* way) {
     const Target* target = nullptr;
     TWINOP_RETURN_IF_ERROR(GetCublasLt(&lt));
     TWINOP_RETURN_IF_ERROR(TargetOf(call, &target));
-    *way = ChooseWay(sizes, *target, lt->Version() >= kLtHasOuterVector);
+    const bool has_outer_vector = lt->Version() >= kLtHasOuterVector;
+    if (kIsTraced && !has_outer_vector && target->capability == 90)
+      Trace("  cuBLASLt %zu has no scales a row: %zu has", lt->Version(), kLtHasOuterVector);
+    *way = ChooseWay(sizes, *target, has_outer_vector);
     return Status();
   });
 }

@@ -7,6 +7,7 @@
 
 #include "twinop/ops/linear/body.h"
 #include "twinop/ops/linear/buffers.h"
+#include "twinop/primitives/target.h"
 
 namespace twinop::linear::float8 {
 
@@ -20,6 +21,16 @@ Sizes SizesOf(const CallOf<Op>& call) {
 // How a product is computed: in one call of cuBLASLt with both scales; as sums, which a kernel
 // scales; or so from operands in 16 bits, which have every number of 8 bits.
 enum class Way { kScaled, kSums, kWide };
+
+// cuBLASLt splits no product with scales a row into parts of K: where its tiles leave most
+// multiprocessors idle, sums and a kernel that scales them are faster (docs/tuning.md). Only on 9.0
+// does it have such scales.
+constexpr Way ChooseWay(const Sizes& sizes, const Target& target, bool has_outer_vector) {
+  if (target.capability < 89) return Way::kWide;
+  if (target.capability != 90 || !has_outer_vector) return Way::kSums;
+  const std::int64_t tiles = (sizes.m + 127) / 128 * ((sizes.n + 127) / 128);
+  return 2 * tiles <= target.multiprocessors && sizes.k >= 3072 ? Way::kSums : Way::kScaled;
+}
 
 struct Buffers : GemmBuffers {
   void *sums = nullptr, *wide_x = nullptr, *wide_weight = nullptr;

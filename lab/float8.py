@@ -1,0 +1,232 @@
+"""8 bits beside 16: matrix products, the ops that quantise their results, and whole models.
+
+python lab/float8.py --tables products,rows,models
+
+The models have outliers: one channel in 64 of the norms' weights is 3 to 6 times as large. torchao's float8
+has a scale for each row and column, too, and leaves the same layers in 16 bits.
+"""
+
+import sys
+import tempfile
+from collections.abc import Callable, Mapping
+from copy import deepcopy
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import typer
+from torch import Tensor, nn
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from lab.model_zoo import BERT, LLAMA, VIT, Model, Size, cast
+from lab.models import FEW, in_ort, in_torch, torch_export
+from twinop import torch_op
+from twinop.bench import runtime
+from twinop.bench.cases import relative_error
+from twinop.bench.measure import COPY, IN_ORT, Subject, checked, require, side_by_side
+from twinop.bench.measurements import Output, chosen, measuring
+from twinop.bench.timing import DeviceTimer
+from twinop.optimize import optimize
+
+BF16, E4M3 = torch.bfloat16, torch.float8_e4m3fn
+TORCH, EACH_ROW, ONE_SCALE = "torch bf16", "torch scaled_mm, a scale a row", "torch scaled_mm, one scale"
+LAYERS = ((768, 3072, 1), (1024, 4096, 1), (2048, 8192, 2), (4096, 14336, 2))
+"""Hidden size, inner size, and 2 where a gate doubles the first product of the MLP."""
+
+
+def products(timer: DeviceTimer, say: Callable[[dict[str, Any]], None]) -> None:
+    """Measures the four products of a layer, with bias."""
+    for hidden, inner, gates in LAYERS:
+        shapes = ((hidden, 3 * hidden), (hidden, hidden), (hidden, gates * inner), (inner, hidden))
+        for rows in (512, 2048, 16384):
+            for k, n in shapes:
+                label = {"op": f"layer {hidden} / {inner}", "dtype": "bfloat16", "shape": f"{rows}x{k}x{n}"}
+                say(label | product(rows, k, n, timer))
+
+
+def product(rows: int, k: int, n: int, timer: DeviceTimer) -> dict[str, Any]:
+    device = timer.stream.device
+    x, weight = (torch.randn(size, k, device=device).to(BF16) for size in (rows, n))
+    bias = torch.randn(n, device=device).to(BF16)
+    expected = x.double() @ weight.double().mT + bias.double()
+    (x8, x_scale), (w8, w_scale) = torch_op.quantize_rows(x), torch_op.quantize_rows(weight)
+    one = torch.ones((), device=device)
+    whole = [(each.float() / (each.abs().max().float() / 448)).to(E4M3) for each in (x, weight)]
+    scales = [each.abs().max().float() / 448 for each in (x, weight)]
+    scaled = partial(torch._scaled_mm, bias=bias, out_dtype=BF16, use_fast_accum=True)
+    makers: dict[str, Callable[[], Subject]] = {
+        "twinop": lambda: Subject(partial(torch_op.linear_fp8, x8, x_scale, w8, w_scale, bias)),
+        EACH_ROW: lambda: Subject(partial(scaled, x8, w8.mT, x_scale.unsqueeze(-1), w_scale.unsqueeze(0))),
+        ONE_SCALE: lambda: Subject(partial(scaled, whole[0], whole[1].mT, scales[0] * one, scales[1] * one)),
+        TORCH: lambda: Subject(partial(torch.addmm, bias, x, weight.mT)),
+    }
+    return side_by_side(
+        makers,
+        lambda _, subject: require(relative_error(subject.result()[0], expected), 0.06),
+        timer,
+        rounds=21,
+        again=(TORCH,),
+    )
+
+
+def rows(timer: DeviceTimer, say: Callable[[dict[str, Any]], None]) -> None:
+    """Measures the ops that quantise their results beside those that do not, in ONNX Runtime."""
+    for name, widths in {
+        "rms_norm": (2048, 4096),
+        "layer_norm": (768, 1024),
+        "add_rms_norm": (2048, 4096),
+        "add_layer_norm": (768, 1024),
+        "gelu": (3072, 4096),
+        "swiglu_packed": (8192, 14336),
+    }.items():
+        for width in widths:
+            label = {"op": name, "dtype": "bfloat16", "shape": f"16384x{width}"}
+            say(label | row_op(name, 16384, width, timer))
+
+
+def row_op(name: str, count: int, width: int, timer: DeviceTimer) -> dict[str, Any]:
+    wide, narrow = torch_op.records()[name], torch_op.records()[f"{name}_fp8"]
+    device = timer.stream.device
+    shapes = {"x": (count, width * (2 if name == "swiglu_packed" else 1)), "residual": (count, width)}
+    given = [entry.name for entry in wide.inputs]
+    tensors = {each: torch.randn(shapes.get(each, (width,)), device=device).to(BF16) for each in given}
+    y = torch.empty(count, width, dtype=BF16, device=device)
+    q, scale = torch.empty_like(y, dtype=E4M3), torch.empty(count, device=device)
+    others = {"sum": torch.empty_like(y)} if "sum" in wide.outputs else {}
+    exact = getattr(torch_op, name)(**tensors)
+    expected = (exact[0] if others else exact).double()
+
+    def of(record: Any, outputs: Mapping[str, Tensor]) -> Subject:
+        node = runtime.custom_node(record, tensors, {})
+        names = [each if each in outputs else "" for each in record.outputs]
+        while names[-1] == "":
+            names.pop()
+        node.output[:] = names
+        return Subject(runtime.run_of([node], tensors, outputs, timer), tuple(outputs.values()))
+
+    source = torch.randn_like(y)
+    makers: dict[str, Callable[[], Subject]] = {
+        f"{IN_ORT}, 16 bits": lambda: of(wide, {"y": y, **others}),
+        f"{IN_ORT}, 8 bits": lambda: of(narrow, {"q": q, "scale": scale, **others}),
+        f"{IN_ORT}, both": lambda: of(narrow, {"q": q, "scale": scale, "y": y, **others}),
+        COPY: lambda: Subject(lambda: y.copy_(source)),
+    }
+
+    def check(column: str, subject: Subject) -> None:
+        first = subject.result()[0] if column != COPY else None
+        if first is not None:
+            found = q.double() * scale.double().unsqueeze(-1) if first.dtype == E4M3 else first
+            require(relative_error(found, expected), 0.04)
+
+    return side_by_side(makers, check, timer, rounds=21, again=())
+
+
+@dataclass(frozen=True)
+class Whole:
+    """A model, its size, the size of its MLP where that is not four times its width, and of its batch."""
+
+    model: Model
+    size: Size
+    inner: int = 0
+
+    def drawn(self) -> nn.Module:
+        make = self.model.make
+        if self.inner:
+            make = partial(make, intermediate_size=self.inner)  # type: ignore[call-arg]
+        model = replace(self.model, make=make).drawn(self.size, "sdpa")
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                if parameter.dim() == 1 and name.endswith("weight"):
+                    parameter[::64] *= 3 + 3 * torch.rand_like(parameter[::64])
+        return model
+
+
+_LARGE = Size(layers=8, width=1024, heads=16, vocabulary=2000)
+MODELS = {
+    "bert-large": Whole(BERT, _LARGE),
+    "vit-large": Whole(VIT, replace(_LARGE, batch=64, tokens=196)),
+    "llama-2048": Whole(
+        LLAMA, Size(layers=4, width=2048, heads=16, vocabulary=2000, batch=1, tokens=4096), 8192
+    ),
+    "llama-4096": Whole(
+        LLAMA, Size(layers=4, width=4096, heads=32, vocabulary=2000, batch=1, tokens=4096), 14336
+    ),
+}
+
+
+def by_torchao(model: nn.Module) -> nn.Module:
+    """Returns the model with the linear layers in float8 that `optimize` turns, in place."""
+    from torchao.quantization import Float8DynamicActivationFloat8WeightConfig, PerRow, quantize_
+
+    names = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
+    chosen = set(names[3:-1])  # all but the first q, k and v, which `optimize` joins, and the last one
+    quantize_(
+        model, Float8DynamicActivationFloat8WeightConfig(granularity=PerRow()), lambda _, name: name in chosen
+    )
+    return model
+
+
+def whole(name: str, timer: DeviceTimer, folder: Path) -> dict[str, Any]:
+    """Measures a model in torch with and without torchao, and in both forms of twinop's."""
+    row, device = MODELS[name], timer.stream.device
+    model = row.drawn()
+    few = row.model.inputs(replace(row.size, batch=min(row.size.batch, FEW)))
+    source, reports = folder / f"{name}.onnx", {}
+    torch_export(deepcopy(model).to(BF16), cast(few, BF16), source)
+    files = {"twinop, 16 bits": "", "twinop, 8 bits": "float8"}
+    for column, dtype in files.items():
+        padding = "right" if "mask" in few else None
+        kind = dtype or "bfloat16"
+        said = optimize(source, folder / f"{kind}.onnx", device="cuda", dtype=kind, padding=padding)
+        reports[column] = str(said)
+    inputs = {key: each.to(device) for key, each in row.model.inputs(row.size).items()}
+    with torch.no_grad(), torch.backends.cudnn.flags(enabled=True, allow_tf32=False):
+        expected = model.to(device)(*inputs.values()).double()
+        module, narrow = model.to(BF16), cast(inputs, BF16)
+        values, mode = tuple(narrow.values()), "max-autotune-no-cudagraphs"
+        makers = {
+            column: partial(in_ort, folder / f"{dtype or 'bfloat16'}.onnx", narrow, expected, False)
+            for column, dtype in files.items()
+        }
+        makers["torch.compile bf16"] = partial(in_torch, deepcopy(module), mode, values, False)
+        makers["torch.compile torchao"] = lambda: in_torch(by_torchao(deepcopy(module)), mode, values, False)
+        shown = inputs["mask"][..., None] if "mask" in inputs else 1
+
+        def check(_: str, subject: Subject) -> None:
+            subject.facts["error"] = relative_error(subject.result()[0] * shown, expected * shown)
+
+        subjects, missing = checked(makers, check)
+        times = timer.times({column: subject.run for column, subject in subjects.items()}, rounds=15)
+    shape = "x".join(map(str, next(iter(inputs.values())).shape))
+    found = {column: times[column] | subject.facts for column, subject in subjects.items()}
+    return {
+        "op": name, "dtype": "bfloat16", "shape": f"{row.size.layers} layers, {shape}",
+        "times": found, "missing": missing, "reports": reports,
+    }  # fmt: skip
+
+
+def main(
+    tables: Annotated[str, typer.Option(help="Of products, rows and models.")] = "products,rows,models",
+    models: Annotated[str, typer.Option(help="Models to measure.")] = ",".join(MODELS),
+    output: Output = None,
+) -> None:
+    """Measure products, ops and models in 8 bits beside 16, torch and torchao, on a GPU.
+
+    It is device time behind an empty L2 cache, in one run.
+    """
+    with measuring("float8", "cuda", output, False) as (measured, _, timer):
+        assert timer is not None
+        wanted = chosen("--tables", tables, ("products", "rows", "models"))
+        if "products" in wanted:
+            products(timer, measured.say)
+        if "rows" in wanted:
+            rows(timer, measured.say)
+        with tempfile.TemporaryDirectory() as folder:
+            for name in chosen("--models", models, list(MODELS)) if "models" in wanted else []:
+                measured.say(whole(name, timer, Path(folder)))
+
+
+if __name__ == "__main__":
+    typer.run(main)
