@@ -10,7 +10,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Mapping
 from copy import deepcopy
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
@@ -123,37 +123,23 @@ def row_op(name: str, count: int, width: int, timer: DeviceTimer) -> dict[str, A
     return side_by_side(makers, check, timer, rounds=21, again=())
 
 
-@dataclass(frozen=True)
-class Whole:
-    """A model, its size, the size of its MLP where that is not four times its width, and of its batch."""
-
-    model: Model
-    size: Size
-    inner: int = 0
-
-    def drawn(self) -> nn.Module:
-        make = self.model.make
-        if self.inner:
-            make = partial(make, intermediate_size=self.inner)  # type: ignore[call-arg]
-        model = replace(self.model, make=make).drawn(self.size, "sdpa")
-        with torch.no_grad():
-            for name, parameter in model.named_parameters():
-                if parameter.dim() == 1 and name.endswith("weight"):
-                    parameter[::64] *= 3 + 3 * torch.rand_like(parameter[::64])
-        return model
-
-
 _LARGE = Size(layers=8, width=1024, heads=16, vocabulary=2000)
+_PROMPT = Size(layers=4, width=2048, heads=16, vocabulary=2000, batch=1, tokens=4096)
 MODELS = {
-    "bert-large": Whole(BERT, _LARGE),
-    "vit-large": Whole(VIT, replace(_LARGE, batch=64, tokens=196)),
-    "llama-2048": Whole(
-        LLAMA, Size(layers=4, width=2048, heads=16, vocabulary=2000, batch=1, tokens=4096), 8192
-    ),
-    "llama-4096": Whole(
-        LLAMA, Size(layers=4, width=4096, heads=32, vocabulary=2000, batch=1, tokens=4096), 14336
-    ),
+    "bert-large": (BERT, _LARGE),
+    "vit-large": (VIT, replace(_LARGE, batch=64, tokens=196)),
+    "llama-2048": (LLAMA, _PROMPT),
+    "llama-4096": (LLAMA, replace(_PROMPT, width=4096, heads=32, inner=14336)),
 }
+
+
+def drawn(model: Model, size: Size) -> nn.Module:
+    made = model.drawn(size, "sdpa")
+    with torch.no_grad():
+        for name, parameter in made.named_parameters():
+            if parameter.dim() == 1 and name.endswith("weight"):
+                parameter[::64] *= 3 + 3 * torch.rand_like(parameter[::64])
+    return made
 
 
 def by_torchao(model: nn.Module) -> nn.Module:
@@ -170,18 +156,18 @@ def by_torchao(model: nn.Module) -> nn.Module:
 
 def whole(name: str, timer: DeviceTimer, folder: Path) -> dict[str, Any]:
     """Measures a model in torch with and without torchao, and in both forms of twinop's."""
-    row, device = MODELS[name], timer.stream.device
-    model = row.drawn()
-    few = row.model.inputs(replace(row.size, batch=min(row.size.batch, FEW)))
+    (kind, size), device = MODELS[name], timer.stream.device
+    model = drawn(kind, size)
+    few = kind.inputs(replace(size, batch=min(size.batch, FEW)))
     source, reports = folder / f"{name}.onnx", {}
     torch_export(deepcopy(model).to(BF16), cast(few, BF16), source)
     files = {"twinop, 16 bits": "", "twinop, 8 bits": "float8"}
     for column, dtype in files.items():
         padding = "right" if "mask" in few else None
-        kind = dtype or "bfloat16"
-        said = optimize(source, folder / f"{kind}.onnx", device="cuda", dtype=kind, padding=padding)
+        wanted = dtype or "bfloat16"
+        said = optimize(source, folder / f"{wanted}.onnx", device="cuda", dtype=wanted, padding=padding)
         reports[column] = str(said)
-    inputs = {key: each.to(device) for key, each in row.model.inputs(row.size).items()}
+    inputs = {key: each.to(device) for key, each in kind.inputs(size).items()}
     with torch.no_grad(), torch.backends.cudnn.flags(enabled=True, allow_tf32=False):
         expected = model.to(device)(*inputs.values()).double()
         module, narrow = model.to(BF16), cast(inputs, BF16)
@@ -202,7 +188,7 @@ def whole(name: str, timer: DeviceTimer, folder: Path) -> dict[str, Any]:
     shape = "x".join(map(str, next(iter(inputs.values())).shape))
     found = {column: times[column] | subject.facts for column, subject in subjects.items()}
     return {
-        "op": name, "dtype": "bfloat16", "shape": f"{row.size.layers} layers, {shape}",
+        "op": name, "dtype": "bfloat16", "shape": f"{size.layers} layers, {shape}",
         "times": found, "missing": missing, "reports": reports,
     }  # fmt: skip
 

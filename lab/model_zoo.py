@@ -23,6 +23,7 @@ class Size:
     vocabulary: int = 30522
     batch: int = 32
     tokens: int = 512
+    inner: int = 0  # of the MLP; 0: four times the width
 
     def options(self) -> dict[str, Any]:
         """Returns the sizes by all names that configurations of transformers have for them.
@@ -30,7 +31,8 @@ class Size:
         A configuration passes over the names that only others have.
         """
         names = {
-            "intermediate_size hidden_dim ffn_dim d_ff encoder_ffn_dim decoder_ffn_dim": 4 * self.width,
+            "intermediate_size hidden_dim ffn_dim d_ff encoder_ffn_dim decoder_ffn_dim": self.inner
+            or 4 * self.width,
             "hidden_size word_embed_proj_dim": self.width,
             "num_hidden_layers decoder_layers": self.layers,
             "num_attention_heads decoder_attention_heads": self.heads,
