@@ -160,20 +160,19 @@ def whole(name: str, timer: DeviceTimer, folder: Path) -> dict[str, Any]:
     model = drawn(kind, size)
     few = kind.inputs(replace(size, batch=min(size.batch, FEW)))
     source, reports = folder / f"{name}.onnx", {}
-    torch_export(deepcopy(model).to(BF16), cast(few, BF16), source)
-    files = {"twinop, 16 bits": "", "twinop, 8 bits": "float8"}
+    torch_export(model, few, source)
+    files = {"twinop, 16 bits": "float16", "twinop, 8 bits": "float8"}
     for column, dtype in files.items():
         padding = "right" if "mask" in few else None
-        wanted = dtype or "bfloat16"
-        said = optimize(source, folder / f"{wanted}.onnx", device="cuda", dtype=wanted, padding=padding)
+        said = optimize(source, folder / f"{dtype}.onnx", device="cuda", dtype=dtype, padding=padding)
         reports[column] = str(said)
     inputs = {key: each.to(device) for key, each in kind.inputs(size).items()}
     with torch.no_grad(), torch.backends.cudnn.flags(enabled=True, allow_tf32=False):
         expected = model.to(device)(*inputs.values()).double()
-        module, narrow = model.to(BF16), cast(inputs, BF16)
-        values, mode = tuple(narrow.values()), "max-autotune-no-cudagraphs"
+        half, narrow = (cast(inputs, dtype) for dtype in (torch.float16, BF16))  # torchao takes bfloat16 only
+        module, values, mode = model.to(BF16), tuple(narrow.values()), "max-autotune-no-cudagraphs"
         makers = {
-            column: partial(in_ort, folder / f"{dtype or 'bfloat16'}.onnx", narrow, expected, False)
+            column: partial(in_ort, folder / f"{dtype}.onnx", half, expected, False)
             for column, dtype in files.items()
         }
         makers["torch.compile bf16"] = partial(in_torch, deepcopy(module), mode, values, False)
@@ -188,7 +187,7 @@ def whole(name: str, timer: DeviceTimer, folder: Path) -> dict[str, Any]:
     shape = "x".join(map(str, next(iter(inputs.values())).shape))
     found = {column: times[column] | subject.facts for column, subject in subjects.items()}
     return {
-        "op": name, "dtype": "bfloat16", "shape": f"{size.layers} layers, {shape}",
+        "op": name, "dtype": "16 bits", "shape": f"{size.layers} layers, {shape}",
         "times": found, "missing": missing, "reports": reports,
     }  # fmt: skip
 
