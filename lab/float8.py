@@ -162,7 +162,7 @@ def whole(name: str, timer: DeviceTimer, folder: Path) -> dict[str, Any]:
     model = drawn(kind, size)
     few = kind.inputs(replace(size, batch=min(size.batch, FEW)))
     source, reports = folder / f"{name}.onnx", {}
-    torch_export(model, few, source)
+    torch_export(model, few, source, fixed=size.batch == 1)
     files = {"twinop, 16 bits": "float16", "twinop, 8 bits": "float8"}
     for column, dtype in files.items():
         padding = "right" if "mask" in few else None
