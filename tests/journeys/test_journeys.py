@@ -496,6 +496,39 @@ def stock_file(user: User) -> None:
     answers(user, "half.onnx", accepted=5e-3)
 
 
+def float8_file(user: User) -> None:
+    """A file from elsewhere, whose inner matmuls are put in 8 bits."""
+    random = np.random.default_rng(0)
+    nodes, arrays, exact = [], {}, random.standard_normal((5, 64))
+    np.savez(user.folder / "inputs.npz", x0=exact.astype(np.float32))
+    for i in range(4):
+        layer = {"w": random.standard_normal((64, 64)) / 8, "b": random.standard_normal(64)}
+        layer |= {"scale": 1 + random.random(64), "shift": random.standard_normal(64)}
+        arrays |= {f"{name}{i}": each.astype(np.float32) for name, each in layer.items()}
+        nodes += [
+            helper.make_node("MatMul", [f"x{i}", f"w{i}"], [f"m{i}"]),
+            helper.make_node("Add", [f"m{i}", f"b{i}"], [f"a{i}"]),
+            helper.make_node("Add", [f"a{i}", f"x{i}"], [f"s{i}"]),
+            helper.make_node("LayerNormalization", [f"s{i}", f"scale{i}", f"shift{i}"], [f"x{i + 1}"]),
+        ]
+        total = exact + exact @ layer["w"] + layer["b"]
+        centred = total - total.mean(-1, keepdims=True)
+        exact = centred / np.sqrt(np.square(centred).mean(-1, keepdims=True) + 1e-5)
+        exact = exact * layer["scale"] + layer["shift"]
+    np.savez(user.folder / "exact.npz", exact)
+    values = [helper.make_tensor_value_info(name, onnx.TensorProto.FLOAT, ["N", 64]) for name in ("x0", "x4")]
+    weights = [numpy_helper.from_array(array, name) for name, array in arrays.items()]
+    graph = helper.make_graph(nodes, "stock", values[:1], values[1:], weights)
+    opsets = [helper.make_opsetid("", 17)]
+    onnx.save(helper.make_model(graph, opset_imports=opsets, ir_version=8), user.folder / "stock.onnx")
+    options = ["--dtype", "float8", "--rows", "0", "--device", "cuda", "--inputs", "inputs.npz"]
+    said = user.twinop("optimize", "stock.onnx", "-o", "net.onnx", *options)
+    assert "close, not the same" in said and "in 8 bits: 2 matmuls" in said
+    found = Counter(content(user.folder / "net.onnx").nodes)
+    assert found[f"{LINEAR}Fp8"] == found[LINEAR] == found["custom_domain::CustomAddLayerNormFp8"] == 2
+    deploys(user, "net.onnx", accepted=0.1)
+
+
 OF_THE_MASK = {"Cast", "Where", "Unsqueeze", "Expand"}
 BERT = """
 from pathlib import Path
@@ -593,7 +626,7 @@ def genai_folder(user: User) -> None:
 each_way = pytest.mark.parametrize(
     "way",
     [
-        *(elementwise, written_input, triton, stock_file, transformers_model, genai_folder),
+        *(elementwise, written_input, triton, stock_file, float8_file, transformers_model, genai_folder),
         *(pytest.param(way, marks=pytest.mark.slow) for way in (rowwise, kernel, object_file)),
     ],
     ids=lambda way: way.__name__,
