@@ -114,7 +114,7 @@ def test_products(sizes: tuple[int, int, int], dtype: torch.dtype, device: str) 
 @pytest.mark.parametrize("target", ["8.9", "8.0"])
 def test_products_for_other_gpus(target: str) -> None:
     """Sums that a kernel scales, and operands that are made 16 bits wide."""
-    check = "from test_float8 import *; [check_product(300, 256, 1024, d, 'cuda') for d in ROUNDED]"
+    check = "from test_linear_fp8 import *; [check_product(300, 256, 1024, d, 'cuda') for d in ROUNDED]"
     environment = os.environ | {"TWINOP_TARGET": target, "TWINOP_TRACE": "1"}
     environment["PYTHONPATH"] = os.pathsep.join(["tests/kernels", "tests/helpers", *sys.path])
     done = subprocess.run([sys.executable, "-c", check], env=environment, capture_output=True, text=True)
