@@ -7,6 +7,7 @@ has a scale for each row and column, too, and leaves the same layers in 16 bits.
 for the products: of Triton's, which it would time for minutes, the best took 1.2 to 2.2 times as long.
 """
 
+import json
 import sys
 import tempfile
 from collections.abc import Callable, Mapping
@@ -156,29 +157,46 @@ def by_torchao(model: nn.Module) -> nn.Module:
     return model
 
 
-def whole(name: str, timer: DeviceTimer, folder: Path) -> dict[str, Any]:
-    """Measures a model in torch with and without torchao, and in both forms of twinop's."""
-    (kind, size), device = MODELS[name], timer.stream.device
-    model = drawn(kind, size)
-    few = kind.inputs(replace(size, batch=min(size.batch, FEW)))
-    source, reports = folder / f"{name}.onnx", {}
-    torch_export(model, few, source, fixed=size.batch == 1)
-    files = {"twinop, 16 bits": "float16", "twinop, 8 bits": "float8"}
-    for column, dtype in files.items():
+FILES = {"twinop, 16 bits": "float16", "twinop, 8 bits": "float8"}
+MODE = "max-autotune-no-cudagraphs"
+
+
+def export_model(name: str, folder: Path) -> None:
+    """Writes a model's files, and what `optimize` said of them, unless they are there."""
+    folder.mkdir(parents=True, exist_ok=True)
+    if (folder / "reports.json").exists():
+        return
+    kind, size = MODELS[name]
+    few, reports = kind.inputs(replace(size, batch=min(size.batch, FEW))), {}
+    torch_export(drawn(kind, size), few, folder / "source.onnx", fixed=size.batch == 1)
+    for column, dtype in FILES.items():
         padding = "right" if "mask" in few else None
-        said = optimize(source, folder / f"{dtype}.onnx", device="cuda", dtype=dtype, padding=padding)
-        reports[column] = str(said)
+        file = folder / f"{dtype}.onnx"
+        reports[column] = str(
+            optimize(folder / "source.onnx", file, device="cuda", dtype=dtype, padding=padding)
+        )
+    (folder / "reports.json").write_text(json.dumps(reports))
+
+
+def whole(name: str, timer: DeviceTimer, folder: Path, with_torch: bool) -> dict[str, Any]:
+    """Measures a model in torch with and without torchao, and in both forms of twinop's."""
+    export_model(name, folder)
+    (kind, size), device = MODELS[name], timer.stream.device
     inputs = {key: each.to(device) for key, each in kind.inputs(size).items()}
     with torch.no_grad(), torch.backends.cudnn.flags(enabled=True, allow_tf32=False):
-        expected = model.to(device)(*inputs.values()).double()
+        model = drawn(kind, size).to(device)
+        expected = model(*inputs.values()).double()
         half, narrow = (cast(inputs, dtype) for dtype in (torch.float16, BF16))  # torchao takes bfloat16 only
-        module, values, mode = model.to(BF16), tuple(narrow.values()), "max-autotune-no-cudagraphs"
+        module, values = model.to(BF16), tuple(narrow.values())
         makers = {
             column: partial(in_ort, folder / f"{dtype}.onnx", half, expected, False)
-            for column, dtype in files.items()
+            for column, dtype in FILES.items()
         }
-        makers["torch.compile bf16"] = partial(in_torch, deepcopy(module), mode, values, False)
-        makers["torch.compile torchao"] = lambda: in_torch(by_torchao(deepcopy(module)), mode, values, False)
+        if with_torch:
+            makers["torch.compile bf16"] = partial(in_torch, deepcopy(module), MODE, values, False)
+            makers["torch.compile torchao"] = lambda: in_torch(
+                by_torchao(deepcopy(module)), MODE, values, False
+            )
         shown = inputs["mask"][..., None] if "mask" in inputs else 1
 
         def check(_: str, subject: Subject) -> None:
@@ -189,31 +207,42 @@ def whole(name: str, timer: DeviceTimer, folder: Path) -> dict[str, Any]:
     shape = "x".join(map(str, next(iter(inputs.values())).shape))
     found = {column: times[column] | subject.facts for column, subject in subjects.items()}
     return {
-        "op": name, "dtype": "16 bits", "shape": f"{size.layers} layers, {shape}",
-        "times": found, "missing": missing, "reports": reports,
+        "op": name, "dtype": "16 bits", "shape": f"{size.layers} layers, {shape}", "times": found,
+        "missing": missing, "reports": json.loads((folder / "reports.json").read_text()),
     }  # fmt: skip
 
 
 def main(
     tables: Annotated[str, typer.Option(help="Of products, rows and models.")] = "products,rows,models",
     models: Annotated[str, typer.Option(help="Models to measure.")] = ",".join(MODELS),
+    with_torch: Annotated[bool, typer.Option(help="Measure torch.compile, too, which takes minutes.")] = True,
+    exports: Annotated[Path | None, typer.Option(help="A folder for the exports, to use them again.")] = None,
+    only_export: Annotated[
+        bool, typer.Option("--only-export", help="Make the exports, without a GPU.")
+    ] = False,
     output: Output = None,
 ) -> None:
     """Measure products, ops and models in 8 bits beside 16, torch and torchao, on a GPU.
 
     It is device time behind an empty L2 cache, in one run.
     """
-    torch._inductor.config.max_autotune_gemm_backends = "ATEN"
-    with measuring("float8", "cuda", output, False) as (measured, _, timer):
-        assert timer is not None
-        wanted = chosen("--tables", tables, ("products", "rows", "models"))
-        if "products" in wanted:
-            products(timer, measured.say)
-        if "rows" in wanted:
-            rows(timer, measured.say)
-        with tempfile.TemporaryDirectory() as folder:
-            for name in chosen("--models", models, list(MODELS)) if "models" in wanted else []:
-                measured.say(whole(name, timer, Path(folder)))
+    wanted = chosen("--tables", tables, ("products", "rows", "models"))
+    names = chosen("--models", models, list(MODELS)) if "models" in wanted else []
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = exports or Path(temporary)
+        if only_export:
+            for name in names:
+                export_model(name, folder / name)
+            return
+        torch._inductor.config.max_autotune_gemm_backends = "ATEN"
+        with measuring("float8", "cuda", output, False) as (measured, _, timer):
+            assert timer is not None
+            if "products" in wanted:
+                products(timer, measured.say)
+            if "rows" in wanted:
+                rows(timer, measured.say)
+            for name in names:
+                measured.say(whole(name, timer, folder / name, with_torch))
 
 
 if __name__ == "__main__":
