@@ -1,12 +1,15 @@
 """The measurements in lab/ and of examples: they start, and the pages say what was recorded."""
 
 import os
+import re
 from itertools import product
 from pathlib import Path
 
 import pytest
 import warm_python
+from transformers import AlbertConfig, AlbertForMaskedLM
 
+from lab.trained_float8 import ATOMS, TEXTS
 from twinop.bench.measurements import read
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -76,3 +79,21 @@ def test_models_of_real_sizes_are_measured(tmp_path: Path) -> None:
     for line in read(path, "real-sizes"):
         assert line["now"].keys() == {"wall_s", "cpu_s", "memory_gb", "disk_beyond_gb", "says"}, line
         assert 0 < line["now"]["memory_gb"] < 2 and line["command"].startswith("python -")
+
+
+@pytest.mark.slow
+def test_a_model_in_8_bits_is_measured_beside_torchao(tmp_path: Path) -> None:
+    """The one of the test is not trained, and has two layers that share weights."""
+    known = ["[PAD]", "[CLS]", "[SEP]", "[MASK]", *sorted({*re.findall(ATOMS, TEXTS["reactions"])} - {"\n"})]
+    sizes = {"embedding_size": 32, "hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4}
+    config = AlbertConfig(vocab_size=len(known), num_hidden_layers=2, **sizes)
+    AlbertForMaskedLM(config).save_pretrained(tmp_path / "model")
+    (tmp_path / "model/vocab.txt").write_text("\n".join(known))
+    run("lab/trained_float8", f"{tmp_path}/model", "--texts=reactions", f"--output={tmp_path}")
+    (path,) = tmp_path.glob("trained-float8-*.jsonl")
+    (line,) = read(path, "trained-float8")
+    assert len(line["float8"]["layers"]) == 13, "six in each layer, and one before the logits"
+    errors = {column: each["error"] for column, each in line["errors"].items()}
+    ours, its = errors["twinop float8"], errors["torchao float8, emulated"]
+    assert errors["twinop float16"] < 5e-3 and errors["torch bfloat16"] < 0.02 < its < 0.1
+    assert ours == pytest.approx(its, rel=0.2)
