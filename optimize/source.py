@@ -89,7 +89,7 @@ class Options:
     kept: Iterable[OpSpec]
     held: Held
     rows: int = 2048
-    max_error: float = 0.1
+    max_error: float = 0.15
 
     def __post_init__(self) -> None:
         """Raises ExportError for values that no model can be optimised with."""
