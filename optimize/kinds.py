@@ -176,7 +176,8 @@ def _is_normal(value: ir.Value | None) -> bool:
     if g.producer(value, *_NORMS) is not None:
         return True
     product = g.producer(value, "Div", "Mul")
-    roots = [each for each in product.inputs if each is not None] if product is not None else []
+    inverses = [g.producer(each, "Div") for each in product.inputs] if product is not None else []
+    roots = [*(product.inputs if product is not None else ()), *(each.inputs[1] for each in inverses if each)]
     return any(g.chain(each, *ends) for each in roots for ends in (("Reciprocal", "Sqrt"), ("Sqrt", "Add")))
 
 

@@ -25,6 +25,7 @@ MOST_BYTES = 256 << 20
 _SHARED_NODES = 256  # what is computed from the inputs in so many nodes, each segment computes again
 _SHARED_BYTES = 1 << 20  # with weights of so many bytes, or this share of a segment's
 _SHARED_PART = 256
+_SIZES = ("Shape", "Size")
 
 
 @dataclass(frozen=True)
@@ -114,7 +115,7 @@ def is_shared(value: ir.Value, given: set[ir.Value]) -> bool:
         if each.const_value is not None and each.const_value.nbytes > MOST_BYTES // _SHARED_PART:
             return False
         node = each.producer()
-        waiting += reads(node) if node is not None and node.op_type not in ("Shape", "Size") else []
+        waiting += reads(node) if node is not None and node.op_type not in _SIZES else []
     return True
 
 
@@ -157,7 +158,8 @@ class _Order:
 
     Attributes:
         nodes: all that outputs need, but those that each segment computes again: constants, and what few
-            nodes without large weights compute from the inputs.
+            nodes without large weights compute from the inputs and from sizes.
+        reads: what each node reads, and the values that have the sizes which it needs.
         position: where each value is computed in this order.
         last: where each value is read last.
         bytes: of the weights that each node reads.
@@ -226,7 +228,10 @@ class _Order:
         return sorted(place, key=lambda node: place[node])
 
     def _shared(self, order: list[ir.Node], most: int) -> set[ir.Node]:
-        """Returns the nodes of constants, and what few nodes without large weights compute from inputs."""
+        """Returns the nodes of constants, and what few nodes without large weights make of inputs and sizes.
+
+        A value that has such sizes crosses, never a table or mask made of them: random numbers make no mask.
+        """
         found, constants = dict[ir.Node, int](), set[ir.Node]()  # a bit for each of the nodes that it takes
         for node in order:
             read, makers = dict.fromkeys(self.reads[node]), self.sources[node]
@@ -234,16 +239,17 @@ class _Order:
             self.weights[node] = sum(tensor.nbytes for tensor in tensors)
             self.weights[node] += sum(self.weights[maker] for maker in makers if maker in constants)
             bits = reduce(or_, (found.get(maker, 0) for maker in makers), 1 << len(found))
+            sized = dict.fromkeys(each for maker in makers if maker in found for each in self.reads[maker])
+            self.reads[node] = [*(read | sized)]
+            is_known = all(maker in found or maker in constants for maker in makers)
             if draws_random(node):
                 continue
             if not any(value.is_graph_input() for value in read) and constants.issuperset(makers):
                 constants.add(node)
-            elif (
-                self.weights[node] <= most
-                and bits.bit_count() <= _SHARED_NODES
-                and all(maker in found or maker in constants for maker in makers)
-            ):
+            elif not is_known and node.op_type in _SIZES:
                 found[node] = bits
+            elif is_known and self.weights[node] <= most and bits.bit_count() <= _SHARED_NODES:
+                found[node], self.reads[node] = bits, [*sized]
         return {*found, *constants}
 
     def alive(self) -> Iterator[list[ir.Value]]:

@@ -9,7 +9,7 @@ import onnx_ir as ir
 import pytest
 import torch
 from decoder_graphs import Sizes, write
-from optimizing import nodes, optimized, parsed, weights
+from optimizing import exported, nodes, optimized, parsed, size_of, weights
 from same_names import accepted_case, errors_by_name
 from segment_chains import run_beside, run_chain, run_part
 from torch import Tensor, nn
@@ -145,6 +145,22 @@ def test_kinds(
     assert (kinds[1] != kinds[0]) == bool(others)
 
 
+@pytest.mark.parametrize("inverse", ["Reciprocal (r%d)", "Div (one, r%d)"], ids=["Reciprocal", "Div"])
+def test_a_kind_has_gains_of_its_own(inverse: str) -> None:
+    """Layers of RMS norms that only their gains and weights tell apart."""
+    layer = f"""p%d = Mul (h%d, h%d) m%d = ReduceMean (p%d, last) e%d = Add (m%d, small) r%d = Sqrt (e%d)
+        i%d = {inverse} n%d = Mul (h%d, i%d) g%d = Mul (n%d, gain%d) h%d = MatMul (g%d, w%d) """
+    text = "".join(
+        layer.replace("h%d = MatMul", f"h{at + 1} = MatMul").replace("%d", str(at)) for at in range(4)
+    )
+    given = {f"{name}{i}": weights(*shape, seed=i) for i in range(4)
+             for name, shape in (("gain", (32,)), ("w", (32, 32)))}  # fmt: skip
+    given |= {"last": np.array([-1]), "small": np.float32(1e-5), "one": np.float32(1)}
+    model = ir.from_proto(parsed(f"(float[N, 32] h0) => (float[N, 32] h4) {{ {text} }}", **given))
+    kinds = [each.kind for each in cut(model, model.clone(), 5 * _KIB)]
+    assert len(kinds) == 4 and len({*kinds[1:3]}) == 1, kinds
+
+
 def test_names_decide_nothing(decoder: ir.Model) -> None:
     """The same model with other names, and its nodes in another order, is cut at the same places."""
     names = dict[str, str]()
@@ -277,6 +293,37 @@ def test_what_subgraphs_read_crosses() -> None:
     whole = run_part(model, Part([], ["y"]), case)
     chain = run_chain(model, [each.original for each in segments], case)
     assert np.array_equal(chain["y"], whole["y"])
+
+
+def test_what_sizes_make_does_not_cross() -> None:
+    """Positions, cos of equal halves, a mask: no random numbers are like them. What has the sizes crosses."""
+    text = """(int64[B, S] ids) => (float[B, S, 64] y) {
+        h = Gather (table, ids) all = Shape (h) s = Gather (all, one) p = Range (zero, s, one)
+        f = Cast <to=1> (p) column = Unsqueeze (f, ones) angles = Mul (column, numbers)
+        both = Concat <axis=-1> (angles, angles) cos = Cos (both)
+        shown = LessOrEqual (f, column) bias = Where (shown, nothing, low)
+        a = MatMul (h, w1) b = Mul (a, cos) c = MatMul (b, w2) t = Transpose <perm=[0, 2, 1]> (c)
+        d = MatMul (c, t) e = Add (d, bias) i = Softmax (e) j = MatMul (i, c)
+        k = MatMul (j, w3) l = Mul (k, cos) y = MatMul (l, w4) }"""
+    given: dict[str, Any] = {f"w{i}": weights(64, 64, seed=i) for i in range(1, 5)}
+    given |= {"table": weights(20, 64), "numbers": weights(32), "one": np.array(1), "zero": np.array(0)}
+    given |= {"ones": np.array([1]), "nothing": np.float32(0), "low": np.float32(-np.inf)}
+    model = ir.from_proto(parsed(text, **given))
+    segments = cut(model, model.clone(), 32 * _KIB)
+    assert [each.original.inputs for each in segments] == [[], ["b", "h"], ["l"]]
+    assert [each.result.inputs for each in segments] == [[], ["b", "h"], ["l"]]
+    assert_same_results(model, model.clone(), segments)
+
+
+@pytest.mark.parametrize("exporter", ["torchscript", pytest.param("dynamo", marks=pytest.mark.slow)])
+def test_exported_llama(exporter: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The TorchScript exporter takes positions and the mask from the shape of the embedding's result."""
+    monkeypatch.setattr("twinop.optimize.segments.MOST_BYTES", 100 * _KIB)
+    report, _ = optimized(exported("llama", "sdpa", exporter, tmp_path), tmp_path)
+    layers = size_of(exporter).layers
+    names = ("rotary embedding of q and k", "attention", "linear+gate (silu)")
+    assert all(report.fused[name] == layers for name in names), report
+    assert report.compared["segments"] > 3 * layers and report.error < 1e-5
 
 
 def assert_same_results(original: ir.Model, result: ir.Model, segments: list[Segment]) -> None:
