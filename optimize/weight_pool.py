@@ -21,6 +21,7 @@ _COMPUTED = 1 << 20  # elements of what is computed here
 _PICKS = {"Gather", "Slice"}  # also from larger constants
 _MOVES = {"Cast", "Flatten", "Identity", "Reshape", "Squeeze", "Transpose", "Unsqueeze"}
 _BETWEEN = _MOVES | {"Add", "Conv", "Gemm", "MatMul", "MatMulNBits"}
+_HIDING = -9984.0  # what bfloat16 has for -10000, which hides a score
 _DEPTH = 5  # nodes between a weight and where its product is split
 
 
@@ -115,7 +116,7 @@ def pool_of(model: ir.Model) -> Pool:
                 for use in value.uses()
                 if (use.node not in computing or use.node.op_type in _MOVES) and use.node.op_type != "Gather"
             }
-            is_weight = is_float(array) or array.itemsize == 1
+            is_weight = (is_float(array) or array.itemsize == 1) and not _is_mask(array)
             is_large = value in stored and array.ndim > 1 and array.nbytes >= _LARGE and is_weight
             key = id(stored[value]) if value in stored else value
             is_required = is_large and bool(readers) and ("in bytes", key) not in in_bytes
@@ -208,6 +209,14 @@ def to_array(tensor: ir.TensorProtocol) -> np.ndarray:
     raw = tensor.bytes() if isinstance(tensor, Stored) else np.frombuffer(tensor.tobytes(), np.uint8)
     is_even = bool(shape) and shape[-1] * bits % 8 == 0
     return raw.reshape([*shape[:-1], shape[-1] * bits // 8] if is_even else [-1])
+
+
+def _is_mask(array: np.ndarray) -> bool:
+    """Whether an array only hides, as a result may do without it: truth values, or 0 and low numbers."""
+    if not is_float(array):
+        return array.dtype.kind == "b"
+    parts = array.reshape(-1)[:64], array  # most weights show it at once
+    return all(((each == 0) | (each <= _HIDING)).all() for each in parts) and bool(array.any())
 
 
 def is_row(array: np.ndarray) -> bool:

@@ -169,6 +169,19 @@ def test_a_weight_is_missing() -> None:
         check({"q": Q, "k": draw(64, 96)}, {"r": Q})
 
 
+HIDDEN = np.triu(np.ones((64, 64), bool), 1)
+
+
+@pytest.mark.parametrize("low", [None, -np.inf, -1e4, np.finfo(np.float32).min])
+def test_a_mask_may_be_missing(low: float | None) -> None:
+    """Causal attention holds none. One that holds other numbers, too, is a weight, and so are zeros."""
+    mask = HIDDEN if low is None else np.where(HIDDEN, low, 0).astype(np.float32)
+    assert check({"w": Q, "mask": mask}, {"w": Q}) == []
+    for other in () if low is None else (mask + np.float32(1e-3), 0 * HIDDEN.astype(np.float32)):
+        with pytest.raises(NotEquivalent, match="it lacks mask"):
+            check({"w": Q, "mask": other}, {"w": Q})
+
+
 def layers(*weights: np.ndarray) -> ir.Model:
     names = [f"w{index}" for index in range(len(weights))]
     nodes = " ".join(f"h{i + 1} = MatMul({f'h{i}' if i else 'x'}, w{i})" for i in range(len(weights)))
