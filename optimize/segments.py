@@ -26,6 +26,7 @@ _SHARED_NODES = 256  # what is computed from the inputs in so many nodes, each s
 _SHARED_BYTES = 1 << 20  # with weights of so many bytes, or this share of a segment's
 _SHARED_PART = 256
 _SIZES = ("Shape", "Size")
+_TABLES, _OF_TABLES = ("Gather", "Slice"), 16  # from tables, as of cos, of so many times these bytes, too
 
 
 @dataclass(frozen=True)
@@ -242,13 +243,14 @@ class _Order:
             sized = dict.fromkeys(each for maker in makers if maker in found for each in self.reads[maker])
             self.reads[node] = [*(read | sized)]
             is_known = all(maker in found or maker in constants for maker in makers)
+            limit = most * _OF_TABLES if node.op_type in _TABLES else most
             if draws_random(node):
                 continue
             if not any(value.is_graph_input() for value in read) and constants.issuperset(makers):
                 constants.add(node)
             elif not is_known and node.op_type in _SIZES:
                 found[node] = bits
-            elif is_known and self.weights[node] <= most and bits.bit_count() <= _SHARED_NODES:
+            elif is_known and self.weights[node] <= limit and bits.bit_count() <= _SHARED_NODES:
                 found[node], self.reads[node] = bits, [*sized]
         return {*found, *constants}
 

@@ -295,17 +295,20 @@ def test_what_subgraphs_read_crosses() -> None:
     assert np.array_equal(chain["y"], whole["y"])
 
 
-def test_what_sizes_make_does_not_cross() -> None:
+@pytest.mark.parametrize("of_table", [False, True], ids=["computed", "table"])
+def test_what_sizes_make_does_not_cross(of_table: bool) -> None:
     """Positions, cos of equal halves, a mask: no random numbers are like them. What has the sizes crosses."""
-    text = """(int64[B, S] ids) => (float[B, S, 64] y) {
+    table = "both = Gather (rows, p) cos = Concat <axis=-1> (both, both, both, both)"
+    cos = "angles = Mul (column, numbers) both = Concat <axis=-1> (angles, angles) cos = Cos (both)"
+    text = f"""(int64[B, S] ids) => (float[B, S, 64] y) {{
         h = Gather (table, ids) all = Shape (h) s = Gather (all, one) p = Range (zero, s, one)
-        f = Cast <to=1> (p) column = Unsqueeze (f, ones) angles = Mul (column, numbers)
-        both = Concat <axis=-1> (angles, angles) cos = Cos (both)
+        f = Cast <to=1> (p) column = Unsqueeze (f, ones) {table if of_table else cos}
         shown = LessOrEqual (f, column) bias = Where (shown, nothing, low)
         a = MatMul (h, w1) b = Mul (a, cos) c = MatMul (b, w2) t = Transpose <perm=[0, 2, 1]> (c)
         d = MatMul (c, t) e = Add (d, bias) i = Softmax (e) j = MatMul (i, c)
-        k = MatMul (j, w3) l = Mul (k, cos) y = MatMul (l, w4) }"""
-    given: dict[str, Any] = {f"w{i}": weights(64, 64, seed=i) for i in range(1, 5)}
+        k = MatMul (j, w3) l = Mul (k, cos) y = MatMul (l, w4) }}"""
+    given: dict[str, Any] = {"rows": weights(20, 16)} if of_table else {}
+    given |= {f"w{i}": weights(64, 64, seed=i) for i in range(1, 5)}
     given |= {"table": weights(20, 64), "numbers": weights(32), "one": np.array(1), "zero": np.array(0)}
     given |= {"ones": np.array([1]), "nothing": np.float32(0), "low": np.float32(-np.inf)}
     model = ir.from_proto(parsed(text, **given))
