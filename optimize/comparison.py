@@ -156,7 +156,7 @@ class Comparison:
         # The result of a row of which a mask hides everything is the mean of all values only if the mask's
         # lowest number absorbs every score, as in fp32. The comparison in fp32 has these cases.
         reference = self.reference.without(hides_left)
-        if not reference.cases:
+        if not reference.typical:
             self.note = "compared in its fp32 form: all inputs have a mask that hides the first token"
             return None
         reference = equivalence.with_ids(self.original.what, self.model, self.library, reference)

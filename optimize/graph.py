@@ -4,6 +4,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import reduce
+from itertools import count
 from typing import Any
 
 import numpy as np
@@ -22,7 +23,7 @@ FP32 = "computed in fp32"
 """In the `meta` of nodes that the file computes in fp32, beside others in 16 bits: the matmuls and weights
 by name. Nodes in their place have it, too: it decides on the precision of the result."""
 _NEW = "the names of new values"
-"""In the `meta` of a graph: what these start with, and how many there are. See `reserve_names`."""
+"""In the `meta` of a graph: what these start with, how many there are, the others. See `reserve_names`."""
 OR = "_or_"
 """Joins the names of two sizes of inputs in the name of the size that they broadcast to."""
 
@@ -426,19 +427,20 @@ def add_like(
 
 def reserve_names(model: ir.Model) -> None:
     """Reserves names for new values, which else could get the name of one of the original that is gone."""
-    names = [str(value.name) for node in model.graph.all_nodes() for value in node.outputs]
+    names = {str(value.name) for node in model.graph.all_nodes() for value in node.outputs}
+    names.update(str(value.name) for value in model.graph.inputs)
     start = "new_"
     while any(name.startswith(start) for name in names):
         start = f"_{start}"
-    model.graph.meta[_NEW] = start, 0
+    model.graph.meta[_NEW] = start, 0, names
 
 
 def _new_name(graph: ir.Graph) -> str | None:
     """Returns a name that no value has had, or None for a subgraph."""
     if _NEW not in graph.meta:
         return None
-    start, index = graph.meta[_NEW]
-    graph.meta[_NEW] = start, index + 1
+    start, index, names = graph.meta[_NEW]
+    graph.meta[_NEW] = start, index + 1, names
     return f"{start}{index}"
 
 
@@ -510,8 +512,9 @@ def sizes_of(before: ir.Node, *values: tuple[ir.Value, Sequence[int]]) -> list[i
 
 def initializer(graph: ir.Graph, array: np.ndarray | ir.TensorProtocol, prefix: str) -> ir.Value:
     """Adds an initializer with a unique name that starts with `prefix`."""
-    names = (f"{prefix}_{index}" for index in range(len(graph.initializers) + 1))
-    name = next(each for each in names if each not in graph.initializers)
+    taken = graph.meta[_NEW][2] if _NEW in graph.meta else ()
+    names = (f"{prefix}_{index}" for index in count())
+    name = next(each for each in names if each not in graph.initializers and each not in taken)
     if isinstance(array, (np.ndarray, np.generic)):
         array = ir.tensor(in_c_order(array), name=name)
     value = ir.val(name, const_value=array)

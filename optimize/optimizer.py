@@ -118,7 +118,7 @@ def _optimized(
         verifier = Verifier(read, partial(_rewritten, read, progress), progress)
         needs = estimate(read.loaded, read.report.path, read.report.dtype if options.dtype else "")
         if options.dtype == FLOAT8:  # the file in 16 bits lies beside it meanwhile
-            needs = replace(needs, disk=needs.disk * 3 // 2)
+            needs = replace(needs, disk=needs.disk * 2)
         is_tried = dry_run or explain is not None
         if not is_tried:
             needs.require(read.path, read.report.path)

@@ -132,31 +132,29 @@ def check_weights(
     return [*dict.fromkeys(unexplained)]
 
 
-def check_quantized(
-    source: ir.Model, written: ir.Model, sources: Mapping[str, tuple[str, str, bool]]
-) -> None:
+def check_quantized(source: ir.Model, written: ir.Model, sources: Mapping[str, tuple[str, bool]]) -> None:
     """Compares all constants of a file in 8 bits with those of the file in 16 bits that it was made of.
 
     Args:
-        sources: of each constant in e4m3: its scales, the weight in 16 bits, and whether that is turned.
+        sources: of the output of each matmul in 8 bits: its weight, and whether e4m3 has the transpose.
 
     Raises:
         NotEquivalent: a constant has other numbers.
     """
     before = {str(value.name): tensor for value, tensor in constants(source).items()}
     after = {str(value.name): tensor for value, tensor in constants(written).items()}
-    scales = {name for name, _, _ in sources.values()}
-    for name in after.keys() - scales:
-        if name in sources:
-            of_rows, weight, is_turned = sources[name]
-            matrix = to_array(before[weight])
-            is_equal = _is_e4m3(
-                to_array(after[name]), to_array(after[of_rows]), matrix.T if is_turned else matrix
-            )
-        elif name in before:
-            is_equal = same(before[name], after[name])
-        else:  # the bias of a matmul that had none
-            is_equal = not to_array(after[name]).any()
+    checked = set[str]()
+    for node in written.graph:  # not by constant: matmuls may share one, such as the scales of w and of -w
+        weight, is_turned = sources.get(str(node.outputs[0].name), ("", False))
+        if not weight:
+            continue
+        name, of_rows = (str(value.name) for value in node.inputs[2:4] if value is not None)
+        matrix = to_array(before[weight])
+        if not _is_e4m3(to_array(after[name]), to_array(after[of_rows]), matrix.T if is_turned else matrix):
+            raise NotEquivalent(f"differs: {name} is not what the file in 16 bits has")
+        checked |= {name, of_rows} - before.keys()
+    for name in after.keys() - checked:  # the others: as they were, or the bias of a matmul that had none
+        is_equal = same(before[name], after[name]) if name in before else not to_array(after[name]).any()
         if not is_equal:
             raise NotEquivalent(f"differs: {name} is not what the file in 16 bits has")
 

@@ -24,6 +24,7 @@ from twinop.model import weights as stored
 from twinop.optimize import OptimizeReport, float8, optimize, optimize_folder, optimizer, segments
 from twinop.optimize import graph as g
 from twinop.optimize.equivalence import NotEquivalent, relative_error
+from twinop.optimize.estimate import Estimate
 from twinop.optimize.load import reopen
 from twinop.optimize.weight_check import check_quantized
 
@@ -116,6 +117,19 @@ def test_on_the_users_inputs(tmp_path: Path) -> None:
     )
 
 
+def test_on_padded_inputs_of_the_user(tmp_path: Path) -> None:
+    """The errors are those of the user's inputs, also where a mask hides the first token of all of them."""
+    source = exported("bert", "sdpa", "torchscript", tmp_path)
+    ids, mask = (each.numpy() for each in batch(TINY))
+    mask = np.ones_like(mask)
+    mask[:, :2] = 0
+    np.savez(tmp_path / "given.npz", ids=ids, mask=mask)
+    options: dict[str, Any] = {"dtype": "float8", "rows": 0, "inputs_file": tmp_path / "given.npz"}
+    report = optimize(source, tmp_path / "new.onnx", **options)
+    assert report.float8 is not None and len(report.float8.layers) == 8
+    assert report.float8.error == pytest.approx(error_of(report, ids=ids, mask=mask), rel=0.5)
+
+
 def test_external_data_and_outputs_within(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for module in (optimizer, float8):
         monkeypatch.setattr(module, "EXTERNAL_DATA_BYTES", 1)
@@ -149,6 +163,15 @@ def test_the_largest_errors_go_back(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert types(ir.load(report.path))["CustomLinearFp8"] == len(result.layers)
     shown = f"back in 16 bits, for an error of at most {full.error * 0.7:g}: {next(iter(result.returned))}"
     assert shown in str(report)
+
+
+def test_nan_is_an_infinite_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also in one case only; a result of zeros without a change has none."""
+    norms = np.array([[0, 0, 1, 4, np.nan, 2, 1, 0], [0, 0, 1, 2, 1, 2, 0, 0]], np.float32)
+    monkeypatch.setattr(float8._Trial, "_run", lambda self, model: (0.0, [[*each] for each in norms]))
+    report = optimized(tmp_path, max_error=1e-3)
+    assert report.float8 is not None
+    assert [*report.float8.layers.values()] == [0, 0.5, np.inf, np.inf]
 
 
 def test_all_go_back(tmp_path: Path) -> None:
@@ -305,6 +328,28 @@ def test_narrow_matmuls_go_with_wide_ones() -> None:
     assert float8.matmuls(model, 2048)[0] == ["q", "k"]
 
 
+def test_narrow_matmuls_stay_with_wide_ones_in_16_bits() -> None:
+    """A gate of GELU, and the first matmul, which read the same x, have no form in 8 bits."""
+    model = model_of(f'q = {GATED} <activation = "gelu"> (h, wide) k = {LINEAR} (h, v) y = Add (q, k)')
+    sizes = {"q": (4096, 2048), "k": (512, 2048)}
+    for node in model.graph:
+        node.outputs[0].type = ir.TensorType(ir.DataType.FLOAT16)
+        if (name := str(node.outputs[0].name)) in sizes:
+            tensor = ir.tensor(np.zeros(sizes[name], np.float16))
+            node.replace_input_with(1, g.initializer(model.graph, tensor, name))
+    names, kept = float8.matmuls(model, 2048)
+    assert not names and {each.partition(": ")[2] for each in kept} == {
+        "the first or the last one", "a gate of GELU",
+        "8 bits are no faster for 2048 rows and a weight of 512 x 2048",
+    }  # fmt: skip
+
+
+def test_new_constants_get_new_names() -> None:
+    _, _, model = rewritten(f"zeros_0 = {LINEAR} (h, v) v_fp8_0 = Relu (zeros_0) y = Relu (v_fp8_0)")
+    names = [*model.graph.initializers, *(value.name for node in model.graph for value in node.outputs)]
+    assert {"zeros_0", "zeros_1", "v_fp8_0", "v_fp8_1"} <= {*names} and len({*names}) == len(names)
+
+
 def test_a_table_without_matmuls_gives_16_bits(tmp_path: Path) -> None:
     report = optimized(tmp_path, rows=2048)
     assert report.float8 is not None and not report.float8.layers and "in 8 bits: 0 matmuls" in str(report)
@@ -319,6 +364,15 @@ def test_nothing_is_written_when_it_is_only_tried(tmp_path: Path) -> None:
     report = optimized(tmp_path, dry_run=True)
     assert report.float8 is not None and len(report.float8.layers) == 4 and not report.path.exists()
     assert "in 8 bits: 4 matmuls\n" in str(report) and "nothing was compared or written" in str(report)
+
+
+def test_the_disk_has_both_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The file in 16 bits stays until the other is written, which may have most of it again."""
+    found = Estimate(0, 60, 100, 100)
+    monkeypatch.setattr(optimizer, "estimate", lambda *given: found)
+    with pytest.raises(ExportError, match="new.onnx: to write it takes"):
+        optimized(tmp_path)
+    assert optimized(tmp_path, dtype="float16", device="cuda").path.exists()
 
 
 # ------------------------------------------------------------------------------------ weights
@@ -349,8 +403,8 @@ def test_weights_have_a_scale_for_each_channel(shape: tuple[int, int], dtype: An
 
 
 @pytest.fixture
-def written(tmp_path: Path) -> tuple[ir.Model, ir.Model, dict[str, tuple[str, str, bool]]]:
-    """The file in 16 bits, that in 8 bits, and the sources of its constants."""
+def written(tmp_path: Path) -> tuple[ir.Model, ir.Model, dict[str, tuple[str, bool]]]:
+    """The file in 16 bits, that in 8 bits, and the weights of its matmuls."""
     text = f'a = {LINEAR} (h, v) b = {LINEAR} <layout = "kn"> (h, big) y = Add (a, b)'
     model = model_of(text, big=weights(64, 64, seed=3) * np.float32(10) ** np.arange(-4, 4).repeat(8))
     for value in (value for node in model.graph for value in node.outputs):
@@ -363,7 +417,7 @@ def written(tmp_path: Path) -> tuple[ir.Model, ir.Model, dict[str, tuple[str, st
 def test_every_byte_is_compared(written: Any) -> None:
     before, after, sources = written
     check_quantized(before, after, sources)
-    assert {weight for _, weight, _ in sources.values()} == {"v", "big"}
+    assert sources == {"a": ("v", False), "b": ("big", True)}
     assert "v" in after.graph.initializers and "big" not in after.graph.initializers
     for name, value in after.graph.initializers.items():
         kept = value.const_value
@@ -375,6 +429,27 @@ def test_every_byte_is_compared(written: Any) -> None:
             with pytest.raises(NotEquivalent, match="is not what the file in 16 bits has"):
                 check_quantized(before, after, sources)
         value.const_value = kept
+
+
+@pytest.mark.parametrize("factor", [-1, 2, 0], ids=["negative", "double", "zero"])
+def test_matmuls_that_share_a_constant_are_compared(factor: int, tmp_path: Path) -> None:
+    """w and -w have the same scales, w and 2w the same numbers in e4m3, and zeros have both."""
+    first = weights(64, 64, seed=3) * np.float32(factor != 0)
+    text = f"a = {LINEAR} (h, one) b = {LINEAR} (h, two) y = Add (a, b)"
+    model = model_of(text, one=first, two=first * factor)
+    for value in (value for node in model.graph for value in node.outputs):
+        value.type = ir.TensorType(ir.DataType.FLOAT16)
+    sources = float8.rewrite(new := model.clone(), float8.matmuls(model, 0)[0])
+    ir.save(new, tmp_path / "new.onnx")
+    after = reopen(tmp_path / "new.onnx")
+    found = [node.inputs[2:4] for node in after.graph if node.op_type == "CustomLinearFp8"]
+    assert [one is two for one, two in zip(*found, strict=True)] == [factor != -1, factor != 2]
+    check_quantized(model, after, sources)
+    scales = found[1][1]
+    assert scales is not None and scales.const_value is not None
+    scales.const_value = ir.tensor(scales.const_value.numpy() * np.float32(1.5))
+    with pytest.raises(NotEquivalent, match="is not what the file in 16 bits has"):
+        check_quantized(model, after, sources)
 
 
 # ------------------------------------------------------------------------------------ wrong input
