@@ -2,6 +2,7 @@
 // are q, scale, and those of the functor, of which absent ones are not written.
 #pragma once
 
+#include <algorithm>
 #include <array>
 #include <cstdint>
 #include <string_view>
@@ -40,18 +41,21 @@ std::array<Tensor, kMaxOutputs> ResultsOf(const CallOf<Op>& call, void* y) {
   return results;
 }
 
-// Whether the row's first result lies in scratch memory: in other kernels, where it is not wanted.
+// The first result lies in scratch memory where it is not wanted and other kernels compute it.
 template <class Op>
 std::int64_t QuantisedScratchBytes(const CallOf<Op>& call) {
   const auto results = ResultsOf(call, nullptr);
-  bool is_one_kernel = call.context->device_type == TWINOP_CUDA;
-  if (is_one_kernel) {
-    is_one_kernel = QuantisesInOneKernel(results[0].sizes[results[0].rank - 1]);
-    for (std::size_t i = 0; i < Op::kRecord.input_count; ++i)
-      is_one_kernel = is_one_kernel &&
-                      reinterpret_cast<std::uintptr_t>(call.inputs[i].data) % kVectorBytes == 0;
-  }
-  return is_one_kernel || results[0].data != nullptr ? 0 : results[0].bytes();
+  if (results[0].data != nullptr) return 0;
+  bool is_one_kernel = call.context->device_type == TWINOP_CUDA &&
+                       QuantisesInOneKernel(results[0].sizes[results[0].rank - 1]);
+  const auto take = [&](const Tensor& tensor) {
+    is_one_kernel =
+        is_one_kernel && reinterpret_cast<std::uintptr_t>(tensor.data) % kVectorBytes == 0;
+  };
+  std::for_each(call.inputs, call.inputs + Op::kRecord.input_count, take);
+  std::for_each(results.begin(), results.end(), take);
+  take(OutputOf(call, "q"_name));
+  return is_one_kernel ? 0 : results[0].bytes();
 }
 
 // Quantises rows that lie in memory.

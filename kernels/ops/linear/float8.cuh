@@ -41,36 +41,10 @@ static __global__ void WidenKernel(const uint2* from, T* to, std::int64_t count)
   StoreAligned(Pack<T>(values), to + 8 * i);
 }
 
-enum class Activation { kNone, kRelu, kGelu, kTanhGelu, kSilu };
-
-__device__ __forceinline__ ApproxFloat Activated(ApproxFloat value, Activation activation) {
-  switch (activation) {
-    case Activation::kRelu:
-      return value.value < 0 ? 0 : value.value;  // NaN stays
-    case Activation::kGelu:
-      return Gelu<ApproxFloat>{}(value);
-    case Activation::kTanhGelu:
-      return TanhGelu<ApproxFloat>{}(value);
-    case Activation::kSilu:
-      return Sigmoid(value, value);
-    case Activation::kNone:
-      break;
-  }
-  return value;
-}
-
-inline Activation ActivationOf(std::string_view name) {
-  return name == "relu"        ? Activation::kRelu
-         : name == "gelu"      ? Activation::kGelu
-         : name == "gelu_tanh" ? Activation::kTanhGelu
-         : name == "silu"      ? Activation::kSilu
-                               : Activation::kNone;
-}
-
 // y = activation(sums x_scale weight_scale + bias + residual), eight columns a thread.
 template <class T, class Sum>
 static __global__ void ScaleKernel(const Sum* sums, const float* x_scale, const float* weight_scale,
-                                   const T* bias, const T* residual, Activation activation, T* y,
+                                   const T* bias, const T* residual, few_rows::Active active, T* y,
                                    int eights, std::int64_t count) {
   PdlTriggerAndWait();
   const std::int64_t i = static_cast<std::int64_t>(blockIdx.x) * blockDim.x + threadIdx.x;
@@ -90,7 +64,7 @@ static __global__ void ScaleKernel(const Sum* sums, const float* x_scale, const 
     const float sum = ComputeAt(parts[j / kWidth], j % kWidth);
     float value = sum * of_row * weight_scale[column + j] + ComputeAt(biases, j);
     if (residual != nullptr) value += ComputeAt(residuals, j);
-    results[j] = Activated(value, activation);
+    results[j] = few_rows::Activated(value, active);
   }
   StoreAligned(Pack<T>(results), y + 8 * i);
 }
@@ -114,7 +88,7 @@ Status Scale(const Call& call, const Buffers& at, const Sizes& sizes, std::strin
       ScaleKernel<T, Sum>, WithPdl(GridOver(count, 256)), call, static_cast<const Sum*>(at.sums),
       static_cast<const float*>(at.x_scale.data), static_cast<const float*>(at.weight_scale.data),
       static_cast<const T*>(at.bias.data), static_cast<const T*>(at.residual.data),
-      ActivationOf(activation), static_cast<T*>(y), static_cast<int>(sizes.n / 8), count);
+      few_rows::ActiveOf(activation), static_cast<T*>(y), static_cast<int>(sizes.n / 8), count);
 }
 
 // y from sums that are scaled later.
