@@ -90,7 +90,7 @@ def built_entries() -> dict[str, Entry]:
     known = {entry.op for entry in ENTRIES.values()}
     for name, record in records.items():
         own = record.domain == DOMAIN and not record.is_backward
-        floats = all("int" not in dtype for dtype in record.combinations[0].values())
+        floats = not any("int" in dtype or "float8" in dtype for dtype in record.combinations[0].values())
         if own and name not in known and floats and (record.is_elementwise or record.rows):
             found[name] = entry_of(record)
     return found

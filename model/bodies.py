@@ -27,6 +27,8 @@ that takes the inputs (positional) and the attributes (keyword-only) of the op's
 
 import math
 
+import onnx_ir as ir
+
 from twinop.record.body_registry import BODIES, Body, DefaultInput, body
 
 
@@ -453,7 +455,8 @@ def quantize_rows(op, x):
     scale = op.Div(op.Max(largest, 2.0**-60), 448.0)  # e4m3 ends at 448, and the cast of q saturates there
     # ONNX Runtime makes x / scale of x (1 / scale), which has other bits; the halves are exact.
     q = op.Mul(op.Mul(x, 0.5), op.Div(2.0, scale))
-    return q, op.Gather(scale, op.Constant(value_int=0), axis=-1)  # of 0 rows ReduceMax keeps the columns
+    # Not Squeeze: of 0 rows ReduceMax keeps the columns.
+    return q, op.Gather(scale, op.Constant(value=ir.tensor(0)), axis=-1)
 
 
 def _quantized(op, x, y, *others):
