@@ -132,7 +132,8 @@ class TorchOps:
 
     def rounded(self, value: Tensor, like: Tensor) -> Tensor:
         """Rounds to the dtype of the model's inputs, with the derivative of the unrounded value."""
-        return value + (value.to(self._stored).to(value.dtype) - value).nan_to_num(0, 0, 0).detach()
+        difference = value.to(self._stored).to(value.dtype) - value  # NaN of infinities
+        return value + difference.nan_to_num(0, torch.inf, -torch.inf).detach()
 
     def __getattr__(self, op_type: str) -> Callable[..., Any]:
         function = OPERATORS.get(op_type)
