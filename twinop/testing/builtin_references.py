@@ -78,6 +78,20 @@ def _quantised_swiglus(size: int) -> Iterator[dict[str, Any]]:
     return ({k: v for k, v in call.items() if k != "residual"} for call in _quantised_linears(size))
 
 
+def _float8_linears(size: int) -> Iterator[dict[str, Any]]:
+    """Weights of 16 * size columns: GPUs multiply 8 bits in multiples of 16."""
+    rows = {"none": (3,), "gelu": (2, 3), "silu": (), "gelu_tanh": (130,), "relu": (0,)}
+    for activation, shape in rows.items():
+        yield {
+            "x": _random(*shape, 16 * size),
+            "x_scale": _random(*shape).abs() + 0.1,
+            "weight": _random(32, 16 * size),
+            "weight_scale": _random(32).abs() / (4 * max(size, 1) ** 0.5),
+            "bias": _random(32),
+            "activation": activation,
+        } | ({"residual": _random(*shape, 32)} if activation != "gelu" else {})
+
+
 def _ropes(size: int) -> Iterator[dict[str, Any]]:
     pairs = max(size, 1)  # of a head
     for layout, passing in itertools.product(("half", "interleaved"), (0, 3)):
@@ -160,6 +174,7 @@ _CALLS = {
     "gelu_fp8": _moderate,
     "linear": _linears,
     "linear_swiglu": _linear_swiglus,
+    "linear_fp8": _float8_linears,
     "linear_q": _quantised_linears,
     "linear_q_swiglu": _quantised_swiglus,
     "rope": _ropes,
@@ -378,6 +393,13 @@ def _linear_swiglu_magnitude(
     return 2 * _STEEPEST * gate * others
 
 
+def _linear_fp8_magnitude(
+    x: Tensor, x_scale: Tensor, weight: Tensor, weight_scale: Tensor, *others: Tensor | None, activation: str
+) -> Tensor:
+    x, weight = x * x_scale.unsqueeze(-1), weight * weight_scale.unsqueeze(-1)
+    return _linear_magnitude(x, weight, *others, activation=activation)
+
+
 def _linear_q_magnitude(
     x: Tensor,
     weight: Tensor,
@@ -425,6 +447,8 @@ REFERENCES: dict[str, Reference] = {
     # cuBLASLt's GELU uses the hardware's tanh, and the product before some activations is rounded.
     "linear": Reference(ulps=ulps(8, half=1), magnitude=_linear_magnitude),
     "linear_swiglu": Reference(ulps=ulps(8, half=1), magnitude=_linear_swiglu_magnitude),
+    # Hopper's fast accumulation keeps fewer bits of the sums.
+    "linear_fp8": Reference(ulps=ulps(8, half=2), magnitude=_linear_fp8_magnitude),
     # The weight is rounded to the dtype of x.
     "linear_q": Reference(ulps=ulps(8, half=2), magnitude=_linear_q_magnitude),
     "linear_q_swiglu": Reference(ulps=ulps(8, half=2), magnitude=_linear_q_swiglu_magnitude),

@@ -115,7 +115,7 @@ Status RunSums(const Call& call, Buffers at, const Sizes& sizes, Way way,
 template <class Op>
 Status Cuda(const CallOf<Op>& call) {
   const Sizes sizes = float8::SizesOf(call);
-  if (sizes.k % 16 != 0 || sizes.n % 16 != 0 || sizes.k == 0)
+  if (sizes.k % 16 != 0 || sizes.n % 16 != 0)
     return Status::Error("K is " + std::to_string(sizes.k) + " and N " + std::to_string(sizes.n) +
                          "; expected multiples of 16");
   Way way;
@@ -131,7 +131,7 @@ Status Cuda(const CallOf<Op>& call) {
     Trace("  %s", way == Way::kScaled ? "8 bits, scaled by cuBLASLt"
                   : way == Way::kSums ? "8 bits, sums scaled by a kernel"
                                       : "8 bits made 16, sums scaled by a kernel");
-  if (way == Way::kScaled) {
+  if (way == Way::kScaled || sizes.k == 0) {
     TWINOP_RETURN_IF_ERROR(Compute(call, at, sizes, y, activation));
   } else {
     TWINOP_RETURN_IF_ERROR(y.dtype == DType::kFloat16
