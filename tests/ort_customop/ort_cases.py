@@ -25,6 +25,8 @@ DIMS: dict[str, Dims] = {
     "mixed": (3, None),
     "rank unknown": None,
 }
+OUTSIDE = {"bfloat16": "float32", "float8_e4m3fn": "float32"}
+"""NumPy does not have these: such models cast from and to another."""
 
 
 class Cases:
@@ -47,8 +49,8 @@ class Cases:
         keys = {}
         for name, tensor in tensors.items():
             keys[name] = f"a{len(self.arrays)}"
-            # numpy has no bf16; such models cast from and to fp32
-            self.arrays[keys[name]] = (tensor.float() if tensor.dtype == torch.bfloat16 else tensor).numpy()
+            is_outside = str(tensor.dtype).removeprefix("torch.") in OUTSIDE
+            self.arrays[keys[name]] = (tensor.float() if is_outside else tensor).numpy()
         return keys
 
     def write(self, folder: Path) -> None:
@@ -61,26 +63,25 @@ class Cases:
 def graph(
     nodes: Sequence[Any], inputs: Mapping[str, tuple[str, Dims]], outputs: Mapping[str, tuple[str, Dims]]
 ) -> onnx.ModelProto:
-    """Inputs and outputs by name: dtype and dimensions. bf16 ones are fp32 outside, and cast."""
+    """Inputs and outputs by name: dtype and dimensions. Those of `OUTSIDE` are cast."""
     # Copies, whose names may change.
     nodes = [onnx.NodeProto.FromString(node.SerializeToString()) for node in nodes]
-    outside = {"bfloat16": "float32"}
     for name, (dtype, _) in inputs.items():
-        if dtype in outside:
+        if dtype in OUTSIDE:
             nodes.insert(0, helper.make_node("Cast", [f"{name}"], [f"{name}_cast"], to=ELEMENT_TYPES[dtype]))
     casts = {
-        name: f"{name}_cast" for name, (dtype, _) in (*inputs.items(), *outputs.items()) if dtype in outside
+        name: f"{name}_cast" for name, (dtype, _) in (*inputs.items(), *outputs.items()) if dtype in OUTSIDE
     }
     for node in nodes:
         if node.op_type != "Cast":
             for names in (node.input, node.output):
                 names[:] = [casts.get(name, name) for name in names]
     for name, (dtype, _) in outputs.items():
-        if dtype in outside:
-            nodes.append(helper.make_node("Cast", [f"{name}_cast"], [name], to=ELEMENT_TYPES[outside[dtype]]))
+        if dtype in OUTSIDE:
+            nodes.append(helper.make_node("Cast", [f"{name}_cast"], [name], to=ELEMENT_TYPES[OUTSIDE[dtype]]))
     given, made = (
         [
-            helper.make_tensor_value_info(name, ELEMENT_TYPES[outside.get(dtype, dtype)], dims)
+            helper.make_tensor_value_info(name, ELEMENT_TYPES[OUTSIDE.get(dtype, dtype)], dims)
             for name, (dtype, dims) in tensors.items()
         ]
         for tensors in (inputs, outputs)
@@ -134,7 +135,7 @@ def op_cases(cases: Cases, record: OpSpec) -> None:
             groups.setdefault(f"{present} {sample.attributes or ''}", []).append(sample)
         for group, members in groups.items():
             name = " ".join([record.name, *dict.fromkeys(dtypes.values()), group]).strip()
-            cast = "bfloat16" in dtypes.values()
+            cast = not OUTSIDE.keys().isdisjoint(dtypes.values())
             runs = [result(record, sample) for sample in members]
             cases.add(name, one_node(record, dtypes, members[0]), runs, cast=cast)
             if dtypes is record.combinations[0]:
