@@ -188,7 +188,7 @@ def whole(name: str, timer: DeviceTimer, folder: Path, with_torch: bool) -> dict
         expected = model(*inputs.values()).double()
         half, narrow = (cast(inputs, dtype) for dtype in (torch.float16, BF16))  # torchao takes bfloat16 only
         module, values = model.to(BF16), tuple(narrow.values())
-        makers = {
+        makers: dict[str, Callable[[], Subject]] = {
             column: partial(in_ort, folder / f"{dtype}.onnx", half, expected, False)
             for column, dtype in FILES.items()
         }

@@ -89,7 +89,7 @@ def test_rows_of_zeros_of_nothing_and_of_what_is_no_number() -> None:
     found = run(node, "bfloat16[N, 32] x", x=x)
     with np.errstate(invalid="ignore"):
         wide = found["q"].astype(np.float32) * found["s"][:, None]
-    assert np.array_equal(found["s"][[0, 4]], np.float32([2.0**-60 / 448] * 2)) and not wide[0].any()
+    assert np.array_equal(found["s"][[0, 4]], np.full(2, 2.0**-60 / 448, np.float32)) and not wide[0].any()
     assert np.isnan(wide[1]).all() and np.isnan(found["s"][1]) and np.isnan(wide[2]).all()
     assert np.allclose(wide[3], 3e38, rtol=0.01) and found["q"][4, 0] == 448 * 1e-30 // 2.0**-60
     empty = run(node, "bfloat16[N, 32] x", x=x[:0])

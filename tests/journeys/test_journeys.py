@@ -499,7 +499,8 @@ def stock_file(user: User) -> None:
 def float8_file(user: User) -> None:
     """A file from elsewhere, whose inner matmuls are put in 8 bits."""
     random = np.random.default_rng(0)
-    nodes, arrays, exact = [], {}, random.standard_normal((5, 64))
+    nodes, arrays = list[onnx.NodeProto](), dict[str, np.ndarray]()
+    exact = random.standard_normal((5, 64))
     np.savez(user.folder / "inputs.npz", x0=exact.astype(np.float32))
     for i in range(4):
         layer = {"w": random.standard_normal((64, 64)) / 8, "b": random.standard_normal(64)}

@@ -394,10 +394,11 @@ def _linear_swiglu_magnitude(
 
 
 def _linear_fp8_magnitude(
-    x: Tensor, x_scale: Tensor, weight: Tensor, weight_scale: Tensor, *others: Tensor | None, activation: str
+    x: Tensor, x_scale: Tensor, weight: Tensor, weight_scale: Tensor, *added: Tensor | None, **_: str
 ) -> Tensor:
+    bias, residual = (*added, None)[:2]
     x, weight = x * x_scale.unsqueeze(-1), weight * weight_scale.unsqueeze(-1)
-    return _linear_magnitude(x, weight, *others, activation=activation)
+    return _linear_magnitude(x, weight, bias, residual)
 
 
 def _linear_q_magnitude(

@@ -1,5 +1,5 @@
-// layer_norm, add_layer_norm, their forms in 8 bits, ada_layer_norm -> torch.ops.custom_domain.layer_norm,
-// CustomLayerNorm ...
+// layer_norm, add_layer_norm, their forms in 8 bits, ada_layer_norm ->
+// torch.ops.custom_domain.layer_norm, CustomLayerNorm ...
 #pragma once
 
 #include "twinop/math/math.h"
