@@ -47,22 +47,9 @@ TWINOP_OP(gelu,
               .gradient("x = gelu_backward(grad, x, approximate)"),
           LaunchApproximate<Gelu, TanhGelu>)
 
-template <template <class> class F>
-struct ElementwiseRow {
-  template <class T>
-  struct Functor : rowwise::Defaults {
-    static constexpr auto kRows = rowwise::Names("x");
-    using Phases = rowwise::Reductions<>;
-    using One = rowwise::Values<T, 1>;
-    TWINOP_INLINE One Result(const One& x, const rowwise::Values<T, 0>&) const {
-      return {F<T>{}(x[0])};
-    }
-  };
-};
-
 template <template <class> class F, class Op>
 Status LaunchGeluFp8With(const CallOf<Op>& call) {
-  return rowwise::LaunchQuantising<ElementwiseRow<F>::template Functor>(
+  return rowwise::LaunchQuantising<rowwise::ElementwiseRow<F>::template Functor>(
       call, [](const Call& plain) { return elementwise::Launcher<F>(plain); });
 }
 template <class Op>

@@ -6,12 +6,11 @@
 namespace twinop {
 
 template <class T>
-struct SameRow : rowwise::Defaults {
-  static constexpr auto kRows = rowwise::Names("x");
-  using Phases = rowwise::Reductions<>;
-  using One = rowwise::Values<T, 1>;
-  TWINOP_INLINE One Result(const One& x, const rowwise::Values<T, 0>&) const { return x; }
+struct Same {
+  TWINOP_INLINE T operator()(T x) const { return x; }
 };
+template <class T>
+using SameRow = rowwise::ElementwiseRow<Same>::Functor<T>;
 
 template <class Op>
 Status LaunchQuantizeRows(const CallOf<Op>& call) {

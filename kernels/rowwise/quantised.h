@@ -29,6 +29,18 @@ struct Quantising {
   };
 };
 
+// An elementwise functor of x as a row-wise one.
+template <template <class> class F>
+struct ElementwiseRow {
+  template <class T>
+  struct Functor : Defaults {
+    static constexpr auto kRows = Names("x");
+    using Phases = Reductions<>;
+    using One = Values<T, 1>;
+    TWINOP_INLINE One Result(const One& x, const Values<T, 0>&) const { return {F<T>{}(x[0])}; }
+  };
+};
+
 // The functor's outputs. `y` stands for the first one where the op or the node does not have it.
 template <class Op>
 std::array<Tensor, kMaxOutputs> ResultsOf(const CallOf<Op>& call, void* y) {
