@@ -567,7 +567,7 @@ class ResidentRows {
       } else {
         Write<false, false>(functor, values, row, exists, raw, results);
       }
-    } else if (!kKeepsColumns && UncheckedColumns(row)) {
+    } else if (!kKeepsColumns && !F::kQuantises && UncheckedColumns(row)) {
       Write<true, false>(functor, values, row, exists, raw, results);
     } else {
       Write<false, false>(functor, values, row, exists, raw, results);
@@ -649,7 +649,7 @@ class ResidentRows {
     largest = LargestOfLanes<kLanes>(max(largest & 0xFFFFu, largest >> 16));
     const float scale =
         ScaleOf(BitsOf(ToCompute(SameBits<S>(static_cast<std::uint16_t>(largest)))));
-    const float inverse = 1 / scale;
+    const float inverse = InverseOf(scale);
     if (!exists) return;
     if (lane_ == 0) arguments_.scale[row] = scale;
 #pragma unroll

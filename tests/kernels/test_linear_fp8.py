@@ -57,6 +57,19 @@ def test_the_formula(columns: int, dtype: torch.dtype, device: str) -> None:
             assert_same_bits(found.cpu(), expected, f"{x.shape}")
 
 
+@each_device
+@each_dtype
+@pytest.mark.parametrize("columns", [2, 264])
+def test_every_scale(columns: int, dtype: torch.dtype, device: str) -> None:
+    """A row for each number of 16 bits, its largest one."""
+    every = torch.arange(1 << 15, dtype=torch.int16).view(dtype)
+    x = every[every.isfinite()].unsqueeze(1) * torch.ones(columns, dtype=dtype)
+    for column in range(1, columns):
+        x[:, column] *= 2.0 ** -(column % 9)
+    for found, expected in zip(torch_op.quantize_rows(x.to(device)), formula(x), strict=True):
+        assert_same_bits(found.cpu(), expected, f"{dtype} {columns}")
+
+
 PRODUCERS = {
     "rms_norm": ("x", "weight"),
     "layer_norm": ("x", "weight", "bias"),
