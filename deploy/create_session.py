@@ -14,7 +14,7 @@ from twinop.libraries.find import package_key
 from twinop.libraries.library import Library
 from twinop.record.op_spec import DOMAIN
 
-from . import cuda, plugins
+from . import cuda
 from .check_nodes import require_fit
 from .choose_library import Libraries, choose_libraries
 from .cpu_memory import require_memory
@@ -29,7 +29,6 @@ _STAYS_INSIDE = (1, 27)  # it refuses external data outside of the model's folde
 _CPU = "CPUExecutionProvider"
 PROVIDERS: dict[str, "list[Provider] | None"] = {"auto": None, "cpu": [_CPU], "cuda": [cuda.CUDA, _CPU]}
 _DATA_FOLDER = "session.model_external_initializers_file_folder_path"
-_RECORD_NODES = "session.record_ep_graph_assignment_info"
 Provider = str | tuple[str, dict[str, Any]]
 
 
@@ -68,9 +67,7 @@ def session(
         model: a path, the bytes of a model, a ModelProto, or what `load_model` has read.
         providers: execution providers as ONNX Runtime takes them: names, or pairs of a name and options. A
             provider named here is used, or an error is raised. None chooses CUDA where it works and the CPU
-            otherwise; `Session.reason` says why. One that is a plugin comes from an installed package such as
-            onnxruntime-ep-openvino; `Session.taken` says which nodes it takes, and its option `device_id`
-            chooses among its devices.
+            otherwise; `Session.reason` says why.
         library: the path of a library, or several paths, one for each domain. The libraries of other domains
             are looked for among those that `twinop build` put into `build/` of the current folder, in the
             installed package of the domain (`twinop.libraries.find`), and among twinop's own. False registers
@@ -111,10 +108,15 @@ def open_session(
     choice: Choice,
     *,
     options: Any = None,
+    may_retry: bool = False,
     enable_cuda_graph: bool = False,
     profile: bool = False,
 ) -> Session:
-    """Opens a model that has been read and checked; errors as of `session`, warnings in `Session.reason`."""
+    """Opens a model that has been read and checked; errors as of `session`, warnings in `Session.reason`.
+
+    Args:
+        may_retry: whether to try again without ONNX Runtime's own optimizations, with `options` too.
+    """
     device, reason = choice.device, choice.reason
     if enable_cuda_graph:
         _require_known_sizes(model, libraries)
@@ -122,8 +124,8 @@ def open_session(
         raise ProviderError(f"enable_cuda_graph needs CUDA, which is not used here: {reason}")
     ort = _onnxruntime()
 
-    given = options is not None
-    options = options if given else ort.SessionOptions()
+    given = options is not None and not may_retry
+    options = options or ort.SessionOptions()
     if model.path is None and model.folder is not None:
         options.add_session_config_entry(_DATA_FOLDER, str(model.folder))
     record = Profile(options, {node.proto.op_type for node in model.nodes}) if profile else None
@@ -134,9 +136,8 @@ def open_session(
 
     if choice.providers == [_CPU]:
         require_memory(model, libraries)
-    has_plugin = _add_plugins(ort, options, requested)
     with _current_device_kept(stream):
-        inner = _create(ort, model, options, None if has_plugin else requested, given)
+        inner = _create(ort, model, options, requested, given)
     if choice.automatic and device is not None and cuda.CUDA not in inner.get_providers():
         reason = "ONNX Runtime could not start CUDA (its log above says why)"
         device = stream = None
@@ -155,27 +156,7 @@ def open_session(
         stream=stream,
         cuda_graph=enable_cuda_graph and device is not None,
         profile=record,
-        taken=plugins.nodes_by_provider(inner) if has_plugin else {},
     )
-
-
-def _add_plugins(ort: Any, options: Any, providers: Sequence[Provider]) -> bool:
-    """Puts the providers into the session's options if one of them is a plugin, which it takes there only."""
-    wanted = {name for name, _ in map(_split, providers) if plugins.is_plugin(name)}
-    if not wanted:
-        return False
-    for name, given in map(_split, providers):
-        texts = {key: str(value) for key, value in given.items()}
-        if name not in wanted:
-            if name != _CPU:  # which every session has
-                options.add_provider(name, texts)
-            continue
-        devices, index = plugins.devices_of(name), texts.pop("device_id", "0")
-        if not index.isdecimal() or int(index) >= len(devices):
-            raise ProviderError(f"{name}: device_id is {index}; expected 0 to {len(devices) - 1}")
-        options.add_provider_for_devices([devices[int(index)]], texts)
-    options.add_session_config_entry(_RECORD_NODES, "1")
-    return True
 
 
 def _require_known_sizes(model: Model, libraries: Sequence[SealedLibrary]) -> None:
@@ -234,11 +215,6 @@ def _split(provider: Provider) -> tuple[str, dict[str, Any]]:
     return (provider, {}) if isinstance(provider, str) else provider
 
 
-def providers_named(name: str) -> "list[Provider] | None":
-    """Returns the providers of a setting: auto, cpu, cuda, or a provider's own name."""
-    return PROVIDERS.get(name, [name, _CPU])
-
-
 def choose_providers(
     providers: Sequence[Provider] | None, libraries: Sequence[Library], *, uses_torch: bool = True
 ) -> Choice:
@@ -272,12 +248,8 @@ def choose_providers(
                 raise ProviderError(
                     f"{name} was asked for and cannot be used here (the CPU was not used instead):{lines}"
                 )
-        elif name not in available and not plugins.devices_of(name):
-            has = ", ".join((*available, *plugins.installed()))
-            raise ProviderError(
-                f"{name} is not in this ONNX Runtime; it has: {has}. Others are packages, such as "
-                f"{plugins.EXAMPLE}"
-            )
+        elif name not in available:
+            raise ProviderError(f"{name} is not in this ONNX Runtime; it has: {', '.join(available)}")
     return Choice(list(providers), device, "asked for", False, uses_torch)
 
 
@@ -313,7 +285,7 @@ def _with_cuda_options(provider: Provider, stream: Any, cuda_graph: bool) -> Pro
     return cuda.CUDA, options
 
 
-def _create(ort: Any, model: Model, options: Any, providers: list[Provider] | None, given: bool) -> Any:
+def _create(ort: Any, model: Model, options: Any, providers: list[Provider], given: bool) -> Any:
     source = _source(ort, model)
     try:
         # The fallback would retry on the CPU and only print a message.

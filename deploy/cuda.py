@@ -111,17 +111,8 @@ def runtime_has_cuda() -> bool:
     """Returns whether the installed ONNX Runtime has the CUDA provider."""
     import onnxruntime
 
-    return CUDA in onnxruntime.get_available_providers() or bool(plugin_version())
-
-
-def plugin_version() -> str:
-    """Returns the version of the CUDA provider where it is a plugin, as in ONNX Runtime 1.32, or ""."""
-    import onnxruntime
-
-    if not hasattr(onnxruntime, "get_build_info"):
-        return ""
-    found = re.search(r"\bcuda-plugin-ep=([^,\s]*)", onnxruntime.get_build_info())
-    return found[1] if found else ""
+    built_with = getattr(onnxruntime, "get_build_info", str)()  # in 1.32 it may be a plugin
+    return CUDA in onnxruntime.get_available_providers() or "cuda-plugin-ep=" in built_with
 
 
 def installed_wheels() -> list[str]:

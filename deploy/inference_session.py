@@ -25,7 +25,6 @@ class Session:
         device: "cpu" or "cuda:<index>".
         reason: why this provider was chosen.
         providers: ONNX Runtime's list of the providers of this session.
-        taken: with a provider that is a plugin, the name and type of the nodes that each provider takes.
         libraries: the registered custom-op libraries, one for each domain.
         library: the first of them, or None.
         checksums: the SHA-256 of each library's code.
@@ -48,7 +47,6 @@ class Session:
         stream: Any = None,
         cuda_graph: bool = False,
         profile: Profile | None = None,
-        taken: Mapping[str, Sequence[tuple[str, str]]] | None = None,
     ) -> None:
         import onnxruntime  # late, because torch must be imported first where CUDA is used
 
@@ -60,7 +58,6 @@ class Session:
         self.reason = reason
         self.stream = stream
         self.providers: list[str] = list(inner.get_providers())
-        self.taken = dict(taken or {})
         required = _specs(model, inner.get_inputs())
         self.inputs = required | _specs(model, inner.get_overridable_initializers())
         if (mask := self.inputs.get(model.metadata.get(RIGHT_PADDED, ""))) is not None:

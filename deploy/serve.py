@@ -1,7 +1,6 @@
 """`twinop serve`: serve ONNX models over the Open Inference Protocol."""
 
 import gc
-import os
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -44,13 +43,10 @@ def main(
         curl -s localhost:8080/v2/models/custom_relu
 
     The last command, in another shell, describes the model and its inputs.
-    Send these to /v2/models/custom_relu/infer. Prometheus reads /metrics;
-    /status says in JSON what is served, and how.
+    Send these to /v2/models/custom_relu/infer. Prometheus reads /metrics.
     """
     with clear_errors():
-        fixed: dict[str, Any] = {"grpc_port": None} if no_grpc else {}
-        if given["token_file"] is None and (token := os.environ.get("TWINOP_TOKEN")):
-            fixed["token"] = token
+        fixed = {"grpc_port": None} if no_grpc else {}
         settings = settings_of(models, config, given, **fixed)
         # Imported late: --help and refused options do not need these modules.
         gc.disable()  # imports leave no garbage; the server turns it on once the models are loaded

@@ -19,8 +19,7 @@ from ..choose_library import choose_libraries
 from ..create_session import session
 from ..custom_nodes import Model, load_model, tensors
 from ..errors import RunError
-from ..service.datatypes import datatype_of
-from ..service.interface import require_servable
+from ..service.datatypes import datatype_of, require_servable
 from ..tensor_specs import Spec
 from .options import Options
 

@@ -17,8 +17,7 @@ from twinop.system.progress import Progress, silent
 from twinop.system.publish import MANIFEST, replace_folder, work_folder
 
 from ..errors import PackError
-from ..service.model_settings import ModelSettings, Provider
-from ..service.settings import checked
+from ..service.settings import ModelSettings, Provider, checked
 from .contents import Contents, read_contents, without_bodies
 from .options import Options
 from .triton_config import make_config, write_config

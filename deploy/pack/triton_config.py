@@ -11,9 +11,8 @@ from typing import Any
 from google.protobuf import text_format
 
 from ..service.datatypes import datatype_of
-from ..service.model_settings import ModelSettings, Provider
 from ..service.protocol import model_config_pb2
-from ..service.settings import SettingsError
+from ..service.settings import ModelSettings, Provider, SettingsError
 from ..tensor_specs import Spec
 
 _KINDS = {str(Provider.CPU): "KIND_CPU", str(Provider.CUDA): "KIND_GPU"}

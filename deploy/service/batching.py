@@ -22,8 +22,8 @@ from . import logs
 from .errors import BROKEN, DEADLINE, NOT_READY, OVERLOADED, RUN_FAILED, RUN_TOO_LONG, ServiceError
 from .instance import Instance
 from .limits import RunLimit, ShortRuns
-from .model_settings import ModelSettings
 from .request import Request, Result
+from .settings import ModelSettings
 
 _log = logging.getLogger(__name__)
 

@@ -10,8 +10,8 @@ import orjson
 
 from .datatypes import OF_DTYPE, from_bytes, named, shown, to_bytes, version_number
 from .errors import TOO_LARGE, ServiceError, invalid
-from .http_body import Limit
 from .json_tensors import from_json, to_json
+from .limits import Limit
 from .request import MOST_TENSORS, Request, Result, check_names
 
 HEADER_LENGTH = "inference-header-content-length"

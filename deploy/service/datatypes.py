@@ -3,7 +3,7 @@
 import math
 import reprlib
 import struct
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,6 +11,8 @@ import ml_dtypes
 import numpy as np
 from tritonclient.utils import deserialize_bytes_tensor, serialize_byte_tensor
 
+from ..errors import ModelError
+from ..tensor_specs import WITHOUT_MAPS, Spec
 from .errors import NOT_FOUND, ServiceError, invalid
 
 
@@ -64,6 +66,29 @@ def datatype_of(dtype: np.dtype | None) -> str | None:
     """Return "FP32" for float32; None for dtypes that the protocol lacks (complex numbers, 8-bit floats)."""
     found = OF_DTYPE.get(dtype) if dtype is not None else None
     return found.name if found is not None else None
+
+
+def require_servable(model: str, inputs: Iterable[Spec], outputs: Iterable[Spec], batched: bool) -> None:
+    """Raise ModelError if the protocol lacks a type, or a batched model has an input without rows."""
+    for kind, specs in (("input", inputs), ("output", outputs)):
+        for spec in specs:
+            if datatype_of(spec.numpy_dtype) is None:
+                cure = "Put a Cast or an operator that makes one tensor of it into the model"
+                raise ModelError(
+                    f"{model}: {kind} {spec.name} is {spec.type}, which the Open Inference Protocol cannot "
+                    f"carry: it has tensors of {', '.join(DATATYPES)}. "
+                    f"{WITHOUT_MAPS if 'map(' in spec.type else cure}"
+                )
+            if batched and not has_rows(spec):
+                raise ModelError(
+                    f"{model}: {kind} {spec.name} is {spec}, and max_batch_size needs a dynamic first "
+                    "dimension: set it to 0, or export the model with a dynamic batch (--dynamic)"
+                )
+
+
+def has_rows(spec: Spec) -> bool:
+    """Return whether the first dimension may have any size."""
+    return spec.shape is None or (len(spec.shape) > 0 and not isinstance(spec.shape[0], int))
 
 
 def named(tensor: str, name: Any) -> Datatype:

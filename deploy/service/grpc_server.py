@@ -20,11 +20,10 @@ from .datatypes import version_number
 from .errors import BROKEN, INTERNAL, INVALID, NOT_READY, TOO_SLOW, UNAUTHENTICATED, ServiceError, invalid
 from .limits import Budget, RequestMemory
 from .newer_python import timeout
-from .operations import CONTROL, OPEN, Operation, Operations, no_control_here
+from .operations import OPEN, Operation, Operations, Tokens
 from .protocol import SERVICE, pb
 from .repository import Repository
 from .request import in_thread_if_large
-from .tokens import Tokens
 
 _log = logging.getLogger(__name__)
 
@@ -121,10 +120,6 @@ class _CallHandler:
             return await in_thread_if_large(size, codec_grpc.encode, counting.result, form)
 
     def _around(self, method: Method, parse: Callable[[bytes], Any], path: str) -> Any:
-        settings = self._settings
-        is_shared = settings.reuse_port and path.startswith(CONTROL)
-        no_control = no_control_here(settings.admin_port) if is_shared else None
-
         async def guarded(_: Any, context: aio.ServicerContext) -> bytes:
             self.was_called = True
             headers = dict(context.invocation_metadata())
@@ -135,8 +130,6 @@ class _CallHandler:
             with RequestMemory(self._budget) as memory:
                 try:
                     request = await self._request(context, headers, parse, memory, path)
-                    if no_control is not None:
-                        raise no_control
                     given.append(getattr(request, "id", ""))
                     number = ids.request_id(*given, number)
                     logs.bind(request_id=number)

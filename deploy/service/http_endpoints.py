@@ -14,10 +14,20 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from . import codec_rest, http_body, ids, logs, metrics
+from . import codec_rest, ids, logs, metrics
 from .datatypes import shown, version_number
-from .errors import CANCELLED, INTERNAL, NO_METHOD, NOT_FOUND, ServiceError, invalid
-from .limits import Budget, RequestMemory
+from .errors import (
+    CANCELLED,
+    INTERNAL,
+    NO_METHOD,
+    NOT_FOUND,
+    TOO_SLOW,
+    WRONG_MEDIA,
+    ServiceError,
+    invalid,
+)
+from .limits import Budget, Limit, RequestMemory
+from .newer_python import timeout
 from .operations import MODEL, Operation, Operations
 from .repository import Repository
 from .request import in_thread_if_large
@@ -59,10 +69,10 @@ class Endpoints:
 
     def __init__(self, repository: Repository, budget: Budget) -> None:
         settings = repository.settings.server
-        self._limit = self._json_limit = http_body.Limit(settings.max_request_bytes)
+        self._limit = self._json_limit = Limit(settings.max_request_bytes)
         if settings.max_json_bytes < settings.max_request_bytes:
             advice = ": send large tensors as binary data, with Inference-Header-Content-Length"
-            self._json_limit = http_body.Limit(settings.max_json_bytes, "max_json_bytes", "JSON", advice)
+            self._json_limit = Limit(settings.max_json_bytes, "max_json_bytes", "JSON", advice)
         self._seconds = settings.body_seconds
         self._repository = repository
         self._budget = budget
@@ -104,7 +114,7 @@ class Endpoints:
             logs.bind(model=model)
             has_binary = codec_rest.HEADER_LENGTH in headers
             limit = self._limit if has_binary else self._json_limit
-            body = await http_body.read(request, limit, self._seconds, memory)
+            body = await self._read(request, limit, memory)
             size = len(body)
             if not has_binary:
                 memory.reserve(_JSON_GROWTH * size)
@@ -129,6 +139,39 @@ class Endpoints:
     def _memory(self, request: Request) -> RequestMemory:
         return RequestMemory(self._budget, int(request.headers.get("content-length", self._limit.bytes)))
 
+    async def _read(self, request: Request, limit: Limit, memory: RequestMemory) -> bytes:
+        """Read the whole body, and count it twice in `memory` as it arrives, because it is copied.
+
+        Raises:
+            ServiceError: the body is too large or compressed, does not arrive within `body_seconds`, or
+                exceeds the budget of all requests.
+            ClientDisconnect: the client closed the connection before the end of the body.
+        """
+        headers = request.headers
+        if "upgrade" in headers:
+            raise invalid("a request with a body cannot ask for an upgrade: leave the header Upgrade out")
+        if (encoding := headers.get("content-encoding", "identity")).lower() != "identity":
+            raise ServiceError(WRONG_MEDIA, f"content encoding {shown(encoding)}: send the body as it is")
+        if int(headers.get("content-length", 0)) > limit.bytes:
+            raise limit.exceeded()
+        chunks, size, more = [], 0, True
+        try:
+            async with timeout(self._seconds):
+                while more:
+                    message = await request.receive()
+                    if message["type"] == "http.disconnect":
+                        raise ClientDisconnect
+                    chunks.append(message["body"])
+                    size += len(chunks[-1])
+                    if size > limit.bytes:
+                        raise limit.exceeded()
+                    memory.reserve(2 * len(chunks[-1]))
+                    more = message["more_body"]
+        except TimeoutError:
+            said = f"the body did not arrive within {self._seconds:g} s (body_seconds)"
+            raise ServiceError(TOO_SLOW, said, {"Connection": "close"}) from None
+        return chunks[0] if len(chunks) == 1 else b"".join(chunks)
+
     async def metrics(self, request: Request) -> Response:
         encode, content_type = exposition.choose_encoder(request.headers.get("accept", ""))
         return Response(encode(REGISTRY), headers={"content-type": content_type})
@@ -137,7 +180,7 @@ class Endpoints:
         """Read a request's body, a JSON object; {} if it is empty."""
         try:
             with self._memory(request) as memory:
-                body = await http_body.read(request, self._json_limit, self._seconds, memory) or b"{}"
+                body = await self._read(request, self._json_limit, memory) or b"{}"
                 content = await in_thread_if_large(len(body), orjson.loads, body)
         except orjson.JSONDecodeError as error:
             raise invalid(f"invalid JSON: {error}") from None

@@ -3,14 +3,29 @@
 import asyncio
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
-from .errors import OVER_BUDGET, ServiceError
+from .errors import OVER_BUDGET, TOO_LARGE, ServiceError
 from .request import LARGE
 
 HANGS_AFTER = 5.0  # seconds; ONNX Runtime ends a run after its current node
 SHORT_SECONDS = 50e-6  # about the cost of handing a run to a thread and back
 LONG_SECONDS = 10e-3  # of processor time; a longer run must not block the event loop
+
+
+@dataclass(frozen=True)
+class Limit:
+    """The largest request, or the largest JSON in one. The other fields are for the message."""
+
+    bytes: int
+    setting: str = "max_request_bytes"
+    what: str = "request"
+    advice: str = ""
+
+    def exceeded(self) -> ServiceError:
+        said = f"the {self.what} is larger than {self.bytes} bytes ({self.setting}){self.advice}"
+        return ServiceError(TOO_LARGE, said)
 
 
 class Budget:

@@ -1,34 +1,33 @@
 """Load one version of a model. All problems are found here, before the version is served."""
 
 import logging
+import math
+import os
 import time
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from twinop.errors import LibraryError, TwinopError
 
 from ..cpu_memory import body_bytes
-from ..create_session import Choice, choose_providers, open_session, providers_named, without_optimizations
-from ..cuda import has_gpu
+from ..create_session import PROVIDERS, Choice, choose_providers, open_session
+from ..cuda import CUDA, has_gpu
 from ..custom_nodes import Model, custom_nodes, load_model
 from ..errors import ModelError, RunError
 from ..inference_session import Session
 from ..registration import SealedLibrary
 from ..tensor_specs import Spec
-from .cores import quota
-from .datatypes import NAMES, datatype_of
+from .datatypes import NAMES, datatype_of, has_rows, require_servable
 from .errors import ServiceError
 from .folders import VersionFolder
 from .instance import Instance, without_paths
-from .interface import has_rows, require_servable
-from .loaded_model import LoadedModel
 from .model_library import libraries_for
-from .model_settings import ModelSettings, Provider
-from .runtime_options import set_options, with_options
-from .settings import Policy, ServerSettings
+from .settings import ModelSettings, Policy, Provider, ServerSettings, SettingsError
+from .version import LoadedModel
 from .warm_up import FirstRunError, compared, joined_differently, make_warmup_inputs, warm_up
 
 _log = logging.getLogger(__name__)
@@ -36,6 +35,8 @@ _log = logging.getLogger(__name__)
 _STRICT = Policy()
 _MOST_OF_BODIES = 2 << 30  # bytes of dense weights
 _LEVEL = "graph_optimization_level"
+_ENUMS = {_LEVEL: "GraphOptimizationLevel", "execution_mode": "ExecutionMode"}
+_GROUPS, _OWN_GROUP = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
 _QUIET = 4  # severity "fatal" only: ONNX Runtime's errors arrive as exceptions
 
 
@@ -51,39 +52,13 @@ def load(
     """
     started = time.monotonic()
     try:
-        loaded = _load_as_it_runs(where, settings, server, policy)
+        loaded = _load(where, settings, server, policy)
     except TwinopError:
         raise
     except Exception as error:  # a broken model must not end a server that has other models
         _log.exception("model %s version %d: unexpected", where.model, where.version)
         raise ModelError(f"{where.path}: cannot be loaded: {error or type(error).__name__}") from error
     loaded.load_seconds = time.monotonic() - started
-    return loaded
-
-
-def _load_as_it_runs(
-    where: VersionFolder, settings: ModelSettings, server: ServerSettings, policy: Policy
-) -> LoadedModel:
-    """Load a version, without ONNX Runtime's own optimizations if it does not run with them."""
-    loaded: LoadedModel | None = None
-    try:
-        loaded = _load(where, settings, server, policy)
-        refused: str | TwinopError = loaded.refused
-    except (RunError, FirstRunError) as error:
-        refused = error
-    if refused and _LEVEL not in settings.session:
-        plain = settings.model_copy(update={"session": {**settings.session, _LEVEL: "ORT_DISABLE_ALL"}})
-        with suppress(TwinopError):
-            other = _load(where, plain, server, policy)
-            if not other.refused:
-                other.note = without_optimizations("fails", refused)
-                _log.warning("model %s version %d: %s", where.model, where.version, other.note)
-                return other
-    if loaded is None:
-        assert isinstance(refused, TwinopError)
-        raise refused
-    if refused:
-        _log.warning("%s was not warmed up, set warm_up: %s", where.model, refused)
     return loaded
 
 
@@ -155,12 +130,14 @@ def _open(
     model: Model, libraries: Sequence[SealedLibrary], settings: ModelSettings
 ) -> tuple[Choice, list[Session]]:
     """Open a session for each instance on CUDA, so that each has a stream; on the CPU all share one."""
-    choice = choose_providers(providers_named(settings.provider), libraries, uses_torch=False)
+    choice = choose_providers(PROVIDERS[settings.provider], libraries, uses_torch=False)
     if settings.provider_options and choice.device is not None:
-        choice = replace(choice, providers=with_options(choice.providers, settings.provider_options))
+        options = {name: _text(value) for name, value in settings.provider_options["cuda"].items()}
+        choice = replace(choice, providers=[(CUDA, options), *choice.providers[1:]])
 
     def opened() -> Session:
-        return open_session(model, libraries, choice, options=_options(settings))
+        may_retry = _LEVEL not in settings.session
+        return open_session(model, libraries, choice, options=_options(settings), may_retry=may_retry)
 
     first = opened()
     more = settings.instances - 1 if first.device != "cpu" else 0
@@ -174,11 +151,36 @@ def _options(settings: ModelSettings) -> Any:
     options.log_severity_level = _QUIET
     # A pool for each model: the one that models can share (use_per_session_threads = False) always spins,
     # because Python's set_global_thread_pool_sizes has no switch for that.
-    options.intra_op_num_threads = settings.intra_op_threads or quota() or 0
+    options.intra_op_num_threads = settings.intra_op_threads or quota()
     # Spinning threads take cores from the event loop and from other models, and gain nothing here.
     options.add_session_config_entry("session.intra_op.allow_spinning", "0")
-    set_options(options, settings.session)
+    for name, value in settings.session.items():
+        if "." in name:
+            options.add_session_config_entry(name, _text(value))
+            continue
+        try:
+            enum = getattr(onnxruntime, _ENUMS[name]) if name in _ENUMS else None
+            setattr(options, name, getattr(enum, str(value)) if enum is not None else value)
+        except (AttributeError, TypeError) as error:
+            raise SettingsError(
+                f"session: onnxruntime.SessionOptions does not take {name} = {value!r}: {error}"
+            ) from error
     return options
+
+
+def _text(value: Any) -> str:
+    """Return a value as ONNX Runtime takes it."""
+    return str(int(value)) if isinstance(value, bool) else str(value)
+
+
+def quota() -> int:
+    """Return the cores that the control group allows, which ONNX Runtime does not see; 0 for no limit."""
+    with suppress(OSError, ValueError):  # none of version 2, or "max"
+        folder = _GROUPS / _OWN_GROUP.read_text().strip().rpartition("::/")[2]
+        most, period = map(int, (folder / "cpu.max").read_text().split())
+        allowed = max(math.ceil(most / period), 1)
+        return allowed if allowed < len(os.sched_getaffinity(0)) else 0
+    return 0
 
 
 def _try(model: Model, loaded: LoadedModel, choice: Choice, sessions: int) -> None:
@@ -194,7 +196,7 @@ def _try(model: Model, loaded: LoadedModel, choice: Choice, sessions: int) -> No
     except FirstRunError as error:
         if not error.guessed:
             raise
-        loaded.refused = str(error)
+        _log.warning("%s was not warmed up, set warm_up: %s", model.name, error)
         return
     if settings.max_batch_size > 1 and settings.compare_rows:
         why = joined_differently(loaded.instances[0], warmup, outputs, session.device)

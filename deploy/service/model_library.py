@@ -13,8 +13,7 @@ from ..choose_library import allow, choose_libraries
 from ..custom_nodes import Model
 from ..registration import SealedLibrary
 from .folders import VersionFolder
-from .model_settings import ModelSettings
-from .settings import Policy, ServerSettings
+from .settings import ModelSettings, Policy, ServerSettings
 
 
 def libraries_for(

@@ -1,15 +1,20 @@
-"""The operations of the protocol: where REST and gRPC have each, and what answers it."""
+"""The operations of the protocol: where REST and gRPC have each, what answers it, and who may ask."""
 
+import hmac
+import os
 from collections.abc import Callable
 from operator import itemgetter
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from twinop import __version__
+from twinop.system.regular_file import read_regular
 
 from .datatypes import shown, version_number
-from .errors import BROKEN, NOT_READY, OFF, ServiceError, invalid
+from .errors import BROKEN, NOT_READY, ServiceError, invalid
 from .instance import without_paths
 from .repository import Repository
+from .settings import MOST_BYTES, ServerSettings, SettingsError
 
 OPEN = ("/v2/health/live", "/v2/health/ready")
 """The paths that need no token."""
@@ -60,7 +65,6 @@ class Operations:
             Operation("GET", OPEN[0], "ServerLive", self.live, is_question=True),
             Operation("GET", OPEN[1], "ServerReady", self.ready, is_question=True),
             Operation("GET", "/", "", lambda: {"status": "alive"}),  # as KServe does
-            Operation("GET", "/status", "", self.status),
             Operation("GET", "/metrics", "", None),
             Operation("POST", f"{CONTROL}index", "RepositoryIndex", self.index, ("ready",), as_list),
             Operation("POST", f"{control}/load", "RepositoryModelLoad", self.load, ("parameters",)),
@@ -105,7 +109,6 @@ class Operations:
         """List models and versions with their states."""
         if not isinstance(ready, bool):
             raise invalid(f'"ready" must be true or false, not {shown(ready)}')
-        self._repository.require_explicit()
         return {"models": await self._repository.index(ready)}
 
     async def load(self, model: str, parameters: Any = None) -> dict[str, Any]:
@@ -118,25 +121,6 @@ class Operations:
         await self._repository.unload_by_request(_named(model))
         return {"name": model, "unload": True}
 
-    async def status(self) -> dict[str, Any]:
-        """Return the server's state, and every version with its state and how it runs."""
-        repository = self._repository
-        versions: list[dict[str, Any]] = []
-        for each in await repository.index():
-            versions.append({**each, "state": each["state"].lower()})
-            served = repository.models.get(each["name"], {}).get(int(each["version"]))
-            if served is not None:
-                counts = {"queued": served.batcher.queued, "in_flight": served.metrics.in_flight}
-                versions[-1] |= served.loaded.describe()["parameters"] | counts
-        ready = "loading" if repository.why_not_ready() else "ready"
-        return {
-            "version": __version__,
-            "state": "draining" if repository.draining else ready,
-            "started": repository.started,
-            "control": repository.settings.server.control,
-            "models": versions,
-        }
-
 
 def _named(model: str) -> str:
     if not model:
@@ -144,10 +128,28 @@ def _named(model: str) -> str:
     return model
 
 
-def no_control_here(port: int | None) -> ServiceError:
-    """Return the error for a request that loads or unloads models over a port of several servers."""
-    return ServiceError(
-        OFF,
-        "several servers share this port: list, load and unload models over HTTP on the --admin-port of each "
-        f"({port} is one)",
-    )
+class Tokens:
+    """The bearer tokens that clients must send: those in files that the settings name, or TWINOP_TOKEN."""
+
+    def __init__(self, settings: ServerSettings) -> None:
+        """Read the files; SettingsError: one cannot be read, or is empty."""
+        self._inference = _token(settings.token_file) or os.environ.get("TWINOP_TOKEN", "").encode() or None
+        self._control = _token(settings.control_token_file) or self._inference
+
+    def allow(self, path: str, authorization: bytes) -> bool:
+        """Return whether a request for the path may be answered, by its Authorization header."""
+        wanted = self._control if path.startswith(CONTROL) else self._inference
+        if wanted is None or path in OPEN:
+            return True
+        scheme, _, token = authorization.partition(b" ")
+        return scheme.lower() == b"bearer" and hmac.compare_digest(token.strip(), wanted)
+
+
+def _token(file: Path | None) -> bytes | None:
+    try:
+        found = read_regular(file, MOST_BYTES).strip() if file is not None else None
+    except OSError as error:
+        raise SettingsError(f"the token's file {file} cannot be read: {error.strerror}") from error
+    if found == b"":
+        raise SettingsError(f"the token's file {file} is empty")
+    return found

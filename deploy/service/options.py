@@ -8,8 +8,7 @@ from typing import Annotated, Any, TypeVar, get_args
 
 import typer
 
-from .model_settings import ModelSettings, Section
-from .settings import FILE, Policy, ServerSettings, Settings, read_settings
+from .settings import FILE, ModelSettings, Policy, Section, ServerSettings, Settings, read_settings
 
 Command = TypeVar("Command", bound=Callable[..., None])
 _SECTIONS: dict[str, type[Section]] = {"server": ServerSettings, "policy": Policy, "model": ModelSettings}

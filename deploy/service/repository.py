@@ -15,13 +15,12 @@ from twinop.errors import TwinopError
 
 from . import metrics
 from .errors import NOT_FOUND, NOT_READY, OFF, ServiceError
-from .folders import ModelFolder, Stamps, VersionFolder, scan
+from .folders import ModelFolder, Stamp, VersionFolder, scan
 from .instance import without_paths
 from .loading import load
-from .model_settings import ModelSettings
 from .newer_python import StrEnum
-from .served import ServedVersion
-from .settings import Control, Settings
+from .settings import Control, ModelSettings, Settings
+from .version import ServedVersion
 
 _log = logging.getLogger(__name__)
 
@@ -65,7 +64,7 @@ class Repository:
         self._locks: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)  # by model
         self._closing: set[asyncio.Task[None]] = set()
         self._following: dict[str, asyncio.Task[list[str]]] = {}  # by model
-        self._followed: dict[str, dict[int, Stamps]] = {}  # by model, its files when it was last followed
+        self._followed: dict[str, dict[int, Stamp]] = {}  # by model, its files when it was last followed
         self._pool = ThreadPoolExecutor(_LOADS, "load")  # a load that hangs takes no thread from requests
         self._began = asyncio.Event()  # the first load of each model has begun
         self._loaded = False
@@ -108,10 +107,9 @@ class Repository:
         If clients control the loading, versions that they may load are included.
         """
         found = {name: dict(versions) for name, versions in self._known.items()}
-        if self.is_controlled and not ready:
-            for name, folder in (await self._scanned()).items():
-                for version in folder.versions if name not in found else ():
-                    found.setdefault(name, {})[version] = _Known(None, State.UNAVAILABLE, "not loaded")
+        for name, folder in (await self._scanned()).items() if self.is_controlled and not ready else ():
+            unloaded = _Known(None, State.UNAVAILABLE, "not loaded")
+            found.setdefault(name, dict.fromkeys(folder.versions, unloaded))
         return [
             {"name": name, "version": str(version), "state": str(known.state), "reason": known.reason}
             for name, versions in sorted(found.items())
@@ -234,13 +232,13 @@ class Repository:
 
     @property
     def is_controlled(self) -> bool:
-        """Whether clients may list, load and unload models (the repository extension)."""
+        """Whether clients may load and unload models (the repository extension)."""
         return self.settings.server.control == Control.EXPLICIT
 
     def require_explicit(self) -> None:
-        """Raise a ServiceError if the repository extension is off."""
+        """Raise a ServiceError if clients may not load and unload models."""
         if not self.is_controlled:
-            said = "listing, loading and unloading models by request is off: start with --control explicit"
+            said = "loading and unloading models by request is off: start with --control explicit"
             raise ServiceError(OFF, said)
 
     async def _follow(self, folder: ModelFolder, retry: bool = False) -> list[str]:
@@ -275,14 +273,11 @@ class Repository:
         self, folder: ModelFolder, version: int, settings: ModelSettings, retry: bool
     ) -> list[str]:
         """Load a version unless it was tried with the same files; return the problems as messages."""
-        where, stamps = folder.versions[version], folder.stamps[version]
+        where, stamp = folder.versions[version], folder.stamps[version]
         last = self._known[folder.name].get(version)
-        is_new = last is None or last.stamp != stamps
-        if last is not None and last.state != State.READY:
-            is_new = is_new or retry
-        elif last is not None and is_new and last.stamp.files == stamps.files:  # perhaps libraries of others
-            is_new = self.models[where.model][version].may_use(last.stamp.changed_libraries(stamps))
-        return await self._load(where, stamps, settings) if is_new else []
+        if last is not None and last.stamp == stamp and (last.state == State.READY or not retry):
+            return []
+        return await self._load(where, stamp, settings)
 
     async def _load(self, where: VersionFolder, stamp: Any, settings: ModelSettings) -> list[str]:
         """Load a version and let it take over; return the problems as messages."""

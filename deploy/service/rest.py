@@ -11,18 +11,16 @@ from typing import Any
 import uvicorn
 from starlette.applications import Starlette
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from twinop.system.regular_file import read_regular
 
 from . import ids, logs, metrics
 from .addresses import MOST_PEM_BYTES, bound, tls_error
-from .errors import NOT_READY, UNAUTHENTICATED, ServiceError
+from .errors import NOT_READY, UNAUTHENTICATED
 from .http_endpoints import FAILURES, Endpoints, as_json
 from .limits import Budget
-from .operations import CONTROL, no_control_here
+from .operations import Tokens
 from .repository import Repository
-from .tokens import Tokens
 
 KEEP_ALIVE_SECONDS = 65  # longer than proxies, which might otherwise reuse a connection that is just closed
 DRAIN_IDLE_SECONDS = 1.0  # a request may still arrive on an open connection of a stopping server
@@ -34,7 +32,6 @@ class RequestMiddleware:
 
     def __init__(self, app: ASGIApp, tokens: Tokens) -> None:
         self.draining = False
-        self.no_control: dict[int, ServiceError] = {}  # by port
         self._app = app
         self._tokens = tokens
 
@@ -59,9 +56,11 @@ class RequestMiddleware:
                     message["headers"].append((b"connection", b"close"))
             await send(message)
 
-        if (error := self._refusal(scope, authorization)) is not None:
-            metrics.failed_without_model(error.failure)
-            await as_json({"error": str(error)}, error.failure.status, error.headers)(scope, receive, answer)
+        if not self._tokens.allow(scope["path"], authorization):
+            metrics.failed_without_model(UNAUTHENTICATED)
+            said = {"error": "this server wants a token: send the header Authorization: Bearer <token>"}
+            refusal = as_json(said, UNAUTHENTICATED.status, {"www-authenticate": "Bearer"})
+            await refusal(scope, receive, answer)
             return
         try:
             await self._app(scope, receive, answer)
@@ -73,23 +72,6 @@ class RequestMiddleware:
                 await refusal(scope, receive, answer)
         except Exception:  # answered and logged by `_bug` in http_endpoints.py
             pass
-
-    def _refusal(self, scope: Scope, authorization: bytes) -> ServiceError | None:
-        """Return why a request may not be answered here; None if it may."""
-        if not self._tokens.allow(scope["path"], authorization):
-            said = "this server wants a token: send the header Authorization: Bearer <token>"
-            return ServiceError(UNAUTHENTICATED, said, {"www-authenticate": "Bearer"})
-        return self.no_control.get(scope["server"][1]) if scope["path"].startswith(CONTROL) else None
-
-
-class _Connection(HttpToolsProtocol):
-    """uvicorn's connection, which is also closed if nothing ever arrives."""
-
-    def connection_made(self, transport: Any) -> None:
-        super().connection_made(transport)
-        self.timeout_keep_alive_task = self.loop.call_later(
-            KEEP_ALIVE_SECONDS, self.timeout_keep_alive_handler
-        )
 
 
 class _Uvicorn(uvicorn.Server):
@@ -129,9 +111,6 @@ class RestServer:
         if settings.admin_port is not None:
             self._sockets["admin_port"] = bound(host, settings.admin_port, "--admin-port")
         self.ports = {name: each.getsockname()[1] for name, each in self._sockets.items()}
-        if shared:
-            refusal = no_control_here(self.ports.get("admin_port"))
-            self._middleware.no_control[self.ports["http_port"]] = refusal
         self._server = _Uvicorn(self.config)
         self._serving: asyncio.Task[None] | None = None
 
@@ -179,7 +158,7 @@ class RestServer:
         settings = self.settings
         config = uvicorn.Config(
             self._middleware,
-            http=_Connection,
+            http="httptools",
             ws="none",
             lifespan="off",
             interface="asgi3",

@@ -7,7 +7,6 @@ import os
 import resource
 import signal
 import sys
-import threading
 from typing import Any
 
 import uvloop
@@ -15,10 +14,10 @@ import uvloop
 from .grpc_server import GrpcServer
 from .limits import Budget
 from .newer_python import Runner, timeout
+from .operations import Tokens
 from .repository import Repository
 from .rest import RestServer
 from .settings import Control
-from .tokens import Tokens
 
 _log = logging.getLogger(__name__)
 _BROKEN = 70  # the exit code, EX_SOFTWARE
@@ -45,7 +44,8 @@ class Server:
         with Runner(loop_factory=uvloop.new_event_loop) as runner:
             runner.run(self._serve())
             # Python would wait for threads that still load a model or decode an abandoned request.
-            _send_spans()
+            if (trace := sys.modules.get("opentelemetry.trace")) is not None:  # its last spans
+                getattr(trace.get_tracer_provider(), "shutdown", int)()
             logging.shutdown()
             os._exit(_BROKEN if self._repository.broken else 1 if self._cut_off else 0)
 
@@ -104,19 +104,6 @@ class Server:
         if self._cut_off:
             _log.error("stopped with requests unanswered: grace_seconds (%g) were not enough", grace)
         _log.info("stopped")
-
-
-def _send_spans(seconds: float = 5.0) -> None:
-    """Have OpenTelemetry, if `opentelemetry-instrument` runs this process, send its remaining spans."""
-    if (trace := sys.modules.get("opentelemetry.trace")) is None:
-        return
-    # The SDK would wait 30 s for an unresponsive collector: longer than a pod may take to terminate.
-    shutdown = getattr(trace.get_tracer_provider(), "shutdown", lambda: None)
-    sending = threading.Thread(target=shutdown, daemon=True)
-    sending.start()
-    sending.join(seconds)
-    if sending.is_alive():
-        _log.warning("the collector did not take the last spans within %g s: they are lost", seconds)
 
 
 def _raise_file_limit() -> None:

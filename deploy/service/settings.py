@@ -1,44 +1,56 @@
 """The settings of the server and of each model: pydantic models, read from twinop.toml."""
 
-import json
-import os
 import re
 from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import Field, PrivateAttr, SecretStr, ValidationError, model_validator
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    PrivateAttr,
+    StringConstraints,
+    ValidationError,
+    model_validator,
+)
 
 from twinop.errors import TwinopError
 from twinop.system.regular_file import read_regular
 
-from .cores import quota
-from .model_settings import ModelSettings, Section
 from .newer_python import StrEnum, tomllib
-from .runtime_options import OptionError, not_for_folders, with_threads
 
 FILE = "twinop.toml"
 MOST_BYTES = 256 << 10  # of a file with settings
+_MOST = 2**31 - 1
+_MOST_SAID = 4000  # characters of a message
 # tomllib's memory grows with the square of a dotted key's parts.
 _LONG_KEY = re.compile(r"""(?<![\w-])(?:(?:[\w-]+|"[^"\n]*"|'[^'\n]*')[ \t]*\.[ \t]*){32}""")
+_SERVERS = {"allow_fallback", "compare_bodies", "provider_options", "session"}
+"""What a model's own folder may not change: how far it is checked, and options that may name files."""
 
 
 class SettingsError(TwinopError):
-    """A setting is unknown, out of range, or contradicts another one. Long values in the message are cut."""
+    """A setting is unknown, out of range, or contradicts another one."""
 
     def __init__(self, message: str) -> None:
-        super().__init__(cut(message))
+        super().__init__(message if len(message) <= _MOST_SAID else f"{message[:_MOST_SAID]} ...")
 
 
-def cut(message: str, line: int = 1000, lines: int = 20) -> str:
-    """Return the message with the middle of long lines and the last of many lines left out."""
-    kept = [
-        text if len(text) <= line else f"{text[: line // 2]} ... {text[-line // 4 :]}"
-        for text in message.split("\n", lines)[:lines]
-    ]
-    more = message.count("\n") + 1 - len(kept)
-    return "\n".join([*kept, f"  ... and {more} more lines"] if more > 0 else kept)
+class Section(BaseModel):
+    """A section of twinop.toml, whose values do not change."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class Provider(StrEnum):
+    """What runs a model."""
+
+    AUTO = "auto"  # CUDA if it works, else the CPU; the log and the metadata say which and why
+    CPU = "cpu"
+    CUDA = "cuda"
 
 
 class Control(StrEnum):
@@ -49,10 +61,84 @@ class Control(StrEnum):
     EXPLICIT = "explicit"  # clients load and unload models
 
 
+def _as_several(value: Any) -> Any:
+    return (value,) if isinstance(value, str | Path) else value
+
+
 S = TypeVar("S", bound=Section)
-_PATHS = (
-    "library", "library_folders", "tls_certificate", "tls_key", "token_file", "control_token_file",
-)  # fmt: skip
+_Sha256 = Annotated[str, StringConstraints(pattern=r"^[0-9a-fA-F]{64}$")]
+_Options = dict[str, str | bool | int | float]
+_PATHS = ("library", "library_folders", "tls_certificate", "tls_key", "token_file", "control_token_file")
+
+
+class ModelSettings(Section):
+    """How to load and run one model."""
+
+    library: Annotated[tuple[Path, ...], BeforeValidator(_as_several)] = Field(
+        (),
+        description="a custom-op library, one for each domain; by default from build/, if twinop build "
+        "put it there, or from an installed package",
+    )
+    library_sha256: Annotated[tuple[_Sha256, ...], BeforeValidator(_as_several)] = Field(
+        (), description="use libraries only if they have this SHA-256, or one of these"
+    )
+    provider: Provider = Field(Provider.AUTO, description="auto (CUDA if it works), cpu or cuda")
+    session: _Options = Field(
+        default_factory=dict,
+        description="options of ONNX Runtime's sessions, such as graph_optimization_level, under its names",
+    )
+    provider_options: dict[Literal["cuda"], _Options] = Field(
+        default_factory=dict, description="a table cuda with options of this provider, under its names"
+    )
+    allow_fallback: bool = Field(False, description="run function bodies if the library cannot be used")
+    max_batch_size: int = Field(
+        0, ge=0, le=_MOST, description="most rows in one batch; 0 never batches requests"
+    )
+    max_queue_delay_us: int = Field(
+        0, ge=0, le=_MOST, description="how long an idle instance waits for more rows"
+    )
+    max_queue: int = Field(
+        256, gt=0, le=_MOST, description="requests that may wait; further ones are refused with 429"
+    )
+    instances: int = Field(
+        1, ge=1, le=64, description="concurrent runs; on CUDA each has its own session and stream"
+    )
+    run_timeout_seconds: float | None = Field(
+        None,
+        gt=0,
+        description="end a run that takes longer; if it goes on for 5 s, end the server with code 70",
+    )
+    intra_op_threads: int = Field(
+        0,
+        ge=0,
+        le=1024,
+        description="ONNX Runtime's threads for a run on the CPU; 0: one for each core of the quota",
+    )
+    versions: (
+        Annotated[str, StringConstraints(pattern=r"^(all|latest(:[1-9][0-9]*)?)$")]
+        | Annotated[tuple[Annotated[int, Field(gt=0)], ...], Field(min_length=1)]
+    ) = Field("latest", description="the versions to serve: latest, latest:<count>, all, or a list")
+    warm_up: dict[str, tuple[Annotated[int, Field(ge=0)], ...]] = Field(
+        default_factory=dict,
+        description="the shapes of the inputs for the first run; by default dynamic sizes are 1",
+    )
+    compare_rows: bool = Field(
+        True,
+        description="compare the rows of a batch with single runs at the load, and join no requests if they "
+        "differ",
+    )
+    compare_bodies: bool = Field(
+        True, description="compare the kernels with the model's function bodies before serving it"
+    )
+    allow_empty: bool = Field(False, description="accept inputs with a dimension of size 0")
+
+    @model_validator(mode="after")
+    def _fits(self) -> "ModelSettings":
+        if self.max_queue_delay_us and not self.max_batch_size:
+            raise ValueError("max_queue_delay_us needs max_batch_size: without it requests are never batched")
+        if self.provider_options and self.provider == Provider.CPU:
+            raise ValueError("provider_options need provider cuda or auto, not cpu")
+        return self
 
 
 class ServerSettings(Section):
@@ -65,7 +151,7 @@ class ServerSettings(Section):
         False, description="let several servers listen on these ports; the kernel spreads the connections"
     )
     admin_port: int | None = Field(
-        None, ge=0, le=65535, description="a port of this server alone, for probes, metrics and control"
+        None, ge=0, le=65535, description="a port of this server alone, for probes and metrics"
     )
     control: Control = Field(
         Control.NONE, description="what loads models later: none, poll (the folder) or explicit (clients)"
@@ -75,16 +161,12 @@ class ServerSettings(Section):
     library_folders: tuple[Path, ...] = Field(
         (), description="folders to load libraries from, besides those of twinop's installation"
     )
-    token: SecretStr | None = Field(
-        None, min_length=1, description="clients must send Authorization: Bearer <token>"
-    )
-    control_token: SecretStr | None = Field(
-        None, min_length=1, description="the token for loading and unloading; by default token"
-    )
     token_file: Path | None = Field(
-        None, description="holds the token that clients must send; by default that in TWINOP_TOKEN"
+        None, description="holds the token that clients must send; by default it is that in TWINOP_TOKEN"
     )
-    control_token_file: Path | None = None
+    control_token_file: Path | None = Field(
+        None, description="the token for listing, loading and unloading; by default that of token_file"
+    )
     tls_certificate: Path | None = Field(None, description="a PEM file; needs its key too")
     tls_key: Path | None = Field(None, description="a PEM file")
     max_request_bytes: int = Field(64 << 20, gt=0, description="limit for a request's body or message")
@@ -92,9 +174,7 @@ class ServerSettings(Section):
         2 << 20, gt=0, description="limit for JSON in requests and answers; others wait while it is read"
     )
     max_bytes_in_flight: int = Field(
-        default_factory=lambda given: max(1 << 30, _least_in_flight(given)),
-        gt=0,
-        description="limit for the memory of all requests that are read or answered",
+        1 << 30, gt=0, description="limit for the memory of all requests that are read or answered"
     )
     body_seconds: float = Field(
         60.0, gt=0, description="time limit for a request's body to arrive, and for gRPC's handshake"
@@ -113,22 +193,14 @@ class ServerSettings(Section):
     def _fits(self) -> "ServerSettings":
         if (self.tls_certificate is None) != (self.tls_key is None):
             raise ValueError("TLS needs both tls_certificate and tls_key")
-        for name in ("token", "control_token"):
-            if getattr(self, name) is not None and getattr(self, f"{name}_file") is not None:
-                raise ValueError(f"{name} (or TWINOP_TOKEN) and {name}_file: give one of them")
-        if self.max_bytes_in_flight < (least := _least_in_flight(self.__dict__)):
+        if self.max_bytes_in_flight < (least := 4 * self.max_request_bytes):
             raise ValueError(f"max_bytes_in_flight must be at least {least}: four times max_request_bytes")
-        if self.control == Control.EXPLICIT and self.reuse_port and self.admin_port is None:
+        if self.control == Control.EXPLICIT and self.reuse_port:
             raise ValueError(
-                "control explicit with reuse_port needs admin_port: on a shared port a client cannot choose "
+                "control explicit and reuse_port exclude each other: on a shared port a client cannot choose "
                 "the server that loads a model"
             )
         return self
-
-
-def _least_in_flight(given: Mapping[str, Any]) -> int:
-    """The least memory for requests: four of the largest."""
-    return 4 * int(given.get("max_request_bytes", 0))
 
 
 class Policy(Section):
@@ -137,51 +209,6 @@ class Policy(Section):
     allow_model_libraries: bool = Field(
         False, description="also load libraries, which can run any code, from the models' own folders"
     )
-    allow_weaker_checks: bool = Field(
-        False,
-        description="settings in a model's own folder may allow_fallback, turn compare_bodies off, and "
-        "replace the server's library_sha256",
-    )
-    max_instances: int = Field(
-        8, ge=1, description="the most instances that a model's own folder may ask for"
-    )
-
-    def require(self, name: str, asked: ModelSettings, by_folder: set[str], server: ModelSettings) -> None:
-        """Check what a model's own folder asks for.
-
-        Args:
-            asked: the model's settings.
-            by_folder: the names of those that its folder decides.
-            server: the server's settings for all models.
-
-        Raises:
-            SettingsError: the policy does not permit it.
-        """
-        weaker = {
-            "allow_fallback = true": asked.allow_fallback and not server.allow_fallback,
-            "compare_bodies = false": server.compare_bodies and not asked.compare_bodies,
-            f"library_sha256 = {json.dumps(asked.library_sha256)}": bool(server.library_sha256)
-            and asked.library_sha256 != server.library_sha256,
-        }
-        found = [text for text, is_weaker in weaker.items() if is_weaker and text.split()[0] in by_folder]
-        if found and not self.allow_weaker_checks:
-            raise SettingsError(
-                f"model {name}: its folder asks for {' and '.join(found)}, but only the server decides what "
-                f"is checked: write this under [models.{name}] in the server's {FILE}, or let all models "
-                "decide for themselves, with allow_weaker_checks = true under [policy]"
-            )
-        tables = {"session": [asked.session], "provider_options": asked.provider_options.values()}
-        if names := not_for_folders(*(each for name in by_folder & tables.keys() for each in tables[name])):
-            raise SettingsError(
-                f"model {name}: its folder sets {', '.join(names)}, which name files, code or addresses, or "
-                f"are not known to be harmless: only the server may, under [models.{name}] in its {FILE}"
-            )
-        most = max(self.max_instances, server.instances)
-        if "instances" in by_folder and asked.instances > most:
-            raise SettingsError(
-                f"model {name}: its folder asks for {asked.instances} instances, but the server permits "
-                f"{most}: write max_instances = {asked.instances} under [policy] in the server's {FILE}"
-            )
 
 
 class Settings(Section):
@@ -191,9 +218,7 @@ class Settings(Section):
     policy: Policy = Policy()
     model: ModelSettings = ModelSettings()
     models: dict[str, dict[str, Any]] = Field(default_factory=dict)
-    _options: dict[str, Any] = PrivateAttr(
-        default_factory=dict
-    )  # from the command line, which overrides everything
+    _options: dict[str, Any] = PrivateAttr(default_factory=dict)  # of the command line: they come last
 
     def for_model(self, name: str, own: Mapping[str, Any] = MappingProxyType({})) -> ModelSettings:
         """Return the settings of one model.
@@ -201,21 +226,26 @@ class Settings(Section):
         Those in its `own` folder come between [model] and [models.<name>].
 
         Raises:
-            SettingsError: a setting is invalid, or its folder asks for what the policy does not permit.
+            SettingsError: a setting is invalid, or only the server may change it.
         """
         by_server = self.models.get(name, {}) | self._options
         merged = self.model.model_dump(exclude_unset=True) | dict(own) | by_server
         settings = checked(ModelSettings, merged, f"the settings of model {name}")
-        by_folder = own.keys() - by_server.keys()
-        self.policy.require(name, settings, by_folder, self.model)
-        cores = quota() or len(os.sched_getaffinity(0))
-        if "intra_op_threads" in by_folder and settings.intra_op_threads > cores:
-            settings = settings.model_copy(update={"intra_op_threads": cores})
-        if "session" in by_folder:
-            try:
-                settings = settings.model_copy(update={"session": with_threads(settings.session, cores)})
-            except OptionError as error:
-                raise SettingsError(f"model {name}: {error}") from error
+        is_pinned = bool(self.model.library_sha256)  # to known code, which may not become other code
+        servers = {"library_sha256"} if is_pinned else set()
+        if is_pinned or not self.policy.allow_model_libraries:
+            servers |= _SERVERS
+        refused = [
+            each
+            for each in sorted(servers & own.keys() - by_server.keys())
+            if getattr(settings, each) != getattr(self.model, each)
+        ]
+        if refused:
+            raise SettingsError(
+                f"model {name}: its folder sets {', '.join(refused)}, which only the server may: write it "
+                f"under [models.{name}] in the server's {FILE}"
+                + ("" if is_pinned else ", or trust all folders: allow_model_libraries = true under [policy]")
+            )
         return settings
 
 
@@ -235,9 +265,9 @@ def read_settings(path: Path | None, overrides: dict[str, dict[str, Any]]) -> Se
         for section in (sections.get("server"), *_model_sections(sections)):
             if isinstance(section, dict):
                 section |= anchored(section, folder)
-    for section, values in overrides.items():
-        if isinstance(sections.setdefault(section, {}), dict):
-            sections[section] |= anchored(values, Path.cwd())
+    for name, values in overrides.items():
+        if isinstance(sections.setdefault(name, {}), dict):
+            sections[name] |= anchored(values, Path.cwd())
     settings = checked(Settings, sections, str(path or "the options"))
     for name, values in settings.models.items():  # only the names: values may depend on its folder
         if unknown := values.keys() - ModelSettings.model_fields.keys():
@@ -245,7 +275,7 @@ def read_settings(path: Path | None, overrides: dict[str, dict[str, Any]]) -> Se
             said = f"no such setting: {', '.join(sorted(unknown))}. There are: {known}"
             raise SettingsError(f"{path}: [models.{name}]: {said}")
     asked = [section.get("library") for section in _model_sections(sections) if isinstance(section, dict)]
-    named = [path for paths in asked for path in (paths if isinstance(paths, tuple) else (paths,))]
+    named = [each for paths in asked if isinstance(paths, tuple) for each in paths]
     folders = (*settings.server.library_folders, *(each.parent for each in named if isinstance(each, Path)))
     server = settings.server.model_copy(update={"library_folders": tuple(dict.fromkeys(folders))})
     settings = settings.model_copy(update={"server": server})
@@ -259,18 +289,17 @@ def _model_sections(sections: dict[str, Any]) -> list[Any]:
 
 
 def anchored(section: dict[str, Any], folder: Path) -> dict[str, Any]:
-    """Return the section with relative paths resolved against `folder`."""
+    """Return the section with relative paths resolved against `folder`, and several libraries as a tuple."""
 
     def absolute(value: Any) -> Any:
         if isinstance(value, list | tuple):
             return tuple(map(absolute, value))
         if "\0" in str(value):
             raise SettingsError(f"{folder}: the path {value!r} has a NUL character, which none can have")
-        if isinstance(value, str | Path) and any(len(os.fsencode(part)) > 255 for part in Path(value).parts):
-            raise SettingsError(f"{folder}: the path {str(value)!r} has a name of more than 255 bytes")
         return folder / value if isinstance(value, str | Path) else value  # pydantic reports other types
 
-    return section | {name: absolute(section[name]) for name in _PATHS if section.get(name)}
+    found = {name: absolute(section[name]) for name in _PATHS if section.get(name)}
+    return section | found | ({"library": _as_several(found["library"])} if "library" in found else {})
 
 
 def read_toml(path: Path) -> dict[str, Any]:
@@ -282,10 +311,8 @@ def read_toml(path: Path) -> dict[str, Any]:
         return tomllib.loads(text)
     except OSError as error:
         raise SettingsError(f"{path}: cannot be read: {error.strerror}") from error
-    except ValueError as error:  # not UTF-8, not TOML, or a number with more digits than Python takes
+    except (ValueError, RecursionError) as error:  # not UTF-8, or more digits or tables than Python takes
         raise SettingsError(f"{path}: not TOML: {error}") from error
-    except RecursionError as error:
-        raise SettingsError(f"{path}: not settings: arrays or tables are nested too deeply") from error
 
 
 def checked(kind: type[S], values: dict[str, Any], where: str) -> S:
@@ -293,12 +320,9 @@ def checked(kind: type[S], values: dict[str, Any], where: str) -> S:
     try:
         return kind.model_validate(values)
     except ValidationError as error:
-        lines = [
-            f"{'.'.join(map(str, each['loc'])) or 'together'}: {_said(each, kind)}"
-            for each in error.errors()
-            if each["type"] != "default_factory_not_called"  # follows from another problem
-        ]
-        raise SettingsError(f"{where}:" + "".join(f"\n  - {line}" for line in lines)) from error
+        places = [".".join(map(str, each["loc"])) or "together" for each in error.errors()]
+        lines = [f"\n  - {at}: {_said(each, kind)}" for at, each in zip(places, error.errors(), strict=True)]
+        raise SettingsError(f"{where}:" + "".join(lines)) from error
 
 
 def _said(problem: Any, kind: type[Section]) -> str:

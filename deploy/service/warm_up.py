@@ -11,8 +11,7 @@ from ..errors import ModelError
 from ..tensor_specs import Spec, named_sizes
 from .errors import ServiceError
 from .instance import Instance
-from .model_settings import ModelSettings
-from .settings import SettingsError
+from .settings import ModelSettings, SettingsError
 
 
 class FirstRunError(ModelError):

@@ -221,10 +221,18 @@ def test_probes_agree_with_this_machine() -> None:
     version, (count, error) = cuda.driver_version(), cuda.device_count()
     assert (version is None) == (cuda.driver() is None) and (version is None or version >= 10000)
     assert count >= 0 and (version is not None or (count, error) == (0, ""))
-    assert cuda.runtime_has_cuda() == ("CUDAExecutionProvider" in onnxruntime.get_available_providers())
     assert set(cuda.installed_wheels()) <= {"onnxruntime", "onnxruntime-gpu"}
     for name in cuda.installed_wheels():
         assert importlib.metadata.version(name)
+
+
+@pytest.mark.parametrize("info, has_cuda", [(", cuda-plugin-ep=0.3.1, build", True), ("", False)])
+def test_the_cuda_provider_may_be_a_plugin(
+    info: str, has_cuda: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(onnxruntime, "get_build_info", lambda: f"ORT Build Info: git-branch=HEAD{info}")
+    monkeypatch.setattr(onnxruntime, "get_available_providers", lambda: ["CPUExecutionProvider"])
+    assert cuda.runtime_has_cuda() == has_cuda
 
 
 def test_missing_libraries_are_found_by_name(

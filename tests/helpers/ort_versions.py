@@ -27,7 +27,6 @@ PACKAGES = {  # no further dependency is imported for running a model
     "1.32.0": ("onnxruntime==1.32.0", "numpy==2.4.6"),
     CMAKE: ("cmake==3.25.2",),
 }
-OPENVINO = ("onnxruntime==1.32.0", "onnxruntime-ep-openvino==1.8.1")  # 80 MB to load, 240 MB on disk
 
 
 def python_of(version: str) -> Path:
@@ -52,24 +51,6 @@ def environment(version: str) -> Path:
             pytrace=False,
         )
     return python_of(version)
-
-
-def openvino() -> Path:
-    """The folder with ONNX Runtime and OpenVINO's plugin for it, for PYTHONPATH; made when asked for."""
-    import pytest
-
-    folder = FOLDER / f"openvino-{OPENVINO[-1].partition('==')[2]}"
-    if not folder.is_dir():
-        if os.environ.get("TWINOP_OFFLINE") == "1":
-            pytest.skip(f"TWINOP_OFFLINE=1, and no {folder}")
-        part = folder.with_suffix(".part")
-        pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--only-binary=:all:"]
-        shutil.rmtree(part, ignore_errors=True)  # of a run that was ended
-        done = subprocess.run([*pip, "--target", str(part), *OPENVINO], capture_output=True, text=True)
-        if done.returncode != 0:
-            pytest.skip(f"{OPENVINO[-1]} cannot be installed here: {done.stderr.strip().splitlines()[-1]}")
-        part.rename(folder)
-    return folder
 
 
 def _wanted(version: str) -> str:

@@ -89,8 +89,8 @@ class Served:
         return total
 
     def versions(self) -> dict[tuple[str, int], tuple[str, str]]:
-        """Return the state of each model's versions and the reason, from /status."""
-        models = self.ask("GET", "/status").json["models"]
+        """Return the state of each model's versions and the reason."""
+        models = self.ask("POST", "/v2/repository/index").json
         return {(each["name"], int(each["version"])): (each["state"], each["reason"]) for each in models}
 
     def exchange(self, data: bytes, seconds: float = 60) -> bytes:

@@ -19,9 +19,8 @@ from twinop.deploy.pack.contents import needed_version, read_contents, require_o
 from twinop.deploy.pack.options import Options
 from twinop.deploy.pack.packing import pack, pack_genai
 from twinop.deploy.service.folders import scan
-from twinop.deploy.service.model_settings import ModelSettings
 from twinop.deploy.service.newer_python import tomllib
-from twinop.deploy.service.settings import read_settings
+from twinop.deploy.service.settings import ModelSettings, read_settings
 from twinop.errors import LibraryError, TwinopError
 
 APP = typer.Typer()

@@ -10,8 +10,8 @@ import numpy as np
 
 from twinop.deploy.service.batching import Batcher
 from twinop.deploy.service.errors import INVALID, Failure, ServiceError
-from twinop.deploy.service.model_settings import ModelSettings
 from twinop.deploy.service.request import Request, Result
+from twinop.deploy.service.settings import ModelSettings
 
 Y = ("y",)
 

@@ -187,7 +187,7 @@ async def _swap(served: Served, models: Path, every: float, outcome: Outcome) ->
         broken = version % _BROKEN_EACH == 0
         await asyncio.to_thread(write_version, models, version, broken)
         state = ""
-        while state not in ("ready", "unavailable"):  # the previous version serves until then
+        while state not in ("READY", "UNAVAILABLE"):  # the previous version serves until then
             await asyncio.sleep(0.05)
             state = (await asyncio.to_thread(served.versions)).get((NAME, version), ("",))[0]
         if broken:

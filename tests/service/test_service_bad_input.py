@@ -1,6 +1,5 @@
 """Bad input gets a precise answer and disturbs nothing else."""
 
-import gzip
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -150,7 +149,6 @@ def post(served: Served, body: bytes, model: str = "relu", **headers: str) -> An
     return served.ask("POST", f"/v2/models/{model}/infer", body, names)
 
 
-GZIP = {"Content_Encoding": "gzip"}
 BODIES: dict[str, tuple[bytes, dict[str, str], int, str]] = {
     "empty": (b"", {}, 400, "invalid JSON"),
     "binary length too large": (
@@ -159,9 +157,7 @@ BODIES: dict[str, tuple[bytes, dict[str, str], int, str]] = {
         400,
         "but the body has 2 bytes",
     ),
-    "brotli": (b"{}", {"Content_Encoding": "br"}, 415, "send gzip, deflate"),
-    "no gzip": (b"{}", GZIP, 400, "the compressed body is damaged"),
-    "gzip bomb": (gzip.compress(bytes(LIMIT * 50)), GZIP, 413, "the decompressed request"),
+    "compressed": (b"{}", {"Content_Encoding": "gzip"}, 415, "encoding 'gzip': send the body as it is"),
     "too large": (bytes(LIMIT + 1), {}, 413, f"the request is larger than {LIMIT} bytes (max_request_bytes)"),
 }
 
@@ -245,12 +241,11 @@ def test_wrong_routes_and_methods(served: Served) -> None:
 
 
 def test_the_repository_extension_is_off(served: Served, stub: Any) -> None:
-    off = "listing, loading and unloading models by request is off: start with --control explicit"
-    for path in ("index", "models/relu/load", "models/relu/unload", "models/..%2e/unload"):
+    off = "loading and unloading models by request is off: start with --control explicit"
+    for path in ("models/relu/load", "models/relu/unload", "models/..%2e/unload"):
         answer = served.ask("POST", f"/v2/repository/{path}")
         assert (answer.status, answer.error) == (403, off)
     for call, request in (
-        (stub.RepositoryIndex, pb.RepositoryIndexRequest()),
         (stub.RepositoryModelLoad, pb.RepositoryModelLoadRequest(model_name="relu")),
         (stub.RepositoryModelUnload, pb.RepositoryModelUnloadRequest(model_name="relu")),
     ):

@@ -21,8 +21,8 @@ from twinop.deploy.service import limits
 from twinop.deploy.service.batching import Batcher
 from twinop.deploy.service.errors import BROKEN, RUN_FAILED, RUN_TOO_LONG, ServiceError
 from twinop.deploy.service.instance import Instance
-from twinop.deploy.service.model_settings import ModelSettings
 from twinop.deploy.service.request import Request
+from twinop.deploy.service.settings import ModelSettings
 from twinop.libraries.library import find_library
 
 TRUSTING = ("--allow-model-libraries",)  # the library lies beside the model

@@ -18,10 +18,10 @@ from service_rows import QUICK, ROW
 from twinop.deploy.service.addresses import AddressError
 from twinop.deploy.service.grpc_server import GrpcServer
 from twinop.deploy.service.limits import Budget
+from twinop.deploy.service.operations import Tokens
 from twinop.deploy.service.repository import Repository
 from twinop.deploy.service.rest import RestServer
 from twinop.deploy.service.settings import Settings, read_settings
-from twinop.deploy.service.tokens import Tokens
 from twinop.errors import TwinopError
 
 

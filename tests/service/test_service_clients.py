@@ -110,16 +110,6 @@ def test_curl(served: Served) -> None:
         ]
 
 
-@pytest.mark.parametrize("algorithm", ["gzip", "deflate"])
-def test_compressed_requests(served: Served, algorithm: str) -> None:
-    array = values("FP32")
-    with triton_http.InferenceServerClient(f"127.0.0.1:{served.http_port}") as client:
-        given = triton_http.InferInput("x", list(array.shape), "FP32")
-        given.set_data_from_numpy(array)
-        result = client.infer("id_fp32", [given], request_compression_algorithm=algorithm)
-    assert result.as_numpy("y").tobytes() == array.tobytes()
-
-
 # -------------------------------------------------------------------------------- loading and unloading
 
 

@@ -1,8 +1,6 @@
 """The codecs alone: each error in a request has a message, and nothing crashes."""
 
 import json
-import tracemalloc
-import zlib
 from typing import Any
 
 import numpy as np
@@ -14,7 +12,6 @@ from service_codecs import FLOATS, decode, rest_request, result
 from twinop.deploy.service import codec_grpc, codec_rest
 from twinop.deploy.service.datatypes import DATATYPES, Datatype
 from twinop.deploy.service.errors import INVALID, NOT_FOUND, TOO_LARGE, ServiceError
-from twinop.deploy.service.http_body import Limit, decompressed
 from twinop.deploy.service.protocol import pb
 
 # -------------------------------------------------------------------------------- REST
@@ -184,32 +181,6 @@ def test_any_json_is_decoded_or_refused(tensor: dict[str, Any]) -> None:
         assert decode(*rest_request({"x": tensor})).inputs["x"].size >= 0
     except ServiceError as error:
         assert error.failure is INVALID
-
-
-# -------------------------------------------------------------------------------- compressed
-
-
-@pytest.mark.parametrize("wbits", [31, 15], ids=["gzip", "deflate"])
-def test_compressed_bodies(wbits: int) -> None:
-    deflate = zlib.compressobj(wbits=wbits)
-    body = deflate.compress(b"x" * 1000) + deflate.flush()
-    assert decompressed(body, wbits, Limit(1000)) == b"x" * 1000
-    for damaged in (body[:-1], body[:5], body + b"more", b"no " + body):
-        with pytest.raises(ServiceError, match="compressed body is"):
-            decompressed(damaged, wbits, Limit(1000))
-
-
-def test_a_bomb_is_not_decompressed() -> None:
-    deflate = zlib.compressobj(9, wbits=31)
-    bomb = deflate.compress(bytes(1 << 26)) + deflate.flush()
-    tracemalloc.start()
-    try:
-        with pytest.raises(ServiceError, match="the decompressed request is larger than 1000 bytes") as error:
-            decompressed(bomb, 31, Limit(1000))
-        assert error.value.failure is TOO_LARGE
-        assert tracemalloc.get_traced_memory()[1] < 1 << 20
-    finally:
-        tracemalloc.stop()
 
 
 # -------------------------------------------------------------------------------- gRPC

@@ -157,7 +157,7 @@ def test_settings_of_a_folder(tmp_path: Path) -> None:
         settings='library = "libs/librelu.so"\nmax_queue = 9',
     )
     assert scan(tmp_path)["relu"].own == {
-        "library": tmp_path / "relu" / "libs" / "librelu.so",
+        "library": (tmp_path / "relu" / "libs" / "librelu.so",),
         "max_queue": 9,
     }
     (tmp_path / "relu" / "twinop.toml").write_text("max_batch_size = many")

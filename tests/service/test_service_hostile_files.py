@@ -27,10 +27,10 @@ from twinop.deploy.service.addresses import AddressError, grpc_credentials
 from twinop.deploy.service.errors import ServiceError
 from twinop.deploy.service.folders import scan
 from twinop.deploy.service.instance import without_paths
+from twinop.deploy.service.operations import Tokens
 from twinop.deploy.service.protocol import pb
 from twinop.deploy.service.repository import Repository
 from twinop.deploy.service.settings import ServerSettings, Settings, SettingsError, read_settings
-from twinop.deploy.service.tokens import Tokens
 
 
 def sparse(path: Path) -> None:
@@ -190,7 +190,6 @@ grace_seconds = 2.5
 reuse_port = true
 [policy]
 allow_model_libraries = true
-allow_weaker_checks = true
 [model]
 max_batch_size = 8
 [models.m]

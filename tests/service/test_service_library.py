@@ -91,7 +91,7 @@ def test_a_library_that_is_replaced_under_load(tmp_path: Path) -> None:
 
         def is_refused(words: str) -> bool:
             state, reason = served.versions()["m", 1]
-            return state == "unavailable" and words in reason
+            return state == "UNAVAILABLE" and words in reason
 
         assert now(minus, MINUS)
         put(library, plus)
@@ -103,7 +103,3 @@ def test_a_library_that_is_replaced_under_load(tmp_path: Path) -> None:
         put(library, minus)
         wait_until(lambda: now(minus, MINUS))
         assert all(answer in ((200, MINUS), (200, PLUS)) for answer in answers)
-        loads = [
-            line["message"] for line in served.log if line["message"].startswith("model n version 1 is ready")
-        ]
-        assert len(loads) == 1  # it has another library

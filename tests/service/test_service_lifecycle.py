@@ -69,7 +69,7 @@ def test_ready_means_that_the_models_are_loaded_and_the_server_is_not_stopping(t
 
         try:
             wait_until(is_live, 60)
-            wait_until(lambda: served.versions().get(("slow", 1), ("",))[0] == "loading")
+            wait_until(lambda: served.versions().get(("slow", 1), ("",))[0] == "LOADING")
             assert status("/v2/health/ready") == status("/v2/models/slow/ready") == 503
             assert not grpc_ready() and stub.ServerLive(pb.ServerLiveRequest()).live
             assert served.infer("slow", ROW).status == 503

@@ -7,16 +7,19 @@ from typing import Any
 
 import numpy as np
 import onnx
+import onnxruntime
 import pytest
 import service_models
-from models import REFUSED, node, refused
+from models import node, refused
 from onnx import TensorProto, helper
 from service_loads import loaded
 
+from twinop.deploy.create_session import open_session
 from twinop.deploy.errors import ModelError, RunError
 from twinop.deploy.service import loading
 from twinop.deploy.service.instance import Instance
 from twinop.deploy.service.settings import SettingsError
+from twinop.errors import TwinopWarning
 from twinop.record.tolerance import difference
 
 # -------------------------------------------------------------------------------------- what is loaded
@@ -100,22 +103,13 @@ def test_a_first_run_that_fails(tmp_path: Path, caplog: pytest.LogCaptureFixture
         loaded(tmp_path, model, warm_up={"x": (9,)})
 
 
-@pytest.mark.parametrize("what", REFUSED)
-def test_models_that_onnx_runtime_breaks_are_served(
-    what: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    said = "fails when it optimizes this model, so it ran without these optimizations"
-    with caplog.at_level(logging.WARNING):
-        served = loaded(tmp_path, refused(what))
-    assert said in caplog.text and said in served.summary()
+def test_a_model_that_onnx_runtime_does_not_open_when_it_optimizes_it(tmp_path: Path) -> None:
+    with pytest.warns(TwinopWarning, match="fails when it optimizes this model, so it ran without these"):
+        served = loaded(tmp_path, refused("to open"))
     answer = served.instances[0].run([{"x": np.ones((3, 1), np.float32)}], ["y"])
-    assert answer["y"].shape == (3, 1 if what == "to open" else 2)
-    as_asked: dict[str, Any] = {"session": {"graph_optimization_level": "ORT_ENABLE_ALL"}}
-    if what == "to open":
-        with pytest.raises(RunError, match="is not a graph input"):
-            loaded(tmp_path, refused(what), **as_asked)
-    else:
-        assert said not in loaded(tmp_path, refused(what), **as_asked).summary()
+    assert answer["y"].shape == (3, 1)
+    with pytest.raises(RunError, match="is not a graph input"):
+        loaded(tmp_path, refused("to open"), session={"graph_optimization_level": "ORT_ENABLE_ALL"})
 
 
 def test_an_input_of_unknown_rank(
@@ -273,3 +267,60 @@ def test_rows_that_depend_on_each_other_are_not_joined(
     assert re.search(f"its rows depend on each other, so requests are not batched: {words}", caplog.text)
     assert loaded(tmp_path, model(), max_batch_size=4, compare_rows=False).rows_independent
     assert loaded(tmp_path, service_models.relu(), max_batch_size=4).rows_independent
+
+
+# ------------------------------------------------------------------------------------- options of sessions
+
+
+def test_the_session_gets_its_options(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    given, spinning = [], "session.intra_op.allow_spinning"
+
+    def opened(*arguments: Any, options: Any, **more: Any) -> Any:
+        given.append(options)
+        return open_session(*arguments, options=options, **more)
+
+    monkeypatch.setattr(loading, "open_session", opened)
+    asked = {"execution_mode": "ORT_PARALLEL", "inter_op_num_threads": 2, "enable_cpu_mem_arena": False}
+    asked |= {"session.use_device_allocator_for_initializers": "1"}
+    loaded(tmp_path, service_models.relu(), session=asked, intra_op_threads=2)
+    for options in given:  # the session, and that of the function bodies
+        assert options.execution_mode == onnxruntime.ExecutionMode.ORT_PARALLEL
+        assert options.inter_op_num_threads == options.intra_op_num_threads == 2
+        assert not options.enable_cpu_mem_arena
+        assert options.get_session_config_entry("session.use_device_allocator_for_initializers") == "1"
+        assert options.get_session_config_entry(spinning) == "0"
+    assert len(given) == 2
+    loaded(tmp_path, service_models.identity("FP32"), session={spinning: "1"})
+    assert given[2].get_session_config_entry(spinning) == "1"
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("level", 1), ("execution_mode", "fast"), ("enable_mem_pattern", "x")]
+)
+def test_what_a_session_does_not_take_is_one_message(tmp_path: Path, name: str, value: Any) -> None:
+    said = re.escape(f"session: onnxruntime.SessionOptions does not take {name} = {value!r}")
+    with pytest.raises(SettingsError, match=said):
+        loaded(tmp_path, service_models.relu(), session={name: value})
+
+
+@pytest.mark.cuda
+def test_cuda_takes_its_options(tmp_path: Path) -> None:
+    options = {"cuda": {"gpu_mem_limit": 1 << 33, "cudnn_conv_algo_search": "HEURISTIC", "use_tf32": False}}
+    model = loaded(tmp_path, service_models.relu(), provider="cuda", provider_options=options)
+    assert model.session.device == "cuda:0" and model.difference == "none"
+
+
+@pytest.mark.parametrize(
+    ("limit", "cores"), [("150000 100000", 2), ("50000 100000", 1), ("max 100000", 0), ("900000 100000", 0)]
+)
+def test_the_quota_of_a_control_group(
+    limit: str, cores: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(loading.os, "sched_getaffinity", lambda pid: set(range(8)))
+    monkeypatch.setattr(loading, "_GROUPS", tmp_path)
+    monkeypatch.setattr(loading, "_OWN_GROUP", tmp_path / "own")
+    (tmp_path / "own").write_text("0::/pods/a\n")
+    assert loading.quota() == 0
+    (tmp_path / "pods/a").mkdir(parents=True)
+    (tmp_path / "pods/a/cpu.max").write_text(f"{limit}\n")
+    assert loading.quota() == cores

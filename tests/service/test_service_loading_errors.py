@@ -20,8 +20,7 @@ from twinop.deploy.service.errors import INVALID, OUT_OF_MEMORY, RUN_FAILED, Ser
 from twinop.deploy.service.folders import VersionFolder
 from twinop.deploy.service.instance import without_paths
 from twinop.deploy.service.loading import load
-from twinop.deploy.service.model_settings import ModelSettings
-from twinop.deploy.service.settings import ServerSettings
+from twinop.deploy.service.settings import ModelSettings, ServerSettings
 from twinop.errors import TwinopError
 
 # ------------------------------------------------------------------------------------------ bad models

@@ -13,8 +13,7 @@ from service_loads import MODELS, X, loaded, only_these, other_machine, where
 
 from twinop.deploy.errors import ModelError
 from twinop.deploy.service.loading import load
-from twinop.deploy.service.model_settings import ModelSettings
-from twinop.deploy.service.settings import ServerSettings
+from twinop.deploy.service.settings import ModelSettings, ServerSettings
 from twinop.errors import LibraryError, TwinopError
 from twinop.libraries.library import needed_libraries
 

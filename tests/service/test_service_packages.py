@@ -20,9 +20,8 @@ from twinop.deploy.errors import ModelError
 from twinop.deploy.pack.packing import Options, pack
 from twinop.deploy.service.folders import scan
 from twinop.deploy.service.loading import load
-from twinop.deploy.service.model_settings import ModelSettings
 from twinop.deploy.service.newer_python import tomllib
-from twinop.deploy.service.settings import Policy, ServerSettings
+from twinop.deploy.service.settings import ModelSettings, Policy, ServerSettings
 from twinop.errors import LibraryError
 from twinop.libraries.library import find_library
 

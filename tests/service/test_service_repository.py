@@ -10,10 +10,9 @@ from service_models import place, relu
 
 from twinop.deploy.service import repository
 from twinop.deploy.service.errors import NOT_FOUND, ServiceError
-from twinop.deploy.service.loaded_model import LoadedModel
-from twinop.deploy.service.model_settings import ModelSettings
 from twinop.deploy.service.repository import Repository
-from twinop.deploy.service.settings import Control, ServerSettings, Settings
+from twinop.deploy.service.settings import Control, ModelSettings, ServerSettings, Settings
+from twinop.deploy.service.version import LoadedModel
 
 EXPLICIT = Settings(server=ServerSettings(control=Control.EXPLICIT), model=ModelSettings(provider="cpu"))
 

@@ -9,16 +9,13 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import grpc
 import pytest
 import service_models as models
 import yaml
-from service_fixtures import Answer, Served, free_ports, serve, start, wait_until
+from service_fixtures import Served, free_ports, serve, start, wait_until
 from service_held import held
 from service_loads import repository_of
-from service_rows import QUICK, ROW, message, y_of
-
-from twinop.deploy.service.protocol import pb
+from service_rows import QUICK, ROW, message
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples/serving"
 
@@ -84,24 +81,6 @@ def test_a_server_takes_connections_once_its_models_are_loaded(tmp_path: Path) -
         finally:
             second.kill()
             second.wait()
-
-
-def test_models_are_loaded_on_the_port_of_one_server(tmp_path: Path) -> None:
-    models.place(tmp_path, "m", models.relu())
-    with servers(tmp_path, 1, "--control", "explicit") as ((shared, own),):
-        for path in ("index", "models/m/load", "models/m/unload"):
-            answer: Answer = shared.ask("POST", f"/v2/repository/{path}")
-            assert answer.status == 403
-            assert f"on the --admin-port of each ({own.http_port} is one)" in answer.error
-        with shared.stub() as stub, pytest.raises(grpc.RpcError) as error:
-            stub.RepositoryModelUnload(pb.RepositoryModelUnloadRequest(model_name="m"))
-        assert error.value.code() is grpc.StatusCode.PERMISSION_DENIED
-        assert "several servers share this port" in error.value.details()
-        assert y_of(shared, "m") == [0, 2, 0, 4]
-        assert own.ask("POST", "/v2/repository/models/m/unload").status == 200
-        assert shared.infer("m", ROW).status == 404
-        assert own.ask("POST", "/v2/repository/models/m/load").status == 200
-        assert y_of(shared, "m") == [0, 2, 0, 4]
 
 
 # -------------------------------------------------------------------------------- the examples

@@ -4,8 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from twinop.deploy.service.model_settings import Provider
-from twinop.deploy.service.settings import Control, Settings, SettingsError, read_settings
+from twinop.deploy.service.settings import Control, Provider, Settings, SettingsError, read_settings
 
 SHA = "0123456789abcdef" * 4
 
@@ -63,15 +62,11 @@ def test_a_library_of_the_command_line_may_be_loaded(tmp_path: Path, monkeypatch
         ('[model]\nlibrary_sha256 = "abc"', "model.library_sha256.*pattern"),
         ('[model]\nprovider = "tpu"', "model.provider: .*'auto', 'cpu' or 'cuda'"),
         ("[model]\nmax_queue_delay_us = 5", "max_queue_delay_us needs max_batch_size"),
-        (
-            "[model]\nrun_on_event_loop = true\nrun_timeout_seconds = 5",
-            "run_on_event_loop and run_timeout_seconds exclude each other: a run on the event loop's",
-        ),
         ('[model]\nversions = "newest"', "model.versions"),
         ('[policy]\nlibraries = "all"', "policy.libraries: no such setting. There are: allow_model_"),
         ("server = 3", "server: "),
         ("[model]\nsession = 3", "model.session: Input should be a valid dictionary"),
-        ("[model.provider_options.rocm]", "Input should be 'cuda' or 'tensorrt'"),
+        ("[model.provider_options.rocm]", "Input should be 'cuda'"),
         (
             "[model]\nprovider = 'cpu'\n[model.provider_options.cuda]\nuse_tf32 = true",
             "provider_options need provider cuda or auto, not cpu",
@@ -98,38 +93,8 @@ def test_a_missing_file(tmp_path: Path) -> None:
         read_settings(tmp_path / "no.toml", {})
 
 
-def test_the_token_is_not_shown() -> None:
-    assert "secret" not in repr(read_settings(None, {"server": {"token": "secret"}}))
-
-
-def test_a_models_folder_gets_no_more_threads_than_cores(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("twinop.deploy.service.settings.quota", lambda: 3)
-    settings = Settings(models={"ours": {"intra_op_threads": 5}})
-    assert settings.for_model("theirs", {"intra_op_threads": 900}).intra_op_threads == 3
-    assert settings.for_model("theirs", {"intra_op_threads": 2}).intra_op_threads == 2
-    assert settings.for_model("ours", {"intra_op_threads": 900}).intra_op_threads == 5
-    for asked in ({"intra_op_threads": 100_000}, {"session": {"inter_op_num_threads": 100_000}}):
-        with pytest.raises(SettingsError, match="less than or equal to 1024|from 0 to 1024, not 100000"):
-            settings.for_model("theirs", asked)
-
-
-LONG = "v" * 200_000
-
-
-@pytest.mark.parametrize(
-    ("text", "start", "end"),
-    [
-        (f'[model]\nprovider = "{LONG}"', "model.provider: ", ""),
-        (f'[model]\nlibrary = "\\u0000{LONG}"', "the path '", "has a NUL character, which none can have"),
-        (f'[model]\nlibrary = "{LONG}"', "the path '", "has a name of more than 255 bytes"),
-        ("[model]\n" + "\n".join(f"a{i} = 1" for i in range(10_000)), "model.a0: no such", "9981 more lines"),
-    ],
-)
-def test_long_values_are_cut_in_messages(text: str, start: str, end: str, tmp_path: Path) -> None:
-    path = tmp_path / "twinop.toml"
-    path.write_text(text)
-    with pytest.raises(SettingsError) as error:
+def test_long_messages_are_cut(tmp_path: Path) -> None:
+    path = written(tmp_path, "[model]\n" + "\n".join(f"a{i} = 1" for i in range(10_000)))
+    with pytest.raises(SettingsError, match="model.a0: no such setting") as error:
         read_settings(path, {})
-    said = str(error.value)
-    assert start in said and said.endswith(end)
-    assert len(said) < 20_000 and max(map(len, said.split("\n"))) <= 1000
+    assert len(str(error.value)) < 5000

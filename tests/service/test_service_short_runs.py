@@ -17,7 +17,7 @@ from twinop.deploy.service.batching import Batcher
 from twinop.deploy.service.errors import DEADLINE, INVALID
 from twinop.deploy.service.instance import Instance
 from twinop.deploy.service.request import Request
-from twinop.deploy.service.served import ServedVersion
+from twinop.deploy.service.version import ServedVersion
 
 
 async def ask(queue: Batcher, *rows: int) -> None:
@@ -124,15 +124,10 @@ def test_nothing_is_learnt_from_a_failure_and_what_is_late_is_not_run() -> None:
 
 
 @pytest.mark.parametrize(
-    ("model", "settings", "here"),
-    [
-        (service_models.relu(), {}, False),
-        (service_models.relu(), {"run_on_event_loop": True}, True),
-        (service_models.identity("FP32"), {}, True),
-    ],
+    ("model", "here"), [(service_models.relu(), False), (service_models.identity("FP32"), True)]
 )
-def test_custom_ops_run_here_only_if_the_settings_say_so(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, model: Any, settings: dict[str, Any], here: bool
+def test_custom_ops_do_not_run_here(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, model: Any, here: bool
 ) -> None:
     threads = []
     run_instance = Instance.run
@@ -141,7 +136,7 @@ def test_custom_ops_run_here_only_if_the_settings_say_so(
         threads.append(threading.get_ident())
         return run_instance(self, *arguments)
 
-    ready = loaded(tmp_path, model, **settings)
+    ready = loaded(tmp_path, model)
     monkeypatch.setattr(Instance, "run", noted)
 
     async def test() -> None:

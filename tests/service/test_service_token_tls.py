@@ -17,12 +17,12 @@ from grpc_health.v1.health_pb2 import HealthCheckRequest, HealthCheckResponse
 from grpc_health.v1.health_pb2_grpc import HealthStub
 from service_certificates import certified
 from service_fixtures import Served, serve, wait_until
-from service_loads import refusal_of, repository_of
+from service_loads import refusal_of
 from tritonclient.grpc.service_pb2_grpc import GRPCInferenceServiceStub
 
+from twinop.deploy.service.operations import Tokens
 from twinop.deploy.service.protocol import pb
 from twinop.deploy.service.settings import ServerSettings
-from twinop.deploy.service.tokens import Tokens
 
 INFERENCE, CONTROL = "/v2/models", "/v2/repository/index"
 
@@ -33,7 +33,9 @@ def guarded(tmp_path: Path) -> Iterator[tuple[Served, Path]]:
     models.place(tmp_path / "models", "relu", models.relu())
     certificate, key = certified(tmp_path)
     (tmp_path / "token").write_text("secret\n")
-    lines = ("[server]", "control = 'explicit'", "token_file = '../token'", "control_token = 'control'")
+    (tmp_path / "control").write_text("control")
+    files = ("token_file = '../token'", "control_token_file = '../control'")
+    lines = ("[server]", "control = 'explicit'", *files)
     (tmp_path / "models" / "twinop.toml").write_text("\n".join(lines))
     options = ("--tls-certificate", str(certificate), "--tls-key", str(key))
     with serve(tmp_path / "models", *options) as server:
@@ -59,9 +61,9 @@ def test_tokens_and_tls(guarded: tuple[Served, Path]) -> None:
             return error.code
 
     assert status("/v2/health/live") == status("/v2/health/ready") == 200
-    for path in (INFERENCE, "/v2", "/metrics", "/status", "/", "/nowhere", "/v2/health/live/", CONTROL):
+    for path in (INFERENCE, "/v2", "/metrics", "/", "/nowhere", "/v2/health/live/", CONTROL):
         assert status(path) == status(path, "Bearer wrong") == status(path, "Basic secret") == 401, path
-    assert status(INFERENCE, "Bearer secret") == status("/status", "bearer secret") == 200
+    assert status(INFERENCE, "Bearer secret") == status("/metrics", "bearer secret") == 200
     assert status("/nowhere", "Bearer secret") == 404
     assert status(CONTROL, "Bearer secret") == status(INFERENCE, "Bearer control") == 401
     assert status(CONTROL, "Bearer control") == 200
@@ -113,14 +115,16 @@ def test_tokens_and_health_over_grpc(guarded: tuple[Served, Path]) -> None:
     ("given", "expected"),
     [
         ({}, {"": "ic", "a": "ic"}),
-        ({"token": "a"}, {"": "", "a": "ic", "b": ""}),
-        ({"control_token": "b"}, {"": "i", "a": "i", "b": "ic"}),
-        ({"token": "a", "control_token": "b"}, {"": "", "a": "i", "b": "c"}),
+        ({"token_file": "a"}, {"": "", "a": "ic", "b": ""}),
+        ({"control_token_file": "b"}, {"": "i", "a": "i", "b": "ic"}),
+        ({"token_file": "a", "control_token_file": "b"}, {"": "", "a": "i", "b": "c"}),
     ],
 )
-def test_what_a_token_permits(given: dict[str, str], expected: dict[str, str]) -> None:
-    """The letters are for inference and control."""
-    tokens = Tokens(ServerSettings(**given))
+def test_what_a_token_permits(given: dict[str, str], expected: dict[str, str], tmp_path: Path) -> None:
+    """The letters are for inference and control; a file has its name in it."""
+    for name in given.values():
+        (tmp_path / name).write_text(name)
+    tokens = Tokens(ServerSettings(**{key: tmp_path / name for key, name in given.items()}))
 
     def permitted(token: str) -> str:
         letters = {"i": INFERENCE, "c": CONTROL}
@@ -129,24 +133,21 @@ def test_what_a_token_permits(given: dict[str, str], expected: dict[str, str]) -
     assert {token: permitted(token) for token in expected} == expected
 
 
-def test_the_token_of_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    models.place(tmp_path, "relu", models.relu())
+def test_the_token_of_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TWINOP_TOKEN", "secret")
-    tokens = Tokens(repository_of(monkeypatch, tmp_path).settings.server)
+    tokens = Tokens(ServerSettings())
     assert tokens.allow(INFERENCE, b"Bearer secret") and not tokens.allow(INFERENCE, b"")
 
 
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
-        ("token = 'a'\ntoken_file = 'b'", "token (or TWINOP_TOKEN) and token_file: give one of them"),
-        ("token = ''", "server.token: "),
         ("control_token_file = 'none'", "none cannot be read: No such file"),
         ("token_file = '/dev/null'", "/dev/null cannot be read: not a regular file"),
         ("token_file = 'empty'", "empty is empty"),
         ("tls_key = 'key.pem'", "TLS needs both tls_certificate and tls_key"),
         ("max_bytes_in_flight = 1000", "max_bytes_in_flight must be at least 268435456: four times"),
-        ("control = 'explicit'\nreuse_port = true", "control explicit with reuse_port needs admin_port"),
+        ("control = 'explicit'\nreuse_port = true", "control explicit and reuse_port exclude each other"),
     ],
 )
 def test_contradictions(tmp_path: Path, settings: str, said: str) -> None:

@@ -48,10 +48,10 @@ def test_a_new_version_takes_over_and_a_broken_one_does_not(served: Served) -> N
     place(served.root, "new", scaled(2), version=2)
     wait_until(lambda: y_of(served, "new") == [-2, 4, -6, 8])
     broken = broken_version(served.root, "new", 3)
-    wait_until(lambda: served.versions().get(("new", 3), ("",))[0] == "unavailable")
+    wait_until(lambda: served.versions().get(("new", 3), ("",))[0] == "UNAVAILABLE")
     wait_for_scans(served, "after_broken")
     assert y_of(served, "new") == [-2, 4, -6, 8]
-    assert served.versions()["new", 2] == ("ready", "")
+    assert served.versions()["new", 2] == ("READY", "")
     broken.write_bytes(scaled(3).SerializeToString())  # repaired
     wait_until(lambda: y_of(served, "new") == [-3, 6, -9, 12])
     broken.write_bytes(scaled(5).SerializeToString())  # changed
@@ -83,7 +83,7 @@ def test_unservable_model_is_reported_and_isolated(served: Served, settings: str
     (staged / "bad" / "text.so").write_text("#!/bin/sh")
     (staged / "bad").rename(bad)
     try:
-        wait_until(lambda: served.versions().get(("bad", 1), ("",))[0] == "unavailable")
+        wait_until(lambda: served.versions().get(("bad", 1), ("",))[0] == "UNAVAILABLE")
         reason = served.versions()["bad", 1][1]
         errors = [line["message"] for line in served.log[logged:] if line["level"] == "error"]
         assert words in reason and any(words in message for message in errors)
@@ -110,7 +110,7 @@ def test_all_versions_are_served_where_the_settings_say_so(served: Served) -> No
 
 def test_an_older_version_serves_where_the_newest_is_broken_at_the_start(served: Served) -> None:
     states = {version: state for (name, version), (state, _) in served.versions().items() if name == "older"}
-    assert states == {1: "ready", 2: "unavailable"}
+    assert states == {1: "READY", 2: "UNAVAILABLE"}
     wait_for_scans(served, "after_start")
     assert y_of(served, "older") == [-1, 2, -3, 4]
 
@@ -120,7 +120,7 @@ def test_settings_that_do_not_fit_are_said_and_the_folder_is_followed_on(served:
     wait_until(lambda: served.infer("m", ROW).status == 200)
     (served.root / "m" / "twinop.toml").write_text("max_batchsize = 8")
     place(served.root, "unfit", scaled(1), settings="warm_up = { z = [4] }")
-    wait_until(lambda: served.versions().get(("unfit", 1), ("",))[0] == "unavailable")
+    wait_until(lambda: served.versions().get(("unfit", 1), ("",))[0] == "UNAVAILABLE")
     wait_until(lambda: any("max_batchsize" in line["message"] for line in served.log))
     assert y_of(served, "m") == [-1, 2, -3, 4]
     wait_for_scans(served, "good")
@@ -176,5 +176,5 @@ def test_no_request_is_lost_or_wrong_while_versions_are_swapped(tmp_path: Path) 
     assert outcome.answered.total() >= requests
     assert outcome.answered.keys() == {"REST", "gRPC"}
     assert len(outcome.swapped) >= 2 and set(outcome.swapped) <= outcome.versions.keys()
-    assert outcome.broken and set(outcome.broken.values()) == {"unavailable"}
+    assert outcome.broken and set(outcome.broken.values()) == {"UNAVAILABLE"}
     assert not set(outcome.broken) & outcome.versions.keys()

@@ -23,7 +23,7 @@ class Commands(LazyGroup):
         "optimize": "twinop.optimize.command:main",
         "run": "twinop.deploy.run_onnx:main",
         "check": "twinop.deploy.check:main",
-        "doctor": "twinop.deploy.doctor.command:main",
+        "doctor": "twinop.deploy.diagnosis:main",
         "serve": "twinop.deploy.serve:main",
         "pack": "twinop.deploy.pack.command:main",
     }

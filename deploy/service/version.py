@@ -1,13 +1,19 @@
-"""A version of a model that is ready to run, and how clients see it."""
+"""A version of a model: ready to run, and served, with a queue, metrics and the checks of requests."""
 
+import asyncio
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from ..plugins import taken_text
+from ..errors import FeedError
 from ..tensor_specs import Spec
+from .batching import Batcher
 from .datatypes import datatype_of
+from .errors import invalid
 from .instance import Instance, without_paths
-from .model_settings import ModelSettings
+from .metrics import ModelMetrics
+from .request import MOST_TENSORS, Request
+from .settings import ModelSettings
 
 
 @dataclass
@@ -24,8 +30,6 @@ class LoadedModel:
         steady: the run time depends on the shapes of the inputs alone, not on their values.
         rows_independent: requests may share a run: each row of the outputs depends on the same row of the
             inputs alone.
-        refused: why the first run at guessed sizes failed, or "".
-        note: what a user should know about how it runs, or "".
     """
 
     name: str
@@ -40,14 +44,10 @@ class LoadedModel:
     load_seconds: float = 0.0
     steady: bool = False
     rows_independent: bool = True
-    refused: str = ""
-    note: str = ""
 
     def summary(self) -> str:
         """Return what runs the model, and what was checked of it, in a line."""
         parts = [f"runs on {self.session.device} ({self.session.reason})"]
-        if self.session.taken:
-            parts.append(taken_text(self.session.taken))
         if self.session.libraries:
             paths = ", ".join(str(library.path) for library in self.session.libraries)
             parts.append(f"{', '.join(self.custom_nodes)} from {paths}")
@@ -55,7 +55,7 @@ class LoadedModel:
             parts.append(f"difference from the function bodies: {self.difference or 'not compared'}")
         if self.body_nodes:
             parts.append(f"on function bodies: {', '.join(self.body_nodes)}")
-        return "; ".join([*parts, *filter(None, [self.note])])
+        return "; ".join(parts)
 
     def describe(self) -> dict[str, Any]:
         """Return the inputs and outputs as the protocol lists them, and `parameters`: how the model runs."""
@@ -94,3 +94,63 @@ def _described(spec: Spec) -> dict[str, Any]:
         "datatype": datatype_of(spec.numpy_dtype),
         "shape": shape if spec.shape != () else [],
     }
+
+
+class ServedVersion:
+    """A loaded version with its queue and its metrics."""
+
+    def __init__(self, loaded: LoadedModel, on_broken: Callable[[str], None]) -> None:
+        """`on_broken` is told why this process cannot run models any more."""
+        self.loaded = loaded
+        # A GPU may be busy for longer than the event loop may wait, and custom ops may not return at all.
+        # ONNX Runtime's own kernels return after a time that a steady model's shapes determine.
+        self.batcher = Batcher(
+            loaded.name,
+            loaded.version,
+            loaded.instances,
+            loaded.settings,
+            may_run_on_loop=loaded.session.device == "cpu" and loaded.steady and not loaded.custom_nodes,
+            rows_independent=loaded.rows_independent,
+        )
+        self.batcher.on_broken = on_broken
+        self.most_tensors = max(MOST_TENSORS, len(loaded.session.inputs), len(loaded.session.outputs))
+        device, is_fallback = loaded.session.device, loaded.fallback is not None
+        self.metrics = ModelMetrics(loaded.name, loaded.version, self.batcher, device, is_fallback)
+
+    def check(self, request: Request) -> tuple[str, ...]:
+        """Check a request, and return its outputs' names; raise ServiceError if it does not fit."""
+        settings, inputs = self.loaded.settings, request.inputs
+        try:
+            outputs = self.loaded.session.check(inputs, request.outputs)
+        except FeedError as error:
+            raise invalid(str(error)) from error
+        if not settings.allow_empty:
+            for name, array in inputs.items():
+                if array.size == 0:
+                    raise invalid(
+                        f"input {name} is empty: its shape is {list(array.shape)}. Send at least one "
+                        "element, or set allow_empty for this model if it is made for empty inputs"
+                    )
+        if settings.max_batch_size and inputs:
+            self._check_batch(request)
+        return tuple(outputs)
+
+    async def close(self) -> None:
+        """Answer all accepted requests, then release the sessions."""
+        await self.batcher.drain()
+        while self.metrics.in_flight:  # answered, but not counted yet
+            await asyncio.sleep(0.01)
+        await asyncio.to_thread(self.loaded.close)  # freeing a session takes long
+        self.metrics.drop()
+
+    def _check_batch(self, request: Request) -> None:
+        if scalars := [name for name, array in request.inputs.items() if not array.ndim]:
+            raise invalid(f"input {scalars[0]} is a scalar; a batched model takes rows")
+        sizes = {name: array.shape[0] for name, array in request.inputs.items()}
+        if len(set(sizes.values())) > 1:
+            listed = ", ".join(f"{name} has {size}" for name, size in sizes.items())
+            raise invalid(f"all inputs of a batched model need the same number of rows: {listed}")
+        limit = self.loaded.settings.max_batch_size
+        if (rows := next(iter(sizes.values()))) > limit:
+            name = self.loaded.name
+            raise invalid(f"{rows} rows in one request; model {name} takes up to {limit}: split it")

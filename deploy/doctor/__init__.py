@@ -1,1 +1,0 @@
-"""`twinop doctor`: `facts` looks at the machine, `checks` judges that, `command` shows it."""
