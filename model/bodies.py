@@ -500,3 +500,20 @@ def linear_fp8(op, x, x_scale, weight, weight_scale, bias, residual, *, activati
     product = op.MatMul(x, op.Transpose(weight, perm=[1, 0]))
     y = op.Mul(op.Mul(product, op.Unsqueeze(x_scale, [-1])), weight_scale)
     return _activated(op, op.Add(y, bias), residual, activation)
+
+
+@body
+def linear_w8(op, x, weight, weight_scale, bias, residual, *, activation, rms_eps, few_rows):
+    y = _w8_product(op, x, weight, weight_scale, bias, rms_eps)
+    return _activated(op, y, residual, activation)
+
+
+@body
+def linear_w8_swiglu(op, x, weight, weight_scale, bias, *, activation, rms_eps, few_rows):
+    packed = _w8_product(op, x, weight, weight_scale, bias, rms_eps)
+    return _by_value(op, activation, lambda op, value: _gated(op, packed, value))
+
+
+def _w8_product(op, x, weight, weight_scale, bias, rms_eps):
+    y = op.MatMul(_normed(op, x, rms_eps), op.Transpose(weight, perm=[1, 0]))
+    return op.Add(op.Mul(y, weight_scale), bias)

@@ -86,6 +86,10 @@ def _float8_on_cpu(
     return _activated(sums + bias, residual, activation).to(bias.dtype)
 
 
+def _w8_product(x: Tensor, weight: Tensor, weight_scale: Tensor, bias: Tensor, rms_eps: float) -> Tensor:
+    return F.linear(_normed(x, rms_eps), weight) * weight_scale + bias
+
+
 def _quantised_product(
     x: Tensor, weight: Tensor, scale: Tensor, zero: _Maybe, bias: _Maybe, bits: int, block: int
 ) -> Tensor:
@@ -161,6 +165,12 @@ def _linear_swiglu_backward(
 CPU_FUNCTIONS["linear"] = _on_cpu
 CPU_FUNCTIONS["linear_swiglu"] = _swiglu_on_cpu
 CPU_FUNCTIONS["linear_fp8"] = _float8_on_cpu
+CPU_FUNCTIONS["linear_w8"] = lambda x, weight, scale, bias, residual, activation, rms_eps, few_rows: (
+    _activated(_w8_product(x, weight, scale, bias, rms_eps), residual, activation)
+)
+CPU_FUNCTIONS["linear_w8_swiglu"] = lambda x, weight, scale, bias, activation, rms_eps, few_rows: _gated(
+    _w8_product(x, weight, scale, bias, rms_eps), activation
+)
 for table in (CPU_FUNCTIONS, SECOND_DERIVATIVES):  # which torch differentiates
     table["linear_q"] = lambda x, weight, scale, zero, bias, residual, bits, block, activation, invariant: (
         _activated(_quantised_product(x, weight, scale, zero, bias, bits, block), residual, activation)

@@ -42,7 +42,7 @@ def test_every_op_of_the_library_has_an_entry() -> None:
         if not record.is_backward
     }
     attention = {"attention_packed", "attention_cached", "rope"}
-    products = {"linear", "linear_swiglu", "linear_q", "linear_q_swiglu", "linear_fp8"}
+    products = {"linear", "linear_swiglu", "linear_q", "linear_q_swiglu", "linear_w8", "linear_w8_swiglu"}
     others = {"addcmul", "embed_layer_norm", "last_position"} | attention | products
     others |= {"quantize_rows", *(name for name in ops if name.endswith("_fp8"))}  # lab/float8.py
     assert ops - others <= {entry.op for entry in BUILT.values()}

@@ -162,14 +162,18 @@ namespace twinop::linear::float8 {
 
 static void CheckAll() {
   for (const Target& target : kTargets)
-    for (std::int64_t m : {1, 512, 16384})
+    for (std::int64_t m : {1, 32, 33, 64, 65, 512, 16384})
       for (std::int64_t k : {768, 3072, 14336}) {
         const Way way = ChooseWay({m, 768, k, false}, target, true);
         if (ChooseWay({m, 768, k, false}, target, false) == Way::kScaled ||
             (way == Way::kScaled && target.capability != 90) ||
             (way == Way::kWide) != (target.capability < 89))
           std::printf("%ld rows of %ld in 8 bits: another way\n", long{m}, long{k});
+        for (std::int64_t few : {0, 32, 64})  // x in 16 bits
+          if (ChooseWay({m, 768, k, false}, target, true, few) != (m <= few ? Way::kFewRows : way))
+            std::printf("%ld rows of %ld in 16 bits: another way\n", long{m}, long{k});
       }
+  static_assert(ChooseWay({0, 768, 0, false}, kH200, true, 32) != Way::kFewRows);
   static_assert(ChooseWay({512, 768, 3072, false}, kH200, true) == Way::kSums);
   static_assert(ChooseWay({2048, 768, 3072, false}, kH200, true) == Way::kScaled);
 }
@@ -180,7 +184,8 @@ namespace twinop::linear::few_rows {
 
 static void CheckAll() {
   std::set<std::tuple<const Line*, WeightKind, int>> chosen;
-  constexpr WeightKind kKinds[] = {kPlain, kNormed, k4Bits, k4BitsZero, k8Bits, k8BitsZero};
+  constexpr WeightKind kKinds[] = {kPlain, kNormed,    k4Bits,  k4BitsZero,
+                                   k8Bits, k8BitsZero, kFloat8, kFloat8Normed};
   for (const Target& target : kTargets)
     for (WeightKind kind : kKinds)
       for (int n = 8; n < 140000; n = static_cast<int>(Next(n / 8, target)) * 8)

@@ -217,6 +217,20 @@ def calls(k: int, n: int, dtype: torch.dtype, kind: str) -> tuple[Any, Any, Tens
             lambda x, *more, **options: torch_op.linear_swiglu(x, weight, *more, **options),
             weight.double(),
         )
+    if kind == "fp8":
+        q, scale = torch_op.quantize_rows(random(n, k, dtype=dtype, device="cuda"))
+        zeros = torch.zeros(n, dtype=dtype, device="cuda")
+
+        def linear(x: Tensor, bias: Tensor = zeros, residual: Tensor | None = None, **options: Any) -> Tensor:
+            return torch_op.linear_w8(x, q, scale, bias, residual, few_rows=80, **options)
+
+        return (
+            linear,
+            lambda x, bias=zeros, **options: torch_op.linear_w8_swiglu(
+                x, q, scale, bias, few_rows=80, **options
+            ),
+            q.double() * scale.double()[:, None],
+        )
     bits, block, with_zero = (int(each) for each in kind.split())
     found = weight_of(n, k, bits, block, bool(with_zero), dtype)
     on_gpu = {"zero": None} | {name: each.cuda() for name, each in found.given.items()}
@@ -229,7 +243,7 @@ def calls(k: int, n: int, dtype: torch.dtype, kind: str) -> tuple[Any, Any, Tens
     )
 
 
-KINDS = ["dense", "4 32 0", "4 32 1", "4 128 1", "8 32 1", "8 128 0"]
+KINDS = ["dense", "4 32 0", "4 32 1", "4 128 1", "8 32 1", "8 128 0", "fp8"]
 
 
 @pytest.mark.cuda
@@ -267,7 +281,7 @@ def test_values_and_bits(n: int, k: int, kind: str, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.cuda
-@pytest.mark.parametrize("kind", ["dense", "4 32 0", "4 32 1", "8 128 0"])
+@pytest.mark.parametrize("kind", ["dense", "4 32 0", "4 32 1", "8 128 0", "fp8"])
 def test_bits_of_wide_products(kind: str) -> None:
     """Which kernel runs depends on the blocks that a processor gets, so on the rows, but no bit does."""
     processors = torch.cuda.get_device_properties(0).multi_processor_count
@@ -280,7 +294,8 @@ def test_bits_of_wide_products(kind: str) -> None:
         linear, swiglu, weight = calls(k, n, torch.float16, kind)
         most = 130 if is_dense else 64
         x = random(most, k, dtype=torch.float16, device="cuda")
-        for call, eps in itertools.product((linear, swiglu), (0.0, 1e-3) if is_dense else (0.0,)):
+        norms = kind in ("dense", "fp8")
+        for call, eps in itertools.product((linear, swiglu), (0.0, 1e-3) if norms else (0.0,)):
             more = {"rms_eps": eps} if eps else {}
             alone = torch.cat([call(x[i : i + 1], **more) for i in range(most)])
             for rows in ROWS if is_dense else ROWS + MORE:
@@ -297,20 +312,22 @@ def test_bits_of_wide_products(kind: str) -> None:
 
 @pytest.mark.cuda
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("kind", ["dense", "fp8"])
 @pytest.mark.parametrize(
     ("n", "k"),
     [(2048, 2048), (3072, 2048), (4112, 4160), (6160, 576), (8208, 192), (8208, 4160), (16, 8256), (24, 100)],
 )
-def test_products_that_norm_x(n: int, k: int, dtype: torch.dtype) -> None:
+def test_products_that_norm_x(n: int, k: int, kind: str, dtype: torch.dtype) -> None:
     """Each row is that of the call with this row alone, also among rows of other lengths."""
-    linear, swiglu, weight = calls(k, n, dtype, "dense")
+    n, k = (n, k) if kind == "dense" else (n // 16 * 16, k // 16 * 16)
+    linear, swiglu, weight = calls(k, n, dtype, kind)
     lengths = torch.logspace(-2, 2, 80, dtype=torch.float64, device="cuda")[torch.randperm(80)]
     x = (random(80, k, dtype=torch.float64, device="cuda") * lengths[:, None]).to(dtype)
     bias, residual = (random(*shape, dtype=dtype, device="cuda") for shape in ((n,), (80, n)))
     more = bias.double() + residual.double()
     normed = F.rms_norm(x.double(), [k], eps=1e-3)
     expected, size = normed @ weight.mT, normed.abs() @ weight.abs().mT
-    for options in ({}, {"invariant": True}) if k % 64 == 0 else ({},):
+    for options in ({}, {"invariant": True}) if k % 64 == 0 and kind == "dense" else ({},):
         found = linear(x, bias, residual, rms_eps=1e-3, **options)
         assert close(found, expected + more, size + more.abs() + 1, 2)
         found = swiglu(x, rms_eps=1e-3, **options)
@@ -319,19 +336,22 @@ def test_products_that_norm_x(n: int, k: int, dtype: torch.dtype) -> None:
     alone = torch.cat([linear(x[i : i + 1], rms_eps=1e-3) for i in range(32)])
     gates = torch.cat([swiglu(x[i : i + 1], rms_eps=1e-3) for i in range(32)])
     assert close(alone, expected[:32], size[:32])
-    for rows in ROWS if k % 64 == 0 else ():
+    for rows in ROWS if k % 64 == 0 or kind == "fp8" else ():
         assert torch.equal(linear(x[:rows], rms_eps=1e-3), alone[:rows]), rows
         assert torch.equal(swiglu(x[:rows], rms_eps=1e-3), gates[:rows]), rows
 
 
 @pytest.mark.cuda
-@pytest.mark.parametrize("kind", ["dense", "4 32 1", "8 128 0"])
+@pytest.mark.parametrize("kind", ["dense", "4 32 1", "8 128 0", "fp8"])
 def test_operands_of_any_alignment(kind: str) -> None:
     """Tensors that begin 2 bytes behind a vector give the same bits."""
     linear, _, _ = calls(256, 2048, torch.float16, kind)
     x = random(192, 256, dtype=torch.float16, device="cuda")
     moved = torch.empty(192 * 256 + 1, dtype=torch.float16, device="cuda")[1:].view(192, 256).copy_(x)
     assert torch.equal(linear(moved[:12]), linear(x[:12]))
+    if kind == "fp8":  # it has no such option; more rows are put in 8 bits
+        assert torch.equal(linear(moved), linear(x))
+        return
     assert torch.equal(linear(moved, invariant=True), linear(x, invariant=True))
     residual = random(192, 2048, dtype=torch.float16, device="cuda")
     moved = torch.cat([residual.new_empty(1), residual.flatten()])[1:].view_as(residual)

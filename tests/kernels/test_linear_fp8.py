@@ -1,5 +1,6 @@
 """Rows and products in 8 bits: quantize_rows, the ops that quantise their results, linear_fp8."""
 
+import itertools
 import os
 import subprocess
 import sys
@@ -123,11 +124,80 @@ def test_products(sizes: tuple[int, int, int], dtype: torch.dtype, device: str) 
     check_product(*sizes, dtype, device)
 
 
+def products_of_16_bits(x: Tensor, *weights: Tensor, **options: float) -> dict[str, Tensor]:
+    """With a residual, and with a gate, by the activation."""
+    residual = numbers(len(x), len(weights[0]), dtype=x.dtype, device=x.device.type)
+    plain, gated = torch_op.linear_w8, torch_op.linear_w8_swiglu
+    found = {name: plain(x, *weights, residual, name, **options) for name in ("none", "gelu")}
+    return found | {name: gated(x, *weights, name, **options) for name in ("silu", "gelu_tanh")}
+
+
+@each_device
+@each_dtype
+@pytest.mark.parametrize("sizes", [(16, 16), (48, 80), (256, 1024), (6160, 576)], ids=str)
+def test_x_in_16_bits(sizes: tuple[int, int], dtype: torch.dtype, device: str) -> None:
+    """Few rows are not put in 8 bits: the error is that of one rounding to 16."""
+    n, k = sizes
+    weight, weight_scale, bias = weights = operands(1, n, k, dtype, device)[2:]
+    for rows, eps in itertools.product((1, 9, 32), (0.0, 1e-2)):
+        x = numbers(rows, k, dtype=dtype, device=device) / 8
+        wide = F.rms_norm(x.double(), [k], eps=eps) if eps else x.double()
+        product = wide @ dense(weight, weight_scale).mT + bias.double()
+        total = product + numbers(rows, n, dtype=dtype, device=device).double()
+        gate, others = product.chunk(2, -1)
+        expected = {"none": total, "gelu": F.gelu(total), "silu": F.silu(gate) * others}
+        expected["gelu_tanh"] = F.gelu(gate, approximate="tanh") * others
+        for name, found in products_of_16_bits(x, *weights, rms_eps=eps).items():
+            assert error(found, expected[name]) < torch.finfo(dtype).eps / 2, (rows, eps, name)
+
+
+def check_more_rows(m: int, n: int, k: int, dtype: torch.dtype, few_rows: int) -> None:
+    weights = operands(1, n, k, dtype, "cuda")[2:]
+    x, residual = (numbers(m, each, dtype=dtype, device="cuda") for each in (k, n))
+    for eps in (0.0, 1e-2):
+        found = products_of_16_bits(x, *weights, rms_eps=eps, few_rows=few_rows)
+        rows = torch_op.rms_norm_fp8(x, eps=eps)[:2] if eps else torch_op.quantize_rows(x)
+        for name in ("none", "gelu"):
+            expected = torch_op.linear_fp8(*rows, *weights, residual, name)
+            assert_same_bits(found[name], expected, f"{m} rows, {name}")
+        packed = torch_op.linear_fp8(*rows, *weights)
+        assert_same_bits(found["silu"], torch_op.swiglu_packed(packed), f"{m} rows with a gate")
+        gate, others = packed.double().chunk(2, -1)
+        assert error(found["gelu_tanh"], F.gelu(gate, approximate="tanh") * others) < ROUNDED[dtype]
+
+
+@pytest.mark.cuda
+@each_dtype
+@pytest.mark.parametrize(("m", "few_rows"), [(1, 0), (33, 32), (65, 64), (300, 32)])
+def test_more_rows_of_16_bits_are_put_in_8(m: int, few_rows: int, dtype: torch.dtype) -> None:
+    """Bit for bit quantize_rows, or the norm that quantises, and the product of 8 bits."""
+    for n, k in ((256, 1024), (48, 80), (768, 4096), (1040, 16384)):
+        check_more_rows(m, n, k, dtype, few_rows)
+
+
+@each_device
+def test_x_in_other_bits_than_the_op_has(device: str) -> None:
+    """Each op takes its own: linear_fp8 with a scale a row, linear_w8 without one, and normed if asked."""
+    q, q_scale, *weights = operands(2, 32, 64, torch.float16, device)
+    x = numbers(2, 64, dtype=torch.float16, device=device)
+    with pytest.raises(
+        (RecordError, RuntimeError), match="no kernel takes these dtypes; .* float8_e4m3fn x_scale"
+    ):
+        torch_op.linear_fp8(x, q_scale, *weights)
+    with pytest.raises(
+        (RecordError, RuntimeError), match="no kernel takes these dtypes; .* float16 weight=float8"
+    ):
+        torch_op.linear_w8(q, *weights)
+    with pytest.raises(RuntimeError, match="rms_eps"):
+        torch_op.linear_fp8(q, q_scale, *weights, rms_eps=0.1)
+
+
 @pytest.mark.cuda
 @pytest.mark.parametrize("target", ["8.9", "8.0"])
 def test_products_for_other_gpus(target: str) -> None:
     """Sums that a kernel scales, and operands that are made 16 bits wide."""
     check = "from test_linear_fp8 import *; [check_product(300, 256, 1024, d, 'cuda') for d in ROUNDED]"
+    check += "; [check_more_rows(300, 256, 1024, d, 32) for d in ROUNDED]"
     environment = os.environ | {"TWINOP_TARGET": target, "TWINOP_TRACE": "1"}
     environment["PYTHONPATH"] = os.pathsep.join(["tests/kernels", "tests/helpers", *sys.path])
     done = subprocess.run([sys.executable, "-c", check], env=environment, capture_output=True, text=True)
@@ -196,5 +266,8 @@ def test_opcheck(device: str) -> None:
         "test_aot_dispatch_dynamic",
     )  # others compute in e4m3
     torch.library.opcheck(ops.linear_fp8.default, (*given, None, "gelu"), test_utils=checks)
+    x = numbers(3, 64, dtype=torch.bfloat16, device=device)
+    torch.library.opcheck(ops.linear_w8.default, (x, *given[2:], None, "relu", 0.1), test_utils=checks)
+    torch.library.opcheck(ops.linear_w8_swiglu.default, (x, *given[2:]), test_utils=checks)
     x = numbers(3, 64, dtype=torch.float16, device=device)
     torch.library.opcheck(ops.rms_norm_fp8.default, (x,), test_utils=checks)

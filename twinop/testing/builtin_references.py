@@ -92,6 +92,18 @@ def _float8_linears(size: int) -> Iterator[dict[str, Any]]:
         } | ({"residual": _random(*shape, 32)} if activation != "gelu" else {})
 
 
+def _w8_linears(size: int) -> Iterator[dict[str, Any]]:
+    for call in _float8_linears(size):
+        del call["x_scale"]
+        yield call | {"rms_eps": 0.01 if call["activation"] in ("gelu", "silu") else 0.0, "few_rows": 130}
+
+
+def _w8_swiglus(size: int) -> Iterator[dict[str, Any]]:
+    for call in _w8_linears(size):
+        if call["activation"] not in ("none", "relu"):
+            yield {name: value for name, value in call.items() if name != "residual"}
+
+
 def _ropes(size: int) -> Iterator[dict[str, Any]]:
     pairs = max(size, 1)  # of a head
     for layout, passing in itertools.product(("half", "interleaved"), (0, 3)):
@@ -175,6 +187,8 @@ _CALLS = {
     "linear": _linears,
     "linear_swiglu": _linear_swiglus,
     "linear_fp8": _float8_linears,
+    "linear_w8": _w8_linears,
+    "linear_w8_swiglu": _w8_swiglus,
     "linear_q": _quantised_linears,
     "linear_q_swiglu": _quantised_swiglus,
     "rope": _ropes,
@@ -401,6 +415,19 @@ def _linear_fp8_magnitude(
     return _linear_magnitude(x, weight, bias, residual)
 
 
+def _linear_w8_magnitude(
+    x: Tensor, weight: Tensor, weight_scale: Tensor, *added: Tensor | None, rms_eps: float = 0, **_: Any
+) -> Tensor:
+    bias, residual = (*added, None)[:2]
+    return _linear_magnitude(x, weight * weight_scale.unsqueeze(-1), bias, residual, rms_eps=rms_eps)
+
+
+def _linear_w8_swiglu_magnitude(
+    x: Tensor, weight: Tensor, weight_scale: Tensor, bias: Tensor, **attributes: Any
+) -> Tensor:
+    return _linear_swiglu_magnitude(x, weight * weight_scale.unsqueeze(-1), bias, **attributes)
+
+
 def _linear_q_magnitude(
     x: Tensor,
     weight: Tensor,
@@ -450,6 +477,8 @@ REFERENCES: dict[str, Reference] = {
     "linear_swiglu": Reference(ulps=ulps(8, half=1), magnitude=_linear_swiglu_magnitude),
     # Hopper's fast accumulation keeps fewer bits of the sums.
     "linear_fp8": Reference(ulps=ulps(8, half=2), magnitude=_linear_fp8_magnitude),
+    "linear_w8": Reference(ulps=ulps(8, half=2), magnitude=_linear_w8_magnitude),
+    "linear_w8_swiglu": Reference(ulps=ulps(8, half=2), magnitude=_linear_w8_swiglu_magnitude),
     # The weight is rounded to the dtype of x.
     "linear_q": Reference(ulps=ulps(8, half=2), magnitude=_linear_q_magnitude),
     "linear_q_swiglu": Reference(ulps=ulps(8, half=2), magnitude=_linear_q_swiglu_magnitude),

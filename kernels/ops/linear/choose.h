@@ -10,19 +10,22 @@
 
 namespace twinop::linear::few_rows {
 
-enum WeightKind : unsigned {
-  kPlain = 1,   // in T
-  kNormed = 2,  // in T, and x is divided by its root mean square
+enum WeightKind : unsigned {  // one whose x is normed is twice the other
+  kPlain = 1,                 // in T
+  kNormed = 2,                // in T, and x is divided by its root mean square
   k4Bits = 4,
   k4BitsZero = 8,  // with zero points
   k8Bits = 16,
   k8BitsZero = 32,
+  kFloat8 = 64,  // as k8Bits: it has as many bytes, and no scale for a part of a row
+  kFloat8Normed = 128,
 
   kDense = kPlain | kNormed,
   kAny4Bits = k4Bits | k4BitsZero,
-  kAny8Bits = k8Bits | k8BitsZero,
-  kNoZeros = k4Bits | k8Bits,
-  kIntegers = kAny4Bits | kAny8Bits,
+  kAnyFloat8 = kFloat8 | kFloat8Normed,
+  kAny8Bits = k8Bits | k8BitsZero | kAnyFloat8,
+  kNoZeros = k4Bits | k8Bits | kAnyFloat8,
+  kPacked = kAny4Bits | kAny8Bits,
 };
 
 struct ProductShape {
@@ -82,33 +85,33 @@ inline constexpr Line kLines[] = {
 
     {kAny4Bits, 1,     kAny,     kAny,          kAny,     To(4),   4,  4, 1, 4, 1, true},
     {kAny8Bits, 1,     kAny,     kAny,          kAny,     To(5),   4,  4, 1, 4, 1, true},
-    {kIntegers, 1,     kAny,     kAny,          kAny,     {6, 6},  4,  4, 1, 6},
-    {kIntegers, 1,     kAny,     kAny,          kAny,     {7, 7},  4,  4, 1, 7},
-    {kIntegers, 1,     kAny,     kAny,          kAny,     kAny,    4,  4, 1, 4},
-    {kIntegers, 2,     kAny,     kAny,          kAny,     {3, 3},  8,  4, 1, 3},
+    {kPacked,   1,     kAny,     kAny,          kAny,     {6, 6},  4,  4, 1, 6},
+    {kPacked,   1,     kAny,     kAny,          kAny,     {7, 7},  4,  4, 1, 7},
+    {kPacked,   1,     kAny,     kAny,          kAny,     kAny,    4,  4, 1, 4},
+    {kPacked,   2,     kAny,     kAny,          kAny,     {3, 3},  8,  4, 1, 3},
     {kNoZeros,  2,     kAny,     kAny,          kAny,     From(5), 8,  4, 1, 3},
-    {kIntegers, 2,     kAny,     kAny,          kAny,     kAny,    4,  4, 1, 4},
-    {kIntegers, 4,     kAny,     kAny,          kAny,     {3, 3},  4,  4, 1, 3},
-    {kIntegers, 4,     kAny,     kAny,          kAny,     {3, 3},  8,  4, 1, 3},
+    {kPacked,   2,     kAny,     kAny,          kAny,     kAny,    4,  4, 1, 4},
+    {kPacked,   4,     kAny,     kAny,          kAny,     {3, 3},  4,  4, 1, 3},
+    {kPacked,   4,     kAny,     kAny,          kAny,     {3, 3},  8,  4, 1, 3},
     {kAny4Bits, 4,     kAny,     kAny,          kAny,     kAny,    8,  4, 1, 2},
     {kAny8Bits, 4,     kAny,     kAny,          kAny,     kAny,    4,  4, 1, 3},
     {kAny4Bits, 1,     kAny,     From(4225),    kAny,     kAny,    4,  8, 1, 2, 1, true},
     {kAny4Bits, 1,     kAny,     kAny,          To(16),   kAny,    4,  8, 1, 2, 1, true},
-    {kIntegers, 1,     kAny,     kAny,          kAny,     kAny,    2,  8, 4, 2},
+    {kPacked,   1,     kAny,     kAny,          kAny,     kAny,    2,  8, 4, 2},
     {kAny8Bits, 2,     kAny,     kAny,          kAny,     kAny,    2,  8, 2, 2},
     {kAny4Bits, 2,     kAny,     To(4224),      kAny,     kAny,    4,  8, 2, 1},
     {kAny4Bits, 2,     kAny,     kAny,          kAny,     kAny,    4,  8, 1, 2},
-    {kIntegers, 4,     To(32),   To(4224),      kAny,     kAny,    4,  8, 2, 1},
-    {kIntegers, 4,     kAny,     kAny,          kAny,     kAny,    4,  8, 1, 2},
+    {kPacked,   4,     To(32),   To(4224),      kAny,     kAny,    4,  8, 2, 1},
+    {kPacked,   4,     kAny,     kAny,          kAny,     kAny,    4,  8, 1, 2},
     {kAny4Bits, 1,     kAny,     kAny,          To(32),   kAny,    4, 16, 1, 1, 1, true},
     {kAny4Bits, 1,     kAny,     From(3072),    kAny,     kAny,    2, 16, 2, 2},
     {kAny4Bits, 1,     kAny,     kAny,          kAny,     kAny,    2, 16, 4, 1},
     {kAny8Bits, 1,     kAny,     kAny,          kAny,     kAny,    2, 16, 2, 1},
-    {kIntegers, 2,     kAny,     From(3072),    kAny,     kAny,    4, 16, 2, 1},
-    {kIntegers, 2,     kAny,     kAny,          To(32),   kAny,    4, 16, 2, 1},
-    {kIntegers, 4,     kAny,     From(3072),    kAny,     kAny,    4, 16, 1, 1},
-    {kIntegers, 4,     From(33), kAny,          kAny,     kAny,    4, 16, 1, 1},
-    {kIntegers, 2|4,   kAny,     kAny,          kAny,     kAny,    2, 16, 2, 1},
+    {kPacked,   2,     kAny,     From(3072),    kAny,     kAny,    4, 16, 2, 1},
+    {kPacked,   2,     kAny,     kAny,          To(32),   kAny,    4, 16, 2, 1},
+    {kPacked,   4,     kAny,     From(3072),    kAny,     kAny,    4, 16, 1, 1},
+    {kPacked,   4,     From(33), kAny,          kAny,     kAny,    4, 16, 1, 1},
+    {kPacked,   2|4,   kAny,     kAny,          kAny,     kAny,    2, 16, 2, 1},
     // clang-format on
 };
 

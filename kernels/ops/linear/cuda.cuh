@@ -213,29 +213,34 @@ struct TanhGeglu {
   TWINOP_INLINE T operator()(T other, T gate) const { return other * TanhGelu<T>{}(gate); }
 };
 
+// y [m, n / 2] = activation(gate) * other, of gates and others [m, n].
+inline Status Gate(const Call& call, const Tensor& packed, const Sizes& sizes,
+                   std::string_view activation, const Tensor& to) {
+  const std::int64_t y_sizes[] = {sizes.m, sizes.n / 2};
+  Tensor y(to.data, y_sizes, 2, to.numel, to.dtype);
+  if (activation == "silu") return RunOp(swiglu_packed_op::LaunchOnCuda<true>, call, packed, y, "");
+  const GateUpView halves(packed);
+  const Tensor inputs[] = {halves.value, halves.gate};
+  Call gated = call;
+  gated.inputs = inputs;
+  gated.input_count = 2;
+  gated.outputs = &y;
+  return activation == "gelu" ? elementwise::Launcher<Geglu>(gated)
+                              : elementwise::Launcher<TanhGeglu>(gated);
+}
+
 template <class Op>
 Status CudaSwiglu(const CallOf<Op>& call) {
-  return WithOperands(call, [&](GemmBuffers* at, Tensor y) {
+  return WithOperands(call, [&](GemmBuffers* at, const Tensor& y) {
     const Sizes sizes = SizesOf(call);
     const auto activation = AttributeOf<std::string_view>(call, "activation"_name);
     bool done = false;
     TWINOP_RETURN_IF_ERROR(RunOneKernel(call, at, sizes, y, activation, true, &done));
     if (done) return Status();
     const std::int64_t packed_sizes[] = {sizes.m, sizes.n};
-    const std::int64_t y_sizes[] = {sizes.m, sizes.n / 2};
     const Tensor packed(at->packed, packed_sizes, 2, sizes.m * sizes.n, y.dtype);
-    y = Tensor(y.data, y_sizes, 2, y.numel, y.dtype);
     TWINOP_RETURN_IF_ERROR(Compute(call, *at, sizes, packed, "none"));
-    if (activation == "silu")
-      return RunOp(swiglu_packed_op::LaunchOnCuda<true>, call, packed, y, "");
-    const GateUpView halves(packed);
-    const Tensor inputs[] = {halves.value, halves.gate};
-    Call gated = call;
-    gated.inputs = inputs;
-    gated.input_count = 2;
-    gated.outputs = &y;
-    return activation == "gelu" ? elementwise::Launcher<Geglu>(gated)
-                                : elementwise::Launcher<TanhGeglu>(gated);
+    return Gate(call, packed, sizes, activation, y);
   });
 }
 

@@ -114,7 +114,7 @@ static __global__ void __launch_bounds__(kWarps * 32, kBlocks)
   constexpr int kWidth = 8 * kGroups + 4, kSplitK = kWarps * kPasses;
   constexpr int kBytes = WarpBytes(Weight::kCopies, kGroups, kTiles, kStages);
   constexpr int kSumsBytes = SumsBytes(kGroups, kTiles);
-  constexpr bool kIsCopied = Weight::kCopies > 0;
+  constexpr bool kIsCopied = Weight::kCopies > 0, kIsFloat8 = Weight::kKind == kFloat8;
   static_assert(kPasses <= 2 && (kPasses == 1 || kIsCopied) && !(kIsEager && kIsCopied));
   extern __shared__ __align__(16) char memory[];
   const int lane = static_cast<int>(threadIdx.x) % 32, part = static_cast<int>(threadIdx.x) / 32;
@@ -180,6 +180,8 @@ static __global__ void __launch_bounds__(kWarps * 32, kBlocks)
     const int r = static_cast<int>(threadIdx.x), half = r < own ? 0 : 1;
     const int group = first_group + r - half * own;
     if (group < groups) PrefetchL2(p.bias + (half * groups + group) * 8);
+    if constexpr (kIsFloat8)
+      if (group < groups) PrefetchL2(weight.scale + (half * groups + group) * 8);
   }
   PdlTrigger();
   if (p.is_constant) make_eager();
@@ -302,6 +304,10 @@ static __global__ void __launch_bounds__(kWarps * 32, kBlocks)
       const float squares = sum_at(row * kWidth + 8 * kGroups);
       sum = Normed(p, sum, squares), other = Normed(p, other, squares);
     }
+    if constexpr (kIsFloat8) {
+      sum *= weight.scale[column];
+      if (p.is_gated) other *= weight.scale[column + p.n / 2];
+    }
     const std::int64_t place = static_cast<std::int64_t>(first_row + row) * (groups * 8) + column;
     const T* const residual = p.residual == nullptr ? nullptr : p.residual + place;
     Round(ResultAt(p, residual, column, sum, other), &p.y[place]);
@@ -316,7 +322,7 @@ Status LaunchLine(const Call& call, const Weight& weight, const Task<typename We
                   const Line* chosen) {
   if constexpr (kLine < std::size(kLines)) {
     constexpr const Line& line = kLines[kLine];
-    if constexpr ((line.weights & (kIsNormed ? kNormed : Weight::kKind)) != 0) {
+    if constexpr ((line.weights & (kIsNormed ? 2 * Weight::kKind : Weight::kKind)) != 0) {
       const auto launch = [&](auto tiles) {
         constexpr int kTiles = decltype(tiles)::value;
         const std::int64_t parts = (task.m + 8 * kTiles - 1) / (8 * kTiles);
@@ -344,19 +350,19 @@ Status Launch(const Call& call, const Weight& weight, const Task<typename Weight
   if (task.m == 0) return {};
   const Target* target = nullptr;
   TWINOP_RETURN_IF_ERROR(TargetOf(call, &target));
-  constexpr bool kIsDense = Weight::kKind == kPlain;
-  const bool is_normed = kIsDense && task.rms_eps > 0;
-  const ProductShape shape{is_normed ? kNormed : Weight::kKind, task.m, task.n, task.k,
-                           task.chunks};
+  constexpr bool kNorms = Weight::kKind == kPlain || Weight::kKind == kFloat8;
+  const bool is_normed = kNorms && task.rms_eps > 0;
+  const auto kind = static_cast<WeightKind>(is_normed ? 2 * Weight::kKind : Weight::kKind);
+  const ProductShape shape{kind, task.m, task.n, task.k, task.chunks};
 #if defined(TWINOP_SM90A)
-  if constexpr (kIsDense) {
+  if constexpr (Weight::kKind == kPlain) {
     bool done = false;  // in few_rows_hopper.cuh
     TWINOP_RETURN_IF_ERROR(LaunchWide(call, weight, task, shape, *target, &done));
     if (done) return {};
   }
 #endif
   const Line* const line = Choose(shape, *target);
-  if constexpr (kIsDense)
+  if constexpr (kNorms)
     if (is_normed) return LaunchLine<true>(call, weight, task, line);
   return LaunchLine<false>(call, weight, task, line);
 }

@@ -220,4 +220,67 @@ struct Blocks {
   }
 };
 
+// float8_e4m3fn [n, k], and a scale for each row, which multiplies its sums. A thread has 16
+// neighbouring bytes of a row.
+template <class T>
+struct Float8Rows {
+  using Type = T;
+  static constexpr WeightKind kKind = kFloat8;
+  static constexpr int kSlices = 2, kCopies = 0, kStep = 8;
+  struct Fragment {
+    uint4 words;
+  };
+  struct Row {
+    const std::uint8_t* weight;
+  };
+  const std::uint8_t* weight;
+  const float* scale;
+  std::int64_t k;
+
+  static __device__ __forceinline__ int Column(int chunk, int t) {
+    return (chunk * 4 + t) * (8 * kSlices);
+  }
+  __device__ __forceinline__ Row Begin(std::int64_t row) const { return {weight + row * k}; }
+  __device__ __forceinline__ void Load(const Row& from, unsigned column, uint4*,
+                                       Fragment* to) const {
+    to->words = LoadOnce(from.weight + column);
+  }
+  __device__ __forceinline__ void Fetch(const Row& from, unsigned column) const {
+    PrefetchL2(from.weight + column);
+  }
+  __device__ __forceinline__ uint4 Values(const uint4*, const Fragment& fragment, int b,
+                                          unsigned) const {
+    const std::uint32_t first = b == 0 ? fragment.words.x : fragment.words.z;
+    const std::uint32_t second = b == 0 ? fragment.words.y : fragment.words.w;
+    return {Pair(first), Pair(first >> 16), Pair(second), Pair(second >> 16)};
+  }
+  static __device__ __forceinline__ uint4 Arranged(const uint4& x) { return x; }
+
+ private:
+  // The lower two numbers of a word in T, which has each of them.
+  static __device__ __forceinline__ std::uint32_t Pair(std::uint32_t word) {
+    float2 wide;
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 890
+    std::uint32_t halves;
+    asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(halves) : "h"(static_cast<std::uint16_t>(word)));
+    if constexpr (std::is_same_v<T, Half>) return halves;
+    __half2 pair;
+    std::memcpy(&pair, &halves, sizeof(pair));
+    wide = __half22float2(pair);
+#else
+    wide.x = ToCompute(Float8E4M3{static_cast<std::uint8_t>(word)});
+    wide.y = ToCompute(Float8E4M3{static_cast<std::uint8_t>(word >> 8)});
+#endif
+    std::uint32_t found;
+    if constexpr (std::is_same_v<T, Half>) {
+      const auto pair = __floats2half2_rn(wide.x, wide.y);
+      std::memcpy(&found, &pair, sizeof(found));
+    } else {
+      const auto pair = __floats2bfloat162_rn(wide.x, wide.y);
+      std::memcpy(&found, &pair, sizeof(found));
+    }
+    return found;
+  }
+};
+
 }  // namespace twinop::linear::few_rows

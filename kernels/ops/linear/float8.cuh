@@ -1,4 +1,5 @@
-// linear_fp8 on CUDA: cuBLASLt multiplies, with both scales where it can (float8.h).
+// linear_fp8, linear_w8 and linear_w8_swiglu on CUDA: cuBLASLt multiplies, with both scales where
+// it can (float8.h); or the kernels of few rows, where x is in 16 bits (few_rows.cuh).
 #pragma once
 
 #include <cstdint>
@@ -8,10 +9,17 @@
 #include "twinop/ops/linear/float8.h"
 #include "twinop/primitives/vector.cuh"
 
+namespace twinop {
+TWINOP_LAUNCH_ON_CUDA(quantize_rows)
+TWINOP_LAUNCH_ON_CUDA(rms_norm_fp8)
+}  // namespace twinop
+
 namespace twinop::linear::float8 {
 
 template <bool kHere>
-Status WayOf(const twinop_call* call, const Sizes& sizes, Way* way) {
+Status WayOf(const twinop_call* call, const Sizes& sizes, std::int64_t few, Way* way) {
+  *way = Way::kFewRows;
+  if (AreFewRows(sizes, few)) return {};  // needs no cuBLASLt
   return OnDevice(FromC(call), [&](const Call& call) {
     const CublasLt* lt = nullptr;
     const Target* target = nullptr;
@@ -24,7 +32,7 @@ Status WayOf(const twinop_call* call, const Sizes& sizes, Way* way) {
     return Status();
   });
 }
-template Status WayOf<InThisPart("linear")>(const twinop_call*, const Sizes&, Way*);
+template Status WayOf<InThisPart("linear")>(const twinop_call*, const Sizes&, std::int64_t, Way*);
 
 // Stores eight numbers of 8 bits in 16 bits, a thread each.
 template <class T>
@@ -112,6 +120,63 @@ Status RunSums(const Call& call, Buffers at, const Sizes& sizes, Way way,
   return Scale<T>(call, at, sizes, activation, y);
 }
 
+// Puts the rows of x, normed if asked, in 8 bits: the bits of quantize_rows and rms_norm_fp8.
+inline Status Quantise(const Call& call, Buffers* at, const Sizes& sizes, float rms_eps) {
+  const std::int64_t x_sizes[] = {sizes.m, sizes.k};
+  const auto tensor = [&](void* data, DType dtype, std::size_t rank = 2) {
+    return Tensor(data, x_sizes, rank, rank == 2 ? sizes.m * sizes.k : sizes.m, dtype);
+  };
+  const Tensor inputs[] = {tensor(at->x.data, at->x.tensor->dtype), Tensor()};  // no weight
+  Tensor outputs[] = {tensor(at->q, DType::kFloat8E4M3), tensor(at->scales, DType::kFloat32, 1),
+                      Tensor()};
+  Attribute attributes[kMaxArguments];  // eps, offset
+  attributes[0].f = rms_eps;
+  Call other = call;
+  other.inputs = inputs;
+  other.input_count = rms_eps > 0 ? 2 : 1;
+  other.outputs = outputs;
+  other.attributes = attributes;
+  other.scratch = at->normed;
+  at->x.data = at->q;
+  at->x_scale.data = at->scales;
+  return rms_eps > 0 ? rms_norm_fp8_op::LaunchOnCuda<true>(&other)
+                     : quantize_rows_op::LaunchOnCuda<true>(&other);
+}
+
+// y in one kernel, from x in 16 bits.
+template <class T, class Op>
+Status RunFewRows(const CallOf<Op>& call, const Buffers& at, const Sizes& sizes, void* y) {
+  using Weight = few_rows::Float8Rows<T>;
+  const Weight weight{static_cast<const std::uint8_t*>(at.weight.data),
+                      static_cast<const float*>(at.weight_scale.data), sizes.k};
+  constexpr std::int64_t kChunk = few_rows::kSlice * Weight::kSlices;
+  const bool is_constant = Constants<Op>::HasWeight(call) && !at.weight.is_moved();
+  return few_rows::Launch(
+      call, weight,
+      few_rows::TaskOf<T>(at, sizes, AttributeOf<std::string_view>(call, "activation"_name),
+                          kGated<Op>, is_constant,
+                          static_cast<int>((sizes.k + kChunk - 1) / kChunk), RmsEps(call), y));
+}
+
+template <class Op>
+Status RunCublasLt(const CallOf<Op>& call, Buffers at, const Sizes& sizes, Way way,
+                   const Tensor& y) {
+  const auto activation = AttributeOf<std::string_view>(call, "activation"_name);
+  if (kIsW8<Op> && sizes.k > 0) TWINOP_RETURN_IF_ERROR(Quantise(call, &at, sizes, RmsEps(call)));
+  const std::int64_t packed_sizes[] = {sizes.m, sizes.n};
+  const Tensor packed(at.packed, packed_sizes, 2, sizes.m * sizes.n, y.dtype);
+  const Tensor& to = kGated<Op> ? packed : y;
+  const std::string_view active = kGated<Op> ? "none" : activation;
+  if (way == Way::kScaled || sizes.k == 0) {
+    TWINOP_RETURN_IF_ERROR(Compute(call, at, sizes, to, active));
+  } else {
+    TWINOP_RETURN_IF_ERROR(y.dtype == DType::kFloat16
+                               ? RunSums<Half>(call, at, sizes, way, active, to.data)
+                               : RunSums<BFloat16>(call, at, sizes, way, active, to.data));
+  }
+  return kGated<Op> ? Gate(call, packed, sizes, activation, y) : Status();
+}
+
 template <class Op>
 Status Cuda(const CallOf<Op>& call) {
   const Sizes sizes = float8::SizesOf(call);
@@ -119,25 +184,24 @@ Status Cuda(const CallOf<Op>& call) {
     return Status::Error("K is " + std::to_string(sizes.k) + " and N " + std::to_string(sizes.n) +
                          "; expected multiples of 16");
   Way way;
-  TWINOP_RETURN_IF_ERROR(WayOf<true>(&call, sizes, &way));
+  TWINOP_RETURN_IF_ERROR(WayOf<true>(&call, sizes, float8::MostFewRows(call), &way));
   Buffers at = BuffersOf(call, way);
   for (const Operand* each :
        {&at.x, &at.weight, &at.x_scale, &at.weight_scale, &at.bias, &at.residual})
     if (each->is_moved()) TWINOP_RETURN_IF_ERROR(CopyTensor(call, *each->tensor, each->data));
   Tensor y = OutputOf(call, "y"_name);
   y.data = at.y.data;
-  const auto activation = AttributeOf<std::string_view>(call, "activation"_name);
   if (__builtin_expect(kIsTraced, false))
     Trace("  %s", way == Way::kScaled ? "8 bits, scaled by cuBLASLt"
                   : way == Way::kSums ? "8 bits, sums scaled by a kernel"
-                                      : "8 bits made 16, sums scaled by a kernel");
-  if (way == Way::kScaled || sizes.k == 0) {
-    TWINOP_RETURN_IF_ERROR(Compute(call, at, sizes, y, activation));
-  } else {
-    TWINOP_RETURN_IF_ERROR(y.dtype == DType::kFloat16
-                               ? RunSums<Half>(call, at, sizes, way, activation, y.data)
-                               : RunSums<BFloat16>(call, at, sizes, way, activation, y.data));
-  }
+                  : way == Way::kWide ? "8 bits made 16, sums scaled by a kernel"
+                                      : "few rows in 16 bits, a weight in 8");
+  if constexpr (kIsW8<Op>)
+    if (way == Way::kFewRows)
+      TWINOP_RETURN_IF_ERROR(y.dtype == DType::kFloat16
+                                 ? RunFewRows<Half>(call, at, sizes, y.data)
+                                 : RunFewRows<BFloat16>(call, at, sizes, y.data));
+  if (way != Way::kFewRows) TWINOP_RETURN_IF_ERROR(RunCublasLt(call, at, sizes, way, y));
   return at.y.is_moved() ? CopyTensor(call, y, at.y.tensor->data) : Status();
 }
 

@@ -1,4 +1,4 @@
-// linear, linear_swiglu, linear_fp8 -> torch.ops.custom_domain.linear, CustomLinear ...
+// linear, linear_swiglu and those in 8 bits -> torch.ops.custom_domain.linear, CustomLinear ...
 #pragma once
 
 #include "twinop/ops/linear/body.h"
@@ -67,6 +67,39 @@ TWINOP_CUDA_OP(linear_fp8,
                                  "bias = [weight[0]]; residual = x[:-1] + [weight[0]]")
                    .choices("activation = none | relu | gelu | gelu_tanh | silu")
                    .scratch<linear::float8::ScratchBytes<Op>>()
+                   .row_body<linear::float8::Body<Op>>(),
+               linear::float8::Cuda)
+
+// linear and linear_swiglu with a weight in 8 bits, for decoders: on CUDA up to `few_rows` rows are
+// multiplied in 16 bits. More are put in 8 bits first, as quantize_rows and rms_norm_fp8 do it, and
+// multiplied as linear_fp8 does it.
+TWINOP_CUDA_OP(linear_w8,
+               Record("linear_w8(Tensor x, Tensor weight, Tensor weight_scale, Tensor bias, Tensor? residual=None, "
+                      "str activation=\"none\", float rms_eps=0.0, int few_rows=32) -> Tensor")
+                   .dtypes("float16 weight=float8_e4m3fn weight_scale=float32; "
+                           "bfloat16 weight=float8_e4m3fn weight_scale=float32")
+                   .shapes("y = x[:-1] + [weight[0]]")
+                   .input_shapes("weight = [weight[0], x[-1]]; weight_scale = [weight[0]]; bias = [weight[0]]; "
+                                 "residual = x[:-1] + [weight[0]]")
+                   .limits("rms_eps >= 0; few_rows >= 0")
+                   .choices("activation = none | relu | gelu | gelu_tanh | silu")
+                   .scratch<linear::float8::ScratchBytes<Op>>()
+                   .state<linear::Constants<Op>>()
+                   .row_body<linear::float8::Body<Op>>(),
+               linear::float8::Cuda)
+
+TWINOP_CUDA_OP(linear_w8_swiglu,
+               Record("linear_w8_swiglu(Tensor x, Tensor weight, Tensor weight_scale, Tensor bias, "
+                      "str activation=\"silu\", float rms_eps=0.0, int few_rows=32) -> Tensor")
+                   .dtypes("float16 weight=float8_e4m3fn weight_scale=float32; "
+                           "bfloat16 weight=float8_e4m3fn weight_scale=float32")
+                   .shapes("y = x[:-1] + [weight[0] // 2]")
+                   .input_shapes("weight = [weight[0] // 2 * 2, x[-1]]; weight_scale = [weight[0]]; "
+                                 "bias = [weight[0]]")
+                   .limits("rms_eps >= 0; few_rows >= 0")
+                   .choices("activation = silu | gelu | gelu_tanh")
+                   .scratch<linear::float8::ScratchBytes<Op>>()
+                   .state<linear::Constants<Op>>()
                    .row_body<linear::float8::Body<Op>>(),
                linear::float8::Cuda)
 // clang-format on
