@@ -167,8 +167,9 @@ def export_model(name: str, folder: Path) -> None:
     if (folder / "reports.json").exists():
         return
     kind, size = MODELS[name]
-    few, reports = kind.inputs(replace(size, batch=min(size.batch, FEW))), {}
-    torch_export(drawn(kind, size), few, folder / "source.onnx", fixed=size.batch == 1)
+    dynamic = ("batch", "tokens") if kind is LLAMA else ("batch",)
+    few, reports = kind.inputs(replace(size, batch=FEW, tokens=16 if kind is LLAMA else size.tokens)), {}
+    torch_export(drawn(kind, size), few, folder / "source.onnx", dynamic=dynamic)
     for column, dtype in FILES.items():
         padding = "right" if "mask" in few else None
         file = folder / f"{dtype}.onnx"

@@ -45,6 +45,7 @@ COLUMNS = {
     "twinop": OURS,
 }
 """The columns: torch.compile's mode, or the export."""
+BATCH = ("batch",)
 FEW = 2  # exports and comparisons take a batch of two, as the batch dimension stays open
 FACTS = ("nodes_before", "nodes_after", "fused", "skipped", "reverted", "notes", "error", "own_error")
 EXPORTS = 5  # at a time: the rest of 16 cores compiles
@@ -65,24 +66,34 @@ def export_all(name: str, dtype: str, small: bool, folder: Path) -> dict[str, An
 
 
 def torch_export(
-    model: nn.Module, inputs: Mapping[str, Tensor], path: Path, exporter: str = "dynamo", fixed: bool = False
+    model: nn.Module,
+    inputs: Mapping[str, Tensor],
+    path: Path,
+    exporter: str = "dynamo",
+    dynamic: Sequence[str] = BATCH,
 ) -> None:
-    """Writes torch's own export, with an open batch dimension if it is not `fixed`."""
-    dynamic = None if fixed else {name: {0: "batch"} for name in inputs}
+    """Writes torch's own export; `dynamic` names the leading dimensions that stay open."""
+    shapes = {name: dict(enumerate(dynamic)) for name in inputs}
     export(
-        model, tuple(inputs.values()), path, exporter=exporter, dynamic=dynamic, verify=False, optimize=False
+        model,
+        tuple(inputs.values()),
+        path,
+        exporter=exporter,
+        dynamic=shapes if dynamic else None,
+        verify=False,
+        optimize=False,
     )
 
 
 def _stock(row: Row, inputs: Inputs, dtype: str, small: bool, folder: Path) -> dict[str, Any]:
     model, narrow = row.make(small, row.model.exported), getattr(torch, dtype)
-    torch_export(model.to(narrow), cast(inputs, narrow), folder / STOCK, fixed=row.graph)
+    torch_export(model.to(narrow), cast(inputs, narrow), folder / STOCK, dynamic=() if row.graph else BATCH)
     return {}
 
 
 def _by_us(row: Row, inputs: Inputs, dtype: str, small: bool, folder: Path) -> dict[str, Any]:
     source, inputs_file = folder / "wide.onnx", folder / "inputs.npz"
-    torch_export(row.make(small, row.model.exported), inputs, source, fixed=row.graph)
+    torch_export(row.make(small, row.model.exported), inputs, source, dynamic=() if row.graph else BATCH)
     np.savez(inputs_file, **{name: x.numpy() for name, x in inputs.items()})  # type: ignore[arg-type]
     padding = "right" if "mask" in inputs else None
     options: dict[str, Any] = {"device": "cuda", "dtype": dtype, "padding": padding}
@@ -98,7 +109,7 @@ def _by_ort(row: Row, inputs: Inputs, dtype: str, small: bool, folder: Path) -> 
     model = row.make(small, attention="eager")  # the form that it recognises
     if dtype == "bfloat16":
         model, inputs = model.to(torch.bfloat16), cast(inputs, torch.bfloat16)
-    torch_export(model, inputs, source, "torchscript", fixed=row.graph)
+    torch_export(model, inputs, source, "torchscript", dynamic=() if row.graph else BATCH)
     size = TINY if small else row.size
     made = optimizer.optimize_model(
         str(source),

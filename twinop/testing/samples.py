@@ -123,10 +123,11 @@ def why_not_derived(record: OpSpec) -> str:
     if record.host_inputs:
         return f"{', '.join(sorted(record.host_inputs))}: values in host memory have a meaning of their own"
     for dtypes in record.combinations:
-        floating = {entry.name: torch_dtype(dtypes[entry.name]).is_floating_point for entry in record.inputs}
+        kinds = {entry.name: torch_dtype(dtypes[entry.name]) for entry in record.inputs}
+        floating = {name: kind.is_floating_point and kind.itemsize > 1 for name, kind in kinds.items()}
         if len(set(floating.values())) > 1 and not record.is_elementwise:  # (there, stored numbers)
             named = ", ".join(name for name, is_float in floating.items() if not is_float)
-            return f"{named}: integers beside numbers have a meaning of their own"
+            return f"{named}: integers and 8 bits beside numbers have a meaning of their own"
     if record.is_elementwise or record.rows or record.input_shapes or len(record.inputs) == 1:
         return ""
     return "the record says nothing of its inputs' shapes (input_shapes)"
@@ -223,7 +224,7 @@ def make_sample(
         # Only of twinop's own ops it is known that other numbers fit, too: a probability is at most 1.
         factor = 1 + seed % 8 / 8 if record.domain == DOMAIN else 1
         moved = Sample(inputs, sample.attributes | dict(attributes or {}))
-        return moved.map(lambda t: t * factor if t.is_floating_point() else t)
+        return moved.map(lambda t: t * factor if t.is_floating_point() and t.itemsize > 1 else t)
     found: dict[str, Tensors] = {}
     # An index or a whole number has no value that stands for NaN.
     kinds = [torch_dtype(dtypes[name]) for name in record.outputs if name in dtypes]
