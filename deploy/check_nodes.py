@@ -57,17 +57,20 @@ def libraries_for(
     return [str(each.path.absolute()) for each in found]
 
 
-def require_fit(model: Model, libraries: Sequence[Library]) -> None:
-    """Raises ModelError, which lists every problem, if a model's custom nodes do not fit libraries."""
-    if problems := list(misfits(model, libraries)):
+def require_fit(model: Model, libraries: Sequence[Library], bodies: bool = True) -> None:
+    """Raises ModelError, which lists every problem, if a model's custom nodes do not fit libraries.
+
+    Args:
+        bodies: whether a function body may replace an op that the library of its domain lacks.
+    """
+    if problems := list(_misfits(model, libraries, bodies)):
         names = ", ".join(library.path.name for library in libraries)
         raise ModelError(
             f"{model.name} does not fit {names}:" + "".join(f"\n  - {text}" for text in problems)
         )
 
 
-def misfits(model: Model, libraries: Sequence[Library]) -> Iterator[str]:
-    """Yields a text for each way in which a model's custom nodes do not fit libraries."""
+def _misfits(model: Model, libraries: Sequence[Library], bodies: bool) -> Iterator[str]:
     if not model.nodes:
         return
     by_domain = {library.domain: library for library in libraries}
@@ -87,19 +90,14 @@ def misfits(model: Model, libraries: Sequence[Library]) -> Iterator[str]:
             texts = node_problems(node.proto, node.types, record)
             for text in (*texts, *_output_problems(node.proto, record)):
                 yield f"{node.label}: {text}"
-        elif node.proto.domain in by_domain and node.node_type not in model.bodies:
+        elif node.proto.domain in by_domain and not (bodies and node.node_type in model.bodies):
             known = by_domain[node.proto.domain].by_onnx_name
             yield f"{node.label}: the library has no such op{_suggestion(node.proto.op_type, known)}"
 
 
-_FORMER_RELU = "61fa5f81d25b2d12"
-"""The schema's hash in models exported up to 0.2, whose CustomRelu nodes have the attribute `variant`."""
-
-
 def _schema_problem(model: Model, library: Library, record: OpSpec) -> Iterator[str]:
     expected = model.metadata.get(record.metadata_key, record.schema_hash)
-    former = record.former_hashes | ({_FORMER_RELU} if record.key == "relu" else set())
-    if expected not in {record.schema_hash, *former}:
+    if expected not in {record.schema_hash, *record.former_hashes}:
         exporter = model.metadata.get("twinop.version", "another version")
         yield (
             f"{record.onnx_name} was exported by twinop {exporter} with schema {expected}; the library "
@@ -114,13 +112,7 @@ def node_problems(node: onnx.NodeProto, types: Mapping[str, int], record: OpSpec
     given = {attribute.name: attribute for attribute in node.attribute}
     for name, attribute in given.items():
         declared = record.attribute(name)
-        if declared is None and name == "variant" and record.key == "relu":
-            if attribute.s != b"auto":
-                yield (
-                    f"attribute variant is '{attribute.s.decode(errors='replace')}', a kernel that went with "
-                    "twinop 0.3. Remove the attribute: the result has the same bits"
-                )
-        elif declared is None:
+        if declared is None:
             yield f"unknown attribute {name}{_suggestion(name, (entry.name for entry in record.attributes))}"
         else:
             yield from _attribute_problems(attribute, declared, record)

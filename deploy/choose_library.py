@@ -66,8 +66,12 @@ def choose_libraries(
         ModelError: no library has an op of the model, and no function body may replace it.
     """
     libraries: dict[str, Library] = {}
-    for path in library_paths(explicit):
-        library = _usable(path)
+    for library in map(read_library, library_paths(explicit)):
+        if not library.exports_ort:
+            raise LibraryError(
+                f"{library.path}: does not export RegisterCustomOps, so ONNX Runtime cannot load it. "
+                "Expected a library such as build/libcustom_relu.so"
+            )
         if other := libraries.get(library.domain):
             raise LibraryError(
                 f"{other.path} and {library.path} both have ops of the domain {library.domain}, and ONNX "
@@ -98,29 +102,26 @@ def _covering(
     needed = sorted({node.proto.op_type for node in model.nodes if node.proto.domain == domain})
     places = [*own, *others]
     libraries, skipped = _candidates(domain, places, len(own), confined)
-    owners = {op: [library for library in libraries if op in library.by_onnx_name] for op in needed}
-    unresolved_domains = [
-        op for op, found in owners.items() if not found and not (bodies and (domain, op) in model.bodies)
-    ]
-    if unresolved_domains:
-        raise ModelError(_no_library(model, domain, unresolved_domains, places, libraries, skipped))
-    owned = {op: found[0] for op, found in owners.items() if found}  # the rest runs on function bodies
-    if not owned:
-        return None
-    for library in libraries:
+    owners = {
+        op: next((library for library in libraries if op in library.by_onnx_name), None) for op in needed
+    }
+    with_body = {op for op in needed if (domain, op) in model.bodies}
+    lacking = [op for op, owner in owners.items() if owner is None and not (bodies and op in with_body)]
+    if lacking:
+        raise ModelError(_no_library(model, domain, lacking, places, libraries, skipped))
+    owned = {op: owner for op, owner in owners.items() if owner is not None}  # the rest runs on bodies
+    for library in libraries if owned else ():
         if owned.keys() <= library.by_onnx_name.keys():
             return library
-    raise LibraryError(_several(model, domain, owned))
-
-
-def _usable(path: Path) -> Library:
-    library = read_library(path)
-    if not library.exports_ort:
+    if owned:
+        spread = "; ".join(f"{op} is in {library.path.name}" for op, library in owned.items())
+        ops = " ".join(f"twinop_op_{library.by_onnx_name[op].name}" for op, library in owned.items())
         raise LibraryError(
-            f"{path}: does not export RegisterCustomOps, so ONNX Runtime cannot load it. Expected a library "
-            "such as build/libcustom_relu.so"
+            f"{model.name} needs ops of several libraries: {spread}. ONNX Runtime takes one library per "
+            "domain and session. Link them into one, in CMake: "
+            f"twinop_add_library(my_ops DOMAIN {domain} OPS {ops}), and name it ({option('library')})"
         )
-    return library
+    return None
 
 
 def require_none(folder: Path, domain: str, trusted: Collection[Path]) -> None:
@@ -197,21 +198,7 @@ def _no_library(
     text += f". Found: {'; '.join(found) or 'no library'}. Searched: {searched(domain, places)}."
     if skipped:
         text += f" Skipped: {'; '.join(skipped)}."
-    if domain == DOMAIN:
-        return f"{text} {how_to_build()}, or name the library ({option('library')})"
-    if package := model.metadata.get(package_key(domain)):
-        text += f" The model was exported with the package {package}: pip install {package}."
-    return (
-        f"{text} Build it (twinop build), install the package that has it, "
-        f"or name the library ({option('library')})"
-    )
-
-
-def _several(model: Model, domain: str, owners: dict[str, Library]) -> str:
-    spread = "; ".join(f"{op} is in {library.path.name}" for op, library in owners.items())
-    ops = " ".join(f"twinop_op_{library.by_onnx_name[op].name}" for op, library in owners.items())
-    return (
-        f"{model.name} needs ops of several libraries: {spread}. ONNX Runtime takes one library per domain "
-        "and session, so a model needs one that has all of its ops. Link them into one, in CMake: "
-        f"twinop_add_library(my_ops DOMAIN {domain} OPS {ops}), and name libmy_ops.so ({option('library')})"
-    )
+    package = model.metadata.get(package_key(domain), "")
+    install = f"pip install {package}" if package else "install the package that has it"
+    cure = how_to_build() if domain == DOMAIN else f"Build it (twinop build), {install}"
+    return f"{text} {cure}, or name the library ({option('library')})"

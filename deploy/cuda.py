@@ -100,13 +100,6 @@ def compute_capability(device: int) -> int:
     return 10 * numbers[0] + numbers[1]
 
 
-def runtime_cuda_version() -> str:
-    """Returns the CUDA version that ONNX Runtime was built with, such as "13.0", or "" for a CPU build."""
-    import onnxruntime
-
-    return getattr(onnxruntime, "cuda_version", "") or ""
-
-
 def runtime_has_cuda() -> bool:
     """Returns whether the installed ONNX Runtime has the CUDA provider."""
     import onnxruntime
@@ -164,7 +157,11 @@ def unavailable_reasons(device: int, libraries: Sequence[Library]) -> list[str]:
     """Returns every reason why CUDA cannot be used on a device, with what to do about it."""
     found = _driver_reasons(device)
     if not runtime_has_cuda():
-        found.append(_wheel_reason())
+        wheels = " and ".join(installed_wheels())
+        found.append(
+            f"this ONNX Runtime has no CUDA provider (the installed wheel is {wheels or 'unknown'}). "
+            "pip uninstall onnxruntime onnxruntime-gpu, then pip install onnxruntime-gpu"
+        )
     elif not found:
         preload()
         if missing := missing_libraries():
@@ -185,7 +182,9 @@ def _driver_reasons(device: int) -> list[str]:
     version = driver_version()
     if version is None:
         return ["no NVIDIA driver: libcuda.so.1 cannot be loaded. In a container, start it with --gpus all"]
-    built_for = runtime_cuda_version()
+    import onnxruntime
+
+    built_for = getattr(onnxruntime, "cuda_version", "")  # "" in a build for the CPU
     if built_for and version // 1000 < int(built_for.split(".")[0]):
         return [
             f"the NVIDIA driver is too old: it serves CUDA {cuda_text(version)}, this "
@@ -197,29 +196,10 @@ def _driver_reasons(device: int) -> list[str]:
         return [f"the NVIDIA driver does not start: {error}. Check with nvidia-smi"]
     if count == 0:
         hidden = os.environ.get("CUDA_VISIBLE_DEVICES")
-        if hidden is None:
-            return ["no NVIDIA GPU"]
-        return [
-            f"no NVIDIA GPU (CUDA_VISIBLE_DEVICES is '{hidden}'). Unset that variable, or name GPUs in it"
-        ]
+        return ["no NVIDIA GPU" + (f" (CUDA_VISIBLE_DEVICES is '{hidden}')" if hidden is not None else "")]
     if device >= count:
         return [f"no CUDA device {device}: this process sees {count}, numbered from 0"]
     return []
-
-
-def _wheel_reason() -> str:
-    wheels = installed_wheels()
-    if len(wheels) > 1:
-        return (
-            "both onnxruntime and onnxruntime-gpu are installed, and the CPU files lie over the others. "
-            "pip uninstall onnxruntime onnxruntime-gpu, then pip install onnxruntime-gpu"
-        )
-    if wheels == ["onnxruntime-gpu"]:
-        return "this onnxruntime-gpu has no CUDA provider. pip install --force-reinstall onnxruntime-gpu"
-    return (
-        "the installed wheel is onnxruntime, which has no CUDA provider, not onnxruntime-gpu. "
-        "pip uninstall onnxruntime, then pip install onnxruntime-gpu"
-    )
 
 
 def _library_reasons(library: Library, device: int | None) -> list[str]:

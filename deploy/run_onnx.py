@@ -2,11 +2,9 @@
 
 import importlib.util
 import sys
-import warnings
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
-from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -25,7 +23,7 @@ from rich.table import Column, Table
 from rich.text import Text
 
 from twinop.cli.console import Timeout, clear_errors, out, print_note, program
-from twinop.deploy.create_session import PROVIDERS, Provider, plain_options, session, without_optimizations
+from twinop.deploy.create_session import PROVIDERS, Provider, session
 from twinop.deploy.custom_nodes import custom_nodes, is_custom
 from twinop.deploy.errors import FeedError, RunError
 from twinop.deploy.inference_session import Session
@@ -33,8 +31,6 @@ from twinop.deploy.node_parity import Comparison, compare, observed
 from twinop.deploy.node_providers import NodeRun
 from twinop.deploy.ort_process import SERVER, time_limit
 from twinop.deploy.tensor_specs import named_sizes
-from twinop.deploy.type_inference import sizes_of_weights
-from twinop.errors import TwinopWarning
 from twinop.libraries.library import Library, in_use
 from twinop.record.dimensions import sizes_of
 from twinop.record.dtypes import to_tensor
@@ -104,7 +100,9 @@ def _run(
     libraries, where, *rest = answers
     model = observed(onnx.load(path, "protobuf", load_external_data=False))
     used = in_use(libraries, {node.node_type for node in custom_nodes(model)})
-    out.print(f"{path}: {_library_text(used)}")
+    texts = [f"{each.path} (twinop {each.version}, GPU code: {each.cuda_archs})" for each in used]
+    text = f"registered {', '.join(texts)}" if texts else "no node uses a custom-op library"
+    out.print(f"{path}: {text}")
     for unused in libraries:
         if unused not in used:
             print_note(f"--library {unused.path}: no node of the model uses it ({unused.domain})")
@@ -137,42 +135,31 @@ def _open_and_run(
 
     It does so in another process.
     """
-    opening = partial(session, path, PROVIDERS[provider], library, profile=True, allow_model_libraries=allow)
-    opened = opening()
+    opened = session(path, PROVIDERS[provider], library, profile=True, allow_model_libraries=allow)
     yield opened.libraries
     yield f"{opened.device} ({opened.reason})"
     feeds, refused = _random_feeds(opened, _parse_shapes(shapes, opened), seed), ""
     try:
         outputs = opened.run(feeds)
     except (RunError, FeedError) as error:
-        try:
-            if isinstance(error, FeedError):
-                raise
-            del opened  # two sessions would hold two packed copies of the weights
-            opened = opening(session_options=plain_options())
-            outputs = opened.run(feeds)
-            warnings.warn(without_optimizations("fails", error), TwinopWarning, stacklevel=1)
-        except (RunError, FeedError):
-            found = None if shapes else _fitting(path, opened, seed)
-            if found is None:
-                raise error from None
-            feeds, outputs, refused = *found, str(error)
+        found = None if shapes else _fitting(opened, seed)
+        if found is None:
+            raise
+        feeds, outputs, refused = *found, str(error)
     yield feeds
     yield outputs
     yield opened.executed_on(custom_only=False)
     yield refused
 
 
-def _fitting(path: Path, opened: Session, seed: int) -> tuple[dict[str, Any], dict[str, Any]] | None:
+def _fitting(opened: Session, seed: int) -> tuple[dict[str, Any], dict[str, Any]] | None:
     """Returns inputs of other sizes that the model takes, and its outputs; None if none were found."""
-    proto = onnx.load(path, "protobuf", load_external_data=False)
     axes = dict[str, int]()
     for spec in opened.inputs.values():
         for axis, dim in enumerate(spec.shape or ()):
             axes.setdefault(dim, axis) if isinstance(dim, str) else None
-    known = sizes_of_weights(proto)
     for batch, length, step in _OTHER_SIZES:
-        feeds = _random_feeds(opened, {}, seed, sizes_of(axes, batch, length, step, known))
+        feeds = _random_feeds(opened, {}, seed, sizes_of(axes, batch, length, step, {}))
         with suppress(RunError, FeedError):
             return feeds, opened.run(feeds)
     return None
@@ -232,14 +219,6 @@ class _Values(dict[str, Any]):
             tensor = onnx.TensorProto(data_type=tensor.data_type, dims=tensor.dims, raw_data=data)
         array = onnx.numpy_helper.to_array(tensor)
         return to_tensor(np.array(array)).to(self._device)  # a copy: torch wants memory that it may write
-
-
-def _library_text(used: list[Library]) -> str:
-    if not used:
-        return "no node uses a custom-op library"
-    return "registered " + ", ".join(
-        f"{library.path} (twinop {library.version}, GPU code: {library.cuda_archs})" for library in used
-    )
 
 
 def _parse_shapes(texts: list[str], opened: Session) -> dict[str, tuple[int, ...]]:

@@ -3,10 +3,7 @@
 import inspect
 from typing import Any
 
-from rich.box import ROUNDED
-from rich.table import Column, Table
-
-from twinop.cli.console import clear_errors, err, out, progress_bar
+from twinop.cli.console import clear_errors, err, out, print_note, progress_bar
 
 from .options import Options
 
@@ -34,7 +31,6 @@ def main(**given: Any) -> None:
     """
     with clear_errors():
         # Imported late, because --help needs no ONNX Runtime.
-        from ..cuda import has_gpu
         from .packing import MODELS_IN_CONTAINER, TRITON_IMAGE, pack, pack_genai
 
         options = Options(**given)
@@ -45,23 +41,17 @@ def main(**given: Any) -> None:
             return
         packed = pack(options)
     contents, output = packed.contents, options.output
-    out.print(f"{output}", style="italic", soft_wrap=True)
-    table = Table(Column(), Column(overflow="fold"), show_header=False, box=ROUNDED)
-    table.add_row("model", f"{packed.name}, version {options.version}")
-    table.add_row("custom nodes", ", ".join(contents.custom_nodes) or "none, so no library is needed")
-    for each, place, digest in zip(
+    archs = f" (code for compute capability {contents.cuda_archs})" if contents.cuda_archs else ""
+    place = f"a GPU{archs}" if contents.gpu else "the CPU"
+    nodes = ", ".join(contents.custom_nodes) or "none, so no library is needed"
+    lines = [f"{output}: {packed.name}, version {options.version}, for {place}; custom nodes: {nodes}"]
+    for each, there, digest in zip(
         contents.libraries, packed.library_paths, contents.library_sha256, strict=True
     ):
-        table.add_row("library", f"{each.path}\nin the container {place}")
-        table.add_row("SHA-256", digest)
-    table.add_row("runs on", _place(contents))
-    for note in contents.notes:
-        table.add_row("note", note, style="yellow")
-    if contents.gpu and options.gpu is None and not has_gpu():
-        table.add_row(
-            "note", "this machine has no GPU to serve it on; --cpu packs for the CPU", style="yellow"
-        )
-    out.print(table)
+        lines.append(f"library {each.path}, in the container {there}, SHA-256 {digest}")
+    out.print("\n".join(lines), soft_wrap=True)
+    if contents.note:
+        print_note(contents.note)
     command = f"twinop serve {output}/models --allow-model-libraries"
     if options.triton:
         mount = f"-v {output.resolve()}/models:{MODELS_IN_CONTAINER}:ro"
@@ -73,10 +63,3 @@ def main(**given: Any) -> None:
 
 
 main.__signature__ = inspect.signature(Options)  # type: ignore[attr-defined]
-
-
-def _place(contents: Any) -> str:
-    if not contents.gpu:
-        return "the CPU"
-    archs = contents.cuda_archs
-    return f"a GPU (code for compute capability {archs})" if archs else "a GPU"

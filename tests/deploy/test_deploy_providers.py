@@ -41,13 +41,13 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Machine:
             "runtime_has_cuda": wheel,
             "installed_wheels": list(wheels),
             "missing_libraries": list(missing),
-            "runtime_cuda_version": built_for,
             "compute_capability": capability,
             "import_torch": None,
             "preload": None,
         }
         for name, answer in fakes.items():
             monkeypatch.setattr(cuda, name, lambda *_, answer=answer: answer)
+        monkeypatch.setattr(onnxruntime, "cuda_version", built_for, raising=False)
 
         def with_archs(path: Any, copy: Any) -> Library:
             library = read_library(path, copy)
@@ -74,15 +74,11 @@ CASES: dict[str, tuple[dict[str, Any], list[str]]] = {
     ),
     "CPU wheel": (
         {"wheel": False, "wheels": ("onnxruntime",)},
-        ["onnxruntime-gpu. pip uninstall onnxruntime, then pip install onnxruntime-gpu"],
+        ["the installed wheel is onnxruntime). pip uninstall onnxruntime onnxruntime-gpu, then pip install"],
     ),
     "both wheels": (
         {"wheel": False, "wheels": ("onnxruntime", "onnxruntime-gpu")},
-        ["both onnxruntime and onnxruntime-gpu are installed, and the CPU files lie over the others"],
-    ),
-    "GPU wheel without CUDA": (
-        {"wheel": False},
-        ["this onnxruntime-gpu has no CUDA provider. pip install --force-reinstall"],
+        ["the installed wheel is onnxruntime and onnxruntime-gpu). pip uninstall onnxruntime"],
     ),
     "missing libraries": (
         {"missing": ("libcublasLt.so.13", "libcurand.so.10")},

@@ -11,8 +11,8 @@ import onnx
 import pytest
 import warm_python
 from abi_files import c_library
-from models import REFUSED, chain, make_model, model, node, refused, relu_body, value
-from onnx import helper, numpy_helper
+from models import chain, make_model, model, node, refused, relu_body, value
+from onnx import helper
 from run_command import run_command
 
 from twinop.deploy import node_parity, run_onnx
@@ -260,35 +260,26 @@ def test_outputs_that_are_no_tensors(tmp_path: Path) -> None:
     assert result.exit_code == 1 and "there are random inputs for tensors only" in result.output
 
 
-@pytest.mark.parametrize(
-    ("inputs", "nodes", "wrong"),
-    [
-        ("float[B, C, H, W] x, float[5, 3, 2, 2] w", "y = Conv <strides = [2, 2]> (x, w)", "x=2,4,5,6"),
-        ("float[B, P, 8] p, float[B, S, 8] x, float[B, T, 8] m",
-         "c = Concat <axis = 1> (p, x) y = Add (c, m)", "x=2,3,8"),
-    ],
-    ids=["channels", "a sum"],
-)  # fmt: skip
-def test_sizes_of_4_that_the_model_refuses(inputs: str, nodes: str, wrong: str, tmp_path: Path) -> None:
+def test_sizes_of_4_that_the_model_refuses(tmp_path: Path) -> None:
     """Others are found as `twinop optimize` finds them, unless sizes are asked for."""
-    graph = typed(inputs, "float[N, M, K, L] y" if "Conv" in nodes else "float[B, T, 8] y", nodes)
+    inputs, nodes = (
+        "float[B, P, 8] p, float[B, S, 8] x, float[B, T, 8] m",
+        "c = Concat <axis = 1> (p, x) y = Add (c, m)",
+    )
+    graph = typed(inputs, "float[B, T, 8] y", nodes)
     for each in (*graph.graph.input, *graph.graph.output):
         for dim in each.type.tensor_type.shape.dim:
             dim.dim_param = "P + S" if dim.dim_param == "T" else dim.dim_param
-    if "Conv" in nodes:
-        graph.graph.initializer.append(numpy_helper.from_array(np.ones((5, 3, 2, 2), np.float32), "w"))
-        del graph.graph.input[1]
     result = run_command(graph, tmp_path)
     said = " ".join(result.output.split())
     assert result.exit_code == 0 and "output y: float32[" in said, said
     assert "dynamic sizes of 4 do not fit (" in said and "): the model ran with other sizes" in said
-    result = run_command(graph, tmp_path, "--shape", wrong)
+    result = run_command(graph, tmp_path, "--shape", "x=2,3,8")
     assert result.exit_code == 1 and "do not fit" not in result.output
 
 
-@pytest.mark.parametrize("what", REFUSED)
-def test_models_that_onnx_runtime_breaks(what: str, tmp_path: Path) -> None:
-    result = run_command(refused(what), tmp_path)
+def test_a_model_that_onnx_runtime_breaks(tmp_path: Path) -> None:
+    result = run_command(refused("to open"), tmp_path)
     said = " ".join(result.output.split())
     assert result.exit_code == 0 and "output y: float32[4, " in said, said
     assert "fails when it optimizes this model, so it ran without these" in said

@@ -165,7 +165,7 @@ def test_the_model_names_the_missing_package(site: Path) -> None:
     model = negate_model("none.such")
     model.metadata_props.add(key=package_key("none.such"), value="other-ops==0.3")
     with pytest.raises(
-        ModelError, match="with the package other-ops==0.3: pip install other-ops==0.3. Build"
+        ModelError, match="Build it .twinop build., pip install other-ops==0.3, or name the library"
     ):
         deploy.session(model, CPU)
     body = onnx.helper.make_node("Neg", ["x"], ["y"])

@@ -32,20 +32,18 @@ def test_a_library_beside_the_versions(libraries: dict[str, Path], tmp_path: Pat
 
 def test_a_named_library(libraries: dict[str, Path], tmp_path: Path) -> None:
     ops = libraries["custom_ops"]
-    for name in (ops, Path(ops.name)):
-        model = loaded(tmp_path, service_models.relu(), library=name)
-        assert model.session.library.path == ops
+    assert loaded(tmp_path, service_models.relu(), library=ops).session.library.path == ops
     elsewhere = tmp_path / "elsewhere"
     elsewhere.mkdir()
     shutil.copy(ops, elsewhere / "libx.so")
     with pytest.raises(LibraryError, match="loaded only from .* and this one is in .*elsewhere. If"):
         loaded(tmp_path, service_models.relu(), library=elsewhere / "libx.so")
     allowed = ServerSettings(library_folders=(elsewhere,))
-    model = loaded(tmp_path, service_models.relu(), allowed, library=Path("libx.so"))
+    model = loaded(tmp_path, service_models.relu(), allowed, library=elsewhere / "libx.so")
     assert model.session.library.path == elsewhere / "libx.so"
     (tmp_path / "m" / "liblink.so").symlink_to(elsewhere / "libx.so")
     with pytest.raises(LibraryError, match=f"liblink.so: .* and this one is in {elsewhere}"):
-        loaded(tmp_path, service_models.relu(), library=Path("liblink.so"))
+        loaded(tmp_path, service_models.relu(), library=tmp_path / "m/liblink.so")
     with pytest.raises(
         LibraryError, match=r"liblink\.so: a symbolic link to .*libx\.so, out of the folder. It"
     ):
@@ -66,14 +64,13 @@ def test_libraries_that_cannot_be_used(libraries: dict[str, Path], tmp_path: Pat
         "libtext.so": (b"#!/bin/sh\n", "not a shared library"),
         "libother.so": (other_machine(libraries["custom_relu"]), "built for riscv64, this machine is"),
         "libpython.so": (Path(sys.executable).read_bytes(), "without twinop records"),
-        "libtest.so": (libraries["test_ops"].read_bytes(), "has no CustomRelu, which would run on"),
+        "libtest.so": (libraries["test_ops"].read_bytes(), "the library has no such op; it has: "),
     }
     for name, (data, message) in cases.items():
         if data is not None:
             (folder / name).write_bytes(data)
         with pytest.raises(TwinopError, match=message) as error:
-            loaded(tmp_path, service_models.relu(), library=Path(name))
-        assert name in str(error.value)
+            loaded(tmp_path, service_models.relu(), library=folder / name)
         assert str(error.value).endswith("more slowly: allow_fallback permits it")
 
 
@@ -106,6 +103,6 @@ def test_a_library_that_does_not_load(libraries: dict[str, Path], tmp_path: Path
     needed = next(name for name in needed_libraries(libraries["custom_relu"]) if name.startswith("libstdc"))
     (folder / "libbad.so").write_bytes(data.replace(needed.encode(), b"X" * len(needed)))
     with pytest.raises(LibraryError, match=r"libbad\.so: ONNX Runtime cannot load it.*allow_fallback"):
-        loaded(tmp_path, service_models.relu(), library=Path("libbad.so"))
-    model = loaded(tmp_path, service_models.relu(), library=Path("libbad.so"), allow_fallback=True)
+        loaded(tmp_path, service_models.relu(), library=folder / "libbad.so")
+    model = loaded(tmp_path, service_models.relu(), library=folder / "libbad.so", allow_fallback=True)
     assert model.fallback is not None and "cannot load it" in model.fallback

@@ -92,7 +92,7 @@ def test_named_libraries(tmp_path: Path, libraries: dict[str, Path]) -> None:
     cube = shutil.copy(find_library("test_cube"), folder)
     other = shutil.copy(c_library("other_ops", '-DDOMAIN="other.ops"'), folder)
     server = ServerSettings(library_folders=(folder,))
-    named = ["libother_ops.so", "libtest_cube.so"]
+    named = [other, cube]
     model = loaded(tmp_path, three_nodes(), server, library=named)
     assert [library.path for library in model.session.libraries[:2]] == [Path(other), Path(cube)]
     right = [sha256(library.path) for library in model.session.libraries]
@@ -103,7 +103,7 @@ def test_named_libraries(tmp_path: Path, libraries: dict[str, Path]) -> None:
         loaded(tmp_path, three_nodes(), server, library=named, library_sha256=right[:1])
     shutil.copy(cube, folder / "libagain.so")
     with pytest.raises(LibraryError, match="both have ops of the domain test_cube"):
-        loaded(tmp_path, three_nodes(), server, library=[*named, "libagain.so"])
+        loaded(tmp_path, three_nodes(), server, library=[*named, folder / "libagain.so"])
 
 
 def test_build_among_the_models_is_not_trusted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -146,7 +146,7 @@ def test_named_libraries_settle_which_of_two_packages(site: Path, tmp_path: Path
     with pytest.raises(LibraryError, match="packages more-ops 1.0 and other-ops 0.3 both have ops"):
         loaded(tmp_path, three_nodes())
     server = ServerSettings(library_folders=(site,))
-    model = loaded(tmp_path, three_nodes(), server, library="libother_ops.so")
+    model = loaded(tmp_path, three_nodes(), server, library=site / "libother_ops.so")
     assert model.session.libraries[0].path == site / "libother_ops.so"
 
 

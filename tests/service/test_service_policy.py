@@ -58,8 +58,8 @@ def test_settings_of_a_model_name_only_permitted_libraries(
     shutil.copy(libraries["custom_ops"], trusted / "ours.so")
     server = ServerSettings(library_folders=(trusted,))
     with pytest.raises(LibraryError, match=r"mine\.so: .* and this one is in"):
-        loaded(models, service_models.relu(), server, STRICT, library=Path("mine.so"))
-    found = loaded(models, service_models.relu(), server, STRICT, library=Path("ours.so")).session.library
+        loaded(models, service_models.relu(), server, STRICT, library=models / "m/1/mine.so")
+    found = loaded(models, service_models.relu(), server, STRICT, library=trusted / "ours.so").session.library
     assert found is not None and found.path == trusted / "ours.so"
 
 
