@@ -9,12 +9,12 @@ import typer
 from twinop.cli.console import clear_errors
 
 from .service.options import settings_of, takes_settings
-from .service.settings import FILE, Control
+from .service.settings import FILE
 
 
 @takes_settings(
     Server=(
-        "host", "http_port", "grpc_port", "reuse_port", "admin_port", "control", "strict", "token_file",
+        "host", "http_port", "grpc_port", "reuse_port", "admin_port", "poll_seconds", "strict", "token_file",
         "tls_certificate", "tls_key", "log_level",
     ),
     Models=("library", "library_folders", "allow_model_libraries", "provider", "max_batch_size"),
@@ -55,7 +55,7 @@ def main(
         logs.configure(settings.server.log_level, settings.server.access_log)
         from .service.folders import scan
 
-        scan(models, may_be_empty=settings.server.control == Control.EXPLICIT)  # other servers need a model
+        scan(models)
         from .service.repository import Repository
         from .service.server import Server
 

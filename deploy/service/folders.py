@@ -97,15 +97,13 @@ class ModelFolder:
         return {number: self.versions[number] for number in choice}
 
 
-def scan(
-    root: Path, library_folders: Iterable[Path] = (), *, may_be_empty: bool = False
-) -> dict[str, ModelFolder]:
+def scan(root: Path, library_folders: Iterable[Path] = ()) -> dict[str, ModelFolder]:
     """Return the models in a folder, or the one in an .onnx file, by name.
 
     Entries that are not models are skipped with a line in the log; hidden files are skipped silently.
 
     Raises:
-        FolderError: there is no model, and not `may_be_empty`. The message lists what was found instead.
+        FolderError: there is no model. The message lists what was found instead.
     """
     libraries = _stamp(path for each in library_folders for path in each.resolve().glob("lib*.so"))
     if root.is_file() and root.suffix != _SUFFIX:
@@ -131,7 +129,7 @@ def scan(
             models[name] = _of_file(entry, libraries, root)
         elif model := _of_folder(entry, libraries, notes):
             models[name] = model
-    if not models and not may_be_empty:
+    if not models:
         listed = "".join(f"\n  - {note}" for note in notes)
         raise FolderError(
             f"{root}: no model in this folder. Expected <name>/<version>/model.onnx, <name>/model.onnx or "

@@ -1,9 +1,7 @@
 """The gRPC server: the protocol's calls with ids, a token, TLS, limits, and failures as gRPC codes."""
 
 import asyncio
-import inspect
 import logging
-import re
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
@@ -20,7 +18,7 @@ from .datatypes import version_number
 from .errors import BROKEN, INTERNAL, INVALID, NOT_READY, TOO_SLOW, UNAUTHENTICATED, ServiceError, invalid
 from .limits import Budget, RequestMemory
 from .newer_python import timeout
-from .operations import OPEN, Operation, Operations, Tokens
+from .operations import OPEN, Operation, Operations, Token
 from .protocol import SERVICE, pb
 from .repository import Repository
 from .request import in_thread_if_large
@@ -30,7 +28,6 @@ _log = logging.getLogger(__name__)
 DRAIN_REFUSE_SECONDS = 0.5
 TIMER_SECONDS = 0.01  # uvloop's timers may fire this early
 HEALTH_SECONDS = 0.2
-_MODEL_FIELDS = ("name", "model_name", "repository_name")  # KServe's calls have the last one
 
 
 @dataclass(slots=True)
@@ -49,22 +46,15 @@ def method_of(operation: Operation) -> Method:
     """Return the handler of calls of an operation, whose answer becomes a message."""
     answer = operation.answer
     assert answer is not None
-    names = [*re.findall(r"{(\w+)}", operation.path), *operation.fields]
     response = getattr(pb, f"{operation.rpc}Response")
     fields = response.DESCRIPTOR.fields_by_name
 
-    def argument(request: Any, name: str) -> Any:
-        if name != "model":
-            return getattr(request, name)
-        return next(filter(None, (getattr(request, each, "") for each in _MODEL_FIELDS)), "")
+    has_model = "{model}" in operation.path
 
     async def method(request: Any, call: Call) -> Any:
-        given = {name: argument(request, name) for name in names}
-        if hasattr(request, "version"):
-            given["version"] = request.version
+        given = {"model": request.name, "version": request.version} if has_model else {}
         try:
             found = answer(**given)
-            found = await found if inspect.isawaitable(found) else found
         except ServiceError as error:
             if not operation.is_question or error.failure not in (BROKEN, NOT_READY):
                 raise
@@ -80,11 +70,11 @@ class _CallHandler:
     gRPC hands calls over as streams of requests. So a call can be refused before its message is read.
     """
 
-    def __init__(self, repository: Repository, budget: Budget, tokens: Tokens) -> None:
+    def __init__(self, repository: Repository, budget: Budget, token: Token) -> None:
         self._repository = repository
         self._settings = repository.settings.server
         self._budget = budget
-        self._tokens = tokens
+        self._token = token
         self.draining = False
         self.was_called = False
 
@@ -159,7 +149,7 @@ class _CallHandler:
     ) -> Any:
         """Check whether the call is allowed, read its message, and parse it."""
         try:
-            if not self._tokens.allow(path, headers.get("authorization", "").encode()):
+            if not self._token.allow(path, headers.get("authorization", "").encode()):
                 said = "this server wants a token: send the metadata authorization: Bearer <token>"
                 raise ServiceError(UNAUTHENTICATED, said)
             _log.debug("accepted")  # tests/service/service_load.py compares these lines with the answers
@@ -197,11 +187,11 @@ class _CallHandler:
 class GrpcServer:
     """gRPC on one port, from `start` to `drain`."""
 
-    def __init__(self, repository: Repository, budget: Budget, tokens: Tokens) -> None:
+    def __init__(self, repository: Repository, budget: Budget, token: Token) -> None:
         self.settings = settings = repository.settings.server
         self.ports = {"grpc_port": settings.grpc_port or 0}
         self._repository = repository
-        self._handler = _CallHandler(repository, budget, tokens)
+        self._handler = _CallHandler(repository, budget, token)
         self._server: Any = None
         self._health = health.aio.HealthServicer()
 

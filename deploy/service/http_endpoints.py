@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-import inspect
 import logging
 from collections.abc import Awaitable, Callable, Iterator, Mapping
 from typing import Any
@@ -91,16 +90,11 @@ class Endpoints:
 
     def json_endpoint(self, operation: Operation) -> Callable[[Request], Awaitable[Response]]:
         """Return the handler of an operation whose answer is JSON."""
-        answer, fields = operation.answer, operation.fields
+        answer = operation.answer
         assert answer is not None
 
         async def handler(request: Request) -> Response:
-            given = dict(request.path_params)
-            if fields:
-                body = await self._read_object(request)
-                given |= {name: body[name] for name in fields if name in body}
-            found = answer(**given)
-            return as_json(operation.as_rest(await found if inspect.isawaitable(found) else found))
+            return as_json(operation.as_rest(answer(**request.path_params)))
 
         return handler
 
@@ -108,7 +102,8 @@ class Endpoints:
         """Run a model: POST /v2/models/<model>[/versions/<version>]/infer."""
         repository, headers = self._repository, request.headers
         model, version = request.path_params["model"], request.path_params.get("version", "")
-        with self._memory(request) as memory, metrics.counting() as counting:
+        announced = int(headers.get("content-length", self._limit.bytes))
+        with RequestMemory(self._budget, announced) as memory, metrics.counting() as counting:
             meant = repository.find(model, version_number(model, version))
             counting.model = meant.metrics
             logs.bind(model=model)
@@ -135,9 +130,6 @@ class Endpoints:
                 size, codec_rest.encode, counting.result, form, self._json_limit
             )
             return Response(content, headers=answer_headers)
-
-    def _memory(self, request: Request) -> RequestMemory:
-        return RequestMemory(self._budget, int(request.headers.get("content-length", self._limit.bytes)))
 
     async def _read(self, request: Request, limit: Limit, memory: RequestMemory) -> bytes:
         """Read the whole body, and count it twice in `memory` as it arrives, because it is copied.
@@ -175,18 +167,6 @@ class Endpoints:
     async def metrics(self, request: Request) -> Response:
         encode, content_type = exposition.choose_encoder(request.headers.get("accept", ""))
         return Response(encode(REGISTRY), headers={"content-type": content_type})
-
-    async def _read_object(self, request: Request) -> dict[str, Any]:
-        """Read a request's body, a JSON object; {} if it is empty."""
-        try:
-            with self._memory(request) as memory:
-                body = await self._read(request, self._json_limit, memory) or b"{}"
-                content = await in_thread_if_large(len(body), orjson.loads, body)
-        except orjson.JSONDecodeError as error:
-            raise invalid(f"invalid JSON: {error}") from None
-        if not isinstance(content, dict):
-            raise invalid(f"the body must be a JSON object, not {shown(content)}")
-        return content
 
 
 def as_json(content: Any, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:

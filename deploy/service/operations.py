@@ -4,22 +4,19 @@ import hmac
 import os
 from collections.abc import Callable
 from operator import itemgetter
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from twinop import __version__
 from twinop.system.regular_file import read_regular
 
-from .datatypes import shown, version_number
-from .errors import BROKEN, NOT_READY, ServiceError, invalid
+from .datatypes import version_number
+from .errors import BROKEN, NOT_READY, ServiceError
 from .instance import without_paths
 from .repository import Repository
 from .settings import MOST_BYTES, ServerSettings, SettingsError
 
 OPEN = ("/v2/health/live", "/v2/health/ready")
 """The paths that need no token."""
-CONTROL = "/v2/repository/"
-"""The paths that need the token for control begin with this."""
 MODEL = "/v2/models/{model}"
 """What follows is also there for a version of the model."""
 
@@ -29,9 +26,8 @@ class Operation(NamedTuple):
 
     Attributes:
         rpc: its name in gRPC; "" if only REST has it.
-        answer: returns a dict with the fields of gRPC's answer, perhaps as an awaitable. Its arguments are
-            the names in the path and the `fields`. None: each server has a handler of its own.
-        fields: the fields of the body, or of gRPC's message, that it takes.
+        answer: returns a dict with the fields of gRPC's answer. Its arguments are the names in the path.
+            None: each server has a handler of its own.
         as_rest: makes REST's answer of the dict.
         is_question: over gRPC the answer is "false" if the server or the model is not ready.
     """
@@ -40,7 +36,6 @@ class Operation(NamedTuple):
     path: str
     rpc: str
     answer: Callable[..., Any] | None
-    fields: tuple[str, ...] = ()
     as_rest: Callable[[dict[str, Any]], Any] = lambda found: found
     is_question: bool = False
 
@@ -55,7 +50,6 @@ class Operations:
         self._repository = repository
 
     def table(self) -> list[Operation]:
-        control, as_list = f"{CONTROL}models/{{model}}", itemgetter("models")
         return [
             Operation("POST", f"{MODEL}/infer", "ModelInfer", None),
             Operation("GET", MODEL, "ModelMetadata", self.model),
@@ -66,9 +60,7 @@ class Operations:
             Operation("GET", OPEN[1], "ServerReady", self.ready, is_question=True),
             Operation("GET", "/", "", lambda: {"status": "alive"}),  # as KServe does
             Operation("GET", "/metrics", "", None),
-            Operation("POST", f"{CONTROL}index", "RepositoryIndex", self.index, ("ready",), as_list),
-            Operation("POST", f"{control}/load", "RepositoryModelLoad", self.load, ("parameters",)),
-            Operation("POST", f"{control}/unload", "RepositoryModelUnload", self.unload),
+            Operation("POST", "/v2/repository/index", "RepositoryIndex", self.index, itemgetter("models")),
         ]
 
     def live(self) -> dict[str, Any]:
@@ -84,9 +76,7 @@ class Operations:
 
     def server(self) -> dict[str, Any]:
         """Return the server's name and version, and the extensions that are on, under Triton's names."""
-        extensions = ["binary_tensor_data"]
-        extensions += ["model_repository"] if self._repository.is_controlled else []
-        return {"name": "twinop", "version": __version__, "extensions": extensions}
+        return {"name": "twinop", "version": __version__, "extensions": ["binary_tensor_data"]}
 
     def models(self) -> dict[str, Any]:
         return {"models": list(self._repository.models)}
@@ -105,51 +95,29 @@ class Operations:
             **described,
         }
 
-    async def index(self, ready: bool = False) -> dict[str, Any]:
+    def index(self) -> dict[str, Any]:
         """List models and versions with their states."""
-        if not isinstance(ready, bool):
-            raise invalid(f'"ready" must be true or false, not {shown(ready)}')
-        return {"models": await self._repository.index(ready)}
-
-    async def load(self, model: str, parameters: Any = None) -> dict[str, Any]:
-        if parameters:
-            raise invalid("a model is loaded from its folder as it is: parameters are not taken")
-        await self._repository.load_by_request(_named(model))
-        return {"name": model, "load": True}
-
-    async def unload(self, model: str) -> dict[str, Any]:
-        await self._repository.unload_by_request(_named(model))
-        return {"name": model, "unload": True}
+        return {"models": self._repository.index()}
 
 
-def _named(model: str) -> str:
-    if not model:
-        raise invalid("model_name is missing")
-    return model
-
-
-class Tokens:
-    """The bearer tokens that clients must send: those in files that the settings name, or TWINOP_TOKEN."""
+class Token:
+    """The bearer token that clients must send: in the file that the settings name, or in TWINOP_TOKEN."""
 
     def __init__(self, settings: ServerSettings) -> None:
-        """Read the files; SettingsError: one cannot be read, or is empty."""
-        self._inference = _token(settings.token_file) or os.environ.get("TWINOP_TOKEN", "").encode() or None
-        self._control = _token(settings.control_token_file) or self._inference
+        """Read the file; SettingsError: it cannot be read, or is empty."""
+        file, self._wanted = settings.token_file, os.environ.get("TWINOP_TOKEN", "").encode()
+        if file is None:
+            return
+        try:
+            self._wanted = read_regular(file, MOST_BYTES).strip()
+        except OSError as error:
+            raise SettingsError(f"the token's file {file} cannot be read: {error.strerror}") from error
+        if not self._wanted:
+            raise SettingsError(f"the token's file {file} is empty")
 
     def allow(self, path: str, authorization: bytes) -> bool:
         """Return whether a request for the path may be answered, by its Authorization header."""
-        wanted = self._control if path.startswith(CONTROL) else self._inference
-        if wanted is None or path in OPEN:
+        if not self._wanted or path in OPEN:
             return True
         scheme, _, token = authorization.partition(b" ")
-        return scheme.lower() == b"bearer" and hmac.compare_digest(token.strip(), wanted)
-
-
-def _token(file: Path | None) -> bytes | None:
-    try:
-        found = read_regular(file, MOST_BYTES).strip() if file is not None else None
-    except OSError as error:
-        raise SettingsError(f"the token's file {file} cannot be read: {error.strerror}") from error
-    if found == b"":
-        raise SettingsError(f"the token's file {file} is empty")
-    return found
+        return scheme.lower() == b"bearer" and hmac.compare_digest(token.strip(), self._wanted)

@@ -1,4 +1,4 @@
-"""Load models at the start, follow changes on disk or by request, and swap versions without a gap."""
+"""Load models at the start, follow changes on disk, and swap versions without a gap."""
 
 import asyncio
 import contextvars
@@ -14,12 +14,12 @@ from typing import Any
 from twinop.errors import TwinopError
 
 from . import metrics
-from .errors import NOT_FOUND, NOT_READY, OFF, ServiceError
+from .errors import NOT_FOUND, NOT_READY, ServiceError
 from .folders import ModelFolder, Stamp, VersionFolder, scan
 from .instance import without_paths
 from .loading import load
 from .newer_python import StrEnum
-from .settings import Control, ModelSettings, Settings
+from .settings import ModelSettings, Settings
 from .version import ServedVersion
 
 _log = logging.getLogger(__name__)
@@ -46,7 +46,7 @@ class _Known:
 
 
 class Repository:
-    """All models. `settings.server.control` determines who loads and unloads them.
+    """All models.
 
     Call its methods on the event loop's thread. Models are loaded in worker threads while serving goes on,
     the versions of one model one after the other.
@@ -101,20 +101,12 @@ class Repository:
             _log.critical("the server stops and must be restarted: %s", why)
             self.on_broken()
 
-    async def index(self, ready: bool = False) -> list[dict[str, str]]:
-        """Return every version of every model with its state, as the repository extension lists them.
-
-        If clients control the loading, versions that they may load are included.
-        """
-        found = {name: dict(versions) for name, versions in self._known.items()}
-        for name, folder in (await self._scanned()).items() if self.is_controlled and not ready else ():
-            unloaded = _Known(None, State.UNAVAILABLE, "not loaded")
-            found.setdefault(name, dict.fromkeys(folder.versions, unloaded))
+    def index(self) -> list[dict[str, str]]:
+        """Return every version of every model with its state, as the repository extension lists them."""
         return [
             {"name": name, "version": str(version), "state": str(known.state), "reason": known.reason}
-            for name, versions in sorted(found.items())
+            for name, versions in sorted(self._known.items())
             for version, known in sorted(versions.items())
-            if known.state == State.READY or not ready
         ]
 
     # -------------------------------------------------------------------------------- loading
@@ -131,7 +123,7 @@ class Repository:
         problems = []
         for name in self.settings.models.keys() - folders.keys():
             said = f"there are settings [models.{name}], but no model {name!r}; models: {', '.join(folders)}"
-            if self.settings.server.control == Control.NONE or self.root.is_file():
+            if not self.settings.server.poll_seconds or self.root.is_file():
                 problems.append(said)
             else:
                 _log.warning("%s", said)
@@ -194,54 +186,11 @@ class Repository:
                 await self._remove(name)
             before, missing = folders, gone
 
-    async def load_by_request(self, name: str) -> None:
-        """Load a model for a client.
-
-        Raises:
-            ServiceError: loading by request is off, there is no such model, or it cannot be loaded.
-        """
-        self.require_explicit()
-        folders = await self._scanned()
-        if name not in folders:
-            raise ServiceError(NOT_FOUND, f"there is no model {name!r} in the repository")
-        problems = await self._follow(folders[name], retry=True)
-        if problems:
-            _log.error("load of %s by request failed: %s", name, problems[0])
-            raise ServiceError(NOT_READY, f"model {name} could not be loaded; the server's log says why")
-
-    async def unload_by_request(self, name: str) -> None:
-        """Unload a model for a client; accepted requests are still answered.
-
-        Raises:
-            ServiceError: unloading by request is off, or there is no such model.
-        """
-        self.require_explicit()
-        if name not in self._known:
-            raise ServiceError(NOT_FOUND, f"there is no model {name!r} that is loaded")
-        await self._remove(name)
-
     async def _scan(self) -> dict[str, ModelFolder]:
         libraries = self.settings.server.library_folders
-        return await asyncio.to_thread(scan, self.root, libraries, may_be_empty=self.is_controlled)
+        return await asyncio.to_thread(scan, self.root, libraries)
 
-    async def _scanned(self) -> dict[str, ModelFolder]:
-        try:
-            return await self._scan()
-        except TwinopError:
-            return {}
-
-    @property
-    def is_controlled(self) -> bool:
-        """Whether clients may load and unload models (the repository extension)."""
-        return self.settings.server.control == Control.EXPLICIT
-
-    def require_explicit(self) -> None:
-        """Raise a ServiceError if clients may not load and unload models."""
-        if not self.is_controlled:
-            said = "loading and unloading models by request is off: start with --control explicit"
-            raise ServiceError(OFF, said)
-
-    async def _follow(self, folder: ModelFolder, retry: bool = False) -> list[str]:
+    async def _follow(self, folder: ModelFolder) -> list[str]:
         """Bring one model in line with its folder, and return the problems as messages.
 
         A new version takes over once it is loaded and warm. If it cannot be loaded, the old one stays; if
@@ -258,26 +207,23 @@ class Repository:
                 return [str(error)]
             problems: list[str] = []
             for version in sorted(wanted, reverse=True):
-                problems += await self._load_if_new(folder, version, settings, retry)
+                problems += await self._load_if_new(folder, version, settings)
             if all(known[version].state == State.READY for version in wanted):  # otherwise the old ones stay
                 for version in known.keys() - wanted.keys():
                     self._retire(folder.name, version)
             for version in sorted(folder.versions.keys() - wanted.keys(), reverse=True):
                 if not self.models.get(folder.name):
-                    await self._load_if_new(folder, version, settings, retry)
+                    await self._load_if_new(folder, version, settings)
                     if self.models.get(folder.name):
                         _log.warning("model %s: version %d is served instead", folder.name, version)
             return problems
 
-    async def _load_if_new(
-        self, folder: ModelFolder, version: int, settings: ModelSettings, retry: bool
-    ) -> list[str]:
+    async def _load_if_new(self, folder: ModelFolder, version: int, settings: ModelSettings) -> list[str]:
         """Load a version unless it was tried with the same files; return the problems as messages."""
         where, stamp = folder.versions[version], folder.stamps[version]
         last = self._known[folder.name].get(version)
-        if last is not None and last.stamp == stamp and (last.state == State.READY or not retry):
-            return []
-        return await self._load(where, stamp, settings)
+        is_new = last is None or last.stamp != stamp
+        return await self._load(where, stamp, settings) if is_new else []
 
     async def _load(self, where: VersionFolder, stamp: Any, settings: ModelSettings) -> list[str]:
         """Load a version and let it take over; return the problems as messages."""

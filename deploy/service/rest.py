@@ -19,7 +19,7 @@ from .addresses import MOST_PEM_BYTES, bound, tls_error
 from .errors import NOT_READY, UNAUTHENTICATED
 from .http_endpoints import FAILURES, Endpoints, as_json
 from .limits import Budget
-from .operations import Tokens
+from .operations import Token
 from .repository import Repository
 
 KEEP_ALIVE_SECONDS = 65  # longer than proxies, which might otherwise reuse a connection that is just closed
@@ -30,10 +30,10 @@ CUT_OFF_SECONDS = 0.5  # to answer those whose grace time is over
 class RequestMiddleware:
     """Handles every request: its id, the token, and clients that disconnect."""
 
-    def __init__(self, app: ASGIApp, tokens: Tokens) -> None:
+    def __init__(self, app: ASGIApp, token: Token) -> None:
         self.draining = False
         self._app = app
-        self._tokens = tokens
+        self._token = token
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         given, authorization, closes = "", b"", False
@@ -56,7 +56,7 @@ class RequestMiddleware:
                     message["headers"].append((b"connection", b"close"))
             await send(message)
 
-        if not self._tokens.allow(scope["path"], authorization):
+        if not self._token.allow(scope["path"], authorization):
             metrics.failed_without_model(UNAUTHENTICATED)
             said = {"error": "this server wants a token: send the header Authorization: Bearer <token>"}
             refusal = as_json(said, UNAUTHENTICATED.status, {"www-authenticate": "Bearer"})
@@ -95,7 +95,7 @@ class _Uvicorn(uvicorn.Server):
 class RestServer:
     """HTTP on one port, and on the admin port if there is one, from `start` to `drain`."""
 
-    def __init__(self, repository: Repository, budget: Budget, tokens: Tokens) -> None:
+    def __init__(self, repository: Repository, budget: Budget, token: Token) -> None:
         """Bind the ports.
 
         Raises:
@@ -104,7 +104,7 @@ class RestServer:
         self.settings = settings = repository.settings.server
         app = Starlette(routes=Endpoints(repository, budget).routes(), exception_handlers=FAILURES)
         app.router.redirect_slashes = False
-        self._middleware = RequestMiddleware(app, tokens)
+        self._middleware = RequestMiddleware(app, token)
         self.config = self._config()
         host, shared = settings.host, settings.reuse_port
         self._sockets = {"http_port": bound(host, settings.http_port, "--http-port", shared=shared)}

@@ -14,10 +14,9 @@ import uvloop
 from .grpc_server import GrpcServer
 from .limits import Budget
 from .newer_python import Runner, timeout
-from .operations import Tokens
+from .operations import Token
 from .repository import Repository
 from .rest import RestServer
-from .settings import Control
 
 _log = logging.getLogger(__name__)
 _BROKEN = 70  # the exit code, EX_SOFTWARE
@@ -56,10 +55,10 @@ class Server:
             loop.add_signal_handler(sign, stop.set)
         repository.on_broken = stop.set
         settings = self._settings
-        budget, tokens = Budget(settings.max_bytes_in_flight), Tokens(settings)
-        servers: list[Any] = [RestServer(repository, budget, tokens)]
+        budget, token = Budget(settings.max_bytes_in_flight), Token(settings)
+        servers: list[Any] = [RestServer(repository, budget, token)]
         if settings.grpc_port is not None:
-            servers.append(GrpcServer(repository, budget, tokens))
+            servers.append(GrpcServer(repository, budget, token))
         background: list[asyncio.Task[None]] = []
         try:
             asked = loop.create_task(stop.wait())
@@ -71,7 +70,7 @@ class Server:
                     loading.result()
             for server in servers if not asked.done() else ():
                 await server.start()  # otherwise live at once, ready once the models are loaded
-            if self._settings.control == Control.POLL:
+            if settings.poll_seconds:
                 background.append(loop.create_task(repository.poll()))
             await asyncio.wait((asked, loading), return_when=asyncio.FIRST_COMPLETED)
             if loading.done():
@@ -81,8 +80,8 @@ class Server:
                 gc.enable()  # off since the start
                 ports = {name: port for server in servers for name, port in server.ports.items()}
                 _log.info("ready", extra={"grpc_port": None} | ports)
-                if self._settings.control == Control.NONE:
-                    _log.info("changes in %s are not watched: --control poll does so", repository.root)
+                if not settings.poll_seconds:
+                    _log.info("changes in %s are not watched: --poll-seconds does so", repository.root)
                 await asked
         finally:
             for task in background:

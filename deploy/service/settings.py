@@ -53,14 +53,6 @@ class Provider(StrEnum):
     CUDA = "cuda"
 
 
-class Control(StrEnum):
-    """Who decides what is loaded after the start."""
-
-    NONE = "none"  # serve what is there at the start
-    POLL = "poll"  # follow new, changed and removed versions and libraries
-    EXPLICIT = "explicit"  # clients load and unload models
-
-
 def _as_several(value: Any) -> Any:
     return (value,) if isinstance(value, str | Path) else value
 
@@ -68,7 +60,7 @@ def _as_several(value: Any) -> Any:
 S = TypeVar("S", bound=Section)
 _Sha256 = Annotated[str, StringConstraints(pattern=r"^[0-9a-fA-F]{64}$")]
 _Options = dict[str, str | bool | int | float]
-_PATHS = ("library", "library_folders", "tls_certificate", "tls_key", "token_file", "control_token_file")
+_PATHS = ("library", "library_folders", "tls_certificate", "tls_key", "token_file")
 
 
 class ModelSettings(Section):
@@ -153,19 +145,15 @@ class ServerSettings(Section):
     admin_port: int | None = Field(
         None, ge=0, le=65535, description="a port of this server alone, for probes and metrics"
     )
-    control: Control = Field(
-        Control.NONE, description="what loads models later: none, poll (the folder) or explicit (clients)"
+    poll_seconds: float = Field(
+        0.0, ge=0, description="follow new, changed and removed versions and libraries this often; 0: never"
     )
     strict: bool = Field(False, description="end at the start if a model cannot be loaded, not if all cannot")
-    poll_seconds: float = Field(1.0, gt=0)
     library_folders: tuple[Path, ...] = Field(
         (), description="folders to load libraries from, besides those of twinop's installation"
     )
     token_file: Path | None = Field(
         None, description="holds the token that clients must send; by default it is that in TWINOP_TOKEN"
-    )
-    control_token_file: Path | None = Field(
-        None, description="the token for listing, loading and unloading; by default that of token_file"
     )
     tls_certificate: Path | None = Field(None, description="a PEM file; needs its key too")
     tls_key: Path | None = Field(None, description="a PEM file")
@@ -195,11 +183,6 @@ class ServerSettings(Section):
             raise ValueError("TLS needs both tls_certificate and tls_key")
         if self.max_bytes_in_flight < (least := 4 * self.max_request_bytes):
             raise ValueError(f"max_bytes_in_flight must be at least {least}: four times max_request_bytes")
-        if self.control == Control.EXPLICIT and self.reuse_port:
-            raise ValueError(
-                "control explicit and reuse_port exclude each other: on a shared port a client cannot choose "
-                "the server that loads a model"
-            )
         return self
 
 

@@ -22,7 +22,7 @@ from twinop.deploy.service.protocol import pb
 from twinop.record.op_spec import DOMAIN, DOMAIN_VERSION
 
 NAME = "load"  # the model
-OPTIONS = ("--provider", "cpu", "--control", "poll", "--max-batch-size", "32")
+OPTIONS = ("--provider", "cpu", "--poll-seconds", "0.05", "--max-batch-size", "32")
 REST, GRPC = "REST", "gRPC"
 CLIENTS = 32
 _BROKEN_EACH = 4  # every fourth version is corrupt

@@ -196,7 +196,7 @@ def test_too_large_over_grpc(served: Served, stub: Any) -> None:
     assert error.value.code() is CODES.RESOURCE_EXHAUSTED and "larger than max" in error.value.details()
 
 
-@pytest.mark.parametrize("method", ["ModelInfer", "ModelMetadata", "RepositoryModelLoad"])
+@pytest.mark.parametrize("method", ["ModelInfer", "ModelMetadata"])
 def test_no_message_over_grpc(served: Served, stub: Any, method: str) -> None:
     before = served.metric("twinop_failures_total", reason="invalid")
     with (
@@ -238,21 +238,3 @@ def test_wrong_routes_and_methods(served: Served) -> None:
     assert served.ask("BREW", "/v2").status in (400, 405)
     for path in ("/v2/models/..%2f..%2fetc%2fpasswd", "/v2/models/%00", "/v2/models/%ff/infer"):
         assert served.ask("GET", path).status in (404, 405)
-
-
-def test_the_repository_extension_is_off(served: Served, stub: Any) -> None:
-    off = "loading and unloading models by request is off: start with --control explicit"
-    for path in ("models/relu/load", "models/relu/unload", "models/..%2e/unload"):
-        answer = served.ask("POST", f"/v2/repository/{path}")
-        assert (answer.status, answer.error) == (403, off)
-    for call, request in (
-        (stub.RepositoryModelLoad, pb.RepositoryModelLoadRequest(model_name="relu")),
-        (stub.RepositoryModelUnload, pb.RepositoryModelUnloadRequest(model_name="relu")),
-    ):
-        with pytest.raises(grpc.RpcError) as error:
-            call(request)
-        assert (error.value.code(), error.value.details()) == (CODES.PERMISSION_DENIED, off)
-    assert served.ask("GET", "/v2/models/relu/ready").status == 200  # nothing was unloaded
-    extensions = ["binary_tensor_data"]
-    assert served.ask("GET", "/v2").json["extensions"] == extensions
-    assert stub.ServerMetadata(pb.ServerMetadataRequest()).extensions == extensions

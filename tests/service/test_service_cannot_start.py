@@ -18,7 +18,7 @@ from service_rows import QUICK, ROW
 from twinop.deploy.service.addresses import AddressError
 from twinop.deploy.service.grpc_server import GrpcServer
 from twinop.deploy.service.limits import Budget
-from twinop.deploy.service.operations import Tokens
+from twinop.deploy.service.operations import Token
 from twinop.deploy.service.repository import Repository
 from twinop.deploy.service.rest import RestServer
 from twinop.deploy.service.settings import Settings, read_settings
@@ -37,9 +37,9 @@ def refused(models_folder: Path, **server: Any) -> str:
     repository = Repository(models_folder, settings)
 
     async def start() -> None:
-        tokens = Tokens(settings.server)
-        RestServer(repository, Budget(1), tokens)
-        server = GrpcServer(repository, Budget(1), tokens)
+        token = Token(settings.server)
+        RestServer(repository, Budget(1), token)
+        server = GrpcServer(repository, Budget(1), token)
         await server.start()
         await server.drain(0)  # a server that listens would keep the test
 
@@ -95,12 +95,12 @@ def test_no_model(tmp_path: Path, name: str, said: str, monkeypatch: pytest.Monk
     assert refusal_of(folder / name).startswith(f"error: {folder / name}: {said}. Expected ")
 
 
-@pytest.mark.parametrize("control, may_come_later", [("none", False), ("poll", True), ("explicit", True)])
+@pytest.mark.parametrize("poll_seconds, may_come_later", [(0, False), (1, True)])
 def test_settings_of_a_model_that_is_not_there(
-    one_model: Path, control: str, may_come_later: bool, caplog: pytest.LogCaptureFixture
+    one_model: Path, poll_seconds: int, may_come_later: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     (one_model / "twinop.toml").write_text(
-        f'[server]\ncontrol = "{control}"\n[models.rellu]\nmax_queue = 1\n'
+        f"[server]\npoll_seconds = {poll_seconds}\n[models.rellu]\nmax_queue = 1\n"
     )
     repository = Repository(one_model, read_settings(one_model / "twinop.toml", {}))
     said = "there are settings [models.rellu], but no model 'rellu'; models: relu"

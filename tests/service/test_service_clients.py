@@ -12,7 +12,6 @@ import service_models as models
 import tritonclient.grpc as triton_grpc
 import tritonclient.http as triton_http
 from service_fixtures import Served, serve
-from tritonclient.grpc import service_pb2 as pb
 from tritonclient.utils import InferenceServerException
 
 DATATYPES = list(models.ELEMENTS)
@@ -24,7 +23,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     for datatype in DATATYPES:
         models.place(folder, f"id_{datatype.lower()}", models.identity(datatype))
     models.place(folder, "relu", models.relu())
-    with serve(folder, "--control", "explicit") as server:
+    with serve(folder) as server:
         yield server
 
 
@@ -110,32 +109,15 @@ def test_curl(served: Served) -> None:
         ]
 
 
-# -------------------------------------------------------------------------------- loading and unloading
-
-
-def test_a_model_s_life(client: Any, served: Served) -> None:
+def test_health_and_the_list_of_models(client: Any, served: Served) -> None:
     assert client.is_server_live() and client.is_server_ready() and client.is_model_ready("relu", "1")
-
-    def index() -> tuple[str, str]:
-        [found] = [each for each in listed(client, ready=False) if each["name"] == "id_int8"]
-        assert ("id_int8" in {each["name"] for each in listed(client, ready=True)}) == (
-            found["state"] == "READY"
-        )
-        return found["state"], found.get("reason", "")
-
-    def listed(client: Any, ready: bool) -> list[dict[str, Any]]:
-        """tritonclient's methods have no `ready`."""
-        if isinstance(client, triton_grpc.InferenceServerClient):
-            request = pb.RepositoryIndexRequest(ready=ready)
-            found = client._client_stub.RepositoryIndex(request)
-            return [{name.name: value for name, value in each.ListFields()} for each in found.models]
-        models: list[dict[str, Any]] = served.ask("POST", "/v2/repository/index", {"ready": ready}).json
-        return models
-
-    assert index() == ("READY", "")
-    client.unload_model("id_int8")
-    assert index() == ("UNAVAILABLE", "not loaded")
-    with pytest.raises(InferenceServerException, match="parameters are not taken"):
-        client.load_model("id_int8", config="{}")
-    client.load_model("id_int8")
-    assert index() == ("READY", "") and client.is_model_ready("id_int8")
+    listed = client.get_model_repository_index()
+    found = (
+        [(each.name, each.state) for each in listed.models]
+        if hasattr(listed, "models")
+        else [(each["name"], each["state"]) for each in listed]
+    )
+    assert ("id_int8", "READY") in found and len(found) == len(DATATYPES) + 1
+    with pytest.raises(InferenceServerException):
+        client.unload_model("relu")
+    assert client.is_model_ready("relu")

@@ -27,7 +27,7 @@ from twinop.deploy.service.addresses import AddressError, grpc_credentials
 from twinop.deploy.service.errors import ServiceError
 from twinop.deploy.service.folders import scan
 from twinop.deploy.service.instance import without_paths
-from twinop.deploy.service.operations import Tokens
+from twinop.deploy.service.operations import Token
 from twinop.deploy.service.protocol import pb
 from twinop.deploy.service.repository import Repository
 from twinop.deploy.service.settings import ServerSettings, Settings, SettingsError, read_settings
@@ -109,7 +109,7 @@ def test_the_server_s_own_files(tmp_path: Path, make: Callable[[Path], Any]) -> 
     with pytest.raises(SettingsError, match="file: cannot be read"):
         read_settings(file, {})
     with pytest.raises(SettingsError, match="token's file .* cannot be read"):
-        Tokens(ServerSettings(token_file=file))
+        Token(ServerSettings(token_file=file))
     with pytest.raises(AddressError, match="TLS cannot be set up"):
         grpc_credentials(ServerSettings(tls_certificate=file, tls_key=file))
 
@@ -146,7 +146,7 @@ def test_following_goes_on_with_few_words(
 
     monkeypatch.setattr(repository_module, "load", slowly)
     monkeypatch.setattr(repository_module, "PATIENCE_SECONDS", 0.01)
-    settings = Settings(server={"control": "poll", "poll_seconds": 0.01}, model={"provider": "cpu"})
+    settings = Settings(server={"poll_seconds": 0.01}, model={"provider": "cpu"})
 
     async def test() -> None:
         repository = Repository(tmp_path, settings)
@@ -185,7 +185,7 @@ SERVER_TEXT = b"""[server]
 host = "127.0.0.1"
 http_port = 8000
 library_folders = ["a", "b/c"]
-control = "poll"
+poll_seconds = 0.5
 grace_seconds = 2.5
 reuse_port = true
 [policy]

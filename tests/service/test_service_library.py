@@ -79,7 +79,7 @@ def test_a_library_that_is_replaced_under_load(tmp_path: Path) -> None:
     minus, plus = c_library("plain_c").read_bytes(), c_library("plain_c", "-DSIGN=1").read_bytes()
     library.write_bytes(minus)
     (tmp_path / "models" / "twinop.toml").write_text(
-        "[server]\npoll_seconds = 0.05\ncontrol = 'poll'\nlibrary_folders = ['../libs']"
+        "[server]\npoll_seconds = 0.05\nlibrary_folders = ['../libs']"
     )
     answers: list[tuple[int, Any]] = []
     with serve(tmp_path / "models", *QUICK) as served:

@@ -138,8 +138,7 @@ def test_an_unknown_policy_is_refused(tmp_path: Path) -> None:
 
 def test_the_folder_is_followed_only_if_asked(tmp_path: Path) -> None:
     service_models.place(tmp_path, "m", service_models.relu())
-    (tmp_path / "twinop.toml").write_text("[server]\npoll_seconds = 0.02")
-    said = f"changes in {tmp_path} are not watched: --control poll does so"
+    said = f"changes in {tmp_path} are not watched: --poll-seconds does so"
     with serve(tmp_path, *QUICK) as served:
         wait_until(lambda: any(line["message"] == said for line in served.log))
         service_models.place(tmp_path, "m", service_models.mlp(4, 4), version=2)

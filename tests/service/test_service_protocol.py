@@ -33,7 +33,7 @@ def served(tmp_path_factory: pytest.TempPathFactory, held_file: Path) -> Iterato
     models.place(folder, "two_outputs", models.two_outputs())
     models.place(folder, "log", models.log())
     models.place(folder, "held", models.relu())
-    with serve(folder, "--control", "explicit", program=held(runs=held_file)) as server:
+    with serve(folder, program=held(runs=held_file)) as server:
         yield server
 
 
@@ -93,10 +93,7 @@ def test_metadata(served: Served) -> None:
     assert metadata["inputs"] == [{"name": "x", "datatype": "FP32", "shape": [-1, 4]}]
     assert metadata["outputs"] == [{"name": "y", "datatype": "FP32", "shape": [-1, 4]}]
     assert metadata["parameters"]["custom_nodes"] == "CustomRelu x1"
-    assert served.ask("GET", "/v2").json["extensions"] == [
-        "binary_tensor_data",
-        "model_repository",
-    ]
+    assert served.ask("GET", "/v2").json["extensions"] == ["binary_tensor_data"]
     assert "relu" in served.ask("GET", "/v2/models").json["models"]
 
 

@@ -9,33 +9,11 @@ import pytest
 from service_models import place, relu
 
 from twinop.deploy.service import repository
-from twinop.deploy.service.errors import NOT_FOUND, ServiceError
 from twinop.deploy.service.repository import Repository
-from twinop.deploy.service.settings import Control, ModelSettings, ServerSettings, Settings
+from twinop.deploy.service.settings import Settings
 from twinop.deploy.service.version import LoadedModel
 
-EXPLICIT = Settings(server=ServerSettings(control=Control.EXPLICIT), model=ModelSettings(provider="cpu"))
-
-
-def test_with_explicit_control_a_folder_may_be_empty_at_first(tmp_path: Path) -> None:
-    async def test() -> None:
-        models = Repository(tmp_path, EXPLICIT)
-        await models.load_all()
-        assert not models.why_not_ready() and await models.index() == []
-        with pytest.raises(ServiceError) as caught:
-            await models.load_by_request("m")
-        assert caught.value.failure is NOT_FOUND
-        place(tmp_path.parent, "outside", relu())
-        for name in ("../outside", "..", ".", "", str(tmp_path.parent / "outside"), "outside\0"):
-            for asked in (models.load_by_request, models.unload_by_request):
-                with pytest.raises(ServiceError, match="there is no model"):
-                    await asked(name)
-        place(tmp_path, "m", relu())
-        await models.load_by_request("m")
-        assert models.find("m").loaded.version == 1
-        await models.close()
-
-    asyncio.run(test())
+SETTINGS = Settings(server={"poll_seconds": 0.01}, model={"provider": "cpu"})
 
 
 def test_a_load_that_takes_long_delays_no_other_model(
@@ -48,19 +26,19 @@ def test_a_load_that_takes_long_delays_no_other_model(
         return load(where, *arguments)
 
     monkeypatch.setattr(repository, "load", slow)
+    monkeypatch.setattr(repository, "PATIENCE_SECONDS", 0.01)
 
     async def test() -> None:
-        models = Repository(tmp_path, EXPLICIT)
-        await models.load_all()
+        models = Repository(tmp_path, SETTINGS)
         for name in ("long", "short"):
             place(tmp_path, name, relu())
-        long = asyncio.create_task(models.load_by_request("long"))
-        while not any(each["state"] == "LOADING" for each in await models.index()):
+        loading = asyncio.create_task(models.load_all())
+        while "short" not in models.models:
             await asyncio.sleep(0.01)
-        await models.load_by_request("short")
-        assert not long.done() and list(models.models) == ["short"]
+        states = {each["name"]: each["state"] for each in models.index()}
+        assert states == {"long": "LOADING", "short": "READY"} and models.why_not_ready()
         held.set()
-        await long
+        await loading
         await models.close()
 
     asyncio.run(asyncio.wait_for(test(), 120))
@@ -77,9 +55,8 @@ def test_sessions_are_freed_on_another_thread(tmp_path: Path, monkeypatch: pytes
     place(tmp_path, "m", relu())
 
     async def test() -> None:
-        models = Repository(tmp_path, EXPLICIT)
+        models = Repository(tmp_path, SETTINGS)
         await models.load_all()
-        await models.unload_by_request("m")
         await models.close()
 
     asyncio.run(test())

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from twinop.deploy.service.settings import Control, Provider, Settings, SettingsError, read_settings
+from twinop.deploy.service.settings import Provider, Settings, SettingsError, read_settings
 
 SHA = "0123456789abcdef" * 4
 
@@ -17,7 +17,7 @@ def written(folder: Path, text: str) -> Path:
 
 def test_without_a_file_everything_has_a_default() -> None:
     settings = read_settings(None, {})
-    assert settings.server.host == "127.0.0.1" and settings.server.control is Control.NONE
+    assert settings.server.host == "127.0.0.1" and settings.server.poll_seconds == 0
     model = settings.for_model("any")
     assert model.max_batch_size == 0 and model.provider is Provider.AUTO and not model.allow_fallback
 

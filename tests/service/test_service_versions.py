@@ -3,7 +3,6 @@
 import asyncio
 import os
 import shutil
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -23,7 +22,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     broken_version(root, "older", 2)
     for version in (1, 2):
         place(root, "all", scaled(version), version, settings='versions = "all"')
-    (root / "twinop.toml").write_text("[server]\ncontrol = 'poll'\npoll_seconds = 0.05")
+    (root / "twinop.toml").write_text("[server]\npoll_seconds = 0.05")
     with serve(root, *QUICK, "--allow-model-libraries") as found:
         yield found
 
@@ -140,33 +139,11 @@ def test_a_folder_that_is_away_for_a_moment_changes_nothing(served: Served) -> N
     assert y_of(served, "older") == [-1, 2, -3, 4]
 
 
-def test_load_and_unload_by_request(tmp_path: Path) -> None:
-    (tmp_path / "twinop.toml").write_text("[server]\ncontrol = 'poll'\npoll_seconds = 0.05")
-    place(tmp_path, "m", scaled(1))
-    with serve(tmp_path, *QUICK, "--control", "explicit") as served:
-        place(tmp_path, "m", scaled(2), version=2)
-        time.sleep(0.3)
-        assert y_of(served, "m") == [-1, 2, -3, 4]  # changes in the folder are not followed
-        assert served.ask("POST", "/v2/repository/models/m/load").status == 200
-        assert y_of(served, "m") == [-2, 4, -6, 8]
-        assert served.ask("POST", "/v2/repository/models/m/unload").status == 200
-        assert served.infer("m", ROW).status == 404
-        assert served.ask("POST", "/v2/repository/models/m/unload").status == 404
-        assert served.ask("POST", "/v2/repository/models/none/load").status == 404
-        assert served.ask("POST", "/v2/repository/models/m/load").status == 200
-        assert y_of(served, "m") == [-2, 4, -6, 8]
-        (tmp_path / "broken").mkdir()
-        (tmp_path / "broken" / "model.onnx").write_bytes(b"no")
-        answer = served.ask("POST", "/v2/repository/models/broken/load")
-        assert answer.status == 503 and "could not be loaded" in answer.error
-        assert str(tmp_path) not in answer.error
-
-
 def test_no_request_is_lost_or_wrong_while_versions_are_swapped(tmp_path: Path) -> None:
     """TWINOP_SOAK=200000 makes a soak of it, which counts the server's open files, too."""
     requests = int(os.environ.get("TWINOP_SOAK", "2500"))
     service_load.write_version(tmp_path, 1)
-    (tmp_path / "twinop.toml").write_text("[server]\ncontrol = 'poll'\npoll_seconds = 0.05")
+    (tmp_path / "twinop.toml").write_text("[server]\npoll_seconds = 0.05")
     with serve(tmp_path, *service_load.OPTIONS) as served:
         before = served.files
         run = service_load.swapped_under_load(served, tmp_path, requests, 0.5)
