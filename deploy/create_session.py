@@ -23,7 +23,7 @@ from .inference_session import Session
 from .node_providers import Profile
 from .registration import SealedLibrary, register
 
-_OLDEST = (1, 18)  # the C API that the libraries are compiled for
+_OLDEST = (1, 20)  # it takes bfloat16 from Python; the libraries need the C API of 1.18
 _STAYS_INSIDE = (1, 27)  # it refuses external data outside of the model's folder, in sparse tensors too
 _CPU = "CPUExecutionProvider"
 PROVIDERS: dict[str, "list[Provider] | None"] = {"auto": None, "cpu": [_CPU], "cuda": [cuda.CUDA, _CPU]}
@@ -202,8 +202,8 @@ def _onnxruntime() -> Any:
         ) from error
     if version_numbers(onnxruntime.__version__) < _OLDEST:
         raise ProviderError(
-            f"onnxruntime {onnxruntime.__version__} is too old, custom ops need 1.18 or newer. "
-            "pip install 'onnxruntime>=1.18' (or onnxruntime-gpu)"
+            f"onnxruntime {onnxruntime.__version__} is too old: twinop.deploy needs 1.20 or newer. "
+            "pip install 'onnxruntime>=1.20' (or onnxruntime-gpu)"
         )
     return onnxruntime
 

@@ -1,4 +1,4 @@
-"""Runs sessions with numpy arrays, torch tensors or OrtValues; the outputs are of the same kind."""
+"""Runs sessions with numpy arrays or torch tensors; the outputs are of the same kind."""
 
 import sys
 from collections import Counter
@@ -8,12 +8,12 @@ from typing import Any
 
 import numpy as np
 
-from twinop.record.dtypes import dtype_name, element_type, is_foreign_to_numpy
+from twinop.record.dtypes import is_foreign_to_numpy
 
 from .custom_nodes import Model, nodes_of_graph
 from .errors import FeedError, RunError
 from .node_providers import NodeRun, Profile
-from .ort_calls import guarded, require_numbers, to_numpy
+from .ort_calls import guarded, to_numpy
 from .registration import SealedLibrary
 from .tensor_specs import RIGHT_PADDED, Spec, kind_of, missing_inputs, unknown_name, wrong_arguments
 
@@ -94,14 +94,14 @@ class Session:
         """Runs the model once.
 
         Args:
-            feeds: the inputs by name, all of one kind: numpy arrays (bfloat16 and 8-bit floats as ml_dtypes),
-                torch tensors, or OrtValues. Torch tensors are read in place, on the CPU or on the session's
+            feeds: the inputs by name, all of one kind: numpy arrays (bfloat16 and 8-bit floats as ml_dtypes)
+                or torch tensors. Torch tensors are read in place, on the CPU or on the session's
                 GPU. Tensors that are not contiguous are copied first. Inputs with a default in the model may
                 be left out.
             outputs: the names of the outputs to return. Default: all. With torch tensors it may be a dict of
                 contiguous tensors, into which the run writes. One of them may be an input, such as a cache,
                 if one node writes it and no other reads it: it is then not copied.
-            options: an `onnxruntime.RunOptions`, for numpy arrays and OrtValues. `options.terminate = True`
+            options: an `onnxruntime.RunOptions`, for numpy arrays. `options.terminate = True`
                 in another thread ends the run after its current node.
 
         Returns:
@@ -120,15 +120,12 @@ class Session:
         torch = sys.modules.get("torch")
         if torch is not None and isinstance(first, torch.Tensor):
             if options is not None:
-                raise FeedError("run options are for numpy arrays and OrtValues, not for torch tensors")
+                raise FeedError("run options are for numpy arrays, not for torch tensors")
             runner = self._tensors or self._tensor_runner()
             return runner.run(feeds, outputs if isinstance(outputs, Mapping) else dict.fromkeys(names))
         if isinstance(outputs, Mapping):
             raise FeedError("output tensors need torch tensors as inputs: pass a list of output names")
-        options = options or self._options
-        if isinstance(first, self._module.OrtValue):
-            return self._run_values(feeds, names, options)
-        return self.run_checked(self._checked_arrays(feeds), names, options)
+        return self.run_checked(self._checked_arrays(feeds), names, options or self._options)
 
     def check(self, feeds: Mapping[str, Any], outputs: Sequence[str] | None = None) -> list[str]:
         """Checks the numpy arrays of a run as `run` does, and returns the names of its outputs."""
@@ -215,7 +212,6 @@ class Session:
 
     def _run_foreign(self, arrays: Mapping[str, Any], names: list[str], options: Any) -> dict[str, Any]:
         """Runs with OrtValues on the arrays' memory: ONNX Runtime does not convert all dtypes from numpy."""
-        require_numbers(self._module)
         make = self._module.OrtValue
         values = {}
         for name, array in arrays.items():
@@ -232,30 +228,8 @@ class Session:
                 values[name] = make.ortvalue_from_numpy_with_onnx_type(bits, spec.element)
             else:
                 values[name] = make.ortvalue_from_numpy(array)
-        found = self._run_ort_values(values, names, options)
-        return {name: to_numpy(value, self.outputs[name]) for name, value in found.items()}
-
-    # -------------------------------------------------------------------------------- OrtValue
-
-    def _run_values(self, feeds: Mapping[str, Any], names: list[str], options: Any) -> dict[str, Any]:
-        values = {}
-        for name, value in feeds.items():
-            spec = self._spec(name)
-            if not isinstance(value, self._module.OrtValue):
-                raise FeedError(f"input {name} is {kind_of(value)} and others are OrtValues: give one kind")
-            if spec.element is not None and (
-                value.data_type() != spec.type or not spec.accepts(value.shape())
-            ):
-                element = element_type(value.data_type())
-                raise spec.mismatch(dtype_name(element) if element else value.data_type(), value.shape())
-            if spec.right_padded and value.device_name().lower() == "cpu":
-                spec.require_right_padded(to_numpy(value, spec))
-            values[name] = value
-        return self._run_ort_values(values, names, options)
-
-    def _run_ort_values(self, values: Mapping[str, Any], names: list[str], options: Any) -> dict[str, Any]:
         found = guarded(self.ort.run_with_ort_values, names, values, options)
-        return dict(zip(names, found, strict=True))
+        return {name: to_numpy(each, self.outputs[name]) for name, each in zip(names, found, strict=True)}
 
 
 def _same(given: np.dtype, wanted: np.dtype) -> bool:

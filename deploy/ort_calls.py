@@ -6,7 +6,6 @@ from typing import Any
 
 import numpy as np
 
-from twinop.installation import version_numbers
 from twinop.record.dtypes import is_foreign_to_numpy
 
 from .errors import RunError
@@ -25,20 +24,6 @@ def guarded(call: Callable[..., Any], *arguments: Any) -> Any:
         text = str(error)
         _, found, status = text.partition("Status Message: ")
         raise RunError(status if found else text, type(error).__name__) from error
-
-
-def takes_numbers(module: Any) -> bool:
-    """Returns whether this ONNX Runtime binds buffers with ONNX's type numbers, not with numpy's types."""
-    return version_numbers(module.__version__) >= (1, 20)
-
-
-def require_numbers(module: Any) -> None:
-    """Raises RunError if this ONNX Runtime cannot take types that numpy lacks."""
-    if not takes_numbers(module):
-        raise RunError(
-            f"onnxruntime {module.__version__} takes no bfloat16 or 8-bit float feeds from Python: use 1.20 "
-            "or newer"
-        )
 
 
 def to_numpy(value: Any, spec: Spec) -> np.ndarray:

@@ -22,7 +22,6 @@ from .create_session import plain_options, without_optimizations
 from .create_session import session as open_session
 from .custom_nodes import Model, load_model
 from .errors import RunError
-from .ort_calls import takes_numbers
 from .ort_process import SERVER, Endless, OrtCrash
 
 _PACKED = {"float4_e2m1fn", "int2", "int4", "uint2", "uint4"}
@@ -213,7 +212,7 @@ def _with_weights(parts: Parts, options: ort.SessionOptions) -> tuple[Model, lis
         element = onnx.helper.np_dtype_to_tensor_dtype(array.dtype)
         if not is_foreign_to_numpy(element):
             values[name] = make.ortvalue_from_numpy(array)
-        elif takes_numbers(ort) and array.dtype.name not in _PACKED:
+        elif array.dtype.name not in _PACKED:
             bits = array.view(f"u{array.itemsize}")
             values[name] = make.ortvalue_from_numpy_with_onnx_type(bits, element)
         else:

@@ -174,11 +174,9 @@ def wrong_arguments(feeds: Any, outputs: Any, inputs: Mapping[str, Spec]) -> Fee
     """Returns the error for a run without a dict of inputs or a list of output names."""
     example = ", ".join(f'"{name}": {name}' for name in inputs)
     given = " and ".join(kind_of(value) for value in (feeds, outputs) if value is not None)
-    reversed_order = isinstance(outputs, Mapping) and not isinstance(feeds, Mapping)
-    hint = "; onnxruntime's own run has the outputs first, this one the inputs" if reversed_order else ""
     return FeedError(
         f"run takes a dict of the inputs by name and, if wanted, a list of output names: "
-        f"run({{{example}}}); given: {given or 'nothing'}{hint}"
+        f"run({{{example}}}); given: {given or 'nothing'}"
     )
 
 

@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from twinop.record.dtypes import to_array, to_tensor, torch_name
 
 from .errors import FeedError, RunError
-from .ort_calls import NOWHERE, guarded, require_numbers, takes_numbers, to_numpy
+from .ort_calls import NOWHERE, guarded, to_numpy
 from .tensor_specs import Spec, kind_of, unknown_name
 
 # ONNX Runtime's own CUDA kernels load 16 bytes at a time without checking the alignment.
@@ -36,8 +36,6 @@ class TensorRunner:
     """Runs one `inference_session.Session`, which imports this module late, on torch tensors."""
 
     def __init__(self, session: Any, inner: Any, cuda_graph: bool) -> None:
-        if session.foreign:
-            require_numbers(onnxruntime)
         self._inner = inner
         self._inputs = session.inputs
         self._outputs = session.outputs
@@ -54,10 +52,7 @@ class TensorRunner:
         self._dtypes = {
             name: getattr(torch, spec.dtype, None) for name, spec in (self._inputs | self._outputs).items()
         }
-        self._elements = {
-            name: spec.element if takes_numbers(onnxruntime) else spec.numpy_dtype
-            for name, spec in (self._inputs | self._outputs).items()
-        }
+        self._elements = {name: spec.element for name, spec in (self._inputs | self._outputs).items()}
         self._shapes: dict[str, Any] = {
             name: spec.sources(session.required) for name, spec in self._outputs.items()
         }
@@ -131,10 +126,9 @@ class TensorRunner:
         spec = self._inputs.get(name)
         if spec is None:
             raise unknown_name("input", name, self._inputs)
-        if tensor.is_nested:
-            raise FeedError(f"input {name} is nested: pass torch.nested.to_padded_tensor({name}, 0.0)")
-        if tensor.layout is not torch.strided:
-            raise FeedError(f"input {name} is sparse ({tensor.layout}): pass {name}.to_dense()")
+        if tensor.is_nested or tensor.layout is not torch.strided:
+            kind = "nested" if tensor.is_nested else f"sparse ({tensor.layout})"
+            raise FeedError(f"input {name} is {kind}: pass a dense tensor")
         if tensor.dtype is not self._dtypes[name] or not spec.accepts(tensor.shape):
             raise spec.mismatch(torch_name(tensor.dtype), tensor.shape)
         if type(tensor) is not torch.Tensor and (

@@ -15,13 +15,13 @@ from .datatypes import (
     Datatype,
     count,
     from_bytes,
+    integers,
     named,
     text_array,
     to_bytes,
     version_number,
 )
 from .errors import TOO_LARGE, ServiceError, invalid
-from .json_tensors import integers
 from .protocol import pb
 from .request import MOST_TENSORS, Request, Result, check_names
 

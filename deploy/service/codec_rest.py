@@ -7,14 +7,47 @@ from typing import Any
 
 import numpy as np
 import orjson
+from pydantic import NonNegativeInt, TypeAdapter, ValidationError
+from typing_extensions import NotRequired, TypedDict
 
-from .datatypes import OF_DTYPE, from_bytes, named, shown, to_bytes, version_number
+from .datatypes import OF_DTYPE, from_bytes, from_json, named, shown, to_bytes, to_json, version_number
 from .errors import TOO_LARGE, ServiceError, invalid
-from .json_tensors import from_json, to_json
 from .limits import Limit
 from .request import MOST_TENSORS, Request, Result, check_names
 
 HEADER_LENGTH = "inference-header-content-length"
+
+
+class _Parameters(TypedDict, total=False):
+    """Those of a request or a tensor. Others are ignored."""
+
+    binary_data_output: bool
+    binary_data: bool
+    binary_data_size: NonNegativeInt
+    timeout: Any
+    shared_memory_region: Any
+    classification: Any
+
+
+class _Output(TypedDict):
+    name: str
+    parameters: NotRequired[_Parameters | None]
+
+
+class _Input(_Output):
+    datatype: str
+    shape: list[Any]
+    data: NotRequired[Any]
+
+
+class _Body(TypedDict):
+    inputs: list[_Input]
+    outputs: NotRequired[list[_Output] | None]
+    id: NotRequired[str | None]
+    parameters: NotRequired[_Parameters | None]
+
+
+_BODY = TypeAdapter(_Body)
 
 
 @dataclass(slots=True)
@@ -52,11 +85,18 @@ def decode(
         raise json.exceeded()
     view = memoryview(body)
     content = _parsed(view[:length])
-    if not isinstance(content, dict):
-        raise invalid('the request must be a JSON object with "inputs"')
-    parameters = _object(content, "parameters", "the request")
-    form = AnswerFormat(_id(content), _flag(parameters, "binary_data_output", "the request"))
-    inputs, rest = _inputs(content, most, view[length:], HEADER_LENGTH in headers)
+    parameters = content.get("parameters") or {}
+    form = AnswerFormat(content.get("id"), parameters.get("binary_data_output", False))
+    outputs = content.get("outputs") or []
+    check_names("output", [each["name"] for each in outputs], most)
+    for each in outputs:
+        asked = each.get("parameters") or {}
+        refuse_extensions(f"output {each['name']}", asked)
+        form.outputs[each["name"]] = asked.get("binary_data", form.binary)
+    check_names("input", [each["name"] for each in content["inputs"]], most)
+    inputs, rest = {}, view[length:]
+    for tensor in content["inputs"]:
+        inputs[tensor["name"]], rest = _input(tensor, rest, HEADER_LENGTH in headers)
     if len(rest):
         raise invalid(
             f"{len(rest)} bytes follow the last binary input: binary_data_size must add up to the body"
@@ -64,7 +104,7 @@ def decode(
     return Request(
         model=model,
         inputs=inputs,
-        outputs=_outputs(content, most, form),
+        outputs=tuple(form.outputs) or None,
         version=version_number(model, version),
         id=form.id or "",
         deadline=deadline(parameters.get("timeout"), arrived),
@@ -103,9 +143,14 @@ def _header_length(headers: Mapping[str, str], whole: int) -> int:
     return int(given)
 
 
-def _parsed(text: memoryview) -> Any:
+def _parsed(text: memoryview) -> _Body:
     try:
-        return orjson.loads(text)
+        return _BODY.validate_python(orjson.loads(text), strict=True)
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        where = ".".join(map(str, first["loc"])) or "the request"
+        given = "" if first["type"] == "missing" else f", not {shown(first['input'])}"
+        raise invalid(f"{where}: {first['msg']}{given}") from None
     except orjson.JSONDecodeError as error:
         said = f"invalid JSON: {error}"
     content = bytes(text)
@@ -116,85 +161,22 @@ def _parsed(text: memoryview) -> Any:
     raise invalid(said)
 
 
-def _object(holder: dict[str, Any], key: str, where: str) -> dict[str, Any]:
-    value = holder.get(key)
-    if value is None:
-        return {}
-    if not isinstance(value, dict):
-        raise invalid(f"{where}: {key} must be a JSON object, not {shown(value)}")
-    return value
-
-
-def _list(holder: dict[str, Any], key: str, most: int) -> list[dict[str, Any]]:
-    value = holder.get(key)
-    if not isinstance(value, list):
-        said = f"not {shown(value)}" if key in holder else "it is missing"
-        raise invalid(f'"{key}" must be a list of tensors: {said}')
-    for each in value:
-        if not isinstance(each, dict) or not isinstance(each.get("name"), str):
-            raise invalid(f'"{key}" must hold objects with a "name", not {shown(each)}')
-    check_names(key.removesuffix("s"), [each["name"] for each in value], most)
-    return value
-
-
-def _id(content: dict[str, Any]) -> str | None:
-    given = content.get("id")
-    if given is None or isinstance(given, str):
-        return given
-    raise invalid(f'"id" must be a string, not {shown(given)}')
-
-
-def _flag(parameters: dict[str, Any], key: str, where: str, default: bool = False) -> bool:
-    value = parameters.get(key, default)
-    if not isinstance(value, bool):
-        raise invalid(f"{where}: parameter {key} must be true or false, not {shown(value)}")
-    return value
-
-
-def _outputs(content: dict[str, Any], most: int, form: AnswerFormat) -> tuple[str, ...] | None:
-    if content.get("outputs") in (None, []):
-        return None
-    for each in _list(content, "outputs", most):
-        name = each["name"]
-        parameters = _object(each, "parameters", f"output {name}")
-        refuse_extensions(f"output {name}", parameters)
-        form.outputs[name] = _flag(parameters, "binary_data", f"output {name}", form.binary)
-    return tuple(form.outputs)
-
-
-def _inputs(
-    content: dict[str, Any], most: int, binary: memoryview, has_length: bool
-) -> tuple[dict[str, np.ndarray], memoryview]:
-    """Return the tensors, and the binary data that no tensor used."""
-    inputs: dict[str, np.ndarray] = {}
-    for each in _list(content, "inputs", most):
-        name = each["name"]
-        kind, shape = named(name, each.get("datatype")), each.get("shape")
-        if not isinstance(shape, list):
-            raise invalid(f"input {name}: shape must be a list of whole numbers, not {shown(shape)}")
-        parameters = _object(each, "parameters", f"input {name}")
-        refuse_extensions(f"input {name}", parameters)
-        size = parameters.get("binary_data_size")
-        if size is None:
-            if "data" not in each:
-                raise invalid(f"input {name} has neither data nor binary_data_size")
-            inputs[name] = from_json(name, kind, shape, each["data"])
-            continue
-        if "data" in each:
-            raise invalid(f"input {name} has both data and binary_data_size: send one of them")
-        if type(size) is not int or size < 0:
-            raise invalid(f"input {name}: binary_data_size must be a number of bytes, not {shown(size)}")
-        if not has_length:
-            raise invalid(
-                f"input {name} has a binary_data_size, but Inference-Header-Content-Length is missing"
-            )
-        if size > len(binary):
-            raise invalid(
-                f"input {name}: binary_data_size is {size}, but only {len(binary)} bytes are left of the body"
-            )
-        inputs[name] = from_bytes(name, kind, shape, binary[:size])
-        binary = binary[size:]
-    return inputs, binary
+def _input(tensor: _Input, binary: memoryview, has_length: bool) -> tuple[np.ndarray, memoryview]:
+    """Return a tensor, and the binary data that is left for the next ones."""
+    name, shape, parameters = tensor["name"], tensor["shape"], tensor.get("parameters") or {}
+    kind, size = named(name, tensor["datatype"]), parameters.get("binary_data_size")
+    refuse_extensions(f"input {name}", parameters)
+    if (size is None) == ("data" not in tensor):
+        raise invalid(f"input {name} needs either data or binary_data_size")
+    if size is None:
+        return from_json(name, kind, shape, tensor["data"]), binary
+    if not has_length:
+        raise invalid(f"input {name} has a binary_data_size, but Inference-Header-Content-Length is missing")
+    if size > len(binary):
+        raise invalid(
+            f"input {name}: binary_data_size is {size}, but only {len(binary)} bytes are left of the body"
+        )
+    return from_bytes(name, kind, shape, binary[:size]), binary[size:]
 
 
 # -------------------------------------------------------------------------------- answers

@@ -1,10 +1,7 @@
 """Load models at the start, follow changes on disk, and swap versions without a gap."""
 
 import asyncio
-import contextvars
 import logging
-import time
-from collections import defaultdict
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
@@ -15,7 +12,7 @@ from twinop.errors import TwinopError
 
 from . import metrics
 from .errors import NOT_FOUND, NOT_READY, ServiceError
-from .folders import ModelFolder, Stamp, VersionFolder, scan
+from .folders import ModelFolder, Stamp, scan
 from .instance import without_paths
 from .loading import load
 from .newer_python import StrEnum
@@ -56,12 +53,10 @@ class Repository:
         self.root = root.absolute()
         self.settings = settings
         self.draining = False
-        self.started = time.time()
         self.broken = ""  # why nothing more can be run in this process
         self.on_broken: Callable[[], None] = lambda: None
         self.models: dict[str, dict[int, ServedVersion]] = {}
         self._known: dict[str, dict[int, _Known]] = {}
-        self._locks: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)  # by model
         self._closing: set[asyncio.Task[None]] = set()
         self._following: dict[str, asyncio.Task[list[str]]] = {}  # by model
         self._followed: dict[str, dict[int, Stamp]] = {}  # by model, its files when it was last followed
@@ -183,7 +178,10 @@ class Repository:
             await self._in_turn([each for each in whole if each.stamps != self._followed.get(each.name)])
             gone = self._known.keys() - folders.keys()
             for name in (gone & missing) - self._following.keys():
-                await self._remove(name)
+                for number in list(self._known[name]):
+                    self._retire(name, number)
+                for of_models in (self._known, self._followed, self.models):
+                    of_models.pop(name, None)
             before, missing = folders, gone
 
     async def _scan(self) -> dict[str, ModelFolder]:
@@ -196,51 +194,47 @@ class Repository:
         A new version takes over once it is loaded and warm. If it cannot be loaded, the old one stays; if
         there is none, the newest of the other versions that loads is served.
         """
-        async with self._locks[folder.name]:
-            known = self._known.setdefault(folder.name, {})
-            self._followed[folder.name] = folder.stamps
-            try:
-                settings = await asyncio.to_thread(folder.settings, self.settings)
-                wanted = folder.wanted(settings.versions)
-            except TwinopError as error:
-                self._refuse(folder, error)
-                return [str(error)]
-            problems: list[str] = []
-            for version in sorted(wanted, reverse=True):
-                problems += await self._load_if_new(folder, version, settings)
-            if all(known[version].state == State.READY for version in wanted):  # otherwise the old ones stay
-                for version in known.keys() - wanted.keys():
-                    self._retire(folder.name, version)
-            for version in sorted(folder.versions.keys() - wanted.keys(), reverse=True):
-                if not self.models.get(folder.name):
-                    await self._load_if_new(folder, version, settings)
-                    if self.models.get(folder.name):
-                        _log.warning("model %s: version %d is served instead", folder.name, version)
-            return problems
+        known = self._known.setdefault(folder.name, {})
+        self._followed[folder.name] = folder.stamps
+        try:
+            settings = await asyncio.to_thread(folder.settings, self.settings)
+            wanted = folder.wanted(settings.versions)
+        except TwinopError as error:
+            self._refuse(folder, error)
+            return [str(error)]
+        problems: list[str] = []
+        for version in sorted(wanted, reverse=True):
+            problems += await self._load_if_new(folder, version, settings)
+        if all(known[version].state == State.READY for version in wanted):  # otherwise the old ones stay
+            for version in known.keys() - wanted.keys():
+                self._retire(folder.name, version)
+        for version in sorted(folder.versions.keys() - wanted.keys(), reverse=True):
+            if not self.models.get(folder.name):
+                await self._load_if_new(folder, version, settings)
+                if self.models.get(folder.name):
+                    _log.warning("model %s: version %d is served instead", folder.name, version)
+        return problems
 
     async def _load_if_new(self, folder: ModelFolder, version: int, settings: ModelSettings) -> list[str]:
-        """Load a version unless it was tried with the same files; return the problems as messages."""
-        where, stamp = folder.versions[version], folder.stamps[version]
-        last = self._known[folder.name].get(version)
-        is_new = last is None or last.stamp != stamp
-        return await self._load(where, stamp, settings) if is_new else []
+        """Load a version, unless it was tried with the same files, and let it take over.
 
-    async def _load(self, where: VersionFolder, stamp: Any, settings: ModelSettings) -> list[str]:
-        """Load a version and let it take over; return the problems as messages."""
-        known = self._known[where.model]
-        known[where.version] = _Known(stamp, State.LOADING)
+        Returns the problems as messages.
+        """
+        where, stamp, known = folder.versions[version], folder.stamps[version], self._known[folder.name]
+        if (last := known.get(version)) is not None and last.stamp == stamp:
+            return []
+        known[version] = _Known(stamp, State.LOADING)
         try:
-            in_context = contextvars.copy_context().run  # the logs' fields
             loaded = await asyncio.get_running_loop().run_in_executor(
-                self._pool, in_context, load, where, settings, self.settings.server, self.settings.policy
+                self._pool, load, where, settings, self.settings.server, self.settings.policy
             )
         except TwinopError as error:
             metrics.loaded(False)
             _log.error("model %s version %d cannot be loaded: %s", where.model, where.version, error)
-            known[where.version] = _Known(stamp, State.UNAVAILABLE, self._for_clients(error))
+            known[version] = _Known(stamp, State.UNAVAILABLE, self._for_clients(error))
             return [str(error)]
         metrics.loaded(True)
-        known[where.version] = _Known(stamp, State.READY)
+        known[version] = _Known(stamp, State.READY)
         versions = self.models.setdefault(where.model, {})
         old = versions.get(where.version)
         versions[where.version] = ServedVersion(loaded, self.mark_fatal)
@@ -266,14 +260,6 @@ class Repository:
         if version is not None:
             _log.info("model %s version %d is no longer served", name, number)
             self._close(version)
-
-    async def _remove(self, name: str) -> None:
-        async with self._locks[name]:
-            for number in list(self._known.get(name, {})):
-                self._retire(name, number)
-            self._known.pop(name, None)
-            self._followed.pop(name, None)
-            self.models.pop(name, None)
 
     def _close(self, version: ServedVersion) -> None:
         task = asyncio.get_running_loop().create_task(version.close())

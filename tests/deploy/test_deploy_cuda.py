@@ -11,7 +11,6 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import onnx
-import onnxruntime
 import pytest
 import torch
 from models import chain, make_model, model, node, value
@@ -91,12 +90,6 @@ def test_feeds_from_the_host(dtype: str) -> None:
     x = torch.randn(3, 4).to(getattr(torch, dtype))
     y = opened.run({"x": x})["y"]
     assert y.device.type == "cpu" and torch.equal(y, torch.relu(x))
-
-
-def test_ort_values() -> None:
-    x = np.array([[-1, 2, -3, 4]], np.float32)
-    y = relu().run({"x": onnxruntime.OrtValue.ortvalue_from_numpy(x, "cuda", 0)})["y"]
-    np.testing.assert_array_equal(y.numpy(), np.maximum(x, 0))
 
 
 def test_sizes_known_only_after_the_run() -> None:

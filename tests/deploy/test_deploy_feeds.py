@@ -42,8 +42,7 @@ def test_what_is_not_a_dict_of_inputs(relu: Session) -> None:
         ({"x": array}, array, "a dict and a numpy array$"),
         ({"x": array}, "y", "a dict and a str$"),
         (None, None, "nothing$"),
-        (None, {"x": array}, "a dict; onnxruntime's own run has the outputs first, this one the inputs"),
-        (["y"], {"x": array}, "a list and a dict; onnxruntime's own run has the outputs first"),
+        (["y"], {"x": array}, "a list and a dict$"),
     ]
     for feeds, outputs, message in cases:
         with pytest.raises(FeedError, match=start + message):
@@ -58,7 +57,6 @@ def test_feeds_of_several_kinds() -> None:
         (array, tensor, "w is a torch tensor and others are numpy arrays"),
         (array, ort, "w is an OrtValue and others are numpy arrays"),
         (tensor, array, "w is a numpy array and others are torch tensors"),
-        (ort, tensor, "w is a torch tensor and others are OrtValues"),
         (tensor, [1.0], "w is a list and others are torch tensors"),
     ):
         with pytest.raises(FeedError, match=message):
@@ -76,7 +74,7 @@ def test_tensors_without_readable_memory(relu: Session) -> None:
     with pytest.raises(FeedError, match="x is a meta tensor: it has no data to run on"):
         relu.run({"x": x.to("meta")})
     for sparse in (x.to_sparse(), x.to_sparse_csr()):
-        with pytest.raises(FeedError, match=r"x is sparse \(torch.sparse_.*\): pass x.to_dense\(\)"):
+        with pytest.raises(FeedError, match=r"x is sparse \(torch.sparse_.*\): pass a dense tensor"):
             relu.run({"x": sparse})
     with FakeTensorMode() as mode, pytest.raises(FeedError, match="x has no storage that can be read"):
         relu.run({"x": mode.from_tensor(x)})
@@ -109,7 +107,7 @@ def test_tensors_that_lost_their_memory(relu: Session) -> None:
 @pytest.mark.filterwarnings("ignore::UserWarning")
 def test_nested_tensors(relu: Session, layout: torch.layout) -> None:
     nested = torch.nested.nested_tensor([torch.ones(2, 4), torch.ones(3, 4)], layout=layout)
-    with pytest.raises(FeedError, match=r"x is nested: pass torch.nested.to_padded_tensor\(x, 0.0\)"):
+    with pytest.raises(FeedError, match="x is nested: pass a dense tensor"):
         relu.run({"x": nested})
     with pytest.raises(FeedError, match="the memory of output y is"):
         relu.run({"x": torch.ones(2, 4)}, {"y": nested})
@@ -144,8 +142,7 @@ def test_another_thread_can_end_a_run(relu: Session) -> None:
     x = np.ones((2, 4), np.float32)
     assert (relu.run({"x": x}, options=options)["y"] == 1).all()
     options.terminate = True
-    for feed in (x, onnxruntime.OrtValue.ortvalue_from_numpy(x)):
-        with pytest.raises(RunError, match="terminate flag"):
-            relu.run({"x": feed}, options=options)
-    with pytest.raises(FeedError, match="run options are for numpy arrays and OrtValues, not for torch"):
+    with pytest.raises(RunError, match="terminate flag"):
+        relu.run({"x": x}, options=options)
+    with pytest.raises(FeedError, match="run options are for numpy arrays, not for torch"):
         relu.run({"x": torch.from_numpy(x)}, options=options)

@@ -1,4 +1,4 @@
-"""Session.run on the CPU: numpy arrays and OrtValues, errors of kernels, threads, the profile."""
+"""Session.run on the CPU: numpy arrays, errors of kernels, threads, the profile."""
 
 import threading
 from typing import Any
@@ -6,10 +6,9 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import onnx
-import onnxruntime
 import pytest
 import torch
-from models import BINDS_BFLOAT16, chain, make_model, model, node, value
+from models import chain, make_model, model, node, value
 from onnx import helper
 
 from twinop.deploy import FeedError, RunError, Session, session
@@ -53,8 +52,6 @@ def test_numpy_other_types() -> None:
     s, b, f = np.array(["a", "bc"]), np.array([True, False]), np.array([1, -2], ml_dtypes.float8_e4m3fn)
     got = copying(s="str", b="bool").run({"s": s, "b": b})
     assert got["s_out"].tolist() == ["a", "bc"] and got["b_out"].tolist() == [True, False]
-    if not BINDS_BFLOAT16:
-        return
     got = copying(f="float8_e4m3fn", b="bool").run({"f": f, "b": b})
     assert (
         got["f_out"].dtype == f.dtype
@@ -68,15 +65,6 @@ def test_numpy_other_types() -> None:
     first = node("SequenceAt", ["q", "zero"], ["y"], "first", "")
     graph = model([first], [sequence], [value("y", shape=None)], initializers={"zero": np.array(0)})
     assert session(graph).run({"q": [np.ones(3, np.float32)]})["y"].tolist() == [1, 1, 1]
-
-
-@pytest.mark.parametrize("make", [np.zeros, torch.zeros], ids=["numpy", "torch"])
-def test_bfloat16_on_an_old_runtime(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    opened = session(make_model("CustomRelu", "bfloat16"))
-    monkeypatch.setattr(onnxruntime, "__version__", "1.18.1")
-    x = make((2, 4), dtype=ml_dtypes.bfloat16 if make is np.zeros else torch.bfloat16)
-    with pytest.raises(RunError, match="onnxruntime 1.18.1 takes no bfloat16 .*use 1.20 or newer"):
-        opened.run({"x": x})
 
 
 def test_an_input_with_a_default_may_be_left_out() -> None:
@@ -104,15 +92,6 @@ def test_wanted_outputs() -> None:
         assert list(each.run({"x": torch.ones(2, 4)}, twice)) == ["total", "doubled"]
     with pytest.raises(FeedError, match="the model has no output 'sum'; its outputs: doubled, total"):
         opened.run({"x": x}, outputs=["sum"])
-
-
-def test_ort_values(relu: Session) -> None:
-    x = np.array([[-1, 2, -3, 4]], np.float32)
-    y = relu.run({"x": onnxruntime.OrtValue.ortvalue_from_numpy(x)})["y"]
-    assert isinstance(y, onnxruntime.OrtValue)
-    np.testing.assert_array_equal(y.numpy(), np.maximum(x, 0))
-    with pytest.raises(FeedError, match=r"x is float64\[1, 4\], the model takes float32\[N, 4\]"):
-        relu.run({"x": onnxruntime.OrtValue.ortvalue_from_numpy(x.astype(np.float64))})
 
 
 def test_sixteen_threads_on_one_session() -> None:

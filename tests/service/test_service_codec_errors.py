@@ -24,8 +24,8 @@ def raw(size: Any, datatype: str = "FP32", *shape: int) -> dict[str, Any]:
 
 
 BAD_TENSORS = {
-    "no datatype": (X | {"datatype": None}, "datatype None is not one of BOOL, UINT8"),
-    "no shape": ({"datatype": "FP32", "data": []}, "shape must be a list of whole numbers, not None"),
+    "no datatype": (X | {"datatype": None}, "inputs.0.datatype: Input should be a valid string, not None"),
+    "no shape": ({"datatype": "FP32", "data": []}, "inputs.0.shape: Field required"),
     "negative shape": (X | {"shape": [-1]}, r"shape \[-1\] must be a list of whole numbers >= 0"),
     "shape with a fraction": (X | {"shape": [2.0]}, r"shape \[2.0\] must be"),
     "shape with a bool": (X | {"shape": [True, 2]}, r"shape \[True, 2\] must be"),
@@ -34,7 +34,7 @@ BAD_TENSORS = {
     "large shape": (X | {"shape": [10**9]}, r"2 elements of data, but shape \[1000000000\] has 1000000000"),
     "many dimensions": (X | {"shape": [1] * 40}, "40 dimensions; a tensor has up to 32"),
     "data too long": (X | {"data": [1, 2, 3]}, r"3 elements of data, but shape \[2\] has 2"),
-    "no data": ({"datatype": "FP32", "shape": [2]}, "neither data nor binary_data_size"),
+    "no data": ({"datatype": "FP32", "shape": [2]}, "input x needs either data or binary_data_size"),
     "data is a number": (X | {"data": 1}, "data must be a list, not 1"),
     "ragged data": (
         X | {"shape": [2, 2], "data": [[1, 2], [3]]},
@@ -60,10 +60,19 @@ BAD_TENSORS = {
         X | {"datatype": "BYTES", "data": [{"b64": "!"}, "a"]},
         'is {"b64":"!"}; BYTES takes',
     ),
-    "data and binary": (X | {"parameters": {"binary_data_size": 8}}, "both data and binary_data_size"),
-    "binary size is text": (raw("8"), "must be a number of bytes, not '8'"),
+    "data and binary": (
+        X | {"parameters": {"binary_data_size": 8}},
+        "input x needs either data or binary_data_size",
+    ),
+    "binary size is text": (
+        raw("8"),
+        "inputs.0.parameters.binary_data_size: Input should be a valid integer, not '8'",
+    ),
     "binary without the header": (raw(8), "Inference-Header-Content-Length is missing"),
-    "parameters is a list": (X | {"parameters": [1]}, "parameters must be a JSON object"),
+    "parameters is a list": (
+        X | {"parameters": [1]},
+        "inputs.0.parameters: Input should be a valid dictionary, not",
+    ),
     "shared memory": (
         X | {"parameters": {"shared_memory_region": "r"}},
         "input x: shared memory is not served",
@@ -85,20 +94,20 @@ BAD_BODIES = {
     "too deep": (b"[" * 100_000, "invalid JSON"),
     "NaN": (b'{"inputs": [{"data": [NaN]}]}', "JSON has no NaN or Infinity: send the tensor as binary data"),
     "binary without its header": (b'{"inputs": []}\0\0\0', "need the header Inference-Header-Content-Length"),
-    "a list": (b"[]", "must be a JSON object"),
-    "no inputs": (b"{}", '"inputs" must be a list of tensors: it is missing'),
-    "inputs is an object": (b'{"inputs": {}}', '"inputs" must be a list of tensors: not {}'),
-    "input without a name": (b'{"inputs": [{}]}', '"inputs" must hold objects with a "name", not {}'),
+    "a list": (b"[]", "the request: Input should be a valid dictionary, not"),
+    "no inputs": (b"{}", "inputs: Field required"),
+    "inputs is an object": (b'{"inputs": {}}', "inputs: Input should be a valid list, not {}"),
+    "input without a name": (b'{"inputs": [{}]}', "inputs.0.name: Field required"),
     "same input twice": (json.dumps({"inputs": [{"name": "x", **X}] * 2}).encode(), "input x is named twice"),
     "same output twice": (
         b'{"inputs": [], "outputs": [{"name": "y"}, {"name": "y"}]}',
         "output y is named twice",
     ),
-    "id is a number": (b'{"inputs": [], "id": 1}', '"id" must be a string, not 1'),
+    "id is a number": (b'{"inputs": [], "id": 1}', "id: Input should be a valid string, not 1"),
     "negative timeout": (b'{"inputs": [], "parameters": {"timeout": -1}}', "whole number of microseconds"),
     "binary_data is a number": (
         b'{"inputs": [], "outputs": [{"name": "y", "parameters": {"binary_data": 1}}]}',
-        "output y: parameter binary_data must be true or false, not 1",
+        "outputs.0.parameters.binary_data: Input should be a valid boolean, not 1",
     ),
     "classification": (
         b'{"inputs": [], "outputs": [{"name": "y", "parameters": {"classification": 3}}]}',
