@@ -15,7 +15,7 @@ from .service.settings import FILE
 @takes_settings(
     Server=(
         "host", "http_port", "grpc_port", "reuse_port", "admin_port", "poll_seconds", "strict", "token_file",
-        "tls_certificate", "tls_key", "log_level",
+        "log_level",
     ),
     Models=("library", "library_folders", "allow_model_libraries", "provider", "max_batch_size"),
 )  # fmt: skip
@@ -52,7 +52,7 @@ def main(
         gc.disable()  # imports leave no garbage; the server turns it on once the models are loaded
         from .service import logs
 
-        logs.configure(settings.server.log_level, settings.server.access_log)
+        logs.configure(settings.server.log_level)
         from .service.folders import scan
 
         scan(models)

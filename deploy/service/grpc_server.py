@@ -1,4 +1,4 @@
-"""The gRPC server: the protocol's calls with ids, a token, TLS, limits, and failures as gRPC codes."""
+"""The gRPC server: the protocol's calls with ids, a token, limits, and failures as gRPC codes."""
 
 import asyncio
 import logging
@@ -13,7 +13,7 @@ from grpc import aio
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
 from . import codec_grpc, ids, logs, metrics
-from .addresses import address_error, grpc_credentials
+from .addresses import address_error
 from .datatypes import version_number
 from .errors import BROKEN, INTERNAL, INVALID, NOT_READY, TOO_SLOW, UNAUTHENTICATED, ServiceError, invalid
 from .limits import Budget, RequestMemory
@@ -196,7 +196,7 @@ class GrpcServer:
         self._health = health.aio.HealthServicer()
 
     async def start(self) -> None:
-        """Start, and return when calls are accepted; AddressError: host, port or TLS cannot be used."""
+        """Start, and return when calls are accepted; AddressError: host or port cannot be used."""
         settings = self.settings
         self._server = aio.server(
             maximum_concurrent_rpcs=settings.maximum_concurrent_rpcs,
@@ -252,11 +252,8 @@ class GrpcServer:
     def _bind(self) -> int:
         settings, given = self.settings, self.ports["grpc_port"]
         host = f"[{settings.host}]" if ":" in settings.host else settings.host
-        address, credentials = f"{host}:{given}", grpc_credentials(settings)
         try:
-            if credentials is None:
-                return self._server.add_insecure_port(address)
-            return self._server.add_secure_port(address, credentials)
+            return self._server.add_insecure_port(f"{host}:{given}")
         except RuntimeError as error:
             why = "it is in use, or not this machine's"
             raise address_error(settings.host, given, "--grpc-port", why) from error

@@ -18,12 +18,11 @@ from pythonjsonlogger.json import JsonFormatter
 _request: ContextVar[Mapping[str, Any]] = ContextVar("_request", default=MappingProxyType({}))
 
 
-def configure(level: str, access_log: bool = False) -> None:
+def configure(level: str) -> None:
     """Send the logs of Python, this package, uvicorn and gRPC to stderr.
 
     Args:
         level: debug, info, warning or error, for this package and the servers. Others log from warning on.
-        access_log: log a line for each HTTP request.
     """
     level = level.upper()
     own: dict[str, Any] = {"level": level}
@@ -47,8 +46,6 @@ def configure(level: str, access_log: bool = False) -> None:
             "loggers": {
                 "twinop": own,
                 "uvicorn": own,
-                # uvicorn makes no access records without a handler
-                "uvicorn.access": {"level": "INFO", "propagate": access_log},
                 "grpc": own,
                 "opentelemetry.exporter": {"level": "ERROR"},  # each retry is a warning
             },
@@ -88,6 +85,4 @@ class _Fields(logging.Filter):
         record.time = made.isoformat(timespec="milliseconds").replace("+00:00", "Z")
         record.level = record.levelname.lower()
         vars(record).update(_request.get())
-        if record.name == "uvicorn.access" and isinstance(record.args, tuple) and len(record.args) == 5:
-            record.client, record.method, record.path, _, record.status = record.args
         return True

@@ -4,7 +4,6 @@ import asyncio
 import contextlib
 import functools
 import socket
-import ssl
 from collections.abc import Iterator
 from typing import Any
 
@@ -12,10 +11,8 @@ import uvicorn
 from starlette.applications import Starlette
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from twinop.system.regular_file import read_regular
-
 from . import ids, logs, metrics
-from .addresses import MOST_PEM_BYTES, bound, tls_error
+from .addresses import bound
 from .errors import NOT_READY, UNAUTHENTICATED
 from .http_endpoints import FAILURES, Endpoints, as_json
 from .limits import Budget
@@ -50,7 +47,6 @@ class RequestMiddleware:
         async def answer(message: Message) -> None:
             if message["type"] == "http.response.start":
                 number = ids.of(scope)
-                logs.bind(request_id=number)  # for the access log; the body may have had an id
                 message["headers"] = [*message["headers"], (b"x-request-id", number.encode())]
                 if self.draining or closes:
                     message["headers"].append((b"connection", b"close"))
@@ -89,7 +85,7 @@ class _Uvicorn(uvicorn.Server):
         with contextlib.suppress(OSError):
             while True:
                 connection, _ = listener.accept()
-                await loop.connect_accepted_socket(make, connection, ssl=self.config.ssl)
+                await loop.connect_accepted_socket(make, connection)
 
 
 class RestServer:
@@ -99,7 +95,7 @@ class RestServer:
         """Bind the ports.
 
         Raises:
-            AddressError: a port is in use, the host is not this machine's, or TLS cannot be set up.
+            AddressError: a port is in use, or the host is not this machine's.
         """
         self.settings = settings = repository.settings.server
         app = Starlette(routes=Endpoints(repository, budget).routes(), exception_handlers=FAILURES)
@@ -163,18 +159,11 @@ class RestServer:
             lifespan="off",
             interface="asgi3",
             log_config=None,
-            access_log=settings.access_log,
+            access_log=False,
             server_header=False,
             proxy_headers=False,
             limit_concurrency=settings.limit_concurrency,
             timeout_keep_alive=KEEP_ALIVE_SECONDS,
-            ssl_certfile=settings.tls_certificate,
-            ssl_keyfile=settings.tls_key,
         )
-        try:
-            for file in filter(None, (settings.tls_certificate, settings.tls_key)):
-                read_regular(file, MOST_PEM_BYTES)  # OpenSSL would wait at a FIFO
-            config.load()
-        except (OSError, ssl.SSLError) as error:  # an SSLError names no file
-            raise tls_error(settings, error) from error
+        config.load()
         return config

@@ -60,7 +60,7 @@ def _as_several(value: Any) -> Any:
 S = TypeVar("S", bound=Section)
 _Sha256 = Annotated[str, StringConstraints(pattern=r"^[0-9a-fA-F]{64}$")]
 _Options = dict[str, str | bool | int | float]
-_PATHS = ("library", "library_folders", "tls_certificate", "tls_key", "token_file")
+_PATHS = ("library", "library_folders", "token_file")
 
 
 class ModelSettings(Section):
@@ -155,8 +155,6 @@ class ServerSettings(Section):
     token_file: Path | None = Field(
         None, description="holds the token that clients must send; by default it is that in TWINOP_TOKEN"
     )
-    tls_certificate: Path | None = Field(None, description="a PEM file; needs its key too")
-    tls_key: Path | None = Field(None, description="a PEM file")
     max_request_bytes: int = Field(64 << 20, gt=0, description="limit for a request's body or message")
     max_json_bytes: int = Field(
         2 << 20, gt=0, description="limit for JSON in requests and answers; others wait while it is read"
@@ -174,13 +172,10 @@ class ServerSettings(Section):
         256, gt=0, description="most gRPC calls; further ones get RESOURCE_EXHAUSTED"
     )
     grace_seconds: float = Field(30.0, ge=0, description="time after SIGTERM to answer accepted requests")
-    access_log: bool = Field(False, description="log a line for each HTTP request")
     log_level: Literal["debug", "info", "warning", "error"] = "info"
 
     @model_validator(mode="after")
     def _fits(self) -> "ServerSettings":
-        if (self.tls_certificate is None) != (self.tls_key is None):
-            raise ValueError("TLS needs both tls_certificate and tls_key")
         if self.max_bytes_in_flight < (least := 4 * self.max_request_bytes):
             raise ValueError(f"max_bytes_in_flight must be at least {least}: four times max_request_bytes")
         return self

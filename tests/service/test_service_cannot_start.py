@@ -76,14 +76,6 @@ def test_host_of_another_machine(one_model: Path, host: str) -> None:
     assert f"cannot listen on port 0 of {host}" in refused(one_model, host=host)
 
 
-@pytest.mark.parametrize("content", ["no certificate", None])
-def test_tls_files_that_are_none(one_model: Path, tmp_path: Path, content: str | None) -> None:
-    path = tmp_path / "bad.pem"
-    if content is not None:
-        path.write_text(content)
-    assert "TLS cannot be set up with certificate" in refused(one_model, tls_certificate=path, tls_key=path)
-
-
 @pytest.mark.parametrize(
     ("name", "said"), [("nope.onnx", "no such file or folder"), ("", "no model in this folder")]
 )

@@ -23,7 +23,6 @@ from twinop.deploy.custom_nodes import load_model
 from twinop.deploy.errors import ModelError
 from twinop.deploy.service import codec_grpc, codec_rest
 from twinop.deploy.service import repository as repository_module
-from twinop.deploy.service.addresses import AddressError, grpc_credentials
 from twinop.deploy.service.errors import ServiceError
 from twinop.deploy.service.folders import scan
 from twinop.deploy.service.instance import without_paths
@@ -110,8 +109,6 @@ def test_the_server_s_own_files(tmp_path: Path, make: Callable[[Path], Any]) -> 
         read_settings(file, {})
     with pytest.raises(SettingsError, match="token's file .* cannot be read"):
         Token(ServerSettings(token_file=file))
-    with pytest.raises(AddressError, match="TLS cannot be set up"):
-        grpc_credentials(ServerSettings(tls_certificate=file, tls_key=file))
 
 
 @pytest.mark.parametrize("make", [os.mkfifo, STRANGE["device"], STRANGE["huge"], STRANGE["folder"]])

@@ -8,12 +8,12 @@ import textwrap
 from typing import Any
 
 
-def logged(script: str, level: str = "info", access_log: bool = False) -> list[dict[str, Any]]:
+def logged(script: str, level: str = "info") -> list[dict[str, Any]]:
     """Run a script that logs, and return its log, which must consist of JSON lines only."""
     program = f"""
 import logging, warnings
 from twinop.deploy.service import logs
-logs.configure({level!r}, {access_log})
+logs.configure({level!r})
 log = logging.getLogger("twinop.deploy.service.test")
 {textwrap.dedent(script)}
 """
@@ -86,20 +86,3 @@ def test_levels() -> None:
     for configured, own, others in (("debug", 4, 4), ("info", 3, 2), ("warning", 2, 2), ("error", 1, 1)):
         counts = [found.count((configured, name)) for name in names]
         assert counts == [own, own, own, others]
-
-
-ACCESS = """
-    access = logging.getLogger("uvicorn.access")
-    if access.hasHandlers():  # as uvicorn asks
-        args = ("127.0.0.1:1", "POST", "/v2/models/m/infer", "1.1", 200)
-        access.info('%s - "%s %s HTTP/%s" %d', *args)
-"""
-
-
-def test_the_access_log_has_fields() -> None:
-    assert logged(ACCESS) == []
-    (line,) = logged(ACCESS, access_log=True)
-    assert (line["client"], line["method"], line["path"], line["status"]) == (
-        "127.0.0.1:1", "POST", "/v2/models/m/infer", 200,
-    )  # fmt: skip
-    assert line["message"] == '127.0.0.1:1 - "POST /v2/models/m/infer HTTP/1.1" 200'

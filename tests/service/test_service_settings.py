@@ -35,12 +35,11 @@ def test_layers_from_the_general_to_the_command_line(tmp_path: Path) -> None:
 def test_paths_in_a_file_are_relative_to_it(tmp_path: Path) -> None:
     path = written(
         tmp_path,
-        '[server]\nlibrary_folders = ["libs", "/opt/libs"]\ntls_certificate = "c.pem"\ntls_key = "/k.pem"\n'
+        '[server]\nlibrary_folders = ["libs", "/opt/libs"]\ntoken_file = "token"\n'
         '[models.relu]\nlibrary = "own/librelu.so"\n',
     )
     settings = read_settings(path, {})
-    assert settings.server.tls_certificate == tmp_path / "c.pem"
-    assert settings.server.tls_key == Path("/k.pem")
+    assert settings.server.token_file == tmp_path / "token"
     assert settings.for_model("relu").library == (tmp_path / "own" / "librelu.so",)
     assert settings.server.library_folders == (tmp_path / "libs", Path("/opt/libs"), tmp_path / "own")
 

@@ -30,7 +30,6 @@ def served(tmp_path_factory: pytest.TempPathFactory, held_file: Path) -> Iterato
     place(folder, "uneven", uneven(), settings="max_batch_size = 2\nrun_timeout_seconds = 60")
     place(folder, "slow", relu(), settings="max_batch_size = 8")
     place(folder, "log", log())
-    (folder / "twinop.toml").write_text("[server]\naccess_log = true\n")
     with serve(folder, "--provider", "cpu", program=held(runs=held_file)) as server:
         yield server
 
@@ -65,35 +64,6 @@ def test_the_line_of_a_failed_run_says_whose_it_was(served: Served, held_file: P
     assert "request_id" not in together and not any("request_ids" in line for line in alone)
     assert sorted(together["request_ids"]) == ["over-grpc", "over-rest"]
     assert sorted(line["request_id"] for line in alone) == ["over-grpc", "over-rest"]
-
-
-@pytest.mark.parametrize("number", ["", "mine"])
-def test_access_lines_have_the_id_of_the_answer(served: Served, number: str) -> None:
-    good = {"id": "in-body", "inputs": [tensor(name, "FP32", [1, 1], [1]) for name in "ab"]}
-    for path, body, status in (
-        ("/v2/models/uneven/infer", b"{no JSON", 400),
-        ("/v2/models/nobody/infer", good, 404),
-        ("/nowhere", b"", 404),
-        ("/v2/models/uneven/infer", good, 200),
-    ):
-        answer = ask(served, path, body, number)
-        assert answer.status == status
-        line = [line for line in served.log if line["logger"] == "uvicorn.access"][-1]
-        assert (line["path"], line["status"]) == (path, status)
-        assert line["request_id"] == answer.headers["x-request-id"]
-        assert line["request_id"] == number or not number
-        assert line.get("model") == ("uneven" if "uneven" in path else None)
-    assert line["request_id"] == (number or "in-body")
-
-
-def test_a_request_behind_another_on_its_connection_has_nothing_of_it(served: Served) -> None:
-    logged = len(served.log)
-    body = b"{no JSON"
-    first = b"POST /v2/models/uneven/infer HTTP/1.1\r\nHost: h\r\nContent-Length: %d\r\n\r\n" % len(body)
-    served.exchange(first + body + b"GET /v2 HTTP/1.1\r\nHost: h\r\nConnection: close\r\n\r\n")
-    one, two = (line for line in served.log[logged:] if "path" in line)
-    assert one["model"] == "uneven" and "model" not in two
-    assert one["request_id"] != two["request_id"]
 
 
 # -------------------------------------------------------------------------------- the metrics
