@@ -5,7 +5,7 @@ import math
 import os
 import time
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -13,7 +13,7 @@ from typing import Any
 
 import onnx
 
-from twinop.errors import LibraryError, TwinopError
+from twinop.errors import TwinopError
 
 from ..create_session import PROVIDERS, Choice, choose_providers, open_session
 from ..cuda import CUDA, has_gpu
@@ -67,14 +67,8 @@ def _load(
     where: VersionFolder, settings: ModelSettings, server: ServerSettings, policy: Policy
 ) -> LoadedModel:
     model = load_model(where.path, confined=True)
-    fallback = None
-    try:
-        libraries = libraries_for(model, where, settings, server, policy)
-        choice, sessions = _open(model, libraries, settings)
-    except (LibraryError, ModelError) as error:
-        fallback = _fallback(model, settings, error)
-        libraries = []
-        choice, sessions = _open(model, libraries, settings)
+    libraries = libraries_for(model, where, settings, server, policy)
+    choice, sessions = _open(model, libraries, settings)
     first = sessions[0]
     inputs = _inputs(first, settings)
     outputs = {name: _labelled(spec) for name, spec in first.outputs.items()}
@@ -83,7 +77,7 @@ def _load(
         each.inputs, each.outputs = inputs, outputs
         each.required = [inputs[spec.name] for spec in each.required]
 
-    records = {record.node_type for library in libraries for record in library.by_onnx_name.values()}
+    ops = Counter(node.proto.op_type for node in model.nodes)
     shared = sessions if len(sessions) > 1 else sessions * settings.instances
     loaded = LoadedModel(
         where.model,
@@ -91,9 +85,10 @@ def _load(
         settings,
         first,
         [Instance(session) for session in shared],
-        fallback,
-        _counted(node.proto.op_type for node in model.nodes if node.node_type in records),
-        _counted(node.proto.op_type for node in model.nodes if node.node_type not in records),
+        [
+            f"{op} x{count}"
+            for op, count in sorted(Counter(node.proto.op_type for node in model.nodes).items())
+        ],
     )
     loaded.steady = _is_steady(model, inputs)
     _try(model, loaded, choice, len(sessions))
@@ -110,18 +105,6 @@ def _is_steady(model: Model, inputs: Mapping[str, Spec]) -> bool:
         model.proto, lambda node: node.domain in ("", "ai.onnx") and node.op_type in ("Loop", "Scan")
     )
     return not any(loops) and all("float" in spec.dtype for spec in inputs.values())
-
-
-def _fallback(model: Model, settings: ModelSettings, error: TwinopError) -> str:
-    """Return why function bodies run. Raise `error` if they are missing or not allowed."""
-    if not model.nodes or {node.node_type for node in model.nodes} - model.bodies:
-        raise error
-    if not settings.allow_fallback:
-        raise type(error)(
-            f"{error}. The model's function bodies could run instead, more slowly: allow_fallback permits it"
-        ) from error
-    _log.warning("%s runs on its function bodies, the library cannot be used: %s", model.name, error)
-    return str(error)
 
 
 # ------------------------------------------------------------------------------------------------ sessions
@@ -254,7 +237,3 @@ def _inputs(session: Session, settings: ModelSettings) -> dict[str, Spec]:
 def _labelled(spec: Spec) -> Spec:
     """Return the spec with the protocol's name of the type, for messages to clients."""
     return replace(spec, names=NAMES)
-
-
-def _counted(ops: Iterable[str]) -> tuple[str, ...]:
-    return tuple(f"{op} x{count}" for op, count in sorted(Counter(ops).items()))

@@ -35,12 +35,11 @@ BATCH_SIZE = Histogram(
     "twinop_batch_size", "Rows in one run.", _LABELS, buckets=(1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
 )
 PROVIDER = Gauge("twinop_provider", "1 for what runs the model: cpu or cuda.", (*_LABELS, "provider"))
-FALLBACK = Gauge("twinop_fallback", "1 if function bodies run in place of the library's kernels.", _LABELS)
 LOADS = Counter("twinop_loads", "Versions that were loaded, or failed to load.", ("result",))
 
 _OF_A_VERSION: tuple[MetricWrapperBase, ...] = (
     REQUESTS, FAILURES, IN_FLIGHT, QUEUED, REQUEST_SECONDS, QUEUE_SECONDS, COMPUTE_SECONDS, BATCH_SIZE,
-    PROVIDER, FALLBACK,
+    PROVIDER,
 )  # fmt: skip
 
 for _result in ("ok", "failed"):
@@ -100,12 +99,11 @@ class counting:
 class ModelMetrics:
     """The metrics of one loaded version. `counting` counts its requests, on the event loop's thread."""
 
-    def __init__(self, model: str, version: int, queue: Any, provider: str, fallback: bool) -> None:
+    def __init__(self, model: str, version: int, queue: Any, provider: str) -> None:
         """
         Args:
             queue: the version's `batching.Batcher`, whose runs are counted.
             provider: what runs the model: "cpu" or "cuda:<index>".
-            fallback: function bodies run in place of the library's kernels.
         """
         self.labels = (model, str(version))
         self.in_flight = 0
@@ -120,7 +118,6 @@ class ModelMetrics:
         queue.on_run = self.ran
         PROVIDER.remove_by_labels(self._set())  # left by a version that this one replaces
         PROVIDER.labels(*self.labels, provider).set(1)
-        FALLBACK.labels(*self.labels).set(fallback)
 
     def ran(self, rows: int, seconds: float) -> None:
         """Count one run of the model, successful or not."""

@@ -28,7 +28,7 @@ _MOST = 2**31 - 1
 _MOST_SAID = 4000  # characters of a message
 # tomllib's memory grows with the square of a dotted key's parts.
 _LONG_KEY = re.compile(r"""(?<![\w-])(?:(?:[\w-]+|"[^"\n]*"|'[^'\n]*')[ \t]*\.[ \t]*){32}""")
-_SERVERS = {"allow_fallback", "compare_bodies", "provider_options", "session"}
+_SERVERS = {"compare_bodies", "provider_options", "session"}
 """What a model's own folder may not change: how far it is checked, and options that may name files."""
 
 
@@ -82,7 +82,6 @@ class ModelSettings(Section):
     provider_options: dict[Literal["cuda"], _Options] = Field(
         default_factory=dict, description="a table cuda with options of this provider, under its names"
     )
-    allow_fallback: bool = Field(False, description="run function bodies if the library cannot be used")
     max_batch_size: int = Field(
         0, ge=0, le=_MOST, description="most rows in one batch; 0 never batches requests"
     )

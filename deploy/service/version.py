@@ -23,9 +23,7 @@ class LoadedModel:
     Attributes:
         session: the first one; its inputs are those that clients may send.
         instances: each runs one batch at a time.
-        fallback: why function bodies run instead of the libraries, or None.
         custom_nodes: the ops that the libraries' kernels run, such as "CustomRelu x3".
-        body_nodes: the ops that function bodies run.
         difference: how far kernels and function bodies differ in the first run; None if not compared.
         steady: the run time depends on the shapes of the inputs alone, not on their values.
         rows_independent: requests may share a run: each row of the outputs depends on the same row of the
@@ -37,9 +35,7 @@ class LoadedModel:
     settings: ModelSettings
     session: Any  # a Session, until `close`
     instances: list[Instance]
-    fallback: str | None
-    custom_nodes: tuple[str, ...]
-    body_nodes: tuple[str, ...]
+    custom_nodes: list[str]
     difference: str | None = None
     load_seconds: float = 0.0
     steady: bool = False
@@ -53,8 +49,6 @@ class LoadedModel:
             parts.append(f"{', '.join(self.custom_nodes)} from {paths}")
             parts.append(f"SHA-256 {', '.join(self.session.checksums)}")
             parts.append(f"difference from the function bodies: {self.difference or 'not compared'}")
-        if self.body_nodes:
-            parts.append(f"on function bodies: {', '.join(self.body_nodes)}")
         return "; ".join(parts)
 
     def describe(self) -> dict[str, Any]:
@@ -63,8 +57,6 @@ class LoadedModel:
             "device": self.session.device,
             "device_reason": without_paths(self.session.reason),
             "custom_nodes": ", ".join(self.custom_nodes),
-            "function_body_nodes": ", ".join(self.body_nodes),
-            "fallback": without_paths(self.fallback or ""),
             "difference_from_function_bodies": self.difference or "",
             "max_batch_size": self.settings.max_batch_size,
             "instances": self.settings.instances,
@@ -114,8 +106,7 @@ class ServedVersion:
         )
         self.batcher.on_broken = on_broken
         self.most_tensors = max(MOST_TENSORS, len(loaded.session.inputs), len(loaded.session.outputs))
-        device, is_fallback = loaded.session.device, loaded.fallback is not None
-        self.metrics = ModelMetrics(loaded.name, loaded.version, self.batcher, device, is_fallback)
+        self.metrics = ModelMetrics(loaded.name, loaded.version, self.batcher, loaded.session.device)
 
     def check(self, request: Request) -> tuple[str, ...]:
         """Check a request, and return its outputs' names; raise ServiceError if it does not fit."""

@@ -4,7 +4,6 @@ import hashlib
 import shutil
 from pathlib import Path
 
-import pytest
 import service_models
 from typer.testing import CliRunner, Result
 
@@ -34,15 +33,6 @@ def test_models_that_can_be_served(libraries: dict[str, Path], tmp_path: Path) -
     assert all_of_them.exit_code == 0
     assert "m version 1 can be served" in all_of_them.stdout
     assert "plain version 7 can be served: runs on cpu (asked for)\n" in all_of_them.stdout
-
-
-def test_function_bodies_are_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    service_models.place(tmp_path, "m", service_models.relu())
-    (tmp_path / "twinop.toml").write_text(f'[model]\nallow_fallback = true\nlibrary_sha256 = "{"0" * 64}"')
-    found = check(tmp_path)
-    assert (
-        found.exit_code == 0 and "runs on cpu (asked for); on function bodies: CustomRelu x1" in found.stdout
-    )
 
 
 def test_each_model_that_cannot_be_served_is_told(libraries: dict[str, Path], tmp_path: Path) -> None:

@@ -8,7 +8,6 @@ import numpy as np
 import onnx
 import pytest
 import service_models
-from service_loads import X, only_these
 from service_loads import loaded as loaded_with
 
 from twinop.deploy import session
@@ -119,15 +118,6 @@ def test_out_of_gpu_memory(tmp_path: Path) -> None:
             instance.run([{"x": x, "shape": np.array([1 << 40])}], ["y"])
         assert error.value.failure is OUT_OF_MEMORY
         assert instance.run([{"x": x, "shape": np.array([3, 2])}], ["y"])["y"].shape == (3, 2)
-
-
-@cuda
-def test_function_bodies_on_the_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    only_these(monkeypatch)
-    model = loaded(tmp_path, service_models.relu(), allow_fallback=True)
-    assert model.session.device == "cuda:0"
-    assert model.fallback is not None and model.body_nodes == ("CustomRelu x1",)
-    assert model.instances[0].run([{"x": X}], ["y"])["y"].tolist() == [[0, 2, 0, 4]]
 
 
 @cuda

@@ -1,15 +1,13 @@
-"""Loading a version: finding and checking its library, and function bodies as a fallback."""
+"""Loading a version: finding and checking its library; function bodies never run instead."""
 
 import hashlib
-import logging
 import shutil
 import sys
 from pathlib import Path
 
-import numpy as np
 import pytest
 import service_models
-from service_loads import MODELS, X, loaded, only_these, other_machine, where
+from service_loads import MODELS, loaded, only_these, other_machine, where
 
 from twinop.deploy.errors import ModelError
 from twinop.deploy.service.loading import load
@@ -69,31 +67,14 @@ def test_libraries_that_cannot_be_used(libraries: dict[str, Path], tmp_path: Pat
     for name, (data, message) in cases.items():
         if data is not None:
             (folder / name).write_bytes(data)
-        with pytest.raises(TwinopError, match=message) as error:
+        with pytest.raises(TwinopError, match=message):
             loaded(tmp_path, service_models.relu(), library=folder / name)
-        assert str(error.value).endswith("more slowly: allow_fallback permits it")
 
 
-def test_fallback_only_if_allowed(
-    libraries: dict[str, Path],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_bodies_do_not_replace_a_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     only_these(monkeypatch, tmp_path / "none")
-    with pytest.raises(ModelError, match=r"no library has custom_domain::CustomRelu.*allow_fallback permits"):
+    with pytest.raises(ModelError, match="no library has custom_domain::CustomRelu"):
         loaded(tmp_path, service_models.relu())
-    with caplog.at_level(logging.WARNING):
-        model = loaded(tmp_path, service_models.relu(), allow_fallback=True)
-    assert model.fallback is not None and "no library has custom_domain::CustomRelu" in model.fallback
-    assert "runs on its function bodies, the library cannot be used" in caplog.text
-    assert model.session.library is None
-    assert model.custom_nodes == () and model.body_nodes == ("CustomRelu x1",)
-    np.testing.assert_array_equal(model.instances[0].run([{"x": X}], ["y"])["y"], np.maximum(X, 0))
-    assert str(tmp_path) not in str(model.describe()["parameters"]["fallback"])
-    with pytest.raises(ModelError, match="has no function body for it") as error:
-        loaded(tmp_path, service_models.relu(body=False), allow_fallback=True)
-    assert "allow_fallback" not in str(error.value)
 
 
 def test_a_library_that_does_not_load(libraries: dict[str, Path], tmp_path: Path) -> None:
@@ -102,7 +83,5 @@ def test_a_library_that_does_not_load(libraries: dict[str, Path], tmp_path: Path
     data = libraries["custom_relu"].read_bytes()
     needed = next(name for name in needed_libraries(libraries["custom_relu"]) if name.startswith("libstdc"))
     (folder / "libbad.so").write_bytes(data.replace(needed.encode(), b"X" * len(needed)))
-    with pytest.raises(LibraryError, match=r"libbad\.so: ONNX Runtime cannot load it.*allow_fallback"):
+    with pytest.raises(LibraryError, match=r"libbad\.so: ONNX Runtime cannot load it"):
         loaded(tmp_path, service_models.relu(), library=folder / "libbad.so")
-    model = loaded(tmp_path, service_models.relu(), library=folder / "libbad.so", allow_fallback=True)
-    assert model.fallback is not None and "cannot load it" in model.fallback

@@ -12,7 +12,7 @@ from twinop.deploy.service.request import Result
 
 
 def metrics(model: str, version: int) -> ModelMetrics:
-    return ModelMetrics(model, version, SimpleNamespace(queued=0, on_run=None), "cpu", fallback=False)
+    return ModelMetrics(model, version, SimpleNamespace(queued=0, on_run=None), "cpu")
 
 
 def answer(model: ModelMetrics) -> None:

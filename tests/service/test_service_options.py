@@ -26,18 +26,6 @@ def one_model(tmp_path: Path) -> Path:
     return tmp_path / "models"
 
 
-def test_a_fallback_is_said_in_the_log_the_metadata_the_metrics_and_on_the_page(tmp_path: Path) -> None:
-    place(tmp_path, "m", relu())
-    (tmp_path / "twinop.toml").write_text(f"[model]\nlibrary_sha256 = '{'0' * 64}'\nallow_fallback = true\n")
-    with serve(tmp_path, *QUICK) as served:
-        assert served.infer("m", ROW).json["outputs"][0]["data"] == [0, 2, 0, 4]
-        told = served.ask("GET", "/v2/models/m").json["parameters"]
-        assert "SHA-256" in told["fallback"] and told["custom_nodes"] == ""
-        assert told["function_body_nodes"] == "CustomRelu x1"
-        assert served.metric("twinop_fallback", model="m") == 1
-        assert any("runs on its function bodies" in line["message"] for line in served.log)
-
-
 def test_profiles_are_written_when_the_service_ends(
     one_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -100,7 +88,7 @@ def test_settings_may_name_libraries_in_a_library_folder(
     repository = repository_of(monkeypatch, one_model, *options)
     asyncio.run(repository.load_all())
     loaded = repository.find("m").loaded
-    assert loaded.session.library.path.name == "libmine.so" and loaded.fallback is None
+    assert loaded.session.library.path.name == "libmine.so"
 
 
 def test_a_library_that_does_not_exist(one_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -82,13 +82,12 @@ SHA = 'library_sha256 = "%s"'
 @pytest.mark.parametrize(
     ("server", "folder", "refused"),
     [
-        ("", "allow_fallback = true", "allow_fallback"),
-        ("", "compare_bodies = false\nallow_fallback = true", "allow_fallback, compare_bodies"),
+        ("", "compare_bodies = false\nsession = { logid = 'x' }", "compare_bodies, session"),
         ("", "session = { enable_profiling = true }", "session"),
         ("", "provider_options.cuda = { device_id = 1 }", "provider_options"),
         (SHA % ("a" * 64), SHA % ("b" * 64), "library_sha256"),
-        ("allow_fallback = true", "allow_fallback = true", ""),
-        ("", "allow_fallback = false\ncompare_bodies = true", ""),
+        ("compare_bodies = false", "compare_bodies = false", ""),
+        ("", "compare_bodies = true", ""),
         ("", SHA % ("b" * 64), ""),
         (SHA % ("a" * 64), SHA % ("a" * 64), ""),
         ("", "instances = 9\nmax_batch_size = 3\nintra_op_threads = 2", ""),

@@ -19,7 +19,7 @@ def test_without_a_file_everything_has_a_default() -> None:
     settings = read_settings(None, {})
     assert settings.server.host == "127.0.0.1" and settings.server.poll_seconds == 0
     model = settings.for_model("any")
-    assert model.max_batch_size == 0 and model.provider is Provider.AUTO and not model.allow_fallback
+    assert model.max_batch_size == 0 and model.provider is Provider.AUTO
 
 
 def test_layers_from_the_general_to_the_command_line(tmp_path: Path) -> None:

@@ -127,6 +127,6 @@ def test_every_metric_after_good_and_bad_requests(served: Served, held_file: Pat
 
     for model in ("slow", "log"):
         assert of(model, "provider", provider="cpu") == of(model, "provider") == 1
-        assert of(model, "fallback") == of(model, "in_flight") == of(model, "queued") == 0
+        assert of(model, "in_flight") == of(model, "queued") == 0
     assert served.metric("twinop_loads_total", result="ok") == 3
     assert served.metric("twinop_loads_total", result="failed") == 0
