@@ -24,14 +24,14 @@ if TYPE_CHECKING:
     from .errors import ModelError as ModelError
     from .errors import ProviderError as ProviderError
     from .errors import RunError as RunError
+    from .inference_session import NodeRun as NodeRun
     from .inference_session import Session as Session
-    from .node_providers import NodeRun as NodeRun
 
 _MODULES = {  # imported when they are used
     "FeedError": "errors",
     "Libraries": "choose_library",
     "ModelError": "errors",
-    "NodeRun": "node_providers",
+    "NodeRun": "inference_session",
     "ProviderError": "errors",
     "RunError": "errors",
     "Session": "inference_session",

@@ -1,6 +1,8 @@
 """Compares a model's custom nodes with the records of libraries, more strictly than ONNX Runtime does."""
 
+import atexit
 import difflib
+import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -10,13 +12,16 @@ from twinop.errors import RecordError
 from twinop.libraries.library import Library
 from twinop.record.call_checks import check_attributes
 from twinop.record.dtypes import dtype_name
-from twinop.record.op_schema import ATTRIBUTE_TYPES
+from twinop.record.op_schema import ATTRIBUTE_TYPES, make_schema
 from twinop.record.op_spec import Attribute, OpSpec
 
 from .choose_library import Libraries, choose_libraries
-from .custom_nodes import Model, ModelSource, load_model
+from .custom_nodes import CustomNode, Model, ModelSource, custom_nodes, is_custom, load_model
 from .errors import ModelError
-from .type_inference import typed_nodes
+
+# A domain of this module alone, so that its schemas replace none of the libraries' domains.
+_DOMAIN = "twinop.check"
+_lock = threading.Lock()
 
 
 def check_model(
@@ -85,7 +90,7 @@ def _misfits(model: Model, libraries: Sequence[Library], bodies: bool) -> Iterat
     for node_type in dict.fromkeys(node.node_type for node in model.nodes):
         if record := records.get(node_type):
             yield from _schema_problem(model, by_domain[record.domain], record)
-    for node in typed_nodes(model.proto, records):
+    for node in _typed_nodes(model.proto, records):
         if record := records.get(node.node_type):
             texts = node_problems(node.proto, node.types, record)
             for text in (*texts, *_output_problems(node.proto, record)):
@@ -174,3 +179,38 @@ def _suggestion(name: str, known: Iterable[str]) -> str:
     names = list(known)
     close = difflib.get_close_matches(name, names, n=1)
     return f"; did you mean {close[0]}?" if close else f"; it has: {', '.join(names) or 'none'}"
+
+
+def _typed_nodes(proto: onnx.ModelProto, records: Mapping[tuple[str, str], OpSpec]) -> list[CustomNode]:
+    """Returns the model's custom nodes, in the order of `custom_nodes`, with inferred types added.
+
+    Args:
+        proto: a model without large weights.
+        records: the libraries' records by `OpSpec.node_type`.
+    """
+    plain = list(custom_nodes(proto))
+    copy = onnx.ModelProto()
+    copy.CopyFrom(proto)
+    for node in custom_nodes(copy):
+        if record := records.get(node.node_type):
+            node.proto.op_type = _registered(record)
+            node.proto.domain = _DOMAIN
+    for opsets in (copy.opset_import, *(function.opset_import for function in copy.functions)):
+        opsets.append(onnx.helper.make_opsetid(_DOMAIN, 1))
+    try:
+        inferred = onnx.shape_inference.infer_shapes(copy)
+    except Exception:  # a broken model: ONNX Runtime says what is wrong with it
+        return plain
+    typed = custom_nodes(inferred, lambda node: node.domain == _DOMAIN or is_custom(node))
+    return [CustomNode(node.proto, node.label, found.types) for node, found in zip(plain, typed, strict=True)]
+
+
+def _registered(record: OpSpec) -> str:
+    """Registers the record's schema once per process and returns its name in `_DOMAIN`."""
+    name = f"{record.namespace}_{record.onnx_name}_{record.schema_hash}"
+    with _lock:
+        if not onnx.defs.has(name, _DOMAIN):
+            onnx.defs.register_schema(make_schema(record, name, _DOMAIN, 1, strict=False))
+            # Up to onnx 1.22, a process with a schema left at its end hangs or crashes.
+            atexit.register(onnx.defs.deregister_schema, name, 1, _DOMAIN)
+    return name

@@ -19,8 +19,7 @@ from .check_nodes import require_fit
 from .choose_library import Libraries, choose_libraries
 from .custom_nodes import Model, ModelSource, load_model, read_model
 from .errors import ModelError, ProviderError, RunError
-from .inference_session import Session
-from .node_providers import Profile
+from .inference_session import Profile, Session
 from .registration import SealedLibrary, register
 
 _OLDEST = (1, 20)  # it takes bfloat16 from Python; the libraries need the C API of 1.18

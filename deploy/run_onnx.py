@@ -26,9 +26,8 @@ from twinop.cli.console import Timeout, clear_errors, out, print_note, program
 from twinop.deploy.create_session import PROVIDERS, Provider, session
 from twinop.deploy.custom_nodes import custom_nodes, is_custom
 from twinop.deploy.errors import FeedError, RunError
-from twinop.deploy.inference_session import Session
+from twinop.deploy.inference_session import NodeRun, Session
 from twinop.deploy.node_parity import Comparison, compare, observed
-from twinop.deploy.node_providers import NodeRun
 from twinop.deploy.ort_process import SERVER, time_limit
 from twinop.deploy.tensor_specs import named_sizes
 from twinop.libraries.library import Library, in_use

@@ -1,15 +1,16 @@
 """Describes the inputs and outputs of a session, and words the errors for values that do not fit."""
 
-from collections.abc import Iterable, Mapping, Sequence
+import ctypes
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import onnx
 
-from twinop.record.dtypes import dtype_name, element_type, numpy_dtype
+from twinop.record.dtypes import dtype_name, element_type, is_foreign_to_numpy, numpy_dtype
 
-from .errors import FeedError
+from .errors import FeedError, RunError
 
 RIGHT_PADDED = "twinop.right_padded"
 """The metadata that names the mask of a model made with `twinop optimize --padding right`."""
@@ -187,3 +188,30 @@ def kind_of(value: Any) -> str:
         return "a numpy array"
     known = {"torch": "a torch tensor", "onnxruntime": "an OrtValue"}
     return known.get(module, f"a {name}")
+
+
+# ------------------------------------------------------------------ calls below ONNX Runtime's classes
+
+# ONNX Runtime refuses null pointers, which empty tensors have. Nothing is read or written here.
+_nothing = (ctypes.c_char * 16)()
+NOWHERE = ctypes.addressof(_nothing)
+
+
+def guarded(call: Callable[..., Any], *arguments: Any) -> Any:
+    """Calls ONNX Runtime and turns its errors into a RunError that has only the message."""
+    try:
+        return call(*arguments)
+    except Exception as error:
+        text = str(error)
+        _, found, status = text.partition("Status Message: ")
+        raise RunError(status if found else text, type(error).__name__) from error
+
+
+def to_numpy(value: Any, spec: Spec) -> np.ndarray:
+    """Copies a bound output to a numpy array, also in dtypes that ONNX Runtime does not convert."""
+    if spec.element is None or not is_foreign_to_numpy(spec.element) or spec.numpy_dtype is None:
+        return value.numpy()
+    shape = tuple(value.shape())
+    size = int(np.prod(shape)) * spec.numpy_dtype.itemsize
+    memory = ctypes.string_at(value.data_ptr(), size) if size else b""
+    return np.frombuffer(bytearray(memory), spec.numpy_dtype).reshape(shape)

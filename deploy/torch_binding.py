@@ -18,8 +18,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from twinop.record.dtypes import to_array, to_tensor, torch_name
 
 from .errors import FeedError, RunError
-from .ort_calls import NOWHERE, guarded, to_numpy
-from .tensor_specs import Spec, kind_of, unknown_name
+from .tensor_specs import NOWHERE, Spec, guarded, kind_of, to_numpy, unknown_name
 
 # ONNX Runtime's own CUDA kernels load 16 bytes at a time without checking the alignment.
 _ALIGNMENT = 16

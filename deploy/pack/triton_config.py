@@ -9,9 +9,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from google.protobuf import text_format
+from tritonclient.grpc import model_config_pb2
 
 from ..service.datatypes import datatype_of
-from ..service.protocol import model_config_pb2
 from ..service.settings import ModelSettings, Provider, SettingsError
 from ..tensor_specs import Spec
 

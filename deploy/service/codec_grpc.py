@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+from tritonclient.grpc import service_pb2 as pb  # a superset of KServe's
 
 from .codec_rest import deadline, refuse_extensions
 from .datatypes import (
@@ -22,9 +23,9 @@ from .datatypes import (
     version_number,
 )
 from .errors import TOO_LARGE, ServiceError, invalid
-from .protocol import pb
 from .request import MOST_TENSORS, Request, Result, check_names
 
+SERVICE = "inference.GRPCInferenceService"
 MOST_TYPED_BYTES = 1 << 20  # of a message without its raw tensors: protobuf reads the rest number by number
 MOST_BYTES = (2 << 30) - (1 << 20)  # a message has less than 2 GiB; the margin is for names and shapes
 _RAW_KEY = pb.ModelInferRequest.RAW_INPUT_CONTENTS_FIELD_NUMBER << 3 | 2  # a field with a length

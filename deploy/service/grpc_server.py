@@ -11,15 +11,15 @@ import grpc
 from google.protobuf.message import DecodeError
 from grpc import aio
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from tritonclient.grpc import service_pb2 as pb
 
-from . import codec_grpc, ids, logs, metrics
+from . import codec_grpc, logs, metrics
 from .addresses import address_error
 from .datatypes import version_number
 from .errors import BROKEN, INTERNAL, INVALID, NOT_READY, TOO_SLOW, UNAUTHENTICATED, ServiceError, invalid
 from .limits import Budget, RequestMemory
 from .newer_python import timeout
 from .operations import OPEN, Operation, Operations, Token
-from .protocol import SERVICE, pb
 from .repository import Repository
 from .request import in_thread_if_large
 
@@ -89,7 +89,7 @@ class _CallHandler:
                     method, parse = method_of(each), getattr(pb, types[each.rpc].input_type.name).FromString
                 around = self._around(method, parse, each.path)
                 methods[each.rpc] = grpc.stream_unary_rpc_method_handler(around)
-        return grpc.method_handlers_generic_handler(SERVICE, methods)
+        return grpc.method_handlers_generic_handler(codec_grpc.SERVICE, methods)
 
     async def _infer(self, request: pb.ModelInferRequest, call: Call) -> bytes:
         """Run a model; the answer is serialized."""
@@ -113,15 +113,15 @@ class _CallHandler:
         async def guarded(_: Any, context: aio.ServicerContext) -> bytes:
             self.was_called = True
             headers = dict(context.invocation_metadata())
-            given = [headers.get(ids.HEADER, "")]
-            number = ids.request_id(*given)
+            given = [headers.get(logs.HEADER, "")]
+            number = logs.request_id(*given)
             logs.begin(request_id=number)
             refusal: tuple[Any, str, Any] | None = None
             with RequestMemory(self._budget) as memory:
                 try:
                     request = await self._request(context, headers, parse, memory, path)
                     given.append(getattr(request, "id", ""))
-                    number = ids.request_id(*given, number)
+                    number = logs.request_id(*given, number)
                     logs.bind(request_id=number)
                     answer = await method(request, Call(number, context.time_remaining(), memory))
                 except ServiceError as error:
@@ -132,9 +132,9 @@ class _CallHandler:
                     refusal = INTERNAL.code, f"internal error; request id {number}", ()
                 request = None  # gRPC keeps the exception of `abort` in a cycle, and so what this frame holds
             if refusal is not None:
-                await context.abort(*refusal[:2], ((ids.HEADER, number), *refusal[2]))
+                await context.abort(*refusal[:2], ((logs.HEADER, number), *refusal[2]))
             if number in given:  # a trailer is slow: a generated id is sent with failures only
-                context.set_trailing_metadata(((ids.HEADER, number),))
+                context.set_trailing_metadata(((logs.HEADER, number),))
             return answer if isinstance(answer, bytes) else answer.SerializeToString()
 
         return guarded
@@ -224,7 +224,7 @@ class GrpcServer:
             status = health_pb2.HealthCheckResponse.SERVING
             if self._repository.why_not_ready() or self._repository.broken:
                 status = health_pb2.HealthCheckResponse.NOT_SERVING
-            for name in ("", SERVICE):
+            for name in ("", codec_grpc.SERVICE):
                 await self._health.set(name, status)
             await asyncio.sleep(HEALTH_SECONDS)
 

@@ -13,7 +13,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from . import codec_rest, ids, logs, metrics
+from . import codec_rest, logs, metrics
 from .datatypes import shown, version_number
 from .errors import (
     CANCELLED,
@@ -118,7 +118,7 @@ class Endpoints:
             )
             memory.reserve(-size)  # the inputs are copies, or lie in it
             del body
-            asked.id = ids.of(request.scope, asked.id)
+            asked.id = logs.id_of(request.scope, asked.id)
             logs.bind(request_id=asked.id)
             served = repository.find(model, asked.version)
             counting.accept(served.metrics, asked.arrived)
@@ -197,7 +197,7 @@ async def _client_gone(request: Request, error: Exception) -> Response:
 
 async def _bug(request: Request, error: Exception) -> Response:
     """Answer with nothing but the id under which the error is logged."""
-    number = ids.of(request.scope)
+    number = logs.id_of(request.scope)
     _log.error("internal error", exc_info=error, extra={"request_id": number})
     return as_json({"error": f"internal error; request id {number}"}, INTERNAL.status)
 

@@ -85,10 +85,7 @@ def _load(
         settings,
         first,
         [Instance(session) for session in shared],
-        [
-            f"{op} x{count}"
-            for op, count in sorted(Counter(node.proto.op_type for node in model.nodes).items())
-        ],
+        [f"{op} x{count}" for op, count in sorted(ops.items())],
     )
     loaded.steady = _is_steady(model, inputs)
     _try(model, loaded, choice, len(sessions))

@@ -5,6 +5,8 @@ The C++ messages of ONNX Runtime and gRPC do not pass through here: they stay pl
 
 import logging
 import logging.config
+import re
+import uuid
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -14,6 +16,7 @@ from typing import Any
 
 from pythonjsonlogger.core import RESERVED_ATTRS
 from pythonjsonlogger.json import JsonFormatter
+from starlette.types import Scope
 
 _request: ContextVar[Mapping[str, Any]] = ContextVar("_request", default=MappingProxyType({}))
 
@@ -86,3 +89,28 @@ class _Fields(logging.Filter):
         record.level = record.levelname.lower()
         vars(record).update(_request.get())
         return True
+
+
+# -------------------------------------------------------------------------------- ids of requests
+
+HEADER = "x-request-id"
+_KEY = "twinop.request_id"
+
+_USABLE = re.compile(r"[!-~]{1,128}").fullmatch  # visible ASCII is safe in headers and log lines
+
+
+def request_id(*given: str) -> str:
+    """Return the first usable id of the client's, or a new one."""
+    return next(filter(_USABLE, given), None) or uuid.uuid4().hex
+
+
+def take_id(scope: Scope, given: str) -> None:
+    """Store the client's header at the start of an HTTP request."""
+    scope[_KEY] = request_id(given) if given else ""
+
+
+def id_of(scope: Scope, *given: str) -> str:
+    """Return the id of an HTTP request: its header's, else the first usable of `given`, else a new one."""
+    number: str = scope[_KEY] or request_id(*given)
+    scope[_KEY] = number
+    return number

@@ -11,7 +11,7 @@ import uvicorn
 from starlette.applications import Starlette
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from . import ids, logs, metrics
+from . import logs, metrics
 from .addresses import bound
 from .errors import NOT_READY, UNAUTHENTICATED
 from .http_endpoints import FAILURES, Endpoints, as_json
@@ -41,12 +41,12 @@ class RequestMiddleware:
                 authorization = value
             elif name == b"upgrade":  # the parser takes what follows for another protocol
                 closes = True
-        ids.take(scope, given)
-        logs.begin(**({"request_id": ids.of(scope)} if given else {}))
+        logs.take_id(scope, given)
+        logs.begin(**({"request_id": logs.id_of(scope)} if given else {}))
 
         async def answer(message: Message) -> None:
             if message["type"] == "http.response.start":
-                number = ids.of(scope)
+                number = logs.id_of(scope)
                 message["headers"] = [*message["headers"], (b"x-request-id", number.encode())]
                 if self.draining or closes:
                     message["headers"].append((b"connection", b"close"))

@@ -15,9 +15,8 @@ from typer.testing import CliRunner
 from twinop import __version__
 from twinop.deploy.errors import ModelError, PackError
 from twinop.deploy.pack import command, packing
-from twinop.deploy.pack.contents import read_contents
 from twinop.deploy.pack.options import Options
-from twinop.deploy.pack.packing import pack, pack_genai
+from twinop.deploy.pack.packing import pack, pack_genai, read_contents
 from twinop.deploy.service.folders import scan
 from twinop.deploy.service.newer_python import tomllib
 from twinop.deploy.service.settings import ModelSettings, read_settings
@@ -152,14 +151,13 @@ def test_library_missing_though_bodies_would_run(tmp_path: Path, monkeypatch: py
 
 
 def test_gpu_without_gpu_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from twinop.deploy.pack import contents
     from twinop.libraries.library import Library
 
     def built_without(*_: Any, **__: Any) -> list[Library]:
         return [Library(Path("libx.so"), "0.1.0", "none", "", {}, True)]
 
-    monkeypatch.setattr(contents, "choose_libraries", built_without)
-    monkeypatch.setattr(contents, "require_fit", lambda *_: None)
+    monkeypatch.setattr(packing, "choose_libraries", built_without)
+    monkeypatch.setattr(packing, "require_fit", lambda *_: None)
     with pytest.raises(LibraryError, match="built without CUDA"):
         read_contents(Options(saved(tmp_path, relu()), tmp_path / "repo", gpu=True))
 

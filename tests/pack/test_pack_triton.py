@@ -12,14 +12,14 @@ import typer
 from google.protobuf import text_format
 from models import node
 from pack_fixtures import packed, saved
+from tritonclient.grpc import model_config_pb2
 from typer.testing import CliRunner
 
 from twinop.deploy import session
 from twinop.deploy.errors import ModelError
-from twinop.deploy.pack import command, contents
+from twinop.deploy.pack import command, packing
 from twinop.deploy.pack.options import Options
 from twinop.deploy.pack.triton_config import make_config, write_config
-from twinop.deploy.service.protocol import model_config_pb2
 from twinop.deploy.service.settings import Settings, SettingsError
 from twinop.errors import TwinopError
 
@@ -130,7 +130,7 @@ def test_the_graph_and_the_session_say_the_same(tmp_path: Path) -> None:
     made += [models.gather(), models.total(), models.fixed()]
     made += [models.identity(datatype) for datatype in models.ELEMENTS]
     for model in made:
-        read = contents.read_contents(Options(saved(tmp_path, model), tmp_path / "repo", gpu=True))
+        read = packing.read_contents(Options(saved(tmp_path, model), tmp_path / "repo", gpu=True))
         opened = session(model, ["CPUExecutionProvider"])
         assert (tuple(opened.required), tuple(opened.outputs.values())) == (read.inputs, read.outputs)
         assert not read.note

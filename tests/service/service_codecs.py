@@ -4,10 +4,10 @@ import json
 from typing import Any
 
 import numpy as np
+from tritonclient.grpc import service_pb2 as pb
 
 from twinop.deploy.service import codec_rest
 from twinop.deploy.service.datatypes import BYTES, Datatype
-from twinop.deploy.service.protocol import pb
 from twinop.deploy.service.request import Request, Result
 
 FLOATS = {"FP16", "FP32", "FP64", "BF16"}

@@ -17,8 +17,8 @@ import grpc
 import numpy as np
 import onnx.parser
 from service_fixtures import Served
+from tritonclient.grpc import service_pb2 as pb
 
-from twinop.deploy.service.protocol import pb
 from twinop.record.op_spec import DOMAIN, DOMAIN_VERSION
 
 NAME = "load"  # the model

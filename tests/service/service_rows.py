@@ -6,8 +6,7 @@ import numpy as np
 import onnx
 from service_fixtures import Served, tensor
 from service_models import mlp
-
-from twinop.deploy.service.protocol import pb
+from tritonclient.grpc import service_pb2 as pb
 
 ROW = tensor("x", "FP32", [1, 4], [-1.0, 2.0, -3.0, 4.0])
 QUICK = ("--provider", "cpu")

@@ -8,8 +8,8 @@ import pytest
 import service_models as models
 from service_fixtures import Answer, Served, receive, serve, tensor
 from service_rows import message
+from tritonclient.grpc import service_pb2 as pb
 
-from twinop.deploy.service.protocol import pb
 from twinop.deploy.tensor_specs import RIGHT_PADDED
 
 LIMIT = 1 << 20  # max_request_bytes

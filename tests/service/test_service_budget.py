@@ -13,10 +13,11 @@ import service_models as models
 from grpc_health.v1.health_pb2 import HealthCheckRequest
 from grpc_health.v1.health_pb2_grpc import HealthStub
 from service_fixtures import Answer, Served, serve, tensor, wait_until
+from tritonclient.grpc import service_pb2 as pb
 
+from twinop.deploy.service.codec_grpc import SERVICE
 from twinop.deploy.service.errors import OVER_BUDGET, ServiceError
 from twinop.deploy.service.limits import Budget, RequestMemory
-from twinop.deploy.service.protocol import SERVICE, pb
 from twinop.deploy.service.settings import ServerSettings
 
 MIB = 1 << 20

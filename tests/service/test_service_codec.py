@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from service_codecs import FLOATS, decode, rest_request, result, strings, tensor_of, typed
+from tritonclient.grpc import service_pb2 as pb
 
 from twinop.deploy.service import codec_grpc, codec_rest
 from twinop.deploy.service.datatypes import BYTES, DATATYPES, Datatype, from_bytes, to_bytes
-from twinop.deploy.service.protocol import pb
 from twinop.deploy.service.request import Result
 
 NUMBERS = [kind for kind in DATATYPES.values() if kind is not BYTES]

@@ -8,11 +8,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from service_codecs import FLOATS, decode, rest_request, result
+from tritonclient.grpc import service_pb2 as pb
 
 from twinop.deploy.service import codec_grpc, codec_rest
 from twinop.deploy.service.datatypes import DATATYPES, Datatype
 from twinop.deploy.service.errors import INVALID, NOT_FOUND, TOO_LARGE, ServiceError
-from twinop.deploy.service.protocol import pb
 
 # -------------------------------------------------------------------------------- REST
 

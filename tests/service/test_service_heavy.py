@@ -11,8 +11,9 @@ import pytest
 import service_models as models
 from service_fixtures import Answer, Served, serve, tensor
 from service_rows import message
+from tritonclient.grpc import service_pb2 as pb
 
-from twinop.deploy.service.protocol import SERVICE, pb
+from twinop.deploy.service.codec_grpc import SERVICE
 
 X = tensor("x", "FP32", [1, 4], [-1, 0, 1, 2])
 TENSORS = 20_000

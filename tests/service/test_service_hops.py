@@ -43,4 +43,4 @@ def test_hops_from_the_socket_to_the_run(tmp_path: Path) -> None:
     ours = str(Path(twinop.__file__).parent)
     names = [f"{Path(file).stem}.{name}" for file, name in frames if file.startswith(ours)]
     way = names[names.index("rest.__call__") :]
-    assert way[-1] == "ort_calls.guarded" and len(way) <= 10, way
+    assert way[-1] == "tensor_specs.guarded" and len(way) <= 10, way

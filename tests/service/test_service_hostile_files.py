@@ -16,6 +16,7 @@ import service_models
 from fuzzing import WORDS, counts, mutated, survive
 from google.protobuf.message import DecodeError
 from service_rows import scaled
+from tritonclient.grpc import service_pb2 as pb
 from typer.testing import CliRunner
 
 from twinop.cli import app
@@ -27,7 +28,6 @@ from twinop.deploy.service.errors import ServiceError
 from twinop.deploy.service.folders import scan
 from twinop.deploy.service.instance import without_paths
 from twinop.deploy.service.operations import Token
-from twinop.deploy.service.protocol import pb
 from twinop.deploy.service.repository import Repository
 from twinop.deploy.service.settings import ServerSettings, Settings, SettingsError, read_settings
 

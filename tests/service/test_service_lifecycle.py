@@ -15,9 +15,8 @@ from service_fixtures import Served, free_ports, receive, start, wait_until
 from service_held import held
 from service_models import place, relu
 from service_rows import QUICK, ROW, call, in_flight
+from tritonclient.grpc import service_pb2 as pb
 from tritonclient.grpc.service_pb2_grpc import GRPCInferenceServiceStub
-
-from twinop.deploy.service.protocol import pb
 
 
 def test_nothing_slow_is_imported(tmp_path: Path) -> None:

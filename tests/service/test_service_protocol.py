@@ -14,8 +14,7 @@ import service_models as models
 from service_fixtures import Served, receive, serve, split, tensor, wait_until
 from service_held import held
 from service_rows import in_flight, message
-
-from twinop.deploy.service.protocol import pb
+from tritonclient.grpc import service_pb2 as pb
 
 
 @pytest.fixture(scope="module")

@@ -10,7 +10,7 @@ from service_fixtures import Served, serve, wait_until
 from service_models import place, slow
 from service_rows import QUICK, ROW, call, in_flight, scaled
 
-from twinop.deploy.service.protocol import SERVICE
+from twinop.deploy.service.codec_grpc import SERVICE
 
 
 @pytest.fixture(scope="module")

@@ -13,10 +13,10 @@ from grpc_health.v1.health_pb2 import HealthCheckRequest, HealthCheckResponse
 from grpc_health.v1.health_pb2_grpc import HealthStub
 from service_fixtures import Served, serve, wait_until
 from service_loads import refusal_of
+from tritonclient.grpc import service_pb2 as pb
 from tritonclient.grpc.service_pb2_grpc import GRPCInferenceServiceStub
 
 from twinop.deploy.service.operations import Token
-from twinop.deploy.service.protocol import pb
 from twinop.deploy.service.settings import ServerSettings
 
 MODELS, INDEX = "/v2/models", "/v2/repository/index"

@@ -12,8 +12,7 @@ from service_fixtures import Answer, Served, serve, tensor, wait_until
 from service_held import held
 from service_models import log, place, relu, uneven
 from service_rows import in_flight
-
-from twinop.deploy.service.protocol import pb
+from tritonclient.grpc import service_pb2 as pb
 
 MISFIT = (tensor("a", "FP32", [1, 2], [1, 2]), tensor("b", "FP32", [1, 3], [1, 2, 3]))
 

@@ -11,7 +11,7 @@ from onnx import helper
 
 from twinop.deploy.create_session import session
 from twinop.deploy.inference_session import Session
-from twinop.deploy.ort_calls import NOWHERE
+from twinop.deploy.tensor_specs import NOWHERE
 from twinop.record.dtypes import ELEMENT_TYPES, torch_name
 from twinop.record.op_spec import OpSpec
 
