@@ -17,6 +17,7 @@ from twinop.record.op_spec import DOMAIN
 from . import cuda
 from .check_nodes import require_fit
 from .choose_library import Libraries, choose_libraries
+from .cpu_memory import require_memory
 from .custom_nodes import Model, ModelSource, load_model, read_model
 from .errors import ModelError, ProviderError, RunError
 from .inference_session import Profile, Session
@@ -132,6 +133,8 @@ def open_session(
     stream = _torch_stream(device) if device is not None and choice.uses_torch else None
     requested = [_with_cuda_options(each, stream, enable_cuda_graph) for each in choice.providers]
 
+    if choice.providers == [_CPU]:
+        require_memory(model, libraries)
     with _current_device_kept(stream):
         inner = _create(ort, model, options, requested, given)
     if choice.automatic and device is not None and cuda.CUDA not in inner.get_providers():

@@ -1,4 +1,4 @@
-"""A comparison with torch copies no weights."""
+"""What a model takes on the CPU is known before a session is opened."""
 
 from pathlib import Path
 
@@ -6,10 +6,60 @@ import numpy as np
 import onnx
 import pytest
 from models import make_model
-from onnx import TensorProto
+from onnx import TensorProto, helper
 
-from twinop.deploy import node_parity
+from twinop import deploy
+from twinop.deploy import cpu_memory, node_parity
+from twinop.deploy.custom_nodes import load_model
+from twinop.deploy.errors import ModelError
 from twinop.deploy.run_onnx import _Values
+
+_ROWS, _COLUMNS = 1 << 17, 1 << 12
+
+
+def stored(folder: Path, op: str, domain: str, dtype: int, *shape: int) -> Path:
+    """Writes a model of one matmul whose weight is a hole of its data file."""
+    weight = TensorProto(name="w", data_type=dtype, dims=shape, data_location=TensorProto.EXTERNAL)
+    weight.external_data.add(key="location", value="m.data")
+    kind = TensorProto.FLOAT16
+    table = helper.make_node("Gather", ["w", "ids"], ["rows"])
+    nodes = [helper.make_node(op, ["x", "w"], ["y"], domain=domain)]
+    graph = helper.make_graph(
+        [table] if op == "Gather" else nodes,
+        "g",
+        [helper.make_tensor_value_info("x", kind, ["B", _ROWS])],
+        [helper.make_tensor_value_info("y", kind, ["B", _COLUMNS])],
+        [weight],
+    )
+    opsets = [helper.make_opsetid("", 20), helper.make_opsetid("custom_domain", 1)]
+    onnx.save(helper.make_model(graph, opset_imports=opsets, ir_version=10), folder / "m.onnx")
+    with (folder / "m.data").open("wb") as file:
+        file.truncate(2 * _ROWS * _COLUMNS)
+    return folder / "m.onnx"
+
+
+@pytest.mark.parametrize(
+    ("op", "dtype", "times"),
+    [
+        ("CustomLinear", TensorProto.FLOAT16, 4), ("CustomLinear", TensorProto.BFLOAT16, 4),
+        ("CustomLinearQ", TensorProto.UINT8, 1), ("MatMul", TensorProto.FLOAT, 4),
+        ("Gather", TensorProto.FLOAT16, 0),
+    ],
+)  # fmt: skip
+def test_copies_of_weights(op: str, dtype: int, times: int, tmp_path: Path) -> None:
+    domain = "custom_domain" if op.startswith("Custom") else ""
+    model = load_model(stored(tmp_path, op, domain, dtype, _ROWS // 2, _COLUMNS))
+    assert cpu_memory.cpu_bytes(model) == times * _ROWS * _COLUMNS // 2
+
+
+def test_a_model_that_does_not_fit_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = stored(tmp_path, "CustomLinear", "custom_domain", TensorProto.FLOAT16, _ROWS, _COLUMNS)
+    monkeypatch.setattr(cpu_memory, "free_bytes", lambda: 10**9)
+    said = (
+        r"m.onnx takes about 2.15 GB of memory on the CPU, .* and 1 GB are free.*twinop optimize --device cpu"
+    )
+    with pytest.raises(ModelError, match=said):
+        deploy.session(path, ["CPUExecutionProvider"])
 
 
 def test_a_comparison_with_torch_copies_no_weights() -> None:
