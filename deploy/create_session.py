@@ -8,23 +8,21 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from twinop.errors import LibraryError, TwinopWarning, in_command, option
+from twinop.errors import LibraryError, TwinopWarning, option
 from twinop.installation import version_numbers
 from twinop.libraries.find import package_key
 from twinop.libraries.library import Library
-from twinop.record.op_spec import DOMAIN
 
 from . import cuda
 from .check_nodes import require_fit
 from .choose_library import Libraries, choose_libraries
 from .cpu_memory import require_memory
-from .custom_nodes import Model, ModelSource, load_model, read_model
+from .custom_nodes import Model, ModelSource, load_model
 from .errors import ModelError, ProviderError, RunError
 from .inference_session import Profile, Session
 from .registration import SealedLibrary, register
 
 _OLDEST = (1, 20)  # it takes bfloat16 from Python; the libraries need the C API of 1.18
-_STAYS_INSIDE = (1, 27)  # it refuses external data outside of the model's folder, in sparse tensors too
 _CPU = "CPUExecutionProvider"
 PROVIDERS: dict[str, "list[Provider] | None"] = {"auto": None, "cpu": [_CPU], "cuda": [cuda.CUDA, _CPU]}
 _DATA_FOLDER = "session.model_external_initializers_file_folder_path"
@@ -177,18 +175,11 @@ def _libraries(model: Model, library: Libraries | bool, allow: bool) -> list[Sea
     found = choose_libraries(model, library, allow_model_libraries=allow)
     domains = {node.proto.domain for node in model.nodes} - {each.domain for each in found}
     if domains:
-        of = "" if domains == {DOMAIN} else f" for {', '.join(sorted(domains))}"
-        packages = [model.metadata.get(package_key(domain), "") for domain in sorted(domains)]
-        how = (
-            f"name the library ({option('library')})"
-            if in_command()
-            else "pass library=False if that is intended"
-        )
-        if any(packages):
-            how = f"pip install {' '.join(filter(None, packages))}, or {how}"
+        packages = " ".join(filter(None, (model.metadata.get(package_key(each)) for each in sorted(domains))))
+        install = f"pip install {packages}, or " if packages else ""
         warnings.warn(
-            f"{model.name}: no custom-op library found{of}, so its function bodies run instead, which is "
-            f"slower: {how}",
+            f"{model.name}: no custom-op library found for {', '.join(sorted(domains))}, so its function "
+            f"bodies run instead, which is slower: {install}name the library ({option('library')})",
             TwinopWarning,
             stacklevel=3,
         )
@@ -285,7 +276,7 @@ def _with_cuda_options(provider: Provider, stream: Any, cuda_graph: bool) -> Pro
 
 
 def _create(ort: Any, model: Model, options: Any, providers: list[Provider], given: bool) -> Any:
-    source = _source(ort, model)
+    source = model.data if model.path is None else str(model.path)
     try:
         # The fallback would retry on the CPU and only print a message.
         return ort.InferenceSession(source, options, providers=providers, enable_fallback=0)
@@ -305,10 +296,7 @@ def _create(ort: Any, model: Model, options: Any, providers: list[Provider], giv
                 "puts such functions into the graph"
             )
         if given and model.nodes:
-            said += (
-                ". If these session options have a custom-op library already: ONNX Runtime takes one a "
-                "domain. Pass fresh options each time, or library=False to use what they have"
-            )
+            said += ". Session options that have a library already need library=False"
         raise RunError(f"{model.name}: ONNX Runtime refuses it: {said}", type(error).__name__) from error
 
 
@@ -327,21 +315,3 @@ def without_optimizations(what: str, error: object = "") -> str:
         "these optimizations. Where you run it, set graph_optimization_level to ORT_DISABLE_ALL"
         f"{f' ({error})' if error else ''}"
     )
-
-
-def _source(ort: Any, model: Model) -> str | bytes:
-    """Returns what ONNX Runtime opens: the file, or checked bytes where it would follow links in a new one.
-
-    Raises:
-        ModelError: the model must keep to its folder, and this ONNX Runtime does not hold it there.
-    """
-    if model.path is None:
-        return model.data
-    if not model.confined or version_numbers(ort.__version__) >= _STAYS_INSIDE:
-        return str(model.path)
-    if model.has_external_data:
-        raise ModelError(
-            f"{model.name} has external data, and ONNX Runtime {ort.__version__} follows links out of the "
-            "model's folder. Install onnxruntime 1.27 or newer, or save the model as one file"
-        )
-    return load_model(read_model(model.path), confined=True).data

@@ -40,7 +40,6 @@ _OTHER_SIZES = [
     (batch, length, step) for batch, length in ((3, 7), (1, 13), (2, 64), (1, 224)) for step in (2, 0)
 ]
 """To try: of the batch, of the first length, and by how much the length of the next name is larger."""
-_SHOWN = 3  # parts of a sequence or a map
 
 
 def main(
@@ -165,16 +164,13 @@ def _fitting(opened: Session, seed: int) -> tuple[dict[str, Any], dict[str, Any]
 
 
 def _described(value: Any) -> str:
-    """Returns the type of an output: of a tensor, or of the first parts of a sequence or a map."""
+    """Returns the type of an output: of a tensor, or of the first part of a sequence or a map."""
     if isinstance(value, np.ndarray):
         return f"{'str' if value.dtype.kind == 'O' else value.dtype}{list(value.shape)}"
-    if isinstance(value, list):
-        kind, parts = "sequence", [*map(_described, value)]
-    elif isinstance(value, dict):
-        kind, parts = "map", [f"{key!r}: {_described(each)}" for key, each in value.items()]
-    else:
-        return "none" if value is None else type(value).__name__
-    return f"{kind} of {len(parts)} ({', '.join(parts[:_SHOWN] + ['...'] * (len(parts) > _SHOWN))})"
+    if isinstance(value, list | dict) and value:
+        [first, *_] = value.values() if isinstance(value, dict) else value
+        return f"{type(value).__name__} of {len(value)} ({_described(first)}, ...)"
+    return "none" if value is None else type(value).__name__
 
 
 def _compare_with_torch(

@@ -14,7 +14,7 @@ from .service.settings import FILE
 
 @takes_settings(
     Server=(
-        "host", "http_port", "grpc_port", "reuse_port", "admin_port", "poll_seconds", "strict", "token_file",
+        "host", "http_port", "grpc_port", "reuse_port", "admin_port", "poll_seconds", "token_file",
         "log_level",
     ),
     Models=("library", "library_folders", "allow_model_libraries", "provider", "max_batch_size"),

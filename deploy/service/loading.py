@@ -14,11 +14,12 @@ from typing import Any
 import onnx
 
 from twinop.errors import TwinopError
+from twinop.installation import version_numbers
 
 from ..create_session import PROVIDERS, Choice, choose_providers, open_session
 from ..cuda import CUDA, has_gpu
 from ..custom_nodes import Model, custom_nodes, load_model
-from ..errors import ModelError, RunError
+from ..errors import ModelError, ProviderError, RunError
 from ..inference_session import Session
 from ..registration import SealedLibrary
 from ..tensor_specs import Spec
@@ -35,6 +36,7 @@ _log = logging.getLogger(__name__)
 
 _STRICT = Policy()
 _MOST_OF_BODIES = 2 << 30  # bytes of dense weights
+_STAYS_INSIDE = (1, 27)  # from then on ONNX Runtime refuses external data outside of a model's folder
 _LEVEL = "graph_optimization_level"
 _ENUMS = {_LEVEL: "GraphOptimizationLevel", "execution_mode": "ExecutionMode"}
 _GROUPS, _OWN_GROUP = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
@@ -66,6 +68,13 @@ def load(
 def _load(
     where: VersionFolder, settings: ModelSettings, server: ServerSettings, policy: Policy
 ) -> LoadedModel:
+    import onnxruntime
+
+    if version_numbers(onnxruntime.__version__) < _STAYS_INSIDE:
+        raise ProviderError(
+            f"onnxruntime {onnxruntime.__version__} follows links out of a model's folder: install 1.27 or "
+            "newer"
+        )
     model = load_model(where.path, confined=True)
     libraries = libraries_for(model, where, settings, server, policy)
     choice, sessions = _open(model, libraries, settings)

@@ -110,9 +110,8 @@ class Repository:
         """Load all models. If a wanted version is broken, an older one is loaded instead.
 
         Raises:
-            TwinopError: the folder holds no model, none has a loadable version (with `strict`: one has none),
-                or there are settings for a model that does not exist and cannot appear later. The message
-                lists all problems.
+            TwinopError: the folder holds no model, none has a loadable version, or there are settings for a
+                model that does not exist and cannot appear later. The message lists all problems.
         """
         folders = await self._scan()
         problems = []
@@ -127,11 +126,10 @@ class Repository:
         failed = []
         for name, found in zip(folders, await asyncio.gather(*tasks), strict=True):
             failed += found if not self.models.get(name) else []
-        if problems or (failed and (self.settings.server.strict or not any(self.models.values()))):
+        if problems or (failed and not any(self.models.values())):
             raise TwinopError("\n".join(problems + failed))
         if failed:
-            said = "served without %s, which cannot be loaded; --strict would end the server"
-            _log.error(said, ", ".join(self.unavailable()))
+            _log.error("served without %s, which cannot be loaded", ", ".join(self.unavailable()))
         self._loaded = True
 
     async def _in_turn(self, folders: Iterable[ModelFolder]) -> list[asyncio.Task[list[str]]]:

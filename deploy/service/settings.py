@@ -147,7 +147,6 @@ class ServerSettings(Section):
     poll_seconds: float = Field(
         0.0, ge=0, description="follow new, changed and removed versions and libraries this often; 0: never"
     )
-    strict: bool = Field(False, description="end at the start if a model cannot be loaded, not if all cannot")
     library_folders: tuple[Path, ...] = Field(
         (), description="folders to load libraries from, besides those of twinop's installation"
     )

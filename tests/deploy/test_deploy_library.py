@@ -246,8 +246,7 @@ def test_session_options_that_have_a_library_already(libraries: dict[str, Path])
         options.register_custom_ops_library(str(libraries[first]))
         with pytest.raises(RunError) as error:
             session(make_model("CustomRelu"), session_options=options)
-        assert "these session options have a custom-op library already" in str(error.value)
-        assert "Pass fresh options each time, or library=False to use what they have" in str(error.value)
+        assert "Session options that have a library already need library=False" in str(error.value)
 
 
 def test_session_options_are_used_once(libraries: dict[str, Path]) -> None:
@@ -255,7 +254,7 @@ def test_session_options_are_used_once(libraries: dict[str, Path]) -> None:
     options.intra_op_num_threads = 1
     opened = session(make_model("CustomRelu"), session_options=options)
     assert opened.ort.get_session_options().intra_op_num_threads == 1
-    with pytest.raises(RunError, match="have a custom-op library already"):
+    with pytest.raises(RunError, match="that have a library already need library=False"):
         session(make_model("CustomRelu"), session_options=options)
 
     options = onnxruntime.SessionOptions()

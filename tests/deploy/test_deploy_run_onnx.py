@@ -248,9 +248,9 @@ def test_outputs_that_are_no_tensors(tmp_path: Path) -> None:
     of_map = helper.make_map_type_proto(7, helper.make_tensor_type_proto(1, []))
     maps.graph.output[0].type.CopyFrom(helper.make_sequence_type_proto(of_map))
     for graph, said in (
-        (maps, "output z: sequence of 4 (map of 2 (3: float, 5: float), map of 2"),
+        (maps, "output z: list of 4 (dict of 2 (float, ...), ...)"),
         (typed(x, "seq(float[1, 2]) y", "r = custom_domain.CustomRelu (x) y = SplitToSequence (r)"),
-         "output y: sequence of 4 (float32[1, 2], float32[1, 2], float32[1, 2], ...)"),
+         "output y: list of 4 (float32[1, 2], ...)"),
         (typed(x, "optional(float[N, 2]) y", "y = Optional (x)"), "output y: float32[4, 2]"),
     ):  # fmt: skip
         result = run_command(graph, tmp_path, "--provider", "cpu")

@@ -174,7 +174,7 @@ def test_the_model_names_the_missing_package(site: Path) -> None:
         onnx.helper.make_function("none.such", "CustomNegate", ["x"], ["y"], [body], opsets)
     )
     del model.graph.node[0].attribute[:]
-    with pytest.warns(RuntimeWarning, match="slower: pip install other-ops==0.3, or pass library=False if"):
+    with pytest.warns(RuntimeWarning, match="slower: pip install other-ops==0.3, or name the library"):
         deploy.session(model, CPU)
 
 
