@@ -32,20 +32,26 @@ SHAPES = {  # [N, K] of a Llama of 1.2 billion weights
     "logits": (128256, 2048),
 }
 BLOCK = 32
-FORMS = {"float16": 2.0, "int4": 0.5 + 2 / BLOCK}  # bytes of a weight
+FORMS = {"float16": 2.0, "int4": 0.5 + 2 / BLOCK, "float8": 1.0}  # bytes of a weight
 NODES = {
     ("float16", IN_ORT): "y{i} = custom_domain.CustomLinear(x, dense{i})",
     ("float16", ORT): "y{i} = Gemm<transB = 1>(x, dense{i})",
     ("int4", IN_ORT): "y{i} = custom_domain.CustomLinearQ<block = {block}>(x, weight{i}, scale{i})",
     ("int4", ORT): "y{i} = com.microsoft.MatMulNBits<K = {k}, N = {n}, bits = 4, block_size = {block}>"
     "(x, weight{i}, scale{i})",
+    ("float8", IN_ORT): "y{i} = custom_domain.CustomLinearW8<few_rows = 64>(x, weight{i}, scale{i}, bias{i})",
 }
 
 
 def weight_of(form: str, n: int, k: int, device: torch.device) -> Weight:
-    """Draws a weight: `dense` in fp16; of int4 also what `linear_q` and MatMulNBits read."""
-    if form == "float16":
-        return {"dense": torch.randn(n, k, device=device).div_(k**0.5).half()}
+    """Draws a weight: `dense` in fp16; of others also what their ops read."""
+    if form != "int4":
+        dense = torch.randn(n, k, device=device).div_(k**0.5).half()
+        if form == "float16":
+            return {"dense": dense}
+        weight, scale = torch_op.quantize_rows(dense)
+        dense = (weight.float() * scale.unsqueeze(-1)).half()
+        return {"dense": dense, "weight": weight, "scale": scale, "bias": dense.new_zeros(n)}
     blocks = k // BLOCK
     weight = torch.randint(256, (n, blocks, BLOCK // 2), dtype=torch.uint8, device=device)
     scale = (torch.rand(n, blocks, device=device) + 0.5).mul_(0.3 / k**0.5).half()
@@ -57,7 +63,7 @@ def weight_of(form: str, n: int, k: int, device: torch.device) -> Weight:
 def in_ort(form: str, provider: str, x: Tensor, weights: list[Weight], timer: DeviceTimer | None) -> Subject:
     """Opens a session of a product for each weight; on a GPU a run is the replay of a CUDA graph."""
     n, k = weights[0]["dense"].shape
-    names = ("dense",) if form == "float16" else ("weight", "scale")
+    names = [name for name in weights[0] if (name == "dense") == (form == "float16")]
     constants = {f"{name}{i}": weight[name] for i, weight in enumerate(weights) for name in names}
     outputs = {f"y{i}": x.new_empty(len(x), n) for i in range(len(weights))}
     texts = (NODES[form, provider].format(i=i, n=n, k=k, block=BLOCK) for i in range(len(weights)))
@@ -85,6 +91,8 @@ def measure(
     def ours(weight: Mapping[str, Tensor]) -> Tensor:
         if form == "float16":
             return torch_op.linear(x, weight["dense"])
+        if form == "float8":
+            return torch_op.linear_w8(x, weight["weight"], weight["scale"], weight["bias"], few_rows=64)
         return torch_op.linear_q(x, weight["weight"], weight["scale"], block=BLOCK)
 
     makers: dict[str, Callable[[], Subject]] = {
@@ -93,6 +101,8 @@ def measure(
         ORT: partial(in_ort, form, ORT, x, weights, timer),
         TORCH: partial(in_torch, lambda weight: x @ weight["dense"].mT, weights),
     }
+    if (form, ORT) not in NODES:
+        del makers[ORT]
 
     def check(_: str, each: Subject) -> None:
         require(relative_error(each.result()[-1], expected), 4e-3)

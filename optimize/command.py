@@ -28,7 +28,8 @@ class Options:
         str | None,
         _option(
             "Convert the model to float16 or bfloat16; or to float8: then large matmuls multiply in 8 bits. "
-            "This is faster on Hopper and later GPUs, and close to the original, not the same. Default: keep "
+            "This is faster on Hopper and later GPUs, also for decoders, and close to the original, not the "
+            "same. Default: keep "
             "the dtypes of inputs and outputs, and the precision of each node."
         ),
     ] = None
@@ -87,7 +88,7 @@ class Options:
         int,
         _option(
             "With float8: the rows that matmuls get, such as the tokens of a batch. Matmuls that 8 bits make "
-            "slower stay in 16. 0 takes all."
+            "slower stay in 16, but for those of decoders. 0 takes all."
         ),
     ] = 2048
     max_error: Annotated[

@@ -98,6 +98,12 @@ def run_sizes(model: ir.Model) -> Callable[..., Sizes] | None:
     return sizes
 
 
+def is_decoder(model: ir.Model) -> bool:
+    """Whether a model, also as it was written, has caches: then it computes steps of one token."""
+    kinds = (ATTENTION, "CustomAttentionCached")
+    return any(node.op_type in kinds for node in model.graph) or any(map(grows, model.graph.inputs))
+
+
 def caches(model: ir.Model) -> dict[str, str]:
     """Returns the outputs that are the caches after a run, by the inputs that are those before it."""
     found = dict[str, str]()

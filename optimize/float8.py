@@ -4,7 +4,8 @@ Matches: CustomLinear and CustomLinearSwiglu with a constant weight, in a file i
 compared with its original.
 Writes: CustomLinearFp8, whose weight in e4m3 has a scale for each output channel. Norms, GELU and gates
 before it return their result in 8 bits, with a scale for each row; what others return goes through
-CustomQuantizeRows.
+CustomQuantizeRows. In decoders, CustomLinearW8 and CustomLinearW8Swiglu, which read x in 16 bits, as a step
+has few rows: all that count there are the bytes of the weights.
 Leaves alone: the first and the last matmuls, and those that 8 bits make slower.
 Such a file is close to the original, and never equal. What 8 bits do to the result of each matmul and to the
 outputs is measured on the CPU. Where that is too much, the matmuls with the largest errors go back.
@@ -55,6 +56,7 @@ _GELUS = {"gelu": "none", "gelu_tanh": "tanh"}
 _LINEAR, _GATED, LINEAR_8, QUANTIZE = (
     "CustomLinear", "CustomLinearSwiglu", "CustomLinearFp8", "CustomQuantizeRows",
 )  # fmt: skip
+_W8 = {_LINEAR: "CustomLinearW8", _GATED: "CustomLinearW8Swiglu"}
 
 
 # ------------------------------------------------------------------------------------ which matmuls
@@ -64,16 +66,17 @@ def matmuls(model: ir.Model, rows: int) -> tuple[list[str], dict[str, int]]:
     """Returns the matmuls that can be in 8 bits, by their outputs' names, and how many cannot, by reason.
 
     Args:
-        rows: that they get; 0 takes those, too, that 8 bits make slower.
+        rows: that they get; 0 takes those, too, that 8 bits make slower, as decoders do.
     """
+    is_decoder = decoders.is_decoder(model)
     inner, names, kept = _between(model.graph), list[str](), Counter[str]()
     found = {
-        node: _why_not(node) if node in inner else "the first or the last one"
+        node: _why_not(node, is_decoder) if node in inner else "the first or the last one"
         for node in filter(_is_matmul, model.graph)
     }
     able = [node for node, reason in found.items() if not reason]
     for node, reason in found.items():
-        reason = reason or _why_slow(node, rows, able)
+        reason = reason or _why_slow(node, 0 if is_decoder else rows, able)
         names += [] if reason else [str(node.outputs[0].name)]
         kept.update([f"{node.op_type}: {reason}"] if reason else [])
     return names, dict(kept)
@@ -100,7 +103,7 @@ def _between(graph: ir.Graph) -> set[ir.Node]:
     return found
 
 
-def _why_not(node: ir.Node) -> str:
+def _why_not(node: ir.Node, is_decoder: bool) -> str:
     """Returns why a matmul cannot be in 8 bits, or ""."""
     if node.domain != DOMAIN or node.op_type not in (_LINEAR, _GATED):
         return "no op has it in 8 bits"
@@ -108,7 +111,7 @@ def _why_not(node: ir.Node) -> str:
     kinds = {value.dtype for value in node.inputs if value is not None}
     if x is None or tensor is None or len(kinds) > 1 or not kinds.issubset(DTYPES.values()):
         return "its weight is not constant, or not all of it is in 16 bits"
-    if node.op_type == _GATED and g.attribute(node, "activation", "silu") != "silu":
+    if node.op_type == _GATED and not is_decoder and g.attribute(node, "activation", "silu") != "silu":
         return "a gate of GELU"
     if any(size % _STEP for size in weights.sizes(tensor)):
         return f"K or N is no multiple of {_STEP}"
@@ -132,21 +135,25 @@ def _why_slow(node: ir.Node, rows: int, others: Collection[ir.Node]) -> str:
 def rewrite(model: ir.Model, names: Collection[str]) -> dict[str, tuple[str, bool]]:
     """Puts the matmuls whose outputs have these names in 8 bits, in place.
 
-    Returns of each output of a CustomLinearFp8 the weight in 16 bits, and whether e4m3 has its transpose.
+    Returns of each output of a matmul in 8 bits the weight in 16, and whether e4m3 has its transpose.
     """
     g.reserve_names(model)
     linears = {node: None for node in model.graph if node.outputs[0].name in names}
-    _norm_before(linears)
-    for node in [*linears]:
-        _split(node, linears)
-    readers = dict[ir.Value | None, list[ir.Node]]()
-    for node in [node for node in model.graph if node in linears]:
-        readers.setdefault(node.inputs[0], []).append(node)
     sources = dict[str, tuple[str, bool]]()
-    for nodes in readers.values():
-        q, scale = _quantize(nodes)
-        for node in nodes:
-            sources |= _write(node, q, scale)
+    if decoders.is_decoder(model):
+        for node in linears:
+            sources |= _write(node, _W8[node.op_type], node.inputs[:1])
+    else:
+        _norm_before(linears)
+        for node in [*linears]:
+            _split(node, linears)
+        readers = dict[ir.Value | None, list[ir.Node]]()
+        for node in [node for node in model.graph if node in linears]:
+            readers.setdefault(node.inputs[0], []).append(node)
+        for nodes in readers.values():
+            scaled = _quantize(nodes)
+            for node in nodes:
+                sources |= _write(node, LINEAR_8, scaled)
     clean(model)
     g.share_constants(model.graph)
     model.ir_version = max(model.ir_version, 9)  # the first with e4m3
@@ -212,8 +219,12 @@ def _quantize(nodes: list[ir.Node]) -> Sequence[ir.Value]:
     return made[:2]
 
 
-def _write(node: ir.Node, q: ir.Value, scale: ir.Value) -> dict[str, tuple[str, bool]]:
-    """Puts a matmul in 8 bits in the place of one in 16."""
+def _write(node: ir.Node, op_type: str, rows: Sequence[ir.Value | None]) -> dict[str, tuple[str, bool]]:
+    """Puts a matmul in 8 bits in the place of one in 16.
+
+    Args:
+        rows: x, in 8 bits with its scale.
+    """
     [y], (_, weight, bias, residual) = node.outputs, [*node.inputs, None, None][:4]
     tensor, is_kn = g.tensor(weight), g.attribute(node, "layout", "nk") == "kn"
     assert tensor is not None and weight is not None and y.dtype is not None and node.graph is not None
@@ -222,13 +233,30 @@ def _write(node: ir.Node, q: ir.Value, scale: ir.Value) -> dict[str, tuple[str, 
     made = [g.initializer(node.graph, each, name) for each in (weights.quantized(matrix, scales), scales)]
     if bias is None:
         bias = g.initializer(node.graph, np.zeros(scales.size, y.dtype.numpy()), "zeros")
-    attributes = {"activation": g.attribute(node, "activation", "none")}
-    [new] = g.add_like(node, LINEAR_8, [q, scale, *made, bias, residual], attributes, [y], domain=DOMAIN)
+    kept = ("activation",) if op_type == LINEAR_8 else ("activation", "rms_eps", "few_rows")
+    attributes = {name: each.value for name, each in node.attributes.items() if name in kept}
+    [new] = g.add_like(node, op_type, [*rows, *made, bias, residual], attributes, [y], domain=DOMAIN)
     g.replace(y, new)
     return {str(new.name): (str(weight.name), is_kn)}
 
 
 # ------------------------------------------------------------------------------------ measuring
+
+
+def _put_rows_in_8_bits(model: ir.Model) -> ir.Model:
+    """Gives the matmuls of a decoder their x as they have it in a prompt, whose rows are many, in place."""
+    for node in [node for node in model.graph if node.op_type in _W8.values()]:
+        _norm_before([node])
+        node.attributes.pop("rms_eps", None)
+        x, (q, scale) = node.inputs[0], _quantize([node])
+        assert x is not None and x.dtype is not None
+        wide = g.add(node, "Cast", [q], {"to": int(ir.DataType.FLOAT)})
+        rows = g.add(node, "Unsqueeze", [scale, g.int_constant(node, [-1])])
+        narrow = g.add(
+            node, "Cast", [g.add(node, "Mul", [wide, rows])], {"to": int(x.dtype)}, shape=g.dims(x)
+        )
+        node.replace_input_with(0, narrow)
+    return model
 
 
 class _Trial:
@@ -255,9 +283,14 @@ class _Trial:
         return self.source.finished(model)
 
     def error(self, names: Collection[str]) -> float:
-        """Returns the largest error of an output, with these matmuls in 8 bits."""
+        """Returns the largest error of an output, with these matmuls in 8 bits.
+
+        Those of a decoder are tried with few rows and with many, whose x they put in 8 bits, too.
+        """
         rewrite(model := self.model.clone(), names)
-        return self._run(model)[0]
+        is_decoder = decoders.is_decoder(model)
+        many = self._run(_put_rows_in_8_bits(model.clone()))[0] if is_decoder else 0.0
+        return max(self._run(model)[0], many)
 
     def errors(self, names: Sequence[str]) -> tuple[float, dict[str, float]]:
         """Returns the error of the file as it is, and what 8 bits change in the result of each matmul."""
@@ -269,7 +302,7 @@ class _Trial:
             _compare(model, node.outputs[0], y)
             copies.append(str(y.name))
         rewrite(model, copies)
-        error, found = self._run(model)
+        error, found = self._run(_put_rows_in_8_bits(model))
         return error, dict(zip(names, _largest(np.array(found)), strict=True))
 
     def _run(self, model: ir.Model) -> tuple[float, list[list[np.ndarray]]]:
@@ -285,9 +318,9 @@ class _Trial:
         round_results(model)
         for node in [node for node in model.graph if node.domain == DOMAIN]:
             is_8 = node.op_type.endswith("Fp8") or node.op_type == QUANTIZE
-            if is_8 or node.op_type in ONLY_16:
-                given, made = (4, 0) if node.op_type == LINEAR_8 else (0, 2 if is_8 else 0)
-                compute_in(self.source.dtype, node, given, made)
+            if is_8 or node.op_type in (*ONLY_16, *_W8.values()):
+                kept = (1, 3) if node.op_type == LINEAR_8 else (2,) if node.op_type in _W8.values() else ()
+                compute_in(self.source.dtype, node, kept, 2 if is_8 and node.op_type != LINEAR_8 else 0)
         what, library = _what(self.finished(model)), self.source.user_ops.libraries or None
         try:
             found = run_any(what, library, self.reference.cases, may_skip=True).outputs
@@ -350,6 +383,10 @@ def quantize(
     report.float8 = result = Float8(kept=kept, max_error=options.max_error)
     if not names:
         return files
+    if decoders.is_decoder(before):
+        report.add_note(
+            "prompts of more rows than few_rows put x in 8 bits, too: the errors are the larger ones"
+        )
     progress("measuring the matmuls in 8 bits")
     trial = _Trial(source, verifier, before)
     result.error_16, errors = trial.errors(names)

@@ -25,7 +25,7 @@ from onnx import external_data_helper
 from twinop import deploy
 from twinop.deploy.choose_library import library_paths, refused
 from twinop.deploy.custom_nodes import tensors
-from twinop.errors import ExportError, LibraryError, option
+from twinop.errors import ExportError, LibraryError
 from twinop.libraries.library import find_library, read_library
 from twinop.record.op_spec import DOMAIN
 from twinop.system.publish import MANIFEST, replace_folder, work_folder
@@ -102,19 +102,19 @@ def optimize_folder(
     """
     source, target = Path(source), Path(target).resolve()
     chosen = chosen_device(device)
-    _check_target(source, target, options.get("dtype"))
+    _check_target(source, target)
     config = _read(source / CONFIG)
     files = _files(source, target)
     decoder = _decoder(source, config)
     model = source / decoder["filename"]
     settings = decoder.setdefault("session_options", {})
     entries = [each for each in settings.get("provider_options", []) if "cuda" in map(str.lower, each)]
-    device = "cuda" if device is None and (entries or options.get("invariant")) else chosen
+    is_cuda = entries or options.get("invariant") or options.get("dtype") == FLOAT8
+    device = "cuda" if device is None and is_cuda else chosen
     own = [*library_paths(library), *_named_library(source, settings, library, allow_model_libraries)]
-    search = config.get("search", {})  # with several beams genai's caches grow
-    shares = bool(search.get("past_present_share_buffer") and search.get("num_beams", 1) == 1)
-    options |= {"shared_caches": shares, "device": device, "library": own or None}
-    options["allow_model_libraries"] = allow_model_libraries
+    search = {"num_beams": 1} | config.get("search", {})  # with several genai's caches grow
+    options |= {"device": device, "library": own or None, "allow_model_libraries": allow_model_libraries}
+    options["shared_caches"] = search["num_beams"] == 1 and bool(search.get("past_present_share_buffer"))
     left_out = _left_out(source, files, decoder)
     if options.get("dry_run"):
         return optimize(model, target / decoder["filename"], **options)
@@ -138,12 +138,7 @@ def optimize_folder(
     return report
 
 
-def _check_target(source: Path, target: Path, dtype: str | None) -> None:
-    if dtype == FLOAT8:
-        raise ExportError(
-            f"{option('dtype', FLOAT8)}: not for folders of onnxruntime-genai: a step has few rows, and no "
-            "kernel in 8 bits is for these. Take float16 or bfloat16"
-        )
+def _check_target(source: Path, target: Path) -> None:
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise ExportError(f"{target}: exists already. Name a new folder, or an empty one")
     if target.is_relative_to(source.resolve()):
@@ -302,7 +297,7 @@ def _named_library(
 
 
 def _require_no_ops_of_cuda(model: Path, proto: onnx.ModelProto) -> None:
-    ops = {"CustomAttentionCached", "CustomLinearQ", "CustomLinearQSwiglu"}
+    ops = {"CustomAttentionCached", "CustomLinearQ", "CustomLinearQSwiglu", "CustomLinearW8"}
     if found := ops.intersection(node.op_type for node in proto.graph.node):
         raise ExportError(
             f"{model}: has {', '.join(sorted(found))}: twinop has optimised it for cuda already. Give the "

@@ -50,8 +50,8 @@ class Options:
 
     Attributes:
         dtype: "float16" or "bfloat16", also of inputs and outputs. By default these keep their dtypes, and
-            each node the precision in which the file computes it. "float8" converts to 16 bits, those of the
-            file or float16, and then puts matmuls in 8 bits: the outputs are close, and not the same.
+            each node the precision in which the file computes it. "float8" converts to 16 bits, if the file
+            is in fp32 to float16, and then puts matmuls in 8 bits: the outputs are close, and not the same.
         device: what the model is optimised for, "cuda" or "cpu"; by default what this machine has. The result
             runs on both.
         padding: "right" promises that masks hide nothing but the end of each sequence.
@@ -256,8 +256,9 @@ def read_source(path: Path, target: Path, options: Options) -> Source:
     model.graph.meta[standard_ops.REPLACED] = (*options.replace,)
     main = main_dtype(model)
     _require_no_8_bits(path, model, options.dtype == FLOAT8)
-    asked = options.dtype
+    asked, keeps_interface = options.dtype, options.dtype is None
     if asked == FLOAT8:
+        keeps_interface = main in precision.DTYPES.values()
         asked = dtype_name(main) if main in precision.DTYPES.values() else "float16"
     unfuse_ort.split_simplified_norms(model)
     is_changed = decoders.split_query_norms(model) + decoders.set_full_precision(model) > 0
@@ -280,7 +281,7 @@ def read_source(path: Path, target: Path, options: Options) -> Source:
         original=model,
         base=model.clone(),
         user_ops=user_ops,
-        interface=interface if asked is None else {},
+        interface=interface if keeps_interface else {},
         is_changed=is_changed,
         is_fp32=not narrow_types,
         is_unconverted=not options.invariant and (asked is None or found == {asked}),
@@ -290,7 +291,7 @@ def read_source(path: Path, target: Path, options: Options) -> Source:
 def _require_no_8_bits(path: Path, model: ir.Model, asked: bool) -> None:
     """Raises ExportError if matmuls are in 8 bits by twinop or, if that is asked for, weights by others."""
     found = [each.op_type for each in model.graph.all_nodes() if each.domain == DOMAIN]
-    found = [each for each in found if each.endswith("Fp8")]
+    found = [each for each in found if each.endswith(("Fp8", "W8", "W8Swiglu"))]
     tensors = (value.dtype for graph in model.graphs() for value in graph.initializers.values() if asked)
     found += [dtype.name for dtype in tensors if dtype is not None and dtype.name.startswith("FLOAT8")]
     if found:

@@ -279,14 +279,15 @@ def _form(run: _Run, model: ir.Model, part: Part) -> ir.Model:
     return made
 
 
-def compute_in(dtype: ir.DataType, node: ir.Node, given: int = 0, made: int = 0) -> None:
+def compute_in(dtype: ir.DataType, node: ir.Node, kept: Sequence[int] = (), made: int = 0) -> None:
     """Lets a node without a kernel in fp32 compute in 16 bits, which it has.
 
     Args:
-        given, made: the inputs and outputs from these on have that dtype.
+        kept: the inputs that stay in fp32.
+        made: the outputs from this one on have that dtype.
     """
     for index, value in enumerate(node.inputs):
-        if index >= given and value is not None and value.dtype is ir.DataType.FLOAT:
+        if index not in kept and value is not None and value.dtype is ir.DataType.FLOAT:
             node.replace_input_with(index, g.add(node, "Cast", [value], {"to": int(dtype)}))
     assert node.graph is not None
     for result in node.outputs[made:]:

@@ -148,7 +148,8 @@ def check_quantized(source: ir.Model, written: ir.Model, sources: Mapping[str, t
         weight, is_turned = sources.get(str(node.outputs[0].name), ("", False))
         if not weight:
             continue
-        name, of_rows = (str(value.name) for value in node.inputs[2:4] if value is not None)
+        place = 2 if node.op_type == "CustomLinearFp8" else 1
+        name, of_rows = (str(each.name) for each in node.inputs[place : place + 2] if each is not None)
         matrix = to_array(before[weight])
         if not _is_e4m3(to_array(after[name]), to_array(after[of_rows]), matrix.T if is_turned else matrix):
             raise NotEquivalent(f"differs: {name} is not what the file in 16 bits has")

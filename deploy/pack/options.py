@@ -37,6 +37,9 @@ class Options:
         bool, _option("Pack a folder of onnxruntime-genai, and nothing else.", "onnxruntime-genai", "--genai")
     ] = False
     device: Annotated[str, _option("Optimise the decoder for cuda or cpu.", "onnxruntime-genai")] = "cuda"
+    dtype: Annotated[
+        str | None, _option("As in twinop optimize: float16, bfloat16 or float8.", "onnxruntime-genai")
+    ] = None
     invariant: Annotated[
         bool, _option("As in twinop optimize, for cuda.", "onnxruntime-genai", "--invariant")
     ] = False

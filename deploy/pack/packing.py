@@ -35,7 +35,7 @@ MODELS_IN_CONTAINER = (
     "/mnt/models"  # as in examples/serving/Dockerfile; KServe mounts what it downloads there
 )
 TRITON_IMAGE = "nvcr.io/nvidia/tritonserver:26.09-py3"
-_OF_OPTIMIZE = ("device", "library", "allow_model_libraries", "invariant", "timeout")
+_OF_OPTIMIZE = ("device", "dtype", "library", "allow_model_libraries", "invariant", "timeout")
 _OF_GENAI = ("model", "output", "force", "genai", *_OF_OPTIMIZE)
 
 
@@ -160,8 +160,9 @@ def pack(options: Options) -> Packed:
     """
     if options.device != "cuda":
         raise PackError("--device is for --genai: choose a packed model's with --gpu or --cpu")
-    if options.invariant:
-        raise PackError("--invariant is for --genai: give it to twinop optimize, and pack what that writes")
+    for name in ("invariant", "dtype"):
+        if getattr(options, name):
+            raise PackError(f"--{name} is for --genai: give it to twinop optimize, and pack what that writes")
     name = _model_name(options)
     _check_output(options)
     contents = read_contents(options)

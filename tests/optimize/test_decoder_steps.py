@@ -38,6 +38,10 @@ each_device = pytest.mark.parametrize(
         *(pytest.param("cuda", each, marks=pytest.mark.cuda) for each in ("float16", "bfloat16", "int4")),
     ],
 )
+each_form = pytest.mark.parametrize(
+    ("device", "precision"),
+    [*each_device.args[1], pytest.param("cuda", "float8", marks=pytest.mark.cuda)],
+)
 
 
 @pytest.fixture(scope="module")
@@ -48,13 +52,14 @@ def decoder(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     def folder(precision: str) -> Path:
         if precision not in made:
             root = tmp_path_factory.mktemp(precision)
-            report = optimize_folder(
-                write(root / "old", SIZES, precision, LAYERS), root / "new", device="cuda"
-            )
+            options: dict[str, Any] = {"dtype": "float8", "max_error": 9.0} if precision == "float8" else {}
+            source = write(root / "old", SIZES, "float16" if options else precision, LAYERS)
+            report = optimize_folder(source, root / "new", device="cuda", **options)
             assert report.fused["attention over a cache"] == LAYERS and not report.reverted
             graph = onnx.load(root / "new/model.onnx", load_external_data=False).graph
             found = Counter(node.op_type for node in graph.node)
             assert found["CustomLastPosition"] == 1 and not {"ReduceSum", "Sub"} & found.keys()
+            assert not options or found["CustomLinearW8"] == 3 * LAYERS - 1
             assert found["Cast"] == 1 + (precision == "bfloat16")  # of the mask's length; of the logits
             made[precision] = root / "new"
         return made[precision]
@@ -127,7 +132,7 @@ def same(found: Tensor, expected: Tensor) -> bool:
     return torch.allclose(found.float(), expected.float(), rtol=0, atol=1e-2 * float(expected.abs().max()))
 
 
-@each_device
+@each_form
 def test_the_same_bits_in_every_company(device: str, precision: str, decoder: Callable[[str], Path]) -> None:
     steps = Decoder(decoder(precision), device)
     tokens, mask, caches = steps.sequences
@@ -174,7 +179,7 @@ def test_the_same_bits_in_another_process(
     assert ran.stdout.split()[-1] == Decoder(folder, device).digest()
 
 
-@each_device
+@each_form
 def test_a_thousand_steps_in_a_graph(
     device: str, precision: str, decoder: Callable[[str], Path], gpu_alone: None
 ) -> None:

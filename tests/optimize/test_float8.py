@@ -21,7 +21,15 @@ from twinop.cli import app
 from twinop.deploy.ort_runs import NotRunnable
 from twinop.errors import ExportError
 from twinop.model import weights as stored
-from twinop.optimize import OptimizeReport, float8, optimize, optimize_folder, optimizer, segments
+from twinop.optimize import (
+    OptimizeReport,
+    decoders,
+    float8,
+    optimize,
+    optimize_folder,
+    optimizer,
+    segments,
+)
 from twinop.optimize import graph as g
 from twinop.optimize.equivalence import NotEquivalent, relative_error
 from twinop.optimize.estimate import Estimate
@@ -145,6 +153,67 @@ def test_external_data_and_outputs_within(tmp_path: Path, monkeypatch: pytest.Mo
         "n1",
     ]
     assert error_of(report, x0=weights(5, 64)) < 0.1
+
+
+# ------------------------------------------------------------------------------------ decoders
+
+
+@pytest.mark.parametrize("precision", ["float16", "bfloat16"])
+def test_a_folder_of_genai(precision: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All matmuls but the first and the last, whatever their rows; norms and gates stay in them."""
+    source = write(tmp_path / "old", Sizes(), precision, layers=3)
+    options: dict[str, Any] = {"dtype": "float8", "max_error": 1.0}
+    report = optimize_folder(source, tmp_path / "new", **options)
+    result, model = report.float8, ir.load(report.path)
+    assert result is not None and len(result.layers) == 11 and not result.returned
+    assert result.kept == {"CustomLinear: the first or the last one": 2}
+    kinds = types(model)
+    assert [kinds.get(f"CustomLinear{each}", 0) for each in ("W8", "W8Swiglu", "", "Fp8")] == [8, 3, 2, 0]
+    assert not {"CustomQuantizeRows", "CustomRmsNorm"} & kinds.keys()
+    matmuls = [node for node in model.graph if node.op_type.startswith("CustomLinearW8")]
+    assert {node.attributes["few_rows"].as_int() for node in matmuls} == {64}
+    assert sum(node.attributes["rms_eps"].as_float() > 0 for node in matmuls) == 5
+    before = {value.name: value.dtype for value in ir.load(source / "model.onnx").graph.outputs}
+    assert {value.name: value.dtype for value in model.graph.outputs} == before
+    config = json.loads((tmp_path / "new/genai_config.json").read_text())
+    assert config["model"]["decoder"]["session_options"]["custom_ops_library"] == "libcustom_ops.so"
+    assert any("prompts of more rows" in note for note in report.notes) and report.device == "cuda"
+    with pytest.raises(ExportError, match="has optimised it for cuda already"):
+        optimize_folder(tmp_path / "new", tmp_path / "again", **options)
+
+    monkeypatch.setattr(float8, "_put_rows_in_8_bits", lambda model: model)
+    few = optimize_folder(source, tmp_path / "few", **options).float8
+    assert few is not None and 0.5 * result.error < few.error < result.error, "many rows are tried, too"
+    assert all(0.01 < few.layers[name] < result.layers[name] < 0.1 for name in result.layers)
+
+
+def test_a_large_decoder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In segments, which run the typical inputs: among the others are lengths that no cache has."""
+    monkeypatch.setattr(segments, "MOST_BYTES", 200_000)
+    source = write(tmp_path / "old", Sizes(), "float16", layers=2)
+    report = optimize_folder(source, tmp_path / "new", dtype="float8")
+    assert report.compared["segments on a prompt and a step"] > 3 and report.float8 is not None
+    assert len(report.float8.layers) == 7 and 0.01 < report.float8.error < 0.15
+
+
+@pytest.mark.parametrize("activation", ["silu", "gelu", "gelu_tanh"])
+def test_matmuls_of_decoders_stay_whole(activation: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(decoders, "is_decoder", lambda model: True)
+    gate = f'{GATED} <activation = "{activation}", rms_eps = 0.5, few_rows = 64>'
+    text = f'a = {gate} (h, wide) b = {LINEAR} <layout = "kn"> (a, tall, row, h) y = Relu (b)'
+    model = model_of(text, wide=weights(128, 64), tall=weights(64, 64))
+    for value in (value for node in model.graph for value in node.outputs):
+        value.type = ir.TensorType(ir.DataType.FLOAT16)
+    names, kept = float8.matmuls(model, 2048)
+    assert float8.rewrite(model, names) == {"a": ("wide", False), "b": ("tall", True)}
+    assert kept == {"CustomLinear: the first or the last one": 2}
+    gated, linear = [node for node in model.graph if "W8" in node.op_type]
+    assert gated.op_type == "CustomLinearW8Swiglu" and {
+        name: each.value for name, each in gated.attributes.items()
+    } == {"activation": activation, "rms_eps": 0.5, "few_rows": 64}
+    assert [value is not None and value.name for value in linear.inputs] == [
+        "a", "tall_fp8_0", "tall_fp8_1", "row", "h",
+    ]  # fmt: skip
 
 
 # ------------------------------------------------------------------------------------ too large errors
@@ -409,9 +478,12 @@ def test_weights_have_a_scale_for_each_channel(shape: tuple[int, int], dtype: An
         assert np.array_equal(turned.numpy().view(np.uint8), quantized(weight.T)[0])
 
 
-@pytest.fixture
-def written(tmp_path: Path) -> tuple[ir.Model, ir.Model, dict[str, tuple[str, bool]]]:
+@pytest.fixture(params=[False, True], ids=["", "decoder"])
+def written(
+    request: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> tuple[ir.Model, ir.Model, dict[str, tuple[str, bool]]]:
     """The file in 16 bits, that in 8 bits, and the weights of its matmuls."""
+    monkeypatch.setattr(decoders, "is_decoder", lambda model: request.param)
     text = f'a = {LINEAR} (h, v) b = {LINEAR} <layout = "kn"> (h, big) y = Add (a, b)'
     model = model_of(text, big=weights(64, 64, seed=3) * np.float32(10) ** np.arange(-4, 4).repeat(8))
     for value in (value for node in model.graph for value in node.outputs):
@@ -503,13 +575,6 @@ def test_what_the_cpu_does_not_run_is_refused(tmp_path: Path, monkeypatch: pytes
     ):
         optimized(tmp_path)
     assert not (tmp_path / "new.onnx").exists()
-
-
-def test_a_folder_of_genai_is_refused(tmp_path: Path) -> None:
-    folder = write(tmp_path / "old", Sizes(), "float16")
-    with pytest.raises(ExportError, match="dtype='float8': not for folders of onnxruntime-genai"):
-        optimize_folder(folder, tmp_path / "new", dtype="float8")
-    assert not (tmp_path / "new").exists()
 
 
 def test_the_command(tmp_path: Path) -> None:

@@ -138,6 +138,19 @@ def test_several_sequences_of_different_lengths(
     assert compared >= STEPS
 
 
+@pytest.mark.parametrize(
+    "family", ["Qwen2", pytest.param("Gemma", marks=slow), pytest.param("Phi3", marks=slow)]
+)
+def test_packed_in_float8(family: str, built: Builds, genai: Genai, tmp_path: Path) -> None:
+    """genai's own steps are as close as the report says."""
+    source = built(family, "fp16", "cuda")
+    float8 = pack_genai(Options(source, tmp_path / "fast", genai=True, dtype="float8")).float8
+    assert len(float8.layers) + len(float8.returned) == 7 and float8.layers
+    tokens, expected = genai(source)
+    _, found = genai(tmp_path / "fast", tokens)
+    assert 1e-3 < equivalence.relative_error(expected, found) < 2 * float8.error
+
+
 def _steps_until_other(tokens: np.ndarray, others: np.ndarray) -> int:
     """Returns the number of steps that have the same tokens before them."""
     return int(np.append(np.flatnonzero(tokens != others), STEPS - 1)[0]) + 1

@@ -121,6 +121,7 @@ def nothing_written(folder: Path) -> bool:
         ({"library": [Path("missing.so")]}, "no such file"),
         ({"device": "cpu"}, "--device is for --genai: choose a packed model's with --gpu or --cpu"),
         ({"invariant": True}, "--invariant is for --genai: give it to twinop optimize"),
+        ({"dtype": "float8"}, "--dtype is for --genai: give it to twinop optimize"),
     ],
 )
 def test_options_that_do_not_fit(options: dict[str, Any], message: str, tmp_path: Path) -> None:
