@@ -54,10 +54,15 @@ template <class T, class Sum>
 static __global__ void ScaleKernel(const Sum* sums, const float* x_scale, const float* weight_scale,
                                    const T* bias, const T* residual, few_rows::Active active, T* y,
                                    int eights, std::int64_t count) {
-  PdlTriggerAndWait();
   const std::int64_t i = static_cast<std::int64_t>(blockIdx.x) * blockDim.x + threadIdx.x;
-  if (i >= count) return;
   const int column = static_cast<int>(i % eights) * 8;
+  if (i < count) {
+    PrefetchL2(weight_scale + column);
+    PrefetchL2(bias + column);
+    if (residual != nullptr) PrefetchL2(residual + 8 * i);
+  }
+  PdlTriggerAndWait();
+  if (i >= count) return;
   const float of_row = x_scale[i / eights];
   constexpr int kWidth = kVectorBytes / sizeof(Sum);
   Vector<Sum, kWidth> parts[8 / kWidth];
