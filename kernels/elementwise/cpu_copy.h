@@ -140,8 +140,7 @@ struct Widening {
                                 std::int64_t count) {
     const S* const from = static_cast<const S*>(source);
 #if defined(__x86_64__)
-    if constexpr (std::is_same_v<S, Half> && kLevel != Level::kBaseline)
-      return WidenWithF16c(from, to, count);
+    if constexpr (std::is_same_v<S, Half>) return WidenWithF16c(from, to, count);
 #endif
     for (std::int64_t i = 0; i < count; ++i) to[i] = ToCompute(from[i]);
   }
@@ -153,8 +152,7 @@ struct Rounding {
                                 std::int64_t count) {
     S* const to = static_cast<S*>(target);
 #if defined(__x86_64__)
-    if constexpr (std::is_same_v<S, Half> && kLevel != Level::kBaseline)
-      return RoundWithF16c(from, to, count);
+    if constexpr (std::is_same_v<S, Half>) return RoundWithF16c(from, to, count);
 #endif
     for (std::int64_t i = 0; i < count; ++i) twinop::Round(from[i], to + i);
   }

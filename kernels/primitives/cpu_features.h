@@ -12,14 +12,16 @@
 
 namespace twinop {
 
-enum class Level { kBaseline, kAvx2, kAvx512 };
+// kNone: x86-64 without AVX2, as before 2013 (Intel) and 2015 (AMD), has no CPU kernels.
+// kPortable: other architectures, as the compiler vectorises for them.
+enum class Level { kNone, kPortable, kAvx2, kAvx512 };
 
-// Returns the best level of this processor. TWINOP_CPU_LEVEL=baseline|avx2 lowers it, for tests and
+// Returns the best level of this processor. TWINOP_CPU_LEVEL=none|avx2 lowers it, for tests and
 // diagnosis.
 inline Level CpuLevel() {
   static const Level level = [] {
-    Level best = Level::kBaseline;
 #if defined(__x86_64__)
+    Level best = Level::kNone;
     if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") &&
         __builtin_cpu_supports("bmi2") && __builtin_cpu_supports("f16c"))
       best = Level::kAvx2;
@@ -27,10 +29,12 @@ inline Level CpuLevel() {
         __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq") &&
         __builtin_cpu_supports("avx512vl"))
       best = Level::kAvx512;
+#else
+    Level best = Level::kPortable;
 #endif
     if (const char* text = std::getenv("TWINOP_CPU_LEVEL")) {
       std::string_view wanted(text);
-      if (wanted == "baseline") best = Level::kBaseline;
+      if (wanted == "none") best = Level::kNone;
       if (wanted == "avx2" && best == Level::kAvx512) best = Level::kAvx2;
     }
     return best;
@@ -43,10 +47,10 @@ template <class Function>
 struct ByLevel;
 template <class... Arguments>
 struct ByLevel<void(Arguments...)> {
-  void (*functions[3])(Arguments...);
+  void (*functions[2])(Arguments...);
 
   // Returns the function for this processor.
-  auto Choose() const { return functions[static_cast<int>(CpuLevel())]; }
+  auto Choose() const { return functions[CpuLevel() == Level::kAvx512]; }
   void operator()(Arguments... arguments) const { Choose()(arguments...); }
 };
 
@@ -54,9 +58,6 @@ template <class Body, class Function>
 struct LevelFunctions;
 template <class Body, class... Arguments>
 struct LevelFunctions<Body, void(Arguments...)> {
-  static void Baseline(Arguments... arguments) {
-    Body::template Run<Level::kBaseline>(arguments...);
-  }
 #if defined(__x86_64__)
   TWINOP_TARGET_AVX2 static void Avx2(Arguments... arguments) {
     Body::template Run<Level::kAvx2>(arguments...);
@@ -64,9 +65,12 @@ struct LevelFunctions<Body, void(Arguments...)> {
   TWINOP_TARGET_AVX512 static void Avx512(Arguments... arguments) {
     Body::template Run<Level::kAvx512>(arguments...);
   }
-  static constexpr ByLevel<void(Arguments...)> kByLevel = {{ Baseline, Avx2, Avx512 }};
+  static constexpr ByLevel<void(Arguments...)> kByLevel = {{ Avx2, Avx512 }};
 #else
-  static constexpr ByLevel<void(Arguments...)> kByLevel = {{Baseline, Baseline, Baseline}};
+  static void Portable(Arguments... arguments) {
+    Body::template Run<Level::kPortable>(arguments...);
+  }
+  static constexpr ByLevel<void(Arguments...)> kByLevel = {{Portable, Portable}};
 #endif
 };
 template <class Body, class Function>

@@ -4,8 +4,6 @@
 #include <cmath>
 #include <cstdio>
 
-#include "twinop/primitives/cpu_features.h"
-
 namespace twinop {
 namespace {
 
@@ -78,11 +76,11 @@ Status Failure(const OpSpec& record, const Tensor* inputs, std::string_view mess
 }
 
 void TraceCall(const OpSpec& record, const Call& call) {
-  static constexpr const char* kLevels[] = {"baseline", "AVX2", "AVX-512"};
+  static constexpr const char* kLevels[] = {"", "", ", AVX2", ", AVX-512"};
   const bool on_cuda = call.context->device_type == TWINOP_CUDA;
   Trace("%s on %s", CallText(record, call.inputs, call.attributes).c_str(),
         on_cuda ? ("CUDA device " + std::to_string(call.context->device_index)).c_str()
-                : (std::string("the CPU, ") + kLevels[static_cast<int>(CpuLevel())]).c_str());
+                : (std::string("the CPU") + kLevels[static_cast<int>(CpuLevel())]).c_str());
 }
 
 void SetDefault(const Argument& argument, Attribute* value, AttributeStorage* storage) {

@@ -3,6 +3,7 @@
 
 #include <string>
 
+#include "twinop/primitives/cpu_features.h"
 #include "twinop/record/op_spec.h"
 #include "twinop/record/trace.h"
 
@@ -66,6 +67,12 @@ void TraceCall(const OpSpec& record, const Call& call);
 
 // Runs the op's launcher.
 inline Status Launch(const OpSpec& record, twinop_launch launch, const Call& call) {
+  if (__builtin_expect(call.context->device_type == TWINOP_CPU && CpuLevel() == Level::kNone,
+                       false))
+    return Status::Error(
+        "twinop's CPU kernels need a processor with AVX2, FMA, F16C and BMI2, which this one has "
+        "not "
+        "(its CUDA kernels need none of them)");
   if (__builtin_expect(kIsTraced, false)) TraceCall(record, call);
   ErrorText error;
   if (__builtin_expect(launch(&call, &error) == 0, true)) return {};

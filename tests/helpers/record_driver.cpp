@@ -193,9 +193,7 @@ std::string Answer(const std::vector<std::string>& request) {
   }
   if (request[0] == "defaults") return Defaults(Parse(Record(request.at(1))));
   if (request[0] == "level")
-    return CpuLevel() == Level::kBaseline ? "baseline"
-           : CpuLevel() == Level::kAvx2   ? "avx2"
-                                          : "avx512";
+    return CpuLevel() == Level::kNone ? "none" : CpuLevel() == Level::kAvx2 ? "avx2" : "avx512";
   return "unknown request";
 }
 
