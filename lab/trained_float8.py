@@ -32,96 +32,7 @@ from twinop.optimize import optimize
 
 ATOMS = r"\[[^\]]+]|Br?|Cl?|N|O|S|P|F|I|b|c|n|o|s|p|>>?|%[0-9]{2}|[^A-Za-z]"  # of SMILES
 E4M3, BF16 = torch.float8_e4m3fn, torch.bfloat16
-TEXTS = {
-    "sentences": """The train to the coast leaves at seven in the morning.
-An express service to the seaside departs every day at dawn.
-Passengers must show a valid ticket before boarding.
-The last bus home was cancelled because of the snow.
-She planted tomatoes and basil on the balcony in May.
-Water the seedlings early, before the sun gets too strong.
-Aphids have damaged most of the roses this summer.
-A compost heap turns kitchen waste into rich soil.
-The central bank raised its interest rate by half a percent.
-Higher borrowing costs are expected to slow the housing market.
-Shares of the airline fell sharply after the profit warning.
-Inflation eased for the third month in a row.
-The doctor prescribed antibiotics for the throat infection.
-Wash your hands often to avoid spreading the flu.
-A new vaccine protects infants against the virus.
-Regular exercise lowers blood pressure and improves sleep.
-The midfielder scored twice in the second half.
-Our team lost the final after a penalty shoot-out.
-She broke the national record in the 400 metres.
-The referee showed him a red card for a late tackle.
-Simmer the onions slowly until they turn golden.
-Knead the dough for ten minutes and let it rise.
-This soup tastes better on the next day.
-Add a pinch of salt and the juice of one lemon.
-The function returns a list of all open files.
-A memory leak makes the server crash after two days.
-Compile the program with optimisation turned on.
-Which database should I use for a small web application?
-Jupiter has more than ninety known moons.
-The telescope observed a galaxy thirteen billion light years away.
-A total eclipse of the sun will be visible from Spain.
-Astronauts repaired the solar panel during a six-hour spacewalk.
-The court found the company guilty of tax fraud.
-A judge must decide whether the contract is still valid.
-The witness refused to answer the lawyer's questions.
-Parliament passed a law that protects personal data.
-He plays the cello in the city's youth orchestra.
-The band's second album was recorded in a single week.
-Turn down the volume, the baby is asleep!
-Beethoven was almost deaf when he wrote his ninth symphony.
-The old bridge was closed after the flood.
-Engineers are testing the strength of the new steel cables.
-The tunnel under the strait will be sixty kilometres long.
-Workers poured the concrete foundation last Friday.
-How do I reset the password of my account?
-I forgot my login and cannot get into my profile.
-My parcel has not arrived, although it was sent two weeks ago.
-I would like a refund for the broken headphones.
-The cat slept on the warm stones all afternoon.
-Wolves have returned to the forests of the north.
-Bees visit thousands of flowers to make a spoonful of honey.
-The whale was seen swimming up the river.
-Glaciers in the Alps have lost a tenth of their ice in two years.
-Heavy rain is forecast for the weekend.
-The drought forced farmers to sell their cattle.
-Wind turbines produced a third of the country's electricity.
-The novel tells the story of three sisters in a small fishing village.
-Critics praised the film's quiet and patient ending.
-The museum bought a painting that had been lost for a century.
-Her poems were translated into twenty languages.
-Pupils learn better when they explain things to each other.
-The university offers evening courses in statistics.
-Children under six travel free of charge.
-Nobody knows who built the stone circle, or why.""",
-    "reactions": """CC(=O)O.CCO>>CC(=O)OCC
-O=C(O)c1ccccc1.CN>>CNC(=O)c1ccccc1
-Brc1ccccc1.OB(O)c1ccccc1>>c1ccc(-c2ccccc2)cc1
-CC(=O)Cl.Nc1ccccc1>>CC(=O)Nc1ccccc1
-CC(=O)OC(C)=O.O=C(O)c1ccccc1O>>CC(=O)Oc1ccccc1C(=O)O
-CC(C)=O.[BH4-].[Na+]>>CC(C)O
-COC(=O)c1ccccc1.[OH-].[Na+]>>O=C(O)c1ccccc1
-C=CC=C.O=C1C=CC(=O)O1>>O=C1OC(=O)C2CC=CCC12
-CCBr.[N-]=[N+]=[N-].[Na+]>>CCN=[N+]=[N-]
-Oc1ccccc1.CI>>COc1ccccc1
-O=Cc1ccccc1.CC(C)=O>>CC(=O)C=Cc1ccccc1
-O=[N+]([O-])c1ccccc1.[Fe].Cl>>Nc1ccccc1
-c1ccccc1.CC(=O)Cl.[Al+3]>>CC(=O)c1ccccc1
-CC(C)(C)OC(=O)NCc1ccccc1.O=C(O)C(F)(F)F>>NCc1ccccc1
-Clc1ccncc1.C1COCCN1>>c1cc(N2CCOCC2)ccn1
-O=C1CCCCC1.NO>>ON=C1CCCCC1
-CCO.CC(C)(C)[Si](C)(C)Cl>>CCO[Si](C)(C)C(C)(C)C
-C#Cc1ccccc1.Ic1ccccc1>>C(#Cc1ccccc1)c1ccccc1
-O=Cc1ccccc1.C[Mg]Br>>CC(O)c1ccccc1
-CCCCO.O=S(Cl)Cl>>CCCCCl
-N#Cc1ccccc1.O>>NC(=O)c1ccccc1
-CC(=O)c1ccc(F)cc1.C1CCNC1>>CC(=O)c1ccc(N2CCCC2)cc1
-O=C(Cl)OCc1ccccc1.NCC(=O)O>>O=C(O)CNC(=O)OCc1ccccc1
-COc1ccc(C=O)cc1.NCc1ccccc1.[BH3-]C#N>>COc1ccc(CNCc2ccccc2)cc1""",
-}
+TEXTS = Path(__file__).with_name("texts")
 
 
 class First(nn.Module):
@@ -137,7 +48,7 @@ class First(nn.Module):
 
 def tokens(folder: Path, texts: str) -> tuple[Tensor, Tensor, Tensor]:
     """Returns the ids of texts, their mask, and which ones are masked: each seventh one of a reaction."""
-    lines = TEXTS[texts].splitlines()
+    lines = (TEXTS / f"{texts}.txt").read_text().splitlines()
     if texts == "sentences":
         both = transformers.AutoTokenizer.from_pretrained(folder)(lines, padding=True, return_tensors="pt")
         return both["input_ids"], both["attention_mask"], torch.zeros_like(both["input_ids"]).bool()
@@ -238,7 +149,7 @@ def main(
 ) -> None:
     """Measure the errors of a trained encoder in 8 bits, with every matmul that can have them."""
     with measuring("trained-float8", "cpu", output, False, threads=2) as (measured, _, _):
-        [kind] = chosen("--texts", texts, list(TEXTS))
+        [kind] = chosen("--texts", texts, [each.stem for each in TEXTS.glob("*.txt")])
         with tempfile.TemporaryDirectory() as work:
             measured.add(measure(folder, kind, Path(work)))
         line = measured.lines[-1]
