@@ -18,7 +18,7 @@ from twinop.cli.console import out
 from twinop.errors import ForeignLibraryError, TwinopError, TwinopWarning
 from twinop.installation import version_numbers
 from twinop.libraries.built import changed_since
-from twinop.libraries.find import installed_packages, package_of, project_libraries
+from twinop.libraries.find import project_libraries
 from twinop.libraries.library import Library, library_folders, read_library
 
 from . import cuda
@@ -58,8 +58,8 @@ def main(
     """Say what is wrong with this machine, a library or a model, and the cure.
 
     Looks at the NVIDIA driver, the compilers, torch, ONNX Runtime and its
-    providers, the custom-op libraries and the installed packages of ops. A
-    model's custom nodes are compared with them. Changes nothing, and needs
+    providers, and the custom-op libraries. A model's custom nodes are compared
+    with them. Changes nothing, and needs
     neither torch nor ONNX Runtime. The exit code is 1 if there is an error.
 
     Examples:
@@ -94,7 +94,6 @@ def examine(model: Path | None, named: Path | None, allow_model_libraries: bool 
         yield ok("driver", f"{names}; the driver serves CUDA {serves}" if gpus else "no NVIDIA GPU")
     yield from _compilers(gpus)
     yield from _torch(bool(gpus))
-    yield from _packages()
     libraries = []
     for found in _libraries(named):
         if isinstance(found, Library):
@@ -156,15 +155,6 @@ def _torch(has_gpu: bool) -> Iterator[Finding]:
         yield warning("torch", f"torch {version} is a build for the CPU, and this machine has a GPU. {cure}")
     else:
         yield ok("torch", f"torch {version}, CUDA: {built_for or 'none'}")
-
-
-def _packages() -> Iterator[Finding]:
-    for domain in dict.fromkeys(each.domain for each in installed_packages()):
-        try:
-            if (package := package_of(domain)) is not None:
-                yield ok("packages", f"{package.name} {package.version} has ops of the domain {domain}")
-        except TwinopError as problem:
-            yield error("packages", str(problem))
 
 
 def _libraries(named: Path | None) -> Iterator[Library | Finding]:

@@ -40,22 +40,22 @@ def main(**given: Any) -> None:
             out.print(str(report), soft_wrap=True)
             return
         packed = pack(options)
-    contents, output = packed.contents, options.output
-    archs = f" (code for compute capability {contents.cuda_archs})" if contents.cuda_archs else ""
-    place = f"a GPU{archs}" if contents.gpu else "the CPU"
-    nodes = ", ".join(contents.custom_nodes) or "none, so no library is needed"
+    output = options.output
+    archs = f" (code for compute capability {packed.cuda_archs})" if packed.cuda_archs else ""
+    place = f"a GPU{archs}" if packed.gpu else "the CPU"
+    nodes = ", ".join(packed.custom_nodes) or "none, so no library is needed"
     lines = [f"{output}: {packed.name}, version {options.version}, for {place}; custom nodes: {nodes}"]
     for each, there, digest in zip(
-        contents.libraries, packed.library_paths, contents.library_sha256, strict=True
+        packed.libraries, packed.library_paths, packed.library_sha256, strict=True
     ):
         lines.append(f"library {each.path}, in the container {there}, SHA-256 {digest}")
     out.print("\n".join(lines), soft_wrap=True)
-    if contents.note:
-        print_note(contents.note)
+    if packed.note:
+        print_note(packed.note)
     command = f"twinop serve {output}/models --allow-model-libraries"
     if options.triton:
         mount = f"-v {output.resolve()}/models:{MODELS_IN_CONTAINER}:ro"
-        gpus = "--gpus all " if contents.gpu else ""
+        gpus = "--gpus all " if packed.gpu else ""
         ports = " ".join(f"-p 127.0.0.1:{port}:{port}" for port in (8000, 8001, 8002))
         server = f"{TRITON_IMAGE} tritonserver --model-repository={MODELS_IN_CONTAINER}"
         command = f"docker run --rm {gpus}-e ORT_DISABLE_TELEMETRY=1 {ports} {mount} {server}"

@@ -40,16 +40,19 @@ _OF_GENAI = ("model", "output", "force", "genai", *_OF_OPTIMIZE)
 
 
 @dataclass(frozen=True)
-class Contents:
-    """A model that can be packed.
+class Packed:
+    """A model that can be packed, and what is written of it.
 
     Attributes:
+        name, version: those in the repository.
         data: the model's external data files, relative to its folder.
         inputs, outputs: those that clients see.
         custom_nodes: the types of the custom nodes.
         note: what the user should know before deployment, or "".
     """
 
+    name: str
+    version: int
     model: Path
     data: tuple[Path, ...]
     libraries: tuple[Library, ...]
@@ -58,6 +61,12 @@ class Contents:
     outputs: tuple[Spec, ...]
     custom_nodes: tuple[str, ...]
     note: str
+
+    @property
+    def library_paths(self) -> list[str]:
+        """The libraries' paths in the container."""
+        folder = f"{MODELS_IN_CONTAINER}/{self.name}/{self.version}"
+        return [f"{folder}/{library.path.name}" for library in self.libraries]
 
     @property
     def library_sha256(self) -> list[str]:
@@ -69,7 +78,7 @@ class Contents:
         return ", ".join(dict.fromkeys(library.cuda_archs for library in self.libraries))
 
 
-def read_contents(options: Options) -> Contents:
+def read_contents(options: Options) -> Packed:
     """Reads and checks a model and its libraries.
 
     Raises:
@@ -99,7 +108,8 @@ def read_contents(options: Options) -> Contents:
     inputs, outputs = _specs(model.proto)
     require_servable(str(path), inputs, outputs, options.max_batch_size > 0)
     custom = sorted({node.proto.op_type for node in model.nodes})
-    return Contents(path, data, tuple(found), gpu, inputs, outputs, tuple(custom), note)
+    name, libraries = _model_name(options), tuple(found)
+    return Packed(name, options.version, path, data, libraries, gpu, inputs, outputs, tuple(custom), note)
 
 
 def data_files(model: Model) -> tuple[Path, ...]:
@@ -109,13 +119,13 @@ def data_files(model: Model) -> tuple[Path, ...]:
     return tuple(sorted(set(map(Path, locations))))
 
 
-def without_bodies(contents: Contents) -> onnx.ModelProto:
+def without_bodies(packed: Packed) -> onnx.ModelProto:
     """Returns the model without the function bodies of the libraries' ops, and without its external data.
 
     A runtime that lacks a library or one of its ops refuses this model; with the bodies, it would run them.
     """
-    proto = onnx.load(contents.model, load_external_data=False)
-    in_libraries = {record.node_type for each in contents.libraries for record in each.by_onnx_name.values()}
+    proto = onnx.load(packed.model, load_external_data=False)
+    in_libraries = {record.node_type for each in packed.libraries for record in each.by_onnx_name.values()}
     kept = [each for each in proto.functions if (each.domain, each.name) not in in_libraries]
     del proto.functions[:]
     proto.functions.extend(kept)
@@ -143,15 +153,6 @@ def _specs(proto: onnx.ModelProto) -> tuple[tuple[Spec, ...], tuple[Spec, ...]]:
     return inputs, tuple(Spec.of_value(each) for each in graph.output)
 
 
-@dataclass(frozen=True)
-class Packed:
-    """What was written. `library_paths` are the paths in the container."""
-
-    contents: Contents
-    name: str
-    library_paths: list[str]
-
-
 def pack(options: Options) -> Packed:
     """Checks the model and writes the folder.
 
@@ -163,12 +164,9 @@ def pack(options: Options) -> Packed:
     for name in ("invariant", "dtype"):
         if getattr(options, name):
             raise PackError(f"--{name} is for --genai: give it to twinop optimize, and pack what that writes")
-    name = _model_name(options)
+    _model_name(options)
     _check_output(options)
-    contents = read_contents(options)
-    folder = f"{MODELS_IN_CONTAINER}/{name}/{options.version}"
-    libraries = [f"{folder}/{library.path.name}" for library in contents.libraries]
-    packed = Packed(contents, name, libraries)
+    packed = read_contents(options)
     with _written_whole(options.output) as new:
         _write(new, options, packed)
         for each in (new, *new.rglob("*")):  # another user reads it in the container
@@ -245,30 +243,30 @@ def _written_whole(output: Path) -> Iterator[Path]:
 
 
 def _write(root: Path, options: Options, packed: Packed) -> None:
-    contents, model = packed.contents, root / "models" / packed.name
+    model = root / "models" / packed.name
     version = model / str(options.version)
-    _copy(contents.model, version / "model.onnx")
-    for each in contents.data:
-        _copy(contents.model.parent / each, version / each)
-    for library in contents.libraries:
+    _copy(packed.model, version / "model.onnx")
+    for each in packed.data:
+        _copy(packed.model.parent / each, version / each)
+    for library in packed.libraries:
         _copy(library.path, version / library.path.name)
     settings: dict[str, Any] = {
-        "provider": Provider.CUDA if contents.gpu else Provider.CPU,
+        "provider": Provider.CUDA if packed.gpu else Provider.CPU,
         "max_batch_size": options.max_batch_size,
         # The container's CPUs: ONNX Runtime would count those of the machine.
         "intra_op_threads": options.cpus,
     }
     if options.triton:
-        onnx.save(without_bodies(contents), version / "model.onnx")
+        onnx.save(without_bodies(packed), version / "model.onnx")
         checked_settings = checked(ModelSettings, settings, "the options")
-        inputs, outputs = ({spec.name: spec for spec in each} for each in (contents.inputs, contents.outputs))
+        inputs, outputs = ({spec.name: spec for spec in each} for each in (packed.inputs, packed.outputs))
         config = make_config(packed.name, checked_settings, inputs, outputs, libraries=packed.library_paths)
         (model / "config.pbtxt").write_text(write_config(config))
     else:
         # A longer run is ended; where it cannot be, the service ends with code 70 and must be restarted.
         settings["run_timeout_seconds"] = 60
-        if contents.libraries:
-            settings["library_sha256"] = contents.library_sha256  # other libraries are not loaded
+        if packed.libraries:
+            settings["library_sha256"] = packed.library_sha256  # other libraries are not loaded
         lines = (f"{name} = {json.dumps(value)}\n" for name, value in settings.items())
         (model / "twinop.toml").write_text("".join(lines))
     _write_manifest(root, model)

@@ -94,7 +94,6 @@ def _write_scheduling(config: Any, settings: ModelSettings) -> None:
     if settings.max_batch_size:
         batching = config.dynamic_batching
         batching.SetInParent()  # an empty message too makes Triton join requests
-        batching.max_queue_delay_microseconds = settings.max_queue_delay_us
         batching.default_queue_policy.max_queue_size = settings.max_queue
     config.instance_group.add(count=settings.instances, kind=_KINDS.get(settings.provider, "KIND_AUTO"))
     policy = config.version_policy

@@ -1,16 +1,15 @@
 """Queue and run the requests of one model version, joining those that arrive while all instances are busy.
 
 An idle instance runs a request at once. Requests that arrive while every instance is busy are joined into the
-next run: a lone request waits for nothing, and a busy server gets the largest batches. Only
-max_queue_delay_us makes an idle instance wait for more rows. A run that takes less time than handing it to a
-thread runs on the event loop's thread (`ShortRuns`).
+next run: a lone request waits for nothing, and a busy server gets the largest batches. A run that takes less
+time than handing it to a thread runs on the event loop's thread (`ShortRuns`).
 """
 
 import asyncio
 import functools
 import logging
 import time
-from collections import Counter, defaultdict, deque
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -179,13 +178,12 @@ class Batcher:
         self._waiting: deque[QueuedRequest] = deque()
         self._runs = BatchRuns(name, version, rows_independent)
         self._pool = ThreadPoolExecutor(len(instances), thread_name_prefix=f"{name}-{version}")
-        self._timer: asyncio.TimerHandle | None = None
         self._drained = asyncio.Event()
         self._drained.set()
         self._closed = False
         self._is_dispatching = False
         is_watched = settings.run_timeout_seconds is not None  # a run on the loop's thread cannot be
-        self._short = ShortRuns(may_run_on_loop and not settings.max_queue_delay_us and not is_watched)
+        self._short = ShortRuns(may_run_on_loop and not is_watched)
         self.on_run: Callable[[int, float], None] = lambda rows, seconds: None
         self.on_broken: Callable[[str], None] = lambda why: None  # nothing more can be run in this process
 
@@ -278,51 +276,24 @@ class Batcher:
         self.on_broken(why)
 
     def _take(self) -> Batch:
-        """Remove the requests of the next run from the queue. Return nothing to wait for more."""
+        """Remove the oldest request from the queue, and those that may share its run."""
         now = time.monotonic()
         while self._waiting and self._waiting[0].is_abandoned(now):
             self._waiting.popleft()
         if not self._waiting:
             return []
-        limit = self._settings.max_batch_size
-        if not limit or not self._runs.rows_independent:
-            return [self._waiting.popleft()]
-        batch = self._ready_batch(limit, now)
-        if not batch:
-            return []
-        if batch == [self._waiting[0]]:
-            self._waiting.popleft()
-        else:
-            taken = set(map(id, batch))
-            self._waiting = deque(member for member in self._waiting if id(member) not in taken)
-        return batch
-
-    def _ready_batch(self, limit: int, now: float) -> list[QueuedRequest]:
-        """Return the oldest request that need not wait for company, and those that may share its run."""
-        batches: defaultdict[Any, list[QueuedRequest]] = defaultdict(list)
-        rows: Counter[Any] = Counter()
+        first, limit = self._waiting.popleft(), self._settings.max_batch_size
+        batch, rows, rest = [first], first.rows, deque[QueuedRequest]()
+        if not limit or not self._runs.rows_independent or not self._waiting:
+            return batch
         for member in self._waiting:
-            if rows[member.key] + member.rows <= limit and not member.is_abandoned(now):
-                batches[member.key].append(member)
-                rows[member.key] += member.rows
-        for key, batch in batches.items():  # in the order of their oldest requests
-            if not self._should_wait(batch[0], rows[key], now):
-                return batch
-        return []
-
-    def _should_wait(self, first: QueuedRequest, rows: int, now: float) -> bool:
-        """Return whether max_queue_delay_us lets the batch wait for more rows."""
-        delay = self._settings.max_queue_delay_us * 1e-6
-        left = first.request.arrived + delay - now
-        if not delay or rows >= self._settings.max_batch_size or left <= 0 or self._closed:
-            return False
-        if self._timer is None:
-            self._timer = self._loop.call_later(left, self._timed_out)
-        return True
-
-    def _timed_out(self) -> None:
-        self._timer = None
-        self._dispatch()
+            if member.key == first.key and rows + member.rows <= limit and not member.is_abandoned(now):
+                batch.append(member)
+                rows += member.rows
+            else:
+                rest.append(member)
+        self._waiting = rest
+        return batch
 
     def _expire(self, member: QueuedRequest) -> None:
         member.expire()  # regardless of the clock: uvloop's timers fire up to a millisecond early

@@ -85,9 +85,6 @@ class ModelSettings(Section):
     max_batch_size: int = Field(
         0, ge=0, le=_MOST, description="most rows in one batch; 0 never batches requests"
     )
-    max_queue_delay_us: int = Field(
-        0, ge=0, le=_MOST, description="how long an idle instance waits for more rows"
-    )
     max_queue: int = Field(
         256, gt=0, le=_MOST, description="requests that may wait; further ones are refused with 429"
     )
@@ -125,8 +122,6 @@ class ModelSettings(Section):
 
     @model_validator(mode="after")
     def _fits(self) -> "ModelSettings":
-        if self.max_queue_delay_us and not self.max_batch_size:
-            raise ValueError("max_queue_delay_us needs max_batch_size: without it requests are never batched")
         if self.provider_options and self.provider == Provider.CPU:
             raise ValueError("provider_options need provider cuda or auto, not cpu")
         return self

@@ -3,7 +3,6 @@
 import json
 import os
 import sys
-from importlib.metadata import EntryPoint
 from pathlib import Path
 from typing import Any
 
@@ -59,11 +58,6 @@ BROKEN: dict[str, tuple[dict[str, Any], str, list[str]]] = {
         "warning",
         ["torch 2.13.0+cpu is a build for the CPU", "pip uninstall -y torch && pip install torch"],
     ),
-    "two packages with one domain": (
-        {"packages": ("mish", "swish")},
-        "error",
-        ["mish ? and swish ? both have ops of the domain mish"],
-    ),
 }
 
 
@@ -98,9 +92,6 @@ def test_a_broken_set_up(case: str, healthy: Path, monkeypatch: pytest.MonkeyPat
     for name, change in changes.items():
         if name == "torch":
             install(monkeypatch, healthy, change)
-        elif name == "packages":
-            entries = [EntryPoint("mish", each, "twinop.libraries") for each in change]
-            monkeypatch.setattr("twinop.libraries.find.entry_points", lambda entries=entries, **_: entries)
         else:
             monkeypatch.setattr(diagnosis, name, change)
     [found] = [each for each in diagnosis.examine(None, None) if each.level != "OK"]

@@ -74,7 +74,7 @@ def test_another_user_can_read_all(tmp_path: Path) -> None:
 
 def test_model_without_custom_nodes(tmp_path: Path) -> None:
     repo, said = packed(tmp_path, identity("FP32"))
-    assert not said.library_paths and not said.contents.gpu
+    assert not said.library_paths and not said.gpu
     assert not [path for path in files(repo / "models") if path.endswith(".so")]
     assert not settings_of(repo).library_sha256
 

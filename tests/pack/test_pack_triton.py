@@ -103,7 +103,7 @@ def test_every_packed_file_has_inputs_and_outputs(case: Any, gpu: bool, tmp_path
         # Triton: dims are never empty, a reshape is empty only where requests are joined.
         assert dims and all(size == -1 or size > 0 for size in dims)
         assert each.HasField("reshape") == (dims == [1] and bool(batch)) and not each.reshape.shape
-    assert ("not opened here" in said.contents.note) == gpu
+    assert ("not opened here" in said.note) == gpu
 
 
 def test_models_that_config_pbtxt_cannot_describe(tmp_path: Path) -> None:

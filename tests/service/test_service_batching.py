@@ -105,36 +105,6 @@ def test_a_request_without_inputs_and_a_scalar_have_one_row() -> None:
     run(test)
 
 
-# -------------------------------------------------------------------------------- max_queue_delay_us
-
-
-def test_a_queue_delay_waits_for_the_largest_batch_and_no_longer() -> None:
-    async def test() -> None:
-        runner = Doubler()
-        queue = batcher(runner, max_batch_size=4, max_queue_delay_us=5_000_000)
-        await asyncio.gather(*(queue.submit(request(i), Y) for i in range(4)))
-        assert runner.batches == [[1, 1, 1, 1]]
-        queue = batcher(runner, max_batch_size=8, max_queue_delay_us=50_000)
-        started = time.monotonic()
-        await queue.submit(request(1), Y)
-        assert time.monotonic() - started >= 0.05
-
-    run(test)
-
-
-def test_requests_of_another_shape_do_not_wait_for_the_first_ones_company() -> None:
-    async def test() -> None:
-        runner = Doubler()
-        queue = batcher(runner, max_batch_size=2, max_queue_delay_us=60_000_000)
-        first = asyncio.create_task(queue.submit(request(1), Y))
-        await asyncio.gather(*(queue.submit(request(i, columns=3), Y) for i in (2, 3)))
-        assert runner.batches == [[1, 1]] and not first.done()
-        await queue.submit(request(4), Y)
-        assert (await first).outputs["y"].item() == 2 and runner.batches == [[1, 1], [1, 1]]
-
-    run(test)
-
-
 # -------------------------------------------------------------------------------- what is refused or dropped
 
 

@@ -195,7 +195,6 @@ provider = "cpu"
 MODEL_TEXT = b"""library = ["a.so", "b.so"]
 library_sha256 = "%s"
 max_batch_size = 4
-max_queue_delay_us = 100
 instances = 2
 versions = "latest:2"
 warm_up = { x = [1, 4] }

@@ -60,7 +60,6 @@ def test_a_library_of_the_command_line_may_be_loaded(tmp_path: Path, monkeypatch
         ("[server]\nhttp_port = 70000", "server.http_port: .*65535"),
         ('[model]\nlibrary_sha256 = "abc"', "model.library_sha256.*pattern"),
         ('[model]\nprovider = "tpu"', "model.provider: .*'auto', 'cpu' or 'cuda'"),
-        ("[model]\nmax_queue_delay_us = 5", "max_queue_delay_us needs max_batch_size"),
         ('[model]\nversions = "newest"', "model.versions"),
         ('[policy]\nlibraries = "all"', "policy.libraries: no such setting. There are: allow_model_"),
         ("server = 3", "server: "),

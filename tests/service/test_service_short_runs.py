@@ -66,7 +66,6 @@ def test_what_comes_together_shares_a_run_here_too() -> None:
     "settings",
     [
         {"may_run_on_loop": False},
-        {"may_run_on_loop": True, "max_batch_size": 8, "max_queue_delay_us": 1},
         {"may_run_on_loop": True, "run_timeout_seconds": 60.0},
     ],
 )
