@@ -50,7 +50,6 @@ def configure(level: str) -> None:
                 "twinop": own,
                 "uvicorn": own,
                 "grpc": own,
-                "opentelemetry.exporter": {"level": "ERROR"},  # each retry is a warning
             },
         }
     )

@@ -6,7 +6,6 @@ import logging
 import os
 import resource
 import signal
-import sys
 from typing import Any
 
 import uvloop
@@ -43,8 +42,6 @@ class Server:
         with Runner(loop_factory=uvloop.new_event_loop) as runner:
             runner.run(self._serve())
             # Python would wait for threads that still load a model or decode an abandoned request.
-            if (trace := sys.modules.get("opentelemetry.trace")) is not None:  # its last spans
-                getattr(trace.get_tracer_provider(), "shutdown", int)()
             logging.shutdown()
             os._exit(_BROKEN if self._repository.broken else 1 if self._cut_off else 0)
 

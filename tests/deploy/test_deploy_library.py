@@ -120,11 +120,6 @@ def test_a_damaged_library_beside_the_model_is_an_error(
     np.testing.assert_array_equal(given.run({"x": X})["y"], np.maximum(X, 0))
 
 
-def test_two_sessions_with_two_libraries(libraries: dict[str, Path]) -> None:
-    relu = session(make_model("CustomRelu"))
-    pad = session(make_model("CustomPadAffine", pads=[0, 0], scale=2.0))
-    np.testing.assert_array_equal(relu.run({"x": X})["y"], np.maximum(X, 0))
-    np.testing.assert_array_equal(pad.run({"x": X})["y"], 2 * X)
 
 
 def test_no_library_has_the_op(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -176,40 +171,6 @@ def foreign_library() -> Path:
     spec = importlib.util.find_spec("onnxruntime.capi.onnxruntime_pybind11_state")
     assert spec is not None and spec.origin is not None
     return Path(spec.origin)
-
-
-def bad_library(kind: str, good: Path, folder: Path) -> Path:
-    path = folder / "libbad.so"
-    data = bytearray(good.read_bytes())
-    if kind == "not ELF":
-        path.write_text("#!/bin/sh\n")
-    elif kind == "another architecture":
-        data[18:20] = (183 if data[18] == 62 else 62).to_bytes(2, "little")  # e_machine: aarch64, x86-64
-        path.write_bytes(data)
-    elif kind == "truncated":
-        path.write_bytes(data[: len(data) // 2])
-    elif kind == "no records":
-        return foreign_library()
-    return path
-
-
-@pytest.mark.parametrize(
-    "kind, message",
-    [
-        ("missing", "no such file. twinop build makes the library of a project"),
-        ("not ELF", "not a shared library (ELF file)"),
-        ("another architecture", "Build it on this machine"),
-        ("truncated", "the file is damaged or cut short. Copy or build it again"),
-        ("no records", "a shared library, but without twinop records"),
-    ],
-)
-def test_a_library_that_cannot_be_used(
-    kind: str, message: str, libraries: dict[str, Path], tmp_path: Path
-) -> None:
-    path = bad_library(kind, libraries["custom_relu"], tmp_path)
-    with pytest.raises(LibraryError) as error:
-        session(make_model("CustomRelu"), library=path)
-    assert str(error.value).startswith(f"{path}: ") and message in str(error.value)
 
 
 def test_a_library_without_the_adapter(libraries: dict[str, Path], tmp_path: Path) -> None:

@@ -1,7 +1,6 @@
 """What nobody asked for: modules of the current folder, ONNX Runtime's telemetry, a foreign cache."""
 
 import os
-import re
 import subprocess
 import sys
 from pathlib import Path
@@ -9,7 +8,6 @@ from pathlib import Path
 import pytest
 from models import make_model
 
-import twinop
 from twinop.building.cache import cache_folder, make_folder
 from twinop.errors import BuildError
 from twinop.system import python_child
@@ -80,20 +78,6 @@ def test_telemetry_is_off_unless_asked(tmp_path: Path, setting: str | None, writ
     has_telemetry = tuple(map(int, onnxruntime.__version__.split(".")[:2])) >= (1, 31)
     assert [*tmp_path.rglob("*.db")] == [] or (writes and has_telemetry)
     assert not writes or not has_telemetry or [*tmp_path.rglob("*.db")]
-
-
-def test_what_starts_processes() -> None:
-    """Python is started by `child`, whose commands take no module of the current folder, or forked."""
-    root = Path(twinop.__file__).parents[1]
-    starts = re.compile(r"sys\.executable, |multiprocessing|os\.(exec|spawn|posix_spawn|system|popen)")
-    files = [
-        file
-        for part in ("twinop", "torch_op", "deploy", "export", "bench")
-        for file in (root / part).rglob("*.py")
-    ]
-    found = {str(file.relative_to(root)) for file in files if starts.search(file.read_text())}
-    again = "twinop/script.py"  # a file that the user starts, again with the Python of .venv
-    assert found == {"twinop/system/python_child.py", again}
 
 
 @pytest.mark.slow

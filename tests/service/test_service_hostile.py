@@ -1,11 +1,7 @@
 """Clients that misbehave below the protocol: others are answered meanwhile, and files are closed again."""
 
 import json
-import os
-import signal
 import socket
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -14,7 +10,7 @@ from contextlib import ExitStack, contextmanager, suppress
 import pytest
 import service_models as models
 from service_fixtures import Served, receive, receive_all, serve, split, wait_until
-from service_raw import LIVE, REQUEST, SLOW, answers_well, settled
+from service_raw import LIVE, REQUEST, answers_well, settled
 
 
 @pytest.fixture(scope="module")
@@ -50,40 +46,7 @@ def test_a_body_that_comes_too_slowly(served: Served) -> None:
     assert answer.status == 408 and "body_seconds" in answer.error
 
 
-def test_a_kept_connection_has_as_long_as_it_wants_between_requests(served: Served) -> None:
-    with served.connect() as connection:
-        for pause in (0, 0.8):  # longer than the limit
-            time.sleep(pause)
-            connection.sendall(REQUEST)
-            assert receive(connection).status == 200
-
-
-def test_a_long_run_is_not_taken_for_a_slow_client(served: Served) -> None:
-    """Together the runs take longer than the limit."""
-    with ExitStack() as stack:
-        connections = [stack.enter_context(served.connect(60)) for _ in range(16)]
-        for connection in connections:
-            connection.sendall(SLOW)
-        for connection in connections:
-            assert receive(connection).status == 200
-
-
 # -------------------------------------------------------------------------------- malformed
-
-
-MALFORMED = {
-    "not HTTP": b"hello\r\n\r\n",
-    "HTTP/2": b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes(30),
-    "two lengths": b"POST /v2 HTTP/1.1\r\nContent-Length: 1\r\nContent-Length: 2\r\n\r\naa",
-    "length and chunks": b"POST / HTTP/1.1\r\nContent-Length: 1\r\nTransfer-Encoding: chunked\r\n\r\n0",
-    "length of 30 digits": b"POST /v2 HTTP/1.1\r\nContent-Length: " + b"9" * 30 + b"\r\n\r\n",
-    "bad chunk": b"POST /v2/models/relu/infer HTTP/1.1\r\nTransfer-Encoding: chunked\r\n\r\nzz\r\n",
-}
-
-
-@pytest.mark.parametrize("data", MALFORMED.values(), ids=MALFORMED)
-def test_malformed(served: Served, data: bytes) -> None:
-    assert served.exchange(data).startswith(b"HTTP/1.1 400 Bad Request\r\n")
 
 
 def test_an_upgrade_with_a_body_is_refused(served: Served) -> None:
@@ -123,34 +86,6 @@ def doing(work: Callable[[], None]) -> Iterator[None]:
         done.set()
         thread.join()
     assert failed == [] and rounds[0]
-
-
-KILLED = """
-import socket, sys, time
-request = sys.stdin.buffer.read()
-connections = [socket.create_connection(("127.0.0.1", {port})) for _ in range(50)]
-for index, connection in enumerate(connections):
-    connection.sendall((request, request[:-9], request[:30])[index % 3])
-print("sent", flush=True)
-time.sleep(60)
-"""
-
-
-@contextmanager
-def killed_clients(served: Served) -> Iterator[None]:
-    """Kill clients with SIGKILL that have each sent 50 requests, complete and incomplete ones."""
-
-    def client() -> None:
-        command = [sys.executable, "-S", "-c", KILLED.format(port=served.http_port)]
-        with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
-            assert process.stdin is not None and process.stdout is not None
-            process.stdin.write(REQUEST)
-            process.stdin.close()
-            assert process.stdout.readline() == b"sent\n"
-            os.kill(process.pid, signal.SIGKILL)
-
-    with doing(client):
-        yield
 
 
 @contextmanager
@@ -194,48 +129,6 @@ def slow_bodies(served: Served) -> Iterator[None]:
         assert statuses == {408}
 
 
-PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + b"\0\0\0\4\0\0\0\0\0"  # with empty SETTINGS
-UNFINISHED = (PREFACE[:10], b"\0" * 50)
-HALVES = (
-    *UNFINISHED,
-    PREFACE,
-    PREFACE + b"\0\1\0\0\1",  # half the head of a frame
-    PREFACE + b"\0\1\0\1\4\0\0\0\1" + bytes(20),  # 20 of 256 bytes of HEADERS
-)
-
-
-@contextmanager
-def half_frames(served: Served) -> Iterator[None]:
-    """Open gRPC connections that stop within the preface, a frame's head or a frame, or that send noise.
-
-    The server closes those that never become gRPC connections, the others when the client leaves.
-    """
-    assert served.grpc_port is not None
-    with ExitStack() as stack:
-        connections = []
-        for data in HALVES * 20:
-            connection = socket.create_connection(("127.0.0.1", served.grpc_port), 10)
-            connections.append((stack.enter_context(connection), data))
-            connection.sendall(data)
-        yield
-        for connection, data in connections:
-            if data in UNFINISHED:
-                receive_all(connection)  # until body_seconds have passed
-
-
-@contextmanager
-def idle_connections(served: Served) -> Iterator[None]:
-    """Hold a thousand connections open. Half have sent one request, the others nothing."""
-    with ExitStack() as stack:
-        connections = [stack.enter_context(served.connect()) for _ in range(1000)]
-        for connection in connections[::2]:
-            connection.sendall(LIVE)
-        for connection in connections[::2]:
-            assert receive(connection).status == 200
-        yield
-        assert served.files >= 500
-
-
 @contextmanager
 def no_reader(served: Served) -> Iterator[None]:
     """Ask for a large answer, and do not read it."""
@@ -256,7 +149,7 @@ def no_reader(served: Served) -> Iterator[None]:
         yield
 
 
-ATTACKS = (killed_clients, resets, slow_bodies, half_frames, idle_connections, no_reader)
+ATTACKS = (resets, slow_bodies, no_reader)
 
 
 @pytest.mark.parametrize("attack", ATTACKS, ids=lambda attack: attack.__name__)

@@ -1,12 +1,9 @@
 """Files in a model's folder that are no plain text of settings: the error is that model's alone."""
 
-import asyncio
 import json
-import logging
 import os
 import random
 import socket
-import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,18 +14,14 @@ from fuzzing import WORDS, counts, mutated, survive
 from google.protobuf.message import DecodeError
 from service_rows import scaled
 from tritonclient.grpc import service_pb2 as pb
-from typer.testing import CliRunner
 
-from twinop.cli import app
 from twinop.deploy.custom_nodes import load_model
 from twinop.deploy.errors import ModelError
 from twinop.deploy.service import codec_grpc, codec_rest
-from twinop.deploy.service import repository as repository_module
 from twinop.deploy.service.errors import ServiceError
 from twinop.deploy.service.folders import scan
 from twinop.deploy.service.instance import without_paths
 from twinop.deploy.service.operations import Token
-from twinop.deploy.service.repository import Repository
 from twinop.deploy.service.settings import ServerSettings, Settings, SettingsError, read_settings
 
 
@@ -94,13 +87,6 @@ def test_texts_that_are_no_settings(tmp_path: Path, text: bytes) -> None:
     each_is_that_models_own(tmp_path, "twinop.toml")
 
 
-def test_check_tells_of_that_model_alone(tmp_path: Path) -> None:
-    os.mkfifo(placed(tmp_path) / "twinop.toml")
-    found = CliRunner().invoke(app, ["check", str(tmp_path), "--provider", "cpu"])
-    assert found.exit_code == 1 and "good version 1 can be served" in found.output
-    assert found.output.count("not a regular file") == 1
-
-
 @pytest.mark.parametrize("make", [os.mkfifo, STRANGE["device"], STRANGE["huge"]])
 def test_the_server_s_own_files(tmp_path: Path, make: Callable[[Path], Any]) -> None:
     file = tmp_path / "file"
@@ -124,56 +110,6 @@ def test_names_that_cannot_be_shown(tmp_path: Path) -> None:
     (tmp_path / "long").symlink_to("x" * 300)
     assert list(scan(tmp_path)) == ["bad"]
     assert without_paths("/a/\udcff.so: no") == "\\udcff.so: no"
-
-
-def test_following_goes_on_with_few_words(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    """One model's settings cannot be read, and the first load of another one does not end."""
-    placed(tmp_path)
-    service_models.place(tmp_path, "hangs", scaled(1))
-    loading, end = threading.Event(), threading.Event()
-    load = repository_module.load
-
-    def slowly(where: Any, *rest: Any) -> Any:
-        if where.model == "hangs":
-            loading.set()
-            end.wait(60)
-        return load(where, *rest)
-
-    monkeypatch.setattr(repository_module, "load", slowly)
-    monkeypatch.setattr(repository_module, "PATIENCE_SECONDS", 0.01)
-    settings = Settings(server={"poll_seconds": 0.01}, model={"provider": "cpu"})
-
-    async def test() -> None:
-        repository = Repository(tmp_path, settings)
-        tasks = [asyncio.ensure_future(each) for each in (repository.load_all(), repository.poll())]
-
-        async def wait(name: str, version: int) -> None:
-            while True:
-                try:
-                    repository.find(name, version)
-                    return
-                except ServiceError:
-                    await asyncio.sleep(0.01)
-
-        await wait("good", 1)
-        assert loading.is_set() or await asyncio.to_thread(loading.wait, 60)
-        (tmp_path / "bad" / "twinop.toml").write_bytes(TEXTS["deep array"])
-        for version in (2, 3):
-            service_models.place(tmp_path, "good", scaled(version), version)
-            await wait("good", version)
-        assert repository.why_not_ready()
-        end.set()
-        await wait("hangs", 1)
-        for task in tasks[1:]:
-            task.cancel()
-        await tasks[0]
-        await repository.close()
-
-    with caplog.at_level(logging.WARNING):
-        asyncio.run(asyncio.wait_for(test(), 60))
-    assert sum(len(record.getMessage()) for record in caplog.records) < 2_000
 
 
 # -------------------------------------------------------------------------------- mutated at random

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import service_models
 from abi_files import c_library, negate_model
-from service_fixtures import Served, serve, start, wait_until
+from service_fixtures import Served, serve, wait_until
 from service_loads import loaded
 from service_rows import QUICK, ROW
 
@@ -19,11 +19,6 @@ MINUS, PLUS = [1, -2, 3, -4], [-1, 2, -3, 4]
 
 def cut(data: bytes) -> bytes:
     return data[: len(data) // 2]
-
-
-def zeroed(data: bytes) -> bytes:
-    """Clear half of the code's pages."""
-    return data[:0x20000] + bytes(0x40000) + data[0x60000:]
 
 
 @pytest.mark.parametrize("place", ["1", "."])
@@ -38,22 +33,6 @@ def test_a_damaged_library_beside_a_model_is_an_error(
         loaded(tmp_path, service_models.relu())
     for part in (f"{beside}: the file is damaged or cut short", "lies beside the model"):
         assert part in str(error.value)
-
-
-def test_serve_names_file_and_cause(libraries: dict[str, Path], tmp_path: Path) -> None:
-    """Pages of zeros in the code must not end the process with SIGSEGV."""
-    path = service_models.place(tmp_path / "models", "m", service_models.relu())
-    beside = path.with_name("libcustom_relu.so")
-    beside.write_bytes(zeroed(libraries["custom_relu"].read_bytes()))
-    log = tmp_path / "log"
-    process = start(tmp_path / "models", log, *QUICK, "--allow-model-libraries")
-    try:
-        assert process.wait(120) == 1
-    finally:
-        process.kill()
-    said = " ".join(log.read_text().split())
-    assert f"error: {beside}: the file is damaged" in said and "Copy or build it again" in said
-    assert "Traceback" not in said
 
 
 def checksum_of(served: Served) -> str:

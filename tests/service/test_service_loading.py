@@ -56,17 +56,6 @@ def test_auto_says_which_provider_it_took(
     assert "runs on cpu (no NVIDIA driver" in caplog.text and "CustomRelu x1 from " in caplog.text
 
 
-@pytest.mark.parametrize("datatype", service_models.ELEMENTS)
-def test_every_datatype_runs(tmp_path: Path, datatype: str) -> None:
-    model = loaded(tmp_path, service_models.identity(datatype))
-    dtype = service_models.NUMPY[datatype]
-    first = np.array([["a", "é"]], object) if datatype == "BYTES" else np.array([[0, 1]]).astype(dtype)
-    second = first[:, ::-1]
-    joined = model.instances[0].run([{"x": first}, {"x": second}], ["y"])["y"]
-    assert joined.dtype == dtype
-    np.testing.assert_array_equal(joined, np.concatenate([first, second]))
-
-
 def test_warm_up_at_the_shapes_given(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, libraries: dict[str, Path]
 ) -> None:
@@ -170,11 +159,6 @@ def test_bodies_that_no_kernel_runs(libraries: dict[str, Path], tmp_path: Path) 
     found = loaded(tmp_path, model).difference
     assert found is not None and found.startswith("not compared: the function bodies do not run: ")
     assert "Less" in found
-
-
-@pytest.mark.parametrize("datatype", ["FP16", "BF16", "FP32", "FP64"])
-def test_bodies_of_all_dtypes_are_compared(libraries: dict[str, Path], tmp_path: Path, datatype: str) -> None:
-    assert loaded(tmp_path, service_models.relu(datatype)).difference == "none"
 
 
 @pytest.mark.parametrize(

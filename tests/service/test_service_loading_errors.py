@@ -26,27 +26,8 @@ from twinop.errors import TwinopError
 # ------------------------------------------------------------------------------------------ bad models
 
 
-def test_models_that_are_damaged(tmp_path: Path, libraries: dict[str, Path]) -> None:
-    place = where(tmp_path, service_models.relu())
-    whole = place.path.read_bytes()
-    for data, message in (
-        (b"", "it has no graph"),
-        (b"not a model", "not a complete ONNX model"),
-        (whole[: len(whole) // 2], "not a complete ONNX model"),
-    ):
-        place.path.write_bytes(data)
-        with pytest.raises(ModelError, match=message):
-            load(place, ModelSettings(provider="cpu"), ServerSettings())
-    place.path.unlink()
-    with pytest.raises(ModelError, match="no such file"):
-        load(place, ModelSettings(provider="cpu"), ServerSettings())
 
 
-def test_what_onnxruntime_refuses(tmp_path: Path) -> None:
-    model = service_models.identity("FP32")
-    model.graph.node[0].op_type = "NoSuchOperator"
-    with pytest.raises(TwinopError, match="ONNX Runtime refuses it: .*NoSuchOperator"):
-        loaded(tmp_path, model)
 
 
 def external(tmp_path: Path) -> tuple[VersionFolder, Path]:
@@ -55,22 +36,6 @@ def external(tmp_path: Path) -> tuple[VersionFolder, Path]:
     return place, service_models.save_external(service_models.mlp(4, 8, 2), place.path)
 
 
-def test_external_data(tmp_path: Path, libraries: dict[str, Path]) -> None:
-    place, data = external(tmp_path)
-    cpu, server = ModelSettings(provider="cpu"), ServerSettings()
-    assert load(place, cpu, server).instances[0].run([{"x": X}], ["y"])["y"].shape == (1, 2)
-    whole = data.read_bytes()
-    data.write_bytes(whole[:20])
-    with pytest.raises(ModelError, match=r"weights\.bin is cut short \(tensor w"):
-        load(place, cpu, server)
-    data.unlink()
-    with pytest.raises(ModelError, match=r"weights\.bin is missing"):
-        load(place, cpu, server)
-    outside = tmp_path / "outside.bin"
-    outside.write_bytes(whole)
-    data.symlink_to(outside)
-    with pytest.raises(ModelError, match=r"outside of its folder, in 'weights\.bin'"):
-        load(place, cpu, server)
 
 
 @pytest.mark.parametrize(
@@ -244,13 +209,6 @@ def test_out_of_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: st
     assert error.value.failure is OUT_OF_MEMORY
 
 
-def test_memory_that_onnxruntime_does_not_get(tmp_path: Path) -> None:
-    instance = loaded(tmp_path, service_models.expand()).instances[0]
-    x = np.ones(1, np.float32)
-    with pytest.raises(ServiceError) as error:
-        instance.run([{"x": x, "shape": np.array([1 << 45])}], ["y"])
-    assert error.value.failure is OUT_OF_MEMORY
-    assert instance.run([{"x": x, "shape": np.array([3])}], ["y"])["y"].shape == (3,)
 
 
 def test_memory_that_numpy_does_not_get(tmp_path: Path) -> None:

@@ -6,17 +6,13 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 
-import click
 import pytest
-import typer
 from service_fixtures import serve, wait_until
 from service_held import held
 from service_loads import repository_of
 from service_models import place, relu
 from service_rows import QUICK, ROW, in_flight
 
-from twinop.cli import app
-from twinop.errors import TwinopError
 from twinop.libraries.library import find_library
 
 
@@ -74,31 +70,3 @@ def test_a_library_of_another_folder_and_two_runs_at_a_time(tmp_path: Path) -> N
             assert served.infer("m", ROW).status == 429  # two requests run and one waits
             (tmp_path / "held").unlink()
         assert [each.result().status for each in waiting] == [200] * 3
-
-
-def test_settings_may_name_libraries_in_a_library_folder(
-    one_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "elsewhere").mkdir()
-    library = shutil.copy(find_library("custom_relu"), tmp_path / "elsewhere" / "libmine.so")
-    place(one_model, "m", relu(), settings=f'library = "{library}"')
-    with pytest.raises(TwinopError, match=r"libmine\.so: .*libraries are loaded only from"):
-        asyncio.run(repository_of(monkeypatch, one_model, *QUICK).load_all())
-    options = (*QUICK, "--library-folder", str(tmp_path / "elsewhere"))
-    repository = repository_of(monkeypatch, one_model, *options)
-    asyncio.run(repository.load_all())
-    loaded = repository.find("m").loaded
-    assert loaded.session.library.path.name == "libmine.so"
-
-
-def test_a_library_that_does_not_exist(one_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    repository = repository_of(monkeypatch, one_model, *QUICK, "--library", "nowhere.so")
-    with pytest.raises(TwinopError, match=r"nowhere\.so: no such library"):
-        asyncio.run(repository.load_all())
-
-
-def test_the_options_are_few() -> None:
-    """What one server needs on the command line; the rest is in twinop.toml."""
-    command = typer.main.get_command(app).commands["serve"]  # type: ignore[attr-defined]
-    options = [each for each in command.params if isinstance(each, click.Option)]
-    assert len(options) + 1 <= 18  # and --help

@@ -120,12 +120,6 @@ def test_request_ids(served: Served, stub: Any) -> None:
     assert "x-request-id" not in dict(call.trailing_metadata())  # generated ids are sent with failures only
 
 
-def test_requests_may_follow_each_other_without_waiting(served: Served) -> None:
-    body = json.dumps({"inputs": [tensor("x", "FP32", [1, 4], [1, 2, 3, 4])]})
-    one = f"POST /v2/models/relu/infer HTTP/1.1\r\nHost: h\r\nContent-Length: {len(body)}\r\n\r\n{body}"
-    last = one.replace("Host: h", "Host: h\r\nConnection: close")
-    answers = served.exchange((one * 20 + last).encode())
-    assert answers.count(b"HTTP/1.1 200 OK") == 21 and answers.count(b'"data":[1.0,2.0,3.0,4.0]') == 21
 
 
 def test_chunked_bodies(served: Served) -> None:

@@ -10,8 +10,6 @@ from service_fixtures import Served, serve, wait_until
 from service_models import place, slow
 from service_rows import QUICK, ROW, call, in_flight, scaled
 
-from twinop.deploy.service.codec_grpc import SERVICE
-
 
 @pytest.fixture(scope="module")
 def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
@@ -44,20 +42,3 @@ def test_a_full_queue_says_when_to_come_back_and_a_deadline_is_kept(served: Serv
     with pytest.raises(grpc.RpcError) as error:
         call(served, "full", 0.05)
     assert error.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
-
-
-def test_calls_that_send_nothing_do_not_delay_another_one(served: Served) -> None:
-    end = threading.Event()
-
-    def nothing() -> Iterator[bytes]:
-        end.wait(60)
-        return
-        yield b""
-
-    with grpc.insecure_channel(f"127.0.0.1:{served.grpc_port}") as channel:
-        infer = channel.stream_unary(f"/{SERVICE}/ModelInfer")
-        silent = [infer.future(nothing()) for _ in range(40)]
-        call(served, "quick")
-        refused = [each for each in silent if each.done()]
-        end.set()
-        assert refused == []

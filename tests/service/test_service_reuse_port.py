@@ -2,9 +2,7 @@
 
 import contextlib
 import re
-import shutil
 import signal
-import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -105,17 +103,3 @@ def test_the_examples_start_servers(
     assert command[0].endswith("twinop") and command[1] == "serve"
     server: Any = repository_of(monkeypatch, tmp_path, *command[3:]).settings.server
     assert server.reuse_port and server.admin_port in (9001, 9002)
-
-
-@pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="systemd-analyze checks unit files")
-def test_systemd_takes_the_unit(tmp_path: Path) -> None:
-    text = (EXAMPLES / "twinop@.service").read_text().replace("/opt/twinop/bin/twinop", "/bin/true")
-    unit = tmp_path / "twinop@1.service"
-    unit.write_text(text)
-    ran = subprocess.run(["systemd-analyze", "verify", unit], capture_output=True, text=True)
-    assert "twinop@1.service" not in ran.stderr, ran.stderr
-
-
-def test_compose_takes_the_file() -> None:
-    compose_spec = pytest.importorskip("compose_spec", reason="the Compose specification as Python types")
-    compose_spec.PyCompose.from_yaml((EXAMPLES / "compose.yaml").read_text()).to_spec()
