@@ -120,8 +120,6 @@ def test_a_damaged_library_beside_the_model_is_an_error(
     np.testing.assert_array_equal(given.run({"x": X})["y"], np.maximum(X, 0))
 
 
-
-
 def test_no_library_has_the_op(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ModelError) as error:
         session(make_model("CustomNothing"))

@@ -14,7 +14,6 @@ import pytest
 from pack_fixtures import packed
 from service_fixtures import free_ports, serve, tensor
 
-BIN = Path(sys.executable).parent
 ROOT = Path(__file__).resolve().parents[2]
 REQUIREMENTS, SERVING = ROOT / "requirements", ROOT / "examples/serving"
 DOCKERFILE = (SERVING / "Dockerfile").read_text()

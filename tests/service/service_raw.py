@@ -9,7 +9,6 @@ from service_rows import message
 X = tensor("x", "FP32", [1, 4], [-1, 0, 1, 2])
 BODY = json.dumps({"inputs": [X]}).encode()
 REQUEST = b"POST /v2/models/relu/infer HTTP/1.1\r\nHost: h\r\nContent-Length: %d\r\n\r\n" % len(BODY) + BODY
-SLOW = REQUEST.replace(b"/relu/", b"/slow/")
 LIVE = b"GET /v2/health/live HTTP/1.1\r\nHost: h\r\n\r\n"
 
 

@@ -161,8 +161,6 @@ def test_the_largest_typed_tensors_are_answered(served: Served) -> None:
     assert len(sent(served, typed(size))) > size
 
 
-
-
 def is_answered_during(served: Served, send: Callable[[], None]) -> bool:
     """Return whether another request is answered between the start and the end of `send`.
 

@@ -26,16 +26,10 @@ from twinop.errors import TwinopError
 # ------------------------------------------------------------------------------------------ bad models
 
 
-
-
-
-
 def external(tmp_path: Path) -> tuple[VersionFolder, Path]:
     """Place a model with its weights in a file; return its folder and that file."""
     place = where(tmp_path, service_models.relu())
     return place, service_models.save_external(service_models.mlp(4, 8, 2), place.path)
-
-
 
 
 @pytest.mark.parametrize(
@@ -207,8 +201,6 @@ def test_out_of_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: st
     with pytest.raises(ServiceError, match="not enough memory for this request") as error:
         instance.run([{"x": X}], ["y"])
     assert error.value.failure is OUT_OF_MEMORY
-
-
 
 
 def test_memory_that_numpy_does_not_get(tmp_path: Path) -> None:

@@ -120,8 +120,6 @@ def test_request_ids(served: Served, stub: Any) -> None:
     assert "x-request-id" not in dict(call.trailing_metadata())  # generated ids are sent with failures only
 
 
-
-
 def test_chunked_bodies(served: Served) -> None:
     body = json.dumps({"inputs": [tensor("x", "FP32", [1, 4], [1, 2, 3, 4])]}).encode()
     chunks = b"".join(b"%x\r\n%b\r\n" % (len(part), part) for part in (body[:5], body[5:30], body[30:]))
