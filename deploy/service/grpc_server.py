@@ -32,9 +32,8 @@ HEALTH_SECONDS = 0.2
 
 @dataclass(slots=True)
 class Call:
-    """What a call has besides its message: its id, the seconds to its deadline, and its memory."""
+    """What a call has besides its message: the seconds to its deadline, and its memory."""
 
-    id: str
     seconds: float | None
     memory: RequestMemory
 
@@ -101,7 +100,7 @@ class _CallHandler:
             asked, form = await in_thread_if_large(
                 request.ByteSize(), codec_grpc.decode, request, call.seconds, meant.most_tensors
             )
-            asked.id = call.id
+            asked.id = logs.request_id()
             served = repository.find(asked.model, asked.version)
             counting.accept(served.metrics, asked.arrived)
             counting.result = await served.batcher.submit(asked, served.check(asked))
@@ -113,17 +112,12 @@ class _CallHandler:
         async def guarded(_: Any, context: aio.ServicerContext) -> bytes:
             self.was_called = True
             headers = dict(context.invocation_metadata())
-            given = [headers.get(logs.HEADER, "")]
-            number = logs.request_id(*given)
-            logs.begin(request_id=number)
+            number = logs.begin(given := headers.get(logs.HEADER, ""))
             refusal: tuple[Any, str, Any] | None = None
             with RequestMemory(self._budget) as memory:
                 try:
                     request = await self._request(context, headers, parse, memory, path)
-                    given.append(getattr(request, "id", ""))
-                    number = logs.request_id(*given, number)
-                    logs.bind(request_id=number)
-                    answer = await method(request, Call(number, context.time_remaining(), memory))
+                    answer = await method(request, Call(context.time_remaining(), memory))
                 except ServiceError as error:
                     extra = tuple((name.lower(), value) for name, value in error.headers.items())
                     refusal = error.failure.code, str(error), extra
@@ -133,7 +127,7 @@ class _CallHandler:
                 request = None  # gRPC keeps the exception of `abort` in a cycle, and so what this frame holds
             if refusal is not None:
                 await context.abort(*refusal[:2], ((logs.HEADER, number), *refusal[2]))
-            if number in given:  # a trailer is slow: a generated id is sent with failures only
+            if number == given:  # a trailer is slow: a generated id is sent with failures only
                 context.set_trailing_metadata(((logs.HEADER, number),))
             return answer if isinstance(answer, bytes) else answer.SerializeToString()
 

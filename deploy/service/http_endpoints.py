@@ -118,8 +118,7 @@ class Endpoints:
             )
             memory.reserve(-size)  # the inputs are copies, or lie in it
             del body
-            asked.id = logs.id_of(request.scope, asked.id)
-            logs.bind(request_id=asked.id)
+            asked.id = logs.request_id()
             served = repository.find(model, asked.version)
             counting.accept(served.metrics, asked.arrived)
             with cancelled_with(request):
@@ -197,9 +196,8 @@ async def _client_gone(request: Request, error: Exception) -> Response:
 
 async def _bug(request: Request, error: Exception) -> Response:
     """Answer with nothing but the id under which the error is logged."""
-    number = logs.id_of(request.scope)
-    _log.error("internal error", exc_info=error, extra={"request_id": number})
-    return as_json({"error": f"internal error; request id {number}"}, INTERNAL.status)
+    _log.error("internal error", exc_info=error)
+    return as_json({"error": f"internal error; request id {logs.request_id()}"}, INTERNAL.status)
 
 
 FAILURES = {ServiceError: _failed, HTTPException: _no_route, ClientDisconnect: _client_gone, Exception: _bug}

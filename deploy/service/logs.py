@@ -16,8 +16,9 @@ from typing import Any
 
 from pythonjsonlogger.core import RESERVED_ATTRS
 from pythonjsonlogger.json import JsonFormatter
-from starlette.types import Scope
 
+HEADER = "x-request-id"
+_USABLE = re.compile(r"[!-~]{1,128}").fullmatch  # visible ASCII is safe in headers and log lines
 _request: ContextVar[Mapping[str, Any]] = ContextVar("_request", default=MappingProxyType({}))
 
 
@@ -56,16 +57,26 @@ def configure(level: str) -> None:
     logging.captureWarnings(True)
 
 
-def begin(**fields: Any) -> None:
-    """Start a request: every record of the current task gets these fields and no earlier ones.
+def begin(given: str) -> str:
+    """Start a request: every record of the current task gets its id, and no earlier fields.
 
     The servers run each request in a task of its own, so the fields need no reset.
+
+    Returns the id: the client's, if it is usable, or a new one.
     """
-    _request.set(fields)
+    number = given if _USABLE(given) else uuid.uuid4().hex
+    _request.set({"request_id": number})
+    return number
+
+
+def request_id() -> str:
+    """Return the id of the current task's request."""
+    number: str = _request.get()["request_id"]
+    return number
 
 
 def bind(**fields: Any) -> None:
-    """Add fields to every record of the current task, such as request_id, model and version."""
+    """Add fields to every record of the current task, such as the model."""
     _request.set({**_request.get(), **fields})
 
 
@@ -88,28 +99,3 @@ class _Fields(logging.Filter):
         record.level = record.levelname.lower()
         vars(record).update(_request.get())
         return True
-
-
-# -------------------------------------------------------------------------------- ids of requests
-
-HEADER = "x-request-id"
-_KEY = "twinop.request_id"
-
-_USABLE = re.compile(r"[!-~]{1,128}").fullmatch  # visible ASCII is safe in headers and log lines
-
-
-def request_id(*given: str) -> str:
-    """Return the first usable id of the client's, or a new one."""
-    return next(filter(_USABLE, given), None) or uuid.uuid4().hex
-
-
-def take_id(scope: Scope, given: str) -> None:
-    """Store the client's header at the start of an HTTP request."""
-    scope[_KEY] = request_id(given) if given else ""
-
-
-def id_of(scope: Scope, *given: str) -> str:
-    """Return the id of an HTTP request: its header's, else the first usable of `given`, else a new one."""
-    number: str = scope[_KEY] or request_id(*given)
-    scope[_KEY] = number
-    return number

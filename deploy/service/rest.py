@@ -41,13 +41,11 @@ class RequestMiddleware:
                 authorization = value
             elif name == b"upgrade":  # the parser takes what follows for another protocol
                 closes = True
-        logs.take_id(scope, given)
-        logs.begin(**({"request_id": logs.id_of(scope)} if given else {}))
+        number = logs.begin(given).encode()
 
         async def answer(message: Message) -> None:
             if message["type"] == "http.response.start":
-                number = logs.id_of(scope)
-                message["headers"] = [*message["headers"], (b"x-request-id", number.encode())]
+                message["headers"] = [*message["headers"], (b"x-request-id", number)]
                 if self.draining or closes:
                     message["headers"].append((b"connection", b"close"))
             await send(message)
