@@ -26,7 +26,6 @@ from ..create_session import session
 from ..custom_nodes import Model, load_model, tensors
 from ..errors import PackError, RunError
 from ..service.datatypes import require_servable
-from ..service.settings import ModelSettings, Provider, checked
 from ..tensor_specs import Spec
 from .options import Options
 from .triton_config import make_config, write_config
@@ -250,21 +249,27 @@ def _write(root: Path, options: Options, packed: Packed) -> None:
         _copy(packed.model.parent / each, version / each)
     for library in packed.libraries:
         _copy(library.path, version / library.path.name)
-    settings: dict[str, Any] = {
-        "provider": Provider.CUDA if packed.gpu else Provider.CPU,
-        "max_batch_size": options.max_batch_size,
-        # The container's CPUs: ONNX Runtime would count those of the machine.
-        "intra_op_threads": options.cpus,
-    }
     if options.triton:
         onnx.save(without_bodies(packed), version / "model.onnx")
-        checked_settings = checked(ModelSettings, settings, "the options")
-        inputs, outputs = ({spec.name: spec for spec in each} for each in (packed.inputs, packed.outputs))
-        config = make_config(packed.name, checked_settings, inputs, outputs, libraries=packed.library_paths)
+        config = make_config(
+            packed.name,
+            packed.inputs,
+            packed.outputs,
+            gpu=packed.gpu,
+            max_batch_size=options.max_batch_size,
+            threads=options.cpus,
+            libraries=packed.library_paths,
+        )
         (model / "config.pbtxt").write_text(write_config(config))
     else:
-        # A longer run is ended; where it cannot be, the service ends with code 70 and must be restarted.
-        settings["run_timeout_seconds"] = 60
+        settings: dict[str, Any] = {
+            "provider": "cuda" if packed.gpu else "cpu",
+            "max_batch_size": options.max_batch_size,
+            # The container's CPUs: ONNX Runtime would count those of the machine.
+            "intra_op_threads": options.cpus,
+            # A longer run is ended; where it cannot be, the service ends with code 70 and must be restarted.
+            "run_timeout_seconds": 60,
+        }
         if packed.libraries:
             settings["library_sha256"] = packed.library_sha256  # other libraries are not loaded
         lines = (f"{name} = {json.dumps(value)}\n" for name, value in settings.items())

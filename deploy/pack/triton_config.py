@@ -1,21 +1,20 @@
-"""Writes Triton's config.pbtxt from the settings of a model.
+"""Writes Triton's config.pbtxt.
 
 The file always lists inputs and outputs. Otherwise Triton's ONNX Runtime backend completes it from the
 model and, if all first dimensions are dynamic, joins requests up to 4 rows (default-max-batch-size). It does
 so even with `max_batch_size: 0`, which protobuf does not distinguish from a missing field.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from google.protobuf import text_format
 from tritonclient.grpc import model_config_pb2
 
 from ..service.datatypes import datatype_of
-from ..service.settings import ModelSettings, Provider, SettingsError
+from ..service.settings import SettingsError
 from ..tensor_specs import Spec
 
-_KINDS = {str(Provider.CPU): "KIND_CPU", str(Provider.CUDA): "KIND_GPU"}
 _THREADS = "intra_op_thread_count"  # a parameter of Triton's ONNX Runtime backend
 
 
@@ -26,43 +25,46 @@ def write_config(config: Any) -> str:
 
 def make_config(
     name: str,
-    settings: ModelSettings,
-    inputs: Mapping[str, Spec],
-    outputs: Mapping[str, Spec],
+    inputs: Sequence[Spec],
+    outputs: Sequence[Spec],
     *,
+    gpu: bool = False,
+    max_batch_size: int = 0,
+    threads: int = 0,
     libraries: Sequence[str] = (),
 ) -> Any:
     """Returns the ModelConfig with which Triton's ONNX Runtime backend serves a model as this service does.
 
     Args:
+        threads: ONNX Runtime's for a run on the CPU; 0: its own choice.
         libraries: the absolute paths of the custom-op libraries in Triton's container.
 
     Raises:
-        SettingsError: Triton has no counterpart of the model or of a setting.
+        SettingsError: Triton has no counterpart of the model.
     """
-    config = model_config_pb2.ModelConfig(
-        name=name, backend="onnxruntime", max_batch_size=settings.max_batch_size
-    )
+    config = model_config_pb2.ModelConfig(name=name, backend="onnxruntime", max_batch_size=max_batch_size)
     config.default_model_filename = "model.onnx"
-    batched = settings.max_batch_size > 0
+    batched = max_batch_size > 0
     for kind, specs, added in (("input", inputs, config.input.add), ("output", outputs, config.output.add)):
         if not specs:
             raise SettingsError(
                 f"the model has no {kind}s, without which Triton completes config.pbtxt itself: "
                 "export it with one that has no default"
             )
-        for spec in specs.values():
+        for spec in specs:
             if spec.shape is None and kind == "input":
                 raise SettingsError(
                     f"{spec.name} is {spec}, and config.pbtxt needs a known rank: export the model with "
                     "a shape for it, whose sizes may be dynamic"
                 )
             _describe(added(), spec, batched)
-    _write_scheduling(config, settings)
+    if batched:
+        config.dynamic_batching.SetInParent()  # an empty message too makes Triton join requests
+    config.instance_group.add(count=1, kind="KIND_GPU" if gpu else "KIND_CPU")
     if libraries:
         config.model_operations.op_library_filename.extend(libraries)
-    if settings.intra_op_threads:
-        config.parameters[_THREADS].string_value = str(settings.intra_op_threads)
+    if threads:
+        config.parameters[_THREADS].string_value = str(threads)
     return config
 
 
@@ -88,18 +90,3 @@ def _describe(tensor: Any, spec: Spec, batched: bool) -> None:
     tensor.dims.extend(sizes[batched:] or [1])
     if batched and len(sizes) == 1:
         tensor.reshape.SetInParent()
-
-
-def _write_scheduling(config: Any, settings: ModelSettings) -> None:
-    if settings.max_batch_size:
-        batching = config.dynamic_batching
-        batching.SetInParent()  # an empty message too makes Triton join requests
-        batching.default_queue_policy.max_queue_size = settings.max_queue
-    config.instance_group.add(count=settings.instances, kind=_KINDS.get(settings.provider, "KIND_AUTO"))
-    policy = config.version_policy
-    if settings.versions == "all":
-        policy.all.SetInParent()
-    elif isinstance(settings.versions, tuple):
-        policy.specific.versions.extend(settings.versions)
-    else:
-        policy.latest.num_versions = int(settings.versions.partition(":")[2] or 1)

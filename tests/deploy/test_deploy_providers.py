@@ -273,7 +273,7 @@ assert [run.provider for run in opened.executed_on()] == ["CPUExecutionProvider"
 
 def test_importing_the_folder_is_refused() -> None:
     root = Path(__file__).parents[2]
-    for code in ("import deploy", "from deploy import session", "import deploy.check"):
+    for code in ("import deploy", "from deploy import session", "import deploy.serve"):
         result = python(f"import sys\nsys.path.insert(0, {str(root)!r})\n{code}", root)
         assert result.returncode == 1
         assert (

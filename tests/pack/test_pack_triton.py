@@ -20,7 +20,7 @@ from twinop.deploy.errors import ModelError
 from twinop.deploy.pack import command, packing
 from twinop.deploy.pack.options import Options
 from twinop.deploy.pack.triton_config import make_config, write_config
-from twinop.deploy.service.settings import Settings, SettingsError
+from twinop.deploy.service.settings import SettingsError
 from twinop.errors import TwinopError
 
 Tensor = tuple[str, str, list[int]]
@@ -170,15 +170,15 @@ def test_the_command_for_triton(gpu: bool, tmp_path: Path) -> None:
 
 
 def test_what_cannot_be_written() -> None:
-    opened = session(models.relu(shape=None), ["CPUExecutionProvider"])
+    def specs(model: onnx.ModelProto) -> tuple[Any, Any]:
+        opened = session(model, ["CPUExecutionProvider"])
+        return list(opened.inputs.values()), list(opened.outputs.values())
+
     with pytest.raises(SettingsError, match="and config.pbtxt needs a known rank"):
-        write_config(make_config("relu", Settings().model, opened.inputs, opened.outputs))
-    for inputs, outputs, lacking in (({}, opened.outputs, "inputs"), (opened.inputs, {}, "outputs")):
-        if inputs:
-            inputs = session(models.relu(), ["CPUExecutionProvider"]).inputs
+        write_config(make_config("relu", *specs(models.relu(shape=None))))
+    inputs, outputs = specs(models.relu())
+    for given, lacking in (([], outputs), "inputs"), ((inputs, []), "outputs"):
         with pytest.raises(SettingsError, match=f"no {lacking}, without which Triton completes config.pbtxt"):
-            write_config(make_config("relu", Settings().model, inputs, outputs))
-    scalar = session(models.identity("FP32", ()), ["CPUExecutionProvider"])
-    batched = Settings(model={"max_batch_size": 4}).model
+            write_config(make_config("relu", *given))
     with pytest.raises(SettingsError, match=r"x is float32\[\]: config.pbtxt needs .* rows if batched"):
-        write_config(make_config("relu", batched, scalar.inputs, scalar.outputs))
+        write_config(make_config("relu", *specs(models.identity("FP32", ())), max_batch_size=4))

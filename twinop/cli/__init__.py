@@ -22,7 +22,7 @@ class Commands(LazyGroup):
         "export": "twinop.export.to_onnx:main",
         "optimize": "twinop.optimize.command:main",
         "run": "twinop.deploy.run_onnx:main",
-        "check": "twinop.deploy.check:main",
+        "check": "twinop.deploy.serve:check",
         "doctor": "twinop.deploy.diagnosis:main",
         "serve": "twinop.deploy.serve:main",
         "pack": "twinop.deploy.pack.command:main",
