@@ -67,13 +67,6 @@ def test_a_difference_is_shown_and_fails(tmp_path: Path, monkeypatch: pytest.Mon
     assert result.exit_code == 1 and "NO, 1 of 16 elements differ, by up to 1" in result.output
 
 
-def test_outputs_left_out(tmp_path: Path) -> None:
-    nodes = [node("CustomAddLayerNorm", ["x", "x", "w"], ["y"])]
-    weights = {"w": np.ones(4, np.float32)}
-    result = run_command(model(nodes, [value("x")], [value("y")], initializers=weights), tmp_path)
-    assert result.exit_code == 0 and "yes" in result.output, result.output
-
-
 def test_an_op_without_a_cpu_kernel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each runtime computes it with its own operators: last bits may differ, not more."""
     from twinop.libraries.declare import CPU_FUNCTIONS
@@ -191,50 +184,6 @@ def test_an_op_that_needs_a_gpu_in_torch_is_not_compared(
     assert result.exit_code == 0 and "custom_domain::relu needs a GPU in torch, and was not compared" in said
 
 
-def test_inputs_of_all_kinds(tmp_path: Path) -> None:
-    kinds = {"a": "int64", "b": "bool", "c": "float64"}
-    nodes = [node("Identity", [name], [f"{name}_"], name, "") for name in kinds]
-    inputs = [value(name, dtype, ("N", None)) for name, dtype in kinds.items()]
-    outputs = [value(f"{name}_", dtype, ("N", None)) for name, dtype in kinds.items()]
-    result = run_command(model(nodes, inputs, outputs), tmp_path, "--shape", "a=2,5")
-    assert result.exit_code == 0, result.output
-    assert "a_: int64[2, 5]" in result.output and "b_: bool[2, 4]" in result.output, "N has one size"
-
-
-@pytest.mark.parametrize(
-    "arguments, message",
-    [
-        (["--shape", "x=a"], "--shape x=a: expected NAME=SIZE,SIZE such as x=2,3"),
-        (["--shape", "z=1"], "--shape z=1: the model has no input 'z'; it has: x"),
-        (["--shape", "x=-1,4"], "--shape x=-1,4: a size is negative"),
-        (["--shape", "x=2,5"], "dimension 1 must be 4, not 5"),
-        (["--library", "none.so"], "none.so: no such file"),
-    ],
-)
-def test_wrong_arguments(arguments: list[str], message: str, tmp_path: Path) -> None:
-    result = run_command(make_model("CustomRelu"), tmp_path, *arguments)
-    assert result.exit_code == 1 and result.output.count("error:") == 1
-    assert message in " ".join(result.output.split())
-
-
-def test_unknown_rank_needs_a_shape(tmp_path: Path) -> None:
-    graph = make_model("CustomRelu", shape=None)
-    result = run_command(graph, tmp_path)
-    assert (
-        result.exit_code == 1 and "x has no declared rank: give its sizes with --shape x=2,3" in result.output
-    )
-    assert run_command(graph, tmp_path, "--shape", "x=2,3,1").exit_code == 0
-    assert run_command(graph, tmp_path, "--shape", "x=").exit_code == 0, "a scalar"
-
-
-def test_strings(tmp_path: Path) -> None:
-    copy = node("Identity", domain="")
-    graph = model([copy], [value("x", "str", ("N",))], [value("y", "str", ("N",))])
-    result = run_command(graph, tmp_path)
-    assert result.exit_code == 0 and "output y: str[4]" in result.output
-    assert "not compared with torch, which has no strings" in result.output
-
-
 def typed(inputs: str, outputs: str, nodes: str) -> onnx.ModelProto:
     opsets = '["": 20, "ai.onnx.ml": 3, "custom_domain": 1]'
     return onnx.parser.parse_model(
@@ -242,22 +191,57 @@ def typed(inputs: str, outputs: str, nodes: str) -> onnx.ModelProto:
     )
 
 
-def test_outputs_that_are_no_tensors(tmp_path: Path) -> None:
-    x = "float[N, 2] x"
-    maps = typed(x, "map(int64, float) z", "z = ai.onnx.ml.ZipMap <classlabels_int64s = [3, 5]> (x)")
+def of_maps() -> onnx.ModelProto:
+    nodes = "z = ai.onnx.ml.ZipMap <classlabels_int64s = [3, 5]> (x)"
+    made = typed("float[N, 2] x", "map(int64, float) z", nodes)
     of_map = helper.make_map_type_proto(7, helper.make_tensor_type_proto(1, []))
-    maps.graph.output[0].type.CopyFrom(helper.make_sequence_type_proto(of_map))
-    for graph, said in (
-        (maps, "output z: list of 4 (dict of 2 (float, ...), ...)"),
-        (typed(x, "seq(float[1, 2]) y", "r = custom_domain.CustomRelu (x) y = SplitToSequence (r)"),
-         "output y: list of 4 (float32[1, 2], ...)"),
-        (typed(x, "optional(float[N, 2]) y", "y = Optional (x)"), "output y: float32[4, 2]"),
-    ):  # fmt: skip
-        result = run_command(graph, tmp_path, "--provider", "cpu")
-        assert result.exit_code == 0 and said in result.output, result.output
-        assert ("yes" in result.output) == ("CustomRelu" in str(graph))  # custom nodes are compared
-    result = run_command(typed("seq(float[N, 2]) s", "int64 n", "n = SequenceLength (s)"), tmp_path)
-    assert result.exit_code == 1 and "there are random inputs for tensors only" in result.output
+    made.graph.output[0].type.CopyFrom(helper.make_sequence_type_proto(of_map))
+    return made
+
+
+RELU, ANY_RANK = make_model("CustomRelu"), make_model("CustomRelu", shape=None)
+KINDS = "int64[N, A] a, bool[N, B] b, double[N, C] c", "int64[N, A] d, bool[N, B] e"
+SPLIT = "r = custom_domain.CustomRelu (x) y = SplitToSequence (r)"
+NORM = "y = custom_domain.CustomAddLayerNorm (x, x, w)"
+RUNS: list[tuple[onnx.ModelProto, str, int, str]] = [
+    # the model, options, the exit code, and what is said
+    (typed(*KINDS, "d = Identity (a) e = Identity (b)"), "--shape a=2,5", 0, "d: int64[2, 5]"),
+    (
+        typed(*KINDS, "d = Identity (a) e = Identity (b)"),
+        "--shape a=2,5",
+        0,
+        "e: bool[2, 4]",
+    ),  # N has one size
+    (typed("string[N] x", "string[N] y", "y = Identity (x)"), "", 0, "output y: str[4]"),
+    (typed("string[N] x", "string[N] y", "y = Identity (x)"), "", 0, "not compared with torch, which has no"),
+    (of_maps(), "", 0, "output z: list of 4 (dict of 2 (float, ...), ...)"),
+    (typed("float[N, 2] x", "seq(float[1, 2]) y", SPLIT), "", 0, "output y: list of 4 (float32[1, 2], ...)"),
+    (typed("float[N, 2] x", "seq(float[1, 2]) y", SPLIT), "", 0, " yes "),  # custom nodes are compared
+    (typed("float[N, 2] x", "optional(float[N, 2]) y", "y = Optional (x)"), "", 0, "output y: float32[4, 2]"),
+    (typed("float[N, 4] x, float[4] w", "float[N, 4] y", NORM), "", 0, " yes "),  # with outputs left out
+    (ANY_RANK, "--shape x=2,3,1", 0, "output y: float32[2, 3, 1]"),
+    (ANY_RANK, "--shape x=", 0, "output y: float32[]"),
+    (ANY_RANK, "", 1, "x has no declared rank: give its sizes with --shape x=2,3"),
+    (
+        typed("seq(float[N, 2]) s", "int64 n", "n = SequenceLength (s)"),
+        "",
+        1,
+        "random inputs for tensors only",
+    ),
+    (RELU, "--shape x=a", 1, "--shape x=a: expected NAME=SIZE,SIZE such as x=2,3"),
+    (RELU, "--shape z=1", 1, "--shape z=1: the model has no input 'z'; it has: x"),
+    (RELU, "--shape x=-1,4", 1, "--shape x=-1,4: a size is negative"),
+    (RELU, "--shape x=2,5", 1, "dimension 1 must be 4, not 5"),
+    (RELU, "--library none.so", 1, "none.so: no such file"),
+    (make_model("CustomGelu", aproximate="tanh"), "", 1, "did you mean approximate?"),
+]
+
+
+@pytest.mark.parametrize(("graph", "options", "code", "said"), RUNS)
+def test_what_is_said(graph: onnx.ModelProto, options: str, code: int, said: str, tmp_path: Path) -> None:
+    result = run_command(graph, tmp_path, "--provider", "cpu", *options.split())
+    assert result.exit_code == code and said in " ".join(result.output.split()) + " ", result.output
+    assert result.output.count("error:") == code
 
 
 def test_sizes_of_4_that_the_model_refuses(tmp_path: Path) -> None:
@@ -283,13 +267,6 @@ def test_a_model_that_onnx_runtime_breaks(tmp_path: Path) -> None:
     said = " ".join(result.output.split())
     assert result.exit_code == 0 and "output y: float32[4, " in said, said
     assert "fails when it optimizes this model, so it ran without these" in said
-
-
-def test_a_bad_model_is_one_message(tmp_path: Path) -> None:
-    result = run_command(tmp_path / "none.onnx", tmp_path)
-    assert result.exit_code == 1 and "no such file" in result.output
-    result = run_command(make_model("CustomGelu", aproximate="tanh"), tmp_path)
-    assert result.exit_code == 1 and "did you mean approximate?" in result.output
 
 
 # ------------------------------------------------------------------------------------------- as a script
