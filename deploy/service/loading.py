@@ -28,7 +28,7 @@ from .errors import ServiceError
 from .folders import VersionFolder
 from .instance import Instance, without_paths
 from .model_library import libraries_for
-from .settings import ModelSettings, Policy, Provider, ServerSettings, SettingsError
+from .settings import ModelSettings, Policy, ServerSettings, SettingsError
 from .version import LoadedModel
 from .warm_up import FirstRunError, compared, joined_differently, make_warmup_inputs, warm_up
 
@@ -99,7 +99,7 @@ def _load(
     loaded.steady = _is_steady(model, inputs)
     _try(model, loaded, choice, len(sessions))
     # Warn: the user may expect the GPU to be used.
-    unused = first.device == "cpu" and settings.provider == Provider.AUTO and has_gpu()
+    unused = first.device == "cpu" and settings.provider == "auto" and has_gpu()
     level = logging.WARNING if unused else logging.INFO
     _log.log(level, "model %s version %d %s", where.model, where.version, loaded.summary())
     return loaded

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from twinop.errors import TwinopError
 
@@ -15,7 +15,6 @@ from .errors import NOT_FOUND, NOT_READY, ServiceError
 from .folders import ModelFolder, Stamp, scan
 from .instance import without_paths
 from .loading import load
-from .newer_python import StrEnum
 from .settings import ModelSettings, Settings
 from .version import ServedVersion
 
@@ -25,20 +24,12 @@ PATIENCE_SECONDS = 5.0  # with one model, before the next one is looked at
 _LOADS = 64  # at once, of models that take longer than that
 
 
-class State(StrEnum):
-    """The state of a version, as the repository extension names it."""
-
-    LOADING = "LOADING"
-    READY = "READY"
-    UNAVAILABLE = "UNAVAILABLE"
-
-
 @dataclass
 class _Known:
     """The last attempt to load a version: the stamp of its files, and the outcome."""
 
     stamp: Any
-    state: State
+    state: Literal["LOADING", "READY", "UNAVAILABLE"]  # as the repository extension names it
     reason: str = ""
 
 
@@ -73,7 +64,7 @@ class Repository:
     def unavailable(self) -> list[str]:
         """Return the models of which no version could be loaded."""
         tried = {name: {each.state for each in known.values()} for name, known in self._known.items()}
-        return sorted(name for name, states in tried.items() if states == {State.UNAVAILABLE})
+        return sorted(name for name, states in tried.items() if states == {"UNAVAILABLE"})
 
     def find(self, name: str, version: int | None = None) -> ServedVersion:
         """Return a version of a model, the latest for None; raise ServiceError if it is not ready."""
@@ -99,7 +90,7 @@ class Repository:
     def index(self) -> list[dict[str, str]]:
         """Return every version of every model with its state, as the repository extension lists them."""
         return [
-            {"name": name, "version": str(version), "state": str(known.state), "reason": known.reason}
+            {"name": name, "version": str(version), "state": known.state, "reason": known.reason}
             for name, versions in sorted(self._known.items())
             for version, known in sorted(versions.items())
         ]
@@ -203,7 +194,7 @@ class Repository:
         problems: list[str] = []
         for version in sorted(wanted, reverse=True):
             problems += await self._load_if_new(folder, version, settings)
-        if all(known[version].state == State.READY for version in wanted):  # otherwise the old ones stay
+        if all(known[version].state == "READY" for version in wanted):  # otherwise the old ones stay
             for version in known.keys() - wanted.keys():
                 self._retire(folder.name, version)
         for version in sorted(folder.versions.keys() - wanted.keys(), reverse=True):
@@ -221,7 +212,7 @@ class Repository:
         where, stamp, known = folder.versions[version], folder.stamps[version], self._known[folder.name]
         if (last := known.get(version)) is not None and last.stamp == stamp:
             return []
-        known[version] = _Known(stamp, State.LOADING)
+        known[version] = _Known(stamp, "LOADING")
         try:
             loaded = await asyncio.get_running_loop().run_in_executor(
                 self._pool, load, where, settings, self.settings.server, self.settings.policy
@@ -229,10 +220,10 @@ class Repository:
         except TwinopError as error:
             metrics.loaded(False)
             _log.error("model %s version %d cannot be loaded: %s", where.model, where.version, error)
-            known[version] = _Known(stamp, State.UNAVAILABLE, self._for_clients(error))
+            known[version] = _Known(stamp, "UNAVAILABLE", self._for_clients(error))
             return [str(error)]
         metrics.loaded(True)
-        known[version] = _Known(stamp, State.READY)
+        known[version] = _Known(stamp, "READY")
         versions = self.models.setdefault(where.model, {})
         old = versions.get(where.version)
         versions[where.version] = ServedVersion(loaded, self.mark_fatal)
@@ -247,7 +238,7 @@ class Repository:
         known, reason = self._known[folder.name], self._for_clients(error)
         _log.error("model %s: %s", folder.name, error)
         for version, stamp in folder.stamps.items():
-            known[version] = replace(known.get(version, _Known(stamp, State.UNAVAILABLE)), reason=reason)
+            known[version] = replace(known.get(version, _Known(stamp, "UNAVAILABLE")), reason=reason)
 
     def _for_clients(self, error: TwinopError) -> str:
         return without_paths(str(error).replace(f"{self.root}/", ""))

@@ -20,7 +20,7 @@ from pydantic import (
 from twinop.errors import TwinopError
 from twinop.system.regular_file import read_regular
 
-from .newer_python import StrEnum, tomllib
+from .newer_python import tomllib
 
 FILE = "twinop.toml"
 MOST_BYTES = 256 << 10  # of a file with settings
@@ -45,14 +45,6 @@ class Section(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
 
-class Provider(StrEnum):
-    """What runs a model."""
-
-    AUTO = "auto"  # CUDA if it works, else the CPU; the log and the metadata say which and why
-    CPU = "cpu"
-    CUDA = "cuda"
-
-
 def _as_several(value: Any) -> Any:
     return (value,) if isinstance(value, str | Path) else value
 
@@ -74,7 +66,9 @@ class ModelSettings(Section):
     library_sha256: Annotated[tuple[_Sha256, ...], BeforeValidator(_as_several)] = Field(
         (), description="use libraries only if they have this SHA-256, or one of these"
     )
-    provider: Provider = Field(Provider.AUTO, description="auto (CUDA if it works), cpu or cuda")
+    provider: Literal["auto", "cpu", "cuda"] = Field(
+        "auto", description="auto (CUDA if it works; the log and the metadata say so), cpu or cuda"
+    )
     session: _Options = Field(
         default_factory=dict,
         description="options of ONNX Runtime's sessions, such as graph_optimization_level, under its names",
@@ -122,7 +116,7 @@ class ModelSettings(Section):
 
     @model_validator(mode="after")
     def _fits(self) -> "ModelSettings":
-        if self.provider_options and self.provider == Provider.CPU:
+        if self.provider_options and self.provider == "cpu":
             raise ValueError("provider_options need provider cuda or auto, not cpu")
         return self
 

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from twinop.deploy.service.settings import Provider, Settings, SettingsError, read_settings
+from twinop.deploy.service.settings import Settings, SettingsError, read_settings
 
 SHA = "0123456789abcdef" * 4
 
@@ -19,7 +19,7 @@ def test_without_a_file_everything_has_a_default() -> None:
     settings = read_settings(None, {})
     assert settings.server.host == "127.0.0.1" and settings.server.poll_seconds == 0
     model = settings.for_model("any")
-    assert model.max_batch_size == 0 and model.provider is Provider.AUTO
+    assert model.max_batch_size == 0 and model.provider == "auto"
 
 
 def test_layers_from_the_general_to_the_command_line(tmp_path: Path) -> None:
