@@ -204,26 +204,20 @@ def _check_external(model: Model, tensor: onnx.TensorProto) -> None:
             "memory of the process there. Export it again"
         )
     path = model.folder / info.location
-    if model.confined:
-        _require_inside(model, model.folder, info.location, what)
+    if model.confined and (
+        "\0" in info.location
+        or Path(info.location).is_absolute()
+        or not path.resolve().is_relative_to(model.folder.resolve())
+    ):
+        raise ModelError(
+            f"{model.name} keeps {what} outside of its folder, in {info.location!r}, or names the file by an "
+            "absolute path. External data must lie beside the model: copy the file there, and export the "
+            "model again if it names another place"
+        )
     size = path.stat().st_size if path.is_file() else -1
     if size < end:
         state = "is missing" if size < 0 else "is cut short"
         raise ModelError(f"{model.name}: its data file {path} {state} ({what}). Copy it again")
-
-
-def _require_inside(model: Model, folder: Path, location: str, what: str) -> None:
-    """Raises ModelError if a data file lies outside the model's folder or a symbolic link leads there."""
-    if "\0" in location or not (folder / location).resolve().is_relative_to(folder.resolve()):
-        raise ModelError(
-            f"{model.name} keeps {what} outside of its folder, in {location!r}. External data must lie "
-            "beside the model: copy the file there, and export the model again if it names another place"
-        )
-    if Path(location).is_absolute():
-        raise ModelError(
-            f"{model.name} names its data file by an absolute path, {location!r} ({what}); expected one "
-            "relative to the model: export it again"
-        )
 
 
 def is_custom(node: onnx.NodeProto) -> bool:

@@ -14,7 +14,6 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from tritonclient.grpc import service_pb2 as pb
 
 from . import codec_grpc, logs, metrics
-from .addresses import address_error
 from .datatypes import version_number
 from .errors import BROKEN, INTERNAL, INVALID, NOT_READY, TOO_SLOW, UNAUTHENTICATED, ServiceError, invalid
 from .limits import Budget, RequestMemory
@@ -22,6 +21,7 @@ from .newer_python import timeout
 from .operations import OPEN, Operation, Operations, Token
 from .repository import Repository
 from .request import in_thread_if_large
+from .rest import address_error
 
 _log = logging.getLogger(__name__)
 

@@ -11,8 +11,9 @@ import uvicorn
 from starlette.applications import Starlette
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from twinop.errors import TwinopError
+
 from . import logs, metrics
-from .addresses import bound
 from .errors import NOT_READY, UNAUTHENTICATED
 from .http_endpoints import FAILURES, Endpoints, as_json
 from .limits import Budget
@@ -22,6 +23,40 @@ from .repository import Repository
 KEEP_ALIVE_SECONDS = 65  # longer than proxies, which might otherwise reuse a connection that is just closed
 DRAIN_IDLE_SECONDS = 1.0  # a request may still arrive on an open connection of a stopping server
 CUT_OFF_SECONDS = 0.5  # to answer those whose grace time is over
+
+
+class AddressError(TwinopError):
+    """A port cannot be bound."""
+
+
+def bound(host: str, port: int, option: str, *, shared: bool = False) -> socket.socket:
+    """Return a socket that is bound to the address but does not listen yet.
+
+    If `shared`, other servers of this user may listen on the port too.
+
+    Raises:
+        AddressError: the address cannot be bound.
+    """
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(
+            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+        found = socket.socket(family, kind, protocol)
+        found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, shared)
+        found.bind(address)
+        found.setblocking(False)
+    except OSError as error:
+        raise address_error(host, port, option, error.strerror or str(error)) from error
+    return found
+
+
+def address_error(host: str, port: int, option: str, why: str) -> AddressError:
+    """Return the error for an address that cannot be bound, with the reason `why`."""
+    return AddressError(
+        f"cannot listen on port {port} of {host}: {why}. Stop what uses it, or choose another with {option} "
+        "(0: any that is free) or --host"
+    )
 
 
 class RequestMiddleware:
