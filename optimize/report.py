@@ -154,7 +154,7 @@ class OptimizeReport:
         elif self.device == "cpu" and (self.same or slower >= _GAIN):
             lines.append(
                 "  nothing gained: ONNX Runtime runs the original as fast on the CPU. On Intel's, OpenVINO's "
-                "provider may be faster: pip install onnxruntime-ep-openvino"
+                "provider may be faster, in plain ONNX Runtime: pip install onnxruntime-ep-openvino"
             )
         lines += [f"  no time was measured: {self.untimed}"] if self.untimed else []
         if self.compared:
