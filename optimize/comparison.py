@@ -119,10 +119,15 @@ class Comparison:
         if not any(self.with_size_1.values()) or self.last is None:
             return []
         pairs = zip(self.with_size_1.items(), self._run_of_size_1(self.last), strict=True)
+        sizes = [0.0] * len(self.reference.sizes)
         return [
             name
             for (name, own), found in pairs
-            if own and (not found or max(map(equivalence.relative_error, own, found)) > _OF_SIZES)
+            if own
+            and (
+                not found
+                or max(self.reference.errors_of(self.of_size_1[name], own, found, sizes)) > _OF_SIZES
+            )
         ]
 
     def _run_of_size_1(self, form: Form) -> equivalence.Outputs:

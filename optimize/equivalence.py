@@ -21,6 +21,7 @@ from twinop.record.tolerance import MAX_USABLE_ERROR, NOISE_FACTOR
 
 from . import decoders, inputs
 from . import graph as g
+from .hidden import Place, shown
 from .inputs import Case, Sizes
 from .precision import MOST_ELEMENTS
 from .sliced import Chain, Runnable
@@ -135,6 +136,7 @@ class Reference:
         edge: what the inputs of the last cases are, such as "zeros".
         sizes: of the typical number of each output in the typical cases.
         note: what a user should know about the original's runs, or "".
+        places: of each output, where it has the positions that masks hide; empty if all are compared whole.
     """
 
     cases: list[Case]
@@ -142,6 +144,7 @@ class Reference:
     edge: list[str]
     sizes: list[float]
     note: str = ""
+    places: Sequence[Place | None] = ()
 
     @property
     def typical(self) -> int:
@@ -167,11 +170,22 @@ class Reference:
             dtype: to whose range the finite numbers are limited.
         """
         errors = []
-        for index, (own, outputs) in enumerate(zip(self.outputs, found, strict=True)):
+        for index, (case, own, outputs) in enumerate(zip(self.cases, self.outputs, found, strict=True)):
             expected = [a if dtype is None else clip(a, dtype) for a in own]
             typical = self.sizes if index >= self.typical else [0.0] * len(own)
-            errors.append([*map(relative_error, expected, outputs, typical)])
+            errors.append(self.errors_of(case, expected, outputs, typical))
         return errors
+
+    def errors_of(
+        self, case: Case, expected: Sequence[Any], found: Sequence[Any], typical: Sequence[float]
+    ) -> list[float]:
+        """Returns the errors of the outputs of a case, at the positions that its masks show."""
+        places = self.places or [None] * len(expected)
+        pairs = [
+            [shown(value, case, place) for value, place in zip(values, places, strict=True)]
+            for values in (expected, found)
+        ]
+        return [*map(relative_error, *pairs, typical)]
 
     def check(self, errors: Errors, noise: Callable[[], Errors], dtype: str) -> float:
         """Returns the largest error of the typical cases.

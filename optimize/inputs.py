@@ -34,6 +34,8 @@ _EDGE: Mapping[str, Callable[[np.ndarray], np.ndarray]] = {
 }
 MASK = "a mask"
 """In the `meta` of inputs of integers that the graph uses as masks of 0 and 1."""
+PADDING = "a padding mask of attentions"
+"""In the `meta` of inputs whose zeros attentions are known to hide (`masks.py`)."""
 _HIDES = {"right": "the end", "left": "the beginning", "holes": "tokens between others"}
 _COMPARES = ("Equal", "Greater", "GreaterOrEqual", "Less", "LessOrEqual")
 _ARITHMETIC = ("Abs", "Add", "Div", "Max", "Min", "Mul", "Neg", "Sub", "Sum")
@@ -297,7 +299,12 @@ def padding_mask(shape: list[int], hide: str) -> np.ndarray:
 def _hidden_tokens(case: Case) -> list[np.ndarray]:
     """Returns what each padding mask of a case hides."""
     masks = {name: array for name, array in case.items() if is_mask_name(name) and array.ndim == 2}
-    return [(array != 0) == _is_inverted(name, array.dtype) for name, array in masks.items()]
+    return [hidden_by(name, array) for name, array in masks.items()]
+
+
+def hidden_by(name: str, mask: np.ndarray) -> np.ndarray:
+    """Returns what a padding mask hides."""
+    return np.asarray((mask != 0) == _is_inverted(name, mask.dtype))
 
 
 def hides_left(case: Case) -> bool:

@@ -30,8 +30,10 @@ _LARGEST = 4096  # numbers up to this are exceeded; longer masks take too much m
 _SMALL = 8  # elements; larger constants are buffers
 
 MaskKind = tuple[bool, str]
-"""What a mask hides: the future or not, and "nothing" else, or padding: "right" or "any"."""
-_KINDS = [(True, "nothing"), (True, "right"), (False, "nothing"), (False, "right"), (False, "any")]
+"""What a mask hides: the future or not, and "nothing" else, or padding: "right" or "any"; "padding": any, and
+perhaps with -inf or the future, which no rewrite takes."""
+_PADDING = [(True, "padding"), (False, "padding")]
+_KINDS = [(True, "nothing"), (True, "right"), (False, "nothing"), (False, "right"), (False, "any"), *_PADDING]
 _FINITE = (False, "")  # whatever it hides, not with -inf
 
 
@@ -77,6 +79,8 @@ def classify(context: g.RewriteContext, sizes: inputs.Sizes, padding: str | None
         kind = kinds[0] if kinds else (False, "")
         lowest = min(mask.lowest, default=_HIDDEN)
         mask.value.meta[KNOWN] = KnownMask(*kind, _FINITE in mask.kinds, name, lowest)
+        if not mask.kinds.isdisjoint(_PADDING):
+            given[0].meta[inputs.PADDING] = True
 
 
 def _try(model: ir.Model, masks: Sequence[_Mask], sizes: inputs.Sizes, name: str, batch: int = 0) -> bool:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from functools import cache, partial
 from itertools import product
 from math import inf
-from types import SimpleNamespace
+from types import MappingProxyType, SimpleNamespace
 from typing import Any
 
 import ml_dtypes
@@ -36,6 +36,7 @@ from .equivalence import (
     add_magnitudes,
     relative_error,
 )
+from .hidden import Place, shown
 from .inputs import Case, Sizes
 from .segments import Part, Segment, extract
 from .sliced import Found
@@ -86,6 +87,7 @@ class _Run:
         cases: the inputs of the graph: of a prompt and of a step after it, or of the only case.
         caches: the outputs that a step reads, by its inputs.
         windows: smaller ones for those that are too large to run.
+        places: where values have the positions that padding masks hide, by name (`hidden.py`).
         exact, noisy, own: values of the original, of the original where last bits differ, of the result.
     """
 
@@ -96,10 +98,15 @@ class _Run:
     cases: list[Case]
     caches: Mapping[str, str] = field(default_factory=dict)
     windows: Mapping[int, int] = field(default_factory=dict)
+    places: Mapping[str, Place | None] = field(default_factory=dict)
     streamed: Streamed = field(default_factory=Streamed)
     exact: State = field(default_factory=dict)
     noisy: State = field(default_factory=dict)
     own: State = field(default_factory=dict)
+
+    def shown(self, name: str, case: int, value: Any) -> Any:
+        """Returns the positions of a value that the masks of a case show."""
+        return shown(value, self.cases[case % len(self.cases)], self.places.get(name))
 
 
 def stream(
@@ -110,6 +117,7 @@ def stream(
     dtype: str,
     cases: Sequence[Case] = (),
     progress: Callable[[int, int], None] = lambda index, count: None,
+    places: Mapping[str, Place | None] = MappingProxyType({}),
 ) -> Streamed:
     """Runs all segments of both models, and compares what they return.
 
@@ -119,6 +127,7 @@ def stream(
         dtype: the result's, which decides what is accepted.
         cases: the inputs of the only case, if they are given; by default inputs are generated.
         progress: called with the index of each segment and the number of all.
+        places: where values have the positions that padding masks hide, by name.
 
     Raises:
         NotEquivalent: a segment of the result fails or computes something else; the text names it.
@@ -128,6 +137,7 @@ def stream(
     """
     errors = list[Exception]()
     for run in _runs(original, result, library, dtype, cases, errors):
+        run.places = places
         try:
             for index, segment in enumerate(segments):
                 progress(index, len(segments))
@@ -397,12 +407,13 @@ def _check(
     measures = ((relative_error, 1.0, ""), (channel_error, _OF_CHANNELS, " of a channel"))
     values = [(case, name) for case, outputs in enumerate(expected) for name in outputs]
     for (case, name), (measure, times, what) in product(values, measures):
-        error, accepted = measure(expected[case][name], found[case][name]), times * ACCEPTED[run.dtype]
+        exact, given = (run.shown(name, case, each[case][name]) for each in (expected, found))
+        error, accepted = measure(exact, given), times * ACCEPTED[run.dtype]
         if measure is relative_error:
             run.streamed.error = max(run.streamed.error, error)
         if error <= accepted:
             continue
-        own = max(measure(expected[case][name], each[name]) for each in noise(case))
+        own = max(measure(exact, run.shown(name, case, each[name])) for each in noise(case))
         accepted = accepted_error(run.dtype, own, times)
         if not error <= accepted:
             text = f"{segment}: {name} differs from the original: relative error{what} {error:.1e}, accepted"
@@ -437,7 +448,11 @@ def _check_outputs(run: _Run, segment: str, outputs: Sequence[str]) -> None:
     for name in (each for each in outputs if each in values):
         graph, shown = SimpleNamespace(outputs=[values[name]]), [[each] for each in run.exact[name]]
         run.streamed.notes += check_shown(graph, shown, True, "")
-        for exact, noisy, own in zip(run.exact[name], run.noisy[name], run.own[name], strict=True):
+        states = [
+            [run.shown(name, case, value) for case, value in enumerate(state[name])]
+            for state in (run.exact, run.noisy, run.own)
+        ]
+        for exact, noisy, own in zip(*states, strict=True):
             error, noise = relative_error(exact, own), relative_error(exact, noisy)
             run.streamed.own_error = max(run.streamed.own_error, error)
             run.streamed.own_noise = max(run.streamed.own_noise, noise)

@@ -21,6 +21,7 @@ from twinop.system.quiet import quiet
 from . import decoders, equivalence, inputs
 from . import graph as g
 from .comparison import DEFECT, Comparison
+from .hidden import places
 from .inputs import draws_random, read_npz
 from .segments import Part, Segment, cut, extract, is_shared
 from .sliced import Chain, Runnable
@@ -111,10 +112,35 @@ class Verifier:
         """Runs the original from its inputs on: on the user's, else on generated ones."""
         padding = self.source.options.padding
         if self.given is None:
-            return equivalence.generated(original, model, padding, self._library)
-        cases, sizes = self.given
-        hidden = inputs.hidden(padding)
-        return equivalence.reference(original, model, self._library, cases, hidden), sizes
+            found, sizes = equivalence.generated(original, model, padding, self._library)
+        else:
+            cases, sizes = self.given
+            found = equivalence.reference(original, model, self._library, cases, inputs.hidden(padding))
+        return self._placed(found, model), sizes
+
+    def _placed(self, reference: equivalence.Reference, model: ir.Model) -> equivalence.Reference:
+        """Returns a reference of which only what padding masks show is compared."""
+        runs = reference.cases, reference.outputs
+        return replace(reference, places=places(model, model.graph.outputs, self._masks, *runs))
+
+    @property
+    def _masks(self) -> list[str | None]:
+        """The inputs that are known to hide padding: it was promised, or attentions hide it."""
+        is_promised = self.source.options.padding == "right"
+        given = filter(inputs.is_mask, self.source.base.graph.inputs)
+        return [value.name for value in given if is_promised or inputs.PADDING in value.meta]
+
+    def _leave_out_hidden(self) -> None:
+        """Leaves what padding masks hide out of the comparison: now it is known which do (`masks.py`)."""
+        model = self.source.original
+        if self.whole is not None:
+            self.whole.reference = self._placed(self.whole.reference, model)
+            found = self.whole.reference.places
+        else:
+            found = places(model, model.graph.outputs, self._masks)
+        for value, place in zip(model.graph.outputs, found, strict=True):
+            masks = " and ".join(place[0]) if place else ""
+            self.source.report.add_note(f"{value.name}: compared where {masks} shows tokens" if place else "")
 
     @property
     def whole(self) -> Comparison | None:
@@ -194,8 +220,10 @@ class Verifier:
             for case, outputs in zip(found.cases, found.outputs, strict=True)
         ]
         outputs = [each[:count] for each in found.outputs]
-        found = replace(found, cases=cases, outputs=outputs, sizes=found.sizes[:count])
         model = extract(source.original, part)
+        found = self._placed(
+            replace(found, cases=cases, outputs=outputs, sizes=found.sizes[:count], places=()), model
+        )
         self.comparisons[key] = self._comparison(model, source.form(model.clone()), found, part)
         return self.comparisons[key]
 
@@ -223,6 +251,7 @@ class Verifier:
     def verify(self, names: Names) -> tuple[Names, g.RewriteContext]:
         """Returns the passes that keep the results, and what they make; the report names the others."""
         kept = [*names]
+        self._leave_out_hidden()
         while True:
             self.failed = None
             try:
@@ -369,11 +398,13 @@ class Verifier:
 
     def _run_segments(self, segments: Sequence[Segment], original: ir.Model, written: ir.Model) -> None:
         """Runs all segments of a file, one at a time."""
-        report = self.source.report
+        report, known = self.source.report, self.source.original
+        values = [*known.graph.outputs, *(value for node in known.graph for value in node.outputs)]
+        found = zip((str(value.name) for value in values), places(known, values, self._masks), strict=True)
         try:
             streamed = stream(
                 segments, original, written, self._library, report.dtype, self.given[0] if self.given else (),
-                lambda index, count: self.progress("running all segments", index, count),
+                lambda index, count: self.progress("running all segments", index, count), dict(found),
             )  # fmt: skip
         except NotRunnable as error:
             raise ExportError(f"it cannot be run on the CPU: {error}") from error
