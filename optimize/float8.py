@@ -31,6 +31,7 @@ from . import decoders, equivalence
 from . import graph as g
 from .comparison import DEFECT
 from .inputs import hides_left
+from .linear_fp8 import LINEAR_8, STEP, write
 from .load import reopen
 from .precision import DTYPES
 from .prepare import clean
@@ -38,24 +39,20 @@ from .report import Float8
 from .segments import cut, extract, reads
 from .sliced import Chain, Runnable, run_any, runnable
 from .source import FLOAT8, Source
-from .stream import ONLY_16, compute_in
+from .stream import rounded
 from .verifier import Verifier
 from .weight_check import check_quantized
-from .widen import round_results
 
 _FASTER = ((2048, 768), (512, 2048))
 """From so many rows on, 8 bits are faster if K and N have at least so much (a layer's matmuls on an H200,
 issue 58). Layers of 768 and 1,024 lose at 512 rows; fewer rows and smaller layers were not measured."""
-_STEP = 16  # of K and N
 _MATMULS = {"Conv", "ConvTranspose", "FusedMatMul", "Gemm", "MatMul", "MatMulNBits"}
 _PRODUCERS = (
     "CustomAddLayerNorm", "CustomAddRmsNorm", "CustomGelu", "CustomLayerNorm", "CustomRmsNorm",
     "CustomSwigluPacked",
 )  # fmt: skip
 _GELUS = {"gelu": "none", "gelu_tanh": "tanh"}
-_LINEAR, _GATED, LINEAR_8, QUANTIZE = (
-    "CustomLinear", "CustomLinearSwiglu", "CustomLinearFp8", "CustomQuantizeRows",
-)  # fmt: skip
+_LINEAR, _GATED = "CustomLinear", "CustomLinearSwiglu"
 _W8 = {_LINEAR: "CustomLinearW8", _GATED: "CustomLinearW8Swiglu"}
 
 
@@ -113,8 +110,8 @@ def _why_not(node: ir.Node, is_decoder: bool) -> str:
         return "its weight is not constant, or not all of it is in 16 bits"
     if node.op_type == _GATED and not is_decoder and g.attribute(node, "activation", "silu") != "silu":
         return "a gate of GELU"
-    if any(size % _STEP for size in weights.sizes(tensor)):
-        return f"K or N is no multiple of {_STEP}"
+    if any(size % STEP for size in weights.sizes(tensor)):
+        return f"K or N is no multiple of {STEP}"
     return ""
 
 
@@ -210,7 +207,7 @@ def _quantize(nodes: list[ir.Node]) -> Sequence[ir.Value]:
     q = ir.Value(type=ir.TensorType(ir.DataType.FLOAT8E4M3FN), shape=x.shape)
     likes = [q, ir.Value(type=ir.TensorType(ir.DataType.FLOAT), shape=rows)]
     if maker is None:
-        return g.add_like(nodes[0], QUANTIZE, [x], {}, likes, domain=DOMAIN)
+        return g.add_like(nodes[0], "CustomQuantizeRows", [x], {}, likes, domain=DOMAIN)
     attributes = {name: each.value for name, each in maker.attributes.items() if name != "axis"}
     likes, op_type = [*likes, *maker.outputs], f"{maker.op_type}Fp8"
     made = g.add_like(maker, op_type, maker.inputs, attributes, likes, domain=DOMAIN)
@@ -225,18 +222,14 @@ def _write(node: ir.Node, op_type: str, rows: Sequence[ir.Value | None]) -> dict
     Args:
         rows: x, in 8 bits with its scale.
     """
-    [y], (_, weight, bias, residual) = node.outputs, [*node.inputs, None, None][:4]
-    tensor, is_kn = g.tensor(weight), g.attribute(node, "layout", "nk") == "kn"
-    assert tensor is not None and weight is not None and y.dtype is not None and node.graph is not None
+    weight, is_kn = node.inputs[1], g.attribute(node, "layout", "nk") == "kn"
+    tensor = g.tensor(weight)
+    assert tensor is not None and weight is not None and node.graph is not None
     matrix = weights.transpose(tensor) if is_kn else tensor
     scales, name = weights.row_scales(matrix), f"{weight.name}_fp8"
     made = [g.initializer(node.graph, each, name) for each in (weights.quantized(matrix, scales), scales)]
-    if bias is None:
-        bias = g.initializer(node.graph, np.zeros(scales.size, y.dtype.numpy()), "zeros")
-    kept = ("activation",) if op_type == LINEAR_8 else ("activation", "rms_eps", "few_rows")
-    attributes = {name: each.value for name, each in node.attributes.items() if name in kept}
-    [new] = g.add_like(node, op_type, [*rows, *made, bias, residual], attributes, [y], domain=DOMAIN)
-    g.replace(y, new)
+    new = write(node, op_type, [*rows, *made])
+    g.replace(node.outputs[0], new)
     return {str(new.name): (str(weight.name), is_kn)}
 
 
@@ -315,12 +308,7 @@ class _Trial:
         """
         decoders.split_query_norms(model)
         decoders.set_full_precision(model)
-        round_results(model)
-        for node in [node for node in model.graph if node.domain == DOMAIN]:
-            is_8 = node.op_type.endswith("Fp8") or node.op_type == QUANTIZE
-            if is_8 or node.op_type in (*ONLY_16, *_W8.values()):
-                kept = (1, 3) if node.op_type == LINEAR_8 else (2,) if node.op_type in _W8.values() else ()
-                compute_in(self.source.dtype, node, kept, 2 if is_8 and node.op_type != LINEAR_8 else 0)
+        rounded(model, self.source.dtype)
         what, library = _what(self.finished(model)), self.source.user_ops.libraries or None
         try:
             found = run_any(what, library, self.reference.cases, may_skip=True).outputs

@@ -47,6 +47,7 @@ _WEIGHTS: Mapping[tuple[str, str], Iterable[int]] = {
     (DOMAIN, "CustomEmbedLayerNorm"): [3, 4],
     (DOMAIN, "CustomLayerNorm"): [1, 2],
     (DOMAIN, "CustomLinear"): [1, 2],
+    (DOMAIN, "CustomLinearFp8"): [2, 3, 4],
     (DOMAIN, "CustomLinearQ"): [1, 2, 3, 4],
     (DOMAIN, "CustomLinearQSwiglu"): [1, 2, 3, 4],
     (DOMAIN, "CustomLinearSwiglu"): [1, 2],

@@ -7,7 +7,7 @@ then the model would hold it twice.
 Leaves alone: weights of other ranks, dimensions of size 0, Gemm with alpha or beta other than 1.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -54,17 +54,21 @@ class Linear:
         return width
 
 
-def match_linear(node: ir.Node) -> Linear | str:
-    """Returns a node's matmul and bias, or why it is none; raises Skipped for what CustomLinear lacks."""
+def match_linear(node: ir.Node, is_weight: Callable[[ir.Value | None], bool] = g.is_constant) -> Linear | str:
+    """Returns a node's matmul and bias, or why it is none; raises Skipped for what CustomLinear lacks.
+
+    Args:
+        is_weight: whether a value is a weight; by default a constant.
+    """
     if node.domain or node.op_type not in ("MatMul", "Gemm"):
         return "it is no MatMul or Gemm"
     x, weight, *rest = node.inputs
     is_nk = g.attribute(node, "transB", 0)
-    if (transpose := g.producer(weight, "Transpose")) is not None and g.is_constant(transpose.inputs[0]):
+    if (transpose := g.producer(weight, "Transpose")) is not None and is_weight(transpose.inputs[0]):
         if list(g.attribute(transpose, "perm", [1, 0])) != [1, 0]:
             return "its weight is transposed, and not as a matrix is"
         weight, is_nk = transpose.inputs[0], not is_nk
-    if x is None or weight is None or not g.is_constant(weight) or g.is_constant(x):
+    if x is None or weight is None or not is_weight(weight) or g.is_constant(x):
         return "its second input, and only that, must be a constant"
     if weight.dtype is None or not weight.dtype.is_floating_point():
         return "its weight is not of floats"
@@ -154,6 +158,10 @@ class Linears(Rewrite[Linear], name="linear", op_types=("MatMul", "Gemm"), devic
     def match(self, node: ir.Node) -> Linear | str:
         return match_linear(node)
 
+    def weight_of(self, match: Linear) -> tuple[ir.Value, str]:
+        """Returns the weight that the new node reads, and its layout."""
+        return oriented_weight(self.context, match)
+
     def apply(self, node: ir.Node, match: Linear) -> None:
         output, activation, user = match.output, "none", g.only_user(match.output)
         if user is not None and g.has_precision_of(g.maker(output), user):
@@ -165,11 +173,11 @@ class Linears(Rewrite[Linear], name="linear", op_types=("MatMul", "Gemm"), devic
             assert match.weight.dtype is not None
             zeros = np.zeros(match.width, match.weight.dtype.numpy())
             bias = g.initializer(self.context.graph, zeros, f"zeros_{match.width}")
-        weight, layout = oriented_weight(self.context, match)
+        weight, layout = self.weight_of(match)
         shape = g.dims(output) or [*(g.dims(match.x) or [])[:-1], match.width]
         attributes = {"activation": activation, "layout": layout}
         new = self.context.add_op(g.maker(output), "linear", [match.x, weight, bias], shape, **attributes)
-        parts = ["linear"] + ["bias"] * (match.bias is not None) + [activation] * (activation != "none")
+        parts = [self.name] + ["bias"] * (match.bias is not None) + [activation] * (activation != "none")
         self.replace(output, new, "+".join(parts))
 
 

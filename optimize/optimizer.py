@@ -31,6 +31,7 @@ from . import (
     float8,
     growing_caches,
     inputs,
+    linear_fp8,
     masks,
     measure,
     passes,
@@ -180,6 +181,11 @@ def _rewritten(source: Source, progress: Progress, names: Sequence[str]) -> g.Re
     LiftConstantsToInitializersPass(lift_all_constants=True, size_limit=0)(context.model)
     clean(context.model)
     g.share_constants(context.graph)
+    if report.device == "cuda" and report.dtype not in precision.DTYPES:
+        reason = f"{report.dtype}; twinop's kernel is for 16 bits ({option('dtype', 'float16')})"
+        nodes = context.nodes(quantised.MATMUL_NBITS, decoders.ATTENTION, domain=g.MICROSOFT)
+        for node in [*nodes, *filter(linear_fp8.has_weight, context.nodes("Gemm", "MatMul"))]:
+            skip(node, "dtype", f"{node.op_type}: {reason}")
     if masks_shown := {str(shown.name) for lengths, shown in context.lengths.items() if lengths.uses()}:
         [context.model.metadata_props[RIGHT_PADDED]] = masks_shown
     return context
@@ -284,9 +290,12 @@ def _converted(source: Source, context: g.RewriteContext) -> ir.Model:
     report, model = source.report, context.model
     report.inlined = source.user_ops.inlined
     wide, report.narrowed = source.convert(model)
-    report.add_note(f"{wide} nodes compute in fp32" if wide else "")
-    if report.device == "cuda":
-        _pack(context, report)
+    if report.device == "cuda" and report.dtype in precision.DTYPES:  # matmuls that only exist in 16 bits
+        for each in passes.LATE:
+            each(context)(context.model)
+        g.share_constants(context.graph)
+    count = len([node for node in wide if node.graph is not None])
+    report.add_note(f"{count} nodes compute in fp32" if count else "")
     report.fused, report.skipped = fused(context.model), skipped(context.model)
     if any(lengths.uses() for lengths in context.lengths):
         mask = model.metadata_props[RIGHT_PADDED]
@@ -304,18 +313,6 @@ def _converted(source: Source, context: g.RewriteContext) -> ir.Model:
     model = source.finished(model)
     report.libraries = paths_in_use(model, source.registered)
     return model
-
-
-def _pack(context: g.RewriteContext, report: OptimizeReport) -> None:
-    """Replaces matmuls of quantised weights, which only exist in 16 bits."""
-    if report.dtype not in precision.DTYPES:
-        reason = f"{report.dtype}; twinop's kernel is for 16 bits ({option('dtype', 'float16')})"
-        for node in context.nodes(quantised.MATMUL_NBITS, decoders.ATTENTION, domain=g.MICROSOFT):
-            skip(node, "dtype", f"{node.op_type}: {reason}")
-        return
-    for each in passes.LATE:
-        each(context)(context.model)
-    g.share_constants(context.graph)
 
 
 def _as_run(model: ir.Model) -> ir.Model:

@@ -21,6 +21,7 @@ from . import (
     growing_caches,
     invariance,
     linear,
+    linear_fp8,
     merge_linear,
     norm_inputs,
     norm_into_matmul,
@@ -52,6 +53,7 @@ PASSES: Sequence[type[Rewrite]] = (
     split_linear.SplitLinear,
     ada_layer_norm.AdaLayerNorm,
     addcmul.Addcmul,
+    linear_fp8.LinearFp8,
     linear.Linears,
     merge_linear.MergeLinear,
     packed_attention.PackedAttention,
@@ -64,6 +66,7 @@ PASSES: Sequence[type[Rewrite]] = (
 LATE: Sequence[type[Rewrite]] = (
     quantised.QuantisedGates,
     quantised.Quantised,
+    linear_fp8.InFp8,
     norm_into_matmul.NormIntoMatmul,
     invariance.Invariance,
 )

@@ -5,7 +5,8 @@ others stay in fp32, between casts: statistics (ReduceMean, Pow, Sqrt), position
 cast to floats). So do, also with twinop's ops: what computes with integers that may be large, because sums of
 int8 matmuls exceed fp16; and sums with constants that 16 bits do not have, such as 1e-10, and what divides
 by them. A mean that was in 16 bits before, and that pools what one layer computes for the next, stays in 16
-bits; so does a weight of DequantizeLinear in blocks, if 16 bits have its scales. An elementwise operator that
+bits; so does a weight of DequantizeLinear in blocks, if 16 bits have its scales, and, in fp16, QuantizeLinear
+to float8. An elementwise operator that
 only nodes in fp32 read stays in fp32 with them, but no table. Loop and Scan stay in fp32 with all of their
 subgraphs, and get captured values in fp32; so do an If in a subgraph and what it holds. A user's own op has
 the types that `user_ops.py` has chosen.
@@ -62,7 +63,7 @@ Casts = dict[tuple[ir.Value, ir.DataType], ir.Value]
 
 def convert(
     model: ir.Model, dtype: ir.DataType, kept: Mapping[str, ir.DataType], user_ops: UserOps, keeps_fp32: bool
-) -> tuple[int, list[str]]:
+) -> tuple[list[ir.Node], list[str]]:
     """Converts a model in fp32, in place.
 
     Args:
@@ -72,7 +73,7 @@ def convert(
         keeps_fp32: nodes that the file computes in fp32 stay in fp32.
 
     Returns:
-        The number of nodes that compute in fp32, and the matmuls and weights that no longer do, by name.
+        The nodes that compute in fp32, and the matmuls and weights that no longer do, by name.
     """
     LiftConstantsToInitializersPass(lift_all_constants=True, size_limit=0)(model)
     graph = model.graph
@@ -116,7 +117,7 @@ def convert(
     _cast_outputs(graph, dtypes, dtype, kept)
     RemoveUnusedNodesPass()(model)  # the weights in fp32
     wide = {node for node in wide if node.graph is graph and node.op_type != "Cast"}
-    return len(wide), [*dict.fromkeys(narrowed)]
+    return [*wide], [*dict.fromkeys(narrowed)]
 
 
 def _set_cast(node: ir.Node, floats: set[ir.Value], dtypes: dict[ir.Value, ir.DataType]) -> None:
@@ -218,6 +219,8 @@ def _fp32_nodes(graph: ir.Graph, dtype: ir.DataType, user_ops: UserOps, marked: 
             is_mean = node.op_type == "ReduceMean" and dtype is ir.DataType.FLOAT16 and _is_pooling(node)
             if is_mean or (node.op_type == "DequantizeLinear" and _is_weight(node, dtype, wide)):
                 continue
+            if node.op_type == "QuantizeLinear" and _is_fp8(node, dtype):
+                continue
             follows = node.op_type in ELEMENTS | SHAPES and users and wide.issuperset(users)
             follows = follows and not (node.op_type == "Gather" and g.is_constant(node.inputs[0]))
             if domain or node.op_type not in allowed or follows:
@@ -310,6 +313,13 @@ def _is_weight(node: ir.Node, dtype: ir.DataType, wide: set[ir.Node]) -> bool:
     is_read = users and all(each.op_type == "MatMul" and each.graph is node.graph for each in users)
     fits = weights.largest(scale) <= float(dtype.max) and weights.fits(scale, dtype)
     return bool(is_read and users.isdisjoint(wide) and fits)
+
+
+def _is_fp8(node: ir.Node, dtype: ir.DataType) -> bool:
+    """Returns whether QuantizeLinear has a kernel of 16 bits, also on CUDA, and these have its scale."""
+    kind, scale = node.outputs[0].dtype, g.tensor(node.inputs[1])
+    is_8 = kind is not None and kind.name.startswith("FLOAT8") and dtype is ir.DataType.FLOAT16
+    return is_8 and scale is not None and weights.fits(scale, dtype)
 
 
 def _readers(value: ir.Value) -> Iterator[ir.Node]:

@@ -202,15 +202,16 @@ def _keeps_sources(expand: ir.Node) -> bool:
 def main_dtype(model: ir.Model) -> ir.DataType:
     """Returns the float dtype of more than half of the elements of all weights, else FLOAT.
 
-    float16 and bfloat16 count together. A model without weights has the dtype of its inputs and outputs.
+    float16 and bfloat16 count together; 8 bits and their scales do not count. A model without weights has the
+    dtype of its inputs and outputs.
     """
     elements, values = Counter[ir.DataType](), Counter[ir.DataType]()
     for graph in model.graphs():
-        tensors = [value.const_value for value in graph.initializers.values()]
+        tensors = [value.const_value for value in graph.initializers.values() if not _is_scale(value)]
         attributes = (each for node in graph for each in node.attributes.values())
         tensors += [each.value for each in attributes if each.type is ir.AttributeType.TENSOR]
         for tensor in tensors:
-            if tensor is not None and tensor.dtype.is_floating_point():
+            if tensor is not None and tensor.dtype.is_floating_point() and tensor.dtype.bitwidth > 8:
                 elements[tensor.dtype] += tensor.size
     for value in (*model.graph.inputs, *model.graph.outputs):
         if value.dtype is not None and value.dtype.is_floating_point():
@@ -220,3 +221,8 @@ def main_dtype(model: ir.Model) -> ir.DataType:
         if 2 * sum(counts[kind] for kind in kinds) > counts.total():
             return max(kinds, key=lambda kind: counts[kind])
     return ir.DataType.FLOAT
+
+
+def _is_scale(value: ir.Value) -> bool:
+    uses = [(use.node.op_type, use.idx) for use in value.uses()]
+    return bool(uses) and {*uses} <= {("QuantizeLinear", 1), ("DequantizeLinear", 1)}

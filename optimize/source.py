@@ -32,6 +32,7 @@ from . import (
     standard_ops,
     unfuse_ort,
 )
+from . import graph as g
 from .load import Held, data_files, load, make_constant, separate_names
 from .prepare import inline_functions, main_dtype
 from .report import OptimizeReport
@@ -218,10 +219,10 @@ class Source:
         restore_defaults(model.graph, defaults)
         return self.user_ops.attach(model)
 
-    def convert(self, model: ir.Model) -> tuple[int, list[str]]:
+    def convert(self, model: ir.Model) -> tuple[list[ir.Node], list[str]]:
         """Converts a form in fp32 to the result's dtypes, in place; see `precision.convert`."""
         if not self.converts:
-            return 0, []
+            return [], []
         return precision.convert(model, self.dtype, self.interface, self.user_ops, self.keeps_fp32)
 
 
@@ -289,14 +290,17 @@ def read_source(path: Path, target: Path, options: Options) -> Source:
 
 
 def _require_no_8_bits(path: Path, model: ir.Model, asked: bool) -> None:
-    """Raises ExportError if matmuls are in 8 bits by twinop or, if that is asked for, weights by others."""
-    found = [each.op_type for each in model.graph.all_nodes() if each.domain == DOMAIN]
-    found = [each for each in found if each.endswith(("Fp8", "W8", "W8Swiglu"))]
-    tensors = (value.dtype for graph in model.graphs() for value in graph.initializers.values() if asked)
-    found += [dtype.name for dtype in tensors if dtype is not None and dtype.name.startswith("FLOAT8")]
-    if found:
+    """Raises ExportError if matmuls are in 8 bits by twinop or, if that is asked for, by others."""
+    nodes = [*model.graph.all_nodes()]
+    ours = [node.op_type for node in nodes if node.domain == DOMAIN]
+    ours = [each for each in ours if each.endswith(("Fp8", "W8", "W8Swiglu"))]
+    kinds = [value.dtype for graph in model.graphs() for value in graph.initializers.values()]
+    kinds += [ir.DataType(g.attribute(node, "output_dtype", 0)) for node in nodes]
+    others = [kind.name for kind in kinds if kind is not None and kind.name.startswith("FLOAT8")]
+    cure = f"Leave out {option('dtype', FLOAT8)}, or give" if asked and others and not ours else "Give"
+    if found := ours or (others if asked else []):
         raise ExportError(
-            f"{path}: is in 8 bits already, it has {found[0]}. Give the file in 16 or 32 bits that it was "
+            f"{path}: is in 8 bits already, it has {found[0]}. {cure} the file in 16 or 32 bits that it was "
             "made of"
         )
 

@@ -49,8 +49,11 @@ _REDUCED = 5  # tokens
 _HALF_OF_FP16 = 65504 / 2
 _OF_CONVERTED = 4.0  # times a last bit, where a result has another dtype: all in a segment is rounded
 _OF_CHANNELS = 4.0  # times what is accepted of a whole value: the largest of many errors
-ONLY_16 = ("CustomLinearQ", "CustomLinearQSwiglu")
-"""Nodes that have no kernel in fp32."""
+ONLY_16: Mapping[str, Sequence[int]] = {
+    "CustomLinearQ": (), "CustomLinearQSwiglu": (), "CustomLinearFp8": (1, 3), "CustomLinearW8": (2,),
+    "CustomLinearW8Swiglu": (2,),
+}  # fmt: skip
+"""Nodes that have no kernel in fp32, and which of their inputs have fp32 nevertheless."""
 _SIZES = [Sizes(1, 32), *inputs.SIZES]
 _MIXTURES, _TABLE = ("MoE", "QMoE"), "GatherBlockQuantized"
 
@@ -289,13 +292,9 @@ def _form(run: _Run, model: ir.Model, part: Part) -> ir.Model:
     return made
 
 
-def compute_in(dtype: ir.DataType, node: ir.Node, kept: Sequence[int] = (), made: int = 0) -> None:
-    """Lets a node without a kernel in fp32 compute in 16 bits, which it has.
-
-    Args:
-        kept: the inputs that stay in fp32.
-        made: the outputs from this one on have that dtype.
-    """
+def compute_in(dtype: ir.DataType, node: ir.Node) -> None:
+    """Lets a node without a kernel in fp32 compute in 16 bits, which it has."""
+    kept, made = ONLY_16.get(node.op_type, ()), 0 if node.op_type in ONLY_16 else 2
     for index, value in enumerate(node.inputs):
         if index not in kept and value is not None and value.dtype is ir.DataType.FLOAT:
             node.replace_input_with(index, g.add(node, "Cast", [value], {"to": int(dtype)}))
@@ -309,6 +308,15 @@ def compute_in(dtype: ir.DataType, node: ir.Node, kept: Sequence[int] = (), made
             ir.TensorType(dtype), result.name, f"{result.name} (16 bits)",
         )  # fmt: skip
         node.graph.insert_after(node, wide)
+
+
+def rounded(model: ir.Model, dtype: ir.DataType) -> ir.Model:
+    """Lets the CPU compute a model of 16 bits in fp32, in place, and round each result, as GPUs do."""
+    round_results(model)
+    for node in [node for node in model.graph if node.domain == DOMAIN]:
+        if node.op_type in ONLY_16 or node.op_type.endswith(("Fp8", "QuantizeRows")):
+            compute_in(dtype, node)
+    return model
 
 
 def _given(run: _Run, model: ir.Model, state: State, first: int | None) -> list[dict[str, Any]]:

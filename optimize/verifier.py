@@ -26,7 +26,7 @@ from .inputs import draws_random, read_npz
 from .segments import Part, Segment, cut, extract, is_shared
 from .sliced import Chain, Runnable
 from .source import Form, Source, form_of
-from .stream import stream
+from .stream import ONLY_16, rounded, stream
 from .symbolic_shapes import infer_shapes, infer_types
 from .weight_check import check_weights
 
@@ -376,7 +376,7 @@ class Verifier:
                 form = replace(form, what=path)
             try:
                 if narrow is not None:
-                    errors += self._check_16_bits(comparison, form, narrow)
+                    errors += self._check_16_bits(comparison, part, form, narrow)
                 elif not label or comparison.last is None:  # else it was compared before, in fp32
                     errors.append(comparison.check(form, self._coarsest()))
             except equivalence.NotEquivalent as reason:
@@ -428,8 +428,13 @@ class Verifier:
         source.convert(model)
         return model
 
-    def _check_16_bits(self, comparison: Comparison, form: Form, narrow: ir.Model) -> list[float]:
-        """Compares a form in 16 bits with the original; returns the error, if the CPU runs it."""
+    def _check_16_bits(
+        self, comparison: Comparison, part: ir.Model, form: Form, narrow: ir.Model
+    ) -> list[float]:
+        """Compares a part in 16 bits, as it runs, with the original; returns the error, if the CPU runs it.
+
+        Nodes that only exist in 16 bits are also compared where the CPU has no others in bfloat16.
+        """
         source, report = self.source, self.source.report
         is_whole = comparison.part is None
         try:
@@ -440,6 +445,11 @@ class Verifier:
         if plain_form is not None and is_whole and source.is_unconverted and source.runs_as_file:
             plain_form = replace(plain_form, what=source.path)
         error = comparison.check_16_bits(form, plain, plain_form)
+        if error is None and plain is not None and any(node.op_type in ONLY_16 for node in part.graph):
+            note, forms = comparison.note, [rounded(each.clone(), source.dtype) for each in (part, plain)]
+            error = comparison.check_16_bits(form_of(forms[0]), plain, source.form(forms[1]))
+            note = note.replace("its fp32 form", f"its fp32 form, with results in {report.dtype}")
+            comparison.note = comparison.note or note
         if comparison.own_error is not None:
             report.own_error = max(report.own_error or 0.0, comparison.own_error)
         return [] if error is None else [error]

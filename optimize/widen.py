@@ -204,31 +204,36 @@ def _round(node: ir.Node, dtype: ir.DataType | None) -> None:
 
 
 def round_results(model: ir.Model) -> ir.Model:
-    """Computes a model of 16 bits in fp32, in place, and rounds what each node returns to 16 bits.
+    """Computes a model of 16 bits in fp32, in place, and rounds inputs and what each node returns to 16 bits.
 
     So do GPUs. ONNX Runtime's CPU provider rounds nothing between nodes that it computes in fp32: it removes
     the casts that it has put there, but none of the model's.
     """
     if any(value.dtype is None for node in model.graph.all_nodes() for value in node.outputs):
         infer_types(model)
-    graphs = [*model.graphs()]
-    computed = [value for graph in graphs for node in graph for value in node.outputs]
+    graphs, first = [*model.graphs()], next(iter(model.graph), None)
+    computed = [*model.graph.inputs, *(value for graph in graphs for node in graph for value in node.outputs)]
     narrow = {
         value: value.dtype for value in computed if value.dtype is not None and value.dtype in FLOATS_16
     }
     for graph in graphs:
         widen(graph, set())
     for value, dtype in narrow.items():
-        node = g.maker(value)
-        if node.op_type in _MOVES:
+        node = value.producer()
+        if first is None or (node is not None and node.op_type in _MOVES):
             continue
-        assert node.graph is not None
         rounded = ir.node("Cast", [value], {"to": int(dtype)})
         wide = ir.node("Cast", rounded.outputs, {"to": int(_FLOAT)})
         wide.outputs[0].type, wide.outputs[0].shape = value.type, value.shape
+        if node is None:
+            for use in [use for use in value.uses() if use.node is not rounded]:
+                use.node.replace_input_with(use.idx, wide.outputs[0])
+            model.graph.insert_before(first, [rounded, wide])
+            continue
         ir.convenience.replace_all_uses_with(value, wide.outputs[0], replace_graph_outputs=True)
         rounded.replace_input_with(0, value)
         value.name, wide.outputs[0].name = f"{value.name} (exact)", value.name
+        assert node.graph is not None
         node.graph.insert_after(node, [rounded, wide])
     return model
 

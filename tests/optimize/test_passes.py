@@ -3,6 +3,7 @@
 import re
 from typing import NamedTuple
 
+import ml_dtypes
 import numpy as np
 import onnx_ir as ir
 import pytest
@@ -46,6 +47,9 @@ GROUPED = (
 CACHED = "a, k, v = custom_domain.CustomAttentionCached (x, old, old, place, total)"
 BLOCKS = "g = com.microsoft.MatMulNBits <K = 64, N = 64, bits = 4, block_size = 32> (rows, BYTES, SCALES)"
 HALF = "(float16[4, 64] rows) => (float16[4, 64] y)"
+WIDE = "(float[4, 64] rows) => (float[4, 64] y)"
+X_8 = "f = Cast <to = 1> (rows) q = QuantizeLinear (f, ONE, NONE8) d = DequantizeLinear (q, ONE)"
+W_8 = "w = DequantizeLinear <axis = 0> (W8, ROW)"
 STORED = weight_of(64, 64, 4, 32, False).stored
 CONSTANTS = {
     "W": weights(8, 8),
@@ -67,6 +71,9 @@ CONSTANTS = {
     "BYTES": STORED["B"],
     "SCALES": STORED["scales"].astype(np.float16),
     "CODES": np.ones((64, 64), np.uint8),
+    "W8": weights(64, 64).astype(ml_dtypes.float8_e4m3fn),
+    "NONE8": np.zeros((), ml_dtypes.float8_e4m3fn),
+    "ROW": np.ones(64, np.float32),
     "STEPS": np.ones((2, 64), np.float16),
 }
 LINEAR, NORM = "custom_domain.CustomLinear", "custom_domain.CustomRmsNorm"
@@ -299,6 +306,22 @@ CASES = [
         f"{HALF} {{ d = DequantizeLinear (CODES, TWO) f = Cast <to = 10> (d) y = MatMul (rows, f) }}",
         "its integers are not constant, or not in blocks",
     ),
+    Case(
+        "linear_fp8",
+        f"{WIDE} {{ {X_8} {W_8} t = Transpose <perm = [1, 0]> (w) y = MatMul (d, t) }}",
+        {"linear_fp8": 1},
+        {"CustomLinear"},
+        f"{WIDE} {{ {W_8} y = Gemm <transB = 1> (rows, w) }}",
+        "Gemm: x is not in 8 bits",
+    ),
+    Case(
+        "in_fp8",
+        f"{HALF} {{ {X_8} {W_8} a = Cast <to = 10> (d) b = Cast <to = 10> (w) y = {LINEAR} (a, b) }}",
+        {},
+        {"CustomLinearFp8"},
+        f"{HALF} {{ y = {LINEAR} (rows, W16) }}",
+        "its x or its weight is not in 8 bits",
+    ),
 ]
 ALL = {each.name: each for each in (*passes.PASSES, *passes.LATE)}
 
@@ -306,7 +329,8 @@ ALL = {each.name: each for each in (*passes.PASSES, *passes.LATE)}
 def context_of(name: str, text: str) -> g.RewriteContext:
     used = {key: array for key, array in CONSTANTS.items() if re.search(rf"\b{key}\b", text)}
     model = ir.from_proto(parsed(text, **used))
-    model.graph.meta.update({SHARED_CACHES: True, REPLACED: ("add",), invariance.INVARIANT: True})
+    is_invariant = name != "linear_fp8"  # whose sums have no fixed order
+    model.graph.meta.update({SHARED_CACHES: True, REPLACED: ("add",), invariance.INVARIANT: is_invariant})
     with registered_schemas([each for each in RECORDS.values() if not each.is_backward]):
         infer_types(model)
         infer_shapes(model)

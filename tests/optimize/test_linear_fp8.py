@@ -1,0 +1,261 @@
+"""Matmuls of files in float8 multiply in 8 bits, however modelopt, ONNX Runtime and torch write them."""
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import onnx
+import onnx_ir as ir
+import pytest
+import torch
+from onnxruntime import quantization as quantizer
+from optimizing import exported, optimized, parsed, types, weights
+from samples import RECORDS
+
+from lab.model_zoo import TINY, batch
+from twinop import deploy
+from twinop.errors import ExportError
+from twinop.optimize import linear_fp8, optimize, segments
+from twinop.optimize.equivalence import NotEquivalent, relative_error
+from twinop.optimize.graph import RewriteContext
+from twinop.optimize.invariance import INVARIANT
+from twinop.optimize.rewrite import skipped
+from twinop.optimize.segments import cut
+from twinop.optimize.symbolic_shapes import infer_types
+from twinop.optimize.weight_check import check_weights
+
+K, N = 64, 48
+E4M3 = ml_dtypes.float8_e4m3fn
+KINDS = {"float": np.float32, "float16": np.float16, "bfloat16": ml_dtypes.bfloat16}
+X = "q = QuantizeLinear (x, xs, zero) d = DequantizeLinear (q, xs, zero)"
+WIDE_X = """f = Cast <to = 1> (x) q = QuantizeLinear <axis = 1> (f, xs32, zero)
+    e = DequantizeLinear <axis = 1> (q, xs32, zero) d = CastLike (e, x)"""
+WIDE = "g = DequantizeLinear <axis = 0> (nk, scales32, zeros) w = CastLike (g, x)"
+FILES = {  # dtype, rows, nodes, what follows the matmul
+    "modelopt of torch": ("float16", "B, S", f"""{X} w = DequantizeLinear (nk, scale)
+        t = Transpose <perm = [1, 0]> (w) m = MatMul (d, t) a = Add (b, m) y = Gelu (a)""", "+bias+gelu"),
+    "modelopt of ONNX": ("float16", "B, S", f"""{X} e = QuantizeLinear <axis = 1> (wide, scales, zeros)
+        w = DequantizeLinear <axis = 1> (e, scales, zeros) m = MatMul (d, w) y = Add (m, b)""", "+bias"),
+    "ONNX Runtime": ("float", "M", f"""{X} w = DequantizeLinear <axis = 1> (kn, scales, zeros)
+        y = Gemm (d, w, b)""", "+bias"),
+    "ONNX Runtime, one scale": ("float", "M", f"""{X} w = DequantizeLinear (kn, scale, zero)
+        y = MatMul (d, w)""", ""),
+    "torch": ("bfloat16", "M", f"{WIDE_X} {WIDE} m = Gemm <transB = 1> (d, w, b) y = Relu (m)", "+bias+relu"),
+    "torch, a batch": ("float16", "B, S", f"""{WIDE_X} {WIDE} t = Transpose <perm = [1, 0]> (w)
+        m = MatMul (d, t) y = Add (m, b)""", "+bias"),
+}  # fmt: skip
+
+
+def constants(dtype: str, k: int = K, n: int = N) -> dict[str, np.ndarray]:
+    kind, wide = KINDS[dtype], weights(n, k, seed=3).astype(KINDS[dtype])
+    scales = (np.abs(wide).max(1) / kind(448)).astype(kind)
+    q = (wide.astype(np.float32) / scales.astype(np.float32)[:, None]).clip(-448, 448).astype(E4M3)
+    numbers = {"xs": np.array(0.01, kind), "scale": scales[3:4].reshape(()), "scales": scales}
+    numbers |= {f"{name}32": each.astype(np.float32) for name, each in numbers.items()}
+    zeros = {"zero": np.zeros((), E4M3), "zeros": np.zeros(n, E4M3), "b": weights(n).astype(kind)}
+    return numbers | zeros | {"nk": q, "kn": np.ascontiguousarray(q.T), "wide": np.ascontiguousarray(wide.T)}
+
+
+def model(
+    dtype: str,
+    rows: str,
+    text: str,
+    others: Mapping[str, np.ndarray] = MappingProxyType({}),
+    k: int = K,
+    n: int = N,
+) -> onnx.ModelProto:
+    made = parsed(f"({dtype}[{rows}, {k}] x) => ({dtype}[{rows}, {n}] y) {{ {text} }}")
+    words = text.translate(str.maketrans("(),", "   ")).split()
+    for name, array in (constants(dtype, k, n) | dict(others)).items():
+        made.graph.initializer.extend([onnx.numpy_helper.from_array(array, name)] if name in words else [])
+    return made
+
+
+def expected(x: np.ndarray, dtype: str, text: str) -> np.ndarray:
+    """Computes a file's result in fp64."""
+    given = {key: each.astype(np.float64) for key, each in constants(dtype).items()}
+    q = (x.astype(np.float32) / np.float32(given["xs"])).clip(-448, 448).astype(E4M3).astype(np.float64)
+    y = q @ given["nk"].T * given["xs"] * given["scales" if "scales" in text else "scale"]
+    y = torch.from_numpy(y + (given["b"] if "b)" in text or "(b" in text else 0))
+    return np.asarray(torch.nn.functional.gelu(y) if "Gelu" in text else y.relu() if "Relu" in text else y)
+
+
+@pytest.mark.parametrize("provider", ["CPU", pytest.param("CUDA", marks=pytest.mark.cuda)])
+@pytest.mark.parametrize("asked", ["float16", "bfloat16"])
+@pytest.mark.parametrize("name", FILES)
+def test_each_spelling(name: str, asked: str, provider: str, tmp_path: Path) -> None:
+    """A file in 16 bits keeps its dtype. Any number of rows runs; each weight is there once."""
+    dtype, rows, text, follows = FILES[name]
+    options = {} if dtype == asked else {"dtype": asked}
+    report, made = optimized(model(dtype, rows, text), tmp_path, **options)
+    assert report.dtype == asked and not report.skipped and report.fused == {f"linear_fp8{follows}": 1}
+    kinds, in_16 = types(made), asked == "float16" and dtype != "float"  # fp16 has the scale of the others
+    assert kinds.pop("Cast", 0) == (0 if in_16 else 1)
+    assert kinds == dict.fromkeys(("QuantizeLinear", "Shape", "Expand", "CustomLinearFp8"), 1)
+    [stored] = [each.const_value for each in made.graph.initializers.values() if len(each.shape or ()) == 2]
+    assert stored is not None
+    assert np.array_equal(stored.numpy().view(np.uint8), constants(dtype)["nk"].view(np.uint8))
+    forms = [note for note in report.notes if "fp32 form" in note]
+    assert all(", with results in bfloat16" in note for note in forms) and len(forms) <= (asked == "bfloat16")
+    assert report.own_error is not None and report.error < 1.1 * report.own_error < 0.05
+    onnx.checker.check_model(report.path, full_check=True)
+    session = deploy.session(
+        report.path, [*dict.fromkeys((f"{provider}ExecutionProvider", "CPUExecutionProvider"))]
+    )
+    for shape in ((1, 1), (3, 7), (2, 40)):
+        x = (
+            weights(*shape, K, seed=5)
+            .reshape(-1, *([K] if rows == "M" else [shape[1], K]))
+            .astype(KINDS[asked])
+        )
+        [found] = session.run({"x": x}).values()
+        error = relative_error(expected(x, dtype, text), np.asarray(found))
+        assert error < (1e-3 if asked == "float16" else 8e-3)
+
+
+STORED = f"{X} w = DequantizeLinear (kn, scale)"
+BY_CHANNEL = """q = QuantizeLinear <axis = 2> (x, row, zero_row)
+    d = DequantizeLinear <axis = 2> (q, row, zero_row) w = DequantizeLinear (kn, scale)"""
+COMPUTED = """a = Abs (x) most = ReduceMax <keepdims = 0> (a) q = QuantizeLinear (x, most, zero)
+    d = DequantizeLinear (q, most) w = DequantizeLinear (kn, scale)"""
+LEFT = {  # what is before the matmul, and why it stays
+    "e5m2": (STORED, "in other 8 bits than e4m3fn"),
+    "zero points": (f"{X} w = DequantizeLinear (kn, scale, one)", "zero points other than 0"),
+    "blocks": (f"{X} w = DequantizeLinear <axis = 0, block_size = 16> (kn, blocks)", "scales of blocks"),
+    "along K": (f"{X} w = DequantizeLinear <axis = 0> (kn, row)", "scales along K"),
+    "x in 16 bits": ("d = Neg (x) w = DequantizeLinear (kn, scale)", "x is not in 8 bits"),
+    "channels of x": (BY_CHANNEL, "a scale for each channel of x"),
+    "computed scales": (COMPUTED, "scales or zero points that are not constant"),
+    "others": (f"{STORED} r = Neg (w)", "others read its weight, too"),
+    "a narrow N": (STORED, "K = 64 and N = 24, of which one is no multiple of 16"),
+    "invariant": (STORED, "sums in 8 bits have no fixed order"),
+}
+
+
+@pytest.mark.parametrize("what", LEFT)
+def test_what_stays_is_named(what: str) -> None:
+    text, reason = LEFT[what]
+    others = {
+        "one": np.ones((), E4M3), "row": np.full(K, 0.01, np.float16), "zero_row": np.zeros(K, E4M3),
+        "blocks": np.full((K // 16, N), 0.01, np.float16),
+    }  # fmt: skip
+    if what == "e5m2":
+        others["kn"] = constants("float16")["kn"].astype(ml_dtypes.float8_e5m2)
+    n = 24 if what == "a narrow N" else N
+    text += (
+        " y = MatMul (d, w)" if what != "others" else " z = MatMul (d, w) e = MatMul (x, r) y = Add (z, e)"
+    )
+    context = RewriteContext(ir.from_proto(model("float16", "B, S", text, others, n=n)), "cuda", RECORDS)
+    context.graph.meta[INVARIANT] = what == "invariant"
+    infer_types(context.model)
+    assert not linear_fp8.LinearFp8(context)(context.model).modified
+    [(said, count)] = skipped(context.model).items()
+    assert said.startswith("MatMul: ") and said.endswith(reason) and count == 1
+
+
+def test_a_file_in_fp32_is_asked_for_16_bits(tmp_path: Path) -> None:
+    """The op returns 16 bits."""
+    report, made = optimized(model(*FILES["ONNX Runtime"][:3]), tmp_path)
+    assert report.skipped == {"Gemm: float32; twinop's kernel is for 16 bits (dtype='float16')": 1}
+    assert "Gemm" in types(made)
+
+
+@pytest.mark.parametrize("zero", [True, False])
+def test_8_bits_of_8_bits_are_refused(zero: bool, tmp_path: Path) -> None:
+    text = FILES["modelopt of ONNX"][2]
+    if not zero:
+        changes = {", zeros)": ")", ", zero)": ")", "1> (wide": "1, output_dtype = 17> (wide"}
+        for old, new in (changes | {"QuantizeLinear (x": "QuantizeLinear <output_dtype = 17> (x"}).items():
+            text = text.replace(old, new)
+    proto = model("float16", "B, S", text)
+    proto.opset_import[0].version = 21
+    onnx.save(proto, tmp_path / "old.onnx")
+    with pytest.raises(
+        ExportError, match=r"in 8 bits already, it has FLOAT8E4M3FN. Leave out dtype='float8', or"
+    ):
+        optimize(tmp_path / "old.onnx", tmp_path / "new.onnx", dtype="float8")
+    report, _ = optimized(proto, tmp_path)
+    assert report.fused == {"linear_fp8+bias": 1}
+
+
+# ------------------------------------------------------------------------------------ whole models
+
+
+class _Calibration(quantizer.CalibrationDataReader):
+    def __init__(self) -> None:
+        ids, mask = batch(TINY, padding=5)
+        self.cases = iter([{"ids": ids.numpy(), "mask": mask.numpy()}])
+
+    def get_next(self) -> Any:
+        return next(self.cases, None)
+
+
+@pytest.fixture
+def encoder(tmp_path: Path) -> Path:
+    """An encoder as ONNX Runtime's quantizer writes it."""
+    kind = quantizer.QuantType.QFLOAT8E4M3FN
+    quantizer.quantize_static(
+        exported("bert", "sdpa", "torchscript", tmp_path), tmp_path / "quantised.onnx", _Calibration(),
+        per_channel=True, op_types_to_quantize=["MatMul"], weight_type=kind, activation_type=kind,
+        calibrate_method=quantizer.CalibrationMethod.Distribution,
+    )  # fmt: skip
+    return tmp_path / "quantised.onnx"
+
+
+@pytest.mark.parametrize("most_bytes", [segments.MOST_BYTES, 70_000], ids=["whole", "in segments"])
+def test_an_encoder(most_bytes: int, encoder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(segments, "MOST_BYTES", most_bytes)
+    report, made = optimized(encoder, tmp_path, dtype="float16")
+    assert report.fused["linear_fp8"] == types(made)["CustomLinearFp8"] == 12
+    assert not any("fp32 form" in note for note in report.notes)
+    assert bool(report.compared) == (most_bytes == 70_000)
+
+
+def test_the_bytes_are_compared_with_the_source(tmp_path: Path) -> None:
+    """Also one that is off is found, of a weight that is transposed."""
+    text = f"{X} w = DequantizeLinear <axis = 1> (kn, scales, zeros) y = MatMul (d, w)"
+    _, made = optimized(model("float16", "B, S", text, k=288, n=304), tmp_path)
+    source = ir.load(tmp_path / "old.onnx")
+    assert not check_weights(source, made, cut(source, made))
+    [value] = [each for each in made.graph.initializers.values() if len(each.shape or ()) == 2]
+    assert value.const_value is not None
+    array = value.const_value.numpy().copy()
+    array.view(np.uint8)[7, 9] ^= 1
+    value.const_value = ir.tensor(array)
+    with pytest.raises(NotEquivalent, match="differs from kn in line"):
+        check_weights(source, made, cut(source, made))
+
+
+def _scaled(of: Callable[..., Any], index: int) -> Callable[..., Any]:
+    def changed(*given: Any) -> Any:
+        found = [*of(*given)]
+        found[index] = found[index] * np.float32(1.1)
+        return found
+
+    return changed
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("where", ["in fp32", "in 16 bits"])
+def test_a_wrong_rewrite_is_reverted(
+    where: str, dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if where == "in fp32":
+        monkeypatch.setattr(linear_fp8, "_weight_of", _scaled(linear_fp8._weight_of, 1))
+    else:
+        write = linear_fp8.write
+        monkeypatch.setattr(
+            linear_fp8, "write", lambda node, kind, given: write(node, kind, [*given[:3], _twice(given[3])])
+        )
+    onnx.save(model(dtype, "M", FILES["torch"][2]), tmp_path / "old.onnx")
+    report = optimize(tmp_path / "old.onnx", tmp_path / "new.onnx", device="cuda")
+    assert [*report.reverted] == ["linear_fp8"] and "linear_fp8+bias+relu" not in report.fused
+    assert ("the written model" in report.reverted["linear_fp8"]) == (where == "in 16 bits")
+
+
+def _twice(scales: Any) -> Any:
+    scales.const_value = ir.tensor(scales.const_value.numpy() * np.float32(2))
+    return scales
