@@ -16,6 +16,7 @@ from collections import Counter
 from collections.abc import Collection, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import onnx_ir as ir
@@ -24,6 +25,7 @@ from twinop.deploy.ort_runs import NotRunnable
 from twinop.errors import ExportError, TwinopError, option
 from twinop.model import weights
 from twinop.model.files import EXTERNAL_DATA_BYTES, save
+from twinop.model.weights import clip
 from twinop.record.op_spec import DOMAIN
 from twinop.system.progress import Progress
 
@@ -253,7 +255,11 @@ def _put_rows_in_8_bits(model: ir.Model) -> ir.Model:
 
 
 class _Trial:
-    """Runs forms of a file on the CPU, on the inputs on which it was compared with its original."""
+    """Runs forms of a file on the CPU, on the inputs on which it was compared with its original.
+
+    Attributes:
+        plain: the outputs of the file in 16 bits, once it has run (`errors`).
+    """
 
     def __init__(self, source: Source, verifier: Verifier, model: ir.Model) -> None:
         self.source, self.model = source, model
@@ -265,6 +271,7 @@ class _Trial:
         count = found.typical
         found = replace(found, cases=found.cases[:count], outputs=found.outputs[:count], edge=[])
         self.reference = found if all(map(hides_left, found.cases)) else found.without(hides_left)
+        self.plain: equivalence.Outputs = []
 
     def finished(self, model: ir.Model) -> ir.Model:
         """Gives a model the function bodies of the nodes that it has now, in place."""
@@ -301,7 +308,8 @@ class _Trial:
     def _run(self, model: ir.Model) -> tuple[float, list[list[np.ndarray]]]:
         """Returns the error of a model's outputs, and the others that it has.
 
-        It computes in fp32, and each result is rounded to 16 bits, as on GPUs.
+        It computes in fp32, and each result is rounded to 16 bits, as on GPUs. What is not finite in the file
+        in 16 bits, either, is no error of 8 bits.
 
         Raises:
             ExportError: the CPU does not run it.
@@ -317,8 +325,20 @@ class _Trial:
                 f"{option('dtype', FLOAT8)}: its error cannot be measured on the CPU: {error}. Take float16"
             ) from error
         count = len(self.reference.outputs[0])
-        errors = self.reference.errors([each[:count] for each in found], self.source.dtype)
+        outputs, dtype = [each[:count] for each in found], self.source.dtype
+        for case, plain in enumerate(self.plain):
+            expected = [clip(each, dtype) for each in self.reference.outputs[case]]
+            outputs[case] = [*map(_comparable, outputs[case], plain, expected)]
+        self.plain = self.plain or outputs
+        errors = self.reference.errors(outputs, dtype)
         return self.reference.largest(errors), [each[count:] for each in found]
+
+
+def _comparable(found: Any, plain: Any, expected: Any) -> Any:
+    """Returns an output with what is expected where it is not finite, and was not in 16 bits."""
+    if not isinstance(found, np.ndarray) or found.dtype.kind != "f":
+        return found
+    return np.where(np.isfinite(found) | np.isfinite(plain), found, expected)
 
 
 def _what(model: ir.Model) -> Runnable:
@@ -331,21 +351,29 @@ def _what(model: ir.Model) -> Runnable:
 
 
 def _compare(model: ir.Model, a: ir.Value, b: ir.Value) -> None:
-    """Adds two outputs to a model: the 2-norms of b - a and of a. See `_largest`."""
-    nodes = [ir.node("Cast", [value], {"to": int(ir.DataType.FLOAT)}) for value in (a, b)]
-    nodes.append(ir.node("Sub", [nodes[1].outputs[0], nodes[0].outputs[0]]))
-    nodes += [ir.node("ReduceL2", nodes[index].outputs, {"keepdims": 0}) for index in (2, 0)]
-    for index, node in enumerate(nodes):
-        node.outputs[0].name, node.outputs[0].type = f"{b.name} {index}", ir.TensorType(ir.DataType.FLOAT)
+    """Adds two outputs to a model: the 2-norms of b - a and of a, where a is finite. See `_largest`."""
+    nodes, wide = list[ir.Node](), ir.DataType.FLOAT
+
+    def made(op_type: str, *inputs: ir.Value, dtype: ir.DataType = wide, **attributes: Any) -> ir.Value:
+        nodes.append(ir.node(op_type, inputs, attributes))
+        [y] = nodes[-1].outputs
+        y.name, y.type = f"{b.name} {len(nodes)}", ir.TensorType(dtype)
+        return y
+
+    x, y = (made("Cast", value, to=int(wide)) for value in (a, b))
+    nothing, zero = made("Sub", x, x), made("Constant", value_float=0.0)  # NaN where x is not finite
+    is_finite = made("Equal", nothing, nothing, dtype=ir.DataType.BOOL)
+    parts = [made("Where", is_finite, each, zero) for each in (made("Sub", y, x), x)]
+    model.graph.outputs.extend([made("ReduceL2", each, keepdims=0) for each in parts])
     model.graph.extend(nodes)
-    model.graph.outputs.extend(node.outputs[0] for node in nodes[3:])
 
 
 def _largest(norms: np.ndarray) -> list[float]:
     """Returns what 8 bits change in the result of each matmul, at most, as a part of it.
 
     Args:
-        norms: (cases, 2 for each matmul), see `_compare`. Nothing of nothing is 0, and NaN is infinite.
+        norms: (cases, 2 for each matmul), see `_compare`. Nothing of nothing is 0, and NaN, which only 8 bits
+            have, is infinite.
     """
     change, size = norms[:, ::2], norms[:, 1::2]
     with np.errstate(divide="ignore", invalid="ignore"):

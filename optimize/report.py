@@ -3,7 +3,9 @@
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
+from math import isfinite
 from pathlib import Path
+from typing import Any
 
 from twinop.errors import option
 
@@ -98,9 +100,13 @@ class OptimizeReport:
     notes: list[str] = field(default_factory=list)
 
     def to_json(self) -> str:
-        """The report for programs: what was compared, fused, skipped and reverted. It names no folders."""
+        """The report for programs: what was compared, fused, skipped and reverted. It names no folders.
+
+        An infinite error is null, as JSON has no such number.
+        """
         fields = asdict(self) | {"source": self.source.name, "path": self.path.name}
-        return json.dumps(fields | {"libraries": [path.name for path in self.libraries]}, indent=2)
+        fields |= {"libraries": [path.name for path in self.libraries]}
+        return json.dumps(_finite(fields), indent=2, allow_nan=False)
 
     def add_note(self, note: str) -> None:
         """Adds a note, once; an empty one is none."""
@@ -164,6 +170,14 @@ class OptimizeReport:
         lines += [f"  note: {note}" for note in self.notes]
         lines.append(f"  {prepared_for(self.device)}")
         return "\n".join(lines)
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _finite(each) for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [*map(_finite, value)]
+    return None if isinstance(value, float) and not isfinite(value) else value
 
 
 def prepared_for(device: str) -> str:

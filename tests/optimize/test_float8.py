@@ -18,9 +18,10 @@ from typer.testing import CliRunner
 from lab.model_zoo import TINY, batch
 from twinop import deploy
 from twinop.cli import app
-from twinop.deploy.ort_runs import NotRunnable
+from twinop.deploy.ort_runs import NotRunnable, run
 from twinop.errors import ExportError
 from twinop.model import weights as stored
+from twinop.model.parts import parts
 from twinop.optimize import (
     OptimizeReport,
     decoders,
@@ -248,6 +249,42 @@ def test_nan_is_an_infinite_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     report = optimized(tmp_path, max_error=1e-3)
     assert report.float8 is not None
     assert [*report.float8.layers.values()] == [0, 0.5, np.inf, np.inf]
+
+
+@pytest.mark.parametrize("has_16", [False, True])
+@pytest.mark.parametrize("number", [np.nan, np.inf])
+def test_what_is_not_finite_in_8_bits_only(
+    number: float, has_16: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The error is infinite, unless the file in 16 bits has as much at the same place."""
+    run, calls = float8.run_any, list[Any]()
+
+    def run_any(*given: Any, **options: Any) -> Any:
+        answer = run(*given, **options)
+        calls.append(answer)
+        if has_16 or len(calls) > 1:
+            answer.outputs[0][0][1, 2] = np.nan if len(calls) == 1 else number
+        return answer
+
+    monkeypatch.setattr(float8, "run_any", run_any)
+    report = optimized(tmp_path)
+    assert report.float8 is not None and len(report.float8.layers) == (4 if has_16 else 0)
+    assert (report.float8.error < 0.1) and np.isinf(report.float8.error_16) == has_16
+    text = report.to_json()
+    found = json.loads(text, parse_constant=lambda name: pytest.fail(f"{name} is no JSON"))["float8"]
+    assert found["error_16"] == (None if has_16 else report.float8.error_16) and found["error"] < 0.1
+
+
+def test_matmuls_are_compared_where_16_bits_are_finite() -> None:
+    text = "(float16[N, 2] x, float16[N, 2] z) => (float16[N, 2] a) { a = Relu (x) b = Relu (z) }"
+    model = ir.from_proto(parsed(text))
+    float8._compare(model, *(node.outputs[0] for node in model.graph))
+    x = np.array([[3, np.nan], [np.inf, 4]], np.float16)
+    others = ([[3.3, np.nan], [1, 4]], [[3, np.inf], [np.nan, np.nan]], [[3, 0], [0, np.inf]])
+    cases = [{"x": x, "z": np.array(z, np.float16)} for z in others]
+    found = [outputs[1:] for outputs in run(parts(model), None, cases).outputs]
+    assert float8._largest(np.array(found[:1])) == [pytest.approx(0.06, rel=0.01)]
+    assert [float8._largest(np.array([each])) for each in found[1:]] == [[np.inf], [np.inf]]
 
 
 def test_all_go_back(tmp_path: Path) -> None:
