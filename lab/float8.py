@@ -1,6 +1,7 @@
 """8 bits beside 16: matrix products, the ops that quantise their results, and whole models.
 
 python lab/float8.py --tables products,rows,models
+python lab/float8.py --plot lab/results/float8-nvidia-h200.jsonl
 
 The models have outliers: one channel in 64 of the norms' weights is 3 to 6 times as large. torchao's float8
 has a scale for each row and column, too, and leaves the same layers in 16 bits. torch.compile takes cuBLAS
@@ -10,7 +11,7 @@ for the products: of Triton's, which it would time for minutes, the best took 1.
 import json
 import sys
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import replace
 from functools import partial
@@ -29,8 +30,9 @@ from twinop import torch_op
 from twinop.bench import runtime
 from twinop.bench.cases import relative_error
 from twinop.bench.measure import COPY, IN_ORT, Subject, checked, require, side_by_side
-from twinop.bench.measurements import Output, chosen, measuring
+from twinop.bench.measurements import Output, chosen, machine_title, measuring, read
 from twinop.bench.timing import DeviceTimer
+from twinop.cli.console import out
 from twinop.optimize import optimize
 
 BF16, E4M3 = torch.bfloat16, torch.float8_e4m3fn
@@ -157,7 +159,17 @@ def by_torchao(model: nn.Module) -> nn.Module:
     return model
 
 
-FILES = {"twinop, 16 bits": "float16", "twinop, 8 bits": "float8"}
+FILES = {"twinop, 32 bits": "float32", "twinop, 16 bits": "float16", "twinop, 8 bits": "float8"}
+SERIES: Mapping[str, tuple[Mapping[str, str], dict[str, Any]]] = {
+    "twinop in ONNX Runtime": (
+        dict(zip(FILES, ("fp32", "fp16", "8 bits"), strict=True)), {"color": "#0b8a5f", "marker": "^"},
+    ),
+    "torch.compile, torchao in 8 bits": (
+        {"torch.compile bf16": "bf16", "torch.compile torchao": "8 bits"},
+        {"color": "#e8a33d", "marker": "D"},
+    ),
+}  # fmt: skip
+"""What a plot has: labels of columns, and their styles, as in the plot of `twinop bench`."""
 MODE = "max-autotune-no-cudagraphs"
 
 
@@ -190,7 +202,9 @@ def whole(name: str, timer: DeviceTimer, folder: Path, with_torch: bool) -> dict
         half, narrow = (cast(inputs, dtype) for dtype in (torch.float16, BF16))  # torchao takes bfloat16 only
         module, values = model.to(BF16), tuple(narrow.values())
         makers: dict[str, Callable[[], Subject]] = {
-            column: partial(in_ort, folder / f"{dtype}.onnx", half, expected, False)
+            column: partial(
+                in_ort, folder / f"{dtype}.onnx", inputs if dtype == "float32" else half, expected, False
+            )
             for column, dtype in FILES.items()
         }
         if with_torch:
@@ -213,6 +227,49 @@ def whole(name: str, timer: DeviceTimer, folder: Path, with_torch: bool) -> dict
     }  # fmt: skip
 
 
+def draw(lines: Sequence[Mapping[str, Any]], path: Path) -> None:
+    """Draws time against error: a panel for each model of a report."""
+    from matplotlib import rc_context
+    from matplotlib.figure import Figure
+
+    cells = [line for line in lines if line["op"] in MODELS]
+    columns = min(2, len(cells))
+    rows = -(-len(cells) // columns)
+    with rc_context({"font.size": 9, "axes.spines.top": False, "axes.spines.right": False}):
+        figure = Figure(figsize=(1 + 3.3 * columns, 0.8 + 3.1 * rows), layout="constrained")
+        for number, line in enumerate(cells, 1):
+            panel, times = figure.add_subplot(rows, columns, number), line["times"]
+            for name, (labels, style) in SERIES.items():
+                found = [
+                    (times[column]["error"], times[column]["median_us"] * 1e-3, label)
+                    for column, label in labels.items()
+                    if column in times
+                ]
+                panel.plot(*[[each[axis] for each in found] for axis in (0, 1)], label=name, **style)
+                for error, time, label in found:
+                    place = {"8 bits": (6, -3), "fp16": (-5, -11)}.get(label, (-3, 5))
+                    side: Any = "left" if place[0] > 0 else "right"
+                    panel.annotate(
+                        label, (error, time), place,
+                        textcoords="offset points", ha=side, color=style["color"],
+                    )  # fmt: skip
+            slowest, fastest = (of(each["median_us"] * 1e-3 for each in times.values()) for of in (max, min))
+            is_far = slowest > 4 * fastest  # fp32
+            panel.set(
+                xscale="log", yscale="log" if is_far else "linear",
+                ylim=(fastest / 1.5, slowest * 1.7) if is_far else (0, slowest * 1.15),
+                xlabel="relative error of the output", ylabel="milliseconds",
+            )  # fmt: skip
+            panel.set_title(f"{line['op']}, {line['shape']}", fontsize=9)
+            panel.margins(x=0.25)
+            panel.grid(alpha=0.25)
+        drawn = {str(line.get_label()): line for axis in figure.axes for line in axis.get_lines()}
+        figure.legend(drawn.values(), drawn.keys(), loc="outside lower center", ncols=2, frameon=False)
+        figure.suptitle(f"Device time of models, and error against torch in fp32: {machine_title(cells[0])}")
+        figure.savefig(path, dpi=110)
+    out.print(f"wrote {path}", soft_wrap=True)
+
+
 def main(
     tables: Annotated[str, typer.Option(help="Of products, rows and models.")] = "products,rows,models",
     models: Annotated[str, typer.Option(help="Models to measure.")] = ",".join(MODELS),
@@ -221,12 +278,18 @@ def main(
     only_export: Annotated[
         bool, typer.Option("--only-export", help="Make the exports, without a GPU.")
     ] = False,
+    plot: Annotated[
+        Path | None, typer.Option(help="Only draw the models of a report, as a PNG beside it.")
+    ] = None,
     output: Output = None,
 ) -> None:
-    """Measure products, ops and models in 8 bits beside 16, torch and torchao, on a GPU.
+    """Measure products, ops and models in 8 bits beside 16, torch and torchao, on a GPU; draw the models.
 
     It is device time behind an empty L2 cache, in one run.
     """
+    if plot is not None:
+        draw(read(plot, "float8"), plot.with_suffix(".png"))
+        return
     wanted = chosen("--tables", tables, ("products", "rows", "models"))
     names = chosen("--models", models, list(MODELS)) if "models" in wanted else []
     with tempfile.TemporaryDirectory() as temporary:
@@ -244,6 +307,8 @@ def main(
                 rows(timer, measured.say)
             for name in names:
                 measured.say(whole(name, timer, folder / name, with_torch))
+            if names:
+                draw(read(measured.path, "float8"), measured.path.with_suffix(".png"))
 
 
 if __name__ == "__main__":
