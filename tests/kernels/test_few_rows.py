@@ -332,7 +332,9 @@ def test_products_that_norm_x(n: int, k: int, kind: str, dtype: torch.dtype) -> 
         assert close(found, expected + more, size + more.abs() + 1, 2)
         found = swiglu(x, rms_eps=1e-3, **options)
         gate, others = expected.chunk(2, -1)
-        assert (found - F.silu(gate) * others).norm() < 6 * torch.finfo(dtype).eps * expected.norm()
+        gated = F.silu(gate) * others  # of a weight in 8 bits larger than what it is made of
+        error = (found - gated).norm() / max(gated.norm(), expected.norm())
+        assert error < 6 * torch.finfo(dtype).eps
     alone = torch.cat([linear(x[i : i + 1], rms_eps=1e-3) for i in range(32)])
     gates = torch.cat([swiglu(x[i : i + 1], rms_eps=1e-3) for i in range(32)])
     assert close(alone, expected[:32], size[:32])
