@@ -118,17 +118,12 @@ class Comparison:
         """Returns for which of `of_size_1` the form that ran last fails, and the original does not."""
         if not any(self.with_size_1.values()) or self.last is None:
             return []
-        pairs = zip(self.with_size_1.items(), self._run_of_size_1(self.last), strict=True)
-        sizes = [0.0] * len(self.reference.sizes)
-        return [
-            name
-            for (name, own), found in pairs
-            if own
-            and (
-                not found
-                or max(self.reference.errors_of(self.of_size_1[name], own, found, sizes)) > _OF_SIZES
-            )
-        ]
+        own = self.with_size_1
+        reference = replace(
+            self.reference, cases=[*self.of_size_1.values()], outputs=[*own.values()], edge=[]
+        )
+        errors = zip(own, reference.errors(self._run_of_size_1(self.last)), strict=True)
+        return [name for name, row in errors if own[name] and not max(row, default=inf) <= _OF_SIZES]
 
     def _run_of_size_1(self, form: Form) -> equivalence.Outputs:
         """Returns the outputs for `of_size_1`, none where a run fails.

@@ -16,6 +16,7 @@ import onnx_ir as ir
 from twinop.model import weights
 
 from . import graph as g
+from .linear import LAYOUT, supported_linear
 from .quantised import MATMUL_NBITS, why_not
 from .rewrite import Rewrite
 
@@ -104,22 +105,14 @@ def _match(node: ir.Node) -> _Weight:
 
 def _matmuls(weight: ir.Value, axis: int) -> list[ir.Node]:
     """Returns the matmuls that read a weight, and have their K along this axis; none if others read it."""
-    users, forms = [use.node for use in weight.uses()], [(weight, axis)]
-    if users and all(g.has_permutation(each, [1, 0]) for each in users):
-        forms = [(each.outputs[0], 1 - axis) for each in users]
-    found = [(use.node, use.idx, k) for value, k in forms for use in value.uses()]
-    if weight.is_graph_output() or not all(index == 1 and _is_plain(node, k) for node, index, k in found):
-        return []
-    return [node for node, _, _ in found]
-
-
-def _is_plain(node: ir.Node, k: int) -> bool:
-    """Whether a node is a matmul x @ weight, or that with a bias, and the weight's axis `k` is summed up."""
-    if node.domain or node.op_type == "MatMul":
-        return not node.domain and k == 0
-    usual = {"alpha": 1.0, "beta": 1.0, "transA": 0}
-    plain = all(g.attribute(node, name, value) == value for name, value in usual.items())
-    return node.op_type == "Gemm" and plain and g.attribute(node, "transB", 0) == k
+    users, layout = [*weight.consumers()], LAYOUT if axis else "kn"
+    forms = [user.outputs[0] if user.op_type == "Transpose" else weight for user in users]
+    nodes = [
+        node for form in dict.fromkeys(forms) for node in form.consumers() if node.op_type != "Transpose"
+    ]
+    found = [supported_linear(node, lambda value: value is weight) for node in nodes]
+    are_plain = all(each is not None and each.layout == layout for each in found)
+    return nodes if are_plain and not weight.is_graph_output() else []
 
 
 def _has_float16(scales: np.ndarray) -> bool:

@@ -173,19 +173,10 @@ class Reference:
         for index, (case, own, outputs) in enumerate(zip(self.cases, self.outputs, found, strict=True)):
             expected = [a if dtype is None else clip(a, dtype) for a in own]
             typical = self.sizes if index >= self.typical else [0.0] * len(own)
-            errors.append(self.errors_of(case, expected, outputs, typical))
+            places = self.places or [None] * len(own)
+            pairs = [[*map(shown, some, [case] * len(own), places)] for some in (expected, outputs)]
+            errors.append([*map(relative_error, *pairs, typical)])
         return errors
-
-    def errors_of(
-        self, case: Case, expected: Sequence[Any], found: Sequence[Any], typical: Sequence[float]
-    ) -> list[float]:
-        """Returns the errors of the outputs of a case, at the positions that its masks show."""
-        places = self.places or [None] * len(expected)
-        pairs = [
-            [shown(value, case, place) for value, place in zip(values, places, strict=True)]
-            for values in (expected, found)
-        ]
-        return [*map(relative_error, *pairs, typical)]
 
     def check(self, errors: Errors, noise: Callable[[], Errors], dtype: str) -> float:
         """Returns the largest error of the typical cases.

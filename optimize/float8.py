@@ -20,6 +20,7 @@ from typing import Any
 
 import numpy as np
 import onnx_ir as ir
+from onnx_ir.passes.common import RemoveUnusedFunctionsPass
 
 from twinop.deploy.ort_runs import NotRunnable
 from twinop.errors import ExportError, TwinopError, option
@@ -275,12 +276,9 @@ class _Trial:
 
     def finished(self, model: ir.Model) -> ir.Model:
         """Gives a model the function bodies of the nodes that it has now, in place."""
-        domains = {record.domain for record in self.source.records.values()}
-        for node in [node for node in model.graph.all_nodes() if node.domain in domains]:
-            node.overload = ""
-        for key in [key for key in model.functions if key[0] in domains]:
-            del model.functions[key]
-        return self.source.finished(model)
+        self.source.finished(model)
+        RemoveUnusedFunctionsPass()(model)
+        return model
 
     def error(self, names: Collection[str]) -> float:
         """Returns the largest error of an output, with these matmuls in 8 bits.

@@ -4,6 +4,7 @@ It is not compared if a mask is known to hide padding, and an output certainly h
 or as the only ones that had its sizes in runs of several sizes. A sequence that is hidden as a whole counts.
 """
 
+from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
@@ -11,7 +12,7 @@ import numpy as np
 import onnx_ir as ir
 
 from . import graph as g
-from .inputs import hidden_by
+from .inputs import is_inverted
 
 Place = tuple[tuple[str, ...], int, int]
 """Masks [B, S], and the axes B and S of an output."""
@@ -30,41 +31,27 @@ def places(
         masks: the names of inputs that are known to hide padding.
         cases, outputs: inputs of the model, and the values for them.
     """
-    named = dict[tuple[g.Dim, ...], list[str]]()
-    for value in model.graph.inputs:
-        if value.name in masks and value.name not in model.graph.initializers:
-            named.setdefault((*(g.dims(value) or ()),), []).append(str(value.name))
-    found = list[Place | None]()
+    alike, found = defaultdict[tuple[g.Dim, ...], list[str]](list), list[Place | None]()
+    for value in [value for value in model.graph.inputs if value.name in masks]:
+        alike[tuple(g.dims(value) or ())].append(str(value.name))
     for index, value in enumerate(values):
-        arrays = [each[index] for each in outputs]
-        shapes = [each.shape for each in arrays if isinstance(each, np.ndarray)]
-        placed = list[Place]()
-        for dims, names in named.items():
-            sizes = [case[names[0]].shape for case in cases]
-            axes = _by_names(g.dims(value) or (), *dims) or (
-                _by_sizes(shapes, sizes) if len(shapes) == len(sizes) else None
-            )
-            placed += [((*names,), *axes)] if axes else []
+        dims, placed = g.dims(value) or (), list[Place]()
+        sizes = [*zip(*(getattr(each[index], "shape", ()) for each in outputs), strict=False)]
+        for mask, names in alike.items():
+            # Of two numbers, one may be the size of something else.
+            axes = _axes(dims, mask) if isinstance(mask[-1], str) or len(dims) > 2 else []
+            known = [*zip(*(case[names[0]].shape for case in cases if names[0] in case), strict=True)]
+            if not axes and all(len({*each}) > 1 for each in known):
+                axes = _axes(sizes, known)
+            placed += [((*names,), axes[0], axes[1])] if axes else []
         found.append(placed[0] if len(placed) == 1 else None)
     return found
 
 
-def _by_names(dims: Sequence[g.Dim], batch: g.Dim, length: g.Dim) -> tuple[int, int] | None:
-    """Returns the only axes of a mask's names. Numbers of two axes may be those of something else."""
-    is_certain = None not in (batch, length) and batch != length
-    is_certain = is_certain and (isinstance(length, str) or len(dims) > 2)
-    if not is_certain or [dims.count(each) for each in (batch, length)] != [1, 1]:
-        return None
-    return dims.index(batch), dims.index(length)
-
-
-def _by_sizes(shapes: Sequence[tuple[int, ...]], sizes: Sequence[tuple[int, ...]]) -> tuple[int, int] | None:
-    """Returns the only axes that had the sizes of a mask, each of which had several."""
-    wanted = [*zip(*sizes, strict=True)]
-    axes = [*zip(*shapes, strict=True)] if len({*map(len, shapes)}) == 1 else []
-    if not axes or any(len({*each}) < 2 or axes.count(each) != 1 for each in wanted):
-        return None
-    return axes.index(wanted[0]), axes.index(wanted[1])
+def _axes(dims: Sequence[Any], mask: Sequence[Any]) -> list[int]:
+    """Returns the only axes with the names or sizes of a mask's, none if there are others."""
+    found = [dims.index(each) for each in mask if each is not None and dims.count(each) == 1]
+    return found if len({*found}) == 2 else []
 
 
 def shown(value: Any, case: Mapping[str, np.ndarray], place: Place | None) -> Any:
@@ -72,7 +59,7 @@ def shown(value: Any, case: Mapping[str, np.ndarray], place: Place | None) -> An
     if place is None or not isinstance(value, np.ndarray) or not case.keys() >= {*place[0]}:
         return value
     names, *axes = place
-    hides = np.logical_and.reduce([hidden_by(name, case[name]) for name in names])
+    hides = np.logical_and.reduce([(case[n] != 0) == is_inverted(n, case[n].dtype) for n in names])
     hides &= ~hides.all(1, keepdims=True)
     if not hides.any() or [*hides.shape] != [size for axis in axes for size in value.shape[axis : axis + 1]]:
         return value

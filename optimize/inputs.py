@@ -118,7 +118,7 @@ def generate(
         dtype, shape = value.dtype, by_name[str(value.name)]
         assert dtype is not None and value.name is not None
         if is_mask(value):
-            array = padding_mask(shape, hide) != _is_inverted(value.name, dtype.numpy())
+            array = padding_mask(shape, hide) != is_inverted(value.name, dtype.numpy())
         elif dtype.is_floating_point():
             normal = rng.standard_normal(shape)
             array = np.abs(normal) + 0.1 if positive else normal
@@ -190,7 +190,7 @@ def edge_cases(model: ir.Model, case: Case, hidden: Sequence[str]) -> dict[str, 
         found["large integers"] = case | integers
     for hide in hidden if masks else ():
         found[f"a mask that hides {_HIDES.get(hide, hide)}"] = case | {
-            key: (padding_mask([*array.shape], hide) != _is_inverted(key, array.dtype)).astype(array.dtype)
+            key: (padding_mask([*array.shape], hide) != is_inverted(key, array.dtype)).astype(array.dtype)
             for key, array in masks.items()
         }
     return found
@@ -244,7 +244,7 @@ def sizes_by_name(model: ir.Model, sizes: Sizes) -> dict[str, int]:
     return sizes_of(axes, sizes.batch, sizes.length, sizes.step, dict(sizes.fixed))
 
 
-def _is_inverted(name: str, dtype: np.dtype) -> bool:
+def is_inverted(name: str, dtype: np.dtype) -> bool:
     """Whether a mask hides what is 1, as torch's `key_padding_mask` does."""
     return dtype == np.bool_ and "padding" in name.lower()
 
@@ -299,12 +299,7 @@ def padding_mask(shape: list[int], hide: str) -> np.ndarray:
 def _hidden_tokens(case: Case) -> list[np.ndarray]:
     """Returns what each padding mask of a case hides."""
     masks = {name: array for name, array in case.items() if is_mask_name(name) and array.ndim == 2}
-    return [hidden_by(name, array) for name, array in masks.items()]
-
-
-def hidden_by(name: str, mask: np.ndarray) -> np.ndarray:
-    """Returns what a padding mask hides."""
-    return np.asarray((mask != 0) == _is_inverted(name, mask.dtype))
+    return [(array != 0) == is_inverted(name, array.dtype) for name, array in masks.items()]
 
 
 def hides_left(case: Case) -> bool:
@@ -368,7 +363,7 @@ def cases_of_ids(model: ir.Model, case: Case) -> tuple[str, list[Case]]:
         if (name := str(value.name)) in case:
             array = case[name]
             if is_mask(value) and array.ndim == 2:
-                shown = padding_mask([*array.shape], "nothing") != _is_inverted(name, array.dtype)
+                shown = padding_mask([*array.shape], "nothing") != is_inverted(name, array.dtype)
                 array = shown.astype(array.dtype)
             for axis, dim in enumerate(g.dims(value) or ()):
                 array = np.concatenate([array] * repeats, axis) if dim == batch and repeats > 1 else array

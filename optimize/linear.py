@@ -21,6 +21,7 @@ from .rewrite import Rewrite
 _ACTIVATIONS = ("relu", "gelu", "silu")
 
 LAYOUT = "nk"
+IsWeight = Callable[[ir.Value | None], bool]
 
 
 @dataclass(frozen=True)
@@ -54,7 +55,7 @@ class Linear:
         return width
 
 
-def match_linear(node: ir.Node, is_weight: Callable[[ir.Value | None], bool] = g.is_constant) -> Linear | str:
+def match_linear(node: ir.Node, is_weight: IsWeight = g.is_constant) -> Linear | str:
     """Returns a node's matmul and bias, or why it is none; raises Skipped for what CustomLinear lacks.
 
     Args:
@@ -97,10 +98,10 @@ def match_linear(node: ir.Node, is_weight: Callable[[ir.Value | None], bool] = g
     return Linear(node, weight, bias, layout, output)
 
 
-def supported_linear(node: ir.Node) -> Linear | None:
+def supported_linear(node: ir.Node, is_weight: IsWeight = g.is_constant) -> Linear | None:
     """Returns the matmul that a node computes, or None if CustomLinear does not compute it."""
     try:
-        found = match_linear(node)
+        found = match_linear(node, is_weight)
     except g.Skipped:
         return None
     return found if isinstance(found, Linear) else None

@@ -25,7 +25,6 @@ from .rewrite import LABELS, Rewrite
 LINEAR_8 = "CustomLinearFp8"
 STEP = 16
 """K and N of its weights are multiples of it."""
-_READERS = {"Gemm", "MatMul", "Sum", "Transpose"}
 _E4M3 = ir.DataType.FLOAT8E4M3FN
 
 
@@ -44,12 +43,6 @@ def is_weight(value: ir.Value | None) -> bool:
     return is_8 and g.is_constant(quantize.inputs[0] if quantize is not None else source)
 
 
-def has_weight(node: ir.Node) -> bool:
-    """Whether the weight of a matmul is in float8, as it is or transposed."""
-    weight = node.inputs[1]
-    return is_weight(weight) or is_weight(g.untransposed(weight, [1, 0]))
-
-
 class LinearFp8(Linears, name="linear_fp8", sixteen_bits_only=True):
     """Finds matmuls whose x and weight are in 8 bits."""
 
@@ -62,7 +55,7 @@ class LinearFp8(Linears, name="linear_fp8", sixteen_bits_only=True):
         dequantize = _dequantize(match.x)
         if dequantize is None or g.producer(dequantize.inputs[0], "QuantizeLinear") is None:
             raise g.Skipped("x is not in 8 bits")
-        if _scales_of(dequantize).size != 1:
+        if _scales_of(dequantize).size > 1:
             raise g.Skipped("a scale for each channel of x")
         _weight_of(match)
         return match
@@ -138,7 +131,7 @@ def _weight_of(match: Linear) -> tuple[ir.TensorProtocol, np.ndarray]:
         raise g.Skipped("scales along K")
     if n % STEP or k % STEP:
         raise g.Skipped(f"K = {k} and N = {n}, of which one is no multiple of {STEP}")
-    if {use.node.op_type for use in node.outputs[0].uses()} - _READERS:
+    if {user.op_type for user in node.outputs[0].consumers()} - {"Gemm", "MatMul", "Sum", "Transpose"}:
         raise g.Skipped("others read its weight, too")
     tensor = g.tensor(node.inputs[0])
     if quantize is not None and node.graph is not None:

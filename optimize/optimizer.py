@@ -184,7 +184,8 @@ def _rewritten(source: Source, progress: Progress, names: Sequence[str]) -> g.Re
     if report.device == "cuda" and report.dtype not in precision.DTYPES:
         reason = f"{report.dtype}; twinop's kernel is for 16 bits ({option('dtype', 'float16')})"
         nodes = context.nodes(quantised.MATMUL_NBITS, decoders.ATTENTION, domain=g.MICROSOFT)
-        for node in [*nodes, *filter(linear_fp8.has_weight, context.nodes("Gemm", "MatMul"))]:
+        nodes += [each for each in context.nodes("DequantizeLinear") if linear_fp8.is_weight(each.outputs[0])]
+        for node in nodes:
             skip(node, "dtype", f"{node.op_type}: {reason}")
     if masks_shown := {str(shown.name) for lengths, shown in context.lengths.items() if lengths.uses()}:
         [context.model.metadata_props[RIGHT_PADDED]] = masks_shown

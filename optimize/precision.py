@@ -219,7 +219,9 @@ def _fp32_nodes(graph: ir.Graph, dtype: ir.DataType, user_ops: UserOps, marked: 
             is_mean = node.op_type == "ReduceMean" and dtype is ir.DataType.FLOAT16 and _is_pooling(node)
             if is_mean or (node.op_type == "DequantizeLinear" and _is_weight(node, dtype, wide)):
                 continue
-            if node.op_type == "QuantizeLinear" and _is_fp8(node, dtype):
+            is_8 = node.op_type == "QuantizeLinear" and node.outputs[0].dtype is ir.DataType.FLOAT8E4M3FN
+            scale = g.tensor(node.inputs[1]) if is_8 and dtype is ir.DataType.FLOAT16 else None
+            if scale is not None and weights.fits(scale, dtype):  # CUDA has no kernel of bfloat16
                 continue
             follows = node.op_type in ELEMENTS | SHAPES and users and wide.issuperset(users)
             follows = follows and not (node.op_type == "Gather" and g.is_constant(node.inputs[0]))
@@ -313,13 +315,6 @@ def _is_weight(node: ir.Node, dtype: ir.DataType, wide: set[ir.Node]) -> bool:
     is_read = users and all(each.op_type == "MatMul" and each.graph is node.graph for each in users)
     fits = weights.largest(scale) <= float(dtype.max) and weights.fits(scale, dtype)
     return bool(is_read and users.isdisjoint(wide) and fits)
-
-
-def _is_fp8(node: ir.Node, dtype: ir.DataType) -> bool:
-    """Returns whether QuantizeLinear has a kernel of 16 bits, also on CUDA, and these have its scale."""
-    kind, scale = node.outputs[0].dtype, g.tensor(node.inputs[1])
-    is_8 = kind is not None and kind.name.startswith("FLOAT8") and dtype is ir.DataType.FLOAT16
-    return is_8 and scale is not None and weights.fits(scale, dtype)
 
 
 def _readers(value: ir.Value) -> Iterator[ir.Node]:

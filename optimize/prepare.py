@@ -26,6 +26,7 @@ from .symbolic_shapes import infer_shapes, infer_types
 from .user_ops import FLOATS_16, UserOps
 
 _HIDDEN = "hidden"
+_SCALES = {("QuantizeLinear", 1), ("DequantizeLinear", 1)}
 _POSSIBLE_NO_OPS = ("Expand", "Identity", "Reshape")
 
 
@@ -205,9 +206,11 @@ def main_dtype(model: ir.Model) -> ir.DataType:
     float16 and bfloat16 count together; 8 bits and their scales do not count. A model without weights has the
     dtype of its inputs and outputs.
     """
-    elements, values = Counter[ir.DataType](), Counter[ir.DataType]()
+    elements, given = Counter[ir.DataType](), Counter[ir.DataType]()
     for graph in model.graphs():
-        tensors = [value.const_value for value in graph.initializers.values() if not _is_scale(value)]
+        values = graph.initializers.values()
+        weights = [v for v in values if not _SCALES & {(use.node.op_type, use.idx) for use in v.uses()}]
+        tensors = [value.const_value for value in weights]
         attributes = (each for node in graph for each in node.attributes.values())
         tensors += [each.value for each in attributes if each.type is ir.AttributeType.TENSOR]
         for tensor in tensors:
@@ -215,14 +218,9 @@ def main_dtype(model: ir.Model) -> ir.DataType:
                 elements[tensor.dtype] += tensor.size
     for value in (*model.graph.inputs, *model.graph.outputs):
         if value.dtype is not None and value.dtype.is_floating_point():
-            values[value.dtype] += 1
-    counts = elements or values
+            given[value.dtype] += 1
+    counts = elements or given
     for kinds in (FLOATS_16, (ir.DataType.DOUBLE,)):
         if 2 * sum(counts[kind] for kind in kinds) > counts.total():
             return max(kinds, key=lambda kind: counts[kind])
     return ir.DataType.FLOAT
-
-
-def _is_scale(value: ir.Value) -> bool:
-    uses = [(use.node.op_type, use.idx) for use in value.uses()]
-    return bool(uses) and {*uses} <= {("QuantizeLinear", 1), ("DequantizeLinear", 1)}

@@ -3,9 +3,7 @@
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
-from math import isfinite
 from pathlib import Path
-from typing import Any
 
 from twinop.errors import option
 
@@ -106,7 +104,7 @@ class OptimizeReport:
         """
         fields = asdict(self) | {"source": self.source.name, "path": self.path.name}
         fields |= {"libraries": [path.name for path in self.libraries]}
-        return json.dumps(_finite(fields), indent=2, allow_nan=False)
+        return json.dumps(json.loads(json.dumps(fields), parse_constant=lambda name: None), indent=2)
 
     def add_note(self, note: str) -> None:
         """Adds a note, once; an empty one is none."""
@@ -170,14 +168,6 @@ class OptimizeReport:
         lines += [f"  note: {note}" for note in self.notes]
         lines.append(f"  {prepared_for(self.device)}")
         return "\n".join(lines)
-
-
-def _finite(value: Any) -> Any:
-    if isinstance(value, Mapping):
-        return {key: _finite(each) for key, each in value.items()}
-    if isinstance(value, list | tuple):
-        return [*map(_finite, value)]
-    return None if isinstance(value, float) and not isfinite(value) else value
 
 
 def prepared_for(device: str) -> str:

@@ -297,11 +297,10 @@ def _require_no_8_bits(path: Path, model: ir.Model, asked: bool) -> None:
     kinds = [value.dtype for graph in model.graphs() for value in graph.initializers.values()]
     kinds += [ir.DataType(g.attribute(node, "output_dtype", 0)) for node in nodes]
     others = [kind.name for kind in kinds if kind is not None and kind.name.startswith("FLOAT8")]
-    cure = f"Leave out {option('dtype', FLOAT8)}, or give" if asked and others and not ours else "Give"
     if found := ours or (others if asked else []):
         raise ExportError(
-            f"{path}: is in 8 bits already, it has {found[0]}. {cure} the file in 16 or 32 bits that it was "
-            "made of"
+            f"{path}: is in 8 bits already, it has {found[0]}. Give the file in 16 or 32 bits that it was "
+            "made of" + ("" if ours else f", or leave out {option('dtype', FLOAT8)}")
         )
 
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from functools import cache, partial
 from itertools import product
 from math import inf
-from types import MappingProxyType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
 import ml_dtypes
@@ -36,7 +36,6 @@ from .equivalence import (
     add_magnitudes,
     relative_error,
 )
-from .hidden import Place, shown
 from .inputs import Case, Sizes
 from .segments import Part, Segment, extract
 from .sliced import Found
@@ -90,7 +89,7 @@ class _Run:
         cases: the inputs of the graph: of a prompt and of a step after it, or of the only case.
         caches: the outputs that a step reads, by its inputs.
         windows: smaller ones for those that are too large to run.
-        places: where values have the positions that padding masks hide, by name (`hidden.py`).
+        shown: returns the positions of a value, by name, that a case's padding masks show.
         exact, noisy, own: values of the original, of the original where last bits differ, of the result.
     """
 
@@ -101,15 +100,11 @@ class _Run:
     cases: list[Case]
     caches: Mapping[str, str] = field(default_factory=dict)
     windows: Mapping[int, int] = field(default_factory=dict)
-    places: Mapping[str, Place | None] = field(default_factory=dict)
+    shown: Callable[[str, Case, Any], Any] = lambda name, case, value: value
     streamed: Streamed = field(default_factory=Streamed)
     exact: State = field(default_factory=dict)
     noisy: State = field(default_factory=dict)
     own: State = field(default_factory=dict)
-
-    def shown(self, name: str, case: int, value: Any) -> Any:
-        """Returns the positions of a value that the masks of a case show."""
-        return shown(value, self.cases[case % len(self.cases)], self.places.get(name))
 
 
 def stream(
@@ -120,7 +115,7 @@ def stream(
     dtype: str,
     cases: Sequence[Case] = (),
     progress: Callable[[int, int], None] = lambda index, count: None,
-    places: Mapping[str, Place | None] = MappingProxyType({}),
+    shown: Callable[[str, Case, Any], Any] = lambda name, case, value: value,
 ) -> Streamed:
     """Runs all segments of both models, and compares what they return.
 
@@ -130,7 +125,7 @@ def stream(
         dtype: the result's, which decides what is accepted.
         cases: the inputs of the only case, if they are given; by default inputs are generated.
         progress: called with the index of each segment and the number of all.
-        places: where values have the positions that padding masks hide, by name.
+        shown: returns the positions of a value, by name, that a case's padding masks show.
 
     Raises:
         NotEquivalent: a segment of the result fails or computes something else; the text names it.
@@ -140,7 +135,7 @@ def stream(
     """
     errors = list[Exception]()
     for run in _runs(original, result, library, dtype, cases, errors):
-        run.places = places
+        run.shown = shown
         try:
             for index, segment in enumerate(segments):
                 progress(index, len(segments))
@@ -415,13 +410,14 @@ def _check(
     measures = ((relative_error, 1.0, ""), (channel_error, _OF_CHANNELS, " of a channel"))
     values = [(case, name) for case, outputs in enumerate(expected) for name in outputs]
     for (case, name), (measure, times, what) in product(values, measures):
-        exact, given = (run.shown(name, case, each[case][name]) for each in (expected, found))
+        see = partial(run.shown, name, run.cases[case % len(run.cases)])  # of all experts there are more
+        exact, given = (see(each[case][name]) for each in (expected, found))
         error, accepted = measure(exact, given), times * ACCEPTED[run.dtype]
         if measure is relative_error:
             run.streamed.error = max(run.streamed.error, error)
         if error <= accepted:
             continue
-        own = max(measure(exact, run.shown(name, case, each[name])) for each in noise(case))
+        own = max(measure(exact, see(each[name])) for each in noise(case))
         accepted = accepted_error(run.dtype, own, times)
         if not error <= accepted:
             text = f"{segment}: {name} differs from the original: relative error{what} {error:.1e}, accepted"
@@ -456,11 +452,9 @@ def _check_outputs(run: _Run, segment: str, outputs: Sequence[str]) -> None:
     for name in (each for each in outputs if each in values):
         graph, shown = SimpleNamespace(outputs=[values[name]]), [[each] for each in run.exact[name]]
         run.streamed.notes += check_shown(graph, shown, True, "")
-        states = [
-            [run.shown(name, case, value) for case, value in enumerate(state[name])]
-            for state in (run.exact, run.noisy, run.own)
-        ]
-        for exact, noisy, own in zip(*states, strict=True):
+        states = (state[name] for state in (run.exact, run.noisy, run.own))
+        for case, *arrays in zip(run.cases, *states, strict=True):
+            exact, noisy, own = (run.shown(name, case, each) for each in arrays)
             error, noise = relative_error(exact, own), relative_error(exact, noisy)
             run.streamed.own_error = max(run.streamed.own_error, error)
             run.streamed.own_noise = max(run.streamed.own_noise, noise)

@@ -21,7 +21,7 @@ from twinop.system.quiet import quiet
 from . import decoders, equivalence, inputs
 from . import graph as g
 from .comparison import DEFECT, Comparison
-from .hidden import places
+from .hidden import places, shown
 from .inputs import draws_random, read_npz
 from .segments import Part, Segment, cut, extract, is_shared
 from .sliced import Chain, Runnable
@@ -125,22 +125,10 @@ class Verifier:
 
     @property
     def _masks(self) -> list[str | None]:
-        """The inputs that are known to hide padding: it was promised, or attentions hide it."""
+        """The inputs that are known to hide padding: it was promised, or attentions hide it (`masks.py`)."""
         is_promised = self.source.options.padding == "right"
         given = filter(inputs.is_mask, self.source.base.graph.inputs)
         return [value.name for value in given if is_promised or inputs.PADDING in value.meta]
-
-    def _leave_out_hidden(self) -> None:
-        """Leaves what padding masks hide out of the comparison: now it is known which do (`masks.py`)."""
-        model = self.source.original
-        if self.whole is not None:
-            self.whole.reference = self._placed(self.whole.reference, model)
-            found = self.whole.reference.places
-        else:
-            found = places(model, model.graph.outputs, self._masks)
-        for value, place in zip(model.graph.outputs, found, strict=True):
-            masks = " and ".join(place[0]) if place else ""
-            self.source.report.add_note(f"{value.name}: compared where {masks} shows tokens" if place else "")
 
     @property
     def whole(self) -> Comparison | None:
@@ -221,9 +209,8 @@ class Verifier:
         ]
         outputs = [each[:count] for each in found.outputs]
         model = extract(source.original, part)
-        found = self._placed(
-            replace(found, cases=cases, outputs=outputs, sizes=found.sizes[:count], places=()), model
-        )
+        found = replace(found, cases=cases, outputs=outputs, sizes=found.sizes[:count])
+        found = self._placed(found, model)
         self.comparisons[key] = self._comparison(model, source.form(model.clone()), found, part)
         return self.comparisons[key]
 
@@ -251,7 +238,8 @@ class Verifier:
     def verify(self, names: Names) -> tuple[Names, g.RewriteContext]:
         """Returns the passes that keep the results, and what they make; the report names the others."""
         kept = [*names]
-        self._leave_out_hidden()
+        if self.whole is not None:  # it is known now which masks hide padding
+            self.whole.reference = self._placed(self.whole.reference, self.source.original)
         while True:
             self.failed = None
             try:
@@ -365,7 +353,7 @@ class Verifier:
             segments = cut(original, written)
             unknown = check_weights(original, written, segments, self.progress)
         narrow = self._original_in_16_bits() if source.dtype is not ir.DataType.FLOAT else None
-        errors, count = list[float](), 0
+        errors, count, results = list[float](), 0, {value.name for value in source.original.graph.outputs}
         for before, part in self._kinds(written, segments, unknown):
             if (comparison := self._comparison_of(before, narrow is not None)) is None:
                 continue
@@ -381,6 +369,9 @@ class Verifier:
                     errors.append(comparison.check(form, self._coarsest()))
             except equivalence.NotEquivalent as reason:
                 raise reason.within(label) from reason
+            for value, place in zip(comparison.model.graph.outputs, comparison.reference.places, strict=True):
+                if place is not None and value.name in results:
+                    report.add_note(f"{value.name}: compared where {' and '.join(place[0])} shows tokens")
             if note := comparison.note:
                 report.add_note(note if narrow is not None else f"the new file: {note}")
             if before:
@@ -400,11 +391,12 @@ class Verifier:
         """Runs all segments of a file, one at a time."""
         report, known = self.source.report, self.source.original
         values = [*known.graph.outputs, *(value for node in known.graph for value in node.outputs)]
-        found = zip((str(value.name) for value in values), places(known, values, self._masks), strict=True)
+        found = dict(zip((value.name for value in values), places(known, values, self._masks), strict=True))
         try:
             streamed = stream(
                 segments, original, written, self._library, report.dtype, self.given[0] if self.given else (),
-                lambda index, count: self.progress("running all segments", index, count), dict(found),
+                lambda index, count: self.progress("running all segments", index, count),
+                lambda name, case, value: shown(value, case, found.get(name)),
             )  # fmt: skip
         except NotRunnable as error:
             raise ExportError(f"it cannot be run on the CPU: {error}") from error

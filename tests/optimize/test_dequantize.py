@@ -18,6 +18,7 @@ from twinop.optimize.equivalence import NotEquivalent
 from twinop.optimize.graph import RewriteContext
 from twinop.optimize.rewrite import skipped
 from twinop.optimize.segments import cut
+from twinop.optimize.symbolic_shapes import infer_types
 from twinop.optimize.weight_check import check_weights
 
 K, N, BLOCK = 128, 64, 32
@@ -94,6 +95,7 @@ def test_a_gemm_and_its_bias(axis: int, reader: str, tmp_path: Path) -> None:
 def test_what_stays_is_named(options: dict[str, Any], reason: str) -> None:
     proto = model("int4", 0, **options)
     context = RewriteContext(ir.from_proto(proto), "cuda", RECORDS)
+    infer_types(context.model)
     assert not dequantize.Dequantize(context)(context.model).modified
     [(said, count)] = skipped(context.model).items()
     assert said.startswith(f"DequantizeLinear: {reason}") and count == 1

@@ -161,7 +161,6 @@ def test_certain_axes() -> None:
         ([(3, 7), (1, 7)], [(3, 7, 4), (1, 7, 4)], None),
         ([(3, 7), (1, 9)], [(3, 7, 7), (1, 9, 9)], None),
         ([(3, 7), (1, 9)], [(3, 7, 4), (1, 8, 4)], None),
-        ([(3, 7), (1, 9)], [(3, 7, 4), (1, 9)], None),
     ],
 )
 def test_axes_by_their_sizes(sizes: Any, shapes: Any, expected: Any) -> None:

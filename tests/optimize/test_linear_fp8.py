@@ -159,7 +159,9 @@ def test_what_stays_is_named(what: str) -> None:
 def test_a_file_in_fp32_is_asked_for_16_bits(tmp_path: Path) -> None:
     """The op returns 16 bits."""
     report, made = optimized(model(*FILES["ONNX Runtime"][:3]), tmp_path)
-    assert report.skipped == {"Gemm: float32; twinop's kernel is for 16 bits (dtype='float16')": 1}
+    assert report.skipped == {
+        "DequantizeLinear: float32; twinop's kernel is for 16 bits (dtype='float16')": 1
+    }
     assert "Gemm" in types(made)
 
 
@@ -173,9 +175,7 @@ def test_8_bits_of_8_bits_are_refused(zero: bool, tmp_path: Path) -> None:
     proto = model("float16", "B, S", text)
     proto.opset_import[0].version = 21
     onnx.save(proto, tmp_path / "old.onnx")
-    with pytest.raises(
-        ExportError, match=r"in 8 bits already, it has FLOAT8E4M3FN. Leave out dtype='float8', or"
-    ):
+    with pytest.raises(ExportError, match=r"already, it has FLOAT8E4M3FN\. .*, or leave out dtype='float8'"):
         optimize(tmp_path / "old.onnx", tmp_path / "new.onnx", dtype="float8")
     report, _ = optimized(proto, tmp_path)
     assert report.fused == {"linear_fp8+bias": 1}
