@@ -113,7 +113,7 @@ def is_shared(value: ir.Value, given: set[ir.Value]) -> bool:
         if each in seen:
             continue
         seen.add(each)
-        if each.const_value is not None and each.const_value.nbytes > MOST_BYTES // _SHARED_PART:
+        if each.const_value is not None and 4 * each.const_value.size > MOST_BYTES // _SHARED_PART:
             return False
         node = each.producer()
         waiting += reads(node) if node is not None and node.op_type not in _SIZES else []
@@ -232,13 +232,17 @@ class _Order:
         """Returns the nodes of constants, and what few nodes without large weights make of inputs and sizes.
 
         A value that has such sizes crosses, never a table or mask made of them: random numbers make no mask.
+        Weights count as in fp32: a form in 16 bits has the same nodes.
         """
         found, constants = dict[ir.Node, int](), set[ir.Node]()  # a bit for each of the nodes that it takes
+        wide = dict[ir.Node, int]()
         for node in order:
             read, makers = dict.fromkeys(self.reads[node]), self.sources[node]
             tensors = [each for value in read if (each := constant_of(value)) is not None]
+            constant = [maker for maker in makers if maker in constants]
             self.weights[node] = sum(tensor.nbytes for tensor in tensors)
-            self.weights[node] += sum(self.weights[maker] for maker in makers if maker in constants)
+            self.weights[node] += sum(self.weights[maker] for maker in constant)
+            wide[node] = sum(4 * tensor.size for tensor in tensors) + sum(wide[maker] for maker in constant)
             bits = reduce(or_, (found.get(maker, 0) for maker in makers), 1 << len(found))
             sized = dict.fromkeys(each for maker in makers if maker in found for each in self.reads[maker])
             self.reads[node] = [*(read | sized)]
@@ -250,7 +254,7 @@ class _Order:
                 constants.add(node)
             elif not is_known and node.op_type in _SIZES:
                 found[node] = bits
-            elif is_known and self.weights[node] <= limit and bits.bit_count() <= _SHARED_NODES:
+            elif is_known and wide[node] <= limit and bits.bit_count() <= _SHARED_NODES:
                 found[node], self.reads[node] = bits, [*sized]
         return {*found, *constants}
 

@@ -318,6 +318,21 @@ def test_what_sizes_make_does_not_cross(of_table: bool) -> None:
     assert_same_results(model, model.clone(), segments)
 
 
+def test_a_table_crosses_in_both_dtypes_or_in_none() -> None:
+    """In 16 bits it is small enough to be read in each segment, and in fp32 it is not."""
+    given = {f"w{i}": weights(64, 64, seed=i) for i in range(1, 4)}
+    text = """(int64[B, S] ids) => (float[B, S, 64] y) {{
+        {} a = MatMul (h, w1) b = Add (a, h) c = MatMul (b, w2) d = Add (c, h) y = MatMul (d, w3) }}"""
+    table = weights(12, 64)
+    wide = ir.from_proto(parsed(text.format("h = Gather (table, ids)"), table=table, **given))
+    rows = "g = Gather (table, ids) h = Cast <to=1> (g)"
+    half = ir.from_proto(parsed(text.format(rows), table=table.astype(np.float16), **given))
+    segments = cut(wide, half, 32 * _KIB)
+    assert len(segments) > 2
+    assert all(each.original.inputs == each.result.inputs for each in segments)
+    assert any("h" in each.result.inputs for each in segments)
+
+
 @pytest.mark.parametrize("exporter", ["torchscript", pytest.param("dynamo", marks=pytest.mark.slow)])
 def test_exported_llama(exporter: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The TorchScript exporter takes positions and the mask from the shape of the embedding's result."""
