@@ -27,9 +27,10 @@ ENDS = (
     ("running all segments", signal.SIGKILL),
 )  # fmt: skip
 _KILLED_AT = """
-import os, sys
+import os, signal, sys
 from functools import partial
 from twinop.optimize import optimize, segments, verifier
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
 verifier.cut = partial(segments.cut, most_bytes=100)
 def progress(step, done=0, total=0):
     if step.startswith(sys.argv[3]):
