@@ -6,8 +6,9 @@ Where, and there may be several. k and v may be repeated for groups of heads. A 
 fully masked rows.
 Writes: com.microsoft MultiHeadAttention with q, k and v as [B, S, H*D], the layout with the fast kernels. The
 mask is `attention_bias` [1 or B, 1 or H, S, T]. A causal mask becomes `unidirectional`. A mask of padding on
-the right becomes the length of each sequence, if that was promised (`masks.py`). A `key_padding_mask` [B, T]
-and packed inputs are never written, because their kernels are slow.
+the right, if that was promised (`masks.py`), becomes the length of each sequence; or nothing where attention is
+causal, because no token sees the padding behind it (with lengths, ONNX Runtime refuses more than 1,024 tokens
+unless cuDNN runs). A `key_padding_mask` [B, T] and packed inputs are never written: their kernels are slow.
 Attention on [..., S, D] without a mask, such as Hiera's windows, becomes sequences of one head.
 Leaves alone: scores that are capped or whose softmax is returned, an unknown number of heads, other ranks,
 keys or values of a cache, quantised probabilities, which the node would not round.
@@ -117,9 +118,10 @@ def _fuse(rewrite: Attention, softmax: ir.Node, matmul: ir.Node) -> None:
     batches, rows = zip(*((g.dims(each.value) or [None, None])[:2] for each in (q3, k3)), strict=True)
     if context.may_differ(*batches):
         raise g.Skipped("q and k of batches that may differ")
-    bias, lengths, causal = masks_of_scores(
+    bias, shown, causal = masks_of_scores(
         context, scores.masks, matmul, square=not context.may_differ(*rows)
     )
+    lengths = _lengths(shown, matmul) if shown is not None and not causal else None
     is_finite = all(known_of(each).is_finite for each in scores.masks)
     guarded = bias if probabilities is not softmax.outputs[0] and not is_finite else None
     attributes: dict[str, int | float] = {"num_heads": q3.count, "scale": scale * on_q * on_k}
@@ -132,14 +134,17 @@ def _fuse(rewrite: Attention, softmax: ir.Node, matmul: ir.Node) -> None:
     k_plain, v_plain = context.broadcast(matmul, [k_plain, v3.value], [[0, 1]] * 2)
     given = [q_plain, k_plain, v_plain, *(each for each in (lengths, added) if each is not None)]
     q_plain, k_plain, v_plain, *masks = context.broadcast(matmul, given, [[0]] * len(given))
-    if lengths is not None:
-        context.lengths[masks[0]], lengths = context.lengths[lengths], masks[0]
+    if shown is not None and lengths is not None:
+        lengths = masks[0]
+        context.lengths[lengths] = shown
     inputs = [q_plain, k_plain, v_plain, None, lengths, added]  # which may be of one sequence for all
     shape = [*(g.dims(q3.value) or [None, None])[:2], v3.count * v3.size]
     result = g.add(matmul, "MultiHeadAttention", inputs, attributes, domain=g.MICROSOFT, shape=shape)
     label(g.maker(result), "attention")
     if guarded is not None:
         result = zero_hidden_rows(guarded, result, matmul)
+    if shown is not None and causal:
+        context.promised.add(str(shown.name))
     replace_output(matmul.outputs[0], result, v3)
 
 
@@ -222,7 +227,10 @@ def _is_cached(heads: ir.Value) -> bool:
 def masks_of_scores(
     context: g.RewriteContext, masks: list[ir.Value], before: ir.Node, square: bool
 ) -> tuple[ir.Value | None, ir.Value | None, bool]:
-    """Returns the mask to add, the lengths, and whether it is causal; `square`: as many queries as keys."""
+    """Returns the mask to add, the graph input whose zeros end each sequence, and whether it is causal.
+
+    `square`: there are as many queries as keys.
+    """
     known = {mask: known_of(mask) for mask in masks}
     masks = [mask for mask in masks if known[mask].is_causal or known[mask].hides != "nothing"]
     causal = [mask for mask in masks if known[mask].is_causal]
@@ -235,15 +243,14 @@ def masks_of_scores(
         if known[mask].hides == "any":
             mask = padding_bias(inputs[known[mask].shown], known[mask].number, mask, before)
         bias = mask if bias is None else g.add(before, "Add", [bias, mask])
-    lengths: ir.Value | None = None
-    for mask in masks:
-        if known[mask].hides == "right" and mask not in added:
-            shown = inputs[known[mask].shown]
-            wide = g.add(before, "Cast", [shown], {"to": ir.DataType.INT32})
-            axes = g.int_constant(before, [1])
-            lengths = g.add(before, "ReduceSum", [wide, axes], {"keepdims": 0}, shape=[None])
-            context.lengths[lengths] = shown
-    return bias, lengths, any(mask not in added for mask in causal)
+    shown = [inputs[known[mask].shown] for mask in masks if known[mask].hides == "right" and mask not in added]
+    return bias, shown[-1] if shown else None, any(mask not in added for mask in causal)
+
+
+def _lengths(shown: ir.Value, before: ir.Node) -> ir.Value:
+    """Returns the number of tokens of each sequence, int32[B], from a mask [B, T] of ones, then zeros."""
+    wide = g.add(before, "Cast", [shown], {"to": ir.DataType.INT32})
+    return g.add(before, "ReduceSum", [wide, g.int_constant(before, [1])], {"keepdims": 0}, shape=[None])
 
 
 def spread(bias: ir.Value, q: ir.Value, k: ir.Value, before: ir.Node, is_exact: bool = True) -> ir.Value:

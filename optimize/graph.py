@@ -49,6 +49,7 @@ class RewriteContext:
     Attributes:
         records: twinop's ops by name.
         lengths: the lengths that were made of masks of padding, and the graph input of each.
+        promised: the names of masks whose padding causal attention leaves out, since it is on the right.
         weights_nk: constants [N, K] by the constant [K, N] that they were made of.
         joined: constants by those that they join along the first axis.
         broadcasts: axes of one name may have several sizes, since the original broadcasts them.
@@ -60,6 +61,7 @@ class RewriteContext:
     device: str
     records: Mapping[str, OpSpec]
     lengths: dict[ir.Value, ir.Value] = field(default_factory=dict)
+    promised: set[str] = field(default_factory=set)
     weights_nk: dict[ir.Value, ir.Value] = field(default_factory=dict)
     joined: dict[tuple[ir.Value, ...], ir.Value] = field(default_factory=dict)
     broadcasts: bool = False

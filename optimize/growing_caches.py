@@ -47,8 +47,8 @@ class GrowingCaches(
         if new_k.count != new_v.count or new_k.size != heads.size:
             raise g.Skipped("q, k and v differ in the number or size of heads")
         plain, before_split = unscaled(heads.value)
-        bias, lengths, _ = masks_of_scores(context, scores.masks, match, square=False)
-        if lengths is not None or (bias is not None and g.dims(bias) is None):
+        bias, shown, _ = masks_of_scores(context, scores.masks, match, square=False)
+        if shown is not None or (bias is not None and g.dims(bias) is None):
             raise g.Skipped("a mask of lengths, or of unknown rank")
         if bias is not None and bias not in whole:
             ones = [g.int_constant(match, each) for each in ([1, 1], [1])]

@@ -187,7 +187,8 @@ def _rewritten(source: Source, progress: Progress, names: Sequence[str]) -> g.Re
         nodes += [each for each in context.nodes("DequantizeLinear") if linear_fp8.is_weight(each.outputs[0])]
         for node in nodes:
             skip(node, "dtype", f"{node.op_type}: {reason}")
-    if masks_shown := {str(shown.name) for lengths, shown in context.lengths.items() if lengths.uses()}:
+    lengths = context.lengths.items()
+    if masks_shown := context.promised | {str(shown.name) for each, shown in lengths if each.uses()}:
         [context.model.metadata_props[RIGHT_PADDED]] = masks_shown
     return context
 
@@ -298,8 +299,7 @@ def _converted(source: Source, context: g.RewriteContext) -> ir.Model:
     count = len([node for node in wide if node.graph is not None])
     report.add_note(f"{count} nodes compute in fp32" if count else "")
     report.fused, report.skipped = fused(context.model), skipped(context.model)
-    if any(lengths.uses() for lengths in context.lengths):
-        mask = model.metadata_props[RIGHT_PADDED]
+    if mask := model.metadata_props.get(RIGHT_PADDED):
         report.add_note(
             f"{option('padding', 'right')} promised that {mask} hides nothing but the end of each sequence"
         )
