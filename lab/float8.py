@@ -261,6 +261,9 @@ def draw(lines: Sequence[Mapping[str, Any]], path: Path) -> None:
                 xlabel="relative error of the output", ylabel="milliseconds",
             )  # fmt: skip
             panel.set_title(f"{line['op']}, {line['shape']}", fontsize=9)
+            if is_far:
+                panel.yaxis.set_major_formatter("{x:g}")
+                panel.yaxis.set_minor_formatter("{x:g}")
             panel.margins(x=0.25)
             panel.grid(alpha=0.25)
         drawn = {str(line.get_label()): line for axis in figure.axes for line in axis.get_lines()}
