@@ -231,6 +231,7 @@ def draw(lines: Sequence[Mapping[str, Any]], path: Path) -> None:
     """Draws time against error: a panel for each model of a report."""
     from matplotlib import rc_context
     from matplotlib.figure import Figure
+    from matplotlib.ticker import LogLocator
 
     cells = [line for line in lines if line["op"] in MODELS]
     columns = min(2, len(cells))
@@ -262,8 +263,9 @@ def draw(lines: Sequence[Mapping[str, Any]], path: Path) -> None:
             )  # fmt: skip
             panel.set_title(f"{line['op']}, {line['shape']}", fontsize=9)
             if is_far:
+                panel.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
                 panel.yaxis.set_major_formatter("{x:g}")
-                panel.yaxis.set_minor_formatter("{x:g}")
+                panel.yaxis.set_minor_formatter("")
             panel.margins(x=0.25)
             panel.grid(alpha=0.25)
         drawn = {str(line.get_label()): line for axis in figure.axes for line in axis.get_lines()}
