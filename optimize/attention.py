@@ -6,9 +6,9 @@ Where, and there may be several. k and v may be repeated for groups of heads. A 
 fully masked rows.
 Writes: com.microsoft MultiHeadAttention with q, k and v as [B, S, H*D], the layout with the fast kernels. The
 mask is `attention_bias` [1 or B, 1 or H, S, T]. A causal mask becomes `unidirectional`. A mask of padding on
-the right, if that was promised (`masks.py`), becomes the length of each sequence; or nothing where attention is
-causal, because no token sees the padding behind it (with lengths, ONNX Runtime refuses more than 1,024 tokens
-unless cuDNN runs). A `key_padding_mask` [B, T] and packed inputs are never written: their kernels are slow.
+the right, if that was promised (`masks.py`), becomes the length of each sequence. Where attention is causal,
+it goes: no token sees the padding, and with lengths ONNX Runtime refuses more than 1,024 tokens unless cuDNN
+runs. A `key_padding_mask` [B, T] and packed inputs are never written, because their kernels are slow.
 Attention on [..., S, D] without a mask, such as Hiera's windows, becomes sequences of one head.
 Leaves alone: scores that are capped or whose softmax is returned, an unknown number of heads, other ranks,
 keys or values of a cache, quantised probabilities, which the node would not round.
@@ -243,8 +243,9 @@ def masks_of_scores(
         if known[mask].hides == "any":
             mask = padding_bias(inputs[known[mask].shown], known[mask].number, mask, before)
         bias = mask if bias is None else g.add(before, "Add", [bias, mask])
-    shown = [inputs[known[mask].shown] for mask in masks if known[mask].hides == "right" and mask not in added]
-    return bias, shown[-1] if shown else None, any(mask not in added for mask in causal)
+    left = [mask for mask in masks if mask not in added]
+    shown = next((inputs[known[mask].shown] for mask in left if known[mask].hides == "right"), None)
+    return bias, shown, any(known[mask].is_causal for mask in left)
 
 
 def _lengths(shown: ir.Value, before: ir.Node) -> ir.Value:
