@@ -118,9 +118,7 @@ def _fuse(rewrite: Attention, softmax: ir.Node, matmul: ir.Node) -> None:
     batches, rows = zip(*((g.dims(each.value) or [None, None])[:2] for each in (q3, k3)), strict=True)
     if context.may_differ(*batches):
         raise g.Skipped("q and k of batches that may differ")
-    bias, shown, causal = masks_of_scores(
-        context, scores.masks, matmul, square=not context.may_differ(*rows)
-    )
+    bias, shown, causal = masks_of_scores(context, scores.masks, matmul, square=not context.may_differ(*rows))
     lengths = _lengths(shown, matmul) if shown is not None and not causal else None
     is_finite = all(known_of(each).is_finite for each in scores.masks)
     guarded = bias if probabilities is not softmax.outputs[0] and not is_finite else None
