@@ -1,11 +1,16 @@
 """The stand-in for the CUDA driver, in a process of its own, and small libraries."""
 
+import atexit
 import importlib.util
 import multiprocessing
 import os
+import shutil
 import subprocess
+import tempfile
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
+from functools import cache
+from itertools import count
 from pathlib import Path
 
 import pytest
@@ -28,7 +33,7 @@ def stand_in(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def in_process(stand_in: Path) -> Iterator[InProcess]:
     yield from _process(str(stand_in))
 
@@ -47,15 +52,24 @@ def _process(folder: str) -> Iterator[InProcess]:
             yield lambda function, *args, **kwargs: pool.submit(function, *args, **kwargs).result(60)
 
 
+@cache
+def _compiled(contents: str) -> Path:
+    folder = Path(tempfile.mkdtemp(prefix="twinop-aot-"))
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    return compile_library(_CONTENTS[contents], folder, "aot")
+
+
+_CONTENTS: dict[str, Contents] = {}
+
+
 @pytest.fixture
 def library_of(tmp_path: Path) -> LibraryOf:
-    """Compiles an op, or contents, into a new library."""
-    count = 0
+    """Compiles an op, or contents, into a library that no test has loaded."""
+    numbers = count()
 
     def make(op: DeviceOp | Contents, *kernels: Kernel) -> Path:
-        nonlocal count
-        count += 1
         contents = op if isinstance(op, Contents) else contents_of(op, *kernels)
-        return compile_library(contents, tmp_path, f"aot{count}")
+        _CONTENTS[repr(contents)] = contents
+        return Path(shutil.copy(_compiled(repr(contents)), tmp_path / f"libaot{next(numbers)}.so"))
 
     return make

@@ -8,7 +8,7 @@ from itertools import product
 from pathlib import Path
 
 import pytest
-from aot_ops import ONE, InProcess, LibraryOf, cubins, record
+from aot_ops import ONE, InProcess, LibraryOf, cubins, record, several
 from device_calls import At, Request, run
 
 from twinop.aot_kernels.expression import ARCH, FUNCTIONS, Expression, attribute, constant, size, text_is
@@ -137,31 +137,25 @@ def test_an_operator_binds_as_in_the_expression(library_of: LibraryOf, in_proces
     )
 
 
-@pytest.mark.parametrize(
-    ("expression", "message"),
-    [
-        (constant(2**62) * 2, "an int does not fit in 64 bits"),
-        (size(0, 0) // 0, "a division by zero"),
-        (Expression.of("Power", size(0, 0), -1), "an int to a negative power"),
-        (
-            Expression.of("Floor", Expression.of("Log", -1.0)),
-            "a root, logarithm or power that does not exist",
-        ),
-        (
-            Expression.of("Floor", Expression.of("Exp", 1e4)),
-            "a float is too large, or a logarithm of zero",
-        ),
-        (Expression.of("ToInt", 1e30), "a float that fits in no int"),
-        (Expression.of("ShiftLeft", 1, 64), "a shift by less than 0 or more than 63"),
-    ],
-)
-def test_messages(expression: Expression, message: str, library_of: LibraryOf, in_process: InProcess) -> None:
-    with pytest.raises(ArithmeticError):
-        expression.evaluate(SHAPES)
-    launch = Launch((expression, ONE, ONE), (), (Variant((), (), 0),))
-    library = library_of(DeviceOp(record(2), (Plan(0, (2, 1), (launch,)),)), KERNEL)
-    (outcome,) = in_process(run, library, [Request([At(SHAPES[0]), At(SHAPES[1])])])
-    assert outcome.error == f"the launch needs a number that cannot be computed: {message}"
+def test_messages(library_of: LibraryOf, in_process: InProcess) -> None:
+    of = Expression.of
+    cases = {
+        constant(2**62) * 2: "an int does not fit in 64 bits",
+        size(0, 0) // 0: "a division by zero",
+        of("Power", size(0, 0), -1): "an int to a negative power",
+        of("Floor", of("Log", -1.0)): "a root, logarithm or power that does not exist",
+        of("Floor", of("Exp", 1e4)): "a float is too large, or a logarithm of zero",
+        of("ToInt", 1e30): "a float that fits in no int",
+        of("ShiftLeft", 1, 64): "a shift by less than 0 or more than 63",
+    }
+    launches = (Launch((expression, ONE, ONE), (), (Variant((), (), 0),)) for expression in cases)
+    ops = (DeviceOp(record(2), (Plan(0, (2, 1), (launch,)),)) for launch in launches)
+    library, inputs = library_of(several(ops, KERNEL)), [At(SHAPES[0]), At(SHAPES[1])]
+    for i, (expression, message) in enumerate(cases.items()):
+        with pytest.raises(ArithmeticError):
+            expression.evaluate(SHAPES)
+        (outcome,) = in_process(run, library, [Request(inputs)], op=i)
+        assert outcome.error == f"the launch needs a number that cannot be computed: {message}"
 
 
 def test_a_constant_that_does_not_fit() -> None:

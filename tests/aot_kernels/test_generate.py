@@ -6,7 +6,7 @@ from pathlib import Path
 
 import onnxruntime
 import pytest
-from aot_ops import GENERAL, KERNEL, ONE, InProcess, LibraryOf, contents_of, cubins, op_of, plan_of, record
+from aot_ops import GENERAL, KERNEL, ONE, InProcess, LibraryOf, contents_of, cubins, op_of, record, several
 from device_calls import At, Request, run, table
 
 from twinop.aot_kernels.expression import attribute, constant, size, text_is
@@ -67,12 +67,8 @@ def test_equal_files_are_embedded_once_and_old_ones_are_removed(tmp_path: Path) 
 
 
 def test_two_ops(library_of: LibraryOf, in_process: InProcess) -> None:
-    def op(i: int) -> DeviceOp:
-        launch = Launch((constant(i + 1), ONE, ONE), (), (GENERAL,))
-        named = replace(record(), name=f"k{i}", onnx_name=f"CustomK{i}", schema=f"k{i}(Tensor x0) -> Tensor")
-        return DeviceOp(named, (plan_of(launch),))
-
-    library = library_of(replace(contents_of(op(0)), ops=(op(0), op(1))))
+    launches = (Launch((constant(i + 1), ONE, ONE), (), (GENERAL,)) for i in (0, 1))
+    library = library_of(several(map(op_of, launches)))
     assert list(read_library(library).records) == ["k0", "k1"]
     schemas = in_process(table, library)["schemas"]
     for i in (0, 1):

@@ -9,7 +9,7 @@ from typing import Any
 
 import device_calls
 import pytest
-from aot_ops import GENERAL, ONE, InProcess, LibraryOf, cubins, op_of, plan_of, record
+from aot_ops import GENERAL, ONE, InProcess, LibraryOf, cubins, op_of, plan_of, record, several
 from device_calls import SCRATCH_ADDRESS, At, Request, body, creation_error, run, run_in_threads, table
 
 from twinop.aot_kernels.expression import constant, size
@@ -116,9 +116,8 @@ def test_steps_temporaries_and_scratch(library_of: LibraryOf, in_process: InProc
     assert two["grid"] == [4, 1, 1] and two["parameters"] == pointers(SCRATCH_ADDRESS, SCRATCH_ADDRESS + 1536)
 
 
-@pytest.mark.parametrize(
-    ("capability", "images", "ptx", "expected"),
-    [
+def test_the_code_for_a_gpu(library_of: LibraryOf, in_process: InProcess) -> None:
+    cases: list[tuple[int, list[str], str | None, str]] = [
         (90, ["80", "90", "90a"], None, "90a"),
         (90, ["80", "90", "100"], None, "90"),
         (89, ["80", "86", "90"], "80", "86"),
@@ -128,21 +127,17 @@ def test_steps_temporaries_and_scratch(library_of: LibraryOf, in_process: InProc
         (103, ["100a", "100"], None, "100"),
         (103, ["100a"], "80", "PTX 80"),
         (121, ["120"], None, "120"),
-    ],
-)
-def test_the_code_for_a_gpu(
-    capability: int,
-    images: list[str],
-    ptx: str | None,
-    expected: str,
-    library_of: LibraryOf,
-    in_process: InProcess,
-) -> None:
-    texts = [Image(ptx, f"PTX {ptx}".encode(), is_ptx=True)] if ptx else []
-    code = kernel(images=(*cubins({arch: arch.encode() for arch in images}), *texts))
-    (outcome,) = in_process(run, library_of(op_of(LAUNCH), code), [X], capability=capability)
-    (loaded,) = outcome.entries("load")
-    assert loaded["image"] == expected == outcome.launches[0]["image"] and loaded["misaligned"] == 0
+    ]
+    ops = [op_of(Launch((ONE, ONE, ONE), (), (Variant((), (), i),))) for i in range(len(cases))]
+    kernels = []
+    for _, archs, ptx, _ in cases:
+        texts = [Image(ptx, f"PTX {ptx}".encode(), is_ptx=True)] if ptx else []
+        kernels.append(kernel(images=(*cubins({arch: arch.encode() for arch in archs}), *texts)))
+    for i, (capability, *_, expected) in enumerate(cases):
+        library = library_of(several(ops, *kernels))  # keeps what it has read of the GPU
+        (outcome,) = in_process(run, library, [X], op=i, capability=capability)
+        (loaded,) = outcome.entries("load")
+        assert loaded["image"] == expected == outcome.launches[0]["image"] and loaded["misaligned"] == 0
 
 
 def test_no_code_for_a_gpu(library_of: LibraryOf, in_process: InProcess) -> None:
@@ -208,19 +203,10 @@ def limits(count: int) -> tuple[tuple[str, int, int], ...]:
     return ("input", 0, count), ("output", 0, 2**31)
 
 
-@pytest.mark.parametrize(
-    ("op", "message"),
-    [
-        (
-            op_of(Launch((constant(2**31), ONE, ONE), (), (GENERAL,))),
-            f"{LABEL}: its grid would be (2147483648, 1, 1); a GPU launches at most (2147483647, 65535, "
-            "65535) blocks. Give each program more to do, or put the large dimension first",
-        ),
-        (
-            op_of(Launch((ONE, constant(65536), ONE), (), (GENERAL,))),
-            f"{LABEL}: its grid would be (1, 65536, 1); ",
-        ),
-        (op_of(Launch((ONE, ONE, constant(-1)), (), (GENERAL,))), f"{LABEL}: its grid would be (1, 1, -1); "),
+def test_what_is_refused(library_of: LibraryOf, in_process: InProcess) -> None:
+    grids = (constant(2**31), ONE, ONE), (ONE, constant(65536), ONE), (ONE, ONE, constant(-1))
+    cases = [
+        *((op_of(Launch(grid, (), (GENERAL,))), f"{LABEL}: its grid would be (") for grid in grids),
         (
             op_of(Launch((ONE, ONE, ONE), (Pointer("input", 0),), (GENERAL,)), limits=limits(999)),
             f"{LABEL}: input 0 has 1000 elements; the kernel's offsets of 32 bits reach 999. Compute offsets "
@@ -231,15 +217,18 @@ def limits(count: int) -> tuple[tuple[str, int, int], ...]:
             DeviceOp(record(), (Plan(0, (1,), (Refuse("k.py:9: ValueError: too many columns"),)),)),
             "k.py:9: ValueError: too many columns",
         ),
-        (
-            op_of(LAUNCH, temporaries=(constant(-1),)),
-            "a temporary tensor of the launch has -1 bytes",
-        ),
-    ],
-)
-def test_what_is_refused(op: DeviceOp, message: str, library_of: LibraryOf, in_process: InProcess) -> None:
-    (outcome,) = in_process(run, library_of(op, kernel()), [X])
-    assert outcome.error.startswith(message) and bool(message) != bool(outcome.launches)
+        (op_of(LAUNCH, temporaries=(constant(-1),)), "a temporary tensor of the launch has -1 bytes"),
+    ]
+    library, errors = library_of(several((op for op, _ in cases), kernel())), []
+    for i, (_, message) in enumerate(cases):
+        (outcome,) = in_process(run, library, [X], op=i)
+        assert outcome.error.startswith(message) and bool(message) != bool(outcome.launches)
+        errors.append(outcome.error.removeprefix(f"{LABEL}: its grid would be "))
+    assert errors[0] == (
+        "(2147483648, 1, 1); a GPU launches at most (2147483647, 65535, 65535) blocks. Give each program "
+        "more to do, or put the large dimension first"
+    )
+    assert errors[1].startswith("(1, 65536, 1); ") and errors[2].startswith("(1, 1, -1); ")
 
 
 def test_too_much_shared_memory(library_of: LibraryOf, in_process: InProcess) -> None:

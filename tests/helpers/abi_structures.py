@@ -15,9 +15,10 @@ from ctypes import (
     c_void_p,
 )
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
-import torch
+if TYPE_CHECKING:  # importing it takes the processes of tests two seconds
+    import torch
 
 RANGE = ctypes.CFUNCTYPE(None, c_int64, c_int64, c_void_p)
 PARALLEL_FOR = ctypes.CFUNCTYPE(None, c_void_p, c_int64, c_int64, RANGE, c_void_p)
@@ -37,7 +38,7 @@ class Tensor(Structure):
     ]
 
     @staticmethod
-    def of(tensor: torch.Tensor) -> "Tensor":
+    def of(tensor: "torch.Tensor") -> "Tensor":
         """A view of a contiguous fp32 tensor."""
         sizes = (c_int64 * tensor.dim())(*tensor.shape)
         return Tensor(tensor.data_ptr(), sizes, None, tensor.numel(), tensor.dim(), FLOAT32, 1)
@@ -188,7 +189,7 @@ def read_table(library: Path) -> Any:
     return function(2).contents
 
 
-def launch_unary(op: Any, x: torch.Tensor, y: torch.Tensor, stream: int = 0) -> str:
+def launch_unary(op: Any, x: "torch.Tensor", y: "torch.Tensor", stream: int = 0) -> str:
     """Launches an op y = f(x) on the tensors' device; returns the text of its failure, or ""."""
     failure: list[bytes] = []
     context = Context(

@@ -5,7 +5,7 @@ import os
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -69,6 +69,17 @@ KERNEL = Kernel("k|", "k_kernel, k.py:7", cubins({"90": b"cubin 90", "80": b"cub
 
 def contents_of(op: DeviceOp, *kernels: Kernel) -> Contents:
     return Contents("aot", (op,), kernels or (KERNEL,), "80,90")
+
+
+def several(ops: Iterable[DeviceOp], *kernels: Kernel) -> Contents:
+    """A library of ops k0, k1 and so on."""
+    named = []
+    for i, op in enumerate(ops):
+        schema = op.record.schema.replace("k(", f"k{i}(", 1)
+        named.append(
+            replace(op, record=replace(op.record, name=f"k{i}", onnx_name=f"CustomK{i}", schema=schema))
+        )
+    return replace(contents_of(named[0], *kernels), ops=tuple(named))
 
 
 def record(
