@@ -21,7 +21,7 @@ Libraries = str | os.PathLike[str] | Sequence[str | os.PathLike[str]] | None
 def allow() -> str:
     """Returns how libraries in models' own folders are permitted."""
     how = option("allow_model_libraries", True)
-    return f"{how}, or allow_model_libraries = true under [policy] in the server's twinop.toml"
+    return f"{how}, or allow_model_libraries = true under [server] in the server's twinop.toml"
 
 
 def library_paths(library: Libraries) -> list[Path]:

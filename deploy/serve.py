@@ -15,10 +15,10 @@ import typer
 from twinop.cli.console import Timeout, clear_errors
 from twinop.errors import TwinopError
 
-from .service.settings import FILE, ModelSettings, Policy, Section, ServerSettings, Settings, read_settings
+from .service.settings import FILE, ModelSettings, Section, ServerSettings, Settings, read_settings
 
 Command = TypeVar("Command", bound=Callable[..., None])
-_SECTIONS: dict[str, type[Section]] = {"server": ServerSettings, "policy": Policy, "model": ModelSettings}
+_SECTIONS: dict[str, type[Section]] = {"server": ServerSettings, "model": ModelSettings}
 _FLAGS = {"library_folders": "--library-folder"}  # given once for each folder
 
 
@@ -158,7 +158,7 @@ def check(
                 asked = folder.settings(settings)
                 for where in folder.wanted(asked.versions).values():
                     with time_limit(timeout):
-                        [summary] = SERVER.run(_load, where, asked, settings.server, settings.policy)
+                        [summary] = SERVER.run(_load, where, asked, settings.server)
                     line = f"{name} version {where.version} can be served: {summary}"
                     out.print(line, soft_wrap=True)
             except TwinopError as error:

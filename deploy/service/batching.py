@@ -1,8 +1,7 @@
 """Queue and run the requests of one model version, joining those that arrive while all instances are busy.
 
 An idle instance runs a request at once. Requests that arrive while every instance is busy are joined into the
-next run: a lone request waits for nothing, and a busy server gets the largest batches. A run that takes less
-time than handing it to a thread runs on the event loop's thread (`ShortRuns`).
+next run: a lone request waits for nothing, and a busy server gets the largest batches.
 """
 
 import asyncio
@@ -12,15 +11,13 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
 from . import logs
 from .errors import BROKEN, DEADLINE, NOT_READY, OVERLOADED, RUN_FAILED, RUN_TOO_LONG, ServiceError
 from .instance import Instance
-from .limits import RunLimit, ShortRuns
+from .limits import RunLimit
 from .request import Request, Result
 from .settings import ModelSettings
 
@@ -30,36 +27,25 @@ _log = logging.getLogger(__name__)
 Outcome = dict[str, np.ndarray] | ServiceError
 
 
-@dataclass(slots=True, eq=False)
 class QueuedRequest:
-    """A request that waits or runs."""
+    """A request that waits or runs.
 
-    request: Request
-    outputs: tuple[str, ...]
-    rows: int
-    key: Any  # requests with equal keys may share a run
-    future: asyncio.Future[Result]
+    Requests with equal keys may share a run: they have the same inputs, dtypes, trailing shapes and outputs.
+    """
 
-    @classmethod
-    def of(
-        cls, request: Request, outputs: tuple[str, ...], future: asyncio.Future[Result]
-    ) -> "QueuedRequest":
-        """Requests may share a run if they have the same inputs, dtypes, trailing shapes and outputs."""
+    def __init__(self, request: Request, outputs: tuple[str, ...], future: asyncio.Future[Result]) -> None:
+        self.request, self.outputs, self.future = request, outputs, future
         inputs = request.inputs
         first = next(iter(inputs.values()), None)
-        rows = first.shape[0] if first is not None and first.ndim else 1
-        key = outputs, frozenset((name, array.dtype, array.shape[1:]) for name, array in inputs.items())
-        return cls(request, outputs, rows, key, future)
+        self.rows = first.shape[0] if first is not None and first.ndim else 1
+        self.key = outputs, frozenset((name, each.dtype, each.shape[1:]) for name, each in inputs.items())
 
     def is_abandoned(self, now: float) -> bool:
         """Return whether nobody waits for the answer any more."""
-        if self.future.done():
-            return True
         deadline = self.request.deadline
-        if deadline is None or now < deadline:
-            return False
-        self.expire()
-        return True
+        if deadline is not None and now >= deadline:
+            self.expire()
+        return self.future.done()
 
     def expire(self) -> None:
         self.fail(ServiceError(DEADLINE, "the request's time was over before it was answered"))
@@ -73,67 +59,6 @@ class QueuedRequest:
 Batch = Sequence[QueuedRequest]
 
 
-def size_of(batch: Batch) -> int:
-    """Return the bytes of all inputs."""
-    return sum(array.nbytes for member in batch for array in member.request.inputs.values())
-
-
-class BatchRuns:
-    """Runs the batches of one version, in any thread.
-
-    Attributes:
-        rows_independent: whether the outputs had a row for each row of the inputs whenever requests were
-            joined.
-    """
-
-    def __init__(self, name: str, version: int, rows_independent: bool) -> None:
-        self.rows_independent = rows_independent
-        self._name = name
-        self._version = version
-
-    def run(self, instance: Instance, batch: Batch, limit: RunLimit | None = None) -> list[Outcome]:
-        """Return the outputs of each request, or its error."""
-        with logs.about(**_ids(batch), model=self._name, version=self._version):
-            if limit is not None:
-                limit.begin()
-            try:
-                parts = [member.request.inputs for member in batch]
-                found = instance.run(parts, batch[0].outputs)
-                if len(batch) == 1:
-                    return [found]
-                if self._has_all_rows(found, batch):
-                    return _split(found, batch)
-            except Exception as error:
-                failure = self._failure(error, limit)
-                if len(batch) == 1 or failure.failure in (BROKEN, RUN_TOO_LONG):
-                    return [failure] * len(batch)
-        # One request fails, or the outputs' rows do not match the inputs': run each request alone.
-        return [outcome for member in batch for outcome in self.run(instance, [member], limit)]
-
-    def _failure(self, error: Exception, limit: RunLimit | None) -> ServiceError:
-        if limit is not None and limit.exceeded:
-            _log.error("a run took longer than run_timeout_seconds (%g), and was ended", limit.seconds)
-            return ServiceError(RUN_TOO_LONG, f"the run took longer than this model's {limit.seconds:g} s")
-        if isinstance(error, ServiceError):
-            return error
-        _log.error("a run failed unexpectedly", exc_info=error)
-        return ServiceError(RUN_FAILED, "the model could not be run; the server's log says why")
-
-    def _has_all_rows(self, found: Mapping[str, np.ndarray], batch: Batch) -> bool:
-        rows = sum(member.rows for member in batch)
-        for name, array in found.items():
-            if array.ndim == 0 or array.shape[0] != rows:
-                if self.rows_independent:
-                    self.rows_independent = False
-                    _log.warning(
-                        "model %s: output %s has shape %s for %d rows, so requests are no longer "
-                        "batched. Set max_batch_size to 0",
-                        self._name, name, list(array.shape), rows,
-                    )  # fmt: skip
-                return False
-        return True
-
-
 def _split(found: Mapping[str, np.ndarray], batch: Batch) -> list[Outcome]:
     """Return each member's rows of the outputs."""
     split: list[Outcome] = []
@@ -142,13 +67,6 @@ def _split(found: Mapping[str, np.ndarray], batch: Batch) -> list[Outcome]:
         split.append({name: array[start : start + member.rows] for name, array in found.items()})
         start += member.rows
     return split
-
-
-def _ids(batch: Batch) -> dict[str, Any]:
-    """Return the ids for log lines about a run, which happens outside of its requests' tasks."""
-    if len(batch) == 1:
-        return {"request_id": batch[0].request.id}
-    return {"request_ids": [member.request.id for member in batch]}
 
 
 class Batcher:
@@ -160,15 +78,9 @@ class Batcher:
         version: int,
         instances: Sequence[Instance],
         settings: ModelSettings,
-        *,
-        may_run_on_loop: bool = False,
         rows_independent: bool = True,
     ) -> None:
-        """
-        Args:
-            may_run_on_loop: short runs may run on the event loop's thread.
-            rows_independent: requests may share a run.
-        """
+        """`rows_independent`: requests may share a run."""
         self._name = name
         self._version = version
         self._settings = settings
@@ -176,14 +88,11 @@ class Batcher:
         self._idle = list(instances)
         self._instances = len(instances)
         self._waiting: deque[QueuedRequest] = deque()
-        self._runs = BatchRuns(name, version, rows_independent)
+        self._rows_independent = rows_independent
         self._pool = ThreadPoolExecutor(len(instances), thread_name_prefix=f"{name}-{version}")
         self._drained = asyncio.Event()
         self._drained.set()
         self._closed = False
-        self._is_dispatching = False
-        is_watched = settings.run_timeout_seconds is not None  # a run on the loop's thread cannot be
-        self._short = ShortRuns(may_run_on_loop and not is_watched)
         self.on_run: Callable[[int, float], None] = lambda rows, seconds: None
         self.on_broken: Callable[[str], None] = lambda why: None  # nothing more can be run in this process
 
@@ -212,13 +121,10 @@ class Batcher:
                 f"model {self._name} has {len(self._waiting)} requests waiting, its limit: try again later",
                 {"Retry-After": "1"},
             )
-        member = QueuedRequest.of(request, outputs, self._loop.create_future())
+        member = QueuedRequest(request, outputs, self._loop.create_future())
         self._waiting.append(member)
         self._drained.clear()
-        if self._settings.max_batch_size and self._short.include(size_of([member])):
-            self._dispatch_soon()
-        else:
-            self._dispatch()
+        self._dispatch()
         expiry = None
         if request.deadline is not None:
             left = request.deadline - time.monotonic()
@@ -239,31 +145,17 @@ class Batcher:
 
     # -------------------------------------------------------------------------------- the queue
 
-    def _dispatch_soon(self) -> None:
-        """Dispatch after all requests of this loop iteration have been queued, so that they share a run."""
-        if not self._is_dispatching:
-            self._is_dispatching = True
-            self._loop.call_soon(self._dispatch)
-
     def _dispatch(self) -> None:
-        self._is_dispatching = False
         while self._idle and self._waiting:
             batch = self._take()
             if not batch:
                 break
-            if self._short.include(size_of(batch)):
-                self._work_here(self._idle[-1], batch)
-            else:
-                instance = self._idle.pop()
-                self._pool.submit(self._work, instance, batch, self._limit(instance, batch))
+            instance, limit, seconds = self._idle.pop(), None, self._settings.run_timeout_seconds
+            if seconds is not None:
+                limit = RunLimit(seconds, instance.terminate, functools.partial(self._hangs, batch))
+            self._pool.submit(self._work, instance, batch, limit)
         if not self._waiting and len(self._idle) == self._instances:
             self._drained.set()
-
-    def _limit(self, instance: Instance, batch: Batch) -> RunLimit | None:
-        seconds = self._settings.run_timeout_seconds
-        if seconds is None:
-            return None
-        return RunLimit(seconds, instance.terminate, functools.partial(self._hangs, batch))
 
     def _hangs(self, batch: Batch) -> None:
         """Answer all requests with an error, because a run does not end."""
@@ -284,7 +176,7 @@ class Batcher:
             return []
         first, limit = self._waiting.popleft(), self._settings.max_batch_size
         batch, rows, rest = [first], first.rows, deque[QueuedRequest]()
-        if not limit or not self._runs.rows_independent or not self._waiting:
+        if not limit or not self._rows_independent:
             return batch
         for member in self._waiting:
             if member.key == first.key and rows + member.rows <= limit and not member.is_abandoned(now):
@@ -304,19 +196,56 @@ class Batcher:
             self._waiting.remove(member)
             self._dispatch()  # sets `_drained` if this was the last request
 
-    def _work_here(self, instance: Instance, batch: Batch) -> None:
-        started, cpu = time.monotonic(), time.thread_time()
-        outcomes = self._runs.run(instance, batch)
-        self._short.check(time.thread_time() - cpu)
-        self._settle(batch, outcomes, started, time.monotonic() - started)
-
     # ---------------------------------------------------------------------- a run, in a worker thread
 
     def _work(self, instance: Instance, batch: Batch, limit: RunLimit | None) -> None:
         started = time.monotonic()
-        outcomes = self._runs.run(instance, batch, limit)
+        outcomes = self._run(instance, batch, limit)
         seconds = time.monotonic() - started
         self._loop.call_soon_threadsafe(self._finish, instance, batch, limit, outcomes, started, seconds)
+
+    def _run(self, instance: Instance, batch: Batch, limit: RunLimit | None) -> list[Outcome]:
+        """Return the outputs of each request, or its error."""
+        ids = [member.request.id for member in batch]
+        about = {"request_id": ids[0]} if len(ids) == 1 else {"request_ids": ids}
+        with logs.about(**about, model=self._name, version=self._version):
+            if limit is not None:
+                limit.begin()
+            try:
+                found = instance.run([member.request.inputs for member in batch], batch[0].outputs)
+                if len(batch) == 1:
+                    return [found]
+                if self._has_all_rows(found, batch):
+                    return _split(found, batch)
+            except Exception as error:
+                failure = self._failure(error, limit)
+                if len(batch) == 1 or failure.failure in (BROKEN, RUN_TOO_LONG):
+                    return [failure] * len(batch)
+        # One request fails, or the outputs' rows do not match the inputs': run each request alone.
+        return [outcome for member in batch for outcome in self._run(instance, [member], limit)]
+
+    def _failure(self, error: Exception, limit: RunLimit | None) -> ServiceError:
+        if limit is not None and limit.exceeded:
+            _log.error("a run took longer than run_timeout_seconds (%g), and was ended", limit.seconds)
+            return ServiceError(RUN_TOO_LONG, f"the run took longer than this model's {limit.seconds:g} s")
+        if isinstance(error, ServiceError):
+            return error
+        _log.error("a run failed unexpectedly", exc_info=error)
+        return ServiceError(RUN_FAILED, "the model could not be run; the server's log says why")
+
+    def _has_all_rows(self, found: Mapping[str, np.ndarray], batch: Batch) -> bool:
+        rows = sum(member.rows for member in batch)
+        for name, array in found.items():
+            if array.shape[:1] != (rows,):
+                if self._rows_independent:
+                    self._rows_independent = False
+                    _log.warning(
+                        "model %s: output %s has shape %s for %d rows, so requests are no longer "
+                        "batched. Set max_batch_size to 0",
+                        self._name, name, list(array.shape), rows,
+                    )  # fmt: skip
+                return False
+        return True
 
     # -------------------------------------------------------------------------------- back on the loop
 
@@ -334,16 +263,10 @@ class Batcher:
             if limit.exceeded:
                 instance.terminate(False)
         self._idle.append(instance)
-        errors = [outcome for outcome in outcomes if isinstance(outcome, ServiceError)]
-        if not errors:  # a failed run may end early
-            self._short.learn(size_of(batch), seconds)
-        for error in errors:
-            if error.failure is BROKEN:
-                self.on_broken(str(error))
+        for outcome in outcomes:
+            if isinstance(outcome, ServiceError) and outcome.failure is BROKEN:
+                self.on_broken(str(outcome))
         self._dispatch()  # start the next run before these answers are written
-        self._settle(batch, outcomes, started, seconds)
-
-    def _settle(self, batch: Batch, outcomes: list[Outcome], started: float, seconds: float) -> None:
         rows = sum(member.rows for member in batch)
         self.on_run(rows, seconds)
         for member, outcome in zip(batch, outcomes, strict=True):

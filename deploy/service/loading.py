@@ -5,7 +5,7 @@ import math
 import os
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -18,7 +18,7 @@ from twinop.installation import version_numbers
 
 from ..create_session import PROVIDERS, Choice, choose_providers, open_session
 from ..cuda import CUDA, has_gpu
-from ..custom_nodes import Model, custom_nodes, load_model
+from ..custom_nodes import Model, load_model
 from ..errors import ModelError, ProviderError, RunError
 from ..inference_session import Session
 from ..registration import SealedLibrary
@@ -28,13 +28,12 @@ from .errors import ServiceError
 from .folders import VersionFolder
 from .instance import Instance, without_paths
 from .model_library import libraries_for
-from .settings import ModelSettings, Policy, ServerSettings, SettingsError
+from .settings import ModelSettings, ServerSettings, SettingsError
 from .version import LoadedModel
 from .warm_up import FirstRunError, compared, joined_differently, make_warmup_inputs, warm_up
 
 _log = logging.getLogger(__name__)
 
-_STRICT = Policy()
 _MOST_OF_BODIES = 2 << 30  # bytes of dense weights
 _STAYS_INSIDE = (1, 27)  # from then on ONNX Runtime refuses external data outside of a model's folder
 _LEVEL = "graph_optimization_level"
@@ -43,9 +42,7 @@ _GROUPS, _OWN_GROUP = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
 _QUIET = 4  # severity "fatal" only: ONNX Runtime's errors arrive as exceptions
 
 
-def load(
-    where: VersionFolder, settings: ModelSettings, server: ServerSettings, policy: Policy = _STRICT
-) -> LoadedModel:
+def load(where: VersionFolder, settings: ModelSettings, server: ServerSettings) -> LoadedModel:
     """Find and check the library, open the sessions, warm them up, and compare kernels with function bodies.
 
     This takes seconds: do not call it on the event loop's thread.
@@ -55,7 +52,7 @@ def load(
     """
     started = time.monotonic()
     try:
-        loaded = _load(where, settings, server, policy)
+        loaded = _load(where, settings, server)
     except TwinopError:
         raise
     except Exception as error:  # a broken model must not end a server that has other models
@@ -65,9 +62,7 @@ def load(
     return loaded
 
 
-def _load(
-    where: VersionFolder, settings: ModelSettings, server: ServerSettings, policy: Policy
-) -> LoadedModel:
+def _load(where: VersionFolder, settings: ModelSettings, server: ServerSettings) -> LoadedModel:
     import onnxruntime
 
     if version_numbers(onnxruntime.__version__) < _STAYS_INSIDE:
@@ -76,7 +71,7 @@ def _load(
             "newer"
         )
     model = load_model(where.path, confined=True)
-    libraries = libraries_for(model, where, settings, server, policy)
+    libraries = libraries_for(model, where, settings, server)
     choice, sessions = _open(model, libraries, settings)
     first = sessions[0]
     inputs = _inputs(first, settings)
@@ -96,21 +91,12 @@ def _load(
         [Instance(session) for session in shared],
         [f"{op} x{count}" for op, count in sorted(ops.items())],
     )
-    loaded.steady = _is_steady(model, inputs)
     _try(model, loaded, choice, len(sessions))
     # Warn: the user may expect the GPU to be used.
     unused = first.device == "cpu" and settings.provider == "auto" and has_gpu()
     level = logging.WARNING if unused else logging.INFO
     _log.log(level, "model %s version %d %s", where.model, where.version, loaded.summary())
     return loaded
-
-
-def _is_steady(model: Model, inputs: Mapping[str, Spec]) -> bool:
-    """Return whether the model has no loops, and no integer or string inputs that could determine a size."""
-    loops = custom_nodes(
-        model.proto, lambda node: node.domain in ("", "ai.onnx") and node.op_type in ("Loop", "Scan")
-    )
-    return not any(loops) and all("float" in spec.dtype for spec in inputs.values())
 
 
 # ------------------------------------------------------------------------------------------------ sessions
@@ -199,13 +185,12 @@ def _try(model: Model, loaded: LoadedModel, choice: Choice, sessions: int) -> No
             raise
         _log.warning("%s was not warmed up, set warm_up: %s", model.name, error)
         return
-    if settings.max_batch_size > 1 and settings.compare_rows:
+    if settings.max_batch_size > 1:
         why = joined_differently(loaded.instances[0], warmup, outputs, session.device)
         loaded.rows_independent = not why
         if why:
             _log.warning(
-                "%s: its rows depend on each other, so requests are not batched: %s. Set max_batch_size to "
-                "0, or compare_rows to false to batch them anyway",
+                "%s: its rows depend on each other, so requests are not batched: %s. Set max_batch_size to 0",
                 model.name, why,
             )  # fmt: skip
     comparable = bool(model.nodes) and {node.node_type for node in model.nodes} <= model.bodies

@@ -4,7 +4,6 @@ The C++ messages of ONNX Runtime and gRPC do not pass through here: they stay pl
 """
 
 import logging
-import logging.config
 import re
 import uuid
 from collections.abc import Iterator, Mapping
@@ -28,32 +27,22 @@ def configure(level: str) -> None:
     Args:
         level: debug, info, warning or error, for this package and the servers. Others log from warning on.
     """
-    level = level.upper()
-    own: dict[str, Any] = {"level": level}
-    formatter = {
-        "()": JsonFormatter,
-        "fmt": ["time", "level", "name", "message"],
-        "rename_fields": {"name": "logger", "exc_info": "traceback", "stack_info": "stack"},
-        "reserved_attrs": [*RESERVED_ATTRS, "color_message", "taskName"],
-        "json_default": str,
-    }
-    logging.config.dictConfig(
-        {
-            "version": 1,
-            "disable_existing_loggers": False,
-            "filters": {"fields": {"()": _Fields}},
-            "formatters": {"json": formatter},
-            "handlers": {
-                "stderr": {"class": "logging.StreamHandler", "formatter": "json", "filters": ["fields"]}
-            },
-            "root": {"level": level if level in ("DEBUG", "ERROR") else "WARNING", "handlers": ["stderr"]},
-            "loggers": {
-                "twinop": own,
-                "uvicorn": own,
-                "grpc": own,
-            },
-        }
+    handler = logging.StreamHandler()
+    handler.addFilter(_Fields())
+    handler.setFormatter(
+        JsonFormatter(
+            ["time", "level", "name", "message"],
+            rename_fields={"name": "logger", "exc_info": "traceback", "stack_info": "stack"},
+            reserved_attrs=[*RESERVED_ATTRS, "color_message", "taskName"],
+            json_default=str,
+        )
     )
+    level = level.upper()
+    logging.basicConfig(
+        level=level if level in ("DEBUG", "ERROR") else "WARNING", handlers=[handler], force=True
+    )
+    for name in ("twinop", "uvicorn", "grpc"):
+        logging.getLogger(name).setLevel(level)
     logging.captureWarnings(True)
 
 

@@ -12,11 +12,11 @@ from ..choose_library import allow, choose_libraries
 from ..custom_nodes import Model
 from ..registration import SealedLibrary
 from .folders import VersionFolder
-from .settings import ModelSettings, Policy, ServerSettings
+from .settings import ModelSettings, ServerSettings
 
 
 def libraries_for(
-    model: Model, where: VersionFolder, settings: ModelSettings, server: ServerSettings, policy: Policy
+    model: Model, where: VersionFolder, settings: ModelSettings, server: ServerSettings
 ) -> list[SealedLibrary]:
     """Return the checked libraries that the model needs, one for each domain of its custom nodes.
 
@@ -38,7 +38,7 @@ def libraries_for(
         return [*server.library_folders, *(project if domain != DOMAIN else ()), *found]
 
     permitted = [*server.library_folders, *library_folders(), *project]
-    permitted += own if policy.allow_model_libraries else []
+    permitted += own if server.allow_model_libraries else []
     trusted = {place.resolve() for place in permitted}
     for path in settings.library:
         if not path.is_file():
@@ -57,7 +57,7 @@ def libraries_for(
         settings.library,
         others=places,
         own=own,
-        allow_model_libraries=policy.allow_model_libraries,
+        allow_model_libraries=server.allow_model_libraries,
         confined=True,
         bodies=False,
     )

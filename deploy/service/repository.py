@@ -214,9 +214,8 @@ class Repository:
             return []
         known[version] = _Known(stamp, "LOADING")
         try:
-            loaded = await asyncio.get_running_loop().run_in_executor(
-                self._pool, load, where, settings, self.settings.server, self.settings.policy
-            )
+            pool, server = self._pool, self.settings.server
+            loaded = await asyncio.get_running_loop().run_in_executor(pool, load, where, settings, server)
         except TwinopError as error:
             metrics.loaded(False)
             _log.error("model %s version %d cannot be loaded: %s", where.model, where.version, error)

@@ -104,11 +104,6 @@ class ModelSettings(Section):
         default_factory=dict,
         description="the shapes of the inputs for the first run; by default dynamic sizes are 1",
     )
-    compare_rows: bool = Field(
-        True,
-        description="compare the rows of a batch with single runs at the load, and join no requests if they "
-        "differ",
-    )
     compare_bodies: bool = Field(
         True, description="compare the kernels with the model's function bodies before serving it"
     )
@@ -139,6 +134,9 @@ class ServerSettings(Section):
     library_folders: tuple[Path, ...] = Field(
         (), description="folders to load libraries from, besides those of twinop's installation"
     )
+    allow_model_libraries: bool = Field(
+        False, description="also load libraries, which can run any code, from the models' own folders"
+    )
     token_file: Path | None = Field(
         None, description="holds the token that clients must send; by default it is that in TWINOP_TOKEN"
     )
@@ -168,19 +166,10 @@ class ServerSettings(Section):
         return self
 
 
-class Policy(Section):
-    """What the folders of models may bring and ask for. Settings in these folders cannot change it."""
-
-    allow_model_libraries: bool = Field(
-        False, description="also load libraries, which can run any code, from the models' own folders"
-    )
-
-
 class Settings(Section):
-    """A twinop.toml: [server], [policy], [model] for all models, [models.<name>] for one model."""
+    """A twinop.toml: [server], [model] for all models, [models.<name>] for one model."""
 
     server: ServerSettings = ServerSettings()
-    policy: Policy = Policy()
     model: ModelSettings = ModelSettings()
     models: dict[str, dict[str, Any]] = Field(default_factory=dict)
     _options: dict[str, Any] = PrivateAttr(default_factory=dict)  # of the command line: they come last
@@ -198,7 +187,7 @@ class Settings(Section):
         settings = checked(ModelSettings, merged, f"the settings of model {name}")
         is_pinned = bool(self.model.library_sha256)  # to known code, which may not become other code
         servers = {"library_sha256"} if is_pinned else set()
-        if is_pinned or not self.policy.allow_model_libraries:
+        if is_pinned or not self.server.allow_model_libraries:
             servers |= _SERVERS
         refused = [
             each
@@ -209,7 +198,7 @@ class Settings(Section):
             raise SettingsError(
                 f"model {name}: its folder sets {', '.join(refused)}, which only the server may: write it "
                 f"under [models.{name}] in the server's {FILE}"
-                + ("" if is_pinned else ", or trust all folders: allow_model_libraries = true under [policy]")
+                + ("" if is_pinned else ", or trust all folders: allow_model_libraries = true under [server]")
             )
         return settings
 

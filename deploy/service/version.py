@@ -25,7 +25,6 @@ class LoadedModel:
         instances: each runs one batch at a time.
         custom_nodes: the ops that the libraries' kernels run, such as "CustomRelu x3".
         difference: how far kernels and function bodies differ in the first run; None if not compared.
-        steady: the run time depends on the shapes of the inputs alone, not on their values.
         rows_independent: requests may share a run: each row of the outputs depends on the same row of the
             inputs alone.
     """
@@ -38,7 +37,6 @@ class LoadedModel:
     custom_nodes: list[str]
     difference: str | None = None
     load_seconds: float = 0.0
-    steady: bool = False
     rows_independent: bool = True
 
     def summary(self) -> str:
@@ -94,15 +92,8 @@ class ServedVersion:
     def __init__(self, loaded: LoadedModel, on_broken: Callable[[str], None]) -> None:
         """`on_broken` is told why this process cannot run models any more."""
         self.loaded = loaded
-        # A GPU may be busy for longer than the event loop may wait, and custom ops may not return at all.
-        # ONNX Runtime's own kernels return after a time that a steady model's shapes determine.
         self.batcher = Batcher(
-            loaded.name,
-            loaded.version,
-            loaded.instances,
-            loaded.settings,
-            may_run_on_loop=loaded.session.device == "cpu" and loaded.steady and not loaded.custom_nodes,
-            rows_independent=loaded.rows_independent,
+            loaded.name, loaded.version, loaded.instances, loaded.settings, loaded.rows_independent
         )
         self.batcher.on_broken = on_broken
         self.most_tensors = max(MOST_TENSORS, len(loaded.session.inputs), len(loaded.session.outputs))

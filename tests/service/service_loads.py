@@ -15,12 +15,12 @@ from twinop.cli import app
 from twinop.deploy.service.folders import VersionFolder, scan
 from twinop.deploy.service.loading import load
 from twinop.deploy.service.repository import Repository
-from twinop.deploy.service.settings import ModelSettings, Policy, ServerSettings
+from twinop.deploy.service.settings import ModelSettings, ServerSettings
 from twinop.deploy.service.version import LoadedModel
 
 X = np.array([[-1, 2, -3, 4]], np.float32)
 CPU = {"provider": "cpu"}
-MODELS = Policy(allow_model_libraries=True)
+MODELS = ServerSettings(allow_model_libraries=True)
 
 
 def where(path: Path, model: onnx.ModelProto | None = None, **place: Any) -> VersionFolder:
@@ -33,12 +33,11 @@ def where(path: Path, model: onnx.ModelProto | None = None, **place: Any) -> Ver
 def loaded(
     path: Path,
     model: onnx.ModelProto,
-    server: ServerSettings | None = None,
-    policy: Policy = MODELS,
+    server: ServerSettings = MODELS,
     **given: Any,
 ) -> LoadedModel:
     """Load a model on the CPU with the given settings; its library may lie beside it."""
-    return load(where(path, model), ModelSettings(**(CPU | given)), server or ServerSettings(), policy)
+    return load(where(path, model), ModelSettings(**(CPU | given)), server)
 
 
 def only_these(monkeypatch: pytest.MonkeyPatch, *folders: Path) -> None:

@@ -121,7 +121,6 @@ library_folders = ["a", "b/c"]
 poll_seconds = 0.5
 grace_seconds = 2.5
 reuse_port = true
-[policy]
 allow_model_libraries = true
 [model]
 max_batch_size = 8

@@ -20,11 +20,11 @@ def test_a_library_beside_the_versions(libraries: dict[str, Path], tmp_path: Pat
     place = where(tmp_path, service_models.relu())
     mine = tmp_path / "m" / "libmine.so"
     shutil.copy(libraries["custom_relu"], mine)
-    model = load(place, ModelSettings(provider="cpu"), ServerSettings(), MODELS)
+    model = load(place, ModelSettings(provider="cpu"), MODELS)
     assert model.session.library.path == mine
     beside = place.folder / "libmine.so"
     shutil.copy(mine, beside)
-    model = load(place, ModelSettings(provider="cpu"), ServerSettings(), MODELS)
+    model = load(place, ModelSettings(provider="cpu"), MODELS)
     assert model.session.library.path == beside
 
 

@@ -21,7 +21,7 @@ from twinop.deploy.pack.packing import Options, pack
 from twinop.deploy.service.folders import scan
 from twinop.deploy.service.loading import load
 from twinop.deploy.service.newer_python import tomllib
-from twinop.deploy.service.settings import ModelSettings, Policy, ServerSettings
+from twinop.deploy.service.settings import ModelSettings, ServerSettings
 from twinop.errors import LibraryError
 from twinop.libraries.library import find_library
 
@@ -113,7 +113,7 @@ def test_build_among_the_models_is_not_trusted(tmp_path: Path, monkeypatch: pyte
     models = tmp_path / "models"
     place(models, "m", three_nodes())
     monkeypatch.chdir(tmp_path)
-    model = loaded(models, three_nodes(), policy=Policy())
+    model = loaded(models, three_nodes(), ServerSettings())
     assert {library.path.parent for library in model.session.libraries[:2]} == {tmp_path / "build"}
     onnx.save(three_nodes(), "alone.onnx")
     scanned = scan(Path("alone.onnx"))["alone"].versions[1]  # one file is served, not the folder

@@ -7,14 +7,12 @@ from pathlib import Path
 import pytest
 import service_models
 from service_fixtures import serve, wait_until
-from service_loads import loaded, only_these, refusal_of, repository_of
+from service_loads import loaded, only_these, repository_of
 from service_rows import QUICK, ROW
 
 from twinop.deploy.service.folders import scan
-from twinop.deploy.service.settings import Policy, ServerSettings, SettingsError, read_settings
+from twinop.deploy.service.settings import ServerSettings, SettingsError, read_settings
 from twinop.errors import LibraryError, TwinopError, command_line
-
-STRICT = Policy()
 
 
 def beside(
@@ -38,14 +36,14 @@ def test_a_library_in_a_models_folder_needs_permission(
         "no other one instead of it",
         f"--library {library}",
         "all who can write to the models' folders: --allow-model-libraries, or allow_model_libraries = true "
-        "under [policy] in the server's twinop.toml",
+        "under [server] in the server's twinop.toml",
     ):
         assert part in str(error.value)
     allowed = repository_of(monkeypatch, tmp_path, *QUICK, "--allow-model-libraries")
     asyncio.run(allowed.load_all())
     used = allowed.find("m").loaded.session.library
     assert used is not None and used.path == library
-    (tmp_path / "twinop.toml").write_text("[policy]\nallow_model_libraries = true")
+    (tmp_path / "twinop.toml").write_text("[server]\nallow_model_libraries = true")
     asyncio.run(repository_of(monkeypatch, tmp_path, *QUICK).load_all())
 
 
@@ -58,8 +56,8 @@ def test_settings_of_a_model_name_only_permitted_libraries(
     shutil.copy(libraries["custom_ops"], trusted / "ours.so")
     server = ServerSettings(library_folders=(trusted,))
     with pytest.raises(LibraryError, match=r"mine\.so: .* and this one is in"):
-        loaded(models, service_models.relu(), server, STRICT, library=models / "m/1/mine.so")
-    found = loaded(models, service_models.relu(), server, STRICT, library=trusted / "ours.so").session.library
+        loaded(models, service_models.relu(), server, library=models / "m/1/mine.so")
+    found = loaded(models, service_models.relu(), server, library=trusted / "ours.so").session.library
     assert found is not None and found.path == trusted / "ours.so"
 
 
@@ -111,9 +109,9 @@ def test_settings_that_only_the_server_may_change(
     assert f"model m: its folder sets {refused}, which only the server may" in str(error.value)
     assert "under [models.m] in the server's twinop.toml" in str(error.value)
     read(f"[models.m]\n{folder}")
-    trust = "[policy]\nallow_model_libraries = true"
+    trust = "[server]\nallow_model_libraries = true"
     if not server:
-        assert "allow_model_libraries = true under [policy]" in str(error.value)
+        assert "allow_model_libraries = true under [server]" in str(error.value)
         return read(trust)
     with pytest.raises(SettingsError):  # whose code is known
         read(trust)
@@ -122,17 +120,10 @@ def test_settings_that_only_the_server_may_change(
 
 def test_folders_cannot_change_the_policy(tmp_path: Path) -> None:
     service_models.place(
-        tmp_path, "m", service_models.relu(), settings="[policy]\nallow_model_libraries = true"
+        tmp_path, "m", service_models.relu(), settings="[server]\nallow_model_libraries = true"
     )
-    with pytest.raises(SettingsError, match="policy: no such setting"):
+    with pytest.raises(SettingsError, match="server: no such setting"):
         read_settings(None, {}).for_model("m", scan(tmp_path)["m"].own)
-
-
-def test_an_unknown_policy_is_refused(tmp_path: Path) -> None:
-    service_models.place(tmp_path, "m", service_models.relu())
-    (tmp_path / "twinop.toml").write_text('[policy]\nchecks = "models"')
-    said = "policy.checks: no such setting. There are: allow_model_libraries"
-    assert said in refusal_of(tmp_path)
 
 
 def test_the_folder_is_followed_only_if_asked(tmp_path: Path) -> None:
