@@ -1,6 +1,7 @@
 """Creates sessions: checks model and library, registers the library, requires the provider to be active."""
 
 import os
+import tempfile
 import warnings
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
@@ -19,7 +20,7 @@ from .choose_library import Libraries, choose_libraries
 from .cpu_memory import require_memory
 from .custom_nodes import Model, ModelSource, load_model
 from .errors import ModelError, ProviderError, RunError
-from .inference_session import Profile, Session
+from .inference_session import Session
 from .registration import SealedLibrary, register
 
 _OLDEST = (1, 20)  # it takes bfloat16 from Python; the libraries need the C API of 1.18
@@ -125,7 +126,9 @@ def open_session(
     options = options or ort.SessionOptions()
     if model.path is None and model.folder is not None:
         options.add_session_config_entry(_DATA_FOLDER, str(model.folder))
-    record = Profile(options, {node.proto.op_type for node in model.nodes}) if profile else None
+    folder = tempfile.TemporaryDirectory(prefix="twinop-profile-") if profile else None
+    if folder is not None:
+        options.enable_profiling, options.profile_file_prefix = True, f"{folder.name}/ort"
     for library in libraries:
         register(options, library)
     stream = _torch_stream(device) if device is not None and choice.uses_torch else None
@@ -152,7 +155,7 @@ def open_session(
         reason=reason,
         stream=stream,
         cuda_graph=enable_cuda_graph and device is not None,
-        profile=record,
+        profile=folder,
     )
 
 

@@ -55,7 +55,6 @@ class Model:
         folder: the folder of external data.
         confined: whether external data outside the folder was refused.
         given: initializers whose data the session's options have: the model names no file for them.
-        has_external_data: whether a tensor lies in another file.
         nodes: the custom nodes.
     """
 
@@ -66,7 +65,6 @@ class Model:
     folder: Path | None = None
     confined: bool = False
     given: Collection[str] = ()
-    has_external_data: bool = False
     nodes: list[CustomNode] = field(default_factory=list)
 
     @property
@@ -146,7 +144,6 @@ def _parsed(model: Model, data: bytes) -> Model:
         for tensor in tensors(model.proto):
             if external_data_helper.uses_external_data(tensor) and tensor.name not in model.given:
                 _check_external(model, tensor)
-                model.has_external_data = True
         model.nodes = list(custom_nodes(model.proto))
     except (OSError, TypeError, ValueError, RecursionError) as error:  # names that are no text, or no file's
         raise ModelError(f"{damaged}: {error}. Copy or export it again") from error

@@ -4,7 +4,7 @@ import json
 import sys
 import tempfile
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,7 @@ from .tensor_specs import (
     kind_of,
     missing_inputs,
     to_numpy,
+    to_ort_value,
     unknown_name,
     wrong_arguments,
 )
@@ -41,31 +42,10 @@ class NodeRun:
     microseconds: float
 
 
-class Profile:
-    """Enables profiling in session options. The files are deleted with this object.
-
-    Args:
-        custom: the types of the custom nodes.
-    """
-
-    def __init__(self, options: Any, custom: Iterable[str]) -> None:
-        self._folder = tempfile.TemporaryDirectory(prefix="twinop-profile-")
-        self._custom = frozenset(custom)
-        self._runs: list[NodeRun] | None = None
-        options.enable_profiling = True
-        options.profile_file_prefix = str(Path(self._folder.name) / "ort")
-
-    def read(self, session: Any, custom_only: bool) -> list[NodeRun]:
-        """Returns the nodes that have run. The first call ends the recording."""
-        if self._runs is None:
-            self._runs = parse_profile(Path(session.end_profiling()).read_text())
-        return [run for run in self._runs if not custom_only or run.op_type in self._custom]
-
-
-def parse_profile(text: str) -> list[NodeRun]:
-    """Returns the nodes of a profile in the order of their first run, once for each provider."""
+def _node_runs(profile: str) -> list[NodeRun]:
+    """Returns the nodes of ONNX Runtime's profile in the order of their first run, once for each provider."""
     found: dict[tuple[str, str, str], list[float]] = {}
-    for event in json.loads(text):
+    for event in json.loads(profile):
         arguments = event.get("args", {})
         if event.get("cat") == "Node" and event["name"].endswith(_SUFFIX) and "provider" in arguments:
             key = (event["name"].removesuffix(_SUFFIX), arguments["op_name"], arguments["provider"])
@@ -101,7 +81,7 @@ class Session:
         reason: str,
         stream: Any = None,
         cuda_graph: bool = False,
-        profile: Profile | None = None,
+        profile: tempfile.TemporaryDirectory[str] | None = None,  # where ONNX Runtime writes one
     ) -> None:
         import onnxruntime  # late, because torch must be imported first where CUDA is used
 
@@ -123,8 +103,8 @@ class Session:
         self.shareable = _shareable(model, libraries)
         self._names = list(self.outputs)
         self._shared_sizes = _shared_sizes(self.inputs)
-        self._profile = profile
-        self._module = onnxruntime
+        self._profile, self._runs = profile, list[NodeRun]()
+        self._custom = {node.proto.op_type for node in model.nodes}
         self._inner = inner._sess  # calls below the Python class take 2 us less
         self.foreign = any(
             spec.element is not None and is_foreign_to_numpy(spec.element)
@@ -212,13 +192,9 @@ class Session:
         """
         if self._profile is None:
             raise RunError("nothing was recorded: make the session with profile=True, run it, then ask again")
-        return self._profile.read(self.ort, custom_only)
-
-    def _spec(self, name: str) -> Spec:
-        spec = self.inputs.get(name)
-        if spec is None:
-            raise unknown_name("input", name, self.inputs)
-        return spec
+        if not self._runs:
+            self._runs = _node_runs(Path(self.ort.end_profiling()).read_text())
+        return [run for run in self._runs if not custom_only or run.op_type in self._custom]
 
     def _tensor_runner(self) -> Any:
         from .torch_binding import TensorRunner
@@ -230,24 +206,24 @@ class Session:
         """Returns the names of the outputs, after a look at the names of the feeds."""
         if not isinstance(feeds, dict | Mapping) or isinstance(outputs, str) or hasattr(outputs, "shape"):
             raise wrong_arguments(feeds, outputs, self.inputs)
-        names = self._names if outputs is None else list(dict.fromkeys(outputs))
-        if outputs is not None:
-            for name in names:
-                if name not in self.outputs:
-                    raise unknown_name("output", name, self.outputs)
-        for spec in self.required:
-            if spec.name not in feeds:
-                for name in feeds:  # a wrong name says more
-                    self._spec(name)
-                raise missing_inputs(self.required, feeds)
-        return names
+        for name in feeds:
+            if name not in self.inputs:
+                raise unknown_name("input", name, self.inputs)
+        if any(spec.name not in feeds for spec in self.required):
+            raise missing_inputs(self.required, feeds)
+        if outputs is None:
+            return self._names
+        for name in outputs:
+            if name not in self.outputs:
+                raise unknown_name("output", name, self.outputs)
+        return list(dict.fromkeys(outputs))
 
     # -------------------------------------------------------------------------------- numpy
 
     def _checked_arrays(self, feeds: Mapping[str, Any]) -> dict[str, Any]:
         arrays = {}
         for name, value in feeds.items():
-            spec = self._spec(name)
+            spec = self.inputs[name]
             if not isinstance(value, np.ndarray) and spec.element is not None:
                 value = _as_array(name, value)
             dtype = spec.numpy_dtype
@@ -261,13 +237,15 @@ class Session:
             if spec.right_padded:
                 spec.require_right_padded(value)
             arrays[name] = value
-        for dimension, (parts, places) in self._shared_sizes.items():
-            _require_one_size(dimension, parts, places, arrays)
+        for dimension, places in self._shared_sizes.items():
+            sizes = {arrays[name].shape[axis]: name for name, axis in places if name in arrays}
+            if len(sizes) > 1:  # ONNX Runtime does not always notice
+                given = " and ".join(f"{size} in input {name}" for size, name in sizes.items())
+                raise FeedError(f"dimension {dimension} is {given}: it must be the same in all inputs")
         return arrays
 
     def _run_foreign(self, arrays: Mapping[str, Any], names: list[str], options: Any) -> dict[str, Any]:
         """Runs with OrtValues on the arrays' memory: ONNX Runtime does not convert all dtypes from numpy."""
-        make = self._module.OrtValue
         values = {}
         for name, array in arrays.items():
             spec = self.inputs[name]
@@ -276,13 +254,7 @@ class Session:
                     f"input {name} is {spec.type}, which ONNX Runtime takes from numpy only in models "
                     "without bfloat16 and 8-bit floats"
                 )
-            if not array.flags.c_contiguous:
-                array = array.copy(order="C")
-            if is_foreign_to_numpy(spec.element):
-                bits = array.view(f"u{array.itemsize}")
-                values[name] = make.ortvalue_from_numpy_with_onnx_type(bits, spec.element)
-            else:
-                values[name] = make.ortvalue_from_numpy(array)
+            values[name] = to_ort_value(np.ascontiguousarray(array).reshape(array.shape), spec.element)
         found = guarded(self.ort.run_with_ort_values, names, values, options)
         return {name: to_numpy(each, self.outputs[name]) for name, each in zip(names, found, strict=True)}
 
@@ -291,43 +263,18 @@ def _same(given: np.dtype, wanted: np.dtype) -> bool:
     return given == wanted or (wanted.kind == "O" and given.kind in "US")
 
 
-_Places = list[tuple[str, int]]
-"""Inputs and axes."""
-
-
-def _shared_sizes(inputs: Mapping[str, Spec]) -> dict[str, tuple[_Places, _Places]]:
-    """Returns where each dimension is that several inputs have; first its parts if it is a sum: "past + new".
+def _shared_sizes(inputs: Mapping[str, Spec]) -> dict[str, list[tuple[str, int]]]:
+    """Returns the inputs and axes of each dimension that several of them have.
 
     In optimum's merged decoders, the mask's length has the name of the new tokens', but covers the cache too.
     """
-    found: dict[str, _Places] = {}
+    found: dict[str, list[tuple[str, int]]] = {}
     is_merged = "use_cache_branch" in inputs
     for spec in inputs.values():
         for axis, size in enumerate(spec.shape or ()):
             if isinstance(size, str) and spec.element is not None and not (is_merged and "mask" in spec.name):
                 found.setdefault(size, []).append((spec.name, axis))
-    sums = {
-        size: [found[part][0] for part in size.split(" + ")]
-        for size in found
-        if " + " in size and found.keys() >= {*size.split(" + ")}
-    }
-    return {size: (sums.get(size, []), at) for size, at in found.items() if len(at) > 1 or size in sums}
-
-
-def _require_one_size(
-    dimension: str, parts: _Places, places: _Places, arrays: Mapping[str, np.ndarray]
-) -> None:
-    """Raises FeedError if a dimension has several sizes, which ONNX Runtime does not always notice."""
-    given = [(name, arrays[name].shape[axis]) for name, axis in places if name in arrays]
-    if parts and all(name in arrays for name, _ in parts):
-        names = " and ".join(dict.fromkeys(name for name, _ in parts))
-        given.insert(0, (names, sum(arrays[name].shape[axis] for name, axis in parts)))
-    for name, size in given[1:]:
-        if size != given[0][1]:
-            raise FeedError(
-                f"dimension {dimension} is {given[0][1]} in input {given[0][0]} and {size} in {name}: "
-                "it must be the same in all inputs"
-            )
+    return {size: places for size, places in found.items() if len(places) > 1}
 
 
 def _as_array(name: str, value: Any) -> np.ndarray:

@@ -14,7 +14,7 @@ import onnxruntime as ort
 
 from twinop.errors import ExportError, TwinopError, option
 from twinop.libraries.library import Library
-from twinop.record.dtypes import is_foreign_to_numpy, to_array
+from twinop.record.dtypes import to_array
 
 from . import registration
 from .choose_library import Libraries
@@ -23,6 +23,7 @@ from .create_session import session as open_session
 from .custom_nodes import Model, load_model
 from .errors import RunError
 from .ort_process import SERVER, Endless, OrtCrash
+from .tensor_specs import to_ort_value
 
 _PACKED = {"float4_e2m1fn", "int2", "int4", "uint2", "uint4"}
 """Elements of less than a byte."""
@@ -205,16 +206,12 @@ def _with_weights(parts: Parts, options: ort.SessionOptions) -> tuple[Model, lis
     the model.
     """
     proto, values = onnx.ModelProto(), dict[str, Any]()
-    make: Any = ort.OrtValue
     for name, weight in parts.weights.items():
         array = weight if isinstance(weight, np.ndarray) else weight.numpy()
         array = np.require(array, requirements=["C_CONTIGUOUS", "ALIGNED"])
         element = onnx.helper.np_dtype_to_tensor_dtype(array.dtype)
-        if not is_foreign_to_numpy(element):
-            values[name] = make.ortvalue_from_numpy(array)
-        elif array.dtype.name not in _PACKED:
-            bits = array.view(f"u{array.itemsize}")
-            values[name] = make.ortvalue_from_numpy_with_onnx_type(bits, element)
+        if array.dtype.name not in _PACKED:
+            values[name] = to_ort_value(array, element)
         else:
             if not proto.HasField("graph"):
                 proto.ParseFromString(parts.graph)

@@ -207,6 +207,15 @@ def guarded(call: Callable[..., Any], *arguments: Any) -> Any:
         raise RunError(status if found else text, type(error).__name__) from error
 
 
+def to_ort_value(array: np.ndarray, element: int) -> Any:
+    """Returns an OrtValue on the memory of a contiguous array, also in dtypes that numpy lacks."""
+    from onnxruntime import OrtValue  # late, because torch must be imported first where CUDA is used
+
+    if not is_foreign_to_numpy(element):
+        return OrtValue.ortvalue_from_numpy(array)
+    return OrtValue.ortvalue_from_numpy_with_onnx_type(array.view(f"u{array.itemsize}"), element)
+
+
 def to_numpy(value: Any, spec: Spec) -> np.ndarray:
     """Copies a bound output to a numpy array, also in dtypes that ONNX Runtime does not convert."""
     if spec.element is None or not is_foreign_to_numpy(spec.element) or spec.numpy_dtype is None:

@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from twinop.record.dtypes import to_array, to_tensor, torch_name
 
 from .errors import FeedError, RunError
-from .tensor_specs import NOWHERE, Spec, guarded, kind_of, to_numpy, unknown_name
+from .tensor_specs import NOWHERE, Spec, guarded, kind_of, to_numpy
 
 # ONNX Runtime's own CUDA kernels load 16 bytes at a time without checking the alignment.
 _ALIGNMENT = 16
@@ -122,9 +122,7 @@ class TensorRunner:
 
     def _checked(self, name: str, tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
         """Returns the tensor, or a copy that is contiguous and, on the GPU, aligned."""
-        spec = self._inputs.get(name)
-        if spec is None:
-            raise unknown_name("input", name, self._inputs)
+        spec = self._inputs[name]
         if tensor.is_nested or tensor.layout is not torch.strided:
             kind = "nested" if tensor.is_nested else f"sparse ({tensor.layout})"
             raise FeedError(f"input {name} is {kind}: pass a dense tensor")
