@@ -65,8 +65,7 @@ def libraries_for(
 def require_fit(model: Model, libraries: Sequence[Library], bodies: bool = True) -> None:
     """Raises ModelError, which lists every problem, if a model's custom nodes do not fit libraries.
 
-    Args:
-        bodies: whether a function body may replace an op that the library of its domain lacks.
+    `bodies`: whether a function body may replace an op that the library of its domain lacks.
     """
     if problems := list(_misfits(model, libraries, bodies)):
         names = ", ".join(library.path.name for library in libraries)
@@ -182,12 +181,7 @@ def _suggestion(name: str, known: Iterable[str]) -> str:
 
 
 def _typed_nodes(proto: onnx.ModelProto, records: Mapping[tuple[str, str], OpSpec]) -> list[CustomNode]:
-    """Returns the model's custom nodes, in the order of `custom_nodes`, with inferred types added.
-
-    Args:
-        proto: a model without large weights.
-        records: the libraries' records by `OpSpec.node_type`.
-    """
+    """Returns the custom nodes of a model without large weights, with inferred types added."""
     plain = list(custom_nodes(proto))
     copy = onnx.ModelProto()
     copy.CopyFrom(proto)

@@ -46,8 +46,6 @@ def choose_libraries(
     cover all of these nodes. Within a folder, libraries with fewer ops come first.
 
     Args:
-        model: the model, whose custom nodes say what is needed.
-        explicit: libraries to use.
         own: the model's own folders. Default: the folder of the model. A library of a needed domain there is
             an error: it is not loaded, and no other one is taken instead of it.
         others: returns the folders and files to search for a domain. Files there that cannot be read are
@@ -55,10 +53,7 @@ def choose_libraries(
         allow_model_libraries: whether to search the model's own folders too, first. A file `lib*.so` there
             that cannot be read is an error, unless it is a library that twinop did not build.
         confined: whether a symbolic link may not lead out of its folder.
-        bodies: whether a function body may replace an op that no library has.
-
-    Returns:
-        The explicit libraries, then those found. A domain whose function bodies run has none.
+        bodies: whether a function body may replace an op that no library has. Such a domain has no library.
 
     Raises:
         LibraryError: a library cannot be used, one of the model's own is not permitted, two have one domain,
@@ -152,8 +147,7 @@ def _candidates(
 ) -> tuple[list[Library], list[str]]:
     """Returns usable libraries of a domain in the order of preference, and why others were skipped.
 
-    Raises:
-        LibraryError: one in the first `own` places cannot be read.
+    One in the first `own` places that cannot be read is an error.
     """
     libraries: list[Library] = []
     skipped: list[str] = []

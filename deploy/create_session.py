@@ -32,20 +32,13 @@ Provider = str | tuple[str, dict[str, Any]]
 
 @dataclass(frozen=True)
 class Choice:
-    """The providers to request from ONNX Runtime.
-
-    Attributes:
-        device: the CUDA device, or None.
-        reason: why these providers were chosen.
-        automatic: whether the caller named none, so that a session may run on another one.
-        uses_torch: whether a session works on a stream of torch's and takes its tensors.
-    """
+    """The providers to request from ONNX Runtime, and why."""
 
     providers: list[Provider]
-    device: int | None
+    device: int | None  # of CUDA
     reason: str
-    automatic: bool
-    uses_torch: bool = True
+    automatic: bool  # the caller named none, so a session may run on another one
+    uses_torch: bool = True  # a session works on a stream of torch's and takes its tensors
 
 
 def session(
@@ -112,8 +105,7 @@ def open_session(
 ) -> Session:
     """Opens a model that has been read and checked; errors as of `session`, warnings in `Session.reason`.
 
-    Args:
-        may_retry: whether to try again without ONNX Runtime's own optimizations, with `options` too.
+    `may_retry`: whether to try again without ONNX Runtime's own optimizations, with `options` too.
     """
     device, reason = choice.device, choice.reason
     if enable_cuda_graph:
@@ -213,12 +205,8 @@ def choose_providers(
 ) -> Choice:
     """Returns `providers` if they can be used; for None, CUDA where it works and the CPU otherwise.
 
-    Args:
-        uses_torch: whether sessions take torch tensors. Then torch is imported, where it is installed, and
-            ONNX Runtime uses its CUDA libraries. Otherwise those of pip's nvidia packages are loaded.
-
-    Raises:
-        ProviderError: ONNX Runtime is missing or too old, or a named provider cannot be used.
+    If sessions take torch tensors (`uses_torch`), torch is imported, where it is installed, and ONNX Runtime
+    uses its CUDA libraries; otherwise those of pip's nvidia packages. ProviderError: as of `session`.
     """
     if isinstance(providers, str):
         providers = [providers]

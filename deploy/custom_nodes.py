@@ -108,11 +108,7 @@ def load_model(
 
 
 def read_model(path: Path, read: Callable[..., bytes] = read_regular) -> bytes:
-    """Returns the bytes of a model's file, or what `read` makes of them.
-
-    Raises:
-        ModelError: it is missing, not a regular file, or too large.
-    """
+    """Returns the bytes of a model's file, or what `read` makes of them; ModelError: it cannot be read."""
     if not path.is_file():
         what = "not a regular file" if path.exists() else "no such file"
         what = "a folder, not an .onnx file" if path.is_dir() else what

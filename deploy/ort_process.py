@@ -65,10 +65,7 @@ class Server:
     def run(self, function: Callable[..., Iterable[Any]], *arguments: Any) -> list[Any]:
         """Returns what a module's function yields in another process. Each item is progress.
 
-        Raises:
-            TwinopError: the function raised it.
-            OrtCrash: the process ended before the function did.
-            Endless: the next item took more than the `time_limit`.
+        TwinopError: the function's own. OrtCrash: the process ended. Endless: the time limit was exceeded.
         """
         if not python_child.executable():
             python_child.warn_unprotected(

@@ -45,12 +45,7 @@ class Parts:
 
 @dataclass(frozen=True)
 class Earlier:
-    """In the place of an input: an output of an earlier case of the same call, such as a cache.
-
-    Attributes:
-        case: its index.
-        output: the name of the output.
-    """
+    """In the place of an input: an output of the case of that index in the same call, such as a cache."""
 
     case: int
     output: str
@@ -236,10 +231,7 @@ def check_shown(graph: Any, outputs: Iterable[Sequence[Any]], allowed: bool, cur
     Args:
         graph: the model's, of onnx_ir. Outputs that never have elements are left out.
         outputs: of each typical case.
-        cure: how other inputs are given.
-
-    Raises:
-        ExportError: there is such an output.
+        cure: how other inputs are given, for the ExportError.
     """
     notes = []
     for output, *values in zip(graph.outputs, *outputs, strict=True):

@@ -40,13 +40,9 @@ loaded_before: frozenset[str] = frozenset()
 
 
 class SealedFile:
-    """A copy of a file that nobody can change, which lasts as long as this object.
+    """A copy of a file that nobody can change, which lasts as long as this object: `number`, its descriptor.
 
     It is in memory, and sealed, or where the system runs no code from there, in a file without a name.
-
-    Attributes:
-        sha256: its SHA-256 as hex digits.
-        number: its file descriptor.
     """
 
     def __init__(self, name: str, data: bytes) -> None:
@@ -123,11 +119,7 @@ _registered: dict[str, SealedFile] = {}
 
 
 def sealed(path: Path) -> SealedLibrary:
-    """Copies a library and reads the records of the copy.
-
-    Raises:
-        LibraryError: it cannot be read or copied, is damaged, or finds others relative to its own file.
-    """
+    """Copies a library and reads the records of the copy; LibraryError: it is damaged or not copied."""
     copy = copied(path)
     library = read_library(path, copy.path)
     warn_if_old(path)

@@ -129,10 +129,7 @@ def _run(
 def _open_and_run(
     path: Path, provider: str, library: list[Path] | None, allow: bool, shapes: list[str], seed: int
 ) -> Iterator[Any]:
-    """Yields the libraries, the device, the inputs, the outputs, the nodes' runs, and why sizes are others.
-
-    It does so in another process.
-    """
+    """Yields libraries, device, inputs, outputs, the nodes' runs, and why sizes are others."""
     opened = session(path, PROVIDERS[provider], library, profile=True, allow_model_libraries=allow)
     yield opened.libraries
     yield f"{opened.device} ({opened.reason})"

@@ -54,11 +54,7 @@ def _option(name: str, panel: str) -> inspect.Parameter:
 
 
 def settings_of(models: Path, config: Path | None, given: dict[str, Any], **fixed: Any) -> Settings:
-    """Return the settings of a command: those of twinop.toml, the options, and `fixed` ones.
-
-    Raises:
-        SettingsError: a setting is invalid.
-    """
+    """Return the settings of a command: those of twinop.toml, the options, and `fixed` ones."""
     if config is None and os.path.lexists(models / FILE):
         config = models / FILE
     values = {name: value for name, value in given.items() if value is not None} | fixed

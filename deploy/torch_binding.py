@@ -3,8 +3,8 @@
 import threading
 import weakref
 from bisect import bisect_right
-from collections.abc import Mapping
-from contextlib import suppress
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from itertools import pairwise
 from types import SimpleNamespace
@@ -43,15 +43,13 @@ class TensorRunner:
         index = int(session.device[5:]) if session.device != "cpu" else 0
         self._session_device = session.device
         self._reason = session.reason
-        self._cpu = torch.device("cpu")
         self._cuda = torch.device("cuda", index) if self._stream is not None else None
         self._devices = {"cpu": onnxruntime.OrtDevice.make("cpu", 0)._get_c_device()}
         if self._cuda is not None:
             self._devices["cuda"] = onnxruntime.OrtDevice.make("cuda", index)._get_c_device()
-        self._dtypes = {
-            name: getattr(torch, spec.dtype, None) for name, spec in (self._inputs | self._outputs).items()
-        }
-        self._elements = {name: spec.element for name, spec in (self._inputs | self._outputs).items()}
+        specs = self._inputs | self._outputs
+        self._dtypes = {name: getattr(torch, spec.dtype, None) for name, spec in specs.items()}
+        self._elements = {name: spec.element for name, spec in specs.items()}
         self._shapes: dict[str, Any] = {
             name: spec.sources(session.required) for name, spec in self._outputs.items()
         }
@@ -74,10 +72,7 @@ class TensorRunner:
         device = self._device(feeds)
         if device.type == "cpu":
             return self._run_bound(feeds, wanted, device)
-        if not self._guard:
-            return self._run_cuda(feeds, wanted, device)
-        # ONNX Runtime leaves its device current in this thread.
-        with torch.cuda.device(device):
+        with torch.cuda.device(device) if self._guard else nullcontext():  # ONNX Runtime changes it
             return self._run_cuda(feeds, wanted, device)
 
     def _run_cuda(
@@ -112,7 +107,7 @@ class TensorRunner:
             if value.device != device:
                 places = ", ".join(f"{name} on {each.device}" for name, each in feeds.items())
                 raise FeedError(f"the inputs are on several devices: {places}. Move them to one")
-        if device == self._cpu or device == self._cuda:
+        if device.type == "cpu" or device == self._cuda:
             return device
         name = next(iter(feeds))
         if device.type == "meta":
@@ -245,29 +240,35 @@ class TensorRunner:
     def _queue(
         self, binding: Any, results: dict[str, Any], bound: list[str], feeds: Mapping[str, torch.Tensor]
     ) -> None:
-        """Runs on the session's stream, between the past and the future work of the current stream.
-
-        No memory is reused too early: for torch it is as if the current stream had done the work.
-        """
-        current = torch.cuda.current_stream(self._cuda)
-        self._fork(current)
-        try:
-            self._run_queued(binding, feeds)
+        """Runs on the session's stream. No memory is reused too early: torch waits as for its own work."""
+        with self._forked() as current:
+            with self._queue_lock:
+                self._queued_runs += 1
+                waits = self._queued_runs % _MAX_QUEUED == 0
+                guarded(self._inner.run_with_iobinding, binding, self._options if waits else self._queued)
+                self._last_shapes = {name: tensor.shape for name, tensor in feeds.items()}
             if any(output is None for output in results.values()):
                 # The next run may reuse ONNX Runtime's memory while other streams still read it.
                 with torch.cuda.stream(self._stream):
                     self._take(binding, results, bound)
                 for output in results.values():
                     output.record_stream(current)
-        finally:
-            self._join(current)
 
-    def _run_queued(self, binding: Any, feeds: Mapping[str, torch.Tensor]) -> None:
-        with self._queue_lock:
-            self._queued_runs += 1
-            waits = self._queued_runs % _MAX_QUEUED == 0
-            guarded(self._inner.run_with_iobinding, binding, self._options if waits else self._queued)
-            self._last_shapes = {name: tensor.shape for name, tensor in feeds.items()}
+    @contextmanager
+    def _forked(self) -> Iterator[torch.cuda.Stream]:
+        """Puts the session's stream between the past and the future work of the current one: yields that."""
+        current = torch.cuda.current_stream(self._cuda)
+        if current == self._stream:
+            yield current
+            return
+        events = self._local.__dict__.setdefault("events", (torch.cuda.Event(), torch.cuda.Event()))
+        events[0].record(current)
+        self._stream.wait_event(events[0])
+        try:
+            yield current
+        finally:
+            events[1].record(self._stream)
+            current.wait_event(events[1])
 
     def _free_pinned(self, device: torch.device) -> None:
         """Frees the pinned memory of queued runs by one more run, when nobody uses the session any more.
@@ -284,22 +285,6 @@ class TensorRunner:
                 }
                 self._run_bound(feeds, dict.fromkeys(self._outputs), device)
             torch.cuda.synchronize()  # the callbacks of the last runs, too
-
-    def _fork(self, current: torch.cuda.Stream) -> None:
-        if current == self._stream:
-            return
-        events = getattr(self._local, "events", None)
-        if events is None:
-            events = self._local.events = (torch.cuda.Event(), torch.cuda.Event())
-        events[0].record(current)
-        self._stream.wait_event(events[0])
-
-    def _join(self, current: torch.cuda.Stream) -> None:
-        if current == self._stream:
-            return
-        events = self._local.events
-        events[1].record(self._stream)
-        current.wait_event(events[1])
 
     def _take(self, binding: Any, results: dict[str, Any], bound: list[str]) -> None:
         """Adds the outputs that ONNX Runtime allocated to the results."""
@@ -366,25 +351,20 @@ class TensorRunner:
         own = graph.buffers
         results = {name: torch.empty_like(own[name]) if to is None else to for name, to in wanted.items()}
         captured = self._local.__dict__.setdefault("captured", set())
-        current = torch.cuda.current_stream(self._cuda)
-        self._fork(current)
-        try:
-            with torch.cuda.stream(self._stream):
-                for name in feeds.keys() & own.keys():
-                    own[name].copy_(feeds[name])
-                if graph not in captured:  # ONNX Runtime also runs the model before it captures it
-                    before = {name: feeds[name].clone() for name in shared.values()}
-                    try:
-                        guarded(self._inner.run_with_iobinding, graph.binding, graph.options)
-                    finally:
-                        for name, tensor in before.items():
-                            feeds[name].copy_(tensor)
-                    captured.add(graph)
-                guarded(self._inner.run_with_iobinding, graph.binding, graph.options)
-                for name in results.keys() - shared.keys():
-                    results[name].copy_(own[name])
-        finally:
-            self._join(current)
+        with self._forked(), torch.cuda.stream(self._stream):
+            for name in feeds.keys() & own.keys():
+                own[name].copy_(feeds[name])
+            if graph not in captured:  # ONNX Runtime also runs the model before it captures it
+                before = {name: feeds[name].clone() for name in shared.values()}
+                try:
+                    guarded(self._inner.run_with_iobinding, graph.binding, graph.options)
+                finally:
+                    for name, tensor in before.items():
+                        feeds[name].copy_(tensor)
+                captured.add(graph)
+            guarded(self._inner.run_with_iobinding, graph.binding, graph.options)
+            for name in results.keys() - shared.keys():
+                results[name].copy_(own[name])
         return results
 
 

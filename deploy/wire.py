@@ -60,9 +60,7 @@ def write(
 def read(path: Path) -> onnx.ModelProto:
     """Reads a model without its large tensors: these become external data, which lies in this same file.
 
-    Raises:
-        OSError: the file cannot be read.
-        DecodeError: it is not a whole model.
+    OSError: the file cannot be read. DecodeError: it is not a whole model.
     """
     return onnx.ModelProto.FromString(without_weights(path, path.name))
 

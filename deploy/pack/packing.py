@@ -40,26 +40,18 @@ _OF_GENAI = ("model", "output", "force", "genai", *_OF_OPTIMIZE)
 
 @dataclass(frozen=True)
 class Packed:
-    """A model that can be packed, and what is written of it.
-
-    Attributes:
-        name, version: those in the repository.
-        data: the model's external data files, relative to its folder.
-        inputs, outputs: those that clients see.
-        custom_nodes: the types of the custom nodes.
-        note: what the user should know before deployment, or "".
-    """
+    """A model that can be packed, and what is written of it."""
 
     name: str
     version: int
     model: Path
-    data: tuple[Path, ...]
+    data: tuple[Path, ...]  # external data, relative to the model's folder
     libraries: tuple[Library, ...]
     gpu: bool
-    inputs: tuple[Spec, ...]
+    inputs: tuple[Spec, ...]  # those that clients see
     outputs: tuple[Spec, ...]
-    custom_nodes: tuple[str, ...]
-    note: str
+    custom_nodes: tuple[str, ...]  # their types
+    note: str  # what the user should know before deployment
 
     @property
     def library_paths(self) -> list[str]:
@@ -78,14 +70,7 @@ class Packed:
 
 
 def read_contents(options: Options) -> Packed:
-    """Reads and checks a model and its libraries.
-
-    Raises:
-        ModelError: the model or its data is missing, damaged or elsewhere, no library fits it, the protocol
-            cannot carry an input or output, or it lacks the batch axis.
-        LibraryError: a library is not twinop's, was built without CUDA, or has the file name of another one.
-        RunError: ONNX Runtime refuses the model.
-    """
+    """Reads and checks a model and its libraries; TwinopError: they do not fit, or are refused."""
     path = options.model
     model = load_model(path, confined=True)
     data = data_files(model)
@@ -153,11 +138,7 @@ def _specs(proto: onnx.ModelProto) -> tuple[tuple[Spec, ...], tuple[Spec, ...]]:
 
 
 def pack(options: Options) -> Packed:
-    """Checks the model and writes the folder.
-
-    Raises:
-        TwinopError: the model, the library or an option does not fit, or the folder may not be written.
-    """
+    """Checks the model and writes the folder; TwinopError: they, or an option, do not fit."""
     if options.device != "cuda":
         raise PackError("--device is for --genai: choose a packed model's with --gpu or --cpu")
     for name in ("invariant", "dtype"):
@@ -174,11 +155,7 @@ def pack(options: Options) -> Packed:
 
 
 def pack_genai(options: Options, progress: Progress = silent) -> Any:
-    """Optimises a folder of onnxruntime-genai for a device, and returns the report.
-
-    Raises:
-        TwinopError: the folder, the library or an option does not fit, or the folder may not be written.
-    """
+    """Optimises a folder of onnxruntime-genai for a device, and returns the report; errors as of `pack`."""
     from twinop.optimize import optimize_folder  # late: pack without --genai needs no onnx_ir
 
     given = [each.name for each in fields(options) if getattr(options, each.name) != each.default]

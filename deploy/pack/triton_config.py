@@ -35,12 +35,7 @@ def make_config(
 ) -> Any:
     """Returns the ModelConfig with which Triton's ONNX Runtime backend serves a model as this service does.
 
-    Args:
-        threads: ONNX Runtime's for a run on the CPU; 0: its own choice.
-        libraries: the absolute paths of the custom-op libraries in Triton's container.
-
-    Raises:
-        SettingsError: Triton has no counterpart of the model.
+    `libraries`: their absolute paths in Triton's container. SettingsError: Triton has no such model.
     """
     config = model_config_pb2.ModelConfig(name=name, backend="onnxruntime", max_batch_size=max_batch_size)
     config.default_model_filename = "model.onnx"
@@ -69,13 +64,10 @@ def make_config(
 
 
 def _describe(tensor: Any, spec: Spec, batched: bool) -> None:
-    """Fills in a ModelInput or ModelOutput.
+    """Fills in a ModelInput or ModelOutput; SettingsError: Triton has no such type, or there are no rows.
 
     `dims` must not be empty: scalars and batched vectors have [1]. The backend takes an output of unknown
     rank for a scalar, and answers with the shape that it gets.
-
-    Raises:
-        SettingsError: Triton has no such type, or the model is batched and has no rows.
     """
     datatype = datatype_of(spec.numpy_dtype)
     if datatype is None or (batched and not spec.shape):

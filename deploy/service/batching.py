@@ -28,10 +28,7 @@ Outcome = dict[str, np.ndarray] | ServiceError
 
 
 class QueuedRequest:
-    """A request that waits or runs.
-
-    Requests with equal keys may share a run: they have the same inputs, dtypes, trailing shapes and outputs.
-    """
+    """A request that waits or runs. Requests with equal keys may share a run."""
 
     def __init__(self, request: Request, outputs: tuple[str, ...], future: asyncio.Future[Result]) -> None:
         self.request, self.outputs, self.future = request, outputs, future
@@ -108,10 +105,6 @@ class Batcher:
         """Queue a request that fits the model, and wait for its answer.
 
         Cancelling the caller drops the request unless it has started to run.
-
-        Raises:
-            ServiceError: the queue is full, the deadline has passed, the version is being unloaded, or the
-                run failed.
         """
         if self._closed:
             raise ServiceError(NOT_READY, f"version {self._version} of model {self._name} is being unloaded")

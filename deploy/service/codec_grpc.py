@@ -40,12 +40,7 @@ class AnswerFormat:
 
 
 def parse(data: bytes) -> pb.ModelInferRequest:
-    """Parse a request. Large tensors must be raw: typed ones take many times their size, and long.
-
-    Raises:
-        ServiceError: the message has more than 1 MiB besides its raw tensors.
-        DecodeError: it is not a message of the protocol.
-    """
+    """Parse a request. Large tensors must be raw: typed ones take many times their size, and long."""
     raw = at = 0
     while len(data) > MOST_TYPED_BYTES and at < len(data) and at - raw <= MOST_TYPED_BYTES:
         key, start = _varint(data, at)
@@ -77,15 +72,7 @@ def _varint(data: bytes, at: int) -> tuple[int, int]:
 def decode(
     message: pb.ModelInferRequest, seconds: float | None, most: int = MOST_TENSORS
 ) -> tuple[Request, AnswerFormat]:
-    """Decode a request without checking it against the model.
-
-    Args:
-        seconds: the time left until the call's deadline; None for no deadline.
-        most: the largest number of inputs, and of outputs.
-
-    Raises:
-        ServiceError: the message contradicts itself.
-    """
+    """Decode a request without checking it against the model. It has `seconds` left and `most` tensors."""
     arrived = time.monotonic()
     outputs = tuple(output.name for output in message.outputs)
     check_names("input", [tensor.name for tensor in message.inputs], most)
@@ -131,9 +118,6 @@ def encode(result: Result, form: AnswerFormat) -> bytes:
     """Return a serialized ModelInferResponse.
 
     It is raw if the request was raw, or if a datatype has no typed field (FP16, BF16).
-
-    Raises:
-        ServiceError: the answer exceeds the size of a protobuf message, or of typed contents.
     """
     answer = pb.ModelInferResponse(model_name=result.model, model_version=str(result.version), id=form.id)
     kinds = [OF_DTYPE[array.dtype] for array in result.outputs.values()]

@@ -70,15 +70,7 @@ def decode(
     most: int = MOST_TENSORS,
     json: Limit | None = None,
 ) -> tuple[Request, AnswerFormat]:
-    """Decode a request without checking it against the model.
-
-    Args:
-        most: the largest number of inputs, and of outputs.
-        json: the limit for the JSON part.
-
-    Raises:
-        ServiceError: the body is not a request of the protocol.
-    """
+    """Decode a request without checking it against the model. `most` tensors and the JSON have limits."""
     arrived = time.monotonic()
     length = _header_length(headers, len(body))
     if json is not None and length > json.bytes:
@@ -183,11 +175,7 @@ def _input(tensor: _Input, binary: memoryview, has_length: bool) -> tuple[np.nda
 
 
 def encode(result: Result, form: AnswerFormat, json: Limit | None = None) -> tuple[bytes, dict[str, str]]:
-    """Return the body and its headers. `json` is the limit for the JSON part.
-
-    Raises:
-        ServiceError: a number is not finite, which JSON cannot express, or the JSON is too large.
-    """
+    """Return the body and its headers. `json` is the limit for the JSON part."""
     in_json = sum(
         array.size for name, array in result.outputs.items() if not form.outputs.get(name, form.binary)
     )

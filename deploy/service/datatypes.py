@@ -19,17 +19,11 @@ from .errors import NOT_FOUND, ServiceError, invalid
 
 @dataclass(frozen=True, slots=True)
 class Datatype:
-    """One row of the table.
+    """One row of the table."""
 
-    Attributes:
-        name: the name in the Open Inference Protocol, such as "FP32".
-        dtype: the NumPy dtype. BYTES is an object array of str, as ONNX strings are.
-        contents: the field of gRPC's InferTensorContents, or None if only raw bytes can carry it.
-    """
-
-    name: str
-    dtype: np.dtype
-    contents: str | None
+    name: str  # in the Open Inference Protocol, such as "FP32"
+    dtype: np.dtype  # BYTES is an object array of str, as ONNX strings are
+    contents: str | None  # the field of gRPC's InferTensorContents; None: only raw bytes can carry it
 
 
 DATATYPES: dict[str, Datatype] = {
@@ -114,11 +108,7 @@ def count(tensor: str, shape: Sequence[int]) -> int:
 
 
 def from_bytes(tensor: str, kind: Datatype, shape: Sequence[int], data: bytes | memoryview) -> np.ndarray:
-    """Return a read-only tensor over `data`, copied only if `data` is not aligned.
-
-    Raises:
-        ServiceError: the length does not match datatype and shape, or BYTES are not UTF-8.
-    """
+    """Return a read-only tensor over `data`, copied only if `data` is not aligned."""
     elements = count(tensor, shape)
     if kind is BYTES:
         return _strings(tensor, elements, data).reshape(shape)
@@ -190,11 +180,7 @@ _TAKEN: dict[str, tuple[set[type], str]] = {
 
 
 def from_json(name: str, kind: Datatype, shape: list[Any], data: Any) -> np.ndarray:
-    """Return the tensor in `data`, which is flat or nested according to `shape`.
-
-    Raises:
-        ServiceError: an element has the wrong type or is out of range, or the number of elements is wrong.
-    """
+    """Return the tensor in `data`, which is flat or nested according to `shape`."""
     elements = count(name, shape)
     if not isinstance(data, list):
         raise invalid(f"input {name}: data must be a list, not {shown(data)}")

@@ -34,21 +34,14 @@ class FolderError(TwinopError):
 
 @dataclass(frozen=True)
 class VersionFolder:
-    """One version of a model.
-
-    Attributes:
-        folder: the folder of the .onnx file.
-        path: the .onnx file.
-        model_folder: the folder of all versions; None if several models share one folder.
-        root: the folder of models, or the file, that is served.
-    """
+    """One version of a model."""
 
     model: str
     version: int
-    folder: Path
-    path: Path
-    model_folder: Path | None
-    root: Path
+    folder: Path  # of the .onnx file
+    path: Path  # the .onnx file
+    model_folder: Path | None  # of all versions; None if several models share one folder
+    root: Path  # the folder of models, or the file, that is served
 
 
 @dataclass(frozen=True)
@@ -69,11 +62,7 @@ class ModelFolder:
         return anchored(read_toml(path), path.parent)
 
     def settings(self, given: Settings) -> ModelSettings:
-        """Return the model's settings: those of the server, and of its folder.
-
-        Raises:
-            SettingsError: a file cannot be read, or a setting is invalid. There are no other exceptions.
-        """
+        """Return the model's settings: the server's, and its folder's; SettingsError: they do not fit."""
         try:
             return given.for_model(self.name, self.own)
         except SettingsError:
@@ -98,12 +87,9 @@ class ModelFolder:
 
 
 def scan(root: Path, library_folders: Iterable[Path] = ()) -> dict[str, ModelFolder]:
-    """Return the models in a folder, or the one in an .onnx file, by name.
+    """Return the models in a folder, or the one in an .onnx file, by name; FolderError: there is none.
 
     Entries that are not models are skipped with a line in the log; hidden files are skipped silently.
-
-    Raises:
-        FolderError: there is no model. The message lists what was found instead.
     """
     libraries = _stamp(path for each in library_folders for path in each.resolve().glob("lib*.so"))
     if root.is_file() and root.suffix != _SUFFIX:

@@ -64,10 +64,7 @@ def method_of(operation: Operation) -> Method:
 
 
 class _CallHandler:
-    """Handles every call: its id, the token, the memory, and failures as gRPC codes.
-
-    gRPC hands calls over as streams of requests. So a call can be refused before its message is read.
-    """
+    """Handles every call, as a stream of requests: it can be refused before its message is read."""
 
     def __init__(self, repository: Repository, budget: Budget, token: Token) -> None:
         self._repository = repository
@@ -162,8 +159,7 @@ class _CallHandler:
     async def _message(self, context: Any) -> bytes:
         """Read the message of a call.
 
-        The reading goes on if this is cancelled: gRPC never frees a message that arrives for a coroutine
-        which was cancelled.
+        This goes on if the coroutine is cancelled: gRPC never frees a message that arrives for such a one.
         """
         reading, seconds = asyncio.ensure_future(context.read()), self._settings.body_seconds
         reading.add_done_callback(lambda done: done.cancelled() or done.exception())  # or asyncio logs it
@@ -223,14 +219,11 @@ class GrpcServer:
             await asyncio.sleep(HEALTH_SECONDS)
 
     async def drain(self, grace: float) -> bool:
-        """Accept no more calls, and answer the accepted ones for up to `grace` seconds.
+        """Answer the accepted calls for up to `grace` seconds, and return whether all were answered.
 
         New calls are first told that the server is stopping. gRPC itself would cancel calls that arrive at
         that moment, and the client could not tell whether they ran. A call that arrives just as `stop` begins
         is still cancelled, before any code here sees it.
-
-        Returns:
-            Whether all calls were answered.
         """
         if self._server is None:
             return True

@@ -131,13 +131,7 @@ class Endpoints:
             return Response(content, headers=answer_headers)
 
     async def _read(self, request: Request, limit: Limit, memory: RequestMemory) -> bytes:
-        """Read the whole body, and count it twice in `memory` as it arrives, because it is copied.
-
-        Raises:
-            ServiceError: the body is too large or compressed, does not arrive within `body_seconds`, or
-                exceeds the budget of all requests.
-            ClientDisconnect: the client closed the connection before the end of the body.
-        """
+        """Read the whole body, and count it twice in `memory` as it arrives, because it is copied."""
         headers = request.headers
         if "upgrade" in headers:
             raise invalid("a request with a body cannot ask for an upgrade: leave the header Upgrade out")

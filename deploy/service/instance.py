@@ -36,11 +36,7 @@ class Instance:
     def run(self, parts: _Parts, outputs: Sequence[str]) -> dict[str, np.ndarray]:
         """Run the requests in `parts`, joined along axis 0. All are checked, and have the same inputs.
 
-        Returns:
-            The outputs by name, in newly allocated memory.
-
-        Raises:
-            ServiceError: the run failed. The message is for clients.
+        Returns the outputs in newly allocated memory. The message of a ServiceError is for clients.
         """
         try:
             return self.session.run_checked(_joined(parts), list(outputs), self._options)

@@ -69,16 +69,11 @@ class RequestMemory:
 
 
 class RunLimit:
-    """Watches a worker thread's runs of one batch, one after the other. `begin` is for that thread.
-
-    Attributes:
-        exceeded: a run was told to end.
-        seconds: the limit.
-    """
+    """Watches a worker thread's runs of one batch, one after the other. `begin` is for that thread."""
 
     def __init__(self, seconds: float, end: Callable[[], None], hangs: Callable[[], None]) -> None:
         """`end` tells the run to end. `hangs` is called if it has not returned HANGS_AFTER seconds later."""
-        self.exceeded = False
+        self.exceeded = False  # a run was told to end
         self.seconds = seconds
         self._end, self._hangs = end, hangs
         self._loop = asyncio.get_running_loop()

@@ -45,10 +45,8 @@ _QUIET = 4  # severity "fatal" only: ONNX Runtime's errors arrive as exceptions
 def load(where: VersionFolder, settings: ModelSettings, server: ServerSettings) -> LoadedModel:
     """Find and check the library, open the sessions, warm them up, and compare kernels with function bodies.
 
-    This takes seconds: do not call it on the event loop's thread.
-
-    Raises:
-        TwinopError: the version cannot be loaded. There are no other exceptions.
+    This takes seconds: do not call it on the event loop's thread. It raises no other exceptions than
+    TwinopError.
     """
     started = time.monotonic()
     try:
@@ -211,11 +209,7 @@ def _try(model: Model, loaded: LoadedModel, choice: Choice, sessions: int) -> No
 
 
 def _inputs(session: Session, settings: ModelSettings) -> dict[str, Spec]:
-    """Return the inputs that clients may send.
-
-    An input with a default is left out if the protocol cannot carry it, or if the model is batched and the
-    input has no rows.
-    """
+    """Return the inputs that clients may send: those with a default only if the protocol can carry them."""
     required = {spec.name: spec for spec in session.required}
     return {
         name: _labelled(spec)

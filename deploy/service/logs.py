@@ -24,8 +24,7 @@ _request: ContextVar[Mapping[str, Any]] = ContextVar("_request", default=Mapping
 def configure(level: str) -> None:
     """Send the logs of Python, this package, uvicorn and gRPC to stderr.
 
-    Args:
-        level: debug, info, warning or error, for this package and the servers. Others log from warning on.
+    The level is for this package and the servers. Others log from warning on.
     """
     handler = logging.StreamHandler()
     handler.addFilter(_Fields())
@@ -47,11 +46,9 @@ def configure(level: str) -> None:
 
 
 def begin(given: str) -> str:
-    """Start a request: every record of the current task gets its id, and no earlier fields.
+    """Start a request: every record of the current task gets its id, which is returned: a new one, if needed.
 
     The servers run each request in a task of its own, so the fields need no reset.
-
-    Returns the id: the client's, if it is usable, or a new one.
     """
     number = given if _USABLE(given) else uuid.uuid4().hex
     _request.set({"request_id": number})

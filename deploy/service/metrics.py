@@ -62,10 +62,6 @@ class counting:
 
     A request counts for the version that ran it. If it fails earlier, for example because its body is not
     JSON, it counts for the version that it was sent to, if that is served.
-
-    Attributes:
-        model: the metrics of that version.
-        result: what is answered; encoding it may still fail.
     """
 
     def __init__(self) -> None:
@@ -100,11 +96,7 @@ class ModelMetrics:
     """The metrics of one loaded version. `counting` counts its requests, on the event loop's thread."""
 
     def __init__(self, model: str, version: int, queue: Any, provider: str) -> None:
-        """
-        Args:
-            queue: the version's `batching.Batcher`, whose runs are counted.
-            provider: what runs the model: "cpu" or "cuda:<index>".
-        """
+        """`queue`: the version's Batcher. `provider`: what runs the model, "cpu" or "cuda:<index>"."""
         self.labels = (model, str(version))
         self.in_flight = 0
         _owners[self.labels] += 1

@@ -18,11 +18,7 @@ from .settings import ModelSettings, ServerSettings
 def libraries_for(
     model: Model, where: VersionFolder, settings: ModelSettings, server: ServerSettings
 ) -> list[SealedLibrary]:
-    """Return the checked libraries that the model needs, one for each domain of its custom nodes.
-
-    Raises:
-        LibraryError, ModelError: no library is both allowed and usable.
-    """
+    """Return the checked libraries that the model needs, one for each domain of its custom nodes."""
     if not model.nodes:
         return []
     own = [where.folder, *([where.model_folder] if where.model_folder is not None else [])]

@@ -41,10 +41,7 @@ class Operation(NamedTuple):
 
 
 class Operations:
-    """The handlers. A model or version that a request does not name is "".
-
-    All raise ServiceError if there is no such model or version, or it is not ready.
-    """
+    """The handlers. A model or version that a request does not name is ""."""
 
     def __init__(self, repository: Repository) -> None:
         self._repository = repository

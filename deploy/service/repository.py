@@ -34,10 +34,9 @@ class _Known:
 
 
 class Repository:
-    """All models.
+    """All models. Call its methods on the event loop's thread.
 
-    Call its methods on the event loop's thread. Models are loaded in worker threads while serving goes on,
-    the versions of one model one after the other.
+    Models are loaded in worker threads while serving goes on, the versions of one model one after the other.
     """
 
     def __init__(self, root: Path, settings: Settings) -> None:
@@ -100,9 +99,7 @@ class Repository:
     async def load_all(self) -> None:
         """Load all models. If a wanted version is broken, an older one is loaded instead.
 
-        Raises:
-            TwinopError: the folder holds no model, none has a loadable version, or there are settings for a
-                model that does not exist and cannot appear later. The message lists all problems.
+        TwinopError: no model can be loaded, or there are settings for one that cannot appear later.
         """
         folders = await self._scan()
         problems = []
@@ -205,10 +202,7 @@ class Repository:
         return problems
 
     async def _load_if_new(self, folder: ModelFolder, version: int, settings: ModelSettings) -> list[str]:
-        """Load a version, unless it was tried with the same files, and let it take over.
-
-        Returns the problems as messages.
-        """
+        """Load a version, unless it was tried with the same files, and let it take over. Return problems."""
         where, stamp, known = folder.versions[version], folder.stamps[version], self._known[folder.name]
         if (last := known.get(version)) is not None and last.stamp == stamp:
             return []

@@ -17,24 +17,15 @@ MOST_TENSORS = 64  # inputs, and outputs, of a request, unless the model has mor
 
 @dataclass(slots=True)
 class Request:
-    """A decoded inference request that is not checked against the model yet.
-
-    Attributes:
-        inputs: arrays by name. BF16 is ml_dtypes.bfloat16; BYTES is an object array of str.
-        outputs: the requested names in order; None for all.
-        version: the requested version; None for the latest.
-        id: the client's id, or a generated one, for logs and the answer.
-        deadline: when the request expires, in seconds of time.monotonic(); None for never.
-        arrived: when the request had been read, in seconds of time.monotonic().
-    """
+    """A decoded inference request that is not checked against the model yet."""
 
     model: str
-    inputs: Mapping[str, np.ndarray]
-    outputs: Sequence[str] | None = None
-    version: int | None = None
-    id: str = ""
-    deadline: float | None = None
-    arrived: float = 0.0
+    inputs: Mapping[str, np.ndarray]  # BF16 is ml_dtypes.bfloat16; BYTES is an object array of str
+    outputs: Sequence[str] | None = None  # None for all
+    version: int | None = None  # None for the latest
+    id: str = ""  # the client's, or a generated one
+    deadline: float | None = None  # in seconds of time.monotonic()
+    arrived: float = 0.0  # when it had been read
 
 
 @dataclass(slots=True)

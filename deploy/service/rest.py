@@ -30,12 +30,9 @@ class AddressError(TwinopError):
 
 
 def bound(host: str, port: int, option: str, *, shared: bool = False) -> socket.socket:
-    """Return a socket that is bound to the address but does not listen yet.
+    """Return a socket that is bound to the address but does not listen yet; AddressError: it cannot be bound.
 
     If `shared`, other servers of this user may listen on the port too.
-
-    Raises:
-        AddressError: the address cannot be bound.
     """
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(
@@ -125,11 +122,7 @@ class RestServer:
     """HTTP on one port, and on the admin port if there is one, from `start` to `drain`."""
 
     def __init__(self, repository: Repository, budget: Budget, token: Token) -> None:
-        """Bind the ports.
-
-        Raises:
-            AddressError: a port is in use, or the host is not this machine's.
-        """
+        """Bind the ports; AddressError: one is in use, or the host is not this machine's."""
         self.settings = settings = repository.settings.server
         app = Starlette(routes=Endpoints(repository, budget).routes(), exception_handlers=FAILURES)
         app.router.redirect_slashes = False
@@ -152,12 +145,9 @@ class RestServer:
             await self._serving  # raises the cause
 
     async def drain(self, grace: float) -> bool:
-        """Stop listening, answer the requests on open connections, and close these.
+        """Stop listening, answer the requests on open connections, close these; return whether all were.
 
         Requests that are not answered within `grace` seconds are cut off.
-
-        Returns:
-            Whether all requests were answered.
         """
         if self._serving is None:
             for unused in self._sockets.values():

@@ -34,9 +34,6 @@ class Server:
 
         The exit code is 0; 1 if the grace time did not suffice; 70 if nothing more could be run in this
         process, because of the GPU or a run that did not end.
-
-        Raises:
-            TwinopError: a port is in use, or a model cannot be loaded.
         """
         _raise_file_limit()
         with Runner(loop_factory=uvloop.new_event_loop) as runner:

@@ -175,13 +175,7 @@ class Settings(Section):
     _options: dict[str, Any] = PrivateAttr(default_factory=dict)  # of the command line: they come last
 
     def for_model(self, name: str, own: Mapping[str, Any] = MappingProxyType({})) -> ModelSettings:
-        """Return the settings of one model.
-
-        Those in its `own` folder come between [model] and [models.<name>].
-
-        Raises:
-            SettingsError: a setting is invalid, or only the server may change it.
-        """
+        """Return the settings of one model. Its `own` folder's come between [model] and [models.<name>]."""
         by_server = self.models.get(name, {}) | self._options
         merged = self.model.model_dump(exclude_unset=True) | dict(own) | by_server
         settings = checked(ModelSettings, merged, f"the settings of model {name}")
@@ -208,9 +202,6 @@ def read_settings(path: Path | None, overrides: dict[str, dict[str, Any]]) -> Se
 
     Paths in the file are relative to it. Libraries may be loaded from the folder of each library that is
     named here. Settings in a model's own folder do not extend these folders.
-
-    Raises:
-        SettingsError: the file is missing or not TOML, or a setting is invalid.
     """
     sections: dict[str, Any] = {}
     if path is not None:

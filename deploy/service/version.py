@@ -18,26 +18,17 @@ from .settings import ModelSettings
 
 @dataclass
 class LoadedModel:
-    """A version that is ready to run.
-
-    Attributes:
-        session: the first one; its inputs are those that clients may send.
-        instances: each runs one batch at a time.
-        custom_nodes: the ops that the libraries' kernels run, such as "CustomRelu x3".
-        difference: how far kernels and function bodies differ in the first run; None if not compared.
-        rows_independent: requests may share a run: each row of the outputs depends on the same row of the
-            inputs alone.
-    """
+    """A version that is ready to run."""
 
     name: str
     version: int
     settings: ModelSettings
-    session: Any  # a Session, until `close`
+    session: Any  # the first one, until `close`; its inputs are those that clients may send
     instances: list[Instance]
-    custom_nodes: list[str]
-    difference: str | None = None
+    custom_nodes: list[str]  # the ops that the libraries' kernels run, such as "CustomRelu x3"
+    difference: str | None = None  # of kernels and function bodies in the first run; None: not compared
     load_seconds: float = 0.0
-    rows_independent: bool = True
+    rows_independent: bool = True  # each row of the outputs depends on the same row of the inputs alone
 
     def summary(self) -> str:
         """Return what runs the model, and what was checked of it, in a line."""

@@ -38,11 +38,7 @@ def make_warmup_inputs(
 ) -> WarmupInputs | None:
     """Make inputs of the shapes in `settings.warm_up`, and otherwise of the model's with 1 for dynamic sizes.
 
-    Returns:
-        None if the rank of an input is unknown.
-
-    Raises:
-        SettingsError: warm_up does not fit the model.
+    None if the rank of an input is unknown. SettingsError: warm_up does not fit the model.
     """
     shapes = settings.warm_up
     for name, shape in shapes.items():
@@ -71,14 +67,7 @@ def warm_up(
     outputs: Sequence[str],
     settings: ModelSettings,
 ) -> dict[str, np.ndarray]:
-    """Run each instance, also at the largest batch size, so that its memory is allocated.
-
-    Returns:
-        The outputs for the warmup.
-
-    Raises:
-        FirstRunError: a run failed.
-    """
+    """Run each instance, also at the largest batch size, to allocate its memory; return the outputs."""
     found: dict[str, np.ndarray] = {}
     runs = [[warmup.feeds]]
     if settings.max_batch_size and warmup.feeds:
@@ -130,9 +119,7 @@ def compared(
 ) -> str:
     """Return a text on how far the outputs of kernels and function bodies differ.
 
-    Raises:
-        ModelError: the difference exceeds rounding errors.
-        ServiceError: the function bodies do not run.
+    ModelError: they differ by more than rounding. ServiceError: the function bodies do not run.
     """
     expected = bodies.run([warmup.feeds], list(found))
     worst, limit = 0.0, 0.0
@@ -158,10 +145,8 @@ def _apart(
 ) -> tuple[float, float, str]:
     """Return the difference, the accepted one, and what is wrong, or "".
 
-    On CUDA, fp32 matrix products use TF32, which has the 10-bit mantissa of fp16.
-
-    Args:
-        noise: returns that of `nudged` inputs. It is called if the difference is not that of rounding.
+    On CUDA, fp32 matrix products use TF32, which has the 10-bit mantissa of fp16. `noise` is called if the
+    difference is not that of rounding: it returns that of `nudged` inputs.
     """
     dtype = "float16" if device != "cpu" and value.dtype == np.float32 else value.dtype.name
     apart, limit = difference(expected, value), accepted(dtype)
