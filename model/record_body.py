@@ -239,6 +239,25 @@ def trace(body: Body, calls: Sequence[Call], opset: int, *, by_rank: bool = Fals
     Raises:
         ExportError: the builder does not fit the record, or the calls cannot share one function.
     """
+    key = body.build, calls[0].record, opset, by_rank, *dict.fromkeys(map(_seen_by_body, calls))
+    if key not in _TRACED:
+        if len(_TRACED) >= _MOST_TRACED:
+            _TRACED.clear()
+        _TRACED[key] = _traced(body, calls, opset, by_rank)
+    return _TRACED[key].clone()
+
+
+_TRACED, _MOST_TRACED = dict[tuple[Any, ...], ir.Function](), 256
+"""What has been traced: the optimizer gives the forms of one model the same bodies a dozen times."""
+
+
+def _seen_by_body(call: Call) -> tuple[Any, ...]:
+    """Returns all of a call that its body can depend on; attributes as text, because 0.0 == -0.0."""
+    ranks = [(name, _rank(value)) for name, value in call.inputs.items()]
+    return (*ranks, *call.dtypes.items(), repr(call.attributes))
+
+
+def _traced(body: Body, calls: Sequence[Call], opset: int, by_rank: bool) -> ir.Function:
     record = calls[0].record
     dtypes = {name: {call.dtypes[name] for call in calls} for name in calls[0].dtypes}
     floating = set().union(*dtypes.values()).intersection(_FLOATS)

@@ -197,6 +197,18 @@ def test_an_ir_model_is_changed_in_place() -> None:
     assert [name for _, name, _ in model.functions] == ["CustomRelu"]
 
 
+def test_models_share_no_function() -> None:
+    """A body is traced once for calls that are alike; each model has it as its own."""
+    texts = [f"p = {DOMAIN}.CustomPadAffine<scale = {scale}>(x)" for scale in ("0.0", "0.0", "-0.0")]
+    found = [attach_bodies(ir.from_proto(model_of([text], "float[2] x"))).functions for text in texts]
+    nodes = [{*function.all_nodes()} for each in found for function in each.values()]
+    assert len({*nodes[0], *nodes[1], *nodes[2]}) == sum(map(len, nodes)) == 3 * len(nodes[0]) > 0
+    [function] = found[0].values()
+    function.outputs.pop()
+    [again] = attach_bodies(ir.from_proto(model_of(texts[:1], "float[2] x"))).functions.values()
+    assert len(again.outputs) == 1
+
+
 def nested(count: int) -> onnx.ModelProto:
     """A model whose functions become 8 nodes a pair of calls: Relu, If with three nodes, a call with two."""
     names = [*(f"v{index}" for index in range(2 * count)), "y"]

@@ -13,7 +13,9 @@ _LOGGERS = (
 @contextmanager
 def silent_loggers() -> Iterator[None]:
     """Silences the loggers of the packages that models are read and made with."""
-    loggers = [logging.getLogger(name) for name in _LOGGERS]
+    # Silent ones stay as they are: to set a level clears the cache of each logger, of which torch has 100.
+    found = map(logging.getLogger, _LOGGERS)
+    loggers = [logger for logger in found if logger.level != logging.CRITICAL]
     levels = [logger.level for logger in loggers]
     try:
         for logger in loggers:
