@@ -1,5 +1,6 @@
 """Creates sessions: checks model and library, registers the library, requires the provider to be active."""
 
+import importlib.util
 import os
 import tempfile
 import warnings
@@ -123,12 +124,12 @@ def open_session(
         options.enable_profiling, options.profile_file_prefix = True, f"{folder.name}/ort"
     for library in libraries:
         register(options, library)
-    stream = _torch_stream(device) if device is not None and choice.uses_torch else None
+    stream, on_callers_device = _torch_stream(device if choice.uses_torch else None)
     requested = [_with_cuda_options(each, stream, enable_cuda_graph) for each in choice.providers]
 
     if choice.providers == [_CPU]:
         require_memory(model, libraries)
-    with _current_device_kept(stream):
+    with on_callers_device:  # ONNX Runtime makes its own the current one
         inner = _create(ort, model, options, requested, given)
     if choice.automatic and device is not None and cuda.CUDA not in inner.get_providers():
         reason = "ONNX Runtime could not start CUDA (its log above says why)"
@@ -234,22 +235,14 @@ def choose_providers(
     return Choice(list(providers), device, "asked for", False, uses_torch)
 
 
-def _torch_stream(device: int) -> Any:
-    """Makes the session's stream, which is ordered with torch's; None without a torch that has CUDA."""
-    try:
+def _torch_stream(device: int | None) -> tuple[Any, AbstractContextManager[Any]]:
+    """Makes the session's stream, which is ordered with torch's, and what restores the current GPU."""
+    if device is not None and importlib.util.find_spec("torch") is not None:
         import torch
-    except ImportError:
-        return None
-    return torch.cuda.Stream(device) if torch.cuda.is_available() else None
 
-
-def _current_device_kept(stream: Any) -> AbstractContextManager[Any]:
-    """Restores the caller's current GPU, because ONNX Runtime makes its own the current one."""
-    if stream is None:
-        return nullcontext()
-    import torch
-
-    return torch.cuda.device(torch.cuda.current_device())
+        if torch.cuda.is_available():
+            return torch.cuda.Stream(device), torch.cuda.device(torch.cuda.current_device())
+    return None, nullcontext()
 
 
 def _with_cuda_options(provider: Provider, stream: Any, cuda_graph: bool) -> Provider:

@@ -155,13 +155,7 @@ def _require_text(proto: onnx.ModelProto) -> None:
     entries = [*proto.metadata_props, *proto.opset_import, *proto.functions, *proto.graph.input]
     names = [getattr(entry, key, "") for entry in entries for key in ("key", "value", "domain", "name")]
     for node in custom_nodes(proto, lambda node: True):
-        names += [
-            node.proto.name,
-            node.proto.domain,
-            node.proto.op_type,
-            *node.proto.input,
-            *node.proto.output,
-        ]
+        names += [node.proto.name, *node.node_type, *node.proto.input, *node.proto.output]
         names += [text for each in node.proto.attribute for text in (each.name, each.ref_attr_name)]
     if bad := next((name for name in names if isinstance(name, bytes)), None):
         raise TypeError(f"the name {bad!r:.80} is not UTF-8")

@@ -16,17 +16,7 @@ from twinop.record.dtypes import is_foreign_to_numpy
 from .custom_nodes import Model, nodes_of_graph
 from .errors import FeedError, RunError
 from .registration import SealedLibrary
-from .tensor_specs import (
-    RIGHT_PADDED,
-    Spec,
-    guarded,
-    kind_of,
-    missing_inputs,
-    to_numpy,
-    to_ort_value,
-    unknown_name,
-    wrong_arguments,
-)
+from .tensor_specs import RIGHT_PADDED, Spec, guarded, kind_of, to_numpy, to_ort_value, unknown_name
 
 _SUFFIX = "_kernel_time"
 
@@ -205,12 +195,17 @@ class Session:
     def _checked_names(self, feeds: Any, outputs: Any) -> list[str]:
         """Returns the names of the outputs, after a look at the names of the feeds."""
         if not isinstance(feeds, dict | Mapping) or isinstance(outputs, str) or hasattr(outputs, "shape"):
-            raise wrong_arguments(feeds, outputs, self.inputs)
+            example = ", ".join(f'"{name}": {name}' for name in self.inputs)
+            kinds = " and ".join(kind_of(value) for value in (feeds, outputs) if value is not None)
+            raise FeedError(
+                "run takes a dict of the inputs by name and, if wanted, a list of output names: "
+                f"run({{{example}}}); given: {kinds or 'nothing'}"
+            )
         for name in feeds:
             if name not in self.inputs:
                 raise unknown_name("input", name, self.inputs)
-        if any(spec.name not in feeds for spec in self.required):
-            raise missing_inputs(self.required, feeds)
+        if missing := [f"{spec.name} ({spec})" for spec in self.required if spec.name not in feeds]:
+            raise FeedError(f"input missing: {', '.join(missing)}; given: {', '.join(feeds) or 'none'}")
         if outputs is None:
             return self._names
         for name in outputs:

@@ -16,19 +16,13 @@ from .custom_nodes import is_custom
 
 @dataclass(frozen=True)
 class Comparison:
-    """One output of one custom node.
-
-    Attributes:
-        tensor: its dtype and shape.
-        equal: whether torch gives the same bits; None if it need not: each runtime has its own code.
-        detail: why it need not, or how much they differ.
-    """
+    """One output of one custom node."""
 
     node: str
     op_type: str
     output: str
-    tensor: str
-    equal: bool | None
+    tensor: str  # its dtype and shape
+    equal: bool | None  # whether torch gives the same bits; None: it need not, since each has its own code
     detail: str = ""
 
 
@@ -56,10 +50,7 @@ def compare(
 ) -> list[Comparison]:
     """Runs each custom node of the main graph in torch, on the inputs that it had in ONNX Runtime.
 
-    Args:
-        proto: an `observed` model.
-        values: its outputs and initializers as torch tensors.
-        records: the libraries' records by `OpSpec.node_type`.
+    `values`: the outputs and initializers of an `observed` model as torch tensors. `records`: by node type.
     """
     comparisons = []
     for node in filter(is_custom, proto.graph.node):

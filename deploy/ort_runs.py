@@ -53,17 +53,11 @@ class Earlier:
 
 @dataclass(frozen=True)
 class Answer:
-    """What ONNX Runtime made of a model.
+    """What ONNX Runtime made of a model."""
 
-    Attributes:
-        libraries: those that were registered.
-        outputs: of each case, as numpy arrays in the model's order; none of a case that failed.
-        note: what a user should know about the runs, or "".
-    """
-
-    libraries: Sequence[Library]
-    outputs: list[list[Any]]
-    note: str = ""
+    libraries: Sequence[Library]  # those that were registered
+    outputs: list[list[Any]]  # of each case, as numpy arrays in the model's order; none of one that failed
+    note: str = ""  # what a user should know about the runs
 
 
 _loaded = set[str]()  # SHA-256 of libraries that a model has run with: the next process need not try them
@@ -169,7 +163,7 @@ def _runs(
         warnings.simplefilter("ignore", RuntimeWarning)  # no library found: the caller reports it
         session = open_session(source, ["CPUExecutionProvider"], library, session_options=options)
     session.allow_other_sizes()
-    yield session.libraries, registration.registered()
+    yield session.libraries, frozenset(registration.registered)
     fed = [{name: each for name, each in case.items() if name in session.inputs} for case in cases]
     wanted = {each for case in fed for each in case.values() if isinstance(each, Earlier)}
     kept = dict[Earlier, Any]()

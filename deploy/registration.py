@@ -109,13 +109,8 @@ class SealedLibrary(Library):
     copy: SealedFile = field(compare=False, repr=False)
 
 
-def registered() -> frozenset[str]:
-    """Returns the SHA-256 of the libraries that this process has loaded."""
-    return frozenset(_registered)
-
-
 # The loader knows the copies by path. These stay open, so that no other copy gets the path of one of them.
-_registered: dict[str, SealedFile] = {}
+registered: dict[str, SealedFile] = {}  # by SHA-256
 
 
 def sealed(path: Path) -> SealedLibrary:
@@ -142,13 +137,13 @@ def copied(path: Path) -> SealedFile:
 
 def register(options: Any, library: SealedLibrary) -> None:
     """Registers a library's copy on session options; raises LibraryError if ONNX Runtime cannot load it."""
-    if library.copy.sha256 not in loaded_before.union(_registered):
+    if library.copy.sha256 not in loaded_before.union(registered):
         file = f"/proc/self/fd/{library.copy.number}"
         program = [] if skip_subprocess_probe else [_REGISTER, file, _MODEL.SerializeToString().hex()]
         if problem := require_loads(library.path, file, library.copy.number, program=program):
             problem = problem.replace(file, str(library.path))
             raise LibraryError(f"{library.path}: ONNX Runtime cannot load it: {problem}")
-    copy = _registered.setdefault(library.copy.sha256, library.copy)
+    copy = registered.setdefault(library.copy.sha256, library.copy)
     try:
         options.register_custom_ops_library(str(copy.path))
     except Exception as error:

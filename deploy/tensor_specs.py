@@ -165,22 +165,6 @@ def unknown_name(kind: str, name: Any, known: Mapping[str, Any]) -> FeedError:
     return FeedError(f"the model has no {kind} {name!r}; its {kind}s: {', '.join(known)}")
 
 
-def missing_inputs(required: Iterable[Spec], feeds: Mapping[str, Any]) -> FeedError:
-    """Returns the error for required inputs that are not among those given."""
-    names = ", ".join(f"{spec.name} ({spec})" for spec in required if spec.name not in feeds)
-    return FeedError(f"input missing: {names}; given: {', '.join(map(str, feeds)) or 'none'}")
-
-
-def wrong_arguments(feeds: Any, outputs: Any, inputs: Mapping[str, Spec]) -> FeedError:
-    """Returns the error for a run without a dict of inputs or a list of output names."""
-    example = ", ".join(f'"{name}": {name}' for name in inputs)
-    given = " and ".join(kind_of(value) for value in (feeds, outputs) if value is not None)
-    return FeedError(
-        f"run takes a dict of the inputs by name and, if wanted, a list of output names: "
-        f"run({{{example}}}); given: {given or 'nothing'}"
-    )
-
-
 def kind_of(value: Any) -> str:
     """Returns what a value is, for messages: "a torch tensor", "an OrtValue", or the name of its type."""
     module, name = type(value).__module__.split(".")[0], type(value).__qualname__

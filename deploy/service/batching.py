@@ -23,7 +23,6 @@ from .settings import ModelSettings
 
 _log = logging.getLogger(__name__)
 
-
 Outcome = dict[str, np.ndarray] | ServiceError
 
 
@@ -96,10 +95,6 @@ class Batcher:
     @property
     def queued(self) -> int:
         return len(self._waiting)
-
-    @property
-    def running(self) -> int:
-        return self._instances - len(self._idle)
 
     async def submit(self, request: Request, outputs: tuple[str, ...]) -> Result:
         """Queue a request that fits the model, and wait for its answer.

@@ -39,7 +39,10 @@ class Instance:
         Returns the outputs in newly allocated memory. The message of a ServiceError is for clients.
         """
         try:
-            return self.session.run_checked(_joined(parts), list(outputs), self._options)
+            inputs = parts[0]
+            if len(parts) > 1:
+                inputs = {name: np.concatenate([part[name] for part in parts]) for name in inputs}
+            return self.session.run_checked(inputs, list(outputs), self._options)
         except Exception as error:
             raise _failure(error, self.session.device) from error
 
@@ -50,12 +53,6 @@ class Instance:
     def close(self) -> None:
         """Release the session. The last instance of a session frees its memory."""
         self.session = None
-
-
-def _joined(parts: _Parts) -> Mapping[str, np.ndarray]:
-    if len(parts) == 1:
-        return parts[0]
-    return {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
 
 
 def _failure(error: Exception, device: str) -> ServiceError:

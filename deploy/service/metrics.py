@@ -4,7 +4,6 @@ Labels are looked up once per version to keep the cost of a request low.
 """
 
 import time
-from collections import Counter as Tally
 from typing import Any
 
 from prometheus_client import Counter, Gauge, Histogram
@@ -45,7 +44,7 @@ _OF_A_VERSION: tuple[MetricWrapperBase, ...] = (
 for _result in ("ok", "failed"):
     LOADS.labels(_result)  # a zero before the first load lets rate() see the first one
 
-_owners: Tally[tuple[str, str]] = Tally()  # two while a version is being reloaded
+_owners: dict[tuple[str, str], "ModelMetrics"] = {}  # the last one, while a version is being reloaded
 
 
 def loaded(ok: bool) -> None:
@@ -99,7 +98,7 @@ class ModelMetrics:
         """`queue`: the version's Batcher. `provider`: what runs the model, "cpu" or "cuda:<index>"."""
         self.labels = (model, str(version))
         self.in_flight = 0
-        _owners[self.labels] += 1
+        _owners[self.labels] = self
         self.requests = REQUESTS.labels(*self.labels)
         self.request_seconds = REQUEST_SECONDS.labels(*self.labels)
         self.queue_seconds = QUEUE_SECONDS.labels(*self.labels)
@@ -118,12 +117,10 @@ class ModelMetrics:
 
     def drop(self) -> None:
         """Remove the version's series, unless the version has been loaded again."""
-        _owners[self.labels] -= 1
-        if _owners[self.labels] > 0:
-            return
-        del _owners[self.labels]
-        for metric in _OF_A_VERSION:
-            metric.remove_by_labels(self._set())
+        if _owners.get(self.labels) is self:
+            del _owners[self.labels]
+            for metric in _OF_A_VERSION:
+                metric.remove_by_labels(self._set())
 
     def _set(self) -> dict[str, str]:
         return dict(zip(_LABELS, self.labels, strict=True))

@@ -58,13 +58,13 @@ def test_what_a_process_has_loaded_the_next_one_does_not_try(monkeypatch: pytest
     for name, start in (
         ("skip_subprocess_probe", False),
         ("loaded_before", frozenset()),
-        ("_registered", {}),
+        ("registered", {}),
     ):
         monkeypatch.setattr(registration, name, start)
     monkeypatch.setattr(registration, "require_loads", lambda path, *_, **__: tried.append(path))
     before = frozenset[str]()
     for _ in range(2):
-        registration._registered.clear()
+        registration.registered.clear()
         [(_, before)] = ort_runs._runs(model, None, [], True, True, False, 0, before)
     assert [path.name for path in tried] == ["libcustom_relu.so"] and len(before) == 1
 

@@ -187,7 +187,7 @@ def test_constants_of_zeros() -> None:
 def test_memory_that_runs_no_code(how: str, library: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As with vm.memfd_noexec=2, or under SELinux: a file without a name takes its place."""
     registration._copy.cache_clear()
-    monkeypatch.setattr(registration, "_registered", {})
+    monkeypatch.setattr(registration, "registered", {})
     if how == "refused":
 
         def refuse(*_: Any) -> int:
@@ -225,7 +225,7 @@ def test_an_app_that_is_not_python_is_not_started(
     app.write_text(f"#!/bin/sh\ntouch {tmp_path}/started\n")
     app.chmod(0o755)
     real = getattr(sys, "_base_executable", sys.executable)
-    monkeypatch.setattr(registration, "_registered", {})
+    monkeypatch.setattr(registration, "registered", {})
     for name, path in (("executable", str(app)), ("_base_executable", real)):
         monkeypatch.setattr(sys, name, path, raising=False)
     assert python_child.executable() == real

@@ -47,7 +47,7 @@ def test_children_take_no_module_of_the_current_folder(
     model = make_model("CustomRelu").SerializeToString()
     assert server.run(ort_runs._runs, model, None, [], True, True, False, 0, frozenset()) != [[]]
     server.close()
-    monkeypatch.setattr(registration, "_registered", {})  # a library is registered in a child first
+    monkeypatch.setattr(registration, "registered", {})  # a library is registered in a child first
     assert session(make_model("CustomRelu"), ["CPUExecutionProvider"]).library
     said = subprocess.run(python_child.module("json.tool"), input=b"[1]", capture_output=True)
     assert said.returncode == 0 and said.stdout.split() == [b"[", b"1", b"]"]

@@ -52,10 +52,10 @@ def test_several_instances_run_side_by_side() -> None:
         queue = batcher(runner, instances=3)
         tasks = [asyncio.create_task(queue.submit(request(i), Y)) for i in range(3)]
         await until(lambda: len(runner.batches) == 3)
-        assert queue.running == 3
+        assert not queue._idle
         runner.gate.set()
         await asyncio.gather(*tasks)
-        assert queue.running == 0
+        assert len(queue._idle) == 3
 
     run(test)
 
@@ -147,12 +147,12 @@ def test_deadlines_of_any_fraction_are_kept_on_the_loop_that_serves() -> None:
         runner = Doubler(held=True)
         queue = batcher(runner, max_queue=1000)
         first = asyncio.create_task(queue.submit(request(0), Y))
-        await until(lambda: queue.running == 1)
+        await until(lambda: not queue._idle)
         seconds = np.random.default_rng(0).uniform(0.02, 0.3, 100)
         started = time.monotonic()
         waiting = [queue.submit(request(1, deadline=started + s), Y) for s in seconds]
         outcomes = await asyncio.gather(*waiting, return_exceptions=True)
-        assert queue.running == 1  # the run is still held
+        assert not queue._idle  # the run is still held
         assert {failure_of(outcome) for outcome in outcomes} == {DEADLINE}
         runner.gate.set()
         await first
