@@ -21,6 +21,7 @@ from twinop.libraries.library import find_library
 
 # Waiting threads of torch would spin and slow other test processes down. torch reads this at its import.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+os.environ.setdefault("TORCHINDUCTOR_CPP_CACHE_PRECOMPILE_HEADERS", "0")  # it takes half a minute, for a test
 pytest_plugins = ["twinop.testing.plugin"]
 os.environ.pop("COLUMNS", None)  # xdist sets it, and rich reads it once, at its import
 

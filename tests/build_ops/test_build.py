@@ -184,6 +184,7 @@ def test_an_interrupted_build_leaves_no_library(tmp_path: Path, how: int) -> Non
     assert read_library(output).records.keys() == {"times"}
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(shutil.which("nvcc") is None, reason="no nvcc on this machine")
 def test_cuda(tmp_path: Path) -> None:
     """A kernel of one's own, beside a CUDA file without ops."""

@@ -1,15 +1,13 @@
 """Small ops with kernels that were compiled ahead, and libraries of them."""
 
-import atexit
 import os
-import shutil
 import subprocess
-import tempfile
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
-from functools import cache
 from pathlib import Path
 from typing import Any
+
+from record_driver import precompiled
 
 from twinop import __version__
 from twinop.aot_kernels.expression import as_expression
@@ -37,23 +35,13 @@ def _compiler() -> list[str]:
     return [os.environ.get("CXX", "g++"), *flags, *defined]
 
 
-@cache
-def _headers() -> Path:
-    """A header with what all sources include, compiled: to read that takes most of the time of each."""
-    folder = Path(tempfile.mkdtemp(prefix="twinop-aot-"))
-    atexit.register(shutil.rmtree, folder, ignore_errors=True)
-    header = folder / "headers.h"
-    header.write_text('#include "twinop/aot_kernels/op.h"\n')
-    subprocess.run([*_compiler(), "-x", "c++-header", header, "-o", f"{header}.gch"], check=True)
-    return header
-
-
 def compile_library(contents: Contents, folder: Path, name: str) -> Path:
     """Writes the source of contents, and compiles it without optimization."""
     source, library = folder / f"{name}.cpp", folder / f"lib{name}.so"
     generate(contents, source)
     archive = str(find_installation() / "libtwinop_ort.a")
-    command = [*_compiler(), "-shared", "-include", str(_headers()), str(source), archive, "-ldl"]
+    headers = str(precompiled(("twinop/aot_kernels/op.h",), *_compiler()))
+    command = [*_compiler(), "-shared", "-include", headers, str(source), archive, "-ldl"]
     command += ["-Wl,--undefined=RegisterCustomOps,-Bsymbolic,-z,nostart-stop-gc,-z,nodelete"]
     done = subprocess.run([*command, "-o", str(library)], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

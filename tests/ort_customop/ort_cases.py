@@ -56,8 +56,16 @@ class Cases:
     def write(self, folder: Path) -> None:
         for file, model in self.models.items():
             onnx.save(model, folder / file)
-        np.savez(folder / "arrays.npz", **self.arrays)  # type: ignore[arg-type]
-        (folder / "cases.json").write_text(json.dumps(self.cases))
+        places, memory = (
+            dict[str, Any](),
+            bytearray(),
+        )  # to read thousands of NumPy's files took most of the time
+        for key, array in self.arrays.items():
+            memory += bytes(-len(memory) % 64)
+            places[key] = array.dtype.str, array.shape, len(memory)
+            memory += array.tobytes()
+        (folder / "arrays").write_bytes(memory)
+        (folder / "cases.json").write_text(json.dumps({"cases": self.cases, "arrays": places}))
 
 
 def graph(

@@ -1,10 +1,11 @@
 """Runs prepared cases on the onnxruntime of this environment: `python ort_matrix.py <folder>`.
 
-The folder holds cases.json, models and arrays.npz, made by test_ort_versions.py. Needs onnxruntime and numpy
+The folder holds cases.json, models and arrays, made by test_ort_versions.py. Needs onnxruntime and numpy
 only, and answers one JSON line a case: its name, and what was wrong (or null).
 """
 
 import json
+import math
 import re
 import sys
 from pathlib import Path
@@ -79,9 +80,13 @@ def run_case(case, folder, arrays):
 
 
 def main(folder):
-    arrays = dict(np.load(folder / "arrays.npz"))
+    made, memory = json.loads((folder / "cases.json").read_text()), (folder / "arrays").read_bytes()
+    arrays = {
+        key: np.frombuffer(memory, dtype, math.prod(shape), place).reshape(shape)
+        for key, (dtype, shape, place) in made["arrays"].items()
+    }
     print(json.dumps({"onnxruntime": ort.__version__}), flush=True)
-    for case in json.loads((folder / "cases.json").read_text()):
+    for case in made["cases"]:
         print(json.dumps({"case": case["name"]}), flush=True)  # which one it was if the process dies
         print(json.dumps({"case": case["name"], "wrong": run_case(case, folder, arrays)}), flush=True)
 

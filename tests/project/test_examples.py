@@ -65,6 +65,7 @@ def test_an_example_with_cuda(example: Path, tmp_path: Path) -> None:
     run_tests(folder)
 
 
+@pytest.mark.slow
 def test_the_example_of_numba(tmp_path: Path) -> None:
     path = build(
         ROOT / "examples/numba",

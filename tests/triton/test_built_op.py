@@ -1,4 +1,4 @@
-"""`twinop build` of a Python file: what the library holds, where it runs, and errors of the build."""
+"""`twinop build` of a Python file and a header: what the library holds, where it runs, and errors."""
 
 import os
 import shutil
@@ -13,16 +13,17 @@ import onnxruntime as ort
 import pytest
 import torch
 import warm_python
+from build_files import tiny
 from kernel_ops import mish_file
 
 from twinop import torch_op
-from twinop.building.builder import build
+from twinop.building.builder import Built, build
 from twinop.building.options import Options
 from twinop.building.project import find_project
 from twinop.errors import BuildError, TwinopError
 from twinop.export import export
 from twinop.libraries.kernel_op import describe_source
-from twinop.libraries.library import Library, needed_libraries
+from twinop.libraries.library import Library, needed_libraries, read_library
 from twinop.libraries.load_module import load_module
 from twinop.testing.one_node import make_session, one_node_model
 
@@ -36,19 +37,31 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def library(folder: Path) -> Library:
-    """A library with an op, built for two architectures without a GPU and without nvcc."""
-    file = mish_file(folder, "built_mish")
+    """A library with ops of both kinds, built for two architectures without a GPU and without nvcc."""
+    mish_file(folder, "built_mish")
+    (folder / "times.h").write_text(tiny())
     patch = pytest.MonkeyPatch()
     patch.setenv("CUDACXX", "no-such-nvcc")
     patch.setenv("TWINOP_CACHE", str(folder / "cache"))
-    built = build(find_project([file]), folder / "build" / "libbuilt_mish.so", Options("80,90"))
+    built = again(folder)
     patch.undo()
     assert built.notes == []
+    first, *compiled, last = built.compiled
+    assert first == "tracing built_mish.py" and last == "linking libbuilt_mish.so"
+    assert sorted(compiled) == ["compiling built_mish.generated.cpp", "compiling times.h"]
     return built.library
+
+
+def again(folder: Path) -> Built:
+    project = find_project([folder / "built_mish.py", folder / "times.h"])
+    assert (project.name, project.domain) == ("built_mish", "built_mish")
+    return build(project, folder / "build" / "libbuilt_mish.so", Options("80,90"))
 
 
 def test_what_it_holds(library: Library, folder: Path) -> None:
     assert library.domain == "built_mish" and library.cuda_archs == "80-real,90-real,80-virtual"
+    assert list(library.records) == ["built_mish", "times"] and library.exports_ort
+    assert library.records["times"].devices == ("cpu",)
     record = library.records["built_mish"]
     assert record.onnx_name == "CustomBuiltMish" and record.devices == ("cpu", "cuda")
     assert record.dtypes == "float32; float16; bfloat16"
@@ -83,14 +96,30 @@ def test_it_runs_in_torch_and_in_onnx_runtime(library: Library, folder: Path, tm
         session = make_session(model, library.path, "cpu")
         (found,) = session.run_with_ort_values(None, {"x": ort.OrtValue.from_dlpack(x.to(dtype))})
         torch.testing.assert_close(torch.from_dlpack(found), op(x.to(dtype)))
+    times = torch_op.load(library.path).functions["times"]
+    assert torch.equal(op(times(x)), torch.nn.functional.mish(2 * x))
 
     class Net(torch.nn.Module):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return op(x * 2)
+            return op(times(x))
 
     report = export(Net(), (x,), tmp_path / "net.onnx", dynamic={"x": [0]}, optimize=False)
-    assert report.parity is not None and report.without_library is not None
-    assert [each.name for each in onnx.load(tmp_path / "net.onnx").functions] == ["CustomBuiltMish"]
+    assert report.parity is not None and report.parity.error < 1e-6
+    proto = onnx.load(tmp_path / "net.onnx")
+    assert [each.name for each in proto.functions] == ["CustomBuiltMish"]
+    assert [each.op_type for each in proto.graph.node] == ["CustomTimes", "CustomBuiltMish"]
+
+
+def test_what_did_not_change_is_not_compiled_again(
+    library: Library, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also in a process that imported a module whose file is gone."""
+    (gone := tmp_path / "gone_module.py").touch()
+    monkeypatch.setitem(sys.modules, "gone_module", load_module(gone))
+    gone.unlink()
+    monkeypatch.setenv("TWINOP_CACHE", str(folder / "cache"))
+    monkeypatch.setenv("CUDACXX", "no-such-nvcc")
+    assert again(folder).compiled == []
 
 
 def test_an_outdated_library_is_not_used(library: Library, folder: Path, tmp_path: Path) -> None:
@@ -114,22 +143,11 @@ def refused(tmp_path: Path, name: str, text: str, archs: str = "90", **more: Any
     return str(raised.value)
 
 
-def _test_alone(library: Library, folder: Path, **env: str) -> tuple[int, str]:
-    path = shutil.copy(library.path, folder)
-    done = warm_python.run(["-m", "twinop", "test", path], cwd=folder, env=os.environ | env)
-    return done.returncode, done.stdout + done.stderr
-
-
-def test_without_its_python_file_and_a_gpu_nothing_can_be_tested(library: Library, tmp_path: Path) -> None:
-    code, printed = _test_alone(library, tmp_path, CUDA_VISIBLE_DEVICES="")
-    assert code == 1
-    assert "its ops have no CPU kernels, and this machine has no GPU. Put the Python file" in printed
-
-
 @pytest.mark.cuda
 def test_without_its_python_file_the_gpu_is_tested(library: Library, tmp_path: Path) -> None:
-    code, printed = _test_alone(library, tmp_path)
-    assert code == 0 and " passed" in printed, printed
+    path = shutil.copy(library.path, tmp_path)
+    done = warm_python.run(["-m", "twinop", "test", path], cwd=tmp_path)
+    assert done.returncode == 0 and " passed" in done.stdout, done.stdout + done.stderr
 
 
 def test_what_cannot_be_built(tmp_path: Path) -> None:
@@ -147,6 +165,33 @@ def test_what_cannot_be_built(tmp_path: Path) -> None:
     assert statistics.mean([1]) == 1  # imported
     said = refused(tmp_path, "statistics", mish)
     assert "another module has the name statistics" in said and "Rename the file" in said
+
+
+def test_ops_of_one_name(tmp_path: Path) -> None:
+    file = mish_file(tmp_path, "one_name")
+    (tmp_path / "other.h").write_text(tiny("one_name"))
+    with pytest.raises(
+        BuildError, match=r"one_name.py:\d+: one_name is an op of other.h, too. Ops of one library have diff"
+    ):
+        build(find_project([file, tmp_path / "other.h"]), options=Options("80"))
+    second = mish_file(tmp_path / "second", "one_name").rename(tmp_path / "second.py")
+    second.write_text(second.read_text().replace("body=", 'domain="one_name", body='))
+    with pytest.raises(BuildError, match=r"second.py:\d+: one_name is an op of one_name.py:\d+, too"):
+        build(find_project([file, second], "one_name"), options=Options("80"))
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("nvcc") is None, reason="needs nvcc")
+def test_kernels_of_nvcc_and_of_triton(tmp_path: Path) -> None:
+    file = mish_file(tmp_path, "with_cube")
+    cube = Path(__file__).parents[1] / "ops/cube.h"
+    library = build(find_project([file, cube]), tmp_path / "libwith_cube.so", Options("80,90")).library
+    devices = {name: record.devices for name, record in read_library(library.path).records.items()}
+    both = ("cpu", "cuda")
+    assert devices["cube"] == devices["cube_backward"] == devices["with_cube"] == both
+    assert library.cuda_version and library.cuda_archs == "80-real,90-real,80-virtual"
+    x = torch.linspace(-5, 5, 33)
+    torch.testing.assert_close(torch_op.load(library.path).functions["cube"](x), x**3)
 
 
 @pytest.mark.cuda

@@ -59,7 +59,7 @@ def test_a_plan_has_the_launch_of_helions_own_code(softmax: Any, tmp_path: Path)
         record("f", "x", "residual", input_shapes="residual = x"), softmax.add_softmax.launcher, SAMPLES
     )
     assert plans.notes == ()
-    for index, shape in enumerate(SHAPES):
+    for index, shape in enumerate(SHAPES[1::2]):  # Helion needs seconds for each
         shapes = [shape, shape]
         own = written(
             softmax.add_softmax_kernel,
@@ -112,19 +112,16 @@ def test_before_it_is_built(kernels: Any) -> None:
     assert kernels.helion_scaled(on_gpu).shape == (5, 6)
 
 
-def test_attributes_and_constants(kernels: Any) -> None:
+def test_attributes_and_constants(kernels: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The GPU of the build is not asked."""
+    kernels.scaled_kernel.reset()
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "init", lambda: None)
     plans = trace(kernels.helion_scaled.record, kernels.helion_scaled.launcher)
     own = [evaluated(chosen(plans, [(5, 6)], 3.0, twice), [(5, 6)], 3.0, twice) for twice in (False, True)]
     assert [launch[2]["factor"] for [launch] in own] == [3.0, 3.0]
     sources = [chosen(plans, [(5, 6)], 3.0, twice).steps[0].kernel.src for twice in (False, True)]
     assert sources[0] != sources[1]
-
-
-def test_the_gpu_of_the_build_is_not_asked(kernels: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    kernels.scaled_kernel.reset()
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "init", lambda: None)
-    assert trace(kernels.helion_scaled.record, kernels.helion_scaled.launcher).plans
 
 
 def test_sizes_that_a_kernel_specializes(kernels: Any) -> None:

@@ -19,13 +19,13 @@ from twinop.record.dtypes import ELEMENT_TYPES
 
 def norm_body(x: torch.Tensor, *, eps: float, kind: str) -> torch.Tensor:
     y = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps)
-    return {"none": y, "relu": torch.relu(y), "double": 2 * y}[kind]
+    return {"none": y, "relu": torch.relu(y)}[kind]
 
 
 @twinop.triton_op(
     'norm(Tensor x, float eps=1e-5, str kind="none") -> Tensor',
     body=norm_body,
-    choices="kind = none | relu | double",
+    choices="kind = none | relu",
     samples=lambda dtype, size: [(torch.randn(3, size).to(dtype),)],
     domain="bodies",
 )
@@ -102,7 +102,8 @@ def gated_of_rank(rank: int) -> onnx.ModelProto:
     return model(gated, [{}], [f"n{i}" for i in range(rank)])
 
 
-@pytest.mark.parametrize("shape", [(3, 8), (1, 2), (4, 6, 10)], ids=str)
+# An export takes seconds.
+@pytest.mark.parametrize("shape", [(3, 8), (1, 2), pytest.param((4, 6, 10), marks=pytest.mark.slow)], ids=str)
 def test_halves_of_open_sizes(shape: tuple[int, ...]) -> None:
     """torch's exporter splits into a sequence for `chunk` and `split`, and fails."""
     made = gated_of_rank(len(shape))
@@ -113,7 +114,7 @@ def test_halves_of_open_sizes(shape: tuple[int, ...]) -> None:
 
 
 def test_one_function_serves_all_attributes() -> None:
-    calls: list[dict[str, Any]] = [{}, {"eps": 0.5}, {"kind": "relu", "eps": 0.1}, {"kind": "double"}]
+    calls: list[dict[str, Any]] = [{}, {"eps": 0.5}, {"kind": "relu", "eps": 0.1}]
     made = model(norm, calls, ["a", "b", "c"])
     assert [each.name for each in made.functions] == ["CustomNorm"]
     session = ort.InferenceSession(made.SerializeToString(), providers=["CPUExecutionProvider"])

@@ -50,13 +50,13 @@ def refusal(*launches: TracedLaunch, archs: tuple[int, ...] = (80,)) -> str:
     return str(error.value)
 
 
-def test_gelu_for_six_architectures() -> None:
-    (plan,), kernels = compile_plans([plan_of(gelu_launch("bfloat16"))], (80, 86, 89, 90, 100, 120))
+def test_gelu_for_several_architectures() -> None:
+    (plan,), kernels = compile_plans([plan_of(gelu_launch("bfloat16"))], (80, 89, 90, 120))
     assert len(plan.steps) == 1
     assert len(kernels) == 3
     for kernel in kernels:
         *cubins, ptx = kernel.images
-        assert [image.arch for image in cubins] == ["80", "86", "89", "90a", "100a", "120a"]
+        assert [image.arch for image in cubins] == ["80", "89", "90a", "120a"]
         assert all(image.code.startswith(b"\x7fELF") for image in cubins)
         assert ptx.is_ptx and ptx.arch == "89"
         assert b".target sm_89\n" in ptx.code and b".version 8.0\n" in ptx.code
@@ -126,10 +126,11 @@ def test_a_kernel_that_needs_32_bits_gets_a_general_variant_of_32_bits() -> None
     assert step.variants[-1].requirements == ()
 
 
-def test_a_kernel_with_much_code_has_two_variants() -> None:
+def test_a_kernel_with_much_code_has_two_variants(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("twinop.triton.launches._LARGE", 1000)  # more takes ptxas seconds
     launch = launch_of(
         copy_rows_kernel, pointer("x_ptr", "input"), pointer("y_ptr", "output"), number("rows", size(0, 0)),
-        number("stride", size(0, 1)), number("columns", size(0, 1)), BLOCK=65536, options={"num_warps": 4},
+        number("stride", size(0, 1)), number("columns", size(0, 1)), BLOCK=1024, options={"num_warps": 4},
     )  # fmt: skip
     (plan,), kernels = compile_plans([plan_of(launch)], (80,), ptx=False)
     (step,) = plan.steps

@@ -1,10 +1,14 @@
 """Triton ops that read or write floats of 8 bits: built for sm_90 without a GPU, run in both runtimes."""
 
+import os
+import shutil
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import warm_python
 from samples import DEVICES
 
 from twinop.building.builder import build
@@ -90,3 +94,10 @@ def test_both_runtimes_store_8_bits(library: Library, device: str) -> None:
         result = torch.empty_like(wanted, device=device)
         run_bound(session, dict(zip(("x", "scale"), inputs, strict=True)), {"y": result})
         assert result.float().cpu().equal(wanted.float())
+
+
+def test_without_its_python_file_and_a_gpu_nothing_can_be_tested(library: Library, tmp_path: Path) -> None:
+    command = ["-m", "twinop", "test", shutil.copy(library.path, tmp_path)]
+    done = warm_python.run(command, cwd=tmp_path, env=os.environ | {"CUDA_VISIBLE_DEVICES": ""})
+    assert done.returncode == 1
+    assert "its ops have no CPU kernels, and this machine has no GPU. Put the Python file" in done.stderr
