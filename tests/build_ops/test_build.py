@@ -84,7 +84,7 @@ def test_a_damaged_build_tree_is_built_again(tmp_path: Path) -> None:
     header, output = tmp_path / "times.h", tmp_path / "build/libtimes.so"
     header.write_text(tiny(factor="4"))
     build(find_project([header]), output, CPU)
-    for damage in ("CMakeLists.txt", "ninja/build.ninja", "ninja/.ninja_log"):
+    for damage in ("CMakeLists.txt", "ninja/.ninja_log"):
         (tmp_path / "build/.libtimes" / damage).unlink()
         assert "compiling times.h" in build(find_project([header]), output, CPU).compiled, damage
 

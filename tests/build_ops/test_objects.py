@@ -247,6 +247,13 @@ def test_an_error_is_one_message(mixed: torch_op.Ops, call: object, message: str
 # ---------------------------------------------------------------------------- what is refused
 
 
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory: pytest.TempPathFactory) -> bytes:
+    """An object file."""
+    (source := tmp_path_factory.mktemp("plain") / "plain.c").write_text(PLAIN)
+    return compiled(source).read_bytes()
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -271,9 +278,8 @@ def test_an_error_is_one_message(mixed: torch_op.Ops, call: object, message: str
         (["gone.o"], "gone.o: no such file"),
     ],
 )
-def test_bad_input(tmp_path: Path, options: list[str], message: str) -> None:
-    (tmp_path / "plain.c").write_text(PLAIN)
-    content = compiled(tmp_path / "plain.c").read_bytes()
+def test_bad_input(plain: bytes, tmp_path: Path, options: list[str], message: str) -> None:
+    (tmp_path / "plain.o").write_bytes(content := plain)
     (tmp_path / "other.o").write_bytes(content[:18] + b"\xb7\0" + content[20:])
     (tmp_path / "short.o").write_bytes(content[:-200])
     (tmp_path / "text.o").write_text("a text\n")

@@ -240,32 +240,6 @@ def test_derivatives_of_pow_where_it_has_edges(device: str) -> None:
         torch.testing.assert_close(mine, theirs, equal_nan=True, rtol=1e-14, atol=0)
 
 
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("in_dims", [(0, None), (None, 0), (0, 0), (1, None), (2, 0), (0, 1)])
-def test_vmap_over_broadcast_operands(in_dims: tuple[int | None, int | None], device: str) -> None:
-    a, b = torch.randn(3, 3, 3, device=device), torch.randn(3, 3, device=device)
-    if in_dims[0] is None:
-        a = a[0]
-    result = torch.vmap(torch_op.mul, in_dims=in_dims)(a, b)
-    assert torch.equal(result, torch.vmap(torch.mul, in_dims=in_dims)(a, b))
-
-
-@pytest.mark.parametrize("device", DEVICES)
-def test_numbers_as_operands(device: str) -> None:
-    x = torch.randn(4, 5, device=device, dtype=torch.bfloat16)
-    assert torch.equal(torch_op.add(x, 2.0), x + 2.0)
-    assert torch.equal(torch_op.mul(3, x), 3 * x)
-    torch.testing.assert_close(torch_op.pow(x, 2), x**2)
-    assert torch.equal(torch_op.add(x, torch.tensor(2.0, device=device, dtype=x.dtype)), x + 2.0)
-
-
-def test_shapes_that_do_not_broadcast() -> None:
-    for device in ("cpu", "meta"):
-        with pytest.raises(Exception, match=r"broadcast") as error:
-            torch_op.add(torch.ones(2, 3, device=device), torch.ones(4, device=device))
-        assert "2, 3" in str(error.value) and "4" in str(error.value) and "add" in str(error.value)
-
-
 # ---------------------------------------------------------------------------- swiglu of one packed tensor
 
 
@@ -285,17 +259,6 @@ def test_packed_swiglu_is_swiglu_of_its_halves(columns: int, dtype: torch.dtype,
                 torch.cat((grad_gate, grad_x), -1),
                 f"backward {rows} {columns}",
             )
-
-
-@pytest.mark.parametrize("device", DEVICES)
-def test_gradients_of_swiglu(device: str) -> None:
-    def leaf(seed: int, *shape: int) -> torch.Tensor:
-        return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).double().to(device)
-
-    x, gate = leaf(0, 3, 4).requires_grad_(), leaf(1, 3, 4).requires_grad_()
-    assert gradcheck(torch_op.swiglu, (x, gate)) and gradgradcheck(torch_op.swiglu, (x, gate))
-    packed = leaf(2, 3, 8).requires_grad_()
-    assert gradcheck(torch_op.swiglu_packed, (packed,)) and gradgradcheck(torch_op.swiglu_packed, (packed,))
 
 
 def test_packed_swiglu_needs_an_even_width() -> None:

@@ -23,7 +23,7 @@ def check(mask: torch.Tensor) -> None:
 def test_values(length: int, dtype: torch.dtype, device: str) -> None:
     """Of one sequence, a batch, and more than the blocks that wait for the kernel before."""
     random = torch.Generator().manual_seed(length)
-    for batch in (0, 1, 3, 64, 1500):
+    for batch in (0, 1, 3, 64, *([1500] if device == "cuda" else [])):
         ends = torch.randint(length + 1, (batch, 1), generator=random)
         mask = (torch.arange(length) < ends).to(device, dtype)
         check(mask)

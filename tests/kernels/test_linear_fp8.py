@@ -137,7 +137,7 @@ def products_of_16_bits(x: Tensor, *weights: Tensor, **options: float) -> dict[s
 @pytest.mark.parametrize("sizes", [(16, 16), (48, 80), (256, 1024), (6160, 576)], ids=str)
 def test_x_in_16_bits(sizes: tuple[int, int], dtype: torch.dtype, device: str) -> None:
     """Few rows are not put in 8 bits: the error is that of one rounding to 16."""
-    n, k = sizes
+    n, k = sizes if device == "cuda" else (min(sizes[0], 256), sizes[1])
     weight, weight_scale, bias = weights = operands(1, n, k, dtype, device)[2:]
     for rows, eps in itertools.product((1, 9, 32), (0.0, 1e-2)):
         x = numbers(rows, k, dtype=dtype, device=device) / 8
@@ -268,6 +268,3 @@ def test_opcheck(device: str) -> None:
     torch.library.opcheck(ops.linear_fp8.default, (*given, None, "gelu"), test_utils=checks)
     x = numbers(3, 64, dtype=torch.bfloat16, device=device)
     torch.library.opcheck(ops.linear_w8.default, (x, *given[2:], None, "relu", 0.1), test_utils=checks)
-    torch.library.opcheck(ops.linear_w8_swiglu.default, (x, *given[2:]), test_utils=checks)
-    x = numbers(3, 64, dtype=torch.float16, device=device)
-    torch.library.opcheck(ops.rms_norm_fp8.default, (x,), test_utils=checks)

@@ -187,7 +187,7 @@ class Positive(torch.nn.Module):
 
 def test_the_body_runs_without_the_library(ops: Any, library: Path, tmp_path: Path) -> None:
     path = tmp_path / "m.onnx"
-    report = export.export(Positive(), (X,), path, library=library, optimize=False)
+    report = export.export(Positive(), (X,), path, exporter="torchscript", library=library, optimize=False)
     assert report.without_library is not None and report.without_library.equal
     alone = deploy.session(path, CPU, False)
     for x in (X, -X, -X.abs()):
