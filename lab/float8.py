@@ -1,17 +1,15 @@
 """8 bits beside 16: matrix products, the ops that quantise their results, and whole models.
 
 python lab/float8.py --tables products,rows,models
-python lab/float8.py --plot lab/results/float8-nvidia-h200.jsonl
 
 The models have outliers: one channel in 64 of the norms' weights is 3 to 6 times as large. torchao's float8
 has a scale for each row and column, too, and leaves the same layers in 16 bits. torch.compile takes cuBLAS
 for the products: of Triton's, which it would time for minutes, the best took 1.2 to 2.2 times as long.
 """
 
-import json
 import sys
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from copy import deepcopy
 from dataclasses import replace
 from functools import partial
@@ -30,15 +28,15 @@ from twinop import torch_op
 from twinop.bench import runtime
 from twinop.bench.cases import relative_error
 from twinop.bench.measure import COPY, IN_ORT, Subject, checked, require, side_by_side
-from twinop.bench.measurements import Output, chosen, machine_title, measuring, read
+from twinop.bench.measurements import Output, chosen, measuring
 from twinop.bench.timing import DeviceTimer
-from twinop.cli.console import out
 from twinop.optimize import optimize
 
 BF16, E4M3 = torch.bfloat16, torch.float8_e4m3fn
 TORCH, EACH_ROW, ONE_SCALE = "torch bf16", "torch scaled_mm, a scale a row", "torch scaled_mm, one scale"
 LAYERS = ((768, 3072, 1), (1024, 4096, 1), (2048, 8192, 2), (4096, 14336, 2))
 """Hidden size, inner size, and 2 where a gate doubles the first product of the MLP."""
+NORMS = {"rms_norm": (2048, 4096), "layer_norm": (768, 1024)}
 
 
 def products(timer: DeviceTimer, say: Callable[[dict[str, Any]], None]) -> None:
@@ -67,25 +65,17 @@ def product(rows: int, k: int, n: int, timer: DeviceTimer) -> dict[str, Any]:
         ONE_SCALE: lambda: Subject(partial(scaled, whole[0], whole[1].mT, scales[0] * one, scales[1] * one)),
         TORCH: lambda: Subject(partial(torch.addmm, bias, x, weight.mT)),
     }
-    return side_by_side(
-        makers,
-        lambda _, subject: require(relative_error(subject.result()[0], expected), 0.06),
-        timer,
-        rounds=21,
-        again=(TORCH,),
-    )
+
+    def check(_: str, subject: Subject) -> None:
+        require(relative_error(subject.result()[0], expected), 0.06)
+
+    return side_by_side(makers, check, timer, rounds=21, again=(TORCH,))
 
 
 def rows(timer: DeviceTimer, say: Callable[[dict[str, Any]], None]) -> None:
     """Measures the ops that quantise their results beside those that do not, in ONNX Runtime."""
-    for name, widths in {
-        "rms_norm": (2048, 4096),
-        "layer_norm": (768, 1024),
-        "add_rms_norm": (2048, 4096),
-        "add_layer_norm": (768, 1024),
-        "gelu": (3072, 4096),
-        "swiglu_packed": (8192, 14336),
-    }.items():
+    norms = {f"{added}{norm}": sizes for added in ("", "add_") for norm, sizes in NORMS.items()}
+    for name, widths in (norms | {"gelu": (3072, 4096), "swiglu_packed": (8192, 14336)}).items():
         for width in widths:
             label = {"op": name, "dtype": "bfloat16", "shape": f"16384x{width}"}
             say(label | row_op(name, 16384, width, timer))
@@ -160,40 +150,24 @@ def by_torchao(model: nn.Module) -> nn.Module:
 
 
 FILES = {"twinop, 32 bits": "float32", "twinop, 16 bits": "float16", "twinop, 8 bits": "float8"}
-SERIES: Mapping[str, tuple[Mapping[str, str], dict[str, Any]]] = {
-    "twinop in ONNX Runtime": (
-        dict(zip(FILES, ("fp32", "fp16", "8 bits"), strict=True)), {"color": "#0b8a5f", "marker": "^"},
-    ),
-    "torch.compile, torchao in 8 bits": (
-        {"torch.compile bf16": "bf16", "torch.compile torchao": "8 bits"},
-        {"color": "#e8a33d", "marker": "D"},
-    ),
-}  # fmt: skip
-"""What a plot has: labels of columns, and their styles, as in the plot of `twinop bench`."""
 MODE = "max-autotune-no-cudagraphs"
 
 
-def export_model(name: str, folder: Path) -> None:
-    """Writes a model's files, and what `optimize` said of them, unless they are there."""
-    folder.mkdir(parents=True, exist_ok=True)
-    if (folder / "reports.json").exists():
-        return
+def export_model(name: str, folder: Path) -> dict[str, str]:
+    """Writes a model's files; returns what `optimize` said of each."""
     kind, size = MODELS[name]
     dynamic = ("batch", "tokens") if kind is LLAMA else ("batch",)
     few, reports = kind.inputs(replace(size, batch=FEW, tokens=16 if kind is LLAMA else size.tokens)), {}
-    torch_export(drawn(kind, size), few, folder / "source.onnx", dynamic=dynamic)
+    torch_export(drawn(kind, size), few, source := folder / "source.onnx", dynamic=dynamic)
+    options: dict[str, Any] = {"device": "cuda", "padding": "right" if "mask" in few else None}
     for column, dtype in FILES.items():
-        padding = "right" if "mask" in few else None
-        file = folder / f"{dtype}.onnx"
-        reports[column] = str(
-            optimize(folder / "source.onnx", file, device="cuda", dtype=dtype, padding=padding)
-        )
-    (folder / "reports.json").write_text(json.dumps(reports))
+        reports[column] = str(optimize(source, folder / f"{dtype}.onnx", dtype=dtype, **options))
+    return reports
 
 
 def whole(name: str, timer: DeviceTimer, folder: Path, with_torch: bool) -> dict[str, Any]:
     """Measures a model in torch with and without torchao, and in both forms of twinop's."""
-    export_model(name, folder)
+    reports = export_model(name, folder)
     (kind, size), device = MODELS[name], timer.stream.device
     inputs = {key: each.to(device) for key, each in kind.inputs(size).items()}
     with torch.no_grad(), torch.backends.cudnn.flags(enabled=True, allow_tf32=False):
@@ -201,12 +175,10 @@ def whole(name: str, timer: DeviceTimer, folder: Path, with_torch: bool) -> dict
         expected = model(*inputs.values()).double()
         half, narrow = (cast(inputs, dtype) for dtype in (torch.float16, BF16))  # torchao takes bfloat16 only
         module, values = model.to(BF16), tuple(narrow.values())
-        makers: dict[str, Callable[[], Subject]] = {
-            column: partial(
-                in_ort, folder / f"{dtype}.onnx", inputs if dtype == "float32" else half, expected, False
-            )
-            for column, dtype in FILES.items()
-        }
+        makers: dict[str, Callable[[], Subject]] = {}
+        for column, dtype in FILES.items():
+            given = inputs if dtype == "float32" else half
+            makers[column] = partial(in_ort, folder / f"{dtype}.onnx", given, expected, False)
         if with_torch:
             makers["torch.compile bf16"] = partial(in_torch, deepcopy(module), MODE, values, False)
             makers["torch.compile torchao"] = lambda: in_torch(
@@ -223,97 +195,31 @@ def whole(name: str, timer: DeviceTimer, folder: Path, with_torch: bool) -> dict
     found = {column: times[column] | subject.facts for column, subject in subjects.items()}
     return {
         "op": name, "dtype": "16 bits", "shape": f"{size.layers} layers, {shape}", "times": found,
-        "missing": missing, "reports": json.loads((folder / "reports.json").read_text()),
+        "missing": missing, "reports": reports,
     }  # fmt: skip
-
-
-def draw(lines: Sequence[Mapping[str, Any]], path: Path) -> None:
-    """Draws time against error: a panel for each model of a report."""
-    from matplotlib import rc_context
-    from matplotlib.figure import Figure
-    from matplotlib.ticker import LogLocator
-
-    cells = [line for line in lines if line["op"] in MODELS]
-    columns = min(2, len(cells))
-    rows = -(-len(cells) // columns)
-    with rc_context({"font.size": 9, "axes.spines.top": False, "axes.spines.right": False}):
-        figure = Figure(figsize=(1 + 3.3 * columns, 0.8 + 3.1 * rows), layout="constrained")
-        for number, line in enumerate(cells, 1):
-            panel, times = figure.add_subplot(rows, columns, number), line["times"]
-            for name, (labels, style) in SERIES.items():
-                found = [
-                    (times[column]["error"], times[column]["median_us"] * 1e-3, label)
-                    for column, label in labels.items()
-                    if column in times
-                ]
-                panel.plot(*[[each[axis] for each in found] for axis in (0, 1)], label=name, **style)
-                for error, time, label in found:
-                    place = {"8 bits": (6, -3), "fp16": (-5, -11)}.get(label, (-3, 5))
-                    side: Any = "left" if place[0] > 0 else "right"
-                    panel.annotate(
-                        label, (error, time), place,
-                        textcoords="offset points", ha=side, color=style["color"],
-                    )  # fmt: skip
-            slowest, fastest = (of(each["median_us"] * 1e-3 for each in times.values()) for of in (max, min))
-            is_far = slowest > 4 * fastest  # fp32
-            panel.set(
-                xscale="log", yscale="log" if is_far else "linear",
-                ylim=(fastest / 1.5, slowest * 1.7) if is_far else (0, slowest * 1.15),
-                xlabel="relative error of the output", ylabel="milliseconds",
-            )  # fmt: skip
-            panel.set_title(f"{line['op']}, {line['shape']}", fontsize=9)
-            if is_far:
-                panel.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
-                panel.yaxis.set_major_formatter("{x:g}")
-                panel.yaxis.set_minor_formatter("")
-            panel.margins(x=0.25)
-            panel.grid(alpha=0.25)
-        drawn = {str(line.get_label()): line for axis in figure.axes for line in axis.get_lines()}
-        figure.legend(drawn.values(), drawn.keys(), loc="outside lower center", ncols=2, frameon=False)
-        figure.suptitle(f"Device time of models, and error against torch in fp32: {machine_title(cells[0])}")
-        figure.savefig(path, dpi=110)
-    out.print(f"wrote {path}", soft_wrap=True)
 
 
 def main(
     tables: Annotated[str, typer.Option(help="Of products, rows and models.")] = "products,rows,models",
     models: Annotated[str, typer.Option(help="Models to measure.")] = ",".join(MODELS),
     with_torch: Annotated[bool, typer.Option(help="Measure torch.compile, too, which takes minutes.")] = True,
-    exports: Annotated[Path | None, typer.Option(help="A folder for the exports, to use them again.")] = None,
-    only_export: Annotated[
-        bool, typer.Option("--only-export", help="Make the exports, without a GPU.")
-    ] = False,
-    plot: Annotated[
-        Path | None, typer.Option(help="Only draw the models of a report, as a PNG beside it.")
-    ] = None,
     output: Output = None,
 ) -> None:
-    """Measure products, ops and models in 8 bits beside 16, torch and torchao, on a GPU; draw the models.
+    """Measure products, ops and models in 8 bits beside 16, torch and torchao, on a GPU.
 
     It is device time behind an empty L2 cache, in one run.
     """
-    if plot is not None:
-        draw(read(plot, "float8"), plot.with_suffix(".png"))
-        return
     wanted = chosen("--tables", tables, ("products", "rows", "models"))
-    names = chosen("--models", models, list(MODELS)) if "models" in wanted else []
-    with tempfile.TemporaryDirectory() as temporary:
-        folder = exports or Path(temporary)
-        if only_export:
-            for name in names:
-                export_model(name, folder / name)
-            return
-        torch._inductor.config.max_autotune_gemm_backends = "ATEN"
-        with measuring("float8", "cuda", output, False) as (measured, _, timer):
-            assert timer is not None
-            if "products" in wanted:
-                products(timer, measured.say)
-            if "rows" in wanted:
-                rows(timer, measured.say)
-            for name in names:
-                measured.say(whole(name, timer, folder / name, with_torch))
-            if names:
-                draw(read(measured.path, "float8"), measured.path.with_suffix(".png"))
+    torch._inductor.config.max_autotune_gemm_backends = "ATEN"
+    with measuring("float8", "cuda", output, False) as (measured, _, timer):
+        assert timer is not None
+        if "products" in wanted:
+            products(timer, measured.say)
+        if "rows" in wanted:
+            rows(timer, measured.say)
+        for name in chosen("--models", models, list(MODELS)) if "models" in wanted else ():
+            with tempfile.TemporaryDirectory() as folder:
+                measured.say(whole(name, timer, Path(folder), with_torch))
 
 
 if __name__ == "__main__":

@@ -42,8 +42,8 @@ class Cell:
     residual: bool = False
 
     def __str__(self) -> str:
-        fused = [self.op, self.activation, self.layout]
-        return " ".join([*fused, *(name for name in ("bias", "residual") if getattr(self, name))])
+        added = (name for name in ("bias", "residual") if getattr(self, name))
+        return " ".join([self.op, self.activation, self.layout, *added])
 
     @property
     def op(self) -> str:

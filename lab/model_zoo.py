@@ -26,10 +26,7 @@ class Size:
     inner: int = 0  # of the MLP; 0: four times the width
 
     def options(self) -> dict[str, Any]:
-        """Returns the sizes by all names that configurations of transformers have for them.
-
-        A configuration passes over the names that only others have.
-        """
+        """Returns the sizes by all names that configurations of transformers have for them; each has some."""
         names = {
             "intermediate_size hidden_dim ffn_dim d_ff encoder_ffn_dim decoder_ffn_dim": self.inner
             or 4 * self.width,
@@ -83,26 +80,14 @@ class Values(nn.Module):
 def transformer(
     name: str, kind: type[nn.Module], size: Size, attention: str, *, grouped: int = 1, **arguments: Any
 ) -> nn.Module:
-    """Returns a model of transformers with random weights.
-
-    Args:
-        name: of its class, behind the name of a module that is not the package itself.
-        kind: what wraps it.
-        grouped: heads that share keys and values.
-        arguments: of the class.
-    """
+    """Returns a model of transformers, wrapped; `grouped` heads share keys and values."""
     model = pkgutil.resolve_name(f"transformers.{name}")
     options = {"attn_implementation": attention, "num_key_value_heads": size.heads // grouped}
     return kind(model(model.config_class(**size.options() | options), **arguments))
 
 
 def encoder(style: str, size: Size, attention: str = "eager") -> nn.Module:
-    """Returns a float32 model in eval mode, always with the same weights.
-
-    Args:
-        style: "bert" (layer norms after the sum, GELU) or "llama" (RMS norms before, SwiGLU, causal).
-        attention: "eager" (MatMul and Softmax in ONNX) or "sdpa" (one Attention node from opset 23 on).
-    """
+    """Returns a "bert" or a "llama"; attention "sdpa" is one Attention node in ONNX, from opset 23 on."""
     return {"bert": BERT, "llama": LLAMA}[style].drawn(size, attention)
 
 
@@ -158,11 +143,7 @@ class Model:
 
 @dataclass(frozen=True)
 class Row:
-    """A row of the table.
-
-    Attributes:
-        graph: run as a CUDA graph where a column can; then the wall time counts.
-    """
+    """A row of the table. `graph`: it is a CUDA graph where a column can; then the wall time counts."""
 
     model: Model
     dtype: str
@@ -174,11 +155,7 @@ class Row:
         return self.model.drawn(TINY if small else self.size, attention)
 
     def batch(self, small: bool, count: int | None = None) -> dict[str, Tensor]:
-        """Returns inputs by name, the same each time, floats in float32.
-
-        Args:
-            count: the batch size, if not the row's own.
-        """
+        """Returns inputs by name, the same each time, floats in float32; `count`: another batch size."""
         size = TINY if small else self.size
         return self.model.inputs(replace(size, batch=count or size.batch))
 

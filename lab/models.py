@@ -66,23 +66,12 @@ def export_all(name: str, dtype: str, small: bool, folder: Path) -> dict[str, An
 
 
 def torch_export(
-    model: nn.Module,
-    inputs: Mapping[str, Tensor],
-    path: Path,
-    exporter: str = "dynamo",
-    dynamic: Sequence[str] = BATCH,
+    model: nn.Module, inputs: Inputs, path: Path, exporter: str = "dynamo", dynamic: Sequence[str] = BATCH
 ) -> None:
     """Writes torch's own export; `dynamic` names the leading dimensions that stay open."""
-    shapes = {name: dict(enumerate(dynamic)) for name in inputs}
-    export(
-        model,
-        tuple(inputs.values()),
-        path,
-        exporter=exporter,
-        dynamic=shapes if dynamic else None,
-        verify=False,
-        optimize=False,
-    )
+    shapes = {name: dict(enumerate(dynamic)) for name in inputs} if dynamic else None
+    options: dict[str, Any] = {"exporter": exporter, "dynamic": shapes, "verify": False, "optimize": False}
+    export(model, tuple(inputs.values()), path, **options)
 
 
 def _stock(row: Row, inputs: Inputs, dtype: str, small: bool, folder: Path) -> dict[str, Any]:
@@ -111,14 +100,9 @@ def _by_ort(row: Row, inputs: Inputs, dtype: str, small: bool, folder: Path) -> 
         model, inputs = model.to(torch.bfloat16), cast(inputs, torch.bfloat16)
     torch_export(model, inputs, source, "torchscript", dynamic=() if row.graph else BATCH)
     size = TINY if small else row.size
-    made = optimizer.optimize_model(
-        str(source),
-        model_type=row.model.model_type,
-        num_heads=size.heads,
-        hidden_size=size.width,
-        opt_level=0,
-        use_gpu=True,
-    )
+    sizes = {"num_heads": size.heads, "hidden_size": size.width}
+    options = {"model_type": row.model.model_type, "opt_level": 0, "use_gpu": True}
+    made = optimizer.optimize_model(str(source), **options, **sizes)
     if dtype == "float16":
         made.convert_float_to_float16(keep_io_types=False)
     onnx.save(made.model, str(folder / ORTS))
@@ -184,16 +168,14 @@ def in_ort(path: Path, inputs: Mapping[str, Tensor], expected: Tensor, graph: bo
     output = torch.empty(expected.shape, dtype=kind, device=expected.device)
     names = {value.name for value in proto.graph.input}
     nodes: list[str] = []
-    session = runtime.open_session(
-        proto,
-        output.device,
-        cpu_threads=2,
-        stream=stream,
-        cuda_graph=graph,
-        optimize=True,
-        fallback=not graph,  # ONNX Runtime runs nodes that compute shapes on the CPU
-        planned_nodes=nodes,
-    )
+    options: dict[str, Any] = {
+        "stream": stream,
+        "cuda_graph": graph,
+        "planned_nodes": nodes,
+        "optimize": True,
+    }
+    options["fallback"] = not graph  # ONNX Runtime runs nodes that compute shapes on the CPU
+    session = runtime.open_session(proto, output.device, cpu_threads=2, **options)
     given = {name: tensor.contiguous() for name, tensor in inputs.items() if name in names}
     run = runtime.bind(session, given, {last.name: output}, synchronize=stream is None)
     for _ in range(3):  # the recording of a graph is among the first runs

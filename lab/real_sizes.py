@@ -2,11 +2,10 @@
 
     python lab/real_sizes.py --output lab/results
     python lab/real_sizes.py --rows llama-8b-int4,export --work /tmp/twinop-sizes
-    python lab/real_sizes.py --rows bert,vit,whisper --before ~/twinop-0.3/.venv/bin/python
 
 The models have random weights, other ones in each layer. A line has the command and the bars of two cores.
-A file on the disk of --work takes three times the size of its model. generate needs onnxruntime-genai, unet
-diffusers (pip install --no-deps diffusers).
+A file on the disk of --work takes three times the size of its model. unet needs diffusers (pip install
+--no-deps diffusers).
 """
 
 import importlib
@@ -17,6 +16,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -38,7 +38,6 @@ from twinop.cli.console import clear_errors, out
 from twinop.system.memory import tree_bytes
 
 _POLL = 0.25  # seconds; to look takes 18 ms for each GB
-_DISK_TEST = 1 << 30  # bytes
 _DISK = 0.2  # the bar of all rows, in GB
 _EXPORT = """
 import sys, torch
@@ -67,17 +66,11 @@ class Row:
 
 
 def decoder(
-    sizes: Sizes,
-    precision: str,
-    layers: int,
-    folder: Path,
-    quick: bool,
-    device: str = "cuda",
-    dtype: str = "",
+    sizes: Sizes, kind: str, layers: int, folder: Path, quick: bool, device: str = "cuda", dtype: str = ""
 ) -> Command:
     if not (folder / "old").exists():
         shutil.rmtree(folder / "draft", ignore_errors=True)
-        given = (Sizes(), precision, 2) if quick else (sizes, precision, layers)
+        given = (Sizes(), kind, 2) if quick else (sizes, kind, layers)
         write(folder / "draft", *given, graph=True).rename(folder / "old")
     command, old, new = ["pack", "--genai"], f"{folder}/old", f"{folder}/new"
     if dtype:
@@ -100,11 +93,6 @@ def on_cpu(name: str, device: str, folder: Path, quick: bool) -> Command:
     model = optimised(folder, quick, device) / "model.onnx"
     provider = [] if name == "doctor" else ["--provider", "cpu"]
     return ["-m", "twinop", name, f"{model}", "--allow-model-libraries", *provider]
-
-
-def generate(folder: Path, quick: bool) -> Command:
-    made = optimised(folder, quick, "cpu")
-    return [f"{Path(__file__).with_name('genai_tokens.py')}", f"{made.with_name('old')}", f"{made}"]
 
 
 def encoder(name: str, folder: Path, quick: bool) -> Command:
@@ -183,7 +171,6 @@ ROWS = {
         for name in ("run", "check", "doctor")
         for device in ("cpu", "cuda")
     },
-    "generate-8b-int4-for-cpu": Row(generate, 0, 10.4),
     "bert": Row(partial(encoder, "bert-fp16")),
     "vit": Row(partial(encoder, "vit")),
     "whisper": Row(partial(encoder, "whisper")),
@@ -218,30 +205,14 @@ def used(folder: Path) -> int:
     total = 0
     for place, _, names in os.walk(folder):
         for name in names:
-            try:
+            with suppress(OSError):  # it is gone
                 total += os.lstat(os.path.join(place, name)).st_blocks * 512
-            except OSError:  # it is gone
-                continue
     return total
-
-
-def disk_rate(folder: Path) -> float:
-    """Returns how many gigabytes a second the disk writes."""
-    file, block, start = folder / "disk-test", os.urandom(1 << 24), time.monotonic()
-    with file.open("wb") as target:
-        for _ in range(_DISK_TEST // len(block)):
-            target.write(block)
-        os.fsync(target.fileno())
-    file.unlink()
-    return round(_DISK_TEST / 1e9 / (time.monotonic() - start), 2)
 
 
 def main(
     rows: Annotated[str, typer.Option(help="Default: all.")] = "",
     work: Annotated[Path, typer.Option(help="Keeps the sources.")] = Path("/tmp/twinop-sizes"),
-    before: Annotated[
-        str, typer.Option(help="A Python with an older twinop, which runs after each row.")
-    ] = "",
     quick: Annotated[bool, typer.Option("--quick", help="A quick look: tiny models.")] = False,
     output: Output = None,
 ) -> None:
@@ -255,15 +226,14 @@ def main(
             arguments = row.make(folder, quick)
             bars = {"seconds": row.seconds, "gigabytes": row.gigabytes, "disk_beyond_gb": _DISK}
             line: dict[str, Any] = {"op": name, "command": " ".join(["python", *arguments]), "bars": bars}
-            line |= {"source_gb": round(used(folder) / 1e9, 2), "disk_gb_s": disk_rate(folder), "times": {}}
-            for key, python in [("now", sys.executable), *([("before", before)] if before else [])]:
-                for old in folder.glob("new*"):
-                    shutil.rmtree(old) if old.is_dir() else old.unlink()
-                try:
-                    line[key] = measure([python, *arguments], folder)
-                except RuntimeError as error:
-                    line[key] = {"failure": str(error)}
-                out.print(f"{name}, {key}: {line[key]}", markup=False, soft_wrap=True)
+            line |= {"source_gb": round(used(folder) / 1e9, 2), "times": {}}
+            for old in folder.glob("new*"):
+                shutil.rmtree(old) if old.is_dir() else old.unlink()
+            try:
+                line["now"] = measure([sys.executable, *arguments], folder)
+            except RuntimeError as error:
+                line["now"] = {"failure": str(error)}
+            out.print(f"{name}: {line['now']}", markup=False, soft_wrap=True)
             measured.add(line)
 
 

@@ -50,16 +50,6 @@ def test_appends_to_a_cache_are_measured(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_products_of_few_rows_are_measured(tmp_path: Path) -> None:
-    run("lab/decoder_linear", "--device=cpu", "--quick", "--rows=2", f"--output={tmp_path}")
-    (path,) = tmp_path.glob("decoder-linear-quick-*.jsonl")
-    dense, int4, float8 = read(path, "decoder-linear")
-    assert float8["times"].keys() >= {"twinop in ORT", "twinop in torch", "torch"}
-    assert dense["times"].keys() >= {"twinop in ORT", "twinop in torch", "torch"}
-    assert int4["times"].keys() >= {"twinop in torch", "torch", "ORT"}
-
-
-@pytest.mark.slow
 def test_tokens_of_a_decoder_are_measured(tmp_path: Path) -> None:
     sizes = ("--dtypes=float16,int4,float8", "--batches=1,2", "--contexts=16")
     run("lab/decoder_tokens", "--device=cpu", "--quick", *sizes, f"--work={tmp_path}", f"--output={tmp_path}")
