@@ -4,6 +4,7 @@
 #include "twinop/elementwise.h"
 #include "twinop/elementwise/cpu_copy.h"
 #include "twinop/elementwise/strided.h"
+#include "twinop/math/convert.h"
 
 namespace twinop::elementwise {
 namespace {

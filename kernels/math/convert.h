@@ -1,0 +1,15 @@
+// Conversions between fp32 and the dtypes that are stored beside it, on the CPU.
+#pragma once
+
+#include <cstdint>
+
+#include "twinop/record/op_spec.h"
+
+namespace twinop {
+
+// Converts elements exactly.
+void Widen(DType dtype, const void* from, float* to, std::int64_t count);
+// Rounds elements: to nearest, ties to even. The payload of a NaN is not kept.
+void Round(DType dtype, const float* from, void* to, std::int64_t count);
+
+}  // namespace twinop

@@ -1,0 +1,83 @@
+#include "twinop/rowwise/cpu_rows.h"
+
+#include <algorithm>
+
+#include "twinop/math/convert.h"
+#include "twinop/math/numeric.h"
+
+namespace twinop::rowwise {
+namespace {
+
+void Read(DType dtype, const void* from, float* to, std::int64_t count) {
+  Widen(dtype, from, to, count);
+}
+void Read(DType, const void* from, double* to, std::int64_t count) {
+  std::copy_n(static_cast<const double*>(from), count, to);
+}
+void Write(DType dtype, const float* from, void* to, std::int64_t count) {
+  Round(dtype, from, to, count);
+}
+void Write(DType, const double* from, void* to, std::int64_t count) {
+  std::copy_n(from, count, static_cast<double*>(to));
+}
+
+template <class T>
+void ReadBlock(DType dtype, const void* from, const RowBlock& block, T* to, std::int64_t pitch) {
+  if (block.inner == 1) return Read(dtype, from, to, block.columns);
+  const auto* const bytes = static_cast<const char*>(from);
+  const std::int64_t step = block.inner * static_cast<std::int64_t>(Info(dtype).size);
+  alignas(64) T converted[kMaxBlockRows];
+  for (std::int64_t c = 0; c < block.columns; ++c) {
+    const T* column = converted;
+    if (dtype == DTypeOf<T>()) {
+      column = reinterpret_cast<const T*>(bytes + c * step);
+    } else {
+      Read(dtype, bytes + c * step, converted, block.count);
+    }
+    for (std::int64_t r = 0; r < block.count; ++r) to[r * pitch + c] = column[r];
+  }
+}
+
+template <class T>
+void WriteBlock(DType dtype, const T* from, std::int64_t pitch, const RowBlock& block, void* to) {
+  if (block.inner == 1) return Write(dtype, from, to, block.columns);
+  auto* const bytes = static_cast<char*>(to);
+  const std::int64_t step = block.inner * static_cast<std::int64_t>(Info(dtype).size);
+  alignas(64) T converted[kMaxBlockRows];
+  for (std::int64_t c = 0; c < block.columns; ++c) {
+    const bool is_direct = dtype == DTypeOf<T>();
+    T* const column = is_direct ? reinterpret_cast<T*>(bytes + c * step) : converted;
+    for (std::int64_t r = 0; r < block.count; ++r) column[r] = from[r * pitch + c];
+    if (!is_direct) Write(dtype, converted, bytes + c * step, block.count);
+  }
+}
+
+}  // namespace
+
+void ReadRows(DType dtype, const void* from, const RowBlock& block, float* to, std::int64_t pitch) {
+  ReadBlock(dtype, from, block, to, pitch);
+}
+void ReadRows(DType dtype, const void* from, const RowBlock& block, double* to,
+              std::int64_t pitch) {
+  ReadBlock(dtype, from, block, to, pitch);
+}
+void WriteRows(DType dtype, const float* from, std::int64_t pitch, const RowBlock& block,
+               void* to) {
+  WriteBlock(dtype, from, pitch, block, to);
+}
+void WriteRows(DType dtype, const double* from, std::int64_t pitch, const RowBlock& block,
+               void* to) {
+  WriteBlock(dtype, from, pitch, block, to);
+}
+
+void RoundInPlace(DType dtype, float* values, std::int64_t count) {
+  if (dtype == DType::kFloat32) return;
+  alignas(64) std::uint16_t stored[256];
+  for (std::int64_t i = 0; i < count; i += 256) {
+    const std::int64_t piece = std::min<std::int64_t>(256, count - i);
+    Round(dtype, values + i, stored, piece);
+    Widen(dtype, stored, values + i, piece);
+  }
+}
+
+}  // namespace twinop::rowwise
