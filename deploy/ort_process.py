@@ -23,6 +23,7 @@ from typing import Any
 
 from twinop.errors import LibraryError, TwinopError, TwinopWarning, command_line, in_command, option
 from twinop.libraries.library import find_library, read_library
+from twinop.record.op_spec import DOMAIN
 from twinop.system import python_child
 
 _PR_SET_PDEATHSIG = 1
@@ -162,6 +163,9 @@ def serve(parent: int) -> None:
     onnx.defs.has("Relu")  # makes the table of operators
     with suppress(LibraryError):  # the copy and the records serve each run, as long as the file is the same
         read_library(own := find_library("custom_ops").resolve(), copied(own).path)
+        for path in own.parent.glob("lib*.so"):
+            with suppress(LibraryError):
+                read_library(path, domain=DOMAIN)
 
     answers, server = os.fdopen(os.dup(1), "wb"), os.getpid()
     os.dup2(2, 1)  # keeps what models and ONNX Runtime print out of the answers

@@ -1,6 +1,7 @@
 """Reading any file as a library gives a Library or one clear error."""
 
 import platform
+import shutil
 import struct
 import tempfile
 from collections.abc import Callable
@@ -161,9 +162,10 @@ def test_unreadable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(path: Path, mode: str) -> None:
         raise PermissionError(13, "Permission denied")
 
+    path = shutil.copy(LIBRARY, tmp_path)
     monkeypatch.setattr("builtins.open", refuse)  # root reads every file
     with pytest.raises(LibraryError, match=r"cannot be read: Permission denied"):
-        read_library(LIBRARY)
+        read_library(path)
 
 
 @settings(max_examples=100, deadline=None, derandomize=True)
