@@ -137,16 +137,15 @@ class Numbers(torch.nn.Module):
         return self.compute(x)
 
 
-@pytest.mark.parametrize("scale", [1e-5, 1e-30])
 def test_a_wrong_result_is_refused_where_all_outputs_are_small(
-    scale: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from twinop.model import bodies
 
     monkeypatch.setitem(bodies.BODIES, "relu", bodies.Body(lambda op, x: op.Mul(x, 0.0)))
     with pytest.raises(ExportError, match=r"in output 0 .* error .* where the largest value is .*, acc"):
         export(
-            Numbers(lambda x: torch_op.relu(x) * scale),
+            Numbers(lambda x: torch_op.relu(x) * 1e-30),
             torch.randn(3, 5),
             tmp_path / "m.onnx",
             optimize=False,
@@ -280,8 +279,7 @@ DRAWS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 }
 
 
-@pytest.mark.parametrize("kind", DRAWS)
-@pytest.mark.parametrize("exporter", ["dynamo", "torchscript"])
+@pytest.mark.parametrize(("kind", "exporter"), zip(DRAWS, ["dynamo", "torchscript"] * 2, strict=True))
 def test_a_model_that_draws_random_numbers(exporter: str, kind: str, tmp_path: Path) -> None:
     with pytest.raises(ExportError, match="^the model draws random numbers: output 0 differs from call to c"):
         export(

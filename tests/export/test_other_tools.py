@@ -41,17 +41,19 @@ class Call(torch.nn.Module):
 
 
 @pytest.mark.parametrize("name", OPS)
-def test_the_inliner_reads_attributes_at_their_defaults(name: str, tmp_path: Path) -> None:
+def test_the_inliner_and_a_conversion_to_float16(name: str, tmp_path: Path) -> None:
+    """The inliner reads attributes at their defaults, and the bodies run in fp16."""
     x, path = torch.tensor([[-1.0, -2.0, 3.0, 0.5]]), tmp_path / "m.onnx"
     export(Call(name), (x,), path, exporter="torchscript", optimize=False)
-    model = onnx.inliner.inline_local_functions(onnx.load(path))
-    session = ort.InferenceSession(model.SerializeToString(), providers=["CPUExecutionProvider"])
-    [found] = session.run(None, {"x": x.numpy()})
-    np.testing.assert_allclose(found, Call(name)(x).numpy(), rtol=1e-5, atol=1e-6)
+    inlined = onnx.inliner.inline_local_functions(onnx.load(path))
+    half = convert_float_to_float16(onnx.load(path), keep_io_types=True)
+    for model, rtol, atol in ((inlined, 1e-5, 1e-6), (half, 4e-3, 2e-3)):
+        session = ort.InferenceSession(model.SerializeToString(), providers=["CPUExecutionProvider"])
+        [found] = session.run(None, {"x": x.numpy()})
+        np.testing.assert_allclose(found, Call(name)(x).numpy(), rtol=rtol, atol=atol)
 
 
-@pytest.mark.parametrize("exporter", ["dynamo", "torchscript"])
-@pytest.mark.parametrize("optimize", [False, True], ids=["export", "optimize"])
+@pytest.mark.parametrize(("exporter", "optimize"), [("dynamo", True), ("torchscript", False)])
 def test_quantize_dynamic(exporter: str, optimize: bool, tmp_path: Path) -> None:
     net = torch.nn.Sequential(torch.nn.Linear(64, 32), torch.nn.ReLU(), torch.nn.Linear(32, 10)).eval()
     x, path = torch.randn(4, 64, generator=torch.Generator().manual_seed(0)), tmp_path / "m.onnx"
@@ -60,16 +62,6 @@ def test_quantize_dynamic(exporter: str, optimize: bool, tmp_path: Path) -> None
     assert weights.isdisjoint(value.name for value in onnx.load(path).graph.value_info)
     quantize_dynamic(path, tmp_path / "int8.onnx")
     assert any("Integer" in node.op_type for node in onnx.load(tmp_path / "int8.onnx").graph.node)
-
-
-@pytest.mark.parametrize("name", OPS)
-def test_bodies_after_a_conversion_to_float16(name: str, tmp_path: Path) -> None:
-    x, path = torch.randn(2, 16, generator=torch.Generator().manual_seed(0)), tmp_path / "m.onnx"
-    export(Call(name), (x,), path, exporter="torchscript", optimize=False)
-    half = convert_float_to_float16(onnx.load(path), keep_io_types=True)
-    session = ort.InferenceSession(half.SerializeToString(), providers=["CPUExecutionProvider"])
-    [found] = session.run(None, {"x": x.numpy()})
-    np.testing.assert_allclose(found, Call(name)(x).numpy(), rtol=4e-3, atol=2e-3)
 
 
 def test_absent_inputs_at_the_end_are_not_named(tmp_path: Path) -> None:

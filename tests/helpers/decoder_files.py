@@ -1,8 +1,9 @@
 """Small decoders with a KV cache that other tools exported: their graphs, with random weights.
 
 `tests/optimize/decoders/` has what `strip` made of exports. dynamo_qwen2 is from torch 2.13.0 and
-transformers 5.23.0: `export_with_cache("Qwen2", path)`. The others are from optimum-onnx 0.1.0 and
-transformers 4.57.6, as optimum does not import beside transformers 5: optimum_gpt2 is
+transformers 5.23.0: `export_with_cache("Qwen2", path)`. dynamo_llama, with `num_key_value_heads=4`, has no
+heads to repeat: one name of the keys' number says past + new, another new + past. The others are from
+optimum-onnx 0.1.0 and transformers 4.57.6, as optimum does not import beside transformers 5: optimum_gpt2 is
 `onnx_export_from_model(model, folder, task="text-generation-with-past")`, and optimum_llama_merged is
 `merge_decoders(without_past, with_past)`.
 """

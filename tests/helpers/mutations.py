@@ -161,6 +161,10 @@ def change_head(model: Mutated, layer: int) -> None:
     model.change(node.input[model.constants(node)[0]], lambda array: array.__setitem__(77, array[78]))
 
 
+def change_table(model: Mutated, layer: int) -> None:
+    model.change(model.attention(layer).input[5], lambda array: array.__setitem__([6, 7], array[[7, 6]]))
+
+
 MUTATIONS: dict[str, Callable[[Mutated, int], None]] = {
     "two weights of one layer swapped": swap_weights,
     "gate and up swapped": swap_gate_and_up,
@@ -174,4 +178,5 @@ MUTATIONS: dict[str, Callable[[Mutated, int], None]] = {
     "one norm's gain": change_gain,
     "one row of the embedding": change_embedding,
     "one column of the head": change_head,
+    "two rows of the rotary table": change_table,
 }

@@ -80,8 +80,8 @@ def size_of(exporter: str) -> Size:
 
 
 @cache
-def _exported(style: str, attention: str, exporter: str, dtype: torch.dtype) -> bytes:
-    model = encoder(style, size_of(exporter), attention=attention).to(dtype)
+def _exported(style: str, attention: str, exporter: str, dtype: torch.dtype, layers: int) -> bytes:
+    model = encoder(style, replace(TINY, layers=layers), attention=attention).to(dtype)
     with TemporaryDirectory() as folder:
         path = Path(folder) / "model.onnx"
         export(
@@ -97,9 +97,14 @@ def _exported(style: str, attention: str, exporter: str, dtype: torch.dtype) -> 
 
 
 def exported(
-    style: str, attention: str, exporter: str, folder: Path, dtype: torch.dtype = torch.float32
+    style: str,
+    attention: str,
+    exporter: str,
+    folder: Path,
+    dtype: torch.dtype = torch.float32,
+    layers: int = 1,
 ) -> Path:
     """Exports BERT or Llama in small, as torch alone does it."""
     path = folder / f"{style}.onnx"
-    path.write_bytes(_exported(style, attention, exporter, dtype))
+    path.write_bytes(_exported(style, attention, exporter, dtype, layers))
     return path

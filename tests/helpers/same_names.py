@@ -14,7 +14,7 @@ from twinop.optimize.equivalence import relative_error
 from twinop.optimize.load import load
 
 
-def errors_by_name(original: Path, result: Path, library: Any = None) -> dict[str, float]:
+def errors_by_name(original: Path, result: Path) -> dict[str, float]:
     """Returns the relative error of each value that both files compute, by name."""
     models = [load(path) for path in (original, result)]
     common = [name for name in _computed(models[0]) if name in set(_computed(models[1]))]
@@ -22,7 +22,7 @@ def errors_by_name(original: Path, result: Path, library: Any = None) -> dict[st
     for model, path in zip(models, (original, result), strict=True):
         ir.external_data.load_to_model(model)
         if path is original:
-            case = accepted_case(model, models[1], library)
+            case = accepted_case(model, models[1])
         values = {str(value.name): value for node in model.graph for value in node.outputs}
         model.graph.outputs[:] = [values[name] for name in common]
         given = {
@@ -31,7 +31,7 @@ def errors_by_name(original: Path, result: Path, library: Any = None) -> dict[st
             if value.dtype is not None and str(value.name) in case
         }
         proto = ir.to_proto(model).SerializeToString()
-        found.append(run(proto, library, [given], optimize=False).outputs[0])
+        found.append(run(proto, None, [given], optimize=False).outputs[0])
     pairs = zip(common, *found, strict=True)
     return {name: _error(*map(np.asarray, pair)) for name, *pair in pairs}
 
@@ -40,7 +40,7 @@ def _computed(model: ir.Model) -> list[str]:
     return [str(value.name) for node in model.graph for value in node.outputs if value.name]
 
 
-def accepted_case(model: ir.Model, result: ir.Model, library: Any = None) -> inputs.Case:
+def accepted_case(model: ir.Model, result: ir.Model) -> inputs.Case:
     """Returns inputs that a model with its weights in memory accepts, and its optimised form, too."""
     kinds = {node.op_type for node in result.graph}
     model.graph.meta[SHARED_CACHES] = "CustomAttentionCached" in kinds
@@ -49,7 +49,7 @@ def accepted_case(model: ir.Model, result: ir.Model, library: Any = None) -> inp
     for each in [*steps, *inputs.SIZES]:
         case = inputs.generate(model, each, hide="right" if may_hide else "nothing")
         try:
-            run(ir.to_proto(model).SerializeToString(), library, [case])
+            run(ir.to_proto(model).SerializeToString(), None, [case])
         except (NotRunnable, TwinopError) as error:
             reason = error
             continue

@@ -1,7 +1,6 @@
 """Runs segments one after the other, as a model that is too large to run whole does."""
 
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 import onnx_ir as ir
@@ -12,7 +11,7 @@ from twinop.optimize.segments import Part, Segment, extract
 Values = dict[str, np.ndarray]
 
 
-def run_part(model: ir.Model, part: Part, given: Values, library: Any = None) -> Values:
+def run_part(model: ir.Model, part: Part, given: Values) -> Values:
     """Runs a part of a model on values by name, and returns its outputs."""
     taken = extract(model, part)
     case = {}
@@ -20,23 +19,21 @@ def run_part(model: ir.Model, part: Part, given: Values, library: Any = None) ->
         array = given[str(value.name)]
         case[str(value.name)] = array if value.dtype is None else array.astype(value.dtype.numpy())
     proto = ir.to_proto(taken).SerializeToString()
-    found = run(proto, library, [case], optimize=False).outputs[0]
+    found = run(proto, None, [case], optimize=False).outputs[0]
     return dict(zip(part.outputs, found, strict=True))
 
 
-def run_chain(model: ir.Model, parts: Sequence[Part], case: Values, library: Any = None) -> Values:
+def run_chain(model: ir.Model, parts: Sequence[Part], case: Values) -> Values:
     """Runs parts of a model in order; returns all that they return."""
     found = dict(case)
     for part in parts:
-        found |= run_part(model, part, found, library)
+        found |= run_part(model, part, found)
     return found
 
 
-def run_beside(
-    result: ir.Model, segments: Sequence[Segment], original: Values, library: Any = None
-) -> Values:
+def run_beside(result: ir.Model, segments: Sequence[Segment], original: Values) -> Values:
     """Runs each part of the result on what the original's parts have returned so far."""
     found = Values()
     for segment in segments:
-        found |= run_part(result, segment.result, original, library)
+        found |= run_part(result, segment.result, original)
     return found

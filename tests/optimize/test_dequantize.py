@@ -54,9 +54,9 @@ def model(
 
 
 @pytest.mark.parametrize(
-    ("axis", "zero"), [(0, True), (1, False), pytest.param(-1, True, marks=pytest.mark.slow)]
+    ("kind", "axis", "zero"),
+    [("int4", 0, True), ("int4", 1, False), ("uint4", 1, False), ("int8", -1, False), ("uint8", 0, True)],
 )
-@pytest.mark.parametrize("kind", KINDS)
 def test_each_form_is_a_product_of_quantised_weights(
     kind: str, axis: int, zero: bool, tmp_path: Path
 ) -> None:

@@ -77,11 +77,16 @@ def error_of(report: OptimizeReport, **given: np.ndarray) -> float:
 
 @pytest.mark.parametrize(
     ("style", "dtype"),
-    [("bert", "float32"), ("bert", "bfloat16"), ("llama", "float16"), ("llama", "bfloat16")],
+    [
+        ("bert", "float32"),
+        ("llama", "bfloat16"),
+        pytest.param("bert", "bfloat16", marks=pytest.mark.slow),
+        pytest.param("llama", "float16", marks=pytest.mark.slow),
+    ],
 )
 def test_models(style: str, dtype: str, tmp_path: Path) -> None:
     """All matmuls but the first and the last: only what attention returns has a kernel that quantises."""
-    source = exported(style, "sdpa", "torchscript", tmp_path)
+    source = exported(style, "sdpa", "torchscript", tmp_path, layers=2)
     if dtype != "float32":
         source = optimize(source, tmp_path / "narrow.onnx", dtype=dtype, device="cuda").path
     report = optimize(source, tmp_path / "new.onnx", dtype="float8", rows=0)
@@ -109,14 +114,20 @@ def test_models(style: str, dtype: str, tmp_path: Path) -> None:
         assert result.error / 3 < error_of(report, ids=ids, mask=mask) < result.error * 3
 
 
-def test_in_segments(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> OptimizeReport:
+    """The report of a stack in 8 bits."""
+    return optimized(tmp_path_factory.mktemp("whole"))
+
+
+def test_in_segments(whole: OptimizeReport, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A large model runs one segment after the other, to the same errors."""
-    whole = optimized(tmp_path).float8
+    expected = whole.float8
     monkeypatch.setattr(segments, "MOST_BYTES", 70_000)
     report = optimized(tmp_path)
-    assert report.compared["segments"] == 3 and whole is not None and report.float8 is not None
-    assert len(report.float8.layers) == 4 and report.float8.error == pytest.approx(whole.error, rel=0.5)
-    assert report.float8.layers == pytest.approx(whole.layers, rel=0.5)
+    assert report.compared["segments"] == 3 and expected is not None and report.float8 is not None
+    assert len(report.float8.layers) == 4 and report.float8.error == pytest.approx(expected.error, rel=0.5)
+    assert report.float8.layers == pytest.approx(expected.layers, rel=0.5)
 
 
 def test_on_the_users_inputs(tmp_path: Path) -> None:
@@ -137,7 +148,7 @@ def test_on_padded_inputs_of_the_user(tmp_path: Path) -> None:
     np.savez(tmp_path / "given.npz", ids=ids, mask=mask)
     options: dict[str, Any] = {"dtype": "float8", "rows": 0, "inputs_file": tmp_path / "given.npz"}
     report = optimize(source, tmp_path / "new.onnx", **options)
-    assert report.float8 is not None and len(report.float8.layers) == 8
+    assert report.float8 is not None and len(report.float8.layers) == 2
     assert report.float8.error == pytest.approx(error_of(report, ids=ids, mask=mask), rel=0.5)
 
 
@@ -162,18 +173,18 @@ def test_external_data_and_outputs_within(tmp_path: Path, monkeypatch: pytest.Mo
 @pytest.mark.parametrize("precision", ["float16", "bfloat16"])
 def test_a_folder_of_genai(precision: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """All matmuls but the first and the last, whatever their rows; norms and gates stay in them."""
-    source = write(tmp_path / "old", Sizes(), precision, layers=3)
+    source = write(tmp_path / "old", Sizes(), precision, layers=2)
     options: dict[str, Any] = {"dtype": "float8", "max_error": 1.0}
     report = optimize_folder(source, tmp_path / "new", **options)
     result, model = report.float8, ir.load(report.path)
-    assert result is not None and len(result.layers) == 11 and not result.returned
+    assert result is not None and len(result.layers) == 7 and not result.returned
     assert result.kept == {"CustomLinear: the first or the last one": 2}
     kinds = types(model)
-    assert [kinds.get(f"CustomLinear{each}", 0) for each in ("W8", "W8Swiglu", "", "Fp8")] == [8, 3, 2, 0]
+    assert [kinds.get(f"CustomLinear{each}", 0) for each in ("W8", "W8Swiglu", "", "Fp8")] == [5, 2, 2, 0]
     assert not {"CustomQuantizeRows", "CustomRmsNorm"} & kinds.keys()
     matmuls = [node for node in model.graph if node.op_type.startswith("CustomLinearW8")]
     assert {node.attributes["few_rows"].as_int() for node in matmuls} == {64}
-    assert sum(node.attributes["rms_eps"].as_float() > 0 for node in matmuls) == 5
+    assert sum(node.attributes["rms_eps"].as_float() > 0 for node in matmuls) == 3
     before = {value.name: value.dtype for value in ir.load(source / "model.onnx").graph.outputs}
     assert {value.name: value.dtype for value in model.graph.outputs} == before
     config = json.loads((tmp_path / "new/genai_config.json").read_text())
@@ -181,7 +192,8 @@ def test_a_folder_of_genai(precision: str, tmp_path: Path, monkeypatch: pytest.M
     assert any("prompts of more rows" in note for note in report.notes) and report.device == "cuda"
     with pytest.raises(ExportError, match="has optimised it for cuda already"):
         optimize_folder(tmp_path / "new", tmp_path / "again", **options)
-
+    if precision == "bfloat16":
+        return
     monkeypatch.setattr(float8, "_put_rows_in_8_bits", lambda model: model)
     few = optimize_folder(source, tmp_path / "few", **options).float8
     assert few is not None and 0.5 * result.error < few.error < result.error, "many rows are tried, too"
@@ -220,8 +232,10 @@ def test_matmuls_of_decoders_stay_whole(activation: str, monkeypatch: pytest.Mon
 # ------------------------------------------------------------------------------------ too large errors
 
 
-def test_the_largest_errors_go_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    full = optimized(tmp_path).float8
+def test_the_largest_errors_go_back(
+    whole: OptimizeReport, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    full = whole.float8
     assert full is not None
     tried, error = list[Any](), float8._Trial.error
 
@@ -251,8 +265,7 @@ def test_nan_is_an_infinite_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert [*report.float8.layers.values()] == [0, 0.5, np.inf, np.inf]
 
 
-@pytest.mark.parametrize("has_16", [False, True])
-@pytest.mark.parametrize("number", [np.nan, np.inf])
+@pytest.mark.parametrize(("number", "has_16"), [(np.nan, False), (np.inf, True)])
 def test_what_is_not_finite_in_8_bits_only(
     number: float, has_16: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -588,13 +601,12 @@ def test_wrong_options(options: dict[str, Any], message: str, tmp_path: Path) ->
     assert message in str(error.value) and not (tmp_path / "new.onnx").exists()
 
 
-def test_a_file_in_8_bits_is_refused(tmp_path: Path) -> None:
-    report = optimized(tmp_path)
+def test_a_file_in_8_bits_is_refused(whole: OptimizeReport, tmp_path: Path) -> None:
     for dtype in ("float8", "float16", None):
         with pytest.raises(
             ExportError, match=r"is in 8 bits already, it has Custom\w+Fp8\. Give the file in 16"
         ):
-            optimize(report.path, tmp_path / "again.onnx", dtype=dtype)
+            optimize(whole.path, tmp_path / "again.onnx", dtype=dtype)
     text = "(float[N, 4] x) => (float[N, 4] y) { d = DequantizeLinear (w, s) y = MatMul (x, d) }"
     model = parsed(text, s=np.array(0.5, np.float32))
     model.graph.initializer.append(

@@ -38,7 +38,7 @@ def marks(path: Path, name: str = "invariant") -> Counter[tuple[str, int]]:
 def test_every_product_of_a_decoder_gets_it(precision: str, tmp_path: Path) -> None:
     """The file is compared as any other, and loads."""
     source, infix = write(tmp_path / "old", DECODER, precision), "Q" if precision == "int4" else ""
-    for invariant in (False, True):
+    for invariant in (False, True)[precision != "float16" :]:
         report = optimize_folder(source, tmp_path / f"{invariant}", invariant=invariant)
         names = {f"CustomLinear{infix}": 7, f"CustomLinear{infix}Swiglu": 2}
         assert marks(report.path) == {(name, int(invariant)): count for name, count in names.items()}

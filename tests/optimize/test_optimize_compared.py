@@ -34,7 +34,13 @@ NOTHING = {
 }
 
 
-@pytest.mark.parametrize("text", NOTHING.values(), ids=list(NOTHING))
+@pytest.mark.parametrize(
+    "text",
+    [
+        pytest.param(text, id=name, marks=() if "beside" in name else pytest.mark.slow)
+        for name, text in NOTHING.items()
+    ],
+)
 def test_an_output_that_is_never_compared_is_refused(text: str, tmp_path: Path) -> None:
     source, target = tmp_path / "in.onnx", tmp_path / "out.onnx"
     onnx.save(parsed(text, **GIVEN), source)
@@ -243,7 +249,7 @@ def test_a_rewrite_that_onnx_runtime_breaks_is_not_kept(
     assert list(report.reverted) == ["breaks"] and not report.notes
 
 
-@pytest.mark.parametrize(("rows", "batch"), [(3_000, "B"), (5_000, "B"), (3_000, "2")])
+@pytest.mark.parametrize(("rows", "batch"), [(5_000, "B"), (3_000, "2")])
 def test_the_largest_rows_of_tables_are_compared(rows: int, batch: str, tmp_path: Path) -> None:
     """Random ids rarely meet the one row that does not fit."""
     text = f"""(int64[{batch}, S] ids) => (float[{batch}, S, 4] y) {{ e = Gather (t, ids) a = Mul (e, e)

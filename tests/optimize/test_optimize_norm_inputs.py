@@ -26,9 +26,13 @@ def model(norm: str, body: str, kind: str = "float", given: str = "", made: str 
 
 
 @pytest.mark.parametrize(
-    ("kind", "add"), [("float", "Add"), ("float16", "custom_domain.CustomAdd"), ("double", "Add")]
+    ("norm", "kind", "add"),
+    [
+        ("CustomLayerNorm", "float", "Add"),
+        ("CustomRmsNorm", "float16", "custom_domain.CustomAdd"),
+        ("CustomLayerNorm", "double", "Add"),
+    ],
 )
-@each_norm
 def test_no_bit_changes(norm: str, kind: str, add: str, tmp_path: Path) -> None:
     body = PAIR.replace("Add (", f"{add} (")
     proto = attach_bodies(model(norm, body, kind, made=", KIND[N, 4, 16] s"))
@@ -69,8 +73,7 @@ STAYS = {
 }
 
 
-@pytest.mark.parametrize("body", STAYS.values(), ids=list(STAYS))
-@each_norm
+@pytest.mark.parametrize(("norm", "body"), zip([*NORMS] * 2, STAYS.values(), strict=True), ids=list(STAYS))
 def test_what_stays_apart(norm: str, body: str, tmp_path: Path) -> None:
     _, made = optimized(model(norm, body), tmp_path)
     assert nodes(made, norm) and not nodes(made, NORMS[norm])

@@ -31,8 +31,11 @@ COUNTED = """p = MatMul (x, w)
     f = Cast <to=1> (r) g = ReduceMax <keepdims=0> (f) y = Mul (p, g)"""
 
 
-@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
-@pytest.mark.parametrize("body", [CHOICE, LOOP, NESTED, COUNTED], ids=["if", "loop", "nested", "integers"])
+@pytest.mark.parametrize(
+    ("body", "dtype"),
+    [(CHOICE, "float16"), (LOOP, "bfloat16"), (NESTED, "float16"), (COUNTED, "bfloat16")],
+    ids=["if", "loop", "nested", "integers"],
+)
 def test_bodies_of_loops_stay_in_fp32(body: str, dtype: str, tmp_path: Path) -> None:
     given = {"w": weights(4, 4), "times": np.array(3), "zero": np.array([0])}
     report, model = optimized(parsed(f"{INPUTS} {{ {body} }}", **given), tmp_path, dtype=dtype)

@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from optimizing import nodes, optimized, parsed, types
+from optimizing import LENGTHS, nodes, optimized, parsed, types
 from other_sizes import assert_same
 
 from lab.model_zoo import TINY, Encoder, batch
@@ -33,16 +33,17 @@ INDICES = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("rotated", [HALVES, NEIGHBOURS], ids=["halves", "neighbours"])
 @pytest.mark.parametrize(
-    ("z", "source", "device", "wanted"),
+    ("rotated", "z", "source", "device", "wanted"),
     [
-        ("B", "Identity (z)", "cuda", {"CustomRope": 1}),
-        ("B", "Add (y, z)", "cuda", {"RotaryEmbedding": 2}),  # the second one needs the first one
-        ("C", "Identity (z)", "cuda", {"RotaryEmbedding": 2}),  # another batch
-        ("1", "Identity (z)", "cuda", {"RotaryEmbedding": 2}),
-        ("B", "Identity (z)", "cpu", {"RotaryEmbedding": 2}),
+        (HALVES, "B", "Identity (z)", "cuda", {"CustomRope": 1}),
+        (NEIGHBOURS, "B", "Identity (z)", "cuda", {"CustomRope": 1}),
+        (HALVES, "B", "Add (y, z)", "cuda", {"RotaryEmbedding": 2}),  # the second one needs the first one
+        (NEIGHBOURS, "C", "Identity (z)", "cuda", {"RotaryEmbedding": 2}),  # another batch
+        (HALVES, "1", "Identity (z)", "cuda", {"RotaryEmbedding": 2}),
+        (NEIGHBOURS, "B", "Identity (z)", "cpu", {"RotaryEmbedding": 2}),
     ],
+    ids=range(6),
 )
 def test_rotary_embedding(
     rotated: str, z: str, source: str, device: str, wanted: dict[str, int], tmp_path: Path
@@ -79,47 +80,26 @@ SIZE: dict[str, Any] = {
 
 @pytest.mark.usefixtures("one_thread")
 @pytest.mark.parametrize(
-    ("name", "exporter", "more"),
+    ("name", "more", "layout", "head_size"),
     [
-        ("RoFormer", "torchscript", {"embedding_size": 32}),
-        pytest.param("Cohere", "dynamo", {"num_key_value_heads": 2}, marks=pytest.mark.slow),
+        ("RoFormer", {"embedding_size": 32}, "interleaved", 0),
+        ("Phi", {"hidden_size": 64, "partial_rotary_factor": 0.5}, "half", 16),  # turns a part of each head
     ],
 )
-def test_models_with_neighbours(name: str, exporter: str, more: dict[str, int], tmp_path: Path) -> None:
-    """q and k turn in one node, before the heads of k are repeated."""
+def test_models(name: str, more: dict[str, Any], layout: str, head_size: int, tmp_path: Path) -> None:
+    """q and k turn in one node."""
     import transformers
 
-    config = getattr(transformers, f"{name}Config")(**SIZE, **more)
-    path = tmp_path / "model.onnx"
-    axes = {each: {0: "batch", 1: "length"} for each in ("ids", "mask")}
-    model = Encoder(getattr(transformers, f"{name}Model")(config))
-    export(model, batch(TINY), path, exporter=exporter, dynamic=axes, verify=False, optimize=False)
+    config = getattr(transformers, f"{name}Config")(**SIZE | more)
+    model, path = Encoder(getattr(transformers, f"{name}Model")(config)), tmp_path / "model.onnx"
+    export(model, batch(TINY), path, exporter="torchscript", dynamic=LENGTHS, verify=False, optimize=False)
     report, made = optimized(path, tmp_path)
     assert report.fused["rotary embedding of q and k"] == 1 and report.fused["attention"] == 1
     [rope] = nodes(made, "CustomRope")
-    assert rope.attributes.get_string("layout", "half") == "interleaved"
+    assert rope.attributes.get_string("layout", "half") == layout and not nodes(made, "Neg")
+    assert rope.attributes.get_int("head_size", 0) == head_size or not head_size
     widths = [value.shape[-1] for value in rope.inputs[:2] if value is not None and value.shape is not None]
-    assert widths == [32, 8 * config.to_dict().get("num_key_value_heads", 4)]
-
-
-@pytest.mark.usefixtures("one_thread")
-@pytest.mark.parametrize(
-    ("name", "exporter"), [pytest.param("GPTNeoX", "dynamo", marks=pytest.mark.slow), ("Phi", "torchscript")]
-)
-def test_models_that_turn_a_part_of_each_head(name: str, exporter: str, tmp_path: Path) -> None:
-    import transformers
-
-    share = {"GPTNeoX": {"rotary_pct": 0.25}, "Phi": {"partial_rotary_factor": 0.5}}[name]
-    config = getattr(transformers, f"{name}Config")(**SIZE | {"hidden_size": 64}, **share)
-    path = tmp_path / "model.onnx"
-    axes = {each: {0: "batch", 1: "length"} for each in ("ids", "mask")}
-    model = Encoder(getattr(transformers, f"{name}Model")(config))
-    export(model, batch(TINY), path, exporter=exporter, dynamic=axes, verify=False, optimize=False)
-    report, made = optimized(path, tmp_path)
-    assert report.fused["rotary embedding of q and k"] == 1 and report.fused["attention"] == 1
-    [rope] = nodes(made, "CustomRope")
-    assert rope.attributes.get_int("head_size", 0) == 16
-    assert not nodes(made, "Neg")
+    assert widths == [config.hidden_size] * 2
 
 
 def part(rotated: str, cut: str) -> str:
@@ -133,15 +113,14 @@ def part(rotated: str, cut: str) -> str:
 
 
 @pytest.mark.parametrize(
-    ("cut", "wanted"),
+    ("rotated", "cut", "wanted"),
     [
-        ("w, rest = Split <axis=-1> (x, parts)", 8),
-        ("w = Slice (x, zero, eight, last) rest = Slice (x, eight, far, last)", 8),
-        ("w = Slice (x, four, far, last) rest = Slice (x, zero, four, last)", 0),  # the last ones turn
+        (HALVES, "w, rest = Split <axis=-1> (x, parts)", 8),
+        (NEIGHBOURS, "w = Slice (x, zero, eight, last) rest = Slice (x, eight, far, last)", 8),
+        (HALVES, "w = Slice (x, four, far, last) rest = Slice (x, zero, four, last)", 0),  # these turn
     ],
     ids=["split", "slices", "the other part"],
 )
-@pytest.mark.parametrize("rotated", [HALVES, NEIGHBOURS], ids=["halves", "neighbours"])
 def test_a_part_of_a_head(rotated: str, cut: str, wanted: int, tmp_path: Path) -> None:
     """One alone becomes ONNX Runtime's node."""
     angles = np.random.default_rng(0).random((1, 6, 4)).astype(np.float32)
@@ -159,11 +138,10 @@ LAST = "w = Slice (x, zero, six, two) rest = Slice (x, six, far, two)"
 
 
 @pytest.mark.parametrize(
-    ("cut", "joined", "tokens"),
-    [(FIRST, "rest, t", 8), (LAST, "t, rest", 6), (FIRST, "t, rest", 6)],
+    ("rotated", "cut", "joined", "tokens"),
+    [(NEIGHBOURS, FIRST, "rest, t", 8), (HALVES, LAST, "t, rest", 6), (HALVES, FIRST, "t, rest", 6)],
     ids=["first", "last", "another order"],
 )
-@pytest.mark.parametrize("rotated", [HALVES, NEIGHBOURS], ids=["halves", "neighbours"])
 def test_tokens_that_do_not_turn(rotated: str, cut: str, joined: str, tokens: int, tmp_path: Path) -> None:
     """The first ones get angles of zero. cos and sin are columns of one constant, as in timm's EVA-02."""
     angles = np.random.default_rng(0).random((6, 4)).astype(np.float32)
@@ -205,8 +183,7 @@ ORDERS = {
 }
 
 
-@pytest.mark.parametrize("order", ORDERS)
-@pytest.mark.parametrize("name", APART)
+@pytest.mark.parametrize(("name", "order"), [*zip(["halves", "neighbours", "halves"], ORDERS, strict=True)])
 def test_the_elements_of_a_pair_apart(name: str, order: str, tmp_path: Path) -> None:
     x, angles, *sizes = ORDERS[order]
     text = f"({x} x, {angles} c, {angles} s) => ({x} y) {{ {APART[name] % TURNED} }}"
@@ -226,8 +203,11 @@ def test_other_products_of_pairs_stay(tmp_path: Path) -> None:
     assert_same(tmp_path, x=(3, 2, 9, 8), c=(1, 9, 4), s=(1, 9, 4))
 
 
-@pytest.mark.parametrize("rotated", [HALVES, NEIGHBOURS], ids=["halves", "neighbours"])
-@pytest.mark.parametrize("source", ["constants", "inputs", "numbers for each column"])
+@pytest.mark.parametrize(
+    ("rotated", "source"),
+    [(HALVES, "constants"), (NEIGHBOURS, "inputs"), (HALVES, "numbers for each column")],
+    ids=["constants", "inputs", "columns"],
+)
 def test_pairs_with_two_angles_stay(rotated: str, source: str, tmp_path: Path) -> None:
     """The op takes one angle for each pair, so both must be known to be the same."""
     turned = f"{rotated} p%(n)s = Mul (%(x)s, c) q%(n)s = Mul (r%(n)s, s) y = Add (p%(n)s, q%(n)s)"

@@ -271,7 +271,7 @@ READERS = {
 @pytest.mark.parametrize(
     ("form", "reader"),
     [
-        pytest.param(form, reader, marks=() if i == 0 or j == i % len(READERS) else pytest.mark.slow)
+        pytest.param(form, reader, marks=() if j == i % len(READERS) else pytest.mark.slow)
         for i, form in enumerate(FORMS)
         for j, reader in enumerate(READERS)
     ],

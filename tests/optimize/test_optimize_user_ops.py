@@ -239,8 +239,9 @@ LOOP = """
 """
 
 
-@pytest.mark.parametrize("dtype", [None, "float16"])
-@pytest.mark.parametrize(("text", "count"), [(BRANCHES, 2), (LOOP, 1)], ids=["If", "Loop"])
+@pytest.mark.parametrize(
+    ("text", "count", "dtype"), [(BRANCHES, 2, None), (LOOP, 1, "float16")], ids=["If", "Loop"]
+)
 def test_subgraphs(text: str, count: int, dtype: str | None, tmp_path: Path, library: Path) -> None:
     report, model = optimized(made(text, bump()), tmp_path, library, dtype=dtype)
     assert own(model) == ["CustomBump"] * count and bodies(model) == {"CustomBump"}
