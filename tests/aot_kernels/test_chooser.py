@@ -11,16 +11,7 @@ from triton._C.libtriton import native_specialize_impl
 from triton.backends.nvidia.compiler import CUDABackend
 
 from twinop.aot_kernels.expression import Expression, attribute, constant, size
-from twinop.aot_kernels.plan import (
-    POINTER,
-    DeviceOp,
-    Kernel,
-    Launch,
-    Plan,
-    Pointer,
-    Scalar,
-    Variant,
-)
+from twinop.aot_kernels.plan import POINTER, DeviceOp, Kernel, Launch, Plan, Pointer, Scalar, Variant
 from twinop.record.op_spec import Attribute
 
 N = (

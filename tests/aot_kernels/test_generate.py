@@ -11,17 +11,7 @@ from device_calls import At, Request, run, table
 
 from twinop.aot_kernels.expression import attribute, constant, size, text_is
 from twinop.aot_kernels.generate import generate
-from twinop.aot_kernels.plan import (
-    POINTER,
-    Body,
-    DeviceOp,
-    Launch,
-    Plan,
-    Pointer,
-    Refuse,
-    Scalar,
-    Variant,
-)
+from twinop.aot_kernels.plan import POINTER, Body, DeviceOp, Launch, Plan, Pointer, Refuse, Scalar, Variant
 from twinop.errors import BuildError
 from twinop.libraries.library import needed_libraries, read_library
 from twinop.record.op_spec import Attribute

@@ -98,12 +98,7 @@ def test_steps_temporaries_and_scratch(library_of: LibraryOf, in_process: InProc
     plan = Plan(0, (1,), (first, none, fill, second), temporaries=(constant(300), size(0, 0)))
     kernels = (
         kernel(name="a|8,8,8", images=cubins({"90": b"a"}), scratch_pointers=2),
-        kernel(
-            name="b|8,8",
-            images=cubins({"90": b"b"}, global_scratch=100),
-            scratch_pointers=1,
-            cluster=2,
-        ),
+        kernel(name="b|8,8", images=cubins({"90": b"b"}, global_scratch=100), scratch_pointers=1, cluster=2),
     )
     (outcome,) = in_process(run, library_of(DeviceOp(record(), (plan,)), *kernels), [X])
     assert outcome.scratch == 512 + 1024 + 512  # 300, 1000, and 100 bytes for each of 2 x 2 blocks

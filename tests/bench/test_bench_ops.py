@@ -124,10 +124,7 @@ def raising(x: Tensor) -> Tensor:
 
 @pytest.mark.parametrize(
     ("function", "reason"),
-    [
-        (wrong, r"wrong result: relative error [0-9.e+-]+"),
-        (raising, "ValueError: no kernel for this"),
-    ],
+    [(wrong, r"wrong result: relative error [0-9.e+-]+"), (raising, "ValueError: no kernel for this")],
 )
 def test_a_provider_that_fails_is_reported_and_not_timed(function: Any, reason: str) -> None:
     entry = replace(ENTRIES["relu"], eager=function)

@@ -103,7 +103,7 @@ def compiled(file: Path, *options: str, metadata: bool = False) -> Path:
     """Compiles a source file, with tvm-ffi's headers if it is C++."""
     include = [f"-I{tvm_ffi.libinfo.find_include_path()}", f"-I{tvm_ffi.libinfo.find_dlpack_include_path()}"]
     flags = ["-std=c++17", *include, f"-DTVM_FFI_DLL_EXPORT_INCLUDE_METADATA={int(metadata)}"]
-    command = [compiler(), "-O1", "-fPIC", *(flags if file.suffix == ".cpp" else ["-x", "c"]), *options]
+    command = [compiler(), "-O0", "-fPIC", *(flags if file.suffix == ".cpp" else ["-x", "c"]), *options]
     target = file.with_suffix(".o")
     subprocess.run([*command, "-c", file, "-o", target], check=True)
     return target
@@ -229,10 +229,7 @@ def test_a_function_may_write_into_an_input(mixed: torch_op.Ops) -> None:
         (lambda ops, x: ops.mixed(x, mode="fails"), "mixed_ops::mixed.*ValueError: mode fails of float32"),
         (lambda ops, x: ops.mixed(x, mode="deep"), "InternalError: a plain exception"),
         (lambda ops, x: ops.wants_tensor(x), r"TypeError: Mismatched type on argument #0.*`DLTensor\*`"),
-        (
-            lambda ops, x: ops.dtype(x.to(torch.float8_e4m3fn)),
-            "a dtype of code 10 and 8 bits: float8",
-        ),
+        (lambda ops, x: ops.dtype(x.to(torch.float8_e4m3fn)), "a dtype of code 10 and 8 bits: float8"),
         (lambda ops, x: ops.silent(x), "the function failed, and raised no error"),
     ],
 )
@@ -257,19 +254,13 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> bytes:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (
-            ["--symbol", "nope"],
-            "defines __tvm_ffi_nope. There are these functions of tvm-ffi: plain",
-        ),
+        (["--symbol", "nope"], "defines __tvm_ffi_nope. There are these functions of tvm-ffi: plain"),
         (["--symbol", "no::pe"], "--symbol no::pe: expected the name of a C function, such as scale"),
         (["--symbol", "3d"], "--symbol 3d: expected the name of a C function"),
         (["--device", "tpu"], "--device tpu: expected cpu, cuda, both"),
         (["--record", "dtype=float32"], "--record dtype: expected <name>=<text>, with a name of dtypes, "),
         (["--record", "shapes=y = z"], "z"),
-        (
-            ["--schema", "op(Tensor[] xs) -> Tensor"],
-            "a function of tvm-ffi cannot get a Tensor[]; name",
-        ),
+        (["--schema", "op(Tensor[] xs) -> Tensor"], "a function of tvm-ffi cannot get a Tensor[]; name"),
         (["--record", "sizes=n <= x[0]", "--record", "shapes=y = [n]"], "cannot count the sizes of outputs"),
         (["--schema", "op(Tensor x)"], "op schema: expected name(arguments) -> results"),
         (["text.o"], "text.o: not an object file (ELF). Expected what a compiler writes with -c"),
@@ -296,10 +287,7 @@ def test_bad_input(plain: bytes, tmp_path: Path, options: list[str], message: st
     ("arguments", "message"),
     [
         (["plain.o"], "plain.o: registers no op. Expected a header"),
-        (
-            ["plain.o", "--symbol", "plain"],
-            "--symbol, --device and --record need --schema, which is",
-        ),
+        (["plain.o", "--symbol", "plain"], "--symbol, --device and --record need --schema, which is"),
         (
             ["gone.o", "--schema", "op(Tensor x) -> Tensor"],
             "--schema: needs an object file, such as kernel.o, and gone.o, which does not exist, is none",

@@ -77,20 +77,13 @@ def mlp(*sizes: int, custom: bool = True, rows: int | str = "N", seed: int = 0) 
             last = f"r{index}"
             op = ("CustomRelu", DOMAIN) if custom else ("Relu", "")
             nodes.append(node(op[0], [name], [last], f"relu{index}", domain=op[1]))
-    inputs, outputs = (
-        [info("x", "FP32", (rows, sizes[0]))],
-        [info("y", "FP32", (rows, sizes[-1]))],
-    )
+    inputs, outputs = ([info("x", "FP32", (rows, sizes[0]))], [info("y", "FP32", (rows, sizes[-1]))])
     return make(nodes, inputs, outputs, weights=weights, functions=[relu_body()] if custom else [])
 
 
 def identity(datatype: str, shape: Sequence[int | str | None] | None = ("N", "M")) -> onnx.ModelProto:
     """y = x, for any of the protocol's data types; no custom node."""
-    return make(
-        [node("Identity", domain="")],
-        [info("x", datatype, shape)],
-        [info("y", datatype, shape)],
-    )
+    return make([node("Identity", domain="")], [info("x", datatype, shape)], [info("y", datatype, shape)])
 
 
 def fixed(*shape: int) -> onnx.ModelProto:

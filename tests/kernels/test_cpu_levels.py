@@ -8,13 +8,7 @@ import sys
 import torch
 import warm_python
 from record_driver import Driver
-from samples import (
-    ALL,
-    RECORDS,
-    run_in_torch,
-    samples,
-    torch_dtype,
-)
+from samples import ALL, RECORDS, run_in_torch, samples, torch_dtype
 
 from twinop import torch_op
 from twinop.libraries.declare import CPU_FUNCTIONS

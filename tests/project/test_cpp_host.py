@@ -37,10 +37,7 @@ def programs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (runtime,) = (Path(onnxruntime.__file__).parent / "capi").glob("libonnxruntime.so.*")
     (folder / "libonnxruntime.so.1").symlink_to(runtime)
     lines = re.findall(r"^g\+\+ .+$", (EXAMPLE / "README.md").read_text(), re.MULTILINE)
-    env = os.environ | {
-        "ORT_INCLUDE": str(ort_headers()),
-        "ORT_LIBRARY": str(folder / "libonnxruntime.so.1"),
-    }
+    env = os.environ | {"ORT_INCLUDE": str(ort_headers()), "ORT_LIBRARY": str(folder / "libonnxruntime.so.1")}
     lines = [line.replace("g++", compiler(), 1) + " -Wall -Wextra -Werror" for line in lines]
     running = [subprocess.Popen(["bash", "-c", line], cwd=folder, env=env) for line in lines]
     assert [each.wait() for each in running] == [0, 0]

@@ -57,10 +57,7 @@ def test_a_page_writes_two_files(page: Path) -> None:
     assert isinstance(function, ast.FunctionDef) and function.name == op_of(page)
     assert [
         shlex.split(line) for block in COMMANDS.findall(page.read_text()) for line in block.splitlines()
-    ] == [
-        ["./build.sh"],
-        ["./build.sh", "test", "-k", op_of(page)],
-    ]
+    ] == [["./build.sh"], ["./build.sh", "test", "-k", op_of(page)]]
     done = read_by_compiler(steps[header].replace("#pragma once\n", ""), "-Wall", "-Wextra", "-Werror")
     assert done.returncode == 0, done.stderr[:3000]
 

@@ -71,14 +71,6 @@ def test_a_package_that_is_missing(tmp_path: Path, arguments: list[str], package
     assert len(said) == (arguments[0] == "bench")
 
 
-def test_nothing_was_built() -> None:
-    code = "import twinop.libraries.library as library; library.library_folders = lambda: []"
-    done = twinop("bench", code=code)
-    assert done.returncode == 1 and done.stdout == ""
-    _, error = done.stderr.splitlines()  # the first line says how long it takes
-    assert error.startswith("error: libcustom_ops.so not found") and "./build.sh" in error
-
-
 @pytest.mark.parametrize(("arguments", "meant"), [(["expor"], "export"), (["op"], "ops")])
 def test_a_command_that_there_is_not(arguments: list[str], meant: str) -> None:
     done = CliRunner().invoke(cli.app, arguments, env={"COLUMNS": "200"})
@@ -86,8 +78,7 @@ def test_a_command_that_there_is_not(arguments: list[str], meant: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("typed", "completions"),
-    [("twinop se", ["serve"]), ("twinop export --li", ["--library"])],
+    ("typed", "completions"), [("twinop se", ["serve"]), ("twinop export --li", ["--library"])]
 )
 def test_a_shell_completes(typed: str, completions: list[str]) -> None:
     words = typed.split()

@@ -56,13 +56,7 @@ def find(tmp_path: Path) -> Find:
         own = {"TWINOP_CACHE": tmp_path / "the cache", "TWINOP_ORT_URL": "http://127.0.0.1:9"}
         inherited = {name: value for name, value in os.environ.items() if "ORT_" not in name}
         done = subprocess.run(
-            [
-                "cmake",
-                f"-DTWINOP_APT_ETC={tmp_path}/etc",
-                f"-DTWINOP_ORT_SHA256={sha256}",
-                "-P",
-                str(SCRIPT),
-            ],
+            ["cmake", f"-DTWINOP_APT_ETC={tmp_path}/etc", f"-DTWINOP_ORT_SHA256={sha256}", "-P", str(SCRIPT)],
             env=inherited | {name: str(value) for name, value in (own | env).items()},
             cwd=tmp_path,
             capture_output=True,

@@ -31,10 +31,7 @@ def with_texts(record: dict[str, str]) -> OpSpec:
     return replace(record_of(SCHEMA, DOMAIN, **texts), is_elementwise="layout" in record)
 
 
-NORM = {
-    "input_shapes": "w = x[axis:]; b = w",
-    "limits": "axis of x; eps >= 0; offset in 0 | 1",
-}
+NORM = {"input_shapes": "w = x[axis:]; b = w", "limits": "axis of x; eps >= 0; offset in 0 | 1"}
 RECORDS = {
     "norm": NORM,
     "last dimension": {"input_shapes": "w = x[-1:]; b = x", "limits": "axis >= -1; eps >= -2"},
@@ -185,16 +182,8 @@ def of(*dims: Any) -> tuple[str, Any]:
 
 INFERRED: dict[str, tuple[dict[str, tuple[str, Any]], dict[str, Any], Any]] = {
     # The inferred output or the error message, at export and in onnx's shape inference.
-    "weight": (
-        {"x": of(2, 3), "w": of(4)},
-        {},
-        r"CustomF: w has shape \[4\], expected x\[axis:\] = \[3\]",
-    ),
-    "limit": (
-        {"x": of(2, 3)},
-        {"eps": -1.0},
-        "CustomF: attribute eps is -1, expected a finite number >= 0",
-    ),
+    "weight": ({"x": of(2, 3), "w": of(4)}, {}, r"CustomF: w has shape \[4\], expected x\[axis:\] = \[3\]"),
+    "limit": ({"x": of(2, 3)}, {"eps": -1.0}, "CustomF: attribute eps is -1, expected a finite number >= 0"),
     "dimension": (
         {"x": of(Unknown("n"), 3)},
         {"axis": 2},

@@ -1,20 +1,16 @@
 """One declaration gives an op to every layer."""
 
 import inspect
-import re
-from functools import cache
-from pathlib import Path
 from typing import Any
 
 import op_bodies  # noqa: F401 (registers the test ops' bodies)
 import pytest
 import torch
-from record_driver import ROOT
 from samples import RECORDS, has_derivative
 
 from twinop import torch_op
 from twinop.export import op_schema, translation_table
-from twinop.libraries.library import find_library, read_library
+from twinop.libraries.library import find_library
 from twinop.model.bodies import find_body
 from twinop.record.op_spec import DOMAIN, DOMAIN_VERSION, OpSpec
 from twinop.testing.one_node import make_session, one_node_model
@@ -71,22 +67,6 @@ def test_onnx_declares_the_op_like_the_record(record: OpSpec) -> None:
 
 
 # ---------------------------------------------------------------------------- declared once
-
-
-@cache
-def header(record: OpSpec) -> Path | None:
-    """Returns the header that registers the op, or None for an op of the tests."""
-    name = record.name.removesuffix("_backward")
-    registers = re.compile(rf"^TWINOP_(?!FUNCTION)\w+\({name}\b", re.MULTILINE)
-    found = [path for path in (ROOT / "kernels").rglob("*.h") if registers.search(path.read_text())]
-    assert len(found) <= 1, f"{record.name} is registered in {found}"
-    return found[0] if found else None
-
-
-def test_one_header_registers_an_op() -> None:
-    own = read_library(find_library("custom_ops")).records
-    assert all(header(record) for record in own.values())
-    assert {name for name, record in ALL.items() if not header(record)} == set(ALL) - set(own)
 
 
 MODULES = {

@@ -100,6 +100,7 @@ def test_exported_program_runs_at_other_sizes() -> None:
             assert torch.equal(found, expected) and found.shape == expected.shape
 
 
+@pytest.mark.slow  # tests/library/test_counted_sizes.py does it with an op that counts
 @config.patch(capture_dynamic_output_shape_ops=True)
 def test_compiled_in_one_graph_with_gradients() -> None:
     compiled = torch.compile(broadcasts, fullgraph=True, backend="aot_eager")

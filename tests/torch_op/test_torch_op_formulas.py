@@ -84,10 +84,7 @@ def test_float_attributes_beyond_fp32() -> None:
 @pytest.mark.parametrize(
     ("formula", "message"),
     [
-        (
-            "x = relu_bakward(grad, y)",
-            "`x = relu_bakward(grad, y)` uses relu_bakward, expected x, y, grad, ",
-        ),
+        ("x = relu_bakward(grad, y)", "`x = relu_bakward(grad, y)` uses relu_bakward, expected x, y, grad, "),
         ("x = relu_backward(grad, z)", " uses z, expected x, y, grad, torch, or an op by its name"),
         ("x = relu_backward(gard, q)", " uses gard, q, expected "),
         ("z = relu_backward(grad, y)", "`z = relu_backward(grad, y)` is of z, expected inputs of the op: x"),

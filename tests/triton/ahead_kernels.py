@@ -108,10 +108,7 @@ def assert_kernel(y_ptr, n):
 
 @triton.jit
 def wrong_kernel(y_ptr, n):
-    tl.store(
-        y_ptr + tl.arange(0, 3),
-        n,
-    )
+    tl.store(y_ptr + tl.arange(0, 3), n)
 
 
 @triton.jit

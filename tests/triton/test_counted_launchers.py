@@ -143,11 +143,7 @@ def test_declarations_that_say_too_little(texts: dict[str, Any]) -> None:
 
 def test_an_op_does_not_write_inputs_too() -> None:
     declare = twinop.triton_op(
-        "f(Tensor(a!) x) -> Tensor",
-        body=torch.relu,
-        domain="counted_f",
-        sizes="n <= x[0]",
-        shapes="y = [n]",
+        "f(Tensor(a!) x) -> Tensor", body=torch.relu, domain="counted_f", sizes="n <= x[0]", shapes="y = [n]"
     )
     with pytest.raises(RecordError, match="f has data-dependent shapes, so it cannot write to an input"):
         declare(without_sizes)

@@ -50,19 +50,13 @@ def simplified(source: Source, folder: Path, ones: dict[str, int]) -> str:
 
 
 COPY_ROWS = launch_of(
-    copy_rows_kernel,
-    pointer("x_ptr", "input"),
-    pointer("y_ptr", "output"),
-    number("rows", size(0, 0)),
-    number("stride", size(0, 1)),
-    number("columns", size(0, 2)),
-    BLOCK=64,
-)
+    copy_rows_kernel, pointer("x_ptr", "input"), pointer("y_ptr", "output"), number("rows", size(0, 0)),
+    number("stride", size(0, 1)), number("columns", size(0, 2)), BLOCK=64,
+)  # fmt: skip
 
 
 @pytest.mark.parametrize(
-    ("launch", "address", "bits"),
-    [(gelu_launch(), 256, 32), (gelu_launch(), 260, 64), (COPY_ROWS, 256, 32)],
+    ("launch", "address", "bits"), [(gelu_launch(), 256, 32), (gelu_launch(), 260, 64), (COPY_ROWS, 256, 32)]
 )
 def test_an_int_that_is_1_computes_what_the_constant_computes(
     launch: TracedLaunch, address: int, bits: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

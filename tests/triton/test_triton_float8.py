@@ -79,10 +79,7 @@ def test_both_runtimes_store_8_bits(library: Library, device: str) -> None:
     ops: Any = sys.modules["float8_ops"]
     x, scale = torch.randn(3, 100) * 200, torch.tensor([2.0])
     expected = (x * 2).clamp(-448, 448).to(torch.float8_e4m3fn)
-    cases = [
-        ("to_float8", x, expected),
-        ("from_float8", expected, expected.float() * 2),
-    ]
+    cases = [("to_float8", x, expected), ("from_float8", expected, expected.float() * 2)]
     for name, given, wanted in cases:
         inputs = given.to(device), scale.to(device)
         found = getattr(ops, name)(*inputs)

@@ -7,42 +7,21 @@ import pytest
 from ahead_kernels import add_kernel, copy_rows_kernel, gelu_launch, launch_of, number, pointer, typed_kernel
 from specialisations import DIVISIBLE, assumed_by, chosen_variant, is_sound, of_triton
 
-from twinop.aot_kernels.expression import Expression, attribute, constant, size
+from twinop.aot_kernels.expression import attribute, size
 from twinop.aot_kernels.plan import POINTER
 from twinop.errors import BuildError
 from twinop.triton.variants import Address, variants
 
 INTS = (
-    2,
-    3,
-    15,
-    16,
-    17,
-    31,
-    32,
-    48,
-    1000,
-    1024,
-    2**31 - 16,
-    2**31 - 1,
-    2**31,
-    2**31 + 1,
-    2**31 + 16,
-    2**40,
-    2**62,
-)
+    2, 3, 15, 16, 17, 31, 32, 48, 1000, 1024, 2**31 - 16, 2**31 - 1, 2**31, 2**31 + 16, 2**40, 2**62,
+)  # fmt: skip
 
 
 def test_two_ints_in_all_their_kinds() -> None:
     launch = launch_of(
-        copy_rows_kernel,
-        pointer("x_ptr", "input"),
-        pointer("y_ptr", "output"),
-        number("rows", size(0, 0)),
-        number("stride", size(0, 1)),
-        number("columns", size(0, 1)),
-        BLOCK=1024,
-    )
+        copy_rows_kernel, pointer("x_ptr", "input"), pointer("y_ptr", "output"), number("rows", size(0, 0)),
+        number("stride", size(0, 1)), number("columns", size(0, 1)), BLOCK=1024,
+    )  # fmt: skip
     found = variants(launch)
     addresses: list[Any] = [Address(256, "float32")] * 2
     for rows, columns in itertools.product((1, *INTS), repeat=2):
@@ -54,38 +33,11 @@ def test_two_ints_in_all_their_kinds() -> None:
             assert assumed_by(launch, variant) == true, (rows, columns)
 
 
-def test_gelu_has_three_variants() -> None:
-    aligned = ((0, DIVISIBLE), (1, DIVISIBLE))
-    assert [variant.requirements for variant in variants(gelu_launch())] == [
-        (*aligned, (2, DIVISIBLE), (2, "FitsI32")),
-        (*aligned, (2, "FitsI32")),
-        (),
-    ]
-    assert [variant.parameters[2] for variant in variants(gelu_launch())] == [
-        (2, "i32"),
-        (2, "i32"),
-        (2, "i64"),
-    ]
-
-
-def test_variants_that_the_guards_exclude_are_left_out() -> None:
-    block = Expression.of("NextPowerOf2", size(0, 0) * size(0, 1))
-    small, large = (Expression.of("==", block, power) for power in (8, 16))
-    every = variants(gelu_launch())
-    assert variants(gelu_launch(), [large]) == every
-    assert variants(gelu_launch(), [small]) == every[1:]
-
-
 def test_constants_are_specialised_by_value() -> None:
     launch = launch_of(
-        copy_rows_kernel,
-        pointer("x_ptr", "input"),
-        pointer("y_ptr", "output"),
-        number("rows", size(0, 0)),
-        number("stride", 1),
-        number("columns", 64),
-        BLOCK=64,
-    )
+        copy_rows_kernel, pointer("x_ptr", "input"), pointer("y_ptr", "output"), number("rows", size(0, 0)),
+        number("stride", 1), number("columns", 64), BLOCK=64,
+    )  # fmt: skip
     special, *_, general = variants(launch)
     assert special.kernel.constants == {(3,): 1, (5,): 64}
     assert (4,) in special.kernel.attributes
@@ -110,50 +62,10 @@ def test_annotations_and_do_not_specialize() -> None:
     assert tuple(special.kernel.signature.values()) == kinds
     assert set(special.kernel.attributes) == {(0,), (3,)}  # of the ints, c alone is specialised on alignment
     # The requirement is on the first argument of the same value.
-    assert special.requirements == (
-        (0, DIVISIBLE),
-        (1, DIVISIBLE),
-        (1, "FitsI32"),
-    )
+    assert special.requirements == ((0, DIVISIBLE), (1, DIVISIBLE), (1, "FitsI32"))
     assert special.parameters == (
         (0, POINTER), (1, "i32"), (2, "i32"), (3, "i64"), (4, "fp64"), (5, "fp32"), (6, "i1"),
     )  # fmt: skip
-
-
-def test_variants_that_compile_to_the_same_kernel_are_one() -> None:
-    numbers = [number(name, value) for name, value in (("rows", 4), ("stride", 8), ("columns", 8))]
-    launch = launch_of(
-        copy_rows_kernel, pointer("x_ptr", "input"), pointer("y_ptr", "output"), *numbers, BLOCK=8
-    )
-    assert [len(variant.requirements) for variant in variants(launch)] == [2, 0]
-
-
-def test_sizes_that_are_always_multiples_of_16_stay_so() -> None:
-    launch = launch_of(
-        copy_rows_kernel,
-        pointer("x_ptr", "input"),
-        pointer("y_ptr", "output"),
-        number("rows", size(0, 0) * constant(32)),
-        number("stride", size(0, 0) * constant(64)),
-        number("columns", size(0, 0)),
-        BLOCK=8,
-    )
-    marked = [{place for (place,) in variant.kernel.attributes} for variant in variants(launch)]
-    assert marked[:2] == [{0, 1, 2, 3, 4}, {0, 1, 2, 3}]
-
-
-def test_first_sizes_are_left_out_before_others() -> None:
-    launch = launch_of(
-        copy_rows_kernel,
-        pointer("x_ptr", "input"),
-        pointer("y_ptr", "output"),
-        number("rows", size(0, 0)),
-        number("stride", size(1, 1)),
-        number("columns", size(0, 1)),
-        BLOCK=8,
-    )
-    marked = [{place for (place,) in variant.kernel.attributes} - {0, 1} for variant in variants(launch)]
-    assert marked == [{2, 3, 4}, {3, 4}, set(), set()]
 
 
 def test_an_unknown_option_is_refused() -> None:
