@@ -69,13 +69,10 @@ def empty_list_error(record: OpSpec) -> RecordError:
 def numbers_as_tensors(
     record: OpSpec, signature: inspect.Signature, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Sequence[Any]:
-    """Returns all arguments, with each Python number replaced by a 0-d tensor.
+    """Returns all arguments, with each Python number replaced by a 0-d tensor; RecordError: none is a tensor.
 
     The new tensor has the dtype and device of the first tensor. The number is rounded to that dtype, so that
     torch and ONNX, which has tensors only, compute the same.
-
-    Raises:
-        RecordError: no operand is a tensor.
     """
     arguments = list(bind(signature, args, kwargs).values() if kwargs else args)
     count = len(record.inputs)  # the tensors come first

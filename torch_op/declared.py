@@ -18,11 +18,8 @@ from .registry import functions_by_namespace, load
 def load_declared(key: str) -> Callable[..., Any] | None:
     """Returns the Python function of a declared op, by its `OpSpec.key`; None: no such op is declared.
 
-    The library is taken if it was built from the op's file as it is. Otherwise the op runs without.
-
-    Raises:
-        LibraryError: the library cannot be loaded.
-        TwinopError: the op runs without a library, and Triton is missing or of a version that was not tested.
+    The library is taken if it was built from the op's file as it is. Otherwise the op runs without, which
+    takes a Triton of a tested version.
     """
     declared = DECLARED.get(key)
     if declared is None:

@@ -34,11 +34,7 @@ _TYPES = {"int": int, "float": float, "bool": bool, "str": str, "int[]": Sequenc
 def register(declared: KernelOp, functions: dict[str, Callable[..., Any]]) -> Callable[..., Any]:
     """Registers a declared op with torch as `torch.ops.<domain>.<op>`, and returns its Python function.
 
-    Args:
-        functions: the ops of its domain by name, which its derivative may call; gets the function.
-
-    Raises:
-        BuildError: Triton is missing, or of a version that was not tested.
+    `functions` has the ops of its domain, which its derivative may call. BuildError: Triton is missing.
     """
     check_triton()
     record = declared.record

@@ -36,10 +36,6 @@ class _Formula:
     values: set[str]  # those of `used` of which it needs more than the shape
     compute: Callable[[dict[str, Any]], Any]
 
-    @property
-    def inputs(self) -> set[str]:
-        return set(self.names) - {"_"}
-
 
 class Formulas:
     """The formulas of one op, and what they need of a call.
@@ -57,21 +53,19 @@ class Formulas:
         # Made when the op is first differentiated: second derivatives may be registered after the library.
         return _formulas_of(self.record, self._functions)
 
-    @property
+    @cached_property
     def _used(self) -> set[str]:
         return set().union(*(formula.used for formula in self._formulas))
 
-    @property
-    def _values(self) -> set[str]:
-        return set().union(*(formula.values for formula in self._formulas))
-
     @cached_property
     def inputs(self) -> list[str]:
-        return [entry.name for entry in self.record.inputs if entry.name in self._values]
+        values = set().union(*(formula.values for formula in self._formulas))
+        return [entry.name for entry in self.record.inputs if entry.name in values]
 
     @cached_property
     def shapes(self) -> list[str]:
-        return [entry.name for entry in self.record.inputs if entry.name in self._used - self._values]
+        others = self._used.difference(self.inputs)
+        return [entry.name for entry in self.record.inputs if entry.name in others]
 
     @cached_property
     def outputs(self) -> list[str]:
@@ -89,22 +83,17 @@ class Formulas:
         return bool(self._formulas)
 
     def evaluate(self, scope: dict[str, Any], wanted: set[str]) -> dict[str, Any]:
-        """Returns the gradients of the inputs wanted, by name.
+        """Returns the gradients of the inputs wanted, by name; RecordError: the op has no formulas.
 
-        Args:
-            scope: what formulas use, by name: kept tensors, shapes, attributes and incoming gradients.
-
-        Raises:
-            RecordError: the op has no formulas.
+        `scope` has what formulas use, by name: kept tensors, shapes, attributes and incoming gradients.
         """
         if not self._formulas:
-            once = (
-                "it can be differentiated once, not twice" if self.record.is_backward else "detach its inputs"
-            )
-            raise RecordError(f"{self.record.qualified_name} has no derivative; {once}")
+            cure = "it can be differentiated once, not twice"
+            cure = cure if self.record.is_backward else "detach its inputs"
+            raise RecordError(f"{self.record.qualified_name} has no derivative; {cure}")
         needed, selected = set(wanted), []
         for formula in reversed(self._formulas):
-            if needed & formula.inputs:
+            if needed.intersection(formula.names):
                 # `grad_x` is an earlier gradient unless the op has an argument of that name.
                 needed |= {name.removeprefix("grad_") for name in formula.used - set(scope)}
                 selected.append(formula)
@@ -163,11 +152,7 @@ def _given(record: OpSpec, function: Callable[..., Any]) -> _Formula:
 
 
 def _differentiated(record: OpSpec, function: Callable[..., Any]) -> _Formula:
-    """Differentiates a backward op that is written in torch's operators, in fp32 where it is narrower.
-
-    Raises:
-        RecordError: the function takes what is not an input or attribute of the op.
-    """
+    """Differentiates a backward op that is written in torch's operators, in fp32 where it is narrower."""
     used = list(inspect.signature(function).parameters)
     inputs = [entry.name for entry in record.inputs if entry.name in used]
     known = [entry.name for entry in record.inputs] + [entry.name for entry in record.attributes]

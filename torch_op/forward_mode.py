@@ -24,15 +24,9 @@ def tangents_of(
     outputs: Mapping[str, Any],
     tangents: Mapping[str, torch.Tensor],
 ) -> tuple[torch.Tensor, ...]:
-    """Returns the tangents of a call's outputs.
+    """Returns the tangents of a call's outputs; RecordError: the op has no forward mode.
 
-    Args:
-        scope: what formulas use, by name: inputs, outputs and attributes.
-        outputs: what has the `size` and the `dtype` of each output, by name.
-        tangents: the tangents of inputs, by name. Those left out are zero.
-
-    Raises:
-        RecordError: the op has no forward mode.
+    `outputs` has the `size` and the `dtype` of each. Inputs without a tangent have a zero one.
     """
     function = None if record.gradients else SECOND_DERIVATIVES.get(record.key)
     follows = function is not None or (record.is_elementwise and formulas.exist)

@@ -101,12 +101,7 @@ def _quantised_product(
 
 
 def _activation_backward(grad: Tensor, before: Callable[[], Tensor], y: Tensor, activation: str) -> Tensor:
-    """Returns the gradient of the value before an activation.
-
-    Args:
-        before: computes that value.
-        y: the value behind it.
-    """
+    """Returns the gradient of the value before an activation, which `before` computes; y is behind it."""
     if activation == "none":
         return grad
     if activation == "relu":

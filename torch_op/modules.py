@@ -147,11 +147,7 @@ def _default_eps(x: torch.Tensor) -> float:
 
 @torch.fx.wrap
 def _first_axis(x: torch.Tensor, normalized_shape: tuple[int, ...], unchecked: str) -> int:
-    """The first normalized dimension, counted from the end.
-
-    Args:
-        unchecked: the name of a norm without a weight. With one, the op compares the shapes.
-    """
+    """The first normalized dimension, counted from the end. `unchecked` names a norm without a weight."""
     axis = -len(normalized_shape)
     if unchecked and tuple(x.shape[axis:]) != tuple(normalized_shape):
         raise RuntimeError(
@@ -169,13 +165,7 @@ class CustomSwiGLU(nn.Module):
 
 
 class CustomGatedMLP(nn.Module):
-    """Computes Llama's MLP, down_proj(silu(gate_proj(x)) * up_proj(x)).
-
-    Args:
-        hidden_size: the number of columns of the input and the output.
-        intermediate_size: the number of columns of gate and up.
-        bias: whether the projections have a bias.
-    """
+    """Computes Llama's MLP, down_proj(silu(gate_proj(x)) * up_proj(x))."""
 
     gate_proj: nn.Module
     up_proj: nn.Module

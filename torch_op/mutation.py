@@ -4,11 +4,12 @@ The kernel is one. The twin, `put_functional`, runs it on copies of the inputs, 
 record says of the op (derivative, vmap, sharding) is about the twin. The op that mutates has neither.
 """
 
-import math
 from collections.abc import Callable
 from functools import cache
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import torch
 
 from twinop.errors import RecordError
@@ -30,28 +31,15 @@ def _overlaps_itself(tensor: torch.Tensor) -> bool:
     return False
 
 
-def _lie_apart(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Whether no element of two tensors shares memory, as LieApart in layout.h."""
+def _share_memory(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether an element of a tensor shares memory with one of another: numpy compares addresses only."""
 
-    def covered(tensor: torch.Tensor, step: float) -> int:
-        """Returns the bytes that a tensor covers of each `step` bytes; -1 if its strides do not divide so."""
-        size, bytes = tensor.itemsize, tensor.itemsize
-        for stride, count in zip(tensor.stride(), tensor.shape, strict=True):
-            if count > 1 and stride * size >= step and stride * size % step:
-                return -1
-            bytes += max(count - 1, 0) * stride * size * (stride * size < step)
-        return bytes
+    def at(tensor: torch.Tensor) -> np.ndarray:
+        place = {"shape": tuple(tensor.shape), "typestr": f"|V{tensor.itemsize}", "version": 3}
+        place |= {"strides": tuple(step * tensor.itemsize for step in tensor.stride())}
+        return np.asarray(SimpleNamespace(__array_interface__=place | {"data": (tensor.data_ptr(), True)}))
 
-    behind = b.data_ptr() - a.data_ptr()
-    if not a.numel() or not b.numel() or behind >= covered(a, math.inf) or -behind >= covered(b, math.inf):
-        return True
-    steps = {
-        stride * each.itemsize
-        for each in (a, b)
-        for stride, count in zip(each.stride(), each.shape, strict=True)
-        if count > 1 and stride
-    }
-    return any(0 <= covered(a, n) <= behind % n and 0 <= covered(b, n) <= n - behind % n for n in steps)
+    return np.shares_memory(at(a), at(b))
 
 
 def _check_written(record: OpSpec, arguments: dict[str, Any]) -> None:
@@ -63,7 +51,7 @@ def _check_written(record: OpSpec, arguments: dict[str, Any]) -> None:
         faults += [
             f"shares its memory with {other}; pass a copy of one of them"
             for other, each in tensors
-            if other != name and not _lie_apart(tensor, each)
+            if other != name and _share_memory(tensor, each)
         ]
         if faults and name in record.written.values():
             raise RecordError(f"{record.qualified_name}: {name} is written, and {faults[0]}: .clone()")

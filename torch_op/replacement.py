@@ -31,17 +31,12 @@ class _Stays(Exception):
 
 @dataclass(frozen=True)
 class _Rule:
-    """How to replace a module.
-
-    Attributes:
-        attributes: returns what the twin needs and the module has under another name, or raises _Stays.
-        drops: submodules that the twin does not use.
-    """
+    """How to replace a module."""
 
     op: str
     twin: type[nn.Module]
-    attributes: Callable[[Any], dict[str, Any]] = lambda module: {}
-    drops: tuple[str, ...] = ()
+    attributes: Callable[[Any], dict[str, Any]] = lambda module: {}  # those that the twin lacks; or _Stays
+    drops: tuple[str, ...] = ()  # submodules that the twin does not use
 
 
 def _softplus(module: nn.Softplus) -> dict[str, Any]:

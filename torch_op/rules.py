@@ -31,9 +31,8 @@ _MOST_KEPT = 512  # of an op
 def fake_rule(record: OpSpec, sizes_from_data: Rule | None = None) -> Rule:
     """Returns the rule that gives shapes, dtypes and strides without data (meta tensors, compile, export).
 
-    Args:
-        sizes_from_data: gives the sizes that come from the data, by name, from the shapes of the inputs and
-            the attributes. Default: unbacked ones.
+    `sizes_from_data` gives such sizes, by name, from the shapes of the inputs and the attributes. Default:
+    unbacked ones.
     """
     signature = signature_of(record)
 
@@ -202,14 +201,8 @@ def _plan(record: OpSpec, op: Rule, values: Sequence[Any], dims: Sequence[int | 
     call = op
     if record.is_elementwise:
         pass
-    elif (rows := _rows_of_batch(record, arguments, mapped, steps)) is not None:
-        steps = rows
-    elif (folded := _entries_of_batch(record, arguments, mapped, steps)) is not None:
-        steps, count = folded
-
-        def call(*given: Any) -> Any:
-            return [each.unflatten(0, (size, count)) for each in as_tuple(op(*given))]
-
+    elif (one := _in_one_call(record, op, arguments, mapped, steps)) is not None:
+        steps, call = one
     elif record.key in PRODUCTS:
         call = partial(_product_of_batch, record)
     elif _depends_on_data(size):
@@ -254,81 +247,76 @@ def _depends_on_data(size: Any) -> bool:
     return bool(free_unbacked_symbols(size))
 
 
-def _rows_of_batch(
-    record: OpSpec, arguments: dict[str, Any], mapped: dict[str, int], steps: dict[str, Rule]
-) -> dict[str, Rule] | None:
-    """Returns what becomes of the arguments in one call if the op computes each row alone, else None."""
-    first, (axis, _) = record.inputs[0].name, record.rows or (-1, False)
-    names = _tensor_names(record, arguments)
-    trees = {first: first} | {name: each.tree for name, each in record.input_shapes.items()}
-    columns = {name for name in names if not _has_rows(trees.get(name, 0))}
-    if not (record.rows or record.key in PRODUCTS) or columns & mapped.keys():
-        return None
-    steps = {name: step for name, step in steps.items() if name not in columns}
-    whole = arguments | {name: step(arguments[name]) for name, step in steps.items()}
-    rank = whole[first].dim() - 1
-    if isinstance(axis, str) and arguments[axis] >= 0:
-        whole[axis] -= rank
-        steps[axis] = lambda axis: axis - rank
-    shapes = {entry.name: getattr(whole[entry.name], "shape", None) for entry in record.inputs}
-    examples = shapes | {name: whole[name].shape[1:] for name in {*names} - columns}
-    try:
-        check_shapes(record, examples, arguments)
-        check_shapes(record, shapes, whole)
-        found, each = infer_shapes(record, shapes, whole), infer_shapes(record, examples, arguments)
-    except RecordError:  # which the call for an example raises
-        return None
-    alike = [
-        len(found[name]) == len(each[name]) + 1 and known(found[name][0] == whole[first].shape[0])
-        for name in found
-    ]
-    return steps if rank > 0 and all(alike) else None
+def _in_one_call(
+    record: OpSpec, op: Rule, arguments: dict[str, Any], mapped: dict[str, int], steps: dict[str, Rule]
+) -> tuple[dict[str, Rule], Rule] | None:
+    """Returns what becomes of the arguments in one call for the batch, and this call; None: it needs several.
 
-
-def _has_rows(tree: Any) -> bool:
-    """Whether a shape is that of an input, or begins with its rows, as `x[:-1] + [1]`."""
-    begin = first_part(tree)
-    return isinstance(tree, str) or (isinstance(begin, list) and begin[2:] == [None, -1])
-
-
-def _entries_of_batch(
-    record: OpSpec, arguments: dict[str, Any], mapped: dict[str, int], steps: dict[str, Rule]
-) -> tuple[dict[str, Rule], Any] | None:
-    """Returns what becomes of the arguments in one call in which the batch and the first dimension are one.
-
-    It is for ops that compute each entry of the first dimension alone: those of `_ENTRIES`, and ops of rows
-    all whose inputs and outputs have a value for each entry of x's first dimension. None: this is no such
-    call. The other result is the number of entries of an example.
+    One call does for ops that compute each row alone. Others compute each entry of the first dimension alone:
+    those of `_ENTRIES`, and ops of rows all whose inputs and outputs have a value for each entry of x's
+    first dimension. For these, the batch and the first dimension become one.
     """
-    names = _tensor_names(record, arguments)
-    first = record.inputs[0].name
+    names, first = _tensor_names(record, arguments), record.inputs[0].name
+    shapes: dict[str, Any] = {e.name: getattr(arguments[e.name], "shape", None) for e in record.inputs}
+    examples = shapes | {n: (*shapes[n][:dim], *shapes[n][dim + 1 :]) for n, dim in mapped.items()}
+    example = _inferred(record, examples, arguments)
+    trees: dict[str, Any] = {name: each.tree for name, each in record.input_shapes.items()}
+    columns = {name for name in names if not _has_rows(trees.get(name, first if name == first else 0))}
+    rank = len(examples[first]) if record.rows or record.key in PRODUCTS else 0
+    if example is not None and rank and not columns & mapped.keys():
+        rows = {name: step for name, step in steps.items() if name not in columns}
+        whole = arguments | {name: step(arguments[name]) for name, step in rows.items()}
+        axis, _ = record.rows or (-1, False)
+        if isinstance(axis, str) and arguments[axis] >= 0:
+            whole[axis] -= rank
+            rows[axis] = lambda axis: axis - rank
+        found = _inferred(record, shapes | {name: whole[name].shape for name in names}, whole) or {}
+        of_batch = [known(shape[0] == whole[first].shape[0]) for shape in found.values() if shape]
+        ranks = {name: len(shape) - 1 for name, shape in found.items()}
+        if all(of_batch) and ranks == {name: len(shape) for name, shape in example.items()}:
+            return rows, op
     entries = ["slice", first, None, 1]
-    trees = {first: entries} | {name: each.tree for name, each in record.input_shapes.items()}
+    trees[first] = entries
     heads = [name for name in names if first_part(trees.get(name, 0)) == entries]
     heads += [name for name in names if trees.get(name) in heads]
     if record.key in _ENTRIES:
         heads = [name for name in names if name in _ENTRIES[record.key]]
     elif record.rows != (-1, False) or {*heads} != {*names}:
         return None
-    if mapped.keys() - {*heads}:
+    if example is None or mapped.keys() - {*heads}:
         return None
-    shapes: dict[str, Any] = {e.name: getattr(arguments[e.name], "shape", None) for e in record.inputs}
-    examples = shapes | {n: (*shapes[n][:dim], *shapes[n][dim + 1 :]) for n, dim in mapped.items()}
+    count = examples[heads[0]][0]
+    folds: dict[str, Rule] = {  # angles, a bias or rows of which each example has one are for all its entries
+        name: partial(_fold, steps[name], count)
+        for name in heads
+        if name in mapped or known(count == 1) or not known(shapes[name][0] == 1)
+    }
+    whole = arguments | {name: fold(arguments[name]) for name, fold in folds.items()}
+    found = _inferred(record, shapes | {name: whole[name].shape for name in folds}, whole) or {}
+    if not found or not all(known(each[0] == whole[heads[0]].shape[0]) for each in found.values()):
+        return None
+
+    def call(*given: Any) -> Any:
+        return [each.unflatten(0, (-1, count)) for each in as_tuple(op(*given))]
+
+    return folds, call
+
+
+def _inferred(
+    record: OpSpec, shapes: Mapping[str, Any], arguments: Mapping[str, Any]
+) -> dict[str, Any] | None:
+    """Returns the shapes of the outputs; None if the op refuses the call."""
     try:
-        check_shapes(record, examples, arguments)
-        count = examples[heads[0]][0]
-        # Angles, a bias or rows of which each example has one are for all of its entries.
-        folds: dict[str, Rule] = {
-            name: partial(_fold, steps[name], count)
-            for name in heads
-            if name in mapped or known(count == 1) or not known(shapes[name][0] == 1)
-        }
-        whole = arguments | {name: fold(arguments[name]) for name, fold in folds.items()}
-        found = infer_shapes(record, shapes | {name: whole[name].shape for name in folds}, whole)
-    except RecordError:  # which the call for an example raises
+        check_shapes(record, shapes, arguments)
+        return infer_shapes(record, shapes, arguments)
+    except RecordError:
         return None
-    alike = all(known(each[0] == whole[heads[0]].shape[0]) for each in found.values())
-    return (folds, count) if alike else None
+
+
+def _has_rows(tree: Any) -> bool:
+    """Whether a shape is that of an input, or begins with its rows, as `x[:-1] + [1]`."""
+    begin = first_part(tree)
+    return isinstance(tree, str) or (isinstance(begin, list) and begin[2:] == [None, -1])
 
 
 def _fold(step: Rule, count: Any, value: torch.Tensor) -> torch.Tensor:
@@ -417,13 +405,7 @@ def run_body(
 
     Args:
         outputs: of an op whose sizes come from the data, they say the dtypes and ranks only.
-        where: what errors begin with.
-
-    Returns:
-        The outputs.
-
-    Raises:
-        RecordError: the function gives other shapes than those of the outputs.
+        where: what errors begin with, such as that of a function that gives other shapes.
     """
     given = {name: narrow(value) for name, value in attributes.items()}
     results = as_tuple(CPU_FUNCTIONS[record.key](*map(widened, inputs), **given))
