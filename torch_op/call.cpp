@@ -335,45 +335,32 @@ void LaunchOn(LoadedOp* op, bool on_cuda, const Arguments& arguments, const Devi
 
 }  // namespace
 
-struct States::Entry {
-  std::int32_t device_type, device_index;
-  std::size_t count;
-  Attribute attributes[kMaxArguments];
-  AttributeStorage storage[kMaxArguments];
-  std::shared_ptr<void> state;
-  bool is_captured = false;
-
-  Entry(const OpSpec& record, const Call& call)
-      : device_type(call.context->device_type),
-        device_index(call.context->device_index),
-        count(record.attribute_count) {
-    for (std::size_t i = 0; i < count; ++i) {
-      Attribute& value = attributes[i] = call.attributes[i];
-      storage[i].text = value.text();
-      value.set_text(storage[i].text);
-      std::copy_n(value.ints, value.count, storage[i].ints);
-      value.ints = storage[i].ints;
-    }
+// The attributes of a call and its device as bytes.
+std::string States::KeyOf(const OpSpec& record, const Call& call) {
+  std::string key;
+  const auto add = [&](const auto& value) {
+    key.append(reinterpret_cast<const char*>(&value), sizeof(value));
+  };
+  add(call.context->device_type);
+  add(call.context->device_index);
+  for (std::size_t i = 0; i < record.attribute_count; ++i) {
+    const Attribute& value = call.attributes[i];
+    add(value.i);
+    add(value.f);
+    add(value.count);
+    key.append(value.text()).push_back('\0');
+    for (std::size_t k = 0; k < value.count; ++k) add(value.ints[k]);
   }
-  bool IsOf(const Call& call) const {
-    if (device_type != call.context->device_type || device_index != call.context->device_index)
-      return false;
-    for (std::size_t i = 0; i < count; ++i) {
-      const Attribute &a = attributes[i], &b = call.attributes[i];
-      if (a.i != b.i || std::memcmp(&a.f, &b.f, sizeof(a.f)) != 0 || a.count != b.count ||
-          a.text() != b.text() || !std::equal(a.ints, a.ints + a.count, b.ints))
-        return false;
-    }
-    return true;
-  }
-};
+  return key;
+}
 
 Status States::GetOrCreate(const OpSpec& record, const Call& call, std::shared_ptr<void>* state) {
   std::shared_ptr<void> oldest;  // is destroyed without the mutex
+  const std::string key = KeyOf(record, call);
   const bool is_captured = IsCaptured(*call.context);
   const std::lock_guard<std::mutex> lock(mutex_);
   auto found = std::find_if(entries_.begin(), entries_.end(),
-                            [&](const Entry& entry) { return entry.IsOf(call); });
+                            [&](const Entry& entry) { return entry.key == key; });
   if (found == entries_.end()) {
     Call creation = call;
     const std::vector<Tensor> none(call.input_count);  // torch has no constant inputs
@@ -384,18 +371,16 @@ Status States::GetOrCreate(const OpSpec& record, const Call& call, std::shared_p
     creation.context = &context;
     void* made = nullptr;
     TWINOP_RETURN_IF_ERROR(CreateState(record, creation, &made));
-    const auto destroy = record.destroy;
-    const std::shared_ptr<void> owned(made, [destroy](void* each) {
+    const std::shared_ptr<void> owned(made, [destroy = record.destroy](void* each) {
       if (each != nullptr) destroy(each);
     });
-    found = entries_.emplace(entries_.end(), record, call);
-    found->state = owned;
-    auto last = entries_.end();
-    while (entries_.size() > kMost && last != entries_.begin()) {
-      if ((--last)->is_captured || last == found) continue;
+    found = entries_.insert(entries_.end(), Entry{key, owned});
+    const auto last = std::find_if(entries_.rbegin(), entries_.rend(), [&](const Entry& entry) {
+      return !entry.is_captured && &entry != &*found;
+    });
+    if (entries_.size() > kMost && last != entries_.rend()) {
       oldest = last->state;
-      entries_.erase(last);
-      break;
+      entries_.erase(std::next(last).base());
     }
   }
   found->is_captured = found->is_captured || is_captured;

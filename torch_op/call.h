@@ -6,6 +6,7 @@
 #include <list>
 #include <memory>
 #include <mutex>
+#include <string>
 #include <string_view>
 
 #include "twinop/record/op_spec.h"
@@ -22,7 +23,13 @@ class States {
   Status GetOrCreate(const OpSpec& record, const Call& call, std::shared_ptr<void>* state);
 
  private:
-  struct Entry;
+  struct Entry {
+    std::string key;
+    std::shared_ptr<void> state;
+    bool is_captured = false;
+  };
+  static std::string KeyOf(const OpSpec& record, const Call& call);
+
   std::mutex mutex_;
   std::list<Entry> entries_;
 };
