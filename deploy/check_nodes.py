@@ -126,11 +126,8 @@ def node_problems(node: onnx.NodeProto, types: Mapping[str, int], record: OpSpec
 
 
 def _input_problems(node: onnx.NodeProto, types: Mapping[str, int], record: OpSpec) -> Iterator[str]:
-    marks = {(True, False): "?", (False, True): " ..."}
-    takes = ", ".join(entry.name + marks.get((entry.optional, entry.repeated), "") for entry in record.inputs)
+    takes = ", ".join(entry.name + "?" * entry.optional for entry in record.inputs)
     names = list(node.input)
-    if record.has_repeated_input:  # ONNX Runtime compares the types of the rest
-        names = names[: len(record.inputs)]
     if len(names) > len(record.inputs):
         yield f"{len(names)} inputs; it takes {len(record.inputs)} ({takes})"
         return

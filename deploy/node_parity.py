@@ -80,8 +80,6 @@ def _verdicts(
         return [(None, why)] * count
     given: list[Any] = [values[name] if name else None for name in node.input]
     given += [None] * (len(record.inputs) - len(given))
-    if record.has_repeated_input:
-        given[len(record.inputs) - 1 :] = [given[len(record.inputs) - 1 :]]
     on_gpu = any(tensor.is_cuda for tensor in values.values())
     if not (on_gpu or runs_on_cpu(record)):
         return [(None, f"{record.torch_name} needs a GPU in torch, and was not compared")] * count

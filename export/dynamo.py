@@ -37,8 +37,6 @@ def _translation(record: OpSpec) -> Callable[..., Any]:
     def translate(*args: Any, **kwargs: Any) -> Any:
         arguments = bind(signature, args, kwargs)
         tensors = [arguments[entry.name] for entry in record.inputs]
-        if record.has_repeated_input:
-            tensors[-1:] = tensors[-1]
         attributes = {entry.name: onnx_value(entry, arguments[entry.name]) for entry in record.attributes}
         return op(*tensors, **attributes)
 

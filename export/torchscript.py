@@ -48,8 +48,6 @@ def _symbolic(record: OpSpec) -> Callable[..., Any]:
     def symbolic(g: Any, *values: Any) -> Any:
         arguments = signature.bind(*values).arguments  # the tracer passes all of them, in schema order
         tensors = [arguments[name] for name in inputs]
-        if record.has_repeated_input:
-            tensors[-1:] = tensors[-1].node().inputs()
         tensors = [None if value is None or value.node().mustBeNone() else value for value in tensors]
         attributes = {entry.name: onnx_value(entry, arguments[entry.name]) for entry in record.attributes}
         written = {

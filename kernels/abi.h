@@ -100,7 +100,7 @@ typedef struct twinop_call {
   void* scratch; /* twinop_op.scratch_size bytes; aligned to 64 bytes, on CUDA to 256 */
   void* state;   /* what twinop_op.create made; null where the op has no state */
   const TWINOP_TYPE(twinop::Context, twinop_context) * context;
-  size_t input_count; /* more than the schema lists where the last input repeats (Tensor[]) */
+  size_t input_count;
   int64_t* counts; /* the launcher writes here the sizes that come from data (twinop_op.sizes), in
                       the device's memory; null: it writes none */
 } twinop_call;
@@ -136,11 +136,10 @@ typedef struct twinop_text {
   size_t size;
 } twinop_text;
 
-/* Kinds of arguments: Tensor, Tensor?, Tensor[], int, float, bool, str, int[]. */
+/* Kinds of arguments: Tensor, Tensor?, int, float, bool, str, int[]. */
 enum {
   TWINOP_TENSOR = 0,
   TWINOP_OPTIONAL_TENSOR = 1,
-  TWINOP_TENSOR_LIST = 2,
   TWINOP_INT = 3,
   TWINOP_FLOAT = 4,
   TWINOP_FLAG = 5,

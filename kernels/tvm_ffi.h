@@ -23,9 +23,6 @@ Status Run(Function function, const OpSpec& record, const twinop_call& call);
 
 template <tvm_ffi::Function kCpu, tvm_ffi::Function kCuda = kCpu, class Op>
 Status CallTvmFfi(const CallOf<Op>& call) {
-  constexpr std::size_t kInputs = Op::kRecord.input_count;
-  static_assert(Op::kRecord.input(kInputs - 1).kind != Kind::kTensorList,
-                "a function of tvm-ffi cannot get a Tensor[]; name the tensors");
   static_assert(Op::kRecord.size_count == 0,
                 "a function of tvm-ffi cannot count the sizes of outputs; count in a launcher");
   return tvm_ffi::Run(call.context->device_type == TWINOP_CUDA ? kCuda : kCpu, Op::kRecord, call);

@@ -88,7 +88,7 @@ def attach_to_calls(
             "one of those"
         )
     for record, found in calls.items():
-        body = None if record.has_repeated_input else find_body(record.key)  # ONNX's functions take no lists
+        body = find_body(record.key)
         if body is None and not allow_missing:
             raise ExportError(
                 f"op {record.name} has no function body: {record.onnx_name} would need the library "

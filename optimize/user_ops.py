@@ -228,7 +228,6 @@ def _with_floats(record: OpSpec | None, node: ir.Node, before: Types, dtype: ir.
     if record is None:
         return None
     names = [entry.name for entry in record.inputs]
-    names += names[-1:] * (len(node.inputs) - len(names))  # the last one may be repeated
     names = [*names[: len(node.inputs)], *record.outputs]
     values = (*node.inputs, *node.outputs)
     floats, found = (_FLOAT, *FLOATS_16), []

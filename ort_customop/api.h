@@ -11,28 +11,14 @@
 
 namespace twinop::ort {
 
-// Releases an OrtStatus when it leaves the scope.
-class OwnedStatus {
- public:
-  OwnedStatus(const OrtApi* api, OrtStatus* status) : api_(api), status_(status) {}
-  OwnedStatus(const OwnedStatus&) = delete;
-  OwnedStatus& operator=(const OwnedStatus&) = delete;
-  ~OwnedStatus() {
-    if (status_ != nullptr) api_->ReleaseStatus(status_);
-  }
-  bool ok() const { return status_ == nullptr; }
-
- private:
-  const OrtApi* api_;
-  OrtStatus* status_;
-};
-
-// Whether a call succeeded.
-inline bool Ok(const OrtApi* api, OrtStatus* status) { return OwnedStatus(api, status).ok(); }
-
 // An object of ORT, and the function that releases it.
 template <class T>
 using Owned = std::unique_ptr<T, void(ORT_API_CALL*)(T*)>;
+
+// Whether a call succeeded.
+inline bool Ok(const OrtApi* api, OrtStatus* status) {
+  return Owned<OrtStatus>(status, api->ReleaseStatus) == nullptr;
+}
 
 inline OrtStatusPtr ToOrt(const OrtApi* api, const Status& status, OrtErrorCode code = ORT_FAIL) {
   return status.ok() ? nullptr : api->CreateStatus(code, status.message().c_str());
@@ -56,7 +42,7 @@ OrtStatusPtr Guard(const OrtApi* api, Body&& body) {
 
 // An error of ORT's API as a Status.
 [[gnu::cold]] inline Status TakeError(const OrtApi* api, OrtStatus* error) {
-  OwnedStatus owned(api, error);
+  const Owned<OrtStatus> owned(error, api->ReleaseStatus);
   return Status::Error(api->GetErrorMessage(error));
 }
 

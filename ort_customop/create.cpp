@@ -1,14 +1,10 @@
 // Creates a kernel: the node's attributes, the device and the op's state.
-#include <algorithm>
 #include <memory>
-#include <vector>
 
 #include "ort_customop/kernel.h"
 
 namespace twinop::ort {
 namespace {
-
-using Sizes = std::int64_t[kMaxRank];
 
 // Finds the device's allocator and, on CUDA, the index of the device.
 Status FindDevice(const OrtKernelInfo* info, Kernel* kernel) {
@@ -35,22 +31,19 @@ Status CreateState(const OrtKernelInfo* info, Kernel* kernel) {
   if (record.create == nullptr) return {};
   std::size_t given = 0;
   TWINOP_RETURN_IF_ORT_ERROR(api, api->KernelInfo_GetInputCount(info, &given));
-  const std::size_t listed = record.input_count;
-  std::vector<Tensor> inputs(std::max(given, listed));
-  std::unique_ptr<Sizes[]> sizes(new Sizes[inputs.size()]);
-  for (std::size_t i = 0; i < inputs.size(); ++i)
-    inputs[i].dtype = kernel->op->input_types[std::min(i, listed - 1)];
+  Tensor inputs[kMaxArguments];
+  std::int64_t sizes[kMaxArguments][kMaxRank];
+  for (std::size_t i = 0; i < record.input_count; ++i) inputs[i].dtype = kernel->op->input_types[i];
   for (std::size_t i = 0; i < given; ++i) {
     int constant = 0;
     const OrtValue* value = nullptr;
     TWINOP_RETURN_IF_ORT_ERROR(api,
                                api->KernelInfoGetConstantInput_tensor(info, i, &constant, &value));
     if (constant == 0 || value == nullptr) continue;
-    TWINOP_RETURN_IF_ERROR(
-        ReadTensor(*kernel, value, std::min(i, listed - 1), sizes[i], &inputs[i]));
+    TWINOP_RETURN_IF_ERROR(ReadTensor(*kernel, value, i, sizes[i], &inputs[i]));
   }
   const Context context = ContextOf(*kernel);
-  Call call = CallOf(*kernel, inputs.data(), inputs.size(), nullptr);
+  Call call = CallOf(*kernel, inputs, nullptr);
   call.context = &context;
   return twinop::CreateState(record, call, &kernel->state);
 }
@@ -66,9 +59,9 @@ OrtStatusPtr CreateKernel(const OrtCustomOp* ort_op, const OrtApi* api, const Or
     kernel->api = api;
     kernel->type_and_shape = GetTypeAndShapeReference(op.api24);
     std::size_t size = 0;
-    OwnedStatus(api, api->KernelInfo_GetNodeName(info, nullptr, &size));
+    Ok(api, api->KernelInfo_GetNodeName(info, nullptr, &size));
     kernel->node.resize(size);
-    if (size > 0) OwnedStatus(api, api->KernelInfo_GetNodeName(info, kernel->node.data(), &size));
+    if (size > 0) Ok(api, api->KernelInfo_GetNodeName(info, kernel->node.data(), &size));
     if (!kernel->node.empty()) kernel->node.pop_back();  // the NUL
     kernel->attributes = std::make_unique<Attribute[]>(op.record->attribute_count);
     kernel->storage = std::make_unique<AttributeStorage[]>(op.record->attribute_count);

@@ -7,9 +7,7 @@
 #include <cstring>
 #include <memory>
 #include <utility>
-#include <vector>
 
-#include "ort_customop/scratch.h"
 #include "twinop/aot_kernels/driver.h"
 #include "twinop/math/numeric.h"
 #include "twinop/record/counted.h"
@@ -17,40 +15,18 @@
 namespace twinop::ort {
 namespace {
 
-// The inputs of one call. Those of an op with a repeated input may be too many for the arrays.
-struct Inputs {
-  using Sizes = std::int64_t[kMaxRank];
-
-  Tensor few[kMaxArguments];
-  Sizes few_sizes[kMaxArguments];
-  std::vector<Tensor> many;
-  std::unique_ptr<Sizes[]> many_sizes;
-  Tensor* tensors = few;
-  std::size_t count = 0;
-
-  Status Read(const Kernel& kernel, OrtKernelContext* context) {
-    const OrtApi* api = kernel.api;
-    const std::size_t listed = kernel.op->record->input_count;
-    Sizes* sizes = few_sizes;
-    std::size_t given = 0;  // a node may omit optional inputs at its end
-    TWINOP_RETURN_IF_ORT_ERROR(api, api->KernelContext_GetInputCount(context, &given));
-    count = std::max(listed, given);
-    if (__builtin_expect(count > kMaxArguments, false)) {
-      many.resize(count);
-      many_sizes.reset(new Sizes[count]);
-      tensors = many.data();
-      sizes = many_sizes.get();
-    }
-    for (std::size_t i = 0; i < given; ++i) {
-      const OrtValue* value = nullptr;
-      TWINOP_RETURN_IF_ORT_ERROR(api, api->KernelContext_GetInput(context, i, &value));
-      if (value == nullptr) continue;
-      TWINOP_RETURN_IF_ERROR(
-          ReadTensor(kernel, value, std::min(i, listed - 1), sizes[i], &tensors[i]));
-    }
-    return {};
+Status ReadInputs(const Kernel& kernel, OrtKernelContext* context, Tensor* inputs,
+                  std::int64_t (*sizes)[kMaxRank]) {
+  std::size_t given = 0;  // a node may omit optional inputs at its end
+  TWINOP_RETURN_IF_ORT_ERROR(kernel.api, kernel.api->KernelContext_GetInputCount(context, &given));
+  for (std::size_t i = 0; i < given; ++i) {
+    const OrtValue* value = nullptr;
+    TWINOP_RETURN_IF_ORT_ERROR(kernel.api, kernel.api->KernelContext_GetInput(context, i, &value));
+    if (value == nullptr) continue;
+    TWINOP_RETURN_IF_ERROR(ReadTensor(kernel, value, i, sizes[i], &inputs[i]));
   }
-};
+  return {};
+}
 
 Status AllocateOutputs(const Kernel& kernel, OrtKernelContext* context, const Tensor* inputs,
                        Tensor* outputs, std::int64_t (*sizes)[kMaxRank],
@@ -95,6 +71,34 @@ Status CopyWritten(const Kernel& kernel, OrtKernelContext* context, Tensor* inpu
   return {};
 }
 
+// The scratch memory of one launch, from ORT's arena. It belongs to the run's stream: on CUDA,
+// where the kernel is only queued by then, the arena makes other streams wait before they reuse it.
+struct Free {
+  OrtAllocator* allocator;
+  void operator()(void* data) const { allocator->Free(allocator, data); }
+};
+using Scratch = std::unique_ptr<void, Free>;
+
+Status Allocate(const Kernel& kernel, OrtKernelContext* context, std::int64_t bytes,
+                Scratch* scratch) {
+  if (bytes == 0) return {};
+  const OrtApi* api = kernel.api;
+  const auto size = static_cast<std::size_t>(bytes);
+  void* data = nullptr;
+  if (kernel.op->on_cuda) {
+    const OrtMemoryInfo* memory = nullptr;
+    TWINOP_RETURN_IF_ORT_ERROR(api, api->AllocatorGetInfo(kernel.allocator, &memory));
+    TWINOP_RETURN_IF_ORT_ERROR(api,
+                               api->KernelContext_GetScratchBuffer(context, memory, size, &data));
+  } else {
+    data = kernel.allocator->Alloc(kernel.allocator, size);  // the other crashes in 1.18 and 1.20
+  }
+  if (data == nullptr)
+    return Status::Error("no memory for " + std::to_string(bytes) + " bytes of scratch");
+  *scratch = Scratch(data, Free{kernel.allocator});
+  return {};
+}
+
 struct Pool {
   const OrtApi* api;
   OrtKernelContext* context;
@@ -115,19 +119,19 @@ void ParallelFor(void* pool, std::int64_t count, std::int64_t grain, Context::Ra
   work.argument = argument;
   auto [api, context] = *static_cast<Pool*>(pool);
   auto pieces = static_cast<std::size_t>((count + grain - 1) / grain);
-  OwnedStatus status(api, api->KernelContext_ParallelFor(
-                              context,
-                              [](void* data, std::size_t piece) {
-                                Work& work = *static_cast<Work*>(data);
-                                std::int64_t begin = static_cast<std::int64_t>(piece) * work.grain;
-                                std::int64_t end = begin + work.grain < work.count
-                                                       ? begin + work.grain
-                                                       : work.count;
-                                work.Run([&] { work.range(begin, end, work.argument); });
-                              },
-                              pieces, 0, &work));
-  work.Rethrow();                               // to the op, whose own boundary takes it
-  if (!status.ok()) range(0, count, argument);  // without a pool, this thread does all the work
+  const bool is_done =
+      Ok(api, api->KernelContext_ParallelFor(
+                  context,
+                  [](void* data, std::size_t piece) {
+                    Work& work = *static_cast<Work*>(data);
+                    std::int64_t begin = static_cast<std::int64_t>(piece) * work.grain;
+                    std::int64_t end =
+                        begin + work.grain < work.count ? begin + work.grain : work.count;
+                    work.Run([&] { work.range(begin, end, work.argument); });
+                  },
+                  pieces, 0, &work));
+  work.Rethrow();                           // to the op, whose own boundary takes it
+  if (!is_done) range(0, count, argument);  // without a pool, this thread does all the work
 }
 
 // Queues the kernel. `memory`: of a call whose outputs have sizes that come from the data.
@@ -150,42 +154,37 @@ TWINOP_INLINE Status LaunchOn(const Kernel& kernel, OrtKernelContext* ort_contex
 
 Status Compute(const Kernel& kernel, OrtKernelContext* context) {
   const OpSpec& record = *kernel.op->record;
-  Inputs inputs;
-  Tensor outputs[kMaxOutputs];
-  std::int64_t output_sizes[kMaxOutputs][kMaxRank];
-  TWINOP_RETURN_IF_ERROR(inputs.Read(kernel, context));
-  TWINOP_RETURN_IF_ERROR(CheckShapes(record, inputs.tensors, kernel.attributes.get()));
-  Call call = CallOf(kernel, inputs.tensors, inputs.count, outputs);
-  Scratch scratch(kernel.allocator);
-  const auto allocate = [&](std::int64_t bytes) {
-    return scratch.Allocate(kernel.api, context, kernel.op->on_cuda,
-                            static_cast<std::size_t>(bytes));
-  };
+  Tensor inputs[kMaxArguments], outputs[kMaxOutputs];
+  std::int64_t input_sizes[kMaxArguments][kMaxRank], output_sizes[kMaxOutputs][kMaxRank];
+  TWINOP_RETURN_IF_ERROR(ReadInputs(kernel, context, inputs, input_sizes));
+  TWINOP_RETURN_IF_ERROR(CheckShapes(record, inputs, kernel.attributes.get()));
+  Call call = CallOf(kernel, inputs, outputs);
+  Scratch scratch(nullptr, Free{});
   if (record.size_count > 0) {
     const CountedMemory memory{[&](std::int64_t bytes, void** data) {
-                                 Status status = allocate(bytes);
-                                 *data = scratch.data();
+                                 Status status = Allocate(kernel, context, bytes, &scratch);
+                                 *data = scratch.get();
                                  return status;
                                },
                                [&](const std::int64_t* counts, Tensor* made) {
-                                 return AllocateOutputs(kernel, context, inputs.tensors, made,
-                                                        output_sizes, counts);
+                                 return AllocateOutputs(kernel, context, inputs, made, output_sizes,
+                                                        counts);
                                }};
     return LaunchOn(kernel, context, &call, &memory);
   }
-  TWINOP_RETURN_IF_ERROR(AllocateOutputs(kernel, context, inputs.tensors, outputs, output_sizes));
+  TWINOP_RETURN_IF_ERROR(AllocateOutputs(kernel, context, inputs, outputs, output_sizes));
   TWINOP_RETURN_IF_ERROR(CheckAliases(record, call));
 
   if (AllEmpty(record, outputs)) return {};
   if (record.WritesInputs() && kernel.cpu_graph == nullptr)
-    TWINOP_RETURN_IF_ERROR(CopyWritten(kernel, context, inputs.tensors, outputs));
+    TWINOP_RETURN_IF_ERROR(CopyWritten(kernel, context, inputs, outputs));
   if (kernel.cpu_graph != nullptr) return LaunchOn(kernel, context, &call);
   const Context device = ContextOf(kernel);
   call.context = &device;
   std::int64_t bytes = 0;
   TWINOP_RETURN_IF_ERROR(ScratchBytes(record, call, &bytes));
-  TWINOP_RETURN_IF_ERROR(allocate(bytes));
-  call.scratch = scratch.data();
+  TWINOP_RETURN_IF_ERROR(Allocate(kernel, context, bytes, &scratch));
+  call.scratch = scratch.get();
   return LaunchOn(kernel, context, &call);
 }
 
@@ -225,7 +224,7 @@ OrtStatusPtr RunUnary(const Kernel& kernel, void* data, OrtKernelContext* contex
   Tensor output(y_data, sizes, rank, numel, op.output_types[0]);
   const bool in_place =
       y_data == x_data && input.dtype == output.dtype && op.record->InPlaceInput(0) == 0;
-  Call call = CallOf(kernel, &input, 1, &output);
+  Call call = CallOf(kernel, &input, &output);
   if (!in_place && !CheckAliases(*op.record, call).ok()) return ComputeKernel(data, context);
   const Status status = LaunchOn(kernel, context, &call);
   return status.ok() ? nullptr : ToOrt(api, AtNode(kernel, status));
@@ -240,9 +239,8 @@ OrtStatusPtr ComputeUnary(void* data, OrtKernelContext* context) {
 ComputeFunction FindCompute(const Op& op) {
   const OpSpec& record = *op.record;
   const bool unary = record.input_count == 1 && !record.HasOptionalInput() &&
-                     !record.HasRepeatedInput() && record.output_count == 1 &&
-                     record.SameShapeInput(0) == 0 && record.scratch_size == nullptr &&
-                     !record.WritesInputs();
+                     record.output_count == 1 && record.SameShapeInput(0) == 0 &&
+                     record.scratch_size == nullptr && !record.WritesInputs();
   return unary && op.launch != nullptr && op.api24 != nullptr ? ComputeUnary : ComputeKernel;
 }
 

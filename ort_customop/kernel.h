@@ -76,10 +76,10 @@ inline Context ContextOf(const Kernel& kernel) {
   return context;
 }
 
-inline Call CallOf(const Kernel& kernel, const Tensor* inputs, std::size_t count, Tensor* outputs) {
+inline Call CallOf(const Kernel& kernel, const Tensor* inputs, Tensor* outputs) {
   Call call;
   call.inputs = inputs;
-  call.input_count = count;
+  call.input_count = kernel.op->record->input_count;
   call.outputs = outputs;
   call.attributes = kernel.attributes.get();
   call.state = kernel.state;

@@ -93,13 +93,9 @@ Op MakeOp(const OpSpec& record, std::int32_t domain_version, std::size_t combina
   };
   op.GetOutputTypeCount = [](const OrtCustomOp* op) { return Self(op).record->output_count; };
   op.GetInputCharacteristic = [](const OrtCustomOp* op, std::size_t i) {
-    const Kind kind = Self(op).record->input(i).kind;
-    return kind == Kind::kOptionalTensor ? INPUT_OUTPUT_OPTIONAL
-           : kind == Kind::kTensorList   ? INPUT_OUTPUT_VARIADIC
-                                         : INPUT_OUTPUT_REQUIRED;
+    const bool is_optional = Self(op).record->input(i).kind == Kind::kOptionalTensor;
+    return is_optional ? INPUT_OUTPUT_OPTIONAL : INPUT_OUTPUT_REQUIRED;
   };
-  op.GetVariadicInputMinArity = [](const OrtCustomOp*) { return 1; };
-  op.GetVariadicInputHomogeneity = [](const OrtCustomOp*) { return 1; };  // one dtype
   op.GetOutputCharacteristic = [](const OrtCustomOp* op, std::size_t i) {
     return Self(op).record->outputs[i].is_optional ? INPUT_OUTPUT_OPTIONAL : INPUT_OUTPUT_REQUIRED;
   };

@@ -32,8 +32,8 @@ Status ReadAttribute(const OrtApi* api, OrtShapeInferContext* context, const OpS
                      std::size_t index, Attribute* value, AttributeStorage* storage) {
   const Argument& argument = record.attribute(index);
   const OrtOpAttr* attribute = nullptr;
-  OwnedStatus found(api, api->ShapeInferContext_GetAttribute(context, argument.name, &attribute));
-  if (!found.ok() || attribute == nullptr) {
+  if (!Ok(api, api->ShapeInferContext_GetAttribute(context, argument.name, &attribute)) ||
+      attribute == nullptr) {
     SetDefault(argument, value, storage);
     return {};
   }
@@ -49,9 +49,9 @@ Status ReadAttribute(const OrtApi* api, OrtShapeInferContext* context, const OpS
     value->count = bytes / sizeof(std::int64_t);
   } else if (argument.kind == Kind::kString) {
     storage->text.resize(TWINOP_MAX_NAME);  // longer ones are no choice of the op
-    const OwnedStatus read(api, api->ReadOpAttr(attribute, ORT_OP_ATTR_STRING, storage->text.data(),
-                                                TWINOP_MAX_NAME, &bytes));
-    storage->text.resize(read.ok() ? bytes : 0);
+    const bool is_read = Ok(api, api->ReadOpAttr(attribute, ORT_OP_ATTR_STRING,
+                                                 storage->text.data(), TWINOP_MAX_NAME, &bytes));
+    storage->text.resize(is_read ? bytes : 0);
     value->set_text(storage->text.c_str());
   }
   return {};

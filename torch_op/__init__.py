@@ -31,14 +31,8 @@ and bf16 rows.
 
 `linear(x, weight, bias, residual)` is activation(x W + bias + residual). In `linear_swiglu`, x W + bias is a
 gate and then as many others, and the result activation(gate) * others. With layout "nk" the weight is as in
-torch's layers, with "kn" as in ONNX. With `rms_eps`, x is first divided by sqrt(mean(x^2) + rms_eps). On CUDA
-the process's cuBLASLt computes the product; in 16 bits, layout "nk", K a multiple of 64 and N of 16, for up
-to `few_rows` rows a kernel in which a row's bits do not depend on the others. TF32 is used for fp32 only if
-the environment says TWINOP_TF32=1 before the first product. `linear_w8` and `linear_w8_swiglu` are the same
-for a weight [N, K] in e4m3 with a scale a row: on CUDA more than `few_rows` rows are put in 8 bits, too.
-
-The ids of `embed_layer_norm` are -V to V - 1 for a table of V rows, as in ONNX's Gather. Of others the result
-is NaN: docs/guide/api.md has the rule for all ids and positions.
+torch's layers, with "kn" as in ONNX. With `rms_eps`, x is first divided by sqrt(mean(x^2) + rms_eps). TF32
+is used for fp32 only if the environment says TWINOP_TF32=1 before the first product.
 """
 
 if __name__ != "twinop.torch_op":
@@ -53,8 +47,8 @@ from typing import Any
 from twinop.libraries.find import find_library_of
 from twinop.libraries.library import find_library
 
-from . import attention_rules, linear_rules, norm_rules, second_derivatives  # noqa: F401 (rules of ops)
-from .declared import load_declared
+from . import linear_rules, other_rules, second_derivatives  # noqa: F401 (rules of ops)
+from .eager_kernels import load_declared
 from .modules import (
     CustomGatedMLP,
     CustomGELU,

@@ -50,20 +50,8 @@ def completion_of(
 
 
 def tensors_of(arguments: Iterable[Any]) -> list[torch.Tensor]:
-    """Returns the tensors among an op's arguments, with those of a `Tensor[]`."""
-    tensors = []
-    for value in arguments:
-        if isinstance(value, torch.Tensor):
-            tensors.append(value)
-        elif isinstance(value, list | tuple):
-            tensors += [entry for entry in value if isinstance(entry, torch.Tensor)]
-    return tensors
-
-
-def empty_list_error(record: OpSpec) -> RecordError:
-    """Makes the error for an empty `Tensor[]`, by which torch's dispatcher cannot choose a kernel."""
-    last = record.inputs[-1].name
-    return RecordError(f"{record.qualified_name}: {last} is an empty list; it must have at least one tensor")
+    """Returns the tensors among an op's arguments."""
+    return [value for value in arguments if isinstance(value, torch.Tensor)]
 
 
 def numbers_as_tensors(

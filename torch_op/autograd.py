@@ -1,6 +1,6 @@
 """Autograd of an op from its derivative formulas (formulas.py)."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,9 +11,8 @@ from torch.autograd import forward_ad
 from twinop.errors import RecordError
 from twinop.record.op_spec import DOMAIN, OpSpec
 
-from .arguments import bind, completion_of, empty_list_error, numbers_as_tensors, signature_of, tensors_of
+from .arguments import bind, completion_of, numbers_as_tensors, signature_of, tensors_of
 from .formulas import Formulas
-from .forward_mode import tangents_of
 from .rules import as_tuple, narrow
 
 
@@ -28,30 +27,10 @@ def make_function(
     signature = signature_of(record)
     formulas = Formulas(record, functions)
     names = list(signature.parameters)
-    last = len(record.inputs) - 1
-    repeated = record.inputs[last].name if record.has_repeated_input else None
     complete = completion_of(signature)
 
-    def flatten(arguments: Iterable[Any]) -> Iterable[Any]:
-        """Puts the entries of a `Tensor[]` in its place: autograd.Function sees no tensors in lists."""
-        if repeated is None:
-            return arguments
-        given = list(arguments)
-        return (*given[:last], *given[last], *given[last + 1 :])
-
-    def named(values: Sequence[Any]) -> dict[str, Any]:
-        """Returns values by name. torch.library gives ops in Python the list as it is."""
-        if repeated is not None and not isinstance(values[last], list | tuple):
-            stop = last + 1 + len(values) - len(names)
-            values = (*values[:last], list(values[last:stop]), *values[stop:])
-        return dict(zip(names, values, strict=True))
-
     def kept_of(ctx: Any) -> dict[str, Any]:
-        kept = [*formulas.inputs, *formulas.outputs]
-        if repeated in kept:
-            kept.remove(repeated)
-        saved = dict(zip(kept, ctx.saved_tensors, strict=False))
-        return saved if repeated is None else saved | {repeated: list(ctx.saved_tensors[len(kept) :])}
+        return dict(zip([*formulas.inputs, *formulas.outputs], ctx.saved_tensors, strict=True))
 
     class OpFunction(torch.autograd.Function):
         generate_vmap_rule = True
@@ -59,11 +38,11 @@ def make_function(
         @staticmethod
         def forward(*args: Any) -> Any:
             with torch._C._AutoDispatchBelowAutograd():
-                return op(*(args if repeated is None else named(args).values()))
+                return op(*args)
 
         @staticmethod
         def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-            arguments = named(inputs)
+            arguments = dict(zip(names, inputs, strict=True))
             results = dict(zip(record.outputs, as_tuple(output), strict=True))
             ctx.attributes = {entry.name: narrow(arguments[entry.name]) for entry in record.attributes}
             ctx.shapes = {
@@ -77,10 +56,8 @@ def make_function(
             ctx.set_materialize_grads(False)  # a tangent of zero would make a NaN beside an infinite operand
             if formulas.undifferentiated:
                 ctx.mark_non_differentiable(*(results[name] for name in formulas.undifferentiated))
-            kept = [arguments[name] for name in formulas.inputs if name != repeated]
+            kept = [arguments[name] for name in formulas.inputs]
             kept += [results[name] for name in formulas.outputs]
-            if repeated in formulas.inputs:
-                kept += arguments[repeated]
             ctx.save_for_backward(*kept)
             if forward_ad._current_level >= 0:
                 ctx.save_for_forward(*kept)
@@ -94,26 +71,15 @@ def make_function(
             }
             if len(grads) == 1:
                 incoming["grad"] = incoming[f"grad_{record.outputs[0]}"]
-            needs = named(ctx.needs_input_grad)
-            wanted = {name for name, needed in needs.items() if needed is True or (needed and any(needed))}
+            wanted = {name for name, needed in zip(names, ctx.needs_input_grad, strict=True) if needed}
             gradients = formulas.evaluate(incoming | ctx.attributes | ctx.shapes | saved, wanted)
-            found: dict[str, Any] = {name: gradients.get(name) if name in wanted else None for name in names}
-            if repeated is not None:
-                count = len(needs[repeated])
-                found[repeated] = [None] * count if found[repeated] is None else list(found[repeated])
-                if len(found[repeated]) != count:
-                    raise RecordError(
-                        f"{record.qualified_name}: the derivative of {repeated} has {len(found[repeated])} "
-                        f"gradients; expected one for each of its {count} tensors"
-                    )
-            listed = repeated is not None and isinstance(ctx.needs_input_grad[last], list | tuple)
-            return tuple(found.values() if listed else flatten(found.values()))
+            return tuple(gradients.get(name) if name in wanted else None for name in names)
 
         @staticmethod
         def jvp(ctx: Any, *tangents: Any) -> Any:
             saved = kept_of(ctx)
-            given = {name: tangent for name, tangent in named(tangents).items() if tangent is not None}
-            found = tangents_of(record, formulas, ctx.attributes | ctx.shapes | saved, ctx.outputs, given)
+            given = {n: tangent for n, tangent in zip(names, tangents, strict=True) if tangent is not None}
+            found = formulas.tangents(ctx.attributes | ctx.shapes | saved, ctx.outputs, given)
             return found if len(found) > 1 else found[0]
 
     OpFunction.__name__ = OpFunction.__qualname__ = record.onnx_name
@@ -130,7 +96,7 @@ def make_function(
                     f"torch.func transforms do not support {record.torch_path}: call "
                     f"twinop.torch_op.{place}{record.functional_name} instead"
                 )
-            return OpFunction.apply(*flatten(arguments))
+            return OpFunction.apply(*arguments)
         with torch._C._AutoDispatchBelowAutograd():
             return op(*arguments)
 
@@ -139,29 +105,31 @@ def make_function(
     def function(*args: Any, **kwargs: Any) -> Any:
         if broadcasts:
             args, kwargs = tuple(numbers_as_tensors(record, signature, args, kwargs)), {}
-        elif repeated and bind(signature, args, kwargs)[repeated] in ([], ()):
-            raise empty_list_error(record)
         if _are_transforms_active_but_vmap():
-            return OpFunction.apply(*flatten(bind(signature, args, kwargs).values()))
+            return OpFunction.apply(*bind(signature, args, kwargs).values())
         return op(*args, **kwargs)
 
     function.__name__ = function.__qualname__ = record.functional_name
     function.__module__ = "twinop.torch_op"
-    function.__doc__ = (
-        f"{record.domain}::{record.schema}\n\nDtypes: {record.dtypes}."
-        + "".join(f" Returns {output}, the new {name}." for output, name in record.written.items())
-        + (f" Limits: {_limits(record)}." if record.limits else "")
-        + _views(record)
-        + (" The inputs broadcast; one may be a Python number." if record.broadcasts else "")
-    )
+    function.__doc__ = f"{record.domain}::{record.schema}\n\n{' '.join(_help(record))}"
     function.__signature__ = signature  # type: ignore[attr-defined]
     return function, kernel, OpFunction
 
 
-def _limits(record: OpSpec) -> str:
+def _help(record: OpSpec) -> Iterator[str]:
+    yield f"Dtypes: {record.dtypes}."
+    yield from (f"Returns {output}, the new {name}." for output, name in record.written.items())
     limits = [f"{name} {word} {value}" for name, word, value in record.limits if word != "in"]
-    choices = [f"{name} in {' | '.join(map(str, values))}" for name, values in record.choices.items()]
-    return "; ".join(limits + choices)
+    limits += [f"{name} in {' | '.join(map(str, values))}" for name, values in record.choices.items()]
+    yield from [f"Limits: {'; '.join(limits)}."] if limits else []
+    if record.is_elementwise:
+        yield "Views with any strides are read where they are."
+    elif record.rows:
+        yield "Rows at one distance from each other are read where they are; other views are copied."
+    else:
+        yield "Views that are not contiguous are copied."
+    if record.broadcasts:
+        yield "The inputs broadcast; one may be a Python number."
 
 
 def _are_transforms_active_but_vmap() -> bool:
@@ -174,15 +142,6 @@ def _are_transforms_active_but_vmap() -> bool:
             torch._dynamo.graph_break()
         return False
     return any(each.key() != vmap for each in torch._C._functorch.get_interpreter_stack() or ())
-
-
-def _views(record: OpSpec) -> str:
-    """Says what happens to non-contiguous inputs (call.cpp)."""
-    if record.is_elementwise:
-        return " Views with any strides are read where they are."
-    if record.rows:
-        return " Rows at one distance from each other are read where they are; other views are copied."
-    return " Views that are not contiguous are copied."
 
 
 def _have_tangents(tensors: list[torch.Tensor]) -> bool:

@@ -26,8 +26,8 @@ using torch::stable::detail::to;
 
 // Owns the arguments of one call.
 struct Arguments {
-  std::vector<std::optional<TorchTensor>> tensors;  // each entry of a Tensor[] has its own
-  std::vector<Tensor> views;
+  std::optional<TorchTensor> tensors[kMaxArguments];
+  Tensor views[kMaxArguments];
   Attribute attributes[kMaxArguments];
   std::string strings[kMaxArguments];
   std::vector<std::int64_t> lists[kMaxArguments];
@@ -77,65 +77,50 @@ void RequireMemory(const TorchTensor& tensor, const Tensor& view, const char* na
 
 // Takes over all arguments before anything else, because an exception would leak the others.
 void Unbox(const OpSpec& record, const StableIValue* stack, Arguments* arguments) {
-  std::vector<std::optional<TorchTensor>>& tensors = arguments->tensors;
-  tensors.reserve(record.input_count);
-  std::size_t attribute = 0;
+  std::optional<TorchTensor>* const tensors = arguments->tensors;
   for (std::size_t i = 0; i < record.input_count + record.attribute_count; ++i) {
-    Kind kind = record.arguments[i].kind;
+    const Kind kind = record.arguments[i].kind;
     if (kind == Kind::kTensor) {
-      tensors.emplace_back(to<TorchTensor>(stack[i]));
+      tensors[i] = to<TorchTensor>(stack[i]);
     } else if (kind == Kind::kOptionalTensor) {
-      tensors.push_back(to<std::optional<TorchTensor>>(stack[i]));
-    } else if (kind == Kind::kTensorList) {
-      for (TorchTensor& each : to<std::vector<TorchTensor>>(stack[i]))
-        tensors.emplace_back(std::move(each));
+      tensors[i] = to<std::optional<TorchTensor>>(stack[i]);
     } else {
-      ReadAttribute(kind, stack[i], attribute++, arguments);
+      ReadAttribute(kind, stack[i], i - record.input_count, arguments);
     }
   }
-  const auto refuse = [&](std::size_t i, const char* what) {
-    throw std::runtime_error(std::string(record.domain) + "::" + record.name + ": " +
-                             record.input(i).name + what);
-  };
-  if (tensors.size() < record.input_count)
-    refuse(record.input_count - 1, " is an empty list; it must have at least one tensor");
-  arguments->views.resize(tensors.size());
-  for (std::size_t i = 0; i < tensors.size(); ++i) {
+  for (std::size_t i = 0; i < record.input_count; ++i) {
     if (!tensors[i]) continue;
-    const std::size_t input = std::min(i, record.input_count - 1);
-    if (!tensors[i]->defined()) refuse(input, " is None; it must be a tensor");
-    const char* const name = record.input(input).name;
+    const char* const name = record.input(i).name;
+    if (!tensors[i]->defined())
+      throw std::runtime_error(std::string(record.domain) + "::" + record.name + ": " + name +
+                               " is None; it must be a tensor");
     arguments->views[i] = ViewOf(*tensors[i], name);
     RequireMemory(*tensors[i], arguments->views[i], name);
   }
 }
 
-// The name of the input to which a tensor belongs.
-std::string InputName(const OpSpec& record, std::size_t tensor) {
-  return std::string(record.input(std::min(tensor, record.input_count - 1)).name);
-}
-
 [[noreturn]] void Refuse(const OpSpec& record, const Arguments& arguments, std::string message) {
-  throw std::runtime_error(Failure(record, arguments.views.data(), message).message());
+  throw std::runtime_error(Failure(record, arguments.views, message).message());
 }
 
 // Returns the device of the first tensor. All others must be there, except those in host memory.
 Device CheckDevices(const OpSpec& record, const Arguments& arguments, bool on_cuda) {
   std::optional<Device> first;
-  for (std::size_t i = 0; i < arguments.tensors.size(); ++i) {
+  for (std::size_t i = 0; i < record.input_count; ++i) {
     if (!arguments.tensors[i]) continue;
-    Device device = DeviceOf(*arguments.tensors[i]);
-    if (record.input(std::min(i, record.input_count - 1)).on_host) {
+    const std::string name = record.input(i).name;
+    const Device device = DeviceOf(*arguments.tensors[i]);
+    if (record.input(i).on_host) {
       if (device.type == aoti_torch_device_type_cpu()) continue;
       Refuse(record, arguments,
-             InputName(record, i) + " is on " + DeviceName(device) +
+             name + " is on " + DeviceName(device) +
                  "; the op reads it on the host: move it there with .cpu()");
     }
     if (!first) first = device;
     if (!(device == *first))
       Refuse(record, arguments,
-             "all tensors must be on one device; " + InputName(record, i) + " is on " +
-                 DeviceName(device) + ", the first on " + DeviceName(*first));
+             "all tensors must be on one device; " + name + " is on " + DeviceName(device) +
+                 ", the first on " + DeviceName(*first));
   }
   if ((on_cuda ? record.cuda : record.cpu) == nullptr)
     Refuse(record, arguments,
@@ -144,38 +129,28 @@ Device CheckDevices(const OpSpec& record, const Arguments& arguments, bool on_cu
   return *first;
 }
 
-// The entries of a Tensor[] have one dtype.
-void CheckRepeated(const OpSpec& record, const Arguments& arguments) {
-  const std::size_t last = record.input_count - 1;
-  const std::vector<Tensor>& views = arguments.views;
-  for (std::size_t i = last + 1; i < views.size(); ++i)
-    if (views[i].dtype != views[last].dtype)
-      Refuse(record, arguments,
-             "the tensors of " + InputName(record, last) + " must have one dtype; entry " +
-                 std::to_string(i - last) + " is " + std::string(Info(views[i].dtype).name));
-}
-
 // Checks that each element of the inputs that the op writes has memory of its own, as mutation.py
 // does for ops without a kernel.
 void CheckWritten(const OpSpec& record, const Arguments& arguments) {
-  std::vector<Tensor> views = arguments.views;
-  for (std::size_t i = 0; i < views.size(); ++i) {
+  Tensor views[kMaxArguments];
+  for (std::size_t i = 0; i < record.input_count; ++i) {
+    views[i] = arguments.views[i];
     if (!arguments.tensors[i]) continue;
     views[i].strides = arguments.tensors[i]->strides().data();
     views[i].data = const_cast<void*>(arguments.tensors[i]->const_data_ptr());
   }
   for (std::size_t i = 0; i < record.input_count; ++i) {
     if (!record.input(i).is_written) continue;
-    const std::string written = InputName(record, i) + " is written, and ";
+    const std::string written = std::string(record.input(i).name) + " is written, and ";
     if (OverlapsItself(views[i]))
       Refuse(record, arguments,
              written +
                  "elements of it share their memory, as after expand(); pass a tensor of its "
                  "own: .clone()");
-    for (std::size_t k = 0; k < views.size(); ++k)
+    for (std::size_t k = 0; k < record.input_count; ++k)
       if (k != i && views[k].present && !LieApart(views[i], views[k]))
         Refuse(record, arguments,
-               written + "shares its memory with " + InputName(record, k) +
+               written + "shares its memory with " + record.input(k).name +
                    "; pass a copy of one of them: .clone()");
   }
 }
@@ -185,14 +160,14 @@ void CheckWritten(const OpSpec& record, const Arguments& arguments) {
 // strides. The strides of contiguous tensors stay null.
 void LayOut(const OpSpec& record, Arguments* arguments) {
   const std::size_t rank = arguments->views[0].rank;
-  for (std::size_t i = 0; i < arguments->tensors.size(); ++i) {
+  for (std::size_t i = 0; i < record.input_count; ++i) {
     if (!arguments->tensors[i]) continue;
     TorchTensor& tensor = *arguments->tensors[i];
     Tensor& view = arguments->views[i];
     const std::int64_t* strides = tensor.strides().data();
     if (record.is_elementwise) {
       view.strides = strides;
-    } else if (record.input(std::min(i, record.input_count - 1)).is_written) {
+    } else if (record.input(i).is_written) {
       continue;  // AllocateOutputs finds its memory
     } else if (!IsContiguous(view, strides) && view.numel > 0) {
       if (record.rows.given && view.rank == rank &&
@@ -239,8 +214,7 @@ std::vector<TorchTensor> AllocateOutputs(const OpSpec& record, bool mutates, Arg
     std::int64_t sizes[kMaxRank];
     std::int64_t strides[kMaxRank];
     std::size_t rank = 0;
-    Check(
-        OutputShape(record, i, arguments.views.data(), arguments.attributes, sizes, &rank, counts));
+    Check(OutputShape(record, i, arguments.views, arguments.attributes, sizes, &rank, counts));
     const int written = record.WrittenInput(i);
     const TorchTensor* input = written < 0 ? nullptr : &*arguments.tensors[written];
     if (mutates && input != nullptr &&
@@ -310,8 +284,8 @@ void LaunchOn(LoadedOp* op, bool on_cuda, const Arguments& arguments, const Devi
           "get_current_cuda_stream");
   }
   Call call;
-  call.inputs = arguments.views.data();
-  call.input_count = arguments.views.size();
+  call.inputs = arguments.views;
+  call.input_count = record.input_count;
   call.outputs = outputs;
   call.attributes = arguments.attributes;
   call.context = &context;
@@ -363,10 +337,10 @@ Status States::GetOrCreate(const OpSpec& record, const Call& call, std::shared_p
                             [&](const Entry& entry) { return entry.key == key; });
   if (found == entries_.end()) {
     Call creation = call;
-    const std::vector<Tensor> none(call.input_count);  // torch has no constant inputs
+    const Tensor none[kMaxArguments];  // torch has no constant inputs
     Context context = *call.context;
     context.stream = nullptr;
-    creation.inputs = none.data();
+    creation.inputs = none;
     creation.outputs = nullptr;
     creation.context = &context;
     void* made = nullptr;
@@ -397,10 +371,9 @@ void CallBoxed(LoadedOp* op, bool on_cuda, StableIValue* stack) {
   Arguments arguments;
   Unbox(record, stack, &arguments);
   const Device device = CheckDevices(record, arguments, on_cuda);
-  const Tensor* inputs = arguments.views.data();
+  const Tensor* const inputs = arguments.views;
   std::size_t combination = 0;
   Check(FindCombination(record, inputs, &combination));
-  CheckRepeated(record, arguments);
   for (std::size_t i = 0; i < record.attribute_count; ++i)
     Check(CheckAttribute(record, i, arguments.attributes[i]));
   Check(CheckShapes(record, inputs, arguments.attributes));
@@ -424,7 +397,7 @@ void CallBoxed(LoadedOp* op, bool on_cuda, StableIValue* stack) {
   } else {
     Tensor views[kMaxOutputs];
     outputs = AllocateOutputs(record, op->mutates, &arguments, combination, device, views);
-    if (record.is_elementwise) Flatten(record, arguments.views.data(), views);
+    if (record.is_elementwise) Flatten(record, arguments.views, views);
     if (!AllEmpty(record, views)) LaunchOn(op, on_cuda, arguments, device, views, combination);
   }
   const std::size_t count = op->mutates ? record.returned_count : record.output_count;

@@ -1,4 +1,4 @@
-"""Runs ops that are declared in Python (`twinop.triton_op`) in torch, without a library.
+"""Runs ops that are declared in Python (`twinop.triton_op`) in torch: with their library, or without one.
 
 CUDA tensors run the launcher: Triton compiles its kernels at the first launch. In torch.compile the kernels
 are part of the graph (`torch.library.triton_op`). CPU tensors run the function body, also where the op has a
@@ -7,16 +7,21 @@ library, which has no kernels for the CPU.
 
 import inspect
 import sys
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import cache, partial
+from pathlib import Path
 from typing import Any
 
 import torch
 
-from twinop.errors import ExportError, RecordError
-from twinop.libraries.kernel_op import KernelOp
+from twinop.errors import ExportError, LibraryError, RecordError, TwinopWarning
+from twinop.libraries.declare import library_beside
+from twinop.libraries.find import find_library_of
+from twinop.libraries.kernel_op import DECLARED, KernelOp, describe_source
+from twinop.libraries.library import read_library
 from twinop.record.op_spec import OpSpec
 from twinop.record.shapes import largest_sizes, output_shapes
 from twinop.triton.helion import helion_kernels
@@ -25,10 +30,57 @@ from twinop.triton.installed import check_triton
 from .arguments import bind, signature_of, tensors_of
 from .autograd import make_function
 from .mutation import register_mutating, torch_library
+from .registry import functions_by_namespace, load
 from .rules import as_tuple, run_body, unbacked_sizes, vmap_kernel
 from .sharding import register_sharding_rule
 
 _TYPES = {"int": int, "float": float, "bool": bool, "str": str, "int[]": Sequence[int]}
+
+
+def load_declared(key: str) -> Callable[..., Any] | None:
+    """Returns the Python function of a declared op, by its `OpSpec.key`; None: no such op is declared.
+
+    The library is taken if it was built from the op's file as it is. Otherwise the op runs without, which
+    takes a Triton of a tested version.
+    """
+    declared = DECLARED.get(key)
+    if declared is None:
+        return None
+    functions = functions_by_namespace[declared.record.namespace]
+    if declared.name not in functions:
+        path = _library_of(declared)
+        if path is not None:
+            load(path)
+        else:
+            for each in DECLARED.values():  # with the ops that its derivative may call
+                if each.domain == declared.domain and each.file == declared.file:
+                    register(each, functions)
+    return functions[declared.name]
+
+
+def _library_of(declared: KernelOp) -> Path | None:
+    """Returns the op's library, unless there is none or the op's file has changed since it was built."""
+    for find in (library_beside(declared.file), lambda: find_library_of(declared.domain)):
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", TwinopWarning)  # the one below says more
+                library = read_library(find())
+        except LibraryError:
+            continue
+        if library.domain != declared.domain or declared.name not in library.records:
+            continue
+        # Only the hashes are compared: the file has another name in an installed package.
+        hashes = [part.rpartition("=")[2] for part in library.source.split()]
+        if describe_source([declared.file]).rpartition("=")[2] in hashes:
+            return library.path
+        warnings.warn(
+            f"{library.path} was built from another version of {declared.file.name}: its ops run without the "
+            f"library. Build it again: twinop build {declared.file.name}",
+            TwinopWarning,
+            stacklevel=2,
+        )
+        return None
+    return None
 
 
 def register(declared: KernelOp, functions: dict[str, Callable[..., Any]]) -> Callable[..., Any]:
@@ -157,8 +209,7 @@ def _typed_signature(record: OpSpec) -> inspect.Signature:
     signature = signature_of(record)
     types: dict[str, Any] = {entry.name: _TYPES[entry.kind] for entry in record.attributes}
     for entry in record.inputs:
-        kind = Sequence[torch.Tensor] if entry.repeated else torch.Tensor
-        types[entry.name] = torch.Tensor | None if entry.optional else kind
+        types[entry.name] = torch.Tensor | None if entry.optional else torch.Tensor
     parameters = [each.replace(annotation=types[name]) for name, each in signature.parameters.items()]
     outputs = (torch.Tensor,) * len(record.outputs)
     returned = tuple[outputs] if len(outputs) > 1 else torch.Tensor  # type: ignore[valid-type]

@@ -6,8 +6,7 @@ A record's formula is Python over the op's inputs, outputs and attributes, the i
 `x, weight = f(grad)`, is evaluated once. The formulas after it may use them: `residual = grad_x`. An input
 without a formula has derivative zero.
 
-Backward ops are ordinary ops, so their formulas are second derivatives. Those without formulas follow from
-second_derivatives.py.
+Backward ops are ordinary ops; without formulas, their derivatives follow from second_derivatives.py.
 """
 
 import ast
@@ -78,10 +77,6 @@ class Formulas:
             return []
         return [name for name in self.record.outputs if f"grad_{name}" not in self._used]
 
-    @property
-    def exist(self) -> bool:
-        return bool(self._formulas)
-
     def evaluate(self, scope: dict[str, Any], wanted: set[str]) -> dict[str, Any]:
         """Returns the gradients of the inputs wanted, by name; RecordError: the op has no formulas.
 
@@ -104,6 +99,45 @@ class Formulas:
             result |= zip(formula.names, values, strict=True)
             scope = {f"grad_{name}": grad for name, grad in zip(formula.names, values, strict=True)} | scope
         return result
+
+    def tangents(
+        self, scope: Mapping[str, Any], outputs: Mapping[str, Any], tangents: Mapping[str, torch.Tensor]
+    ) -> tuple[torch.Tensor, ...]:
+        """Returns the tangents of a call's outputs; RecordError: the op has no forward mode.
+
+        The Jacobian of an elementwise op is diagonal: its product with a tangent is the gradient's formula,
+        with the tangent in the place of the incoming gradient. Where a backward op is written in torch's
+        operators, torch differentiates it.
+
+        `outputs` has the `size` and the `dtype` of each. Inputs without a tangent have a zero one.
+        """
+        function = None if self.record.gradients else SECOND_DERIVATIVES.get(self.record.key)
+        found: dict[str, torch.Tensor] = {}
+        if function is not None:
+            outputs_of, given = in_torch_of_call(self.record, function, scope)
+            moving = {name: given.pop(name) for name in tangents if name in given}
+            # Twice in reverse: the gradient is linear in the cotangent, and torch does not nest forward mode.
+            values, pull = torch.func.vjp(lambda each: outputs_of(given | each), moving)  # type: ignore[misc]
+            cotangents = {name: torch.zeros_like(value) for name, value in values.items()}
+            _, push = torch.func.vjp(lambda cotangents: pull(cotangents)[0], cotangents)  # type: ignore[misc]
+            (found,) = push({name: tangents[name].to(value.dtype) for name, value in moving.items()})
+        elif not self.record.is_elementwise or not self._formulas:
+            raise RecordError(
+                f"{self.record.qualified_name} has no forward-mode derivative (jvp, torch.func.jvp, jacfwd). "
+                "Use reverse mode: torch.autograd.grad, torch.func.vjp or jacrev"
+            )
+        shape = next(iter(outputs.values())).size
+        wide = {n: each.expand(shape) for n, each in scope.items() if isinstance(each, torch.Tensor)}
+        for output, like in outputs.items() if function is None else ():
+            terms = []
+            for name, tangent in tangents.items():
+                incoming = tangent.to(like.dtype).expand(shape)
+                grads = {f"grad_{other}": torch.zeros_like(incoming) for other in outputs if other != output}
+                grads["grad" if len(outputs) == 1 else f"grad_{output}"] = incoming
+                terms.append(self.evaluate({**scope, **wide, **grads}, {name}).get(name))
+            summands = [term for term in terms if term is not None]
+            found[output] = sum(summands[1:], summands[0]) if summands else torch.zeros_like(incoming)
+        return tuple(found[name].to(like.dtype) for name, like in outputs.items())
 
 
 def _formulas_of(record: OpSpec, functions: Functions) -> list[_Formula]:

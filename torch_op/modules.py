@@ -16,11 +16,7 @@ from .registry import functions
 
 
 class CustomReLU(nn.ReLU):
-    """Computes y = max(x, 0). NaN stays NaN.
-
-    Input and output have the same shape, which may be any, and the same dtype: float32, float16, bfloat16 or
-    float64.
-    """
+    """Computes y = max(x, 0) in the shape and dtype of x, which is a floating one. NaN stays NaN."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return functions["relu"](x)
@@ -55,11 +51,7 @@ class CustomTanh(nn.Tanh):
 
 
 class CustomSoftplus(nn.Softplus):
-    """Computes log(1 + exp(x)) for every x. torch returns x above its threshold.
-
-    Raises:
-        ValueError: beta is not 1.
-    """
+    """Computes log(1 + exp(x)) for every x. torch returns x above its threshold. beta must be 1."""
 
     def __init__(self, beta: float = 1.0, threshold: float = 20.0) -> None:
         if beta != 1:
@@ -102,9 +94,6 @@ class CustomRMSNorm(nn.RMSNorm):
     Args:
         eps: None means the machine epsilon of the compute type (float32 for 16-bit inputs), as in torch.
         offset: 0, or 1 for Gemma's convention, in which the weight starts at zero.
-
-    Raises:
-        ValueError: the offset is neither 0 nor 1.
     """
 
     offset = 0

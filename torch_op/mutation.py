@@ -44,7 +44,7 @@ def _share_memory(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 def _check_written(record: OpSpec, arguments: dict[str, Any]) -> None:
     """Checks that each element which an op writes has memory of its own, as CheckWritten in call.cpp."""
-    tensors = [(name, each) for name, value in arguments.items() for each in tensors_of([value])]
+    tensors = [(name, each) for name, each in arguments.items() if isinstance(each, torch.Tensor)]
     for name, tensor in tensors:
         faults = ["elements of it share their memory, as after expand(); pass a tensor of its own"]
         faults *= _overlaps_itself(tensor)
@@ -90,9 +90,6 @@ def register_mutating(
         """Returns what the schema returns of the outputs."""
         return None if returned == 0 else outputs[0] if returned == 1 else outputs[:returned]
 
-    def run_fake(*args: Any, **kwargs: Any) -> Any:
-        return declared(as_tuple(fake(*args, **kwargs)))
-
     def run_twin(*args: Any, rule: Rule | None = None, **kwargs: Any) -> Any:
         """Runs the twin, or what computes the same, and copies its results into the inputs."""
         arguments = bind(signature, args, kwargs)
@@ -132,7 +129,7 @@ def register_mutating(
         )
 
     name = f"{record.namespace}::{record.name}"
-    torch.library.register_fake(name, run_fake, lib=library)
+    torch.library.register_fake(name, lambda *a, **k: declared(as_tuple(fake(*a, **k))), lib=library)
     torch.library.register_vmap(name, refuse_vmap, lib=library)
     library.impl(record.name, kernel, "Autograd")
     library.impl(record.name, trace, "Tracer")

@@ -63,25 +63,15 @@ _owners: dict[str, tuple[OpSpec, Path]] = {}  # by the op's name in torch's disp
 _without_cpu_kernel: set[str] = set()  # OpSpec.key
 
 # Tensors that no kernel reads. Without these entries, torch's error is a dump of its dispatch table.
-_FOREIGN_KEYS = {
-    "SparseCPU": "sparse",
-    "SparseCUDA": "sparse",
-    "SparseCsrCPU": "sparse compressed",
-    "SparseCsrCUDA": "sparse compressed",
-    "QuantizedCPU": "quantized",
-    "QuantizedCUDA": "quantized",
+_KINDS = {"Sparse": "sparse", "SparseCsr": "sparse compressed", "Quantized": "quantized"}
+_FOREIGN_KEYS = {kind + on: text for kind, text in _KINDS.items() for on in ("CPU", "CUDA")} | {
     "MkldnnCPU": "MKL-DNN",
-    "NestedTensorCPU": "nested",
-    "NestedTensorCUDA": "nested",
-    "AutogradNestedTensor": "nested",
+    **dict.fromkeys(("NestedTensorCPU", "NestedTensorCUDA", "AutogradNestedTensor"), "nested"),
 }
 
 
 def records() -> dict[str, OpSpec]:
-    """Returns the records of all loaded ops by `OpSpec.key`: `relu`, `mish::mish`.
-
-    Of an op in several namespaces, it is the record that was loaded last.
-    """
+    """Returns the records of all loaded ops by `OpSpec.key`, `relu` or `mish::mish`: those loaded last."""
     return {record.key: record for record, _ in _owners.values()}
 
 

@@ -15,7 +15,7 @@ from twinop.record.dtypes import torch_name
 from twinop.record.op_spec import OpSpec
 from twinop.record.shapes import first_part, known, largest_sizes
 
-from .arguments import bind, completion_of, empty_list_error, signature_of
+from .arguments import bind, completion_of, signature_of
 
 Rule = Callable[..., Any]
 PRODUCTS = ("linear", "linear_swiglu")  # compute each row alone, though their records name no rows
@@ -39,7 +39,6 @@ def fake_rule(record: OpSpec, sizes_from_data: Rule | None = None) -> Rule:
     def fake(*args: Any, **kwargs: Any) -> Any:
         arguments = bind(signature, args, kwargs)
         tensors = {entry.name: arguments[entry.name] for entry in record.inputs}
-        more = _take_repeated(record, tensors)
         for entry in record.inputs:
             if tensors[entry.name] is None and not entry.optional:
                 raise RecordError(f"{record.qualified_name}: {entry.name} is None; it must be a tensor")
@@ -47,9 +46,8 @@ def fake_rule(record: OpSpec, sizes_from_data: Rule | None = None) -> Rule:
         first = next(iter(given.values()))
         kinds = {name: torch_name(tensor.dtype) for name, tensor in given.items()}
         shapes = {name: None if tensor is None else tensor.shape for name, tensor in tensors.items()}
-        last = record.inputs[-1].name
         try:
-            for name, tensor in (*given.items(), *((last, tensor) for tensor in more)):
+            for name, tensor in given.items():
                 if name not in record.host_inputs and tensor.device != first.device:
                     raise RecordError(
                         f"all tensors must be on one device; {name} is on {tensor.device}, the first on "
@@ -61,11 +59,6 @@ def fake_rule(record: OpSpec, sizes_from_data: Rule | None = None) -> Rule:
                     f"no kernel takes these dtypes; the inputs must have one of: {record.dtypes} "
                     "(all inputs the same but where one is named)"
                 )
-            for i, tensor in enumerate(more, 1):
-                if tensor.dtype != given[last].dtype:
-                    raise RecordError(
-                        f"the tensors of {last} must have one dtype; entry {i} is {torch_name(tensor.dtype)}"
-                    )
             attributes = {entry.name: arguments[entry.name] for entry in record.attributes}
             check_attributes(record, attributes)
             check_shapes(record, shapes, attributes)
@@ -93,17 +86,6 @@ def unbacked_sizes(
     for name, most in largest_sizes(record, shapes, attributes).items():
         torch._check(found[name] <= most)
     return found
-
-
-def _take_repeated(record: OpSpec, tensors: dict[str, Any]) -> list[torch.Tensor]:
-    """Replaces the list of a `Tensor[]` by its first entry, as the kernel's checks do. Returns the rest."""
-    if not record.has_repeated_input:
-        return []
-    last = record.inputs[-1].name
-    if not tensors[last]:
-        raise empty_list_error(record)
-    tensors[last], *more = tensors[last]
-    return more
 
 
 def _elementwise_output(
@@ -141,16 +123,13 @@ def vmap_kernel(record: OpSpec, op: Rule) -> Rule:
     complete = completion_of(signature_of(record))
     batched_key = torch._C.DispatchKeySet(torch._C.DispatchKey.FuncTorchBatched)
     plans: Rule = lru_cache(_MOST_KEPT)(lambda form: [])
-    problem = "takes a list of tensors and does not work under vmap" if record.has_repeated_input else ""
-    if record.sizes:
-        problem = (
-            "has data-dependent output shapes, which differ between the examples of torch.vmap. "
-            "Call the op for each example, without vmap"
-        )
 
     def kernel(*args: Any, **kwargs: Any) -> Any:
-        if problem:
-            raise RecordError(f"{record.qualified_name} {problem}")
+        if record.sizes:
+            raise RecordError(
+                f"{record.qualified_name} has data-dependent output shapes, which differ between the "
+                "examples of torch.vmap. Call the op for each example, without vmap"
+            )
         functorch = torch._C._functorch
         level = functorch.peek_interpreter_stack().level()
         values: list[Any] = []
@@ -192,7 +171,7 @@ def _plan(record: OpSpec, op: Rule, values: Sequence[Any], dims: Sequence[int | 
     arguments = dict(zip(record.parameters, values, strict=True))
     mapped = {name: dim for name, dim in zip(arguments, dims, strict=True) if dim is not None}
     size: Any = next(arguments[name].shape[dim] for name, dim in mapped.items())
-    tensors = _tensor_names(record, arguments)
+    tensors = [entry.name for entry in record.inputs if arguments[entry.name] is not None]
     rank = max(arguments[name].dim() - (name in mapped) for name in tensors) if record.broadcasts else 0
     # What puts the batch in front of a tensor.
     steps: dict[str, Rule] = {name: partial(_to_front, dim, rank) for name, dim in mapped.items()}
@@ -256,7 +235,8 @@ def _in_one_call(
     those of `_ENTRIES`, and ops of rows all whose inputs and outputs have a value for each entry of x's
     first dimension. For these, the batch and the first dimension become one.
     """
-    names, first = _tensor_names(record, arguments), record.inputs[0].name
+    names = [entry.name for entry in record.inputs if arguments[entry.name] is not None]
+    first = record.inputs[0].name
     shapes: dict[str, Any] = {e.name: getattr(arguments[e.name], "shape", None) for e in record.inputs}
     examples = shapes | {n: (*shapes[n][:dim], *shapes[n][dim + 1 :]) for n, dim in mapped.items()}
     example = _inferred(record, examples, arguments)
@@ -339,15 +319,11 @@ def _product_of_batch(record: OpSpec, *given: Any) -> torch.Tensor:
     return y.squeeze(1) if is_vector else y
 
 
-def _tensor_names(record: OpSpec, arguments: dict[str, Any]) -> list[str]:
-    return [entry.name for entry in record.inputs if arguments[entry.name] is not None]
-
-
 def autocast_rule(record: OpSpec, op: Rule, device: str) -> Rule:
     """Returns the rule for torch.autocast. (`keep` needs no code: the op runs in the dtype that it is given.)
 
-    `widest`: inputs that no kernel takes together are promoted to their widest dtype. `lower`: inputs are
-    converted to autocast's dtype, as torch does for products, unless one is in float64.
+    `widest` promotes inputs that no kernel takes together. `lower` converts inputs to autocast's dtype, as
+    torch does for products, unless one is in float64.
     """
     signature = signature_of(record)
 
@@ -428,9 +404,7 @@ def run_body(
 
 
 def widened(value: Any) -> Any:
-    """Returns a tensor, or the tensors of a list, in at least fp32 where they are floating."""
-    if isinstance(value, (list, tuple)):
-        return [widened(each) for each in value]
+    """Returns a tensor in at least fp32 where it is floating."""
     return value.float() if value is not None and value.is_floating_point() and value.itemsize < 4 else value
 
 
@@ -445,10 +419,7 @@ def narrow(value: Any) -> Any:
 
 
 def sum_to(grad: torch.Tensor, shape: Sequence[Any]) -> torch.Tensor:
-    """Sums a gradient over the dimensions that an input of this shape and of the same rank broadcast.
-
-    Autograd sums what a formula returns as well, in the gradient's dtype.
-    """
+    """Sums a gradient over the dimensions that an input of this shape and of the same rank broadcast."""
     dims = [i for i, size in enumerate(shape) if known(size == 1)]
     return grad.sum(dims, keepdim=True) if dims else grad
 

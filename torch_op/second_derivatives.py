@@ -1,11 +1,8 @@
 """Second derivatives of twinop's ops: the backward ops in torch's operators, which torch differentiates.
 
 The parameters of a function are what it needs of the backward op's inputs and attributes, by name. It returns
-the op's output, or a dict of outputs by name where there are several. It runs only when the backward op is
-differentiated.
-
-First derivatives are in the records (kernels/ops). Other libraries declare the derivatives of their backward
-ops there as well, or with `twinop.second_derivative`.
+the op's output, or a dict of outputs by name where there are several. Other libraries declare theirs in the
+records of backward ops, or with `twinop.second_derivative`.
 """
 
 from typing import Any

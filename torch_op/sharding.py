@@ -72,8 +72,6 @@ def _strategy(
 
 def _splits(record: OpSpec, arguments: dict[str, Any]) -> Iterator[tuple[Placements, Placements]]:
     """Yields the placements of outputs and inputs for each way to split a call."""
-    if record.has_repeated_input:
-        return
     given = {entry.name: arguments[entry.name] for entry in record.inputs}
     shapes = {name: tuple(tensor.shape) for name, tensor in given.items() if tensor is not None}
     if record.key in PRODUCTS:

@@ -153,7 +153,7 @@ constexpr JsonWriter WriteJson(const Record& record, const OpSpec& op) {
     if (argument.kind == Kind::kIntList && argument.has_default) {
       json.Next().List(argument.default_count,
                        [&](std::size_t k) { json.Number(argument.default_ints[k]); });
-    } else if (argument.kind > Kind::kTensorList && argument.has_default) {
+    } else if (argument.kind >= Kind::kInt && argument.has_default) {
       json.Next().Value(argument.kind, argument.default_int, argument.default_text);
     }
     json.Raw("]");

@@ -13,7 +13,6 @@ namespace twinop {
 enum class Kind : std::int32_t {
   kTensor = TWINOP_TENSOR,
   kOptionalTensor = TWINOP_OPTIONAL_TENSOR,
-  kTensorList = TWINOP_TENSOR_LIST,
   kInt = TWINOP_INT,
   kFloat = TWINOP_FLOAT,
   kBool = TWINOP_FLAG,
@@ -22,8 +21,8 @@ enum class Kind : std::int32_t {
 };
 
 constexpr std::string_view KindName(Kind kind) {
-  constexpr std::string_view kNames[] = {"Tensor", "Tensor?", "Tensor[]", "int",
-                                         "float",  "bool",    "str",      "int[]"};
+  constexpr std::string_view kNames[] = {"Tensor", "Tensor?", "",    "int",
+                                         "float",  "bool",    "str", "int[]"};
   return kNames[static_cast<std::size_t>(kind)];
 }
 
@@ -82,10 +81,6 @@ struct OpSpec : twinop_op {
     for (std::size_t i = 0; i < input_count; ++i)
       if (input(i).kind == Kind::kOptionalTensor) return true;
     return false;
-  }
-  // The last input stands for one or more tensors of one dtype.
-  constexpr bool HasRepeatedInput() const {
-    return input_count > 0 && input(input_count - 1).kind == Kind::kTensorList;
   }
   // A backward op exists in torch only.
   constexpr bool IsBackward() const {

@@ -5,7 +5,7 @@
 //   add_rms_norm(Tensor x, Tensor residual, ...) -> (Tensor y, Tensor sum)
 //   append(Tensor(a!) cache, Tensor x, Tensor position) -> ()
 //
-// Arguments are tensors (`Tensor`, `Tensor?`, and `Tensor[]` as the last one) or attributes (`int`,
+// Arguments are tensors (`Tensor` and `Tensor?`) or attributes (`int`,
 // `float`, `bool`, `str`, `int[]`). The call writes into a `Tensor(a!)`: after the outputs that the
 // schema returns, the op has an output `<input>_out` for each, in the input's memory. shape.h has
 // the language of shapes, record.h the others.
@@ -24,7 +24,7 @@ namespace twinop {
 
 constexpr Kind ParseKind(Scanner& scan, char* alias) {
   std::string_view word = scan.Word();
-  if (word == "Tensor") {
+  if (word == "Tensor" && scan.Peek() != '[') {
     if (scan.Accept("(")) {
       const std::string_view letter = scan.Word();
       if (letter.size() != 1 || !scan.Accept("!") || !scan.Accept(")"))
@@ -34,14 +34,13 @@ constexpr Kind ParseKind(Scanner& scan, char* alias) {
       *alias = letter[0];
       return Kind::kTensor;
     }
-    if (scan.Accept("[]")) return Kind::kTensorList;
     return scan.Accept("?") ? Kind::kOptionalTensor : Kind::kTensor;
   }
   if (word == "int") return scan.Accept("[]") ? Kind::kIntList : Kind::kInt;
   if (word == "float") return Kind::kFloat;
   if (word == "bool") return Kind::kBool;
   if (word == "str") return Kind::kString;
-  throw "a schema's argument is not Tensor, Tensor?, Tensor[], int, float, bool, str or int[]";
+  throw "a schema's argument is not Tensor, Tensor?, int, float, bool, str or int[]";
 }
 
 // Reads a decimal number. It is exact up to 10^22, and beyond that as far as fp32 shows it.
@@ -83,7 +82,6 @@ constexpr bool ReadDefault(std::string_view text, Argument* argument) {
   argument->default_text = Text(text);
   switch (argument->kind) {
     case Kind::kTensor:
-    case Kind::kTensorList:
       return false;
     case Kind::kOptionalTensor:
       return text == "None";
@@ -172,7 +170,7 @@ class Parser {
     op_.scratch_size = record_.scratch_size;
     op_.create = record_.create_state;
     op_.destroy = record_.destroy_state;
-    if (!op_.HasRepeatedInput()) op_.body = record_.body_model;  // it has a fixed number of inputs
+    op_.body = record_.body_model;
     op_.row_body = record_.body_pieces;
     op_.two_pass = record_.two_pass;
     return op_;
@@ -249,11 +247,10 @@ class Parser {
     } else if (index > 0 && op_.arguments[index - 1].has_default) {
       throw "a schema's arguments without a default come before those with one";
     }
-    if (argument.kind > Kind::kTensorList) {
+    if (argument.kind >= Kind::kInt) {
       ++op_.attribute_count;
     } else {
       if (op_.attribute_count > 0) throw "a schema lists its tensors before its attributes";
-      if (op_.HasRepeatedInput()) throw "a schema's Tensor[] is its last tensor";
       ++op_.input_count;
     }
   }
@@ -539,8 +536,6 @@ class Parser {
 
   // The outputs of an elementwise op have one shape: that of an input, or of all inputs broadcast.
   constexpr void CheckSkeleton() const {
-    if (op_.HasRepeatedInput() && (op_.is_elementwise || op_.rows.given))
-      throw "an op with a Tensor[] is neither elementwise nor row-wise";
     if (!op_.is_elementwise) return;
     if (op_.rows.given) throw "an elementwise op has no rows";
     for (std::size_t i = 0; i < op_.output_count; ++i) {

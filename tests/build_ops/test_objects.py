@@ -260,7 +260,6 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> bytes:
         (["--device", "tpu"], "--device tpu: expected cpu, cuda, both"),
         (["--record", "dtype=float32"], "--record dtype: expected <name>=<text>, with a name of dtypes, "),
         (["--record", "shapes=y = z"], "z"),
-        (["--schema", "op(Tensor[] xs) -> Tensor"], "a function of tvm-ffi cannot get a Tensor[]; name"),
         (["--record", "sizes=n <= x[0]", "--record", "shapes=y = [n]"], "cannot count the sizes of outputs"),
         (["--schema", "op(Tensor x)"], "op schema: expected name(arguments) -> results"),
         (["text.o"], "text.o: not an object file (ELF). Expected what a compiler writes with -c"),

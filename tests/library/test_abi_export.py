@@ -75,14 +75,6 @@ CONSTANT = """
 report = exported(lambda net, a: ops.packed(a, net.weight.detach(), 2)[0], x)
 assert report.without_library is not None
 """
-LIST = """
-ints = [torch.tensor([k, 1], dtype=torch.int32) for k in range(3)]
-dynamic = {name: {0: "n"} for name in "abc"}
-report = exported(lambda net, a, b, c: ops.total([a, b, c]), *ints, dynamic=dynamic)
-assert report.outputs == {"y": "int32 [n]"}, report.outputs
-report = exported(lambda net, a, b: ops.total([a]) + ops.total([b, a, b, a, b]), *ints[:2])
-assert report.nodes["test.abi.CustomTotal"] == 2
-"""
 EIGHT = """
 report = exported(lambda net, a: ops.spread(a), torch.tensor([1, -2], dtype=torch.int8))
 assert len(report.outputs) == 8 and set(report.outputs.values()) == {"int8 [2]"}
@@ -127,9 +119,9 @@ for values in (torch.tensor([2**60 + 1, 0, -5]), torch.tensor([1.5, 2.5, 3.5]).h
     for value, expected in zip(found, abi.take(values, index, keep), strict=True):
         assert value.dtype == expected.dtype and value.equal(expected)
 """
-QUICK = {"dynamo": {"list": LIST}}
+QUICK = {"dynamo": {"eight": EIGHT}}
 QUICK["torchscript"] = {"constant": CONSTANT, "mixed": MIXED, "integers": INTEGERS} | QUICK["dynamo"]
-CASES = {"host": HOST, "constant": CONSTANT, "list": LIST, "eight": EIGHT, "dtypes": DTYPES, "mixed": MIXED}
+CASES = {"host": HOST, "constant": CONSTANT, "eight": EIGHT, "dtypes": DTYPES, "mixed": MIXED}
 each_exporter = pytest.mark.parametrize("exporter", QUICK)
 
 

@@ -47,17 +47,6 @@ def test_a_state_that_cannot_be_made(abi: Path) -> None:
 
 
 @on_each_device
-@pytest.mark.parametrize("count", [1, 3, 40])
-def test_a_repeated_input(count: int, providers: list[str], abi: Path) -> None:
-    names = [f"x{k}" for k in range(count)]
-    node = helper.make_node("CustomTotal", names, ["y"], domain="test.abi")
-    graph = model([node], dict.fromkeys(names, INT32), {"y": INT32}, test__abi=2)
-    feeds = {name: np.array([k, 1], np.int32) for k, name in enumerate(names)}
-    found = deploy.session(graph, providers, abi).run(feeds)
-    assert found["y"].tolist() == [count * (count - 1) // 2, count]
-
-
-@on_each_device
 def test_eight_outputs_and_int8(providers: list[str], abi: Path) -> None:
     names = list("abcdefgh")
     node = helper.make_node("CustomSpread", ["x"], names, domain="test.abi")
@@ -87,14 +76,13 @@ def test_in_torch_on_cuda(abi: Path) -> None:
     code = (
         "abi = torch_op.load(sys.argv[1])\n"
         "x, weight = torch.tensor([[1.0, -2.0]], device='cuda'), torch.tensor([1.0, 3.0], device='cuda')\n"
-        "ints = [torch.tensor([k, 1], dtype=torch.int32, device='cuda') for k in range(20)]\n"
         "index, keep = torch.tensor([1, 7], device='cuda'), torch.tensor([True, True], device='cuda')\n"
-        "print([t.tolist() for t in abi.packed(x, weight, 2)], abi.total(ints).tolist())\n"
+        "print([t.tolist() for t in abi.packed(x, weight, 2)])\n"
         "print([t.tolist() for t in abi.spread(torch.tensor([1], dtype=torch.int8, device='cuda'))])\n"
         "print([t.tolist() for t in abi.take(weight, index, keep)])\n"
     )
     assert in_torch(code, abi).splitlines() == [
-        "[[[2.0, -12.0]], [0]] [190, 20]",
+        "[[[2.0, -12.0]], [0]]",
         str([[k + 1] for k in range(8)]),
         "[[3.0, 0.0], [True, False]]",
     ]

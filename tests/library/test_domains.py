@@ -136,24 +136,12 @@ found = deploy.session(path, ["CPUExecutionProvider"], sys.argv[1:3])
 assert len(found.libraries) == 3
 (y,) = found.run({"x": x, "factors": factors}).values()
 assert y.equal(expected)
-total = torch.ops.test_abi.total
-ints = [torch.tensor([k], dtype=torch.int32) for k in range(20)]
-assert total(ints).tolist() == [190]
-assert total([t.to("meta") for t in ints]).device.type == "meta"
-for wrong, text in (
-    (lambda: abi.total([]), "test.abi::total: xs is an empty list; it must have at least one tensor"),
-    (lambda: abi.total(ints[0]), "Expected a value of type 'List[Tensor]' for argument 'xs'"),
-    (lambda: total([ints[0], ints[1].long()]), "the tensors of xs must have one dtype; entry 1 is int64"),
-    (lambda: total([ints[0], torch.zeros(2, dtype=torch.int32)]), "entry 1 of xs has another size"),
-    (lambda: abi.packed(x, x[0], 13), "creating its state failed: n is 13"),
-    (lambda: torch.func.vmap(abi.total)([torch.zeros(2, 1, dtype=torch.int32)]), "does not work under vmap"),
-):
-    try:
-        wrong()
-    except (RuntimeError, RecordError) as error:
-        assert text in str(error), (text, error)
-    else:
-        raise AssertionError(text)
+try:
+    abi.packed(x, x[0], 13)
+except RuntimeError as error:
+    assert "creating its state failed: n is 13" in str(error), error
+else:
+    raise AssertionError("no error")
 y, was_packed = abi.packed(x, torch.tensor([1.0, 2.0, 3.0]), 2)
 assert y.tolist() == [[2.0, -8.0, 18.0]] and was_packed.tolist() == [0]
 spread = torch.ops.test_abi.spread(torch.tensor([1], dtype=torch.int8))

@@ -1,6 +1,5 @@
-// Test ops for what no op of twinop's uses: state, an input in host memory, a last input that
-// repeats, integer and bool tensors, and eight outputs. They form a library with a domain of its
-// own.
+// Test ops for what no op of twinop's uses: state, an input in host memory, integer and bool
+// tensors, and eight outputs. They form a library with a domain of its own.
 #pragma once
 
 #include <algorithm>
@@ -142,34 +141,6 @@ Status LaunchScaleBy(const CallOf<Op>& call) {
                          static_cast<float>(sum)});
 }
 
-// ------------------------------------------------------------------------------ lists
-
-template <class T>
-struct AddTo {
-  const T* x;
-  T* y;
-  bool first;
-  TWINOP_INLINE void operator()(std::int64_t i) const { y[i] = first ? x[i] : x[i] + y[i]; }
-};
-
-// The sum of any number of tensors of one shape.
-template <class T>
-Status Total(const Call& call) {
-  const Tensor& y = call.outputs[0];
-  for (std::size_t k = 0; k < call.input_count; ++k) {
-    if (call.inputs[k].numel != y.numel)
-      return Status::Error("entry " + std::to_string(k) + " of xs has another size");
-    TWINOP_RETURN_IF_ERROR(
-        ForEach(call, y.numel, AddTo<T>{call.inputs[k].as<const T>(), y.as<T>(), k == 0}));
-  }
-  return {};
-}
-
-inline Status LaunchTotal(const Call& call) {
-  const bool is_int = call.inputs[0].dtype == DType::kInt32;
-  return is_int ? Total<std::int32_t>(call) : Total<float>(call);
-}
-
 // ------------------------------------------------------------------------------ outputs
 
 struct Spread {
@@ -237,13 +208,6 @@ TWINOP_OP(scale_by,
               .shapes("y = x")
               .memory("factors = host"),
           LaunchScaleBy)
-
-TWINOP_OP(total,
-          Record("total(Tensor[] xs) -> Tensor")
-              .dtypes("int32; float32")
-              .shapes("y = xs")
-              .gradient("xs = [grad] * len(xs)"),
-          LaunchTotal)
 
 TWINOP_OP(spread,
           Record("spread(Tensor x) -> (Tensor a, Tensor b, Tensor c, Tensor d, Tensor e, Tensor f, "

@@ -329,17 +329,3 @@ def test_second_device() -> None:
     assert torch.cuda.current_device() == 0
     with pytest.raises(RuntimeError, match="weight is on cuda:0, the first on cuda:1"):
         ops.pad_affine(x.view(1, -1), torch.randn(100_003, device="cuda:0"))
-
-
-def test_gradients_of_a_list_of_tensors(libraries: dict[str, Path]) -> None:
-    ops = torch_op.load(libraries["test_abi"])
-    xs = [torch.randn(2, 3) for _ in range(3)]
-    weights = [torch.randn(2, 3) for _ in xs]
-    given = [x.clone().requires_grad_(i != 1) for i, x in enumerate(xs)]
-    y = ops.total([x * weight for x, weight in zip(given, weights, strict=True)])
-    y.sum().backward()
-    assert torch.equal(y, xs[0] * weights[0] + xs[1] * weights[1] + xs[2] * weights[2])
-    assert [x.grad is None for x in given] == [False, True, False]
-    torch.testing.assert_close([given[0].grad, given[2].grad], [weights[0], weights[2]], rtol=0, atol=0)
-    grads = func.grad(lambda x: ops.total([x, xs[0], 2 * x]).sum())(xs[1])
-    assert torch.equal(grads, torch.full((2, 3), 3.0))

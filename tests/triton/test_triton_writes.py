@@ -122,17 +122,3 @@ def test_a_body_is_functional() -> None:
     message = "the body of not_functional::adds writes into cache. A body is functional: return cache_out"
     with pytest.raises(RecordError, match=message):
         adds(torch.ones(3), torch.ones(3))
-
-
-def test_a_list_beside_what_is_written() -> None:
-    @twinop.triton_op(
-        "puts(Tensor(a!) cache, Tensor[] rows) -> ()",
-        body=lambda cache, rows: cache + sum(rows),
-        domain="a_list",
-    )
-    def puts(cache: torch.Tensor, rows: list[torch.Tensor]) -> None:
-        return None
-
-    cache = torch.zeros(3)
-    puts(cache, [torch.ones(3), torch.ones(3)])
-    assert cache.tolist() == [2, 2, 2]

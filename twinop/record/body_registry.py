@@ -43,11 +43,6 @@ class Body:
 
     def check(self, record: OpSpec) -> None:
         """Raises ExportError unless the body's arguments are the record's."""
-        if record.has_repeated_input:
-            raise ExportError(
-                f"body {record.name}: {record.schema} takes a list of tensors, and an ONNX function has a "
-                "fixed number of inputs: the op can have no body"
-            )
         if wrong := misfit(self.build, record, "op"):
             raise ExportError(f"body {wrong}")
         optional = [entry.name for entry in record.inputs if entry.optional]

@@ -74,7 +74,6 @@ def make_schema(record: OpSpec, name: str, domain: str, version: int, *, strict:
     inputs = []
     for entry in record.inputs:
         kind = option.Optional if entry.optional else option.Single
-        kind = option.Variadic if entry.repeated else kind
         inputs.append(OpSchema.FormalParameter(entry.name, variable(entry.name), param_option=kind))
     outputs = [OpSchema.FormalParameter(output, variable(output)) for output in record.outputs]
     schema = OpSchema(

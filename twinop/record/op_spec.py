@@ -18,13 +18,11 @@ DOMAIN_VERSION = 1
 class Input:
     """A tensor of the schema.
 
-    `repeated`: one or more tensors (`Tensor[]`), only as the last input. `written`: the call writes into it
-    (`Tensor(a!)`), and the op has an output `<name>_out` for it.
+    `written`: the call writes into it (`Tensor(a!)`), and the op has an output `<name>_out` for it.
     """
 
     name: str
     optional: bool = False
-    repeated: bool = False
     written: bool = False
 
 
@@ -124,7 +122,7 @@ class OpSpec:
         found, inputs, attributes = dict(fields), list[Input](), list[Attribute]()
         for name, kind, *default in found.pop("arguments"):
             if kind.startswith("Tensor"):
-                inputs.append(Input(name, kind == "Tensor?", kind == "Tensor[]", kind == "Tensor(a!)"))
+                inputs.append(Input(name, kind == "Tensor?", kind == "Tensor(a!)"))
             else:
                 values = map(float, default) if kind == "float" else default
                 attributes.append(Attribute(name, kind, *values))
@@ -242,11 +240,6 @@ class OpSpec:
         """The allowed values of attributes that must have one of some, by name."""
         found = [(name, value) for name, word, value in self.limits if word == "in"]
         return {name: tuple(value for each, value in found if each == name) for name, _ in found}
-
-    @property
-    def has_repeated_input(self) -> bool:
-        """Whether the last input is a list of tensors."""
-        return len(self.inputs) > 0 and self.inputs[-1].repeated  # torch 2.11 cannot trace bool() of a tuple
 
     @property
     def broadcasts(self) -> bool:

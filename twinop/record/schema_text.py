@@ -12,7 +12,7 @@ from .op_spec import Attribute, Expression, Gradient, Input, OpSpec
 from .shapes import evaluate
 
 _ARGUMENT = re.compile(
-    r"(Tensor\??|Tensor\[\]|Tensor\([A-Za-z]!\)|int|float|bool|str|int\[\])"
+    r"(Tensor\??|Tensor\([A-Za-z]!\)|int|float|bool|str|int\[\])"
     r"\s+([A-Za-z_]\w*)\s*(?:=\s*(.+))?"
 )
 _SCHEMA = re.compile(r"\s*([A-Za-z_]\w*)\s*\((.*)\)\s*->\s*(.+?)\s*", re.DOTALL)
@@ -53,14 +53,12 @@ def record_of(schema: str, domain: str, **texts: str) -> OpSpec:
         places["arguments"].append(place)
         kind, argument, default = _parse_argument(schema, place, text)
         if kind.startswith("Tensor"):
-            if attributes or (inputs and inputs[-1].repeated):
-                raise _error(
-                    schema, place, "tensors come before attributes, and a Tensor[] is the last tensor"
-                )
+            if attributes:
+                raise _error(schema, place, "tensors come before attributes")
             written = kind.endswith("!)")
             if written and kind in schema[:place]:
                 raise _error(schema, place, "each Tensor(a!) has a letter of its own")
-            inputs.append(Input(argument, kind == "Tensor?", kind == "Tensor[]", written))
+            inputs.append(Input(argument, kind == "Tensor?", written))
             places["written"] += [place] * written
         else:
             attributes.append(Attribute(argument, kind, default))
@@ -276,7 +274,7 @@ def _parse_argument(schema: str, place: int, text: str) -> tuple[str, str, Any]:
         raise _error(
             schema,
             place,
-            f"{text!r} is not an argument; expected one of Tensor, Tensor?, Tensor[], Tensor(a!), int, "
+            f"{text!r} is not an argument; expected one of Tensor, Tensor?, Tensor(a!), int, "
             "float, bool, str, int[], then a name, and a default: float eps=1e-6",
         )
     kind, name, default = found.groups()

@@ -45,17 +45,9 @@ def node_of(record: OpSpec, inputs: Sequence[str], attributes: Mapping[str, Any]
 def one_node_model(
     record: OpSpec, dtypes: Mapping[str, str], present: Sequence[int], attributes: Mapping[str, Any]
 ) -> onnx.ModelProto:
-    """The op alone, with inputs of unknown rank; absent optional inputs are "" (left out at the end).
-
-    Args:
-        present: whether each input is given; how many tensors a repeated input has, which get numbers.
-    """
-    names: list[str] = []
-    types: dict[str, str] = {}
-    for entry, count in zip(record.inputs, present, strict=True):
-        own = [f"{entry.name}{i}" for i in range(count)] if entry.repeated else [entry.name] if count else []
-        names += own or [""]
-        types |= dict.fromkeys(own, dtypes[entry.name])
+    """The op alone, with inputs of unknown rank; absent ones are "" (left out at the end)."""
+    names = [entry.name if given else "" for entry, given in zip(record.inputs, present, strict=True)]
+    types = {name: dtypes[name] for name in names if name}
     node = node_of(record, names, attributes)
     types_of_outputs = {name: dtypes[name] for name in record.outputs}
     inputs, outputs = (

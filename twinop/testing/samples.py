@@ -240,10 +240,10 @@ def make_sample(
         if record.is_elementwise:
             draw = partial(values, scale=(1, 8, 60)[seed % 50 % 3])
         draw = integers if not dtype.is_floating_point else plain_values if tame else draw
-        tensors = [draw(wanted, dtype, seed + 50 * i + 200 * k) for k in range(3 if entry.repeated else 1)]
+        tensor = draw(wanted, dtype, seed + 50 * i)
         if gives_integers and dtype.is_floating_point:
-            tensors = [tensor.nan_to_num(0.5, torch.inf, -torch.inf) for tensor in tensors]
-        found[entry.name] = tensors if entry.repeated else tensors[0]
+            tensor = tensor.nan_to_num(0.5, torch.inf, -torch.inf)
+        found[entry.name] = tensor
     return Sample(found, dict(attributes or {}))
 
 

@@ -100,9 +100,6 @@ def _bodies(op: KernelOp, traced: TracedOp, notes: list[str]) -> Iterator[Body]:
     """Yields the models that run an op on the CPU: one for all ranks where it can be, else one for each."""
     if op.record.is_backward:  # in torch only
         return
-    if op.record.has_repeated_input:
-        notes.append(f"{op.name} does not run on the CPU in ONNX Runtime: ONNX's functions take no lists")
-        return
     for combination in range(len(traced.record.combinations)):
         ranks = list(dict.fromkeys(plan.ranks for plan in traced.plans if plan.combination == combination))
         try:

@@ -3,7 +3,7 @@
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -61,11 +61,6 @@ def trace(
     Raises:
         BuildError: the launcher does something that a library cannot do.
     """
-    if record.has_repeated_input and not samples:
-        raise BuildError(
-            f"{place_of(launcher)}: {record.inputs[-1].name} of {record.name} is a Tensor[]. A library "
-            "serves as many tensors as a list of the samples has: give triton_op samples(dtype, size)"
-        )
     if torch.cuda.is_available():
         torch.cuda.init()  # the first fake tensor does it otherwise, and finds a symbolic compute capability
     plans: list[Plan[TracedLaunch]] = []
@@ -74,7 +69,8 @@ def trace(
     for combination in range(len(record.combinations)):
         dtypes: list[_Outputs] = []
         refusal: Any = None
-        for tracer, ranks, paths in _paths(record, launcher, samples, choose, archs, combination):
+        tracer = _Tracer(record, launcher, choose, combination)
+        for ranks, paths in tracer.paths(_calls(record, samples, archs)):
             accepted = [path.outputs for path in paths if path.outputs is not None]
             if not accepted:
                 refusal = refusal or paths[0].steps[-1]
@@ -82,48 +78,13 @@ def trace(
             paths += tracer.refusals(paths, notes)
             plans += (tracer.plan(path) for path in paths)
             dtypes += accepted
-            outputs.setdefault(ranks[: len(record.inputs)], []).extend(accepted)
+            outputs.setdefault(ranks, []).extend(accepted)
         if not dtypes:
             raise BuildError(
                 f"{place_of(launcher)}: {record.name} refuses all calls; the first says: {refusal.message}"
             )
         record = with_dtypes(record, combination, dtypes, place_of(launcher))
     return TracedOp(with_shapes(record, outputs, place_of(launcher)), tuple(plans), tuple(notes))
-
-
-def _paths(
-    record: OpSpec,
-    launcher: Callable[..., Any],
-    samples: Sequence[Mapping[str, Any]],
-    choose: Choose,
-    archs: Sequence[int],
-    combination: int,
-) -> Iterator[tuple["_Tracer", Ranks, list["_Path"]]]:
-    """Yields the paths of calls, where the op takes a list for each number of tensors in a sample's list."""
-    if not record.has_repeated_input:
-        tracer = _Tracer(record, launcher, choose, combination)
-        yield from ((tracer, *found) for found in tracer.paths(_calls(record, samples, archs)))
-        return
-    last = record.inputs[-1].name
-    for count in dict.fromkeys(len(sample[last]) for sample in samples):
-        single = _with_single_tensors(record, count)
-        names = [entry.name for entry in single.inputs[len(record.inputs) - 1 :]]
-        given = [
-            {**sample, **dict(zip(names, sample[last], strict=True))}
-            for sample in samples
-            if len(sample[last]) == count
-        ]
-        tracer = _Tracer(single, launcher, choose, combination, len(record.inputs) - 1)
-        yield from ((tracer, *found) for found in tracer.paths(_calls(single, given, archs)))
-
-
-def _with_single_tensors(record: OpSpec, count: int) -> OpSpec:
-    """Returns the record with so many tensors, xs, xs_1, xs_2, in the place of the list xs."""
-    *others, last = record.inputs
-    names = [last.name, *(f"{last.name}_{i}" for i in range(1, count))]
-    combinations = tuple(each | dict.fromkeys(names, each[last.name]) for each in record.combinations)
-    inputs = (*others, *(replace(last, name=name, repeated=False) for name in names))
-    return replace(record, inputs=inputs, combinations=combinations)
 
 
 @dataclass
@@ -149,7 +110,6 @@ class _Tracer:
     launcher: Callable[..., Any]
     choose: Choose
     combination: int
-    listed: int | None = None  # the first input that the launcher gets in a list
 
     def paths(self, calls: Iterable[tuple[Call, bool]]) -> Iterator[tuple[Ranks, list[_Path]]]:
         """Yields the paths that calls take, for each choice of ranks, bools and texts."""
@@ -232,8 +192,6 @@ class _Tracer:
         launches = triton_launches(recorder, self.choose)
         with fake, functions_of_symbols(recorder), launches, helion_kernels():
             inputs = self._inputs(recorder, call, attributes)
-            if self.listed is not None:
-                inputs[self.listed :] = [inputs[self.listed :]]
             with recorder, Indexing():
                 try:
                     returned = self.launcher(*inputs, **attributes)

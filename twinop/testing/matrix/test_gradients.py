@@ -41,8 +41,6 @@ def differentiable(record: OpSpec, dtypes: Mapping[str, str] | None = None) -> N
     """Skips an op without a derivative, and dtypes in which no input has one."""
     if not has_derivative(record):
         pytest.skip(f"{record.qualified_name} has no derivative (`gradient` of its record)")
-    if record.has_repeated_input:
-        pytest.skip("takes a list of tensors")
     if dtypes is not None and not differentiated(record, dtypes):
         pytest.skip("integers have no derivative")
 
@@ -251,8 +249,6 @@ def test_vmap(record: OpSpec, device: str) -> None:
 
     They have the same bits, but for products whose weights differ too: cuBLAS adds in another order there.
     """
-    if record.has_repeated_input:
-        pytest.skip("takes a list of tensors")
     if record.sizes:
         pytest.skip("the sizes of its outputs come from the data")
     dtypes = record.combinations[0]
