@@ -102,7 +102,6 @@ def test_each_library_has_its_own_table(libraries: dict[str, Path], tmp_path: Pa
 
 TWO_DOMAINS = """
 from twinop import deploy, export
-from twinop.errors import RecordError
 
 plain, abi = (torch_op.load(path) for path in sys.argv[1:3])
 assert set(torch_op.records()) >= {"relu", "test_c::negate", "test.abi::scale_by"}
