@@ -27,16 +27,11 @@ ModelSource = str | os.PathLike[str] | bytes | onnx.ModelProto
 
 @dataclass(frozen=True)
 class CustomNode:
-    """A node of a custom-op library.
-
-    Attributes:
-        label: the node as error messages name it.
-        types: the ONNX element types of the values in the node's scope, by name.
-    """
+    """A node of a custom-op library."""
 
     proto: onnx.NodeProto
-    label: str
-    types: Mapping[str, int]
+    label: str  # the node as error messages name it
+    types: Mapping[str, int]  # ONNX's element types of the values in the node's scope, by name
 
     @property
     def node_type(self) -> tuple[str, str]:
@@ -46,25 +41,15 @@ class CustomNode:
 
 @dataclass
 class Model:
-    """A model as it was given, for ONNX Runtime, and a copy without its weights.
+    """A model as it was given, for ONNX Runtime, and a copy without its weights."""
 
-    Attributes:
-        name: the model as error messages name it.
-        proto: the copy.
-        path, data: the file, or the bytes if the model is not a file.
-        folder: the folder of external data.
-        confined: whether external data outside the folder was refused.
-        given: initializers whose data the session's options have: the model names no file for them.
-        nodes: the custom nodes.
-    """
-
-    name: str
-    proto: onnx.ModelProto = field(default_factory=onnx.ModelProto)
-    path: Path | None = None
-    data: bytes = b""
-    folder: Path | None = None
-    confined: bool = False
-    given: Collection[str] = ()
+    name: str  # as error messages name it
+    proto: onnx.ModelProto = field(default_factory=onnx.ModelProto)  # the copy
+    path: Path | None = None  # the file
+    data: bytes = b""  # the model, if it is not a file
+    folder: Path | None = None  # of external data
+    confined: bool = False  # external data outside the folder was refused
+    given: Collection[str] = ()  # initializers whose data the session's options have: no file is named
     nodes: list[CustomNode] = field(default_factory=list)
 
     @property

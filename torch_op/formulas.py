@@ -39,9 +39,7 @@ class _Formula:
 class Formulas:
     """The formulas of one op, and what they need of a call.
 
-    Attributes:
-        inputs, outputs: the tensors to keep for the backward pass, by name.
-        shapes: the inputs of which only the shape is needed.
+    `inputs` and `outputs` are the tensors to keep for the backward pass; of `shapes` only the shapes are.
     """
 
     def __init__(self, record: OpSpec, functions: Functions) -> None:

@@ -109,9 +109,6 @@ def load(path: str | os.PathLike[str], namespace: str | None = None) -> Ops:
             models have the domain all the same, and `torch.ops.<domain>` is an alias of the namespace that
             was loaded last, unless a library is loaded without one.
 
-    Returns:
-        The library's ops.
-
     Raises:
         LibraryError: the file is missing, damaged, not a twinop library, or one of another version; or one of
             its ops has a wrong derivative, or is already registered with another schema.

@@ -22,22 +22,16 @@ MODEL = "/v2/models/{model}"
 
 
 class Operation(NamedTuple):
-    """One operation.
-
-    Attributes:
-        rpc: its name in gRPC; "" if only REST has it.
-        answer: returns a dict with the fields of gRPC's answer. Its arguments are the names in the path.
-            None: each server has a handler of its own.
-        as_rest: makes REST's answer of the dict.
-        is_question: over gRPC the answer is "false" if the server or the model is not ready.
-    """
+    """One operation."""
 
     method: str
     path: str
-    rpc: str
+    rpc: str  # its name in gRPC; "" if only REST has it
+    # Returns a dict with the fields of gRPC's answer. Its arguments are the names in the path. None: each
+    # server has a handler of its own.
     answer: Callable[..., Any] | None
-    as_rest: Callable[[dict[str, Any]], Any] = lambda found: found
-    is_question: bool = False
+    as_rest: Callable[[dict[str, Any]], Any] = lambda found: found  # makes REST's answer of the dict
+    is_question: bool = False  # over gRPC the answer is "false" if the server or the model is not ready
 
 
 class Operations:
