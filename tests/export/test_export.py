@@ -10,7 +10,7 @@ import onnx
 import op_bodies  # noqa: F401 (the test ops)
 import pytest
 import torch
-from export_models import CPU, EXPORTERS, each_by_one_exporter, each_exporter
+from export_models import CPU, EXPORTERS, each_by_one_exporter, each_exporter, plain
 from samples import RECORDS, torch_dtype, values
 from torch.utils import _pytree
 
@@ -82,7 +82,7 @@ def test_relu(exporter: str, dtype: str, tmp_path: Path) -> None:
     path = tmp_path / "relu.onnx"
     model = Relus()
     x = values((3, 17), torch_dtype(dtype), 1)
-    report = export(model, x, path, exporter=exporter, dynamic={"x": [0, 1]}, optimize=False)
+    report = plain(model, x, path, exporter=exporter, dynamic={"x": [0, 1]})
     assert report.parity is not None and report.parity.equal and report.parity.outputs == 3
     assert report.without_library is not None and report.without_library.equal
     assert report.nodes[f"{DOMAIN}.CustomRelu"] == 3 and report.custom_ops == ["CustomRelu"]
@@ -100,7 +100,7 @@ def test_optional_inputs_attributes_and_several_outputs(exporter: str, dtype: st
     path = tmp_path / "affine.onnx"
     model = Affines(9, torch_dtype(dtype))
     x = torch.randn(4, 9).to(torch_dtype(dtype))
-    report = export(model, (x,), path, exporter=exporter, dynamic={"x": {0: "rows"}}, optimize=False)
+    report = plain(model, (x,), path, exporter=exporter, dynamic={"x": {0: "rows"}})
     assert report.parity is not None and report.parity.equal and report.without_library is not None
     assert report.outputs["y_0"].endswith("[rows,11]") and report.outputs["y_1"].endswith("[rows]")
     for rows in (0, 1, 1000):
@@ -143,7 +143,7 @@ def test_both_exporters_agree_at_every_opset(opset: int, tmp_path: Path) -> None
     found: dict[str, list[torch.Tensor]] = {}
     for exporter in EXPORTERS:
         path = tmp_path / f"{exporter}.onnx"
-        report = export(model, x, path, exporter=exporter, opset=opset, dynamic={"x": [0]}, optimize=False)
+        report = plain(model, x, path, exporter=exporter, opset=opset, dynamic={"x": [0]})
         proto = onnx.load(path)
         versions = {entry.domain: entry.version for entry in proto.opset_import}
         assert report.opset == opset and versions == {"": opset, DOMAIN: 1}
@@ -154,9 +154,7 @@ def test_both_exporters_agree_at_every_opset(opset: int, tmp_path: Path) -> None
 
 def test_metadata_and_checks(tmp_path: Path) -> None:
     path = tmp_path / "relu.onnx"
-    report = export(
-        torch_op.CustomReLU(), torch.randn(2, 3), path, dynamic={"x": {0: "batch"}}, optimize=False
-    )
+    report = plain(torch_op.CustomReLU(), torch.randn(2, 3), path, dynamic={"x": {0: "batch"}})
     proto = onnx.load(path)
     metadata = {entry.key: entry.value for entry in proto.metadata_props}
     assert metadata == {
@@ -177,7 +175,7 @@ def test_external_data(exporter: str, tmp_path: Path) -> None:
     x = torch.randn(2, 64)
     path = tmp_path / "a" / "big.onnx"
     path.parent.mkdir()
-    report = export(model, x, path, exporter=exporter, external_data_bytes=1000, optimize=False)
+    report = plain(model, x, path, exporter=exporter, external_data_bytes=1000)
     data = report.data_path
     assert data is not None and data.name == f"big.{checksum(data)[:16]}.data"
     assert data.parent == path.parent and data.stat().st_size >= 64 * 64 * 4
@@ -202,14 +200,8 @@ def test_nested_inputs_constants_and_dicts(exporter: str, tmp_path: Path) -> Non
     path = tmp_path / "nested.onnx"
     a, b, c = torch.randn(4, 3), torch.randn(4, 3), torch.randn(3)
     dynamic = {"pair_0": {0: "rows"}, "pair_1": {0: "rows"}}
-    report = export(
-        Nested(),
-        ((a, b), 3),
-        path,
-        kwargs={"extra": {"bias": c}},
-        exporter=exporter,
-        dynamic=dynamic,
-        optimize=False,
+    report = plain(
+        Nested(), ((a, b), 3), path, kwargs={"extra": {"bias": c}}, exporter=exporter, dynamic=dynamic
     )
     assert list(report.inputs) == ["pair_0", "pair_1", "extra_bias"] and list(report.outputs) == [
         "sum",
@@ -270,7 +262,7 @@ def test_tensors_in_containers_are_inputs(kind: str, exporter: str, tmp_path: Pa
     container, read, names = CONTAINERS[kind]
     path, u = tmp_path / "m.onnx", torch.randn(4, 3)
     dynamic = {name: {0: "rows"} for name in ("u", *names)}
-    report = export(Reads(read), (u, container), path, exporter=exporter, dynamic=dynamic, optimize=False)
+    report = plain(Reads(read), (u, container), path, exporter=exporter, dynamic=dynamic)
     assert report.inputs == dict.fromkeys(("u", *names), "float [rows,3]") and report.resized
     fresh = {name: torch.randn(6, 3) for name in ("u", *names)}
     first, second = (fresh[name] for name in names)
@@ -294,7 +286,7 @@ def test_tensors_that_torch_promotes_when_it_joins_them(
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return join([x, x.to(other)])
 
-    report = export(Joined(), (torch.randn(3, 4).half(),), tmp_path / "m.onnx", optimize=False)
+    report = plain(Joined(), (torch.randn(3, 4).half(),), tmp_path / "m.onnx")
     assert report.parity is not None and report.parity.equal
 
 
@@ -311,15 +303,15 @@ def test_tensors_that_torch_promotes_when_it_joins_them(
 )
 def test_tensors_that_would_become_constants_are_refused(given: Any, said: str, tmp_path: Path) -> None:
     with pytest.raises(ExportError, match=said):
-        export(Reads(lambda b: A), (A, given), tmp_path / "m.onnx", optimize=False)
+        plain(Reads(lambda b: A), (A, given), tmp_path / "m.onnx")
 
 
 def test_outputs_of_unknown_classes_and_equal_names_are_refused(tmp_path: Path) -> None:
     model: Any = Numbers(lambda x: (x, Unknown(x)))
     with pytest.raises(ExportError, match="^output 1 is Unknown, .* return the tensors themselves"):
-        export(model, A, tmp_path / "m.onnx", optimize=False)
+        plain(model, A, tmp_path / "m.onnx")
     with pytest.raises(ExportError, match="two inputs would be named z_b"):
-        export(CatchAll(), (A, A), tmp_path / "m.onnx", kwargs={"z": {"b": A}, "z_b": A}, optimize=False)
+        plain(CatchAll(), (A, A), tmp_path / "m.onnx", kwargs={"z": {"b": A}, "z_b": A})
 
 
 class Numbers(torch.nn.Module):
@@ -342,7 +334,7 @@ def test_inputs_weights_and_equal_tensors_as_outputs(exporter: str, tmp_path: Pa
         return (y, y), x, model.dropout(x), x.detach(), model.weight, torch.ones(2)
 
     model, path = Numbers(compute).eval(), tmp_path / "m.onnx"
-    report = export(model, A, path, exporter=exporter, dynamic={"x": [0]}, optimize=False)
+    report = plain(model, A, path, exporter=exporter, dynamic={"x": [0]})
     assert list(report.inputs) == ["x"] and report.resized and len(report.outputs) == 7
     x = torch.randn(6, 3)
     for found, expected in zip(run(path, False, x=x), (x + 1, x + 1, *compute(x)[1:]), strict=True):
@@ -359,9 +351,7 @@ def test_inputs_without_names_of_their_own(exporter: str, tmp_path: Path) -> Non
     a, b, z = (torch.randn(4, 3) for _ in range(3))
     dynamic = {name: {0: "rows"} for name in ("xs_0", "xs_1", "z")}
     path = tmp_path / "m.onnx"
-    report = export(
-        CatchAll(), (a, b), path, kwargs={"z": z}, exporter=exporter, dynamic=dynamic, optimize=False
-    )
+    report = plain(CatchAll(), (a, b), path, kwargs={"z": z}, exporter=exporter, dynamic=dynamic)
     assert report.inputs == dict.fromkeys(("xs_0", "xs_1", "z"), "float [rows,3]") and report.resized
 
 
@@ -371,9 +361,7 @@ class SizeDependent(torch.nn.Module):
 
 
 def test_warnings_about_tracing_reach_the_user(tmp_path: Path) -> None:
-    report = export(
-        SizeDependent(), torch.randn(4, 3), tmp_path / "m.onnx", exporter="torchscript", optimize=False
-    )
+    report = plain(SizeDependent(), torch.randn(4, 3), tmp_path / "m.onnx", exporter="torchscript")
     assert any("Converting a tensor to a Python boolean" in note for note in report.notes)
 
 
@@ -384,7 +372,7 @@ class Both(torch.nn.Module):
 
 def test_float64_beside_narrower_types_is_said(tmp_path: Path) -> None:
     x = torch.randn(3, 5, dtype=torch.float64)
-    report = export(Both(), x, tmp_path / "both.onnx", exporter="torchscript", optimize=False)
+    report = plain(Both(), x, tmp_path / "both.onnx", exporter="torchscript")
     assert report.without_library is not None and report.without_library.equal
     assert any("float16, float64" in note and "compute in float64" in note for note in report.notes)
 
@@ -393,17 +381,13 @@ def test_the_model_is_left_as_it_was(tmp_path: Path) -> None:
     model = torch.nn.Sequential(torch.nn.Dropout(0.5), torch_op.CustomReLU()).train()
     x = torch.randn(2, 3)
     kept = x.clone()
-    report = export(
-        model, x, tmp_path / "m.onnx", optimize=False
-    )  # parity holds: the dropout is not exported
+    report = plain(model, x, tmp_path / "m.onnx")  # parity holds: the dropout is not exported
     assert model.training and model[0].training and torch.equal(x, kept) and not x.requires_grad
     assert "Dropout" not in report.nodes
 
 
 def test_a_model_without_custom_ops(tmp_path: Path) -> None:
-    report = export(
-        torch.nn.ReLU(), torch.randn(3), tmp_path / "plain.onnx", exporter="torchscript", optimize=False
-    )
+    report = plain(torch.nn.ReLU(), torch.randn(3), tmp_path / "plain.onnx", exporter="torchscript")
     assert (
         report.custom_ops == [] and not report.libraries and report.parity is not None and report.parity.equal
     )
@@ -415,9 +399,7 @@ def test_without_bodies_and_without_verification(tmp_path: Path) -> None:
     report = export(torch_op.CustomReLU(), torch.randn(3), path, bodies=False, exporter="torchscript")
     assert not onnx.load(path).functions and report.parity is not None
     assert report.without_library is None and "no function body: CustomRelu" in report.without_reason
-    report = export(
-        torch_op.CustomReLU(), torch.randn(3), path, verify=False, exporter="torchscript", optimize=False
-    )
+    report = plain(torch_op.CustomReLU(), torch.randn(3), path, verify=False, exporter="torchscript")
     assert report.parity is None and report.without_library is None and onnx.load(path).functions
 
 
@@ -425,9 +407,7 @@ def test_an_op_without_body_needs_the_library(tmp_path: Path, monkeypatch: pytes
     from twinop.model import bodies
 
     monkeypatch.delitem(bodies.BODIES, "relu")
-    report = export(
-        torch_op.CustomReLU(), torch.randn(3), tmp_path / "m.onnx", exporter="torchscript", optimize=False
-    )
+    report = plain(torch_op.CustomReLU(), torch.randn(3), tmp_path / "m.onnx", exporter="torchscript")
     assert report.parity is not None and "no function body: CustomRelu" in report.without_reason
 
 
@@ -452,5 +432,5 @@ def test_export_in_python_optimises_and_says_so(tmp_path: Path) -> None:
     said = "optimised for ONNX Runtime; optimize=False keeps the exporter's nodes"
     report = export(model, given, path, exporter="torchscript", device="cpu")
     assert report.optimized is not None and said in report.notes
-    report = export(model, given, path, exporter="torchscript", optimize=False)
+    report = plain(model, given, path, exporter="torchscript")
     assert report.optimized is None and said not in report.notes

@@ -217,16 +217,11 @@ def nested(count: int) -> onnx.ModelProto:
     )
     return onnx.parser.parse_model(
         f"""<ir_version: 10, opset_import: ["" : 20, "d" : 1]>
-        net (float[4] x, bool c) => (float[4] y) {{ {calls} }}
-        <domain: "d", opset_import: ["" : 20, "d" : 1]>
-        F (x, c) => (y) {{
-            y = If (c) <
-                then_branch = t () => (r) {{ q = Relu (x) r = d.G (q) }},
-                else_branch = e () => (s) {{ s = Relu (x) }}
-            >
-        }}
-        <domain: "d", opset_import: ["" : 20]>
-        G (x) => (y) {{ a = Relu (x) y = Relu (a) }}"""
+            net (float[4] x, bool c) => (float[4] y) {{ {calls} }}
+            <domain: "d", opset_import: ["" : 20, "d" : 1]> F (x, c) => (y) {{ y = If (c) <
+            then_branch = t () => (r) {{ q = Relu (x) r = d.G (q) }},
+            else_branch = e () => (s) {{ s = Relu (x) }} > }} <domain: "d", opset_import: ["" : 20]>
+            G (x) => (y) {{ a = Relu (x) y = Relu (a) }}"""
     )
 
 

@@ -7,10 +7,10 @@ from typing import Any
 import op_bodies  # noqa: F401 (the test ops)
 import pytest
 import torch
+from export_models import plain
 
 from twinop import torch_op
 from twinop.errors import ExportError, TwinopError
-from twinop.export import export
 
 
 def relu_args(**changes: Any) -> dict[str, Any]:
@@ -59,19 +59,14 @@ class Fixed(torch.nn.Module):
 def test_refusals(changes: dict[str, Any], message: str, tmp_path: Path) -> None:
     path = tmp_path / "m.onnx"
     with pytest.raises(TwinopError, match=message):
-        export(**relu_args(**changes), path=path, optimize=False)
+        plain(**relu_args(**changes), path=path)
     assert list(tmp_path.iterdir()) == []  # no incomplete file
 
 
 def test_a_model_that_runs_at_one_size_only(tmp_path: Path) -> None:
     """Tracing does not notice; torch itself fails at another size, and the report says it."""
-    report = export(
-        Fixed(),
-        torch.randn(4, 3),
-        tmp_path / "m.onnx",
-        exporter="torchscript",
-        dynamic={"x": [0]},
-        optimize=False,
+    report = plain(
+        Fixed(), torch.randn(4, 3), tmp_path / "m.onnx", exporter="torchscript", dynamic={"x": [0]}
     )
     assert not report.resized and any("not compared at other sizes" in note for note in report.notes)
 
@@ -83,13 +78,8 @@ class TracedSize(torch.nn.Module):
 
 def test_a_size_that_tracing_burnt_in(tmp_path: Path) -> None:
     with pytest.raises(ExportError, match=r"fails in ONNX Runtime for x \(5, 3\)"):
-        export(
-            TracedSize(),
-            torch.randn(4, 3),
-            tmp_path / "m.onnx",
-            exporter="torchscript",
-            dynamic={"x": [0]},
-            optimize=False,
+        plain(
+            TracedSize(), torch.randn(4, 3), tmp_path / "m.onnx", exporter="torchscript", dynamic={"x": [0]}
         )
     assert list(tmp_path.iterdir()) == []
 
@@ -104,14 +94,7 @@ def test_paths_that_cannot_be_written(tmp_path: Path) -> None:
         (Path("/proc/m.onnx"), r"/proc/m\.onnx: cannot be written"),
     ):
         with pytest.raises(ExportError, match=message):
-            export(
-                torch_op.CustomReLU(),
-                torch.randn(3),
-                path,
-                exporter="torchscript",
-                external_data_bytes=0,
-                optimize=False,
-            )
+            plain(torch_op.CustomReLU(), torch.randn(3), path, exporter="torchscript", external_data_bytes=0)
 
 
 def test_a_wrong_result_is_refused_and_nothing_is_kept(
@@ -124,7 +107,7 @@ def test_a_wrong_result_is_refused_and_nothing_is_kept(
     wrong = bodies.Body(lambda op, x: op.Neg(x))
     monkeypatch.setitem(bodies.BODIES, "relu", wrong)
     with pytest.raises(ExportError, match=r"without the library, differs from torch in output 0"):
-        export(torch_op.CustomReLU(), torch.randn(3), path, exporter="torchscript", optimize=False)
+        plain(torch_op.CustomReLU(), torch.randn(3), path, exporter="torchscript")
     assert path.read_text() == "the file of before" and len(list(tmp_path.iterdir())) == 1
 
 
@@ -144,12 +127,7 @@ def test_a_wrong_result_is_refused_where_all_outputs_are_small(
 
     monkeypatch.setitem(bodies.BODIES, "relu", bodies.Body(lambda op, x: op.Mul(x, 0.0)))
     with pytest.raises(ExportError, match=r"in output 0 .* error .* where the largest value is .*, acc"):
-        export(
-            Numbers(lambda x: torch_op.relu(x) * 1e-30),
-            torch.randn(3, 5),
-            tmp_path / "m.onnx",
-            optimize=False,
-        )
+        plain(Numbers(lambda x: torch_op.relu(x) * 1e-30), torch.randn(3, 5), tmp_path / "m.onnx")
 
 
 class Score(torch.nn.Module):
@@ -177,7 +155,7 @@ class Score(torch.nn.Module):
 def test_outputs_near_zero_have_the_rounding_errors_of_what_cancels(
     model: torch.nn.Module, example: torch.Tensor, tmp_path: Path
 ) -> None:
-    assert export(model, example, tmp_path / "m.onnx", optimize=False).parity is not None
+    assert plain(model, example, tmp_path / "m.onnx").parity is not None
 
 
 def test_a_missing_kernel_in_onnxruntime_is_listed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -188,7 +166,7 @@ def test_a_missing_kernel_in_onnxruntime_is_listed(tmp_path: Path, monkeypatch: 
     body = bodies.Body(lambda op, x: op.Where(op.Less(x, op.Mul(op.Erf(x), 0.0)), 0, x))
     monkeypatch.setitem(bodies.BODIES, "relu", body)
     x = torch.randn(3, dtype=torch.float64)
-    report = export(torch_op.CustomReLU(), x, tmp_path / "m.onnx", exporter="torchscript", optimize=False)
+    report = plain(torch_op.CustomReLU(), x, tmp_path / "m.onnx", exporter="torchscript")
     assert report.parity is not None and report.parity.equal and report.without_library is None
     (cell,) = report.unsupported
     assert cell.startswith("CustomRelu float64: ONNX Runtime") and cell.endswith("has no CPU kernel for Erf")
@@ -197,7 +175,7 @@ def test_a_missing_kernel_in_onnxruntime_is_listed(tmp_path: Path, monkeypatch: 
 def test_another_operator_without_a_kernel_stops_the_comparison_only(tmp_path: Path) -> None:
     model = torch.nn.Sequential(torch.nn.Linear(3, 3), torch_op.CustomReLU()).bfloat16()
     x = torch.randn(2, 3, dtype=torch.bfloat16)
-    report = export(model, x, tmp_path / "m.onnx", exporter="torchscript", optimize=False)
+    report = plain(model, x, tmp_path / "m.onnx", exporter="torchscript")
     assert report.parity is None and "has no CPU kernel for" in report.parity_reason
 
 
@@ -216,13 +194,7 @@ def test_what_is_wrong_for_special_inputs_only_is_refused(
 
     monkeypatch.setitem(bodies.BODIES, "relu", bodies.Body(WRONG[special]))
     with pytest.raises(ExportError, match=f"without the library, differs from torch for {special} in output"):
-        export(
-            torch_op.CustomReLU(),
-            torch.randn(3, 5),
-            tmp_path / "m.onnx",
-            exporter="torchscript",
-            optimize=False,
-        )
+        plain(torch_op.CustomReLU(), torch.randn(3, 5), tmp_path / "m.onnx", exporter="torchscript")
     assert not list(tmp_path.iterdir())
 
 
@@ -239,9 +211,7 @@ def test_what_is_wrong_for_special_inputs_only_is_refused(
 def test_special_inputs_for_which_torch_has_no_certain_result(
     compute: Callable[[torch.Tensor], torch.Tensor], tmp_path: Path
 ) -> None:
-    report = export(
-        Numbers(compute), torch.randn(4, 16), tmp_path / "m.onnx", exporter="torchscript", optimize=False
-    )
+    report = plain(Numbers(compute), torch.randn(4, 16), tmp_path / "m.onnx", exporter="torchscript")
     assert report.parity is not None and report.parity.error < 1e-3 and not report.notes
 
 
@@ -251,9 +221,9 @@ def test_an_output_that_is_never_compared(
 ) -> None:
     given = Numbers(compute), torch.randn(4, 16), tmp_path / "m.onnx"
     with pytest.raises(ExportError, match="output y has no .*cannot be compared. Give example inputs"):
-        export(*given, exporter="torchscript", optimize=False)
+        plain(*given, exporter="torchscript")
     assert not list(tmp_path.iterdir())
-    report = export(*given, exporter="torchscript", allow_uncompared=True, optimize=False)
+    report = plain(*given, exporter="torchscript", allow_uncompared=True)
     assert any("it was not compared" in note for note in report.notes)
 
 
@@ -268,7 +238,7 @@ def test_modules_quantized_by_torch_ao(exporter: str, tmp_path: Path) -> None:
     with pytest.raises(
         ExportError, match=said + r"model before it is quantized, .*onnxruntime\.quantization$"
     ):
-        export(quantized, (torch.ones(2, 4),), tmp_path / "m.onnx", exporter=exporter, optimize=False)
+        plain(quantized, (torch.ones(2, 4),), tmp_path / "m.onnx", exporter=exporter)
 
 
 DRAWS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
@@ -282,9 +252,7 @@ DRAWS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 @pytest.mark.parametrize(("kind", "exporter"), zip(DRAWS, ["dynamo", "torchscript"] * 2, strict=True))
 def test_a_model_that_draws_random_numbers(exporter: str, kind: str, tmp_path: Path) -> None:
     with pytest.raises(ExportError, match="^the model draws random numbers: output 0 differs from call to c"):
-        export(
-            Numbers(DRAWS[kind]), torch.randn(4, 16), tmp_path / "m.onnx", exporter=exporter, optimize=False
-        )
+        plain(Numbers(DRAWS[kind]), torch.randn(4, 16), tmp_path / "m.onnx", exporter=exporter)
 
 
 def test_what_only_the_other_exporter_takes(tmp_path: Path) -> None:
@@ -295,13 +263,10 @@ def test_what_only_the_other_exporter_takes(tmp_path: Path) -> None:
         lambda m: torch.nn.functional.scaled_dot_product_attention(*[m.float().reshape(1, 2, 3)] * 3),
     ):
         try:
-            assert export(Numbers(compute), mask, path, optimize=False).parity is not None
+            assert plain(Numbers(compute), mask, path).parity is not None
         except ExportError as error:
             assert str(error).endswith("exporter='torchscript' may export it")
-            assert (
-                export(Numbers(compute), mask, path, exporter="torchscript", optimize=False).parity
-                is not None
-            )
+            assert plain(Numbers(compute), mask, path, exporter="torchscript").parity is not None
 
 
 def test_an_axis_that_another_input_fixes_is_named(tmp_path: Path) -> None:
@@ -311,4 +276,4 @@ def test_an_axis_that_another_input_fixes_is_named(tmp_path: Path) -> None:
 
     given = (torch.randn(4, 3), torch.randn(4, 3))
     with pytest.raises(ExportError, match=r"axis 0 of mask was to stay .* Axis 0 of x has this size, too"):
-        export(Sum(), given, tmp_path / "m.onnx", dynamic={"mask": [0]}, optimize=False)
+        plain(Sum(), given, tmp_path / "m.onnx", dynamic={"mask": [0]})

@@ -8,13 +8,12 @@ from typing import Any
 import onnx
 import pytest
 import torch
-from export_models import each_by_one_exporter, each_exporter
+from export_models import each_by_one_exporter, each_exporter, plain
 from torch import nn
 
 from twinop import torch_op
 from twinop.deploy import ort_process, ort_runs
 from twinop.errors import ExportError
-from twinop.export import export
 from twinop.export.inputs import resized
 
 
@@ -44,9 +43,7 @@ def test_modes_and_buffers_stay_as_they_were(exporter: str, training: bool, tmp_
     same = dict(model.named_buffers())
     modes = [module.training for module in model.modules()]
     x = torch.randn(4, 3)
-    report = export(
-        model, x, tmp_path / "m.onnx", kwargs=kwargs, exporter=exporter, dynamic={"x": [0]}, optimize=False
-    )
+    report = plain(model, x, tmp_path / "m.onnx", kwargs=kwargs, exporter=exporter, dynamic={"x": [0]})
     assert report.parity is not None and report.resized
     assert [module.training for module in model.modules()] == modes and not modes[1]
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
@@ -62,7 +59,7 @@ def test_a_failed_export_leaves_the_model_as_it_was(tmp_path: Path) -> None:
 
     model = Branching().train()
     with pytest.raises(ExportError, match="dynamo exporter cannot export"):
-        export(model, torch.ones(4, 3), tmp_path / "m.onnx", optimize=False)
+        plain(model, torch.ones(4, 3), tmp_path / "m.onnx")
     assert model.training and model.norm.training and model.calls == 0
 
 
@@ -88,7 +85,7 @@ class Defaults(nn.Module):
 @each_by_one_exporter("verify", [True, False])
 def test_python_defaults_are_no_inputs(exporter: str, verify: bool, tmp_path: Path) -> None:
     path, kwargs = tmp_path / "m.onnx", {} if verify else {"use_cache": False}
-    export(
+    plain(
         Defaults().eval(),
         torch.randn(2, 4, 3),
         path,
@@ -96,7 +93,6 @@ def test_python_defaults_are_no_inputs(exporter: str, verify: bool, tmp_path: Pa
         exporter=exporter,
         dynamic={"x": [0]},
         verify=verify,
-        optimize=False,
     )
     graph = onnx.load(path).graph
     assert [value.name for value in graph.input] == ["x"]
@@ -115,9 +111,7 @@ def test_attention_with_padding(exporter: str, frozen: bool, tmp_path: Path) -> 
     padding[1, 3:] = True
     dynamic = {"src": [0], "src_key_padding_mask": [0]}
     kwargs = {"src_key_padding_mask": padding}
-    report = export(
-        model, x, tmp_path / "m.onnx", kwargs=kwargs, exporter=exporter, dynamic=dynamic, optimize=False
-    )
+    report = plain(model, x, tmp_path / "m.onnx", kwargs=kwargs, exporter=exporter, dynamic=dynamic)
     assert report.parity is not None and report.resized
 
 
@@ -132,13 +126,8 @@ def test_a_recurrent_layer_keeps_its_time_axis_open(exporter: str, tmp_path: Pat
             return torch_op.relu(self.inner(x)[0])
 
     for _ in range(2):  # the first export must not change the second
-        report = export(
-            Recurrent(),
-            torch.randn(2, 3, 8),
-            tmp_path / "m.onnx",
-            exporter=exporter,
-            dynamic={"x": [0, 1]},
-            optimize=False,
+        report = plain(
+            Recurrent(), torch.randn(2, 3, 8), tmp_path / "m.onnx", exporter=exporter, dynamic={"x": [0, 1]}
         )
     assert report.resized and "GRU" in report.nodes
     assert report.outputs["y"].split(",")[1] != "3"  # torch's dynamo exporter declares it so
@@ -159,8 +148,8 @@ def masked_inputs() -> tuple[torch.Tensor, torch.Tensor]:
 def test_rows_that_a_mask_hides_are_named_and_opset_23_passes(tmp_path: Path) -> None:
     message = r"differs from torch .*most in the rows (\[2, \d, \d\](, |\. )){3}If .*Export with opset 23"
     with pytest.raises(ExportError, match=message):
-        export(Masked(), masked_inputs(), tmp_path / "m.onnx", opset=22, optimize=False)
-    report = export(Masked(), masked_inputs(), tmp_path / "m.onnx", opset=23, optimize=False)
+        plain(Masked(), masked_inputs(), tmp_path / "m.onnx", opset=22)
+    report = plain(Masked(), masked_inputs(), tmp_path / "m.onnx", opset=23)
     assert report.parity is not None
 
 
@@ -203,7 +192,7 @@ def test_data_that_torch_refuses_falls_back_to_the_examples_own(tmp_path: Path) 
 
     x = torch.arange(12.0).reshape(4, 3)
     x[0] = 3
-    report = export(OneOf(), x, tmp_path / "m.onnx", dynamic={"x": [0]}, optimize=False)
+    report = plain(OneOf(), x, tmp_path / "m.onnx", dynamic={"x": [0]})
     assert report.resized and not report.notes
 
 
@@ -219,9 +208,7 @@ def attention_that_crashes_onnxruntime() -> tuple[nn.Module, torch.Tensor]:
 def test_a_crash_of_onnxruntimes_optimizer_is_reported(tmp_path: Path) -> None:
     """ONNX Runtime 1.31.1 crashes in a fusion of fp16 attention on the CPU."""
     model, x = attention_that_crashes_onnxruntime()
-    report = export(
-        torch_op.replace_modules(model), x, tmp_path / "m.onnx", dynamic={"src": [0, 1]}, optimize=False
-    )
+    report = plain(torch_op.replace_modules(model), x, tmp_path / "m.onnx", dynamic={"src": [0, 1]})
     assert report.parity is not None and [file.name for file in tmp_path.iterdir()] == ["m.onnx"]
     [note] = report.notes
     assert "crashes (SIGSEGV) when it optimizes this model" in note and "ORT_DISABLE_ALL" in note
@@ -234,15 +221,13 @@ def test_a_crash_in_every_run_leaves_the_model_uncompared(
         raise ort_process.OrtCrash("SIGABRT")
 
     monkeypatch.setattr(ort_process.SERVER, "run", crash)
-    report = export(
-        torch_op.CustomReLU(), torch.randn(3), tmp_path / "m.onnx", exporter="torchscript", optimize=False
-    )
+    report = plain(torch_op.CustomReLU(), torch.randn(3), tmp_path / "m.onnx", exporter="torchscript")
     assert report.parity is None and "crashes (SIGABRT) on this model" in report.parity_reason
 
 
 def test_the_server_process_is_started_again(tmp_path: Path) -> None:
     path = tmp_path / "m.onnx"
-    export(torch_op.CustomReLU(), torch.randn(3), path, exporter="torchscript", optimize=False)
+    plain(torch_op.CustomReLU(), torch.randn(3), path, exporter="torchscript")
     process = ort_process.SERVER.process
     assert process is not None
     process.kill()
@@ -255,7 +240,7 @@ def test_an_interrupted_comparison_does_not_answer_the_next_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = tmp_path / "m.onnx"
-    export(torch_op.CustomReLU(), torch.randn(3), path, exporter="torchscript", optimize=False)
+    plain(torch_op.CustomReLU(), torch.randn(3), path, exporter="torchscript")
 
     def interrupted(stream: Any) -> Any:
         raise KeyboardInterrupt
@@ -276,7 +261,7 @@ def test_a_failing_torchscript_export_prints_nothing(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.WARNING), pytest.raises(ExportError, match=r"aten::_fft_r2c.*not supported"):
-        export(Unsupported(), torch.randn(4, 3), tmp_path / "m.onnx", exporter="torchscript", optimize=False)
+        plain(Unsupported(), torch.randn(4, 3), tmp_path / "m.onnx", exporter="torchscript")
     assert capfd.readouterr() == ("", "") and not caplog.records
 
 

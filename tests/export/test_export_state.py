@@ -8,12 +8,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from export_models import each_by_one_exporter, each_exporter
+from export_models import each_by_one_exporter, each_exporter, plain
 from torch import nn
 
 from twinop import torch_op
 from twinop.errors import ExportError
-from twinop.export import export
 
 X = torch.randn(4, 8, generator=torch.Generator().manual_seed(0))
 
@@ -63,7 +62,7 @@ def test_model_and_torch_are_as_before(
     net.drop.eval()
     before = state_of(net)
     try:
-        export(net, (X,), tmp_path / "m.onnx", exporter=exporter, verify=False, optimize=False)
+        plain(net, (X,), tmp_path / "m.onnx", exporter=exporter, verify=False)
         assert error is None
     except (ExportError, KeyboardInterrupt):
         assert error is not None
@@ -85,7 +84,7 @@ def test_what_is_taken_as_a_model(kind: str, exporter: str, tmp_path: Path) -> N
         "compiled": torch.compile(net),
         "data parallel": nn.DataParallel(net),
     }
-    report = export(models[kind], (X,), tmp_path / "m.onnx", exporter=exporter, optimize=False)
+    report = plain(models[kind], (X,), tmp_path / "m.onnx", exporter=exporter)
     assert report.nodes["custom_domain.CustomGelu"] == 1 and report.parity is not None and net.training
 
 
@@ -105,7 +104,7 @@ def test_what_is_refused_as_a_model(exporter: str, tmp_path: Path) -> None:
         (torch.relu, "the signature of .* is not known: wrap it in a def"),
     ):
         with pytest.raises(ExportError, match=said) as raised:
-            export(model, (X,), tmp_path / "m.onnx", exporter=exporter, optimize=False)  # type: ignore[arg-type]
+            plain(model, (X,), tmp_path / "m.onnx", exporter=exporter)  # type: ignore[arg-type]
         assert "\n" not in str(raised.value)
 
 
@@ -164,7 +163,7 @@ KINDS = {
 def test_each_run_starts_from_the_same_state(kind: str, exporter: str, tmp_path: Path) -> None:
     model = Stateful(kind)
     old = [model.state, model.list, model.dict["inner"]["state"], model.box]
-    report = export(model, (X,), tmp_path / "m.onnx", exporter=exporter, optimize=False)
+    report = plain(model, (X,), tmp_path / "m.onnx", exporter=exporter)
     assert report.parity is not None and report.parity.error < 1e-5
     assert any(KINDS[kind] in note for note in report.notes), report.notes
     now = [model.state, model.list, model.dict["inner"]["state"], model.box]
@@ -179,4 +178,4 @@ def test_what_a_model_only_leaves_behind_gets_no_note(tmp_path: Path) -> None:
             return self.last.relu()
 
     model = Leaves(8, 8)
-    assert not export(model, (X,), tmp_path / "m.onnx", optimize=False).notes and not hasattr(model, "last")
+    assert not plain(model, (X,), tmp_path / "m.onnx").notes and not hasattr(model, "last")

@@ -46,13 +46,10 @@ def spread(*shape: int, dtype: torch.dtype) -> torch.Tensor:
 
 
 OPS = {  # the op in 16 bits, its inputs and attributes
-    "LayerNorm": ("x, w, b", ""),
-    "AddLayerNorm": ("x, r, w, b", "<eps = 0.5>"),
-    "RmsNorm": ("x, w", "<offset = 1>"),
-    "AddRmsNorm": ("x, r, w", ""),
-    "Gelu": ("x", '<approximate = "tanh">'),
-    "SwigluPacked": ("x", ""),
-}
+    "LayerNorm": ("x, w, b", ""), "AddLayerNorm": ("x, r, w, b", "<eps = 0.5>"),
+    "RmsNorm": ("x, w", "<offset = 1>"), "AddRmsNorm": ("x, r, w", ""),
+    "Gelu": ("x", '<approximate = "tanh">'), "SwigluPacked": ("x", ""),
+}  # fmt: skip
 
 
 @each_dtype

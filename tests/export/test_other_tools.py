@@ -11,6 +11,7 @@ import onnxruntime as ort
 import onnxscript.rewriter
 import pytest
 import torch
+from export_models import plain
 from onnxruntime.quantization import quantize_dynamic
 from onnxruntime.quantization.shape_inference import quant_pre_process
 from onnxruntime.transformers.float16 import convert_float_to_float16
@@ -21,13 +22,9 @@ from twinop import torch_op
 from twinop.export import attach_bodies, export
 
 OPS = {
-    "rms_norm": torch_op.rms_norm,
-    "layer_norm": torch_op.layer_norm,
-    "softmax": torch_op.softmax,
-    "gelu": torch_op.gelu,
-    "relu": torch_op.relu,
-    "swiglu": lambda x: torch_op.swiglu(x, x),
-}
+    "rms_norm": torch_op.rms_norm, "layer_norm": torch_op.layer_norm, "softmax": torch_op.softmax,
+    "gelu": torch_op.gelu, "relu": torch_op.relu, "swiglu": lambda x: torch_op.swiglu(x, x),
+}  # fmt: skip
 
 
 class Call(torch.nn.Module):
@@ -44,7 +41,7 @@ class Call(torch.nn.Module):
 def test_the_inliner_and_a_conversion_to_float16(name: str, tmp_path: Path) -> None:
     """The inliner reads attributes at their defaults, and the bodies run in fp16."""
     x, path = torch.tensor([[-1.0, -2.0, 3.0, 0.5]]), tmp_path / "m.onnx"
-    export(Call(name), (x,), path, exporter="torchscript", optimize=False)
+    plain(Call(name), (x,), path, exporter="torchscript")
     inlined = onnx.inliner.inline_local_functions(onnx.load(path))
     half = convert_float_to_float16(onnx.load(path), keep_io_types=True)
     for model, rtol, atol in ((inlined, 1e-5, 1e-6), (half, 4e-3, 2e-3)):
@@ -71,7 +68,7 @@ def test_absent_inputs_at_the_end_are_not_named(tmp_path: Path) -> None:
         def forward(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
             return torch_op.layer_norm(x, weight)
 
-    export(Net(), (torch.randn(2, 16), torch.ones(16)), tmp_path / "m.onnx", optimize=False)
+    plain(Net(), (torch.randn(2, 16), torch.ones(16)), tmp_path / "m.onnx")
     [node] = onnx.load(tmp_path / "m.onnx").graph.node
     assert node.op_type == "CustomLayerNorm" and len(node.input) == 2
 
@@ -113,7 +110,7 @@ TOOLS = {
 @pytest.mark.parametrize("tool", TOOLS)
 def test_tools_keep_ops_and_bodies(tool: str, tmp_path: Path) -> None:
     x, net = torch.randn(2, 16, generator=torch.Generator().manual_seed(0)), Call("gelu")
-    export(net, (x,), tmp_path / "m.onnx", exporter="torchscript", optimize=False)
+    plain(net, (x,), tmp_path / "m.onnx", exporter="torchscript")
     model = TOOLS[tool](tmp_path / "m.onnx")
     assert [node.op_type for node in model.graph.node] == ["CustomGelu"]
     assert max(errors(model, {"x": x.numpy()}, net(x).numpy())) < 1e-5

@@ -2,6 +2,7 @@
 
 from collections import Counter
 from collections.abc import Iterable
+from functools import partial
 from typing import Any
 
 import onnx
@@ -10,11 +11,13 @@ import op_bodies  # noqa: F401 (the test ops)
 import pytest
 from onnx import helper
 
+from twinop.export import export
 from twinop.record.op_spec import DOMAIN
 
 EXPORTERS = ("dynamo", "torchscript")
 each_exporter = pytest.mark.parametrize("exporter", EXPORTERS)
 CPU = ["CPUExecutionProvider"]
+plain = partial(export, optimize=False)
 
 
 def node_types(model: ir.Model) -> dict[str, int]:

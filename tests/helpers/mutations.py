@@ -166,17 +166,11 @@ def change_table(model: Mutated, layer: int) -> None:
 
 
 MUTATIONS: dict[str, Callable[[Mutated, int], None]] = {
-    "two weights of one layer swapped": swap_weights,
-    "gate and up swapped": swap_gate_and_up,
-    "one scale or weight off": change_scale,
-    "one attribute changed": change_attribute,
-    "one window": change_window,
-    "a layer left out": leave_out_layer,
-    "two layers exchanged": exchange_layers,
-    "caches of two layers exchanged": exchange_caches,
-    "one row of q, k and v exchanged": exchange_rows,
-    "one norm's gain": change_gain,
-    "one row of the embedding": change_embedding,
-    "one column of the head": change_head,
+    "two weights of one layer swapped": swap_weights, "gate and up swapped": swap_gate_and_up,
+    "one scale or weight off": change_scale, "one attribute changed": change_attribute,
+    "one window": change_window, "a layer left out": leave_out_layer,
+    "two layers exchanged": exchange_layers, "caches of two layers exchanged": exchange_caches,
+    "one row of q, k and v exchanged": exchange_rows, "one norm's gain": change_gain,
+    "one row of the embedding": change_embedding, "one column of the head": change_head,
     "two rows of the rotary table": change_table,
-}
+}  # fmt: skip

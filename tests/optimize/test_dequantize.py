@@ -130,8 +130,7 @@ def test_a_mixture_of_experts_stays_as_it_is(tmp_path: Path) -> None:
     random, half = np.random.default_rng(0), np.float16
     text = """(float16[M, 32] x) => (float16[M, 32] y) { r = MatMul (x, w)
         e = com.microsoft.QMoE <k = 2, activation_type = "silu", normalize_routing_weights = 1>
-            (x, r, w1, s1, , w2, s2)
-        a = Add (e, x) y = LayerNormalization <axis = -1> (a, g) }"""
+        (x, r, w1, s1, , w2, s2) a = Add (e, x) y = LayerNormalization <axis = -1> (a, g) }"""
     given = {f"w{i}": random.integers(0, 256, (4, 32, 16), np.uint8) for i in (1, 2)}
     scales = {f"s{i}": random.uniform(1e-3, 2e-3, (4, 32)).astype(half) for i in (1, 2)}
     proto = parsed(text, w=weights(32, 4).astype(half), g=weights(32).astype(half), **given, **scales)

@@ -324,11 +324,8 @@ def model_of(text: str, **arrays: np.ndarray) -> ir.Model:
         "wide": weights(128, 64),
         "row": weights(64),
     } | arrays
-    text = f"""(float16[M, 64] x, float16[64, 64] fed) => (float16[M, 64] z) {{
-        h = {LINEAR} (x, w)
-        {text}
-        z = {LINEAR} (y, v)
-    }}"""
+    text = f"""(float16[M, 64] x, float16[64, 64] fed) => (float16[M, 64] z) {{ h = {LINEAR} (x, w) {text}
+        z = {LINEAR} (y, v) }}"""
     return ir.from_proto(parsed(text, **{name: each.astype(np.float16) for name, each in given.items()}))
 
 
@@ -343,12 +340,8 @@ def rewritten(text: str, **arrays: np.ndarray) -> tuple[dict[str, int], dict[str
 
 
 def test_a_norm_in_matmuls_becomes_one_for_all() -> None:
-    kinds, _, model = rewritten(f"""
-        a = {LINEAR} <rms_eps = 0.5> (h, w)
-        b = {LINEAR} <rms_eps = 0.5> (h, v)
-        c = {LINEAR} <rms_eps = 0.25> (h, v)
-        d = Add (a, b)
-        y = Add (d, c)""")
+    kinds, _, model = rewritten(f"""a = {LINEAR} <rms_eps = 0.5> (h, w) b = {LINEAR} <rms_eps = 0.5> (h, v)
+        c = {LINEAR} <rms_eps = 0.25> (h, v) d = Add (a, b) y = Add (d, c)""")
     assert kinds == {"CustomLinear": 2, "CustomRmsNormFp8": 2, "CustomLinearFp8": 3, "Add": 2}
     norms = [node for node in model.graph if node.op_type == "CustomRmsNormFp8"]
     assert [(len(each.inputs), each.attributes["eps"].as_float()) for each in norms] == [(1, 0.5), (1, 0.25)]
@@ -356,12 +349,8 @@ def test_a_norm_in_matmuls_becomes_one_for_all() -> None:
 
 def test_matmuls_share_what_they_read() -> None:
     """x, in 8 bits, and a weight of two matmuls; the one of another layout has a constant of its own."""
-    kinds, _, model = rewritten(f"""
-        a = {LINEAR} (h, v)
-        b = {LINEAR} (h, v, row)
-        c = {LINEAR} <layout = "kn"> (h, v)
-        d = Add (a, b)
-        y = Add (d, c)""")
+    kinds, _, model = rewritten(f"""a = {LINEAR} (h, v) b = {LINEAR} (h, v, row)
+        c = {LINEAR} <layout = "kn"> (h, v) d = Add (a, b) y = Add (d, c)""")
     assert kinds == {"CustomLinear": 2, "CustomQuantizeRows": 1, "CustomLinearFp8": 3, "Add": 2}
     linears = [node for node in model.graph if node.op_type == "CustomLinearFp8"]
     assert len({node.inputs[2] for node in linears}) == 2 and len({node.inputs[0] for node in linears}) == 1

@@ -222,12 +222,11 @@ def test_merged_encoder_decoders(opset: int, device: str, tmp_path: Path) -> Non
 
 
 def test_nodes_return_to_their_branches() -> None:
-    proto = parsed("""(float[N, 4] x, bool c) => (float[N, 4] y) { s = Sin (x)
-        y = If (c) <
-            then_branch = a () => (float[N, 4] t) { p = Neg (x) t = Loop (times, , s) <
-                body = l (int64 i, bool more, float[N, 4] before) => (bool go, float[N, 4] after) {
-                    go = Identity (more) after = Add (before, p) }> },
-            else_branch = b () => (float[N, 4] e) { q = Abs (s) e = Mul (q, half) }> }""",
+    proto = parsed("""(float[N, 4] x, bool c) => (float[N, 4] y) { s = Sin (x) y = If (c) <
+        then_branch = a () => (float[N, 4] t) { p = Neg (x) t = Loop (times, , s) <
+        body = l (int64 i, bool more, float[N, 4] before) => (bool go, float[N, 4] after) {
+        go = Identity (more) after = Add (before, p) }> },
+        else_branch = b () => (float[N, 4] e) { q = Abs (s) e = Mul (q, half) }> }""",
         times=np.array(2), half=np.array(0.5, np.float32))  # fmt: skip
     model = ir.from_proto(proto)
     branches.move_out(model)
@@ -241,12 +240,10 @@ def test_nodes_return_to_their_branches() -> None:
 @pytest.mark.parametrize(("opset", "dtype"), [(13, None), (17, "float16"), (20, None), (26, "float16")])
 def test_only_one_branch_runs_in_any_opset(opset: int, dtype: str | None, tmp_path: Path) -> None:
     """onnx's conversion keeps which nodes are of a branch; the first one fails for other inputs."""
-    text = """(float[N, 8] x) => (y) {
-        rows = Shape (x) n = Gather (rows, zero) c = Equal (n, four)
-        y = If (c) <
-            then_branch = a () => (o) { m = MatMul (x, w) r = Relu (m) s = Reshape (r, two)
-                o = Squeeze (s, axis) },
-            else_branch = b () => (e) { m = MatMul (x, v) r = Relu (m) e = Tanh (r) }> }"""
+    text = """(float[N, 8] x) => (y) { rows = Shape (x) n = Gather (rows, zero) c = Equal (n, four)
+        y = If (c) < then_branch = a () => (o) { m = MatMul (x, w) r = Relu (m) s = Reshape (r, two)
+        o = Squeeze (s, axis) },
+        else_branch = b () => (e) { m = MatMul (x, v) r = Relu (m) e = Tanh (r) }> }"""
     integers = {"zero": 0, "four": 4, "two": [1, 2, 16], "axis": [0]}
     arrays = {name: np.array(number) for name, number in integers.items()}
     proto = parsed(text, w=weights(8, 8), v=weights(8, 8, seed=1), **arrays)

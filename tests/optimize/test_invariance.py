@@ -69,35 +69,21 @@ def test_attention_that_stays_is_named(tmp_path: Path) -> None:
 def test_what_may_depend_on_the_batch_is_named() -> None:
     text = """(float16[M, 64] x, float16[64, 64] w, int64[M, 9] mask, float[M, 64] wide) =>
         (float16[M, 64] a, float16[M, 24] b, float16[M, 12] c, int64[M] d, float[M] e, float16[M, 64] f,
-         float[M, 64] g, float16[M, 8] h, float16[M, 128] i, float16[M, 64] j, int32[M, 8] k, float16[M, 1] l,
-         float16[M, 64] m, float16[M, 64] n, float16[M, 64] o, int64 p, int64[9] q) {
-        a = MatMul (x, w)
-        b = custom_domain.CustomLinear (x, w24)
-        c = custom_domain.CustomLinear (x, w12)
-        axis = Constant <value_ints = [1]> ()
-        d = ReduceSum <keepdims = 0> (mask, axis)
-        e = ReduceSum <keepdims = 0> (wide, axis)
-        f = Softmax (x)
-        g = custom_domain.CustomLinear (wide, w32)
-        narrow = Slice (x, zero, last, axis)
-        h = custom_domain.CustomLinear (narrow, w96)
+        float[M, 64] g, float16[M, 8] h, float16[M, 128] i, float16[M, 64] j, int32[M, 8] k, float16[M, 1] l,
+        float16[M, 64] m, float16[M, 64] n, float16[M, 64] o, int64 p, int64[9] q) { a = MatMul (x, w)
+        b = custom_domain.CustomLinear (x, w24) c = custom_domain.CustomLinear (x, w12)
+        axis = Constant <value_ints = [1]> () d = ReduceSum <keepdims = 0> (mask, axis)
+        e = ReduceSum <keepdims = 0> (wide, axis) f = Softmax (x) g = custom_domain.CustomLinear (wide, w32)
+        narrow = Slice (x, zero, last, axis) h = custom_domain.CustomLinear (narrow, w96)
         i = custom_domain.CustomLinear <layout = "kn"> (x, wkn)
-        j = custom_domain.CustomLinearSwiglu (x, w24)
-        bytes, scale, middle = DynamicQuantizeLinear (wide)
-        k = MatMulInteger (bytes, integers, middle)
-        images = Unsqueeze (x, axis)
-        pooled = GlobalAveragePool (images)
-        l = ReduceMax <keepdims = 0> (pooled, axis)
+        j = custom_domain.CustomLinearSwiglu (x, w24) bytes, scale, middle = DynamicQuantizeLinear (wide)
+        k = MatMulInteger (bytes, integers, middle) images = Unsqueeze (x, axis)
+        pooled = GlobalAveragePool (images) l = ReduceMax <keepdims = 0> (pooled, axis)
         m = ScatterElements <axis = 1, reduction = "add"> (x, indices, x)
-        n = ScatterElements <axis = 1> (x, indices, x)
-        is_long = Cast <to = 9> (zero)
-        o = If (is_long) <
-            then_branch = long () => (then_o) { then_o = Identity (x) },
-            else_branch = short () => (else_o) { else_o = Relu (x) }
-        >
-        p = ReduceMax <keepdims = 0> (mask)
-        q = ReduceMin <keepdims = 0> (mask, zero)
-    }"""
+        n = ScatterElements <axis = 1> (x, indices, x) is_long = Cast <to = 9> (zero) o = If (is_long) <
+        then_branch = long () => (then_o) { then_o = Identity (x) },
+        else_branch = short () => (else_o) { else_o = Relu (x) } > p = ReduceMax <keepdims = 0> (mask)
+        q = ReduceMin <keepdims = 0> (mask, zero) }"""
     arrays = {f"w{n}": weights(n, 64).astype(np.float16) for n in (24, 12, 64)} | {"w32": weights(64, 64)}
     arrays |= {"w96": weights(8, 96).astype(np.float16), "wkn": weights(64, 128).astype(np.float16)}
     arrays |= {"zero": np.array([0]), "last": np.array([96]), "indices": np.zeros((1, 64), np.int64)}

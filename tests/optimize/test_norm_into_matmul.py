@@ -71,12 +71,8 @@ def test_a_weight_of_gemma_counts_from_one() -> None:
 
 def test_a_sum_is_added_to_the_product_before() -> None:
     """Other readers of the sum read the product; the other term may be computed after the product."""
-    text = f"""
-        p = {LINEAR} (x, v)
-        r = Relu (x)
-        n, s = custom_domain.CustomAddRmsNorm (r, p, row)
-        q = {LINEAR} (n, w)
-        y = Add (q, s)"""
+    text = f"""p = {LINEAR} (x, v) r = Relu (x) n, s = custom_domain.CustomAddRmsNorm (r, p, row)
+        q = {LINEAR} (n, w) y = Add (q, s)"""
     context = rewritten(text)
     first, second = nodes(context.model, "CustomLinear")
     assert first.inputs[3].producer().op_type == "Relu" and second.inputs[0] is first.outputs[0]  # type: ignore[union-attr]

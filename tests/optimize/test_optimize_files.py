@@ -229,8 +229,7 @@ def test_nodes_in_any_order(tmp_path: Path) -> None:
 def test_inputs_with_a_value_take_other_sizes(rank: int, tmp_path: Path) -> None:
     """As adapters do: they come as empty matrices, or small ones, which a call replaces."""
     text = """(float[N, 4] x, float[4, R] a, float[R, 4] b) => (float[N, 4] y) {
-        h = Relu (x) p = MatMul (h, a) q = MatMul (p, b) z = Add (h, q) y = Sigmoid (z)
-    }"""
+        h = Relu (x) p = MatMul (h, a) q = MatMul (p, b) z = Add (h, q) y = Sigmoid (z) }"""
     arrays = {"a": np.zeros((4, rank), np.float32), "b": np.zeros((rank, 4), np.float32)}
     report, _ = optimized(parsed(text, **arrays), tmp_path)
     given = {"x": weights(2, 4), "a": weights(4, 3), "b": weights(3, 4)}
@@ -330,17 +329,14 @@ SHARED_NAMES = {
         else_branch = b () => (float[K] o) { r = Reshape (h, minus) s = Shape (r) f = Reshape (r, s)
             o = Tanh (f) }>""",
     "Loop": """u = Loop (three, , h) <body = l (int64 i, bool m, float[N, 4] r) => (bool go, float[N, 4] o) {
-            go = Identity (m) s = Shape (r) o = Tanh (r) }>
-        f0 = Reshape (u, minus)
+        go = Identity (m) s = Shape (r) o = Tanh (r) }> f0 = Reshape (u, minus)
         t = Loop (three, , f0) <body = l2 (int64 i, bool m, float[K] r) => (bool go, float[K] o) {
-            go = Identity (m) s = Shape (r) f = Reshape (r, s) o = Neg (f) }>""",
-    "nested": """t = If (c) <
-        then_branch = a () => (float[K] o) {
-            o = If (c) <then_branch = d () => (float[K] q) { r = Relu (h) q = Reshape (r, minus) },
-                        else_branch = e () => (float[K] q) { r = Shape (h) f = Cast <to=1> (r) q = Neg (f) }>
-        },
+        go = Identity (m) s = Shape (r) f = Reshape (r, s) o = Neg (f) }>""",
+    "nested": """t = If (c) < then_branch = a () => (float[K] o) {
+        o = If (c) <then_branch = d () => (float[K] q) { r = Relu (h) q = Reshape (r, minus) },
+        else_branch = e () => (float[K] q) { r = Shape (h) f = Cast <to=1> (r) q = Neg (f) }> },
         else_branch = b () => (float[K] o) { r = Cast <to=11> (h) q = Cast <to=1> (r)
-            o = Reshape (q, minus) }>""",
+        o = Reshape (q, minus) }>""",
     "initializers": """t = If (c) <
         then_branch = a () => (float[K] o) <int64[1] r = {-1}> { f = Neg (h) o = Reshape (f, r) },
         else_branch = b () => (float[K] o) <float[4] r = {1, 2, 3, 4}> { f = Mul (h, r)

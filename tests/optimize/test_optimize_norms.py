@@ -169,8 +169,7 @@ def test_a_lookup_of_other_ids_stays(tmp_path: Path) -> None:
 
 EMBEDDED = """(int64[B, S] ids, int64[B, S] types) => (float[B, S, 8] y) {
     n = Shape (ids) k = Expand (zeros, n) m = Shape <start=1> (ids) l = Slice (long, first, m, axis)
-    a = Gather (words, ids) b = Gather (kinds, %s) c = Add (a, b)
-    d = Gather (places, known) y = Add (%s) }"""
+    a = Gather (words, ids) b = Gather (kinds, %s) c = Add (a, b) d = Gather (places, known) y = Add (%s) }"""
 TABLES = {
     "words": weights(9, 8), "kinds": weights(2, 8, seed=1), "places": weights(5, 8, seed=2),
     "zeros": np.zeros((1, 1), np.int64), "long": np.ones((1, 50), np.int64), "known": np.array([[3]]),

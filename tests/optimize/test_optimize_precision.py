@@ -12,22 +12,17 @@ from twinop.optimize.graph import subgraphs
 INPUTS = "(float[N, 4] x, bool c) => (float[N, 4] y)"
 CHOICE = """p = MatMul (x, w)
     q = If (c) <then_branch = a () => (float[N, 4] t) { s = Sin (p) t = Add (s, x) },
-                else_branch = b () => (float[N, 4] e) { e = Identity (p) }>
-    y = MatMul (q, w)"""
+    else_branch = b () => (float[N, 4] e) { e = Identity (p) }> y = MatMul (q, w)"""
 LOOP = """p = MatMul (x, w)
     q = Loop (times, , p) <body = l (int64 i, bool more, float[N, 4] before) => (bool go, float[N, 4] after) {
-        go = Identity (more) r = Tanh (before) after = Add (r, p) }>
-    y = Relu (q)"""
-NESTED = """p = MatMul (x, w)
-    q = If (c) <then_branch = a () => (float[N, 4] t) {
-                    t = Loop (times, , x) <body = l (int64 i, bool more, float[N, 4] before)
-                        => (bool go, float[N, 4] after) { go = Identity (more) after = Add (before, p) }> },
-                else_branch = b () => (float[N, 4] e) { e = Neg (x) }>
-    y = Add (q, p)"""
-COUNTED = """p = MatMul (x, w)
-    r = If (c) <then_branch = a () => (int64[2] t) { t = Shape (p) },
-                else_branch = b () => (int64[2] e) { z = ReduceMax <keepdims=0> (p) o = Cast <to=7> (z)
-                    m = Unsqueeze (o, zero) e = Concat <axis=0> (m, m) }>
+    go = Identity (more) r = Tanh (before) after = Add (r, p) }> y = Relu (q)"""
+NESTED = """p = MatMul (x, w) q = If (c) <then_branch = a () => (float[N, 4] t) {
+    t = Loop (times, , x) <body = l (int64 i, bool more, float[N, 4] before)
+    => (bool go, float[N, 4] after) { go = Identity (more) after = Add (before, p) }> },
+    else_branch = b () => (float[N, 4] e) { e = Neg (x) }> y = Add (q, p)"""
+COUNTED = """p = MatMul (x, w) r = If (c) <then_branch = a () => (int64[2] t) { t = Shape (p) },
+    else_branch = b () => (int64[2] e) { z = ReduceMax <keepdims=0> (p) o = Cast <to=7> (z)
+    m = Unsqueeze (o, zero) e = Concat <axis=0> (m, m) }>
     f = Cast <to=1> (r) g = ReduceMax <keepdims=0> (f) y = Mul (p, g)"""
 
 

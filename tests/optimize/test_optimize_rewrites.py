@@ -44,8 +44,7 @@ def test_gelu_however_it_is_written(body: str, tmp_path: Path) -> None:
 
 def test_silu_and_what_is_no_activation_of_ours(tmp_path: Path) -> None:
     """ONNX Runtime fuses quick GELU, and SiLU with the convolution before it."""
-    text = """(float[N, 4, 8, 8] x) => (float[N, 4, 8, 8] y) {
-        a = Sigmoid (x) b = Mul (a, x)
+    text = """(float[N, 4, 8, 8] x) => (float[N, 4, 8, 8] y) { a = Sigmoid (x) b = Mul (a, x)
         c = Mul (b, quick) d = Sigmoid (c) e = Mul (b, d)
         f = Conv (e, kernel) g = Sigmoid (f) y = Mul (f, g) }"""
     report, model = optimized(parsed(text, kernel=weights(4, 4, 1, 1), **SCALARS), tmp_path)
@@ -283,8 +282,7 @@ def test_attention_of_windows(outer: str, tmp_path: Path) -> None:
     axes = [*range(outer.count(",") + 1)]
     perm = [*axes, len(axes) + 1, len(axes)]
     text = f"""(float[{outer}, 6, 8] q, float[{outer}, 4, 8] k, float[{outer}, 4, 5] v)
-        => (float[{outer}, 6, 5] y) {{
-        r = Mul (q, scale) a = Abs (k) kt = Transpose <perm={perm}> (a)
+        => (float[{outer}, 6, 5] y) {{ r = Mul (q, scale) a = Abs (k) kt = Transpose <perm={perm}> (a)
         s = MatMul (r, kt) p = Softmax (s) y = MatMul (p, v) }}"""
     report, model = optimized(parsed(text, **SHAPES), tmp_path)
     assert report.fused == {"attention": 1} and not nodes(model, "Softmax", "MatMul", "Transpose")
@@ -524,8 +522,7 @@ def test_what_onnx_runtime_has_fused_is_taken_apart(tmp_path: Path) -> None:
     text = """(float[B, S, 8] x, float[B, S, 8] r, int32[B, S] mask) => (float[B, S, 8] y, float[B, S, 8] z) {
         a = com.microsoft.Attention <num_heads=2> (x, qkv, qkv_bias, mask)
         y, mean, deviation, sum = com.microsoft.SkipLayerNormalization <epsilon=0.001> (a, r, w, b, c)
-        p = com.microsoft.FusedMatMul <alpha=0.5, transB=1> (y, m)
-        f = com.microsoft.BiasGelu (p, b)
+        p = com.microsoft.FusedMatMul <alpha=0.5, transB=1> (y, m) f = com.microsoft.BiasGelu (p, b)
         z = com.microsoft.FastGelu (f) }"""
     given = {
         "qkv": weights(8, 24),

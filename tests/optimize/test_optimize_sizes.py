@@ -169,16 +169,11 @@ def test_inputs_of_rank_0(dtype: str, tmp_path: Path) -> None:
 
 
 DECLARED = {
-    "another rank": "float[4, S] p",
-    "one batch": "float[1, S, 8] p",
-    "another size": "float[N, S, 4] p",
+    "another rank": "float[4, S] p", "one batch": "float[1, S, 8] p", "another size": "float[N, S, 4] p",
     "one name for two sizes": "float[N, N, 8] p, float[S, S, 2, 4] r",
-    "another order": "float[N, S, 4, 2] r",
-    "a scalar": "float m",
-    "too large a mean": "float[N, S, 8] m",
-    "a weight": "float[3] w",
-    "a constant": "int64 shape",
-}
+    "another order": "float[N, S, 4, 2] r", "a scalar": "float m", "too large a mean": "float[N, S, 8] m",
+    "a weight": "float[3] w", "a constant": "int64 shape",
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("declared", DECLARED.values(), ids=list(DECLARED))

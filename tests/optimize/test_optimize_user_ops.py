@@ -63,36 +63,13 @@ TWINOP_CPU_OP(both,
 
 }  // namespace twinop
 """
-BUMP = """
-< domain: "mine", opset_import: ["" : 20] >
-Custom{name} <scale: float = 0.5> (x) => (y)
-{{
-    s = Constant <value_float: float = @scale> ()
-    z = Cast <to = {compute}> (x)
-    square = Mul (z, z)
-    t = Mul (square, s)
-    y = Cast <to = {dtype}> (t)
-}}
-"""
-BOTH = """
-< domain: "mine", opset_import: ["" : 20] >
-CustomBoth (x, weight) => (plus, minus)
-{
-    z = Cast <to = 1> (x)
-    p = Mul (z, weight)
-    plus = CastLike (p, x)
-    minus = Neg (plus)
-}
-"""
-NET = """
-(float[N, 16] x) => (float[N, 16] y)
-{
-    a = MatMul (x, w)
-    b = Add (a, bias)
-    c = mine.CustomBump <scale: float = 0.25> (b)
-    y = LayerNormalization (c, gamma, beta)
-}
-"""
+BUMP = """< domain: "mine", opset_import: ["" : 20] > Custom{name} <scale: float = 0.5> (x) => (y) {{
+    s = Constant <value_float: float = @scale> () z = Cast <to = {compute}> (x) square = Mul (z, z)
+    t = Mul (square, s) y = Cast <to = {dtype}> (t) }}"""
+BOTH = """< domain: "mine", opset_import: ["" : 20] > CustomBoth (x, weight) => (plus, minus) {
+    z = Cast <to = 1> (x) p = Mul (z, weight) plus = CastLike (p, x) minus = Neg (plus) }"""
+NET = """(float[N, 16] x) => (float[N, 16] y) { a = MatMul (x, w) b = Add (a, bias)
+    c = mine.CustomBump <scale: float = 0.25> (b) y = LayerNormalization (c, gamma, beta) }"""
 
 
 def bump(name: str = "Bump", dtype: int = 1) -> str:
@@ -213,30 +190,13 @@ def test_nothing_recognised_but_converted(tmp_path: Path, library: Path) -> None
     check_values(tmp_path, library, accepted=2e-3)
 
 
-BRANCHES = """
-(float[N, 16] x, bool flag) => (float[N, 16] y)
-{
-    a = MatMul (x, w)
-    b = Add (a, bias)
-    y = If (flag) <
-        then_branch = then_graph () => (float[N, 16] t) { t = mine.CustomBump (b) },
-        else_branch = else_graph () => (float[N, 16] e) { e = mine.CustomBump <scale: float = 2.0> (b) }
-    >
-}
-"""
-LOOP = """
-(float[3, 16] x) => (float[3, 16] y)
-{
-    count = Constant <value_int: int = 2> ()
-    true = Constant <value = bool {1}> ()
-    a = MatMul (x, w)
-    b = Add (a, bias)
-    y = Loop (count, true, b) <
-        body = once (int64 i, bool go, float[3, 16] before) => (bool on, float[3, 16] after)
-        { on = Identity (go) after = mine.CustomBump (before) }
-    >
-}
-"""
+BRANCHES = """(float[N, 16] x, bool flag) => (float[N, 16] y) { a = MatMul (x, w) b = Add (a, bias)
+    y = If (flag) < then_branch = then_graph () => (float[N, 16] t) { t = mine.CustomBump (b) },
+    else_branch = else_graph () => (float[N, 16] e) { e = mine.CustomBump <scale: float = 2.0> (b) } > }"""
+LOOP = """(float[3, 16] x) => (float[3, 16] y) { count = Constant <value_int: int = 2> ()
+    true = Constant <value = bool {1}> () a = MatMul (x, w) b = Add (a, bias) y = Loop (count, true, b) <
+    body = once (int64 i, bool go, float[3, 16] before) => (bool on, float[3, 16] after)
+    { on = Identity (go) after = mine.CustomBump (before) } > }"""
 
 
 @pytest.mark.parametrize(
@@ -265,14 +225,8 @@ def test_16_bits_beside_a_subgraph(tmp_path: Path, library: Path) -> None:
     check_values(tmp_path, library, accepted=2e-2)
 
 
-WRAPPER = """
-< domain: "other", opset_import: ["" : 20, "mine" : 1] >
-CustomTwice (x) => (y)
-{
-    half = mine.CustomBump <scale: float = 0.125> (x)
-    y = Add (half, half)
-}
-"""
+WRAPPER = """< domain: "other", opset_import: ["" : 20, "mine" : 1] > CustomTwice (x) => (y) {
+    half = mine.CustomBump <scale: float = 0.125> (x) y = Add (half, half) }"""
 
 
 def test_inlined_function_exposes_a_user_op(tmp_path: Path, library: Path) -> None:
@@ -285,14 +239,9 @@ def test_inlined_function_exposes_a_user_op(tmp_path: Path, library: Path) -> No
 
 def test_body_that_calls_other_functions(tmp_path: Path, library: Path) -> None:
     """What has a library stays, also in the body of a user op; the rest of the body is inlined."""
-    relu = """
-    < domain: "custom_domain", opset_import: ["" : 20] >
-    CustomRelu (x) => (y) { y = Relu (x) }
-    """
-    square = """
-    < domain: "other", opset_import: ["" : 20, "custom_domain" : 1] >
-    Square (x) => (y) { r = custom_domain.CustomRelu (x) y = Mul (r, r) }
-    """
+    relu = """< domain: "custom_domain", opset_import: ["" : 20] > CustomRelu (x) => (y) { y = Relu (x) }"""
+    square = """< domain: "other", opset_import: ["" : 20, "custom_domain" : 1] >
+        Square (x) => (y) { r = custom_domain.CustomRelu (x) y = Mul (r, r) }"""
     newer = """
     < domain: "mine", opset_import: ["" : 20, "other" : 1] >
     CustomNewer <scale: float> (x) => (y) { s = other.Square (x) y = mine.CustomBump (s) }
@@ -305,17 +254,9 @@ def test_body_that_calls_other_functions(tmp_path: Path, library: Path) -> None:
 
 
 def test_outputs_and_optional_inputs(tmp_path: Path, library: Path) -> None:
-    text = """
-    (float[N, 16] x) => (float[N, 16] y)
-    {
-        a = MatMul (x, w)
-        b = Add (a, bias)
-        p, m = mine.CustomBoth (b, weight)
-        s = Add (m, x)
-        n = LayerNormalization (s, gamma, beta)
-        y = Add (n, p)
-    }
-    """
+    text = """(float[N, 16] x) => (float[N, 16] y) { a = MatMul (x, w) b = Add (a, bias)
+        p, m = mine.CustomBoth (b, weight) s = Add (m, x) n = LayerNormalization (s, gamma, beta)
+        y = Add (n, p) }"""
     weight = np.array([3], np.float32)
     report, model = optimized(made(text, BOTH, weight=weight), tmp_path, library)
     assert own(model) == ["CustomBoth"] and nodes(model, "CustomLinear", "CustomAddLayerNorm")
@@ -331,17 +272,8 @@ def test_outputs_and_optional_inputs(tmp_path: Path, library: Path) -> None:
 
 
 def test_neither_merged_nor_folded(tmp_path: Path, library: Path) -> None:
-    text = """
-    (float[N, 16] x) => (float[N, 16] y)
-    {
-        k = mine.CustomBump (bias)
-        a = mine.CustomBump (x)
-        b = mine.CustomBump (x)
-        c = Add (a, b)
-        d = Add (c, k)
-        y = LayerNormalization (d, gamma, beta)
-    }
-    """
+    text = """(float[N, 16] x) => (float[N, 16] y) { k = mine.CustomBump (bias) a = mine.CustomBump (x)
+        b = mine.CustomBump (x) c = Add (a, b) d = Add (c, k) y = LayerNormalization (d, gamma, beta) }"""
     _, model = optimized(made(text, bump()), tmp_path, library)
     assert own(model) == ["CustomBump"] * 3
     check_values(tmp_path, library)
@@ -438,13 +370,8 @@ def test_library_without_the_dtype(name: str, dtype: str, has: str, tmp_path: Pa
 
 
 def test_an_output_of_the_model(tmp_path: Path, library: Path) -> None:
-    text = """
-    (float16[N, 16] x) => (float16[N, 16] y, float16[N, 16] z)
-    {
-        z = mine.CustomHalfBump (x)
-        y = LayerNormalization (z, gamma, beta)
-    }
-    """
+    text = """(float16[N, 16] x) => (float16[N, 16] y, float16[N, 16] z) { z = mine.CustomHalfBump (x)
+        y = LayerNormalization (z, gamma, beta) }"""
     model = half(made(text, bump("HalfBump", 10)))
     for options in ({}, {"dtype": "bfloat16"}):
         _, new = optimized(model, tmp_path, library, **options)
@@ -454,33 +381,20 @@ def test_an_output_of_the_model(tmp_path: Path, library: Path) -> None:
 
 def test_mask_that_a_user_op_computes(tmp_path: Path, library: Path) -> None:
     """It is not computed in order to classify it, and stays."""
-    text = """
-    (float[2, 4, 8, 16] q, float[2, 4, 8, 16] k, float[2, 4, 8, 16] v, float[2, 1, 8, 8] m)
-        => (float[2, 4, 8, 16] y)
-    {
-        mask = mine.CustomBump <scale: float = -1.0> (m)
-        t = Transpose <perm: ints = [0, 1, 3, 2]> (k)
-        s = MatMul (q, t)
-        d = Mul (s, quarter)
-        e = Add (d, mask)
-        p = Softmax <axis: int = -1> (e)
-        y = MatMul (p, v)
-    }
-    """
+    text = """(float[2, 4, 8, 16] q, float[2, 4, 8, 16] k, float[2, 4, 8, 16] v, float[2, 1, 8, 8] m)
+        => (float[2, 4, 8, 16] y) { mask = mine.CustomBump <scale: float = -1.0> (m)
+        t = Transpose <perm: ints = [0, 1, 3, 2]> (k) s = MatMul (q, t) d = Mul (s, quarter)
+        e = Add (d, mask) p = Softmax <axis: int = -1> (e) y = MatMul (p, v) }"""
     _, model = optimized(made(text, bump(), quarter=np.float32(0.25)), tmp_path, library)
     assert own(model) == ["CustomBump"]
 
 
 def test_domain_of_a_user_op_with_a_name_of_twinops(tmp_path: Path, library: Path) -> None:
     """An own CustomLinear is no linear of twinop's."""
-    linear = """
-    < domain: "mine", opset_import: ["" : 20] >
-    CustomLinear (x, w) => (y) { z = MatMul (x, w) y = Neg (z) }
-    """
-    text = """
-    (float[N, 16] x) => (float[N, 16] y)
-    { a = mine.CustomLinear (x, w) b = Gelu (a) y = LayerNormalization (b, gamma, beta) }
-    """
+    linear = """< domain: "mine", opset_import: ["" : 20] >
+        CustomLinear (x, w) => (y) { z = MatMul (x, w) y = Neg (z) }"""
+    text = """(float[N, 16] x) => (float[N, 16] y)
+        { a = mine.CustomLinear (x, w) b = Gelu (a) y = LayerNormalization (b, gamma, beta) }"""
     _, model = optimized(made(text, linear), tmp_path, library)
     assert own(model) == ["CustomLinear"] and nodes(model, "CustomGelu", "CustomLayerNorm")
     check_values(tmp_path, library)

@@ -24,13 +24,8 @@ from twinop.optimize.load import load
 from twinop.optimize.segments import Part, Segment, cut, extract
 
 _CHAIN = """(float[N, 4] x, float[N, 4] cache) => (float[N, 4] y, float[N, 4] new_cache) {
-    scale = ReduceMax<keepdims: int = 1>(cache)
-    a = MatMul(x, w1)
-    b = Relu(a)
-    new_cache = Add(cache, b)
-    c = MatMul(b, w2)
-    y = Mul(c, scale)
-}"""
+    scale = ReduceMax<keepdims: int = 1>(cache) a = MatMul(x, w1) b = Relu(a) new_cache = Add(cache, b)
+    c = MatMul(b, w2) y = Mul(c, scale) }"""
 
 
 def test_a_part_is_a_model_of_its_own() -> None:
@@ -243,15 +238,9 @@ def test_what_subgraphs_read_crosses() -> None:
     """A branch of an If reads a value that is computed long before, and one of a Loop, too."""
     model = ir.from_proto(
         parsed(
-            """(float[N, 8] x, bool c) => (float[N, 8] y) {
-            a = MatMul(x, w1)
-            b = MatMul(a, w2)
-            d = Tanh(b)
-            e = If(c) <then_branch = g1 () => (float[N, 8] p) { q = MatMul(a, w3) p = Add(q, d) },
-                       else_branch = g2 () => (float[N, 8] r) { r = Relu(a) }>
-            f = MatMul(e, w4)
-            y = Add(f, a)
-        }""",
+            """(float[N, 8] x, bool c) => (float[N, 8] y) { a = MatMul(x, w1) b = MatMul(a, w2) d = Tanh(b)
+                e = If(c) <then_branch = g1 () => (float[N, 8] p) { q = MatMul(a, w3) p = Add(q, d) },
+                else_branch = g2 () => (float[N, 8] r) { r = Relu(a) }> f = MatMul(e, w4) y = Add(f, a) }""",
             **{f"w{i}": weights(8, 8, seed=i) for i in range(1, 5)},
         )
     )
