@@ -47,7 +47,7 @@ from typing import Any
 from twinop.libraries.find import find_library_of
 from twinop.libraries.library import find_library
 
-from . import linear_rules, other_rules, second_derivatives  # noqa: F401 (rules of ops)
+from . import linear_rules, second_derivatives, written_derivatives  # noqa: F401 (rules of ops)
 from .eager_kernels import load_declared
 from .modules import (
     CustomGatedMLP,
