@@ -1,6 +1,7 @@
 """8 bits beside 16: matrix products, the ops that quantise their results, and whole models.
 
 python lab/float8.py --tables products,rows,models
+python lab/float8.py --plot lab/results/float8-nvidia-h200.jsonl
 
 The models have outliers: one channel in 64 of the norms' weights is 3 to 6 times as large. torchao's float8
 has a scale for each row and column, too, and leaves the same layers in 16 bits. torch.compile takes cuBLAS
@@ -9,7 +10,7 @@ for the products: of Triton's, which it would time for minutes, the best took 1.
 
 import sys
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import replace
 from functools import partial
@@ -28,7 +29,7 @@ from twinop import torch_op
 from twinop.bench import runtime
 from twinop.bench.cases import relative_error
 from twinop.bench.measure import COPY, IN_ORT, Subject, checked, require, side_by_side
-from twinop.bench.measurements import Output, chosen, measuring
+from twinop.bench.measurements import Output, chosen, machine_title, measuring, read
 from twinop.bench.timing import DeviceTimer
 from twinop.optimize import optimize
 
@@ -199,16 +200,48 @@ def whole(name: str, timer: DeviceTimer, folder: Path, with_torch: bool) -> dict
     }  # fmt: skip
 
 
+def draw(lines: Sequence[Mapping[str, Any]], path: Path) -> None:
+    """Draws time against error: a panel for each model of a report."""
+    from matplotlib.figure import Figure
+
+    cells = [line for line in lines if line["op"] in MODELS]
+    figure = Figure(figsize=(1 + 3.3 * len(cells), 3.9), layout="constrained")
+    for panel, line in zip(figure.subplots(1, len(cells), squeeze=False)[0], cells, strict=True):
+        for name, columns, color in (
+            ("twinop in ONNX Runtime", ("twinop, 16 bits", "twinop, 8 bits"), "#0b8a5f"),
+            ("torch.compile, torchao", ("torch.compile bf16", "torch.compile torchao"), "#e8a33d"),
+        ):
+            times = [line["times"][column] for column in columns if column in line["times"]]
+            x, y = [each["error"] for each in times], [each["median_us"] * 1e-3 for each in times]
+            panel.plot(x, y, "-o", label=name, color=color)
+            for place, label in zip(zip(x, y, strict=True), ("16 bits", "8 bits"), strict=False):
+                panel.annotate(label, place, (4, 4), textcoords="offset points", color=color)
+        panel.set(xscale="log", xlabel="relative error of the output", ylabel="milliseconds")
+        title = f"{line['op']}, {line['shape']}"
+        if wide := line["times"].get("twinop, 32 bits"):  # far above the others
+            title += f"\ntwinop, 32 bits: {wide['median_us'] * 1e-3:.0f} ms, error {wide['error']:.0e}"
+        panel.set_title(title, fontsize=9)
+        panel.set_ylim(0, panel.get_ylim()[1] * 1.1)
+        panel.margins(x=0.25)
+        panel.grid(alpha=0.25)
+        panel.legend(fontsize=8, loc="lower left")
+    figure.suptitle(f"Device time of models, and error against torch in fp32: {machine_title(cells[0])}")
+    figure.savefig(path, dpi=110)
+
+
 def main(
     tables: Annotated[str, typer.Option(help="Of products, rows and models.")] = "products,rows,models",
     models: Annotated[str, typer.Option(help="Models to measure.")] = ",".join(MODELS),
     with_torch: Annotated[bool, typer.Option(help="Measure torch.compile, too, which takes minutes.")] = True,
+    plot: Annotated[Path | None, typer.Option(help="Only draw a report, as a PNG beside it.")] = None,
     output: Output = None,
 ) -> None:
     """Measure products, ops and models in 8 bits beside 16, torch and torchao, on a GPU.
 
     It is device time behind an empty L2 cache, in one run.
     """
+    if plot is not None:
+        return draw(read(plot, "float8"), plot.with_suffix(".png"))
     wanted = chosen("--tables", tables, ("products", "rows", "models"))
     torch._inductor.config.max_autotune_gemm_backends = "ATEN"
     with measuring("float8", "cuda", output, False) as (measured, _, timer):
