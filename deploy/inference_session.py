@@ -233,7 +233,11 @@ class Session:
                 spec.require_right_padded(value)
             arrays[name] = value
         for dimension, places in self._shared_sizes.items():
-            sizes = {arrays[name].shape[axis]: name for name, axis in places if name in arrays}
+            sizes = {
+                sum(arrays[name].shape[axis] for name, axis in parts): " and ".join(dict(parts))
+                for parts in places
+                if arrays.keys() >= dict(parts).keys()
+            }
             if len(sizes) > 1:  # ONNX Runtime does not always notice
                 given = " and ".join(f"{size} in input {name}" for size, name in sizes.items())
                 raise FeedError(f"dimension {dimension} is {given}: it must be the same in all inputs")
@@ -258,8 +262,12 @@ def _same(given: np.dtype, wanted: np.dtype) -> bool:
     return given == wanted or (wanted.kind == "O" and given.kind in "US")
 
 
-def _shared_sizes(inputs: Mapping[str, Spec]) -> dict[str, list[tuple[str, int]]]:
-    """Returns the inputs and axes of each dimension that several of them have.
+_Place = tuple[tuple[str, int], ...]
+"""An input and an axis, or several whose sizes are added."""
+
+
+def _shared_sizes(inputs: Mapping[str, Spec]) -> dict[str, list[_Place]]:
+    """Returns the inputs and axes of each dimension that several have; those of parts in "past + new" first.
 
     In optimum's merged decoders, the mask's length has the name of the new tokens', but covers the cache too.
     """
@@ -269,7 +277,12 @@ def _shared_sizes(inputs: Mapping[str, Spec]) -> dict[str, list[tuple[str, int]]
         for axis, size in enumerate(spec.shape or ()):
             if isinstance(size, str) and spec.element is not None and not (is_merged and "mask" in spec.name):
                 found.setdefault(size, []).append((spec.name, axis))
-    return {size: places for size, places in found.items() if len(places) > 1}
+    shared = {size: list[_Place]((place,) for place in places) for size, places in found.items()}
+    for size, places in shared.items():
+        parts = size.split(" + ")
+        if len(parts) > 1 and found.keys() >= {*parts}:
+            places.insert(0, tuple(found[part][0] for part in parts))
+    return {size: places for size, places in shared.items() if len(places) > 1}
 
 
 def _as_array(name: str, value: Any) -> np.ndarray:

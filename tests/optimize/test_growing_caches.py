@@ -342,7 +342,7 @@ def test_wrong_caches(tmp_path: Path) -> None:
     found = f"is 3 in input {key} and 4 in input {value}: it must be the same"
     assert found in refusal(**{key: short[key]})
     total = "dimension past_sequence_length + sequence_length is"
-    assert f"{total} 4 in input {key} and input_ids and 5 in attention_mask" in refusal(**short)
+    assert f"{total} 4 in input {key} and input_ids and 5 in input attention_mask" in refusal(**short)
     assert f"{total} 5 in input {key} and input_ids and 4" in refusal(
         attention_mask=np.ones((2, 4), np.int64)
     )
