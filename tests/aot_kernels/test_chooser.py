@@ -150,7 +150,6 @@ def test_the_plan_is_that_of_dtype_ranks_and_guards(library_of: LibraryOf, in_pr
         Request([large_x, large_x], attributes=[0]),
         Request([At((2, 2)), small_x], attributes=[0]),
         Request([half, None], attributes=[0]),
-        Request([large_x, small_x, small_x], attributes=[1]),  # more tensors of a list than were traced
     ]
     errors = [outcome.error for outcome in in_process(run, library_of(op, KERNEL), unknown)]
     assert errors == [
@@ -160,6 +159,4 @@ def test_the_plan_is_that_of_dtype_ranks_and_guards(library_of: LibraryOf, in_pr
         "again with samples of these ranks",
         "the launcher was traced for inputs of other ranks: (1, 1). Build the library again with samples of "
         "these ranks",
-        "the launcher was traced for inputs of other ranks: (1, 1) (1, 2) (1, absent). Build the library "
-        "again with samples of these ranks",
     ]

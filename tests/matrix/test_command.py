@@ -148,7 +148,7 @@ def test_a_library_whose_inputs_cannot_be_derived(libraries: dict[str, Path], tm
         said,
     ), said
     failed = re.findall(r"^FAILED .*\[(\w+)-", said, re.MULTILINE)
-    assert set(failed) == {"packed", "scale_by", "take"} and "2 passed" in said
+    assert set(failed) == {"packed", "scale_by", "take"} and "1 passed" in said
 
 
 def test_samples_that_the_module_gives(libraries: dict[str, Path], tmp_path: Path) -> None:
