@@ -97,14 +97,15 @@ class RowRunner {
       body.sums[s] = sums == nullptr ? Zeros(&unused_[s]) : sums + s * columns_;
       tail.sums[s] = tails_[kSums + s];
     }
-    SetColumns(0);
   }
 
   void Run(std::int64_t begin, std::int64_t end) {
     const Rows& rows = arguments_.rows;
     const std::int64_t each = BlockRows(rows), blocks = (rows.inner + each - 1) / each;
-    for (int j = 0; is_direct_ && !F::kGathers && j < kRowInputs<F>; ++j)
-      limits_[j] = arguments_.inputs[j] + (end - 1) * arguments_.strides[j] + columns_;
+    for (int j = 0; j < kRowInputs<F>; ++j)
+      if (is_direct_ && !F::kGathers && arguments_.inputs[j] != nullptr)
+        limits_[j] = arguments_.inputs[j] + (end - 1) * arguments_.strides[j] + columns_;
+    SetColumns(begin);
     for (std::int64_t i = begin; i < end; ++i) {
       const std::int64_t from = i % blocks * each;
       RunBlock(i / blocks * rows.inner + from,
@@ -196,10 +197,8 @@ class RowRunner {
   }
 
   void RunBlock(std::int64_t first, const RowBlock& block) {
-    if constexpr (F::kColumnsOfBatch) {
-      if (first % arguments_.column_rows == 0 || !has_columns_) SetColumns(first);
-      has_columns_ = true;
-    }
+    if constexpr (F::kColumnsOfBatch)
+      if (first % arguments_.column_rows == 0) SetColumns(first);
     C &body = row_.body, &tail = row_.tail;
     for (int j = 0; j < kRowInputs<F>; ++j) {
       if (arguments_.inputs[j] == nullptr) continue;
@@ -251,7 +250,6 @@ class RowRunner {
   T* const sums_;
   const std::int64_t columns_, tail_;
   const bool is_direct_;
-  bool has_columns_ = false;
   std::int64_t pitch_;  // elements from one row of a buffer to the next
   Row<F, T> row_{};
   const T* limits_[kRowInputs<F>] = {};  // the ends of this thread's rows
