@@ -59,9 +59,14 @@ CONSTANTS = {
     "TWO": np.array(2, np.float16), "ROW16": 1 + weights(64).astype(np.float16), "BYTES": STORED["B"],
     "SCALES": STORED["scales"].astype(np.float16), "CODES": np.ones((64, 64), np.uint8),
     "W8": weights(64, 64).astype(ml_dtypes.float8_e4m3fn), "NONE8": np.zeros((), ml_dtypes.float8_e4m3fn),
+    "PATCHES": weights(5, 3, 4, 4), "FIVE": weights(5), "COLUMNS": np.array([0, 5, 6]),
     "ROW": np.ones(64, np.float32), "STEPS": np.ones((2, 64), np.float16),
 }  # fmt: skip
 LINEAR, NORM = "custom_domain.CustomLinear", "custom_domain.CustomRmsNorm"
+PATCHED = (
+    "(float[B, 3, 8, 12] x) => (float[B, 6, 5] y) { c = Conv <%s> (x, PATCHES, FIVE) f = Reshape (c, COLUMNS) "
+    "y = Transpose <perm = [0, 2, 1]> (f) }"
+)
 BATCHED = (
     "(float[2, 4, 8, 8] q, float[2, 4, 8, 8] k) => (float[2, 4, 8, 8] y, int64[3] z) { a = Reshape (q, %s) "
     "c = Reshape (k, MERGED) t = Transpose <perm = [0, 2, 1]> (c) p = MatMul (a, t) y = Reshape (p, %s) "
@@ -98,6 +103,10 @@ CASES = [
         f"{X} {{ r = Gather (TABLE, IDS) y = Add (x, r) }}",
         f"{X} {{ y = Add (x, z) }}",
         "neither term is a lookup of constant ids"),
+    Case("patches", {}, {"MatMul"},
+        PATCHED % "strides = [4, 4]",
+        PATCHED % "strides = [4, 4], dilations = [1, 1], pads = [0, 0, 1, 1]",
+        "are padded"),
     Case("unflatten", {}, {"MatMul"},
         f"{X} {{ f = Reshape (x, FLAT) p = MatMul (f, W) y = Reshape (p, APART) }}",
         f"{X} {{ y = MatMul (x, W) }}",

@@ -17,15 +17,15 @@ enum WeightKind : unsigned {  // one whose x is normed is twice the other
   k4BitsZero = 8,  // with zero points
   k8Bits = 16,
   k8BitsZero = 32,
-  kFloat8 = 64,  // as k8Bits: it has as many bytes, and no scale for a part of a row
+  kFloat8 = 64,
   kFloat8Normed = 128,
 
   kDense = kPlain | kNormed,
   kAny4Bits = k4Bits | k4BitsZero,
+  kAny8Bits = k8Bits | k8BitsZero,
   kAnyFloat8 = kFloat8 | kFloat8Normed,
-  kAny8Bits = k8Bits | k8BitsZero | kAnyFloat8,
-  kNoZeros = k4Bits | k8Bits | kAnyFloat8,
-  kPacked = kAny4Bits | kAny8Bits,
+  kPacked = kAny4Bits | kAny8Bits | kAnyFloat8,
+  kNoZeros = k4Bits | k8Bits | kAnyFloat8,  // few enough registers for 7 blocks
 };
 
 struct ProductShape {
@@ -46,8 +46,8 @@ inline constexpr Range kAny{0, INT_MAX};
 struct Line {
   unsigned weights;  // WeightKind
   unsigned tiles;    // of 8 rows of x that a block takes: 1, 2 or 4, or several of them
-  Range m, n, chunks;
-  Range each;  // blocks of a multiprocessor
+  Range each;        // blocks of a multiprocessor
+  Range k;
   // Of a block: groups of 8 rows of the weight, warps, chunks that a warp has under way; blocks
   // that the registers leave room for; parts that a warp takes, and whether it is eager.
   int groups, warps, stages, blocks, passes = 1;
@@ -55,63 +55,42 @@ struct Line {
   constexpr int SplitK() const { return warps * passes; }
 };
 
-inline constexpr int kVocabulary = 65536;  // as many rows has the logits' weight, or more
-
-// The first line that fits, also into shared memory, is the choice (docs/tuning.md).
+// The first line that fits is the choice (docs/tuning.md).
 //
 // A block of four tiles reads as much of x as of the weight. A block makes its integers dense once
 // for all its rows of x: with several tiles, more blocks at once hide more than more chunks under
-// way. With split_k 4 the processors take all blocks at once, if registers allow it: blocks that
-// wait for the first ones to end cost a whole wave. Few registers let the next kernels begin beside
-// this one: 64 of them do with one row, and are too few for squares, too.
+// way. Blocks that wait for the first ones to end cost a whole wave. Few registers let the next
+// kernels begin beside this one.
 inline constexpr Line kLines[] = {
     // clang-format off
-    // weights  tiles  m         n              chunks    each     groups warps stages blocks passes
-    {kDense,    1,     kAny,     kAny,          kAny,     kAny,    4,  4, 3, 4},
-    {kDense,    2|4,   kAny,     kAny,          kAny,     kAny,    4,  4, 2, 4},
-    {kDense,    1,     kAny,     To(8191),      kAny,     kAny,    2,  8, 4, 2},
-    {kDense,    4,     kAny,     {8192, 65535}, kAny,     kAny,    4,  4, 2, 3, 2},
-    {kDense,    1|2|4, kAny,     kAny,          kAny,     kAny,    4,  8, 2, 2},
-    {kDense,    1|2,   kAny,     kAny,          kAny,     kAny,    2, 32, 2, 1},
-    {kDense,    4,     kAny,     kAny,          kAny,     kAny,    2, 16, 2, 1, 2},
-    {kDense,    1,     kAny,     To(3071),      To(32),   kAny,    4, 16, 2, 2},
-    {kPlain,    1,     To(1),    kAny,          To(32),   kAny,    4, 16, 2, 2},
-    {kDense,    2,     kAny,     To(3071),      To(32),   kAny,    4, 16, 2, 1},
-    {kDense,    1|2,   kAny,     From(3072),    From(33), kAny,    4, 16, 3, 1},
-    {kDense,    1|2,   kAny,     From(3072),    To(32),   kAny,    2, 16, 2, 2},
-    {kDense,    1|2,   kAny,     kAny,          kAny,     kAny,    2, 16, 3, 2},
-    {kDense,    4,     kAny,     kAny,          kAny,     kAny,    4, 16, 2, 1},
-    {kDense,    4,     kAny,     kAny,          kAny,     kAny,    2, 16, 2, 1},
+    // weights                tiles  each     k           groups warps stages blocks passes
+    {kDense,                  1,     kAny,    kAny,       4,  4, 3, 4},
+    {kDense,                  2|4,   kAny,    kAny,       4,  4, 2, 4},
+    {kDense,                  1|2|4, kAny,    kAny,       4,  8, 2, 2},
+    {kDense,                  1,     kAny,    kAny,       4, 16, 3, 1},
+    {kDense,                  2|4,   kAny,    kAny,       4, 16, 2, 1},
+    {kDense,                  1|2,   kAny,    kAny,       2, 32, 2, 1},
+    {kDense,                  4,     kAny,    kAny,       2, 16, 2, 1, 2},
 
-    {kAny4Bits, 1,     kAny,     kAny,          kAny,     To(4),   4,  4, 1, 4, 1, true},
-    {kAny8Bits, 1,     kAny,     kAny,          kAny,     To(5),   4,  4, 1, 4, 1, true},
-    {kPacked,   1,     kAny,     kAny,          kAny,     {6, 6},  4,  4, 1, 6},
-    {kPacked,   1,     kAny,     kAny,          kAny,     {7, 7},  4,  4, 1, 7},
-    {kPacked,   1,     kAny,     kAny,          kAny,     kAny,    4,  4, 1, 4},
-    {kPacked,   2,     kAny,     kAny,          kAny,     {3, 3},  8,  4, 1, 3},
-    {kNoZeros,  2,     kAny,     kAny,          kAny,     From(5), 8,  4, 1, 3},
-    {kPacked,   2,     kAny,     kAny,          kAny,     kAny,    4,  4, 1, 4},
-    {kPacked,   4,     kAny,     kAny,          kAny,     {3, 3},  4,  4, 1, 3},
-    {kPacked,   4,     kAny,     kAny,          kAny,     {3, 3},  8,  4, 1, 3},
-    {kAny4Bits, 4,     kAny,     kAny,          kAny,     kAny,    8,  4, 1, 2},
-    {kAny8Bits, 4,     kAny,     kAny,          kAny,     kAny,    4,  4, 1, 3},
-    {kAny4Bits, 1,     kAny,     From(4225),    kAny,     kAny,    4,  8, 1, 2, 1, true},
-    {kAny4Bits, 1,     kAny,     kAny,          To(16),   kAny,    4,  8, 1, 2, 1, true},
-    {kPacked,   1,     kAny,     kAny,          kAny,     kAny,    2,  8, 4, 2},
-    {kAny8Bits, 2,     kAny,     kAny,          kAny,     kAny,    2,  8, 2, 2},
-    {kAny4Bits, 2,     kAny,     To(4224),      kAny,     kAny,    4,  8, 2, 1},
-    {kAny4Bits, 2,     kAny,     kAny,          kAny,     kAny,    4,  8, 1, 2},
-    {kPacked,   4,     To(32),   To(4224),      kAny,     kAny,    4,  8, 2, 1},
-    {kPacked,   4,     kAny,     kAny,          kAny,     kAny,    4,  8, 1, 2},
-    {kAny4Bits, 1,     kAny,     kAny,          To(32),   kAny,    4, 16, 1, 1, 1, true},
-    {kAny4Bits, 1,     kAny,     From(3072),    kAny,     kAny,    2, 16, 2, 2},
-    {kAny4Bits, 1,     kAny,     kAny,          kAny,     kAny,    2, 16, 4, 1},
-    {kAny8Bits, 1,     kAny,     kAny,          kAny,     kAny,    2, 16, 2, 1},
-    {kPacked,   2,     kAny,     From(3072),    kAny,     kAny,    4, 16, 2, 1},
-    {kPacked,   2,     kAny,     kAny,          To(32),   kAny,    4, 16, 2, 1},
-    {kPacked,   4,     kAny,     From(3072),    kAny,     kAny,    4, 16, 1, 1},
-    {kPacked,   4,     From(33), kAny,          kAny,     kAny,    4, 16, 1, 1},
-    {kPacked,   2|4,   kAny,     kAny,          kAny,     kAny,    2, 16, 2, 1},
+    {kPacked,                 1,     To(5),   kAny,       4,  4, 1, 4, 1, true},
+    {kNoZeros,                1,     {6, 7},  kAny,       4,  4, 1, 7},
+    {kAnyFloat8,              1,     kAny,    kAny,       8,  4, 1, 3},
+    {kAny4Bits | kAny8Bits,   1,     kAny,    kAny,       4,  4, 1, 4},
+    {kPacked,                 2,     kAny,    kAny,       4,  4, 1, 4},
+    {kAny4Bits,               4,     kAny,    kAny,       8,  4, 1, 2},
+    {kAny8Bits | kAnyFloat8,  4,     kAny,    kAny,       4,  4, 1, 3},
+    {kAny4Bits,               1,     kAny,    kAny,       4,  8, 1, 2, 1, true},
+    {kAny8Bits | kAnyFloat8,  1,     kAny,    kAny,       2,  8, 4, 2},
+    {kAny4Bits,               2,     From(2), kAny,       4,  8, 1, 2},
+    {kAny4Bits | kAnyFloat8,  2,     kAny,    kAny,       4,  8, 2, 1},
+    {kAny8Bits,               2,     kAny,    kAny,       2,  8, 2, 2},
+    {kPacked,                 4,     kAny,    kAny,       4,  8, 1, 2},
+    {kPacked,                 1,     To(1),   From(3072), 2, 16, 4, 1},
+    {kPacked,                 1,     kAny,    kAny,       4, 16, 1, 1, 1, true},
+    {kAny4Bits | kAny8Bits,   2,     To(1),   kAny,       2, 16, 2, 1},
+    {kPacked,                 2,     kAny,    kAny,       4, 16, 2, 1},
+    {kPacked,                 4,     To(1),   kAny,       2, 16, 2, 1},
+    {kPacked,                 4,     kAny,    kAny,       4, 16, 1, 1},
     // clang-format on
 };
 
@@ -130,14 +109,14 @@ constexpr int SharedBytes(const Line& line, int tiles) {
                        (line.passes - 1) * SumsBytes(line.groups, tiles));
 }
 
-// On some devices 32 parts have too little memory.
+// Without room for 16 parts a GPU has less bandwidth, too, which 8 parts serve.
 constexpr int SplitKOf(const ProductShape& shape, const Target& target) {
   const int n = shape.n;
-  if ((shape.kind & kDense) == 0)
-    return n >= 8192 ? 4 : n >= 3072 && (n > 4224 || shape.k < 4096) ? 8 : 16;
-  if (n > 4608) return n < 8192 || n >= kVocabulary || shape.chunks >= 64 ? 8 : 4;
-  const bool has_room = target.block_bytes >= 32 * WarpBytes(kDenseCopies, 2, 2, 2);
-  return has_room && n < 3072 && shape.chunks >= 128 ? 32 : 16;
+  if (n >= 8192) return 4;
+  if (n > 4224 || (n >= 2048 && shape.k <= 1024)) return 8;
+  if ((shape.kind & kDense) == 0) return 16;
+  if (target.block_bytes < 16 * WarpBytes(kDenseCopies, 4, 1, 3)) return 8;
+  return n < 3072 && shape.k / 4 >= n ? 32 : 16;
 }
 
 constexpr int TilesOf(int m) { return m <= 8 ? 1 : m <= 16 ? 2 : 4; }
@@ -151,8 +130,7 @@ constexpr const Line* Choose(const ProductShape& shape, const Target& target) {
       return static_cast<int>((blocks + target.multiprocessors - 1) / target.multiprocessors);
     };
     if ((line.weights & shape.kind) != 0 && (line.tiles & tiles) != 0 && line.SplitK() == split_k &&
-        line.m.Has(shape.m) && line.n.Has(shape.n) && line.chunks.Has(shape.chunks) &&
-        line.each.Has(each()) && SharedBytes(line, tiles) <= target.block_bytes)
+        line.each.Has(each()) && line.k.Has(shape.k))
       return &line;
   }
   return nullptr;
