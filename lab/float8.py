@@ -142,8 +142,11 @@ def by_torchao(model: nn.Module) -> nn.Module:
     """Returns the model with the linear layers in float8 that `optimize` turns, in place."""
     from torchao.quantization import Float8DynamicActivationFloat8WeightConfig, PerRow, quantize_
 
-    names = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
-    chosen = set(names[3:-1])  # all but the first q, k and v, which `optimize` joins, and the last one
+    modules = dict(model.named_modules())
+    names = [name for name, module in modules.items() if isinstance(module, nn.Linear)]
+    # All but the first and the last one: the patches' convolution, or q, k and v, which `optimize` joins.
+    has_patches = any(isinstance(module, nn.Conv2d) for module in modules.values())
+    chosen = set(names[0 if has_patches else 3 : -1])
     quantize_(
         model, Float8DynamicActivationFloat8WeightConfig(granularity=PerRow()), lambda _, name: name in chosen
     )
