@@ -5,11 +5,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import onnx
 import onnx_ir as ir
 import pytest
 import torch
 from decoder_graphs import Sizes, write
-from optimizing import exported, nodes, optimized, parsed, size_of, weights
+from optimizing import exported, nodes, optimized, parsed, pass_of, size_of, weights
 from same_names import accepted_case, errors_by_name
 from segment_chains import run_beside, run_chain, run_part
 from torch import Tensor, nn
@@ -18,7 +19,7 @@ from torch.nn import functional
 from twinop.deploy.ort_runs import run
 from twinop.export import export
 from twinop.optimize import graph as g
-from twinop.optimize import optimize_folder
+from twinop.optimize import optimize, optimize_folder
 from twinop.optimize.equivalence import relative_error
 from twinop.optimize.load import load
 from twinop.optimize.segments import Part, Segment, cut, extract
@@ -124,7 +125,7 @@ GQA, NORM = "GroupQueryAttention", "SkipSimplifiedLayerNormalization"
         (_attribute("local_window_size", 16), GQA, 1, 1),
         (_attribute("epsilon", 1e-3), NORM, 2, 1),
         (_other_table, GQA, 1, 1),
-        (_bias, "MatMul", 6, 0),
+        (_bias, "MatMul", 6, 1),
     ],
     ids=["a weight", "a window", "a scalar", "a table", "a bias"],
 )
@@ -132,7 +133,7 @@ GQA, NORM = "GroupQueryAttention", "SkipSimplifiedLayerNormalization"
 def test_kinds(
     change: Callable[[ir.Node], None], op_type: str, index: int, others: int, form: str, decoder: ir.Model
 ) -> None:
-    """Layers differ in weights and biases only, until one of them has another scalar, window or table."""
+    """Layers differ in weights only, until one of them has another scalar, window, table or bias."""
     one, two = changed(decoder, change, op_type, index), decoder.clone()
     segments = cut(*((one, two) if form == "original" else (two, one)), most_bytes=800 * _KIB)
     kinds = [each.kind for each in segments if "layer" in each.name]
@@ -154,6 +155,48 @@ def test_a_kind_has_gains_of_its_own(inverse: str) -> None:
     model = ir.from_proto(parsed(f"(float[N, 32] h0) => (float[N, 32] h4) {{ {text} }}", **given))
     kinds = [each.kind for each in cut(model, model.clone(), 5 * _KIB)]
     assert len(kinds) == 4 and len({*kinds[1:3]}) == 1, kinds
+
+
+_OF_LARGE_INPUTS = "a%d = MatMul (h%d, w%d) b%d = Add (a%d, v%d) c%d = Relu (b%d)"
+NUMBERS: dict[str, tuple[str, Callable[[float], np.ndarray]]] = {
+    "nothing": (_OF_LARGE_INPUTS, lambda number: np.full(8, number, np.float32)),
+    "a bias": (_OF_LARGE_INPUTS, lambda number: np.full(8, number, np.float32)),
+    "a scalar": (_OF_LARGE_INPUTS, lambda number: np.array(number, np.float32)),
+    "a table": (_OF_LARGE_INPUTS, lambda number: np.full((4, 8), number, np.float32)),
+    "a row": (
+        "a%d = MatMul (h%d, w%d) n%d = Neg (a%d) b%d = Add (n%d, v%d) c%d = Relu (b%d)",
+        lambda number: np.full(8, number, np.float32),
+    ),
+    "a sum of frequencies": (
+        "a%d = MatMul (h%d, w%d) p%d = MatMul (ones, v%d) b%d = Add (a%d, p%d) c%d = Relu (b%d)",
+        lambda number: np.full((1, 8), number, np.float32),
+    ),
+}
+
+
+@pytest.mark.parametrize("what", NUMBERS)
+def test_a_rewrite_that_one_layer_s_numbers_make_wrong_is_reverted(
+    what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Only large inputs reach a number that is smaller in that layer: no segment's stream shows it."""
+
+    def without_relu(work: g.RewriteContext) -> None:
+        for node in work.nodes("Relu"):
+            g.replace(node.outputs[0], node.inputs[0])  # type: ignore[arg-type]
+
+    monkeypatch.setattr("twinop.optimize.segments.MOST_BYTES", 300)
+    monkeypatch.setattr("twinop.optimize.passes.PASSES", [pass_of("without_relu", without_relu)])
+    text, numbers = NUMBERS[what]
+    layer = f"{text} s%d = Mul (c%d, small) h%d_ = Tanh (s%d) "
+    text = "".join(layer.replace("h%d_", f"h{at + 1}").replace("%d", str(at)) for at in range(4))
+    given = {f"w{at}": weights(8, 8, seed=at) / 4 for at in range(4)}
+    given |= {f"v{at}": numbers(20 if what != "nothing" and at == 2 else 9000) for at in range(4)}
+    given |= {"small": np.float32(1e-4), "ones": np.ones((1, 1), np.float32)}
+    proto = parsed(f"(float[N, 4, 8] h0) => (float[N, 4, 8] h4) {{ {text} }}", **given)
+    onnx.save(proto, tmp_path / "old.onnx")
+    report = optimize(tmp_path / "old.onnx", tmp_path / "new.onnx", device="cpu")
+    assert [*report.reverted] == ["without_relu"] * (what != "nothing"), report
+    assert what == "nothing" or "layer 3 of 4" in report.reverted["without_relu"]
 
 
 def test_names_decide_nothing(decoder: ir.Model) -> None:
