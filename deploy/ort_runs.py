@@ -58,6 +58,7 @@ class Answer:
     libraries: Sequence[Library]  # those that were registered
     outputs: list[list[Any]]  # of each case, as numpy arrays in the model's order; none of one that failed
     note: str = ""  # what a user should know about the runs
+    failed: Mapping[int, str] = field(default_factory=dict)  # why cases have no outputs, by index
 
 
 _loaded = set[str]()  # SHA-256 of libraries that a model has run with: the next process need not try them
@@ -110,7 +111,7 @@ def run(
         except Endless as error:
             if not required < len(error.answers) <= len(arrays):  # the first answer is the libraries
                 raise
-            return error.answers + [[]] * (1 + len(arrays) - len(error.answers))
+            return error.answers + [str(error)] * (1 + len(arrays) - len(error.answers))
 
     try:
         try:
@@ -134,7 +135,8 @@ def run(
             raise NotRunnable(f"{name} has no CPU kernel for {op[1] if op else error}") from error
         raise ExportError(str(error)) from error
     _loaded.update(loaded)
-    return Answer(libraries, outputs, note)
+    failed = {index: each for index, each in enumerate(outputs) if isinstance(each, str)}
+    return Answer(libraries, [[] if isinstance(each, str) else each for each in outputs], note, failed)
 
 
 def _runs(
@@ -147,7 +149,7 @@ def _runs(
     required: float,
     loaded_before: frozenset[str],
 ) -> Iterator[Any]:
-    """Yields the libraries, and their SHA-256, then the outputs of each case, in the other process."""
+    """Yields the libraries, and their SHA-256, then of each case the outputs or why it failed."""
     # This process ends anyway, and another one would take longer than a run.
     registration.skip_subprocess_probe, registration.loaded_before = True, loaded_before
     options = ort.SessionOptions()
@@ -185,7 +187,7 @@ def _runs(
                 raise ExportError(
                     f"the exported model fails in ONNX Runtime for {shapes}: {error}"
                 ) from error
-            yield []
+            yield str(error).splitlines()[0]
 
 
 def _with_weights(parts: Parts, options: ort.SessionOptions) -> tuple[Model, list[Any]]:

@@ -160,6 +160,8 @@ class Comparison:
             self.note = "compared in its fp32 form: all inputs have a mask that hides the first token"
             return None
         reference = equivalence.with_ids(self.original.what, self.model, self.library, reference)
+        for note in reference.skipped:
+            report.add_note(note)
         try:
             errors = self._errors_in(result, reference)
         except NotRunnable as refused:

@@ -137,6 +137,7 @@ class Reference:
         sizes: of the typical number of each output in the typical cases.
         note: what a user should know about the original's runs, or "".
         places: of each output, where it has the positions that masks hide; empty if all are compared whole.
+        skipped: a note on each case that is not compared as the original does not run on it.
     """
 
     cases: list[Case]
@@ -145,6 +146,7 @@ class Reference:
     sizes: list[float]
     note: str = ""
     places: Sequence[Place | None] = ()
+    skipped: Sequence[str] = ()
 
     @property
     def typical(self) -> int:
@@ -225,7 +227,10 @@ def generated(
     hidden = inputs.hidden(padding) if any(map(inputs.is_mask, model.graph.inputs)) else ["right", "left"]
 
     def tried(
-        sizes: Sizes, hidden: Sequence[str] = hidden, others: Sequence[Sizes] = ()
+        sizes: Sizes,
+        hidden: Sequence[str] = hidden,
+        others: Sequence[Sizes] = (),
+        skipped: Sequence[str] = (),
     ) -> tuple[Reference, Sizes] | None:
         nonlocal best
         others = others or [replace(sizes, batch=1, length=sizes.length + 2 * (sizes.length % 2))]
@@ -241,11 +246,13 @@ def generated(
                 break
             try:
                 found = reference(original, model, library, cases)
+                found = replace(found, skipped=[*found.skipped, *skipped])
             except (TwinopError, NotRunnable) as error:
                 if not reasons:
                     _require_loadable(original, library)
                 reasons.append(str(error).splitlines()[0])
-                return tried(sizes, hidden[:-1], others) if hidden[-1:] == ["everything"] else None
+                notes = [_skipped("a mask that hides everything", reasons[-1])]
+                return tried(sizes, hidden[:-1], others, notes) if hidden[-1:] == ["everything"] else None
             if best is None or len(found.uncompared(model.graph)) < len(best[0].uncompared(model.graph)):
                 best = found, sizes
             if not best[0].uncompared(model.graph):
@@ -299,12 +306,8 @@ def reference(
 def _run_original(
     original: Runnable, library: deploy.Libraries, typical: list[Case], edge: dict[str, Case]
 ) -> Reference:
-    try:
-        answer = run(original, library, [*typical, *edge.values()], required=len(typical), may_skip=True)
-    except (TwinopError, NotRunnable):
-        if not edge or not isinstance(original, Chain):  # which runs all cases or none
-            raise
-        return _run_original(original, library, typical, {})
+    answer = run(original, library, [*typical, *edge.values()], required=len(typical), may_skip=True)
+    skipped = [_skipped([*edge][index - len(typical)], why) for index, why in answer.failed.items()]
     ran = zip(edge.items(), answer.outputs[len(typical) :], strict=True)
     edge = {name: case for (name, case), found in ran if found}
     outputs = [each for each in answer.outputs if each]
@@ -313,7 +316,11 @@ def _run_original(
         max((_typical(each[np.isfinite(each)]) for each in values if _is_float(each)), default=0.0)
         for values in zip(*outputs[: len(typical)], strict=True)
     ]
-    return Reference(cases, outputs, list(edge), sizes, answer.note)
+    return Reference(cases, outputs, list(edge), sizes, answer.note, skipped=skipped)
+
+
+def _skipped(case: str, why: str) -> str:
+    return f"not compared for {case}, on which the original does not run: {why}"
 
 
 def with_ids(
@@ -322,15 +329,16 @@ def with_ids(
     """Returns a reference with the ids that may give the largest numbers (`inputs.cases_of_ids`), too."""
     sizes = [sum(array.size for array in case.values()) for case in reference.cases[: reference.typical]]
     names, cases = inputs.cases_of_ids(model, reference.cases[sizes.index(max(sizes))])
+    what = f"{IDS} of {names}"
     try:
         outputs = run(original, library, cases).outputs if cases else []
-    except (TwinopError, NotRunnable):  # it does not take so many sequences
-        return reference
+    except (TwinopError, NotRunnable) as error:  # it does not take so many sequences
+        return replace(reference, skipped=[*reference.skipped, _skipped(what, str(error).splitlines()[0])])
     return replace(
         reference,
         cases=reference.cases + cases,
         outputs=reference.outputs + outputs,
-        edge=reference.edge + [f"{IDS} of {names}"] * len(cases),
+        edge=reference.edge + [what] * len(cases),
     )
 
 

@@ -7,6 +7,7 @@ would have to be computed, only the rows are that the ids name.
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,9 @@ import onnx_ir as ir
 
 from twinop import deploy
 from twinop.deploy import ort_runs
-from twinop.deploy.ort_runs import Answer, Earlier, Parts
+from twinop.deploy.ort_process import Endless
+from twinop.deploy.ort_runs import Answer, Earlier, NotRunnable, Parts
+from twinop.errors import TwinopError
 from twinop.model import weights
 from twinop.model.parts import parts, stored
 from twinop.record.op_spec import DOMAIN
@@ -76,18 +79,37 @@ def runnable(model: ir.Model) -> Runnable:
 
 
 def run_any(
-    model: Runnable, library: deploy.Libraries, cases: Sequence[Mapping[str, Any]] = (), **options: Any
+    model: Runnable,
+    library: deploy.Libraries,
+    cases: Sequence[Mapping[str, Any]] = (),
+    *,
+    required: float = inf,
+    **options: Any,
 ) -> Answer:
-    """Does what `ort_runs.run` does; all cases of a chain, or of a model with large weights, must run."""
+    """Does what `ort_runs.run` does, also with a chain and with a model with large weights."""
     if not isinstance(model, ir.Model | Chain):
-        return ort_runs.run(model, library, cases, **options)
-    if isinstance(model, ir.Model):
-        model = Chain([model], [str(value.name) for value in model.graph.outputs])
-    known = [dict(case) for case in cases]
-    for part in model.models if cases else ():
-        found = run(part.clone(), known, library, optimize=options.get("optimize", True))
-        known = [before | outputs for before, outputs in zip(known, found, strict=True)]
-    return Answer((), [[case[name] for name in model.outputs] for case in known])
+        return ort_runs.run(model, library, cases, required=required, **options)
+    chain = Chain([model], _names(model.graph.outputs)) if isinstance(model, ir.Model) else model
+
+    def outputs(some: Sequence[Mapping[str, Any]]) -> list[list[Any]]:
+        known = [dict(case) for case in some]
+        for part in chain.models if some else ():
+            made = run(part.clone(), known, library, optimize=options.get("optimize", True))
+            known = [before | after for before, after in zip(known, made, strict=True)]
+        return [[case[name] for name in chain.outputs] for case in known]
+
+    try:
+        return Answer((), outputs(cases))
+    except (TwinopError, NotRunnable, Endless):
+        if required >= len(cases):
+            raise
+    found, failed = outputs(cases[: int(required)]), dict[int, str]()
+    for index in range(int(required), len(cases)):
+        try:
+            found += outputs(cases[index : index + 1])
+        except (TwinopError, NotRunnable, Endless) as error:
+            found, failed[index] = [*found, []], str(error).splitlines()[0]
+    return Answer((), found, failed=failed)
 
 
 def _run(

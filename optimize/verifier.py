@@ -160,7 +160,8 @@ class Verifier:
         report.add_note(f"the original: {reference.note}" if reference.note else "")
         results = {value.name for value in source.original.graph.outputs}
         is_inside = part is not None and results.isdisjoint(part.outputs)
-        for note in reference.uncompared(model.graph, source.options.allow_uncompared or is_inside):
+        allowed = source.options.allow_uncompared or is_inside
+        for note in (*reference.skipped, *reference.uncompared(model.graph, allowed)):
             report.add_note(note)
         of_inputs = {str(value.name) for value in source.original.graph.inputs}
         of_size_1 = inputs.of_size_1(model, {k: v for k, v in reference.cases[0].items() if k in of_inputs})

@@ -17,6 +17,8 @@ from twinop.model.parts import parts
 from twinop.optimize import equivalence, inputs, optimize, passes
 from twinop.optimize import graph as g
 from twinop.optimize.comparison import Comparison
+from twinop.optimize.segments import Part, extract
+from twinop.optimize.sliced import Chain
 from twinop.optimize.source import Form
 from twinop.optimize.widen import round_results
 
@@ -335,6 +337,39 @@ def test_values_that_belong_together_come_from_the_inputs(
     report = optimize(tmp_path / "old.onnx", tmp_path / "new.onnx", device="cpu")
     assert "differs from the original for large inputs" in report.reverted["limited"], report
     assert not report.notes
+
+
+ROW_OF_THE_LARGEST = """(float[N, 4] x) => (float[N, 8] y) { a = MatMul (x, w) s = Abs (a)
+    m = ReduceMax <keepdims=0> (s) i = Cast <to=7> (m) r = Gather (table, i) y = Mul (a, r) }"""
+
+
+@pytest.mark.parametrize("is_cut", [False, True])
+def test_only_the_edge_case_on_which_the_original_fails_is_dropped(is_cut: bool) -> None:
+    given = {"w": weights(4, 8) / 10, "table": weights(40, 8)}
+    model = ir.from_proto(parsed(ROW_OF_THE_LARGEST, **given))
+    pieces = [Part([], ["a", "i"]), Part(["a", "i"], ["y"])]
+    original = Chain([extract(model, each) for each in pieces], ["y"]) if is_cut else parts(model)
+    found = equivalence.reference(original, model, None, [{"x": 10 * weights(3, 4)}])
+    assert found.edge == ["inputs of zeros", "inputs of ones"] and len(found.outputs) == 3
+    [note] = found.skipped
+    assert "for large inputs" in note and "must be within the inclusive range [-40,39]" in note
+
+
+@pytest.mark.parametrize("rows", [40, 9000])
+def test_an_edge_case_counts_where_only_the_result_fails(
+    rows: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def with_few_rows(work: g.RewriteContext) -> None:
+        for node in work.nodes("Gather"):
+            node.replace_input_with(0, g.initializer(work.graph, table[:40], "few"))
+
+    monkeypatch.setattr(passes, "PASSES", [pass_of("with_few_rows", with_few_rows)])
+    table = weights(rows, 8)
+    proto = parsed(ROW_OF_THE_LARGEST, w=weights(4, 8) / 10, table=table)
+    onnx.save(proto, tmp_path / "old.onnx")
+    report = optimize(tmp_path / "old.onnx", tmp_path / "new.onnx", device="cpu")
+    assert [*report.reverted] == ["with_few_rows"] * (rows > 40), report
+    assert ("not compared for large inputs" in report.to_json()) == (rows == 40)
 
 
 def test_an_edge_case_may_differ_by_more_of_the_noise_than_a_typical_one() -> None:
