@@ -406,7 +406,7 @@ def test_bits_in_onnxruntime() -> None:
     ],
 )
 def test_which_rows_take_wgmma(n: int, rows: int, options: dict[str, Any], expected: bool) -> None:
-    x, weight = (random(*shape, dtype=torch.float16, device="cuda") for shape in ((rows, 512), (n, 512)))
+    x, weight = (random(*shape, dtype=torch.float16, device="cuda") for shape in ((rows, 1088), (n, 1088)))
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
         torch_op.linear(x, weight, **options)
         torch.cuda.synchronize()
