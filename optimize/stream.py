@@ -40,7 +40,7 @@ from .inputs import Case, Sizes
 from .segments import Part, Segment, extract
 from .sliced import Found
 from .symbolic_shapes import infer_types
-from .widen import round_results, widen
+from .widen import dtypes, round_results, widen
 
 PROMPT = 16  # tokens
 _MOST_WINDOW = 512  # tokens; larger windows are reduced
@@ -276,12 +276,12 @@ def _form(run: _Run, model: ir.Model, part: Part) -> ir.Model:
     _reduce_windows(made, run.windows)
     decoders.split_query_norms(made)
     decoders.set_full_precision(made)
-    kinds = {value.dtype for value in made.graph.inputs} | {each.dtype for each in g.tensors(made)}
-    if ir.DataType.BFLOAT16 in kinds:
+    if ir.DataType.BFLOAT16 in {each for graph in made.graphs() for each in dtypes(graph)}:
         if any(value.dtype is None for node in made.graph for value in node.outputs):
             infer_types(made)
         narrow = [node for node in made.graph if node.domain == DOMAIN and node.op_type in ONLY_16]
-        widen(made.graph, set())
+        for graph in made.graphs():
+            widen(graph, set())
         for node in narrow:
             compute_in(ir.DataType.BFLOAT16, node)
     return made

@@ -51,7 +51,7 @@ def convert_to_fp32(model: ir.Model, main: ir.DataType, asked: bool) -> set[ir.D
         ExportError: a value is a sequence or an optional of such floats.
     """
     graphs = [*model.graphs()]
-    found = {dtype for graph in graphs for dtype in _dtypes(graph) if dtype in FLOATS_16}
+    found = {dtype for graph in graphs for dtype in dtypes(graph) if dtype in FLOATS_16}
     values = [value for graph in graphs for node in graph for value in node.outputs]
     if found and any(value.dtype is None for value in values):
         infer_types(model)
@@ -71,7 +71,7 @@ def convert_to_fp32(model: ir.Model, main: ir.DataType, asked: bool) -> set[ir.D
     return found
 
 
-def _dtypes(graph: ir.Graph) -> Iterable[ir.DataType | None]:
+def dtypes(graph: ir.Graph) -> Iterable[ir.DataType | None]:
     """Yields the dtypes of a graph's values, tensors and attributes."""
     for value in (*graph.inputs, *graph.initializers.values()):
         yield value.dtype

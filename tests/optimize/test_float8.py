@@ -40,12 +40,12 @@ from twinop.optimize.weight_check import check_quantized
 OPS = "CustomAddLayerNormFp8", "CustomAddRmsNormFp8", "CustomGeluFp8", "CustomSwigluPackedFp8"
 
 
-def stack(folder: Path, outputs: str = "float[N, 64] x3") -> Path:
-    """Writes layers of LayerNormalization, MatMul, GELU, MatMul and a sum, in fp32."""
+def stack(folder: Path, outputs: str = "float[N, 64] x3", inner: int = 1) -> Path:
+    """Writes layers of LayerNormalization, MatMul, GELU, MatMul and a sum; the matmuls in a dtype."""
     lines = [
-        f"""n{i} = LayerNormalization (x{i}, row)
-        a{i} = MatMul (n{i}, up{i}) b{i} = Gelu (a{i})
-        c{i} = MatMul (b{i}, down{i}) x{i + 1} = Add (x{i}, c{i})"""
+        f"""n{i} = LayerNormalization (x{i}, row) h{i} = Cast <to={inner}> (n{i})
+        u{i} = Cast <to={inner}> (up{i}) a{i} = MatMul (h{i}, u{i}) b{i} = Gelu (a{i}) v{i} = Cast <to={inner}> (down{i})
+        c{i} = MatMul (b{i}, v{i}) d{i} = Cast <to=1> (c{i}) x{i + 1} = Add (x{i}, d{i})"""
         for i in range(3)
     ]
     given = {f"up{i}": weights(64, 128, seed=i) for i in range(3)}
@@ -128,6 +128,18 @@ def test_in_segments(whole: OptimizeReport, tmp_path: Path, monkeypatch: pytest.
     assert report.compared["segments"] == 3 and expected is not None and report.float8 is not None
     assert len(report.float8.layers) == 4 and report.float8.error == pytest.approx(expected.error, rel=0.5)
     assert report.float8.layers == pytest.approx(expected.layers, rel=0.5)
+
+
+@pytest.mark.parametrize("dtype", ["float8", None])
+def test_a_file_in_fp32_that_multiplies_in_bfloat16(
+    dtype: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As autocast writes it: in its segments, no input and no weight has the dtype that the CPU lacks."""
+    monkeypatch.setattr(segments, "MOST_BYTES", 70_000)
+    source = stack(tmp_path, inner=int(ir.DataType.BFLOAT16))
+    report = optimize(source, tmp_path / "new.onnx", dtype=dtype, device="cuda", rows=0)
+    assert report.compared["segments"] == 3 and not report.notes
+    assert dtype is None or (report.float8 is not None and len(report.float8.layers) == 4)
 
 
 def test_on_the_users_inputs(tmp_path: Path) -> None:
