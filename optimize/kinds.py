@@ -1,11 +1,9 @@
 """Tells which segments differ in nothing but their weights: those are of one kind.
 
 Weights of matmuls and convolutions, packed ones with their scales and zero points, and gains of norms count
-by dtype, shape and the operations that make them. All else counts by value: integers, scalars, tables,
-biases, attributes. Names never count.
-
-A rewrite may be wrong for some biases only, and there for large inputs only. So layers that differ in their
-biases are all compared deeper: a BERT, GPT-2 or Qwen2 takes 1.5 to 2.5 times as long.
+by dtype, shape and the operations that make them. Biases also count by their largest magnitude: a rewrite
+that is wrong for some of them only, for large inputs, is wrong by how large they are. All else counts by
+value: integers, scalars, tables, attributes. Names never count.
 """
 
 import hashlib
@@ -57,12 +55,15 @@ _WEIGHTS: Mapping[tuple[str, str], Iterable[int]] = {
     (DOMAIN, "CustomRmsNorm"): [1],
 }
 """Which inputs of nodes are weights or gains."""
+_ALIKE = 2.0  # biases whose largest magnitudes differ by no more
 _MOVES = [
     ("", each)
     for each in ("Cast", "DequantizeLinear", "Identity", "Reshape", "Squeeze", "Transpose", "Unsqueeze")
 ]
 _NORMS = {"InstanceNormalization", "LayerNormalization", "RMSNormalization"}
 _Known = dict[ir.Value, object]
+Kinds = dict[str, list[list[float]]]
+"""Of each structure: the magnitudes of the biases of its kinds."""
 
 
 class Kind:
@@ -75,6 +76,7 @@ class Kind:
     def __init__(self, contents: dict[int, object]) -> None:
         self.contents = contents
         self.records = list[object]()
+        self.biases = list[float]()  # their largest magnitudes
         self.numbers = dict[object, int]()  # of what crosses, of inputs and of sizes, by name
         self.made = dict[str, object]()  # the original's values by name
 
@@ -87,12 +89,23 @@ class Kind:
         self.records.append([(named.get(name), self.made.get(name)) for name in outputs])
         self.made = self.made or named
 
-    def __str__(self) -> str:
-        return hashlib.sha256(repr(self.records).encode()).hexdigest()[:16]
+    def name(self, known: Kinds) -> str:
+        """Returns a name for the kind, and adds its biases to `known` if they are beyond those there."""
+        structure = hashlib.sha256(repr(self.records).encode()).hexdigest()[:16]
+        kinds = known.setdefault(structure, [])
+        alike = [at for at, each in enumerate(kinds) if self._is_between(each, each)]
+        columns = [*zip(*kinds, strict=True)]
+        if not alike and not (kinds and self._is_between([*map(min, columns)], [*map(max, columns)])):
+            kinds.append(self.biases)
+        return f"{structure} {alike[0] if alike else len(kinds) - 1}"
+
+    def _is_between(self, low: Sequence[float], high: Sequence[float]) -> bool:
+        bounds = zip(self.biases, low, high, strict=True)
+        return all(least / _ALIKE <= size <= most * _ALIKE for size, least, most in bounds)
 
     def _node(self, node: ir.Node, known: _Known, crossing: set[str]) -> None:
         read = [
-            self._value(value, is_weight(node, index), known, crossing)
+            self._value(value, is_weight(node, index), known, crossing, is_bias(node, index))
             for index, value in enumerate(node.inputs)
         ]
         attributes = [
@@ -101,13 +114,22 @@ class Kind:
         self.records.append((node.domain, node.op_type, read, attributes, len(node.outputs)))
         known.update((value, (len(self.records), index)) for index, value in enumerate(node.outputs))
 
-    def _value(self, value: ir.Value | None, is_weight: bool, known: _Known, crossing: set[str]) -> object:
+    def _value(
+        self,
+        value: ir.Value | None,
+        is_weight: bool,
+        known: _Known,
+        crossing: set[str],
+        is_bias: bool = False,
+    ) -> object:
         if value is None or value in known:
             return None if value is None else known[value]
         is_given = value.is_graph_input()
         tensor = constant_of(value)
         if tensor is not None:
-            if is_weight:
+            if is_bias:
+                self.biases.append(weights.largest(tensor))
+            if is_weight or is_bias:
                 return self._number("weight", value), form(tensor)
             if id(tensor) not in self.contents:
                 self.contents[id(tensor)] = content(tensor)
@@ -161,6 +183,17 @@ def is_weight(node: ir.Node, index: int, is_row: bool = False) -> bool:
     is_moved = key in _MOVES and (not index or key[1] == "DequantizeLinear")
     uses = [is_weight(*use, is_row and not index) for use in (node.outputs[0].uses() if is_moved else ())]
     return bool(uses) and not node.outputs[0].is_graph_output() and all(uses)
+
+
+def is_bias(node: ir.Node, index: int) -> bool:
+    """Whether an input of a node is a constant row that is added to what is not constant."""
+    value = node.inputs[index]
+    tensor = None if value is None else constant_of(value)
+    if tensor is None or not tensor.dtype.is_floating_point() or tensor.size == 1 or is_weight(node, index):
+        return False
+    has_weight = any(is_weight(node, other) for other in range(len(node.inputs)))
+    is_sum = has_weight if node.op_type != "Add" else not node.domain
+    return is_sum and tensor.size == weights.sizes(tensor)[-1]
 
 
 def _is_normal(value: ir.Value | None) -> bool:

@@ -17,7 +17,7 @@ import onnx_ir as ir
 
 from . import graph as g
 from .inputs import draws_random
-from .kinds import Kind, constant_of
+from .kinds import Kind, Kinds, constant_of
 from .symbolic_shapes import infer_shapes, infer_types
 
 MOST_BYTES = 256 << 20
@@ -52,7 +52,7 @@ class Segment:
         name: for messages: which layer it is, or which nodes.
         original, result: the parts. What `result` reads has the names of values of the original that
             earlier original parts return, and what it returns those that this one or earlier ones return.
-        kind: the same for segments that differ in nothing but their weights.
+        kind: the same for segments that differ in nothing but their weights, and little in their biases.
     """
 
     name: str
@@ -141,12 +141,12 @@ def cut(original: ir.Model, result: ir.Model, most_bytes: int | None = None) -> 
     bounds = [*zip(*places, strict=True)]
     parts = [before.parts(bounds[0]), after.parts(bounds[1])]
     _return_what_is_read(before, bounds[0], parts)
-    kinds, known, start = list[str](), dict[int, object](), (-1, -1)
+    kinds, contents, known, start = list[str](), dict[int, object](), Kinds(), (-1, -1)
     for stop, *pair in zip(places, *parts, strict=True):
-        kind = Kind(known)
+        kind = Kind(contents)
         for form, first, last, part in zip((before, after), start, stop, pair, strict=True):
             kind.add(form.nodes[first + 1 : last + 1], part.inputs, part.outputs)
-        kinds.append(str(kind))
+        kinds.append(kind.name(known))
         start = stop
     return [Segment(*each) for each in zip(names, *parts, kinds, strict=True)]
 

@@ -64,8 +64,8 @@ CONSTANTS = {
 }  # fmt: skip
 LINEAR, NORM = "custom_domain.CustomLinear", "custom_domain.CustomRmsNorm"
 PATCHED = (
-    "(float[B, 3, 8, 12] x) => (float[B, 6, 5] y) { c = Conv <%s> (x, PATCHES, FIVE) f = Reshape (c, COLUMNS) "
-    "y = Transpose <perm = [0, 2, 1]> (f) }"
+    "(float[B, 3, 8, 12] x) => (float[B, 6, 5] y) { c = Conv <%s> (x, PATCHES, FIVE) "
+    "f = Reshape (c, COLUMNS) y = Transpose <perm = [0, 2, 1]> (f) }"
 )
 BATCHED = (
     "(float[2, 4, 8, 8] q, float[2, 4, 8, 8] k) => (float[2, 4, 8, 8] y, int64[3] z) { a = Reshape (q, %s) "

@@ -105,14 +105,18 @@ def _other_table(node: ir.Node) -> None:
     node.replace_input_with(7, g.initializer(node.graph, array, "other"))  # type: ignore[arg-type]
 
 
-def _bias(node: ir.Node) -> None:
-    """Adds a bias in each layer, to this node another one."""
-    graph = node.graph
-    assert graph is not None
-    for each in [each for each in graph if each.op_type == "MatMul"][1:-1:5]:
-        row = g.initializer(graph, np.full(128, 0.25 + (each is node), np.float32), "row")
-        [use] = each.outputs[0].uses()
-        use.node.replace_input_with(use.idx, g.add(use.node, "Add", [each.outputs[0], row]))
+def _bias(by: float) -> Callable[[ir.Node], None]:
+    """Adds a bias in each layer, to the node another one."""
+
+    def change(node: ir.Node) -> None:
+        graph = node.graph
+        assert graph is not None
+        for each in [each for each in graph if each.op_type == "MatMul"][1:-1:5]:
+            row = g.initializer(graph, np.full(128, 0.25 + by * (each is node), np.float32), "row")
+            [use] = each.outputs[0].uses()
+            use.node.replace_input_with(use.idx, g.add(use.node, "Add", [each.outputs[0], row]))
+
+    return change
 
 
 GQA, NORM = "GroupQueryAttention", "SkipSimplifiedLayerNormalization"
@@ -125,15 +129,16 @@ GQA, NORM = "GroupQueryAttention", "SkipSimplifiedLayerNormalization"
         (_attribute("local_window_size", 16), GQA, 1, 1),
         (_attribute("epsilon", 1e-3), NORM, 2, 1),
         (_other_table, GQA, 1, 1),
-        (_bias, "MatMul", 6, 1),
+        (_bias(1), "MatMul", 6, 1),
+        (_bias(0.1), "MatMul", 6, 0),
     ],
-    ids=["a weight", "a window", "a scalar", "a table", "a bias"],
+    ids=["a weight", "a window", "a scalar", "a table", "a larger bias", "a bias"],
 )
 @pytest.mark.parametrize("form", ["original", "result"])
 def test_kinds(
     change: Callable[[ir.Node], None], op_type: str, index: int, others: int, form: str, decoder: ir.Model
 ) -> None:
-    """Layers differ in weights only, until one of them has another scalar, window, table or bias."""
+    """Layers differ in weights only, until one of them has another scalar, window, table or larger bias."""
     one, two = changed(decoder, change, op_type, index), decoder.clone()
     segments = cut(*((one, two) if form == "original" else (two, one)), most_bytes=800 * _KIB)
     kinds = [each.kind for each in segments if "layer" in each.name]
