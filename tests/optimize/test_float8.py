@@ -45,7 +45,8 @@ def stack(folder: Path, outputs: str = "float[N, 64] x3", inner: int = 1) -> Pat
     lines = [
         f"""n{i} = LayerNormalization (x{i}, row) h{i} = Cast <to={inner}> (n{i})
         u{i} = Cast <to={inner}> (up{i}) a{i} = MatMul (h{i}, u{i}) b{i} = Gelu (a{i})
-        v{i} = Cast <to={inner}> (down{i}) c{i} = MatMul (b{i}, v{i}) d{i} = Cast <to=1> (c{i}) x{i + 1} = Add (x{i}, d{i})"""
+        v{i} = Cast <to={inner}> (down{i}) c{i} = MatMul (b{i}, v{i})
+        d{i} = Cast <to=1> (c{i}) x{i + 1} = Add (x{i}, d{i})"""
         for i in range(3)
     ]
     given = {f"up{i}": weights(64, 128, seed=i) for i in range(3)}
