@@ -39,7 +39,7 @@ SERVERS = {
     "docs/existing-service.md",
     "docs/trust.md",
 }  # take 10 to 40 s each
-SITE = {"index.md"}  # written for an installation; test_site.py follows its longer version
+SITE = {"index.md"}  # written for an installation: test_pages.py
 DOCUMENTS = (
     "README.md",
     "CONTRIBUTING.md",
@@ -50,7 +50,8 @@ DOCUMENTS = (
     ),
 )
 _FENCE = re.compile(
-    r"^(?:<!-- not run: (?P<reason>[^\n]+) -->\n)?```(?P<language>[^\n]*)\n(?P<text>.*?)^```$",
+    r"(?:^`(?P<file>[\w/.-]+)`:[^\n]*\n\n)?^(?:<!-- not run: (?P<reason>[^\n]+) -->\n)?"
+    r"```(?P<language>[^\n]*)\n(?P<text>.*?)^```$",
     re.MULTILINE | re.DOTALL,
 )
 PORTS = (8080, 8081)
@@ -62,6 +63,7 @@ class Block:
     language: str
     text: str
     reason: str | None
+    file: str | None
 
     @property
     def first_line(self) -> str:
@@ -84,6 +86,7 @@ def blocks_of(document: str) -> list[Block]:
             match["language"],
             match["text"],
             match["reason"],
+            match["file"],
         )
         for match in _FENCE.finditer(content)
     ]
