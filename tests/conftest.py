@@ -23,6 +23,7 @@ from twinop.libraries.library import find_library
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 os.environ.setdefault("TORCHINDUCTOR_CPP_CACHE_PRECOMPILE_HEADERS", "0")  # it takes half a minute, for a test
 pytest_plugins = ["twinop.testing.plugin"]
+gc.disable()  # until all tests are imported
 os.environ.pop("COLUMNS", None)  # xdist sets it, and rich reads it once, at its import
 
 if importlib.util.find_spec("tritonclient") is None:  # a GPU machine with the packages for kernels only
@@ -51,6 +52,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def pytest_collection_finish() -> None:
     """The garbage collector took a tenth of the time: what is imported stays, and need not be looked at."""
+    gc.enable()
     gc.collect()
     gc.freeze()
     gc.set_threshold(10_000, 10, 10)

@@ -152,7 +152,7 @@ def test_two_processes_at_once(times: Built, tmp_path: Path) -> None:
     assert [process.communicate()[0] for process in processes] == ["1\n", "1\n"]
 
 
-@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGKILL])
+@pytest.mark.parametrize("how", [pytest.param(signal.SIGINT, marks=pytest.mark.slow), signal.SIGKILL])
 def test_an_interrupted_build_leaves_no_library(tmp_path: Path, how: int) -> None:
     """A compiler that writes half an object file and waits; the build is interrupted meanwhile."""
     (tmp_path / "times.h").write_text(tiny(factor="6"))

@@ -205,6 +205,7 @@ def attention_that_crashes_onnxruntime() -> tuple[nn.Module, torch.Tensor]:
     return nn.TransformerEncoder(layer, 1).eval().half(), torch.randn(2, 5, 64, dtype=torch.float16)
 
 
+@pytest.mark.slow
 def test_a_crash_of_onnxruntimes_optimizer_is_reported(tmp_path: Path) -> None:
     """ONNX Runtime 1.31.1 crashes in a fusion of fp16 attention on the CPU."""
     model, x = attention_that_crashes_onnxruntime()

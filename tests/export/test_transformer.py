@@ -181,7 +181,7 @@ def exported(
         pytest.param("bert", "dynamo", marks=pytest.mark.slow),
         ("llama", "dynamo"),
         ("bert", "torchscript"),
-        ("llama", "torchscript"),
+        pytest.param("llama", "torchscript", marks=pytest.mark.slow),
     ],
 )
 def test_both_exporters(style: str, exporter: str, tmp_path: Path) -> None:

@@ -15,7 +15,6 @@ from typing import Any
 import numpy as np
 import onnx
 import torch
-import transformers
 
 FILES = Path(__file__).resolve().parents[1] / "optimize/decoders"
 _SMALL = 16  # elements; larger floats are weights
@@ -66,6 +65,8 @@ class _Flat(torch.nn.Module):
         self.model = model
 
     def forward(self, input_ids: torch.Tensor, attention_mask: torch.Tensor, *past: torch.Tensor) -> Any:
+        import transformers
+
         cache = transformers.DynamicCache(list(zip(past[::2], past[1::2], strict=True)))
         found = self.model(input_ids, attention_mask, past_key_values=cache, use_cache=True)
         return found.logits, *(each for layer in cache.layers for each in (layer.keys, layer.values))
@@ -73,6 +74,8 @@ class _Flat(torch.nn.Module):
 
 def export_with_cache(family: str, path: Path, **sizes: Any) -> None:
     """Exports a small decoder of transformers with past and present, by torch's dynamo exporter."""
+    import transformers
+
     config = getattr(transformers, f"{family}Config")(**SIZES | sizes)
     torch.manual_seed(0)
     model = getattr(transformers, f"{family}ForCausalLM")(config).eval()

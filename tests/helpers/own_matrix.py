@@ -22,22 +22,22 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def is_repeated(test: str, given: dict[str, Any]) -> bool:
     """Which dtypes, exporter and checks an op is tested with differs from op to op.
 
-    They share the code behind it. On the CPU each op has one or two of its combinations of dtypes, its body
-    one, in the first and the last opset. Some ops are exported, or traced and compiled with open sizes.
+    They share the code behind it. On the CPU tests of the body have the op's first combination of dtypes, in
+    the first and the last opset, and each other test one of them. Some ops are exported, checked with finite
+    differences, or traced and compiled with open sizes.
     """
     from twinop.model.attach import OPSETS
 
     record, number = given["record"], sum(given["record"].name.encode())
     if given.get("device", "cpu") == "cpu" and (dtypes := given.get("dtypes")):
         combinations = record.combinations
-        if test.startswith("test_the_body_"):
-            return dtypes != combinations[0]
-        shown = [combinations[number % len(combinations)], combinations[0]]
-        return dtypes not in shown[: 1 + (len(combinations) > 2)]
+        return dtypes != combinations[0 if "body" in test else (number + len(test)) % len(combinations)]
     if test == "test_both_exporters_carry_the_op":
-        return number % 2 != 0 or given["exporter"] != ("torchscript", "dynamo")[number % 4 == 0]
+        return number % 3 != 0 or given["exporter"] != ("torchscript", "dynamo")[number % 2]
+    if test == "test_gradcheck":
+        return given["device"] == "cpu" and number % 2 != 0
     if test == "test_compile_without_graph_break":
         return number % 6 != 0
     if test == "test_opcheck":
-        return given["device"] == "cpu" and number % 3 != 0
+        return given["device"] == "cpu" and number % 4 != 0
     return test == "test_the_body_in_every_opset" and given["opset"] not in (OPSETS[0], OPSETS[-1])

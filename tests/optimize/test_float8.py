@@ -80,9 +80,7 @@ def error_of(report: OptimizeReport, **given: np.ndarray) -> float:
     ("style", "dtype"),
     [
         ("bert", "float32"),
-        ("llama", "bfloat16"),
-        pytest.param("bert", "bfloat16", marks=pytest.mark.slow),
-        pytest.param("llama", "float16", marks=pytest.mark.slow),
+        pytest.param("llama", "bfloat16", marks=pytest.mark.slow),  # test_a_folder_of_genai has bfloat16
     ],
 )
 def test_models(style: str, dtype: str, tmp_path: Path) -> None:
@@ -213,6 +211,7 @@ def test_a_folder_of_genai(precision: str, tmp_path: Path, monkeypatch: pytest.M
     assert all(0.01 < few.layers[name] < result.layers[name] < 0.1 for name in result.layers)
 
 
+@pytest.mark.slow  # test_in_segments has a small stack
 def test_a_large_decoder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In segments, which run the typical inputs: among the others are lengths that no cache has."""
     monkeypatch.setattr(segments, "MOST_BYTES", 200_000)

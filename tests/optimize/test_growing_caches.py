@@ -80,15 +80,14 @@ def _stored(path: Path) -> int:
 @pytest.mark.parametrize(
     ("name", "device"),
     [
-        pytest.param(name, device, marks=() if is_fast else pytest.mark.slow)
-        for name, fast in {
-            "dynamo_qwen2": "cpu",
-            "dynamo_llama": "cpu",
-            "optimum_gpt2": "",
-            "optimum_llama_merged": "cuda",
-        }.items()
+        pytest.param(name, device, marks=() if fast == device else pytest.mark.slow)
+        for name, fast in (
+            ("dynamo_qwen2", "cpu"),
+            ("dynamo_llama", ""),
+            ("optimum_gpt2", ""),
+            ("optimum_llama_merged", "cuda"),
+        )
         for device in ("cpu", "cuda")
-        for is_fast in [device in fast]
     ],
 )
 def test_64_steps_of_exports(name: str, device: str, tmp_path: Path) -> None:

@@ -64,7 +64,9 @@ def chain(folder: Path, others: str = "") -> Path:
     return folder / "old.onnx"
 
 
-@pytest.mark.parametrize(("style", "padding"), [("bert", "right"), ("llama", None)])
+@pytest.mark.parametrize(
+    ("style", "padding"), [("bert", "right"), pytest.param("llama", None, marks=pytest.mark.slow)]
+)
 def test_an_encoder(style: str, padding: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without the promise, masks hide each end, and attention shows that they do."""
     source = exported(style, "sdpa", "torchscript", tmp_path)
@@ -91,7 +93,7 @@ def test_outputs(others: str, reverted: list[str], tmp_path: Path, monkeypatch: 
     assert [*report.reverted] == ["changes"] and NOTE not in report.notes
 
 
-@pytest.mark.parametrize("name", ["y", "b"])
+@pytest.mark.parametrize("name", [pytest.param("y", marks=pytest.mark.slow), "b"])
 def test_segments_on_inputs_of_the_user(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each segment that sees the mask, and what accumulates up to the outputs; "b" crosses."""
     monkeypatch.setattr(segments, "MOST_BYTES", 4200)

@@ -9,13 +9,10 @@ import warm_python
 from optimizing import parsed, weights
 
 ENDS = (
-    ("folding constants", signal.SIGKILL),
     ("rewriting", signal.SIGTERM),
     ("comparing with the original", signal.SIGINT),
-    ("writing", signal.SIGKILL),
-    ("checking the weights", signal.SIGTERM),
     ("running all segments", signal.SIGKILL),
-)  # fmt: skip
+)
 _KILLED_AT = """
 import os, signal, sys
 from functools import partial

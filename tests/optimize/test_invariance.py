@@ -11,6 +11,7 @@ from decoder_graphs import Sizes, write
 from models import exported_by, make_model, model, node, value
 from optimizing import optimized, parsed, weights
 from samples import RECORDS
+from slow_cases import often
 from typer.testing import CliRunner
 
 from twinop.cli import app
@@ -34,7 +35,7 @@ def marks(path: Path, name: str = "invariant") -> Counter[tuple[str, int]]:
     return Counter(each for each in marked if each[0] in PRODUCTS)
 
 
-@pytest.mark.parametrize("precision", ["float16", pytest.param("bfloat16", marks=pytest.mark.slow), "int4"])
+@pytest.mark.parametrize("precision", often(["float16", "bfloat16", "int4"], "float16"))
 def test_every_product_of_a_decoder_gets_it(precision: str, tmp_path: Path) -> None:
     """The file is compared as any other, and loads."""
     source, infix = write(tmp_path / "old", DECODER, precision), "Q" if precision == "int4" else ""

@@ -105,11 +105,11 @@ def _images(folder: Path) -> Path:
     ("make", "dtype", "device"),
     [
         pytest.param(_decoder("float32"), "float16", "cuda", id="decoder in fp32"),
-        pytest.param(_decoder("float16"), None, "cuda", id="decoder in fp16"),
+        pytest.param(_decoder("float16"), None, "cuda", id="decoder in fp16", marks=pytest.mark.slow),
         pytest.param(_decoder("int4"), None, "cuda", id="decoder in int4"),
-        pytest.param(_decoder("int4"), None, "cpu", id="decoder in int4 on the CPU"),
+        pytest.param(_decoder("int4"), None, "cpu", id="decoder in int4, CPU", marks=pytest.mark.slow),
         pytest.param(_encoder, "float16", "cuda", id="encoder"),
-        pytest.param(_llama, None, "cpu", id="llama"),
+        pytest.param(_llama, None, "cpu", id="llama", marks=pytest.mark.slow),
         pytest.param(_images, "float16", "cpu", id="images"),
     ],
 )

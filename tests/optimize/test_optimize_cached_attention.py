@@ -165,8 +165,8 @@ def test_promises_outlive_the_conversion_of_opsets(opset: int, tmp_path: Path) -
     [
         ({"lacks": "do_rotary", "size": 96, "rotary_interleaved": 1}, 5),
         ({"lacks": "norms", "norms": True, "packed": False}, 6),
-        ({"lacks": "sinks", "sinks": True}, 7),
-        ({"lacks": "smooth_softmax", "smooth_softmax": 1}, 7),
+        pytest.param({"lacks": "sinks", "sinks": True}, 7, marks=pytest.mark.slow),
+        pytest.param({"lacks": "smooth_softmax", "smooth_softmax": 1}, 7, marks=pytest.mark.slow),
     ],
     ids=str,
 )

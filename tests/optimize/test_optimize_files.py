@@ -260,11 +260,14 @@ OVERRIDDEN: Any = {  # what computes, an initializer that is an input, and anoth
 }  # fmt: skip
 
 
+DEVICES = [("cuda", None), ("cuda", "float16"), ("cpu", None)]
+
+
 @pytest.mark.parametrize(
     ("name", "device", "dtype"),
     [
-        (name, *form)
-        for name, form in zip(OVERRIDDEN, cycle([("cuda", None), ("cuda", "float16"), ("cpu", None)]))
+        pytest.param(name, *form, marks=pytest.mark.slow if index % 2 else ())
+        for index, (name, form) in enumerate(zip(OVERRIDDEN, cycle(DEVICES)))
     ],
 )
 def test_initializers_that_are_inputs_are_no_constants(

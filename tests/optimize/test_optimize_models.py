@@ -7,7 +7,7 @@ import numpy as np
 import onnx
 import pytest
 import torch
-from export_models import CPU, each_exporter
+from export_models import CPU
 from optimizing import LENGTHS, exported, nodes, optimized, size_of, types
 from torch import nn
 
@@ -36,11 +36,9 @@ FILES = ("old", "fast")  # that `optimized` writes
 @pytest.mark.parametrize(
     ("style", "attention", "exporter"),
     [
-        ("bert", "sdpa", "dynamo"),
+        pytest.param("bert", "sdpa", "dynamo", marks=pytest.mark.slow),  # a journey and others have it
         ("bert", "eager", "torchscript"),
         ("llama", "sdpa", "torchscript"),
-        pytest.param("bert", "sdpa", "torchscript", marks=pytest.mark.slow),
-        pytest.param("llama", "eager", "torchscript", marks=pytest.mark.slow),
     ],
 )
 def test_recognised(style: str, attention: str, exporter: str, tmp_path: Path) -> None:
@@ -77,7 +75,9 @@ def test_bert_of_one_length_runs_in_a_cuda_graph(tmp_path: Path) -> None:
         assert set(types(made)) == kinds | of_mask
 
 
-@pytest.mark.parametrize(("style", "named"), [("bert", True), ("llama", False)])
+@pytest.mark.parametrize(
+    ("style", "named"), [pytest.param("bert", True, marks=pytest.mark.slow), ("llama", False)]
+)
 def test_sizes_that_the_inputs_do_not_share(style: str, named: bool, tmp_path: Path) -> None:
     """As torch.onnx.export names them for dynamic_axes={"ids": [0, 1], "mask": [0, 1]}, or without names."""
     proto = onnx.load(exported(style, "eager", "torchscript", tmp_path))
@@ -131,6 +131,7 @@ def test_conversion(style: str, dtype: str, tmp_path: Path) -> None:
         assert "compared in its fp32 form" in str(report)
 
 
+@pytest.mark.slow  # test_optimize_dtype.py has small ones
 def test_a_model_in_16_bits(tmp_path: Path) -> None:
     """It is rewritten in fp32, and comes out in its own dtype."""
     path = exported("llama", "eager", "torchscript", tmp_path, dtype=torch.float16)
@@ -172,11 +173,10 @@ class VisionBlock(nn.Module):
         return x + self.mlp(x)
 
 
-@each_exporter
-def test_packed_products(exporter: str, tmp_path: Path) -> None:
+def test_packed_products(tmp_path: Path) -> None:
     """q, k and v of one product become three, without a transpose between them and attention."""
     path = tmp_path / "vit.onnx"
-    options: dict[str, Any] = {"exporter": exporter, "dynamic": {"x": {0: "batch"}}}
+    options: dict[str, Any] = {"exporter": "torchscript", "dynamic": {"x": {0: "batch"}}}
     export(VisionBlock(), torch.randn(2, 5, 32), path, **options, verify=False, optimize=False)
     report, model = optimized(path, tmp_path)
     assert report.fused["attention"] == 1

@@ -71,8 +71,8 @@ def test_short_sequences(dtype: str, padding: str | None, device: str, tmp_path:
         pytest.param({}, {"dtype": "float16", "device": "cpu"}, marks=pytest.mark.slow),
         pytest.param({}, {"dtype": "float16", "without": ["packed_attention"]}, marks=pytest.mark.slow),
         ({"tokens": 65}, {"dtype": "float16", "fixed": False}),  # faster in small batches only
-        ({"heads": 4}, {"dtype": "float16"}),  # heads of 16
-        ({"tokens": 512, "batch": 4}, {"dtype": "float16"}),  # more than the kernel is for
+        pytest.param({"heads": 4}, {"dtype": "float16"}, marks=pytest.mark.slow),  # heads of 16
+        pytest.param({"tokens": 512, "batch": 4}, {"dtype": "float16"}, marks=pytest.mark.slow),  # too many
     ],
 )
 def test_others_are_left_to_onnxruntime(

@@ -82,7 +82,7 @@ SIZE: dict[str, Any] = {
 @pytest.mark.parametrize(
     ("name", "more", "layout", "head_size"),
     [
-        ("RoFormer", {"embedding_size": 32}, "interleaved", 0),
+        pytest.param("RoFormer", {"embedding_size": 32}, "interleaved", 0, marks=pytest.mark.slow),
         ("Phi", {"hidden_size": 64, "partial_rotary_factor": 0.5}, "half", 16),  # turns a part of each head
     ],
 )

@@ -58,7 +58,7 @@ _KIB = 1 << 10
     ("precision", "device", "layer"),
     [
         ("float16", "cuda", 400 * _KIB),
-        ("float32", "cpu", 800 * _KIB),
+        pytest.param("float32", "cpu", 800 * _KIB, marks=pytest.mark.slow),
         pytest.param("int4", "cuda", 130 * _KIB, marks=pytest.mark.slow),  # test_mutations.py has such layers
     ],
 )
@@ -338,7 +338,8 @@ def test_a_table_crosses_in_both_dtypes_or_in_none() -> None:
     assert any("h" in each.result.inputs for each in segments)
 
 
-@pytest.mark.parametrize("exporter", ["torchscript", pytest.param("dynamo", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("exporter", ["torchscript", "dynamo"])
 def test_exported_llama(exporter: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The TorchScript exporter takes positions and the mask from the shape of the embedding's result."""
     monkeypatch.setattr("twinop.optimize.segments.MOST_BYTES", 100 * _KIB)

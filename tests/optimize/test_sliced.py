@@ -7,6 +7,7 @@ import onnx_ir as ir
 import pytest
 from optimizing import parsed
 from quantised_weights import weight_of
+from slow_cases import often
 
 from twinop.deploy import ort_runs
 from twinop.deploy.ort_runs import Earlier
@@ -80,7 +81,12 @@ def runs_alone(monkeypatch: pytest.MonkeyPatch) -> list[ir.Model]:
     return seen
 
 
-@pytest.mark.parametrize("name", PRODUCTS)
+@pytest.mark.parametrize(
+    "name",
+    often(
+        PRODUCTS, "MatMul", "Gemm", "MatMulNBits, zero points", "linear", "a gate", "linear_q", "dequantised"
+    ),
+)
 def test_slices_are_the_whole(name: str, small: None, monkeypatch: pytest.MonkeyPatch) -> None:
     product, constants = PRODUCTS[name]
     product, _, before = product.partition(";")

@@ -117,31 +117,12 @@ def another_number(model: ir.Model, name: str, attribute: str, number: Any) -> N
     node(model, name).attributes[attribute] = kind(attribute, number)
 
 
-def exchanged_caches(model: ir.Model) -> None:
-    first, second = (node(model, f"/model.layers.{i}.attn") for i in (1, 2))
-    for index in (3, 4):
-        a, b = first.inputs[index], second.inputs[index]
-        first.replace_input_with(index, b)
-        second.replace_input_with(index, a)
-
-
-Q, KV = SIZES.heads * SIZES.head, SIZES.kv_heads * SIZES.head
+Q = SIZES.heads * SIZES.head
 ATTENTION = "/model.layers.1.attn"
 QKV = "model.layers.1.attn.qkv_proj.MatMul.weight"
 DEFECTS: dict[str, tuple[str, str, Callable[[ir.Model], None]]] = {
     "gate and up swapped in 4 bits": ("int4", "layer 1", swapped_weights),
     "two columns of k": ("float16", "layer 1", lambda m: change(m, QKV, lambda a: swapped_columns(a, Q + 5))),
-    "two columns of v": (
-        "float16", "layer 1", lambda m: change(m, QKV, lambda a: swapped_columns(a, Q + KV + 5))
-    ),
-    "two rows of v in 4 bits": (
-        "int4", "layer 1", lambda m: change(m, f"{QKV}_Q4", lambda a: swapped_rows(a, Q + KV + 5))
-    ),
-    "scales of a row": (
-        "int4", "layer 1", lambda m: change(m, f"{QKV}_scales", lambda a: swapped_rows(a, Q + 5))
-    ),
-    "a scale of attention": ("float16", "layer 1", lambda m: another_number(m, ATTENTION, "scale", 0.13)),
-    "a window": ("float16", "layer 1", lambda m: another_number(m, ATTENTION, "local_window_size", 12)),
     "an epsilon": (
         "float32", "layer 1",
         lambda m: another_number(m, "/model.layers.1.post_attention_layernorm", "epsilon", 1e-2),
@@ -150,7 +131,6 @@ DEFECTS: dict[str, tuple[str, str, Callable[[ir.Model], None]]] = {
         "float16", "layer 0",
         lambda m: change(m, "model.layers.1.input_layernorm.weight", one_larger),
     ),
-    "caches of two layers exchanged": ("float16", "layer 1", exchanged_caches),
     "two columns of the head": (
         "float16", "head", lambda m: change(m, "lm_head.MatMul.weight", lambda a: swapped_columns(a, 9))
     ),

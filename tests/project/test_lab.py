@@ -7,9 +7,7 @@ from pathlib import Path
 
 import pytest
 import warm_python
-from transformers import AlbertConfig, AlbertForMaskedLM
 
-from lab.trained_float8 import ATOMS, TEXTS
 from twinop.bench.measurements import read
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -77,6 +75,10 @@ def test_models_of_real_sizes_are_measured(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_a_model_in_8_bits_is_measured_beside_torchao(tmp_path: Path) -> None:
     """The one of the test is not trained, and has two layers that share weights."""
+    from transformers import AlbertConfig, AlbertForMaskedLM
+
+    from lab.trained_float8 import ATOMS, TEXTS
+
     found = re.findall(ATOMS, (TEXTS / "reactions.txt").read_text())
     known = ["[PAD]", "[CLS]", "[SEP]", "[MASK]", *sorted({*found} - {"\n"})]
     sizes = {"embedding_size": 32, "hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4}

@@ -50,7 +50,7 @@ def arrays(kind: Datatype, is_finite: bool = False) -> st.SearchStrategy[np.ndar
 
 
 @pytest.mark.parametrize("kind", DATATYPES.values(), ids=DATATYPES)
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(st.data())
 def test_rest_binary_keeps_every_bit(kind: Datatype, data: st.DataObject) -> None:
     array = data.draw(arrays(kind))
@@ -69,7 +69,7 @@ def test_rest_binary_keeps_every_bit(kind: Datatype, data: st.DataObject) -> Non
 
 
 @pytest.mark.parametrize("kind", DATATYPES.values(), ids=DATATYPES)
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(st.data())
 def test_rest_json_keeps_every_finite_number(kind: Datatype, data: st.DataObject) -> None:
     array = data.draw(arrays(kind, is_finite=kind.name in FLOATS))
@@ -85,7 +85,7 @@ def test_rest_json_keeps_every_finite_number(kind: Datatype, data: st.DataObject
 
 
 @pytest.mark.parametrize("kind", DATATYPES.values(), ids=DATATYPES)
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(st.data())
 def test_grpc_raw_keeps_every_bit(kind: Datatype, data: st.DataObject) -> None:
     array = data.draw(arrays(kind))
@@ -101,7 +101,7 @@ def test_grpc_raw_keeps_every_bit(kind: Datatype, data: st.DataObject) -> None:
 @pytest.mark.parametrize(
     "kind", [kind for kind in DATATYPES.values() if kind.contents], ids=lambda kind: kind.name
 )
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(st.data())
 def test_grpc_typed_keeps_every_value(kind: Datatype, data: st.DataObject) -> None:
     array = data.draw(arrays(kind, is_finite=kind.name in FLOATS))

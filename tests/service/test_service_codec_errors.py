@@ -183,7 +183,7 @@ JSON = st.recursive(
 )
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(st.fixed_dictionaries({}, optional=dict.fromkeys(("datatype", "shape", "data", "parameters"), JSON)))
 def test_any_json_is_decoded_or_refused(tensor: dict[str, Any]) -> None:
     try:

@@ -59,7 +59,7 @@ def test_a_plan_has_the_launch_of_helions_own_code(softmax: Any, tmp_path: Path)
         record("f", "x", "residual", input_shapes="residual = x"), softmax.add_softmax.launcher, SAMPLES
     )
     assert plans.notes == ()
-    for index, shape in enumerate(SHAPES[1::2]):  # Helion needs seconds for each
+    for index, shape in enumerate(SHAPES[3:]):  # Helion needs seconds for each
         shapes = [shape, shape]
         own = written(
             softmax.add_softmax_kernel,
