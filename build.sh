@@ -188,12 +188,12 @@ image_models() {
 }
 
 run_tests() {
-  local arguments=() argument
+  local arguments=() all=() argument
   if [[ -z ${1:-} || $* == --all ]]; then arguments=(-n 3 --dist worksteal); fi # some wait; a worker keeps to its files
   for argument in "$@"; do # `-m ''` takes back pyproject.toml's -m 'not slow'
-    if [[ $argument == --all ]]; then arguments+=(-m ""); image_models; else arguments+=("$argument"); fi
+    if [[ $argument == --all ]]; then arguments+=(-m "") all=(--all) && image_models; else arguments+=("$argument"); fi
   done
-  python tests/helpers/ort_versions.py # the ONNX Runtime releases that one .so file must serve
+  python tests/helpers/ort_versions.py "${all[@]}" # the ONNX Runtime releases that one .so file must serve
   python -m pytest "${arguments[@]}"
 }
 
@@ -228,7 +228,7 @@ case $command in
     say "done; .venv/bin/twinop serve MODEL serves an .onnx file or a folder of models"
     ;;
   test)
-    setup base serve bench test
+    if [[ " $* " == *" --all "* ]]; then setup base serve bench test slow; else setup base serve bench test; fi
     build test
     run_tests "$@"
     ;;

@@ -1,6 +1,7 @@
 """Makes environments in build/compat: each onnxruntime that one .so file must serve, and the oldest CMake.
 
     python tests/helpers/ort_versions.py  # makes what is missing: about 3 s and 120 MB each
+    python tests/helpers/ort_versions.py --all  # also those that only slow tests need
 
 tests/ort_customop/test_ort_versions.py runs ort_matrix.py in the former; tests/project/test_cmake.py
 configures with the latter.
@@ -13,9 +14,13 @@ import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import onnxruntime
+
 FOLDER = Path(__file__).resolve().parents[2] / "build/compat"
 SUPPORTED = ("1.18.1", "1.20.1", "1.23.2", "1.31.1", "1.32.0")
 TOO_OLD = "1.17.3"
+SLOW = ("1.20.1",)  # needed by slow tests alone
+INSTALLED = onnxruntime.__version__
 CMAKE = "cmake-3.25"  # what CMakeLists.txt asks for
 PACKAGES = {  # no further dependency is imported for running a model
     "1.17.3": ("onnxruntime==1.17.3", "numpy==1.26.4"),
@@ -42,6 +47,8 @@ def environment(version: str) -> Path:
     """The Python of an environment that a test needs; without one the test fails, or is skipped offline."""
     import pytest
 
+    if version == INSTALLED:
+        return Path(sys.executable)
     if not is_ready(version):
         if os.environ.get("TWINOP_OFFLINE") == "1":
             pytest.skip(f"TWINOP_OFFLINE=1, and no build/compat/{version}")
@@ -74,7 +81,8 @@ def make(version: str) -> str | None:
 
 
 def main() -> int:
-    missing = [version for version in PACKAGES if not is_ready(version)]
+    left_out = () if "--all" in sys.argv else SLOW
+    missing = [each for each in PACKAGES if not is_ready(each) and each not in (INSTALLED, *left_out)]
     if not missing:
         return 0
     if os.environ.get("TWINOP_OFFLINE") == "1":

@@ -13,8 +13,9 @@ import pytest
 import torch
 from body_library import BodyOp, body_library, body_op
 from ort_cases import custom, graph, one_node
-from ort_versions import SUPPORTED, environment
+from ort_versions import SLOW, SUPPORTED, environment
 from samples import RECORDS, Sample, combinations, presence_patterns, samples
+from slow_cases import often
 
 from twinop.export import attach_bodies
 from twinop.record.op_spec import Expression, OpSpec
@@ -225,7 +226,7 @@ except Exception as error:
 """
 
 
-@pytest.mark.parametrize("version", SUPPORTED)
+@pytest.mark.parametrize("version", often(SUPPORTED, *({*SUPPORTED} - {*SLOW})))
 def test_onnxruntime_versions(version: str, library: Path, tmp_path: Path) -> None:
     onnx.save(chain(OPS["relu"], 2), tmp_path / "model.onnx")
     command = [str(environment(version)), "-c", RUN, str(library), str(tmp_path / "model.onnx")]

@@ -10,6 +10,7 @@ import pytest
 from linear_calls import linear_node, model_of, random
 from ort_cases import all_cases
 from ort_versions import SUPPORTED, TOO_OLD, environment
+from slow_cases import often
 
 from twinop.libraries.library import find_library
 from twinop.model.attach import attach_bodies
@@ -25,13 +26,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-OFTEN = [
-    pytest.param(version, marks=[] if version in (SUPPORTED[0], SUPPORTED[-1]) else [pytest.mark.slow])
-    for version in SUPPORTED
-]
-
-
-@pytest.mark.parametrize("version", OFTEN)
+@pytest.mark.parametrize("version", often(SUPPORTED, SUPPORTED[0], SUPPORTED[-1]))
 def test_every_case(version: str, folder: Path) -> None:
     script = Path(__file__).with_name("ort_matrix.py")
     env = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}

@@ -162,6 +162,8 @@ def test_a_command_installs_what_it_needs(tmp_path, build):
         assert installed(tmp_path) == []
     build("test")
     assert installed(tmp_path) == [["test"]]
+    build("test", "--all")
+    assert ["slow"] in installed(tmp_path)
     build("format")
     assert installed(tmp_path) == [["lint"]]
     build("check")

@@ -67,6 +67,7 @@ def test_an_example_with_cuda(example: Path, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_the_example_of_numba(tmp_path: Path) -> None:
+    pytest.importorskip("numba", reason="./build.sh test --all installs it")
     path = build(
         ROOT / "examples/numba",
         tmp_path / "numba",
