@@ -110,7 +110,7 @@ def test_blocks(page: str, tmp_path: Path) -> None:
     text = f"{script(blocks, CONTEXT.get(page, ''))}\n{MORE.get(page, '')}"
     env = {"PATH": f"{Path(sys.executable).parent}:/usr/bin:/bin", "HOME": str(tmp_path), "LANG": "C.UTF-8"}
     env |= {name: os.environ[name] for name in ("TWINOP_LIBRARY_DIR",) if name in os.environ}
-    devices = ("cpu",)
+    devices: tuple[str, ...] = ("cpu",)
     if page == EXTENSION and (nvcc := shutil.which("nvcc")):
         devices = ("cpu", "cuda")
         env |= {"CUDACXX": nvcc, "TWINOP_CUDA_ARCHS": "90"}
