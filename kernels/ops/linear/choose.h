@@ -85,8 +85,9 @@ inline constexpr Line kLines[] = {
     {kAny4Bits | kAnyFloat8,  2,     kAny,    kAny,       4,  8, 2, 1},
     {kAny8Bits,               2,     kAny,    kAny,       2,  8, 2, 2},
     {kPacked,                 4,     kAny,    kAny,       4,  8, 1, 2},
-    {kPacked,                 1,     To(1),   From(3072), 2, 16, 4, 1},
-    {kPacked,                 1,     kAny,    kAny,       4, 16, 1, 1, 1, true},
+    {kAny4Bits | kAnyFloat8,  1,     To(1),   From(3072), 2, 16, 4, 1},
+    {kAny4Bits | kAnyFloat8,  1,     kAny,    kAny,       4, 16, 1, 1, 1, true},
+    {kAny8Bits,               1,     kAny,    kAny,       2, 16, 2, 1},
     {kAny4Bits | kAny8Bits,   2,     To(1),   kAny,       2, 16, 2, 1},
     {kPacked,                 2,     kAny,    kAny,       4, 16, 2, 1},
     {kPacked,                 4,     To(1),   kAny,       2, 16, 2, 1},
@@ -113,7 +114,8 @@ constexpr int SharedBytes(const Line& line, int tiles) {
 constexpr int SplitKOf(const ProductShape& shape, const Target& target) {
   const int n = shape.n;
   if (n >= 8192) return 4;
-  if (n > 4224 || (n >= 2048 && shape.k <= 1024)) return 8;
+  const int most = shape.kind == k8BitsZero && shape.k < 4096 ? 3071 : 4224;
+  if (n > most || (n >= 2048 && shape.k <= 1024)) return 8;
   if ((shape.kind & kDense) == 0) return 16;
   if (target.block_bytes < 16 * WarpBytes(kDenseCopies, 4, 1, 3)) return 8;
   return n < 3072 && shape.k / 4 >= n ? 32 : 16;
