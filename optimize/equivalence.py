@@ -1,10 +1,11 @@
 """Compares an optimised model with the original."""
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from math import inf
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 from typing import cast as typed
 
@@ -251,7 +252,7 @@ def generated(
                 if not reasons:
                     _require_loadable(original, library)
                 reasons.append(str(error).splitlines()[0])
-                notes = [_skipped("a mask that hides everything", reasons[-1])]
+                notes = [skip_note("a mask that hides everything", reasons[-1])]
                 return tried(sizes, hidden[:-1], others, notes) if hidden[-1:] == ["everything"] else None
             if best is None or len(found.uncompared(model.graph)) < len(best[0].uncompared(model.graph)):
                 best = found, sizes
@@ -282,6 +283,7 @@ def reference(
     library: deploy.Libraries,
     typical: list[Case],
     hidden: Sequence[str] = (),
+    others: Mapping[str, Case] = MappingProxyType({}),
 ) -> Reference:
     """Runs the original on cases, and on edge cases that are made of the last of them.
 
@@ -290,12 +292,13 @@ def reference(
 
     Args:
         hidden: what other masks hide in some of the edge cases; see `inputs.generate`.
+        others: more edge cases, by what they are.
 
     Raises:
         NotRunnable: the original does not run on the cases.
         TwinopError: the same.
     """
-    edge = inputs.edge_cases(model, typical[-1], hidden)
+    edge = inputs.edge_cases(model, typical[-1], hidden) | {**others}
     found = _run_original(original, library, typical, edge)
     if found.uncompared(model.graph) and (other := inputs.other_branch(model, typical[0])):
         with suppress(TwinopError, NotRunnable):
@@ -307,7 +310,7 @@ def _run_original(
     original: Runnable, library: deploy.Libraries, typical: list[Case], edge: dict[str, Case]
 ) -> Reference:
     answer = run(original, library, [*typical, *edge.values()], required=len(typical), may_skip=True)
-    skipped = [_skipped([*edge][index - len(typical)], why) for index, why in answer.failed.items()]
+    notes = [skip_note([*edge][index - len(typical)], why) for index, why in answer.failed.items()]
     ran = zip(edge.items(), answer.outputs[len(typical) :], strict=True)
     edge = {name: case for (name, case), found in ran if found}
     outputs = [each for each in answer.outputs if each]
@@ -316,10 +319,11 @@ def _run_original(
         max((_typical(each[np.isfinite(each)]) for each in values if _is_float(each)), default=0.0)
         for values in zip(*outputs[: len(typical)], strict=True)
     ]
-    return Reference(cases, outputs, list(edge), sizes, answer.note, skipped=skipped)
+    return Reference(cases, outputs, list(edge), sizes, answer.note, skipped=notes)
 
 
-def _skipped(case: str, why: str) -> str:
+def skip_note(case: str, why: str) -> str:
+    """Returns the note on an edge case on which the original does not run."""
     return f"not compared for {case}, on which the original does not run: {why}"
 
 
@@ -333,7 +337,7 @@ def with_ids(
     try:
         outputs = run(original, library, cases).outputs if cases else []
     except (TwinopError, NotRunnable) as error:  # it does not take so many sequences
-        return replace(reference, skipped=[*reference.skipped, _skipped(what, str(error).splitlines()[0])])
+        return replace(reference, skipped=[*reference.skipped, skip_note(what, str(error).splitlines()[0])])
     return replace(
         reference,
         cases=reference.cases + cases,

@@ -17,7 +17,7 @@ import onnx_ir as ir
 
 from . import graph as g
 from .inputs import draws_random
-from .kinds import Kind, Kinds, constant_of
+from .kinds import Kind, Kinds, constant_of, is_weight
 from .symbolic_shapes import infer_shapes, infer_types
 
 MOST_BYTES = 256 << 20
@@ -105,15 +105,20 @@ def reads(node: ir.Node) -> list[ir.Value]:
     return found
 
 
-def is_shared(value: ir.Value, given: set[ir.Value]) -> bool:
-    """Whether a value is computed from inputs of the graph, given values and shapes, but no large weight."""
+def is_shared(value: ir.Value, given: set[ir.Value], tables: bool = False) -> bool:
+    """Whether a value is computed from inputs of the graph, given values and shapes, but no large weight.
+
+    Args:
+        tables: whether it may be computed from large tables.
+    """
     waiting, seen = [value], {*given}
     while waiting:
         each = waiting.pop()
         if each in seen:
             continue
         seen.add(each)
-        if each.const_value is not None and 4 * each.const_value.size > MOST_BYTES // _SHARED_PART:
+        is_large = each.const_value is not None and 4 * each.const_value.size > MOST_BYTES // _SHARED_PART
+        if is_large and not (tables and not any(is_weight(*use) for use in each.uses())):
             return False
         node = each.producer()
         waiting += reads(node) if node is not None and node.op_type not in _SIZES else []

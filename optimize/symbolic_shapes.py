@@ -52,8 +52,8 @@ def infer_types(model: ir.Model, data_prop: bool = True) -> None:
                     value.type = like.type
 
 
-def infer_shapes(model: ir.Model) -> None:
-    """Gives the values of a model the shapes that the inference finds."""
+def infer_shapes(model: ir.Model, auto_merge: bool = True) -> None:
+    """Gives the values of a model the shapes that the inference finds; see `_symbolic_shapes`."""
     small = model.clone()
     for name, value in list(small.graph.initializers.items()):
         if value.const_value is not None and value.const_value.size > _LARGE:
@@ -66,7 +66,7 @@ def infer_shapes(model: ir.Model) -> None:
                 value.shape = None
     proto = ir.to_proto(small)
     given = {dim for value in model.graph.inputs for dim in g.dims(value) or () if isinstance(dim, str)}
-    found, merged = _symbolic_shapes(proto, auto_merge=True)
+    found, merged = _symbolic_shapes(proto, auto_merge)
     if any(name in given and (isinstance(into, int) or into in given) for name, into in merged.items()):
         found, _ = _symbolic_shapes(proto, auto_merge=False)  # in a sum, one of the two may be 1
     if found is None:

@@ -6,7 +6,8 @@ once more, one at a time (`stream.py`), and its weights are compared with the so
 """
 
 from bisect import bisect_left
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,6 +15,7 @@ import onnx_ir as ir
 
 from twinop.deploy.ort_runs import NotRunnable
 from twinop.errors import ExportError, TwinopError
+from twinop.record.dimensions import expressions
 from twinop.record.dtypes import dtype_name
 from twinop.system.progress import Progress
 from twinop.system.quiet import quiet
@@ -24,7 +26,7 @@ from .comparison import DEFECT, Comparison
 from .hidden import places, shown
 from .inputs import draws_random, read_npz
 from .segments import Part, Segment, cut, extract, is_shared
-from .sliced import Chain, Runnable
+from .sliced import Chain, Runnable, run_any
 from .source import Form, Source, form_of
 from .stream import ONLY_16, rounded, stream
 from .symbolic_shapes import infer_shapes, infer_types
@@ -74,6 +76,7 @@ class Verifier:
         self.comparisons = dict[tuple[str, ...], Comparison]()
         self.accepted = dict[str, float]()  # the errors of kinds of segments in fp32
         self.failed: Comparison | None = None  # that of the last NotEquivalent
+        self.known: equivalence.Reference | None = None  # inputs, and what segments have computed for them
         self.given: tuple[list[inputs.Case], inputs.Sizes] | None = None  # the user's inputs
 
     # --------------------------------------------------------------------------------- the original
@@ -88,9 +91,9 @@ class Verifier:
         if options.inputs_file is not None:
             self.given = read_npz(str(options.inputs_file), source.original, options.padding)
         if len(cut(source.loaded, source.loaded)) > 1:
-            with quiet():  # values that cross have shapes
+            with quiet():  # values that cross have shapes; one that meets another in a sum may have size 1
                 infer_types(source.original)
-                infer_shapes(source.original)
+                infer_shapes(source.original, auto_merge=False)
             steps, _ = decoders.runs(source.original)
             self.sizes = self.given[1] if self.given else steps[0] if steps else inputs.SIZES[0]
             return self.sizes
@@ -171,9 +174,10 @@ class Verifier:
     def _comparison_of(self, segments: Sequence[Segment], again: bool = True) -> Comparison | None:
         """Returns the comparison of the last one of segments, by default of the whole model.
 
-        It takes generated inputs. Where these belong together, so that it does not run on them, or has
-        nothing to compare, it takes what the segments before return for inputs of the whole model. It returns
-        None where the original does not run: `stream` tries other inputs.
+        It takes generated inputs. Where these may have other sizes than the values have, or are no rows of a
+        table that a segment reads, or belong together, so that it does not run on them or has nothing to
+        compare, it takes what the segments before return for inputs of the whole model. It returns None where
+        the original does not run: `stream` tries other inputs.
 
         Args:
             again: whether to make it again if it was forgotten.
@@ -188,19 +192,14 @@ class Verifier:
             return known
         self.progress(f"running the original: {segment.name}")
         model = extract(source.original, Part(part.inputs, [*part.outputs, *computed]))
-        form, padding = source.form(model.clone()), source.options.padding
-        try:
-            found, _ = equivalence.generated(form.what, model, padding, self._library)
-            runs = not found.uncompared(model.graph)
-        except ExportError:
-            runs = False
+        form, runs = source.form(model.clone()), False
+        if not self._needs_values(part.inputs):
+            with suppress(ExportError):
+                found, _ = equivalence.generated(form.what, model, source.options.padding, self._library)
+                runs = not found.uncompared(model.graph)
         if not runs:
-            computed = [*dict.fromkeys(segment.original.inputs + segment.result.inputs)]
-            part = Part(computed, part.outputs)
-            parts, names = [*(each.original for each in segments[:-1]), part], [*part.outputs, *computed]
-            chain = Chain([source.finished(extract(source.original, each)) for each in parts], names)
             try:
-                found, _ = self.reference(chain, extract(source.original, Part([], names)))
+                found = self._on_values(form.what, model, segments[:-1], part.inputs)
             except (TwinopError, NotRunnable):
                 source.report.add_note(f"{segment.name}: compared on typical inputs only")
                 return None
@@ -215,6 +214,73 @@ class Verifier:
         found = self._placed(found, model)
         self.comparisons[key] = self._comparison(model, source.form(model.clone()), found, part)
         return self.comparisons[key]
+
+    def _needs_values(self, names: Iterable[str]) -> bool:
+        """Whether values that cross have sizes that inputs do not name, or are rows of a large table."""
+        graph = self.source.original.graph
+        values = ir.convenience.create_value_mapping(graph, include_subgraphs=False)
+        sizes = {dim for value in graph.inputs for dim in g.dims(value) or () if isinstance(dim, str)}
+        shapes = [g.dims(values[name]) for name in names]
+        dims = {dim for shape in shapes for dim in ([None] if shape is None else shape)}
+        found = expressions(sizes | (others := {dim for dim in dims if isinstance(dim, str)} - sizes))
+        is_sized = all(name in found and sizes.issuperset(found[name].names.values()) for name in others)
+        return None in dims or not is_sized or any(is_shared(values[name], set(), True) for name in names)
+
+    def _on_values(
+        self, original: Runnable, model: ir.Model, segments: Sequence[Segment], names: Sequence[str]
+    ) -> equivalence.Reference:
+        """Runs a part of the original on what the segments before it compute for inputs of the whole model.
+
+        What a segment has returned is kept: it runs once.
+
+        Args:
+            names: what the part reads of it.
+        """
+        if not segments:
+            return self.reference(original, model)[0]
+        if self.known is None or not self.known.cases[0].keys() >= {*names}:
+            try:
+                self.known = self._computed(self.known, segments, names)
+            except (TwinopError, NotRunnable):  # it needs other sizes
+                if self.known is None:
+                    raise
+                self.known = self._computed(None, segments, names)
+        known, count = self.known, self.known.typical
+        edge = {
+            f"{name} of the model": case for name, case in zip(known.edge, known.cases[count:], strict=True)
+        }
+        found = equivalence.reference(original, model, self._library, known.cases[:count], (), edge)
+        return replace(found, skipped=[*known.skipped, *found.skipped])
+
+    def _computed(
+        self, known: equivalence.Reference | None, segments: Sequence[Segment], names: Sequence[str]
+    ) -> equivalence.Reference:
+        """Returns cases of the whole model with what segments compute, among it values of these names."""
+        original, before = self.source.original, known.cases[0].keys() if known is not None else {*()}
+        parts = [each.original for each in segments]
+        parts = (
+            parts[max(at for at, part in enumerate(parts) if before >= {*part.inputs}) :] if before else parts
+        )
+        others = {*names}.difference(before, *(part.outputs for part in parts))
+        parts[-1] = replace(parts[-1], outputs=[*parts[-1].outputs, *others])
+        wanted = [*dict.fromkeys(name for part in parts for name in part.outputs)]
+        chain = Chain([self.source.finished(extract(original, part)) for part in parts], wanted)
+        if known is None:  # all of the model says what its inputs are
+            whole = original.clone()
+            whole.graph.meta.update(original.graph.meta)
+            values = ir.convenience.create_value_mapping(whole.graph, include_subgraphs=False)
+            whole.graph.outputs[:] = [values[name] for name in wanted]
+            known, _ = self.reference(chain, whole)
+        else:
+            answer = run_any(chain, self._library, known.cases, required=known.typical)
+            skipped = [
+                equivalence.skip_note(known.edge[at - known.typical], why)
+                for at, why in answer.failed.items()
+            ]
+            known = replace(known, outputs=answer.outputs, skipped=[*known.skipped, *skipped])
+        pairs = zip(known.cases, known.outputs, strict=True)
+        cases = [case | dict(zip(wanted, found, strict=True)) if found else {} for case, found in pairs]
+        return replace(known, cases=cases).without(lambda case: not case)
 
     def _kinds(
         self, result: ir.Model, segments: Sequence[Segment], unknown: Sequence[str] = ()

@@ -334,6 +334,48 @@ def test_values_that_belong_together_come_from_the_inputs(
     assert not report.notes
 
 
+@pytest.mark.parametrize("is_computed", [False, True])
+def test_rows_of_a_large_table_are_real_in_each_segment(
+    is_computed: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both halves of a cosine's rows are equal, which rewrites may use; of random numbers they are not."""
+
+    def with_one_half(work: g.RewriteContext) -> None:
+        for node in work.nodes("Mul"):
+            numbers = [g.int_constant(node, [each]) for each in (0, 32, -1)]
+            half = g.add(node, "Slice", [node.inputs[1], *numbers])
+            node.replace_input_with(1, g.add(node, "Concat", [half, half], {"axis": -1}))
+
+    monkeypatch.setattr("twinop.optimize.segments.MOST_BYTES", 16_000)
+    monkeypatch.setattr(passes, "PASSES", [pass_of("with_one_half", with_one_half)])
+    text = f"""(int64[B, S] ids) => (float[B, S, 64] y) {{
+        {"half = Cos (angles) table = Concat <axis=-1> (half, half)" if is_computed else ""}
+        s = Shape <start=1> (ids) p = Slice (places, zero, s) cos = Gather (table, p) h = Gather (words, ids)
+        a = MatMul (h, w1) b = Mul (a, cos) c = MatMul (b, w2) d = Mul (c, cos) y = MatMul (d, w3) }}"""
+    given = {f"w{i}": weights(64, 64, seed=i) for i in range(1, 4)} | {"words": weights(20, 64)}
+    angles = weights(64, 32)
+    given |= {"angles": angles} if is_computed else {"table": np.concatenate([angles, angles], 1)}
+    onnx.save(parsed(text, places=np.arange(64), zero=np.array([0]), **given), tmp_path / "old.onnx")
+    report = optimize(tmp_path / "old.onnx", tmp_path / "new.onnx", device="cpu")
+    assert not report.reverted and not report.notes
+
+
+def test_an_axis_that_broadcasts_has_its_size_in_each_segment(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a sum of [B, S, 64] and what is computed, the inference takes the first axis of both for B."""
+    monkeypatch.setattr("twinop.optimize.segments.MOST_BYTES", 16_000)
+    text = """(int64[B, S] ids) => (float[B, S, 64] y) <float[B, S, 64] n> {
+        s = Shape <start=1> (ids) p = Slice (places, zero, s, one, one) e = Gather (table, p)
+        n = custom_domain.CustomEmbedLayerNorm (words, ids, e, gain, gain)
+        a = MatMul (n, w1) b = Relu (a) y = MatMul (b, w2) }"""
+    given = {"places": np.arange(64)[None], "zero": np.array([0]), "one": np.array([1])}
+    given |= {"table": weights(64, 64), "words": weights(20, 64), "gain": weights(64)}
+    given |= {"w1": weights(64, 64), "w2": weights(64, 64, seed=2)}
+    report, _ = optimized(parsed(text, **given), tmp_path)
+    assert report.compared["kinds of segments with generated and edge inputs"] == 4 and not report.notes
+
+
 ROW_OF_THE_LARGEST = """(float[N, 4] x) => (float[N, 8] y) { a = MatMul (x, w) s = Abs (a)
     m = ReduceMax <keepdims=0> (s) i = Cast <to=7> (m) r = Gather (table, i) y = Mul (a, r) }"""
 
