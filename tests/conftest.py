@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from architectures_table import pytest_terminal_summary  # noqa: F401 (a hook)
 from own_matrix import pytest_collection_modifyitems  # noqa: F401 (a hook)
 
 from twinop.libraries.library import find_library

@@ -35,18 +35,8 @@ def header(tmp_path: Path) -> Path:
 @pytest.mark.parametrize(
     ("sources", "name", "domain", "message"),
     [
-        (
-            ["nothere.h"],
-            None,
-            None,
-            "nothere.h: no such file or folder. Expected a project's folder, or a header",
-        ),
-        (
-            ["times.h", "plain.h"],
-            None,
-            None,
-            "--name is required for several files: --name mish makes the library libmish",
-        ),
+        (["nothere.h"], None, None, "nothere.h: no such file or folder. Expected a"),
+        (["times.h", "plain.h"], None, None, "--name is required for several files: --name mish makes the"),
         (["times.h", "."], None, None, "expected one folder, or source files"),
         (["plain.h"], None, None, "plain.h: registers no op. Expected a header with TWINOP_UNARY"),
         (["empty"], None, None, "empty: no .h, .hpp, .cuh, .cu, .cpp, .cc file: registers no op"),
@@ -75,14 +65,8 @@ def test_what_cannot_be_built(
     ("text", "message"),
     [
         ("[tool.twinop", "pyproject.toml: does not parse:"),
-        (
-            '[tool.twinop]\nsource = ["times.h"]',
-            "[tool.twinop] has source = ['times.h']; expected some of name",
-        ),
-        (
-            '[tool.twinop]\nsources = "times.h"',
-            "[tool.twinop] has sources = 'times.h'; expected some of name",
-        ),
+        ('[tool.twinop]\nsource = ["times.h"]', "[tool.twinop] has source = ['times.h']; expected some of"),
+        ('[tool.twinop]\nsources = "times.h"', "[tool.twinop] has sources = 'times.h'; expected some of"),
         ('[tool.twinop]\nsources = ["a.h"]', "names the source"),
     ],
 )
@@ -123,18 +107,12 @@ def test_a_sanitizer_that_there_is_not(header: Path) -> None:
             "compiling mish.h: nvcc does not support this gcc; it supports gcc up to 13. Install g++-13, and "
             "build with CXX=g++-13",
         ),
-        (
-            "nvcc fatal   : Unsupported gpu architecture 'compute_75'",
-            "does not know the architecture compute_75",
-        ),
+        ("nvcc fatal   : Unsupported gpu architecture 'compute_75'", "does not know the architecture"),
         (
             "/tmp/x.s: fatal error: error writing to /tmp/x.o: No space left on device",
             "the disk is full. Free",
         ),
-        (
-            "cannot open output file: Read-only file system",
-            "a folder is read-only. Set TWINOP_CACHE and TMPDIR",
-        ),
+        ("cannot open output file: Read-only file system", "a folder is read-only. Set TWINOP_CACHE and"),
         ("clang: error: unsupported clang version!", "nvcc does not support this clang. Build with CXX=g++"),
         ("Killed", "compiling mish.h failed"),
     ],
@@ -157,16 +135,8 @@ def test_what_compilers_say(said: str, message: str) -> None:
             "times.h:3: nothing.h: No such file or directory",
             marks=pytest.mark.slow,
         ),
-        (
-            "times(Tensor x)",
-            "times(Tenso x)",
-            "times.h:13: the record does not parse: op schema: 'Tenso x' is not an argument; expected one of",
-        ),
-        (
-            'Record("times',
-            'Record("other',
-            "times.h:13: static assertion failed: the schema has another name",
-        ),
+        ("times(Tensor x)", "times(Tenso x)", "times.h:13: the record does not parse: op schema: 'Tenso x'"),
+        ('Record("times', 'Record("other', "times.h:13: static assertion failed: the schema has another"),
     ],
 )
 def test_an_error_in_the_source(header: Path, old: str, new: str, message: str) -> None:
@@ -222,17 +192,9 @@ def test_the_place_in_a_record(
     ("arguments", "texts", "message"),
     [
         ("", {"gradient": "x = 2 * gard"}, "derivative `x = 2 * gard` uses gard, expected x, y, grad, torch"),
-        (
-            ", float a=-1.0",
-            {"limits": "a > 0"},
-            "the default of attribute a is -1, expected a finite number > 0",
-        ),
+        (", float a=-1.0", {"limits": "a > 0"}, "the default of attribute a is -1, expected a finite number"),
         (', str a="b"', {"choices": "a = c | d"}, "the default of attribute a is 'b', expected one of c | d"),
-        (
-            "",
-            {"dtypes": "float32; float32 y=float64"},
-            "dtypes: x float32 gives both y float32 and y float64; expected combinations that differ in",
-        ),
+        ("", {"dtypes": "float32; float32 y=float64"}, "dtypes: x float32 gives both y float32 and y"),
     ],
 )
 def test_what_no_compiler_refuses_in_a_record(arguments: str, texts: dict[str, str], message: str) -> None:

@@ -27,10 +27,7 @@ def test_no_compiler(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("macros", "message"),
     [
-        (
-            "#define __GNUC__ 8\n#define __GNUC_MINOR__ 5",
-            "is GCC 8.5, which is too old; twinop's headers need GCC 11",
-        ),
+        ("#define __GNUC__ 8\n#define __GNUC_MINOR__ 5", "is GCC 8.5, which is too old"),
         (
             "#define __clang__ 1\n#define __GNUC__ 4\n#define __clang_major__ 12",
             "is Clang 12.0, which is too old",

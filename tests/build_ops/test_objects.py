@@ -287,10 +287,7 @@ def test_bad_input(plain: bytes, tmp_path: Path, options: list[str], message: st
     [
         (["plain.o"], "plain.o: registers no op. Expected a header"),
         (["plain.o", "--symbol", "plain"], "--symbol, --device and --record need --schema, which is"),
-        (
-            ["gone.o", "--schema", "op(Tensor x) -> Tensor"],
-            "--schema: needs an object file, such as kernel.o, and gone.o, which does not exist, is none",
-        ),
+        (["gone.o", "--schema", "op(Tensor x) -> Tensor"], "--schema: needs an object file, such as"),
     ],
 )
 def test_half_of_what_is_needed(tmp_path: Path, arguments: list[str], message: str) -> None:

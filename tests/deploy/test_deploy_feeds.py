@@ -20,10 +20,7 @@ def test_wrong_feeds(make: Any, relu: Session) -> None:
         ({"z": good}, "the model has no input 'z'; its inputs: x"),
         ({"x": good, "z": good}, "the model has no input 'z'; its inputs: x"),
         ({}, "input missing: x .*given: none"),
-        (
-            {"x": make((2, 4), dtype=double)},
-            r"x is float64\[2, 4\].*takes float32\[N, 4\]: convert it to float32",
-        ),
+        ({"x": make((2, 4), dtype=double)}, r"x is float64\[2, 4\].*takes float32\[N, 4\]: convert it to"),
         ({"x": make((2, 4), dtype=half)}, "x is complex64.*convert it to float32"),
         ({"x": good[0]}, r"x is float32\[4\].*it must have 2 dimensions, not 1"),
         ({"x": good[:, :3]}, r"x is float32\[2, 3\].*dimension 1 must be 4, not 3"),

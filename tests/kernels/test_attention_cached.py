@@ -363,15 +363,9 @@ def test_it_is_group_query_attention(variant: str) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (
-            {"v_cache": torch.zeros(1, 2, 15, 8)},
-            r"v_cache has shape \[1, 2, 15, 8\], expected .*\[1, 2, 16, 8\]",
-        ),
+        ({"v_cache": torch.zeros(1, 2, 15, 8)}, r"v_cache has shape \[1, 2, 15, 8\], expected"),
         ({"v_cache": torch.zeros(1, 2, 16, 8).half()}, r"v_cache.*float16"),
-        (
-            {"total": torch.tensor([17], dtype=torch.int32)},
-            r"has 17 tokens; the caches have 16 rows.* past and present",
-        ),
+        ({"total": torch.tensor([17], dtype=torch.int32)}, r"has 17 tokens; the caches have 16 rows.* past"),
         (
             {"qkv": torch.zeros(1, 4, 64), "total": torch.tensor([3], dtype=torch.int32)},
             r"has 3 tokens, and qkv has 4 new ones: give a mask of all tokens",

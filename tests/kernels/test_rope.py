@@ -151,10 +151,7 @@ def test_every_nan_is_one(dtype: str, device: str) -> None:
 @pytest.mark.parametrize(
     ("sizes", "message"),
     [
-        (
-            ((2, 3, 10), (2, 3, 8), (1, 3, 4)),
-            "q and k have rows of 10 and 8 numbers; expected whole heads of 8",
-        ),
+        (((2, 3, 10), (2, 3, 8), (1, 3, 4)), "q and k have rows of 10 and 8 numbers; expected whole heads"),
         (((2, 3, 8), (2, 3, 8), (3, 3, 4)), "cos is for 3 sequences; expected 1, for all, or 2, as q has"),
         (((2, 3, 8), (2, 3, 8), (1, 3, 0)), "cos has rows without numbers; expected one for each pair"),
         (((2, 3, 8), (2, 4, 8), (1, 3, 4)), r"k has shape \[2, 4, 8\]"),

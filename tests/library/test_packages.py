@@ -73,10 +73,7 @@ def test_a_package_is_imported_only_for_its_domain(site: Path) -> None:
     ("text", "said"),
     [
         ("", "its module broken_ops has no function library_path(). Expected, in that module"),
-        (
-            "def library_path():\n    return '/none/libx.so'",
-            "its library /none/libx.so is missing. Install it ag",
-        ),
+        ("def library_path():\n    return '/none/libx.so'", "its library /none/libx.so is missing. Install"),
     ],
 )
 def test_a_broken_package(site: Path, text: str, said: str) -> None:

@@ -46,14 +46,8 @@ def oldest_cmake() -> Path:
     ("arguments", "message"),
     [
         ("DOMAIN ai.onnx", "this domain belongs to ONNX, ONNX Runtime or PyTorch; choose another one"),
-        (
-            "DOMAIN com.microsoft.mine",
-            "this domain belongs to ONNX, ONNX Runtime or PyTorch; choose another one",
-        ),
-        (
-            "DOMAIN 9lives",
-            "expected a domain such as mish or my.ops: letters, digits and _, with dots between",
-        ),
+        ("DOMAIN com.microsoft.mine", "this domain belongs to ONNX, ONNX Runtime or PyTorch; choose another"),
+        ("DOMAIN 9lives", "expected a domain such as mish or my.ops: letters, digits and _, with dots"),
         ("", "expected a domain such as mish or my.ops"),
     ],
 )

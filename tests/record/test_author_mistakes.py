@@ -60,11 +60,7 @@ TWO_SUMS = (
 MISTAKES = [
     (ELEMENTWISE, [('"slope"_name', '"slop"_name')], "the op's schema has no attribute of this name"),
     (ELEMENTWISE, [("AttributeOf<float>", "AttributeOf<bool>")], "declares this attribute with another kind"),
-    (
-        ELEMENTWISE,
-        [("AttributeOf<float>", "AttributeOf<double>")],
-        "an attribute is a std::int64_t (int), fl",
-    ),
+    (ELEMENTWISE, [("AttributeOf<float>", "AttributeOf<double>")], "an attribute is a std::int64_t (int)"),
     (ELEMENTWISE, [("Tensor x, float", "Tensor x, Tensor z, float")], "takes another number of values than"),
     (ELEMENTWISE, [("-> Tensor", "-> (Tensor y, Tensor z)")], "returns another number of values than"),
     (ELEMENTWISE, [("T operator()(T x) const", "T apply(T x) const")], "`T operator()(T, ...) const`"),
@@ -73,11 +69,7 @@ MISTAKES = [
     (ROWWISE, [("-> Tensor", "-> (Tensor y, Tensor z)")], "are the number of the schema's outputs"),
     (ROWWISE, [('.rows("-1")', "")], "the record of a row-wise op has .rows(...)"),
     (ROWWISE, [(" Term(", " Terms(")], "each phase has `Values<T, N> Term(Phase<i>, "),
-    (
-        ROWWISE,
-        [(" Result(", " Results(")],
-        "Result(const Values<T, rows>&, const Values<T, columns>&) const`",
-    ),
+    (ROWWISE, [(" Result(", " Results(")], "Result(const Values<T, rows>&, const Values<T, columns>&)"),
     (
         KERNEL,
         [('Data<std::int64_t>(call, "count"', 'Data<std::int32_t>(call, "count"')],
@@ -97,11 +89,7 @@ MISTAKES = [
         [('-> Tensor")', '-> Tensor").dtypes("float32 y=int32")')],
         "may have these but float64, float8",
     ),
-    (
-        ROWWISE,
-        [('.rows("-1")', '.rows("-1").dtypes("float32 y=int8")')],
-        "results of a row-wise op have one dtype",
-    ),
+    (ROWWISE, [('.rows("-1")', '.rows("-1").dtypes("float32 y=int8")')], "results of a row-wise op have one"),
     (ROWWISE, TWO_SUMS, "a functor without column inputs sums one term in each phase"),
 ]
 

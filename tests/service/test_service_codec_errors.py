@@ -36,10 +36,7 @@ BAD_TENSORS = {
     "data too long": (X | {"data": [1, 2, 3]}, r"3 elements of data, but shape \[2\] has 2"),
     "no data": ({"datatype": "FP32", "shape": [2]}, "input x needs either data or binary_data_size"),
     "data is a number": (X | {"data": 1}, "data must be a list, not 1"),
-    "ragged data": (
-        X | {"shape": [2, 2], "data": [[1, 2], [3]]},
-        r"data is nested as \[2\], but its shape is \[2, 2\]",
-    ),
+    "ragged data": (X | {"shape": [2, 2], "data": [[1, 2], [3]]}, r"data is nested as \[2\], but its shape"),
     "data nested otherwise": (
         X | {"shape": [2, 3], "data": [[1, 2], [3, 4], [5, 6]]},
         r"data is nested as \[3, 2\], but its shape is \[2, 3\]",
@@ -60,23 +57,11 @@ BAD_TENSORS = {
         X | {"datatype": "BYTES", "data": [{"b64": "!"}, "a"]},
         'is {"b64":"!"}; BYTES takes',
     ),
-    "data and binary": (
-        X | {"parameters": {"binary_data_size": 8}},
-        "input x needs either data or binary_data_size",
-    ),
-    "binary size is text": (
-        raw("8"),
-        "inputs.0.parameters.binary_data_size: Input should be a valid integer, not '8'",
-    ),
+    "data and binary": (X | {"parameters": {"binary_data_size": 8}}, "input x needs either data or"),
+    "binary size is text": (raw("8"), "inputs.0.parameters.binary_data_size: Input should be a valid"),
     "binary without the header": (raw(8), "Inference-Header-Content-Length is missing"),
-    "parameters is a list": (
-        X | {"parameters": [1]},
-        "inputs.0.parameters: Input should be a valid dictionary, not",
-    ),
-    "shared memory": (
-        X | {"parameters": {"shared_memory_region": "r"}},
-        "input x: shared memory is not served",
-    ),
+    "parameters is a list": (X | {"parameters": [1]}, "inputs.0.parameters: Input should be a valid"),
+    "shared memory": (X | {"parameters": {"shared_memory_region": "r"}}, "input x: shared memory is not"),
 }
 
 
@@ -138,11 +123,7 @@ BAD_BINARY = {
     "BOOL of 2": (raw(2, "BOOL"), b"\1\2", "must be 0 or 1"),
     "BYTES cut off": (raw(6, "BYTES", 1), b"\3\0\0\0ab", "an element of BYTES goes beyond the 6 bytes"),
     "BYTES length cut off": (raw(8, "BYTES"), b"\1\0\0\0a\0\0\0", "an element of BYTES goes beyond"),
-    "BYTES too few": (
-        raw(4, "BYTES", 10**12),
-        b"\0" * 4,
-        "1 elements of BYTES, but its shape has 1000000000000",
-    ),
+    "BYTES too few": (raw(4, "BYTES", 10**12), b"\0" * 4, "1 elements of BYTES, but its shape has"),
     "BYTES not UTF-8": (raw(5, "BYTES", 1), b"\1\0\0\0\xff", "element 0 is not UTF-8"),
 }
 
@@ -214,10 +195,7 @@ BAD_MESSAGES = {
     "negative shape": (message_with([b""], shape=[-1]), r"shape \[-1\] must be"),
     "enormous shape": (message_with([b""], shape=[2**62, 2**62]), "larger than any tensor"),
     "no contents": (message_with(), r"0 elements in fp32_contents, but shape \[2\] has 2"),
-    "wrong contents": (
-        message_with(contents={"int_contents": [1, 2]}),
-        r"0 elements in fp32_contents, but shape \[2\] has 2",
-    ),
+    "wrong contents": (message_with(contents={"int_contents": [1, 2]}), r"0 elements in fp32_contents, but"),
     "FP16 typed": (message_with(datatype="FP16"), "FP16 has no typed contents: send raw_input_contents"),
     "INT8 out of range": (
         message_with(datatype="INT8", contents={"int_contents": [1, 200]}),

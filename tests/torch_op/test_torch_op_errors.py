@@ -21,10 +21,7 @@ ROOT = Path(__file__).resolve().parents[2]
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (
-            lambda d: torch.ones(3, dtype=torch.int64, device=d),
-            r"x: int64\[3\].*no kernel takes these dtypes",
-        ),
+        (lambda d: torch.ones(3, dtype=torch.int64, device=d), r"x: int64\[3\].*no kernel takes these"),
         (lambda d: torch.eye(3, device=d).to_sparse(), r"a sparse tensor.*\.to_dense\(\)"),
         (lambda d: torch.eye(3, device=d).to_sparse_csr(), r"a sparse compressed tensor.*\.to_dense\(\)"),
         (
@@ -136,10 +133,7 @@ CALLS: dict[str, tuple[Callable[[str], object], str]] = {
         r"\(x: float32\[3\], weight: float16\[3\], bias: absent\): no kernel takes these dtypes; .*"
         r"float16 weight=float32 bias=float32; .*\(all inputs the same but where one is named\)",
     ),
-    "None": (
-        lambda d: torch_op.swiglu(torch.ones(3, device=d), None),
-        "custom_domain::swiglu: gate is None; it must be a tensor",
-    ),
+    "None": (lambda d: torch_op.swiglu(torch.ones(3, device=d), None), "custom_domain::swiglu: gate is None"),
 }
 
 

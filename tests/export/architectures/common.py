@@ -6,13 +6,14 @@ import math
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
-from architectures_table import SITE
 from torch import nn
 
 VOCABULARY = 64
+SITE = Path(sys.prefix) / "architectures"  # where timm and torchvision are
 Tensors = dict[str, torch.Tensor]
 
 
