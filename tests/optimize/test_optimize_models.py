@@ -131,16 +131,6 @@ def test_conversion(style: str, dtype: str, tmp_path: Path) -> None:
         assert "compared in its fp32 form" in str(report)
 
 
-@pytest.mark.slow  # test_optimize_dtype.py has small ones
-def test_a_model_in_16_bits(tmp_path: Path) -> None:
-    """It is rewritten in fp32, and comes out in its own dtype."""
-    path = exported("llama", "eager", "torchscript", tmp_path, dtype=torch.float16)
-    report, model = optimized(path, tmp_path)
-    assert report.fused == MADE["llama"]
-    assert report.dtype == "float16"
-    assert {value.dtype.name for value in model.graph.outputs if value.dtype} == {"FLOAT16"}
-
-
 def test_for_the_cpu(tmp_path: Path) -> None:
     """Products stay ONNX Runtime's."""
     report, model = optimized(exported("bert", "eager", "torchscript", tmp_path), tmp_path, device="cpu")

@@ -10,7 +10,7 @@ import onnx_ir as ir
 import pytest
 import torch
 from decoder_graphs import Sizes, write
-from optimizing import exported, nodes, optimized, parsed, pass_of, size_of, weights
+from optimizing import nodes, optimized, parsed, pass_of, weights
 from same_names import accepted_case, errors_by_name
 from segment_chains import run_beside, run_chain, run_part
 from torch import Tensor, nn
@@ -336,18 +336,6 @@ def test_a_table_crosses_in_both_dtypes_or_in_none() -> None:
     assert len(segments) > 2
     assert all(each.original.inputs == each.result.inputs for each in segments)
     assert any("h" in each.result.inputs for each in segments)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("exporter", ["torchscript", "dynamo"])
-def test_exported_llama(exporter: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The TorchScript exporter takes positions and the mask from the shape of the embedding's result."""
-    monkeypatch.setattr("twinop.optimize.segments.MOST_BYTES", 100 * _KIB)
-    layers = size_of(exporter).layers
-    report, _ = optimized(exported("llama", "sdpa", exporter, tmp_path, layers=layers), tmp_path)
-    names = ("rotary embedding of q and k", "attention", "linear+gate (silu)")
-    assert all(report.fused[name] == layers for name in names), report
-    assert report.compared["segments"] > 3 * layers and report.error < 1e-5
 
 
 def assert_same_results(original: ir.Model, result: ir.Model, segments: list[Segment]) -> None:
