@@ -135,7 +135,8 @@ class User:
         binaries: where `twinop` and `python` are installed.
         has_time: takes the default options everywhere. CI's time is short: there C++ is built for the CPU, as
             nvcc takes a minute for a row-wise op, and not optimized, which takes a third of the compiler's
-            time; `twinop test` runs a part of its tests, and processes need not import torch.
+            time; Triton's kernels are built for one kind of GPU; `twinop test` runs a part of its tests, and
+            processes need not import torch.
     """
 
     folder: Path
@@ -198,8 +199,8 @@ class User:
     def builds(self) -> Path:
         """`twinop build`; returns the library."""
         library = self.folder / "build" / f"lib{self.folder.name}.so"
-        in_hurry = not self.has_time and (self.folder / f"{self.folder.name}.h").exists()
-        options = ["--cpu", "--debug"] if in_hurry else []
+        is_cpp = (self.folder / f"{self.folder.name}.h").exists()
+        options = [] if self.has_time else ["--cpu", "--debug"] if is_cpp else ["--archs", "90"]
         assert f"build/{library.name}: " in self.twinop("build", *options)
         return library
 
