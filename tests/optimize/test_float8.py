@@ -211,16 +211,6 @@ def test_a_folder_of_genai(precision: str, tmp_path: Path, monkeypatch: pytest.M
     assert all(0.01 < few.layers[name] < result.layers[name] < 0.1 for name in result.layers)
 
 
-@pytest.mark.slow  # test_in_segments has a small stack
-def test_a_large_decoder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In segments, which run the typical inputs: among the others are lengths that no cache has."""
-    monkeypatch.setattr(segments, "MOST_BYTES", 200_000)
-    source = write(tmp_path / "old", Sizes(), "float16", layers=2)
-    report = optimize_folder(source, tmp_path / "new", dtype="float8")
-    assert report.compared["segments on a prompt and a step"] > 3 and report.float8 is not None
-    assert len(report.float8.layers) == 7 and 0.01 < report.float8.error < 0.15
-
-
 @pytest.mark.parametrize("activation", ["silu", "gelu", "gelu_tanh"])
 def test_matmuls_of_decoders_stay_whole(activation: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(decoders, "is_decoder", lambda model: True)
@@ -475,16 +465,6 @@ def test_new_constants_get_new_names() -> None:
     _, _, model = rewritten(f"zeros_0 = {LINEAR} (h, v) v_fp8_0 = Relu (zeros_0) y = Relu (v_fp8_0)")
     names = [*model.graph.initializers, *(value.name for node in model.graph for value in node.outputs)]
     assert {"zeros_0", "zeros_1", "v_fp8_0", "v_fp8_1"} <= {*names} and len({*names}) == len(names)
-
-
-def test_a_table_without_matmuls_gives_16_bits(tmp_path: Path) -> None:
-    report = optimized(tmp_path, rows=2048)
-    assert report.float8 is not None and not report.float8.layers and "in 8 bits: 0 matmuls" in str(report)
-    slow = "CustomLinear: 8 bits are no faster for 2048 rows and a weight of"
-    assert report.float8.kept == {
-        "CustomLinear: the first or the last one": 2, f"{slow} 64 x 128": 2, f"{slow} 128 x 64": 2,
-    }  # fmt: skip
-    assert "CustomLinearFp8" not in types(ir.load(report.path))
 
 
 def test_nothing_is_written_when_it_is_only_tried(tmp_path: Path) -> None:
