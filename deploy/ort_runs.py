@@ -75,7 +75,6 @@ def run(
     *,
     optimize: bool = True,
     prepack: bool = True,
-    until_one_runs: bool = False,
     required: float = inf,
     may_skip: bool = False,
 ) -> Answer:
@@ -87,7 +86,6 @@ def run(
             the model does not have are ignored: an exporter removes those that it finds to be unused.
         optimize: whether ONNX Runtime may run its own graph optimizations.
         prepack: whether kernels may keep a copy of their weights in a layout of their own.
-        until_one_runs: end with the first case that runs; those that fail before it have no outputs.
         required: how many of the cases must run; others that fail, or do not end, have no outputs.
         may_skip: where ONNX Runtime refuses the model or a run with its graph optimizations only, run it
             without them; `Answer.note` says so. After a crash in an optimization that is always done.
@@ -106,8 +104,7 @@ def run(
 
     def attempt(optimize: bool) -> list[Any]:
         try:
-            given = (model, library, arrays, optimize, prepack, until_one_runs, required)
-            return SERVER.run(_runs, *given, frozenset(_loaded))
+            return SERVER.run(_runs, model, library, arrays, optimize, prepack, required, frozenset(_loaded))
         except Endless as error:
             if not required < len(error.answers) <= len(arrays):  # the first answer is the libraries
                 raise
@@ -145,7 +142,6 @@ def _runs(
     cases: Sequence[Mapping[str, Any]],
     optimize: bool,
     prepack: bool,
-    until_one_runs: bool,
     required: float,
     loaded_before: frozenset[str],
 ) -> Iterator[Any]:
@@ -179,10 +175,8 @@ def _runs(
             found = session.run(feeds)
             kept |= {each: found.get(each.output) for each in wanted if each.case == index}
             yield list(found.values())
-            if until_one_runs:
-                return
         except TwinopError as error:
-            if not until_one_runs and index < required:
+            if index < required:
                 shapes = ", ".join(f"{name} {np.shape(each)}" for name, each in feeds.items())
                 raise ExportError(
                     f"the exported model fails in ONNX Runtime for {shapes}: {error}"

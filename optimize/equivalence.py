@@ -14,7 +14,7 @@ import onnx
 import onnx_ir as ir
 
 from twinop import deploy
-from twinop.deploy.ort_runs import NotRunnable, check_shown, has_wrong_types
+from twinop.deploy.ort_runs import Answer, NotRunnable, check_shown, has_wrong_types
 from twinop.errors import ExportError, TwinopError, option
 from twinop.model import weights
 from twinop.model.weights import clip
@@ -39,7 +39,6 @@ ACCEPTED = {"float32": 1e-4, "float64": 1e-9, "float16": 2e-3, "bfloat16": 1.6e-
 """The relative error that is always accepted: sums in another order have as much."""
 _LARGE, _TIMES_TYPICAL = 1e4, 1e3  # numbers that hide scores and logits are far larger than the rest
 LAST_BITS = 2.0**-22  # two fp32 numbers beside each other, twice
-_TIMES_EDGE = 4.0  # large inputs saturate a softmax: one nudge shows little of an edge case's noise
 IDS = "the ids of the largest rows"
 _FEW = 16  # constants of no more elements are sizes and bounds, where the last bits decide
 _BESIDE_10000 = 2.0**-10  # what an fp32 score keeps to which a mask has added -10000
@@ -197,7 +196,7 @@ class Reference:
                 own, is_edge = noise()[index][output], index >= self.typical
                 if is_edge and not own <= MAX_USABLE_ERROR:
                     continue
-                accepted = max(accepted_error(dtype, own), _TIMES_EDGE * own if is_edge else 0.0)
+                accepted = accepted_error(dtype, own)
                 if not error <= accepted:
                     where = f" for {self.edge[index - self.typical]}" if is_edge else ""
                     text = f"relative error {error:.1e}, accepted {accepted:.1e}"
@@ -252,7 +251,7 @@ def generated(
                 if not reasons:
                     _require_loadable(original, library)
                 reasons.append(str(error).splitlines()[0])
-                notes = [skip_note("a mask that hides everything", reasons[-1])]
+                notes = [_skip_note("a mask that hides everything", reasons[-1])]
                 return tried(sizes, hidden[:-1], others, notes) if hidden[-1:] == ["everything"] else None
             if best is None or len(found.uncompared(model.graph)) < len(best[0].uncompared(model.graph)):
                 best = found, sizes
@@ -310,7 +309,7 @@ def _run_original(
     original: Runnable, library: deploy.Libraries, typical: list[Case], edge: dict[str, Case]
 ) -> Reference:
     answer = run(original, library, [*typical, *edge.values()], required=len(typical), may_skip=True)
-    notes = [skip_note([*edge][index - len(typical)], why) for index, why in answer.failed.items()]
+    notes = skip_notes([*edge], answer, len(typical))
     ran = zip(edge.items(), answer.outputs[len(typical) :], strict=True)
     edge = {name: case for (name, case), found in ran if found}
     outputs = [each for each in answer.outputs if each]
@@ -322,8 +321,12 @@ def _run_original(
     return Reference(cases, outputs, list(edge), sizes, answer.note, skipped=notes)
 
 
-def skip_note(case: str, why: str) -> str:
-    """Returns the note on an edge case on which the original does not run."""
+def skip_notes(edge: Sequence[str], answer: Answer, typical: int) -> list[str]:
+    """Returns a note on each edge case on which the original did not run; they follow the typical cases."""
+    return [_skip_note(edge[index - typical], why) for index, why in answer.failed.items()]
+
+
+def _skip_note(case: str, why: str) -> str:
     return f"not compared for {case}, on which the original does not run: {why}"
 
 
@@ -337,7 +340,7 @@ def with_ids(
     try:
         outputs = run(original, library, cases).outputs if cases else []
     except (TwinopError, NotRunnable) as error:  # it does not take so many sequences
-        return replace(reference, skipped=[*reference.skipped, skip_note(what, str(error).splitlines()[0])])
+        return replace(reference, skipped=[*reference.skipped, _skip_note(what, str(error).splitlines()[0])])
     return replace(
         reference,
         cases=reference.cases + cases,
@@ -399,15 +402,15 @@ def noise(nudged: Runnable, library: deploy.Libraries, reference: Reference, by:
         nudged: the original with nudged weights.
         by: the relative change of the inputs' numbers; 0 shows what differs from run to run.
     """
-    near = [
-        {
-            name: _nudged(array, _BESIDE_10000 if by and inputs.hides_all(case) else by)
-            for name, array in case.items()
-        }
-        for case in reference.cases
-    ]
     runs = [[[0.0] * len(each) for each in reference.outputs]]
-    for optimize in (True, False):
+    for seed, optimize in enumerate((True, False)):  # large inputs saturate a softmax: one nudge shows little
+        near = [
+            {
+                name: _nudged(array, _BESIDE_10000 if by and inputs.hides_all(case) else by, seed)
+                for name, array in case.items()
+            }
+            for case in reference.cases
+        ]
         with suppress(TwinopError, NotRunnable):
             runs.append(reference.errors(run(nudged, library, near, optimize=optimize).outputs))
     return largest_of(runs)
@@ -418,11 +421,11 @@ def largest_of(runs: Sequence[Errors]) -> Errors:
     return [[max(each) for each in zip(*rows, strict=True)] for rows in zip(*runs, strict=True)]
 
 
-def _nudged(array: np.ndarray, by: float = LAST_BITS) -> np.ndarray:
+def _nudged(array: np.ndarray, by: float, seed: int) -> np.ndarray:
     """Changes the last bits of numbers: a result that depends on them is not certain."""
     if array.dtype != np.float32:
         return array
-    signs = np.random.default_rng(0).random(array.shape, np.float32) < 0.5
+    signs = np.random.default_rng(seed).random(array.shape, np.float32) < 0.5
     return np.asarray(array * np.where(signs, np.float32(1 - by), np.float32(1)))  # larger may be infinite
 
 

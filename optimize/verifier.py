@@ -256,13 +256,13 @@ class Verifier:
         self, known: equivalence.Reference | None, segments: Sequence[Segment], names: Sequence[str]
     ) -> equivalence.Reference:
         """Returns cases of the whole model with what segments compute, among it values of these names."""
-        original, before = self.source.original, known.cases[0].keys() if known is not None else {*()}
-        parts = [each.original for each in segments]
-        parts = (
-            parts[max(at for at, part in enumerate(parts) if before >= {*part.inputs}) :] if before else parts
-        )
-        others = {*names}.difference(before, *(part.outputs for part in parts))
-        parts[-1] = replace(parts[-1], outputs=[*parts[-1].outputs, *others])
+        original, before = self.source.original, {*known.cases[0]} if known is not None else set[str]()
+        *parts, last = [
+            each.original for each in segments
+            if each is segments[-1] or not before.issuperset(each.original.outputs)
+        ]  # fmt: skip
+        missing = {*names}.difference(before, last.outputs, *(part.outputs for part in parts))
+        parts.append(replace(last, outputs=[*last.outputs, *missing]))
         wanted = [*dict.fromkeys(name for part in parts for name in part.outputs)]
         chain = Chain([self.source.finished(extract(original, part)) for part in parts], wanted)
         if known is None:  # all of the model says what its inputs are
@@ -273,11 +273,8 @@ class Verifier:
             known, _ = self.reference(chain, whole)
         else:
             answer = run_any(chain, self._library, known.cases, required=known.typical)
-            skipped = [
-                equivalence.skip_note(known.edge[at - known.typical], why)
-                for at, why in answer.failed.items()
-            ]
-            known = replace(known, outputs=answer.outputs, skipped=[*known.skipped, *skipped])
+            skipped = [*known.skipped, *equivalence.skip_notes(known.edge, answer, known.typical)]
+            known = replace(known, outputs=answer.outputs, skipped=skipped)
         pairs = zip(known.cases, known.outputs, strict=True)
         cases = [case | dict(zip(wanted, found, strict=True)) if found else {} for case, found in pairs]
         return replace(known, cases=cases).without(lambda case: not case)

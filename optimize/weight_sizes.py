@@ -136,7 +136,8 @@ def _run(
                 small.append(each)
         if not cases:
             return None
-        outputs = run(part, library, cases, until_one_runs=True).outputs
+        outputs = run(part, library, cases, required=0).outputs
     except (NotRunnable, TwinopError, ValueError):  # a part above 2 GiB
         return None
-    return (small[len(outputs) - 1], [np.asarray(each) for each in outputs[-1]]) if outputs[-1] else None
+    ran = [(each, [*map(np.asarray, found)]) for each, found in zip(small, outputs, strict=True) if found]
+    return ran[0] if ran else None

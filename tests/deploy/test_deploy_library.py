@@ -65,7 +65,7 @@ def test_what_a_process_has_loaded_the_next_one_does_not_try(monkeypatch: pytest
     before = frozenset[str]()
     for _ in range(2):
         registration.registered.clear()
-        [(_, before)] = ort_runs._runs(model, None, [], True, True, False, 0, before)
+        [(_, before)] = ort_runs._runs(model, None, [], True, True, 0, before)
     assert [path.name for path in tried] == ["libcustom_relu.so"] and len(before) == 1
 
 
