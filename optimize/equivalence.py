@@ -3,6 +3,7 @@
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from math import inf
 from pathlib import Path
 from types import MappingProxyType
@@ -227,32 +228,27 @@ def generated(
     hidden = inputs.hidden(padding) if any(map(inputs.is_mask, model.graph.inputs)) else ["right", "left"]
 
     def tried(
-        sizes: Sizes,
-        hidden: Sequence[str] = hidden,
-        others: Sequence[Sizes] = (),
-        skipped: Sequence[str] = (),
+        sizes: Sizes, hidden: Sequence[str] = hidden, others: Sequence[Sizes] = (), notes: Sequence[str] = ()
     ) -> tuple[Reference, Sizes] | None:
         nonlocal best
         others = others or [replace(sizes, batch=1, length=sizes.length + 2 * (sizes.length % 2))]
         kinds = [(sizes, hide) for hide in hidden] + [(other, "nothing") for other in others]
         for positive in (False, True):
             try:
-                cases = [
-                    inputs.generate(model, each, hide=hide, seed=seed, positive=positive)
-                    for seed, (each, hide) in enumerate(kinds)
-                ]
+                make = partial(inputs.generate, model, positive=positive)
+                cases = [make(each, hide=hide, seed=seed) for seed, (each, hide) in enumerate(kinds)]
             except inputs.TooLarge as error:
                 reasons.append(str(error))
                 break
             try:
                 found = reference(original, model, library, cases)
-                found = replace(found, skipped=[*found.skipped, *skipped])
+                found = replace(found, skipped=[*found.skipped, *notes])
             except (TwinopError, NotRunnable) as error:
                 if not reasons:
                     _require_loadable(original, library)
                 reasons.append(str(error).splitlines()[0])
-                notes = [_skip_note("a mask that hides everything", reasons[-1])]
-                return tried(sizes, hidden[:-1], others, notes) if hidden[-1:] == ["everything"] else None
+                note = _skip_note("a mask that hides everything", reasons[-1])
+                return tried(sizes, hidden[:-1], others, [note]) if hidden[-1:] == ["everything"] else None
             if best is None or len(found.uncompared(model.graph)) < len(best[0].uncompared(model.graph)):
                 best = found, sizes
             if not best[0].uncompared(model.graph):
