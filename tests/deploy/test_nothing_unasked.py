@@ -45,7 +45,7 @@ def test_children_take_no_module_of_the_current_folder(
     monkeypatch.syspath_prepend(str(hostile))  # as after python -m
     server = ort_process.Server()
     model = make_model("CustomRelu").SerializeToString()
-    assert server.run(ort_runs._runs, model, None, [], True, True, False, 0, frozenset()) != [[]]
+    assert server.run(ort_runs._runs, model, None, [], True, True, 0, frozenset()) != [[]]
     server.close()
     monkeypatch.setattr(registration, "registered", {})  # a library is registered in a child first
     assert session(make_model("CustomRelu"), ["CPUExecutionProvider"]).library
