@@ -104,9 +104,13 @@ class Kind:
         return all(least / _ALIKE <= size <= most * _ALIKE for size, least, most in bounds)
 
     def _node(self, node: ir.Node, known: _Known, crossing: set[str]) -> None:
+        rows = [
+            constant_of(value) if value and is_bias(node, i) else None for i, value in enumerate(node.inputs)
+        ]
+        self.biases += [weights.largest(row) for row in rows if row is not None]
         read = [
-            self._value(value, is_weight(node, index), known, crossing, is_bias(node, index))
-            for index, value in enumerate(node.inputs)
+            self._value(value, row is not None or is_weight(node, index), known, crossing)
+            for index, (value, row) in enumerate(zip(node.inputs, rows, strict=True))
         ]
         attributes = [
             (name, self._attribute(each, known, crossing)) for name, each in sorted(node.attributes.items())
@@ -114,22 +118,13 @@ class Kind:
         self.records.append((node.domain, node.op_type, read, attributes, len(node.outputs)))
         known.update((value, (len(self.records), index)) for index, value in enumerate(node.outputs))
 
-    def _value(
-        self,
-        value: ir.Value | None,
-        is_weight: bool,
-        known: _Known,
-        crossing: set[str],
-        is_bias: bool = False,
-    ) -> object:
+    def _value(self, value: ir.Value | None, is_weight: bool, known: _Known, crossing: set[str]) -> object:
         if value is None or value in known:
             return None if value is None else known[value]
         is_given = value.is_graph_input()
         tensor = constant_of(value)
         if tensor is not None:
-            if is_bias:
-                self.biases.append(weights.largest(tensor))
-            if is_weight or is_bias:
+            if is_weight:
                 return self._number("weight", value), form(tensor)
             if id(tensor) not in self.contents:
                 self.contents[id(tensor)] = content(tensor)

@@ -55,7 +55,7 @@ struct Line {
   constexpr int SplitK() const { return warps * passes; }
 };
 
-// The first line that fits is the choice (docs/tuning.md).
+// The first line that fits, also into shared memory, is the choice (docs/tuning.md).
 //
 // A block of four tiles reads as much of x as of the weight. A block makes its integers dense once
 // for all its rows of x: with several tiles, more blocks at once hide more than more chunks under
@@ -132,7 +132,8 @@ constexpr const Line* Choose(const ProductShape& shape, const Target& target) {
       return static_cast<int>((blocks + target.multiprocessors - 1) / target.multiprocessors);
     };
     if ((line.weights & shape.kind) != 0 && (line.tiles & tiles) != 0 && line.SplitK() == split_k &&
-        line.each.Has(each()) && line.k.Has(shape.k))
+        line.each.Has(each()) && line.k.Has(shape.k) &&
+        SharedBytes(line, tiles) <= target.block_bytes)
       return &line;
   }
   return nullptr;
