@@ -54,6 +54,11 @@ def accepted_error(dtype: str, own: float, times: float = 1.0) -> float:
     return max(times * ACCEPTED[dtype], NOISE_FACTOR * own if own <= MAX_USABLE_ERROR * times else 0.0)
 
 
+def has_steps(model: ir.Model) -> bool:
+    """Whether a model rounds to a few numbers itself, so that last bits may change much."""
+    return any("QuantizeLinear" in node.op_type for node in model.graph)
+
+
 class NotEquivalent(Exception):
     """A rewritten model fails or computes something else than the original; the text says which.
 

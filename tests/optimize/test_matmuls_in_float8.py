@@ -209,6 +209,33 @@ def test_an_encoder_in_segments(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     assert report.compared and not any("fp32 form" in note for note in report.notes)
 
 
+@pytest.mark.parametrize(("width", "seed"), [(64, 1), (128, 0)])
+def test_numbers_beside_a_step_of_a_quantiser(
+    width: int, seed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What 16 bits change moves few numbers of a few rows to the next one of e4m3, whose error is theirs."""
+    kind, rng, nodes = quantizer.QuantType.QFLOAT8E4M3FN, np.random.default_rng(seed), "a0 = Identity (x) "
+    given = dict[str, np.ndarray]()
+    for i in range(4):
+        given[f"w{i}"] = rng.standard_normal((width, width)).astype(np.float32) * np.float32(0.15)
+        given[f"b{i}"] = rng.standard_normal(width).astype(np.float32) * np.float32(0.1)
+        nodes += f"m{i} = Gemm <transB = 1> (a{i}, w{i}, b{i}) a{i + 1} = Gelu (m{i}) "
+    onnx.save(
+        parsed(f"(float[M, {width}] x) => (float[M, {width}] m3) {{ {nodes} }}", **given), tmp_path / "mlp"
+    )
+    reader = _Calibration()
+    reader.cases = iter(
+        [{"x": np.random.default_rng(i).standard_normal((4, width)).astype(np.float32)} for i in range(3)]
+    )
+    quantizer.quantize_static(
+        tmp_path / "mlp", tmp_path / "quantised.onnx", reader, per_channel=True, weight_type=kind,
+        activation_type=kind, calibrate_method=quantizer.CalibrationMethod.Distribution,
+    )  # fmt: skip
+    monkeypatch.setattr(segments, "MOST_BYTES", 40_000)
+    report, _ = optimized(tmp_path / "quantised.onnx", tmp_path, dtype="float16")
+    assert report.fused["linear_fp8+bias"] == 4 and bool(report.compared) == (width == 128)
+
+
 def test_the_bytes_are_compared_with_the_source(tmp_path: Path) -> None:
     """Also one that is off is found, of a weight that is transposed."""
     text = f"{X} w = DequantizeLinear <axis = 1> (kn, scales, zeros) y = MatMul (d, w)"
