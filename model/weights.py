@@ -10,6 +10,7 @@ import hashlib
 import math
 import operator
 from collections.abc import Callable, Iterator, MutableMapping, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 from typing import cast as typed
@@ -495,7 +496,19 @@ def _read_dequantized(recipe: Recipe, window: Window) -> np.ndarray:
 def _read_quantized(recipe: Recipe, window: Window) -> np.ndarray:
     matrix, scales = recipe.sources
     factors = np.float32(1) / read(scales, window[:1])[:, None]
-    return (read(matrix, window).astype(np.float32) * factors).astype(recipe.dtype.numpy())
+    bits = (read(matrix, window).astype(np.float32) * factors).view(np.uint32)
+    return _rounded_to_e4m3().take((bits >> 16).astype(np.uint16) | ((bits & 0xFFFF) != 0))
+
+
+@cache
+def _rounded_to_e4m3() -> np.ndarray:
+    """Returns e4m3 of the upper half of a number's bits in fp32, whose last bit is set if the rest is not 0.
+
+    That is enough to round to 4 bits, and takes a fifth of the time of ml_dtypes.
+    """
+    halves = np.arange(1 << 16, dtype=np.uint16).view(ir.DataType.BFLOAT16.numpy())
+    with np.errstate(invalid="ignore"):  # NaN is among them
+        return halves.astype(ir.DataType.FLOAT8E4M3FN.numpy())
 
 
 def _read_node(recipe: Recipe, window: Window) -> np.ndarray:
@@ -549,8 +562,19 @@ def narrow(array: np.ndarray, dtype: ir.DataType) -> np.ndarray:
 
 def largest(tensor: ir.TensorProtocol) -> float:
     """Returns the largest magnitude, 0 of nothing."""
-    floats = tensor.dtype.numpy() if tensor.dtype.is_floating_point() else np.dtype(np.float64)
-    return max(float(np.abs(each.astype(floats, copy=False)).max(initial=0)) for each in strips(tensor))
+    return max(float(_maximum(each.reshape(-1)) if each.size else 0) for each in strips(tensor))
+
+
+def _maximum(array: np.ndarray) -> np.ndarray:
+    """Returns the largest magnitudes along the last axis; NaN is the largest one.
+
+    Floats of 16 bits are compared as integers, whose order is the same: NumPy takes a hundredth of the time.
+    """
+    if array.itemsize == 2 and array.dtype.kind not in "iu":
+        return (array.view(np.uint16) & 0x7FFF).max(-1).view(array.dtype)
+    ends = array.max(-1), array.min(-1)
+    high, low = ends if array.dtype.kind == "f" else [each.astype(np.float64) for each in ends]
+    return np.maximum(high, -low)
 
 
 def fits(tensor: ir.TensorProtocol, dtype: ir.DataType) -> bool:
@@ -568,7 +592,7 @@ def row_norms(table: ir.TensorProtocol, axis: int) -> np.ndarray:
 
 def row_maxima(table: ir.TensorProtocol, axis: int) -> np.ndarray:
     """Returns the largest magnitude of each row of a table along an axis."""
-    return _of_rows(table, axis, lambda rows: np.maximum(rows.max(axis=1), -rows.min(axis=1)))
+    return _of_rows(table, axis, _maximum)
 
 
 def _of_rows(table: ir.TensorProtocol, axis: int, compute: Callable[[np.ndarray], np.ndarray]) -> np.ndarray:

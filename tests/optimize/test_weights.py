@@ -158,6 +158,12 @@ def test_statistics(store: Callable[..., Stored]) -> None:
         rows = np.moveaxis(array, axis, 0)
         np.testing.assert_allclose(weights.row_norms(stored, axis), np.linalg.norm(rows, axis=1), rtol=1e-6)
         np.testing.assert_array_equal(weights.row_maxima(stored, axis), np.abs(rows).max(1))
+    integers = np.array([[-128, 3], [7, -1]], np.int8)
+    assert weights.largest(store(integers)) == 128
+    assert weights.largest(store(integers[:, :0])) == 0
+    narrow = array.astype(np.float16)
+    narrow[2, 1], narrow[4, 5], narrow[4, 6] = -np.inf, np.nan, np.inf
+    np.testing.assert_array_equal(weights.row_maxima(store(narrow), 0), np.abs(narrow).max(1))
     assert not weights.fits(stored, FLOAT16)
     rounded = array.astype(np.float16).astype(np.float32)
     rounded[0, 0] = np.finfo(np.float32).min  # of a mask
