@@ -2,7 +2,6 @@
 #pragma once
 
 #include <cstdint>
-#include <cuda/annotated_ptr>
 
 namespace twinop {
 
@@ -15,7 +14,7 @@ class L2ReadPolicy {
  public:
   explicit L2ReadPolicy(std::int64_t bytes) {
     constexpr std::int64_t kMinBytes = 64 << 20;
-    if (bytes >= kMinBytes) property_ = cuda::access_property::persisting{};
+    if (bytes >= kMinBytes) property_ = kPersisting;
   }
 
   // The pointer with the hint. The compiler follows it to the loads, which take no more registers
@@ -23,19 +22,22 @@ class L2ReadPolicy {
   template <class T>
   __device__ __forceinline__ const T* Of(const T* place) const {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ == 900
-    return cuda::associate_access_property(place, property_);
+    __builtin_assume(__isGlobal(place));
+    return static_cast<const T*>(__nv_associate_access_property(place, property_));
 #else
     return place;
 #endif
   }
 
   // The hint as bulk copies take it.
-  __device__ __forceinline__ std::uint64_t Policy() const {
-    return static_cast<std::uint64_t>(property_);
-  }
+  __device__ __forceinline__ std::uint64_t Policy() const { return property_; }
 
  private:
-  cuda::access_property property_;
+  // What cuda::access_property holds. Its header, <cuda/annotated_ptr>, takes as long to compile as
+  // a small op.
+  static constexpr std::uint64_t kNormal = 0x10F0000000000000, kPersisting = 0x14F0000000000000;
+
+  std::uint64_t property_ = kNormal;
 };
 
 // Moves a sector of 32 bytes to L2. Others may write it meanwhile, so a kernel may ask for it

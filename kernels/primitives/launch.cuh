@@ -152,11 +152,10 @@ struct LaunchConfig : cudaLaunchConfig_t {
 
 // Gets the number of clusters of the grid (or of blocks, without clusters) that the device holds at
 // once.
-template <class Kernel>
-Status ResidentClusters(Kernel kernel, const Grid& grid, int multiprocessors, int* count) {
+inline Status ResidentClusters(const void* kernel, const Grid& grid, int multiprocessors,
+                               int* count) {
   const LaunchConfig launch(grid, nullptr, false);
-  TWINOP_RETURN_IF_ERROR(
-      AllowSharedBytes(reinterpret_cast<const void*>(kernel), grid.shared_bytes));
+  TWINOP_RETURN_IF_ERROR(AllowSharedBytes(kernel, grid.shared_bytes));
   if (grid.cluster > 1)
     return CudaStatus(cudaOccupancyMaxActiveClusters(count, kernel, &launch),
                       "asking how many clusters the device holds");
@@ -191,7 +190,8 @@ static inline Status AskDevice(int device, Target* target) {
   for (int i = 1; i < 4 && target->code >= 90; ++i) {
     const Grid grid{1 << i, dim3(32), 1, static_cast<int>(target->block_bytes), 1 << i};
     int* const count = &target->clusters[i];
-    if (!ResidentClusters(CodeProbeKernel, grid, 0, count).ok()) *count = 0;
+    if (!ResidentClusters(reinterpret_cast<const void*>(CodeProbeKernel), grid, 0, count).ok())
+      *count = 0;
   }
   const char* const name = std::getenv("TWINOP_TARGET");
   return name == nullptr ? Status() : LimitTo(name, target);
@@ -247,26 +247,35 @@ inline void TraceKernel(const void* kernel, const Grid& grid, const Target& targ
   return Status::Error(status.message() + (lacks.empty() ? "" : "; it needs " + lacks));
 }
 
+// Launches a kernel whose arguments lie at these places.
+static inline Status LaunchUntyped(const void* kernel, const Grid& grid, const Call& call,
+                                   void** arguments) {
+  if (grid.blocks > INT32_MAX)
+    return Status::Error("the tensor is too large for one kernel launch");
+  const Target* target = nullptr;
+  TWINOP_RETURN_IF_ERROR(TargetOf(call, &target));
+  if (grid.shared_bytes > target->block_bytes || target->ClustersOf(grid.cluster) == 0)
+    return LaunchError(Status::Error("a kernel launch failed"), kernel, grid, *target);
+  TWINOP_RETURN_IF_ERROR(AllowSharedBytes(kernel, grid.shared_bytes));
+  if (__builtin_expect(kIsTraced, false)) TraceKernel(kernel, grid, *target);
+  const bool is_pdl = grid.blocks <= grid.max_pdl_blocks && target->code >= 90;
+  const LaunchConfig config(grid, call.context->stream, is_pdl);
+  const Status status =
+      CudaStatus(cudaLaunchKernelExC(&config, kernel, arguments), "a kernel launch");
+  return status.ok() ? Status() : LaunchError(status, kernel, grid, *target);
+}
+
 template <class... Parameters, class... Arguments>
 Status LaunchKernel(void (*kernel)(Parameters...), const Grid& grid, const Call& call,
                     const Arguments&... arguments) {
   static_assert(sizeof...(Parameters) == sizeof...(Arguments),
                 "the kernel has another number of parameters than LaunchKernel got arguments");
-  if (grid.blocks > INT32_MAX)
-    return Status::Error("the tensor is too large for one kernel launch");
-  const Target* target = nullptr;
-  TWINOP_RETURN_IF_ERROR(TargetOf(call, &target));
-  const void* const function = reinterpret_cast<const void*>(kernel);
-  if (grid.shared_bytes > target->block_bytes || target->ClustersOf(grid.cluster) == 0)
-    return LaunchError(Status::Error("a kernel launch failed"), function, grid, *target);
-  TWINOP_RETURN_IF_ERROR(AllowSharedBytes(function, grid.shared_bytes));
-  if (__builtin_expect(kIsTraced, false)) TraceKernel(function, grid, *target);
-  const bool is_pdl = grid.blocks <= grid.max_pdl_blocks && target->code >= 90;
-  const LaunchConfig launch(grid, call.context->stream, is_pdl);
-  const Status status =
-      CudaStatus(cudaLaunchKernelEx(&launch, kernel, static_cast<Parameters>(arguments)...),
-                 "a kernel launch");
-  return status.ok() ? Status() : LaunchError(status, function, grid, *target);
+  // The places are those of the converted arguments, which live until the end of the statement.
+  const auto launch = [&](const Parameters&... converted) {
+    void* places[] = {const_cast<void*>(static_cast<const void*>(&converted))...};
+    return LaunchUntyped(reinterpret_cast<const void*>(kernel), grid, call, places);
+  };
+  return launch(static_cast<Parameters>(arguments)...);
 }
 
 }  // namespace twinop

@@ -145,7 +145,8 @@ struct Launch {
                 settings.cluster};
       int clusters = SumClusters(settings.cluster);
       if (!kSums)
-        TWINOP_RETURN_IF_ERROR(ResidentClusters(kernel, grid, target.multiprocessors, &clusters));
+        TWINOP_RETURN_IF_ERROR(ResidentClusters(reinterpret_cast<const void*>(kernel), grid,
+                                                target.multiprocessors, &clusters));
       // One that the device does not hold is refused in words.
       clusters = static_cast<int>(std::clamp<std::int64_t>(rows.count, 1, std::max(clusters, 1)));
       grid.blocks = std::int64_t{clusters} * settings.cluster;
