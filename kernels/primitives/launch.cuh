@@ -272,7 +272,8 @@ Status LaunchKernel(void (*kernel)(Parameters...), const Grid& grid, const Call&
                 "the kernel has another number of parameters than LaunchKernel got arguments");
   // The places are those of the converted arguments, which live until the end of the statement.
   const auto launch = [&](const Parameters&... converted) {
-    void* places[] = {const_cast<void*>(static_cast<const void*>(&converted))...};
+    void* places[sizeof...(Parameters) + 1] = {
+        const_cast<void*>(static_cast<const void*>(&converted))...};
     return LaunchUntyped(reinterpret_cast<const void*>(kernel), grid, call, places);
   };
   return launch(static_cast<Parameters>(arguments)...);

@@ -38,8 +38,7 @@ cudaError_t cudaOccupancyMaxActiveClusters(int* clusters, const void*, const cud
   *clusters = 0;
   return cudaSuccess;
 }
-cudaError_t cudaOccupancyMaxActiveBlocksPerMultiprocessorWithFlags(int* blocks, const void*, int,
-                                                                   size_t, unsigned) {
+cudaError_t cudaOccupancyMaxActiveBlocksPerMultiprocessor(int* blocks, const void*, int, size_t) {
   *blocks = 1;
   return cudaSuccess;
 }
