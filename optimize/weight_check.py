@@ -23,7 +23,7 @@ from twinop.system.progress import Progress, silent
 
 from .equivalence import NotEquivalent
 from .segments import Segment, extract
-from .weight_pool import Constant, Pool, cast, constants, is_float, pool_of, to_array
+from .weight_pool import Constant, Pool, cast, constants, eps_of, is_float, norm_eps, pool_of, to_array
 
 _TILE, _PADDING = 512, 32  # padding keeps the lines of a tile apart in the cache
 _SAMPLES, _LIKE, _MOST = 64, 1 / 32, 0.5  # most of a sample that differs little: what is searched
@@ -100,13 +100,18 @@ def check_weights(
         there are such, also those of the original's weights in the same segment that no other constant holds.
 
     Raises:
-        NotEquivalent: a constant of the result has other numbers than the original's, or one is missing.
+        NotEquivalent: a constant of the result has other numbers than the original's, or one is missing. Or a
+            norm has another eps, which shows in no result: it is far smaller than what it is added to.
     """
-    pools = [pool_of(extract(source, each.original)) for each in segments]
-    results = [constants(extract(written, each.result)) for each in segments]
+    originals = [extract(source, each.original) for each in segments]
+    parts = [extract(written, each.result) for each in segments]
+    pools, results = [*map(pool_of, originals)], [*map(constants, parts)]
+    eps = [*map(eps_of, originals)]
     total, done = sum(each.nbytes for found in results for each in found.values()), 0
     unexplained, known = list[str](), dict[int, list[_Piece]]()
     for index, (segment, found) in enumerate(zip(segments, results, strict=True)):
+        if others := norm_eps(parts[index]).difference(*eps[max(index - 1, 0) : index + 2]):
+            raise NotEquivalent(f"differs in {segment.name}: the original has no eps of {min(others):g}")
         pool = pools[index].with_rows(pools[max(index - 1, 0) : index + 2])
         keys, foreign = {each.key for each in pool.constants}, pools[:index] + pools[index + 1 :]
         missing, held = list[str](), list[_Piece]()

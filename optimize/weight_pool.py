@@ -13,6 +13,7 @@ import onnx_ir as ir
 from onnx.reference import ReferenceEvaluator
 
 from twinop.model.weights import Stored
+from twinop.record.op_spec import DOMAIN
 
 from . import graph as g
 
@@ -22,6 +23,7 @@ _PICKS = {"Gather", "Slice"}  # also from larger constants
 _MOVES = {"Cast", "Flatten", "Identity", "Reshape", "Squeeze", "Transpose", "Unsqueeze"}
 _BETWEEN = _MOVES | {"Add", "Conv", "Gemm", "MatMul", "MatMulNBits"}
 _HIDING = -9984.0  # what bfloat16 has for -10000, which hides a score
+_DEFAULTS, _ATTENTION = [1e-5, 1e-6, 1e-12], "CustomAttentionCached"  # eps of nodes without
 _DEPTH = 5  # nodes between a weight and where its product is split
 
 
@@ -196,6 +198,30 @@ def _cuts(value: ir.Value, known: Mapping[ir.Value, np.ndarray]) -> set[int]:
             if node.op_type in _BETWEEN and depth < _DEPTH:
                 waiting += [(each, depth + 1) for each in node.outputs]
     return found
+
+
+# ------------------------------------------------------------------------------------ eps
+
+
+def eps_of(model: ir.Model) -> set[float]:
+    """Returns the numbers of a part of the original that may be the eps of a norm."""
+    numbers = [
+        each for each in constants(model).values() if each.size == 1 and each.dtype.is_floating_point()
+    ]
+    found = [each.numpy().item() for each in numbers]
+    for node in model.graph.all_nodes():
+        given = [each.value for each in node.attributes.values() if each.type is ir.AttributeType.FLOAT]
+        has_default = "Norm" in node.op_type or node.op_type == "GroupQueryAttention"
+        found += given or (_DEFAULTS if has_default else [])
+    return {*np.array(found, np.float32).tolist()}
+
+
+def norm_eps(model: ir.Model) -> set[float]:
+    """Returns the eps of the norms of a part of the result, also of those in matmuls and attention."""
+    nodes = [node for node in model.graph.all_nodes() if node.domain == DOMAIN]
+    nodes = [node for node in nodes if node.op_type != _ATTENTION or [*node.inputs, *[None] * 7][6]]
+    given = [g.attribute(node, name, 0.0) for node in nodes for name in ("eps", "rms_eps")]
+    return {*np.array(given, np.float32).tolist()} - {0.0}
 
 
 # ------------------------------------------------------------------------------------ numbers

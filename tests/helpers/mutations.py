@@ -108,6 +108,13 @@ def change_attribute(model: Mutated, layer: int) -> None:
     _set(model.attention(layer), "scale", lambda scale: scale * 1.1)
 
 
+def change_eps(model: Mutated, layer: int) -> None:
+    *_, node = [
+        each for each in model.layer(layer) if each.op_type in (*_GATED, "CustomRmsNorm", "CustomAddRmsNorm")
+    ]
+    _set(node, "eps" if node.op_type.endswith("RmsNorm") else "rms_eps", lambda eps: eps * 10)
+
+
 def change_window(model: Mutated, layer: int) -> None:
     _set(model.attention(layer), "window", lambda window: 8)
 
@@ -168,7 +175,7 @@ def change_table(model: Mutated, layer: int) -> None:
 MUTATIONS: dict[str, Callable[[Mutated, int], None]] = {
     "two weights of one layer swapped": swap_weights, "gate and up swapped": swap_gate_and_up,
     "one scale or weight off": change_scale, "one attribute changed": change_attribute,
-    "one window": change_window, "a layer left out": leave_out_layer,
+    "one norm's eps": change_eps, "one window": change_window, "a layer left out": leave_out_layer,
     "two layers exchanged": exchange_layers, "caches of two layers exchanged": exchange_caches,
     "one row of q, k and v exchanged": exchange_rows, "one norm's gain": change_gain,
     "one row of the embedding": change_embedding, "one column of the head": change_head,

@@ -22,7 +22,7 @@ LAYERS, CHANGED = 4, 1
 MOST_BYTES = 600 << 10  # of a layer in fp16
 BYTES = {
     "one scale or weight off", "two layers exchanged", "one row of q, k and v exchanged", "one norm's gain",
-    "one row of the embedding", "one column of the head",
+    "one norm's eps", "one row of the embedding", "one column of the head",
 }  # fmt: skip
 
 Optimised = Callable[[str], tuple[Path, Callable[[Path], None]]]
