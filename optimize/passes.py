@@ -15,6 +15,7 @@ from . import (
     batched_heads,
     cached_attention,
     dequantize,
+    einsum,
     embedding,
     equivalence,
     gated,
@@ -42,6 +43,7 @@ from .rewrite import Rewrite
 PASSES: Sequence[type[Rewrite]] = (
     dequantize.Dequantize,
     unfuse_ort.UnfuseOrt,
+    einsum.Einsum,
     embedding.Embeddings,
     patches.Patches,
     unflatten.Unflatten,

@@ -248,6 +248,20 @@ def test_attention(case: tuple[str, str], tmp_path: Path) -> None:
     assert [str(dim) for dim in model.graph.inputs[1].shape or ()] == ["B", "T", "8"]
 
 
+def test_attention_of_einsums(tmp_path: Path) -> None:
+    """Keras and JAX write heads, scores and their sum as equations, here with k before q."""
+    heads = " ".join(f'{each} = Einsum <equation = "bsw,whd->bshd"> (x, w{each})' for each in "qkv")
+    model = parsed(
+        f"(float[B, S, 8] x) => (float[B, S, 8] y) {{ {heads} "
+        's = Einsum <equation = "bkhd,bqhd->bhqk"> (k, q) p = Softmax (s) '
+        'a = Einsum <equation = "bhqk,bkhd->bqhd"> (p, v) y = Einsum <equation = "bqhd,hdw->bqw"> (a, o) }',
+        **{f"w{each}": weights(8, 2, 4, seed=seed) for seed, each in enumerate("qkv")},
+        o=weights(2, 4, 8),
+    )
+    report, fast = optimized(model, tmp_path)
+    assert report.fused == {"linear": 4, "attention": 1} and not nodes(fast, "Transpose", "Einsum")
+
+
 def test_softmax_before_opset_13_of_unknown_rank(tmp_path: Path) -> None:
     """onnx's conversion writes Flatten, Softmax and Reshape where it does not know the rank."""
     text = """(float[B, S, 8] q, float[B, S, 8] k, float[B, S, 8] v) => (float[B, S, 8] y) {
