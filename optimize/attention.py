@@ -97,7 +97,7 @@ def _fuse(rewrite: Attention, softmax: ir.Node, matmul: ir.Node) -> None:
     context, scores = rewrite.context, scores_of(softmax, matmul)
     probabilities = matmul.inputs[0]
     q, on_q = unscaled(scores.matmul.inputs[0])
-    k, on_k = untransposed(scores.matmul.inputs[1])
+    k, on_k = untransposed(scores.matmul)
     scale = scores.scale * on_q * on_k
     v = matmul.inputs[1]
     assert v is not None

@@ -70,15 +70,17 @@ def scores_of(softmax: ir.Node, after: ir.Node) -> Scores:
         if node.op_type in ("Mul", "Div") and (factor := _factor(node)) is not None:
             found_scale *= factor[1]
             value = factor[0]
-        elif node.op_type == "Add" and found_scale == 1.0:
-            sides = [each for each in node.inputs if _leads_to_matmul(each)]
+        elif node.op_type in ("Add", "Sub"):
+            scores = node.inputs if node.op_type == "Add" else node.inputs[:1]
+            sides = [each for each in scores if _leads_to_matmul(each)]
             if len(sides) != 1 or sides[0] is None:
                 raise g.Skipped("no matmul of q and k")
             mask = g.other_input(node, sides[0])
             assert mask is not None
-            value, masks = sides[0], [*masks, mask]
-        elif node.op_type == "Where" and found_scale == 1.0:
-            value, mask = _mask_of_where(node, after)
+            times = found_scale if node.op_type == "Add" else -found_scale
+            value, masks = sides[0], [*masks, _scaled(mask, times, after)]
+        elif node.op_type == "Where" and found_scale > 0:
+            value, mask = _mask_of_where(node, found_scale, after)
             masks = [*masks, mask]
         elif node.op_type == "Tanh" or g.producer(value, "Mul", "Div", "Tanh"):
             raise g.Skipped("the scores are capped or scaled by a tensor")
@@ -107,12 +109,26 @@ def _leads_to_matmul(value: ir.Value | None) -> bool:
     return False
 
 
-def _mask_of_where(node: ir.Node, before: ir.Node) -> tuple[ir.Value, ir.Value]:
-    """Returns the scores and the mask to add of Where(hidden, -inf, scores) or Where(shown, scores, -inf)."""
+def _scaled(mask: ir.Value, factor: float, before: ir.Node) -> ir.Value:
+    """Returns a mask times what the scores are multiplied by after it. `masks_of` inserts no nodes."""
+    if factor == 1.0 or before.op_type == "Softmax":
+        return mask
+    scaled = g.add(before, "Mul", [mask, g.scalar_constant(before, factor, mask)])
+    if factor > 0:
+        scaled.meta[KNOWN] = known_of(mask)
+    return scaled
+
+
+def _mask_of_where(node: ir.Node, scale: float, before: ir.Node) -> tuple[ir.Value, ir.Value]:
+    """Returns the scores and the mask to add of Where(hidden, -inf, scores) or Where(shown, scores, -inf).
+
+    Args:
+        scale: a number that its result is multiplied by.
+    """
     hidden, a, b = node.inputs
     number = g.scalar(a) if g.scalar(a) is not None else g.scalar(b)
     scores = b if g.scalar(a) is not None else a
-    if hidden is None or scores is None or number is None or number > _HIDDEN:
+    if hidden is None or scores is None or number is None or number * scale > _HIDDEN:
         raise g.Skipped("Where replaces scores with a number that does not hide them")
     if before.op_type == "Softmax":  # `masks_of` inserts no nodes
         return scores, hidden
@@ -144,9 +160,9 @@ def unscaled(value: ir.Value | None) -> tuple[ir.Value, float]:
     return value, scale
 
 
-def untransposed(value: ir.Value | None) -> tuple[ir.Value, float]:
-    """Returns k [B, H, T, D] of scale * k^T [B, H, D, T], and the scale."""
-    value, scale = unscaled(value)
+def untransposed(matmul: ir.Node) -> tuple[ir.Value, float]:
+    """Returns k [B, H, T, D] of q @ (scale * k^T), and the scale."""
+    value, scale = unscaled(matmul.inputs[1])
     transpose, shape = g.producer(value, "Transpose"), g.dims(value) or []
     if transpose is not None and transpose.inputs[0] is not None and len(shape) == 4:
         *outer, columns, rows = g.attribute(transpose, "perm", ())
@@ -157,8 +173,10 @@ def untransposed(value: ir.Value | None) -> tuple[ir.Value, float]:
     # torch's dynamo exporter transposes [B*H, T, D], between two reshapes.
     nodes = g.chain(value, "Reshape", "Transpose")
     perm = list(g.attribute(nodes[1], "perm", ())) if nodes and len(shape) == 4 else []
-    if perm not in ([0, 2, 1], [1, 2, 0]):
-        raise g.Skipped("k is not transposed")
+    if perm not in ([0, 2, 1], [1, 2, 0]):  # a convolution has computed [B, H, D, T]
+        if len(shape) != 4:
+            raise g.Skipped("k is not transposed")
+        return g.transpose(matmul, value, [0, 1, 3, 2]), scale
     middle, rows = nodes[1], nodes[1].inputs[0]
     assert rows is not None
     wanted, inner = [shape[0], shape[1], shape[3], shape[2]], g.producer(rows, "Reshape")

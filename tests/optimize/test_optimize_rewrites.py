@@ -233,6 +233,18 @@ SCORES = {
         ", float[B, 1, 1, T] m, float[1, 1, S, T] n",
         "s = MatMul (qh, kt) t = Add (s, m) r = Add (t, n) p = Softmax (r)",
     ),
+    "scaled after the mask": (
+        ", float[B, 1, S, T] m",
+        "s = MatMul (qh, kt) t = Add (s, m) r = Mul (t, scale) p = Softmax (r)",
+    ),
+    "subtracted mask, then scaled": (
+        ", float[B, 1, S, T] m",
+        "s = MatMul (qh, kt) t = Sub (s, m) r = Div (t, scale) p = Softmax (r)",
+    ),
+    "chosen mask, then scaled": (
+        ", bool[B, 1, S, T] m",
+        "s = MatMul (qh, kt) t = Where (m, s, low) r = Mul (t, scale) p = Softmax (r)",
+    ),
     "chosen mask": (", bool[B, 1, S, T] m", "s = MatMul (qh, kt) t = Where (m, s, low) p = Softmax (t)"),
 }
 
@@ -260,6 +272,18 @@ def test_attention_of_einsums(tmp_path: Path) -> None:
     )
     report, fast = optimized(model, tmp_path)
     assert report.fused == {"linear": 4, "attention": 1} and not nodes(fast, "Transpose", "Einsum")
+
+
+def test_attention_whose_k_is_not_transposed(tmp_path: Path) -> None:
+    """Convolutions compute [B, C, T]: SqueezeBERT."""
+    text = """(float[B, 8, S] q, float[B, 8, T] k, float[B, 8, T] v) => (float[B, S, 8] y) {
+        qr = Reshape (q, columns) qh = Transpose <perm=[0, 1, 3, 2]> (qr) kt = Reshape (k, columns)
+        vr = Reshape (v, columns) vh = Transpose <perm=[0, 1, 3, 2]> (vr) s = MatMul (qh, kt)
+        p = Softmax (s) o = MatMul (p, vh)
+        ot = Transpose <perm=[0, 2, 1, 3]> (o) y = Reshape (ot, joined) }"""
+    report, _ = optimized(parsed(text, **SHAPES, columns=np.array([0, 2, 4, -1])), tmp_path)
+    assert report.fused == {"attention": 1}
+    assert_same(tmp_path, q=(3, 8, 6), k=(3, 8, 5), v=(3, 8, 5))
 
 
 def test_softmax_before_opset_13_of_unknown_rank(tmp_path: Path) -> None:
