@@ -200,6 +200,10 @@ def _check(found: np.ndarray, pool: Pool, foreign: Sequence[Pool]) -> list[_Piec
     others = Pool([each for pool in foreign for each in pool.constants], [])
     if (elsewhere := _explain(found, others, False)) is not None:
         raise _Differs(f"is {elsewhere[0].source.name}, which belongs to another part of the original")
+    if found.ndim == 1 and found.size >= _SHORT:
+        odd = np.flatnonzero(found != np.sort(found)[found.size // 2])
+        if odd.size < _LIKE * found.size:  # such as a bias where there was none
+            raise _Differs(f"is the same number again and again, but for element {odd[0]}")
     return None
 
 

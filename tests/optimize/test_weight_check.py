@@ -164,6 +164,16 @@ def test_what_is_not_known_is_returned() -> None:
     assert check({"w": Q}, {"w": Q, "ones": np.ones((4, 1), np.float16), "sizes": np.arange(3)}) == []
 
 
+@pytest.mark.parametrize("of", [0, 1])
+def test_a_row_that_was_not_there_is_all_one_number(of: int) -> None:
+    """The bias of a matmul that had none, and the gain of such a norm."""
+    row = np.full(96, of, np.float16)
+    assert not check({"w": W}, {"w": W, "row": row})
+    row[70] += np.float16(0.01)
+    with pytest.raises(NotEquivalent, match="row is the same number again and again, but for element 70"):
+        check({"w": W}, {"w": W, "row": row})
+
+
 def test_a_weight_is_missing() -> None:
     with pytest.raises(NotEquivalent, match="differs in the model: it lacks k, or a part of it"):
         check({"q": Q, "k": draw(64, 96)}, {"r": Q})
