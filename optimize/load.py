@@ -113,13 +113,33 @@ def _place_weights(path: Path, model: ir.Model, held: Held = MappingProxyType({}
     """
     files = set[Path]()
     for value in (value for graph in model.graphs() for value in graph.initializers.values()):
-        if isinstance(tensor := value.const_value, ir.ExternalTensor):
+        tensor = value.const_value
+        if isinstance(tensor, ir.ExternalTensor | ir.TensorProtoTensor):
+            _check_bytes(path, tensor)
+        if isinstance(tensor, ir.ExternalTensor):
             value.const_value = _placed(path, tensor, files, held.get(str(value.name)))
     for node in (node for function in model.functions.values() for node in function.all_nodes()):
         for name, attribute in [*node.attributes.items()]:
             if isinstance(attribute.value, ir.ExternalTensor):
                 node.attributes[name] = ir.AttrTensor(name, _placed(path, attribute.value, files))
     model.meta[_FILES] = files - {path}
+
+
+def _check_bytes(path: Path, tensor: ir.ExternalTensor | ir.TensorProtoTensor) -> None:
+    """Raises ExportError for a tensor whose bytes in the model's file do not fit its dtype and shape."""
+    kind, is_outside = tensor.dtype, isinstance(tensor, ir.ExternalTensor)
+    if kind is ir.DataType.UNDEFINED or (kind is ir.DataType.STRING and is_outside):
+        raise ExportError(f"{path}: {tensor.name} is of dtype {kind.name.lower()}. Export the model again")
+    if isinstance(tensor.raw, onnx.TensorProto) and tensor.raw.HasField("raw_data"):
+        _require_bytes(path, tensor, len(tensor.raw.raw_data), "its raw_data")
+
+
+def _require_bytes(path: Path, tensor: ir.TensorProtocol, has: int, where: object) -> None:
+    if has != tensor.nbytes or min(tensor.shape.numpy(), default=0) < 0:
+        raise ExportError(
+            f"{path}: {tensor.name} has {tensor.nbytes} bytes, and {where} has {has} for it. Copy the "
+            "file again, or export the model again"
+        )
 
 
 def _placed(
@@ -133,11 +153,7 @@ def _placed(
             "Put the file beside the model"
         )
     has = min(tensor.nbytes if tensor.length is None else tensor.length, real.stat().st_size - start)
-    if has < tensor.nbytes:
-        raise ExportError(
-            f"{path}: {tensor.name} has {tensor.nbytes} bytes, and {tensor.location} has {has} for it. Copy "
-            "the file again, or export the model again"
-        )
+    _require_bytes(path, tensor, has, tensor.location)
     files.add(file)
     stored = held or Stored(real, start, tensor.dtype, tensor.shape.numpy(), tensor.name)
     if weights.is_large(stored):

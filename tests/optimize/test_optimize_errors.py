@@ -49,7 +49,7 @@ def refused(source: Path, target: Path, **options: Any) -> str:
         ({"dtype": "fp8"}, "expected one of: float32, float16, bfloat16, float8"),
         ({"device": "tpu"}, "device='tpu': expected one of: cuda, cpu"),
         ({"padding": "left"}, "padding='left': expected right"),
-        ({"without": ["linaer"]}, "without='linaer': expected some of: dequantize, unfuse_ort, embedding"),
+        ({"without": ["linaer"]}, "without='linaer': expected some of: dequantize, unfuse_ort, einsum"),
     ],
 )
 def test_wrong_options(options: dict[str, Any], message: str, model: Path, tmp_path: Path) -> None:

@@ -151,9 +151,26 @@ def _say_nothing(proto: onnx.ModelProto, data: Path) -> None:
         del tensor.external_data[2]
 
 
+def _turn(proto: onnx.ModelProto, data: Path) -> None:
+    proto.graph.initializer[0].dims[0] *= -1
+
+
+def _unnamed(proto: onnx.ModelProto, data: Path) -> None:
+    proto.graph.initializer[0].data_type = 0
+
+
+def _half(proto: onnx.ModelProto, data: Path) -> None:
+    weight = onnx.numpy_helper.from_array(np.ones((9, 9), np.float16), "half")
+    weight.raw_data = weight.raw_data[:-3]
+    proto.graph.initializer.append(weight)
+
+
 @pytest.mark.parametrize(
     ("damage", "said"),
     [
+        (_turn, "w has -4800 bytes, and old.data has 4800 for it"),
+        (_unnamed, "w is of dtype undefined. Export the model again"),
+        (_half, "half has 162 bytes, and its raw_data has 159 for it. Copy the file again, or export"),
         (_cut, r"old.data is cut short \(tensor b\). Copy it again"),
         (_claim, "w has 4800 bytes, and old.data has 100 for it. Copy the file again, or export"),
         (_say_nothing, "b has 120 bytes, and old.data has 112 for it. Copy the file again, or export"),
