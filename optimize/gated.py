@@ -52,10 +52,10 @@ class Gates(Rewrite[_Match], name="gated", op_types=("Mul",)):
                     bias_vector(self.context, whole.bias),
                 )
             inputs, attributes = [whole.x, weight, bias], {"activation": activation, "layout": layout}
-            new = self.context.add_op(node, "linear_swiglu", inputs, g.dims(result), **attributes)
+            new = self.context.add_op(node, "linear_swiglu", inputs, g.dims(up), **attributes)
             self.replace(result, new, f"linear+gate ({activation})")
         elif (parts := halves(gate, up)) is not None and parts[1] == 0:
-            new = self.context.add_op(node, "swiglu_packed", [parts[0]], g.dims(result))
+            new = self.context.add_op(node, "swiglu_packed", [parts[0]], g.dims(up))
             self.replace(result, new, "swiglu (packed)")
         else:
             pair = self.context.broadcast(node, [up, gate], [[*range(g.rank(up))]] * 2)

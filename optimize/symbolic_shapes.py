@@ -113,6 +113,28 @@ def _infer_quantised_rows(inference: Any, node: onnx.NodeProto) -> None:
         inference.known_vi_[node.output[0]].CopyFrom(info)
 
 
+def _infer_split(inference: Any, infer: Callable[[Any], None], node: onnx.NodeProto) -> None:
+    """Infers Split, also of sizes: ONNX Runtime's optimizer makes it of several Gathers from a shape."""
+    infer(node)
+    if isinstance(sizes := inference.sympy_data_.get(node.input[0]), list):
+        for name in node.output:
+            count = inference.known_vi_[name].type.tensor_type.shape.dim[0].dim_value
+            inference.sympy_data_[name], sizes = sizes[:count], sizes[count:]
+
+
+def _infer_fused_matmul(inference: Any, node: onnx.NodeProto) -> None:
+    """Infers FusedMatMul, whose matrices may be transposed. Where batches are, nothing is known."""
+    flags, shapes = {each.name: each.i for each in node.attribute}, list[list[Any]]()
+    for index, each in enumerate("AB"):
+        *batch, rows, columns = inference._get_shape(node, index)
+        shapes.append([*batch, columns, rows] if flags.get(f"trans{each}") else [*batch, rows, columns])
+    if not flags.get("transBatchA") and not flags.get("transBatchB"):
+        value, (a, b) = inference.known_vi_[node.output[0]], shapes
+        shape = [*inference._broadcast_shapes(a[:-2], b[:-2]), a[-2], b[-1]]
+        kind = inference.known_vi_[node.input[0]].type.tensor_type.elem_type
+        value.CopyFrom(onnx.helper.make_tensor_value_info(value.name, kind, shape))
+
+
 def _module() -> Any:
     """Returns ONNX Runtime's module of the inference. Its package imports torch where that is installed."""
     name = "onnxruntime.tools.symbolic_shape_infer"
@@ -139,6 +161,9 @@ def _inference() -> Any:
             for op_type in _BROADCASTS:
                 self.dispatcher_[op_type] = partial(self._broadcast, self.dispatcher_.get(op_type))
             self.dispatcher_["GatherBlockQuantized"] = partial(_infer_quantised_rows, self)
+            self.dispatcher_["FusedConv"] = self._infer_Conv
+            self.dispatcher_["FusedMatMul"] = partial(_infer_fused_matmul, self)
+            self.dispatcher_["Split"] = partial(_infer_split, self, self._infer_Split)
             self.dispatcher_["QMoE"] = self._pass_on_shape_and_type
             if not self.auto_merge_:
                 for op_type, infer in self.dispatcher_.items():

@@ -1,9 +1,9 @@
 """Splits fused nodes of ONNX Runtime's optimizer into operators that the other rewrites match.
 
 Matches: com.microsoft SkipLayerNormalization, SkipSimplifiedLayerNormalization, EmbedLayerNormalization,
-BiasGelu, FastGelu, Gelu, FusedMatMul, Attention with constant weights, MultiHeadAttention with a bias or a
-mask [B, T]. `split_simplified_norms` splits SimplifiedLayerNormalization, which onnx.checker refuses, before
-the model is written for the first time.
+BiasGelu, FastGelu, Gelu, QuickGelu that is SiLU, FusedGemm, FusedMatMul, Attention with constant weights,
+MultiHeadAttention with a bias or a mask [B, T]. `split_simplified_norms` splits SimplifiedLayerNormalization,
+which onnx.checker refuses, before the model is written for the first time.
 Writes: standard operators; MultiHeadAttention with separate q, k and v and a mask that its fast kernels take.
 Leaves alone: attention with a KV cache, and nodes with attributes that standard operators lack.
 """
@@ -23,6 +23,7 @@ from .rewrite import Rewrite
 
 _HIDDEN = -10000.0  # what ONNX Runtime adds to a hidden score, also where a row has no other
 _TANH = {"approximate": "tanh"}  # the form of FastGelu
+_ACTIVATIONS = ("Relu", "Sigmoid", "Tanh")  # of FusedGemm, those without numbers
 
 
 class UnfuseOrt(Rewrite[bool], name="unfuse_ort"):
@@ -34,6 +35,10 @@ class UnfuseOrt(Rewrite[bool], name="unfuse_ort"):
     def match(self, node: ir.Node) -> bool | g.Skipped | str:
         if node.op_type == "EmbedLayerNormalization" and any(map(g.is_read, node.outputs[1:2])):
             return any(node.inputs[7:8]) or g.Skipped("its mask index is read and it has no mask")
+        if node.op_type == "QuickGelu" and g.attribute(node, "alpha", 1.702) != 1.0:
+            return "ONNX Runtime fuses it"
+        if node.op_type == "FusedGemm" and g.attribute(node, "activation", "") not in _ACTIVATIONS:
+            return "its activation has parameters"
         if node.op_type == "FusedMatMul":
             if g.attribute(node, "transBatchA", 0) or g.attribute(node, "transBatchB", 0):
                 return g.Skipped("its batch is transposed")
@@ -147,6 +152,18 @@ def _gelu(context: g.RewriteContext, node: ir.Node) -> ir.Value:
     return g.add(node, "Gelu", [x], form, shape=shape)
 
 
+def _silu(context: g.RewriteContext, node: ir.Node) -> ir.Value:
+    return g.add(node, "Mul", [node.inputs[0], g.add(node, "Sigmoid", node.inputs)])
+
+
+def _gemm(context: g.RewriteContext, node: ir.Node) -> ir.Value:
+    """y = activation(Gemm(a, b, c))."""
+    names = ("alpha", "beta", "transA", "transB")
+    attributes = {name: node.attributes[name].value for name in names if name in node.attributes}
+    result = g.add(node, "Gemm", node.inputs, attributes, shape=g.dims(node.outputs[0]))
+    return g.add(node, g.attribute(node, "activation", ""), [result], shape=g.dims(result))
+
+
 def _matmul(context: g.RewriteContext, node: ir.Node) -> ir.Value:
     sides = []
     for value, flag in zip(node.inputs, ("transA", "transB"), strict=True):
@@ -257,9 +274,11 @@ _RULES: Mapping[str, Callable[[g.RewriteContext, ir.Node], ir.Value]] = {
     "BiasGelu": _gelu,
     "EmbedLayerNormalization": _embed_norm,
     "FastGelu": _gelu,
+    "FusedGemm": _gemm,
     "FusedMatMul": _matmul,
     "Gelu": _gelu,
     "MultiHeadAttention": _multi_head_attention,
+    "QuickGelu": _silu,
     "SkipLayerNormalization": _skip_norm,
     "SkipSimplifiedLayerNormalization": _skip_norm,
 }

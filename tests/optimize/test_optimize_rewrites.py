@@ -580,6 +580,33 @@ def test_what_onnx_runtime_has_fused_is_taken_apart(tmp_path: Path) -> None:
     assert attention.inputs[4] is None  # a mask [B, T] there is slow
 
 
+@pytest.mark.parametrize("known", [True, False])
+def test_sizes_behind_what_onnx_runtime_has_fused(known: bool, tmp_path: Path) -> None:
+    """Its optimizer also splits a shape. A FusedMatMul of transposed batches ends the inference of shapes."""
+    last = "" if known else " t = com.microsoft.FusedMatMul <transBatchA=1, transBatchB=1, transB=1> (e, e)"
+    outputs = "float[B, S, 12] z, float[B, S, 8] y, float[2, 3, 3] t"
+    text = f"""(float[B, S, 8] x, float[3, 2, 4] e) => ({outputs}) {{
+        whole = Shape (x) bs, ss, ws = Split <axis=0> (whole, ones) four = Concat <axis=0> (bs, ss, split)
+        r = Reshape (x, four) h = Transpose <perm=[0, 2, 1, 3]> (r)
+        s = com.microsoft.FusedMatMul <transB=1, alpha=0.5> (h, h) p = Softmax (s) o = MatMul (p, h)
+        ot = Transpose <perm=[0, 2, 1, 3]> (o) y = Reshape (ot, joined) g = MatMul (y, v)
+        a = com.microsoft.QuickGelu <alpha=1.0> (g) u = MatMul (y, w) z = Mul (a, u){last} }}"""
+    given = {"v": weights(8, 12), "w": weights(8, 12, seed=1), "split": np.array([2, 4])}
+    model = parsed(text, ones=np.array([1, 1, 1]), **given, **SHAPES)
+    if known:
+        del model.graph.output[2], model.graph.input[1]
+    report, _ = optimized(model, tmp_path)
+    assert report.fused["linear+gate (silu)"] == 1
+    assert report.fused.get("attention", 0) == known
+
+
+def test_a_gemm_with_an_activation_is_taken_apart(tmp_path: Path) -> None:
+    """ONNX Runtime has FusedGemm for the CPU only."""
+    text = "(float[N, 8] x) => (float[N, 4] y) { y = com.microsoft.FusedGemm <activation = %s> (x, v, b) }"
+    model = parsed(text % '"Relu"', v=weights(8, 4), b=weights(4))
+    assert optimized(model, tmp_path)[0].fused == {"linear+bias+relu": 1}
+
+
 def test_two_masks_of_onnx_runtimes_attention(tmp_path: Path) -> None:
     text = """(float[2, 6, 8] x, int32[2, 6] mask, float[1, 2, 6, 6] positions) => (float[2, 6, 8] y) {
         y = com.microsoft.MultiHeadAttention <num_heads=2> (x, x, x, , mask, positions) }"""
