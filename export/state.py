@@ -104,6 +104,8 @@ def kept_state(model: torch.nn.Module) -> Iterator[Written]:
     around = dict(_copies)
     for name, each in _state(model):
         if isinstance(each, torch.Tensor):
+            if each.is_meta or each.layout is not torch.strided:  # without numbers, or without views of parts
+                continue
             version, old = around.get(id(each), (-1, each))
             if version != _version(each):
                 version, old = _copies[id(each)] = _version(each), each.detach().clone()

@@ -183,3 +183,15 @@ def test_what_a_model_only_leaves_behind_gets_no_note(tmp_path: Path) -> None:
 
     model = Leaves(8, 8)
     assert not plain(model, (X,), tmp_path / "m.onnx").notes and not hasattr(model, "last")
+
+
+def test_buffers_that_are_no_plain_tensors(tmp_path: Path) -> None:
+    """Without numbers, sparse, or a view that negates what is stored, which the model reads."""
+    model = nn.Linear(8, 8)
+    model.register_buffer("empty", torch.empty(4, device="meta"), persistent=False)
+    model.register_buffer("eye", torch.eye(8).to_sparse())
+    model.register_buffer("negated", torch._neg_view(X[0]))
+    model.register_forward_hook(lambda module, given, result: result + module.negated)
+    plain(model, (X,), tmp_path / "m.onnx")
+    buffers = dict(model.named_buffers())
+    assert torch.equal(buffers["negated"], -X[0]) and buffers["empty"].is_meta

@@ -82,7 +82,7 @@ def to_array(tensor: Any) -> np.ndarray:
     tensor = tensor.detach().cpu().contiguous()
     name = torch_name(tensor.dtype)
     if not hasattr(ml_dtypes, name):
-        return tensor.numpy()
+        return np.asarray(tensor.numpy(force=True))  # also of a view that negates or conjugates
     bits = torch.int16 if tensor.element_size() == 2 else torch.int8
     return tensor.view(bits).numpy().view(getattr(ml_dtypes, name))
 
