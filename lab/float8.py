@@ -4,8 +4,9 @@ python lab/float8.py --tables products,rows,models
 python lab/float8.py --plot lab/results/float8-nvidia-h200.jsonl
 
 The models have outliers: one channel in 64 of the norms' weights is 3 to 6 times as large. torchao's float8
-has a scale for each row and column, too, and leaves the same layers in 16 bits. torch.compile takes cuBLAS
-for the products: of Triton's, which it would time for minutes, the best took 1.2 to 2.2 times as long.
+has a scale for each row and column, too, and leaves the same layers in 16 bits. torch runs in a CUDA graph:
+without one the host decides how long a ViT takes. torch.compile takes cuBLAS for the products: of Triton's,
+which it would time for minutes, the best took 1.2 to 2.2 times as long.
 """
 
 import sys
@@ -184,9 +185,9 @@ def whole(name: str, timer: DeviceTimer, folder: Path, with_torch: bool) -> dict
             given = inputs if dtype == "float32" else half
             makers[column] = partial(in_ort, folder / f"{dtype}.onnx", given, expected, False)
         if with_torch:
-            makers["torch.compile bf16"] = partial(in_torch, deepcopy(module), MODE, values, False)
+            makers["torch.compile bf16"] = partial(in_torch, deepcopy(module), MODE, values, True)
             makers["torch.compile torchao"] = lambda: in_torch(
-                by_torchao(deepcopy(module)), MODE, values, False
+                by_torchao(deepcopy(module)), MODE, values, True
             )
         shown = inputs["mask"][..., None] if "mask" in inputs else 1
 
