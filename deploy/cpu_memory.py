@@ -45,4 +45,6 @@ def require_memory(model: Model, libraries: Sequence[Library]) -> None:
 
 
 def _size(tensor: onnx.TensorProto) -> int:
+    if tensor.data_type not in onnx.helper.get_all_tensor_dtypes():
+        return 0  # ONNX Runtime says that it does not know it
     return int(onnx.helper.tensor_dtype_to_np_dtype(tensor.data_type).itemsize)

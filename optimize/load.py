@@ -114,19 +114,22 @@ def _place_weights(path: Path, model: ir.Model, held: Held = MappingProxyType({}
     files = set[Path]()
     for value in (value for graph in model.graphs() for value in graph.initializers.values()):
         tensor = value.const_value
-        if isinstance(tensor, ir.ExternalTensor | ir.TensorProtoTensor):
-            _check_bytes(path, tensor)
+        _check_bytes(path, tensor)
         if isinstance(tensor, ir.ExternalTensor):
             value.const_value = _placed(path, tensor, files, held.get(str(value.name)))
-    for node in (node for function in model.functions.values() for node in function.all_nodes()):
+    inner = (node for function in model.functions.values() for node in function.all_nodes())
+    for node in (*model.graph.all_nodes(), *inner):
         for name, attribute in [*node.attributes.items()]:
+            _check_bytes(path, attribute.value)
             if isinstance(attribute.value, ir.ExternalTensor):
                 node.attributes[name] = ir.AttrTensor(name, _placed(path, attribute.value, files))
     model.meta[_FILES] = files - {path}
 
 
-def _check_bytes(path: Path, tensor: ir.ExternalTensor | ir.TensorProtoTensor) -> None:
+def _check_bytes(path: Path, tensor: object) -> None:
     """Raises ExportError for a tensor whose bytes in the model's file do not fit its dtype and shape."""
+    if not isinstance(tensor, ir.ExternalTensor | ir.TensorProtoTensor):
+        return
     kind, is_outside = tensor.dtype, isinstance(tensor, ir.ExternalTensor)
     if kind is ir.DataType.UNDEFINED or (kind is ir.DataType.STRING and is_outside):
         raise ExportError(f"{path}: {tensor.name} is of dtype {kind.name.lower()}. Export the model again")

@@ -43,7 +43,7 @@ def stored(folder: Path, op: str, domain: str, dtype: int, *shape: int) -> Path:
     [
         ("CustomLinear", TensorProto.FLOAT16, 4), ("CustomLinear", TensorProto.BFLOAT16, 4),
         ("CustomLinearQ", TensorProto.UINT8, 1), ("MatMul", TensorProto.FLOAT, 4),
-        ("Gather", TensorProto.FLOAT16, 0),
+        ("Gather", TensorProto.FLOAT16, 0), ("MatMul", 99, 0),
     ],
 )  # fmt: skip
 def test_copies_of_weights(op: str, dtype: int, times: int, tmp_path: Path) -> None:

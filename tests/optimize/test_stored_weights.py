@@ -165,9 +165,15 @@ def _half(proto: onnx.ModelProto, data: Path) -> None:
     proto.graph.initializer.append(weight)
 
 
+def _constant(proto: onnx.ModelProto, data: Path) -> None:
+    value = onnx.TensorProto(name="half", data_type=onnx.TensorProto.FLOAT16, dims=[9], raw_data=b"\0" * 7)
+    proto.graph.node.insert(0, onnx.helper.make_node("Constant", [], ["unread"], value=value))
+
+
 @pytest.mark.parametrize(
     ("damage", "said"),
     [
+        (_constant, "half has 18 bytes, and its raw_data has 7 for it"),
         (_turn, "w has -4800 bytes, and old.data has 4800 for it"),
         (_unnamed, "w is of dtype undefined. Export the model again"),
         (_half, "half has 162 bytes, and its raw_data has 159 for it. Copy the file again, or export"),
