@@ -19,7 +19,8 @@ from .segments import MOST_BYTES
 
 _BASE = 500_000_000  # bytes: Python, ONNX Runtime and the graph, in both processes
 _COPIES = 3.5  # of a segment in fp32, as a session has it: measured, 2.3 GB for 8B in fp16, 1.0 GB in int4
-_BESIDE = 200_000_000  # bytes on the disk that are not the result's
+_BESIDE = 200_000_000  # bytes on the disk that are not the result's, at most
+_SMALL = 10_000_000  # and of a small model, beside as much as its weights
 
 
 @dataclass(frozen=True)
@@ -66,7 +67,7 @@ def estimate(model: ir.Model, target: Path, dtype: str = "") -> Estimate:
     stored, wide = sum(int(each.nbytes) for each in tensors), sum(map(_wide, tensors))
     held = min(wide, max(largest, MOST_BYTES * wide // max(stored, 1)))
     bits = int(dtype[-2:]) if dtype else 0
-    disk = sum(_written(tensor, bits) for tensor in tensors) + _BESIDE
+    disk = sum(_written(tensor, bits) for tensor in tensors) + min(_BESIDE, stored + _SMALL)
     folder = next(each for each in (target, *target.absolute().parents) if each.is_dir())
     usage = shutil.disk_usage(folder)
     free = usage.free if usage.total else disk  # a file system without sizes says itself what it cannot write
@@ -85,4 +86,4 @@ def _written(tensor: ir.TensorProtocol, bits: int) -> int:
 
 
 def _gb(count: int) -> str:
-    return f"{count / 1e9:.1f} GB"
+    return f"{count / 1e9:.1f} GB" if count >= 1e8 else f"{count / 1e6:.0f} MB"

@@ -60,8 +60,8 @@ def test_too_little_is_refused_before_anything_is_written(
             r"old.onnx: optimising it takes about 0\.\d GB of memory, and 0\.1 GB are free .*Raise the limit"
         )
     else:
-        monkeypatch.setattr(estimate.shutil, "disk_usage", lambda path: _Usage(1 << 40, 200_000_000))
-        said = r"new.onnx: to write it takes 0\.2 GB of disk, and 0\.2 GB are free in .*Free space, or name"
+        monkeypatch.setattr(estimate.shutil, "disk_usage", lambda path: _Usage(1 << 40, 10_000_000))
+        said = r"new.onnx: to write it takes 10 MB of disk, and 10 MB are free in .*Free space, or name"
     with pytest.raises(ExportError, match=said):
         optimize(model, tmp_path / "new.onnx", device="cpu")
     assert [each.name for each in tmp_path.iterdir()] == ["old.onnx"]
