@@ -584,14 +584,15 @@ def test_what_onnx_runtime_has_fused_is_taken_apart(tmp_path: Path) -> None:
 def test_sizes_behind_what_onnx_runtime_has_fused(known: bool, tmp_path: Path) -> None:
     """Its optimizer also splits a shape. A FusedMatMul of transposed batches ends the inference of shapes."""
     last = "" if known else " t = com.microsoft.FusedMatMul <transBatchA=1, transBatchB=1, transB=1> (e, e)"
-    outputs = "float[B, S, 12] z, float[B, S, 8] y, float[2, 3, 3] t"
+    outputs = "float[B, S, 4] z, float[B, S, 8] y, float[2, 3, 3] t"
     text = f"""(float[B, S, 8] x, float[3, 2, 4] e) => ({outputs}) {{
         whole = Shape (x) bs, ss, ws = Split <axis=0> (whole, ones) four = Concat <axis=0> (bs, ss, split)
         r = Reshape (x, four) h = Transpose <perm=[0, 2, 1, 3]> (r)
         s = com.microsoft.FusedMatMul <transB=1, alpha=0.5> (h, h) p = Softmax (s) o = MatMul (p, h)
         ot = Transpose <perm=[0, 2, 1, 3]> (o) y = Reshape (ot, joined) g = MatMul (y, v)
-        a = com.microsoft.QuickGelu <alpha=1.0> (g) u = MatMul (y, w) z = Mul (a, u){last} }}"""
-    given = {"v": weights(8, 12), "w": weights(8, 12, seed=1), "split": np.array([2, 4])}
+        a = com.microsoft.QuickGelu <alpha=1.0> (g) u = MatMul (y, w)
+        m = Mul (a, u) z = MatMul (m, d){last} }}"""
+    given = {"d": weights(12, 4), "v": weights(8, 12), "w": weights(8, 12, seed=1), "split": np.array([2, 4])}
     model = parsed(text, ones=np.array([1, 1, 1]), **given, **SHAPES)
     if known:
         del model.graph.output[2], model.graph.input[1]
