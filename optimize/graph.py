@@ -363,6 +363,8 @@ def attribute(node: ir.Node, name: str, default: Any) -> Any:
 
 def subgraphs(node: ir.Node) -> list[ir.Graph]:
     """Returns the subgraphs of an If, Loop or Scan."""
+    if not node.attributes:  # most nodes, for which this is asked often
+        return []
     return [each.as_graph() for each in node.attributes.values() if each.type is ir.AttributeType.GRAPH]
 
 

@@ -14,6 +14,7 @@ elements of each pair.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import islice
 
 import onnx_ir as ir
 
@@ -93,7 +94,7 @@ class Rotary(
     def apply(self, node: ir.Node, match: _Rotation) -> None:
         others = [each for _, each in self.matches if each.node.graph is not None and each is not match]
         others = others if self.context.device == "cuda" else []
-        pair = [match, *[each for each in others if _can_fuse(self.context, match, each)][:1]]
+        pair = [match, *islice((each for each in others if _can_fuse(self.context, match, each)), 1)]
         heads = [_merged(each) for each in pair]
         angles = [
             self._angles(match, value, number)
