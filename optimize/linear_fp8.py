@@ -43,12 +43,25 @@ def is_weight(value: ir.Value | None) -> bool:
     return is_8 and g.is_constant(quantize.inputs[0] if quantize is not None else source)
 
 
+def _is_moved_weight(value: ir.Value | None) -> bool:
+    """Whether a value is a constant that was in float8 and then in another order or shape, or before."""
+    is_8 = False
+    while (
+        node := g.producer(value, "DequantizeLinear", "QuantizeLinear", "Reshape", "Transpose")
+    ) is not None:
+        value = node.inputs[0]
+        is_8 |= value is not None and value.dtype is not None and value.dtype.name.startswith("FLOAT8")
+    return is_8 and g.is_constant(value)
+
+
 class LinearFp8(Linears, name="linear_fp8", sixteen_bits_only=True):
     """Finds matmuls whose x and weight are in 8 bits."""
 
     def match(self, node: ir.Node) -> Linear | str:
         match = match_linear(node, is_weight)
         if isinstance(match, str):
+            if node.op_type in ("MatMul", "Gemm") and _is_moved_weight(node.inputs[1]):
+                raise g.Skipped("its weight is reshaped, or transposed in 8 bits")
             return match
         if self.context.graph.meta.get(INVARIANT):
             raise g.Skipped("sums in 8 bits have no fixed order")

@@ -123,6 +123,9 @@ BY_CHANNEL = """q = QuantizeLinear <axis = 2> (x, row, zero_row)
     d = DequantizeLinear <axis = 2> (q, row, zero_row) w = DequantizeLinear (kn, scale)"""
 COMPUTED = """a = Abs (x) most = ReduceMax <keepdims = 0> (a) q = QuantizeLinear (x, most, zero)
     d = DequantizeLinear (q, most) w = DequantizeLinear (kn, scale)"""
+TURNED = f"""{X} e = QuantizeLinear <axis = 0> (turned, scales, zeros) t = Transpose (e)
+    w = DequantizeLinear <axis = 1> (t, scales, zeros)"""
+MOVED = "its weight is reshaped, or transposed in 8 bits"
 LEFT = {  # what is before the matmul, and why it stays
     "e5m2": (STORED, "in other 8 bits than e4m3fn"),
     "zero points": (f"{X} w = DequantizeLinear (kn, scale, one)", "zero points other than 0"),
@@ -131,6 +134,8 @@ LEFT = {  # what is before the matmul, and why it stays
     "x in 16 bits": ("d = Neg (x) w = DequantizeLinear (kn, scale)", "x is not in 8 bits"),
     "channels of x": (BY_CHANNEL, "a scale for each channel of x"),
     "computed scales": (COMPUTED, "scales or zero points that are not constant"),
+    "reshaped": (f"{X} r = DequantizeLinear (kn, scale) w = Reshape (r, shape)", MOVED),
+    "turned in 8 bits": (TURNED, MOVED),
     "others": (f"{STORED} r = Neg (w)", "others read its weight, too"),
     "a narrow N": (STORED, "K = 64 and N = 24, of which one is no multiple of 16"),
     "invariant": (STORED, "sums in 8 bits have no fixed order"),
@@ -142,7 +147,8 @@ def test_what_stays_is_named(what: str) -> None:
     text, reason = LEFT[what]
     others = {
         "one": np.ones((), E4M3), "row": np.full(K, 0.01, np.float16), "zero_row": np.zeros(K, E4M3),
-        "blocks": np.full((K // 16, N), 0.01, np.float16),
+        "blocks": np.full((K // 16, N), 0.01, np.float16), "shape": np.array([K, N]),
+        "turned": weights(N, K).astype(np.float16),
     }  # fmt: skip
     if what == "e5m2":
         others["kn"] = constants("float16")["kn"].astype(ml_dtypes.float8_e5m2)
