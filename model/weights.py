@@ -587,7 +587,7 @@ def fits(tensor: ir.TensorProtocol, dtype: ir.DataType) -> bool:
 
 def row_norms(table: ir.TensorProtocol, axis: int) -> np.ndarray:
     """Returns the length of each row of a table along an axis."""
-    return _of_rows(table, axis, lambda rows: np.linalg.norm(rows, axis=1))
+    return _of_rows(table, axis, lambda rows: np.linalg.norm(rows.astype(np.float32, copy=False), axis=1))
 
 
 def row_maxima(table: ir.TensorProtocol, axis: int) -> np.ndarray:

@@ -164,6 +164,8 @@ def test_statistics(store: Callable[..., Stored]) -> None:
     narrow = array.astype(np.float16)
     narrow[2, 1], narrow[4, 5], narrow[4, 6] = -np.inf, np.nan, np.inf
     np.testing.assert_array_equal(weights.row_maxima(store(narrow), 0), np.abs(narrow).max(1))
+    large = np.full((2, 10), 6e4, np.float16)  # whose squares fp16 does not have
+    np.testing.assert_allclose(weights.row_norms(store(large), 0), 6e4 * 10**0.5, rtol=1e-3)
     assert not weights.fits(stored, FLOAT16)
     rounded = array.astype(np.float16).astype(np.float32)
     rounded[0, 0] = np.finfo(np.float32).min  # of a mask
