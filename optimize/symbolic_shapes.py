@@ -163,6 +163,7 @@ def _inference() -> Any:
             self.dispatcher_["GatherBlockQuantized"] = partial(_infer_quantised_rows, self)
             self.dispatcher_["FusedConv"] = self._infer_Conv
             self.dispatcher_["FusedMatMul"] = partial(_infer_fused_matmul, self)
+            self.dispatcher_["Slice"] = self._slice
             self.dispatcher_["Split"] = partial(_infer_split, self, self._infer_Split)
             self.dispatcher_["QMoE"] = self._pass_on_shape_and_type
             if not self.auto_merge_:
@@ -177,6 +178,18 @@ def _inference() -> Any:
                 for axis, dim in enumerate(shape.dim if shape is not None else ()):
                     if not dim.HasField("dim_value") and dim.dim_param not in self.symbolic_dims_:
                         dim.dim_param = str(self._new_symbolic_dim_from_output(node, index, axis))
+
+        def _slice(self, node: onnx.NodeProto) -> None:
+            """Infers Slice: an end that may lie before the last row or not is not taken for the latter."""
+            self._infer_Slice(node)
+            before, after = self._get_shape(node, 0), self.known_vi_[node.output[0]].type.tensor_type.shape
+            ends, axes = (self._try_get_value(node, index) for index in (2, 3))
+            for axis, end in zip(
+                axes if axes is not None else (), original.as_list(ends, True) or (), strict=False
+            ):
+                dim = after.dim[axis]
+                if not original.is_literal(end) and dim.dim_param == before[axis] != str(end):
+                    dim.dim_param = str(self._new_symbolic_dim_from_output(node, 0, axis % len(before)))
 
         def _broadcast(self, infer: Callable[[Any], None] | None, node: onnx.NodeProto) -> None:
             if infer is not None:

@@ -13,6 +13,7 @@ from slow_cases import often
 from twinop.deploy.ort_runs import run
 from twinop.errors import ExportError
 from twinop.optimize import equivalence, inputs, masks, optimize
+from twinop.optimize.symbolic_shapes import infer_shapes, infer_types
 from twinop.record.dimensions import expressions
 
 
@@ -381,3 +382,18 @@ def test_equal_names_are_no_equal_sizes(made: str, device: str, tmp_path: Path) 
     for expected, found in zip(old, new, strict=True):
         if expected:
             np.testing.assert_allclose(found[0], expected[0], rtol=1e-4, atol=1e-5)
+
+
+def test_a_length_padded_to_blocks() -> None:
+    """LongT5 and Pegasus-X cut the result of blocks: what they cut has not the length of the input."""
+    text = """(float[B, S, 8] x) => (float[B, S, 8] y) {
+        s = Shape <start=1, end=2> (x) less = Neg (s) rest = Mod (less, four)
+        pads = Concat <axis=0> (zeros, rest, zero) p = Pad (x, pads)
+        c = Slice (p, zero, s, one) y = Add (x, c) }"""
+    given = {"zero": [0], "one": [1], "four": [4], "zeros": [0, 0, 0, 0]}
+    proto = parsed(text, **{name: np.array(value) for name, value in given.items()})
+    model = ir.from_proto(proto)
+    infer_types(model)
+    infer_shapes(model)
+    padded, cut = ([str(dim) for dim in node.outputs[0].shape or ()] for node in nodes(model, "Pad", "Slice"))
+    assert cut == ["B", "S", "8"] and padded[::2] == ["B", "8"] and padded[1] != "S"
