@@ -64,7 +64,8 @@ def _symbolic(record: OpSpec) -> Callable[..., Any]:
         return outputs
 
     # `parse_args` goes by the signature: it converts as many values as there are names.
-    g = inspect.Parameter("g", inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    unique = "_".join(["g", *signature.parameters])  # an argument may be called g
+    g = inspect.Parameter(unique, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     symbolic.__name__ = record.name
     parameters = [g, *signature.parameters.values()]
     symbolic.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]

@@ -16,15 +16,15 @@ def signature_of(record: OpSpec) -> inspect.Signature:
     """Returns the signature: all arguments in the schema's order, with their defaults."""
     kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
     empty = inspect.Parameter.empty
-    tensors = [
-        inspect.Parameter(entry.name, kind, default=None if entry.optional else empty)
-        for entry in record.inputs
-    ]
-    attributes = [
-        inspect.Parameter(entry.name, kind, default=empty if entry.required else entry.default)
-        for entry in record.attributes
-    ]
-    return inspect.Signature(tensors + attributes)
+    defaults = {entry.name: None if entry.optional else empty for entry in record.inputs} | {
+        entry.name: empty if entry.required else entry.default for entry in record.attributes
+    }
+    given = max((i for i, default in enumerate(defaults.values()) if default is empty), default=-1)
+    # As in Python, what stands before an argument without a default has none.
+    names = enumerate(defaults.items())
+    return inspect.Signature(
+        [inspect.Parameter(name, kind, default=empty if i <= given else value) for i, (name, value) in names]
+    )
 
 
 def bind(signature: inspect.Signature, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:

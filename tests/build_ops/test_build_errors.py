@@ -16,7 +16,7 @@ from twinop.building.diagnostics import build_error, cmake_error
 from twinop.building.options import Options
 from twinop.building.project import find_project
 from twinop.building.toolchain import find_installation
-from twinop.errors import BuildError, RecordError, TwinopError
+from twinop.errors import BuildError, TwinopError
 from twinop.record.record_checks import check_record
 from twinop.record.schema_text import record_of
 
@@ -195,12 +195,25 @@ def test_the_place_in_a_record(
         (", float a=-1.0", {"limits": "a > 0"}, "the default of attribute a is -1, expected a finite number"),
         (', str a="b"', {"choices": "a = c | d"}, "the default of attribute a is 'b', expected one of c | d"),
         ("", {"dtypes": "float32; float32 y=float64"}, "dtypes: x float32 gives both y float32 and y"),
+        (
+            ", int lambda=1",
+            {},
+            "argument lambda: a keyword of Python. Choose another name, such as my_lambda",
+        ),
+        (", int self=1", {}, "an attribute is called self, which exporters use"),
+        (", float grad=1.0", {"gradient": "x = grad"}, "derivative `x = grad` uses grad, which is also an"),
     ],
 )
 def test_what_no_compiler_refuses_in_a_record(arguments: str, texts: dict[str, str], message: str) -> None:
     record = record_of(f"times(Tensor x{arguments}) -> Tensor", "times", **{"dtypes": "float32"} | texts)
-    with pytest.raises(RecordError, match=f"^times::times: {re.escape(message)}"):
+    with pytest.raises(TwinopError, match=f"^times::times: {re.escape(message)}"):
         check_record(record, {"times"})
+
+
+def test_two_ops_of_one_name_in_onnx(header: Path) -> None:
+    header.write_text(tiny() + tiny("Times"))
+    done = twinop("build", "times.h", "--cpu", cwd=header.parent)
+    assert done.stderr == "error: ops Times and times are both CustomTimes in ONNX. Rename one of them\n"
 
 
 def test_a_formula_that_is_no_python_ends_a_build(header: Path) -> None:

@@ -83,8 +83,13 @@ def build(
         done, notes = done + steps, notes + warnings
         read |= {path: found for path, found in compiled.items() if path != str(generated)}
         records = read_library(library).records
+        nodes = {record.onnx_name: record.name for record in records.values()}
         for record in records.values():
             check_op_name(record.name)
+            if (other := nodes[record.onnx_name]) != record.name:
+                raise BuildError(
+                    f"ops {record.name} and {other} are both {record.onnx_name} in ONNX. Rename one of them"
+                )
             try:
                 check_record(record, {*records, *_builtin_ops()})
             except RecordError as error:  # a caret below a formula is more than one line

@@ -1,5 +1,6 @@
 """`twinop new`: a project of one op, which works."""
 
+import re
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -32,13 +33,18 @@ def create_project(name: str, kind: Kind = "elementwise", parent: Path | None = 
     if folder.exists():
         raise BuildError(f"{folder} already exists. Choose another name, or another folder to start from")
     words = {"my_op": name, "MyOp": "".join(word[:1].upper() + word[1:] for word in name.split("_"))}
-    maths = Path(__file__).parents[1] / "include" / "twinop" / "math"
-    if kind != "triton" and any(
-        f" {words['MyOp']}(" in file.read_text("utf-8") for file in maths.glob("*.h")
+    headers, own = Path(__file__).parents[1] / "include" / "twinop", words["MyOp"]
+    folders = (headers / "math", headers / "record", _TEMPLATES / kind)
+    maths, record, template = (
+        "".join(path.read_text("utf-8") for path in each.glob("*.h")) for each in folders
+    )
+    types = rf"\b(?:struct|class|using) (?:\[\[.*\]\] )?{own}\b"
+    if kind in ("elementwise", "rowwise") and (
+        f" {own}(" in maths or re.search(types, maths + record + template.replace("MyOp", ""))
     ):
         raise BuildError(
-            f"project name {name}: its functor would hide the function {words['MyOp']} of twinop's headers. "
-            f"Choose another name, such as my_{name}"
+            f"project name {name}: its functor would hide {own} of twinop's headers. Choose another name, "
+            f"such as my_{name}"
         )
     if kind == "triton":
         words = {"my_op.h": "my_op.py"} | words
@@ -47,11 +53,11 @@ def create_project(name: str, kind: Kind = "elementwise", parent: Path | None = 
             folder.parent.mkdir(parents=True)
         with work_folder(folder.parent) as scratch:
             (draft := scratch / name).mkdir()
-            for template in (_TEMPLATES / "pyproject.toml", *sorted((_TEMPLATES / kind).glob("*my_op*.*"))):
-                text = template.read_text(encoding="utf-8")
+            for source in (_TEMPLATES / "pyproject.toml", *sorted((_TEMPLATES / kind).glob("*my_op*.*"))):
+                text = source.read_text(encoding="utf-8")
                 for word, meant in words.items():
                     text = text.replace(word, meant)
-                (draft / template.name.replace("my_op", name)).write_text(text, encoding="utf-8")
+                (draft / source.name.replace("my_op", name)).write_text(text, encoding="utf-8")
             draft.rename(folder)
     return folder
 

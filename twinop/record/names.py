@@ -23,7 +23,7 @@ _TORCH = {"aten": "torch's own operators", "prim": "torch's primitive operators"
 
 def check_domain(name: str) -> None:
     """Raises TwinopError unless a domain is of identifiers joined by dots, and not a reserved one."""
-    _refuse_keyword("domain", name)
+    refuse_keyword("domain", name)
     if not all(map(_is_identifier, name.split("."))):
         raise TwinopError(
             f"domain {name!r}: expected a name of letters, digits and _, such as my_ops, or several joined "
@@ -40,8 +40,8 @@ def check_domain(name: str) -> None:
 
 def check_op_name(name: str) -> None:
     """Raises TwinopError unless the name of an op is an identifier that formulas can use."""
-    _refuse_keyword("op name", name)
-    if not _is_identifier(name):
+    refuse_keyword("op name", name)
+    if not (_is_identifier(name) and name.strip("_")):
         raise TwinopError(f"op name {name!r}: expected letters, digits and _, such as my_op")
     if name == "torch":
         raise TwinopError("op name torch: reserved, because formulas use torch. Choose another name")
@@ -51,14 +51,16 @@ def check_project_name(name: str) -> None:
     """Raises TwinopError unless a name can be a project's, and so its op's, domain's and Python module's."""
     check_op_name(name)
     check_domain(name)
-    if name in sys.stdlib_module_names or name in ("main", "twinop", "onnx", "numpy", "triton", "test"):
+    others = ["__init__", "main", "conftest", "setup", "pytest", "twinop", "onnx", "numpy", "triton", "test"]
+    if name in sys.stdlib_module_names or name in others:
         raise TwinopError(
             f"project name {name}: its Python file would hide the module {name}. Choose another name, such "
             f"as my_{name}"
         )
 
 
-def _refuse_keyword(what: str, name: str) -> None:
+def refuse_keyword(what: str, name: str) -> None:
+    """Raises TwinopError if a name is a keyword of Python, or that of an op one of C++."""
     for language, words in (("Python", keyword.kwlist), ("C++", _CPP.split() if what == "op name" else [])):
         if name in words:
             raise TwinopError(

@@ -7,19 +7,28 @@ from typing import Any
 
 from ..errors import RecordError, RecordSyntaxError
 from .call_checks import check_attributes
+from .names import refuse_keyword
 from .op_spec import OpSpec
 
 
 def check_record(record: OpSpec, ops: Iterable[str]) -> None:
-    """Checks what follows from a record alone: its formulas, its defaults, which kernel a call selects.
+    """Checks what follows from a record alone: names, formulas, defaults, which kernel a call selects.
 
     Args:
         ops: the ops that a formula may call.
 
     Raises:
+        TwinopError: a name cannot be that of an argument in Python.
         RecordError: a formula is wrong, a default is outside its limits, or two combinations of dtypes have
             the same inputs, so that no call reaches the second one.
     """
+    attributes = [entry.name for entry in record.attributes]
+    for name in (*(entry.name for entry in record.inputs), *attributes):
+        refuse_keyword(f"{record.qualified_name}: argument", name)
+    if "self" in attributes:
+        raise RecordError(
+            f"{record.qualified_name}: an attribute is called self, which exporters use; rename it"
+        )
     check_formulas(record, ops)
     try:
         check_attributes(record, {each.name: each.default for each in record.attributes})
@@ -65,6 +74,11 @@ def check_formulas(record: OpSpec, ops: Iterable[str], torch: Any = None) -> Non
         if wrong := [name for name in gradient.inputs if name not in inputs]:
             raise RecordError(
                 f"{where} is of {', '.join(wrong)}, expected inputs of the op: {', '.join(inputs)}"
+            )
+        if twice := sorted(_free_names(tree) & {*outputs, "torch"} & {*inputs, *attributes, *record.outputs}):
+            raise RecordError(
+                f"{where} uses {', '.join(twice)}, which is also an argument or an output of the op. "
+                "Rename that one"
             )
         if unknown := sorted(_free_names(tree) - {*known, *ops, "torch", *dir(builtins)}):
             raise RecordError(
