@@ -2,7 +2,8 @@
 
 Matches: torch.bmm and baddbmm on heads that were reshaped from [B, H, S, D], perhaps transposed; then numbers
 and tensors that are multiplied and added, such as BLOOM's ALiBi; then a reshape back to four dimensions.
-Writes: the same operators on four dimensions, without the reshapes.
+Writes: the same operators on four dimensions, without the reshapes. A softmax of scores that were reshaped to
+[B*H, S, T] goes before that reshape, as in BART's older exports.
 """
 
 import onnx_ir as ir
@@ -13,10 +14,14 @@ from .rewrite import Rewrite
 _ROTATED = [0, 2, 1]
 
 
-class BatchedHeads(Rewrite[tuple[int, list[ir.Node]]], name="batched_heads", op_types=("MatMul",)):
+class BatchedHeads(Rewrite[tuple[int, list[ir.Node]]], name="batched_heads", op_types=("MatMul", "Softmax")):
     """Finds the number of heads, and what follows the matmul."""
 
     def match(self, node: ir.Node) -> tuple[int, list[ir.Node]] | str:
+        if node.op_type == "Softmax":
+            reshape, is_last = g.producer(node.inputs[0], "Reshape"), g.attribute(node, "axis", -1) in (-1, 2)
+            count = _heads(node.inputs[0]) if reshape is not None and is_last else None
+            return "its scores are not [B, H, S, T] before" if count is None else (count, [node])
         if g.rank(node.outputs[0]) != 3 or None in map(_heads, node.inputs):
             return "its inputs are not heads [B, H, S, D] that were reshaped to [B*H, S, D]"
         chain = _to_four_dimensions(node)
@@ -27,6 +32,10 @@ class BatchedHeads(Rewrite[tuple[int, list[ir.Node]]], name="batched_heads", op_
 
     def apply(self, node: ir.Node, match: tuple[int, list[ir.Node]]) -> None:
         (heads, (*elementwise, last)), value = match, node.outputs[0]
+        if last is node:
+            [scores, *target], shape = g.maker(node.inputs[0]).inputs, g.dims(value)  # type: ignore[arg-type]
+            result = g.add(node, "Softmax", [scores], {"axis": -1}, shape=g.dims(scores))
+            return self.replace(value, g.add(node, "Reshape", [result, *target], shape=shape))
         for each in _shapes(node):
             each.replace_input_with(0, node.inputs[1])
         a, b = (_apart(each, node) for each in node.inputs)

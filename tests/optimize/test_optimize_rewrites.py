@@ -342,22 +342,31 @@ def test_windows_that_stay(outer: str, reason: str, tmp_path: Path) -> None:
     assert not report.fused and reason in next(iter(report.skipped))
 
 
+APART = "p = Softmax (x) pb = Reshape (p, rows)"
 ALIBI = "u = Mul (s, scale) t = Add (alibi, u)"
 
 
 @pytest.mark.parametrize(
-    ("batch", "alibi", "sums"),
-    [("4", "8", ALIBI), ("4", "1", ALIBI), ("B", "1", ALIBI), ("B", "8", "t = Div (s, scale)")],
+    ("batch", "alibi", "sums", "shares"),
+    [
+        ("4", "8", ALIBI, APART),
+        ("4", "1", ALIBI, APART),
+        ("B", "1", ALIBI, APART),
+        ("B", "8", "t = Div (s, scale)", APART),
+        ("B", "8", "t = Div (s, scale)", "xb = Reshape (x, rows) pb = Softmax (xb)"),
+    ],
 )
-def test_attention_with_heads_in_the_batch(batch: str, alibi: str, sums: str, tmp_path: Path) -> None:
-    """BLOOM computes both products on [B*H, S, D], and adds ALiBi there."""
+def test_attention_with_heads_in_the_batch(
+    batch: str, alibi: str, sums: str, shares: str, tmp_path: Path
+) -> None:
+    """BLOOM computes both products on [B*H, S, D], and adds ALiBi there; BART also has the softmax there."""
     text = f"""(float[{batch}, 6, 8] q, float[{batch}, 6, 8] k, float[{batch}, 6, 8] v,
         float[{alibi}, 1, 6] alibi, float[{batch}, 1, 6, 6] m) => (float[{batch}, 6, 8] y) {{
         qr = Reshape (q, apart) qt = Transpose <perm=[0, 2, 1, 3]> (qr) qb = Reshape (qt, together)
         kr = Reshape (k, apart) kt = Transpose <perm=[0, 2, 1, 3]> (kr) kb = Reshape (kt, together)
         vr = Reshape (v, apart) vt = Transpose <perm=[0, 2, 1, 3]> (vr) vb = Reshape (vt, together)
         kk = Transpose <perm=[0, 2, 1]> (kb) s = MatMul (qb, kk) {sums}
-        w = Reshape (t, scores) x = Add (w, m) p = Softmax (x) pb = Reshape (p, rows)
+        w = Reshape (t, scores) x = Add (w, m) {shares}
         o = MatMul (pb, vb) oh = Reshape (o, heads) ot = Transpose <perm=[0, 2, 1, 3]> (oh)
         y = Reshape (ot, joined) }}"""
     targets = {"together": [-1, 6, 4], "scores": [-1, 2, 6, 6], "rows": [-1, 6, 6], "heads": [-1, 2, 6, 4]}
