@@ -114,7 +114,10 @@ class TorchOps:
         """Returns what the body sees of an input."""
         return tensor
 
-    def Constant(self, *, value: ir.TensorProtocol) -> Tensor:
+    def Constant(self, *, value: ir.TensorProtocol | None = None, _outputs: int = 1, **named: Any) -> Any:
+        if value is None:  # value_int, value_floats ...
+            (given,) = named.values()
+            return given if isinstance(given, str) else torch.tensor(given)
         return torch.from_numpy(np.array(value.numpy()))
 
     def LayerNormalization(
@@ -154,10 +157,10 @@ class TorchOps:
             given = [self._tensor(v, inputs) for v in inputs]
             try:
                 return self._apply(op_type, partial(function, **named), given)
-            except TypeError as error:  # what torch's function of this name does not take
+            except (TypeError, NotImplementedError) as error:  # what torch's function does not take
                 raise ExportError(
                     f"body {self._record.name}: {op_type}({len(inputs)} inputs, {named}) cannot be computed "
-                    f"with torch: {str(error).splitlines()[0]}. Write it with other operators"
+                    f"with torch: {str(error).splitlines()[0].rstrip('.')}. Write it with other operators"
                 ) from error
 
         return add
@@ -191,7 +194,7 @@ def _reduction(function):
     """Returns an operator Reduce*, from a function of (x, dims, keepdim)."""
 
     def reduction(x, axes=None, *, keepdims=1, noop_with_empty_axes=0):
-        dims = _ints(axes) or ([] if axes is not None or noop_with_empty_axes else list(range(x.ndim)))
+        dims = _ints(axes) or ([] if noop_with_empty_axes else list(range(x.ndim)))
         return function(x, dims, bool(keepdims)) if dims else x
 
     return reduction
@@ -267,6 +270,22 @@ def _cast(x, *, to, saturate=1):
     return x.to(getattr(torch, name))
 
 
+_REDUCTIONS = {"add": "sum", "mul": "prod", "max": "amax", "min": "amin"}
+
+
+def _scatter_elements(x, indices, updates, *, axis=0, reduction="none"):
+    indices = indices % max(x.shape[axis], 1)
+    if reduction == "none":
+        return x.scatter(axis, indices, updates)
+    return x.scatter_reduce(axis, indices, updates, _REDUCTIONS[reduction])
+
+
+def _scatter_nd(x, indices, updates, *, reduction="none"):
+    if reduction not in ("none", "add"):
+        raise NotImplementedError(f"reduction {reduction}")
+    return x.index_put(indices.unbind(-1), updates, accumulate=reduction == "add")
+
+
 def _gather_nd(x, indices, *, batch_dims=0):
     if batch_dims == 0:
         return x[tuple(indices.movedim(-1, 0))]
@@ -293,6 +312,10 @@ OPERATORS: dict[str, Callable[..., Any]] = {
     ),
     "Mean": lambda *tensors: reduce(torch.add, tensors) / len(tensors),
     "NonZero": lambda x: x.nonzero().mT,
+    "OneHot": lambda x, depth, values, *, axis=-1: values[
+        F.one_hot(x % int(depth), int(depth)).movedim(-1, axis)
+    ],
+    "Pow": lambda a, b: torch.pow(a, b).to(a.dtype),
     "PRelu": lambda x, slope: torch.where(x < 0, slope * x, x),
     "Selu": lambda x, *, alpha=1.6732632423543772, gamma=1.0507009873554805: (
         gamma * torch.where(x > 0, x, alpha * x.clamp(max=0).expm1())
@@ -325,7 +348,7 @@ OPERATORS: dict[str, Callable[..., Any]] = {
     "Min": _variadic(torch.minimum),
     "Mod": lambda a, b, *, fmod=0: (torch.fmod if fmod else torch.remainder)(a, b),
     "Pad": _pad,
-    "Range": lambda start, limit, delta: torch.arange(int(start), int(limit), int(delta)),
+    "Range": lambda start, *more: torch.arange(*(each.item() for each in (start, *more)), dtype=start.dtype),
     "ReduceL1": _reduction(lambda x, dims, keep: x.abs().sum(dims, keep)),
     "ReduceL2": _reduction(lambda x, dims, keep: torch.linalg.vector_norm(x, 2, dims, keep)),
     "ReduceLogSumExp": _reduction(torch.logsumexp),
@@ -337,10 +360,8 @@ OPERATORS: dict[str, Callable[..., Any]] = {
     "ReduceSum": _reduction(torch.sum),
     "ReduceSumSquare": _reduction(lambda x, dims, keep: x.square().sum(dims, keep)),
     "Reshape": _reshape,
-    "ScatterElements": lambda x, indices, updates, *, axis=0: x.scatter(
-        axis, indices % max(x.shape[axis], 1), updates
-    ),
-    "ScatterND": lambda x, indices, updates: x.index_put(indices.unbind(-1), updates),
+    "ScatterElements": _scatter_elements,
+    "ScatterND": _scatter_nd,
     "Shape": lambda x, *, start=0, end=None: torch.tensor(x.shape[start:end], dtype=torch.int64),
     "Size": lambda x: torch.tensor(x.numel()),
     "Slice": _slice,

@@ -189,6 +189,17 @@ OPERATORS: list[tuple[str, tuple[Any, ...], dict[str, Any]]] = [
     ("Einsum", (X, Y), {"equation": "ij,ij->i"}),
     ("Gemm", (X, Y), {"transB": 1, "alpha": 0.5}),
     ("TopK", (X, ints(2)), {"axis": 0, "largest": 0}),
+    *(("Constant", (), {f"value_{kind}": value}) for kind, value in (("int", 3), ("floats", [0.5, 2.0]))),
+    ("OneHot", (ints(0, -1), np.int64(3), np.array([0.5, 2.0])), {"axis": 0}),
+    ("Pow", (ints(2, 3), np.array([2.0, 3.0])), {}),
+    ("Range", (np.array(0.0), np.array(1.0), np.array(0.25)), {}),
+    ("Range", (np.int64(5), np.int64(0), np.int64(-2)), {}),
+    ("ReduceSum", (X, ints()), {}),
+    *(
+        ("ScatterElements", (X, ints(0, 0, 1, -1).reshape(1, 4), X[:1]), {"axis": 1, "reduction": reduction})
+        for reduction in ("none", "add", "max")
+    ),
+    *(("ScatterND", (X, ints(1, -1).reshape(2, 1), X[:2]), {"reduction": each}) for each in ("none", "add")),
 ]
 
 
@@ -219,6 +230,8 @@ def test_an_operator_that_torch_does_not_take_is_one_message() -> None:
         ExportError, match=r"body log_softmax: Dropout\(1 inputs, .* cannot be computed with torch"
     ):
         op.Dropout(torch.ones(3))
+    with pytest.raises(ExportError, match=r"Pad\(2 inputs, {'mode': 'edge'}\) cannot be computed with torch"):
+        op.Pad(torch.ones(3), [1, 1], mode="edge")
     with pytest.raises(
         ExportError, match="does not know what Conv is there. Write it with other operators, or"
     ):
