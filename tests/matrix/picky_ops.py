@@ -16,6 +16,12 @@ def row_max(op, x):
 
 
 @twinop.op
+def is_more(op, x, w, id):
+    two = op.Cast(op.Constant(value_int=2), to=6)
+    return op.Greater(x, two if w is None else w), op.Identity(id)
+
+
+@twinop.op
 def with_sign(op, x, *, sign):
     return op.Neg(x) if sign == "minus" else op.Identity(x)  # `sign.value` is meant
 

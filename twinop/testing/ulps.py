@@ -80,7 +80,10 @@ def magnitudes(
     wide, stored = _widened(inputs, torch.float64)
     if reference.magnitude is not None:
         return as_tuple(reference.magnitude(*wide, **attributes))
-    results = [result.abs() for result in compute(record, wide, attributes, stored)]
+    results = [  # integers and truth values are equal or wrong
+        result.abs() if result.is_floating_point() or result.is_complex() else torch.zeros(result.shape)
+        for result in compute(record, wide, attributes, stored)
+    ]
     if reference.ulps is not None or not stored.is_floating_point:
         return tuple(results)
     bounds = evaluate_body(record, wide, attributes, stored, ops)

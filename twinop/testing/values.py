@@ -68,5 +68,5 @@ def integers(shape: Sequence[int], dtype: torch.dtype, seed: int) -> torch.Tenso
     generator = torch.Generator().manual_seed(seed)
     if dtype == torch.bool:
         return torch.randint(0, 2, tuple(shape), generator=generator).bool()
-    info = torch.iinfo(dtype)
+    info = torch.iinfo(torch.int64 if dtype == torch.uint64 else dtype)  # of which negative ones wrap
     return torch.randint(info.min, info.max, tuple(shape), generator=generator, dtype=torch.int64).to(dtype)

@@ -187,6 +187,10 @@ class OneOp(torch.nn.Module):
 @pytest.mark.parametrize("exporter", ["dynamo", "torchscript"])
 def test_both_exporters_carry_the_op(record: OpSpec, exporter: str, tmp_path: Path) -> None:
     """The exported file, of fixed sizes, gives torch's bits with the library, and runs without it."""
+    if exporter == "torchscript" and {"uint16", "uint32", "uint64"}.intersection(
+        record.combinations[0].values()
+    ):
+        pytest.skip("torch's TorchScript exporter does not know these integers")
     many = (make_sample(record, record.combinations[0], (3, 4), seed, tame=True) for seed in range(8))
     sample = next((each for each in many if all(y.numel() for y in run_in_torch(record, each))), None)
     if sample is None:
