@@ -67,20 +67,22 @@ TWINOP_CPU_OP(row_max,
                             "grad_y.unsqueeze(-1))"),
               LaunchRowMax)
 
-// Whether x is more than w; a w that is absent is 2. And the same id.
+// Whether x is more than w; a w that is absent is `least`. And the same id.
 template <class Op>
 Status LaunchIsMore(const CallOf<Op>& call) {
   const std::int32_t* x = InputData<std::int32_t>(call, "x"_name);
   const Tensor& w = InputOf(call, "w"_name);
   for (std::int64_t i = 0; i < InputOf(call, "x"_name).numel; ++i) {
-    OutputData<bool>(call, "y"_name)[i] = x[i] > (w.present ? w.as<const std::int32_t>()[i] : 2);
+    OutputData<bool>(call, "y"_name)[i] =
+        x[i] >
+        (w.present ? w.as<const std::int32_t>()[i] : AttributeOf<std::int64_t>(call, "least"_name));
     OutputData<std::uint64_t>(call, "z"_name)[i] = InputData<std::uint64_t>(call, "id"_name)[i];
   }
   return Status();
 }
 
 TWINOP_CPU_OP(is_more,
-              Record("is_more(Tensor x, Tensor? w, Tensor id) -> (Tensor y, Tensor z)")
+              Record("is_more(Tensor x, Tensor? w, Tensor id, int least) -> (Tensor y, Tensor z)")
                   .dtypes("int32 id=uint64 y=bool z=uint64")
                   .input_shapes("w = x; id = x"),
               LaunchIsMore)

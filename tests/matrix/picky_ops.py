@@ -16,9 +16,9 @@ def row_max(op, x):
 
 
 @twinop.op
-def is_more(op, x, w, id):
-    two = op.Cast(op.Constant(value_int=2), to=6)
-    return op.Greater(x, two if w is None else w), op.Identity(id)
+def is_more(op, x, w, id, *, least):
+    zero = op.Constant(value_int=0)
+    return op.Greater(x, op.Cast(op.Add(least, zero), to=6) if w is None else w), op.Identity(id)
 
 
 @twinop.op
@@ -33,4 +33,7 @@ def samples(op, dtype, size):
         return [{"x": torch.randn(size + 2, 3).to(kind), "score": scores, "bound": 0.3}]
     if op == "row_max":
         return [{"x": x.to(kind)} for x in (10 * torch.randn(3, size + 1), torch.ones(2, 2, size + 1))]
+    if op == "is_more":
+        x = torch.arange(size + 3, dtype=torch.int32)
+        return [{"x": x, "w": x.flip(0), "id": (x - 1).to(torch.uint64), "least": 2}]
     return None

@@ -18,9 +18,12 @@ from twinop.export.body_in_torch import TorchOps
 from twinop.record.op_spec import OpSpec
 from twinop.record.schema_text import record_of
 from twinop.testing import under_test
+from twinop.testing.messages import first_difference
 from twinop.testing.references import ONE_ROUNDING
 from twinop.testing.rounding import OrtRoundingOps
+from twinop.testing.samples import Sample, why_not_derived
 from twinop.testing.ulps import is_defined, measure
+from twinop.testing.values import integers
 
 DOMAIN = "bounds"
 
@@ -236,3 +239,13 @@ def test_an_operator_that_torch_does_not_take_is_one_message() -> None:
         ExportError, match="does not know what Conv is there. Write it with other operators, or"
     ):
         op.Conv(torch.ones(1, 1, 3), torch.ones(1, 1, 3))
+
+
+def test_what_samples_and_messages_take() -> None:
+    """Integers beyond int64, attributes without a default, an output's index that its input has not."""
+    assert (integers((64,), torch.uint64, 0).to(torch.float64) > 2.0**63).any()
+    record = record_of("f(Tensor x, float a, int b=1) -> Tensor", "d")
+    assert why_not_derived(record) == "a: attributes without a default"
+    wrong, x = torch.arange(30) == 25, torch.zeros(10, 3)
+    said = first_difference("y", wrong, wrong, wrong, Sample({"x": x}), ("a", "b"))
+    assert "first wrong element: y[25]; 1 of 30 are wrong" in said and "x = " in said

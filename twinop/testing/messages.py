@@ -101,7 +101,10 @@ def _input(name: str, tensor: Tensor, index: tuple[int, ...], shape: torch.Size)
     try:
         wide = tensor.broadcast_to(shape)
     except RuntimeError:
-        row = tensor[index[: tensor.dim() - 1]] if len(index) + 1 == tensor.dim() else tensor
+        is_of_row = len(index) + 1 == tensor.dim() and all(
+            i < n for i, n in zip(index, tensor.shape, strict=False)
+        )
+        row = tensor[index] if is_of_row else tensor
         if row.numel() > _SHOWN:
             return f"{name} = {described(tensor)}"
         return f"{name} = [{', '.join(number(each) for each in row.flatten())}]"

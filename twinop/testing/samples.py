@@ -120,6 +120,8 @@ def _note(record: OpSpec, sample: Sample) -> None:
 
 def why_not_derived(record: OpSpec) -> str:
     """Returns what the record does not say of the inputs, or "" if inputs follow from it."""
+    if required := [entry.name for entry in record.attributes if entry.required]:
+        return f"{', '.join(required)}: attributes without a default"
     if record.host_inputs:
         return f"{', '.join(sorted(record.host_inputs))}: values in host memory have a meaning of their own"
     for dtypes in record.combinations:

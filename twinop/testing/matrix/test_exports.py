@@ -21,7 +21,7 @@ from twinop.libraries.kernel_op import DECLARED
 from twinop.model.attach import OPSETS
 from twinop.model.bodies import find_body
 from twinop.model.calls import make_call
-from twinop.record.op_schema import default_of
+from twinop.record.op_schema import default_of, onnx_value
 from twinop.record.op_spec import OpSpec
 from twinop.record.tolerance import same_bits
 
@@ -43,6 +43,9 @@ def with_body(record: OpSpec) -> None:
 def why_not_runnable(record: OpSpec, dtypes: dict[str, str], present: Set[str], opset: int) -> str:
     """Returns why ONNX Runtime's CPU provider cannot run the body, or "". It lacks kernels for float64."""
     attributes = {entry.name: default_of(entry) for entry in record.attributes}
+    if required := [entry for entry in record.attributes if entry.required]:
+        given = make_sample(record, dtypes, (3, 4)).attributes
+        attributes |= {entry.name: onnx_value(entry, given[entry.name]) for entry in required}
     reason = unsupported_cell(make_call(record, dtypes, frozenset(present), attributes), opset)
     if reason:
         missing_kernel = re.fullmatch(r"ONNX Runtime [\d.]+ has no CPU kernel for \w+", reason)
