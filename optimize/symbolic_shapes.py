@@ -122,6 +122,18 @@ def _infer_split(inference: Any, infer: Callable[[Any], None], node: onnx.NodePr
             inference.sympy_data_[name], sizes = sizes[:count], sizes[count:]
 
 
+def _infer_slice(inference: Any, module: Any, node: onnx.NodeProto) -> None:
+    """Infers Slice: an end that may lie before the last row or not is not taken for the latter."""
+    inference._infer_Slice(node)
+    before = inference._get_shape(node, 0)
+    after = inference.known_vi_[node.output[0]].type.tensor_type.shape
+    ends, axes = (inference._try_get_value(node, index) for index in (2, 3))
+    for axis, end in zip(axes if axes is not None else (), module.as_list(ends, True) or (), strict=False):
+        dim = after.dim[axis]
+        if not module.is_literal(end) and dim.dim_param == before[axis] != str(end):
+            dim.dim_param = str(inference._new_symbolic_dim_from_output(node, 0, axis % len(before)))
+
+
 def _infer_fused_matmul(inference: Any, node: onnx.NodeProto) -> None:
     """Infers FusedMatMul, whose matrices may be transposed. Where batches are, nothing is known."""
     flags, shapes = {each.name: each.i for each in node.attribute}, list[list[Any]]()
@@ -163,7 +175,7 @@ def _inference() -> Any:
             self.dispatcher_["GatherBlockQuantized"] = partial(_infer_quantised_rows, self)
             self.dispatcher_["FusedConv"] = self._infer_Conv
             self.dispatcher_["FusedMatMul"] = partial(_infer_fused_matmul, self)
-            self.dispatcher_["Slice"] = self._slice
+            self.dispatcher_["Slice"] = partial(_infer_slice, self, original)
             self.dispatcher_["Split"] = partial(_infer_split, self, self._infer_Split)
             self.dispatcher_["QMoE"] = self._pass_on_shape_and_type
             if not self.auto_merge_:
@@ -178,18 +190,6 @@ def _inference() -> Any:
                 for axis, dim in enumerate(shape.dim if shape is not None else ()):
                     if not dim.HasField("dim_value") and dim.dim_param not in self.symbolic_dims_:
                         dim.dim_param = str(self._new_symbolic_dim_from_output(node, index, axis))
-
-        def _slice(self, node: onnx.NodeProto) -> None:
-            """Infers Slice: an end that may lie before the last row or not is not taken for the latter."""
-            self._infer_Slice(node)
-            before, after = self._get_shape(node, 0), self.known_vi_[node.output[0]].type.tensor_type.shape
-            ends, axes = (self._try_get_value(node, index) for index in (2, 3))
-            for axis, end in zip(
-                axes if axes is not None else (), original.as_list(ends, True) or (), strict=False
-            ):
-                dim = after.dim[axis]
-                if not original.is_literal(end) and dim.dim_param == before[axis] != str(end):
-                    dim.dim_param = str(self._new_symbolic_dim_from_output(node, 0, axis % len(before)))
 
         def _broadcast(self, infer: Callable[[Any], None] | None, node: onnx.NodeProto) -> None:
             if infer is not None:
