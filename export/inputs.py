@@ -24,10 +24,11 @@ class Inputs:
 
     Attributes:
         tensors: by the names that they get in the graph, after the parameters of the model's forward.
+        returned: the tensors by name, of a model that returns numbers beside them; torch exports none.
     """
 
     def __init__(self, bound: inspect.BoundArguments) -> None:
-        self._bound = bound
+        self._bound, self.returned = bound, frozenset[str]()
         found = [
             each
             for parameter, value in bound.arguments.items()
@@ -45,9 +46,11 @@ class Inputs:
 
     @property
     def plain(self) -> bool:
-        """Whether every parameter is a tensor and is passed by position."""
+        """Whether every parameter is a tensor and is passed by position, and only tensors are returned."""
         values = self._bound.arguments.values()
-        return not self._bound.kwargs and all(isinstance(value, torch.Tensor) for value in values)
+        return not (self._bound.kwargs or self.returned) and all(
+            isinstance(value, torch.Tensor) for value in values
+        )
 
     def call(self, model: torch.nn.Module, tensors: Mapping[str, torch.Tensor]) -> Any:
         """Calls the model with other tensors in the places of these."""
@@ -139,6 +142,7 @@ def leaves(value: Any, name: str = "", outputs: bool = False) -> Iterable[tuple[
     """
     if isinstance(value, torch.Tensor):
         yield name, value
+    if isinstance(value, (torch.Tensor, torch.SymInt, torch.SymFloat, torch.SymBool)):
         return
     if (found := _entries(value)) is None and _holds_tensors(value):
         kind = type(value)

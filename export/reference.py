@@ -8,6 +8,7 @@ from typing import Any
 
 import onnx_ir as ir
 import torch
+from torch.utils._pytree import tree_leaves
 
 from twinop.errors import ExportError, TwinopError
 from twinop.optimize.inputs import edge_cases
@@ -150,6 +151,11 @@ class Reference:
         if not outputs:
             raise ExportError(f"the model returns {type(result).__name__}; expected at least one tensor")
         if lost is not None:
+            numbers = [each for each in tree_leaves(result) if isinstance(each, (int, float, str))]
+            if numbers:
+                self.inputs.returned = frozenset(outputs)
+                shown = ", ".join(map(repr, numbers))
+                lost.append(f"the model returns {shown} beside tensors: the file has no output for it")
             kept = {id(tensor) for tensor in given.values()}
             lost += (
                 f"the model writes into its input {name}, and does not return it: the file has no output for "

@@ -159,7 +159,8 @@ class _TensorFunction(torch.nn.Module):
 
     def forward(self, *tensors: torch.Tensor) -> Any:
         result = self.inputs.call(self.model, dict(zip(self.inputs.tensors, tensors, strict=True)))
-        return tuple(tensor for _, tensor in leaves(result, outputs=True))
+        wanted = self.inputs.returned  # a size is a tensor while torch traces
+        return tuple(each for name, each in leaves(result, outputs=True) if not wanted or name in wanted)
 
 
 def _remove_wrapper_name(model: ir.Model) -> None:

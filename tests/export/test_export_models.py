@@ -82,6 +82,18 @@ class Defaults(nn.Module):
         return self.head(torch_op.relu(x[:, keep]))
 
 
+@each_exporter
+def test_numbers_beside_tensors_are_named(exporter: str, tmp_path: Path) -> None:
+    class Sized(torch.nn.Module):
+        def forward(self, x: torch.Tensor) -> Any:
+            return torch_op.relu(x), x.shape[0], {"scale": 0.5}
+
+    report = plain(Sized(), torch.randn(3, 4), tmp_path / "m.onnx", exporter=exporter, dynamic={"x": 0})
+    assert list(report.outputs) == ["y_0"]
+    note = "the model returns 3, 0.5 beside tensors: the file has no output for it"
+    assert report.notes[0] == note
+
+
 @each_by_one_exporter("verify", [True, False])
 def test_python_defaults_are_no_inputs(exporter: str, verify: bool, tmp_path: Path) -> None:
     path, kwargs = tmp_path / "m.onnx", {} if verify else {"use_cache": False}
