@@ -175,7 +175,7 @@ def whole(name: str, timer: DeviceTimer, folder: Path, with_torch: bool) -> dict
     reports = export_model(name, folder)
     (kind, size), device = MODELS[name], timer.stream.device
     inputs = {key: each.to(device) for key, each in kind.inputs(size).items()}
-    with torch.no_grad(), torch.backends.cudnn.flags(enabled=True, allow_tf32=False):
+    with torch.no_grad(), torch.backends.cudnn.flags(enabled=True, benchmark=True, allow_tf32=False):
         model = drawn(kind, size).to(device)
         expected = model(*inputs.values()).double()
         half, narrow = (cast(inputs, dtype) for dtype in (torch.float16, BF16))  # torchao takes bfloat16 only
