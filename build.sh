@@ -52,7 +52,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK=1
 export PIP_COMPILE=0 PYTHONDONTWRITEBYTECODE=''
 
 everything=(base serve bench test lint wheel docs)
-all_ops_take="about six minutes with nvcc on two cores, two with --cpu" # twinop/installation.py says it, too
+all_ops_take="about five minutes with nvcc on two cores, two with --cpu" # twinop/installation.py says it, too
 
 device() {
   local device=${TWINOP_DEVICE:-}

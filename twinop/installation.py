@@ -6,7 +6,7 @@ from pathlib import Path
 from .record.op_spec import DOMAIN
 
 ROOT = Path(__file__).resolve().parent.parent
-ALL_OPS_TAKE = "about six minutes with nvcc on two cores, two with --cpu"  # as build.sh says
+ALL_OPS_TAKE = "about five minutes with nvcc on two cores, two with --cpu"  # as build.sh says
 
 
 def is_source_tree() -> bool:
