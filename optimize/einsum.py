@@ -40,6 +40,8 @@ class Einsum(Rewrite[_Product], name="einsum", op_types=("Einsum",)):
         terms, (a, *others) = given.split(","), node.inputs
         if len(terms) != 2 or [*map(g.rank, node.inputs)] != [*map(len, terms)]:
             return "it is no equation of two tensors of known ranks"
+        if any(len({*each}) < len(each) for each in (*terms, result)):  # an ellipsis has a dot again, too
+            return "an axis has a letter again, or none"
         (of_a, of_b), [b] = terms, others
         assert a is not None and b is not None
         # A weight comes second; of other tensors the one with the last axis of the result, which stays last.

@@ -286,6 +286,16 @@ def test_attention_whose_k_is_not_transposed(tmp_path: Path) -> None:
     assert_same(tmp_path, q=(3, 8, 6), k=(3, 8, 5), v=(3, 8, 5))
 
 
+@pytest.mark.parametrize("equation", ["...aij,...jk->...aik", "iij,ijk->ik"])
+def test_an_einsum_with_an_axis_without_a_letter_of_its_own_stays(equation: str, tmp_path: Path) -> None:
+    """An ellipsis of three axes is as long as its text; a letter twice is a diagonal."""
+    a, b, y = ("2,3,2,3,4,5", "2,3,2,5,6", "2,3,2,3,4,6") if "." in equation else ("3,3,5", "3,5,6", "3,6")
+    text = f'(float[{a}] a, float[{b}] b) => (float[{y}] y) {{ y = Einsum <equation = "{equation}"> (a, b) }}'
+    _, fast = optimized(parsed(text), tmp_path)
+    assert [node.op_type for node in fast.graph] == ["Einsum"]
+    assert_same(tmp_path, a=[*map(int, a.split(","))], b=[*map(int, b.split(","))])
+
+
 def test_softmax_before_opset_13_of_unknown_rank(tmp_path: Path) -> None:
     """onnx's conversion writes Flatten, Softmax and Reshape where it does not know the rank."""
     text = """(float[B, S, 8] q, float[B, S, 8] k, float[B, S, 8] v) => (float[B, S, 8] y) {
