@@ -293,7 +293,7 @@ def test_an_einsum_with_an_axis_without_a_letter_of_its_own_stays(equation: str,
     text = f'(float[{a}] a, float[{b}] b) => (float[{y}] y) {{ y = Einsum <equation = "{equation}"> (a, b) }}'
     _, fast = optimized(parsed(text), tmp_path)
     assert [node.op_type for node in fast.graph] == ["Einsum"]
-    assert_same(tmp_path, a=[*map(int, a.split(","))], b=[*map(int, b.split(","))])
+    assert_same(tmp_path, **{each: tuple(map(int, of.split(","))) for each, of in (("a", a), ("b", b))})
 
 
 def test_softmax_before_opset_13_of_unknown_rank(tmp_path: Path) -> None:
