@@ -97,7 +97,7 @@ class Options:
             "With float8: the largest relative error of an output, on --inputs where they are given. Matmuls "
             "go back to 16 bits until it is kept, those with the largest errors first."
         ),
-    ] = 0.15
+    ] = 0.2
     library: Annotated[
         list[Path] | None, _option("A library of ops that the model needs; repeat it for others.")
     ] = None

@@ -90,7 +90,7 @@ class Options:
     kept: Iterable[OpSpec]
     held: Held
     rows: int = 2048
-    max_error: float = 0.15
+    max_error: float = 0.2
 
     def __post_init__(self) -> None:
         """Raises ExportError for values that no model can be optimised with."""
