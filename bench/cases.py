@@ -70,11 +70,8 @@ def family_of(record: OpSpec) -> str:
 def choose(names: str, library: Path | None = None) -> dict[str, Entry]:
     """Returns the entries with these comma-separated names, or without names all of the built ops.
 
-    Args:
-        library: instead of twinop's ops, those of this library, Python file of an op, or project.
-
-    Raises:
-        BenchError: a name is unknown, or its op is not in the built libraries.
+    With a `library`, a Python file of an op or a project, they are of its ops. BenchError: a name is unknown,
+    or its op is not in the built libraries.
     """
     built = built_entries() if library is None else entries_of(library)
     return {name: built[name] for name in chosen("--ops", names, list(built))} if names else built
@@ -100,10 +97,7 @@ def entries_of(target: Path) -> dict[str, Entry]:
     """Returns the entries of the ops of a library, the Python file of an op, or a project.
 
     An op without a function body, with sizes from data, or whose inputs cannot be derived, is reported and
-    skipped.
-
-    Raises:
-        BenchError: no op is left.
+    skipped. BenchError: no op is left.
     """
     found: dict[str, Entry] = {}
     for record in load(str(target)):
@@ -145,16 +139,11 @@ def cases_of(name: str, entry: Entry, device: str, *, quick: bool = False) -> li
 
 @dataclass
 class Sample:
-    """A case with its tensors.
-
-    Attributes:
-        inputs: by name.
-        outputs: by name, to be overwritten; or the gradients that backward starts from.
-    """
+    """A case with its tensors by name."""
 
     case: Case
     inputs: dict[str, Tensor]
-    outputs: dict[str, Tensor]
+    outputs: dict[str, Tensor]  # to be overwritten; or the gradients that backward starts from
 
     @classmethod
     def drawn(cls, case: Case, device: torch.device) -> "Sample":
@@ -206,11 +195,7 @@ def _draw_inputs(case: Case, device: torch.device) -> dict[str, Tensor]:
 def run_of(
     case: Case, function: Callable[..., Any], inputs: Sequence[Tensor], grads: Sequence[Tensor]
 ) -> Run:
-    """Returns a run of a function in torch; that of backward alone, if the case is backward.
-
-    Args:
-        grads: of the outputs, from which backward starts.
-    """
+    """Returns a run of a function in torch; if the case is backward, that of backward alone, from `grads`."""
     if case.direction == FORWARD:
         return partial(function, *inputs)
     given = [tensor.detach().requires_grad_(tensor.is_floating_point()) for tensor in inputs]

@@ -20,26 +20,16 @@ from twinop.record.op_spec import OpSpec
 
 @dataclass(frozen=True)
 class Entry:
-    """What is measured of one op.
+    """What is measured of one op."""
 
-    Args:
-        op: the op's name in the registry.
-        inputs: the names of the inputs to pass.
-        eager: torch's own function of these inputs.
-        ort: the nodes that a stock export holds, in ONNX's text format, separated by semicolons.
-        backward: measure the gradient too.
-        positive: the inputs that must be positive.
-        library: the file of an op that is not twinop's.
-    """
-
-    op: str
-    inputs: str
-    eager: Callable[..., Any]
-    ort: str = ""
+    op: str  # its name in the registry
+    inputs: str  # the names of those to pass
+    eager: Callable[..., Any]  # torch's own function of these inputs
+    ort: str = ""  # the nodes of a stock export in ONNX's text format, with semicolons between
     attributes: Mapping[str, Any] = field(default_factory=dict)
-    backward: bool = False
-    positive: tuple[str, ...] = ()
-    library: Path | None = None
+    backward: bool = False  # measure the gradient too
+    positive: tuple[str, ...] = ()  # the inputs that must be
+    library: Path | None = None  # the file of an op that is not twinop's
 
     @property
     def input_names(self) -> list[str]:
@@ -110,8 +100,7 @@ def entry_of(
 ) -> Entry:
     """Returns the entry of an op that the table does not name: torch's own function is its function body.
 
-    Args:
-        names: the inputs to pass; by default all.
+    `names` are the inputs to pass; by default all.
     """
     names = names or " ".join(entry.name for entry in record.inputs)
     given = dict(attributes or {})

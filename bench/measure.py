@@ -61,11 +61,7 @@ def side_by_side(
 ) -> dict[str, Any]:
     """Makes, checks and measures subjects: device time, or wall time where there is no timer.
 
-    Args:
-        again: those that are measured twice.
-
-    Returns:
-        "times" and "missing" of a line.
+    Those in `again` are measured twice. Returns "times" and "missing" of a line.
     """
     subjects, missing = checked(makers, check)
     runs = {name: subject.run for name, subject in subjects.items()}

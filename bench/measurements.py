@@ -107,13 +107,9 @@ def machine_title(line: Mapping[str, Any]) -> str:
 
 
 class Measurements:
-    """The file to which a run adds its measurements.
+    """The file to which a run adds its measurements; `lines` are those of this run.
 
-    Attributes:
-        lines: what this run added.
-
-    Raises:
-        BenchError: the folder cannot be created or written to.
+    BenchError: the folder cannot be created or written to.
     """
 
     def __init__(

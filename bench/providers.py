@@ -33,23 +33,15 @@ SHORT_BYTES = 512 << 20
 
 @dataclass
 class Providers:
-    """Builds, checks and measures the providers of cells.
-
-    Args:
-        timer: of the GPU, whose stream torch and ONNX Runtime use; None on a CPU.
-        threads: of ONNX Runtime's pool.
-        wanted: parts of providers' names, or None for all.
-        rounds, seconds: of each cell; on a CPU, at most.
-        compile_seconds: that torch.compile may still take.
-    """
+    """Builds, checks and measures the providers of cells."""
 
     device: torch.device
-    timer: DeviceTimer | None
-    threads: int
-    wanted: Sequence[str] | None
-    rounds: int
-    seconds: float
-    compile_seconds: float = 0.0
+    timer: DeviceTimer | None  # of the GPU, whose stream torch and ONNX Runtime use; None on a CPU
+    threads: int  # of ONNX Runtime's pool
+    wanted: Sequence[str] | None  # parts of providers' names, or None for all
+    rounds: int  # of each cell
+    seconds: float  # of each cell on a CPU, at most
+    compile_seconds: float = 0.0  # that torch.compile may still take
 
     def line(self, case: Case) -> dict[str, Any]:
         """Builds, checks and measures all providers of a cell, and returns the line about it."""

@@ -105,8 +105,7 @@ def _text(cell: Cell, provider: str) -> str:
 def is_slower(old: Sequence[Mapping[str, Any]], new: Sequence[Mapping[str, Any]]) -> bool:
     """Prints which of twinop's cells are slower than before, by more than 3 % and both tolerances.
 
-    Raises:
-        BenchError: they have no cell in common.
+    BenchError: they have no cell in common.
     """
     before = {cell.key: cell for cell in map(Cell, old)}
     both = [(before[cell.key], cell) for cell in map(Cell, new) if cell.key in before]

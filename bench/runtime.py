@@ -56,8 +56,7 @@ def one_op(
 ) -> onnx.ModelProto:
     """Returns a model of these nodes, whose inputs and outputs have these tensors' dtypes and ranks.
 
-    Args:
-        constants: tensors that the model holds itself, by name.
+    It holds the constants itself.
     """
 
     def value(name: str, tensor: torch.Tensor) -> onnx.ValueInfoProto:
@@ -90,15 +89,10 @@ def open_session(
 ) -> Any:
     """Opens a session that runs the model unchanged: no graph optimisation, no second provider.
 
-    Args:
-        model: of a file, which may be of any size, the nodes that run are not known.
-        library: of the custom ops, by default twinop's.
-        optimize: let ONNX Runtime optimise the graph fully, which may change its nodes.
-        fallback: allow nodes on the CPU beside the GPU.
-        planned_nodes: receives the types of the nodes that will run.
-
-    Raises:
-        BenchError: the provider is missing or refuses a node, or other nodes would run than the model has.
+    `library` is that of the custom ops, by default twinop's. To `optimize` lets ONNX Runtime optimise the
+    graph fully, which may change its nodes; `fallback` allows nodes on the CPU beside the GPU.
+    `planned_nodes` receives the types of the nodes that will run, which are not known of a file. BenchError:
+    the provider is missing or refuses a node, or other nodes would run than the model has.
     """
     ort = onnxruntime(cpu_threads)
     options = ort.SessionOptions()
@@ -150,11 +144,9 @@ def bind(
 ) -> Run:
     """Returns a run of the session on these tensors' own memory.
 
-    Args:
-        outputs: one without elements gets memory from ONNX Runtime.
-        synchronize: wait for the device before returning.
-        graph: the number of the CUDA graph, one for each set of tensors, or -1 for none. It has been captured
-            if the run does not wait.
+    An output without elements gets memory from ONNX Runtime. It waits for the device if it is to
+    `synchronize`. `graph` is the number of the CUDA graph, one for each set of tensors, or -1 for none. It
+    has been captured if the run does not wait.
     """
     import onnxruntime as ort
 
@@ -188,11 +180,9 @@ def run_of(
     opset: int = 20,
     **options: Any,
 ) -> Run:
-    """Returns a run of a model of these nodes on these tensors' own memory.
+    """Returns a run of a model of these nodes on these tensors' own memory, with options of `open_session`.
 
-    Args:
-        timer: what measures the run, on whose stream it is queued; None: the run waits for its end.
-        options: those of `open_session`.
+    It is queued on the timer's stream; without a timer, it waits for its end.
     """
     session = open_session(
         one_op(nodes, inputs, outputs, opset, constants=constants),

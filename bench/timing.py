@@ -42,11 +42,7 @@ def host_times(
 ) -> dict[str, Time]:
     """Measures the wall time of runs that are complete when they return.
 
-    Args:
-        runs: by name.
-        rounds: the largest number of rounds.
-        seconds: stop after this time, once there are 15 rounds.
-        after: called after each run, within its time (a synchronize).
+    It stops after `seconds`, once there are 15 rounds. `after` is called after each run, within its time.
     """
     samples: dict[str, list[float]] = {name: [] for name in runs}
     clock = time.perf_counter

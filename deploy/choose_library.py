@@ -48,17 +48,15 @@ def choose_libraries(
     Args:
         own: the model's own folders. Default: the folder of the model. A library of a needed domain there is
             an error: it is not loaded, and no other one is taken instead of it.
-        others: returns the folders and files to search for a domain. Files there that cannot be read are
-            skipped.
+        others: returns the folders and files to search for a domain. Files that cannot be read are skipped.
         allow_model_libraries: whether to search the model's own folders too, first. A file `lib*.so` there
             that cannot be read is an error, unless it is a library that twinop did not build.
         confined: whether a symbolic link may not lead out of its folder.
         bodies: whether a function body may replace an op that no library has. Such a domain has no library.
 
-    Raises:
-        LibraryError: a library cannot be used, one of the model's own is not permitted, two have one domain,
-            the ops of a domain are spread over several, or several installed packages have a domain.
-        ModelError: no library has an op of the model, and no function body may replace it.
+    LibraryError: a library cannot be used, one of the model's own is not permitted, two have one domain, the
+    ops of a domain are spread over several, or several installed packages have a domain. ModelError: no
+    library has an op of the model, and no function body may replace it.
     """
     libraries: dict[str, Library] = {}
     for library in map(read_library, library_paths(explicit)):

@@ -65,17 +65,11 @@ class Model:
 def load_model(
     source: ModelSource, folder: Path | None = None, *, confined: bool = False, given: Collection[str] = ()
 ) -> Model:
-    """Reads a model.
+    """Reads a model, of a path, bytes or a ModelProto, whose external data is then in `folder`.
 
-    Args:
-        source: a path, the bytes of a model, or a ModelProto.
-        folder: the folder of external data, if `source` is not a path.
-        confined: whether to refuse external data outside the model's folder, also behind a symbolic link.
-        given: the initializers that the session's options have (`Model.given`).
-
-    Raises:
-        ModelError: the file is missing or not a complete ONNX model, or its external data is missing or
-            elsewhere.
+    If `confined`, external data outside of the model's folder is refused, also behind a symbolic link.
+    `given` are the initializers that the session's options have (`Model.given`). ModelError: the file is
+    missing or not a complete ONNX model, or its external data is missing or elsewhere.
     """
     if isinstance(source, onnx.ModelProto):
         try:

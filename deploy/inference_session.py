@@ -171,14 +171,8 @@ class Session:
     def executed_on(self, custom_only: bool = True) -> list[NodeRun]:
         """Returns the nodes that have run and their provider, from ONNX Runtime's profile.
 
-        The first call ends the recording.
-
-        Args:
-            custom_only: whether to return custom nodes only. Nodes that a function body replaced are not
-                among them.
-
-        Raises:
-            RunError: the session was made without profile=True.
+        The first call ends the recording. Nodes that a function body replaced are not among the custom ones.
+        RunError: the session was made without profile=True.
         """
         if self._profile is None:
             raise RunError("nothing was recorded: make the session with profile=True, run it, then ask again")

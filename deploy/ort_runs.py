@@ -33,10 +33,9 @@ _PACKED = {"float4_e2m1fn", "int2", "int4", "uint2", "uint4"}
 class Parts:
     """A model in memory without its large weights, which the process that runs it reads.
 
-    Attributes:
-        graph: the bytes of the model. Its large initializers are external data without a file.
-        weights: these initializers by name: arrays, or what `numpy()` makes one of, such as a place in a
-            file. They are sent to the other process, so such an object is small there.
+    `graph` has the bytes of the model, whose large initializers are external data without a file. `weights`
+    has these by name: arrays, or what `numpy()` makes one of, such as a place in a file. They are sent to the
+    other process, so such an object is small there.
     """
 
     graph: bytes
@@ -90,11 +89,9 @@ def run(
         may_skip: where ONNX Runtime refuses the model or a run with its graph optimizations only, run it
             without them; `Answer.note` says so. After a crash in an optimization that is always done.
 
-    Raises:
-        NotRunnable: an operator of the model has no kernel there, or ONNX Runtime crashes.
-        ExportError: ONNX Runtime refuses the model or a run for another reason.
-        TwinopError: the library is missing, damaged, or not the one that the model needs.
-        Endless: the model does not come to an end (`ort_process.time_limit`).
+    NotRunnable: an operator of the model has no kernel there, or ONNX Runtime crashes. ExportError: it
+    refuses the model or a run for another reason. TwinopError: the library is missing, damaged, or not the
+    one that the model needs. Endless: the model does not come to an end (`ort_process.time_limit`).
     """
     arrays = [
         {name: each if isinstance(each, Earlier) else to_array(each) for name, each in case.items()}
@@ -218,10 +215,8 @@ def has_wrong_types(error: Exception) -> bool:
 def check_shown(graph: Any, outputs: Iterable[Sequence[Any]], allowed: bool, cure: str) -> list[str]:
     """Finds outputs of which no case shows a finite number; returns a note for each if they are allowed.
 
-    Args:
-        graph: the model's, of onnx_ir. Outputs that never have elements are left out.
-        outputs: of each typical case.
-        cure: how other inputs are given, for the ExportError.
+    `graph` is of onnx_ir; its outputs that never have elements are left out. `outputs` are those of each
+    typical case. The ExportError names the cure: how other inputs are given.
     """
     notes = []
     for output, *values in zip(graph.outputs, *outputs, strict=True):

@@ -23,25 +23,17 @@ WITHOUT_MAPS = (
 
 @dataclass(frozen=True)
 class Spec:
-    """One input or output of a model.
-
-    Attributes:
-        type: ONNX Runtime's name of the type, such as "tensor(float)".
-        element: ONNX's number of the element type, or None if this is not a tensor (sequences, maps).
-        shape: sizes, names of dynamic dimensions, and None; or None for an unknown rank.
-        fixed: axis and size of the dimensions that are not dynamic.
-        names: how element types are called in messages, by numpy's names, where they have other names.
-        right_padded: whether this is a mask [B, T] whose rows must be ones, then zeros (`RIGHT_PADDED`).
-    """
+    """One input or output of a model."""
 
     name: str
-    type: str
-    element: int | None
-    shape: tuple[int | str | None, ...] | None
-    fixed: tuple[tuple[int, int], ...] = ()
+    type: str  # ONNX Runtime's name of it, such as "tensor(float)"
+    element: int | None  # ONNX's number of the element type; None: it is no tensor (a sequence, a map)
+    shape: tuple[int | str | None, ...] | None  # sizes, names of dynamic ones, None; None for an unknown rank
+    fixed: tuple[tuple[int, int], ...] = ()  # axis and size of the dimensions that are not dynamic
     numpy_dtype: np.dtype | None = None
+    # How element types are called in messages, by numpy's names, where they have other names.
     names: Mapping[str, str] = field(default_factory=dict, compare=False)
-    right_padded: bool = False
+    right_padded: bool = False  # a mask [B, T] whose rows must be ones, then zeros (`RIGHT_PADDED`)
 
     @classmethod
     def of_value(cls, value: onnx.ValueInfoProto) -> "Spec":
@@ -74,10 +66,7 @@ class Spec:
         return self.names.get(self.dtype, self.dtype)
 
     def sources(self, inputs: Iterable["Spec"]) -> tuple[int | tuple[str, int], ...] | None:
-        """Returns where each size of this output is known from: itself, or an (input, axis).
-
-        None if a size is not known.
-        """
+        """Returns where each size is known from, itself or an (input, axis); None: one is not known."""
         if self.shape is None or self.element is None:
             return None
         places = {

@@ -37,9 +37,7 @@ def write(
 ) -> None:
     """Writes a model and, as the data of initializers that have none, weights: their bytes, piece by piece.
 
-    Args:
-        model: changed: it has no graph afterwards.
-        weights: the number of bytes and what yields them, by the name of the initializer.
+    `weights` has the number of bytes and what yields them, by initializer. The model has no graph afterwards.
     """
     parts = list[tuple[bytes, Iterable[Any]]]()
     for tensor in model.graph.initializer:
@@ -68,9 +66,8 @@ def read(path: Path) -> onnx.ModelProto:
 def without_weights(path: Path, location: str = "", most: int = 1 << 62) -> bytes:
     """Returns the bytes of a model without those of its large tensors; of what is no model, all of them.
 
-    Args:
-        location: the file in which the tensors are external data then; by default they have no data.
-        most: the size of a file that is refused with OSError if it is larger.
+    The tensors become external data in the file `location`; without one they have no data. OSError: the file
+    has more than `most` bytes.
     """
     with open_regular(path, most) as file:
         try:

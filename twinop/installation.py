@@ -20,12 +20,9 @@ def version_numbers(version: str) -> tuple[int, ...]:
 
 
 def how_to_build(domain: str = DOMAIN, archs: str = "", needs_cuda: bool = False) -> str:
-    """Returns a sentence without its full stop that says how to get a library again.
+    """Returns a sentence without its full stop that says how to get a domain's library again.
 
-    Args:
-        domain: the domain of its ops.
-        archs: the GPU architectures that it must have code for.
-        needs_cuda: whether it must have code for any GPU.
+    It must have code for GPU architectures, or if `needs_cuda` for any GPU.
     """
     where = " where nvcc is on PATH" if needs_cuda else ""
     if domain != DOMAIN:

@@ -57,8 +57,6 @@ def test_nvcc_is_found(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("CUDACXX", str(other))
     found = find_nvcc()
     assert found is not None and found.version == "13.1.99"
-    with pytest.raises(BuildError, match="but not libcudart_static.a, which libraries link"):
-        _ = found.library_folder
     for old in ("11.8", "12.3"):
         path = program(tmp_path / old, lines.replace("12.4", old))
         monkeypatch.setenv("CUDACXX", str(path))

@@ -42,14 +42,9 @@ class Expression:
     ) -> int | float:
         """Computes the value for a call that is traced.
 
-        Args:
-            sizes: the shape of each input in the schema's order; None for an absent one.
-            attributes: the attributes in the schema's order.
-            arch: the device's compute capability, 90 for 9.0.
-
-        Raises:
-            ArithmeticError: an int does not fit in 64 bits, a division by zero, or the root or logarithm of
-                a number that has none.
+        `sizes`: the shape of each input, None for an absent one; `arch`: as in "arch". ArithmeticError: an
+        int that does not fit in 64 bits, a division by zero, or the root or logarithm of a number that has
+        none.
         """
         value = self._value(sizes, attributes, arch)
         if isinstance(value, int) and not -(2**63) <= value < 2**63:

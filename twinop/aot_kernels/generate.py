@@ -37,9 +37,7 @@ _STRONGEST = 9
 def generate(contents: Contents, file: Path) -> None:
     """Writes the source and, in the folder <file>.files, what it embeds.
 
-    Raises:
-        BuildError: a launch has too many arguments, or a file cannot be
-            written.
+    BuildError: a launch has too many arguments, or a file cannot be written.
     """
     source = _Source(contents)
     _, *others = files_of(file)

@@ -14,35 +14,23 @@ ZERO = constant(0)
 
 @dataclass(frozen=True)
 class Pointer:
-    """An address in a tensor. The pointer to an absent input is null.
+    """An address in a tensor. The pointer to an absent input is null."""
 
-    Attributes:
-        base: "input", "output", "counts" or "temporary".
-        offset: in bytes.
-        name: of the kernel's parameter.
-        dtype: of the tensor, as far as a trace knows it: "float32".
-    """
-
-    base: str
+    base: str  # "input", "output", "counts" or "temporary"
     index: int
-    offset: Expression = ZERO
-    name: str = field(default="", compare=False)
-    dtype: str = field(default="", compare=False)
+    offset: Expression = ZERO  # in bytes
+    name: str = field(default="", compare=False)  # of the kernel's parameter
+    dtype: str = field(default="", compare=False)  # of the tensor, as far as a trace knows it: "float32"
 
 
 @dataclass(frozen=True)
 class Scalar:
-    """A number.
-
-    Attributes:
-        type: "i1", "i8" to "i64", "u8" to "u64", "fp16", "bf16", "fp32" or "fp64"; or "int" for an int whose
-            width each variant chooses.
-        name: of the kernel's parameter.
-    """
+    """A number."""
 
     value: Expression
+    # "i1", "i8" to "i64", "u8" to "u64", "fp16" to "fp64", "bf16"; "int": each variant has its width.
     type: str
-    name: str = ""
+    name: str = ""  # of the kernel's parameter
 
 
 AnyKernel = TypeVar("AnyKernel")
@@ -50,30 +38,20 @@ AnyKernel = TypeVar("AnyKernel")
 
 @dataclass(frozen=True)
 class Variant(Generic[AnyKernel]):
-    """One specialisation of a kernel.
+    """One specialisation of a kernel; one without requirements is general."""
 
-    Attributes:
-        requirements: an argument of the launch and what must hold of it, "DivisibleBy16" (of a pointer: its
-            address) or "FitsI32"; none: the variant is general.
-        parameters: the kernel's parameters: an argument of the launch and a type, `POINTER` or one of
-            `Scalar.type`. Arguments that became constants are left out.
-        kernel: the index in `Contents.kernels`, or what is to be compiled.
-    """
-
+    # An argument, and "DivisibleBy16" (of a pointer: its address) or "FitsI32".
     requirements: tuple[tuple[int, str], ...]
+    # An argument, and `POINTER` or a `Scalar.type`; without constants.
     parameters: tuple[tuple[int, str], ...]
-    kernel: AnyKernel
+    kernel: AnyKernel  # the index in `Contents.kernels`, or what is to be compiled
 
 
 @dataclass(frozen=True)
 class Launch:
-    """Launches the first variant whose requirements hold. The last one must be general.
+    """Launches the first variant whose requirements hold. The last one must be general."""
 
-    Attributes:
-        grid: in programs (blocks); a launch of none is left out.
-    """
-
-    grid: tuple[Expression, Expression, Expression]
+    grid: tuple[Expression, Expression, Expression]  # in programs (blocks); a launch of none is left out
     arguments: tuple[Pointer | Scalar, ...]
     variants: tuple[Variant[int], ...]
 
@@ -99,76 +77,50 @@ class Refuse:
 
 @dataclass(frozen=True)
 class Plan(Generic[AnyLaunch]):
-    """What a call does. The first plan of the op that fits the call is taken.
+    """What a call does. The first plan of the op that fits the call is taken."""
 
-    Attributes:
-        combination: the index in the record's dtype combinations.
-        ranks: of the inputs in the schema's order; None for an absent one.
-        steps: run in order; a trace has launches whose kernels are not compiled yet.
-        guards: expressions that all have another value than 0.
-        temporaries: the bytes of each temporary tensor; all live during the whole call.
-        limits: of tensors that kernels reach through 32-bit offsets: "input" or "output", the index, and how
-            many elements it may have.
-    """
-
-    combination: int
-    ranks: tuple[int | None, ...]
+    combination: int  # the index in the record's dtype combinations
+    ranks: tuple[int | None, ...]  # of the inputs in the schema's order; None for an absent one
+    # In order; a trace has launches whose kernels are not compiled yet.
     steps: tuple[AnyLaunch | Fill | Refuse, ...]
-    guards: tuple[Expression, ...] = ()
+    guards: tuple[Expression, ...] = ()  # expressions that all have another value than 0
+    # The bytes of each temporary tensor; all live during the whole call.
     temporaries: tuple[Expression, ...] = ()
+    # Of tensors that kernels reach through 32-bit offsets: "input" or "output", the index, the most elements.
     limits: tuple[tuple[str, int, int], ...] = ()
 
 
 @dataclass(frozen=True)
 class Image:
-    """The code of a kernel for an architecture, and what a launch of this code needs.
+    """The code of a kernel for an architecture, and what a launch of this code needs."""
 
-    Attributes:
-        arch: "80", "90a".
-        code: a cubin, or a text in PTX for GPUs that no cubin serves.
-        threads: per block, along x.
-        shared: the bytes of dynamic shared memory.
-        global_scratch: bytes for each block, aligned to 256.
-    """
-
-    arch: str
-    code: bytes
+    arch: str  # "80", "90a"
+    code: bytes  # a cubin, or a text in PTX for GPUs that no cubin serves
     is_ptx: bool = False
-    threads: int = 128
-    shared: int = 0
-    global_scratch: int = 0
+    threads: int = 128  # per block, along x
+    shared: int = 0  # bytes of dynamic shared memory
+    global_scratch: int = 0  # bytes for each block, aligned to 256
 
 
 @dataclass(frozen=True)
 class Kernel:
-    """A compiled kernel.
+    """A compiled kernel; `cooperative` and `pdl` are launch attributes."""
 
-    Attributes:
-        name: its symbol in the images.
-        label: its name in messages, "mish_kernel, mish.py:7".
-        cluster: the blocks of a cluster; a grid counts clusters (Triton's num_ctas).
-        cooperative, pdl: launch attributes.
-        scratch_pointers: pointers that follow the parameters (Triton: 2). The first is to the global scratch.
-    """
-
-    name: str
-    label: str
+    name: str  # its symbol in the images
+    label: str  # its name in messages, "mish_kernel, mish.py:7"
     images: tuple[Image, ...]
-    cluster: int = 1
+    cluster: int = 1  # the blocks of a cluster; a grid counts clusters (Triton's num_ctas)
     cooperative: bool = False
     pdl: bool = False
-    scratch_pointers: int = 0
+    scratch_pointers: int = 0  # behind the parameters (Triton: 2); the first is to the global scratch
 
 
 @dataclass(frozen=True)
 class Body:
-    """An ONNX model that computes the op, for the CPU.
-
-    `combination`, `ranks`: the calls that it is for, as in `Plan`; without ranks: all.
-    """
+    """An ONNX model that computes the op on the CPU, for calls of a combination and, if given, of ranks."""
 
     model: bytes
-    combination: int
+    combination: int  # as in `Plan`
     ranks: tuple[int | None, ...] | None = None
 
 
@@ -183,16 +135,11 @@ class DeviceOp:
 
 @dataclass(frozen=True)
 class Contents:
-    """What a library has of ops whose kernels are written in Python.
-
-    Attributes:
-        cuda_archs: what the kernels were compiled for, "80,90,120-virtual".
-        source: a hash of the source, by which Python sees that a library is outdated.
-    """
+    """What a library has of ops whose kernels are written in Python."""
 
     domain: str
     ops: tuple[DeviceOp, ...]
     kernels: tuple[Kernel, ...]
-    cuda_archs: str
+    cuda_archs: str  # what the kernels were compiled for, "80,90,120-virtual"
     domain_version: int = 1
-    source: str = ""
+    source: str = ""  # a hash of the source, by which Python sees that a library is outdated

@@ -19,16 +19,11 @@ from .tree import Progress, compile_library, locked
 
 @dataclass(frozen=True)
 class Built:
-    """A library that was built.
+    """A library that was built."""
 
-    Attributes:
-        library: what it holds; `library.path` is the file.
-        compiled: the steps that were done.
-        notes: what a user may want to know: warnings of the compilers, why there is no CUDA code.
-    """
-
-    library: Library
-    compiled: list[str]
+    library: Library  # what it holds; `library.path` is the file
+    compiled: list[str]  # the steps that were done
+    # What a user may want to know: warnings of the compilers, why there is no CUDA code.
     notes: list[str] = field(default_factory=list)
 
 
@@ -40,13 +35,9 @@ def build(
 ) -> Built:
     """Builds a project's library. The build tree lies beside a library in `build/`, else in the cache.
 
-    Args:
-        output: the file to write, or a folder for it. Default: the library stays in the cache.
-
-    Raises:
-        BuildError: a tool is missing or too old, the sources do not compile, or a file cannot be written.
-        LibraryError: the result is not a library.
-        TwinopError: an op has a name that it cannot have.
+    `output` is the file to write, or a folder for it; without one, the library stays in the cache.
+    BuildError: a tool is missing or too old, the sources do not compile, or a file cannot be written.
+    LibraryError: the result is not a library. TwinopError: an op has a name that it cannot have.
     """
     options = options or Options()
     if project.modules and options.cpu:

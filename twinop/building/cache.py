@@ -18,8 +18,7 @@ from ..errors import BuildError
 def cache_folder() -> Path:
     """Returns $TWINOP_CACHE, $XDG_CACHE_HOME/twinop or ~/.cache/twinop, and in it the folder of builds.
 
-    Raises:
-        BuildError: the folder belongs to another user, or others may write there: their code would run.
+    BuildError: the folder belongs to another user, or others may write there: their code would run.
     """
     named = os.environ.get("TWINOP_CACHE")
     if not named:

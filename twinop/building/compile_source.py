@@ -24,17 +24,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class CompiledOp:
-    """An op that `compile` built: called with tensors, it runs in torch.
+    """An op that `compile` built: called with tensors, it runs in torch."""
 
-    Attributes:
-        name: the op's name.
-        ops: all ops of the source as attributes, and their records.
-        library_path: the library, for ONNX Runtime and for `library=` of `twinop.deploy` and `twinop.export`.
-    """
-
-    name: str
-    ops: "Ops"
-    library_path: Path
+    name: str  # the op's
+    ops: "Ops"  # all ops of the source as attributes, and their records
+    library_path: Path  # for ONNX Runtime, and for `library=` of `twinop.deploy` and `twinop.export`
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self.ops.functions[self.name](*args, **kwargs)

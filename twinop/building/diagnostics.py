@@ -55,15 +55,11 @@ _OF_CMAKE = re.compile(r"^CMake Error(?: at .*| in .*)?:(?: +(\S.*)|\n((?:  .*\n
 
 
 def build_error(step: str, output: str, sources: Collection[Path]) -> BuildError:
-    """Makes the message for a step that failed.
+    """Makes the message for a step that failed, such as "compiling mish.h".
 
-    The message is a cure where the cause is known. Else it is the first error in the user's own files or,
-    where a header of twinop's refuses something, the user's line that led to it. Where neither is found, it
-    is the compiler's text.
-
-    Args:
-        step: what was done, such as "compiling mish.h".
-        sources: the user's files.
+    The message is a cure where the cause is known. Else it is the first error in the user's own files
+    (`sources`) or, where a header of twinop's refuses something, the user's line that led to it. Where
+    neither is found, it is the compiler's text.
     """
     # Lines that name the generated file, which includes the user's, tell nobody anything.
     text = "\n".join(line for line in output.splitlines() if not _GENERATED.search(line)).strip()

@@ -29,8 +29,7 @@ class TwinopBuildHook(BuildHookInterface):
     def initialize(self, version: str, build_data: dict[str, Any]) -> None:
         """Builds the library, and says what belongs to the wheel, and which platform it is for.
 
-        Raises:
-            BuildError: the library cannot be built, or there is no Python file of the project's name.
+        BuildError: the library cannot be built, or there is no Python file of the project's name.
         """
         if self.target_name != "wheel" or version == "editable":
             return

@@ -30,20 +30,11 @@ def write_source(
     """Writes the C++ source of the ops of the project's Python files, with the library's table.
 
     A source that an earlier build made of the same files, for the same GPUs and with the same packages, stays
-    as it is.
+    as it is; `stamp` is the file that says what it was made of.
 
-    Args:
-        file: the source.
-        stamp: the file that says what it was made of.
-
-    Returns:
-        The hash of each Python file that it was made of, but for those of installed packages; the steps that
-        were needed; notes for the user.
-
-    Raises:
-        BuildError: an unknown architecture, another domain, two ops of one name, or kernels that cannot be
-            compiled ahead.
-        TwinopError: a file cannot be imported.
+    Returns the hash of each Python file that it was made of, but for those of installed packages; the steps
+    that were needed; notes for the user. BuildError: an unknown architecture, another domain, two ops of one
+    name, or kernels that cannot be compiled ahead. TwinopError: a file cannot be imported.
     """
     archs, ptx = _architectures(options.archs)
     settings = {name: value for name, value in os.environ.items() if name.startswith("TRITON_")}

@@ -22,11 +22,8 @@ Kind = Literal["elementwise", "rowwise", "kernel", "triton"]
 def create_project(name: str, kind: Kind = "elementwise", parent: Path | None = None) -> Path:
     """Writes a project into a folder of its name: the op's header and Python file, a test, pyproject.toml.
 
-    An op in Triton has no header.
-
-    Raises:
-        BuildError: the folder already exists, or cannot be written.
-        TwinopError: the name cannot be that of an op and its domain.
+    An op in Triton has no header. BuildError: the folder already exists, or cannot be written. TwinopError:
+    the name cannot be that of an op and its domain.
     """
     check_project_name(name)
     folder = (parent or Path()) / name

@@ -46,9 +46,7 @@ if not getattr(ctypes.CDLL(sys.argv[1]), sys.argv[2])(None, None, 0, result):
 def symbols_of(paths: Sequence[Path]) -> tuple[set[str], set[str]]:
     """Reads the names that object files define, and those that they want of others.
 
-    Raises:
-        BuildError: a file is no object file, or damaged.
-        LibraryError: it is for another machine.
+    BuildError: a file is no object file, or damaged. LibraryError: it is for another machine.
     """
     defined, wanted = set[str](), set[str]()
     for path in paths:
@@ -78,16 +76,10 @@ def write_header(
 ) -> Path:
     """Writes the header of an op that is one function of object files, and returns its path.
 
-    Args:
-        symbol: the function. Default: the op's name.
-        device: cpu, cuda, or both: the function is called for tensors of either. Default: cuda if the objects
-            call CUDA.
-        texts: texts of the record, "dtypes=float32; float16".
-
-    Raises:
-        BuildError: no object file, an unknown device or text.
-        RecordError: a text of the record does not parse.
-        TwinopError: the op has a name that it cannot have.
+    The function has the op's name, unless `symbol` is another. The device is cpu, cuda, or both, whose
+    tensors the function is called for; by default cuda if the objects call CUDA. `texts` are of the record:
+    "dtypes=float32; float16". BuildError: no object file, an unknown device or text. RecordError: a text does
+    not parse. TwinopError: the op has a name that it cannot have.
     """
     from ..aot_kernels.generate import TEXTS
 

@@ -13,19 +13,12 @@ _SANITIZERS = {
 
 @dataclass(frozen=True)
 class Options:
-    """How to build.
+    """How to build."""
 
-    Attributes:
-        archs: CUDA architectures: `native`, `all`, or a list such as `80,90`.
-        cpu: leaves the CUDA kernels out.
-        debug: no optimization, symbols, assertions.
-        sanitize: sanitizers of the code on the host: `address`, `undefined` or both with a comma.
-    """
-
-    archs: str = "native"
-    cpu: bool = False
-    debug: bool = False
-    sanitize: str = ""
+    archs: str = "native"  # CUDA architectures: `native`, `all`, or a list such as `80,90`
+    cpu: bool = False  # leaves the CUDA kernels out
+    debug: bool = False  # no optimization, symbols, assertions
+    sanitize: str = ""  # `address`, `undefined` or both with a comma, on the host
 
     def of_cmake(self) -> list[str]:
         """Returns lines of a CMakeLists.txt that say the same; BuildError: an unknown sanitizer."""

@@ -19,15 +19,10 @@ _SETTINGS = {"name": str, "sources": list, "domain": str, "domain_version": int}
 
 @dataclass(frozen=True)
 class Source:
-    """A source file.
-
-    Attributes:
-        ops: the macro and the name of each op that it registers. Both compilers compile a file with ops.
-            Without any, one of them does, by its suffix.
-    """
+    """A source file. Both compilers compile one with ops; without any, one of them does, by its suffix."""
 
     path: Path
-    ops: tuple[tuple[str, str], ...]
+    ops: tuple[tuple[str, str], ...]  # the macro and the name of each op that it registers
 
     @property
     def has_cuda(self) -> bool:
@@ -49,17 +44,16 @@ class Project:
 
 
 def find_project(paths: Sequence[Path] = (), name: str | None = None, domain: str | None = None) -> Project:
-    """Returns the project of a folder (by default the current one), or of source files.
+    """Returns the project of a folder, with or without a pyproject.toml, or of source files.
 
     Args:
-        paths: a folder, with or without a pyproject.toml, or source files.
+        paths: by default the current folder.
         name: the library's name. Default: the project's name, the folder's, or the stem of the only file. Of
             several files, the only one in Python: its stem is the domain of its ops.
         domain: the domain of its ops. Default: the name.
 
-    Raises:
-        BuildError: no such file, no op in it, no name for several files, or a broken pyproject.toml.
-        TwinopError: the domain cannot be one.
+    BuildError: no such file, no op in it, no name for several files, or a broken pyproject.toml. TwinopError:
+    the domain cannot be one.
     """
     paths = [Path(path) for path in paths] or [Path()]
     for path in paths:

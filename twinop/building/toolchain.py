@@ -24,15 +24,10 @@ _SECONDS = 120  # for nvidia-smi, whose driver may be loaded first
 
 @dataclass(frozen=True)
 class Compiler:
-    """The C++ compiler.
+    """The C++ compiler."""
 
-    Attributes:
-        command: the program, perhaps with options.
-        kind: "GCC" or "Clang".
-    """
-
-    command: tuple[str, ...]
-    kind: str
+    command: tuple[str, ...]  # the program, perhaps with options
+    kind: str  # "GCC" or "Clang"
     version: str
 
 
@@ -46,37 +41,17 @@ class Gpu:
 
 @dataclass(frozen=True)
 class Nvcc:
-    """NVIDIA's compiler.
-
-    Attributes:
-        known: the architectures that it compiles for: "90".
-    """
+    """NVIDIA's compiler."""
 
     path: str
     version: str
-    known: tuple[str, ...]
-
-    @property
-    def library_folder(self) -> Path:
-        """The folder of libcudart_static.a; raises BuildError if the toolkit has none."""
-        said = _run([self.path, "--dryrun", "-c", "-x", "cu", os.devnull, "-o", os.devnull])
-        tops = re.findall(r"^#\$ TOP=(.*)$", said, re.MULTILINE)
-        root = Path(tops[0] if tops else Path(self.path).resolve().parent.parent).resolve()
-        for folder in (root / "lib64", root / "lib", *root.glob("targets/*/lib")):
-            if (folder / "libcudart_static.a").is_file():
-                return folder
-        raise BuildError(
-            f"{root} has {self.path}, but not libcudart_static.a, which libraries link. Install the "
-            "toolkit's cudart development package (Debian, Ubuntu: cuda-cudart-dev), or set CUDACXX to "
-            "another nvcc"
-        )
+    known: tuple[str, ...]  # the architectures that it compiles for: "90"
 
 
 def compiler_command() -> tuple[list[str], list[str]]:
     """Returns what runs the C++ compiler ($CXX may name ccache), and the compiler: c++, g++ or clang++.
 
-    Raises:
-        BuildError: there is none.
+    BuildError: there is none.
     """
     names = [os.environ["CXX"]] if os.environ.get("CXX") else ["c++", "g++", "clang++"]
     command = next((words for words in map(shlex.split, names) if words and shutil.which(words[0])), None)
@@ -105,8 +80,7 @@ def find_compiler() -> Compiler:
 def nvcc_path() -> str | None:
     """Returns nvcc from $CUDACXX, PATH, $CUDA_HOME, $CUDA_PATH or /usr/local/cuda; None if there is none.
 
-    Raises:
-        BuildError: CUDACXX names a program that is not there.
+    BuildError: CUDACXX names a program that is not there.
     """
     named = os.environ.get("CUDACXX")
     if named and not shutil.which(named):

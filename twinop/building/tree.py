@@ -57,21 +57,15 @@ def compile_library(
     cuda: bool = True,
     table: bool = True,
 ) -> tuple[Path, dict[str, str | None], list[str], list[str]]:
-    """Compiles files into `lib<name>.so` in a build tree, which is `locked`.
+    """Compiles headers with ops, C++ and CUDA files into `lib<name>.so` in a build tree, which is `locked`.
 
     A file that changes while it is compiled is compiled again, so that all objects are of the same files.
+    `cuda`: they have CUDA code to compile, which is left out without nvcc. `table`: the library's table is to
+    be written. Else one of the files has it.
 
-    Args:
-        files: headers with ops, C++ and CUDA files.
-        cuda: whether they have CUDA code to compile. Without nvcc it is left out.
-        table: whether the library's table is to be written. Else one of the files has it.
-
-    Returns:
-        The library; the hash of each file that was compiled, but for those of twinop, compilers and the
-        system; the steps that were needed; the compilers' warnings.
-
-    Raises:
-        BuildError: a tool is missing or too old, or the sources do not compile.
+    Returns the library; the hash of each file that was compiled, but for those of twinop, compilers and the
+    system; the steps that were needed; the compilers' warnings. BuildError: a tool is missing or too old, or
+    the sources do not compile.
     """
     lines = [
         *_settings(options, nvcc_path() if cuda and not options.cpu else None),

@@ -168,11 +168,7 @@ def _place(function: Callable[..., Any], domain: str | None) -> str:
 
 
 def declared_domain(function: Callable[..., Any], domain: str | None) -> str:
-    """Returns the domain of an op that a function declares: by default the name of the function's module.
-
-    Raises:
-        TwinopError: the module has no name.
-    """
+    """Returns an op's domain, by default the name of its function's module; TwinopError: it has no name."""
     domain = function.__module__.partition(".")[0] if domain is None else domain
     if domain != "__main__":
         return domain

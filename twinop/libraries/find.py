@@ -11,7 +11,7 @@ names the domain; its import registers function bodies and second derivatives.
 import importlib.util
 from collections.abc import Sequence
 from dataclasses import dataclass
-from importlib.metadata import EntryPoint, entry_points
+from importlib.metadata import entry_points
 from pathlib import Path
 
 from ..errors import LibraryError
@@ -41,10 +41,8 @@ class Package:
         """Imports the package's module and returns the path of its library.
 
         Where something that the module imports is missing, such as Triton on a machine that only serves
-        models, it is the library beside the module.
-
-        Raises:
-            LibraryError: the import fails, the module has no `library_path()`, or the file is missing.
+        models, it is the library beside the module. LibraryError: the import fails, the module has no
+        `library_path()`, or the file is missing.
         """
         what = f"package {self.name} {self.version}, which has the ops of the domain {self.domain}"
         again = f"pip install --force-reinstall {self.requirement}"
@@ -81,15 +79,12 @@ def package_key(domain: str) -> str:
     return f"twinop.package.{domain}"
 
 
-def installed_packages() -> list[Package]:
-    """Returns the installed packages of ops, which are not imported."""
-    packages = {_package(entry.name, entry) for entry in entry_points(group=GROUP)}
-    return sorted(packages, key=lambda package: (package.domain, package.name))
-
-
 def package_of(domain: str) -> Package | None:
     """Returns the installed package with a domain's ops, not imported; LibraryError: several have it."""
-    packages = {_package(domain, entry) for entry in entry_points(group=GROUP, name=domain)}
+    packages = set[Package]()
+    for entry in entry_points(group=GROUP, name=domain):
+        about = (entry.dist.name, entry.dist.version) if entry.dist is not None else (entry.module, "?")
+        packages.add(Package(domain, *about, entry.module))
     if len(packages) > 1:
         names = " and ".join(sorted(f"{each.name} {each.version}" for each in packages))
         raise LibraryError(
@@ -97,11 +92,6 @@ def package_of(domain: str) -> Package | None:
             "library of a domain. Uninstall one of them, or name the library to use"
         )
     return next(iter(packages), None)
-
-
-def _package(domain: str, entry: EntryPoint) -> Package:
-    name, version = (entry.dist.name, entry.dist.version) if entry.dist is not None else (entry.module, "?")
-    return Package(domain, name, version, entry.module)
 
 
 def project_libraries() -> list[Path]:
@@ -121,32 +111,22 @@ def searched(domain: str, places: Sequence[Path]) -> str:
     return ", ".join([str(build) + why, *names])
 
 
-def places_of(domain: str, folders: Sequence[Path] | None = None) -> list[Path]:
+def places_of(domain: str) -> list[Path]:
     """Returns where a library of a domain is looked for: files and folders.
 
-    These are the project's libraries, that of an installed package, and `folders`. twinop's own domain has
-    the last ones only.
-
-    Args:
-        folders: by default those of twinop's installation.
-
-    Raises:
-        LibraryError: several packages have the domain, or one is broken.
+    These are the project's libraries, that of an installed package, and those of twinop's installation.
+    twinop's own domain has the last ones only. LibraryError: several packages have the domain, or one is
+    broken.
     """
-    folders = library_folders() if folders is None else folders
     if domain == DOMAIN:  # or the library of another project would be taken
-        return [*folders]
+        return library_folders()
     package = package_of(domain)
     packaged = [package.library_path()] if package is not None else []
-    return [*project_libraries(), *packaged, *folders]
+    return [*project_libraries(), *packaged, *library_folders()]
 
 
 def find_library_of(domain: str) -> str:
-    """Returns the path of the library of a domain.
-
-    Raises:
-        LibraryError: there is none, several packages have the domain, or one is broken.
-    """
+    """Returns the path of a domain's library; LibraryError: there is none, or as `places_of`."""
     places = places_of(domain)
     skipped = []
     for place in dict.fromkeys(places):

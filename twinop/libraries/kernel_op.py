@@ -45,13 +45,8 @@ _DTYPES = (
 class KernelOp(Op):
     """An op whose kernels are written in Python. Called with tensors, it runs in torch.
 
-    Attributes:
-        launcher: the decorated function.
-        record: what the declaration says of the op. The traces of the launcher add the shapes and dtypes of
-            the outputs (`twinop/triton/build.py`).
-        body: the body as it was given.
-        backward: the derivative as it was given, or None.
-        samples: the function that gives inputs, or None.
+    Its `record` is what the declaration says of the op. The traces of the launcher add the shapes and dtypes
+    of the outputs (`twinop/triton/build.py`).
     """
 
     def __init__(
@@ -238,11 +233,7 @@ def triton_op(
 
 
 def describe_source(files: Iterable[Path]) -> str:
-    """Returns the names of source files with a hash of each, by which a library that is outdated is noticed.
-
-    Raises:
-        OSError: a file cannot be read.
-    """
+    """Returns the names of source files with a hash of each: so a library that is outdated is noticed."""
     return " ".join(f"{file.name}={hashlib.sha256(file.read_bytes()).hexdigest()[:16]}" for file in files)
 
 

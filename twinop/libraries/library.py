@@ -32,25 +32,17 @@ _HEADER_BYTES, _LONGEST_NAME, _LONGEST_PATH, _MOST_DYNAMIC = 64, 256, 4096, 1 <<
 
 @dataclass(frozen=True)
 class Library:
-    """A library's own description.
-
-    Attributes:
-        version: the version of twinop that built it.
-        cuda_archs: the GPU architectures of its kernels, or "none".
-        records: the ops by name.
-        exports_ort: whether ONNX Runtime can load it.
-        source: a hash of the Python source of its kernels, if it has such kernels.
-    """
+    """A library's own description."""
 
     path: Path
-    version: str
-    cuda_archs: str
+    version: str  # of twinop that built it
+    cuda_archs: str  # the GPU architectures of its kernels, or "none"
     cuda_version: str
-    records: dict[str, OpSpec]
-    exports_ort: bool
+    records: dict[str, OpSpec]  # the ops by name
+    exports_ort: bool  # ONNX Runtime can load it
     domain: str = DOMAIN
     domain_version: int = DOMAIN_VERSION
-    source: str = ""
+    source: str = ""  # a hash of the Python source of its kernels, if it has such kernels
 
     @cached_property
     def by_onnx_name(self) -> dict[str, OpSpec]:
@@ -168,10 +160,8 @@ def sections_of(path: Path, file: str | os.PathLike[str], *names: str) -> list[b
     """Returns the bytes of sections of an ELF file; none for those that it lacks. Messages name `path`.
 
     It reads without mmap, which kills the process if another one truncates the file meanwhile. A parser from
-    a package takes longer to import (pyelftools: 80 ms) than a session takes to open.
-
-    Raises:
-        LibraryError: it cannot be read, is not an ELF file, is for another machine, or damaged.
+    a package takes longer to import (pyelftools: 80 ms) than a session takes to open. LibraryError: it cannot
+    be read, is not an ELF file, is for another machine, or damaged.
     """
     try:
         with open(file, "rb") as stream:
@@ -251,20 +241,12 @@ def _stamp(status: os.stat_result) -> tuple[int, ...]:
 
 
 def needed_libraries(path: str | os.PathLike[str]) -> list[str]:
-    """Returns the names of the shared libraries that a library links (DT_NEEDED).
-
-    Raises:
-        LibraryError: not an ELF file, damaged, or for another machine.
-    """
+    """Returns the names of the shared libraries that a library links (DT_NEEDED); errors as `sections_of`."""
     return [text for tag, text in _dynamic_texts(Path(path)) if tag == _NEEDED]
 
 
 def relative_to_itself(path: str | os.PathLike[str]) -> list[str]:
-    """Returns the names and search paths of other libraries that depend on where this library lies.
-
-    Raises:
-        LibraryError: not an ELF file, damaged, or for another machine.
-    """
+    """Returns names and search paths of libraries that depend on where it lies; errors as `sections_of`."""
     return [text for _, text in _dynamic_texts(Path(path)) if "$ORIGIN" in text or "${ORIGIN}" in text]
 
 

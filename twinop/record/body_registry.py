@@ -18,17 +18,13 @@ Builder = Callable[..., Any]
 class DefaultInput:
     """Describes the tensor that an omitted optional input stands for.
 
-    It is inserted where only some nodes of a model omit the input, so that one body serves all.
-
-    Attributes:
-        value: the value of every element, or a function that computes it from the node's attributes.
-        start: the tensor has the shape of the first input's dimensions from `start` on. A string names an
-            attribute that holds this dimension, and a function computes it from the attributes.
-        along: another input; the tensor then has that input's dimension `start` alone.
-        ones: the number of dimensions of size 1 in front of these.
+    It is inserted where only some nodes of a model omit the input, so that one body serves all. It has the
+    shape of the first input's dimensions from `start` on, or the input `along`'s dimension `start` alone,
+    behind `ones` dimensions of size 1.
     """
 
-    value: float | Callable[[Mapping[str, Any]], float]
+    value: float | Callable[[Mapping[str, Any]], float]  # of every element, or computed from attributes
+    # A dimension, the attribute that holds it, or a function that computes it from the attributes.
     start: int | str | Callable[[Mapping[str, Any]], int] = -1
     along: str | None = None
     ones: int = 0
@@ -81,13 +77,9 @@ def body(
 ) -> Any:
     """Registers the function body of the op of the same name (`twinop/model/bodies.py` explains bodies).
 
-    Args:
-        defaults: what each omitted optional input stands for, by name. Without a default, nodes that have
-            that input call another overload of the function than those that have not.
-        domain: the domain of the op's library.
-
-    Raises:
-        ExportError: the op already has a body, from another function.
+    `defaults`: what each omitted optional input stands for. Without a default, nodes that have that input
+    call another overload of the function than those that have not. `domain`: of the op's library.
+    ExportError: the op has a body already, from another function.
     """
 
     def register(function: Builder) -> Builder:

@@ -30,9 +30,8 @@ def describe(record: OpSpec, dtypes: Mapping[str, str], shapes: Shapes) -> str:
 def check_attributes(record: OpSpec, attributes: Mapping[str, Any]) -> None:
     """Checks attributes against their choices and the limits that need no shape.
 
-    Raises:
-        RecordError: an attribute does not fit. The caller adds the op to the message: "attribute eps is -1.0,
-            expected a finite number >= 0".
+    RecordError: one does not fit: "attribute eps is -1.0, expected a finite number >= 0". The caller adds the
+    op.
     """
     for entry in record.attributes:
         name, value = entry.name, attributes.get(entry.name)
@@ -64,15 +63,9 @@ def _is_within(word: str, value: Any, bound: int | float, whole: bool) -> bool:
 def check_shapes(record: OpSpec, shapes: Shapes, attributes: Mapping[str, Any]) -> None:
     """Checks the shapes that the record requires, and attributes that are dimensions of an input.
 
-    Sizes that are not numbers are not compared. The kernel compares them when it is called.
-
-    Args:
-        shapes: the shape of every input by name, None where it is absent. An input left out is not known.
-        attributes: the value of every attribute by name.
-
-    Raises:
-        RecordError: a shape or attribute does not fit. The caller adds the op to the message: "weight has
-            shape [5], expected x[axis:] = [8]".
+    `shapes` has the shape of every input, None where it is absent; one left out is not known. Sizes that are
+    not numbers are not compared: the kernel compares them when it is called. RecordError: a shape or an
+    attribute does not fit: "weight has shape [5], expected x[axis:] = [8]". The caller adds the op.
     """
     _check_elementwise(record, shapes)
     for name, word, source in record.limits:
@@ -104,11 +97,7 @@ def check_shapes(record: OpSpec, shapes: Shapes, attributes: Mapping[str, Any]) 
 
 
 def infer_shapes(record: OpSpec, shapes: Shapes, attributes: Mapping[str, Any]) -> dict[str, tuple[Any, ...]]:
-    """Returns the shapes of the outputs by name, from the same arguments as `output_shapes`.
-
-    Raises:
-        RecordError: the record's expressions do not fit, or an input has too few dimensions for them.
-    """
+    """Returns what `output_shapes` does; RecordError: also for an input with too few dimensions."""
     try:
         return output_shapes(record, shapes, attributes)
     except RecordError as error:

@@ -84,10 +84,8 @@ def sizes_of(
 ) -> dict[str, int]:
     """Returns the sizes of dimensions by name. Names that are expressions of others have their values.
 
-    Args:
-        axes: the axis of an input of which each name is; that of a batch is 0.
-        length: of the other dimensions; each has `step` more than the one before it.
-        fixed: those that are known.
+    `axes` has the axis of an input of which each name is; that of a batch is 0. The others have this length,
+    each `step` more than the one before it. `fixed` ones are known.
     """
     found, fixed = expressions(axes), dict(fixed or {})
     inner = {name: axes[dim] for dim, each in found.items() for name in each.names.values()}

@@ -32,8 +32,7 @@ ATTRIBUTE_TYPES = {
 def onnx_value(attribute: Attribute, value: Any) -> int | float | str | tuple[int, ...]:
     """Returns an attribute's value as ONNX holds it: floats rounded to fp32, bools as ints.
 
-    Raises:
-        TypeError, ValueError: the value is not a constant of the attribute's kind.
+    TypeError, ValueError: the value is not a constant of the attribute's kind.
     """
     match attribute.kind:
         case "float":
@@ -60,9 +59,8 @@ def op_schema(record: OpSpec) -> OpSchema:
 def make_schema(record: OpSpec, name: str, domain: str, version: int, *, strict: bool = True) -> OpSchema:
     """Makes an `OpSchema` of a record under any name and domain.
 
-    Args:
-        strict: whether inference raises an error for a node that does not fit the record. Otherwise it infers
-            what it can.
+    If `strict`, inference raises an error for a node that does not fit the record. Otherwise it infers what
+    it can.
     """
     variables: dict[tuple[str, ...], str] = {}  # tensors whose dtypes always agree share a type variable
 
@@ -107,12 +105,8 @@ def infer_outputs(
 ) -> dict[str, tuple[str, Dims]]:
     """Infers the dtype and the dimensions of each output.
 
-    Args:
-        inputs: dtype and dimensions of the inputs that are present, by name. The dtype may be "", not known.
-        attributes: the value of every attribute by name.
-
-    Raises:
-        RecordError: the dtypes or sizes do not fit the op.
+    `inputs`: dtype, which may be "", not known, and dimensions of those that are present; `attributes`: all
+    of them. RecordError: the dtypes or sizes do not fit the op.
     """
     dtypes = {name: dtype for name, (dtype, _) in inputs.items() if dtype}
     combination = record.combination_of(dtypes)

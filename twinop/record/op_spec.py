@@ -16,13 +16,11 @@ DOMAIN_VERSION = 1
 
 @dataclass(frozen=True)
 class Input:
-    """A tensor of the schema.
-
-    `written`: the call writes into it (`Tensor(a!)`), and the op has an output `<name>_out` for it.
-    """
+    """A tensor of the schema."""
 
     name: str
     optional: bool = False
+    # The call writes into it (`Tensor(a!)`), and the op has an output `<name>_out` for it.
     written: bool = False
 
 
@@ -67,22 +65,7 @@ class Gradient:
 
 @dataclass(frozen=True)
 class OpSpec:
-    """One op.
-
-    Attributes:
-        dtypes: the combinations as messages show them.
-        combinations: the allowed dtypes: in each combination a dtype by the name of every input and output.
-        shapes: those of the outputs, by name.
-        input_shapes: those that inputs must have, by name.
-        sizes: the sizes of outputs that come from the data, by name, with their bounds.
-        limits: attribute, word, value: ("dim", "of", "x"), ("n", "in", 0), ("n", "in", 1), ("eps", ">", 0).
-        in_place: the inputs that outputs may overwrite or, if they are written, are, by the outputs' names.
-        gradients: the derivative formulas, in the order of their evaluation.
-        rows: the dimension of rows, a number or an attribute's name; whether they go on to the last one.
-        host_inputs: the inputs that are in host memory on every device.
-        optional_outputs: the outputs that a node may omit.
-        texts: what a declaration in Python says, by the names of `kernels/record/record.h`.
-    """
+    """One op. Dicts have the names of inputs, outputs, attributes or sizes as keys."""
 
     name: str
     onnx_name: str
@@ -90,23 +73,28 @@ class OpSpec:
     inputs: tuple[Input, ...]
     attributes: tuple[Attribute, ...]
     outputs: tuple[str, ...]
-    dtypes: str
-    combinations: tuple[dict[str, str], ...]
-    shapes: dict[str, Expression]
-    input_shapes: dict[str, Expression] = field(default_factory=dict)
+    dtypes: str  # the combinations as messages show them
+    combinations: tuple[dict[str, str], ...]  # the allowed dtypes, of every input and output
+    shapes: dict[str, Expression]  # of the outputs
+    input_shapes: dict[str, Expression] = field(default_factory=dict)  # that inputs must have
+    # Of outputs, that come from the data, with their bounds.
     sizes: dict[str, Expression | None] = field(default_factory=dict)
+    # (attribute, word, value): ("dim", "of", "x"), ("n", "in", 0), ("eps", ">", 0).
     limits: tuple[tuple[str, str, Any], ...] = ()
+    # The inputs that outputs may overwrite or, if they are written, are.
     in_place: dict[str, str] = field(default_factory=dict)
-    gradients: tuple[Gradient, ...] = ()
+    gradients: tuple[Gradient, ...] = ()  # in the order of their evaluation
     autocast: str = "keep"
     is_elementwise: bool = False
+    # Their dimension, a number or an attribute's name; whether they go on to the last one.
     rows: tuple[str | int, bool] | None = None
-    host_inputs: frozenset[str] = frozenset()
-    optional_outputs: frozenset[str] = frozenset()
+    host_inputs: frozenset[str] = frozenset()  # are in host memory on every device
+    optional_outputs: frozenset[str] = frozenset()  # a node may omit these
     devices: tuple[str, ...] = ()
     domain: str = DOMAIN
     domain_version: int = DOMAIN_VERSION
     torch_namespace: str = ""  # where it is not the domain's
+    # What a declaration in Python says, by the names of `kernels/record/record.h`.
     texts: Mapping[str, str] = field(default_factory=dict, compare=False)
 
     def __hash__(self) -> int:
@@ -116,8 +104,7 @@ class OpSpec:
     def from_json(cls, fields: Mapping[str, Any]) -> "OpSpec":
         """Reads a record from a library's JSON (`kernels/record/json.h`), to which its domain was added.
 
-        Raises:
-            KeyError, TypeError, ValueError: it is damaged.
+        KeyError, TypeError, ValueError: it is damaged.
         """
         found, inputs, attributes = dict(fields), list[Input](), list[Attribute]()
         for name, kind, *default in found.pop("arguments"):

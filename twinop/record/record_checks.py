@@ -14,13 +14,9 @@ from .op_spec import OpSpec
 def check_record(record: OpSpec, ops: Iterable[str]) -> None:
     """Checks what follows from a record alone: names, formulas, defaults, which kernel a call selects.
 
-    Args:
-        ops: the ops that a formula may call.
-
-    Raises:
-        TwinopError: a name cannot be that of an argument in Python.
-        RecordError: a formula is wrong, a default is outside its limits, or two combinations of dtypes have
-            the same inputs, so that no call reaches the second one.
+    `ops` are those that a formula may call. TwinopError: a name cannot be that of an argument in Python.
+    RecordError: a formula is wrong, a default is outside its limits, or two combinations of dtypes have the
+    same inputs, so that no call reaches the second one.
     """
     attributes = [entry.name for entry in record.attributes]
     for name in (*(entry.name for entry in record.inputs), *attributes):
@@ -51,12 +47,8 @@ def check_record(record: OpSpec, ops: Iterable[str]) -> None:
 def check_formulas(record: OpSpec, ops: Iterable[str], torch: Any = None) -> None:
     """Checks that the record's formulas are Python, give gradients of its inputs, and use only what there is.
 
-    Args:
-        ops: the ops that a formula may call.
-        torch: the module, where it is imported: then a formula's functions of it are checked, too.
-
-    Raises:
-        RecordError: a formula does not parse, or one of its names is unknown.
+    `ops` are those that a formula may call; with the module `torch`, the functions that it takes of it are
+    checked, too. RecordError: a formula does not parse, or one of its names is unknown.
     """
     inputs = [entry.name for entry in record.inputs]
     outputs = [f"grad_{name}" for name in record.outputs] if len(record.outputs) > 1 else ["grad"]

@@ -32,11 +32,8 @@ _MOST = {"arguments": 16, "outputs": 8}
 def record_of(schema: str, domain: str, **texts: str) -> OpSpec:
     """Makes a record from a schema in torch's language, `rms_norm(Tensor x, float eps=1e-6) -> Tensor`.
 
-    Args:
-        texts: other texts of the record, such as `dtypes` and `shapes`.
-
-    Raises:
-        RecordSyntaxError: the schema or another text does not parse.
+    `texts` are others of the record, such as `dtypes` and `shapes`. RecordSyntaxError: one of them does not
+    parse.
     """
     found = _SCHEMA.fullmatch(schema)
     if found is None:
@@ -128,8 +125,7 @@ def redeclared(record: OpSpec, **texts: str) -> OpSpec:
 def entries(text: str) -> dict[str, str]:
     """Parses `"y = x; s = x[:-1]"` into a dict, which is kept. A value may contain "=" and, in quotes, ";".
 
-    Raises:
-        RecordSyntaxError: an entry is not `name = value`, or a name occurs twice.
+    RecordSyntaxError: an entry is not `name = value`, or a name occurs twice.
     """
     result: dict[str, str] = {}
     *parts, last = _parts(text)
@@ -204,11 +200,7 @@ def _limits(choices: str, limits: str, kinds: Mapping[str, str]) -> tuple[tuple[
 
 
 def parse_shape(text: str, names: Collection[str], where: str = "shape") -> Expression:
-    """Parses a shape expression, which may have these names, in the language of `kernels/record/shape.h`.
-
-    Raises:
-        RecordSyntaxError: it does not parse.
-    """
+    """Parses a shape with these names, in the language of `kernels/record/shape.h`; or RecordSyntaxError."""
 
     def tree(node: ast.expr) -> Any:
         match node:

@@ -61,16 +61,10 @@ def evaluate(
     shapes: Mapping[str, Sequence[Any] | None],
     attributes: Mapping[str, Any],
 ) -> tuple[Any, ...]:
-    """Returns the shape that an expression describes.
+    """Returns the shape that an expression describes, for the arguments of `output_shapes`.
 
-    Args:
-        shapes: the shape of every input by name, None where it is absent. An input left out is not known.
-        attributes: the value of every attribute by name, and of the sizes that come from the data, where they
-            are known.
-
-    Raises:
-        RecordSyntaxError: the expression is not a shape.
-        RecordError: it does not fit the call.
+    The attributes may have sizes that come from the data, where they are known. RecordSyntaxError: the
+    expression is not a shape. RecordError: it does not fit the call.
     """
     given = {name: [*(ABSENT if shape is None else shape)] for name, shape in shapes.items()}
     counted = dict.fromkeys(record.sizes, Unknown())
@@ -111,15 +105,10 @@ def first_part(tree: Any) -> Any:
 def output_shapes(
     record: OpSpec, shapes: Mapping[str, Sequence[Any] | None], attributes: Mapping[str, Any]
 ) -> dict[str, tuple[Any, ...]]:
-    """Returns the shapes of the outputs by name.
+    """Returns the shapes of the outputs by name; RecordError: the shapes do not fit the record's expressions.
 
-    Args:
-        shapes: the shape of every input by name, None where it is absent. An input left out is not known.
-            Sizes are ints, torch SymInts or `Unknown`.
-        attributes: the value of every attribute by name.
-
-    Raises:
-        RecordError: the shapes do not fit the record's expressions.
+    `shapes` has that of every input, None where it is absent; one left out is not known. Sizes are ints,
+    torch SymInts or `Unknown`. `attributes` has the value of every attribute.
     """
     return {name: evaluate(record, each, shapes, attributes) for name, each in record.shapes.items()}
 
@@ -138,11 +127,9 @@ def largest_sizes(
 def input_shapes(
     record: OpSpec, first: Sequence[int], attributes: Mapping[str, Any]
 ) -> dict[str, tuple[Any, ...]]:
-    """Returns shapes of all inputs by name that fit each other.
+    """Returns shapes of all inputs by name that fit each other, and all attributes.
 
-    Args:
-        first: about the shape of the first input. An odd width may become even.
-        attributes: the value of every attribute by name.
+    That of the first input is about `first`: an odd width may become even.
     """
     like_first = Expression(record.inputs[0].name, record.inputs[0].name)
     shapes = {entry.name: tuple(first) for entry in record.inputs}

@@ -35,12 +35,9 @@ def scale_of(reference: Any) -> float:
 def difference(reference: Any, value: Any, least: float = 0.0) -> float:
     """Returns the largest |reference - value| as a share of the largest |reference|, see `scale_of`.
 
-    The result is infinite if shapes, dtypes, NaNs or infinities differ. For a dtype that is not in
-    `TOLERANCE` it is 0 or infinite.
-
-    Args:
-        reference, value: numpy arrays or torch tensors.
-        least: what counts as the largest |reference| where that is smaller.
+    What counts as the largest is at least `least`. The result is infinite if shapes, dtypes, NaNs or
+    infinities differ. For a dtype that is not in `TOLERANCE` it is 0 or infinite. Both are numpy arrays or
+    torch tensors.
     """
     reference, value = to_array(reference), to_array(value)
     if reference.dtype != value.dtype or reference.shape != value.shape:
@@ -60,9 +57,8 @@ def difference(reference: Any, value: Any, least: float = 0.0) -> float:
 def accepted(dtype: str, noise: float = 0.0, scale: float = 1.0) -> float:
     """Returns the largest accepted `difference`.
 
-    Args:
-        noise: the reference's own `difference` for `nudged` inputs.
-        scale: of the reference. Numbers that are mere noise must be small beside 1.
+    `noise` is the reference's own `difference` for `nudged` inputs. Numbers of a reference of this scale that
+    are mere noise must be small beside 1.
     """
     least = TOLERANCE.get(dtype, 0.0)
     if noise == inf:
@@ -87,9 +83,7 @@ def described_error(reference: Any, error: float, limit: float, least: float = 0
 def nudged(array: np.ndarray, by: float = 0.0, zeros: bool = False) -> np.ndarray:
     """Changes the last bits of numbers: a result that depends on them is not certain.
 
-    Args:
-        by: the relative change, by default four units of the last place.
-        zeros: whether zeros become tiny numbers.
+    They change by the share `by`, by default four units of the last place; `zeros` become tiny numbers.
     """
     if array.dtype.name not in TOLERANCE:
         return array
@@ -103,11 +97,7 @@ def nudged(array: np.ndarray, by: float = 0.0, zeros: bool = False) -> np.ndarra
 
 
 def same_bits(a: Any, b: Any) -> bool:
-    """Returns whether two arrays have the same bits, the sign of zero included. All NaNs count as equal.
-
-    Args:
-        a, b: numpy arrays or torch tensors.
-    """
+    """Returns whether arrays or tensors have the same bits, also of zeros. All NaNs count as equal."""
     a, b = to_array(a), to_array(b)
     if a.dtype != b.dtype or a.shape != b.shape:
         return False

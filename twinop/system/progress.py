@@ -7,12 +7,9 @@ class Progress(Protocol):
     """Called at the start of each step, and while it goes on."""
 
     def __call__(self, step: str, done: int = 0, total: int = 0) -> None:
-        """Shows a step.
+        """Shows a step, such as "writing", one text for a whole step, and how much of it is done.
 
-        Args:
-            step: what is done now, such as "writing"; one text for a whole step.
-            done: how much of it is done, in bytes, or in parts such as segments.
-            total: how much there is; 0 where that is not known.
+        That is in bytes, or in parts such as segments; a total of 0 is not known.
         """
 
 

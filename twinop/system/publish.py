@@ -54,9 +54,7 @@ def publish(files: Sequence[Path], target: Path) -> list[Path]:
     """Moves a model's data files and then its graph, the last of `files`, to their places; returns these.
 
     Who has opened the old graph still finds its data. Older data goes, unless a model of the folder names it.
-
-    Raises:
-        ExportError: a file cannot be written. The old model is then as it was.
+    ExportError: a file cannot be written. The old model is then as it was.
     """
     *data, _ = files
     places = [*(target.with_name(file.name) for file in data), target]

@@ -72,17 +72,11 @@ def bare(program: str, *arguments: str) -> list[str]:
 def require_loads(library: Path, file: str, *passed: int, program: Sequence[str] = ()) -> str:
     """Loads a library in another process first: a damaged one can end the process that loads it, or hang it.
 
-    Args:
-        library: the name for the message.
-        file: the file to load, which may be one of the file descriptors `passed`.
-        program: the text and the arguments of what loads it (`python`). Default: a process that asks the
-            library for its table.
+    `library` is the name for messages, `file` what is loaded, which may be one of the descriptors `passed`.
+    The program (its text, and arguments of `python`) loads it; by default it is asked for its table.
 
-    Returns:
-        Why the loader refuses it: loaded again, it may end the process. "" where it may be loaded here.
-
-    Raises:
-        LibraryError: the process is ended by a signal or the loader, or does not end.
+    Returns why the loader refuses it: loaded again, it may end the process. "" where it may be loaded here.
+    LibraryError: the process is ended by a signal or the loader, or does not end.
     """
     if not executable():
         warn_unprotected(f"{library} is loaded without a trial, and if it is damaged, it may end this one")

@@ -57,10 +57,8 @@ def _read(place: int) -> str:
 def run(tests: Callable[[list[str]], int]) -> int:
     """Runs the tests in a child until no kernel ends it.
 
-    The tests of an op that ended the child are left out from then on, and so are those that passed or failed.
-
-    Args:
-        tests: runs the tests but those of these ops and names, and returns the exit code.
+    `tests` runs those but the tests of some ops and names, and returns the exit code. The tests of an op that
+    ended the child are left out from then on, and so are those that passed or failed.
     """
     global _shared
     _shared = mmap.mmap(-1, _SIZE)

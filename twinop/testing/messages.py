@@ -32,15 +32,11 @@ def require_same_bits(
     names: tuple[str, str],
     close: bool = False,
 ) -> None:
-    """Fails the test where two ways to run the op give different bits.
+    """Fails the test where two ways to run the op, with these names, give different bits.
 
     On a CPU that runs the function body, torch's operators and ONNX Runtime's differ by rounding, and for
-    infinities and NaN.
-
-    Args:
-        said: what differs: "ONNX Runtime and torch differ, on one library".
-        names: of what was found and what was expected.
-        close: whether they may differ by rounding.
+    infinities and NaN. If `close`, all may differ by rounding. What differs is `said`: "ONNX Runtime and
+    torch differ, on one library".
     """
     for name, a, b in zip(record.outputs, found, expected, strict=True):
         if a.dtype != b.dtype or a.shape != b.shape:

@@ -37,22 +37,18 @@ in Python need no more: they compute in their own order and with the compiler's 
 
 @dataclass(frozen=True)
 class Reference:
-    """
-    Attributes:
-        compute: the op on fp64 tensors, differentiable; by default its function body.
-        ulps: largest error by dtype: kernels, whichever device; by default the body's rounding errors.
-        magnitude: of each output, what an error is measured by; by default |exact|, and without `ulps` what
-            is rounded in the body. Where the inputs cancel, as in x - mean, it is that of what cancels.
-        body_ulps: as ulps, for the function body in ONNX Runtime, whose errors are absolute below 1.
-        gradient_ulps: of a gradient, against the largest of its kind.
-        smooth: moves inputs into the op's domain and away from the kinks of its derivative.
-    """
+    """What the results of an op are measured by; without one, its function body alone."""
 
+    # The op on fp64 tensors, differentiable; by default its body.
     compute: Callable[..., Results] | None = None
+    # The largest error of kernels by dtype, on any device; by default the body's rounding errors.
     ulps: dict[str, float] | None = None
+    # Of each output, what an error is measured by; by default |exact|, and without `ulps` what is rounded in
+    # the body. Where the inputs cancel, as in x - mean, it is that of what cancels.
     magnitude: Callable[..., Results] | None = None
-    body_ulps: float | None = None
-    gradient_ulps: float = 16
+    body_ulps: float | None = None  # as ulps, for the body in ONNX Runtime, whose errors are absolute below 1
+    gradient_ulps: float = 16  # of a gradient, against the largest of its kind
+    # Moves inputs into the op's domain and away from the kinks of its derivative.
     smooth: Callable[[Tensor], Tensor] = lambda x: x
 
     def allowed(self, dtype: str) -> float:

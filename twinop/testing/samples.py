@@ -204,11 +204,8 @@ def make_sample(
 ) -> Sample:
     """Returns a call whose first input has about this shape; if the op's module gives calls, one of them.
 
-    Args:
-        tame: finite numbers of everyday size instead of special values.
-
-    Raises:
-        NoSamples: the record does not say what inputs fit, nor does the op's module.
+    A `tame` one has finite numbers of everyday size instead of special values. NoSamples: the record does not
+    say what inputs fit, nor does the op's module.
     """
     if takes_given(record) or not fits(record, shape, attributes):
         size = min(shape[-1] if shape else 1, _MOST_GIVEN)
@@ -293,8 +290,7 @@ _MOST_GIVEN = 1025  # a module's samples may be squares of this width
 def samples(record: OpSpec, dtypes: dict[str, str]) -> Iterator[Sample]:
     """Yields about forty small cases of an op for one dtype combination, on the CPU and contiguous.
 
-    Raises:
-        NoSamples: the record does not say what inputs fit, nor does the op's module.
+    NoSamples: the record does not say what inputs fit, nor does the op's module.
     """
     if is_given(record):
         for size in GIVEN_SIZES:

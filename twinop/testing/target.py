@@ -78,11 +78,8 @@ def _tests_of(module: Path) -> list[Path]:
 def load(given: str) -> list[Any]:
     """Loads the libraries and modules of a target into torch.
 
-    Returns:
-        The records of the ops, each with the devices on which this process can test it.
-
-    Raises:
-        TwinopError: as `find_target`; or no op can be tested here.
+    Returns the records of the ops, each with the devices on which this process can test it. TwinopError: as
+    `find_target`; or no op can be tested here.
     """
     import torch
 

@@ -28,8 +28,7 @@ def compute(
 ) -> tuple[Tensor, ...]:
     """Computes what the op means in the dtype of the inputs; differentiable.
 
-    Args:
-        stored: the dtype of the op's own call, in which it rounds intermediate results that it stores.
+    `stored` is the dtype of the op's own call, in which it rounds intermediate results that it stores.
     """
     reference = reference_of(record)
     if reference.compute is not None:
@@ -73,8 +72,7 @@ def magnitudes(
 ) -> tuple[Tensor, ...]:
     """Computes what the errors of the results are measured by.
 
-    Args:
-        ops: whose rounding errors count, where the op has no `Reference` with `ulps`.
+    It is the rounding errors of `ops`, where the op has no `Reference` with `ulps`.
     """
     reference = reference_of(record)
     wide, stored = _widened(inputs, torch.float64)
@@ -124,16 +122,10 @@ def measure(
     smallest: float = 0.0,
     ops: type[RoundingOps] = RoundingOps,
 ) -> list[Measured]:
-    """Compares the results of a call with the reference.
+    """Compares the results of a call with the reference. Magnitudes below the smallest count as that.
 
     Where fp32 arithmetic, in which most kernels compute, overflows on the way, what it gives is right too.
-
-    Args:
-        smallest: magnitudes below it count as this.
-        ops: as `magnitudes`.
-
-    Raises:
-        AssertionError: a result has another shape than the reference.
+    AssertionError: a result has another shape than the reference.
     """
     narrow_type = torch.float64 if results[0].dtype == torch.float64 else torch.float32
     truths = zip(

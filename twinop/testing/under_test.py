@@ -19,16 +19,12 @@ from .references import Reference
 
 @dataclass(frozen=True)
 class OpUnderTest:
-    """An op under test.
-
-    Attributes:
-        function: the op as a Python function, which writes into no input.
-        module: has the op's function body, and perhaps the functions `samples` and `reference`.
-    """
+    """An op under test."""
 
     record: OpSpec
     library: Path
-    function: Callable[..., Any]
+    function: Callable[..., Any]  # the op as a Python function, which writes into no input
+    # Has the op's function body, and perhaps the functions `samples` and `reference`.
     module: ModuleType | None = None
 
     @property
@@ -42,13 +38,9 @@ _ops: dict[str, OpUnderTest] = {}  # by OpSpec.key
 
 
 def add_library(path: Path, module: ModuleType | None = None) -> list[OpSpec]:
-    """Loads a library into torch, and returns the records of its ops.
+    """Loads a library into torch, and returns the records of its ops, which the module describes.
 
-    Args:
-        module: what describes its ops.
-
-    Raises:
-        LibraryError: as `torch_op.load`.
+    LibraryError: as `torch_op.load`.
     """
     ops = torch_op.load(path)
     records = list(ops.records.values())

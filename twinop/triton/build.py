@@ -31,15 +31,10 @@ def make_contents(
 ) -> tuple[Contents, list[str]]:
     """Returns what a library carries of the ops that Python files declare, and notes for the user.
 
-    Args:
-        archs: compute capabilities for which the kernels are compiled.
-        ptx: whether newer GPUs are served, by PTX.
-        others: where the library's other ops are registered, by name.
-
-    Raises:
-        BuildError: a file declares no op, one of another domain, or one whose name another op has; a launcher
-            that cannot be traced, a kernel that cannot be compiled, or a damaged file of `twinop tune`.
-        TwinopError: a file cannot be imported.
+    The kernels are compiled for `archs` and, with `ptx`, for newer GPUs; `others`: where the library's other
+    ops are registered, by name. BuildError: a file declares no op, one of another domain, or one whose name
+    is taken; a launcher cannot be traced, a kernel not be compiled; a file of `twinop tune` is damaged.
+    TwinopError: a file cannot be imported.
     """
     ops = [op for file in files for op in declared_in(file)]
     places = dict(others)

@@ -31,23 +31,14 @@ _PTX_VERSION = 80  # of CUDA 12.0: a GPU newer than the library has a driver tha
 
 @dataclass(frozen=True)
 class Source:
-    """A kernel with all that Triton's compiler specialises it for.
+    """A kernel with all that Triton's compiler specialises it for."""
 
-    Attributes:
-        kernel: a `triton.JITFunction`.
-        signature: the type of each parameter in Triton's spelling ("*fp32", "i64", "constexpr"), by name.
-        constants: the values of the parameters whose type is "constexpr", by position.
-        attributes: such as "tt.divisibility", by position.
-        options: num_warps, num_stages and so on.
-        label: names the kernel and its line in messages.
-    """
-
-    kernel: Any
-    signature: Mapping[str, Any]
-    constants: Mapping[tuple[int, ...], Any]
-    attributes: Mapping[tuple[int, ...], Any]
-    options: Mapping[str, Any]
-    label: str
+    kernel: Any  # a `triton.JITFunction`
+    signature: Mapping[str, Any]  # "*fp32", "i64", "constexpr", by parameter
+    constants: Mapping[tuple[int, ...], Any]  # the values of the parameters that are "constexpr", by position
+    attributes: Mapping[tuple[int, ...], Any]  # such as "tt.divisibility", by position
+    options: Mapping[str, Any]  # num_warps, num_stages and so on
+    label: str  # names the kernel and its line in messages
 
     @property
     def key(self) -> tuple[Any, ...]:
@@ -74,23 +65,14 @@ class Compiled:
 def compile_kernels(
     sources: Sequence[Source], archs: Sequence[int], *, ptx: bool = True, check_ptx: bool = True
 ) -> list[Compiled | BuildError]:
-    """Compiles kernels for architectures, and to PTX for GPUs newer than these.
+    """Compiles kernels for architectures and, if `ptx`, to PTX for GPUs newer than these.
 
     The PTX is of the newest of the architectures below 90, or of 89: PTX of later ones is not portable. A
-    kernel that does not compile for it, such as one with clusters, has no PTX.
+    kernel that does not compile for it, such as one with clusters, has no PTX. With `check_ptx`, ptxas, which
+    takes a third of the time, tells if the PTX is valid for its target.
 
-    Args:
-        sources: the kernels.
-        archs: compute capabilities: 80, 90.
-        ptx: whether PTX is made.
-        check_ptx: whether ptxas, which takes a third of the time, tells if the PTX is valid for its target.
-
-    Returns:
-        For each source the kernel, or the message why it does not compile: Triton refuses it, or it needs
-        more shared memory than one of the architectures has.
-
-    Raises:
-        BuildError: this Triton does not know an architecture.
+    Returns for each source the kernel, or why it does not compile: Triton refuses it, or it needs more shared
+    memory than one of the architectures has. BuildError: this Triton does not know an architecture.
     """
     if not sources:
         return []

@@ -30,9 +30,8 @@ _in_launcher: ContextVar[bool] = ContextVar("twinop_helion", default=False)
 def helion_kernels() -> Iterator[None]:
     """Lets `helion.kernel` objects that are called within the block run the function that Helion writes.
 
-    Raises:
-        BuildError: at a call, if this version of Helion was not tested, or the kernel has no configuration or
-            static shapes.
+    BuildError, at a call: an untested version of Helion, or a kernel without a configuration or with static
+    shapes.
     """
     if "helion" in sys.modules:
         _watch(sys.modules["helion"].Kernel)
@@ -59,8 +58,7 @@ def _watch(kernels: Any) -> None:
 def _function(kernel: Any, args: Sequence[Any]) -> Callable[..., Any]:
     """Returns what Helion writes for such arguments. Its questions about sizes are the launcher's own.
 
-    Raises:
-        ValueError: a plan comes to other sizes than those that the code is for.
+    ValueError: a plan comes to other sizes than those that the code is for.
     """
     from helion.language.constexpr import ConstExpr
 

@@ -108,8 +108,7 @@ class _Device:
 def triton_launches(recorder: Recorder, choose: Choose) -> Iterator[None]:
     """Records the launches of Triton's kernels instead of doing them.
 
-    Raises:
-        BuildError: at a launch, if this version of Triton was not tested, or runs in interpreter mode.
+    BuildError, at a launch: this version of Triton was not tested, or runs in interpreter mode.
     """
     if "triton" not in sys.modules:  # the launcher's kernels are others
         yield

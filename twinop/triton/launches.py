@@ -27,19 +27,11 @@ _REFUSED = {
 def compile_plans(
     plans: Sequence[Plan[TracedLaunch]], archs: Sequence[int], *, ptx: bool = True
 ) -> tuple[list[Plan[Launch]], list[Kernel]]:
-    """Compiles the kernels of plans.
+    """Compiles the kernels of all plans of all ops of a library.
 
-    Args:
-        plans: all plans of all ops of a library.
-        archs: compute capabilities for which cubins are made: 80, 90.
-        ptx: whether there is PTX as well, for newer GPUs.
-
-    Returns:
-        The plans in the same order, and the kernels to which their variants refer.
-
-    Raises:
-        BuildError: an unknown architecture. Naming the kernel and its line: it does not compile, needs too
-            much shared memory, stores to an input, or cannot do without Triton's launcher.
+    `archs` and `ptx` are those of `compile_kernels`. Returns the plans in the same order, and the kernels to
+    which their variants refer. BuildError, with the kernel and its line: it does not compile, needs too much
+    shared memory, stores to an input, or cannot do without Triton's launcher.
     """
     launches = [
         (step, plan.guards) for plan in plans for step in plan.steps if isinstance(step, TracedLaunch)

@@ -23,8 +23,7 @@ Traced = Mapping[tuple[int | None, ...], Sequence[tuple[Output, ...]]]
 def with_dtypes(record: OpSpec, combination: int, traced: Sequence[tuple[Output, ...]], place: str) -> OpSpec:
     """Adds the dtypes of the outputs to a combination of dtypes.
 
-    Raises:
-        BuildError: they differ between calls, are not those that the record names, or no library has them.
+    BuildError: they differ between calls, are not those that the record names, or no library has them.
     """
     texts = [text.strip() for text in record.dtypes.split(";")]
     named = dict(part.split("=") for part in texts[combination].split()[1:])

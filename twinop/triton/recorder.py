@@ -39,12 +39,7 @@ class Output:
 
 
 class Recorder(TorchDispatchMode):
-    """Records one run of a launcher.
-
-    Attributes:
-        symbols: of the sizes and attributes.
-        steps: what was recorded.
-    """
+    """Records one run of a launcher: `symbols` are its sizes and attributes, `steps` what it did."""
 
     def __init__(self, symbols: Symbols) -> None:
         super().__init__()
@@ -85,18 +80,12 @@ class Recorder(TorchDispatchMode):
         constants: Mapping[str, Any] | None = None,
         options: Mapping[str, Any] | None = None,
     ) -> None:
-        """Records a launch.
+        """Records a launch of a `triton.JITFunction`.
 
-        Args:
-            kernel: the `triton.runtime.JITFunction`.
-            label: for messages, "mish_kernel, mish.py:7".
-            grid: one to three numbers of programs (blocks).
-            arguments: tensors and numbers by the names of the kernel's parameters, in their order.
-            constants: parameters for each value of which the kernel is compiled, as `constant` returns them.
-            options: of the compiler.
-
-        Raises:
-            BuildError: a library cannot give the kernel such an argument, or an option varies.
+        The label is for messages, "mish_kernel, mish.py:7". The grid is of one to three numbers. Arguments
+        are tensors and numbers by the names of the kernel's parameters, in their order; the kernel is
+        compiled for each value of the `constants`, which `constant` gave, and of the compiler's options.
+        BuildError: a library cannot give such an argument, or an option varies.
         """
         fixed = dict(constants or {})
         known = {name: self.constant(name, value) for name, value in (options or {}).items()}
@@ -114,18 +103,10 @@ class Recorder(TorchDispatchMode):
     def finish(
         self, returned: Any, record: OpSpec
     ) -> tuple[tuple[Output, ...], tuple[Expression, ...], tuple[Any, ...]]:
-        """Says which tensors are outputs; the last one has the sizes that come from the data, if there are.
+        """Returns outputs, with the written inputs at the end, the bytes of temporary tensors, and the steps.
 
-        Args:
-            returned: what the launcher returned.
-            record: says how many tensors that is.
-
-        Returns:
-            The outputs, at the end the inputs that the op writes; the bytes of the temporary tensors; the
-            steps with pointers to these.
-
-        Raises:
-            BuildError: the launcher did not return so many new tensors.
+        `returned` is what the launcher returned: the outputs and, where sizes come from the data, a tensor of
+        these. BuildError: these are not as many new tensors as the record has.
         """
         count, counted = len(record.outputs) - len(record.written), len(record.sizes)
         returned = returned if returned is not None or count else ()

@@ -42,18 +42,12 @@ class Call:
 
 @dataclass(frozen=True)
 class Decision:
-    """A branch that the launcher took.
-
-    Attributes:
-        condition, held: what decided it.
-        is_value: whether the launcher needs one value of a number. Then there is no other branch to take.
-        text: the condition in the launcher's words, with its line: "mish.py:14: x.shape[0] <= 64".
-    """
+    """A branch that the launcher took, since its condition held or not."""
 
     condition: Expression
     held: bool
-    is_value: bool = False
-    text: str = field(default="", compare=False)
+    is_value: bool = False  # the launcher needs one value of a number: there is no other branch to take
+    text: str = field(default="", compare=False)  # in the launcher's words: "mish.py:14: x.shape[0] <= 64"
 
     @property
     def guard(self) -> Expression:
@@ -75,14 +69,12 @@ class Varying(Exception):
 
 
 class Symbols(ShapeEnv):
-    """Makes symbolic numbers, and records the branches that depend on them.
+    """Makes symbolic numbers, and records the `decisions` about them in the order of the launcher.
 
-    Attributes:
-        decisions: in the order of the launcher.
-        flipped: the index of the decision that is answered the other way; at the next one, the run ends.
-        in_torch: whether torch's own code runs. It asks about sizes of 0 and 1 only to find out which tensors
-            are contiguous, so the answer is that there are none; a plan of its own for them has no use. What
-            follows holds for sizes of 1 as well. For 0, the strides of a tensor without elements differ.
+    The decision at the index `flipped` is answered the other way; at the next one, the run ends. `in_torch`
+    is set while torch's own code runs. It asks about sizes of 0 and 1 only to find out which tensors are
+    contiguous, so the answer is that there are none. What follows holds for sizes of 1 as well. For 0, the
+    strides of a tensor without elements differ.
     """
 
     def __init__(
@@ -147,9 +139,8 @@ class Symbols(ShapeEnv):
     def fix(self, value: sympy.Expr) -> Any:
         """Returns the value that an expression of powers of two has in this call, and decides that it has it.
 
-        Raises:
-            Varying: it depends on more than powers of two and numbers that were found equal to a value.
-            ValueError: a power of two is larger than any block.
+        Varying: it depends on other numbers that have no one value. ValueError: a power of two is larger than
+        any block.
         """
         for symbol in sorted(value.free_symbols, key=str):
             meaning = self._meanings[symbol]

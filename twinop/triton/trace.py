@@ -49,17 +49,13 @@ def trace(
 
     The ranks are those of the samples, and those that follow when the first input, and with it all of the
     same rank, have 1 to 6 dimensions. Without samples, all inputs have 1 to 6. Ranks that the launcher
-    refuses for all sizes are left out.
+    refuses for all sizes are left out. What the record says of output shapes must hold; otherwise they follow
+    from the traces. BuildError: the launcher does something that a library cannot do.
 
     Args:
-        record: of the op. What it says of output shapes must hold; otherwise they follow from the traces.
-        launcher: takes the inputs and, by name, the attributes.
         samples: calls, inputs (tensors) and attributes by name.
         choose: chooses configurations of `triton.autotune`.
         archs: compute capabilities of GPUs that call the launcher.
-
-    Raises:
-        BuildError: the launcher does something that a library cannot do.
     """
     if torch.cuda.is_available():
         torch.cuda.init()  # the first fake tensor does it otherwise, and finds a symbolic compute capability

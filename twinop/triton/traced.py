@@ -11,36 +11,21 @@ from ..record.op_spec import OpSpec
 
 @dataclass(frozen=True)
 class TracedLaunch:
-    """One launch of a kernel.
+    """One launch of a kernel."""
 
-    Attributes:
-        kernel: the `triton.runtime.JITFunction` that was launched.
-        label: the kernel with the line of its definition, "mish_kernel, mish.py:7".
-        line: where the launcher launches it, "mish.py:14".
-        grid: in programs (blocks).
-        arguments: in the order of the kernel's parameters, without those that are constants.
-        constants: parameters that are `tl.constexpr`, or None, by name.
-        options: of the compiler: num_warps and others, as far as the launch gives them.
-    """
-
-    kernel: Any
-    label: str
-    line: str
-    grid: tuple[Expression, Expression, Expression]
-    arguments: tuple[Pointer | Scalar, ...]
-    constants: Mapping[str, Any] = field(default_factory=dict)
-    options: Mapping[str, Any] = field(default_factory=dict)
+    kernel: Any  # the `triton.runtime.JITFunction`
+    label: str  # the kernel and the line of its definition, "mish_kernel, mish.py:7"
+    line: str  # where the launcher launches it, "mish.py:14"
+    grid: tuple[Expression, Expression, Expression]  # in programs (blocks)
+    arguments: tuple[Pointer | Scalar, ...]  # in the order of the kernel's parameters, without constants
+    constants: Mapping[str, Any] = field(default_factory=dict)  # that are `tl.constexpr`, or None, by name
+    options: Mapping[str, Any] = field(default_factory=dict)  # the compiler's, such as num_warps
 
 
 @dataclass(frozen=True)
 class TracedOp:
-    """An op whose launcher was traced.
+    """An op whose launcher was traced."""
 
-    Attributes:
-        record: with the shapes and dtypes of the outputs.
-        notes: what calls are refused for want of a sample.
-    """
-
-    record: OpSpec
+    record: OpSpec  # with the shapes and dtypes of the outputs
     plans: tuple[Plan[TracedLaunch], ...]
-    notes: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()  # what calls are refused for want of a sample

@@ -1,7 +1,6 @@
 """Reads from Triton's intermediate code (TTIR) what a kernel does with its pointers.
 
-The parameters of a function that is not inlined (`@triton.jit(noinline=True)`) have the values of all its
-calls.
+A parameter of a function that is not inlined (`@triton.jit(noinline=True)`) has the values of all its calls.
 """
 
 import re
@@ -19,17 +18,12 @@ _ENDS = ("scf.yield", "scf.condition", "tt.return")
 
 @dataclass(frozen=True)
 class KernelUses:
-    """What a kernel does.
+    """What a kernel does."""
 
-    Attributes:
-        written: the parameters to which it stores, by position among those that are not constants.
-        narrow: the pointers whose elements it finds by products of 32 bits alone.
-        operations: the names of all operations.
-    """
-
+    # The parameters to which it stores, by position among those that are not constants.
     written: frozenset[int]
-    narrow: frozenset[int]
-    operations: frozenset[str]
+    narrow: frozenset[int]  # the pointers whose elements it finds by products of 32 bits alone
+    operations: frozenset[str]  # the names of all
 
 
 @cache
@@ -83,18 +77,12 @@ class _Operation:
 
 
 class _Values:
-    """The values of a module, by MLIR's ids, and what they are computed from.
-
-    Attributes:
-        operations: those without regions of code, in no order.
-        made: the operation that makes a value.
-        parameters: the positions of the kernel's parameters.
-    """
+    """The values of a module, by MLIR's ids, and what they are computed from."""
 
     def __init__(self) -> None:
-        self.operations: list[_Operation] = []
-        self.made: dict[int, _Operation] = {}
-        self.parameters: dict[int, int] = {}
+        self.operations: list[_Operation] = []  # without regions of code, in no order
+        self.made: dict[int, _Operation] = {}  # by what they make
+        self.parameters: dict[int, int] = {}  # the positions of the kernel's
         self._flows: defaultdict[int, set[int]] = defaultdict(set)  # into results and arguments of regions
         self._arguments: dict[int, list[int]] = {}  # by region
         self._ends: defaultdict[int, list[list[int]]] = defaultdict(list)  # what regions hand on

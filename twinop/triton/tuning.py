@@ -28,21 +28,13 @@ def tuning_file(source: Path) -> Path:
 
 @dataclass(frozen=True)
 class Entry:
-    """The best configuration of a kernel for one call.
+    """The best configuration of a kernel for one call."""
 
-    Attributes:
-        kernel: its name.
-        arch: the compute capability: 90.
-        key: the values of the numbers in the kernel's `key`, by name.
-        dtypes: of the tensors, in the order of the arguments.
-        config: as `triton.Config.all_kwargs` gives it.
-    """
-
-    kernel: str
-    arch: int
-    key: Mapping[str, int | float]
-    dtypes: Sequence[str]
-    config: Mapping[str, Any]
+    kernel: str  # its name
+    arch: int  # the compute capability: 90
+    key: Mapping[str, int | float]  # the values of the numbers in the kernel's `key`, by name
+    dtypes: Sequence[str]  # of the tensors, in the order of the arguments
+    config: Mapping[str, Any]  # as `triton.Config.all_kwargs` gives it
 
 
 class Tuning:

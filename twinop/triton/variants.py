@@ -39,13 +39,9 @@ _TRIES = (1, 2, 3, 8, 15, 16, 17, 24, 32, 48, 64, 100, 128)
 
 
 def variants(launch: TracedLaunch, guards: Sequence[Expression] = ()) -> list[Variant[Source]]:
-    """Returns the variants of a launch of a Triton kernel, the general one at the end.
+    """Returns the variants of a launch in a plan with these guards, the general one at the end.
 
-    Args:
-        guards: of the launch's plan.
-
-    Raises:
-        BuildError: an argument is of a kind that Triton does not take, or an option is unknown to it.
+    BuildError: an argument is of a kind that Triton does not take, or an option is unknown to it.
     """
     groups = _groups(launch)
     small = [each for guard in guards if (each := _below_16(guard)) is not None]
