@@ -216,6 +216,8 @@ def draw(lines: Sequence[Mapping[str, Any]], path: Path) -> None:
             ("torch.compile, torchao", ("torch.compile bf16", "torch.compile torchao"), "#e8a33d"),
         ):
             times = [line["times"][column] for column in columns if column in line["times"]]
+            if not times:
+                continue
             x, y = [each["error"] for each in times], [each["median_us"] * 1e-3 for each in times]
             panel.plot(x, y, "-o", label=name, color=color)
             for place, label in zip(zip(x, y, strict=True), ("16 bits", "8 bits"), strict=False):
