@@ -6,53 +6,23 @@ from typing import Any, NamedTuple
 import grpc
 import pytest
 import service_models as models
-from service_fixtures import Answer, Served, receive, serve, tensor
-from service_rows import message
+from service_fixtures import Answer, Served, receive, tensor
+from service_rows import LIMIT, message, refused
 from tritonclient.grpc import service_pb2 as pb
 
-from twinop.deploy.tensor_specs import RIGHT_PADDED
-
-LIMIT = 1 << 20  # max_request_bytes
 CODES = grpc.StatusCode
 INVALID = CODES.INVALID_ARGUMENT
 GOOD = tensor("x", "FP32", [1, 4], [-1, 0, 1, 2])
 
 
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    folder = tmp_path_factory.mktemp("models")
-    models.place(folder, "relu", models.relu())
-    models.place(folder, "add", models.add())
-    models.place(folder, "gather", models.gather())
-    models.place(folder, "strings", models.strings())
-    models.place(folder, "padded", models.relu(metadata={RIGHT_PADDED: "x"}))
-    models.place(folder, "batched", models.relu(), settings="max_batch_size = 4")
-    (folder / "twinop.toml").write_text(f"[server]\nmax_request_bytes = {LIMIT}\n")
-    with serve(folder) as served:
-        yield served
-
-
-@pytest.fixture
-def served(server: Served) -> Iterator[Served]:
+@pytest.fixture(autouse=True)
+def _it_goes_on(served: Served) -> Iterator[None]:
     """Check that the server still answers after the test, and logged no unexpected error."""
-    logged = len(server.log)
-    yield server
-    answer = server.infer("relu", GOOD)
+    logged = len(served.log)
+    yield
+    answer = served.infer("relu", GOOD)
     assert answer.status == 200 and answer.json["outputs"][0]["data"] == [0, 0, 1, 2]
-    assert [line for line in server.log[logged:] if "traceback" in line] == []
-
-
-@pytest.fixture(scope="module")
-def stub(server: Served) -> Iterator[Any]:
-    with server.stub() as found:
-        yield found
-
-
-def refused(stub: Any, request: pb.ModelInferRequest) -> tuple[grpc.StatusCode, str]:
-    with pytest.raises(grpc.RpcError) as error:
-        stub.ModelInfer(request)
-    assert dict(error.value.trailing_metadata())["x-request-id"]
-    return error.value.code(), error.value.details()
+    assert [line for line in served.log[logged:] if "traceback" in line] == []
 
 
 # -------------------------------------------------------------------------------- what does not fit the model
@@ -158,7 +128,12 @@ BODIES: dict[str, tuple[bytes, dict[str, str], int, str]] = {
         "but the body has 2 bytes",
     ),
     "compressed": (b"{}", {"Content_Encoding": "gzip"}, 415, "encoding 'gzip': send the body as it is"),
-    "too large": (bytes(LIMIT + 1), {}, 413, f"the request is larger than {LIMIT} bytes (max_request_bytes)"),
+    "too large": (
+        bytes(LIMIT + 1),
+        {"Inference_Header_Content_Length": "2"},
+        413,
+        f"the request is larger than {LIMIT} bytes (max_request_bytes)",
+    ),
 }
 
 
@@ -169,12 +144,13 @@ def test_no_request(served: Served, body: bytes, headers: dict[str, str], status
 
 
 def test_too_large_in_chunks(served: Served) -> None:
-    head = b"POST /v2/models/relu/infer HTTP/1.1\r\nHost: h\r\nTransfer-Encoding: chunked\r\n\r\n"
+    head = b"POST /v2/models/relu/infer HTTP/1.1\r\nHost: h\r\nTransfer-Encoding: chunked\r\n"
+    head += b"Inference-Header-Content-Length: 2\r\n\r\n"
     chunk = b"10000\r\n" + bytes(0x10000) + b"\r\n"
     with served.connect() as connection:
-        connection.sendall(head + chunk * 17)
+        connection.sendall(head + chunk * (LIMIT // 0x10000 + 1))
         answer = receive(connection)
-        assert answer.status == 413 and "larger than" in answer.error
+        assert answer.status == 413 and "(max_request_bytes)" in answer.error
         connection.sendall(chunk + b"0\r\n\r\nGET /v2/health/live HTTP/1.1\r\nHost: h\r\n\r\n")
         assert receive(connection).status == 200  # the rest was read, and the connection stays open
 

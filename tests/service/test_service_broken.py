@@ -26,7 +26,14 @@ from twinop.deploy.service.settings import ModelSettings
 from twinop.libraries.library import find_library
 
 TRUSTING = ("--allow-model-libraries",)  # the library lies beside the model
-STALLS = 1000.0  # test.stall sleeps x milliseconds on the CPU and asserts on CUDA if x is larger
+IMPATIENT = """
+import sys
+from twinop.cli import app
+from twinop.deploy.service import limits
+limits.HANGS_AFTER = 2.0
+app(sys.argv[1:])
+"""
+STALLS = 1000.0  # test.stall sleeps x milliseconds on the CPU, and asserts on CUDA if x is larger
 
 
 def place_stall(folder: Path, settings: str = "", name: str = "stall") -> None:
@@ -55,8 +62,8 @@ def said(served: Served, words: str) -> int:
 def test_a_run_that_takes_too_long_is_ended_and_one_that_hangs_ends_the_server(tmp_path: Path) -> None:
     """One that takes too long is ended alone; those behind one that does not end get an error, too."""
     place_stall(tmp_path, "run_timeout_seconds = 0.5")
-    with serve(tmp_path, *TRUSTING) as served, ExitStack() as stack:
-        answer = served.infer("stall", stalling(STALLS + 500))
+    with serve(tmp_path, *TRUSTING, program=("-c", IMPATIENT)) as served, ExitStack() as stack:
+        answer = served.infer("stall", stalling(1200))
         assert answer.status == 504 and "took longer than this model's 0.5 s" in answer.error
         assert said(served, "took longer than run_timeout_seconds (0.5)") == 1
         assert served.infer("stall", ROW).json["outputs"][0]["data"] == [0, 2, 0, 4]

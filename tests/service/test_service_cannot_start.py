@@ -11,9 +11,8 @@ import numpy as np
 import onnx
 import pytest
 import service_models as models
-from service_fixtures import serve, start
+from service_fixtures import start
 from service_loads import refusal_of
-from service_rows import QUICK, ROW
 
 from twinop.deploy.service.grpc_server import GrpcServer
 from twinop.deploy.service.limits import Budget
@@ -148,12 +147,3 @@ def test_a_broken_model_is_an_error_of_that_model_alone(
     shutil.rmtree(tmp_path / "good")
     with pytest.raises(TwinopError, match="broken"):
         asyncio.run(load())
-
-
-def test_the_probe_names_a_broken_model(tmp_path: Path) -> None:
-    broken_and_good(tmp_path, "cut short")
-    with serve(tmp_path, *QUICK) as served:
-        assert served.infer("good", ROW).status == 200
-        ready = served.ask("GET", "/v2/health/ready")
-        assert ready.status == 200 and ready.json == {"ready": True, "unavailable": ["broken"]}
-        assert served.ask("GET", "/v2/models/broken/ready").status == 503

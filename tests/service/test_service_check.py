@@ -53,14 +53,3 @@ def test_each_model_that_cannot_be_served_is_told(libraries: dict[str, Path], tm
     )  # a model's folder, not one of models
     bad.unlink()
     assert check(tmp_path, "--allow-model-libraries").exit_code == 0
-
-
-def test_another_library_than_that_of_the_model(libraries: dict[str, Path], tmp_path: Path) -> None:
-    path = service_models.place(tmp_path, "m", service_models.relu())
-    found = check(path, "--library", libraries["test_ops"])
-    assert found.exit_code == 1 and "the library has no such op" in found.stderr
-
-
-def test_nothing_to_check(tmp_path: Path) -> None:
-    found = check(tmp_path)
-    assert found.exit_code == 1 and "no model in this folder" in found.stderr

@@ -8,20 +8,10 @@ import pytest
 import service_models as models
 import tritonclient.grpc as triton_grpc
 import tritonclient.http as triton_http
-from service_fixtures import Served, serve
+from service_fixtures import Served
 from tritonclient.utils import InferenceServerException
 
 DATATYPES = list(models.ELEMENTS)
-
-
-@pytest.fixture(scope="module")
-def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    folder = tmp_path_factory.mktemp("models")
-    for datatype in DATATYPES:
-        models.place(folder, f"id_{datatype.lower()}", models.identity(datatype))
-    models.place(folder, "relu", models.relu())
-    with serve(folder) as server:
-        yield server
 
 
 def values(datatype: str, seed: int = 0) -> np.ndarray:
@@ -96,12 +86,14 @@ def test_tritonclient_with_json(served: Served, datatype: str) -> None:
 def test_health_and_the_list_of_models(client: Any, served: Served) -> None:
     assert client.is_server_live() and client.is_server_ready() and client.is_model_ready("relu", "1")
     listed = client.get_model_repository_index()
-    found = (
+    entries = (
         [(each.name, each.state) for each in listed.models]
         if hasattr(listed, "models")
         else [(each["name"], each["state"]) for each in listed]
     )
-    assert ("id_int8", "READY") in found and len(found) == len(DATATYPES) + 1
+    states = dict(entries)
+    assert states.pop("broken") == "UNAVAILABLE" and set(states.values()) == {"READY"}
+    assert {*states, "broken"} == {path.name for path in served.root.iterdir() if path.is_dir()}
     with pytest.raises(InferenceServerException):
         client.unload_model("relu")
     assert client.is_model_ready("relu")

@@ -1,6 +1,5 @@
-"""SIGTERM: the service answers all accepted requests, and reports if the grace time does not suffice."""
+"""SIGTERM while a model loads, and when the grace time does not suffice."""
 
-import asyncio
 import signal
 import threading
 from contextlib import ExitStack
@@ -10,37 +9,11 @@ from pathlib import Path
 import grpc
 import onnx
 import pytest
-import service_load
 import service_models as models
-from service_fixtures import receive, receive_all, serve, split, start, wait_until
+from service_fixtures import receive, serve, start, wait_until
 from service_held import held
 from service_raw import REQUEST
 from service_rows import QUICK, ROW, call, in_flight
-
-
-def test_a_stopping_server_answers_what_has_come(tmp_path: Path) -> None:
-    models.place(tmp_path / "models", "relu", models.relu())
-    file = tmp_path / "held"
-    with serve(tmp_path / "models", program=held(runs=file)) as served, ExitStack() as stack:
-        waiting, kept, late, idle = (stack.enter_context(served.connect(60)) for _ in range(4))
-        for connection in (kept, late):
-            connection.sendall(REQUEST)
-            assert receive(connection).headers.get("connection") != "close"
-        file.touch()
-        waiting.sendall(REQUEST)
-        wait_until(partial(in_flight, served, 1, "relu"))
-        served.process.send_signal(signal.SIGTERM)
-        wait_until(lambda: any(line["message"].startswith("stopping") for line in served.log))
-        late.sendall(REQUEST)  # on a connection that was open
-        file.unlink()
-        answer = split(receive_all(late))
-        assert answer.status in (200, 503) and answer.headers["connection"] == "close"
-        answer = split(receive_all(waiting))
-        assert answer.status == 200 and answer.headers["connection"] == "close"
-        assert receive_all(kept) == receive_all(idle) == b""
-        with pytest.raises(OSError):
-            served.connect()
-        assert served.stop() == 0
 
 
 def test_what_takes_longer_than_the_grace_time_is_cut_off(tmp_path: Path) -> None:
@@ -70,17 +43,6 @@ def test_sigterm_while_a_model_is_loading_does_not_wait_for_it(tmp_path: Path) -
     wait_until(lambda: b"held" in log.read_bytes())
     process.send_signal(signal.SIGTERM)
     assert process.wait(60) == 0
-
-
-@pytest.mark.parametrize("times", [1, pytest.param(20, marks=pytest.mark.slow)])
-def test_sigterm_under_load_answers_all_that_was_accepted(tmp_path: Path, times: int) -> None:
-    service_load.write_version(tmp_path, 1)
-    for _ in range(times):
-        with serve(tmp_path, *service_load.OPTIONS, "--log-level", "debug") as served:
-            outcome = asyncio.run(service_load.ended_under_load(served))
-            assert served.process.returncode == 0
-        assert outcome.lost == outcome.wrong == []
-        assert outcome.answered.keys() == {"REST", "gRPC"}
 
 
 def test_threads_that_still_decode_do_not_keep_the_process(tmp_path: Path) -> None:

@@ -2,15 +2,14 @@
 
 import json
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import grpc
 import numpy as np
 import pytest
-import service_models as models
-from service_fixtures import Answer, Served, serve, tensor
-from service_rows import message
+from service_fixtures import Answer, Served, tensor
+from service_rows import message, refused
 from tritonclient.grpc import service_pb2 as pb
 
 from twinop.deploy.service.codec_grpc import SERVICE
@@ -21,31 +20,9 @@ JSON_LIMIT = 2 << 20  # max_json_bytes
 LENGTH = "inference-header-content-length"
 
 
-@pytest.fixture(scope="module")
-def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    folder = tmp_path_factory.mktemp("models")
-    models.place(folder, "relu", models.relu())
-    models.place(folder, "expand", models.expand())
-    models.place(folder, "int8", models.identity("INT8"))
-    with serve(folder, "--provider", "cpu") as found:
-        yield found
-
-
-@pytest.fixture(scope="module")
-def stub(served: Served) -> Iterator[Any]:
-    with served.stub() as found:
-        yield found
-
-
 def post(served: Served, body: bytes, **headers: str) -> Answer:
     names = {name.replace("_", "-"): value for name, value in headers.items()}
     return served.ask("POST", "/v2/models/relu/infer", body, names)
-
-
-def refused(stub: Any, request: pb.ModelInferRequest) -> tuple[grpc.StatusCode, str]:
-    with pytest.raises(grpc.RpcError) as error:
-        stub.ModelInfer(request, timeout=60)
-    return error.value.code(), error.value.details()
 
 
 # -------------------------------------------------------------------------------- many tensors
@@ -133,8 +110,8 @@ def test_json_answers_have_the_same_limit(served: Served) -> None:
 
 
 def typed(size: int, *raw: bytes) -> bytes:
-    """Return a request for `int8` with a typed tensor of `size` bytes, and raw ones."""
-    request = pb.ModelInferRequest(model_name="int8", raw_input_contents=raw)
+    """Return a request for `id_int8` with a typed tensor of `size` bytes, and raw ones."""
+    request = pb.ModelInferRequest(model_name="id_int8", raw_input_contents=raw)
     given = request.inputs.add(name="x", datatype="INT8", shape=[1, size])
     given.contents.int_contents.extend([5] * size)
     data: bytes = request.SerializeToString()

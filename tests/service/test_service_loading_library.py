@@ -13,7 +13,6 @@ from twinop.deploy.errors import ModelError
 from twinop.deploy.service.loading import load
 from twinop.deploy.service.settings import ModelSettings, ServerSettings
 from twinop.errors import LibraryError, TwinopError
-from twinop.libraries.library import needed_libraries
 
 
 def test_a_library_beside_the_versions(libraries: dict[str, Path], tmp_path: Path) -> None:
@@ -75,13 +74,3 @@ def test_bodies_do_not_replace_a_library(tmp_path: Path, monkeypatch: pytest.Mon
     only_these(monkeypatch, tmp_path / "none")
     with pytest.raises(ModelError, match="no library has custom_domain::CustomRelu"):
         loaded(tmp_path, service_models.relu())
-
-
-def test_a_library_that_does_not_load(libraries: dict[str, Path], tmp_path: Path) -> None:
-    """Its records are valid, but a library that it depends on is missing."""
-    folder = where(tmp_path, service_models.relu()).folder
-    data = libraries["custom_relu"].read_bytes()
-    needed = next(name for name in needed_libraries(libraries["custom_relu"]) if name.startswith("libstdc"))
-    (folder / "libbad.so").write_bytes(data.replace(needed.encode(), b"X" * len(needed)))
-    with pytest.raises(LibraryError, match=r"libbad\.so: ONNX Runtime cannot load it"):
-        loaded(tmp_path, service_models.relu(), library=folder / "libbad.so")

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import service_models
-from service_fixtures import serve, wait_until
+from service_fixtures import Served, wait_until
 from service_loads import loaded, only_these, repository_of
 from service_rows import QUICK, ROW
 
@@ -126,13 +126,12 @@ def test_folders_cannot_change_the_policy(tmp_path: Path) -> None:
         read_settings(None, {}).for_model("m", scan(tmp_path)["m"].own)
 
 
-def test_the_folder_is_followed_only_if_asked(tmp_path: Path) -> None:
-    service_models.place(tmp_path, "m", service_models.relu())
-    said = f"changes in {tmp_path} are not watched: --poll-seconds does so"
-    with serve(tmp_path, *QUICK) as served:
-        wait_until(lambda: any(line["message"] == said for line in served.log))
-        service_models.place(tmp_path, "m", service_models.mlp(4, 4), version=2)
-        shutil.copytree(tmp_path / "m", tmp_path / "new")
-        for _ in range(30):
-            assert served.infer("m", ROW).json["model_version"] == "1"
-        assert served.infer("new", ROW).status == 404
+def test_the_folder_is_followed_only_if_asked(served: Served) -> None:
+    said = f"changes in {served.root} are not watched: --poll-seconds does so"
+    wait_until(lambda: any(line["message"] == said for line in served.log))
+    service_models.place(served.root, "followed", service_models.mlp(4, 4), version=2)
+    shutil.copytree(served.root / "followed", served.root / "new")
+    for _ in range(30):
+        assert served.infer("followed", ROW).json["model_version"] == "1"
+    assert served.infer("new", ROW).status == 404
+    shutil.rmtree(served.root / "new")

@@ -2,45 +2,19 @@
 
 import json
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import grpc
 import numpy as np
 import pytest
-import service_models as models
-from service_fixtures import Served, receive, serve, split, tensor, wait_until
-from service_held import held
-from service_rows import in_flight, message
+from service_fixtures import Served, split, tensor, wait_until
+from service_rows import ROW, in_flight, message
 from tritonclient.grpc import service_pb2 as pb
-
-
-@pytest.fixture(scope="module")
-def held_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """While it exists, runs wait."""
-    return tmp_path_factory.mktemp("held") / "file"
-
-
-@pytest.fixture(scope="module")
-def served(tmp_path_factory: pytest.TempPathFactory, held_file: Path) -> Iterator[Served]:
-    folder = tmp_path_factory.mktemp("models")
-    models.place(folder, "relu", models.relu())
-    models.place(folder, "two_versions", models.relu())
-    models.place(folder, "two_versions", models.identity("FP32"), 2, settings='versions = "all"')
-    models.place(folder, "two_outputs", models.two_outputs())
-    models.place(folder, "log", models.log())
-    models.place(folder, "held", models.relu())
-    with serve(folder, program=held(runs=held_file)) as server:
-        yield server
-
-
-@pytest.fixture(scope="module")
-def stub(served: Served) -> Iterator[Any]:
-    with served.stub() as found:
-        yield found
-
 
 # -------------------------------------------------------------------------------- what can be asked for
 
@@ -124,7 +98,35 @@ def test_chunked_bodies(served: Served) -> None:
     assert split(served.exchange(head + chunks + b"0\r\n\r\n")).status == 200
 
 
+def test_the_probe_names_a_broken_model(served: Served) -> None:
+    ready = served.ask("GET", "/v2/health/ready")
+    assert ready.status == 200 and ready.json == {"ready": True, "unavailable": ["broken"]}
+    assert served.ask("GET", "/v2/models/broken/ready").status == 503
+
+
 # -------------------------------------------------------------------------------- clients that do not wait
+
+
+def test_a_full_queue_says_when_to_come_back(served: Served, stub: Any, held_file: Path) -> None:
+    assert served.ask("GET", "/v2/models/full").json["parameters"]["instances"] == 2
+    held_file.touch()
+    with ThreadPoolExecutor() as pool:
+        waiting = []
+        for number in (1, 2, 3):
+            waiting.append(pool.submit(served.infer, "full", ROW))
+            wait_until(partial(in_flight, served, number, "full"))
+            assert served.metric("twinop_queued", model="full") == max(number - 2, 0)
+        full = served.infer("full", ROW)  # two requests run and one waits
+        assert full.status == 429 and "requests waiting" in full.error
+        assert int(full.headers["retry-after"]) >= 1
+        with pytest.raises(grpc.RpcError) as error:
+            stub.ModelInfer(message("full"))
+        assert error.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+        assert error.value.details() == full.error
+        assert int(dict(error.value.trailing_metadata())["retry-after"]) >= 1
+        assert served.metric("twinop_failures_total", model="full", reason="overloaded") == 2
+        held_file.unlink()
+    assert [each.result().status for each in waiting] == [200] * 3
 
 
 @dataclass
@@ -155,8 +157,8 @@ def busy(served: Served, stub: Any, held_file: Path) -> Iterator[Busy]:
     found.release()
 
 
-def http_request(rows: int = 1, **rest: Any) -> bytes:
-    body = json.dumps({"inputs": [tensor("x", "FP32", [rows, 4], [0] * 4 * rows)], **rest})
+def http_request(rows: int) -> bytes:
+    body = json.dumps({"inputs": [tensor("x", "FP32", [rows, 4], [0] * 4 * rows)]})
     head = f"POST /v2/models/held/infer HTTP/1.1\r\nHost: h\r\nContent-Length: {len(body)}\r\n\r\n"
     return (head + body).encode()
 
@@ -179,10 +181,9 @@ def test_work_of_a_client_that_has_gone_is_dropped(served: Served, stub: Any, bu
 
 
 def test_deadlines(served: Served, stub: Any, busy: Busy) -> None:
-    with served.connect() as connection:
-        connection.sendall(http_request(parameters={"timeout": 20_000}))
-        answer = receive(connection)
+    answer = served.infer("held", ROW, parameters={"timeout": 20_000})
     assert answer.status == 504 and "time was over" in answer.error
+    assert served.metric("twinop_failures_total", model="held", reason="deadline") == 1
     limited = message("held")
     limited.parameters["timeout"].int64_param = 20_000
     for request, seconds in ((message("held"), 0.02), (limited, 60)):

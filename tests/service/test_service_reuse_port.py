@@ -1,9 +1,7 @@
 """Several servers on the same ports, and the port that each has for itself."""
 
-import contextlib
 import re
 import signal
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,67 +16,49 @@ from service_rows import QUICK, ROW, message
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples/serving"
 
 
-@contextlib.contextmanager
-def servers(folder: Path, count: int, *options: str) -> Iterator[list[tuple[Served, Served]]]:
-    """Start servers that share their ports. Yield each, and a view of it whose HTTP port is its own."""
-    http_port, grpc_port, *admin = map(str, free_ports(2 + count))
-    with contextlib.ExitStack() as stack:
-        found = []
-        for port in admin:
-            ports = ("--http-port", http_port, "--grpc-port", grpc_port, "--admin-port", port)
-            each = stack.enter_context(serve(folder, *QUICK, "--reuse-port", *ports, *options))
-            assert (each.http_port, each.grpc_port) == (int(http_port), int(grpc_port))
-            own = Served(each.process, int(port), each.grpc_port, each.log_path, folder)
-            found.append((each, own))
-        yield found
-
-
 def requests_of(own: Served) -> float:
     return own.metric("twinop_requests_total", model="m")
 
 
-def test_the_kernel_spreads_connections_and_each_server_has_its_metrics(tmp_path: Path) -> None:
-    models.place(tmp_path, "m", models.relu())
-    with servers(tmp_path, 2) as ((first, of_first), (second, of_second)):
+def test_the_kernel_spreads_connections_over_servers_that_are_ready(tmp_path: Path) -> None:
+    """Each has its own metrics, and one that ends answers what it accepted."""
+    root, file, log = tmp_path / "models", tmp_path / "held", tmp_path / "log"
+    models.place(root, "m", models.relu())
+    http_port, grpc_port, *admin = free_ports(4)
+    shared = (*QUICK, "--reuse-port", "--http-port", str(http_port), "--grpc-port", str(grpc_port))
+    with serve(root, *shared, "--admin-port", str(admin[0])) as first:
+        assert (first.http_port, first.grpc_port) == (http_port, grpc_port)
+        file.touch()
+        ports = (*shared, "--admin-port", str(admin[1]))
+        process = start(root, log, *ports, program=held(loads=file))
+        of_first = Served(first.process, admin[0], grpc_port, first.log_path, root)
+        of_second = Served(process, admin[1], grpc_port, log, root)
 
         def are_both_used() -> bool:
             assert first.infer("m", ROW).status == 200
-            with second.stub() as stub:
+            with first.stub() as stub:
                 assert stub.ModelInfer(message("m", -1, 2, -3, 4)).outputs
             return requests_of(of_first) > 0 and requests_of(of_second) > 0
 
-        wait_until(are_both_used)
-        for own in (of_first, of_second):
-            assert own.ask("GET", "/v2/health/ready").status == 200
-            assert own.infer("m", ROW).status == 200
-
-        second.process.send_signal(signal.SIGTERM)  # it answers what it accepted, and listens no more
-        second.is_stopped = True
-        after = 0
-        while after < 20:
-            assert first.infer("m", ROW).status == 200
-            after += second.process.poll() is not None
-        assert second.process.poll() == 0
-        assert [line for line in second.log if "traceback" in line] == []
-
-
-def test_a_server_takes_connections_once_its_models_are_loaded(tmp_path: Path) -> None:
-    file = tmp_path / "held"
-    file.touch()
-    models.place(tmp_path / "models", "m", models.relu())
-    with servers(tmp_path / "models", 1) as ((first, _),):
-        ports = ("--http-port", str(first.http_port), "--grpc-port", str(first.grpc_port))
-        log = tmp_path / "log"
-        second = start(tmp_path / "models", log, *QUICK, "--reuse-port", *ports, program=held(loads=file))
         try:
             wait_until(lambda: b"held" in log.read_bytes())
-            assert {first.infer("m", ROW).status for _ in range(50)} == {200}
+            assert {first.infer("m", ROW).status for _ in range(50)} == {200}  # all by the first
             file.unlink()
             wait_until(lambda: b'"ready"' in log.read_bytes())
-            assert {first.infer("m", ROW).status for _ in range(50)} == {200}
+            wait_until(are_both_used)
+            for own in (of_first, of_second):
+                assert own.ask("GET", "/v2/health/ready").status == 200
+                assert own.infer("m", ROW).status == 200
+            process.send_signal(signal.SIGTERM)  # it answers what it accepted, and listens no more
+            after = 0
+            while after < 20:
+                assert first.infer("m", ROW).status == 200
+                after += process.poll() is not None
+            assert process.poll() == 0
+            assert [line for line in of_second.log if "traceback" in line] == []
         finally:
-            second.kill()
-            second.wait()
+            process.kill()
+            process.wait()
 
 
 # -------------------------------------------------------------------------------- the examples

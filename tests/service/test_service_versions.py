@@ -1,14 +1,16 @@
 """Versions and models appear, change and disappear under a running server, and its answers follow."""
 
 import asyncio
-import os
+import hashlib
 import shutil
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import grpc
 import pytest
 import service_load
+from abi_files import c_library, negate_model
 from service_fixtures import Served, serve, wait_until
 from service_models import place, relu
 from service_rows import QUICK, ROW, call, scaled, y_of
@@ -22,7 +24,8 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     broken_version(root, "older", 2)
     for version in (1, 2):
         place(root, "all", scaled(version), version, settings='versions = "all"')
-    (root / "twinop.toml").write_text("[server]\npoll_seconds = 0.05")
+    root.with_name("libs").mkdir()
+    (root / "twinop.toml").write_text("[server]\npoll_seconds = 0.05\nlibrary_folders = ['../libs']")
     with serve(root, *QUICK, "--allow-model-libraries") as found:
         yield found
 
@@ -139,18 +142,49 @@ def test_a_folder_that_is_away_for_a_moment_changes_nothing(served: Served) -> N
     assert y_of(served, "older") == [-1, 2, -3, 4]
 
 
-def test_no_request_is_lost_or_wrong_while_versions_are_swapped(tmp_path: Path) -> None:
-    """TWINOP_SOAK=200000 makes a soak of it, which counts the server's open files, too."""
-    requests = int(os.environ.get("TWINOP_SOAK", "2500"))
+def test_a_library_that_is_replaced_under_load(served: Served) -> None:
+    """The answers show which code runs: the first library gives -x, the second one x."""
+    library = served.root.with_name("libs") / "libplain_c.so"
+    minus, plus = c_library("plain_c").read_bytes(), c_library("plain_c", "-DSIGN=1").read_bytes()
+    library.write_bytes(minus)
+    place(served.root, "signed", negate_model())
+    wait_until(lambda: served.infer("signed", ROW).status == 200)
+    answers: list[list[float]] = []
+
+    def put(data: bytes) -> None:
+        """Put a file into a folder that is followed, as a whole."""
+        (new := library.parents[1] / "new").write_bytes(data)
+        new.rename(library)
+
+    def now(data: bytes, sign: int) -> bool:
+        answers.append(y_of(served, "signed"))
+        told = served.ask("GET", "/v2/models/signed").json["parameters"]["library_sha256"]
+        is_loaded: bool = told == hashlib.sha256(data).hexdigest()
+        return is_loaded and answers[-1] == [sign * each for each in ROW["data"]]
+
+    def is_refused(words: str) -> bool:
+        state, reason = served.versions()["signed", 1]
+        return state == "UNAVAILABLE" and words in reason
+
+    assert now(minus, -1)
+    put(plus)
+    wait_until(lambda: now(plus, 1))
+    for bad, words in ((b"", "not a shared library"), (minus[: len(minus) // 2], "damaged or cut short")):
+        put(bad)
+        wait_until(partial(is_refused, words))
+        assert all(now(plus, 1) for _ in range(20))  # the one before goes on
+    put(minus)
+    wait_until(lambda: now(minus, -1))
+    assert all(answer in (ROW["data"], [-each for each in ROW["data"]]) for answer in answers)
+
+
+def test_no_request_is_lost_or_wrong_while_versions_are_swapped_and_at_sigterm(tmp_path: Path) -> None:
     service_load.write_version(tmp_path, 1)
     (tmp_path / "twinop.toml").write_text("[server]\npoll_seconds = 0.05")
     with serve(tmp_path, *service_load.OPTIONS) as served:
-        before = served.files
-        run = service_load.swapped_under_load(served, tmp_path, requests, 0.5)
-        outcome = asyncio.run(run)
-        wait_until(lambda: served.files <= before + 10)  # of connections and of models
-    assert outcome.lost == outcome.wrong == [] and outcome.refused == 0
-    assert outcome.answered.total() >= requests
+        outcome = asyncio.run(service_load.swapped_and_ended(served, tmp_path, requests=2500, every=0.5))
+        assert served.process.returncode == 0
+    assert outcome.lost == outcome.wrong == []
     assert outcome.answered.keys() == {"REST", "gRPC"}
     assert len(outcome.swapped) >= 2 and set(outcome.swapped) <= outcome.versions.keys()
     assert outcome.broken and set(outcome.broken.values()) == {"UNAVAILABLE"}

@@ -7,7 +7,7 @@ import shutil
 import signal
 import uuid
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,9 @@ from tritonclient.grpc import service_pb2 as pb
 from twinop.record.op_spec import DOMAIN, DOMAIN_VERSION
 
 NAME = "load"  # the model
-OPTIONS = ("--provider", "cpu", "--poll-seconds", "0.05", "--max-batch-size", "32")
+OPTIONS = (
+    "--provider", "cpu", "--poll-seconds", "0.05", "--max-batch-size", "32", "--log-level", "debug",
+)  # fmt: skip
 REST, GRPC = "REST", "gRPC"
 CLIENTS = 32
 _BROKEN_EACH = 4  # every fourth version is corrupt
@@ -33,14 +35,19 @@ _CALL = "/inference.GRPCInferenceService/ModelInfer"
 
 @dataclass(frozen=True)
 class Request:
-    """One request of a row, or of several: `status` and `words` are those of a refusal."""
+    """One request of a row, or of several: `words` are those of a refusal."""
 
     protocol: str
     body: bytes
     x: np.ndarray
-    status: Any
-    words: str = ""
+    words: str
     headers: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def status(self) -> Any:
+        """That of its answer."""
+        expected: dict[str, Any] = {REST: (200, 400), GRPC: ("OK", "INVALID_ARGUMENT")}
+        return expected[self.protocol][bool(self.words)]
 
 
 def some(choose: random.Random) -> Request:
@@ -52,10 +59,10 @@ def some(choose: random.Random) -> Request:
     tensor: dict[str, Any] = {"name": "x", "datatype": "FP32", "shape": shape}
     if choose.random() < 1 / 3:
         message = pb.ModelInferRequest(model_name=NAME, inputs=[tensor], raw_input_contents=[x.tobytes()])
-        return Request(GRPC, message.SerializeToString(), x, "OK" if valid else "INVALID_ARGUMENT", words)
+        return Request(GRPC, message.SerializeToString(), x, words)
     tensor["parameters"] = {"binary_data_size": x.nbytes}
     head = json.dumps({"inputs": [tensor], "parameters": {"binary_data_output": True}}).encode()
-    return Request(REST, head + x.tobytes(), x, 200 if valid else 400, words, {_LENGTH: str(len(head))})
+    return Request(REST, head + x.tobytes(), x, words, {_LENGTH: str(len(head))})
 
 
 def version_of(request: Request, headers: Mapping[str, str], body: bytes) -> tuple[int, np.ndarray]:
@@ -79,9 +86,9 @@ class Outcome:
 
     Attributes:
         answered: the number of answers by protocol.
-        lost: the requests whose connection closed without an answer.
-        cut_off: the same for gRPC calls, by id. gRPC does not tell whether they reached the server.
-        refused: connections to a server that is gone, and calls that a stopping server rejected.
+        lost: the requests that the server accepted and did not answer.
+        cut_off: gRPC calls without an answer, by id. gRPC does not tell whether they reached the server.
+        is_ending: a server may refuse connections and calls then.
         versions: the number of answers of each version of the model.
         swapped: the valid versions that were added.
         broken: the corrupt versions that were added, with their state in the server's index.
@@ -91,7 +98,7 @@ class Outcome:
     wrong: list[str] = field(default_factory=list)
     lost: list[str] = field(default_factory=list)
     cut_off: dict[str, str] = field(default_factory=dict)
-    refused: int = 0
+    is_ending: bool = False
     versions: Counter[int] = field(default_factory=Counter)
     swapped: list[int] = field(default_factory=list)
     broken: dict[int, str] = field(default_factory=dict)
@@ -101,7 +108,7 @@ class Outcome:
         self.answered[request.protocol] += 1
         said = body.decode(errors="replace")
         if status != request.status or request.words not in said or "Traceback" in said:
-            self.wrong.append(f"{request.protocol}: expected {request.status}, not {status}: {said[:200]}")
+            self.wrong.append(f"{request.protocol}: not {request.status} but {status}: {said[:200]}")
         elif not request.words:
             version, y = version_of(request, headers, body)
             self.versions[version] += 1
@@ -109,15 +116,19 @@ class Outcome:
                 self.wrong.append(f"{request.protocol}: version {version} gave {y} for {request.x}")
         return True
 
+    def refuse(self, said: str) -> bool:
+        if not self.is_ending:
+            self.lost.append(said)
+        return False
+
 
 async def _post(session: aiohttp.ClientSession, request: Request, outcome: Outcome) -> bool:
     """Sends one request over HTTP. Returns whether there is an answer."""
     try:
         async with session.post(_INFER, data=request.body, headers=request.headers) as answer:
             body = await answer.read()
-    except aiohttp.ClientConnectorError:  # nobody listens
-        outcome.refused += 1
-        return False
+    except aiohttp.ClientConnectorError as error:  # nobody listens
+        return outcome.refuse(f"{REST}: {error!r}")
     except (aiohttp.ClientError, OSError) as error:
         outcome.lost.append(f"{REST}: {error!r}")
         return False
@@ -135,8 +146,7 @@ async def _call(channel: grpc.aio.Channel, request: Request, outcome: Outcome) -
         is_servers = "x-request-id" in dict(error.trailing_metadata() or ())
         stopping, gone = "server is stopping" in details, details.startswith("failed to connect")
         if stopping if is_servers else gone:
-            outcome.refused += 1
-            return False
+            return outcome.refuse(f"{GRPC}: {details}")
         if code in _NO_ANSWERS and not is_servers:
             outcome.cut_off[number] = f"{GRPC}: {code}: {details}"
             return False
@@ -144,27 +154,21 @@ async def _call(channel: grpc.aio.Channel, request: Request, outcome: Outcome) -
     return outcome.take(request, "OK", {}, body)
 
 
-async def _client(served: Served, seed: int, outcome: Outcome, more: Callable[[], bool]) -> None:
-    """Sends one request after another while `more()`. Opens new connections after at most 500 requests."""
+async def _client(served: Served, seed: int, outcome: Outcome) -> None:
+    """Sends one request after another until the server has ended, at most 100 on a connection."""
     choose, limit = random.Random(seed), aiohttp.ClientTimeout(total=_SECONDS)
-    while more():
+    while served.process.poll() is None:
         async with (
             aiohttp.ClientSession(f"http://127.0.0.1:{served.http_port}", timeout=limit) as session,
             grpc.aio.insecure_channel(f"127.0.0.1:{served.grpc_port}", _CHANNEL) as channel,
         ):
-            for _ in range(choose.randint(1, 500)):
+            for _ in range(choose.randint(1, 100)):
                 request = some(choose)
                 over_grpc = request.protocol == GRPC
                 sent = _call(channel, request, outcome) if over_grpc else _post(session, request, outcome)
                 if not await sent:
                     await asyncio.sleep(0.02)  # before a new connection to a server that is ending or gone
                     break
-                if not more():
-                    break
-
-
-async def _clients(served: Served, outcome: Outcome, more: Callable[[], bool]) -> None:
-    await asyncio.gather(*(_client(served, seed, outcome, more) for seed in range(CLIENTS)))
 
 
 def write_version(folder: Path, version: int, broken: bool = False) -> None:
@@ -178,10 +182,10 @@ def write_version(folder: Path, version: int, broken: bool = False) -> None:
     (target / "model.onnx").write_bytes(data[: len(data) // 2 if broken else None])
 
 
-async def _swap(served: Served, models: Path, every: float, outcome: Outcome) -> None:
+async def _swap(served: Served, models: Path, requests: int, every: float, outcome: Outcome) -> None:
     """Adds a version every `every` seconds, and half of that later removes the old or a corrupt one."""
     version, last = 1, 1
-    while True:
+    while outcome.answered.total() < requests or not outcome.broken:
         await asyncio.sleep(every / 2)
         version += 1
         broken = version % _BROKEN_EACH == 0
@@ -200,38 +204,20 @@ async def _swap(served: Served, models: Path, every: float, outcome: Outcome) ->
             outcome.swapped.append(version)  # it had this time to answer
 
 
-async def swapped_under_load(served: Served, models: Path, requests: int, every: float) -> Outcome:
-    """Sends at least so many requests, until a corrupt version came, with a new one each `every` seconds."""
-    outcome = Outcome()
-
-    def more() -> bool:
-        failed = swapping.done()
-        return not failed and (outcome.answered.total() < requests or not outcome.broken)
-
-    swapping = asyncio.create_task(_swap(served, models, every, outcome))
-    await _clients(served, outcome, more)
-    if swapping.done():
-        swapping.result()  # raises the task's error
-    swapping.cancel()
-    outcome.lost += outcome.cut_off.values()  # the server was there all the time
-    return outcome
-
-
-async def ended_under_load(served: Served) -> Outcome:
-    """Sends SIGTERM while all clients are sending. They go on until the process has ended.
+async def swapped_and_ended(served: Served, models: Path, requests: int, every: float) -> Outcome:
+    """Adds versions until so many requests are answered, then sends SIGTERM; the clients go on until the end.
 
     A gRPC call that was cut off is lost if the server's log, at level debug, says that it was accepted.
     """
-    outcome, running = Outcome(), served.process
+    outcome = Outcome()
 
-    async def send_signal() -> None:
-        while len(outcome.answered) < 2:  # protocols
-            await asyncio.sleep(0.02)
-        await asyncio.sleep(0.3)
-        served.is_stopped = True
-        running.send_signal(signal.SIGTERM)
+    async def swap_and_end() -> None:
+        await _swap(served, models, requests, every, outcome)
+        outcome.lost += outcome.cut_off.values()  # the server was there all the time
+        outcome.is_ending = served.is_stopped = True
+        served.process.send_signal(signal.SIGTERM)
 
-    await asyncio.gather(send_signal(), _clients(served, outcome, lambda: running.poll() is None))
+    await asyncio.gather(swap_and_end(), *(_client(served, seed, outcome) for seed in range(CLIENTS)))
     accepted = {line["request_id"] for line in served.log if line["message"] == "accepted"}
     assert accepted, "the server, at --log-level debug, lists no call that it accepted"
     outcome.lost += [f"{said}: accepted" for number, said in outcome.cut_off.items() if number in accepted]

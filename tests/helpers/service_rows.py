@@ -2,14 +2,17 @@
 
 from typing import Any
 
+import grpc
 import numpy as np
 import onnx
+import pytest
 from service_fixtures import Served, tensor
 from service_models import mlp
 from tritonclient.grpc import service_pb2 as pb
 
 ROW = tensor("x", "FP32", [1, 4], [-1.0, 2.0, -3.0, 4.0])
 QUICK = ("--provider", "cpu")
+LIMIT = 16 << 20  # max_request_bytes of the server that most tests share
 
 
 def message(model: str, *numbers: float, name: str = "x", **fields: Any) -> pb.ModelInferRequest:
@@ -37,6 +40,14 @@ def call(served: Served, model: str, seconds: float = 60) -> Any:
     request.inputs.add(name="x", datatype="FP32", shape=ROW["shape"])
     with served.stub() as stub:
         return stub.ModelInfer(request, timeout=seconds)
+
+
+def refused(stub: Any, request: pb.ModelInferRequest) -> tuple[grpc.StatusCode, str]:
+    """Return the code and the message of a call that fails."""
+    with pytest.raises(grpc.RpcError) as error:
+        stub.ModelInfer(request, timeout=60)
+    assert dict(error.value.trailing_metadata())["x-request-id"]
+    return error.value.code(), error.value.details()
 
 
 def scaled(factor: float) -> onnx.ModelProto:
