@@ -2,7 +2,7 @@
 
 import importlib.util
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -90,25 +90,18 @@ def test_a_library_beside_the_model_needs_permission(libraries: dict[str, Path],
 
 
 @pytest.mark.parametrize(
-    ("damage", "cause"),
-    [
-        (lambda data: data[: len(data) // 2], "the file is damaged or cut short"),
-        (lambda data: bytes(range(256)) * (len(data) // 256), "not a shared library (ELF file)"),
-        (lambda data: b"", "not a shared library (ELF file)"),
-        (lambda data: data[: len(data) // 2] + bytes(len(data) // 2), "the file is damaged or cut short"),
-        (lambda data: data[:-0x2000] + bytes(0x2000), "the file is damaged or cut short"),
-    ],
-    ids=["cut short", "random bytes", "empty", "zeros from the middle on", "zeros at the end"],
+    ("length", "cause"),
+    [(5000, "the file is damaged or cut short"), (0, "not a shared library (ELF file)")],
 )
 def test_a_damaged_library_beside_the_model_is_an_error(
-    damage: Callable[[bytes], bytes], cause: str, libraries: dict[str, Path], tmp_path: Path
+    length: int, cause: str, libraries: dict[str, Path], tmp_path: Path
 ) -> None:
     """Though a sound one lies beside it, and in the build folder."""
     path = tmp_path / "model.onnx"
     path.write_bytes(make_model("CustomRelu").SerializeToString())
     shutil.copy(libraries["custom_relu"], tmp_path / "libbefore.so")
     beside = tmp_path / "libcustom_relu.so"
-    beside.write_bytes(damage(libraries["custom_relu"].read_bytes()))
+    beside.write_bytes(libraries["custom_relu"].read_bytes()[:length])
     for opened in (session, check_model):
         with pytest.raises(LibraryError, match="libbefore.so lies in the model's own folder"):
             opened(path)

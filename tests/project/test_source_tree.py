@@ -9,8 +9,6 @@ from pathlib import Path
 
 import pytest
 
-from twinop.errors import command_line, option
-
 ROOT = Path(__file__).resolve().parents[2]
 LAYERS = ("twinop", "torch_op", "deploy", "model", "optimize", "export", "deploy.pack", "testing", "bench")
 """The folders of Python modules. A module imports from its own folder and from those before it."""
@@ -122,14 +120,3 @@ def test_functions_fit_on_a_screen(files: list[str]) -> None:
             if (node.end_lineno or 0) - node.lineno >= MOST_LINES:
                 found.add(f"{file} {node.name}")
     assert not found
-
-
-def test_an_option_in_python_and_in_a_command() -> None:
-    calls = (("bodies", False), ("allow_uncompared", True), ("inputs_file", "a.npz"), ("library", None))
-    assert [option(*call) for call in calls] == [
-        "bodies=False", "allow_uncompared=True", "inputs_file='a.npz'", "library=",
-    ]  # fmt: skip
-    with command_line():
-        assert [option(*call) for call in calls] == [
-            "--no-bodies", "--allow-uncompared", "--inputs a.npz", "--library",
-        ]  # fmt: skip
