@@ -9,6 +9,7 @@ import onnxruntime as ort
 import pytest
 import torch
 from optimizing import optimized, parsed, types, weights
+from other_sizes import both
 
 from twinop import deploy, torch_op
 from twinop.export import export
@@ -119,10 +120,7 @@ def test_optimize_keeps_them(name: str, dtype: str, tmp_path: Path) -> None:
     assert report.fused
     kind = np.float16 if dtype == "float16" else np.float32
     rows = np.array([[0] * 8, [1e-3] * 8, [0] * 7 + [1.0], [4.0] * 8])
-    files = (tmp_path / "old.onnx", tmp_path / "fast.onnx")
-    old, new = (deploy.session(file, ["CPUExecutionProvider"]) for file in files)
-    expected = old.run({"x": rows.astype(kind).astype(np.float32)})["y"]
-    found = new.run({"x": rows.astype(kind)})["y"].astype(np.float64)
+    expected, found = (y["y"].astype(float) for y in both(tmp_path, {"x": rows.astype(kind)}))
     assert np.isfinite(expected).all()
     tolerance = 4e-3 if dtype == "float16" else 1e-6
     np.testing.assert_allclose(found, expected, rtol=tolerance, atol=tolerance)

@@ -1,23 +1,26 @@
 """Optimises small models for the tests, and reads what came out."""
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
 import onnx
 import onnx_ir as ir
 import torch
+from samples import RECORDS
 
 from lab.model_zoo import TINY, Size, batch, encoder
 from twinop.export import export
 from twinop.optimize import OptimizeReport, optimize
 from twinop.optimize.graph import RewriteContext
 from twinop.optimize.rewrite import Rewrite
+from twinop.optimize.symbolic_shapes import infer_types
 
 
 def pass_of(title: str, function: Callable[[RewriteContext], None]) -> type[Rewrite[None]]:
@@ -68,6 +71,28 @@ def nodes(model: ir.Model, *op_types: str) -> list[ir.Node]:
 
 def types(model: ir.Model) -> dict[str, int]:
     return dict(Counter(node.op_type for node in model.graph))
+
+
+def rewritten(
+    proto: onnx.ModelProto,
+    *rewrites: type[Rewrite[Any]],
+    meta: Mapping[str, Any] = MappingProxyType({}),
+    infers: bool = False,
+) -> ir.Model:
+    """Applies rewrites alone, for CUDA.
+
+    Args:
+        meta: what is known of the graph.
+        infers: the dtypes of values, before.
+    """
+    model = ir.from_proto(proto)
+    if infers:
+        infer_types(model)
+    model.graph.meta.update(meta)
+    context = RewriteContext(model, "cuda", RECORDS)
+    for each in rewrites:
+        each(context)(model)
+    return model
 
 
 def weights(*shape: int, seed: int = 0) -> np.ndarray:

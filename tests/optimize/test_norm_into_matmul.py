@@ -6,13 +6,11 @@ import numpy as np
 import onnx_ir as ir
 import pytest
 from decoder_graphs import Sizes, write
-from optimizing import nodes, parsed, types, weights
-from samples import RECORDS
+from optimizing import nodes, parsed, rewritten, types, weights
 
 from twinop.deploy import check_model
 from twinop.optimize import graph as g
 from twinop.optimize import merge_linear, norm_into_matmul, optimize_folder
-from twinop.optimize.graph import RewriteContext
 from twinop.optimize.rewrite import fused
 
 DECODER = Sizes(width=128, inner=256, heads=2, kv_heads=1, vocab=1024)
@@ -40,7 +38,7 @@ def test_norms_of_a_decoder(precision: str, tmp_path: Path, monkeypatch: pytest.
     check_model(report.path, tmp_path / "new/libcustom_ops.so")
 
 
-def rewritten(text: str, outputs: str = "float16[M, 64] y", **arrays: np.ndarray) -> RewriteContext:
+def normed(text: str, outputs: str = "float16[M, 64] y", **arrays: np.ndarray) -> ir.Model:
     """Rewrites a model that has attention over a cache, too."""
     given = (
         "float16[M, 64] x, float16[1, 1, 192] qkv, float16[1, 1, 8, 64] cache, int32[1] place, int32[1] total"
@@ -52,32 +50,30 @@ def rewritten(text: str, outputs: str = "float16[M, 64] y", **arrays: np.ndarray
     }}"""
     given_arrays = {"w": weights(64, 64), "v": weights(64, 64), "row": 1 + weights(64)} | arrays
     proto = parsed(text, **{name: each.astype(np.float16) for name, each in given_arrays.items()})
-    context = RewriteContext(ir.from_proto(proto), "cuda", RECORDS)
-    norm_into_matmul.NormIntoMatmul(context)(context.model)
-    return context
+    return rewritten(proto, norm_into_matmul.NormIntoMatmul)
 
 
 LINEAR, NORM = "custom_domain.CustomLinear", "custom_domain.CustomRmsNorm"
 
 
 def test_a_weight_of_gemma_counts_from_one() -> None:
-    context = rewritten(f"n = {NORM} <offset = 1, eps = 0.5> (x, row) y = {LINEAR} (n, w)", row=weights(64))
-    [product] = nodes(context.model, "CustomLinear")
+    model = normed(f"n = {NORM} <offset = 1, eps = 0.5> (x, row) y = {LINEAR} (n, w)", row=weights(64))
+    [product] = nodes(model, "CustomLinear")
     weight, eps = product.inputs[1].const_value.numpy(), product.attributes["rms_eps"].as_float()  # type: ignore[union-attr]
     row, w = (each.astype(np.float16).astype(np.float32) for each in (weights(64), weights(64, 64)))
     assert eps == 0.5 and np.array_equal(weight, (w * (row + 1)).astype(np.float16))
-    assert fused(context.model)["norms in matmuls"] == 1 and "CustomRmsNorm" not in types(context.model)
+    assert fused(model)["norms in matmuls"] == 1 and "CustomRmsNorm" not in types(model)
 
 
 def test_a_sum_is_added_to_the_product_before() -> None:
     """Other readers of the sum read the product; the other term may be computed after the product."""
     text = f"""p = {LINEAR} (x, v) r = Relu (x) n, s = custom_domain.CustomAddRmsNorm (r, p, row)
         q = {LINEAR} (n, w) y = Add (q, s)"""
-    context = rewritten(text)
-    first, second = nodes(context.model, "CustomLinear")
+    model = normed(text)
+    first, second = nodes(model, "CustomLinear")
     assert first.inputs[3].producer().op_type == "Relu" and second.inputs[0] is first.outputs[0]  # type: ignore[union-attr]
-    assert first.outputs[0] in nodes(context.model, "Add")[0].inputs
-    assert fused(context.model)["norms in matmuls"] == 1
+    assert first.outputs[0] in nodes(model, "Add")[0].inputs
+    assert fused(model)["norms in matmuls"] == 1
 
 
 @pytest.mark.parametrize(
@@ -103,14 +99,14 @@ def test_a_sum_is_added_to_the_product_before() -> None:
     ],
 )
 def test_norms_that_stay(text: str) -> None:
-    context = rewritten(text, large=np.full(64, 6e4), small=np.full(64, 2e-5))
-    assert not fused(context.model)
-    assert all(g.attribute(node, "rms_eps", 0.5) == 0.5 for node in nodes(context.model, "CustomLinear"))
+    model = normed(text, large=np.full(64, 6e4), small=np.full(64, 2e-5))
+    assert not fused(model)
+    assert all(g.attribute(node, "rms_eps", 0.5) == 0.5 for node in nodes(model, "CustomLinear"))
 
 
 def test_a_sum_that_nothing_reads() -> None:
     text = f"p = {LINEAR} (x, v) n = custom_domain.CustomAddRmsNorm (x, p, row) y = {LINEAR} (n, w)"
-    assert fused(rewritten(text).model)["norms in matmuls"] == 1
+    assert fused(normed(text))["norms in matmuls"] == 1
 
 
 @pytest.mark.parametrize("attribute", ["rms_eps = 0.5", "invariant = 1", "few_rows = 64"])
@@ -118,13 +114,11 @@ def test_products_that_are_more_than_sums_are_not_merged(attribute: str) -> None
     text = f"y = {LINEAR} <{attribute}> (x, w) z = {LINEAR} <{attribute}> (x, v)"
     text = f"(float[2, 64] x) => (float[2, 64] y, float[2, 64] z) {{ {text} }}"
     proto = parsed(text, w=weights(64, 64), v=weights(64, 64))
-    context = RewriteContext(ir.from_proto(proto), "cuda", RECORDS)
-    merge_linear.MergeLinear(context)(context.model)
-    assert types(context.model) == {"CustomLinear": 2}
+    assert types(rewritten(proto, merge_linear.MergeLinear)) == {"CustomLinear": 2}
 
 
 def test_norms_that_are_outputs_stay() -> None:
     outputs = "float16[M, 64] y, float16[M, 64] n"
-    assert not fused(rewritten(f"n = {NORM} (x, row) y = {LINEAR} (n, w)", outputs).model)
+    assert not fused(normed(f"n = {NORM} (x, row) y = {LINEAR} (n, w)", outputs))
     text = f"p = {LINEAR} (x, v) m, n = custom_domain.CustomAddRmsNorm (x, p, row) y = {LINEAR} (m, w)"
-    assert not fused(rewritten(text, outputs).model)
+    assert not fused(normed(text, outputs))

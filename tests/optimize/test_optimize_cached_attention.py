@@ -1,6 +1,5 @@
 """Tests of decoders' attention over shared caches, which twinop's own op computes."""
 
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -9,13 +8,11 @@ import onnx
 import onnx_ir as ir
 import pytest
 from onnx import TensorProto, helper, numpy_helper
-from optimizing import nodes, optimized, parsed, types
-from samples import RECORDS
+from optimizing import nodes, optimized, parsed, rewritten, types
 
 from twinop import deploy
 from twinop.deploy.errors import FeedError, RunError
 from twinop.optimize.cached_attention import SHARED_CACHES, CachedAttention
-from twinop.optimize.graph import RewriteContext
 from twinop.optimize.rewrite import skipped
 
 HEADS, KV_HEADS, WIDTH, ROWS = 4, 2, 96, 24
@@ -26,80 +23,50 @@ def half(*shape: int, seed: int = 0) -> np.ndarray:
 
 
 def decoder(
-    size: int = 64,
-    packed: bool = True,
-    norms: bool = False,
-    sinks: bool = False,
-    lacks: str = "",
+    size: int = 64, packed: bool = True, norms: bool = False, sinks: bool = False, lacks: str = "",
     **attributes: Any,
-) -> onnx.ModelProto:
+) -> onnx.ModelProto:  # fmt: skip
     """Two layers of attention as onnxruntime-genai's builder writes it.
 
     Args:
         lacks: what only the first layer has.
     """
     angles = np.random.default_rng(1).random((ROWS, size // 2)) * 6
-    constants: dict[str, np.ndarray] = {"cos": np.cos(angles), "sin": np.sin(angles)}
-    made = list[onnx.NodeProto]()
-    inputs: dict[str, list[str | int]] = {"x": ["b", "s", WIDTH]}
-    outputs: dict[str, list[str | int]] = {"y": ["b", "s", WIDTH]}
-    shape: list[str | int] = ["b", KV_HEADS, "past", size]
-    widths = [HEADS * size, KV_HEADS * size, KV_HEADS * size]
+    constants = {"cos": np.cos(angles), "sin": np.sin(angles), "w_o": half(HEADS * size, WIDTH)}
+    constants |= {"sinks": half(HEADS)} if sinks else {}
+    widths = {"q": HEADS * size, "k": KV_HEADS * size, "v": KV_HEADS * size}
+
+    text, x = "", "x"
     for i in range(2):
-        x, without = "x" if i == 0 else "h", lacks if i == 1 else ""
-        for name, width in {f"qkv{i}": sum(widths)}.items() if packed else zip("qkv", widths, strict=True):
-            name = name if packed else f"{name}{i}"
-            constants[f"w_{name}"] = half(WIDTH, width, seed=i)
-            made.append(helper.make_node("MatMul", [x, f"w_{name}"], [name]))
-        heads = [f"qkv{i}", "", ""] if packed else [f"q{i}", f"k{i}", f"v{i}"]
-        for index in range(2 if norms and without != "norms" else 0):
-            name = heads[index]
-            constants |= {"apart": np.array([0, 0, -1, size]), "joined": np.array([0, 0, -1])}
-            constants[f"n_{name}"] = half(size, seed=index) + np.float16(1)
-            norm: dict[str, Any] = {"axis": -1, "epsilon": 1e-6, "stash_type": 1}
-            made += [
-                helper.make_node("Reshape", [name, "apart"], [f"{name}_apart"]),
-                helper.make_node(
-                    "SimplifiedLayerNormalization", [f"{name}_apart", f"n_{name}"], [f"{name}_n"], **norm
-                ),
-                helper.make_node("Reshape", [f"{name}_n", "joined"], [f"{name}_normed"]),
-            ]
-            heads[index] = f"{name}_normed"
-        tables = ["", ""] if without == "do_rotary" else ["cos", "sin"]
-        more = ["", "", "sinks"] if sinks and without != "sinks" else []
-        constants |= {"sinks": half(HEADS)} if sinks else {}
-        inputs |= {f"past_{c}{i}": shape for c in "kv"}
-        outputs |= {f"present_{c}{i}": ["b", KV_HEADS, "total_length", size] for c in "kv"}
-        made += [
-            helper.make_node(
-                "GroupQueryAttention",
-                [*heads, f"past_k{i}", f"past_v{i}", "seqlens", "total", *tables, *more],
-                [f"a{i}", f"present_k{i}", f"present_v{i}"],
-                domain="com.microsoft",
-                **{"num_heads": HEADS, "kv_num_heads": KV_HEADS, "do_rotary": 1}
-                | attributes
-                | ({without: 0} if without in {"do_rotary", "smooth_softmax"} else {}),
-            ),
-            helper.make_node("MatMul", [f"a{i}", "w_o"], ["h" if i == 0 else "y"]),
-        ]
-    constants["w_o"] = half(HEADS * size, WIDTH)
-    initializers = [
-        numpy_helper.from_array(x if x.dtype == np.int64 else x.astype(np.float16), name)
-        for name, x in constants.items()
-    ]
-
-    def infos(values: Mapping[str, list[str | int]]) -> list[onnx.ValueInfoProto]:
-        return [
-            helper.make_tensor_value_info(name, TensorProto.FLOAT16, dims) for name, dims in values.items()
-        ]
-
-    integers = [
-        helper.make_tensor_value_info("seqlens", TensorProto.INT32, ["b", 1]),
-        helper.make_tensor_value_info("total", TensorProto.INT32, []),
-    ]
-    opsets = [helper.make_opsetid("", 20), helper.make_opsetid("com.microsoft", 1)]
-    graph = helper.make_graph(made, "decoder", [*infos(inputs), *integers], infos(outputs), initializers)
-    return helper.make_model(graph, opset_imports=opsets, ir_version=10)
+        without = lacks if i else ""
+        for name, width in ({"qkv": sum(widths.values())} if packed else widths).items():
+            constants[f"w_{name}{i}"] = half(WIDTH, width, seed=i)
+            text += f"{name}{i} = MatMul ({x}, w_{name}{i}) "
+        heads = [f"qkv{i}", "", ""] if packed else [f"{name}{i}" for name in "qkv"]
+        for name in heads[:2] if norms and without != "norms" else ():
+            constants[f"n_{name}"] = half(size, seed=name[0] == "k") + np.float16(1)
+            text += f"""{name}_apart = Reshape ({name}, apart) {name}_n = SimplifiedLayerNormalization
+                <axis = -1, epsilon = 1e-6, stash_type = 1> ({name}_apart, n_{name})
+                {name}_normed = Reshape ({name}_n, joined) """
+            heads[heads.index(name)] = f"{name}_normed"
+        given = [*heads, f"past_k{i}", f"past_v{i}", "seqlens", "total"]
+        given += ["", ""] if without == "do_rotary" else ["cos", "sin"]
+        given += ["", "", "sinks"] if sinks and without != "sinks" else []
+        numbers = {"num_heads": HEADS, "kv_num_heads": KV_HEADS, "do_rotary": 1} | attributes
+        numbers |= {without: 0} if without in ("do_rotary", "smooth_softmax") else {}
+        form, x = ", ".join(f"{name} = {number}" for name, number in numbers.items()), "h" if i == 0 else "y"
+        text += f"""a{i}, present_k{i}, present_v{i} = com.microsoft.GroupQueryAttention <{form}>
+            ({", ".join(given).rstrip(", ")}) {x} = MatMul (a{i}, w_o) """
+    caches, results = (
+        ", ".join(f"float16[b, {KV_HEADS}, {rows}, {size}] {name}_{c}{i}" for i in range(2) for c in "kv")
+        for name, rows in (("past", "past"), ("present", "total_length"))
+    )
+    halves = {name: each.astype(np.float16) for name, each in constants.items()}
+    return parsed(
+        f"(float16[b, s, {WIDTH}] x, {caches}, int32[b, 1] seqlens, int32 total) => "
+        f"(float16[b, s, {WIDTH}] y, {results}) {{ {text} }}",
+        apart=np.array([0, 0, -1, size]), joined=np.array([0, 0, -1]), **halves,
+    )  # fmt: skip
 
 
 def feeds(size: int = 64) -> dict[str, np.ndarray]:
@@ -108,10 +75,14 @@ def feeds(size: int = 64) -> dict[str, np.ndarray]:
     return {"x": half(2, 1, WIDTH, seed=9), "seqlens": last, "total": np.array(ROWS, np.int32)} | caches
 
 
-def rewritten(model: onnx.ModelProto, folder: Path, size: int) -> tuple[Any, Any]:
+def attended(proto: onnx.ModelProto, shared: bool = True) -> ir.Model:
+    return rewritten(proto, CachedAttention, meta={SHARED_CACHES: shared})
+
+
+def made(model: onnx.ModelProto, folder: Path, size: int = 64, **options: Any) -> tuple[Any, Any]:
     given: Any = feeds(size)
     np.savez(folder / "inputs.npz", **given)
-    return optimized(model, folder, inputs_file=folder / "inputs.npz", shared_caches=True)
+    return optimized(model, folder, inputs_file=folder / "inputs.npz", shared_caches=True, **options)
 
 
 @pytest.mark.parametrize(
@@ -124,7 +95,7 @@ def rewritten(model: onnx.ModelProto, folder: Path, size: int) -> tuple[Any, Any
     ids=str,
 )
 def test_each_form(form: dict[str, Any], tmp_path: Path) -> None:
-    report, model = rewritten(decoder(**form), tmp_path, form.get("size", 64))
+    report, model = made(decoder(**form), tmp_path, form.get("size", 64))
     assert report.fused["attention over a cache"] == 2
     found = nodes(model, "CustomAttentionCached")
     assert len(found) == 2
@@ -152,10 +123,7 @@ def test_promises_outlive_the_conversion_of_opsets(opset: int, tmp_path: Path) -
     proto = decoder()
     proto.opset_import[0].version = opset
     proto.ir_version = 8 if opset < 20 else 10
-    given: Any = feeds()
-    np.savez(tmp_path / "inputs.npz", **given)
-    promises: dict[str, Any] = {"inputs_file": tmp_path / "inputs.npz", "shared_caches": True}
-    report, _ = optimized(proto, tmp_path, **promises, invariant=True)
+    report, _ = made(proto, tmp_path, invariant=True)
     assert report.fused["attention over a cache"] == report.fused["invariant matmuls"] == 2
     assert all(each.startswith("CustomLinear: not invariant") for each in report.skipped)
 
@@ -172,7 +140,7 @@ def test_promises_outlive_the_conversion_of_opsets(opset: int, tmp_path: Path) -
 )
 def test_layers_may_differ(form: dict[str, Any], index: int, tmp_path: Path) -> None:
     """SmolLM3 has layers without rotary embedding: they call another overload of the function."""
-    report, model = rewritten(decoder(**form), tmp_path, form.get("size", 64))
+    report, model = made(decoder(**form), tmp_path, form.get("size", 64))
     assert report.fused["attention over a cache"] == 2 and not report.skipped
     first, second = nodes(model, "CustomAttentionCached")
     assert first.inputs[index] is not None and not any(second.inputs[index : index + 1])
@@ -193,10 +161,7 @@ def test_tables_and_norms_of_one_layer_alone() -> None:
     first = next(node for node in normed.graph.node if node.output[0] == "a0")
     first.input.extend([*[""] * 5, "norm", "norm"])
     for each in (proto, normed):
-        model = ir.from_proto(each)
-        model.graph.meta[SHARED_CACHES] = True
-        context = RewriteContext(model, "cuda", RECORDS)
-        CachedAttention(context)(model)
+        model = attended(each)
         assert not skipped(model) and types(model)["CustomAttentionCached"] == 2
 
 
@@ -210,10 +175,7 @@ def test_tables_and_norms_of_one_layer_alone() -> None:
     ids=str,
 )
 def test_what_is_left_alone_is_named(change: dict[str, Any], reason: str) -> None:
-    model = ir.from_proto(decoder(**change))
-    model.graph.meta[SHARED_CACHES] = bool(change)
-    context = RewriteContext(model, "cuda", RECORDS)
-    CachedAttention(context)(model)
+    model = attended(decoder(**change), bool(change))
     assert types(model)["GroupQueryAttention"] == 2
     assert skipped(model) == {f"GroupQueryAttention: {reason}": 2}
 
@@ -226,9 +188,7 @@ def test_norms_that_attention_cannot_compute_stay(of_q: dict[str, Any]) -> None:
             given = {"eps": 1e-6} | (of_q if node.output[0].startswith("q") else {})
             new = helper.make_node("CustomRmsNorm", node.input, node.output, domain="custom_domain", **given)
             node.CopyFrom(new)
-    model = ir.from_proto(proto)
-    model.graph.meta[SHARED_CACHES] = True
-    CachedAttention(RewriteContext(model, "cuda", RECORDS))(model)
+    model = attended(proto)
     assert types(model)["CustomAttentionCached"] == 2
     assert types(model).get("CustomRmsNorm", 0) == (4 if of_q else 0)
 
@@ -273,9 +233,7 @@ def test_positions_counted_in_a_mask(positions: str, change: dict[str, Any], lef
         axis=np.array(given["axis"]),
         all=np.array([-1]),
     )
-    model = ir.from_proto(onnx.shape_inference.infer_shapes(proto))
-    model.graph.meta[SHARED_CACHES] = True
-    CachedAttention(RewriteContext(model, "cuda", RECORDS))(model)
+    model = attended(onnx.shape_inference.infer_shapes(proto))
     found = types(model)
     assert found["CustomAttentionCached"] == (1 if given["of_first"] else 2)
     assert found.get("CustomLastPosition", 0) == (left is not None)
@@ -300,9 +258,7 @@ def test_parts_of_a_wider_tensor_are_joined(more: int) -> None:
         f"y, k2, v2 = com.microsoft.GroupQueryAttention <{heads}> (q, k, v, past_k, past_v, last, total) }}",
         sizes=np.array(sizes),
     )
-    model = ir.from_proto(onnx.shape_inference.infer_shapes(proto))
-    model.graph.meta[SHARED_CACHES] = True
-    CachedAttention(RewriteContext(model, "cuda", RECORDS))(model)
+    model = attended(onnx.shape_inference.infer_shapes(proto))
     (node,) = nodes(model, "CustomAttentionCached")
     assert (node.inputs[0] is model.graph.inputs[0]) == (more == 0)
     assert types(model).get("Concat", 0) == (1 if more else 0)

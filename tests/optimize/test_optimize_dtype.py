@@ -9,6 +9,7 @@ import onnx_ir as ir
 import pytest
 from onnxruntime.transformers.float16 import convert_float_to_float16
 from optimizing import optimized, parsed, types, weights
+from other_sizes import assert_same, both
 from slow_cases import often
 
 from twinop import deploy
@@ -150,11 +151,7 @@ def test_integer_sums_never_become_16_bits(name: str, tmp_path: Path) -> None:
     assert report.dtype == "float16"
     assert name != "bias" or not report.narrowed  # the sum stays in fp32
     feeds = {"x": np.abs(rng.standard_normal((3, k))), "r": rng.standard_normal((3, 16))}
-    files = (tmp_path / "old.onnx", tmp_path / "fast.onnx")
-    old, new = (deploy.session(file, ["CPUExecutionProvider"]) for file in files)
-    halves = {name: array.astype(np.float16) for name, array in feeds.items()}
-    expected = old.run({name: array.astype(np.float32) for name, array in halves.items()})["z"]
-    assert np.abs(new.run(halves)["z"].astype(np.float64) - expected).max() < 0.01
+    assert_same(tmp_path, 0, 0.01, **{name: array.astype(np.float16) for name, array in feeds.items()})
 
 
 def halves(*shape: int, seed: int = 0) -> np.ndarray:
@@ -185,12 +182,9 @@ def test_what_a_file_computes_in_fp32_stays(tmp_path: Path) -> None:
     products = [node for node in model.graph if node.op_type == "CustomLinear"]
     assert [str(node.outputs[0].dtype) for node in products] == ["FLOAT16", "FLOAT", "FLOAT16"]
     assert kept(model)["CustomAddRmsNorm"] == {"FLOAT"} and types(model)["CustomAddRmsNorm"] == 1
-    files = (tmp_path / "old.onnx", tmp_path / "fast.onnx")
-    old, new = (deploy.session(file, ["CPUExecutionProvider"]) for file in files)
-    x = {"x": np.full((1, 2, 64), 0.01, np.float16)}
-    expected = old.run(x)["z"].astype(np.float64)
+    expected, found = (y["z"].astype(float) for y in both(tmp_path, {"x": np.full((1, 2, 64), 0.01)}))
     assert np.isfinite(expected).all() and report.error < 1e-3
-    assert np.abs(new.run(x)["z"] - expected).max() < 2e-3 * np.abs(expected).max()
+    assert np.abs(found - expected).max() < 2e-3 * np.abs(expected).max()
     report, model = optimized(tmp_path / "old.onnx", tmp_path, dtype="float32")
     assert {str(value.dtype) for node in model.graph for value in node.outputs} == {"FLOAT"}
 

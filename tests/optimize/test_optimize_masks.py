@@ -7,11 +7,10 @@ import numpy as np
 import onnx
 import onnx_ir as ir
 import pytest
-from export_models import CPU
 from optimizing import nodes, optimized, parsed, pass_of, weights
+from other_sizes import assert_same
 from slow_cases import often
 
-from twinop import deploy
 from twinop.deploy.ort_runs import run
 from twinop.errors import ExportError
 from twinop.optimize import masks, optimize
@@ -54,11 +53,7 @@ def feeds(queries: int, keys: int, batch: int = 2, keys_batch: int | None = None
 
 def check_same(folder: Path, inputs: dict[str, np.ndarray]) -> None:
     """Checks that both files of `optimized` return the same."""
-    [expected], [found] = (
-        deploy.session(folder / name, CPU).run(inputs).values() for name in ("old.onnx", "fast.onnx")
-    )
-    assert expected.shape == found.shape
-    np.testing.assert_allclose(found, expected, atol=1e-5)
+    assert_same(folder, 1e-7, 1e-5, **inputs)
 
 
 WINDOWS = {

@@ -1,6 +1,7 @@
 """Tests of the rewrites of products, attention and activations on small graphs, and of what stays."""
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import onnx_ir as ir
@@ -293,7 +294,8 @@ def test_an_einsum_with_an_axis_without_a_letter_of_its_own_stays(equation: str,
     text = f'(float[{a}] a, float[{b}] b) => (float[{y}] y) {{ y = Einsum <equation = "{equation}"> (a, b) }}'
     _, fast = optimized(parsed(text), tmp_path)
     assert [node.op_type for node in fast.graph] == ["Einsum"]
-    assert_same(tmp_path, **{each: tuple(map(int, of.split(","))) for each, of in (("a", a), ("b", b))})
+    sizes: dict[str, Any] = {each: tuple(map(int, of.split(","))) for each, of in (("a", a), ("b", b))}
+    assert_same(tmp_path, **sizes)
 
 
 def test_softmax_before_opset_13_of_unknown_rank(tmp_path: Path) -> None:
@@ -382,8 +384,9 @@ def test_attention_with_heads_in_the_batch(
     targets = {"together": [-1, 6, 4], "scores": [-1, 2, 6, 6], "rows": [-1, 6, 6], "heads": [-1, 2, 6, 4]}
     constants = SHAPES | {name: np.array(target) for name, target in targets.items()}
     npz = tmp_path / "in.npz"
-    sizes = dict.fromkeys("qkv", (4, 6, 8)) | {"alibi": (int(alibi), 1, 6), "m": (4, 1, 6, 6)}
-    np.savez(npz, **{name: weights(*size) for name, size in sizes.items()})  # type: ignore[arg-type]
+    sizes: dict[str, Any] = dict.fromkeys("qkv", (4, 6, 8)) | {"alibi": (int(alibi), 1, 6), "m": (4, 1, 6, 6)}
+    given: dict[str, Any] = {name: weights(*size) for name, size in sizes.items()}
+    np.savez(npz, **given)
     report, model = optimized(parsed(text, **constants), tmp_path, inputs_file=npz)
     assert report.fused == {"attention": 1} and not nodes(model, "Softmax", "MatMul", "Transpose")
     assert_same(tmp_path, **sizes)
