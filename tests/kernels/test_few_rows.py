@@ -23,7 +23,6 @@ from torch.nn import functional as F
 from twinop import torch_op
 from twinop.libraries.library import find_library
 from twinop.model.attach import attach_bodies
-from twinop.optimize.quantised import why_not
 from twinop.testing.one_node import body_session, make_session, one_node_model, run_bound
 
 LIBRARY = find_library("custom_ops")
@@ -75,23 +74,6 @@ def test_weights_are_those_of_onnxruntime(bits: int, block: int, with_zero: bool
     session = onnxruntime.InferenceSession(proto.SerializeToString(), providers=["CPUExecutionProvider"])
     (theirs,) = session.run(None, {"x": x.float().numpy()})
     assert np.abs(theirs - expected.numpy()).max() < 1e-2 * size.max().item()
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"bits": 3}, "weights of 3 bits; linear_q has those of 4 and 8"),
-        ({"block": 64}, "blocks of 64; linear_q has those of 32 and 128"),
-        ({"block": 16}, "blocks of 16; linear_q has those of 32 and 128"),
-        ({"n": 12}, "N = 12 and K = 64; linear_q needs multiples of 8 and 32"),
-        ({"k": 72}, "N = 8 and K = 72; linear_q needs multiples of 8 and 32"),
-        ({"zero_points": np.float16}, "zero points of float16; linear_q has those of uint8"),
-    ],
-)
-def test_weights_without_a_kernel_are_named(options: dict[str, Any], message: str) -> None:
-    sizes = {"n": 8, "k": 64, "bits": 4, "block": 32}
-    assert why_not(**sizes) == ""
-    assert why_not(**(sizes | options)) == message
 
 
 def test_weights_of_4_and_8_bits_in_one_body() -> None:

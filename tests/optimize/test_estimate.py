@@ -2,12 +2,10 @@
 
 from collections import namedtuple
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import onnx
 import onnx_ir as ir
-import onnxruntime as ort
 import pytest
 from optimizing import parsed, weights
 from typer.testing import CliRunner
@@ -79,30 +77,6 @@ def test_a_file_above_2_gb_without_external_data(tmp_path: Path) -> None:
     said = r"old.onnx: cannot be read: larger than 2147483648 bytes. An ONNX file ends at 2 GB: save it with"
     with pytest.raises(ExportError, match=said):
         optimize(tmp_path / "old.onnx", tmp_path / "new.onnx", device="cpu")
-
-
-def test_data_that_two_models_share(model: Path, tmp_path: Path) -> None:
-    """The result has data of its own, and the other model still runs."""
-    proto = onnx.load(model)
-    for name in ("old.onnx", "other.onnx"):
-        given = onnx.ModelProto.FromString(proto.SerializeToString())
-        external: dict[str, Any] = {
-            "save_as_external_data": True, "location": "both.data", "size_threshold": 0
-        }  # fmt: skip
-        onnx.save(given, tmp_path / name, **external)
-        if name == "old.onnx":
-            (tmp_path / "both.data").rename(tmp_path / "kept.data")
-    (tmp_path / "kept.data").replace(tmp_path / "both.data")
-    before = (tmp_path / "both.data").read_bytes()
-    optimize(tmp_path / "old.onnx", tmp_path / "new.onnx", device="cpu")
-    assert (tmp_path / "both.data").read_bytes() == before
-    x = np.ones((2, 64), np.float32)
-    both = [
-        ort.InferenceSession(tmp_path / f"{name}.onnx").run(None, {"x": x})[0] for name in ("old", "other")
-    ]
-    np.testing.assert_array_equal(*both)
-    with pytest.raises(ExportError, match=r"both.data: belongs to the input; name another file"):
-        optimize(tmp_path / "old.onnx", tmp_path / "both.data", device="cpu")
 
 
 def test_a_dry_run_shows_the_rewrites_and_the_estimate(model: Path, tmp_path: Path) -> None:

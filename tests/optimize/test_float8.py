@@ -216,9 +216,7 @@ def test_matmuls_of_decoders_stay_whole(activation: str, monkeypatch: pytest.Mon
     monkeypatch.setattr(decoders, "is_decoder", lambda model: True)
     gate = f'{GATED} <activation = "{activation}", rms_eps = 0.5, few_rows = 64>'
     text = f'a = {gate} (h, wide) b = {LINEAR} <layout = "kn"> (a, tall, row, h) y = Relu (b)'
-    model = model_of(text, wide=weights(128, 64), tall=weights(64, 64))
-    for value in (value for node in model.graph for value in node.outputs):
-        value.type = ir.TensorType(ir.DataType.FLOAT16)
+    model = model_of(text, tall=weights(64, 64))
     names, kept = float8.matmuls(model, 2048)
     assert float8.rewrite(model, names) == {"a": ("wide", False), "b": ("tall", True)}
     assert kept == {"CustomLinear: the first or the last one": 2}
@@ -320,21 +318,35 @@ LINEAR, GATED, NORM = (
 
 def model_of(text: str, **arrays: np.ndarray) -> ir.Model:
     """Makes a model in fp16 with a matmul before and one behind a part of it, from h to y."""
-    given = {
-        "w": weights(64, 64),
-        "v": weights(64, 64, seed=1),
-        "wide": weights(128, 64),
-        "row": weights(64),
-    } | arrays
+    given = {"w": weights(64, 64), "v": weights(64, 64, seed=1), "wide": weights(128, 64), "row": weights(64)}
+    given = {name: each.astype(np.float16) for name, each in (given | arrays).items()}
     text = f"""(float16[M, 64] x, float16[64, 64] fed) => (float16[M, 64] z) {{ h = {LINEAR} (x, w) {text}
         z = {LINEAR} (y, v) }}"""
-    return ir.from_proto(parsed(text, **{name: each.astype(np.float16) for name, each in given.items()}))
+    model = ir.from_proto(parsed(text, **given))
+    for node in model.graph:
+        node.outputs[0].type = ir.TensorType(ir.DataType.FLOAT16)
+    return model
+
+
+def sized(text: str, **sizes: tuple[int, int]) -> ir.Model:
+    """Makes a model in which these matmuls have weights of other sizes."""
+    model = model_of(text)
+    for node in model.graph:
+        if (name := str(node.outputs[0].name)) in sizes:
+            tensor = ir.tensor(np.zeros(sizes[name], np.float16))
+            node.replace_input_with(1, g.initializer(model.graph, tensor, name))
+    return model
+
+
+def reopened(model: ir.Model, folder: Path) -> tuple[ir.Model, ir.Model, dict[str, tuple[str, bool]]]:
+    """Returns the file in 16 bits, that in 8 bits, and the weights of its matmuls."""
+    sources = float8.rewrite(new := model.clone(), float8.matmuls(model, 0)[0])
+    ir.save(new, folder / "new.onnx")
+    return model, reopen(folder / "new.onnx"), sources
 
 
 def rewritten(text: str, **arrays: np.ndarray) -> tuple[dict[str, int], dict[str, int], ir.Model]:
     model = model_of(text, **arrays)
-    for value in (value for node in model.graph for value in node.outputs):
-        value.type = ir.TensorType(ir.DataType.FLOAT16)
     names, kept = float8.matmuls(model, 0)
     kept.pop("CustomLinear: the first or the last one")
     float8.rewrite(model, names)
@@ -408,24 +420,11 @@ def test_what_stays_in_16_bits(text: str, reason: str) -> None:
 
 @pytest.mark.parametrize(
     ("rows", "size", "is_faster"),
-    [
-        (0, 16, True),
-        (128, 2048, False),
-        (512, 1024, False),
-        (512, 2048, True),
-        (2048, 768, True),
-        (16384, 512, False),
-    ],
-)
+    [(0, 16, True), (128, 2048, False), (512, 1024, False), (512, 2048, True), (2048, 768, True),
+     (16384, 512, False)],
+)  # fmt: skip
 def test_the_table_decides(rows: int, size: int, is_faster: bool) -> None:
-    model = model_of(
-        f"a = {LINEAR} (h, up) y = {LINEAR} (a, down)", up=np.zeros((size, 64)), down=np.zeros((64, size))
-    )
-    for value in (value for node in model.graph for value in node.outputs):
-        value.type = ir.TensorType(ir.DataType.FLOAT16)
-    square = np.zeros((size, size), np.float16)
-    for node in [*model.graph][1:3]:
-        node.inputs[1].const_value = ir.tensor(square)
+    model = sized(f"a = {LINEAR} (h, w) y = {LINEAR} (a, v)", a=(size, size), y=(size, size))
     names, kept = float8.matmuls(model, rows)
     assert names == (["a", "y"] if is_faster else [])
     slow = f"CustomLinear: 8 bits are no faster for {rows} rows and a weight of {size} x {size}"
@@ -434,27 +433,15 @@ def test_the_table_decides(rows: int, size: int, is_faster: bool) -> None:
 
 def test_narrow_matmuls_go_with_wide_ones() -> None:
     """k and v of grouped-query attention: x is in 8 bits for q."""
-    text = f"q = {LINEAR} (h, w) k = {LINEAR} (h, v) a = Add (q, k)"
-    model = model_of(f"{text} g = Relu (h) l = {LINEAR} (g, v) y = Add (a, l)")
-    sizes = {"q": (2048, 2048), "k": (512, 2048), "l": (512, 2048)}
-    for node in model.graph:
-        node.outputs[0].type = ir.TensorType(ir.DataType.FLOAT16)
-        if (name := str(node.outputs[0].name)) in sizes:
-            tensor = ir.tensor(np.zeros(sizes[name], np.float16))
-            node.replace_input_with(1, g.initializer(model.graph, tensor, name))
+    text = f"q = {LINEAR} (h, w) k = {LINEAR} (h, v) a = Add (q, k) g = Relu (h) l = {LINEAR} (g, v)"
+    model = sized(f"{text} y = Add (a, l)", q=(2048, 2048), k=(512, 2048), l=(512, 2048))
     assert float8.matmuls(model, 2048)[0] == ["q", "k"]
 
 
 def test_narrow_matmuls_stay_with_wide_ones_in_16_bits() -> None:
     """A gate of GELU, and the first matmul, which read the same x, have no form in 8 bits."""
-    model = model_of(f'q = {GATED} <activation = "gelu"> (h, wide) k = {LINEAR} (h, v) y = Add (q, k)')
-    sizes = {"q": (4096, 2048), "k": (512, 2048)}
-    for node in model.graph:
-        node.outputs[0].type = ir.TensorType(ir.DataType.FLOAT16)
-        if (name := str(node.outputs[0].name)) in sizes:
-            tensor = ir.tensor(np.zeros(sizes[name], np.float16))
-            node.replace_input_with(1, g.initializer(model.graph, tensor, name))
-    names, kept = float8.matmuls(model, 2048)
+    text = f'q = {GATED} <activation = "gelu"> (h, wide) k = {LINEAR} (h, v) y = Add (q, k)'
+    names, kept = float8.matmuls(sized(text, q=(4096, 2048), k=(512, 2048)), 2048)
     assert not names and {each.partition(": ")[2] for each in kept} == {
         "the first or the last one", "a gate of GELU",
         "8 bits are no faster for 2048 rows and a weight of 512 x 2048",
@@ -513,15 +500,10 @@ def test_weights_have_a_scale_for_each_channel(shape: tuple[int, int], dtype: An
 def written(
     request: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> tuple[ir.Model, ir.Model, dict[str, tuple[str, bool]]]:
-    """The file in 16 bits, that in 8 bits, and the weights of its matmuls."""
     monkeypatch.setattr(decoders, "is_decoder", lambda model: request.param)
     text = f'a = {LINEAR} (h, v) b = {LINEAR} <layout = "kn"> (h, big) y = Add (a, b)'
-    model = model_of(text, big=weights(64, 64, seed=3) * np.float32(10) ** np.arange(-4, 4).repeat(8))
-    for value in (value for node in model.graph for value in node.outputs):
-        value.type = ir.TensorType(ir.DataType.FLOAT16)
-    sources = float8.rewrite(new := model.clone(), float8.matmuls(model, 0)[0])
-    ir.save(new, tmp_path / "new.onnx")
-    return model, reopen(tmp_path / "new.onnx"), sources
+    big = weights(64, 64, seed=3) * np.float32(10) ** np.arange(-4, 4).repeat(8)
+    return reopened(model_of(text, big=big), tmp_path)
 
 
 def test_every_byte_is_compared(written: Any) -> None:
@@ -546,12 +528,7 @@ def test_matmuls_that_share_a_constant_are_compared(factor: int, tmp_path: Path)
     """w and -w have the same scales, w and 2w the same numbers in e4m3, and zeros have both."""
     first = weights(64, 64, seed=3) * np.float32(factor != 0)
     text = f"a = {LINEAR} (h, one) b = {LINEAR} (h, two) y = Add (a, b)"
-    model = model_of(text, one=first, two=first * factor)
-    for value in (value for node in model.graph for value in node.outputs):
-        value.type = ir.TensorType(ir.DataType.FLOAT16)
-    sources = float8.rewrite(new := model.clone(), float8.matmuls(model, 0)[0])
-    ir.save(new, tmp_path / "new.onnx")
-    after = reopen(tmp_path / "new.onnx")
+    model, after, sources = reopened(model_of(text, one=first, two=first * factor), tmp_path)
     found = [node.inputs[2:4] for node in after.graph if node.op_type == "CustomLinearFp8"]
     assert [one is two for one, two in zip(*found, strict=True)] == [factor != -1, factor != 2]
     check_quantized(model, after, sources)
@@ -588,14 +565,6 @@ def test_a_file_in_8_bits_is_refused(whole: OptimizeReport, tmp_path: Path) -> N
             ExportError, match=r"is in 8 bits already, it has Custom\w+Fp8\. Give the file in 16"
         ):
             optimize(whole.path, tmp_path / "again.onnx", dtype=dtype)
-    text = "(float[N, 4] x) => (float[N, 4] y) { d = DequantizeLinear (w, s) y = MatMul (x, d) }"
-    model = parsed(text, s=np.array(0.5, np.float32))
-    model.graph.initializer.append(
-        onnx.numpy_helper.from_array(np.ones((4, 4), ml_dtypes.float8_e4m3fn), "w")
-    )
-    onnx.save(model, tmp_path / "other.onnx")
-    with pytest.raises(ExportError, match="is in 8 bits already, it has FLOAT8E4M3FN"):
-        optimize(tmp_path / "other.onnx", tmp_path / "again.onnx", dtype="float8")
 
 
 def test_what_the_cpu_does_not_run_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

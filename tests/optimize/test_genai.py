@@ -14,8 +14,7 @@ import onnx_ir as ir
 import onnxruntime as ort
 import pytest
 from genai_models import FAMILIES, PROMPT, STEPS, Decoder, Genai, build
-from optimizing import nodes, parsed, types, weights
-from samples import RECORDS
+from optimizing import nodes, parsed, rewritten, types, weights
 from typer.testing import CliRunner
 
 from twinop.cli import app
@@ -25,7 +24,6 @@ from twinop.deploy.pack.packing import pack_genai
 from twinop.errors import ExportError, TwinopError
 from twinop.libraries.library import find_library
 from twinop.optimize import OptimizeReport, command, decoders, equivalence, optimize_folder, quantised
-from twinop.optimize.graph import RewriteContext
 from twinop.optimize.rewrite import skipped
 
 Builds = Callable[..., Path]
@@ -179,9 +177,7 @@ def test_decoders_of_embeddings(built: Builds, tmp_path: Path) -> None:
 
 def test_folders_that_stay_as_they_are_for_beams(built: Builds, tmp_path: Path) -> None:
     source = shutil.copytree(built("Llama", "fp16", "cuda", enable_cuda_graph=1), tmp_path / "old")
-    config = json.loads((source / "genai_config.json").read_text())
-    config["search"]["num_beams"] = 4
-    (source / "genai_config.json").write_text(json.dumps(config))
+    change("search.num_beams", 4, source)
     assert "attention over a cache" not in optimized(source, tmp_path / "beams", "cuda").fused
 
 
@@ -250,27 +246,27 @@ def test_what_cuda_gets_for_int4(
 @pytest.mark.parametrize(
     ("attributes", "zero_points", "reason"),
     [
-        ("bits = 3, block_size = 32", "B", "weights of 3 bits; linear_q has those of 4 and 8"),
-        ("bits = 4, block_size = 16", "B", "blocks of 16; linear_q has those of 32 and 128"),
-        ("bits = 4, block_size = 32", "scales", "zero points of float16; linear_q has those of uint8"),
-        ("bits = 4, block_size = 32", "x", "zero points or a bias that are not constant"),
-        ("bits = 4, block_size = 32", ", order", "columns in another order (g_idx)"),
-        (
-            "bits = 4, block_size = 32, weight_prepacked = 1",
-            "B",
-            "weights packed for one kind of GPU (weight_prepacked)",
-        ),
+        ("bits = 3", "B", "weights of 3 bits; linear_q has those of 4 and 8"),
+        ("block_size = 16", "B", "blocks of 16; linear_q has those of 32 and 128"),
+        ("block_size = 64", "B", "blocks of 64; linear_q has those of 32 and 128"),
+        ("", "scales", "zero points of float16; linear_q has those of uint8"),
+        ("", "x", "zero points or a bias that are not constant"),
+        ("", ", order", "columns in another order (g_idx)"),
+        ("weight_prepacked = 1", "B", "weights packed for one kind of GPU (weight_prepacked)"),
+        ("N = 12", "B", "N = 12 and K = 32; linear_q needs multiples of 8 and 32"),
+        ("K = 72", "B", "N = 8 and K = 72; linear_q needs multiples of 8 and 32"),
     ],
 )
 def test_products_that_stay_are_named(attributes: str, zero_points: str, reason: str) -> None:
-    product = f"com.microsoft.MatMulNBits <K = 32, N = 8, {attributes}> (x, B, scales, {zero_points})"
-    b, scales = np.zeros((8, 1, 16), np.uint8), weights(8).astype(np.float16)
-    text = f"(float16[M, 32] x) => (float16[M, 8] y) {{ y = {product} }}"
-    context = RewriteContext(ir.from_proto(parsed(text, B=b, scales=scales, order=b)), "cuda", RECORDS)
-    quantised.Quantised(context)(context.model)
-    assert skipped(context.model) == {f"MatMulNBits: {reason}": 1} and types(context.model) == {
-        "MatMulNBits": 1
-    }
+    sizes = {"K": "32", "N": "8", "bits": "4", "block_size": "32"}
+    sizes |= dict(each.split(" = ") for each in attributes.split(", ") if each)
+    form = ", ".join(f"{name} = {number}" for name, number in sizes.items())
+    product = f"com.microsoft.MatMulNBits <{form}> (x, B, scales, {zero_points})"
+    n, k = int(sizes["N"]), int(sizes["K"])
+    b, scales = np.zeros((n, -(-k // 32), 16), np.uint8), weights(n * -(-k // 32)).astype(np.float16)
+    text = f"(float16[M, {k}] x) => (float16[M, {n}] y) {{ y = {product} }}"
+    made = rewritten(parsed(text, B=b, scales=scales, order=b), quantised.Quantised)
+    assert skipped(made) == {f"MatMulNBits: {reason}": 1} and types(made) == {"MatMulNBits": 1}
 
 
 def test_products_of_dequantised_weights_are_those_of_quantised_ones(built: Builds, tmp_path: Path) -> None:
@@ -289,8 +285,7 @@ def test_products_of_other_sizes_are_refused(k: int, said: str) -> None:
     text = f"(float16[M, {k}] x) => (float16[M, 8] y) {{ y = {product} }}"
     b, scales = np.zeros((8, 1, 16), np.uint8), weights(8).astype(np.float16)
     with pytest.raises(TwinopError, match=f"MatMulNBits: {said}"):
-        model = ir.from_proto(parsed(text, B=b, scales=scales))
-        quantised.Quantised(RewriteContext(model, "cuda", RECORDS))(model)
+        rewritten(parsed(text, B=b, scales=scales), quantised.Quantised)
 
 
 @pytest.mark.parametrize("family", ["Gemma3", pytest.param("Gemma2", marks=slow)])
@@ -464,59 +459,21 @@ def test_the_folder_has_a_report_for_programs(tmp_path: Path) -> None:
 def test_folders_that_cannot_be_optimised(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source, target = folder_of(normed(), tmp_path / "old"), tmp_path / "fast"
 
-    def refusal(**options: Any) -> str:
+    def refusal(given: Path = source, to: Path | str = target, **options: Any) -> str:
         with pytest.raises(ExportError) as error:
-            optimize_folder(source, target, **{"device": "cpu"} | options)
-        assert not target.exists() and not [*tmp_path.glob(".twinop*")]
+            optimize_folder(given, to, **{"device": "cpu"} | options)
+        assert not [*tmp_path.glob(".twinop*")]
         return str(error.value)
 
-    def configure(text: str) -> None:
-        (source / "genai_config.json").write_text(text)
-
-    def configure_decoder(**entries: Any) -> None:
-        configure(json.dumps({"model": {"decoder": {"filename": "model.onnx"} | entries}}))
-
-    kept = (source / "genai_config.json").read_text()
     assert "device='gpu': expected one of: cuda, cpu" in refusal(device="gpu")
-    with pytest.raises(ExportError, match=r"/proc/no/fast: cannot be written: .*\. Name another folder"):
-        optimize_folder(source, "/proc/no/fast", device="cpu")
-    (link := source / "tokenizer.json").unlink(missing_ok=True)
-    link.symlink_to("nothing")
-    assert f"{source}: cannot be copied to {target}: [Errno 2]" in refusal() and str(link) in refusal()
-    link.unlink()
-    for library in ("libother.so", "text.so"):
-        (source / "text.so").write_text("no library")
-        configure_decoder(session_options={"custom_ops_library": library})
-        assert f"custom_ops_library already names {library}, and genai loads one library" in refusal()
-    for text in ("{}", '{"model": {"decoder": {"pipeline": [{"prompt": {"filename": "model.onnx"}}]}}}'):
-        configure(text)
-        assert "has no model.decoder.filename; twinop optimises decoders of one model" in refusal()
-    configure("[]")
-    assert "genai_config.json: it is []; expected an object. Build the folder again" in refusal()
-    configure_decoder(filename=3)
-    assert "model.decoder.filename is 3; expected a text" in refusal()
-    configure_decoder(session_options={"provider_options": None})
-    assert "model.decoder.session_options.provider_options is null; expected a list" in refusal()
-    for entry in (None, "cuda"):
-        configure_decoder(session_options={"provider_options": [entry]})
-        assert f"provider_options has {json.dumps(entry)}; expected objects with a provider's" in refusal()
-    configure(kept.replace("model.onnx", "../model.onnx"))
-    assert "is not in the folder. Copy it there" in refusal()
-    configure(kept.replace("model.onnx", "missing.onnx"))
-    assert "missing.onnx: no such file" in refusal()
-    configure("{")
-    assert "genai_config.json: cannot be read" in refusal()
-    (source / "genai_config.json").unlink()
-    assert "no such file. Expected the folder that onnxruntime-genai's builder wrote. `twinop" in refusal()
-    configure(kept)
-    with pytest.raises(ExportError, match="inside: lies inside the source folder. Choose one outside"):
-        optimize_folder(source, source / "inside", device="cpu")
+    assert ". Name another folder" in (said := refusal(to="/proc/no/fast")) and "cannot be written: " in said
+    assert "inside: lies inside the source folder. Choose one outside" in refusal(to=source / "inside")
     with pytest.raises(
         PackError, match=f"inside: lies inside the source folder. Choose one outside {source}"
     ):
         pack_genai(Options(source, source / "inside", genai=True, device="cpu"))
-    with pytest.raises(ExportError, match=r"model.onnx/genai_config.json: no such file. Expected the folder"):
-        optimize_folder(source / "model.onnx", target, device="cpu")
+    said = "model.onnx/genai_config.json: no such file. Expected the folder"
+    assert said in refusal(source / "model.onnx")
     file = source / "model.onnx"
     onnx.save(normed(), file, save_as_external_data=True, location="model.data", size_threshold=0)
     (source / "model.data").unlink()
@@ -524,10 +481,10 @@ def test_folders_that_cannot_be_optimised(tmp_path: Path, monkeypatch: pytest.Mo
     onnx.save(normed(CUBE), file)
     monkeypatch.setenv("CC", "/no/compiler")
     assert "/no/compiler cannot be run" in refusal(library=find_library("test_cube"))
+    assert not target.exists()
     target.mkdir()
     (target / "file").touch()
-    with pytest.raises(ExportError, match="exists already. Name a new folder, or an empty one"):
-        optimize_folder(source, target, device="cpu")
+    assert "exists already. Name a new folder, or an empty one" in refusal()
     with pytest.raises(PackError, match="already exists, and is not from twinop pack"):
         pack_genai(Options(source, target, genai=True, device="cpu"))
 
@@ -547,8 +504,22 @@ def link_to(place: str) -> Callable[[Path], None]:
     return lambda folder: (folder / "vocab.txt").symlink_to(place)
 
 
+def config(text: str) -> Callable[[Path], object]:
+    return lambda folder: (folder / "genai_config.json").write_text(text)
+
+
+def make(command: str, source: Path, target: Path) -> None:
+    if command == "pack":
+        pack_genai(Options(source, target, genai=True, device="cpu"))
+    else:
+        optimize_folder(source, target, device="cpu")
+
+
 DEEP = '{"model":' * 50_000 + "1" + "}" * 50_000
 DECODER, LIBRARY = "model.decoder.filename", "model.decoder.session_options.custom_ops_library"
+PROVIDERS = "model.decoder.session_options.provider_options"
+LOST = "has no model.decoder.filename; twinop optimises decoders of one model"
+PIPELINE = '{"model": {"decoder": {"pipeline": [{"prompt": {"filename": "model.onnx"}}]}}}'
 
 
 @pytest.mark.timeout(60)
@@ -562,7 +533,18 @@ DECODER, LIBRARY = "model.decoder.filename", "model.decoder.session_options.cust
         (partial(change, DECODER, "\ud800.onnx"), "is not in the folder"),
         (partial(change, DECODER, "a" * 5000), "File name too long"),
         (partial(change, DECODER, "."), "a folder, not an .onnx file"),
+        (partial(change, DECODER, "missing.onnx"), "missing.onnx: no such file"),
+        (partial(change, DECODER, 3), "model.decoder.filename is 3; expected a text"),
         (partial(change, LIBRARY, "../libown.so"), "is not in the folder"),
+        (partial(change, LIBRARY, "lib.so"), "custom_ops_library already names lib.so, and genai loads one"),
+        (partial(change, LIBRARY, "text.so"), "custom_ops_library already names text.so, and genai loads"),
+        (partial(change, PROVIDERS, None), f"{PROVIDERS} is null; expected a list"),
+        (partial(change, PROVIDERS, [None]), "has null; expected objects with a provider's"),
+        (partial(change, PROVIDERS, ["cuda"]), 'has "cuda"; expected objects with a provider\'s'),
+        (config("{}"), LOST),
+        (config(PIPELINE), LOST),
+        (config("[]"), "genai_config.json: it is []; expected an object. Build the folder again"),
+        (lambda folder: (folder / "genai_config.json").unlink(), "Expected the folder that onnxruntime-ge"),
         (link_to("/dev/zero"), "leads out of the folder, to /dev/zero"),
         (link_to("../secret"), "leads out of the folder"),
         (link_to(".."), "leads out of the folder"),
@@ -571,10 +553,10 @@ DECODER, LIBRARY = "model.decoder.filename", "model.decoder.session_options.cust
         (lambda folder: os.mkfifo(folder / "pipe"), "a pipe, a socket or a device"),
         (lambda folder: os.mkfifo(folder / "sub" / "pipe"), "a pipe, a socket or a device"),
         (lambda folder: _special(folder / "genai_config.json"), "cannot be read"),
-        (lambda folder: (folder / "genai_config.json").write_bytes(b" " * 2_000_000), "larger than"),
-        (lambda folder: (folder / "genai_config.json").write_text(DEEP), "cannot be read"),
-        (lambda folder: (folder / "genai_config.json").write_text("9" * 6000), "cannot be read"),
-        (lambda folder: (folder / "genai_config.json").write_text("[" * 300 + "]" * 300), "it is [["),
+        (config(" " * 2_000_000), "larger than"),
+        (config(DEEP), "cannot be read"),
+        (config("9" * 6000), "cannot be read"),
+        (config("[" * 300 + "]" * 300), "it is [["),
     ],
 )
 @pytest.mark.parametrize("command", ["optimize", "pack"])
@@ -583,13 +565,11 @@ def test_hostile_folders(command: str, spoil: Callable[[Path], object], said: st
     source, target = folder_of(normed(), tmp_path / "old"), tmp_path / "fast"
     (tmp_path / "secret").write_text("secret")
     (source / "sub").mkdir()
+    (source / "text.so").write_text("no library")
     spoil(source)
     before = sorted(each.name for each in tmp_path.iterdir())
     with pytest.raises(TwinopError) as error:
-        if command == "pack":
-            pack_genai(Options(source, target, genai=True, device="cpu"))
-        else:
-            optimize_folder(source, target, device="cpu")
+        make(command, source, target)
     assert said in str(error.value)
     assert sorted(each.name for each in tmp_path.iterdir()) == before
 
@@ -609,10 +589,7 @@ def test_links_and_permissions_stay(command: str, tmp_path: Path) -> None:
     modes = {"sub/own.txt": 0o600, "model.onnx": 0o640, "genai_config.json": 0o600, "sub": 0o500}
     for name, mode in modes.items():
         (source / name).chmod(mode)
-    if command == "pack":
-        pack_genai(Options(source, target, genai=True, device="cpu"))
-    else:
-        optimize_folder(source, target, device="cpu")
+    make(command, source, target)
     assert os.readlink(target / "a") == "." and os.readlink(target / "b") == "sub/own.txt"
     assert (target / "b").read_text() == "mine"
     found = {name: (target / name).stat().st_mode & 0o777 for name in modes}
@@ -620,26 +597,20 @@ def test_links_and_permissions_stay(command: str, tmp_path: Path) -> None:
 
 
 def test_a_library_of_the_folder_is_not_loaded(tmp_path: Path) -> None:
-    """As in all commands; by name it is taken, and with permission."""
+    """As in all commands, also beside a file; by name it is taken, and with permission."""
     own = find_library("test_cube")
-    source = folder_of(normed(CUBE), tmp_path / "old", custom_ops_library="mine.so")
-    shutil.copy(own, source / "mine.so")
-    for line in (["optimize", str(source)], ["pack", "--genai", str(source)]):
-        target = str(tmp_path / line[0])
-        done = CliRunner().invoke(app, [*line, "-o", target, "--device", "cpu"])
-        assert done.exit_code == 1 and "mine.so lies in the model's own folder." in done.output
-        assert "--allow-model-libraries" in done.output and not Path(target).exists()
-        allowed = [*line, "-o", target, "--device", "cpu", "--allow-model-libraries"]
-        assert CliRunner().invoke(app, allowed).exit_code == 0
-        named = [*line, "-o", f"{target}2", "--device", "cpu", "--library", str(own)]
-        assert CliRunner().invoke(app, named).exit_code == 0
-
-
-def test_a_library_beside_a_file(tmp_path: Path) -> None:
-    """The option that the refusal names is there."""
-    onnx.save(normed(CUBE), tmp_path / "model.onnx")
-    shutil.copy(find_library("test_cube"), tmp_path / "libmine.so")
-    line = ["optimize", str(tmp_path / "model.onnx"), "-o", str(tmp_path / "o.onnx"), "--device", "cpu"]
-    done = CliRunner().invoke(app, line)
-    assert done.exit_code == 1 and "--allow-model-libraries" in done.output
-    assert CliRunner().invoke(app, [*line, "--allow-model-libraries"]).exit_code == 0
+    source = folder_of(normed(CUBE), tmp_path / "old", custom_ops_library="libmine.so")
+    shutil.copy(own, source / "libmine.so")
+    for name, words, given in (
+        ("folder", ["optimize"], source),
+        ("packed", ["pack", "--genai"], source),
+        ("file", ["optimize"], source / "model.onnx"),
+    ):
+        target = tmp_path / name
+        line = [*words, str(given), "-o", str(target), "--device", "cpu"]
+        done = CliRunner().invoke(app, line)
+        assert done.exit_code == 1 and "libmine.so lies in the model's own folder." in done.output
+        assert "--allow-model-libraries" in done.output and not target.exists()
+        assert CliRunner().invoke(app, [*line, "--allow-model-libraries"]).exit_code == 0
+        shutil.rmtree(target) if target.is_dir() else target.unlink()
+        assert CliRunner().invoke(app, [*line, "--library", str(own)]).exit_code == 0

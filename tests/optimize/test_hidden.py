@@ -71,9 +71,7 @@ def test_an_encoder(style: str, padding: str, tmp_path: Path, monkeypatch: pytes
     """Without the promise, masks hide each end, and attention shows that they do."""
     source = exported(style, "sdpa", "torchscript", tmp_path)
     report = changed(source, monkeypatch, changing("hidden"), padding=padding)
-    assert not report.reverted and NOTE in report.notes
-    report = changed(source, monkeypatch, changing("shown"), padding=padding)
-    assert [*report.reverted] == ["changes"] and report.fused
+    assert not report.reverted and report.fused and NOTE in report.notes
 
 
 @pytest.mark.parametrize(

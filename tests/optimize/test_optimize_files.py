@@ -2,10 +2,7 @@
 
 import errno
 import os
-import signal
 import socket
-import subprocess
-import sys
 from itertools import cycle
 from pathlib import Path
 from typing import Any
@@ -18,8 +15,8 @@ import pytest
 import torch
 import warm_python
 from optimizing import nodes, optimized, parsed, types, weights
+from other_sizes import assert_same
 
-from twinop import deploy
 from twinop.errors import ExportError
 from twinop.export import export
 from twinop.model import files
@@ -40,18 +37,6 @@ def message(source: Path, target: Path) -> str:
     with pytest.raises(ExportError) as error:
         optimize(source, target)
     return str(error.value)
-
-
-@pytest.mark.parametrize("limit", [0, 10**9])
-def test_external_data(limit: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is written again from the limit on; below, the weights are in the file."""
-    monkeypatch.setattr("twinop.optimize.optimizer.EXTERNAL_DATA_BYTES", limit)
-    text = "(float[N, 4] x) => (float[N, 3] y) { a = MatMul (x, w) y = Add (a, b) }"
-    source = external(tmp_path, parsed(text, w=weights(4, 3), b=weights(3)))
-    (tmp_path / "new").mkdir()
-    optimize(source, tmp_path / "new" / "fast.onnx", device="cuda")
-    assert len([*(tmp_path / "new").glob("fast.*.data")]) == (limit == 0)
-    assert types(ir.load(tmp_path / "new" / "fast.onnx")) == {"CustomLinear": 1}
 
 
 def test_external_data_behind_links(tmp_path: Path) -> None:
@@ -205,18 +190,6 @@ def test_what_an_output_says_of_itself_is_kept(tmp_path: Path) -> None:
     assert model.graph.outputs[0].metadata_props == {"unit": "nat"}
 
 
-def test_sigterm_leaves_nothing_behind(tmp_path: Path) -> None:
-    program = """
-import os, signal, sys
-from pathlib import Path
-from twinop.model.files import work_folder
-with work_folder(Path(sys.argv[1])) as folder:
-    os.kill(os.getpid(), signal.SIGTERM)
-"""
-    done = subprocess.run([sys.executable, "-c", program, str(tmp_path / "new.onnx")])
-    assert done.returncode == 128 + signal.SIGTERM and not list(tmp_path.iterdir())
-
-
 def test_nodes_in_any_order(tmp_path: Path) -> None:
     text = "(float[N, 4] x) => (float[N, 3] y) { y = Relu (h) h = MatMul (x, w) }"
     assert types(optimized(parsed(text, w=weights(4, 3)), tmp_path)[1]) == {"CustomLinear": 1}
@@ -228,14 +201,9 @@ def test_inputs_with_a_value_take_other_sizes(rank: int, tmp_path: Path) -> None
     text = """(float[N, 4] x, float[4, R] a, float[R, 4] b) => (float[N, 4] y) {
         h = Relu (x) p = MatMul (h, a) q = MatMul (p, b) z = Add (h, q) y = Sigmoid (z) }"""
     arrays = {"a": np.zeros((4, rank), np.float32), "b": np.zeros((rank, 4), np.float32)}
-    report, _ = optimized(parsed(text, **arrays), tmp_path)
-    given = {"x": weights(2, 4), "a": weights(4, 3), "b": weights(3, 4)}
-    options = ort.SessionOptions()
-    for library in report.libraries:
-        options.register_custom_ops_library(str(library))
-    old, new = (ort.InferenceSession(path, options) for path in (report.source, report.path))
-    for feeds in (given, {"x": given["x"]}):
-        np.testing.assert_allclose(new.run(None, feeds)[0], old.run(None, feeds)[0], rtol=1e-5)
+    optimized(parsed(text, **arrays), tmp_path)
+    assert_same(tmp_path, x=(2, 4))
+    assert_same(tmp_path, x=(2, 4), a=(4, 3), b=(3, 4))
 
 
 OVERRIDDEN: Any = {  # what computes, an initializer that is an input, and another value of it
@@ -281,14 +249,10 @@ def test_initializers_that_are_inputs_are_no_constants(
         proto.graph.node.append(onnx.helper.make_node("LayerNormalization", ["x", "v"], ["z"]))
         proto.graph.initializer.append(onnx.numpy_helper.from_array(weights(8), "v"))
         proto.graph.output.append(onnx.helper.make_tensor_value_info("z", 1, [8, 8]))
-    report, model = optimized(proto, tmp_path, device=device, dtype=dtype)
+    _, model = optimized(proto, tmp_path, device=device, dtype=dtype)
     assert "s" in {value.name for value in model.graph.inputs} and "s" in model.graph.initializers
-    x = weights(8, 8, seed=3)
-    for feeds in ({"x": x}, {"x": x, "s": np.array(other, number)}):
-        want = deploy.session(report.source, ["CPUExecutionProvider"]).run(feeds)["y"]
-        given = {n: a.astype(np.float16) if dtype and a.dtype == np.float32 else a for n, a in feeds.items()}
-        found = deploy.session(report.path, ["CPUExecutionProvider"]).run(given)["y"]
-        np.testing.assert_allclose(found, want, rtol=1e-5, atol=2e-2 if dtype else 1e-5)
+    for given in ({}, {"s": np.array(other, number)}):
+        assert_same(tmp_path, 1e-5, 2e-2 if dtype else 1e-5, x=weights(8, 8, seed=3), **given)
 
 
 def test_an_input_that_is_an_output(tmp_path: Path) -> None:
@@ -353,12 +317,7 @@ def test_values_of_one_name_in_several_graphs(body: str, dtype: str | None, tmp_
     report, _ = optimized(parsed(text, **given), tmp_path, dtype=dtype)
     assert report.fused == {"linear": 1}
     for choice in (True, False) if dtype is None else ():
-        feeds = {"x": weights(3, 4, seed=1), "c": np.array(choice)}
-        expected, found = (
-            deploy.session(tmp_path / n, ["CPUExecutionProvider"]).run(feeds)["y"]
-            for n in ("old.onnx", "fast.onnx")
-        )
-        np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6)
+        assert_same(tmp_path, 1e-5, 1e-6, x=(3, 4), c=np.array(choice))
 
 
 def test_maps_and_sequences(tmp_path: Path) -> None:
@@ -425,12 +384,9 @@ def test_weights_are_written_once(limit: int, tmp_path: Path, monkeypatch: pytes
     source = external(tmp_path, parsed(TEXT, w=weights(4, 3)))
     report = optimize(source, tmp_path / "fast.onnx", device="cuda")
     assert len(saved) == 1 and report.fused == {"linear": 1}
+    assert len([*tmp_path.glob("fast.*.data")]) == (limit == 0)
     assert isinstance(read[0], Stored)
-    x = np.ones((2, 4), np.float32)
-    expected, found = (
-        deploy.session(path, ["CPUExecutionProvider"]).run({"x": x})["y"] for path in (source, report.path)
-    )
-    np.testing.assert_allclose(found, expected, rtol=1e-5)
+    assert_same(tmp_path, x=(2, 4))
 
 
 @pytest.mark.parametrize(("has_gpu", "device", "other"), [(False, "cpu", "cuda"), (True, "cuda", "cpu")])

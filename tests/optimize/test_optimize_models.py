@@ -3,7 +3,6 @@
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import onnx
 import pytest
 import torch
@@ -15,7 +14,6 @@ from lab.model_zoo import TINY, batch, encoder
 from twinop import deploy
 from twinop.export import export
 from twinop.optimize import graph as g
-from twinop.optimize import optimize
 from twinop.record.tolerance import difference
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -140,13 +138,6 @@ def test_for_the_cpu(tmp_path: Path) -> None:
     assert types(model)["MatMul"] == 6 and "CustomLinear" not in types(model)
 
 
-def test_each_rewrite_has_a_switch(tmp_path: Path) -> None:
-    path, names = exported("llama", "sdpa", "torchscript", tmp_path), ["attention", "rotary"]
-    report, _ = optimized(path, tmp_path, without=names)
-    left = {"attention", "rotary embedding of q and k"}
-    assert MADE["llama"].keys() - report.fused.keys() == left and "rotary embedding" not in report.fused
-
-
 class VisionBlock(nn.Module):
     """A block of a vision transformer: q, k and v packed, positions, a class token."""
 
@@ -175,7 +166,7 @@ def test_packed_products(tmp_path: Path) -> None:
 
 
 def test_grouped_heads(tmp_path: Path) -> None:
-    """One layer by the other exporter; k and v with fewer heads than q are repeated without a transpose."""
+    """k and v with fewer heads than q are repeated without a transpose."""
     from transformers import LlamaConfig, LlamaModel
 
     from lab.model_zoo import Encoder
@@ -186,37 +177,8 @@ def test_grouped_heads(tmp_path: Path) -> None:
     )  # fmt: skip
     path = tmp_path / "gqa.onnx"
     model = Encoder(LlamaModel(config))
-    export(model, batch(TINY), path, dynamic=LENGTHS, verify=False, optimize=False)
+    export(model, batch(TINY), path, exporter="torchscript", dynamic=LENGTHS, verify=False, optimize=False)
     report, made = optimized(path, tmp_path)
     assert report.fused == MADE["llama"]
     assert not nodes(made, "Transpose")
     assert len(nodes(made, "CustomMul")) == 2  # of k and of v
-
-
-def test_inputs_of_a_file_and_the_result_again(tmp_path: Path) -> None:
-    path = exported("bert", "eager", "torchscript", tmp_path)
-    ids, mask = batch(TINY)
-    np.savez(tmp_path / "inputs.npz", ids=ids.numpy(), mask=mask.numpy())
-    first, _ = optimized(path, tmp_path, inputs_file=tmp_path / "inputs.npz")
-    assert first.fused == MADE["bert"]
-    again = tmp_path / "again"
-    again.mkdir()
-    report, model = optimized(first.path, again)
-    assert types(model)["CustomLinear"] == 6
-    onnx.checker.check_model(again / "fast.onnx")
-    assert not report.skipped
-
-
-@pytest.mark.parametrize("device, op", [("cpu", "MatMul"), ("cpu", "Add"), ("cuda", "Add")])
-def test_the_report_says_that_an_original_gains_nothing_on_the_cpu(
-    device: str, op: str, tmp_path: Path
-) -> None:
-    """Nothing is recognised, so nothing is timed."""
-    model = onnx.parser.parse_model(
-        f"""<ir_version: 10, opset_import: ["": 20]>
-        net (float[2, 2] x) => (float[2, 2] y) <float[2, 2] w = {{1, 2, 3, 4}}> {{ y = {op} (x, w) }}"""
-    )
-    onnx.save(model, tmp_path / "net.onnx")
-    report = optimize(tmp_path / "net.onnx", tmp_path / "fast.onnx", device=device)
-    assert report.same and "the file is the original" in str(report)
-    assert ("  nothing gained: ONNX Runtime runs the original as fast" in str(report)) == (device == "cpu")

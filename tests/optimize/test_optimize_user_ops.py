@@ -302,16 +302,6 @@ def test_types_that_the_file_does_not_declare(tmp_path: Path, library: Path) -> 
         del model.functions[:]
 
 
-@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
-def test_16_bits(dtype: str, tmp_path: Path, library: Path) -> None:
-    report, model = optimized(made(NET, bump()), tmp_path, library, dtype=dtype)
-    [node] = nodes(model, "CustomBump")
-    assert node.inputs[0] is not None
-    assert node.inputs[0].dtype == ir.DataType[dtype.upper()] == node.outputs[0].dtype
-    assert not nodes(model, "Cast") and report.libraries[0] == library
-    check_values(tmp_path, library, accepted=4e-3 if dtype == "float16" else 4e-2)
-
-
 def half(model: onnx.ModelProto, dtype: type = np.float16) -> onnx.ModelProto:
     """The same model with tensors of 16 bits."""
     for value in (*model.graph.input, *model.graph.output):
