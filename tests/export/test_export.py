@@ -136,10 +136,9 @@ class LayersAndOps(torch.nn.Module):
         return self.layers(x), *self.ops(x)
 
 
-@pytest.mark.parametrize("opset", [20, 25])
-def test_both_exporters_agree_at_every_opset(opset: int, tmp_path: Path) -> None:
+def test_both_exporters_agree_at_the_highest_opset(tmp_path: Path) -> None:
     torch.manual_seed(0)
-    model, x, larger = LayersAndOps(), torch.randn(4, 6), torch.randn(31, 6)
+    model, x, larger, opset = LayersAndOps(), torch.randn(4, 6), torch.randn(31, 6), 25
     found: dict[str, list[torch.Tensor]] = {}
     for exporter in EXPORTERS:
         path = tmp_path / f"{exporter}.onnx"
@@ -276,15 +275,10 @@ class Unknown:
         self.t = t
 
 
-@pytest.mark.parametrize(
-    ("join", "other"), [(torch.stack, torch.int64), (torch.concat, torch.float32), (torch.cat, torch.int64)]
-)
-def test_tensors_that_torch_promotes_when_it_joins_them(
-    join: Any, other: torch.dtype, tmp_path: Path
-) -> None:
+def test_tensors_that_torch_promotes_when_it_joins_them(tmp_path: Path) -> None:
     class Joined(torch.nn.Module):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return join([x, x.to(other)])
+        def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+            return torch.stack([x, x.long()]), torch.concat([x, x.float()]), torch.cat([x, x.long()])
 
     report = plain(Joined(), (torch.randn(3, 4).half(),), tmp_path / "m.onnx")
     assert report.parity is not None and report.parity.equal
@@ -375,15 +369,6 @@ def test_float64_beside_narrower_types_is_said(tmp_path: Path) -> None:
     report = plain(Both(), x, tmp_path / "both.onnx", exporter="torchscript")
     assert report.without_library is not None and report.without_library.equal
     assert any("float16, float64" in note and "compute in float64" in note for note in report.notes)
-
-
-def test_the_model_is_left_as_it_was(tmp_path: Path) -> None:
-    model = torch.nn.Sequential(torch.nn.Dropout(0.5), torch_op.CustomReLU()).train()
-    x = torch.randn(2, 3)
-    kept = x.clone()
-    report = plain(model, x, tmp_path / "m.onnx")  # parity holds: the dropout is not exported
-    assert model.training and model[0].training and torch.equal(x, kept) and not x.requires_grad
-    assert "Dropout" not in report.nodes
 
 
 def test_a_model_without_custom_ops(tmp_path: Path) -> None:

@@ -114,22 +114,6 @@ def test_the_norm_sees_the_rounded_sum(op: str) -> None:
     assert same_bits(s, inputs["x"] + inputs["r"])
 
 
-def test_each_node_keeps_its_own_attributes() -> None:
-    """One body serves nodes with different values, because its attributes are references."""
-    model = model_of(
-        [
-            f'p = {DOMAIN}.CustomPadAffine<sign = "minus", scale = 2.0, pads = [0, 0]>(x, "", b)',
-            f'q = {DOMAIN}.CustomPadAffine<scale = 3.0>(x, "", b)',
-        ],
-        "double[2, 3] x, double[3] b",
-    )
-    attached = attach_bodies(model, RECORDS)
-    x, b = torch.randn(2, 3, dtype=torch.float64), torch.randn(3, dtype=torch.float64)
-    p, q = body_session(attached).run({"x": x, "b": b}).values()
-    torch.testing.assert_close(p, 2 * x - b)
-    torch.testing.assert_close(q, torch.nn.functional.pad(3 * x + b, (0, 1)))
-
-
 def test_floats_are_narrowed_as_in_the_kernels() -> None:
     """The attribute 0.1 is fp32 in ONNX; an fp64 body must use the rounded number, as the kernels do."""
     record = RECORDS["pad_affine"]

@@ -1,6 +1,5 @@
 """The bodies of the ops that quantise to 8 bits, and of the matmul that reads them, against NumPy."""
 
-import itertools
 from typing import Any
 
 import ml_dtypes
@@ -11,7 +10,7 @@ from export_models import model_of
 from samples import RECORDS
 
 from twinop.export import attach_bodies
-from twinop.record.dtypes import to_array, to_tensor
+from twinop.record.dtypes import to_array
 from twinop.record.op_spec import DOMAIN
 from twinop.testing.one_node import body_session
 
@@ -138,26 +137,3 @@ def test_an_output_that_nothing_reads_has_no_name() -> None:
     assert [list(each.output) for each in attached.graph.node] == [list("qsyt"), ["p", "v", "", "u"]]
     x = torch.randn(3, 16).half()
     assert list(body_session(attached).run({"x": x, "r": x, "w": x[0]})) == list("qspvu")
-
-
-def test_tokens_and_channels_of_other_magnitudes() -> None:
-    """All tokens and channels keep an error of about 4 %; one scale for a tensor loses the small ones."""
-    rng = np.random.default_rng(0)
-    gains = np.where(np.arange(256) % 64, 1, 6)
-    x = rng.standard_normal((32, 256)) * gains * 10.0 ** np.repeat([0, -4], 16)[:, None]
-    x = x.astype(ml_dtypes.bfloat16)
-    w = (rng.standard_normal((64, 256)) * 10.0 ** np.repeat([0, -3], 32)[:, None]).astype(np.float32)
-    nodes = [f"q, s = {DOMAIN}.CustomQuantizeRows (x)", f"y = {DOMAIN}.CustomLinearFp8 (q, s, w, v, b)"]
-    inputs = "bfloat16[M, 256] x, float8e4m3fn[64, 256] w, float[64] v, bfloat16[64] b"
-    p, v = quantized(w)
-    given = {"x": to_tensor(x), "w": to_tensor(p), "v": torch.from_numpy(v)}
-    each = run(nodes, inputs, **given, b=torch.zeros(64).bfloat16())["y"].astype(float)
-
-    def of_a_tensor(array: np.ndarray) -> np.ndarray:
-        q, scale = quantized(array.reshape(1, -1))
-        return (q.astype(float) * scale).reshape(array.shape)
-
-    exact, one = x.astype(float) @ w.T.astype(float), of_a_tensor(x) @ of_a_tensor(w).T
-    for i, j in itertools.product((slice(16), slice(16, 32)), (slice(32), slice(32, 64))):
-        errors = [np.linalg.norm((y - exact)[i, j]) / np.linalg.norm(exact[i, j]) for y in (each, one)]
-        assert 0.02 < errors[0] < 0.05 and (not i.start or errors[1] > 3 * errors[0])

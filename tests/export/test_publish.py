@@ -18,7 +18,6 @@ from twinop import deploy
 from twinop.errors import ExportError
 from twinop.libraries.library import checksum
 from twinop.model.files import save, work_folder
-from twinop.optimize import optimize
 from twinop.system import publish
 
 X = {"x": np.ones((1, 4), np.float32)}
@@ -156,25 +155,19 @@ def test_only_data_that_twinop_wrote_and_nobody_names_goes(tmp_path: Path) -> No
     assert not first.exists()
 
 
-@pytest.mark.parametrize("kind", ["unreadable", "fifo", "folder"])
+@pytest.mark.parametrize("kind", ["unreadable", "fifo", "folder", "damaged"])
 def test_a_model_that_cannot_be_read_keeps_all_data(kind: str, tmp_path: Path) -> None:
+    """One that is damaged still names its data."""
     target, strange = tmp_path / "model.onnx", tmp_path / "strange.onnx"
     first = write(1, target)
     if kind == "fifo":
         os.mkfifo(strange)
     elif kind == "folder":
         strange.mkdir()
+    elif kind == "damaged":
+        strange.write_bytes(b"\xff" * ((1 << 20) - 9) + first.name.encode() + b"\xff")
     else:
         strange.symlink_to("strange.onnx")
-    for number in (2, 3):
-        write(number, target)
-    assert first.exists()
-
-
-def test_a_model_that_is_damaged_still_names_its_data(tmp_path: Path) -> None:
-    target = tmp_path / "model.onnx"
-    first = write(1, target)
-    (tmp_path / "cut.onnx").write_bytes(b"\xff" * ((1 << 20) - 9) + first.name.encode() + b"\xff")
     for number in (2, 3):
         write(number, target)
     assert first.exists()
@@ -259,13 +252,6 @@ def test_a_place_that_is_taken_leaves_the_old_model(tmp_path: Path) -> None:
     with pytest.raises(ExportError, match=f"{blocked}: cannot be written: Is a directory"):
         write(2, target)
     assert read(target) == 1
-
-
-def test_optimize_writes_such_names(tmp_path: Path) -> None:
-    onnx.save(ir.to_proto(make(7)), tmp_path / "a.onnx")
-    optimize(tmp_path / "a.onnx", tmp_path / "model.onnx", device="cpu")
-    [data] = tmp_path.glob("*.data")
-    assert data.name == f"model.{checksum(data)[:16]}.data" and read(tmp_path / "model.onnx") == 7
 
 
 def test_folders_change_places_in_one_step(tmp_path: Path) -> None:
