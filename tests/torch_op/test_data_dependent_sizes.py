@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 import torch
 from samples import ALL, Sample, call, has_derivative, make_sample, samples
-from torch._dynamo import config
 from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
@@ -98,20 +97,6 @@ def test_exported_program_runs_at_other_sizes() -> None:
     for masks in MASKS:
         for found, expected in zip(program(X, *masks), broadcasts(X, *masks), strict=True):
             assert torch.equal(found, expected) and found.shape == expected.shape
-
-
-@pytest.mark.slow  # tests/library/test_counted_sizes.py does it with an op that counts
-@config.patch(capture_dynamic_output_shape_ops=True)
-def test_compiled_in_one_graph_with_gradients() -> None:
-    compiled = torch.compile(broadcasts, fullgraph=True, backend="aot_eager")
-
-    def gradient(function: Callable[..., Any], *masks: torch.Tensor) -> torch.Tensor:
-        x = X.clone().requires_grad_()
-        (grad,) = torch.autograd.grad(sum(y.square().sum() for y in function(x, *masks)), x)
-        return grad
-
-    for masks in MASKS:
-        torch.testing.assert_close(gradient(compiled, *masks), gradient(broadcasts, *masks))
 
 
 def test_export_to_onnx(tmp_path: Path) -> None:

@@ -120,18 +120,11 @@ def test_constructors_are_torchs(make: Callable[[], nn.Module], twin: type[nn.Mo
 ERRORS: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "beta": (lambda: torch_op.CustomSoftplus(2.0), ValueError, r"beta is 2\.0, expected 1; write softplus"),
     "offset": (lambda: torch_op.CustomRMSNorm(8, offset=2), ValueError, r"offset is 2, expected 0 .* or 1"),
-    "width": (
-        lambda: torch_op.CustomLayerNorm(8)(torch.ones(2, 7)),
-        RuntimeError,
-        r"weight has shape \[8\], expected .*\[7\]",
-    ),
     "width without a weight": (
         lambda: torch_op.CustomLayerNorm(8, elementwise_affine=False)(torch.ones(2, 7)),
         RuntimeError,
         r"CustomLayerNorm: the input has shape \[2, 7\], expected one that ends in normalized_shape = \[8\]",
     ),
-    "approximate": (lambda: torch_op.CustomGELU("fast")(torch.ones(2)), RuntimeError, r"approximate.*fast"),
-    "dim": (lambda: torch_op.CustomSoftmax(2)(torch.ones(2, 3)), RuntimeError, r"dim"),
 }
 
 

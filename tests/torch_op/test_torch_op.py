@@ -116,33 +116,22 @@ def test_vmap_of_other_libraries_rows_is_one_call() -> None:
 
 
 B, S, C = 3, 2, 8
-ONE_CALL_FOR_A_BATCH: dict[
-    str, dict[str, Any]
-] = {  # inputs of each example (a list) and for all (a tuple), by op
+ONE_CALL_FOR_A_BATCH: dict[str, dict[str, Any]] = {  # by op: inputs of each example (a list), and for all
     "rope": {"q": [B, S, C], "k": [B, S, C], "cos": (1, S, 2), "sin": (1, S, 2), "head_size": 4},
     "rope, angles of each": {
-        "q": [B, S, C],
-        "k": (B, S, C),
-        "cos": [B, S, 2],
-        "sin": [B, S, 2],
-        "head_size": 4,
+        "q": [B, S, C], "k": (B, S, C), "cos": [B, S, 2], "sin": [B, S, 2], "head_size": 4,
     },
     "attention_packed": {"qkv": [B, S, 3 * C], "bias": (1, 2, S, S), "heads": 2},
     "attention_packed, a bias each": {"qkv": (B, S, 3 * C), "bias": [1, 1, S, S], "heads": 2, "causal": True},
     "attention_cached_functional": {
-        "qkv": [B, 1, 3 * C],
-        "k_cache": [B, 2, 5, 4],
-        "v_cache": (B, 2, 5, 4),
+        "qkv": [B, 1, 3 * C], "k_cache": [B, 2, 5, 4], "v_cache": (B, 2, 5, 4),
         "position": torch.full((B,), 3).int(),
     },
     "embed_layer_norm": {
-        "table": (9, C),
-        "ids": torch.arange(4 * B * S) % 9,
-        "rows": (1, S, C),
-        "weight": (C,),
+        "table": (9, C), "ids": torch.arange(4 * B * S) % 9, "rows": (1, S, C), "weight": (C,),
     },
     "ada_layer_norm": {"x": [B, S, C], "scale": [B, C], "shift": (B, C)},
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("case", ONE_CALL_FOR_A_BATCH)
@@ -168,10 +157,7 @@ def test_vmap_of_batches_is_one_call(case: str, dim: int) -> None:
     for one, ones in zip(found if isinstance(found, tuple) else (found,), expected, strict=True):
         torch.testing.assert_close(one, torch.stack(list(ones)), rtol=0, atol=0)
     none = func.vmap(function, dim)(*(value.narrow(dim, 0, 0) for value in values))
-    assert (none[0] if isinstance(none, tuple) else none).shape == (
-        0,
-        *(each[0][0] if isinstance(found, tuple) else each[0]).shape,
-    )
+    assert (none[0] if isinstance(none, tuple) else none).shape == (0, *expected[0][0].shape)
 
 
 def test_vmap_where_only_the_gradient_is_batched() -> None:

@@ -90,34 +90,17 @@ def test_quantized_tensor() -> None:
 DIMENSION = r"attribute {} is {}, expected a dimension of x: {} to {}"
 WEIGHTED = r"custom_domain::{}\(x: float32\[2, 3\], .*weight: float32\[{}\]"
 CALLS: dict[str, tuple[Callable[[str], object], str]] = {
-    "approximate": (
-        lambda d: torch_op.gelu(torch.ones(3, device=d), "fast"),
-        r"gelu.*: attribute approximate is 'fast', expected one of none \| tanh",
-    ),
     "eps nan": (
         lambda d: torch_op.rms_norm(torch.ones(2, 3, device=d), eps=float("nan")),
         r"rms_norm.*: attribute eps is nan, expected a finite number >= 0",
-    ),
-    "offset": (
-        lambda d: torch_op.rms_norm(torch.ones(2, 3, device=d), offset=2),
-        r"rms_norm.*: attribute offset is 2, expected one of 0 \| 1",
     ),
     "dim": (
         lambda d: torch_op.softmax(torch.ones(2, 3, device=d), 2),
         r"softmax\(x: float32\[2, 3\]\): " + DIMENSION.format("dim", 2, -2, 1),
     ),
-    "dim of a scalar": (
-        lambda d: torch_op.softmax(torch.ones((), device=d), 1),
-        r"softmax\(x: float32\[\]\): " + DIMENSION.format("dim", 1, -1, 0),
-    ),
     "weight's width": (
         lambda d: torch_op.layer_norm(torch.ones(2, 3, device=d), torch.ones(4, device=d)),
         WEIGHTED.format("layer_norm", 4) + r".*: weight has shape \[4\], expected x\[axis:\] = \[3\]",
-    ),
-    "one shape": (
-        lambda d: ops.relu_backward(torch.ones(3, device=d), torch.ones(4, device=d)),
-        r"relu_backward\(grad_y: float32\[3\], y: float32\[4\]\): the inputs must have one shape: "
-        r"grad_y has \[3\], y has \[4\]",
     ),
     "broadcast": (
         lambda d: torch_op.add(torch.ones(2, 3, device=d), torch.ones(4, device=d)),
@@ -229,15 +212,7 @@ def test_an_op_name_defined_elsewhere() -> None:
 
 
 def test_a_smaller_library_beside_gives_the_ops_that_are_there() -> None:
-    assert torch_op.load(find_library("custom_relu")).relu is torch_op.relu
-
-
-def test_an_op_that_a_library_does_not_have() -> None:
+    relu_alone = torch_op.load(find_library("custom_relu"))
+    assert relu_alone.relu is torch_op.relu
     with pytest.raises(AttributeError, match=r"libcustom_relu.so has no op 'gelu'; it has: relu, relu_b"):
-        torch_op.load(find_library("custom_relu")).gelu  # noqa: B018
-
-
-def test_a_second_copy_of_the_package_is_refused() -> None:
-    code = "import sys; sys.path.insert(0, '.'); import torch_op"
-    result = warm_python.run(["-c", code], cwd=ROOT)
-    assert result.returncode != 0 and "import twinop.torch_op, not torch_op" in result.stderr
+        relu_alone.gelu  # noqa: B018

@@ -236,9 +236,6 @@ def test_batches_of_operands_broadcast_as_in_torch(a: Any, b: Any, dims: Any) ->
     for op in (ops.add, torch_op.add):
         result = torch.func.vmap(op, in_dims=dims)(x, y)
         assert torch.equal(result, expected)
-
-
-def test_batches_of_examples_that_do_not_broadcast() -> None:
     with pytest.raises(RuntimeError, match="do not broadcast"):
         torch.func.vmap(torch_op.add)(torch.randn(5, 3), torch.randn(5, 4))
 
