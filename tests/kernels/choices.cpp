@@ -40,7 +40,7 @@ constexpr Target kTargets[] = {kH200,
 
 // On one GPU in all of its sizes; elsewhere most numbers decide the same.
 std::int64_t Next(std::int64_t size, const Target& target) {
-  return size + (size >= 18000 ? 7777 : &target == kTargets ? 1 : 7);
+  return size + (size >= 18000 ? 7777 : &target == kTargets ? 1 : 31);
 }
 
 }  // namespace

@@ -86,24 +86,10 @@ def inputs(dtype: torch.dtype) -> Tensor:
     random = torch.Generator().manual_seed(1)
     uniform = torch.rand(3, 40_000, generator=random, dtype=torch.float64)
     sizes = torch.exp((uniform[0] * 2 - 1) * 80) * torch.where(uniform[1] < 0.5, -1, 1)
-    edges = [
-        0.0,
-        -0.0,
-        1.0,
-        -1.0,
-        0.5,
-        -0.5,
-        1.5,
-        2.5,
-        float("inf"),
-        -float("inf"),
-        float("nan"),
-        88.8,
-        709.9,
-    ]
-    return torch.cat(
-        [sizes, 40 * uniform[1] - 20, 2 * uniform[2] - 1, torch.tensor(edges, dtype=torch.float64)]
-    ).to(dtype)
+    infinity = float("inf")
+    edges = [0.0, -0.0, 1.0, -1.0, 0.5, -0.5, 1.5, 2.5, infinity, -infinity, float("nan"), 88.8, 709.9]
+    special = torch.tensor(edges, dtype=torch.float64)
+    return torch.cat([sizes, 40 * uniform[1] - 20, 2 * uniform[2] - 1, special]).to(dtype)
 
 
 def pairs(dtype: torch.dtype) -> tuple[Tensor, Tensor]:

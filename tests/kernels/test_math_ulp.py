@@ -123,36 +123,13 @@ def inputs(dtype: torch.dtype, count: int = 1 << 18) -> Tensor:
     integer = torch.int32 if dtype == torch.float32 else torch.int64
     info = torch.iinfo(integer)
     uniform = torch.rand(3, count, generator=generator, dtype=torch.float64)
-    edges = [
-        0.625,
-        1,
-        14.2,
-        16.27,
-        20,
-        37.5,
-        46.13,
-        87.34,
-        88.72283,
-        88.7229,
-        103.97,
-        132.4,
-        709.8,
-        745.2,
-        1064,
-    ]
-    edges += [0.0, float("inf"), torch.finfo(dtype).tiny, torch.finfo(dtype).tiny / 4]
-    return torch.cat(
-        [
-            torch.randint(info.min, info.max, (count,), generator=generator, dtype=integer).view(dtype),
-            (40 * uniform[0] - 20).to(dtype),
-            (2 * uniform[1] - 1).to(dtype),
-            (200 * uniform[2] - 110).to(dtype),
-            torch.linspace(0.99, 1.01, count // 4, dtype=dtype),
-            torch.tensor(edges, dtype=dtype),
-            -torch.tensor(edges, dtype=dtype),
-            torch.tensor([float("nan")], dtype=dtype),
-        ]
-    )
+    edges = [0.625, 1, 14.2, 16.27, 20, 37.5, 46.13, 87.34, 88.72283, 88.7229, 103.97, 132.4, 709.8, 745.2]
+    edges += [1064, 0.0, float("inf"), torch.finfo(dtype).tiny, torch.finfo(dtype).tiny / 4]
+    exponents = torch.randint(info.min, info.max, (count,), generator=generator, dtype=integer).view(dtype)
+    intervals = torch.cat([40 * uniform[0] - 20, 2 * uniform[1] - 1, 200 * uniform[2] - 110]).to(dtype)
+    near_1 = torch.linspace(0.99, 1.01, count // 4, dtype=dtype)
+    special = torch.tensor([*edges, *(-each for each in edges), float("nan")], dtype=dtype)
+    return torch.cat([exponents, intervals, near_1, special])
 
 
 def run(name: str, x: Tensor) -> Tensor:

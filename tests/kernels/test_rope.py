@@ -86,28 +86,20 @@ def test_the_end_of_a_head_passes(dtype: str, layout: str, device: str) -> None:
             torch_op.rope(*whole, cos, sin, layout=layout, head_size=size), expected, strict=True
         ):
             assert_same_bits(found, exact, f"{sizes}")
-        session = in_onnxruntime(device, layout, dtype, head_size=size)
-        run_bound(
-            session,
-            {"q": whole[0], "k": whole[1], "cos": cos, "sin": sin},
-            {"turned_q": whole[0], "turned_k": whole[1]},
-        )
-        for found, exact in zip(whole, expected, strict=True):
-            assert_same_bits(found, exact, f"in place, {sizes}")
+        turn_in_place(whole, cos, sin, expected, in_onnxruntime(device, layout, dtype, head_size=size))
 
 
-def test_a_head_size_that_is_too_small() -> None:
+@pytest.mark.parametrize(
+    ("size", "message"),
+    [
+        (6, "head_size is 6, and cos has 4 angles; expected a size of at least 8, or 0"),
+        (10, "q and k have rows of 12 and 12 numbers; expected whole heads of 10"),
+    ],
+)
+def test_a_head_size_that_does_not_fit(size: int, message: str) -> None:
     q, k, cos = random(2, 3, 12), random(2, 3, 12), random(1, 3, 4)
-    with pytest.raises(
-        (RuntimeError, RecordError),
-        match="head_size is 6, and cos has 4 angles; expected a size of at least 8, or 0",
-    ):
-        torch_op.rope(q, k, cos, cos, head_size=6)
-    with pytest.raises(
-        (RuntimeError, RecordError),
-        match="q and k have rows of 12 and 12 numbers; expected whole heads of 10",
-    ):
-        torch_op.rope(q, k, cos, cos, head_size=10)
+    with pytest.raises((RuntimeError, RecordError), match=message):
+        torch_op.rope(q, k, cos, cos, head_size=size)
 
 
 def in_onnxruntime(
@@ -119,18 +111,23 @@ def in_onnxruntime(
     return make_session(model, library_of(record), device, **options)
 
 
+def turn_in_place(whole: Any, cos: torch.Tensor, sin: torch.Tensor, expected: Any, session: Any) -> None:
+    """ONNX Runtime may give an output the memory of its input."""
+    given = {"q": whole[0], "k": whole[1], "cos": cos, "sin": sin}
+    run_bound(session, given, {"turned_q": whole[0], "turned_k": whole[1]})
+    for found, exact in zip(whole, expected, strict=True):
+        assert_same_bits(found, exact, f"in place, {tuple(found.shape)}")
+
+
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("layout", ["half", "interleaved"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_in_place(dtype: str, layout: str, device: str) -> None:
-    """ONNX Runtime may give an output the memory of its input."""
     session = in_onnxruntime(device, layout, dtype)
     for sizes in ((2, 5, 12, 4, 32), (1, 3, 2, 1, 129)):
         q, k, cos, sin = given(sizes, 1, DTYPES[dtype], device)
         expected = torch_op.rope(q, k, cos, sin, layout=layout)
-        run_bound(session, {"q": q, "k": k, "cos": cos, "sin": sin}, {"turned_q": q, "turned_k": k})
-        for found, each in zip((q, k), expected, strict=True):
-            assert_same_bits(found, each, f"in place, {sizes}")
+        turn_in_place((q, k), cos, sin, expected, session)
 
 
 @pytest.mark.parametrize("device", DEVICES)
