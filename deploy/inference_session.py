@@ -249,6 +249,9 @@ class Session:
                 )
             values[name] = to_ort_value(np.ascontiguousarray(array).reshape(array.shape), spec.element)
         found = guarded(self.ort.run_with_ort_values, names, values, options)
+        for name in [name for name, each in zip(names, found, strict=True) if not each.is_tensor()]:
+            text = f"output {name} is {self.outputs[name].type}, which ONNX Runtime does not return as arrays"
+            raise RunError(f"{text} from models with bfloat16 or 8-bit floats", "NotImplemented")
         return {name: to_numpy(each, self.outputs[name]) for name, each in zip(names, found, strict=True)}
 
 

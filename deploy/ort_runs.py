@@ -126,7 +126,7 @@ def run(
     except RunError as error:
         if error.code == "NotImplemented":
             op = re.search(r"implementation for (?:\S+:)?(\w+)\(\d+\)", str(error))
-            raise NotRunnable(f"{name} has no CPU kernel for {op[1] if op else error}") from error
+            raise NotRunnable(f"{name} has no CPU kernel for {op[1]}" if op else str(error)) from error
         raise ExportError(str(error)) from error
     _loaded.update(loaded)
     failed = {index: each for index, each in enumerate(outputs) if isinstance(each, str)}
@@ -173,6 +173,8 @@ def _runs(
             kept |= {each: found.get(each.output) for each in wanted if each.case == index}
             yield list(found.values())
         except TwinopError as error:
+            if index < required and getattr(error, "code", "") == "NotImplemented":
+                raise
             if index < required:
                 shapes = ", ".join(f"{name} {np.shape(each)}" for name, each in feeds.items())
                 raise ExportError(

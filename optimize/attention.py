@@ -120,7 +120,7 @@ def _fuse(rewrite: Attention, softmax: ir.Node, matmul: ir.Node) -> None:
         raise g.Skipped("q and k of batches that may differ")
     bias, shown, causal = masks_of_scores(context, scores.masks, matmul, square=not context.may_differ(*rows))
     lengths = _lengths(shown, matmul) if shown is not None and not causal else None
-    is_finite = all(known_of(each).is_finite for each in scores.masks)
+    is_finite = all(known_of(each).is_finite or _chooses_finite(each) for each in scores.masks)
     guarded = bias if probabilities is not softmax.outputs[0] and not is_finite else None
     attributes: dict[str, int | float] = {"num_heads": q3.count, "scale": scale * on_q * on_k}
     attributes |= {"unidirectional": 1} if causal else {}
@@ -244,6 +244,13 @@ def masks_of_scores(
     left = [mask for mask in masks if mask not in added]
     shown = next((inputs[known[mask].shown] for mask in left if known[mask].hides == "right"), None)
     return bias, shown, any(known[mask].is_causal for mask in left)
+
+
+def _chooses_finite(mask: ir.Value) -> bool:
+    """Whether a mask is Where(condition, a, b) of two finite numbers, as torch makes it of a boolean one."""
+    where = g.producer(mask, "Where")
+    numbers = [g.scalar(each) for each in where.inputs[1:]] if where is not None else [None]
+    return all(number is not None and math.isfinite(number) for number in numbers)
 
 
 def _lengths(shown: ir.Value, before: ir.Node) -> ir.Value:

@@ -16,6 +16,7 @@ from twinop.record.op_spec import DOMAIN, OpSpec
 MICROSOFT = "com.microsoft"
 Dim = int | str | None
 _RESULTS = {"LessOrEqual": ir.DataType.BOOL, "Shape": ir.DataType.INT64}
+_NO_NUMBERS = {ir.DataType.STRING, ir.DataType.COMPLEX64, ir.DataType.COMPLEX128}
 _ELEMENTWISE = {"Add", "Cast", "Div", "Identity", "LessOrEqual", "Max", "Mul", "Reciprocal", "Sqrt", "Where"}
 
 
@@ -214,9 +215,10 @@ def is_constant(value: ir.Value | None) -> bool:
 
 
 def scalar(value: ir.Value | None) -> float | None:
-    """Returns the number of a constant with one element, else None."""
+    """Returns the number of a constant with one element, else None: also for a text or a complex number."""
     found = tensor(value)
-    return float(found.numpy().item()) if found is not None and found.size == 1 else None
+    is_number = found is not None and found.size == 1 and found.dtype not in _NO_NUMBERS
+    return float(found.numpy().item()) if found is not None and is_number else None
 
 
 def dims(value: ir.Value | None) -> list[Dim] | None:

@@ -355,7 +355,7 @@ def cases_of_ids(model: ir.Model, case: Case) -> tuple[str, list[Case]]:
             found = {each for table, axis in tables for each in _ids(table, axis, rows)}
             ids[str(value.name)] = np.array(sorted(found), array.dtype)
             times, batch = max(times, -(-len(found) // array.size)), (g.dims(value) or [None])[0]
-    fitting = max(1, MOST // sum(array.size for array in case.values()))  # images beside ids are large
+    fitting = max(1, MOST // max(1, sum(array.size for array in case.values())))  # images are large
     times = min(times, _MOST_LARGE * fitting)
     repeats = min(times, _MOST_REPEATS, fitting) if isinstance(batch, str) else 1
     whole = dict[str, np.ndarray]()

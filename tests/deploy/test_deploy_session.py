@@ -65,6 +65,10 @@ def test_numpy_other_types() -> None:
     first = node("SequenceAt", ["q", "zero"], ["y"], "first", "")
     graph = model([first], [sequence], [value("y", shape=None)], initializers={"zero": np.array(0)})
     assert session(graph).run({"q": [np.ones(3, np.float32)]})["y"].tolist() == [1, 1, 1]
+    put = [node("SequenceConstruct", ["x"], ["q"], "put", "")]
+    opened = session(model(put, [value("x"), value("b", "bfloat16")], [sequence]))
+    with pytest.raises(RunError, match=r"output q is seq.tensor.float.*does not return as arrays"):
+        opened.run({"x": np.ones((1, 4), np.float32), "b": np.ones((1, 4), ml_dtypes.bfloat16)})
 
 
 def test_an_input_with_a_default_may_be_left_out() -> None:

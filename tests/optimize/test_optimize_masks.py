@@ -141,12 +141,14 @@ def test_a_causal_mask_of_more_or_fewer_keys_than_queries(mask: str, given: bool
         ("bool", "bias = Where (mask, shown, infinite) r = Add (s, bias)"),
         ("bool", "r = Where (mask, s, infinite)"),
         ("float", "r = Add (s, mask)"),
+        ("bool", "bias = Where (mask, shown, lowest) r = Add (s, bias)"),
     ],
-    ids=["bias", "chosen scores", "float"],
+    ids=["bias", "chosen scores", "float", "finite"],
 )
 def test_a_guard_of_rows_that_a_mask_hides(kind: str, mask: str, tmp_path: Path) -> None:
-    report, _ = optimized(attention(mask + GUARD, f", {kind}[B, 1, S, S] mask"), tmp_path)
+    report, model = optimized(attention(mask + GUARD, f", {kind}[B, 1, S, S] mask"), tmp_path)
     assert report.fused["attention"] == 1
+    assert len(nodes(model, "ReduceMax")) == ("lowest" not in mask)
     shown = np.ones((2, 1, 5, 5), bool)
     shown[:, :, 1], shown[0, 0, 3, 2:] = False, False
     given = shown if kind == "bool" else np.where(shown, np.float32(0), np.float32(-np.inf))
