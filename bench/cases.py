@@ -78,10 +78,7 @@ def choose(names: str, library: Path | None = None) -> dict[str, Entry]:
 
 
 def built_entries() -> dict[str, Entry]:
-    """Returns the entries of the built ops.
-
-    Ops of floats, elementwise or row-wise, that `ENTRIES` does not name have one derived from their record.
-    """
+    """Returns the entries of the built ops; of those of floats without one, made from their record."""
     records = torch_op.records()
     found = {name: entry for name, entry in ENTRIES.items() if entry.op in records}
     known = {entry.op for entry in ENTRIES.values()}

@@ -98,10 +98,7 @@ ENTRIES: dict[str, Entry] = {
 def entry_of(
     record: OpSpec, library: Path | None = None, attributes: Mapping[str, Any] | None = None, names: str = ""
 ) -> Entry:
-    """Returns the entry of an op that the table does not name: torch's own function is its function body.
-
-    `names` are the inputs to pass; by default all.
-    """
+    """Returns an entry with the function body for torch's own function; `names`: inputs, by default all."""
     names = names or " ".join(entry.name for entry in record.inputs)
     given = dict(attributes or {})
 

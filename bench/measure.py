@@ -59,10 +59,7 @@ def side_by_side(
     again: Sequence[str],
     seconds: float = 1.0,
 ) -> dict[str, Any]:
-    """Makes, checks and measures subjects: device time, or wall time where there is no timer.
-
-    Those in `again` are measured twice. Returns "times" and "missing" of a line.
-    """
+    """Makes, checks and times subjects, some twice (`again`); returns "times" and "missing" of a line."""
     subjects, missing = checked(makers, check)
     runs = {name: subject.run for name, subject in subjects.items()}
     runs |= {name + AGAIN: runs[name] for name in again if name in runs}

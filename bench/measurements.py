@@ -107,10 +107,7 @@ def machine_title(line: Mapping[str, Any]) -> str:
 
 
 class Measurements:
-    """The file to which a run adds its measurements; `lines` are those of this run.
-
-    BenchError: the folder cannot be created or written to.
-    """
+    """The file to which a run adds its `lines`; BenchError: its folder cannot be written to."""
 
     def __init__(
         self, benchmark: str, device: torch.device, output: Path | None = None, quick: bool = False

@@ -103,10 +103,7 @@ def _text(cell: Cell, provider: str) -> str:
 
 
 def is_slower(old: Sequence[Mapping[str, Any]], new: Sequence[Mapping[str, Any]]) -> bool:
-    """Prints which of twinop's cells are slower than before, by more than 3 % and both tolerances.
-
-    BenchError: they have no cell in common.
-    """
+    """Prints which of twinop's cells are slower than before; BenchError: there is no cell in common."""
     before = {cell.key: cell for cell in map(Cell, old)}
     both = [(before[cell.key], cell) for cell in map(Cell, new) if cell.key in before]
     compared, slower = 0, 0

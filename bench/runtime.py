@@ -54,10 +54,7 @@ def one_op(
     opset: int = 20,
     constants: Mapping[str, torch.Tensor] | None = None,
 ) -> onnx.ModelProto:
-    """Returns a model of these nodes, whose inputs and outputs have these tensors' dtypes and ranks.
-
-    It holds the constants itself.
-    """
+    """Returns a model of these nodes with constants; its inputs and outputs have these dtypes and ranks."""
 
     def value(name: str, tensor: torch.Tensor) -> onnx.ValueInfoProto:
         shape = [f"{name}_{axis}" for axis in range(tensor.dim())]

@@ -40,10 +40,7 @@ def _in_turn(runs: Mapping[str, Run], rounds: range) -> Iterator[tuple[int, str,
 def host_times(
     runs: Mapping[str, Run], *, rounds: int, seconds: float, after: Run | None = None
 ) -> dict[str, Time]:
-    """Measures the wall time of runs that are complete when they return.
-
-    It stops after `seconds`, once there are 15 rounds. `after` is called after each run, within its time.
-    """
+    """Measures the wall time of runs and `after`, until `seconds` are over and there are 15 rounds."""
     samples: dict[str, list[float]] = {name: [] for name in runs}
     clock = time.perf_counter
     deadline = clock() + seconds
@@ -61,10 +58,7 @@ def host_times(
 
 
 def host_times_apart(runs: Mapping[str, Run], *, rounds: int, seconds: float) -> dict[str, Time]:
-    """Measures the wall time of ONNX Runtime's runs, then of torch's.
-
-    The threads of either pool spin for a while after a run.
-    """
+    """Measures the wall time of ONNX Runtime's runs, then of torch's: their threads spin after a run."""
     in_ort = {name: run for name, run in runs.items() if "ORT" in name}
     in_torch = {name: run for name, run in runs.items() if name not in in_ort}
     times = [host_times(part, rounds=rounds, seconds=seconds) for part in (in_ort, in_torch) if part]

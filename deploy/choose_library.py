@@ -143,10 +143,7 @@ def refused(path: Path) -> LibraryError:
 def _candidates(
     domain: str, places: Sequence[Path], own: int, confined: bool
 ) -> tuple[list[Library], list[str]]:
-    """Returns usable libraries of a domain in the order of preference, and why others were skipped.
-
-    One in the first `own` places that cannot be read is an error.
-    """
+    """Returns the usable libraries, best first, and why others were skipped; an unreadable own one raises."""
     libraries: list[Library] = []
     skipped: list[str] = []
     folders = [folder.resolve() for folder in places]

@@ -18,10 +18,7 @@ _LOOK_UP = "CustomEmbedLayerNorm"
 
 
 def cpu_bytes(model: Model) -> int:
-    """Returns what ONNX Runtime's CPU kernels copy of the weights that matmuls read.
-
-    They pack weights of integers and of fp32. Those of 16 bits are packed in fp32.
-    """
+    """Returns what matmuls on the CPU pack of integer and fp32 weights, and of 16-bit ones, in fp32."""
     nodes = custom_nodes(
         model.proto, lambda node: node.op_type in _PACK or (is_custom(node) and node.op_type != _LOOK_UP)
     )

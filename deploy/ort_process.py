@@ -64,10 +64,7 @@ class Server:
         atexit.register(self.close)
 
     def run(self, function: Callable[..., Iterable[Any]], *arguments: Any) -> list[Any]:
-        """Returns what a module's function yields in another process. Each item is progress.
-
-        TwinopError: the function's own. OrtCrash: the process ended. Endless: the time limit was exceeded.
-        """
+        """Returns the items that a function yields in another process; TwinopError, OrtCrash or Endless."""
         if not python_child.executable():
             python_child.warn_unprotected(
                 "the model runs in this one, and may end it or never come to an end"

@@ -143,10 +143,7 @@ class TensorRunner:
         return tensor
 
     def _shared(self, feeds: Mapping[str, torch.Tensor], wanted: Outputs) -> dict[str, str]:
-        """Checks the memory that the caller gives for outputs.
-
-        Returns the inputs, such as caches, that are written in place: by output, which has their memory.
-        """
+        """Checks the memory for outputs; returns the inputs, such as caches, that outputs are written to."""
         spans, shared = [], {}
         for name, output in wanted.items():
             if output is not None:

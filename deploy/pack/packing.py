@@ -27,7 +27,7 @@ from ..custom_nodes import Model, load_model, tensors
 from ..errors import PackError, RunError
 from ..service.datatypes import require_servable
 from ..tensor_specs import Spec
-from .options import Options
+from .command import Options
 from .triton_config import make_config, write_config
 
 MODELS_IN_CONTAINER = (

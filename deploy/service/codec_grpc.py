@@ -115,10 +115,7 @@ def decode(
 
 
 def encode(result: Result, form: AnswerFormat) -> bytes:
-    """Return a serialized ModelInferResponse.
-
-    It is raw if the request was raw, or if a datatype has no typed field (FP16, BF16).
-    """
+    """Return a serialized ModelInferResponse: raw as the request was, or if a datatype has no typed field."""
     answer = pb.ModelInferResponse(model_name=result.model, model_version=str(result.version), id=form.id)
     kinds = [OF_DTYPE[array.dtype] for array in result.outputs.values()]
     is_raw = form.raw or any(kind.contents is None for kind in kinds)

@@ -18,7 +18,7 @@ from .datatypes import version_number
 from .errors import BROKEN, INTERNAL, INVALID, NOT_READY, TOO_SLOW, UNAUTHENTICATED, ServiceError, invalid
 from .limits import Budget, RequestMemory
 from .newer_python import timeout
-from .operations import OPEN, Operation, Operations, Token
+from .operations import OPEN, Operation, Token, operations
 from .repository import Repository
 from .request import in_thread_if_large
 from .rest import address_error
@@ -77,7 +77,7 @@ class _CallHandler:
     def service(self) -> grpc.GenericRpcHandler:
         types = pb.DESCRIPTOR.services_by_name["GRPCInferenceService"].methods_by_name
         methods = {}
-        for each in Operations(self._repository).table():
+        for each in operations(self._repository):
             if each.rpc:
                 method: Method = self._infer
                 parse = codec_grpc.parse
@@ -157,10 +157,7 @@ class _CallHandler:
             raise
 
     async def _message(self, context: Any) -> bytes:
-        """Read the message of a call.
-
-        This goes on if the coroutine is cancelled: gRPC never frees a message that arrives for such a one.
-        """
+        """Read a message, also for a cancelled call: gRPC never frees one that arrives for such a call."""
         reading, seconds = asyncio.ensure_future(context.read()), self._settings.body_seconds
         reading.add_done_callback(lambda done: done.cancelled() or done.exception())  # or asyncio logs it
         try:

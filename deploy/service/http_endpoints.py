@@ -27,7 +27,7 @@ from .errors import (
 )
 from .limits import Budget, Limit, RequestMemory
 from .newer_python import timeout
-from .operations import MODEL, Operation, Operations
+from .operations import MODEL, Operation, operations
 from .repository import Repository
 from .request import in_thread_if_large
 
@@ -80,7 +80,7 @@ class Endpoints:
         """Return a route for each operation, and for each of a model's versions."""
         own = {f"{MODEL}/infer": self.infer, "/metrics": self.metrics}
         found = []
-        for each in Operations(self._repository).table():
+        for each in operations(self._repository):
             handler = own.get(each.path) or self.json_endpoint(each)
             paths = [each.path]
             if each.path.startswith(MODEL):

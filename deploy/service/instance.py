@@ -34,10 +34,7 @@ class Instance:
         self._options = onnxruntime.RunOptions()
 
     def run(self, parts: _Parts, outputs: Sequence[str]) -> dict[str, np.ndarray]:
-        """Run the requests in `parts`, joined along axis 0. All are checked, and have the same inputs.
-
-        Returns the outputs in newly allocated memory. The message of a ServiceError is for clients.
-        """
+        """Run checked requests, joined along axis 0, whose inputs are the same; errors are for clients."""
         try:
             inputs = parts[0]
             if len(parts) > 1:

@@ -22,10 +22,7 @@ _request: ContextVar[Mapping[str, Any]] = ContextVar("_request", default=Mapping
 
 
 def configure(level: str) -> None:
-    """Send the logs of Python, this package, uvicorn and gRPC to stderr.
-
-    The level is for this package and the servers. Others log from warning on.
-    """
+    """Send all logs to stderr, those of others than this package and the servers from warning on."""
     handler = logging.StreamHandler()
     handler.addFilter(_Fields())
     handler.setFormatter(

@@ -34,61 +34,45 @@ class Operation(NamedTuple):
     is_question: bool = False  # over gRPC the answer is "false" if the server or the model is not ready
 
 
-class Operations:
-    """The handlers. A model or version that a request does not name is ""."""
+def operations(repository: Repository) -> list[Operation]:
+    """Return the operations. A model or version that a request does not name is ""."""
 
-    def __init__(self, repository: Repository) -> None:
-        self._repository = repository
-
-    def table(self) -> list[Operation]:
-        return [
-            Operation("POST", f"{MODEL}/infer", "ModelInfer", None),
-            Operation("GET", MODEL, "ModelMetadata", self.model),
-            Operation("GET", f"{MODEL}/ready", "ModelReady", self.model_ready, is_question=True),
-            Operation("GET", "/v2/models", "", self.models),
-            Operation("GET", "/v2", "ServerMetadata", self.server),
-            Operation("GET", OPEN[0], "ServerLive", self.live, is_question=True),
-            Operation("GET", OPEN[1], "ServerReady", self.ready, is_question=True),
-            Operation("GET", "/", "", lambda: {"status": "alive"}),  # as KServe does
-            Operation("GET", "/metrics", "", None),
-            Operation("POST", "/v2/repository/index", "RepositoryIndex", self.index, itemgetter("models")),
-        ]
-
-    def live(self) -> dict[str, Any]:
-        if self._repository.broken:
-            raise ServiceError(BROKEN, without_paths(self._repository.broken))
+    def live() -> dict[str, Any]:
+        if repository.broken:
+            raise ServiceError(BROKEN, without_paths(repository.broken))
         return {"live": True}
 
-    def ready(self) -> dict[str, Any]:
-        if why := self._repository.why_not_ready():
+    def ready() -> dict[str, Any]:
+        if why := repository.why_not_ready():
             raise ServiceError(NOT_READY, f"the server is not ready: {why}")
-        missing = self._repository.unavailable()
+        missing = repository.unavailable()
         return {"ready": True} | ({"unavailable": missing} if missing else {})
 
-    def server(self) -> dict[str, Any]:
-        """Return the server's name and version, and the extensions that are on, under Triton's names."""
-        return {"name": "twinop", "version": __version__, "extensions": ["binary_tensor_data"]}
-
-    def models(self) -> dict[str, Any]:
-        return {"models": list(self._repository.models)}
-
-    def model_ready(self, model: str, version: str = "") -> dict[str, Any]:
-        self._repository.find(model, version_number(model, version))
+    def model_ready(model: str, version: str = "") -> dict[str, Any]:
+        repository.find(model, version_number(model, version))
         return {"name": model, "ready": True}
 
-    def model(self, model: str, version: str = "") -> dict[str, Any]:
-        """Return a model's interface, and how it runs."""
-        described = self._repository.find(model, version_number(model, version)).loaded.describe()
-        return {
-            "name": model,
-            "versions": [str(each) for each in sorted(self._repository.models[model])],
-            "platform": "onnxruntime_onnx",
-            **described,
-        }
+    def metadata(model: str, version: str = "") -> dict[str, Any]:
+        described = repository.find(model, version_number(model, version)).loaded.describe()
+        versions = [str(each) for each in sorted(repository.models[model])]
+        return {"name": model, "versions": versions, "platform": "onnxruntime_onnx", **described}
 
-    def index(self) -> dict[str, Any]:
-        """List models and versions with their states."""
-        return {"models": self._repository.index()}
+    def index() -> dict[str, Any]:
+        return {"models": repository.index()}
+
+    server = {"name": "twinop", "version": __version__, "extensions": ["binary_tensor_data"]}
+    return [
+        Operation("POST", f"{MODEL}/infer", "ModelInfer", None),
+        Operation("GET", MODEL, "ModelMetadata", metadata),
+        Operation("GET", f"{MODEL}/ready", "ModelReady", model_ready, is_question=True),
+        Operation("GET", "/v2/models", "", lambda: {"models": list(repository.models)}),
+        Operation("GET", "/v2", "ServerMetadata", lambda: server),
+        Operation("GET", OPEN[0], "ServerLive", live, is_question=True),
+        Operation("GET", OPEN[1], "ServerReady", ready, is_question=True),
+        Operation("GET", "/", "", lambda: {"status": "alive"}),  # as KServe does
+        Operation("GET", "/metrics", "", None),
+        Operation("POST", "/v2/repository/index", "RepositoryIndex", index, itemgetter("models")),
+    ]
 
 
 class Token:

@@ -142,10 +142,7 @@ class Repository:
             del self._following[folder.name]
 
     async def poll(self) -> None:
-        """Follow the folder until cancelled.
-
-        A model is followed once its files have stopped changing, and removed if it is missing in two scans.
-        """
+        """Follow models whose files stopped changing, remove those that two scans miss, until cancelled."""
         await self._began.wait()
         before: dict[str, ModelFolder] = {}
         missing: set[str] = set()

@@ -30,10 +30,7 @@ class AddressError(TwinopError):
 
 
 def bound(host: str, port: int, option: str, *, shared: bool = False) -> socket.socket:
-    """Return a socket that is bound to the address but does not listen yet; AddressError: it cannot be bound.
-
-    If `shared`, other servers of this user may listen on the port too.
-    """
+    """Return a bound socket that does not listen yet, on a port that may be `shared`; or AddressError."""
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(
             host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
@@ -145,10 +142,7 @@ class RestServer:
             await self._serving  # raises the cause
 
     async def drain(self, grace: float) -> bool:
-        """Stop listening, answer the requests on open connections, close these; return whether all were.
-
-        Requests that are not answered within `grace` seconds are cut off.
-        """
+        """Stop listening, answer requests for `grace` seconds, close; return whether all were answered."""
         if self._serving is None:
             for unused in self._sockets.values():
                 unused.close()

@@ -117,10 +117,7 @@ def joined_differently(instance: Instance, warmup: WarmupInputs, outputs: Sequen
 def compared(
     model: str, warmup: WarmupInputs, found: Mapping[str, np.ndarray], bodies: Instance, device: str
 ) -> str:
-    """Return a text on how far the outputs of kernels and function bodies differ.
-
-    ModelError: they differ by more than rounding. ServiceError: the function bodies do not run.
-    """
+    """Return how far kernels and bodies differ, in words; ModelError: too far; ServiceError: no body runs."""
     expected = bodies.run([warmup.feeds], list(found))
     worst, limit = 0.0, 0.0
     for name, value in found.items():

@@ -19,7 +19,7 @@ from typer.testing import CliRunner
 
 from twinop.cli import app
 from twinop.deploy.errors import PackError
-from twinop.deploy.pack.options import Options
+from twinop.deploy.pack.command import Options
 from twinop.deploy.pack.packing import pack_genai
 from twinop.errors import ExportError, TwinopError
 from twinop.libraries.library import find_library

@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 
 from twinop.cli import app
 from twinop.deploy import ModelError, check_model
-from twinop.deploy.pack.options import Options
+from twinop.deploy.pack.command import Options
 from twinop.deploy.pack.packing import pack_genai
 from twinop.errors import ExportError
 from twinop.optimize import invariance, optimize, optimize_folder

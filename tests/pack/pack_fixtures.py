@@ -6,7 +6,7 @@ from typing import Any
 import onnx
 from service_models import relu
 
-from twinop.deploy.pack.options import Options
+from twinop.deploy.pack.command import Options
 from twinop.deploy.pack.packing import Packed, pack
 
 

@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 from twinop import __version__
 from twinop.deploy.errors import ModelError, PackError
 from twinop.deploy.pack import command, packing
-from twinop.deploy.pack.options import Options
+from twinop.deploy.pack.command import Options
 from twinop.deploy.pack.packing import pack, pack_genai, read_contents
 from twinop.deploy.service.folders import scan
 from twinop.deploy.service.newer_python import tomllib

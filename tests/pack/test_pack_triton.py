@@ -18,7 +18,7 @@ from typer.testing import CliRunner
 from twinop.deploy import session
 from twinop.deploy.errors import ModelError
 from twinop.deploy.pack import command, packing
-from twinop.deploy.pack.options import Options
+from twinop.deploy.pack.command import Options
 from twinop.deploy.pack.triton_config import make_config, write_config
 from twinop.deploy.service.settings import SettingsError
 from twinop.errors import TwinopError

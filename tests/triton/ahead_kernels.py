@@ -8,7 +8,7 @@ import triton.language as tl
 from twinop.aot_kernels.expression import Expression, as_expression, constant, size
 from twinop.aot_kernels.plan import Plan, Pointer, Scalar
 from twinop.triton.intercept import label_of
-from twinop.triton.traced import TracedLaunch
+from twinop.triton.recorder import TracedLaunch
 
 ONE = constant(1)
 

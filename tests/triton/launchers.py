@@ -12,8 +12,8 @@ from triton.runtime.jit import JITFunction
 from twinop.aot_kernels.plan import Fill, Plan, Pointer, Refuse, Scalar
 from twinop.record.op_spec import OpSpec
 from twinop.record.schema_text import record_of
-from twinop.triton.trace import SAMPLE_SIZES
-from twinop.triton.traced import TracedLaunch, TracedOp
+from twinop.triton.recorder import TracedLaunch
+from twinop.triton.trace import SAMPLE_SIZES, TracedOp
 
 
 def record(

@@ -8,7 +8,7 @@ from triton.runtime.jit import native_specialize_impl
 
 from twinop.aot_kernels.plan import Variant
 from twinop.triton.compile import Source
-from twinop.triton.traced import TracedLaunch
+from twinop.triton.recorder import TracedLaunch
 from twinop.triton.variants import Address
 
 DIVISIBLE = "DivisibleBy16"

@@ -16,8 +16,8 @@ from launchers import chosen, direct, evaluated, record
 from specialisations import assumed_by, chosen_variant, is_sound, of_triton
 
 from twinop.aot_kernels.plan import Pointer
-from twinop.triton.trace import trace
-from twinop.triton.traced import TracedLaunch, TracedOp
+from twinop.triton.recorder import TracedLaunch
+from twinop.triton.trace import TracedOp, trace
 from twinop.triton.variants import Address, variants
 
 SIZES = (0, 1, 15, 16, 48, 2**31 - 1, 2**31, 2**31 + 16)

@@ -10,8 +10,8 @@ from record_driver import ROOT
 
 from twinop.errors import BuildError, RecordError
 from twinop.libraries.load_module import load_module
+from twinop.triton.recorder import TracedLaunch
 from twinop.triton.trace import trace
-from twinop.triton.traced import TracedLaunch
 
 pytest.importorskip("triton", reason="kernels in Python need it")
 import twinop

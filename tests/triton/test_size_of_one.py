@@ -10,7 +10,7 @@ from triton._C.libtriton import ir, passes
 
 from twinop.aot_kernels.expression import size
 from twinop.triton.compile import Compiled, Source, compile_kernels
-from twinop.triton.traced import TracedLaunch
+from twinop.triton.recorder import TracedLaunch
 from twinop.triton.variants import Address, specialise, variants
 
 

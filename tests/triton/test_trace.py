@@ -13,8 +13,7 @@ import triton
 from launchers import chosen, direct, evaluated, pointers, record, sized
 
 from twinop.aot_kernels.plan import Fill, Pointer, Refuse
-from twinop.triton.trace import trace
-from twinop.triton.traced import TracedOp
+from twinop.triton.trace import TracedOp, trace
 
 SIZES = [1, 2, 3, 15, 16, 17, 63, 64, 65, 127, 255, 256, 257, 1000, 1023, 1024, 1025, 2048, 2049, 4096, 4097]
 HUGE = [8191, 8193, 32769, 65535, 65536]

@@ -33,7 +33,7 @@ from twinop.errors import BuildError
 from twinop.triton.compile import Compiled, compile_kernels
 from twinop.triton.intercept import label_of
 from twinop.triton.launches import compile_plans
-from twinop.triton.traced import TracedLaunch
+from twinop.triton.recorder import TracedLaunch
 from twinop.triton.variants import variants
 
 

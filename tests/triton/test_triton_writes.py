@@ -73,8 +73,8 @@ def test_on_cuda_without_a_library(put_rows: KernelOp) -> None:
 
 def test_the_plan_stores_to_the_output(put_rows: KernelOp) -> None:
     from twinop.aot_kernels.plan import Pointer
+    from twinop.triton.recorder import TracedLaunch
     from twinop.triton.trace import trace
-    from twinop.triton.traced import TracedLaunch
 
     samples = put_rows.calls("float32", 48)
     found = trace(put_rows.record, put_rows.launcher, samples or [])

@@ -295,9 +295,7 @@ class _Code:
 
     def _variable(self, kind: str, index: int = 0, dimension: int = 0) -> str:
         if kind == "size":
-            last = len(self.record.inputs) - 1
-            entry = f"{index - last}_" * (index > last)  # of a list
-            name = f"{self.record.inputs[min(index, last)].name}_{entry}{dimension}"
+            name = f"{self.record.inputs[index].name}_{dimension}"
             declared = f"Int {name} = run.Size({index}, {dimension})"
         elif kind == "arch":
             name, declared = kind, "Int arch = run.Arch()"

@@ -49,10 +49,7 @@ class Nvcc:
 
 
 def compiler_command() -> tuple[list[str], list[str]]:
-    """Returns what runs the C++ compiler ($CXX may name ccache), and the compiler: c++, g++ or clang++.
-
-    BuildError: there is none.
-    """
+    """Returns the launcher, such as ccache, and the compiler of $CXX, or c++, g++, clang++; or BuildError."""
     names = [os.environ["CXX"]] if os.environ.get("CXX") else ["c++", "g++", "clang++"]
     command = next((words for words in map(shlex.split, names) if words and shutil.which(words[0])), None)
     if command is None:

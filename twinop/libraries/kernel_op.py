@@ -80,7 +80,7 @@ class KernelOp(Op):
     def launch(self, inputs: Iterable[Any], attributes: Mapping[str, Any]) -> Any:
         """Runs the launcher on contiguous tensors; attributes that are not given have their defaults."""
         given = {entry.name: entry.default for entry in self.record.attributes} | dict(attributes)
-        return self.launcher(*map(_contiguous, inputs), **given)
+        return self.launcher(*(None if each is None else each.contiguous() for each in inputs), **given)
 
     def calls(self, dtype: str, size: int) -> list[dict[str, Any]] | None:
         """Returns the calls of `samples`, inputs and attributes by name; None if there is no such function.
@@ -109,16 +109,8 @@ class KernelOp(Op):
         return found
 
 
-def _contiguous(given: Any) -> Any:
-    if isinstance(given, (list, tuple)):
-        return [tensor.contiguous() for tensor in given]
-    return given if given is None else given.contiguous()
-
-
-def _versions(given: Any) -> Any:
+def _version(given: Any) -> Any:
     """Returns what a write changes; None of tensors that were made in torch.inference_mode."""
-    if isinstance(given, (list, tuple)):
-        return list(map(_versions, given))
     return None if given is None or given.is_inference() else given._version
 
 
@@ -127,10 +119,10 @@ def _functional(body: Callable[..., Any], record: OpSpec) -> Callable[..., Any]:
 
     @functools.wraps(body)
     def call(*inputs: Any, **attributes: Any) -> Any:
-        versions = list(map(_versions, inputs))
+        versions = list(map(_version, inputs))
         results = body(*inputs, **attributes)
         for entry, given, version in zip(record.inputs, inputs, versions, strict=True):
-            if _versions(given) != version:
+            if _version(given) != version:
                 raise RecordError(
                     f"the body of {record.qualified_name} writes into {entry.name}. A body is functional: "
                     f"return {', '.join(record.outputs)}, with index_copy, scatter or where"

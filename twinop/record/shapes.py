@@ -127,10 +127,7 @@ def largest_sizes(
 def input_shapes(
     record: OpSpec, first: Sequence[int], attributes: Mapping[str, Any]
 ) -> dict[str, tuple[Any, ...]]:
-    """Returns shapes of all inputs by name that fit each other, and all attributes.
-
-    That of the first input is about `first`: an odd width may become even.
-    """
+    """Returns shapes of all inputs that fit; the first one is about `first`: its width may become even."""
     like_first = Expression(record.inputs[0].name, record.inputs[0].name)
     shapes = {entry.name: tuple(first) for entry in record.inputs}
     for name in [*shapes, *shapes]:  # twice: an input may depend on a later one
@@ -158,10 +155,7 @@ def too_few_dimensions(record: OpSpec, shapes: Mapping[str, Sequence[Any] | None
 
 
 def known(condition: Any) -> bool:
-    """Whether a comparison of sizes holds. Sizes that depend on data (`x[mask]`) leave it open: False.
-
-    Without this, torch would have to know the data when it traces a model.
-    """
+    """Whether a comparison of sizes holds; False where it depends on data, which a trace does not know."""
     if isinstance(condition, bool):
         return condition
     from torch.fx.experimental.symbolic_shapes import guard_or_false

@@ -21,10 +21,7 @@ MAX_USABLE_ERROR = 0.1
 
 
 def scale_of(reference: Any) -> float:
-    """Returns the largest finite |reference|, or the dtype's smallest normal number if that is larger.
-
-    It is 0 for a dtype that is not in `TOLERANCE`.
-    """
+    """Returns the largest finite |reference|, at least the smallest normal number; 0 without a tolerance."""
     reference = to_array(reference)
     if reference.dtype.name not in TOLERANCE:
         return 0.0

@@ -7,10 +7,7 @@ class Progress(Protocol):
     """Called at the start of each step, and while it goes on."""
 
     def __call__(self, step: str, done: int = 0, total: int = 0) -> None:
-        """Shows a step, such as "writing", one text for a whole step, and how much of it is done.
-
-        That is in bytes, or in parts such as segments; a total of 0 is not known.
-        """
+        """Shows a step, and how much of it is done, in bytes or parts; a total of 0 is not known."""
 
 
 def silent(step: str, done: int = 0, total: int = 0) -> None:

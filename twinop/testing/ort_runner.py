@@ -19,10 +19,7 @@ class OrtRunner:
         self.sessions: dict[str, Any] = {}
 
     def __call__(self, sample: Sample, outputs: tuple[torch.Tensor, ...]) -> None:
-        present = [
-            len(given) if isinstance(given, list) else int(given is not None)
-            for given in sample.inputs.values()
-        ]
+        present = [given is not None for given in sample.inputs.values()]
         key = f"{present}{sample.attributes}"
         if key not in self.sessions:
             model = one_node_model(self.record, self.dtypes, present, sample.attributes)

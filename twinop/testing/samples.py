@@ -23,8 +23,6 @@ from . import child
 from .under_test import given_calls, op_of
 from .values import ROW_KINDS, integers, plain_values, row_values, values
 
-Tensors = torch.Tensor | list[torch.Tensor] | None
-
 
 class NoSamples(TwinopError):
     """The record does not say what inputs the op takes, and its module does not either."""
@@ -34,40 +32,26 @@ class NoSamples(TwinopError):
 class Sample:
     """One call: inputs by name (None if absent), and the attributes that differ from their defaults."""
 
-    inputs: dict[str, Any]  # a tensor, a list of them or None
+    inputs: dict[str, Any]  # a tensor or None
     attributes: dict[str, Any] = field(default_factory=dict)
 
     def to(self, device: str, host: Sequence[str] | frozenset[str] = ()) -> "Sample":
         """Moves the call to a device, but for the inputs that stay in host memory."""
-        inputs = {
-            name: tensor if name in host else _changed(tensor, lambda t: t.to(device))
-            for name, tensor in self.inputs.items()
-        }
-        return Sample(inputs, self.attributes)
+        moved = {name: t.to(device) for name, t in self.tensors().items() if name not in host}
+        return Sample(self.inputs | moved, self.attributes)
 
     def map(self, change: Callable[[torch.Tensor], torch.Tensor]) -> "Sample":
         """Returns the same call with every tensor changed."""
-        return Sample({name: _changed(t, change) for name, t in self.inputs.items()}, self.attributes)
+        changed = {name: change(tensor) for name, tensor in self.tensors().items()}
+        return Sample(self.inputs | changed, self.attributes)
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """Returns the tensors by their names in a model: those of a list `xs` are `xs0`, `xs1`."""
-        found: dict[str, torch.Tensor] = {}
-        for name, given in self.inputs.items():
-            if isinstance(given, torch.Tensor):
-                found[name] = given
-            elif given is not None:
-                found |= {f"{name}{i}": tensor for i, tensor in enumerate(given)}
-        return found
+        """Returns the inputs that are present."""
+        return {name: tensor for name, tensor in self.inputs.items() if tensor is not None}
 
     def __str__(self) -> str:
         shapes = {name: tuple(tensor.shape) for name, tensor in self.tensors().items()}
         return f"{dict.fromkeys(n for n, t in self.inputs.items() if t is None) | shapes} {self.attributes}"
-
-
-def _changed(given: Tensors, change: Callable[[torch.Tensor], torch.Tensor]) -> Tensors:
-    if given is None:
-        return None
-    return change(given) if isinstance(given, torch.Tensor) else [change(tensor) for tensor in given]
 
 
 def torch_dtype(name: str) -> torch.dtype:
@@ -176,10 +160,7 @@ def _near(record: OpSpec, name: str, bound: int | float) -> list[Any]:
 
 
 def presence_patterns(record: OpSpec, dtypes: Mapping[str, str]) -> list[dict[str, bool]]:
-    """Returns which inputs may be present for a dtype combination, all of them first.
-
-    It leaves out patterns whose dtypes would select another combination.
-    """
+    """Returns which inputs may be present for these dtypes, all of them first."""
     optional = [entry.name for entry in record.inputs if entry.optional]
     found = []
     for given in itertools.product((True, False), repeat=len(optional)):
@@ -224,7 +205,7 @@ def make_sample(
         factor = 1 + seed % 8 / 8 if record.domain == DOMAIN else 1
         moved = Sample(inputs, sample.attributes | dict(attributes or {}))
         return moved.map(lambda t: t * factor if t.is_floating_point() and t.itemsize > 1 else t)
-    found: dict[str, Tensors] = {}
+    found: dict[str, torch.Tensor | None] = {}
     # An index or a whole number has no value that stands for NaN.
     kinds = [torch_dtype(dtypes[name]) for name in record.outputs if name in dtypes]
     gives_integers = any(not kind.is_floating_point and kind != torch.bool for kind in kinds)
@@ -269,8 +250,8 @@ def given_samples(record: OpSpec, dtypes: Mapping[str, str], size: int) -> Itera
     for given in calls:
         inputs = {}
         for entry in record.inputs:
-            dtype = torch_dtype(dtypes[entry.name])
-            inputs[entry.name] = _changed(given.pop(entry.name, None), lambda t, dtype=dtype: t.to(dtype))  # type: ignore[misc]
+            tensor = given.pop(entry.name, None)
+            inputs[entry.name] = None if tensor is None else tensor.to(torch_dtype(dtypes[entry.name]))
         if _selects(record, dtypes, [name for name, tensor in inputs.items() if tensor is not None]):
             yield Sample(inputs, given)
 
@@ -288,10 +269,7 @@ _MOST_GIVEN = 1025  # a module's samples may be squares of this width
 
 
 def samples(record: OpSpec, dtypes: dict[str, str]) -> Iterator[Sample]:
-    """Yields about forty small cases of an op for one dtype combination, on the CPU and contiguous.
-
-    NoSamples: the record does not say what inputs fit, nor does the op's module.
-    """
+    """Yields about forty small cases of an op for a combination, on the CPU and contiguous; or NoSamples."""
     if is_given(record):
         for size in GIVEN_SIZES:
             yield from given_samples(record, dtypes, size)

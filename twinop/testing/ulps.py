@@ -10,7 +10,6 @@ from torch import Tensor
 from twinop.export.body_in_torch import evaluate_body
 from twinop.record.dtypes import torch_name
 from twinop.record.op_spec import OpSpec
-from twinop.torch_op.arguments import tensors_of
 from twinop.torch_op.rules import as_tuple
 
 from .references import ONE_ROUNDING
@@ -39,18 +38,13 @@ def compute(
 
 def _widened(inputs: Inputs, dtype: torch.dtype) -> tuple[list[Tensor | None], torch.dtype]:
     """The inputs on the CPU, floating-point ones in another dtype, and the dtype that the first one had."""
-
-    def widened(given: Any) -> Any:
-        if isinstance(given, list):
-            return [widened(each) for each in given]
-        return given if given is None else (given.to(dtype) if given.is_floating_point() else given).cpu()
-
-    return [widened(given) for given in inputs.values()], tensors_of(inputs.values())[0].dtype
+    wide = [t if t is None else (t.to(dtype) if t.is_floating_point() else t).cpu() for t in inputs.values()]
+    return wide, next(t.dtype for t in inputs.values() if t is not None)
 
 
 def is_defined(record: OpSpec, inputs: Inputs, attributes: Mapping[str, Any]) -> bool:
     """Whether the op has a meaning for these inputs: an index of the largest of no numbers has none."""
-    if all(tensor.numel() for tensor in tensors_of(inputs.values())):
+    if all(tensor is None or tensor.numel() for tensor in inputs.values()):
         return True
     try:
         exact(record, inputs, attributes)
@@ -70,10 +64,7 @@ def exact(
 def magnitudes(
     record: OpSpec, inputs: Inputs, attributes: Mapping[str, Any], ops: type[RoundingOps] = RoundingOps
 ) -> tuple[Tensor, ...]:
-    """Computes what the errors of the results are measured by.
-
-    It is the rounding errors of `ops`, where the op has no `Reference` with `ulps`.
-    """
+    """Computes what errors are measured by: roundings of `ops` without a `Reference` that has `ulps`."""
     reference = reference_of(record)
     wide, stored = _widened(inputs, torch.float64)
     if reference.magnitude is not None:
@@ -88,8 +79,7 @@ def magnitudes(
     computed = torch.float64 if stored == torch.float64 else torch.float32
     share = BODY_ROUNDINGS / ONE_ROUNDING * torch.finfo(computed).eps
     errors = [getattr(bound, "error", torch.zeros(())) for bound in bounds]  # integers have none
-    firsts = {name: tensors_of([given])[0] for name, given in inputs.items() if given is not None}
-    dtypes = record.combination_of({name: torch_name(tensor.dtype) for name, tensor in firsts.items()})
+    dtypes = record.combination_of({name: torch_name(t.dtype) for name, t in inputs.items() if t is not None})
     kinds = [getattr(torch, dtypes[name]) if dtypes else stored for name in record.outputs]
     return tuple(
         result.nan_to_num(0) + (share / torch.finfo(kind).eps * error).nan_to_num(0, posinf=torch.inf)

@@ -38,10 +38,7 @@ _ops: dict[str, OpUnderTest] = {}  # by OpSpec.key
 
 
 def add_library(path: Path, module: ModuleType | None = None) -> list[OpSpec]:
-    """Loads a library into torch, and returns the records of its ops, which the module describes.
-
-    LibraryError: as `torch_op.load`.
-    """
+    """Loads a library that a module describes into torch, as `torch_op.load`; returns its records."""
     ops = torch_op.load(path)
     records = list(ops.records.values())
     for record in records:
@@ -88,7 +85,7 @@ def given_calls(record: OpSpec, dtype: str, size: int) -> list[dict[str, Any]] |
     calls = [dict(call) for call in found]
     needed = {entry.name for entry in record.inputs if not entry.optional}
     for call in calls:
-        tensors = {name for name, value in call.items() if isinstance(value, torch.Tensor | list | tuple)}
+        tensors = {name for name, value in call.items() if isinstance(value, torch.Tensor)}
         if not call.keys() <= {*record.parameters} or not needed <= tensors:
             raise TwinopError(
                 f"samples({record.name!r}, ...) in {op_of(record).place} gave a call of "

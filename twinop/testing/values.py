@@ -8,10 +8,7 @@ import torch
 
 
 def values(shape: tuple[int, ...], dtype: torch.dtype, seed: int, scale: float = 1.0) -> torch.Tensor:
-    """Returns random numbers mixed with NaN (also with a payload), infinities, both zeros, and subnormals.
-
-    Of integers there are only random ones.
-    """
+    """Returns random numbers with special ones between: NaN, one with a payload, infinities, subnormals."""
     if not dtype.is_floating_point:
         return integers(shape, dtype, seed)
     generator = torch.Generator().manual_seed(seed)

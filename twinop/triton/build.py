@@ -14,8 +14,7 @@ from ..libraries.kernel_op import DECLARED, KernelOp, describe_source
 from ..libraries.load_module import load_module
 from ..record.op_spec import OpSpec
 from .launches import compile_plans
-from .trace import SAMPLE_SIZES, Ranks, trace, values_of
-from .traced import TracedOp
+from .trace import SAMPLE_SIZES, Ranks, TracedOp, trace, values_of
 from .tuning import Tuning, tuning_file
 
 _FUTURE = 999  # the compute capability of a GPU newer than all

@@ -8,7 +8,7 @@ from ..aot_kernels.expression import Expression
 from ..aot_kernels.plan import Kernel, Launch, Plan, Pointer, Variant
 from ..errors import BuildError
 from .compile import Compiled, Source, compile_kernels
-from .traced import TracedLaunch
+from .recorder import TracedLaunch
 from .ttir import kernel_uses
 from .variants import narrow_variant, variants
 

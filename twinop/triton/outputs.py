@@ -112,7 +112,7 @@ def _text(record: OpSpec, size: Expression, ranks: tuple[int | None, ...], from_
 
     try:
         found = text(size)
-    except LookupError:  # KeyError, or IndexError: another tensor of a list
+    except LookupError:  # another operation, or the compute capability
         return None
     return found[1:-1] if found.startswith("(") else found
 

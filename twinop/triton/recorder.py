@@ -2,7 +2,7 @@
 
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import ml_dtypes
@@ -17,7 +17,6 @@ from ..libraries.kernel_op import place_of
 from ..record.dtypes import torch_name
 from ..record.op_spec import OpSpec
 from .symbols import SYMBOLIC, Symbols, Varying
-from .traced import TracedLaunch
 
 _EMPTY = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "empty_permuted"}
 _FILLED = {
@@ -28,6 +27,19 @@ _FILLED = {
 
 _LOCAL = "storage"
 """The base of a pointer to a tensor of which it is not known yet whether it is an output."""
+
+
+@dataclass(frozen=True)
+class TracedLaunch:
+    """One launch of a kernel."""
+
+    kernel: Any  # the `triton.runtime.JITFunction`
+    label: str  # the kernel and the line of its definition, "mish_kernel, mish.py:7"
+    line: str  # where the launcher launches it, "mish.py:14"
+    grid: tuple[Expression, Expression, Expression]  # in programs (blocks)
+    arguments: tuple[Pointer | Scalar, ...]  # in the order of the kernel's parameters, without constants
+    constants: Mapping[str, Any] = field(default_factory=dict)  # that are `tl.constexpr`, or None, by name
+    options: Mapping[str, Any] = field(default_factory=dict)  # the compiler's, such as num_warps
 
 
 @dataclass(frozen=True)

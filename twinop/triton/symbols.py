@@ -4,9 +4,9 @@ import inspect
 import re
 import sys
 import traceback
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import lru_cache
+from functools import lru_cache, partial, reduce
 from pathlib import Path
 from typing import Any
 
@@ -15,16 +15,52 @@ import torch
 from torch._dynamo.source import ConstantSource
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 
-from ..aot_kernels.expression import FUNCTIONS, Expression
+from ..aot_kernels.expression import FUNCTIONS, Expression, as_expression
 from ..errors import BuildError
 from ..record.op_spec import OpSpec
-from .expressions import translate
 
 MOST_ELEMENTS = 2**16
 """The largest power of two that a constant may be. Triton takes 2**20, but a kernel with a block of 2**20
 elements, compiled for each dtype and alignment, takes minutes, and its values do not fit into registers."""
 
 SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool)
+
+_FUNCTIONS = {  # of torch.utils._sympy.functions, whose names are the same in all of torch's releases
+    "FloorDiv": "FloorDivide", "CleanDiv": "FloorDivide", "Mod": "Modulo", "PythonMod": "Modulo",
+    "IntTrueDiv": "Divide", "FloatTrueDiv": "Divide", "ToFloat": "ToFloat", "TruncToInt": "ToInt",
+    "FloatPow": "Power", "PowByNatural": "Power", "Pow": "Power", "FloorToInt": "Floor", "CeilToInt": "Ceil",
+    "LShift": "ShiftLeft", "RShift": "ShiftRight", "BitwiseFn_bitwise_and": "BitAnd",
+    "BitwiseFn_bitwise_or": "BitOr", "OpaqueUnaryFn_sqrt": "Sqrt", "OpaqueUnaryFn_exp": "Exp",
+    "OpaqueUnaryFn_log": "Log", "Add": "+", "Mul": "*", "Min": "Minimum", "Max": "Maximum",
+    "Equality": "==", "Unequality": "!=", "StrictLessThan": "<", "LessThan": "<=", "StrictGreaterThan": ">",
+    "GreaterThan": ">=", "And": "&&", "Or": "||", "Not": "!",
+}  # fmt: skip
+_ANY_NUMBER_OF_OPERANDS = {"Add", "Mul", "Min", "Max", "And", "Or"}
+
+
+class NotAnExpression(Exception):
+    """The library's expressions lack a function; the argument is its name."""
+
+
+def translate(value: sympy.Basic, meanings: Mapping[sympy.Symbol, Expression]) -> Expression:
+    """Translates an expression of sympy; raises NotAnExpression for a function that the library lacks."""
+    if isinstance(value, sympy.Symbol):
+        return meanings[value]
+    if value in (sympy.true, sympy.false):
+        return as_expression(int(value is sympy.true))
+    if isinstance(value, sympy.Integer):
+        return as_expression(int(value))
+    if isinstance(value, sympy.Number):
+        return as_expression(float(value))
+    name = type(value).__name__
+    if name not in _FUNCTIONS:
+        raise NotAnExpression(name.rpartition("_")[2])
+    operation, operands = _FUNCTIONS[name], [translate(operand, meanings) for operand in value.args]
+    if name in _ANY_NUMBER_OF_OPERANDS:
+        # sympy's order depends on the names of symbols; this one is the same in each run, constants last.
+        operands.sort(key=lambda each: (each.operation == "constant", repr(each)))
+        return reduce(partial(Expression.of, operation), operands)
+    return Expression.of(operation, *operands)
 
 
 @dataclass(frozen=True)

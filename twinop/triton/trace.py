@@ -15,13 +15,11 @@ from ..errors import BuildError, RecordError
 from ..libraries.kernel_op import place_of
 from ..record.op_spec import Attribute, OpSpec
 from ..record.shapes import evaluate
-from .expressions import NotAnExpression
 from .helion import helion_kernels
 from .intercept import Choose, Indexing, first_configuration, functions_of_symbols, triton_launches
 from .outputs import with_dtypes, with_shapes
-from .recorder import Output, Recorder
-from .symbols import Call, Decision, OtherBranch, Symbols, guards
-from .traced import TracedLaunch, TracedOp
+from .recorder import Output, Recorder, TracedLaunch
+from .symbols import Call, Decision, NotAnExpression, OtherBranch, Symbols, guards
 
 HIGHEST_RANK = 6
 
@@ -33,6 +31,15 @@ _ELEMENTS = (2**20, 2**24, 2**31)  # of inputs that all have one shape, moreover
 Ranks = tuple[int | None, ...]
 Sizes = tuple[tuple[int, ...] | None, ...]
 _Outputs = tuple[Output, ...]
+
+
+@dataclass(frozen=True)
+class TracedOp:
+    """An op whose launcher was traced."""
+
+    record: OpSpec  # with the shapes and dtypes of the outputs
+    plans: tuple[Plan[TracedLaunch], ...]
+    notes: tuple[str, ...] = ()  # what calls are refused for want of a sample
 
 
 def trace(

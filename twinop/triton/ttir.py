@@ -136,10 +136,7 @@ class _Values:
                 self._flows[target].add(source)
 
     def sources(self, values: Iterable[int], pointers_only: bool = False) -> Iterator[int]:
-        """Yields all values from which these were computed, but not those from which they were loaded.
-
-        With `pointers_only`, the offsets that were added to pointers are left out.
-        """
+        """Yields what these were computed, not loaded from; `pointers_only`: without added offsets."""
         left, seen = list(values), set[int]()
         while left:
             value = left.pop()

@@ -27,7 +27,7 @@ from ..aot_kernels.expression import Expression
 from ..aot_kernels.plan import POINTER, Pointer, Scalar, Variant
 from ..errors import BuildError
 from .compile import Source
-from .traced import TracedLaunch
+from .recorder import TracedLaunch
 
 MOST_DIVISIBLE = 3
 """How many variants differ in which ints are multiples of 16."""
@@ -39,10 +39,7 @@ _TRIES = (1, 2, 3, 8, 15, 16, 17, 24, 32, 48, 64, 100, 128)
 
 
 def variants(launch: TracedLaunch, guards: Sequence[Expression] = ()) -> list[Variant[Source]]:
-    """Returns the variants of a launch in a plan with these guards, the general one at the end.
-
-    BuildError: an argument is of a kind that Triton does not take, or an option is unknown to it.
-    """
+    """Returns the variants of a launch, the general one last; BuildError: Triton does not take it."""
     groups = _groups(launch)
     small = [each for guard in guards if (each := _below_16(guard)) is not None]
     patterns = _patterns(tuple(expression for expression in groups if expression not in small))
