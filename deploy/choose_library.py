@@ -163,13 +163,10 @@ def _candidates(
                         "replace or remove it, or name the library to use"
                     ) from error
                 skipped.append(str(error))
-        libraries += sorted((each for each in here if each.exports_ort), key=_size)
+        # Those with the fewest ops; among equals, one that is named after one of its ops.
+        here.sort(key=lambda each: (len(each.records), not each.path.stem.endswith((*each.records,))))
+        libraries += (each for each in here if each.exports_ort)
     return libraries, skipped
-
-
-def _size(library: Library) -> tuple[int, bool]:
-    """Sorts by the number of ops; among equals, a library that is named after one of its ops comes first."""
-    return len(library.records), not any(library.path.stem.endswith(name) for name in library.records)
 
 
 def _no_library(

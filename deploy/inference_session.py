@@ -221,8 +221,10 @@ class Session:
                     f"input {name} has its bytes in the other order ({value.dtype.str}): pass "
                     f"{name}.astype({name}.dtype.newbyteorder('='))"
                 )
-            if dtype is not None and not (_same(value.dtype, dtype) and spec.accepts(value.shape)):
-                raise spec.mismatch(value.dtype.name, value.shape)
+            if dtype is not None:
+                fits = value.dtype == dtype or (dtype.kind == "O" and value.dtype.kind in "US")
+                if not fits or not spec.accepts(value.shape):
+                    raise spec.mismatch(value.dtype.name, value.shape)
             if spec.right_padded:
                 spec.require_right_padded(value)
             arrays[name] = value
@@ -253,10 +255,6 @@ class Session:
             text = f"output {name} is {self.outputs[name].type}, which ONNX Runtime does not return as arrays"
             raise RunError(f"{text} from models with bfloat16 or 8-bit floats", "NotImplemented")
         return {name: to_numpy(each, self.outputs[name]) for name, each in zip(names, found, strict=True)}
-
-
-def _same(given: np.dtype, wanted: np.dtype) -> bool:
-    return given == wanted or (wanted.kind == "O" and given.kind in "US")
 
 
 _Place = tuple[tuple[str, int], ...]

@@ -168,14 +168,9 @@ def in_ort(path: Path, inputs: Mapping[str, Tensor], expected: Tensor, graph: bo
     output = torch.empty(expected.shape, dtype=kind, device=expected.device)
     names = {value.name for value in proto.graph.input}
     nodes: list[str] = []
-    options: dict[str, Any] = {
-        "stream": stream,
-        "cuda_graph": graph,
-        "planned_nodes": nodes,
-        "optimize": True,
-    }
+    options: dict[str, Any] = {"stream": stream, "cuda_graph": graph, "planned_nodes": nodes}
     options["fallback"] = not graph  # ONNX Runtime runs nodes that compute shapes on the CPU
-    session = runtime.open_session(proto, output.device, cpu_threads=2, **options)
+    session = runtime.open_session(proto, output.device, cpu_threads=2, optimize=True, **options)
     given = {name: tensor.contiguous() for name, tensor in inputs.items() if name in names}
     run = runtime.bind(session, given, {last.name: output}, synchronize=stream is None)
     for _ in range(3):  # the recording of a graph is among the first runs

@@ -4,8 +4,7 @@ import pytest
 from same_bits import assert_same_bits
 from samples import DEVICES, RECORDS
 
-from twinop.testing.one_node import make_session, one_node_model, run_bound
-from twinop.testing.ort_runner import poisoned
+from twinop.testing.one_node import make_session, one_node_model, poisoned, run_bound
 from twinop.testing.samples import run_in_torch, samples, wide_samples
 from twinop.testing.under_test import library_of
 

@@ -5,7 +5,7 @@ import torch
 from same_bits import assert_same_bits
 from samples import DEVICES, RECORDS, Sample, run_in_torch, torch_dtype, values
 
-from twinop.testing.ort_runner import OrtRunner, poisoned
+from twinop.testing.one_node import OrtRunner, poisoned
 from twinop.testing.samples import SIZES
 
 

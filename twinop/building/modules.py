@@ -38,7 +38,8 @@ def write_source(
     """
     archs, ptx = _architectures(options.archs)
     settings = {name: value for name, value in os.environ.items() if name.startswith("TRITON_")}
-    key = digest(asdict(project), archs, ptx, sys.version, sorted(_packages()), settings)
+    packages = sorted(path.name for folder in _site_folders() for path in folder.glob("*.dist-info"))
+    key = digest(asdict(project), archs, ptx, sys.version, packages, settings)
     if kept := _kept(stamp, key):
         return kept
     from ..aot_kernels.generate import files_of, generate  # builds without kernels in Python need neither
@@ -74,12 +75,6 @@ def _kept(stamp: Path, key: str) -> _Written | None:
 def _site_folders() -> list[Path]:
     """Returns the folders of installed packages."""
     return [folder for folder in map(Path, sys.path) if any(folder.glob("*.dist-info"))]
-
-
-def _packages() -> Iterator[str]:
-    """Yields the names and versions of the installed packages, torch and Triton among them."""
-    for folder in _site_folders():
-        yield from (path.name for path in folder.glob("*.dist-info"))
 
 
 def _imported() -> Iterator[Path]:

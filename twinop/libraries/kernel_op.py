@@ -93,15 +93,19 @@ class KernelOp(Op):
         import torch
 
         names = [entry.name for entry in self.record.inputs]
+        needed = {entry.name for entry in self.record.inputs if not entry.optional}
         found = []
         for sample in self.samples(getattr(torch, dtype), size):
-            named = isinstance(sample, Mapping)
-            call = dict(sample) if named else dict(zip(names, _as_tuple(sample), strict=False))
-            known = {*names, *(entry.name for entry in self.record.attributes)}
-            needed = {entry.name for entry in self.record.inputs if not entry.optional}
-            if not needed <= call.keys() <= known or (not named and len(_as_tuple(sample)) > len(names)):
+            if isinstance(sample, Mapping):
+                call, count = dict(sample), len(sample)
+                said = f"a dict of {', '.join(map(str, sample)) or 'nothing'}"
+            else:
+                values = tuple(sample) if isinstance(sample, Sequence) else (sample,)
+                call, count = dict(zip(names, values, strict=False)), len(values)
+                said = f"{count} values"
+            if not needed <= call.keys() <= {*self.record.parameters} or len(call) < count:
                 raise TwinopError(
-                    f"{self.place}: samples({dtype}, {size}) of {self.name} gave {_described(sample)}; "
+                    f"{self.place}: samples({dtype}, {size}) of {self.name} gave {said}; "
                     f"expected tensors in the order of {self.record.schema}, or a dict of inputs and "
                     "attributes by name"
                 )
@@ -130,16 +134,6 @@ def _functional(body: Callable[..., Any], record: OpSpec) -> Callable[..., Any]:
         return results
 
     return call
-
-
-def _as_tuple(value: Any) -> tuple[Any, ...]:
-    return tuple(value) if isinstance(value, Sequence) else (value,)
-
-
-def _described(sample: Any) -> str:
-    if isinstance(sample, Mapping):
-        return f"a dict of {', '.join(map(str, sample)) or 'nothing'}"
-    return f"{len(_as_tuple(sample))} values"
 
 
 def triton_op(

@@ -1,7 +1,7 @@
 """What twinop's own ops mean in fp64, and their calls, where records and function bodies do not say it."""
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -326,13 +326,6 @@ def _add_rms_norm_magnitude(
 _STEEPEST = 1.13  # how much an activation enlarges an error
 
 
-def _product_magnitude(
-    x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, layout: str
-) -> Tensor:
-    total = x.abs() @ (weight if layout == "kn" else weight.mT).abs()
-    return sum((each.abs() for each in (bias, residual) if each is not None), total)
-
-
 def _rope_magnitude(
     q: Tensor,
     k: Tensor,
@@ -397,35 +390,20 @@ def _linear_magnitude(
     **_: Any,
 ) -> Tensor:
     x = _rms_norm_magnitude(x, eps=rms_eps) if rms_eps > 0 else x
-    return _STEEPEST * _product_magnitude(x, weight, bias, residual, layout)
-
-
-def _linear_swiglu_magnitude(
-    x: Tensor, weight: Tensor, bias: Tensor | None = None, activation: str = "silu", **attributes: Any
-) -> Tensor:
-    gate, others = (_linear_magnitude(x, weight, bias, **attributes) / _STEEPEST).chunk(2, -1)
-    return 2 * _STEEPEST * gate * others
+    total = x.abs() @ (weight if layout == "kn" else weight.mT).abs()
+    return _STEEPEST * sum((each.abs() for each in (bias, residual) if each is not None), total)
 
 
 def _linear_fp8_magnitude(
-    x: Tensor, x_scale: Tensor, weight: Tensor, weight_scale: Tensor, *added: Tensor | None, **_: str
+    x: Tensor, x_scale: Tensor, weight: Tensor, weight_scale: Tensor, *added: Any, **_: str
 ) -> Tensor:
-    bias, residual = (*added, None)[:2]
-    x, weight = x * x_scale.unsqueeze(-1), weight * weight_scale.unsqueeze(-1)
-    return _linear_magnitude(x, weight, bias, residual)
+    return _linear_magnitude(x * x_scale.unsqueeze(-1), weight * weight_scale.unsqueeze(-1), *added)
 
 
 def _linear_w8_magnitude(
-    x: Tensor, weight: Tensor, weight_scale: Tensor, *added: Tensor | None, rms_eps: float = 0, **_: Any
+    x: Tensor, weight: Tensor, weight_scale: Tensor, *added: Any, **attributes: Any
 ) -> Tensor:
-    bias, residual = (*added, None)[:2]
-    return _linear_magnitude(x, weight * weight_scale.unsqueeze(-1), bias, residual, rms_eps=rms_eps)
-
-
-def _linear_w8_swiglu_magnitude(
-    x: Tensor, weight: Tensor, weight_scale: Tensor, bias: Tensor, **attributes: Any
-) -> Tensor:
-    return _linear_swiglu_magnitude(x, weight * weight_scale.unsqueeze(-1), bias, **attributes)
+    return _linear_magnitude(x, weight * weight_scale.unsqueeze(-1), *added, **attributes)
 
 
 def _linear_q_magnitude(
@@ -443,9 +421,14 @@ def _linear_q_magnitude(
     return _linear_magnitude(x, dequantised(weight, scale, zero, x.shape[-1], bits, block), bias, residual)
 
 
-def _linear_q_swiglu_magnitude(*inputs: Tensor, **attributes: Any) -> Tensor:
-    gate, others = (_linear_q_magnitude(*inputs, **attributes) / _STEEPEST).chunk(2, -1)
-    return 2 * _STEEPEST * gate * others
+def _of_swiglu(product: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Returns the magnitude of what multiplies the halves of a product, from that of the product."""
+
+    def of(*inputs: Tensor | None, **attributes: Any) -> Tensor:
+        gate, others = (product(*inputs, **attributes) / _STEEPEST).chunk(2, -1)
+        return 2 * _STEEPEST * gate * others
+
+    return of
 
 
 REFERENCES: dict[str, Reference] = {
@@ -474,14 +457,14 @@ REFERENCES: dict[str, Reference] = {
     "add_rms_norm": Reference(ulps=ulps(16), body_ulps=32, magnitude=_add_rms_norm_magnitude),
     # cuBLASLt's GELU uses the hardware's tanh, and the product before some activations is rounded.
     "linear": Reference(ulps=ulps(8, half=1), magnitude=_linear_magnitude),
-    "linear_swiglu": Reference(ulps=ulps(8, half=1), magnitude=_linear_swiglu_magnitude),
+    "linear_swiglu": Reference(ulps=ulps(8, half=1), magnitude=_of_swiglu(_linear_magnitude)),
     # Hopper's fast accumulation keeps fewer bits of the sums.
     "linear_fp8": Reference(ulps=ulps(8, half=2), magnitude=_linear_fp8_magnitude),
     "linear_w8": Reference(ulps=ulps(8, half=2), magnitude=_linear_w8_magnitude),
-    "linear_w8_swiglu": Reference(ulps=ulps(8, half=2), magnitude=_linear_w8_swiglu_magnitude),
+    "linear_w8_swiglu": Reference(ulps=ulps(8, half=2), magnitude=_of_swiglu(_linear_w8_magnitude)),
     # The weight is rounded to the dtype of x.
     "linear_q": Reference(ulps=ulps(8, half=2), magnitude=_linear_q_magnitude),
-    "linear_q_swiglu": Reference(ulps=ulps(8, half=2), magnitude=_linear_q_swiglu_magnitude),
+    "linear_q_swiglu": Reference(ulps=ulps(8, half=2), magnitude=_of_swiglu(_linear_q_magnitude)),
     "rope": Reference(ulps=ulps(2, half=0.6), magnitude=_rope_magnitude),
     # In 16 bits the weights are rounded before they are multiplied with v.
     "attention_packed": Reference(ulps=ulps(8, half=2), body_ulps=16, magnitude=_attention_packed_magnitude),

@@ -15,7 +15,7 @@ from twinop.model.bodies import find_body
 from twinop.record.op_spec import OpSpec
 
 from ..messages import fail, first_difference, require_same_bits
-from ..ort_runner import OrtRunner, poisoned
+from ..one_node import OrtRunner, poisoned
 from ..references import as_close_as_torch_asks
 from ..samples import (
     Sample,
