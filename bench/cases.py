@@ -203,10 +203,7 @@ def run_of(
 
 
 def relative_error(actual: Tensor, expected: Tensor) -> float:
-    """Returns the relative error of the whole tensor in the 2-norm.
-
-    NaN counts as an infinite error. Infinity is correct for values beyond the range of `actual`'s dtype.
-    """
+    """Returns the relative error in the 2-norm; NaN is infinite, infinity right beyond the range."""
     if actual.shape != expected.shape:
         return float("inf")
     beyond = torch.isinf(actual) & (actual == expected.to(actual.dtype))

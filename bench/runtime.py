@@ -177,10 +177,7 @@ def run_of(
     opset: int = 20,
     **options: Any,
 ) -> Run:
-    """Returns a run of a model of these nodes on these tensors' own memory, with options of `open_session`.
-
-    It is queued on the timer's stream; without a timer, it waits for its end.
-    """
+    """Returns a run of these nodes on these tensors' memory: on the timer's stream, or one that waits."""
     session = open_session(
         one_op(nodes, inputs, outputs, opset, constants=constants),
         next(iter(inputs.values())).device,

@@ -18,10 +18,7 @@ Time = dict[str, Any]
 
 
 def time_of(seconds: list[float], host: list[float] | None = None) -> Time:
-    """Returns the median of a run's times, and the tenth percentile.
-
-    That of `host`, what the host took to queue a run, counts because a full queue makes the host wait.
-    """
+    """Returns the median and the tenth percentile; that of `host`: a full queue makes the host wait."""
     low = sorted(seconds)[len(seconds) // 10]
     time = {"median_us": round(statistics.median(seconds) * 1e6, 3), "low_us": round(low * 1e6, 3)}
     queueing = {"host_us": round(sorted(host)[len(host) // 10] * 1e6, 1)} if host else {}

@@ -48,10 +48,7 @@ def observed(proto: onnx.ModelProto) -> onnx.ModelProto:
 def compare(
     proto: onnx.ModelProto, values: Mapping[str, Any], records: Mapping[tuple[str, str], OpSpec]
 ) -> list[Comparison]:
-    """Runs each custom node of the main graph in torch, on the inputs that it had in ONNX Runtime.
-
-    `values`: the outputs and initializers of an `observed` model as torch tensors. `records`: by node type.
-    """
+    """Runs the main graph's custom nodes in torch on what an `observed` model gave them (`values`)."""
     comparisons = []
     for node in filter(is_custom, proto.graph.node):
         verdicts = _verdicts(node, values, records.get((node.domain, node.op_type)))

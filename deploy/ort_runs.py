@@ -207,10 +207,7 @@ def _with_weights(parts: Parts, options: ort.SessionOptions) -> tuple[Model, lis
 
 
 def has_wrong_types(error: Exception) -> bool:
-    """Returns whether `run` failed since the types of a model's values contradict each other.
-
-    An operator without a kernel, or without a dtype, has another code.
-    """
+    """Returns whether `run` failed since types contradict each other, not for want of a kernel."""
     return isinstance(error.__cause__, RunError) and error.__cause__.code == "Fail"
 
 

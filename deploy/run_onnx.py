@@ -91,11 +91,8 @@ def main(
         raise typer.Exit(1)
 
 
-def _run(
-    path: Path, provider: str, library: list[Path] | None, allow: bool, shapes: list[str], seed: int
-) -> bool:
-    answers = SERVER.run(_open_and_run, path, provider, library, allow, shapes, seed)
-    libraries, where, *rest = answers
+def _run(path: Path, provider: str, *given: Any) -> bool:
+    libraries, where, feeds, outputs, ran, refused = SERVER.run(_open_and_run, path, provider, *given)
     model = observed(onnx.load(path, "protobuf", load_external_data=False))
     used = in_use(libraries, {node.node_type for node in custom_nodes(model)})
     texts = [f"{each.path} (twinop {each.version}, GPU code: {each.cuda_archs})" for each in used]
@@ -105,7 +102,6 @@ def _run(
         if unused not in used:
             print_note(f"--library {unused.path}: no node of the model uses it ({unused.domain})")
     out.print(f"runs on {where}")
-    feeds, outputs, ran, refused = rest
     if refused:
         print_note(f"dynamic sizes of {_DYNAMIC_SIZE} do not fit ({refused}): the model ran with other sizes")
     out.print(_node_table(model, ran))

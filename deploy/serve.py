@@ -23,10 +23,7 @@ _FLAGS = {"library_folders": "--library-folder"}  # given once for each folder
 
 
 def takes_settings(**panels: Sequence[str]) -> Callable[[Command], Command]:
-    """Give a command options for the settings that are named for each panel of its help.
-
-    The command takes them as `**given`; they are None if they are not given.
-    """
+    """Give a command options for the settings of each panel, as `**given`: None if they are not given."""
 
     def changed(command: Command) -> Command:
         signature = inspect.signature(command, eval_str=True)

@@ -78,10 +78,7 @@ def without_weights(path: Path, location: str = "", most: int = 1 << 62) -> byte
 
 
 def view(path: Path) -> Path:
-    """Returns a file with the same model that is read without copies: its large weights are external data.
-
-    They lie in the file itself. A model without any is returned as it is.
-    """
+    """Returns a file with the same model, whose large weights are external data in the file itself."""
     model = without_weights(path, path.name)
     if len(model) == path.stat().st_size:
         return path

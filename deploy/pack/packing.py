@@ -104,10 +104,7 @@ def data_files(model: Model) -> tuple[Path, ...]:
 
 
 def without_bodies(packed: Packed) -> onnx.ModelProto:
-    """Returns the model without the function bodies of the libraries' ops, and without its external data.
-
-    A runtime that lacks a library or one of its ops refuses this model; with the bodies, it would run them.
-    """
+    """Returns the model without bodies of ops that the libraries have: a runtime without them refuses it."""
     proto = onnx.load(packed.model, load_external_data=False)
     in_libraries = {record.node_type for each in packed.libraries for record in each.by_onnx_name.values()}
     kept = [each for each in proto.functions if (each.domain, each.name) not in in_libraries]

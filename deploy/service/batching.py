@@ -16,10 +16,9 @@ import numpy as np
 
 from . import logs
 from .errors import BROKEN, DEADLINE, NOT_READY, OVERLOADED, RUN_FAILED, RUN_TOO_LONG, ServiceError
-from .instance import Instance
+from .instance import Instance, LoadedModel
 from .limits import RunLimit
 from .request import Request, Result
-from .settings import ModelSettings
 
 _log = logging.getLogger(__name__)
 
@@ -68,24 +67,13 @@ def _split(found: Mapping[str, np.ndarray], batch: Batch) -> list[Outcome]:
 class Batcher:
     """The queue and the instances of one version. Call its methods on the event loop's thread."""
 
-    def __init__(
-        self,
-        name: str,
-        version: int,
-        instances: Sequence[Instance],
-        settings: ModelSettings,
-        rows_independent: bool = True,
-    ) -> None:
-        """`rows_independent`: requests may share a run."""
-        self._name = name
-        self._version = version
-        self._settings = settings
+    def __init__(self, loaded: LoadedModel) -> None:
+        self._name, self._version, self._settings = loaded.name, loaded.version, loaded.settings
         self._loop = asyncio.get_running_loop()
-        self._idle = list(instances)
-        self._instances = len(instances)
+        self._idle, self._instances = list(loaded.instances), len(loaded.instances)
         self._waiting: deque[QueuedRequest] = deque()
-        self._rows_independent = rows_independent
-        self._pool = ThreadPoolExecutor(len(instances), thread_name_prefix=f"{name}-{version}")
+        self._rows_independent = loaded.rows_independent  # requests may share a run
+        self._pool = ThreadPoolExecutor(self._instances, f"{self._name}-{self._version}")
         self._drained = asyncio.Event()
         self._drained.set()
         self._closed = False

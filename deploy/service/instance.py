@@ -1,8 +1,9 @@
-"""Run one batch of joined requests, and turn the errors of a run into messages for clients."""
+"""A loaded model, which runs one batch of joined requests; a run's errors as messages for clients."""
 
 import logging
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -10,7 +11,10 @@ import numpy as np
 from .. import cuda
 from ..errors import RunError
 from ..inference_session import Session
+from ..tensor_specs import Spec
+from .datatypes import datatype_of
 from .errors import BROKEN, INVALID, OUT_OF_MEMORY, RUN_FAILED, ServiceError
+from .settings import ModelSettings
 
 _log = logging.getLogger(__name__)
 _Parts = Sequence[Mapping[str, np.ndarray]]
@@ -50,6 +54,67 @@ class Instance:
     def close(self) -> None:
         """Release the session. The last instance of a session frees its memory."""
         self.session = None
+
+
+@dataclass
+class LoadedModel:
+    """A version that is ready to run."""
+
+    name: str
+    version: int
+    settings: ModelSettings
+    session: Any  # the first one, until `close`; its inputs are those that clients may send
+    instances: list[Instance]
+    custom_nodes: list[str]  # the ops that the libraries' kernels run, such as "CustomRelu x3"
+    difference: str | None = None  # of kernels and function bodies in the first run; None: not compared
+    load_seconds: float = 0.0
+    rows_independent: bool = True  # each row of the outputs depends on the same row of the inputs alone
+
+    def summary(self) -> str:
+        """Return what runs the model, and what was checked of it, in a line."""
+        parts = [f"runs on {self.session.device} ({self.session.reason})"]
+        if self.session.libraries:
+            paths = ", ".join(str(library.path) for library in self.session.libraries)
+            parts.append(f"{', '.join(self.custom_nodes)} from {paths}")
+            parts.append(f"SHA-256 {', '.join(self.session.checksums)}")
+            parts.append(f"difference from the function bodies: {self.difference or 'not compared'}")
+        return "; ".join(parts)
+
+    def describe(self) -> dict[str, Any]:
+        """Return the inputs and outputs as the protocol lists them, and `parameters`: how the model runs."""
+        parameters: dict[str, str | int | float] = {
+            "device": self.session.device,
+            "device_reason": without_paths(self.session.reason),
+            "custom_nodes": ", ".join(self.custom_nodes),
+            "difference_from_function_bodies": self.difference or "",
+            "max_batch_size": self.settings.max_batch_size,
+            "instances": self.settings.instances,
+            "load_seconds": round(self.load_seconds, 3),
+        }
+        if libraries := self.session.libraries:
+            parameters["library"] = ", ".join(library.path.name for library in libraries)
+            parameters["library_version"] = ", ".join(library.version for library in libraries)
+            parameters["library_sha256"] = ", ".join(self.session.checksums)
+        return {
+            "inputs": [_described(spec) for spec in self.session.inputs.values()],
+            "outputs": [_described(spec) for spec in self.session.outputs.values()],
+            "parameters": parameters,
+        }
+
+    def close(self) -> None:
+        """Free the sessions. ONNX Runtime writes its profiles."""
+        self.session = None
+        for instance in self.instances:
+            instance.close()
+
+
+def _described(spec: Spec) -> dict[str, Any]:
+    shape = [size if isinstance(size, int) else -1 for size in spec.shape or (-1,)]
+    return {
+        "name": spec.name,
+        "datatype": datatype_of(spec.numpy_dtype),
+        "shape": shape if spec.shape != () else [],
+    }
 
 
 def _failure(error: Exception, device: str) -> ServiceError:

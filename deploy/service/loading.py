@@ -26,10 +26,9 @@ from ..tensor_specs import Spec
 from .datatypes import NAMES, datatype_of, has_rows, require_servable
 from .errors import ServiceError
 from .folders import VersionFolder
-from .instance import Instance, without_paths
+from .instance import Instance, LoadedModel, without_paths
 from .model_library import libraries_for
 from .settings import ModelSettings, ServerSettings, SettingsError
-from .version import LoadedModel
 from .warm_up import FirstRunError, compared, joined_differently, make_warmup_inputs, warm_up
 
 _log = logging.getLogger(__name__)

@@ -34,10 +34,7 @@ class _Known:
 
 
 class Repository:
-    """All models. Call its methods on the event loop's thread.
-
-    Models are loaded in worker threads while serving goes on, the versions of one model one after the other.
-    """
+    """All models, for the event loop's thread; they are loaded in other threads while serving goes on."""
 
     def __init__(self, root: Path, settings: Settings) -> None:
         self.root = root.absolute()

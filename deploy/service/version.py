@@ -1,80 +1,14 @@
-"""A version of a model: ready to run, and served, with a queue, metrics and the checks of requests."""
+"""A version of a model that is served, with a queue, metrics and the checks of requests."""
 
 import asyncio
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
 
 from ..errors import FeedError
-from ..tensor_specs import Spec
 from .batching import Batcher
-from .datatypes import datatype_of
 from .errors import invalid
-from .instance import Instance, without_paths
+from .instance import LoadedModel
 from .metrics import ModelMetrics
 from .request import MOST_TENSORS, Request
-from .settings import ModelSettings
-
-
-@dataclass
-class LoadedModel:
-    """A version that is ready to run."""
-
-    name: str
-    version: int
-    settings: ModelSettings
-    session: Any  # the first one, until `close`; its inputs are those that clients may send
-    instances: list[Instance]
-    custom_nodes: list[str]  # the ops that the libraries' kernels run, such as "CustomRelu x3"
-    difference: str | None = None  # of kernels and function bodies in the first run; None: not compared
-    load_seconds: float = 0.0
-    rows_independent: bool = True  # each row of the outputs depends on the same row of the inputs alone
-
-    def summary(self) -> str:
-        """Return what runs the model, and what was checked of it, in a line."""
-        parts = [f"runs on {self.session.device} ({self.session.reason})"]
-        if self.session.libraries:
-            paths = ", ".join(str(library.path) for library in self.session.libraries)
-            parts.append(f"{', '.join(self.custom_nodes)} from {paths}")
-            parts.append(f"SHA-256 {', '.join(self.session.checksums)}")
-            parts.append(f"difference from the function bodies: {self.difference or 'not compared'}")
-        return "; ".join(parts)
-
-    def describe(self) -> dict[str, Any]:
-        """Return the inputs and outputs as the protocol lists them, and `parameters`: how the model runs."""
-        parameters: dict[str, str | int | float] = {
-            "device": self.session.device,
-            "device_reason": without_paths(self.session.reason),
-            "custom_nodes": ", ".join(self.custom_nodes),
-            "difference_from_function_bodies": self.difference or "",
-            "max_batch_size": self.settings.max_batch_size,
-            "instances": self.settings.instances,
-            "load_seconds": round(self.load_seconds, 3),
-        }
-        if libraries := self.session.libraries:
-            parameters["library"] = ", ".join(library.path.name for library in libraries)
-            parameters["library_version"] = ", ".join(library.version for library in libraries)
-            parameters["library_sha256"] = ", ".join(self.session.checksums)
-        return {
-            "inputs": [_described(spec) for spec in self.session.inputs.values()],
-            "outputs": [_described(spec) for spec in self.session.outputs.values()],
-            "parameters": parameters,
-        }
-
-    def close(self) -> None:
-        """Free the sessions. ONNX Runtime writes its profiles."""
-        self.session = None
-        for instance in self.instances:
-            instance.close()
-
-
-def _described(spec: Spec) -> dict[str, Any]:
-    shape = [size if isinstance(size, int) else -1 for size in spec.shape or (-1,)]
-    return {
-        "name": spec.name,
-        "datatype": datatype_of(spec.numpy_dtype),
-        "shape": shape if spec.shape != () else [],
-    }
 
 
 class ServedVersion:
@@ -83,9 +17,7 @@ class ServedVersion:
     def __init__(self, loaded: LoadedModel, on_broken: Callable[[str], None]) -> None:
         """`on_broken` is told why this process cannot run models any more."""
         self.loaded = loaded
-        self.batcher = Batcher(
-            loaded.name, loaded.version, loaded.instances, loaded.settings, loaded.rows_independent
-        )
+        self.batcher = Batcher(loaded)
         self.batcher.on_broken = on_broken
         self.most_tensors = max(MOST_TENSORS, len(loaded.session.inputs), len(loaded.session.outputs))
         self.metrics = ModelMetrics(loaded.name, loaded.version, self.batcher, loaded.session.device)

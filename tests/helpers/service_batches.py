@@ -10,6 +10,7 @@ import numpy as np
 
 from twinop.deploy.service.batching import Batcher
 from twinop.deploy.service.errors import INVALID, Failure, ServiceError
+from twinop.deploy.service.instance import LoadedModel
 from twinop.deploy.service.request import Request, Result
 from twinop.deploy.service.settings import ModelSettings
 
@@ -49,7 +50,7 @@ def request(*rows: float, columns: int = 1, **more: Any) -> Request:
 
 def batcher(runner: Any, instances: int = 1, **settings: Any) -> Batcher:
     runners = [runner] * instances
-    return Batcher("m", 1, runners, ModelSettings(**settings))
+    return Batcher(LoadedModel("m", 1, ModelSettings(**settings), None, runners, []))
 
 
 async def behind_a_run(runner: Doubler, queue: Batcher, *requests: Request) -> list[Any]:

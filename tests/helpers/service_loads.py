@@ -13,10 +13,10 @@ from typer.testing import CliRunner
 
 from twinop.cli import app
 from twinop.deploy.service.folders import VersionFolder, scan
+from twinop.deploy.service.instance import LoadedModel
 from twinop.deploy.service.loading import load
 from twinop.deploy.service.repository import Repository
 from twinop.deploy.service.settings import ModelSettings, ServerSettings
-from twinop.deploy.service.version import LoadedModel
 
 X = np.array([[-1, 2, -3, 4]], np.float32)
 CPU = {"provider": "cpu"}

@@ -20,7 +20,7 @@ from twinop.deploy.errors import RunError
 from twinop.deploy.service import limits
 from twinop.deploy.service.batching import Batcher
 from twinop.deploy.service.errors import BROKEN, RUN_FAILED, RUN_TOO_LONG, ServiceError
-from twinop.deploy.service.instance import Instance
+from twinop.deploy.service.instance import Instance, LoadedModel
 from twinop.deploy.service.request import Request
 from twinop.deploy.service.settings import ModelSettings
 from twinop.libraries.library import find_library
@@ -192,7 +192,7 @@ def test_a_batch_that_broke_the_gpu_is_not_run_again() -> None:
 
     async def test() -> None:
         runner: Any = Sticky()
-        queue = Batcher("m", 1, [runner], ModelSettings(max_batch_size=8))
+        queue = Batcher(LoadedModel("m", 1, ModelSettings(max_batch_size=8), None, [runner], []))
         queue.on_broken = broken.append
         x = np.zeros((1, 1), np.float32)
         asked = [queue.submit(Request("m", {"x": x}), ("y",)) for _ in range(3)]
@@ -224,7 +224,8 @@ def test_each_run_of_a_batch_has_the_whole_time(monkeypatch: pytest.MonkeyPatch)
 
     async def test() -> None:
         runner: Any = Failing()
-        queue = Batcher("m", 1, [runner], ModelSettings(max_batch_size=16, run_timeout_seconds=1))
+        settings = ModelSettings(max_batch_size=16, run_timeout_seconds=1)
+        queue = Batcher(LoadedModel("m", 1, settings, None, [runner], []))
         first = asyncio.create_task(queue.submit(request(0), ("y",)))
         asked = [queue.submit(request(value), ("y",)) for value in range(1, 8)]
         assert len(await asyncio.gather(first, *asked)) == 8

@@ -12,8 +12,7 @@ from service_loads import loaded as loaded_with
 
 from twinop.deploy import session
 from twinop.deploy.service.errors import OUT_OF_MEMORY, RUN_FAILED, ServiceError
-from twinop.deploy.service.instance import Instance
-from twinop.deploy.service.version import LoadedModel
+from twinop.deploy.service.instance import Instance, LoadedModel
 
 cuda = pytest.mark.cuda
 

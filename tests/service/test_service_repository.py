@@ -9,9 +9,9 @@ import pytest
 from service_models import place, relu
 
 from twinop.deploy.service import repository
+from twinop.deploy.service.instance import LoadedModel
 from twinop.deploy.service.repository import Repository
 from twinop.deploy.service.settings import Settings
-from twinop.deploy.service.version import LoadedModel
 
 SETTINGS = Settings(server={"poll_seconds": 0.01}, model={"provider": "cpu"})
 

@@ -7,6 +7,7 @@ import pytest
 import torch
 from typer.testing import CliRunner, Result
 
+from twinop.building.project import Project
 from twinop.cli import app
 from twinop.triton.build import make_contents
 from twinop.triton.tuning import Entry, Tuning, tuning_file
@@ -59,7 +60,7 @@ def test_a_build_chooses_what_was_measured(tmp_path: Path) -> None:
     """By size and by architecture; a GPU that was not measured takes the first configuration."""
     file = op_file(tmp_path, "tuned")
     Tuning([entry("tuned_kernel", 100, 64), entry("tuned_kernel", 10_000, 1024)]).write(tuning_file(file))
-    contents, _ = make_contents([file], "tuned", 1, [80, 90], False, {})
+    contents, _ = make_contents(Project("tuned", "tuned", (), modules=(file,)), [80, 90], False)
     for n, arch, block in [(1000, 90, 64), (1001, 90, 1024), (2**20, 90, 1024), (2**20, 80, 64)]:
         plan = next(
             plan

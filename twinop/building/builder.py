@@ -66,10 +66,7 @@ def build(
             read, done, notes = write_source(project, options, generated, tree / "traced.json", progress)
             files.append(generated)
         library, compiled, steps, warnings = compile_library(
-            *(tree, project.name, project.domain, [*files, *project.objects], options, progress),
-            domain_version=project.domain_version,
-            cuda=cuda,
-            table=not project.modules,
+            tree, project, [*files, *project.objects], options, progress, cuda
         )
         done, notes = done + steps, notes + warnings
         read |= {path: found for path, found in compiled.items() if path != str(generated)}

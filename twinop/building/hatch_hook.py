@@ -27,10 +27,7 @@ class TwinopBuildHook(BuildHookInterface):
     PLUGIN_NAME = "twinop"
 
     def initialize(self, version: str, build_data: dict[str, Any]) -> None:
-        """Builds the library, and says what belongs to the wheel, and which platform it is for.
-
-        BuildError: the library cannot be built, or there is no Python file of the project's name.
-        """
+        """Builds the library, and says what belongs to the wheel, and its platform; or raises BuildError."""
         if self.target_name != "wheel" or version == "editable":
             return
         root = Path(self.root)

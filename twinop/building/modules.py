@@ -49,10 +49,7 @@ def write_source(
     begin = time.time_ns()
     names = ", ".join(path.name for path in project.modules)
     progress(f"tracing and compiling {names}")
-    in_cpp = {name: source.path.name for source in project.sources for _, name in source.ops}
-    contents, notes = make_contents(
-        project.modules, project.domain, project.domain_version, archs, ptx, in_cpp
-    )
+    contents, notes = make_contents(project, archs, ptx)
     generate(contents, file)
     imported = {str(path): _hash_before(path, begin) for path in (*project.modules, *_imported())}
     imported |= {str(path): file_hash(path) for path in map(tuning_file, project.modules)}

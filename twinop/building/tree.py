@@ -19,7 +19,7 @@ from ..libraries.library import get_cmake_dir, get_include
 from .cache import make_folder, write, writing
 from .diagnostics import build_error, cmake_error
 from .options import Options
-from .project import OBJECTS
+from .project import OBJECTS, Project
 from .toolchain import compiler_command, find_installation, find_tool, identity, nvcc_path, refuse_old_tools
 
 _TRIES = 3  # of files that change while they are compiled
@@ -46,22 +46,13 @@ def locked(tree: Path) -> Iterator[None]:
 
 
 def compile_library(
-    tree: Path,
-    name: str,
-    domain: str,
-    files: Sequence[Path],
-    options: Options,
-    progress: Progress,
-    *,
-    domain_version: int = 1,
-    cuda: bool = True,
-    table: bool = True,
+    tree: Path, project: Project, files: Sequence[Path], options: Options, progress: Progress, cuda: bool
 ) -> tuple[Path, dict[str, str | None], list[str], list[str]]:
-    """Compiles headers with ops, C++ and CUDA files into `lib<name>.so` in a build tree, which is `locked`.
+    """Compiles a project's files, C++ and CUDA ones, into `lib<name>.so` in a build tree, which is `locked`.
 
-    A file that changes while it is compiled is compiled again, so that all objects are of the same files.
-    `cuda`: they have CUDA code to compile, which is left out without nvcc. `table`: the library's table is to
-    be written. Else one of the files has it.
+    A file that changes while it is compiled is compiled again, so that all objects are of the same files. If
+    they have CUDA code, it is left out without nvcc. One of the files has the library's table if there are
+    modules.
 
     Returns the library; the hash of each file that was compiled, but for those of twinop, compilers and the
     system; the steps that were needed; the compilers' warnings. BuildError: a tool is missing or too old, or
@@ -70,8 +61,8 @@ def compile_library(
     lines = [
         *_settings(options, nvcc_path() if cuda and not options.cpu else None),
         f"find_package(twinop REQUIRED NO_DEFAULT_PATH PATHS {_quoted(get_cmake_dir())})",
-        f"twinop_add_library({name} DOMAIN {domain} DOMAIN_VERSION {domain_version}",
-        *([] if table else ["NO_TABLE"]),
+        f"twinop_add_library({project.name} DOMAIN {project.domain} DOMAIN_VERSION {project.domain_version}",
+        *(["NO_TABLE"] if project.modules else []),
         *map(_quoted, files),
         ")",
         'file(WRITE "${CMAKE_BINARY_DIR}/system_folders" "${CMAKE_CXX_IMPLICIT_INCLUDE_DIRECTORIES};'
@@ -86,7 +77,7 @@ def compile_library(
     for _ in range(_TRIES + 1):
         if not ninja.build() and read:
             ninja.keep(read)
-            return ninja.folder / f"lib{name}.so", read, ninja.done, ninja.notes
+            return ninja.folder / f"lib{project.name}.so", read, ninja.done, ninja.notes
         before, read = read, {path: file_hash(path) for path in ninja.files_read()}
     changed = ", ".join(sorted(path for path in read if read[path] != before.get(path)))
     raise BuildError(

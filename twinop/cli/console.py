@@ -99,10 +99,7 @@ def clear_errors() -> Iterator[None]:
 
 @contextmanager
 def progress_bar(first: str) -> Iterator[Progress]:
-    """Shows steps, how much of each is done, and the memory of all processes.
-
-    That is a bar, or lines where there is no terminal: one every five seconds, none of short commands.
-    """
+    """Shows steps, how much is done, and the memory, as a bar, or a line all five seconds."""
     from .console import err
 
     if not err.is_terminal:

@@ -102,10 +102,7 @@ class OpSpec:
 
     @classmethod
     def from_json(cls, fields: Mapping[str, Any]) -> "OpSpec":
-        """Reads a record from a library's JSON (`kernels/record/json.h`), to which its domain was added.
-
-        KeyError, TypeError, ValueError: it is damaged.
-        """
+        """Reads a record from a library's JSON and its domain; KeyError, TypeError, ValueError: damaged."""
         found, inputs, attributes = dict(fields), list[Input](), list[Attribute]()
         for name, kind, *default in found.pop("arguments"):
             if kind.startswith("Tensor"):

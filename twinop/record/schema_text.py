@@ -123,10 +123,7 @@ def redeclared(record: OpSpec, **texts: str) -> OpSpec:
 
 @cache
 def entries(text: str) -> dict[str, str]:
-    """Parses `"y = x; s = x[:-1]"` into a dict, which is kept. A value may contain "=" and, in quotes, ";".
-
-    RecordSyntaxError: an entry is not `name = value`, or a name occurs twice.
-    """
+    """Parses `"y = x; s = x[:-1]"` into a dict, which is kept; values may have "=" and, in quotes, ";"."""
     result: dict[str, str] = {}
     *parts, last = _parts(text)
     begin = 0

@@ -10,10 +10,7 @@ _V2 = ("memory.max", "memory.current", "inactive_file")
 
 
 def tree_bytes(process: int | None = None) -> int:
-    """Returns the memory of a process, by default this one, and of those below it, without mapped files.
-
-    Pages that a forked child shares with its parent count once.
-    """
+    """Returns the memory of a process and those below it, without mapped files; shared pages count once."""
     children = dict[int, list[int]]()
     for entry in filter(str.isdigit, os.listdir("/proc")):
         with suppress(OSError):  # it has ended

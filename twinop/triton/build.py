@@ -1,7 +1,7 @@
 """Makes the contents of a library from Python files: traces the launchers, compiles the kernels."""
 
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -9,6 +9,7 @@ from typing import Any
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from ..aot_kernels.plan import Body, Contents, DeviceOp
+from ..building.project import Project
 from ..errors import BuildError, ExportError
 from ..libraries.kernel_op import DECLARED, KernelOp, describe_source
 from ..libraries.load_module import load_module
@@ -20,23 +21,16 @@ from .tuning import Tuning, tuning_file
 _FUTURE = 999  # the compute capability of a GPU newer than all
 
 
-def make_contents(
-    files: Sequence[Path],
-    domain: str,
-    domain_version: int,
-    archs: Sequence[int],
-    ptx: bool,
-    others: Mapping[str, str],
-) -> tuple[Contents, list[str]]:
-    """Returns what a library carries of the ops that Python files declare, and notes for the user.
+def make_contents(project: Project, archs: Sequence[int], ptx: bool) -> tuple[Contents, list[str]]:
+    """Returns what a library carries of the ops in a project's Python files, and notes for the user.
 
-    The kernels are compiled for `archs` and, with `ptx`, for newer GPUs; `others`: where the library's other
-    ops are registered, by name. BuildError: a file declares no op, one of another domain, or one whose name
-    is taken; a launcher cannot be traced, a kernel not be compiled; a file of `twinop tune` is damaged.
-    TwinopError: a file cannot be imported.
+    The kernels are compiled for `archs` and, with `ptx`, for newer GPUs. BuildError: a file declares no op,
+    one of another domain, or one whose name is taken; a launcher cannot be traced, a kernel not be compiled;
+    a file of `twinop tune` is damaged. TwinopError: a file cannot be imported.
     """
+    files, domain, version = project.modules, project.domain, project.domain_version
     ops = [op for file in files for op in declared_in(file)]
-    places = dict(others)
+    places = {name: source.path.name for source in project.sources for _, name in source.ops}
     for op in ops:
         if op.domain != domain:
             raise BuildError(
@@ -49,7 +43,7 @@ def make_contents(
                 "different names"
             )
         places[op.name] = op.place
-    traced = [_traced(op, domain_version, (*archs, *[_FUTURE] * ptx)) for op in ops]
+    traced = [_traced(op, version, (*archs, *[_FUTURE] * ptx)) for op in ops]
     plans, kernels = compile_plans([plan for each in traced for plan in each.plans], archs, ptx=ptx)
     rest = iter(plans)
     notes = [f"{op.name}: {note}" for op, each in zip(ops, traced, strict=True) for note in each.notes]
@@ -61,10 +55,8 @@ def make_contents(
     targets += sorted(
         {f"{image.arch}-virtual" for kernel in kernels for image in kernel.images if image.is_ptx}
     )
-    contents = Contents(
-        domain, tuple(found), tuple(kernels), ",".join(targets), domain_version, source=describe_source(files)
-    )
-    return contents, notes
+    said = ",".join(targets)
+    return Contents(domain, tuple(found), tuple(kernels), said, version, describe_source(files)), notes
 
 
 def declared_in(file: Path) -> list[KernelOp]:

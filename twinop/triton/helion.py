@@ -56,10 +56,7 @@ def _watch(kernels: Any) -> None:
 
 
 def _function(kernel: Any, args: Sequence[Any]) -> Callable[..., Any]:
-    """Returns what Helion writes for such arguments. Its questions about sizes are the launcher's own.
-
-    ValueError: a plan comes to other sizes than those that the code is for.
-    """
+    """Returns what Helion writes for such arguments; ValueError: it is for other sizes than a plan's."""
     from helion.language.constexpr import ConstExpr
 
     check_version("Helion", importlib.metadata.version("helion"), (1, 5), (1, 5))

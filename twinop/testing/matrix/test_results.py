@@ -51,10 +51,7 @@ def test_there_are_samples(record: OpSpec) -> None:
 def test_torch_and_onnxruntime_give_the_same_bits(
     record: OpSpec, dtypes: dict[str, str], device: str
 ) -> None:
-    """One session takes all sizes: the shapes in the model are open.
-
-    An op that writes into inputs gives the same bits as its functional twin.
-    """
+    """One session takes all sizes; an op that writes into inputs gives the bits of its functional twin."""
     run_ort = OrtRunner(record, dtypes, device)
     for sample in cases(record, dtypes):
         sample = sample.to(device, record.host_inputs)
