@@ -44,15 +44,11 @@ DTYPES = ("float16", "bfloat16", "int4", "float8")
 
 @dataclass(frozen=True)
 class Model:
-    """A decoder.
-
-    Attributes:
-        context: for which torch is measured, too, with BESIDE sequences.
-    """
+    """A decoder."""
 
     sizes: Sizes
     layers: int
-    context: int
+    context: int  # for which torch is measured, too, with BESIDE sequences
 
     def bytes_read(self, dtype: str, batch: int, context: int) -> float:
         """Returns the bytes of the weights and of the caches that a step reads."""

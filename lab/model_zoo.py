@@ -54,7 +54,7 @@ TINY = Size(layers=2, width=64, heads=4, vocabulary=101, batch=2, tokens=16)
 
 
 class Encoder(nn.Module):
-    """Maps (token ids, attention mask of 1 or 0 per token) to the last hidden state."""
+    """Maps (token ids, attention mask of 1 or 0 per token) to the first output: hidden states, or logits."""
 
     def __init__(self, body: nn.Module) -> None:
         super().__init__()
@@ -63,7 +63,7 @@ class Encoder(nn.Module):
     def forward(self, ids: Tensor, mask: Tensor) -> Tensor:
         # Without a mask, transformers looks for packed sequences with torch.diff, which the TorchScript
         # exporter does not support.
-        return self.body(input_ids=ids, attention_mask=mask).last_hidden_state
+        return self.body(input_ids=ids, attention_mask=mask)[0]
 
 
 class Values(nn.Module):
@@ -116,19 +116,12 @@ BASE = Size(vocabulary=2000)
 
 @dataclass(frozen=True)
 class Model:
-    """A model of any size.
+    """A model of any size."""
 
-    Attributes:
-        make: (size, attention implementation) -> the model in float32.
-        inputs: size -> inputs of forward by name.
-        model_type: what ONNX Runtime's optimizer is told.
-        exported: the attention implementation in the dynamo exports.
-    """
-
-    make: Callable[[Size, str], nn.Module]
-    inputs: Callable[[Size], dict[str, Tensor]]
-    model_type: str
-    exported: str = "sdpa"
+    make: Callable[[Size, str], nn.Module]  # (size, attention implementation) -> the model in float32
+    inputs: Callable[[Size], dict[str, Tensor]]  # size -> inputs of forward by name
+    model_type: str  # what ONNX Runtime's optimizer is told
+    exported: str = "sdpa"  # the attention implementation in the dynamo exports
 
     def drawn(self, size: Size, attention: str) -> nn.Module:
         """Returns the model in float32 and eval mode; always with the same weights."""
@@ -175,10 +168,8 @@ def spectra(size: Size) -> dict[str, Tensor]:
 
 
 def latents(size: Size) -> dict[str, Tensor]:
-    return {
-        "values": normal(size.batch, size.tokens, size.width),
-        "condition": normal(size.batch, size.width, seed=1),
-    }
+    values = normal(size.batch, size.tokens, size.width)
+    return {"values": values, "condition": normal(size.batch, size.width, seed=1)}
 
 
 class DiTBlock(nn.Module):

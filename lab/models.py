@@ -37,13 +37,8 @@ from twinop.optimize import optimize
 from twinop.record.dtypes import dtype_name
 
 STOCK, ORTS, OURS = "stock.onnx", "ort-optimizer.onnx", "twinop.onnx"
-COLUMNS = {
-    "torch eager": "",
-    "torch.compile": "default",
-    "ORT stock": STOCK,
-    "ORT optimizer": ORTS,
-    "twinop": OURS,
-}
+COLUMNS = {"torch eager": "", "torch.compile": "default"}
+COLUMNS |= {"ORT stock": STOCK, "ORT optimizer": ORTS, "twinop": OURS}
 """The columns: torch.compile's mode, or the export."""
 BATCH = ("batch",)
 FEW = 2  # exports and comparisons take a batch of two, as the batch dimension stays open

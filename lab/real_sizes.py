@@ -52,17 +52,13 @@ Command = Sequence[str]
 
 @dataclass(frozen=True)
 class Row:
-    """A command and its bars, for two cores.
+    """A command and its bars, for two cores."""
 
-    Attributes:
-        make: writes the source into a folder, unless it is there; returns the arguments of Python that write
-            what `new` in it is named. Of a quick look it writes a tiny model.
-        seconds, gigabytes: at most so many; 0 where there is no bar.
-    """
-
+    # Writes the source, a tiny one for a quick look, into a folder that lacks it; returns the arguments of
+    # Python that write what `new` in it is named.
     make: Callable[[Path, bool], Command]
-    seconds: float = 0.0
-    gigabytes: float = 0.0
+    seconds: float = 0.0  # at most; 0 where there is no bar
+    gigabytes: float = 0.0  # likewise
 
 
 def decoder(

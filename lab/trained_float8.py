@@ -23,6 +23,7 @@ import typer
 from torch import Tensor, nn
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from lab.model_zoo import Encoder
 from lab.models import torch_export
 from twinop import deploy
 from twinop.bench.cases import relative_error
@@ -33,17 +34,6 @@ from twinop.optimize import optimize
 ATOMS = r"\[[^\]]+]|Br?|Cl?|N|O|S|P|F|I|b|c|n|o|s|p|>>?|%[0-9]{2}|[^A-Za-z]"  # of SMILES
 E4M3, BF16 = torch.float8_e4m3fn, torch.bfloat16
 TEXTS = Path(__file__).with_name("texts")
-
-
-class First(nn.Module):
-    """Maps (token ids, attention mask) to the first output of a model: hidden states, or logits."""
-
-    def __init__(self, body: nn.Module) -> None:
-        super().__init__()
-        self.body = body
-
-    def forward(self, ids: Tensor, mask: Tensor) -> Tensor:
-        return self.body(input_ids=ids, attention_mask=mask)[0]
 
 
 def tokens(folder: Path, texts: str) -> tuple[Tensor, Tensor, Tensor]:
@@ -118,7 +108,7 @@ def measure(folder: Path, texts: str, work: Path) -> dict[str, Any]:
     body = getattr(transformers, kind).from_pretrained(
         folder, attn_implementation="eager", **({} if kind.endswith("LM") else pooler)
     )
-    model = First(body).eval()
+    model = Encoder(body).eval()
     ids, mask, masked = tokens(folder, texts)
     expected = model(ids, mask).double()
     whole = mask.bool().all(1)  # what padding has may differ much, also in 16 bits, and means nothing
