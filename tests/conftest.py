@@ -13,6 +13,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import made_once
 import pytest
 from own_matrix import pytest_collection_modifyitems  # noqa: F401 (a hook)
 
@@ -39,6 +40,8 @@ def _cuda_devices() -> int:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    made_once.start()
+
     def builtin_ops() -> Any:
         from samples import ALL
 

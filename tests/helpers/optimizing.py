@@ -3,9 +3,7 @@
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from functools import cache
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from types import MappingProxyType
 from typing import Any
 
@@ -13,6 +11,7 @@ import numpy as np
 import onnx
 import onnx_ir as ir
 import torch
+from made_once import made_once
 from samples import RECORDS
 
 from lab.model_zoo import TINY, Size, batch, encoder
@@ -104,23 +103,6 @@ def size_of(exporter: str) -> Size:
     return replace(TINY, layers=1) if exporter == "dynamo" else TINY
 
 
-@cache
-def _exported(style: str, attention: str, exporter: str, dtype: torch.dtype, layers: int) -> bytes:
-    model = encoder(style, replace(TINY, layers=layers), attention=attention).to(dtype)
-    with TemporaryDirectory() as folder:
-        path = Path(folder) / "model.onnx"
-        export(
-            model,
-            batch(TINY, padding=5),
-            path,
-            exporter=exporter,
-            dynamic=LENGTHS,
-            verify=False,
-            optimize=False,
-        )
-        return path.read_bytes()
-
-
 def exported(
     style: str,
     attention: str,
@@ -130,6 +112,13 @@ def exported(
     layers: int = 1,
 ) -> Path:
     """Exports BERT or Llama in small, as torch alone does it."""
+
+    def make(at: Path) -> None:
+        model = encoder(style, replace(TINY, layers=layers), attention=attention).to(dtype)
+        options: dict[str, Any] = {"exporter": exporter, "dynamic": LENGTHS}
+        export(model, batch(TINY, padding=5), at / "model.onnx", **options, verify=False, optimize=False)
+
     path = folder / f"{style}.onnx"
-    path.write_bytes(_exported(style, attention, exporter, dtype, layers))
+    made = made_once((style, attention, exporter, dtype, layers), make)
+    path.write_bytes((made / "model.onnx").read_bytes())
     return path

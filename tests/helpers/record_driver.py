@@ -4,9 +4,10 @@ import atexit
 import os
 import shutil
 import subprocess
-import tempfile
 from functools import cache
 from pathlib import Path
+
+from made_once import made_once
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -22,12 +23,13 @@ def compiler() -> str:
 @cache
 def precompiled(includes: tuple[str, ...], *command: str) -> Path:
     """Headers as one that this command has compiled: reading them takes a small source most of its time."""
-    folder = Path(tempfile.mkdtemp(prefix="twinop-headers-"))
-    atexit.register(shutil.rmtree, folder, ignore_errors=True)
-    header = folder / "headers.h"
-    header.write_text("".join(f'#include "{each}"\n' for each in includes))
-    subprocess.run([*command, "-x", "c++-header", header, "-o", f"{header}.gch"], check=True)
-    return header
+
+    def compile_headers(folder: Path) -> None:
+        header = folder / "headers.h"
+        header.write_text("".join(f'#include "{each}"\n' for each in includes))
+        subprocess.run([*command, "-x", "c++-header", header, "-o", f"{header}.gch"], check=True)
+
+    return made_once((includes, command), compile_headers) / "headers.h"
 
 
 def read_by_compiler(source: str, *flags: str) -> subprocess.CompletedProcess[str]:
@@ -44,14 +46,12 @@ def read_by_compiler(source: str, *flags: str) -> subprocess.CompletedProcess[st
 
 @cache
 def program() -> Path:
-    folder = Path(tempfile.mkdtemp(prefix="twinop-driver-"))
-    atexit.register(shutil.rmtree, folder, ignore_errors=True)
     names = ("tests/helpers/record_driver.cpp", "kernels/record/check.cpp", "kernels/record/check_shapes.cpp")
     sources = [str(ROOT / name) for name in names]
     flags = ["-std=c++17", f"-I{ROOT}", f"-I{ROOT}/twinop/include", '-DTWINOP_VERSION="0"']
     flags += os.environ.get("CXXFLAGS", "").split()
-    subprocess.run([compiler(), *flags, *sources, "-o", str(folder / "driver")], check=True)
-    return folder / "driver"
+    command = [compiler(), *flags, *sources, "-o"]
+    return made_once(command, lambda at: subprocess.run([*command, at / "driver"], check=True)) / "driver"
 
 
 class Driver:
