@@ -387,16 +387,3 @@ def test_heads_that_are_too_large_on_cuda() -> None:
     call = to(make_call([15], 1, 1, 1, 264, 16), torch.float16, "cuda")
     with pytest.raises(RuntimeError, match=r"heads of 264; on CUDA expected at most 256"):
         run(call)
-
-
-def test_bad_input_in_onnxruntime() -> None:
-    """A context beyond the cache is refused before anything is written."""
-    call = to(make_call([15], 1, 4, 2, 8, 16), torch.float32, "cpu")
-    call["total"] = torch.tensor([17], dtype=torch.int32)
-    record = RECORDS["attention_cached"]
-    names = [*(each.name for each in record.inputs), *record.outputs]
-    types = dict.fromkeys(names, "float32") | {"position": "int32", "total": "int32"}
-    present = [each.name in call for each in record.inputs]
-    session = make_session(one_node_model(record, types, present, {}), find_library("custom_ops"), "cpu")
-    with pytest.raises(Exception, match="has 17 tokens; the caches have 16 rows"):
-        session.run(None, {name: call[name].numpy() for name in call})

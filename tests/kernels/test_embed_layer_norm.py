@@ -6,7 +6,6 @@ from linear_calls import random
 from samples import ALL, DEVICES
 
 from twinop import torch_op
-from twinop.errors import RecordError
 from twinop.libraries.library import find_library
 from twinop.model.attach import attach_bodies
 from twinop.testing.one_node import body_session, make_session, one_node_model
@@ -123,6 +122,5 @@ def test_what_does_not_fit(device: str) -> None:
         call(ids, sequences=2, device=device)
     with pytest.raises(RuntimeError, match="the table has no rows to choose from"):
         call(ids, entries=0, device=device)
-    with pytest.raises((RuntimeError, RecordError), match="no kernel takes these dtypes"):
-        call(ids.float(), device=device)
+
     assert call(ids[:0], device=device).shape == (0, 2, 4)

@@ -171,21 +171,6 @@ def test_the_output_shape_is_inferred() -> None:
     assert y.shape == ["b", 3, 4]
 
 
-@pytest.mark.parametrize(
-    ("x", "weight", "bias", "message"),
-    [
-        (5, (6, 4), (6,), r"weight has shape \[6, 4\], expected .* = \[6, 5\]"),
-        (4, (6, 4), (4,), r"bias has shape \[4\], expected .* = \[6\]"),
-        (4, (6, 4), (6, 1), r"bias has shape \[6, 1\], expected .* = \[6\]"),
-    ],
-)
-def test_a_session_refuses_shapes_that_do_not_fit(x: int, weight: Any, bias: Any, message: str) -> None:
-    constants = {"weight": random(*weight), "bias": random(*bias)}
-    model = model_of([linear_node(["x", "weight", "bias"], "y")], ["n", x], constants)
-    with pytest.raises(Exception, match=message):
-        make_session(model, LIBRARY, "cpu").run(None, {"x": random(2, x).numpy()})
-
-
 # ---------------------------------------------------------------------------- gradients
 
 

@@ -254,17 +254,3 @@ def test_it_has_no_gradient() -> None:
     x = torch.randn(2, 16, dtype=torch.float16, requires_grad=True)
     with pytest.raises(RecordError, match="quantize_rows has no derivative; detach its inputs"):
         torch_op.quantize_rows(x)[1].sum().backward()
-
-
-@each_device
-def test_opcheck(device: str) -> None:
-    given = operands(5, 32, 64, torch.bfloat16, device)
-    ops = torch.ops.custom_domain
-    checks = (
-        "test_faketensor",
-        "test_aot_dispatch_static",
-        "test_aot_dispatch_dynamic",
-    )  # others compute in e4m3
-    torch.library.opcheck(ops.linear_fp8.default, (*given, None, "gelu"), test_utils=checks)
-    x = numbers(3, 64, dtype=torch.bfloat16, device=device)
-    torch.library.opcheck(ops.linear_w8.default, (x, *given[2:], None, "relu", 0.1), test_utils=checks)

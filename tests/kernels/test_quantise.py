@@ -113,15 +113,6 @@ def test_a_launcher_with_a_scale_for_each_row(ops: torch_op.Ops, device: str) ->
     same(y, (x / expected).to(E4M3))
 
 
-def test_compiled(ops: torch_op.Ops) -> None:
-    """The fakes have the dtypes and shapes."""
-    x, scale = torch.randn(4, 8), torch.rand(4, 1) + 0.5
-    both = torch.compile(
-        lambda x, s: ops.dequantise(ops.quantise(x * 2, s), s), fullgraph=True, backend="eager"
-    )
-    assert both(x, scale).equal(ops.dequantise(ops.quantise(x * 2, scale), scale))
-
-
 @each_device
 @pytest.mark.parametrize(
     ("op", "node", "kind"),
@@ -145,8 +136,3 @@ def test_in_onnx_runtime(ops: torch_op.Ops, device: str, op: str, node: str, kin
     q = getattr(ops, op)(x, scale)
     same(found["q"].cpu(), q.cpu())
     assert found["y"].equal(ops.dequantise(q, scale))
-
-
-def test_other_dtypes_are_refused(ops: torch_op.Ops) -> None:
-    with pytest.raises(RuntimeError, match="no kernel takes these dtypes; .*float8_e4m3fn scale=float32"):
-        ops.dequantise(torch.ones(3, dtype=torch.int16), torch.ones(1))

@@ -160,17 +160,3 @@ def test_sizes_that_do_not_fit(sizes: tuple[tuple[int, ...], ...], message: str)
     q, k, cos = (random(*each) for each in sizes)
     with pytest.raises((RuntimeError, RecordError), match=message):
         torch_op.rope(q, k, cos, cos)
-
-
-@pytest.mark.cuda
-@pytest.mark.parametrize("layout", ["half", "interleaved"])
-def test_a_cuda_graph_of_onnxruntime(layout: str) -> None:
-    """ONNX Runtime captures the node in its second run and replays it with other values."""
-    session = in_onnxruntime("cuda", layout, enable_cuda_graph="1")
-    q, k, cos, sin = given((2, 6, 4, 2, 32), 1, DTYPES["float32"], "cuda")
-    outputs = {"turned_q": torch.zeros_like(q), "turned_k": torch.zeros_like(k)}
-    for seed in range(5):
-        q.copy_(random(*q.shape).cuda() + seed)
-        run_bound(session, {"q": q, "k": k, "cos": cos, "sin": sin}, outputs)
-        for found, each in zip(outputs.values(), torch_op.rope(q, k, cos, sin, layout=layout), strict=True):
-            assert torch.equal(found, each)
