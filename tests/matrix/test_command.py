@@ -117,7 +117,11 @@ def picky(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_right_ops_with_samples_of_their_own(picky: Path) -> None:
     """Sizes that come from the data, ties, which have no derivative, and integers, which have none either."""
-    code, said = twinop_test(picky, "-k", "not with_sign and (against or gradcheck or opcheck or is_more)")
+    code, said = twinop_test(
+        picky,
+        "-k",
+        "not with_sign and not dynamo and not graph_break and (against or gradcheck or opcheck or is_more)",
+    )
     assert code == 0 and re.search(r"\d+ passed", said), said
 
 
