@@ -409,13 +409,3 @@ def test_a_number_as_input(exporter: str, tmp_path: Path) -> None:
     report = export(Scaled(), given, path, exporter=exporter, optimize=True, device="cpu")
     assert report.parity is not None and report.parity.error == 0.0 and not report.notes
     assert deploy.session(path, CPU).inputs["scale"].shape == ()
-
-
-def test_export_in_python_optimises_and_says_so(tmp_path: Path) -> None:
-    model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.LayerNorm(8), torch.nn.GELU())
-    given, path = torch.randn(3, 8), tmp_path / "model.onnx"
-    said = "optimised for ONNX Runtime; optimize=False keeps the exporter's nodes"
-    report = export(model, given, path, exporter="torchscript", device="cpu")
-    assert report.optimized is not None and said in report.notes
-    report = plain(model, given, path, exporter="torchscript")
-    assert report.optimized is None and said not in report.notes

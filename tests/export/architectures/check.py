@@ -1,8 +1,6 @@
-"""Exports an architecture, with torch alone and with twinop, and compares each file with torch."""
+"""Compares the file of an architecture with torch."""
 
 from collections.abc import Mapping
-from contextlib import redirect_stdout
-from io import StringIO
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +10,7 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from architectures.common import Architecture, Tensors
-from twinop.export.routes import quiet
 
-OPSET = 20
 EXAMPLE = (2, 6)  # batch and length
 FRESH = (5, 9)
 ACCEPTED = 1e-4  # of an output's largest value
@@ -26,40 +22,6 @@ def results(model: nn.Module, tensors: Tensors, constants: Mapping[str, Any]) ->
     with torch.enable_grad():
         found = model(**copies, **constants)
     return [leaf.detach() for leaf in tree_leaves(found) if isinstance(leaf, torch.Tensor)]
-
-
-def torchs_own(architecture: Architecture, exporter: str, path: Path) -> str:
-    """Exports with torch alone; returns why it cannot, or "" if its file gives the model's results."""
-    tensors = architecture.inputs(*EXAMPLE)
-    axes = dict(architecture.axes)
-    sizes: dict[str, Any]
-    if exporter == "dynamo":
-        open_axes = dict.fromkeys(axes, torch.export.Dim.DYNAMIC)
-        sizes = {"dynamic_shapes": dict.fromkeys(tensors, open_axes) | dict.fromkeys(architecture.constants)}
-    else:
-        sizes = {"dynamic_axes": dict.fromkeys(tensors, axes)}
-    try:
-        with quiet(), redirect_stdout(StringIO()):
-            torch.onnx.export(
-                architecture.model(), (), str(path), kwargs={**tensors, **architecture.constants},
-                dynamo=exporter == "dynamo", opset_version=OPSET, input_names=list(tensors), verbose=False,
-                **sizes,
-            )  # fmt: skip
-    except Exception as error:
-        return _shorten(error)
-    try:
-        compare(architecture, path, None)
-    except Exception as error:
-        return f"its file: {_shorten(error)}"
-    return ""
-
-
-def _shorten(error: BaseException) -> str:
-    """The first line of what an exporter says or, behind a few words of its own, ONNX Runtime."""
-    while error.__cause__ is not None:
-        error = error.__cause__
-    text = str(error).rpartition("Status Message: ")[2].strip()
-    return f"{type(error).__name__}: {text.partition(chr(10))[0]}"[:200]
 
 
 def compare(architecture: Architecture, path: Path, library: Path | None) -> None:

@@ -33,29 +33,6 @@ class Classifier(nn.Sequential):
         return super().forward(x)
 
 
-class Defaults(Classifier):
-    """A number and a flag with defaults, which a caller may give by name."""
-
-    def forward(
-        self, x: torch.Tensor, scale: float = 2.0, keep: int = 0, probabilities: bool = False
-    ) -> torch.Tensor:
-        y = super().forward(x)[:, -keep:] * scale
-        return y.softmax(-1) if probabilities else y
-
-
-class Hooked(nn.Module):
-    """One layer runs a forward of its own, as the hooks of some libraries leave it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.LayerNorm(WIDTH), nn.GELU())
-        before = self.layers[2].forward
-        self.layers[2].forward = lambda x: before(x) * 0.5 + x
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.layers(x)
-
-
 class Attention(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -91,16 +68,6 @@ def sentences(batch: int, length: int) -> Tensors:
     return {"source": torch.randn(batch, 7, WIDTH), "target": torch.randn(batch, 5, WIDTH)}
 
 
-class Recurrent(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.gru = nn.GRU(WIDTH, WIDTH, 2, batch_first=True, bidirectional=True)
-        self.head = nn.Sequential(nn.LayerNorm(2 * WIDTH), nn.Tanh(), nn.Linear(2 * WIDTH, 3))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.head(self.gru(x)[0])
-
-
 class UNet(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -116,12 +83,9 @@ class UNet(nn.Module):
 BOTH = {0: "batch", 1: "length"}
 MODELS = (
     Architecture("classifier", Classifier, features),
-    Architecture("defaults", Defaults, features, constants={"probabilities": True}),
-    Architecture("hooked_forward", Hooked, features),
     Architecture("multihead_attention", Attention, padded, BOTH),
     Architecture("transformer_encoder", Encoder, padded),
     Architecture("transformer_encoder_norm_first", lambda: Encoder(norm_first=True), padded),
     Architecture("transformer", Translator, sentences),
-    Architecture("gru", Recurrent, sequence, BOTH),
     Architecture("unet", UNet, lambda batch, length: {"x": torch.randn(batch, 3, 16, 16)}),
 )
