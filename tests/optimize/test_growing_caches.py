@@ -193,7 +193,7 @@ def merged_encoder_decoder(opset: int) -> onnx.ModelProto:
     return proto
 
 
-@pytest.mark.parametrize(("opset", "device"), [(14, "cpu"), (20, "cuda")])
+@pytest.mark.parametrize(("opset", "device"), [pytest.param(14, "cpu", marks=pytest.mark.slow), (20, "cuda")])
 def test_merged_encoder_decoders(opset: int, device: str, tmp_path: Path) -> None:
     """Inputs are generated for both branches: the encoder's lengths are alike, and not the decoder's."""
     proto = merged_encoder_decoder(opset)

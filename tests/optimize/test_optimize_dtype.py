@@ -87,12 +87,6 @@ def test_unusual_values(text: str, found: int, tmp_path: Path) -> None:
     assert dtypes(model) == ["FLOAT16"] * found
 
 
-def test_the_weights_in_fp32_are_not_written(tmp_path: Path) -> None:
-    proto = parsed("(float[N, 4] x) => (float[N, 4] y) { y = MatMul (x, w) }", w=weights(4, 4))
-    _, model = optimized(proto, tmp_path, dtype="float16")
-    assert [value.dtype for value in model.graph.initializers.values()] == [ir.DataType.FLOAT16]
-
-
 def test_measuring_a_dtype_that_does_not_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def session(*_: Any) -> None:
         raise deploy.RunError("no kernel\nfor MatMul")

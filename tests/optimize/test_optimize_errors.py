@@ -248,10 +248,13 @@ def test_export_optimises(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     """By default, as the command does; a file that cannot be optimised is written as it is."""
     layers, given, path = torch.nn.Sequential(torch.nn.Linear(4, 3)), torch.randn(2, 4), tmp_path / "net.onnx"
     options: dict[str, Any] = {"exporter": "torchscript", "dynamic": {"input": [0]}, "device": "cuda"}
-    assert list(export(layers, given, path, **options, optimize=False).nodes) == ["Gemm"]
+    said = "optimised for ONNX Runtime; optimize=False keeps the exporter's nodes"
+    report = export(layers, given, path, **options, optimize=False)
+    assert list(report.nodes) == ["Gemm"] and report.optimized is None and said not in report.notes
     for dtype in (torch.float32, torch.bfloat16, torch.float64):
         report = export(layers.to(dtype), given.to(dtype), path, **options)
         assert report.optimized is not None and report.optimized.fused == {"linear+bias": 1}
+        assert said in report.notes
         assert list(report.nodes) == ["custom_domain.CustomLinear"] and report.custom_ops == ["CustomLinear"]
         assert [node.op_type for node in onnx.load(path).graph.node] == ["CustomLinear"]
     assert export(layers, given.double(), path, bodies=False, **options).optimized is None

@@ -635,11 +635,3 @@ def test_two_masks_of_onnx_runtimes_attention(tmp_path: Path) -> None:
         y = com.microsoft.MultiHeadAttention <num_heads=2> (x, x, x, , mask, positions) }"""
     _, model = optimized(parsed(text), tmp_path)
     assert [node.inputs[4] for node in nodes(model, "MultiHeadAttention")] == [None]
-
-
-def test_older_opsets(tmp_path: Path) -> None:
-    """Function bodies need opset 20: the model is converted."""
-    proto = parsed(f"{LINEAR} {{ y = MatMul (x, w) }}", **MATRIX)
-    proto.opset_import[0].version = 14
-    _, model = optimized(proto, tmp_path)
-    assert model.opset_imports[""] == 20 and types(model) == {"CustomLinear": 1}

@@ -227,10 +227,6 @@ def context_of(name: str, text: str) -> g.RewriteContext:
     return g.RewriteContext(model, ALL[name].device or ("cpu" if name == "rotary" else "cuda"), RECORDS)
 
 
-def test_each_rewrite_has_a_case() -> None:
-    assert sorted(case.name for case in CASES) == sorted(ALL)
-
-
 @pytest.mark.parametrize("case", CASES, ids=[case.name for case in CASES])
 def test_what_a_rewrite_writes_and_skips(case: Case) -> None:
     context = context_of(case.name, case.text)
