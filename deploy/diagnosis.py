@@ -107,8 +107,7 @@ def examine(model: Path | None, named: Path | None, allow_model_libraries: bool 
 
 def _compilers(gpus: Any) -> Iterator[Finding]:
     try:
-        compiler = find_compiler()
-        yield ok("compiler", f"{' '.join(compiler.command)} is {compiler.kind} {compiler.version}")
+        yield ok("compiler", find_compiler())
     except TwinopError as problem:
         yield warning("compiler", str(problem))
     try:

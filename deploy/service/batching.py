@@ -249,6 +249,5 @@ class Batcher:
             if isinstance(outcome, ServiceError):
                 member.fail(outcome)
             elif not member.future.done():  # neither cancelled nor expired
-                request = member.request
-                queued = started - request.arrived
-                member.future.set_result(Result(self._name, self._version, outcome, request.id, queued, rows))
+                queued = started - member.request.arrived
+                member.future.set_result(Result(self._name, self._version, outcome, queued, rows))

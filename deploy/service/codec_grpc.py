@@ -3,7 +3,6 @@
 import math
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -29,14 +28,6 @@ SERVICE = "inference.GRPCInferenceService"
 MOST_TYPED_BYTES = 1 << 20  # of a message without its raw tensors: protobuf reads the rest number by number
 MOST_BYTES = (2 << 30) - (1 << 20)  # a message has less than 2 GiB; the margin is for names and shapes
 _RAW_KEY = pb.ModelInferRequest.RAW_INPUT_CONTENTS_FIELD_NUMBER << 3 | 2  # a field with a length
-
-
-@dataclass(slots=True)
-class AnswerFormat:
-    """The form of the answer: the client's id ("" for none), and whether its tensors are raw."""
-
-    id: str
-    raw: bool
 
 
 def parse(data: bytes) -> pb.ModelInferRequest:
@@ -69,9 +60,7 @@ def _varint(data: bytes, at: int) -> tuple[int, int]:
     return size, at + 1
 
 
-def decode(
-    message: pb.ModelInferRequest, seconds: float | None, most: int = MOST_TENSORS
-) -> tuple[Request, AnswerFormat]:
+def decode(message: pb.ModelInferRequest, seconds: float | None, most: int = MOST_TENSORS) -> Request:
     """Decode a request without checking it against the model. It has `seconds` left and `most` tensors."""
     arrived = time.monotonic()
     outputs = tuple(output.name for output in message.outputs)
@@ -111,14 +100,14 @@ def decode(
         id=message.id,
         deadline=until,
         arrived=arrived,
-    ), AnswerFormat(message.id, bool(raw))
+    )
 
 
-def encode(result: Result, form: AnswerFormat) -> bytes:
+def encode(result: Result, request: pb.ModelInferRequest) -> bytes:
     """Return a serialized ModelInferResponse: raw as the request was, or if a datatype has no typed field."""
-    answer = pb.ModelInferResponse(model_name=result.model, model_version=str(result.version), id=form.id)
+    answer = pb.ModelInferResponse(model_name=result.model, model_version=str(result.version), id=request.id)
     kinds = [OF_DTYPE[array.dtype] for array in result.outputs.values()]
-    is_raw = form.raw or any(kind.contents is None for kind in kinds)
+    is_raw = bool(request.raw_input_contents) or any(kind.contents is None for kind in kinds)
     size = sum(array.nbytes for array in result.outputs.values())
     if size > MOST_BYTES:
         raise ServiceError(

@@ -4,7 +4,6 @@ import asyncio
 import logging
 import time
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
 from typing import Any
 
 import grpc
@@ -30,15 +29,8 @@ TIMER_SECONDS = 0.01  # uvloop's timers may fire this early
 HEALTH_SECONDS = 0.2
 
 
-@dataclass(slots=True)
-class Call:
-    """What a call has besides its message: the seconds to its deadline, and its memory."""
-
-    seconds: float | None
-    memory: RequestMemory
-
-
-Method = Callable[[Any, Call], Awaitable[Any]]
+Method = Callable[[Any, float | None, RequestMemory], Awaitable[Any]]
+"""Answers a message, with the seconds to its deadline, and its memory."""
 
 
 def method_of(operation: Operation) -> Method:
@@ -50,7 +42,7 @@ def method_of(operation: Operation) -> Method:
 
     has_model = "{model}" in operation.path
 
-    async def method(request: Any, call: Call) -> Any:
+    async def method(request: Any, seconds: float | None, memory: RequestMemory) -> Any:
         given = {"model": request.name, "version": request.version} if has_model else {}
         try:
             found = answer(**given)
@@ -87,23 +79,25 @@ class _CallHandler:
                 methods[each.rpc] = grpc.stream_unary_rpc_method_handler(around)
         return grpc.method_handlers_generic_handler(codec_grpc.SERVICE, methods)
 
-    async def _infer(self, request: pb.ModelInferRequest, call: Call) -> bytes:
+    async def _infer(
+        self, request: pb.ModelInferRequest, seconds: float | None, memory: RequestMemory
+    ) -> bytes:
         """Run a model; the answer is serialized."""
         repository, model = self._repository, request.model_name
         with metrics.counting() as counting:
             meant = repository.find(model, version_number(model, request.model_version))
             counting.model = meant.metrics
             logs.bind(model=model)
-            asked, form = await in_thread_if_large(
-                request.ByteSize(), codec_grpc.decode, request, call.seconds, meant.most_tensors
+            asked = await in_thread_if_large(
+                request.ByteSize(), codec_grpc.decode, request, seconds, meant.most_tensors
             )
             asked.id = logs.request_id()
             served = repository.find(asked.model, asked.version)
             counting.accept(served.metrics, asked.arrived)
             counting.result = await served.batcher.submit(asked, served.check(asked))
             size = counting.result.nbytes
-            call.memory.record(3 * size)  # the arrays, the message, and its serialization
-            return await in_thread_if_large(size, codec_grpc.encode, counting.result, form)
+            memory.record(3 * size)  # the arrays, the message, and its serialization
+            return await in_thread_if_large(size, codec_grpc.encode, counting.result, request)
 
     def _around(self, method: Method, parse: Callable[[bytes], Any], path: str) -> Any:
         async def guarded(_: Any, context: aio.ServicerContext) -> bytes:
@@ -114,7 +108,7 @@ class _CallHandler:
             with RequestMemory(self._budget) as memory:
                 try:
                     request = await self._request(context, headers, parse, memory, path)
-                    answer = await method(request, Call(context.time_remaining(), memory))
+                    answer = await method(request, context.time_remaining(), memory)
                 except ServiceError as error:
                     extra = tuple((name.lower(), value) for name, value in error.headers.items())
                     refusal = error.failure.code, str(error), extra

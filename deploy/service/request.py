@@ -35,7 +35,6 @@ class Result:
     model: str
     version: int
     outputs: dict[str, np.ndarray]
-    id: str = ""
     queue_seconds: float = 0.0
     batch_size: int = 1
 

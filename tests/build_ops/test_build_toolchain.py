@@ -87,5 +87,4 @@ def test_a_compiler_behind_ccache(monkeypatch: pytest.MonkeyPatch) -> None:
     if shutil.which("ccache") is None or shutil.which("g++") is None:
         pytest.skip("needs ccache and g++")
     monkeypatch.setenv("CXX", "ccache g++ -m64")
-    found = find_compiler()
-    assert (found.command, found.kind) == (("g++", "-m64"), "GCC")
+    assert find_compiler().startswith("g++ -m64 is GCC ")

@@ -10,7 +10,7 @@ import pytest
 from build_files import program, twinop
 from models import make_model
 
-from twinop.building.toolchain import Compiler, Gpu, Nvcc
+from twinop.building.toolchain import Gpu, Nvcc
 from twinop.deploy import diagnosis
 from twinop.errors import BuildError
 
@@ -65,7 +65,7 @@ BROKEN: dict[str, tuple[dict[str, Any], str, list[str]]] = {
 def healthy(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     monkeypatch.setattr(diagnosis, "find_gpus", lambda: ((H200,), ""))
     monkeypatch.setattr(diagnosis, "find_nvcc", lambda: NVCC)
-    monkeypatch.setattr(diagnosis, "find_compiler", lambda: Compiler(("c++",), "GCC", "13.2"))
+    monkeypatch.setattr(diagnosis, "find_compiler", lambda: "c++ is GCC 13.2")
     monkeypatch.setattr(diagnosis, "_runtime", lambda *_: ())
     monkeypatch.setattr(diagnosis, "library_folders", list)
     install(monkeypatch, tmp_path, ("2.11.0+cu130", "13.0"))

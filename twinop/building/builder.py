@@ -1,6 +1,7 @@
 """Builds a project into a library: checks it, compiles it in a build tree, puts the library in its place."""
 
 import re
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
@@ -71,7 +72,9 @@ def build(
         done, notes = done + steps, notes + warnings
         read |= {path: found for path, found in compiled.items() if path != str(generated)}
         records = read_library(library).records
-        nodes = {record.onnx_name: record.name for record in records.values()}
+        nodes, ops = {record.onnx_name: record.name for record in records.values()}, {*records}
+        with suppress(LibraryError):  # twinop's own ops, which formulas may call, need not be built
+            ops |= {*read_library(find_library("custom_ops")).records}
         for record in records.values():
             check_op_name(record.name)
             if (other := nodes[record.onnx_name]) != record.name:
@@ -79,7 +82,7 @@ def build(
                     f"ops {record.name} and {other} are both {record.onnx_name} in ONNX. Rename one of them"
                 )
             try:
-                check_record(record, {*records, *_builtin_ops()})
+                check_record(record, ops)
             except RecordError as error:  # a caret below a formula is more than one line
                 raise BuildError(str(error).partition("\n")[0]) from error
         check_arguments(library, project, records)
@@ -95,11 +98,3 @@ def build(
             "here: the ops in C++ run on the CPU only (--cpu says so without this note)"
         )
     return Built(found, done, notes)
-
-
-def _builtin_ops() -> set[str]:
-    """Returns the names of twinop's own ops, which formulas may call; none if they are not built."""
-    try:
-        return {*read_library(find_library("custom_ops")).records}
-    except LibraryError:
-        return set()

@@ -16,19 +16,11 @@ from ..errors import BuildError
 from ..installation import how_to_build, version_numbers
 from ..libraries.library import library_folders
 
-_OLDEST = {"GCC": 11, "Clang": 14}
+_COMPILERS = (("Clang", 14, "__clang_major__", "__clang_minor__"), ("GCC", 11, "__GNUC__", "__GNUC_MINOR__"))
+"""The kind, its oldest version, and the macros that say the version; Clang has those of GCC, too."""
 _OLDEST_NVCC = "12.4"  # as in TwinopCuda.cmake
 _LAUNCHERS = ("ccache", "sccache", "distcc")
 _SECONDS = 120  # for nvidia-smi, whose driver may be loaded first
-
-
-@dataclass(frozen=True)
-class Compiler:
-    """The C++ compiler."""
-
-    command: tuple[str, ...]  # the program, perhaps with options
-    kind: str  # "GCC" or "Clang"
-    version: str
 
 
 @dataclass(frozen=True)
@@ -61,17 +53,22 @@ def compiler_command() -> tuple[list[str], list[str]]:
     return command[:first], command[first:]
 
 
-def find_compiler() -> Compiler:
-    """Returns the C++ compiler; raises BuildError if there is none, or it is too old."""
+def find_compiler() -> str:
+    """Returns "c++ is GCC 13.2"; raises BuildError if there is no C++ compiler, or it is too old."""
     command = compiler_command()[1]
-    kind, version = _ask_compiler(command)
-    oldest = _OLDEST[kind]
-    if version_numbers(version)[0] < oldest:
-        raise BuildError(
-            f"{shlex.join(command)} is {kind} {version}, which is too old; twinop's headers need {kind} "
-            f"{oldest} or later. Install a newer one, and set CXX to it"
-        )
-    return Compiler(tuple(command), kind, version)
+    macros = dict(re.findall(r"#define (\w+) (\w+)", _run([*command, "-E", "-dM", "-x", "c++", os.devnull])))
+    for kind, oldest, *names in _COMPILERS:
+        if names[0] in macros:
+            said = f"{shlex.join(command)} is {kind} {'.'.join(macros.get(name, '0') for name in names)}"
+            if int(macros[names[0]]) < oldest:
+                raise BuildError(
+                    f"{said}, which is too old; twinop's headers need {kind} {oldest} or later. Install a "
+                    "newer one, and set CXX to it"
+                )
+            return said
+    raise BuildError(
+        f"{shlex.join(command)} does not say its version, as GCC and Clang do. Set CXX to one of these"
+    )
 
 
 def nvcc_path() -> str | None:
@@ -144,20 +141,6 @@ def find_installation() -> Path:
             f"{folder} was built by twinop {version}; this is twinop {twinop.__version__}. {how_to_build()}"
         )
     return folder
-
-
-def _ask_compiler(command: Sequence[str]) -> list[str]:
-    macros = dict(re.findall(r"#define (\w+) (\w+)", _run([*command, "-E", "-dM", "-x", "c++", os.devnull])))
-    kind, names = (
-        ("Clang", ("__clang_major__", "__clang_minor__"))
-        if "__clang__" in macros
-        else ("GCC", ("__GNUC__", "__GNUC_MINOR__"))
-    )
-    if names[0] not in macros:
-        raise BuildError(
-            f"{shlex.join(command)} does not say its version, as GCC and Clang do. Set CXX to one of these"
-        )
-    return [kind, ".".join(macros.get(name, "0") for name in names)]
 
 
 def _run(command: Sequence[str]) -> str:

@@ -311,29 +311,17 @@ def _embed_layer_norm_magnitude(
 
 
 def _add_rms_norm_magnitude(
-    x: Tensor,
-    residual: Tensor,
-    weight: Tensor,
-    bias: Tensor | None = None,
-    eps: float = 1e-6,
-    offset: int = 0,
+    x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor | None = None, **attributes: Any
 ) -> tuple[Tensor, Tensor]:
     total = x + residual
-    normal = _rms_norm_magnitude(total, weight, -1, eps, offset)
-    return _affine(normal, None, bias), total.abs()
+    return _affine(_rms_norm_magnitude(total, weight, **attributes), None, bias), total.abs()
 
 
 _STEEPEST = 1.13  # how much an activation enlarges an error
 
 
 def _rope_magnitude(
-    q: Tensor,
-    k: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-    layout: str = "half",
-    inverse: bool = False,
-    head_size: int = 0,
+    q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, layout: str = "half", head_size: int = 0, **_: bool
 ) -> tuple[Tensor, ...]:
     """The two terms of each sum together."""
     turning = 2 * cos.shape[-1]
@@ -380,45 +368,30 @@ def _attention_cached_magnitude(
 
 
 def _linear_magnitude(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None = None,
-    residual: Tensor | None = None,
-    activation: str = "none",
-    layout: str = "nk",
-    rms_eps: float = 0,
-    **_: Any,
+    x: Tensor, weight: Tensor, *added: Tensor | None, layout: str = "nk", rms_eps: float = 0, **_: Any
 ) -> Tensor:
     x = _rms_norm_magnitude(x, eps=rms_eps) if rms_eps > 0 else x
     total = x.abs() @ (weight if layout == "kn" else weight.mT).abs()
-    return _STEEPEST * sum((each.abs() for each in (bias, residual) if each is not None), total)
+    return _STEEPEST * sum((each.abs() for each in added if each is not None), total)
 
 
 def _linear_fp8_magnitude(
-    x: Tensor, x_scale: Tensor, weight: Tensor, weight_scale: Tensor, *added: Any, **_: str
+    x: Tensor, x_scale: Tensor, weight: Tensor, weight_scale: Tensor, *added: Tensor | None, **_: str
 ) -> Tensor:
     return _linear_magnitude(x * x_scale.unsqueeze(-1), weight * weight_scale.unsqueeze(-1), *added)
 
 
 def _linear_w8_magnitude(
-    x: Tensor, weight: Tensor, weight_scale: Tensor, *added: Any, **attributes: Any
+    x: Tensor, weight: Tensor, weight_scale: Tensor, *added: Tensor | None, **attributes: Any
 ) -> Tensor:
     return _linear_magnitude(x, weight * weight_scale.unsqueeze(-1), *added, **attributes)
 
 
 def _linear_q_magnitude(
-    x: Tensor,
-    weight: Tensor,
-    scale: Tensor,
-    zero: Tensor | None = None,
-    bias: Tensor | None = None,
-    residual: Tensor | None = None,
-    *,
-    bits: int = 4,
-    block: int = 32,
-    **_: str,
+    x: Tensor, weight: Tensor, scale: Tensor, *others: Tensor | None, bits: int = 4, block: int = 32, **_: str
 ) -> Tensor:
-    return _linear_magnitude(x, dequantised(weight, scale, zero, x.shape[-1], bits, block), bias, residual)
+    zero, *added = others or (None,)
+    return _linear_magnitude(x, dequantised(weight, scale, zero, x.shape[-1], bits, block), *added)
 
 
 def _of_swiglu(product: Callable[..., Tensor]) -> Callable[..., Tensor]:

@@ -175,14 +175,12 @@ def _record(recorder: Recorder, kernel: Any, grid: Any, args: Any, kwargs: dict[
     except TypeError as error:
         raise recorder.error(f"{label}: {error}") from None
     bound.apply_defaults()
-    values = {name: _unwrapped(value) for name, value in bound.arguments.items()}
+    values = {  # a tl.constexpr has its value
+        name: getattr(value, "value", None) if type(value).__name__ == "constexpr" else value
+        for name, value in bound.arguments.items()
+    }
     is_constant = {name: parameters[name].is_constexpr for name in values}
     constants = {name: recorder.constant(name, values[name]) for name in values if is_constant[name]}
     grid = grid({**values, **constants}) if callable(grid) else grid
     arguments = {name: value for name, value in values.items() if not is_constant[name]}
     recorder.launch(kernel, label, grid, arguments, constants, options)
-
-
-def _unwrapped(value: Any) -> Any:
-    """Returns the value of a tl.constexpr, and other values as they are."""
-    return value.value if type(value).__name__ == "constexpr" else value
