@@ -151,9 +151,9 @@ def maker(value: ir.Value) -> ir.Node:
     return node
 
 
-def ancestors(value: ir.Value, of_shapes: bool = False) -> set[ir.Value]:
-    """Returns a value and all that it is computed from, also in subgraphs; `of_shapes`: or its shape is."""
-    waiting, seen = [value], set[ir.Value]()
+def ancestors(*values: ir.Value, of_shapes: bool = False) -> set[ir.Value]:
+    """Returns values and all that they are computed from, also in subgraphs; `of_shapes`: or their shapes."""
+    waiting, seen = [*values], set[ir.Value]()
     while waiting:
         each = waiting.pop()
         node = each.producer() if each not in seen else None

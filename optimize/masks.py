@@ -159,8 +159,7 @@ def _elements(model: ir.Model, mask: ir.Value, sizes: inputs.Sizes) -> int:
 
 def given_of(*masks: ir.Value) -> set[ir.Value]:
     """Returns the inputs of the graph that masks or their shapes are computed from."""
-    ancestors = (value for mask in masks for value in g.ancestors(mask, of_shapes=True))
-    return {value for value in ancestors if value.is_graph_input()}
+    return {value for value in g.ancestors(*masks, of_shapes=True) if value.is_graph_input()}
 
 
 def _is_known(mask: ir.Value) -> bool:

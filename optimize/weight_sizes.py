@@ -77,9 +77,10 @@ def _first(count: int, runs: Callable[[int], bool]) -> int | None:
 
 def _unread(nodes: list[ir.Node]) -> list[ir.Value]:
     """Returns the results of the first nodes of a graph that none of these reads."""
+    readers = {*nodes}
     return [
         value for node in nodes for value in node.outputs
-        if value.name and not any(use.node in {*nodes} for use in value.uses())
+        if value.name and not any(use.node in readers for use in value.uses())
     ]  # fmt: skip
 
 
