@@ -199,6 +199,8 @@ class Repository:
         """Load a version, unless it was tried with the same files, and let it take over. Return problems."""
         where, stamp, known = folder.versions[version], folder.stamps[version], self._known[folder.name]
         if (last := known.get(version)) is not None and last.stamp == stamp:
+            if last.state == "READY":  # the settings fit, if they have not before
+                known[version] = replace(last, reason="")
             return []
         known[version] = _Known(stamp, "LOADING")
         try:

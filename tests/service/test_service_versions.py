@@ -124,7 +124,9 @@ def test_settings_that_do_not_fit_are_said_and_the_folder_is_followed_on(served:
     place(served.root, "unfit", scaled(1), settings="warm_up = { z = [4] }")
     wait_until(lambda: served.versions().get(("unfit", 1), ("",))[0] == "UNAVAILABLE")
     wait_until(lambda: any("max_batchsize" in line["message"] for line in served.log))
-    assert y_of(served, "m") == [-1, 2, -3, 4]
+    assert y_of(served, "m") == [-1, 2, -3, 4] and "max_batchsize" in served.versions()["m", 1][1]
+    (served.root / "m" / "twinop.toml").unlink()
+    wait_until(lambda: served.versions()["m", 1] == ("READY", ""))
     wait_for_scans(served, "good")
     (served.root / "unfit" / "twinop.toml").unlink()
     wait_until(lambda: served.infer("unfit", ROW).status == 200)
