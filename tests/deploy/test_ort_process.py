@@ -125,7 +125,7 @@ def test_commands_end_a_model_that_does_not(command: str, path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("command", "number"),
-    [("run", signal.SIGINT), ("optimize", signal.SIGTERM), ("optimize", signal.SIGKILL)],
+    [("run", signal.SIGINT), ("optimize", signal.SIGTERM), ("run", signal.SIGKILL)],
 )
 def test_a_signal_ends_all_processes_at_once(number: signal.Signals, command: str, path: Path) -> None:
     more = {"optimize": ["-o", str(path.with_name("o.onnx")), "--device", "cpu"]}.get(command, [])
@@ -156,8 +156,8 @@ def test_the_end_of_the_thread_that_started_the_server_does_not_end_it(server: o
 
 def test_progress_extends_the_time(server: ort_process.Server) -> None:
     server.run(list, ())
-    with ort_process.time_limit(4):
-        assert server.run(sleeping, 1.5, 1.5, 1.5) == [1.5] * 3
+    with ort_process.time_limit(2):
+        assert server.run(sleeping, 0.8, 0.8, 0.8) == [0.8] * 3
         with pytest.raises(ort_process.Endless) as caught:
             server.run(sleeping, 0.1, 0.1, 30)
     assert caught.value.answers == [0.1, 0.1]

@@ -13,7 +13,7 @@ import onnx
 import pytest
 import warm_python
 from onnx import TensorProto, helper
-from record_driver import ROOT, compiler
+from record_driver import ROOT, compiler, precompiled
 
 from twinop.libraries.library import find_library
 
@@ -72,27 +72,24 @@ def c_library(name: str, *definitions: str, link: str = "") -> Path:
     return build_c(ROOT / "tests/ops/plain_c.c", folder / f"lib{name}.so", *definitions, link=link)
 
 
-def build_c(source: Path, library: Path, *definitions: str, link: str = "") -> Path:
-    """Builds a library of a file in C, or C++, and the archive."""
+def build_c(
+    source: Path, library: Path, *definitions: str, link: str = "", headers: tuple[str, ...] = ()
+) -> Path:
+    """Builds a library of a file in C, or C++, and the archive, without optimization.
+
+    Args:
+        headers: what the file includes; it is compiled once.
+    """
     of_c = [c_compiler(), "-x", "c", "-std=c99", "-pedantic"]
     language = of_c if source.suffix == ".c" else [compiler(), "-std=c++17"]
     strict = [*language, "-Wall", "-Wextra", "-Werror", f"-I{ROOT}", f"-I{ROOT}/twinop/include"]
-    hidden = ["-fPIC", "-O2", "-fvisibility=hidden"]
+    command = [*strict, "-fPIC", "-fvisibility=hidden", *definitions]
+    included = ["-include", str(precompiled(headers, *command))] if headers else []
     compiled = library.with_suffix(".o")
-    subprocess.run([*strict, *hidden, *definitions, "-c", source, "-o", compiled], check=True)
-    map_file = ROOT / "ort_customop/exports.map"
-    linked = [f"-Wl,--version-script={map_file},--undefined=RegisterCustomOps,-Bsymbolic,--no-undefined"]
-    command: list[str | Path] = [
-        compiler(),
-        "-shared",
-        compiled,
-        archive(),
-        *linked,
-        *link.split(),
-        "-o",
-        library,
-    ]
-    subprocess.run(command, check=True)
+    subprocess.run([*command, *included, "-c", source, "-o", compiled], check=True)
+    hidden = f"-Wl,--version-script={ROOT}/ort_customop/exports.map"
+    options = f"{hidden},--undefined=RegisterCustomOps,-Bsymbolic,--no-undefined {link}".split()
+    subprocess.run([compiler(), "-shared", compiled, archive(), *options, "-o", library], check=True)
     return library
 
 

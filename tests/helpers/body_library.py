@@ -19,12 +19,8 @@ from twinop.record.op_spec import OpSpec
 # What a body's function compares; kernels/abi.h has these numbers.
 DTYPES = {"float32": 1, "float16": 2, "bfloat16": 3, "float64": 4, "int64": 8}
 
+HEADERS = ("string", "twinop/library.h", "twinop/record/registry.h")
 SOURCE = """
-#include <string>
-
-#include "twinop/library.h"
-#include "twinop/record/registry.h"
-
 namespace twinop {
 struct Model { const char* dtypes; const unsigned char* model; std::size_t size; };
 
@@ -101,7 +97,9 @@ def body_library(folder: Path, ops: Sequence[BodyOp]) -> Path:
     source.write_text("\n".join(lines))
     versions = ("VERSION", "0.1.0"), ("CUDA_ARCHS", "none"), ("CUDA_VERSION", "")
     definitions = [f'-DTWINOP_{name}="{value}"' for name, value in versions]
-    return build_c(source, folder / f"lib{first.domain}.so", "-DTWINOP_WITH_CUDA", *definitions)
+    return build_c(
+        source, folder / f"lib{first.domain}.so", "-DTWINOP_WITH_CUDA", *definitions, headers=HEADERS
+    )
 
 
 def texts_of(record: OpSpec) -> dict[str, str]:

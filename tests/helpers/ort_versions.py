@@ -16,7 +16,7 @@ from pathlib import Path
 
 import onnxruntime
 
-FOLDER = Path(__file__).resolve().parents[2] / "build/compat"
+FOLDER = (Path(__file__).resolve().parents[2] / "build/compat").resolve()
 SUPPORTED = ("1.18.1", "1.20.1", "1.23.2", "1.31.1", "1.32.0")
 TOO_OLD = "1.17.3"
 SLOW = ("1.20.1",)  # needed by slow tests alone

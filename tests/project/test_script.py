@@ -5,11 +5,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-import onnx
 import pytest
-
-from twinop.libraries.library import find_library, read_library
-from twinop.testing.one_node import one_node_model
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPTS = ("export/to_onnx.py", "deploy/run_onnx.py", "tests/gpu_report.py")
@@ -27,16 +23,6 @@ def bare(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def run(python: Path, *arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
     env = {"PATH": "/usr/bin:/bin", "COLUMNS": "200"}
     return subprocess.run([python, *arguments], capture_output=True, text=True, cwd=cwd, env=env, timeout=200)
-
-
-@in_checkout
-def test_a_new_shell_runs_a_model(bare: Path, tmp_path: Path) -> None:
-    record = read_library(find_library("custom_relu")).records["relu"]
-    model = one_node_model(record, {"x": "float32", "y": "float32"}, [True], {})
-    onnx.save(model, tmp_path / "custom_relu.onnx")
-    arguments = ("custom_relu.onnx", "--shape", "x=2,3")
-    done = run(bare, str(ROOT / "deploy/run_onnx.py"), *arguments, cwd=tmp_path)
-    assert done.returncode == 0 and "yes" in done.stdout, done.stderr
 
 
 @in_checkout

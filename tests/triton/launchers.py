@@ -88,8 +88,8 @@ def softmax(x):
 def layer_norm(x, weight, *, eps):
     rows = x.view(-1, x.shape[-1])
     y, mean = torch.empty_like(x), x.new_empty(x.shape[:-1], dtype=torch.float32)
-    BLOCK = min(8192, triton.next_power_of_2(rows.shape[1]))
-    num_warps = min(max(BLOCK // 256, 1), 8)
+    BLOCK = min(512, triton.next_power_of_2(rows.shape[1]))
+    num_warps = min(max(BLOCK // 64, 1), 4)
     row_kernel[(rows.shape[0],)](
         rows, y.view_as(rows), rows.stride(0), rows.shape[1], eps, BLOCK=BLOCK, num_warps=num_warps
     )

@@ -51,12 +51,12 @@ def refusal(*launches: TracedLaunch, archs: tuple[int, ...] = (80,)) -> str:
 
 
 def test_gelu_for_several_architectures() -> None:
-    (plan,), kernels = compile_plans([plan_of(gelu_launch("bfloat16"))], (80, 89, 90, 120))
+    (plan,), kernels = compile_plans([plan_of(gelu_launch("bfloat16"))], (89, 90, 120))
     assert len(plan.steps) == 1
     assert len(kernels) == 3
     for kernel in kernels:
         *cubins, ptx = kernel.images
-        assert [image.arch for image in cubins] == ["80", "89", "90a", "120a"]
+        assert [image.arch for image in cubins] == ["89", "90a", "120a"]
         assert all(image.code.startswith(b"\x7fELF") for image in cubins)
         assert ptx.is_ptx and ptx.arch == "89"
         assert b".target sm_89\n" in ptx.code and b".version 8.0\n" in ptx.code
@@ -171,8 +171,8 @@ def test_an_atomic_operation_on_an_input_is_refused() -> None:
 
 def test_printing_and_asserting_are_refused() -> None:
     arguments = pointer("y_ptr", "output", dtype="int32"), number("n", size(0, 0))
-    assert "print_kernel, ahead_kernels.py" in refusal(launch_of(print_kernel, *arguments))
-    assert "tl.device_print" in refusal(launch_of(print_kernel, *arguments))
+    message = refusal(launch_of(print_kernel, *arguments))
+    assert "print_kernel, ahead_kernels.py" in message and "tl.device_print" in message
     assert "tl.device_assert with debug=True" in refusal(
         launch_of(assert_kernel, *arguments, options={"debug": True})
     )
@@ -220,8 +220,8 @@ def test_too_much_shared_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     pointers = [pointer(*name, "float16") for name in names]
     options = {"num_stages": 3, "num_warps": 8}
     launches = [launch_of(big_kernel, *pointers, options=options, BLOCK=block) for block in (16, 32, 128)]
-    message = refusal(*launches, archs=(80, 86))
-    assert seen == [80, 86]
+    message = refusal(*launches, archs=(86,))
+    assert seen == [86]
     assert message.startswith("big_kernel, ahead_kernels.py:")
     assert "it needs 128 KiB of shared memory on compute capability 86, which has 99" in message
     assert (
