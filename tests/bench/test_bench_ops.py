@@ -13,8 +13,7 @@ from twinop.bench.cases import BACKWARD, FORWARD, Case, built_entries, choose, f
 from twinop.bench.entries import ENTRIES, Entry, entry_of
 from twinop.bench.measure import BUILT_IN, IN_ORT, IN_TORCH
 from twinop.bench.measurements import BenchError
-from twinop.bench.providers import EAGER, Providers, onnx_nodes
-from twinop.libraries.library import find_library, read_library
+from twinop.bench.providers import EAGER, Providers
 
 CPU = torch.device("cpu")
 BUILT = built_entries()
@@ -29,34 +28,6 @@ def small(name: str, direction: str = FORWARD, entry: Entry | None = None) -> Ca
     entry = entry or BUILT[name]
     family = family_of(torch_op.records()[entry.op])
     return Case(name, entry, "float32", (6, 32) if family == "rows" else (192,), direction)
-
-
-# ------------------------------------------------------------------------------- the tables
-
-
-def test_every_op_of_the_library_has_an_entry() -> None:
-    """Except products and attention, which bandwidth does not limit, and ops of tables, masks and 8 bits."""
-    ops = {
-        name
-        for name, record in read_library(find_library("custom_ops")).records.items()
-        if not record.is_backward
-    }
-    attention = {"attention_packed", "attention_cached", "rope"}
-    products = {"linear", "linear_swiglu", "linear_q", "linear_q_swiglu", "linear_w8", "linear_w8_swiglu"}
-    others = {"addcmul", "embed_layer_norm", "last_position"} | attention | products
-    others |= {"quantize_rows", *(name for name in ops if name.endswith("_fp8"))}  # lab/float8.py
-    assert ops - others <= {entry.op for entry in BUILT.values()}
-
-
-@each_entry
-def test_an_entry_fits_its_record(name: str) -> None:
-    entry, record = BUILT[name], torch_op.records()[BUILT[name].op]
-    known = [each.name for each in record.inputs]
-    assert [each for each in known if each in entry.input_names] == entry.input_names
-    assert all(each.optional or each.name in entry.input_names for each in record.inputs)
-    if entry.ort:
-        nodes, _ = onnx_nodes(entry, BUILT_IN)
-        assert set(record.outputs) <= {output for node in nodes for output in node.output}
 
 
 def test_an_op_without_an_entry_is_measured_beside_its_body() -> None:

@@ -50,6 +50,7 @@ def test_torch_layouts(relu: Session) -> None:
         assert torch.equal(relu.run({"x": x})["y"], torch.relu(x)) and torch.equal(x, before)
     negated = torch._neg_view(torch.ones(2, 4))  # -1 by a flag, not in memory; what .conj().imag gives
     assert negated.is_neg() and relu.run({"x": negated})["y"].sum() == 0
+    assert relu.run({"x": torch.complex(base, -base).conj().imag[:, :4]})["y"].equal(base[:, :4].relu())
     assert relu.run({"x": torch.nn.Parameter(base[:, :4])})["y"].requires_grad is False
 
 

@@ -2,11 +2,11 @@
 
 import os
 import re
-from itertools import product
 from pathlib import Path
 
 import pytest
 import warm_python
+from slow_cases import often
 
 from twinop.bench.measurements import read
 
@@ -20,56 +20,37 @@ def run(script: str, *options: str) -> str:
     return done.stdout
 
 
-def test_products_are_measured_side_by_side(tmp_path: Path) -> None:
-    run("lab/linear", "--device=cpu", "--quick", f"--output={tmp_path}")
-    (path,) = tmp_path.glob("linear-quick-*.jsonl")
-    lines = read(path, "linear")
-    providers = {"twinop in ORT", "twinop in torch", "torch", "torch again", "ORT", "ORT again"}
-    assert len(lines) == 3 and all(line["times"].keys() >= providers for line in lines)
-    assert {line["commit"] for line in lines} == {"abc"} and not any(line["missing"] for line in lines)
+OURS = {"twinop in ORT", "twinop in torch"}
+SIZES = ("--dtypes=float16,int4,float8", "--batches=1,2", "--contexts=16", "--work={folder}")
+ROWS = ("--rows=llama-1.2b-bf16-to-fp16,check-8b-int4-for-cpu,export", "--work={folder}")
+SCRIPTS = {  # its options, its lines, what each line has times of
+    "lab/linear": (("--device=cpu",), 3, OURS | {"torch", "torch again", "ORT", "ORT again"}),
+    "examples/nms/measure_nms": (("--device=cpu",), 0, OURS),
+    "examples/kv_cache/measure_kv_cache": (
+        ("--device=cpu",),
+        1,
+        OURS | {"twinop in ORT, other memory", "torch"},
+    ),
+    "lab/decoder_tokens": (("--device=cpu", *SIZES), 9, {"twinop in ORT"}),
+    "lab/real_sizes": (ROWS, 3, set()),
+}
 
 
-@pytest.mark.slow
-def test_nms_is_measured_beside_torchvision(tmp_path: Path) -> None:
-    run("examples/nms/measure_nms", "--device=cpu", "--quick", f"--output={tmp_path}")
-    (path,) = tmp_path.glob("nms-quick-*.jsonl")
-    for line in read(path, "nms"):
-        assert line["times"].keys() >= {"twinop in ORT", "twinop in torch"} and 0 < line["kept"] < 500
-        assert line["missing"].keys() <= {"torchvision"}
-
-
-@pytest.mark.slow
-def test_appends_to_a_cache_are_measured(tmp_path: Path) -> None:
-    run("examples/kv_cache/measure_kv_cache", "--device=cpu", "--quick", f"--output={tmp_path}")
-    (path,) = tmp_path.glob("kv-cache-quick-*.jsonl")
-    (line,) = read(path, "kv-cache")
-    ours = {"twinop in ORT", "twinop in ORT, other memory", "twinop in torch", "torch"}
-    assert line["times"].keys() >= ours and not line["missing"]
-
-
-@pytest.mark.slow
-def test_tokens_of_a_decoder_are_measured(tmp_path: Path) -> None:
-    sizes = ("--dtypes=float16,int4,float8", "--batches=1,2", "--contexts=16")
-    run("lab/decoder_tokens", "--device=cpu", "--quick", *sizes, f"--work={tmp_path}", f"--output={tmp_path}")
-    (path,) = tmp_path.glob("decoder-tokens-quick-*.jsonl")
-    lines = read(path, "decoder-tokens")
-    found = {(line["dtype"], line["shape"]) for line in lines}
-    assert found == {*product(("float16", "int4", "float8"), ("1x16", "2x16", "a prompt of 256"))}
-    assert not any(line["missing"] for line in lines) and "torch" in lines[0]["times"]
-    assert all(
-        line["errors"]["twinop in ORT"] < (0.3 if line["dtype"] == "float8" else 1e-2) for line in lines
-    )
-
-
-@pytest.mark.slow
-def test_models_of_real_sizes_are_measured(tmp_path: Path) -> None:
-    rows = "llama-1.2b-bf16-to-fp16,check-8b-int4-for-cpu,export"
-    options = ("--quick", f"--rows={rows}", f"--work={tmp_path}", f"--output={tmp_path}")
-    run("lab/real_sizes", *options)
-    (path,) = tmp_path.glob("real-sizes-quick-*.jsonl")
-    for line in read(path, "real-sizes"):
-        assert line["now"].keys() == {"wall_s", "cpu_s", "memory_gb", "disk_beyond_gb", "says"}, line
-        assert 0 < line["now"]["memory_gb"] < 2 and line["command"].startswith("python -")
+@pytest.mark.parametrize("script", often(SCRIPTS, "lab/linear"))
+def test_it_measures(script: str, tmp_path: Path) -> None:
+    options, count, providers = SCRIPTS[script]
+    run(script, *(each.format(folder=tmp_path) for each in options), "--quick", f"--output={tmp_path}")
+    name = script.rpartition("/")[2].removeprefix("measure_").replace("_", "-")
+    (path,) = tmp_path.glob(f"{name}-quick-*.jsonl")
+    lines = read(path, name)
+    assert len(lines) == count or not count
+    for line in lines:
+        assert line["commit"] == "abc"
+        assert line.get("times", {}).keys() >= providers and line.get("missing", {}).keys() <= {"torchvision"}
+        if script == "lab/real_sizes":
+            assert 0 < line["now"]["memory_gb"] < 2 and line["command"].startswith("python -")
+        elif script == "lab/decoder_tokens":
+            assert line["errors"]["twinop in ORT"] < (0.3 if line["dtype"] == "float8" else 1e-2)
 
 
 @pytest.mark.slow

@@ -83,12 +83,12 @@ def over_http(served: Served, size: int) -> str:
 
 @pytest.fixture(scope="module")
 def small(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    """A server with room for four messages of the largest size, which waits 4 s for each."""
+    """A server with room for four messages of the largest size, which waits 2 s for each."""
     folder = tmp_path_factory.mktemp("models")
     models.place(folder, "largest", largest())
     models.place(folder, "relu", models.relu())
     (folder / "twinop.toml").write_text(
-        f"[server]\nmax_bytes_in_flight = {8 * MIB}\nmax_request_bytes = {2 * MIB}\nbody_seconds = 4\n"
+        f"[server]\nmax_bytes_in_flight = {8 * MIB}\nmax_request_bytes = {2 * MIB}\nbody_seconds = 2\n"
         "limit_concurrency = 50\n"
     )
     with serve(folder, "--provider", "cpu") as served:
@@ -101,7 +101,7 @@ def test_slow_bodies_give_their_bytes_back(small: Served) -> None:
     connections: list[socket.socket] = []
 
     def is_refused() -> bool:
-        """Each holds its bytes for 4 s, in which a busy machine may send few of them."""
+        """Each holds its bytes for 2 s, in which a busy machine may send few of them."""
         connections.append(small.connect(60))
         connections[-1].sendall(head % (2 * MIB) + bytes(MIB))
         return "(max_bytes_in_flight)" in over_http(small, MIB)
@@ -138,7 +138,7 @@ def test_a_grpc_message_that_does_not_arrive(small: Served) -> None:
         error = silent.exception(60)
         end.set()
     assert error.code() is grpc.StatusCode.DEADLINE_EXCEEDED
-    assert "did not arrive within 4 s (body_seconds)" in error.details()
+    assert "did not arrive within 2 s (body_seconds)" in error.details()
 
 
 def test_more_calls_than_allowed(small: Served) -> None:

@@ -1,6 +1,5 @@
-"""Instances on a GPU: all datatypes, several at once, and running out of memory."""
+"""Instances on a GPU: all datatypes, and running out of memory."""
 
-import threading
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +10,8 @@ import service_models
 from service_loads import loaded as loaded_with
 
 from twinop.deploy import session
-from twinop.deploy.service.errors import OUT_OF_MEMORY, RUN_FAILED, ServiceError
-from twinop.deploy.service.instance import Instance, LoadedModel
+from twinop.deploy.service.errors import OUT_OF_MEMORY, ServiceError
+from twinop.deploy.service.instance import LoadedModel
 
 cuda = pytest.mark.cuda
 
@@ -71,41 +70,6 @@ def test_auto_takes_the_gpu(tmp_path: Path) -> None:
     expected = session(service_models.mlp(64, 128, 16), ["CPUExecutionProvider"]).run({"x": rows})["y"]
     np.testing.assert_allclose(found, expected, atol=5e-3)
     model.close()
-
-
-@cuda
-def test_instances_run_side_by_side(tmp_path: Path) -> None:
-    model = loaded(tmp_path, service_models.mlp(64, 256, 64), instances=3, max_batch_size=16)
-    rows = values("FP32", (16, 64))
-    expected = model.instances[0].run([{"x": rows}], ["y"])["y"]
-    wrong = []
-
-    def work(instance: Instance, offset: int) -> None:
-        for turn in range(200):
-            count = 1 + (turn + offset) % 16
-            found = instance.run([{"x": rows[:count]}], ["y"])["y"]
-            if not np.allclose(found, expected[:count], atol=1e-2):
-                wrong.append((offset, turn))
-
-    threads = [
-        threading.Thread(target=work, args=(instance, offset))
-        for offset, instance in enumerate(model.instances)
-    ]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not wrong
-
-
-@cuda
-def test_a_failed_run_leaves_the_instance_whole(tmp_path: Path) -> None:
-    instance = loaded(tmp_path, service_models.add()).instances[0]
-    good = {"a": np.ones((2, 4), np.float32), "b": np.ones((2, 4), np.float32)}
-    with pytest.raises(ServiceError) as error:
-        instance.run([good | {"b": np.ones((3, 4), np.float32)}], ["total"])
-    assert error.value.failure is RUN_FAILED
-    assert (instance.run([good], ["total"])["total"] == 2).all()
 
 
 @cuda
