@@ -15,7 +15,7 @@ import onnx
 import onnx_ir as ir
 
 from twinop.deploy import wire
-from twinop.errors import ExportError, is_disk_error
+from twinop.errors import ExportError, is_disk_error, option
 from twinop.libraries.library import keep_checksum
 from twinop.system import publish
 
@@ -91,7 +91,10 @@ def save(model: ir.Model, path: Path, external_data_bytes: int, checks: bool = T
         if checks:
             onnx.checker.check_model(checked, full_check=True)
     except Exception as error:
-        raise ExportError(f"onnx.checker refuses the exported model: {error}") from error
+        text = f"onnx.checker refuses the exported model: {error}"
+        if "unsupported type: tensor(bfloat16)" in text and model.opset_imports.get("", 22) < 22:
+            text += f". More operators take bfloat16 from opset 22 on: {option('opset', 22)}"
+        raise ExportError(text) from error
     return [*data, path]
 
 

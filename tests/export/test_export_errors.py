@@ -53,6 +53,10 @@ class Fixed(torch.nn.Module):
         ({"model": Branching()}, r"torch's dynamo exporter cannot export the model"),
         ({"model": ShapeAttribute(), "dynamic": {"x": [0]}}, r"axis 0 of x was .*fixes it to 4.*attribute"),
         ({"model": Fixed(), "dynamic": {"x": [0]}}, r"axis 0 of x was to stay dynamic.*fixes it to 4"),
+        (
+            {"model": torch.nn.Conv1d(4, 4, 1).bfloat16(), "args": torch.ones(4, 3, dtype=torch.bfloat16)},
+            r"checker refuses.*Conv.*unsupported type: tensor.bfloat16.*from opset 22 on: opset=22",
+        ),
         ({"library": "/nowhere/libcustom_relu.so", "exporter": "torchscript"}, r"relu.so: no such file"),
     ],
 )  # fmt: skip
