@@ -50,6 +50,10 @@ def infer_types(model: ir.Model, data_prop: bool = True) -> None:
                     value.type = ir.SequenceType(value.type)
                 elif like is not None and isinstance(like.type, ir.SequenceType):
                     value.type = like.type
+    for node in model.graph.all_nodes():
+        for body in g.subgraphs(node) if node.op_type == "Loop" else ():
+            for value, given in zip(body.inputs[2:], node.inputs[2:], strict=True):
+                value.type = given.type if given and isinstance(given.type, ir.SequenceType) else value.type
 
 
 def infer_shapes(model: ir.Model, auto_merge: bool = True) -> None:

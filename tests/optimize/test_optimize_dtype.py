@@ -298,10 +298,12 @@ SEQUENCES = {
     "SequenceMap": "m = SequenceMap (s) <body = b (float[N, 8] e) => (float[N, 8] r) { r = Tanh (e) }>",
     "If": """m = If (c) <then_branch = t () => (seq(float[N, 8]) q) { q = SequenceConstruct (a, a) },
         else_branch = e () => (seq(float[N, 8]) k) { k = SequenceConstruct (a) }>""",
+    "Loop": """m = Loop ("", c, s) <body = b (int64 i, bool k, q) => (bool o, r) {
+        o = Not (k) r = SequenceInsert (q, a) }>""",
 }
 
 
-@pytest.mark.parametrize(("name", "dtype"), [("SequenceMap", "float16"), ("If", None)])
+@pytest.mark.parametrize(("name", "dtype"), [("SequenceMap", "float16"), ("If", None), ("Loop", None)])
 def test_sequences_without_declared_types(dtype: str | None, name: str, tmp_path: Path) -> None:
     text = f"""(float[N, 8] x, bool c) => (float[N, 8] y) {{ a = MatMul (x, w) s = SequenceConstruct (a, a)
         {SEQUENCES[name]} y = SequenceAt (m, zero) }}"""
