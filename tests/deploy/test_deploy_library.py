@@ -2,9 +2,7 @@
 
 import importlib.util
 import shutil
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import onnx
@@ -13,10 +11,8 @@ import pytest
 from models import make_model, model, node, value
 
 import twinop
-from twinop.deploy import ModelError, RunError, check_model, ort_runs, registration, session
+from twinop.deploy import ModelError, RunError, check_model, session
 from twinop.errors import LibraryError
-from twinop.libraries import library
-from twinop.record.op_spec import OpSpec
 
 X = np.array([[-1, 2, -3, 4]], np.float32)
 
@@ -37,36 +33,6 @@ def test_the_smallest_library_that_has_all_ops_is_taken(libraries: dict[str, Pat
 
     assert chosen(make_model("CustomRelu")) == "libcustom_relu.so"
     assert chosen(make_model("CustomPadAffine")) == "libtest_ops.so"
-
-
-def test_only_records_of_the_domain_are_read_and_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    read, parse = list[str](), OpSpec.from_json
-
-    def counted(fields: Mapping[str, Any]) -> OpSpec:
-        read.append(f"{fields['domain']}::{fields['name']}, {fields['schema']}")
-        return parse(fields)
-
-    monkeypatch.setattr(OpSpec, "from_json", counted)
-    library._record.cache_clear()
-    for _ in range(2):
-        check_model(make_model("CustomRelu"))
-    assert {each.partition("::")[0] for each in read} == {"custom_domain"} and len({*read}) == len(read)
-
-
-def test_what_a_process_has_loaded_the_next_one_does_not_try(monkeypatch: pytest.MonkeyPatch) -> None:
-    tried, model = list[Path](), make_model("CustomRelu").SerializeToString()
-    for name, start in (
-        ("skip_subprocess_probe", False),
-        ("loaded_before", frozenset()),
-        ("registered", {}),
-    ):
-        monkeypatch.setattr(registration, name, start)
-    monkeypatch.setattr(registration, "require_loads", lambda path, *_, **__: tried.append(path))
-    before = frozenset[str]()
-    for _ in range(2):
-        registration.registered.clear()
-        [(_, before)] = ort_runs._runs(model, None, [], True, True, 0, before)
-    assert [path.name for path in tried] == ["libcustom_relu.so"] and len(before) == 1
 
 
 def test_a_library_beside_the_model_needs_permission(libraries: dict[str, Path], tmp_path: Path) -> None:

@@ -175,7 +175,7 @@ def test_what_a_model_prints_is_no_answer(
     assert out == "" and "junk" in err and "from a shell" in err
 
 
-@pytest.mark.parametrize("length", [0, 3, 1000])
+@pytest.mark.parametrize("length", [0, 1000])
 def test_a_crash_in_the_middle_of_an_answer(length: int, server: ort_process.Server) -> None:
     with pytest.raises(ort_process.OrtCrash):
         server.run(crashing_in_an_answer, length)

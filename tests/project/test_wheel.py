@@ -22,26 +22,6 @@ LIBRARIES = {
 MODULES = {"TwinopCuda", "TwinopFlags", "TwinopOp", "TwinopTargets", "twinop-config", "twinop-config-version"}
 SMALL = ["-Ccmake.define.TWINOP_WITH_CUDA=OFF", "-Ccmake.define.TWINOP_OPS=gelu"]
 PYTHONS = ("3.10", "3.11", "3.12", "3.13")
-OP = """
-#pragma once
-#include "twinop/elementwise.h"
-#include "twinop/math/math.h"
-
-namespace twinop {
-
-template <class T>
-struct Cube {
-  TWINOP_INLINE T operator()(T x) const { return x * x * x; }
-};
-template <class T>
-struct CubeBackward {
-  TWINOP_INLINE T operator()(T grad_y, T x) const { return grad_y * (T(3) * x * x); }
-};
-
-TWINOP_UNARY(cube, Cube, x)
-
-}  // namespace twinop
-"""
 
 
 def run(*command: str | Path, cwd: Path | None = None, path: str = "") -> str:
@@ -146,7 +126,7 @@ def test_a_cmake_project_of_its_own(route: str, small_wheel: Path, tmp_path: Pat
     }
     project = tmp_path / "cube"
     project.mkdir()
-    (project / "cube.h").write_text(OP)
+    shutil.copy(ROOT / "tests/ops/cube.h", project)
     (project / "CMakeLists.txt").write_text(
         "cmake_minimum_required(VERSION 3.25)\nproject(cube LANGUAGES CXX)\n"
         f"{lines[route]}\ntwinop_add_library(cube DOMAIN my.cube cube.h)\n"

@@ -5,8 +5,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from service_codecs import FLOATS, decode, rest_request, result
 from tritonclient.grpc import service_pb2 as pb
 
@@ -150,27 +148,6 @@ def test_json_never_says_null_for_a_number(kind: Datatype) -> None:
             codec_rest.encode(result(array), codec_rest.AnswerFormat())
         content, _ = codec_rest.encode(result(array), codec_rest.AnswerFormat(binary=True))
         assert content.endswith(array.tobytes())
-
-
-JSON = st.recursive(
-    st.none()
-    | st.booleans()
-    | st.integers(-(2**66), 2**66)
-    | st.floats(allow_nan=False, allow_infinity=False)
-    | st.text(max_size=4)
-    | st.sampled_from(["FP32", "INT8", "BYTES", "BF16", "BOOL"]),
-    lambda inner: st.lists(inner, max_size=4),
-    max_leaves=8,
-)
-
-
-@settings(max_examples=100, deadline=None)
-@given(st.fixed_dictionaries({}, optional=dict.fromkeys(("datatype", "shape", "data", "parameters"), JSON)))
-def test_any_json_is_decoded_or_refused(tensor: dict[str, Any]) -> None:
-    try:
-        assert decode(*rest_request({"x": tensor})).inputs["x"].size >= 0
-    except ServiceError as error:
-        assert error.failure is INVALID
 
 
 # -------------------------------------------------------------------------------- gRPC

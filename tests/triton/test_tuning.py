@@ -32,12 +32,6 @@ def chosen(tuning: Tuning, tuned: Any, n: int, arch: int = 90) -> Any:
     return tuning.choose(tuned, arguments, arch)
 
 
-def test_ranges_meet_at_the_geometric_mean(tuned: Any) -> None:
-    tuning = Tuning([entry(100, SMALL), entry(10_000, LARGE), entry(1_000_000, MIDDLE)])
-    found = {n: chosen(tuning, tuned, n) for n in (1, 100, 1000, 1001, 10_000, 100_000, 100_001, 2**40)}
-    assert list(found.values()) == [SMALL, SMALL, SMALL, LARGE, LARGE, LARGE, MIDDLE, MIDDLE]
-
-
 def test_without_an_entry_the_first_configuration_is_taken(tuned: Any) -> None:
     assert chosen(Tuning(), tuned, 5) is SMALL
     assert chosen(Tuning([entry(100, LARGE, arch=80)]), tuned, 5) is SMALL
@@ -50,14 +44,6 @@ def test_the_pruning_of_the_kernel_is_asked() -> None:
     prune = {"early_config_prune": lambda configs, *_, **__: configs[1:]}
     pruned = triton.autotune([SMALL, LARGE], key=["n"], prune_configs_by=prune)(gelu_kernel)
     assert chosen(Tuning(), pruned, 5) is LARGE
-
-
-def test_a_file_keeps_the_entries(tmp_path: Path, tuned: Any) -> None:
-    file = tmp_path / "gelu.tune.json"
-    assert Tuning.read(file).entries == []
-    Tuning([entry(100, LARGE)]).write(file)
-    assert Tuning.read(file).entries == [entry(100, LARGE)]
-    assert chosen(Tuning.read(file), tuned, 7) is LARGE
 
 
 @pytest.mark.parametrize("text", ["", "[]", '{"entries": [{"kernel": "x"}]}'])
