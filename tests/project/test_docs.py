@@ -1,8 +1,8 @@
 """Runs every block of README.md, CONTRIBUTING.md and docs/ as it stands, as a reader does after ./build.sh.
 
 Each document is read from top to bottom in a folder that looks like the checkout; every block gets a new
-shell. A server that a block starts runs until the end of the document. A block that is not run has a comment
-above it, `<!-- not run: reason -->`. Blocks of `text` are output and pictures: nobody types them.
+shell. A server that a block starts runs until the next one. A block that is not run has a comment above it,
+`<!-- not run: reason -->`. Blocks of `text` are output and pictures: nobody types them.
 
 Python finds only what the page has installed above a block (`./build.sh serve`, `pip install`)
 and what that needs.
@@ -14,15 +14,12 @@ import os
 import re
 import shlex
 import shutil
-import signal
 import socket
 import subprocess
 import tempfile
-import time
-import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cache
 from importlib import metadata
 from pathlib import Path
@@ -136,126 +133,78 @@ def absent_modules(files: list[str], others: list[str]) -> list[str]:
     )
 
 
-@dataclass
-class Reader:
-    """Follows a document in `folder`."""
+# A server that a block starts runs until the next one, or the end.
+PROLOGUE = f"""
+set -euo pipefail
+server=
+stop() {{ if [ "$server" ]; then kill -- "-$server"; wait "$server" || true; fi; server=; }}
+trap stop EXIT
+ready() {{
+  for _ in {{1..1200}}; do
+    kill -0 "$server"
+    if curl -sf http://127.0.0.1:{PORTS[0]}/v2/health/ready >/dev/null; then return; fi
+    sleep 0.1
+  done
+  return 1
+}}
+"""
 
-    folder: Path
-    server: subprocess.Popen[str] | None = None
-    said: dict[str, str] = field(default_factory=dict)  # the output of each block, by its first line
-    env: dict[str, str] = field(init=False)
-    pip: list[str] = field(default_factory=list)  # what blocks have installed
 
-    def __post_init__(self) -> None:
-        for entry in ROOT.iterdir():
-            if not entry.name.startswith("custom_relu.onnx"):
-                (self.folder / entry.name).symlink_to(entry)
-        home = self.folder / "home"
-        home.mkdir()
-        # .venv is not on the PATH. Spinning threads of torch would slow other tests down.
-        path = "/usr/local/bin:/usr/bin:/bin"
-        self.env = {"PATH": path, "HOME": str(home), "LANG": "C.UTF-8", "OMP_WAIT_POLICY": "PASSIVE"}
+def checkout(folder: Path) -> dict[str, str]:
+    """Makes a folder that looks like the checkout; returns an environment without .venv on the PATH."""
+    for entry in ROOT.iterdir():
+        if not entry.name.startswith("custom_relu.onnx"):
+            (folder / entry.name).symlink_to(entry)
+    (site := folder / "home/site").mkdir(parents=True)
+    env = {"PATH": "/usr/local/bin:/usr/bin:/bin", "HOME": str(folder / "home"), "LANG": "C.UTF-8"}
+    # Spinning threads of torch would slow other tests down.
+    return env | {"OMP_WAIT_POLICY": "PASSIVE", "PYTHONPATH": str(site)}
 
-    def prepare(self, block: Block) -> None:
-        """Hides the packages that the page has not installed."""
-        if block.language not in ("sh", "python"):
-            return
-        self.pip += re.findall(r"(?m)^\.venv/bin/pip install .*?'(\S+)'", block.text)
-        place = self.folder / "home/site"
-        place.mkdir(exist_ok=True)
-        text = SITE_CUSTOMIZE.format(absent=absent_modules(block.installed, self.pip))
-        (place / "sitecustomize.py").write_text(text)
-        self.env["PYTHONPATH"] = str(place)
 
-    def do(self, block: Block) -> None:
-        self.prepare(block)
-        {"sh": self.shell, "python": self.python, "toml": self.settings, "cpp": self.cpp}[block.language](
-            block
-        )
-
-    def run(self, block: Block, command: list[str | Path]) -> None:
-        done = subprocess.run(
-            command,
-            cwd=self.folder,
-            env=self.env,
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            timeout=280,
-        )
-        output = done.stdout + done.stderr
-        assert done.returncode == 0 and "Traceback" not in output, f"{block.place}:\n{block.text}\n{output}"
-        assert '{"error"' not in done.stdout, f"{block.place}: {done.stdout}"  # curl exits with 0
-        self.said[block.first_line] = done.stdout
-
-    def shell(self, block: Block) -> None:
+def program(blocks: list[Block]) -> str:
+    """Returns blocks as one program of bash. Each has its own shell, and only what is installed above it."""
+    parts, installed = [PROLOGUE], list[str]()
+    for block in blocks:
+        installed += re.findall(r"(?m)^\.venv/bin/pip install .*?'(\S+)'", block.text)
+        hidden = SITE_CUSTOMIZE.format(absent=absent_modules(block.installed, installed))
+        parts += [f"cat >home/site/sitecustomize.py <<'END'{hidden}END", f"echo '{block.place}' >&2"]
+        if block.language == "python":
+            found = re.match(r"# ([\w/]+\.py)$", block.first_line)
+            name = found[1] if found else "block.py"
+            parts += [f"cat >{name} <<'END'\n{block.text}END", f".venv/bin/python {name}"]
+            continue
         *lines, last = block.text.splitlines()
-        shell = ["bash", "--noprofile", "--norc", "-euo", "pipefail", "-c"]
-        if "twinop serve " not in last:
-            self.run(block, [*shell, block.text])
-            return
-        if lines:
-            self.run(block, [*shell, "\n".join(lines)])
-        self.stop()
-        self.server = subprocess.Popen(
-            [*shell, last],
-            cwd=self.folder,
-            env=self.env,
-            stderr=subprocess.PIPE,
-            text=True,
-            start_new_session=True,
-        )
-        deadline = time.monotonic() + 120
-        while time.monotonic() < deadline and self.server.poll() is None:
-            with (
-                suppress(OSError),
-                urllib.request.urlopen(f"http://127.0.0.1:{PORTS[0]}/v2/health/ready") as answer,
-            ):
-                if answer.status == 200:
-                    return
-            time.sleep(0.1)
-        self.stop()
-        assert self.server.stderr is not None
-        pytest.fail(f"{block.place}: {last}: not ready\n{self.server.stderr.read()[-3000:]}")
+        if "twinop serve " in last:
+            parts += [
+                "(\n" + "\n".join(lines) + "\ntrue)",
+                f"stop\nset -m\n{last} &\nserver=$!\nset +m\nready",
+            ]
+        else:
+            parts.append(f"(\n{block.text})")
+    return "\n".join(parts)
 
-    def python(self, block: Block) -> None:
-        name = re.match(r"# ([\w/]+\.py)$", block.first_line)
-        path = self.folder / (name[1] if name else "block.py")
-        path.write_text(block.text)
-        self.run(block, [".venv/bin/python", path])
 
-    def settings(self, block: Block) -> None:
-        path = self.folder / "block.toml"
-        path.write_text(block.text)
-        settings = pytest.importorskip(
-            "twinop.deploy.service.settings", reason="needs twinop[serve]"
-        ).read_settings(path, {})
-        for name in settings.models:
-            settings.for_model(name)
+def check_settings(block: Block, folder: Path) -> None:
+    (path := folder / "block.toml").write_text(block.text)
+    module = pytest.importorskip("twinop.deploy.service.settings", reason="needs twinop[serve]")
+    settings = module.read_settings(path, {})
+    for name in settings.models:
+        settings.for_model(name)
 
-    def cpp(self, block: Block) -> None:
-        """Compiles a whole file. An excerpt names its file and must have lines of it, in order."""
-        if name := re.match(r"// (\S+)$", block.first_line):
-            lines = iter((ROOT / name[1]).read_text().splitlines())
-            missing = [line for line in block.text.splitlines()[1:] if line and line not in lines]
-            assert not missing, f"{block.place}: not in {name[1]}, in this order: {missing[0]}"
-            return
-        path = self.folder / "block.cpp"
-        path.write_text(block.text)
-        commands = json.loads((ROOT / "build/compile_commands.json").read_text())
-        [command] = [entry["command"] for entry in commands if entry["file"].endswith("ort_customop/op.cpp")]
-        compiler, *options = shlex.split(command)
-        include = options[options.index("-isystem") + 1]
-        self.env["PATH"] = os.environ["PATH"]
-        self.run(block, [compiler, "-std=c++17", "-fsyntax-only", "-isystem", include, path])
 
-    def stop(self) -> None:
-        if self.server is not None and self.server.poll() is None:
-            os.killpg(self.server.pid, signal.SIGTERM)
-            try:
-                self.server.wait(60)
-            except subprocess.TimeoutExpired:
-                os.killpg(self.server.pid, signal.SIGKILL)
+def check_cpp(block: Block, folder: Path) -> None:
+    """Compiles a whole file. An excerpt names its file and must have lines of it, in order."""
+    if name := re.match(r"// (\S+)$", block.first_line):
+        lines = iter((ROOT / name[1]).read_text().splitlines())
+        missing = [line for line in block.text.splitlines()[1:] if line and line not in lines]
+        assert not missing, f"{block.place}: not in {name[1]}, in this order: {missing[0]}"
+        return
+    (path := folder / "block.cpp").write_text(block.text)
+    commands = json.loads((ROOT / "build/compile_commands.json").read_text())
+    [command] = [entry["command"] for entry in commands if entry["file"].endswith("ort_customop/op.cpp")]
+    compiler, *options = shlex.split(command)
+    include = options[options.index("-isystem") + 1]
+    subprocess.run([compiler, "-std=c++17", "-fsyntax-only", "-isystem", include, path], check=True)
 
 
 @contextmanager
@@ -270,16 +219,6 @@ def ports() -> Iterator[None]:
         yield
 
 
-def follow(reader: Reader, document: str) -> None:
-    blocks = [block for block in blocks_of(document) if block.language != "text" and block.reason is None]
-    with ports() if any("twinop serve " in block.text for block in blocks) else nullcontext():
-        try:
-            for block in blocks:
-                reader.do(block)
-        finally:
-            reader.stop()
-
-
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(
     "document",
@@ -288,10 +227,18 @@ def follow(reader: Reader, document: str) -> None:
 def test_blocks(document: str, tmp_path: Path) -> None:
     if not (ROOT / ".venv/bin/twinop").exists():
         pytest.skip("no .venv: ./build.sh has not run")
-    reader = Reader(tmp_path)
-    follow(reader, document)
+    env, blocks = checkout(tmp_path), [block for block in blocks_of(document) if block.reason is None]
+    for block in blocks:
+        if check := {"toml": check_settings, "cpp": check_cpp}.get(block.language):
+            check(block, tmp_path)
+    text = program([block for block in blocks if block.language in ("sh", "python")])
+    with ports() if "\nset -m\n" in text else nullcontext():
+        command, nothing = ["bash", "--noprofile", "--norc", "-c", text], subprocess.DEVNULL
+        done = subprocess.run(command, cwd=tmp_path, env=env, stdin=nothing, capture_output=True, text=True)
+    said = done.stdout[-5000:] + done.stderr[-5000:]
+    assert done.returncode == 0 and "Traceback" not in done.stdout + done.stderr, said
+    assert '{"error"' not in done.stdout, said  # curl exits with 0
     if document == "README.md" and shutil.which("nvidia-smi") is None:
-        [shown] = [block.text for block in blocks_of(document) if "Custom nodes against torch" in block.text]
-        [said] = [text for first, text in reader.said.items() if first.startswith(".venv/bin/twinop export ")]
+        [shown] = [block.text for block in blocks if "Custom nodes against torch" in block.text]
         assert (drawn := [line for line in shown.splitlines() if line[0] in "╭│╰┏┃┡└"])
-        assert [line for line in drawn if line not in said] == []
+        assert [line for line in drawn if line not in done.stdout] == []
