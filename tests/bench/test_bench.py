@@ -3,7 +3,6 @@
 import os
 import subprocess
 import sys
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -13,7 +12,7 @@ import warm_python
 from twinop.bench import measurements
 from twinop.bench.__main__ import TAKES
 from twinop.bench.measurements import BenchError
-from twinop.bench.timing import DeviceTimer, host_times
+from twinop.bench.timing import DeviceTimer
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -63,17 +62,6 @@ runtime.open_session(model, torch.device("cpu"), cpu_threads=2)
 """
     done = run("-c", program)
     assert done.returncode == 1 and message in done.stderr
-
-
-def test_runs_take_turns() -> None:
-    """All of them may have failed."""
-    order: list[str] = []
-    runs = {name: partial(order.append, name) for name in "abc"}
-    times = host_times(runs, rounds=2, seconds=1.0)
-    assert [times[name]["runs"] for name in runs] == [2, 2, 2]
-    rounds = ["".join(order[i : i + 3]) for i in range(0, len(order), 3)]
-    assert {*rounds} == {"abc", "bca", "cab"} and rounds[0] != rounds[1] and len(rounds) == 7
-    assert host_times({}, rounds=2, seconds=1.0) == {}
 
 
 @pytest.mark.cuda

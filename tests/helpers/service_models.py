@@ -154,25 +154,6 @@ def expand() -> onnx.ModelProto:
     return parsed("(float[1] x, int64[K] shape) => (float[] y) { y = Expand(x, shape) }")
 
 
-def slow(rounds: int = 200, size: int = 256) -> onnx.ModelProto:
-    """y[N, 4] = x after `rounds` products of matrices, whatever N: some 0.1 ms each on one core."""
-    square = f"float[{size}, {size}]"
-    # The matrix depends on x, or ONNX Runtime would compute it once, when it loads the model.
-    nodes = f"""
-        sum = ReduceSum <keepdims = 0> (x)
-        nothing = Mul(sum, zero)
-        start = Add(eye, nothing)
-        m = Loop <body = rounds (int64 i, bool go_in, {square} m_in) => (bool go_out, {square} m_out) {{
-            m_out = MatMul(m_in, eye)
-            go_out = Identity(go_in)
-        }}> (rounds, , start)
-        one = ReduceMax <keepdims = 0> (m)
-        y = Mul(x, one)"""
-    weights = {"rounds": np.array(rounds), "zero": np.array(0, np.float32)}
-    graph = f"(float[N, 4] x) => (float[N, 4] y) {{ {nodes} }}"
-    return parsed(graph, eye=np.eye(size, dtype=np.float32), **weights)
-
-
 def relu_body(datatype: str = "FP32") -> onnx.FunctionProto:
     """The function body of CustomRelu, computing in fp32 but for fp64 (twinop.model.bodies.relu)."""
     kind = TensorProto.DOUBLE if datatype == "FP64" else TensorProto.FLOAT

@@ -126,7 +126,7 @@ def test_what_no_graph_can_say(tmp_path: Path) -> None:
 
 
 def test_the_graph_and_the_session_say_the_same(tmp_path: Path) -> None:
-    made = [models.mlp(8, 16, 4), models.optional_scale(), models.two_outputs(), models.slow()]
+    made = [models.mlp(8, 16, 4), models.optional_scale(), models.two_outputs()]
     made += [models.gather(), models.total(), models.fixed()]
     made += [models.identity(datatype) for datatype in models.ELEMENTS]
     for model in made:

@@ -44,18 +44,6 @@ def test_without_a_terminal_there_are_few_lines(said: StringIO, monkeypatch: pyt
     assert [line.partition(", memory")[0] for line in lines] == ["step 6: 1 of 2", "step 12: 1 of 2"]
 
 
-def test_the_memory_is_that_of_all_processes() -> None:
-    program = f"held = bytes(1) * {256 * MIB}; print(flush=True); input()"
-    before = tree_bytes()
-    with subprocess.Popen(
-        [sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE
-    ) as child:
-        assert child.stdout is not None
-        child.stdout.readline()
-        assert 240 * MIB < tree_bytes() - before < 400 * MIB
-        child.communicate(b"\n")
-
-
 def test_a_forked_child_has_what_it_allocates_and_nothing_twice() -> None:
     """The models run in forked children: their memory was left out once."""
     program = f"""

@@ -9,7 +9,7 @@ import pytest
 import uvloop
 from service_batches import Doubler, Y, batcher, behind_a_run, failure_of, request, run, until
 
-from twinop.deploy.service.errors import DEADLINE, INVALID, NOT_READY, OVERLOADED, RUN_FAILED, ServiceError
+from twinop.deploy.service.errors import DEADLINE, INVALID, NOT_READY, RUN_FAILED, ServiceError
 from twinop.deploy.service.request import Request
 
 # -------------------------------------------------------------------------------- what is joined
@@ -42,20 +42,6 @@ def test_only_like_requests_are_joined_and_the_oldest_goes_first() -> None:
         assert runner.batches == [[1], [1, 1], [1, 1], [1]]
         assert [result.outputs["y"].shape for result in results] == [(1, w) for w in [*widths, 1]]
         assert set(results[-1].outputs) == {"y", "z"}
-
-    run(test)
-
-
-def test_several_instances_run_side_by_side() -> None:
-    async def test() -> None:
-        runner = Doubler(held=True)
-        queue = batcher(runner, instances=3)
-        tasks = [asyncio.create_task(queue.submit(request(i), Y)) for i in range(3)]
-        await until(lambda: len(runner.batches) == 3)
-        assert not queue._idle
-        runner.gate.set()
-        await asyncio.gather(*tasks)
-        assert len(queue._idle) == 3
 
     run(test)
 
@@ -106,22 +92,6 @@ def test_a_request_without_inputs_and_a_scalar_have_one_row() -> None:
 
 
 # -------------------------------------------------------------------------------- what is refused or dropped
-
-
-def test_a_full_queue_says_when_to_come_back() -> None:
-    async def test() -> None:
-        runner = Doubler(held=True)
-        queue = batcher(runner, max_queue=2)
-        tasks = [asyncio.create_task(queue.submit(request(i), Y)) for i in range(3)]
-        await until(lambda: queue.queued == 2)
-        with pytest.raises(ServiceError, match="2 requests waiting, its limit") as caught:
-            await queue.submit(request(9), Y)
-        assert caught.value.failure is OVERLOADED
-        assert caught.value.headers == {"Retry-After": "1"}
-        runner.gate.set()
-        await asyncio.gather(*tasks)
-
-    run(test)
 
 
 def test_a_deadline_ends_the_wait_and_the_run_of_its_client() -> None:

@@ -18,7 +18,6 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     """A server that waits 0.6 s for a body."""
     folder = tmp_path_factory.mktemp("models")
     models.place(folder, "relu", models.relu())
-    models.place(folder, "slow", models.slow(400))
     (folder / "twinop.toml").write_text("[server]\nbody_seconds = 0.6\n")
     with serve(folder, "--provider", "cpu") as found:
         answers_well(found)

@@ -7,12 +7,12 @@ from pathlib import Path
 import pytest
 import service_models
 from service_fixtures import Served, wait_until
-from service_loads import loaded, only_these, repository_of
+from service_loads import only_these, repository_of
 from service_rows import QUICK, ROW
 
 from twinop.deploy.service.folders import scan
-from twinop.deploy.service.settings import ServerSettings, SettingsError, read_settings
-from twinop.errors import LibraryError, TwinopError, command_line
+from twinop.deploy.service.settings import SettingsError, read_settings
+from twinop.errors import TwinopError, command_line
 
 
 def beside(
@@ -45,20 +45,6 @@ def test_a_library_in_a_models_folder_needs_permission(
     assert used is not None and used.path == library
     (tmp_path / "twinop.toml").write_text("[server]\nallow_model_libraries = true")
     asyncio.run(repository_of(monkeypatch, tmp_path, *QUICK).load_all())
-
-
-def test_settings_of_a_model_name_only_permitted_libraries(
-    libraries: dict[str, Path], tmp_path: Path
-) -> None:
-    models, trusted = tmp_path / "models", tmp_path / "trusted"
-    beside(libraries, models, name="mine.so")
-    trusted.mkdir()
-    shutil.copy(libraries["custom_ops"], trusted / "ours.so")
-    server = ServerSettings(library_folders=(trusted,))
-    with pytest.raises(LibraryError, match=r"mine\.so: .* and this one is in"):
-        loaded(models, service_models.relu(), server, library=models / "m/1/mine.so")
-    found = loaded(models, service_models.relu(), server, library=trusted / "ours.so").session.library
-    assert found is not None and found.path == trusted / "ours.so"
 
 
 def test_a_library_that_the_server_names_is_permitted_wherever_it_lies(

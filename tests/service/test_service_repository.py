@@ -1,4 +1,4 @@
-"""The repository without a server: models load beside each other, and are freed on a thread."""
+"""The repository without a server: models load beside each other."""
 
 import asyncio
 import threading
@@ -42,22 +42,3 @@ def test_a_load_that_takes_long_delays_no_other_model(
         await models.close()
 
     asyncio.run(asyncio.wait_for(test(), 120))
-
-
-def test_sessions_are_freed_on_another_thread(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    threads, close = [], LoadedModel.close
-
-    def noted(self: LoadedModel) -> None:
-        threads.append(threading.get_ident())
-        close(self)
-
-    monkeypatch.setattr(LoadedModel, "close", noted)
-    place(tmp_path, "m", relu())
-
-    async def test() -> None:
-        models = Repository(tmp_path, SETTINGS)
-        await models.load_all()
-        await models.close()
-
-    asyncio.run(test())
-    assert len(threads) == 1 and threads[0] != threading.get_ident()
