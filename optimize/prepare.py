@@ -115,6 +115,12 @@ def _convert_opset(model: ir.Model) -> None:
         raise ExportError(f"opset {opset} cannot be converted to {target}: {error}") from error
     if model.graph is not before:
         _copy_meta(before, model.graph)
+    for node in model.graph.all_nodes() if opset < 11 else ():  # the converter leaves them the new defaults
+        if node.op_type == "Resize" and not node.domain:
+            node.attributes["coordinate_transformation_mode"] = ir.AttrString(
+                "coordinate_transformation_mode", "asymmetric"
+            )
+            node.attributes["nearest_mode"] = ir.AttrString("nearest_mode", "floor")
     if model.graph.opset_imports.get("") != target:
         raise ExportError(
             f"opset {opset} cannot be converted to {target}, which function bodies need. Export the model "
@@ -125,7 +131,8 @@ def _convert_opset(model: ir.Model) -> None:
 def _copy_meta(before: ir.Graph, after: ir.Graph) -> None:
     """Copies the `meta` of a graph and its nodes to the graph that onnx's converter made of it.
 
-    That one has values of the same names, also where another node computes them.
+    That one has values of the same names, also where another node computes them. A node of another type in
+    the place of the old one, as Resize in that of Upsample, gives its result another name; readers show it.
 
     Raises:
         ExportError: a value of a node with `meta` is gone.
@@ -133,14 +140,19 @@ def _copy_meta(before: ir.Graph, after: ir.Graph) -> None:
     after.meta.update(before.meta)
     makers = {value.name: node for node in after.all_nodes() for value in node.outputs}
     for node in before.all_nodes():
-        read = [value.name for value in node.outputs if g.is_read(value)]
+        read = [value for value in node.outputs if g.is_read(value)]
         if node.meta and read:
-            if read[0] not in makers:
+            maker = makers.get(read[0].name)
+            for use in read[0].uses() if maker is None else ():
+                reader = makers.get(use.node.outputs[0].name)
+                given = reader.inputs[use.idx] if reader and len(reader.inputs) > use.idx else None
+                maker = (given.producer() if given else None) or maker
+            if maker is None:
                 raise ExportError(
-                    f"opset {before.opset_imports.get('')}: onnx's converter renames {read[0]}, the result "
-                    f"of {node.op_type}. Export the model again with opset {OPSETS[0]} to {OPSETS[-1]}"
+                    f"opset {before.opset_imports.get('')}: onnx's converter renames {read[0].name}, the "
+                    f"result of {node.op_type}. Export the model again with opset {OPSETS[0]} to {OPSETS[-1]}"
                 )
-            makers[read[0]].meta.update(node.meta)
+            maker.meta.update(node.meta)
 
 
 def clean(model: ir.Model) -> None:

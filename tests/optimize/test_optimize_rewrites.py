@@ -313,6 +313,17 @@ def test_softmax_before_opset_13_of_unknown_rank(tmp_path: Path) -> None:
     assert report.fused == {"attention": 1} and not nodes(fast, "Softmax", "Flatten")
 
 
+@pytest.mark.parametrize(("op", "opset", "dtype"), [("Upsample", 9, "float16"), ("Resize", 10, None)])
+def test_images_that_older_opsets_enlarge(op: str, opset: int, dtype: str | None, tmp_path: Path) -> None:
+    """onnx's conversion gives a result another name, and Resize other places of its samples."""
+    text = f"""(float[N, 8] x) => (float[N, M] y) {{ h = MatMul (x, w) u = {op} <mode = "linear"> (h, twice)
+        y = Relu (u) }}"""
+    model = parsed(text, w=weights(8, 4), twice=np.array([1, 2], np.float32))
+    model.opset_import[0].version, model.ir_version = opset, 4
+    report, _ = optimized(model, tmp_path, dtype=dtype)
+    assert report.fused == {"linear": 1}
+
+
 def test_multi_query_attention(tmp_path: Path) -> None:
     """One head of keys and values, which MatMul broadcasts: Falcon, GPTBigCode."""
     text = """(float[B, 6, 8] q, float[B, 6, 4] k, float[B, 6, 4] v) => (float[B, 6, 8] y) {
