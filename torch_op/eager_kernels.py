@@ -24,8 +24,8 @@ from twinop.libraries.kernel_op import DECLARED, KernelOp, describe_source
 from twinop.libraries.library import read_library
 from twinop.record.op_spec import OpSpec
 from twinop.record.shapes import largest_sizes, output_shapes
+from twinop.triton.compile import check_triton
 from twinop.triton.helion import helion_kernels
-from twinop.triton.installed import check_triton
 
 from .arguments import bind, signature_of, tensors_of
 from .autograd import make_function

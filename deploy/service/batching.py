@@ -17,11 +17,11 @@ import numpy as np
 from . import logs
 from .errors import BROKEN, DEADLINE, NOT_READY, OVERLOADED, RUN_FAILED, RUN_TOO_LONG, ServiceError
 from .instance import Instance, LoadedModel
-from .limits import RunLimit
 from .request import Request, Result
 
 _log = logging.getLogger(__name__)
 
+HANGS_AFTER = 5.0  # seconds; ONNX Runtime ends a run after its current node
 Outcome = dict[str, np.ndarray] | ServiceError
 
 
@@ -62,6 +62,34 @@ def _split(found: Mapping[str, np.ndarray], batch: Batch) -> list[Outcome]:
         split.append({name: array[start : start + member.rows] for name, array in found.items()})
         start += member.rows
     return split
+
+
+class RunLimit:
+    """Watches a worker thread's runs of one batch, one after the other. `begin` is for that thread."""
+
+    def __init__(self, seconds: float, end: Callable[[], None], hangs: Callable[[], None]) -> None:
+        """`end` tells the run to end. `hangs` is called if it has not returned HANGS_AFTER seconds later."""
+        self.exceeded = False  # a run was told to end
+        self.seconds = seconds
+        self._end, self._hangs = end, hangs
+        self._loop = asyncio.get_running_loop()
+        self._timer = self._loop.call_later(seconds, self._check)
+        self.begin()
+
+    def begin(self) -> None:
+        self._began = time.monotonic()
+
+    def stop(self) -> None:
+        self._timer.cancel()
+
+    def _check(self) -> None:
+        left = self._began + self.seconds - time.monotonic()
+        if left > 0:  # another run has begun since, or uvloop's timer fired early
+            self._timer = self._loop.call_later(max(left, 0.001), self._check)
+            return
+        self.exceeded = True
+        self._end()
+        self._timer = self._loop.call_later(HANGS_AFTER, self._hangs)
 
 
 class Batcher:

@@ -12,8 +12,7 @@ from typing_extensions import NotRequired, TypedDict
 
 from .datatypes import OF_DTYPE, from_bytes, from_json, named, shown, to_bytes, to_json, version_number
 from .errors import TOO_LARGE, ServiceError, invalid
-from .limits import Limit
-from .request import MOST_TENSORS, Request, Result, check_names
+from .request import MOST_TENSORS, Limit, Request, Result, check_names
 
 HEADER_LENGTH = "inference-header-content-length"
 

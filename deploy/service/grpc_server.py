@@ -15,11 +15,10 @@ from tritonclient.grpc import service_pb2 as pb
 from . import codec_grpc, logs, metrics
 from .datatypes import version_number
 from .errors import BROKEN, INTERNAL, INVALID, NOT_READY, TOO_SLOW, UNAUTHENTICATED, ServiceError, invalid
-from .limits import Budget, RequestMemory
 from .newer_python import timeout
 from .operations import OPEN, Operation, Token, operations
 from .repository import Repository
-from .request import in_thread_if_large
+from .request import Budget, RequestMemory, in_thread_if_large
 from .rest import address_error
 
 _log = logging.getLogger(__name__)

@@ -25,11 +25,10 @@ from .errors import (
     ServiceError,
     invalid,
 )
-from .limits import Budget, Limit, RequestMemory
 from .newer_python import timeout
 from .operations import MODEL, Operation, operations
 from .repository import Repository
-from .request import in_thread_if_large
+from .request import Budget, Limit, RequestMemory, in_thread_if_large
 
 _log = logging.getLogger(__name__)
 

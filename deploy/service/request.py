@@ -1,4 +1,4 @@
-"""A request and its result, independent of the protocol: names and arrays."""
+"""A request, its result and its limits, independent of the protocol: names and arrays."""
 
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from .errors import invalid
+from .errors import OVER_BUDGET, TOO_LARGE, ServiceError, invalid
 
 LARGE = 256 << 10  # requests and answers of more bytes are converted in a thread
 Made = TypeVar("Made")
@@ -56,3 +56,59 @@ def check_names(what: str, names: Sequence[str], most: int) -> None:
     if len(set(names)) < len(names):
         twice = next(name for index, name in enumerate(names) if name in names[:index])
         raise invalid(f"{what} {twice} is named twice")
+
+
+@dataclass(frozen=True)
+class Limit:
+    """The largest request, or the largest JSON in one. The other fields are for the message."""
+
+    bytes: int
+    setting: str = "max_request_bytes"
+    what: str = "request"
+    advice: str = ""
+
+    def exceeded(self) -> ServiceError:
+        said = f"the {self.what} is larger than {self.bytes} bytes ({self.setting}){self.advice}"
+        return ServiceError(TOO_LARGE, said)
+
+
+class Budget:
+    """The bytes of all requests that are being read or answered. An eighth is kept for small requests."""
+
+    def __init__(self, most: int) -> None:
+        self.most = most
+        self.used = 0
+
+
+class RequestMemory:
+    """The memory of one request, which announces its bytes. As a context manager it gives all of it back."""
+
+    def __init__(self, budget: Budget, announced: int = 0) -> None:
+        self._budget = budget
+        self._announced = announced
+        self._bytes = 0
+
+    def reserve(self, size: int) -> None:
+        """Count bytes before they are kept, or give some back; raise ServiceError if too few are left."""
+        budget = self._budget
+        is_small = max(self._announced, self._bytes + size) <= LARGE
+        most = budget.most if is_small else budget.most - budget.most // 8
+        if size > 0 and budget.used + size > most:
+            raise ServiceError(
+                OVER_BUDGET,
+                f"the requests in flight hold {budget.used} of {budget.most} bytes (max_bytes_in_flight), "
+                "which leaves too few for this one: try again later",
+                {"Retry-After": "1"},
+            )
+        self.record(size)
+
+    def record(self, size: int) -> None:
+        """Count bytes that exist already, such as an answer."""
+        self._bytes += size
+        self._budget.used += size
+
+    def __enter__(self) -> "RequestMemory":
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        self.record(-self._bytes)

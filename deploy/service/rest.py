@@ -16,9 +16,9 @@ from twinop.errors import TwinopError
 from . import logs, metrics
 from .errors import NOT_READY, UNAUTHENTICATED
 from .http_endpoints import FAILURES, Endpoints, as_json
-from .limits import Budget
 from .operations import Token
 from .repository import Repository
+from .request import Budget
 
 KEEP_ALIVE_SECONDS = 65  # longer than proxies, which might otherwise reuse a connection that is just closed
 DRAIN_IDLE_SECONDS = 1.0  # a request may still arrive on an open connection of a stopping server

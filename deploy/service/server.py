@@ -11,10 +11,10 @@ from typing import Any
 import uvloop
 
 from .grpc_server import GrpcServer
-from .limits import Budget
 from .newer_python import Runner, timeout
 from .operations import Token
 from .repository import Repository
+from .request import Budget
 from .rest import RestServer
 
 _log = logging.getLogger(__name__)

@@ -8,8 +8,7 @@ import pytest
 from build_files import tiny
 
 from twinop.building.builder import Built, build
-from twinop.building.options import Options
-from twinop.building.project import find_project
+from twinop.building.project import Options, find_project
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -18,8 +18,7 @@ from build_files import program, tiny, twinop
 from onnx import helper
 
 from twinop.building.builder import Built, build
-from twinop.building.options import Options
-from twinop.building.project import find_project
+from twinop.building.project import Options, find_project
 from twinop.deploy.registration import sealed
 from twinop.errors import BuildError, TwinopWarning
 from twinop.libraries.built import changed_since
@@ -137,7 +136,7 @@ BUILD = """
 import sys
 from pathlib import Path
 from twinop.building.builder import build
-from twinop.building.options import Options
+from twinop.building.project import Options
 from twinop.building.project import find_project
 built = build(find_project([Path(sys.argv[1])]), Path(sys.argv[2]), Options(cpu=True))
 print(len(built.library.records))

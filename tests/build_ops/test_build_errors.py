@@ -13,8 +13,7 @@ from record_driver import read_by_compiler
 from twinop.building import toolchain
 from twinop.building.builder import Built, build
 from twinop.building.diagnostics import build_error, cmake_error
-from twinop.building.options import Options
-from twinop.building.project import find_project
+from twinop.building.project import Options, find_project
 from twinop.building.toolchain import find_installation
 from twinop.errors import BuildError, TwinopError
 from twinop.record.record_checks import check_record

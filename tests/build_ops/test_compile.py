@@ -9,7 +9,7 @@ from build_files import tiny
 
 import twinop
 from twinop.building import compile_source
-from twinop.building.options import Options
+from twinop.building.project import Options
 from twinop.errors import BuildError
 
 IN_TORCH = """

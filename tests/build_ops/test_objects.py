@@ -20,8 +20,7 @@ from typer.testing import CliRunner, Result
 from twinop import torch_op
 from twinop.building.builder import build
 from twinop.building.objects import write_header
-from twinop.building.options import Options
-from twinop.building.project import find_project
+from twinop.building.project import Options, find_project
 from twinop.building.toolchain import find_nvcc
 from twinop.cli import app
 from twinop.libraries.library import needed_libraries

@@ -9,7 +9,7 @@ from models import make_model
 from onnx import TensorProto, helper
 
 from twinop import deploy
-from twinop.deploy import cpu_memory, node_parity
+from twinop.deploy import create_session, node_parity
 from twinop.deploy.custom_nodes import load_model
 from twinop.deploy.errors import ModelError
 from twinop.deploy.run_onnx import _Values
@@ -49,12 +49,12 @@ def stored(folder: Path, op: str, domain: str, dtype: int, *shape: int) -> Path:
 def test_copies_of_weights(op: str, dtype: int, times: int, tmp_path: Path) -> None:
     domain = "custom_domain" if op.startswith("Custom") else ""
     model = load_model(stored(tmp_path, op, domain, dtype, _ROWS // 2, _COLUMNS))
-    assert cpu_memory.cpu_bytes(model) == times * _ROWS * _COLUMNS // 2
+    assert create_session.cpu_bytes(model) == times * _ROWS * _COLUMNS // 2
 
 
 def test_a_model_that_does_not_fit_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = stored(tmp_path, "CustomLinear", "custom_domain", TensorProto.FLOAT16, _ROWS, _COLUMNS)
-    monkeypatch.setattr(cpu_memory, "free_bytes", lambda: 10**9)
+    monkeypatch.setattr(create_session, "free_bytes", lambda: 10**9)
     said = (
         r"m.onnx takes about 2.15 GB of memory on the CPU, .* and 1 GB are free.*twinop optimize --device cpu"
     )

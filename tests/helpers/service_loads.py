@@ -42,7 +42,7 @@ def loaded(
 
 def only_these(monkeypatch: pytest.MonkeyPatch, *folders: Path) -> None:
     """Let these folders replace those of the installed libraries."""
-    for module in ("twinop.deploy.service.model_library", "twinop.libraries.find"):
+    for module in ("twinop.deploy.service.loading", "twinop.libraries.find"):
         monkeypatch.setattr(f"{module}.library_folders", lambda: list(folders))
 
 

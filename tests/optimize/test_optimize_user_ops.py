@@ -13,8 +13,7 @@ from optimizing import nodes, weights
 
 from twinop import deploy
 from twinop.building.builder import build
-from twinop.building.options import Options
-from twinop.building.project import find_project
+from twinop.building.project import Options, find_project
 from twinop.errors import ExportError
 from twinop.optimize import OptimizeReport, optimize
 

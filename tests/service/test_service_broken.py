@@ -17,7 +17,7 @@ from service_fixtures import Served, receive, serve, tensor, wait_until
 from service_rows import ROW
 
 from twinop.deploy.errors import RunError
-from twinop.deploy.service import limits
+from twinop.deploy.service import batching
 from twinop.deploy.service.batching import Batcher
 from twinop.deploy.service.errors import BROKEN, RUN_FAILED, RUN_TOO_LONG, ServiceError
 from twinop.deploy.service.instance import Instance, LoadedModel
@@ -29,8 +29,8 @@ TRUSTING = ("--allow-model-libraries",)  # the library lies beside the model
 IMPATIENT = """
 import sys
 from twinop.cli import app
-from twinop.deploy.service import limits
-limits.HANGS_AFTER = 2.0
+from twinop.deploy.service import batching
+batching.HANGS_AFTER = 2.0
 app(sys.argv[1:])
 """
 STALLS = 1000.0  # test.stall sleeps x milliseconds on the CPU, and asserts on CUDA if x is larger
@@ -205,7 +205,7 @@ def test_a_batch_that_broke_the_gpu_is_not_run_again() -> None:
 
 def test_each_run_of_a_batch_has_the_whole_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """A batch that fails is run again, request by request: only one that takes too long is ended."""
-    monkeypatch.setattr(limits, "HANGS_AFTER", 60.0)
+    monkeypatch.setattr(batching, "HANGS_AFTER", 60.0)
 
     class Failing:
         ended = threading.Event()

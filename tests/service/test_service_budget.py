@@ -17,7 +17,7 @@ from tritonclient.grpc import service_pb2 as pb
 
 from twinop.deploy.service.codec_grpc import SERVICE
 from twinop.deploy.service.errors import OVER_BUDGET, ServiceError
-from twinop.deploy.service.limits import Budget, RequestMemory
+from twinop.deploy.service.request import Budget, RequestMemory
 from twinop.deploy.service.settings import ServerSettings
 
 MIB = 1 << 20

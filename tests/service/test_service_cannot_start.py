@@ -15,9 +15,9 @@ from service_fixtures import start
 from service_loads import refusal_of
 
 from twinop.deploy.service.grpc_server import GrpcServer
-from twinop.deploy.service.limits import Budget
 from twinop.deploy.service.operations import Token
 from twinop.deploy.service.repository import Repository
+from twinop.deploy.service.request import Budget
 from twinop.deploy.service.rest import AddressError, RestServer
 from twinop.deploy.service.settings import Settings, read_settings
 from twinop.errors import TwinopError

@@ -18,13 +18,12 @@ from kernel_ops import mish_file
 
 from twinop import torch_op
 from twinop.building.builder import Built, build
-from twinop.building.options import Options
-from twinop.building.project import find_project
+from twinop.building.project import Options, find_project
 from twinop.errors import BuildError, TwinopError
 from twinop.export import export
+from twinop.libraries.declare import load_module
 from twinop.libraries.kernel_op import describe_source
 from twinop.libraries.library import Library, needed_libraries, read_library
-from twinop.libraries.load_module import load_module
 from twinop.testing.one_node import make_session, one_node_model
 
 pytest.importorskip("triton", reason="kernels in Python need it")

@@ -9,7 +9,7 @@ from launchers import pointers, record, sized
 from record_driver import ROOT
 
 from twinop.errors import BuildError, RecordError
-from twinop.libraries.load_module import load_module
+from twinop.libraries.declare import load_module
 from twinop.triton.recorder import TracedLaunch
 from twinop.triton.trace import trace
 

@@ -14,8 +14,8 @@ from user_ops import output_of
 import twinop
 from twinop.errors import ExportError, RecordError, TwinopError
 from twinop.export import export
+from twinop.libraries.declare import load_module
 from twinop.libraries.kernel_op import KernelOp
-from twinop.libraries.load_module import load_module
 from twinop.record.schema_text import record_of
 
 pytest.importorskip("triton", reason="kernels in Python need it")

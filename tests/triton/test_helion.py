@@ -16,10 +16,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import twinop
 from twinop.aot_kernels.plan import Refuse
 from twinop.building.builder import build
-from twinop.building.options import Options
-from twinop.building.project import find_project
+from twinop.building.project import Options, find_project
 from twinop.errors import BuildError, TwinopError
-from twinop.libraries.load_module import load_module
+from twinop.libraries.declare import load_module
 from twinop.triton.trace import trace
 
 pytest.importorskip("triton", reason="kernels in Python need it")

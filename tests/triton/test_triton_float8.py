@@ -12,8 +12,7 @@ import warm_python
 from samples import DEVICES
 
 from twinop.building.builder import build
-from twinop.building.options import Options
-from twinop.building.project import find_project
+from twinop.building.project import Options, find_project
 from twinop.libraries.library import Library
 from twinop.testing.one_node import make_session, one_node_model, run_bound
 

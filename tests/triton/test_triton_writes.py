@@ -10,8 +10,8 @@ from torch.library import opcheck
 
 import twinop
 from twinop.errors import BuildError, RecordError
+from twinop.libraries.declare import load_module
 from twinop.libraries.kernel_op import DECLARED, KernelOp
-from twinop.libraries.load_module import load_module
 
 pytest.importorskip("triton", reason="kernels in Python need it")
 

@@ -11,8 +11,7 @@ from ..cli.library_table import show_library
 from ..errors import BuildError
 from .builder import build as build_project
 from .objects import write_header
-from .options import Options
-from .project import find_project
+from .project import Options, find_project
 
 
 def build(

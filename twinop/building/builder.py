@@ -13,8 +13,7 @@ from ..record.record_checks import check_record
 from .cache import cache_folder, digest, write
 from .modules import write_source
 from .objects import check_arguments, check_functions
-from .options import Options
-from .project import Project
+from .project import Options, Project
 from .tree import Progress, compile_library, locked
 
 

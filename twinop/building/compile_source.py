@@ -14,8 +14,7 @@ from ..record.body_registry import BODIES, Body, DefaultInput
 from ..record.op_spec import key_of
 from .builder import build
 from .cache import cache_folder, digest, write
-from .options import Options
-from .project import find_project, op_names
+from .project import Options, find_project, op_names
 from .toolchain import compiler_command, find_installation, identity, nvcc_path
 
 if TYPE_CHECKING:

@@ -17,8 +17,7 @@ from hatchling.plugin import hookimpl
 from twinop.errors import BuildError
 
 from .builder import build
-from .options import Options
-from .project import find_project
+from .project import Options, find_project
 
 
 class TwinopBuildHook(BuildHookInterface):

@@ -14,8 +14,7 @@ from ..errors import BuildError
 from ..libraries.built import file_hash
 from ..libraries.library import get_cmake_dir
 from .cache import digest, write
-from .options import Options
-from .project import Project
+from .project import Options, Project
 from .toolchain import find_gpus
 
 WITHOUT_GPU = 90  # the architecture to compile for, as in TwinopCuda.cmake

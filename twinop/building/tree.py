@@ -18,8 +18,7 @@ from ..libraries.built import file_hash
 from ..libraries.library import get_cmake_dir, get_include
 from .cache import make_folder, write, writing
 from .diagnostics import build_error, cmake_error
-from .options import Options
-from .project import OBJECTS, Project
+from .project import OBJECTS, Options, Project
 from .toolchain import compiler_command, find_installation, find_tool, identity, nvcc_path, refuse_old_tools
 
 _TRIES = 3  # of files that change while they are compiled

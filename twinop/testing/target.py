@@ -5,9 +5,9 @@ from pathlib import Path
 from typing import Any
 
 from twinop.errors import TwinopError
+from twinop.libraries.declare import load_module
 from twinop.libraries.find import project_libraries
 from twinop.libraries.library import read_library
-from twinop.libraries.load_module import load_module
 from twinop.record.op_spec import DOMAIN
 
 TARGET = "--twinop-target"

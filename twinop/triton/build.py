@@ -11,8 +11,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from ..aot_kernels.plan import Body, Contents, DeviceOp
 from ..building.project import Project
 from ..errors import BuildError, ExportError
+from ..libraries.declare import load_module
 from ..libraries.kernel_op import DECLARED, KernelOp, describe_source
-from ..libraries.load_module import load_module
 from ..record.op_spec import OpSpec
 from .launches import compile_plans
 from .trace import SAMPLE_SIZES, Ranks, TracedOp, trace, values_of

@@ -19,6 +19,7 @@ from typing import Any
 from ..aot_kernels.plan import Image, Kernel
 from ..building.cache import cache_folder
 from ..errors import BuildError
+from ..installation import version_numbers
 
 SHARED_MEMORY = {
     75: 64, 80: 163, 86: 99, 87: 163, 89: 99, 90: 227, 100: 227, 103: 227, 110: 227, 120: 99, 121: 99,
@@ -27,6 +28,9 @@ SHARED_MEMORY = {
 
 _LAST_PORTABLE = 89  # from 90 on Triton compiles for "sm_90a": such PTX runs on that architecture only
 _PTX_VERSION = 80  # of CUDA 12.0: a GPU newer than the library has a driver that is newer than this
+
+OLDEST, NEWEST = (3, 6), (3, 9)
+"""The versions of Triton that the tests cover."""
 
 
 @dataclass(frozen=True)
@@ -60,6 +64,28 @@ class Compiled:
 
     kernel: Kernel
     ttir: frozenset[str]
+
+
+def check_triton() -> None:
+    """Raises BuildError if Triton is absent, or of an untested version."""
+    try:
+        import triton
+    except ImportError as error:
+        raise BuildError(
+            f"Triton cannot be imported: {error}. Its kernels need it: pip install 'twinop[triton]'. A "
+            "library that `twinop build` made needs no Triton"
+        ) from None
+    check_version("Triton", triton.__version__, OLDEST, NEWEST)
+
+
+def check_version(name: str, version: str, oldest: tuple[int, int], newest: tuple[int, int]) -> None:
+    """Raises a BuildError if a version of a package was not tested."""
+    if not oldest <= version_numbers(version) <= newest:
+        first, last = (".".join(map(str, numbers)) for numbers in (oldest, newest))
+        raise BuildError(
+            f"{name} {version} was not tested with this version of twinop; expected {first} to {last}: "
+            f"pip install '{name.lower()}=={last}.*'"
+        )
 
 
 def compile_kernels(

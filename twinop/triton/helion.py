@@ -21,7 +21,7 @@ from torch._C import DisableTorchFunction
 from torch.utils._python_dispatch import _disable_current_modes
 
 from ..errors import BuildError
-from .installed import check_version
+from .compile import check_version
 
 _in_launcher: ContextVar[bool] = ContextVar("twinop_helion", default=False)
 

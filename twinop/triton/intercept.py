@@ -12,7 +12,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from ..aot_kernels.expression import ARCH
-from .installed import check_triton
+from .compile import check_triton
 from .recorder import Recorder
 
 _OF_SYMBOLS = {"sqrt": "Sqrt", "exp": "Exp", "log": "Log", "pow": "Power", "floor": "Floor", "ceil": "Ceil"}

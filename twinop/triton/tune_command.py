@@ -46,7 +46,7 @@ def tune(
     """
     with clear_errors():
         from ..building.project import find_project
-        from .installed import check_triton
+        from .compile import check_triton
 
         wanted = _numbers(sizes)
         files = find_project(sources or ()).modules
