@@ -33,7 +33,7 @@ from .errors import ServiceError
 from .folders import VersionFolder
 from .instance import Instance, LoadedModel, without_paths
 from .settings import ModelSettings, ServerSettings, SettingsError
-from .warm_up import FirstRunError, compared, joined_differently, make_warmup_inputs, warm_up
+from .warm_up import compared, joined_differently, make_warmup_inputs, warm_up
 
 _log = logging.getLogger(__name__)
 
@@ -232,12 +232,9 @@ def _try(model: Model, loaded: LoadedModel, choice: Choice, sessions: int) -> No
         _log.warning("%s: not warmed up: the rank of an input is unknown, set warm_up", model.name)
         return
     outputs = list(session.outputs)
-    try:
-        found = warm_up(model.name, loaded.instances[:sessions], warmup, outputs, settings)
-    except FirstRunError as error:
-        if not error.guessed:
-            raise
-        _log.warning("%s was not warmed up, set warm_up: %s", model.name, error)
+    found = warm_up(model.name, loaded.instances[:sessions], warmup, outputs, settings)
+    if isinstance(found, str):
+        _log.warning("%s was not warmed up, set warm_up: %s", model.name, found)
         return
     if settings.max_batch_size > 1:
         why = joined_differently(loaded.instances[0], warmup, outputs, session.device)

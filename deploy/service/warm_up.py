@@ -14,12 +14,6 @@ from .instance import Instance
 from .settings import ModelSettings, SettingsError
 
 
-class FirstRunError(ModelError):
-    """The first run failed; `guessed`: at sizes that need not be the model's."""
-
-    guessed = False
-
-
 @dataclass(frozen=True)
 class WarmupInputs:
     """Inputs for a first run. If `guessed`, some sizes are unknown and may not fit the model."""
@@ -66,8 +60,11 @@ def warm_up(
     warmup: WarmupInputs,
     outputs: Sequence[str],
     settings: ModelSettings,
-) -> dict[str, np.ndarray]:
-    """Run each instance, also at the largest batch size, to allocate its memory; return the outputs."""
+) -> dict[str, np.ndarray] | str:
+    """Run each instance, also at the largest batch size, to allocate its memory; return the outputs.
+
+    ModelError: a run fails. At guessed sizes, which need not be the model's, the message is returned.
+    """
     found: dict[str, np.ndarray] = {}
     runs = [[warmup.feeds]]
     if settings.max_batch_size and warmup.feeds:
@@ -78,9 +75,10 @@ def warm_up(
                 result = instance.run(parts, outputs)
             except ServiceError as error:
                 shapes = warmup.shapes if not found else f"{len(parts)} rows"
-                failed = FirstRunError(f"{model}: its first run, at {shapes}, failed: {error}")
-                failed.guessed = warmup.guessed and not found
-                raise failed from error
+                said = f"{model}: its first run, at {shapes}, failed: {error}"
+                if warmup.guessed and not found:
+                    return said
+                raise ModelError(said) from error
             found = found or result
     return found
 

@@ -109,12 +109,17 @@ def is_smooth(record: OpSpec, sample: Sample) -> bool:
     return bool((after - 2 * here + before).norm() <= 0.25 * (after - before).norm())
 
 
-def gradients(sample: Sample, results: tuple[torch.Tensor, ...]) -> list[torch.Tensor]:
-    """Returns the gradients of all given inputs for random gradients of all outputs."""
+def gradients(
+    sample: Sample, results: tuple[torch.Tensor, ...], like: tuple[torch.Tensor, ...] = ()
+) -> list[torch.Tensor]:
+    """Returns the gradients of all given inputs for random gradients of all outputs.
+
+    `like`: the op's own results, to whose types these are rounded.
+    """
     generator = torch.Generator().manual_seed(12345)
-    results = tuple(y for y in results if y.requires_grad)
-    weights = [torch.randn(y.shape, generator=generator).to(y.dtype).to(y.device) for y in results]
-    return list(torch.autograd.grad(results, list(wanted(sample).values()), weights))
+    pairs = [(y, own) for y, own in zip(results, like or results, strict=True) if own.requires_grad]
+    weights = [torch.randn(own.shape, generator=generator).to(own.dtype).to(y) for y, own in pairs]
+    return list(torch.autograd.grad([y for y, _ in pairs], list(wanted(sample).values()), weights))
 
 
 def test_gradients_against_fp64(record: OpSpec, dtypes: dict[str, str], device: str) -> None:
@@ -134,14 +139,7 @@ def test_gradients_against_fp64(record: OpSpec, dtypes: dict[str, str], device: 
         stored = torch_dtype(dtypes[record.inputs[0].name])
         truth = compute(record, list(wide.inputs.values()), sample.attributes, stored)
         results = call(record, here)
-        truth = tuple(exact for exact, y in zip(truth, results, strict=True) if y.requires_grad)
-        results = tuple(y for y in results if y.requires_grad)
-        # The gradients of the outputs, rounded to the type that the op's have.
-        weights = [
-            torch.randn(y.shape, generator=torch.Generator().manual_seed(12345)).to(y.dtype) for y in results
-        ]
-        found = torch.autograd.grad(results, list(wanted(here).values()), [w.to(device) for w in weights])
-        exact = torch.autograd.grad(truth, list(wanted(wide).values()), [w.double() for w in weights])
+        found, exact = gradients(here, results), gradients(wide, truth, results)
         for (name, tensor), a, b in zip(wanted(here).items(), found, exact, strict=True):
             assert a.dtype == tensor.dtype and a.shape == b.shape
             unit = torch.finfo(a.dtype).eps * float(b.abs().max()) if b.numel() else 1.0
@@ -253,13 +251,8 @@ def test_vmap(record: OpSpec, device: str) -> None:
         pytest.skip("the sizes of its outputs come from the data")
     dtypes = record.combinations[0]
     for present in presence_patterns(record, dtypes):
-        one = [
-            make_sample(record, dtypes, (3, 4), seed, present=present, tame=True).to(
-                device, record.host_inputs
-            )
-            for seed in (1, 2)
-        ]
-        one = [smooth(record, sample) for sample in one]
+        many = (make_sample(record, dtypes, (3, 4), seed, present=present, tame=True) for seed in (1, 2))
+        one = [smooth(record, each).to(device, record.host_inputs) for each in many]
         given = list(one[0].tensors())
         expected = [call(record, sample) for sample in one]
         for dim in (0, -1):
