@@ -14,8 +14,8 @@ from twinop.cli.console import err
 from twinop.errors import TwinopError
 from twinop.model.bodies import find_body
 from twinop.record.op_spec import DOMAIN, OpSpec
-from twinop.record.shapes import output_shapes
-from twinop.testing.samples import input_shapes, make_sample, torch_dtype, why_not_derived
+from twinop.record.shapes import input_shapes, output_shapes
+from twinop.testing.samples import make_sample, torch_dtype, why_not_derived
 from twinop.testing.target import load
 from twinop.testing.under_test import library_of
 from twinop.torch_op.rules import as_tuple

@@ -194,7 +194,12 @@ class GrpcServer:
         )
         self._server.add_generic_rpc_handlers((self._handler.service(),))
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
-        self.ports["grpc_port"] = self._bind()
+        given, host = self.ports["grpc_port"], f"[{settings.host}]" if ":" in settings.host else settings.host
+        try:
+            self.ports["grpc_port"] = self._server.add_insecure_port(f"{host}:{given}")
+        except RuntimeError as error:
+            why = "it is in use, or not this machine's"
+            raise address_error(settings.host, given, "--grpc-port", why) from error
         await self._server.start()
         self._following = asyncio.create_task(self._follow_readiness())
 
@@ -225,12 +230,3 @@ class GrpcServer:
         rest, started = grace - refusing, time.monotonic()
         await self._server.stop(rest)  # returns early if no call is left
         return not rest or time.monotonic() - started < rest - TIMER_SECONDS
-
-    def _bind(self) -> int:
-        settings, given = self.settings, self.ports["grpc_port"]
-        host = f"[{settings.host}]" if ":" in settings.host else settings.host
-        try:
-            return self._server.add_insecure_port(f"{host}:{given}")
-        except RuntimeError as error:
-            why = "it is in use, or not this machine's"
-            raise address_error(settings.host, given, "--grpc-port", why) from error

@@ -76,7 +76,7 @@ def _load(where: VersionFolder, settings: ModelSettings, server: ServerSettings)
     choice, sessions = _open(model, libraries, settings)
     first = sessions[0]
     inputs = _inputs(first, settings)
-    outputs = {name: _labelled(spec) for name, spec in first.outputs.items()}
+    outputs = {name: replace(spec, names=NAMES) for name, spec in first.outputs.items()}
     require_servable(model.name, inputs.values(), outputs.values(), settings.max_batch_size > 0)
     for each in sessions:  # what clients may send, in messages with the protocol's names
         each.inputs, each.outputs = inputs, outputs
@@ -265,13 +265,8 @@ def _inputs(session: Session, settings: ModelSettings) -> dict[str, Spec]:
     """Return the inputs that clients may send: those with a default only if the protocol can carry them."""
     required = {spec.name: spec for spec in session.required}
     return {
-        name: _labelled(spec)
+        name: replace(spec, names=NAMES)
         for name, spec in (required | session.inputs).items()
         if name in required
         or (datatype_of(spec.numpy_dtype) and (not settings.max_batch_size or has_rows(spec)))
     }
-
-
-def _labelled(spec: Spec) -> Spec:
-    """Return the spec with the protocol's name of the type, for messages to clients."""
-    return replace(spec, names=NAMES)

@@ -13,7 +13,7 @@ from models import make_model, model, node, value
 from onnx import helper
 
 from twinop import torch_op
-from twinop.cli.library_table import show_library
+from twinop.cli.console import show_library
 from twinop.deploy import ModelError, check_model, session
 from twinop.deploy.custom_nodes import load_model
 from twinop.errors import LibraryError

@@ -224,24 +224,16 @@ class _Source:
                 f"{_MOST_ARGUMENTS} are supported"
             )
         assert launch.variants and not launch.variants[-1].requirements, "the last variant is not general"
-        used = sorted(
-            {
-                index
-                for variant in launch.variants
-                for index, _ in (*variant.parameters, *variant.requirements)
-            }
-        )
+        named = (each for variant in launch.variants for each in (*variant.parameters, *variant.requirements))
+        used = sorted({index for index, _ in named})
         names = {index: f"{_word(launch.arguments[index].name or 'p')}_{index}" for index in used}
-        kinds = {index: _kind(launch.arguments[index]) for index in used}
-        texts = [launch.arguments[index].name for index in used]
-        key = (launch.variants, tuple(kinds.items()), tuple(texts))
+        taken = [f"{_kind(launch.arguments[index])} {name}" for index, name in names.items()]
+        key = (launch.variants, *taken)
         if key not in self._launchers:
             kernel = self._contents.kernels[launch.variants[-1].kernel]
             name = f"launch_{_word(kernel.name)}_{len(self._launchers)}"
-            taken = ", ".join(
-                ["const PlanRunner& run", *(f"{kinds[index]} {names[index]}" for index in used)]
-            )
-            lines = [f"// {_literal(kernel.label)[1:-1]}", f"void {name}({taken}) {{"]
+            taken.insert(0, "const PlanRunner& run")
+            lines = [f"// {_literal(kernel.label)[1:-1]}", f"void {name}({', '.join(taken)}) {{"]
             for variant in launch.variants:
                 lines += (f"  {line}" for line in self._variant(launch, variant, names))
             self._launchers[key] = name, [*lines, "}", ""]

@@ -6,8 +6,7 @@ from typing import Annotated
 
 import typer
 
-from ..cli.console import clear_errors, err, out, print_note
-from ..cli.library_table import show_library
+from ..cli.console import clear_errors, err, out, print_note, show_library
 from ..errors import BuildError
 from .builder import build as build_project
 from .objects import write_header

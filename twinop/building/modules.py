@@ -50,7 +50,10 @@ def write_source(
     progress(f"tracing and compiling {names}")
     contents, notes = make_contents(project, archs, ptx)
     generate(contents, file)
-    imported = {str(path): _hash_before(path, begin) for path in (*project.modules, *_imported())}
+    imported = {  # a file that was written since has a hash that no file has: it is read again next time
+        str(path): file_hash(path) if path.stat().st_mtime_ns < begin else "changed"
+        for path in (*project.modules, *_imported())
+    }
     imported |= {str(path): file_hash(path) for path in map(tuning_file, project.modules)}
     written = {str(path): file_hash(path) for path in files_of(file)}
     write(stamp, json.dumps([key, imported, written, notes]).encode())
@@ -90,11 +93,6 @@ def _imported() -> Iterator[Path]:
 def _of_user(files: dict[str, Any]) -> dict[str, str | None]:
     own = Path(__file__).parents[1]
     return {path: found for path, found in files.items() if own not in Path(path).parents}
-
-
-def _hash_before(path: Path, begin: int) -> str | None:
-    """Returns a file's hash; of one that was written since, what no file has: it is read again next time."""
-    return file_hash(path) if path.stat().st_mtime_ns < begin else "changed"
 
 
 def _architectures(wanted: str) -> tuple[list[int], bool]:

@@ -6,7 +6,7 @@ from typing import Annotated, ClassVar
 import typer
 
 from ..libraries.library import find_library, read_library
-from .console import clear_errors
+from .console import clear_errors, show_library
 from .lazy_commands import LazyGroup
 
 
@@ -62,7 +62,5 @@ def ops(
     ] = None,
 ) -> None:
     """List the ops that a library holds, without loading it."""
-    from .library_table import show_library  # here, because no other command needs it at its start
-
     with clear_errors():
         show_library(read_library(library or find_library("custom_ops")))

@@ -21,6 +21,8 @@ from ..system.progress import Progress
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from ..libraries.library import Library
+
 out: "Console"
 err: "Console"
 
@@ -140,3 +142,22 @@ def _lines() -> Progress:
 def _amount(done: int, total: int) -> str:
     parts = f"{done / 1e9:.2f} of {total / 1e9:.2f} GB" if total > _PARTS else f"{done} of {total}"
     return f"{parts if total else ''}{', ' * bool(total)}memory {tree_bytes() / 1e9:.2f} GB"
+
+
+def show_library(library: "Library") -> None:
+    """Prints a library's ops as a table."""
+    from rich.table import Table
+
+    from .console import out
+
+    domain = f"domain {library.domain} {library.domain_version}"
+    title = f"{library.path} ({domain}, twinop {library.version}, CUDA: {library.cuda_archs})"
+    out.print(title, style="italic", soft_wrap=True)
+    table = Table()
+    for column in ("op", "ONNX", "schema", "dtypes", "devices"):
+        table.add_column(column, overflow="fold")
+    for record in library.records.values():
+        onnx_name = "torch only" if record.is_backward else record.onnx_name
+        dtypes = "\n".join(part.strip() for part in record.dtypes.split(";"))
+        table.add_row(record.name, onnx_name, record.schema, dtypes, ", ".join(record.devices))
+    out.print(table)

@@ -9,11 +9,9 @@ import numpy as np
 
 from ..errors import RecordError
 from .op_spec import OpSpec
-from .shapes import broadcast, evaluate, output_shapes, too_few_dimensions
+from .shapes import Shapes, broadcast, evaluate, output_shapes, too_few_dimensions
 
 _BOUNDS = {">=": operator.ge, ">": operator.gt, "<=": operator.le, "<": operator.lt}
-
-Shapes = Mapping[str, Sequence[Any] | None]
 
 
 def describe(record: OpSpec, dtypes: Mapping[str, str], shapes: Shapes) -> str:

@@ -13,6 +13,10 @@ ABSENT = (0,)
 """The shape of an absent optional input, and of its gradient: no elements."""
 
 
+Shapes = Mapping[str, Sequence[Any] | None]
+"""The shape of every input by name, None where it is absent. An input left out is not known."""
+
+
 @dataclass(frozen=True)
 class Unknown:
     """A size that is not known, perhaps with a name. Sizes computed from it have no name."""
@@ -58,7 +62,7 @@ def _value(tree: Any, scope: Mapping[str, Any]) -> Any:
 def evaluate(
     record: OpSpec,
     expression: Expression,
-    shapes: Mapping[str, Sequence[Any] | None],
+    shapes: Shapes,
     attributes: Mapping[str, Any],
 ) -> tuple[Any, ...]:
     """Returns the shape that an expression describes, for the arguments of `output_shapes`.
@@ -103,7 +107,7 @@ def first_part(tree: Any) -> Any:
 
 
 def output_shapes(
-    record: OpSpec, shapes: Mapping[str, Sequence[Any] | None], attributes: Mapping[str, Any]
+    record: OpSpec, shapes: Shapes, attributes: Mapping[str, Any]
 ) -> dict[str, tuple[Any, ...]]:
     """Returns the shapes of the outputs by name; RecordError: the shapes do not fit the record's expressions.
 
@@ -113,9 +117,7 @@ def output_shapes(
     return {name: evaluate(record, each, shapes, attributes) for name, each in record.shapes.items()}
 
 
-def largest_sizes(
-    record: OpSpec, shapes: Mapping[str, Sequence[Any] | None], attributes: Mapping[str, Any]
-) -> dict[str, Any]:
+def largest_sizes(record: OpSpec, shapes: Shapes, attributes: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the bounds of the sizes that come from the data, by name, of those that have one."""
     return {
         name: evaluate(record, Expression(bound.text, ["list", bound.tree]), shapes, attributes)[0]
@@ -125,17 +127,18 @@ def largest_sizes(
 
 
 def input_shapes(
-    record: OpSpec, first: Sequence[int], attributes: Mapping[str, Any]
+    record: OpSpec, first: Sequence[int], attributes: Mapping[str, Any] | None = None
 ) -> dict[str, tuple[Any, ...]]:
     """Returns shapes of all inputs that fit; the first one is about `first`: its width may become even."""
+    given = {entry.name: entry.default for entry in record.attributes} | dict(attributes or {})
     like_first = Expression(record.inputs[0].name, record.inputs[0].name)
     shapes = {entry.name: tuple(first) for entry in record.inputs}
     for name in [*shapes, *shapes]:  # twice: an input may depend on a later one
-        shapes[name] = evaluate(record, record.input_shapes.get(name, like_first), shapes, attributes)
+        shapes[name] = evaluate(record, record.input_shapes.get(name, like_first), shapes, given)
     return shapes
 
 
-def too_few_dimensions(record: OpSpec, shapes: Mapping[str, Sequence[Any] | None]) -> str | None:
+def too_few_dimensions(record: OpSpec, shapes: Shapes) -> str | None:
     """Describes the first input that has fewer dimensions than the record's shapes need, if there is one."""
     trees = [each.tree for each in (*record.shapes.values(), *record.input_shapes.values())]
     nodes = [node for tree in trees for node in nodes_of(tree)]

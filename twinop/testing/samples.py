@@ -16,7 +16,7 @@ from twinop.libraries.declare import DERIVATIVES, SECOND_DERIVATIVES
 from twinop.record.call_checks import check_attributes
 from twinop.record.dtypes import described
 from twinop.record.op_spec import DOMAIN, OpSpec
-from twinop.record.shapes import input_shapes as shapes_of_inputs
+from twinop.record.shapes import input_shapes
 from twinop.torch_op.rules import as_tuple
 
 from . import child
@@ -48,10 +48,6 @@ class Sample:
     def tensors(self) -> dict[str, torch.Tensor]:
         """Returns the inputs that are present."""
         return {name: tensor for name, tensor in self.inputs.items() if tensor is not None}
-
-    def __str__(self) -> str:
-        shapes = {name: tuple(tensor.shape) for name, tensor in self.tensors().items()}
-        return f"{dict.fromkeys(n for n, t in self.inputs.items() if t is None) | shapes} {self.attributes}"
 
 
 def torch_dtype(name: str) -> torch.dtype:
@@ -117,14 +113,6 @@ def why_not_derived(record: OpSpec) -> str:
     if record.is_elementwise or record.rows or record.input_shapes or len(record.inputs) == 1:
         return ""
     return "the record says nothing of its inputs' shapes (input_shapes)"
-
-
-def input_shapes(
-    record: OpSpec, shape: Sequence[int], attributes: Mapping[str, Any] | None = None
-) -> dict[str, tuple[int, ...]]:
-    """Returns a shape for every input, given about that of the first (an odd width may become even)."""
-    given = {entry.name: entry.default for entry in record.attributes} | dict(attributes or {})
-    return shapes_of_inputs(record, shape, given)
 
 
 def attribute_variants(record: OpSpec, rank: int) -> list[dict[str, Any]]:
