@@ -130,7 +130,7 @@ def test_the_plan_is_that_of_dtype_ranks_and_guards(library_of: LibraryOf, in_pr
 
     small = Expression.of("<", size(0, 0), 10)
     flag = (Attribute("n", "int"),)
-    odd = attribute(0) % 2
+    odd = Expression.of("Modulo", attribute(0), 2)
     plans = (
         plan(0, 1, 1, small), plan(0, 1, 2, odd), plan(0, 2, 3), plan(0, None, 4), plan(1, 1, 5),
     )  # fmt: skip

@@ -85,18 +85,19 @@ def check(expressions: Sequence[Expression], library_of: LibraryOf, in_process: 
 
 
 def test_what_expressions_refer_to(library_of: LibraryOf, in_process: InProcess) -> None:
-    elements = size(0, 0) * size(0, 1)
+    of = Expression.of
+    elements = of("*", size(0, 0), size(0, 1))
     check(
         [
             size(0, 1),
-            size(1, 0) * size(0, 0) + attribute(0),
+            of("+", of("*", size(1, 0), size(0, 0)), attribute(0)),
             attribute(1),
             attribute(3),
             text_is(2, "tanh"),
             text_is(2, "none"),
             ARCH,
-            (elements + 1023) // 1024,
-            size(0, 0) + size(0, 1) % 4,
+            of("FloorDivide", of("+", elements, 1023), 1024),
+            of("+", size(0, 0), of("Modulo", size(0, 1), 4)),
         ],
         library_of,
         in_process,
@@ -120,17 +121,18 @@ def test_every_operation_on_edge_values(library_of: LibraryOf, in_process: InPro
 
 def test_an_operator_binds_as_in_the_expression(library_of: LibraryOf, in_process: InProcess) -> None:
     x, y = size(0, 0), size(0, 1)
-    less, equal = Expression.of("<", x, y), Expression.of("==", x, 6)
+    of = Expression.of
+    less, equal = of("<", x, y), of("==", x, 6)
     check(
         [
-            x + (y + 1),
-            (x + y) * (x + y),
-            x + x * y,
-            Expression.of("ToFloat", x) * (x * y),
-            Expression.of("!", less),
-            Expression.of("&&", Expression.of("||", less, equal), Expression.of("!", equal)),
-            Expression.of("||", Expression.of("&&", equal, less), less),
-            Expression.of("==", less, equal),
+            of("+", x, of("+", y, 1)),
+            of("*", of("+", x, y), of("+", x, y)),
+            of("+", x, of("*", x, y)),
+            of("*", of("ToFloat", x), of("*", x, y)),
+            of("!", less),
+            of("&&", of("||", less, equal), of("!", equal)),
+            of("||", of("&&", equal, less), less),
+            of("==", less, equal),
         ],
         library_of,
         in_process,
@@ -140,8 +142,8 @@ def test_an_operator_binds_as_in_the_expression(library_of: LibraryOf, in_proces
 def test_messages(library_of: LibraryOf, in_process: InProcess) -> None:
     of = Expression.of
     cases = {
-        constant(2**62) * 2: "an int does not fit in 64 bits",
-        size(0, 0) // 0: "a division by zero",
+        of("*", 2**62, 2): "an int does not fit in 64 bits",
+        of("FloorDivide", size(0, 0), 0): "a division by zero",
         of("Power", size(0, 0), -1): "an int to a negative power",
         of("Floor", of("Log", -1.0)): "a root, logarithm or power that does not exist",
         of("Floor", of("Exp", 1e4)): "a float is too large, or a logarithm of zero",

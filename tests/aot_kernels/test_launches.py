@@ -12,7 +12,7 @@ import pytest
 from aot_ops import GENERAL, ONE, InProcess, LibraryOf, cubins, op_of, plan_of, record, several
 from device_calls import SCRATCH_ADDRESS, At, Request, body, creation_error, run, run_in_threads, table
 
-from twinop.aot_kernels.expression import constant, size
+from twinop.aot_kernels.expression import Expression, constant, size
 from twinop.aot_kernels.plan import (
     POINTER,
     Body,
@@ -63,7 +63,7 @@ def pointers(*values: int) -> list[str]:
 
 
 def test_a_launch(library_of: LibraryOf, in_process: InProcess) -> None:
-    grid = (size(0, 0) // 100, constant(2), constant(3))
+    grid = (Expression.of("FloorDivide", size(0, 0), 100), constant(2), constant(3))
     arguments = (Pointer("input", 0), Pointer("output", 0, constant(8)), Scalar(size(0, 0), "int"))
     variant = Variant((), ((0, POINTER), (1, POINTER), (2, "i64")), 0)
     library = library_of(

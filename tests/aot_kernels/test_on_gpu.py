@@ -11,7 +11,7 @@ from aot_ops import ONE, LibraryOf, record
 from onnx import ModelProto, TensorProto, helper
 
 from twinop import deploy, torch_op
-from twinop.aot_kernels.expression import constant, size
+from twinop.aot_kernels.expression import Expression, constant, size
 from twinop.aot_kernels.plan import (
     POINTER,
     DeviceOp,
@@ -67,12 +67,14 @@ def library(library_of: LibraryOf) -> Path:
     def step(source: Pointer, target: Pointer, factor: float, kernel: int) -> Launch:
         arguments = (source, target, Scalar(n, "int"), Scalar(constant(factor), "fp32"))
         parameters = ((0, POINTER), (1, POINTER), (2, "i32"), (3, "fp32"))
-        return Launch(((n + 127) // 128, ONE, ONE), arguments, (Variant((), parameters, kernel),))
+        return Launch((blocks, ONE, ONE), arguments, (Variant((), parameters, kernel),))
 
-    n = size(0, 0) * size(0, 1)
+    of = Expression.of
+    n = of("*", size(0, 0), size(0, 1))
+    total, blocks = of("*", n, 4), of("FloorDivide", of("+", n, 127), 128)
     x, middle, y = Pointer("input", 0), Pointer("temporary", 0), Pointer("output", 0)
-    steps = (Fill(middle, n * 4), step(x, middle, 2.0, 0), Fill(y, n * 4), step(middle, y, 3.0, 1))
-    plan = Plan(0, (2,), steps, temporaries=(n * 4,))
+    steps = (Fill(middle, total), step(x, middle, 2.0, 0), Fill(y, total), step(middle, y, 3.0, 1))
+    plan = Plan(0, (2,), steps, temporaries=(total,))
     image = Image("80", PTX, is_ptx=True)
     plain = Kernel("scale", "scale, test_on_gpu.py", (image,))
     other = replace(

@@ -174,7 +174,7 @@ def gelu_launch(dtype: str = "float32") -> TracedLaunch:
         gelu_kernel,
         pointer("x_ptr", "input", dtype=dtype),
         pointer("y_ptr", "output", dtype=dtype),
-        number("n", size(0, 0) * size(0, 1)),
+        number("n", Expression.of("*", size(0, 0), size(0, 1))),
         BLOCK=1024,
     )
 

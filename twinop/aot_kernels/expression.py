@@ -75,18 +75,6 @@ class Expression:
                     raise ArithmeticError(str(error)) from error
         return int(value) if isinstance(value, bool) else value
 
-    def __add__(self, other: Operand) -> "Expression":
-        return Expression.of("+", self, other)
-
-    def __mul__(self, other: Operand) -> "Expression":
-        return Expression.of("*", self, other)
-
-    def __floordiv__(self, other: Operand) -> "Expression":
-        return Expression.of("FloorDivide", self, other)
-
-    def __mod__(self, other: Operand) -> "Expression":
-        return Expression.of("Modulo", self, other)
-
 
 def constant(value: int | float) -> Expression:
     """Returns the expression of a number; raises OverflowError for an int that does not fit in 64 bits."""
