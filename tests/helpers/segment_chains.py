@@ -5,7 +5,10 @@ from collections.abc import Sequence
 import numpy as np
 import onnx_ir as ir
 
-from twinop.deploy.ort_runs import run
+from twinop.deploy.ort_runs import NotRunnable, run
+from twinop.errors import TwinopError
+from twinop.optimize import decoders, inputs
+from twinop.optimize.cached_attention import SHARED_CACHES
 from twinop.optimize.segments import Part, Segment, extract
 
 Values = dict[str, np.ndarray]
@@ -37,3 +40,20 @@ def run_beside(result: ir.Model, segments: Sequence[Segment], original: Values) 
     for segment in segments:
         found |= run_part(result, segment.result, original)
     return found
+
+
+def accepted_case(model: ir.Model, result: ir.Model) -> inputs.Case:
+    """Returns inputs that a model with its weights in memory accepts, and its optimised form, too."""
+    kinds = {node.op_type for node in result.graph}
+    model.graph.meta[SHARED_CACHES] = "CustomAttentionCached" in kinds
+    decoders.set_sizes(model)
+    steps, may_hide = decoders.runs(model)
+    for each in [*steps, *inputs.SIZES]:
+        case = inputs.generate(model, each, hide="right" if may_hide else "nothing")
+        try:
+            run(ir.to_proto(model).SerializeToString(), None, [case])
+        except (NotRunnable, TwinopError) as error:
+            reason = error
+            continue
+        return case
+    raise AssertionError(f"no inputs fit the model: {reason}")

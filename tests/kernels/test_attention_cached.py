@@ -3,11 +3,11 @@
 import math
 from typing import Any
 
-import onnx
 import onnxruntime as ort
 import pytest
 import torch
-from onnx import helper
+from abi_files import FLOAT, model
+from onnx import TensorProto, helper
 from samples import DEVICES, RECORDS
 
 from twinop import torch_op
@@ -324,22 +324,13 @@ def group_query_attention(call: dict[str, Any], total: int, provider: str) -> li
         feeds["cos"], feeds["sin"] = (each.contiguous() for each in feeds.pop("cos_sin").chunk(2, -1))
     feeds["total"] = torch.tensor([total], dtype=torch.int32)
     order = ("qkv", "", "", "k_cache", "v_cache", "position", "total", "cos", "sin", "", "", "sinks")
-    node = helper.make_node(
-        "GroupQueryAttention",
-        [name if name in feeds else "" for name in order],
-        ["y", "k", "v"],
-        domain="com.microsoft",
-        num_heads=heads,
-        kv_num_heads=kv_heads,
-        **attributes,
-    )
-    types = {torch.int32: onnx.TensorProto.INT32, torch.float32: onnx.TensorProto.FLOAT}
-    inputs = [helper.make_tensor_value_info(name, types[x.dtype], list(x.shape)) for name, x in feeds.items()]
-    outputs = [helper.make_tensor_value_info(name, onnx.TensorProto.FLOAT, None) for name in ("y", "k", "v")]
-    opsets = [helper.make_opsetid("", 20), helper.make_opsetid("com.microsoft", 1)]
-    graph = helper.make_graph([node], "attention", inputs, outputs)
-    model = helper.make_model(graph, opset_imports=opsets, ir_version=10)
-    session = ort.InferenceSession(model.SerializeToString(), providers=[provider])
+    given = [name if name in feeds else "" for name in order]
+    attributes |= {"num_heads": heads, "kv_num_heads": kv_heads}
+    node = helper.make_node("GroupQueryAttention", given, [*"ykv"], domain="com.microsoft", **attributes)
+    types = {torch.int32: TensorProto.INT32, torch.float32: FLOAT}
+    inputs = {name: types[x.dtype] for name, x in feeds.items()}
+    proto = model([node], inputs, dict.fromkeys("ykv", FLOAT), com__microsoft=1)
+    session = ort.InferenceSession(proto.SerializeToString(), providers=[provider])
     return list(session.run(None, {name: x.numpy() for name, x in feeds.items()}))
 
 

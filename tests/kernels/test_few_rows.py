@@ -6,14 +6,16 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import abi_files
 import numpy as np
 import onnx
 import onnxruntime
 import pytest
 import torch
+from abi_files import FLOAT
 from gpu_code import needs_hopper_kernels
 from linear_calls import ACTIVATIONS, linear_node, model_of, random
-from onnx import TensorProto, helper, numpy_helper
+from onnx import TensorProto, helper
 from quantised_weights import Weight, weight_of
 from samples import ALL
 from torch import Tensor
@@ -63,14 +65,7 @@ def test_weights_are_those_of_onnxruntime(bits: int, block: int, with_zero: bool
     node = helper.make_node(
         "MatMulNBits", ["x", *names], ["y"], domain="com.microsoft", K=k, N=n, bits=bits, block_size=block
     )
-    infos = [
-        helper.make_tensor_value_info(name, TensorProto.FLOAT, [5, size])
-        for name, size in (("x", k), ("y", n))
-    ]
-    constants = [numpy_helper.from_array(each, name) for name, each in weight.stored.items()]
-    graph = helper.make_graph([node], "g", infos[:1], infos[1:], constants)
-    opsets = [helper.make_opsetid("", 20), helper.make_opsetid("com.microsoft", 1)]
-    proto = helper.make_model(graph, opset_imports=opsets, ir_version=10)
+    proto = abi_files.model([node], {"x": FLOAT}, {"y": FLOAT}, weight.stored, com__microsoft=1)
     session = onnxruntime.InferenceSession(proto.SerializeToString(), providers=["CPUExecutionProvider"])
     (theirs,) = session.run(None, {"x": x.float().numpy()})
     assert np.abs(theirs - expected.numpy()).max() < 1e-2 * size.max().item()

@@ -144,6 +144,10 @@ def ints(*values: int) -> np.ndarray:
     return np.array(values, np.int64)
 
 
+PLAIN = (
+    "HardSigmoid", "HardSwish", "Hardmax", "Selu", "Shrink", "Swish", "Transpose", "ThresholdedRelu", "Gelu",
+    "Elu", "Celu", "Mish", "Softsign", "Erf", "Flatten",
+)  # fmt: skip
 OPERATORS: list[tuple[str, tuple[Any, ...], dict[str, Any]]] = [
     *((op, (X,), more) for op in ("ArgMax", "ArgMin") for more in ({}, {"axis": 1, "keepdims": 0})),
     *((op, (np.array([[1.0, 2, 2]]),), {"axis": 1, "select_last_index": 1}) for op in ("ArgMax", "ArgMin")),
@@ -154,26 +158,7 @@ OPERATORS: list[tuple[str, tuple[Any, ...], dict[str, Any]]] = [
     ),
     ("CumSum", (X, np.int64(1)), {"exclusive": 1}),
     ("CumSum", (X, np.int64(0)), {"reverse": 1}),
-    *(
-        (op, (X,), {})
-        for op in (
-            "HardSigmoid",
-            "HardSwish",
-            "Hardmax",
-            "Selu",
-            "Shrink",
-            "Swish",
-            "Transpose",
-            "ThresholdedRelu",
-            "Gelu",
-            "Elu",
-            "Celu",
-            "Mish",
-            "Softsign",
-            "Erf",
-            "Flatten",
-        )
-    ),
+    *((op, (X,), {}) for op in PLAIN),
     ("Selu", (X,), {"alpha": 1.5, "gamma": 1.1}),
     ("HardSigmoid", (X,), {"alpha": 0.3, "beta": 0.4}),
     ("Shrink", (X,), {"bias": 0.1, "lambd": 0.3}),

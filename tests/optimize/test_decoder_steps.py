@@ -19,7 +19,6 @@ import pytest
 import torch
 from decoder_graphs import Sizes, write
 from torch import Tensor
-from torch_decoder import TorchDecoder
 
 from twinop import deploy
 from twinop.bench.runtime import bind, open_session
@@ -268,25 +267,6 @@ def test_nothing_is_written_past_the_end(device: str, precision: str, decoder: C
         assert torch.equal(each, whole[name]), name
         after = each.new_empty(0).set_(each.untyped_storage())[each.numel() :]
         assert len(after) == 4096 and (after == 7).all(), name
-
-
-# ---------------------------------------------------------------------------- what these models are
-
-
-@pytest.mark.parametrize("table", [0, 32])
-def test_written_decoders_are_those_in_torch(table: int, tmp_path: Path) -> None:
-    folder = write(tmp_path / "small", Sizes(table=table), "float32", layers=5)
-    session = open_session(folder / "model.onnx", torch.device("cpu"), cpu_threads=1, optimize=True)
-    feeds = {"input_ids": torch.tensor([[3], [4]]), "attention_mask": torch.ones(2, 9, dtype=torch.int64)}
-    caches = {
-        f"past_key_values.{i}.{part}": torch.randn(2, 1, 9, 64) for i in range(5) for part in ("key", "value")
-    }
-    outputs = {name.replace("past_key_values", "present"): each.clone() for name, each in caches.items()}
-    found = torch.empty(2, 1, 504)
-    bind(session, feeds | caches, outputs | {"logits": found})()
-    assert torch.allclose(found, TorchDecoder(folder).step(feeds | caches)(), atol=1e-4)
-    for name, each in caches.items():
-        assert torch.allclose(outputs[name.replace("past_key_values", "present")], each, atol=1e-5)
 
 
 # ---------------------------------------------------------------------------- prompts
