@@ -24,6 +24,7 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 os.environ.setdefault("TORCHINDUCTOR_CPP_CACHE_PRECOMPILE_HEADERS", "0")  # it takes half a minute, for a test
 pytest_plugins = ["twinop.testing.plugin"]
 gc.disable()  # until all tests are imported
+os.fsync = lambda fd: None  # no test cuts the power, and thousands of files would wait for the disk
 os.environ.pop("COLUMNS", None)  # xdist sets it, and rich reads it once, at its import
 
 if importlib.util.find_spec("tritonclient") is None:  # a GPU machine with the packages for kernels only
