@@ -10,7 +10,7 @@ import onnx
 import op_bodies  # noqa: F401 (the test ops)
 import pytest
 import torch
-from export_models import CPU, EXPORTERS, each_by_one_exporter, each_exporter, plain
+from export_models import CPU, EXPORTERS, each_exporter, plain
 from samples import RECORDS, torch_dtype, values
 from torch.utils import _pytree
 
@@ -153,7 +153,8 @@ def test_both_exporters_agree_at_the_highest_opset(tmp_path: Path) -> None:
 
 def test_metadata_and_checks(tmp_path: Path) -> None:
     path = tmp_path / "relu.onnx"
-    report = plain(torch_op.CustomReLU(), torch.randn(2, 3), path, dynamic={"x": {0: "batch"}})
+    options: dict[str, Any] = {"exporter": "torchscript", "dynamic": {"x": {0: "batch"}}}
+    report = plain(torch_op.CustomReLU(), torch.randn(2, 3), path, **options)
     proto = onnx.load(path)
     metadata = {entry.key: entry.value for entry in proto.metadata_props}
     assert metadata == {
@@ -256,7 +257,13 @@ class Reads(torch.nn.Module):
         return self.read(b) + u
 
 
-@each_by_one_exporter("kind", CONTAINERS)
+BY_DYNAMO = [pytest.param(kind, "dynamo", marks=pytest.mark.slow) for kind in CONTAINERS if kind != "nested"]
+
+
+@pytest.mark.parametrize(
+    ("kind", "exporter"),
+    [*((kind, "torchscript") for kind in CONTAINERS), ("nested", "dynamo"), *BY_DYNAMO],
+)
 def test_tensors_in_containers_are_inputs(kind: str, exporter: str, tmp_path: Path) -> None:
     container, read, names = CONTAINERS[kind]
     path, u = tmp_path / "m.onnx", torch.randn(4, 3)

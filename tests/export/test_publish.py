@@ -94,9 +94,9 @@ def test_one_former_generation_stays(tmp_path: Path) -> None:
     assert names(tmp_path) == {"model.onnx", second.name, third.name} and first not in (second, third)
 
 
-@pytest.mark.parametrize("moment", [0, pytest.param(1, marks=pytest.mark.slow), 2])
+@pytest.mark.parametrize("moment", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_between_the_renames(moment: int, tmp_path: Path) -> None:
-    """At each of its renames, and after kill -9 there, the target is whole."""
+    """At each of its two renames, and after kill -9 there, the target is whole."""
     target = tmp_path / "model.onnx"
     write(1, target)
     onnx.save(ir.to_proto(make(2)), tmp_path / "new.onnx")
@@ -115,14 +115,11 @@ def slow(old, new):
     real(old, new)
 os.replace = slow
 optimize({str(tmp_path / "new.onnx")!r}, {str(target)!r}, device="cpu")
-print("done", flush=True)
-sys.stdin.readline()
 """
     pipe = subprocess.PIPE
     with subprocess.Popen([sys.executable, "-c", program], text=True, stdin=pipe, stdout=pipe) as process:
         assert process.stdout is not None and process.stdin is not None
-        assert process.stdout.readline() in ("now\n", "done\n")
-        assert read(target) == (1 if moment < 2 else 2)
+        assert process.stdout.readline() == "now\n" and read(target) == 1
         process.kill()
         process.stdin.close()
         process.wait(60)
