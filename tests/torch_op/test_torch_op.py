@@ -270,6 +270,8 @@ def test_autocast_rules(device: str) -> None:
         # widest: a combination that has a kernel stays, any other is promoted to the widest dtype.
         x = torch.randn(3, 4, device=device).bfloat16()
         wide, narrow = torch.randn(4, device=device), torch.randn(4, device=device).bfloat16()
+        for a, b in ((x, wide), (wide, x)):  # as in torch
+            assert torch.equal(torch_op.add(a, b), a + b) and torch_op.add(a, b).dtype == torch.float32
         assert ops.pad_affine(x, wide, wide).dtype == torch.bfloat16
         assert ops.pad_affine(x, wide, narrow).dtype == torch.float32
         assert torch.equal(ops.pad_affine(x, wide, narrow), ops.pad_affine(x.float(), wide, narrow.float()))

@@ -244,17 +244,6 @@ def test_batches_of_operands_broadcast_as_in_torch(a: Any, b: Any, dims: Any) ->
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_autocast_of_operands(device: str) -> None:
-    """Binary ops promote to torch's result type, but only under autocast."""
-    wide, narrow = torch.randn(3, 4, device=device), torch.randn(4, device=device).bfloat16()
-    with torch.autocast(device, dtype=torch.bfloat16):
-        for a, b in ((wide, narrow), (narrow, wide)):
-            assert torch.equal(torch_op.add(a, b), a + b) and torch_op.add(a, b).dtype == torch.float32
-    with pytest.raises(RuntimeError, match="no kernel takes these dtypes"):
-        torch_op.add(wide, narrow)
-
-
-@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 def test_fp32_weights_beside_16_bit_rows(dtype: torch.dtype, device: str) -> None:
     x, weight, bias = torch.randn(3, 8), torch.randn(8), torch.randn(8)
