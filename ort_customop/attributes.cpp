@@ -4,61 +4,46 @@
 namespace twinop::ort {
 namespace {
 
-using Getter = bool (*)(const OrtApi*, const OrtKernelInfo*, const char* name, Attribute*,
-                        AttributeStorage*);
-
-bool GetInt(const OrtApi* api, const OrtKernelInfo* info, const char* name, Attribute* value,
-            AttributeStorage*) {
-  return Ok(api, api->KernelInfoGetAttribute_int64(info, name, &value->i));
-}
-
-bool GetFloat(const OrtApi* api, const OrtKernelInfo* info, const char* name, Attribute* value,
-              AttributeStorage*) {
-  float narrow = 0;
-  if (!Ok(api, api->KernelInfoGetAttribute_float(info, name, &narrow))) return false;
-  value->f = narrow;
-  return true;
-}
-
-bool GetString(const OrtApi* api, const OrtKernelInfo* info, const char* name, Attribute* value,
-               AttributeStorage* storage) {
-  std::size_t size = 0;
-  // The first call asks for the size only. Some versions return a failure with it.
-  Ok(api, api->KernelInfoGetAttribute_string(info, name, nullptr, &size));
-  if (size == 0) return false;
-  std::string& text = storage->text;
-  text.resize(size);
-  if (!Ok(api, api->KernelInfoGetAttribute_string(info, name, text.data(), &size))) return false;
-  text.resize(size - 1);  // without the NUL
-  value->set_text(text);
-  return true;
-}
-
-bool GetIntList(const OrtApi* api, const OrtKernelInfo* info, const char* name, Attribute* value,
-                AttributeStorage* storage) {
-  std::size_t count = 0;
-  Ok(api, api->KernelInfoGetAttributeArray_int64(info, name, nullptr, &count));
-  if (count == 0) return false;
-  value->count = count;
-  if (count > kMaxList) return true;  // the caller refuses it
-  value->ints = storage->ints;
-  return Ok(api, api->KernelInfoGetAttributeArray_int64(info, name, storage->ints, &count));
-}
-
-struct Reader {
+// What ONNX calls the kinds of attributes. bool is an int there.
+struct OnnxKind {
   Kind kind;
-  const char* onnx_kind;
-  Getter get;
+  const char* name;
 };
-constexpr Reader kReaders[] = {{Kind::kInt, "an int", GetInt},
-                               {Kind::kFloat, "a float", GetFloat},
-                               {Kind::kString, "a string", GetString},
-                               {Kind::kIntList, "a list of ints", GetIntList}};
+constexpr OnnxKind kOnnxKinds[] = {{Kind::kInt, "an int"},
+                                   {Kind::kFloat, "a float"},
+                                   {Kind::kString, "a string"},
+                                   {Kind::kIntList, "a list of ints"}};
 
-const Reader& ReaderOf(Kind kind) {
-  for (const Reader& reader : kReaders)
-    if (reader.kind == kind) return reader;
-  return kReaders[0];  // bool is an int in ONNX
+// Whether the node has the attribute with this kind.
+bool Read(const OrtApi* api, const OrtKernelInfo* info, const char* name, Kind kind,
+          Attribute* value, AttributeStorage* storage) {
+  float narrow = 0;
+  std::size_t size = 0;
+  switch (kind) {
+    case Kind::kFloat:
+      if (!Ok(api, api->KernelInfoGetAttribute_float(info, name, &narrow))) return false;
+      value->f = narrow;
+      return true;
+    case Kind::kString:
+      // The first call asks for the size only. Some versions return a failure with it.
+      Ok(api, api->KernelInfoGetAttribute_string(info, name, nullptr, &size));
+      storage->text.resize(size);
+      if (size == 0 ||
+          !Ok(api, api->KernelInfoGetAttribute_string(info, name, storage->text.data(), &size)))
+        return false;
+      storage->text.resize(size - 1);  // without the NUL
+      value->set_text(storage->text);
+      return true;
+    case Kind::kIntList:
+      Ok(api, api->KernelInfoGetAttributeArray_int64(info, name, nullptr, &size));
+      value->count = size;
+      value->ints = storage->ints;
+      if (size > kMaxList) return true;  // the caller refuses it
+      return size > 0 &&
+             Ok(api, api->KernelInfoGetAttributeArray_int64(info, name, storage->ints, &size));
+    default:
+      return Ok(api, api->KernelInfoGetAttribute_int64(info, name, &value->i));
+  }
 }
 
 }  // namespace
@@ -68,15 +53,16 @@ Status ReadAttributes(const OpSpec& record, const OrtApi* api, const OrtKernelIn
   for (std::size_t i = 0; i < record.attribute_count; ++i) {
     const Argument& argument = record.attribute(i);
     const std::string name(argument.name);
-    const Reader& wanted = ReaderOf(argument.kind);
-    if (!wanted.get(api, info, name.c_str(), &values[i], &storage[i])) {
+    if (!Read(api, info, argument.name, argument.kind, &values[i], &storage[i])) {
       // ORT has one error code for a missing attribute and for one of another type. Try all types.
-      for (const Reader& reader : kReaders) {
+      const char* expected = kOnnxKinds[0].name;
+      for (const OnnxKind& each : kOnnxKinds)
+        if (each.kind == argument.kind) expected = each.name;
+      for (const OnnxKind& each : kOnnxKinds) {
         Attribute other;
         AttributeStorage other_storage;
-        if (reader.get(api, info, name.c_str(), &other, &other_storage))
-          return Status::Error("attribute " + name + " is " + reader.onnx_kind + ", expected " +
-                               wanted.onnx_kind);
+        if (Read(api, info, argument.name, each.kind, &other, &other_storage))
+          return Status::Error("attribute " + name + " is " + each.name + ", expected " + expected);
       }
       if (!argument.has_default)
         return Status::Error("attribute " + name + " (" + std::string(KindName(argument.kind)) +

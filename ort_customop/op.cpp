@@ -1,6 +1,5 @@
 #include "ort_customop/op.h"
 
-#include <cstdlib>
 #include <cstring>
 #include <mutex>
 #include <utility>
@@ -11,7 +10,7 @@ namespace {
 const Op& Self(const OrtCustomOp* op) { return *static_cast<const Op*>(op); }
 
 // The pairs of inputs and outputs that may be one memory. GetMayInplace gets no op pointer, so each
-// place in a table has a function, which several ops share.
+// place in a table has a function, which several ops share. What it gives stays in the table.
 struct Pairs {
   int count;
   int inputs[kMaxOutputs];
@@ -22,18 +21,10 @@ Pairs known_pairs[kMostPairs];
 
 template <std::size_t kIndex>
 std::size_t MayInplace(int** inputs, int** outputs) {
-  const Pairs& pairs = known_pairs[kIndex];
-  *inputs = static_cast<int*>(std::malloc(sizeof(pairs.inputs)));
-  *outputs = static_cast<int*>(std::malloc(sizeof(pairs.outputs)));
-  if (*inputs == nullptr || *outputs == nullptr) return 0;
-  std::memcpy(*inputs, pairs.inputs, sizeof(pairs.inputs));
-  std::memcpy(*outputs, pairs.outputs, sizeof(pairs.outputs));
+  Pairs& pairs = known_pairs[kIndex];
+  *inputs = pairs.inputs;
+  *outputs = pairs.outputs;
   return static_cast<std::size_t>(pairs.count);
-}
-
-void ReleaseMayInplace(int* input, int* output) {
-  std::free(input);
-  std::free(output);
 }
 
 using MayInplaceFunction = std::size_t (*)(int**, int**);
@@ -111,7 +102,7 @@ Op MakeOp(const OpSpec& record, std::int32_t domain_version, std::size_t combina
   if (!record.HasOptionalInput() || runtime_minor >= 24) op.InferOutputShapeFn = InferShapes;
   // A function body may read an input after it has written an output.
   op.GetMayInplace = op.launch != nullptr ? FindMayInplace(record) : nullptr;
-  if (op.GetMayInplace != nullptr) op.ReleaseMayInplace = ReleaseMayInplace;
+  if (op.GetMayInplace != nullptr) op.ReleaseMayInplace = [](int*, int*) {};
   return op;
 }
 
