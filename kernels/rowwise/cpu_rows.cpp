@@ -21,8 +21,10 @@ void Write(DType, const double* from, void* to, std::int64_t count) {
   std::copy_n(from, count, static_cast<double*>(to));
 }
 
+}  // namespace
+
 template <class T>
-void ReadBlock(DType dtype, const void* from, const RowBlock& block, T* to, std::int64_t pitch) {
+void ReadRows(DType dtype, const void* from, const RowBlock& block, T* to, std::int64_t pitch) {
   if (block.inner == 1) return Read(dtype, from, to, block.columns);
   const auto* const bytes = static_cast<const char*>(from);
   const std::int64_t step = block.inner * static_cast<std::int64_t>(Info(dtype).size);
@@ -39,7 +41,7 @@ void ReadBlock(DType dtype, const void* from, const RowBlock& block, T* to, std:
 }
 
 template <class T>
-void WriteBlock(DType dtype, const T* from, std::int64_t pitch, const RowBlock& block, void* to) {
+void WriteRows(DType dtype, const T* from, std::int64_t pitch, const RowBlock& block, void* to) {
   if (block.inner == 1) return Write(dtype, from, to, block.columns);
   auto* const bytes = static_cast<char*>(to);
   const std::int64_t step = block.inner * static_cast<std::int64_t>(Info(dtype).size);
@@ -52,23 +54,10 @@ void WriteBlock(DType dtype, const T* from, std::int64_t pitch, const RowBlock& 
   }
 }
 
-}  // namespace
-
-void ReadRows(DType dtype, const void* from, const RowBlock& block, float* to, std::int64_t pitch) {
-  ReadBlock(dtype, from, block, to, pitch);
-}
-void ReadRows(DType dtype, const void* from, const RowBlock& block, double* to,
-              std::int64_t pitch) {
-  ReadBlock(dtype, from, block, to, pitch);
-}
-void WriteRows(DType dtype, const float* from, std::int64_t pitch, const RowBlock& block,
-               void* to) {
-  WriteBlock(dtype, from, pitch, block, to);
-}
-void WriteRows(DType dtype, const double* from, std::int64_t pitch, const RowBlock& block,
-               void* to) {
-  WriteBlock(dtype, from, pitch, block, to);
-}
+template void ReadRows(DType, const void*, const RowBlock&, float*, std::int64_t);
+template void ReadRows(DType, const void*, const RowBlock&, double*, std::int64_t);
+template void WriteRows(DType, const float*, std::int64_t, const RowBlock&, void*);
+template void WriteRows(DType, const double*, std::int64_t, const RowBlock&, void*);
 
 void RoundInPlace(DType dtype, float* values, std::int64_t count) {
   if (dtype == DType::kFloat32) return;

@@ -14,13 +14,13 @@ struct RowBlock {
 
 inline constexpr std::int64_t kMaxBlockRows = 32;
 
-// Converts the rows of a block exactly. In the buffer, one begins `pitch` elements after another.
-void ReadRows(DType dtype, const void* from, const RowBlock& block, float* to, std::int64_t pitch);
-void ReadRows(DType dtype, const void* from, const RowBlock& block, double* to, std::int64_t pitch);
+// Converts the rows of a block exactly. In the buffer, of float or double, one begins `pitch`
+// elements after another.
+template <class T>
+void ReadRows(DType dtype, const void* from, const RowBlock& block, T* to, std::int64_t pitch);
 // Rounds them into the tensor.
-void WriteRows(DType dtype, const float* from, std::int64_t pitch, const RowBlock& block, void* to);
-void WriteRows(DType dtype, const double* from, std::int64_t pitch, const RowBlock& block,
-               void* to);
+template <class T>
+void WriteRows(DType dtype, const T* from, std::int64_t pitch, const RowBlock& block, void* to);
 // Gives elements the values that a dtype stores for them.
 void RoundInPlace(DType dtype, float* values, std::int64_t count);
 inline void RoundInPlace(DType, double*, std::int64_t) {}
