@@ -19,6 +19,9 @@ inline constexpr std::size_t kAlignment = 16;
 // would have to be made dense. Of an invariant product they take all.
 inline constexpr std::int64_t kFewRows = 64, kMostRows = INT32_MAX / 4;
 
+template <class Op>
+inline constexpr bool kGated = Op::kRecord.FindInput("residual") < 0;
+
 // y = x W, with x [m, k] and W [n, k], or [k, n] if `is_kn`.
 struct Sizes {
   std::int64_t m, n, k;
@@ -29,7 +32,9 @@ template <class Op>
 Sizes SizesOf(const CallOf<Op>& call) {
   const Tensor& x = InputOf(call, "x"_name);
   const Tensor& weight = InputOf(call, "weight"_name);
-  const bool is_kn = AttributeOf<std::string_view>(call, "layout"_name) == "kn";
+  bool is_kn = false;
+  if constexpr (Op::kRecord.FindAttribute("layout") >= 0)
+    is_kn = AttributeOf<std::string_view>(call, "layout"_name) == "kn";
   return {Numel(x.sizes, x.rank - 1), weight.sizes[is_kn ? 1 : 0], x.sizes[x.rank - 1], is_kn};
 }
 
@@ -103,13 +108,12 @@ GemmBuffers BuffersOf(const CallOf<Op>& call) {
   buffers.weight = Operand(InputOf(call, "weight"_name), &arena);
   buffers.bias = Operand(InputOf(call, "bias"_name), &arena);
   if (call.outputs != nullptr) buffers.y = Operand(OutputOf(call, "y"_name), &arena);
-  constexpr bool kGated = Op::kRecord.FindInput("residual") < 0;
-  if constexpr (!kGated) buffers.residual = Operand(InputOf(call, "residual"_name), &arena);
+  if constexpr (!kGated<Op>) buffers.residual = Operand(InputOf(call, "residual"_name), &arena);
   if (AttributeOf<float>(call, "rms_eps"_name) > 0)
     buffers.normed = arena.Allocate(sizes.m * sizes.k * size);
   buffers.one_kernel_bytes = arena.used;
   buffers.workspace = arena.Allocate(kWorkspaceBytes);
-  if (kGated) buffers.packed = arena.Allocate(sizes.m * sizes.n * size);
+  if (kGated<Op>) buffers.packed = arena.Allocate(sizes.m * sizes.n * size);
   buffers.scratch_bytes = arena.used;
   return buffers;
 }
@@ -131,11 +135,10 @@ std::int64_t ScratchBytes(const CallOf<Op>& call) {
   const GemmBuffers at = BuffersOf(call);
   bool is_one = false;
 #if defined(TWINOP_WITH_CUDA)
-  constexpr bool kGated = Op::kRecord.FindInput("residual") < 0;
   const auto activation = AttributeOf<std::string_view>(call, "activation"_name);
   if (call.context == nullptr ||
       !IsOneKernel<true>(&call, at, SizesOf(call), InputOf(call, "x"_name).dtype, activation,
-                         kGated, MostFewRows(call), &is_one)
+                         kGated<Op>, MostFewRows(call), &is_one)
            .ok())
     is_one = false;
 #endif

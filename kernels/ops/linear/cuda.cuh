@@ -167,7 +167,8 @@ template Status IsOneKernel<InThisPart("linear")>(const twinop_call*, const Gemm
 // call.
 template <class Op>
 Status RunOneKernel(const CallOf<Op>& call, GemmBuffers* at, const Sizes& sizes, const Tensor& y,
-                    std::string_view activation, bool gated, bool* done) {
+                    std::string_view activation, bool* done) {
+  constexpr bool gated = kGated<Op>;
   const bool is_constant = Constants<Op>::HasWeight(call) && !at->weight.is_moved();
   const auto rms_eps = AttributeOf<float>(call, "rms_eps"_name);
   *done = AreFewRows(sizes, y.dtype, gated, MostFewRows(call));
@@ -190,17 +191,6 @@ Status RunOneKernel(const CallOf<Op>& call, GemmBuffers* at, const Sizes& sizes,
         (gated ? "16" : "8"));
   if (rms_eps > 0) TWINOP_RETURN_IF_ERROR(Norm(call, at, rms_eps));
   return fused::Run(call, *at, sizes, y.dtype, activation, gated, y.data, done);
-}
-
-template <class Op>
-Status Cuda(const CallOf<Op>& call) {
-  return WithOperands(call, [&](GemmBuffers* at, const Tensor& y) {
-    const Sizes sizes = SizesOf(call);
-    const auto activation = AttributeOf<std::string_view>(call, "activation"_name);
-    bool done = false;
-    TWINOP_RETURN_IF_ERROR(RunOneKernel(call, at, sizes, y, activation, false, &done));
-    return done ? Status() : Compute(call, *at, sizes, y, activation);
-  });
 }
 
 // y = gelu(gate) * other
@@ -230,13 +220,14 @@ inline Status Gate(const Call& call, const Tensor& packed, const Sizes& sizes,
 }
 
 template <class Op>
-Status CudaSwiglu(const CallOf<Op>& call) {
+Status Cuda(const CallOf<Op>& call) {
   return WithOperands(call, [&](GemmBuffers* at, const Tensor& y) {
     const Sizes sizes = SizesOf(call);
     const auto activation = AttributeOf<std::string_view>(call, "activation"_name);
     bool done = false;
-    TWINOP_RETURN_IF_ERROR(RunOneKernel(call, at, sizes, y, activation, true, &done));
+    TWINOP_RETURN_IF_ERROR(RunOneKernel(call, at, sizes, y, activation, &done));
     if (done) return Status();
+    if (!kGated<Op>) return Compute(call, *at, sizes, y, activation);
     const std::int64_t packed_sizes[] = {sizes.m, sizes.n};
     const Tensor packed(at->packed, packed_sizes, 2, sizes.m * sizes.n, y.dtype);
     TWINOP_RETURN_IF_ERROR(Compute(call, *at, sizes, packed, "none"));

@@ -184,7 +184,7 @@ Status RunCublasLt(const CallOf<Op>& call, Buffers at, const Sizes& sizes, Way w
 
 template <class Op>
 Status Cuda(const CallOf<Op>& call) {
-  const Sizes sizes = float8::SizesOf(call);
+  const Sizes sizes = SizesOf(call);
   if (sizes.k % 16 != 0 || sizes.n % 16 != 0)
     return Status::Error("K is " + std::to_string(sizes.k) + " and N " + std::to_string(sizes.n) +
                          "; expected multiples of 16");

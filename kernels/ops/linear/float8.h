@@ -12,17 +12,8 @@
 
 namespace twinop::linear::float8 {
 
-template <class Op>
-inline constexpr bool kGated = Op::kRecord.FindInput("residual") < 0;
 template <class Op>  // whether x is in 16 bits
 inline constexpr bool kIsW8 = Op::kRecord.FindInput("x_scale") < 0;
-
-template <class Op>
-Sizes SizesOf(const CallOf<Op>& call) {
-  const Tensor& x = InputOf(call, "x"_name);
-  return {Numel(x.sizes, x.rank - 1), InputOf(call, "weight"_name).sizes[0], x.sizes[x.rank - 1],
-          false};
-}
 
 // Up to so many rows are multiplied in 16 bits. None are if x is in 8 bits.
 template <class Op>
@@ -71,7 +62,7 @@ template <class Op>
 Buffers BuffersOf(const CallOf<Op>& call, Way way) {
   Arena arena{static_cast<char*>(call.scratch)};
   Buffers at{};
-  const Sizes sizes = float8::SizesOf(call);
+  const Sizes sizes = SizesOf(call);
   at.x = Operand(InputOf(call, "x"_name), &arena);
   at.weight = Operand(InputOf(call, "weight"_name), &arena);
   at.weight_scale = Operand(InputOf(call, "weight_scale"_name), &arena);
@@ -107,7 +98,7 @@ std::int64_t ScratchBytes(const CallOf<Op>& call) {
   Way way = Way::kWide;
 #if defined(TWINOP_WITH_CUDA)
   if (call.context == nullptr ||
-      !WayOf<true>(&call, float8::SizesOf(call), float8::MostFewRows(call), &way).ok())
+      !WayOf<true>(&call, SizesOf(call), float8::MostFewRows(call), &way).ok())
     way = Way::kWide;
 #endif
   return BuffersOf(call, way).scratch_bytes;

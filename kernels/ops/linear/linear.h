@@ -52,7 +52,7 @@ TWINOP_CUDA_OP(linear_swiglu,
                    .scratch<linear::ScratchBytes<Op>>()
                    .state<linear::Constants<Op>>()
                    .row_body<linear::Body<Op>>(),
-               linear::CudaSwiglu)
+               linear::Cuda)
 
 // y = activation(x W^T x_scale weight_scale + bias + residual), of operands in 8 bits with a scale
 // a row. The bias has the dtype of y.

@@ -32,39 +32,37 @@ static __global__ void DenseKernel(const Weight weight, typename Weight::Type* d
 // Runs linear, or linear_swiglu, with the weight in dense form.
 template <class Op>
 Status RunDense(const CallOf<Op>& call, const Sizes& sizes, const QuantScratch& at) {
-  constexpr int kResidual = Op::kRecord.FindInput("residual");
   const std::int64_t weight_sizes[] = {sizes.n, sizes.k};
   const Tensor& x = InputOf(call, "x"_name);
   Tensor inputs[4] = {x, Tensor(at.dense, weight_sizes, 2, sizes.n * sizes.k, x.dtype),
                       InputOf(call, "bias"_name)};
-  if constexpr (kResidual >= 0) inputs[3] = call.inputs[kResidual];
+  if constexpr (!kGated<Op>) inputs[3] = InputOf(call, "residual"_name);
   Attribute attributes[kMaxArguments];  // others, such as rms_eps and few_rows: 0
   attributes[0].set_text(AttributeOf<std::string_view>(call, "activation"_name));
   attributes[1].set_text("nk");
   attributes[2].i = AttributeOf<bool>(call, "invariant"_name);
   Call other = call;
   other.inputs = inputs;
-  other.input_count = kResidual >= 0 ? 4 : 3;
+  other.input_count = kGated<Op> ? 3 : 4;
   other.attributes = attributes;
   other.scratch = at.inner;
   other.state = nullptr;
-  return kResidual >= 0 ? linear_op::LaunchOnCuda<true>(&other)
-                        : linear_swiglu_op::LaunchOnCuda<true>(&other);
+  return kGated<Op> ? linear_swiglu_op::LaunchOnCuda<true>(&other)
+                    : linear_op::LaunchOnCuda<true>(&other);
 }
 
 template <class T, int kBits, bool kHasZero, class Op>
 Status RunWith(const CallOf<Op>& call) {
   using Weight = few_rows::Blocks<T, kBits, kHasZero>;
-  constexpr int kResidual = Op::kRecord.FindInput("residual");
-  constexpr bool kGated = kResidual < 0;
-  const Sizes sizes = quantised::SizesOf(call);
+  const Sizes sizes = SizesOf(call);
   if (sizes.k % few_rows::kSlice != 0)
     return Status::Error("x has rows of " + std::to_string(sizes.k) +
                          " elements, expected a multiple of 32");
-  if (!few_rows::Fits(sizes, kGated))
-    return Status::Error(
-        "weight has " + std::to_string(sizes.n) + " rows and x " + std::to_string(sizes.k) +
-        " columns; each must be below 2^29, and the rows a multiple of " + (kGated ? "16" : "8"));
+  if (!few_rows::Fits(sizes, kGated<Op>))
+    return Status::Error("weight has " + std::to_string(sizes.n) + " rows and x " +
+                         std::to_string(sizes.k) +
+                         " columns; each must be below 2^29, and the rows a multiple of " +
+                         (kGated<Op> ? "16" : "8"));
   const QuantScratch at = QuantScratchOf(call);
   for (const Operand* each : {&at.x, &at.weight, &at.scale, &at.zero})
     if (each->is_moved()) TWINOP_RETURN_IF_ERROR(CopyTensor(call, *each->tensor, each->data));
@@ -86,13 +84,13 @@ Status RunWith(const CallOf<Op>& call) {
   GemmBuffers buffers{};
   buffers.x = at.x;
   buffers.bias.data = InputOf(call, "bias"_name).data;
-  if constexpr (kResidual >= 0) buffers.residual.data = call.inputs[kResidual].data;
+  if constexpr (!kGated<Op>) buffers.residual.data = InputOf(call, "residual"_name).data;
   const bool is_moved = at.weight.is_moved() || at.scale.is_moved() || at.zero.is_moved();
   const bool is_constant = Constants<Op>::HasWeight(call) && !is_moved;
   return few_rows::Launch(
       call, weight,
       few_rows::TaskOf<T>(buffers, sizes, AttributeOf<std::string_view>(call, "activation"_name),
-                          kGated, is_constant, chunks, 0.0f, OutputOf(call, "y"_name).data));
+                          kGated<Op>, is_constant, chunks, 0.0f, OutputOf(call, "y"_name).data));
 }
 
 template <class T, int kBits, class Op>

@@ -11,13 +11,6 @@
 
 namespace twinop::linear::quantised {
 
-template <class Op>
-Sizes SizesOf(const CallOf<Op>& call) {
-  const Tensor& x = InputOf(call, "x"_name);
-  return {Numel(x.sizes, x.rank - 1), InputOf(call, "weight"_name).sizes[0], x.sizes[x.rank - 1],
-          false};
-}
-
 struct QuantScratch {
   Operand x, weight, scale, zero;
   // For more rows: the weight [n, k], and the scratch memory of the product with it.
@@ -31,7 +24,7 @@ QuantScratch QuantScratchOf(const CallOf<Op>& call) {
   Arena arena{static_cast<char*>(call.scratch)};
   QuantScratch found;
   const Tensor& x = InputOf(call, "x"_name);
-  const Sizes sizes = quantised::SizesOf(call);
+  const Sizes sizes = SizesOf(call);
   found.weight = Operand(InputOf(call, "weight"_name), &arena);
   found.scale = Operand(InputOf(call, "scale"_name), &arena);
   found.zero = Operand(InputOf(call, "zero"_name), &arena);
