@@ -1,32 +1,8 @@
 // The numbers by which the elementwise skeleton chooses a CUDA kernel (choose.h), those of sm_90,
-// and how its loops and kernels treat single functors. docs/tuning.md has the measurements.
+// and what its loops and kernels know of single functors. docs/tuning.md has the measurements.
 #pragma once
 
 #include <cstdint>
-#include <type_traits>
-
-namespace twinop {
-
-template <class T>
-struct Relu;
-template <class T>
-struct ReluBackward;
-template <class T>
-struct Gelu;
-template <class T>
-struct TanhGelu;
-template <class T>
-struct HyperbolicTangent;
-template <class T>
-struct SoftPlus;
-template <class T>
-struct Exponential;
-template <class T>
-struct Logarithm;
-template <class T>
-struct Power;
-
-}  // namespace twinop
 
 namespace twinop::elementwise {
 
@@ -47,7 +23,7 @@ constexpr int LoneElements(int bytes) { return bytes == 4 ? 4 : 2; }
 // functor asks for more.
 inline constexpr int kStridedRegisters = 32;
 
-// Functors that are not named below have the defaults.
+// What a functor may say beside its definition (ops/relu.h).
 struct FunctorTuning {
   // Vectors of a thread where tensors are large. With one, the memory waits for long arithmetic.
   int loads = 1;
@@ -65,33 +41,10 @@ struct FunctorTuning {
   bool keeps_nan = false;
 };
 
-template <class T>
-inline constexpr int kFloat64Registers = sizeof(T) == 8 ? 64 : 0;
-
 template <class F>
 inline constexpr FunctorTuning kTuning{};
 
 template <class T>
-inline constexpr FunctorTuning kTuning<Relu<T>>{1, 0, true};
-template <class T>
-inline constexpr FunctorTuning kTuning<ReluBackward<T>>{1, 0, true};
-template <class T>
-inline constexpr FunctorTuning kTuning<Gelu<T>>{sizeof(T) == 8 ? 4 : 2, kFloat64Registers<T>};
-template <class T>
-inline constexpr FunctorTuning kTuning<TanhGelu<T>>{std::is_floating_point_v<T> ? 2 : 1};
-template <class T>
-inline constexpr FunctorTuning kTuning<HyperbolicTangent<T>>{2};
-template <class T>
-inline constexpr FunctorTuning kTuning<SoftPlus<T>>{2, kFloat64Registers<T>};
-template <class T>
-inline constexpr FunctorTuning kTuning<Exponential<T>>{1, 0, false, false, true};
-template <class T>
-inline constexpr FunctorTuning kTuning<Logarithm<T>>{2, 0, false, false, true};
-template <class T>
-inline constexpr FunctorTuning kTuning<Power<T>>{2,
-                                                 sizeof(T) == 8                ? 0
-                                                 : std::is_floating_point_v<T> ? 32
-                                                                               : 40,
-                                                 false, sizeof(T) == 8};
+inline constexpr int kFloat64Registers = sizeof(T) == 8 ? 64 : 0;
 
 }  // namespace twinop::elementwise

@@ -32,12 +32,6 @@ template <class F>
 struct FastPath {
   static constexpr bool kExists = false;
 };
-template <class T>
-struct FastPath<Power<T>> {
-  static constexpr bool kExists = sizeof(T) < sizeof(double);
-  __device__ __forceinline__ static bool Takes(T a, T) { return IsRegularBase(a); }
-  __device__ __forceinline__ static auto Try(T a, T b) { return TryFastPow(a, b); }
-};
 
 // The results of a functor over vectors, one for each output.
 template <class F, class T, int kWidth, int kOutputs, int kInputs, std::size_t... I>

@@ -35,6 +35,8 @@ template <class T>
 struct HyperbolicTangent {
   TWINOP_INLINE T operator()(T x) const { return Tanh(x); }
 };
+template <class T>
+inline constexpr elementwise::FunctorTuning elementwise::kTuning<HyperbolicTangent<T>>{2};
 // dL/dx = dL/dy (1 - y) (1 + y). Near |y| = 1, the form 1 - y^2 would lose the last digits.
 template <class T>
 struct HyperbolicTangentBackward {
@@ -47,6 +49,9 @@ template <class T>
 struct SoftPlus {
   TWINOP_INLINE T operator()(T x) const { return Softplus(x); }
 };
+template <class T>
+inline constexpr elementwise::FunctorTuning elementwise::kTuning<SoftPlus<T>>{
+    2, elementwise::kFloat64Registers<T>};
 template <class T>
 struct SoftPlusBackward {
   TWINOP_INLINE T operator()(T grad_y, T x) const { return grad_y * Sigmoid(x); }

@@ -24,6 +24,21 @@ template <class T>
 struct Power {
   TWINOP_INLINE T operator()(T a, T b) const { return Pow(a, b); }
 };
+template <class T>
+inline constexpr elementwise::FunctorTuning elementwise::kTuning<Power<T>>{
+    2,
+    sizeof(T) == 8                ? 0
+    : std::is_floating_point_v<T> ? 32
+                                  : 40,
+    false, sizeof(T) == 8};
+#if defined(__CUDACC__)
+template <class T>
+struct elementwise::FastPath<Power<T>> {
+  static constexpr bool kExists = sizeof(T) < sizeof(double);
+  __device__ __forceinline__ static bool Takes(T a, T) { return IsRegularBase(a); }
+  __device__ __forceinline__ static auto Try(T a, T b) { return TryFastPow(a, b); }
+};
+#endif
 
 // x + a b, as torch.addcmul: a gate before a sum, or a norm's scale and shift for each sequence.
 template <class T>

@@ -7,6 +7,13 @@
 
 namespace twinop {
 
+template <class T>
+inline constexpr elementwise::FunctorTuning elementwise::kTuning<Gelu<T>>{
+    sizeof(T) == 8 ? 4 : 2, elementwise::kFloat64Registers<T>};
+template <class T>
+inline constexpr elementwise::FunctorTuning elementwise::kTuning<TanhGelu<T>>{
+    std::is_floating_point_v<T> ? 2 : 1};
+
 // Phi(x) + x Phi'(x)
 template <class T>
 struct GeluBackward {

@@ -11,6 +11,8 @@ template <class T>
 struct Relu {
   TWINOP_INLINE T operator()(T x) const { return x < T(0) ? T(0) : x; }
 };
+template <class T>
+inline constexpr elementwise::FunctorTuning elementwise::kTuning<Relu<T>>{1, 0, true};
 
 // dL/dx = dL/dy where y > 0, and 0 elsewhere. If y is NaN, the gradient passes, as in torch's
 // threshold_backward.
@@ -18,6 +20,8 @@ template <class T>
 struct ReluBackward {
   TWINOP_INLINE T operator()(T grad_y, T y) const { return y <= T(0) ? T(0) : grad_y; }
 };
+template <class T>
+inline constexpr elementwise::FunctorTuning elementwise::kTuning<ReluBackward<T>>{1, 0, true};
 
 // clang-format off
 TWINOP_ELEMENTWISE(relu, Relu,

@@ -11,6 +11,9 @@ struct Exponential {
   TWINOP_INLINE T operator()(T x) const { return Exp(x); }
 };
 template <class T>
+inline constexpr elementwise::FunctorTuning elementwise::kTuning<Exponential<T>>{1, 0, false, false,
+                                                                                 true};
+template <class T>
 struct ExponentialBackward {
   TWINOP_INLINE T operator()(T grad_y, T y) const { return grad_y * y; }
 };
@@ -19,6 +22,9 @@ template <class T>
 struct Logarithm {
   TWINOP_INLINE T operator()(T x) const { return Log(x); }
 };
+template <class T>
+inline constexpr elementwise::FunctorTuning elementwise::kTuning<Logarithm<T>>{2, 0, false, false,
+                                                                               true};
 template <class T>
 struct LogarithmBackward {
   TWINOP_INLINE T operator()(T grad_y, T x) const { return grad_y / x; }
