@@ -103,24 +103,16 @@ struct Rows {
   std::int64_t inner = 1;    // distance of a row's neighbouring elements
 };
 
-// A row is all dimensions from `axis` on (layer norm).
-inline Rows RowsBehind(const Tensor& x, std::int64_t axis) {
+// A row lies along a dimension (softmax) or is, `to_the_end`, all dimensions from it on (layer
+// norm).
+inline Rows RowsAt(const Tensor& x, std::int64_t axis, bool to_the_end) {
   const std::int64_t rank = static_cast<std::int64_t>(x.rank);
   if (axis < 0) axis += rank;
   Rows rows{1, 1, 1};
-  for (std::int64_t i = 0; i < rank; ++i) (i < axis ? rows.count : rows.columns) *= x.sizes[i];
-  return rows;
-}
-
-// A row lies along `dim` (softmax).
-inline Rows RowsAlong(const Tensor& x, std::int64_t dim) {
-  const std::int64_t rank = static_cast<std::int64_t>(x.rank);
-  if (dim < 0) dim += rank;
-  Rows rows{1, 1, 1};
   for (std::int64_t i = 0; i < rank; ++i) {
-    if (i == dim) rows.columns = x.sizes[i];
-    if (i > dim) rows.inner *= x.sizes[i];
-    if (i != dim) rows.count *= x.sizes[i];
+    const bool is_in_row = i == axis || (i > axis && to_the_end);
+    (is_in_row ? rows.columns : rows.count) *= x.sizes[i];
+    if (i > axis && !to_the_end) rows.inner *= x.sizes[i];
   }
   return rows;
 }
@@ -255,8 +247,7 @@ template <class F, class Op>
 Rows RowsOf(const CallOf<Op>& call) {
   const Tensor& first = call.inputs[kRowIndices<F, Op>[0]];
   if constexpr (F::kGathers) return {InputOf(call, "ids"_name).numel, first.sizes[1], 1};
-  const std::int64_t axis = Op::kRecord.RowDimension(call.attributes);
-  Rows rows = Op::kRecord.rows.to_the_end ? RowsBehind(first, axis) : RowsAlong(first, axis);
+  Rows rows = RowsAt(first, Op::kRecord.RowDimension(call.attributes), Op::kRecord.rows.to_the_end);
   if constexpr (F::kHalves) rows.columns /= 2;
   return rows;
 }
