@@ -48,8 +48,7 @@ Status AllocateOutputs(const Kernel& kernel, OrtKernelContext* context, const Te
 }
 
 // Copies the inputs that the launcher writes to their outputs, unless they are one memory.
-Status CopyWritten(const Kernel& kernel, OrtKernelContext* context, Tensor* inputs,
-                   const Tensor* outputs) {
+Status CopyWritten(const Kernel& kernel, void* stream, Tensor* inputs, const Tensor* outputs) {
   const OpSpec& record = *kernel.op->record;
   for (std::size_t i = record.returned_count; i < record.output_count; ++i) {
     Tensor& input = inputs[record.WrittenInput(i)];
@@ -59,14 +58,10 @@ Status CopyWritten(const Kernel& kernel, OrtKernelContext* context, Tensor* inpu
     const auto bytes = static_cast<std::size_t>(input.bytes());
     void* from = std::exchange(input.data, outputs[i].data);
     if (input.data == from || bytes == 0) continue;
-    if (!kernel.op->on_cuda) {
+    if (kernel.op->on_cuda)
+      aot_kernels::CopyOnDevice(input.data, from, bytes, stream);
+    else
       std::memcpy(input.data, from, bytes);
-      continue;
-    }
-    void* stream = nullptr;
-    TWINOP_RETURN_IF_ORT_ERROR(kernel.api,
-                               kernel.api->KernelContext_GetGPUComputeStream(context, &stream));
-    aot_kernels::CopyOnDevice(input.data, from, bytes, stream);
   }
   return {};
 }
@@ -134,58 +129,55 @@ void ParallelFor(void* pool, std::int64_t count, std::int64_t grain, Context::Ra
   if (!is_done) range(0, count, argument);  // without a pool, this thread does all the work
 }
 
-// Queues the kernel. `memory`: of a call whose outputs have sizes that come from the data.
-TWINOP_INLINE Status LaunchOn(const Kernel& kernel, OrtKernelContext* ort_context, Call* call,
-                              const CountedMemory* memory = nullptr) {
-  const OrtApi* api = kernel.api;
-  Pool pool{api, ort_context};
-  Context context = ContextOf(kernel);
-  context.parallel_for = ParallelFor;
-  context.pool = &pool;
+// Where a run works. `pool` outlives it.
+TWINOP_INLINE Status ContextOf(const Kernel& kernel, Pool* pool, Context* context) {
+  *context = ContextOf(kernel);
+  context->parallel_for = ParallelFor;
+  context->pool = pool;
   if (kernel.op->on_cuda)  // in every call, because ORT may use another stream in the next run
     TWINOP_RETURN_IF_ORT_ERROR(
-        api, api->KernelContext_GetGPUComputeStream(ort_context, &context.stream));
-  call->context = &context;
-  if (kernel.cpu_graph != nullptr) return kernel.cpu_graph->Run(ort_context, *call);
-  const Op& op = *kernel.op;
-  if (memory != nullptr) return RunCounted(*op.record, op.launch, op.output_types, *call, *memory);
-  return Launch(*op.record, op.launch, *call);
+        pool->api, pool->api->KernelContext_GetGPUComputeStream(pool->context, &context->stream));
+  return {};
 }
 
-Status Compute(const Kernel& kernel, OrtKernelContext* context) {
-  const OpSpec& record = *kernel.op->record;
+Status Compute(const Kernel& kernel, OrtKernelContext* ort_context) {
+  const Op& op = *kernel.op;
+  const OpSpec& record = *op.record;
   Tensor inputs[kMaxArguments], outputs[kMaxOutputs];
   std::int64_t input_sizes[kMaxArguments][kMaxRank], output_sizes[kMaxOutputs][kMaxRank];
-  TWINOP_RETURN_IF_ERROR(ReadInputs(kernel, context, inputs, input_sizes));
+  TWINOP_RETURN_IF_ERROR(ReadInputs(kernel, ort_context, inputs, input_sizes));
   TWINOP_RETURN_IF_ERROR(CheckShapes(record, inputs, kernel.attributes.get()));
+  Pool pool{kernel.api, ort_context};
+  Context context;
+  TWINOP_RETURN_IF_ERROR(ContextOf(kernel, &pool, &context));
   Call call = CallOf(kernel, inputs, outputs);
+  call.context = &context;
   Scratch scratch(nullptr, Free{});
+  if (record.size_count == 0) {
+    TWINOP_RETURN_IF_ERROR(AllocateOutputs(kernel, ort_context, inputs, outputs, output_sizes));
+    TWINOP_RETURN_IF_ERROR(CheckAliases(record, call));
+    if (AllEmpty(record, outputs)) return {};
+  }
+  if (kernel.cpu_graph != nullptr) return kernel.cpu_graph->Run(ort_context, call);
   if (record.size_count > 0) {
     const CountedMemory memory{[&](std::int64_t bytes, void** data) {
-                                 Status status = Allocate(kernel, context, bytes, &scratch);
+                                 Status status = Allocate(kernel, ort_context, bytes, &scratch);
                                  *data = scratch.get();
                                  return status;
                                },
                                [&](const std::int64_t* counts, Tensor* made) {
-                                 return AllocateOutputs(kernel, context, inputs, made, output_sizes,
-                                                        counts);
+                                 return AllocateOutputs(kernel, ort_context, inputs, made,
+                                                        output_sizes, counts);
                                }};
-    return LaunchOn(kernel, context, &call, &memory);
+    return RunCounted(record, op.launch, op.output_types, call, memory);
   }
-  TWINOP_RETURN_IF_ERROR(AllocateOutputs(kernel, context, inputs, outputs, output_sizes));
-  TWINOP_RETURN_IF_ERROR(CheckAliases(record, call));
-
-  if (AllEmpty(record, outputs)) return {};
-  if (record.WritesInputs() && kernel.cpu_graph == nullptr)
-    TWINOP_RETURN_IF_ERROR(CopyWritten(kernel, context, inputs, outputs));
-  if (kernel.cpu_graph != nullptr) return LaunchOn(kernel, context, &call);
-  const Context device = ContextOf(kernel);
-  call.context = &device;
+  if (record.WritesInputs())
+    TWINOP_RETURN_IF_ERROR(CopyWritten(kernel, context.stream, inputs, outputs));
   std::int64_t bytes = 0;
   TWINOP_RETURN_IF_ERROR(ScratchBytes(record, call, &bytes));
-  TWINOP_RETURN_IF_ERROR(Allocate(kernel, context, bytes, &scratch));
+  TWINOP_RETURN_IF_ERROR(Allocate(kernel, ort_context, bytes, &scratch));
   call.scratch = scratch.get();
-  return LaunchOn(kernel, context, &call);
+  return Launch(record, op.launch, call);
 }
 
 OrtStatusPtr ComputeKernel(void* data, OrtKernelContext* context) {
@@ -226,7 +218,11 @@ OrtStatusPtr RunUnary(const Kernel& kernel, void* data, OrtKernelContext* contex
       y_data == x_data && input.dtype == output.dtype && op.record->InPlaceInput(0) == 0;
   Call call = CallOf(kernel, &input, &output);
   if (!in_place && !CheckAliases(*op.record, call).ok()) return ComputeKernel(data, context);
-  const Status status = LaunchOn(kernel, context, &call);
+  Pool pool{api, context};
+  Context where;
+  Status status = ContextOf(kernel, &pool, &where);
+  call.context = &where;
+  if (status.ok()) status = Launch(*op.record, op.launch, call);
   return status.ok() ? nullptr : ToOrt(api, AtNode(kernel, status));
 }
 OrtStatusPtr ComputeUnary(void* data, OrtKernelContext* context) {
