@@ -85,18 +85,11 @@ using Inputs = Pointers<const T, kInputs>;
 template <class T, int kOutputs>
 using Outputs = Pointers<T, kOutputs>;
 
-template <class T, int kInputs>
-Inputs<T, kInputs> InputPointers(const Call& call) {
-  Inputs<T, kInputs> inputs;
-  for (int i = 0; i < kInputs; ++i) inputs.pointers[i] = call.inputs[i].template as<const T>();
-  return inputs;
-}
-
-template <class T, int kOutputs>
-Outputs<T, kOutputs> OutputPointers(const Call& call) {
-  Outputs<T, kOutputs> outputs;
-  for (int i = 0; i < kOutputs; ++i) outputs.pointers[i] = call.outputs[i].template as<T>();
-  return outputs;
+template <class T, int kCount>
+Pointers<T, kCount> PointersOf(const Tensor* tensors) {
+  Pointers<T, kCount> found;
+  for (int i = 0; i < kCount; ++i) found.pointers[i] = tensors[i].as<T>();
+  return found;
 }
 
 // Whether the operands of a call are not all of one dtype that the functor computes in. They are
@@ -141,11 +134,9 @@ bool IsMixed(const Call& call) {
   });
 }
 
-// The launchers of a functor on each device.
+// Runs a functor on the device that this compiler builds for.
 template <template <class> class F, class AnyCall>
-Status Cpu(const AnyCall& call);
-template <template <class> class F, class AnyCall>
-Status Cuda(const AnyCall& call);
+Status Run(const AnyCall& call);
 
 }  // namespace twinop::elementwise
 
@@ -167,8 +158,7 @@ auto CompileReduced(const CallOf<Op>& call, ApproxFloat x) {
   if constexpr (kInputs == 3) return functor(x, x, x);
 }
 
-// Runs a functor on the device that this compiler builds for. Checks the functor against the op's
-// record.
+// Checks a functor against the op's record, and runs it.
 template <template <class> class F, class Op>
 Status Launcher(const CallOf<Op>& call) {
   constexpr const OpSpec& kRecord = Op::kRecord;
@@ -185,23 +175,17 @@ Status Launcher(const CallOf<Op>& call) {
     static_assert(kResults<F> == static_cast<int>(kRecord.output_count),
                   "the functor returns another number of values than the op's schema has outputs "
                   "(elementwise::Results<T, 2> returns two)");
-#if defined(__CUDACC__)
-    return Cuda<F>(call);
-#else
+#if !defined(__CUDACC__)
     if constexpr (Op::kIsOnCuda) static_cast<void>(&CompileReduced<F<ApproxFloat>, Op, kArity<F>>);
-    return Cpu<F>(call);
 #endif
+    return Run<F>(call);
   }
 }
 
 // Runs a functor without attributes on tensors other than those of the op's schema.
 template <template <class> class F>
 Status Launcher(const Call& call) {
-#if defined(__CUDACC__)
-  return Cuda<F>(call);
-#else
-  return Cpu<F>(call);
-#endif
+  return Run<F>(call);
 }
 
 }  // namespace twinop::elementwise

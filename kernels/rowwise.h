@@ -265,11 +265,9 @@ F MakeFunctor(const CallOf<Op>& call, const Rows& rows) {
   }
 }
 
-// The launchers of a functor on each device.
+// Runs a functor on the device that this compiler builds for.
 template <template <class> class F, class Op>
-Status Cpu(const CallOf<Op>& call);
-template <template <class> class F, class Op>
-Status Cuda(const CallOf<Op>& call);
+Status Run(const CallOf<Op>& call);
 
 }  // namespace twinop::rowwise
 
@@ -286,16 +284,14 @@ namespace twinop::rowwise {
 
 // ---------------------------------------------------------------------------------- an op
 
-// Runs a functor on the device that this compiler builds for.
+// Checks a functor against the op's record, and runs it.
 template <template <class> class F, class Op>
 Status Launcher(const CallOf<Op>& call) {
   if constexpr (CheckFunctor<F<double>, double, Op>()) {
-#if defined(__CUDACC__)
-    return Cuda<F>(call);
-#else
+#if !defined(__CUDACC__)
     if constexpr (Op::kIsOnCuda) static_cast<void>(&CompileReduced<F<ApproxFloat>, Op>);
-    return Cpu<F>(call);
 #endif
+    return Run<F>(call);
   }
 }
 

@@ -135,7 +135,7 @@ inline constexpr Loop kLoop = {kByLevel<BlockLoop<F, S, kOutputs, kInputs>, Loop
 
 // The CPU launcher of functor F.
 template <template <class> class F, class AnyCall>
-Status Cpu(const AnyCall& call) {
+Status Run(const AnyCall& call) {
   constexpr int kInputs = kArity<F>;
   constexpr int kOutputs = kResults<F>;
   static_assert(kInputs + kOutputs <= kMaxOperands);

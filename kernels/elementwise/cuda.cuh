@@ -22,8 +22,8 @@ struct Launch {
   const F& functor;
 
   Status Run() const {
-    const Out out = OutputPointers<T, kOutputs>(call);
-    const In in = InputPointers<T, kInputs>(call);
+    const Out out = PointersOf<T, kOutputs>(call.outputs);
+    const In in = PointersOf<const T, kInputs>(call.inputs);
     const bool aligned = AreAligned(out) && AreAligned(in);
     if (aligned && IsFlat(call, kOutputs, kInputs)) return RunFlat(out, in);
     const auto layout = MakeLayout<kOutputs, kInputs>(call);
@@ -164,7 +164,7 @@ Status RunMixed(const Call& call, const F& functor, Layout<kOutputs + kInputs> l
 }
 
 template <template <class> class F, class AnyCall>
-Status Cuda(const AnyCall& call) {
+Status Run(const AnyCall& call) {
   if constexpr (kMixed<AnyCall>.found) {
     constexpr int kOutputs = kResults<F>, kInputs = kArity<F>;
     if (IsMixed<kOutputs, kInputs>(call)) {

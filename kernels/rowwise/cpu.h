@@ -335,7 +335,7 @@ Status RunOnPool(const CallOf<Op>& call) {
 }
 
 template <template <class> class F, class Op>
-Status Cpu(const CallOf<Op>& call) {
+Status Run(const CallOf<Op>& call) {
   if (call.outputs[0].dtype == DType::kFloat64) return RunOnPool<F<double>, double>(call);
   return RunOnPool<F<float>, float>(call);
 }

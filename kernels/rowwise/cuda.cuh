@@ -225,7 +225,7 @@ template <class F, class S, class W>
 Launch(const Call&, const F&, const Arguments<F, S, W>&) -> Launch<F, S, W>;
 
 template <template <class> class F, class Op>
-Status Cuda(const CallOf<Op>& call) {
+Status Run(const CallOf<Op>& call) {
   return DispatchRows<F>(call, [&](const auto& functor, const auto& arguments) {
     return Launch{call, functor, arguments}.Run();
   });

@@ -127,13 +127,7 @@ Status LaunchQuantising(const CallOf<Op>& call, const Launcher& launch) {
 
 template <template <class> class F, class Op>
 Status LaunchQuantisingRows(const CallOf<Op>& call) {
-  return LaunchQuantising<F>(call, [](const CallOf<Op>& plain) {
-#if defined(__CUDACC__)
-    return Cuda<F>(plain);
-#else
-    return Cpu<F>(plain);
-#endif
-  });
+  return LaunchQuantising<F>(call, [](const CallOf<Op>& plain) { return Run<F>(plain); });
 }
 
 }  // namespace twinop::rowwise
