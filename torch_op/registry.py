@@ -144,7 +144,11 @@ def load(path: str | os.PathLike[str], namespace: str | None = None) -> Ops:
         ) from None
     except OSError as error:
         raise LibraryError(f"{path}: cannot be loaded: {error}") from error
-    message = _adapter().twinop_torch_register(ctypes.cast(function, ctypes.c_void_p), space.encode())
+    schemas = {each.name: each.schema for each in fresh}
+    schemas |= {each.functional_name: each.functional_schema for each in fresh}
+    lines = "".join(f"{name} {schema}\n" for name, schema in schemas.items())
+    pointer = ctypes.cast(function, ctypes.c_void_p)
+    message = _adapter().twinop_torch_register(pointer, space.encode(), lines.encode())
     if message is not None:
         raise LibraryError(f"{path}: {message.decode()}")
     for record in fresh:

@@ -4,6 +4,7 @@ Every adapter is derived from it: torch registration, exporters, checks of model
 """
 
 import hashlib
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -163,6 +164,15 @@ class OpSpec:
     def functional_name(self) -> str:
         """The name of the op in `torch.ops` that writes no input: its own, or that of its functional twin."""
         return f"{self.name}_functional" if self.written else self.name
+
+    @property
+    def functional_schema(self) -> str:
+        """The schema of that op, which returns the new content of the inputs that this one writes."""
+        if not self.written:
+            return self.schema
+        arguments = re.sub(r"Tensor *\([^)]*\)", "Tensor", self.schema[self.schema.index("(") :])
+        outputs = ", ".join(f"Tensor {name}" for name in self.outputs)
+        return f"{self.functional_name}{arguments[: arguments.rindex('->')]}-> ({outputs})"
 
     @property
     def torch_name(self) -> str:
