@@ -18,7 +18,7 @@ from twinop.model.bodies import find_body
 from twinop.model.body_model import model_of
 from twinop.model.calls import Call, make_call, paths_in_use
 from twinop.model.record_body import trace
-from twinop.record.dtypes import to_array
+from twinop.record.dtypes import dtype_name, to_array
 from twinop.record.op_spec import OpSpec
 from twinop.record.tolerance import (
     MAX_USABLE_ERROR,
@@ -147,6 +147,11 @@ def verify(
             )
     except NotRunnable as error:
         report.parity_reason = str(error)
+        for index, (value, tensor) in enumerate(zip(model.graph.outputs, cases[0].expected, strict=False)):
+            kinds = dtype_name(value.dtype or 0), to_array(tensor).dtype.name
+            if value.dtype is not None and kinds[0] != kinds[1]:
+                text = f"the exported model, output {index}: dtype {kinds[0]}, torch {kinds[1]}"
+                raise ExportError(text) from error
     without = [record.onnx_name for record in calls if find_body(record.key) is None or not report.bodies]
     if without:
         report.without_reason = f"no function body: {', '.join(without)}"

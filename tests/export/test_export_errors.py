@@ -57,6 +57,13 @@ class Fixed(torch.nn.Module):
             {"model": torch.nn.Conv1d(4, 4, 1).bfloat16(), "args": torch.ones(4, 3, dtype=torch.bfloat16)},
             r"checker refuses.*Conv.*unsupported type: tensor.bfloat16.*from opset 22 on: opset=22",
         ),
+        (
+            {
+                "model": lambda x: torch.nn.functional.scaled_dot_product_attention(x, x, x, is_causal=True),
+                "args": torch.ones(1, 2, 3, 4, dtype=torch.bfloat16), "exporter": "torchscript",
+            },
+            r"output 0: dtype float32, torch bfloat16",  # its mask is in fp32, and it cannot run
+        ),
         ({"library": "/nowhere/libcustom_relu.so", "exporter": "torchscript"}, r"relu.so: no such file"),
     ],
 )  # fmt: skip
