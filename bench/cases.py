@@ -170,10 +170,7 @@ class Sample:
 
 
 def _draw_inputs(case: Case, device: torch.device) -> dict[str, Tensor]:
-    """Draws inputs by name from the normal distribution; weights lie around one, as trained ones do.
-
-    Where the record of an op that is not twinop's does not say what inputs fit, its module gives them.
-    """
+    """Draws normally distributed inputs, weights around one; or takes those of a user's module."""
     record, entry = case.record, case.entry
     if entry.library is not None and why_not_derived(record):
         dtypes = next(c for c in record.combinations if c[record.inputs[0].name] == case.dtype)

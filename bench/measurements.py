@@ -142,10 +142,7 @@ class Measurements:
 def measuring(
     benchmark: str, device: str, output: Path | None, quick: bool, threads: int = 1
 ) -> Iterator[tuple[Measurements, torch.device, DeviceTimer | None]]:
-    """Opens a command's file, with the device, and the timer of a GPU.
-
-    An error of twinop ends the command with one message.
-    """
+    """Opens a command's file, with the device, and a GPU's timer; a TwinopError becomes one message."""
     with clear_errors(), torch.no_grad(), timer_on(where := choose_device(device)) as timer:
         torch.set_num_threads(threads)
         yield Measurements(benchmark, where, output, quick), where, timer

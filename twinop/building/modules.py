@@ -77,10 +77,7 @@ def _site_folders() -> list[Path]:
 
 
 def _imported() -> Iterator[Path]:
-    """Yields the files of the imported modules, but for those of Python and of installed packages.
-
-    A file that is gone cannot be read again: what was imported from it is of this process alone.
-    """
+    """Yields the imported files that are still there, without Python's and those of installed packages."""
     others = (Path(os.__file__).parent, *_site_folders())
     files = [getattr(module, "__file__", None) for module in list(sys.modules.values())]
     for path in (Path(file) for file in files if file):

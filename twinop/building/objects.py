@@ -44,10 +44,7 @@ if not getattr(ctypes.CDLL(sys.argv[1]), sys.argv[2])(None, None, 0, result):
 
 
 def symbols_of(paths: Sequence[Path]) -> tuple[set[str], set[str]]:
-    """Reads the names that object files define, and those that they want of others.
-
-    BuildError: a file is no object file, or damaged. LibraryError: it is for another machine.
-    """
+    """Returns what objects define, and want of others; BuildError, LibraryError: damaged, or for others."""
     defined, wanted = set[str](), set[str]()
     for path in paths:
         with path.open("rb") as file:

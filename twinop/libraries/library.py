@@ -125,10 +125,7 @@ _NEW = 1_000_000_000  # nanoseconds
 
 @lru_cache(256)
 def _contents(path: Path, file: str, *stamp: int) -> tuple[bytes, bool]:
-    """Returns the records of a file, and whether it exports what ONNX Runtime calls.
-
-    It is read again only with another stamp: each session looks at all libraries of a folder.
-    """
+    """Returns a file's records, and whether ONNX Runtime finds its function; read again with a new stamp."""
     section, exports = sections_of(path, file, _SECTION, ".dynstr")
     return section, _EXPORT + b"\0" in exports
 

@@ -49,10 +49,7 @@ def onnx_name(name: str) -> str:
 
 
 def element_type(ort_type: str) -> int | None:
-    """Returns ONNX's number for ONNX Runtime's name of a type: TensorProto.FLOAT for "tensor(float)".
-
-    None for types that are not tensors (sequences) and for elements of less than a byte (int4).
-    """
+    """Returns ONNX's number for "tensor(float)"; None for sequences and elements of less than a byte."""
     return _ELEMENT_OF_ORT_TYPE.get(ort_type)
 
 

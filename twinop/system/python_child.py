@@ -31,10 +31,7 @@ def paths() -> list[str]:
 
 
 def executable() -> str:
-    """Returns the file of Python, "" if there is none: an app may be frozen, or have Python in it.
-
-    `sys.executable` is then the app's, which would start once more.
-    """
+    """Returns the file of Python; "" where there is none: `sys.executable` may be that of a frozen app."""
     in_prefix = os.path.join(sys.base_prefix, "bin", f"python{sys.version_info[0]}.{sys.version_info[1]}")
     found = [sys.executable, getattr(sys, "_base_executable", ""), in_prefix]
     for path in found[1:] if getattr(sys, "frozen", False) else found:

@@ -91,10 +91,7 @@ def magnitudes(
 
 @dataclass(frozen=True)
 class Measured:
-    """A result's exact values, and the errors of its elements in units of the last place.
-
-    An error is infinite where one of the two is NaN or infinite and the other is not.
-    """
+    """Exact values, and errors in units of the last place: infinite where just one is NaN or infinite."""
 
     exact: Tensor
     errors: Tensor

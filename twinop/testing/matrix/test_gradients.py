@@ -112,10 +112,7 @@ def is_smooth(record: OpSpec, sample: Sample) -> bool:
 def gradients(
     sample: Sample, results: tuple[torch.Tensor, ...], like: tuple[torch.Tensor, ...] = ()
 ) -> list[torch.Tensor]:
-    """Returns the gradients of all given inputs for random gradients of all outputs.
-
-    `like`: the op's own results, to whose types these are rounded.
-    """
+    """Returns the inputs' gradients for random ones of the outputs, rounded to the types of `like`."""
     generator = torch.Generator().manual_seed(12345)
     pairs = [(y, own) for y, own in zip(results, like or results, strict=True) if own.requires_grad]
     weights = [torch.randn(own.shape, generator=generator).to(own.dtype).to(y) for y, own in pairs]
