@@ -101,7 +101,17 @@ def _covering(
     with_body = {op for op in needed if (domain, op) in model.bodies}
     lacking = [op for op, owner in owners.items() if owner is None and not (bodies and op in with_body)]
     if lacking:
-        raise ModelError(_no_library(model, domain, lacking, places, libraries, skipped))
+        text = f"{model.name}: no library has {domain}::{', '.join(lacking)}"
+        if not with_body.intersection(lacking):
+            text += ", and the model has no function body for it"
+        found = [f"{library.path} ({', '.join(library.by_onnx_name)})" for library in libraries]
+        text += f". Found: {'; '.join(found) or 'no library'}. Searched: {searched(domain, places)}."
+        if skipped:
+            text += f" Skipped: {'; '.join(skipped)}."
+        package = model.metadata.get(package_key(domain), "")
+        install = f"pip install {package}" if package else "install the package that has it"
+        cure = how_to_build() if domain == DOMAIN else f"Build it (twinop build), {install}"
+        raise ModelError(f"{text} {cure}, or name the library ({option('library')})")
     owned = {op: owner for op, owner in owners.items() if owner is not None}  # the rest runs on bodies
     for library in libraries if owned else ():
         if owned.keys() <= library.by_onnx_name.keys():
@@ -167,24 +177,3 @@ def _candidates(
         here.sort(key=lambda each: (len(each.records), not each.path.stem.endswith((*each.records,))))
         libraries += (each for each in here if each.exports_ort)
     return libraries, skipped
-
-
-def _no_library(
-    model: Model,
-    domain: str,
-    ops: list[str],
-    places: Sequence[Path],
-    libraries: list[Library],
-    skipped: list[str],
-) -> str:
-    text = f"{model.name}: no library has {domain}::{', '.join(ops)}"
-    if not model.bodies.intersection((domain, op) for op in ops):
-        text += ", and the model has no function body for it"
-    found = [f"{library.path} ({', '.join(library.by_onnx_name)})" for library in libraries]
-    text += f". Found: {'; '.join(found) or 'no library'}. Searched: {searched(domain, places)}."
-    if skipped:
-        text += f" Skipped: {'; '.join(skipped)}."
-    package = model.metadata.get(package_key(domain), "")
-    install = f"pip install {package}" if package else "install the package that has it"
-    cure = how_to_build() if domain == DOMAIN else f"Build it (twinop build), {install}"
-    return f"{text} {cure}, or name the library ({option('library')})"

@@ -23,7 +23,7 @@ from rich.table import Column, Table
 from rich.text import Text
 
 from twinop.cli.console import Timeout, clear_errors, out, print_note, program
-from twinop.deploy.create_session import PROVIDERS, Provider, session
+from twinop.deploy.create_session import PROVIDERS, session
 from twinop.deploy.custom_nodes import custom_nodes, is_custom
 from twinop.deploy.errors import FeedError, RunError
 from twinop.deploy.inference_session import NodeRun, Session
@@ -113,7 +113,7 @@ def _run(path: Path, provider: str, *given: Any) -> bool:
     if any(array.dtype.kind == "O" for array in feeds.values()):
         out.print("not compared with torch, which has no strings")
         return True
-    comparisons = _compare_with_torch(used, model, feeds, PROVIDERS[provider], path.parent)
+    comparisons = _compare_with_torch(used, model, feeds, provider, path.parent)
     out.print(_parity_table(comparisons, ran))
     compared = {each.node for each in comparisons}
     inner = [node.label for node in custom_nodes(model) if node.proto.name not in compared]
@@ -167,11 +167,7 @@ def _described(value: Any) -> str:
 
 
 def _compare_with_torch(
-    libraries: list[Library],
-    model: onnx.ModelProto,
-    feeds: dict[str, np.ndarray],
-    providers: list[Provider] | None,
-    folder: Path,
+    libraries: list[Library], model: onnx.ModelProto, feeds: dict[str, Any], provider: str, folder: Path
 ) -> list[Comparison]:
     from twinop import torch_op
 
@@ -179,7 +175,7 @@ def _compare_with_torch(
         torch_op.load(library.path)
     if not any(map(is_custom, model.graph.node)):
         return []
-    watched = session(model, providers, [each.path for each in libraries] or False, folder=folder)
+    watched = session(model, PROVIDERS[provider], [each.path for each in libraries] or False, folder=folder)
     tensors = {name: to_tensor(array).to(watched.device) for name, array in feeds.items()}
     records = {record.node_type: record for each in libraries for record in each.by_onnx_name.values()}
     wanted = {name for node in filter(is_custom, model.graph.node) for name in (*node.input, *node.output)}

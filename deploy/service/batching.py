@@ -5,7 +5,6 @@ next run: a lone request waits for nothing, and a busy server gets the largest b
 """
 
 import asyncio
-import functools
 import logging
 import time
 from collections import deque
@@ -64,32 +63,38 @@ def _split(found: Mapping[str, np.ndarray], batch: Batch) -> list[Outcome]:
     return split
 
 
-class RunLimit:
-    """Watches a worker thread's runs of one batch, one after the other. `begin` is for that thread."""
+class Run:
+    """A batch on an instance, run at once or one request after the other, each for a limited time.
 
-    def __init__(self, seconds: float, end: Callable[[], None], hangs: Callable[[], None]) -> None:
-        """`end` tells the run to end. `hangs` is called if it has not returned HANGS_AFTER seconds later."""
-        self.exceeded = False  # a run was told to end
-        self.seconds = seconds
-        self._end, self._hangs = end, hangs
-        self._loop = asyncio.get_running_loop()
-        self._timer = self._loop.call_later(seconds, self._check)
+    `begin` is for the worker's thread. `exceeded`: a run was told to end.
+    """
+
+    def __init__(
+        self, instance: Instance, batch: Batch, seconds: float | None, hangs: Callable[[Batch], None]
+    ) -> None:
+        """`hangs` is called if a run has not returned HANGS_AFTER seconds after it was told to end."""
+        self.instance, self.batch, self.seconds, self.exceeded = instance, batch, seconds, False
+        self._hangs, self._loop = hangs, asyncio.get_running_loop()
+        self._timer = None if seconds is None else self._loop.call_later(seconds, self._check, seconds)
         self.begin()
 
     def begin(self) -> None:
         self._began = time.monotonic()
 
     def stop(self) -> None:
-        self._timer.cancel()
+        if self._timer is not None:
+            self._timer.cancel()
+        if self.exceeded:
+            self.instance.terminate(False)
 
-    def _check(self) -> None:
-        left = self._began + self.seconds - time.monotonic()
+    def _check(self, seconds: float) -> None:
+        left = self._began + seconds - time.monotonic()
         if left > 0:  # another run has begun since, or uvloop's timer fired early
-            self._timer = self._loop.call_later(max(left, 0.001), self._check)
+            self._timer = self._loop.call_later(max(left, 0.001), self._check, seconds)
             return
         self.exceeded = True
-        self._end()
-        self._timer = self._loop.call_later(HANGS_AFTER, self._hangs)
+        self.instance.terminate()
+        self._timer = self._loop.call_later(HANGS_AFTER, self._hangs, self.batch)
 
 
 class Batcher:
@@ -154,10 +159,8 @@ class Batcher:
             batch = self._take()
             if not batch:
                 break
-            instance, limit, seconds = self._idle.pop(), None, self._settings.run_timeout_seconds
-            if seconds is not None:
-                limit = RunLimit(seconds, instance.terminate, functools.partial(self._hangs, batch))
-            self._pool.submit(self._work, instance, batch, limit)
+            run = Run(self._idle.pop(), batch, self._settings.run_timeout_seconds, self._hangs)
+            self._pool.submit(self._work, run)
         if not self._waiting and len(self._idle) == self._instances:
             self._drained.set()
 
@@ -202,36 +205,35 @@ class Batcher:
 
     # ---------------------------------------------------------------------- a run, in a worker thread
 
-    def _work(self, instance: Instance, batch: Batch, limit: RunLimit | None) -> None:
+    def _work(self, run: Run) -> None:
         started = time.monotonic()
-        outcomes = self._run(instance, batch, limit)
+        outcomes = self._run(run, run.batch)
         seconds = time.monotonic() - started
-        self._loop.call_soon_threadsafe(self._finish, instance, batch, limit, outcomes, started, seconds)
+        self._loop.call_soon_threadsafe(self._finish, run, outcomes, started, seconds)
 
-    def _run(self, instance: Instance, batch: Batch, limit: RunLimit | None) -> list[Outcome]:
+    def _run(self, run: Run, batch: Batch) -> list[Outcome]:
         """Return the outputs of each request, or its error."""
         ids = [member.request.id for member in batch]
         about = {"request_id": ids[0]} if len(ids) == 1 else {"request_ids": ids}
         with logs.about(**about, model=self._name, version=self._version):
-            if limit is not None:
-                limit.begin()
+            run.begin()
             try:
-                found = instance.run([member.request.inputs for member in batch], batch[0].outputs)
+                found = run.instance.run([member.request.inputs for member in batch], batch[0].outputs)
                 if len(batch) == 1:
                     return [found]
                 if self._has_all_rows(found, batch):
                     return _split(found, batch)
             except Exception as error:
-                failure = self._failure(error, limit)
+                failure = self._failure(error, run)
                 if len(batch) == 1 or failure.failure in (BROKEN, RUN_TOO_LONG):
                     return [failure] * len(batch)
         # One request fails, or the outputs' rows do not match the inputs': run each request alone.
-        return [outcome for member in batch for outcome in self._run(instance, [member], limit)]
+        return [outcome for member in batch for outcome in self._run(run, [member])]
 
-    def _failure(self, error: Exception, limit: RunLimit | None) -> ServiceError:
-        if limit is not None and limit.exceeded:
-            _log.error("a run took longer than run_timeout_seconds (%g), and was ended", limit.seconds)
-            return ServiceError(RUN_TOO_LONG, f"the run took longer than this model's {limit.seconds:g} s")
+    def _failure(self, error: Exception, run: Run) -> ServiceError:
+        if run.exceeded:
+            _log.error("a run took longer than run_timeout_seconds (%g), and was ended", run.seconds)
+            return ServiceError(RUN_TOO_LONG, f"the run took longer than this model's {run.seconds:g} s")
         if isinstance(error, ServiceError):
             return error
         _log.error("a run failed unexpectedly", exc_info=error)
@@ -253,27 +255,16 @@ class Batcher:
 
     # -------------------------------------------------------------------------------- back on the loop
 
-    def _finish(
-        self,
-        instance: Instance,
-        batch: Batch,
-        limit: RunLimit | None,
-        outcomes: list[Outcome],
-        started: float,
-        seconds: float,
-    ) -> None:
-        if limit is not None:
-            limit.stop()
-            if limit.exceeded:
-                instance.terminate(False)
-        self._idle.append(instance)
+    def _finish(self, run: Run, outcomes: list[Outcome], started: float, seconds: float) -> None:
+        run.stop()
+        self._idle.append(run.instance)
         for outcome in outcomes:
             if isinstance(outcome, ServiceError) and outcome.failure is BROKEN:
                 self.on_broken(str(outcome))
         self._dispatch()  # start the next run before these answers are written
-        rows = sum(member.rows for member in batch)
+        rows = sum(member.rows for member in run.batch)
         self.on_run(rows, seconds)
-        for member, outcome in zip(batch, outcomes, strict=True):
+        for member, outcome in zip(run.batch, outcomes, strict=True):
             if isinstance(outcome, ServiceError):
                 member.fail(outcome)
             elif not member.future.done():  # neither cancelled nor expired

@@ -99,6 +99,25 @@ class _CallHandler:
             return await in_thread_if_large(size, codec_grpc.encode, counting.result, request)
 
     def _around(self, method: Method, parse: Callable[[bytes], Any], path: str) -> Any:
+        async def read(context: Any, headers: dict[str, str], memory: RequestMemory) -> Any:
+            """Check whether the call is allowed, read its message, and parse it."""
+            try:
+                if not self._token.allow(path, headers.get("authorization", "").encode()):
+                    said = "this server wants a token: send the metadata authorization: Bearer <token>"
+                    raise ServiceError(UNAUTHENTICATED, said)
+                _log.debug("accepted")  # tests/service/service_load.py compares these lines with the answers
+                if self.draining and path not in OPEN:
+                    raise ServiceError(NOT_READY, "the server is stopping: send the request to another")
+                data = await self._message(context)
+                memory.reserve(2 * len(data))  # protobuf copies it
+                return await in_thread_if_large(len(data), parse, data)
+            except DecodeError:  # gRPC itself would answer UNKNOWN and log an error
+                metrics.failed_without_model(INVALID)
+                raise invalid("the request is not a protobuf message of the protocol") from None
+            except ServiceError as error:
+                metrics.failed_without_model(error.failure)
+                raise
+
         async def guarded(_: Any, context: aio.ServicerContext) -> bytes:
             self.was_called = True
             headers = dict(context.invocation_metadata())
@@ -106,7 +125,7 @@ class _CallHandler:
             refusal: tuple[Any, str, Any] | None = None
             with RequestMemory(self._budget) as memory:
                 try:
-                    request = await self._request(context, headers, parse, memory, path)
+                    request = await read(context, headers, memory)
                     answer = await method(request, context.time_remaining(), memory)
                 except ServiceError as error:
                     extra = tuple((name.lower(), value) for name, value in error.headers.items())
@@ -122,32 +141,6 @@ class _CallHandler:
             return answer if isinstance(answer, bytes) else answer.SerializeToString()
 
         return guarded
-
-    async def _request(
-        self,
-        context: Any,
-        headers: dict[str, str],
-        parse: Callable[[bytes], Any],
-        memory: RequestMemory,
-        path: str,
-    ) -> Any:
-        """Check whether the call is allowed, read its message, and parse it."""
-        try:
-            if not self._token.allow(path, headers.get("authorization", "").encode()):
-                said = "this server wants a token: send the metadata authorization: Bearer <token>"
-                raise ServiceError(UNAUTHENTICATED, said)
-            _log.debug("accepted")  # tests/service/service_load.py compares these lines with the answers
-            if self.draining and path not in OPEN:
-                raise ServiceError(NOT_READY, "the server is stopping: send the request to another")
-            data = await self._message(context)
-            memory.reserve(2 * len(data))  # protobuf copies it
-            return await in_thread_if_large(len(data), parse, data)
-        except DecodeError:  # gRPC itself would answer UNKNOWN and log an error
-            metrics.failed_without_model(INVALID)
-            raise invalid("the request is not a protobuf message of the protocol") from None
-        except ServiceError as error:
-            metrics.failed_without_model(error.failure)
-            raise
 
     async def _message(self, context: Any) -> bytes:
         """Read a message, also for a cancelled call: gRPC never frees one that arrives for such a call."""

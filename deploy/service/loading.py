@@ -232,7 +232,7 @@ def _try(model: Model, loaded: LoadedModel, choice: Choice, sessions: int) -> No
         _log.warning("%s: not warmed up: the rank of an input is unknown, set warm_up", model.name)
         return
     outputs = list(session.outputs)
-    found = warm_up(model.name, loaded.instances[:sessions], warmup, outputs, settings)
+    found = warm_up(model.name, loaded, loaded.instances[:sessions], warmup)
     if isinstance(found, str):
         _log.warning("%s was not warmed up, set warm_up: %s", model.name, found)
         return

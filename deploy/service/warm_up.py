@@ -10,7 +10,7 @@ from twinop.record.tolerance import MAX_USABLE_ERROR, accepted, described_error,
 from ..errors import ModelError
 from ..tensor_specs import Spec, named_sizes
 from .errors import ServiceError
-from .instance import Instance
+from .instance import Instance, LoadedModel
 from .settings import ModelSettings, SettingsError
 
 
@@ -55,20 +55,16 @@ def make_warmup_inputs(
 
 
 def warm_up(
-    model: str,
-    instances: Sequence[Instance],
-    warmup: WarmupInputs,
-    outputs: Sequence[str],
-    settings: ModelSettings,
+    model: str, loaded: LoadedModel, instances: Sequence[Instance], warmup: WarmupInputs
 ) -> dict[str, np.ndarray] | str:
     """Run each instance, also at the largest batch size, to allocate its memory; return the outputs.
 
     ModelError: a run fails. At guessed sizes, which need not be the model's, the message is returned.
     """
     found: dict[str, np.ndarray] = {}
-    runs = [[warmup.feeds]]
-    if settings.max_batch_size and warmup.feeds:
-        runs.append([{name: array[:1] for name, array in warmup.feeds.items()}] * settings.max_batch_size)
+    outputs, most, runs = list(loaded.session.outputs), loaded.settings.max_batch_size, [[warmup.feeds]]
+    if most and warmup.feeds:
+        runs.append([{name: array[:1] for name, array in warmup.feeds.items()}] * most)
     for parts in runs:
         for instance in instances:
             try:
