@@ -1,15 +1,22 @@
 """What a server reports about its requests, good and bad: log lines with their ids, and every metric."""
 
+import time
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import grpc
 import pytest
+from prometheus_client import REGISTRY, generate_latest
 from service_fixtures import Answer, Served, tensor, wait_until
 from service_rows import in_flight
 from tritonclient.grpc import service_pb2 as pb
+
+from twinop.deploy.service.errors import OVERLOADED, ServiceError
+from twinop.deploy.service.metrics import ModelMetrics, counting
+from twinop.deploy.service.request import Result
 
 MISFIT = (tensor("a", "FP32", [1, 2], [1, 2]), tensor("b", "FP32", [1, 3], [1, 2, 3]))
 
@@ -112,3 +119,41 @@ def test_every_metric_after_good_and_bad_requests(served: Served, held_file: Pat
     loaded = sum(state == "READY" for state, _ in served.versions().values())
     assert served.metric("twinop_loads_total", result="ok") == loaded
     assert served.metric("twinop_loads_total", result="failed") == 1
+
+
+def metrics(model: str, version: int) -> ModelMetrics:
+    return ModelMetrics(model, version, SimpleNamespace(queued=0, on_run=None), "cpu")
+
+
+def answer(model: ModelMetrics) -> None:
+    with counting() as count:
+        count.accept(model, time.monotonic())
+        count.result = Result("m", 1, {}, 0.002, 3)
+
+
+def value(name: str, **labels: str) -> float | None:
+    return REGISTRY.get_sample_value(f"twinop_{name}", labels)
+
+
+def test_an_unloaded_version_leaves_nothing() -> None:
+    gone = metrics("gone", 7)
+    with pytest.raises(ServiceError), counting() as count:
+        count.accept(gone, time.monotonic())
+        raise ServiceError(OVERLOADED, "later")
+    gone.ran(1, 0.1)
+    assert b'model="gone"' in generate_latest()
+    gone.drop()
+    assert b'model="gone"' not in generate_latest()
+
+
+def test_a_version_that_is_loaded_again_keeps_its_series() -> None:
+    old = metrics("again", 1)
+    answer(old)
+    new = metrics("again", 1)
+    answer(old)  # while it drains
+    old.drop()
+    answer(new)
+    assert value("requests_total", model="again", version="1") == 3
+    assert value("provider", model="again", version="1", provider="cpu") == 1
+    new.drop()
+    assert value("requests_total", model="again", version="1") is None
