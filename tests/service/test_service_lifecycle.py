@@ -1,8 +1,10 @@
 """The real server, from its start to SIGTERM: live at once, ready while it can answer."""
 
+import re
 import signal
 import subprocess
 import sys
+import threading
 import time
 from contextlib import ExitStack
 from functools import partial
@@ -12,13 +14,16 @@ from typing import Any
 import grpc
 import onnx
 import pytest
+import service_models as models
+import yaml
 from grpc_health.v1.health_pb2 import HealthCheckRequest, HealthCheckResponse
 from grpc_health.v1.health_pb2_grpc import HealthStub
-from service_fixtures import Served, free_ports, receive, receive_all, split, start, wait_until
+from service_fixtures import Served, free_ports, receive, receive_all, serve, split, start, wait_until
 from service_held import held
+from service_loads import repository_of
 from service_models import place, relu
 from service_raw import REQUEST
-from service_rows import QUICK, ROW, in_flight, message
+from service_rows import QUICK, ROW, call, in_flight, message
 from tritonclient.grpc import service_pb2 as pb
 from tritonclient.grpc.service_pb2_grpc import GRPCInferenceServiceStub
 
@@ -120,3 +125,144 @@ def test_ready_means_that_the_models_are_loaded_and_the_server_is_not_stopping(s
         with pytest.raises(OSError):
             starting.connect()
         assert starting.process.wait(60) == 0
+
+
+def test_what_takes_longer_than_the_grace_time_is_cut_off(tmp_path: Path) -> None:
+    file = tmp_path / "held"
+    models.place(tmp_path / "models", "relu", models.relu())
+    (tmp_path / "models" / "twinop.toml").write_text("[server]\ngrace_seconds = 1\n")
+    with serve(tmp_path / "models", program=held(runs=file)) as served, ExitStack() as stack:
+        file.touch()
+        connections = [stack.enter_context(served.connect(60)) for _ in range(8)]
+        for connection in connections:
+            connection.sendall(REQUEST)
+        wait_until(partial(in_flight, served, 8, "relu"))
+        served.process.send_signal(signal.SIGTERM)
+        answers = [receive(connection) for connection in connections]
+        assert served.stop() == 1
+        assert any("grace_seconds (1) were not enough" in line["message"] for line in served.log)
+    assert {(answer.status, answer.error) for answer in answers} == {
+        (503, "the server stopped before it could answer")
+    }
+
+
+def test_sigterm_while_a_model_is_loading_does_not_wait_for_it(tmp_path: Path) -> None:
+    file, log = tmp_path / "held", tmp_path / "log"
+    file.touch()
+    onnx.save(models.relu(), tmp_path / "m.onnx")
+    process = start(tmp_path / "m.onnx", log, program=held(loads=file))
+    wait_until(lambda: b"held" in log.read_bytes())
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(60) == 0
+
+
+def test_threads_that_still_decode_do_not_keep_the_process(tmp_path: Path) -> None:
+    """There are more requests than threads in asyncio's executor, which the shutdown must not depend on."""
+    models.place(tmp_path, "m", models.relu())
+    patched = (
+        "import os, sys, time\n"
+        "from twinop.deploy.service import codec_grpc, codec_rest, request\n"
+        "from twinop.cli import app\n"
+        "def decode(*arguments):\n"
+        '    os.write(1, b\'{"message": "decoding"}\\n\')\n'  # several threads: print writes the end apart
+        "    time.sleep(100)\n"
+        "request.LARGE = 0\n"
+        "codec_grpc.decode = codec_rest.decode = decode\n"
+        "app(sys.argv[1:])\n"
+    )
+    (tmp_path / "twinop.toml").write_text("[server]\ngrace_seconds = 1\n")
+    with serve(tmp_path, *QUICK, program=("-c", patched)) as served:
+        outcomes: list[object] = []
+
+        def over_grpc() -> None:
+            with pytest.raises(grpc.RpcError) as error:
+                call(served, "m")
+            outcomes.append(error.value.code())
+
+        def decoding() -> int:
+            return sum(line["message"] == "decoding" for line in served.log)
+
+        threads = [threading.Thread(target=lambda: outcomes.append(served.infer("m", ROW).status))]
+        threads += [threading.Thread(target=over_grpc) for _ in range(40)]
+        threads[0].start()
+        wait_until(lambda: decoding() == 1)
+        for thread in threads[1:]:
+            thread.start()
+        wait_until(lambda: decoding() >= 5)
+        assert served.stop(seconds=50) == 1
+        for thread in threads:
+            thread.join(60)
+        assert 503 in outcomes and len(outcomes) == 41
+        assert any("grace_seconds (1) were not enough" in line["message"] for line in served.log)
+
+
+EXAMPLES = Path(__file__).resolve().parents[2] / "examples/serving"
+
+
+def requests_of(own: Served) -> float:
+    return own.metric("twinop_requests_total", model="m")
+
+
+def test_the_kernel_spreads_connections_over_servers_that_are_ready(tmp_path: Path) -> None:
+    """Each has its own metrics, and one that ends answers what it accepted."""
+    root, file, log = tmp_path / "models", tmp_path / "held", tmp_path / "log"
+    models.place(root, "m", models.relu())
+    http_port, grpc_port, *admin = free_ports(4)
+    shared = (*QUICK, "--reuse-port", "--http-port", str(http_port), "--grpc-port", str(grpc_port))
+    with serve(root, *shared, "--admin-port", str(admin[0])) as first:
+        assert (first.http_port, first.grpc_port) == (http_port, grpc_port)
+        file.touch()
+        ports = (*shared, "--admin-port", str(admin[1]))
+        process = start(root, log, *ports, program=held(loads=file))
+        of_first = Served(first.process, admin[0], grpc_port, first.log_path, root)
+        of_second = Served(process, admin[1], grpc_port, log, root)
+
+        def are_both_used() -> bool:
+            assert first.infer("m", ROW).status == 200
+            with first.stub() as stub:
+                assert stub.ModelInfer(message("m", -1, 2, -3, 4)).outputs
+            return requests_of(of_first) > 0 and requests_of(of_second) > 0
+
+        try:
+            wait_until(lambda: b"held" in log.read_bytes())
+            assert {first.infer("m", ROW).status for _ in range(50)} == {200}  # all by the first
+            file.unlink()
+            wait_until(lambda: b'"ready"' in log.read_bytes())
+            wait_until(are_both_used)
+            for own in (of_first, of_second):
+                assert own.ask("GET", "/v2/health/ready").status == 200
+                assert own.infer("m", ROW).status == 200
+            process.send_signal(signal.SIGTERM)  # it answers what it accepted, and listens no more
+            after = 0
+            while after < 20:
+                assert first.infer("m", ROW).status == 200
+                after += process.poll() is not None
+            assert process.poll() == 0
+            assert [line for line in of_second.log if "traceback" in line] == []
+        finally:
+            process.kill()
+            process.wait()
+
+
+# -------------------------------------------------------------------------------- the examples
+
+
+def command_of_unit() -> list[str]:
+    found = re.search(r"^ExecStart=(.*)$", (EXAMPLES / "twinop@.service").read_text(), re.MULTILINE)
+    assert found is not None
+    return found[1].replace("%i", "1").split()
+
+
+def commands_of_compose() -> list[list[str]]:
+    services = yaml.safe_load((EXAMPLES / "compose.yaml").read_text())["services"]
+    return [["twinop", *each["command"]] for each in services.values()]
+
+
+@pytest.mark.parametrize("command", [command_of_unit(), *commands_of_compose()])
+def test_the_examples_start_servers(
+    command: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    models.place(tmp_path, "m", models.relu())
+    assert command[0].endswith("twinop") and command[1] == "serve"
+    server: Any = repository_of(monkeypatch, tmp_path, *command[3:]).settings.server
+    assert server.reuse_port and server.admin_port in (9001, 9002)

@@ -2,13 +2,17 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+import triton
+from ahead_kernels import gelu_kernel
 from typer.testing import CliRunner, Result
 
 from twinop.building.project import Project
 from twinop.cli import app
+from twinop.errors import BuildError
 from twinop.triton.build import make_contents
 from twinop.triton.tuning import Entry, Tuning, tuning_file
 
@@ -111,3 +115,57 @@ def test_kernels_without_configurations(tmp_path: Path) -> None:
     )
     result = tune(op_file(tmp_path, "fixed", text))
     assert result.exit_code == 1 and "no kernel with @triton.autotune was launched" in result.stderr
+
+
+SMALL, MIDDLE, LARGE = (triton.Config({"BLOCK": block}, num_warps=4) for block in (128, 512, 2048))
+
+
+class Tensor:
+    dtype = "torch.float32"
+
+
+@pytest.fixture
+def tuned() -> Any:
+    return triton.autotune([SMALL, MIDDLE, LARGE], key=["n"])(gelu_kernel)
+
+
+def of_gelu(n: int, config: Any, arch: int = 90, dtype: str = "torch.float32") -> Entry:
+    return Entry("gelu_kernel", arch, {"n": n}, [dtype, dtype], config.all_kwargs())
+
+
+def chosen(tuning: Tuning, tuned: Any, n: int, arch: int = 90) -> Any:
+    arguments = {"x_ptr": Tensor(), "y_ptr": Tensor(), "n": n}
+    tuned.nargs = arguments
+    return tuning.choose(tuned, arguments, arch)
+
+
+def test_without_an_entry_the_first_configuration_is_taken(tuned: Any) -> None:
+    assert chosen(Tuning(), tuned, 5) is SMALL
+    assert chosen(Tuning([of_gelu(100, LARGE, arch=80)]), tuned, 5) is SMALL
+    assert chosen(Tuning([of_gelu(100, LARGE, dtype="torch.float16")]), tuned, 5) is SMALL
+    gone = triton.Config({"BLOCK": 64}, num_warps=4)
+    assert chosen(Tuning([of_gelu(100, gone)]), tuned, 5) is SMALL
+
+
+def test_the_pruning_of_the_kernel_is_asked() -> None:
+    prune = {"early_config_prune": lambda configs, *_, **__: configs[1:]}
+    pruned = triton.autotune([SMALL, LARGE], key=["n"], prune_configs_by=prune)(gelu_kernel)
+    assert chosen(Tuning(), pruned, 5) is LARGE
+
+
+@pytest.mark.parametrize("text", ["", "[]", '{"entries": [{"kernel": "x"}]}'])
+def test_a_damaged_file(tmp_path: Path, text: str) -> None:
+    file = tmp_path / "gelu.tune.json"
+    file.write_text(text)
+    with pytest.raises(BuildError, match=r"gelu.tune.json: it is not what `twinop tune` writes"):
+        Tuning.read(file)
+
+
+def test_measured_calls_are_recorded(monkeypatch: pytest.MonkeyPatch, tuned: Any) -> None:
+    monkeypatch.setattr(type(tuned), "run", lambda autotuner, *args, **kwargs: None)
+    tuning = Tuning([of_gelu(64, SMALL), of_gelu(5, SMALL)])
+    tuned.best_config = LARGE
+    with tuning.recording(90) as measured:
+        tuned[(1,)](Tensor(), Tensor(), 64)
+    assert tuning.entries == [of_gelu(5, SMALL), of_gelu(64, LARGE)]
+    assert [each for each, _ in measured] == [of_gelu(64, LARGE)]

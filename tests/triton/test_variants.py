@@ -1,6 +1,6 @@
 """Variants of launches, and the numbers of traced ones, against Triton's own launcher.
 
-A trace answers torch's questions about sizes of 0 and 1 in one way for all sizes: the plan is right all the same.
+A trace answers torch's questions about sizes of 0 and 1 in one way for all: the plan is right all the same.
 """
 
 import functools
