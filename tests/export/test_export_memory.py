@@ -151,9 +151,8 @@ def test_layers_whose_inputs_have_fixed_sizes_are_compared(
         monkeypatch.setattr(name, lambda a, b: cut(a, b, 20 << 10), raising=False)
     model = nn.Sequential(*(each for _ in range(4) for each in (nn.Linear(64, 64), nn.GELU())))
     steps = list[str]()
-    report = export(
-        model, (torch.ones(2, 64),), tmp_path / "m.onnx", progress=lambda step, *_: steps.append(step)
-    )
+    options: dict[str, Any] = {"exporter": "torchscript", "progress": lambda step, *_: steps.append(step)}
+    report = export(model, (torch.ones(2, 64),), tmp_path / "m.onnx", **options)
     assert any("layer 2 of" in step for step in steps)
     assert not any("not optimised" in note for note in report.notes), report.notes
 

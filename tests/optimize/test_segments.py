@@ -8,15 +8,11 @@ import numpy as np
 import onnx
 import onnx_ir as ir
 import pytest
-import torch
 from decoder_graphs import Sizes, write
 from optimizing import nodes, optimized, parsed, pass_of, weights
 from segment_chains import accepted_case, run_beside, run_chain, run_part
-from torch import Tensor, nn
-from torch.nn import functional
 
 from twinop.deploy.ort_runs import run
-from twinop.export import export
 from twinop.optimize import graph as g
 from twinop.optimize import optimize, optimize_folder
 from twinop.optimize.equivalence import relative_error
@@ -230,48 +226,37 @@ def decoder(tmp_path_factory: pytest.TempPathFactory) -> ir.Model:
     return model
 
 
-class UNet(nn.Module):
-    """Convolutions with skip connections around a transformer's layer, and an embedding that all read."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.time, self.first = nn.Linear(8, 16), nn.Conv2d(4, 16, 3, padding=1)
-        self.down = nn.ModuleList([nn.Conv2d(16 << i, 32 << i, 3, 2, 1) for i in range(2)])
-        self.middle = nn.TransformerEncoderLayer(64, 4, 64, batch_first=True)
-        self.up = nn.ModuleList([nn.Conv2d(48 << i, 16 << i, 3, padding=1) for i in (1, 0)])
-
-    def forward(self, x: Tensor, time: Tensor) -> Tensor:
-        embedded = functional.silu(self.time(torch.cos(time[:, None] * torch.arange(8))))
-        x, skips = self.first(x) + embedded[:, :, None, None], list[Tensor]()
-        for each in self.down:
-            skips.append(x)
-            x = functional.silu(each(x)) + embedded.mean()
-        shape = x.shape
-        x = self.middle(x.flatten(2).transpose(1, 2)).transpose(1, 2).reshape(shape)
-        for each in self.up:
-            x = functional.interpolate(x, scale_factor=2.0)
-            x = functional.silu(each(torch.cat([x, skips.pop()], 1))) + embedded.mean()
-        return x
-
-
-TORCH = {
-    "unet": (UNet(), {"x": torch.randn(2, 4, 16, 16), "time": torch.rand(2)}, 100 * _KIB),
+MODELS = {
+    "a UNet": (
+        """(float[B, 4, H, W] x, float[B, 8] time) => (float[B, 4, H, W] y) {
+        t0 = MatMul (time, wt) t1 = Sigmoid (t0) t2 = Mul (t0, t1) t = Unsqueeze (t2, last2)
+        a0 = Conv <pads=[1, 1, 1, 1]> (x, w0) a = Add (a0, t)
+        b0 = Conv <pads=[1, 1, 1, 1], strides=[2, 2]> (a, w1) b1 = Sigmoid (b0) b2 = Mul (b0, b1)
+        bt = ReduceMean <keepdims=0> (t2) b = Add (b2, bt)
+        n = InstanceNormalization (b, scale, bias) d = Sigmoid (n) e = Mul (n, d)
+        f0 = ConvTranspose <strides=[2, 2]> (e, w2) f = Add (f0, bt) s = Concat <axis=1> (f, a)
+        y = Conv <pads=[1, 1, 1, 1]> (s, w3) }""",
+        {"wt": (8, 16), "w0": (16, 4, 3, 3), "w1": (32, 16, 3, 3), "w2": (32, 16, 2, 2), "w3": (4, 32, 3, 3),
+         "scale": (32,), "bias": (32,)},
+        12 * _KIB,
+    ),
     "nothing repeats": (
-        nn.Sequential(nn.Linear(16, 40), nn.ReLU(), nn.LayerNorm(40), nn.Linear(40, 24), nn.Sigmoid(),
-                      nn.Linear(24, 64), nn.Softmax(-1), nn.Linear(64, 8), nn.Tanh(), nn.Linear(8, 99)),
-        {"input": torch.randn(3, 16)},
+        """(float[B, 16] x) => (float[B, 99] y) { a = MatMul (x, w0) b = Relu (a)
+        c = LayerNormalization (b, g) d = MatMul (c, w1) e = Sigmoid (d) f = MatMul (e, w2) h = Softmax (f)
+        i = MatMul (h, w3) j = Tanh (i) y = MatMul (j, w4) }""",
+        {"w0": (16, 40), "g": (40,), "w1": (40, 24), "w2": (24, 64), "w3": (64, 8), "w4": (8, 99)},
         6 * _KIB,
     ),
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", TORCH)
-def test_models_of_torch(name: str, tmp_path: Path) -> None:
-    model, given, most = TORCH[name]
-    path, args = tmp_path / "old.onnx", tuple(given.values())
-    export(model.eval(), args, path, exporter="dynamo", verify=False, optimize=False)
-    optimized(path, tmp_path)
-    original, result = load(path), load(tmp_path / "fast.onnx")
+@pytest.mark.parametrize("name", MODELS)
+def test_other_models(name: str, tmp_path: Path) -> None:
+    """A skip and a vector that all read cross, and layers of which none is like another."""
+    text, shapes, most = MODELS[name]
+    given = {key: weights(*shape, seed=seed) for seed, (key, shape) in enumerate(shapes.items())}
+    optimized(parsed(text, last2=np.array([2, 3]), **given), tmp_path)
+    original, result = load(tmp_path / "old.onnx"), load(tmp_path / "fast.onnx")
     segments = cut(original, result, most)
     assert len(segments) > 3
     assert_same_results(original, result, segments)
