@@ -386,23 +386,6 @@ def test_a_model_without_custom_ops(tmp_path: Path) -> None:
     assert not onnx.load(tmp_path / "plain.onnx").functions
 
 
-def test_without_bodies_and_without_verification(tmp_path: Path) -> None:
-    path = tmp_path / "m.onnx"
-    report = export(torch_op.CustomReLU(), torch.randn(3), path, bodies=False, exporter="torchscript")
-    assert not onnx.load(path).functions and report.parity is not None
-    assert report.without_library is None and "no function body: CustomRelu" in report.without_reason
-    report = plain(torch_op.CustomReLU(), torch.randn(3), path, verify=False, exporter="torchscript")
-    assert report.parity is None and report.without_library is None and onnx.load(path).functions
-
-
-def test_an_op_without_body_needs_the_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from twinop.model import bodies
-
-    monkeypatch.delitem(bodies.BODIES, "relu")
-    report = plain(torch_op.CustomReLU(), torch.randn(3), tmp_path / "m.onnx", exporter="torchscript")
-    assert report.parity is not None and "no function body: CustomRelu" in report.without_reason
-
-
 @each_exporter
 def test_a_number_as_input(exporter: str, tmp_path: Path) -> None:
     """It has rank 0. The special inputs are made of it, too."""
