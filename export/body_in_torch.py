@@ -54,8 +54,7 @@ def evaluate_body(
             are rounded to those that the record gives them.
         ops: makes the `op` of the body instead of TorchOps.
 
-    Raises:
-        ExportError: the op has no body, or the body uses an operator that TorchOps does not know.
+    ExportError: the op has no body, or the body uses an operator that TorchOps does not know.
     """
     body = find_body(record.key)
     if body is None:
@@ -65,24 +64,16 @@ def evaluate_body(
     body.check(record)
     first = inputs[0]
     assert first is not None
-    floating = [
-        tensor.dtype if tensor.itemsize > 1 else torch.float32
-        for tensor in inputs
-        if tensor is not None and tensor.is_floating_point()
-    ]
+    floats = [each for each in inputs if each is not None and each.is_floating_point()]
+    floating = [each.dtype if each.itemsize > 1 else torch.float32 for each in floats]
     compute = reduce(torch.promote_types, floating, torch.float32 if floating else first.dtype)
     given = {entry.name: default_of(entry) for entry in record.attributes} | dict(attributes or {})
-    named = {
-        entry.name: AttributeValue(record.name, entry.name, onnx_value(entry, given[entry.name]))
-        for entry in record.attributes
-    }
+    values = {entry.name: onnx_value(entry, given[entry.name]) for entry in record.attributes}
+    named = {name: AttributeValue(record.name, name, value) for name, value in values.items()}
     op = (ops or TorchOps)(record, compute, stored or first.dtype)
-    op.setting = BodySetting(
-        tuple(torch_name((first if tensor is None else tensor).dtype) for tensor in inputs),
-        torch_name(compute),
-        OPSETS[0],
-        {tuple(None if tensor is None else tensor.dim() for tensor in inputs)},
-    )
+    dtypes = tuple(torch_name((first if tensor is None else tensor).dtype) for tensor in inputs)
+    ranks = tuple(None if tensor is None else tensor.dim() for tensor in inputs)
+    op.setting = BodySetting(dtypes, torch_name(compute), OPSETS[0], {ranks})
     wide = [
         None if tensor is None else op.input(tensor.to(compute) if tensor.is_floating_point() else tensor)
         for tensor in inputs
@@ -183,9 +174,6 @@ class TorchOps:
         return torch.tensor(value, dtype=self._compute if isinstance(value, float) else torch.int64)
 
 
-# ------------------------------------------------------------------------------------------- operators
-
-
 def _ints(tensor: Any) -> list[int]:
     return [int(value) for value in tensor.reshape(-1)] if tensor is not None else []
 
@@ -227,10 +215,6 @@ def _unsqueeze(x, axes):
     for axis in sorted(axis % rank for axis in _ints(axes)):
         x = x.unsqueeze(axis)
     return x
-
-
-def _variadic(function):
-    return lambda *tensors: reduce(function, tensors)
 
 
 def _arg(function):
@@ -344,8 +328,8 @@ OPERATORS: dict[str, Callable[..., Any]] = {
     "LeakyRelu": lambda x, *, alpha=0.01: F.leaky_relu(x, alpha),
     "LessOrEqual": torch.le,
     "LogSoftmax": lambda x, *, axis=-1: x.log_softmax(axis),
-    "Max": _variadic(torch.maximum),
-    "Min": _variadic(torch.minimum),
+    "Max": lambda *tensors: reduce(torch.maximum, tensors),
+    "Min": lambda *tensors: reduce(torch.minimum, tensors),
     "Mod": lambda a, b, *, fmod=0: (torch.fmod if fmod else torch.remainder)(a, b),
     "Pad": _pad,
     "Range": lambda start, *more: torch.arange(*(each.item() for each in (start, *more)), dtype=start.dtype),
@@ -371,7 +355,7 @@ OPERATORS: dict[str, Callable[..., Any]] = {
         x.chunk(num_outputs, axis) if split is None else x.split(_ints(split), axis)
     ),
     "Squeeze": lambda x, axes=None: x.squeeze() if axes is None else x.squeeze(_ints(axes)),
-    "Sum": _variadic(torch.add),
+    "Sum": lambda *tensors: reduce(torch.add, tensors),
     "Trilu": lambda x, k=0, *, upper=1: (torch.triu if upper else torch.tril)(x, int(k)),
     "Transpose": lambda x, *, perm=None: x.permute(perm or tuple(reversed(range(x.ndim)))),
     "Unsqueeze": _unsqueeze,

@@ -16,11 +16,8 @@ from twinop.torch_op.arguments import bind, signature_of
 def translation_table(
     records: Mapping[str, OpSpec] | None = None,
 ) -> dict[Callable[..., Any], Callable[..., Any]]:
-    """Makes the `custom_translation_table` of `torch.onnx.export(..., dynamo=True)`.
-
-    Args:
-        records: the ops by name; by default the ops that `twinop.torch_op` has loaded.
-    """
+    """Makes the `custom_translation_table` of `torch.onnx.export(..., dynamo=True)` for ops by name, by
+    default those that `twinop.torch_op` has loaded."""
     records = torch_op.records() if records is None else records
     return {
         getattr(getattr(torch.ops, record.namespace), record.functional_name).default: _translation(record)

@@ -42,7 +42,7 @@ from twinop.system.progress import Progress, silent
 from twinop.system.publish import publish
 
 from .inputs import Dynamic, check_opset
-from .reference import Reference
+from .reference import Reference, Tensors
 from .report import ExportReport
 from .routes import ROUTES, Source, quiet_torch, run_route
 from .state import evaluation
@@ -184,11 +184,8 @@ def _run_passes(
 
 
 def _held(model: ir.Model, files: Sequence[Path]) -> tuple[Path, dict[str, Held]]:
-    """Gives the disk of a large file back, whose weights torch has in memory: what is optimised needs it.
-
-    Returns:
-        The file to optimise, and its weights. It keeps its graph and its size, not its numbers.
-    """
+    """Gives the disk of a large file back, whose weights torch has in memory. Returns the file to optimise,
+    which keeps its graph and its size, not its numbers, and its weights."""
     path = wire.view(files[-1])
     proto = onnx.load(path, load_external_data=False)
     external = [*filter(uses_external_data, tensors(proto))]
@@ -213,11 +210,7 @@ def _as_exported(
 
 
 def _optimized(
-    source: Path,
-    tensors: Mapping[str, torch.Tensor],
-    report: ExportReport,
-    cases: Sequence[Case],
-    options: Mapping[str, Any],
+    source: Path, tensors: Tensors, report: ExportReport, cases: Sequence[Case], options: Mapping[str, Any]
 ) -> list[Path]:
     """Optimises a file into a folder of its own, and compares it with torch; returns the files if they do."""
     options["progress"]("optimizing")
@@ -284,14 +277,10 @@ def _libraries(given: deploy.Libraries, records: Iterable[OpSpec]) -> list[Path]
 
 def _describe(model: ir.Model, report: ExportReport) -> None:
     def signature(values: Sequence[ir.Value]) -> dict[str, str]:
-        return {
-            str(value.name): f"{value.dtype.name.lower() if value.dtype else '?'} {value.shape}"
-            for value in values
-        }
+        kinds = [value.dtype.name.lower() if value.dtype else "?" for value in values]
+        return {str(value.name): f"{kind} {value.shape}" for value, kind in zip(values, kinds, strict=True)}
 
-    types = Counter(
-        f"{node.domain}.{node.op_type}" if node.domain else node.op_type for node in model.graph.all_nodes()
-    )
+    types = Counter(f"{node.domain}.{node.op_type}".lstrip(".") for node in model.graph.all_nodes())
     report.opsets = {domain or "ai.onnx": n for domain, n in sorted(model.graph.opset_imports.items())}
     report.inputs, report.outputs = signature(model.graph.inputs), signature(model.graph.outputs)
     report.nodes = dict(sorted(types.items()))

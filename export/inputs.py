@@ -20,20 +20,13 @@ Dynamic = Mapping[str, int | Sequence[int] | Mapping[int, str]]
 
 
 class Inputs:
-    """A model's example inputs: tensors, also in containers that torch knows. Other values become constants.
-
-    Attributes:
-        tensors: by the names that they get in the graph, after the parameters of the model's forward.
-        returned: the tensors by name, of a model that returns numbers beside them; torch exports none.
-    """
+    """A model's example inputs: tensors, also in containers, by their names in the graph; others become
+    constants. `returned` are tensors beside numbers, which torch does not export."""
 
     def __init__(self, bound: inspect.BoundArguments) -> None:
         self._bound, self.returned = bound, frozenset[str]()
-        found = [
-            each
-            for parameter, value in bound.arguments.items()
-            for each in leaves(value, self._prefix(parameter))
-        ]
+        given = bound.arguments.items()
+        found = [each for name, value in given for each in leaves(value, self._prefix(name))]
         self.tensors = dict(found)
         if len(self.tensors) < len(found):
             name = Counter(name for name, _ in found).most_common(1)[0][0]
@@ -47,18 +40,14 @@ class Inputs:
     @property
     def plain(self) -> bool:
         """Whether every parameter is a tensor and is passed by position, and only tensors are returned."""
-        values = self._bound.arguments.values()
-        return not (self._bound.kwargs or self.returned) and all(
-            isinstance(value, torch.Tensor) for value in values
-        )
+        are_tensors = [isinstance(value, torch.Tensor) for value in self._bound.arguments.values()]
+        return not (self._bound.kwargs or self.returned) and all(are_tensors)
 
     def call(self, model: torch.nn.Module, tensors: Mapping[str, torch.Tensor]) -> Any:
         """Calls the model with other tensors in the places of these."""
         bound = copy.copy(self._bound)
-        bound.arguments = {
-            parameter: replace_leaves(value, tensors, self._prefix(parameter))
-            for parameter, value in bound.arguments.items()
-        }
+        given = bound.arguments.items()
+        bound.arguments = {name: replace_leaves(value, tensors, self._prefix(name)) for name, value in given}
         return model(*bound.args, **bound.kwargs)
 
 
@@ -79,10 +68,7 @@ class _Function(torch.nn.Module):
 
 def as_module(model: Any) -> torch.nn.Module:
     """Returns a module to export: functions are wrapped, and torch.compile and DataParallel taken off.
-
-    Raises:
-        ExportError: it is neither a module nor a function, or torch's exporter does not take it.
-    """
+    ExportError: it is neither a module nor a function, or torch's exporter does not take it."""
     wrappers = (torch.nn.DataParallel, torch.nn.parallel.DistributedDataParallel)
     compiled = ("_orig_mod", "_torchdynamo_orig_callable")  # of a module, of a function
     while isinstance(model, wrappers) or any(hasattr(model, name) for name in compiled):
@@ -111,11 +97,8 @@ def as_module(model: Any) -> torch.nn.Module:
 
 
 def bind_inputs(model: torch.nn.Module, args: Any, kwargs: Mapping[str, Any] | None) -> Inputs:
-    """Binds the example inputs to the parameters of the model's forward.
-
-    Raises:
-        ExportError: they do not fit forward, or hold no tensor.
-    """
+    """Binds the example inputs to the parameters of the model's forward; ExportError: they do not fit it, or
+    hold no tensor."""
     args = tuple(args) if isinstance(args, (tuple, list)) else (args,)
     try:
         signature = inspect.signature(model.forward)
@@ -135,11 +118,8 @@ def bind_inputs(model: torch.nn.Module, args: Any, kwargs: Mapping[str, Any] | N
 
 
 def leaves(value: Any, name: str = "", outputs: bool = False) -> Iterable[tuple[str, torch.Tensor]]:
-    """Yields the tensors inside containers, with names such as `states_0`.
-
-    Raises:
-        ExportError: an object holds tensors, and is no container that torch knows.
-    """
+    """Yields the tensors inside containers, with names such as `states_0`; ExportError: an object holds
+    tensors, and is no container that torch knows."""
     if isinstance(value, torch.Tensor):
         yield name, value
     if isinstance(value, (torch.Tensor, torch.SymInt, torch.SymFloat, torch.SymBool)):
@@ -178,9 +158,7 @@ _Entries = tuple[list[tuple[Any, Any]], Callable[[list[Any]], Any]]
 
 def _entries(value: Any) -> _Entries | None:
     """Returns what a container holds, by name, and how it is made of other entries; None of other objects.
-
-    Containers are those of torch's pytree registry, as for torch's exporter, and lists, tuples and mappings.
-    """
+    Containers are those of torch's pytree registry, lists, tuples and mappings."""
 
     def is_inside(each: Any) -> bool:
         return each is not value
@@ -213,11 +191,8 @@ def _join(name: str, key: Any) -> str:
 
 
 def check_dynamic(dynamic: Dynamic | None, tensors: Mapping[str, torch.Tensor]) -> dict[str, dict[int, str]]:
-    """Returns the dynamic axes by input, each with a name; axes of one name have one size.
-
-    Raises:
-        ExportError: an unknown input, an axis that it does not have, or an example size of 0 or 1.
-    """
+    """Returns the dynamic axes by input, each with a name; axes of one name have one size. ExportError: an
+    unknown input, an axis that it does not have, or an example size of 0 or 1."""
     result: dict[str, dict[int, str]] = {}
     for name, axes in (dynamic or {}).items():
         if name not in tensors:
@@ -251,11 +226,8 @@ def check_dynamic(dynamic: Dynamic | None, tensors: Mapping[str, torch.Tensor]) 
 
 
 def parse_dynamic(specs: Iterable[str]) -> dict[str, dict[int, str]]:
-    """Parses `["x:0,1", "mask:0=batch"]` into `{"x": {0: "", 1: ""}, "mask": {0: "batch"}}`.
-
-    Raises:
-        ExportError: a text does not have that form.
-    """
+    """Parses `["x:0,1", "mask:0=batch"]` into `{"x": {0: "", 1: ""}, "mask": {0: "batch"}}`; ExportError: a
+    text does not have that form."""
     result: dict[str, dict[int, str]] = {}
     for spec in specs:
         name, separator, axes = spec.partition(":")
@@ -294,13 +266,9 @@ def floating_dtype(name: str) -> torch.dtype:
 def resized(
     tensors: Mapping[str, torch.Tensor], dynamic: Mapping[str, Mapping[int, str]], *, fresh: bool
 ) -> dict[str, torch.Tensor]:
-    """Returns the inputs with one more entry on every dynamic axis.
-
-    Args:
-        fresh: draw new values like those of the example: numbers between its smallest and its largest,
-            indices from its own. A 0/1 mask is extended by its first entry, and half of its last row is
-            masked. If False, every input is extended by its first entry.
-    """
+    """Returns the inputs with one more entry on every dynamic axis. `fresh` draws new values between the
+    example's smallest and largest number, or from its indices, and masks half of the last row of a 0/1 mask;
+    else the first entry is repeated."""
     generator = torch.Generator().manual_seed(0)
     result = dict(tensors)
     for name, axes in dynamic.items():

@@ -23,10 +23,7 @@ def load_model(spec: str, what: str) -> tuple[torch.nn.Module, Any]:
     Args:
         spec: `file.py:name` or `package.module:name`. The name is that of a function without arguments that
             returns (module, example inputs), or of a Module class with a method `example_inputs()`.
-        what: the start of error messages.
-
-    Raises:
-        ExportError: it is not there, fails, or returns something else.
+        what: the start of error messages, of ExportError: it is not there, fails, or returns something else.
     """
     place, _, name = spec.rpartition(":")
     if not place or not name:
@@ -40,11 +37,8 @@ def load_model(spec: str, what: str) -> tuple[torch.nn.Module, Any]:
         sys.path.insert(0, here)
     module = _import_file(Path(place), what) if is_file else _import_module(place, what)
     if name not in vars(module):
-        available = [
-            key
-            for key, value in vars(module).items()
-            if callable(value) and getattr(value, "__module__", "") == module.__name__
-        ]
+        own = [key for key, value in vars(module).items() if callable(value)]
+        available = [key for key in own if getattr(vars(module)[key], "__module__", "") == module.__name__]
         raise ExportError(f"{what}: {place} has no {name}; it has: {', '.join(available) or 'none'}")
     found = getattr(module, name)
     if isinstance(found, type) and issubclass(found, torch.nn.Module):

@@ -19,16 +19,12 @@ from .inputs import Dynamic, as_module, bind_inputs, check_dynamic, leaves, resi
 from .state import changed_weights, kept_state
 from .verify import Case
 
+Tensors = Mapping[str, torch.Tensor]
 Outputs = dict[str, torch.Tensor]
 
 
 class Reference:
-    """A model, and its example inputs.
-
-    Attributes:
-        axes: the dynamic axes of each input, with their names.
-        expected: the outputs for the example inputs by name, after `run`.
-    """
+    """A model, its example inputs with their dynamic axes, and the outputs for them by name, after `run`."""
 
     def __init__(
         self, model: Any, args: Any, kwargs: Mapping[str, Any] | None, dynamic: Dynamic | None
@@ -71,33 +67,22 @@ class Reference:
                 yield self._case(tensors, None, edge, scales)
 
     def _larger_case(self) -> Case:
-        """Returns inputs with one more entry on each dynamic axis, and torch's outputs.
-
-        Raises:
-            ExportError: torch runs the model neither with fresh data nor with the example's.
-        """
+        """Returns inputs with one more entry on each dynamic axis, and torch's outputs; ExportError: torch
+        runs the model neither with fresh data nor with the example's."""
         try:
             return self._case(resized(self.inputs.tensors, self.axes, fresh=True))
         except ExportError:  # values that depend on each other, such as sorted offsets
             return self._case(resized(self.inputs.tensors, self.axes, fresh=False))
 
     def _case(
-        self,
-        tensors: Mapping[str, torch.Tensor],
-        outputs: Outputs | None = None,
-        edge: str = "",
-        scales: Sequence[float] = (),
+        self, tensors: Tensors, outputs: Outputs | None = None, edge: str = "", scales: Sequence[float] = ()
     ) -> Case:
         expected = list((outputs or self._outputs(tensors)).values())
         noise = cache(partial(self._noise, tensors, expected, bool(edge), scales))
         return Case(tensors, expected, noise, edge, scales)
 
     def _noise(
-        self,
-        tensors: Mapping[str, torch.Tensor],
-        expected: Sequence[torch.Tensor],
-        edge: bool,
-        scales: Sequence[float],
+        self, tensors: Tensors, expected: Sequence[torch.Tensor], edge: bool, scales: Sequence[float]
     ) -> list[float]:
         """Returns by how much each output changes with the last bits of the inputs and the weights.
 
@@ -105,7 +90,6 @@ class Reference:
         becomes a number there is no noise. Infinity is in fp16: ONNX Runtime keeps results in fp32, which do
         not overflow.
         """
-
         scales = scales or [0.0] * len(expected)
         again = self._outputs(tensors).values()
         for index, (a, b, least) in enumerate(zip(expected, again, scales, strict=True)):
@@ -117,10 +101,8 @@ class Reference:
         numbers = {name: tensor for name, tensor in tensors.items() if tensor.is_floating_point()}
         zeros = not any(tensor.any() for tensor in numbers.values())
         try:
-            changed = {
-                name: to_tensor(nudged(to_array(tensor), zeros=edge)).to(tensor.device)
-                for name, tensor in numbers.items()
-            }
+            arrays = {name: nudged(to_array(tensor), zeros=edge) for name, tensor in numbers.items()}
+            changed = {name: to_tensor(each).to(numbers[name].device) for name, each in arrays.items()}
             with changed_weights(self.model):
                 other = self._outputs(dict(tensors) | changed).values()
         except ExportError:
@@ -133,11 +115,9 @@ class Reference:
             errors.append(error if wide or a.isfinite().all() else inf)
         return errors
 
-    def _outputs(self, tensors: Mapping[str, torch.Tensor], lost: list[str] | None = None) -> Outputs:
-        """Returns the outputs by name. `lost` gets a note for each write that the file does not have.
-
-        What the model writes into itself has its old values again afterwards: the file has these, too.
-        """
+    def _outputs(self, tensors: Tensors, lost: list[str] | None = None) -> Outputs:
+        """Returns the outputs by name. `lost` gets a note for each write that the file does not have. What
+        the model writes into itself has its old values again afterwards, as in the file."""
         copies = {name: tensor.clone() for name, tensor in tensors.items()}  # a model may write to its inputs
         try:
             with torch.no_grad(), kept_state(self.model) as written:
@@ -176,7 +156,7 @@ class Reference:
                 )
         return outputs
 
-    def _keeps_state(self, tensors: Mapping[str, torch.Tensor], outputs: Outputs) -> bool:
+    def _keeps_state(self, tensors: Tensors, outputs: Outputs) -> bool:
         """Whether a second call gives other outputs than the first one's."""
         try:
             with kept_state(self.model):

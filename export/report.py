@@ -8,17 +8,11 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Parity:
-    """Outputs compared with torch's.
+    """Outputs compared with torch's."""
 
-    Attributes:
-        error: the largest difference, as a share of torch's largest value of that output.
-        equal: whether all bits are equal; any NaN equals any other.
-        outputs: the number of outputs.
-    """
-
-    error: float
-    equal: bool
-    outputs: int
+    error: float  # the largest difference, as a share of torch's largest value of that output
+    equal: bool  # whether all bits are equal; any NaN equals any other
+    outputs: int  # their number
 
     def __str__(self) -> str:
         return "bit for bit" if self.equal else f"largest error {self.error:.1e}"

@@ -32,22 +32,15 @@ _TORCHSCRIPT_OPSET = 20  # the newest that the TorchScript exporter writes
 
 @dataclass(frozen=True)
 class Source:
-    """What an exporter gets.
-
-    Attributes:
-        output_names: of the graph's outputs.
-        dynamic: the dynamic axes of each input, with their names.
-        records: the ops by name.
-        folder: an empty folder, for files that the model refers to.
-    """
+    """What an exporter gets."""
 
     model: torch.nn.Module
     inputs: Inputs
-    output_names: Sequence[str]
-    dynamic: Mapping[str, Mapping[int, str]]
+    output_names: Sequence[str]  # of the graph's outputs
+    dynamic: Mapping[str, Mapping[int, str]]  # the dynamic axes of each input, with their names
     opset: int
-    records: Mapping[str, OpSpec]
-    folder: Path
+    records: Mapping[str, OpSpec]  # the ops by name
+    folder: Path  # an empty one, for files that the model refers to
 
 
 def _dynamo(source: Source) -> ir.Model:
@@ -174,11 +167,9 @@ def _remove_wrapper_name(model: ir.Model) -> None:
 
 
 def _remove_unknown_sizes(model: ir.Model) -> None:
-    """Removes the names of dynamic sizes that the inputs do not have.
-
-    The TorchScript exporter gives each dynamic size after an op that it does not know a new name. Inference
-    with the ops' own rules finds the inputs' names again, and equal names let ONNX Runtime reuse memory.
-    """
+    """Removes the names of sizes that the inputs do not have: the TorchScript exporter makes new ones after
+    ops that it does not know. Inference with the ops' rules finds the inputs' names, with which ONNX Runtime
+    reuses memory."""
     sizes = [size for value in model.graph.inputs for size in value.shape or ()]
     known = {size.value for size in sizes if isinstance(size, ir.SymbolicDim)}
     for value in (value for node in model.graph.all_nodes() for value in node.outputs):

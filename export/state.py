@@ -20,8 +20,6 @@ _SETTINGS: tuple[tuple[Any, Any], ...] = (
     (random.getstate, random.setstate),
     (np.random.get_state, np.random.set_state),
 )
-
-
 _CONTAINERS = (dict, list, set, deque)
 _STATELESS = (str, bytes, int, float, type(None), type, ModuleType, FunctionType)
 _INTERNALS = {"torch", "functools", "logging", "threading", "weakref"}
@@ -44,12 +42,9 @@ class Written:
 def walk(
     named: Iterable[tuple[str, Any]], has_parts: Callable[[Any], bool] = lambda each: True
 ) -> Iterator[tuple[str, Any]]:
-    """Yields objects and what they refer to, each once, by the name of the attribute.
-
-    Args:
-        named: the objects. The entries of a dict with a name that is empty, or ends in a dot, get their own.
-        has_parts: whether the attributes of an object are followed.
-    """
+    """Yields objects and what they refer to, each once, by the name of the attribute. The entries of a dict
+    with a name that is empty, or ends in a dot, get their own; `has_parts`: whether an object's attributes
+    are followed."""
     waiting, seen = [*named], dict[int, Any]()
     while waiting:
         name, each = waiting.pop()
@@ -69,10 +64,8 @@ def walk(
 
 
 def _state(model: torch.nn.Module) -> Iterator[tuple[str, Any]]:
-    """Yields the tensors and containers in which a model can keep state, by the name of its attribute.
-
-    The containers of all attributes of a module, and of its buffers, have a name that ends in a dot, or none.
-    """
+    """Yields the tensors and containers in which a model can keep state, by the name of its attribute. The
+    containers of all attributes of a module, and of its buffers, have a name that ends in a dot, or none."""
     # A ScriptModule keeps its state in C++.
     plain = [each for each in model.named_modules() if not isinstance(each[1], torch.jit.ScriptModule)]
     prefixes = [(f"{name}." if name else "", vars(module)) for name, module in plain]
@@ -88,17 +81,10 @@ def _contents(container: Any) -> list[int]:
     return [*map(id, entries)]
 
 
-def _restore(container: Any, before: Any) -> None:
-    container.clear()
-    container.extend(before) if isinstance(container, list | deque) else container.update(before)
-
-
 @contextmanager
 def kept_state(model: torch.nn.Module) -> Iterator[Written]:
-    """Restores what its block writes: attributes, what they hold, and tensors other than the parameters.
-
-    `Written` is filled afterwards.
-    """
+    """Restores what its block writes: attributes, what they hold, and tensors other than the parameters;
+    `Written` is filled afterwards."""
     written, buffers = Written(), {id(each): name for name, each in model.named_buffers()}
     held, tensors = list[tuple[str, Any, Any]](), list[tuple[str, torch.Tensor, int, torch.Tensor]]()
     around = dict(_copies)
@@ -129,7 +115,8 @@ def kept_state(model: torch.nn.Module) -> Iterator[Written]:
                         written.attributes.add(f"{name}{key}")
             else:
                 written.attributes.add(name)
-            _restore(each, before)
+            each.clear()
+            each.extend(before) if isinstance(each, list | deque) else each.update(before)
         for name, each, version, old in tensors:
             # Writes to .data have no version.
             if _version(each) > version or (id(each) in buffers and not _same(each, old)):
@@ -157,10 +144,8 @@ def _same(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 @contextmanager
 def changed_weights(model: torch.nn.Module) -> Iterator[None]:
-    """Runs its block with other last bits of all floating-point weights and buffers, and restores them.
-
-    They are flipped where they are, which a second time undoes: no weight is copied.
-    """
+    """Runs its block with other last bits of all floating-point weights and buffers, and restores them: they
+    are flipped where they are, which a second time undoes. No weight is copied."""
     undo = list[tuple[torch.Tensor, torch.dtype, int]]()  # with the version before
     weights = [each for each in (*model.parameters(), *model.buffers()) if each.is_floating_point()]
     with torch.no_grad():

@@ -66,9 +66,8 @@ class Options:
     dynamic: Annotated[
         list[str] | None,
         _option(
-            "Dynamic axes: [bold]x:0[/], [bold]x:0,2[/], or with names "
-            "[bold]x:0=batch[/]; repeat it for further inputs; [bold]none[/] fixes all. Default: x:0=batch "
-            "for CustomReLU, none for a MODEL."
+            "Dynamic axes: [bold]x:0[/], [bold]x:0,2[/], or with names [bold]x:0=batch[/]; repeat it for "
+            "further inputs; [bold]none[/] fixes all. Default: x:0=batch for CustomReLU, none for a MODEL."
         ),
     ] = None
     dtype: Annotated[
@@ -134,7 +133,7 @@ def main(**given: Any) -> None:
         stem = asked.source.rpartition(":")[2].lower() if asked.source else "custom_relu"
         output = asked.output or Path(f"{stem}.onnx")
         from twinop.export import export
-        from twinop.export.inputs import check_opset, floating_dtype, parse_dynamic
+        from twinop.export.inputs import check_opset, floating_dtype, leaves, parse_dynamic, replace_leaves
 
         check_opset(asked.opset)
         dtype = floating_dtype(asked.dtype) if asked.dtype is not None else None
@@ -142,7 +141,8 @@ def main(**given: Any) -> None:
         dynamic = {} if axes == ["none"] else parse_dynamic(axes)
         module, args = _loaded(asked, output, progress)
         if dtype is not None:
-            module, args = _convert(module, args, dtype)
+            tensors = {name: t.to(dtype) if t.is_floating_point() else t for name, t in leaves(args, "x")}
+            module, args = module.to(dtype), replace_leaves(args, tensors, "x")
         passed = ("exporter", "opset", "bodies", "verify", "allow_uncompared", "device", "library", "timeout")
         report = export(
             module,
@@ -177,13 +177,6 @@ def _loaded(asked: Options, output: Path, progress: "Progress") -> "tuple[torch.
     for path in asked.library or ():
         torch_op.load(path)
     return load_model(name, f"--model {name}" if asked.source is None else f"MODEL {name}")
-
-
-def _convert(module: "torch.nn.Module", args: Any, dtype: "torch.dtype") -> "tuple[torch.nn.Module, Any]":
-    from twinop.export.inputs import leaves, replace_leaves
-
-    tensors = {name: t.to(dtype) if t.is_floating_point() else t for name, t in leaves(args, "x")}
-    return module.to(dtype), replace_leaves(args, tensors, "x")
 
 
 def _table(report: "ExportReport") -> Table:

@@ -29,63 +29,46 @@ from twinop.record.dtypes import FLOATING, FLOATS_8
 from .routes import quiet_torch, root_cause
 
 Ranks = tuple[int | None, ...]
+Named = Mapping[str, Any]
+Pairs = tuple[tuple[str, Any], ...]
 
 _SIZE = 48  # of the samples that the exporter gets
 _VALUES = (0.1237, 0.2713)  # of a float attribute, in the two exports
 _STEP = 1 / 64  # from one attribute's values to the next one's
 _DERIVED = {"": lambda v: v, "Sqrt": math.sqrt, "Reciprocal": lambda v: 1 / v, "Neg": lambda v: -v}
 """What a constant of a graph may be of a float attribute, as an operator of ONNX."""
-
-
 _References = dict[Any, tuple[str, str]]
 """The constants of a graph that are attributes: a value, or a node and its attribute's name, to the op's
 attribute and the operator that derives the constant from it."""
 
 
-def replay(
-    declared: KernelOp, op: Any, inputs: Sequence[Any], attributes: Mapping[str, Any]
-) -> tuple[Any, ...]:
-    """Computes an op's torch body with the operators of `op`, as a builder does (`bodies.py`).
-
-    Raises:
-        ExportError: torch cannot export the function, or one body cannot serve all calls.
-    """
+def replay(declared: KernelOp, op: Any, inputs: Sequence[Any], attributes: Named) -> tuple[Any, ...]:
+    """Computes an op's torch body with the operators of `op`, as a builder does (`bodies.py`); ExportError:
+    torch cannot export the function, or one body cannot serve all calls."""
     kinds = {entry.name: entry.kind for entry in declared.record.attributes}
     fixed = {name: attributes[name].value for name, kind in kinds.items() if kind in ("int", "int[]")}
-    chosen = {
-        name: sorted(attributes[name].values) for name, kind in kinds.items() if kind in ("bool", "str")
-    }
+    names = [name for name, kind in kinds.items() if kind in ("bool", "str")]
+    chosen = {name: sorted(attributes[name].values) for name in names}
+    chosen |= {name: [*map(bool, chosen[name])] for name in names if kinds[name] == "bool"}
     branches = []
     for values in itertools.product(*chosen.values()):
-        named = {
-            name: bool(value) if kinds[name] == "bool" else value
-            for name, value in zip(chosen, values, strict=True)
-        }
+        named = dict(zip(chosen, values, strict=True))
         for ranks, graph, references in _by_ranks(declared, op.setting, attributes, fixed | named):
-            conditions: list[tuple[Any, Any]] = [
-                (attributes[name], value) for name, value in named.items() if len(chosen[name]) > 1
-            ]
+            varying = [name for name in named if len(chosen[name]) > 1]
+            conditions: list[tuple[Any, Any]] = [(attributes[name], named[name]) for name in varying]
             conditions += ((inputs[index], rank) for index, rank in ranks.items())
-            branches.append(
-                (conditions, functools.partial(_run, graph, references, inputs, attributes, ranks))
-            )
+            run = functools.partial(_run, graph, references, inputs, attributes, ranks)
+            branches.append((conditions, run))
     return op.choose(branches, len(declared.record.outputs)) if len(branches) > 1 else branches[0][1](op)
 
 
 def _by_ranks(
-    declared: KernelOp, setting: BodySetting, attributes: Mapping[str, Any], fixed: Mapping[str, Any]
+    declared: KernelOp, setting: BodySetting, attributes: Named, fixed: Named
 ) -> list[tuple[dict[int, int], ir.Graph, _References]]:
-    """Returns the graphs for the ranks of the calls: those of the inputs whose rank varies, by index.
-
-    There is one, with no ranks, if it is the same for all.
-
-    Raises:
-        ExportError: they differ, and the ranks are not known, or others may follow.
-    """
-    found = [
-        (ranks, *_exported(declared, setting, attributes, fixed, ranks))
-        for ranks in sorted(setting.ranks, key=str)
-    ]
+    """Returns the graphs for the ranks of the calls, by the inputs whose rank varies: one without, if it is
+    the same for all. ExportError: they differ, and the ranks are not known, or others may follow."""
+    known = sorted(setting.ranks, key=str)
+    found = [(ranks, *_exported(declared, setting, attributes, fixed, ranks)) for ranks in known]
     (first, graph, references), *others = found
     different = [ranks for ranks, other, _ in others if _differences(graph, other) != {}]
     if not different:
@@ -102,29 +85,21 @@ def _by_ranks(
 
 
 def _with_known_rank(op: Any, value: Any, rank: int) -> Any:
-    """Returns a tensor as it is in the branch for its rank.
-
-    ONNX infers shapes in all branches. In the others, some of the dimensions are joined, or there are more.
-    """
+    """Returns a tensor as it is in the branch for its rank: ONNX infers shapes in all branches. In the
+    others, some of the dimensions are joined, or there are more."""
     sizes = op.Concat(op.Shape(value), op.Constant(value_ints=[1] * rank), axis=0)
     first, rest = op.Slice(sizes, [0], [rank - 1]), op.ReduceProd(op.Shape(value, start=rank - 1))
     return op.Reshape(value, op.Concat(first, rest, axis=0), allowzero=1)
 
 
 def _exported(
-    declared: KernelOp,
-    setting: BodySetting,
-    attributes: Mapping[str, Any],
-    fixed: Mapping[str, Any],
-    ranks: Ranks,
+    declared: KernelOp, setting: BodySetting, attributes: Named, fixed: Named, ranks: Ranks
 ) -> tuple[ir.Graph, _References]:
     floats = [entry.name for entry in declared.record.attributes if entry.kind == "float"]
     dtypes = tuple(setting.compute if dtype in (*FLOATING, *FLOATS_8) else dtype for dtype in setting.dtypes)
     key = declared, dtypes, setting.opset, ranks, tuple(sorted(fixed.items()))
-    first, second = (
-        _export(*key, tuple((name, base + i * _STEP) for i, name in enumerate(floats)))
-        for base in (_VALUES if floats else (0.0, 0.0))
-    )
+    values = [[(name, base + i * _STEP) for i, name in enumerate(floats)] for base in _VALUES]
+    first, second = (_export(*key, tuple(each)) for each in values)
     differences = _differences(first, second)
     references = None if differences is None else _references(differences, floats)
     if references is not None:
@@ -134,12 +109,7 @@ def _exported(
 
 @functools.cache
 def _export(
-    declared: KernelOp,
-    dtypes: tuple[str, ...],
-    opset: int,
-    ranks: Ranks,
-    fixed: tuple[tuple[str, Any], ...],
-    floats: tuple[tuple[str, float], ...],
+    declared: KernelOp, dtypes: tuple[str, ...], opset: int, ranks: Ranks, fixed: Pairs, floats: Pairs
 ) -> ir.Graph:
     """Exports the torch function of a declared op for inputs of these dtypes and ranks."""
     tensors = _example(declared, dtypes, ranks)
@@ -179,10 +149,8 @@ def _is_for_some_sizes(program: Any, module: torch.nn.Module, given: Sequence[to
             if not 1 < other < 1 << 20:
                 continue
             with suppress(Exception):
-                sizes = (
-                    [int(other) if str(n) == str(symbol) else int(n) for n in node.meta["val"].shape]
-                    for node in nodes
-                )
+                shapes = [node.meta["val"].shape for node in nodes]
+                sizes = [[int(other) if str(n) == str(symbol) else int(n) for n in each] for each in shapes]
                 module(*(tensor.new_ones(shape) for tensor, shape in zip(given, sizes, strict=True)))
                 return True
     return False
@@ -224,7 +192,7 @@ class _Slices(TorchFunctionMode):
 class _Module(torch.nn.Module):
     """A body as a module, of the inputs that are present."""
 
-    def __init__(self, declared: KernelOp, tensors: Sequence[Any], attributes: Mapping[str, Any]) -> None:
+    def __init__(self, declared: KernelOp, tensors: Sequence[Any], attributes: Named) -> None:
         super().__init__()
         self.function = declared.body
         self.present = [tensor is not None for tensor in tensors]
@@ -247,17 +215,17 @@ def _example(declared: KernelOp, dtypes: Sequence[str], ranks: Ranks) -> list[to
         calls = [{name: torch.ones(*size) for name, size in zip(names, sizes, strict=True)}]
     for call in calls:
         own = call[names[0]].dim()  # inputs of the first one's rank go along with it
-        tensors = [
-            None if rank is None else _with_rank(call.get(name), own, rank)
-            for name, rank in zip(names, ranks, strict=True)
+        wanted = zip(names, ranks, strict=True)
+        tensors = [None if rank is None else _with_rank(call.get(name), own, rank) for name, rank in wanted]
+        pairs = [
+            (None if each is None else each.dim(), rank) for each, rank in zip(tensors, ranks, strict=True)
         ]
         if all(
-            rank is None or (tensor is not None and rank in (UNKNOWN, tensor.dim()))
-            for tensor, rank in zip(tensors, ranks, strict=True)
+            rank is None or found == rank or (rank == UNKNOWN and found is not None) for found, rank in pairs
         ):
+            kinds = [getattr(torch, dtype) for dtype in dtypes]
             return [
-                None if tensor is None else tensor.to(getattr(torch, dtype))
-                for tensor, dtype in zip(tensors, dtypes, strict=True)
+                each if each is None else each.to(kind) for each, kind in zip(tensors, kinds, strict=True)
             ]
     raise ExportError(
         f"{declared.place}: samples gives {declared.name} no inputs of {_dimensions(ranks)} dimensions, "
@@ -335,16 +303,13 @@ def _run(
     graph: ir.Graph,
     references: _References,
     inputs: Sequence[Any],
-    attributes: Mapping[str, Any],
+    attributes: Named,
     ranks: Mapping[int, int],
     op: Any,
 ) -> tuple[Any, ...]:
     """Adds the graph's nodes with `op`, and returns its outputs."""
-    given = [
-        _with_known_rank(op, value, ranks[index]) if index in ranks else value
-        for index, value in enumerate(inputs)
-        if value is not None
-    ]
+    present = [(index, value) for index, value in enumerate(inputs) if value is not None]
+    given = [_with_known_rank(op, value, ranks[at]) if at in ranks else value for at, value in present]
     values: dict[Any, Any] = {None: None, **dict(zip(graph.inputs, given, strict=True))}
 
     def value(each: ir.Value | None) -> Any:
@@ -356,16 +321,14 @@ def _run(
         return values[each]
 
     for node in graph:
-        named = {
-            name: attributes[references[node, name][0]] if (node, name) in references else attribute.value
-            for name, attribute in node.attributes.items()
-        }
+        named = {name: each.value for name, each in node.attributes.items()}
+        named |= {name: attributes[references[node, name][0]] for name in named if (node, name) in references}
         if node.op_type == "Reshape" and _takes_sizes(node.inputs[1]):
             named["allowzero"] = 1  # a size of 0 is one: the exporter never means "as in the input"
-        if len(node.outputs) > 1:
-            results = getattr(op, node.op_type)(*map(value, node.inputs), **named, _outputs=len(node.outputs))
-        else:
-            results = (getattr(op, node.op_type)(*map(value, node.inputs), **named),)
+        if (count := len(node.outputs)) > 1:
+            named["_outputs"] = count
+        found = getattr(op, node.op_type)(*map(value, node.inputs), **named)
+        results = found if count > 1 else (found,)
         values |= zip(node.outputs, results, strict=True)
     return tuple(map(value, graph.outputs))
 

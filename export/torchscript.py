@@ -21,11 +21,8 @@ _FIRST_OPSET = 9  # the exporter takes the newest symbolic that is not newer tha
 
 
 def register_symbolics(records: Mapping[str, OpSpec] | None = None) -> None:
-    """Registers the ops for `torch.onnx.export(..., dynamo=False)`. A second call does no harm.
-
-    Args:
-        records: the ops by name; by default the ops that `twinop.torch_op` has loaded.
-    """
+    """Registers ops, by default those that `twinop.torch_op` has loaded, for `torch.onnx.export(...,
+    dynamo=False)`. A second call does no harm."""
     for record in (torch_op.records() if records is None else records).values():
         if not record.is_backward:
             torch.onnx.register_custom_op_symbolic(record.torch_name, _symbolic(record), _FIRST_OPSET)
@@ -50,10 +47,8 @@ def _symbolic(record: OpSpec) -> Callable[..., Any]:
         tensors = [arguments[name] for name in inputs]
         tensors = [None if value is None or value.node().mustBeNone() else value for value in tensors]
         attributes = {entry.name: onnx_value(entry, arguments[entry.name]) for entry in record.attributes}
-        written = {
-            f"{name}_{_WRITE[kinds[name]]}": list(value) if isinstance(value, tuple) else value
-            for name, value in attributes.items()
-        }
+        lists = {name: list(value) for name, value in attributes.items() if isinstance(value, tuple)}
+        written = {f"{name}_{_WRITE[kinds[name]]}": each for name, each in (attributes | lists).items()}
         outputs = g.op(
             f"{record.domain}::{record.onnx_name}",
             *(torch.onnx.symbolic_opset9.unused(g) if value is None else value for value in tensors),

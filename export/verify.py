@@ -15,19 +15,12 @@ from twinop.deploy.ort_runs import NotRunnable, run
 from twinop.errors import ExportError
 from twinop.libraries.library import Library
 from twinop.model.bodies import find_body
-from twinop.model.body_model import model_of
 from twinop.model.calls import Call, make_call, paths_in_use
-from twinop.model.record_body import trace
+from twinop.model.record_body import model_of, trace
+from twinop.record import tolerance
 from twinop.record.dtypes import dtype_name, to_array
 from twinop.record.op_spec import OpSpec
-from twinop.record.tolerance import (
-    MAX_USABLE_ERROR,
-    accepted,
-    described_error,
-    difference,
-    same_bits,
-    scale_of,
-)
+from twinop.record.tolerance import MAX_USABLE_ERROR, accepted, difference, same_bits, scale_of
 
 from .report import ExportReport, Parity
 
@@ -43,19 +36,13 @@ _MOST_PREPACKED = 256 << 20
 
 @dataclass(frozen=True)
 class Case:
-    """Inputs, and torch's outputs for them.
-
-    Attributes:
-        noise: returns by how much torch's outputs change with the last bits of the inputs and the weights.
-        edge: what the inputs are, such as "inputs of zeros"; empty for typical ones.
-        scales: of edge inputs: the largest value of each output for typical ones.
-    """
+    """Inputs, and torch's outputs for them."""
 
     tensors: Mapping[str, torch.Tensor]
     expected: Sequence[torch.Tensor]
-    noise: Callable[[], Sequence[float]]
-    edge: str = ""
-    scales: Sequence[float] = ()
+    noise: Callable[[], Sequence[float]]  # by how much these change with the last bits of inputs and weights
+    edge: str = ""  # what the inputs are, such as "inputs of zeros"; empty for typical ones
+    scales: Sequence[float] = ()  # of edge inputs: the largest value of each output for typical ones
 
 
 class Differs(ExportError):
@@ -63,15 +50,9 @@ class Differs(ExportError):
 
 
 def compare(case: Case, found: Sequence[Any], what: str, notes: list[str]) -> Parity:
-    """Compares torch's outputs with those of `what`, which are numpy arrays.
-
-    `notes` gets a note for each output that consists of rounding errors.
-
-    Raises:
-        Differs: numbers differ by more than rounding.
-        NotRunnable: an output is not a tensor of numbers.
-        ExportError: the number of outputs, their shapes or dtypes differ.
-    """
+    """Compares torch's outputs with those of `what`, numpy arrays; `notes` gets one for each output of
+    rounding errors. Differs: numbers do by more than rounding; NotRunnable: an output is no tensor of
+    numbers; ExportError: their number, shapes or dtypes differ."""
     if len(case.expected) != len(found):
         raise ExportError(f"{what} has {len(found)} outputs, torch {len(case.expected)}")
     worst, equal, where = 0.0, True, f" for {case.edge}" if case.edge else ""
@@ -98,7 +79,7 @@ def compare(case: Case, found: Sequence[Any], what: str, notes: list[str]) -> Pa
         if not error <= limit:
             raise Differs(
                 f"{what} differs from torch{where} in output {index} ({reference.dtype}, {reference.shape}): "
-                f"{described_error(reference, error, limit, least)}"
+                f"{tolerance.described_error(reference, error, limit, least)}"
                 f"{_worst_rows(reference, value, limit * max(scale_of(reference), least))}"
             )
         worst = worst if case.edge else max(worst, error)
@@ -126,16 +107,9 @@ def verify(
     calls: Mapping[OpSpec, Sequence[Call]],
     cases: Sequence[Case],
 ) -> None:
-    """Runs a file with the library and without it, and writes into the report how it compares with torch.
-
-    Args:
-        draft: the file of `model`.
-        calls: the model's calls of each op. Without any, the file runs once.
-        cases: inputs, and torch's outputs for them. Special ones that ONNX Runtime refuses become a note.
-
-    Raises:
-        ExportError: a run fails, or its outputs are not torch's.
-    """
+    """Runs the file of a model with the library and without it, if it has calls of ops, and writes into the
+    report how it compares with torch. Edge cases that ONNX Runtime refuses become a note. ExportError: a run
+    fails, or its outputs are not torch's."""
     used: Sequence[Library] = ()
     try:
         report.parity, used = _compare_run(report, draft, model, library, cases, "the exported model")
@@ -155,19 +129,10 @@ def verify(
     without = [record.onnx_name for record in calls if find_body(record.key) is None or not report.bodies]
     if without:
         report.without_reason = f"no function body: {', '.join(without)}"
-    elif not calls and not used:
+        return
+    if not calls and not used:
         report.without_library, report.without_reason = report.parity, report.parity_reason
-    else:
-        _verify_bodies(report, draft, model, calls, cases)
-
-
-def _verify_bodies(
-    report: ExportReport,
-    draft: Path,
-    model: ir.Model,
-    calls: Mapping[OpSpec, Sequence[Call]],
-    cases: Sequence[Case],
-) -> None:
+        return
     what = "the exported model, without the library,"
     try:
         report.without_library, _ = _compare_run(report, draft, model, False, cases, what)

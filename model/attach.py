@@ -42,8 +42,7 @@ def attach_bodies(
         records: the ops by name; by default the ops that `twinop.torch_op` has loaded.
         allow_missing: skip ops that have no body.
 
-    Returns:
-        The model, of the type given.
+    Returns the model, of the type given.
 
     Raises:
         ExportError: an op has no body, is unknown, or its nodes cannot share one; the opset is not
@@ -66,14 +65,11 @@ def inlined_nodes(model: ir.Model) -> int:
     """Returns how many nodes ONNX Runtime makes of a model's functions; it counts those of subgraphs, too."""
 
     @cache
-    def of(function: ir.Function) -> int:
-        return sum(1 + of_call(node) for node in function.all_nodes())
+    def of(name: ir.OperatorIdentifier) -> int:
+        nodes = model.functions[name].all_nodes() if name in model.functions else ()
+        return sum(1 + of(node.op_identifier()) for node in nodes)
 
-    def of_call(node: ir.Node) -> int:
-        function = model.functions.get(node.op_identifier())
-        return of(function) if function is not None else 0
-
-    return sum(map(of_call, model.graph.all_nodes()))
+    return sum(of(node.op_identifier()) for node in model.graph.all_nodes())
 
 
 def attach_to_calls(
@@ -115,11 +111,8 @@ def attach_to_calls(
 
 
 def _normalize(call: Call) -> None:
-    """Writes every attribute, and names every output, as the caller of a function must.
-
-    onnx.inliner and onnx.reference do not read a function's defaults. onnxslim removes inputs that a body
-    does not read, so the node does not name absent ones at the end.
-    """
+    """Writes every attribute, as onnx.inliner and onnx.reference do not read a function's defaults, and names
+    every output. Absent inputs at the end go: onnxslim removes those that a body does not read."""
     record, node = call.record, call.node
     node.resize_inputs(max((at for at, value in enumerate(node.inputs, 1) if value is not None), default=0))
     for entry in record.attributes:
@@ -132,11 +125,8 @@ def _normalize(call: Call) -> None:
 
 
 def _omit_outputs(record: OpSpec, calls: Sequence[Call], function: ir.Function) -> None:
-    """Removes optional outputs at the end that no node's reader reads: then the kernel does not write them.
-
-    Where one node has readers, all keep the output: the callers of a function name its last one. Others
-    before it that nothing reads have no name.
-    """
+    """Removes optional outputs at the end that nothing reads: then the kernel does not write them. Where one
+    node has readers, all keep the output, and those before it that nothing reads have no name."""
 
     def is_read(index: int) -> list[bool]:
         values = [call.node.outputs[index] for call in calls]

@@ -14,24 +14,19 @@ from twinop.errors import ExportError
 from twinop.libraries.library import Library, in_use
 from twinop.record.dtypes import dtype_name
 from twinop.record.op_schema import default_of
-from twinop.record.op_spec import DOMAIN, Attribute, OpSpec
+from twinop.record.op_spec import DOMAIN, OpSpec
 
 from .schema import ATTRIBUTE_TYPES, ONNX_TYPES, onnx_value, registered_schemas
 
 
 @dataclass(frozen=True)
 class Call:
-    """One node of an op.
-
-    Attributes:
-        dtypes: the dtype of every input and output by name: one of the record's combinations.
-        attributes: the value of every attribute by name, as ONNX holds it.
-    """
+    """One node of an op."""
 
     record: OpSpec
     node: ir.Node
-    dtypes: Mapping[str, str]
-    attributes: Mapping[str, Any]
+    dtypes: Mapping[str, str]  # of every input and output by name: one of the record's combinations
+    attributes: Mapping[str, Any]  # the value of every attribute by name, as ONNX holds it
 
     @property
     def inputs(self) -> dict[str, ir.Value]:
@@ -83,28 +78,17 @@ def _attributes(record: OpSpec, node: ir.Node) -> dict[str, Any]:
 def make_call(
     record: OpSpec, dtypes: Mapping[str, str], present: Collection[str], attributes: Mapping[str, Any]
 ) -> Call:
-    """Makes a call that belongs to no model, to trace a function body or to run it.
-
-    Args:
-        dtypes: one of the record's combinations.
-        present: the names of the inputs that the node has.
-        attributes: the value of every attribute by name.
-    """
+    """Makes a call that belongs to no model, to trace a function body or to run it: of dtypes that are one of
+    the record's combinations, with the inputs of these names and values of all attributes."""
 
     def value(name: str) -> ir.Value:
         return ir.val(name, dtype=ONNX_TYPES[dtypes[name]])
 
-    def attribute(entry: Attribute) -> ir.Attr:
-        return ir.Attr(entry.name, ATTRIBUTE_TYPES[entry.kind], attributes[entry.name])
-
-    node = ir.Node(
-        record.domain,
-        record.onnx_name,
-        [value(entry.name) if entry.name in present else None for entry in record.inputs],
-        [attribute(entry) for entry in record.attributes if attributes[entry.name] is not None],
-        outputs=[value(name) for name in record.outputs],
-        name="node",
-    )
+    inputs = [value(entry.name) if entry.name in present else None for entry in record.inputs]
+    given = [entry for entry in record.attributes if attributes[entry.name] is not None]
+    named = [ir.Attr(each.name, ATTRIBUTE_TYPES[each.kind], attributes[each.name]) for each in given]
+    outputs = [value(name) for name in record.outputs]
+    node = ir.Node(record.domain, record.onnx_name, inputs, named, outputs=outputs, name="node")
     return Call(record, node, dtypes, attributes)
 
 
@@ -126,14 +110,8 @@ def name_standard_domain(model: ir.Model) -> None:
 
 
 def find_calls(model: ir.Model, records: Mapping[str, OpSpec]) -> dict[OpSpec, list[Call]]:
-    """Finds all calls of twinop's ops in a model, which gets the types that it lacks.
-
-    Args:
-        records: the ops by name.
-
-    Raises:
-        ExportError: a node's op is not among the records, or a node does not fit its record.
-    """
+    """Finds all calls of ops in a model, which gets the types that it lacks; ExportError: a node's op is not
+    among the records, or a node does not fit its record."""
     by_type = {record.node_type: record for record in records.values() if not record.is_backward}
     domains = {DOMAIN, *(record.domain for record in records.values())}
     nodes: dict[tuple[str, str], list[ir.Node]] = defaultdict(list)
@@ -150,10 +128,8 @@ def find_calls(model: ir.Model, records: Mapping[str, OpSpec]) -> dict[OpSpec, l
     inputs = [value for found in nodes.values() for node in found for value in node.inputs]
     if any(value is not None and value.dtype is None for value in inputs):
         infer_types(model, [by_type[node_type] for node_type in nodes])
-    return {
-        by_type[node_type]: [read_call(by_type[node_type], node) for node in found]
-        for node_type, found in nodes.items()
-    }
+    pairs = [(by_type[node_type], found) for node_type, found in nodes.items()]
+    return {record: [read_call(record, node) for node in found] for record, found in pairs}
 
 
 def infer_types(model: ir.Model, records: Iterable[OpSpec]) -> None:

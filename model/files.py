@@ -69,21 +69,20 @@ def work_folder(target: Path) -> Iterator[Path]:
 
 def save(model: ir.Model, path: Path, external_data_bytes: int, checks: bool = True) -> list[Path]:
     """Writes and checks the model, large weights in a file of their own; returns the files, model last.
-
-    Args:
-        checks: whether onnx's checker sees the model: it refuses outputs without a shape, which run.
-
-    Raises:
-        ExportError: the disk has not enough space, before anything is written; or the checker refuses it.
-    """
+    onnx's `checks` refuse outputs without a shape, which run. ExportError: that, or too little disk space."""
     weights = [value.const_value for value in model.graph.initializers.values()]
-    external = sum(tensor.nbytes for tensor in weights if tensor is not None) >= external_data_bytes
     values = [value for graph in model.graphs() for value in graph.initializers.values()]
-    _require_space(path, sum(tensor.nbytes for tensor in weights if tensor is not None))
+    size, free = sum(each.nbytes for each in weights if each is not None), shutil.disk_usage(path.parent).free
+    if size > free:
+        raise ExportError(
+            f"{path.name} cannot be written: it takes {size / 1e9:.3g} GB, and {free / 1e9:.3g} GB are free "
+            "on its disk. Free space there, or name another folder"
+        )
     with other_weights(model):
         for value in values:
             if not value.is_graph_input() and not value.is_graph_output():
                 value.metadata_props.clear()
+        external = size >= external_data_bytes
         data = [_write_data(values, path)] if external else []
         _write_model(model, path, [] if external else [*model.graph.initializers.values()])
     checked = str(wire.view(path))
@@ -100,11 +99,8 @@ def save(model: ir.Model, path: Path, external_data_bytes: int, checks: bool = T
 
 @contextmanager
 def other_weights(model: ir.Model) -> Iterator[None]:
-    """Gives a model its tensors again that its block replaces, to write it.
-
-    Declared types of initializers go meanwhile: tools that change weights, such as quantize_dynamic, leave
-    old ones behind.
-    """
+    """Gives a model its tensors again that its block replaces, to write it. Declared types of initializers go
+    meanwhile: tools that change weights, such as quantize_dynamic, leave old ones behind."""
     values = [value for graph in model.graphs() for value in graph.initializers.values()]
     before = [(value.const_value, value.shape, value.type) for value in values]
     try:
@@ -115,15 +111,6 @@ def other_weights(model: ir.Model) -> Iterator[None]:
     finally:
         for value, (tensor, shape, kind) in zip(values, before, strict=True):
             value.const_value, value.shape, value.type = tensor, shape, kind
-
-
-def _require_space(path: Path, size: int) -> None:
-    free = shutil.disk_usage(path.parent).free
-    if size > free:
-        raise ExportError(
-            f"{path.name} cannot be written: it takes {size / 1e9:.3g} GB, and {free / 1e9:.3g} GB are free "
-            "on its disk. Free space there, or name another folder"
-        )
 
 
 def _write_model(model: ir.Model, path: Path, values: Iterable[ir.Value]) -> None:
@@ -144,9 +131,8 @@ def _write_model(model: ir.Model, path: Path, values: Iterable[ir.Value]) -> Non
 
 def _place(value: ir.Value, tensor: ir.TensorProtocol, path: Path, start: int) -> ir.ExternalTensor:
     shape, name = ir.Shape(tensor.shape.numpy()), str(value.name)
-    return ir.ExternalTensor(
-        path.name, start, tensor.nbytes, tensor.dtype, shape=shape, name=name, base_dir=path.parent
-    )
+    place = path.name, start, tensor.nbytes, tensor.dtype
+    return ir.ExternalTensor(*place, shape=shape, name=name, base_dir=path.parent)
 
 
 def _write_data(values: Sequence[ir.Value], path: Path) -> Path:

@@ -92,14 +92,9 @@ def _of_its_type(rule: pattern.RewriteRule) -> pattern.RewriteRule:
 def fold_constants(
     model: ir.Model, should_fold: Callable[[ir.Node], bool | None] = lambda node: None
 ) -> None:
-    """Folds constants, removes operators that do nothing and joins equal ones, in place.
-
-    Initializers that are inputs, too, are no constants: callers may replace them. What is computed from large
-    constants becomes a recipe.
-
-    Args:
-        should_fold: whether a node of constants is folded; None leaves it to onnxscript.
-    """
+    """Folds constants, removes operators that do nothing and joins equal ones, in place. Initializers that
+    are inputs, too, are no constants; what large constants give becomes a recipe. `should_fold`: whether a
+    node of constants is folded, None leaves it to onnxscript."""
     names, defaults = [value.name for value in model.graph.inputs], take_defaults(model.graph)
     rules_of_types = [*map(_of_its_type, _RULES)]
     passes.LiftConstantsToInitializersPass(size_limit=weights.LARGE // 8)(model)
@@ -175,11 +170,7 @@ def _recipe(model: ir.Model, node: ir.Node) -> ir.TensorProtocol | None:
 
 
 def _computed(
-    node: ir.Node,
-    tensors: Sequence[ir.TensorProtocol | None],
-    shape: Sequence[int],
-    dtype: ir.DataType,
-    opset: int,
+    node: ir.Node, tensors: weights.Sources, shape: Sequence[int], dtype: ir.DataType, opset: int
 ) -> ir.TensorProtocol:
     first, given = tensors[0], [each for each in tensors if each is not None]
     if first is not None and node.op_type in _RESHAPES:
@@ -202,11 +193,8 @@ def _constant(value: ir.Value | None) -> ir.TensorProtocol | None:
 
 
 def _fuse_batch_norm(node: ir.Node) -> bool:
-    """Fuses a batch norm into the convolution or product that it reads; returns whether that is possible.
-
-    With scale = gamma / sqrt(variance + epsilon), the weight becomes weight * scale, and the bias
-    (bias - mean) * scale + beta.
-    """
+    """Fuses a batch norm into the product that it reads, if it can: with scale = gamma / sqrt(variance +
+    epsilon), the weight becomes weight * scale, and the bias (bias - mean) * scale + beta."""
     source, axes = node.inputs[0], {"Conv": 0, "ConvTranspose": 1, "Gemm": 1}
     product = source.producer() if source is not None else None
     if source is None or product is None or product.domain or product.op_type not in axes:
@@ -264,10 +252,8 @@ def _register(node: ir.Node, tensor: ir.TensorProtocol, name: str) -> ir.Value:
 
 
 def take_defaults(graph: ir.Graph) -> dict[str, ir.TensorProtocol]:
-    """Removes the values of inputs that are initializers, too, and returns them by name.
-
-    onnx's inference and onnxscript's rules take them for constants.
-    """
+    """Removes the values of inputs that are initializers, too, and returns them by name: onnx's inference and
+    onnxscript's rules take them for constants."""
     found = {}
     for value in graph.inputs:
         if value.is_initializer() and value.const_value is not None:

@@ -24,7 +24,8 @@ def parts(model: ir.Model) -> Parts:
         for value in (value for graph in model.graphs() for value in graph.initializers.values()):
             tensor, name = value.const_value, str(value.name)
             if value.graph is model.graph and name in weights:
-                value.const_value = _stub(name, weights[name])
+                kind, shape = weights[name].dtype, ir.Shape(weights[name].shape.numpy())
+                value.const_value = ir.ExternalTensor("given", None, None, kind, shape=shape, name=name)
             elif tensor is not None and not isinstance(tensor, ir.StringTensor):
                 value.const_value = ir.Tensor(tensor.numpy(), dtype=tensor.dtype, name=name)
         proto = ir.to_proto(model)
@@ -32,7 +33,11 @@ def parts(model: ir.Model) -> Parts:
     for index in reversed(range(len(proto.graph.initializer))):  # ONNX Runtime does not know these any more
         if proto.graph.initializer[index].name in unread:
             del proto.graph.initializer[index]
-    sent = {name: _sent(tensor) for name, tensor in weights.items() if name not in unread}
+    sent = {  # what the other process makes an array of
+        name: each.numpy() if is_held(each) else stored(each)
+        for name, each in weights.items()
+        if name not in unread
+    }
     return Parts(proto.SerializeToString(), sent)
 
 
@@ -52,18 +57,8 @@ def _is_read(value: ir.Value) -> bool:
     return bool(value.uses()) or value.is_graph_output()
 
 
-def _stub(name: str, tensor: ir.TensorProtocol) -> ir.ExternalTensor:
-    shape = ir.Shape(tensor.shape.numpy())
-    return ir.ExternalTensor("given", None, None, tensor.dtype, shape=shape, name=name)
-
-
 def stored(tensor: Any) -> Any:
     """Returns a tensor of a file that another process can read, too; others as they are."""
     if isinstance(tensor, ir.ExternalTensor):
         return Stored(Path(tensor.path).absolute(), tensor.offset or 0, tensor.dtype, sizes(tensor))
     return tensor
-
-
-def _sent(tensor: Any) -> Any:
-    """Returns what the other process makes an array of."""
-    return tensor.numpy() if is_held(tensor) else stored(tensor)

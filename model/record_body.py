@@ -19,6 +19,8 @@ from .bodies import Body
 from .calls import Call, label_of
 from .schema import ATTRIBUTE_TYPES, ONNX_TYPES
 
+Calls = Sequence[Call]
+
 
 class AttributeReference:
     """An attribute as a body sees it. It is no Python value: `==` would be False in silence."""
@@ -33,16 +35,14 @@ class AttributeReference:
         )
 
     __eq__ = __bool__ = __len__ = __iter__ = __getitem__ = __int__ = __float__ = __index__ = _refuse
-    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = __rtruediv__ = __neg__ = (
-        _refuse
-    )
-    __lt__ = __le__ = __gt__ = __ge__ = __hash__ = _refuse
+    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = __rtruediv__ = _refuse
+    __neg__ = __lt__ = __le__ = __gt__ = __ge__ = __hash__ = _refuse
 
 
 class AttributeArgument(AttributeReference):
     """An attribute of the nodes that call a function."""
 
-    def __init__(self, attribute: Attribute, calls: Sequence[Call]) -> None:
+    def __init__(self, attribute: Attribute, calls: Calls) -> None:
         super().__init__(calls[0].record.name, attribute.name)
         self._record = calls[0].record
         self._attribute = attribute
@@ -87,25 +87,16 @@ _CONSTANT_DTYPES = {
 
 
 class BodySetting(NamedTuple):
-    """What a torch function that is a body is exported for (torch_bodies.py).
+    """What a torch function that is a body is exported for (torch_bodies.py)."""
 
-    Attributes:
-        dtypes: of the inputs, as the model has them.
-        compute: the dtype in which floating-point inputs arrive.
-        ranks: those of the inputs of each call: None of an absent one, UNKNOWN of one that the model lacks.
-        by_rank: whether a function may choose by the ranks of its inputs, as it may if the calls are all
-            that there will be.
-    """
-
-    dtypes: tuple[str, ...]
-    compute: str
+    dtypes: tuple[str, ...]  # of the inputs, as the model has them
+    compute: str  # the dtype in which floating-point inputs arrive
     opset: int
-    ranks: Set[tuple[int | None, ...]]
-    by_rank: bool = False
+    ranks: Set[tuple[int | None, ...]]  # of each call's inputs; None: absent, UNKNOWN: the model lacks it
+    by_rank: bool = False  # whether a function may choose by them: the calls are all that there will be
 
 
-UNKNOWN = -1
-"""A rank that the model does not say."""
+UNKNOWN = -1  # a rank that the model does not say
 
 Branch = tuple[Sequence[tuple[AttributeArgument | ir.Value, Any]], Callable[[Any], Any]]
 """The values of attributes and the ranks of tensors, and what computes the body for them with an `op`."""
@@ -119,7 +110,7 @@ class BodyOps:
     """The argument `op` of a body: `op.Mul(x, y)` adds a node of that type."""
 
     def __init__(
-        self, builder: Any, calls: Sequence[Call], opset: int, compute: ir.DataType | None, by_rank: bool
+        self, builder: Any, calls: Calls, opset: int, compute: ir.DataType | None, by_rank: bool
     ) -> None:
         self._builder = builder  # onnxscript.OpBuilder
         self._by_rank = by_rank
@@ -163,13 +154,8 @@ class BodyOps:
             inner = BodyOps(builder, self._calls, self._opset, self._compute, self._by_rank)
             return [inner.Identity(value) for value in run(inner)]  # an output must be a node's own
 
-        return build_graph(
-            results,
-            [],
-            [ir.Value() for _ in range(outputs)],
-            opset_imports={"": self._opset},
-            parent=self._builder.builder,
-        )
+        values, opsets = [ir.Value() for _ in range(outputs)], {"": self._opset}
+        return build_graph(results, [], values, opset_imports=opsets, parent=self._builder.builder)
 
     def computed(self, value: ir.Value) -> ir.Value:
         """Casts an input to the compute type."""
@@ -193,10 +179,8 @@ class BodyOps:
         def add(*inputs: Any, **attributes: Any) -> Any:
             beside_floating = any(self._is_floating(value) for value in inputs)
             tensors = [self._tensor(value, beside_floating) for value in inputs]
-            named = {
-                name: value.reference(name) if isinstance(value, AttributeArgument) else value
-                for name, value in attributes.items()
-            }
+            given = {name: each for name, each in attributes.items() if isinstance(each, AttributeArgument)}
+            named = attributes | {name: each.reference(name) for name, each in given.items()}
             return getattr(self._builder, op_type)(*tensors, **named)
 
         return add
@@ -227,18 +211,10 @@ class BodyOps:
         return constant
 
 
-def trace(body: Body, calls: Sequence[Call], opset: int, *, by_rank: bool = False) -> ir.Function:
-    """Traces an op's body into one function for all the calls of a model.
-
-    Args:
-        body: a body that fits the op's record (`Body.check`).
-        calls: the model's calls of the op, at least one; all have the same inputs.
-        opset: the model's, which a function's must equal.
-        by_rank: whether the function may be for the ranks of these calls alone.
-
-    Raises:
-        ExportError: the builder does not fit the record, or the calls cannot share one function.
-    """
+def trace(body: Body, calls: Calls, opset: int, *, by_rank: bool = False) -> ir.Function:
+    """Traces an op's body into one function of the model's opset, for its calls, which have the same inputs;
+    `by_rank`: it may be for the ranks of these alone. ExportError: the builder does not fit the record, or
+    the calls cannot share one."""
     key = body.build, calls[0].record, opset, by_rank, *dict.fromkeys(map(_seen_by_body, calls))
     if key not in _TRACED:
         if len(_TRACED) >= _MOST_TRACED:
@@ -251,13 +227,27 @@ _TRACED, _MOST_TRACED = dict[tuple[Any, ...], ir.Function](), 256
 """What has been traced: the optimizer gives the forms of one model the same bodies a dozen times."""
 
 
+def model_of(function: ir.Function, call: Call, nodes: Sequence[ir.Node] = ()) -> bytes:
+    """Makes the model of a function body, as `twinop_op.body` gives it (`kernels/abi.h`).
+
+    Args:
+        function: `<domain>::<onnx_name>`, with all the record's inputs and with references to its attributes.
+        call: of `make_call`: has the dtypes, and the inputs that the op gets.
+        nodes: those of the graph. A library's model has none: it is run with the op's own node.
+    """
+    inputs = [ir.val(name, dtype=ONNX_TYPES[call.dtypes[name]]) for name in call.inputs]
+    opsets = {**function.opset_imports, call.record.domain: call.record.domain_version}
+    graph = ir.Graph(inputs, call.node.outputs, nodes=nodes, name="body", opset_imports=opsets)
+    return ir.to_proto(ir.Model(graph, ir_version=10, functions=[function])).SerializeToString()
+
+
 def _seen_by_body(call: Call) -> tuple[Any, ...]:
     """Returns all of a call that its body can depend on; attributes as text, because 0.0 == -0.0."""
     ranks = [(name, _rank(value)) for name, value in call.inputs.items()]
     return (*ranks, *call.dtypes.items(), repr(call.attributes))
 
 
-def _traced(body: Body, calls: Sequence[Call], opset: int, by_rank: bool) -> ir.Function:
+def _traced(body: Body, calls: Calls, opset: int, by_rank: bool) -> ir.Function:
     record = calls[0].record
     dtypes = {name: {call.dtypes[name] for call in calls} for name in calls[0].dtypes}
     floating = set().union(*dtypes.values()).intersection(_FLOATS)
@@ -266,12 +256,11 @@ def _traced(body: Body, calls: Sequence[Call], opset: int, by_rank: bool) -> ir.
 
     def run(builder: Any, *inputs: ir.Value, any_float: bool) -> list[ir.Value]:
         ops = BodyOps(builder, calls, opset, compute, by_rank)
-        arguments = [
-            _argument(ops, record, value, dtypes[str(value.name)], compute, any_float)
-            if value.name in calls[0].inputs
-            else None
-            for value in inputs
-        ]
+        arguments = list[ir.Value | None]()
+        for value in inputs:
+            kinds, is_given = dtypes[str(value.name)], value.name in calls[0].inputs
+            seen = _argument(ops, value, kinds, compute, any_float) if is_given else None
+            arguments.append(seen)
         attributes = {entry.name: AttributeArgument(entry, calls) for entry in record.attributes}
         result = body.build(ops, *arguments, **attributes)
         outputs = list(result) if isinstance(result, (tuple, list)) else [result]
@@ -289,17 +278,16 @@ def _traced(body: Body, calls: Sequence[Call], opset: int, by_rank: bool) -> ir.
         return results
 
     def build(any_float: bool) -> ir.Function:
+        known = {name: ONNX_TYPES[min(each)] if len(each) == 1 else None for name, each in dtypes.items()}
+        # Typed if there is one dtype: constants beside it then get its type.
+        formal = [ir.val(entry.name, dtype=known[entry.name]) for entry in record.inputs]
+        given = [
+            ir.Attr(each.name, ATTRIBUTE_TYPES[each.kind], default_of(each)) for each in record.attributes
+        ]
         return build_function(
-            functools.partial(run, any_float=any_float),
-            [_formal_input(entry.name, dtypes[entry.name]) for entry in record.inputs],
-            domain=record.domain,
-            name=record.onnx_name,
-            attributes=[
-                ir.Attr(entry.name, ATTRIBUTE_TYPES[entry.kind], default_of(entry))
-                for entry in record.attributes
-            ],
-            opset_imports={"": opset},
-        )
+            functools.partial(run, any_float=any_float), formal, domain=record.domain, name=record.onnx_name,
+            attributes=given, opset_imports={"": opset},
+        )  # fmt: skip
 
     function = build(any_float=False)
     if compute is ir.DataType.FLOAT and _names_floats(function):
@@ -309,19 +297,14 @@ def _traced(body: Body, calls: Sequence[Call], opset: int, by_rank: bool) -> ir.
 
 
 def _argument(
-    ops: BodyOps,
-    record: OpSpec,
-    value: ir.Value,
-    dtypes: set[str],
-    compute: ir.DataType | None,
-    any_float: bool,
+    ops: BodyOps, value: ir.Value, dtypes: set[str], compute: ir.DataType | None, any_float: bool
 ) -> ir.Value:
     """Returns what a body sees of an input that has these dtypes in the model."""
     floats = {ONNX_TYPES[dtype] for dtype in dtypes.intersection(_FLOATS)}
     if not floats or (not any_float and floats == {compute}):
         return value
     if dtypes.difference(_FLOATS):  # a cast could change an integer
-        raise _mixed_error(record, str(value.name), dtypes)
+        raise _mixed_error(ops._record, str(value.name), dtypes)
     return ops.computed(value)
 
 
@@ -336,18 +319,8 @@ def _names_floats(function: ir.Function) -> bool:
     return False
 
 
-def _formal_input(name: str, dtypes: set[str]) -> ir.Value:
-    """Makes an input of the function, typed if there is one dtype: constants beside it then get its type."""
-    return ir.val(name, dtype=ONNX_TYPES[min(dtypes)] if len(dtypes) == 1 else None)
-
-
 def _as_output(
-    builder: Any,
-    name: str,
-    value: ir.Value,
-    calls: Sequence[Call],
-    inputs: Sequence[ir.Value],
-    any_float: bool,
+    builder: Any, name: str, value: ir.Value, calls: Calls, inputs: Sequence[ir.Value], any_float: bool
 ) -> ir.Value:
     """Casts an output to the dtype that each call expects."""
     dtypes = {call.dtypes[name] for call in calls}

@@ -27,8 +27,9 @@ _SAMPLE = 64  # elements
 _FLOATS_16 = (ir.DataType.FLOAT16, ir.DataType.BFLOAT16)
 _ELEMENTWISE = {"Add": operator.add, "Div": operator.truediv, "Mul": operator.mul, "Sub": operator.sub}
 
-Window = Sequence[tuple[int, int]]
-"""Where a part of a tensor starts and stops, for each axis."""
+Tensors = Sequence[ir.TensorProtocol]
+Sources = Sequence[ir.TensorProtocol | None]
+Window = Sequence[tuple[int, int]]  # where a part of a tensor starts and stops, for each axis
 
 
 class _Lazy:
@@ -50,10 +51,6 @@ class _Lazy:
             whole[start : start + strip.size] = strip.reshape(-1)
             start += strip.size
         return whole.reshape(self._shape)
-
-    def rows(self, start: int, stop: int) -> np.ndarray:
-        """Computes rows of the first axis."""
-        return read(self, [(start, stop), *_all(self._shape)[1:]])
 
     def tobytes(self) -> bytes:
         return b"".join(map(bytes, pieces(self)))
@@ -134,7 +131,7 @@ class Recipe(_Lazy):
     def __init__(
         self,
         operation: str,
-        sources: Sequence[ir.TensorProtocol],
+        sources: Tensors,
         parameters: tuple[Any, ...],
         dtype: ir.DataType,
         shape: Sequence[int],
@@ -161,10 +158,8 @@ def is_held(tensor: ir.TensorProtocol) -> bool:
 
 
 def cast(tensor: ir.TensorProtocol, dtype: ir.DataType) -> ir.TensorProtocol:
-    """Converts a tensor. Numbers are clipped as `narrow` does; 16 bits that were widened are what they were.
-
-    It is the sources of a transpose and the like that are converted: then both find each other.
-    """
+    """Converts a tensor, or the sources of a transpose and the like: then both find each other. Numbers are
+    clipped as `narrow` does; 16 bits that were widened are what they were."""
     if tensor.dtype is dtype:
         return tensor
     if isinstance(tensor, Recipe) and tensor.operation in _MOVES:
@@ -188,7 +183,7 @@ def transpose(tensor: ir.TensorProtocol, permutation: Sequence[int] = (1, 0)) ->
     return _made("transpose", [tensor], (order,), tensor.dtype, [shape[axis] for axis in order])
 
 
-def join(tensors: Sequence[ir.TensorProtocol], axis: int = 0) -> ir.TensorProtocol:
+def join(tensors: Tensors, axis: int = 0) -> ir.TensorProtocol:
     """Concatenates tensors; parts of one that follow each other are a part of it again."""
     first, shape = tensors[0], [*sizes(tensors[0])]
     axis %= len(shape)
@@ -234,17 +229,12 @@ def reshape(tensor: ir.TensorProtocol, shape: Sequence[int]) -> ir.TensorProtoco
 
 
 def packed(tensor: ir.TensorProtocol, shape: Sequence[int]) -> ir.TensorProtocol:
-    """Puts integers [N, K] of 4 or 8 bits into bytes, each row on its own, as MatMulNBits has them.
-
-    Those with a sign lose it: half of their range is added.
-
-    Args:
-        shape: what the bytes of a row [N, ...] get.
-    """
+    """Puts integers [N, K] of 4 or 8 bits into bytes, each row [N, ...] on its own, as MatMulNBits has them.
+    Those with a sign lose it: half of their range is added."""
     return _made("packed", [tensor], (), ir.DataType.UINT8, shape)
 
 
-def dequantized(parts: Sequence[ir.TensorProtocol], axis: int, block: int) -> ir.TensorProtocol:
+def dequantized(parts: Tensors, axis: int, block: int) -> ir.TensorProtocol:
     """Computes DequantizeLinear of integers, their scales and any zero points, in blocks along an axis."""
     return _made("dequantized", parts, (axis, block), parts[1].dtype, sizes(parts[0]))
 
@@ -271,29 +261,20 @@ def elementwise(op_type: str, a: ir.TensorProtocol, b: ir.TensorProtocol) -> ir.
 
 
 def node(
-    node: ir.Node,
-    sources: Sequence[ir.TensorProtocol | None],
-    opset: int,
-    dtype: ir.DataType,
-    shape: Sequence[int],
+    node: ir.Node, sources: Sources, opset: int, dtype: ir.DataType, shape: Sequence[int]
 ) -> ir.TensorProtocol:
     """Computes the only output of a standard operator without subgraphs; absent inputs are None."""
     given = [each for each in sources if each is not None]
     if node.op_type in _ELEMENTWISE and dtype.is_floating_point() and not node.domain:
         return elementwise(node.op_type, *given)
-    proto = onnx.helper.make_node(
-        node.op_type, ["" if each is None else f"x{index}" for index, each in enumerate(sources)], ["y"]
-    )
+    names = ["" if each is None else f"x{index}" for index, each in enumerate(sources)]
+    proto = onnx.helper.make_node(node.op_type, names, ["y"])
     proto.attribute.extend(ir.to_proto(each) for each in node.attributes.values())
     return _made("node", given, (proto.SerializeToString(deterministic=True), opset), dtype, shape)
 
 
 def _made(
-    operation: str,
-    sources: Sequence[ir.TensorProtocol],
-    parameters: tuple[Any, ...],
-    dtype: ir.DataType,
-    shape: Sequence[int],
+    operation: str, sources: Tensors, parameters: tuple[Any, ...], dtype: ir.DataType, shape: Sequence[int]
 ) -> ir.TensorProtocol:
     recipe = Recipe(operation, sources, parameters, dtype, shape)
     if is_large(recipe):
@@ -502,10 +483,8 @@ def _read_quantized(recipe: Recipe, window: Window) -> np.ndarray:
 
 @cache
 def _rounded_to_e4m3() -> np.ndarray:
-    """Returns e4m3 of the upper half of a number's bits in fp32, whose last bit is set if the rest is not 0.
-
-    That is enough to round to 4 bits, and takes a fifth of the time of ml_dtypes.
-    """
+    """Returns e4m3 of the upper half of a number's bits in fp32, whose last bit is set if the rest is not 0:
+    enough to round to 4 bits, in a fifth of the time of ml_dtypes."""
     halves = np.arange(1 << 16, dtype=np.uint16).view(ir.DataType.BFLOAT16.numpy())
     with np.errstate(invalid="ignore"):  # NaN is among them
         return halves.astype(ir.DataType.FLOAT8E4M3FN.numpy())
@@ -515,14 +494,12 @@ def _read_node(recipe: Recipe, window: Window) -> np.ndarray:
     serialized, opset = recipe.parameters
     proto = onnx.NodeProto.FromString(serialized)
     names = [name for name in proto.input if name]
-    known = [
-        onnx.helper.make_tensor_value_info(name, int(each.dtype), sizes(each))
-        for name, each in zip(names, recipe.sources, strict=True)
-    ]
-    result = onnx.helper.make_tensor_value_info("y", int(recipe.dtype), recipe._shape)
+    info, pairs = onnx.helper.make_tensor_value_info, [*zip(names, recipe.sources, strict=True)]
+    known = [info(name, int(each.dtype), sizes(each)) for name, each in pairs]
+    result = info("y", int(recipe.dtype), recipe._shape)
     graph = onnx.helper.make_graph([proto], "constant", known, [result])
     model = onnx.helper.make_model(graph, opset_imports=[onnx.helper.make_opsetid("", opset)])
-    given = {name: each.numpy() for name, each in zip(names, recipe.sources, strict=True)}
+    given = {name: each.numpy() for name, each in pairs}
     [found] = typed(list[np.ndarray], ReferenceEvaluator(model).run(None, given))
     return found.reshape(recipe._shape)[_slices(window)]
 
@@ -566,10 +543,8 @@ def largest(tensor: ir.TensorProtocol) -> float:
 
 
 def _maximum(array: np.ndarray) -> np.ndarray:
-    """Returns the largest magnitudes along the last axis; NaN is the largest one.
-
-    Floats of 16 bits are compared as integers, whose order is the same: NumPy takes a hundredth of the time.
-    """
+    """Returns the largest magnitudes along the last axis; NaN is the largest one. Floats of 16 bits are
+    compared as integers, whose order is the same: NumPy takes a hundredth of the time."""
     if array.itemsize == 2 and array.dtype.kind not in "iu":
         return (array.view(np.uint16) & 0x7FFF).max(-1).view(array.dtype)
     ends = array.max(-1), array.min(-1)

@@ -59,9 +59,7 @@ def _other_operand(value: ir.Value, op_type: str) -> tuple[ir.Node, ir.Value] | 
 def _scale_of(value: ir.Value) -> ir.Value | None:
     """Returns `scale` of 1 + scale."""
     node = g.producer(value, "Add")
-    if node is None:
-        return None
-    scales = [each for each in node.inputs if g.scalar(each) != 1]
+    scales = [each for each in node.inputs if g.scalar(each) != 1] if node is not None else []
     return scales[0] if len(scales) == 1 else None
 
 
@@ -75,12 +73,10 @@ def _is_per_sequence(value: ir.Value, x: list[g.Dim] | None) -> bool:
 
 def _as_rows(before: ir.Node, value: ir.Value) -> ir.Value:
     """Returns [B, 1, ..., C] as [B, C]."""
-    shape = g.dims(value)
-    assert shape is not None
-    source = g.producer(value, "Unsqueeze")
-    if source is not None and g.rank(source.inputs[0]) == 2:
-        assert source.inputs[0] is not None
-        return source.inputs[0]
+    shape, source = g.dims(value) or [], g.producer(value, "Unsqueeze")
+    rows = source.inputs[0] if source is not None else None
+    if rows is not None and g.rank(rows) == 2:
+        return rows
     if len(shape) == 2:
         return value
     middle = g.int_constant(before, range(1, len(shape) - 1))

@@ -147,10 +147,8 @@ def _fuse(rewrite: Attention, softmax: ir.Node, matmul: ir.Node) -> None:
 
 
 def _fuse_windows(rewrite: Attention, scores: Scores, matmul: ir.Node) -> None:
-    """Replaces attention on [..., S, D], such as windows [B, H, W, S, D] or [B*H, S, D], without a mask.
-
-    Each element of the dimensions before S becomes a sequence with one head, so nothing is transposed.
-    """
+    """Replaces attention on [..., S, D] without a mask, such as windows [B, H, W, S, D]: each element of the
+    dimensions before S becomes a sequence with one head, so nothing is transposed."""
     q, on_q = unscaled(scores.matmul.inputs[0])
     turned, on_k = unscaled(scores.matmul.inputs[1])
     transpose, v = g.producer(turned, "Transpose"), matmul.inputs[1]
@@ -180,9 +178,8 @@ def _fuse_windows(rewrite: Attention, scores: Scores, matmul: ir.Node) -> None:
         inputs.append(each if rank == 3 else g.reshape(matmul, each, [-1, tokens, width]))
     attributes = {"num_heads": 1, "scale": scores.scale * on_q * on_k}
     shape = [*outer, rows, shapes[2][-1]]
-    result = g.add(
-        matmul, "MultiHeadAttention", inputs, attributes, domain=g.MICROSOFT, shape=[None, *shape[-2:]]
-    )
+    like = [None, *shape[-2:]]
+    result = g.add(matmul, "MultiHeadAttention", inputs, attributes, domain=g.MICROSOFT, shape=like)
     label(g.maker(result), "attention")
     if rank != 3:
         sizes = [each if isinstance(each, int) else -1 for each in shape]
@@ -196,10 +193,8 @@ def _refuse_cache(q: ir.Value, k: ir.Value, v: ir.Value) -> None:
 
 
 def _is_cached(heads: ir.Value) -> bool:
-    """Whether heads are an input of the graph, perhaps with new tokens beside it.
-
-    MultiHeadAttention would take the whole cache in another layout, in each step.
-    """
+    """Whether heads are an input of the graph, perhaps with new tokens beside it: MultiHeadAttention would
+    take the whole cache in another layout, in each step."""
     waiting, seen, grows = [heads], set[ir.Value](), False
     while waiting:
         value = waiting.pop()
@@ -213,10 +208,8 @@ def _is_cached(heads: ir.Value) -> bool:
                 return True
         elif node is not None and node.op_type in _MOVES:
             grows = grows or node.op_type in _GROWS
-            moved = node.inputs if node.op_type in _GROWS else node.inputs[:1]
-            waiting += [
-                each for each in moved if each is not None and (len(moved) == 1 or each.dtype == value.dtype)
-            ]
+            moved = [*filter(None, node.inputs if node.op_type in _GROWS else node.inputs[:1])]
+            waiting += [each for each in moved if node.op_type not in _GROWS or each.dtype == value.dtype]
         elif node is not None and node.op_type == "If":  # the branches of a first and of a later step
             return True
     return False
@@ -225,10 +218,8 @@ def _is_cached(heads: ir.Value) -> bool:
 def masks_of_scores(
     context: g.RewriteContext, masks: list[ir.Value], before: ir.Node, square: bool
 ) -> tuple[ir.Value | None, ir.Value | None, bool]:
-    """Returns the mask to add, the graph input whose zeros end each sequence, and whether it is causal.
-
-    `square`: there are as many queries as keys.
-    """
+    """Returns the mask to add, the graph input whose zeros end each sequence, and whether it is causal;
+    `square`: there are as many queries as keys."""
     known = {mask: known_of(mask) for mask in masks}
     masks = [mask for mask in masks if known[mask].is_causal or known[mask].hides != "nothing"]
     causal = [mask for mask in masks if known[mask].is_causal]
@@ -260,11 +251,8 @@ def _lengths(shown: ir.Value, before: ir.Node) -> ir.Value:
 
 
 def spread(bias: ir.Value, q: ir.Value, k: ir.Value, before: ir.Node, is_exact: bool = True) -> ir.Value:
-    """Returns a mask as [1 or B, 1 or H, S, T], for q [B, S, ...] and k [B, T, ...].
-
-    Args:
-        is_exact: its sizes are those of q and k that have the same names.
-    """
+    """Returns a mask as [1 or B, 1 or H, S, T], for q [B, S, ...] and k [B, T, ...]; `is_exact`: its sizes
+    are those of q and k that have the same names."""
     shape, rows, columns = g.dims(bias), (g.dims(q) or [0, None])[1], (g.dims(k) or [0, None])[1]
     if shape is None or len(shape) > 4:
         raise g.Skipped("a mask of unknown rank")
@@ -273,9 +261,8 @@ def spread(bias: ir.Value, q: ir.Value, k: ir.Value, before: ir.Node, is_exact: 
     if isinstance(rows, int) and isinstance(columns, int):
         target = g.int_constant(before, [1, 1, rows, columns])
     else:
-        lengths = [
-            g.length(before, each) if is_exact else g.sizes_of(before, (each, [1]))[0] for each in (q, k)
-        ]
+        exact = [g.length(before, each) for each in (q, k)] if is_exact else []
+        lengths = exact or [g.sizes_of(before, (each, [1]))[0] for each in (q, k)]
         sizes = [g.int_constant(before, [1, 1]), *lengths]
         target = g.add(before, "Concat", sizes, {"axis": 0}, shape=[4])
     outer = [*([1] * (4 - len(shape))), *shape][:2]

@@ -35,11 +35,7 @@ _Tables = dict[tuple[ir.Value | None, ...], ir.Value]
 
 
 class CachedAttention(
-    Rewrite[bool],
-    name="cached_attention",
-    microsoft=("GroupQueryAttention",),
-    device="cuda",
-    sixteen_bits_only=True,
+    Rewrite[bool], name="cached_attention", microsoft=("GroupQueryAttention",), sixteen_bits_only=True
 ):
     """Puts the op in the place of GroupQueryAttention."""
 
@@ -72,7 +68,7 @@ class CachedAttention(
         norms = g.initializer(context.graph, np.stack(gains), "norms") if gains else None
         position = tables.get((given["position"],)) or _positions(context, node, given["position"])
         tables[given["position"],] = position
-        cos_sin = _table(node, given, tables) if g.attribute(node, "do_rotary", 0) else None
+        cos_sin = _table(context, node, given, tables) if g.attribute(node, "do_rotary", 0) else None
         sinks = given.get("sinks")
         if sinks is None and g.attribute(node, "smooth_softmax", 0):  # one key more, of score 0
             sinks = g.initializer(context.graph, np.zeros(heads, np.float32), "sinks")
@@ -160,15 +156,13 @@ def _positions(context: g.RewriteContext, node: ir.Node, position: ir.Value) -> 
     return last
 
 
-def _table(node: ir.Node, given: dict[str, ir.Value], tables: _Tables) -> ir.Value:
+def _table(context: g.RewriteContext, node: ir.Node, given: dict[str, ir.Value], tables: _Tables) -> ir.Value:
     """Returns cosines and sines as one table, a constant where they are constants."""
     pair = given["cos"], given["sin"]
     if pair not in tables:
-        tensors = [g.tensor(each) for each in pair]
-        graph = node.graph
-        assert graph is not None
-        if tensors[0] is not None and tensors[1] is not None:
-            tables[pair] = g.initializer(graph, weights.join([tensors[0], tensors[1]], 1), "cos_sin")
+        tensors = [each for each in map(g.tensor, pair) if each is not None]
+        if len(tensors) == 2:
+            tables[pair] = g.initializer(context.graph, weights.join(tensors, 1), "cos_sin")
         else:
             tables[pair] = g.add(node, "Concat", pair, {"axis": 1})
     return tables[pair]

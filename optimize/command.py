@@ -29,8 +29,7 @@ class Options:
         _option(
             "Convert the model to float16 or bfloat16; or to float8: then large matmuls multiply in 8 bits. "
             "This is faster on Hopper and later GPUs, also for decoders, and close to the original, not the "
-            "same. Default: keep "
-            "the dtypes of inputs and outputs, and the precision of each node."
+            "same. Default: keep the dtypes of inputs and outputs, and the precision of each node."
         ),
     ] = None
     device: Annotated[

@@ -30,22 +30,15 @@ _OF_SIZES = 1e-2  # an error of broadcasting is larger
 
 @dataclass
 class Comparison:
-    """An original in fp32, inputs for it, and what it computes for them.
-
-    Attributes:
-        model: the original, or an extracted part of it.
-        part: which part it is; None for the whole.
-        original: the same as it runs.
-        last: the form that ran last.
-    """
+    """An original in fp32, inputs for it, and what it computes for them."""
 
     source: Source
-    model: ir.Model
-    original: Form
+    model: ir.Model  # the original, or an extracted part of it
+    original: Form  # the same as it runs
     reference: equivalence.Reference
     of_size_1: Mapping[str, inputs.Case] = field(default_factory=dict)
-    part: Part | None = None
-    last: Form | None = None
+    part: Part | None = None  # which part it is; None for the whole
+    last: Form | None = None  # the form that ran last
 
     def __post_init__(self) -> None:
         self.noise, self.library = cache(self._noise), self.source.user_ops.libraries or None
@@ -56,14 +49,8 @@ class Comparison:
         return equivalence.noise(nudged.what, self.library, self.reference, by)
 
     def check(self, result: Form, dtype: str = "float32") -> float:
-        """Returns the error of a form that computes in fp32.
-
-        Args:
-            dtype: the coarsest one of its inputs and outputs.
-
-        Raises:
-            NotEquivalent: it fails, or the error is too large.
-        """
+        """Returns the error of a form that computes in fp32; `dtype`: the coarsest one of its inputs and
+        outputs. NotEquivalent: it fails, or the error is too large."""
         assert not self.is_forgotten
         self.last = result
         may_skip = bool(self.reference.note)  # else a rewrite is the cause
@@ -74,9 +61,8 @@ class Comparison:
             raise equivalence.NotEquivalent(f"cannot be run on the CPU: {reason}") from reason
         except TwinopError as failure:
             raise equivalence.NotEquivalent(f"fails: {failure}") from failure
-        self.found, self.note, self.source.registered = (
-            answer.outputs, answer.note, answer.libraries or self.source.registered,
-        )  # fmt: skip
+        self.found, self.note = answer.outputs, answer.note
+        self.source.registered = answer.libraries or self.source.registered
         error = self.reference.check(self.reference.errors(self.found), self.noise, dtype)
         self.found = []  # only `cause` reads it
         return error
@@ -120,17 +106,14 @@ class Comparison:
         if not any(self.with_size_1.values()) or self.last is None:
             return []
         own = self.with_size_1
-        reference = replace(
-            self.reference, cases=[*self.of_size_1.values()], outputs=[*own.values()], edge=[]
-        )
+        cases, outputs = [*self.of_size_1.values()], [*own.values()]
+        reference = replace(self.reference, cases=cases, outputs=outputs, edge=[])
         errors = zip(own, reference.errors(self._run_of_size_1(self.last)), strict=True)
         return [name for name, row in errors if own[name] and not max(row, default=inf) <= _OF_SIZES]
 
     def _run_of_size_1(self, form: Form) -> equivalence.Outputs:
-        """Returns the outputs for `of_size_1`, none where a run fails.
-
-        ONNX Runtime's own optimizations, which take names for sizes, are off.
-        """
+        """Returns the outputs for `of_size_1`, none where a run fails, without ONNX Runtime's own
+        optimizations: these take names for sizes."""
         try:
             cases = [*self.of_size_1.values()]
             return run(form.what, self.library, cases, required=0, optimize=False).outputs if cases else []
@@ -141,12 +124,9 @@ class Comparison:
         """Compares a form in 16 bits, and the original in 16 bits, with the original in fp32.
 
         Args:
-            plain: the original in 16 bits, for the numbers inside of it; None where it is not known.
-            plain_form: the same as it runs.
+            plain, plain_form: the original in 16 bits, and as it runs; None where it is not known.
 
-        Returns:
-            The error, and that of the original in 16 bits in `own_error`. None where it does not run, with
-            `note`.
+        Returns the error; None where it does not run, with `note`. The original has its own in `own_error`.
 
         Raises:
             ExportError: the original has no usable result in 16 bits, or a value no known dtype.
@@ -169,7 +149,12 @@ class Comparison:
             self.note = f"compared in its fp32 form: {refused}"
             return None
         except TwinopError as failure:
-            raise _unknown_types(report.dtype, failure) from failure
+            reason = str(failure).splitlines()[0].rpartition("Type Error: ")[2].rstrip(".")
+            raise ExportError(
+                f"{option('dtype', report.dtype)}: the dtypes of some values are not known, so they could "
+                f"not be converted ({reason}). Leave out {option('dtype')}, or declare these values "
+                "(value_info)"
+            ) from failure
         noise = self._noise_in_16_bits(plain, plain_form, reference)
         self._require_fitting(noise, reference)
         reference.check(errors, lambda: noise, report.dtype)
@@ -178,11 +163,8 @@ class Comparison:
     def _noise_in_16_bits(
         self, plain: ir.Model | None, form: Form | None, reference: equivalence.Reference
     ) -> equivalence.Errors:
-        """Returns the errors of the original in 16 bits: infinite for edge cases that overflow inside of it.
-
-        ONNX Runtime computes much of it in fp32 on the CPU, so it also runs with results that are rounded.
-        That says nothing where typical inputs have no use of it: rewrites may round less, as norms do.
-        """
+        """Returns the errors of the original in 16 bits, also with results that are rounded: ONNX Runtime
+        computes much in fp32 on the CPU. They are infinite for edge cases that overflow inside."""
         runs = list[equivalence.Errors]()
         for rounds in (False, True):
             try:
@@ -195,10 +177,8 @@ class Comparison:
             if not rounds or reference.largest(errors) <= MAX_USABLE_ERROR:
                 runs.append(errors)
         if not runs:
-            return [
-                [inf if index >= reference.typical else 0.0 for _ in row]
-                for index, row in enumerate(reference.outputs)
-            ]
+            known = [0.0] * reference.typical + [inf] * len(reference.edge)
+            return [[error] * len(row) for error, row in zip(known, reference.outputs, strict=True)]
         largest = [*map(reference.largest, runs)]
         self.own_error = max((each for each in largest if each <= MAX_USABLE_ERROR), default=largest[0])
         if equivalence.has_steps(self.model):
@@ -208,10 +188,8 @@ class Comparison:
     def _noise_of_steps(
         self, runs: list[equivalence.Errors], reference: equivalence.Reference
     ) -> equivalence.Errors:
-        """Returns the noise of an original that rounds to a few numbers itself: of each case that of all.
-
-        What 16 bits change moves few numbers to the next one, in some cases none, and those by much.
-        """
+        """Returns the noise of an original that rounds to a few numbers itself, of each case that of all: 16
+        bits move few numbers to the next one, in some cases none, and those by much."""
         by = float(ml_dtypes.finfo(self.source.dtype.numpy()).eps) / 2
         nudged = self.source.form(equivalence.nudge_weights(self.model.clone(), by))
         runs = [*runs, equivalence.noise(nudged.what, self.library, reference, by)]
@@ -223,7 +201,8 @@ class Comparison:
     def _require_fitting(self, noise: equivalence.Errors, reference: equivalence.Reference) -> None:
         """Raises ExportError if the original has no usable result in 16 bits, also for some ids only."""
         own, where, typical = self.own_error or 0.0, "", reference.typical
-        if own <= MAX_USABLE_ERROR and self.own_error is not None and not self.source.keeps_fp32:
+        is_asked = self.source.options.dtype is not None
+        if own <= MAX_USABLE_ERROR and self.own_error is not None and is_asked:
             for name, row in zip(reference.edge, noise[typical:], strict=True):
                 if name.startswith(equivalence.IDS) and max(row, default=0.0) > own:
                     own, where = max(row), f" for {name}"
@@ -235,15 +214,12 @@ class Comparison:
 
     def _narrowed(self, form: Form, cases: Sequence[Mapping[str, np.ndarray]]) -> list[equivalence.Case]:
         """Returns inputs in the dtypes of a form."""
-        return [
-            {
-                name: narrow(array, form.dtypes[name])
-                if array.dtype == np.float32 and name in form.dtypes
-                else array
-                for name, array in case.items()
-            }
-            for case in cases
-        ]
+
+        def narrowed(name: str, array: np.ndarray) -> np.ndarray:
+            is_float = array.dtype == np.float32 and name in form.dtypes
+            return narrow(array, form.dtypes[name]) if is_float else array
+
+        return [{name: narrowed(name, array) for name, array in case.items()} for case in cases]
 
     def _errors_in(
         self, form: Form, reference: equivalence.Reference, optimize: bool = True
@@ -258,11 +234,3 @@ class Comparison:
                 raise
             raise NotRunnable(str(error).splitlines()[0]) from error
         return reference.errors(found, self.source.dtype)
-
-
-def _unknown_types(dtype: str, failure: TwinopError) -> ExportError:
-    reason = str(failure).splitlines()[0].rpartition("Type Error: ")[2].rstrip(".")
-    return ExportError(
-        f"{option('dtype', dtype)}: the dtypes of some values are not known, so they could not be converted "
-        f"({reason}). Leave out {option('dtype')}, or declare these values (value_info)"
-    )

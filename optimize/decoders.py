@@ -1,8 +1,7 @@
 """Reads decoders with a KV cache, as onnxruntime-genai's builder writes them: GroupQueryAttention.
 
-`runs` returns sizes of inputs that fit each other. `split_query_norms` writes norms of q and k as nodes of
-their own, which the CPU needs; `cached_attention.join_norms` undoes it for CUDA. `set_full_precision` lets
-quantised matmuls compute in floats for the comparison.
+`runs` returns sizes of inputs that fit each other. `make_runnable` also writes norms of q and k as nodes of
+their own, which the CPU needs; `cached_attention.join_norms` undoes it for CUDA.
 """
 
 from collections.abc import Callable, Iterable
@@ -22,10 +21,8 @@ _Q_NORM = 14  # the input; that of k follows
 
 
 def set_sizes(model: ir.Model) -> None:
-    """Corrects declared sizes: of heads, which genai's builder gives a name, and of masks.
-
-    A mask also covers the tokens in a cache. optimum's merged files name its size as that of new tokens.
-    """
+    """Corrects declared sizes: of heads, which genai's builder gives a name, and of masks, which cover the
+    tokens in a cache, too: optimum's merged files name their size as that of new tokens."""
     if any(map(grows, model.graph.inputs)):
         for mask in filter(is_mask, model.graph.inputs):
             batch, length = g.dims(mask) or [None, None]
@@ -46,11 +43,8 @@ def set_sizes(model: ir.Model) -> None:
 
 
 def runs(model: ir.Model) -> tuple[list[Sizes], bool]:
-    """Returns the sizes of steps of one token, of a prompt, and of tokens after it; none without caches.
-
-    The second result says whether masks may hide tokens. For GroupQueryAttention they may not, and tokens do
-    not follow a prompt.
-    """
+    """Returns the sizes of steps of one token, of a prompt, and of tokens after it, none without caches; and
+    whether masks may hide tokens. For GroupQueryAttention they may not, and tokens do not follow a prompt."""
     nodes = [node for node in model.graph if node.op_type == ATTENTION]
     if (sizes := run_sizes(model)) is None:
         return [], True
@@ -70,11 +64,8 @@ def cache_window(model: ir.Model) -> int:
 
 
 def run_sizes(model: ir.Model) -> Callable[..., Sizes] | None:
-    """Returns what makes sizes of a run, if a model has caches.
-
-    Its arguments are the batch, the number of tokens before and of new ones, and the rows of the caches:
-    by default as many as are needed.
-    """
+    """Returns what makes sizes of a run, if a model has caches, from the batch, the number of tokens before
+    and of new ones, and the rows of the caches: by default as many as are needed."""
     nodes = [node for node in model.graph if node.op_type == ATTENTION]
     past = {name for value in model.graph.inputs if (name := grows(value))}
     if not nodes and not past:
@@ -121,17 +112,12 @@ def caches(model: ir.Model) -> dict[str, str]:
 
 
 def _new_tokens(model: ir.Model) -> set[str]:
-    """Returns the names of the lengths of new tokens: of what a cache's new rows are computed from.
-
-    The first layer adds its rows before it reads what an encoder has returned.
-    """
+    """Returns the names of the lengths of new tokens: of what a cache's new rows are computed from. The first
+    layer adds its rows before it reads what an encoder has returned."""
     given = {value for value in model.graph.inputs if not is_mask(value)}
-    joins = [
-        use.node for value in given if grows(value) for use in value.uses() if use.node.op_type == "Concat"
-    ]
-    sources = [
-        set.union(*(g.ancestors(value) for value in join.inputs[1:] if value)) & given for join in joins
-    ]
+    readers = [node for value in given if grows(value) for node in value.consumers()]
+    joins = [node for node in readers if node.op_type == "Concat"]
+    sources = [g.ancestors(*filter(None, join.inputs[1:])) & given for join in joins]
     first = sorted(sources, key=len)[:2]  # of keys, and of values
     return _lengths(set.union(*first) if first else given, 2, 3)
 
@@ -142,19 +128,17 @@ def _lengths(values: Iterable[ir.Value], *ranks: int) -> set[str]:
     return {shape[1] for shape in shapes if len(shape) in ranks and isinstance(shape[1], str)}
 
 
-def set_full_precision(model: ir.Model) -> int:
-    """Lets quantised matmuls compute in floats, and returns how many did not.
-
-    Integers in their place would turn last bits into steps, which no comparison can tell from defects.
-    """
+def make_runnable(model: ir.Model) -> int:
+    """Gives nodes the form that the CPU runs, and returns how many change. Quantised matmuls compute in
+    floats: integers would turn last bits into steps, which no comparison can tell from defects."""
     nodes = [node for node in model.graph if node.op_type == "MatMulNBits" and _ACCURACY in node.attributes]
     for node in nodes:
         node.meta[_ACCURACY] = node.attributes.pop(_ACCURACY)
-    return len(nodes)
+    return len(nodes) + split_query_norms(model)
 
 
 def restore_precision(model: ir.Model) -> None:
-    """Undoes `set_full_precision`."""
+    """Undoes what `make_runnable` does to quantised matmuls."""
     for node in model.graph:
         if _ACCURACY in node.meta:
             node.attributes[_ACCURACY] = node.meta[_ACCURACY]
@@ -162,7 +146,8 @@ def restore_precision(model: ir.Model) -> None:
 
 def split_query_norms(model: ir.Model) -> int:
     """Writes the norms of q and k as nodes of their own; returns the number of attentions that had them."""
-    nodes = [node for node in model.graph if node.op_type == ATTENTION and _has_norms(node)]
+    nodes = [node for node in model.graph if node.op_type == ATTENTION and node.inputs[1] is not None]
+    nodes = [node for node in nodes if len([*filter(None, node.inputs[_Q_NORM : _Q_NORM + 2])]) == 2]
     for node in nodes:
         for index in (0, 1):
             x, weight = node.inputs[index], node.inputs[_Q_NORM + index]
@@ -178,8 +163,3 @@ def split_query_norms(model: ir.Model) -> int:
         node.resize_inputs(_Q_NORM)
         node.attributes.pop("qk_norm_epsilon", None)
     return len(nodes)
-
-
-def _has_norms(node: ir.Node) -> bool:
-    pair = node.inputs[_Q_NORM : _Q_NORM + 2]
-    return node.inputs[1] is not None and len(pair) == 2 and all(each is not None for each in pair)

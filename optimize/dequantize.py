@@ -9,6 +9,7 @@ Leaves alone: what `linear_q` has no kernel for, scales that float16 does not ha
 """
 
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import onnx_ir as ir
@@ -23,8 +24,7 @@ from .rewrite import Rewrite
 _KINDS = {
     ir.DataType.INT4: 4, ir.DataType.UINT4: 4, ir.DataType.INT8: 8, ir.DataType.UINT8: 8,
 }  # fmt: skip
-_NORMAL = 2.0**-14
-"""float16 rounds larger numbers as finely as those near 1."""
+_NORMAL = 2.0**-14  # float16 rounds larger numbers as finely as those near 1
 
 
 @dataclass(frozen=True)
@@ -37,12 +37,10 @@ class _Weight:
 
 
 class Dequantize(Rewrite[_Weight]):
-    """Finds weights in blocks, and rewrites the matmuls that read them."""
+    """Finds weights in blocks, and rewrites the matmuls that read them; sessions on the CPU do the same."""
 
-    name = "dequantize"
+    name, sixteen_bits_only = "dequantize", True
     op_types, microsoft = ("DequantizeLinear",), ("MoE", "QMoE")
-    device = "cuda"  # ONNX Runtime's session on the CPU does the same
-    sixteen_bits_only = True
 
     def match(self, node: ir.Node) -> _Weight | g.Skipped | str:
         if node.domain:
@@ -62,10 +60,8 @@ class Dequantize(Rewrite[_Weight]):
             packed.append(weights.packed(zeros, of_zeros))
         elif not integers.dtype.is_signed():
             packed.append(ir.tensor(np.zeros(of_zeros, np.uint8)))
-        given = [
-            g.initializer(self.context.graph, each, f"{name}_{part}")
-            for each, part in zip(packed, ("blocks", "scales", "zeros"), strict=False)
-        ]
+        names = [f"{name}_{part}" for part in ("blocks", "scales", "zeros")]
+        given = [*map(partial(g.initializer, self.context.graph), packed, names)]
         attributes = {"K": k, "N": n, "bits": bits, "block_size": match.block}
         for matmul in match.matmuls:
             x, _, *bias = matmul.inputs
@@ -78,10 +74,7 @@ class Dequantize(Rewrite[_Weight]):
 
 
 def _match(node: ir.Node) -> _Weight:
-    tensors = [
-        ir.convenience.get_const_tensor(each) if each is not None and g.is_constant(each) else None
-        for each in node.inputs
-    ]
+    tensors = [*map(g.tensor, node.inputs)]
     weight, scales, zeros = [*tensors, None][:3]
     if weight is None or scales is None or (zeros is None and len(tensors) == 3):
         raise g.Skipped("scales or zero points that are not constant")
@@ -107,9 +100,8 @@ def _matmuls(weight: ir.Value, axis: int) -> list[ir.Node]:
     """Returns the matmuls that read a weight, and have their K along this axis; none if others read it."""
     users, layout = [*weight.consumers()], LAYOUT if axis else "kn"
     forms = [user.outputs[0] if user.op_type == "Transpose" else weight for user in users]
-    nodes = [
-        node for form in dict.fromkeys(forms) for node in form.consumers() if node.op_type != "Transpose"
-    ]
+    readers = [node for form in dict.fromkeys(forms) for node in form.consumers()]
+    nodes = [node for node in readers if node.op_type != "Transpose"]
     found = [supported_linear(node, lambda value: value is weight) for node in nodes]
     are_plain = all(each is not None and each.layout == layout for each in found)
     return nodes if are_plain and not weight.is_graph_output() else []

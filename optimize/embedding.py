@@ -15,8 +15,6 @@ from . import graph as g
 from .rewrite import LABELS, Rewrite
 
 _PASS_THROUGH = ("Expand", "GatherElements", "Gather", "Identity", "Reshape", "Slice", "Squeeze", "Unsqueeze")
-
-
 _LABEL = "embedding of known ids"
 _Match = tuple[ir.Value, ir.TensorProtocol, bool]
 

@@ -31,10 +31,8 @@ from .sliced import run_any as run
 from .symbolic_shapes import infer_types
 from .weight_sizes import fit
 
-Outputs = list[list[Any]]
-"""The outputs of each case: arrays, or lists of arrays for sequences."""
-Errors = list[list[float]]
-"""The relative error of each output of each case."""
+Outputs = list[list[Any]]  # the outputs of each case: arrays, or lists of arrays for sequences
+Errors = list[list[float]]  # the relative error of each output of each case
 
 ACCEPTED = {"float32": 1e-4, "float64": 1e-9, "float16": 2e-3, "bfloat16": 1.6e-2}
 """The relative error that is always accepted: sums in another order have as much."""
@@ -46,11 +44,8 @@ _BESIDE_10000 = 2.0**-10  # what an fp32 score keeps to which a mask has added -
 
 
 def accepted_error(dtype: str, own: float, times: float = 1.0) -> float:
-    """Returns the largest accepted error of a result, given the original's own where last bits differ.
-
-    Args:
-        times: how many times what is accepted of a whole value.
-    """
+    """Returns the largest accepted error of a result, given the original's own where last bits differ;
+    `times`: how many times what is accepted of a whole value."""
     return max(times * ACCEPTED[dtype], NOISE_FACTOR * own if own <= MAX_USABLE_ERROR * times else 0.0)
 
 
@@ -60,19 +55,13 @@ def has_steps(model: ir.Model) -> bool:
 
 
 class NotEquivalent(Exception):
-    """A rewritten model fails or computes something else than the original; the text says which.
-
-    Attributes:
-        rewrite: the name of the rewrite that is the cause, if it is known.
-        place: the case and the output that differ too much, if they were compared.
-        error, accepted: of that output.
-    """
+    """A rewritten model fails or computes something else than the original; the text says which."""
 
     def __init__(
         self,
         text: str,
-        rewrite: str = "",
-        place: tuple[int, int] | None = None,
+        rewrite: str = "",  # that is the cause, if it is known
+        place: tuple[int, int] | None = None,  # the case and the output that differ, if they were compared
         error: float = inf,
         accepted: float = 0.0,
     ) -> None:
@@ -88,20 +77,14 @@ class NotEquivalent(Exception):
 def relative_error(expected: Any, found: Any, typical: float = 0.0) -> float:
     """Returns |found - expected| / |expected| in the 2-norm; infinity if shapes or NaN and inf differ.
 
-    Of integers and truth values it is the share of those that differ.
-    Numbers that are much larger than the typical one, such as the lowest number in masked logits, have an
-    error of their own: beside them, no other number would count.
-
-    Args:
-        typical: a number of this size has no larger error than its size: all outputs may be almost 0.
+    Of integers and truth values it is the share of those that differ. Numbers that are much larger than the
+    typical one, such as the lowest number in masked logits, have an error of their own: beside them, no other
+    number would count. One of the size of `typical` has no larger error than that: all may be almost 0.
     """
     if isinstance(expected, list):  # a sequence
-        pairs = zip(expected, found, strict=False)
-        return (
-            max((relative_error(*pair, typical) for pair in pairs), default=0.0)
-            if len(expected) == len(found)
-            else inf
-        )
+        if len(expected) != len(found):
+            return inf
+        return max((relative_error(a, b, typical) for a, b in zip(expected, found, strict=True)), default=0.0)
     expected, found = np.asarray(expected), np.asarray(found)
     if expected.shape != found.shape:
         return inf
@@ -134,25 +117,15 @@ def _norm_error(a: np.ndarray, b: np.ndarray, typical: float) -> float:
 
 @dataclass(frozen=True)
 class Reference:
-    """Inputs, and what the original computes for them.
+    """Inputs, and what the original computes for them."""
 
-    Attributes:
-        cases: typical ones, and then edge cases.
-        outputs: the original's, in ONNX Runtime as it is.
-        edge: what the inputs of the last cases are, such as "zeros".
-        sizes: of the typical number of each output in the typical cases.
-        note: what a user should know about the original's runs, or "".
-        places: of each output, where it has the positions that masks hide; empty if all are compared whole.
-        skipped: a note on each case that is not compared as the original does not run on it.
-    """
-
-    cases: list[Case]
-    outputs: Outputs
-    edge: list[str]
-    sizes: list[float]
-    note: str = ""
-    places: Sequence[Place | None] = ()
-    skipped: Sequence[str] = ()
+    cases: list[Case]  # typical ones, and then edge cases
+    outputs: Outputs  # the original's, in ONNX Runtime as it is
+    edge: list[str]  # what the inputs of the last cases are, such as "zeros"
+    sizes: list[float]  # of the typical number of each output in the typical cases
+    note: str = ""  # what a user should know about the original's runs
+    places: Sequence[Place | None] = ()  # where each output has what masks hide; empty: compared whole
+    skipped: Sequence[str] = ()  # a note on each case that is not compared as the original does not run on it
 
     @property
     def typical(self) -> int:
@@ -172,11 +145,8 @@ class Reference:
         return replace(self, cases=cases, outputs=outputs, edge=edge)
 
     def errors(self, found: Outputs, dtype: ir.DataType | None = None) -> Errors:
-        """Returns the errors of the outputs of all cases.
-
-        Args:
-            dtype: to whose range the finite numbers are limited.
-        """
+        """Returns the errors of the outputs of all cases; `dtype`: to whose range the finite numbers are
+        limited."""
         errors = []
         for index, (case, own, outputs) in enumerate(zip(self.cases, self.outputs, found, strict=True)):
             expected = [a if dtype is None else clip(a, dtype) for a in own]
@@ -187,14 +157,8 @@ class Reference:
         return errors
 
     def check(self, errors: Errors, noise: Callable[[], Errors], dtype: str) -> float:
-        """Returns the largest error of the typical cases.
-
-        Args:
-            noise: returns those of the original. It is called if an error is not rounding.
-
-        Raises:
-            NotEquivalent: an error is not accepted.
-        """
+        """Returns the largest error of the typical cases; NotEquivalent: an error is not accepted. `noise`
+        returns those of the original, and is called if an error is not rounding."""
         for index, row in enumerate(errors):
             for output, error in enumerate(row):
                 if error <= ACCEPTED[dtype]:
@@ -218,17 +182,9 @@ class Reference:
 def generated(
     original: Runnable, model: ir.Model, padding: str | None, library: deploy.Libraries
 ) -> tuple[Reference, Sizes]:
-    """Generates inputs that the original accepts and for which its outputs can be compared, and runs it.
-
-    Args:
-        original: the model in fp32, as it runs.
-        padding: "right" if masks hide nothing but the end of a sequence.
-
-    Returns the reference, and sizes that the original accepts.
-
-    Raises:
-        ExportError: the original cannot be loaded, or runs on no inputs that were tried.
-    """
+    """Runs the original, in fp32, on generated inputs that it accepts and for which its outputs can be
+    compared; returns the reference and sizes. ExportError: it cannot be loaded, or runs on no inputs that
+    were tried."""
     reasons, best = list[str](), typed(tuple[Reference, Sizes] | None, None)
     hidden = inputs.hidden(padding) if any(map(inputs.is_mask, model.graph.inputs)) else ["right", "left"]
 
@@ -250,7 +206,10 @@ def generated(
                 found = replace(found, skipped=[*found.skipped, *notes])
             except (TwinopError, NotRunnable) as error:
                 if not reasons:
-                    _require_loadable(original, library)
+                    try:
+                        run(original, library, may_skip=True)
+                    except (TwinopError, NotRunnable) as refused:
+                        raise ExportError(f"the original cannot be loaded on the CPU: {refused}") from refused
                 reasons.append(str(error).splitlines()[0])
                 note = _skip_note("a mask that hides everything", reasons[-1])
                 return tried(sizes, hidden[:-1], others, [note]) if hidden[-1:] == ["everything"] else None
@@ -285,18 +244,11 @@ def reference(
     hidden: Sequence[str] = (),
     others: Mapping[str, Case] = MappingProxyType({}),
 ) -> Reference:
-    """Runs the original on cases, and on edge cases that are made of the last of them.
+    """Runs the original on cases, and on others and edge cases that are made of the last of them.
 
     Where an output has nothing to compare in them, the first case runs with the other branches of an If, too:
-    a decoder returns empty caches of an encoder in the branch that reads them.
-
-    Args:
-        hidden: what other masks hide in some of the edge cases; see `inputs.generate`.
-        others: more edge cases, by what they are.
-
-    Raises:
-        NotRunnable: the original does not run on the cases.
-        TwinopError: the same.
+    a decoder returns empty caches of an encoder in the branch that reads them. In some of the edge cases
+    masks hide what is `hidden` (`inputs.generate`). NotRunnable, TwinopError: the original does not run.
     """
     edge = inputs.edge_cases(model, typical[-1], hidden) | {**others}
     found = _run_original(original, library, typical, edge)
@@ -342,12 +294,8 @@ def with_ids(
         outputs = run(original, library, cases).outputs if cases else []
     except (TwinopError, NotRunnable) as error:  # it does not take so many sequences
         return replace(reference, skipped=[*reference.skipped, _skip_note(what, str(error).splitlines()[0])])
-    return replace(
-        reference,
-        cases=reference.cases + cases,
-        outputs=reference.outputs + outputs,
-        edge=reference.edge + [what] * len(cases),
-    )
+    edge, outputs = reference.edge + [what] * len(cases), reference.outputs + outputs
+    return replace(reference, cases=reference.cases + cases, outputs=outputs, edge=edge)
 
 
 def _is_float(value: Any) -> bool:
@@ -357,14 +305,8 @@ def _is_float(value: Any) -> bool:
 def add_magnitudes(
     model: ir.Model, dtypes: Collection[ir.DataType], known: Collection[str | None] = ()
 ) -> dict[str, str]:
-    """Adds outputs to a model, in place: the largest magnitude of each value that its nodes compute.
-
-    Args:
-        dtypes: of these values.
-        known: names of values to leave out.
-
-    Returns the names of these values, by that of the output.
-    """
+    """Adds outputs to a model, in place: the largest magnitude of each value of these dtypes that its nodes
+    compute, but for known ones. Returns the names of these values, by that of the output."""
     values, found = [value for node in model.graph for value in node.outputs], dict[str, str]()
     if any(value.dtype is None for value in values):
         infer_types(model)
@@ -375,9 +317,7 @@ def add_magnitudes(
             size = ir.node("Abs", wide.outputs)
             largest = ir.node("ReduceMax", size.outputs, {"keepdims": 0}, name=f"{value.name} (largest)")
             [output] = largest.outputs
-            output.name, output.type, output.shape = (
-                largest.name, ir.TensorType(ir.DataType.FLOAT), ir.Shape([]),
-            )  # fmt: skip
+            output.name, output.dtype, output.shape = largest.name, ir.DataType.FLOAT, ir.Shape([])
             model.graph.extend([wide, size, largest])
             model.graph.outputs.append(output)
             found[str(output.name)] = str(value.name)
@@ -395,23 +335,16 @@ def nudge_weights(model: ir.Model, by: float = LAST_BITS) -> ir.Model:
 
 
 def noise(nudged: Runnable, library: deploy.Libraries, reference: Reference, by: float = LAST_BITS) -> Errors:
-    """Returns by how much the original differs from itself where the last bits of its numbers differ.
-
-    ONNX Runtime runs it with its graph optimisations and without. The inputs are nudged, too.
-
-    Args:
-        nudged: the original with nudged weights.
-        by: the relative change of the inputs' numbers; 0 shows what differs from run to run.
-    """
+    """Returns by how much the original differs from itself where the last bits of its numbers differ, with
+    ONNX Runtime's graph optimisations and without. `nudged` has other weights; inputs change by a factor, 0
+    shows what differs from run to run."""
     runs = [[[0.0] * len(each) for each in reference.outputs]]
     for seed, optimize in enumerate((True, False)):  # large inputs saturate a softmax: one nudge shows little
-        near = [
-            {
-                name: _nudged(array, _BESIDE_10000 if by and inputs.hides_all(case) else by, seed)
-                for name, array in case.items()
-            }
-            for case in reference.cases
-        ]
+        near = list[Case]()
+        for case in reference.cases:
+            hides_all = any(each.all() for each in inputs.hidden_tokens(case))
+            size = _BESIDE_10000 if by and hides_all else by
+            near.append({name: _nudged(array, size, seed) for name, array in case.items()})
         with suppress(TwinopError, NotRunnable):
             runs.append(reference.errors(run(nudged, library, near, optimize=optimize).outputs))
     return largest_of(runs)
@@ -438,13 +371,6 @@ def numbers_for_nan(expected: Any, found: Any, accepted: float) -> bool:
     return bool(is_nan.any() and relative_error(expected[~is_nan], found[~is_nan]) <= accepted)
 
 
-def _require_loadable(original: Runnable, library: deploy.Libraries) -> None:
-    try:
-        run(original, library, may_skip=True)
-    except (TwinopError, NotRunnable) as error:
-        raise ExportError(f"the original cannot be loaded on the CPU: {error}") from error
-
-
 def confirm_shapes(model: ir.Model, reference: Reference) -> None:
     """Keeps of the shapes of inputs and outputs what no run contradicts: ONNX Runtime ignores the rest."""
     known: list[dict[str, int]] = [{} for _ in reference.cases]  # the sizes of each case, by name
@@ -453,10 +379,8 @@ def confirm_shapes(model: ir.Model, reference: Reference) -> None:
         for value in model.graph.inputs
         if (name := str(value.name)) in reference.cases[0]
     }
-    for value, found in (
-        *given.items(),
-        *zip(model.graph.outputs, zip(*reference.outputs, strict=True), strict=True),
-    ):
+    results = zip(model.graph.outputs, zip(*reference.outputs, strict=True), strict=True)
+    for value, found in (*given.items(), *results):
         if not all(isinstance(each, np.ndarray) for each in found):
             continue
         shape = g.dims(value)
@@ -475,10 +399,7 @@ def confirm_shapes(model: ir.Model, reference: Reference) -> None:
 
 def require_types(source: Path, library: deploy.Libraries) -> None:
     """Loads a file in 16 bits without its weights: its form in fp32, which runs, has other types.
-
-    Raises:
-        ExportError: a declared type is not the one that the nodes compute.
-    """
+    ExportError: a declared type is not the one that the nodes compute."""
     proto = onnx.load(source, load_external_data=False)
     named = {value.name for value in proto.graph.input}
     for tensor in proto.graph.initializer:

@@ -56,15 +56,12 @@ class Estimate:
 
 
 def estimate(model: ir.Model, target: Path, dtype: str = "") -> Estimate:
-    """Estimates what a model takes.
-
-    Args:
-        model: as its file has it.
-        dtype: what floating-point weights get, "" if they keep theirs.
-    """
+    """Estimates what a model takes as its file has it; `dtype`: what floating-point weights get, "" if they
+    keep theirs."""
     tensors = g.tensors(model)
-    largest = min(max(map(_wide, tensors), default=0), sliced.MOST_BYTES)
-    stored, wide = sum(int(each.nbytes) for each in tensors), sum(map(_wide, tensors))
+    wides = [_written(each, 32) for each in tensors]  # in the dtype in which the CPU computes
+    largest = min(max(wides, default=0), sliced.MOST_BYTES)
+    stored, wide = sum(int(each.nbytes) for each in tensors), sum(wides)
     held = min(wide, max(largest, MOST_BYTES * wide // max(stored, 1)))
     bits = int(dtype[-2:]) if dtype else 0
     disk = sum(_written(tensor, bits) for tensor in tensors) + min(_BESIDE, stored + _SMALL)
@@ -72,11 +69,6 @@ def estimate(model: ir.Model, target: Path, dtype: str = "") -> Estimate:
     usage = shutil.disk_usage(folder)
     free = usage.free if usage.total else disk  # a file system without sizes says itself what it cannot write
     return Estimate(int(_BASE + _COPIES * held), disk, free_bytes(), free)
-
-
-def _wide(tensor: ir.TensorProtocol) -> int:
-    """Returns the bytes of a tensor in the dtype in which the CPU computes."""
-    return _written(tensor, 32)
 
 
 def _written(tensor: ir.TensorProtocol, bits: int) -> int:

@@ -28,7 +28,6 @@ from twinop.model import weights
 from twinop.model.files import EXTERNAL_DATA_BYTES, save
 from twinop.model.weights import clip
 from twinop.record.op_spec import DOMAIN
-from twinop.system.progress import Progress
 
 from . import decoders, equivalence
 from . import graph as g
@@ -41,7 +40,7 @@ from .prepare import clean
 from .report import Float8
 from .segments import cut, extract, reads
 from .sliced import Chain, Runnable, run_any, runnable
-from .source import FLOAT8, Source
+from .source import FLOAT8
 from .stream import rounded
 from .verifier import Verifier
 from .weight_check import check_quantized
@@ -63,17 +62,12 @@ _W8 = {_LINEAR: "CustomLinearW8", _GATED: "CustomLinearW8Swiglu"}
 
 
 def matmuls(model: ir.Model, rows: int) -> tuple[list[str], dict[str, int]]:
-    """Returns the matmuls that can be in 8 bits, by their outputs' names, and how many cannot, by reason.
-
-    Args:
-        rows: that they get; 0 takes those, too, that 8 bits make slower, as decoders do.
-    """
+    """Returns the matmuls that can be in 8 bits, by their outputs' names, and how many cannot, by reason;
+    `rows`: that they get, 0 takes those, too, that 8 bits make slower, as decoders do."""
     is_decoder = decoders.is_decoder(model)
     inner, names, kept = _between(model.graph), list[str](), Counter[str]()
-    found = {
-        node: _why_not(node, is_decoder) if node in inner else "the first or the last one"
-        for node in filter(_is_matmul, model.graph)
-    }
+    found = {node: _why_not(node, is_decoder) for node in filter(_is_matmul, model.graph)}
+    found |= {node: "the first or the last one" for node in found if node not in inner}
     able = [node for node, reason in found.items() if not reason]
     for node, reason in found.items():
         reason = reason or _why_slow(node, 0 if is_decoder else rows, able)
@@ -133,10 +127,8 @@ def _why_slow(node: ir.Node, rows: int, others: Collection[ir.Node]) -> str:
 
 
 def rewrite(model: ir.Model, names: Collection[str]) -> dict[str, tuple[str, bool]]:
-    """Puts the matmuls whose outputs have these names in 8 bits, in place.
-
-    Returns of each output of a matmul in 8 bits the weight in 16, and whether e4m3 has its transpose.
-    """
+    """Puts the matmuls whose outputs have these names in 8 bits, in place. Returns of each output of a matmul
+    in 8 bits the weight in 16, and whether e4m3 has its transpose."""
     g.reserve_names(model)
     linears = {node: None for node in model.graph if node.outputs[0].name in names}
     sources = dict[str, tuple[str, bool]]()
@@ -175,7 +167,8 @@ def _split(node: ir.Node, linears: dict[ir.Node, None]) -> None:
     """Parts a matmul from its gate; from its GELU, if that is read in 8 bits only."""
     [y], activation = node.outputs, g.attribute(node, "activation", "none")
     is_gated, layout = node.op_type == _GATED, g.attribute(node, "layout", "nk")
-    if not is_gated and (activation not in _GELUS or _has_others(y, linears)):
+    has_others = y.is_graph_output() or any(use.node not in linears or use.idx for use in y.uses())
+    if not is_gated and (activation not in _GELUS or has_others):
         return
     shape = [*(g.dims(y) or [])[:-1], (g.dims(node.inputs[1]) or [0, 0])[1 if layout == "kn" else 0]]
     like = ir.Value(type=y.type, shape=None if y.shape is None else ir.Shape(shape))
@@ -187,11 +180,6 @@ def _split(node: ir.Node, linears: dict[ir.Node, None]) -> None:
     del linears[node]
     linears[g.maker(wide)] = None
     g.replace(y, new)
-
-
-def _has_others(x: ir.Value, linears: Collection[ir.Node]) -> bool:
-    """Whether something reads a value that is not one of the matmuls, as its x."""
-    return x.is_graph_output() or any(use.node not in linears or use.idx for use in x.uses())
 
 
 def _producer(x: ir.Value) -> ir.Node | None:
@@ -220,11 +208,7 @@ def _quantize(nodes: list[ir.Node]) -> Sequence[ir.Value]:
 
 
 def _write(node: ir.Node, op_type: str, rows: Sequence[ir.Value | None]) -> dict[str, tuple[str, bool]]:
-    """Puts a matmul in 8 bits in the place of one in 16.
-
-    Args:
-        rows: x, in 8 bits with its scale.
-    """
+    """Puts a matmul in 8 bits in the place of one in 16; `rows`: x, in 8 bits with its scale."""
     weight, is_kn = node.inputs[1], g.attribute(node, "layout", "nk") == "kn"
     tensor = g.tensor(weight)
     assert tensor is not None and weight is not None and node.graph is not None
@@ -248,22 +232,18 @@ def _put_rows_in_8_bits(model: ir.Model) -> ir.Model:
         assert x is not None and x.dtype is not None
         wide = g.add(node, "Cast", [q], {"to": int(ir.DataType.FLOAT)})
         rows = g.add(node, "Unsqueeze", [scale, g.int_constant(node, [-1])])
-        narrow = g.add(
-            node, "Cast", [g.add(node, "Mul", [wide, rows])], {"to": int(x.dtype)}, shape=g.dims(x)
-        )
-        node.replace_input_with(0, narrow)
+        scaled = g.add(node, "Mul", [wide, rows])
+        node.replace_input_with(0, g.add(node, "Cast", [scaled], {"to": int(x.dtype)}, shape=g.dims(x)))
     return model
 
 
 class _Trial:
-    """Runs forms of a file on the CPU, on the inputs on which it was compared with its original.
+    """Runs forms of a file on the CPU, on the inputs on which it was compared with its original. `plain` has
+    the outputs of the file in 16 bits, once it has run (`errors`)."""
 
-    Attributes:
-        plain: the outputs of the file in 16 bits, once it has run (`errors`).
-    """
-
-    def __init__(self, source: Source, verifier: Verifier, model: ir.Model) -> None:
-        self.source, self.model = source, model
+    def __init__(self, verifier: Verifier, model: ir.Model) -> None:
+        self.source = source = verifier.source
+        self.model = model
         if verifier.whole is not None:
             found = verifier.whole.reference
         else:
@@ -281,10 +261,8 @@ class _Trial:
         return model
 
     def error(self, names: Collection[str]) -> float:
-        """Returns the largest error of an output, with these matmuls in 8 bits.
-
-        Those of a decoder are tried with few rows and with many, whose x they put in 8 bits, too.
-        """
+        """Returns the largest error of an output, with these matmuls in 8 bits. Those of a decoder are tried
+        with few rows and with many, whose x they put in 8 bits, too."""
         rewrite(model := self.model.clone(), names)
         is_decoder = decoders.is_decoder(model)
         many = self._run(_put_rows_in_8_bits(model.clone()))[0] if is_decoder else 0.0
@@ -304,16 +282,10 @@ class _Trial:
         return error, dict(zip(names, _largest(np.array(found)), strict=True))
 
     def _run(self, model: ir.Model) -> tuple[float, list[list[np.ndarray]]]:
-        """Returns the error of a model's outputs, and the others that it has.
-
-        It computes in fp32, and each result is rounded to 16 bits, as on GPUs. What is not finite in the file
-        in 16 bits, either, is no error of 8 bits.
-
-        Raises:
-            ExportError: the CPU does not run it.
-        """
-        decoders.split_query_norms(model)
-        decoders.set_full_precision(model)
+        """Returns the error of a model's outputs, and the others that it has. It computes in fp32, and each
+        result is rounded to 16 bits, as on GPUs. What is not finite in the file in 16 bits, either, is no
+        error."""
+        decoders.make_runnable(model)
         rounded(model, self.source.dtype)
         what, library = _what(self.finished(model)), self.source.user_ops.libraries or None
         try:
@@ -367,12 +339,8 @@ def _compare(model: ir.Model, a: ir.Value, b: ir.Value) -> None:
 
 
 def _largest(norms: np.ndarray) -> list[float]:
-    """Returns what 8 bits change in the result of each matmul, at most, as a part of it.
-
-    Args:
-        norms: (cases, 2 for each matmul), see `_compare`. Nothing of nothing is 0, and NaN, which only 8 bits
-            have, is infinite.
-    """
+    """Returns what 8 bits change in the result of each matmul, at most, from the norms that `_compare` adds.
+    Nothing of nothing is 0, and NaN, which only 8 bits have, is infinite."""
     change, size = norms[:, ::2], norms[:, 1::2]
     with np.errstate(divide="ignore", invalid="ignore"):
         parts = np.where(change == 0, 0, np.nan_to_num(change / size, nan=np.inf, posinf=np.inf))
@@ -382,17 +350,11 @@ def _largest(norms: np.ndarray) -> list[float]:
 # ------------------------------------------------------------------------------------ the file
 
 
-def quantize(
-    source: Source, verifier: Verifier, files: list[Path], folder: Path, progress: Progress
-) -> list[Path]:
-    """Writes a file in 16 bits again, with matmuls in 8 bits; returns the new files, the model last.
-
-    Returns the given ones if no matmul can be in 8 bits, or none may because of `max_error`.
-
-    Raises:
-        ExportError: the CPU does not run it, or a constant is not what the file in 16 bits has.
-    """
-    report, options = source.report, source.options
+def quantize(verifier: Verifier, files: list[Path], folder: Path) -> list[Path]:
+    """Writes a file in 16 bits again, with matmuls in 8 bits; returns the new files, the model last, or the
+    given ones if none can or may. ExportError: the CPU does not run it, or a constant is not what the file in
+    16 bits has."""
+    report, options, progress = verifier.source.report, verifier.source.options, verifier.progress
     names, kept = matmuls(before := reopen(files[-1]), options.rows)
     report.float8 = result = Float8(kept=kept, max_error=options.max_error)
     if not names:
@@ -402,7 +364,7 @@ def quantize(
             "prompts of more rows than few_rows put x in 8 bits, too: the errors are the larger ones"
         )
     progress("measuring the matmuls in 8 bits")
-    trial = _Trial(source, verifier, before)
+    trial = _Trial(verifier, before)
     result.error_16, errors = trial.errors(names)
     order, found = sorted(names, key=lambda name: -errors[name]), dict[int, float]()
 

@@ -14,15 +14,8 @@ import onnx_ir as ir
 from twinop.model import weights
 
 from . import graph as g
-from .linear import (
-    LAYOUT,
-    Linear,
-    activation_of,
-    bias_vector,
-    is_replaceable,
-    oriented_weight,
-    supported_linear,
-)
+from . import linear
+from .linear import LAYOUT, Linear
 from .rewrite import Rewrite
 
 _Match = tuple[ir.Value, ir.Value, str, list[tuple[Linear, int | None]]]
@@ -47,10 +40,8 @@ class Gates(Rewrite[_Match], name="gated", op_types=("Mul",)):
             if others:
                 (weight, bias), layout = _concatenated(self.context, matmuls), LAYOUT
             else:
-                (weight, layout), bias = (
-                    oriented_weight(self.context, whole),
-                    bias_vector(self.context, whole.bias),
-                )
+                weight, layout = linear.oriented_weight(self.context, whole)
+                bias = linear.bias_vector(self.context, whole.bias)
             inputs, attributes = [whole.x, weight, bias], {"activation": activation, "layout": layout}
             new = self.context.add_op(node, "linear_swiglu", inputs, g.dims(up), **attributes)
             self.replace(result, new, f"linear+gate ({activation})")
@@ -69,11 +60,11 @@ class Gates(Rewrite[_Match], name="gated", op_types=("Mul",)):
                 return []
             if parts[1] == 0:
                 return [(whole, None)]
-            return [(whole, 1), (whole, 0)] if is_replaceable(whole, self.context.graph) else []
+            return [(whole, 1), (whole, 0)] if linear.is_replaceable(whole, self.context.graph) else []
         first, second = _linear_of(gate), _linear_of(up)
         if first is None or second is None or first.x is not second.x or first.width != second.width:
             return []
-        is_alone = all(is_replaceable(each, self.context.graph) for each in (first, second))
+        is_alone = all(linear.is_replaceable(each, self.context.graph) for each in (first, second))
         return [(first, None), (second, None)] if is_alone else []
 
 
@@ -83,7 +74,7 @@ def gate_of(context: g.RewriteContext, node: ir.Node) -> tuple[ir.Value, ir.Valu
         maker = activated.producer() if activated is not None else None
         if maker is None or activated is None or g.only_user(activated) is not node:
             continue
-        name = activation_of(context, maker)
+        name = linear.activation_of(context, maker)
         if name in ("", "relu"):
             continue
         up, gate = g.other_input(node, activated), maker.inputs[0]
@@ -97,18 +88,15 @@ def _linear_of(value: ir.Value) -> Linear | None:
     node = value.producer()
     if node is not None and node.op_type == "Add":
         node = next((matmul for each in node.inputs if (matmul := g.producer(each, "MatMul"))), None)
-    found = supported_linear(node) if node is not None else None
+    found = linear.supported_linear(node) if node is not None else None
     return found if found is not None and found.output is value else None
 
 
 def _concatenated(
     context: g.RewriteContext, parts: list[tuple[Linear, int | None]]
 ) -> tuple[ir.Value, ir.Value | None]:
-    """Returns gate and up in one weight [2N, K] and one bias.
-
-    Args:
-        parts: the matmul of gate and that of up, and which half of it each is (None for all of it).
-    """
+    """Returns gate and up in one weight [2N, K] and one bias; `parts`: the matmul of each, and which half of
+    it each is (None for all of it)."""
     rows, biases = [], []
     for found, half in parts:
         weight, bias = g.tensor(found.weight), g.tensor(found.bias)

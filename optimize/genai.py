@@ -97,8 +97,7 @@ def optimize_folder(
         options: of `optimize`.
 
     Raises:
-        ExportError: the folder is not genai's, the target exists, or the decoder cannot be optimised, or is
-            already.
+        ExportError: the folder is not genai's, the target exists, or the decoder cannot be optimised (again).
     """
     source, target = Path(source), Path(target).resolve()
     chosen = chosen_device(device)
@@ -146,11 +145,8 @@ def _check_target(source: Path, target: Path) -> None:
 
 
 def _left_out(source: Path, files: Sequence[Path], decoder: dict[str, Any]) -> set[Path]:
-    """Returns the files that are written anew, and renames the decoder's if others read its data.
-
-    Raises:
-        ExportError: the decoder has ops of CUDA, or adapters.
-    """
+    """Returns the files that are written anew, and renames the decoder's if others read its data;
+    ExportError: the decoder has ops of CUDA, or adapters."""
     model = source / decoder["filename"]
     proto = read_proto(model)
     _require_no_ops_of_cuda(model, proto)
@@ -191,11 +187,8 @@ def _read(path: Path) -> Any:
 
 
 def _files(source: Path, target: Path) -> list[Path]:
-    """Returns all files, links and folders of a folder, relative to it; none of its links is followed.
-
-    Raises:
-        ExportError: a link leads out of the folder or to nothing, or a file is not a regular one.
-    """
+    """Returns all files, links and folders of a folder, relative to it. ExportError: a link leads out of the
+    folder or to nothing, or a file is not a regular one."""
     found, root = list[Path](), os.path.realpath(source)
 
     def refuse(error: OSError) -> None:
@@ -241,11 +234,8 @@ def _require_inside(folder: Path, name: str, what: str) -> Path:
 
 
 def _decoder(folder: Path, config: Any) -> dict[str, Any]:
-    """Returns the decoder's part of a genai_config.json.
-
-    Raises:
-        ExportError: there is none, or an entry of another kind.
-    """
+    """Returns the decoder's part of a genai_config.json; ExportError: there is none, or an entry of another
+    kind."""
     for entry, kind in _KINDS.items():
         *parents, name = entry.split(".")
         place = reduce(lambda found, each: found.get(each, {}), parents, {"": config})
@@ -272,11 +262,8 @@ def _decoder(folder: Path, config: Any) -> dict[str, Any]:
 def _named_library(
     folder: Path, settings: dict[str, Any], library: deploy.Libraries, allow_model_libraries: bool
 ) -> list[Path]:
-    """Returns the library that the session options name already, unless the user names one in its place.
-
-    Raises:
-        ExportError: it may not be loaded, or is not twinop's, so its ops would be lost or cannot be compared.
-    """
+    """Returns the library that the session options name already, unless the user names one in its place;
+    ExportError: it may not be loaded, or is not twinop's: its ops would be lost or cannot be compared."""
     if not settings.get(_LIBRARY):
         return []
     path = _require_inside(folder, settings[_LIBRARY], "library")

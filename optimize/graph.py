@@ -1,6 +1,6 @@
 """Helpers of the rewrites: they read the values of a graph and insert nodes."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import reduce
@@ -15,28 +15,22 @@ from twinop.record.op_spec import DOMAIN, OpSpec
 
 MICROSOFT = "com.microsoft"
 Dim = int | str | None
+Dims = Sequence[Dim]
+Inputs = Sequence[ir.Value | None]
 _RESULTS = {"LessOrEqual": ir.DataType.BOOL, "Shape": ir.DataType.INT64}
 _NO_NUMBERS = {ir.DataType.STRING, ir.DataType.COMPLEX64, ir.DataType.COMPLEX128}
 _ELEMENTWISE = {"Add", "Cast", "Div", "Identity", "LessOrEqual", "Max", "Mul", "Reciprocal", "Sqrt", "Where"}
-
-
 FP32 = "computed in fp32"
 """In the `meta` of nodes that the file computes in fp32, beside others in 16 bits: the matmuls and weights
 by name. Nodes in their place have it, too: it decides on the precision of the result."""
 _NEW = "the names of new values"
 """In the `meta` of a graph: what these start with, how many there are, the others. See `reserve_names`."""
-OR = "_or_"
-"""Joins the names of two sizes of inputs in the name of the size that they broadcast to."""
+OR = "_or_"  # joins the names of two sizes of inputs in the name of the size that they broadcast to
 
 
 class Skipped(Exception):
-    """Nodes have a rewrite's pattern in a form that it does not support; the text says why.
-
-    `Rewrite.match` returns it, and its helpers raise it. Reports count it.
-
-    Args:
-        pattern: what reports call the pattern; by default what the rewrite calls it.
-    """
+    """Nodes have a rewrite's pattern in a form that it does not support; the text says why. `Rewrite.match`
+    returns it, its helpers raise it, and reports count it, by `pattern` or what the rewrite calls it."""
 
     def __init__(self, reason: str = "", pattern: str = "") -> None:
         super().__init__(reason)
@@ -45,29 +39,18 @@ class Skipped(Exception):
 
 @dataclass
 class RewriteContext:
-    """The model that the rewrites change, and what they know of it.
-
-    Attributes:
-        records: twinop's ops by name.
-        lengths: the lengths that were made of masks of padding, and the graph input of each.
-        promised: the names of masks whose padding causal attention leaves out, since it is on the right.
-        weights_nk: constants [N, K] by the constant [K, N] that they were made of.
-        joined: constants by those that they join along the first axis.
-        broadcasts: axes of one name may have several sizes, since the original broadcasts them.
-        expanded: what `broadcast` has made of a value and its axes.
-        acting: the names of the rewrites that changed something.
-    """
+    """The model that the rewrites change, and what they know of it."""
 
     model: ir.Model
     device: str
-    records: Mapping[str, OpSpec]
-    lengths: dict[ir.Value, ir.Value] = field(default_factory=dict)
-    promised: set[str] = field(default_factory=set)
-    weights_nk: dict[ir.Value, ir.Value] = field(default_factory=dict)
-    joined: dict[tuple[ir.Value, ...], ir.Value] = field(default_factory=dict)
-    broadcasts: bool = False
-    expanded: dict[tuple[object, ...], ir.Value] = field(default_factory=dict)
-    acting: set[str] = field(default_factory=set)
+    records: Mapping[str, OpSpec]  # twinop's ops by name
+    lengths: dict[ir.Value, ir.Value] = field(default_factory=dict)  # those made of masks; the mask of each
+    promised: set[str] = field(default_factory=set)  # masks that causal attention leaves out: they end rows
+    weights_nk: dict[ir.Value, ir.Value] = field(default_factory=dict)  # by the constants [K, N]
+    joined: dict[tuple[ir.Value, ...], ir.Value] = field(default_factory=dict)  # by the constants joined
+    broadcasts: bool = False  # axes of one name may have several sizes: the original broadcasts them
+    expanded: dict[tuple[object, ...], ir.Value] = field(default_factory=dict)  # what `broadcast` has made
+    acting: set[str] = field(default_factory=set)  # the names of the rewrites that changed something
 
     @property
     def graph(self) -> ir.Graph:
@@ -77,15 +60,12 @@ class RewriteContext:
     def may_differ(self, a: Dim, b: Dim) -> bool:
         """Whether two sizes may differ. Names that inference has made up count as equal."""
         given = {dim for value in self.graph.inputs for dim in dims(value) or () if dim is not None}
-        return a != b and all(
-            isinstance(each, int) or given.issuperset(str(each).split(OR)) for each in (a, b)
-        )
+        names = [name for each in (a, b) if not isinstance(each, int) for name in str(each).split(OR)]
+        return a != b and given.issuperset(names)
 
     def sources(self, value: ir.Value | None) -> set[ir.Value]:
         """Returns the inputs of the graph that give a value its sizes, if these may differ under one name."""
-        if value is None or not self.broadcasts:
-            return set()
-        return {each for each in ancestors(value, of_shapes=True) if each.is_graph_input()}
+        return set() if value is None or not self.broadcasts else given_of(value)
 
     def may_broadcast(self, *values: ir.Value | None) -> bool:
         """Whether axes of one name may differ in size: different inputs give it. Constants have numbers."""
@@ -95,11 +75,8 @@ class RewriteContext:
     def broadcast(
         self, before: ir.Node, values: Sequence[ir.Value], axes: Sequence[Sequence[int]]
     ) -> list[ir.Value]:
-        """Returns values whose axes of one name have the sizes that these broadcast to.
-
-        Args:
-            axes: of each value, those that are the same for all.
-        """
+        """Returns values whose axes of one name have the sizes that these broadcast to; `axes`: of each
+        value, those that are the same for all."""
         found = [self.sources(value) for value in values]
         whole = set[ir.Value]().union(*found)
         result, target = [*values], list[ir.Value]()
@@ -124,12 +101,7 @@ class RewriteContext:
         return self.nodes(self.records[op].onnx_name, domain=DOMAIN)
 
     def add_op(
-        self,
-        before: ir.Node,
-        op: str,
-        inputs: Sequence[ir.Value | None],
-        shape: Sequence[Dim] | None = None,
-        **attributes: Any,
+        self, before: ir.Node, op: str, inputs: Inputs, shape: Dims | None = None, **attributes: Any
     ) -> ir.Value:
         """Inserts a node of one of twinop's ops; by default its output has the shape of its first input."""
         shape = dims(inputs[0]) if shape is None else shape
@@ -151,12 +123,12 @@ def maker(value: ir.Value) -> ir.Node:
     return node
 
 
-def ancestors(*values: ir.Value, of_shapes: bool = False) -> set[ir.Value]:
+def ancestors(*values: ir.Value, of_shapes: bool = False, until: Collection[ir.Value] = ()) -> set[ir.Value]:
     """Returns values and all that they are computed from, also in subgraphs; `of_shapes`: or their shapes."""
     waiting, seen = [*values], set[ir.Value]()
     while waiting:
         each = waiting.pop()
-        node = each.producer() if each not in seen else None
+        node = each.producer() if each not in seen and each not in until else None
         seen.add(each)
         if node is not None and (of_shapes or node.op_type not in ("Shape", "Size")):
             nodes = [node, *(inner for graph in subgraphs(node) for inner in graph.all_nodes())]
@@ -165,11 +137,14 @@ def ancestors(*values: ir.Value, of_shapes: bool = False) -> set[ir.Value]:
     return seen
 
 
-def chain(value: ir.Value | None, *op_types: str) -> list[ir.Node]:
-    """Returns the nodes that compute a value, the last first, each from the first input of the one before.
+def given_of(*values: ir.Value, until: Collection[ir.Value] = ()) -> set[ir.Value]:
+    """Returns the inputs of the graph that values or their shapes are computed from."""
+    return {each for each in ancestors(*values, of_shapes=True, until=until) if each.is_graph_input()}
 
-    There are none if the types are others.
-    """
+
+def chain(value: ir.Value | None, *op_types: str) -> list[ir.Node]:
+    """Returns the nodes that compute a value, the last first, each from the first input of the one before;
+    none if the types are others."""
     nodes = list[ir.Node]()
     for op_type in op_types:
         node = producer(value, op_type)
@@ -233,7 +208,7 @@ def rank(value: ir.Value | None) -> int:
     return len(dims(value) or ())
 
 
-def same_dims(a: Sequence[Dim] | None, b: Sequence[Dim] | None) -> bool:
+def same_dims(a: Dims | None, b: Dims | None) -> bool:
     """Whether two shapes are known to be equal. Sums of names are, in any order: a + b and b + a."""
 
     def ordered(dim: Dim) -> Dim:
@@ -273,10 +248,8 @@ def is_read(value: ir.Value) -> bool:
 
 
 def has_only(value: ir.Value | None, graph: ir.Graph | None, *op_types: str) -> bool:
-    """Whether only nodes of these types in a graph, and none of its subgraphs, read a value.
-
-    Then a constant goes where these nodes get another one: the model does not hold both.
-    """
+    """Whether only nodes of these types in a graph, and none of its subgraphs, read a value. Then a constant
+    goes where these nodes get another one: the model does not hold both."""
     if value is None or value.is_graph_output():
         return False
     return all(use.node.op_type in op_types and use.node.graph is graph for use in value.uses())
@@ -298,13 +271,8 @@ def ints(node: ir.Node, attribute: str, index: int) -> list[int] | None:
 
 
 def part_of(value: ir.Value | None, axis: int) -> tuple[ir.Value, int, int] | None:
-    """Returns the tensor that a value is a part of along one axis, and where the part starts and stops.
-
-    The bounds count from 0. Slices with steps, along other axes or with unknown bounds are no such parts.
-
-    Args:
-        axis: counted from the last one, such as -1, or from 0.
-    """
+    """Returns the tensor that a value is a part of along one axis, and where the part starts and stops: the
+    bounds count from 0. Slices with steps, along other axes or with unknown bounds are no such parts."""
     node = producer(value, "Slice", "Split")
     source, shape = (node.inputs[0], dims(node.inputs[0])) if node is not None else (None, None)
     if node is None or value is None or source is None or not shape:
@@ -376,20 +344,15 @@ def subgraphs(node: ir.Node) -> list[ir.Graph]:
 def add(
     before: ir.Node,
     op_type: str,
-    inputs: Sequence[ir.Value | None],
+    inputs: Inputs,
     attributes: Mapping[str, Any] | None = None,
     *,
     domain: str = "",
     dtype: ir.DataType | None = None,
-    shape: Sequence[Dim] | None = None,
+    shape: Dims | None = None,
 ) -> ir.Value:
-    """Inserts a node with one output before another node, and returns the output.
-
-    Args:
-        inputs: those that are absent at the end are left out.
-        dtype: of the output; by default what the operator makes of its inputs' dtypes.
-        shape: of the output; by default what elementwise operators make of their inputs' shapes.
-    """
+    """Inserts a node with one output before another node, and returns the output. By default it has the dtype
+    that the operator makes of its inputs' dtypes, and the shape that elementwise ones make of shapes."""
     first = inputs[0] if inputs else None
     kind = dtype or (first.dtype if first is not None else None)
     if op_type == "Cast" and attributes is not None:
@@ -410,7 +373,7 @@ def add(
 def add_like(
     before: ir.Node,
     op_type: str,
-    inputs: Sequence[ir.Value | None],
+    inputs: Inputs,
     attributes: Mapping[str, Any] | None,
     likes: Sequence[ir.Value],
     *,
@@ -456,14 +419,9 @@ def transpose(before: ir.Node, value: ir.Value, permutation: Sequence[int]) -> i
     return add(before, "Transpose", [value], {"perm": [*permutation]}, shape=swapped)
 
 
-def reshape(
-    before: ir.Node, value: ir.Value, target: Sequence[int], shape: Sequence[Dim] | None = None
-) -> ir.Value:
-    """Inserts a Reshape before a node.
-
-    Args:
-        shape: of the output; by default it has the sizes of `target` that are numbers, not 0 or -1.
-    """
+def reshape(before: ir.Node, value: ir.Value, target: Sequence[int], shape: Dims | None = None) -> ir.Value:
+    """Inserts a Reshape before a node; by default the output has the sizes of `target` that are numbers, not
+    0 or -1."""
     known = [size if size > 0 else None for size in target] if shape is None else shape
     return add(before, "Reshape", [value, int_constant(before, target)], shape=known)
 
@@ -508,9 +466,8 @@ def sizes_of(before: ir.Node, *values: tuple[ir.Value, Sequence[int]]) -> list[i
     found = []
     for places in zip(*(axes for _, axes in values), strict=True):
         pairs = zip(values, places, strict=True)
-        sizes = [
-            add(before, "Shape", [value], {"start": i, "end": i + 1}, shape=[1]) for (value, _), i in pairs
-        ]
+        bounds = [(value, {"start": i, "end": i + 1}) for (value, _), i in pairs]
+        sizes = [add(before, "Shape", [value], each, shape=[1]) for value, each in bounds]
         # ONNX Runtime infers no name through Max: it would take equal names for one size, and reuse memory.
         found.append(add(before, "Max", [*sizes, int_constant(before, [1])], shape=[1]))
     return found
@@ -548,11 +505,9 @@ def share_constants(graph: ir.Graph) -> None:
 
 
 def replace(old: ir.Value, new: ir.Value) -> None:
-    """Replaces a value for all its readers, and removes nodes that nothing reads any more.
-
-    The new value gets the old one's name, unless it is an input, an output or an initializer: values of one
-    name in the original and in a rewritten graph have the same numbers.
-    """
+    """Replaces a value for all its readers, and removes nodes that nothing reads any more. The new one gets
+    the old one's name, unless it is an input, an output or an initializer: values of one name in the original
+    and in a rewritten graph have the same numbers."""
     node = maker(old)
     _mark_like(new.producer(), node)
     is_fixed = new.is_graph_output() or new.is_graph_input() or new.is_initializer()

@@ -10,12 +10,8 @@ import onnx_ir as ir
 
 from . import graph as g
 
-SWAP_S_H = [0, 2, 1, 3]
-"""The permutation between [B, H, S, D] and [B, S, H, D]."""
-
-
-SWAP_ROWS = [1, 0, 2]
-"""The permutation between [S, B, C] and [B, S, C]."""
+SWAP_S_H = [0, 2, 1, 3]  # the permutation between [B, H, S, D] and [B, S, H, D]
+SWAP_ROWS = [1, 0, 2]  # the permutation between [S, B, C] and [B, S, C]
 
 
 @dataclass(frozen=True)
@@ -28,11 +24,8 @@ class Heads:
 
 
 def merged_heads(value: ir.Value, before: ir.Node) -> Heads | None:
-    """Returns the heads [B, H, S, D] of a value as [B, S, H*D], or None if H or D is not known.
-
-    Args:
-        before: where nodes are inserted if no value of the graph has this form.
-    """
+    """Returns the heads [B, H, S, D] of a value as [B, S, H*D], or None if H or D is not known. If no value
+    of the graph has this form, nodes are inserted before one."""
     _, count, _, size = shape = _four(value)
     if not isinstance(count, int) or not isinstance(size, int):
         return None
@@ -54,10 +47,8 @@ def _four(value: ir.Value | None) -> list[g.Dim]:
 
 
 def _rows_of_torch(value: ir.Value, shape: list[g.Dim]) -> ir.Value | None:
-    """Returns [S, B, H*D] of heads [B, H, S, D], as nn.MultiheadAttention makes them.
-
-    It reshapes to [S, B*H, D], transposes to [B*H, S, D] and reshapes again.
-    """
+    """Returns [S, B, H*D] of heads [B, H, S, D], as nn.MultiheadAttention makes them: it reshapes to [S, B*H,
+    D], transposes to [B*H, S, D] and reshapes again."""
     nodes, (_, count, tokens, size) = g.chain(value, "Reshape", "Transpose", "Reshape"), shape
     if not nodes or not g.has_permutation(nodes[1], SWAP_ROWS):
         return None
@@ -70,11 +61,8 @@ def _rows_of_torch(value: ir.Value, shape: list[g.Dim]) -> ir.Value | None:
 
 
 def _swapped(value: ir.Value, before: ir.Node) -> ir.Value:
-    """Returns [S, B, C] as [B, S, C].
-
-    The transpose moves before the matmul that computes the value: models whose tensors are [B, S, C] have
-    the opposite one there, and for others one transpose of x is enough for q, k and v.
-    """
+    """Returns [S, B, C] as [B, S, C]: transposed before the matmul that computes it, where models of [B, S,
+    C] have the opposite one, and where one transpose of x is enough for q, k and v."""
     if (source := g.untransposed(value, SWAP_ROWS)) is not None:
         return source
     node, shape = g.producer(value, "Add", "MatMul", "Mul"), g.dims(value) or [None] * 3
@@ -86,24 +74,17 @@ def _swapped(value: ir.Value, before: ir.Node) -> ir.Value:
         x, other = node.inputs
         if node.op_type != "MatMul" and g.rank(x) < 2:
             x, other = other, x
-        if x is not None and other is not None and g.rank(x) == 3 and _is_per_column(node, other):
+        rank = len(operand) if (operand := g.dims(other)) is not None else 3
+        is_per_column = rank == 2 if node.op_type == "MatMul" else rank < 2
+        if x is not None and other is not None and g.rank(x) == 3 and is_per_column:
             inputs = [_swapped(x, before), other]
             return g.add(before, node.op_type, inputs if node.inputs[0] is x else inputs[::-1], shape=swapped)
     return g.transpose(before, value, SWAP_ROWS)
 
 
-def _is_per_column(node: ir.Node, other: ir.Value) -> bool:
-    """Whether the second operand of a node is one for all rows."""
-    shape = g.dims(other)
-    return shape is not None and (len(shape) == 2 if node.op_type == "MatMul" else len(shape) < 2)
-
-
 def _part_of_rows(value: ir.Value) -> tuple[ir.Value, int, int] | None:
     """Returns the packed matmul [S, B, 3*C] of q, k or v [S, B, C], where the part starts, and C.
-
-    nn.MultiheadAttention reshapes the matmul to [S, B, 3, C], adds a dimension in front, swaps it with that
-    of the parts, removes it again and indexes the first dimension.
-    """
+    nn.MultiheadAttention makes [S, B, 3, C], then [1, S, B, 3, C], [3, S, B, 1, C], [3, S, B, C]."""
     element = g.element_of(value, 0)
     nodes = g.chain(element[0], "Squeeze", "Transpose", "Unsqueeze", "Reshape") if element is not None else []
     if element is None or not nodes or not g.has_permutation(nodes[1], [3, 1, 2, 0, 4]):
@@ -158,10 +139,8 @@ def without_repeats(value: ir.Value) -> tuple[ir.Value, int]:
 
 
 def repeat_heads(context: g.RewriteContext, heads: Heads, times: int, before: ir.Node) -> Heads:
-    """Repeats each head: [B, S, H*D] -> [B, S, H*times*D].
-
-    On CUDA it multiplies by ones: twinop's mul runs at memory bandwidth, and ONNX Runtime's Expand does not.
-    """
+    """Repeats each head: [B, S, H*D] -> [B, S, H*times*D]. On CUDA it multiplies by ones: twinop's mul runs
+    at memory bandwidth, and ONNX Runtime's Expand does not."""
     if times == 1:
         return heads
     outer = (g.dims(heads.value) or [None, None])[:2]
@@ -178,11 +157,8 @@ def repeat_heads(context: g.RewriteContext, heads: Heads, times: int, before: ir
 
 
 def _part_of_packed(value: ir.Value, count: int, size: int) -> tuple[ir.Value, int] | None:
-    """Returns the packed matmul [B, S, 3*H*D] that q, k or v is a part of, and where the part starts.
-
-    Vision transformers reshape this matmul to [B, S, 3, H, D], permute it to [3, B, H, S, D] and index the
-    first dimension.
-    """
+    """Returns the packed matmul [B, S, 3*H*D] that q, k or v is a part of, and where the part starts. Vision
+    transformers make [B, S, 3, H, D] of it, then [3, B, H, S, D], and index that."""
     element = g.element_of(value, 0)
     nodes = g.chain(element[0], "Transpose", "Reshape") if element is not None else []
     if element is None or not nodes or not g.has_permutation(nodes[0], [2, 0, 3, 1, 4]):

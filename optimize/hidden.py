@@ -14,8 +14,7 @@ import onnx_ir as ir
 from . import graph as g
 from .inputs import is_inverted
 
-Place = tuple[tuple[str, ...], int, int]
-"""Masks [B, S], and the axes B and S of an output."""
+Place = tuple[tuple[str, ...], int, int]  # masks [B, S], and the axes B and S of an output
 
 
 def places(
@@ -26,11 +25,8 @@ def places(
     outputs: Sequence[Sequence[Any]] = (),
 ) -> list[Place | None]:
     """Returns where values have the positions that masks hide; None for those that are compared whole.
-
-    Args:
-        masks: the names of inputs that are known to hide padding.
-        cases, outputs: inputs of the model, and the values for them.
-    """
+    `masks` are inputs that are known to hide padding; `cases` and `outputs` the model's inputs and the values
+    for them."""
     alike, found = defaultdict[tuple[g.Dim, ...], list[str]](list), list[Place | None]()
     for value in [value for value in model.graph.inputs if value.name in masks]:
         alike[tuple(g.dims(value) or ())].append(str(value.name))

@@ -32,8 +32,7 @@ _EDGE: Mapping[str, Callable[[np.ndarray], np.ndarray]] = {
     "inputs of ones": np.ones_like,
     "large inputs": lambda array: array * array.dtype.type(1000),
 }
-MASK = "a mask"
-"""In the `meta` of inputs of integers that the graph uses as masks of 0 and 1."""
+MASK = "a mask"  # in the `meta` of inputs of integers that the graph uses as masks of 0 and 1
 PADDING = "a padding mask of attentions"
 """In the `meta` of inputs whose zeros attentions are known to hide (`masks.py`)."""
 _HIDES = {"right": "the end", "left": "the beginning", "holes": "tokens between others"}
@@ -59,19 +58,12 @@ class TooLarge(ExportError):
 
 @dataclass(frozen=True)
 class Sizes:
-    """The sizes of dynamic dimensions.
+    """The sizes of dynamic dimensions."""
 
-    Attributes:
-        batch: of the first dimension of each input.
-        length: of all others.
-        step: by how much the lengths of two names differ: a query and a memory may have other lengths.
-        fixed: sizes by name that are known, such as the channels of a convolution.
-    """
-
-    batch: int
-    length: int
-    step: int = 0
-    fixed: tuple[tuple[str, int], ...] = ()
+    batch: int  # of the first dimension of each input
+    length: int  # of all others
+    step: int = 0  # by how much the lengths of two names differ, such as those of a query and a memory
+    fixed: tuple[tuple[str, int], ...] = ()  # those that are known, by name, such as channels
 
 
 # To try: odd sizes, a batch of one, and lengths for models that refuse short ones; lengths that differ by
@@ -93,15 +85,12 @@ def generate(
     """Generates one case: ids within the tables that they index, masks of 0 and 1, and normal numbers.
 
     Args:
-        sizes: of the dynamic dimensions. Dimensions of one name have one size.
         hide: which end of the sequences masks hide: "right", "left", "nothing", "everything", or "holes" for
             some tokens between others.
         positive: generate positive floats only, for logarithms and roots.
         only: the inputs to generate; by default all.
 
-    Raises:
-        TooLarge: the inputs would have too many elements.
-        ExportError: an input is an index into a table without rows.
+    ExportError: an input is an index into a table without rows; TooLarge: there are too many elements.
     """
     rng = np.random.default_rng(seed)
     case, by_name = {}, shapes(model, sizes)
@@ -126,7 +115,8 @@ def generate(
             caches = [0 not in by_name[str(each.name)] for each in model.graph.inputs if is_cache(each)]
             array = np.full(shape, all(caches) if caches else seed % 2 == 0)
         elif dtype.is_integer():
-            if not (rows := table_rows(value)):
+            rows = min((weights.sizes(table)[axis] for table, axis in _tables(value)), default=_UNKNOWN_ROWS)
+            if not rows:
                 raise ExportError(f"input {value.name} is an index into a table without rows")
             array = rng.integers(0, rows, shape)
         elif hide == "nothing" and "mask" in value.name.lower():
@@ -164,9 +154,7 @@ def edge_cases(model: ir.Model, case: Case, hidden: Sequence[str]) -> dict[str, 
     numbers = {
         name: case[name]
         for name, value in values.items()
-        if value.dtype is not None
-        and value.dtype.is_floating_point()
-        and not (is_mask_name(name) or is_cache(value))
+        if case[name].dtype.kind in "fV" and not (is_mask_name(name) or is_cache(value))
     }
     found = {}
     for name, change in _EDGE.items() if numbers else ():
@@ -197,11 +185,9 @@ def edge_cases(model: ir.Model, case: Case, hidden: Sequence[str]) -> dict[str, 
 
 
 def of_size_1(model: ir.Model, case: Case) -> dict[str, Case]:
-    """Returns a case again, with size 1 of each axis whose name another input has, too.
-
-    ONNX does not say that they are equal, and the original may broadcast them. The first ids of several
-    inputs are those of all sequences.
-    """
+    """Returns a case again, with size 1 of each axis whose name another input has, too: ONNX does not say
+    that they are equal, and the original may broadcast them. The first ids of several inputs are those of all
+    sequences."""
     found, seen = dict[str, Case](), set[g.Dim]()
     values = [each for each in model.graph.inputs if str(each.name) in case and not is_cache(each)]
     counts = Counter(dim for value in values for dim in {*(g.dims(value) or ())})
@@ -278,11 +264,8 @@ def is_mask_name(name: str) -> bool:
 
 
 def padding_mask(shape: list[int], hide: str) -> np.ndarray:
-    """Returns a mask [batch, length] of ones.
-
-    Each sequence but the first of several has zeros at one end, unless `hide` is "nothing", "everything" or
-    "holes".
-    """
+    """Returns a mask [batch, length] of ones. Each sequence but the first of several has zeros at one end,
+    unless `hide` is "nothing", "everything" or "holes"."""
     batch, length = shape
     if hide == "holes":
         shown = np.random.default_rng(0).random((batch, length)) < 0.6
@@ -296,7 +279,7 @@ def padding_mask(shape: list[int], hide: str) -> np.ndarray:
     return np.broadcast_to(at < length - hidden if hide == "right" else at >= hidden, (batch, length))
 
 
-def _hidden_tokens(case: Case) -> list[np.ndarray]:
+def hidden_tokens(case: Case) -> list[np.ndarray]:
     """Returns what each padding mask of a case hides."""
     masks = {name: array for name, array in case.items() if is_mask_name(name) and array.ndim == 2}
     return [(array != 0) == is_inverted(name, array.dtype) for name, array in masks.items()]
@@ -304,23 +287,13 @@ def _hidden_tokens(case: Case) -> list[np.ndarray]:
 
 def hides_left(case: Case) -> bool:
     """Whether a padding mask of a case hides the first token of a sequence."""
-    return any(hidden[:, :1].any() for hidden in _hidden_tokens(case))
-
-
-def hides_all(case: Case) -> bool:
-    """Whether a padding mask of a case hides everything: there, scores are beside a large number."""
-    return any(hidden.all() for hidden in _hidden_tokens(case))
+    return any(each[:, :1].any() for each in hidden_tokens(case))
 
 
 def draws_random(node: ir.Node) -> bool:
     """Whether two runs of a node may differ. A Dropout that is told when to drop may drop."""
     mode = node.inputs[2] if node.op_type == "Dropout" and len(node.inputs) > 2 else None
     return node.op_type in _RANDOM or (mode is not None and g.scalar(mode) != 0)
-
-
-def table_rows(value: ir.Value) -> int:
-    """Returns the number of rows of the smallest table that an input of integers indexes."""
-    return min((weights.sizes(table)[axis] for table, axis in _tables(value)), default=_UNKNOWN_ROWS)
 
 
 def _tables(
@@ -340,10 +313,9 @@ def _tables(
 def cases_of_ids(model: ir.Model, case: Case) -> tuple[str, list[Case]]:
     """Returns cases with the ids that may give the largest numbers, and the names of their inputs.
 
-    These are all rows of a small table; of a large one the first and the last rows, where ids of padding and
-    other reserved ids are, and those of the largest norms and elements. A case holds up to `_MOST_REPEATS`
-    times the sequences of the given one, and its masks hide nothing. Beside large inputs, such as images, so
-    many ids are tried as `_MOST_LARGE` cases of `MOST` elements hold.
+    These are all rows of a small table; of a large one those of reserved ids at both ends, and of the largest
+    norms and elements. A case holds up to `_MOST_REPEATS` times the sequences of the given one, and its masks
+    hide nothing. Beside images so many ids are tried as `_MOST_LARGE` cases of `MOST` elements hold.
     """
     ids, times, batch = dict[str, np.ndarray](), 1, None
     for value in model.graph.inputs:
@@ -370,11 +342,8 @@ def cases_of_ids(model: ir.Model, case: Case) -> tuple[str, list[Case]]:
             whole[name] = array
     cases = list[Case]()
     for start in range(0, times, repeats) if ids else ():
-        chosen = {
-            name: np.resize(np.roll(found, -start * case[name].size), whole[name].shape)
-            for name, found in ids.items()
-        }
-        cases.append(whole | chosen)
+        rolled = {name: np.roll(found, -start * case[name].size) for name, found in ids.items()}
+        cases.append(whole | {name: np.resize(each, whole[name].shape) for name, each in rolled.items()})
     return ", ".join(ids), cases
 
 
@@ -390,10 +359,8 @@ def _ids(table: ir.TensorProtocol, axis: int, rows: int) -> Collection[int]:
 
 def acts_as_mask(value: ir.Value) -> bool:
     """Whether the graph uses integers as a mask: (1 - mask) * -10000, or only mask == 0 and the like."""
-    numbers = [
-        (node.op_type, g.scalar(node.inputs[1 - index]) if index >= 0 else None)
-        for node, index in _uses(value)
-    ]
+    uses = [*_uses(value)]
+    numbers = [(node.op_type, g.scalar(node.inputs[1 - at]) if at >= 0 else None) for node, at in uses]
     hides = any(op_type == "Mul" and abs(number or 0) >= _HIDING for op_type, number in numbers)
     compares = [op_type in _COMPARES and number in (0.0, 1.0) for op_type, number in numbers]
     return hides or (bool(compares) and all(compares))
@@ -425,11 +392,8 @@ def _is_number(value: ir.Value) -> bool:
 
 
 def read_npz(path: str, model: ir.Model, padding: str | None) -> tuple[list[Case], Sizes]:
-    """Reads the inputs of a model from an .npz file, and the sizes of its dimensions.
-
-    Raises:
-        ExportError: the file cannot be read, an input is missing, or a mask breaks the promise of `padding`.
-    """
+    """Reads the inputs of a model from an .npz file, and the sizes of its dimensions; ExportError: the file
+    cannot be read, an input is missing, or a mask breaks the promise of `padding`."""
     wanted = [str(value.name) for value in model.graph.inputs if value.name not in model.graph.initializers]
     try:
         file = np.load(path)
@@ -443,10 +407,8 @@ def read_npz(path: str, model: ir.Model, padding: str | None) -> tuple[list[Case
             f"{option('inputs_file', path)}: has {', '.join(given) or 'no arrays'}; the model also takes "
             f"{', '.join(missing)}"
         )
-    case = {
-        name: given[name].astype(np.float32) if given[name].dtype == np.float16 else given[name]
-        for name in wanted
-    }
+    case = {name: given[name] for name in wanted}
+    case |= {name: each.astype(np.float32) for name, each in case.items() if each.dtype == np.float16}
     if padding == "right" and hides_left(case):
         raise ExportError(
             f"{option('inputs_file', path)}: a mask hides the first token of a sequence, and "
@@ -454,9 +416,8 @@ def read_npz(path: str, model: ir.Model, padding: str | None) -> tuple[list[Case
             "other inputs"
         )
     masks = [case[str(value.name)] for value in model.graph.inputs if is_mask(value)]
-    sizes = [
-        Sizes(array.shape[0], array.shape[1], step=2) for array in masks if array.ndim == 2 and array.size
-    ]
+    two_axes = [array.shape for array in masks if array.ndim == 2 and array.size]
+    sizes = [Sizes(batch, length, step=2) for batch, length in two_axes]
     found = {
         dim: case[str(value.name)].shape[axis]
         for value in model.graph.inputs

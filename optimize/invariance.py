@@ -2,9 +2,8 @@
 
 Matches: CustomLinear, CustomLinearSwiglu, CustomLinearQ and CustomLinearQSwiglu, in the model in 16 bits.
 Writes: their attribute `invariant`. Without the option, in models with attention over a cache, `few_rows` of
-the first two, so that a step of up to 64 sequences has one order; the other two have it anyway.
-Leaves alone, and names: matmuls without such a kernel, and other nodes whose sums or choices may depend on
-the batch.
+the first two, so that a step of up to 64 sequences has one order; the other two have it anyway. Leaves alone,
+and names: matmuls without such a kernel, and other nodes whose sums or choices may depend on the batch.
 """
 
 import re
@@ -22,7 +21,7 @@ _SUMS = re.compile("Attention|Conv|Einsum|Gemm|GRU|LSTM|MatMul|MoE|(?<!Max)Pool|
 _OF_INTEGERS = re.compile("Integer$|^QLinear")
 
 
-class Invariance(Rewrite[bool], name="invariance", device="cuda", sixteen_bits_only=True):
+class Invariance(Rewrite[bool], name="invariance", sixteen_bits_only=True):
     """Sets an attribute of matmuls. Finds whether they are to be invariant."""
 
     def candidates(self) -> list[ir.Node]:

@@ -16,62 +16,41 @@ from twinop.record.op_spec import DOMAIN
 
 from . import graph as g
 
-_WEIGHTS: Mapping[tuple[str, str], Iterable[int]] = {
-    ("", "BatchNormalization"): [1],
-    ("", "Conv"): [1],
-    ("", "ConvTranspose"): [1],
-    ("", "GRU"): [1, 2],
-    ("", "Gemm"): [0, 1],
-    ("", "GroupNormalization"): [1],
-    ("", "InstanceNormalization"): [1],
-    ("", "LSTM"): [1, 2],
-    ("", "LayerNormalization"): [1],
-    ("", "MatMul"): [0, 1],
-    ("", "RMSNormalization"): [1],
-    ("", "RNN"): [1, 2],
-    ("", "SimplifiedLayerNormalization"): [1],
-    (g.MICROSOFT, "Attention"): [1],
-    (g.MICROSOFT, "EmbedLayerNormalization"): [5],
-    (g.MICROSOFT, "FusedConv"): [1],
-    (g.MICROSOFT, "FusedMatMul"): [0, 1],
-    (g.MICROSOFT, "GroupNorm"): [1],
-    (g.MICROSOFT, "GroupQueryAttention"): [14, 15],
-    (g.MICROSOFT, "MatMulBnb4"): [1, 2],
-    (g.MICROSOFT, "MatMulNBits"): [1, 2, 3],
-    (g.MICROSOFT, "MoE"): [2, 4, 6],
-    (g.MICROSOFT, "QMoE"): [2, 3, 5, 6, 8, 9, 11, 12, 13],
-    (g.MICROSOFT, "SkipLayerNormalization"): [2],
-    (g.MICROSOFT, "SkipSimplifiedLayerNormalization"): [2],
-    (DOMAIN, "CustomAddLayerNorm"): [2],
-    (DOMAIN, "CustomAddRmsNorm"): [2],
-    (DOMAIN, "CustomAttentionCached"): [6],
-    (DOMAIN, "CustomEmbedLayerNorm"): [3],
-    (DOMAIN, "CustomLayerNorm"): [1],
-    (DOMAIN, "CustomLinear"): [1],
-    (DOMAIN, "CustomLinearFp8"): [2, 3],
-    (DOMAIN, "CustomLinearQ"): [1, 2, 3],
-    (DOMAIN, "CustomLinearQSwiglu"): [1, 2, 3],
-    (DOMAIN, "CustomLinearSwiglu"): [1],
-    (DOMAIN, "CustomRmsNorm"): [1],
-}
-"""Which inputs of nodes are weights or gains."""
+_BY_INPUTS: Mapping[tuple[str, Sequence[int]], Sequence[str]] = {
+    ("", (0, 1)): ("Gemm", "MatMul"),
+    ("", (1,)): (
+        "BatchNormalization", "Conv", "ConvTranspose", "GroupNormalization", "InstanceNormalization",
+        "LayerNormalization", "RMSNormalization", "SimplifiedLayerNormalization",
+    ),
+    ("", (1, 2)): ("GRU", "LSTM", "RNN"),
+    (g.MICROSOFT, (0, 1)): ("FusedMatMul",),
+    (g.MICROSOFT, (1,)): ("Attention", "FusedConv", "GroupNorm"),
+    (g.MICROSOFT, (1, 2)): ("MatMulBnb4",),
+    (g.MICROSOFT, (1, 2, 3)): ("MatMulNBits",),
+    (g.MICROSOFT, (2,)): ("SkipLayerNormalization", "SkipSimplifiedLayerNormalization"),
+    (g.MICROSOFT, (2, 3, 5, 6, 8, 9, 11, 12, 13)): ("QMoE",),
+    (g.MICROSOFT, (2, 4, 6)): ("MoE",),
+    (g.MICROSOFT, (5,)): ("EmbedLayerNormalization",),
+    (g.MICROSOFT, (14, 15)): ("GroupQueryAttention",),
+    (DOMAIN, (1,)): ("CustomLayerNorm", "CustomLinear", "CustomLinearSwiglu", "CustomRmsNorm"),
+    (DOMAIN, (1, 2, 3)): ("CustomLinearQ", "CustomLinearQSwiglu"),
+    (DOMAIN, (2,)): ("CustomAddLayerNorm", "CustomAddRmsNorm"),
+    (DOMAIN, (2, 3)): ("CustomLinearFp8",),
+    (DOMAIN, (3,)): ("CustomEmbedLayerNorm",),
+    (DOMAIN, (6,)): ("CustomAttentionCached",),
+}  # fmt: skip
+"""The nodes of which these inputs are weights or gains."""
+_WEIGHTS = {(domain, each): at for (domain, at), op_types in _BY_INPUTS.items() for each in op_types}
 _ALIKE = 2.0  # biases whose largest magnitudes differ by no more
-_MOVES = [
-    ("", each)
-    for each in ("Cast", "DequantizeLinear", "Identity", "Reshape", "Squeeze", "Transpose", "Unsqueeze")
-]
+_MOVES = ("Cast", "DequantizeLinear", "Identity", "Reshape", "Squeeze", "Transpose", "Unsqueeze")
 _NORMS = {"InstanceNormalization", "LayerNormalization", "RMSNormalization"}
 _Known = dict[ir.Value, object]
-Kinds = dict[str, list[list[float]]]
-"""Of each structure: the magnitudes of the biases of its kinds."""
+Kinds = dict[str, list[list[float]]]  # of each structure: the magnitudes of the biases of its kinds
 
 
 class Kind:
-    """The structure of a segment: of its part of the original, and then of its part of the result.
-
-    Args:
-        contents: what `content` has returned, by the identity of tensors, which segments share.
-    """
+    """The structure of a segment: of its part of the original, and then of its part of the result. `contents`
+    has what `content` has returned, by the identity of tensors, which segments share."""
 
     def __init__(self, contents: dict[int, object]) -> None:
         self.contents = contents
@@ -104,17 +83,14 @@ class Kind:
         return all(least / _ALIKE <= size <= most * _ALIKE for size, least, most in bounds)
 
     def _node(self, node: ir.Node, known: _Known, crossing: set[str]) -> None:
-        rows = [
-            constant_of(value) if value and is_bias(node, i) else None for i, value in enumerate(node.inputs)
-        ]
-        self.biases += [weights.largest(row) for row in rows if row is not None]
-        read = [
-            self._value(value, row is not None or is_weight(node, index), known, crossing)
-            for index, (value, row) in enumerate(zip(node.inputs, rows, strict=True))
-        ]
-        attributes = [
-            (name, self._attribute(each, known, crossing)) for name, each in sorted(node.attributes.items())
-        ]
+        read = list[object]()
+        for index, value in enumerate(node.inputs):
+            is_row = is_bias(node, index)
+            if is_row and value is not None and (row := constant_of(value)) is not None:
+                self.biases.append(weights.largest(row))
+            read.append(self._value(value, is_row or is_weight(node, index), known, crossing))
+        given = sorted(node.attributes.items())
+        attributes = [(name, self._attribute(each, known, crossing)) for name, each in given]
         self.records.append((node.domain, node.op_type, read, attributes, len(node.outputs)))
         known.update((value, (len(self.records), index)) for index, value in enumerate(node.outputs))
 
@@ -122,8 +98,7 @@ class Kind:
         if value is None or value in known:
             return None if value is None else known[value]
         is_given = value.is_graph_input()
-        tensor = constant_of(value)
-        if tensor is not None:
+        if (tensor := constant_of(value)) is not None:
             if is_weight:
                 return self._number("weight", value), form(tensor)
             if id(tensor) not in self.contents:
@@ -162,10 +137,7 @@ def constant_of(value: ir.Value) -> ir.TensorProtocol | None:
 
 def is_weight(node: ir.Node, index: int, is_row: bool = False) -> bool:
     """Whether an input of a node, if it is constant, is a weight, its scales, or the gain of a norm.
-
-    Args:
-        is_row: whether the input is a row in another form: a product with one, as of frequencies, is a table.
-    """
+    `is_row`: the input is a row in another form; a product with one, as of frequencies, is a table."""
     key, value = (node.domain, node.op_type), node.inputs[index]
     tensor = None if value is None else constant_of(value)
     if value is None or (tensor is not None and tensor.size == 1):
@@ -175,7 +147,7 @@ def is_weight(node: ir.Node, index: int, is_row: bool = False) -> bool:
         return not is_row or key[1] not in ("FusedMatMul", "MatMul")
     if key == ("", "Mul") and len(node.inputs) == 2:
         return is_row and _is_normal(node.inputs[1 - index])
-    is_moved = key in _MOVES and (not index or key[1] == "DequantizeLinear")
+    is_moved = not node.domain and node.op_type in _MOVES and (not index or key[1] == "DequantizeLinear")
     uses = [is_weight(*use, is_row and not index) for use in (node.outputs[0].uses() if is_moved else ())]
     return bool(uses) and not node.outputs[0].is_graph_output() and all(uses)
 

@@ -7,7 +7,7 @@ then the model would hold it twice.
 Leaves alone: weights of other ranks, dimensions of size 0, Gemm with alpha or beta other than 1.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -26,19 +26,13 @@ IsWeight = Callable[[ir.Value | None], bool]
 
 @dataclass(frozen=True)
 class Linear:
-    """A matmul with a constant weight, x @ weight + bias.
-
-    Attributes:
-        weight: a constant [K, N], or [N, K] if `layout` is "nk".
-        bias: a constant with N elements.
-        output: the result with the bias.
-    """
+    """A matmul with a constant weight, x @ weight + bias."""
 
     node: ir.Node
-    weight: ir.Value
-    bias: ir.Value | None
+    weight: ir.Value  # a constant [K, N], or [N, K] if `layout` is "nk"
+    bias: ir.Value | None  # a constant with N elements
     layout: str
-    output: ir.Value
+    output: ir.Value  # the result with the bias
 
     @property
     def x(self) -> ir.Value:
@@ -57,10 +51,7 @@ class Linear:
 
 def match_linear(node: ir.Node, is_weight: IsWeight = g.is_constant) -> Linear | str:
     """Returns a node's matmul and bias, or why it is none; raises Skipped for what CustomLinear lacks.
-
-    Args:
-        is_weight: whether a value is a weight; by default a constant.
-    """
+    `is_weight`: whether a value is a weight; by default a constant."""
     if node.domain or node.op_type not in ("MatMul", "Gemm"):
         return "it is no MatMul or Gemm"
     x, weight, *rest = node.inputs
@@ -108,12 +99,7 @@ def supported_linear(node: ir.Node, is_weight: IsWeight = g.is_constant) -> Line
 
 
 def plain_matmul(
-    before: ir.Node,
-    linear: Linear,
-    weight: ir.Value,
-    bias: ir.Value | None,
-    x: ir.Value,
-    shape: Sequence[g.Dim],
+    before: ir.Node, linear: Linear, weight: ir.Value, bias: ir.Value | None, x: ir.Value, shape: g.Dims
 ) -> ir.Value:
     """Inserts MatMul and, for a bias [N], Add: x times a weight in the layout of another matmul."""
     if linear.layout == "nk":
@@ -184,10 +170,7 @@ class Linears(Rewrite[Linear], name="linear", op_types=("MatMul", "Gemm"), devic
 
 def is_replaceable(matmul: Linear, graph: ir.Graph, by_transpose: bool = False) -> bool:
     """Whether a weight goes where matmuls get another one: only matmuls of a layout in a graph read it.
-
-    Args:
-        by_transpose: the other one is its transpose, which may also take the place of Transpose nodes.
-    """
+    `by_transpose`: the other one is its transpose, which may also take the place of Transpose nodes."""
     weight, found = matmul.weight, set[str]()
     for user in weight.consumers():
         is_transpose = (user.domain, user.op_type, user.graph) == ("", "Transpose", graph)

@@ -23,8 +23,7 @@ from .precision import DTYPES
 from .rewrite import LABELS, Rewrite
 
 LINEAR_8 = "CustomLinearFp8"
-STEP = 16
-"""K and N of its weights are multiples of it."""
+STEP = 16  # K and N of its weights are multiples of it
 _E4M3 = ir.DataType.FLOAT8E4M3FN
 
 
@@ -45,10 +44,8 @@ def is_weight(value: ir.Value | None) -> bool:
 
 def _is_moved_weight(value: ir.Value | None) -> bool:
     """Whether a value is a constant that was in float8 and then in another order or shape, or before."""
-    is_8 = False
-    while (
-        node := g.producer(value, "DequantizeLinear", "QuantizeLinear", "Reshape", "Transpose")
-    ) is not None:
+    is_8, moves = False, ("DequantizeLinear", "QuantizeLinear", "Reshape", "Transpose")
+    while (node := g.producer(value, *moves)) is not None:
         value = node.inputs[0]
         is_8 |= value is not None and value.dtype is not None and value.dtype.name.startswith("FLOAT8")
     return is_8 and g.is_constant(value)
@@ -79,7 +76,7 @@ class LinearFp8(Linears, name="linear_fp8", sixteen_bits_only=True):
         return g.add(match.node, "DequantizeLinear", given, {"axis": 0}, dtype=wide, shape=shape), LAYOUT
 
 
-class InFp8(Rewrite[list[ir.Node]], name="in_fp8", ops=("linear",), device="cuda", sixteen_bits_only=True):
+class InFp8(Rewrite[list[ir.Node]], name="in_fp8", ops=("linear",), sixteen_bits_only=True):
     """Lets what `LinearFp8` has written multiply in 8 bits. Runs on the model in 16 bits."""
 
     def match(self, node: ir.Node) -> list[ir.Node] | str:
@@ -102,11 +99,8 @@ class InFp8(Rewrite[list[ir.Node]], name="in_fp8", ops=("linear",), device="cuda
 
 
 def write(node: ir.Node, op_type: str, given: Sequence[ir.Value | None]) -> ir.Value:
-    """Inserts a matmul in 8 bits before a CustomLinear or CustomLinearSwiglu, and returns its output.
-
-    Args:
-        given: x and its scales, if it is in 8 bits, the weight and its scales.
-    """
+    """Inserts a matmul in 8 bits before a CustomLinear or CustomLinearSwiglu, and returns its output;
+    `given`: x and its scales, if it is in 8 bits, the weight and its scales."""
     [y], (bias, residual) = node.outputs, [*node.inputs, None, None][2:4]
     assert y.dtype is not None and node.graph is not None
     if bias is None:

@@ -22,20 +22,14 @@ from twinop.system.quiet import quiet
 from . import graph as g
 
 _SPARSE = (onnx.AttributeProto.SPARSE_TENSOR, onnx.AttributeProto.SPARSE_TENSORS)
-_FILES = "files of external data"
+FILES = "files of external data"
 _BODIES_IR_VERSION = 8  # the first with function bodies
 Held = Mapping[str, weights.Held]
 
 
 def load(path: Path, held: Held = MappingProxyType({})) -> ir.Model:
-    """Reads a model, and sorts its nodes. Large weights stay in their files (`Stored`).
-
-    Args:
-        held: weights by name that are in memory: the file has no numbers for them.
-
-    Raises:
-        ExportError: the file is not a model, or its weights are missing.
-    """
+    """Reads a model, and sorts its nodes. Large weights stay in their files (`Stored`), or are held in memory
+    and have no numbers there. ExportError: the file is not a model, or its weights are missing."""
     read_proto(path)
     try:
         with quiet():  # onnx_ir warns of what `_check_values` refuses
@@ -84,10 +78,8 @@ def read_proto(path: Path) -> onnx.ModelProto:
 
 
 def _unread_part(path: Path) -> str:
-    """Returns which part of a model onnx_ir lacks, or "".
-
-    These are maps, sequences of them (classifiers of scikit-learn) and sparse tensors in attributes.
-    """
+    """Returns which part of a model onnx_ir lacks: maps, sequences of them (classifiers of scikit-learn) and
+    sparse tensors in attributes; or ""."""
     proto = load_model(path).proto
     for each in custom_nodes(proto, lambda node: True):
         if sparse := [one.name for one in each.proto.attribute if one.type in _SPARSE]:
@@ -104,13 +96,8 @@ def _unread_part(path: Path) -> str:
 
 
 def _place_weights(path: Path, model: ir.Model, held: Held = MappingProxyType({})) -> None:
-    """Lets large external data stay in its files, and reads the rest.
-
-    Links are followed, as Hugging Face's cache has them.
-
-    Raises:
-        ExportError: the data lies in another folder, or ends before its tensor does.
-    """
+    """Lets large external data stay in its files, also behind links, as in Hugging Face's cache, and reads
+    the rest; ExportError: the data lies in another folder, or ends before its tensor does."""
     files = set[Path]()
     for value in (value for graph in model.graphs() for value in graph.initializers.values()):
         tensor = value.const_value
@@ -123,7 +110,7 @@ def _place_weights(path: Path, model: ir.Model, held: Held = MappingProxyType({}
             _check_bytes(path, attribute.value)
             if isinstance(attribute.value, ir.ExternalTensor):
                 node.attributes[name] = ir.AttrTensor(name, _placed(path, attribute.value, files))
-    model.meta[_FILES] = files - {path}
+    model.meta[FILES] = files - {path}
 
 
 def _check_bytes(path: Path, tensor: object) -> None:
@@ -216,10 +203,8 @@ def _check_values(path: Path, model: ir.Model) -> None:
 
 
 def separate_names(model: ir.Model) -> None:
-    """Gives the values of all graphs different names: shape inference finds values by their names.
-
-    ONNX allows two branches of an If, or two bodies of loops, to use a name for different values.
-    """
+    """Gives the values of all graphs different names: shape inference finds values by their names, and ONNX
+    allows branches of an If, or bodies of loops, to use a name for different values."""
     taken, used = set[str](), Counter[str]()
     for graph in model.graphs():  # the main graph comes first, and its names stay
         outputs = (output for node in graph for output in node.outputs)
@@ -233,10 +218,8 @@ def separate_names(model: ir.Model) -> None:
 
 
 def make_constant(model: ir.Model) -> int:
-    """Makes the initializers of a model of IR version 3 constants, as ONNX Runtime does, and counts them.
-
-    There, all of them are inputs as well. Since version 4, those that are inputs may be overridden.
-    """
+    """Makes the initializers of a model of IR version 3 constants, as ONNX Runtime does, and counts them:
+    there, all are inputs as well. Since version 4, those that are inputs may be overridden."""
     if model.ir_version >= 4:
         return 0
     inputs = model.graph.inputs
@@ -245,9 +228,3 @@ def make_constant(model: ir.Model) -> int:
         inputs.remove(value)
     model.ir_version = _BODIES_IR_VERSION
     return len(given)
-
-
-def data_files(model: ir.Model) -> set[Path]:
-    """Returns the files of the external data of a model that `load` has read."""
-    found: set[Path] = model.meta[_FILES]
-    return found

@@ -47,11 +47,8 @@ class _Mask:
 
 
 def classify(context: g.RewriteContext, sizes: inputs.Sizes, padding: str | None) -> None:
-    """Computes the masks of all attentions, and notes in their `meta` what they hide.
-
-    Args:
-        sizes: a batch of several sequences and lengths that the model accepts.
-    """
+    """Computes the masks of all attentions, and notes in their `meta` what they hide; `sizes`: a batch of
+    several sequences and lengths that the model accepts."""
     softmaxes = filter(is_attention, context.nodes("Softmax"))
     values = dict.fromkeys(mask for softmax in softmaxes for mask in masks_of(softmax))
     masks = [
@@ -84,14 +81,10 @@ def classify(context: g.RewriteContext, sizes: inputs.Sizes, padding: str | None
 
 
 def _try(model: ir.Model, masks: Sequence[_Mask], sizes: inputs.Sizes, name: str, batch: int = 0) -> bool:
-    """Removes the kinds that masks do not have at some lengths. Returns False if they cannot be computed.
-
-    Args:
-        name: of the padding mask among the inputs, or "".
-        batch: of more cases than those of one sequence; 0 for none.
-    """
+    """Removes the kinds that masks do not have at some lengths; returns False if they cannot be computed.
+    `batch`: of more cases than those of one sequence, 0 for none."""
     kinds = [(1, "right"), (1, "left"), (1, "holes")]
-    given = given_of(*(mask.value for mask in masks))
+    given = g.given_of(*(mask.value for mask in masks))
     if batch:
         kinds += [(batch, hide) for hide in ("nothing", *inputs.hidden(None))]
     try:
@@ -113,15 +106,14 @@ def _try(model: ir.Model, masks: Sequence[_Mask], sizes: inputs.Sizes, name: str
 
 
 def _try_long(model: ir.Model, mask: _Mask, sizes: inputs.Sizes, name: str) -> bool:
-    """Tries a mask at the largest length that its model accepts: there, its windows show.
-
-    Returns False if there is none, except for a model of one length.
-    """
+    """Tries a mask at the largest length that its model accepts, where its windows show; returns False if
+    there is none, except for a model of one length."""
     ancestors = g.ancestors(mask.value)
     short, numbers = sizes.length, _numbers(ancestors)
     longest = max(_LONG, *((int(number) // 64 + 1) * 64 for number in numbers), 0)
-    buffers = {size for value in ancestors for size in _buffer_sizes(value)}
-    lengths = {longest, longest // short * short, _LONG, 1024, 512, 256, 128, 64, *buffers}
+    buffers = [each for each in ancestors if each.const_value is not None and each.const_value.size > _SMALL]
+    sizes_of_buffers = {size for each in buffers for size in g.dims(each) or () if isinstance(size, int)}
+    lengths = {longest, longest // short * short, _LONG, 1024, 512, 256, 128, 64, *sizes_of_buffers}
     sizes = replace(sizes, fixed=_fixed_for(model, mask.value, sizes))
     if inputs.shapes(model, sizes) == inputs.shapes(model, replace(sizes, length=longest)):
         return True
@@ -138,11 +130,9 @@ def _try_long(model: ir.Model, mask: _Mask, sizes: inputs.Sizes, name: str) -> b
 
 
 def _fixed_for(model: ir.Model, mask: ir.Value, sizes: inputs.Sizes) -> tuple[tuple[str, int], ...]:
-    """Returns the sizes that stay fixed while the lengths that a mask depends on grow.
-
-    Channels, height and width of images stay, too.
-    """
-    small = [value for value in given_of(mask) if g.rank(value) < 4]
+    """Returns the sizes that stay while the lengths that a mask depends on grow, also channels, height and
+    width."""
+    small = [value for value in g.given_of(mask) if g.rank(value) < 4]
     grows = {dim for value in small for dim in (g.dims(value) or ())[1:]}
     found = expressions([dim for dim in grows if isinstance(dim, str)])
     grows |= {name for each in found.values() for name in each.names.values()}
@@ -154,12 +144,8 @@ def _elements(model: ir.Model, mask: ir.Value, sizes: inputs.Sizes) -> int:
     found, shapes = g.dims(mask) or [], inputs.shapes(model, sizes)
     heads = math.prod(dim for dim in found[:-2] if isinstance(dim, int))
     last = [dim if isinstance(dim, int) else sizes.length for dim in found[-2:]]
-    return max(heads * math.prod(last), *(math.prod(shapes[str(value.name)]) for value in given_of(mask)), 0)
-
-
-def given_of(*masks: ir.Value) -> set[ir.Value]:
-    """Returns the inputs of the graph that masks or their shapes are computed from."""
-    return {value for value in g.ancestors(*masks, of_shapes=True) if value.is_graph_input()}
+    given = [math.prod(shapes[str(value.name)]) for value in g.given_of(mask)]
+    return max(heads * math.prod(last), *given, 0)
 
 
 def _is_known(mask: ir.Value) -> bool:
@@ -185,12 +171,6 @@ def _numbers(values: set[ir.Value]) -> set[float]:
             is_size = number < 2**31 - 1 if array.dtype.kind != "f" else number < -_HIDDEN - 1
             found |= {max(number, 1 / number)} if number and is_size else set()
     return found
-
-
-def _buffer_sizes(value: ir.Value) -> list[int]:
-    """Returns the sizes of a large constant that may limit the length."""
-    is_buffer = value.const_value is not None and value.const_value.size > _SMALL
-    return [size for size in g.dims(value) or () if isinstance(size, int)] if is_buffer else []
 
 
 def _is_of_kind(array: np.ndarray, kind: MaskKind, shown: np.ndarray | None) -> bool:
@@ -220,10 +200,9 @@ def _is_of_kind(array: np.ndarray, kind: MaskKind, shown: np.ndarray | None) -> 
 def model_of(model: ir.Model, values: Sequence[ir.Value]) -> Parts:
     """Returns a model that computes some values of a model; large weights whose shapes they need stay where
     they are."""
-    given = given_of(*values)
-    graph = ir.convenience.extract(
-        model.graph, [each for each in model.graph.inputs if each in given], values
-    )
+    given = g.given_of(*values)
+    read = [each for each in model.graph.inputs if each in given]
+    graph = ir.convenience.extract(model.graph, read, values)
     for value in graph.outputs:
         value.shape = None
     return parts(ir.Model(graph, ir_version=model.ir_version))

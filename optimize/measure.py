@@ -19,12 +19,11 @@ from twinop.system.progress import Progress, silent
 from .inputs import Case
 
 _RUNS, _WARM_UP = 20, 3
-_LEAST = 1.0  # seconds of runs, also after the time is over: the first ones are slow
+_LEAST = 1.0  # seconds, after which no further run of a file starts
 _SECONDS = 20.0  # after so long, nothing more is measured
 _SLOWER = 1.05  # less is noise
 
-Clock = Callable[..., Sequence[float]]
-"""Takes the paths of models, and returns their times in milliseconds."""
+Clock = Callable[..., Sequence[float]]  # takes the paths of models, and returns their times in milliseconds
 
 
 @dataclass
@@ -43,13 +42,12 @@ class Stopwatch:
     case: Case
     device: str
     library: deploy.Libraries = None
-    stop: float = 0.0  # the `time.monotonic()` after which no further run starts
 
     def __call__(self, *paths: Path) -> list[float]:
         """Returns the median times of models; TwinopError: one does not run on this device here."""
         sessions = [deploy.session(path, PROVIDERS[self.device], self.library) for path in paths]
         times: list[list[float]] = [[] for _ in sessions]
-        stop = max(self.stop, time.monotonic() + _LEAST)
+        stop = time.monotonic() + _LEAST
         for run in range(_WARM_UP + _RUNS):
             if run and time.monotonic() > stop:
                 break
@@ -78,12 +76,10 @@ def drop_slow(
     without any, all are. Nothing starts after `seconds`.
 
     Args:
-        source: the original's file.
-        result: the file with all rewrites.
+        source, result: the original's file, and that with all rewrites.
         names: the rewrites that changed something.
         write: writes the file with only these rewrites into a folder, and returns its path.
-        clock: measures files (`Stopwatch`).
-        scratch: a folder for such files; each goes as soon as it has been measured.
+        scratch: for such files; each goes as soon as it has been measured.
     """
     found, kept, stop = Measured(), list(names), time.monotonic() + seconds
 

@@ -21,17 +21,11 @@ from .rewrite import Rewrite, label
 _MOST_ELEMENTS = 1 << 26
 """Of a weight. For more and one row of x, the norm's kernel costs less (measured on an H200)."""
 _RESIDUAL = 3  # the input of CustomLinear
-
-
 _Match = tuple[ir.Value, list[ir.TensorProtocol]]
 
 
 class NormIntoMatmul(
-    Rewrite[_Match],
-    name="norm_into_matmul",
-    ops=("rms_norm", "add_rms_norm"),
-    device="cuda",
-    sixteen_bits_only=True,
+    Rewrite[_Match], name="norm_into_matmul", ops=("rms_norm", "add_rms_norm"), sixteen_bits_only=True
 ):
     """Finds what the matmuls are to norm, and their new weights."""
 

@@ -23,19 +23,13 @@ _LARGEST_EPS = 0.01
 
 @dataclass(frozen=True)
 class _Norm:
-    """A norm of x.
+    """A norm of x. Arrays become new constants, unless one of `constants` has the numbers."""
 
-    Attributes:
-        op: layer_norm or rms_norm.
-        rows: weight and bias; arrays are new constants, unless `constants` has them.
-        constants: those that the norm reads.
-    """
-
-    op: str
+    op: str  # layer_norm or rms_norm
     source: ir.Value
     eps: float
-    rows: Sequence[ir.Value | np.ndarray | None]
-    constants: Sequence[ir.Value] = ()
+    rows: Sequence[ir.Value | np.ndarray | None]  # weight and bias
+    constants: Sequence[ir.Value] = ()  # those that the norm reads
 
 
 class Norms(

@@ -82,8 +82,7 @@ def optimize(
     written: the memory that it takes depends on the largest layer.
 
     Args:
-        source: the ONNX file to optimise.
-        target: the file to write.
+        source, target: the ONNX file to optimise, and the one to write.
         dry_run: write nothing; the report has the rewrites, and an estimate of memory and disk.
         explain: the name of a node or of its output: the report says which condition failed in each rewrite
             that starts there, and nothing is written.
@@ -123,28 +122,28 @@ def _optimized(
         is_tried = dry_run or explain is not None
         if not is_tried:
             needs.require(read.path, read.report.path)
-        _prepare(read, verifier, progress)
+        _prepare(verifier)
         if is_tried:
-            return _tried(read, progress, needs, explain)
+            return _tried(verifier, needs, explain)
         with work_folder(read.report.path) as folder:
-            files = _write_verified(read, verifier, folder, progress)
+            files = _write_verified(verifier, folder)
             if options.dtype == FLOAT8:
-                files = float8.quantize(read, verifier, files, folder, progress)
+                files = float8.quantize(verifier, files, folder)
             read.report.bytes_after = sum(map(os.path.getsize, files))
             publish(files, read.report.path)
     return read.report
 
 
-def _tried(source: Source, progress: Progress, needs: Estimate, explain: str | None) -> OptimizeReport:
+def _tried(verifier: Verifier, needs: Estimate, explain: str | None) -> OptimizeReport:
     """Rewrites and converts the model, or explains the rewrites at a node, and writes nothing."""
-    report = source.report
+    source, report = verifier.source, verifier.source.report
     chosen = passes.chosen(report.device, report.dtype, source.options.without)
     if explain is not None:
         context = g.RewriteContext(source.base.clone(), report.device, source.records)
         report.explained = passes.explain(context, explain, chosen)
         return report
     try:
-        model = _converted(source, _rewritten(source, progress, [each.name for each in chosen]))
+        model = _converted(source, verifier.apply([each.name for each in chosen]))
     except equivalence.NotEquivalent as reason:
         raise ExportError(
             f"{option('without', reason.rewrite)}: leave this rewrite out, it {reason}"
@@ -156,11 +155,11 @@ def _tried(source: Source, progress: Progress, needs: Estimate, explain: str | N
     return report
 
 
-def _prepare(source: Source, verifier: Verifier, progress: Progress) -> None:
+def _prepare(verifier: Verifier) -> None:
     """Runs the original, and brings its form in fp32 into the form that the rewrites match."""
     sizes = verifier.run_original()
-    progress("folding constants, inferring shapes")
-    base = source.base
+    verifier.progress("folding constants, inferring shapes")
+    source, base = verifier.source, verifier.source.base
     source.defaults = take_defaults(base.graph)
     prepare(base, {**source.records, **source.user_ops.records})
     for value in filter(inputs.acts_as_mask, base.graph.inputs):
@@ -172,9 +171,8 @@ def _prepare(source: Source, verifier: Verifier, progress: Progress) -> None:
 def _rewritten(source: Source, progress: Progress, names: Sequence[str]) -> g.RewriteContext:
     """Applies rewrites to a copy of the model; raises NotEquivalent if one of them fails."""
     report = source.report
-    context = g.RewriteContext(
-        source.base.clone(), report.device, source.records, broadcasts=source.broadcasts
-    )
+    context = g.RewriteContext(source.base.clone(), report.device, source.records)
+    context.broadcasts = source.broadcasts
     chosen = [each for each in passes.chosen(report.device, report.dtype) if each.name in names]
     context.acting = passes.apply_passes(context, chosen, progress)
     CommonSubexpressionEliminationPass()(context.model)
@@ -193,55 +191,44 @@ def _rewritten(source: Source, progress: Progress, names: Sequence[str]) -> g.Re
     return context
 
 
-def _write_verified(source: Source, verifier: Verifier, folder: Path, progress: Progress) -> list[Path]:
+def _write_verified(verifier: Verifier, folder: Path) -> list[Path]:
     """Rewrites, converts and writes the model, and compares the file; returns its files, the model last.
-
-    Raises:
-        ExportError: what was written is not what the original computes.
-    """
-    report, options = source.report, source.options
+    ExportError: what was written is not what the original computes."""
+    report, options = verifier.source.report, verifier.source.options
     chosen = passes.chosen(report.device, report.dtype, options.without)
     names, context = verifier.verify([each.name for each in chosen])
     notes = [*report.notes]
-    names, files = _write(source, verifier, names, context, folder, progress)
+    names, files = _write(verifier, names, context, folder)
     if options.drop_slow and not report.same:
         acting = [name for name in names if name in context.acting]
-        measured = _measured(source, verifier, acting, files[-1], folder, progress)
+        measured = _measured(verifier, acting, files[-1], folder)
         report.times, report.untimed = measured.times, measured.untimed
         if measured.slow:
             report.notes, report.reverted = notes, report.reverted | measured.slow
             names, context = verifier.verify([name for name in names if name not in measured.slow])
-            _, files = _write(source, verifier, names, context, folder, progress)
+            _, files = _write(verifier, names, context, folder)
     return files
 
 
 def _write(
-    source: Source,
-    verifier: Verifier,
-    names: Sequence[str],
-    context: g.RewriteContext,
-    folder: Path,
-    progress: Progress,
+    verifier: Verifier, names: Sequence[str], context: g.RewriteContext, folder: Path
 ) -> tuple[Sequence[str], list[Path]]:
-    """Converts a rewritten model, writes it and compares the file with the original.
-
-    A rewrite that only fails there is reverted. Returns the rewrites that are kept, and the files.
-
-    Raises:
-        ExportError: the file also fails without that rewrite, or without any.
-    """
-    report, notes = source.report, [*source.report.notes]
+    """Converts a rewritten model, writes it and compares the file with the original. A rewrite that only
+    fails there is reverted. Returns the rewrites that are kept, and the files; ExportError: it also fails
+    without."""
+    source, report, notes = verifier.source, verifier.source.report, [*verifier.source.report.notes]
     acting = [name for name in names if name in context.acting]
 
     def written(context: g.RewriteContext) -> list[Path]:
         report.notes, report.fused, report.skipped = [*notes], fused(context.model), skipped(context.model)
         report.same = not report.fused and source.is_unconverted
         if report.same:
-            return _write_original(source, verifier, folder)
+            return _write_original(verifier, folder)
         model, path = _converted(source, context), folder / report.path.name
-        progress("writing")
+        verifier.progress("writing")
         files = save(model, path, EXTERNAL_DATA_BYTES)
-        verifier.verify_written(path, _as_run(reopen(path)))
+        decoders.make_runnable(as_run := reopen(path))
+        verifier.verify_written(path, as_run)
         return files
 
     try:
@@ -270,21 +257,23 @@ def _failure(source: Source, acting: Sequence[str], reason: equivalence.NotEquiv
     )
 
 
-def _measured(
-    source: Source, verifier: Verifier, names: Sequence[str], path: Path, folder: Path, progress: Progress
-) -> measure.Measured:
+def _measured(verifier: Verifier, names: Sequence[str], path: Path, folder: Path) -> measure.Measured:
     """Measures the source and the result in `path`, where this machine has the device."""
-    report, case = source.report, verifier.typical_case()
+    source, report = verifier.source, verifier.source.report
+    if verifier.whole is not None:
+        case = verifier.whole.reference.cases[0]
+    else:
+        case = inputs.generate(source.original, verifier.sizes, hide="nothing")
     if report.device == "cuda" and (reasons := unavailable_reasons(0, [])):
         return measure.Measured(untimed=reasons[0])
 
     def write(names: Sequence[str], folder: Path) -> Path:
         return save(_converted(source, verifier.apply(names)), folder / path.name, EXTERNAL_DATA_BYTES)[-1]
 
-    progress("measuring")
+    verifier.progress("measuring")
     report.timed_shape = next((array.shape for array in case.values()), ())
     clock = measure.Stopwatch(case, report.device, source.user_ops.libraries or None)
-    return measure.drop_slow(report.source, path, names, write, clock, folder, progress)
+    return measure.drop_slow(report.source, path, names, write, clock, folder, verifier.progress)
 
 
 def _converted(source: Source, context: g.RewriteContext) -> ir.Model:
@@ -316,16 +305,9 @@ def _converted(source: Source, context: g.RewriteContext) -> ir.Model:
     return model
 
 
-def _as_run(model: ir.Model) -> ir.Model:
-    """Gives a file's nodes the form that the CPU runs, in place."""
-    decoders.split_query_norms(model)
-    decoders.set_full_precision(model)
-    return model
-
-
-def _write_original(source: Source, verifier: Verifier, folder: Path) -> list[Path]:
+def _write_original(verifier: Verifier, folder: Path) -> list[Path]:
     """Writes the file as it is: nothing was recognised."""
-    report = source.report
+    source, report = verifier.source, verifier.source.report
     report.nodes_after = report.nodes_before
     model = load(source.path, source.options.held)
     unfuse_ort.split_simplified_norms(model)
@@ -336,11 +318,8 @@ def _write_original(source: Source, verifier: Verifier, folder: Path) -> list[Pa
 
 
 def chosen_device(device: str | None) -> str:
-    """Returns the device to optimise for: by default "cuda" where a GPU is visible, else "cpu".
-
-    Raises:
-        ExportError: models cannot be optimised for the given one.
-    """
+    """Returns the device to optimise for, by default "cuda" where a GPU is visible, else "cpu"; ExportError:
+    models cannot be optimised for the given one."""
     if device is None:
         return "cuda" if has_gpu() else "cpu"
     if device not in DEVICES:

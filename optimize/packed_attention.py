@@ -22,17 +22,11 @@ of sequences (docs/tuning.md)."""
 _MAX_MULTIPLICATIONS = 24_576 * 16 * 128
 """Multiplications of q and k of larger heads, in whole tiles of 16 queries and 128 keys. With more, cuDNN is
 faster."""
-
-
 _Match = tuple[ir.Value | None, list[ir.Node], ir.Value | None]
 
 
 class PackedAttention(
-    Rewrite[_Match],
-    name="packed_attention",
-    microsoft=("MultiHeadAttention",),
-    device="cuda",
-    sixteen_bits_only=True,
+    Rewrite[_Match], name="packed_attention", microsoft=("MultiHeadAttention",), sixteen_bits_only=True
 ):
     """Finds the tensor with q, k and v, or their matmuls; and the mask to add, or that of tokens [B, T]."""
 

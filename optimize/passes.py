@@ -1,11 +1,12 @@
 """The rewrites in the order in which they run, and the driver that runs them."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from difflib import get_close_matches
 
 import onnx_ir as ir
 
 from twinop.errors import ExportError, option
+from twinop.system.progress import Progress, silent
 
 from . import (
     activations,
@@ -79,25 +80,16 @@ LATE: Sequence[type[Rewrite]] = (
 
 def chosen(device: str, dtype: str, without: Iterable[str] = ()) -> list[type[Rewrite]]:
     """Returns the rewrites for a device and a dtype, in order."""
-    return [
-        each
-        for each in PASSES
-        if each.device in ("", device)
-        and (dtype in precision.DTYPES or not each.sixteen_bits_only)
-        and each.name not in without
-    ]
+    in_16_bits = device == "cuda" and dtype in precision.DTYPES
+    fitting = [each for each in PASSES if each.device in ("", device) and each.name not in without]
+    return [each for each in fitting if in_16_bits or not each.sixteen_bits_only]
 
 
 def apply_passes(
-    context: g.RewriteContext,
-    passes: Iterable[type[Rewrite]],
-    progress: Callable[[str], None] = lambda step: None,
+    context: g.RewriteContext, passes: Iterable[type[Rewrite]], progress: Progress = silent
 ) -> set[str]:
-    """Applies rewrites to the model of a context; returns the names of those that changed it.
-
-    Raises:
-        NotEquivalent: one fails, on a graph that it was not written for.
-    """
+    """Applies rewrites to the model of a context; returns the names of those that changed it. NotEquivalent:
+    one fails, on a graph that it was not written for."""
     acting = set[str]()
     for each in passes:
         progress(f"rewriting: {each.name}")
@@ -110,14 +102,8 @@ def apply_passes(
 
 
 def explain(context: g.RewriteContext, name: str, passes: Iterable[type[Rewrite]]) -> str:
-    """Applies rewrites, and says which condition failed in each that starts from a node or its readers.
-
-    Args:
-        name: of the node, or of one of its outputs.
-
-    Raises:
-        ExportError: the model has no such node.
-    """
+    """Applies rewrites, and says which condition failed in each that starts from a node, by its name or that
+    of an output, or from its readers; ExportError: the model has no such node."""
     nodes = {str(value.name): node for node in context.graph for value in node.outputs}
     nodes |= {str(node.name): node for node in context.graph}
     if (found := nodes.get(name)) is None:

@@ -3,14 +3,13 @@
 Operators are converted if their CUDA kernels take 16 bits and compute sums, norms and softmax in fp32. All
 others stay in fp32, between casts: statistics (ReduceMean, Pow, Sqrt), positions (Range, Cos, Sin, integers
 cast to floats). So do, also with twinop's ops: what computes with integers that may be large, because sums of
-int8 matmuls exceed fp16; and sums with constants that 16 bits do not have, such as 1e-10, and what divides
-by them. A mean that was in 16 bits before, and that pools what one layer computes for the next, stays in 16
+int8 matmuls exceed fp16; and sums with constants that 16 bits do not have, such as 1e-10, and what divides by
+them. A mean that was in 16 bits before, and that pools what one layer computes for the next, stays in 16
 bits; so does a weight of DequantizeLinear in blocks, if 16 bits have its scales, and, in fp16, QuantizeLinear
-to float8. An elementwise operator that
-only nodes in fp32 read stays in fp32 with them, but no table. Loop and Scan stay in fp32 with all of their
-subgraphs, and get captured values in fp32; so do an If in a subgraph and what it holds. A user's own op has
-the types that `user_ops.py` has chosen.
-Unless a dtype is asked for, what the file computes in fp32 stays so, too (`widen.py`).
+to float8. An elementwise operator that only nodes in fp32 read stays in fp32 with them, but no table. Loop
+and Scan stay in fp32 with all of their subgraphs, and get captured values in fp32; so do an If in a subgraph
+and what it holds. A user's own op has the types that `user_ops.py` has chosen. Unless a dtype is asked for,
+what the file computes in fp32 stays so, too (`widen.py`).
 """
 
 from collections.abc import Iterator, Mapping
@@ -50,30 +49,27 @@ _DIVIDES = {"Div", "Log", "Pow", "Reciprocal"}
 _KEEPS = {"Abs", "Expand", "Reshape", "Sqrt", "Squeeze", "Transpose", "Unsqueeze"}
 _SMALL = 256  # bfloat16 has all integers up to this
 _LARGEST = "largest magnitude"  # in the `meta` of tensors
-MOST_ELEMENTS = 2**20
-"""Of weights that are read as a whole, to look at their numbers."""
+MOST_ELEMENTS = 2**20  # of weights that are read as a whole, to look at their numbers
 _MICROSOFT = {
     "FusedMatMul", "GatherBlockQuantized", "GroupQueryAttention", "MatMulNBits", "MoE", "MultiHeadAttention",
     "QMoE", "QuickGelu", "RotaryEmbedding",
 }  # fmt: skip
 
-Casts = dict[tuple[ir.Value, ir.DataType], ir.Value]
-"""A value in another dtype, by the value and the dtype."""
+Dtypes = dict[ir.Value, ir.DataType]
+Kept = Mapping[str, ir.DataType]
+Casts = dict[tuple[ir.Value, ir.DataType], ir.Value]  # a value in another dtype, by the value and the dtype
 
 
 def convert(
-    model: ir.Model, dtype: ir.DataType, kept: Mapping[str, ir.DataType], user_ops: UserOps, keeps_fp32: bool
+    model: ir.Model, dtype: ir.DataType, kept: Kept, user_ops: UserOps, keeps_fp32: bool
 ) -> tuple[list[ir.Node], list[str]]:
     """Converts a model in fp32, in place.
 
     Args:
-        dtype: of the nodes, and of inputs and outputs.
         kept: the dtypes of inputs and outputs that have another one, by name.
-        user_ops: the user's ops.
         keeps_fp32: nodes that the file computes in fp32 stay in fp32.
 
-    Returns:
-        The nodes that compute in fp32, and the matmuls and weights that no longer do, by name.
+    Returns the nodes that compute in fp32, and the matmuls and weights that no longer do, by name.
     """
     LiftConstantsToInitializersPass(lift_all_constants=True, size_limit=0)(model)
     graph = model.graph
@@ -90,7 +86,7 @@ def convert(
     tensors = [*graph.inputs, *(value for node in graph for value in node.outputs)]
     float_tensor = ir.TensorType(ir.DataType.FLOAT)  # sequences and optionals have the same dtype
     floats = {value for value in tensors if value.type == float_tensor}
-    dtypes: dict[ir.Value, ir.DataType] = {}
+    dtypes: Dtypes = {}
     for given in graph.inputs:
         if given in floats:
             wanted = kept.get(str(given.name), dtype)
@@ -120,7 +116,7 @@ def convert(
     return [*wide], [*dict.fromkeys(narrowed)]
 
 
-def _set_cast(node: ir.Node, floats: set[ir.Value], dtypes: dict[ir.Value, ir.DataType]) -> None:
+def _set_cast(node: ir.Node, floats: set[ir.Value], dtypes: Dtypes) -> None:
     """Notes what a Cast returns. One that rounds to the dtype that its input has now goes."""
     source, [result] = node.inputs[0], node.outputs
     if result in floats:
@@ -132,7 +128,7 @@ def _set_cast(node: ir.Node, floats: set[ir.Value], dtypes: dict[ir.Value, ir.Da
 
 
 def _converted(
-    before: ir.Node, value: ir.Value, dtype: ir.DataType, dtypes: Mapping[ir.Value, ir.DataType], casts: Casts
+    before: ir.Node, value: ir.Value, dtype: ir.DataType, dtypes: Dtypes, casts: Casts
 ) -> ir.Value:
     """Returns a value or a constant of the main graph in a dtype."""
     is_constant = value not in dtypes and _is_wide_constant(value)
@@ -153,7 +149,7 @@ def _converted(
 
 
 def _cast_captured(
-    node: ir.Node, subgraph: ir.Graph, dtype: ir.DataType, dtypes: dict[ir.Value, ir.DataType], casts: Casts
+    node: ir.Node, subgraph: ir.Graph, dtype: ir.DataType, dtypes: Dtypes, casts: Casts
 ) -> None:
     """Casts the values of the main graph that a subgraph reads."""
     for inner in subgraph:
@@ -173,12 +169,12 @@ def _cast_captured(
             value.type = ir.TensorType(dtype)
 
 
-def _set_dtype(value: ir.Value, dtype: ir.DataType, dtypes: dict[ir.Value, ir.DataType]) -> None:
+def _set_dtype(value: ir.Value, dtype: ir.DataType, dtypes: Dtypes) -> None:
     value.type = ir.TensorType(dtype)  # copies of a graph share the types of their values
     dtypes[value] = dtype
 
 
-def _marked(graph: ir.Graph, dtype: ir.DataType, kept: Mapping[str, ir.DataType]) -> set[ir.Node]:
+def _marked(graph: ir.Graph, dtype: ir.DataType, kept: Kept) -> set[ir.Node]:
     """Returns the nodes that the file computes in fp32, and those that read what it has in fp32."""
     found = set[ir.Node]()
     held = {value for value in graph.inputs if kept.get(str(value.name)) is ir.DataType.FLOAT}
@@ -194,11 +190,7 @@ def _marked(graph: ir.Graph, dtype: ir.DataType, kept: Mapping[str, ir.DataType]
 
 
 def _fp32_nodes(graph: ir.Graph, dtype: ir.DataType, user_ops: UserOps, marked: set[ir.Node]) -> set[ir.Node]:
-    """Returns the nodes that stay in fp32.
-
-    Args:
-        marked: those that do because the file computes them so.
-    """
+    """Returns the nodes that stay in fp32; `marked`: those that do because the file computes them so."""
     allowed = _ANY_16 | (_FLOAT16_ONLY if dtype is ir.DataType.FLOAT16 else set())
     wide = marked | _beside_tiny_constants(graph, dtype) | _of_large_integers(graph, dtype)
     for node in reversed(graph):
@@ -216,7 +208,12 @@ def _fp32_nodes(graph: ir.Graph, dtype: ir.DataType, user_ops: UserOps, marked: 
             if source is not None and source.dtype is not ir.DataType.BOOL:
                 wide.add(node)
         else:
-            is_mean = node.op_type == "ReduceMean" and dtype is ir.DataType.FLOAT16 and _is_pooling(node)
+            # Of one that was in fp32, ONNX Runtime's sum of many 16-bit numbers may overflow.
+            is_mean = (
+                node.op_type == "ReduceMean" and dtype is ir.DataType.FLOAT16 and g.FP32 not in node.meta
+            )
+            readers = [*_readers(node.outputs[0])] if is_mean else []
+            is_mean = is_mean and all(each.op_type in _LAYERS or each.domain == DOMAIN for each in readers)
             if is_mean or (node.op_type == "DequantizeLinear" and _is_weight(node, dtype, wide)):
                 continue
             is_8 = node.op_type == "QuantizeLinear" and node.outputs[0].dtype is ir.DataType.FLOAT8E4M3FN
@@ -264,9 +261,8 @@ def _of_large_integers(graph: ir.Graph, dtype: ir.DataType) -> set[ir.Node]:
         source = node.inputs[0] if node.inputs else None
         if node.op_type == "Cast" and not node.domain and source is not None and source.dtype is not None:
             is_float = node.outputs[0].dtype is ir.DataType.FLOAT
-            large.update(
-                node.outputs if is_float and source.dtype.is_integer() and not _is_small(source) else ()
-            )
+            if is_float and source.dtype.is_integer() and not _is_small(source):
+                large.update(node.outputs)
             continue
         if large.isdisjoint(node.inputs) or (node.domain == g.MICROSOFT and node.op_type != "MatMulNBits"):
             continue
@@ -294,21 +290,9 @@ def _is_small(value: ir.Value | None) -> bool:
     return node.op_type in kept and all(map(_is_small, node.inputs))
 
 
-def _is_pooling(node: ir.Node) -> bool:
-    """Returns whether a mean was in 16 bits before, and only layers read it.
-
-    ONNX Runtime's sum of many 16-bit numbers may overflow, so a mean is not converted where it was in fp32.
-    """
-    return g.FP32 not in node.meta and all(
-        each.op_type in _LAYERS or each.domain == DOMAIN for each in _readers(node.outputs[0])
-    )
-
-
 def _is_weight(node: ir.Node, dtype: ir.DataType, wide: set[ir.Node]) -> bool:
-    """Returns whether only matmuls of 16 bits read a weight in blocks, and 16 bits have its scales.
-
-    A session fuses both, if no cast lies between.
-    """
+    """Whether only matmuls of 16 bits read a weight in blocks, and 16 bits have its scales: a session fuses
+    both, if no cast lies between."""
     scale, users = g.tensor(node.inputs[1]), {use.node for use in node.outputs[0].uses()}
     if scale is None or not g.attribute(node, "block_size", 0) or not g.is_constant(node.inputs[0]):
         return False
@@ -340,12 +324,7 @@ def _convert_attributes(node: ir.Node, wanted: ir.DataType) -> None:
             node.attributes["value"] = ir.AttrTensor("value", weights.cast(value, wanted))
 
 
-def _cast_outputs(
-    graph: ir.Graph,
-    dtypes: Mapping[ir.Value, ir.DataType],
-    dtype: ir.DataType,
-    kept: Mapping[str, ir.DataType],
-) -> None:
+def _cast_outputs(graph: ir.Graph, dtypes: Dtypes, dtype: ir.DataType, kept: Kept) -> None:
     """Casts outputs that have another dtype than wanted."""
     for index, value in enumerate(tuple(graph.outputs)):
         wanted = kept.get(str(value.name), dtype)

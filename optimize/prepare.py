@@ -6,11 +6,7 @@ from collections.abc import Mapping
 
 import numpy as np
 import onnx_ir as ir
-from onnx_ir.passes.common import (
-    CommonSubexpressionEliminationPass,
-    InlinePass,
-    RemoveUnusedNodesPass,
-)
+from onnx_ir.passes.common import CommonSubexpressionEliminationPass, InlinePass, RemoveUnusedNodesPass
 
 from twinop.deploy.ort_runs import NotRunnable, run
 from twinop.errors import ExportError, TwinopError
@@ -31,11 +27,8 @@ _POSSIBLE_NO_OPS = ("Expand", "Identity", "Reshape")
 
 
 def prepare(model: ir.Model, records: Mapping[str, OpSpec]) -> None:
-    """Brings a model into the form that the rewrites match, in place.
-
-    Raises:
-        ExportError: its opset cannot be converted.
-    """
+    """Brings a model into the form that the rewrites match, in place; ExportError: its opset cannot be
+    converted."""
     _convert_opset(model)
     own = {record.domain for record in records.values()}
 
@@ -61,14 +54,9 @@ def prepare(model: ir.Model, records: Mapping[str, OpSpec]) -> None:
 
 
 def inline_functions(model: ir.Model, records: Mapping[str, OpSpec], user_ops: UserOps) -> None:
-    """Removes the bodies of twinop's and of the user's own ops, and inlines all other functions.
-
-    The bodies are attached again. Those of ops that ONNX Runtime has itself go: it ignores them. `user_ops`
-    gets the numbers of the nodes that were inlined.
-
-    Raises:
-        ExportError: the functions call each other in a circle, or have other opsets than the model.
-    """
+    """Removes the bodies of twinop's and the user's own ops, which are attached again, and of those that ONNX
+    Runtime has itself, which it ignores; inlines all others, which `user_ops` counts. ExportError: they call
+    each other in a circle, or have other opsets than the model."""
     ours = {record.node_type for record in records.values()}
     bodies = {key: model.functions.pop(key) for key in [*model.functions] if key[:2] in ours}
     for key in [each for each in model.functions if _is_registered(model, *each[:2])]:
@@ -129,14 +117,9 @@ def _convert_opset(model: ir.Model) -> None:
 
 
 def _copy_meta(before: ir.Graph, after: ir.Graph) -> None:
-    """Copies the `meta` of a graph and its nodes to the graph that onnx's converter made of it.
-
-    That one has values of the same names, also where another node computes them. A node of another type in
-    the place of the old one, as Resize in that of Upsample, gives its result another name; readers show it.
-
-    Raises:
-        ExportError: a value of a node with `meta` is gone.
-    """
+    """Copies the `meta` of a graph and its nodes to the graph that onnx's converter made of it, whose values
+    have the same names, also of other nodes. A node of another type in the place of the old one, as Resize in
+    that of Upsample, gives its result another name; readers show it. ExportError: the value is gone."""
     after.meta.update(before.meta)
     makers = {value.name: node for node in after.all_nodes() for value in node.outputs}
     for node in before.all_nodes():
@@ -185,10 +168,8 @@ def _fold_sizes(model: ir.Model) -> None:
 
 
 def _remove_no_ops(model: ir.Model) -> None:
-    """Removes nodes whose shapes and dtypes show that they return their input.
-
-    Nodes of subgraphs stay: a branch of an If needs an Identity to return a captured value.
-    """
+    """Removes nodes whose shapes and dtypes show that they return their input; not in subgraphs: a branch of
+    an If needs an Identity to return a captured value."""
     for node in list(model.graph):
         if node.domain or node.op_type not in _POSSIBLE_NO_OPS or not node.inputs:
             continue
@@ -205,19 +186,13 @@ def _remove_no_ops(model: ir.Model) -> None:
 
 def _keeps_sources(expand: ir.Node) -> bool:
     """Whether the sizes of an Expand come from what it expands: equal names are equal sizes then."""
-    source, shape = (
-        {each for each in g.ancestors(value, of_shapes=True) if each.is_graph_input()} if value else set()
-        for value in expand.inputs[:2]
-    )
+    source, shape = (g.given_of(value) if value is not None else set() for value in expand.inputs[:2])
     return shape <= source
 
 
 def main_dtype(model: ir.Model) -> ir.DataType:
-    """Returns the float dtype of more than half of the elements of all weights, else FLOAT.
-
-    float16 and bfloat16 count together; 8 bits and their scales do not count. A model without weights has the
-    dtype of its inputs and outputs.
-    """
+    """Returns the float dtype of more than half of the elements of all weights, else FLOAT; without weights
+    that of inputs and outputs. float16 and bfloat16 count together; 8 bits and their scales do not count."""
     elements, given = Counter[ir.DataType](), Counter[ir.DataType]()
     for graph in model.graphs():
         values = graph.initializers.values()

@@ -31,12 +31,8 @@ _BITS, _BLOCKS = (4, 8), (32, 128)
 
 
 def why_not(n: int, k: int, bits: int, block: int, zero_points: Any = np.uint8) -> str:
-    """Returns why `linear_q` has no kernel for such a weight, or "" if it has one.
-
-    Args:
-        n, k: the attributes N and K of MatMulNBits.
-        zero_points: their dtype; uint8 where there are none.
-    """
+    """Returns why `linear_q` has no kernel for such a weight, or ""; `n`, `k`: the attributes N and K of
+    MatMulNBits, `zero_points`: their dtype, uint8 where there are none."""
     if bits not in _BITS:
         return f"weights of {bits} bits; linear_q has those of 4 and 8"
     if block not in _BLOCKS:
@@ -77,9 +73,8 @@ class _Matmul:
 
     def check(self) -> None:
         """Raises TwinopError if a tensor has another number of elements than the attributes say."""
-        for name, tensor, shape in zip(
-            ("B", "scales", "zero_points"), self.tensors, self.shapes, strict=True
-        ):
+        names = ("B", "scales", "zero_points")
+        for name, tensor, shape in zip(names, self.tensors, self.shapes, strict=True):
             if tensor is not None and tensor.size != math.prod(shape):
                 n, k, bits, block = self.sizes.values()
                 raise TwinopError(
@@ -93,7 +88,6 @@ class QuantisedGates(
     name="quantised_gates",
     op_types=("Mul",),
     ops=("swiglu", "swiglu_packed"),
-    device="cuda",
     sixteen_bits_only=True,
 ):
     """Finds the matmuls of gate and up, or the one that has both, and the activation of the gate."""
@@ -111,10 +105,9 @@ class QuantisedGates(
         first, second = _supported(gate), _supported(up)
         if first is None or second is None or first is second:
             return "gate and up are not two matmuls that linear_q computes"
-        is_alone = all(
-            g.only_user(each.output) and g.has_only(each.node.inputs[1], self.context.graph, MATMUL_NBITS)
-            for each in (first, second)
-        )
+        graph, both = self.context.graph, (first, second)
+        is_alone = all(g.has_only(each.node.inputs[1], graph, MATMUL_NBITS) for each in both)
+        is_alone = is_alone and all(g.only_user(each.output) for each in both)
         if not is_alone or first.sizes != second.sizes or _kind(first) != _kind(second):
             return "gate and up differ in x or in the kind of weight, or others read them"
         return [first, second], activation
@@ -125,13 +118,7 @@ class QuantisedGates(
         self.replace(node.outputs[0], new, "linear_q_swiglu")
 
 
-class Quantised(
-    Rewrite[_Matmul],
-    name="quantised",
-    microsoft=(MATMUL_NBITS,),
-    device="cuda",
-    sixteen_bits_only=True,
-):
+class Quantised(Rewrite[_Matmul], name="quantised", microsoft=(MATMUL_NBITS,), sixteen_bits_only=True):
     """Puts one node in the place of a matmul, its bias and its activation."""
 
     def match(self, node: ir.Node) -> _Matmul:
@@ -215,14 +202,9 @@ def _bias_of(matmuls: list[_Matmul]) -> np.ndarray | None:
 
 
 def merge(context: g.RewriteContext, before: ir.Node, values: list[ir.Value]) -> ir.Value | None:
-    """Inserts one matmul in the place of several, if their x and the kind of their weights are the same.
-
-    Args:
-        values: the outputs of the matmuls and of the sums with their biases, which one node reads.
-
-    Returns:
-        The output, in which the values follow each other; None if there are other values.
-    """
+    """Inserts one matmul in the place of several, of one x and kind of weight, whose outputs, with their
+    biases, one node reads. Returns the output, in which they follow each other; None if there are other
+    values."""
     found = [each for value in values if g.only_user(value) and (each := _matmul_of(value, _match))]
     if len(found) < len(values) or any(_kind(each) != _kind(found[0]) for each in found):
         return None

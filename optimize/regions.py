@@ -34,8 +34,6 @@ _ELEMENTWISE: Mapping[str, Callable[..., np.ndarray]] = {
     "Sub": np.subtract,
     "Tanh": np.tanh,
 }
-
-
 _REDUCTIONS: Mapping[str, Callable[[np.ndarray], np.ndarray]] = {
     "ReduceL2": lambda x: np.sqrt((x**2).sum(-1, keepdims=True)),
     "ReduceMean": lambda x: x.mean(-1, keepdims=True),

@@ -8,8 +8,6 @@ from pathlib import Path
 from twinop.errors import option
 
 _NAMES = 64  # of narrowed weights; `narrowed` has the others
-
-
 _GAIN = 0.95  # a larger share of the original's time is noise
 
 
@@ -17,22 +15,16 @@ _GAIN = 0.95  # a larger share of the original's time is noise
 class Float8:
     """Which matmuls `dtype="float8"` has put in 8 bits, and how close the file is to the original.
 
-    Attributes:
-        layers: those in 8 bits by the names of their outputs: the relative error of the result for the x of
-            the file in 16 bits; 0 where nothing was measured (`dry_run`).
-        returned: those that have gone back to 16 bits, to keep `max_error`.
-        kept: the number of those that stay in 16 bits, by reason.
-        error: the largest relative error of an output, compared with the original in fp32; `error_16` is
-            that of the same file in 16 bits.
-        max_error: the largest one that was allowed.
+    Matmuls have the names of their outputs, and the relative error of the result for the x of the file in 16
+    bits; 0 where nothing was measured (`dry_run`).
     """
 
-    layers: dict[str, float] = field(default_factory=dict)
-    returned: dict[str, float] = field(default_factory=dict)
-    kept: dict[str, int] = field(default_factory=dict)
-    error: float = 0.0
-    error_16: float = 0.0
-    max_error: float = 0.0
+    layers: dict[str, float] = field(default_factory=dict)  # those in 8 bits
+    returned: dict[str, float] = field(default_factory=dict)  # back in 16 bits, to keep `max_error`
+    kept: dict[str, int] = field(default_factory=dict)  # the number of those that stay in 16 bits, by reason
+    error: float = 0.0  # the largest relative error of an output, compared with the original in fp32
+    error_16: float = 0.0  # that of the same file in 16 bits
+    max_error: float = 0.0  # the largest one that was allowed
 
     def lines(self) -> list[str]:
         """Returns the matmuls as lines of text."""
@@ -46,62 +38,42 @@ class Float8:
 
 @dataclass
 class OptimizeReport:
-    """What `optimize` returns.
-
-    Attributes:
-        bytes_before: the size of the source with its external data; `bytes_after` is that of the result.
-        fused: the number of nodes that rewrites have written, by what they compute.
-        skipped: the number of patterns that they have not fused, by pattern and reason.
-        reverted: by rewrite, why it was reverted: it changed the results, or was slower here.
-        error: the largest relative error of the outputs, compared with the original in fp32.
-        own_error: the same error of the original in 16 bits, if both run on this machine.
-        times: milliseconds of a run of the source and of the result, where `drop_slow` measured them.
-        untimed: why there are no times.
-        timed_shape: the shape of the first input in these runs.
-        estimate: of memory and disk, where nothing was written: `dry_run`.
-        explained: which condition of each rewrite failed at a node: `explain`. It is then all that is shown.
-        same: the file is the original; nothing was recognised or converted.
-        inlined: the number of nodes of each custom op that became standard operators, by domain and type.
-        libraries: the files that a session with the result has registered and whose ops it has.
-        narrowed: products and weights that the source has in fp32, and the result in 16 bits, by name.
-        needs: operators of the file that only ONNX Runtime has.
-        float8: of `dtype="float8"`, which matmuls are in 8 bits. Everything else is said of the same file in
-            16 bits, from which it was made.
-        compared: how much was compared with the original, by what that was, such as "segments run".
-    """
+    """What `optimize` returns."""
 
     source: Path
     path: Path
     dtype: str = "float32"
     nodes_before: int = 0
     nodes_after: int = 0
-    bytes_before: int = 0
+    bytes_before: int = 0  # the size of the source with its external data
     bytes_after: int = 0
-    fused: dict[str, int] = field(default_factory=dict)
-    skipped: dict[str, int] = field(default_factory=dict)
-    reverted: dict[str, str] = field(default_factory=dict)
-    error: float = 0.0
-    own_error: float | None = None
-    times: tuple[float, float] | None = None
+    fused: dict[str, int] = field(
+        default_factory=dict
+    )  # nodes that rewrites have written, by what they compute
+    skipped: dict[str, int] = field(default_factory=dict)  # patterns not fused, by pattern and reason
+    reverted: dict[str, str] = field(default_factory=dict)  # rewrites; why: other results, or slower here
+    error: float = 0.0  # the largest relative error of the outputs, compared with the original in fp32
+    own_error: float | None = None  # that of the original in 16 bits, if both run on this machine
+    times: tuple[float, float] | None = None  # ms of a run of the source and of the result: `drop_slow`
     device: str = ""
-    untimed: str = ""
-    timed_shape: tuple[int, ...] = ()
-    inlined: dict[str, int] = field(default_factory=dict)
-    libraries: list[Path] = field(default_factory=list)
-    narrowed: list[str] = field(default_factory=list)
-    needs: list[str] = field(default_factory=list)
-    compared: Mapping[str, int] = field(default_factory=dict)
-    float8: Float8 | None = None
-    same: bool = False
-    estimate: str = ""
-    explained: str = ""
+    untimed: str = ""  # why there are no times
+    timed_shape: tuple[int, ...] = ()  # of the first input in these runs
+    inlined: dict[str, int] = field(
+        default_factory=dict
+    )  # nodes of custom ops that became standard operators
+    libraries: list[Path] = field(default_factory=list)  # those with ops of the result
+    narrowed: list[str] = field(default_factory=list)  # matmuls, weights: fp32 in the source, 16 bits here
+    needs: list[str] = field(default_factory=list)  # operators of the file that only ONNX Runtime has
+    compared: Mapping[str, int] = field(default_factory=dict)  # how much was, by what, such as "segments run"
+    float8: Float8 | None = None  # all else is said of the same file in 16 bits, from which it was made
+    same: bool = False  # the file is the original; nothing was recognised or converted
+    estimate: str = ""  # of memory and disk, where nothing was written: `dry_run`
+    explained: str = ""  # which condition of each rewrite failed at a node: `explain`; then all that is shown
     notes: list[str] = field(default_factory=list)
 
     def to_json(self) -> str:
-        """The report for programs: what was compared, fused, skipped and reverted. It names no folders.
-
-        An infinite error is null, as JSON has no such number.
-        """
+        """The report for programs: what was compared, fused, skipped and reverted. It names no folders, and
+        an infinite error is null, as JSON has no such number."""
         fields = asdict(self) | {"source": self.source.name, "path": self.path.name}
         fields |= {"libraries": [path.name for path in self.libraries]}
         return json.dumps(json.loads(json.dumps(fields), parse_constant=lambda name: None), indent=2)

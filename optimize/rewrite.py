@@ -20,39 +20,25 @@ from .prepare import clean
 
 LABELS = "what it computes, as reports name it"
 """In the `meta` of nodes that a rewrite has written: a tuple of names."""
-SKIPPED = "why rewrites leave it"
-"""In the `meta` of nodes: reasons by rewrite."""
+SKIPPED = "why rewrites leave it"  # in the `meta` of nodes: reasons by rewrite
 
 Match = TypeVar("Match")
 
 
 class Rewrite(ir.passes.InPlacePass, Generic[Match]):
-    """Matches nodes one after the other, and writes others in their place.
+    """Matches nodes one after the other, and writes others in their place. The attributes are given as
+    arguments of the class: `class Addcmul(Rewrite[...], name="addcmul")`."""
 
-    The attributes are given as arguments of the class: `class Addcmul(Rewrite[...], name="addcmul")`.
-
-    Attributes:
-        name: what `--without` calls it.
-        op_types, microsoft, ops: the nodes that it starts from: standard ones, ONNX Runtime's, and those of
-            twinop's ops.
-        pattern: what reports call a pattern that was skipped; by default the node's type.
-        reports: whether they count it; not if another rewrite says the same.
-        device: the only one that it is for, or "" for all.
-        sixteen_bits_only: whether it is only for models in float16 or bfloat16.
-        backwards: it starts from the last nodes.
-        at_once: all nodes are matched before the first match is applied; `matches` has what was found.
-    """
-
-    name: ClassVar[str]
-    op_types: ClassVar[Sequence[str]] = ()
-    microsoft: ClassVar[Sequence[str]] = ()
-    ops: ClassVar[Sequence[str]] = ()
-    pattern: ClassVar[str] = ""
-    reports: ClassVar[bool] = True
-    device: ClassVar[str] = ""
-    sixteen_bits_only: ClassVar[bool] = False
-    backwards: ClassVar[bool] = False
-    at_once: ClassVar[bool] = False
+    name: ClassVar[str]  # what `--without` calls it
+    op_types: ClassVar[Sequence[str]] = ()  # the nodes that it starts from: standard ones
+    microsoft: ClassVar[Sequence[str]] = ()  # ONNX Runtime's
+    ops: ClassVar[Sequence[str]] = ()  # and those of twinop's ops
+    pattern: ClassVar[str] = ""  # what reports call a pattern that was skipped; by default the node's type
+    reports: ClassVar[bool] = True  # whether they count it; not if another rewrite says the same
+    device: ClassVar[str] = ""  # the only one that it is for, or "" for all
+    sixteen_bits_only: ClassVar[bool] = False  # whether it is only for models in 16 bits, on CUDA
+    backwards: ClassVar[bool] = False  # it starts from the last nodes
+    at_once: ClassVar[bool] = False  # all nodes are matched before a match is applied; `matches` has them
 
     def __init_subclass__(cls, **attributes: object) -> None:
         for name, value in attributes.items():
@@ -74,11 +60,8 @@ class Rewrite(ir.passes.InPlacePass, Generic[Match]):
 
     @abstractmethod
     def apply(self, node: ir.Node, match: Match) -> None:
-        """Writes other nodes in the place of those that were matched.
-
-        Raises:
-            Skipped: what only shows while they are written.
-        """
+        """Writes other nodes in the place of those that were matched; raises Skipped for what only shows
+        meanwhile."""
 
     def candidates(self) -> list[ir.Node]:
         """Returns the nodes to start from, in order."""
@@ -120,10 +103,8 @@ class Rewrite(ir.passes.InPlacePass, Generic[Match]):
             skip(node, self.name, f"{outcome.pattern or self.pattern or node.op_type}: {outcome}")
 
     def replace(self, old: ir.Value, new: ir.Value, *labels: str) -> None:
-        """Puts a value in the place of another one. Labels say what the node that makes it computes.
-
-        Reasons of other rewrites go with the value: a sum may be fused, and the rotation that it ends is not.
-        """
+        """Puts a value in the place of another one; labels say what its node computes. Reasons of other
+        rewrites go with it: a sum may be fused, and the rotation that it ends is not."""
         if (node := new.producer()) is not None:
             node.meta[LABELS] = (*node.meta.get(LABELS, ()), *labels)
             node.meta[SKIPPED] = {**g.maker(old).meta.get(SKIPPED, {}), **node.meta.get(SKIPPED, {})}

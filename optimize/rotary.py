@@ -28,36 +28,16 @@ from .rotary_match import RotaryMatch, flattened, has_equal_pairs, match_rotatio
 
 @dataclass(frozen=True)
 class _Rotation:
-    """A rotation of heads.
+    """A rotation of heads."""
 
-    Attributes:
-        match: cos and sin are those of the model.
-        node: its output is the result.
-        heads: what is rotated in part, [B, H, S, D] or [B, S, H, D].
-        more: the number of tokens in front that stay as they are.
-        tokens_first: the heads are [B, S, H, D].
-    """
-
-    match: RotaryMatch
-    node: ir.Node
-    heads: ir.Value
-    more: int
-    tokens_first: bool
-
-    @property
-    def count(self) -> int:
-        """The number of heads."""
-        return _size(self.heads, 2 if self.tokens_first else 1)
-
-    @property
-    def size(self) -> int:
-        """That of a head."""
-        return _size(self.heads, 3)
-
-    @property
-    def width(self) -> int:
-        """The number of the first elements of a head, which are rotated."""
-        return _size(self.match.x, 3)
+    match: RotaryMatch  # cos and sin are those of the model
+    node: ir.Node  # its output is the result
+    heads: ir.Value  # what is rotated in part, [B, H, S, D] or [B, S, H, D]
+    more: int  # the number of tokens in front that stay as they are
+    tokens_first: bool  # the heads are [B, S, H, D]
+    count: int  # of heads
+    size: int  # of a head
+    width: int  # of the first elements of a head, which are rotated
 
 
 class Rotary(
@@ -87,19 +67,19 @@ class Rotary(
         if tokens is not None and len(sizes) >= 4 - axis and all(isinstance(size, int) for size in sizes):
             more = _size(tokens[1], axis) - _size(heads, axis)
             last, heads = tokens
-        if not all(isinstance(size, int) for size in (g.dims(heads) or [])[3 - axis :: axis]):
+        count, size = (g.dims(heads) or [])[3 - axis :: axis]
+        if not isinstance(count, int) or not isinstance(size, int):
             return g.Skipped("the number of heads is not known")
-        return _Rotation(match, last, heads, more, tokens_first)
+        return _Rotation(match, last, heads, more, tokens_first, count, size, width)
 
     def apply(self, node: ir.Node, match: _Rotation) -> None:
         others = [each for _, each in self.matches if each.node.graph is not None and each is not match]
         others = others if self.context.device == "cuda" else []
         pair = [match, *islice((each for each in others if _can_fuse(self.context, match, each)), 1)]
-        heads = [_merged(each) for each in pair]
-        angles = [
-            self._angles(match, value, number)
-            for value, number in ((match.match.cos, 1.0), (match.match.sin, 0.0))
-        ]
+        merge = merged_tokens if match.tokens_first else merged_heads  # which is the same of both
+        merged = [merge(each.heads, each.node) for each in pair]
+        heads = [each.value for each in merged if each is not None]
+        angles = [self._angles(match, match.match.cos, 1.0), self._angles(match, match.match.sin, 0.0)]
         if len(pair) == 1:
             results: Sequence[ir.Value] = [_single(match, heads[0], angles)]
         else:
@@ -133,29 +113,11 @@ class Rotary(
         return self.angles[key]
 
 
-def _merged(rotation: _Rotation) -> ir.Value:
-    """Returns the heads as [B, S, H * D]."""
-    merge = merged_tokens if rotation.tokens_first else merged_heads
-    found = merge(rotation.heads, rotation.node)
-    assert found is not None
-    return found.value
-
-
 def _can_fuse(context: g.RewriteContext, a: _Rotation, b: _Rotation) -> bool:
     """Whether one node can compute both: they have the same angles, and neither depends on the other."""
-    kinds = [
-        (
-            each.match.cos,
-            each.match.sin,
-            each.match.layout,
-            each.size,
-            each.width,
-            each.more,
-            each.tokens_first,
-        )
-        for each in (a, b)
-    ]
-    if kinds[0] != kinds[1] or context.may_broadcast(a.heads, b.heads):
+    first, second = ((each.match.cos, each.match.sin, each.match.layout, each.size) for each in (a, b))
+    forms = [(each.width, each.more, each.tokens_first) for each in (a, b)]
+    if first != second or forms[0] != forms[1] or context.may_broadcast(a.heads, b.heads):
         return False
     if context.may_differ(*((g.dims(each.heads) or [None])[0] for each in (a, b))):
         return False
@@ -181,12 +143,8 @@ def _head_size(rotation: _Rotation) -> int:
 
 
 def _rejoined(node: ir.Node, x: ir.Value, axis: int, position: int) -> tuple[ir.Node, ir.Value] | None:
-    """Returns the Concat of rotated x and the rest, and the tensor that both are parts of, if there is one.
-
-    Args:
-        node: computes rotated x.
-        position: that of rotated x, 0 or 1.
-    """
+    """Returns the Concat of rotated x, which `node` computes and which is at a position, 0 or 1, and of the
+    rest; and the tensor that both are parts of, if there is one."""
     concat = g.only_user(node.outputs[0])
     if concat is None or concat.op_type != "Concat" or len(concat.inputs) != 2:
         return None

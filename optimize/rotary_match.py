@@ -15,18 +15,13 @@ _KEEPS_ROWS = ("Expand", "Gather", "Reshape", "Slice", "Squeeze", "Transpose", "
 
 @dataclass(frozen=True)
 class RotaryMatch:
-    """A rotation of x by the angles in cos and sin: one for each pair, or the same one twice.
+    """A rotation of x by the angles in cos and sin: one for each pair, or the same one twice."""
 
-    Attributes:
-        node: its output is the result, which `flattened` returns.
-        layout: as in CustomRope.
-    """
-
-    node: ir.Node
+    node: ir.Node  # its output is the result, which `flattened` returns
     x: ir.Value
     cos: ir.Value
     sin: ir.Value
-    layout: str
+    layout: str  # as in CustomRope
 
 
 def match_rotation(node: ir.Node) -> RotaryMatch | None:
@@ -112,10 +107,8 @@ def _last(stack: ir.Node, x: ir.Value) -> ir.Node | None:
 
 
 def flattened(last: ir.Node, x: ir.Value) -> ir.Value:
-    """Returns the result of a rotation in the shape of x, which the readers of stacked pairs then read.
-
-    The exporter has joined the Reshape to this shape with others.
-    """
+    """Returns the result of a rotation in the shape of x, which the readers of stacked pairs then read: the
+    exporter has joined the Reshape to this shape with others."""
     pairs, shape = last.outputs[0], g.dims(x) or []
     if g.rank(pairs) == len(shape):
         return pairs

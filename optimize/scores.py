@@ -8,8 +8,7 @@ import onnx_ir as ir
 from . import graph as g
 from .heads import SWAP_ROWS
 
-KNOWN = "what a mask hides"
-"""In the `meta` of masks: a `KnownMask`."""
+KNOWN = "what a mask hides"  # in the `meta` of masks: a `KnownMask`
 LOWEST = float(np.finfo(np.float32).min)
 _HIDDEN = -6e4  # a score of this or less is 0 after the softmax; -65504 is fp16's lowest number
 
@@ -25,22 +24,15 @@ class Scores:
 
 @dataclass(frozen=True)
 class KnownMask:
-    """What `masks.py` has found out about a mask, and keeps in its `meta`.
+    """What `masks.py` has found out about a mask, and keeps in its `meta`. Beside the future it hides
+    "nothing"; where `shown` is 0, "right" for ends of sequences, "any" for all tokens; "" if that is not
+    known."""
 
-    Attributes:
-        is_causal: it hides the future.
-        hides: what it hides beside the future: "nothing"; where `shown` is 0, "right" for the ends of
-            sequences or "any" for all tokens; "" if that is not known.
-        is_finite: it hides with finite numbers, so that no row of a softmax is NaN.
-        shown: the name of a graph input [B, T].
-        number: it hides with this number, if it hides "any".
-    """
-
-    is_causal: bool = False
+    is_causal: bool = False  # it hides the future
     hides: str = ""
-    is_finite: bool = False
-    shown: str = ""
-    number: float = 0.0
+    is_finite: bool = False  # it hides with finite numbers, so that no row of a softmax is NaN
+    shown: str = ""  # the name of a graph input [B, T]
+    number: float = 0.0  # it hides with this number, if it hides "any"
 
 
 def known_of(mask: ir.Value) -> KnownMask:
@@ -50,14 +42,8 @@ def known_of(mask: ir.Value) -> KnownMask:
 
 
 def scores_of(softmax: ir.Node, after: ir.Node) -> Scores:
-    """Walks from a softmax back to the matmul of q and k.
-
-    Args:
-        after: where nodes for masks are inserted; the softmax itself to insert none.
-
-    Raises:
-        Skipped: there is no such matmul, or something unknown before the softmax.
-    """
+    """Walks from a softmax back to the matmul of q and k. Nodes for masks are inserted before `after`, none
+    before the softmax itself. Skipped: there is no such matmul, or something unknown before the softmax."""
     value, found_scale, masks = softmax.inputs[0], 1.0, list[ir.Value]()
     while True:
         node = value.producer() if value is not None else None
@@ -120,11 +106,8 @@ def _scaled(mask: ir.Value, factor: float, before: ir.Node) -> ir.Value:
 
 
 def _mask_of_where(node: ir.Node, scale: float, before: ir.Node) -> tuple[ir.Value, ir.Value]:
-    """Returns the scores and the mask to add of Where(hidden, -inf, scores) or Where(shown, scores, -inf).
-
-    Args:
-        scale: a number that its result is multiplied by.
-    """
+    """Returns the scores and the mask to add of Where(hidden, -inf, scores) or Where(shown, scores, -inf);
+    `scale`: a number that the result is multiplied by."""
     hidden, a, b = node.inputs
     number = g.scalar(a) if g.scalar(a) is not None else g.scalar(b)
     scores = b if g.scalar(a) is not None else a

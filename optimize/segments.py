@@ -6,7 +6,7 @@ only values cross that the original has, too; layers where the kinds of the orig
 
 from bisect import bisect_left, bisect_right
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import reduce
 from itertools import pairwise
@@ -20,8 +20,7 @@ from .inputs import draws_random
 from .kinds import Kind, Kinds, constant_of, is_weight
 from .symbolic_shapes import infer_shapes, infer_types
 
-MOST_BYTES = 256 << 20
-"""The bytes of weights that a segment has, unless one layer or node has more."""
+MOST_BYTES = 256 << 20  # the bytes of weights that a segment has, unless one layer or node has more
 _SHARED_NODES = 256  # what is computed from the inputs in so many nodes, each segment computes again
 _SHARED_BYTES = 1 << 20  # with weights of so many bytes, or this share of a segment's
 _SHARED_PART = 256
@@ -31,48 +30,34 @@ _TABLES, _OF_TABLES = ("Gather", "Slice"), 16  # from tables, as of cos, of so m
 
 @dataclass(frozen=True)
 class Part:
-    """One model's side of a segment: the names of the values that cross its boundaries.
+    """One model's side of a segment: the names of the values that cross its boundaries. Inputs and
+    initializers of the graph are not listed: a part has those that it reads."""
 
-    Inputs and initializers of the graph are not listed: a part has those that it reads.
-
-    Attributes:
-        inputs: values that earlier segments compute.
-        outputs: values that later segments read, and outputs of the graph.
-    """
-
-    inputs: list[str]
-    outputs: list[str]
+    inputs: list[str]  # values that earlier segments compute
+    outputs: list[str]  # values that later segments read, and outputs of the graph
 
 
 @dataclass(frozen=True)
 class Segment:
-    """A part of a model and of its rewritten form.
+    """A part of a model and of its rewritten form. What `result` reads has the names of values that earlier
+    original parts return, and what it returns those that this one or earlier ones return."""
 
-    Attributes:
-        name: for messages: which layer it is, or which nodes.
-        original, result: the parts. What `result` reads has the names of values of the original that
-            earlier original parts return, and what it returns those that this one or earlier ones return.
-        kind: the same for segments that differ in nothing but their weights, and little in their biases.
-    """
-
-    name: str
+    name: str  # for messages: which layer it is, or which nodes
     original: Part
     result: Part
-    kind: str
+    kind: str  # the same for segments that differ in nothing but their weights, and little in their biases
 
 
 def extract(model: ir.Model, part: Part) -> ir.Model:
-    """Returns a part of a model as a model of its own, which shares the tensors.
-
-    Its inputs are the part's and those of the graph that it reads. Types that these lack are inferred.
-    """
+    """Returns a part of a model as a model of its own, which shares the tensors. Its inputs are the part's
+    and those of the graph that it reads. Types that these lack are inferred."""
     graph = model.graph
     values = ir.convenience.create_value_mapping(graph, include_subgraphs=False)
     given = [values[name] for name in part.inputs]
     for infer in (infer_types, infer_shapes):
         if any(value.type is None for value in given):
             infer(model)
-    needed = _needed([values[name] for name in part.outputs], set(given))
+    needed = g.given_of(*(values[name] for name in part.outputs), until={*given})
     read = [value for value in graph.inputs if value in needed]
     bounded = [*given, *(value for value in read if value not in given)]
     found = ir.convenience.extract(graph, bounded, [values[name] for name in part.outputs])
@@ -80,18 +65,6 @@ def extract(model: ir.Model, part: Part) -> ir.Model:
     extracted.metadata_props.update(model.metadata_props)
     extracted.graph.meta.update(graph.meta)
     return extracted
-
-
-def _needed(outputs: list[ir.Value], given: set[ir.Value]) -> set[ir.Value]:
-    """Returns the values that outputs are computed from, up to the given ones, also in subgraphs."""
-    waiting, seen = [*outputs], set[ir.Value]()
-    while waiting:
-        value = waiting.pop()
-        node = value.producer()
-        if value not in seen and value not in given and node is not None:
-            waiting += reads(node)
-        seen.add(value)
-    return seen
 
 
 def reads(node: ir.Node) -> list[ir.Value]:
@@ -106,11 +79,8 @@ def reads(node: ir.Node) -> list[ir.Value]:
 
 
 def is_shared(value: ir.Value, given: set[ir.Value], tables: bool = False) -> bool:
-    """Whether a value is computed from inputs of the graph, given values and shapes, but no large weight.
-
-    Args:
-        tables: whether it may be computed from large tables.
-    """
+    """Whether a value is computed from inputs of the graph, given values and shapes, but no large weight;
+    `tables`: whether it may be computed from large tables."""
     waiting, seen = [value], {*given}
     while waiting:
         each = waiting.pop()
@@ -126,26 +96,26 @@ def is_shared(value: ir.Value, given: set[ir.Value], tables: bool = False) -> bo
 
 
 def cut(original: ir.Model, result: ir.Model, most_bytes: int | None = None) -> list[Segment]:
-    """Cuts a model and its rewritten form into segments that correspond, in the order in which they run.
-
-    A model whose weights have no more than `most_bytes`, by default `MOST_BYTES`, is one segment. So is one
-    for which there is no place to cut: a segment may be larger, but its two parts always correspond.
-    """
+    """Cuts a model and its rewritten form into segments that correspond, in the order in which they run: one
+    where weights have no more than `most_bytes`, by default `MOST_BYTES`, or where there is no place to
+    cut."""
     most_bytes = MOST_BYTES if most_bytes is None else most_bytes
     after = _Order(result, most_bytes)
     before = _Order(original, most_bytes, after)
     places, names = [(len(before.nodes) - 1, len(after.nodes) - 1)], ["the model"]
     if max(sum(each.bytes) for each in (before, after)) > most_bytes:
         cuts = _cuts(before, after)
-        found = {
-            cuts.get(end - 1, (0, places[0][1]))[1]: (end - 1, name)
-            for end, name in _Layout(before, cuts, most_bytes).segments()
-        }
+        ends, last = [*_Layout(before, cuts, most_bytes).segments()], (0, places[0][1])
+        found = {cuts.get(end - 1, last)[1]: (end - 1, name) for end, name in ends}
         places = [(end, at) for at, (end, _) in found.items()]
         names = [name for _, name in found.values()]
     bounds = [*zip(*places, strict=True)]
     parts = [before.parts(bounds[0]), after.parts(bounds[1])]
-    _return_what_is_read(before, bounds[0], parts)
+    returned = {name for part in parts[0] for name in part.outputs}
+    read = dict.fromkeys(name for part in parts[1] for name in part.outputs if name not in returned)
+    for name in read:  # the original's parts return what parts of the result return, too
+        at = before.position[before.named[name]] if name in before.named else -1
+        parts[0][bisect_left(bounds[0], at)].outputs.append(name)
     kinds, contents, known, start = list[str](), dict[int, object](), Kinds(), (-1, -1)
     for stop, *pair in zip(places, *parts, strict=True):
         kind = Kind(contents)
@@ -159,17 +129,10 @@ def cut(original: ir.Model, result: ir.Model, most_bytes: int | None = None) -> 
 class _Order:
     """The nodes of a model in an order, depth first, in which few values are alive.
 
-    Args:
-        like: of the rewritten form: a value that both compute is computed as soon as there.
-
-    Attributes:
-        nodes: all that outputs need, but those that each segment computes again: constants, and what few
-            nodes without large weights compute from the inputs and from sizes.
-        reads: what each node reads, and the values that have the sizes which it needs.
-        position: where each value is computed in this order.
-        last: where each value is read last.
-        bytes: of the weights that each node reads.
-        small: how many of these a node may have that each segment computes again.
+    These are all that outputs need, but those that each segment computes again: constants, and what few nodes
+    without large weights (`small` bytes) compute from the inputs and from sizes. `reads` has what each reads,
+    and the values that have the sizes which it needs; `position` where each value is computed, `last` where
+    it is read last. A value that the rewritten form (`like`) computes, too, is computed as soon as there.
     """
 
     def __init__(self, model: ir.Model, most_bytes: int, like: "_Order | None" = None) -> None:
@@ -220,10 +183,8 @@ class _Order:
         return order
 
     def _placed(self, outputs: Iterable[ir.Value]) -> list[ir.Node]:
-        """Returns the nodes in an order: those of the first output, and those of others among them.
-
-        What only another output needs, such as a cache, follows what it is computed from at once.
-        """
+        """Returns the nodes in an order: those of the first output, and those of others among them. What only
+        another output needs, such as a cache, follows what it is computed from at once."""
         place, seen = dict[ir.Node, tuple[int, int]](), set[ir.Node]()
         for index, output in enumerate(outputs):
             group = self._depth_first([output], seen)
@@ -235,10 +196,7 @@ class _Order:
 
     def _shared(self, order: list[ir.Node], most: int) -> set[ir.Node]:
         """Returns the nodes of constants, and what few nodes without large weights make of inputs and sizes.
-
-        A value that has such sizes crosses, never a table or mask made of them: random numbers make no mask.
-        Weights count as in fp32: a form in 16 bits has the same nodes.
-        """
+        A value with such sizes crosses, never a table or mask made of them. Weights count as in fp32."""
         found, constants = dict[ir.Node, int](), set[ir.Node]()  # a bit for each of the nodes that it takes
         wide = dict[ir.Node, int]()
         for node in order:
@@ -295,11 +253,9 @@ def _is_tensor(value: ir.Value) -> bool:
 
 
 def _cuts(original: _Order, result: _Order) -> dict[int, tuple[int, int]]:
-    """Returns where both can be cut: by the original's position, how many values cross and the result's one.
-
-    Only values cross there that the original has computed up to there, too, and outputs are returned there
-    that the original has returned.
-    """
+    """Returns where both can be cut, by the original's position: how many values cross, all of which the
+    original has computed up to there, and the result's position. Outputs are returned there that it has
+    returned."""
     shared = {str(value.name) for node in original.graph for value in node.outputs}
     found, least = list[tuple[int, int, int]](), 0
     crossing = [[*alive] for alive in original.alive()]
@@ -332,10 +288,8 @@ def _cuts(original: _Order, result: _Order) -> dict[int, tuple[int, int]]:
 
 
 class _Layout:
-    """Chooses where a model is cut, in the order of the original's nodes: at layers, else by bytes.
-
-    A border is the number of nodes before it.
-    """
+    """Chooses where a model is cut, in the order of the original's nodes: at layers, else by bytes. A border
+    is the number of nodes before it."""
 
     def __init__(self, original: _Order, cuts: dict[int, tuple[int, int]], most_bytes: int) -> None:
         self.original, self.end, self.most_bytes = original, len(original.nodes), most_bytes
@@ -361,12 +315,10 @@ class _Layout:
         if len(borders) < 2:
             return [(start, stop, "")] if start < stop else []
         first, last, least, count = min(borders), max(borders), min(borders.values()), max(borders.values())
-        layers = [
-            (before, after, f"layer {a - least + 1} of {count - least}")
-            if b == a + 1
-            else (before, after, f"layers {a - least + 1} to {b - least} of {count - least}")
-            for (before, a), (after, b) in pairwise(sorted(borders.items()))
-        ]
+        layers = list[tuple[int, int, str]]()
+        for (before, a), (after, b) in pairwise(sorted(borders.items())):
+            name = f"layer {b - least}" if b == a + 1 else f"layers {a - least + 1} to {b - least}"
+            layers.append((before, after, f"{name} of {count - least}"))
         return [*self._layers(start, first), *layers, *self._layers(last, stop)]
 
     def _period(self, start: int, stop: int) -> dict[int, int]:
@@ -405,11 +357,3 @@ class _Layout:
             if self.sizes[stop] - self.sizes[start] > self.most_bytes // _SHARED_PART:
                 yield start
         yield stop
-
-
-def _return_what_is_read(original: _Order, ends: Sequence[int], parts: list[list[Part]]) -> None:
-    """Lets the original's parts return what parts of the result return, too."""
-    known = {name for part in parts[0] for name in part.outputs}
-    for name in dict.fromkeys(name for part in parts[1] for name in part.outputs if name not in known):
-        at = original.position[original.named[name]] if name in original.named else -1
-        parts[0][bisect_left(ends, at)].outputs.append(name)

@@ -26,8 +26,8 @@ from twinop.record.op_spec import DOMAIN
 from . import graph as g
 from .segments import Part, extract, reads
 
-Found = dict[str, np.ndarray]
-"""The outputs of a case by name."""
+Cases = Sequence[Mapping[str, Any]]  # inputs by name, as `ort_runs.run` takes them
+Found = dict[str, np.ndarray]  # the outputs of a case by name
 MOST_BYTES, _SLICE_BYTES = 500_000_000, 1 << 27
 """What the weights of one node may take in a session, and what those of a slice take."""
 _COMPUTED_TABLE = 1 << 26  # bytes
@@ -40,20 +40,13 @@ _TABLES = {
 """The inputs that have a row for each id, and that of the ids."""
 
 
-def run(
-    model: ir.Model, cases: Sequence[Mapping[str, Any]], library: deploy.Libraries, *, optimize: bool = True
-) -> list[Found]:
-    """Runs a model, whose graph it changes, on cases as `ort_runs.run` takes them.
-
-    Raises:
-        NotRunnable, TwinopError, Endless: as of `ort_runs.run`.
-    """
+def run(model: ir.Model, cases: Cases, library: deploy.Libraries, *, optimize: bool = True) -> list[Found]:
+    """Runs a model, whose graph it changes, on cases as `ort_runs.run` takes them, and raises what that
+    does."""
     fold_moves(model)
     for node in model.graph:
-        if table := _table_of(node):
-            return _run_around(model, node, table, cases, library, optimize)
-        if (product := _product_of(node)) and product.count > 1:
-            return _run_around(model, node, product, cases, library, optimize)
+        if large := _table_of(node) or _product_of(node):
+            return _run_around(model, node, large, cases, library, optimize)
     names = [str(value.name) for value in model.graph.outputs]
     return [dict(zip(names, outputs, strict=True)) for outputs in _run(model, cases, library, optimize)]
 
@@ -74,24 +67,19 @@ def runnable(model: ir.Model) -> Runnable:
     """Returns a model as `run_any` takes it."""
     folded = model.clone()
     fold_moves(folded)
-    is_large = any(_table_of(node) or _is_sliced(node) for node in folded.graph)
+    is_large = any(_table_of(node) or _product_of(node) for node in folded.graph)
     return folded if is_large else parts(model)
 
 
 def run_any(
-    model: Runnable,
-    library: deploy.Libraries,
-    cases: Sequence[Mapping[str, Any]] = (),
-    *,
-    required: float = inf,
-    **options: Any,
+    model: Runnable, library: deploy.Libraries, cases: Cases = (), *, required: float = inf, **options: Any
 ) -> Answer:
     """Does what `ort_runs.run` does, also with a chain and with a model with large weights."""
     if not isinstance(model, ir.Model | Chain):
         return ort_runs.run(model, library, cases, required=required, **options)
     chain = Chain([model], _names(model.graph.outputs)) if isinstance(model, ir.Model) else model
 
-    def outputs(some: Sequence[Mapping[str, Any]]) -> list[list[Any]]:
+    def outputs(some: Cases) -> list[list[Any]]:
         known = [dict(case) for case in some]
         for part in chain.models if some else ():
             made = run(part.clone(), known, library, optimize=options.get("optimize", True))
@@ -112,9 +100,7 @@ def run_any(
     return Answer((), found, failed=failed)
 
 
-def _run(
-    model: ir.Model, cases: Sequence[Mapping[str, Any]], library: deploy.Libraries, optimize: bool
-) -> list[list[Any]]:
+def _run(model: ir.Model, cases: Cases, library: deploy.Libraries, optimize: bool) -> list[list[Any]]:
     # A session runs a few times. Packing pays for quantised weights: 0.25 s, not 2.6 s, for 16 tokens and
     # a layer of 8B. For others it takes a fifth of the time, 0.15 of 0.9 s.
     prepack = any(node.op_type in _PACKED for node in model.graph)
@@ -123,10 +109,8 @@ def _run(
 
 
 def fold_moves(model: ir.Model) -> None:
-    """Computes with large constants what no session needs to: they are read in another order or shape.
-
-    Of those that are too large for a session once they are dense, dtypes and integers in blocks are, too.
-    """
+    """Computes with large constants what no session needs to: they are read in another order or shape; and,
+    of those that are too large for a session once they are dense, dtypes and integers in blocks."""
     for node in list(model.graph):
         tensor, found = _tensor(node.inputs[0]) if node.inputs else None, None
         if node.domain or tensor is None or not weights.is_large(tensor):
@@ -164,21 +148,14 @@ def _tensor(value: ir.Value | None) -> ir.TensorProtocol | None:
 
 @dataclass(frozen=True)
 class _Product:
-    """A node whose output has a column for each row of its weights.
+    """A node whose output has a column for each row of its weights."""
 
-    Attributes:
-        axes: of these rows, by input; some inputs are no constants.
-        rows: how many columns the output has.
-        halves: how many equal parts of the weight's rows give one column: 2 for a gate and what it is for.
-        count: of slices.
-    """
+    axes: Mapping[int, int]  # of these rows, by input; some inputs are no constants
+    rows: int  # how many columns the output has
+    halves: int  # how many equal parts of the weight's rows give one column: 2 for a gate and what it is for
+    count: int  # of slices
 
-    axes: Mapping[int, int]
-    rows: int
-    halves: int
-    count: int
-
-    def run(self, node: ir.Node, cases: Sequence[Mapping[str, Any]], run: Any) -> list[list[np.ndarray]]:
+    def run(self, node: ir.Node, cases: Cases, run: Any) -> list[list[np.ndarray]]:
         step, found = -(-self.rows // self.count), []
         step = -(-step // 32) * 32  # kernels take columns in multiples of 8
         for start in range(0, self.rows, step):
@@ -212,7 +189,7 @@ class _Product:
 
 
 def _product_of(node: ir.Node) -> _Product | None:
-    """Returns how a product is sliced; None of other nodes."""
+    """Returns how a product is sliced; None of other nodes, and of weights that fit a session."""
     kn = g.attribute(node, "layout", "nk") == "kn"
     transposed = bool(g.attribute(node, "transB", 0))
     axes = {
@@ -233,12 +210,8 @@ def _product_of(node: ir.Node) -> _Product | None:
     # Numbers in 16 bits are widened, and quantised ones are packed for the CPU.
     needed = weight.size * 4 if weight.dtype.is_floating_point() else weight.nbytes * 2
     is_matrix = len(weights.sizes(weight)) == 2 or not weight.dtype.is_floating_point()
-    count = -(-needed // _SLICE_BYTES) if needed > MOST_BYTES and is_matrix else 1
-    return _Product(axes, rows, halves, count)
-
-
-def _is_sliced(node: ir.Node) -> bool:
-    return (product := _product_of(node)) is not None and product.count > 1
+    is_sliced = needed > MOST_BYTES and is_matrix
+    return _Product(axes, rows, halves, -(-needed // _SLICE_BYTES)) if is_sliced else None
 
 
 @dataclass(frozen=True)
@@ -248,7 +221,7 @@ class _Table:
     tables: Sequence[int]
     ids: int
 
-    def run(self, node: ir.Node, cases: Sequence[Mapping[str, Any]], run: Any) -> list[list[np.ndarray]]:
+    def run(self, node: ir.Node, cases: Cases, run: Any) -> list[list[np.ndarray]]:
         ids, fed = str(node.inputs[self.ids].name), [dict(case) for case in cases]  # type: ignore[union-attr]
         first = _tensor(node.inputs[self.tables[0]])
         assert first is not None
@@ -275,13 +248,11 @@ def _table_of(node: ir.Node) -> _Table | None:
     return _Table(tables, ids) if is_fed and tensors[0].nbytes > _COMPUTED_TABLE else None
 
 
+_Large = _Product | _Table
+
+
 def _run_around(
-    model: ir.Model,
-    node: ir.Node,
-    large: _Product | _Table,
-    cases: Sequence[Mapping[str, Any]],
-    library: deploy.Libraries,
-    optimize: bool,
+    model: ir.Model, node: ir.Node, large: _Large, cases: Cases, library: deploy.Libraries, optimize: bool
 ) -> list[Found]:
     """Runs what comes before a node, the node alone, and what follows it."""
     behind = _behind(node)
@@ -298,13 +269,10 @@ def _run_around(
         part = Part(_names(inputs), _names(wanted))
         if not part.outputs:
             return
-        known = [
-            {
-                name: found[each.case].get(each.output, each) if isinstance(each, Earlier) else each
-                for name, each in (case | some).items()
-            }
-            for case, some in zip(map(dict, cases), found, strict=True)
-        ]
+        known = [{**case, **some} for case, some in zip(cases, found, strict=True)]
+        for case in known:
+            earlier = {name: each for name, each in case.items() if isinstance(each, Earlier)}
+            case |= {name: found[each.case].get(each.output, each) for name, each in earlier.items()}
         made = run(extract(model, part), known, library, optimize=optimize)
         for each, some in zip(found, made, strict=True):
             each.update(some)
@@ -319,11 +287,8 @@ def _run_around(
     for value in given:
         value.type = value.type or ir.TensorType(ir.DataType.from_numpy(found[0][str(value.name)].dtype))
     go_on([*node.outputs, *given], [value for value in outputs if value.producer() in behind])
-    names = _names(model.graph.outputs)
-    return [
-        {name: (case | some)[name] for name in names}
-        for case, some in zip(map(dict, cases), found, strict=True)
-    ]
+    names, whole = _names(model.graph.outputs), [{**a, **b} for a, b in zip(cases, found, strict=True)]
+    return [{name: each[name] for name in names} for each in whole]
 
 
 def _names(values: Iterable[ir.Value]) -> list[str]:
@@ -346,10 +311,7 @@ def _alone(model: ir.Model, library: deploy.Libraries, optimize: bool) -> Any:
     """Returns what runs one node with other constants."""
 
     def run_node(
-        node: ir.Node,
-        given: Mapping[int, ir.TensorProtocol],
-        cases: Sequence[Mapping[str, Any]],
-        attributes: Mapping[str, Any],
+        node: ir.Node, given: Mapping[int, ir.TensorProtocol], cases: Cases, attributes: Mapping[str, Any]
     ) -> list[list[np.ndarray]]:
         inputs, values = dict[str, ir.Value](), list[ir.Value | None]()
         for index, value in enumerate(node.inputs):

@@ -33,7 +33,7 @@ from . import (
     unfuse_ort,
 )
 from . import graph as g
-from .load import Held, data_files, load, make_constant, separate_names
+from .load import FILES, Held, load, make_constant, separate_names
 from .prepare import inline_functions, main_dtype
 from .report import OptimizeReport
 from .sliced import Runnable, runnable
@@ -47,50 +47,24 @@ FLOAT8 = "float8"
 
 @dataclass(frozen=True)
 class Options:
-    """What `optimize` is asked for.
+    """What `optimize` is asked for."""
 
-    Attributes:
-        dtype: "float16" or "bfloat16", also of inputs and outputs. By default these keep their dtypes, and
-            each node the precision in which the file computes it. "float8" converts to 16 bits, if the file
-            is in fp32 to float16, and then puts matmuls in 8 bits: the outputs are close, and not the same.
-        device: what the model is optimised for, "cuda" or "cpu"; by default what this machine has. The result
-            runs on both.
-        padding: "right" promises that masks hide nothing but the end of each sequence.
-        shared_caches: promises that past and present share memory, which has rows for the whole context.
-        invariant: a prompt's logits on CUDA do not depend on its batch; the report names nodes that may.
-        inputs_file: an .npz file of inputs for the comparison; by default they are generated.
-        without: names of rewrites to leave out.
-        replace: ops that replace standard operators, such as "add" and "softmax" (`standard_ops.py`).
-        allow_uncompared: keep the file although an output is empty or NaN for all inputs; the report says so.
-        drop_slow: measure on this machine, and revert rewrites that make the model slower. The same file may
-            then have other bytes elsewhere.
-        library: libraries of custom ops that the original needs. Those of other domains are found as
-            `deploy.session` finds them. The nodes of all of them stay as they are.
-        allow_model_libraries: whether to load libraries, which can run any code, from the model's folder.
-        kept: ops whose nodes stay although no library may have them.
-        held: weights by name that are in memory, and that the file only names.
-        rows: for float8, that matmuls get, such as the tokens of a batch: those that 8 bits make slower stay
-            in 16 bits. 0 takes all.
-        max_error: for float8, the largest relative error of an output: matmuls go back to 16 bits until it is
-            kept.
-    """
-
-    dtype: str | None
-    device: str
-    padding: str | None
-    shared_caches: bool
-    invariant: bool
-    inputs_file: Any
-    without: Sequence[str]
-    replace: Sequence[str]
-    allow_uncompared: bool
-    drop_slow: bool
-    library: deploy.Libraries
-    allow_model_libraries: bool
-    kept: Iterable[OpSpec]
-    held: Held
-    rows: int = 2048
-    max_error: float = 0.2
+    dtype: str | None  # "float16", "bfloat16" or "float8", also of inputs and outputs; None: as in the file
+    device: str  # "cuda" or "cpu"; the result runs on both
+    padding: str | None  # "right" promises that masks hide nothing but the end of each sequence
+    shared_caches: bool  # promises that past and present share memory, which has rows for the whole context
+    invariant: bool  # a prompt's logits on CUDA do not depend on its batch; the report names nodes that may
+    inputs_file: Any  # an .npz file of inputs for the comparison; by default they are generated
+    without: Sequence[str]  # names of rewrites to leave out
+    replace: Sequence[str]  # ops that replace standard operators, such as "add" (`standard_ops.py`)
+    allow_uncompared: bool  # keep the file although an output is empty or NaN for all inputs; it is reported
+    drop_slow: bool  # measure here, and revert slower rewrites: a file may have other bytes elsewhere
+    library: deploy.Libraries  # of custom ops; others are found as `deploy.session` finds them
+    allow_model_libraries: bool  # whether to load libraries, which can run any code, from the model's folder
+    kept: Iterable[OpSpec]  # ops whose nodes stay although no library may have them
+    held: Held  # weights by name that are in memory, and that the file only names
+    rows: int = 2048  # for float8: those that matmuls get; what 8 bits make slower stays in 16. 0 takes all
+    max_error: float = 0.2  # for float8, of an output: matmuls go back to 16 bits until it is kept
 
     def __post_init__(self) -> None:
         """Raises ExportError for values that no model can be optimised with."""
@@ -104,11 +78,11 @@ class Options:
                 f"{option('rows', self.rows)}, {option('max_error', self.max_error)}: expected a number of "
                 "rows, 0 or more, and an error above 0"
             )
+        enough = f"it measures 16 bits; {option('rows')} says enough"
         reasons = {
             option("device", "cpu"): self.device == "cpu" and "CPUs have no matmuls in 8 bits",
             option("invariant", True): self.invariant and "sums in 8 bits have no fixed order",
-            option("drop_slow", True): self.drop_slow
-            and f"it measures 16 bits; {option('rows')} says enough",
+            option("drop_slow", True): self.drop_slow and enough,
         }
         for given, reason in reasons.items():
             if dtype == FLOAT8 and reason:
@@ -127,11 +101,7 @@ class Options:
 
 @dataclass(frozen=True)
 class Form:
-    """A form of the model, or of a part of it, that ONNX Runtime can load.
-
-    Attributes:
-        dtypes: of its inputs.
-    """
+    """A form of the model, or of a part of it, that ONNX Runtime can load, and the dtypes of its inputs."""
 
     what: Runnable
     dtypes: Mapping[str, ir.DataType]
@@ -139,37 +109,23 @@ class Form:
 
 @dataclass
 class Source:
-    """A model, and what its forms are made with.
-
-    Attributes:
-        loaded: as the file has it, with functions inlined, in the file's dtypes.
-        original: the same in fp32.
-        base: the same in fp32, prepared (`prepare.py`): what the rewrites get a copy of.
-        user_ops: the user's own ops, and the libraries of all runs.
-        interface: the dtypes of inputs and outputs that do not get the report's dtype, by name.
-        is_changed: `loaded` is not what the file computes on CUDA (`decoders.py`).
-        is_fp32: the file is in fp32, so it is its own fp32 form.
-        is_unconverted: the result has the dtypes of the file.
-        defaults: the values of inputs that are initializers, too, while rewrites run.
-        broadcasts: axes of one name may have several sizes: `RewriteContext.broadcasts`.
-        registered: the libraries of the last run of a rewritten form.
-    """
+    """A model, and what its forms are made with."""
 
     path: Path
     options: Options
     records: Mapping[str, OpSpec]
     report: OptimizeReport
-    loaded: ir.Model
-    original: ir.Model
-    base: ir.Model
-    user_ops: UserOps
-    interface: Mapping[str, ir.DataType]
-    is_changed: bool
-    is_fp32: bool
-    is_unconverted: bool
-    defaults: Mapping[str, ir.TensorProtocol] = field(default_factory=dict)
-    broadcasts: bool = False
-    registered: Sequence[Library] = ()
+    loaded: ir.Model  # as the file has it, with functions inlined, in the file's dtypes
+    original: ir.Model  # the same in fp32
+    base: ir.Model  # the same in fp32, prepared (`prepare.py`): what the rewrites get a copy of
+    user_ops: UserOps  # the user's own ops, and the libraries of all runs
+    interface: Mapping[str, ir.DataType]  # of inputs and outputs that do not get the report's dtype, by name
+    is_changed: bool  # `loaded` is not what the file computes on CUDA (`decoders.py`)
+    is_fp32: bool  # the file is in fp32, so it is its own fp32 form
+    is_unconverted: bool  # the result has the dtypes of the file
+    defaults: Mapping[str, ir.TensorProtocol] = field(default_factory=dict)  # `take_defaults`, meanwhile
+    broadcasts: bool = False  # `RewriteContext.broadcasts`
+    registered: Sequence[Library] = ()  # the libraries of the last run of a rewritten form
 
     @property
     def dtype(self) -> ir.DataType:
@@ -186,16 +142,9 @@ class Source:
         """Whether the result, its inputs or outputs are not in fp32."""
         return {self.dtype, *self.interface.values()} != {ir.DataType.FLOAT}
 
-    @property
-    def keeps_fp32(self) -> bool:
-        """Whether what the file computes in fp32 stays so: no dtype was asked for."""
-        return self.options.dtype is None
-
     def form(self, model: ir.Model) -> "Form":
-        """Returns a form of the model, or a part of one (`segments.extract`), as it runs.
-
-        It gets function bodies, in place.
-        """
+        """Returns a form of the model, or a part of one (`segments.extract`), as it runs: with function
+        bodies, in place."""
         return form_of(self.finished(model))
 
     def finished(self, model: ir.Model) -> ir.Model:
@@ -209,13 +158,10 @@ class Source:
         model.metadata_props["twinop.version"] = twinop.__version__
         model.metadata_props.update({record.metadata_key: record.schema_hash for record in calls})
         kinds = {str(value.name): value.dtype for value in model.graph.inputs}
-        defaults = {
-            name: ir.tensor(narrow(tensor.numpy(), kind), dtype=kind, name=name)
-            if (kind := kinds[name]) is not None and kind is not tensor.dtype
-            else tensor
-            for name, tensor in self.defaults.items()
-            if name in kinds
-        }
+        defaults = {name: tensor for name, tensor in self.defaults.items() if name in kinds}
+        for name, tensor in defaults.items():
+            if (kind := kinds[name]) is not None and kind is not tensor.dtype:
+                defaults[name] = ir.tensor(narrow(tensor.numpy(), kind), dtype=kind, name=name)
         restore_defaults(model.graph, defaults)
         return self.user_ops.attach(model)
 
@@ -223,7 +169,8 @@ class Source:
         """Converts a form in fp32 to the result's dtypes, in place; see `precision.convert`."""
         if not self.converts:
             return [], []
-        return precision.convert(model, self.dtype, self.interface, self.user_ops, self.keeps_fp32)
+        keeps_fp32 = self.options.dtype is None  # no dtype was asked for
+        return precision.convert(model, self.dtype, self.interface, self.user_ops, keeps_fp32)
 
 
 def form_of(model: ir.Model) -> Form:
@@ -233,13 +180,10 @@ def form_of(model: ir.Model) -> Form:
 
 
 def read_source(path: Path, target: Path, options: Options) -> Source:
-    """Reads a model and makes its form in fp32; the weights stay in their files.
-
-    Raises:
-        ExportError: it cannot be read, `target` is one of its files, or an option does not fit it.
-    """
+    """Reads a model and makes its form in fp32; the weights stay in their files. ExportError: it cannot be
+    read, `target` is one of its files, or an option does not fit it."""
     model = load(path, options.held)
-    data = data_files(model)
+    data: set[Path] = model.meta[FILES]
     check_target(target, {path, *data})
     user_ops = find_user_ops(model, path, options.library, options.kept, options.allow_model_libraries)
     records = dict(read_library(find_library("custom_ops")).records)
@@ -262,10 +206,12 @@ def read_source(path: Path, target: Path, options: Options) -> Source:
         keeps_interface = main in precision.DTYPES.values()
         asked = dtype_name(main) if main in precision.DTYPES.values() else "float16"
     unfuse_ort.split_simplified_norms(model)
-    is_changed = decoders.split_query_norms(model) + decoders.set_full_precision(model) > 0
+    is_changed = decoders.make_runnable(model) > 0
     report.dtype = asked or dtype_name(main)
     _check_dtypes(dtype_name(main), options, report.dtype)
-    interface = _interface(model)
+    values, converted = (*model.graph.inputs, *model.graph.outputs), {*precision.DTYPES.values()}
+    converted.add(ir.DataType.FLOAT)
+    interface = {str(each.name): each.dtype for each in values if each.dtype in converted}
     decoders.set_sizes(model)
     loaded = model.clone()
     narrow_types = convert_to_fp32(model, main, asked is not None)
@@ -319,10 +265,3 @@ def _check_dtypes(own: str, options: Options, dtype: str) -> None:
             f"{option('dtype', options.dtype)}: the model is in float64, which stays. Leave out "
             f"{option('dtype')}, or export the model in float32"
         )
-
-
-def _interface(model: ir.Model) -> dict[str, ir.DataType]:
-    """Returns the dtypes of the inputs and outputs that `precision.convert` can change, by name."""
-    values = (*model.graph.inputs, *model.graph.outputs)
-    converted = (ir.DataType.FLOAT, *precision.DTYPES.values())
-    return {str(each.name): each.dtype for each in values if each.dtype in converted}

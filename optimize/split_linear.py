@@ -16,17 +16,13 @@ from .linear import Linear, is_replaceable, plain_matmul, slice_columns, support
 from .rewrite import Rewrite
 
 _Part = tuple[ir.Value, int, int]  # of the last dimension, or of the axis of a Split: value, start, stop
+_Match = tuple[Linear | None, list[_Part]]
 
 
-class SplitLinear(
-    Rewrite[tuple[Linear | None, list[_Part]]],
-    name="split_linear",
-    op_types=("Split", "MatMul", "Gemm"),
-    device="cuda",
-):
+class SplitLinear(Rewrite[_Match], name="split_linear", op_types=("Split", "MatMul", "Gemm"), device="cuda"):
     """Finds the matmul, or None for a constant, and the parts of it that are read."""
 
-    def match(self, node: ir.Node) -> tuple[Linear | None, list[_Part]] | str:
+    def match(self, node: ir.Node) -> _Match | str:
         if node.op_type == "Split":
             is_alone = g.has_only(node.inputs[0], self.context.graph, "Split")
             if not is_alone or not g.is_constant(node.inputs[0]):
@@ -43,7 +39,7 @@ class SplitLinear(
             return "other nodes read its weight, too"
         return linear, parts
 
-    def apply(self, node: ir.Node, match: tuple[Linear | None, list[_Part]]) -> None:
+    def apply(self, node: ir.Node, match: _Match) -> None:
         linear, parts = match
         whole = g.tensor(node.inputs[0]) if linear is None else None
         for value, start, stop in parts:

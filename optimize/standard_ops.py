@@ -2,9 +2,8 @@
 
 `torch_op.replace_modules` does this to modules. What a model writes as functions and operators (`x + mask`,
 `torch.softmax`) is only seen here. ONNX Runtime's own kernels can be much slower, such as those of sums in
-bfloat16.
-A function body tells which operator an op replaces: a body that is a single standard node on the op's inputs
-says that the two are the same.
+bfloat16. A function body tells which operator an op replaces: a body that is a single standard node on the
+op's inputs says that the two are the same.
 Leaves alone: inputs of dtypes that are not known or that the op has no kernel for, such as integer sums that
 compute shapes.
 """
@@ -27,15 +26,12 @@ from twinop.record.op_spec import OpSpec
 from . import graph as g
 from .rewrite import Rewrite
 
-REPLACED = "what replaces standard operators"
-"""In the `meta` of a graph: the names of ops."""
+REPLACED = "what replaces standard operators"  # in the `meta` of a graph: the names of ops
 
 
 def standard_node(record: OpSpec) -> ir.Node | None:
-    """Returns the one node of the op's function body, or None if the op is not a standard operator.
-
-    The node's attributes are references to the op's.
-    """
+    """Returns the one node of the op's function body, whose attributes are references to the op's, or None if
+    the op is not a standard operator."""
     body = find_body(record.key)
     dtypes = next((dict(each) for each in record.combinations if "float32" in each.values()), None)
     if body is None or dtypes is None or record.is_backward:

@@ -26,20 +26,13 @@ from twinop.model import weights
 from twinop.record.op_spec import DOMAIN
 from twinop.record.tolerance import MAX_USABLE_ERROR, nudged
 
-from . import decoders, inputs, sliced
+from . import decoders, equivalence, inputs, sliced
 from . import graph as g
-from .equivalence import (
-    ACCEPTED,
-    LAST_BITS,
-    NotEquivalent,
-    accepted_error,
-    add_magnitudes,
-    relative_error,
-)
 from .inputs import Case, Sizes
 from .segments import Part, Segment, extract
 from .sliced import Found
 from .symbolic_shapes import infer_types
+from .user_ops import set_dtype
 from .widen import dtypes, round_results, widen
 
 PROMPT = 16  # tokens
@@ -56,25 +49,7 @@ ONLY_16: Mapping[str, Sequence[int]] = {
 _SIZES = [Sizes(1, 32), *inputs.SIZES]
 _MIXTURES, _TABLE = ("MoE", "QMoE"), "GatherBlockQuantized"
 
-State = dict[str, list[np.ndarray]]
-"""Values that cross, by name: of each case."""
-
-
-@dataclass
-class Streamed:
-    """What was found.
-
-    Attributes:
-        error: the largest relative error of a value that a segment computes from the original's values.
-        own_error: that of an output of the graph, from the result's own values.
-        own_noise: that of the original where the last bits of its values differ.
-        notes: on outputs of the graph that show nothing to compare.
-    """
-
-    error: float = 0.0
-    own_error: float = 0.0
-    own_noise: float = 0.0
-    notes: list[str] = field(default_factory=list)
+State = dict[str, list[np.ndarray]]  # values that cross, by name: of each case
 
 
 class _DoesNotRun(ExportError):
@@ -82,29 +57,24 @@ class _DoesNotRun(ExportError):
 
 
 @dataclass
-class _Run:
-    """What all segments have in common.
-
-    Attributes:
-        cases: the inputs of the graph: of a prompt and of a step after it, or of the only case.
-        caches: the outputs that a step reads, by its inputs.
-        windows: smaller ones for those that are too large to run.
-        shown: returns the positions of a value, by name, that a case's padding masks show.
-        exact, noisy, own: values of the original, of the original where last bits differ, of the result.
-    """
+class Streamed:
+    """What all segments have in common, and what was found."""
 
     original: ir.Model
     result: ir.Model
     library: deploy.Libraries
     dtype: str
-    cases: list[Case]
-    caches: Mapping[str, str] = field(default_factory=dict)
-    windows: Mapping[int, int] = field(default_factory=dict)
-    shown: Callable[[str, Case, Any], Any] = lambda name, case, value: value
-    streamed: Streamed = field(default_factory=Streamed)
-    exact: State = field(default_factory=dict)
-    noisy: State = field(default_factory=dict)
-    own: State = field(default_factory=dict)
+    shown: Callable[[str, Case, Any], Any]
+    cases: list[Case]  # the inputs of the graph: of a prompt and of a step after it, or of the only case
+    caches: Mapping[str, str] = field(default_factory=dict)  # the outputs that a step reads, by its inputs
+    windows: Mapping[int, int] = field(default_factory=dict)  # smaller ones for those too large to run
+    exact: State = field(default_factory=dict)  # values of the original
+    noisy: State = field(default_factory=dict)  # of the original where last bits differ
+    own: State = field(default_factory=dict)  # of the result
+    error: float = 0.0  # the largest relative one of what a segment computes from the original's values
+    own_error: float = 0.0  # that of an output of the graph, from the result's own values
+    own_noise: float = 0.0  # that of the original where the last bits of its values differ
+    notes: list[str] = field(default_factory=list)  # on outputs of the graph with nothing to compare
 
 
 def stream(
@@ -129,13 +99,12 @@ def stream(
 
     Raises:
         NotEquivalent: a segment of the result fails or computes something else; the text names it.
-        NotRunnable: ONNX Runtime cannot run a segment on the CPU.
+        NotRunnable, Endless: ONNX Runtime cannot run a segment on the CPU, or not to its end.
         ExportError: the original does not run.
-        Endless: a segment does not come to an end.
     """
     errors = list[Exception]()
-    for run in _runs(original, result, library, dtype, cases, errors):
-        run.shown = shown
+    make = partial(Streamed, original, result, library, dtype, shown)
+    for run in _runs(make, original, result, cases, errors):
         try:
             for index, segment in enumerate(segments):
                 progress(index, len(segments))
@@ -145,31 +114,27 @@ def stream(
                 for state in (run.exact, run.noisy, run.own):
                     for name in state.keys() - needed:
                         del state[name]
-            return run.streamed
+            return run
         except (_DoesNotRun, NotRunnable) as error:
             errors.append(error)
     raise errors[0]
 
 
 def _runs(
+    run: Callable[..., Streamed],
     original: ir.Model,
     result: ir.Model,
-    library: deploy.Libraries,
-    dtype: str,
     cases: Sequence[Case],
     errors: list[Exception],
-) -> Iterator[_Run]:
+) -> Iterator[Streamed]:
     """Yields runs to try: the sizes of a model's inputs are not always known."""
-    run = partial(_Run, original, result, library, dtype)
     if cases:
         yield run([dict(cases[0])])
         return
     whole = original.clone()
     whole.graph.meta.update(original.graph.meta)
     sliced.fold_moves(whole)  # tables show how many rows they have
-    windows = {
-        number for model in (whole, result) for node in model.graph for number in _windows(node).values()
-    }
+    windows = {number for node in (*whole.graph, *result.graph) for number in _windows(node).values()}
     large = sorted(each for each in windows if each > _MOST_WINDOW)
     held = [node for node in whole.graph if g.attribute(node, "sliding_window_cache", 0)]
     if any(isinstance((g.dims(node.inputs[3]) or [0, 0])[-2], int) for node in held):
@@ -202,11 +167,8 @@ def _windows(node: ir.Node) -> dict[str, int]:
 
 
 def _reduce_windows(model: ir.Model, smaller: Mapping[int, int]) -> None:
-    """Makes windows smaller that are too large to run.
-
-    The same code compares a place with a number, whatever that is: with a smaller window, and a prompt that
-    is longer than it, the check is the same.
-    """
+    """Makes windows smaller that are too large to run. The check is the same with a smaller window, and a
+    prompt that is longer than it: the same code compares a place with a number."""
     for node in model.graph:
         for name, number in _windows(node).items():
             node.attributes[name] = ir.AttrInt64(name, smaller.get(number, number))
@@ -237,7 +199,7 @@ def _decoder_case(model: ir.Model, sizes: Sizes, before: int, new: int) -> Case:
 # ------------------------------------------------------------------------------------ one segment
 
 
-def _compare(run: _Run, segment: Segment) -> None:
+def _compare(run: Streamed, segment: Segment) -> None:
     """Runs both forms of a segment, compares what they return and keeps what others read."""
     count, name = len(run.cases), segment.name
     original, result = _form(run, run.original, segment.original), _form(run, run.result, segment.result)
@@ -253,12 +215,14 @@ def _compare(run: _Run, segment: Segment) -> None:
 
     outputs = [str(value.name) for value in result.graph.outputs]
     if unknown := [each for each in outputs if each not in run.exact]:
-        raise NotEquivalent(f"{name}: it returns {unknown[0]}, which the original does not compute")
+        raise equivalence.NotEquivalent(
+            f"{name}: it returns {unknown[0]}, which the original does not compute"
+        )
     given, own = _given(run, result, run.exact, None), _given(run, result, run.own, count)
     known = {value.name for node in original.graph for value in node.outputs}
     is_narrow = run.dtype == "float16"
-    measured = add_magnitudes(result, [ir.DataType.FLOAT16], known) if is_narrow else {}
-    with _naming(name, NotEquivalent, "the result fails"):
+    measured = equivalence.add_magnitudes(result, [ir.DataType.FLOAT16], known) if is_narrow else {}
+    with _naming(name, equivalence.NotEquivalent, "the result fails"):
         found = sliced.run(result.clone(), [*given, *own], run.library)
     _keep(run.own, found[count:])
     exact = _given(run, original, run.exact, None)
@@ -270,12 +234,11 @@ def _compare(run: _Run, segment: Segment) -> None:
         _force_experts(run, segment, routers, exact[0], given[0])
 
 
-def _form(run: _Run, model: ir.Model, part: Part) -> ir.Model:
+def _form(run: Streamed, model: ir.Model, part: Part) -> ir.Model:
     """Returns a part of a model in the form that the CPU can run."""
     made = extract(model, part)
     _reduce_windows(made, run.windows)
-    decoders.split_query_norms(made)
-    decoders.set_full_precision(made)
+    decoders.make_runnable(made)
     if ir.DataType.BFLOAT16 in {each for graph in made.graphs() for each in dtypes(graph)}:
         if any(value.dtype is None for node in made.graph for value in node.outputs):
             infer_types(made)
@@ -293,16 +256,8 @@ def compute_in(dtype: ir.DataType, node: ir.Node) -> None:
     for index, value in enumerate(node.inputs):
         if index not in kept and value is not None and value.dtype is ir.DataType.FLOAT:
             node.replace_input_with(index, g.add(node, "Cast", [value], {"to": int(dtype)}))
-    assert node.graph is not None
     for result in node.outputs[made:]:
-        wide = ir.node("Cast", [result], {"to": int(ir.DataType.FLOAT)})
-        wide.outputs[0].type, wide.outputs[0].shape = result.type, result.shape
-        ir.convenience.replace_all_uses_with(result, wide.outputs[0], replace_graph_outputs=True)
-        wide.replace_input_with(0, result)
-        result.type, wide.outputs[0].name, result.name = (
-            ir.TensorType(dtype), result.name, f"{result.name} (16 bits)",
-        )  # fmt: skip
-        node.graph.insert_after(node, wide)
+        set_dtype(result, dtype)
 
 
 def rounded(model: ir.Model, dtype: ir.DataType) -> ir.Model:
@@ -314,12 +269,9 @@ def rounded(model: ir.Model, dtype: ir.DataType) -> ir.Model:
     return model
 
 
-def _given(run: _Run, model: ir.Model, state: State, first: int | None) -> list[dict[str, Any]]:
-    """Returns the inputs of a segment's cases.
-
-    Args:
-        first: the index of the prompt's case in the call; None if what it returns is in `state`.
-    """
+def _given(run: Streamed, model: ir.Model, state: State, first: int | None) -> list[dict[str, Any]]:
+    """Returns the inputs of a segment's cases; `first`: the index of the prompt's case in the call, None if
+    what it returns is in `state`."""
     outputs, made = {value.name for value in model.graph.outputs}, []
     for index, case in enumerate(run.cases):
         given = dict[str, Any]()
@@ -329,10 +281,8 @@ def _given(run: _Run, model: ir.Model, state: State, first: int | None) -> list[
             if after in outputs and first is not None:
                 given[name] = Earlier(first, str(after))
                 continue
-            array = (
-                state[after][0] if after in state else state[name][index] if name in state else case.get(name)
-            )
-            if array is None:
+            known = state[after][0] if after in state else state[name][index] if name in state else None
+            if (array := case.get(name) if known is None else known) is None:
                 continue  # an initializer that is an input, too
             is_other = value.dtype is not None and value.dtype.numpy() != array.dtype
             given[name] = weights.narrow(array, value.dtype) if is_other and value.dtype else array
@@ -358,29 +308,26 @@ def _naming(segment: str, kind: type[Exception], what: str) -> Iterator[None]:
 # ------------------------------------------------------------------------------------ comparing
 
 
-def _near(run: _Run) -> Callable[[Mapping[str, Any]], dict[str, Any]]:
+def _near(run: Streamed) -> Callable[[Mapping[str, Any]], dict[str, Any]]:
     """Returns what changes the last bits of inputs, those of the coarser dtype."""
-    by = LAST_BITS if run.dtype == "float32" else float(ml_dtypes.finfo(run.dtype).eps)
+    by = equivalence.LAST_BITS if run.dtype == "float32" else float(ml_dtypes.finfo(run.dtype).eps)
     tensors = [value.const_value for value in run.original.graph.initializers.values()]
     kind = ir.DataType[run.dtype.replace("float32", "float").replace("float64", "double").upper()]
     if not any(tensor is not None and tensor.dtype is kind for tensor in tensors):
         by *= _OF_CONVERTED
 
     def near(case: Mapping[str, Any]) -> dict[str, Any]:
-        return {
-            name: nudged(each, by) if isinstance(each, np.ndarray) else each for name, each in case.items()
-        }
+        arrays = {name: nudged(each, by) for name, each in case.items() if isinstance(each, np.ndarray)}
+        return {**case, **arrays}
 
     return near
 
 
 def _noise(
-    run: _Run, segment: str, original: ir.Model, cases: Sequence[Mapping[str, Any]]
+    run: Streamed, segment: str, original: ir.Model, cases: Sequence[Mapping[str, Any]]
 ) -> Callable[[int], list[Found]]:
-    """Returns what runs the original where last bits differ, and where each operator rounds to its dtype.
-
-    It does so once, when it is first called: with the index of a case, whose outputs it returns.
-    """
+    """Returns what runs the original where last bits differ, and where each operator rounds to its dtype:
+    once, when it is first called, with the index of a case, whose outputs it returns."""
 
     @cache
     def variants() -> list[list[Found]]:
@@ -400,35 +347,33 @@ def _in_fp32(given: Any) -> Any:
 
 
 def _check(
-    run: _Run,
+    run: Streamed,
     segment: str,
     expected: Sequence[Found],
     found: Sequence[Found],
     noise: Callable[[int], list[Found]],
 ) -> None:
     """Raises NotEquivalent if a value, or a channel of it, differs more than rounding does."""
-    measures = ((relative_error, 1.0, ""), (channel_error, _OF_CHANNELS, " of a channel"))
+    measures = ((equivalence.relative_error, 1.0, ""), (channel_error, _OF_CHANNELS, " of a channel"))
     values = [(case, name) for case, outputs in enumerate(expected) for name in outputs]
     for (case, name), (measure, times, what) in product(values, measures):
         see = partial(run.shown, name, run.cases[case % len(run.cases)])  # of all experts there are more
         exact, given = (see(each[case][name]) for each in (expected, found))
-        error, accepted = measure(exact, given), times * ACCEPTED[run.dtype]
-        if measure is relative_error:
-            run.streamed.error = max(run.streamed.error, error)
+        error, accepted = measure(exact, given), times * equivalence.ACCEPTED[run.dtype]
+        if measure is equivalence.relative_error:
+            run.error = max(run.error, error)
         if error <= accepted:
             continue
         own = max(measure(exact, see(each[name])) for each in noise(case))
-        accepted = accepted_error(run.dtype, own, times)
+        accepted = equivalence.accepted_error(run.dtype, own, times)
         if not error <= accepted:
             text = f"{segment}: {name} differs from the original: relative error{what} {error:.1e}, accepted"
-            raise NotEquivalent(f"{text} {accepted:.1e}", error=error, accepted=accepted)
+            raise equivalence.NotEquivalent(f"{text} {accepted:.1e}", error=error, accepted=accepted)
 
 
 def channel_error(expected: Any, found: Any) -> float:
-    """Returns the largest error of a channel, relative to its own size or the value's, if that is larger.
-
-    A channel has the numbers of all tokens; one that differs does not show in an error of the whole.
-    """
+    """Returns the largest error of a channel, relative to its own size or the value's, if that is larger. A
+    channel has the numbers of all tokens; one that differs does not show in an error of the whole."""
     if isinstance(expected, list):
         return 0.0
     a, b = (np.asarray(each) for each in (expected, found))
@@ -446,31 +391,30 @@ def channel_error(expected: Any, found: Any) -> float:
     return float(error.max(initial=0.0)) if np.isfinite(error).all() else inf
 
 
-def _check_outputs(run: _Run, segment: str, outputs: Sequence[str]) -> None:
+def _check_outputs(run: Streamed, segment: str, outputs: Sequence[str]) -> None:
     """Compares the graph's outputs where each segment had what those before it have returned."""
     values = {str(value.name): value for value in run.original.graph.outputs}
     for name in (each for each in outputs if each in values):
         graph, shown = SimpleNamespace(outputs=[values[name]]), [[each] for each in run.exact[name]]
-        run.streamed.notes += check_shown(graph, shown, True, "")
+        run.notes += check_shown(graph, shown, True, "")
         states = (state[name] for state in (run.exact, run.noisy, run.own))
         for case, *arrays in zip(run.cases, *states, strict=True):
             exact, noisy, own = (run.shown(name, case, each) for each in arrays)
-            error, noise = relative_error(exact, own), relative_error(exact, noisy)
-            run.streamed.own_error = max(run.streamed.own_error, error)
-            run.streamed.own_noise = max(run.streamed.own_noise, noise)
+            error, noise = equivalence.relative_error(exact, own), equivalence.relative_error(exact, noisy)
+            run.own_error = max(run.own_error, error)
+            run.own_noise = max(run.own_noise, noise)
             # Each segment has been compared with less.
-            accepted = accepted_error(run.dtype, min(noise, MAX_USABLE_ERROR))
+            accepted = equivalence.accepted_error(run.dtype, min(noise, MAX_USABLE_ERROR))
             if not error <= accepted:
                 text = (
                     f"{segment}: {name} differs from the original after all segments before: relative error"
                 )
-                raise NotEquivalent(
-                    f"{text} {error:.1e}, accepted {accepted:.1e}", error=error, accepted=accepted
-                )
+                text += f" {error:.1e}, accepted {accepted:.1e}"
+                raise equivalence.NotEquivalent(text, error=error, accepted=accepted)
 
 
 def _check_inside(
-    run: _Run, segment: Segment, original: ir.Model, found: Sequence[Found], measured: Mapping[str, str]
+    run: Streamed, segment: Segment, original: ir.Model, found: Sequence[Found], measured: Mapping[str, str]
 ) -> None:
     """Refuses what makes numbers near the end of fp16 that the original does not have."""
     sizes = {name: max(float(each[output]) for each in found) for output, name in measured.items()}
@@ -478,20 +422,16 @@ def _check_inside(
     if not large:
         return
     plain = original.clone()
-    add_magnitudes(plain, [ir.DataType.FLOAT16, ir.DataType.FLOAT])
+    equivalence.add_magnitudes(plain, [ir.DataType.FLOAT16, ir.DataType.FLOAT])
     with _naming(segment.name, _DoesNotRun, "the original fails"):
         before = sliced.run(plain, _given(run, original, run.exact, None), run.library)
-    values = [
-        float(np.abs(array.astype(np.float64)).max(initial=0))
-        for each in before
-        for array in each.values()
-        if array.dtype.kind == "f"
-    ]
-    if max(values, default=0.0) <= _HALF_OF_FP16:
+    arrays = [array for each in before for array in each.values() if array.dtype.kind == "f"]
+    sizes_before = [np.abs(array.astype(np.float64)).max(initial=0) for array in arrays]
+    if (most := max(sizes_before, default=0.0)) <= _HALF_OF_FP16:
         name, size = max(large.items(), key=lambda each: each[1])
-        raise NotEquivalent(
+        raise equivalence.NotEquivalent(
             f"{segment.name}: {name} reaches {size:.0f}, more than half of "
-            f"what float16 has, where the original's numbers stay below {max(values, default=0.0):.0f}"
+            f"what float16 has, where the original's numbers stay below {most:.0f}"
         )
 
 
@@ -501,21 +441,14 @@ def _check_inside(
 def _routers(original: ir.Model, result: ir.Model) -> list[ir.Value]:
     """Returns the values of the original that choose experts, and that the result has, too."""
     known = {value.name for node in result.graph for value in node.outputs}
-    found = dict[ir.Value, None]()
-    for node in original.graph:
-        if node.op_type == "TopK" and not node.domain:
-            value = node.inputs[0]
-        elif node.op_type in _MIXTURES and node.domain == g.MICROSOFT:
-            value = node.inputs[1]
-        else:
-            continue
-        if value is not None and value.name in known:
-            found[value] = None
-    return [*found]
+    places = {("", "TopK"): 0, **{(g.MICROSOFT, op_type): 1 for op_type in _MIXTURES}}
+    nodes = [(node, places.get((node.domain, node.op_type))) for node in original.graph]
+    found = dict.fromkeys(node.inputs[index] for node, index in nodes if index is not None)
+    return [value for value in found if value is not None and value.name in known]
 
 
 def _force_experts(
-    run: _Run,
+    run: Streamed,
     segment: Segment,
     routers: Sequence[ir.Value],
     exact: Mapping[str, Any],
@@ -548,16 +481,8 @@ def _force_experts(
     fed_original = [{**exact, **fed} for fed in cases]
     with _naming(segment.name, _DoesNotRun, "the original fails"):
         expected = sliced.run(original.clone(), fed_original, run.library)
-    with _naming(segment.name, NotEquivalent, "the result fails"):
-        kinds = {str(value.name): value.dtype for value in result.graph.inputs}
-        fed_result = [
-            {
-                **given,
-                **{
-                    name: weights.narrow(each, kinds[name] or ir.DataType.FLOAT) for name, each in fed.items()
-                },
-            }
-            for fed in cases
-        ]
-        found = sliced.run(result, fed_result, run.library)
+    with _naming(segment.name, equivalence.NotEquivalent, "the result fails"):
+        kinds = {str(value.name): value.dtype or ir.DataType.FLOAT for value in result.graph.inputs}
+        narrow = [{name: weights.narrow(each, kinds[name]) for name, each in fed.items()} for fed in cases]
+        found = sliced.run(result, [{**given, **fed} for fed in narrow], run.library)
     _check(run, segment.name, expected, found, _noise(run, segment.name, original, fed_original))

@@ -22,18 +22,14 @@ _BROADCASTS = (
     "Add", "And", "Div", "Equal", "Greater", "GreaterOrEqual", "Less", "LessOrEqual", "Max", "Min", "Mul",
     "Or", "Pow", "Sub", "Sum", "Where",
 )  # fmt: skip
-
-
 _SEQUENCES = {
     "SequenceConstruct", "SequenceEmpty", "SequenceErase", "SequenceInsert", "SequenceMap", "SplitToSequence",
 }  # fmt: skip
 
 
 def infer_types(model: ir.Model, data_prop: bool = True) -> None:
-    """Infers types and shapes as onnx does, in place.
-
-    onnx_ir gives a sequence without a declared type that of its tensors: here it gets the right one.
-    """
+    """Infers types and shapes as onnx does, in place. onnx_ir gives a sequence without a declared type that
+    of its tensors: here it gets the right one."""
     graphs = [*model.graphs()]
     untyped = {value for graph in graphs for node in graph for value in node.outputs if value.type is None}
     ShapeInferencePass(check_type=False, strict_mode=False, data_prop=data_prop)(model)
@@ -75,9 +71,8 @@ def infer_shapes(model: ir.Model, auto_merge: bool = True) -> None:
         found, _ = _symbolic_shapes(proto, auto_merge=False)  # in a sum, one of the two may be 1
     if found is None:
         return
-    inferred = {
-        value.name: value for node in ir.from_proto(found).graph.all_nodes() for value in node.outputs
-    }
+    nodes = ir.from_proto(found).graph.all_nodes()
+    inferred = {value.name: value for node in nodes for value in node.outputs}
     for node in model.graph.all_nodes():
         for value in node.outputs:
             other = inferred.get(value.name)
@@ -89,11 +84,8 @@ def infer_shapes(model: ir.Model, auto_merge: bool = True) -> None:
 def _symbolic_shapes(
     proto: onnx.ModelProto, auto_merge: bool
 ) -> tuple[onnx.ModelProto | None, dict[str, str | int]]:
-    """Returns a model with shapes, or None, and which names of dimensions were merged into others.
-
-    Args:
-        auto_merge: take two dimensions for one if they meet in a sum, unless both are sizes of inputs.
-    """
+    """Returns a model with shapes, or None, and which names of dimensions were merged into others;
+    `auto_merge`: two dimensions are one if they meet in a sum, unless both are sizes of inputs."""
     inference, complete = _inference()(2**31 - 1, auto_merge, False, 0), False
     # These are the steps of its `infer_shapes`, which writes a file into the current folder if it fails.
     try:
@@ -163,10 +155,8 @@ def _module() -> Any:
 
 @cache
 def _inference() -> Any:
-    """Returns ONNX Runtime's inference, changed so that sizes of inputs stay apart where they are summed.
-
-    One of the two may be 1. The sum's size has the names of both.
-    """
+    """Returns ONNX Runtime's inference, changed so that sizes of inputs stay apart where they are summed: one
+    of the two may be 1. The sum's size has the names of both."""
     import sympy  # type: ignore[import-untyped]
 
     original = _module()

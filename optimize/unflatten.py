@@ -46,11 +46,13 @@ class Unflatten(Rewrite[_Match], name="unflatten", op_types=("MatMul", "Gemm"), 
                 source = g.transpose(transpose, heads, SWAP_S_H)
                 shape = [shape[1], shape[0], linear.width]
             source = g.reshape(last, source, [0, 0, width], [*(g.dims(source) or [])[:2], width])
-        bias, opposite = bias_vector(self.context, linear.bias), _opposite(last) if is_swapped else last
+        bias, user = bias_vector(self.context, linear.bias), g.only_user(last.outputs[0])
         result = plain_matmul(last, linear, linear.weight, bias, source, shape)
-        if is_swapped and opposite is last:
+        if is_swapped and user is not None and g.has_permutation(user, SWAP_ROWS):
+            last = user  # the opposite transpose
+        elif is_swapped:
             result = g.transpose(last, result, SWAP_ROWS)
-        self.replace(opposite.outputs[0], result)
+        self.replace(last.outputs[0], result)
 
 
 def _are_heads(source: ir.Value, outer: list[g.Dim], width: int) -> bool:
@@ -60,9 +62,3 @@ def _are_heads(source: ir.Value, outer: list[g.Dim], width: int) -> bool:
         return False
     count, size = shape[2:]
     return isinstance(count, int) and isinstance(size, int) and count * size == width
-
-
-def _opposite(node: ir.Node) -> ir.Node:
-    """Returns the transpose that alone reads a node and swaps the first two dimensions, else the node."""
-    user = g.only_user(node.outputs[0])
-    return user if user is not None and g.has_permutation(user, SWAP_ROWS) else node

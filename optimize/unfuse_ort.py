@@ -8,7 +8,7 @@ Writes: standard operators; MultiHeadAttention with separate q, k and v and a ma
 Leaves alone: attention with a KV cache, and nodes with attributes that standard operators lack.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from itertools import accumulate
 
 import numpy as np
@@ -24,6 +24,7 @@ from .rewrite import Rewrite
 _HIDDEN = -10000.0  # what ONNX Runtime adds to a hidden score, also where a row has no other
 _TANH = {"approximate": "tanh"}  # the form of FastGelu
 _ACTIVATIONS = ("Relu", "Sigmoid", "Tanh")  # of FusedGemm, those without numbers
+_Maybe = ir.Value | None
 
 
 class UnfuseOrt(Rewrite[bool], name="unfuse_ort"):
@@ -146,14 +147,12 @@ def _embed_norm(context: g.RewriteContext, node: ir.Node) -> ir.Value:
 
 def _gelu(context: g.RewriteContext, node: ir.Node) -> ir.Value:
     x, shape = node.inputs[0], g.dims(node.outputs[0])
+    if node.op_type == "QuickGelu":  # SiLU
+        return g.add(node, "Mul", [x, g.add(node, "Sigmoid", [x])])
     if len(node.inputs) > 1 and node.inputs[1] is not None:
         x = g.add(node, "Add", node.inputs, shape=shape)
     form = _TANH if node.op_type == "FastGelu" else {}
     return g.add(node, "Gelu", [x], form, shape=shape)
-
-
-def _silu(context: g.RewriteContext, node: ir.Node) -> ir.Value:
-    return g.add(node, "Mul", [node.inputs[0], g.add(node, "Sigmoid", node.inputs)])
 
 
 def _gemm(context: g.RewriteContext, node: ir.Node) -> ir.Value:
@@ -194,8 +193,7 @@ def _check_attention(node: ir.Node) -> None:
 
 def _attention(context: g.RewriteContext, node: ir.Node) -> ir.Value:
     """Attention that computes q, k and v from x itself."""
-    x, weight, bias, mask, _, added = [*node.inputs, *[None] * 6][:6]
-    tensor = g.tensor(weight)
+    (x, weight), tensor = node.inputs[:2], g.tensor(node.inputs[1])
     assert x is not None and weight is not None and tensor is not None
     widths = g.attribute(node, "qkv_hidden_sizes", [weights.sizes(tensor)[1] // 3] * 3)
     parts = list[ir.Value]()
@@ -204,7 +202,7 @@ def _attention(context: g.RewriteContext, node: ir.Node) -> ir.Value:
         columns = weights.part(tensor, 1, stop - width, stop)
         part = g.initializer(context.graph, columns, f"{weight.name}_part")
         parts.append(g.add(node, "MatMul", [x, part], shape=shape))
-    return _multi_head(context, node, parts, bias, mask, added)
+    return _multi_head(context, node, parts)
 
 
 def _has_other_form(node: ir.Node) -> bool:
@@ -222,13 +220,7 @@ def _has_other_form(node: ir.Node) -> bool:
     return True
 
 
-def _multi_head_attention(context: g.RewriteContext, node: ir.Node) -> ir.Value:
-    q, k, v, bias, mask, added = [*node.inputs, *[None] * 6][:6]
-    assert q is not None and k is not None and v is not None
-    return _multi_head(context, node, [q, k, v], bias, mask, added)
-
-
-def _check_heads(x: ir.Value, bias: ir.Value | None, mask: ir.Value | None, added: ir.Value | None) -> None:
+def _check_heads(x: ir.Value, bias: _Maybe, mask: _Maybe, added: _Maybe) -> None:
     """Raises Skipped for what `_multi_head` does not take; x [B, T, C] has the queries."""
     rank = g.rank(mask) if mask is not None else 1
     if bias is not None and not g.is_constant(bias):
@@ -241,15 +233,13 @@ def _check_heads(x: ir.Value, bias: ir.Value | None, mask: ir.Value | None, adde
         raise g.Skipped("a mask that is not known to be one length for each sequence")
 
 
-def _multi_head(
-    context: g.RewriteContext,
-    node: ir.Node,
-    parts: list[ir.Value],
-    bias: ir.Value | None,
-    mask: ir.Value | None,
-    added: ir.Value | None,
-) -> ir.Value:
-    """Writes the attention of q, k and v with a bias; a mask [B, T] of 0 and 1 becomes an additive one."""
+def _multi_head(context: g.RewriteContext, node: ir.Node, computed: Sequence[ir.Value] = ()) -> ir.Value:
+    """Writes the attention of q, k and v, which may have been computed, with a bias; a mask [B, T] of 0 and 1
+    becomes an additive one."""
+    inputs = [*node.inputs, *[None] * 6]
+    parts = [*computed] or [each for each in inputs[:3] if each is not None]
+    # The inputs of Attention are x, weight, bias, mask, past and what is added.
+    bias, mask, added = (inputs[2], inputs[3], inputs[5]) if computed else inputs[3:6]
     row = g.constant(bias)
     if bias is not None and row is not None:
         widths = [g.last_dim(part) or 0 for part in parts]
@@ -264,9 +254,11 @@ def _multi_head(
         if added is not None:
             hiding = g.add(node, "Add", [hiding, added])
         added, mask = spread(hiding, parts[0], parts[1], node), None
-    inputs = [*parts, None, mask, added]
-    shape = [*(g.dims(parts[0]) or [None, None])[:2], g.last_dim(parts[2])]
-    return g.add(node, "MultiHeadAttention", inputs, attributes, domain=g.MICROSOFT, shape=shape)
+    given, shape = (
+        [*parts, None, mask, added],
+        [*(g.dims(parts[0]) or [None, None])[:2], g.last_dim(parts[2])],
+    )
+    return g.add(node, "MultiHeadAttention", given, attributes, domain=g.MICROSOFT, shape=shape)
 
 
 _RULES: Mapping[str, Callable[[g.RewriteContext, ir.Node], ir.Value]] = {
@@ -277,8 +269,8 @@ _RULES: Mapping[str, Callable[[g.RewriteContext, ir.Node], ir.Value]] = {
     "FusedGemm": _gemm,
     "FusedMatMul": _matmul,
     "Gelu": _gelu,
-    "MultiHeadAttention": _multi_head_attention,
-    "QuickGelu": _silu,
+    "MultiHeadAttention": _multi_head,
+    "QuickGelu": _gelu,
     "SkipLayerNormalization": _skip_norm,
     "SkipSimplifiedLayerNormalization": _skip_norm,
 }

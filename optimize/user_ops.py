@@ -31,6 +31,7 @@ FLOATS_16 = (ir.DataType.FLOAT16, ir.DataType.BFLOAT16)
 _FLOAT = ir.DataType.FLOAT
 _EXPORTERS = "pkg."  # domains of the functions that torch's exporters make of modules
 
+Functions = Mapping[ir.OperatorIdentifier, ir.Function]
 Types = tuple[ir.DataType | None, ...]
 """The types of a node's inputs, then of its outputs; None of what is absent or not known."""
 
@@ -46,18 +47,11 @@ class _Node:
 
 @dataclass
 class UserOps:
-    """The user's own ops in a model.
+    """The user's own ops in a model."""
 
-    Attributes:
-        libraries: the libraries that the runs of the model register: those given, and those found.
-        records: the ops of these libraries and of torch, by `OpSpec.key`. twinop's own are not among them.
-        inlined: the number of nodes of each op that became standard operators, because no library has its
-            domain.
-    """
-
-    libraries: list[Path]
-    records: dict[str, OpSpec]
-    inlined: dict[str, int] = field(default_factory=dict)
+    libraries: list[Path]  # those that the runs of the model register: those given, and those found
+    records: dict[str, OpSpec]  # the ops of these libraries and of torch, by `OpSpec.key`, but twinop's
+    inlined: dict[str, int] = field(default_factory=dict)  # nodes by op: no library has the domain
     _functions: dict[ir.OperatorIdentifier, ir.Function] = field(default_factory=dict)
     _nodes: dict[str, _Node] = field(default_factory=dict)  # by the overload during the rewrites
 
@@ -72,21 +66,10 @@ class UserOps:
             if domain not in self.domains and _may_have_library(domain):
                 self.inlined[f"{domain}::{name}"] = count
 
-    def detach(
-        self,
-        model: ir.Model,
-        others: Mapping[str, OpSpec],
-        functions: Mapping[ir.OperatorIdentifier, ir.Function],
-    ) -> None:
-        """Takes the function bodies out of a model, and reads the types of the nodes.
-
-        Args:
-            others: twinop's ops by name.
-            functions: their bodies, which those of the user's ops may call.
-
-        Raises:
-            ExportError: the model's opset has to be converted, which a body cannot be.
-        """
+    def detach(self, model: ir.Model, others: Mapping[str, OpSpec], functions: Functions) -> None:
+        """Takes the function bodies out of a model, and reads the types of the nodes. `others`: twinop's ops
+        by name; `functions`: their bodies, which the user's may call. ExportError: a body's opset has to be
+        converted."""
         opset = model.graph.opset_imports.get("")
         if model.functions and opset not in OPSETS:
             name = "::".join(next(iter(model.functions))[:2])
@@ -110,16 +93,9 @@ class UserOps:
             node.overload = key
 
     def convert_to_fp32(self, model: ir.Model, dtype: str, converting: bool) -> None:
-        """Chooses the types of each node in the result, and casts to those in the fp32 form.
-
-        Args:
-            model: its values are in fp32 already.
-            dtype: of the result, as the report has it.
-            converting: whether that is another one than the source's.
-
-        Raises:
-            ExportError: a library lacks the dtype.
-        """
+        """Chooses the types of each node in the result, and casts to those in the fp32 form, which the model
+        is in already; `converting`: `dtype` is another one than the source's. ExportError: a library lacks
+        it."""
         wanted = ONNX_TYPES[dtype]
         by_type = {each.node_type: each for each in self.records.values() if not each.is_backward}
         for node in [node for node in model.graph.all_nodes() if node.overload in self._nodes]:
@@ -142,10 +118,7 @@ class UserOps:
 
     def attach(self, model: ir.Model) -> ir.Model:
         """Gives the nodes their function bodies again, for the types that they have now; returns the model.
-
-        Raises:
-            ExportError: one body cannot serve all nodes of an op.
-        """
+        ExportError: one body cannot serve all nodes of an op."""
         calls = defaultdict[ir.OperatorIdentifier, list[tuple[Types, ir.Node]]](list)
         for node in model.graph.all_nodes():
             if (own := self._nodes.get(node.overload)) is not None:
@@ -179,17 +152,8 @@ def find_user_ops(
     kept: Iterable[OpSpec] = (),
     allow_model_libraries: bool = False,
 ) -> UserOps:
-    """Finds the libraries of the user's own ops in a model, as a session does.
-
-    Args:
-        model: as it was read from `source`.
-        library: libraries that the user names.
-        kept: ops that stay although no library may have them.
-        allow_model_libraries: whether to take libraries from the model's folder.
-
-    Raises:
-        ExportError: an op has neither a library nor a function body, or its library cannot be used.
-    """
+    """Finds the libraries of the user's own ops in a model, as a session does; for the options see
+    `source.Options`. ExportError: an op has neither library nor body, or its library cannot be used."""
     records = {record.key: record for record in kept if record.domain != DOMAIN}
     user_ops = UserOps(library_paths(library), records)
     domains = {node.domain for graph in graphs_of(model) for node in graph.all_nodes()} - {DOMAIN}
@@ -197,9 +161,8 @@ def find_user_ops(
     if not domains:
         return user_ops
     try:
-        chosen = choose_libraries(
-            load_model(source), user_ops.libraries, allow_model_libraries=allow_model_libraries
-        )
+        given, allowed = user_ops.libraries, allow_model_libraries
+        chosen = choose_libraries(load_model(source), given, allow_model_libraries=allowed)
         found = [read_library(each.path) for each in chosen]
     except TwinopError as error:
         raise ExportError(str(error)) from error
@@ -232,10 +195,8 @@ def _with_floats(record: OpSpec | None, node: ir.Node, before: Types, dtype: ir.
     values = (*node.inputs, *node.outputs)
     floats, found = (_FLOAT, *FLOATS_16), []
     for combination in record.combinations:
-        types = tuple(
-            None if value is None else ONNX_TYPES[combination[name]]
-            for value, name in zip(values, names, strict=False)
-        )
+        wanted = [(value, ONNX_TYPES[combination[name]]) for value, name in zip(values, names, strict=False)]
+        types = tuple(None if value is None else kind for value, kind in wanted)
         pairs = [(old, new) for old, new in zip(before, types, strict=True) if old is not None]
         fits = all(new in (dtype, _FLOAT) if old in floats else new is old for old, new in pairs)
         if fits and (dtype in types or not any(old in floats for old in before)):
@@ -251,20 +212,20 @@ def _cast_around(node: ir.Node, types: Types) -> None:
         if index < len(node.inputs):
             node.replace_input_with(index, g.add(node, "Cast", [value], {"to": dtype}))
         else:
-            cast_for_readers(value, _FLOAT)
-            value.type = ir.TensorType(dtype)
+            set_dtype(value, dtype)
 
 
-def cast_for_readers(value: ir.Value, dtype: ir.DataType) -> None:
-    """Casts the output of a node for everything that reads it. The result has its name."""
-    node, cast = value.producer(), ir.node("Cast", [value], {"to": dtype})
+def set_dtype(value: ir.Value, dtype: ir.DataType) -> ir.Node:
+    """Sets the dtype of a node's output; all that reads it reads a Cast to fp32, which has its name."""
+    node, cast = g.maker(value), ir.node("Cast", [value], {"to": _FLOAT})
     [result] = cast.outputs
     ir.convenience.replace_all_uses_with(value, result, replace_graph_outputs=True)
     cast.replace_input_with(0, value)
-    result.type, result.shape = ir.TensorType(dtype), value.shape
+    result.type, result.shape, value.type = ir.TensorType(_FLOAT), value.shape, ir.TensorType(dtype)
     result.name, value.name = value.name, f"{value.name}_before"
-    assert node is not None and node.graph is not None
+    assert node.graph is not None
     node.graph.insert_after(node, cast)
+    return cast
 
 
 def remove_casts(node: ir.Node) -> None:
@@ -286,16 +247,8 @@ def remove_casts(node: ir.Node) -> None:
 
 
 def _convert_body(function: ir.Function, calls: Sequence[tuple[Types, ir.Node]]) -> None:
-    """Converts a function body to the types that its nodes have now.
-
-    A body in 16 bits gets the new type in their place. One in fp32 computes in fp32, between casts.
-
-    Args:
-        calls: the nodes, each with its types in the source, for which the body was made.
-
-    Raises:
-        ExportError: one body cannot serve all of the nodes.
-    """
+    """Converts a function body to the types that its nodes have now: one in 16 bits gets the new type in
+    their place, one in fp32 casts around. `calls`: the nodes, each with its types in the source."""
     changes = defaultdict[ir.Value, list[tuple[ir.DataType | None, ir.DataType | None]]](list)
     for before, node in calls:
         values = [*function.inputs[: len(node.inputs)], *function.outputs[: len(node.outputs)]]

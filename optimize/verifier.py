@@ -37,14 +37,9 @@ _KEPT = 16  # kinds whose inputs are kept for the comparison in 16 bits; layers 
 
 
 def _part_of_both(original: ir.Model, segment: Segment) -> tuple[Part, list[str]]:
-    """Returns the part of the original that computes what a segment's result does, from what that reads.
-
-    One node may compute a value that only the original reads, such as a normalised sum, and the sum, which
-    the result reads: then the part begins before that node.
-
-    Returns:
-        The part, and values that the result reads and the part computes.
-    """
+    """Returns the part of the original that computes a segment's result from what that reads, and values that
+    the result reads and the part computes: the original alone may read a normalised sum, and the result the
+    sum."""
     values = ir.convenience.create_value_mapping(original.graph, include_subgraphs=False)
     read = {values[name] for name in segment.result.inputs}
     given, computed = dict.fromkeys(segment.result.inputs), dict[str, None]()
@@ -52,21 +47,15 @@ def _part_of_both(original: ir.Model, segment: Segment) -> tuple[Part, list[str]
         node = values[name].producer()
         if name in given or node is None or is_shared(values[name], read):
             continue
-        computed |= {str(each.name): None for each in node.outputs if each in read}
-        given |= {
-            str(each.name): None for each in node.inputs if each is not None and each.producer() is not None
-        }
+        computed |= dict.fromkeys(str(each.name) for each in node.outputs if each in read)
+        makers = [each for each in node.inputs if each is not None and each.producer() is not None]
+        given |= dict.fromkeys(str(each.name) for each in makers)
     inputs = [name for name in given if name not in computed]
     return Part(inputs, segment.result.outputs), [*computed]
 
 
 class Verifier:
-    """Compares what `apply` makes of the source with the source.
-
-    Attributes:
-        apply: applies the passes of these names to a copy of the source's base.
-        error: the largest relative error so far; `own_error` is that of the original in 16 bits.
-    """
+    """Compares what `apply`, which takes the names of passes, makes of the source with the source."""
 
     def __init__(
         self, source: Source, apply: Callable[[Names], g.RewriteContext], progress: Progress
@@ -82,11 +71,8 @@ class Verifier:
     # --------------------------------------------------------------------------------- the original
 
     def run_original(self) -> inputs.Sizes:
-        """Runs the original, if it is one segment; returns sizes of inputs that it accepts.
-
-        Raises:
-            ExportError: it does not run, or returns nothing that can be compared.
-        """
+        """Runs the original, if it is one segment; returns sizes of inputs that it accepts. ExportError: it
+        does not run, or returns nothing that can be compared."""
         source, options = self.source, self.source.options
         if options.inputs_file is not None:
             self.given = read_npz(str(options.inputs_file), source.original, options.padding)
@@ -98,7 +84,8 @@ class Verifier:
             self.sizes = self.given[1] if self.given else steps[0] if steps else inputs.SIZES[0]
             return self.sizes
         self.progress("running the original")
-        form = self._original_form()
+        is_file = source.is_fp32 and source.runs_as_file
+        form = Form(source.path, {}) if is_file else source.form(source.original.clone())
         try:
             reference, sizes = self.reference(form.what, source.original)
         except (TwinopError, NotRunnable) as error:
@@ -139,22 +126,9 @@ class Verifier:
         """The comparison of the whole model, if it is one segment."""
         return self.comparisons.get(())
 
-    def typical_case(self) -> inputs.Case:
-        """Returns inputs of the whole model that it accepts."""
-        if self.whole is not None:
-            return self.whole.reference.cases[0]
-        return inputs.generate(self.source.original, self.sizes, hide="nothing")
-
     @property
     def _library(self) -> Sequence[Path] | None:
         return self.source.user_ops.libraries or None
-
-    def _original_form(self) -> Form:
-        """Returns the whole original in fp32 as it runs: the file, where that is it."""
-        source = self.source
-        if source.is_fp32 and source.runs_as_file:
-            return Form(source.path, {})
-        return source.form(source.original.clone())
 
     def _comparison(
         self, model: ir.Model, form: Form, reference: equivalence.Reference, part: Part | None = None
@@ -172,15 +146,12 @@ class Verifier:
         return Comparison(source, model, form, reference, cases, part)
 
     def _comparison_of(self, segments: Sequence[Segment], again: bool = True) -> Comparison | None:
-        """Returns the comparison of the last one of segments, by default of the whole model.
+        """Returns the comparison of the last segment, or the whole model; `again`: also if it was forgotten.
 
         It takes generated inputs. Where these may have other sizes than the values have, or are no rows of a
         table that a segment reads, or belong together, so that it does not run on them or has nothing to
         compare, it takes what the segments before return for inputs of the whole model. It returns None where
         the original does not run: `stream` tries other inputs.
-
-        Args:
-            again: whether to make it again if it was forgotten.
         """
         if not segments:
             return self.whole
@@ -229,13 +200,8 @@ class Verifier:
     def _on_values(
         self, original: Runnable, model: ir.Model, segments: Sequence[Segment], names: Sequence[str]
     ) -> equivalence.Reference:
-        """Runs a part of the original on what the segments before it compute for inputs of the whole model.
-
-        What a segment has returned is kept: it runs once.
-
-        Args:
-            names: what the part reads of it.
-        """
+        """Runs a part of the original on what the segments before it compute for inputs of the whole model;
+        they run once. `names`: what the part reads of it."""
         if not segments:
             return self.reference(original, model)[0]
         if self.known is None or not self.known.cases[0].keys() >= {*names}:
@@ -246,9 +212,8 @@ class Verifier:
                     raise
                 self.known = self._computed(None, segments, names)
         known, count = self.known, self.known.typical
-        edge = {
-            f"{name} of the model": case for name, case in zip(known.edge, known.cases[count:], strict=True)
-        }
+        names_of_edge = [f"{name} of the model" for name in known.edge]
+        edge = dict(zip(names_of_edge, known.cases[count:], strict=True))
         found = equivalence.reference(original, model, self._library, known.cases[:count], (), edge)
         return replace(found, skipped=[*known.skipped, *found.skipped])
 
@@ -282,11 +247,8 @@ class Verifier:
     def _kinds(
         self, result: ir.Model, segments: Sequence[Segment], unknown: Sequence[str] = ()
     ) -> Iterator[tuple[Sequence[Segment], ir.Model]]:
-        """Yields the segments up to one of each kind, none of a whole model, and the part of the last one.
-
-        Args:
-            unknown: weights whose segments are all compared.
-        """
+        """Yields the segments up to one of each kind, none of a whole model, and the part of the last one;
+        `unknown`: weights whose segments are all compared."""
         if self.whole is not None:
             yield [], result.clone()
         kinds = set[str]()
@@ -403,23 +365,23 @@ class Verifier:
     # ----------------------------------------------------------------------------- what was written
 
     def verify_written(self, path: Path, written: ir.Model) -> None:
-        """Compares a file with the original, and completes the report.
-
-        Args:
-            written: the file's model in the form that the CPU runs; its weights are those in the file.
-
-        Raises:
-            NotEquivalent: it differs.
-            ExportError: the original has no usable result in the file's dtype.
-        """
+        """Compares a file with the original, and completes the report; `written`: the file's model in the
+        form that the CPU runs. NotEquivalent: it differs. ExportError: the original has no usable result in
+        the file's dtype."""
         source, report = self.source, self.source.report
         segments, unknown = list[Segment](), list[str]()
         if self.whole is None:
             original = source.finished(source.loaded.clone())
             segments = cut(original, written)
             unknown = check_weights(original, written, segments, self.progress)
-        narrow = self._original_in_16_bits() if source.dtype is not ir.DataType.FLOAT else None
+        narrow = None  # the original in the dtypes of the result
+        if source.dtype is not ir.DataType.FLOAT:
+            narrow = source.loaded if source.is_unconverted else source.base.clone()
+            if narrow is not source.loaded:
+                source.convert(narrow)
         errors, count, results = list[float](), 0, {value.name for value in source.original.graph.outputs}
+        kinds = {report.dtype, *map(dtype_name, source.interface.values())}
+        coarsest = max(kinds, key=equivalence.ACCEPTED.__getitem__)
         for before, part in self._kinds(written, segments, unknown):
             if (comparison := self._comparison_of(before, narrow is not None)) is None:
                 continue
@@ -432,7 +394,7 @@ class Verifier:
                 if narrow is not None:
                     errors += self._check_16_bits(comparison, part, form, narrow)
                 elif not label or comparison.last is None:  # else it was compared before, in fp32
-                    errors.append(comparison.check(form, self._coarsest()))
+                    errors.append(comparison.check(form, coarsest))
             except equivalence.NotEquivalent as reason:
                 raise reason.within(label) from reason
             for value, place in zip(comparison.model.graph.outputs, comparison.reference.places, strict=True):
@@ -445,11 +407,10 @@ class Verifier:
         report.error = max(errors, default=report.error)
         if segments:
             self._run_segments(segments, original, written)
+            what = "segments on a prompt and a step" if decoders.run_sizes(original) else "segments"
             report.compared = {
                 "kinds of segments with generated and edge inputs": count,
-                "segments on a prompt and a step" if decoders.run_sizes(original) else "segments": len(
-                    segments
-                ),
+                what: len(segments),
                 "bytes of weights": sum(each.nbytes for each in g.tensors(written)),
             }
 
@@ -472,27 +433,11 @@ class Verifier:
         if report.own_error is not None:
             report.own_error = max(report.own_error, streamed.own_noise)
 
-    def _coarsest(self) -> str:
-        """Returns the coarsest dtype of the result's inputs and outputs."""
-        found = {dtype_name(each) for each in self.source.interface.values()} | {self.source.report.dtype}
-        return max(found, key=lambda name: equivalence.ACCEPTED[name])
-
-    def _original_in_16_bits(self) -> ir.Model:
-        """Returns the original in the dtypes of the result."""
-        source = self.source
-        if source.is_unconverted:
-            return source.loaded
-        model = source.base.clone()
-        source.convert(model)
-        return model
-
     def _check_16_bits(
         self, comparison: Comparison, part: ir.Model, form: Form, narrow: ir.Model
     ) -> list[float]:
         """Compares a part in 16 bits, as it runs, with the original; returns the error, if the CPU runs it.
-
-        Nodes that only exist in 16 bits are also compared where the CPU has no others in bfloat16.
-        """
+        Nodes that only exist in 16 bits are also compared where the CPU has no others in bfloat16."""
         source, report = self.source, self.source.report
         is_whole = comparison.part is None
         try:

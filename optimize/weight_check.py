@@ -30,8 +30,7 @@ _SAMPLES, _LIKE, _MOST = 64, 1 / 32, 0.5  # most of a sample that differs little
 _SHORT = 32  # elements: fewer are alike by chance
 _REPEATED = 1 << 16  # bytes of one number again and again
 
-Lines = tuple["_Piece", np.ndarray]
-"""What the original has, and what the result has in its place."""
+Lines = tuple["_Piece", np.ndarray]  # what the original has, and what the result has in its place
 
 
 class _Differs(Exception):
@@ -58,11 +57,6 @@ class _Piece:
         factor = np.broadcast_to(self.factor, self.lines.shape)[rows, columns]
         return np.asarray((found.astype(np.float32) if found.itemsize < 4 else found) * factor).astype(dtype)
 
-    def agrees(self, expected: np.ndarray, found: np.ndarray) -> np.ndarray:
-        if self.slack is None:
-            return np.asarray(expected.view(f"u{found.itemsize}") == found.view(f"u{found.itemsize}"))
-        return _near(expected, found, 2 * float(ml_dtypes.finfo(found.dtype).eps), self.slack)
-
     def likeness(self, found: np.ndarray) -> float:
         """Returns the share of a sample that is alike; zeros only count where there is nothing else."""
         rows, columns = _sample(found.shape)
@@ -79,8 +73,13 @@ class _Piece:
         for i in range(0, count, step):
             wrong = np.zeros(min(step, count - i), bool)
             for j in range(0, width, across):
-                place = slice(i, i + step), slice(j, j + across)
-                wrong |= ~self.agrees(self.expected(*place, found.dtype), found[place]).all(1)
+                place, bits = (slice(i, i + step), slice(j, j + across)), f"u{found.itemsize}"
+                expected, given = self.expected(*place, found.dtype), found[place]
+                if self.slack is None:
+                    agrees = expected.view(bits) == given.view(bits)
+                else:
+                    agrees = _near(expected, given, 2 * float(ml_dtypes.finfo(found.dtype).eps), self.slack)
+                wrong |= ~agrees.all(1)
             if wrong.any():
                 return i + int(wrong.argmax())
         return None
@@ -89,15 +88,10 @@ class _Piece:
 def check_weights(
     source: ir.Model, written: ir.Model, segments: Sequence[Segment], progress: Progress = silent
 ) -> list[str]:
-    """Compares all constants of a result with those of the original, segment by segment.
+    """Compares all constants of a result, read again, with those in the original's file, segment by segment.
 
-    Args:
-        source: the original as its file has it.
-        written: the result, read again.
-
-    Returns:
-        The names of the result's constants that the original computes in a way that is not known here. Where
-        there are such, also those of the original's weights in the same segment that no other constant holds.
+    Returns the names of those that the original computes in a way that is not known here. Where there are
+    such, also those of the original's weights in the same segment that no other constant holds.
 
     Raises:
         NotEquivalent: a constant of the result has other numbers than the original's, or one is missing. Or a
@@ -128,9 +122,8 @@ def check_weights(
                 known[id(tensor)] = pieces
             missing += [str(value.name)] if pieces is None else []
             held += pieces or []
-        unused = [
-            each.name for each in pools[index].constants if each.is_required and not _is_held(each, held)
-        ]
+        required = [each for each in pools[index].constants if each.is_required]
+        unused = [each.name for each in required if not _is_held(each, held)]
         if unused and not missing:
             raise NotEquivalent(f"differs in {segment.name}: it lacks {unused[0]}, or a part of it")
         unexplained += [*missing, *unused]
@@ -138,14 +131,9 @@ def check_weights(
 
 
 def check_quantized(source: ir.Model, written: ir.Model, sources: Mapping[str, tuple[str, bool]]) -> None:
-    """Compares all constants of a file in 8 bits with those of the file in 16 bits that it was made of.
-
-    Args:
-        sources: of the output of each matmul in 8 bits: its weight, and whether e4m3 has the transpose.
-
-    Raises:
-        NotEquivalent: a constant has other numbers.
-    """
+    """Compares all constants of a file in 8 bits with those of the file in 16 bits that it was made of;
+    NotEquivalent: one differs. `sources`: of the output of each matmul in 8 bits its weight, and whether e4m3
+    has the transpose."""
     before = {str(value.name): tensor for value, tensor in constants(source).items()}
     after = {str(value.name): tensor for value, tensor in constants(written).items()}
     checked = set[str]()
@@ -319,12 +307,9 @@ def _is_held(source: Constant, pieces: Sequence[_Piece]) -> bool:
             return True
     alike = {each.source for each in pieces if each.source.array.shape == source.array.shape}
     lines = next(source.views())[1]
-    return any(
-        each.array.dtype == source.array.dtype
-        and _Piece(each, 0, 0, len(lines), next(each.views())[1]).first_difference(lines) is None
-        for each in alike
-        if each.key != source.key
-    )
+    others = [each for each in alike if each.key != source.key and each.array.dtype == source.array.dtype]
+    whole = (_Piece(each, 0, 0, len(lines), next(each.views())[1]) for each in others)
+    return any(each.first_difference(lines) is None for each in whole)
 
 
 @cache

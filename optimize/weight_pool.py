@@ -29,21 +29,14 @@ _DEPTH = 5  # nodes between a weight and where its product is split
 
 @dataclass(frozen=True, eq=False)
 class Constant:
-    """A constant of the original, or numbers that its nodes compute from constants.
-
-    Attributes:
-        key: of the tensor: parts that share it have the same.
-        cuts: where the original splits it, or a product with it.
-        is_required: whether a result must hold it.
-        slack: what computed numbers may differ by, beside their last two bits; None: they are equal.
-    """
+    """A constant of the original, or numbers that its nodes compute from constants."""
 
     name: str
-    key: object
+    key: object  # of the tensor: parts that share it have the same
     array: np.ndarray
-    cuts: set[int] = field(default_factory=set)
-    is_required: bool = False
-    slack: float | None = None
+    cuts: set[int] = field(default_factory=set)  # where the original splits it, or a product with it
+    is_required: bool = False  # whether a result must hold it
+    slack: float | None = None  # what numbers may differ by, beside their last two bits; None: they are equal
 
     def views(self) -> Iterator[tuple[int, np.ndarray]]:
         """Yields its lines along the first axis, and along the last one of a matrix."""
@@ -60,12 +53,8 @@ class Constant:
 
 @dataclass(frozen=True)
 class Pool:
-    """What the constants of a result may be: these constants, some of them times rows of numbers.
-
-    Attributes:
-        scales: of batch norms, which are computed here.
-        samples: for `weight_check`, by dtype.
-    """
+    """What the constants of a result may be: these constants, some of them times rows of numbers. `scales`
+    are those of batch norms, `samples` are for `weight_check`, by dtype."""
 
     constants: list[Constant]
     scales: list[np.ndarray]
@@ -189,9 +178,8 @@ def _cuts(value: ir.Value, known: Mapping[ir.Value, np.ndarray]) -> set[int]:
     while waiting:
         source, depth = waiting.pop()
         for node in {use.node for use in source.uses()}:
-            rows = [
-                known[each].reshape(-1)[:9].tolist() for each in node.inputs[1:3] if each and each in known
-            ]
+            arrays = [known[each] for each in node.inputs[1:3] if each and each in known]
+            rows = [array.reshape(-1)[:9].tolist() for array in arrays]
             sizes = rows[0] if node.op_type == "Split" and rows else g.attribute(node, "qkv_hidden_sizes", [])
             found |= {sum(sizes[:count]) for count in range(len(sizes))}
             found |= {each for row in rows for each in row} if node.op_type == "Slice" else set()
@@ -200,15 +188,10 @@ def _cuts(value: ir.Value, known: Mapping[ir.Value, np.ndarray]) -> set[int]:
     return found
 
 
-# ------------------------------------------------------------------------------------ eps
-
-
 def eps_of(model: ir.Model) -> set[float]:
     """Returns the numbers of a part of the original that may be the eps of a norm."""
-    numbers = [
-        each for each in constants(model).values() if each.size == 1 and each.dtype.is_floating_point()
-    ]
-    found = [each.numpy().item() for each in numbers]
+    single = [each for each in constants(model).values() if each.size == 1]
+    found = [each.numpy().item() for each in single if each.dtype.is_floating_point()]
     for node in model.graph.all_nodes():
         given = [each.value for each in node.attributes.values() if each.type is ir.AttributeType.FLOAT]
         has_default = "Norm" in node.op_type or node.op_type == "GroupQueryAttention"
@@ -222,9 +205,6 @@ def norm_eps(model: ir.Model) -> set[float]:
     nodes = [node for node in nodes if node.op_type != _ATTENTION or [*node.inputs, *[None] * 7][6]]
     given = [g.attribute(node, name, 0.0) for node in nodes for name in ("eps", "rms_eps")]
     return {*np.array(given, np.float32).tolist()} - {0.0}
-
-
-# ------------------------------------------------------------------------------------ numbers
 
 
 def to_array(tensor: ir.TensorProtocol) -> np.ndarray:

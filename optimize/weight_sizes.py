@@ -5,7 +5,7 @@ get other sizes, until it runs: those of its weights, and those that differ from
 much as the tensors of the node differ.
 """
 
-from collections.abc import Callable
+from bisect import bisect_left
 from contextlib import suppress
 from dataclasses import replace
 
@@ -20,8 +20,9 @@ from twinop.record.dimensions import expressions
 
 from . import graph as g
 from . import inputs
+from .graph import given_of
 from .inputs import Sizes
-from .masks import given_of, model_of
+from .masks import model_of
 
 _LARGEST = 8192  # sizes to try
 _AT_ONCE = 16
@@ -36,12 +37,15 @@ def fit(model: ir.Model, sizes: Sizes, library: deploy.Libraries) -> Sizes | Non
     for _ in names:
 
         def runs(count: int, sizes: Sizes = sizes) -> bool:
-            return _run(model, _unread(nodes[:count]), [sizes], library) is not None
+            """Whether the first nodes run: their results that none of them reads."""
+            first = {*nodes[:count]}
+            results = [value for node in nodes[:count] for value in node.outputs if value.name]
+            unread = [value for value in results if first.isdisjoint(value.consumers())]
+            return _run(model, unread, [sizes], library) is not None
 
-        failing = _first(len(nodes), runs)
-        if failing is None:
+        if runs(len(nodes)):
             return sizes
-        node = nodes[failing]
+        node = nodes[bisect_left(range(1, len(nodes)), True, key=lambda count: not runs(count))]
         tried = _candidates(model, node, sizes, library)
         for start in range(0, len(tried), _AT_ONCE):
             some = tried[start : start + _AT_ONCE]
@@ -60,46 +64,20 @@ def _names(model: ir.Model) -> list[str]:
     return [name for name in names if name not in expressions(names)]
 
 
-def _first(count: int, runs: Callable[[int], bool]) -> int | None:
-    """Returns the index of the first node that does not run, or None."""
-    good, bad = 0, 1
-    while bad < count and runs(bad):
-        good, bad = bad, 2 * bad
-    if bad >= count:
-        bad = count
-        if runs(bad):
-            return None
-    while bad - good > 1:
-        middle = (good + bad) // 2
-        good, bad = (middle, bad) if runs(middle) else (good, middle)
-    return good
-
-
-def _unread(nodes: list[ir.Node]) -> list[ir.Value]:
-    """Returns the results of the first nodes of a graph that none of these reads."""
-    readers = {*nodes}
-    return [
-        value for node in nodes for value in node.outputs
-        if value.name and not any(use.node in readers for use in value.uses())
-    ]  # fmt: skip
-
-
 def _candidates(model: ir.Model, node: ir.Node, sizes: Sizes, library: deploy.Libraries) -> list[Sizes]:
     """Returns sizes of which one more is fixed, with which a node may run."""
     read = list(dict.fromkeys(value for value in node.inputs if value is not None))
     answer = _run(model, read, [sizes], library)
     if answer is None:
         return []
-    pairs = sorted(
-        zip((bool(given_of(value)) for value in read), answer[1], strict=True), key=lambda each: each[0]
-    )
+    vary = [bool(given_of(value)) for value in read]
+    pairs = sorted(zip(vary, answer[1], strict=True), key=lambda each: each[0])
     found = {size for varies, array in pairs if varies for size in array.shape}
     wanted = dict.fromkeys(size for _, array in pairs for size in (*array.shape, *_small_integers(array)))
     factors = [each.value for each in node.attributes.values() if each.type is ir.AttributeType.INT]
     heads = [a + 2 * b for a in factors for b in factors]  # of q, k and v in one tensor
-    divided = [
-        size // each for size in wanted for each in (*factors, *heads) if each > 0 and size % each == 0
-    ]
+    pairs_of = [(size, each) for size in wanted for each in (*factors, *heads) if each > 0]
+    divided = [size // each for size, each in pairs_of if size % each == 0]
     wanted |= dict.fromkeys(size * factor for size in wanted for factor in factors)
     wanted |= dict.fromkeys(divided)
     now, fixed = inputs.sizes_by_name(model, sizes), dict(sizes.fixed)
@@ -123,11 +101,8 @@ def _small_integers(array: np.ndarray) -> list[int]:
 def _run(
     model: ir.Model, values: list[ir.Value], tried: list[Sizes], library: deploy.Libraries
 ) -> tuple[Sizes, list[np.ndarray]] | None:
-    """Computes some values of a model on generated inputs.
-
-    Returns:
-        The first sizes with which that is possible, and the values, or None.
-    """
+    """Computes some values of a model on generated inputs; returns the first sizes with which that is
+    possible, and the values, or None."""
     try:
         needed, part = given_of(*values), model_of(model, values)
         cases, small = list[inputs.Case](), list[Sizes]()

@@ -20,7 +20,7 @@ from twinop.model import weights
 from . import graph as g
 from .precision import ELEMENTS, MOST_ELEMENTS, SHAPES
 from .symbolic_shapes import infer_types
-from .user_ops import FLOATS_16, cast_for_readers
+from .user_ops import FLOATS_16, set_dtype
 
 _FLOAT = ir.DataType.FLOAT
 _DTYPE_ATTRIBUTES = (
@@ -36,20 +36,13 @@ _MATMULS = {
 }  # fmt: skip
 _ROUNDS_ALWAYS = {"ReduceMean"}  # ONNX Runtime's sum of many 16-bit numbers may overflow
 
-Kinds = Mapping[ir.Value, ir.DataType | None]
-"""The dtypes of values in the file."""
+Kinds = Mapping[ir.Value, ir.DataType | None]  # the dtypes of values in the file
 
 
 def convert_to_fp32(model: ir.Model, main: ir.DataType, asked: bool) -> set[ir.DataType]:
-    """Converts every 16-bit float of a model to fp32, in place, and returns the 16-bit types that it had.
-
-    Args:
-        main: the dtype of most weights.
-        asked: whether the result gets a dtype that the user names, so that the report says what it changes.
-
-    Raises:
-        ExportError: a value is a sequence or an optional of such floats.
-    """
+    """Converts every 16-bit float of a model to fp32, in place, and returns the 16-bit types that it had;
+    most weights are of `main`. The report names changes if a dtype is `asked` for. ExportError: a value is a
+    sequence or an optional of such floats."""
     graphs = [*model.graphs()]
     found = {dtype for graph in graphs for dtype in dtypes(graph) if dtype in FLOATS_16}
     values = [value for graph in graphs for node in graph for value in node.outputs]
@@ -66,8 +59,12 @@ def convert_to_fp32(model: ir.Model, main: ir.DataType, asked: bool) -> set[ir.D
             g.replace(node.outputs[0], g.add(node, "Sum", [source], dtype=_FLOAT, shape=g.dims(source)))
     for graph in graphs:
         widen(graph, {*casts})
-    for node in casts:
-        _round(node, kinds[node.outputs[0]])
+    for node in casts:  # what reads them has the result in fp32
+        dtype = kinds[node.outputs[0]] or _FLOAT
+        node.op_type = "Cast"
+        node.resize_inputs(1)
+        node.attributes["to"] = ir.AttrInt64("to", int(dtype))
+        set_dtype(node.outputs[0], dtype)
     return found
 
 
@@ -108,7 +105,9 @@ def _mark(graph: ir.Graph, kinds: Kinds, narrow_type: ir.DataType) -> None:
     weighted, labels = set[ir.Node](), dict[ir.Node, tuple[str, ...]]()
     for node in graph:
         results = [value for value in node.outputs if kinds[value] is _FLOAT]
-        if not results or (node.op_type == "Constant" and not node.domain) or _is_exact_cast(node, kinds):
+        source = node.inputs[0] if node.op_type in _CASTS and node.inputs else None
+        is_exact = source is not None and kinds.get(source) in (*FLOATS_16, ir.DataType.BOOL)
+        if not results or (node.op_type == "Constant" and not node.domain) or is_exact:
             continue
         inputs = [value for value in node.inputs if value is not None and kinds.get(value) is _FLOAT]
         constants = [value for value in inputs if g.is_constant(value)]
@@ -126,10 +125,10 @@ def _mark(graph: ir.Graph, kinds: Kinds, narrow_type: ir.DataType) -> None:
         if moves and node not in weighted:
             is_marked = any(_is_fp32(value, kinds) for value in inputs)
         else:
-            is_marked = (
-                node in weighted or node.op_type in _ROUNDS_ALWAYS or not _only_narrowed(results, kinds)
-            )
-            is_marked = is_marked and not _hides(constants, narrow_type)
+            rounds = node in weighted or node.op_type in _ROUNDS_ALWAYS or not _only_narrowed(results, kinds)
+            numbers = [abs(number) for value in constants if (number := g.scalar(value)) is not None]
+            is_mask = any(number > float(narrow_type.max) for number in numbers)
+            is_marked = rounds and not is_mask
         if is_marked:
             node.meta[g.FP32] = labels[node]
 
@@ -140,13 +139,6 @@ def _is_fp32(value: ir.Value, kinds: Kinds) -> bool:
     if node is None:
         return value.is_graph_input() and not value.is_initializer() and kinds.get(value) is _FLOAT
     return g.FP32 in node.meta and kinds.get(value) is _FLOAT
-
-
-def _is_exact_cast(node: ir.Node, kinds: Kinds) -> bool:
-    """Whether a node casts 16 bits or truth values to fp32."""
-    source = node.inputs[0] if node.inputs else None
-    exact = (*FLOATS_16, ir.DataType.BOOL)
-    return node.op_type in _CASTS and source is not None and kinds.get(source) in exact
 
 
 def _only_narrowed(values: Iterable[ir.Value], kinds: Kinds) -> bool:
@@ -171,12 +163,6 @@ def _needs_fp32(value: ir.Value, dtype: ir.DataType) -> bool:
     return tensor.size > MOST_ELEMENTS or not weights.fits(tensor, dtype)
 
 
-def _hides(constants: Iterable[ir.Value], dtype: ir.DataType) -> bool:
-    """Whether a node computes a mask, with a number beyond those of a dtype."""
-    numbers = [g.scalar(value) for value in constants]
-    return any(number is not None and abs(number) > float(dtype.max) for number in numbers)
-
-
 def _narrows(node: ir.Node, kinds: Kinds) -> bool:
     """Whether a node casts numbers to 16 bits that may not have them."""
     source = node.inputs[0] if node.op_type in _CASTS and not node.domain and node.inputs else None
@@ -191,50 +177,29 @@ def _is_read_in_fp32(node: ir.Node, kinds: Kinds) -> bool:
     return any(user.op_type in _CASTS and kinds.get(user.outputs[0]) is _FLOAT for user in users)
 
 
-def _round(node: ir.Node, dtype: ir.DataType | None) -> None:
-    """Lets a node cast to 16 bits, and its readers have the result in fp32."""
-    assert dtype is not None
-    node.op_type = "Cast"
-    node.resize_inputs(1)
-    node.attributes["to"] = ir.AttrInt64("to", int(dtype))
-    [value] = node.outputs
-    value.type = ir.TensorType(_FLOAT)
-    cast_for_readers(value, _FLOAT)
-    value.type = ir.TensorType(dtype)
-
-
 def round_results(model: ir.Model) -> ir.Model:
-    """Computes a model of 16 bits in fp32, in place, and rounds inputs and what each node returns to 16 bits.
-
-    So do GPUs. ONNX Runtime's CPU provider rounds nothing between nodes that it computes in fp32: it removes
-    the casts that it has put there, but none of the model's.
-    """
+    """Computes a model of 16 bits in fp32, in place, and rounds inputs and what each node returns to 16 bits,
+    as GPUs do. ONNX Runtime's CPU provider removes the casts between nodes that it has put there, but none of
+    the model's."""
     if any(value.dtype is None for node in model.graph.all_nodes() for value in node.outputs):
         infer_types(model)
     graphs, first = [*model.graphs()], next(iter(model.graph), None)
     computed = [*model.graph.inputs, *(value for graph in graphs for node in graph for value in node.outputs)]
-    narrow = {
-        value: value.dtype for value in computed if value.dtype is not None and value.dtype in FLOATS_16
-    }
+    narrow = {value: dtype for value in computed if (dtype := value.dtype) in FLOATS_16 and dtype is not None}
     for graph in graphs:
         widen(graph, set())
     for value, dtype in narrow.items():
         node = value.producer()
         if first is None or (node is not None and node.op_type in _MOVES):
             continue
-        rounded = ir.node("Cast", [value], {"to": int(dtype)})
-        wide = ir.node("Cast", rounded.outputs, {"to": int(_FLOAT)})
-        wide.outputs[0].type, wide.outputs[0].shape = value.type, value.shape
-        if node is None:
-            for use in [use for use in value.uses() if use.node is not rounded]:
-                use.node.replace_input_with(use.idx, wide.outputs[0])
-            model.graph.insert_before(first, [rounded, wide])
+        if node is not None:
+            cast = set_dtype(value, _FLOAT)
+            cast.replace_input_with(0, g.add(cast, "Cast", [value], {"to": int(dtype)}))
             continue
-        ir.convenience.replace_all_uses_with(value, wide.outputs[0], replace_graph_outputs=True)
-        rounded.replace_input_with(0, value)
-        value.name, wide.outputs[0].name = f"{value.name} (exact)", value.name
-        assert node.graph is not None
-        node.graph.insert_after(node, [rounded, wide])
+        uses = [*value.uses()]
+        wide = g.add(first, "Cast", [g.add(first, "Cast", [value], {"to": int(dtype)})], {"to": int(_FLOAT)})
+        for use in uses:
+            use.node.replace_input_with(use.idx, wide)
     return model
 
 

@@ -9,9 +9,8 @@ from abi_files import build_c
 
 from twinop.model.attach import OPSETS
 from twinop.model.bodies import find_body
-from twinop.model.body_model import model_of
 from twinop.model.calls import make_call
-from twinop.model.record_body import trace
+from twinop.model.record_body import model_of, trace
 from twinop.model.schema import onnx_value
 from twinop.record.op_schema import default_of
 from twinop.record.op_spec import OpSpec

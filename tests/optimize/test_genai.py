@@ -23,7 +23,7 @@ from twinop.deploy.pack.command import Options
 from twinop.deploy.pack.packing import pack_genai
 from twinop.errors import ExportError, TwinopError
 from twinop.libraries.library import find_library
-from twinop.optimize import OptimizeReport, command, decoders, equivalence, optimize_folder, quantised
+from twinop.optimize import OptimizeReport, command, equivalence, optimize_folder, quantised
 from twinop.optimize.rewrite import skipped
 
 Builds = Callable[..., Path]
@@ -54,7 +54,8 @@ def nudged(source: Path, target: Path) -> Path:
     shutil.copytree(source, target)
     model = ir.load(target / "model.onnx")
     ir.external_data.load_to_model(model)
-    decoders.set_full_precision(model)
+    for node in model.graph:
+        node.attributes.pop("accuracy_level", None)
     ir.save(equivalence.nudge_weights(model), target / "model.onnx")
     return target
 

@@ -13,7 +13,7 @@ import pytest
 from decoder_graphs import Sizes, write
 from mutations import MUTATIONS, Mutated
 
-from twinop.optimize import optimize_folder, optimizer, segments, verifier
+from twinop.optimize import decoders, optimize_folder, segments, verifier
 from twinop.optimize.equivalence import NotEquivalent
 from twinop.optimize.load import load
 
@@ -55,7 +55,7 @@ def optimised(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Optimised]:
             [(used, original)] = kept
 
             def verify(path: Path) -> None:
-                written = optimizer._as_run(load(path))
+                decoders.make_runnable(written := load(path))
                 parts = verifier.cut(original, written)
                 verifier.check_weights(original, written, parts)
                 run(used, parts, original, written)

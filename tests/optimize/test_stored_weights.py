@@ -16,7 +16,7 @@ from twinop.errors import ExportError
 from twinop.model import files
 from twinop.model import weights as lazy
 from twinop.model.weights import Recipe, Stored
-from twinop.optimize.load import data_files, load
+from twinop.optimize.load import FILES, load
 
 TEXT = "(float[N, 40] x) => (float[N, 30] y) { a = MatMul (x, w) y = Add (a, b) }"
 GIVEN = {"w": weights(40, 30), "b": weights(30)}
@@ -61,7 +61,7 @@ def test_large_weights_stay_in_their_file(place: str, tmp_path: Path) -> None:
     )
     np.testing.assert_array_equal(found.numpy(), GIVEN["w"])
     assert not found.numpy().flags.owndata
-    assert data_files(model) == ({tmp_path / "old.data"} if place == "external" else set())
+    assert model.meta[FILES] == ({tmp_path / "old.data"} if place == "external" else set())
     if place != "subgraph":
         assert isinstance(_initializers(model)["b"], ir.Tensor | ir.serde.TensorProtoTensor)
         np.testing.assert_array_equal(_initializers(model)["b"].numpy(), GIVEN["b"])

@@ -112,8 +112,8 @@ def _model(record: OpSpec, combination: int, ranks: Sequence[Ranks]) -> bytes:
 
     from ..model.attach import OPSETS
     from ..model.bodies import find_body
-    from ..model.body_model import model_of
     from ..model.calls import make_call
+    from ..model.record_body import model_of
     from ..model.record_body import trace as trace_body
 
     body = find_body(record.key)
