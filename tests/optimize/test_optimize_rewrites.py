@@ -205,15 +205,6 @@ def test_gates(body: str, tmp_path: Path) -> None:
     assert_same(tmp_path, x=(5, 6, 8))
 
 
-def test_gates_of_other_tensors(tmp_path: Path) -> None:
-    text = """(float[N, 8] x, float[N, 8] z) => (float[N, 8] y, float[N, 4] p) {
-        s = Sigmoid (x) a = Mul (x, s) y = Mul (a, z)
-        g, u = Split <axis=-1, num_outputs=2> (z) t = Sigmoid (g) c = Mul (g, t) p = Mul (c, u) }"""
-    report, model = optimized(parsed(text), tmp_path)
-    assert types(model) == {"CustomSwiglu": 1, "CustomSwigluPacked": 1}
-    assert report.fused == {"swiglu": 1, "swiglu (packed)": 1}
-
-
 HEADS = """(float[B, S, 8] q, float[B, T, 8] k, float[B, T, 8] v%s) => (float[B, S, 8] y) {
     q4 = Reshape (q, apart) k4 = Reshape (k, apart) v4 = Reshape (v, apart)
     qh = Transpose <perm=[0, 2, 1, 3]> (q4) kt = Transpose <perm=[0, 2, 3, 1]> (k4)

@@ -201,30 +201,6 @@ def test_wrong_shapes_inside_are_not_believed(name: str, tmp_path: Path) -> None
     assert_same(tmp_path, x=(5, 6, 8))
 
 
-def test_a_decoder_as_onnxruntime_genai_writes_it(tmp_path: Path) -> None:
-    """Its sizes follow from each other in ways that ONNX cannot say; its declared shapes are wrong."""
-    cache = "[batch_size, 2, past_sequence_length, kv_cache_dim]"
-    present = "[batch_size, 2, total_sequence_length, kv_cache_dim]"
-    text = f"""(int64[batch_size, sequence_length] input_ids,
-        int64[batch_size, total_sequence_length] attention_mask, float{cache} k0, float{cache} v0)
-        => (float[batch_size, sequence_length, 32] y, float{present} k1, float{present} v1)
-        <int64 one, float[sequence_length] n> {{
-        one = Constant <value = int64[1] {{1}}> () sum = ReduceSum (attention_mask, one)
-        less = Sub (sum, one) lens = Cast <to=6> (less) shape = Shape (attention_mask)
-        size = Gather (shape, index) total = Cast <to=6> (size) e = Gather (table, input_ids)
-        n = SimplifiedLayerNormalization <epsilon=1e-3> (e, scale)
-        q = MatMul (n, w) k = MatMul (n, wk) v = MatMul (n, wv)
-        a, k1, v1 = com.microsoft.GroupQueryAttention <num_heads=4, kv_num_heads=2>
-            (q, k, v, k0, v0, lens, total)
-        o = MatMul (a, w) r, u, i, s = com.microsoft.SkipSimplifiedLayerNormalization (e, o, scale)
-        y = MatMul (r, w) }}"""
-    given = {name: weights(32, 16, seed=seed) for seed, name in enumerate(("wk", "wv"))}
-    given |= {"w": weights(32, 32), "scale": weights(32) + 1, "table": weights(9, 32), "index": np.array(1)}
-    report, model = optimized(parsed(text, **given), tmp_path)
-    assert {"rms_norm", "add_rms_norm", "linear"} <= report.fused.keys() and not report.reverted
-    assert nodes(model, "GroupQueryAttention")
-
-
 def test_sizes_of_a_cache_whose_names_do_not_say_that_they_fit(tmp_path: Path) -> None:
     """The decoders of onnxruntime-genai: the last size of the cache has a name, that of the new keys is 8."""
     proto = parsed(
