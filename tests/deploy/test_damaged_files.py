@@ -118,20 +118,6 @@ def external(tensor: onnx.TensorProto, **where: str) -> onnx.TensorProto:
     return tensor
 
 
-def test_external_data_in_the_attributes_of_a_function(tmp_path: Path) -> None:
-    proto = model([node("CustomRelu")], [value("x")], [value("y")])
-    tensor = external(helper.make_tensor("t", 1, [1], [1.0]), location="../outside.bin")
-    body = [helper.make_node("Constant", [], ["b"])]
-    function = helper.make_function("mine", "F", [], ["b"], body, [helper.make_opsetid("", 20)])
-    function.attribute_proto.append(helper.make_attribute("value", tensor))
-    proto.functions.append(function)
-    (tmp_path / "m").mkdir()
-    (tmp_path / "outside.bin").write_bytes(bytes(4))
-    (path := tmp_path / "m/m.onnx").write_bytes(proto.SerializeToString())
-    with pytest.raises(ModelError, match="keeps tensor t outside of its folder"):
-        load_model(path, confined=True)
-
-
 @pytest.mark.parametrize(
     "where", [{"location": "*/_ORT_MEM_ADDR_/*", "offset": "4096"}, {"location": "w.bin", "offset": "-4"}]
 )

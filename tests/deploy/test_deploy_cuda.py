@@ -16,8 +16,7 @@ import torch
 from models import chain, make_model, model, node, value
 from run_command import run_command
 
-from twinop.deploy import FeedError, ProviderError, RunError, Session, cuda, session
-from twinop.libraries.library import Library, read_library
+from twinop.deploy import FeedError, RunError, Session, session
 
 pytestmark = pytest.mark.cuda
 
@@ -33,12 +32,6 @@ def delay() -> None:
 
 def relu(dtype: str = "float32", shape: Any = ("N", 4), **options: Any) -> Session:
     return session(make_model("CustomRelu", dtype, shape), CUDA, **options)
-
-
-def test_auto_takes_cuda() -> None:
-    opened = session(make_model("CustomRelu"))
-    assert opened.device == "cuda:0" and opened.reason == "CUDA works here"
-    assert opened.providers[0] == "CUDAExecutionProvider" and opened.stream is not None
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -308,19 +301,6 @@ def test_the_second_gpu(two_gpus: None) -> None:
     assert y.device == x.device and torch.equal(y, torch.relu(x)) and opened.device == "cuda:1"
     with pytest.raises(FeedError, match="x is on cuda:0, this session runs on cuda:1"):
         opened.run({"x": x.to("cuda:0")})
-
-
-def test_a_library_for_other_gpus(monkeypatch: pytest.MonkeyPatch, libraries: dict[str, Path]) -> None:
-    def other(path: Any, copy: Any) -> Library:
-        library = read_library(path, copy)
-        return Library(path, library.version, "75-real", "13.0", library.records, library.exports_ort)
-
-    monkeypatch.setattr("twinop.deploy.registration.read_library", other)
-    capability = cuda.compute_capability(0)
-    major, minor = torch.cuda.get_device_capability(0)
-    assert capability == 10 * major + minor
-    with pytest.raises(ProviderError, match=f"has GPU code for 75-real, and device 0 has .* {capability}"):
-        session(make_model("CustomRelu"), CUDA, library=libraries["custom_relu"])
 
 
 def test_run_onnx_on_cuda(tmp_path: Path) -> None:

@@ -2,16 +2,15 @@
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import ml_dtypes
 import numpy as np
 import onnx
-from models import exported_by, function, node
+from models import exported_by, function, model, node
 from onnx import TensorProto, helper, numpy_helper
 
 from twinop.libraries.library import find_library, read_library
-from twinop.record.op_spec import DOMAIN, DOMAIN_VERSION
+from twinop.record.op_spec import DOMAIN
 
 # The Open Inference Protocol's data types, and ONNX's.
 ELEMENTS = {
@@ -240,12 +239,8 @@ def make(
     functions: Sequence[onnx.FunctionProto] = (),
     metadata: Mapping[str, str] | None = None,
 ) -> onnx.ModelProto:
-    tensors = [numpy_helper.from_array(array, name) for name, array in (weights or {}).items()]
-    graph = helper.make_graph(nodes, "graph", inputs, outputs, tensors)
-    opsets = [helper.make_opsetid("", 20), helper.make_opsetid(DOMAIN, DOMAIN_VERSION)]
-    made = helper.make_model(graph, opset_imports=opsets, functions=list(functions), ir_version=10)
-    entries: dict[str, Any] = {}
+    entries: dict[str, str] = {}
     if any(each.op_type == "CustomRelu" for each in nodes):
         entries = exported_by(read_library(find_library("custom_relu")).by_onnx_name["CustomRelu"])
-    helper.set_model_props(made, entries | dict(metadata or {}))
-    return made
+    entries |= dict(metadata or {})
+    return model(nodes, inputs, outputs, initializers=weights, functions=functions, metadata=entries)

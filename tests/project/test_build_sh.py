@@ -226,22 +226,6 @@ def test_arguments_go_to_pytest(tmp_path, build, arguments, expected):
     ]
 
 
-def test_all_tests_get_the_image_models(tmp_path, build):
-    build()
-    log(tmp_path)
-    (tmp_path / "fail pip").touch()
-    done = build("test", "--all", FAIL_PIP_FOR="--target")
-    assert done.returncode == 0
-    assert "could not be installed: the tests of their models will be skipped" in done.stderr
-    folder = tmp_path / "a tree/.venv/architectures"
-    wanted = f"--no-deps --target {folder} -r requirements/architectures.txt"
-    assert [line.endswith(wanted) for line in log(tmp_path)].count(True) == 1
-    (tmp_path / "fail pip").unlink()
-    for times in (1, 0):
-        assert build("test", "--all").returncode == 0
-        assert [line.endswith(wanted) for line in log(tmp_path)].count(True) == times
-
-
 @pytest.mark.parametrize(
     ("arguments", "env", "message"),
     [

@@ -83,7 +83,7 @@ def test_a_link_that_comes_after_the_check(
         load(place, ModelSettings(provider="cpu"), ServerSettings())
 
 
-@pytest.mark.parametrize("kind", ["constant", "subgraph", "function", "sparse"])
+@pytest.mark.parametrize("kind", ["constant", "subgraph", "function", "attribute of a function", "sparse"])
 def test_external_data_in_hidden_places(tmp_path: Path, kind: str) -> None:
     tensor = numpy_helper.from_array(np.ones(4, np.float32), "hidden")
     onnx.external_data_helper.set_external_data(tensor, "../../secret.bin", length=16)
@@ -95,9 +95,12 @@ def test_external_data_in_hidden_places(tmp_path: Path, kind: str) -> None:
     elif kind == "subgraph":
         branch = helper.make_graph([], "b", [], [], [tensor])
         model.graph.node.append(helper.make_node("If", ["x"], ["c"], then_branch=branch, else_branch=branch))
-    elif kind == "function":
+    elif "function" in kind:
         body = service_models.relu_body()
-        body.node[1].attribute[0].t.CopyFrom(tensor)
+        if kind == "function":
+            body.node[1].attribute[0].t.CopyFrom(tensor)
+        else:
+            body.attribute_proto.append(helper.make_attribute("value", tensor))
         model.functions.append(body)
     else:
         indices = numpy_helper.from_array(np.arange(4), "i")
