@@ -42,10 +42,7 @@ def header(tmp_path: Path) -> Path:
         (["notes.txt"], None, None, "notes.txt: not a source of ops. Expected a file that ends in .h"),
         (["latin.h"], None, None, "latin.h: cannot be read: 'utf-8' codec"),
         (["times.h"], "a b", None, "--name a b: expected letters, digits and _, as in mish"),
-        (["times.h"], None, "9lives", "domain '9lives': expected a name of letters, digits and _"),
         (["times.h"], None, "aten", "domain aten: reserved"),
-        (["times.h"], None, "com.microsoft", "domain com.microsoft: reserved"),
-        (["times.h"], None, "custom_domain", "domain custom_domain: reserved"),
     ],
 )
 def test_what_cannot_be_built(
@@ -314,12 +311,6 @@ def test_warnings_are_notes(header: Path) -> None:
     header.write_text(header.read_text().replace("return {};", "int unused; return {};"))
     built = build(find_project([header]), options=CPU)
     assert any("unused variable" in note for note in built.notes)
-
-
-def test_an_op_name_that_formulas_cannot_use(tmp_path: Path) -> None:
-    (tmp_path / "torch.h").write_text(tiny("torch"))
-    with pytest.raises(TwinopError, match="op name torch: reserved"):
-        build(find_project([tmp_path / "torch.h"], domain="mine"), options=CPU)
 
 
 @pytest.mark.parametrize("character", ['"', ";", "[", "]", "\\"])

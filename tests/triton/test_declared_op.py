@@ -322,10 +322,14 @@ def test_triton_is_absent(monkeypatch: pytest.MonkeyPatch) -> None:
         act(torch.ones(2))
 
 
-def test_a_file_that_needs_triton_where_it_is_absent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "triton", None)
-    with pytest.raises(TwinopError, match=r"lonely.py cannot be imported: .*pip install 'twinop\[triton\]'"):
-        load_module(mish_file(tmp_path, "lonely"))
+@pytest.mark.parametrize(("module", "install"), [("triton", r"'twinop\[triton\]'"), ("helion", "helion$")])
+def test_a_file_that_needs_what_is_absent(
+    module: str, install: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, module, None)
+    (tmp_path / "lonely.py").write_text(f"import {module}\n")
+    with pytest.raises(TwinopError, match=f"lonely.py cannot be imported: .*pip install {install}"):
+        load_module(tmp_path / "lonely.py")
 
 
 @pytest.mark.parametrize("exporter", ["dynamo", "torchscript"])
