@@ -74,9 +74,10 @@ class Run:
     ) -> None:
         """`hangs` is called if a run has not returned HANGS_AFTER seconds after it was told to end."""
         self.instance, self.batch, self.seconds, self.exceeded = instance, batch, seconds, False
-        self._hangs, self._loop = hangs, asyncio.get_running_loop()
-        self._timer = None if seconds is None else self._loop.call_later(seconds, self._check, seconds)
-        self.begin()
+        self._hangs, self._began = hangs, time.monotonic()
+        self._timer: asyncio.TimerHandle | None = None
+        if seconds is not None:
+            self._timer = asyncio.get_running_loop().call_later(seconds, self._check, seconds)
 
     def begin(self) -> None:
         self._began = time.monotonic()
@@ -88,13 +89,13 @@ class Run:
             self.instance.terminate(False)
 
     def _check(self, seconds: float) -> None:
-        left = self._began + seconds - time.monotonic()
+        loop, left = asyncio.get_running_loop(), self._began + seconds - time.monotonic()
         if left > 0:  # another run has begun since, or uvloop's timer fired early
-            self._timer = self._loop.call_later(max(left, 0.001), self._check, seconds)
+            self._timer = loop.call_later(max(left, 0.001), self._check, seconds)
             return
         self.exceeded = True
         self.instance.terminate()
-        self._timer = self._loop.call_later(HANGS_AFTER, self._hangs, self.batch)
+        self._timer = loop.call_later(HANGS_AFTER, self._hangs, self.batch)
 
 
 class Batcher:

@@ -15,16 +15,7 @@ from starlette.routing import Route
 
 from . import codec_rest, logs, metrics
 from .datatypes import shown, version_number
-from .errors import (
-    CANCELLED,
-    INTERNAL,
-    NO_METHOD,
-    NOT_FOUND,
-    TOO_SLOW,
-    WRONG_MEDIA,
-    ServiceError,
-    invalid,
-)
+from .errors import CANCELLED, INTERNAL, NO_METHOD, NOT_FOUND, TOO_SLOW, WRONG_MEDIA, ServiceError, invalid
 from .newer_python import timeout
 from .operations import MODEL, Operation, operations
 from .repository import Repository

@@ -50,12 +50,7 @@ class KernelOp(Op):
     """
 
     def __init__(
-        self,
-        launcher: Launcher,
-        record: OpSpec,
-        body: Callable[..., Any],
-        backward: "Callable[..., Any] | KernelOp | None",
-        samples: Callable[..., Iterable[Any]] | None,
+        self, launcher: Launcher, record: OpSpec, body: Launcher, backward: Any, samples: Launcher | None
     ) -> None:
         super().__init__(launcher, record.domain)
         self.name, self.launcher, self.record = record.name, launcher, record

@@ -60,10 +60,7 @@ def _value(tree: Any, scope: Mapping[str, Any]) -> Any:
 
 
 def evaluate(
-    record: OpSpec,
-    expression: Expression,
-    shapes: Shapes,
-    attributes: Mapping[str, Any],
+    record: OpSpec, expression: Expression, shapes: Shapes, attributes: Mapping[str, Any]
 ) -> tuple[Any, ...]:
     """Returns the shape that an expression describes, for the arguments of `output_shapes`.
 

@@ -25,6 +25,7 @@ _FILLED = {
 }  # fmt: skip
 """Operators that set all elements to a value; None: to their second argument, or the third of `new_full`."""
 
+Named = Mapping[str, Any]
 _LOCAL = "storage"
 """The base of a pointer to a tensor of which it is not known yet whether it is an output."""
 
@@ -84,13 +85,7 @@ class Recorder(TorchDispatchMode):
             ) from None
 
     def launch(
-        self,
-        kernel: Any,
-        label: str,
-        grid: Sequence[Any],
-        arguments: Mapping[str, Any],
-        constants: Mapping[str, Any] | None = None,
-        options: Mapping[str, Any] | None = None,
+        self, kernel: Any, label: str, grid: Sequence[Any], arguments: Named, constants: Named, options: Named
     ) -> None:
         """Records a launch of a `triton.JITFunction`.
 
@@ -99,8 +94,8 @@ class Recorder(TorchDispatchMode):
         compiled for each value of the `constants`, which `constant` gave, and of the compiler's options.
         BuildError: a library cannot give such an argument, or an option varies.
         """
-        fixed = dict(constants or {})
-        known = {name: self.constant(name, value) for name, value in (options or {}).items()}
+        fixed = dict(constants)
+        known = {name: self.constant(name, value) for name, value in options.items()}
         traced = []
         for name, value in arguments.items():
             if value is None:
