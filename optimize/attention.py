@@ -281,12 +281,14 @@ def padding_bias(shown: ir.Value, lowest: float, like: ir.Value, before: ir.Node
 def zero_hidden_rows(mask: ir.Value, result: ir.Value, before: ir.Node) -> ir.Value:
     """Sets the rows of the result to 0 that a mask hides with -inf altogether, as the NaN guard did."""
     shape = g.dims(mask) or []
-    if len(shape) != 4 or shape[1] != 1:
+    rank = len(shape)
+    if rank not in (2, 4) or shape[:-2][1:] not in ([], [1]):
         raise g.Skipped("a mask that may hide whole rows of some heads")
     lowest, zero = (g.scalar_constant(before, number, mask) for number in (-inf, 0.0))
-    largest = g.add(before, "ReduceMax", [mask, g.int_constant(before, [3])], shape=[*shape[:3], 1])
-    inputs = [largest, g.int_constant(before, [1])]
-    largest = g.add(before, "Squeeze", inputs, shape=[shape[0], shape[2], 1])
+    largest = g.add(before, "ReduceMax", [mask, g.int_constant(before, [rank - 1])], shape=[*shape[:-1], 1])
+    if rank == 4:
+        inputs = [largest, g.int_constant(before, [1])]
+        largest = g.add(before, "Squeeze", inputs, shape=[shape[0], shape[2], 1])
     row = g.add(before, "LessOrEqual", [largest, lowest])
     return g.add(before, "Where", [row, zero, result], shape=g.dims(result))
 

@@ -141,17 +141,20 @@ def test_a_causal_mask_of_more_or_fewer_keys_than_queries(mask: str, given: bool
         ("bool", "r = Where (mask, s, infinite)"),
         ("float", "r = Add (s, mask)"),
         ("bool", "bias = Where (mask, shown, lowest) r = Add (s, bias)"),
+        ("bool", "flat = Squeeze (mask, axes01) bias = Where (flat, shown, infinite) r = Add (s, bias)"),
     ],
-    ids=["bias", "chosen scores", "float", "finite"],
+    ids=["bias", "chosen scores", "float", "finite", "of all sequences"],
 )
 def test_a_guard_of_rows_that_a_mask_hides(kind: str, mask: str, tmp_path: Path) -> None:
-    report, model = optimized(attention(mask + GUARD, f", {kind}[B, 1, S, S] mask"), tmp_path)
+    batch = 1 if "flat" in mask else 2
+    declared = f", {kind}[{'1' if batch == 1 else 'B'}, 1, S, S] mask"
+    report, model = optimized(attention(mask + GUARD, declared), tmp_path)
     assert report.fused["attention"] == 1
     assert len(nodes(model, "ReduceMax")) == ("lowest" not in mask)
     shown = np.ones((2, 1, 5, 5), bool)
     shown[:, :, 1], shown[0, 0, 3, 2:] = False, False
     given = shown if kind == "bool" else np.where(shown, np.float32(0), np.float32(-np.inf))
-    check_same(tmp_path, feeds(5, 5) | {"mask": given})
+    check_same(tmp_path, feeds(5, 5) | {"mask": given[:batch]})
 
 
 @pytest.mark.parametrize("lowest", ["lowest", "infinite"])
