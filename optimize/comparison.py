@@ -144,7 +144,8 @@ class Comparison:
         for note in reference.skipped:
             report.add_note(note)
         try:
-            errors = self._errors_in(result, reference)
+            errors, note = self._errors_in(result, reference)
+            self.note = f"the new file: {note}" if note else ""
         except NotRunnable as refused:
             self.note = f"compared in its fp32 form: {refused}"
             return None
@@ -171,7 +172,7 @@ class Comparison:
                 if plain is None or form is None:
                     raise NotRunnable("unknown")
                 what = self.source.form(round_results(plain.clone())) if rounds else form
-                errors = self._errors_in(what, reference, not rounds)
+                errors, _ = self._errors_in(what, reference, not rounds)
             except (NotRunnable, TwinopError):
                 continue
             if not rounds or reference.largest(errors) <= MAX_USABLE_ERROR:
@@ -223,14 +224,14 @@ class Comparison:
 
     def _errors_in(
         self, form: Form, reference: equivalence.Reference, optimize: bool = True
-    ) -> equivalence.Errors:
-        """Returns the errors of a form in 16 bits."""
+    ) -> tuple[equivalence.Errors, str]:
+        """Returns the errors of a form in 16 bits, and the note on its run."""
         try:
             may_skip = optimize and bool(self.reference.note)  # as the original in fp32
             cases = self._narrowed(form, reference.cases)
-            found = run(form.what, self.library, cases, optimize=optimize, may_skip=may_skip).outputs
+            answer = run(form.what, self.library, cases, optimize=optimize, may_skip=may_skip)
         except TwinopError as error:
             if has_wrong_types(error):
                 raise
             raise NotRunnable(str(error).splitlines()[0]) from error
-        return reference.errors(found, self.source.dtype)
+        return reference.errors(answer.outputs, self.source.dtype), answer.note
