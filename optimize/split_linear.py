@@ -1,7 +1,7 @@
 """Splits a matmul whose parts are read, such as packed q, k and v: attention takes these one by one.
 
 Matches: a matmul with a constant weight, whose readers are only Splits and Slices of the last dimension; a
-Split of a constant, such as the packed weight of cross attention in nn.MultiheadAttention.
+Split or Slices of a constant, such as the packed weight of cross attention in nn.MultiheadAttention.
 Writes: a matmul for each part, with its columns of the weight; a constant for each part.
 Leaves alone: matmuls that GroupQueryAttention reads: one of few rows takes less time than three; weights
 that other nodes read, too, and so stay beside their parts.
@@ -15,22 +15,24 @@ from . import graph as g
 from .linear import Linear, is_replaceable, plain_matmul, slice_columns, supported_linear
 from .rewrite import Rewrite
 
-_Part = tuple[ir.Value, int, int]  # of the last dimension, or of the axis of a Split: value, start, stop
+_Part = tuple[ir.Value, int, int]  # of the last dimension, or of the axis of a constant: value, start, stop
 _Match = tuple[Linear | None, list[_Part]]
+_MOVES = ("Split", "Slice")
 
 
-class SplitLinear(Rewrite[_Match], name="split_linear", op_types=("Split", "MatMul", "Gemm"), device="cuda"):
+class SplitLinear(Rewrite[_Match], name="split_linear", op_types=(*_MOVES, "MatMul", "Gemm"), device="cuda"):
     """Finds the matmul, or None for a constant, and the parts of it that are read."""
 
     def match(self, node: ir.Node) -> _Match | str:
-        if node.op_type == "Split":
-            is_alone = g.has_only(node.inputs[0], self.context.graph, "Split")
+        if node.op_type in _MOVES:
+            is_alone = g.has_only(node.inputs[0], self.context.graph, *_MOVES)
             if not is_alone or not g.is_constant(node.inputs[0]):
-                return "it splits no constant that only Splits read"
-            read, axis = [value for value in node.outputs if value.uses()], g.attribute(node, "axis", 0)
+                return "it splits no constant that only Splits and Slices read"
             if any(value.is_graph_output() for value in node.outputs):
                 return "a part is an output of the graph"
-            return None, [(value, *part[1:]) for value in read if (part := g.part_of(value, axis))]
+            read, axis = [value for value in node.outputs if value.uses()], _axis(node)
+            found = [(value, *part[1:]) for value in read if (part := g.part_of(value, axis))]
+            return (None, found) if found else "it has no known parts"
         linear = supported_linear(node)
         parts = _parts(linear) if linear is not None else None
         if linear is None or parts is None:
@@ -45,13 +47,19 @@ class SplitLinear(Rewrite[_Match], name="split_linear", op_types=("Split", "MatM
         for value, start, stop in parts:
             if linear is None:
                 assert whole is not None
-                part = weights.part(whole, g.attribute(node, "axis", 0), start, stop)
+                part = weights.part(whole, _axis(node), start, stop)
                 self.replace(value, g.initializer(self.context.graph, part, str(value.name)))
             else:
                 weight, bias = slice_columns(self.context, linear, start, stop)
                 shape = [*(g.dims(linear.output) or [])[:-1], stop - start]
                 new = plain_matmul(g.maker(value), linear, weight, bias, linear.x, shape)
                 self.replace(value, new, "part of a packed matmul")
+
+
+def _axis(node: ir.Node) -> int:
+    """Returns the axis of a Split, or the first one of a Slice."""
+    axes = g.ints(node, "axes", 3) if node.op_type == "Slice" else [g.attribute(node, "axis", 0)]
+    return axes[0] if axes else 0
 
 
 def _parts(linear: Linear) -> list[_Part] | None:

@@ -223,6 +223,16 @@ def test_an_embedding_shares_the_weight_of_the_last_product(tmp_path: Path) -> N
     assert [tuple(value.shape or ()) for value in model.graph.initializers.values()] == [(3000, 16)]
 
 
+def test_slices_of_a_weight_are_weights(tmp_path: Path) -> None:
+    """As in torch's TorchScript exports of cross attention in nn.MultiheadAttention."""
+    text = """(float[N, 64] x) => (float[N, 64] y, float[N, 128] z) {
+        a = Slice (w, zero, one, zero) t = Transpose <perm=[1, 0]> (a) y = MatMul (x, t)
+        b = Slice (w, one, three, zero) u = Transpose <perm=[1, 0]> (b) z = MatMul (x, u) }"""
+    bounds = {"zero": np.array([0]), "one": np.array([64]), "three": np.array([192])}
+    report, model = optimized(parsed(text, w=weights(192, 64), **bounds), tmp_path)
+    assert report.fused == {"linear": 2} and not nodes(model, "Slice", "Transpose")
+
+
 FORMS = {
     "product": "h = MatMul (x, w)",
     "transposed": "h = Gemm <transB=1> (x, w)",
