@@ -67,7 +67,7 @@ class Rotary(
         if tokens is not None and len(sizes) >= 4 - axis and all(isinstance(size, int) for size in sizes):
             more = _size(tokens[1], axis) - _size(heads, axis)
             last, heads = tokens
-        count, size = (g.dims(heads) or [])[3 - axis :: axis]
+        count, size = [*(g.dims(heads) or []), *[None] * 4][3 - axis : 4 : axis]
         if not isinstance(count, int) or not isinstance(size, int):
             return g.Skipped("the number of heads is not known")
         return _Rotation(match, last, heads, more, tokens_first, count, size, width)

@@ -254,10 +254,8 @@ def _multi_head(context: g.RewriteContext, node: ir.Node, computed: Sequence[ir.
         if added is not None:
             hiding = g.add(node, "Add", [hiding, added])
         added, mask = spread(hiding, parts[0], parts[1], node), None
-    given, shape = (
-        [*parts, None, mask, added],
-        [*(g.dims(parts[0]) or [None, None])[:2], g.last_dim(parts[2])],
-    )
+    given = [*parts, None, mask, added]
+    shape = [*(g.dims(parts[0]) or [None, None])[:2], g.last_dim(parts[2])]
     return g.add(node, "MultiHeadAttention", given, attributes, domain=g.MICROSOFT, shape=shape)
 
 
