@@ -179,7 +179,6 @@ def evaluation(model: torch.nn.Module) -> Iterator[None]:
     hooks and the old values of its buffers. So are the random numbers and torch's settings. Neither exporter
     knows the operators of the fused attention, which also writes zeros to hidden positions.
     """
-    modes = [(module, module.training) for module in model.modules()]
     parameters = [(each, each.requires_grad, each.grad) for each in model.parameters()]
     settings = [(restore, read()) for read, restore in _SETTINGS]
     devices = {each.device.index for each in (*model.parameters(), *model.buffers()) if each.is_cuda}
@@ -191,8 +190,6 @@ def evaluation(model: torch.nn.Module) -> Iterator[None]:
     finally:
         for restore, value in settings:
             restore(value)
-        for module, training in modes:
-            module.training = training
         for parameter, requires_grad, grad in parameters:
             parameter.requires_grad_(requires_grad)
             parameter.grad = grad
