@@ -34,6 +34,7 @@ def tiny(name: str = "times", factor: str = "2") -> str:
 def program(path: Path, *lines: str) -> Path:
     """Writes a shell script."""
     path.parent.mkdir(parents=True, exist_ok=True)
+    path.unlink(missing_ok=True)  # it may still run
     path.write_text("\n".join(["#!/bin/sh", *lines, ""]))
     path.chmod(0o755)
     return path
