@@ -67,14 +67,9 @@ Status LaunchGeluFp8(const CallOf<Op>& call) {
 }
 
 TWINOP_OP(gelu_fp8,
-          Record("gelu_fp8(Tensor x, str approximate=\"none\") -> "
-                 "(Tensor q, Tensor scale, Tensor y)")
-              .dtypes(rowwise::kQuantisedDtypes)
-              .rows("-1")
-              .shapes("scale = x[:-1]")
-              .choices("approximate = none | tanh")
-              .memory("y = optional")
-              .scratch<rowwise::QuantisedScratchBytes<Op>>(),
+          rowwise::QuantisingRecord<Op>("gelu_fp8(Tensor x, str approximate=\"none\") -> "
+                                        "(Tensor q, Tensor scale, Tensor y)")
+              .choices("approximate = none | tanh"),
           LaunchGeluFp8)
 
 TWINOP_OP(

@@ -137,27 +137,18 @@ TWINOP_ROWWISE(add_rms_norm, AddRmsNorm,
                         "residual = grad_x"))
 
 TWINOP_OP(rms_norm_fp8,
-          Record("rms_norm_fp8(Tensor x, Tensor? weight=None, float eps=1e-6, int offset=0)"
-                 " -> (Tensor q, Tensor scale, Tensor y)")
-              .dtypes(rowwise::kQuantisedDtypes)
-              .rows("-1")
-              .shapes("scale = x[:-1]")
+          rowwise::QuantisingRecord<Op>("rms_norm_fp8(Tensor x, Tensor? weight=None, float eps=1e-6, int offset=0)"
+                                        " -> (Tensor q, Tensor scale, Tensor y)")
               .input_shapes("weight = x[-1:]")
-              .limits("eps >= 0; offset in 0 | 1")
-              .memory("y = optional")
-              .scratch<rowwise::QuantisedScratchBytes<Op>>(),
+              .limits("eps >= 0; offset in 0 | 1"),
           rowwise::LaunchQuantisingRows<RmsNorm>)
 
 TWINOP_OP(add_rms_norm_fp8,
-          Record("add_rms_norm_fp8(Tensor x, Tensor residual, Tensor weight, Tensor? bias=None, float eps=1e-6, "
-                 "int offset=0) -> (Tensor q, Tensor scale, Tensor y, Tensor sum)")
-              .dtypes(rowwise::kQuantisedDtypes)
-              .rows("-1")
-              .shapes("scale = x[:-1]")
+          rowwise::QuantisingRecord<Op>("add_rms_norm_fp8(Tensor x, Tensor residual, Tensor weight, Tensor? bias=None, "
+                                        "float eps=1e-6, int offset=0) -> (Tensor q, Tensor scale, Tensor y, Tensor sum)")
               .input_shapes("residual = x; weight = x[-1:]; bias = x[-1:]")
               .limits("eps >= 0; offset in 0 | 1")
-              .memory("y = optional; sum = optional")
-              .scratch<rowwise::QuantisedScratchBytes<Op>>(),
+              .memory("y = optional; sum = optional"),
           rowwise::LaunchQuantisingRows<AddRmsNorm>)
 
 TWINOP_ROWWISE(rms_norm_backward, RmsNormBackward,

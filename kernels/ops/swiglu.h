@@ -79,13 +79,10 @@ Status LaunchSwigluPackedFp8(const CallOf<Op>& call) {
 }
 
 TWINOP_OP(swiglu_packed_fp8,
-          Record("swiglu_packed_fp8(Tensor x) -> (Tensor q, Tensor scale, Tensor y)")
-              .dtypes(rowwise::kQuantisedDtypes)
+          rowwise::QuantisingRecord<Op>(
+              "swiglu_packed_fp8(Tensor x) -> (Tensor q, Tensor scale, Tensor y)")
               .shapes("q = x[:-1] + [x[-1] // 2]; scale = x[:-1]; y = x[:-1] + [x[-1] // 2]")
-              .input_shapes("x = x[:-1] + [x[-1] // 2 * 2]")
-              .rows("-1")
-              .memory("y = optional")
-              .scratch<rowwise::QuantisedScratchBytes<Op>>(),
+              .input_shapes("x = x[:-1] + [x[-1] // 2 * 2]"),
           LaunchSwigluPackedFp8)
 
 TWINOP_OP(swiglu_packed_backward,

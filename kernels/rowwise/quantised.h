@@ -70,6 +70,17 @@ std::int64_t QuantisedScratchBytes(const CallOf<Op>& call) {
   return is_one_kernel ? 0 : results[0].bytes();
 }
 
+// The record of an op with the outputs q, scale and y, and those of the functor behind them.
+template <class Op>
+constexpr Record QuantisingRecord(std::string_view schema) {
+  return Record(schema)
+      .dtypes(kQuantisedDtypes)
+      .rows("-1")
+      .shapes("scale = x[:-1]")
+      .memory("y = optional")
+      .scratch<QuantisedScratchBytes<Op>>();
+}
+
 // Quantises rows that lie in memory.
 inline Status QuantiseRows(const Call& call, const Tensor& x, std::int64_t stride, const Tensor& q,
                            const Tensor& scale) {

@@ -101,27 +101,18 @@ TWINOP_ROWWISE(add_layer_norm, AddLayerNorm,
                         "residual = grad_x"))
 
 TWINOP_OP(layer_norm_fp8,
-          Record("layer_norm_fp8(Tensor x, Tensor? weight=None, Tensor? bias=None, float eps=1e-5)"
-                 " -> (Tensor q, Tensor scale, Tensor y)")
-              .dtypes(rowwise::kQuantisedDtypes)
-              .rows("-1")
-              .shapes("scale = x[:-1]")
+          rowwise::QuantisingRecord<Op>("layer_norm_fp8(Tensor x, Tensor? weight=None, Tensor? bias=None, "
+                                        "float eps=1e-5) -> (Tensor q, Tensor scale, Tensor y)")
               .input_shapes("weight = x[-1:]; bias = x[-1:]")
-              .limits("eps >= 0")
-              .memory("y = optional")
-              .scratch<rowwise::QuantisedScratchBytes<Op>>(),
+              .limits("eps >= 0"),
           rowwise::LaunchQuantisingRows<LayerNorm>)
 
 TWINOP_OP(add_layer_norm_fp8,
-          Record("add_layer_norm_fp8(Tensor x, Tensor residual, Tensor weight, Tensor? bias=None, float eps=1e-5)"
-                 " -> (Tensor q, Tensor scale, Tensor y, Tensor sum)")
-              .dtypes(rowwise::kQuantisedDtypes)
-              .rows("-1")
-              .shapes("scale = x[:-1]")
+          rowwise::QuantisingRecord<Op>("add_layer_norm_fp8(Tensor x, Tensor residual, Tensor weight, Tensor? bias=None, "
+                                        "float eps=1e-5) -> (Tensor q, Tensor scale, Tensor y, Tensor sum)")
               .input_shapes("residual = x; weight = x[-1:]; bias = x[-1:]")
               .limits("eps >= 0")
-              .memory("y = optional; sum = optional")
-              .scratch<rowwise::QuantisedScratchBytes<Op>>(),
+              .memory("y = optional; sum = optional"),
           rowwise::LaunchQuantisingRows<AddLayerNorm>)
 
 TWINOP_ROWWISE(ada_layer_norm, AdaLayerNorm,
