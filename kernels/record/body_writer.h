@@ -55,7 +55,7 @@ class BodyWriter {
 
   // Returns the model, with `value` as its output y. Models are kept while the library is loaded;
   // equal ones have one address (kernels/abi.h).
-  const std::string* Finish(std::string_view value) {
+  std::string_view Finish(std::string_view value) {
     if (is_narrow_) value = Cast(value, dtype_);
     AddNode("Identity", {value}, {"y"}, {});
     graph_.Add(GraphField::kName, "body");
@@ -73,7 +73,7 @@ class BodyWriter {
     static std::mutex mutex;
     static auto& models = *new std::set<std::string>;
     const std::lock_guard<std::mutex> lock(mutex);
-    return &*models.insert(model.bytes).first;
+    return *models.insert(model.bytes).first;
   }
 
  private:

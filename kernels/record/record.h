@@ -121,11 +121,11 @@ struct Record {
     return copy;
   }
   // On the CPU of ONNX Runtime the op runs its function body, which the model that
-  //   std::string_view kBody(const Call& call)
+  //   std::string_view kBody(const CallOf<Op>& call)
   // returns has (twinop_op.body in kernels/abi.h). The text lives as long as the library.
   template <auto kBody>
-  constexpr Record body() const {
-    Record copy = *this;
+  constexpr Record body(int pieces = 0) const {
+    Record copy = With(&Record::body_pieces, pieces);
     copy.body_model = [](const twinop_call* call, const void** model, std::size_t* size,
                          twinop_error* error) {
       return AtBoundary(error, [=] {
@@ -137,34 +137,14 @@ struct Record {
     };
     return copy;
   }
-  // On the CPU of ONNX Runtime the op runs the model that
-  //   static Status kBody(const CallOf<Op>& call, const std::string** model)
-  // returns, on pieces of the rows or of the batch (twinop_op.row_body in kernels/abi.h, 1 or 2).
-  // The text lives as long as the library.
+  // The model runs on pieces of the rows or of the batch (twinop_op.row_body, 1 or 2).
   template <auto kBody>
   constexpr Record row_body() const {
-    return PiecewiseBody<kBody>(1);
+    return body<kBody>(1);
   }
   template <auto kBody>
   constexpr Record batch_body() const {
-    return PiecewiseBody<kBody>(2);
-  }
-  template <auto kBody>
-  constexpr Record PiecewiseBody(int pieces) const {
-    Record copy = With(&Record::body_pieces, pieces);
-    copy.body_model = [](const twinop_call* call, const void** model, std::size_t* size,
-                         twinop_error* error) {
-      return AtBoundary(error, [=] {
-        const std::string* text = nullptr;
-        Status status = Invoke(kBody, FromC(call), &text);
-        if (text != nullptr) {
-          *model = text->data();
-          *size = text->size();
-        }
-        return status;
-      });
-    };
-    return copy;
+    return body<kBody>(2);
   }
   // The op keeps a State for each kernel, which a launcher finds in call.state. It is made from the
   // attributes and the constant inputs by

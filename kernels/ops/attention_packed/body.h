@@ -3,7 +3,6 @@
 
 #include <cstdint>
 #include <limits>
-#include <string>
 #include <string_view>
 
 #include "twinop/record/arguments.h"
@@ -12,7 +11,7 @@
 namespace twinop::attention_packed {
 
 template <class Op>
-Status Body(const CallOf<Op>& call, const std::string** model) {
+std::string_view Body(const CallOf<Op>& call) {
   BodyWriter body(InputOf(call, "qkv"_name).dtype);
   const auto transposed = [&](std::string_view value, std::initializer_list<std::int64_t> order) {
     return body.Add("Transpose", {value}, IntsAttribute("perm", order));
@@ -43,8 +42,7 @@ Status Body(const CallOf<Op>& call, const std::string** model) {
   }
   const std::string_view weights = body.Add("Softmax", {scores}, IntAttribute("axis", -1));
   const std::string_view y = body.Add("MatMul", {weights, by_head(2, {0, 2, 1, 3})});
-  *model = body.Finish(body.Add("Reshape", {transposed(y, {0, 2, 1, 3}), body.Ints({0, 0, -1})}));
-  return {};
+  return body.Finish(body.Add("Reshape", {transposed(y, {0, 2, 1, 3}), body.Ints({0, 0, -1})}));
 }
 
 }  // namespace twinop::attention_packed

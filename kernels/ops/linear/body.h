@@ -2,7 +2,6 @@
 // tensors have two dimensions (twinop_op.row_body in kernels/abi.h).
 #pragma once
 
-#include <string>
 #include <string_view>
 #include <vector>
 
@@ -23,7 +22,7 @@ inline std::string_view AddActivation(BodyWriter* body, std::string_view value,
 // Writes what the op has around its product: `multiply` gives that of x and the weight, with the
 // bias.
 template <class Op, class Multiply>
-const std::string* FinishBody(const CallOf<Op>& call, BodyWriter* body, Multiply&& multiply) {
+std::string_view FinishBody(const CallOf<Op>& call, BodyWriter* body, Multiply&& multiply) {
   constexpr int kResidual = Op::kRecord.FindInput("residual");
   const auto activation = AttributeOf<std::string_view>(call, "activation"_name);
   std::string_view x = body->Input("x");
@@ -44,15 +43,14 @@ const std::string* FinishBody(const CallOf<Op>& call, BodyWriter* body, Multiply
 }
 
 template <class Op>
-Status Body(const CallOf<Op>& call, const std::string** model) {
+std::string_view Body(const CallOf<Op>& call) {
   BodyWriter body(InputOf(call, "x"_name).dtype);
-  *model = FinishBody(call, &body, [&](std::string_view x) {
+  return FinishBody(call, &body, [&](std::string_view x) {
     std::vector<std::string_view> factors = {x, body.Input("weight")};
     if (InputOf(call, "bias"_name).present) factors.push_back(body.Input("bias"));
     const bool transposed = AttributeOf<std::string_view>(call, "layout"_name) == "nk";
     return body.Add("Gemm", factors, IntAttribute("transB", transposed ? 1 : 0));
   });
-  return {};
 }
 
 }  // namespace twinop::linear

@@ -3,7 +3,6 @@
 
 #include <algorithm>
 #include <cstdint>
-#include <string>
 #include <string_view>
 
 #include "twinop/ops/linear/body.h"
@@ -105,15 +104,14 @@ std::int64_t ScratchBytes(const CallOf<Op>& call) {
 }
 
 template <class Op>
-Status Body(const CallOf<Op>& call, const std::string** model) {
+std::string_view Body(const CallOf<Op>& call) {
   BodyWriter body(InputOf(call, "bias"_name).dtype);
-  *model = FinishBody(call, &body, [&](std::string_view x) {
+  return FinishBody(call, &body, [&](std::string_view x) {
     const std::string_view weight = body.Cast("weight", DType::kFloat32);
     std::string_view y = body.Add("Gemm", {x, weight}, IntAttribute("transB", 1));
     if (!kIsW8<Op>) y = body.Add("Mul", {y, "x_scale"});
     return body.Add("Add", {body.Add("Mul", {y, "weight_scale"}), body.Input("bias")});
   });
-  return {};
 }
 
 }  // namespace twinop::linear::float8

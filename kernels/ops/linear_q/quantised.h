@@ -3,6 +3,8 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <stdexcept>
+#include <string>
 #include <string_view>
 #include <vector>
 
@@ -93,16 +95,15 @@ std::string_view Product(const CallOf<Op>& call, BodyWriter* body, std::string_v
 }
 
 template <class Op>
-Status Body(const CallOf<Op>& call, const std::string** model) {
+std::string_view Body(const CallOf<Op>& call) {
   const std::size_t rank = InputOf(call, "weight"_name).rank;
   if (rank != 3)
-    return Status::Error("weight has " + std::to_string(rank) + " dimensions, expected 3");
+    throw std::runtime_error("weight has " + std::to_string(rank) + " dimensions, expected 3");
   BodyWriter body(InputOf(call, "x"_name).dtype);
-  *model = FinishBody(call, &body, [&](std::string_view x) {
+  return FinishBody(call, &body, [&](std::string_view x) {
     const std::string_view y = Product(call, &body, x);
     return InputOf(call, "bias"_name).present ? body.Add("Add", {y, body.Input("bias")}) : y;
   });
-  return {};
 }
 
 }  // namespace twinop::linear::quantised
