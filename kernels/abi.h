@@ -29,9 +29,10 @@ extern "C" {
 #define TWINOP_TYPE(cpp, c) c
 #endif
 
-/* Changes when a caller of the previous version would misread a structure. A field that is added at
- * the end of twinop_op or twinop_table does not change it: struct_size says whether it is there. */
-#define TWINOP_ABI_VERSION 2
+/* Changes when a caller of the previous version would misread a structure, or a tool the texts in
+ * the file (kernels/record/json.h). A field that is added at the end of twinop_op or twinop_table
+ * does not change it: struct_size says whether it is there. */
+#define TWINOP_ABI_VERSION 3
 
 /* Element types (twinop_tensor.dtype). */
 enum {

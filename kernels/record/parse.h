@@ -164,6 +164,7 @@ class Parser {
 #endif
     CheckSizes();
     CheckSkeleton();
+    CheckGradients();
     if (record_.autocast_text != "keep" && record_.autocast_text != "widest" &&
         record_.autocast_text != "lower")
       throw "autocast is keep, widest or lower";
@@ -549,6 +550,24 @@ class Parser {
     MarkInputs(op_.outputs[0].shape, named);
     for (std::size_t i = 0; i < op_.input_count; ++i)
       if (!named[i]) throw "broadcast(...) of an elementwise op lists all its inputs";
+  }
+
+  // "x, weight, _ = f(grad); residual = grad_x"
+  constexpr void CheckGradients() const {
+    bool named[kMaxArguments] = {};
+    for (Scanner scan(record_.gradient_text); !scan.AtEnd();) {
+      do {
+        const std::string_view name = scan.Word();
+        if (name == "_") continue;
+        const int input = op_.FindInput(name);
+        if (input < 0) throw "a record's gradient names no input of its op";
+        if (named[input]) throw "a record's gradient names an input twice";
+        named[input] = true;
+      } while (scan.Accept(","));
+      scan.Expect("=");
+      if (scan.Until(";").empty()) throw "a record's gradient is empty";
+      if (!scan.AtEnd()) scan.Expect(";");
+    }
   }
 
   const Record& record_;

@@ -1,8 +1,8 @@
 // The op record: the one description of an op. The torch registration, fakes, autograd, the ORT
 // custom op, both exporters and the JSON in the library are derived from it.
 //
-// A record is texts and functions. The compiler parses the texts (parse.h). The library's table and
-// the JSON in its file hold what they say, as structures (kernels/abi.h, json.h).
+// A record is texts and functions. The compiler parses the texts (parse.h), and the library's table
+// has what they say as structures (kernels/abi.h). The JSON in its file has the texts (json.h).
 #pragma once
 
 #include <cstddef>

@@ -1,9 +1,10 @@
 // The C++ side of a record as a filter, so that tests can compare it with torch's parser and with
 // Python's evaluator on texts that no op of ours has. One request a line, fields separated by tabs:
 //
-//   schema <text> <field> <value> ...                         -> the record's JSON
-//   validate <text> <field> <value> ...                       -> "valid"; fields: dtypes shapes ...
-//   shape <text> <expression> <shapes> <values>               -> the shape, "2,3,?"; "*" where the
+//   schema <text> <field> <value> ...                         -> the signature: names, kinds,
+//   dtypes validate <text> <field> <value> ...                       -> "valid"; fields: dtypes
+//   shapes ... shape <text> <expression> <shapes> <values>               -> the shape, "2,3,?"; "*"
+//   where the
 //                                                                rank is not known
 //   check <text> <shapes> <values> <field> <value> ...        -> "fits", or the checks' message
 //   entry <entries> <name>                                    -> the value
@@ -21,7 +22,6 @@
 
 #include "twinop/primitives/cpu_features.h"
 #include "twinop/record/check.h"
-#include "twinop/record/json.h"
 #include "twinop/record/parse.h"
 
 namespace twinop {
@@ -43,11 +43,29 @@ std::vector<std::string> SplitList(const std::string& text, char separator) {
   return text.empty() ? std::vector<std::string>() : Split(text, separator);
 }
 
-std::string Json(const Record& record) {
-  JsonWriter json = WriteJson(record, Parse(record));
-  std::string text;
-  for (std::size_t i = 0; i < json.size(); ++i) text += json[i];
-  return text;
+// "f CustomF|Tensor x float32 float16|int n|y float32 float16 in x|rows -1"
+std::string Signature(const OpSpec& op) {
+  std::string text = std::string(op.name) + " " + op.onnx_name;
+  const auto add = [&](std::string_view word, const char* before = " ") {
+    text.append(before).append(word);
+  };
+  for (std::size_t i = 0; i < op.input_count + op.attribute_count; ++i) {
+    const Argument& argument = op.arguments[i];
+    add(argument.is_written ? "Tensor(a!)" : KindName(argument.kind), "|");
+    add(argument.name);
+    for (std::size_t c = 0; i < op.input_count && c < op.combination_count; ++c)
+      add(Info(op.input_types[c][i]).name);
+    if (argument.on_host) add("on host");
+  }
+  for (std::size_t i = 0; i < op.output_count; ++i) {
+    add(op.outputs[i].name, "|");
+    for (std::size_t c = 0; c < op.combination_count; ++c) add(Info(op.output_types[c][i]).name);
+    if (op.outputs[i].in_place >= 0) add(op.input(op.outputs[i].in_place).name, " in ");
+    if (op.outputs[i].is_optional) add("optional");
+  }
+  if (op.rows.given && op.rows.attribute >= 0) add(op.attribute(op.rows.attribute).name, "|rows ");
+  if (op.rows.given && op.rows.attribute < 0) add(std::to_string(op.rows.value), "|rows ");
+  return text + (op.rows.to_the_end ? ":" : "");
 }
 
 // The record of a schema, with the fields given in pairs from `begin` on.
@@ -174,9 +192,9 @@ std::string Defaults(const OpSpec& record) {
 }
 
 std::string Answer(const std::vector<std::string>& request) {
-  if (request[0] == "schema") return Json(WithFields(request.at(1), request, 2));
+  if (request[0] == "schema") return Signature(Parse(WithFields(request.at(1), request, 2)));
   if (request[0] == "validate") {
-    Json(WithFields(request.at(1), request, 2));
+    Parse(WithFields(request.at(1), request, 2));
     return "valid";
   }
   if (request[0] == "check") return CheckCall(request);

@@ -53,7 +53,7 @@ def test_a_library_in_c() -> None:
 def test_a_library_of_another_version() -> None:
     """Both adapters refuse a library of another version."""
     path = c_library("other_version", "-DTABLE_VERSION=7")
-    said = r"the library's ops have version 7 of twinop's binary interface, {} reads version 2"
+    said = r"the library's ops have version 7 of twinop's binary interface, {} reads version 3"
     options = ort.SessionOptions()
     with pytest.raises(Exception, match=said.format("its ONNX Runtime adapter")):
         options.register_custom_ops_library(str(path))
@@ -66,7 +66,7 @@ def test_a_library_of_another_version() -> None:
     )
     refused, registered = in_torch(code, path).splitlines()
     assert refused.startswith(f"{path}: the library's ops have version 7") and registered == "False"
-    assert "libtwinop_torch.so reads version 2" in refused
+    assert "libtwinop_torch.so reads version 3" in refused
 
 
 def test_a_library_without_the_function(tmp_path: Path) -> None:

@@ -83,13 +83,9 @@ const twinop_table* twinop_library(uint32_t wanted_abi) {
 
 /* What tools read from the file. */
 __attribute__((section(".twinop"), used)) static const char kLibraryText[] =
-    "{\"twinop\":\"0.1.0\",\"abi\":2,\"domain\":\"" DOMAIN
+    "{\"twinop\":\"0.1.0\",\"abi\":3,\"domain\":\"" DOMAIN
     "\",\"domain_version\":1,\"cuda_archs\":\"none\",\"cuda_version\":\"\"}";
 __attribute__((section(".twinop"), used)) static const char kNegateText[] =
-    "{\"name\":\"negate\",\"onnx_name\":\"CustomNegate\","
-    "\"schema\":\"negate(Tensor x, float times=1.0) -> Tensor\","
-    "\"arguments\":[[\"x\",\"Tensor\"],[\"times\",\"float\",1.0]],\"outputs\":[\"y\"],"
-    "\"dtypes\":\"float32\",\"combinations\":[[\"float32\",\"float32\"]],"
-    "\"shapes\":[[\"x\",\"x\"]],\"input_shapes\":[null],\"sizes\":[],"
-    "\"limits\":[[\"times\",\">=\",0]],\"in_place\":[\"x\"],\"host_inputs\":[false],"
-    "\"optional_outputs\":[false],\"gradients\":[],\"devices\":[\"cpu\"]}";
+    "{\"schema\":\"negate(Tensor x, float times=1.0) -> Tensor\",\"dtypes\":\"float32\","
+    "\"in_place\":\"y = x\",\"limits\":\"times >= 0\",\"elementwise\":false,"
+    "\"devices\":[\"cpu\"]}";

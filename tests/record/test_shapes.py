@@ -1,6 +1,5 @@
 """C++ and Python evaluate shape expressions alike. The outputs of ops have the resulting shapes."""
 
-import json
 from functools import cache
 from typing import Any
 
@@ -14,7 +13,7 @@ from samples import RECORDS, samples
 from twinop import torch_op
 from twinop.errors import RecordError
 from twinop.record.op_spec import DOMAIN, OpSpec
-from twinop.record.schema_text import parse_shape
+from twinop.record.schema_text import parse_shape, record_of
 from twinop.record.shapes import evaluate, output_shapes
 
 TENSORS = "Tensor a, Tensor b, Tensor? c=None"
@@ -24,8 +23,7 @@ UNKNOWN = "?"
 
 @cache
 def base() -> OpSpec:
-    """The record of SCHEMA. The driver is compiled when a test asks, and not by each worker that collects."""
-    return OpSpec.from_json(json.loads(driver().ask("schema", SCHEMA)))
+    return record_of(SCHEMA, DOMAIN)
 
 
 def ask_cpp(text: str, shapes: dict[str, Any], attributes: dict[str, Any]) -> tuple[Any, ...] | str:

@@ -18,8 +18,9 @@ import twinop
 from ..errors import ForeignLibraryError, LibraryError, RecordError
 from ..installation import ROOT, how_to_build
 from ..record.op_spec import DOMAIN, DOMAIN_VERSION, OpSpec, check_kind
+from ..record.schema_text import record_of_library
 
-ABI_VERSION = 2
+ABI_VERSION = 3
 """The version of the interface between libraries and adapters (`kernels/abi.h`) that this code reads."""
 
 _SECTION = ".twinop"
@@ -138,7 +139,7 @@ def _is_description(text: bytes) -> bool:
 @lru_cache(4096)
 def _record(text: bytes, domain: str, domain_version: int) -> OpSpec:
     """Parses a record once: each session looks at all libraries of a folder."""
-    return OpSpec.from_json(json.loads(text) | {"domain": domain, "domain_version": domain_version})
+    return record_of_library(json.loads(text), domain, domain_version)
 
 
 def _require_abi(path: Path, build: Mapping[str, Any]) -> None:

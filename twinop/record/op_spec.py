@@ -5,7 +5,7 @@ Every adapter is derived from it: torch registration, exporters, checks of model
 
 import hashlib
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
@@ -100,45 +100,6 @@ class OpSpec:
 
     def __hash__(self) -> int:
         return hash((self.domain, self.schema))
-
-    @classmethod
-    def from_json(cls, fields: Mapping[str, Any]) -> "OpSpec":
-        """Reads a record from a library's JSON and its domain; KeyError, TypeError, ValueError: damaged."""
-        found, inputs, attributes = dict(fields), list[Input](), list[Attribute]()
-        for name, kind, *default in found.pop("arguments"):
-            if kind.startswith("Tensor"):
-                inputs.append(Input(name, kind == "Tensor?", kind == "Tensor(a!)"))
-            else:
-                values = map(float, default) if kind == "float" else default
-                attributes.append(Attribute(name, kind, *values))
-        names, outputs = [entry.name for entry in inputs], fields["outputs"]
-
-        def of(keys: list[str], field: str) -> Iterator[tuple[str, Any]]:
-            return ((key, each) for key, each in zip(keys, fields[field], strict=True) if each)
-
-        tensors = names + outputs
-        found |= {
-            "inputs": tuple(inputs),
-            "attributes": tuple(attributes),
-            "outputs": tuple(outputs),
-            "devices": tuple(fields["devices"]),
-            "combinations": tuple(dict(zip(tensors, each, strict=True)) for each in fields["combinations"]),
-            "shapes": {name: Expression(*each) for name, each in of(outputs, "shapes")},
-            "input_shapes": {name: Expression(*each) for name, each in of(names, "input_shapes")},
-            "sizes": {name: each and Expression(*each) for name, each in fields["sizes"]},
-            "limits": tuple((name, word, value) for name, word, value in fields["limits"]),
-            "in_place": dict(of(outputs, "in_place")),
-            "gradients": tuple(Gradient(tuple(each), text) for each, text in fields["gradients"]),
-            "rows": tuple(fields["rows"]) if "rows" in fields else None,
-            "host_inputs": frozenset(name for name, _ in of(names, "host_inputs")),
-            "optional_outputs": frozenset(name for name, _ in of(outputs, "optional_outputs")),
-        }
-        record = cls(**found)
-        texts = [record.name, record.onnx_name, record.schema, record.dtypes, record.domain, record.autocast]
-        for text in (*texts, *record.parameters, *record.outputs, *record.devices):
-            check_kind("name", text, str)
-        check_kind("domain_version", record.domain_version, int)
-        return record
 
     @property
     def qualified_name(self) -> str:

@@ -1,4 +1,4 @@
-"""Makes records by hand: parses the texts of a record as `kernels/record/parse.h` does in C++."""
+"""Parses the texts of records, of libraries and of declared ops, as `kernels/record/parse.h` does in C++."""
 
 import ast
 import re
@@ -8,12 +8,12 @@ from functools import cache
 from typing import Any
 
 from ..errors import RecordError, RecordSyntaxError
-from .op_spec import Attribute, Expression, Gradient, Input, OpSpec
+from .op_spec import Attribute, Expression, Gradient, Input, OpSpec, check_kind
 from .shapes import evaluate
 
 _ARGUMENT = re.compile(
-    r"(Tensor\??|Tensor\([A-Za-z]!\)|int|float|bool|str|int\[\])"
-    r"\s+([A-Za-z_]\w*)\s*(?:=\s*(.+))?"
+    r"(Tensor(?: *\?| *\( *[A-Za-z] *! *\))?|int(?: *\[\])?|float|bool|str)"
+    r"\s*\b([A-Za-z_]\w*)\s*(?:=\s*(.+))?"
 )
 _SCHEMA = re.compile(r"\s*([A-Za-z_]\w*)\s*\((.*)\)\s*->\s*(.+?)\s*", re.DOTALL)
 _BEGIN = re.compile(r"\s*(?:[A-Za-z_]\w*\s*(?:\((?:.*\)\s*(?:->\s*)?)?)?)?", re.DOTALL)
@@ -87,7 +87,7 @@ def record_of(schema: str, domain: str, **texts: str) -> OpSpec:
     given = dict.fromkeys(outputs, "") | writes | entries(texts.get("shapes", ""))
     record = OpSpec(
         name,
-        f"Custom{re.sub('(?:^|_)(.?)', lambda part: part[1].upper(), name)}",
+        "Custom" + "".join(word[:1].upper() + word[1:] for word in name.split("_")),
         " ".join(schema.split()),
         tuple(inputs),
         tuple(attributes),
@@ -113,6 +113,22 @@ def record_of(schema: str, domain: str, **texts: str) -> OpSpec:
     )
     _check_shapes(record)
     return record
+
+
+def record_of_library(fields: Mapping[str, Any], domain: str, domain_version: int) -> OpSpec:
+    """Reads a record from a library's JSON; KeyError, TypeError, ValueError, RecordError: damaged."""
+    texts = dict(fields)
+    is_elementwise = check_kind("elementwise", texts.pop("elementwise"), bool)
+    devices = tuple(check_kind("device", device, str) for device in texts.pop("devices"))
+    for name, text in texts.items():
+        check_kind(name, text, str)
+    return replace(
+        record_of(domain=check_kind("domain", domain, str), **texts),
+        schema=texts["schema"],
+        is_elementwise=is_elementwise,
+        devices=devices,
+        domain_version=check_kind("domain_version", domain_version, int),
+    )
 
 
 def redeclared(record: OpSpec, **texts: str) -> OpSpec:
@@ -267,6 +283,7 @@ def _parse_argument(schema: str, place: int, text: str) -> tuple[str, str, Any]:
             "float, bool, str, int[], then a name, and a default: float eps=1e-6",
         )
     kind, name, default = found.groups()
+    kind = kind.replace(" ", "")
     if kind.startswith("Tensor"):
         if default not in (None, "None") or (default is not None and kind != "Tensor?"):
             raise _error(schema, place, f"{text!r}: only a Tensor? has a default, None")
