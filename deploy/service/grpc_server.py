@@ -157,6 +157,27 @@ class _CallHandler:
         return data
 
 
+class _Health(health.aio.HealthServicer):
+    """grpc.health.v1, whose streams end with the server: `stop` would wait for them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._watches = set[asyncio.Task[None]]()
+
+    async def Watch(self, request: Any, context: Any) -> None:
+        watch = asyncio.create_task(super().Watch(request, context))
+        self._watches.add(watch)
+        try:
+            await asyncio.wait([watch])
+        finally:  # also where the client ends it
+            self._watches.discard(watch)
+            watch.cancel()
+
+    def end_streams(self) -> None:
+        for watch in self._watches:
+            watch.cancel()
+
+
 class GrpcServer:
     """gRPC on one port, from `start` to `drain`."""
 
@@ -166,7 +187,7 @@ class GrpcServer:
         self._repository = repository
         self._handler = _CallHandler(repository, budget, token)
         self._server: Any = None
-        self._health = health.aio.HealthServicer()
+        self._health = _Health()
 
     async def start(self) -> None:
         """Start, and return when calls are accepted; AddressError: host or port cannot be used."""
@@ -220,6 +241,7 @@ class GrpcServer:
         self._handler.draining = True
         refusing = min(DRAIN_REFUSE_SECONDS, grace) if self._handler.was_called else 0.0
         await asyncio.sleep(refusing)
+        self._health.end_streams()
         rest, started = grace - refusing, time.monotonic()
         await self._server.stop(rest)  # returns early if no call is left
         return not rest or time.monotonic() - started < rest - TIMER_SECONDS

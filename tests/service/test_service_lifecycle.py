@@ -111,11 +111,11 @@ def test_ready_means_that_the_models_are_loaded_and_the_server_is_not_stopping(s
         starting.process.send_signal(signal.SIGTERM)
         wait_until(lambda: not grpc_ready())
         assert next(watched).status == HealthCheckResponse.NOT_SERVING
-        watched.cancel()
         probe.sendall(READY)
         assert receive(probe).status == 503
         late.sendall(REQUEST)
         time.sleep(1.5)  # longer than what has been accepted takes otherwise
+        assert not [*watched]  # it does not hold the server up
         (starting.root / "runs").unlink()
         answers = [split(receive_all(connection)) for connection in (late, waiting)]
         assert answers[0].status in (200, 503) and answers[1].status == 200

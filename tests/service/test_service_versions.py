@@ -2,6 +2,7 @@
 
 import asyncio
 import hashlib
+import os
 import shutil
 from collections.abc import Iterator
 from functools import partial
@@ -181,10 +182,12 @@ def test_a_library_that_is_replaced_under_load(served: Served) -> None:
 
 
 def test_no_request_is_lost_or_wrong_while_versions_are_swapped_and_at_sigterm(tmp_path: Path) -> None:
+    """TWINOP_SOAK=200000 makes a soak of it."""
+    requests = int(os.environ.get("TWINOP_SOAK", "2500"))
     service_load.write_version(tmp_path, 1)
     (tmp_path / "twinop.toml").write_text("[server]\npoll_seconds = 0.05")
     with serve(tmp_path, *service_load.OPTIONS) as served:
-        outcome = asyncio.run(service_load.swapped_and_ended(served, tmp_path, requests=2500, every=0.5))
+        outcome = asyncio.run(service_load.swapped_and_ended(served, tmp_path, requests, every=0.5))
         assert served.process.returncode == 0
     assert outcome.lost == outcome.wrong == []
     assert outcome.answered.keys() == {"REST", "gRPC"}
