@@ -4,6 +4,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from typing import Any
 
 import grpc
@@ -168,10 +169,10 @@ class _Health(health.aio.HealthServicer):
         watch = asyncio.create_task(super().Watch(request, context))
         self._watches.add(watch)
         try:
-            await asyncio.wait([watch])
-        finally:  # also where the client ends it
+            with suppress(asyncio.CancelledError):  # by the client, or at the end of the server
+                await watch
+        finally:
             self._watches.discard(watch)
-            watch.cancel()
 
     def end_streams(self) -> None:
         for watch in self._watches:
