@@ -139,6 +139,13 @@ def drawn(model: Model, size: Size) -> nn.Module:
     return made
 
 
+def in_bfloat16(model: nn.Module) -> nn.Module:
+    """Casts a model's weights in place. Frequencies of positions stay in fp32, as transformers has them."""
+    for parameter in model.parameters():
+        parameter.data = parameter.data.to(BF16)
+    return model
+
+
 def by_torchao(model: nn.Module) -> nn.Module:
     """Returns the model with the linear layers in float8 that `optimize` turns, in place."""
     from torchao.quantization import Float8DynamicActivationFloat8WeightConfig, PerRow, quantize_
@@ -179,7 +186,7 @@ def whole(name: str, timer: DeviceTimer, folder: Path, with_torch: bool) -> dict
         model = drawn(kind, size).to(device)
         expected = model(*inputs.values()).double()
         half, narrow = (cast(inputs, dtype) for dtype in (torch.float16, BF16))  # torchao takes bfloat16 only
-        module, values = model.to(BF16), tuple(narrow.values())
+        module, values = in_bfloat16(model), tuple(narrow.values())
         makers: dict[str, Callable[[], Subject]] = {}
         for column, dtype in FILES.items():
             given = inputs if dtype == "float32" else half
