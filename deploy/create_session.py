@@ -30,6 +30,7 @@ from .registration import SealedLibrary, register
 _OLDEST = (1, 20)  # it takes bfloat16 from Python; the libraries need the C API of 1.18
 _CPU = "CPUExecutionProvider"
 PROVIDERS: dict[str, "list[Provider] | None"] = {"auto": None, "cpu": [_CPU], "cuda": [cuda.CUDA, _CPU]}
+_WITHOUT = "optimization.disable_specified_optimizers"
 _DATA_FOLDER = "session.model_external_initializers_file_folder_path"
 Provider = str | tuple[str, dict[str, Any]]
 _SMALL = 1 << 30  # bytes that are not worth a look at what is free
@@ -136,6 +137,8 @@ def open_session(
 
     if choice.providers == [_CPU]:
         require_memory(model, libraries)
+        if not given and is_half(model.proto.graph):  # else ONNX Runtime 1.24 to 1.31 may end the process
+            options.add_session_config_entry(_WITHOUT, "MatmulTransposeFusion")
     with on_callers_device:  # ONNX Runtime makes its own the current one
         inner = _create(ort, model, options, requested, given)
     if choice.automatic and device is not None and cuda.CUDA not in inner.get_providers():
@@ -289,6 +292,12 @@ def _create(ort: Any, model: Model, options: Any, providers: list[Provider], giv
         if given and model.nodes:
             said += ". Session options that have a library already need library=False"
         raise RunError(f"{model.name}: ONNX Runtime refuses it: {said}", type(error).__name__) from error
+
+
+def is_half(graph: onnx.GraphProto) -> bool:
+    """Returns whether a graph has weights or inputs in 16 bits."""
+    inputs = [value.type.tensor_type.elem_type for value in graph.input]
+    return not {*inputs, *(tensor.data_type for tensor in graph.initializer)}.isdisjoint(_HALF)
 
 
 def plain_options(options: Any = None) -> Any:

@@ -224,6 +224,19 @@ def _run_node(provider: str, libraries: list[Library]) -> Iterator[str]:
     session(onnx.parser.parse_model(_NODE), [provider]).run({"x": np.ones(4, np.float32)})
 
 
+def _open(path: Path, named: Path | None, allow: bool) -> Iterator[str]:
+    """Opens a session, in another process; yields its device, and what it warns of."""
+    from .create_session import choose_providers, open_session
+
+    model = load_model(path)
+    libraries = choose_libraries(model, named, allow_model_libraries=allow)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", TwinopWarning)
+        opened = open_session(model, libraries, choose_providers(None, libraries))
+    yield opened.device
+    yield from (str(each.message) for each in caught)
+
+
 def _model(path: Path, named: Path | None, allow_model_libraries: bool) -> Iterator[Finding]:
     try:
         model = load_model(path)
@@ -243,3 +256,13 @@ def _model(path: Path, named: Path | None, allow_model_libraries: bool) -> Itera
     for domain, op in sorted({node.node_type for node in model.nodes} - known):
         cure = "Build it (twinop build), install its package, or name its library"
         yield warning("model", f"no library has {domain}::{op}: its function body runs, slower. {cure}")
+    if importlib.util.find_spec("onnxruntime") is not None:
+        try:
+            with time_limit(_SECONDS), warnings.catch_warnings():
+                warnings.simplefilter("ignore", TwinopWarning)
+                device, *notes = SERVER.run(_open, path, named, allow_model_libraries)
+        except TwinopError as problem:
+            yield error("model", str(problem))
+            return
+        yield from (warning("model", each) for each in notes)
+        yield ok("model", f"ONNX Runtime opens it on {device}")

@@ -47,7 +47,10 @@ def time_limit(seconds: float) -> Iterator[None]:
     try:
         yield
     except OrtCrash as crash:
-        raise TwinopError(f"ONNX Runtime crashes on this model ({crash})") from crash
+        raise TwinopError(
+            f"ONNX Runtime crashes on this model ({crash}). Try another version of it, or its option "
+            "graph_optimization_level = ORT_DISABLE_ALL"
+        ) from crash
     except Endless as error:
         raise TwinopError(str(error)) from error
     finally:

@@ -51,6 +51,7 @@ class Einsum(Rewrite[_Product], name="einsum", op_types=("Einsum",)):
             "".join(each for each in result if (each in of_a, each in of_b) == where)
             for where in ((True, True), (True, False), (False, True))
         )
+        rows = "".join(each for each in of_a if each in rows)  # transposed behind the matmul, not before
         sums = "".join(each for each in of_b if each in of_a and each not in result)
         wanted = [batch + rows + sums, batch + sums + columns, batch + rows + columns]
         if [*map(sorted, (of_a, of_b, result))] != [*map(sorted, wanted)] or not (rows and sums and columns):

@@ -52,6 +52,7 @@ def load(where: VersionFolder, settings: ModelSettings, server: ServerSettings) 
     TwinopError.
     """
     started = time.monotonic()
+    _log.info("model %s version %d: loading %s", where.model, where.version, where.path)
     try:
         loaded = _load(where, settings, server)
     except TwinopError:

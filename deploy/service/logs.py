@@ -1,8 +1,10 @@
 """Write the server's log to stderr as JSON lines, with the request's id on each line about a request.
 
-The C++ messages of ONNX Runtime and gRPC do not pass through here: they stay plain lines on stderr.
+The C++ messages of ONNX Runtime and gRPC do not pass through here: they stay plain lines on stderr. So does
+what Python says of a crash.
 """
 
+import faulthandler
 import logging
 import re
 import uuid
@@ -40,6 +42,7 @@ def configure(level: str) -> None:
     for name in ("twinop", "uvicorn", "grpc"):
         logging.getLogger(name).setLevel(level)
     logging.captureWarnings(True)
+    faulthandler.enable(all_threads=False)  # says where ONNX Runtime was if it crashes
 
 
 def begin(given: str) -> str:

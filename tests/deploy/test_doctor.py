@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import onnx
 import pytest
 from build_files import program, twinop
 from models import make_model
@@ -108,7 +109,36 @@ def test_this_machine(libraries: dict[str, Path], tmp_path: Path) -> None:
     assert result.returncode == any(each.level == "error" for each in found)
     about_model = [each for each in found if each.subject == "model"]
     assert {each.level for each in about_model} == {"OK"}, about_model
-    assert about_model[-1].text == f"its nodes of custom_domain fit {libraries['custom_relu']}"
+    assert about_model[-2].text == f"its nodes of custom_domain fit {libraries['custom_relu']}"
+    assert about_model[-1].text == "ONNX Runtime opens it on cpu"
+
+
+CRASHES = "t = Transpose <perm = [1, 0, 2]> (x) c = Cast <to = 1> (t) y = MatMul (c, w)"
+
+
+@pytest.mark.parametrize(
+    ("text", "level", "words"),
+    [
+        (
+            f"(int32[N, M, 4] x, float[4, 4] w) => (float[M, N, 4] y) {{ {CRASHES} }}",
+            "error",
+            "crashes on this",
+        ),
+        ("(bfloat16[N, 4] x) => (bfloat16[N, 4] y) { y = Conv (x, x) }", "error", "ONNX Runtime refuses it"),
+        (
+            "(float16[N, M, 4] x, float16[4, 4] w) => (float16[M, N, 4] y) "
+            "{ t = Transpose <perm = [1, 0, 2]> (x) y = MatMul (t, w) }",
+            "OK",
+            "opens it on cpu",
+        ),
+    ],
+)
+def test_a_model_that_onnxruntime_refuses(text: str, level: str, words: str, tmp_path: Path) -> None:
+    """Or crashes on, or would, with its own optimizations."""
+    path = tmp_path / "model.onnx"
+    onnx.save(onnx.parser.parse_model(f'<ir_version: 8, opset_import: ["": 17]> g {text}'), path)
+    [*_, found] = diagnosis._model(path, None, False)
+    assert found.level == level and words in found.text, found
 
 
 def test_a_model_that_does_not_fit(libraries: dict[str, Path], tmp_path: Path) -> None:

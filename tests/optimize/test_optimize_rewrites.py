@@ -266,6 +266,14 @@ def test_attention_of_einsums(tmp_path: Path) -> None:
     assert report.fused == {"linear": 4, "attention": 1} and not nodes(fast, "Transpose", "Einsum")
 
 
+def test_an_einsum_is_transposed_behind_the_matmul(tmp_path: Path) -> None:
+    """ONNX Runtime 1.31.1 crashes in fp16 on the CPU on a matmul of what was transposed."""
+    text = '(float[A, B, 8] x) => (float[B, A, 6] y) { y = Einsum <equation = "abd,dk->bak"> (x, w) }'
+    report, fast = optimized(parsed(text, w=weights(8, 6)), tmp_path, dtype="float16", device="cpu")
+    assert [node.op_type for node in fast.graph] == ["MatMul", "Transpose"] and not report.notes
+    assert_same(tmp_path, rtol=1e-2, atol=1e-2, x=(2, 3, 8))
+
+
 def test_attention_whose_k_is_not_transposed(tmp_path: Path) -> None:
     """Convolutions compute [B, C, T]: SqueezeBERT."""
     text = """(float[B, 8, S] q, float[B, 8, T] k, float[B, 8, T] v) => (float[B, S, 8] y) {

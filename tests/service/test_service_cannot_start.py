@@ -62,6 +62,22 @@ def test_a_port_in_use_ends_the_process_with_one_message(one_model: Path, tmp_pa
     assert f"cannot listen on port {port} of 127.0.0.1" in said and "Traceback" not in said
 
 
+def test_a_crash_of_onnxruntime_is_said(tmp_path: Path) -> None:
+    """ONNX Runtime 1.31.1 crashes on this one while it optimizes it."""
+    model = onnx.parser.parse_model(
+        '<ir_version: 8, opset_import: ["": 17]> g (int32[N, M, 4] x, float[4, 4] w) => (float[M, N, 4] y) '
+        "{ t = Transpose <perm = [1, 0, 2]> (x) c = Cast <to = 1> (t) y = MatMul (c, w) }"
+    )
+    place(tmp_path / "models", "fragile", model)
+    process = start(tmp_path / "models", tmp_path / "log")
+    try:
+        assert process.wait(120) < 0
+    finally:
+        process.kill()
+    said = (tmp_path / "log").read_text()
+    assert "model fragile version 1: loading" in said and "Segmentation fault" in said
+
+
 @pytest.mark.parametrize(("other", "own"), [(False, False), (False, True), (True, False)])
 @pytest.mark.parametrize("protocol", ["http", "grpc"])
 def test_port_in_use(one_model: Path, protocol: str, other: bool, own: bool) -> None:
