@@ -98,6 +98,19 @@ def _promote_concatenated(model: ir.Model) -> None:
                 node.replace_input_with(index, cast.outputs[0])
 
 
+def _promote_norms(model: ir.Model) -> None:
+    """Computes norms of 16 bits with gains in fp32, as autocast makes them, in fp32: ONNX has one dtype."""
+    for node in [node for node in model.graph.all_nodes() if node.op_type == "LayerNormalization"]:
+        (x, gain, *others), result, graph = node.inputs, node.outputs[0], node.graph
+        if x is None or gain is None or x.dtype is None or gain.dtype in (None, x.dtype) or graph is None:
+            continue
+        to = ir.node("Cast", [x], {"to": gain.dtype})
+        norm = ir.Node("", node.op_type, [*to.outputs, gain, *others], [*node.attributes.values()])
+        back = ir.node("Cast", norm.outputs, {"to": x.dtype})
+        back.outputs[0].shape, back.outputs[0].dtype = result.shape, x.dtype
+        ir.convenience.replace_nodes_and_values(graph, node, [node], [to, norm, back], [result], back.outputs)
+
+
 def _torchscript(source: Source) -> ir.Model:
     register_symbolics(source.records)
     path = source.folder / "traced" / "model.onnx"
@@ -242,6 +255,7 @@ def run_route(exporter: str, source: Source) -> tuple[ir.Model, list[str]]:
             elif exporter == "dynamo":
                 text = f"{text.rstrip('.')}. {option('exporter', 'torchscript')} may export it"
             raise ExportError(f"torch's {exporter} exporter cannot export the model. {text}") from error
+    _promote_norms(model)
     _separate_outputs(model, source)
     for value in model.graph.inputs:
         for axis in source.dynamic.get(str(value.name), {}):

@@ -290,6 +290,21 @@ def test_tensors_that_torch_promotes_when_it_joins_them(tmp_path: Path) -> None:
     assert report.parity is not None and report.parity.equal
 
 
+@pytest.mark.parametrize("exporter", ["dynamo", "torchscript"])
+def test_a_norm_under_autocast(exporter: str, tmp_path: Path) -> None:
+    """Its x has 16 bits and its gain fp32, which torch takes, and onnx does not."""
+
+    class Autocast(torch.nn.Sequential):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            with torch.autocast("cpu", dtype=torch.float16):
+                return super().forward(x)
+
+    layers = (torch.nn.Linear(4, 4), torch.nn.LayerNorm(4), torch.nn.Linear(4, 4), torch.nn.LayerNorm(4))
+    report = plain(Autocast(*layers), (torch.randn(3, 4),), tmp_path / "m.onnx", exporter=exporter)
+    assert report.parity is not None and report.nodes["LayerNormalization"] == 2
+    assert report.outputs == {"y": "float16 [3,4]"}
+
+
 @pytest.mark.parametrize(
     ("given", "said"),
     [
