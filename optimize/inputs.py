@@ -37,9 +37,9 @@ PADDING = "a padding mask of attentions"
 """In the `meta` of inputs whose zeros attentions are known to hide (`masks.py`)."""
 _HIDES = {"right": "the end", "left": "the beginning", "holes": "tokens between others"}
 _COMPARES = ("Equal", "Greater", "GreaterOrEqual", "Less", "LessOrEqual")
-_ARITHMETIC = ("Abs", "Add", "Div", "Max", "Min", "Mul", "Neg", "Sub", "Sum")
+_ARITHMETIC = ("Abs", "Add", "Div", "Max", "Min", "Mul", "Neg", "ReduceSum", "Sub", "Sum")
 _TAKES_NUMBERS = (
-    "Conv", "Gelu", "Gemm", "LayerNormalization", "MatMul", "ReduceMean", "ReduceSum", "Relu", "Shape",
+    "Conv", "Gelu", "Gemm", "LayerNormalization", "MatMul", "ReduceMean", "Relu", "Shape",
     "Sigmoid", "Size", "Tanh",
 )  # fmt: skip
 _HIDING = 1000.0  # what a mask is multiplied with is at least so much

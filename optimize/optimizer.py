@@ -314,7 +314,7 @@ def _write_original(verifier: Verifier, folder: Path) -> list[Path]:
     if verifier.whole is not None:
         equivalence.confirm_shapes(model, verifier.whole.reference)
     report.libraries = paths_in_use(model, source.registered)
-    return save(model, folder / report.path.name, EXTERNAL_DATA_BYTES)
+    return save(model, folder / report.path.name, EXTERNAL_DATA_BYTES, checks=False)  # it has run
 
 
 def chosen_device(device: str | None) -> str:

@@ -73,6 +73,22 @@ def test_special_inputs_are_compared() -> None:
     assert not found["a mask that hides everything"]["mask"].any()
 
 
+@pytest.mark.parametrize(
+    ("text", "is_number"),
+    [("y = Cast <to = 1> (n)", True), ("i = Cast <to = 6> (n) y = Gather (table, i)", False)],
+)
+def test_counts_that_index_a_table_are_no_large_integers(text: str, is_number: bool) -> None:
+    """As onnxruntime-genai's builder counts a mask, to find the row of cosines of the last token."""
+    model = parsed(
+        f"(int64[N, 8] attention_mask) => (float[N] y) {{ n = ReduceSum (attention_mask, one) {text} }}",
+        one=np.array([1]),
+        table=weights(9),
+    )
+    given = {"attention_mask": np.ones((3, 8), np.int64)}
+    found = inputs.edge_cases(equivalence.ir.from_proto(model), given, [])
+    assert ("large integers" in found) == is_number
+
+
 def test_initializers_that_are_inputs_get_other_values() -> None:
     proto = parsed(
         "(float[2] x, float s, int64[1] axis, bool b) => (float[2] y) { y = Mul (x, s) }",

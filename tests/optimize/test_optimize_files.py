@@ -134,6 +134,14 @@ def test_ir_version_3(tmp_path: Path) -> None:
     assert [value.name for value in model.graph.inputs] == ["x", "w"] and not report.notes
 
 
+def test_a_file_that_only_onnx_refuses_stays_as_it_is(tmp_path: Path) -> None:
+    """Constants of opset 8 are floats. ONNX Runtime takes others, too."""
+    proto = parsed("(bool[4] x) => (bool[4] y) { c = Constant <value = bool[1] {1}> () y = And (x, c) }")
+    proto.ir_version, proto.opset_import[0].version = 4, 8
+    report, model = optimized(proto, tmp_path, device="cpu")
+    assert report.same and [node.op_type for node in model.graph] == ["Constant", "And"]
+
+
 def test_the_other_name_of_the_standard_domain(tmp_path: Path) -> None:
     proto = parsed("(float[N, 4] x) => (float[N, 3] y) { y = MatMul (x, w) }", w=weights(4, 3))
     proto.opset_import[0].domain = "ai.onnx"
