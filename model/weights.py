@@ -518,10 +518,13 @@ _READ = {
 
 
 def clip(value: Any, dtype: ir.DataType) -> Any:
-    """Limits the finite numbers of an array to those of a dtype; values of other kinds stay."""
+    """Limits the finite numbers of an array to those of a dtype, where it has some of them, as beside the
+    lowest number of a mask; values of other kinds stay."""
     if not isinstance(value, np.ndarray) or value.dtype.kind != "f":
         return value
     limit = float(dtype.max)
+    if not (np.abs(value) <= limit).any():
+        return value
     return np.where(np.isfinite(value), np.clip(value, -limit, limit), value)
 
 

@@ -50,6 +50,7 @@ def load(path: Path, held: Held = MappingProxyType({})) -> ir.Model:
     for node in model.graph.all_nodes():
         node.device_configurations = ()  # ONNX Runtime does not read them
     name_standard_domain(model)
+    _import_domains(model)
     _name_sizes(model)
     _forget_shapes(model)
     if not len(model.graph) and not model.graph.outputs:
@@ -151,6 +152,13 @@ def _placed(
     return ir.tensor(np.array(stored.numpy()), dtype=stored.dtype, name=stored.name)
 
 
+def _import_domains(model: ir.Model) -> None:
+    """Imports the domains of nodes that have no import, with the newest version, as ONNX Runtime does."""
+    for domain in {node.domain for node in model.graph.all_nodes()} - model.graph.opset_imports.keys():
+        known = [each.since_version for each in onnx.defs.get_all_schemas() if each.domain == domain]
+        model.graph.opset_imports[domain] = max(known, default=1)
+
+
 def _name_sizes(model: ir.Model) -> None:
     """Makes sizes of -1 unknown, as in ONNX Runtime, and names the unknown ones of inputs."""
     values = [*model.graph.inputs, *model.graph.outputs]
@@ -192,13 +200,14 @@ def _check_values(path: Path, model: ir.Model) -> None:
     for name in dict.fromkeys(names):
         if names.count(name) > 1:
             raise ExportError(f"{path}: output {name} is listed twice; list it once")
+    reads = [("the model returns", used) for used in model.graph.outputs]
     for node in ir.traversal.RecursiveGraphIterator(model.graph):
-        for used in node.inputs:
-            if used is None or used.producer() or used.is_graph_input() or used.is_initializer():
-                continue
+        reads += [(f"{node.op_type} reads", used) for used in node.inputs if used is not None]
+    for reader, used in reads:
+        if not (used.producer() or used.is_graph_input() or used.is_initializer()):
             raise ExportError(
-                f"{path}: {node.op_type} reads {used.name}, which is no graph input, initializer or node "
-                "output. twinop does not support sparse initializers: if it is one, make it dense"
+                f"{path}: {reader} {used.name}, which is no graph input, initializer or node output. "
+                "twinop does not support sparse initializers: if it is one, make it dense"
             )
 
 

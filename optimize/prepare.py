@@ -6,7 +6,12 @@ from collections.abc import Mapping
 
 import numpy as np
 import onnx_ir as ir
-from onnx_ir.passes.common import CommonSubexpressionEliminationPass, InlinePass, RemoveUnusedNodesPass
+from onnx_ir.passes.common import (
+    CommonSubexpressionEliminationPass,
+    InlinePass,
+    RemoveUnusedFunctionsPass,
+    RemoveUnusedNodesPass,
+)
 
 from twinop.deploy.ort_runs import NotRunnable, run
 from twinop.errors import ExportError, TwinopError
@@ -61,6 +66,7 @@ def inline_functions(model: ir.Model, records: Mapping[str, OpSpec], user_ops: U
     bodies = {key: model.functions.pop(key) for key in [*model.functions] if key[:2] in ours}
     for key in [each for each in model.functions if _is_registered(model, *each[:2])]:
         del model.functions[key]
+    RemoveUnusedFunctionsPass()(model)
     try:
         done = InlinePass(lambda function: function.domain not in user_ops.domains)(model)
     except Exception as error:

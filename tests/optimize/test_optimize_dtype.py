@@ -86,6 +86,17 @@ def test_unusual_values(text: str, found: int, tmp_path: Path) -> None:
     assert dtypes(model) == ["FLOAT16"] * found
 
 
+def test_results_that_float16_lacks_are_no_lowest_numbers_of_a_mask(tmp_path: Path) -> None:
+    proto = parsed(
+        "(float[N, 4] x) => (float[N, 1] y) { h = MatMul (x, w) y = Add (h, b) }",
+        w=weights(4, 1),
+        b=np.full(1, 2e5, np.float32),  # a price
+    )
+    onnx.save(proto, tmp_path / "old.onnx")
+    with pytest.raises(ExportError, match="its values exceed the range or precision of the dtype"):
+        optimize(tmp_path / "old.onnx", tmp_path / "fast.onnx", dtype="float16")
+
+
 def test_float64_stays(tmp_path: Path) -> None:
     proto = parsed(
         "(double[N, 4] x) => (double[N, 4] y) { y = MatMul (x, w) }", w=weights(4, 4).astype(float)

@@ -206,6 +206,10 @@ def test_an_output_that_is_listed_twice(tmp_path: Path) -> None:
         ),
         ("(float[N, 4] x) => (float[N, 4] y) { y = their.domain.Theirs (x) }", "Theirs"),
         (
+            "(float[N, 4] x) => (float[N, 4] y) { z = Relu (x) }",
+            "the model returns y, which is no graph input",
+        ),
+        (
             "(float[N, 4] x) => (float[N, 4] y) { y = their.domain.F (x) } "
             '<domain: "their.domain", opset_import: ["": 18]> F (a) => (b) { b = Relu (a) }',
             "version 20 in the model but version 18 in the function. Inline them first",

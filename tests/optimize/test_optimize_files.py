@@ -152,6 +152,17 @@ def test_the_other_name_of_the_standard_domain(tmp_path: Path) -> None:
     assert [function.name for function in attach_bodies(proto).functions] == ["CustomRelu"]
 
 
+def test_imports_and_functions_that_onnx_runtime_does_not_need(tmp_path: Path) -> None:
+    """Domains without an import have the newest version. A function that no node calls goes."""
+    text = """<ir_version: 10, opset_import: ["": 17]>
+    g (float[N, 4] x) => (float[N, 4] y) { a = ai.onnx.ml.LabelEncoder <keys_floats: floats = [1.0],
+      values_floats: floats = [2.0]> (x) y = com.microsoft.Gelu (a) }
+    <domain: "mine", opset_import: ["": 17]> Unused (a) => (b) { b = Relu (a) }"""
+    _, model = optimized(onnx.parser.parse_model(text), tmp_path)
+    assert types(model) == {"LabelEncoder": 1, "CustomGelu": 1} and model.opset_imports["ai.onnx.ml"] > 1
+    assert {key[1] for key in model.functions} == {"CustomGelu"}
+
+
 def test_external_data_of_a_constant_node(tmp_path: Path) -> None:
     proto = parsed("(float[N, 4] x) => (float[N, 4] y) { c = Constant () y = Add (x, c) }")
     value = onnx.helper.make_attribute("value", onnx.numpy_helper.from_array(weights(4), "c"))
