@@ -1,6 +1,7 @@
 """Compares forms of a model, or of a part of it, with the original: in fp32, and in 16 bits."""
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cache
 from math import inf
@@ -130,7 +131,7 @@ class Comparison:
 
         Raises:
             ExportError: the original has no usable result in 16 bits, or a value no known dtype.
-            NotEquivalent: the error is too large.
+            NotEquivalent: the error is too large, or the form fails and the original in 16 bits does not.
         """
         report, self.note = self.source.report, ""
         self.own_error: float | None = None
@@ -150,16 +151,30 @@ class Comparison:
             self.note = f"compared in its fp32 form: {refused}"
             return None
         except TwinopError as failure:
-            reason = str(failure).splitlines()[0].rpartition("Type Error: ")[2].rstrip(".")
-            raise ExportError(
-                f"{option('dtype', report.dtype)}: the dtypes of some values are not known, so they could "
-                f"not be converted ({reason}). Leave out {option('dtype')}, or declare these values "
-                "(value_info)"
-            ) from failure
+            self.note = self._note_on(failure, plain_form, reference)
+            return None
         noise = self._noise_in_16_bits(plain, plain_form, reference)
         self._require_fitting(noise, reference)
         reference.check(errors, lambda: noise, report.dtype)
         return reference.largest(errors)
+
+    def _note_on(
+        self, failure: TwinopError, plain_form: Form | None, reference: equivalence.Reference
+    ) -> str:
+        """Returns the note on a form in 16 bits that fails as the original in 16 bits does."""
+        text = str(failure).splitlines()[0]
+        if has_wrong_types(failure):
+            reason = text.rpartition("Type Error: ")[2].rstrip(".")
+            raise ExportError(
+                f"{option('dtype', self.source.report.dtype)}: the dtypes of some values are not known, so "
+                f"they could not be converted ({reason}). Leave out {option('dtype')}, or declare these "
+                "values (value_info)"
+            ) from failure
+        with suppress(NotRunnable, TwinopError):
+            if plain_form is not None:
+                self._errors_in(plain_form, reference)
+                raise equivalence.NotEquivalent(f"fails: {text}")
+        return f"compared in its fp32 form: {text}"
 
     def _noise_in_16_bits(
         self, plain: ir.Model | None, form: Form | None, reference: equivalence.Reference
@@ -225,13 +240,10 @@ class Comparison:
     def _errors_in(
         self, form: Form, reference: equivalence.Reference, optimize: bool = True
     ) -> tuple[equivalence.Errors, str]:
-        """Returns the errors of a form in 16 bits, and the note on its run."""
-        try:
-            may_skip = optimize and bool(self.reference.note)  # as the original in fp32
-            cases = self._narrowed(form, reference.cases)
-            answer = run(form.what, self.library, cases, optimize=optimize, may_skip=may_skip)
-        except TwinopError as error:
-            if has_wrong_types(error):
-                raise
-            raise NotRunnable(str(error).splitlines()[0]) from error
+        """Returns the errors of a form in 16 bits, infinite for edge cases that it does not run, and the note
+        on its run."""
+        may_skip = optimize and bool(self.reference.note)  # as the original in fp32
+        cases, required = self._narrowed(form, reference.cases), reference.typical
+        options = {"optimize": optimize, "may_skip": may_skip}
+        answer = run(form.what, self.library, cases, required=required, **options)
         return reference.errors(answer.outputs, self.source.dtype), answer.note

@@ -145,13 +145,16 @@ class Reference:
         return replace(self, cases=cases, outputs=outputs, edge=edge)
 
     def errors(self, found: Outputs, dtype: ir.DataType | None = None) -> Errors:
-        """Returns the errors of the outputs of all cases; `dtype`: to whose range the finite numbers are
-        limited."""
+        """Returns the errors of the outputs of all cases, infinite for one without outputs; `dtype`: to whose
+        range the finite numbers are limited."""
         errors = []
         for index, (case, own, outputs) in enumerate(zip(self.cases, self.outputs, found, strict=True)):
             expected = [a if dtype is None else clip(a, dtype) for a in own]
             typical = self.sizes if index >= self.typical else [0.0] * len(own)
             places = self.places or [None] * len(own)
+            if not outputs:
+                errors.append([inf] * len(own))
+                continue
             pairs = [[*map(shown, some, [case] * len(own), places)] for some in (expected, outputs)]
             errors.append([*map(relative_error, *pairs, typical)])
         return errors

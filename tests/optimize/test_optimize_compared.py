@@ -1,5 +1,6 @@
 """Tests of what `twinop optimize` compares, and of what it accepts."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from twinop import deploy
 from twinop.deploy.ort_runs import run
 from twinop.errors import ExportError
 from twinop.model.parts import parts
-from twinop.optimize import equivalence, inputs, optimize, passes
+from twinop.optimize import comparison, equivalence, inputs, optimize, passes
 from twinop.optimize import graph as g
 from twinop.optimize.comparison import Comparison
 from twinop.optimize.segments import Part, extract
@@ -154,6 +155,33 @@ def test_the_last_bits_of_weights_change_and_nothing_else() -> None:
         assert nudged is not None
         np.testing.assert_allclose(nudged.numpy(), array, rtol=1e-6)
         assert (nudged.numpy() == array).all() == (name == "sizes")
+
+
+@pytest.mark.parametrize("is_edge", [False, True])
+@pytest.mark.parametrize("original_fails", [False, True])
+def test_a_file_in_16_bits_that_fails(
+    is_edge: bool, original_fails: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is refused, unless the original in 16 bits fails there, too."""
+
+    def fails(what: Any, library: Any, cases: Any, **options: Any) -> Any:
+        answer = run(what, library, cases, **options)
+        is_half = any(each.dtype == np.float16 for each in cases[0].values())
+        if not (is_half and (original_fails or isinstance(what, Path))):
+            return answer
+        if not is_edge:
+            raise ExportError("no such row")
+        return replace(answer, outputs=[*answer.outputs[:-1], []])
+
+    monkeypatch.setattr(comparison, "run", fails)
+    model = parsed("(float[N, 8] x) => (float[N, 8] y) { y = MatMul (x, w) }", w=weights(8, 8))
+    if original_fails:
+        report, _ = optimized(model, tmp_path, dtype="float16")
+        assert report.notes == ["compared in its fp32 form: no such row"] * (not is_edge)
+        return
+    said = "differs from the original for large inputs" if is_edge else "fails: no such row"
+    with pytest.raises(ExportError, match=f"the model in float16 {said}"):
+        optimized(model, tmp_path, dtype="float16")
 
 
 @pytest.mark.parametrize("own", [0.0, np.inf])
