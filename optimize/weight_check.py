@@ -10,7 +10,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
-from itertools import chain
+from itertools import chain, compress
 from math import prod
 from typing import Any
 
@@ -279,9 +279,12 @@ def _scaled(piece: _Piece, lines: np.ndarray, pool: Pool) -> Iterator[Lines]:
     before, after = (each.astype(np.float64) for each in (piece.lines[rows, columns], lines[rows, columns]))
     counts = before != 0
     for size, at in ((lines.shape[1], columns), (len(piece.lines), rows)):
-        for row, slack in pool.factors(size, lines.dtype) if size > 1 else ():
-            if counts.any() and _near(before * row[at], after, _LIKE)[counts].mean() >= _MOST:
-                yield replace(piece, factor=row if at is columns else row[:, None], slack=slack), lines
+        if size == 1 or not counts.any() or not (factors := pool.factors(size, lines.dtype)):
+            continue
+        scaled = before * np.array([row[at] for row, _ in factors])
+        alike = _near(scaled, after, _LIKE)[:, counts].mean(1) >= _MOST
+        for row, slack in compress(factors, alike):
+            yield replace(piece, factor=row if at is columns else row[:, None], slack=slack), lines
 
 
 def _zeros(found: np.ndarray, at: int, pool: Pool) -> int:

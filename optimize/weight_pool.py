@@ -25,6 +25,7 @@ _BETWEEN = _MOVES | {"Add", "Conv", "Gemm", "MatMul", "MatMulNBits"}
 _HIDING = -9984.0  # what bfloat16 has for -10000, which hides a score
 _DEFAULTS, _ATTENTION = [1e-5, 1e-6, 1e-12], "CustomAttentionCached"  # eps of nodes without
 _DEPTH = 5  # nodes between a weight and where its product is split
+Factor = tuple[np.ndarray, float | None]
 
 
 @dataclass(frozen=True, eq=False)
@@ -59,10 +60,16 @@ class Pool:
     constants: list[Constant]
     scales: list[np.ndarray]
     samples: dict[np.dtype, Any] = field(default_factory=dict)
+    known_factors: dict[tuple[int, np.dtype], list[Factor]] = field(default_factory=dict)
 
-    def factors(self, size: int, dtype: np.dtype) -> Iterator[tuple[np.ndarray, float | None]]:
-        """Yields the rows of so many numbers that weights may be multiplied by, and the slack of each."""
-        yield from ((each, 0.0) for each in self.scales if each.size == size)
+    def factors(self, size: int, dtype: np.dtype) -> list[Factor]:
+        """Returns the rows of so many numbers that weights may be multiplied by, and the slack of each."""
+        if (size, dtype) not in self.known_factors:
+            found = [(each, 0.0) for each in self.scales if each.size == size]
+            self.known_factors[size, dtype] = [*found, *self._rows(size, dtype)]
+        return self.known_factors[size, dtype]
+
+    def _rows(self, size: int, dtype: np.dtype) -> Iterator[Factor]:
         for each in self.constants:
             if each.array.size == size and is_row(each.array) and is_float(each.array):
                 row = each.array.reshape(-1)
