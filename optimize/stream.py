@@ -5,8 +5,11 @@ original's segments before have returned, so that errors of others hide nothing,
 so that the outputs show what accumulates. Decoders run a prompt and a step after it.
 """
 
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
+from contextvars import copy_context
 from dataclasses import dataclass, field
 from functools import cache, partial
 from itertools import product
@@ -106,14 +109,14 @@ def stream(
     make = partial(Streamed, original, result, library, dtype, shown)
     for run in _runs(make, original, result, cases, errors):
         try:
-            for index, segment in enumerate(segments):
-                progress(index, len(segments))
-                _compare(run, segment)
-                rest = [each for other in segments[index + 1 :] for each in (other.original, other.result)]
-                needed = {*run.caches.values()}.union(*(part.inputs + part.outputs for part in rest))
-                for state in (run.exact, run.noisy, run.own):
-                    for name in state.keys() - needed:
-                        del state[name]
+            with ThreadPoolExecutor(1) as pool:  # the original of the next one runs while one is compared
+                ahead = deque[Future[_Forms]]()
+                for index, segment in enumerate(segments):
+                    progress(index, len(segments))
+                    for each in segments[index + len(ahead) : index + 2]:
+                        ahead.append(pool.submit(copy_context().run, _run_original, run, each))
+                    _compare(run, segment, *ahead.popleft().result())
+                    _forget(run, segments[index + 1 :])
             return run
         except (_DoesNotRun, NotRunnable) as error:
             errors.append(error)
@@ -199,20 +202,31 @@ def _decoder_case(model: ir.Model, sizes: Sizes, before: int, new: int) -> Case:
 # ------------------------------------------------------------------------------------ one segment
 
 
-def _compare(run: Streamed, segment: Segment) -> None:
-    """Runs both forms of a segment, compares what they return and keeps what others read."""
-    count, name = len(run.cases), segment.name
+_Forms = tuple[ir.Model, ir.Model, Sequence[ir.Value]]
+"""The original's part and the result's as they run, and what chooses experts in the former."""
+
+
+def _run_original(run: Streamed, segment: Segment) -> _Forms:
+    """Runs the original's part of a segment, and keeps what others read."""
+    count = len(run.cases)
     original, result = _form(run, run.original, segment.original), _form(run, run.result, segment.result)
     routers = _routers(original, result)
     for each in routers:  # their sizes are those of what is fed in their place
         original.graph.outputs.extend([] if each.is_graph_output() else [each])
     exact, noisy = (_given(run, original, state, at) for state, at in ((run.exact, 0), (run.noisy, count)))
     near = _near(run)
-    with _naming(name, _DoesNotRun, "the original fails"):
+    with _naming(segment.name, _DoesNotRun, "the original fails"):
         found = sliced.run(original.clone(), [*exact, *map(near, noisy)], run.library)
     _keep(run.exact, found[:count])
     _keep(run.noisy, found[count:])
+    return original, result, routers
 
+
+def _compare(
+    run: Streamed, segment: Segment, original: ir.Model, result: ir.Model, routers: Sequence[ir.Value]
+) -> None:
+    """Runs the result's part of a segment, and compares what it returns with the original's."""
+    count, name = len(run.cases), segment.name
     outputs = [str(value.name) for value in result.graph.outputs]
     if unknown := [each for each in outputs if each not in run.exact]:
         raise equivalence.NotEquivalent(
@@ -288,6 +302,15 @@ def _given(run: Streamed, model: ir.Model, state: State, first: int | None) -> l
             given[name] = weights.narrow(array, value.dtype) if is_other and value.dtype else array
         made.append(given)
     return made
+
+
+def _forget(run: Streamed, rest: Sequence[Segment]) -> None:
+    """Frees what no other segment reads."""
+    parts = [part for each in rest for part in (each.original, each.result)]
+    needed = {*run.caches.values()}.union(*(part.inputs + part.outputs for part in parts))
+    for state in (run.exact, run.noisy, run.own):
+        for name in {*state} - needed:
+            del state[name]
 
 
 def _keep(state: State, found: Sequence[Found]) -> None:
