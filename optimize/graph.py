@@ -5,6 +5,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import reduce
 from itertools import count
+from operator import or_
 from typing import Any
 
 import numpy as np
@@ -140,6 +141,26 @@ def ancestors(*values: ir.Value, of_shapes: bool = False, until: Collection[ir.V
 def given_of(*values: ir.Value, until: Collection[ir.Value] = ()) -> set[ir.Value]:
     """Returns the inputs of the graph that values or their shapes are computed from."""
     return {each for each in ancestors(*values, of_shapes=True, until=until) if each.is_graph_input()}
+
+
+def given_of_all(graph: ir.Graph) -> dict[ir.Value | None, int]:
+    """Returns what `given_of` does of each value of a sorted graph and its subgraphs, in one walk: a bit for
+    each input."""
+    found = dict[ir.Value | None, int]()
+
+    def walk(graph: ir.Graph) -> int:
+        """Returns the bits of all that the nodes read."""
+        read = 0
+        found.update((value, 1 << len(found) + index) for index, value in enumerate(graph.inputs))
+        for node in graph:
+            bits = reduce(or_, map(walk, subgraphs(node)), 0)
+            bits = reduce(or_, (found.get(value, 0) for value in node.inputs), bits)
+            found.update(dict.fromkeys(node.outputs, bits))
+            read |= bits
+        return read
+
+    walk(graph)
+    return found
 
 
 def chain(value: ir.Value | None, *op_types: str) -> list[ir.Node]:

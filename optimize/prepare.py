@@ -39,8 +39,9 @@ def prepare(model: ir.Model, records: Mapping[str, OpSpec]) -> None:
 
     def fold() -> None:
         """Folds constants. onnxscript removes an Expand to the sizes of another input of the same names."""
+        given = g.given_of_all(model.graph)
         for node in model.graph.all_nodes():
-            if (node.domain, node.op_type) == ("", "Expand") and not _keeps_sources(node):
+            if (node.domain, node.op_type) == ("", "Expand") and not _keeps_sources(node, given):
                 node.domain = _HIDDEN
         with g.keeping_marks(model):
             fold_constants(model, lambda node: False if node.domain in own else None)
@@ -176,6 +177,7 @@ def _fold_sizes(model: ir.Model) -> None:
 def _remove_no_ops(model: ir.Model) -> None:
     """Removes nodes whose shapes and dtypes show that they return their input; not in subgraphs: a branch of
     an If needs an Identity to return a captured value."""
+    inputs = g.given_of_all(model.graph)
     for node in list(model.graph):
         if node.domain or node.op_type not in _POSSIBLE_NO_OPS or not node.inputs:
             continue
@@ -185,15 +187,15 @@ def _remove_no_ops(model: ir.Model) -> None:
             continue
         keeps_shape = not g.is_constant(source) and g.same_dims(g.dims(source), g.dims(result))
         if keeps_shape and node.op_type == "Expand":
-            keeps_shape = _keeps_sources(node)
+            keeps_shape = _keeps_sources(node, inputs)
         if keeps_shape or node.op_type == "Identity":
             g.replace(result, source)
 
 
-def _keeps_sources(expand: ir.Node) -> bool:
+def _keeps_sources(expand: ir.Node, given: Mapping[ir.Value | None, int]) -> bool:
     """Whether the sizes of an Expand come from what it expands: equal names are equal sizes then."""
-    source, shape = (g.given_of(value) if value is not None else set() for value in expand.inputs[:2])
-    return shape <= source
+    source, shape = (given.get(value, 0) for value in expand.inputs[:2])
+    return not shape & ~source
 
 
 def main_dtype(model: ir.Model) -> ir.DataType:
