@@ -75,6 +75,14 @@ class Options:
         bool,
         _option("Keep the file although an output is empty or NaN for all inputs.", "--allow-uncompared"),
     ] = False
+    drop_slow: Annotated[
+        bool,
+        _option(
+            "Measure on this machine, and revert rewrites that are slower here. Without it no measurement "
+            "decides, and one model gives the same file everywhere.",
+            "--drop-slow",
+        ),
+    ] = False
     rows: Annotated[
         int,
         _option(

@@ -12,7 +12,7 @@ import onnx_ir as ir
 from onnx_ir.passes.common import CommonSubexpressionEliminationPass, LiftConstantsToInitializersPass
 
 from twinop import deploy
-from twinop.deploy.cuda import has_gpu
+from twinop.deploy.cuda import has_gpu, unavailable_reasons
 from twinop.deploy.ort_process import SERVER, time_limit
 from twinop.deploy.tensor_specs import RIGHT_PADDED
 from twinop.errors import ExportError, option
@@ -33,6 +33,7 @@ from . import (
     inputs,
     linear_fp8,
     masks,
+    measure,
     passes,
     precision,
     quantised,
@@ -61,6 +62,7 @@ def optimize(
     without: Sequence[str] = (),
     replace: Sequence[str] = (),
     allow_uncompared: bool = False,
+    drop_slow: bool = False,
     rows: int = 2048,
     max_error: float = 0.2,
     library: deploy.Libraries = None,
@@ -76,7 +78,7 @@ def optimize(
 
     The result is compared with the original on the CPU, and a rewrite that changes the results is reverted.
     With `dtype="float8"` this holds of the file in 16 bits, whose matmuls then get 8 bits (`float8.py`).
-    No time decides what is written. The weights stay in their files until they are
+    No time decides what is written, unless `drop_slow` asks. The weights stay in their files until they are
     written: the memory that it takes depends on the largest layer.
 
     Args:
@@ -94,7 +96,8 @@ def optimize(
     of_cuda = device is None and (invariant or dtype == FLOAT8)
     options = Options(
         dtype, chosen_device("cuda" if of_cuda else device), padding, shared_caches, invariant, inputs_file,
-        without, replace, allow_uncompared, library, allow_model_libraries, kept, held, rows, max_error,
+        without, replace, allow_uncompared, drop_slow, library, allow_model_libraries, kept, held, rows,
+        max_error,
     )  # fmt: skip
     return _optimized(Path(source), Path(target), options, dry_run, explain, timeout, progress)
 
@@ -189,13 +192,31 @@ def _rewritten(source: Source, progress: Progress, names: Sequence[str]) -> g.Re
 
 
 def _write_verified(verifier: Verifier, folder: Path) -> list[Path]:
-    """Rewrites, converts and writes the model, and compares the file with the original; returns its files,
-    the model last. A rewrite that only fails in the file is reverted. ExportError: the file also differs
-    without."""
-    source, report = verifier.source, verifier.source.report
-    chosen = passes.chosen(report.device, report.dtype, source.options.without)
+    """Rewrites, converts and writes the model, and compares the file; returns its files, the model last.
+    ExportError: what was written is not what the original computes."""
+    report, options = verifier.source.report, verifier.source.options
+    chosen = passes.chosen(report.device, report.dtype, options.without)
     names, context = verifier.verify([each.name for each in chosen])
     notes = [*report.notes]
+    names, files = _write(verifier, names, context, folder)
+    if options.drop_slow and not report.same:
+        acting = [name for name in names if name in context.acting]
+        measured = _measured(verifier, acting, files[-1], folder)
+        report.times, report.untimed = measured.times, measured.untimed
+        if measured.slow:
+            report.notes, report.reverted = notes, report.reverted | measured.slow
+            names, context = verifier.verify([name for name in names if name not in measured.slow])
+            _, files = _write(verifier, names, context, folder)
+    return files
+
+
+def _write(
+    verifier: Verifier, names: Sequence[str], context: g.RewriteContext, folder: Path
+) -> tuple[Sequence[str], list[Path]]:
+    """Converts a rewritten model, writes it and compares the file with the original. A rewrite that only
+    fails there is reverted. Returns the rewrites that are kept, and the files; ExportError: it also fails
+    without."""
+    source, report, notes = verifier.source, verifier.source.report, [*verifier.source.report.notes]
     acting = [name for name in names if name in context.acting]
 
     def written(context: g.RewriteContext) -> list[Path]:
@@ -211,7 +232,7 @@ def _write_verified(verifier: Verifier, folder: Path) -> list[Path]:
         return files
 
     try:
-        return written(context)
+        return names, written(context)
     except equivalence.NotEquivalent as reason:
         try:
             written(verifier.apply([]))
@@ -221,7 +242,7 @@ def _write_verified(verifier: Verifier, folder: Path) -> list[Path]:
         report.reverted |= {wrong: f"the written model {reason}"}
     kept = [name for name in names if name != wrong]
     try:
-        return written(verifier.apply(kept))
+        return kept, written(verifier.apply(kept))
     except equivalence.NotEquivalent as reason:
         raise _failure(source, [name for name in acting if name != wrong], reason) from None
 
@@ -234,6 +255,25 @@ def _failure(source: Source, acting: Sequence[str], reason: equivalence.NotEquiv
         f"the model in {source.report.dtype} {reason}. Leave rewrites out with {option('without')} "
         f"(applied: {', '.join(acting) or 'none'}), or keep its dtype"
     )
+
+
+def _measured(verifier: Verifier, names: Sequence[str], path: Path, folder: Path) -> measure.Measured:
+    """Measures the source and the result in `path`, where this machine has the device."""
+    source, report = verifier.source, verifier.source.report
+    if verifier.whole is not None:
+        case = verifier.whole.reference.cases[0]
+    else:
+        case = inputs.generate(source.original, verifier.sizes, hide="nothing")
+    if report.device == "cuda" and (reasons := unavailable_reasons(0, [])):
+        return measure.Measured(untimed=reasons[0])
+
+    def write(names: Sequence[str], folder: Path) -> Path:
+        return save(_converted(source, verifier.apply(names)), folder / path.name, EXTERNAL_DATA_BYTES)[-1]
+
+    verifier.progress("measuring")
+    report.timed_shape = next((array.shape for array in case.values()), ())
+    clock = measure.Stopwatch(case, report.device, source.user_ops.libraries or None)
+    return measure.drop_slow(report.source, path, names, write, clock, folder, verifier.progress)
 
 
 def _converted(source: Source, context: g.RewriteContext) -> ir.Model:

@@ -8,6 +8,7 @@ from pathlib import Path
 from twinop.errors import option
 
 _NAMES = 64  # of narrowed weights; `narrowed` has the others
+_GAIN = 0.95  # a larger share of the original's time is noise
 
 
 @dataclass
@@ -50,10 +51,13 @@ class OptimizeReport:
         default_factory=dict
     )  # nodes that rewrites have written, by what they compute
     skipped: dict[str, int] = field(default_factory=dict)  # patterns not fused, by pattern and reason
-    reverted: dict[str, str] = field(default_factory=dict)  # rewrites with other results, and which
+    reverted: dict[str, str] = field(default_factory=dict)  # rewrites; why: other results, or slower here
     error: float = 0.0  # the largest relative error of the outputs, compared with the original in fp32
     own_error: float | None = None  # that of the original in 16 bits, if both run on this machine
+    times: tuple[float, float] | None = None  # ms of a run of the source and of the result: `drop_slow`
     device: str = ""
+    untimed: str = ""  # why there are no times
+    timed_shape: tuple[int, ...] = ()  # of the first input in these runs
     inlined: dict[str, int] = field(
         default_factory=dict
     )  # nodes of custom ops that became standard operators
@@ -84,7 +88,12 @@ class OptimizeReport:
         if self.explained:
             return self.explained
         own = f"; the original in {self.dtype}: {self.own_error:.1e}" if self.own_error is not None else ""
-        same = f"same outputs (relative error {self.error:.1e}{own})"
+        times = ""
+        if self.times is not None:
+            shape = f", first input {list(self.timed_shape)}"
+            gained = "" if self.times[1] < self.times[0] * _GAIN else "nothing gained: "
+            times = f"; {gained}{self.times[0]:.3g} -> {self.times[1]:.3g} ms on {self.device}{shape}"
+        same = f"same outputs (relative error {self.error:.1e}{own}){times}"
         if self.float8 is not None and self.float8.layers:
             same = (
                 f"outputs are close, not the same: relative error {self.float8.error:.1e}; the same file in "
@@ -115,11 +124,15 @@ class OptimizeReport:
             lines.append(f"  libraries: {', '.join(map(str, self.libraries))}")
         if self.needs:
             lines.append(f"  needs ONNX Runtime: {', '.join(self.needs)}")
-        if self.device == "cpu" and self.same:
+        slower = self.times[1] / self.times[0] if self.times is not None else 0.0
+        if slower > 1.05:
+            lines.append(f"  {self.dtype} takes longer here than the dtype of the original")
+        elif self.device == "cpu" and (self.same or slower >= _GAIN):
             lines.append(
                 "  nothing gained: ONNX Runtime runs the original as fast on the CPU. On Intel's, OpenVINO's "
                 "provider may be faster, in plain ONNX Runtime: pip install onnxruntime-ep-openvino"
             )
+        lines += [f"  no time was measured: {self.untimed}"] if self.untimed else []
         if self.compared:
             lines.append(
                 f"  compared: {', '.join(f'{count} {what}' for what, count in self.compared.items())}"

@@ -58,6 +58,7 @@ class Options:
     without: Sequence[str]  # names of rewrites to leave out
     replace: Sequence[str]  # ops that replace standard operators, such as "add" (`standard_ops.py`)
     allow_uncompared: bool  # keep the file although an output is empty or NaN for all inputs; it is reported
+    drop_slow: bool  # measure here, and revert slower rewrites: a file may have other bytes elsewhere
     library: deploy.Libraries  # of custom ops; others are found as `deploy.session` finds them
     allow_model_libraries: bool  # whether to load libraries, which can run any code, from the model's folder
     kept: Iterable[OpSpec]  # ops whose nodes stay although no library may have them
@@ -77,9 +78,11 @@ class Options:
                 f"{option('rows', self.rows)}, {option('max_error', self.max_error)}: expected a number of "
                 "rows, 0 or more, and an error above 0"
             )
+        enough = f"it measures 16 bits; {option('rows')} says enough"
         reasons = {
             option("device", "cpu"): self.device == "cpu" and "CPUs have no matmuls in 8 bits",
             option("invariant", True): self.invariant and "sums in 8 bits have no fixed order",
+            option("drop_slow", True): self.drop_slow and enough,
         }
         for given, reason in reasons.items():
             if dtype == FLOAT8 and reason:
@@ -252,6 +255,10 @@ def _check_dtypes(own: str, options: Options, dtype: str) -> None:
         raise ExportError(
             f"{option('invariant', True)}: needs cuda and float16 or bfloat16, not {options.device} and "
             f"{dtype}"
+        )
+    if options.invariant and options.drop_slow:
+        raise ExportError(
+            f"{option('drop_slow', True)}: {option('invariant', True)} keeps slow rewrites. Leave one out"
         )
     if own == "float64" != dtype:
         raise ExportError(

@@ -81,7 +81,8 @@ class Verifier:
                 infer_types(source.original)
                 infer_shapes(source.original, auto_merge=False)
             steps, _ = decoders.runs(source.original)
-            return self.given[1] if self.given else steps[0] if steps else inputs.SIZES[0]
+            self.sizes = self.given[1] if self.given else steps[0] if steps else inputs.SIZES[0]
+            return self.sizes
         self.progress("running the original")
         is_file = source.is_fp32 and source.runs_as_file
         form = Form(source.path, {}) if is_file else source.form(source.original.clone())

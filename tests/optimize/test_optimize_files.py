@@ -3,7 +3,6 @@
 import errno
 import os
 import socket
-import time
 from itertools import cycle
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,7 @@ import onnxruntime as ort
 import pytest
 import torch
 import warm_python
-from optimizing import exported, nodes, optimized, parsed, types, weights
+from optimizing import nodes, optimized, parsed, types, weights
 from other_sizes import assert_same
 
 from twinop.errors import ExportError
@@ -457,12 +456,3 @@ def test_a_full_disk_is_no_defect(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     said = message(tmp_path / "old.onnx", tmp_path / "new.onnx")
     assert "new.onnx: cannot be written: No space left on device. Free space on its disk" in said
     assert [each.name for each in tmp_path.iterdir()] == ["old.onnx"]
-
-
-def test_the_same_model_gives_the_same_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """However busy the machine is: the clock of the second run is another one."""
-    path, usual = exported("bert", "eager", "torchscript", tmp_path), time.perf_counter
-    first = optimize(path, tmp_path / "fast.onnx", device="cpu").path.read_bytes()
-    monkeypatch.setattr(time, "perf_counter", lambda: 1000 * usual())
-    assert optimize(path, tmp_path / "again.onnx", device="cpu").path.read_bytes() == first
-    assert "MultiHeadAttention" in types(ir.load(tmp_path / "again.onnx"))
