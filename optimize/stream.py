@@ -334,10 +334,9 @@ def _naming(segment: str, kind: type[Exception], what: str) -> Iterator[None]:
 def _near(run: Streamed) -> Callable[[Mapping[str, Any]], dict[str, Any]]:
     """Returns what changes the last bits of inputs, those of the coarser dtype."""
     by = equivalence.LAST_BITS if run.dtype == "float32" else float(ml_dtypes.finfo(run.dtype).eps)
-    tensors = [value.const_value for value in run.original.graph.initializers.values()]
-    kind = ir.DataType[run.dtype.replace("float32", "float").replace("float64", "double").upper()]
-    if not any(tensor is not None and tensor.dtype is kind for tensor in tensors):
-        by *= _OF_CONVERTED
+    kinds = {value.dtype for value in run.original.graph.initializers.values()}
+    if ir.DataType[run.dtype.replace("float32", "float").replace("float64", "double").upper()] not in kinds:
+        by = _OF_CONVERTED * max(by, float(ml_dtypes.finfo("float16").eps) * (ir.DataType.FLOAT16 in kinds))
 
     def near(case: Mapping[str, Any]) -> dict[str, Any]:
         arrays = {name: nudged(each, by) for name, each in case.items() if isinstance(each, np.ndarray)}

@@ -197,6 +197,17 @@ def test_a_rewrite_that_one_layer_s_numbers_make_wrong_is_reverted(
     assert what == "nothing" or "layer 3 of 4" in report.reverted["without_relu"]
 
 
+def test_a_file_in_fp16_becomes_one_in_fp32(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each segment of it differs from the file's by the rounding of fp16."""
+    monkeypatch.setattr("twinop.optimize.segments.MOST_BYTES", 8000)
+    layers = " ".join(f"a{at} = MatMul (h{at}, w{at}) h{at + 1} = Relu (a{at})" for at in range(4))
+    given = {f"w{at}": 3 * weights(64, 64, seed=at).astype(np.float16) for at in range(4)}
+    proto = parsed(f"(float16[N, 64] h0) => (float16[N, 64] y) {{ {layers} y = Softmax (h4) }}", **given)
+    report, _ = optimized(proto, tmp_path, dtype="float32")
+    assert report.fused == {"linear+relu": 4} and report.compared["segments"] > 2
+    assert report.error > 1e-4
+
+
 def test_names_decide_nothing(decoder: ir.Model) -> None:
     """The same model with other names, and its nodes in another order, is cut at the same places."""
     names = dict[str, str]()
