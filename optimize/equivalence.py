@@ -26,10 +26,9 @@ from . import graph as g
 from .hidden import Place, shown
 from .inputs import Case, Sizes
 from .precision import MOST_ELEMENTS
-from .sliced import Chain, Runnable
+from .sliced import Runnable
 from .sliced import run_any as run
 from .symbolic_shapes import infer_types
-from .weight_sizes import fit
 
 Outputs = list[list[Any]]  # the outputs of each case: arrays, or lists of arrays for sequences
 Errors = list[list[float]]  # the relative error of each output of each case
@@ -231,8 +230,7 @@ def generated(
         if found := tried(steps[0], hidden if may_hide else (), steps[:count]):
             return found[0], steps[count - 1]
     for sizes in inputs.SIZES:
-        is_last = (found := tried(sizes)) or sizes.step or isinstance(original, Chain)
-        fitting = None if is_last else fit(model, sizes, library)
+        fitting = None if (found := tried(sizes)) or sizes.step else inputs.of_weights(model, sizes)
         if found or (fitting and (found := tried(fitting))):
             return found
     if best is not None:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 import onnx_ir as ir
+from onnx_ir.passes.common import ShapeInferencePass
 
 from twinop.errors import ExportError, option
 from twinop.model import weights
@@ -49,6 +50,11 @@ _LARGEST = 256  # of others those of so many of the largest rows
 _ENDS = 8  # and so many of the first and the last
 _MOST_REPEATS = 64
 _MOST_LARGE = 8
+_FIXES: Mapping[str, tuple[int, int]] = {
+    "Conv": (1, 1), "ConvTranspose": (1, 0), "GRU": (-1, 2), "Gemm": (1, 0), "LSTM": (-1, 2), "RNN": (-1, 2),
+    "LayerNormalization": (-1, -1), "MatMul": (-1, -2), "RMSNormalization": (-1, -1),
+}  # fmt: skip
+"""The axis of an operator's first input whose size is that of an axis of its weight, which is the second."""
 _UNKNOWN_ROWS = 2  # integers of unknown meaning are 0 or 1, like masks and token types
 
 
@@ -228,6 +234,29 @@ def sizes_by_name(model: ir.Model, sizes: Sizes) -> dict[str, int]:
         for axis, dim in enumerate(g.dims(value) or []):
             axes.setdefault(dim, axis) if isinstance(dim, str) else None
     return sizes_of(axes, sizes.batch, sizes.length, sizes.step, dict(sizes.fixed))
+
+
+def of_weights(model: ir.Model, sizes: Sizes) -> Sizes | None:
+    """Returns sizes with those of the inputs' names that weights fix, such as channels, or what they are
+    concatenated with; None if nothing does."""
+    model, fixed = model.clone(), dict(sizes.fixed)
+    ShapeInferencePass(check_type=False, strict_mode=False)(model)
+    names = {dim for value in model.graph.inputs for dim in g.dims(value) or () if isinstance(dim, str)}
+    for node in model.graph:
+        pairs, shapes = list[tuple[g.Dim, g.Dim]](), [g.dims(value) or [] for value in node.inputs]
+        if node.op_type in _FIXES and shapes[0] and (tensor := g.tensor(node.inputs[1])) is not None:
+            axis, of_weight = _FIXES[node.op_type]
+            of_weight = 1 if g.attribute(node, "transB", 0) else of_weight
+            size = weights.sizes(tensor)[of_weight] * g.attribute(node, "group", 1)
+            pairs.append((shapes[0][axis], size))
+        elif node.op_type == "Concat" and all(shapes):
+            axis = g.attribute(node, "axis", 0) % len(shapes[0])
+            others = [dims for index, dims in enumerate(zip(*shapes, strict=True)) if index != axis]
+            pairs += [
+                (dim, size) for dims in others for dim in dims for size in dims if isinstance(size, int)
+            ]
+        fixed |= {str(name): size for name, size in pairs if name in names and isinstance(size, int)}
+    return replace(sizes, fixed=tuple(fixed.items())) if len(fixed) > len(sizes.fixed) else None
 
 
 def is_inverted(name: str, dtype: np.dtype) -> bool:
