@@ -16,7 +16,6 @@ constexpr std::int64_t kGrain = 1 << 15;
 // Tensors that are not contiguous, or of a dtype other than the loop's, are computed in pieces that
 // stay in the first-level cache.
 constexpr std::int64_t kPieceBytes = 4096;
-constexpr std::int64_t kMaxPiece = kPieceBytes / sizeof(float);
 
 // A piece never spans rows of this length or more; it spans several shorter rows.
 constexpr std::int64_t kLongRow = 256;
@@ -219,45 +218,20 @@ class BufferedCall {
   bool scalar_[kMaxOperands];
 };
 
-// Runs a loop over fp32 on contiguous elements from `begin` to `end` of each operand, piece by
-// piece.
-void RunConverted(const Contiguous& run, const Call& call, int outputs, int inputs,
-                  std::int64_t begin, std::int64_t end) {
-  alignas(64) float buffers[kMaxOperands][kMaxPiece];
-  void* values[kMaxOperands];
-  for (; begin < end; begin += kMaxPiece) {
-    const std::int64_t piece = std::min(kMaxPiece, end - begin);
-    const auto memory = [&](const Tensor& tensor) {
-      return tensor.as<char>() + begin * static_cast<std::int64_t>(Info(tensor.dtype).size);
-    };
-    for (int k = 0; k < outputs + inputs; ++k) {
-      const Tensor& tensor = k < outputs ? call.outputs[k] : call.inputs[k - outputs];
-      const bool converts = tensor.dtype != DType::kFloat32;
-      values[k] = converts ? static_cast<void*>(buffers[k]) : memory(tensor);
-      if (converts && k >= outputs) Widen(tensor.dtype, memory(tensor), buffers[k], piece);
-    }
-    run(values, values + outputs, piece);
-    for (int k = 0; k < outputs; ++k)
-      if (values[k] == buffers[k])
-        Round(call.outputs[k].dtype, buffers[k], memory(call.outputs[k]), piece);
-  }
-}
-
 }  // namespace
 
 Status RunLoop(const Call& call, int outputs, int inputs, const Loop& loop, DType dtype,
                const void* functor) {
-  if (!IsFlat(call, outputs, inputs)) {
+  bool is_direct = IsFlat(call, outputs, inputs);
+  for (int k = 0; k < outputs; ++k) is_direct = is_direct && call.outputs[k].dtype == dtype;
+  for (int k = 0; k < inputs; ++k) is_direct = is_direct && call.inputs[k].dtype == dtype;
+  if (!is_direct) {
     BufferedCall(call, outputs, inputs, loop, dtype, functor).Run(*call.context);
     return {};
   }
   const std::size_t size = Info(dtype).size;
-  bool converts = false;
-  for (int k = 0; k < outputs; ++k) converts = converts || call.outputs[k].dtype != dtype;
-  for (int k = 0; k < inputs; ++k) converts = converts || call.inputs[k].dtype != dtype;
   const Contiguous contiguous(loop, functor, outputs, inputs, size);
   const auto run = [&](std::int64_t begin, std::int64_t end) {
-    if (converts) return RunConverted(contiguous, call, outputs, inputs, begin, end);
     const std::int64_t offset = begin * static_cast<std::int64_t>(size);
     void* out[kMaxOperands];
     const void* in[kMaxOperands];
