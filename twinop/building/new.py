@@ -1,6 +1,5 @@
 """`twinop new`: a project of one op, which works."""
 
-import re
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -30,19 +29,6 @@ def create_project(name: str, kind: Kind = "elementwise", parent: Path | None = 
     if folder.exists():
         raise BuildError(f"{folder} already exists. Choose another name, or another folder to start from")
     words = {"my_op": name, "MyOp": "".join(word[:1].upper() + word[1:] for word in name.split("_"))}
-    headers, own = Path(__file__).parents[1] / "include" / "twinop", words["MyOp"]
-    folders = (headers / "math", headers / "record", _TEMPLATES / kind)
-    maths, record, template = (
-        "".join(path.read_text("utf-8") for path in each.glob("*.h")) for each in folders
-    )
-    types = rf"\b(?:struct|class|using) (?:\[\[.*\]\] )?{own}\b"
-    if kind in ("elementwise", "rowwise") and (
-        f" {own}(" in maths or re.search(types, maths + record + template.replace("MyOp", ""))
-    ):
-        raise BuildError(
-            f"project name {name}: its functor would hide {own} of twinop's headers. Choose another name, "
-            f"such as my_{name}"
-        )
     if kind == "triton":
         words = {"my_op.h": "my_op.py"} | words
     with writing(folder, "start from another folder"):

@@ -8,7 +8,7 @@ namespace twinop {
 
 // y = x r with r = 1 / sqrt(sum(x^2) + eps), along the last dimension.
 template <class T>
-struct MyOp : rowwise::Defaults {
+struct MyOpFunctor : rowwise::Defaults {
   static constexpr auto kRows = rowwise::Names("x");
   using Phases = rowwise::Reductions<rowwise::kSquares>;
   using One = rowwise::Values<T, 1>;
@@ -17,7 +17,7 @@ struct MyOp : rowwise::Defaults {
   T eps, r = 0;
 
   template <class Op>
-  MyOp(const CallOf<Op>& call, const rowwise::Rows&)
+  MyOpFunctor(const CallOf<Op>& call, const rowwise::Rows&)
       : eps(T(AttributeOf<float>(call, "eps"_name))) {}
 
   TWINOP_INLINE One Term(rowwise::Phase<0>, One& x, const None&) const { return x; }
@@ -27,7 +27,7 @@ struct MyOp : rowwise::Defaults {
 
 // dL/dx = r (dL/dy - y sum(dL/dy y)).
 template <class T>
-struct MyOpBackward : rowwise::Defaults {
+struct MyOpFunctorBackward : rowwise::Defaults {
   static constexpr auto kRows = rowwise::Names("grad_y", "x");
   using Phases = rowwise::Reductions<rowwise::kSquares, rowwise::kSum>;
   using One = rowwise::Values<T, 1>;
@@ -37,7 +37,7 @@ struct MyOpBackward : rowwise::Defaults {
   T eps, r = 0, dot = 0;
 
   template <class Op>
-  MyOpBackward(const CallOf<Op>& call, const rowwise::Rows&)
+  MyOpFunctorBackward(const CallOf<Op>& call, const rowwise::Rows&)
       : eps(T(AttributeOf<float>(call, "eps"_name))) {}
 
   TWINOP_INLINE One Term(rowwise::Phase<0>, Two& row, const None&) const { return {row[1]}; }
@@ -51,14 +51,14 @@ struct MyOpBackward : rowwise::Defaults {
   }
 };
 
-TWINOP_ROWWISE(my_op, MyOp,
+TWINOP_ROWWISE(my_op, MyOpFunctor,
                Record("my_op(Tensor x, float eps=1e-12) -> Tensor")
                    .rows("-1")
                    .limits("eps >= 0")
                    .in_place("y = x")
                    .gradient("x = my_op_backward(grad, x, eps)"))
 
-TWINOP_ROWWISE(my_op_backward, MyOpBackward,
+TWINOP_ROWWISE(my_op_backward, MyOpFunctorBackward,
                Record("my_op_backward(Tensor grad_y, Tensor x, float eps=1e-12) -> Tensor grad_x")
                    .rows("-1")
                    .input_shapes("x = grad_y")
