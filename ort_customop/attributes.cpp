@@ -35,12 +35,12 @@ bool Read(const OrtApi* api, const OrtKernelInfo* info, const char* name, Kind k
       value->set_text(storage->text);
       return true;
     case Kind::kIntList:
-      Ok(api, api->KernelInfoGetAttributeArray_int64(info, name, nullptr, &size));
+      if (!Ok(api, api->KernelInfoGetAttributeArray_int64(info, name, nullptr, &size)))
+        return false;
       value->count = size;
       value->ints = storage->ints;
-      if (size > kMaxList) return true;  // the caller refuses it
-      return size > 0 &&
-             Ok(api, api->KernelInfoGetAttributeArray_int64(info, name, storage->ints, &size));
+      if (size == 0 || size > kMaxList) return true;  // the caller refuses a long one
+      return Ok(api, api->KernelInfoGetAttributeArray_int64(info, name, storage->ints, &size));
     default:
       return Ok(api, api->KernelInfoGetAttribute_int64(info, name, &value->i));
   }

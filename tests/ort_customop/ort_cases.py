@@ -276,6 +276,10 @@ def attribute_cases(cases: Cases, records: Mapping[str, OpSpec]) -> None:
         absent = dict.fromkeys(entry.name for entry in record.inputs)
         model = one_node(record, dtypes, Sample(absent | {"x": x}, {name: value}))
         cases.add(f"{op} {name}={value}", model, [({"x": x}, {})], error=f"the_{op}.*{message}")
+    record = records["pad_affine"]
+    model = one_node(record, record.combinations[0], Sample({"x": x}, {"pads": [1, 1]}))
+    del model.graph.node[0].attribute[0].ints[:]
+    cases.add("pad_affine pads=[]", model, [({"x": x}, {})], error=r"int\[\] attribute is too short")
     for attributes, report in (({}, [-7, 1]), ({"tag": -(2**40), "mark": 0}, [-(2**40), 0])):
         probe = records["probe"]
         cut = helper.make_node("Slice", ["report", "from", "to"], ["kinds"])
