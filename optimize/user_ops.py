@@ -14,8 +14,7 @@ from pathlib import Path
 import onnx_ir as ir
 
 from twinop import deploy
-from twinop.deploy.choose_library import choose_libraries, library_paths
-from twinop.deploy.custom_nodes import load_model
+from twinop.deploy.choose_library import library_paths
 from twinop.errors import ExportError, LibraryError, TwinopError, option
 from twinop.libraries.find import find_library_of
 from twinop.libraries.library import read_library
@@ -162,7 +161,7 @@ def find_user_ops(
         return user_ops
     try:
         given, allowed = user_ops.libraries, allow_model_libraries
-        chosen = choose_libraries(load_model(source), given, allow_model_libraries=allowed)
+        chosen = deploy.check_model(source, given, allow_model_libraries=allowed)
         found = [read_library(each.path) for each in chosen]
     except TwinopError as error:
         raise ExportError(str(error)) from error

@@ -173,6 +173,19 @@ def test_no_library_and_no_body(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         optimized(made(NET), tmp_path, None)
 
 
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("(float[N] x) => (float[N] y) { y = mine.CustomBump (x, x) }", "2 inputs; it takes 1"),
+        ("(float[N] x) => (float[N] y) { y, z = mine.CustomBump (x) }", "outputs y, z; the node must name"),
+        ("(float[N] x) => (float[N] y) { y = mine.CustomHalfBump (x) }", "no kernel for these dtypes: x is"),
+    ],
+)
+def test_node_that_does_not_fit_its_record(text: str, said: str, tmp_path: Path, library: Path) -> None:
+    with pytest.raises(ExportError, match=f"does not fit libmine.so:\n.*{said}"):
+        optimized(made(text), tmp_path, library)
+
+
 def test_op_that_the_library_lacks(tmp_path: Path, library: Path) -> None:
     """It runs on its body, in a model whose domain has a library."""
     model = made(NET.replace("CustomBump", "CustomNewer"), bump("Newer"))
