@@ -203,12 +203,10 @@ def main_dtype(model: ir.Model) -> ir.DataType:
     that of inputs and outputs. float16 and bfloat16 count together; 8 bits and their scales do not count."""
     elements, given = Counter[ir.DataType](), Counter[ir.DataType]()
     for graph in model.graphs():
-        values = graph.initializers.values()
+        values = [*graph.initializers.values()]
+        values += [value for node in graph if node.op_type == "Constant" for value in node.outputs]
         weights = [v for v in values if not _SCALES & {(use.node.op_type, use.idx) for use in v.uses()}]
-        tensors = [value.const_value for value in weights]
-        attributes = (each for node in graph for each in node.attributes.values())
-        tensors += [each.value for each in attributes if each.type is ir.AttributeType.TENSOR]
-        for tensor in tensors:
+        for tensor in map(ir.convenience.get_const_tensor, weights):
             if tensor is not None and tensor.dtype.is_floating_point() and tensor.dtype.bitwidth > 8:
                 elements[tensor.dtype] += tensor.size
     for value in (*model.graph.inputs, *model.graph.outputs):

@@ -116,6 +116,18 @@ def test_each_spelling(name: str, asked: str, provider: str, tmp_path: Path) -> 
         assert error < (2e-2 if provider == "CUDA" else 1e-3 if asked == "float16" else 8e-3)
 
 
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_constants_of_nodes(device: str, tmp_path: Path) -> None:
+    """Scales in fp32 do not make a file one in fp32. ONNX Runtime's own optimizations break its fp32 form."""
+    made = model(*FILES["torch, a batch"][:3])
+    for tensor in made.graph.initializer:
+        made.graph.node.insert(0, onnx.helper.make_node("Constant", [], [tensor.name], value=tensor))
+    made.graph.ClearField("initializer")
+    report, _ = optimized(made, tmp_path, device=device)
+    assert report.dtype == "float16"
+    assert report.fused == ({"linear_fp8+bias": 1} if device == "cuda" else {})
+
+
 STORED = f"{X} w = DequantizeLinear (kn, scale)"
 BY_CHANNEL = """q = QuantizeLinear <axis = 2> (x, row, zero_row)
     d = DequantizeLinear <axis = 2> (q, row, zero_row) w = DequantizeLinear (kn, scale)"""
