@@ -6,6 +6,7 @@ the current library files. All of it is one process group, which ends with the p
 
 import atexit
 import ctypes
+import importlib
 import io
 import os
 import pickle
@@ -16,7 +17,7 @@ import sys
 import threading
 import traceback
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from typing import Any
@@ -100,16 +101,18 @@ class Server:
             raise value
         return answers
 
-    def start(self) -> None:
-        """Starts the process now, so that the first call need not wait for its imports."""
+    def start(self, *modules: str) -> None:
+        """Starts the process now, so that the first call need not wait for its imports, nor for those of the
+        modules that calls name."""
         with self._lock:
             if python_child.executable():
-                self._started()
+                self._started(modules)
 
-    def _started(self) -> "subprocess.Popen[bytes]":
+    def _started(self, modules: Sequence[str] = ()) -> "subprocess.Popen[bytes]":
         if self.process is None or self._owner != os.getpid() or self.process.poll() is not None:
             self._owner = os.getpid()
-            command = python_child.python(f"from {__name__} import serve; serve({os.getpid()})")
+            arguments = ", ".join(map(repr, (os.getpid(), *modules)))
+            command = python_child.python(f"from {__name__} import serve; serve({arguments})")
             pipe = subprocess.PIPE  # in a session of its own: Ctrl-C is the caller's
             self.process = subprocess.Popen(command, stdin=pipe, stdout=pipe, start_new_session=True)
             self._answers = io.BufferedReader(_Answers(self.process.stdout))
@@ -145,8 +148,9 @@ class _Answers(io.RawIOBase):
         return os.readv(self._pipe, [buffer])
 
 
-def serve(parent: int) -> None:
-    """Answers calls from standard input, in the other process, until it ends or the process `parent` does."""
+def serve(parent: int, *modules: str) -> None:
+    """Answers calls from standard input, in the other process, until it ends or the process `parent` does.
+    Modules are imported once for all calls."""
 
     def end(*_: Any) -> None:  # the signal comes for the end of any thread of the parent's
         if os.getppid() != parent:
@@ -160,6 +164,8 @@ def serve(parent: int) -> None:
 
     from .registration import copied
 
+    for each in modules:
+        importlib.import_module(each)
     onnx.defs.has("Relu")  # makes the table of operators
     with suppress(LibraryError):  # the copy and the records serve each run, as long as the file is the same
         read_library(own := find_library("custom_ops").resolve(), copied(own).path)

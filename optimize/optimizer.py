@@ -113,7 +113,7 @@ def _optimized(
 ) -> OptimizeReport:
     with time_limit(timeout), silent_loggers():
         progress("reading the model")
-        SERVER.start()  # it imports ONNX Runtime meanwhile
+        SERVER.start("twinop.model.weights")  # it imports ONNX Runtime, and what models name, meanwhile
         read = read_source(source, target, options)
         verifier = Verifier(read, partial(_rewritten, read, progress), progress)
         needs = estimate(read.loaded, read.report.path, read.report.dtype if options.dtype else "")
