@@ -28,6 +28,7 @@ from twinop.record.op_spec import DOMAIN
 from twinop.system import python_child
 
 _PR_SET_PDEATHSIG = 1
+_PIPE = 1 << 20  # bytes: with 64 KiB, the default, both processes wait for each other all the time
 _seconds: ContextVar[float] = ContextVar("seconds", default=600.0)
 
 
@@ -80,7 +81,7 @@ class Server:
             assert process.stdin is not None
             try:
                 call = function, arguments, dict(os.environ), os.getcwd(), in_command()
-                pickle.dump(call, process.stdin)
+                pickle.dump(call, process.stdin, pickle.HIGHEST_PROTOCOL)
                 process.stdin.flush()
                 while (answer := pickle.load(self._answers))[0] == "item":
                     answers.append(answer[1])
@@ -114,7 +115,9 @@ class Server:
             arguments = ", ".join(map(repr, (os.getpid(), *modules)))
             command = python_child.python(f"from {__name__} import serve; serve({arguments})")
             pipe = subprocess.PIPE  # in a session of its own: Ctrl-C is the caller's
-            self.process = subprocess.Popen(command, stdin=pipe, stdout=pipe, start_new_session=True)
+            self.process = subprocess.Popen(
+                command, stdin=pipe, stdout=pipe, start_new_session=True, pipesize=_PIPE
+            )
             self._answers = io.BufferedReader(_Answers(self.process.stdout))
         return self.process
 
@@ -200,7 +203,7 @@ def _answer(pipe: Any, call: Any) -> None:
     function, arguments, environment, folder, is_command = call
 
     def send(*answer: Any) -> None:
-        pickle.dump(answer, pipe)
+        pickle.dump(answer, pipe, pickle.HIGHEST_PROTOCOL)
         pipe.flush()
 
     os.chdir(folder)
