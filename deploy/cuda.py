@@ -110,8 +110,12 @@ def runtime_has_cuda() -> bool:
 
 def installed_wheels() -> list[str]:
     """Returns the names of the installed ONNX Runtime wheels. Two of them overwrite each other's files."""
-    names = {(dist.metadata["Name"] or "").lower() for dist in importlib.metadata.distributions()}
-    return sorted(names & {"onnxruntime", "onnxruntime-gpu"})
+    found = []
+    for name in ("onnxruntime", "onnxruntime-gpu"):
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            importlib.metadata.distribution(name)
+            found.append(name)
+    return found
 
 
 def missing_libraries() -> list[str]:
