@@ -51,6 +51,7 @@ class RewriteContext:
     joined: dict[tuple[ir.Value, ...], ir.Value] = field(default_factory=dict)  # by the constants joined
     broadcasts: bool = False  # axes of one name may have several sizes: the original broadcasts them
     expanded: dict[tuple[object, ...], ir.Value] = field(default_factory=dict)  # what `broadcast` has made
+    given: dict[ir.Value | None, int] = field(default_factory=dict)  # what `sources` has found
     acting: set[str] = field(default_factory=set)  # the names of the rewrites that changed something
 
     @property
@@ -64,9 +65,17 @@ class RewriteContext:
         names = [name for each in (a, b) if not isinstance(each, int) for name in str(each).split(OR)]
         return a != b and given.issuperset(names)
 
-    def sources(self, value: ir.Value | None) -> set[ir.Value]:
-        """Returns the inputs of the graph that give a value its sizes, if these may differ under one name."""
-        return set() if value is None or not self.broadcasts else given_of(value)
+    def sources(self, value: ir.Value | None) -> int:
+        """Returns the inputs of the graph that give a value its sizes, if these may differ under one name: a
+        bit for each."""
+        if value is None or not self.broadcasts:
+            return 0
+        if not self.given:
+            self.given.update(given_of_all(self.graph))
+        if value not in self.given:  # a rewrite has made it
+            node = value.producer()
+            self.given[value] = reduce(or_, map(self.sources, node.inputs if node is not None else ()), 0)
+        return self.given[value]
 
     def may_broadcast(self, *values: ir.Value | None) -> bool:
         """Whether axes of one name may differ in size: different inputs give it. Constants have numbers."""
@@ -79,7 +88,7 @@ class RewriteContext:
         """Returns values whose axes of one name have the sizes that these broadcast to; `axes`: of each
         value, those that are the same for all."""
         found = [self.sources(value) for value in values]
-        whole = set[ir.Value]().union(*found)
+        whole = reduce(or_, found, 0)
         result, target = [*values], list[ir.Value]()
         for index, (value, places) in enumerate(zip(values, axes, strict=True)):
             key = value, *places

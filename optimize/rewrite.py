@@ -73,7 +73,7 @@ class Rewrite(ir.passes.InPlacePass, Generic[Match]):
     def call(self, model: ir.Model) -> ir.passes.PassResult:
         """Rewrites the model of the context."""
         assert model is self.context.model
-        found, is_changed = self._found(), False
+        found, is_changed, before = self._found(), False, len(model.graph)
         for node, match in list(found) if self.at_once else found:
             if node.graph is not None:
                 try:
@@ -81,7 +81,8 @@ class Rewrite(ir.passes.InPlacePass, Generic[Match]):
                     is_changed = True
                 except g.Skipped as reason:
                     self._note(node, reason)
-        clean(model)
+        if is_changed or len(model.graph) != before:  # helpers of a match may have written nodes
+            clean(model)
         return ir.passes.PassResult(model, is_changed)
 
     def _found(self) -> Iterator[tuple[ir.Node, Match]]:
