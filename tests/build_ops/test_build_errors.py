@@ -313,7 +313,7 @@ def test_warnings_are_notes(header: Path) -> None:
     assert any("unused variable" in note for note in built.notes)
 
 
-@pytest.mark.parametrize("character", ['"', ";", "[", "]", "\\"])
+@pytest.mark.parametrize("character", ['"', ";", "[", "]", "\\", "<", "|", "${", "\udce9"])
 def test_a_folder_that_cmake_cannot_read(character: str, tmp_path: Path) -> None:
     folder = tmp_path / f"a{character}b"
     folder.mkdir()

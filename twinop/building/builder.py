@@ -54,7 +54,7 @@ def build(
     cuda = not options.cpu and any(source.has_cuda for source in project.sources)
     files = [source.path for source in project.sources]
     for path in (tree.absolute(), *files, *project.objects):
-        if bad := re.search(r'["\\;\[\]\n]', str(path)):
+        if bad := re.search(r'["\\;\[\]\n<>|\ud800-\udfff]|\$\{', str(path)):
             raise BuildError(
                 f"{path}: CMake cannot build in or from a path with {bad[0]!r}. Rename the folder or the file"
             )
