@@ -71,7 +71,7 @@ def make(version: str) -> str | None:
     pip = [sys.executable, "-m", "pip", "--python", str(python_of(version))]
     for command in (
         [sys.executable, "-m", "venv", "--without-pip", str(folder)],
-        [*pip, "install", "--quiet", "--no-deps", "--only-binary=:all:", *PACKAGES[version]],
+        [*pip, "install", "--quiet", "--no-deps", "--no-compile", "--only-binary=:all:", *PACKAGES[version]],
     ):
         done = subprocess.run(command, capture_output=True, text=True)
         if done.returncode != 0:
