@@ -115,8 +115,8 @@ def _fuse(rewrite: Attention, softmax: ir.Node, matmul: ir.Node) -> None:
     if not q3.count == k3.count == v3.count or q3.size != k3.size:
         raise g.Skipped("q, k and v differ in the number or size of heads")
     (q_plain, on_q), (k_plain, on_k) = unscaled(q3.value), unscaled(k3.value)  # before the split into heads
-    batches, rows = zip(*((g.dims(each.value) or [None, None])[:2] for each in (q3, k3)), strict=True)
-    if context.may_differ(*batches):
+    rows = [(g.dims(each.value) or [None, None])[1] for each in (q3, k3)]
+    if context.may_differ(*((g.dims(each) or [None])[0] for each in (q, k))):  # as reshaped to heads
         raise g.Skipped("q and k of batches that may differ")
     bias, shown, causal = masks_of_scores(context, scores.masks, matmul, square=not context.may_differ(*rows))
     lengths = _lengths(shown, matmul) if shown is not None and not causal else None
