@@ -1,7 +1,9 @@
 """Moves matmuls of [B*H, S, D] to heads [B, H, S, D], the form that `attention.py` matches.
 
-Matches: torch.bmm and baddbmm on heads that were reshaped from [B, H, S, D], perhaps transposed; then numbers
-and tensors that are multiplied and added, such as BLOOM's ALiBi; then a reshape back to four dimensions.
+Matches: torch.bmm and baddbmm on heads that were reshaped from [B, H, S, D], perhaps transposed, or from
+[S, B, H*D], as in nn.MultiheadAttention; then numbers and tensors that are multiplied and added, such as
+BLOOM's ALiBi; then a reshape back to four dimensions, or a softmax, the matmul with v and the reshape of its
+tokens.
 Writes: the same operators on four dimensions, without the reshapes. A softmax of scores that were reshaped to
 [B*H, S, T] goes before that reshape, as in BART's older exports.
 """
@@ -9,9 +11,13 @@ Writes: the same operators on four dimensions, without the reshapes. A softmax o
 import onnx_ir as ir
 
 from . import graph as g
+from .heads import SWAP_ROWS
 from .rewrite import Rewrite
+from .scores import unscaled
 
 _ROTATED = [0, 2, 1]
+_OF_ROWS = {(1, 0, 2): [1, 2, 0, 3], (1, 2, 0): [1, 2, 3, 0]}
+"""How [S, B, H, D] is transposed to heads where [S, B*H, D] was, by how."""
 
 
 class BatchedHeads(Rewrite[tuple[int, list[ir.Node]]], name="batched_heads", op_types=("MatMul", "Softmax")):
@@ -24,9 +30,10 @@ class BatchedHeads(Rewrite[tuple[int, list[ir.Node]]], name="batched_heads", op_
             return "its scores are not [B, H, S, T] before" if count is None else (count, [node])
         if g.rank(node.outputs[0]) != 3 or None in map(_heads, node.inputs):
             return "its inputs are not heads [B, H, S, D] that were reshaped to [B*H, S, D]"
-        chain = _to_four_dimensions(node)
-        heads = (g.dims(chain[-1].outputs[0]) or [])[1] if chain else None
-        if not isinstance(heads, int) or {_heads(value) for value in node.inputs} != {heads}:
+        chain, heads = _to_four_dimensions(node), _heads(node.inputs[0])
+        after = (g.dims(chain[-1].outputs[0]) or []) if chain else []
+        read = [node.inputs[1], *(each.inputs[1] for each in chain if each.op_type == "MatMul")]
+        if heads is None or not after or {*map(_heads, read), *after[1:-2]} != {heads}:
             return "its result is not reshaped to [B, H, S, T]"
         return heads, chain
 
@@ -38,13 +45,21 @@ class BatchedHeads(Rewrite[tuple[int, list[ir.Node]]], name="batched_heads", op_
             return self.replace(value, g.add(node, "Reshape", [result, *target], shape=shape))
         for each in _shapes(node):
             each.replace_input_with(0, node.inputs[1])
-        a, b = (_apart(each, node) for each in node.inputs)
-        shape = [*(g.dims(a) or [])[:2], *(g.dims(value) or [])[1:]]
-        moved = g.add(node, "MatMul", [a, b], shape=shape)
-        for each in elementwise:
-            inputs = [moved if read is value else _with_heads(read, heads, each) for read in each.inputs]
-            value, moved = each.outputs[0], g.add(each, each.op_type, inputs, dtype=moved.dtype, shape=shape)
-        self.replace(last.outputs[0], moved)
+        moved = _apart(node.inputs[0], node)
+        batch = (g.dims(moved) or [None])[0] if heads > 1 else None  # of all: B*H is not 1, which broadcasts
+        for each in (node, *elementwise):
+            shape = [*(g.dims(moved) or [])[:2], *(g.dims(each.outputs[0]) or [])[1:]]
+            if each.op_type == "MatMul":
+                inputs: list[ir.Value | None] = [moved, _apart(each.inputs[1], each, batch)]
+            else:
+                inputs = [moved if read is value else _with_heads(read, heads, each) for read in each.inputs]
+            attributes = {"axis": -1} if each.op_type == "Softmax" else {}
+            moved = g.add(each, each.op_type, inputs, attributes, dtype=moved.dtype, shape=shape)
+            value = each.outputs[0]
+        if last.op_type == "Reshape":
+            return self.replace(last.outputs[0], moved)
+        [reshape] = last.outputs[0].consumers()
+        reshape.replace_input_with(0, g.transpose(reshape, moved, [2, 0, 1, 3]))
 
 
 def _shapes(matmul: ir.Node) -> list[ir.Node]:
@@ -55,9 +70,13 @@ def _shapes(matmul: ir.Node) -> list[ir.Node]:
 
 
 def _heads(value: ir.Value | None) -> int | None:
-    """Returns H of a value [B*H, S, D] that was reshaped from [B, H, S, D], and perhaps transposed."""
+    """Returns H of a value [B*H, S, D] that was reshaped from [B, H, S, D] or [S, B, H*D], and perhaps
+    transposed; its numbers may be scaled."""
+    value = None if value is None else unscaled(value)[0]
     if (transpose := g.producer(value, "Transpose")) is not None:
-        return _heads(transpose.inputs[0]) if g.has_permutation(transpose, _ROTATED) else None
+        if g.has_permutation(transpose, _ROTATED):
+            return _heads(transpose.inputs[0])
+        return None if (rows := _rows(transpose)) is None else rows[1]
     reshape = g.producer(value, "Reshape")
     before, after = (g.dims(reshape.inputs[0]), g.dims(value)) if reshape is not None else (None, None)
     if before is None or after is None or len(before) != 4 or before[2:] != after[1:] or None in before:
@@ -65,17 +84,44 @@ def _heads(value: ir.Value | None) -> int | None:
     return before[1] if isinstance(before[1], int) else None
 
 
-def _apart(value: ir.Value | None, before: ir.Node) -> ir.Value:
-    """Returns [B, H, S, D] of a value for which `_heads` has found H."""
-    node = g.producer(value, "Transpose", "Reshape")
+def _rows(transpose: ir.Node) -> tuple[ir.Value, int, int] | None:
+    """Returns [S, B, H*D], H and D, if a node transposes [S, B*H, D] that was reshaped from it."""
+    reshape, perm = g.producer(transpose.inputs[0], "Reshape"), g.attribute(transpose, "perm", ())
+    rows = reshape.inputs[0] if reshape is not None else None
+    before, after = (g.dims(each) or [] for each in (rows, transpose.inputs[0]))
+    if rows is None or tuple(perm) not in _OF_ROWS or len(before) != 3 or before[0] != after[0]:
+        return None
+    width, size = before[2], after[2]
+    if before[0] is None or not isinstance(width, int) or not isinstance(size, int):
+        return None
+    return rows, width // size, size
+
+
+def _apart(value: ir.Value | None, before: ir.Node, batch: g.Dim = None) -> ir.Value:
+    """Returns [B, H, S, D] of a value for which `_heads` has found H; `batch`: B, where it is known."""
+    assert value is not None
+    plain, scale = unscaled(value)
+    node = g.producer(plain, "Transpose", "Reshape")
     assert node is not None and node.inputs[0] is not None
     if node.op_type == "Reshape":
-        return node.inputs[0]
-    return g.transpose(before, _apart(node.inputs[0], before), [0, 1, 3, 2])
+        found = node.inputs[0]
+    elif (of_rows := _rows(node)) is None:
+        found = g.transpose(before, _apart(node.inputs[0], before, batch), [0, 1, 3, 2])
+    else:
+        rows, heads, size = of_rows
+        length, own, _ = g.dims(rows) or [None] * 3
+        apart = [length, own if batch is None else batch, heads, size]
+        rows = g.reshape(before, rows, [0, 0, heads, size], apart)
+        found = g.transpose(before, rows, _OF_ROWS[tuple(g.attribute(node, "perm", ()))])
+    if scale == 1.0:
+        return found
+    number = g.scalar_constant(before, scale, value)
+    return g.add(before, "Mul", [found, number], dtype=value.dtype, shape=g.dims(found))
 
 
 def _to_four_dimensions(matmul: ir.Node) -> list[ir.Node]:
-    """Returns what follows a matmul up to the Reshape to [B, H, S, T], or nothing if there is none."""
+    """Returns what follows a matmul, perhaps a softmax and the matmul with v, up to the Reshape to four
+    dimensions, or the Transpose to [S, B*H, D] that is reshaped; nothing if there is neither."""
     chain, shape = list[ir.Node](), g.dims(matmul.outputs[0]) or []
     users = [each for each in matmul.outputs[0].consumers() if each not in _shapes(matmul)]
     node = users[0] if len(users) == 1 and not matmul.outputs[0].is_graph_output() else None
@@ -86,6 +132,19 @@ def _to_four_dimensions(matmul: ir.Node) -> list[ir.Node]:
             return []
         chain.append(node)
         node = g.only_user(node.outputs[0])
+    if node is not None and node.op_type == "Softmax" and g.attribute(node, "axis", -1) in (-1, 2):
+        product = g.only_user(node.outputs[0])
+        if product is None or product.op_type != "MatMul" or product.inputs[0] is not node.outputs[0]:
+            return []
+        chain, node = [*chain, node, product], g.only_user(product.outputs[0])
+        shape = g.dims(product.outputs[0]) or []
+    if g.has_permutation(node, SWAP_ROWS):
+        assert node is not None
+        reshape = g.only_user(node.outputs[0])
+        if reshape is None or reshape.op_type != "Reshape":
+            return []
+        target = g.constant(reshape.inputs[1])  # 0 would be a size of the transposed tensor
+        return [*chain, node] if target is None or target.all() else []
     if node is None or node.op_type != "Reshape":
         return []
     after = g.dims(node.outputs[0]) or []

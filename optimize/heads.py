@@ -48,16 +48,19 @@ def _four(value: ir.Value | None) -> list[g.Dim]:
 
 def _rows_of_torch(value: ir.Value, shape: list[g.Dim]) -> ir.Value | None:
     """Returns [S, B, H*D] of heads [B, H, S, D], as nn.MultiheadAttention makes them: it reshapes to [S, B*H,
-    D], transposes to [B*H, S, D] and reshapes again."""
-    nodes, (_, count, tokens, size) = g.chain(value, "Reshape", "Transpose", "Reshape"), shape
-    if not nodes or not g.has_permutation(nodes[1], SWAP_ROWS):
+    D], transposes to [B*H, S, D] and reshapes again. `batched_heads.py` transposes [S, B, H, D]."""
+    _, count, tokens, size = shape
+    if not isinstance(count, int) or not isinstance(size, int) or tokens is None:
         return None
-    rows, joined = nodes[2].inputs[0], nodes[2].outputs[0]
-    if not isinstance(count, int) or not isinstance(size, int) or tokens is None or g.rank(joined) != 3:
+    split = g.producer(g.untransposed(value, [1, 2, 0, 3]), "Reshape")
+    nodes = g.chain(value, "Reshape", "Transpose", "Reshape")
+    if split is None and (not nodes or not g.has_permutation(nodes[1], SWAP_ROWS)):
         return None
-    ends = [(g.dims(each) or [])[::2] for each in (rows, joined)]
-    is_one = g.rank(rows) == 3 and ends == [[tokens, count * size], [tokens, size]]
-    return rows if is_one else None  # then the batches are equal
+    last = split or nodes[2]
+    ends = [(g.dims(each) or [])[::2] for each in (last.inputs[0], last.outputs[0])]
+    are_rows = g.rank(last.inputs[0]) == 3 and ends[0] == [tokens, count * size]
+    is_one = are_rows and ends[1] == [tokens, count if split else size]
+    return last.inputs[0] if is_one else None  # then the batches are equal
 
 
 def _swapped(value: ir.Value, before: ir.Node) -> ir.Value:

@@ -3,6 +3,7 @@
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from optimizing import optimized, types
@@ -16,23 +17,26 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 class Cross(torch.nn.Module):
     """Attention to another sequence, whose packed weight is cut in two."""
 
-    def __init__(self) -> None:
+    def __init__(self, need_weights: bool = False) -> None:
         super().__init__()
         self.attention = torch.nn.MultiheadAttention(16, 2)
+        self.need_weights = need_weights
 
     def forward(self, x: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
-        result: torch.Tensor = self.attention(x, other, other, need_weights=False)[0]
+        result: torch.Tensor = self.attention(x, other, other, need_weights=self.need_weights)[0]
         return result
 
 
-def made(model: torch.nn.Module, folder: Path, **sizes: tuple[int, ...]) -> dict[str, int]:
+def made(
+    model: torch.nn.Module, folder: Path, batch: str = "batch", **sizes: tuple[int, ...]
+) -> dict[str, int]:
     """Exports a layer of which tokens come first, and returns the nodes of the optimised model.
 
-    The lengths of several inputs may vary, and the batch, which is the same for them.
+    The lengths of several inputs may vary, and the batch, which is the same for them, perhaps by other names.
     """
     path, options = folder / "old.onnx", dict[str, Any](verify=False, optimize=False)
     if len(sizes) > 1:
-        options["dynamic"] = {name: {1: "batch", 0: f"{name}_length"} for name in sizes}
+        options["dynamic"] = {name: {1: batch.format(name), 0: f"{name}_length"} for name in sizes}
     args = tuple(torch.randn(size) for size in sizes.values())
     export(model.eval(), args, path, exporter="dynamo", **options)
     report, model_made = optimized(path, folder)
@@ -48,8 +52,38 @@ def test_encoder_layer(tmp_path: Path) -> None:
     assert_same(tmp_path, src=(2, 5, 16))
 
 
-def test_cross_attention(tmp_path: Path) -> None:
-    kinds = made(Cross(), tmp_path, x=(2, 5, 16), other=(7, 5, 16))
+@pytest.mark.parametrize("batch", ["batch", "batch_of_{}"])
+@pytest.mark.parametrize("need_weights", [False, True])
+def test_cross_attention(need_weights: bool, batch: str, tmp_path: Path) -> None:
+    """The weights that nobody reads are not computed. torch.export may name the batch twice."""
+    kinds = made(Cross(need_weights), tmp_path, batch, x=(2, 5, 16), other=(7, 5, 16))
     assert kinds == {"CustomLinear": 4, "MultiHeadAttention": 1, "Transpose": 3}
     for a, b in ((1, 3), (4, 2)):
         assert_same(tmp_path, x=(a, b, 16), other=(9, b, 16))
+
+
+class Masked(torch.nn.Module):
+    """nn.MultiheadAttention as it is by default, with its weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = torch.nn.MultiheadAttention(16, 2, batch_first=True)
+
+    def forward(self, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        causal = torch.nn.Transformer.generate_square_subsequent_mask(x.shape[1])
+        result: torch.Tensor = self.attention(x, x, x, mask == 0, attn_mask=causal)[0]
+        return result
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_masks_of_batched_heads(device: str, tmp_path: Path) -> None:
+    mask = torch.ones(3, 5, dtype=torch.int64)
+    mask[1, 3:] = 0
+    options = dict[str, Any](dynamic={name: {0: "B", 1: "S"} for name in ("x", "mask")}, optimize=False)
+    export(Masked().eval(), (torch.randn(3, 5, 16), mask), tmp_path / "old.onnx", verify=False, **options)
+    report, _ = optimized(tmp_path / "old.onnx", tmp_path, device=device)
+    assert report.fused["attention"] == 1 and not report.skipped
+    for batch in (1, 4):
+        shown = np.ones((batch, 7), np.int64)
+        shown[0, 4:] = 0
+        assert_same(tmp_path, x=(batch, 7, 16), mask=shown)
