@@ -212,7 +212,7 @@ def _example(declared: KernelOp, dtypes: Sequence[str], ranks: Ranks) -> list[to
     calls = declared.calls(dtypes[0], _SIZE)
     if calls is None:
         sizes = [range(3, 5 if rank == UNKNOWN else 3 + (rank or 0)) for rank in ranks]
-        calls = [{name: torch.ones(*size) for name, size in zip(names, sizes, strict=True)}]
+        calls = [{name: torch.ones((*size,)) for name, size in zip(names, sizes, strict=True)}]
     for call in calls:
         own = call[names[0]].dim()  # inputs of the first one's rank go along with it
         wanted = zip(names, ranks, strict=True)

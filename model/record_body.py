@@ -65,7 +65,7 @@ class AttributeArgument(AttributeReference):
             raise ExportError(
                 f"the body of {self._record.onnx_name} needs one value of {self._attribute.name} in the "
                 f"whole model, which has {described}. Export without bodies ({option('bodies', False)}; the "
-                "model then needs the library), or write the body without .value"
+                "model then needs the library), or write the body as an ONNX builder without .value"
             )
         value = next(iter(nodes))
         return bool(value) if self._attribute.kind == "bool" else value

@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from functools import cache
 from typing import Any
 
+import numpy as np
 import onnx
 import onnxruntime as ort
 import pytest
@@ -100,6 +101,19 @@ def model(
 @cache
 def gated_of_rank(rank: int) -> onnx.ModelProto:
     return model(gated, [{}], [f"n{i}" for i in range(rank)])
+
+
+@twinop.triton_op(
+    "plus(Tensor x, Tensor? z=None) -> Tensor", body=lambda x, z: x if z is None else x + z, domain="bodies"
+)
+def plus(x: torch.Tensor, z: torch.Tensor | None) -> torch.Tensor:
+    return x
+
+
+def test_a_scalar_and_an_absent_input_of_an_op_without_samples() -> None:
+    made = model(plus, [{}], [])
+    session = ort.InferenceSession(made.SerializeToString(), providers=["CPUExecutionProvider"])
+    assert session.run(None, {"x0": np.float32(3).reshape(())}) == [3]
 
 
 # An export takes seconds.
