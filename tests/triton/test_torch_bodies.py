@@ -113,7 +113,7 @@ def plus(x: torch.Tensor, z: torch.Tensor | None) -> torch.Tensor:
 def test_a_scalar_and_an_absent_input_of_an_op_without_samples() -> None:
     made = model(plus, [{}], [])
     session = ort.InferenceSession(made.SerializeToString(), providers=["CPUExecutionProvider"])
-    assert session.run(None, {"x0": np.float32(3).reshape(())}) == [3]
+    assert session.run(None, {"x0": np.array(3, np.float32)}) == [3]
 
 
 # An export takes seconds.
