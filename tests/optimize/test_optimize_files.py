@@ -1,8 +1,10 @@
-"""Tests of `twinop optimize` with files in unusual forms: what it reads, and where it writes."""
+"""`twinop optimize` with files in unusual forms: what it reads and where it writes; and without torch."""
 
 import errno
 import os
 import socket
+import subprocess
+import sys
 from itertools import cycle
 from pathlib import Path
 from typing import Any
@@ -456,3 +458,22 @@ def test_a_full_disk_is_no_defect(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     said = message(tmp_path / "old.onnx", tmp_path / "new.onnx")
     assert "new.onnx: cannot be written: No space left on device. Free space on its disk" in said
     assert [each.name for each in tmp_path.iterdir()] == ["old.onnx"]
+
+
+WITHOUT = """
+import sys
+from twinop.optimize import optimize
+print(optimize(*sys.argv[1:], device="cpu").fused)
+assert "torch" not in sys.modules
+"""
+
+
+def test_without_torch(tmp_path: Path) -> None:
+    source, target = tmp_path / "in.onnx", tmp_path / "out.onnx"
+    onnx.save(
+        parsed("(float[2, 8] x) => (float[2, 8] y) { s = Sigmoid (x) g = Mul (x, s) y = Mul (g, x) }"), source
+    )
+    command = [sys.executable, "-c", WITHOUT, str(source), str(target)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0 and "swiglu" in done.stdout, done.stderr
+    assert [node.op_type for node in onnx.load(target).graph.node] == ["CustomSwiglu"]
