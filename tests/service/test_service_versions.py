@@ -1,20 +1,35 @@
 """Versions and models appear, change and disappear under a running server, and its answers follow."""
 
-import asyncio
 import hashlib
+import json
 import os
+import random
+import select
 import shutil
-from collections.abc import Iterator
+import signal
+import time
+import uuid
+from collections import Counter
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
+from dataclasses import dataclass, field
 from functools import partial
+from http.client import HTTPConnection, HTTPException
 from pathlib import Path
+from typing import Any
 
 import grpc
+import numpy as np
+import onnx.parser
 import pytest
-import service_load
 from abi_files import c_library, negate_model
 from service_fixtures import Served, serve, wait_until
 from service_models import place, relu
 from service_rows import QUICK, ROW, call, scaled, y_of
+from tritonclient.grpc import service_pb2 as pb
+
+from twinop.record.op_spec import DOMAIN, DOMAIN_VERSION
 
 
 @pytest.fixture(scope="module")
@@ -181,16 +196,156 @@ def test_a_library_that_is_replaced_under_load(served: Served) -> None:
     assert all(answer in (ROW["data"], [-each for each in ROW["data"]]) for answer in answers)
 
 
+# Each channel has a connection of its own. Each call is one attempt: after a server has ended, gRPC 1.85 may
+# retry a call forever without a pause, and take 200 MB per second.
+CHANNEL = (("grpc.use_local_subchannel_pool", 1), ("grpc.enable_retries", 0))
+NO_ANSWERS = ("UNAVAILABLE", "DEADLINE_EXCEEDED", "UNKNOWN", "CANCELLED")  # if gRPC reports it itself
+LENGTH = "Inference-Header-Content-Length"
+
+
+@dataclass
+class Load:
+    """Clients that send rows, some of which are too short, over HTTP and gRPC until the server has ended.
+
+    Attributes:
+        is_ending: the server may refuse connections and calls.
+        lost: the requests without an answer.
+        cut_off: gRPC calls without an answer, by id. gRPC does not tell whether they reached the server.
+    """
+
+    served: Served
+    is_ending: bool = False
+    answered: Counter[str] = field(default_factory=Counter)
+    versions: Counter[int] = field(default_factory=Counter)
+    wrong: list[str] = field(default_factory=list)
+    lost: list[str] = field(default_factory=list)
+    cut_off: dict[str, str] = field(default_factory=dict)
+
+    def client(self, seed: int) -> None:
+        choose = random.Random(seed)
+        while self.served.process.poll() is None:
+            http = HTTPConnection("127.0.0.1", self.served.http_port, timeout=60)
+            address = f"127.0.0.1:{self.served.grpc_port}"
+            with closing(http), grpc.insecure_channel(address, CHANNEL) as channel:
+                for _ in range(choose.randint(1, 100)):
+                    shape = choose.randint(1, 4), 8 if choose.random() < 0.75 else 7
+                    x = np.random.default_rng(choose.getrandbits(32)).standard_normal(shape, np.float32)
+                    over_grpc = choose.random() < 1 / 3
+                    if not (self.call(channel, x) if over_grpc else self.post(http, x)):
+                        time.sleep(0.02)  # before a new connection to a server that is ending or gone
+                        break
+
+    def post(self, connection: HTTPConnection, x: np.ndarray) -> bool:
+        """Sends one request over HTTP. Returns whether there is an answer."""
+        tensor: dict[str, Any] = {"name": "x", "datatype": "FP32", "shape": x.shape}
+        tensor["parameters"] = {"binary_data_size": x.nbytes}
+        head = json.dumps({"inputs": [tensor], "parameters": {"binary_data_output": True}}).encode()
+        try:
+            if connection.sock and select.select([connection.sock], [], [], 0)[0]:
+                connection.close()  # as the server has, after the last answer
+            connection.request("POST", "/v2/models/load/infer", head + x.tobytes(), {LENGTH: str(len(head))})
+            answer = connection.getresponse()
+            body = answer.read()
+        except ConnectionRefusedError as error:  # nobody listens
+            return self.refused(repr(error))
+        except (OSError, HTTPException) as error:
+            self.lost.append(f"REST: {error!r}")
+            return False
+
+        def parsed() -> tuple[int, bytes]:
+            length = int(answer.headers[LENGTH])
+            return int(json.loads(body[:length])["model_version"]), body[length:]
+
+        return self.take("REST", x, {200: "", 400: body.decode(errors="replace")}.get(answer.status), parsed)
+
+    def call(self, channel: grpc.Channel, x: np.ndarray) -> bool:
+        """Makes one gRPC call. Returns whether there is an answer."""
+        inputs: Any = [{"name": "x", "datatype": "FP32", "shape": x.shape}]
+        message = pb.ModelInferRequest(model_name="load", inputs=inputs, raw_input_contents=[x.tobytes()])
+        number, method = uuid.uuid4().hex, channel.unary_unary("/inference.GRPCInferenceService/ModelInfer")
+        try:
+            body = method(message.SerializeToString(), timeout=60, metadata=(("x-request-id", number),))
+        except grpc.RpcError as error:
+            code, details = error.code().name, error.details() or ""
+            is_servers = "x-request-id" in dict(error.trailing_metadata() or ())
+            if "server is stopping" in details if is_servers else details.startswith("failed to connect"):
+                return self.refused(details)
+            if code in NO_ANSWERS and not is_servers:
+                self.cut_off[number] = f"gRPC: {code}: {details}"
+                return False
+            return self.take("gRPC", x, details if code == "INVALID_ARGUMENT" else None)
+
+        def parsed() -> tuple[int, bytes]:
+            found = pb.ModelInferResponse.FromString(body)
+            return int(found.model_version), found.raw_output_contents[0]
+
+        return self.take("gRPC", x, "", parsed)
+
+    def refused(self, said: str) -> bool:
+        if not self.is_ending:
+            self.lost.append(said)
+        return False
+
+    def take(
+        self,
+        protocol: str,
+        x: np.ndarray,
+        refusal: str | None,
+        parsed: Callable[[], tuple[int, bytes]] = lambda: (0, b""),
+    ) -> bool:
+        """Counts an answer: its refusal ("" for a result, None for another status), or version and output."""
+        self.answered[protocol] += 1
+        if x.shape[1] == 7:
+            is_right = "dimension 1 must be 8" in str(refusal) and "Traceback" not in str(refusal)
+        elif is_right := refusal == "":
+            version, y = parsed()
+            self.versions[version] += 1
+            is_right = (np.maximum(x, 0) + np.float32(version)).tobytes() == y
+        if not is_right:
+            self.wrong.append(f"{protocol}: {refusal!r} for {x}")
+        return True
+
+
+def plus(version: int) -> onnx.ModelProto:
+    """Makes y = CustomRelu(x) + version, so that an answer shows which version made it."""
+    head = f'<ir_version: 10, opset_import: ["" : 20, "{DOMAIN}" : {DOMAIN_VERSION}]> model'
+    nodes = f"v = Constant<value_float = {version}.0>() r = {DOMAIN}.CustomRelu(x) y = Add(r, v)"
+    return onnx.parser.parse_model(f"{head} (float[n, 8] x) => (float[n, 8] y) {{ {nodes} }}")
+
+
 def test_no_request_is_lost_or_wrong_while_versions_are_swapped_and_at_sigterm(tmp_path: Path) -> None:
-    """TWINOP_SOAK=200000 makes a soak of it."""
+    """Every fourth version is corrupt. TWINOP_SOAK=200000 makes a soak of it."""
     requests = int(os.environ.get("TWINOP_SOAK", "2500"))
-    service_load.write_version(tmp_path, 1)
+    place(tmp_path, "load", plus(1))
     (tmp_path / "twinop.toml").write_text("[server]\npoll_seconds = 0.05")
-    with serve(tmp_path, *service_load.OPTIONS) as served:
-        outcome = asyncio.run(service_load.swapped_and_ended(served, tmp_path, requests, every=0.5))
-        assert served.process.returncode == 0
-    assert outcome.lost == outcome.wrong == []
-    assert outcome.answered.keys() == {"REST", "gRPC"}
-    assert len(outcome.swapped) >= 2 and set(outcome.swapped) <= outcome.versions.keys()
-    assert outcome.broken and set(outcome.broken.values()) == {"UNAVAILABLE"}
-    assert not set(outcome.broken) & outcome.versions.keys()
+    options = ("--provider", "cpu", "--max-batch-size", "32", "--log-level", "debug")
+    swapped, broken, last, version = list[int](), list[int](), 1, 1
+    with ThreadPoolExecutor(32) as pool, serve(tmp_path, *options) as served:
+        load = Load(served)
+
+        def is_now(version: int, state: str) -> bool:
+            return load.served.versions().get(("load", version), ("",))[0] == state
+
+        clients = [pool.submit(load.client, seed) for seed in range(32)]
+        while load.answered.total() < requests or not broken:
+            time.sleep(0.25)
+            version += 1
+            if is_broken := version % 4 == 0:
+                broken_version(tmp_path, "load", version)
+            else:
+                place(tmp_path, "load", plus(version), version)
+            wait_until(partial(is_now, version, "UNAVAILABLE" if is_broken else "READY"))
+            shutil.rmtree(tmp_path / "load" / str(version if is_broken else last))
+            time.sleep(0.25)  # in which it answers
+            (broken if is_broken else swapped).append(version)
+            last = last if is_broken else version
+        load.lost += load.cut_off.values()  # the server was there all the time
+        load.is_ending = served.is_stopped = True
+        served.process.send_signal(signal.SIGTERM)
+        for client in clients:
+            client.result()
+        accepted = {line["request_id"] for line in served.log if line["message"] == "accepted"}
+        assert served.process.returncode == 0 and accepted
+    assert load.wrong == load.lost == [said for each, said in load.cut_off.items() if each in accepted] == []
+    assert load.answered.keys() == {"REST", "gRPC"}
+    assert len(swapped) >= 2 and set(swapped) <= load.versions.keys() and not {*broken} & load.versions.keys()
