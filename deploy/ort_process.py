@@ -6,6 +6,7 @@ the current library files. All of it is one process group, which ends with the p
 
 import atexit
 import ctypes
+import fcntl
 import importlib
 import io
 import os
@@ -115,9 +116,10 @@ class Server:
             arguments = ", ".join(map(repr, (os.getpid(), *modules)))
             command = python_child.python(f"from {__name__} import serve; serve({arguments})")
             pipe = subprocess.PIPE  # in a session of its own: Ctrl-C is the caller's
-            self.process = subprocess.Popen(
-                command, stdin=pipe, stdout=pipe, start_new_session=True, pipesize=_PIPE
-            )
+            self.process = subprocess.Popen(command, stdin=pipe, stdout=pipe, start_new_session=True)
+            for each in (self.process.stdin, self.process.stdout):
+                with suppress(OSError):  # the system limits what all pipes of a user may hold
+                    fcntl.fcntl(each, fcntl.F_SETPIPE_SZ, _PIPE)  # type: ignore[arg-type]
             self._answers = io.BufferedReader(_Answers(self.process.stdout))
         return self.process
 
