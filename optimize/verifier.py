@@ -180,10 +180,12 @@ class Verifier:
             for case, outputs in zip(found.cases, found.outputs, strict=True)
         ]
         outputs = [each[:count] for each in found.outputs]
-        model = extract(source.original, part)
+        if computed:
+            model = extract(source.original, part)
+            form = source.form(model.clone())
         found = replace(found, cases=cases, outputs=outputs, sizes=found.sizes[:count])
         found = self._placed(found, model)
-        self.comparisons[key] = self._comparison(model, source.form(model.clone()), found, part)
+        self.comparisons[key] = self._comparison(model, form, found, part)
         return self.comparisons[key]
 
     def _needs_values(self, names: Iterable[str]) -> bool:
