@@ -289,6 +289,8 @@ def _create(ort: Any, model: Model, options: Any, providers: list[Provider], giv
                 f". It infers few types in functions, and {where[0]} is in one: twinop.export.attach_bodies "
                 "puts such functions into the graph"
             )
+        if lacking := [op for _, op in model.bodies if f"an implementation for {op}(" in said]:
+            said += f". The library has no kernel of {lacking[0]} here; with library=False its body runs"
         if given and model.nodes:
             said += ". Session options that have a library already need library=False"
         raise RunError(f"{model.name}: ONNX Runtime refuses it: {said}", type(error).__name__) from error

@@ -17,6 +17,8 @@ from ort_versions import SLOW, SUPPORTED, environment
 from samples import RECORDS, Sample, combinations, presence_patterns, samples
 from slow_cases import often
 
+from twinop import deploy
+from twinop.deploy import RunError
 from twinop.export import attach_bodies
 from twinop.record.op_spec import Expression, OpSpec
 
@@ -184,6 +186,16 @@ def test_a_user_binds_an_output_to_the_memory_of_an_input(size: int, tmp_path: P
     opened.run_with_iobinding(binding)
     np.testing.assert_array_equal(total, np.arange(size))
     np.testing.assert_array_equal(x, 2 * total)
+
+
+def test_an_op_without_a_body_on_the_cpu_runs_that_of_the_model(tmp_path: Path) -> None:
+    record = OPS["relu"]
+    path = body_library(tmp_path, [BodyOp(record, {})])
+    sample = next(iter(samples(record, dict(record.combinations[0]))))
+    model = attach_bodies(one_node(record, record.combinations[0], sample))
+    with pytest.raises(RunError, match="no kernel of CustomRelu here; with library=False its body runs"):
+        deploy.session(model, ["CPUExecutionProvider"], path)
+    assert deploy.session(model, ["CPUExecutionProvider"], False).run(feeds_of(sample))
 
 
 def test_a_body_without_a_model_for_a_call(tmp_path: Path) -> None:
