@@ -59,8 +59,9 @@ def main(
 
     Looks at the NVIDIA driver, the compilers, torch, ONNX Runtime and its
     providers, and the custom-op libraries. A model's custom nodes are compared
-    with them. Changes nothing, and needs
-    neither torch nor ONNX Runtime. The exit code is 1 if there is an error.
+    with them, and ONNX Runtime opens it in another process. Changes nothing,
+    and needs neither torch nor ONNX Runtime. The exit code is 1 if there is an
+    error.
 
     Examples:
 

@@ -82,11 +82,17 @@ def _of_its_type(rule: pattern.RewriteRule) -> pattern.RewriteRule:
     limited, wanted = copy(rule), rule._target_pattern.output_nodes[0].op_identifier()
 
     def try_rewrite(model: ir.Model, graph: ir.Graph, node: ir.Node, **options: Any) -> Any:
-        same = node.op_identifier() == wanted
+        same = node.op_identifier() == wanted and (node.op_type != "Flatten" or _has_sizes(node))
         return rule.try_rewrite(model, graph, node, **options) if same else None
 
     vars(limited)["try_rewrite"] = try_rewrite
     return limited
+
+
+def _has_sizes(flatten: ir.Node) -> bool:
+    """Whether a Reshape can write a Flatten without -1, which ONNX Runtime refuses for a batch of 0."""
+    axis, shape = flatten.attributes.get_int("axis", 1), flatten.inputs[0].shape  # type: ignore[union-attr]
+    return shape is not None and all(isinstance(size, int) for size in [*shape][axis:])
 
 
 def fold_constants(

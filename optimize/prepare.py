@@ -116,6 +116,12 @@ def _convert_opset(model: ir.Model) -> None:
                 "coordinate_transformation_mode", "asymmetric"
             )
             node.attributes["nearest_mode"] = ir.AttrString("nearest_mode", "floor")
+    for node in model.graph.all_nodes() if opset < 13 else ():  # it reshapes what a Softmax got flattened
+        is_after = node.op_type == "Reshape" and g.producer(
+            node.inputs[0], "Hardmax", "LogSoftmax", "Softmax"
+        )
+        if is_after and g.producer(node.inputs[1], "Shape"):
+            node.attributes["allowzero"] = ir.AttrInt64("allowzero", 1)
     if model.graph.opset_imports.get("") != target:
         raise ExportError(
             f"opset {opset} cannot be converted to {target}, which function bodies need. Export the model "

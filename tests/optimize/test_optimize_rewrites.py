@@ -297,6 +297,17 @@ def test_an_einsum_with_an_axis_without_a_letter_of_its_own_stays(equation: str,
     assert_same(tmp_path, **sizes)
 
 
+@pytest.mark.parametrize("axis", [0, 1])
+def test_softmax_before_opset_13_of_no_rows(axis: int, tmp_path: Path) -> None:
+    """onnx's conversion flattens and reshapes, which no -1 or 0 may do where there are no elements."""
+    text = f"(float[N, S, 8] x) => (float[N, S, 8] y) {{ a = MatMul (x, w) y = Softmax <axis = {axis}> (a) }}"
+    proto = parsed(text, w=weights(8, 8))
+    proto.opset_import[0].version = 12
+    assert optimized(proto, tmp_path)[0].fused == {"linear": 1}
+    for batch in (0, 1, 3):
+        assert_same(tmp_path, x=(batch, 5, 8))
+
+
 def test_softmax_before_opset_13_of_unknown_rank(tmp_path: Path) -> None:
     """onnx's conversion writes Flatten, Softmax and Reshape where it does not know the rank."""
     text = """(float[B, S, 8] q, float[B, S, 8] k, float[B, S, 8] v) => (float[B, S, 8] y) {
