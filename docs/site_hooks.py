@@ -119,5 +119,6 @@ def on_page_markdown(markdown: str, page: Any, files: Files, config: Any) -> str
             files.append(File.generated(config, name, abs_src_path=str(path)))
         return f"{match['image']}[{match['text']}]({'../' * page.file.src_uri.count('/')}{name})"
 
-    markdown = markdown.replace("<!-- messages -->", list_of_messages())
+    if (place := "<!-- messages -->") in markdown:
+        markdown = markdown.replace(place, list_of_messages())
     return re.sub(r"(?P<image>!?)\[(?P<text>[^\]]*)\]\((?P<target>\.\./[\w./-]+)\)", link, markdown)
