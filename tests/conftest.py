@@ -1,6 +1,5 @@
 """Shared by all tests: the paths of the libraries, torch with the test ops, no CUDA tests without a GPU."""
 
-import copy
 import fcntl
 import gc
 import importlib.util
@@ -15,6 +14,7 @@ from typing import Any
 
 import made_once
 import pytest
+import read_once
 from own_matrix import pytest_collection_modifyitems  # noqa: F401 (a hook)
 
 from twinop.libraries.library import find_library
@@ -61,40 +61,8 @@ def pytest_collection_finish() -> None:
     gc.set_threshold(10_000, 10, 10)
 
 
-@cache
-def _keep_functions(torch_registry: Any) -> None:
-    """What torch reads anew for each export is read once by a test process."""
-    build = cache(torch_registry.ONNXRegistry.from_torchlib)  # parses 500 functions: half a second
-
-    def from_torchlib(opset_version: int) -> Any:
-        registry = copy.copy(build(opset_version))  # an export adds its own functions
-        registry.functions = {target: [*found] for target, found in registry.functions.items()}
-        return registry
-
-    torch_registry.ONNXRegistry.from_torchlib = staticmethod(from_torchlib)
-
-
-@cache
-def _keep_signatures(onnx_schemas: Any) -> None:
-    """What onnxscript reads anew for each node is read once by a test process."""
-    signature = onnx_schemas.OpSignature
-    read = signature.from_op_schema
-    kept: dict[tuple[str, str, int], Any] = {}
-
-    def from_op_schema(schema: Any) -> Any:
-        key = (schema.domain, schema.name, schema.since_version)
-        if key not in kept:
-            kept[key] = read(schema)
-        return kept[key]
-
-    signature.from_op_schema = staticmethod(from_op_schema)
-
-
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    if module := sys.modules.get("torch.onnx._internal.exporter._registration"):
-        _keep_functions(module)
-    if module := sys.modules.get("onnx_ir.schemas"):
-        _keep_signatures(module)
+    read_once.keep()
     if "torch" in sys.modules:  # a test that fails fails again, whatever ran before it
         sys.modules["torch"].manual_seed(zlib.crc32(item.nodeid.encode()))
     if item.get_closest_marker("cuda") is not None and _cuda_devices() == 0:

@@ -25,12 +25,16 @@ from functools import cache
 from pathlib import Path
 from typing import Any, TextIO
 
+import read_once
+
 IMPORTED = (
     "torch._dynamo", "torch._functorch.aot_autograd", "torch._decomp.decompositions_for_jvp",
     "torch.export._trace", "torch.distributed.tensor.experimental", "torch.onnx._internal.exporter._core",
     "onnxscript.function_libs.torch_lib.ops", "onnx_ir", "onnxruntime", "pytest", "typer.main",
     "typer._adapters", "rich.table", "rich.progress",
 )  # fmt: skip
+
+OPSET = 20  # of an export by default
 
 
 class _Server:
@@ -138,6 +142,8 @@ def _main() -> None:
     for name in IMPORTED:
         with suppress(ImportError):  # another release has no such module
             __import__(name)
+    with suppress(AttributeError, KeyError):
+        read_once.keep_opset(OPSET)
     # Packages are those of the tests. A command has the folders of its own PYTHONPATH alone.
     of_tests = {str(Path(__file__).parent), *os.environ.get("PYTHONPATH", "").split(os.pathsep)}
     sys.path[:] = [folder for folder in sys.path if folder not in of_tests]
