@@ -7,7 +7,7 @@ so that the outputs show what accumulates. Decoders run a prompt and a step afte
 
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from contextvars import copy_context
 from dataclasses import dataclass, field
@@ -22,7 +22,7 @@ import numpy as np
 import onnx_ir as ir
 
 from twinop import deploy
-from twinop.deploy.ort_process import Endless
+from twinop.deploy.ort_process import SERVER, Endless
 from twinop.deploy.ort_runs import Earlier, NotRunnable, check_shown
 from twinop.errors import ExportError, TwinopError
 from twinop.model import weights
@@ -41,6 +41,7 @@ from .widen import dtypes, round_results, widen
 PROMPT = 16  # tokens
 _MOST_WINDOW = 512  # tokens; larger windows are reduced
 _REDUCED = 5  # tokens
+_SOON = 0.1  # seconds
 _HALF_OF_FP16 = 65504 / 2
 _OF_CONVERTED = 4.0  # times a last bit, where a result has another dtype: all in a segment is rounded
 _OF_CHANNELS = 4.0  # times what is accepted of a whole value: the largest of many errors
@@ -111,12 +112,18 @@ def stream(
         try:
             with ThreadPoolExecutor(1) as pool:  # the original of the next one runs while one is compared
                 ahead = deque[Future[_Forms]]()
-                for index, segment in enumerate(segments):
-                    progress(index, len(segments))
-                    for each in segments[index + len(ahead) : index + 2]:
-                        ahead.append(pool.submit(copy_context().run, _run_original, run, each))
-                    _compare(run, segment, *ahead.popleft().result())
-                    _forget(run, segments[index + 1 :])
+                try:
+                    for index, segment in enumerate(segments):
+                        for each in segments[index + len(ahead) : index + 2]:
+                            ahead.append(pool.submit(copy_context().run, _run_original, run, each))
+                        progress(index, len(segments))
+                        _compare(run, segment, *ahead[0].result())
+                        ahead.popleft()
+                        _forget(run, segments[index + 1 :])
+                except KeyboardInterrupt:
+                    while wait(ahead, _SOON).not_done:  # it may run for minutes, for nobody
+                        SERVER.close()
+                    raise
             return run
         except (_DoesNotRun, NotRunnable) as error:
             errors.append(error)

@@ -1,5 +1,6 @@
 """optimize/stream.py: every segment of a written file is compared with the original's, one at a time."""
 
+import time
 from collections.abc import Callable, Sequence
 from itertools import pairwise
 from pathlib import Path
@@ -13,7 +14,7 @@ import pytest
 from optimizing import parsed
 from quantised_weights import weight_of
 
-from twinop.deploy.ort_process import Endless
+from twinop.deploy.ort_process import SERVER, Endless
 from twinop.deploy.ort_runs import NotRunnable
 from twinop.errors import ExportError
 from twinop.optimize import decoders, sliced
@@ -198,6 +199,19 @@ def test_other_models_run_on_one_case(name: str) -> None:
     change(result, weight_name, lambda array: swapped_rows(array, 3))
     with pytest.raises(NotEquivalent, match=f"^{where}: "):
         stream(segments, original, result, None, "float32")
+
+
+def test_ctrl_c_ends_the_run_ahead_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    def sleep(*_: Any, **__: Any) -> None:
+        SERVER.run(time.sleep, 600)  # type: ignore[arg-type]  # it never gets to what is no list
+
+    def interrupt(index: int, count: int) -> None:
+        raise KeyboardInterrupt
+
+    original, segments = a_unet()
+    monkeypatch.setattr(sliced, "run", sleep)
+    with pytest.raises(KeyboardInterrupt):
+        stream(segments, original, original, None, "float32", progress=interrupt)
 
 
 def test_sizes_are_tried_until_the_original_runs() -> None:
