@@ -346,7 +346,7 @@ def cases_of_ids(model: ir.Model, case: Case) -> tuple[str, list[Case]]:
     norms and elements. A case holds up to `_MOST_REPEATS` times the sequences of the given one, and its masks
     hide nothing. Beside images so many ids are tried as `_MOST_LARGE` cases of `MOST` elements hold.
     """
-    ids, times, batch = dict[str, np.ndarray](), 1, None
+    ids, times, batch, count = dict[str, np.ndarray](), 1, None, 0
     for value in model.graph.inputs:
         array = case.get(str(value.name))
         if array is None or array.dtype.kind != "i" or not array.size or is_mask(value):
@@ -356,6 +356,7 @@ def cases_of_ids(model: ir.Model, case: Case) -> tuple[str, list[Case]]:
             found = {each for table, axis in tables for each in _ids(table, axis, rows)}
             ids[str(value.name)] = np.array(sorted(found), array.dtype)
             times, batch = max(times, -(-len(found) // array.size)), (g.dims(value) or [None])[0]
+            count = array.shape[0] if array.ndim else 0
     fitting = max(1, MOST // max(1, sum(array.size for array in case.values())))  # images are large
     times = min(times, _MOST_LARGE * fitting)
     repeats = min(times, _MOST_REPEATS, fitting) if isinstance(batch, str) else 1
@@ -367,7 +368,9 @@ def cases_of_ids(model: ir.Model, case: Case) -> tuple[str, list[Case]]:
                 shown = padding_mask([*array.shape], "nothing") != is_inverted(name, array.dtype)
                 array = shown.astype(array.dtype)
             for axis, dim in enumerate(g.dims(value) or ()):
-                array = np.concatenate([array] * repeats, axis) if dim == batch and repeats > 1 else array
+                of_mask = is_mask(value) and not axis and isinstance(dim, str) and len(array) == count
+                is_batch = dim == batch or of_mask  # whose batch torch.export may name otherwise
+                array = np.concatenate([array] * repeats, axis) if is_batch and repeats > 1 else array
             whole[name] = array
     cases = list[Case]()
     for start in range(0, times, repeats) if ids else ():

@@ -283,6 +283,19 @@ def test_the_largest_rows_of_tables_are_compared(rows: int, batch: str, tmp_path
     optimized(tmp_path / "old.onnx", tmp_path, dtype="bfloat16")
 
 
+def test_a_mask_has_the_batch_of_the_ids() -> None:
+    """By whatever name: torch.export's Dim.AUTO names it again where the mask broadcasts."""
+    model = ir.from_proto(
+        parsed(
+            "(int64[A, S] ids, int64[B, S] mask) => (float[A, S, 4] e) { e = Gather (t, ids) }",
+            t=weights(300, 4),
+        )
+    )
+    case: inputs.Case = {"ids": np.zeros((3, 7), np.int64), "mask": np.ones((3, 7), np.int64)}
+    _, cases = inputs.cases_of_ids(model, case)
+    assert [each["mask"].shape for each in cases] == [each["ids"].shape for each in cases] == [(45, 7)]
+
+
 def test_ids_beside_images_are_bounded() -> None:
     """All rows of the table would take 300 images for each of many cases."""
     text = "(int64[B, 1] ids, float[B, 3, 512, 512] x) => (float[B, 1, 4] e) { e = Gather (t, ids) }"
