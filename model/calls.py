@@ -63,15 +63,8 @@ def read_call(record: OpSpec, node: ir.Node) -> Call:
 def _attributes(record: OpSpec, node: ir.Node) -> dict[str, Any]:
     values = {entry.name: default_of(entry) for entry in record.attributes}
     for entry in record.attributes:
-        if entry.name not in node.attributes:
-            continue
-        values[entry.name] = onnx_value(entry, node.attributes[entry.name].value)
-        if values[entry.name] == () and default_of(entry) != ():
-            raise ExportError(
-                f"{label_of(node)}: attribute {entry.name} is an empty list, which ONNX Runtime cannot tell "
-                f"from a missing one (default {entry.default}). Pass the default, or make an empty list "
-                "the default"
-            )
+        if entry.name in node.attributes:
+            values[entry.name] = onnx_value(entry, node.attributes[entry.name].value)
     return values
 
 

@@ -3,6 +3,7 @@
 from typing import Any
 
 import onnx
+import onnx_ir as ir
 import pytest
 import torch
 from export_models import model_of
@@ -12,6 +13,7 @@ from samples import RECORDS
 from twinop.errors import ExportError
 from twinop.export import DefaultInput, attach_bodies, body
 from twinop.model.bodies import Body
+from twinop.model.calls import find_calls
 from twinop.record.op_spec import DOMAIN
 from twinop.record.schema_text import record_of
 from twinop.testing.one_node import body_session
@@ -122,14 +124,12 @@ def test_nodes_that_do_not_fit_their_record(node: str, inputs: str, message: str
 
 
 def test_empty_list_and_missing_attribute() -> None:
-    model = model_of([f"p = {DOMAIN}.CustomPadAffine(x)"], "float[2] x")
-    model.graph.node[0].attribute.append(
-        helper.make_attribute("pads", [], attr_type=onnx.AttributeProto.INTS)
-    )
-    with pytest.raises(
-        ExportError, match=r"pads is an empty list, which ONNX Runtime cannot tell from a missing"
-    ):
-        attach_bodies(model, RECORDS)
+    record = record_of("listed(Tensor x, int[] n=[1]) -> Tensor", DOMAIN)
+    for given in ({}, {"n": helper.make_attribute("n", [], attr_type=onnx.AttributeProto.INTS)}):
+        model = model_of([f"p = {DOMAIN}.CustomListed(x)"], "float[2] x")
+        model.graph.node[0].attribute.extend(given.values())
+        [[call]] = find_calls(ir.from_proto(model), {"listed": record}).values()
+        assert call.attributes == {"n": () if given else (1,)}
     record = record_of("need(Tensor x, int n) -> Tensor", DOMAIN)
     with pytest.raises(ExportError, match=r"attribute n \(int\) is missing and has no default"):
         attach(f"p = {DOMAIN}.CustomNeed(x)", records={"need": record})
