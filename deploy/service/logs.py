@@ -9,7 +9,7 @@ import logging
 import re
 import uuid
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from datetime import datetime, timezone
 from types import MappingProxyType
@@ -42,7 +42,8 @@ def configure(level: str) -> None:
     for name in ("twinop", "uvicorn", "grpc"):
         logging.getLogger(name).setLevel(level)
     logging.captureWarnings(True)
-    faulthandler.enable(all_threads=False)  # says where ONNX Runtime was if it crashes
+    with suppress(OSError, RuntimeError):  # stderr may be closed
+        faulthandler.enable(all_threads=False)  # says where ONNX Runtime was if it crashes
 
 
 def begin(given: str) -> str:

@@ -178,6 +178,11 @@ log = logging.getLogger("twinop.deploy.service.test")
     return [json.loads(line) for line in done.stderr.splitlines()]
 
 
+def test_a_closed_stderr_gets_no_logs() -> None:
+    program = "import sys; sys.stderr = None; from twinop.deploy.service import logs; logs.configure('info')"
+    subprocess.run([sys.executable, "-c", program], check=True)
+
+
 def test_a_line_of_json_for_each_record() -> None:
     (line,) = logged('log.info("ready on %s", "cpu", extra={"http_port": 8080, "where": [1, 2]})')
     assert re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}Z", line.pop("time"))
