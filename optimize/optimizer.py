@@ -3,6 +3,7 @@
 import os
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -14,8 +15,9 @@ from onnx_ir.passes.common import CommonSubexpressionEliminationPass, LiftConsta
 from twinop import deploy
 from twinop.deploy.cuda import has_gpu, unavailable_reasons
 from twinop.deploy.ort_process import SERVER, time_limit
+from twinop.deploy.ort_runs import NotRunnable, run
 from twinop.deploy.tensor_specs import RIGHT_PADDED
-from twinop.errors import ExportError, option
+from twinop.errors import ExportError, TwinopError, option
 from twinop.model.calls import paths_in_use
 from twinop.model.files import EXTERNAL_DATA_BYTES, save, work_folder
 from twinop.model.folding import take_defaults
@@ -314,7 +316,12 @@ def _write_original(verifier: Verifier, folder: Path) -> list[Path]:
     if verifier.whole is not None:
         equivalence.confirm_shapes(model, verifier.whole.reference)
     report.libraries = paths_in_use(model, source.registered)
-    return save(model, folder / report.path.name, EXTERNAL_DATA_BYTES, checks=False)  # it has run
+    files = save(model, folder / report.path.name, EXTERNAL_DATA_BYTES, checks=False)  # its fp32 form has run
+    if verifier.whole is not None and not source.is_fp32 and source.runs_as_file:
+        with suppress(NotRunnable, TwinopError):  # bfloat16 has few kernels on the CPU
+            note = run(files[-1], source.user_ops.libraries or None, may_skip=True).note
+            report.add_note(f"the original: {note}" if note else "")
+    return files
 
 
 def chosen_device(device: str | None) -> str:

@@ -144,6 +144,15 @@ def test_a_file_that_only_onnx_refuses_stays_as_it_is(tmp_path: Path) -> None:
     assert report.same and [node.op_type for node in model.graph] == ["Constant", "And"]
 
 
+def test_a_file_in_16_bits_that_crashes_onnxruntime_is_said_to(tmp_path: Path) -> None:
+    """ONNX Runtime 1.31.1 crashes on a matmul of what was transposed. Only the fp32 form is compared."""
+    nodes = "t = Transpose <perm = [1, 0, 2]> (x) y = MatMul (t, w)"
+    text = f"(float16[N, M, 4] x) => (float16[M, N, 3] y) {{ {nodes} }}"
+    report, _ = optimized(parsed(text, w=weights(4, 3).astype(np.float16)), tmp_path, device="cpu")
+    [note] = report.notes
+    assert report.same and "the original: " in note and "crashes (SIGSEGV) when it optimizes" in note
+
+
 def test_the_other_name_of_the_standard_domain(tmp_path: Path) -> None:
     proto = parsed("(float[N, 4] x) => (float[N, 3] y) { y = MatMul (x, w) }", w=weights(4, 3))
     proto.opset_import[0].domain = "ai.onnx"
