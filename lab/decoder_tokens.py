@@ -26,8 +26,8 @@ from torch import Tensor
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests/helpers"))
 from decoder_graphs import BLOCK, Sizes, write
+from torch_decoder import TorchDecoder
 
-from lab.torch_decoder import TorchDecoder
 from twinop.bench.cases import relative_error
 from twinop.bench.measure import IN_ORT, Subject, captured, device_work, require, side_by_side
 from twinop.bench.measurements import Device, Output, chosen, measuring, reason_of
