@@ -139,13 +139,6 @@ def drawn(model: Model, size: Size) -> nn.Module:
     return made
 
 
-def in_bfloat16(model: nn.Module) -> nn.Module:
-    """Casts a model's weights in place. Frequencies of positions stay in fp32, as transformers has them."""
-    for parameter in model.parameters():
-        parameter.data = parameter.data.to(BF16)
-    return model
-
-
 def by_torchao(model: nn.Module) -> nn.Module:
     """Returns the model with the linear layers in float8 that `optimize` turns, in place."""
     from torchao.quantization import Float8DynamicActivationFloat8WeightConfig, PerRow, quantize_
@@ -185,17 +178,16 @@ def whole(name: str, timer: DeviceTimer, folder: Path, with_torch: bool) -> dict
     with torch.no_grad(), torch.backends.cudnn.flags(enabled=True, benchmark=True, allow_tf32=False):
         model = drawn(kind, size).to(device)
         expected = model(*inputs.values()).double()
-        half, narrow = (cast(inputs, dtype) for dtype in (torch.float16, BF16))  # torchao takes bfloat16 only
-        module, values = in_bfloat16(model), tuple(narrow.values())
+        half, bf16 = cast(inputs, torch.float16), tuple(cast(inputs, BF16).values())  # all that torchao takes
+        for parameter in model.parameters():  # not buffers: transformers has frequencies of positions in fp32
+            parameter.data = parameter.data.to(BF16)
         makers: dict[str, Callable[[], Subject]] = {}
         for column, dtype in FILES.items():
             given = inputs if dtype == "float32" else half
             makers[column] = partial(in_ort, folder / f"{dtype}.onnx", given, expected, False)
         if with_torch:
-            makers["torch.compile bf16"] = partial(in_torch, deepcopy(module), MODE, values, True)
-            makers["torch.compile torchao"] = lambda: in_torch(
-                by_torchao(deepcopy(module)), MODE, values, True
-            )
+            makers["torch.compile bf16"] = partial(in_torch, deepcopy(model), MODE, bf16, True)
+            makers["torch.compile torchao"] = lambda: in_torch(by_torchao(deepcopy(model)), MODE, bf16, True)
         shown = inputs["mask"][..., None] if "mask" in inputs else 1
 
         def check(_: str, subject: Subject) -> None:
