@@ -37,6 +37,9 @@ bool Read(const OrtApi* api, const OrtKernelInfo* info, const char* name, Kind k
     case Kind::kIntList:
       if (!Ok(api, api->KernelInfoGetAttributeArray_int64(info, name, nullptr, &size)))
         return false;
+      // Of an attribute of another kind, too, ORT says that it is an empty list.
+      for (const Kind other : {Kind::kInt, Kind::kFloat, Kind::kString})
+        if (size == 0 && Read(api, info, name, other, value, storage)) return false;
       value->count = size;
       value->ints = storage->ints;
       if (size == 0 || size > kMaxList) return true;  // the caller refuses a long one

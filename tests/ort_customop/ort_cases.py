@@ -257,6 +257,7 @@ def attribute_cases(cases: Cases, records: Mapping[str, OpSpec]) -> None:
         ("gelu", "approximate", [1, 2], "attribute approximate is a list of ints, expected a string"),
         ("pad_affine", "scale", 2, "attribute scale is an int, expected a float"),
         ("pad_affine", "scale", "x", "attribute scale is a string, expected a float"),
+        ("pad_affine", "pads", 1.5, "attribute pads is a float, expected a list of ints"),
         ("pad_affine", "pads", 1, "attribute pads is an int, expected a list of ints"),
         ("pad_affine", "pads", [1] * 9, "attribute pads has 9 entries, at most 8 are taken"),
         ("pad_affine", "sign", "times", r"attribute sign is 'times', expected one of plus \| minus"),
