@@ -137,7 +137,7 @@ def open_session(
 
     if choice.providers == [_CPU]:
         require_memory(model, libraries)
-        if not given and is_half(model.proto.graph):  # else ONNX Runtime 1.24 to 1.31 may end the process
+        if not given and _is_half(model.proto.graph):  # else ONNX Runtime 1.24 to 1.31 may end the process
             options.add_session_config_entry(_WITHOUT, "MatmulTransposeFusion")
     with on_callers_device:  # ONNX Runtime makes its own the current one
         inner = _create(ort, model, options, requested, given)
@@ -296,7 +296,7 @@ def _create(ort: Any, model: Model, options: Any, providers: list[Provider], giv
         raise RunError(f"{model.name}: ONNX Runtime refuses it: {said}", type(error).__name__) from error
 
 
-def is_half(graph: onnx.GraphProto) -> bool:
+def _is_half(graph: onnx.GraphProto) -> bool:
     """Returns whether a graph has weights or inputs in 16 bits."""
     inputs = [value.type.tensor_type.elem_type for value in graph.input]
     return not {*inputs, *(tensor.data_type for tensor in graph.initializer)}.isdisjoint(_HALF)
