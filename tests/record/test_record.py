@@ -262,3 +262,7 @@ def test_former_hashes_are_those_without_the_last_attributes() -> None:
     assert record and record.former_hashes == former
     record = parse("f(Tensor x, int n, bool b=False) -> Tensor")
     assert record and record.former_hashes == {hash_of(", int n")}
+    record = parse("f(Tensor x,int[] n = [1], str s = ') -> T', bool b =True) -> Tensor")
+    assert record and record.former_hashes == {hash_of(""), hash_of(",int[] n = [1]")} | {
+        hash_of(",int[] n = [1], str s = ') -> T'")
+    }

@@ -174,13 +174,16 @@ class OpSpec:
     @property
     def former_hashes(self) -> set[str]:
         """The hashes without the last attributes, whose defaults do what the op did before it had them."""
-        schema, arrow, results = self.schema.rpartition("->")
-        found = set[str]()
+        parts = re.fullmatch(r"(.*)(\)\s*->.*)", self.schema, re.DOTALL)
+        assert parts is not None, self.schema
+        (arguments, rest), found = parts.groups(), set[str]()
         for each in reversed(self.attributes):
             if each.required:
                 break
-            schema = schema[: schema.rindex(f", {each.kind} {each.name}=")] + ") "
-            found.add(replace(self, schema=schema + arrow + results).schema_hash)
+            kind = re.escape(each.kind).replace(r"\[", r" *\[")
+            *_, last = re.finditer(rf"\s*,\s*{kind}\s+{each.name}\s*=", arguments)
+            arguments = arguments[: last.start()]
+            found.add(replace(self, schema=arguments + rest).schema_hash)
         return found
 
     def combination_of(self, given: Mapping[str, str]) -> dict[str, str] | None:
