@@ -31,6 +31,14 @@ def test_no_name_of_the_template_is_left(kind: Any, tmp_path: Path) -> None:
     assert len(texts) == 3 + (kind != "triton") and not any(re.search("my_op|MyOp", text) for text in texts)
 
 
+@pytest.mark.parametrize("name", ["x", "y", "total", "op", "xMyOp"])
+def test_a_name_that_the_projects_own_test_uses(name: str, tmp_path: Path) -> None:
+    folder = create_project(name, "kernel", tmp_path)
+    text = f"def {name}(a, scale): return scale * a, (scale * a).sum().reshape(1)"
+    (folder / f"{name}.py").write_text(text)
+    run_pytest(folder)
+
+
 def test_names_of_functions_and_types_in_the_headers(tmp_path: Path) -> None:
     names = ("exp", "op")
     headers = [create_project(name, "rowwise", tmp_path) / f"{name}.h" for name in names]
@@ -111,14 +119,14 @@ def test_a_parent_that_cannot_be_written(tmp_path: Path) -> None:
         ("my-op", "op name 'my-op': expected letters, digits and _"),
         ("class", "op name class: a keyword of Python. Choose another name, such as my_class"),
         ("None", "op name None: a keyword of Python. Choose another name, such as my_none"),
-        ("3op", "expected letters, digits and _"),
         ("../up", "expected letters, digits and _"),
         ("torch", "reserved, because formulas use torch"),
         ("template", "a keyword of C\\+\\+"),
-        ("new", "a keyword of C\\+\\+"),
         ("main", "would hide the module main"),
         ("json", "would hide the module json"),
         ("numpy", "would hide the module numpy"),
+        ("library_path", "its Python file has something else of this name. Choose another name"),
+        ("tl", "its Python file has something else of this name"),
         ("__init__", "would hide the module __init__"),
         ("__", "expected letters, digits and _"),
         ("custom_domain", "reserved for twinop's own ops"),

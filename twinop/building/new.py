@@ -1,5 +1,6 @@
 """`twinop new`: a project of one op, which works."""
 
+import re
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -30,7 +31,7 @@ def create_project(name: str, kind: Kind = "elementwise", parent: Path | None = 
         raise BuildError(f"{folder} already exists. Choose another name, or another folder to start from")
     words = {"my_op": name, "MyOp": "".join(word[:1].upper() + word[1:] for word in name.split("_"))}
     if kind == "triton":
-        words = {"my_op.h": "my_op.py"} | words
+        words = {"my_op.h": f"{name}.py"} | words
     with writing(folder, "start from another folder"):
         if not folder.parent.exists():  # a file in its place is no directory
             folder.parent.mkdir(parents=True)
@@ -38,8 +39,7 @@ def create_project(name: str, kind: Kind = "elementwise", parent: Path | None = 
             (draft := scratch / name).mkdir()
             for source in (_TEMPLATES / "pyproject.toml", *sorted((_TEMPLATES / kind).glob("*my_op*.*"))):
                 text = source.read_text(encoding="utf-8")
-                for word, meant in words.items():
-                    text = text.replace(word, meant)
+                text = re.sub("|".join(map(re.escape, words)), lambda found: words[found[0]], text)
                 (draft / source.name.replace("my_op", name)).write_text(text, encoding="utf-8")
             draft.rename(folder)
     return folder

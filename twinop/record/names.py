@@ -52,10 +52,11 @@ def check_project_name(name: str) -> None:
     check_op_name(name)
     check_domain(name)
     others = ["__init__", "main", "conftest", "setup", "pytest", "twinop", "onnx", "numpy", "triton", "test"]
-    if name in sys.stdlib_module_names or name in others:
+    is_module = name in sys.stdlib_module_names or name in others
+    if is_module or name in ("library_path", "tl"):
+        why = f"would hide the module {name}" if is_module else "has something else of this name"
         raise TwinopError(
-            f"project name {name}: its Python file would hide the module {name}. Choose another name, such "
-            f"as my_{name}"
+            f"project name {name}: its Python file {why}. Choose another name, such as my_{name}"
         )
 
 
