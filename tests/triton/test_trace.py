@@ -13,6 +13,7 @@ import triton
 from launchers import chosen, direct, evaluated, pointers, record, sized
 
 from twinop.aot_kernels.plan import Fill, Pointer, Refuse
+from twinop.errors import BuildError
 from twinop.triton.trace import TracedOp, trace
 
 SIZES = [1, 2, 3, 15, 16, 17, 63, 64, 65, 127, 255, 256, 257, 1000, 1023, 1024, 1025, 2048, 2049, 4096, 4097]
@@ -87,6 +88,20 @@ def test_shapes_and_dtypes_of_outputs_follow_from_the_traces() -> None:
     assert traced("matmul").record.texts["shapes"] == "y = [a[0], b[1]]"
     assert traced("column_sum").record.texts["shapes"] == "y = x[1:]"
     assert traced("attention").record.texts["shapes"] == ""
+
+
+def test_shapes_that_depend_on_a_text_and_a_bool() -> None:
+    def launcher(x, *, mode, twice):
+        return x.new_empty(x.shape[0] if mode == "all" else 1, 1 + twice)
+
+    attributes = {"mode": ("str", '"all"'), "twice": ("bool", "False")}
+    texts = {"choices": "mode = all | one", "shapes": 'y = [x[0] if mode == "all" else 1, 1 + twice]'}
+    op = trace(record("f", "x", attributes=attributes, **texts), launcher)
+    assert op.record.texts["shapes"] == texts["shapes"]
+    with pytest.raises(BuildError, match=r"output y of f has another shape than '\[x\[0\], 1 \+ twice\]'"):
+        trace(
+            record("f", "x", attributes=attributes, **texts | {"shapes": "y = [x[0], 1 + twice]"}), launcher
+        )
 
 
 def test_temporary_tensors_are_sized_and_filled() -> None:

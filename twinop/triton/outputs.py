@@ -16,8 +16,8 @@ from .symbols import Call
 _SIGNS = {"+": "+", "-": "-", "*": "*", "FloorDivide": "//"}
 _UNSUPPORTED = ("str", "complex64", "complex128", "float8_e4m3fnuz", "float8_e5m2fnuz")
 
-Traced = Mapping[tuple[int | None, ...], Sequence[tuple[Output, ...]]]
-"""The outputs of every path by the ranks of the inputs."""
+Traced = Mapping[tuple[tuple[int | None, ...], tuple[Any, ...]], Sequence[tuple[Output, ...]]]
+"""The outputs of every path by the ranks of the inputs, and the attributes: None for ints and floats."""
 
 
 def with_dtypes(record: OpSpec, combination: int, traced: Sequence[tuple[Output, ...]], place: str) -> OpSpec:
@@ -81,7 +81,7 @@ def _candidates(record: OpSpec, traced: Traced, output: int) -> Iterator[str]:
             yield f"{name}[-{count}:]"
             yield f"{name}[:{count}]"
     # With the sizes of one trace, the first ones counted from the start or from the end.
-    for ranks, paths in traced.items():
+    for (ranks, _), paths in traced.items():
         shape = paths[0][output].shape
         for from_end in (False, True):
             sizes = [_text(record, size, ranks, from_end) for size in shape]
@@ -121,7 +121,7 @@ def _fits(record: OpSpec, text: str, traced: Traced, output: int) -> bool:
     """Whether a text gives the shapes of all traces, for several sizes."""
     random = Random(0)
     expression = parse_shape(text, {*record.parameters, *record.sizes})
-    for ranks, paths in traced.items():
+    for (ranks, given), paths in traced.items():
         # Products of all sizes stay below the number of elements that a tensor may have.
         dimensions = max(sum(rank or 0 for rank in ranks), *(len(path[output].shape) for path in paths), 1)
         largest = min(9000, max(40, int(2 ** (58 / dimensions))))
@@ -129,7 +129,7 @@ def _fits(record: OpSpec, text: str, traced: Traced, output: int) -> bool:
             sizes = tuple(
                 None if r is None else tuple(random.sample(range(largest // 9, largest), r)) for r in ranks
             )
-            attributes = tuple(random.randrange(2, 9) for _ in record.attributes)
+            attributes = tuple(random.randrange(2, 9) if each is None else each for each in given)
             shapes: dict[str, Any] = dict(zip((entry.name for entry in record.inputs), sizes, strict=True))
             named = dict(zip((entry.name for entry in record.attributes), attributes, strict=True))
             for name, required in record.input_shapes.items():

@@ -68,7 +68,7 @@ def trace(
         torch.cuda.init()  # the first fake tensor does it otherwise, and finds a symbolic compute capability
     plans: list[Plan[TracedLaunch]] = []
     notes: dict[str, None] = {}  # without repetitions
-    outputs: dict[Ranks, list[_Outputs]] = {}
+    outputs: dict[tuple[Ranks, tuple[Any, ...]], list[_Outputs]] = {}
     for combination in range(len(record.combinations)):
         dtypes: list[_Outputs] = []
         refusal: Any = None
@@ -81,7 +81,8 @@ def trace(
             paths += tracer.refusals(paths, notes)
             plans += (tracer.plan(path) for path in paths)
             dtypes += accepted
-            outputs.setdefault(ranks, []).extend(accepted)
+            given = (each if isinstance(each, bool | str) else None for each in paths[0].call.attributes)
+            outputs.setdefault((ranks, tuple(given)), []).extend(accepted)
         if not dtypes:
             raise BuildError(
                 f"{place_of(launcher)}: {record.name} refuses all calls; the first says: {refusal.message}"
