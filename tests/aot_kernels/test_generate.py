@@ -6,10 +6,10 @@ from pathlib import Path
 
 import onnxruntime
 import pytest
-from aot_ops import GENERAL, KERNEL, ONE, InProcess, LibraryOf, contents_of, cubins, op_of, record, several
-from device_calls import At, Request, run, table
+from aot_ops import GENERAL, KERNEL, ONE, InProcess, LibraryOf, contents_of, cubins, op_of, record
+from device_calls import At, Request, run
 
-from twinop.aot_kernels.expression import attribute, constant, size, text_is
+from twinop.aot_kernels.expression import attribute, size, text_is
 from twinop.aot_kernels.generate import generate
 from twinop.aot_kernels.plan import POINTER, Body, DeviceOp, Launch, Plan, Pointer, Refuse, Scalar, Variant
 from twinop.errors import BuildError
@@ -54,16 +54,6 @@ def test_equal_files_are_embedded_once_and_old_ones_are_removed(tmp_path: Path) 
     assert [each.read_bytes() for each in tmp_path.glob("*.files/*")] == [image]
     generate(contents_of(op_of(LAUNCH), replace(KERNEL, images=cubins({"90": b"a", "80": b"b"}))), file)
     assert file.read_text() != first  # a source that embeds other files is another text
-
-
-def test_two_ops(library_of: LibraryOf, in_process: InProcess) -> None:
-    launches = (Launch((constant(i + 1), ONE, ONE), (), (GENERAL,)) for i in (0, 1))
-    library = library_of(several(map(op_of, launches)))
-    assert list(read_library(library).records) == ["k0", "k1"]
-    schemas = in_process(table, library)["schemas"]
-    for i in (0, 1):
-        (outcome,) = in_process(run, library, [X], op=schemas.index(f"k{i}(Tensor x0) -> Tensor"))
-        assert outcome.launches[0]["grid"] == [i + 1, 1, 1]
 
 
 def test_names_and_texts_of_all_kinds(library_of: LibraryOf, in_process: InProcess) -> None:

@@ -9,7 +9,6 @@ what it calls.
 import json
 import math
 import re
-import textwrap
 from collections.abc import Iterable, Sequence
 from hashlib import sha256
 from pathlib import Path
@@ -28,10 +27,8 @@ TEXTS = (
 )  # fmt: skip
 """The texts of a record, which C++ sets by functions of these names."""
 
-_INFIX = {"||": 0, "&&": 1, "==": 2, "!=": 2, "<": 3, "<=": 3, ">": 3, ">=": 3, "+": 4, "*": 5}
-"""The operators of C++, and how strongly they bind."""
-
-_STRONGEST = 9
+_OPERATORS = ("||", "&&", "==", "!=", "<", "<=", ">", ">=", "+", "*")
+"""Those of C++ with two operands."""
 
 
 def generate(contents: Contents, file: Path) -> None:
@@ -98,7 +95,7 @@ class _Source:
             "namespace {",
             "",
             *self._tables,
-            *_wrapped(f"enum Index {{ {', '.join(self._names)} }};"),
+            f"enum Index {{ {', '.join(self._names)} }};",
             "constexpr Kernel kKernels[] = {",
             *kernels,
             "};",
@@ -156,7 +153,7 @@ class _Source:
                 for variant in launch.variants
             )
             of_dtype = f"{_dtypes(record, combination, 1)[1:-1]}, {{{', '.join(used)}}}"
-            yield from _wrapped(f"      {{{of_dtype}}},")
+            yield f"      {{{of_dtype}}},"
         yield from ["  });", "}", ""]
         if op.bodies:
             yield from [
@@ -207,7 +204,7 @@ class _Source:
                 lines.append(f"run.Fill({filled});")
             else:
                 lines.append(f"run.Refuse({_literal(step.message)});")
-        guards = " && ".join(code.number(guard, _INFIX["&&"]) for guard in plan.guards)
+        guards = " && ".join(code.number(guard, len(plan.guards) > 1) for guard in plan.guards)
         lines.append("return;")
         yield from [f"if ({guards}) {{", *(f"  {line}" for line in lines), "}"] if guards else lines
 
@@ -267,18 +264,17 @@ class _Code:
         """The declarations of the sizes and attributes that were used."""
         return list(self._variables.values())
 
-    def number(self, expression: Expression, binding: int = 0) -> str:
-        """Returns an expression, in parentheses if its operator binds less than one around it."""
+    def number(self, expression: Expression, inside: bool = False) -> str:
+        """Returns an expression; if it has an operator and is inside of another one, in parentheses."""
         name, operands = expression.operation, expression.operands
         if name == "constant":
             return _constant(operands[0])
-        if name in _INFIX:
-            left, right = self.number(operands[0], _INFIX[name]), self.number(operands[1], _INFIX[name] + 1)
+        if name in _OPERATORS:
+            left, right = (self.number(each, inside=True) for each in operands)
             left = f"Int({left})" if re.fullmatch(r"-?\d+", left) else left  # not C++'s operation on ints
-            text = f"{left} {name} {right}"
-            return f"({text})" if _INFIX[name] < binding else text
+            return f"({left} {name} {right})" if inside else f"{left} {name} {right}"
         if name == "!":
-            return f"!{self.number(operands[0], _STRONGEST)}"
+            return f"!{self.number(operands[0], inside=True)}"
         if name in FUNCTIONS:
             return f"{name}({', '.join(map(self.number, operands))})"
         if name == "text_is":
@@ -307,7 +303,7 @@ class _Code:
         base = f"run.{argument.base.title()}({argument.index})"
         if argument.base == "temporary":
             base = f"temporary{argument.index}"
-        return base if argument.offset == ZERO else f"{base} + {self.number(argument.offset, 5)}"
+        return base if argument.offset == ZERO else f"{base} + {self.number(argument.offset, inside=True)}"
 
 
 def _grouped(entries: Iterable[Any], key: Any) -> list[tuple[Any, list[Any]]]:
@@ -316,11 +312,6 @@ def _grouped(entries: Iterable[Any], key: Any) -> list[tuple[Any, list[Any]]]:
     for entry in entries:
         groups.setdefault(key(entry), []).append(entry)
     return list(groups.items())
-
-
-def _wrapped(text: str) -> list[str]:
-    indent = text[: len(text) - len(text.lstrip())] + "    "
-    return textwrap.wrap(text, 100, subsequent_indent=indent, break_long_words=False)
 
 
 def _launches(plan: Plan) -> list[Launch]:
