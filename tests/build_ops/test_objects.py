@@ -281,18 +281,15 @@ def test_bad_input(plain: bytes, tmp_path: Path, options: list[str], message: st
     assert not list(tmp_path.rglob("lib*.so"))
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
+def test_half_of_what_is_needed(tmp_path: Path) -> None:
+    (tmp_path / "plain.o").write_bytes(b"")
+    for arguments, message in (
         (["plain.o"], "plain.o: registers no op. Expected a header"),
         (["plain.o", "--symbol", "plain"], "--symbol, --device and --record need --schema, which is"),
         (["gone.o", "--schema", "op(Tensor x) -> Tensor"], "--schema: needs an object file, such as"),
-    ],
-)
-def test_half_of_what_is_needed(tmp_path: Path, arguments: list[str], message: str) -> None:
-    (tmp_path / "plain.o").write_bytes(b"")
-    result = said(tmp_path, *arguments)
-    assert result.exit_code == 1 and message in result.stderr
+    ):
+        result = said(tmp_path, *arguments)
+        assert result.exit_code == 1 and message in result.stderr
 
 
 WANTS = PLAIN.replace("return -1", "return TVMFFIFunctionCall(result) + TVMBackendGetFuncFromEnv(result)")

@@ -122,15 +122,6 @@ def test_names_that_can_be() -> None:
     for name in ("mish", "my.ops", "_x1", "ai.onnxy", "atens"):
         names.check_domain(name)
     names.check_op_name("mish_backward")
-    with pytest.raises(
-        TwinopError, match="op name if: a keyword of Python. Choose another name, such as my_if"
-    ):
-        names.check_op_name("if")
-    for name in ("my-op", ""):
-        with pytest.raises(TwinopError, match=f"op name '{name}': expected letters, digits and _, such as"):
-            names.check_op_name(name)
-    with pytest.raises(TwinopError, match="op name torch: reserved, because formulas use torch"):
-        names.check_op_name("torch")
 
 
 def test_an_op_has_one_body(monkeypatch: pytest.MonkeyPatch) -> None:

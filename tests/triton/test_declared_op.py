@@ -111,6 +111,7 @@ def test_a_launch_gets_contiguous_tensors_and_the_defaults_of_the_schema() -> No
 
     assert noted.launch([torch.ones(2, 3).t(), None], {}) == ((2, 1), None, 2.0)
     assert noted.launch([torch.ones(1), None], {"factor": 0.5}) == ((1,), None, 0.5)
+    assert noted.record.outputs == ("out",)  # y is an input
 
 
 def test_derivatives(mish: KernelOp) -> None:
@@ -269,57 +270,24 @@ def test_texts_that_do_not_parse(texts: dict[str, str], line: str, place: str, s
     assert shown[caret.index("^") :].startswith(place)
 
 
-def test_schemas_are_read_as_in_cpp() -> None:
-    """The records of the library, which C++ parsed."""
-    from twinop import torch_op
-
-    for record in torch_op.records().values():
-        found = record_of(record.schema, record.domain)
-        for name in ("name", "onnx_name", "inputs", "attributes", "outputs", "schema"):
-            assert getattr(found, name) == getattr(record, name), record.schema
-    assert record_of("add(Tensor x, Tensor y) -> Tensor", "d").outputs == ("out",)
-
-
-def test_what_a_call_gets_wrong(mish: KernelOp) -> None:
-    @twinop.triton_op("narrow(Tensor x) -> Tensor", body=lambda x: x[:1], domain="unbuilt_wrong")
-    def narrow(x: torch.Tensor) -> torch.Tensor:
-        return torch.empty_like(x)
-
+def test_what_a_call_gets_wrong() -> None:
+    narrow = declare("narrow(Tensor x) -> Tensor", body=lambda x: x[:1])(lambda x: torch.empty_like(x))
     with pytest.raises(RecordError, match=r"the body of narrow gives y the shape \[1\], the op \[3\]"):
         narrow(torch.ones(3))
-
-    @twinop.triton_op(
-        "two(Tensor a, Tensor b) -> Tensor", body=torch.add, backward=lambda grad: grad, domain="unbuilt_two"
-    )
-    def two(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-        return torch.empty_like(a)
-
+    two = declare("two(Tensor a, Tensor b) -> Tensor", body=torch.add, backward=lambda grad: grad)
     with pytest.raises(RecordError, match="its backward returned 1 gradients; expected one for each of a, b"):
-        two(torch.ones(2, requires_grad=True), torch.ones(2)).sum().backward()
-
-    @twinop.triton_op(
-        "given(Tensor a, Tensor b) -> Tensor",
-        body=torch.add,
-        samples=lambda dtype, size: [(1, 2, 3)],
-        domain="g",
-    )
-    def given(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-        return a
-
+        two(lambda a, b: torch.empty_like(a))(torch.ones(2).requires_grad_(), torch.ones(2)).sum().backward()
+    given = declare("given(Tensor a, Tensor b) -> Tensor", samples=lambda dtype, size: [(1, 2, 3)])
     with pytest.raises(
         TwinopError, match=r"samples\(float32, 4\) of given gave 3 values; expected tensors in"
     ):
-        given.calls("float32", 4)
+        given(_named("a, b")).calls("float32", 4)
 
 
 def test_triton_is_absent(monkeypatch: pytest.MonkeyPatch) -> None:
-    @twinop.triton_op("act(Tensor x) -> Tensor", body=torch.relu, domain="absent")
-    def act(x: torch.Tensor) -> torch.Tensor:
-        return x
-
     monkeypatch.setitem(sys.modules, "triton", None)
     with pytest.raises(TwinopError, match=r"Triton cannot be imported: .* pip install 'twinop\[triton\]'"):
-        act(torch.ones(2))
+        declare(domain="absent")(_named("x"))(torch.ones(2))
 
 
 @pytest.mark.parametrize(("module", "install"), [("triton", r"'twinop\[triton\]'"), ("helion", "helion$")])
