@@ -65,13 +65,13 @@ def choose_libraries(
                 f"{library.path}: does not export RegisterCustomOps, so ONNX Runtime cannot load it. "
                 "Expected a library such as build/libcustom_relu.so"
             )
-        if other := libraries.get(library.domain):
+        other = libraries.setdefault(library.domain, library)
+        if not library.path.samefile(other.path):  # the same one may be named again, also by a link
             raise LibraryError(
                 f"{other.path} and {library.path} both have ops of the domain {library.domain}, and ONNX "
                 "Runtime takes one library per domain and session. Name one of them, or link the ops of "
                 "both into one library"
             )
-        libraries[library.domain] = library
     if own is None:
         own = [model.path.parent] if model.path is not None else []
     for domain in dict.fromkeys(node.proto.domain for node in model.nodes):

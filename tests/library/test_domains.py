@@ -1,5 +1,6 @@
 """Libraries of several domains: in one session, in one torch process, in one exported model."""
 
+import os
 import shutil
 from pathlib import Path
 
@@ -57,6 +58,14 @@ def test_libraries_of_several_domains(tmp_path: Path) -> None:
 def test_two_libraries_of_one_domain(libraries: dict[str, Path]) -> None:
     with pytest.raises(LibraryError, match=r"both have ops of the domain custom_domain.*one library per"):
         deploy.session(three_domains(), CPU, [libraries["custom_relu"], libraries["custom_ops"]])
+
+
+def test_a_library_that_is_named_again(tmp_path: Path, libraries: dict[str, Path]) -> None:
+    (link := tmp_path / "liblink.so").symlink_to(libraries["custom_relu"])
+    named = [libraries["custom_relu"], Path(os.path.relpath(libraries["custom_relu"])), link]
+    others = [c_library("plain_c"), find_library("test_abi")]
+    opened = deploy.session(three_domains(), CPU, [*named, *others])
+    assert [each.domain for each in opened.libraries] == ["custom_domain", "test_c", "test.abi"]
 
 
 OWN_TABLES = """
