@@ -137,7 +137,7 @@ def open_session(
 
     if choice.providers == [_CPU]:
         require_memory(model, libraries)
-        if not given and _is_half(model.proto.graph):  # else ONNX Runtime 1.24 to 1.31 may end the process
+        if not given and _may_crash(model.proto):
             options.add_session_config_entry(_WITHOUT, "MatmulTransposeFusion")
     with on_callers_device:  # ONNX Runtime makes its own the current one
         inner = _create(ort, model, options, requested, given)
@@ -296,10 +296,26 @@ def _create(ort: Any, model: Model, options: Any, providers: list[Provider], giv
         raise RunError(f"{model.name}: ONNX Runtime refuses it: {said}", type(error).__name__) from error
 
 
-def _is_half(graph: onnx.GraphProto) -> bool:
-    """Returns whether a graph has weights or inputs in 16 bits."""
-    inputs = [value.type.tensor_type.elem_type for value in graph.input]
-    return not {*inputs, *(tensor.data_type for tensor in graph.initializer)}.isdisjoint(_HALF)
+def _may_crash(proto: onnx.ModelProto) -> bool:
+    """Returns whether ONNX Runtime 1.24 to 1.31 may end the process while it fuses Transpose and MatMul: a
+    Cast is between them, or the file has 16 bits, where it inserts some (microsoft/onnxruntime #28392)."""
+    nodes = [each.proto for each in custom_nodes(proto, lambda node: True)]
+    dtypes = {each.i for node in nodes if node.op_type == "Cast" for each in node.attribute}
+    dtypes |= {value.type.tensor_type.elem_type for value in proto.graph.input}
+    dtypes |= {tensor.data_type for tensor in proto.graph.initializer}
+    moved = {name for node in nodes if node.op_type == "Transpose" for name in node.output}
+    cast, formal = set[str](), {(each.domain, each.name): each.input for each in proto.functions}
+    for node in nodes:  # those of functions come last
+        for names in (moved, cast):
+            pairs = zip(formal.get((node.domain, node.op_type), ()), node.input, strict=False)
+            names.update(name for name, given in pairs if given in names)
+        if node.op_type in ("Cast", "CastLike", "Identity") and not {*node.input[:1]}.isdisjoint(
+            moved | cast
+        ):
+            cast.update(node.output)
+        elif node.op_type in ("FusedMatMul", "MatMul") and not cast.isdisjoint(node.input):
+            return True
+    return not dtypes.isdisjoint(_HALF)
 
 
 def plain_options(options: Any = None) -> Any:
