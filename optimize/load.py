@@ -33,7 +33,7 @@ def load(path: Path, held: Held = MappingProxyType({})) -> ir.Model:
     read_proto(path)
     try:
         with quiet():  # onnx_ir warns of what `_check_values` refuses
-            model = ir.from_proto(wire.read(path))
+            model = ir.from_proto(proto := wire.read(path))
         for graph in [model.graph, *(function.graph for function in model.functions.values())]:
             graph.sort()  # ONNX Runtime takes nodes in any order, and its converter to float16 writes them so
     except Exception as error:
@@ -47,6 +47,7 @@ def load(path: Path, held: Held = MappingProxyType({})) -> ir.Model:
             f"{path}: onnx_ir cannot read it: {reason}. Check it with onnx.checker.check_model, or export "
             "the model again"
         ) from error
+    _check_initializers(path, proto)
     for node in model.graph.all_nodes():
         node.device_configurations = ()  # ONNX Runtime does not read them
     name_standard_domain(model)
@@ -94,6 +95,21 @@ def _unread_part(path: Path) -> str:
         if value.type.sequence_type.elem_type.HasField("map_type"):
             return f"{what} {value.name} is a sequence of maps, which twinop does not read. {WITHOUT_MAPS}"
     return ""
+
+
+def _check_initializers(path: Path, proto: onnx.ModelProto) -> None:
+    """Raises ExportError for two initializers of one name and other numbers: ONNX Runtime takes either."""
+    known, names = dict[str, object](), Counter(each.name for each in proto.graph.initializer)
+    for each in (each for each in proto.graph.initializer if names[each.name] > 1):
+        tensor = ir.from_proto(each)
+        if isinstance(tensor, ir.ExternalTensor):
+            tensor.base_dir = path.parent
+        content = tensor.dtype, tensor.shape, tensor.tobytes()
+        if known.setdefault(each.name, content) != content:
+            raise ExportError(
+                f"{path}: has two initializers {each.name} of other numbers, and ONNX Runtime takes either. "
+                "Remove one, or export the model again"
+            )
 
 
 def _place_weights(path: Path, model: ir.Model, held: Held = MappingProxyType({})) -> None:
