@@ -74,8 +74,8 @@ def classify(context: g.RewriteContext, sizes: inputs.Sizes, padding: str | None
             mask.kinds.discard((False, "any"))
         kinds = [each for each in _KINDS if each in mask.kinds and each[1] in ("nothing", padding, "any")]
         kind = kinds[0] if kinds else (False, "")
-        lowest = min(mask.lowest, default=_HIDDEN)
-        mask.value.meta[KNOWN] = KnownMask(*kind, _FINITE in mask.kinds, name, lowest)
+        number = max(mask.lowest, default=-math.inf)
+        mask.value.meta[KNOWN] = KnownMask(*kind, _FINITE in mask.kinds, name, number)
         if not mask.kinds.isdisjoint(_PADDING):
             given[0].meta[inputs.PADDING] = True
 

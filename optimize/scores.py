@@ -1,6 +1,7 @@
 """Walks from the softmax of an attention back to the matmul of q and k."""
 
 from dataclasses import dataclass, field
+from math import inf
 
 import numpy as np
 import onnx_ir as ir
@@ -32,7 +33,7 @@ class KnownMask:
     hides: str = ""
     is_finite: bool = False  # it hides with finite numbers, so that no row of a softmax is NaN
     shown: str = ""  # the name of a graph input [B, T]
-    number: float = 0.0  # it hides with this number, if it hides "any"
+    number: float = -inf  # the largest one that it hides with
 
 
 def known_of(mask: ir.Value) -> KnownMask:

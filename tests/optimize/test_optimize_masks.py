@@ -113,6 +113,14 @@ def test_a_mask_keeps_its_lowest_number(tmp_path: Path) -> None:
     check_same(tmp_path, feeds(5, 5) | {"attention_mask": np.array([[0, 0, 1, 1, 1], [0] * 5])})
 
 
+def test_a_mask_that_large_scores_exceed_is_added(tmp_path: Path) -> None:
+    report, model = optimized(attention(CAUSAL, lowest=np.float32(-1e4)), tmp_path)
+    [node] = nodes(model, "MultiHeadAttention")
+    assert "unidirectional" not in node.attributes and node.inputs[5] is not None
+    assert "masks that add -10000 do not hide large scores, and stay" in report.notes
+    check_same(tmp_path, {name: 300 * each for name, each in feeds(9, 9).items()})
+
+
 def test_a_causal_mask_is_unidirectional(tmp_path: Path) -> None:
     _, model = optimized(attention(CAUSAL), tmp_path)
     [node] = nodes(model, "MultiHeadAttention")
