@@ -59,25 +59,33 @@ def prepare(model: ir.Model, records: Mapping[str, OpSpec]) -> None:
         clean(model)
 
 
-def inline_functions(model: ir.Model, records: Mapping[str, OpSpec], user_ops: UserOps) -> None:
+def inline_functions(model: ir.Model, records: Mapping[str, OpSpec], user_ops: UserOps) -> list[str]:
     """Removes the bodies of twinop's and the user's own ops, which are attached again, and of those that ONNX
-    Runtime has itself, which it ignores; inlines all others, which `user_ops` counts. ExportError: they call
-    each other in a circle, or have other opsets than the model."""
+    Runtime has itself, which it ignores; inlines all others, which `user_ops` counts. Returns a note on each
+    that has another opset than the model. ExportError: they call each other in a circle."""
     ours = {record.node_type for record in records.values()}
     bodies = {key: model.functions.pop(key) for key in [*model.functions] if key[:2] in ours}
     for key in [each for each in model.functions if _is_registered(model, *each[:2])]:
         del model.functions[key]
     RemoveUnusedFunctionsPass()(model)
+    notes = list[str]()
+    for function in model.functions.values():
+        for domain, version in function.opset_imports.items():
+            wanted = model.graph.opset_imports.setdefault(domain, version)
+            if wanted != version:
+                function.opset_imports[domain] = wanted
+                name = f"{function.domain}::{function.name}"
+                notes.append(f"{name}: read as opset {wanted}, not {version}, as in ONNX Runtime")
     try:
         done = InlinePass(lambda function: function.domain not in user_ops.domains)(model)
     except Exception as error:
         reason = error.__cause__ or error
         raise ExportError(
-            f"the model's functions cannot be inlined: {reason}. Inline them first, with "
-            "onnx.inliner.inline_local_functions(model, convert_version=True)"
+            f"the model's functions cannot be inlined: {reason}. Export the model again"
         ) from error
     user_ops.count_inlined(done.id_count)  # type: ignore[attr-defined]
     user_ops.detach(model, records, bodies)
+    return notes
 
 
 def _is_registered(model: ir.Model, domain: str, name: str) -> bool:

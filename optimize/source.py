@@ -193,7 +193,7 @@ def read_source(path: Path, target: Path, options: Options) -> Source:
     report.bytes_before = sum(each.stat().st_size for each in {path, *data})
     if constants := make_constant(model):
         report.notes.append(f"IR version 3: its {constants} initializers are constants, as in ONNX Runtime")
-    inline_functions(model, records, user_ops)
+    report.notes += inline_functions(model, records, user_ops)
     separate_names(model)
     branches.move_out(model)
     model.graph.meta[cached_attention.SHARED_CACHES] = options.shared_caches

@@ -317,6 +317,17 @@ def test_function_named_as_an_op(domain: str, name: str, kept: str, opset: int, 
     assert all(key[0] == "custom_domain" for key in model.functions)
 
 
+def test_a_function_of_another_opset(tmp_path: Path) -> None:
+    """ONNX Runtime reads it as one of the model's: until opset 12 this is a softmax over two axes."""
+    body = '<domain: "l", opset_import: ["": 12]> F (a) => (b) { b = Softmax (a) }'
+    text = f"(float[N, 3, 8] x) => (float[N, 3, 4] y) {{ a = l.F (x) y = MatMul (a, w) }} {body}"
+    proto = parsed(text, w=weights(8, 4))
+    proto.opset_import.append(onnx.helper.make_opsetid("l", 1))
+    report, _ = optimized(proto, tmp_path)
+    assert report.notes == ["l::F: read as opset 20, not 12, as in ONNX Runtime"] and report.fused
+    assert_same(tmp_path, 1e-6, 1e-5, x=weights(2, 3, 8))
+
+
 SHARED_NAMES = {
     "If": """t = If (c) <
         then_branch = a () => (float[K] o) { r = Relu (h) s = Shape (r) f = Reshape (r, minus) o = Neg (f) },
