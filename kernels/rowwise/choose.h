@@ -70,6 +70,14 @@ constexpr bool QuantisesInOneKernel(std::int64_t columns) {
          columns / kWidth <= kQuantisedTo;
 }
 
+// Whether a grid that fills the device once takes all rows, each thread loading its next row while
+// it computes. Norms that quantise compute for so long that memory would wait; with two column
+// inputs the rows of a block leave no registers for that.
+constexpr bool IsPersistent(const OpTraits& op, int lanes, int each) {
+  return op.sums || (op.quantises && !op.fuses && each <= 4 && op.columns > 0 &&
+                     (op.columns == 1 || lanes > 0));
+}
+
 constexpr RowAccess AccessOf(const OpTraits& op, const RowShape& shape) {
   if (op.Interleaves(shape.columns)) return RowAccess::kInterleaved;
   return shape.is_aligned ? RowAccess::kVectors : RowAccess::kMisaligned;
@@ -90,17 +98,19 @@ constexpr int FewestRegisters(const OpTraits& op, const ResidentChoice& line) {
   if (line.tuning == Tuning::kLatency) return 128;
   const int more = op.extends ? 16 : 0;
   if (op.sums) return 128 + more;
+  if (IsPersistent(op, line.lanes, line.each)) return 96;
   if (op.columns > 0 && op.column_bytes > op.bytes) return 80 + more;
   if (line.tuning == Tuning::kRaw16 && line.each * op.rows <= 4) return 40 + more;
   if (op.bytes == 2 && line.lanes == 32 && line.each > 1 && op.columns > 0) return 72 + more;
   return (op.rows == 1 && op.bytes == 4 && line.lanes == 0 && line.each <= 4 ? 48 : 64) + more;
 }
 
+inline constexpr int kBlockRegisters = 64 << 10;  // at most, as many as a multiprocessor has
+
 // The register limit of a thread: those of all threads of the line's largest block fit.
 constexpr int RegisterLimit(const OpTraits& op, const ResidentChoice& line) {
-  constexpr int kRegisters = 64 << 10;  // of a block, since sm_80
   const int threads = line.lanes > 0 ? kGroupThreads : BlockThreads(op, line, line.vectors);
-  return std::min(FewestRegisters(op, line), kRegisters / threads / 8 * 8);
+  return std::min(FewestRegisters(op, line), kBlockRegisters / threads / 8 * 8);
 }
 
 // ---------------------------------------------------------------------------------- slices

@@ -121,6 +121,11 @@ struct Launch {
     if constexpr (kOp.sums) {
       constexpr std::int64_t kRoom = kPartials * 8 / sizeof(T);  // in scratch memory
       blocks = std::min({blocks, std::int64_t{SumBlocks(threads)}, kRoom});
+    } else if constexpr (IsPersistent(kOp, Traits::kLanes, Traits::kVectors)) {
+      const Target* target = nullptr;
+      TWINOP_RETURN_IF_ERROR(TargetOf(call, &target));
+      const int each = kBlockRegisters / (Traits::kRegisters * threads);
+      blocks = std::min(blocks, std::int64_t{each} * target->multiprocessors);
     }
     const int lanes = Traits::kLanes > 0 ? Traits::kLanes : threads;
     const int bytes = Traits::kGroups * ResidentRows<Traits>::SharedBytesOf(lanes);

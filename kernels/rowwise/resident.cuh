@@ -53,7 +53,9 @@ class ResidentRows {
   static constexpr int kResident = kFuses ? 1 : kLoaded;
   static constexpr int kColumns = kColumnInputs<F>;
   static constexpr int kSums = F::kColumnReductions;
+  static constexpr bool kPersists = IsPersistent(kTraitsOf<F, S, W>, kLanes, kVectors);
   static_assert(kInputs <= kLoaded + 1);
+  static_assert(!kPersists || kPhases<F> > 0);  // whose barriers part the rows
   // Columns between a lane's elements. With kInterleaved a warp takes a part of the row, its lanes
   // take neighbouring elements, and one address serves all elements of a lane.
   static constexpr int kLaneStride = kAccess == RowAccess::kInterleaved ? 32 : 1;
@@ -61,7 +63,7 @@ class ResidentRows {
   static constexpr bool kDirect =                 // not through shared memory
       kAccess != RowAccess::kMisaligned || sizeof(S) > 2;
   static constexpr bool kOneByOne = kAccess != RowAccess::kVectors && kDirect;
-  static constexpr bool kKeepsColumns = kSums > 0 || kTuning == Tuning::kLatency;
+  static constexpr bool kKeepsColumns = kPersists || kTuning == Tuning::kLatency;
 
   using MovedRow = MovedVectors<S, kVectors>;
   using ColumnVectors = Vector<W, kWidth>[kColumns + 1];
@@ -109,11 +111,11 @@ class ResidentRows {
     Row(row, exists, raw, [] {});
   }
 
-  // Takes rows until there are no more, and sums the columns on the way. The next row is loaded
-  // while this one is reduced.
-  __device__ __forceinline__ void RunAndSum(Sum* partials) {
+  // Takes rows until there are no more, and sums the columns on the way, if any. The next row is
+  // loaded while this one is reduced.
+  __device__ __forceinline__ void RunAll(Sum* partials) {
     KeepColumns(0);
-    BeginRows();
+    if constexpr (kSums > 0) BeginRows();
     const std::int64_t count = arguments_.rows.count;
     const std::int64_t stride = static_cast<std::int64_t>(gridDim.x) * kGroups;
     std::int64_t first = static_cast<std::int64_t>(blockIdx.x) * kGroups;
@@ -124,12 +126,13 @@ class ResidentRows {
       RawRow raw;
 #pragma unroll
       for (int j = 0; j < kResident; ++j) raw[j] = next[j];
+      if constexpr (kSums == 0) Forget(resident_columns_);
       Row(row, kLanes == 0 || row < count, raw, [&] {
         if (row + stride < count) LoadRow(row + stride, next);
       });
-      NextRow();
+      if constexpr (kSums > 0) NextRow();
     }
-    WriteSums(partials);
+    if constexpr (kSums > 0) WriteSums(partials);
   }
 
  private:
@@ -204,7 +207,7 @@ class ResidentRows {
   }
 
   // Where rows follow rows. A warp's misaligned vectors would spill.
-  static constexpr bool kHidesAddresses = F::kColumnReductions > 0 && (kLanes == 0 || kDirect);
+  static constexpr bool kHidesAddresses = kPersists && (kLanes == 0 || kDirect);
   // Where rows follow rows in a block, its threads are no more than a row's vectors.
   static constexpr bool kHasFirst = F::kColumnReductions > 0 && kLanes == 0 && kDirect;
   __device__ __forceinline__ bool HasVector(int k) const {
@@ -410,6 +413,15 @@ class ResidentRows {
 #pragma unroll
           for (auto& word : vector.words) asm volatile("" : "+r"(word));
     }
+  }
+  // The same of the column inputs: unpacked once for all rows, they would take twice the registers.
+  __device__ __forceinline__ static void Forget(ColumnVectors (&columns)[kVectors]) {
+#pragma unroll
+    for (auto& vectors : columns)
+#pragma unroll
+      for (auto& vector : vectors)
+#pragma unroll
+        for (auto& word : vector.words) asm volatile("" : "+r"(word));
   }
 
   // Hides the origin of the values: the compiler would unpack them again for each phase.
@@ -732,8 +744,8 @@ __global__ void __maxnreg__(Traits::kRegisters)
   }
   PdlTriggerAndWait();
   ResidentRows<Traits> rows(functor, arguments, reads, memory);
-  if constexpr (Traits::F::kColumnReductions > 0) {
-    rows.RunAndSum(partials);
+  if constexpr (ResidentRows<Traits>::kPersists) {
+    rows.RunAll(partials);
   } else {
     rows.RunOnce();
   }
