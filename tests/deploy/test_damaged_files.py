@@ -1,45 +1,41 @@
-"""Damaged files end in one message: models and libraries, mutated at random, and those that were found so."""
+"""Damaged files end in one message: models mutated at random, and files that were found so."""
 
 import platform
 import random
+import resource
 import struct
 from pathlib import Path
 
 import onnx
 import pytest
 from elf import Elf
-from fuzzing import counts, mutated, survive
 from models import make_model, model, node, value
 from onnx import helper
 
 from twinop import torch_op
-from twinop.cli.console import show_library
 from twinop.deploy import ModelError, check_model, session
 from twinop.deploy.custom_nodes import load_model
-from twinop.errors import LibraryError
-from twinop.libraries.library import needed_libraries, read_library, relative_to_itself
+from twinop.errors import LibraryError, TwinopError
+from twinop.libraries.library import read_library
 
 CPU = ["CPUExecutionProvider"]
 
 
-def read_everything(path: Path) -> None:
-    library = read_library(path)
-    show_library(library)
-    for read in (needed_libraries, relative_to_itself):
-        read(path)
-    for record in library.records.values():
-        _ = record.combinations, record.by_name if hasattr(record, "by_name") else record.schema_hash
-
-
-def library_tables(data: bytes, path: Path, chance: random.Random) -> bytes:
-    """Mutates what is read of a library: headers, records, dynamic section; not the code between them."""
-    path.write_bytes(data)
-    (table,) = struct.unpack_from("<Q", data, 40)
-    begin = data.index(b'{"twinop"')
-    places = [(0, 64), (table, len(data)), (begin, begin + 3000)]
-    first, last = chance.choice(places)
-    part = mutated(data[first:last], chance)[: last - first].ljust(last - first, b"\0")
-    return data[:first] + part + data[last:]
+def mutated(data: bytes, chance: random.Random) -> bytes:
+    """Changes some bytes, and at times cuts or repeats a part."""
+    found = bytearray(data)
+    for _ in range(chance.choice((1, 1, 2, 8))):
+        place, count = chance.randrange(max(len(found), 1)), chance.choice((1, 1, 4, 64))
+        how = chance.randrange(4)
+        if how == 0:
+            found[place : place + count] = chance.randbytes(count)
+        elif how == 1:
+            found[place : place + count] = b"\xff" * count
+        elif how == 2:
+            del found[place : place + count]
+        else:
+            found[place:place] = found[place : place + count]
+    return bytes(found) or b"x"
 
 
 def with_weights() -> bytes:
@@ -58,33 +54,23 @@ def with_weights() -> bytes:
     return bytes(proto.SerializeToString())
 
 
-@counts
+@pytest.mark.parametrize("count", [150, pytest.param(10_000, marks=pytest.mark.slow)])
 @pytest.mark.timeout(900)
 def test_mutated_models(count: int, tmp_path: Path, libraries: dict[str, Path]) -> None:
+    """An error of ours or none, within 200 MB."""
     (tmp_path / "w.bin").write_bytes(bytes(8))
     data, path = with_weights(), tmp_path / "m.onnx"
-
-    def read(chance: random.Random) -> None:
-        path.write_bytes(mutated(data, chance))
-        load_model(path, confined=True)
-        check_model(path, libraries["test_ops"])
-
-    survive(count, read)
-
-
-@counts
-@pytest.mark.timeout(900)
-def test_mutated_libraries(
-    count: int, tmp_path: Path, libraries: dict[str, Path], capsys: pytest.CaptureFixture[str]
-) -> None:
-    data, path = libraries["custom_relu"].read_bytes(), tmp_path / "libm.so"
-
-    def read(chance: random.Random) -> None:
-        path.write_bytes(library_tables(data, path, chance))
-        read_everything(path)
-        capsys.readouterr()
-
-    survive(count, read)
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    for seed in range(count):
+        path.write_bytes(mutated(data, random.Random(seed)))
+        try:
+            load_model(path, confined=True)
+            check_model(path, libraries["test_ops"])
+        except TwinopError:
+            pass
+        except Exception as error:
+            raise AssertionError(f"seed {seed}: {type(error).__name__}: {error!s:.500}") from error
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 200 << 10
 
 
 def test_a_library_that_would_take_gigabytes(tmp_path: Path) -> None:
