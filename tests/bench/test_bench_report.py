@@ -21,9 +21,7 @@ COPY = {"torch copy_": 100.0, "torch copy_ again": 100.5}
 FAST = COPY | {IN_TORCH: 100.0, EAGER: 130.0}
 
 
-def line_of(
-    times: Mapping[str, float], op: str = "relu", shape: str = "2^28", **other: Any
-) -> dict[str, Any]:
+def line_of(times: Mapping[str, float], op: str = "relu", shape: str = "2^28", **more: Any) -> dict[str, Any]:
     line: dict[str, Any] = {
         "benchmark": "ops",
         "op": op,
@@ -39,7 +37,7 @@ def line_of(
         "commit": "abc",
     }
     measured = {name: {"median_us": us, "low_us": us, "runs": 9} for name, us in times.items()}
-    return line | other | {"times": measured}
+    return line | more | {"times": measured}
 
 
 FACTS = {"machine", "device", "cpu_cores", "date", "commit", "twinop", "torch", "onnxruntime", "python"}
@@ -51,9 +49,7 @@ def saved(path: Path, *lines: dict[str, Any]) -> Path:
 
 
 def command(*arguments: str, code: int = 0) -> str:
-    done = CliRunner().invoke(
-        program(main), [*map(str, arguments)], env={"COLUMNS": "200", "TWINOP_COMMIT": "abc"}
-    )
+    done = CliRunner().invoke(program(main), arguments, env={"COLUMNS": "200", "TWINOP_COMMIT": "abc"})
     assert done.exit_code == code, done.output
     return " ".join(done.output.split())
 
@@ -72,10 +68,8 @@ def test_a_file_grows_and_the_last_line_about_a_cell_counts(tmp_path: Path) -> N
             measured.add({"op": op, "times": {IN_TORCH: time_of([us])}, "missing": {EAGER: "no GPU"}})
         assert len(measured.lines) == 2
     lines = read(measured.path, "ops")
-    assert len(measured.path.read_text().splitlines()) == 4 and [line["op"] for line in lines] == [
-        "relu",
-        "gelu",
-    ]
+    assert len(measured.path.read_text().splitlines()) == 4
+    assert [line["op"] for line in lines] == ["relu", "gelu"]
     for line in lines:
         assert line["times"] == {IN_TORCH: {"median_us": 7.0, "low_us": 7.0, "runs": 1}}
         assert line["missing"] == {EAGER: "no GPU"} and line.keys() >= FACTS

@@ -55,9 +55,7 @@ class Affines(torch.nn.Module):
         op = torch_op.pad_affine
         y = op(x, None, self.bias, 1.7, pads=[2, 0], sign="minus")  # absent in the middle
         doubled, total = torch_op.double_and_sum(y)
-        last = torch_op.double_and_sum(op(x, self.weight))[
-            1
-        ]  # absent at the end, defaults; one output unused
+        _, last = torch_op.double_and_sum(op(x, self.weight))  # absent at the end, defaults; one unused
         return doubled, total, last, op(x, self.weight, self.bias, 0.3, "minus", [0, 3])
 
 
@@ -187,9 +185,7 @@ def test_external_data(tmp_path: Path) -> None:
 
 
 class Nested(torch.nn.Module):
-    def forward(
-        self, pair: tuple[torch.Tensor, torch.Tensor], times: int, *, extra: dict[str, torch.Tensor]
-    ) -> Any:
+    def forward(self, pair: Any, times: int, *, extra: dict[str, torch.Tensor]) -> Any:
         first, second = pair
         return {"sum": torch_op.relu(first + second) * times, "extra": torch_op.relu(extra["bias"])}
 
@@ -202,10 +198,7 @@ def test_nested_inputs_constants_and_dicts(exporter: str, tmp_path: Path) -> Non
     report = plain(
         Nested(), ((a, b), 3), path, kwargs={"extra": {"bias": c}}, exporter=exporter, dynamic=dynamic
     )
-    assert list(report.inputs) == ["pair_0", "pair_1", "extra_bias"] and list(report.outputs) == [
-        "sum",
-        "extra",
-    ]
+    assert [*report.inputs] == ["pair_0", "pair_1", "extra_bias"] and [*report.outputs] == ["sum", "extra"]
     a, b = torch.randn(6, 3), torch.randn(6, 3)
     found = run(path, None, pair_0=a, pair_1=b, extra_bias=c)
     assert same_bits(found[0], torch_op.relu(a + b) * 3) and same_bits(found[1], torch_op.relu(c))

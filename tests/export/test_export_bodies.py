@@ -2,6 +2,7 @@
 
 from contextlib import nullcontext
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import onnx
@@ -10,13 +11,18 @@ import onnxruntime
 import pytest
 import torch
 from export_models import model_of
+from onnx import helper
 from samples import RECORDS, values
 
 from twinop import torch_op
-from twinop.export import attach_bodies, export
+from twinop.errors import ExportError
+from twinop.export import DefaultInput, attach_bodies, body, export
 from twinop.model.attach import inlined_nodes
+from twinop.model.bodies import Body
+from twinop.model.calls import find_calls
 from twinop.model.schema import registered_schemas
 from twinop.record.op_spec import DOMAIN
+from twinop.record.schema_text import record_of
 from twinop.record.tolerance import same_bits
 from twinop.testing.one_node import body_session, one_node_model
 
@@ -40,10 +46,8 @@ def test_a_bare_model_gets_bodies_and_passes_the_checker(opset: int) -> None:
     with registered_schemas(RECORDS.values()):
         attached = onnx.shape_inference.infer_shapes(attached, strict_mode=True)
     onnx.checker.check_model(attached, full_check=True)
-    assert {f.name: f.opset_import[0].version for f in attached.functions} == {
-        "CustomPadAffine": opset,
-        "CustomDoubleAndSum": opset,
-    }
+    versions = {f.name: f.opset_import[0].version for f in attached.functions}
+    assert versions == dict.fromkeys(("CustomPadAffine", "CustomDoubleAndSum"), opset)
     assert {a.name for a in attached.graph.node[0].attribute} == {"pads", "scale", "sign"}  # defaults, too
     x, b = torch.randn(3, 4), torch.randn(4)
     h, d, t = body_session(attached).run({"x": x, "b": b}).values()
@@ -51,11 +55,8 @@ def test_a_bare_model_gets_bodies_and_passes_the_checker(opset: int) -> None:
     torch.testing.assert_close(h, wanted)
     torch.testing.assert_close(d, 2 * wanted)
     torch.testing.assert_close(t, wanted.sum(-1))
-    dims = {
-        v.name: [d.dim_param or d.dim_value for d in v.type.tensor_type.shape.dim]
-        for v in attached.graph.output
-    }
-    assert dims == {"h": ["N", 7], "d": ["N", 7], "t": ["N"]}
+    dims = [[d.dim_param or d.dim_value for d in v.type.tensor_type.shape.dim] for v in attached.graph.output]
+    assert dims == [["N", 7], ["N", 7], ["N"]]
 
 
 def test_norms_with_and_without_weights_in_one_model() -> None:
@@ -94,18 +95,13 @@ def test_both_approximations_in_one_model() -> None:
     torch.testing.assert_close(found, torch.nn.functional.gelu(x.double(), approximate="tanh"))
 
 
-@pytest.mark.parametrize("op", ["layer_norm", "rms_norm"])
-def test_the_norm_sees_the_rounded_sum(op: str) -> None:
-    """The body of add_<norm> has the bits of an addition followed by <norm>, as the kernel has."""
-    names = {
-        "layer_norm": ("CustomAddLayerNorm", "CustomLayerNorm"),
-        "rms_norm": ("CustomAddRmsNorm", "CustomRmsNorm"),
-    }
-    fused, norm = names[op]
+@pytest.mark.parametrize("norm", ["LayerNorm", "RmsNorm"])
+def test_the_norm_sees_the_rounded_sum(norm: str) -> None:
+    """The body has the bits of an addition followed by the norm, as the kernel has."""
     nodes = [
-        f"y, s = {DOMAIN}.{fused}(x, r, w)",
+        f"y, s = {DOMAIN}.CustomAdd{norm}(x, r, w)",
         f"t = {DOMAIN}.CustomAdd(x, r)",
-        f"z = {DOMAIN}.{norm}(t, w)",
+        f"z = {DOMAIN}.Custom{norm}(t, w)",
     ]
     attached = attach_bodies(model_of(nodes, "bfloat16[N, 64] x, bfloat16[N, 64] r, bfloat16[64] w"), RECORDS)
     inputs = {name: torch.randn(5, 64).bfloat16() for name in "xr"} | {"w": torch.randn(64).bfloat16()}
@@ -145,18 +141,12 @@ def test_mixed_presence_gets_default_inputs() -> None:
 
 
 def test_one_body_for_several_dtypes() -> None:
-    nodes = [
-        f"{name} = {DOMAIN}.CustomRelu({source})"
-        for name, source in (("p", "x"), ("q", "y"), ("r", "p"), ("s", "z"))
-    ]
+    nodes = [f"{name} = {DOMAIN}.CustomRelu({source})" for name, source in ("px", "qy", "rp", "sz")]
     attached = attach_bodies(model_of(nodes, "float16[N] x, bfloat16[N] y, double[N] z"), RECORDS)
-    inputs = {
-        "x": values((65,), torch.float16, 1),
-        "y": values((65,), torch.bfloat16, 2),
-        "z": values((65,), torch.float64, 3),
-    }
+    kinds = {"x": torch.float16, "y": torch.bfloat16, "z": torch.float64}
+    inputs = {name: values((65,), kind, seed) for seed, (name, kind) in enumerate(kinds.items(), 1)}
     results = body_session(attached).run(inputs).values()
-    for found, source in zip(results, ("x", "y", "x", "z"), strict=True):
+    for found, source in zip(results, "xyxz", strict=True):
         assert same_bits(found, torch.ops.custom_domain.relu(inputs[source]))
 
 
@@ -196,9 +186,7 @@ def test_models_share_no_function() -> None:
 def nested(count: int) -> onnx.ModelProto:
     """A model whose functions become 8 nodes a pair of calls: Relu, If with three nodes, a call with two."""
     names = [*(f"v{index}" for index in range(2 * count)), "y"]
-    calls = " ".join(
-        f"{after} = d.F({before}, c)" for before, after in zip(["x", *names], names, strict=False)
-    )
+    calls = " ".join(f"{b} = d.F({a}, c)" for a, b in zip(["x", *names], names, strict=False))
     return onnx.parser.parse_model(
         f"""<ir_version: 10, opset_import: ["" : 20, "d" : 1]>
             net (float[4] x, bool c) => (float[4] y) {{ {calls} }}
@@ -219,9 +207,7 @@ def test_nodes_of_functions_are_counted_as_onnx_runtime_does() -> None:
             onnxruntime.InferenceSession(proto.SerializeToString(), options)
 
 
-def test_an_export_says_that_onnx_runtime_refuses_so_many_nodes_of_bodies(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_too_many_nodes_of_bodies_are_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     class Twice(torch.nn.Module):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return torch_op.silu(torch_op.silu(x))
@@ -234,3 +220,125 @@ def test_an_export_says_that_onnx_runtime_refuses_so_many_nodes_of_bodies(
     monkeypatch.setattr("twinop.export.exporter.MOST_INLINED", count - 1)
     [note] = export(model, x, path, exporter="torchscript", verify=False, optimize=False).notes
     assert f"are {count:,} nodes" in note and "session.function_expansion_node_limit" in note
+
+
+# --------------------------------------------------------------------------------- what is refused
+
+
+def with_body(monkeypatch: pytest.MonkeyPatch, name: str, build: Any, **defaults: DefaultInput) -> None:
+    from twinop.model import bodies
+
+    monkeypatch.setitem(bodies.BODIES, name, Body(build, defaults))
+
+
+def attach(*nodes: str, inputs: str = "float[N, 3] x", records: Any = None, **more: Any) -> onnx.ModelProto:
+    return attach_bodies(model_of(list(nodes), inputs, **more), records or RECORDS)
+
+
+def test_a_value_needed_in_python_must_be_one_for_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    record = record_of("twice(Tensor x, int times=2) -> Tensor", DOMAIN)
+
+    def twice(op: Any, x: Any, *, times: Any) -> Any:
+        for _ in range(times.value):
+            x = op.Add(x, x)
+        return x
+
+    with_body(monkeypatch, "twice", twice)
+    node = f"p = {DOMAIN}.CustomTwice<times = 3>(x)"
+    attached = attach(node, f"q = {DOMAIN}.CustomTwice<times = 3>(p)", records={"twice": record})
+    assert body_session(attached).run({"x": torch.ones(1, 3)})["p"][0, 0] == 8
+    said = r"needs one value of times .* 3 in node p, 2 in node q.*bodies=False"
+    with pytest.raises(ExportError, match=said):
+        attach(node, f"q = {DOMAIN}.CustomTwice(x)", records={"twice": record})
+
+
+def test_an_attribute_used_as_a_python_value_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    record = record_of("twice(Tensor x, int times=2) -> Tensor", DOMAIN)
+    with_body(monkeypatch, "twice", lambda op, x, *, times: op.Mul(x, x) if times == 2 else x)
+    with pytest.raises(ExportError, match=r"times is used as a Python value.*Write times\.value"):
+        attach(f"p = {DOMAIN}.CustomTwice(x)", records={"twice": record})
+
+
+def test_mixed_presence_without_a_default(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Such nodes call overloads of the function, which IR 10 has; alike nodes need none."""
+    record = record_of("maybe(Tensor x, Tensor? w=None) -> Tensor", DOMAIN)
+    with_body(monkeypatch, "maybe", lambda op, x, w: op.Identity(x) if w is None else op.Mul(x, w))
+    nodes = [f"p = {DOMAIN}.CustomMaybe(x)", f"q = {DOMAIN}.CustomMaybe(x, p)"]
+    mixed = attach(*nodes, records={"maybe": record})
+    assert {function.overload for function in mixed.functions} == {"", "x,w"} and mixed.ir_version >= 10
+    assert body_session(mixed).run({"x": torch.full((1, 3), 3.0)})["q"][0, 0] == 9
+    for node in (nodes[0], nodes[1].replace("p)", "x)")):
+        assert [function.overload for function in attach(node, records={"maybe": record}).functions] == [""]
+
+
+def test_a_body_that_does_not_fit_its_record(monkeypatch: pytest.MonkeyPatch) -> None:
+    record = record_of("scale(Tensor x, float by=1.0) -> Tensor", DOMAIN)
+    call = f"p = {DOMAIN}.CustomScale(x)"
+    for build, message in (
+        (lambda op, x: x, r"does not fit the op scale.*expected def scale\(op, x, \*, by\)"),
+        (lambda op, x, *, factor: x, r"does not fit the op"),
+        (lambda op, y, *, by: y, r"does not fit the op"),
+        (lambda op, x, *, by: op.Frobnicate(x), r"opset 20 has no operator Frobnicate"),
+        (lambda op, x, *, by: op.Upsample(x, x), r"opset 20 has no operator Upsample"),  # deprecated
+        (lambda op, x, *, by: (x, x), r"expected 1 tensors: y"),
+        (lambda op, x, *, by: None, r"expected 1 tensors: y"),
+    ):
+        with_body(monkeypatch, "scale", build)
+        with pytest.raises(ExportError, match=message):
+            attach(call, records={"scale": record})
+    with_body(monkeypatch, "scale", lambda op, x, *, by: op.Mul(x, by), weight=DefaultInput(1))
+    with pytest.raises(ExportError, match=r"defaults names weight; the optional inputs .* are: none"):
+        attach(call, records={"scale": record})
+
+
+def test_an_op_has_one_body() -> None:
+    def relu(op: Any, x: Any) -> Any:
+        return x
+
+    with pytest.raises(ExportError, match=r"op relu has a body already, from twinop\.model\.bodies\.relu"):
+        body(relu)
+
+
+def test_an_op_without_body() -> None:
+    record = record_of("plain(Tensor x) -> Tensor", DOMAIN)
+    with pytest.raises(ExportError, match=r"op plain has no function body.*bodies\.py.*bodies=False"):
+        attach(f"p = {DOMAIN}.CustomPlain(x)", records={"plain": record})
+    model = model_of([f"p = {DOMAIN}.CustomPlain(x)"], "float[N] x")
+    assert not attach_bodies(model, {"plain": record}, allow_missing=True).functions
+
+
+@pytest.mark.parametrize(
+    ("node", "inputs", "message"),
+    [
+        ("CustomNothing(x)", "float[2] x", r"CustomNothing, which no loaded library has"),
+        ("CustomRelu(x)", "int64[2] x", r"no kernel for these dtypes: x is int64\. It takes: float32"),
+        ("CustomRelu(x)", "int8[2] x", r"no kernel for these dtypes: x is int8"),
+        ('CustomGelu<aproximate = "tanh">(x)', "float[2] x", r"unknown attribute aproximate; did you mean"),
+        ("CustomGelu<approximate = 1>(x)", "float[2] x", r"approximate is INT, expected STRING \(str\)"),
+        ("CustomRelu(x, x)", "float[2] x", r"2 inputs; it takes 1 \(x\)"),
+        ('CustomPadAffine("", x)', "float[2] x", r"input x is absent"),
+        ("CustomPadAffine(x, w)", "float[2] x, double[2] w", r"x is float32, weight is float64"),
+        ("CustomRelu(h) h = Foo.Bar(x)", "float[2] x", r"type of input x \(h\) is not known"),
+    ],
+)
+def test_nodes_that_do_not_fit_their_record(node: str, inputs: str, message: str) -> None:
+    with pytest.raises(ExportError, match=message):
+        attach(f"p = {DOMAIN}.{node}", inputs=inputs)
+
+
+def test_empty_list_and_missing_attribute() -> None:
+    record = record_of("listed(Tensor x, int[] n=[1]) -> Tensor", DOMAIN)
+    for given in ({}, {"n": helper.make_attribute("n", [], attr_type=onnx.AttributeProto.INTS)}):
+        model = model_of([f"p = {DOMAIN}.CustomListed(x)"], "float[2] x")
+        model.graph.node[0].attribute.extend(given.values())
+        [[call]] = find_calls(ir.from_proto(model), {"listed": record}).values()
+        assert call.attributes == {"n": () if given else (1,)}
+    record = record_of("need(Tensor x, int n) -> Tensor", DOMAIN)
+    with pytest.raises(ExportError, match=r"attribute n \(int\) is missing and has no default"):
+        attach(f"p = {DOMAIN}.CustomNeed(x)", records={"need": record})
+
+
+@pytest.mark.parametrize("opset", [18, 19, 26])
+def test_opsets_without_bodies(opset: int) -> None:
+    with pytest.raises(ExportError, match=rf"opset {opset}; function bodies need 20 to 25"):
+        attach(f"p = {DOMAIN}.CustomRelu(x)", opset=opset)

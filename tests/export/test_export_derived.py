@@ -59,9 +59,8 @@ def test_torchs_own_export_with_our_tables(exporter: str, tmp_path: Path) -> Non
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         if exporter == "dynamo":
-            program = torch.onnx.export(
-                model, inputs, dynamo=True, custom_translation_table=translation_table(), verbose=False
-            )
+            options: dict[str, Any] = {"custom_translation_table": translation_table(), "verbose": False}
+            program = torch.onnx.export(model, inputs, dynamo=True, **options)
             assert program is not None
             exported = program.model
         else:
@@ -93,9 +92,8 @@ def test_arguments_of_an_unusual_order_and_name() -> None:
 def test_values_that_are_not_constants() -> None:
     for kind in ("int", "float", "int[]"):
         value = [ir.val("size")] if kind == "int[]" else ir.val("size")
-        with pytest.raises(
-            ExportError, match=r"attribute n depends on the input.*ONNX attributes are constants"
-        ):
+        said = r"attribute n depends on the input.*ONNX attributes are constants"
+        with pytest.raises(ExportError, match=said):
             onnx_value(Attribute("n", kind), value)
 
 

@@ -11,6 +11,7 @@ from export_models import plain
 
 from twinop import torch_op
 from twinop.errors import ExportError, TwinopError
+from twinop.model import bodies
 
 
 def relu_args(**changes: Any) -> dict[str, Any]:
@@ -76,9 +77,8 @@ def test_refusals(changes: dict[str, Any], message: str, tmp_path: Path) -> None
 
 def test_a_model_that_runs_at_one_size_only(tmp_path: Path) -> None:
     """Tracing does not notice; torch itself fails at another size, and the report says it."""
-    report = plain(
-        Fixed(), torch.randn(4, 3), tmp_path / "m.onnx", exporter="torchscript", dynamic={"x": [0]}
-    )
+    given = Fixed(), torch.randn(4, 3), tmp_path / "m.onnx"
+    report = plain(*given, exporter="torchscript", dynamic={"x": [0]})
     assert not report.resized and any("not compared at other sizes" in note for note in report.notes)
 
 
@@ -89,9 +89,8 @@ class TracedSize(torch.nn.Module):
 
 def test_a_size_that_tracing_burnt_in(tmp_path: Path) -> None:
     with pytest.raises(ExportError, match=r"fails in ONNX Runtime for x \(5, 3\)"):
-        plain(
-            TracedSize(), torch.randn(4, 3), tmp_path / "m.onnx", exporter="torchscript", dynamic={"x": [0]}
-        )
+        given = TracedSize(), torch.randn(4, 3), tmp_path / "m.onnx"
+        plain(*given, exporter="torchscript", dynamic={"x": [0]})
     assert list(tmp_path.iterdir()) == []
 
 
@@ -108,15 +107,10 @@ def test_paths_that_cannot_be_written(tmp_path: Path) -> None:
             plain(torch_op.CustomReLU(), torch.randn(3), path, exporter="torchscript", external_data_bytes=0)
 
 
-def test_a_wrong_result_is_refused_and_nothing_is_kept(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from twinop.model import bodies
-
+def test_a_wrong_result_is_refused_and_not_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "m.onnx"
     path.write_text("the file of before")
-    wrong = bodies.Body(lambda op, x: op.Neg(x))
-    monkeypatch.setitem(bodies.BODIES, "relu", wrong)
+    monkeypatch.setitem(bodies.BODIES, "relu", bodies.Body(lambda op, x: op.Neg(x)))
     with pytest.raises(ExportError, match=r"without the library, differs from torch in output 0"):
         plain(torch_op.CustomReLU(), torch.randn(3), path, exporter="torchscript")
     assert path.read_text() == "the file of before" and len(list(tmp_path.iterdir())) == 1
@@ -131,11 +125,7 @@ class Numbers(torch.nn.Module):
         return self.compute(x)
 
 
-def test_a_wrong_result_is_refused_where_all_outputs_are_small(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from twinop.model import bodies
-
+def test_a_wrong_result_is_refused_among_small_ones(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(bodies.BODIES, "relu", bodies.Body(lambda op, x: op.Mul(x, 0.0)))
     with pytest.raises(ExportError, match=r"in output 0 .* error .* where the largest value is .*, acc"):
         model = Numbers(lambda x: torch_op.relu(x) * 1e-30)
@@ -164,16 +154,14 @@ class Score(torch.nn.Module):
     ],
     ids=["ids only", "mean of a normed row", "shares"],
 )
-def test_outputs_near_zero_have_the_rounding_errors_of_what_cancels(
-    model: torch.nn.Module, example: torch.Tensor, tmp_path: Path
+def test_outputs_near_zero_have_errors_of_what_cancels(
+    model: Any, example: torch.Tensor, tmp_path: Path
 ) -> None:
     assert plain(model, example, tmp_path / "m.onnx", exporter="torchscript").parity is not None
 
 
 def test_a_missing_kernel_in_onnxruntime_is_listed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The library runs the model. The body does not run: ONNX Runtime has no fp64 Erf on the CPU."""
-    from twinop.model import bodies
-
     # 0 * erf(x) does not change the result.
     body = bodies.Body(lambda op, x: op.Where(op.Less(x, op.Mul(op.Erf(x), 0.0)), 0, x))
     monkeypatch.setitem(bodies.BODIES, "relu", body)
@@ -199,11 +187,7 @@ WRONG = {  # a body that is right for ordinary numbers
 
 
 @pytest.mark.parametrize("special", WRONG)
-def test_what_is_wrong_for_special_inputs_only_is_refused(
-    special: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from twinop.model import bodies
-
+def test_wrong_for_special_inputs_only(special: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(bodies.BODIES, "relu", bodies.Body(WRONG[special]))
     with pytest.raises(ExportError, match=f"without the library, differs from torch for {special} in output"):
         plain(torch_op.CustomReLU(), torch.randn(3, 5), tmp_path / "m.onnx", exporter="torchscript")
@@ -221,16 +205,14 @@ def test_what_is_wrong_for_special_inputs_only_is_refused(
     ],
 )
 def test_special_inputs_for_which_torch_has_no_certain_result(
-    compute: Callable[[torch.Tensor], torch.Tensor], tmp_path: Path
+    compute: Callable[..., torch.Tensor], tmp_path: Path
 ) -> None:
     report = plain(Numbers(compute), torch.randn(4, 16), tmp_path / "m.onnx", exporter="torchscript")
     assert report.parity is not None and report.parity.error < 1e-3 and not report.notes
 
 
 @pytest.mark.parametrize("compute", [lambda x: x[x > 1e5], lambda x: torch.sqrt(-1 - x.abs())])
-def test_an_output_that_is_never_compared(
-    compute: Callable[[torch.Tensor], torch.Tensor], tmp_path: Path
-) -> None:
+def test_an_output_never_compared(compute: Callable[[torch.Tensor], torch.Tensor], tmp_path: Path) -> None:
     given = Numbers(compute), torch.randn(4, 16), tmp_path / "m.onnx"
     with pytest.raises(ExportError, match="output y has no .*cannot be compared. Give example inputs"):
         plain(*given, exporter="torchscript")
@@ -244,12 +226,9 @@ def test_an_output_that_is_never_compared(
 def test_modules_quantized_by_torch_ao(exporter: str, tmp_path: Path) -> None:
     model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch_op.CustomReLU())
     quantized = torch.ao.quantization.quantize_dynamic(model, {torch.nn.Linear})
-    said = (
-        rf"torch's {exporter} exporter cannot.*quantized modules of torch\.ao, as 0 \(Linear\)\. Export the "
-    )
-    with pytest.raises(
-        ExportError, match=said + r"model before it is quantized, .*onnxruntime\.quantization$"
-    ):
+    said = rf"torch's {exporter} exporter cannot.*quantized modules of torch\.ao, as 0 \(Linear\)\. "
+    said += r"Export the model before it is quantized, .*onnxruntime\.quantization$"
+    with pytest.raises(ExportError, match=said):
         plain(quantized, (torch.ones(2, 4),), tmp_path / "m.onnx", exporter=exporter)
 
 

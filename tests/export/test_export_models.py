@@ -173,9 +173,7 @@ def test_a_crash_of_onnxruntimes_optimizer_is_reported(tmp_path: Path) -> None:
     assert "crashes (SIGSEGV) when it optimizes this model" in note and "ORT_DISABLE_ALL" in note
 
 
-def test_a_crash_in_every_run_leaves_the_model_uncompared(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_crash_in_each_run_leaves_it_uncompared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def crash(*call: Any) -> list[Any]:
         raise ort_process.OrtCrash("SIGABRT")
 
@@ -195,9 +193,7 @@ def test_the_server_process_is_started_again(tmp_path: Path) -> None:
     assert ort_process.SERVER.process is not process
 
 
-def test_an_interrupted_comparison_does_not_answer_the_next_one(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_interrupted_run_does_not_answer_the_next(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "m.onnx"
     plain(torch_op.CustomReLU(), torch.randn(3), path, exporter="torchscript")
 
@@ -216,8 +212,8 @@ class Unsupported(nn.Module):
         return torch.ops.aten._fft_r2c(x, [0], 0, True).abs()
 
 
-def test_a_failing_torchscript_export_prints_nothing(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+def test_a_failing_export_prints_nothing(
+    tmp_path: Path, capfd: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.WARNING), pytest.raises(ExportError, match=r"aten::_fft_r2c.*not supported"):
         plain(Unsupported(), torch.randn(4, 3), tmp_path / "m.onnx", exporter="torchscript")

@@ -55,9 +55,7 @@ def state_of(net: Net) -> dict[str, Any]:
 
 
 @each_by_one_exporter("error", [ValueError, KeyboardInterrupt, None])
-def test_model_and_torch_are_as_before(
-    error: type[BaseException] | None, exporter: str, tmp_path: Path
-) -> None:
+def test_all_is_as_before(error: type[BaseException] | None, exporter: str, tmp_path: Path) -> None:
     net = Net(error).train()
     net.drop.eval()
     before = state_of(net)

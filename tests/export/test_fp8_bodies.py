@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 from export_models import model_of
+from linear_calls import ACTIVATIONS
 from samples import RECORDS
 
 from twinop.export import attach_bodies
@@ -66,9 +67,7 @@ def test_a_producer_has_the_bits_of_its_op_and_of_quantize_rows(op: str, dtype: 
     x[1, 2], r[1, 2] = 0, 0
     given = {"x": x, "r": r, "w": spread(64, dtype=dtype), "b": spread(64, dtype=dtype)}
     given = {each: given[each] for each in arguments.split(", ")}
-    inputs = ", ".join(
-        f"{kind}[{'64' if each in 'wb' else 'A, B, 64'}] {each}" for each in arguments.split(", ")
-    )
+    inputs = ", ".join(f"{kind}[{'64' if each in 'wb' else 'A, B, 64'}] {each}" for each in given)
     found = run(nodes, inputs, **given)
     q, s = quantized(found["z"])
     assert q.shape == (3, 5, 32 if op == "SwigluPacked" else 64) and s.dtype == np.float32
@@ -93,7 +92,7 @@ def test_rows_of_zeros_of_nothing_and_of_what_is_no_number() -> None:
 
 
 @each_dtype
-@pytest.mark.parametrize("activation", ["none", "relu", "gelu", "gelu_tanh", "silu"])
+@pytest.mark.parametrize("activation", ACTIVATIONS)
 def test_the_matmul_scales_before_it_adds(activation: str, dtype: torch.dtype) -> None:
     x, w = (spread(*shape, dtype=torch.float32).numpy() / 64 for shape in ((4, 7, 48), (32, 48)))
     (q, s), (p, v) = quantized(x), quantized(w * 10.0 ** np.linspace(-1, 1, 32)[:, None].astype(np.float32))
@@ -109,14 +108,7 @@ def test_the_matmul_scales_before_it_adds(activation: str, dtype: torch.dtype) -
     found = run([f"y = {call} (x, s, w, v, b, r)"], inputs, **given, b=b, r=r)["y"]
     exact = (q.astype(float) * s[..., None]) @ (p.astype(float) * v[:, None]).T
     total = torch.from_numpy(exact) + b.double() + r.double()
-    functions = {
-        "none": lambda each: each,
-        "relu": torch.relu,
-        "gelu": torch.nn.functional.gelu,
-        "gelu_tanh": lambda each: torch.nn.functional.gelu(each, approximate="tanh"),
-        "silu": torch.nn.functional.silu,
-    }
-    wanted = functions[activation](total).numpy()
+    wanted = ACTIVATIONS[activation](total).numpy()
     unit, least = (2.0**-11, 2.0**-25) if dtype is torch.float16 else (2.0**-8, 1e-30)
     terms = np.abs(q.astype(float) * s[..., None]) @ np.abs(p.astype(float) * v[:, None]).T
     room = unit * np.abs(wanted) + 1e-6 * (terms + np.abs(b.double().numpy()) + np.abs(r.double().numpy()))

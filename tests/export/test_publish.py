@@ -26,9 +26,7 @@ FOREIGN = "model.0123456789abcdef.data"
 
 def make(number: float) -> ir.Model:
     """x @ (number * identity)."""
-    text = (
-        '<ir_version: 9, opset_import: ["": 20]> g (float[N, 4] x) => (float[N, 4] y) { y = MatMul (x, w) }'
-    )
+    text = '<ir_version: 9, opset_import: ["": 20]> g (float[N, 4] x) => (float[N, 4] y) { y = MatMul(x, w) }'
     proto = parser.parse_model(text)
     proto.graph.initializer.append(onnx.numpy_helper.from_array(number * np.eye(4, dtype=np.float32), "w"))
     return ir.from_proto(proto)
@@ -61,11 +59,8 @@ def test_the_name_of_data_is_its_checksum(tmp_path: Path, monkeypatch: pytest.Mo
         patch.setattr("twinop.libraries.library.hashlib.sha256", lambda: None)
         known = checksum(data)  # from the pass that wrote it
     checked = hashlib.sha256(data.read_bytes()).hexdigest()
-    assert (
-        known == checked
-        and data.name == f"model.{checksum(data)[:16]}.data"
-        and read(tmp_path / "model.onnx") == 1
-    )
+    assert known == checked and data.name == f"model.{checksum(data)[:16]}.data"
+    assert read(tmp_path / "model.onnx") == 1
     assert write(1, tmp_path / "model.onnx") == data and names(tmp_path) == {"model.onnx", data.name}
 
 

@@ -48,13 +48,11 @@ def test_replaced(style: str) -> None:
     state, parameters = model.state_dict(), dict(model.named_parameters())
     report: list[torch_op.Replacement] = []
     torch_op.replace_modules(model, report.append)
-    assert (
-        Counter((entry.module, entry.twin) for entry in report)
-        == {
-            "bert": {("LayerNorm", "CustomLayerNorm"): 3, ("GELUActivation", "CustomGELU"): 1},
-            "llama": {("LlamaRMSNorm", "CustomRMSNorm"): 3, ("LlamaMLP", "CustomGatedMLP"): 1},
-        }[style]
-    )
+    expected = {
+        "bert": {("LayerNorm", "CustomLayerNorm"): 3, ("GELUActivation", "CustomGELU"): 1},
+        "llama": {("LlamaRMSNorm", "CustomRMSNorm"): 3, ("LlamaMLP", "CustomGatedMLP"): 1},
+    }
+    assert Counter((entry.module, entry.twin) for entry in report) == expected[style]
     assert list(model.state_dict()) == list(state)
     assert all(parameter is parameters[name] for name, parameter in model.named_parameters())
     assert repr(model).count("Custom") >= 3

@@ -183,10 +183,12 @@ class Table(Structure):
     ]
 
 
-def read_table(library: Path) -> Any:
+def read_table(library: Path, version: int = 2) -> Any:
+    """Returns the table of a library; None if it has none."""
     function = ctypes.CDLL(str(library)).twinop_library
     function.restype = POINTER(Table)
-    return function(2).contents
+    found = function(version)
+    return found.contents if found else None
 
 
 def launch_unary(op: Any, x: "torch.Tensor", y: "torch.Tensor", stream: int = 0) -> str:

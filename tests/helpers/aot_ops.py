@@ -64,9 +64,8 @@ def several(ops: Iterable[DeviceOp], *kernels: Kernel) -> Contents:
     named = []
     for i, op in enumerate(ops):
         schema = op.record.schema.replace("k(", f"k{i}(", 1)
-        named.append(
-            replace(op, record=replace(op.record, name=f"k{i}", onnx_name=f"CustomK{i}", schema=schema))
-        )
+        renamed = replace(op.record, name=f"k{i}", onnx_name=f"CustomK{i}", schema=schema)
+        named.append(replace(op, record=renamed))
     return replace(contents_of(named[0], *kernels), ops=tuple(named))
 
 

@@ -78,9 +78,7 @@ def body_library(folder: Path, ops: Sequence[BodyOp]) -> Path:
         if op.models:
             entries = [f'{{"{key}", {name}_{i}, sizeof({name}_{i})}}' for i, key in enumerate(op.models)]
             lines.append(f"constexpr Model {name}_models[] = {{{', '.join(entries)}}};")
-            lines.append(
-                f"std::string_view {name}_body(const Call& call) {{ return Find({name}_models, call); }}"
-            )
+            lines.append(f"auto {name}_body(const Call& call) {{ return Find({name}_models, call); }}")
             body = f".body<{name}_body>()"
         texts = "".join(f".{text}({json.dumps(value)})" for text, value in texts_of(record).items() if value)
         refuse = 'return Status::Error("this test has no kernel");'
@@ -95,10 +93,8 @@ def body_library(folder: Path, ops: Sequence[BodyOp]) -> Path:
     source = folder / f"{first.domain}.cpp"
     source.write_text("\n".join(lines))
     versions = ("VERSION", "0.1.0"), ("CUDA_ARCHS", "none"), ("CUDA_VERSION", "")
-    definitions = [f'-DTWINOP_{name}="{value}"' for name, value in versions]
-    return build_c(
-        source, folder / f"lib{first.domain}.so", "-DTWINOP_WITH_CUDA", *definitions, headers=HEADERS
-    )
+    macros = [f'-DTWINOP_{name}="{value}"' for name, value in versions]
+    return build_c(source, folder / f"lib{first.domain}.so", "-DTWINOP_WITH_CUDA", *macros, headers=HEADERS)
 
 
 def texts_of(record: OpSpec) -> dict[str, str]:

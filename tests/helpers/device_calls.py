@@ -5,6 +5,7 @@ The functions run in a process of their own, which finds the stand-in for the CU
 
 import ctypes
 import json
+import math
 from collections.abc import Sequence
 from ctypes import POINTER, byref, c_int32, c_int64, c_size_t, c_void_p
 from dataclasses import dataclass, field
@@ -12,7 +13,7 @@ from pathlib import Path
 from threading import Thread
 from typing import Any
 
-from abi_structures import SET, Attribute, Call, Context, Error, Table, Tensor
+from abi_structures import SET, Attribute, Call, Context, Error, Tensor, read_table
 
 CREATE = ctypes.CFUNCTYPE(c_int32, POINTER(Call), POINTER(c_void_p), POINTER(Error))
 SCRATCH = ctypes.CFUNCTYPE(c_int32, POINTER(Call), POINTER(c_int64), POINTER(Error))
@@ -70,10 +71,7 @@ def _tensor(at: At | None) -> Tensor:
     if at is None:
         return Tensor(None, None, None, 0, 0, 0, 0)
     sizes = (c_int64 * len(at.shape))(*at.shape)
-    numel = 1
-    for size in at.shape:
-        numel *= size
-    return Tensor(at.address, sizes, None, numel, len(at.shape), CODES[at.dtype], 1)
+    return Tensor(at.address, sizes, None, math.prod(at.shape), len(at.shape), CODES[at.dtype], 1)
 
 
 def _attribute(value: Any) -> Attribute:
@@ -90,9 +88,7 @@ class Kernel:
     """The kernel of an op on a device."""
 
     def __init__(self, library: Path, op: int, device: int, dtype: str = "") -> None:
-        function = ctypes.CDLL(str(library)).twinop_library
-        function.restype = POINTER(Table)
-        self.op = function(1).contents.ops[op].contents
+        self.op = read_table(library, 1).ops[op].contents
         self.device = device
         self.state = c_void_p()
         request = Request([], device=device)
@@ -214,18 +210,10 @@ def body(library: Path, request: Request) -> bytes:
     return Kernel(library, 0, 0).body(request)
 
 
-def tables(libraries: Sequence[Path]) -> list[dict[str, Any] | None]:
-    return [table(library) for library in libraries]
-
-
 def table(library: Path) -> dict[str, Any] | None:
     """What a library says of itself; None if it has no table."""
-    function = ctypes.CDLL(str(library)).twinop_library
-    function.restype = POINTER(Table)
-    pointer = function(1)
-    if not pointer:
+    if (found := read_table(library, 1)) is None:
         return None
-    found = pointer.contents
     ops = [found.ops[i].contents for i in range(found.op_count)]
     return {
         "domain": found.domain.decode(errors="replace"),

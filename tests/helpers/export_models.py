@@ -1,12 +1,10 @@
 """What the tests of the export share: the exporters, and small ONNX models without types or bodies."""
 
-from collections import Counter
-from collections.abc import Container, Iterable
+from collections.abc import Iterable
 from functools import partial
 from typing import Any
 
 import onnx
-import onnx_ir as ir
 import op_bodies  # noqa: F401 (the test ops)
 import pytest
 from onnx import helper
@@ -20,11 +18,6 @@ CPU = ["CPUExecutionProvider"]
 plain = partial(export, optimize=False)
 
 
-def node_types(model: ir.Model) -> dict[str, int]:
-    """Counts the nodes of the main graph by type."""
-    return dict(Counter(each.op_type for each in model.graph))
-
-
 def model_of(nodes: list[str], inputs: str, opset: int = 20) -> onnx.ModelProto:
     """Parses a model from ONNX's text form; the types of intermediate values stay unknown."""
     text = f'''<ir_version: 10, opset_import: ["": {opset}, "{DOMAIN}": 1]>
@@ -32,15 +25,11 @@ def model_of(nodes: list[str], inputs: str, opset: int = 20) -> onnx.ModelProto:
     model = onnx.parser.parse_model(text)
     for node in list(model.graph.node):
         if node.domain == DOMAIN:
-            model.graph.output.extend(
-                helper.make_empty_tensor_value_info(name) for name in node.output if name
-            )
+            model.graph.output.extend(helper.make_empty_tensor_value_info(n) for n in node.output if n)
     return model
 
 
-def each_by_one_exporter(
-    name: str, kinds: Iterable[Any], left_out: Container[Any] = ()
-) -> pytest.MarkDecorator:
+def each_by_one_exporter(name: str, kinds: Iterable[Any], left_out: Any = ()) -> pytest.MarkDecorator:
     """Parametrizes by kind and exporter. In CI each kind meets one or is left out; slow tests have both."""
     return pytest.mark.parametrize(
         (name, "exporter"),

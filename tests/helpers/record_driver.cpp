@@ -1,16 +1,13 @@
 // The C++ side of a record as a filter, so that tests can compare it with torch's parser and with
 // Python's evaluator on texts that no op of ours has. One request a line, fields separated by tabs:
 //
-//   schema <text> <field> <value> ...                         -> the signature: names, kinds,
-//   dtypes validate <text> <field> <value> ...                       -> "valid"; fields: dtypes
-//   shapes ... shape <text> <expression> <shapes> <values>               -> the shape, "2,3,?"; "*"
-//   where the
-//                                                                rank is not known
-//   check <text> <shapes> <values> <field> <value> ...        -> "fits", or the checks' message
-//   entry <entries> <name>                                    -> the value
-//   defaults <text>                                           -> the attributes' defaults, "|"
-//   between level                                                     -> the instruction set of the
-//   kernels
+//   schema <text> <field> <value> ...      the signature: names, kinds, dtypes
+//   validate <text> <field> <value> ...    "valid"; fields: dtypes, shapes, ...
+//   shape <text> <expression> <shapes> <values>          the shape, "2,3,?"; "*": of unknown rank
+//   check <text> <shapes> <values> <field> <value> ...   "fits", or the checks' message
+//   entry <entries> <name>                 the value
+//   defaults <text>                        the attributes' defaults, "|" between
+//   level                                  the instruction set of the kernels
 //
 // Shapes of the inputs are separated by ";", an absent one is "-", an unknown rank "*", an unknown
 // size "?". Values of the attributes are separated by ";" too. Whatever the record code throws is

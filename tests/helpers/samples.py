@@ -9,7 +9,7 @@ import torch
 
 from twinop.record.op_spec import OpSpec
 from twinop.testing import builtin_references
-from twinop.testing.samples import (
+from twinop.testing.samples import (  # noqa: F401
     Sample,
     attribute_variants,
     call,
@@ -21,24 +21,8 @@ from twinop.testing.samples import (
     samples,
     torch_dtype,
 )
-from twinop.testing.under_test import add_library, library_of, records_under_test
-from twinop.testing.values import plain_values, values
-
-__all__ = [
-    "Sample",
-    "attribute_variants",
-    "call",
-    "has_derivative",
-    "large_sample",
-    "library_of",
-    "make_sample",
-    "plain_values",
-    "presence_patterns",
-    "run_in_torch",
-    "samples",
-    "torch_dtype",
-    "values",
-]
+from twinop.testing.under_test import add_library, library_of, records_under_test  # noqa: F401
+from twinop.testing.values import plain_values, values  # noqa: F401
 
 for module in (builtin_references, op_bodies):
     add_library(module.library_path(), module)

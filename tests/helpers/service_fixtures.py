@@ -61,9 +61,7 @@ class Served:
     def connect(self, seconds: float = 60) -> socket.socket:
         return socket.create_connection(("127.0.0.1", self.http_port), seconds)
 
-    def ask(
-        self, method: str, path: str, body: Any = None, headers: Mapping[str, str] | None = None
-    ) -> "Answer":
+    def ask(self, method: str, path: str, body: Any = None, headers: Any = None) -> "Answer":
         """Send an HTTP request on its own connection. `body` is sent as JSON unless it is bytes."""
         content = body if isinstance(body, bytes) or body is None else json.dumps(body).encode()
         connection = http.client.HTTPConnection("127.0.0.1", self.http_port, timeout=60)

@@ -13,30 +13,15 @@ from twinop.libraries.library import find_library, read_library
 from twinop.record.op_spec import DOMAIN
 
 # The Open Inference Protocol's data types, and ONNX's.
-ELEMENTS = {
-    "BOOL": TensorProto.BOOL,
-    "UINT8": TensorProto.UINT8,
-    "UINT16": TensorProto.UINT16,
-    "UINT32": TensorProto.UINT32,
-    "UINT64": TensorProto.UINT64,
-    "INT8": TensorProto.INT8,
-    "INT16": TensorProto.INT16,
-    "INT32": TensorProto.INT32,
-    "INT64": TensorProto.INT64,
-    "FP16": TensorProto.FLOAT16,
-    "FP32": TensorProto.FLOAT,
-    "FP64": TensorProto.DOUBLE,
-    "BF16": TensorProto.BFLOAT16,
-    "BYTES": TensorProto.STRING,
-}
-NUMPY = {
-    "BOOL": np.dtype(bool),
-    "FP16": np.dtype(np.float16),
-    "FP32": np.dtype(np.float32),
-    "FP64": np.dtype(np.float64),
-    "BF16": np.dtype(ml_dtypes.bfloat16),
-    "BYTES": np.dtype(object),
-} | {name: np.dtype(name.lower()) for name in ELEMENTS if "INT" in name}
+_SAME = ("BOOL", "UINT8", "UINT16", "UINT32", "UINT64", "INT8", "INT16", "INT32", "INT64")
+ELEMENTS = {name: TensorProto.DataType.Value(name) for name in _SAME} | {
+    "FP16": TensorProto.FLOAT16, "FP32": TensorProto.FLOAT, "FP64": TensorProto.DOUBLE,
+    "BF16": TensorProto.BFLOAT16, "BYTES": TensorProto.STRING,
+}  # fmt: skip
+NUMPY = {name: np.dtype(name.lower()) for name in _SAME} | {
+    "FP16": np.dtype(np.float16), "FP32": np.dtype(np.float32), "FP64": np.dtype(np.float64),
+    "BF16": np.dtype(ml_dtypes.bfloat16), "BYTES": np.dtype(object),
+}  # fmt: skip
 ROWS: tuple[int | str | None, ...] = ("N", 4)
 GATHER_ROWS = 10
 
@@ -200,9 +185,7 @@ def place(
 
 def save_external(model: onnx.ModelProto, path: Path, data: str = "weights.bin") -> Path:
     """Saves a model with all of its weights in a file of their own beside it; returns that file."""
-    onnx.save(
-        model, path, save_as_external_data=True, all_tensors_to_one_file=True, location=data, size_threshold=0
-    )
+    onnx.save(model, path, save_as_external_data=True, location=data, size_threshold=0)
     return path.with_name(data)
 
 

@@ -8,8 +8,7 @@ from pathlib import Path
 
 import onnx
 import warm_python
-from abi_files import FLOAT, ROOT, c_library
-from onnx import helper
+from abi_files import ROOT, c_library
 
 from twinop.libraries.built import mark
 from twinop.libraries.library import find_library
@@ -111,13 +110,7 @@ def negate_package(site: Path) -> Path:
 
 def three_nodes() -> onnx.ModelProto:
     """y = relu(-x * x * x), with nodes of two packages and of twinop."""
-    nodes = [
-        helper.make_node("CustomCube", ["x"], ["c"], "cube", domain="test_cube"),
-        helper.make_node("CustomNegate", ["c"], ["n"], "negate", domain="other.ops"),
-        helper.make_node("CustomRelu", ["n"], ["y"], "relu", domain="custom_domain"),
-    ]
-    values = [helper.make_tensor_value_info(name, FLOAT, ["rows", 4]) for name in ("x", "y")]
-    graph = helper.make_graph(nodes, "g", values[:1], values[1:])
-    domains = {"": 20, "test_cube": 1, "other.ops": 1, "custom_domain": 1}
-    opsets = [helper.make_opsetid(domain, version) for domain, version in domains.items()]
-    return helper.make_model(graph, opset_imports=opsets, ir_version=10)
+    imports = '["": 20, "test_cube": 1, "other.ops": 1, "custom_domain": 1]'
+    return onnx.parser.parse_model(f"""<ir_version: 10, opset_import: {imports}>
+        g (float[rows, 4] x) => (float[rows, 4] y) {{ c = test_cube.CustomCube (x)
+        n = other.ops.CustomNegate (c) y = custom_domain.CustomRelu (n) }}""")

@@ -55,9 +55,7 @@ class _Server:
             self.process.stdin.write(json.dumps(request) + "\n")
             self.process.stdin.flush()
             if not (line := self.process.stdout.readline()):
-                raise RuntimeError(
-                    "the process that tests fork from has ended; what it said stands in stderr"
-                )
+                raise RuntimeError("the process that tests fork from has ended; stderr has what it said")
             return int(line)
         except BaseException:  # a test's time is over: the next one gets a server of its own
             os.killpg(self.process.pid, signal.SIGKILL)

@@ -206,9 +206,7 @@ class User:
 
     def tests(self) -> None:
         """`twinop test`; in a hurry with the project's own tests, and some of one dtype."""
-        is_python = not (
-            self.folder / f"{self.folder.name}.h"
-        ).exists()  # torch traces its body for each dtype
+        is_python = not (self.folder / f"{self.folder.name}.h").exists()  # torch traces it for each dtype
         some = "onnxruntime" if is_python else "same_bits or means or against"
         few = f"float32 and ({some}) or test_{self.folder.name}"
         said = self.twinop("test", *([] if self.has_time else ["-k", few]))

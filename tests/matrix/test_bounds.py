@@ -95,9 +95,8 @@ def test_log_softmax(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 def test_a_gated_op(dtype: torch.dtype) -> None:
-    a, b = 20 * torch.randn(2, 4000, dtype=torch.float64, generator=torch.Generator().manual_seed(2)).to(
-        dtype
-    )
+    random = torch.Generator().manual_seed(2)
+    a, b = 20 * torch.randn(2, 4000, dtype=torch.float64, generator=random).to(dtype)
     given = {"a": a, "b": b}
     silu = torch.nn.functional.silu
     for right in (a * a.sigmoid() * b, a * b / (1 + (-a).exp()), silu(a) * b):
@@ -106,12 +105,8 @@ def test_a_gated_op(dtype: torch.dtype) -> None:
     if dtype == torch.float32:
         assert worst(SILU_MUL, given, a * approximate * b) > ONE_ROUNDING
         assert worst(SILU_MUL, given, a * approximate * b, smallest=1.0, ops=OrtRoundingOps) <= 1
-    for wrong in (
-        silu(a) * b * 1.001,
-        silu(b) * a,
-        silu(a.clamp(max=10)) * b,
-        torch.nn.functional.gelu(a) * b,
-    ):
+    gelu = torch.nn.functional.gelu
+    for wrong in (silu(a) * b * 1.001, silu(b) * a, silu(a.clamp(max=10)) * b, gelu(a) * b):
         for options in ({}, {"smallest": 1.0, "ops": OrtRoundingOps}):
             assert worst(SILU_MUL, given, wrong, **options) > 4
 
@@ -129,9 +124,8 @@ def test_whole_numbers() -> None:
     x = rows(torch.float32)
     assert worst(SMALLEST, {"x": x}, x.argmin(-1)) == 0
     assert worst(SMALLEST, {"x": x}, x.argmax(-1)) == torch.inf
-    assert is_defined(SMALLEST, {"x": torch.ones(0, 3)}, {}) and not is_defined(
-        SMALLEST, {"x": torch.ones(3, 0)}, {}
-    )
+    assert is_defined(SMALLEST, {"x": torch.ones(0, 3)}, {})
+    assert not is_defined(SMALLEST, {"x": torch.ones(3, 0)}, {})
 
 
 # ---------------------------------------------------------------------------- operators in torch

@@ -117,11 +117,8 @@ def picky(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_right_ops_with_samples_of_their_own(picky: Path) -> None:
     """Sizes that come from the data, ties, which have no derivative, and integers, which have none either."""
-    code, said = twinop_test(
-        picky,
-        "-k",
-        "not with_sign and not dynamo and not graph_break and (against or gradcheck or opcheck or is_more)",
-    )
+    some = "not with_sign and not dynamo and not graph_break and (against or gradcheck or opcheck or is_more)"
+    code, said = twinop_test(picky, "-k", some)
     assert code == 0 and re.search(r"\d+ passed", said), said
 
 
@@ -130,10 +127,8 @@ def test_causes_in_a_body_and_in_a_formula(picky: Path) -> None:
     code, said = twinop_test(picky, "-k", "with_sign and (float32 and means or opcheck)")
     assert code == 1 and "Traceback" not in said and 'File "' not in said, said
     body = "body with_sign: attribute sign is used as a Python value; sign is a reference"
-    formula = (
-        "picky_ops::with_sign: derivative `x = grad * int(x.sum() > 0)` fails: it reads a number out of a"
-    )
-    assert said.count(body) == 1 and said.count(formula) == 1, said
+    rule = "picky_ops::with_sign: derivative `x = grad * int(x.sum() > 0)` fails: it reads a number out of a"
+    assert said.count(body) == 1 and said.count(rule) == 1, said
 
 
 def test_a_library_whose_inputs_cannot_be_derived(libraries: dict[str, Path], tmp_path: Path) -> None:
@@ -161,12 +156,8 @@ def test_floats_and_integers_of_8_bits(tmp_path: Path) -> None:
     """Their samples, parity, bodies and exports; inputs are derived from the record."""
     shutil.copy(HERE / "quantise_ops.py", tmp_path / "test_quantise.py")
     shutil.copy(find_library("test_quantise"), tmp_path)
-    code, said = twinop_test(
-        tmp_path,
-        "test_quantise.py",
-        "-k",
-        "body_gives and rows or same_bits and int8 or torchscript and e5m2 or opcheck and dequantise",
-    )
+    some = "body_gives and rows or same_bits and int8 or torchscript and e5m2 or opcheck and dequantise"
+    code, said = twinop_test(tmp_path, "test_quantise.py", "-k", some)
     assert code == 0 and re.search(r"\d+ passed", said), said
 
 
@@ -196,12 +187,8 @@ def test_a_test_that_ends_the_process(capfd: pytest.CaptureFixture[str], tmp_pat
         with runs.open("a") as file:
             file.write(f"{left_out}\n")
         if "mine::bad" not in left_out:
-            child.note(
-                test="test_results.py::test_bits[bad]",
-                op="mine::bad",
-                done=["test_a"],
-                failures=["test_b: 1 != 2"],
-            )
+            test = {"test": "test_results.py::test_bits[bad]", "op": "mine::bad"}
+            child.note(**test, done=["test_a"], failures=["test_b: 1 != 2"])
             child.note_call("mine::bad(x: float32[3, 0]), cpu")
             faulthandler.disable()
             os.kill(os.getpid(), signal.SIGSEGV)
@@ -231,22 +218,16 @@ def test_a_process_that_ends_again_and_again(capfd: pytest.CaptureFixture[str]) 
 
 @pytest.mark.slow
 def test_a_kernel_that_crashes(tmp_path: Path) -> None:
-    source = tiny("empty").replace(
-        "return {};", "if (call.inputs[0].numel == 7) raise(SIGSEGV);\n  return {};"
-    )
+    source = tiny("empty").replace("return {};", "if (call.inputs[0].numel == 7) raise(SIGSEGV); return {};")
     (tmp_path / "empty.h").write_text(source.replace("#pragma once", "#pragma once\n#include <csignal>"))
     (tmp_path / "test_empty.py").write_text("def test_of_the_project() -> None:\n    assert 1 + 1 == 2\n")
     assert twinop("build", "empty.h", "--cpu", cwd=tmp_path).returncode == 0
     code, said = twinop_test(tmp_path)
     assert code == 1, said
-    assert (
-        len(
-            re.findall(
-                r"^error: empty::empty\(x: float32\[.*\]\), cpu ended with SIGSEGV in test_", said, re.M
-            )
-        )
-        == 1
+    ends = re.findall(
+        r"^error: empty::empty\(x: float32\[.*\]\), cpu ended with SIGSEGV in test_", said, re.M
     )
+    assert len(ends) == 1
     assert "Fatal Python error" not in said and "Traceback" not in said and "DEBUG" not in said
     assert re.search(r"1 passed, \d+ deselected", said), said
 
@@ -260,9 +241,7 @@ def test_without_pytest(tmp_path: Path) -> None:
     assert done.returncode == 1 and message in done.stderr
 
 
-def test_numbers_that_a_module_gives_stay_as_they_are(
-    monkeypatch: pytest.MonkeyPatch, libraries: dict[str, Path]
-) -> None:
+def test_numbers_of_a_module_stay(monkeypatch: pytest.MonkeyPatch, libraries: dict[str, Path]) -> None:
     """They may be probabilities, which no test makes larger."""
     record = replace(read_library(libraries["custom_relu"]).records["relu"], domain="mine")
     module: Any = SimpleNamespace(samples=lambda op, dtype, size: [{"x": torch.ones(size or 1)}])
@@ -272,9 +251,7 @@ def test_numbers_that_a_module_gives_stay_as_they_are(
         assert torch.equal(x, torch.ones(4))
 
 
-def test_ops_whose_kernels_did_not_run_are_named(
-    monkeypatch: pytest.MonkeyPatch, libraries: dict[str, Path]
-) -> None:
+def test_ops_without_a_run_are_named(monkeypatch: pytest.MonkeyPatch, libraries: dict[str, Path]) -> None:
     record = read_library(libraries["custom_relu"]).records["relu"]
     monkeypatch.setattr(under_test, "_ops", {record.key: OpUnderTest(record, Path(), print)})
     assert under_test.without_kernels() == []

@@ -30,11 +30,7 @@ APP.command()(command.main)
 
 def plain(datatype: str, shape: Any, op: str = "Relu") -> onnx.ModelProto:
     """y = op(x) without a custom node. BF16 is one that ONNX Runtime has on the GPU only."""
-    return models.make(
-        [node(op, domain="")],
-        [models.info("x", datatype, shape)],
-        [models.info("y", datatype, shape)],
-    )
+    return models.make([node(op, domain="")], *([models.info(name, datatype, shape)] for name in "xy"))
 
 
 def without_output_shape(model: onnx.ModelProto) -> onnx.ModelProto:
@@ -50,9 +46,7 @@ def config_of(repo: Path) -> Any:
 
 def told(tensors: Any) -> list[Tensor]:
     kinds = model_config_pb2.DataType
-    return [
-        (each.name, kinds.Name(each.data_type).removeprefix("TYPE_"), list(each.dims)) for each in tensors
-    ]
+    return [(e.name, kinds.Name(e.data_type).removeprefix("TYPE_"), list(e.dims)) for e in tensors]
 
 
 OPENED: dict[str, tuple[onnx.ModelProto, int, list[Tensor], list[Tensor]]] = {
@@ -62,9 +56,7 @@ OPENED: dict[str, tuple[onnx.ModelProto, int, list[Tensor], list[Tensor]]] = {
     "vector, joined": (models.relu(shape=("N",)), 8, [("x", "FP32", [1])], [("y", "FP32", [1])]),
     "scalar": (models.identity("INT64", ()), 0, [("x", "INT64", [1])], [("y", "INT64", [1])]),
     "fixed": (models.fixed(2, 3), 0, [("x", "FP32", [2, 3])], [("y", "FP32", [2, 3])]),
-    "strings": (
-        models.strings(), 0, [("a", "STRING", [-1]), ("b", "STRING", [-1])], [("y", "STRING", [-1])],
-    ),
+    "strings": (models.strings(), 0, [("a", "STRING", [-1]), ("b", "STRING", [-1])], [("y", "STRING", [-1])]),
     "output of unknown rank": (
         models.expand(), 0, [("x", "FP32", [1]), ("shape", "INT64", [-1])], [("y", "FP32", [1])],
     ),

@@ -43,6 +43,7 @@ def mixer() -> nn.Module:
 
 
 SMALL = {"embed_dim": 32, "depth": 2, "num_heads": 2}
+STAGES: dict[str, Any] = {"depths": (2, 2), "num_heads": (2, 4)}
 
 MODELS = (
     timm("vit_tiny_patch16_224", img_size=32, patch_size=8, **SMALL),
@@ -53,14 +54,7 @@ MODELS = (
     timm("efficientnet_b0"),
     timm("mobilenetv3_small_050"),
     timm("regnety_002"),
-    timm(
-        "swin_tiny_patch4_window7_224",
-        img_size=32,
-        window_size=4,
-        embed_dim=16,
-        depths=(2, 2),
-        num_heads=(2, 4),
-    ),
+    timm("swin_tiny_patch4_window7_224", img_size=32, window_size=4, embed_dim=16, **STAGES),
     torchvision("resnet18"),
     torchvision("mobilenet_v2", width_mult=0.25),
     torchvision("mobilenet_v3_small", width_mult=0.5),
